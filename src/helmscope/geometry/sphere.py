@@ -131,8 +131,7 @@ def log(x: Float[Tensor, "*batch d"], y: Float[Tensor, "*batch d"]) -> Float[Ten
     >>> log(torch.tensor([1.0, 0.0]), torch.tensor([0.0, 1.0]))
     tensor([0.0000, 1.5708])
     """
-    shape = torch.broadcast_shapes(x.shape, y.shape)
-    x, y = x.expand(shape), y.expand(shape)
+    x, y = x + torch.zeros_like(y), y + torch.zeros_like(x)  # broadcast
     # P_x(y - x) = P_x y without the cancellation near x; from the far side P_x(y + x) = P_x y
     far = ((x * y).sum(-1, keepdim=True) < 0).detach()
     toward = project(x, torch.where(far, y + x, y - x))

@@ -52,7 +52,7 @@ def divergence(f: Function, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*bat
 
         div_S(P f) = div f - x^T Df x - (d - 1) <x, f>     (theory 000-3 (e)).
 
-    >>> divergence(lambda x: x, torch.tensor([0.6, 0.8])).item()  # x has no tangential part
+    >>> divergence(lambda x: x, torch.tensor([0.0, 1.0])).item()  # x has no tangential part
     0.0
     """
     value = f(x)
