@@ -166,10 +166,34 @@ def transport(
     >>> transport(torch.tensor([1., 0.]), torch.tensor([0., 1.]), torch.tensor([0., 1.])).round(decimals=6) + 0.0
     tensor([-1.,  0.])
     """
-    w = log(x, y)
+    return _carry(x, log(x, y), v)
+
+
+def _carry(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
+    """Transport of v from x along the geodesic with tangent w at x."""
     t = torch.linalg.vector_norm(w, dim=-1, keepdim=True)
     along = (w * v).sum(-1, keepdim=True)
     return v - along * (0.5 * torch.sinc(t / (2 * torch.pi)) ** 2 * w + torch.sinc(t / torch.pi) * x)
+
+
+def pull_back(
+    x: Float[Tensor, "*batch d"], u: Float[Tensor, "*batch d"], v: Float[Tensor, "*batch d"]
+) -> Float[Tensor, "*batch d"]:
+    """The velocity of the normal coordinate u = log(x, y) when y = exp(x, u) moves with tangent v: (d exp_x)_u^{-1} v.
+
+    With t = |u|, the part of v along the geodesic keeps its length, the part across it grows by t / sin t. Defined for
+    t < pi, where exp is a chart.
+
+    >>> x, u = torch.tensor([1.0, 0.0, 0.0]), torch.tensor([0.0, torch.pi / 2, 0.0])
+    >>> pull_back(x, u, torch.tensor([0.0, 0.0, 1.0]))
+    tensor([0.0000, 0.0000, 1.5708])
+    """
+    t = torch.linalg.vector_norm(u, dim=-1, keepdim=True)
+    forward = torch.cos(t) * u - t * torch.sin(t) * x  # t times the geodesic's unit tangent at y
+    back = _carry(exp(x, u), -forward, v)
+    safe = torch.where(t == 0, torch.ones_like(t), t)
+    along = (u * back).sum(-1, keepdim=True) / safe**2 * u
+    return along + (back - along) / torch.sinc(t / torch.pi)
 
 
 def tangent_basis(x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d d_minus_1"]:

@@ -1,0 +1,99 @@
+"""What a field is to the rest of the house."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+import torch
+
+from helmscope.types import HelmscopeError
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Float
+    from torch import Tensor
+
+
+@runtime_checkable
+class Field(Protocol):
+    """Tokens in, velocities out: (*batch, n, d) -> (*batch, n, d), tangent to the sphere at each token."""
+
+    def __call__(self, x: Tensor, /) -> Tensor:
+        """The velocity of every token."""
+
+
+@runtime_checkable
+class TokenField(Protocol):
+    """A field whose tokens carry weights: the measure sum_j m_j delta_{x_j} instead of a list of points."""
+
+    exchangeable: bool
+
+    def velocity(self, x: Tensor, weights: Tensor | None = None) -> Tensor:
+        """The tangent velocity, unchecked."""
+
+    def ambient(self, x: Tensor, weights: Tensor | None = None) -> Tensor:
+        """The velocity before projection, unchecked."""
+
+    def kernel(self, x: Tensor, weights: Tensor | None = None) -> Tensor:
+        """The weight of key j for query i."""
+
+
+@dataclass(frozen=True, eq=False)
+class ScaledVelocity:
+    """A velocity too large for its dtype: e^{log_scale} times ``direction``, one log scale a system."""
+
+    direction: Float[Tensor, "*batch n d"]
+    log_scale: Float[Tensor, "*batch 1 1"]
+
+    def over(self, duration: Tensor | float) -> Float[Tensor, "*batch n d"]:
+        """The displacement ``duration`` times velocity, finite where the product is, though the velocity may not be.
+
+        >>> ScaledVelocity(torch.ones(1, 2), torch.full((1, 1), 1000.0)).over(0.0)
+        tensor([[0., 0.]])
+        """
+        duration = torch.as_tensor(duration, dtype=torch.float64, device=self.direction.device)
+        factor = torch.exp(torch.log(duration) + self.log_scale.to(torch.float64))
+        return factor.to(self.direction.dtype) * self.direction
+
+
+@runtime_checkable
+class ScaledField(Protocol):
+    """A field whose velocity can leave the dtype and then comes with a log scale."""
+
+    def scaled(self, x: Tensor, weights: Tensor | None = None) -> ScaledVelocity:
+        """The velocity as direction and log scale, unchecked."""
+
+
+def check_weights(
+    x: Float[Tensor, "*batch n d"],
+    weights: Float[Tensor, "*batch n"] | None,
+    mask: Bool[Tensor, "*batch n"] | None,
+) -> Float[Tensor, "*batch n"] | None:
+    """Token weights and key padding as one: the weight of a padded token is 0. None where every weight is 1.
+
+    >>> check_weights(torch.eye(2), None, torch.tensor([True, False]))
+    tensor([1., 0.])
+    """
+    for name, given in (("weights", weights), ("mask", mask)):
+        if given is not None and (not isinstance(given, torch.Tensor) or not _fits(given.shape, x.shape[:-1])):
+            shown = tuple(given.shape) if isinstance(given, torch.Tensor) else type(given).__name__
+            raise HelmscopeError(
+                f"{name} is {shown}, but it must be a tensor of shape {tuple(x.shape[:-1])} or ({x.shape[-2]},)"
+            )
+    if mask is not None and mask.dtype != torch.bool:
+        raise HelmscopeError(f"mask has dtype {mask.dtype}, but it must be torch.bool, True at real tokens")
+    if weights is None and mask is None:
+        return None
+    combined = torch.ones(x.shape[:-1], dtype=x.dtype, device=x.device) if weights is None else weights.to(x)
+    if not bool(torch.isfinite(combined).all()) or bool((combined < 0).any()):
+        raise HelmscopeError(
+            "weights holds a negative, NaN or infinite entry, but every weight must be finite and >= 0"
+        )
+    combined = combined if mask is None else combined * mask.to(x)
+    if not bool((combined.sum(-1) > 0).all()):
+        raise HelmscopeError("weights and mask leave a system without any token of positive weight")
+    return combined.expand(x.shape[:-1])
+
+
+def _fits(shape: torch.Size, tokens: torch.Size) -> bool:
+    return shape == tokens or shape == tokens[-1:]

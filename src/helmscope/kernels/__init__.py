@@ -1,0 +1,1 @@
+"""How a sum over tokens is computed. Fields say what to sum; only this room decides how."""

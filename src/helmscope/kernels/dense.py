@@ -1,0 +1,102 @@
+"""Attention sums with the n x n matrix of weights stored: the reference, and the fastest for small systems."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Float
+    from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionSum:
+    """Sums of exponentials with their scale kept apart, so that e^beta never leaves the dtype:
+
+        sum_j m_j e^{l_ij} v_j = e^{shift_i} total_i,        Z_i = sum_j m_j e^{l_ij} = e^{mass_shift_i} mass_i.
+
+    ``mean`` is their ratio; a query that sees no key has total 0, mass 0 and mean 0.
+    """
+
+    total: Float[Tensor, "*batch n d"]
+    shift: Float[Tensor, "*batch n 1"]
+    mass: Float[Tensor, "*batch n 1"]
+    mass_shift: Float[Tensor, "*batch n 1"]
+
+    @property
+    def mean(self) -> Float[Tensor, "*batch n d"]:
+        """The softmax average sum_j p_ij v_j."""
+        blind = self.mass == 0
+        return self.total * (torch.exp(self.shift - self.mass_shift) / torch.where(blind, 1.0, self.mass))
+
+
+def logits(
+    query: Float[Tensor, "*batch n d"],
+    key: Float[Tensor, "*batch n d"],
+    *,
+    bias: Float[Tensor, "n n"] | None = None,
+    causal: bool = False,
+    weights: Float[Tensor, "*batch n"] | None = None,
+) -> Float[Tensor, "*batch n n"]:
+    """l_ij = <query_i, key_j> + bias_ij, and -inf where token i does not see token j: later tokens under a causal
+    mask, tokens of weight 0.
+
+    >>> logits(torch.eye(2), torch.eye(2), causal=True)
+    tensor([[1., -inf],
+            [0., 1.]])
+    """
+    pairs = query @ key.mT
+    if bias is not None:
+        pairs = pairs + bias
+    if causal:
+        pairs = pairs.masked_fill(_later(pairs.shape[-1], pairs.device), -torch.inf)
+    if weights is not None:
+        pairs = pairs.masked_fill((weights == 0).unsqueeze(-2), -torch.inf)
+    return pairs
+
+
+def _later(n: int, device: torch.device) -> Bool[Tensor, "n n"]:
+    return torch.ones(n, n, dtype=torch.bool, device=device).triu(1)
+
+
+def attention_sum(
+    pairs: Float[Tensor, "*batch n n"],
+    value: Float[Tensor, "*batch n d"],
+    *,
+    weights: Float[Tensor, "*batch n"] | None = None,
+    skip_self: bool = False,
+) -> AttentionSum:
+    """Sum m_j e^{l_ij} v_j over the keys j, and m_j e^{l_ij}, for logits ``pairs`` and weights m (1 where None).
+
+    ``skip_self`` leaves j = i out of the first sum, never out of the mass. A caller who will project the sum on the
+    tangent space at x_i uses it where v_i is parallel to x_i: the term would vanish in exact arithmetic, but it is
+    e^{beta (1 - <x_i, x_j>)} times larger than the others and would swallow their digits.
+
+    >>> attention_sum(torch.zeros(2, 2), torch.tensor([[1.0], [3.0]])).mean
+    tensor([[2.],
+            [2.]])
+    """
+    own = pairs.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
+    summed = pairs
+    if skip_self:
+        itself = torch.eye(pairs.shape[-1], dtype=torch.bool, device=pairs.device)
+        summed = pairs.masked_fill(itself, -torch.inf)
+    # the scales are constants to autograd: they cancel, so the gradient is exact without them
+    highest = summed.detach().amax(-1, keepdim=True)
+    own_level = own.detach()
+    floor = torch.where(own_level > -torch.inf, own_level, 0.0)
+    shift = torch.where(highest > -torch.inf, highest, floor)
+    terms = torch.exp(summed - shift)
+    if weights is not None:
+        terms = terms * weights.unsqueeze(-2)
+    mass, mass_shift = terms.sum(-1, keepdim=True), shift
+    if skip_self:
+        mass_shift = torch.maximum(shift, own_level)
+        own_mass = torch.exp(own - mass_shift)
+        if weights is not None:
+            own_mass = own_mass * weights.unsqueeze(-1)
+        mass = mass * torch.exp(shift - mass_shift) + own_mass
+    return AttentionSum(terms @ value, shift, mass, mass_shift)

@@ -1,0 +1,163 @@
+"""Integration with a step size of its own for every system: nobody waits for the stiffest."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
+
+import torch
+
+from helmscope.types import Outcome, Status
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
+    from torch import Tensor
+
+    from helmscope.solve.extras import Extras
+    from helmscope.solve.flow import Flow
+    from helmscope.solve.stepper import AdaptiveStepper
+
+DEFAULT_TOL = {torch.float64: 1e-9, torch.float32: 1e-5}
+SAFETY, LEAST, MOST = 0.9, 0.2, 5.0
+
+
+@dataclass(eq=False)
+class _Running:
+    """The systems still under way; all tensors have them along the first axis."""
+
+    systems: Int[Tensor, " active"]
+    x: Float[Tensor, "active n d"]
+    first: Float[Tensor, "active n d"]  # the displacement at x over first_h
+    first_h: Float[Tensor, " active"]
+    t: Float[Tensor, " active"]
+    h: Float[Tensor, " active"]
+    log_error: Float[Tensor, " active"]
+    target: Int[Tensor, " active"]
+    flow: Flow
+
+    def keep(self, which: Tensor) -> None:
+        """Go on with some of the systems."""
+        for item in fields(self):
+            value = getattr(self, item.name)
+            setattr(self, item.name, value.select(which) if item.name == "flow" else value[which])
+
+
+def run_adaptive(
+    flow: Flow, x: Float[Tensor, "batch n d"], times: list[float], stepper: AdaptiveStepper, extras: Extras
+) -> tuple[Float[Tensor, "time batch n d"], Outcome]:
+    """States at the asked times; NaN after a system has stopped early."""
+    tol = DEFAULT_TOL[x.dtype] if stepper.tol is None else stepper.tol
+    clock = torch.tensor([*times, math.inf], dtype=torch.float64, device=x.device)
+    states = x.new_full((len(times), *x.shape), torch.nan)
+    status = [Status.FINISHED] * len(x)
+    ended = [times[-1]] * len(x)
+    flow, x, _ = extras.merged(flow, x)
+    run = _start(flow, x, tol, stepper.order)
+    if times[0] == 0:
+        states[0] = x
+        run.target += 1
+    attempts = 0
+    while True:
+        reason = _why_stop(run, attempts, stepper.max_steps, len(times))
+        stopping = [s is not None for s in reason]
+        for i, t, why in zip(run.systems.tolist(), run.t.tolist(), reason, strict=True):
+            if why is not None:
+                status[i], ended[i] = why, t
+        if any(stopping):
+            run.keep(~torch.tensor(stopping, device=x.device))
+        if not len(run.systems):
+            return states, Outcome(tuple(status), tuple(ended))
+        attempts += 1
+        landed = _step(run, clock, stepper, tol, extras)
+        if bool(landed.any()):
+            states[run.target[landed] - 1, run.systems[landed]] = run.x[landed]
+        extras.say(float(run.t.min()) / times[-1])
+
+
+def _start(flow: Flow, x: Tensor, tol: float, order: int) -> _Running:
+    """The first step moves the fastest token by about tol^(1/order); the error estimate takes over from there."""
+    count, device = len(x), x.device
+    h = torch.exp(math.log(tol) / order - flow.log_speed(x.detach())).clamp(max=1.0)
+    first = flow.move(x, h[:, None, None])
+    zeros = torch.zeros(count, dtype=torch.float64, device=device)
+    index = torch.arange(count, device=device)
+    return _Running(index, x, first, h, zeros, h, zeros, torch.zeros_like(index), flow)
+
+
+def _why_stop(run: _Running, attempts: int, max_steps: int, targets: int) -> list[Status | None]:
+    done, stuck = run.target >= targets, run.t + run.h <= run.t
+    lost = ~torch.isfinite(run.first.detach()).all(-1).all(-1)
+    if attempts < max_steps and not bool((done | stuck | lost).any()):
+        return [None] * len(run.systems)
+    limit = Status.STEP_LIMIT if attempts >= max_steps else None
+    return [
+        Status.FINISHED if d else Status.NOT_FINITE if n else Status.STEP_TOO_SMALL if s else limit
+        for d, n, s in zip(done.tolist(), lost.tolist(), stuck.tolist(), strict=True)
+    ]
+
+
+def _step(run: _Running, clock: Tensor, stepper: AdaptiveStepper, tol: float, extras: Extras) -> Tensor:
+    """One trial step of every running system; which of them landed on their next asked time."""
+    goal = clock[run.target]
+    left = goal - run.t
+    lands = run.h >= left
+    # two equal steps instead of a long one and a sliver
+    h = torch.where(lands, left, torch.where(2 * run.h > left, left / 2, run.h))
+    first = run.first * (h / run.first_h)[:, None, None].to(run.x.dtype)
+    trial = stepper.attempt(run.flow, run.x, h[:, None, None], first)
+    error = torch.linalg.vector_norm(trial.error.detach(), dim=-1).amax(-1).to(torch.float64) / tol
+    good: Tensor = error <= 1  # False for NaN
+    log_error = torch.log(error.clamp(min=1e-10))
+    factor = _factor(log_error, run.log_error, good, stepper.order)
+    _see_events(run, h, good, trial.states, first, stepper, extras)
+
+    pick = good[:, None, None]
+    run.x = torch.where(pick, trial.states, run.x)
+    run.first = torch.where(pick, trial.last, first)
+    run.first_h = h
+    landed = good & lands
+    run.t = torch.where(landed, goal, torch.where(good, run.t + h, run.t))
+    # a step shortened to land says nothing against the longer one
+    grown = h * factor
+    run.h = torch.where(good & (h < run.h), torch.maximum(grown, run.h), grown)
+    run.log_error = torch.where(good, log_error, run.log_error)
+    run.target = run.target + landed
+    run.flow, run.x, changed = extras.merged(run.flow, run.x)
+    if changed is not None:
+        fresh = run.flow.move(run.x, run.first_h[:, None, None])
+        run.first = torch.where(changed[:, None, None], fresh, run.first)
+    return landed
+
+
+def _factor(log_error: Tensor, before: Tensor, good: Tensor, order: int) -> Tensor:
+    """How the step size changes: proportional-integral control after a good step, proportional after a bad one.
+
+    Written with exp and log because a power depends, in its last bit, on the place of a system in its batch.
+    """
+    smooth = torch.exp(math.log(SAFETY) - 0.7 / order * log_error + 0.4 / order * before).clamp(LEAST, MOST)
+    shrink = torch.exp(math.log(SAFETY) - log_error / order).clamp(LEAST, 1.0)
+    factor: Tensor = torch.where(good, smooth, torch.where(log_error.isnan(), LEAST, shrink))
+    return factor
+
+
+def _see_events(
+    run: _Running,
+    h: Tensor,
+    good: Tensor,
+    end_states: Tensor,
+    first: Tensor,
+    stepper: AdaptiveStepper,
+    extras: Extras,
+) -> None:
+    if not extras.watches or not bool(good.any()):
+        return
+    place = good.nonzero().flatten()
+
+    def inside(rows: Tensor, duration: Tensor) -> Tensor:
+        at = place[rows]
+        part = (duration / h[at])[:, None, None].to(run.x.dtype)
+        return stepper.attempt(run.flow.select(at), run.x[at], duration[:, None, None], first[at] * part).states
+
+    for watch in extras.watches:
+        watch.see(run.systems[place], run.t[place], h[place], end_states[place], inside)

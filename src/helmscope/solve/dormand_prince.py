@@ -1,0 +1,63 @@
+"""The embedded pair of Dormand and Prince, projected."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from helmscope.geometry.sphere import retract
+from helmscope.solve.stepper import Attempt
+from helmscope.types import real_number, whole_number
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from helmscope.solve.flow import Flow
+
+# Dormand & Prince (1980), RK5(4)7M: rows of stage coefficients; the last row is also the weights of order 5
+STAGES = (
+    (1 / 5,),
+    (3 / 40, 9 / 40),
+    (44 / 45, -56 / 15, 32 / 9),
+    (19372 / 6561, -25360 / 2187, 64448 / 6561, -212 / 729),
+    (9017 / 3168, -355 / 33, 46732 / 5247, 49 / 176, -5103 / 18656),
+    (35 / 384, 0.0, 500 / 1113, 125 / 192, -2187 / 6784, 11 / 84),
+)
+# weights of order 5 minus weights of order 4
+ERROR = (71 / 57600, 0.0, -71 / 16695, 71 / 1920, -17253 / 339200, 22 / 525, -1 / 40)
+
+
+@dataclass(frozen=True)
+class DormandPrince:
+    """Adaptive Runge-Kutta of order 5 with an error estimate of order 4; the retraction at the end keeps the order.
+
+    ``tol`` bounds the local error of every token in each step (None: 1e-9 in float64, 1e-5 in float32); ``max_steps``
+    the trial steps of one system. Every system of a batch has a step size of its own.
+    """
+
+    tol: float | None = None
+    max_steps: int = 200_000
+    order: ClassVar[int] = 5
+
+    def __post_init__(self) -> None:
+        if self.tol is not None:
+            real_number("tol", self.tol, above=0)
+        whole_number("max_steps", self.max_steps, at_least=1)
+
+    def attempt(self, flow: Flow, x: Tensor, h: Tensor, first: Tensor) -> Attempt:
+        """One trial step. Its last displacement is taken at the new state, so it can open the next step."""
+        k = [first]
+        for row in STAGES:
+            y = x + _combine(row, k)
+            if row is STAGES[-1]:
+                y = retract(y)
+            k.append(flow.move(y, h))
+        return Attempt(y, k[-1], _combine(ERROR, k))
+
+
+def _combine(weights: tuple[float, ...], k: list[Tensor]) -> Tensor:
+    total = weights[0] * k[0]
+    for weight, step in zip(weights[1:], k[1:], strict=True):
+        if weight:
+            total = total + weight * step
+    return total

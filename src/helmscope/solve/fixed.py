@@ -1,0 +1,76 @@
+"""Integration with a fixed step size."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+
+from helmscope.types import HelmscopeError, Outcome, Status
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+    from torch import Tensor
+
+    from helmscope.solve.extras import Extras
+    from helmscope.solve.flow import Flow
+    from helmscope.solve.stepper import FixedStepper
+
+
+def run_fixed(
+    flow: Flow, x: Float[Tensor, "batch n d"], times: list[float], stepper: FixedStepper, extras: Extras
+) -> tuple[Float[Tensor, "time batch n d"], Outcome]:
+    """States at the asked times. Each interval is cut into equal steps of at most h."""
+    states, systems = [], torch.arange(len(x), device=x.device)
+    ended = [Status.FINISHED] * len(x)
+    ended_at = [times[-1]] * len(x)
+    flow, x, _ = extras.merged(flow, x)
+    now = 0.0
+    for target in times:
+        count = _steps(target - now, stepper)
+        h = torch.full((len(x),), (target - now) / max(count, 1), dtype=torch.float64, device=x.device)
+        for k in range(count):
+            before, x = x, stepper.step(flow, x, h[:, None, None])
+            start = now + k * h
+            _watch(extras, systems, start, h, (before, x), flow, stepper)
+            flow, x, _ = extras.merged(flow, x)
+            extras.say(float(start[0] + h[0]) / times[-1])
+        now = target
+        for i in (~torch.isfinite(x.detach()).all(-1).all(-1)).nonzero().flatten().tolist():
+            if ended[i].ok:
+                ended[i], ended_at[i] = Status.NOT_FINITE, now
+        states.append(x)
+    return torch.stack(states), Outcome(tuple(ended), tuple(ended_at))
+
+
+def _steps(span: float, stepper: FixedStepper) -> int:
+    ratio = span / stepper.h
+    if stepper.divisible:
+        return math.ceil(ratio - 1e-9)
+    if abs(ratio - round(ratio)) > 1e-9 * max(1.0, ratio):
+        raise HelmscopeError(
+            f"times holds a step of {span:g}, but {type(stepper).__name__} is a map that cannot be cut: times must be "
+            f"multiples of h={stepper.h:g}"
+        )
+    return round(ratio)
+
+
+def _watch(
+    extras: Extras,
+    systems: Tensor,
+    start: Tensor,
+    h: Tensor,
+    states: tuple[Tensor, Tensor],
+    flow: Flow,
+    stepper: FixedStepper,
+) -> None:
+    before, after = states
+
+    def inside(rows: Tensor, duration: Tensor) -> Tensor:
+        if not stepper.divisible:  # a map has no inside: its event happens at the end
+            return after[rows]
+        return stepper.step(flow.select(rows), before[rows], duration[:, None, None])
+
+    for watch in extras.watches:
+        watch.see(systems, start, h, after, inside)

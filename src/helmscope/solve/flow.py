@@ -1,0 +1,69 @@
+"""The field as a stepper sees it: displacements of the systems at hand."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from helmscope.fields.field import Field, ScaledField, TokenField
+from helmscope.geometry.sphere import project
+from helmscope.types import HelmscopeError
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
+    from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Flow:
+    """A field with the token weights of the systems at hand. Steppers ask for displacements h f(x), never for f(x)
+    alone, because a velocity may leave the dtype while the displacement does not.
+
+    ``leader[i]`` is the token that token i moves with (itself, unless merged).
+    """
+
+    field: Field
+    weights: Float[Tensor, "batch n"] | None = None
+    leader: Int[Tensor, "batch n"] | None = None
+
+    def move(self, x: Float[Tensor, "batch n d"], h: Float[Tensor, "batch 1 1"]) -> Float[Tensor, "batch n d"]:
+        """Tangent displacement h f(x)."""
+        if isinstance(self.field, ScaledField):
+            step = self.field.scaled(x, self.weights).over(h)
+        elif isinstance(self.field, TokenField):
+            step = h.to(x.dtype) * self.field.velocity(x, self.weights)
+        else:
+            step = h.to(x.dtype) * project(x, self.field(x))
+        return self._together(step)
+
+    def move_ambient(self, x: Float[Tensor, "batch n d"], h: Float[Tensor, "batch 1 1"]) -> Float[Tensor, "batch n d"]:
+        """Displacement before projection, what a layer adds to its residual stream."""
+        if not isinstance(self.field, TokenField):
+            raise HelmscopeError(
+                f"field is {type(self.field).__name__}, but this stepper needs one with an ambient(x) method: the "
+                "velocity before projection"
+            )
+        return self._together(h.to(x.dtype) * self.field.ambient(x, self.weights))
+
+    def log_speed(self, x: Float[Tensor, "batch n d"]) -> Float[Tensor, " batch"]:
+        """Logarithm of the speed of the fastest token of each system, in float64."""
+        if isinstance(self.field, ScaledField):
+            scaled = self.field.scaled(x, self.weights)
+            step, log_scale = scaled.direction, scaled.log_scale.to(torch.float64).flatten()
+        else:
+            step = self.move(x, torch.ones(len(x), 1, 1, dtype=torch.float64, device=x.device))
+            log_scale = torch.zeros(len(x), dtype=torch.float64, device=x.device)
+        return torch.log(torch.linalg.vector_norm(step, dim=-1).amax(-1).to(torch.float64)) + log_scale
+
+    def select(self, which: Tensor) -> Flow:
+        """The flow of some of the systems, by index or mask."""
+        weights = None if self.weights is None else self.weights[which]
+        leader = None if self.leader is None else self.leader[which]
+        return replace(self, weights=weights, leader=leader)
+
+    def _together(self, step: Tensor) -> Tensor:
+        if self.leader is None:
+            return step
+        return step.gather(-2, self.leader.unsqueeze(-1).expand_as(step))

@@ -1,0 +1,41 @@
+"""The classical Runge-Kutta method in normal coordinates."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from helmscope.geometry.sphere import exp, pull_back, retract
+from helmscope.types import real_number
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from helmscope.solve.flow import Flow
+
+
+@dataclass(frozen=True)
+class GeodesicRK4:
+    """RK4 for the coordinate u = log_x, u' = (d exp_x)_u^{-1} f(exp_x u), order 4: every stage lies on the sphere.
+
+    A token moves less than pi a step.
+    """
+
+    h: float
+    order: ClassVar[int] = 4
+    divisible: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        real_number("h", self.h, above=0)
+
+    def step(self, flow: Flow, x: Tensor, h: Tensor) -> Tensor:
+        """One step."""
+        k1 = flow.move(x, h)
+        k2 = self._stage(flow, x, k1 / 2, h)
+        k3 = self._stage(flow, x, k2 / 2, h)
+        k4 = self._stage(flow, x, k3, h)
+        return retract(exp(x, (k1 + 2 * k2 + 2 * k3 + k4) / 6))
+
+    @staticmethod
+    def _stage(flow: Flow, x: Tensor, u: Tensor, h: Tensor) -> Tensor:
+        return pull_back(x, u, flow.move(retract(exp(x, u)), h))

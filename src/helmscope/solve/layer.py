@@ -1,0 +1,34 @@
+"""The discrete post-norm layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from helmscope.geometry.sphere import retract
+from helmscope.types import real_number
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from helmscope.solve.flow import Flow
+
+
+@dataclass(frozen=True)
+class Layer:
+    """x' = N(x + h f(x)) with f before projection: for h = 1 a post-norm transformer layer; time counts h a layer.
+
+    As a method for the flow its order is 1: N(x + h f) = x + h P f - h^2 [<x, f> P f + |P f|^2 x / 2] + O(h^3)
+    (theory 000-1), and the term <x, f> P f delays it.
+    """
+
+    h: float = 1.0
+    order: ClassVar[int] = 1
+    divisible: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        real_number("h", self.h, above=0)
+
+    def step(self, flow: Flow, x: Tensor, h: Tensor) -> Tensor:
+        """One layer."""
+        return retract(x + flow.move_ambient(x, h))

@@ -1,0 +1,35 @@
+"""The scheme behind the published pictures."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from helmscope.geometry.sphere import retract
+from helmscope.types import real_number
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from helmscope.solve.flow import Flow
+
+
+@dataclass(frozen=True)
+class PublishedEuler:
+    """Forward Euler without tangent projection, then renormalise: x' = (x + h f) / |x + h f|, order 1.
+
+    What the authors of arXiv:2312.10794 ran for figure 3, with h = 0.1. It is ``Layer`` read as a discretisation, and a
+    biased one: near a cluster it contracts by 1/(1 + h) a step, 0.953 a unit of time where the flow has rate 1, so its
+    curves are late. Kept to reproduce those pictures; use it for nothing else.
+    """
+
+    h: float = 0.1
+    order: ClassVar[int] = 1
+    divisible: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        real_number("h", self.h, above=0)
+
+    def step(self, flow: Flow, x: Tensor, h: Tensor) -> Tensor:
+        """One step."""
+        return retract(x + flow.move_ambient(x, h))

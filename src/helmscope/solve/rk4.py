@@ -1,0 +1,37 @@
+"""The classical Runge-Kutta method, projected."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from helmscope.geometry.sphere import retract
+from helmscope.types import real_number
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from helmscope.solve.flow import Flow
+
+
+@dataclass(frozen=True)
+class RK4:
+    """Four stages in the ambient space, one retraction at the end, order 4.
+
+    The stages lie off the sphere by O(h^2), where P_x f = f - <x, f> x goes on smoothly.
+    """
+
+    h: float
+    order: ClassVar[int] = 4
+    divisible: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        real_number("h", self.h, above=0)
+
+    def step(self, flow: Flow, x: Tensor, h: Tensor) -> Tensor:
+        """One step."""
+        k1 = flow.move(x, h)
+        k2 = flow.move(x + k1 / 2, h)
+        k3 = flow.move(x + k2 / 2, h)
+        k4 = flow.move(x + k3, h)
+        return retract(x + (k1 + 2 * k2 + 2 * k3 + k4) / 6)

@@ -1,0 +1,66 @@
+"""What an integration gives back: a System."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from helmscope.fields.field import Field, TokenField
+from helmscope.types import HelmscopeError, Outcome, Trajectory
+
+if TYPE_CHECKING:
+    import torch
+    from jaxtyping import Float
+    from torch import Tensor
+
+    from helmscope.solve.integrate import Problem
+
+
+@dataclass(frozen=True, eq=False)
+class Simulation:
+    """Tokens carried by a field: the trajectory, how it ended, and the mechanism, so that it can go on.
+
+    ``states`` has the shape of the start behind the time axis: (time, *batch, n, d). ``event_times`` holds, for each
+    event asked for, the first time it happened to each system (NaN: never).
+    """
+
+    trajectory: Trajectory
+    problem: Problem
+    event_times: tuple[Tensor, ...] = ()
+
+    @property
+    def times(self) -> Float[Tensor, " time"]:
+        """The asked times."""
+        return self.trajectory.times
+
+    @property
+    def states(self) -> Float[Tensor, "time *batch n d"]:
+        """The tokens at the asked times."""
+        states = self.trajectory.states
+        return states.reshape(len(states), *self.problem.batch, *states.shape[-2:])
+
+    @property
+    def outcome(self) -> Outcome:
+        """How the systems ended; its text names the remedy."""
+        assert self.trajectory.outcome is not None
+        return self.trajectory.outcome
+
+    def kernel(self, step: int) -> Float[Tensor, "batch n n"]:
+        """The attention kernel at time index ``step``."""
+        if not isinstance(self.problem.field, TokenField):
+            name = type(self.problem.field).__name__
+            raise HelmscopeError(f"field is {name}, but a kernel is defined for attention fields only")
+        return self.problem.field.kernel(self.trajectory.states[step], self.problem.weights)
+
+    def force(self, step: int) -> Field | None:
+        """None: there is no MLP in an attention flow."""
+        return None
+
+    def resume(
+        self, step: int, states: Float[Tensor, "batch n d"], generator: torch.Generator | None = None
+    ) -> Simulation:
+        """Integrate again from time index ``step`` with other states; the times stay those of the whole run.
+
+        ``generator`` is for systems with noise; a flow has none.
+        """
+        return self.problem.run(states, self.times[step:], origin=float(self.times[step]))
