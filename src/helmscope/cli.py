@@ -1,0 +1,266 @@
+"""The command line: verbs only, no mathematics. Results go to standard output, progress to standard error.
+
+Everything heavy is imported inside a verb, so that ``helmscope --help`` answers at once.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from helmscope.types import HelmscopeError, known_name
+
+if TYPE_CHECKING:
+    import torch
+    import xarray as xr
+
+    from helmscope.fields.attention import Attention
+    from helmscope.solve.stepper import Stepper
+    from helmscope.theory.starts import Start
+
+app = typer.Typer(
+    name="helmscope",
+    help="A laboratory for the dynamics of transformers.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+
+def main() -> None:
+    """Entry point of the command ``helmscope``: bad input is one sentence on standard error and exit code 2."""
+    try:
+        app()
+    except HelmscopeError as error:
+        print(f"helmscope: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(f"helmscope {sys.modules['helmscope'].__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and leave.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def simulate(
+    field: Annotated[str, typer.Option(help="sa (softmax) or usa (unnormalised).")] = "sa",
+    beta: Annotated[float, typer.Option(help="Inverse temperature.")] = 4.0,
+    value: Annotated[float, typer.Option(help="V = value * I; -1 repels.")] = 1.0,
+    causal: Annotated[bool, typer.Option("--causal", help="Token i sees tokens j <= i only.")] = False,
+    start: Annotated[str, typer.Option(help="uniform, vmf or orthonormal.")] = "uniform",
+    n: Annotated[int, typer.Option(help="Tokens in a system.")] = 32,
+    dim: Annotated[int, typer.Option(help="Dimension d of the space; tokens lie on S^(d-1).")] = 3,
+    kappa: Annotated[float, typer.Option(help="Concentration of a vmf start.")] = 1.0,
+    batch: Annotated[int, typer.Option(help="Independent systems.")] = 16,
+    times: Annotated[str, typer.Option(help="Times to look at: 0,1,5 or FROM:TO:COUNT.")] = "0:10:101",
+    stepper: Annotated[
+        str, typer.Option(help="adaptive, euler, heun, rk4, layer, published, or geodesic-...")
+    ] = "adaptive",
+    step: Annotated[float, typer.Option(help="Step size of the steppers that are not adaptive.")] = 0.05,
+    tol: Annotated[float | None, typer.Option(help="Local error of the adaptive stepper.")] = None,
+    merge: Annotated[float | None, typer.Option(help="Merge tokens closer than so many radians.")] = None,
+    delta: Annotated[float, typer.Option(help="Two tokens have met when <x,y> >= 1 - delta.")] = 1e-3,
+    radius: Annotated[float, typer.Option(help="Scale of the cluster count, in radians.")] = 0.1,
+    seed: Annotated[int, typer.Option(help="Seed of the start.")] = 0,
+    dtype: Annotated[str, typer.Option(help="float64 or float32.")] = "float64",
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")] = "cpu",
+    out: Annotated[str | None, typer.Option(help="New run folder [default: runs/simulate-DATE-TIME].")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+) -> None:
+    """Integrate self-attention on the sphere; write a run folder with numbers, states and a picture."""
+    parameters = {
+        key: value for key, value in locals().items() if key not in ("out", "as_json", "seed", "dtype", "device")
+    }
+    from helmscope.observe.overview import overview
+    from helmscope.plots.overview import overview_figure
+    from helmscope.plots.style import png
+    from helmscope.solve.integrate import integrate
+    from helmscope.store.manifest import hash_bytes
+
+    flow = _field(field, beta=beta, value=value, causal=causal, dim=dim)
+    method = _stepper(stepper, step=step, tol=tol)
+    clock = _times(times)
+    tokens = _start(start, n=n, dim=dim, kappa=kappa).sample(
+        batch, seed=seed, dtype=_dtype(dtype), device=_device(device)
+    )
+    run = _new_run("simulate", out)
+    inputs = {"start": hash_bytes(tokens.cpu().numpy().tobytes())}
+    run.write_manifest(_manifest(seed=seed, dtype=dtype, device=device, inputs=inputs, parameters=parameters))
+    with _bar("integrating") as progress:
+        simulation = integrate(flow, tokens, clock, stepper=method, merge=merge, progress=progress)
+    run.write_data("trajectory", _trajectory(simulation.times, simulation.states))
+    report: dict[str, Any] = {
+        "folder": str(run.path),
+        "ok": simulation.outcome.ok,
+        "outcome": str(simulation.outcome),
+        "seed": seed,
+    }
+    if simulation.outcome.ok:
+        measured = overview(simulation.trajectory, beta=beta, delta=delta, radius=radius)
+        run.write_results("overview", measured)
+        title = f"{type(flow).__name__}  beta = {beta:g}, n = {n}, d = {dim}"
+        run.write_bytes("overview.png", png(overview_figure(measured, title=title)))
+        report |= {"picture": str(run.path / "overview.png"), **_listed(measured)}
+    _say(report, as_json)
+    if not simulation.outcome.ok:
+        raise typer.Exit(1)
+
+
+def _say(report: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(report, indent=2))
+        return
+    print(report["outcome"])
+    for name, rows in report.get("measured", {}).items():
+        last, error = rows["value"][-1], rows["stderr"][-1]
+        print(f"{name:>20} at the end: {last:.6g}" + (f" +- {error:.2g}" if error is not None else ""))
+    for key in ("picture", "folder"):
+        if key in report:
+            print(f"{key}: {report[key]}")
+
+
+def _listed(measured: xr.Dataset) -> dict[str, Any]:
+    """Curves over time as plain lists; JSON has no NaN, so what is undefined is null."""
+
+    def plain(name: str) -> list[float | None]:
+        return [None if v != v else v for v in measured[name].values.tolist()]
+
+    curves = [str(name) for name in measured.data_vars if measured[name].dims == ("time",)]
+    names = [name for name in curves if f"{name}_stderr" in curves]
+    rows = {name: {"value": plain(name), "stderr": plain(f"{name}_stderr")} for name in names}
+    return {"n": measured.attrs["n"], "times": measured.time.values.tolist(), "measured": rows}
+
+
+def _field(name: str, *, beta: float, value: float, causal: bool, dim: int) -> Attention:
+    import torch
+
+    from helmscope.fields.attention import SA, USA
+    from helmscope.types import real_number, whole_number
+
+    kind = {"sa": SA, "usa": USA}[known_name("field", name, ("sa", "usa"))]
+    eye = torch.eye(whole_number("dim", dim, at_least=2), dtype=torch.float64)
+    return kind(beta, value=real_number("value", value) * eye, causal=causal)
+
+
+def _start(name: str, *, n: int, dim: int, kappa: float) -> Start:
+    from helmscope.theory.starts import Orthonormal, Uniform, VonMisesFisher
+
+    makers: dict[str, Callable[[], Start]] = {
+        "uniform": lambda: Uniform(n, dim),
+        "vmf": lambda: VonMisesFisher(n, dim, kappa),
+        "orthonormal": lambda: Orthonormal(n, dim),
+    }
+    return makers[known_name("start", name, makers)]()
+
+
+def _stepper(name: str, *, step: float, tol: float | None) -> Stepper:
+    from helmscope.solve.dormand_prince import DormandPrince
+    from helmscope.solve.euler import ProjectedEuler
+    from helmscope.solve.geodesic_euler import GeodesicEuler
+    from helmscope.solve.geodesic_heun import GeodesicHeun
+    from helmscope.solve.geodesic_rk4 import GeodesicRK4
+    from helmscope.solve.heun import Heun
+    from helmscope.solve.layer import Layer
+    from helmscope.solve.published import PublishedEuler
+    from helmscope.solve.rk4 import RK4
+
+    makers: dict[str, Callable[[], Stepper]] = {
+        "adaptive": lambda: DormandPrince(tol=tol),
+        "euler": lambda: ProjectedEuler(step),
+        "heun": lambda: Heun(step),
+        "rk4": lambda: RK4(step),
+        "geodesic-euler": lambda: GeodesicEuler(step),
+        "geodesic-heun": lambda: GeodesicHeun(step),
+        "geodesic-rk4": lambda: GeodesicRK4(step),
+        "layer": lambda: Layer(step),
+        "published": lambda: PublishedEuler(step),
+    }
+    return makers[known_name("stepper", name, makers)]()
+
+
+def _times(text: str) -> list[float]:
+    """0,1,5 or FROM:TO:COUNT."""
+    from helmscope.types import real_number, whole_number
+
+    if ":" not in text:
+        return [real_number("times", part.strip()) for part in text.split(",")]
+    parts = text.split(":")
+    if len(parts) != 3:
+        raise HelmscopeError(f"times is '{text}', but it must be numbers such as 0,1,5 or a range such as 0:10:101")
+    first, last = (real_number("times", part) for part in parts[:2])
+    count = whole_number("COUNT of times", int(parts[2]) if parts[2].isdigit() else parts[2], at_least=2)
+    return [first + (last - first) * k / (count - 1) for k in range(count)]
+
+
+def _dtype(name: str) -> torch.dtype:
+    import torch
+
+    return {"float64": torch.float64, "float32": torch.float32}[known_name("dtype", name, ("float64", "float32"))]
+
+
+def _device(name: str) -> str:
+    import torch
+
+    try:
+        torch.zeros(1, device=name)
+    except (RuntimeError, AssertionError):
+        raise HelmscopeError(f"device is '{name}', but torch cannot use it here: cpu always works") from None
+    return name
+
+
+def _new_run(what: str, out: str | None) -> Any:
+    from helmscope.store.run_folder import RunFolder
+
+    return RunFolder.new("runs", what) if out is None else RunFolder.create(out)
+
+
+def _manifest(**details: Any) -> Any:
+    import torch
+
+    from helmscope.store.manifest import Manifest
+
+    return Manifest.collect(command=["helmscope", *sys.argv[1:]], threads=torch.get_num_threads(), **details)
+
+
+def _trajectory(times: torch.Tensor, states: torch.Tensor) -> xr.Dataset:
+    import xarray as xr
+
+    axes = ("time", "system", "token", "axis")
+    return xr.Dataset({"states": (axes, states.cpu().numpy())}, {"time": times.cpu().numpy()})
+
+
+@contextmanager
+def _bar(what: str) -> Iterator[Callable[[float], None]]:
+    """A progress bar on a terminal, a plain line every tenth elsewhere."""
+    if not sys.stderr.isatty():
+        tenths = [0]
+
+        def tell(share: float) -> None:
+            if int(share * 10) > tenths[0]:
+                tenths[0] = int(share * 10)
+                print(f"{what}: {tenths[0] * 10} %", file=sys.stderr)
+
+        yield tell
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True)) as progress:
+        task = progress.add_task(what, total=1.0)
+        yield lambda share: progress.update(task, completed=share)

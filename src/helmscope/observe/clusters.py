@@ -1,0 +1,73 @@
+"""How many clusters there are, and in which order they merge as the scale grows (single linkage on the sphere)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from helmscope.geometry.linkage import spanning_tree
+from helmscope.geometry.sphere import check_tokens
+from helmscope.observe.track import real_tokens
+from helmscope.types import HelmscopeError, real_number
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Float, Int
+    from torch import Tensor
+
+
+def cluster_count(
+    x: Float[Tensor, "*batch n d"], *, radius: float, mask: Bool[Tensor, "*batch n"] | None = None
+) -> Int[Tensor, "*batch"]:
+    """Number of clusters of real tokens: those joined by steps of at most ``radius`` radians are one.
+
+    >>> cluster_count(torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]]), radius=0.1)
+    tensor(2)
+    """
+    radius = real_number("radius", radius, at_least=0)
+    real = real_tokens(check_tokens(x), mask)
+    # padding is laid on the first real token, where it adds no cluster
+    first = real.to(torch.uint8).argmax(-1, keepdim=True).unsqueeze(-1).expand_as(x[..., :1, :])
+    laid = torch.where(real.unsqueeze(-1), x, x.gather(-2, first))
+    return 1 + (spanning_tree(laid).length > radius).sum(-1)
+
+
+@dataclass(frozen=True, eq=False)
+class MergeTree:
+    """The merges of a cloud, closest first: merge k joins the clusters of tokens ``left[k]`` and ``right[k]``, which
+    are ``height[k]`` apart.
+    """
+
+    height: Float[Tensor, "*batch n_minus_1"]
+    left: Int[Tensor, "*batch n_minus_1"]
+    right: Int[Tensor, "*batch n_minus_1"]
+
+    def linkage(self) -> Float[Tensor, "n_minus_1 4"]:
+        """One cloud's tree as SciPy writes it: rows (cluster, cluster, height, size), new clusters numbered from n."""
+        if self.height.ndim != 1:
+            raise HelmscopeError(
+                f"height has shape {tuple(self.height.shape)}, but linkage() needs the tree of one cloud"
+            )
+        n = len(self.height) + 1
+        label, size, rows = list(range(n)), [1] * n, []
+        for k, (height, i, j) in enumerate(
+            zip(self.height.tolist(), self.left.tolist(), self.right.tolist(), strict=True)
+        ):
+            a, b = sorted((label[i], label[j]))
+            size.append(size[a] + size[b])
+            label = [n + k if own in (a, b) else own for own in label]
+            rows.append([float(a), float(b), height, float(size[-1])])
+        return torch.tensor(rows, dtype=torch.float64).reshape(n - 1, 4)
+
+
+def merge_tree(x: Float[Tensor, "*batch n d"]) -> MergeTree:
+    """Single-linkage tree of each cloud by geodesic distance.
+
+    >>> circle = torch.tensor([0.0, 1.0, 1.1])
+    >>> merge_tree(torch.stack([circle.cos(), circle.sin()], -1)).height
+    tensor([0.1000, 1.0000])
+    """
+    tree = spanning_tree(check_tokens(x))
+    order = tree.length.sort(dim=-1, stable=True).indices
+    return MergeTree(*(part.gather(-1, order) for part in (tree.length, tree.parent, tree.child)))

@@ -1,0 +1,84 @@
+"""Inner products <x_i, x_j> of different tokens: their histogram (source 001, figure 1) and the clustering probability
+(figure 3).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import xarray as xr
+
+from helmscope.geometry.sphere import check_tokens
+from helmscope.observe.track import mean_and_stderr, real_tokens
+from helmscope.types import Trajectory, check_measurement, real_number, whole_number
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Float
+    from torch import Tensor
+
+
+def mean_inner_product(
+    x: Float[Tensor, "*batch n d"], *, mask: Bool[Tensor, "*batch n"] | None = None
+) -> Float[Tensor, "*batch"]:
+    """Mean of <x_i, x_j> over pairs i != j of real tokens; NaN where there is no pair.
+
+    >>> mean_inner_product(torch.eye(2))
+    tensor(0.)
+    """
+    real = real_tokens(check_tokens(x), mask)
+    products = (x @ x.mT) * _pairs(real)
+    return products.sum((-1, -2)) / _pairs(real).sum((-1, -2))
+
+
+def clustering_fraction(
+    x: Float[Tensor, "*batch n d"], *, delta: float, mask: Bool[Tensor, "*batch n"] | None = None
+) -> Float[Tensor, "*batch"]:
+    """Share of pairs i != j of real tokens with <x_i, x_j> >= 1 - delta, read off |x_i - x_j|^2 <= 2 delta.
+
+    >>> clustering_fraction(torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]]), delta=1e-3)
+    tensor(0.3333)
+    """
+    delta = real_number("delta", delta, at_least=0)
+    pairs = _pairs(real_tokens(check_tokens(x), mask))
+    distance = torch.cdist(x, x, compute_mode="donot_use_mm_for_euclid_dist")
+    close = (distance * distance <= 2 * delta) & pairs
+    return close.sum((-1, -2)).to(x.dtype) / pairs.sum((-1, -2))
+
+
+def clustering_probability(trajectory: Trajectory, *, delta: float) -> xr.Dataset:
+    """The probability that two tokens have met, P(<x_i, x_j> >= 1 - delta), over time (source 001, figure 3).
+
+    Estimated by the mean ``clustering_fraction``; its standard error comes from the systems, since the pairs of one
+    system are not independent.
+    """
+    share = clustering_fraction(trajectory.states, delta=delta, mask=trajectory.mask)
+    dataset = mean_and_stderr(trajectory, {"probability": share})
+    return dataset.assign_attrs(delta=delta)
+
+
+def inner_product_histogram(trajectory: Trajectory, *, bins: int = 100) -> xr.Dataset:
+    """Histogram of <x_i, x_j>, i != j, on [-1, 1] at each time: the share of pairs in each bin, averaged over systems.
+
+    Bins are closed on the left, the last one on both sides.
+    """
+    bins = whole_number("bins", bins, at_least=1)
+    x = trajectory.states
+    real = real_tokens(x, trajectory.mask)
+    pairs = _pairs(real).expand(*x.shape[:-1], x.shape[-2])
+    place = ((x @ x.mT).clamp(-1, 1) + 1) * (bins / 2)
+    index = place.floor().clamp(0, bins - 1).to(torch.long)
+    counts = torch.zeros(*x.shape[:2], bins, dtype=x.dtype, device=x.device)
+    counts.scatter_add_(-1, index.flatten(-2), pairs.flatten(-2).to(x.dtype))
+    share = counts / counts.sum(-1, keepdim=True)
+    edges = torch.linspace(-1, 1, bins + 1, dtype=torch.float64)
+    dataset = mean_and_stderr(
+        trajectory, {"share": share}, extra={"inner_product": ((edges[1:] + edges[:-1]) / 2).numpy()}
+    )
+    return check_measurement(dataset)
+
+
+def _pairs(real: Bool[Tensor, "*batch n"]) -> Bool[Tensor, "*batch n n"]:
+    n = real.shape[-1]
+    different = ~torch.eye(n, dtype=torch.bool, device=real.device)
+    return real.unsqueeze(-1) & real.unsqueeze(-2) & different

@@ -1,0 +1,45 @@
+"""The first look at a trajectory."""
+
+from __future__ import annotations
+
+import xarray as xr
+
+from helmscope.observe.clusters import cluster_count
+from helmscope.observe.energy import interaction_energy
+from helmscope.observe.inner_products import clustering_probability, inner_product_histogram, mean_inner_product
+from helmscope.observe.order import order_parameter
+from helmscope.observe.rank import entropy_rank
+from helmscope.observe.track import track
+from helmscope.types import Trajectory
+
+
+def overview(
+    trajectory: Trajectory, *, beta: float, delta: float = 1e-3, radius: float = 0.1, bins: int = 50
+) -> xr.Dataset:
+    """Clustering probability, order, clusters, rank, energy and histogram of inner products over time, each with its
+    standard error over the systems.
+
+    ``beta`` is that of the energy, which is left out at beta = 0, where it is infinite.
+
+    >>> import torch
+    >>> seen = overview(Trajectory(torch.zeros(1), torch.eye(3).expand(1, 2, 3, 3)), beta=1.0)
+    >>> float(seen.clusters[0]), float(seen.probability[0])
+    (3.0, 0.0)
+    """
+    mask = trajectory.mask
+    seen = track(
+        trajectory,
+        order=lambda x: order_parameter(x, mask=mask),
+        mean_inner_product=lambda x: mean_inner_product(x, mask=mask),
+        clusters=lambda x: cluster_count(x, radius=radius, mask=mask),
+        entropy_rank=lambda x: entropy_rank(x, mask=mask),
+    )
+    parts = [
+        clustering_probability(trajectory, delta=delta),
+        seen,
+        inner_product_histogram(trajectory, bins=bins),
+    ]
+    if beta > 0:
+        parts.append(track(trajectory, energy=lambda x: interaction_energy(x, beta=beta, mask=mask)))
+    merged = xr.merge(parts, combine_attrs="no_conflicts")
+    return merged.assign_attrs(beta=beta, delta=delta, radius=radius)

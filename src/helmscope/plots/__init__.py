@@ -1,0 +1,1 @@
+"""Measurements as figures, in one style. Needs the extra ``report``."""

@@ -1,0 +1,63 @@
+"""The picture of one trajectory."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from helmscope.plots.style import COLORS, new_figure
+
+if TYPE_CHECKING:
+    import xarray as xr
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+
+def overview_figure(measurement: xr.Dataset, *, title: str = "") -> Figure:
+    """``observe.overview`` as four panels over time: meeting and order, clusters and rank, energy, inner products.
+
+    Bands are two standard errors over the systems.
+
+    >>> import torch
+    >>> from helmscope.observe.overview import overview
+    >>> from helmscope.types import Trajectory
+    >>> states = torch.eye(3).expand(2, 4, 3, 3)
+    >>> len(overview_figure(overview(Trajectory(torch.tensor([0.0, 1.0]), states), beta=1.0)).axes)
+    5
+    """
+    figure, (meeting, clusters, energy, products) = new_figure(2, 2)
+    _curve(meeting, measurement, "probability", f"P(<x,y> >= 1 - {measurement.attrs['delta']:g})", COLORS[0])
+    _curve(meeting, measurement, "order", "order parameter |mean x|", COLORS[1])
+    meeting.set(ylim=(-0.02, 1.05), title="do tokens meet?")
+    _curve(clusters, measurement, "clusters", f"clusters at radius {measurement.attrs['radius']:g}", COLORS[2])
+    _curve(clusters, measurement, "entropy_rank", "effective rank (entropy)", COLORS[4])
+    clusters.set(ylim=(0, None), title="how many groups, how many directions?")
+    if "energy" in measurement:
+        _curve(energy, measurement, "energy", f"interaction energy, beta = {measurement.attrs['beta']:g}", COLORS[3])
+    energy.set(title="does the energy rise?")
+    for panel in (meeting, clusters, energy):
+        panel.set(xlabel="time t")
+        if panel.get_legend_handles_labels()[0]:
+            panel.legend(loc="best")
+    _heat_map(figure, products, measurement)
+    if title:
+        figure.suptitle(f"{title}   (n = {measurement.attrs['n']} systems; bands: two standard errors)", fontsize=10)
+    return figure
+
+
+def _curve(panel: Axes, measurement: xr.Dataset, name: str, label: str, color: str) -> None:
+    time, value, error = measurement.time.values, measurement[name].values, measurement[f"{name}_stderr"].values
+    panel.plot(time, value, color=color, label=label)
+    panel.fill_between(time, value - 2 * error, value + 2 * error, color=color, alpha=0.2, linewidth=0)
+
+
+def _heat_map(figure: Figure, panel: Axes, measurement: xr.Dataset) -> None:
+    share = measurement["share"].transpose("inner_product", "time")
+    if share.sizes["time"] > 1:
+        image = panel.pcolormesh(
+            share.time.values, share.inner_product.values, share.values**0.5, shading="nearest", cmap="magma"
+        )
+        figure.colorbar(image, ax=panel, label="sqrt of the share of pairs")
+    else:
+        panel.plot(share.inner_product.values, share.values[:, 0], color=COLORS[0])
+    panel.grid(False)
+    panel.set(xlabel="time t", ylabel="<x_i, x_j>", title="inner products of different tokens")

@@ -1,0 +1,180 @@
+"""What a run was: enough to repeat it, and to say on which inputs."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime, timedelta
+from functools import partial
+from importlib import metadata
+from typing import Any
+
+from helmscope.store.atomic import explained
+from helmscope.store.strict_json import Reader, decode, encode, plain, record, text
+from helmscope.types import HelmscopeError, whole_number
+
+# a literal, because the code also runs from a source tree, where there is no metadata of our own to read it from
+DEPENDENCIES = (
+    *("h5netcdf", "h5py", "jaxtyping", "jinja2", "joblib", "matplotlib", "msgspec", "numpy", "plotly", "POT", "ray"),
+    *("rich", "safetensors", "scipy", "torch", "transformers", "typer", "xarray"),
+)
+
+
+def hash_bytes(data: bytes) -> str:
+    """SHA-256 of ``data`` in hexadecimal.
+
+    >>> hash_bytes(b"abc")[:8]
+    'ba7816bf'
+    """
+    return hashlib.sha256(data).hexdigest()
+
+
+def hash_file(path: str | os.PathLike[str]) -> str:
+    """SHA-256 of a file's bytes in hexadecimal, read in blocks; a file that cannot be read is a ``HelmscopeError``.
+
+    >>> hash_file("/dev/null") == hash_bytes(b"")
+    True
+    """
+    with explained(f"read {os.fspath(path)}"), open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """The circumstances of one run. ``collect`` fills in what the machine knows.
+
+    ``packages`` holds the versions of the direct dependencies that are installed, ``created`` is UTC in ISO 8601,
+    ``command`` the command line word by word, ``inputs`` a SHA-256 for each named input, ``parameters`` whatever JSON
+    can hold (tuples become lists). A value of the wrong kind is refused by its name.
+    """
+
+    helmscope: str
+    python: str
+    packages: Mapping[str, str]
+    platform: str
+    created: str
+    command: Sequence[str]
+    seed: int
+    dtype: str
+    device: str
+    threads: int
+    inputs: Mapping[str, str]
+    parameters: Mapping[str, Any]
+
+    def __post_init__(self) -> None:
+        for name, read in _READERS.items():
+            object.__setattr__(self, name, read(name, getattr(self, name)))
+
+    @classmethod
+    def collect(
+        cls,
+        *,
+        seed: int,
+        dtype: str,
+        device: str,
+        threads: int,
+        command: Sequence[str],
+        inputs: Mapping[str, str],
+        parameters: Mapping[str, Any],
+    ) -> Manifest:
+        """The manifest of a run that starts now, on this machine.
+
+        >>> run = dict(seed=0, dtype="float64", device="cpu", threads=1, command=["helmscope", "phase"])
+        >>> manifest = Manifest.collect(**run, inputs={"texts": hash_bytes(b"hello")}, parameters={"beta": 4.0})
+        >>> Manifest.from_json(manifest.to_json()) == manifest
+        True
+        """
+        return cls(
+            helmscope=sys.modules["helmscope"].__version__,
+            python=platform.python_version(),
+            packages=_installed(),
+            platform=platform.platform(),
+            created=datetime.now(UTC).isoformat(timespec="seconds"),
+            command=command,
+            seed=seed,
+            dtype=dtype,
+            device=device,
+            threads=threads,
+            inputs=inputs,
+            parameters=parameters,
+        )
+
+    def to_json(self) -> bytes:
+        """The manifest as JSON; equal manifests give equal bytes."""
+        return encode(asdict(self), "manifest")
+
+    @classmethod
+    def from_json(cls, data: bytes, what: str = "manifest") -> Manifest:
+        """The manifest that ``to_json`` wrote. An unknown or missing key, or a wrong type, is refused by its name;
+        ``what`` says in that sentence where it stood.
+        """
+        return cls(**record(decode(data, what), _READERS, what))
+
+
+def _installed() -> dict[str, str]:
+    versions = {}
+    for name in DEPENDENCIES:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def _words(name: str, value: object) -> tuple[str, ...]:
+    if not isinstance(value, list | tuple):
+        raise HelmscopeError(f"{name} is a {type(value).__name__}, but it must be a list of str")
+    return tuple(text(f"item {i} of {name}", word) for i, word in enumerate(value))
+
+
+def _mapping(name: str, value: object) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        raise HelmscopeError(f"{name} is a {type(value).__name__}, but it must be a mapping from str")
+    copy: dict[str, Any] = plain(name, value)
+    return copy
+
+
+def _texts(name: str, value: object) -> dict[str, str]:
+    return {key: text(f"{key} of {name}", item) for key, item in _mapping(name, value).items()}
+
+
+def _hashes(name: str, value: object) -> dict[str, str]:
+    hashes = _texts(name, value)
+    for key, item in hashes.items():
+        if not re.fullmatch("[0-9a-f]{64}", item):
+            raise HelmscopeError(f"{key} of {name} is '{item[:80]}', but it must be a SHA-256 in 64 hexadecimal digits")
+    return hashes
+
+
+def _instant(name: str, value: object) -> str:
+    written = text(name, value)
+    try:
+        utc = datetime.fromisoformat(written).utcoffset() == timedelta(0)
+    except ValueError:
+        utc = False
+    if not utc:
+        raise HelmscopeError(
+            f"{name} is '{written[:80]}', but it must be a time in UTC, such as 2025-01-31T12:00:00+00:00"
+        )
+    return written
+
+
+_READERS: dict[str, Reader] = {
+    "helmscope": text,
+    "python": text,
+    "packages": _texts,
+    "platform": text,
+    "created": _instant,
+    "command": _words,
+    "seed": partial(whole_number, at_least=0),
+    "dtype": text,
+    "device": text,
+    "threads": partial(whole_number, at_least=1),
+    "inputs": _hashes,
+    "parameters": _mapping,
+}

@@ -1,0 +1,174 @@
+"""The folder of one run: manifest.json, verdicts.json, NAME.nc for each result, and pictures."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from helmscope.store.atomic import explained, is_temporary, make_folder, write_bytes
+from helmscope.store.manifest import Manifest
+from helmscope.store.verdicts import decode_verdicts, encode_verdicts
+from helmscope.types import HelmscopeError, Verdict, check_measurement, known_name
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+MANIFEST = "manifest.json"
+VERDICTS = "verdicts.json"
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """A folder that one run writes into and everybody reads. Made by ``new`` or ``create``, found again by ``open``.
+
+    Every write is atomic (``replacing``) and may be repeated; a later one of the same name takes the place of the
+    earlier. Names hold letters, digits, ".", "_" and "-", so that no name leads out of the folder.
+
+    >>> import tempfile
+    >>> import xarray as xr
+    >>> energy = xr.Dataset({"energy": ("time", [0.5, 0.7]), "energy_stderr": ("time", [0.1, 0.1])}, attrs={"n": 16})
+    >>> with tempfile.TemporaryDirectory() as root:
+    ...     run = RunFolder.new(root, "energy")
+    ...     run.write_results("energy", energy)
+    ...     run.read_results("energy").identical(energy)
+    True
+    """
+
+    path: Path
+
+    @classmethod
+    def new(cls, root: str | os.PathLike[str], what: str) -> RunFolder:
+        """A new folder ROOT/WHAT-YYYYmmdd-HHMMSS (UTC), with -2, -3, ... behind it where that name is taken. Two
+        processes never get the same one.
+        """
+        stem = f"{_checked(what)}-{datetime.now(UTC):%Y%m%d-%H%M%S}"
+        names = (stem if i == 1 else f"{stem}-{i}" for i in count(1))
+        return cls(next(path for path in (Path(root, name) for name in names) if make_folder(path)))
+
+    @classmethod
+    def create(cls, path: str | os.PathLike[str]) -> RunFolder:
+        """The folder ``path``, made if it is not there. One that already holds files is refused: they are the
+        user's. Temporaries of a killed process do not count.
+        """
+        path = Path(path)
+        if not make_folder(path):
+            with explained(f"use {path} as a run folder"):
+                held = sorted(name for name in os.listdir(path) if not is_temporary(name))
+            if held:
+                raise HelmscopeError(f"{path} already holds '{held[0]}', but a new run needs an empty or a new folder")
+        return cls(path)
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str]) -> RunFolder:
+        """The folder of an earlier run, known by its manifest."""
+        path = Path(path)
+        if not (path / MANIFEST).is_file():
+            raise HelmscopeError(f"{path} is not a run folder: there is no {MANIFEST} in it")
+        return cls(path)
+
+    def write_manifest(self, manifest: Manifest) -> None:
+        """Writes manifest.json."""
+        write_bytes(self.path / MANIFEST, manifest.to_json())
+
+    def read_manifest(self) -> Manifest:
+        """The manifest, decoded strictly."""
+        return Manifest.from_json(self._read(MANIFEST), str(self.path / MANIFEST))
+
+    def write_verdicts(self, verdicts: Sequence[Verdict]) -> None:
+        """Writes verdicts.json, in the order given."""
+        write_bytes(self.path / VERDICTS, encode_verdicts(verdicts))
+
+    def read_verdicts(self) -> tuple[Verdict, ...]:
+        """The verdicts, decoded strictly."""
+        return decode_verdicts(self._read(VERDICTS), str(self.path / VERDICTS))
+
+    def write_results(self, name: str, measurement: xr.Dataset) -> None:
+        """Writes NAME.nc, a Dataset that keeps the Measurement rule. Equal Datasets give equal bytes."""
+        self.write_data(name, check_measurement(_dataset(measurement)))
+
+    def write_data(self, name: str, dataset: xr.Dataset) -> None:
+        """Writes NAME.nc, any Dataset that netCDF can hold, such as a trajectory: the netCDF file, which every reader
+        of netCDF opens, and behind its end 32 bytes that such a reader ignores, the SHA-256 of all before.
+        """
+        path = self.path / f"{_checked(name)}.nc"
+        image = _netcdf(_dataset(dataset), path)
+        write_bytes(path, b"".join((image, hashlib.sha256(image).digest())))
+
+    def read_results(self, name: str) -> xr.Dataset:
+        """The Dataset of NAME.nc, in memory, with the file closed. An unknown name offers the nearest; a file whose
+        checksum does not fit is refused before HDF5 sees it, which may never return from a damaged file.
+        """
+        known_name(f"result in {self.path}", _checked(name), self.results())
+        path = self.path / f"{name}.nc"
+        data = memoryview(self._read(path.name))
+        if hashlib.sha256(data[:-32]).digest() != data[-32:]:
+            raise HelmscopeError(f"cannot read {path}: it is truncated or damaged, or something else wrote it")
+        return _load(path)
+
+    def results(self) -> tuple[str, ...]:
+        """The names that ``read_results`` knows, sorted."""
+        with explained(f"read {self.path}"):
+            found = [name.removesuffix(".nc") for name in os.listdir(self.path) if name.endswith(".nc")]
+        return tuple(sorted(name for name in found if _NAME.fullmatch(name)))
+
+    def write_bytes(self, name: str, data: bytes) -> None:
+        """Writes a file of any other kind, such as a picture, under its full name."""
+        if _checked(name) in (MANIFEST, VERDICTS) or name.endswith(".nc"):
+            raise HelmscopeError(
+                f"name is '{name}', but the run folder keeps {MANIFEST}, {VERDICTS} and *.nc to itself"
+            )
+        write_bytes(self.path / name, data)
+
+    def _read(self, name: str) -> bytes:
+        with explained(f"read {self.path / name}"):
+            return (self.path / name).read_bytes()
+
+
+# 200 characters leave room for the ending and for the temporary's name within the 255 bytes of a file name
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
+
+
+def _checked(name: str) -> str:
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise HelmscopeError(
+            f"name is {str(name)[:80]!r}, but it must be 1 to 200 letters, digits, '.', '_' or '-', "
+            "and begin with a letter, a digit or '_'"
+        )
+    return name
+
+
+def _dataset(value: xr.Dataset) -> xr.Dataset:
+    import xarray as xr
+
+    if not isinstance(value, xr.Dataset):
+        raise HelmscopeError(f"dataset is a {type(value).__name__}, but it must be an xarray Dataset")
+    return value
+
+
+def _netcdf(dataset: xr.Dataset, path: Path) -> bytes | memoryview:
+    # in memory, because HDF5 that writes to a full disk ends the process with a segmentation fault; without the
+    # encoding of the file a Dataset came from, which would round its values or change the bytes
+    try:
+        return dataset.drop_encoding().to_netcdf(engine="h5netcdf")
+    except Exception as error:
+        raise HelmscopeError(f"cannot write {path}: {_first_line(error)}") from error
+
+
+def _load(path: Path) -> xr.Dataset:
+    import xarray as xr
+
+    try:
+        return xr.load_dataset(path, engine="h5netcdf")
+    except Exception as error:
+        raise HelmscopeError(f"cannot read {path}: {_first_line(error)}") from error
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)

@@ -1,0 +1,40 @@
+"""Chances of a random start: n independent uniform points on the sphere S^(d-1) (source 001)."""
+
+from __future__ import annotations
+
+from scipy.special import betainc
+
+from helmscope.types import HelmscopeError, real_number, whole_number
+
+
+def wendel_probability(*, n: int, dim: int) -> float:
+    """Probability that n uniform points lie in one open half-space through the origin (Wendel 1962), n >= 1, dim >= 2,
+
+        2^{-(n-1)} sum_{k < dim} C(n-1, k) = I_{1/2}(n - dim, dim)          (regularized incomplete beta function),
+
+    and exactly 1 for n <= dim. Tokens in one half-space cluster at every beta, so 1 - P bounds the starts that may not.
+
+    >>> wendel_probability(n=32, dim=16)
+    0.5
+    """
+    n = whole_number("n", n, at_least=1)
+    dim = whole_number("dim", dim, at_least=2)
+    return 1.0 if n <= dim else float(betainc(n - dim, dim, 0.5))
+
+
+def initial_clustering_probability(*, dim: int, delta: float) -> float:
+    """P(<x, y> >= 1 - delta) for two independent uniform points: the share of pairs that are clustered at t = 0.
+
+        P = (1/2) I_{1-(1-delta)^2}((dim-1)/2, 1/2)  for delta <= 1, and 1 - P(2 - delta) above;  0 <= delta <= 2.
+
+    >>> initial_clustering_probability(dim=3, delta=0.5)  # on S^2 the inner product is uniform on [-1, 1]
+    0.25
+    """
+    half = (whole_number("dim", dim, at_least=2) - 1) / 2
+    delta = real_number("delta", delta, at_least=0)
+    if delta > 2:
+        raise HelmscopeError(f"delta is {delta:g}, but 1 - delta must be an inner product: 0 <= delta <= 2")
+    # I_x(a, 1/2) = 1 - I_{1-x}(1/2, a): near the equator x rounds to 1, near the pole 1 - x does
+    below = float(betainc(0.5, half, (1 - delta) ** 2))
+    beyond = 1 - below if below < 0.5 else float(betainc(half, 0.5, delta * (2 - delta)))
+    return beyond / 2 if delta <= 1 else 1 - beyond / 2

@@ -1,0 +1,309 @@
+from __future__ import annotations
+
+import json
+import math
+import os
+import pickle
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
+from datetime import datetime
+
+import h5py
+import numpy as np
+import pytest
+import xarray as xr
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from helmscope.store import Manifest, RunFolder, run_folder
+from helmscope.store.verdicts import decode_verdicts, encode_verdicts
+from helmscope.types import HelmscopeError, Ruling, Verdict
+
+MEASUREMENT = xr.Dataset(
+    {"energy": ("time", [0.1, math.nan], {"n": 16, "units": "seconds"}), "energy_stderr": ("time", [0.01, math.inf])},
+    coords={"time": [0.0, 1.0]},
+)
+DATA = xr.Dataset(
+    {
+        "states": (("time", "token", "dim"), np.random.default_rng(0).normal(size=(2, 3, 4))),
+        "single": ("dim", np.float32([1, 2, 3, 4])),
+        "mask": ("token", [True, False, True]),
+        "count": ("token", [1, 2, 3]),
+        "scalar": ((), 0.1),
+        "none": ("nothing", np.zeros(0)),
+    },
+    coords={"token": ["a", "é", "漢"], "layer": ("time", [0, 1])},
+    attrs={"note": "ü", "n": 3},
+)
+VERDICT = Verdict("c1", Ruling.SUPPORTED, 0.1, -0.2, 0.3, 12, "slope > 0", "ab12", "The slope is 0.1.")
+
+
+@pytest.fixture
+def run(tmp_path):
+    return RunFolder.create(tmp_path / "run")
+
+
+def manifest():
+    given = {"seed": 0, "dtype": "float64", "device": "cpu", "threads": 1, "command": ["helmscope"]}
+    return Manifest.collect(**given, inputs={}, parameters={})
+
+
+def test_whole_folder_round_trip_without_pickle(run, monkeypatch):
+    def forbidden(*arguments, **options):
+        raise AssertionError("pickle was called")
+
+    for name in ("dump", "dumps", "load", "loads", "Pickler", "Unpickler"):
+        monkeypatch.setattr(pickle, name, forbidden)
+    one = manifest()
+    run.write_manifest(one)
+    run.write_results("energy", MEASUREMENT)
+    run.write_data("states", DATA)
+    run.write_verdicts([VERDICT])
+    run.write_bytes("energy.png", b"\x89PNG")
+    again = RunFolder.open(run.path)
+    assert again.read_manifest() == one
+    assert again.read_results("energy").identical(MEASUREMENT)
+    assert again.read_results("states").identical(DATA)
+    assert again.read_results("states").dtypes == DATA.dtypes
+    assert again.read_verdicts() == (VERDICT,)
+    assert (run.path / "energy.png").read_bytes() == b"\x89PNG"
+    assert again.results() == ("energy", "states")
+    assert sorted(os.listdir(run.path)) == ["energy.nc", "energy.png", "manifest.json", "states.nc", "verdicts.json"]
+
+
+def test_two_writes_of_one_dataset_are_byte_equal(run):
+    run.write_data("a", DATA)
+    time.sleep(1.1)  # HDF5 can store times of change, in seconds
+    run.write_data("b", DATA)
+    run.write_data("c", run.read_results("a"))
+    first = (run.path / "a.nc").read_bytes()
+    assert first == (run.path / "b.nc").read_bytes() == (run.path / "c.nc").read_bytes()
+
+
+def test_encoding_of_another_file_does_not_round_the_values(run):
+    coarse = DATA.copy(deep=True)
+    coarse["states"].encoding = {"dtype": "int16", "scale_factor": 0.5}
+    run.write_data("states", coarse)
+    assert run.read_results("states").identical(DATA)
+
+
+def test_other_readers_of_netcdf_open_the_file(run):
+    run.write_data("states", DATA)
+    assert xr.load_dataset(run.path / "states.nc", engine="h5netcdf").identical(DATA)
+    with h5py.File(run.path / "states.nc") as file:
+        assert np.array_equal(file["states"][:], DATA["states"].values)
+
+
+def test_reading_closes_the_file_and_keeps_nothing_of_it(run):
+    run.write_data("a", DATA)
+    before = os.listdir("/proc/self/fd")
+    first = run.read_results("a")
+    assert os.listdir("/proc/self/fd") == before
+    run.write_data("a", MEASUREMENT)
+    assert run.read_results("a").identical(MEASUREMENT)
+    assert first.identical(DATA)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "sentence"),
+    [
+        (DATA, "measurement 'states' has neither"),
+        (MEASUREMENT.drop_vars("energy_stderr"), "measurement 'energy' has neither"),
+        (MEASUREMENT["energy"], "dataset is a DataArray, but it must be an xarray Dataset"),
+        ({"energy": 1.0}, "dataset is a dict, but it must be an xarray Dataset"),
+    ],
+)
+def test_results_keep_the_measurement_rule(run, dataset, sentence):
+    with pytest.raises(HelmscopeError, match=sentence):
+        run.write_results("energy", dataset)
+    assert os.listdir(run.path) == []
+
+
+@pytest.mark.parametrize(
+    "dataset",
+    [
+        xr.Dataset({"a": ("x", np.array([object()]))}),
+        xr.Dataset({"a": ("x", np.array([{}, []], dtype=object))}),
+        xr.Dataset(attrs={"a": None}),
+        xr.Dataset({"a/b": 1.0}),
+    ],
+)
+def test_dataset_that_netcdf_cannot_hold_is_one_sentence(run, dataset):
+    with pytest.raises(HelmscopeError, match=r"^cannot write .*/a\.nc: .+$"):
+        run.write_data("a", dataset)
+    assert os.listdir(run.path) == []
+
+
+def damaged(data):
+    rng = np.random.default_rng(1)
+    yield from (b"", b"x", data[:32], data[: len(data) // 2], data[:-1], data[1:], data + b"\0", data[:-32])
+    for place in rng.integers(0, len(data), size=40):
+        yield data[:place] + bytes([data[place] ^ (1 << rng.integers(8))]) + data[place + 1 :]
+
+
+def test_damaged_file_is_one_sentence(run):
+    run.write_data("a", DATA)
+    for data in list(damaged((run.path / "a.nc").read_bytes())):
+        (run.path / "a.nc").write_bytes(data)
+        with pytest.raises(HelmscopeError, match=r"^cannot read .*/a\.nc: it is truncated or damaged, or something"):
+            run.read_results("a")
+
+
+def test_full_disk_keeps_the_old_result_and_the_process(run):
+    run.write_data("a", DATA)
+    code = (
+        "import resource, sys\n"
+        "from pathlib import Path\n"
+        "import numpy as np, xarray as xr\n"
+        "from helmscope.store import RunFolder\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n"
+        "try:\n"
+        "    RunFolder(Path(sys.argv[1])).write_data('a', xr.Dataset({'x': ('i', np.zeros(100_000))}))\n"
+        "except ValueError as error:\n"
+        "    print(type(error).__name__, error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, run.path], capture_output=True, text=True, check=True)
+    assert done.stdout == f"HelmscopeError cannot write {run.path}/a.nc: File too large\n"
+    assert done.stderr == ""
+    assert run.read_results("a").identical(DATA)
+    assert os.listdir(run.path) == ["a.nc"]
+
+
+def test_unknown_result_offers_the_nearest(run):
+    run.write_data("phase", DATA)
+    (run.path / ".phase.nc.0a1b2c3d.tmp").write_bytes(b"half")
+    (run.path / ".phas.nc").write_bytes(b"not ours")
+    with pytest.raises(
+        HelmscopeError, match=r"unknown result in .*/run 'phas': did you mean 'phase'\? Allowed: phase$"
+    ):
+        run.read_results("phas")
+
+
+HOSTILE = ["", ".", "..", "../x", "a/b", "/etc/x", ".hidden", "-rf", "a\0b", "a\n", "a b", "é", "a\\b", "x" * 201, None]
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_name_is_refused_everywhere(run, name):
+    for call in (
+        lambda: run.write_results(name, MEASUREMENT),
+        lambda: run.write_data(name, DATA),
+        lambda: run.read_results(name),
+        lambda: run.write_bytes(name, b""),
+        lambda: RunFolder.new(run.path, name),
+    ):
+        with pytest.raises(HelmscopeError, match=r"^name is .*, but it must be 1 to 200 letters, digits"):
+            call()
+    assert os.listdir(run.path) == []
+
+
+@pytest.mark.parametrize("name", ["a", "A-1_b.c", "_x", "7", "x" * 200])
+def test_plain_name_is_taken(run, name):
+    run.write_data(name, MEASUREMENT)
+    assert run.results() == (name,)
+    assert run.read_results(name).identical(MEASUREMENT)
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "verdicts.json", "phase.nc"])
+def test_pictures_cannot_take_the_place_of_records(run, name):
+    with pytest.raises(HelmscopeError, match=f"name is '{name}', but the run folder keeps"):
+        run.write_bytes(name, b"")
+
+
+def test_create_refuses_a_folder_that_holds_files(tmp_path):
+    (tmp_path / "thesis.tex").write_text("mine")
+    with pytest.raises(
+        HelmscopeError, match=r"already holds 'thesis.tex', but a new run needs an empty or a new folder"
+    ):
+        RunFolder.create(tmp_path)
+    with pytest.raises(HelmscopeError, match=r"cannot use .*/thesis.tex as a run folder: Not a directory"):
+        RunFolder.create(tmp_path / "thesis.tex")
+    assert (tmp_path / "thesis.tex").read_text() == "mine"
+
+
+def test_create_takes_an_empty_folder_or_what_a_killed_run_left(tmp_path):
+    assert RunFolder.create(tmp_path) == RunFolder(tmp_path)
+    (tmp_path / ".manifest.json.0a1b2c3d.tmp").write_bytes(b"{")
+    assert RunFolder.create(tmp_path) == RunFolder(tmp_path)
+
+
+def test_open_needs_a_manifest(run):
+    with pytest.raises(HelmscopeError, match=r"/run is not a run folder: there is no manifest.json in it$"):
+        RunFolder.open(run.path)
+    run.write_manifest(manifest())
+    assert RunFolder.open(str(run.path)) == run
+
+
+def test_missing_or_broken_record_is_named(run):
+    with pytest.raises(HelmscopeError, match=r"cannot read .*/verdicts.json: No such file or directory$"):
+        run.read_verdicts()
+    (run.path / "manifest.json").write_text("{")
+    with pytest.raises(HelmscopeError, match=r"/manifest.json is not valid JSON: "):
+        run.read_manifest()
+    with pytest.raises(HelmscopeError, match=r"cannot read .*/none: No such file or directory$"):
+        RunFolder(run.path / "none").results()
+
+
+class Noon(datetime):
+    @classmethod
+    def now(cls, tz=None):
+        return cls(2025, 1, 31, 12, 0, 0, tzinfo=tz)
+
+
+def test_new_folders_never_collide(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_folder, "datetime", Noon)
+    with ThreadPoolExecutor(8) as pool:
+        made = list(pool.map(lambda _: RunFolder.new(tmp_path / "runs", "phase").path.name, range(24)))
+    stem = "phase-20250131-120000"
+    assert sorted(made) == sorted([stem, *(f"{stem}-{i}" for i in range(2, 25))])
+    assert sorted(os.listdir(tmp_path / "runs")) == sorted(made)
+
+
+NUMBER = st.floats(allow_nan=True, allow_infinity=True)
+
+
+@settings(max_examples=100, deadline=None)
+@given(NUMBER, NUMBER, NUMBER, st.sampled_from(Ruling), st.text())
+def test_verdicts_round_trip_as_valid_json(statistic, low, high, ruling, sentence):
+    one = replace(VERDICT, statistic=statistic, low=low, high=high, ruling=ruling, sentence=sentence)
+    data = encode_verdicts([one, VERDICT])
+    json.loads(data, parse_constant=pytest.fail)
+    again, second = decode_verdicts(data)
+    assert repr(again) == repr(one)
+    assert second == VERDICT
+    assert encode_verdicts([again, second]) == data
+
+
+def verdicts(**changes):
+    return json.dumps([{**asdict(VERDICT), "ruling": "supported", **changes}]).encode()
+
+
+@pytest.mark.parametrize(
+    ("data", "sentence"),
+    [
+        (verdicts(statistc=1.0), "unknown key of v.json[0] 'statistc': did you mean 'statistic'?"),
+        (verdicts(ruling="suported"), "unknown ruling of v.json[0] 'suported': did you mean 'supported'?"),
+        (verdicts(low="NaN"), "low of v.json[0] is 'NaN', but it must be a finite number or one of nan, inf, -inf"),
+        (verdicts(low=None), "low of v.json[0] is None, but it must be a finite number or one of nan, inf, -inf"),
+        (verdicts(low=True), "low of v.json[0] is True, but it must be a finite number or one of nan, inf, -inf"),
+        (verdicts().replace(b"0.3", b"1e999"), "high of v.json[0] is inf, but it must be a finite number or one of"),
+        (verdicts(n=-1), "n of v.json[0] is -1, but it must be a whole number >= 0"),
+        (b'[{"claim": "a"}]', "v.json[0] has no key 'ruling', but it must have claim, ruling, statistic"),
+        (b"{}", "v.json is a dict, but it must be a list of verdicts"),
+        (b"[3]", "v.json[0] is a int, but it must be an object with named values"),
+    ],
+)
+def test_verdicts_are_decoded_strictly(data, sentence):
+    with pytest.raises(HelmscopeError) as caught:
+        decode_verdicts(data, "v.json")
+    assert str(caught.value).startswith(sentence)
+
+
+@pytest.mark.parametrize(("name", "value"), [("n", np.int64(3)), ("statistic", "high"), ("low", None), ("claim", 1)])
+def test_verdict_that_could_not_be_read_back_is_not_written(run, name, value):
+    run.write_verdicts([VERDICT])
+    with pytest.raises(HelmscopeError, match="verdicts"):
+        run.write_verdicts([replace(VERDICT, **{name: value})])
+    assert run.read_verdicts() == (VERDICT,)
