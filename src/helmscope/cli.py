@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from helmscope.types import HelmscopeError, known_name
+from helmscope.types import HelmscopeError, increasing_times, known_name, real_number, whole_number
 
 if TYPE_CHECKING:
     import torch
@@ -23,9 +23,10 @@ if TYPE_CHECKING:
     from helmscope.solve.stepper import Stepper
     from helmscope.theory.starts import Start
 
+NOT_PARAMETERS = ("out", "as_json", "seed", "dtype", "device")  # of the result: they stand elsewhere in the manifest
+
 app = typer.Typer(
     name="helmscope",
-    help="A laboratory for the dynamics of transformers.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -54,7 +55,7 @@ def _root(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and leave.")
     ] = False,
 ) -> None:
-    pass
+    """A laboratory for the dynamics of transformers."""
 
 
 @app.command()
@@ -118,14 +119,19 @@ def simulate(
         run.write_bytes("overview.png", png(overview_figure(measured, title=title)))
         report |= {"picture": str(run.path / "overview.png"), **_listed(measured)}
     _say(report, as_json)
-    if not simulation.outcome.ok:
-        raise typer.Exit(1)
 
 
 def _say(report: dict[str, Any], as_json: bool) -> None:
+    """Print the report; a run that did not finish leaves with exit code 1."""
     if as_json:
         print(json.dumps(report, indent=2))
-        return
+    else:
+        _say_plainly(report)
+    if not report["ok"]:
+        raise typer.Exit(1)
+
+
+def _say_plainly(report: dict[str, Any]) -> None:
     print(report["outcome"])
     for name, rows in report.get("measured", {}).items():
         last, error = rows["value"][-1], rows["stderr"][-1]
@@ -151,7 +157,6 @@ def _field(name: str, *, beta: float, value: float, causal: bool, dim: int) -> A
     import torch
 
     from helmscope.fields.attention import SA, USA
-    from helmscope.types import real_number, whole_number
 
     kind = {"sa": SA, "usa": USA}[known_name("field", name, ("sa", "usa"))]
     eye = torch.eye(whole_number("dim", dim, at_least=2), dtype=torch.float64)
@@ -196,16 +201,15 @@ def _stepper(name: str, *, step: float, tol: float | None) -> Stepper:
 
 def _times(text: str) -> list[float]:
     """0,1,5 or FROM:TO:COUNT."""
-    from helmscope.types import real_number, whole_number
-
     if ":" not in text:
-        return [real_number("times", part.strip()) for part in text.split(",")]
+        return increasing_times([part.strip() for part in text.split(",")])
     parts = text.split(":")
-    if len(parts) != 3:
-        raise HelmscopeError(f"times is '{text}', but it must be numbers such as 0,1,5 or a range such as 0:10:101")
-    first, last = (real_number("times", part) for part in parts[:2])
-    count = whole_number("COUNT of times", int(parts[2]) if parts[2].isdigit() else parts[2], at_least=2)
-    return [first + (last - first) * k / (count - 1) for k in range(count)]
+    if len(parts) != 3 or not parts[2].isdigit() or int(parts[2]) < 2:
+        raise HelmscopeError(
+            f"times is '{text}', but it must be numbers such as 0,1,5 or a range FROM:TO:COUNT such as 0:10:101"
+        )
+    first, last, count = real_number("times", parts[0]), real_number("times", parts[1]), int(parts[2])
+    return increasing_times([first + (last - first) * k / (count - 1) for k in range(count)])
 
 
 def _dtype(name: str) -> torch.dtype:

@@ -64,6 +64,22 @@ def whole_number(name: str, value: object, *, at_least: int) -> int:
     return int(number)
 
 
+def increasing_times(times: object) -> list[float]:
+    """``times`` as floats: at least one, finite, not negative, strictly increasing; else a ``HelmscopeError``.
+
+    >>> increasing_times([1, 5, 10])
+    [1.0, 5.0, 10.0]
+    """
+    values = times.tolist() if hasattr(times, "tolist") else times
+    if not isinstance(values, Sequence) or isinstance(values, str) or not values:
+        raise HelmscopeError(f"times is {_shown(times)}, but it must be a sequence of at least one time")
+    checked = [real_number(f"times[{i}]", t, at_least=0) for i, t in enumerate(values)]
+    for i in range(1, len(checked)):
+        if checked[i] <= checked[i - 1]:
+            raise HelmscopeError(f"times[{i}] is {checked[i]:g} after {checked[i - 1]:g}, but times must increase")
+    return checked
+
+
 def known_name(what: str, name: str, allowed: Iterable[str]) -> str:
     """``name`` if it is allowed, or a ``HelmscopeError`` that offers the nearest one.
 

@@ -40,21 +40,17 @@ def dot(x, y):
 
 
 @st.composite
-def directions(draw, d):
-    """A vector of norm > 0.1 in float64 whose entries may tie, vanish or be tiny."""
-    row = draw(st.lists(st.floats(-1, 1, width=32), min_size=d, max_size=d).filter(lambda row: math.hypot(*row) > 0.1))
-    return torch.tensor(row, dtype=F64)
-
-
-@st.composite
-def pairs(draw, least_side=-1):
+def pairs(draw):
     """x, y on one sphere and a tangent at x: y generic, nearly or exactly coincident, nearly or exactly antipodal."""
     dtype, d = draw(st.sampled_from([F64, F32])), draw(st.integers(2, 8))
-    x, v = sphere.retract(draw(directions(d))), draw(directions(d))
-    toward = sphere.project(x, draw(directions(d).filter(lambda t: norm(sphere.project(x, t)) > 0.1)))
-    side = draw(st.sampled_from([1, -1]).filter(lambda s: s >= least_side))
-    digits = draw(st.one_of(st.none(), st.floats(-1, 12 if dtype is F64 else 6)))
-    y = side * x if digits is None else sphere.retract(side * x + 10**-digits * toward)
+    source = torch.Generator().manual_seed(draw(st.integers(0, 2**32 - 1)))
+    x, w, v = torch.randn(3, d, dtype=F64, generator=source)
+    if draw(st.booleans()):  # entries that tie or vanish
+        x = x.round() + (x.round() == 0).all() * torch.eye(d, dtype=F64)[0]
+    x = sphere.retract(x)
+    side, digits = draw(st.sampled_from([1, -1])), draw(st.none() | st.floats(-1, 12 if dtype is F64 else 6))
+    w = sphere.retract(sphere.project(x, w))
+    y = side * x if digits is None else sphere.retract(side * x + 10**-digits * w)
     return x.to(dtype), y.to(dtype), sphere.project(x.to(dtype), v.to(dtype))
 
 
@@ -82,7 +78,8 @@ def rest(x, v):
 
 
 def exact_angle(x, y):
-    return mpmath.acos(max(-1, min(1, inner(x, y))))
+    across = rest(x, y)
+    return mpmath.atan2(mpmath.sqrt(inner(across, across)), inner(x, y))
 
 
 def exact_log(x, y):
@@ -96,6 +93,12 @@ def exact_exp(x, w):
     return plus(scaled(x, mpmath.cos(t)), w, mpmath.sin(t) / t if t else 1)
 
 
+def uneven(x, y):
+    """(|x| - |y|)^2 / 2: norms are 1 to rounding only, and the chord |x - y| sees this, divided by its length."""
+    x, y = ([mpmath.mpf(a) for a in v.tolist()] for v in (x, y))
+    return float((mpmath.sqrt(inner(x, x)) - mpmath.sqrt(inner(y, y))) ** 2 / 2)
+
+
 def off(value, expected):
     """value - expected, entry by entry, with the subtraction in 50 digits."""
     return torch.tensor([float(a - b) for a, b in zip(value.tolist(), expected, strict=True)], dtype=F64)
@@ -107,8 +110,9 @@ def off(value, expected):
 @PROPERTY
 @given(pairs())
 def test_project_is_idempotent_tangent_and_symmetric(case):
-    x, u, v = case
-    scale = norm(v) + 1e-30
+    x, u, tangent = case
+    v = u + tangent
+    scale = norm(v)
     p = sphere.project(x, v)
     assert ulps(sphere.project(x, p) - p, x.dtype, scale) <= 2
     assert ulps(dot(x, p), x.dtype, scale) <= 2
@@ -165,7 +169,108 @@ def test_angle_obeys_the_triangle_inequality(case, share):
 def test_angle_agrees_with_50_digits(case):
     x, y, _ = case
     theta = exact_angle(exact(x), exact(y))
-    # norms are 1 to rounding only, and |x - y|^2 sees their difference squared
-    uneven = (norm(x) - norm(y)) ** 2 / (2 * float(theta)) if theta > 1e-20 else abs(norm(x) - norm(y))
     error = abs(float(mpmath.mpf(sphere.angle(x, y).item()) - theta))
-    assert ulps(max(0.0, error - 1.01 * uneven), x.dtype, float(theta) + 1e-300) <= 3
+    theta = max(float(theta), 1e-30)
+    assert ulps(max(0.0, error - uneven(x, y) / theta), x.dtype, theta) <= 3
+
+
+@pytest.mark.parametrize(("dtype", "gap"), [(F64, 1e-9), (F32, 1e-4)])
+def test_arccos_would_lose_what_angle_keeps(dtype, gap):
+    turn = torch.linspace(0, 3, 101, dtype=F64)
+    x, y = (torch.stack([a.cos(), a.sin()], -1).to(dtype) for a in (turn, turn + gap))
+    arccos = (x * y).sum(-1).clamp(-1, 1).arccos()
+    true = 2 * torch.atan((x.double() - y.double()).norm(dim=-1) / 2)
+    assert ((arccos - gap).abs() > 0.9 * gap).any()
+    assert ulps((sphere.angle(x, y) - true) / true, dtype) <= 3
+    if dtype is F32:
+        assert (x * x).sum(-1).clamp(-1, 1).arccos().max() > 3e-4
+
+
+# Logarithm and exponential --------------------------------------------------------------------------------------------
+
+
+@PROPERTY
+@given(pairs())
+@DIGITS
+def test_log_agrees_with_50_digits(case):
+    x, y, _ = case
+    p, q = exact(x), exact(y)
+    theta = float(exact_angle(p, q))
+    if theta < 1e-30 or 1 + inner(p, q) < 1e-30:
+        return
+    # near the antipode the direction hangs on x + y, which rounding of x and y has moved by eps / |x + y|
+    error = float(off(sphere.log(x, y), exact_log(p, q)).norm())
+    assert ulps(max(0.0, error - uneven(x, y) / theta), x.dtype, theta) <= 3
+
+
+@PROPERTY
+@given(pairs())
+def test_log_is_a_tangent_as_long_as_the_angle_and_exp_leads_along_it_to_y(case):
+    x, y, _ = case
+    w, theta = sphere.log(x, y), float(sphere.angle(x, y))
+    assert ulps(dot(x, w), x.dtype, theta + 1e-30) <= 3
+    assert ulps(norm(w) - theta, x.dtype, theta + 1e-30) <= 3
+    assert ulps(sphere.exp(x, w) - y, x.dtype) <= 3
+
+
+@PROPERTY
+@given(pairs(), st.floats(-12, 2))
+@DIGITS
+def test_exp_lands_on_the_sphere_where_50_digits_say(case, digits):
+    x, _, v = case
+    w = v * 10**digits
+    arrived = sphere.exp(x, w)
+    p = exact(x)
+    w_exact = rest(p, [mpmath.mpf(a) for a in w.tolist()])
+    assert ulps(norm(arrived) - 1, x.dtype, 1 + norm(w)) <= 3
+    assert ulps(off(arrived, exact_exp(p, w_exact)), x.dtype, 1 + norm(w)) <= 3
+
+
+# Parallel transport ---------------------------------------------------------------------------------------------------
+
+
+@PROPERTY
+@given(pairs())
+@DIGITS
+def test_transport_is_an_isometry_between_tangent_spaces_with_the_way_back_as_its_inverse(case):
+    x, y, v = case
+    there, size = sphere.transport(x, y, v), norm(v)
+    assert ulps(norm(there) - size, x.dtype, size) <= 3
+    assert ulps(dot(y, there), x.dtype, size) <= 3
+    assert ulps(sphere.transport(y, x, there) - v, x.dtype, size) <= 3
+    out, back = sphere.log(x, y), sphere.log(y, x)
+    assert ulps(sphere.transport(x, y, out) + back, x.dtype, norm(out) + 1e-30) <= 3
+
+
+@PROPERTY
+@given(pairs())
+@DIGITS
+def test_transport_agrees_with_50_digits(case):
+    x, y, v = case
+    p, q = exact(x), exact(y)
+    if 1 + inner(p, q) < 1e-30:
+        return
+    tangent = rest(p, [mpmath.mpf(a) for a in v.tolist()])
+    expected = plus(tangent, plus(p, q), -inner(q, tangent) / (1 + inner(p, q)))
+    assert ulps(off(sphere.transport(x, y, v), expected), x.dtype, norm(v)) <= 3
+
+
+@PROPERTY
+@given(pairs(), st.floats(-12, math.log10(3)))
+@DIGITS
+def test_pull_back_is_the_derivative_of_log_in_50_digits(case, digits):
+    x, y, v = case
+    u = sphere.project(x, sphere.retract(v) * 10**digits)
+    w = sphere.transport(x, sphere.exp(x, u), sphere.project(x, y + v))
+    p = exact(x)
+    q = exact_exp(p, rest(p, [mpmath.mpf(a) for a in u.tolist()]))
+    moving = rest(q, [mpmath.mpf(a) for a in w.tolist()])
+
+    def at(step):
+        moved = plus(q, moving, step)
+        return exact_log(p, scaled(moved, 1 / mpmath.sqrt(inner(moved, moved))))
+
+    step = mpmath.mpf(10) ** -18
+    expected = scaled(plus(at(step), at(-step), -1), 1 / (2 * step))
+    growth = norm(u) / math.sin(norm(u))
+    assert ulps(off(sphere.pull_back(x, u, w), expected), x.dtype, growth**2 * norm(w)) <= 3

@@ -57,14 +57,12 @@ def test_clustering_on_the_circle_and_in_space(delta):
 @pytest.mark.parametrize("delta", [1e-4, 1e-3, 0.1, 0.5, 0.9, 0.98, 1.0, 1.2])
 def test_clustering_is_the_area_of_a_cap(dim, delta):
     with mp.workdps(30):
-        power = mp.mpf(dim - 3) / 2
-        total = mp.beta(power + 1, mp.mpf(1) / 2)
-        # from the rim inwards in powers of 2, since at large d the area lies at the rim
-        depths = [mp.mpf(delta) * (1 - mp.mpf(2) ** -k) for k in range(14)] + [mp.mpf(delta)]
-        area = mp.quad(
-            lambda e: ((mp.mpf(delta) - e) * (2 - mp.mpf(delta) + e)) ** power, [delta - e for e in depths][::-1]
-        )
-        cap = area / total
+        edge, power = mp.mpf(delta), mp.mpf(dim - 3) / 2
+        rim = edge * (2 - edge)
+        # e is the height above the rim, where at large d the area lies; over the rim's value the integral is of order 1
+        heights = [0, *(edge / 2**k for k in range(13, -1, -1))]
+        area = mp.quad(lambda e: ((edge - e) * (2 - edge + e) / rim) ** power, heights)
+        cap = area * rim**power / mp.beta(power + 1, mp.mpf(1) / 2)
     assert initial_clustering_probability(dim=dim, delta=delta) == pytest.approx(float(cap), rel=5e-14, abs=0)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from helmscope.plots.style import COLORS, new_figure
+from helmscope.plots.style import COLORS, new_figure, styled
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -24,6 +24,11 @@ def overview_figure(measurement: xr.Dataset, *, title: str = "") -> Figure:
     >>> len(overview_figure(overview(Trajectory(torch.tensor([0.0, 1.0]), states), beta=1.0)).axes)
     5
     """
+    with styled():
+        return _drawn(measurement, title)
+
+
+def _drawn(measurement: xr.Dataset, title: str) -> Figure:
     figure, (meeting, clusters, energy, products) = new_figure(2, 2)
     _curve(meeting, measurement, "probability", f"P(<x,y> >= 1 - {measurement.attrs['delta']:g})", COLORS[0])
     _curve(meeting, measurement, "order", "order parameter |mean x|", COLORS[1])

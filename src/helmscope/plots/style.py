@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from helmscope.types import MissingExtra
@@ -25,21 +27,32 @@ COLORS = ("#1f4e79", "#c55a11", "#548235", "#7f6000", "#7030a0")
 
 
 def new_figure(rows: int, columns: int, *, width: float = 9.0, height: float = 6.0) -> tuple[Figure, list[Axes]]:
-    """An empty figure of our style that needs no screen, and its panels in reading order.
+    """An empty figure that needs no screen, and its panels in reading order. Draw on it inside ``styled()``.
 
     >>> figure, panels = new_figure(1, 2)
     >>> len(panels)
     2
     """
+    with styled():
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(width, height), layout="constrained")
+        return figure, list(figure.subplots(rows, columns, squeeze=False).flat)
+
+
+@contextmanager
+def styled() -> Iterator[None]:
+    """Whatever is drawn inside is drawn in our style.
+
+    >>> with styled():
+    ...     figure, panels = new_figure(1, 1)
+    """
     try:
         import matplotlib as mpl
-        from matplotlib.figure import Figure
     except ImportError:
         raise MissingExtra("matplotlib", "report") from None
     with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(width, height), layout="constrained")
-        panels = list(figure.subplots(rows, columns, squeeze=False).flat)
-    return figure, panels
+        yield
 
 
 def png(figure: Figure) -> bytes:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -21,7 +20,7 @@ from helmscope.solve.fixed import run_fixed
 from helmscope.solve.flow import Flow
 from helmscope.solve.simulation import Simulation
 from helmscope.solve.stepper import AdaptiveStepper, FixedStepper, Stepper
-from helmscope.types import HelmscopeError, Trajectory, real_number
+from helmscope.types import HelmscopeError, Trajectory, increasing_times, real_number
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float
@@ -88,11 +87,11 @@ def integrate(
     >>> from helmscope.fields.attention import SA
     >>> x0 = torch.tensor([[1.0, 0.0], [0.0, 1.0]], dtype=torch.float64)
     >>> final = integrate(SA(beta=0.0), x0, times=[1.0]).states[-1]
-    >>> round(float(final[0] @ final[1]), 9) == round(math.tanh(1.0), 9)
-    True
+    >>> round(float(final[0] @ final[1]), 9)  # tanh 1
+    0.761594156
     """
     x = check_tokens(x0, name="x0", normalize=normalize)
-    clock = check_times(times, device=x.device)
+    clock = torch.tensor(increasing_times(times), dtype=torch.float64, device=x.device)
     stepper = DormandPrince() if stepper is None else stepper
     if not isinstance(stepper, AdaptiveStepper | FixedStepper):
         raise HelmscopeError(f"stepper is {stepper!r}, but it must be a stepper such as DormandPrince() or RK4(h=0.01)")
@@ -119,24 +118,3 @@ def integrate(
     padding = None if mask is None else mask.expand(x.shape[:-1]).reshape(-1, x.shape[-2])
     problem = Problem(field, stepper, tuple(events), merge, rows, padding, tuple(x.shape[:-2]))
     return problem.run(x, clock, progress=progress)
-
-
-def check_times(times: object, *, device: torch.device | str = "cpu") -> Float[Tensor, " time"]:
-    """Times as a float64 tensor: finite, not negative, strictly increasing, at least one.
-
-    >>> check_times([1, 5, 10])
-    tensor([ 1.,  5., 10.], dtype=torch.float64)
-    """
-    try:
-        clock = torch.as_tensor(times, dtype=torch.float64, device=device).detach()
-    except (TypeError, ValueError, RuntimeError):
-        raise HelmscopeError(f"times is {times!r}, but it must be a sequence of increasing numbers >= 0") from None
-    if clock.ndim != 1 or len(clock) == 0:
-        raise HelmscopeError(f"times has shape {tuple(clock.shape)}, but it must be a sequence of at least one time")
-    listed = clock.tolist()
-    for k, t in enumerate(listed):
-        if not math.isfinite(t) or t < 0:
-            raise HelmscopeError(f"times[{k}] is {t:g}, but every time must be finite and >= 0")
-        if k and t <= listed[k - 1]:
-            raise HelmscopeError(f"times[{k}] is {t:g} after {listed[k - 1]:g}, but times must increase")
-    return clock
