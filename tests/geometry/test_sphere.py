@@ -41,7 +41,7 @@ def dot(x, y):
 
 @st.composite
 def pairs(draw):
-    """x, y on one sphere and a tangent at x: y generic, nearly or exactly coincident, nearly or exactly antipodal."""
+    """x, y on one sphere and a unit tangent at x: y generic, nearly or exactly coincident, nearly or exactly antipodal."""
     dtype, d = draw(st.sampled_from([F64, F32])), draw(st.integers(2, 8))
     source = torch.Generator().manual_seed(draw(st.integers(0, 2**32 - 1)))
     x, w, v = torch.randn(3, d, dtype=F64, generator=source)
@@ -51,7 +51,8 @@ def pairs(draw):
     side, digits = draw(st.sampled_from([1, -1])), draw(st.none() | st.floats(-1, 12 if dtype is F64 else 6))
     w = sphere.retract(sphere.project(x, w))
     y = side * x if digits is None else sphere.retract(side * x + 10**-digits * w)
-    return x.to(dtype), y.to(dtype), sphere.project(x.to(dtype), v.to(dtype))
+    v = sphere.retract(sphere.project(x, v))
+    return x.to(dtype), y.to(dtype), sphere.project(x.to(dtype), v.to(dtype))  # projected again: tangent to rounding
 
 
 def exact(x):

@@ -1,0 +1,46 @@
+# Two commands do everything: `make report` runs the main job, `make test` the tests. Each makes its environment first.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+# pins every direct dependency, also inside pip's build environments; without it torch may bring GBs of CUDA packages
+export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: help report test test-slow lint format wheel-check clean
+
+help:
+	@echo "make report | test | test-slow | lint | format | wheel-check | clean"
+
+report: $(VENV)/.with-report
+	$(BIN)/helmscope simulate
+
+test: $(VENV)/.with-test
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+
+test-slow: $(VENV)/.with-test
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m slow
+
+lint: $(VENV)/.with-test
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+format: $(VENV)/.with-test
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+# the wheel as a user gets it: built, installed into an empty environment, used from outside the tree
+wheel-check: $(VENV)/.with-test
+	bash .ci/wheel-check $(BIN)/python
+
+clean:
+	rm -rf $(VENV) dist build
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "$(PYTHON) is older than Python 3.11: say make PYTHON=python3.11 ..."; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+# .with-report and .with-test: the package in place with that extra
+$(VENV)/.with-%: pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/pip install --quiet --editable '.[$*]'
+	touch $@

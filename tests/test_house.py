@@ -1,0 +1,153 @@
+"""The house stands: rooms import only from rooms above them, exports are lazy and complete, versions agree."""
+
+import ast
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import helmscope as hs
+
+ROOT = Path(__file__).parent.parent
+SOURCE = ROOT / "src" / "helmscope"
+ORDER = (
+    *("types", "store", "runs", "geometry", "theory", "kernels", "fields", "solve", "nn", "transport", "meanfield"),
+    *("models", "observe", "intervene", "steer", "plots", "claims", "report", "app", "cli"),
+)
+
+
+def imported(path: Path) -> Iterator[tuple[str, int]]:
+    """Every helmscope module that a file imports, for typing and inside functions too, with its line."""
+    parts = path.relative_to(SOURCE.parent).with_suffix("").parts
+    package = parts[:-1]
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf8"))):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = ".".join(package[: len(package) + 1 - node.level]) if node.level else ""
+            stem = ".".join(part for part in (base, node.module or "") if part)
+            names = [f"{stem}.{alias.name}" for alias in node.names]
+        for name in names:
+            if name.split(".")[0] == "helmscope":
+                yield name, node.lineno
+
+
+def misplaced(root: Path) -> list[str]:
+    """What breaks the order: a room that is not in it, an import from below, an import through the front door."""
+    faults = []
+    for path in sorted(root.rglob("*.py")):
+        room = path.relative_to(root).with_suffix("").parts[0]
+        if room == "__init__":
+            continue
+        if room not in ORDER:
+            faults.append(f"{path.name}: '{room}' is no room of the house")
+            continue
+        for name, line in imported(path):
+            parts = name.split(".")
+            if len(parts) < 2 or parts[1] not in ORDER:
+                faults.append(f"{path.name}:{line}: {name} is not in a room")
+            elif ORDER.index(parts[1]) > ORDER.index(room):
+                faults.append(f"{path.name}:{line}: {room} imports {parts[1]}")
+    return faults
+
+
+def test_rooms_import_only_from_above() -> None:
+    assert misplaced(SOURCE) == []
+    assert len(list(SOURCE.rglob("*.py"))) > 40
+
+
+@pytest.mark.parametrize(
+    ("where", "text"),
+    [
+        ("theory/bad.py", "from helmscope.fields.attention import SA"),
+        ("store/bad.py", "def f():\n    import helmscope.geometry.sphere"),
+        ("geometry/bad.py", "from ..solve import integrate"),
+        ("solve/bad.py", "import helmscope"),
+        ("solve/bad.py", "from helmscope import SA"),
+        ("cellar/bad.py", ""),
+        ("cellar.py", ""),
+    ],
+)
+def test_a_misplaced_import_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, text: str) -> None:
+    house = tmp_path / "helmscope"
+    (house / where).parent.mkdir(parents=True, exist_ok=True)
+    (house / where).write_text(text)
+    monkeypatch.setattr(sys.modules[__name__], "SOURCE", house)
+    assert len(misplaced(house)) == 1
+
+
+def test_the_two_lists_of_exports_agree() -> None:
+    tree = ast.parse((SOURCE / "__init__.py").read_text())
+    typed = {
+        alias.name: node.module
+        for top in tree.body
+        if isinstance(top, ast.If)
+        for node in top.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    assert typed == hs._EXPORTS
+    assert set(hs.__all__) == {*typed, "__version__"}
+
+
+def test_every_export_is_there_and_documented() -> None:
+    for name in hs._EXPORTS:
+        assert getattr(hs, name).__doc__, name
+    assert set(hs._EXPORTS) <= set(dir(hs))
+
+
+def test_an_unknown_export_offers_the_nearest() -> None:
+    with pytest.raises(AttributeError, match="did you mean 'integrate'"):
+        _ = hs.integrat
+
+
+@pytest.mark.parametrize("module", ["helmscope", "helmscope.types", "helmscope.store", "helmscope.cli"])
+def test_importing_stays_light(module: str) -> None:
+    """No torch, no xarray, and no environment, seed or handler touched."""
+    code = (
+        f"import logging, sys; import {module}\n"
+        "heavy = {'torch', 'xarray', 'scipy', 'matplotlib', 'transformers'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+        "assert not logging.getLogger().handlers\n"
+        "assert [type(h).__name__ for h in logging.getLogger('helmscope').handlers] == ['NullHandler']\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def requirements(lines: list[str]) -> set[str]:
+    names = {re.split(r"[<>=!~;\[ ]", line)[0].lower() for line in lines}
+    return names - {"helmscope"}
+
+
+def test_constraints_pin_every_direct_dependency() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    extras = project["project"]["optional-dependencies"]
+    direct = [*project["project"]["dependencies"], *project["build-system"]["requires"]]
+    direct += [line for lines in extras.values() for line in lines]
+    pins = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line and not line.startswith("#")]
+    assert all(re.fullmatch(r"[\w.-]+==[\w.]+", pin) for pin in pins)
+    assert requirements(pins) == requirements(direct)
+    assert "torch==2.13.0" in pins
+    assert "torch>=2.11" in direct
+    assert set(extras) == {"models", "ot", "report", "cluster", "test", "docs"}
+
+
+def test_versions_agree() -> None:
+    assert re.search(r"^version: (.+)$", (ROOT / "CITATION.cff").read_text(), re.M).group(1) == hs.__version__
+    assert hs.__version__.split(".dev")[0] in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_the_readme_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    text = (ROOT / "README.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", text, re.S)
+    exec(compile(code, "README.md", "exec"), {})
+    printed = capsys.readouterr().out
+    assert printed.startswith("finished at t=10")
+    assert "1.1308" in printed
+    for command in re.findall(r"^make ([\w-]+)", text, re.M):
+        assert re.search(rf"^{command}:", (ROOT / "Makefile").read_text(), re.M), command
