@@ -26,7 +26,7 @@ import torch
 from scipy.optimize import brentq
 from scipy.special import exp1, expi
 
-from helmscope.types import HelmscopeError, real_number, whole_number
+from helmscope.types import HelmscopeError, increasing_times, real_number, whole_number
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -136,18 +136,7 @@ def equiangular(
     tensor([0.0000, 0.7616], dtype=torch.float64)
     """
     time, gamma0 = _clock(field, n, gamma0)
-    return torch.tensor([_gamma(time, gamma0, t) for t in _check_times(times)], dtype=torch.float64)
-
-
-def _check_times(times: Sequence[float] | Tensor) -> list[float]:
-    values = times.tolist() if hasattr(times, "tolist") else times
-    if not isinstance(values, Sequence) or isinstance(values, str) or not len(values):
-        raise HelmscopeError(f"times is {times!r}, but it must be a sequence of at least one time")
-    checked = [real_number(f"times[{i}]", t, at_least=0) for i, t in enumerate(values)]
-    for i in range(1, len(checked)):
-        if checked[i] <= checked[i - 1]:
-            raise HelmscopeError(f"times[{i}] is {checked[i]:g} after {checked[i - 1]:g}, but times must increase")
-    return checked
+    return torch.tensor([_gamma(time, gamma0, t) for t in increasing_times(times)], dtype=torch.float64)
 
 
 def _gamma(time: Callable[[float, float], float], gamma0: float, t: float) -> float:

@@ -114,8 +114,8 @@ class VonMisesFisher(_Drawn):
 
         e = 2 b / (q + b),   q = (1 + t)/(1 - t),   b = (d - 1)/(2 kappa + sqrt(4 kappa^2 + (d - 1)^2)),
 
-    and kept with a probability proportional to target over proposal: sqrt(e / 2 pi) = 0.66 of all points or more,
-    whatever kappa and dim. Working with 1 - cosine keeps the digits at large kappa; kappa = 0 keeps every point where
+    and kept with a probability proportional to target over proposal, which keeps 65 % of all points or more,
+    whatever kappa and dim. Working with 1 - cosine saves the digits at large kappa; kappa = 0 leaves every point where
     it is.
 
     >>> x = VonMisesFisher(n=1000, dim=3, kappa=100.0, mean=torch.tensor([0.0, 0.0, 2.0])).sample(seed=0)
@@ -172,10 +172,8 @@ class VonMisesFisher(_Drawn):
         q = ((norm + along) / side_norm).square()
         e = 2 * b / (q + b)
         log_keep = 2 * (self.kappa * b) * (1 / (1 + b) - 1 / (q + b)) + k * torch.log((q + 1) * (1 + b) / (2 * (q + b)))
-        # a second projection: the first leaves rounding along the mean where g is nearly parallel to it
-        tangent = retract(project(mean, retract(side)))
         e = e.unsqueeze(-1)
-        return retract((1 - e) * mean + (e * (2 - e)).sqrt() * tangent), log_keep
+        return retract((1 - e) * mean + (e * (2 - e)).sqrt() * retract(side)), log_keep
 
 
 @dataclass(frozen=True)
