@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from helmscope.geometry.sphere import retract
-from helmscope.types import real_number
+from helmscope.solve.stepper import FixedStepper
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -15,18 +15,20 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class ProjectedEuler:
+class ProjectedEuler(FixedStepper):
     """x' = N(x + h P_x f(x)), order 1.
 
     Near a cluster it contracts faster than the flow: 1.054 a unit of time at h = 0.1 where SA has rate 1.
+
+    >>> import torch
+    >>> from helmscope.fields.attention import SA
+    >>> from helmscope.solve.integrate import integrate
+    >>> x = integrate(SA(beta=0.0), torch.eye(2), times=[1.0], stepper=ProjectedEuler(0.1)).states[-1]
+    >>> round(float(x[0] @ x[1]), 4)  # exact: tanh 1 = 0.7616
+    0.7704
     """
 
-    h: float
     order: ClassVar[int] = 1
-    divisible: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        real_number("h", self.h, above=0)
 
     def step(self, flow: Flow, x: Tensor, h: Tensor) -> Tensor:
         """One step."""

@@ -29,6 +29,12 @@ class HittingTime:
     """All pairs of tokens closer than delta: min_{i,j} <x_i, x_j> >= 1 - delta, as delta - max |x_i - x_j|^2 / 2.
 
     From an orthonormal start it is the t* of ``hitting_time``.
+
+    >>> from helmscope.fields.attention import SA
+    >>> from helmscope.solve.integrate import integrate
+    >>> seen = integrate(SA(beta=0.0), torch.eye(2, dtype=torch.float64), [4.0], events=[HittingTime(1e-3)])
+    >>> round(float(seen.event_times[0]), 6)  # artanh 0.999
+    3.800201
     """
 
     delta: float
@@ -47,6 +53,12 @@ class ClusterMerge:
     """Clusters merge at scale ``radius`` (radians, single linkage): component k happens when at most k + 1 are left.
 
     So component 0 is the time of the last merge, and the component n - 2 that of the first.
+
+    >>> from helmscope.fields.attention import SA
+    >>> from helmscope.solve.integrate import integrate
+    >>> seen = integrate(SA(beta=0.0), torch.eye(2, dtype=torch.float64), [4.0], events=[ClusterMerge(0.1)])
+    >>> round(float(seen.event_times[0][0]), 6)  # artanh cos 0.1
+    2.994898
     """
 
     radius: float

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from helmscope.geometry.sphere import retract
-from helmscope.types import real_number
+from helmscope.solve.stepper import FixedStepper
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -15,19 +15,23 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Layer:
+class Layer(FixedStepper):
     """x' = N(x + h f(x)) with f before projection: for h = 1 a post-norm transformer layer; time counts h a layer.
 
     As a method for the flow its order is 1: N(x + h f) = x + h P f - h^2 [<x, f> P f + |P f|^2 x / 2] + O(h^3)
     (theory 000-1), and the term <x, f> P f delays it.
+
+    >>> import torch
+    >>> from helmscope.fields.attention import SA
+    >>> from helmscope.solve.integrate import integrate
+    >>> x = integrate(SA(beta=0.0), torch.eye(2), times=[1.0], stepper=Layer(1.0)).states[-1]
+    >>> round(float(x[0] @ x[1]), 4)  # exact: tanh 1 = 0.7616
+    0.6
     """
 
     h: float = 1.0
     order: ClassVar[int] = 1
     divisible: ClassVar[bool] = False
-
-    def __post_init__(self) -> None:
-        real_number("h", self.h, above=0)
 
     def step(self, flow: Flow, x: Tensor, h: Tensor) -> Tensor:
         """One layer."""

@@ -1,8 +1,12 @@
-"""What a stepper is to ``integrate``."""
+"""What a stepper is to ``integrate``: a step of fixed size, or an embedded pair that chooses its own."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol, runtime_checkable
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
+
+from helmscope.types import real_number, whole_number
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -11,21 +15,22 @@ if TYPE_CHECKING:
     from helmscope.solve.flow import Flow
 
 
-@runtime_checkable
-class FixedStepper(Protocol):
-    """A one-step method of fixed step size ``h`` and order ``order``: global error O(h^order).
+@dataclass(frozen=True)
+class FixedStepper(ABC):
+    """A one-step method of step size ``h`` and order ``order``: global error O(h^order).
 
-    A method with ``divisible = False`` is a map, not a discretisation: its step cannot be shortened to meet an asked
-    time, so times must be multiples of h.
+    Where ``divisible`` is False the method is a map rather than a discretisation: its step cannot be shortened to meet
+    an asked time, so times must be multiples of h.
     """
 
+    h: float
     order: ClassVar[int]
-    divisible: ClassVar[bool]
+    divisible: ClassVar[bool] = True
 
-    @property
-    def h(self) -> float:
-        """The step size."""
+    def __post_init__(self) -> None:
+        real_number("h", self.h, above=0)
 
+    @abstractmethod
     def step(self, flow: Flow, x: Float[Tensor, "batch n d"], h: Float[Tensor, "batch 1 1"]) -> Tensor:
         """The states one step later."""
 
@@ -38,20 +43,24 @@ class Attempt(NamedTuple):
     error: Float[Tensor, "batch n d"]
 
 
-@runtime_checkable
-class AdaptiveStepper(Protocol):
-    """An embedded pair: the step of order ``order`` with an error estimate, to be kept below ``tol`` in each step."""
+@dataclass(frozen=True)
+class AdaptiveStepper(ABC):
+    """An embedded pair of order ``order``, with a step size for every system of a batch.
 
+    ``tol`` bounds the local error of every token in each step (None: 1e-9 in float64, 1e-5 in float32); ``max_steps``
+    the trial steps of one system.
+    """
+
+    tol: float | None = None
+    max_steps: int = 200_000
     order: ClassVar[int]
 
-    @property
-    def tol(self) -> float | None:
-        """Largest local error of a token; None: 1e-9 in float64, 1e-5 in float32."""
+    def __post_init__(self) -> None:
+        if self.tol is not None:
+            real_number("tol", self.tol, above=0)
+        whole_number("max_steps", self.max_steps, at_least=1)
 
-    @property
-    def max_steps(self) -> int:
-        """Most trial steps a system may take."""
-
+    @abstractmethod
     def attempt(self, flow: Flow, x: Tensor, h: Float[Tensor, "batch 1 1"], first: Tensor) -> Attempt:
         """One trial step of size h; ``first`` is the displacement h f(x) at its start."""
 
