@@ -211,14 +211,23 @@ def _stepper(name: str, *, step: float, tol: float | None) -> Stepper:
 def _times(text: str) -> list[float]:
     """0,1,5 or FROM:TO:COUNT."""
     if ":" not in text:
-        return increasing_times([part.strip() for part in text.split(",")])
+        return increasing_times([_number(part) for part in text.split(",")])
     parts = text.split(":")
     if len(parts) != 3 or not parts[2].isdigit() or int(parts[2]) < 2:
         raise HelmscopeError(
             f"times is '{text}', but it must be numbers such as 0,1,5 or a range FROM:TO:COUNT such as 0:10:101"
         )
-    first, last, count = real_number("times", parts[0]), real_number("times", parts[1]), int(parts[2])
+    first, last = (real_number("times", _number(part)) for part in parts[:2])
+    count = int(parts[2])
     return increasing_times([first + (last - first) * k / (count - 1) for k in range(count)])
+
+
+def _number(text: str) -> float | str:
+    """The number, or the text itself for whoever refuses it by name."""
+    try:
+        return float(text)
+    except ValueError:
+        return text
 
 
 def _dtype(name: str) -> torch.dtype:

@@ -41,9 +41,9 @@ def real_number(name: str, value: object, *, at_least: float = -math.inf, above:
     bound = f" >= {at_least:g}" if at_least > -math.inf else f" > {above:g}" if above > -math.inf else ""
     try:
         number = float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         number = math.nan
-    if isinstance(value, bool) or not math.isfinite(number) or number < at_least or number <= above:
+    if isinstance(value, bool | str) or not math.isfinite(number) or number < at_least or number <= above:
         raise HelmscopeError(f"{name} is {_shown(value)}, but it must be a finite number{bound}")
     return number
 

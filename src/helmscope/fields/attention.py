@@ -19,7 +19,7 @@ import torch
 
 from helmscope.fields.field import ScaledVelocity, check_weights
 from helmscope.geometry.sphere import check_tokens, project
-from helmscope.kernels.dense import AttentionSum, attention_sum, logits
+from helmscope.kernels.dense import AttentionSum, attention_sum, logits, matrix_product
 from helmscope.types import HelmscopeError, real_number
 
 if TYPE_CHECKING:
@@ -38,6 +38,8 @@ class Attention(ABC):
     bias: Float[Tensor, "n n"] | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
+        if not isinstance(self.causal, bool):
+            raise HelmscopeError(f"causal is {self.causal!r}, but it must be True or False")
         object.__setattr__(self, "beta", real_number("beta", self.beta, at_least=0))
         for name in ("query_key", "value"):
             _check_matrix(name, getattr(self, name), floor=False)
@@ -102,7 +104,7 @@ class Attention(ABC):
         return attention_sum(self._logits(x, weights), x, weights=weights, skip_self=skip_self)
 
     def _logits(self, x: Tensor, weights: Tensor | None) -> Tensor:
-        query = self.beta * (x if self.query_key is None else x @ self.query_key.to(x))
+        query = self.beta * (x if self.query_key is None else matrix_product(x, self.query_key.to(x)))
         bias = None if self.bias is None else self.bias.to(x)
         return logits(query, x, bias=bias, causal=self.causal, weights=weights)
 
@@ -111,7 +113,7 @@ class Attention(ABC):
         if self.value_scale is not None:
             return self.value_scale * total
         assert self.value is not None
-        return total @ self.value.to(total).mT
+        return matrix_product(total, self.value.to(total).mT)
 
 
 @dataclass(frozen=True, eq=False)
@@ -164,12 +166,13 @@ class USA(Attention):
 
         >>> x = torch.tensor([[1.0, 0.0], [0.6, 0.8]])
         >>> USA(beta=1000.0).scaled(x).log_scale
-        tensor([[600.]])
+        tensor([[600.],
+                [600.]])
         """
         sums = self._sum(x, weights, tangent=True)
-        log_scale = sums.shift.amax(-2, keepdim=True)
-        total = self._valued(sums.total * torch.exp(sums.shift - log_scale)) / _total_weight(x, weights)
-        return ScaledVelocity(project(x, total), log_scale)
+        nobody = (sums.total.detach() == 0).all(-1, keepdim=True)  # any scale serves, and e^0 is in the dtype
+        total = self._valued(sums.total) / _total_weight(x, weights)
+        return ScaledVelocity(project(x, total), torch.where(nobody, 0.0, sums.shift))
 
     def velocity(self, x: Float[Tensor, "*batch n d"], weights: Tensor | None = None) -> Float[Tensor, "*batch n d"]:
         """The tangent velocity, unchecked: infinite or NaN where it leaves the dtype."""
@@ -194,19 +197,21 @@ def _total_weight(x: Tensor, weights: Tensor | None) -> Tensor | float:
 
 
 def _scale_of(matrix: Tensor | None) -> float | None:
-    """c where the matrix is c I exactly; a matrix that wants a gradient is never taken for a number."""
+    """c where the matrix is c I exactly; a matrix under differentiation is never taken for a number."""
     if matrix is None:
         return 1.0
     scale = matrix[0, 0]
     eye = torch.eye(matrix.shape[0], dtype=matrix.dtype, device=matrix.device)
-    return None if matrix.requires_grad or not torch.equal(matrix, scale * eye) else float(scale)
+    tangent = torch.autograd.forward_ad.unpack_dual(matrix).tangent  # type: ignore[no-untyped-call]
+    moving = matrix.requires_grad or tangent is not None
+    return None if moving or not torch.equal(matrix, scale * eye) else float(scale)
 
 
 def _check_matrix(name: str, matrix: object, *, floor: bool) -> None:
     """A square matrix of finite floats; ``floor`` allows -inf entries, which hide a key."""
     if matrix is None:
         return
-    if not isinstance(matrix, torch.Tensor) or matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1]:
+    if not isinstance(matrix, torch.Tensor) or matrix.ndim != 2 or not matrix.shape[0] == matrix.shape[1] > 0:
         given = tuple(matrix.shape) if isinstance(matrix, torch.Tensor) else type(matrix).__name__
         raise HelmscopeError(f"{name} is {given}, but it must be a square matrix as a torch tensor")
     if not matrix.dtype.is_floating_point:

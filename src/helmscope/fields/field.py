@@ -40,20 +40,20 @@ class TokenField(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class ScaledVelocity:
-    """A velocity too large for its dtype: e^{log_scale} times ``direction``, one log scale a system."""
+    """A velocity too large for its dtype: e^{log_scale} times ``direction``, one log scale a token."""
 
     direction: Float[Tensor, "*batch n d"]
-    log_scale: Float[Tensor, "*batch 1 1"]
+    log_scale: Float[Tensor, "*batch n 1"]
 
     def over(self, duration: Tensor | float) -> Float[Tensor, "*batch n d"]:
-        """The displacement ``duration`` times velocity, finite where the product is, though the velocity may not be.
+        """The displacement ``duration`` >= 0 times velocity, finite where the product is, though the velocity is not.
 
         >>> ScaledVelocity(torch.ones(1, 2), torch.full((1, 1), 1000.0)).over(0.0)
         tensor([[0., 0.]])
         """
         duration = torch.as_tensor(duration, dtype=torch.float64, device=self.direction.device)
         factor = torch.exp(torch.log(duration) + self.log_scale.to(torch.float64))
-        return factor.to(self.direction.dtype) * self.direction
+        return (factor * self.direction.to(torch.float64)).to(self.direction.dtype)
 
 
 @runtime_checkable
@@ -86,9 +86,8 @@ def check_weights(
         return None
     combined = torch.ones(x.shape[:-1], dtype=x.dtype, device=x.device) if weights is None else weights.to(x)
     if not bool(torch.isfinite(combined).all()) or bool((combined < 0).any()):
-        raise HelmscopeError(
-            "weights holds a negative, NaN or infinite entry, but every weight must be finite and >= 0"
-        )
+        bad = combined[~(torch.isfinite(combined) & (combined >= 0))][0].item()
+        raise HelmscopeError(f"weights holds the entry {bad:g}, but every weight must be finite and >= 0")
     combined = combined if mask is None else combined * mask.to(x)
     if not bool((combined.sum(-1) > 0).all()):
         raise HelmscopeError("weights and mask leave a system without any token of positive weight")

@@ -66,7 +66,14 @@ def merge_close(x: Tensor, weights: Tensor, tolerance: float) -> Merged:
     close = (pairwise_angles(x.detach()) <= tolerance) & heavy.unsqueeze(-1) & heavy.unsqueeze(-2)
     leader = components(close)
     member = (leader.unsqueeze(-2) == torch.arange(x.shape[-2], device=x.device).unsqueeze(-1)).to(x)
+    mass = member @ weights.unsqueeze(-1)
+    total = member @ (weights.unsqueeze(-1) * x)
     alone = member.sum(-1, keepdim=True) <= 1  # a token alone keeps its very bits
-    states = torch.where(alone, x, retract(torch.where(alone, x, member @ (weights.unsqueeze(-1) * x))))
+    spread = torch.linalg.vector_norm(total.detach(), dim=-1, keepdim=True) < 1e-6 * mass
+    if bool((spread & ~alone).any()):
+        raise HelmscopeError(
+            f"tolerance is {tolerance:g}, but it chains tokens right around the sphere: they have no mean direction"
+        )
+    states = torch.where(alone, x, retract(torch.where(alone, x, total)))
     index = leader.unsqueeze(-1).expand_as(x)
-    return Merged(states.gather(-2, index), (member @ weights.unsqueeze(-1)).squeeze(-1), leader)
+    return Merged(states.gather(-2, index), mass.squeeze(-1), leader)

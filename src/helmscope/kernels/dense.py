@@ -58,6 +58,15 @@ def logits(
     return pairs
 
 
+def matrix_product(x: Float[Tensor, "*batch n d"], matrix: Float[Tensor, "d k"]) -> Float[Tensor, "*batch n k"]:
+    """x @ matrix, system by system: torch would fold the batch into one product, whose bits depend on its size.
+
+    >>> matrix_product(torch.ones(2, 1, 2), torch.eye(2)).shape
+    torch.Size([2, 1, 2])
+    """
+    return x @ matrix.expand(*x.shape[:-2], *matrix.shape)
+
+
 def _later(n: int, device: torch.device) -> Bool[Tensor, "n n"]:
     return torch.ones(n, n, dtype=torch.bool, device=device).triu(1)
 

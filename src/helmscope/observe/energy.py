@@ -15,7 +15,7 @@ import torch
 from helmscope.fields.attention import Attention
 from helmscope.fields.field import check_weights
 from helmscope.geometry.sphere import check_tokens
-from helmscope.kernels.dense import logits
+from helmscope.kernels.dense import logits, matrix_product
 from helmscope.types import HelmscopeError, real_number
 
 if TYPE_CHECKING:
@@ -119,12 +119,12 @@ def interaction_energy_rate(
     velocity = field.velocity(x, combined)
     pairs = _pairs(x, field.beta, field.query_key, combined)
     b = torch.eye(x.shape[-1], dtype=x.dtype, device=x.device) if field.query_key is None else field.query_key.to(x)
-    change = velocity @ b @ x.mT + x @ b @ velocity.mT
+    change = matrix_product(velocity, b) @ x.mT + matrix_product(x, b) @ velocity.mT
     return torch.exp(pairs.top) * (pairs.share * change).sum((-1, -2)) / 2
 
 
 def _pairs(x: Tensor, beta: float, query_key: Tensor | None, weights: Tensor | None) -> _Pairs:
-    query = beta * (x if query_key is None else x @ query_key.to(x))
+    query = beta * (x if query_key is None else matrix_product(x, query_key.to(x)))
     levels = logits(query, x, weights=weights)
     top = levels.detach().amax((-1, -2))
     share = torch.exp(levels - top[..., None, None])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -30,13 +32,17 @@ class Flow:
 
     def move(self, x: Float[Tensor, "batch n d"], h: Float[Tensor, "batch 1 1"]) -> Float[Tensor, "batch n d"]:
         """Tangent displacement h f(x)."""
-        if isinstance(self.field, ScaledField):
-            step = self.field.scaled(x, self.weights).over(h)
-        elif isinstance(self.field, TokenField):
-            step = h.to(x.dtype) * self.field.velocity(x, self.weights)
-        else:
-            step = h.to(x.dtype) * project(x, self.field(x))
-        return self._together(step)
+        return self._together(self._displacement(x, h))
+
+    @cached_property
+    def _displacement(self) -> Callable[[Tensor, Tensor], Tensor]:
+        """(x, h) -> h f(x), chosen once: looking at what a field can do costs more than a small sum."""
+        field, weights = self.field, self.weights
+        if isinstance(field, ScaledField):
+            return lambda x, h: field.scaled(x, weights).over(h)
+        if isinstance(field, TokenField):
+            return lambda x, h: h.to(x.dtype) * field.velocity(x, weights)
+        return lambda x, h: h.to(x.dtype) * project(x, field(x))
 
     def move_ambient(self, x: Float[Tensor, "batch n d"], h: Float[Tensor, "batch 1 1"]) -> Float[Tensor, "batch n d"]:
         """Displacement before projection, what a layer adds to its residual stream."""
@@ -51,11 +57,12 @@ class Flow:
         """Logarithm of the speed of the fastest token of each system, in float64."""
         if isinstance(self.field, ScaledField):
             scaled = self.field.scaled(x, self.weights)
-            step, log_scale = scaled.direction, scaled.log_scale.to(torch.float64).flatten()
+            step, log_scale = scaled.direction, scaled.log_scale.to(torch.float64).squeeze(-1)
         else:
             step = self.move(x, torch.ones(len(x), 1, 1, dtype=torch.float64, device=x.device))
-            log_scale = torch.zeros(len(x), dtype=torch.float64, device=x.device)
-        return torch.log(torch.linalg.vector_norm(step, dim=-1).amax(-1).to(torch.float64)) + log_scale
+            log_scale = torch.zeros(step.shape[:-1], dtype=torch.float64, device=x.device)
+        speed = torch.linalg.vector_norm(step, dim=-1).to(torch.float64)
+        return (torch.log(speed) + log_scale).amax(-1)
 
     def select(self, which: Tensor) -> Flow:
         """The flow of some of the systems, by index or mask."""
