@@ -1,136 +1,36 @@
-"""SA and USA against loops, 500-digit arithmetic and the closed forms of the theory; their gradients; refusals."""
+"""SA and USA against loops, 500-digit arithmetic and the closed forms of the theory."""
 
 from __future__ import annotations
 
 import math
 from itertools import product
 
-import mpmath
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import oracles
+from attention_cases import (
+    BOTH,
+    COMBINATIONS,
+    F32,
+    F64,
+    FEATURES,
+    assert_oracle,
+    circle,
+    exact_velocity,
+    measure,
+    normal,
+    oracle,
+    parameters,
+    relative_errors,
+    rotation,
+    tokens,
+)
 from helmscope.fields.attention import SA, USA
-from helmscope.fields.field import Field, ScaledField, ScaledVelocity, TokenField, check_weights
+from helmscope.fields.field import Field, ScaledField, ScaledVelocity, TokenField
 from helmscope.geometry.sphere import project, retract
 from helmscope.types import HelmscopeError
-
-F32, F64 = torch.float32, torch.float64
-INF, NAN = math.inf, math.nan
-# torch itself calls it when it first differentiates forward
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
-BOTH = pytest.mark.parametrize("kind", [SA, USA])
-FEATURES = ("query_key", "value", "minus", "causal", "bias", "hidden", "weights", "mask")
-COMBINATIONS = [
-    *([], *([name] for name in FEATURES)),
-    *(["query_key", "value"], ["weights", "mask"], ["causal", "weights"], ["causal", "hidden", "mask"]),
-    *(["minus", "query_key", "weights", "mask"], ["query_key", "value", "causal", "hidden", "weights", "mask"]),
-]
-
-
-def normal(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, dtype=F64, generator=torch.Generator().manual_seed(seed))
-
-
-def tokens(*shape: int, seed: int = 0) -> torch.Tensor:
-    return retract(normal(*shape, seed=seed))
-
-
-def circle(angles: torch.Tensor) -> torch.Tensor:
-    return torch.stack([angles.cos(), angles.sin()], -1)
-
-
-def rotation(d: int, seed: int = 5) -> torch.Tensor:
-    return torch.linalg.qr(normal(d, d, seed=seed)).Q
-
-
-def parameters(names, n, d, seed=0):
-    """Keyword arguments of a field with the named features."""
-    given = {}
-    if "query_key" in names:
-        given["query_key"] = normal(d, d, seed=seed + 1) / math.sqrt(d)
-    if "value" in names:
-        given["value"] = normal(d, d, seed=seed + 2)
-    if "minus" in names:
-        given["value"] = -torch.eye(d, dtype=F64)
-    if "causal" in names:
-        given["causal"] = True
-    if {"bias", "hidden"} & set(names):
-        given["bias"] = normal(n, n, seed=seed + 3)
-    if "hidden" in names:  # among them a row that sees nobody
-        given["bias"][normal(n, n, seed=seed + 4) > 0.5] = -INF
-        given["bias"][n - 1] = -INF
-    return given
-
-
-def measure(names, *shape, seed=0):
-    """Keyword arguments of a call with the named features; token 0 always counts."""
-    given = {}
-    if "weights" in names:
-        given["weights"] = normal(*shape, seed=seed + 6).clamp(min=0)
-        given["weights"][..., 0] = 1.5
-    if "mask" in names:
-        given["mask"] = normal(*shape, seed=seed + 7) > -0.5
-        given["mask"][..., 0] = True
-    return given
-
-
-def listed(given):
-    return {name: part.tolist() if isinstance(part, torch.Tensor) else part for name, part in given.items()}
-
-
-def oracle(field, quantity, x, given):
-    """``quantity`` of one system by loops; every tensor goes in as lists."""
-    options = {name: getattr(field, name) for name in ("query_key", "bias", "causal")}
-    if quantity != "kernel":
-        options["value"] = field.value
-    loop = getattr(oracles, f"{type(field).__name__.lower()}_{quantity}")
-    return torch.tensor(loop(x.tolist(), field.beta, **listed(options), **listed(given)), dtype=F64)
-
-
-def assert_oracle(field, x, given):
-    """1e-12 of the greatest value before projection, which is where the digits of the oracle end, or of 1."""
-    combined = check_weights(x, given.get("weights"), given.get("mask"))
-    ambient = oracle(field, "ambient", x, given)
-    bound = 1e-12 * ambient.abs().max().clamp(min=1)
-    assert (field.ambient(x, combined) - ambient).abs().max() <= bound
-    assert (field(x, **given) - oracle(field, "velocity", x, given)).abs().max() <= bound
-    kernel = oracle(field, "kernel", x, given)
-    assert (field.kernel(x, combined) - kernel).abs().max() <= 1e-12 * kernel.abs().max().clamp(min=1)
-
-
-def exact_velocity(kind, beta, x, weights=None):
-    """The velocity for V = B = I at the unit vectors nearest to x, n lists of d mpf.
-
-    With 500 digits, as the oracle keeps the own term, up to e^{2 beta} times larger than the rest.
-    """
-    n, d = len(x), len(x[0])
-    with mpmath.workdps(500):
-        rows = [[mpmath.mpf(a) for a in row] for row in x.tolist()]
-        rows = [[a / mpmath.sqrt(mpmath.fsum(b * b for b in row)) for a in row] for row in rows]
-        m = [mpmath.mpf(1)] * n if weights is None else [mpmath.mpf(w) for w in weights.tolist()]
-        result = []
-        for i in range(n):
-            dots = [mpmath.fsum(rows[i][a] * rows[j][a] for a in range(d)) for j in range(n)]
-            terms = [m[j] * mpmath.exp(mpmath.mpf(beta) * dots[j]) for j in range(n)]
-            norm = mpmath.fsum(terms) if kind is SA else mpmath.fsum(m)
-            tangents = [[rows[j][a] - dots[j] * rows[i][a] for a in range(d)] for j in range(n)]
-            result.append([mpmath.fsum(terms[j] * tangents[j][a] for j in range(n)) / norm for a in range(d)])
-        return result
-
-
-def relative_errors(velocity, exact, log_scale=None):
-    """|v_i - exact_i| / |exact_i| for each token, v_i taken times e^{log_scale_i}."""
-    with mpmath.workdps(500):
-        errors = []
-        for i, row in enumerate(velocity.tolist()):
-            scale = 1 if log_scale is None else mpmath.exp(log_scale.expand(len(exact), 1)[i].item())
-            gap = mpmath.norm([scale * a - b for a, b in zip(row, exact[i], strict=True)])
-            errors.append(float(gap / mpmath.norm(exact[i])))
-        return errors
-
 
 # ---- oracles
 
@@ -422,228 +322,3 @@ def test_a_system_does_not_depend_on_its_batch_to_the_bit(kind, names, dtype):
             bare = field(x[b], **{name: part[b] for name, part in given.items()})
             size = torch.finfo(dtype).eps * max(1.0, float(together[b].abs().max()))
             assert (together[b] - bare).abs().max() < 20 * size, (n, d)
-
-
-# ---- gradients
-
-
-def everything(kind, names, n=4, d=3):
-    """The velocity as a function of all tensors that it depends on, and those tensors."""
-    given, masses = parameters(names, n, d), measure(names, n).get("weights")
-    tensors = {name: part for name, part in given.items() if isinstance(part, torch.Tensor) and "minus" not in names}
-    fixed = {name: part for name, part in given.items() if name not in tensors}
-    if masses is not None:
-        tensors["weights"] = masses + 0.1
-
-    def velocity(x, *parts):
-        named = dict(zip(tensors, parts, strict=True))
-        weights = named.pop("weights", None)
-        return kind(1.5, **named, **fixed).velocity(x, weights)
-
-    return velocity, tuple(tensors.values())
-
-
-@BOTH
-@pytest.mark.parametrize("names", [c for c in COMBINATIONS if not {"hidden", "mask"} & set(c)], ids="+".join)
-def test_gradients_at_generic_points(kind, names):
-    velocity, parts = everything(kind, names)
-    inputs = [part.clone().requires_grad_() for part in (tokens(4, 3), *parts)]
-    assert torch.autograd.gradcheck(velocity, inputs, check_forward_ad=True)
-
-
-DEGENERATE = {
-    "coincident": (tokens(1, 3).expand(3, 3), None),
-    "pair": (tokens(2, 3)[[0, 1, 0]], None),
-    "antipodal": (torch.stack([tokens(3), -tokens(3), tokens(3)]), None),
-    "ties": (torch.eye(3, dtype=F64), None),
-    "weight 0": (tokens(3, 3), torch.tensor([1.0, 0.0, 2.0], dtype=F64)),
-    "first unseen": (tokens(3, 3), torch.tensor([0.0, 1.0, 1.0], dtype=F64)),
-    "one token": (tokens(1, 3), None),
-}
-
-
-@BOTH
-@pytest.mark.parametrize("beta", [0.0, 2.0])
-@pytest.mark.parametrize("names", [[], ["minus"], ["value", "query_key"], ["causal"], ["hidden"]], ids="+".join)
-@pytest.mark.parametrize("place", DEGENERATE)
-def test_gradients_at_degenerate_points(kind, beta, names, place):
-    """Projection divides by nothing, so the field is smooth at coincident, antipodal, tied and blind tokens too."""
-    x, weights = DEGENERATE[place]
-    field = kind(beta, **parameters(names, *x.shape))
-    point = x.clone().requires_grad_()
-    assert torch.autograd.gradcheck(lambda y: field.velocity(y, weights), point, check_undefined_grad=False)
-    (gradient,) = torch.autograd.grad(field(point, weights=weights).square().sum(), point)
-    assert torch.isfinite(gradient).all()
-
-
-@BOTH
-@pytest.mark.parametrize("beta", [40.0, 300.0])
-def test_gradients_are_finite_at_large_beta(kind, beta):
-    for x, weights in DEGENERATE.values():
-        point = x.clone().requires_grad_()
-        (gradient,) = torch.autograd.grad(kind(beta)(point, weights=weights).sum(), point)
-        assert torch.isfinite(gradient).all()
-
-
-@BOTH
-def test_gradient_of_a_weight_at_zero_is_that_of_an_absent_token(kind):
-    """A token of weight 0 is not seen: only its part in M remains, and the other weights have their full gradient."""
-    x, weights = tokens(4, 3), torch.tensor([1.0, 0.0, 2.0, 0.5], dtype=F64, requires_grad=True)
-    jacobian = torch.autograd.functional.jacobian(lambda m: kind(1.5).velocity(x, m), weights)
-    velocity = kind(1.5)(x, weights=weights.detach())
-    assert torch.allclose(jacobian[..., 1], -velocity / 3.5 if kind is USA else 0 * velocity, rtol=0, atol=1e-15)
-    for j in (0, 2, 3):
-        step = torch.zeros(4, dtype=F64)
-        step[j] = 1e-5
-        high, low = (kind(1.5).velocity(x, weights.detach() + s * step) for s in (1, -1))
-        assert torch.allclose(jacobian[..., j], (high - low) / 2e-5, rtol=0, atol=1e-9)
-
-
-@BOTH
-def test_tangential_derivative_does_not_miss_the_own_term(kind):
-    """P_x V x = 0 on the sphere alone; leaving it out must not change a derivative along the sphere."""
-    x = tokens(4, 3)
-    along = project(x, normal(4, 3, seed=1))
-    kept = kind(2.0, value=torch.eye(3, dtype=F64).requires_grad_())  # taken for a general V
-    for field in (kind(2.0), kind(2.0, value=torch.eye(3))):
-        (v, dv), (w, dw) = (torch.func.jvp(f.velocity, (x,), (along,)) for f in (field, kept))
-        assert (v - w).abs().max() < 1e-14
-        assert (dv - dw).abs().max() < 1e-14
-
-
-@BOTH
-@pytest.mark.parametrize("names", [[], ["query_key", "value", "causal", "bias"]], ids="+".join)
-def test_autograd_transforms(kind, names):
-    field, x = kind(1.5, **parameters(names, 4, 3)), tokens(5, 4, 3)
-    each = torch.func.vmap(field.velocity)(x)
-    assert (each - field(x)).abs().max() < 1e-14
-    backward = torch.func.vmap(torch.func.jacrev(field.velocity))(x)
-    forward = torch.func.vmap(torch.func.jacfwd(field.velocity))(x)
-    assert backward.shape == (5, 4, 3, 4, 3)
-    assert (backward - forward).abs().max() < 1e-14
-    along = normal(5, 4, 3, seed=1)
-    _, change = torch.func.jvp(field.velocity, (x,), (along,))
-    assert (change - torch.einsum("bnamc,bmc->bna", backward, along)).abs().max() < 1e-13
-
-
-@BOTH
-@pytest.mark.parametrize("derivative", [torch.func.jacrev, torch.func.jacfwd])
-def test_derivative_with_respect_to_a_value_that_is_the_identity(kind, derivative):
-    """The velocity is linear in V: its derivative does not vanish where V happens to be a multiple of I."""
-    x, general = tokens(4, 3), normal(3, 3)
-
-    def velocity(value):
-        return kind(1.5, value=value).velocity(x)
-
-    at_identity, elsewhere = derivative(velocity)(torch.eye(3, dtype=F64)), derivative(velocity)(general)
-    assert (at_identity - elsewhere).abs().max() < 1e-14
-    assert at_identity.abs().max() > 0.1
-
-
-# ---- refusals
-
-
-def assert_refused(call, *words):
-    """One sentence that holds the argument's name and its value or shape."""
-    with pytest.raises(HelmscopeError) as caught:
-        call()
-    assert isinstance(caught.value, ValueError)
-    message = str(caught.value)
-    assert "\n" not in message
-    assert all(word in message for word in words), message
-
-
-@BOTH
-@pytest.mark.parametrize(
-    "beta",
-    [-1.0, -1e-300, NAN, INF, -INF, "hot", "4", None, True, [1.0], torch.ones(2), 1j, 10**400],
-    ids=lambda b: repr(b)[:9],
-)
-def test_bad_beta(kind, beta):
-    assert_refused(lambda: kind(beta), "beta", " ".join(repr(beta).split())[:60])
-
-
-@BOTH
-@pytest.mark.parametrize("name", ["query_key", "value", "bias"])
-@pytest.mark.parametrize(
-    ("matrix", "word"),
-    [
-        (torch.ones(2, 3), "(2, 3)"),
-        (torch.ones(3), "(3,)"),
-        (torch.ones(1, 3, 3), "(1, 3, 3)"),
-        (torch.empty(0, 0), "(0, 0)"),
-        (torch.ones(3, 3, dtype=torch.int64), "torch.int64"),
-        (torch.ones(3, 3, dtype=torch.bool), "torch.bool"),
-        (torch.ones(3, 3, dtype=torch.complex64), "torch.complex64"),
-        (torch.full((3, 3), NAN), "nan"),
-        (torch.full((3, 3), INF), "inf"),
-        ([[1.0, 0.0], [0.0, 1.0]], "list"),
-        (2.0, "float"),
-    ],
-)
-def test_bad_matrix(kind, name, matrix, word):
-    assert_refused(lambda: kind(1.0, **{name: matrix}), name, word)
-
-
-@BOTH
-def test_matrix_that_does_not_fit_the_tokens(kind):
-    for name in ("query_key", "value", "bias"):
-        field = kind(1.0, **{name: torch.eye(5)})
-        assert_refused(lambda field=field: field(tokens(2, 4, 3)), name, "(5, 5)", "(2, 4, 3)")
-    for name in ("query_key", "value"):
-        assert_refused(lambda name=name: kind(1.0, **{name: torch.full((3, 3), -INF)}), name, "-inf")
-
-
-@BOTH
-@pytest.mark.parametrize("causal", ["no", 2, None])
-def test_bad_causal(kind, causal):
-    assert_refused(lambda: kind(1.0, causal=causal), "causal", repr(causal))
-
-
-@BOTH
-@pytest.mark.parametrize(
-    ("x", "word"),
-    [
-        ([[1.0, 0.0]], "list"),
-        (None, "NoneType"),
-        (torch.ones(2, 2, dtype=torch.int64), "torch.int64"),
-        (torch.eye(2).half(), "torch.float16"),
-        (torch.tensor([1.0, 0.0]), "(2,)"),
-        (torch.empty(0, 3), "(0, 3)"),
-        (torch.ones(3, 1), "d=1"),
-        (torch.tensor([[1.0, 0.0], [NAN, 0.0]]), "token 1"),
-        (torch.tensor([[INF, 0.0]]), "token 0"),
-        (torch.tensor([[1.0, 0.0], [0.0, 0.0]]), "zero"),
-        (torch.tensor([[2.0, 0.0]]), "norm 2"),
-        (torch.tensor([[[1.0, 0.0]], [[1.001, 0.0]]]), "norm 1.001"),
-    ],
-)
-def test_bad_tokens(kind, x, word):
-    assert_refused(lambda: kind(1.0)(x), "x ", word)
-
-
-@BOTH
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
-        ({"weights": torch.tensor([1.0, -2.5, 1.0])}, ["weights", "-2.5"]),
-        ({"weights": torch.tensor([1.0, NAN, 1.0])}, ["weights", "nan"]),
-        ({"weights": torch.tensor([1.0, INF, 1.0])}, ["weights", "inf"]),
-        ({"weights": torch.zeros(3)}, ["weights", "positive"]),
-        ({"weights": torch.tensor([[1.0, 1.0, 1.0], [0.0, 0.0, 0.0]])}, ["weights", "positive"]),
-        ({"weights": torch.ones(4)}, ["weights", "(4,)"]),
-        ({"weights": torch.ones(3, 2)}, ["weights", "(3, 2)"]),
-        ({"weights": torch.ones(2, 3, 1)}, ["weights", "(2, 3, 1)"]),
-        ({"weights": [1.0, 1.0, 1.0]}, ["weights", "list"]),
-        ({"mask": torch.ones(3)}, ["mask", "torch.float32"]),
-        ({"mask": torch.ones(4, dtype=torch.bool)}, ["mask", "(4,)"]),
-        ({"mask": [True, True, True]}, ["mask", "list"]),
-        ({"mask": torch.zeros(3, dtype=torch.bool)}, ["mask", "positive"]),
-        (
-            {"weights": torch.tensor([1.0, 0.0, 0.0]), "mask": torch.tensor([False, True, True])},
-            ["weights", "mask", "positive"],
-        ),
-    ],
-)
-def test_bad_measure(kind, given, words):
-    assert_refused(lambda: kind(1.0)(tokens(2, 3, 3), **given), *words)
