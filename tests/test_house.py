@@ -116,7 +116,7 @@ def test_importing_stays_light(module: str) -> None:
         "assert not logging.getLogger().handlers\n"
         "assert [type(h).__name__ for h in logging.getLogger('helmscope').handlers] == ['NullHandler']\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def requirements(lines: list[str]) -> set[str]:

@@ -6,6 +6,7 @@ Everything heavy is imported inside a verb, so that ``helmscope --help`` answers
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -37,10 +38,13 @@ app = typer.Typer(
 def main() -> None:
     """Entry point of the command ``helmscope``: bad input is one sentence on standard error and exit code 2."""
     try:
-        app()
+        sys.exit(app(standalone_mode=False))
     except HelmscopeError as error:
-        print(f"helmscope: {error}", file=sys.stderr)
-        sys.exit(2)
+        sentence = str(error)
+    except typer.TyperException as error:  # what the parser refuses
+        sentence = error.format_message()
+    print(f"helmscope: {sentence}", file=sys.stderr)
+    sys.exit(2)
 
 
 def _print_version(asked: bool) -> None:
@@ -89,7 +93,7 @@ def simulate(
         key: value for key, value in locals().items() if key not in ("out", "as_json", "seed", "dtype", "device")
     }
     from helmscope.observe.overview import overview
-    from helmscope.solve.integrate import integrate
+    from helmscope.solve.integrate import pose
     from helmscope.store.manifest import hash_bytes
 
     flow = _field(field, beta=beta, value=value, causal=causal, dim=dim)
@@ -98,11 +102,14 @@ def simulate(
     tokens = _start(start, n=n, dim=dim, kappa=kappa).sample(
         batch, seed=seed, dtype=_dtype(dtype), device=_device(device)
     )
+    problem = pose(flow, tokens, clock, stepper=method, merge=merge)
+    for name, number in (("delta", delta), ("radius", radius)):
+        real_number(name, number, at_least=0)
     run = _new_run("simulate", out)
     inputs = {"start": hash_bytes(tokens.cpu().numpy().tobytes())}
     run.write_manifest(_manifest(seed=seed, dtype=dtype, device=device, inputs=inputs, parameters=parameters))
     with _bar("integrating") as progress:
-        simulation = integrate(flow, tokens, clock, stepper=method, merge=merge, progress=progress)
+        simulation = problem.run(progress)
     run.write_data("trajectory", _trajectory(simulation.times, simulation.states))
     report: dict[str, Any] = {
         "folder": str(run.path),
@@ -144,17 +151,18 @@ def _say_plainly(report: dict[str, Any]) -> None:
     print(report["outcome"])
     for name, rows in report.get("measured", {}).items():
         last, error = rows["value"][-1], rows["stderr"][-1]
-        print(f"{name:>20} at the end: {last:.6g}" + (f" +- {error:.2g}" if error is not None else ""))
+        value = "undefined" if last is None else f"{last:.6g}"
+        print(f"{name:>20} at the end: {value}" + ("" if error is None else f" +- {error:.2g}"))
     for key in ("picture", "folder"):
         if key in report:
             print(f"{key}: {report[key]}")
 
 
 def _listed(measured: xr.Dataset) -> dict[str, Any]:
-    """Curves over time as plain lists; JSON has no NaN, so what is undefined is null."""
+    """Curves over time as plain lists; JSON has neither NaN nor infinity, so what is not a number is null."""
 
     def plain(name: str) -> list[float | None]:
-        return [None if v != v else v for v in measured[name].values.tolist()]
+        return [v if math.isfinite(v) else None for v in measured[name].values.tolist()]
 
     curves = [str(name) for name in measured.data_vars if measured[name].dims == ("time",)]
     names = [name for name in curves if f"{name}_stderr" in curves]
@@ -175,6 +183,7 @@ def _field(name: str, *, beta: float, value: float, causal: bool, dim: int) -> A
 def _start(name: str, *, n: int, dim: int, kappa: float) -> Start:
     from helmscope.theory.starts import Orthonormal, Uniform, VonMisesFisher
 
+    kappa = real_number("kappa", kappa, at_least=0)
     makers: dict[str, Callable[[], Start]] = {
         "uniform": lambda: Uniform(n, dim),
         "vmf": lambda: VonMisesFisher(n, dim, kappa),
@@ -194,6 +203,8 @@ def _stepper(name: str, *, step: float, tol: float | None) -> Stepper:
     from helmscope.solve.published import PublishedEuler
     from helmscope.solve.rk4 import RK4
 
+    step = real_number("step", step, above=0)
+    tol = None if tol is None else real_number("tol", tol, above=0)
     makers: dict[str, Callable[[], Stepper]] = {
         "adaptive": lambda: DormandPrince(tol=tol),
         "euler": lambda: ProjectedEuler(step),
@@ -240,8 +251,8 @@ def _device(name: str) -> str:
     import torch
 
     try:
-        torch.zeros(1, device=name)
-    except (RuntimeError, AssertionError):
+        torch.zeros(1, device=name).cpu()
+    except (RuntimeError, AssertionError, NotImplementedError):
         raise HelmscopeError(f"device is '{name}', but torch cannot use it here: cpu always works") from None
     return name
 

@@ -40,10 +40,10 @@ def real_number(name: str, value: object, *, at_least: float = -math.inf, above:
     """
     bound = f" >= {at_least:g}" if at_least > -math.inf else f" > {above:g}" if above > -math.inf else ""
     try:
-        number = float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError, OverflowError):
+        number = math.nan if _is_no_number(value) else float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError, RuntimeError):
         number = math.nan
-    if isinstance(value, bool | str) or not math.isfinite(number) or number < at_least or number <= above:
+    if not math.isfinite(number) or number < at_least or number <= above:
         raise HelmscopeError(f"{name} is {_shown(value)}, but it must be a finite number{bound}")
     return number
 
@@ -56,12 +56,17 @@ def whole_number(name: str, value: object, *, at_least: int) -> int:
     """
     try:
         number = int(value)  # type: ignore[call-overload]
-        exact = not isinstance(value, bool) and number == value
-    except (TypeError, ValueError, OverflowError):
+        exact = not _is_no_number(value) and bool(number == value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
         number, exact = 0, False
     if not exact or number < at_least:
         raise HelmscopeError(f"{name} is {_shown(value)}, but it must be a whole number >= {at_least}")
     return int(number)
+
+
+def _is_no_number(value: object) -> bool:
+    """True and False, of Python, NumPy or torch, and text: float() takes them, a reader would not."""
+    return isinstance(value, bool | str | bytes) or "bool" in str(getattr(value, "dtype", ""))
 
 
 def increasing_times(times: object) -> list[float]:
@@ -71,7 +76,7 @@ def increasing_times(times: object) -> list[float]:
     [1.0, 5.0, 10.0]
     """
     values = times.tolist() if hasattr(times, "tolist") else times
-    if not isinstance(values, Sequence) or isinstance(values, str) or not values:
+    if not isinstance(values, Sequence) or isinstance(values, str | bytes) or not values:
         raise HelmscopeError(f"times is {_shown(times)}, but it must be a sequence of at least one time")
     checked = [real_number(f"times[{i}]", t, at_least=0) for i, t in enumerate(values)]
     for i in range(1, len(checked)):
@@ -90,7 +95,7 @@ def known_name(what: str, name: str, allowed: Iterable[str]) -> str:
     if name in names:
         return name
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.4)
-    hint = f"did you mean '{near[0]}'?" if near else "there is no such name"
+    hint = f"did you mean '{near[0]}'?" if near else "there is no such name."
     raise HelmscopeError(f"unknown {what} '{name}': {hint} Allowed: {', '.join(names)}")
 
 
@@ -135,7 +140,8 @@ class Outcome:
         text = self.statuses[shown].value.format(time=self.times[shown]) if self.statuses else "no systems"
         if not failed:
             return text
-        more = f" (and {len(failed) - 1} more systems)" if len(failed) > 1 else ""
+        others = len(failed) - 1
+        more = f" (and {others} more system{'s' if others > 1 else ''})" if others else ""
         return f"system {shown} of {len(self.statuses)}: {text}{more}"
 
 
@@ -156,6 +162,9 @@ class Trajectory:
     outcome: Outcome | None = None
 
     def __post_init__(self) -> None:
+        for name in ("times", "states"):
+            if not hasattr(getattr(self, name), "shape"):
+                raise HelmscopeError(f"{name} is {_shown(getattr(self, name))}, but it must be a tensor")
         shape = tuple(self.states.shape)
         if len(shape) != 4:
             raise HelmscopeError(f"states has shape {shape}, but it must be (time, batch, token, dim)")
@@ -206,6 +215,8 @@ def check_measurement(dataset: xr.Dataset) -> xr.Dataset:
 
     Returns the Dataset unchanged, so that it can close a function; refuses a Dataset that breaks the rule.
     """
+    if not hasattr(dataset, "data_vars"):
+        raise HelmscopeError(f"dataset is a {type(dataset).__name__}, but a Measurement is an xarray Dataset")
     names = [str(name) for name in dataset.data_vars]
     for name in names:
         base = next((name.removesuffix(end) for end in COMPANIONS if name.endswith(end)), None)

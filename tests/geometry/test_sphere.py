@@ -1,18 +1,18 @@
-"""The sphere against 50 digits of mpmath, against loops, and by Hypothesis: 500 cases a property, in float64 and float32.
+"""The sphere against 50 digits of mpmath, against loops, and by Hypothesis: 500 cases a property, float64 and float32.
 
-Bounds are in units of rounding, eps = 2^-52 or 2^-23, times the natural size of the quantity (``ulps``). The worst of
-20,000 random cases stands behind each bound as a comment.
+Bounds count roundings (``ulps``): eps = 2^-52 or 2^-23 times the natural size of the quantity. A number beside a bound
+is the worst of 10,000 other cases.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 
 import mpmath
+import numpy as np
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helmscope.geometry import sphere
@@ -29,80 +29,70 @@ def ulps(error, dtype, scale=1.0):
 
 
 def norm(v):
-    return float(torch.linalg.vector_norm(v.double(), dim=-1))
+    return float(torch.linalg.vector_norm(v.double()))
 
 
 def dot(x, y):
     return math.fsum((x.double() * y.double()).tolist())
 
 
-# What the properties are tried on -------------------------------------------------------------------------------------
+def random(*shape, seed=0, dtype=F64):
+    return torch.randn(*shape, dtype=F64, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 @st.composite
 def pairs(draw):
-    """x, y on one sphere and a unit tangent at x: y generic, nearly or exactly coincident, nearly or exactly antipodal."""
-    dtype, d = draw(st.sampled_from([F64, F32])), draw(st.integers(2, 8))
-    source = torch.Generator().manual_seed(draw(st.integers(0, 2**32 - 1)))
-    x, w, v = torch.randn(3, d, dtype=F64, generator=source)
+    """x, y on one sphere and a unit tangent at x: y generic, or nearly or exactly coincident or antipodal."""
+    dtype, d, seed = draw(st.sampled_from([F64, F32])), draw(st.integers(2, 8)), draw(st.integers(0, 2**32 - 1))
+    x, w, v = random(3, d, seed=seed)
     if draw(st.booleans()):  # entries that tie or vanish
         x = x.round() + (x.round() == 0).all() * torch.eye(d, dtype=F64)[0]
     x = sphere.retract(x)
+    w, v = sphere.retract(sphere.project(x, torch.stack([w, v])))
     side, digits = draw(st.sampled_from([1, -1])), draw(st.none() | st.floats(-1, 12 if dtype is F64 else 6))
-    w = sphere.retract(sphere.project(x, w))
     y = side * x if digits is None else sphere.retract(side * x + 10**-digits * w)
-    v = sphere.retract(sphere.project(x, v))
     return x.to(dtype), y.to(dtype), sphere.project(x.to(dtype), v.to(dtype))  # projected again: tangent to rounding
 
 
-def exact(x):
-    """x as a list of mpmath numbers, divided by its norm."""
-    v = [mpmath.mpf(a) for a in x.tolist()]
-    return scaled(v, 1 / mpmath.sqrt(inner(v, v)))
+# The same in 50 digits ------------------------------------------------------------------------------------------------
 
 
-def inner(x, y):
-    return mpmath.fdot(x, y)
+def exact(v):
+    return np.array([mpmath.mpf(a) for a in v.tolist()])
 
 
-def scaled(x, c):
-    return [c * a for a in x]
+def unit(v):
+    return v / mpmath.sqrt(v @ v)
 
 
-def plus(x, y, c=1):
-    return [a + c * b for a, b in zip(x, y, strict=True)]
-
-
-def rest(x, v):
-    """The tangential part of v at x."""
-    return plus(v, x, -inner(x, v))
+def tangential(x, v):
+    return v - x * (x @ v)
 
 
 def exact_angle(x, y):
-    across = rest(x, y)
-    return mpmath.atan2(mpmath.sqrt(inner(across, across)), inner(x, y))
+    across = tangential(x, y)
+    return mpmath.atan2(mpmath.sqrt(across @ across), x @ y)
 
 
 def exact_log(x, y):
-    across = rest(x, y)
-    size = mpmath.sqrt(inner(across, across))
-    return scaled(across, exact_angle(x, y) / size) if size > 1e-40 else scaled(x, 0)
+    across = tangential(x, y)
+    return unit(across) * exact_angle(x, y) if across @ across > 1e-80 else 0 * x
 
 
 def exact_exp(x, w):
-    t = mpmath.sqrt(inner(w, w))
-    return plus(scaled(x, mpmath.cos(t)), w, mpmath.sin(t) / t if t else 1)
+    t = mpmath.sqrt(w @ w)
+    return x * mpmath.cos(t) + w * (mpmath.sin(t) / t if t else 1)
+
+
+def off(value, expected):
+    """value - expected, entry by entry, subtracted in 50 digits."""
+    return torch.tensor((exact(value) - expected).astype(float))
 
 
 def uneven(x, y):
     """(|x| - |y|)^2 / 2: norms are 1 to rounding only, and the chord |x - y| sees this, divided by its length."""
-    x, y = ([mpmath.mpf(a) for a in v.tolist()] for v in (x, y))
-    return float((mpmath.sqrt(inner(x, x)) - mpmath.sqrt(inner(y, y))) ** 2 / 2)
-
-
-def off(value, expected):
-    """value - expected, entry by entry, with the subtraction in 50 digits."""
-    return torch.tensor([float(a - b) for a, b in zip(value.tolist(), expected, strict=True)], dtype=F64)
+    a, b = (mpmath.sqrt(v @ v) for v in (exact(x), exact(y)))
+    return float((a - b) ** 2 / 2)
 
 
 # Projection and retraction --------------------------------------------------------------------------------------------
@@ -127,7 +117,7 @@ def test_retract_keeps_the_direction_of_tiny_and_huge_vectors(case, share):
     x, _, _ = case
     smallest, greatest = math.log10(torch.finfo(x.dtype).tiny) - 5, math.log10(torch.finfo(x.dtype).max) - 0.01
     y = (x.double() * 10 ** (smallest + share * (greatest - smallest))).to(x.dtype)
-    assert ulps(off(sphere.retract(y), exact(y)), x.dtype) <= 2
+    assert ulps(off(sphere.retract(y), unit(exact(y))), x.dtype) <= 2
     assert ulps(norm(sphere.retract(y)) - 1, x.dtype) <= 2
 
 
@@ -142,37 +132,34 @@ def test_retract_gives_the_printed_point_and_no_point_for_zero():
 
 
 @PROPERTY
-@given(pairs())
-def test_angle_is_symmetric_bounded_and_exact_at_the_ends(case):
-    x, y, _ = case
+@given(pairs(), st.floats(0, 1))
+def test_angle_is_a_distance_exact_at_both_ends(case, share):
+    x, y, v = case
     pi = torch.tensor(torch.pi, dtype=x.dtype)
-    assert sphere.angle(x, y) == sphere.angle(y, x)
-    assert 0 <= sphere.angle(x, y) <= pi
     assert sphere.angle(x, x) == 0
     assert sphere.angle(x, -x) == pi
-
-
-@PROPERTY
-@given(pairs(), st.floats(0, 1))
-def test_angle_obeys_the_triangle_inequality(case, share):
-    x, y, v = case
+    assert 0 <= sphere.angle(x, y) <= pi
+    assert sphere.angle(x, y) == sphere.angle(y, x)
     between = sphere.exp(x, share * sphere.log(x, y))
     for z in (sphere.retract(x + v), between):
         a, b, c = (float(sphere.angle(p, q)) for p, q in ((x, y), (x, z), (z, y)))
         assert ulps(max(0.0, a - b - c, b - a - c, c - a - b), x.dtype, math.pi) <= 2
-    # on the geodesic it is an equality
-    assert ulps(float(sphere.angle(x, between)) + float(sphere.angle(between, y)) - a, x.dtype, math.pi) <= 2
+    assert ulps(a - b - c, x.dtype, math.pi) <= 2  # on the geodesic it is an equality
 
 
 @PROPERTY
 @given(pairs())
 @DIGITS
-def test_angle_agrees_with_50_digits(case):
+def test_angle_and_log_agree_with_50_digits(case):
     x, y, _ = case
-    theta = exact_angle(exact(x), exact(y))
-    error = abs(float(mpmath.mpf(sphere.angle(x, y).item()) - theta))
-    theta = max(float(theta), 1e-30)
-    assert ulps(max(0.0, error - uneven(x, y) / theta), x.dtype, theta) <= 3
+    p, q = unit(exact(x)), unit(exact(y))
+    theta = float(exact_angle(p, q))
+    slack = uneven(x, y) / theta if theta > 1e-30 else 0.0
+    error = abs(float(sphere.angle(x, y).item() - exact_angle(p, q)))
+    assert ulps(max(0.0, error - slack), x.dtype, theta + 1e-30) <= 3
+    if 1 + p @ q > 1e-30:  # else every direction serves
+        error = norm(off(sphere.log(x, y), exact_log(p, q)))
+        assert ulps(max(0.0, error - slack), x.dtype, theta + 1e-30) <= 3
 
 
 @pytest.mark.parametrize(("dtype", "gap"), [(F64, 1e-9), (F32, 1e-4)])
@@ -192,26 +179,23 @@ def test_arccos_would_lose_what_angle_keeps(dtype, gap):
 
 @PROPERTY
 @given(pairs())
-@DIGITS
-def test_log_agrees_with_50_digits(case):
-    x, y, _ = case
-    p, q = exact(x), exact(y)
-    theta = float(exact_angle(p, q))
-    if theta < 1e-30 or 1 + inner(p, q) < 1e-30:
-        return
-    # near the antipode the direction hangs on x + y, which rounding of x and y has moved by eps / |x + y|
-    error = float(off(sphere.log(x, y), exact_log(p, q)).norm())
-    assert ulps(max(0.0, error - uneven(x, y) / theta), x.dtype, theta) <= 3
-
-
-@PROPERTY
-@given(pairs())
 def test_log_is_a_tangent_as_long_as_the_angle_and_exp_leads_along_it_to_y(case):
     x, y, _ = case
     w, theta = sphere.log(x, y), float(sphere.angle(x, y))
-    assert ulps(dot(x, w), x.dtype, theta + 1e-30) <= 3
-    assert ulps(norm(w) - theta, x.dtype, theta + 1e-30) <= 3
-    assert ulps(sphere.exp(x, w) - y, x.dtype) <= 3
+    assert ulps(dot(x, w), x.dtype, theta + 1e-30) <= 2
+    assert ulps(norm(w) - theta, x.dtype, theta + 1e-30) <= 2
+    assert ulps(sphere.exp(x, w) - y, x.dtype) <= 6
+
+
+@PROPERTY
+@given(pairs(), st.sampled_from([-1, 1]), st.integers(-2, 2))
+def test_log_is_a_tangent_where_coincident_and_antipodal_points_differ_by_rounding_of_their_norms(case, side, k):
+    x, _, _ = case
+    y = side * x * (1 + k * torch.finfo(x.dtype).eps)
+    w = sphere.log(x, y)
+    assert ulps(dot(x, w), x.dtype) <= 4
+    assert ulps(norm(w) - (0 if side > 0 else math.pi), x.dtype) <= 8
+    assert ulps(sphere.exp(x, w) - y, x.dtype) <= 8
 
 
 @PROPERTY
@@ -221,10 +205,9 @@ def test_exp_lands_on_the_sphere_where_50_digits_say(case, digits):
     x, _, v = case
     w = v * 10**digits
     arrived = sphere.exp(x, w)
-    p = exact(x)
-    w_exact = rest(p, [mpmath.mpf(a) for a in w.tolist()])
-    assert ulps(norm(arrived) - 1, x.dtype, 1 + norm(w)) <= 3
-    assert ulps(off(arrived, exact_exp(p, w_exact)), x.dtype, 1 + norm(w)) <= 3
+    p = unit(exact(x))
+    assert ulps(norm(arrived) - 1, x.dtype, 1 + norm(w)) <= 2
+    assert ulps(off(arrived, exact_exp(p, tangential(p, exact(w)))), x.dtype, 1 + norm(w)) <= 2
 
 
 # Parallel transport ---------------------------------------------------------------------------------------------------
@@ -235,43 +218,185 @@ def test_exp_lands_on_the_sphere_where_50_digits_say(case, digits):
 @DIGITS
 def test_transport_is_an_isometry_between_tangent_spaces_with_the_way_back_as_its_inverse(case):
     x, y, v = case
-    there, size = sphere.transport(x, y, v), norm(v)
-    assert ulps(norm(there) - size, x.dtype, size) <= 3
-    assert ulps(dot(y, there), x.dtype, size) <= 3
-    assert ulps(sphere.transport(y, x, there) - v, x.dtype, size) <= 3
-    out, back = sphere.log(x, y), sphere.log(y, x)
-    assert ulps(sphere.transport(x, y, out) + back, x.dtype, norm(out) + 1e-30) <= 3
+    there = sphere.transport(x, y, v)
+    assert ulps(norm(there) - norm(v), x.dtype) <= 8
+    assert ulps(dot(y, there), x.dtype) <= 8
+    assert ulps(sphere.transport(y, x, there) - v, x.dtype) <= 16
+    out = sphere.log(x, y)
+    assert ulps(sphere.transport(x, y, out) + sphere.log(y, x), x.dtype, norm(out) + 1e-30) <= 8
+    p, q = unit(exact(x)), unit(exact(y))
+    if 1 + p @ q > 1e-30:  # else every geodesic serves
+        tangent = tangential(p, exact(v))
+        expected = tangent - (p + q) * (q @ tangent / (1 + p @ q))
+        assert ulps(off(there, expected), x.dtype) <= 8
+
+
+def transported_by_the_ode(x, w, v, steps=1000):
+    """v' = -<x', v> x along the great circle x(s) = cos(ts) x + sin(ts) w / t, from s = 0 to 1, by RK4."""
+    t, h = math.hypot(*w), 1 / steps
+
+    def slope(s, v):
+        here, speed = math.cos(t * s) * x + math.sin(t * s) / t * w, math.cos(t * s) * w - t * math.sin(t * s) * x
+        return -(speed @ v) * here
+
+    for s in np.arange(steps) * h:
+        k1 = slope(s, v)
+        k2 = slope(s + h / 2, v + h / 2 * k1)
+        k3 = slope(s + h / 2, v + h / 2 * k2)
+        k4 = slope(s + h, v + h * k3)
+        v = v + h / 6 * (k1 + 2 * k2 + 2 * k3 + k4)
+    return v
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_transport_solves_its_equation_to_the_antipode_too(seed):
+    x, y, v = sphere.retract(random(3, 2 + seed % 4, seed=seed))
+    y = -x if seed % 3 == 0 else y
+    v = sphere.project(x, v)
+    expected = transported_by_the_ode(x.numpy(), sphere.log(x, y).numpy(), v.numpy())
+    assert (
+        norm(sphere.transport(x, y, v) - torch.from_numpy(expected)) <= 5e-12
+    )  # the oracle's own error at the antipode is 4.2e-12
 
 
 @PROPERTY
 @given(pairs())
 @DIGITS
-def test_transport_agrees_with_50_digits(case):
+def test_pull_back_is_the_derivative_of_log_in_50_digits(case):
     x, y, v = case
-    p, q = exact(x), exact(y)
-    if 1 + inner(p, q) < 1e-30:
-        return
-    tangent = rest(p, [mpmath.mpf(a) for a in v.tolist()])
-    expected = plus(tangent, plus(p, q), -inner(q, tangent) / (1 + inner(p, q)))
-    assert ulps(off(sphere.transport(x, y, v), expected), x.dtype, norm(v)) <= 3
+    u = 0.95 * sphere.log(x, y)
+    w = sphere.transport(x, sphere.exp(x, u), v)
+    p = unit(exact(x))
+    q = exact_exp(p, tangential(p, exact(u)))
+    h = mpmath.mpf(10) ** -18
+    ahead, behind = (exact_log(p, unit(q + tangential(q, exact(w)) * step)) for step in (h, -h))
+    expected = (ahead - behind) / (2 * h)
+    growth = norm(u) / math.sin(norm(u)) if norm(u) else 1.0
+    assert ulps(off(sphere.pull_back(x, u, w), expected), x.dtype, growth**2) <= 3
+
+
+# Frames ---------------------------------------------------------------------------------------------------------------
 
 
 @PROPERTY
-@given(pairs(), st.floats(-12, math.log10(3)))
+@given(pairs(), st.sampled_from([1.0, -1.0, 0.0, -0.0]), st.floats(-12, 0))
+def test_frames_are_orthonormal_and_tangent_whatever_the_first_entry(case, sign, digits):
+    x, _, _ = case
+    first, others = sign * x[:1].abs(), 10**digits * x[1:]
+    x = sphere.retract(torch.cat([first, others + (first == 0) * (others == 0).all()]))
+    basis, one = sphere.tangent_basis(x).double(), sphere.any_tangent(x)
+    assert basis.shape == (len(x), len(x) - 1)
+    assert ulps(basis.T @ basis - torch.eye(len(x) - 1), x.dtype) <= 4
+    assert ulps(x.double() @ basis, x.dtype) <= 3
+    assert ulps(norm(one) - 1, x.dtype) <= 1
+    assert ulps(dot(x, one), x.dtype) <= 2
+
+
+# Gradients ------------------------------------------------------------------------------------------------------------
+
+DIFFERENTIABLE = [
+    lambda x, y, v: sphere.project(x, y + v),
+    lambda x, y, v: sphere.retract(x + v),
+    lambda x, y, v: sphere.exp(x, v),
+    lambda x, y, v: sphere.angle(x, y),
+    lambda x, y, v: sphere.log(x, y),
+    lambda x, y, v: sphere.transport(x, y, v),
+    lambda x, y, v: sphere.pull_back(x, 0.9 * sphere.log(x, y), v),
+    lambda x, y, v: sphere.tangent_basis(x),
+    lambda x, y, v: sphere.any_tangent(x),
+]
+
+
+@PROPERTY
+@given(pairs())
+def test_gradients_are_finite_everywhere(case):
+    x, y, v = (t.clone().requires_grad_() for t in case)
+    still = torch.zeros_like(x).requires_grad_()
+    total = sum(f(x, y, v).sum() for f in DIFFERENTIABLE) + sphere.exp(x, still).sum()
+    assert all(slope.isfinite().all() for slope in torch.autograd.grad(total, (x, y, v, still)))
+
+
+@pytest.mark.parametrize("d", [2, 5])
+@pytest.mark.parametrize("f", DIFFERENTIABLE)
+def test_gradients_are_right_at_generic_points(f, d):
+    x, y, v = sphere.retract(random(3, 2, d, seed=d))
+    assert torch.autograd.gradcheck(f, [t.requires_grad_() for t in (x, y, v)], atol=1e-7, rtol=1e-7)
+
+
+@PROPERTY
+@given(pairs())
 @DIGITS
-def test_pull_back_is_the_derivative_of_log_in_50_digits(case, digits):
-    x, y, v = case
-    u = sphere.project(x, sphere.retract(v) * 10**digits)
-    w = sphere.transport(x, sphere.exp(x, u), sphere.project(x, y + v))
-    p = exact(x)
-    q = exact_exp(p, rest(p, [mpmath.mpf(a) for a in u.tolist()]))
-    moving = rest(q, [mpmath.mpf(a) for a in w.tolist()])
+def test_the_gradient_of_angle_is_the_unit_tangent_that_leads_away(case):
+    x, y, _ = case
+    (slope,) = torch.autograd.grad(sphere.angle(x, moving := y.clone().requires_grad_()), moving)
+    if torch.equal(x, y) or torch.equal(x, -y):  # the corners
+        assert torch.equal(slope, torch.zeros_like(slope))
+    else:
+        error = norm(sphere.project(y, slope) + sphere.log(y, x) / sphere.angle(x, y))
+        gap = min(norm(x - y), norm(x + y))
+        assert ulps(max(0.0, error - uneven(x, y) / gap**2), x.dtype) <= 3
 
-    def at(step):
-        moved = plus(q, moving, step)
-        return exact_log(p, scaled(moved, 1 / mpmath.sqrt(inner(moved, moved))))
 
-    step = mpmath.mpf(10) ** -18
-    expected = scaled(plus(at(step), at(-step), -1), 1 / (2 * step))
-    growth = norm(u) / math.sin(norm(u))
-    assert ulps(off(sphere.pull_back(x, u, w), expected), x.dtype, growth**2 * norm(w)) <= 3
+@pytest.mark.parametrize("d", [2, 5])
+def test_gradients_of_log_and_exp_at_coincident_and_antipodal_points(d):
+    x = sphere.retract(random(d, seed=d))
+    eye = torch.eye(d, dtype=F64)
+    p, jacobian = eye - x.outer(x), torch.autograd.functional.jacobian
+    assert ulps(torch.cat(jacobian(sphere.log, (x, x))) - torch.cat([-p, p]), F64) <= 3
+    assert torch.equal(torch.cat(jacobian(sphere.log, (x, -x))), torch.zeros(2 * d, d, dtype=F64))
+    assert torch.equal(torch.cat(jacobian(sphere.exp, (x, 0 * x))), torch.cat([eye, eye]))
+
+
+# What may enter -------------------------------------------------------------------------------------------------------
+
+FINITE = "but every token must be finite"
+
+
+def changed(value, dtype=F64):
+    """Two systems of axes, token 2 of system 1 changed."""
+    x = torch.eye(3, dtype=dtype).repeat(2, 1, 1)
+    x[1, 2] = torch.tensor(value, dtype=dtype)
+    return x
+
+
+@pytest.mark.parametrize(
+    ("x", "sentence"),
+    [
+        ([[1.0, 0.0]], "is a list, but it must be a torch tensor of shape (..., n, d)"),
+        (torch.eye(2, dtype=torch.long), "has dtype torch.int64, but it must be torch.float64 or torch.float32"),
+        (torch.eye(2).half(), "has dtype torch.float16, but it must be torch.float64 or torch.float32"),
+        (torch.ones(3), "has shape (3,), but it must be (..., n, d) with n >= 1 tokens"),
+        (torch.ones(2, 0, 3), "has shape (2, 0, 3), but it must be (..., n, d) with n >= 1 tokens"),
+        (torch.ones(3, 1), "has dimension d=1, but a sphere needs d >= 2"),
+        (changed([0.0, math.nan, 1.0]), f"holds NaN or infinite entries (token 2 of system (1,)), {FINITE}"),
+        (changed([math.inf, 0.0, 0.0])[1], f"holds NaN or infinite entries (token 2), {FINITE}"),
+        (changed([0.0, 0.0, 0.0]), "holds a zero vector (token 2 of system (1,)), but every token needs a direction"),
+    ],
+)
+@pytest.mark.parametrize("normalize", [False, True])
+def test_check_tokens_refuses_what_is_no_cloud(x, sentence, normalize):
+    with pytest.raises(HelmscopeError) as refusal:
+        sphere.check_tokens(x, name="tokens", normalize=normalize)
+    assert str(refusal.value) == f"tokens {sentence}"
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(F64, 1e-5), (F32, 1e-4)])
+def test_check_tokens_refuses_tokens_off_the_sphere_unless_asked_to_normalize(dtype, tolerance):
+    for inside in (1 - 0.99 * tolerance, 1 + 0.99 * tolerance):
+        x = changed([inside, 0.0, 0.0], dtype)
+        assert sphere.check_tokens(x) is x
+    for outside in (1 - 1.02 * tolerance, 1 + 1.02 * tolerance, 2.5):
+        x = changed([outside, 0.0, 0.0], dtype)
+        with pytest.raises(HelmscopeError) as refusal:
+            sphere.check_tokens(x)
+        assert str(refusal.value) == (
+            f"x holds a token of norm {outside:.6g} (token 2 of system (1,)), but tokens lie on the unit sphere: "
+            "pass normalize=True or divide by the norm"
+        )
+        assert torch.equal(sphere.check_tokens(x, normalize=True), changed([1.0, 0.0, 0.0], dtype))
+
+
+@pytest.mark.parametrize(("dtype", "size"), [(F64, 1e-200), (F64, 1e200), (F32, 1e-30), (F32, 1e30)])
+def test_check_tokens_normalizes_tiny_and_huge_tokens(dtype, size):
+    x = size * changed([0.0, 3.0, 4.0], dtype)
+    assert ulps(sphere.check_tokens(x, normalize=True) - changed([0.0, 0.6, 0.8], dtype), dtype) <= 1

@@ -95,4 +95,5 @@ def check_weights(
 
 
 def _fits(shape: torch.Size, tokens: torch.Size) -> bool:
-    return shape == tokens or shape == tokens[-1:]
+    """One entry a token: of every system, or the same for all systems along the leading axes."""
+    return 0 < len(shape) <= len(tokens) and shape == tokens[len(tokens) - len(shape) :]

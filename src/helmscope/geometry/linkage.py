@@ -13,7 +13,7 @@ import torch
 from helmscope.geometry.sphere import angle_from_chords
 
 if TYPE_CHECKING:
-    from jaxtyping import Float, Int
+    from jaxtyping import Bool, Float, Int
     from torch import Tensor
 
 
@@ -92,3 +92,14 @@ def clusters(x: Float[Tensor, "*batch n d"], radius: float) -> Int[Tensor, "*bat
     tensor([0, 1, 0])
     """
     return components(pairwise_angles(x.detach()) <= radius)
+
+
+def without_padding(x: Float[Tensor, "*batch n d"], real: Bool[Tensor, "*batch n"]) -> Float[Tensor, "*batch n d"]:
+    """Clouds with their padding laid on their first real token, where it adds no cluster and no distance.
+
+    >>> without_padding(torch.eye(2), torch.tensor([True, False]))
+    tensor([[1., 0.],
+            [1., 0.]])
+    """
+    first = real.to(torch.uint8).argmax(-1, keepdim=True).unsqueeze(-1).expand_as(x[..., :1, :])
+    return torch.where(real.unsqueeze(-1), x, x.gather(-2, first))

@@ -42,11 +42,12 @@ def check_tokens(x: object, *, name: str = "x", normalize: bool = False) -> Floa
             f"{name} holds NaN or infinite entries ({_where(~torch.isfinite(x).all(-1))}), "
             "but every token must be finite"
         )
-    norm = torch.linalg.vector_norm(x, dim=-1)
-    if not bool((norm > 0).all()):
-        raise HelmscopeError(f"{name} holds a zero vector ({_where(norm == 0)}), but every token needs a direction")
+    zero = ~x.any(-1)  # not norm == 0: the square of 1e-200 is 0
+    if bool(zero.any()):
+        raise HelmscopeError(f"{name} holds a zero vector ({_where(zero)}), but every token needs a direction")
     if normalize:
         return retract(x)
+    norm = torch.linalg.vector_norm(x, dim=-1)
     off = (norm - 1).abs() > NORM_TOLERANCE[x.dtype]
     if bool(off.any()):
         raise HelmscopeError(
@@ -137,11 +138,10 @@ def log(x: Float[Tensor, "*batch d"], y: Float[Tensor, "*batch d"]) -> Float[Ten
     toward = project(x, torch.where(far, y + x, y - x))
     size = torch.linalg.vector_norm(toward, dim=-1, keepdim=True)
     theta = angle(x, y).unsqueeze(-1)
-    coincident = size == 0
-    safe = torch.where(coincident, torch.ones_like(size), size)
-    antipodal = coincident & far
-    general = torch.where(coincident, toward, toward * (theta / safe))
-    return torch.where(antipodal, torch.pi * any_tangent(x.detach()), general)
+    aligned = size.detach() <= 8 * torch.finfo(x.dtype).eps  # what is left is the rounding of the two norms
+    safe = torch.where(aligned, torch.ones_like(size), size)
+    general = torch.where(aligned, toward, toward * (theta / safe))
+    return torch.where(aligned & far, torch.pi * any_tangent(x.detach()), general)
 
 
 def any_tangent(x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:

@@ -85,6 +85,7 @@ def hessian(f: Function, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch 
     return p @ second @ p - (x * slope).sum(-1)[..., None, None] * p
 
 
+@_differentiable
 def laplacian(f: Function, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch"]:
     """Laplace-Beltrami operator Lap_S f = tr Hess_S f.
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from helmscope.geometry.linkage import spanning_tree
+from helmscope.geometry.linkage import spanning_tree, without_padding
 from helmscope.geometry.sphere import check_tokens
 from helmscope.observe.track import real_tokens
 from helmscope.types import HelmscopeError, real_number
@@ -27,10 +27,7 @@ def cluster_count(
     """
     radius = real_number("radius", radius, at_least=0)
     real = real_tokens(check_tokens(x), mask)
-    # padding is laid on the first real token, where it adds no cluster
-    first = real.to(torch.uint8).argmax(-1, keepdim=True).unsqueeze(-1).expand_as(x[..., :1, :])
-    laid = torch.where(real.unsqueeze(-1), x, x.gather(-2, first))
-    return 1 + (spanning_tree(laid).length > radius).sum(-1)
+    return 1 + (spanning_tree(without_padding(x, real)).length > radius).sum(-1)
 
 
 @dataclass(frozen=True, eq=False)

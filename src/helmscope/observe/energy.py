@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from helmscope.fields.attention import Attention
+from helmscope.fields.attention import SA, Attention
 from helmscope.fields.field import check_weights
 from helmscope.geometry.sphere import check_tokens
 from helmscope.kernels.dense import logits, matrix_product
@@ -46,7 +46,7 @@ def interaction_energy(
     tensor(0.9296)
     """
     beta = real_number("beta", beta, above=0)
-    pairs = _pairs(x, beta, query_key, check_weights(check_tokens(x), weights, mask))
+    pairs = _pairs(x, SA(beta, query_key=query_key), check_weights(check_tokens(x), weights, mask))
     return torch.exp(pairs.top) * pairs.share.sum((-1, -2)) / (2 * beta)
 
 
@@ -64,7 +64,7 @@ def log_interaction_energy(
     tensor(991.7059)
     """
     beta = real_number("beta", beta, above=0)
-    pairs = _pairs(x, beta, query_key, check_weights(check_tokens(x), weights, mask))
+    pairs = _pairs(x, SA(beta, query_key=query_key), check_weights(check_tokens(x), weights, mask))
     return pairs.top + torch.log(pairs.share.sum((-1, -2)) / (2 * beta))
 
 
@@ -74,7 +74,7 @@ def interaction_energy_sum(x: Float[Tensor, "*batch n d"], *, beta: float) -> Fl
     >>> interaction_energy_sum(torch.eye(2), beta=1.0)  # e + 1
     tensor(3.7183)
     """
-    return x.shape[-2] ** 2 * interaction_energy(x, beta=beta)
+    return check_tokens(x).shape[-2] ** 2 * interaction_energy(x, beta=beta)
 
 
 def gaussian_energy_as_printed(x: Float[Tensor, "*batch n d"], *, beta: float) -> Float[Tensor, "*batch"]:
@@ -103,7 +103,8 @@ def interaction_energy_rate(
         dE/dt = 1/(2 M^2) sum_ij m_i m_j e^{beta x_i^T B x_j} (x_i'^T B x_j + x_i^T B x_j').
 
     For V = B = I it equals (1/n) sum_i (Z_i / n) |x_i'|^2 under SA and (1/n) sum_i |x_i'|^2 under USA; for V = -I,
-    minus that. Mask and bias of the field act on the velocities alone: E has neither.
+    minus that. Mask and bias of the field act on the velocities alone: E has neither. Not finite where e^beta leaves
+    the dtype.
 
     >>> from helmscope.fields.attention import USA
     >>> interaction_energy_rate(torch.eye(2), USA(beta=1.0))
@@ -115,17 +116,20 @@ def interaction_energy_rate(
         )
     real_number("beta", field.beta, above=0)
     combined = check_weights(check_tokens(x), weights, mask)
-    field.check_size(x)
+    pairs = _pairs(x, field, combined)
     velocity = field.velocity(x, combined)
-    pairs = _pairs(x, field.beta, field.query_key, combined)
     b = torch.eye(x.shape[-1], dtype=x.dtype, device=x.device) if field.query_key is None else field.query_key.to(x)
     change = matrix_product(velocity, b) @ x.mT + matrix_product(x, b) @ velocity.mT
     return torch.exp(pairs.top) * (pairs.share * change).sum((-1, -2)) / 2
 
 
-def _pairs(x: Tensor, beta: float, query_key: Tensor | None, weights: Tensor | None) -> _Pairs:
-    query = beta * (x if query_key is None else matrix_product(x, query_key.to(x)))
+def _pairs(x: Tensor, field: Attention, weights: Tensor | None) -> _Pairs:
+    """The terms of E for the beta and B of a field; its mask, bias and value play no part."""
+    field.check_size(x)
+    query = field.beta * (x if field.query_key is None else matrix_product(x, field.query_key.to(x)))
     levels = logits(query, x, weights=weights)
+    if weights is not None:  # nor may a token of weight 0 set the scale as a query
+        levels = levels.masked_fill((weights == 0).unsqueeze(-1), -torch.inf)
     top = levels.detach().amax((-1, -2))
     share = torch.exp(levels - top[..., None, None])
     if weights is None:

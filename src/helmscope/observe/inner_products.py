@@ -4,8 +4,10 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 import xarray as xr
 
@@ -42,7 +44,7 @@ def clustering_fraction(
     delta = real_number("delta", delta, at_least=0)
     pairs = _pairs(real_tokens(check_tokens(x), mask))
     distance = torch.cdist(x, x, compute_mode="donot_use_mm_for_euclid_dist")
-    close = (distance * distance <= 2 * delta) & pairs
+    close = (distance <= math.sqrt(2 * delta)) & pairs
     return close.sum((-1, -2)).to(x.dtype) / pairs.sum((-1, -2))
 
 
@@ -66,15 +68,13 @@ def inner_product_histogram(trajectory: Trajectory, *, bins: int = 100) -> xr.Da
     x = trajectory.states
     real = real_tokens(x, trajectory.mask)
     pairs = _pairs(real).expand(*x.shape[:-1], x.shape[-2])
-    place = ((x @ x.mT).clamp(-1, 1) + 1) * (bins / 2)
-    index = place.floor().clamp(0, bins - 1).to(torch.long)
+    edges = np.linspace(-1, 1, bins + 1)
+    inner = torch.as_tensor(edges[1:-1], device=x.device)
+    index = torch.bucketize((x @ x.mT).to(torch.float64), inner, right=True)
     counts = torch.zeros(*x.shape[:2], bins, dtype=x.dtype, device=x.device)
     counts.scatter_add_(-1, index.flatten(-2), pairs.flatten(-2).to(x.dtype))
     share = counts / counts.sum(-1, keepdim=True)
-    edges = torch.linspace(-1, 1, bins + 1, dtype=torch.float64)
-    dataset = mean_and_stderr(
-        trajectory, {"share": share}, extra={"inner_product": ((edges[1:] + edges[:-1]) / 2).numpy()}
-    )
+    dataset = mean_and_stderr(trajectory, {"share": share}, extra={"inner_product": (edges[1:] + edges[:-1]) / 2})
     return check_measurement(dataset)
 
 

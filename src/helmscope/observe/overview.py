@@ -10,7 +10,7 @@ from helmscope.observe.inner_products import clustering_probability, inner_produ
 from helmscope.observe.order import order_parameter
 from helmscope.observe.rank import entropy_rank
 from helmscope.observe.track import track
-from helmscope.types import Trajectory
+from helmscope.types import Trajectory, real_number
 
 
 def overview(
@@ -26,7 +26,7 @@ def overview(
     >>> float(seen.clusters[0]), float(seen.probability[0])
     (3.0, 0.0)
     """
-    mask = trajectory.mask
+    beta, mask = real_number("beta", beta, at_least=0), trajectory.mask
     seen = track(
         trajectory,
         order=lambda x: order_parameter(x, mask=mask),

@@ -59,9 +59,13 @@ def real_tokens(x: Float[Tensor, "*batch n d"], mask: Bool[Tensor, "*batch n"] |
     """
     if mask is None:
         return torch.ones(x.shape[:-1], dtype=torch.bool, device=x.device)
+    if not isinstance(mask, torch.Tensor):
+        raise HelmscopeError(f"mask is a {type(mask).__name__}, but it must be a tensor of torch.bool")
     if mask.dtype != torch.bool or mask.shape != x.shape[-1 - mask.ndim : -1]:
         raise HelmscopeError(
             f"mask has dtype {mask.dtype} and shape {tuple(mask.shape)}, but tokens of shape {tuple(x.shape)} need "
             f"torch.bool and {tuple(x.shape[:-1])}"
         )
+    if not bool(mask.any(-1).all()):
+        raise HelmscopeError("mask leaves a system without any real token, but every system needs one")
     return mask.expand(x.shape[:-1])

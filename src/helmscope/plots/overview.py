@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from helmscope.plots.style import COLORS, new_figure, styled
+from helmscope.types import HelmscopeError
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -24,6 +25,11 @@ def overview_figure(measurement: xr.Dataset, *, title: str = "") -> Figure:
     >>> len(overview_figure(overview(Trajectory(torch.tensor([0.0, 1.0]), states), beta=1.0)).axes)
     5
     """
+    missing = {"delta", "radius", "beta"} - set(measurement.attrs)
+    if missing or "share" not in measurement:
+        raise HelmscopeError(
+            f"measurement lacks {sorted(missing) or 'share'}, but it must be one that overview() gives"
+        )
     with styled():
         return _drawn(measurement, title)
 
@@ -62,7 +68,9 @@ def _heat_map(figure: Figure, panel: Axes, measurement: xr.Dataset) -> None:
             share.time.values, share.inner_product.values, share.values**0.5, shading="nearest", cmap="magma"
         )
         figure.colorbar(image, ax=panel, label="sqrt of the share of pairs")
+        panel.set(xlabel="time t", ylabel="<x_i, x_j>")
     else:
         panel.plot(share.inner_product.values, share.values[:, 0], color=COLORS[0])
+        panel.set(xlabel="<x_i, x_j>", ylabel="share of pairs")
     panel.grid(False)
-    panel.set(xlabel="time t", ylabel="<x_i, x_j>", title="inner products of different tokens")
+    panel.set(title="inner products of different tokens")

@@ -61,6 +61,7 @@ def png(figure: Figure) -> bytes:
     >>> png(new_figure(1, 1)[0])[:4]
     b'\\x89PNG'
     """
+    figure.draw_without_rendering()  # the layout settles on the first drawing: a second file must not differ
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", metadata={"Software": None})
     return buffer.getvalue()

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 
-from helmscope.geometry.linkage import spanning_tree
+from helmscope.geometry.linkage import spanning_tree, without_padding
 from helmscope.types import real_number
 
 if TYPE_CHECKING:
-    from jaxtyping import Float
+    from jaxtyping import Bool, Float
     from torch import Tensor
 
 
@@ -73,20 +74,21 @@ class ClusterMerge:
 
 @dataclass(eq=False)
 class Watch:
-    """Event times of a batch as it runs: NaN until an event happens."""
+    """Event times of a batch as it runs: NaN until an event happens. Padding is no token to an event."""
 
     event: Event
+    mask: Bool[Tensor, "batch n"] | None
     level: Float[Tensor, "batch m"]
     times: Float[Tensor, "batch m"]
     shape: tuple[int, ...]
 
     @classmethod
-    def start(cls, event: Event, x: Float[Tensor, "batch n d"]) -> Watch:
+    def start(cls, event: Event, x: Float[Tensor, "batch n d"], mask: Bool[Tensor, "batch n"] | None) -> Watch:
         """Events that are true at the start have time 0."""
-        signal = event.signal(x)
-        level = signal.reshape(len(x), -1).to(torch.float64)
+        signal = event.signal(x if mask is None else without_padding(x, mask))
+        level = signal.reshape(len(x), math.prod(signal.shape[1:])).to(torch.float64)
         times = torch.where(level >= 0, 0.0, torch.nan).to(torch.float64)
-        return cls(event, level, times, tuple(signal.shape[1:]))
+        return cls(event, mask, level, times, tuple(signal.shape[1:]))
 
     def see(
         self,
@@ -94,49 +96,61 @@ class Watch:
         start: Float[Tensor, " active"],
         h: Float[Tensor, " active"],
         end_states: Float[Tensor, "active n d"],
-        inside: Callable[[Tensor, Tensor], Tensor],
+        inside: Callable[[Tensor, Tensor], Tensor] | None,
     ) -> None:
         """Take in an accepted step of the given systems from time ``start`` over ``h``.
 
-        ``inside(rows, durations)`` gives the states of those rows (places among the active systems) after part of the
-        step: it is how an event is located, by the stepper itself and so with its accuracy.
+        ``inside(rows, durations)`` gives the states of those rows (places among the given systems) after part of the
+        step: an event is located by the stepper itself and so with its accuracy. None: the step is a map without an
+        inside, and what it brings happens at its end.
         """
-        before = self.level[systems]
-        after = self.event.signal(end_states).reshape(len(systems), -1).to(torch.float64)
+        before, after = self.level[systems], self._signal(end_states, systems)
         self.level[systems] = after
         rows, parts = ((after >= 0) & self.times[systems].isnan()).nonzero(as_tuple=True)
         if not len(rows):
             return
+        share = torch.ones_like(h[rows])
+        if inside is not None:
 
-        def signal(share: Tensor) -> Tensor:
-            states = inside(rows, share * h[rows])
-            return self.event.signal(states).reshape(len(rows), -1).to(torch.float64).gather(1, parts[:, None])[:, 0]
+            def signal(share: Tensor) -> Tensor:
+                states = inside(rows, share * h[rows])
+                return self._signal(states, systems[rows]).gather(1, parts[:, None])[:, 0]
 
-        share = _root(signal, before[rows, parts], after[rows, parts])
+            share = _root(signal, before[rows, parts], after[rows, parts])
         self.times[systems[rows], parts] = start[rows] + share * h[rows]
+
+    def _signal(self, states: Tensor, systems: Tensor) -> Float[Tensor, "active m"]:
+        seen = states.detach()
+        seen = seen if self.mask is None else without_padding(seen, self.mask[systems])
+        return self.event.signal(seen).reshape(len(seen), self.level.shape[1]).to(torch.float64)
 
 
 def _root(signal: Callable[[Tensor], Tensor], low_value: Tensor, high_value: Tensor) -> Tensor:
-    """Where in (0, 1] each signal first reaches 0, by the Illinois variant of the false position.
+    """Where in (0, 1] each signal reaches 0, by Chandrupatla's method (1997): inverse quadratic interpolation where
+    that is safe, bisection elsewhere, so that a signal that jumps is located too.
 
-    A row that has converged is frozen: its result must not depend on how long the others take.
+    The answer is the end of the last bracket where the signal is not below 0, though it may be 0 long after. A row that
+    has converged is frozen: its result must not depend on how long the others take.
     """
-    low, high = torch.zeros_like(low_value), torch.ones_like(high_value)
-    best = torch.where(high_value == 0, high, torch.nan)
-    side = torch.zeros_like(low)
-    guess = high
-    for _ in range(60):
-        open_rows = best.isnan()
-        if not bool(open_rows.any()):
+    a, fa = torch.ones_like(high_value), high_value
+    b, fb = torch.zeros_like(low_value), low_value
+    share = torch.full_like(a, 0.5)
+    best = torch.full_like(a, torch.nan)
+    for _ in range(100):
+        if not bool(best.isnan().any()):
             break
-        previous, guess = guess, high - high_value * (high - low) / (high_value - low_value)
-        value = signal(guess)
-        settled = open_rows & (((guess - previous).abs() <= 1e-15) | (value == 0))
-        best = torch.where(settled, guess, best)
-        after = value >= 0
-        # halving the value that was kept twice pulls the next guess to its side
-        low_value = torch.where(after, torch.where(side > 0, low_value / 2, low_value), value)
-        high_value = torch.where(after, value, torch.where(side < 0, high_value / 2, high_value))
-        low, high = torch.where(after, low, guess), torch.where(after, guess, high)
-        side = torch.where(after, 1.0, -1.0)
-    return torch.where(best.isnan(), guess, best)
+        x = a + share * (b - a)
+        fx = signal(x)
+        same = (fx >= 0) == (fa >= 0)
+        c, fc = torch.where(same, a, b), torch.where(same, fa, fb)
+        b, fb = torch.where(same, b, a), torch.where(same, fb, fa)
+        a, fa = x, fx
+        reached = torch.where(fa >= 0, a, b)
+        least = 4 * torch.finfo(torch.float64).eps / (b - a).abs()
+        best = torch.where(best.isnan() & (least >= 0.5), reached, best)
+        xi, phi = (a - b) / (c - b), (fa - fb) / (fc - fb)
+        safe = (phi * phi < xi) & ((1 - phi) * (1 - phi) < 1 - xi)
+        curved = fa / (fb - fa) * fc / (fb - fc) + (c - a) / (b - a) * fa / (fc - fa) * fb / (fc - fb)
+        share = torch.where(safe, curved, 0.5)
+        share = torch.minimum(torch.maximum(share, least), 1 - least)
+    return torch.where(best.isnan(), torch.where(fa >= 0, a, b), best)

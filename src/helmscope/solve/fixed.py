@@ -29,13 +29,13 @@ def run_fixed(
     now = 0.0
     for target in times:
         count = _steps(target - now, stepper)
-        h = torch.full((len(x),), (target - now) / max(count, 1), dtype=torch.float64, device=x.device)
+        size = (target - now) / max(count, 1)
+        h = torch.full((len(x),), size, dtype=torch.float64, device=x.device)
         for k in range(count):
             before, x = x, stepper.step(flow, x, h[:, None, None])
-            start = now + k * h
-            _watch(extras, systems, start, h, (before, x), flow, stepper)
+            _watch(extras, systems, now + k * h, h, (before, x), flow, stepper)
             flow, x, _ = extras.merged(flow, x)
-            extras.say(float(start[0] + h[0]) / times[-1])
+            extras.say((now + (k + 1) * size) / times[-1])
         now = target
         for i in (~torch.isfinite(x.detach()).all(-1).all(-1)).nonzero().flatten().tolist():
             if ended[i].ok:
@@ -44,16 +44,20 @@ def run_fixed(
     return torch.stack(states), Outcome(tuple(ended), tuple(ended_at))
 
 
+def check_grid(times: list[float], stepper: FixedStepper) -> None:
+    """Refuse times that are no multiples of the step of a map, which cannot be cut."""
+    for t in times:
+        ratio = t / stepper.h
+        if not stepper.divisible and abs(ratio - round(ratio)) > 1e-9 * max(1.0, ratio):
+            name = type(stepper).__name__
+            raise HelmscopeError(
+                f"times holds {t:g}, but {name} is a map: times must be multiples of its h={stepper.h:g}"
+            )
+
+
 def _steps(span: float, stepper: FixedStepper) -> int:
     ratio = span / stepper.h
-    if stepper.divisible:
-        return math.ceil(ratio - 1e-9)
-    if abs(ratio - round(ratio)) > 1e-9 * max(1.0, ratio):
-        raise HelmscopeError(
-            f"times holds a step of {span:g}, but {type(stepper).__name__} is a map that cannot be cut: times must be "
-            f"multiples of h={stepper.h:g}"
-        )
-    return round(ratio)
+    return math.ceil(ratio - 1e-9) if stepper.divisible else round(ratio)
 
 
 def _watch(
@@ -68,9 +72,7 @@ def _watch(
     before, after = states
 
     def inside(rows: Tensor, duration: Tensor) -> Tensor:
-        if not stepper.divisible:  # a map has no inside: its event happens at the end
-            return after[rows]
         return stepper.step(flow.select(rows), before[rows], duration[:, None, None])
 
     for watch in extras.watches:
-        watch.see(systems, start, h, after, inside)
+        watch.see(systems, start, h, after, inside if stepper.divisible else None)

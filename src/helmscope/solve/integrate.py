@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,8 +16,10 @@ from helmscope.solve.adaptive import run_adaptive
 from helmscope.solve.dormand_prince import DormandPrince
 from helmscope.solve.events import Event, Watch
 from helmscope.solve.extras import Extras, Progress
-from helmscope.solve.fixed import run_fixed
+from helmscope.solve.fixed import check_grid, run_fixed
 from helmscope.solve.flow import Flow
+from helmscope.solve.layer import Layer
+from helmscope.solve.published import PublishedEuler
 from helmscope.solve.simulation import Simulation
 from helmscope.solve.stepper import AdaptiveStepper, FixedStepper, Stepper
 from helmscope.types import HelmscopeError, Trajectory, increasing_times, real_number
@@ -31,33 +33,46 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """Everything about an integration except where it starts and when it is looked at."""
+    """An integration that has passed all checks and waits to be run; made by ``pose``."""
 
     field: Field
+    start: Float[Tensor, "systems n d"]
+    times: Float[Tensor, " time"]
     stepper: Stepper
     events: tuple[Event, ...]
     merge: float | None
     weights: Float[Tensor, "systems n"] | None
     mask: Bool[Tensor, "systems n"] | None
     batch: tuple[int, ...]
+    origin: float = 0.0  # the time of the start; the flow is autonomous, so only times since then matter
 
-    def run(self, x0: Tensor, times: Tensor, *, origin: float = 0.0, progress: Progress | None = None) -> Simulation:
-        """Integrate from checked tokens; the flow is autonomous, so only times since ``origin`` matter."""
-        x = x0.reshape(-1, *x0.shape[-2:])
-        watches = tuple(Watch.start(event, x.detach()) for event in self.events)
+    def run(self, progress: Progress | None = None) -> Simulation:
+        """Integrate."""
+        watches = tuple(Watch.start(event, self.start.detach(), self.mask) for event in self.events)
         extras = Extras(watches, self.merge, progress)
-        clock = (times - origin).tolist()
+        clock = (self.times - self.origin).tolist()
         flow = Flow(self.field, self.weights)
         if isinstance(self.stepper, AdaptiveStepper):
-            states, outcome = run_adaptive(flow, x, clock, self.stepper, extras)
+            states, outcome = run_adaptive(flow, self.start, clock, self.stepper, extras)
         else:
-            states, outcome = run_fixed(flow, x, clock, self.stepper, extras)
+            states, outcome = run_fixed(flow, self.start, clock, self.stepper, extras)
+        outcome = replace(outcome, times=tuple(self.origin + t for t in outcome.times))
         if not outcome.ok:
             logger.warning("integration stopped early: %s", outcome)
         extras.say(1.0)
-        trajectory = Trajectory(times, states, mask=self.mask, outcome=outcome)
-        found = tuple((origin + w.times).reshape((*self.batch, *w.shape)) for w in watches)
+        trajectory = Trajectory(self.times, states, mask=self.mask, outcome=outcome)
+        found = tuple((self.origin + w.times).reshape((*self.batch, *w.shape)) for w in watches)
         return Simulation(trajectory, self, found)
+
+    def again(self, step: int, states: Float[Tensor, "*batch n d"]) -> Problem:
+        """The same from time index ``step`` on, with other states."""
+        x = check_tokens(states, name="states")
+        if x.shape not in ((*self.batch, *self.start.shape[-2:]), self.start.shape):
+            raise HelmscopeError(f"states has shape {tuple(x.shape)}, but the systems have {tuple(self.start.shape)}")
+        if not -len(self.times) <= step < len(self.times):
+            raise HelmscopeError(f"step is {step}, but the run has the time indices 0 to {len(self.times) - 1}")
+        times = self.times[step:]
+        return replace(self, start=x.reshape(self.start.shape).to(self.start), times=times, origin=float(times[0]))
 
 
 def integrate(
@@ -90,31 +105,82 @@ def integrate(
     >>> round(float(final[0] @ final[1]), 9)  # tanh 1
     0.761594156
     """
+    problem = pose(
+        field,
+        x0,
+        times,
+        stepper=stepper,
+        events=events,
+        merge=merge,
+        weights=weights,
+        mask=mask,
+        normalize=normalize,
+    )
+    return problem.run(progress)
+
+
+def pose(
+    field: Field,
+    x0: Float[Tensor, "*batch n d"],
+    times: Sequence[float],
+    *,
+    stepper: Stepper | None = None,
+    events: Sequence[Event] = (),
+    merge: float | None = None,
+    weights: Float[Tensor, "*batch n"] | None = None,
+    mask: Bool[Tensor, "*batch n"] | None = None,
+    normalize: bool = False,
+) -> Problem:
+    """Everything ``integrate`` refuses is refused here, before any work is done; the arguments are the same.
+
+    >>> from helmscope.fields.attention import SA
+    >>> pose(SA(beta=1.0), torch.eye(2), times=[1.0]).run().states.shape
+    torch.Size([1, 2, 2])
+    """
     x = check_tokens(x0, name="x0", normalize=normalize)
-    clock = torch.tensor(increasing_times(times), dtype=torch.float64, device=x.device)
+    clock = increasing_times(times)
     stepper = DormandPrince() if stepper is None else stepper
     if not isinstance(stepper, AdaptiveStepper | FixedStepper):
         raise HelmscopeError(f"stepper is {stepper!r}, but it must be a stepper such as DormandPrince() or RK4(h=0.01)")
-    if not callable(field):
-        raise HelmscopeError(f"field is {field!r}, but it must be a callable that gives every token its velocity")
+    if isinstance(stepper, FixedStepper):
+        check_grid(clock, stepper)
     for event in events:
-        if not isinstance(event, Event):
-            raise HelmscopeError(
-                f"events holds {event!r}, but an event has a signal(x) method, such as HittingTime(1e-3)"
-            )
+        if isinstance(event, type) or not isinstance(event, Event):
+            raise HelmscopeError(f"events holds {event!r}, but an event has a signal(x), such as HittingTime(1e-3)")
+    combined = check_weights(x, weights, mask)
+    _check_field(field, x, stepper, weighted=combined is not None, merge=merge)
+    return Problem(
+        field,
+        x.reshape(-1, *x.shape[-2:]) if x.numel() else x.reshape(0, *x.shape[-2:]),
+        torch.tensor(clock, dtype=torch.float64, device=x.device),
+        stepper,
+        tuple(events),
+        merge,
+        None if combined is None else combined.reshape(-1, x.shape[-2]),
+        None if mask is None else mask.expand(x.shape[:-1]).reshape(-1, x.shape[-2]),
+        tuple(x.shape[:-2]),
+    )
+
+
+def _check_field(field: object, x: Tensor, stepper: Stepper, *, weighted: bool, merge: float | None) -> None:
+    """Refuse a field that cannot do what is asked of it."""
+    name = type(field).__name__
+    if isinstance(field, type) or not callable(field):
+        raise HelmscopeError(
+            f"field is {field!r}, but it must be a field such as SA(beta=4.0): tokens in, velocities out"
+        )
     if isinstance(field, Attention):
         field.check_size(x)
-    combined = check_weights(x, weights, mask)
-    if combined is not None and not isinstance(field, TokenField):
-        raise HelmscopeError(f"weights or mask is given, but the field {type(field).__name__} knows no token weights")
-    if merge is not None:
-        merge = real_number("merge", merge, at_least=0)
-        if not (isinstance(field, TokenField) and field.exchangeable):
-            raise HelmscopeError(
-                f"merge is {merge:g}, but tokens of {type(field).__name__} cannot be merged: that needs attention "
-                "without causal mask and bias"
-            )
-    rows = None if combined is None else combined.reshape(-1, x.shape[-2])
-    padding = None if mask is None else mask.expand(x.shape[:-1]).reshape(-1, x.shape[-2])
-    problem = Problem(field, stepper, tuple(events), merge, rows, padding, tuple(x.shape[:-2]))
-    return problem.run(x, clock, progress=progress)
+    if weighted and not isinstance(field, TokenField):
+        raise HelmscopeError(f"weights or mask is given, but the field {name} knows no token weights")
+    if isinstance(stepper, Layer | PublishedEuler) and not isinstance(field, TokenField):
+        raise HelmscopeError(
+            f"stepper is {stepper!r}, but the field {name} has no ambient(x), its value before projection"
+        )
+    if merge is None:
+        return
+    real_number("merge", merge, at_least=0)
+    if not (isinstance(field, TokenField) and field.exchangeable):
+        raise HelmscopeError(
+            f"merge is {merge:g}, but merging needs attention without causal mask and bias, not this {name}"
+        )

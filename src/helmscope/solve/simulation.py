@@ -63,4 +63,4 @@ class Simulation:
 
         ``generator`` is for systems with noise; a flow has none.
         """
-        return self.problem.run(states, self.times[step:], origin=float(self.times[step]))
+        return self.problem.again(step, states).run()

@@ -1,0 +1,243 @@
+"""Pairwise distances and single linkage against loops, naive merging and SciPy; batches of points and of clouds."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.cluster.hierarchy import linkage
+from scipy.sparse.csgraph import connected_components, minimum_spanning_tree
+from scipy.spatial.distance import squareform
+
+import oracles
+from helmscope.geometry import sphere
+from helmscope.geometry.linkage import clusters, components, pairwise_angles, spanning_tree
+
+F64, F32 = torch.float64, torch.float32
+PROPERTY = settings(max_examples=500, deadline=None, derandomize=True)
+
+
+def ulps(error, dtype, scale=1.0):
+    """The greatest error, in units of rounding times ``scale``."""
+    return float((torch.as_tensor(error).double().abs() / scale).max()) / torch.finfo(dtype).eps
+
+
+def tokens(*shape, seed=0, dtype=F64):
+    return sphere.retract(torch.randn(*shape, dtype=F64, generator=torch.Generator().manual_seed(seed))).to(dtype)
+
+
+@st.composite
+def clouds(draw):
+    """(..., n, d) tokens, some coincident, antipodal, tied in distance or 1e-12 (in float32 1e-6) apart."""
+    dtype, shape = draw(st.sampled_from([F64, F32])), draw(st.sampled_from([(), (2,), (2, 1)]))
+    n, d, seed = draw(st.integers(1, 7)), draw(st.integers(2, 5)), draw(st.integers(0, 2**32 - 1))
+    source = torch.Generator().manual_seed(seed)
+    x = torch.randn(*shape, n, d, dtype=F64, generator=source)
+    if draw(st.booleans()):
+        x = x.round()
+        x[..., 0] += (x == 0).all(-1)
+    picked = x[..., torch.randint(draw(st.integers(1, n)), (n,), generator=source), :]
+    picked = picked * torch.randint(2, (n, 1), generator=source).mul(2).sub(1)
+    gap = draw(st.sampled_from([0.0, 1e-12 if dtype is F64 else 1e-6, 1e-3]))
+    return sphere.retract(picked + gap * torch.randn(*shape, n, d, dtype=F64, generator=source)).to(dtype)
+
+
+def systems(x):
+    """The clouds of a batch, one by one."""
+    return x.reshape(-1, *x.shape[-2:])
+
+
+# Distances ------------------------------------------------------------------------------------------------------------
+
+
+@PROPERTY
+@given(clouds())
+def test_pairwise_angles_agree_with_a_loop_over_angle(x):
+    together = pairwise_angles(x)
+    assert together.shape == (*x.shape[:-1], x.shape[-2])
+    assert torch.equal(together, together.mT)
+    assert torch.equal(together.diagonal(dim1=-2, dim2=-1), torch.zeros_like(x[..., 0]))
+    for cloud, distance in zip(systems(x), systems(together), strict=True):
+        for i in range(len(cloud)):
+            for j in range(i):
+                alone = sphere.angle(cloud[i], cloud[j])
+                assert ulps(distance[i, j] - alone, x.dtype, float(alone) + 1e-30) <= 2
+
+
+@pytest.mark.parametrize(("dtype", "gap"), [(F64, 1e-12), (F32, 1e-6)])
+def test_pairwise_angles_see_what_a_gram_matrix_cannot(dtype, gap):
+    """30 tokens on the circle, k gaps from the first: rounding of coordinates is all that is lost."""
+    turn = 0.3 + gap * torch.arange(30, dtype=F64)
+    x = torch.stack([turn.cos(), turn.sin()], -1).to(dtype)
+    apart = (x.double()[:, None] - x.double()).norm(dim=-1)
+    assert ulps(pairwise_angles(x) - apart, dtype, apart + 1e-30) <= 3
+    gram = (x @ x.T).clamp(-1, 1).arccos()
+    assert (gram - apart).abs().max() > 5 * apart.max()
+
+
+@PROPERTY
+@given(clouds())
+def test_gradients_of_pairwise_angles_are_finite_for_coincident_and_antipodal_tokens(x):
+    x.requires_grad_()
+    (slope,) = torch.autograd.grad(pairwise_angles(x).sum(), x)
+    assert slope.isfinite().all()
+
+
+def test_gradients_of_pairwise_angles_are_right_and_0_at_the_corners():
+    x = tokens(2, 4, 3).requires_grad_()
+    assert torch.autograd.gradcheck(pairwise_angles, [x], atol=1e-7, rtol=1e-7)
+    corners = torch.stack([x[0, 0], x[0, 0], -x[0, 0]]).detach().requires_grad_()
+    (slope,) = torch.autograd.grad(pairwise_angles(corners).sum(), corners)
+    assert torch.equal(slope, torch.zeros_like(slope))
+
+
+# Spanning trees -------------------------------------------------------------------------------------------------------
+
+
+@PROPERTY
+@given(clouds())
+def test_spanning_tree_has_the_heights_of_naive_merging(x):
+    tree, distance = spanning_tree(x), pairwise_angles(x)
+    assert tree.length.shape == tree.child.shape == tree.parent.shape == (*x.shape[:-2], x.shape[-2] - 1)
+    lengths, children, parents = (t.reshape(len(systems(x)), x.shape[-2] - 1) for t in tree)
+    for k, cloud in enumerate(systems(x)):
+        found = [0]
+        for length, child, parent in zip(lengths[k], children[k].tolist(), parents[k].tolist(), strict=True):
+            assert parent in found
+            assert child not in found
+            assert length == systems(distance)[k][child, parent]
+            found.append(child)
+        heights = torch.tensor(oracles.merge_heights(cloud.double().tolist()), dtype=F64)
+        if len(heights):
+            assert ulps(lengths[k].sort().values - heights, x.dtype, heights + 1e-30) <= 3
+
+
+@pytest.mark.parametrize("dtype", [F64, F32])
+@pytest.mark.parametrize(("n", "d"), [(2, 2), (40, 3), (100, 8)])
+def test_spanning_tree_agrees_with_scipy(n, d, dtype):
+    x = tokens(3, n, d, seed=n, dtype=dtype)
+    repeated = torch.cat([x, x[:, ::2]], 1)
+    for cloud, length in zip(x, spanning_tree(x).length, strict=True):
+        distance = pairwise_angles(cloud).double().numpy()
+        assert np.array_equal(np.sort(minimum_spanning_tree(distance).data), length.sort().values.double().numpy())
+    for cloud, length in zip(repeated, spanning_tree(repeated).length, strict=True):
+        heights = linkage(squareform(pairwise_angles(cloud).double().numpy()), "single")[:, 2]
+        assert np.array_equal(heights, length.sort().values.double().numpy())
+
+
+def test_ties_go_to_the_lower_index():
+    tree = spanning_tree(torch.eye(5, dtype=F64))
+    assert tree.child.tolist() == [1, 2, 3, 4]
+    assert tree.parent.tolist() == [0, 0, 0, 0]
+    assert torch.equal(tree.length, torch.full((4,), torch.pi / 2, dtype=F64))
+
+
+@pytest.mark.parametrize("shape", [(1, 3), (4, 1, 3), (2, 5, 1, 3)])
+def test_one_token_has_a_tree_without_edges(shape):
+    tree = spanning_tree(tokens(*shape))
+    assert [tuple(t.shape) for t in tree] == [(*shape[:-2], 0)] * 3
+    assert tree.length.dtype == F64
+    assert tree.child.dtype == tree.parent.dtype == torch.long
+
+
+# Components and clusters ----------------------------------------------------------------------------------------------
+
+
+def lowest_members(adjacent):
+    """Labels of SciPy's components, each renamed to the smallest index that carries it."""
+    _, label = connected_components(adjacent.numpy(), directed=False)
+    return [int(np.flatnonzero(label == own)[0]) for own in label]
+
+
+@PROPERTY
+@given(st.integers(1, 12), st.floats(0, 0.4), st.integers(0, 2**32 - 1))
+def test_components_agree_with_scipy_on_random_graphs(n, share, seed):
+    """Graphs given by one direction of each edge, without loops."""
+    adjacent = (torch.rand(2, n, n, generator=torch.Generator().manual_seed(seed)) < share).triu(1)
+    assert components(adjacent).tolist() == [lowest_members(graph) for graph in adjacent]
+    assert torch.equal(components(adjacent.mT), components(adjacent))
+
+
+@pytest.mark.parametrize("n", [2, 64, 300])
+def test_components_follow_long_chains(n):
+    """A path through all nodes in random order, cut in the middle, beside a whole one."""
+    order = torch.randperm(n, generator=torch.Generator().manual_seed(n))
+    whole = torch.zeros(n, n, dtype=torch.bool)
+    whole[order[:-1], order[1:]] = True
+    cut = whole.clone()
+    cut[order[n // 2 - 1], order[n // 2]] = False
+    label = components(torch.stack([whole, cut]))
+    assert label[0].tolist() == [0] * n
+    for half in (order[: n // 2], order[n // 2 :]):
+        assert label[1, half].tolist() == [int(half.min())] * len(half)
+
+
+@PROPERTY
+@given(clouds(), st.sampled_from([0.0, 1e-9, 1e-2]) | st.floats(0.05, 3.2))
+def test_clusters_agree_with_naive_linkage(x, radius):
+    expected = [oracles.cluster_labels(cloud.double().tolist(), radius) for cloud in systems(x)]
+    assert clusters(x, radius).reshape(-1, x.shape[-2]).tolist() == expected
+
+
+def test_clusters_are_what_is_left_of_the_tree_when_longer_edges_are_cut():
+    x = tokens(50, 3)
+    tree = spanning_tree(x)
+    for radius in tree.length.tolist():
+        kept = torch.zeros(50, 50, dtype=torch.bool)
+        short = tree.length <= radius
+        kept[tree.child[short], tree.parent[short]] = True
+        assert torch.equal(components(kept), clusters(x, radius))
+
+
+# Batches --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [F64, F32])
+@pytest.mark.parametrize("shape", [(1, 3), (7, 2), (33, 5), (3, 5, 8), (2, 3, 4, 3), (9, 64)])
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda x, y, v: sphere.project(x, v),
+        lambda x, y, v: sphere.retract(x + v),
+        lambda x, y, v: sphere.angle(x, y),
+        lambda x, y, v: sphere.log(x, y),
+        lambda x, y, v: sphere.exp(x, v),
+        sphere.transport,
+        lambda x, y, v: sphere.pull_back(x, v, y),
+        lambda x, y, v: sphere.tangent_basis(x),
+    ],
+)
+def test_a_token_has_the_same_bits_alone_and_in_a_batch(f, shape, dtype):
+    x, y, v = tokens(3, *shape, dtype=dtype)
+    v = sphere.project(x, v)
+    together = f(x, y, v)
+    for member in np.ndindex(shape[:-1]):
+        assert torch.equal(f(x[member], y[member], v[member]), together[member])
+
+
+@pytest.mark.parametrize("dtype", [F64, F32])
+@pytest.mark.parametrize("shape", [(1, 5, 3), (7, 4, 2), (3, 33, 5), (2, 3, 9, 8), (5, 30, 64), (2, 130, 3)])
+def test_a_cloud_has_the_same_bits_alone_and_in_a_batch(shape, dtype):
+    x = tokens(*shape, dtype=dtype)
+    together, tree, label = systems(pairwise_angles(x)), spanning_tree(x), clusters(x, 0.5)
+    for k, cloud in enumerate(systems(x)):
+        assert torch.equal(pairwise_angles(cloud), together[k])
+        for alone, inside in zip(spanning_tree(cloud), tree, strict=True):
+            assert torch.equal(alone, inside.reshape(-1, shape[-2] - 1)[k])
+        assert torch.equal(clusters(cloud, 0.5), label.reshape(-1, shape[-2])[k])
+
+
+def test_functions_of_points_broadcast():
+    x, y = tokens(2, 4, 3)
+    v = sphere.project(x[0], y)
+    assert torch.equal(sphere.angle(x[:, None], y)[2, 1], sphere.angle(x[2], y[1]))
+    assert torch.equal(sphere.log(x[:, None], y)[2, 1], sphere.log(x[2], y[1]))
+    assert torch.equal(sphere.transport(x[0], y[:, None], v)[2, 1], sphere.transport(x[0], y[2], v[1]))
+
+
+def test_trees_and_clusters_carry_no_gradient():
+    x = tokens(2, 5, 3).requires_grad_()
+    assert not spanning_tree(x).length.requires_grad
+    assert torch.equal(clusters(x, 0.5), clusters(x.detach(), 0.5))

@@ -1,0 +1,154 @@
+"""Means and standard errors over systems against NumPy, and the overview, number by number."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+import helmscope as hs
+import oracles
+from helmscope.observe.track import mean_and_stderr, real_tokens
+
+F64 = torch.float64
+TIMES = torch.tensor([0.0, 0.5, 2.0], dtype=F64)
+STATES = hs.integrate(hs.SA(3.0), hs.Uniform(5, 3).sample(4, seed=0), TIMES).states
+PADDING = torch.tensor([[True] * 5, [True, False, True, True, True], [False, True, True, True, False], [True] * 5])
+PLAIN = hs.Trajectory(TIMES, STATES)
+PADDED = hs.Trajectory(TIMES, STATES, mask=PADDING)
+SIMPLE = {
+    "order": oracles.order_parameter,
+    "clusters": lambda cloud: oracles.cluster_count(cloud, 0.3),
+    "entropy_rank": oracles.entropy_rank,
+    "energy": lambda cloud: oracles.interaction_energy(cloud, 3.0),
+    "probability": lambda cloud: oracles.clustering_fraction(cloud, 0.2),
+    "mean_inner_product": lambda cloud: (len(cloud) * oracles.order_parameter(cloud) ** 2 - 1) / (len(cloud) - 1),
+}
+
+
+def by_loops(function, trajectory: hs.Trajectory) -> tuple[np.ndarray, np.ndarray]:
+    """Mean and standard error over the systems of a function of the real tokens."""
+    everyone = torch.ones(trajectory.states.shape[1:3], dtype=torch.bool)
+    mask = everyone if trajectory.mask is None else trajectory.mask
+    values = np.array(
+        [[function(cloud[m].tolist()) for cloud, m in zip(clouds, mask, strict=True)] for clouds in trajectory.states]
+    )
+    return values.mean(1), values.std(1, ddof=1) / math.sqrt(values.shape[1])
+
+
+# Tracking -------------------------------------------------------------------------------------------------------------
+
+
+def test_track_is_the_mean_and_its_standard_error():
+    seen = hs.track(PLAIN, first=lambda x: x[..., 0, 0], square=lambda x: x[..., 1, 2] ** 2)
+    values = STATES[..., 0, 0].numpy()
+    assert np.abs(seen.first.values - values.mean(1)).max() < 1e-15
+    assert np.abs(seen.first_stderr.values - values.std(1, ddof=1) / 2).max() < 1e-15
+    assert np.abs(seen.square.values - (STATES[..., 1, 2] ** 2).numpy().mean(1)).max() < 1e-15
+    assert seen.first.dims == ("time",)
+    assert seen.time.values.tolist() == TIMES.tolist()
+    assert seen.attrs == {"n": 4}
+    assert hs.check_measurement(seen) is seen
+
+
+def test_track_takes_whole_numbers_single_precision_and_gradients():
+    states = STATES.float().requires_grad_()
+    seen = hs.track(
+        hs.Trajectory(TIMES, states), count=lambda x: hs.cluster_count(x, radius=0.3), order=hs.order_parameter
+    )
+    assert seen["count"].dtype == seen.order.dtype == np.float64
+    loops, errors = by_loops(SIMPLE["clusters"], PLAIN)
+    assert np.abs(seen["count"].values - loops).max() < 1e-15
+    assert np.abs(seen.count_stderr.values - errors).max() < 1e-15
+
+
+def test_one_system_has_no_standard_error():
+    seen = hs.track(hs.Trajectory(TIMES, STATES[:, :1]), order=hs.order_parameter)
+    assert np.isfinite(seen.order.values).all()
+    assert np.isnan(seen.order_stderr.values).all()
+    assert seen.attrs["n"] == 1
+
+
+def test_an_axis_behind_the_systems():
+    seen = mean_and_stderr(PLAIN, {"x": STATES[:, :, 0]}, extra={"axis": np.array([10.0, 20.0, 30.0])})
+    assert seen.x.dims == seen.x_stderr.dims == ("time", "axis")
+    assert seen.axis.values.tolist() == [10.0, 20.0, 30.0]
+    assert np.abs(seen.x.values - STATES[:, :, 0].numpy().mean(1)).max() < 1e-15
+    assert np.abs(seen.x_stderr.values - STATES[:, :, 0].numpy().std(1, ddof=1) / 2).max() < 1e-15
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda: hs.track(PLAIN, a=lambda x: x[:, 0, 0, 0]), r"a has shape \(3,\).*\(3, 4\)"),
+        (lambda: hs.track(PLAIN, a=lambda x: x[..., 0]), r"a has shape \(3, 4, 5\).*\(3, 4\)"),
+        (lambda: hs.track(PLAIN, a=lambda x: x.mean()), r"a has shape \(\).*\(3, 4\)"),
+        (lambda: hs.track(PLAIN, a_stderr=lambda x: x[..., 0, 0]), "'a_stderr' but no 'a'"),
+        (lambda: mean_and_stderr(PLAIN, {"a": STATES[:, :, 0]}, extra={"axis": np.zeros(2)}), r"a has .*\(3, 4, 3\)"),
+        (lambda: real_tokens(STATES, torch.ones(4, 5)), "mask has dtype torch.float32.*torch.bool"),
+        (lambda: real_tokens(STATES, PADDING[:3]), r"mask .*\(3, 5\).*\(3, 4, 5\)"),
+        (lambda: real_tokens(STATES, PADDING.tolist()), "mask .*list.*tensor"),
+    ],
+)
+def test_bad_input_is_refused_with_one_sentence(call, said):
+    with pytest.raises(hs.HelmscopeError, match=said) as caught:
+        call()
+    assert "\n" not in str(caught.value)
+
+
+def test_states_of_a_system_that_stopped_are_refused():
+    states = STATES.clone()
+    states[2, 1] = math.nan
+    with pytest.raises(hs.HelmscopeError, match="x holds NaN"):
+        hs.track(hs.Trajectory(TIMES, states), order=hs.order_parameter)
+
+
+# The overview ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("trajectory", [PLAIN, PADDED], ids=["plain", "padded"])
+def test_overview_number_by_number(trajectory):
+    seen = hs.overview(trajectory, beta=3.0, delta=0.2, radius=0.3, bins=7)
+    for name, function in SIMPLE.items():
+        means, errors = by_loops(function, trajectory)
+        assert seen[name].values == pytest.approx(means, rel=1e-13, abs=1e-14), name
+        assert seen[f"{name}_stderr"].values == pytest.approx(errors, rel=1e-12, abs=1e-14), name
+    edges = np.linspace(-1, 1, 8).tolist()
+    for k in range(7):
+        means, errors = by_loops(lambda cloud, k=k: oracles.histogram(cloud, edges)[k], trajectory)
+        assert seen.share.values[:, k] == pytest.approx(means, rel=1e-13, abs=1e-15)
+        assert seen.share_stderr.values[:, k] == pytest.approx(errors, rel=1e-12, abs=1e-15)
+    assert seen.attrs == {"n": 4, "beta": 3.0, "delta": 0.2, "radius": 0.3}
+    assert hs.check_measurement(seen) is seen
+
+
+def test_overview_keeps_the_times_and_leaves_out_an_infinite_energy():
+    seen = hs.overview(PLAIN, beta=0.0)
+    assert seen.time.values.tolist() == TIMES.tolist()
+    assert set(SIMPLE) - {"energy"} <= set(seen.data_vars)
+    assert "energy" not in seen
+    assert seen.sizes == {"time": 3, "inner_product": 50}
+
+
+def test_overview_of_one_system():
+    seen = hs.overview(hs.Trajectory(TIMES, STATES[:, :1]), beta=1.0)
+    assert all(np.isnan(seen[name].values).all() == name.endswith("_stderr") for name in seen.data_vars)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"beta": -1.0}, r"beta is -1\.0.*>= 0"),
+        ({"beta": math.nan}, "beta is nan.*finite"),
+        ({"beta": "warm"}, "beta is 'warm'.*number"),
+        ({"beta": 1.0, "delta": -1.0}, r"delta is -1\.0.*>= 0"),
+        ({"beta": 1.0, "radius": -1.0}, r"radius is -1\.0.*>= 0"),
+        ({"beta": 1.0, "bins": 0}, "bins is 0.*>= 1"),
+    ],
+)
+def test_overview_refuses_with_one_sentence(options, said):
+    with pytest.raises(hs.HelmscopeError, match=said) as caught:
+        hs.overview(PLAIN, **options)
+    assert "\n" not in str(caught.value)

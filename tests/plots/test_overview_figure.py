@@ -1,0 +1,122 @@
+"""The overview's picture shows the measurement, to the bit, and is the same file every time."""
+
+from __future__ import annotations
+
+import struct
+import sys
+
+import matplotlib as mpl
+import numpy as np
+import pytest
+import torch
+
+import helmscope as hs
+from helmscope.plots.style import STYLE, new_figure, png, styled
+
+TIMES = [0.0, 0.5, 1.0, 2.0]
+START = hs.Uniform(6, 3).sample(4, seed=0)
+TRAJECTORY = hs.integrate(hs.SA(2.0), START, TIMES).trajectory
+SEEN = hs.overview(TRAJECTORY, beta=2.0, delta=0.01, radius=0.2)
+PANELS = {0: ["probability", "order"], 1: ["clusters", "entropy_rank"], 2: ["energy"]}
+
+
+def test_curves_are_the_measurement():
+    axes = hs.overview_figure(SEEN).axes
+    for panel, names in PANELS.items():
+        assert len(axes[panel].lines) == len(axes[panel].collections) == len(names)
+        for line, band, name in zip(axes[panel].lines, axes[panel].collections, names, strict=True):
+            assert np.array_equal(line.get_xdata(), TIMES)
+            assert np.array_equal(line.get_ydata(), SEEN[name].values)
+            corners = {tuple(corner) for corner in band.get_paths()[0].vertices}
+            value, error = SEEN[name].values, SEEN[f"{name}_stderr"].values
+            for bound in (value - 2 * error, value + 2 * error):
+                assert set(zip(TIMES, bound, strict=True)) <= corners
+    (mesh,) = axes[3].collections
+    assert np.array_equal(mesh.get_array(), np.sqrt(SEEN.share.values.T))
+
+
+def test_words_on_the_picture():
+    figure = hs.overview_figure(SEEN, title="SA")
+    assert figure.get_suptitle() == "SA   (n = 4 systems; bands: two standard errors)"
+    legends = [text.get_text() for panel in figure.axes[:3] for text in panel.get_legend().get_texts()]
+    assert legends == [
+        *("P(<x,y> >= 1 - 0.01)", "order parameter |mean x|"),
+        *("clusters at radius 0.2", "effective rank (entropy)"),
+        "interaction energy, beta = 2",
+    ]
+    assert [panel.get_xlabel() for panel in figure.axes[:4]] == ["time t"] * 4
+    assert hs.overview_figure(SEEN).get_suptitle() == ""
+
+
+def test_the_file_is_a_png_and_the_same_for_the_same_measurement():
+    data = png(hs.overview_figure(SEEN, title="SA"))
+    assert data == png(hs.overview_figure(SEEN, title="SA"))
+    assert data != png(hs.overview_figure(SEEN, title="USA"))
+    assert data[:8] == b"\x89PNG\r\n\x1a\n"
+    assert struct.unpack(">II", data[16:24]) == (990, 660)  # 9 x 6 inches at 110 dots an inch
+
+
+def test_one_figure_written_twice_gives_one_file():
+    figure = hs.overview_figure(SEEN)
+    assert png(figure) == png(figure)
+
+
+def test_without_energy_that_panel_is_empty():
+    figure = hs.overview_figure(hs.overview(TRAJECTORY, beta=0.0))
+    assert len(figure.axes[2].lines) == 0
+    assert figure.axes[2].get_legend() is None
+    assert png(figure)[:4] == b"\x89PNG"
+
+
+def test_one_system_has_curves_without_bands():
+    one = hs.overview(hs.Trajectory(TRAJECTORY.times, TRAJECTORY.states[:, :1]), beta=2.0)
+    figure = hs.overview_figure(one)
+    assert np.array_equal(figure.axes[1].lines[0].get_ydata(), one.clusters.values)
+    assert png(figure)[:4] == b"\x89PNG"
+
+
+def test_one_time_has_a_histogram_with_its_own_axes():
+    seen = hs.overview(hs.Trajectory(TRAJECTORY.times[:1], TRAJECTORY.states[:1]), beta=2.0)
+    panel = hs.overview_figure(seen).axes[3]
+    (line,) = panel.lines
+    assert np.array_equal(line.get_xdata(), seen.inner_product.values)
+    assert np.array_equal(line.get_ydata(), seen.share.values[0])
+    assert panel.get_xlabel() == "<x_i, x_j>"
+    assert "share" in panel.get_ylabel()
+
+
+def test_one_token_has_no_pairs_and_still_a_picture():
+    seen = hs.overview(hs.Trajectory(TRAJECTORY.times, TRAJECTORY.states[:, :, :1]), beta=2.0)
+    assert png(hs.overview_figure(seen))[:4] == b"\x89PNG"
+
+
+def test_the_style_is_ours_inside_and_the_user_s_outside():
+    before = dict(mpl.rcParams)
+    figure = hs.overview_figure(SEEN)
+    assert not figure.axes[0].spines["top"].get_visible()
+    assert figure.axes[0].lines[0].get_linewidth() == STYLE["lines.linewidth"]
+    with mpl.rc_context({"lines.linewidth": 9.0, "axes.spines.top": True}):
+        assert png(hs.overview_figure(SEEN)) == png(figure)
+    assert dict(mpl.rcParams) == before
+    assert len(new_figure(2, 3)[1]) == 6
+
+
+def test_without_matplotlib_one_sentence_says_how_to_get_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    for call in (lambda: hs.overview_figure(SEEN), lambda: new_figure(1, 1), lambda: styled().__enter__()):
+        with pytest.raises(hs.HelmscopeError) as caught:
+            call()
+        assert str(caught.value) == ("matplotlib is not installed, and this needs it: pip install 'helmscope[report]'")
+
+
+def test_another_measurement_is_refused_with_one_sentence():
+    other = hs.track(TRAJECTORY, order=hs.order_parameter)
+    with pytest.raises(hs.HelmscopeError, match=r"measurement .*overview") as caught:
+        hs.overview_figure(other)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_figure_of_single_precision_states():
+    single = hs.integrate(hs.SA(2.0), START.to(torch.float32), TIMES).trajectory
+    line = hs.overview_figure(hs.overview(single, beta=2.0)).axes[0].lines[1]
+    assert np.abs(line.get_ydata() - SEEN.order.values).max() < 1e-4

@@ -1,0 +1,349 @@
+"""The command line as users meet it: what stands on which stream, in the run folder, and how it refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import helmscope as hs
+from helmscope import cli
+
+COMMAND = Path(sys.executable).parent / "helmscope"
+SMALL = ("--n", "4", "--batch", "2", "--times", "0,0.5,1", "--beta", "2", "--seed", "7")
+FILES = ["manifest.json", "overview.nc", "overview.png", "trajectory.nc"]
+
+
+@pytest.fixture
+def helmscope(monkeypatch, capsys, tmp_path):
+    """Runs ``helmscope WORDS...`` in this process, in an empty folder: exit code, standard output, standard error."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*words: str) -> tuple[object, str, str]:
+        monkeypatch.setattr(sys, "argv", ["helmscope", *words])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as left:
+            cli.main()
+        return left.value.code or 0, *capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture
+def no_picture(monkeypatch):
+    """Drawing takes most of the time of a small run."""
+    monkeypatch.setattr("helmscope.plots.style.png", lambda figure: b"")
+
+
+def process(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """The same through the installed command."""
+    return subprocess.run([COMMAND, *words], cwd=folder, capture_output=True, text=True, timeout=60)
+
+
+def strict(text: str) -> dict:
+    """JSON without NaN and Infinity, which JavaScript and most languages refuse."""
+
+    def forbidden(word: str) -> None:
+        raise AssertionError(f"{word} is not JSON")
+
+    return json.loads(text, parse_constant=forbidden)
+
+
+def by_library() -> hs.Simulation:
+    return hs.integrate(hs.SA(2.0), hs.Uniform(4, 3).sample(2, seed=7), [0.0, 0.5, 1.0])
+
+
+# A run ----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_gives_the_library_s_numbers(helmscope, tmp_path):
+    code, out, err = helmscope("simulate", *SMALL, "--out", "run", "--json")
+    assert code == 0
+    report = strict(out)
+    assert "integrating: 100 %" in err.splitlines()
+    assert sorted(os.listdir(tmp_path / "run")) == FILES
+    simulation = by_library()
+    seen = hs.overview(simulation.trajectory, beta=2.0)
+    run = hs.RunFolder.open("run")
+    states = run.read_results("trajectory")
+    assert states.states.dims == ("time", "system", "token", "axis")
+    assert np.array_equal(states.states.values, simulation.states.numpy())
+    assert states.time.values.tolist() == report["times"] == [0.0, 0.5, 1.0]
+    stored = run.read_results("overview")
+    assert stored.equals(seen)
+    assert {key: stored.attrs[key] for key in ("n", "beta", "delta", "radius")} == seen.attrs
+    for name, rows in report["measured"].items():
+        assert rows["value"] == seen[name].values.tolist()
+        assert rows["stderr"] == seen[f"{name}_stderr"].values.tolist()
+    assert set(report["measured"]) == {
+        *("probability", "order", "mean_inner_product", "clusters", "entropy_rank", "energy")
+    }
+    assert (report["ok"], report["outcome"], report["seed"], report["n"]) == (True, "finished at t=1", 7, 2)
+    assert (report["folder"], report["picture"]) == ("run", "run/overview.png")
+    assert (tmp_path / "run" / "overview.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+@pytest.mark.usefixtures("no_picture")
+def test_the_manifest_says_how_to_repeat_the_run(helmscope):
+    helmscope("simulate", *SMALL, "--causal", "--value", "-0.5", "--out", "run")
+    manifest = hs.RunFolder.open("run").read_manifest()
+    assert manifest.command == ("helmscope", "simulate", *SMALL, "--causal", "--value", "-0.5", "--out", "run")
+    assert (manifest.seed, manifest.dtype, manifest.device) == (7, "float64", "cpu")
+    assert manifest.threads == torch.get_num_threads()
+    assert manifest.helmscope == hs.__version__
+    given = {"beta": 2.0, "value": -0.5, "causal": True, "n": 4, "batch": 2, "times": "0,0.5,1"}
+    chosen = {"field": "sa", "start": "uniform", "stepper": "adaptive", "dim": 3, "kappa": 1.0, "step": 0.05}
+    defaults = {"tol": None, "merge": None, "delta": 1e-3, "radius": 0.1}
+    assert dict(manifest.parameters) == given | chosen | defaults
+    assert set(manifest.inputs) == {"start"}
+
+
+def test_the_same_seed_gives_the_same_bytes_in_any_process(helmscope, tmp_path):
+    """And the command keeps its streams apart: JSON alone on one, progress on the other."""
+    assert helmscope("simulate", *SMALL, "--out", "first")[0] == 0
+    # starting a process takes over a second: times of change, which HDF5 can store, would differ
+    other = process("simulate", *SMALL, "--out", "second", "--json", folder=tmp_path)
+    assert other.returncode == 0
+    assert strict(other.stdout)["folder"] == "second"
+    assert all(line.startswith("integrating: ") for line in other.stderr.splitlines())
+    assert helmscope("simulate", *SMALL[:-1], "8", "--out", "third")[0] == 0
+    for name in FILES[1:]:
+        first, second, third = ((tmp_path / run / name).read_bytes() for run in ("first", "second", "third"))
+        assert first == second != third
+
+
+@pytest.mark.parametrize(
+    ("words", "field", "start", "options"),
+    [
+        (["--field", "usa"], hs.USA(2.0), hs.Uniform(4, 3), {}),
+        (["--value", "-1"], hs.SA(2.0, value=-torch.eye(3)), hs.Uniform(4, 3), {}),
+        (["--causal"], hs.SA(2.0, causal=True), hs.Uniform(4, 3), {}),
+        (["--merge", "0.3"], hs.SA(2.0), hs.Uniform(4, 3), {"merge": 0.3}),
+        (["--tol", "1e-5"], hs.SA(2.0), hs.Uniform(4, 3), {"stepper": hs.DormandPrince(tol=1e-5)}),
+        (["--start", "vmf", "--kappa", "5"], hs.SA(2.0), hs.VonMisesFisher(4, 3, kappa=5.0), {}),
+        (["--start", "orthonormal", "--dim", "6"], hs.SA(2.0), hs.Orthonormal(4, 6), {}),
+        (["--stepper", "euler"], hs.SA(2.0), hs.Uniform(4, 3), {"stepper": hs.ProjectedEuler(0.05)}),
+        (["--stepper", "heun"], hs.SA(2.0), hs.Uniform(4, 3), {"stepper": hs.Heun(0.05)}),
+        (["--stepper", "rk4", "--step", "0.1"], hs.SA(2.0), hs.Uniform(4, 3), {"stepper": hs.RK4(0.1)}),
+        (["--stepper", "geodesic-euler"], hs.SA(2.0), hs.Uniform(4, 3), {"stepper": hs.GeodesicEuler(0.05)}),
+        (["--stepper", "geodesic-heun"], hs.SA(2.0), hs.Uniform(4, 3), {"stepper": hs.GeodesicHeun(0.05)}),
+        (["--stepper", "geodesic-rk4"], hs.SA(2.0), hs.Uniform(4, 3), {"stepper": hs.GeodesicRK4(0.05)}),
+        (["--stepper", "layer", "--step", "0.5"], hs.SA(2.0), hs.Uniform(4, 3), {"stepper": hs.Layer(0.5)}),
+        (["--stepper", "published"], hs.SA(2.0), hs.Uniform(4, 3), {"stepper": hs.PublishedEuler(0.05)}),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+@pytest.mark.usefixtures("no_picture")
+def test_every_option_reaches_the_library(helmscope, words, field, start, options):
+    assert helmscope("simulate", *SMALL, *words, "--out", "run")[0] == 0
+    expected = hs.integrate(field, start.sample(2, seed=7), [0.0, 0.5, 1.0], **options).states.numpy()
+    assert np.array_equal(hs.RunFolder.open("run").read_results("trajectory").states.values, expected)
+
+
+@pytest.mark.usefixtures("no_picture")
+def test_dtype_delta_radius_and_a_range_of_times(helmscope):
+    helmscope(
+        "simulate", *SMALL, "--times", "0:2:5", "--dtype", "float32", "--delta", "0.5", "--radius", "1", "--out", "a"
+    )
+    states = hs.RunFolder.open("a").read_results("trajectory")
+    assert states.states.dtype == np.float32
+    assert states.time.values.tolist() == [0.0, 0.5, 1.0, 1.5, 2.0]
+    seen = hs.RunFolder.open("a").read_results("overview")
+    cloud = torch.tensor(states.states.values)
+    assert seen.probability.values.tolist() == hs.clustering_fraction(cloud, delta=0.5).double().mean(1).tolist()
+    assert seen.clusters.values.tolist() == hs.cluster_count(cloud, radius=1.0).double().mean(1).tolist()
+
+
+def test_plain_words_without_json_in_a_new_folder_of_its_own(helmscope, tmp_path):
+    code, out, _ = helmscope("simulate", *SMALL)
+    assert code == 0
+    (folder,) = os.listdir(tmp_path / "runs")
+    assert folder.startswith("simulate-")
+    assert sorted(os.listdir(tmp_path / "runs" / folder)) == FILES
+    order = hs.overview(by_library().trajectory, beta=2.0).order.values[-1]
+    lines = out.splitlines()
+    assert lines[0] == "finished at t=1"
+    assert any(line.strip().startswith(f"order at the end: {order:.6g} +- ") for line in lines)
+    assert lines[-1] == f"folder: runs/{folder}"
+
+
+def test_without_matplotlib_the_numbers_still_stand(helmscope, monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    code, out, err = helmscope("simulate", *SMALL, "--out", "run", "--json")
+    assert code == 0
+    assert "picture" not in strict(out)
+    assert "pip install 'helmscope[report]'" in err
+    assert sorted(os.listdir(tmp_path / "run")) == ["manifest.json", "overview.nc", "trajectory.nc"]
+
+
+# Edges ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("words", [["--batch", "1"], ["--n", "1"], ["--times", "0"], ["--beta", "0"]], ids=" ".join)
+def test_small_runs_succeed_in_words_and_in_json(helmscope, words):
+    code, out, _ = helmscope("simulate", *SMALL, *words, "--out", "plain")
+    assert code == 0
+    assert out.startswith("finished at t=")
+    code, out, _ = helmscope("simulate", *SMALL, *words, "--out", "json", "--json")
+    assert code == 0
+    assert strict(out)["ok"] is True
+
+
+@pytest.mark.usefixtures("no_picture")
+def test_an_energy_beyond_float64_is_not_json_infinity(helmscope):
+    code, out, _ = helmscope("simulate", *SMALL, "--beta", "800", "--out", "run", "--json")
+    assert code == 0
+    assert strict(out)["measured"]["energy"]["value"] == [None] * 3
+
+
+def test_a_run_that_cannot_finish_says_why_and_exits_1(helmscope, tmp_path):
+    code, out, err = helmscope("simulate", *SMALL, "--field", "usa", "--beta", "800", "--out", "run", "--json")
+    assert code == 1
+    report = strict(out)
+    assert report["ok"] is False
+    assert report["outcome"].startswith("system 0 of 2: step size fell below rounding at t=")
+    assert "lower beta" in report["outcome"]
+    assert "Traceback" not in err
+    assert sorted(os.listdir(tmp_path / "run")) == ["manifest.json", "trajectory.nc"]
+    states = hs.RunFolder.open("run").read_results("trajectory").states.values
+    assert np.isfinite(states[0]).all()
+    assert np.isnan(states[-1]).all()
+
+
+def test_a_step_limit_exits_1(helmscope, monkeypatch):
+    monkeypatch.setattr(cli, "_stepper", lambda name, **options: hs.DormandPrince(max_steps=2))
+    code, out, _ = helmscope("simulate", *SMALL, "--out", "run")
+    assert code == 1
+    assert "step limit reached at t=" in out
+    assert "raise max_steps" in out
+
+
+# Refusals -------------------------------------------------------------------------------------------------------------
+
+REFUSED = {
+    "--beta -1": "beta is -1.0",
+    "--beta nan": "beta is nan",
+    "--beta inf": "beta is inf",
+    "--value nan": "value is nan",
+    "--n 0": "n is 0",
+    "--n -3": "n is -3",
+    "--dim 1": "dim is 1",
+    "--batch 0": "batch is 0",
+    "--seed -1": "seed is -1",
+    "--seed 4294967296": "seed is 4294967296",
+    "--times 3,2": "times[1] is 2 after 3",
+    "--times -1": "times[0] is -1",
+    "--times x": "times[0] is 'x'",
+    "--times 0,nan": "times[1] is nan",
+    "--times 0,": "times[1] is ''",
+    "--times 0:1": "times is '0:1'",
+    "--times 0:1:1": "times is '0:1:1'",
+    "--times 0:x:3": "times is 'x'",
+    "--times 5:1:3": "times[1] is 3 after 5",
+    "--field sb": "unknown field 'sb': did you mean 'sa'?",
+    "--start unifrom": "unknown start 'unifrom': did you mean 'uniform'?",
+    "--stepper rk5": "unknown stepper 'rk5': did you mean 'rk4'?",
+    "--dtype float46": "unknown dtype 'float46': did you mean 'float64'?",
+    "--device nosuch": "device is 'nosuch'",
+    "--device cuda:99": "device is 'cuda:99'",
+    "--device meta": "device is 'meta'",
+    "--start vmf --kappa -1": "kappa is -1.0",
+    "--start orthonormal --n 4 --dim 3": "n is 4",
+    "--kappa -1": "kappa is -1.0",
+    "--step 0": "step is 0.0",
+    "--stepper rk4 --step 0": "step is 0.0",
+    "--stepper rk4 --step nan": "step is nan",
+    "--stepper rk4 --tol -1": "tol is -1.0",
+    "--stepper layer --step 0.3": "multiples of",
+    "--tol -1": "tol is -1.0",
+    "--tol 0": "tol is 0.0",
+    "--merge -1": "merge is -1.0",
+    "--merge nan": "merge is nan",
+    "--merge 0.1 --causal": "merge is 0.1",
+    "--delta -1": "delta is -1.0",
+    "--delta nan": "delta is nan",
+    "--radius -1": "radius is -1.0",
+    "--radius inf": "radius is inf",
+}
+
+
+def check_refusal(code: object, out: str, err: str, said: str) -> None:
+    assert code == 2
+    assert out == ""
+    assert len(err.splitlines()) == 1
+    assert err.startswith("helmscope: ")
+    assert said in err
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_bad_input_is_one_line_exit_2_and_no_folder(helmscope, tmp_path, words):
+    check_refusal(*helmscope("simulate", *SMALL, *words.split(), "--out", "run"), REFUSED[words])
+    assert os.listdir(tmp_path) == []
+    helmscope("simulate", *SMALL, *words.split())  # nor runs/simulate-DATE-TIME
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("words", ["--beta x", "--n 2.5", "--nosuch 1", "--beta", "extra"])
+def test_what_the_parser_refuses_looks_the_same(helmscope, tmp_path, words):
+    check_refusal(*helmscope("simulate", *words.split()), words.split()[0])
+    check_refusal(*helmscope("simulat"), "simulat")
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_folder_with_files_is_refused_and_left_alone(helmscope, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "thesis.tex").write_text("mine")
+    check_refusal(*helmscope("simulate", *SMALL, "--out", "run"), "run already holds 'thesis.tex'")
+    assert os.listdir(tmp_path / "run") == ["thesis.tex"]
+    (tmp_path / "empty").mkdir()
+    assert helmscope("simulate", *SMALL, "--out", "empty")[0] == 0
+
+
+def test_a_file_in_the_place_of_the_folder_is_refused(helmscope, tmp_path):
+    (tmp_path / "run").write_text("mine")
+    check_refusal(*helmscope("simulate", *SMALL, "--out", "run"), "run")
+    check_refusal(*helmscope("simulate", *SMALL, "--out", "run/below"), "run/below")
+    assert (tmp_path / "run").read_text() == "mine"
+
+
+def test_the_installed_command_refuses_likewise(tmp_path):
+    refused = process("simulate", "--beta", "-1", folder=tmp_path)
+    check_refusal(
+        refused.returncode, refused.stdout, refused.stderr, "beta is -1.0, but it must be a finite number >= 0"
+    )
+    assert os.listdir(tmp_path) == []
+
+
+# Help -----------------------------------------------------------------------------------------------------------------
+
+
+def test_help_answers_within_half_a_second(tmp_path):
+    took = []
+    for _ in range(5):
+        begun = time.perf_counter()
+        answer = process("--help", folder=tmp_path)
+        took.append(time.perf_counter() - begun)
+        assert answer.returncode == 0
+        assert "simulate" in answer.stdout
+    assert min(took) < 0.5
+
+
+def test_help_loads_nothing_heavy():
+    code = "import sys, helmscope.cli; print({'torch', 'numpy', 'xarray', 'scipy', 'matplotlib'} & set(sys.modules))"
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert answer.stdout.strip() == "set()"
+
+
+def test_version_and_help(helmscope):
+    assert helmscope("--version") == (0, f"helmscope {hs.__version__}\n", "")
+    code, out, err = helmscope("simulate", "--help")
+    assert (code, err) == (0, "")
+    assert all(option in out for option in ("--beta", "--seed", "--device", "--out", "--json", "--times"))
