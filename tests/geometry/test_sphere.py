@@ -103,11 +103,10 @@ def uneven(x, y):
 def test_project_is_idempotent_tangent_and_symmetric(case):
     x, u, tangent = case
     v = u + tangent
-    scale = norm(v)
-    p = sphere.project(x, v)
-    assert ulps(sphere.project(x, p) - p, x.dtype, scale) <= 2
-    assert ulps(dot(x, p), x.dtype, scale) <= 2
-    assert ulps(dot(u, p) - dot(sphere.project(x, u), v), x.dtype, scale) <= 2
+    p, scale = sphere.project(x, v), norm(v)
+    assert ulps(sphere.project(x, p) - p, x.dtype, scale) <= 2  # 1.5
+    assert ulps(dot(x, p), x.dtype, scale) <= 2  # 1.8
+    assert ulps(dot(u, p) - dot(sphere.project(x, u), v), x.dtype, scale) <= 2  # 1.4
 
 
 @PROPERTY
@@ -117,8 +116,8 @@ def test_retract_keeps_the_direction_of_tiny_and_huge_vectors(case, share):
     x, _, _ = case
     smallest, greatest = math.log10(torch.finfo(x.dtype).tiny) - 5, math.log10(torch.finfo(x.dtype).max) - 0.01
     y = (x.double() * 10 ** (smallest + share * (greatest - smallest))).to(x.dtype)
-    assert ulps(off(sphere.retract(y), unit(exact(y))), x.dtype) <= 2
-    assert ulps(norm(sphere.retract(y)) - 1, x.dtype) <= 2
+    assert ulps(off(sphere.retract(y), unit(exact(y))), x.dtype) <= 1.5  # 1.0
+    assert ulps(norm(sphere.retract(y)) - 1, x.dtype) <= 2  # 1.5
 
 
 def test_retract_gives_the_printed_point_and_no_point_for_zero():
@@ -128,7 +127,7 @@ def test_retract_gives_the_printed_point_and_no_point_for_zero():
     assert sphere.retract(y)[1].isnan().all()
 
 
-# Distance -------------------------------------------------------------------------------------------------------------
+# Distance, logarithm, exponential -------------------------------------------------------------------------------------
 
 
 @PROPERTY
@@ -143,8 +142,8 @@ def test_angle_is_a_distance_exact_at_both_ends(case, share):
     between = sphere.exp(x, share * sphere.log(x, y))
     for z in (sphere.retract(x + v), between):
         a, b, c = (float(sphere.angle(p, q)) for p, q in ((x, y), (x, z), (z, y)))
-        assert ulps(max(0.0, a - b - c, b - a - c, c - a - b), x.dtype, math.pi) <= 2
-    assert ulps(a - b - c, x.dtype, math.pi) <= 2  # on the geodesic it is an equality
+        assert ulps(max(0.0, a - b - c, b - a - c, c - a - b), x.dtype, math.pi) <= 2  # 1.3
+    assert ulps(a - b - c, x.dtype, math.pi) <= 2  # 1.5: on the geodesic it is an equality
 
 
 @PROPERTY
@@ -156,10 +155,10 @@ def test_angle_and_log_agree_with_50_digits(case):
     theta = float(exact_angle(p, q))
     slack = uneven(x, y) / theta if theta > 1e-30 else 0.0
     error = abs(float(sphere.angle(x, y).item() - exact_angle(p, q)))
-    assert ulps(max(0.0, error - slack), x.dtype, theta + 1e-30) <= 3
+    assert ulps(max(0.0, error - slack), x.dtype, theta + 1e-30) <= 2  # 1.7
     if 1 + p @ q > 1e-30:  # else every direction serves
         error = norm(off(sphere.log(x, y), exact_log(p, q)))
-        assert ulps(max(0.0, error - slack), x.dtype, theta + 1e-30) <= 3
+        assert ulps(max(0.0, error - slack), x.dtype, theta + 1e-30) <= 3  # 2.2
 
 
 @pytest.mark.parametrize(("dtype", "gap"), [(F64, 1e-9), (F32, 1e-4)])
@@ -174,17 +173,14 @@ def test_arccos_would_lose_what_angle_keeps(dtype, gap):
         assert (x * x).sum(-1).clamp(-1, 1).arccos().max() > 3e-4
 
 
-# Logarithm and exponential --------------------------------------------------------------------------------------------
-
-
 @PROPERTY
 @given(pairs())
 def test_log_is_a_tangent_as_long_as_the_angle_and_exp_leads_along_it_to_y(case):
     x, y, _ = case
     w, theta = sphere.log(x, y), float(sphere.angle(x, y))
-    assert ulps(dot(x, w), x.dtype, theta + 1e-30) <= 2
-    assert ulps(norm(w) - theta, x.dtype, theta + 1e-30) <= 2
-    assert ulps(sphere.exp(x, w) - y, x.dtype) <= 6
+    assert ulps(dot(x, w), x.dtype, theta + 1e-30) <= 2  # 1.0
+    assert ulps(norm(w) - theta, x.dtype, theta + 1e-30) <= 3  # 2.0
+    assert ulps(sphere.exp(x, w) - y, x.dtype) <= 6  # 4.8, at the antipode
 
 
 @PROPERTY
@@ -193,9 +189,18 @@ def test_log_is_a_tangent_where_coincident_and_antipodal_points_differ_by_roundi
     x, _, _ = case
     y = side * x * (1 + k * torch.finfo(x.dtype).eps)
     w = sphere.log(x, y)
-    assert ulps(dot(x, w), x.dtype) <= 4
-    assert ulps(norm(w) - (0 if side > 0 else math.pi), x.dtype) <= 8
-    assert ulps(sphere.exp(x, w) - y, x.dtype) <= 8
+    assert ulps(dot(x, w), x.dtype) <= 6  # 4.0
+    assert ulps(norm(w) - (0 if side > 0 else math.pi), x.dtype) <= 8  # 5.2
+    assert ulps(sphere.exp(x, w) - y, x.dtype) <= 8  # 5.3
+
+
+@pytest.mark.parametrize(("dtype", "gap"), [(F64, 1e-12), (F32, 1e-6)])
+@pytest.mark.parametrize("d", [2, 3, 8])
+def test_log_keeps_its_direction_near_the_antipode(d, dtype, gap):
+    x, w = sphere.retract(random(2, 4000, d))
+    w = sphere.retract(sphere.project(x, w))
+    v = sphere.log(x.to(dtype), sphere.retract(-x + gap * w).to(dtype))
+    assert (v.double() * w).sum(-1).min() / math.pi >= 0.99  # 0.9968: rounding turns the points themselves
 
 
 @PROPERTY
@@ -204,13 +209,12 @@ def test_log_is_a_tangent_where_coincident_and_antipodal_points_differ_by_roundi
 def test_exp_lands_on_the_sphere_where_50_digits_say(case, digits):
     x, _, v = case
     w = v * 10**digits
-    arrived = sphere.exp(x, w)
-    p = unit(exact(x))
-    assert ulps(norm(arrived) - 1, x.dtype, 1 + norm(w)) <= 2
-    assert ulps(off(arrived, exact_exp(p, tangential(p, exact(w)))), x.dtype, 1 + norm(w)) <= 2
+    arrived, p = sphere.exp(x, w), unit(exact(x))
+    assert ulps(norm(arrived) - 1, x.dtype, 1 + norm(w)) <= 2  # 1.5
+    assert ulps(off(arrived, exact_exp(p, tangential(p, exact(w)))), x.dtype, 1 + norm(w)) <= 1.5  # 1.0
 
 
-# Parallel transport ---------------------------------------------------------------------------------------------------
+# Transport and frames -------------------------------------------------------------------------------------------------
 
 
 @PROPERTY
@@ -218,17 +222,16 @@ def test_exp_lands_on_the_sphere_where_50_digits_say(case, digits):
 @DIGITS
 def test_transport_is_an_isometry_between_tangent_spaces_with_the_way_back_as_its_inverse(case):
     x, y, v = case
-    there = sphere.transport(x, y, v)
-    assert ulps(norm(there) - norm(v), x.dtype) <= 8
-    assert ulps(dot(y, there), x.dtype) <= 8
-    assert ulps(sphere.transport(y, x, there) - v, x.dtype) <= 16
-    out = sphere.log(x, y)
-    assert ulps(sphere.transport(x, y, out) + sphere.log(y, x), x.dtype, norm(out) + 1e-30) <= 8
+    there, out = sphere.transport(x, y, v), sphere.log(x, y)
+    assert ulps(norm(there) - norm(v), x.dtype) <= 8  # 6.0, at the antipode, like the next ones
+    assert ulps(dot(y, there), x.dtype) <= 8  # 6.7
+    assert ulps(sphere.transport(y, x, there) - v, x.dtype) <= 16  # 12.0
+    assert ulps(sphere.transport(x, y, out) + sphere.log(y, x), x.dtype, norm(out) + 1e-30) <= 8  # 6.4
     p, q = unit(exact(x)), unit(exact(y))
     if 1 + p @ q > 1e-30:  # else every geodesic serves
         tangent = tangential(p, exact(v))
         expected = tangent - (p + q) * (q @ tangent / (1 + p @ q))
-        assert ulps(off(there, expected), x.dtype) <= 8
+        assert ulps(off(there, expected), x.dtype) <= 8  # 5.9
 
 
 def transported_by_the_ode(x, w, v, steps=1000):
@@ -251,8 +254,7 @@ def transported_by_the_ode(x, w, v, steps=1000):
 @pytest.mark.parametrize("seed", range(12))
 def test_transport_solves_its_equation_to_the_antipode_too(seed):
     x, y, v = sphere.retract(random(3, 2 + seed % 4, seed=seed))
-    y = -x if seed % 3 == 0 else y
-    v = sphere.project(x, v)
+    y, v = -x if seed % 3 == 0 else y, sphere.project(x, v)
     expected = transported_by_the_ode(x.numpy(), sphere.log(x, y).numpy(), v.numpy())
     assert (
         norm(sphere.transport(x, y, v) - torch.from_numpy(expected)) <= 5e-12
@@ -272,10 +274,7 @@ def test_pull_back_is_the_derivative_of_log_in_50_digits(case):
     ahead, behind = (exact_log(p, unit(q + tangential(q, exact(w)) * step)) for step in (h, -h))
     expected = (ahead - behind) / (2 * h)
     growth = norm(u) / math.sin(norm(u)) if norm(u) else 1.0
-    assert ulps(off(sphere.pull_back(x, u, w), expected), x.dtype, growth**2) <= 3
-
-
-# Frames ---------------------------------------------------------------------------------------------------------------
+    assert ulps(off(sphere.pull_back(x, u, w), expected), x.dtype, growth**2) <= 3  # 2.2
 
 
 @PROPERTY
@@ -286,10 +285,10 @@ def test_frames_are_orthonormal_and_tangent_whatever_the_first_entry(case, sign,
     x = sphere.retract(torch.cat([first, others + (first == 0) * (others == 0).all()]))
     basis, one = sphere.tangent_basis(x).double(), sphere.any_tangent(x)
     assert basis.shape == (len(x), len(x) - 1)
-    assert ulps(basis.T @ basis - torch.eye(len(x) - 1), x.dtype) <= 4
-    assert ulps(x.double() @ basis, x.dtype) <= 3
-    assert ulps(norm(one) - 1, x.dtype) <= 1
-    assert ulps(dot(x, one), x.dtype) <= 2
+    assert ulps(basis.T @ basis - torch.eye(len(x) - 1), x.dtype) <= 4  # 3.0
+    assert ulps(x.double() @ basis, x.dtype) <= 3  # 2.3
+    assert ulps(norm(one) - 1, x.dtype) <= 1.5  # 1.0
+    assert ulps(dot(x, one), x.dtype) <= 2  # 1.3
 
 
 # Gradients ------------------------------------------------------------------------------------------------------------
@@ -334,13 +333,12 @@ def test_the_gradient_of_angle_is_the_unit_tangent_that_leads_away(case):
     else:
         error = norm(sphere.project(y, slope) + sphere.log(y, x) / sphere.angle(x, y))
         gap = min(norm(x - y), norm(x + y))
-        assert ulps(max(0.0, error - uneven(x, y) / gap**2), x.dtype) <= 3
+        assert ulps(max(0.0, error - uneven(x, y) / gap**2), x.dtype) <= 4  # 3.1
 
 
 @pytest.mark.parametrize("d", [2, 5])
 def test_gradients_of_log_and_exp_at_coincident_and_antipodal_points(d):
-    x = sphere.retract(random(d, seed=d))
-    eye = torch.eye(d, dtype=F64)
+    x, eye = sphere.retract(random(d, seed=d)), torch.eye(d, dtype=F64)
     p, jacobian = eye - x.outer(x), torch.autograd.functional.jacobian
     assert ulps(torch.cat(jacobian(sphere.log, (x, x))) - torch.cat([-p, p]), F64) <= 3
     assert torch.equal(torch.cat(jacobian(sphere.log, (x, -x))), torch.zeros(2 * d, d, dtype=F64))
@@ -383,8 +381,7 @@ def test_check_tokens_refuses_what_is_no_cloud(x, sentence, normalize):
 @pytest.mark.parametrize(("dtype", "tolerance"), [(F64, 1e-5), (F32, 1e-4)])
 def test_check_tokens_refuses_tokens_off_the_sphere_unless_asked_to_normalize(dtype, tolerance):
     for inside in (1 - 0.99 * tolerance, 1 + 0.99 * tolerance):
-        x = changed([inside, 0.0, 0.0], dtype)
-        assert sphere.check_tokens(x) is x
+        assert sphere.check_tokens(x := changed([inside, 0.0, 0.0], dtype)) is x
     for outside in (1 - 1.02 * tolerance, 1 + 1.02 * tolerance, 2.5):
         x = changed([outside, 0.0, 0.0], dtype)
         with pytest.raises(HelmscopeError) as refusal:

@@ -1,7 +1,7 @@
 """Calculus on the sphere, and the Brownian motion that it generates.
 
 Against closed forms of the theory, and against differences along geodesics in 50 digits. Bounds count roundings: 2^-52
-times the natural size of the quantity.
+times the natural size of the quantity. A number beside a bound is the worst of 4,000 other cases.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ def test_a_quadratic_and_a_linear_function(case):
     s, p, d = m + m.T, tangent_projector(x), len(x)
     f = lambda y: ((y @ s) * y).sum(-1) / 2 + y @ a  # noqa: E731
     slope, scale = s @ x + a, float(s.norm() + a.norm())
-    assert ulps(surface.gradient(f, x) - p @ slope, scale) <= 2
-    assert ulps(surface.hessian(f, x) - (p @ s @ p - (x @ slope) * p), scale) <= 4
-    assert ulps(surface.laplacian(f, x) - (s.trace() - x @ s @ x - (d - 1) * (x @ slope)), d * scale) <= 2
+    assert ulps(surface.gradient(f, x) - p @ slope, scale) <= 2  # 1.2
+    assert ulps(surface.hessian(f, x) - (p @ s @ p - (x @ slope) * p), scale) <= 2  # 1.3
+    assert ulps(surface.laplacian(f, x) - (s.trace() - x @ s @ x - (d - 1) * (x @ slope)), d * scale) <= 2  # 1.6
 
 
 @PROPERTY
@@ -65,7 +65,8 @@ def test_a_quadratic_and_a_linear_function(case):
 def test_divergence_of_a_linear_field(case):
     x, a, m = case
     expected = m.trace() - len(x) * (x @ m @ x) - (len(x) - 1) * (a @ x)
-    assert ulps(surface.divergence(lambda y: y @ m.T + a, x) - expected, len(x) * float(m.norm() + a.norm())) <= 2
+    error = surface.divergence(lambda y: y @ m.T + a, x) - expected
+    assert ulps(error, len(x) * float(m.norm() + a.norm())) <= 2  # 1.4
 
 
 @PROPERTY
@@ -77,7 +78,7 @@ def test_divergence_of_a_swirl_is_not_0_on_the_sphere(case):
     s = torch.tanh(v @ x)
     expected = -(r @ x) * ((v @ x) * (1 - s**2) + (len(x) - 1) * s)
     field = lambda y: torch.tanh(y @ v).unsqueeze(-1) * r  # noqa: E731
-    assert ulps(surface.divergence(field, x) - expected, len(x) * float(m[0].norm() * (1 + v.norm()))) <= 2
+    assert ulps(surface.divergence(field, x) - expected, len(x) * float(m[0].norm() * (1 + v.norm()))) <= 1  # 0.4
 
 
 @PROPERTY
@@ -100,7 +101,7 @@ def test_harmonics_of_degree_k_have_the_eigenvalue_minus_k_times_k_plus_d_minus_
         return real
 
     for f in (zonal, sectoral):
-        assert ulps(surface.laplacian(f, x) + k * (k + d - 2) * f(x), d * max(k, 1) ** 3) <= 4
+        assert ulps(surface.laplacian(f, x) + k * (k + d - 2) * f(x), d * max(k, 1) ** 3) <= 4  # 3.0
 
 
 def test_eigenvalues_of_the_printed_hessian():
@@ -109,7 +110,7 @@ def test_eigenvalues_of_the_printed_hessian():
     h = surface.hessian(lambda y: (y**2 * y.new_tensor([1.0, 2.0, 4.0])).sum(-1) / 2, x)
     basis = sphere.tangent_basis(x)
     printed = torch.tensor([[1.0, 3.0], [-1.0, 2.0], [-3.0, -2.0]], dtype=torch.float64)
-    assert ulps(torch.linalg.eigvalsh(basis.mT @ h @ basis) - printed) <= 8
+    assert ulps(torch.linalg.eigvalsh(basis.mT @ h @ basis) - printed) <= 8  # 6, by eigvalsh
 
 
 def test_second_order_of_a_printed_layer():
@@ -165,11 +166,11 @@ def test_operators_agree_with_differences_along_geodesics(case):
     frame = torch.linalg.qr(sphere.tangent_basis(x) @ m[1:, 1:]).Q  # a random orthonormal frame
     first, second, spread = torch.tensor([differences(x, a, m, v) for v in frame.T], dtype=x.dtype).T
     h, scale = surface.hessian(f, x), size(a, m)
-    assert ulps(frame.T @ surface.gradient(f, x) - first, scale) <= 2
-    assert ulps((frame.T @ h @ frame).diagonal() - second, scale) <= 2
-    assert ulps(torch.cat([h - h.T, (h @ x).unsqueeze(0)]), scale) <= 2
-    assert ulps(surface.laplacian(f, x) - second.sum(), scale) <= 2
-    assert ulps(surface.divergence(field, x) - spread.sum(), scale) <= 2
+    assert ulps(frame.T @ surface.gradient(f, x) - first, scale) <= 1  # 0.5
+    assert ulps((frame.T @ h @ frame).diagonal() - second, scale) <= 2  # 1.4
+    assert ulps(torch.cat([h - h.T, (h @ x).unsqueeze(0)]), scale) <= 1  # 0.4
+    assert ulps(surface.laplacian(f, x) - second.sum(), scale) <= 2  # 1.1
+    assert ulps(surface.divergence(field, x) - spread.sum(), scale) <= 2  # 1.0
 
 
 @PROPERTY
@@ -180,7 +181,7 @@ def test_results_do_not_depend_on_the_extension_off_the_sphere(case):
     for operator in (surface.gradient, surface.divergence, surface.hessian):
         g = field if operator is surface.divergence else f
         other = operator(lambda y, g=g: g(sphere.retract(y)) * (y * y).sum(), x)
-        assert ulps(other - operator(g, x), size(a, m)) <= 2
+        assert ulps(other - operator(g, x), size(a, m)) <= 2  # 1.2
 
 
 # Brownian motion, whose generator is nu Lap_S -------------------------------------------------------------------------
@@ -261,7 +262,6 @@ def test_graph_is_kept_where_x_asks_for_it(operator):
 def test_operators_work_where_gradients_are_off(operator):
     x, f = sphere.retract(normal(2, 3)), a_function(operator)
     with torch.no_grad():
-        assert torch.equal(operator(f, x), operator(f, x.clone()))
         quiet, asking = operator(f, x), operator(f, x.clone().requires_grad_())
     assert torch.equal(quiet, operator(f, x))
     assert not quiet.requires_grad
@@ -280,7 +280,7 @@ def test_points_do_not_see_each_other(operator):
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_a_constant_has_no_derivative(operator):
     x = sphere.retract(normal(4, 3))
-    if operator is surface.divergence:  # P c shrinks towards c: div_S(P c) = -(d-1) <x, c>
+    if operator is surface.divergence:  # a constant vector c is not parallel: div_S(P c) = -(d-1) <x, c>
         assert ulps(operator(lambda y: torch.ones_like(y).detach(), x) + 2 * x.sum(-1)) <= 2
     else:
         constant = operator(lambda y: y.new_ones(y.shape[:-1]), x)
@@ -292,8 +292,8 @@ def test_wrong_shapes_are_refused(operator):
     x = sphere.retract(normal(4, 3))
     wanted = "a field gives a vector" if operator is surface.divergence else "a function gives one number"
     wrong = (lambda y: y.sum(-1)) if operator is surface.divergence else (lambda y: 1 * y)
-    given = "(4,)" if operator is surface.divergence else "(4, 3)"
-    for f, shape in ((wrong, given), (lambda y: y.sum(), "()")):
+    shown = "(4,)" if operator is surface.divergence else "(4, 3)"
+    for f, shape in ((wrong, shown), (lambda y: y.sum(), "()")):
         with pytest.raises(HelmscopeError) as refusal:
             operator(f, x)
         assert str(refusal.value) == f"f gives shape {shape} at points of shape (4, 3), but {wanted} at each point"

@@ -135,12 +135,13 @@ def log(x: Float[Tensor, "*batch d"], y: Float[Tensor, "*batch d"]) -> Float[Ten
     x, y = x + torch.zeros_like(y), y + torch.zeros_like(x)  # broadcast
     # P_x(y - x) = P_x y without the cancellation near x; from the far side P_x(y + x) = P_x y
     far = ((x * y).sum(-1, keepdim=True) < 0).detach()
-    toward = project(x, torch.where(far, y + x, y - x))
-    size = torch.linalg.vector_norm(toward, dim=-1, keepdim=True)
-    theta = angle(x, y).unsqueeze(-1)
-    aligned = size.detach() <= 8 * torch.finfo(x.dtype).eps  # what is left is the rounding of the two norms
+    chord = torch.where(far, y + x, y - x)
+    toward = project(x, project(x, chord))  # the second removes the rounding that the first leaves along x
+    size, reach = (torch.linalg.vector_norm(v, dim=-1, keepdim=True) for v in (toward, chord))
+    # a chord along x is the rounding of the two norms, not a direction
+    aligned = (size <= 4 * x.shape[-1] * torch.finfo(x.dtype).eps * reach).detach()
     safe = torch.where(aligned, torch.ones_like(size), size)
-    general = torch.where(aligned, toward, toward * (theta / safe))
+    general = torch.where(aligned, toward, toward * (angle(x, y).unsqueeze(-1) / safe))
     return torch.where(aligned & far, torch.pi * any_tangent(x.detach()), general)
 
 
