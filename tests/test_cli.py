@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -347,3 +348,18 @@ def test_version_and_help(helmscope):
     code, out, err = helmscope("simulate", "--help")
     assert (code, err) == (0, "")
     assert all(option in out for option in ("--beta", "--seed", "--device", "--out", "--json", "--times"))
+
+
+def test_an_interrupt_is_one_sentence_and_leaves_whole_files(tmp_path: Path) -> None:
+    command = [COMMAND, "simulate", "--field", "usa", "--beta", "9", "--times", "0,1000", "--out", "run"]
+    process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "run" / "manifest.json").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert stderr.splitlines()[-1].startswith("helmscope: interrupted")
+    assert "Traceback" not in stderr
+    assert os.listdir(tmp_path / "run") == ["manifest.json"]

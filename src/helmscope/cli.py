@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from helmscope.theory.starts import Start
 
 NOT_PARAMETERS = ("out", "as_json", "seed", "dtype", "device")  # of the result: they stand elsewhere in the manifest
+INTERRUPTED = 130  # what typer makes of Ctrl-C
 
 app = typer.Typer(
     name="helmscope",
@@ -38,7 +39,10 @@ app = typer.Typer(
 def main() -> None:
     """Entry point of the command ``helmscope``: bad input is one sentence on standard error and exit code 2."""
     try:
-        sys.exit(app(standalone_mode=False))
+        code = app(standalone_mode=False)
+        if code == INTERRUPTED:
+            print("helmscope: interrupted; what was written before is whole", file=sys.stderr)
+        sys.exit(code)
     except HelmscopeError as error:
         sentence = str(error)
     except typer.TyperException as error:  # what the parser refuses

@@ -152,6 +152,10 @@ class Trajectory:
     For a simulation, time is the flow's time and the batch holds independent systems. For a model, time is depth in
     half-steps (after attention, after MLP), the batch holds prompts, and ``radius`` is the norm that was divided out.
     ``mask`` is True at real tokens and False at padding; ``tokens`` holds a label for each token where there is one.
+
+    >>> import torch
+    >>> Trajectory(torch.zeros(1), torch.eye(3).expand(1, 2, 3, 3)).states.shape
+    torch.Size([1, 2, 3, 3])
     """
 
     times: Float[Tensor, " time"]
@@ -264,6 +268,9 @@ class Ruling(Enum):
 class Verdict:
     """A ruling on one claim: the statistic with its interval and sample size, the region frozen before the run, the
     hash of the catalogue entry, and the sentence a reader needs.
+
+    >>> Verdict("rate", Ruling.SUPPORTED, 1.0, 0.99, 1.01, 20, "[0.9, 1.1]", "c0ffee", "SA has rate 1.").ruling.value
+    'supported'
     """
 
     claim: str

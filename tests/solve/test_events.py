@@ -164,11 +164,13 @@ def test_events_do_not_change_the_states():
 
 def test_padding_is_no_token_to_an_event():
     x0 = hs.Uniform(n=4, dim=3).sample(seed=0)
-    events = [hs.HittingTime(1e-2)]
-    bare = hs.integrate(hs.SA(beta=1.0), x0[:3], [20.0], events=events).event_times[0]
-    mask = torch.tensor([True, True, True, False])
-    padded = hs.integrate(hs.SA(beta=1.0), x0, [20.0], mask=mask, events=events).event_times[0]
-    assert padded.item() == pytest.approx(bare.item(), rel=1e-8)
+    events = [hs.HittingTime(1e-2), hs.ClusterMerge(0.1)]
+    for mask in ([True, True, True, False], [False, True, True, True]):
+        real = torch.tensor(mask)
+        hit, merged = hs.integrate(hs.SA(beta=1.0), x0[real], [20.0], events=events).event_times
+        padded = hs.integrate(hs.SA(beta=1.0), x0, [20.0], mask=real, events=events).event_times
+        assert padded[0].item() == pytest.approx(hit.item(), rel=1e-8)
+        assert padded[1].tolist() == [*(pytest.approx(time, rel=1e-8) for time in merged.tolist()), 0]
 
 
 # Fixed steps ----------------------------------------------------------------------------------------------------------

@@ -152,6 +152,13 @@ def test_resume_refuses_bad_states(states):
         sim.resume(0, states)
 
 
+@pytest.mark.parametrize("step", [2, -3])
+def test_resume_refuses_a_time_index_outside_the_run(step):
+    sim = hs.integrate(hs.SA(beta=1.0), X0, [0, 1.0])
+    with pytest.raises(hs.HelmscopeError, match=rf"^step is {step}, "):
+        sim.resume(step, X0)
+
+
 # Progress and warnings ------------------------------------------------------------------------------------------------
 
 

@@ -22,6 +22,15 @@ class Simulation:
 
     ``states`` has the shape of the start behind the time axis: (time, *batch, n, d). ``event_times`` holds, for each
     event asked for, the first time it happened to each system (NaN: never).
+
+    >>> import torch
+    >>> from helmscope.fields.attention import SA
+    >>> from helmscope.solve.integrate import integrate
+    >>> run = integrate(SA(beta=0.0), torch.eye(2), times=[0.0, 1.0, 2.0])
+    >>> run.states.shape, run.kernel(0)[0, 0].tolist(), str(run.outcome)
+    (torch.Size([3, 2, 2]), [0.5, 0.5], 'finished at t=2')
+    >>> run.resume(1, run.trajectory.states[1]).times
+    tensor([1., 2.], dtype=torch.float64)
     """
 
     trajectory: Trajectory
