@@ -325,3 +325,18 @@ def test_a_batch_of_16_is_16_batches_of_one(field):
     x0 = hs.Uniform(n=5, dim=3).sample(batch=16, seed=0)
     alone = [run(field, x[None], ADAPTIVE, None) for x in x0]
     same([torch.cat(parts) for parts in zip(*alone, strict=True)], run(field, x0, ADAPTIVE, None))
+
+
+def test_a_field_that_is_lost_midway_is_not_finite():
+    """Beyond a latitude the velocity is NaN: the steps shrink in front of it, and the outcome says why."""
+    x0 = torch.tensor([[1.0, 0.0]], dtype=torch.float64)
+
+    def rising(x: torch.Tensor) -> torch.Tensor:
+        velocity = torch.stack([-x[..., 1], x[..., 0]], -1)
+        return torch.where(x[..., 1:] > 0.5, torch.nan, velocity)
+
+    sim = hs.integrate(rising, x0, [0.1, 1.0])
+    assert "not finite" in str(sim.outcome)
+    assert sim.outcome.times[0] == pytest.approx(math.pi / 6, abs=1e-6)
+    assert torch.isfinite(sim.states[0]).all()
+    assert sim.states[1].isnan().all()

@@ -263,8 +263,7 @@ def test_padding_changes_nothing(field, stepper):
 @pytest.mark.parametrize("field", [hs.SA(beta=4.0), hs.USA(beta=2.0)])
 @pytest.mark.parametrize(
     ("stepper", "bound"),
-    # methods whose stages leave the sphere see two continuations of one field there, and agree to their own error
-    [(None, 1e-9), (hs.Heun(h=0.1), 1e-13), (hs.GeodesicRK4(h=0.1), 1e-13), (hs.Layer(h=0.25), 1e-13)],
+    [(None, 1e-12), *((make(h=0.25), 1e-13) for make in (hs.Heun, hs.RK4, hs.GeodesicRK4, hs.Layer))],
 )
 def test_weight_two_is_two_tokens(field, stepper, bound):
     weights = torch.tensor([1.0, 2.0, 1.0, 3.0], dtype=F64)
@@ -280,6 +279,19 @@ def test_weights_of_each_system():
     states = hs.integrate(hs.SA(beta=1.0), BATCH.reshape(2, 3, 4, 3), [1.0], weights=weights).states[0]
     one = hs.integrate(hs.SA(beta=1.0), BATCH[4], [1.0], weights=weights[1, 1]).states[0]
     assert torch.equal(states[1, 1], one)
+
+
+@pytest.mark.parametrize("stepper", [None, hs.RK4(h=0.5), hs.GeodesicRK4(h=0.5)])
+def test_a_callable_may_call_a_field_that_checks_its_tokens(stepper):
+    mixed = hs.integrate(lambda x: hs.USA(beta=2.0)(x) / 2, X0, [4.0], stepper=stepper).states
+    plain = hs.integrate(lambda x: hs.USA(beta=2.0).velocity(x) / 2, X0, [4.0], stepper=stepper).states
+    assert torch.equal(mixed, plain)
+
+
+@pytest.mark.parametrize("progress", ["bar", 3])
+def test_progress_must_be_callable(progress):
+    with pytest.raises(hs.HelmscopeError, match=r"^progress is .*, but it must be a callable"):
+        hs.integrate(hs.SA(beta=1.0), X0, [1.0], progress=progress)
 
 
 # Bad input ------------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import torch
 from helmscope.types import Outcome, Status
 
 if TYPE_CHECKING:
-    from jaxtyping import Float, Int
+    from jaxtyping import Bool, Float, Int
     from torch import Tensor
 
     from helmscope.solve.extras import Extras
@@ -34,6 +34,7 @@ class _Running:
     h: Float[Tensor, " active"]
     log_error: Float[Tensor, " active"]
     target: Int[Tensor, " active"]
+    lost: Bool[Tensor, " active"]  # the last trial met a velocity that is not finite
     flow: Flow
 
     def keep(self, which: Tensor) -> None:
@@ -82,18 +83,19 @@ def _start(flow: Flow, x: Tensor, tol: float, order: int) -> _Running:
     first = flow.move(x, h[:, None, None])
     zeros = torch.zeros(count, dtype=torch.float64, device=device)
     index = torch.arange(count, device=device)
-    return _Running(index, x, first, h, zeros, h, zeros, torch.zeros_like(index), flow)
+    lost = ~torch.isfinite(first.detach()).all(-1).all(-1)
+    return _Running(index, x, first, h, zeros, h, zeros, torch.zeros_like(index), lost, flow)
 
 
 def _why_stop(run: _Running, attempts: int, max_steps: int, targets: int) -> list[Status | None]:
-    done, stuck = run.target >= targets, run.t + run.h <= run.t
-    lost = ~torch.isfinite(run.first.detach()).all(-1).all(-1)
-    if attempts < max_steps and not bool((done | stuck | lost).any()):
+    done, stuck = run.target >= targets, ~(run.t + run.h > run.t)  # also where the step is NaN
+    if attempts < max_steps and not bool((done | stuck).any()):
         return [None] * len(run.systems)
     limit = Status.STEP_LIMIT if attempts >= max_steps else None
+    small = [Status.NOT_FINITE if lost else Status.STEP_TOO_SMALL for lost in run.lost.tolist()]
     return [
-        Status.FINISHED if d else Status.NOT_FINITE if n else Status.STEP_TOO_SMALL if s else limit
-        for d, n, s in zip(done.tolist(), lost.tolist(), stuck.tolist(), strict=True)
+        Status.FINISHED if d else why if s else limit
+        for d, s, why in zip(done.tolist(), stuck.tolist(), small, strict=True)
     ]
 
 
@@ -107,6 +109,7 @@ def _step(run: _Running, clock: Tensor, stepper: AdaptiveStepper, tol: float, ex
     first = run.first * (h / run.first_h)[:, None, None].to(run.x.dtype)
     trial = stepper.attempt(run.flow, run.x, h[:, None, None], first)
     error = torch.linalg.vector_norm(trial.error.detach(), dim=-1).amax(-1).to(torch.float64) / tol
+    run.lost = ~torch.isfinite(error)
     good: Tensor = error <= 1  # False for NaN
     log_error = torch.log(error.clamp(min=1e-10))
     factor = _factor(log_error, run.log_error, good, stepper.order)

@@ -28,7 +28,7 @@ ERROR = (71 / 57600, 0.0, -71 / 16695, 71 / 1920, -17253 / 339200, 22 / 525, -1 
 
 @dataclass(frozen=True)
 class DormandPrince(AdaptiveStepper):
-    """Adaptive Runge-Kutta of order 5 with an error estimate of order 4; the retraction at the end keeps the order.
+    """Adaptive Runge-Kutta of order 5 with an error estimate of order 4, for the field f(x / |x|) of R^d.
 
     ``tol`` bounds the local error of every token in each step (None: 1e-9 in float64, 1e-5 in float32), ``max_steps``
     the trial steps of one system.
@@ -47,9 +47,7 @@ class DormandPrince(AdaptiveStepper):
         """One trial step. Its last displacement is taken at the new state, so it can open the next step."""
         k = [first]
         for row in STAGES:
-            y = x + _combine(row, k)
-            if row is STAGES[-1]:
-                y = retract(y)
+            y = retract(x + _combine(row, k))
             k.append(flow.move(y, h))
         return Attempt(y, k[-1], _combine(ERROR, k))
 

@@ -105,6 +105,8 @@ def integrate(
     >>> round(float(final[0] @ final[1]), 9)  # tanh 1
     0.761594156
     """
+    if progress is not None and not callable(progress):
+        raise HelmscopeError(f"progress is {progress!r}, but it must be a callable that takes the share of work done")
     problem = pose(
         field,
         x0,

@@ -16,9 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RK4(FixedStepper):
-    """Four stages in the ambient space, one retraction at the end, order 4.
-
-    The stages lie off the sphere by O(h^2), where P_x f = f - <x, f> x goes on smoothly.
+    """The classical four stages, each retracted to the sphere, order 4: the method for the field f(x / |x|) of R^d.
 
     >>> import torch
     >>> from helmscope.fields.attention import SA
@@ -33,7 +31,7 @@ class RK4(FixedStepper):
     def step(self, flow: Flow, x: Tensor, h: Tensor) -> Tensor:
         """One step."""
         k1 = flow.move(x, h)
-        k2 = flow.move(x + k1 / 2, h)
-        k3 = flow.move(x + k2 / 2, h)
-        k4 = flow.move(x + k3, h)
+        k2 = flow.move(retract(x + k1 / 2), h)
+        k3 = flow.move(retract(x + k2 / 2), h)
+        k4 = flow.move(retract(x + k3), h)
         return retract(x + (k1 + 2 * k2 + 2 * k3 + k4) / 6)
