@@ -86,7 +86,7 @@ def test_a_run_gives_the_library_s_numbers(helmscope, tmp_path):
     assert set(report["measured"]) == {
         *("probability", "order", "mean_inner_product", "clusters", "entropy_rank", "energy")
     }
-    assert (report["ok"], report["outcome"], report["seed"], report["n"]) == (True, "finished at t=1", 7, 2)
+    assert (report["ok"], report["outcome"], report["seed"], report["systems"]) == (True, "finished at t=1", 7, 2)
     assert (report["folder"], report["picture"]) == ("run", "run/overview.png")
     assert (tmp_path / "run" / "overview.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
@@ -363,3 +363,33 @@ def test_an_interrupt_is_one_sentence_and_leaves_whole_files(tmp_path: Path) -> 
     assert stderr.splitlines()[-1].startswith("helmscope: interrupted")
     assert "Traceback" not in stderr
     assert os.listdir(tmp_path / "run") == ["manifest.json"]
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("--times", "0:1:99999999999"), "COUNT from 2 to 1000000"),
+        (("--out", ""), "out is ''"),
+        (("--n", "2000000", "--batch", "1", "--times", "0,1"), "n is 2000000 and batch is 1, but 3.2e+04 GB"),
+    ],
+)
+def test_too_much_is_refused_with_one_sentence(helmscope, words, sentence):
+    code, out, err = helmscope("simulate", *words)
+    assert (code, out) == (2, "")
+    assert err.splitlines()[-1].startswith("helmscope: ")
+    assert sentence in err.splitlines()[-1]
+
+
+def test_no_words_at_all_show_the_help(helmscope):
+    code, out, err = helmscope()
+    assert (code, err) == (0, "")
+    assert "simulate" in out
+
+
+def test_a_full_standard_output_is_one_sentence(tmp_path):
+    with open("/dev/full", "w") as full:
+        command = [COMMAND, "simulate", *SMALL, "--json"]
+        done = subprocess.run(command, cwd=tmp_path, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert "helmscope: cannot write" in done.stderr

@@ -7,6 +7,7 @@ import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -95,9 +96,13 @@ def test_the_two_lists_of_exports_agree() -> None:
     assert set(hs.__all__) == {*typed, "__version__"}
 
 
-def test_every_export_is_there_and_documented() -> None:
+def test_every_export_is_there_and_documented_with_an_example() -> None:
     for name in hs._EXPORTS:
-        assert getattr(hs, name).__doc__, name
+        thing = getattr(hs, name)
+        assert thing.__doc__, name
+        if name not in ("System", "Reducer") and not isinstance(thing, ModuleType):
+            examples = thing.collect.__doc__ if name == "Manifest" else thing.__doc__
+            assert ">>>" in examples, name
     assert set(hs._EXPORTS) <= set(dir(hs))
 
 
@@ -142,7 +147,8 @@ def test_versions_agree() -> None:
     assert hs.__version__.split(".dev")[0] in (ROOT / "CHANGELOG.md").read_text()
 
 
-def test_the_readme_runs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_readme_runs(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     text = (ROOT / "README.md").read_text()
     (code,) = re.findall(r"```python\n(.*?)```", text, re.S)
     exec(compile(code, "README.md", "exec"), {})

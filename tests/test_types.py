@@ -158,8 +158,8 @@ def test_outcome_names_the_first_failure_and_its_remedy():
     bad = hs.Outcome((done, small, lost, limit), (10.0, 0.123456789, 2.0, 3.0))
     assert not bad.ok
     assert str(bad) == (
-        "system 1 of 4: step size fell below rounding at t=0.123457: loosen tol, use float64, or lower beta "
-        "(and 2 more systems)"
+        "system 1 of 4: step size fell below rounding at t=0.123457: use float64, loosen tol, lower beta or pass "
+        "merge= (and 2 more systems)"
     )
     assert "max_steps" in str(hs.Outcome((limit,), (1.0,)))
     assert str(hs.Outcome((lost,), (2.0,))) == (

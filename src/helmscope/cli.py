@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from helmscope.theory.starts import Start
 
 NOT_PARAMETERS = ("out", "as_json", "seed", "dtype", "device")  # of the result: they stand elsewhere in the manifest
+MOST_TIMES = 1_000_000
 INTERRUPTED = 130  # what typer makes of Ctrl-C
 
 app = typer.Typer(
@@ -39,7 +40,7 @@ app = typer.Typer(
 def main() -> None:
     """Entry point of the command ``helmscope``: bad input is one sentence on standard error and exit code 2."""
     try:
-        code = app(standalone_mode=False)
+        code = app(sys.argv[1:] or ["--help"], standalone_mode=False)
         if code == INTERRUPTED:
             print("helmscope: interrupted; what was written before is whole", file=sys.stderr)
         sys.exit(code)
@@ -47,6 +48,8 @@ def main() -> None:
         sentence = str(error)
     except typer.TyperException as error:  # what the parser refuses
         sentence = error.format_message()
+    except OSError as error:  # standard output cannot be written
+        sentence = f"cannot write: {error.strerror}"
     print(f"helmscope: {sentence}", file=sys.stderr)
     sys.exit(2)
 
@@ -93,9 +96,7 @@ def simulate(
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
     """Integrate self-attention on the sphere; write a run folder with numbers, states and a picture."""
-    parameters = {
-        key: value for key, value in locals().items() if key not in ("out", "as_json", "seed", "dtype", "device")
-    }
+    parameters = {key: value for key, value in locals().items() if key not in NOT_PARAMETERS}
     from helmscope.observe.overview import overview
     from helmscope.solve.integrate import pose
     from helmscope.store.manifest import hash_bytes
@@ -112,7 +113,7 @@ def simulate(
     run = _new_run("simulate", out)
     inputs = {"start": hash_bytes(tokens.cpu().numpy().tobytes())}
     run.write_manifest(_manifest(seed=seed, dtype=dtype, device=device, inputs=inputs, parameters=parameters))
-    with _bar("integrating") as progress:
+    with _bar("integrating") as progress, _enough_memory(n=n, batch=batch):
         simulation = problem.run(progress)
     run.write_data("trajectory", _trajectory(simulation.times, simulation.states))
     report: dict[str, Any] = {
@@ -125,7 +126,7 @@ def simulate(
         measured = overview(simulation.trajectory, beta=beta, delta=delta, radius=radius)
         run.write_results("overview", measured)
         report |= _listed(measured)
-        _picture(report, run, measured, f"{type(flow).__name__}  beta = {beta:g}, n = {n}, d = {dim}")
+        _picture(report, run, measured, f"{type(flow).__name__}  beta = {beta:g}, {n} tokens in dimension {dim}")
     _say(report, as_json)
 
 
@@ -171,7 +172,7 @@ def _listed(measured: xr.Dataset) -> dict[str, Any]:
     curves = [str(name) for name in measured.data_vars if measured[name].dims == ("time",)]
     names = [name for name in curves if f"{name}_stderr" in curves]
     rows = {name: {"value": plain(name), "stderr": plain(f"{name}_stderr")} for name in names}
-    return {"n": measured.attrs["n"], "times": measured.time.values.tolist(), "measured": rows}
+    return {"systems": measured.attrs["n"], "times": measured.time.values.tolist(), "measured": rows}
 
 
 def _field(name: str, *, beta: float, value: float, causal: bool, dim: int) -> Attention:
@@ -228,9 +229,10 @@ def _times(text: str) -> list[float]:
     if ":" not in text:
         return increasing_times([_number(part) for part in text.split(",")])
     parts = text.split(":")
-    if len(parts) != 3 or not parts[2].isdigit() or int(parts[2]) < 2:
+    if len(parts) != 3 or not parts[2].isdigit() or not 2 <= int(parts[2]) <= MOST_TIMES:
         raise HelmscopeError(
-            f"times is '{text}', but it must be numbers such as 0,1,5 or a range FROM:TO:COUNT such as 0:10:101"
+            f"times is '{text}', but it must be numbers such as 0,1,5 or a range FROM:TO:COUNT such as 0:10:101, with "
+            f"COUNT from 2 to {MOST_TIMES}"
         )
     first, last = (real_number("times", _number(part)) for part in parts[:2])
     count = int(parts[2])
@@ -264,6 +266,8 @@ def _device(name: str) -> str:
 def _new_run(what: str, out: str | None) -> Any:
     from helmscope.store.run_folder import RunFolder
 
+    if out == "":
+        raise HelmscopeError("out is '', but it must name a new or an empty folder")
     return RunFolder.new("runs", what) if out is None else RunFolder.create(out)
 
 
@@ -280,6 +284,20 @@ def _trajectory(times: torch.Tensor, states: torch.Tensor) -> xr.Dataset:
 
     axes = ("time", "system", "token", "axis")
     return xr.Dataset({"states": (axes, states.cpu().numpy())}, {"time": times.cpu().numpy()})
+
+
+@contextmanager
+def _enough_memory(*, n: int, batch: int) -> Iterator[None]:
+    """torch says in many words that memory ran out; a user needs one sentence."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if "alloc" not in str(error) and "out of memory" not in str(error):
+            raise
+        raise HelmscopeError(
+            f"n is {n} and batch is {batch}, but {batch * n * n * 8 / 1e9:.3g} GB for each matrix of pairs is more "
+            "than there is: lower n or batch"
+        ) from None
 
 
 @contextmanager

@@ -22,7 +22,11 @@ if TYPE_CHECKING:
 
 
 class HelmscopeError(ValueError):
-    """Every refusal of bad input: one sentence that names the argument, the value and what is allowed."""
+    """Every refusal of bad input: one sentence that names the argument, the value and what is allowed.
+
+    >>> issubclass(HelmscopeError, ValueError)
+    True
+    """
 
 
 class MissingExtra(HelmscopeError):
@@ -77,7 +81,9 @@ def increasing_times(times: object) -> list[float]:
     """
     values = times.tolist() if hasattr(times, "tolist") else times
     if not isinstance(values, Sequence) or isinstance(values, str | bytes) or not values:
-        raise HelmscopeError(f"times is {_shown(times)}, but it must be a sequence of at least one time")
+        raise HelmscopeError(
+            f"times is {_shown(times)}, but it must be a sequence of at least one time, such as [1, 5, 10]"
+        )
     checked = [real_number(f"times[{i}]", t, at_least=0) for i, t in enumerate(values)]
     for i in range(1, len(checked)):
         if checked[i] <= checked[i - 1]:
@@ -105,11 +111,17 @@ def _shown(value: object) -> str:
 
 
 class Status(Enum):
-    """How the integration of one system ended; the value is the message, with its remedy."""
+    """How the integration of one system ended; the value is the message, with its remedy.
+
+    >>> Status.FINISHED.value.format(time=10.0)
+    'finished at t=10'
+    """
 
     FINISHED = "finished at t={time:.6g}"
-    STEP_LIMIT = "step limit reached at t={time:.6g}: raise max_steps, lower beta, or pass merge= to integrate"
-    STEP_TOO_SMALL = "step size fell below rounding at t={time:.6g}: loosen tol, use float64, or lower beta"
+    STEP_LIMIT = (
+        "step limit reached at t={time:.6g}: raise max_steps, loosen tol, lower beta, or pass merge= to integrate"
+    )
+    STEP_TOO_SMALL = "step size fell below rounding at t={time:.6g}: use float64, loosen tol, lower beta or pass merge="
     NOT_FINITE = "velocity is not finite at t={time:.6g}: lower beta or use float64"
 
     @property
@@ -123,7 +135,7 @@ class Outcome:
     """How every system of a batch ended: one status and one last time a system.
 
     >>> str(Outcome((Status.FINISHED, Status.STEP_LIMIT), (10.0, 3.2)))
-    'system 1 of 2: step limit reached at t=3.2: raise max_steps, lower beta, or pass merge= to integrate'
+    'system 1 of 2: step limit reached at t=3.2: raise max_steps, loosen tol, lower beta, or pass merge= to integrate'
     """
 
     statuses: tuple[Status, ...]
@@ -218,6 +230,10 @@ def check_measurement(dataset: xr.Dataset) -> xr.Dataset:
     the attribute n says how many replicates stand behind it (on the variable, else on the Dataset).
 
     Returns the Dataset unchanged, so that it can close a function; refuses a Dataset that breaks the rule.
+
+    >>> import xarray as xr
+    >>> check_measurement(xr.Dataset({"order": 0.5, "order_stderr": 0.1}, attrs={"n": 16})).attrs["n"]
+    16
     """
     if not hasattr(dataset, "data_vars"):
         raise HelmscopeError(f"dataset is a {type(dataset).__name__}, but a Measurement is an xarray Dataset")
@@ -255,7 +271,11 @@ def _check_companions(dataset: xr.Dataset, name: str) -> None:
 
 
 class Ruling(Enum):
-    """What a trial can say of a claim."""
+    """What a trial can say of a claim.
+
+    >>> Ruling("refuted").name
+    'REFUTED'
+    """
 
     SUPPORTED = "supported"
     REFUTED = "refuted"

@@ -152,3 +152,16 @@ def test_overview_refuses_with_one_sentence(options, said):
     with pytest.raises(hs.HelmscopeError, match=said) as caught:
         hs.overview(PLAIN, **options)
     assert "\n" not in str(caught.value)
+
+
+def test_a_simulation_serves_where_a_trajectory_does_and_nothing_else():
+    run = hs.integrate(hs.SA(beta=1.0), hs.Uniform(n=4, dim=3).sample(batch=3, seed=0), [0.0, 1.0])
+    for observe in (
+        lambda seen: hs.overview(seen, beta=1.0),
+        lambda seen: hs.clustering_probability(seen, delta=0.1),
+        lambda seen: hs.inner_product_histogram(seen),
+        lambda seen: hs.track(seen, order=hs.order_parameter),
+    ):
+        assert observe(run).identical(observe(run.trajectory))
+        with pytest.raises(hs.HelmscopeError, match=r"^trajectory is a Tensor, but it must be"):
+            observe(run.states)

@@ -37,7 +37,7 @@ def test_curves_are_the_measurement():
 
 def test_words_on_the_picture():
     figure = hs.overview_figure(SEEN, title="SA")
-    assert figure.get_suptitle() == "SA   (n = 4 systems; bands: two standard errors)"
+    assert figure.get_suptitle() == "SA   (4 systems; bands: two standard errors)"
     legends = [text.get_text() for panel in figure.axes[:3] for text in panel.get_legend().get_texts()]
     assert legends == [
         *("P(<x,y> >= 1 - 0.01)", "order parameter |mean x|"),

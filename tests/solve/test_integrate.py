@@ -294,6 +294,53 @@ def test_progress_must_be_callable(progress):
         hs.integrate(hs.SA(beta=1.0), X0, [1.0], progress=progress)
 
 
+def test_tokens_just_off_the_sphere_are_put_back_and_others_keep_their_bits():
+    near = hs.integrate(hs.SA(beta=1.0), X0 * (1 + 1e-6), [0, 1.0]).states
+    assert (torch.linalg.vector_norm(near[0], dim=-1) - 1).abs().max() <= 1e-15
+    exact = hs.integrate(hs.SA(beta=1.0), X0, [0, 1.0]).states
+    assert torch.equal(exact[0], X0)
+    assert (near - exact).abs().max() <= 1e-9
+
+
+def test_events_may_come_from_a_generator():
+    seen = hs.integrate(hs.SA(beta=0.0), X0, [30.0], events=(hs.HittingTime(d) for d in (1e-1, 1e-3))).event_times
+    assert 0 < seen[0] < seen[1] < 30
+
+
+class NoSignal:
+    def signal(self, x):
+        return 1.0
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"events": hs.HittingTime(1e-3)}, "events is HittingTime.*list"),
+        ({"events": None}, "events is None.*list"),
+        ({"events": [NoSignal()]}, "NoSignal whose signal is 1.0"),
+        ({"merge": 0.6}, "merge is 0.6.*0.5"),
+        ({"normalize": "no"}, "normalize is 'no'"),
+        ({"field": lambda x: x.sum()}, r"field gives \(\) for tokens of shape \(4, 3\)"),
+        ({"field": lambda x: None}, "field gives NoneType"),
+        ({"x0": X0.to_sparse()}, "layout torch.sparse_coo"),
+        ({"x0": X0.to("meta")}, "on meta"),
+        ({"weights": torch.full((4,), 1e308, dtype=F64)}, r"weights holds the entry 1e\+308"),
+    ],
+)
+def test_what_a_new_user_tried_is_refused_with_one_sentence(options, words):
+    given = {"field": hs.SA(beta=1.0), "x0": X0, "times": [1.0]} | options
+    with pytest.raises(hs.HelmscopeError, match=words):
+        hs.integrate(given.pop("field"), given.pop("x0"), given.pop("times"), **given)
+
+
+@pytest.mark.parametrize("step", [0.5, "a", 2, -3, True])
+def test_time_indices_are_checked(step):
+    run = hs.integrate(hs.SA(beta=1.0), X0, [0.5, 1.0])
+    for ask in (run.kernel, lambda k: run.resume(k, X0)):
+        with pytest.raises(hs.HelmscopeError, match=r"^step is .*indices 0 to 1"):
+            ask(step)
+
+
 # Bad input ------------------------------------------------------------------------------------------------------------
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, eq=False)
 class Attention(ABC):
     """What SA and USA share: the parameters of the logits and the values."""
+
+    normalized: ClassVar[bool]
 
     beta: float
     query_key: Float[Tensor, "d d"] | None = field(default=None, kw_only=True)
@@ -73,9 +75,8 @@ class Attention(ABC):
         self.check_size(check_tokens(x))
         velocity = self.velocity(x, check_weights(x, weights, mask))
         if not bool(torch.isfinite(velocity.detach()).all()):
-            raise HelmscopeError(
-                f"beta is {self.beta:g}, and the velocity leaves {x.dtype}: call .scaled(x) for it with a log scale"
-            )
+            remedy = "take smaller value or weights" if self.normalized else "call .scaled(x) for it with a log scale"
+            raise HelmscopeError(f"beta is {self.beta:g}, and the velocity leaves {x.dtype}: {remedy}")
         return velocity
 
     def check_size(self, x: Float[Tensor, "*batch n d"]) -> None:
@@ -129,7 +130,7 @@ class SA(Attention):
             [0.5000, 0.0000]])
     """
 
-    normalized = True
+    normalized: ClassVar[bool] = True
 
     def velocity(self, x: Float[Tensor, "*batch n d"], weights: Tensor | None = None) -> Float[Tensor, "*batch n d"]:
         """The tangent velocity, unchecked: for inner loops and autograd transforms."""
@@ -159,7 +160,7 @@ class USA(Attention):
             [0.5000, 0.0000]])
     """
 
-    normalized = False
+    normalized: ClassVar[bool] = False
 
     def scaled(self, x: Float[Tensor, "*batch n d"], weights: Tensor | None = None) -> ScaledVelocity:
         """The velocity as e^{log_scale} times a direction of ordinary size, for any beta.

@@ -40,7 +40,11 @@ class TokenField(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class ScaledVelocity:
-    """A velocity too large for its dtype: e^{log_scale} times ``direction``, one log scale a token."""
+    """A velocity too large for its dtype: e^{log_scale} times ``direction``, one log scale a token.
+
+    >>> ScaledVelocity(torch.ones(1, 2), torch.full((1, 1), 100.0)).over(1e-43)
+    tensor([[2.6881, 2.6881]])
+    """
 
     direction: Float[Tensor, "*batch n d"]
     log_scale: Float[Tensor, "*batch n 1"]
@@ -85,9 +89,12 @@ def check_weights(
     if weights is None and mask is None:
         return None
     combined = torch.ones(x.shape[:-1], dtype=x.dtype, device=x.device) if weights is None else weights.to(x)
-    if not bool(torch.isfinite(combined).all()) or bool((combined < 0).any()):
-        bad = combined[~(torch.isfinite(combined) & (combined >= 0))][0].item()
-        raise HelmscopeError(f"weights holds the entry {bad:g}, but every weight must be finite and >= 0")
+    good = (combined == 0) | ((combined >= 1e-30) & (combined <= 1e30))  # far from where sums leave float32
+    if not bool(good.all()):
+        bad = combined[~good][0].item()
+        raise HelmscopeError(
+            f"weights holds the entry {bad:g}, but every weight must be finite and >= 0 (0, or 1e-30 to 1e30)"
+        )
     combined = combined if mask is None else combined * mask.to(x)
     if not bool((combined.sum(-1) > 0).all()):
         raise HelmscopeError("weights and mask leave a system without any token of positive weight")

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 class Merged:
     """Clouds in which close tokens were merged, in their old shape: token i stands where token ``leader[i]`` stands,
     and its weight is 0 unless it is the leader, which carries the weight of the whole cluster.
+
+    >>> merge_tokens(torch.tensor([[1.0, 0.0], [1.0, 0.0]]), 1e-6).weights
+    tensor([2., 0.])
     """
 
     states: Float[Tensor, "*batch n d"]

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 # how far a token's norm may be from 1 before it is refused: far above rounding, far below a mistake
-NORM_TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4}
+NORM_TOLERANCE = {torch.float64: 2e-6, torch.float32: 1e-4}
 
 
 def check_tokens(x: object, *, name: str = "x", normalize: bool = False) -> Float[Tensor, "*batch n d"]:
@@ -31,6 +31,10 @@ def check_tokens(x: object, *, name: str = "x", normalize: bool = False) -> Floa
     """
     if not isinstance(x, torch.Tensor):
         raise HelmscopeError(f"{name} is a {type(x).__name__}, but it must be a torch tensor of shape (..., n, d)")
+    if x.layout != torch.strided or x.is_meta:
+        raise HelmscopeError(
+            f"{name} is a tensor of layout {x.layout} on {x.device}, but it must be dense and hold values"
+        )
     if x.dtype not in NORM_TOLERANCE:
         raise HelmscopeError(f"{name} has dtype {x.dtype}, but it must be torch.float64 or torch.float32")
     if x.ndim < 2 or x.shape[-2] < 1:
@@ -51,8 +55,8 @@ def check_tokens(x: object, *, name: str = "x", normalize: bool = False) -> Floa
     off = (norm - 1).abs() > NORM_TOLERANCE[x.dtype]
     if bool(off.any()):
         raise HelmscopeError(
-            f"{name} holds a token of norm {norm[off][0].item():.6g} ({_where(off)}), but tokens lie on "
-            "the unit sphere: pass normalize=True or divide by the norm"
+            f"{name} holds a token of norm {norm[off][0].item():.9g} ({_where(off)}), but tokens lie on "
+            "the unit sphere: divide by the norm (integrate does with normalize=True)"
         )
     return x
 

@@ -33,7 +33,10 @@ def cluster_count(
 @dataclass(frozen=True, eq=False)
 class MergeTree:
     """The merges of a cloud, closest first: merge k joins the clusters of tokens ``left[k]`` and ``right[k]``, which
-    are ``height[k]`` apart.
+    are ``height[k]`` apart. Heights carry no gradient.
+
+    >>> merge_tree(torch.eye(2)).linkage().tolist() == [[0.0, 1.0, float(merge_tree(torch.eye(2)).height), 2.0]]
+    True
     """
 
     height: Float[Tensor, "*batch n_minus_1"]

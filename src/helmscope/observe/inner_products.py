@@ -12,8 +12,8 @@ import torch
 import xarray as xr
 
 from helmscope.geometry.sphere import check_tokens
-from helmscope.observe.track import mean_and_stderr, real_tokens
-from helmscope.types import Trajectory, check_measurement, real_number, whole_number
+from helmscope.observe.track import mean_and_stderr, real_tokens, trajectory_of
+from helmscope.types import System, Trajectory, check_measurement, real_number, whole_number
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float
@@ -48,25 +48,35 @@ def clustering_fraction(
     return close.sum((-1, -2)).to(x.dtype) / pairs.sum((-1, -2))
 
 
-def clustering_probability(trajectory: Trajectory, *, delta: float) -> xr.Dataset:
+def clustering_probability(trajectory: Trajectory | System, *, delta: float) -> xr.Dataset:
     """The probability that two tokens have met, P(<x_i, x_j> >= 1 - delta), over time (source 001, figure 3).
 
     Estimated by the mean ``clustering_fraction``; its standard error comes from the systems, since the pairs of one
     system are not independent.
+
+    >>> seen = clustering_probability(Trajectory(torch.zeros(1), torch.eye(2).expand(1, 3, 2, 2)), delta=1e-3)
+    >>> float(seen.probability[0]), seen.attrs["n"]
+    (0.0, 3)
     """
-    share = clustering_fraction(trajectory.states, delta=delta, mask=trajectory.mask)
-    dataset = mean_and_stderr(trajectory, {"probability": share})
+    path = trajectory_of(trajectory)
+    share = clustering_fraction(path.states, delta=delta, mask=path.mask)
+    dataset = mean_and_stderr(path, {"probability": share})
     return dataset.assign_attrs(delta=delta)
 
 
-def inner_product_histogram(trajectory: Trajectory, *, bins: int = 100) -> xr.Dataset:
+def inner_product_histogram(trajectory: Trajectory | System, *, bins: int = 100) -> xr.Dataset:
     """Histogram of <x_i, x_j>, i != j, on [-1, 1] at each time: the share of pairs in each bin, averaged over systems.
 
     Bins are closed on the left, the last one on both sides.
+
+    >>> seen = inner_product_histogram(Trajectory(torch.zeros(1), torch.eye(2).expand(1, 3, 2, 2)), bins=3)
+    >>> seen.share[0].values.tolist()
+    [0.0, 1.0, 0.0]
     """
     bins = whole_number("bins", bins, at_least=1)
-    x = trajectory.states
-    real = real_tokens(x, trajectory.mask)
+    path = trajectory_of(trajectory)
+    x = path.states
+    real = real_tokens(x, path.mask)
     pairs = _pairs(real).expand(*x.shape[:-1], x.shape[-2])
     edges = np.linspace(-1, 1, bins + 1)
     inner = torch.as_tensor(edges[1:-1], device=x.device)
@@ -74,7 +84,7 @@ def inner_product_histogram(trajectory: Trajectory, *, bins: int = 100) -> xr.Da
     counts = torch.zeros(*x.shape[:2], bins, dtype=x.dtype, device=x.device)
     counts.scatter_add_(-1, index.flatten(-2), pairs.flatten(-2).to(x.dtype))
     share = counts / counts.sum(-1, keepdim=True)
-    dataset = mean_and_stderr(trajectory, {"share": share}, extra={"inner_product": (edges[1:] + edges[:-1]) / 2})
+    dataset = mean_and_stderr(path, {"share": share}, extra={"inner_product": (edges[1:] + edges[:-1]) / 2})
     return check_measurement(dataset)
 
 

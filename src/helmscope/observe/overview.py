@@ -9,24 +9,26 @@ from helmscope.observe.energy import interaction_energy
 from helmscope.observe.inner_products import clustering_probability, inner_product_histogram, mean_inner_product
 from helmscope.observe.order import order_parameter
 from helmscope.observe.rank import entropy_rank
-from helmscope.observe.track import track
-from helmscope.types import Trajectory, real_number
+from helmscope.observe.track import track, trajectory_of
+from helmscope.types import System, Trajectory, real_number
 
 
 def overview(
-    trajectory: Trajectory, *, beta: float, delta: float = 1e-3, radius: float = 0.1, bins: int = 50
+    trajectory: Trajectory | System, *, beta: float, delta: float = 1e-3, radius: float = 0.1, bins: int = 50
 ) -> xr.Dataset:
     """Clustering probability, order, clusters, rank, energy and histogram of inner products over time, each with its
     standard error over the systems.
 
-    ``beta`` is that of the energy, which is left out at beta = 0, where it is infinite.
+    ``beta`` is that of the energy, which is left out at beta = 0, where it is infinite. Every real token counts alike:
+    for a weighted cloud call the functions that take ``weights``.
 
     >>> import torch
     >>> seen = overview(Trajectory(torch.zeros(1), torch.eye(3).expand(1, 2, 3, 3)), beta=1.0)
     >>> float(seen.clusters[0]), float(seen.probability[0])
     (3.0, 0.0)
     """
-    beta, mask = real_number("beta", beta, at_least=0), trajectory.mask
+    beta, trajectory = real_number("beta", beta, at_least=0), trajectory_of(trajectory)
+    mask = trajectory.mask
     seen = track(
         trajectory,
         order=lambda x: order_parameter(x, mask=mask),

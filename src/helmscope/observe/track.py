@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 import xarray as xr
 
-from helmscope.types import HelmscopeError, Trajectory, check_measurement
+from helmscope.types import HelmscopeError, System, Trajectory, check_measurement
 
 if TYPE_CHECKING:
     import numpy as np
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def track(trajectory: Trajectory, **quantities: Callable[[Tensor], Tensor]) -> xr.Dataset:
+def track(trajectory: Trajectory | System, **quantities: Callable[[Tensor], Tensor]) -> xr.Dataset:
     """Mean and standard error over the systems, at each time, of functions (time, batch, n, d) -> (time, batch).
 
     The systems are the replicates: n is their number. With one system there is no standard error (NaN). Where a system
@@ -27,7 +27,22 @@ def track(trajectory: Trajectory, **quantities: Callable[[Tensor], Tensor]) -> x
     >>> float(seen.radius[0]), float(seen.radius_stderr[0]), seen.attrs["n"]
     (1.0, 0.0, 3)
     """
-    return mean_and_stderr(trajectory, {name: f(trajectory.states) for name, f in quantities.items()})
+    path = trajectory_of(trajectory)
+    return mean_and_stderr(path, {name: f(path.states) for name, f in quantities.items()})
+
+
+def trajectory_of(seen: object) -> Trajectory:
+    """The trajectory itself, or that of a System; anything else is refused.
+
+    >>> trajectory_of(Trajectory(torch.zeros(1), torch.eye(2).expand(1, 1, 2, 2))).times
+    tensor([0.])
+    """
+    path = getattr(seen, "trajectory", seen)
+    if not isinstance(path, Trajectory):
+        raise HelmscopeError(
+            f"trajectory is a {type(seen).__name__}, but it must be a Trajectory or a System such as a Simulation"
+        )
+    return path
 
 
 def mean_and_stderr(

@@ -51,7 +51,7 @@ def _drawn(measurement: xr.Dataset, title: str) -> Figure:
             panel.legend(loc="best")
     _heat_map(figure, products, measurement)
     if title:
-        figure.suptitle(f"{title}   (n = {measurement.attrs['n']} systems; bands: two standard errors)", fontsize=10)
+        figure.suptitle(f"{title}   ({measurement.attrs['n']} systems; bands: two standard errors)", fontsize=10)
     return figure
 
 

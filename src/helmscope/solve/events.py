@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 import torch
 
 from helmscope.geometry.linkage import spanning_tree, without_padding
-from helmscope.types import real_number
+from helmscope.types import HelmscopeError, real_number
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float
@@ -86,6 +86,11 @@ class Watch:
     def start(cls, event: Event, x: Float[Tensor, "batch n d"], mask: Bool[Tensor, "batch n"] | None) -> Watch:
         """Events that are true at the start have time 0."""
         signal = event.signal(x if mask is None else without_padding(x, mask))
+        if not isinstance(signal, torch.Tensor) or signal.shape[:1] != x.shape[:1]:
+            name = type(event).__name__
+            raise HelmscopeError(
+                f"events holds a {name} whose signal is {signal!r}, but it must be a tensor (batch, ...)"
+            )
         level = signal.reshape(len(x), math.prod(signal.shape[1:])).to(torch.float64)
         times = torch.where(level >= 0, 0.0, torch.nan).to(torch.float64)
         return cls(event, mask, level, times, tuple(signal.shape[1:]))

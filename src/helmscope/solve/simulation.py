@@ -59,7 +59,8 @@ class Simulation:
         if not isinstance(self.problem.field, TokenField):
             name = type(self.problem.field).__name__
             raise HelmscopeError(f"field is {name}, but a kernel is defined for attention fields only")
-        return self.problem.field.kernel(self.trajectory.states[step], self.problem.weights)
+        states = self.trajectory.states[self.problem.time_index(step)]
+        return self.problem.field.kernel(states, self.problem.weights)
 
     def force(self, step: int) -> Field | None:
         """None: there is no MLP in an attention flow."""
