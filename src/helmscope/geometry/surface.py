@@ -50,7 +50,7 @@ def gradient(f: Function, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch
 def divergence(f: Function, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch"]:
     """Surface divergence of the tangential part of a field, (*batch, d) -> (*batch, d):
 
-        div_S(P f) = div f - x^T Df x - (d - 1) <x, f>     (theory 000-3 (e)).
+        div_S(P f) = div f - x^T Df x - (d - 1) <x, f>     (source 000-3 (e)).
 
     >>> divergence(lambda x: x, torch.tensor([0.0, 1.0])).item()  # x has no tangential part
     0.0
@@ -70,7 +70,7 @@ def divergence(f: Function, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*bat
 
 @_differentiable
 def hessian(f: Function, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d d"]:
-    """Surface Hessian Hess_S f = P (D^2 f) P - <x, grad f> P of a scalar function (theory 000-9), as an ambient matrix.
+    """Surface Hessian Hess_S f = P (D^2 f) P - <x, grad f> P of a scalar function (source 000-9), as an ambient matrix.
 
     The normal direction x is an eigenvector of eigenvalue 0 that is not the function's: restrict to
     ``tangent_basis(x)`` for the d - 1 eigenvalues that are.

@@ -19,7 +19,7 @@ class Layer(FixedStepper):
     """x' = N(x + h f(x)) with f before projection: for h = 1 a post-norm transformer layer; time counts h a layer.
 
     As a method for the flow its order is 1: N(x + h f) = x + h P f - h^2 [<x, f> P f + |P f|^2 x / 2] + O(h^3)
-    (theory 000-1), and the term <x, f> P f delays it.
+    (source 000-1), and the term <x, f> P f delays it.
 
     >>> import torch
     >>> from helmscope.fields.attention import SA
