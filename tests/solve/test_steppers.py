@@ -88,8 +88,8 @@ def test_order_over_20_seeds(stepper, field):
     coarse, fine = (24, 48) if (stepper, field.normalized) == (hs.DormandPrince, True) else STEPS[stepper.order]
     errors = [torch.linalg.vector_norm(at_one(stepper, field, k) - exact, dim=(-2, -1)) for k in (coarse, fine)]
     slopes = torch.log(errors[0] / errors[1]) / math.log(fine / coarse)
-    assert abs(slopes.mean() - stepper.order) <= 0.1  # measured: 0.07 for DormandPrince, 0.025 for the others
-    # every seed; measured 0.16 for DormandPrince
+    assert abs(slopes.mean() - stepper.order) <= 0.1  # measured 0.068 for DormandPrince, 0.013 for the others
+    # every seed; measured 0.152 for DormandPrince, 0.020 for the others
     assert (slopes - stepper.order).abs().max() <= (0.2 if stepper is hs.DormandPrince else 0.1)
 
 

@@ -18,8 +18,6 @@ from helmscope.solve.events import Event, Watch
 from helmscope.solve.extras import Extras, Progress
 from helmscope.solve.fixed import check_grid, run_fixed
 from helmscope.solve.flow import Flow
-from helmscope.solve.layer import Layer
-from helmscope.solve.published import PublishedEuler
 from helmscope.solve.simulation import Simulation
 from helmscope.solve.stepper import AdaptiveStepper, FixedStepper, Stepper
 from helmscope.types import HelmscopeError, Trajectory, increasing_times, real_number
@@ -157,7 +155,7 @@ def pose(
         if isinstance(event, type) or not isinstance(event, Event):
             raise HelmscopeError(f"events holds {event!r}, but an event has a signal(x), such as HittingTime(1e-3)")
     combined = check_weights(x, weights, mask)
-    _check_field(field, x, stepper, weighted=combined is not None, merge=merge)
+    _check_field(field, x, weighted=combined is not None, merge=merge)
     return Problem(
         field,
         x.reshape(-1, *x.shape[-2:]) if x.numel() else x.reshape(0, *x.shape[-2:]),
@@ -186,7 +184,7 @@ def _on_the_sphere(x: Tensor) -> Tensor:
     return torch.where(off, retract(x), x)
 
 
-def _check_field(field: object, x: Tensor, stepper: Stepper, *, weighted: bool, merge: float | None) -> None:
+def _check_field(field: object, x: Tensor, *, weighted: bool, merge: float | None) -> None:
     """Refuse a field that cannot do what is asked of it."""
     name = type(field).__name__
     if isinstance(field, type) or not callable(field):
@@ -205,10 +203,6 @@ def _check_field(field: object, x: Tensor, stepper: Stepper, *, weighted: bool, 
             )
     if weighted and not isinstance(field, TokenField):
         raise HelmscopeError(f"weights or mask is given, but the field {name} knows no token weights")
-    if isinstance(stepper, Layer | PublishedEuler) and not isinstance(field, TokenField):
-        raise HelmscopeError(
-            f"stepper is {stepper!r}, but the field {name} has no ambient(x), its value before projection"
-        )
     if merge is None:
         return
     if real_number("merge", merge, at_least=0) > 0.5:
