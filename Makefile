@@ -17,7 +17,7 @@ report: $(VENV)/.with-report
 test: $(VENV)/.with-test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
-test-slow: $(VENV)/.with-test
+test-slow: $(VENV)/.with-slow
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m slow
 
 lint: $(VENV)/.with-test
@@ -40,7 +40,7 @@ $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "$(PYTHON) is older than Python 3.11: say make PYTHON=python3.11 ..."; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
-# .with-report and .with-test: the package in place with that extra
+# .with-report, .with-test, .with-slow: the package in place with that extra
 $(VENV)/.with-%: pyproject.toml constraints.txt | $(BIN)/python
 	$(BIN)/pip install --quiet --editable '.[$*]'
 	touch $@

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from helmscope import cli
 
 COMMAND = Path(sys.executable).parent / "helmscope"
 SMALL = ("--n", "4", "--batch", "2", "--times", "0,0.5,1", "--beta", "2", "--seed", "7")
-FILES = ["manifest.json", "overview.nc", "overview.png", "trajectory.nc"]
+FILES = ["manifest.json", "overview.nc", "overview.png", "trajectory.nc", "units", "units.json"]
 
 
 @pytest.fixture
@@ -68,7 +69,7 @@ def test_a_run_gives_the_library_s_numbers(helmscope, tmp_path):
     code, out, err = helmscope("simulate", *SMALL, "--out", "run", "--json")
     assert code == 0
     report = strict(out)
-    assert "integrating: 100 %" in err.splitlines()
+    assert "integrating: 2 of 2 units, in 0 s" in [re.sub("[0-9]+ s$", "0 s", line) for line in err.splitlines()]
     assert sorted(os.listdir(tmp_path / "run")) == FILES
     simulation = by_library()
     seen = hs.overview(simulation.trajectory, beta=2.0)
@@ -97,11 +98,11 @@ def test_the_manifest_says_how_to_repeat_the_run(helmscope):
     manifest = hs.RunFolder.open("run").read_manifest()
     assert manifest.command == ("helmscope", "simulate", *SMALL, "--causal", "--value", "-0.5", "--out", "run")
     assert (manifest.seed, manifest.dtype, manifest.device) == (7, "float64", "cpu")
-    assert manifest.threads == torch.get_num_threads()
+    assert manifest.threads == 1
     assert manifest.helmscope == hs.__version__
     given = {"beta": 2.0, "value": -0.5, "causal": True, "n": 4, "batch": 2, "times": "0,0.5,1"}
-    chosen = {"field": "sa", "start": "uniform", "stepper": "adaptive", "dim": 3, "kappa": 1.0, "step": 0.05}
-    defaults = {"tol": None, "merge": None, "delta": 1e-3, "radius": 0.1}
+    chosen = {"field": "sa", "start": "uniform", "stepper": None, "dim": 3, "kappa": 1.0, "step": 0.05}
+    defaults = {"nu": 0.0, "chunk": None, "tol": None, "merge": None, "delta": 1e-3, "radius": 0.1}
     assert dict(manifest.parameters) == given | chosen | defaults
     assert set(manifest.inputs) == {"start"}
 
@@ -115,7 +116,7 @@ def test_the_same_seed_gives_the_same_bytes_in_any_process(helmscope, tmp_path):
     assert strict(other.stdout)["folder"] == "second"
     assert all(line.startswith("integrating: ") for line in other.stderr.splitlines())
     assert helmscope("simulate", *SMALL[:-1], "8", "--out", "third")[0] == 0
-    for name in FILES[1:]:
+    for name in (*FILES[1:4], "units/systems-000001.nc"):
         first, second, third = ((tmp_path / run / name).read_bytes() for run in ("first", "second", "third"))
         assert first == second != third
 
@@ -181,7 +182,7 @@ def test_without_matplotlib_the_numbers_still_stand(helmscope, monkeypatch, tmp_
     assert code == 0
     assert "picture" not in strict(out)
     assert "pip install 'helmscope[report]'" in err
-    assert sorted(os.listdir(tmp_path / "run")) == ["manifest.json", "overview.nc", "trajectory.nc"]
+    assert sorted(os.listdir(tmp_path / "run")) == [name for name in FILES if name != "overview.png"]
 
 
 # Edges ----------------------------------------------------------------------------------------------------------------
@@ -212,14 +213,14 @@ def test_a_run_that_cannot_finish_says_why_and_exits_1(helmscope, tmp_path):
     assert report["outcome"].startswith("system 0 of 2: step size fell below rounding at t=")
     assert "lower beta" in report["outcome"]
     assert "Traceback" not in err
-    assert sorted(os.listdir(tmp_path / "run")) == ["manifest.json", "trajectory.nc"]
+    assert sorted(os.listdir(tmp_path / "run")) == ["manifest.json", "trajectory.nc", "units", "units.json"]
     states = hs.RunFolder.open("run").read_results("trajectory").states.values
     assert np.isfinite(states[0]).all()
     assert np.isnan(states[-1]).all()
 
 
 def test_a_step_limit_exits_1(helmscope, monkeypatch):
-    monkeypatch.setattr(cli, "_stepper", lambda name, **options: hs.DormandPrince(max_steps=2))
+    monkeypatch.setattr("helmscope.cli.options.stepper_named", lambda name, **options: hs.DormandPrince(max_steps=2))
     code, out, _ = helmscope("simulate", *SMALL, "--out", "run")
     assert code == 1
     assert "step limit reached at t=" in out
@@ -272,6 +273,16 @@ REFUSED = {
     "--delta nan": "delta is nan",
     "--radius -1": "radius is -1.0",
     "--radius inf": "radius is inf",
+    "--nu -1": "nu is -1.0",
+    "--nu nan": "nu is nan",
+    "--nu 0.1 --stepper rk4": "noise needs a stepper made for it",
+    "--stepper euler-maruyama": "EulerMaruyama needs noise=",
+    "--nu 0.1 --merge 0.1": "merge is 0.1",
+    "--field sinkhorn --causal": "the only causal bistochastic kernel is the identity",
+    "--chunk 0": "chunk is 0",
+    "--jobs 0": "jobs is 0",
+    "--threads 0": "threads is 0",
+    "--max-memory lots": "max_memory is 'lots'",
 }
 
 
@@ -362,7 +373,8 @@ def test_an_interrupt_is_one_sentence_and_leaves_whole_files(tmp_path: Path) -> 
     assert process.returncode == 130
     assert stderr.splitlines()[-1].startswith("helmscope: interrupted")
     assert "Traceback" not in stderr
-    assert os.listdir(tmp_path / "run") == ["manifest.json"]
+    assert sorted(os.listdir(tmp_path / "run")) == ["manifest.json", "units", "units.json"]
+    assert any("--out run --resume" in line for line in stderr.splitlines())
 
 
 @pytest.mark.parametrize(
@@ -370,7 +382,7 @@ def test_an_interrupt_is_one_sentence_and_leaves_whole_files(tmp_path: Path) -> 
     [
         (("--times", "0:1:99999999999"), "COUNT from 2 to 1000000"),
         (("--out", ""), "out is ''"),
-        (("--n", "2000000", "--batch", "1", "--times", "0,1"), "n is 2000000 and batch is 1, but 3.2e+04 GB"),
+        (("--n", "2000000", "--batch", "1", "--times", "0,1"), "n is 2000000 and chunk is 1, but 3.2e+04 GB"),
     ],
 )
 def test_too_much_is_refused_with_one_sentence(helmscope, words, sentence):

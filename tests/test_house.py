@@ -139,7 +139,7 @@ def test_constraints_pin_every_direct_dependency() -> None:
     assert requirements(pins) == requirements(direct)
     assert "torch==2.13.0" in pins
     assert "torch>=2.11" in direct
-    assert set(extras) == {"models", "ot", "report", "cluster", "test", "docs"}
+    assert set(extras) == {"models", "ot", "report", "cluster", "test", "slow", "docs"}
 
 
 def test_versions_agree() -> None:
@@ -150,8 +150,10 @@ def test_versions_agree() -> None:
 def test_the_readme_runs(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     text = (ROOT / "README.md").read_text()
-    (code,) = re.findall(r"```python\n(.*?)```", text, re.S)
-    exec(compile(code, "README.md", "exec"), {})
+    names: dict[str, object] = {}
+    for code in re.findall(r"```python\n(.*?)```", text, re.S):
+        exec(compile(code, "README.md", "exec"), names)
+    assert names["result"]["beta-4.0"] == pytest.approx(6.95350184880806874, rel=1e-13)
     printed = capsys.readouterr().out
     assert printed.startswith("finished at t=10")
     assert "1.1308" in printed

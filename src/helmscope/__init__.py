@@ -14,27 +14,88 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0.dev0"
 
 if TYPE_CHECKING:
+    from helmscope.fields import activations as activations
+    from helmscope.fields.alibi import alibi as alibi
+    from helmscope.fields.alibi import alibi_slopes as alibi_slopes
     from helmscope.fields.attention import SA as SA
     from helmscope.fields.attention import USA as USA
+    from helmscope.fields.block import Block as Block
     from helmscope.fields.field import ScaledVelocity as ScaledVelocity
+    from helmscope.fields.hardmax import Hardmax as Hardmax
+    from helmscope.fields.helmholtz import Split as Split
+    from helmscope.fields.helmholtz import helmholtz as helmholtz
+    from helmscope.fields.helmholtz import helmholtz_as_printed as helmholtz_as_printed
+    from helmscope.fields.hodge_gaussian import hodge_gaussian as hodge_gaussian
+    from helmscope.fields.hodge_gaussian import hodge_linear as hodge_linear
+    from helmscope.fields.hodge_jacobian import jacobian_split as jacobian_split
+    from helmscope.fields.hodge_sphere import hodge_sphere as hodge_sphere
+    from helmscope.fields.lowrank import LowRank as LowRank
     from helmscope.fields.merge import Merged as Merged
     from helmscope.fields.merge import merge_tokens as merge_tokens
+    from helmscope.fields.mlp import MLP as MLP
+    from helmscope.fields.mlp import GatedMLP as GatedMLP
+    from helmscope.fields.multihead import MultiHead as MultiHead
+    from helmscope.fields.multihead import MultiHeadAsPrinted as MultiHeadAsPrinted
+    from helmscope.fields.noise import DivergenceForm as DivergenceForm
+    from helmscope.fields.noise import IsotropicNoise as IsotropicNoise
+    from helmscope.fields.noise import Ito as Ito
+    from helmscope.fields.noise import LayerNormChain as LayerNormChain
+    from helmscope.fields.noise import MatrixNoise as MatrixNoise
+    from helmscope.fields.noise import Noise as Noise
+    from helmscope.fields.noise import Process as Process
+    from helmscope.fields.noise import StateNoise as StateNoise
+    from helmscope.fields.noise import Stratonovich as Stratonovich
+    from helmscope.fields.norms import LayerNorm as LayerNorm
+    from helmscope.fields.norms import RMSNorm as RMSNorm
+    from helmscope.fields.norms import UnitNorm as UnitNorm
+    from helmscope.fields.norms import effective_beta as effective_beta
+    from helmscope.fields.placement import NGPT as NGPT
+    from helmscope.fields.placement import Half as Half
+    from helmscope.fields.placement import PostNorm as PostNorm
+    from helmscope.fields.placement import PreNorm as PreNorm
+    from helmscope.fields.placement import SandwichNorm as SandwichNorm
+    from helmscope.fields.sinkhorn import SinkhornAttention as SinkhornAttention
     from helmscope.geometry import harmonics as harmonics
     from helmscope.geometry import linkage as linkage
+    from helmscope.geometry import retraction as retraction
     from helmscope.geometry import sphere as sphere
     from helmscope.geometry import surface as surface
     from helmscope.observe.clusters import MergeTree as MergeTree
     from helmscope.observe.clusters import cluster_count as cluster_count
     from helmscope.observe.clusters import merge_tree as merge_tree
+    from helmscope.observe.diffusion import anisotropy as anisotropy
+    from helmscope.observe.diffusion import context_covariance as context_covariance
+    from helmscope.observe.diffusion import diffusivity as diffusivity
+    from helmscope.observe.diffusion import diffusivity_as_printed as diffusivity_as_printed
+    from helmscope.observe.diffusion import independent_draws_covariance as independent_draws_covariance
+    from helmscope.observe.diffusion import random_value_covariance as random_value_covariance
+    from helmscope.observe.diffusion import shared_draw_covariance as shared_draw_covariance
+    from helmscope.observe.diffusion import token_sampling_covariance as token_sampling_covariance
+    from helmscope.observe.drift import drift_and_swirl as drift_and_swirl
     from helmscope.observe.energy import gaussian_energy_as_printed as gaussian_energy_as_printed
     from helmscope.observe.energy import interaction_energy as interaction_energy
     from helmscope.observe.energy import interaction_energy_rate as interaction_energy_rate
     from helmscope.observe.energy import interaction_energy_sum as interaction_energy_sum
     from helmscope.observe.energy import log_interaction_energy as log_interaction_energy
+    from helmscope.observe.generator import ambient_generator as ambient_generator
+    from helmscope.observe.generator import discrete_generator as discrete_generator
+    from helmscope.observe.generator import generator as generator
     from helmscope.observe.inner_products import clustering_fraction as clustering_fraction
     from helmscope.observe.inner_products import clustering_probability as clustering_probability
     from helmscope.observe.inner_products import inner_product_histogram as inner_product_histogram
     from helmscope.observe.inner_products import mean_inner_product as mean_inner_product
+    from helmscope.observe.jacobian import JacobianSpectrum as JacobianSpectrum
+    from helmscope.observe.jacobian import jacobian_spectrum as jacobian_spectrum
+    from helmscope.observe.kernel import bistochastic_defect as bistochastic_defect
+    from helmscope.observe.kernel import effective_keys as effective_keys
+    from helmscope.observe.kernel import first_token_mass as first_token_mass
+    from helmscope.observe.kernel import future_mass as future_mass
+    from helmscope.observe.kernel import kernel_statistics as kernel_statistics
+    from helmscope.observe.kernel import largest_weight as largest_weight
+    from helmscope.observe.kernel import received_mass as received_mass
+    from helmscope.observe.kernel import row_entropy as row_entropy
+    from helmscope.observe.kernel import row_mass as row_mass
+    from helmscope.observe.kernel import symmetry_defect as symmetry_defect
     from helmscope.observe.order import order_parameter as order_parameter
     from helmscope.observe.overview import overview as overview
     from helmscope.observe.rank import entropy_rank as entropy_rank
@@ -46,8 +107,18 @@ if TYPE_CHECKING:
     from helmscope.observe.rank import stable_rank as stable_rank
     from helmscope.observe.track import track as track
     from helmscope.plots.overview import overview_figure as overview_figure
+    from helmscope.runs.listing import RunSummary as RunSummary
+    from helmscope.runs.listing import list_runs as list_runs
+    from helmscope.runs.on_ray import Ray as Ray
+    from helmscope.runs.processes import Processes as Processes
+    from helmscope.runs.run import RunResult as RunResult
+    from helmscope.runs.run import UnitsFailed as UnitsFailed
+    from helmscope.runs.run import run as run
+    from helmscope.runs.serial import Serial as Serial
+    from helmscope.runs.unit import Unit as Unit
     from helmscope.solve.dormand_prince import DormandPrince as DormandPrince
     from helmscope.solve.euler import ProjectedEuler as ProjectedEuler
+    from helmscope.solve.euler_maruyama import EulerMaruyama as EulerMaruyama
     from helmscope.solve.events import ClusterMerge as ClusterMerge
     from helmscope.solve.events import HittingTime as HittingTime
     from helmscope.solve.geodesic_euler import GeodesicEuler as GeodesicEuler
@@ -56,9 +127,11 @@ if TYPE_CHECKING:
     from helmscope.solve.heun import Heun as Heun
     from helmscope.solve.integrate import integrate as integrate
     from helmscope.solve.layer import Layer as Layer
+    from helmscope.solve.noisy_layer import NoisyLayer as NoisyLayer
     from helmscope.solve.published import PublishedEuler as PublishedEuler
     from helmscope.solve.rk4 import RK4 as RK4
     from helmscope.solve.simulation import Simulation as Simulation
+    from helmscope.solve.stochastic_heun import StochasticHeun as StochasticHeun
     from helmscope.store.manifest import Manifest as Manifest
     from helmscope.store.run_folder import RunFolder as RunFolder
     from helmscope.theory.energy import energy_max as energy_max
@@ -86,23 +159,62 @@ if TYPE_CHECKING:
 
 # where each name lives; a test keeps it equal to the list above, which is for type checkers and readers
 _HOME = {
+    "helmscope.fields": "activations",
+    "helmscope.fields.alibi": "alibi alibi_slopes",
     "helmscope.fields.attention": "SA USA",
+    "helmscope.fields.block": "Block",
     "helmscope.fields.field": "ScaledVelocity",
+    "helmscope.fields.hardmax": "Hardmax",
+    "helmscope.fields.helmholtz": "Split helmholtz helmholtz_as_printed",
+    "helmscope.fields.hodge_gaussian": "hodge_gaussian hodge_linear",
+    "helmscope.fields.hodge_jacobian": "jacobian_split",
+    "helmscope.fields.hodge_sphere": "hodge_sphere",
+    "helmscope.fields.lowrank": "LowRank",
     "helmscope.fields.merge": "Merged merge_tokens",
-    "helmscope.geometry": "harmonics linkage sphere surface",
+    "helmscope.fields.mlp": "GatedMLP MLP",
+    "helmscope.fields.multihead": "MultiHead MultiHeadAsPrinted",
+    "helmscope.fields.noise": (
+        "DivergenceForm IsotropicNoise Ito LayerNormChain MatrixNoise Noise Process StateNoise Stratonovich"
+    ),
+    "helmscope.fields.norms": "LayerNorm RMSNorm UnitNorm effective_beta",
+    "helmscope.fields.placement": "Half NGPT PostNorm PreNorm SandwichNorm",
+    "helmscope.fields.sinkhorn": "SinkhornAttention",
+    "helmscope.geometry": "harmonics linkage retraction sphere surface",
     "helmscope.observe.clusters": "MergeTree cluster_count merge_tree",
-    "helmscope.observe.energy": "gaussian_energy_as_printed interaction_energy interaction_energy_rate "
-    "interaction_energy_sum log_interaction_energy",
-    "helmscope.observe.inner_products": "clustering_fraction clustering_probability inner_product_histogram "
-    "mean_inner_product",
+    "helmscope.observe.diffusion": (
+        "anisotropy context_covariance diffusivity diffusivity_as_printed independent_draws_covariance "
+        "random_value_covariance shared_draw_covariance token_sampling_covariance"
+    ),
+    "helmscope.observe.drift": "drift_and_swirl",
+    "helmscope.observe.energy": (
+        "gaussian_energy_as_printed interaction_energy interaction_energy_rate interaction_energy_sum "
+        "log_interaction_energy"
+    ),
+    "helmscope.observe.generator": "ambient_generator discrete_generator generator",
+    "helmscope.observe.inner_products": (
+        "clustering_fraction clustering_probability inner_product_histogram mean_inner_product"
+    ),
+    "helmscope.observe.jacobian": "JacobianSpectrum jacobian_spectrum",
+    "helmscope.observe.kernel": (
+        "bistochastic_defect effective_keys first_token_mass future_mass kernel_statistics largest_weight "
+        "received_mass row_entropy row_mass symmetry_defect"
+    ),
     "helmscope.observe.order": "order_parameter",
     "helmscope.observe.overview": "overview",
-    "helmscope.observe.rank": "entropy_rank nuclear_rank numerical_rank participation_ratio residual_composite "
-    "residual_frobenius stable_rank",
+    "helmscope.observe.rank": (
+        "entropy_rank nuclear_rank numerical_rank participation_ratio residual_composite residual_frobenius stable_rank"
+    ),
     "helmscope.observe.track": "track",
     "helmscope.plots.overview": "overview_figure",
+    "helmscope.runs.listing": "RunSummary list_runs",
+    "helmscope.runs.on_ray": "Ray",
+    "helmscope.runs.processes": "Processes",
+    "helmscope.runs.run": "RunResult UnitsFailed run",
+    "helmscope.runs.serial": "Serial",
+    "helmscope.runs.unit": "Unit",
     "helmscope.solve.dormand_prince": "DormandPrince",
     "helmscope.solve.euler": "ProjectedEuler",
+    "helmscope.solve.euler_maruyama": "EulerMaruyama",
     "helmscope.solve.events": "ClusterMerge HittingTime",
     "helmscope.solve.geodesic_euler": "GeodesicEuler",
     "helmscope.solve.geodesic_heun": "GeodesicHeun",
@@ -110,9 +222,11 @@ _HOME = {
     "helmscope.solve.heun": "Heun",
     "helmscope.solve.integrate": "integrate",
     "helmscope.solve.layer": "Layer",
+    "helmscope.solve.noisy_layer": "NoisyLayer",
     "helmscope.solve.published": "PublishedEuler",
     "helmscope.solve.rk4": "RK4",
     "helmscope.solve.simulation": "Simulation",
+    "helmscope.solve.stochastic_heun": "StochasticHeun",
     "helmscope.store.manifest": "Manifest",
     "helmscope.store.run_folder": "RunFolder",
     "helmscope.theory.energy": "energy_max energy_min equiangular_energy",
@@ -134,7 +248,7 @@ def __getattr__(name: str) -> object:
         near = difflib.get_close_matches(name, _EXPORTS, n=1)
         hint = f": did you mean '{near[0]}'?" if near else ""
         raise AttributeError(f"module 'helmscope' has no attribute '{name}'{hint}")
-    if home == "helmscope.geometry":
+    if home in ("helmscope.fields", "helmscope.geometry"):  # a module
         return importlib.import_module(f"{home}.{name}")
     return getattr(importlib.import_module(home), name)
 

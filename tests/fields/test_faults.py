@@ -21,8 +21,9 @@ import oracles
 
 F64 = torch.float64
 SPHERE, DENSE = "helmscope.geometry.sphere", "helmscope.kernels.dense"
-FIELD, ATTENTION = "helmscope.fields.field", "helmscope.fields.attention"
-MODULES = (SPHERE, DENSE, FIELD, ATTENTION)  # each imports only from those before it
+FIELD, LOWRANK = "helmscope.fields.field", "helmscope.fields.lowrank"
+ATTENTION = "helmscope.fields.attention"
+MODULES = (SPHERE, DENSE, FIELD, LOWRANK, ATTENTION)  # each imports only from those before it
 
 
 class Fault(NamedTuple):
@@ -34,14 +35,14 @@ class Fault(NamedTuple):
 
 FAULTS = {
     "projection adds": Fault("sign", SPHERE, "return v - (x * v).sum", "return v + (x * v).sum"),
-    "beta negative": Fault("sign", ATTENTION, "query = self.beta * (", "query = -self.beta * ("),
+    "beta negative": Fault("sign", ATTENTION, "logits(self.factor * query", "logits(-self.factor * query"),
     "bias negative": Fault("sign", DENSE, "pairs = pairs + bias", "pairs = pairs - bias"),
     "value scale without sign": Fault(
         "sign", ATTENTION, "return self.value_scale * total", "return abs(self.value_scale) * total"
     ),
     "causal triangle flipped": Fault("sign", DENSE, ".triu(1)", ".tril(-1)"),
     "mask inverted": Fault("sign", FIELD, "combined * mask.to(x)", "combined * (~mask).to(x)"),
-    "beta twice": Fault("factor", ATTENTION, "query = self.beta * (", "query = 2 * self.beta * ("),
+    "beta twice": Fault("factor", ATTENTION, "logits(self.factor * query", "logits(2 * self.factor * query"),
     "value scale lost": Fault("factor", ATTENTION, "return self.value_scale * total", "return total"),
     "no 1/n": Fault("factor", ATTENTION, "float(x.shape[-2]) if weights is None", "1.0 if weights is None"),
     "M counts tokens": Fault("factor", ATTENTION, "weights.sum(-1)[..., None, None]", "float(x.shape[-2])"),
@@ -60,12 +61,14 @@ FAULTS = {
         "project(x, self._valued(self._sum(x, weights, tangent=True).mean))",
         "self._valued(self._sum(x, weights, tangent=True).mean)",
     ),
-    "query_key transposed": Fault("transpose", ATTENTION, "self.query_key.to(x)", "self.query_key.to(x).mT"),
+    "query_key transposed": Fault("transpose", LOWRANK, "x, matrix.to(x))", "x, matrix.to(x).mT)"),
     "value transposed": Fault("transpose", ATTENTION, "self.value.to(total).mT", "self.value.to(total)"),
     "bias transposed": Fault("transpose", DENSE, "pairs = pairs + bias", "pairs = pairs + bias.mT"),
     "logits transposed": Fault("transpose", DENSE, "pairs = query @ key.mT", "pairs = key @ query.mT"),
-    "kernel transposed": Fault("transpose", ATTENTION, "return terms / _total", "return terms.mT / _total"),
-    "sum transposed": Fault("transpose", DENSE, "AttentionSum(terms @ value,", "AttentionSum(terms.mT @ value,"),
+    "kernel transposed": Fault("transpose", ATTENTION, "return terms / total", "return terms.mT / total"),
+    "sum transposed": Fault(
+        "transpose", DENSE, "AttentionSum(_product(terms, value),", "AttentionSum(_product(terms.mT, value),"
+    ),
     "softmax over queries": Fault(
         "axis", DENSE, "terms.sum(-1, keepdim=True), shift", "terms.sum(-2, keepdim=True).mT, shift"
     ),

@@ -323,7 +323,7 @@ X = hs.Uniform(4, 3).sample(2, seed=0)
         (lambda: hs.interaction_energy(X, beta="warm"), "beta is 'warm'.*number"),
         (lambda: hs.gaussian_energy_as_printed(X, beta=-0.5), r"beta is -0\.5.*>= 0"),
         (lambda: hs.interaction_energy_rate(X, hs.SA(0.0)), r"beta is 0\.0.*> 0"),
-        (lambda: hs.interaction_energy_rate(X, hs.SA), "field is .*SA or USA"),
+        (lambda: hs.interaction_energy_rate(X, hs.SA), "field is .*SA, USA or SinkhornAttention"),
         (lambda: hs.interaction_energy_rate(X, hs.SA(1.0, value=torch.eye(4))), r"value has shape \(4, 4\).*\(3, 3\)"),
         (lambda: hs.interaction_energy(2 * X, beta=1.0), "x holds a token of norm 2.*unit sphere"),
         (lambda: hs.gaussian_energy_as_printed(2 * X, beta=1.0), "x holds a token of norm 2.*unit sphere"),

@@ -1,4 +1,5 @@
-"""Self-attention on the sphere (source 001): the softmax flow SA and the unnormalised flow USA.
+"""Self-attention on the sphere (source 001): the softmax flow SA and the unnormalised flow USA, and what they share
+with the other attention fields.
 
     logits   l_ij = beta x_i^T B x_j + bias_ij          B = query_key, I where None
     SA       x_i' = P_{x_i} sum_j  m_j e^{l_ij} V x_j / Z_i,    Z_i = sum_j m_j e^{l_ij}
@@ -6,6 +7,9 @@
 
 Sums run over the keys that token i sees: all of weight > 0, or those with j <= i under a causal mask. M counts all
 tokens of the system, seen or not, so a causal USA flow of the first token is not faster than that of the last.
+
+A field of the softmax kind differs from SA in what it makes of the logits alone: ``Hardmax`` keeps the greatest,
+``SinkhornAttention`` adds potentials, ``MultiHead`` gives them an axis of heads.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from helmscope.fields.field import ScaledVelocity, check_weights
+from helmscope.fields.lowrank import LowRank, query_and_key
 from helmscope.geometry.sphere import check_tokens, project
 from helmscope.kernels.dense import AttentionSum, attention_sum, logits, matrix_product
 from helmscope.types import HelmscopeError, real_number
@@ -27,25 +32,66 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+class CheckedField(ABC):
+    """A field on tokens with weights whose call checks what comes in and what goes out."""
+
+    def __call__(
+        self,
+        x: Float[Tensor, "*batch n d"],
+        *,
+        weights: Float[Tensor, "*batch n"] | None = None,
+        mask: Bool[Tensor, "*batch n"] | None = None,
+    ) -> Float[Tensor, "*batch n d"]:
+        """The tangent velocity of every token. ``weights`` m_j >= 0 make the cloud a measure; ``mask`` is False at
+        padding, which nobody attends to. Bad input is a ``HelmscopeError``.
+        """
+        self.check_size(check_tokens(x))
+        combined = check_weights(x, weights, mask)
+        velocity = self.velocity(x, combined)
+        if not bool(torch.isfinite(velocity.detach()).all()):
+            raise HelmscopeError(self._complaint(x, combined))
+        return velocity
+
+    @abstractmethod
+    def check_size(self, x: Float[Tensor, "*batch n d"]) -> None:
+        """Refuse tokens that do not fit the parameters of this field."""
+
+    @abstractmethod
+    def velocity(self, x: Float[Tensor, "*batch n d"], weights: Tensor | None = None) -> Float[Tensor, "*batch n d"]:
+        """The tangent velocity, unchecked: for inner loops and autograd transforms."""
+
+    @abstractmethod
+    def ambient(self, x: Float[Tensor, "*batch n d"], weights: Tensor | None = None) -> Float[Tensor, "*batch n d"]:
+        """The velocity before projection: what a layer adds to the residual stream."""
+
+    @abstractmethod
+    def _complaint(self, x: Tensor, weights: Tensor | None) -> str:
+        """Why the velocity is not finite, and the remedy."""
+
+
 @dataclass(frozen=True, eq=False)
-class Attention(ABC):
-    """What SA and USA share: the parameters of the logits and the values."""
+class Attention(CheckedField):
+    """What all fields of one head share: the parameters of the logits and the values."""
 
     normalized: ClassVar[bool]
 
-    beta: float
-    query_key: Float[Tensor, "d d"] | None = field(default=None, kw_only=True)
-    value: Float[Tensor, "d d"] | None = field(default=None, kw_only=True)
+    query_key: Float[Tensor, "d d"] | LowRank | None = field(default=None, kw_only=True)
+    value: Float[Tensor, "d d"] | LowRank | None = field(default=None, kw_only=True)
     causal: bool = field(default=False, kw_only=True)
     bias: Float[Tensor, "n n"] | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         if not isinstance(self.causal, bool):
             raise HelmscopeError(f"causal is {self.causal!r}, but it must be True or False")
-        object.__setattr__(self, "beta", real_number("beta", self.beta, at_least=0))
         for name in ("query_key", "value"):
-            _check_matrix(name, getattr(self, name), floor=False)
+            if not isinstance(getattr(self, name), LowRank):  # it has checked itself
+                _check_matrix(name, getattr(self, name), floor=False)
         _check_matrix("bias", self.bias, floor=True)
+
+    @property
+    @abstractmethod
+    def factor(self) -> float:
+        """What multiplies x_i^T B x_j in the logits."""
 
     @cached_property
     def value_scale(self) -> float | None:
@@ -62,23 +108,6 @@ class Attention(ABC):
         """Whether the flow is that of Q = K = V = I with full attention, for which theory has closed forms."""
         return self.exchangeable and self.value_scale == 1 and _scale_of(self.query_key) == 1
 
-    def __call__(
-        self,
-        x: Float[Tensor, "*batch n d"],
-        *,
-        weights: Float[Tensor, "*batch n"] | None = None,
-        mask: Bool[Tensor, "*batch n"] | None = None,
-    ) -> Float[Tensor, "*batch n d"]:
-        """The tangent velocity of every token. ``weights`` m_j >= 0 make the cloud a measure; ``mask`` is False at
-        padding, which nobody attends to. Bad input is a ``HelmscopeError``.
-        """
-        self.check_size(check_tokens(x))
-        velocity = self.velocity(x, check_weights(x, weights, mask))
-        if not bool(torch.isfinite(velocity.detach()).all()):
-            remedy = "take smaller value or weights" if self.normalized else "call .scaled(x) for it with a log scale"
-            raise HelmscopeError(f"beta is {self.beta:g}, and the velocity leaves {x.dtype}: {remedy}")
-        return velocity
-
     def check_size(self, x: Float[Tensor, "*batch n d"]) -> None:
         """Refuse tokens that do not fit the matrices of this field."""
         n, d = x.shape[-2:]
@@ -89,46 +118,41 @@ class Attention(ABC):
                 raise HelmscopeError(f"{name} has shape {given}, but tokens of shape {tuple(x.shape)} need {wanted}")
 
     @abstractmethod
-    def velocity(self, x: Float[Tensor, "*batch n d"], weights: Tensor | None = None) -> Float[Tensor, "*batch n d"]:
-        """The tangent velocity, unchecked: for inner loops and autograd transforms."""
-
-    @abstractmethod
-    def ambient(self, x: Float[Tensor, "*batch n d"], weights: Tensor | None = None) -> Float[Tensor, "*batch n d"]:
-        """The velocity before projection: what a layer adds to the residual stream."""
-
-    @abstractmethod
     def kernel(self, x: Float[Tensor, "*batch n d"], weights: Tensor | None = None) -> Float[Tensor, "*batch n n"]:
         """The weight of key j for query i: ambient_i = sum_j kernel_ij V x_j."""
 
+    def settle(self, pairs: Float[Tensor, "*batch n n"], weights: Tensor | None) -> Float[Tensor, "*batch n n"]:
+        """What this field makes of raw logits before they are summed: nothing, unless it says so."""
+        return pairs
+
     def _sum(self, x: Tensor, weights: Tensor | None, *, tangent: bool) -> AttentionSum:
         skip_self = tangent and self.value_scale is not None  # then V x_i is parallel to x_i
-        return attention_sum(self._logits(x, weights), x, weights=weights, skip_self=skip_self)
+        carried = matrix_product(x, self.value.right.to(x)) if isinstance(self.value, LowRank) else x
+        return attention_sum(self._logits(x, weights), carried, weights=weights, skip_self=skip_self)
 
     def _logits(self, x: Tensor, weights: Tensor | None) -> Tensor:
-        query = self.beta * (x if self.query_key is None else matrix_product(x, self.query_key.to(x)))
+        return self.settle(self._raw_logits(x, weights), weights)
+
+    def _raw_logits(self, x: Tensor, weights: Tensor | None) -> Tensor:
+        query, key = query_and_key(x, self.query_key)
         bias = None if self.bias is None else self.bias.to(x)
-        return logits(query, x, bias=bias, causal=self.causal, weights=weights)
+        return logits(self.factor * query, key, bias=bias, causal=self.causal, weights=weights)
 
     def _valued(self, total: Tensor) -> Tensor:
-        """V applied to a sum of tokens: V sum_j w_j x_j = sum_j w_j V x_j."""
+        """V applied to a sum of tokens: V sum_j w_j x_j = sum_j w_j V x_j. A V of low rank was applied by half."""
         if self.value_scale is not None:
             return self.value_scale * total
+        if isinstance(self.value, LowRank):
+            return matrix_product(total, self.value.left.to(total).mT)
         assert self.value is not None
         return matrix_product(total, self.value.to(total).mT)
 
+    def _complaint(self, x: Tensor, weights: Tensor | None) -> str:
+        return f"the velocity leaves {x.dtype}: take smaller value or weights"
 
-@dataclass(frozen=True, eq=False)
-class SA(Attention):
-    """Softmax self-attention, x_i' = P_{x_i} sum_j m_j e^{l_ij} V x_j / Z_i (source 001; logits as above).
 
-    ``beta`` >= 0 is the inverse temperature. ``value=-torch.eye(d)`` gives the repulsive flow. For V = +-B symmetric it
-    is the gradient flow of the interaction energy in the metric weighted by Z, and only there; not in the flat metric.
-
-    >>> x = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
-    >>> SA(beta=0.0)(x)
-    tensor([[0.0000, 0.5000],
-            [0.5000, 0.0000]])
-    """
+class Softmax(Attention):
+    """Fields whose weights sum to 1 over the keys: x_i' = P_{x_i} sum_j m_j e^{l_ij} V x_j / Z_i."""
 
     normalized: ClassVar[bool] = True
 
@@ -142,9 +166,36 @@ class SA(Attention):
 
     def kernel(self, x: Float[Tensor, "*batch n d"], weights: Tensor | None = None) -> Float[Tensor, "*batch n n"]:
         """Attention weights p_ij; rows sum to 1 (to 0 for a query that sees no key)."""
-        pairs = self._logits(x, weights)
-        one_hot = torch.eye(x.shape[-2], dtype=x.dtype, device=x.device).expand_as(pairs)
-        return attention_sum(pairs, one_hot, weights=weights).mean
+        return softmax_kernel(self._logits(x, weights), weights)
+
+
+@dataclass(frozen=True, eq=False)
+class SA(Softmax):
+    """Softmax self-attention, x_i' = P_{x_i} sum_j m_j e^{l_ij} V x_j / Z_i (source 001; logits as above).
+
+    ``beta`` >= 0 is the inverse temperature. ``value=-torch.eye(d)`` gives the repulsive flow. For V = +-B symmetric it
+    is the gradient flow of the interaction energy in the metric weighted by Z, and only there; not in the flat metric.
+    ``query_key`` and ``value`` may be ``LowRank``; ``bias=alibi(n, slope)`` prefers near tokens.
+
+    >>> x = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
+    >>> SA(beta=0.0)(x)
+    tensor([[0.0000, 0.5000],
+            [0.5000, 0.0000]])
+    """
+
+    beta: float
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "beta", real_number("beta", self.beta, at_least=0))
+        super().__post_init__()
+
+    @property
+    def factor(self) -> float:
+        """beta."""
+        return self.beta
+
+    def _complaint(self, x: Tensor, weights: Tensor | None) -> str:
+        return f"beta is {self.beta:g}, and {super()._complaint(x, weights)}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -162,6 +213,17 @@ class USA(Attention):
 
     normalized: ClassVar[bool] = False
 
+    beta: float
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "beta", real_number("beta", self.beta, at_least=0))
+        super().__post_init__()
+
+    @property
+    def factor(self) -> float:
+        """beta."""
+        return self.beta
+
     def scaled(self, x: Float[Tensor, "*batch n d"], weights: Tensor | None = None) -> ScaledVelocity:
         """The velocity as e^{log_scale} times a direction of ordinary size, for any beta.
 
@@ -171,9 +233,8 @@ class USA(Attention):
                 [600.]])
         """
         sums = self._sum(x, weights, tangent=True)
-        nobody = (sums.total.detach() == 0).all(-1, keepdim=True)  # any scale serves, and e^0 is in the dtype
-        total = self._valued(sums.total) / _total_weight(x, weights)
-        return ScaledVelocity(project(x, total), torch.where(nobody, 0.0, sums.shift))
+        total = project(x, self._valued(sums.total) / total_weight(x, weights))
+        return ScaledVelocity(total, scale_of_nothing(sums.total, sums.shift))
 
     def velocity(self, x: Float[Tensor, "*batch n d"], weights: Tensor | None = None) -> Float[Tensor, "*batch n d"]:
         """The tangent velocity, unchecked: infinite or NaN where it leaves the dtype."""
@@ -183,24 +244,67 @@ class USA(Attention):
     def ambient(self, x: Float[Tensor, "*batch n d"], weights: Tensor | None = None) -> Float[Tensor, "*batch n d"]:
         """The sum before projection: what a layer adds to the residual stream."""
         sums = self._sum(x, weights, tangent=False)
-        return self._valued(torch.exp(sums.shift) * sums.total) / _total_weight(x, weights)
+        return self._valued(torch.exp(sums.shift) * sums.total) / total_weight(x, weights)
 
     def kernel(self, x: Float[Tensor, "*batch n d"], weights: Tensor | None = None) -> Float[Tensor, "*batch n n"]:
         """Unnormalised weights m_j e^{l_ij} / M."""
-        terms = torch.exp(self._logits(x, weights))
-        if weights is not None:
-            terms = terms * weights.unsqueeze(-2)
-        return terms / _total_weight(x, weights)
+        return sum_kernel(self._logits(x, weights), weights)
+
+    def _complaint(self, x: Tensor, weights: Tensor | None) -> str:
+        return f"beta is {self.beta:g}, and the velocity leaves {x.dtype}: call .scaled(x) for it with a log scale"
 
 
-def _total_weight(x: Tensor, weights: Tensor | None) -> Tensor | float:
+def softmax_kernel(pairs: Float[Tensor, "*batch n n"], weights: Tensor | None) -> Float[Tensor, "*batch n n"]:
+    """p_ij = m_j e^{l_ij} / Z_i of logits; rows sum to 1, to 0 where all logits are -inf.
+
+    >>> softmax_kernel(torch.zeros(2, 2), torch.tensor([1.0, 3.0]))
+    tensor([[0.2500, 0.7500],
+            [0.2500, 0.7500]])
+    """
+    one_hot = torch.eye(pairs.shape[-1], dtype=pairs.dtype, device=pairs.device).expand_as(pairs)
+    return attention_sum(pairs, one_hot, weights=weights).mean
+
+
+def sum_kernel(pairs: Float[Tensor, "*batch n n"], weights: Tensor | None) -> Float[Tensor, "*batch n n"]:
+    """m_j e^{l_ij} / M of logits.
+
+    >>> sum_kernel(torch.zeros(2, 2), None)
+    tensor([[0.5000, 0.5000],
+            [0.5000, 0.5000]])
+    """
+    terms = torch.exp(pairs)
+    if weights is not None:
+        terms = terms * weights.unsqueeze(-2)
+    return terms / total_weight(pairs, weights)
+
+
+def scale_of_nothing(total: Float[Tensor, "*batch n d"], shift: Float[Tensor, "*batch n 1"]) -> Tensor:
+    """A log scale that the dtype holds where the total is 0: there e^shift 0 would be NaN. Its own where it is small,
+    as the total may be 0 by cancellation and have a derivative.
+
+    >>> scale_of_nothing(torch.tensor([[0.0], [0.5]]), torch.tensor([[900.0], [900.0]]))
+    tensor([[ 80.],
+            [900.]])
+    """
+    nothing = (total.detach() == 0).all(-1, keepdim=True)
+    return torch.where(nothing, shift.clamp(max=80.0), shift)
+
+
+def total_weight(x: Float[Tensor, "*batch n d"], weights: Tensor | None) -> Tensor | float:
+    """M = sum_j m_j of each system, n where weights is None.
+
+    >>> total_weight(torch.eye(2), None)
+    2.0
+    """
     return float(x.shape[-2]) if weights is None else weights.sum(-1)[..., None, None]
 
 
-def _scale_of(matrix: Tensor | None) -> float | None:
+def _scale_of(matrix: Tensor | LowRank | None) -> float | None:
     """c where the matrix is c I exactly; a matrix under differentiation is never taken for a number."""
     if matrix is None:
         return 1.0
+    if isinstance(matrix, LowRank):
+        return None
     scale = matrix[0, 0]
     eye = torch.eye(matrix.shape[0], dtype=matrix.dtype, device=matrix.device)
     tangent = torch.autograd.forward_ad.unpack_dual(matrix).tangent  # type: ignore[no-untyped-call]

@@ -26,7 +26,9 @@ class Field(Protocol):
 class TokenField(Protocol):
     """A field whose tokens carry weights: the measure sum_j m_j delta_{x_j} instead of a list of points."""
 
-    exchangeable: bool
+    @property
+    def exchangeable(self) -> bool:
+        """Whether tokens can be relabelled, and so merged."""
 
     def velocity(self, x: Tensor, weights: Tensor | None = None) -> Tensor:
         """The tangent velocity, unchecked."""
@@ -34,8 +36,53 @@ class TokenField(Protocol):
     def ambient(self, x: Tensor, weights: Tensor | None = None) -> Tensor:
         """The velocity before projection, unchecked."""
 
+
+@runtime_checkable
+class KernelField(Protocol):
+    """A field that attends: it knows how much each token sees of each other."""
+
     def kernel(self, x: Tensor, weights: Tensor | None = None) -> Tensor:
-        """The weight of key j for query i."""
+        """The weight of key j for query i: (*batch, n, n), for several heads (*batch, heads, n, n)."""
+
+
+@runtime_checkable
+class Sized(Protocol):
+    """A field with parameters that fit some tokens only."""
+
+    def check_size(self, x: Tensor) -> None:
+        """Refuse tokens that do not fit."""
+
+
+@runtime_checkable
+class LayeredField(Protocol):
+    """A field that is also a discrete layer with an order of its own, such as a block: attention, then MLP."""
+
+    def layer(self, x: Tensor, h: Tensor, weights: Tensor | None = None) -> Tensor:
+        """The state one layer of size h later."""
+
+
+@runtime_checkable
+class StreamField(Protocol):
+    """A field whose state may be a residual stream y in R^d, seen through a norm, instead of unit vectors."""
+
+    @property
+    def on_sphere(self) -> bool:
+        """Whether states are unit vectors."""
+
+    def direction(self, y: Tensor) -> Tensor:
+        """The unit vector that the norm makes of y."""
+
+    def radius(self, y: Tensor) -> Tensor:
+        """The length that the norm divides out, without the last axis."""
+
+
+def lives_on_sphere(field: object) -> bool:
+    """Whether the states of a field are unit vectors: so it is, unless the field says otherwise.
+
+    >>> lives_on_sphere(torch.zeros_like)
+    True
+    """
+    return not isinstance(field, StreamField) or field.on_sphere
 
 
 @dataclass(frozen=True, eq=False)

@@ -58,13 +58,20 @@ def logits(
     return pairs
 
 
-def matrix_product(x: Float[Tensor, "*batch n d"], matrix: Float[Tensor, "d k"]) -> Float[Tensor, "*batch n k"]:
+def matrix_product(x: Float[Tensor, "*batch n d"], matrix: Float[Tensor, "*heads d k"]) -> Float[Tensor, "*batch n k"]:
     """x @ matrix, system by system: torch would fold the batch into one product, whose bits depend on its size.
+
+    ``matrix`` is one for all, or one for each entry of the last axes of the batch.
 
     >>> matrix_product(torch.ones(2, 1, 2), torch.eye(2)).shape
     torch.Size([2, 1, 2])
     """
-    return x @ matrix.expand(*x.shape[:-2], *matrix.shape)
+    return _product(x, matrix.expand(*x.shape[:-2], *matrix.shape[-2:]))
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b; as a plain sum where b has one column, as the last bit of such a product depends on the batch."""
+    return (a * b.mT).sum(-1, keepdim=True) if b.shape[-1] == 1 else a @ b
 
 
 def _later(n: int, device: torch.device) -> Bool[Tensor, "n n"]:
@@ -76,13 +83,13 @@ def attention_sum(
     value: Float[Tensor, "*batch n d"],
     *,
     weights: Float[Tensor, "*batch n"] | None = None,
-    skip_self: bool = False,
+    skip_self: bool | Bool[Tensor, "*heads 1 1"] = False,
 ) -> AttentionSum:
     """Sum m_j e^{l_ij} v_j over the keys j, and m_j e^{l_ij}, for logits ``pairs`` and weights m (1 where None).
 
     ``skip_self`` leaves j = i out of the first sum, never out of the mass. A caller who will project the sum on the
     tangent space at x_i uses it where v_i is parallel to x_i: the term would vanish in exact arithmetic, but it is
-    e^{beta (1 - <x_i, x_j>)} times larger than the others and would swallow their digits.
+    e^{beta (1 - <x_i, x_j>)} times larger than the others and would swallow their digits. It may differ among heads.
 
     >>> attention_sum(torch.zeros(2, 2), torch.tensor([[1.0], [3.0]])).mean
     tensor([[2.],
@@ -90,9 +97,9 @@ def attention_sum(
     """
     own = pairs.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
     summed = pairs
-    if skip_self:
+    if skip_self is not False:
         itself = torch.eye(pairs.shape[-1], dtype=torch.bool, device=pairs.device)
-        summed = pairs.masked_fill(itself, -torch.inf)
+        summed = pairs.masked_fill(itself & skip_self, -torch.inf)
     # the scales are constants to autograd: they cancel, so the gradient is exact without them
     highest = summed.detach().amax(-1, keepdim=True)
     own_level = own.detach()
@@ -102,10 +109,10 @@ def attention_sum(
     if weights is not None:
         terms = terms * weights.unsqueeze(-2)
     mass, mass_shift = terms.sum(-1, keepdim=True), shift
-    if skip_self:
+    if skip_self is not False:
         mass_shift = torch.maximum(shift, own_level)
-        own_mass = torch.exp(own - mass_shift)
+        own_mass = torch.exp(own - mass_shift) * skip_self
         if weights is not None:
             own_mass = own_mass * weights.unsqueeze(-1)
         mass = mass * torch.exp(shift - mass_shift) + own_mass
-    return AttentionSum(terms @ value, shift, mass, mass_shift)
+    return AttentionSum(_product(terms, value), shift, mass, mass_shift)

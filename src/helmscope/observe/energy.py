@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from helmscope.fields.attention import SA, Attention
+from helmscope.fields.attention import SA, USA
 from helmscope.fields.field import check_weights
+from helmscope.fields.lowrank import LowRank, as_dense, query_and_key
+from helmscope.fields.sinkhorn import SinkhornAttention
 from helmscope.geometry.sphere import check_tokens
 from helmscope.kernels.dense import logits, matrix_product
 from helmscope.types import HelmscopeError, real_number
@@ -21,6 +23,9 @@ from helmscope.types import HelmscopeError, real_number
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float
     from torch import Tensor
+
+
+Tempered = SA | USA | SinkhornAttention  # fields with a beta
 
 
 class _Pairs(NamedTuple):
@@ -34,7 +39,7 @@ def interaction_energy(
     x: Float[Tensor, "*batch n d"],
     *,
     beta: float,
-    query_key: Float[Tensor, "d d"] | None = None,
+    query_key: Float[Tensor, "d d"] | LowRank | None = None,
     weights: Float[Tensor, "*batch n"] | None = None,
     mask: Bool[Tensor, "*batch n"] | None = None,
 ) -> Float[Tensor, "*batch"]:
@@ -54,7 +59,7 @@ def log_interaction_energy(
     x: Float[Tensor, "*batch n d"],
     *,
     beta: float,
-    query_key: Float[Tensor, "d d"] | None = None,
+    query_key: Float[Tensor, "d d"] | LowRank | None = None,
     weights: Float[Tensor, "*batch n"] | None = None,
     mask: Bool[Tensor, "*batch n"] | None = None,
 ) -> Float[Tensor, "*batch"]:
@@ -93,7 +98,7 @@ def gaussian_energy_as_printed(x: Float[Tensor, "*batch n d"], *, beta: float) -
 
 def interaction_energy_rate(
     x: Float[Tensor, "*batch n d"],
-    field: Attention,
+    field: Tempered,
     *,
     weights: Float[Tensor, "*batch n"] | None = None,
     mask: Bool[Tensor, "*batch n"] | None = None,
@@ -110,24 +115,25 @@ def interaction_energy_rate(
     >>> interaction_energy_rate(torch.eye(2), USA(beta=1.0))
     tensor(0.2500)
     """
-    if not isinstance(field, Attention):
+    if not isinstance(field, Tempered):
         raise HelmscopeError(
-            f"field is {type(field).__name__}, but the energy's rate needs an attention field, SA or USA"
+            f"field is {type(field).__name__}, but the energy's rate needs an attention field with a beta, SA, USA or "
+            "SinkhornAttention"
         )
     real_number("beta", field.beta, above=0)
     combined = check_weights(check_tokens(x), weights, mask)
     pairs = _pairs(x, field, combined)
     velocity = field.velocity(x, combined)
-    b = torch.eye(x.shape[-1], dtype=x.dtype, device=x.device) if field.query_key is None else field.query_key.to(x)
+    b = as_dense(field.query_key, x)
     change = matrix_product(velocity, b) @ x.mT + matrix_product(x, b) @ velocity.mT
     return torch.exp(pairs.top) * (pairs.share * change).sum((-1, -2)) / 2
 
 
-def _pairs(x: Tensor, field: Attention, weights: Tensor | None) -> _Pairs:
+def _pairs(x: Tensor, field: Tempered, weights: Tensor | None) -> _Pairs:
     """The terms of E for the beta and B of a field; its mask, bias and value play no part."""
     field.check_size(x)
-    query = field.beta * (x if field.query_key is None else matrix_product(x, field.query_key.to(x)))
-    levels = logits(query, x, weights=weights)
+    query, key = query_and_key(x, field.query_key)
+    levels = logits(field.beta * query, key, weights=weights)
     if weights is not None:  # nor may a token of weight 0 set the scale as a query
         levels = levels.masked_fill((weights == 0).unsqueeze(-1), -torch.inf)
     top = levels.detach().amax((-1, -2))

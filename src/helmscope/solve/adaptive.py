@@ -109,7 +109,7 @@ def _step(run: _Running, clock: Tensor, stepper: AdaptiveStepper, tol: float, ex
     h = torch.where(lands, left, torch.where(2 * run.h > left, left / 2, run.h))
     first = run.first * (h / run.first_h)[:, None, None].to(run.x.dtype)
     trial = stepper.attempt(run.flow, run.x, h[:, None, None], first)
-    error = torch.linalg.vector_norm(trial.error.detach(), dim=-1).amax(-1).to(torch.float64) / tol
+    error = run.flow.size(run.x.detach(), trial.error.detach()).amax(-1).to(torch.float64) / tol
     run.lost = ~torch.isfinite(error)
     good: Tensor = error <= 1  # False for NaN
     log_error = torch.log(error.clamp(min=1e-10))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from helmscope.geometry.sphere import retract
 from helmscope.solve.stepper import AdaptiveStepper, Attempt
 
 if TYPE_CHECKING:
@@ -47,7 +46,7 @@ class DormandPrince(AdaptiveStepper):
         """One trial step. Its last displacement is taken at the new state, so it can open the next step."""
         k = [first]
         for row in STAGES:
-            y = retract(x + _combine(row, k))
+            y = flow.land(x + _combine(row, k))
             k.append(flow.move(y, h))
         return Attempt(y, k[-1], _combine(ERROR, k))
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from helmscope.geometry.sphere import retract
 from helmscope.solve.stepper import FixedStepper
 
 if TYPE_CHECKING:
@@ -32,4 +31,4 @@ class ProjectedEuler(FixedStepper):
 
     def step(self, flow: Flow, x: Tensor, h: Tensor) -> Tensor:
         """One step."""
-        return retract(x + flow.move(x, h))
+        return flow.land(x + flow.move(x, h))

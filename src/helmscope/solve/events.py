@@ -78,14 +78,22 @@ class Watch:
 
     event: Event
     mask: Bool[Tensor, "batch n"] | None
+    direction: Callable[[Tensor], Tensor]
     level: Float[Tensor, "batch m"]
     times: Float[Tensor, "batch m"]
     shape: tuple[int, ...]
 
     @classmethod
-    def start(cls, event: Event, x: Float[Tensor, "batch n d"], mask: Bool[Tensor, "batch n"] | None) -> Watch:
-        """Events that are true at the start have time 0."""
-        signal = event.signal(x if mask is None else without_padding(x, mask))
+    def start(
+        cls,
+        event: Event,
+        x: Float[Tensor, "batch n d"],
+        mask: Bool[Tensor, "batch n"] | None,
+        direction: Callable[[Tensor], Tensor],
+    ) -> Watch:
+        """Events that are true at the start have time 0. ``direction`` makes unit vectors of states."""
+        seen = direction(x)
+        signal = event.signal(seen if mask is None else without_padding(seen, mask))
         if not isinstance(signal, torch.Tensor) or signal.shape[:1] != x.shape[:1]:
             name = type(event).__name__
             raise HelmscopeError(
@@ -93,7 +101,7 @@ class Watch:
             )
         level = signal.reshape(len(x), math.prod(signal.shape[1:])).to(torch.float64)
         times = torch.where(level >= 0, 0.0, torch.nan).to(torch.float64)
-        return cls(event, mask, level, times, tuple(signal.shape[1:]))
+        return cls(event, mask, direction, level, times, tuple(signal.shape[1:]))
 
     def see(
         self,
@@ -125,7 +133,7 @@ class Watch:
         self.times[systems[rows], parts] = start[rows] + share * h[rows]
 
     def _signal(self, states: Tensor, systems: Tensor) -> Float[Tensor, "active m"]:
-        seen = states.detach()
+        seen = self.direction(states.detach())
         seen = seen if self.mask is None else without_padding(seen, self.mask[systems])
         return self.event.signal(seen).reshape(len(seen), self.level.shape[1]).to(torch.float64)
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from helmscope.solve.extras import Extras
     from helmscope.solve.flow import Flow
-    from helmscope.solve.stepper import FixedStepper
+    from helmscope.solve.stepper import FixedStepper, NoisyStepper
 
 
 def run_fixed(
@@ -28,7 +28,7 @@ def run_fixed(
     flow, x, _ = extras.merged(flow, x)
     now = 0.0
     for target in times:
-        count = _steps(target - now, stepper)
+        count = steps_in(target - now, stepper)
         size = (target - now) / max(count, 1)
         h = torch.full((len(x),), size, dtype=torch.float64, device=x.device)
         for k in range(count):
@@ -44,7 +44,7 @@ def run_fixed(
     return torch.stack(states), Outcome(tuple(ended), tuple(ended_at))
 
 
-def check_grid(times: list[float], stepper: FixedStepper) -> None:
+def check_grid(times: list[float], stepper: FixedStepper | NoisyStepper) -> None:
     """Refuse times that are no multiples of the step of a map, which cannot be cut."""
     for t in times:
         ratio = t / stepper.h
@@ -55,7 +55,8 @@ def check_grid(times: list[float], stepper: FixedStepper) -> None:
             )
 
 
-def _steps(span: float, stepper: FixedStepper) -> int:
+def steps_in(span: float, stepper: FixedStepper | NoisyStepper) -> int:
+    """How many equal steps of at most h make up a span; for a map, how many times it is applied."""
     ratio = span / stepper.h
     return math.ceil(ratio - 1e-9) if stepper.divisible else round(ratio)
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from helmscope.fields.field import Field, ScaledField, TokenField
-from helmscope.geometry.sphere import project
+from helmscope.fields.field import Field, LayeredField, ScaledField, StreamField, TokenField, lives_on_sphere
+from helmscope.geometry.sphere import project, retract
 from helmscope.types import HelmscopeError
 
 if TYPE_CHECKING:
@@ -29,6 +29,30 @@ class Flow:
     field: Field
     weights: Float[Tensor, "batch n"] | None = None
     leader: Int[Tensor, "batch n"] | None = None
+
+    @cached_property
+    def on_sphere(self) -> bool:
+        """Whether states are unit vectors; else they are a residual stream in R^d."""
+        return lives_on_sphere(self.field)
+
+    def land(self, y: Float[Tensor, "batch n d"]) -> Float[Tensor, "batch n d"]:
+        """From where a step ends to where states live: the nearest unit vector; a residual stream stays as it is."""
+        return retract(y) if self.on_sphere else y
+
+    def direction(self, x: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n d"]:
+        """The states as unit vectors."""
+        return self.field.direction(x) if isinstance(self.field, StreamField) and not self.on_sphere else x
+
+    def size(self, x: Float[Tensor, "batch n d"], step: Float[Tensor, "batch n d"]) -> Float[Tensor, "batch n"]:
+        """Length of a displacement in units of the state's: the radius of a residual stream sets the scale."""
+        length: Tensor = torch.linalg.vector_norm(step, dim=-1)
+        return length if self.on_sphere else length / torch.linalg.vector_norm(x, dim=-1)
+
+    def layer(self, x: Float[Tensor, "batch n d"], h: Float[Tensor, "batch 1 1"]) -> Float[Tensor, "batch n d"]:
+        """One discrete layer: the field's own where it has one, else N(x + h f(x)) with f before projection."""
+        if isinstance(self.field, LayeredField):
+            return self.field.layer(x, h.to(x.dtype), self.weights)
+        return self.land(x + self.move_ambient(x, h))
 
     def move(self, x: Float[Tensor, "batch n d"], h: Float[Tensor, "batch 1 1"]) -> Float[Tensor, "batch n d"]:
         """Tangent displacement h f(x)."""
@@ -54,14 +78,14 @@ class Flow:
         return self._together(h.to(x.dtype) * self.field.ambient(x, self.weights))
 
     def log_speed(self, x: Float[Tensor, "batch n d"]) -> Float[Tensor, " batch"]:
-        """Logarithm of the speed of the fastest token of each system, in float64."""
+        """Logarithm of the speed of the fastest token of each system, relative to the radius of a stream; float64."""
         if isinstance(self.field, ScaledField):
             scaled = self.field.scaled(x, self.weights)
             step, log_scale = scaled.direction, scaled.log_scale.to(torch.float64).squeeze(-1)
         else:
             step = self.move(x, torch.ones(len(x), 1, 1, dtype=torch.float64, device=x.device))
             log_scale = torch.zeros(step.shape[:-1], dtype=torch.float64, device=x.device)
-        speed = torch.linalg.vector_norm(step, dim=-1).to(torch.float64)
+        speed = self.size(x, step).to(torch.float64)
         return (torch.log(speed) + log_scale).amax(-1)
 
     def select(self, which: Tensor) -> Flow:

@@ -27,6 +27,7 @@ class GeodesicEuler(FixedStepper):
     """
 
     order: ClassVar[int] = 1
+    geodesic: ClassVar[bool] = True
 
     def step(self, flow: Flow, x: Tensor, h: Tensor) -> Tensor:
         """One step; the retraction removes rounding only."""

@@ -29,6 +29,7 @@ class GeodesicHeun(FixedStepper):
     """
 
     order: ClassVar[int] = 2
+    geodesic: ClassVar[bool] = True
 
     def step(self, flow: Flow, x: Tensor, h: Tensor) -> Tensor:
         """One step."""

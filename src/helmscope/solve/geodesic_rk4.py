@@ -29,6 +29,7 @@ class GeodesicRK4(FixedStepper):
     """
 
     order: ClassVar[int] = 4
+    geodesic: ClassVar[bool] = True
 
     def step(self, flow: Flow, x: Tensor, h: Tensor) -> Tensor:
         """One step."""

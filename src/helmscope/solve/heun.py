@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from helmscope.geometry.sphere import retract
 from helmscope.solve.stepper import FixedStepper
 
 if TYPE_CHECKING:
@@ -31,5 +30,5 @@ class Heun(FixedStepper):
     def step(self, flow: Flow, x: Tensor, h: Tensor) -> Tensor:
         """One step."""
         k1 = flow.move(x, h)
-        k2 = flow.move(retract(x + k1), h)
-        return retract(x + (k1 + k2) / 2)
+        k2 = flow.move(flow.land(x + k1), h)
+        return flow.land(x + (k1 + k2) / 2)

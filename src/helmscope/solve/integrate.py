@@ -2,79 +2,27 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 
-from helmscope.fields.attention import Attention
-from helmscope.fields.field import Field, TokenField, check_weights
-from helmscope.geometry.sphere import check_tokens, retract
-from helmscope.solve.adaptive import run_adaptive
+from helmscope.fields.field import Field, Sized, TokenField, check_weights, lives_on_sphere
+from helmscope.fields.noise import Noise
 from helmscope.solve.dormand_prince import DormandPrince
-from helmscope.solve.events import Event, Watch
-from helmscope.solve.extras import Extras, Progress
-from helmscope.solve.fixed import check_grid, run_fixed
-from helmscope.solve.flow import Flow
+from helmscope.solve.events import Event
+from helmscope.solve.extras import Progress
+from helmscope.solve.fixed import check_grid
+from helmscope.solve.layer import Layer
+from helmscope.solve.noisy import check_noise
+from helmscope.solve.problem import Problem, check_start
 from helmscope.solve.simulation import Simulation
-from helmscope.solve.stepper import AdaptiveStepper, FixedStepper, Stepper
-from helmscope.types import HelmscopeError, Trajectory, increasing_times, real_number
+from helmscope.solve.stepper import AdaptiveStepper, FixedStepper, NoisyStepper, Stepper
+from helmscope.types import HelmscopeError, increasing_times, real_number, whole_number
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float
     from torch import Tensor
-
-logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, eq=False)
-class Problem:
-    """An integration that has passed all checks and waits to be run; made by ``pose``."""
-
-    field: Field
-    start: Float[Tensor, "systems n d"]
-    times: Float[Tensor, " time"]
-    stepper: Stepper
-    events: tuple[Event, ...]
-    merge: float | None
-    weights: Float[Tensor, "systems n"] | None
-    mask: Bool[Tensor, "systems n"] | None
-    batch: tuple[int, ...]
-    origin: float = 0.0  # the time of the start; the flow is autonomous, so only times since then matter
-
-    def run(self, progress: Progress | None = None) -> Simulation:
-        """Integrate."""
-        watches = tuple(Watch.start(event, self.start.detach(), self.mask) for event in self.events)
-        extras = Extras(watches, self.merge, progress)
-        clock = (self.times - self.origin).tolist()
-        flow = Flow(self.field, self.weights)
-        if isinstance(self.stepper, AdaptiveStepper):
-            states, outcome = run_adaptive(flow, self.start, clock, self.stepper, extras)
-        else:
-            states, outcome = run_fixed(flow, self.start, clock, self.stepper, extras)
-        outcome = replace(outcome, times=tuple(self.origin + t for t in outcome.times))
-        if not outcome.ok:
-            logger.warning("integration stopped early: %s", outcome)
-        extras.say(1.0)
-        trajectory = Trajectory(self.times, states, mask=self.mask, outcome=outcome)
-        found = tuple((self.origin + w.times).reshape((*self.batch, *w.shape)) for w in watches)
-        return Simulation(trajectory, self, found)
-
-    def time_index(self, step: object) -> int:
-        """``step`` as an index into the times; negative ones count from the end."""
-        if isinstance(step, bool) or not isinstance(step, int) or not -len(self.times) <= step < len(self.times):
-            raise HelmscopeError(f"step is {step!r}, but the run has the time indices 0 to {len(self.times) - 1}")
-        return step % len(self.times)
-
-    def again(self, step: int, states: Float[Tensor, "*batch n d"]) -> Problem:
-        """The same from time index ``step`` on, with other states."""
-        x = _on_the_sphere(check_tokens(states, name="states"))
-        if x.shape not in ((*self.batch, *self.start.shape[-2:]), self.start.shape):
-            raise HelmscopeError(f"states has shape {tuple(x.shape)}, but the systems have {tuple(self.start.shape)}")
-        times = self.times[self.time_index(step) :]
-        return replace(self, start=x.reshape(self.start.shape).to(self.start), times=times, origin=float(times[0]))
 
 
 def integrate(
@@ -88,6 +36,8 @@ def integrate(
     weights: Float[Tensor, "*batch n"] | None = None,
     mask: Bool[Tensor, "*batch n"] | None = None,
     normalize: bool = False,
+    noise: Noise | None = None,
+    seed: int = 0,
     progress: Progress | None = None,
 ) -> Simulation:
     """Carry tokens by x' = f(x) on the sphere from time 0 and look at them at ``times``.
@@ -98,6 +48,10 @@ def integrate(
     ``merge_tokens`` for when that is right). ``weights`` and ``mask`` make the cloud a weighted measure with padding.
     ``events`` are timed, in the ``event_times`` of the result. ``progress`` is called with the share of the work done.
     A gradient with respect to x0 goes through the steps taken.
+
+    ``noise`` makes it a stochastic flow, carried by a stepper made for one, such as ``EulerMaruyama(h=0.01)``; system k
+    draws from a stream of its own, keyed by ``seed`` and k. A field whose state is a residual stream (a block with
+    pre-norm) takes x0 of any radius, and the trajectory holds directions and ``radius``.
 
     A system's result does not depend, to the bit on a CPU, on the batch it runs in.
 
@@ -119,6 +73,8 @@ def integrate(
         weights=weights,
         mask=mask,
         normalize=normalize,
+        noise=noise,
+        seed=seed,
     )
     return problem.run(progress)
 
@@ -134,6 +90,8 @@ def pose(
     weights: Float[Tensor, "*batch n"] | None = None,
     mask: Bool[Tensor, "*batch n"] | None = None,
     normalize: bool = False,
+    noise: Noise | None = None,
+    seed: int = 0,
 ) -> Problem:
     """Everything ``integrate`` refuses is refused here, before any work is done; the arguments are the same.
 
@@ -143,29 +101,35 @@ def pose(
     """
     if not isinstance(normalize, bool):
         raise HelmscopeError(f"normalize is {normalize!r}, but it must be True or False")
-    x = _on_the_sphere(check_tokens(x0, name="x0", normalize=normalize))
+    _check_callable(field)
+    x = check_start(field, x0, normalize=normalize)
     clock = increasing_times(times)
-    stepper = DormandPrince() if stepper is None else stepper
-    if not isinstance(stepper, AdaptiveStepper | FixedStepper):
-        raise HelmscopeError(f"stepper is {stepper!r}, but it must be a stepper such as DormandPrince() or RK4(h=0.01)")
-    if isinstance(stepper, FixedStepper):
+    stepper = _check_stepper(stepper, field, noise)
+    if not isinstance(stepper, AdaptiveStepper):
         check_grid(clock, stepper)
     events = _listed(events)
     for event in events:
         if isinstance(event, type) or not isinstance(event, Event):
             raise HelmscopeError(f"events holds {event!r}, but an event has a signal(x), such as HittingTime(1e-3)")
     combined = check_weights(x, weights, mask)
-    _check_field(field, x, weighted=combined is not None, merge=merge)
+    _check_field(field, x, weighted=combined is not None)
+    _check_merge(merge, field, noise)
+    if noise is not None:
+        noise.check_size(x)
+    count = x[..., 0, 0].numel()
     return Problem(
-        field,
-        x.reshape(-1, *x.shape[-2:]) if x.numel() else x.reshape(0, *x.shape[-2:]),
-        torch.tensor(clock, dtype=torch.float64, device=x.device),
-        stepper,
-        events,
-        merge,
-        None if combined is None else combined.reshape(-1, x.shape[-2]),
-        None if mask is None else mask.expand(x.shape[:-1]).reshape(-1, x.shape[-2]),
-        tuple(x.shape[:-2]),
+        field=field,
+        start=x.reshape(count, *x.shape[-2:]),
+        times=torch.tensor(clock, dtype=torch.float64, device=x.device),
+        stepper=stepper,
+        batch=tuple(x.shape[:-2]),
+        systems=tuple(range(count)),
+        events=events,
+        merge=merge,
+        weights=None if combined is None else combined.reshape(count, x.shape[-2]),
+        mask=None if mask is None else mask.expand(x.shape[:-1]).reshape(count, x.shape[-2]),
+        noise=noise,
+        seed=whole_number("seed", seed, at_least=0),
     )
 
 
@@ -178,20 +142,45 @@ def _listed(events: Iterable[Event]) -> tuple[Event, ...]:
         ) from None
 
 
-def _on_the_sphere(x: Tensor) -> Tensor:
-    """Tokens off the sphere by more than rounding but too little to be refused are put back; others keep their bits."""
-    off = (torch.linalg.vector_norm(x, dim=-1, keepdim=True) - 1).abs() > 16 * torch.finfo(x.dtype).eps
-    return torch.where(off, retract(x), x)
-
-
-def _check_field(field: object, x: Tensor, *, weighted: bool, merge: float | None) -> None:
-    """Refuse a field that cannot do what is asked of it."""
-    name = type(field).__name__
+def _check_callable(field: object) -> None:
     if isinstance(field, type) or not callable(field):
         raise HelmscopeError(
             f"field is {field!r}, but it must be a field such as SA(beta=4.0): tokens in, velocities out"
         )
-    if isinstance(field, Attention):
+
+
+def _check_stepper(stepper: Stepper | None, field: Field, noise: Noise | None) -> Stepper:
+    """The stepper, the default where None; refused where it cannot carry this field or this noise."""
+    if noise is not None and not isinstance(noise, Noise):
+        raise HelmscopeError(f"noise is {noise!r}, but it must be a noise such as IsotropicNoise(nu=0.1)")
+    if stepper is None and noise is None:
+        stepper = DormandPrince()
+    if not isinstance(stepper, AdaptiveStepper | FixedStepper | NoisyStepper):
+        examples = "DormandPrince() or RK4(h=0.01)" if noise is None else "EulerMaruyama(h=0.01)"
+        raise HelmscopeError(f"stepper is {stepper!r}, but it must be a stepper such as {examples}")
+    name = type(stepper).__name__
+    if isinstance(stepper, NoisyStepper) != (noise is not None):
+        allowed = (
+            f"{name} needs noise=, such as IsotropicNoise(nu=0.1)"
+            if noise is None
+            else "noise needs a stepper made for it, such as EulerMaruyama(h=0.01)"
+        )
+        raise HelmscopeError(f"stepper is {stepper!r} and noise is {noise!r}, but {allowed}")
+    if isinstance(stepper, NoisyStepper) and noise is not None:
+        check_noise(field, noise, stepper)
+    if isinstance(stepper, FixedStepper) and stepper.geodesic and not lives_on_sphere(field):
+        raise HelmscopeError(f"stepper is {name}, which follows great circles, but this field is a residual stream")
+    if getattr(field, "only_layers", False) and not isinstance(stepper, Layer):
+        raise HelmscopeError(
+            f"stepper is {name}, but this {type(field).__name__} is a map and no flow (its norm changes the state "
+            "even where nothing is added): use Layer()"
+        )
+    return stepper
+
+
+def _check_field(field: Field, x: Tensor, *, weighted: bool) -> None:
+    """Refuse a field that cannot do what is asked of it."""
+    if isinstance(field, Sized):
         field.check_size(x)
     elif not isinstance(field, TokenField):
         with torch.no_grad():
@@ -202,12 +191,20 @@ def _check_field(field: object, x: Tensor, *, weighted: bool, merge: float | Non
                 f"field gives {given} for tokens of shape {tuple(x.shape)}, but a velocity has their shape"
             )
     if weighted and not isinstance(field, TokenField):
-        raise HelmscopeError(f"weights or mask is given, but the field {name} knows no token weights")
+        raise HelmscopeError(f"weights or mask is given, but the field {type(field).__name__} knows no token weights")
+
+
+def _check_merge(merge: float | None, field: Field, noise: Noise | None) -> None:
     if merge is None:
         return
     if real_number("merge", merge, at_least=0) > 0.5:
         raise HelmscopeError(f"merge is {merge:g}, but tokens that far apart have not met: take at most 0.5 radians")
+    if noise is not None or not lives_on_sphere(field):
+        raise HelmscopeError(
+            f"merge is {merge:g}, but tokens that met part again under noise or with radii of their own"
+        )
     if not (isinstance(field, TokenField) and field.exchangeable):
         raise HelmscopeError(
-            f"merge is {merge:g}, but merging needs attention without causal mask and bias, not this {name}"
+            f"merge is {merge:g}, but merging needs attention without causal mask and bias, not this "
+            f"{type(field).__name__}"
         )

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from helmscope.geometry.sphere import retract
 from helmscope.solve.stepper import FixedStepper
 
 if TYPE_CHECKING:
@@ -35,4 +34,4 @@ class Layer(FixedStepper):
 
     def step(self, flow: Flow, x: Tensor, h: Tensor) -> Tensor:
         """One layer."""
-        return retract(x + flow.move_ambient(x, h))
+        return flow.layer(x, h)

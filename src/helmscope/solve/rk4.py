@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from helmscope.geometry.sphere import retract
 from helmscope.solve.stepper import FixedStepper
 
 if TYPE_CHECKING:
@@ -31,7 +30,7 @@ class RK4(FixedStepper):
     def step(self, flow: Flow, x: Tensor, h: Tensor) -> Tensor:
         """One step."""
         k1 = flow.move(x, h)
-        k2 = flow.move(retract(x + k1 / 2), h)
-        k3 = flow.move(retract(x + k2 / 2), h)
-        k4 = flow.move(retract(x + k3), h)
-        return retract(x + (k1 + 2 * k2 + 2 * k3 + k4) / 6)
+        k2 = flow.move(flow.land(x + k1 / 2), h)
+        k3 = flow.move(flow.land(x + k2 / 2), h)
+        k4 = flow.move(flow.land(x + k3), h)
+        return flow.land(x + (k1 + 2 * k2 + 2 * k3 + k4) / 6)

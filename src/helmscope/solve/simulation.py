@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from helmscope.fields.field import Field, TokenField
+from helmscope.fields.block import Block
+from helmscope.fields.field import Field, KernelField
+from helmscope.fields.mlp import MLP, GatedMLP
 from helmscope.types import HelmscopeError, Outcome, Trajectory
 
 if TYPE_CHECKING:
@@ -13,7 +15,7 @@ if TYPE_CHECKING:
     from jaxtyping import Float
     from torch import Tensor
 
-    from helmscope.solve.integrate import Problem
+    from helmscope.solve.problem import Problem
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,23 +56,40 @@ class Simulation:
         assert self.trajectory.outcome is not None
         return self.trajectory.outcome
 
-    def kernel(self, step: int) -> Float[Tensor, "batch n n"]:
+    @property
+    def field(self) -> Field:
+        """What carries the tokens."""
+        return self.problem.field
+
+    def kernel(self, step: int) -> Float[Tensor, "batch *heads n n"]:
         """The attention kernel at time index ``step``."""
-        if not isinstance(self.problem.field, TokenField):
-            name = type(self.problem.field).__name__
+        if not isinstance(self.field, KernelField):
+            name = type(self.field).__name__
             raise HelmscopeError(f"field is {name}, but a kernel is defined for attention fields only")
-        states = self.trajectory.states[self.problem.time_index(step)]
-        return self.problem.field.kernel(states, self.problem.weights)
+        return self.field.kernel(self.stream(step), self.problem.weights)
+
+    def stream(self, step: int) -> Float[Tensor, "batch n d"]:
+        """The states at time index ``step`` with their radius: the residual stream, or the unit vectors themselves."""
+        index, path = self.problem.time_index(step), self.trajectory
+        states = path.states[index]
+        return states if path.radius is None else path.radius[index].unsqueeze(-1) * states
 
     def force(self, step: int) -> Field | None:
-        """None: there is no MLP in an attention flow."""
-        return None
+        """The MLP as a force on unit vectors: that of a block, or the field itself where it is one; else None.
+
+        It is the same at every time index; ``step`` is there because a recorded model has one a layer.
+        """
+        self.problem.time_index(step)
+        if isinstance(self.field, MLP | GatedMLP):
+            return self.field
+        return self.field.force if isinstance(self.field, Block) else None
 
     def resume(
         self, step: int, states: Float[Tensor, "batch n d"], generator: torch.Generator | None = None
     ) -> Simulation:
         """Integrate again from time index ``step`` with other states; the times stay those of the whole run.
 
-        ``generator`` is for systems with noise; a flow has none.
+        A residual stream keeps the radius it had. Under noise the increments are new ones: drawn from ``generator``
+        where there is one, else fixed by the seed of the run and ``step``.
         """
-        return self.problem.again(step, states).run()
+        return self.problem.again(step, states, self.trajectory.radius, generator).run()

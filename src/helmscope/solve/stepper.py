@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from jaxtyping import Float
     from torch import Tensor
 
+    from helmscope.fields.noise import Noise
     from helmscope.solve.flow import Flow
 
 
@@ -20,12 +21,14 @@ class FixedStepper(ABC):
     """A one-step method of step size ``h`` and order ``order``: global error O(h^order).
 
     Where ``divisible`` is False the method is a map rather than a discretisation: its step cannot be shortened to meet
-    an asked time, so times must be multiples of h.
+    an asked time, so times must be multiples of h. Where ``geodesic`` is True it follows great circles, and so needs
+    states on the sphere.
     """
 
     h: float
     order: ClassVar[int]
     divisible: ClassVar[bool] = True
+    geodesic: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         real_number("h", self.h, above=0)
@@ -65,4 +68,28 @@ class AdaptiveStepper(ABC):
         """One trial step of size h; ``first`` is the displacement h f(x) at its start."""
 
 
-Stepper = FixedStepper | AdaptiveStepper
+@dataclass(frozen=True)
+class NoisyStepper(ABC):
+    """A one-step method of step size ``h`` for a flow with noise.
+
+    ``weak_order`` is that of the error of expectations, ``strong_order`` that of the mean distance between paths driven
+    by one Brownian motion (0: the method is not driven by it). ``divisible`` as in ``FixedStepper``.
+    """
+
+    h: float
+    weak_order: ClassVar[float]
+    strong_order: ClassVar[float]
+    divisible: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        real_number("h", self.h, above=0)
+
+    def check(self, noise: Noise) -> None:  # noqa: B027  most methods take every noise
+        """Refuse a noise that this method does not simulate."""
+
+    @abstractmethod
+    def step(self, flow: Flow, noise: Noise, x: Tensor, h: Float[Tensor, "batch 1 1"], dw: Tensor) -> Tensor:
+        """The states one step later; ``dw`` (batch, n, k) holds the Brownian increments over h, N(0, h)."""
+
+
+Stepper = FixedStepper | AdaptiveStepper | NoisyStepper

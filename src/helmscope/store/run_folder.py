@@ -1,4 +1,6 @@
-"""The folder of one run: manifest.json, verdicts.json, NAME.nc for each result, and pictures."""
+"""The folder of one run: manifest.json, verdicts.json, NAME.nc for each result, and pictures; with units of work also
+units.json and units/.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +8,7 @@ import hashlib
 import os
 import re
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import count
@@ -13,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from helmscope.store.atomic import explained, is_temporary, make_folder, write_bytes
+from helmscope.store.lock import LOCK, locked
 from helmscope.store.manifest import Manifest
 from helmscope.store.verdicts import decode_verdicts, encode_verdicts
 from helmscope.types import HelmscopeError, Verdict, check_measurement, known_name
@@ -22,6 +26,7 @@ if TYPE_CHECKING:
 
 MANIFEST = "manifest.json"
 VERDICTS = "verdicts.json"
+UNITS = "units.json"
 
 
 @dataclass(frozen=True)
@@ -48,19 +53,19 @@ class RunFolder:
         """A new folder ROOT/WHAT-YYYYmmdd-HHMMSS (UTC), with -2, -3, ... behind it where that name is taken. Two
         processes never get the same one.
         """
-        stem = f"{_checked(what)}-{datetime.now(UTC):%Y%m%d-%H%M%S}"
+        stem = f"{file_name(what)}-{datetime.now(UTC):%Y%m%d-%H%M%S}"
         names = (stem if i == 1 else f"{stem}-{i}" for i in count(1))
         return cls(next(path for path in (Path(root, name) for name in names) if make_folder(path)))
 
     @classmethod
     def create(cls, path: str | os.PathLike[str]) -> RunFolder:
         """The folder ``path``, made if it is not there. One that already holds files is refused: they are the
-        user's. Temporaries of a killed process do not count.
+        user's. Temporaries and the lock of a killed process do not count.
         """
         path = Path(path)
         if not make_folder(path):
             with explained(f"use {path} as a run folder"):
-                held = sorted(name for name in os.listdir(path) if not is_temporary(name))
+                held = sorted(name for name in os.listdir(path) if not is_temporary(name) and name != LOCK)
             if held:
                 raise HelmscopeError(f"{path} already holds '{held[0]}', but a new run needs an empty or a new folder")
         return cls(path)
@@ -72,6 +77,10 @@ class RunFolder:
         if not (path / MANIFEST).is_file():
             raise HelmscopeError(f"{path} is not a run folder: there is no {MANIFEST} in it")
         return cls(path)
+
+    def lock(self, *, wait: bool = False) -> AbstractContextManager[None]:
+        """Keeps other processes out while the block runs; ``locked`` says how."""
+        return locked(self.path, wait=wait)
 
     def write_manifest(self, manifest: Manifest) -> None:
         """Writes manifest.json."""
@@ -97,20 +106,15 @@ class RunFolder:
         """Writes NAME.nc, any Dataset that netCDF can hold, such as a trajectory: the netCDF file, which every reader
         of netCDF opens, and behind its end 32 bytes that such a reader ignores, the SHA-256 of all before.
         """
-        path = self.path / f"{_checked(name)}.nc"
-        image = _netcdf(_dataset(dataset), path)
-        write_bytes(path, b"".join((image, hashlib.sha256(image).digest())))
+        path = self.path / f"{file_name(name)}.nc"
+        write_bytes(path, encode_dataset(dataset, f"write {path}"))
 
     def read_results(self, name: str) -> xr.Dataset:
         """The Dataset of NAME.nc, in memory, with the file closed. An unknown name offers the nearest; a file whose
         checksum does not fit is refused before HDF5 sees it, which may never return from a damaged file.
         """
-        known_name(f"result in {self.path}", _checked(name), self.results())
-        path = self.path / f"{name}.nc"
-        data = memoryview(self._read(path.name))
-        if hashlib.sha256(data[:-32]).digest() != data[-32:]:
-            raise HelmscopeError(f"cannot read {path}: it is truncated or damaged, or something else wrote it")
-        return _load(path)
+        known_name(f"result in {self.path}", file_name(name), self.results())
+        return read_dataset(self.path / f"{name}.nc")
 
     def results(self) -> tuple[str, ...]:
         """The names that ``read_results`` knows, sorted."""
@@ -120,22 +124,25 @@ class RunFolder:
 
     def write_bytes(self, name: str, data: bytes) -> None:
         """Writes a file of any other kind, such as a picture, under its full name."""
-        if _checked(name) in (MANIFEST, VERDICTS) or name.endswith(".nc"):
-            raise HelmscopeError(
-                f"name is '{name}', but the run folder keeps {MANIFEST}, {VERDICTS} and *.nc to itself"
-            )
+        kept = (MANIFEST, VERDICTS, UNITS)
+        if file_name(name) in kept or name.endswith(".nc"):
+            raise HelmscopeError(f"name is '{name}', but the run folder keeps {', '.join(kept)} and *.nc to itself")
         write_bytes(self.path / name, data)
 
     def _read(self, name: str) -> bytes:
-        with explained(f"read {self.path / name}"):
-            return (self.path / name).read_bytes()
+        return _read(self.path / name)
 
 
 # 200 characters leave room for the ending and for the temporary's name within the 255 bytes of a file name
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
 
 
-def _checked(name: str) -> str:
+def file_name(name: str) -> str:
+    """``name`` if it may stand in a file's name and leads nowhere else.
+
+    >>> file_name("beta-4.0")
+    'beta-4.0'
+    """
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise HelmscopeError(
             f"name is {str(name)[:80]!r}, but it must be 1 to 200 letters, digits, '.', '_' or '-', "
@@ -144,30 +151,77 @@ def _checked(name: str) -> str:
     return name
 
 
+def seal(data: bytes | memoryview) -> bytes:
+    """``data`` with its SHA-256, 32 bytes, behind it.
+
+    >>> len(seal(b"abc"))
+    35
+    """
+    return b"".join((data, hashlib.sha256(data).digest()))
+
+
+def read_sealed(path: Path) -> memoryview:
+    """The data of a file that ``seal`` closed; a file that is torn, damaged or not of this kind is refused.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     write_bytes(Path(folder, "a.bin"), seal(b"abc"))
+    ...     bytes(read_sealed(Path(folder, "a.bin")))
+    b'abc'
+    """
+    data = memoryview(_read(path))
+    if hashlib.sha256(data[:-32]).digest() != data[-32:]:
+        raise HelmscopeError(f"cannot read {path}: it is truncated or damaged, or something else wrote it")
+    return data[:-32]
+
+
+def encode_dataset(dataset: xr.Dataset, action: str) -> bytes:
+    """A sealed netCDF file in memory; equal Datasets give equal bytes. What netCDF cannot hold is refused with
+    "cannot ACTION: REASON".
+
+    >>> import xarray as xr
+    >>> encode_dataset(xr.Dataset({"energy": 0.5}), "keep the energy")[1:4]
+    b'HDF'
+    """
+    checked = _dataset(dataset)
+    # in memory, because HDF5 that writes to a full disk ends the process with a segmentation fault; without the
+    # encoding of the file a Dataset came from, which would round its values or change the bytes
+    try:
+        return seal(checked.drop_encoding().to_netcdf(engine="h5netcdf"))
+    except Exception as error:
+        raise HelmscopeError(f"cannot {action}: {_first_line(error)}") from error
+
+
+def read_dataset(path: Path) -> xr.Dataset:
+    """The Dataset of a sealed netCDF file, in memory, with the file closed.
+
+    >>> import tempfile
+    >>> import xarray as xr
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     write_bytes(Path(folder, "a.nc"), encode_dataset(xr.Dataset({"energy": 0.5}), "keep the energy"))
+    ...     float(read_dataset(Path(folder, "a.nc")).energy)
+    0.5
+    """
+    import xarray as xr
+
+    read_sealed(path)
+    try:
+        return xr.load_dataset(path, engine="h5netcdf")
+    except Exception as error:
+        raise HelmscopeError(f"cannot read {path}: {_first_line(error)}") from error
+
+
+def _read(path: Path) -> bytes:
+    with explained(f"read {path}"):
+        return path.read_bytes()
+
+
 def _dataset(value: xr.Dataset) -> xr.Dataset:
     import xarray as xr
 
     if not isinstance(value, xr.Dataset):
         raise HelmscopeError(f"dataset is a {type(value).__name__}, but it must be an xarray Dataset")
     return value
-
-
-def _netcdf(dataset: xr.Dataset, path: Path) -> bytes | memoryview:
-    # in memory, because HDF5 that writes to a full disk ends the process with a segmentation fault; without the
-    # encoding of the file a Dataset came from, which would round its values or change the bytes
-    try:
-        return dataset.drop_encoding().to_netcdf(engine="h5netcdf")
-    except Exception as error:
-        raise HelmscopeError(f"cannot write {path}: {_first_line(error)}") from error
-
-
-def _load(path: Path) -> xr.Dataset:
-    import xarray as xr
-
-    try:
-        return xr.load_dataset(path, engine="h5netcdf")
-    except Exception as error:
-        raise HelmscopeError(f"cannot read {path}: {_first_line(error)}") from error
 
 
 def _first_line(error: Exception) -> str:

@@ -1,0 +1,59 @@
+"""The command line: verbs only, no mathematics. Results go to standard output, progress to standard error.
+
+One file a verb; everything heavy is imported inside it, so that ``helmscope --help`` answers at once.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from helmscope.cli.runs import runs
+from helmscope.cli.simulate import simulate
+from helmscope.types import HelmscopeError
+
+INTERRUPTED = 130  # what typer makes of Ctrl-C
+
+app = typer.Typer(
+    name="helmscope",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+for verb in (simulate, runs):
+    app.command()(verb)
+
+
+def main() -> None:
+    """Entry point of the command ``helmscope``: bad input is one sentence on standard error and exit code 2."""
+    try:
+        code = app(sys.argv[1:] or ["--help"], standalone_mode=False)
+        if code == INTERRUPTED:
+            print("helmscope: interrupted; what was written before is whole", file=sys.stderr)
+        sys.exit(code)
+    except HelmscopeError as error:
+        sentence = str(error)
+    except typer.TyperException as error:  # what the parser refuses
+        sentence = error.format_message()
+    except OSError as error:  # standard output cannot be written
+        sentence = f"cannot write: {error.strerror}"
+    print(f"helmscope: {sentence}", file=sys.stderr)
+    sys.exit(2)
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(f"helmscope {sys.modules['helmscope'].__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and leave.")
+    ] = False,
+) -> None:
+    """A laboratory for the dynamics of transformers."""

@@ -1,0 +1,144 @@
+"""From words on the command line to the objects they name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from helmscope.types import HelmscopeError, increasing_times, known_name, real_number, whole_number
+
+if TYPE_CHECKING:
+    import torch
+
+    from helmscope.fields.attention import Attention
+    from helmscope.fields.noise import Noise
+    from helmscope.runs.attempt import Engine
+    from helmscope.solve.stepper import Stepper
+    from helmscope.theory.starts import Start
+
+MOST_TIMES = 1_000_000
+
+
+def field_named(name: str, *, beta: float, value: float, causal: bool, dim: int) -> Attention:
+    """sa, usa or sinkhorn, with V = value I."""
+    import torch
+
+    from helmscope.fields.attention import SA, USA
+    from helmscope.fields.sinkhorn import SinkhornAttention
+
+    scaled = real_number("value", value) * torch.eye(whole_number("dim", dim, at_least=2), dtype=torch.float64)
+    makers: dict[str, Callable[[], Attention]] = {
+        "sa": lambda: SA(beta, value=scaled, causal=causal),
+        "usa": lambda: USA(beta, value=scaled, causal=causal),
+        "sinkhorn": lambda: SinkhornAttention(beta, value=scaled, causal=causal),
+    }
+    return makers[known_name("field", name, makers)]()
+
+
+def noise_of(nu: float) -> Noise | None:
+    """Isotropic noise, or none where nu = 0."""
+    from helmscope.fields.noise import IsotropicNoise
+
+    return IsotropicNoise(nu) if real_number("nu", nu, at_least=0) > 0 else None
+
+
+def start_named(name: str, *, n: int, dim: int, kappa: float) -> Start:
+    """uniform, vmf or orthonormal."""
+    from helmscope.theory.starts import Orthonormal, Uniform, VonMisesFisher
+
+    kappa = real_number("kappa", kappa, at_least=0)
+    makers: dict[str, Callable[[], Start]] = {
+        "uniform": lambda: Uniform(n, dim),
+        "vmf": lambda: VonMisesFisher(n, dim, kappa),
+        "orthonormal": lambda: Orthonormal(n, dim),
+    }
+    return makers[known_name("start", name, makers)]()
+
+
+def stepper_named(name: str | None, *, step: float, tol: float | None, noisy: bool) -> Stepper:
+    """The stepper of that name; where None, the usual one for a flow with or without noise."""
+    from helmscope.solve.dormand_prince import DormandPrince
+    from helmscope.solve.euler import ProjectedEuler
+    from helmscope.solve.euler_maruyama import EulerMaruyama
+    from helmscope.solve.geodesic_euler import GeodesicEuler
+    from helmscope.solve.geodesic_heun import GeodesicHeun
+    from helmscope.solve.geodesic_rk4 import GeodesicRK4
+    from helmscope.solve.heun import Heun
+    from helmscope.solve.layer import Layer
+    from helmscope.solve.noisy_layer import NoisyLayer
+    from helmscope.solve.published import PublishedEuler
+    from helmscope.solve.rk4 import RK4
+    from helmscope.solve.stochastic_heun import StochasticHeun
+
+    step = real_number("step", step, above=0)
+    tol = None if tol is None else real_number("tol", tol, above=0)
+    makers: dict[str, Callable[[], Stepper]] = {
+        "adaptive": lambda: DormandPrince(tol=tol),
+        "euler": lambda: ProjectedEuler(step),
+        "heun": lambda: Heun(step),
+        "rk4": lambda: RK4(step),
+        "geodesic-euler": lambda: GeodesicEuler(step),
+        "geodesic-heun": lambda: GeodesicHeun(step),
+        "geodesic-rk4": lambda: GeodesicRK4(step),
+        "layer": lambda: Layer(step),
+        "published": lambda: PublishedEuler(step),
+        "euler-maruyama": lambda: EulerMaruyama(step),
+        "stochastic-heun": lambda: StochasticHeun(step),
+        "noisy-layer": lambda: NoisyLayer(step),
+    }
+    if name is None:
+        name = "euler-maruyama" if noisy else "adaptive"
+    return makers[known_name("stepper", name, makers)]()
+
+
+def times_of(text: str) -> list[float]:
+    """0,1,5 or FROM:TO:COUNT."""
+    if ":" not in text:
+        return increasing_times([_number(part) for part in text.split(",")])
+    parts = text.split(":")
+    if len(parts) != 3 or not parts[2].isdigit() or not 2 <= int(parts[2]) <= MOST_TIMES:
+        raise HelmscopeError(
+            f"times is '{text}', but it must be numbers such as 0,1,5 or a range FROM:TO:COUNT such as 0:10:101, with "
+            f"COUNT from 2 to {MOST_TIMES}"
+        )
+    first, last = (real_number("times", _number(part)) for part in parts[:2])
+    count = int(parts[2])
+    return increasing_times([first + (last - first) * k / (count - 1) for k in range(count)])
+
+
+def _number(text: str) -> float | str:
+    """The number, or the text itself for whoever refuses it by name."""
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """float64 or float32."""
+    import torch
+
+    return {"float64": torch.float64, "float32": torch.float32}[known_name("dtype", name, ("float64", "float32"))]
+
+
+def device_named(name: str) -> str:
+    """A device that torch can use here."""
+    import torch
+
+    try:
+        torch.zeros(1, device=name).cpu()
+    except (RuntimeError, AssertionError, NotImplementedError):
+        raise HelmscopeError(f"device is '{name}', but torch cannot use it here: cpu always works") from None
+    return name
+
+
+def engine_of(jobs: int, max_memory: str | None, threads: int) -> Engine:
+    """One process, or several where jobs > 1."""
+    from helmscope.runs.limits import parse_size
+    from helmscope.runs.processes import Processes
+    from helmscope.runs.serial import Serial
+
+    limit = None if max_memory is None else parse_size("max_memory", max_memory)
+    if whole_number("jobs", jobs, at_least=1) == 1:
+        return Serial(max_memory=limit, threads=threads)
+    return Processes(jobs, max_memory=limit, threads=threads)

@@ -1,0 +1,101 @@
+"""Where results go: the run folder, standard output, a picture."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shlex
+import sys
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from helmscope.types import HelmscopeError, MissingExtra
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+    from helmscope.store.manifest import Manifest
+    from helmscope.store.run_folder import RunFolder
+
+
+def run_folder(what: str, out: str | None, *, resume: bool) -> RunFolder:
+    """A new folder, or with ``resume`` that of an earlier run."""
+    from helmscope.store.run_folder import MANIFEST, RunFolder
+
+    if out == "":
+        raise HelmscopeError("out is '', but it must name a new or an empty folder")
+    if resume:
+        if out is None:
+            raise HelmscopeError("resume is given, but not which run: add --out FOLDER (helmscope runs lists them)")
+        return RunFolder.open(out)
+    if out is not None and os.path.isfile(os.path.join(out, MANIFEST)):
+        raise HelmscopeError(f"{out} holds an earlier run: add --resume to go on with it, or name a new folder")
+    return RunFolder.new("runs", what) if out is None else RunFolder.create(out)
+
+
+def manifest_of(**details: Any) -> Manifest:
+    """The manifest of this command line."""
+    from helmscope.store.manifest import Manifest
+
+    return Manifest.collect(command=["helmscope", *sys.argv[1:]], **details)
+
+
+def resume_line(command: list[str] | tuple[str, ...], folder: object) -> str:
+    """The command that goes on with the run in a folder.
+
+    >>> resume_line(["helmscope", "simulate", "--n", "8"], "runs/a")
+    'helmscope simulate --n 8 --out runs/a --resume'
+    """
+    words = list(command)
+    if "--out" in words:
+        at = words.index("--out")
+        del words[at : at + 2]
+    words = [word for word in words if word != "--resume" and not word.startswith("--out=")]
+    return shlex.join([*words, "--out", str(folder), "--resume"])
+
+
+def picture(report: dict[str, Any], run: Any, measured: xr.Dataset, title: str) -> None:
+    """A picture beside the numbers. Without the extra that draws it the numbers still stand, and the reason is said."""
+    from helmscope.plots.overview import overview_figure
+    from helmscope.plots.style import png
+
+    try:
+        run.write_bytes("overview.png", png(overview_figure(measured, title=title)))
+        report["picture"] = str(run.path / "overview.png")
+    except MissingExtra as error:
+        print(f"no picture: {error}", file=sys.stderr)
+
+
+def say(report: dict[str, Any], as_json: bool) -> None:
+    """Print the report; a run that did not finish leaves with exit code 1."""
+    if as_json:
+        print(json.dumps(report, indent=2))
+    else:
+        _say_plainly(report)
+    if not report["ok"]:
+        raise typer.Exit(1)
+
+
+def _say_plainly(report: dict[str, Any]) -> None:
+    print(report["outcome"])
+    for name, rows in report.get("measured", {}).items():
+        last, error = rows["value"][-1], rows["stderr"][-1]
+        value = "undefined" if last is None else f"{last:.6g}"
+        print(f"{name:>20} at the end: {value}" + ("" if error is None else f" +- {error:.2g}"))
+    for key in ("picture", "folder"):
+        if key in report:
+            print(f"{key}: {report[key]}")
+
+
+def listed(measured: xr.Dataset) -> dict[str, Any]:
+    """Curves over time as plain lists; JSON has neither NaN nor infinity, so what is not a number is null."""
+
+    def plain(name: str) -> list[float | None]:
+        return [v if math.isfinite(v) else None for v in measured[name].values.tolist()]
+
+    curves = [str(name) for name in measured.data_vars if measured[name].dims == ("time",)]
+    names = [name for name in curves if f"{name}_stderr" in curves]
+    rows = {name: {"value": plain(name), "stderr": plain(f"{name}_stderr")} for name in names}
+    return {"systems": measured.attrs["n"], "times": measured.time.values.tolist(), "measured": rows}

@@ -1,0 +1,59 @@
+"""``helmscope runs``."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from helmscope.runs.listing import RunSummary
+
+
+def runs(
+    root: Annotated[str | None, typer.Argument(help="The folder that holds the run folders [default: runs].")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the list as JSON.")] = False,
+) -> None:
+    """List earlier runs, oldest first: how each ended, and how to go on with one that was interrupted."""
+    from helmscope.runs.listing import list_runs
+
+    # without a word about where, a folder that no run has made yet is no mistake
+    found = list_runs(root or "runs") if root is not None or os.path.isdir("runs") else []
+    if as_json:
+        print(json.dumps({"runs": [_record(run) for run in found]}, indent=2))
+    elif not found:
+        print(f"no runs in {root or 'runs'}")
+    else:
+        for run in found:
+            print(_line(run))
+
+
+def _line(run: RunSummary) -> str:
+    record = _record(run)
+    units = f"{run.done} of {run.total} units" if run.total else "no units"
+    lines = [f"{run.name}  {run.state.value}, {units}  {run.created}"]
+    lines.append(f"    {run.reason or shlex.join(run.command)}")
+    if record["resume"]:
+        lines.append(f"    go on with: {record['resume']}")
+    return "\n".join(lines)
+
+
+def _record(run: RunSummary) -> dict[str, object]:
+    from helmscope.cli.output import resume_line
+    from helmscope.runs.listing import State
+
+    unfinished = run.state is State.INTERRUPTED and run.total > 0
+    return {
+        "name": run.name,
+        "folder": str(run.path),
+        "state": run.state.value,
+        "created": run.created,
+        "command": list(run.command),
+        "done": run.done,
+        "total": run.total,
+        "reason": run.reason,
+        "resume": resume_line(run.command, run.path) if unfinished else "",
+    }

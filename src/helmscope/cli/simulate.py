@@ -1,0 +1,207 @@
+"""``helmscope simulate``."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from helmscope.types import HelmscopeError, real_number, whole_number
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+    from helmscope.runs.run import RunResult
+    from helmscope.runs.unit import Unit
+    from helmscope.solve.problem import Problem
+    from helmscope.types import Trajectory
+
+# how the work is done, not what is computed: a run may go on with other ones
+MANNERS = ("out", "resume", "jobs", "max_memory", "as_json")
+ELSEWHERE = ("seed", "dtype", "device", "threads")  # of the manifest they have places of their own
+
+
+def simulate(
+    field: Annotated[str, typer.Option(help="sa (softmax), usa (unnormalised) or sinkhorn (bistochastic).")] = "sa",
+    beta: Annotated[float, typer.Option(help="Inverse temperature.")] = 4.0,
+    value: Annotated[float, typer.Option(help="V = value * I; -1 repels.")] = 1.0,
+    causal: Annotated[bool, typer.Option("--causal", help="Token i sees tokens j <= i only.")] = False,
+    nu: Annotated[float, typer.Option(help="Isotropic noise with generator nu Lap; 0 for none.")] = 0.0,
+    start: Annotated[str, typer.Option(help="uniform, vmf or orthonormal.")] = "uniform",
+    n: Annotated[int, typer.Option(help="Tokens in a system.")] = 32,
+    dim: Annotated[int, typer.Option(help="Dimension d of the space; tokens lie on S^(d-1).")] = 3,
+    kappa: Annotated[float, typer.Option(help="Concentration of a vmf start.")] = 1.0,
+    batch: Annotated[int, typer.Option(help="Independent systems.")] = 16,
+    times: Annotated[str, typer.Option(help="Times to look at: 0,1,5 or FROM:TO:COUNT.")] = "0:10:101",
+    stepper: Annotated[
+        str | None,
+        typer.Option(
+            help="adaptive [default], euler, heun, rk4, layer, published, geodesic-...; with noise euler-maruyama "
+            "[default], stochastic-heun, noisy-layer."
+        ),
+    ] = None,
+    step: Annotated[float, typer.Option(help="Step size of the steppers that are not adaptive.")] = 0.05,
+    tol: Annotated[float | None, typer.Option(help="Local error of the adaptive stepper.")] = None,
+    merge: Annotated[float | None, typer.Option(help="Merge tokens closer than so many radians.")] = None,
+    delta: Annotated[float, typer.Option(help="Two tokens have met when <x,y> >= 1 - delta.")] = 1e-3,
+    radius: Annotated[float, typer.Option(help="Scale of the cluster count, in radians.")] = 0.1,
+    seed: Annotated[int, typer.Option(help="Seed of the start and of the noise.")] = 0,
+    dtype: Annotated[str, typer.Option(help="float64 or float32.")] = "float64",
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")] = "cpu",
+    chunk: Annotated[
+        int | None, typer.Option(help="Systems in one unit of work [default: an eighth of the batch].")
+    ] = None,
+    threads: Annotated[int, typer.Option(help="Threads of one unit of work.")] = 1,
+    jobs: Annotated[int, typer.Option(help="Units of work at a time, each in a process of its own.")] = 1,
+    max_memory: Annotated[str | None, typer.Option(help="Memory for all jobs together, such as 4GB.")] = None,
+    out: Annotated[str | None, typer.Option(help="New run folder [default: runs/simulate-DATE-TIME].")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the interrupted run in --out.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+) -> None:
+    """Integrate self-attention on the sphere; write a run folder with numbers, states and a picture."""
+    asked = {key: value for key, value in locals().items() if key not in MANNERS}
+    from helmscope.cli.options import engine_of
+    from helmscope.cli.output import listed, manifest_of, picture, run_folder, say
+    from helmscope.observe.overview import overview
+    from helmscope.store.manifest import hash_bytes
+
+    physics = {key: asked[key] for key in _PHYSICS}
+    problem = _problem(**physics)
+    for name, number in (("delta", delta), ("radius", radius)):
+        real_number(name, number, at_least=0)
+    units = _units(physics, len(problem.start), chunk)
+    engine = engine_of(jobs, max_memory, threads)
+    manifest = manifest_of(
+        seed=seed,
+        dtype=dtype,
+        device=device,
+        threads=threads,
+        inputs={"start": hash_bytes(problem.start.cpu().numpy().tobytes())},
+        parameters={key: value for key, value in asked.items() if key not in ELSEWHERE},
+    )
+    run = run_folder("simulate", out, resume=resume)
+    result = _run(units, run, manifest, engine)
+    trajectory = _joined(problem, result)
+    run.write_data("trajectory", _dataset(trajectory))
+    assert trajectory.outcome is not None
+    report: dict[str, Any] = {
+        "folder": str(run.path),
+        "ok": trajectory.outcome.ok,
+        "outcome": str(trajectory.outcome),
+        "seed": seed,
+    }
+    if trajectory.outcome.ok:
+        measured = overview(trajectory, beta=beta, delta=delta, radius=radius)
+        run.write_results("overview", measured)
+        report |= listed(measured)
+        flow = f"{type(problem.field).__name__}  beta = {beta:g}"
+        noisy = f", nu = {nu:g}" if nu else ""
+        picture(report, run, measured, f"{flow}{noisy}, {n} tokens in dimension {dim}")
+    say(report, as_json)
+
+
+# what decides the states: the parameters of a unit of work
+_PHYSICS = (
+    *("field", "beta", "value", "causal", "nu", "start", "n", "dim", "kappa", "batch", "times", "stepper", "step"),
+    *("tol", "merge", "seed", "dtype", "device"),
+)
+
+
+def _problem(*, stepper: str | None, step: float, tol: float | None, times: str, nu: float, **physics: Any) -> Problem:
+    """The problem that the options pose; everything that can be refused is refused here."""
+    from helmscope.cli.options import (
+        device_named,
+        dtype_named,
+        field_named,
+        noise_of,
+        start_named,
+        stepper_named,
+        times_of,
+    )
+    from helmscope.solve.integrate import pose
+
+    flow = field_named(physics["field"], **{key: physics[key] for key in ("beta", "value", "causal", "dim")})
+    noise = noise_of(nu)
+    method = stepper_named(stepper, step=step, tol=tol, noisy=noise is not None)
+    clock = times_of(times)
+    begin = start_named(physics["start"], **{key: physics[key] for key in ("n", "dim", "kappa")})
+    dtype, device, seed = dtype_named(physics["dtype"]), device_named(physics["device"]), physics["seed"]
+    tokens = begin.sample(physics["batch"], seed=seed, dtype=dtype, device=device)
+    return pose(flow, tokens, clock, stepper=method, merge=physics["merge"], noise=noise, seed=seed)
+
+
+def _units(physics: dict[str, Any], systems: int, chunk: int | None) -> list[Unit]:
+    """The systems in chunks. A system's bits do not depend on its chunk."""
+    from helmscope.runs.unit import Unit
+
+    size = -(-systems // 8) if chunk is None else whole_number("chunk", chunk, at_least=1)
+    size = max(size, 1)
+    return [
+        Unit(f"systems-{k:06d}", simulate_part, {"first": k, "last": min(k + size, systems), "physics": physics})
+        for k in range(0, systems, size)
+    ]
+
+
+def simulate_part(first: int, last: int, physics: dict[str, Any]) -> xr.Dataset:
+    """States of the systems ``first`` to ``last`` - 1, and how each ended: one unit of work."""
+    import xarray as xr
+
+    problem = _problem(**physics).part(first, last)
+    with _enough_memory(n=physics["n"], batch=last - first):
+        run = problem.run()
+    return xr.Dataset(
+        {
+            "states": (("time", "system", "token", "axis"), run.trajectory.states.cpu().numpy()),
+            "status": ("system", [status.name for status in run.outcome.statuses]),
+            "ended": ("system", list(run.outcome.times)),
+        },
+        {"time": run.times.cpu().numpy()},
+    )
+
+
+def _run(units: list[Unit], folder: Any, manifest: Any, engine: Any) -> RunResult:
+    from helmscope.cli.output import resume_line
+    from helmscope.runs.run import run
+
+    try:
+        return run(units, folder, manifest=manifest, engine=engine, progress="integrating")
+    except KeyboardInterrupt:
+        print(f"go on with: {resume_line(manifest.command, folder.path)}", file=sys.stderr)
+        raise
+
+
+def _joined(problem: Problem, result: RunResult) -> Trajectory:
+    """The units' systems in one trajectory."""
+    import torch
+
+    from helmscope.types import Outcome, Status, Trajectory
+
+    parts = [result[name] for name in result]
+    states = torch.cat([torch.from_numpy(part.states.values) for part in parts], dim=1)
+    statuses = tuple(Status[str(name)] for part in parts for name in part.status.values)
+    ended = tuple(float(t) for part in parts for t in part.ended.values)
+    return Trajectory(problem.times.cpu(), states, outcome=Outcome(statuses, ended))
+
+
+def _dataset(trajectory: Trajectory) -> xr.Dataset:
+    import xarray as xr
+
+    axes = ("time", "system", "token", "axis")
+    return xr.Dataset({"states": (axes, trajectory.states.numpy())}, {"time": trajectory.times.numpy()})
+
+
+@contextmanager
+def _enough_memory(*, n: int, batch: int) -> Iterator[None]:
+    """torch says in many words that memory ran out; a user needs one sentence."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if "alloc" not in str(error) and "out of memory" not in str(error):
+            raise
+        raise HelmscopeError(
+            f"n is {n} and chunk is {batch}, but {batch * n * n * 8 / 1e9:.3g} GB for each matrix of pairs is more "
+            "than there is: lower n or chunk"
+        ) from None

@@ -1,0 +1,41 @@
+"""ALiBi: a bias on logits that falls linearly with the distance of positions (Press, Smith & Lewis 2022,
+arXiv:2108.12409).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from helmscope.types import real_number, whole_number
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+    from torch import Tensor
+
+
+def alibi(n: int, slope: float) -> Float[Tensor, "n n"]:
+    """The bias -slope |i - j| of n tokens, slope >= 0: nearer tokens count more.
+
+    With ``causal=True`` it is ALiBi as published, without a mask its symmetric form. Refuses n < 1 and a slope that is
+    negative or not finite.
+
+    >>> alibi(3, 0.5)[2]
+    tensor([-1.0000, -0.5000, -0.0000], dtype=torch.float64)
+    """
+    places = torch.arange(whole_number("n", n, at_least=1), dtype=torch.float64)
+    return -real_number("slope", slope, at_least=0) * (places[:, None] - places).abs()
+
+
+def alibi_slopes(heads: int) -> tuple[float, ...]:
+    """One slope a head: 2^(-8 k / heads), k = 1 to heads, the geometric sequence that ends at 1/256.
+
+    For numbers of heads that are no powers of two the formula is the same. (Published code interleaves two sequences
+    there; pass your own slopes to ``alibi`` to follow it.) Refuses heads < 1.
+
+    >>> alibi_slopes(4)
+    (0.25, 0.0625, 0.015625, 0.00390625)
+    """
+    count = whole_number("heads", heads, at_least=1)
+    return tuple(2.0 ** (-8 * k / count) for k in range(1, count + 1))

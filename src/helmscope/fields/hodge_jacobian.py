@@ -1,0 +1,68 @@
+"""The Jacobian of a force, symmetric and antisymmetric part: is it conservative at a point? (source 000-3 (d) 1)"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from helmscope.types import HelmscopeError
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+    from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class JacobianSplit:
+    """Df = S + A at each point; made by ``jacobian_split``."""
+
+    symmetric: Float[Tensor, "*batch d d"]
+    antisymmetric: Float[Tensor, "*batch d d"]
+
+    @property
+    def swirl_index(self) -> Float[Tensor, "*batch"]:
+        """|A|^2 / |Df|^2 in Frobenius norms, in [0, 1]: 0 where f is conservative nearby to first order, 1 where it
+        turns only. NaN where Df = 0: there f has neither.
+
+        >>> jacobian_split(lambda x: x.flip(-1) * torch.tensor([1.0, 0.0]), torch.zeros(2)).swirl_index  # a shear
+        tensor(0.5000)
+        """
+        scale = torch.maximum(self.symmetric.abs(), self.antisymmetric.abs()).amax((-2, -1), keepdim=True).detach()
+        symmetric, antisymmetric = (
+            (part / scale).square().sum((-2, -1)) for part in (self.symmetric, self.antisymmetric)
+        )
+        return antisymmetric / (symmetric + antisymmetric)
+
+
+def jacobian_split(
+    force: Callable[[Float[Tensor, "*batch d"]], Float[Tensor, "*batch d"]], x: Float[Tensor, "*batch d"]
+) -> JacobianSplit:
+    """S = (Df + Df^T)/2 and A = (Df - Df^T)/2, Df_ij = d f_i / d x_j, of a force at each point of x.
+
+    f is a gradient on a ball iff A = 0 on it; free of divergence (tr S = 0) does not mean S = 0. ``force`` acts on the
+    last axis and must not mix points: an MLP, not attention. It is evaluated once, and the d rows of Df come by reverse
+    mode, dense: d^2 numbers a point.
+
+    >>> split = jacobian_split(lambda x: torch.stack([x[..., 0] - x[..., 1], x[..., 0]], -1), torch.zeros(5, 2))
+    >>> split.antisymmetric[0]
+    tensor([[ 0., -1.],
+            [ 1.,  0.]])
+    >>> split.swirl_index.shape
+    torch.Size([5])
+    """
+    if not isinstance(x, torch.Tensor) or not x.is_floating_point() or x.ndim < 1:
+        given = f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, torch.Tensor) else type(x).__name__
+        raise HelmscopeError(f"x is {given}, but it must be a float tensor of points (..., d)")
+    value, pull = torch.func.vjp(force, x)[:2]
+    if value.shape != x.shape:
+        raise HelmscopeError(
+            f"force gives shape {tuple(value.shape)} at points of shape {tuple(x.shape)}, "
+            "but a force gives a vector at each point"
+        )
+    axes = torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)
+    (rows,) = torch.func.vmap(lambda axis: pull(axis.expand_as(value)))(axes)
+    jacobian = rows.movedim(0, -2)
+    return JacobianSplit((jacobian + jacobian.mT) / 2, (jacobian - jacobian.mT) / 2)

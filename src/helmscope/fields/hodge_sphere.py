@@ -1,0 +1,89 @@
+"""The Hodge split on the sphere with its uniform measure: unique and orthogonal (source 000-3 (d) 3).
+
+The tangential part P f of a force on S^(d-1) is grad_S u + R with div_S R = 0: u solves Lap_S u = div_S(P f), which
+leaves a constant open, and E<grad_S u, R> = 0. For a neuron w s(v.x + c) = w phi(t), t = e.x, e = v/|v|, with
+w = alpha e + r and r perpendicular to e:
+
+    u = alpha int phi + (r.x) h(t),    (1 - t^2) h'' - (d + 1) t h' - (d - 1) h = -(t phi' + (d - 1) phi)
+    grad_S u = P [alpha e phi + r h + e (r.x) h'],    R = P [r (phi - h) - e (r.x) h']
+
+In degrees, h = sum_n g_n C_n^(d/2)(t) / ((n + 1)(n + d - 1)) with the Gegenbauer coefficients g_n of the right side
+but for its sign. Where phi has a corner that converges slowly, so h comes from its equation, to rounding
+(``hodge_profile``). In the variable sqrt d t everything tends to the split of Gauss space as d grows.
+
+Free of divergence in R^d is not free of it on the sphere, and conversely (source 000-3 (e)): R is not the swirl of
+``helmholtz``, projected.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from helmscope.fields.hodge_gaussian import HodgeSplit
+from helmscope.fields.hodge_profile import Law, Neurons, Profiles, check_ungated
+from helmscope.geometry.sphere import project
+from helmscope.types import HelmscopeError
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+    from torch import Tensor
+
+    from helmscope.fields.mlp import MLP
+
+
+def hodge_sphere(mlp: MLP) -> SphereSplit:
+    """The orthogonal split P f = grad_S u + R, div_S R = 0, of an ungated MLP on S^(d-1), d >= 2 (equations above).
+
+    Constants (b_out, and neurons with v = 0) are gradients: P b = grad_S(b.x). For d >= 3 no field is a gradient and
+    free of divergence at once; on the circle the rotation c (-x_2, x_1) is locally one, and all of R: it is the
+    ``harmonic`` part there, and ``swirl`` is 0. Profiles are accurate to about 1e-14. Parameters are read once, without
+    their gradients. Refused: a gated MLP; an activation that is not smooth apart from a corner at 0.
+
+    >>> import torch
+    >>> from helmscope.fields.activations import ReLU
+    >>> from helmscope.fields.mlp import MLP
+    >>> one, two = torch.eye(3)[:1], torch.eye(3)[1:2]
+    >>> split = hodge_sphere(MLP(w_in=one, w_out=two.mT, activation=ReLU()))
+    >>> round(split.share(), 12)  # 25/64
+    0.390625
+    >>> x = torch.tensor([0.6, 0.0, 0.8])
+    >>> split.gradient(x) + split.swirl(x)  # P f
+    tensor([0.0000, 0.6000, 0.0000])
+    """
+    radius = math.sqrt(check_ungated(mlp).dim)
+    if mlp.dim < 2:
+        raise HelmscopeError(f"mlp has dimension d={mlp.dim}, but a sphere needs d >= 2")
+    neurons = Neurons.of(mlp, radius=radius)
+    return SphereSplit(mlp, radius, neurons, Profiles.solve(Law(1 / mlp.dim), neurons))
+
+
+@dataclass(frozen=True, eq=False)
+class SphereSplit(HodgeSplit):
+    """P f in orthogonal tangent fields, gradient + swirl + harmonic; made by ``hodge_sphere``. x must be unit vectors.
+
+    ``share`` is E|R|^2 / E|P f|^2, on the circle with the harmonic part for R. Of rows that are not parallel, what the
+    sum over degrees leaves is estimated: the zonal polynomials of two degrees stand for those of all higher ones.
+
+    >>> import torch
+    >>> from helmscope.fields.activations import Identity
+    >>> from helmscope.fields.mlp import MLP
+    >>> shear = MLP(w_in=torch.eye(2)[:1], w_out=torch.eye(2)[:, 1:], activation=Identity())  # f(x) = (0, x_1)
+    >>> split, x = hodge_sphere(shear), torch.tensor([1.0, 0.0])
+    >>> split.gradient(x), split.swirl(x), split.harmonic(x), round(split.share(), 12)
+    (tensor([0.0000, 0.5000]), tensor([0., 0.]), tensor([0.0000, 0.5000]), 0.666666666667)
+    """
+
+    def swirl(self, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
+        """R(x), tangent and free of surface divergence; 0 on the circle."""
+        return super().harmonic(x) if self.mlp.dim == 2 else super().swirl(x)
+
+    def harmonic(self, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
+        """0, but on the circle the rotation c (-x_2, x_1)."""
+        return super().swirl(x) if self.mlp.dim == 2 else super().harmonic(x)
+
+    def _parts(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """grad_S u and R."""
+        gradient, rest = super()._parts(x)
+        return project(x.double(), gradient), project(x.double(), rest)

@@ -1,0 +1,96 @@
+"""Matrices of a head: a d x d tensor, or a product of two thin ones, as real heads have.
+
+A head of dimension r has x^T Q^T K y = (Q x).(K y) with Q, K of shape (r, d): its d x d matrix has rank r and need not
+be formed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from helmscope.kernels.dense import matrix_product
+from helmscope.types import HelmscopeError
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+    from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class LowRank:
+    """The d x d matrix left @ right^T, ``left`` and ``right`` of shape (d, r): x^T M y = (left^T x).(right^T y).
+
+    Stands wherever an attention field takes ``query_key`` or ``value``. A head with query and key weights Q, K (r, d)
+    has ``query_key = LowRank(Q.mT, K.mT)``; one with value and output weights V (r, d), O (d, r) has ``value =
+    LowRank(O, V.mT)``. With it logits cost O(n d r + n^2 r) instead of O(n d^2 + n^2 d). Refuses factors of different
+    shapes, r < 1, and entries that are not finite.
+
+    >>> LowRank(torch.tensor([[1.0], [2.0]]), torch.tensor([[3.0], [4.0]])).dense()
+    tensor([[3., 4.],
+            [6., 8.]])
+    """
+
+    left: Float[Tensor, "d r"]
+    right: Float[Tensor, "d r"]
+
+    def __post_init__(self) -> None:
+        for name in ("left", "right"):
+            _check_factor(name, getattr(self, name))
+        if self.left.shape != self.right.shape:
+            given = f"left has shape {tuple(self.left.shape)} and right {tuple(self.right.shape)}"
+            raise HelmscopeError(f"{given}, but both must be the same (d, r)")
+
+    @property
+    def shape(self) -> torch.Size:
+        """(d, d), the shape of the matrix."""
+        return torch.Size((self.left.shape[0], self.left.shape[0]))
+
+    @property
+    def rank(self) -> int:
+        """r, the number of columns: the rank of the matrix is at most this."""
+        return self.left.shape[1]
+
+    def dense(self) -> Float[Tensor, "d d"]:
+        """The matrix, multiplied out."""
+        return self.left @ self.right.to(self.left).mT
+
+
+def query_and_key(x: Float[Tensor, "*batch n d"], matrix: Tensor | LowRank | None) -> tuple[Tensor, Tensor]:
+    """Vectors q_i, k_j with <q_i, k_j> = x_i^T B x_j, as short as B allows; B = I where None.
+
+    >>> query_and_key(torch.eye(2), LowRank(torch.ones(2, 1), torch.ones(2, 1)))[0]
+    tensor([[1.],
+            [1.]])
+    """
+    if matrix is None:
+        return x, x
+    if isinstance(matrix, LowRank):
+        return matrix_product(x, matrix.left.to(x)), matrix_product(x, matrix.right.to(x))
+    return matrix_product(x, matrix.to(x)), x
+
+
+def as_dense(matrix: Tensor | LowRank | None, like: Float[Tensor, "*batch n d"]) -> Float[Tensor, "d d"]:
+    """The matrix multiplied out, with the dtype and device of ``like``; I where None.
+
+    >>> as_dense(None, torch.ones(1, 2))
+    tensor([[1., 0.],
+            [0., 1.]])
+    """
+    if matrix is None:
+        return torch.eye(like.shape[-1], dtype=like.dtype, device=like.device)
+    return (matrix.dense() if isinstance(matrix, LowRank) else matrix).to(like)
+
+
+def _check_factor(name: str, factor: object) -> None:
+    if not isinstance(factor, torch.Tensor) or factor.ndim != 2 or 0 in factor.shape:
+        given = tuple(factor.shape) if isinstance(factor, torch.Tensor) else type(factor).__name__
+        raise HelmscopeError(f"{name} is {given}, but it must be a torch tensor of shape (d, r) with r >= 1")
+    if not factor.dtype.is_floating_point:
+        raise HelmscopeError(f"{name} has dtype {factor.dtype}, but it must hold floating-point numbers")
+    entries = factor.detach()
+    good = torch.isfinite(entries)
+    if not bool(good.all()):
+        raise HelmscopeError(f"{name} holds the entry {entries[~good][0].item()}, but every entry must be finite")

@@ -1,0 +1,218 @@
+"""The feed-forward layer as a force on R^d (source 000-3), defined at every point and not only on the sphere:
+
+    MLP         f(x) = sum_j w_j s(v_j.x + c_j) + b
+    GatedMLP    f(x) = sum_j w_j s(g_j.x + c_j) (u_j.x + e_j) + b
+
+v_j, g_j, u_j are the rows of ``w_in``, ``w_gate``, ``w_up``; w_j the columns of ``w_out``; c_j, e_j, b the biases, 0
+where None. Each token feels the force by itself: tokens do not see each other.
+"""
+
+from __future__ import annotations
+
+import inspect
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+
+from helmscope.fields import activations
+from helmscope.fields.activations import GELU, Activation, SiLU
+from helmscope.geometry.sphere import project
+from helmscope.kernels.dense import matrix_product
+from helmscope.types import HelmscopeError
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+    from torch import Tensor
+
+POINTS = (torch.float64, torch.float32)
+PARAMETERS = (*POINTS, torch.float16, torch.bfloat16)
+
+
+class Force(ABC):
+    """What MLP and GatedMLP share. Parameters are cast to the dtype and device of the points and may require grad."""
+
+    exchangeable: ClassVar[bool] = True
+    w_out: Float[Tensor, "dim hidden"]
+    b_out: Float[Tensor, " dim"] | None
+
+    @property
+    def dim(self) -> int:
+        """d of the space R^d on which the force acts."""
+        return self.w_out.shape[0]
+
+    @property
+    def hidden(self) -> int:
+        """The number of neurons."""
+        return self.w_out.shape[1]
+
+    def __call__(self, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
+        """The force f(x) at any points of R^d, not projected. Bad input is a ``HelmscopeError``."""
+        self.check_points(x)
+        if not bool(torch.isfinite(x.detach()).all()):
+            raise HelmscopeError("x holds NaN or infinite entries, but every point must be finite")
+        force = self.ambient(x)
+        if not bool(torch.isfinite(force.detach()).all()):
+            reach = float(x.detach().abs().max())
+            raise HelmscopeError(f"x holds entries up to {reach:g}, and the force there leaves {x.dtype}: scale x down")
+        return force
+
+    @abstractmethod
+    def neurons(self, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch hidden"]:
+        """What ``w_out`` multiplies, unchecked: s(w_in x + b_in), times w_up x + b_up where gated."""
+
+    def ambient(
+        self, x: Float[Tensor, "*batch d"], weights: Float[Tensor, "*batch"] | None = None
+    ) -> Float[Tensor, "*batch d"]:
+        """The force f(x), unchecked: for inner loops and autograd transforms. ``weights`` of tokens do not matter."""
+        return affine(self.neurons(x), self.w_out, self.b_out)
+
+    def velocity(
+        self, x: Float[Tensor, "*batch d"], weights: Float[Tensor, "*batch"] | None = None
+    ) -> Float[Tensor, "*batch d"]:
+        """The tangential part P_x f(x) at unit vectors x, unchecked."""
+        return project(x, self.ambient(x))
+
+    def check_size(self, x: Float[Tensor, "*batch d"]) -> None:
+        """Refuse points of another dimension than the parameters have."""
+        if x.ndim < 1 or x.shape[-1] != self.dim:
+            raise HelmscopeError(f"x has shape {tuple(x.shape)}, but the parameters need (..., {self.dim})")
+
+    def check_points(self, x: object) -> None:
+        """Refuse what is not a float tensor (..., dim). Reads no values, so it serves within torch.func too."""
+        if not isinstance(x, torch.Tensor):
+            raise HelmscopeError(f"x is a {type(x).__name__}, but it must be a torch tensor of shape (..., {self.dim})")
+        if x.dtype not in POINTS:
+            raise HelmscopeError(f"x has dtype {x.dtype}, but it must be torch.float64 or torch.float32")
+        self.check_size(x)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class MLP(Force):
+    """f(x) = w_out s(w_in x + b_in) + b_out (source 000-3 (a)), at any x of R^d.
+
+    ``w_in`` (hidden, dim) has rows v_j, ``w_out`` (dim, hidden) columns w_j. A row v_j = 0 is allowed: that neuron is
+    a constant. Calling gives the ambient force, ``velocity`` its tangential part; ``helmholtz`` splits it.
+
+    >>> from helmscope.fields.activations import ReLU
+    >>> MLP(w_in=torch.eye(2), w_out=2 * torch.eye(2), activation=ReLU())(torch.tensor([3.0, -1.0]))
+    tensor([6., 0.])
+    """
+
+    w_in: Float[Tensor, "hidden dim"]
+    w_out: Float[Tensor, "dim hidden"]
+    b_in: Float[Tensor, " hidden"] | None = None
+    b_out: Float[Tensor, " dim"] | None = None
+    activation: Activation = field(default_factory=GELU)
+
+    def __post_init__(self) -> None:
+        hidden, dim = _check_first("w_in", self.w_in)
+        asked = f"w_in of shape {(hidden, dim)}"
+        _check_parameter("w_out", self.w_out, (dim, hidden), asked)
+        _check_bias("b_in", self.b_in, hidden, asked)
+        _check_bias("b_out", self.b_out, dim, asked)
+        _check_activation(self.activation)
+
+    def neurons(self, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch hidden"]:
+        """s(w_in x + b_in), unchecked."""
+        return self.activation(affine(x, self.w_in, self.b_in))
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class GatedMLP(Force):
+    """f(x) = w_out [ s(w_gate x + b_gate) * (w_up x + b_up) ] + b_out (source 000-3 (b)), at any x of R^d.
+
+    ``w_gate`` (hidden, dim) has rows g_j, ``w_up`` (hidden, dim) rows u_j, ``w_out`` (dim, hidden) columns w_j; any
+    row may be 0. Calling gives the ambient force, ``velocity`` its tangential part; ``helmholtz`` splits it.
+
+    >>> from helmscope.fields.activations import ReLU
+    >>> one = torch.eye(2)
+    >>> GatedMLP(w_gate=one, w_up=one, w_out=one, activation=ReLU())(torch.tensor([3.0, -1.0]))
+    tensor([9., 0.])
+    """
+
+    w_gate: Float[Tensor, "hidden dim"]
+    w_up: Float[Tensor, "hidden dim"]
+    w_out: Float[Tensor, "dim hidden"]
+    b_gate: Float[Tensor, " hidden"] | None = None
+    b_up: Float[Tensor, " hidden"] | None = None
+    b_out: Float[Tensor, " dim"] | None = None
+    activation: Activation = field(default_factory=SiLU)
+
+    def __post_init__(self) -> None:
+        hidden, dim = _check_first("w_gate", self.w_gate)
+        asked = f"w_gate of shape {(hidden, dim)}"
+        _check_parameter("w_up", self.w_up, (hidden, dim), asked)
+        _check_parameter("w_out", self.w_out, (dim, hidden), asked)
+        _check_bias("b_gate", self.b_gate, hidden, asked)
+        _check_bias("b_up", self.b_up, hidden, asked)
+        _check_bias("b_out", self.b_out, dim, asked)
+        _check_activation(self.activation)
+
+    def neurons(self, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch hidden"]:
+        """s(w_gate x + b_gate) * (w_up x + b_up), unchecked."""
+        return self.activation(affine(x, self.w_gate, self.b_gate)) * affine(x, self.w_up, self.b_up)
+
+
+def affine(
+    x: Float[Tensor, "*batch d"], weight: Float[Tensor, "k d"], bias: Float[Tensor, " k"] | None
+) -> Float[Tensor, "*batch k"]:
+    """W x + b at each point, in the dtype of x; to the bit the same for a system alone and in a batch.
+
+    >>> affine(torch.ones(2), torch.eye(2), torch.tensor([0.0, 1.0]))
+    tensor([1., 2.])
+    """
+    product = linear(x, weight.to(x).mT)
+    return product if bias is None else product + bias.to(x)
+
+
+def linear(x: Float[Tensor, "*batch d"], matrix: Float[Tensor, "d k"]) -> Float[Tensor, "*batch k"]:
+    """x @ matrix as ``matrix_product`` has it, for a single point too.
+
+    >>> linear(torch.ones(2), torch.eye(2))
+    tensor([1., 1.])
+    """
+    return matrix_product(x, matrix) if x.ndim > 1 else matrix_product(x[None], matrix)[0]
+
+
+def _check_first(name: str, value: object) -> tuple[int, int]:
+    """(hidden, dim) of the matrix that sets the sizes."""
+    if not isinstance(value, torch.Tensor) or value.ndim != 2 or 0 in value.shape:
+        given = f"has shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"is a {type(value).__name__}"
+        raise HelmscopeError(f"{name} {given}, but it must be a torch tensor (hidden, dim) with hidden, dim >= 1")
+    _check_parameter(name, value, tuple(value.shape), "it")
+    return value.shape[0], value.shape[1]
+
+
+def _check_parameter(name: str, value: object, shape: tuple[int, ...], asked: str) -> None:
+    if not isinstance(value, torch.Tensor):
+        raise HelmscopeError(f"{name} is a {type(value).__name__}, but it must be a torch tensor of shape {shape}")
+    if tuple(value.shape) != shape:
+        raise HelmscopeError(f"{name} has shape {tuple(value.shape)}, but {asked} asks for {shape}")
+    if value.layout != torch.strided or value.is_meta:
+        raise HelmscopeError(
+            f"{name} has layout {value.layout} on {value.device}, but it must be dense and hold values"
+        )
+    if value.dtype not in PARAMETERS:
+        allowed = ", ".join(str(dtype) for dtype in PARAMETERS)
+        raise HelmscopeError(f"{name} has dtype {value.dtype}, but it must be one of {allowed}")
+    entries = value.detach()
+    good = torch.isfinite(entries)
+    if not bool(good.all()):
+        raise HelmscopeError(f"{name} holds the entry {entries[~good][0].item()}, but every entry must be finite")
+
+
+def _check_bias(name: str, value: object, size: int, asked: str) -> None:
+    if value is not None:
+        _check_parameter(name, value, (size,), asked)
+
+
+def _check_activation(activation: object) -> None:
+    if not isinstance(activation, Activation):
+        known = (kind for kind in vars(activations).values() if isinstance(kind, type) and issubclass(kind, Activation))
+        allowed = ", ".join(sorted(f"{kind.__name__}()" for kind in known if not inspect.isabstract(kind)))
+        shown = getattr(activation, "__name__", " ".join(repr(activation).split())[:80])
+        raise HelmscopeError(
+            f"activation is {shown}, but it must be one of {allowed} or an instance of your own subclass of Activation"
+        )

@@ -1,0 +1,373 @@
+"""Several heads at once (source 002): each has its own temperature, matrices and bias, and their velocities add up.
+
+    x_i' = scale sum_h P_{x_i} V_h sum_j p^h_ij x_j,     scale = 1/K for K heads (source 002), 1 in a real layer.
+
+P_x is linear, so the mean of the projections is the projection of the mean. With V_h = B_h symmetric, heads of USA are
+the gradient flow of sum_h E_h; heads of SA are not, as each has its own Z and so its own metric. Heads are one more
+axis of the tensors, never a loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch.nn.functional import pad
+
+from helmscope.fields.attention import (
+    SA,
+    Attention,
+    CheckedField,
+    scale_of_nothing,
+    softmax_kernel,
+    sum_kernel,
+    total_weight,
+)
+from helmscope.fields.field import ScaledVelocity
+from helmscope.fields.lowrank import LowRank, as_dense
+from helmscope.geometry.sphere import project
+from helmscope.kernels.dense import attention_sum, logits, matrix_product
+from helmscope.types import HelmscopeError, real_number
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+    from torch import Tensor
+
+OWN = ("beta", "query_key", "value", "bias")  # in these, heads may differ
+
+
+@dataclass(frozen=True, eq=False)
+class MultiHead(CheckedField):
+    """x_i' = scale sum_h P_{x_i} V_h sum_j p^h_ij x_j (source 002), ``scale`` = 1 / number of heads unless given.
+
+    ``heads`` are fields of one kind, SA, USA, Hardmax or SinkhornAttention; they may differ in beta, matrices and bias,
+    and share everything else. Ranks of ``LowRank`` matrices may differ. ``scale=1.0`` is the sum that a real layer
+    adds; ``MultiHead.from_weights`` makes one of its weights. Refuses no heads, heads of two kinds, and heads that do
+    not fit the same tokens.
+
+    >>> x = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
+    >>> MultiHead([SA(beta=0.0), SA(beta=0.0, value=3 * torch.eye(2))])(x)
+    tensor([[0., 1.],
+            [1., 0.]])
+    """
+
+    heads: Sequence[Attention]
+    scale: float | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "heads", _checked_heads(self.heads))
+        scale = 1 / len(self.heads) if self.scale is None else real_number("scale", self.scale)
+        object.__setattr__(self, "scale", scale)
+
+    @classmethod
+    def from_weights(
+        cls,
+        query: Float[Tensor, "heads dh d"],
+        key: Float[Tensor, "kv dh d"],
+        value: Float[Tensor, "kv dv d"],
+        out: Float[Tensor, "heads d dv"],
+        *,
+        beta: float,
+        causal: bool = False,
+        scale: float = 1.0,
+    ) -> MultiHead:
+        """The heads of SA that these weights are, of low rank: B_h = query_h^T key_g, V_h = out_h value_g.
+
+        ``beta`` multiplies (query_h x_i).(key_g x_j), 1/sqrt(dh) in most models on tokens of norm sqrt(d), so
+        d/sqrt(dh) on unit vectors. Heads may share keys and values in groups: with ``kv`` of them head h takes
+        g = h // (heads / kv). Refuses shapes that do not fit, and a number of heads that is no multiple of ``kv``.
+
+        >>> one = torch.tensor([[[1.0, 0.0]]])
+        >>> MultiHead.from_weights(one, one, one, one.mT, beta=0.0)(torch.tensor([[0.6, 0.8], [1.0, 0.0]]))
+        tensor([[ 0.5120, -0.3840],
+                [ 0.0000,  0.0000]])
+        """
+        shared = _check_weights(query, key, value, out)
+        return cls(
+            [
+                SA(
+                    beta,
+                    query_key=LowRank(query[h].mT, key[h // shared].mT),
+                    value=LowRank(out[h], value[h // shared].mT),
+                    causal=causal,
+                )
+                for h in range(len(query))
+            ],
+            scale=scale,
+        )
+
+    @property
+    def normalized(self) -> bool:
+        """Whether the weights of each head sum to 1."""
+        return self.heads[0].normalized
+
+    @property
+    def exchangeable(self) -> bool:
+        """Whether tokens can be relabelled, and so merged: no causal mask, no bias."""
+        return all(head.exchangeable for head in self.heads)
+
+    def check_size(self, x: Float[Tensor, "*batch n d"]) -> None:
+        """Refuse tokens that do not fit the matrices of the heads."""
+        for head in self.heads:
+            head.check_size(x)
+
+    def scaled(self, x: Float[Tensor, "*batch n d"], weights: Tensor | None = None) -> ScaledVelocity:
+        """The velocity as e^{log_scale} times a direction of ordinary size; log_scale is 0 where weights sum to 1.
+
+        >>> from helmscope.fields.attention import USA
+        >>> MultiHead([USA(beta=1000.0), USA(beta=10.0)]).scaled(torch.tensor([[1.0, 0.0], [0.6, 0.8]])).log_scale
+        tensor([[600.],
+                [600.]])
+        """
+        parts, shift = self._parts(x, weights, tangent=True)
+        total = self._together(parts)
+        return ScaledVelocity(project(x, total), scale_of_nothing(total, shift))
+
+    def velocity(self, x: Float[Tensor, "*batch n d"], weights: Tensor | None = None) -> Float[Tensor, "*batch n d"]:
+        """The tangent velocity, unchecked: for inner loops and autograd transforms."""
+        scaled = self.scaled(x, weights)
+        return scaled.direction if self.normalized else torch.exp(scaled.log_scale) * scaled.direction
+
+    def ambient(self, x: Float[Tensor, "*batch n d"], weights: Tensor | None = None) -> Float[Tensor, "*batch n d"]:
+        """The sum over heads before projection: what a layer adds to the residual stream."""
+        parts, shift = self._parts(x, weights, tangent=False)
+        total = self._together(parts)
+        return total if self.normalized else torch.exp(scale_of_nothing(total, shift)) * total
+
+    def outputs(
+        self, x: Float[Tensor, "*batch n d"], weights: Tensor | None = None
+    ) -> Float[Tensor, "*batch heads n d"]:
+        """What each head gives before projection and ``scale``: V_h sum_j p^h_ij x_j."""
+        parts, shift = self._parts(x, weights, tangent=False)
+        if not self.normalized:
+            parts = torch.exp(shift.unsqueeze(-3)) * parts
+        left, _ = _factors([head.value for head in self.heads], x)
+        return parts if left is None else matrix_product(parts, left.mT.contiguous())
+
+    def kernel(
+        self, x: Float[Tensor, "*batch n d"], weights: Tensor | None = None
+    ) -> Float[Tensor, "*batch heads n n"]:
+        """The weight of key j for query i in each head: outputs_hi = sum_j kernel_hij V_h x_j."""
+        shares = None if weights is None else weights.unsqueeze(-2)
+        return (softmax_kernel if self.normalized else sum_kernel)(self._logits(x, shares), shares)
+
+    def _parts(self, x: Tensor, weights: Tensor | None, *, tangent: bool) -> tuple[Tensor, Tensor]:
+        """What V_h (or its left factor) is applied to, (*batch, heads, n, r), over e^{shift}, (*batch, n, 1)."""
+        shares = None if weights is None else weights.unsqueeze(-2)
+        skip_self = self._skip_self(x) if tangent else False
+        _, right = _factors([head.value for head in self.heads], x)
+        carried = self._through(x, right)
+        pairs = self._logits(x, shares)
+        sums = attention_sum(pairs, carried, weights=shares, skip_self=skip_self)
+        if self.normalized:
+            return sums.mean, torch.zeros_like(x[..., :1])
+        visible = (pairs > -torch.inf) & ~(torch.eye(x.shape[-2], dtype=torch.bool, device=x.device) & skip_self)
+        # a head that sees nobody must not set the scale of the others
+        shift = torch.where(visible.any(-1, keepdim=True), sums.shift, -torch.inf)
+        top = shift.amax(-3)
+        top = torch.where(top > -torch.inf, top, 0.0)
+        return torch.exp(shift - top.unsqueeze(-3)) * sums.total / total_weight(carried, shares), top
+
+    def _skip_self(self, x: Tensor) -> bool | Tensor:
+        """In which heads V_h x_i is parallel to x_i."""
+        parallel = [head.value_scale is not None for head in self.heads]
+        return parallel[0] if len(set(parallel)) == 1 else torch.tensor(parallel, device=x.device)[:, None, None]
+
+    def _logits(self, x: Tensor, shares: Tensor | None) -> Tensor:
+        left, right = _factors([head.query_key for head in self.heads], x)
+        query, key = self._through(x, left), self._through(x, right)
+        factor = torch.tensor([head.factor for head in self.heads], dtype=x.dtype, device=x.device)[:, None, None]
+        first = self.heads[0]
+        pairs = logits(factor * query, key, bias=self._bias(x), causal=first.causal, weights=shares)
+        return first.settle(pairs, shares)
+
+    def _bias(self, x: Tensor) -> Tensor | None:
+        if all(head.bias is None for head in self.heads):
+            return None
+        none = torch.zeros(x.shape[-2], x.shape[-2], dtype=x.dtype, device=x.device)
+        return torch.stack([none if head.bias is None else head.bias.to(x) for head in self.heads])
+
+    def _through(self, x: Tensor, factors: Tensor | None) -> Tensor:
+        """factors_h^T x_i of every head, (*batch, heads, n, r), as one product; x_i where None.
+
+        Laid out anew: the last bit of later products depends on whether they meet copies or views.
+        """
+        if factors is None:
+            return x.unsqueeze(-3).expand(*x.shape[:-2], len(self.heads), *x.shape[-2:]).contiguous()
+        heads, d, r = factors.shape
+        rows = matrix_product(x, factors.transpose(0, 1).reshape(d, heads * r))
+        return rows.reshape(*x.shape[:-1], heads, r).transpose(-3, -2).contiguous()
+
+    @cached_property
+    def _value_scales(self) -> list[float] | None:
+        """c_h where every V_h = c_h I, else None."""
+        scales = [head.value_scale for head in self.heads if head.value_scale is not None]
+        return scales if len(scales) == len(self.heads) else None
+
+    def _together(self, parts: Tensor) -> Tensor:
+        """scale sum_h V_h parts_h, as one matrix product: the last bit of a sum over an axis depends on the batch."""
+        assert self.scale is not None
+        heads, n, r = parts.shape[-3:]
+        if self._value_scales is not None:
+            scales = torch.tensor([self._value_scales], dtype=parts.dtype, device=parts.device)
+            flat = scales.expand(*parts.shape[:-3], 1, heads) @ parts.reshape(*parts.shape[:-3], heads, n * r)
+            return self.scale * flat.reshape(*parts.shape[:-3], n, r)
+        left, _ = _factors([head.value for head in self.heads], parts)
+        assert left is not None
+        rows = parts.transpose(-3, -2).reshape(*parts.shape[:-3], n, heads * r)
+        return self.scale * matrix_product(rows, left.mT.reshape(heads * r, -1))
+
+    def _complaint(self, x: Tensor, weights: Tensor | None) -> str:
+        for h, head in enumerate(self.heads):
+            if not bool(torch.isfinite(head.velocity(x, weights).detach()).all()):
+                return f"in heads[{h}] {head._complaint(x, weights)}"
+        return f"scale is {self.scale:g}, and the velocity leaves {x.dtype}: take it smaller"
+
+
+class PointwiseForce(Protocol):
+    """A force on R^d that acts on each token alone, such as ``MLP``."""
+
+    def ambient(self, x: Tensor) -> Tensor:
+        """The force at every point, unchecked."""
+
+    def check_size(self, x: Tensor) -> None:
+        """Refuse points of another dimension."""
+
+
+@dataclass(frozen=True, eq=False)
+class MultiHeadAsPrinted(CheckedField):
+    """x_i' = (1/K) sum_h P_{x_i} MLP_h(V_h sum_j p^h_ij x_j), as source 002 prints it: the MLP inside the projection.
+
+    A transformer adds the MLP to the stream after attention (``Block``). Printed so, the flow is no gradient flow, not
+    even for heads of USA with V_h = B_h symmetric. ``heads`` as in ``MultiHead``, ``mlps`` one for each of them.
+
+    >>> from helmscope.fields.activations import ReLU
+    >>> from helmscope.fields.mlp import MLP
+    >>> mlp = MLP(w_in=torch.eye(2), w_out=2 * torch.eye(2), activation=ReLU())
+    >>> MultiHeadAsPrinted([SA(beta=0.0)], [mlp])(torch.tensor([[1.0, 0.0], [0.0, 1.0]]))
+    tensor([[0., 1.],
+            [1., 0.]])
+    """
+
+    heads: Sequence[Attention]
+    mlps: Sequence[PointwiseForce]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "heads", _checked_heads(self.heads))
+        if not isinstance(self.mlps, Sequence) or not all(hasattr(mlp, "ambient") for mlp in self.mlps):
+            raise HelmscopeError(f"mlps is {_kinds(self.mlps)}, but it must be a sequence of forces such as MLP(...)")
+        object.__setattr__(self, "mlps", tuple(self.mlps))
+        if len(self.mlps) != len(self.heads):
+            raise HelmscopeError(
+                f"mlps holds {len(self.mlps)} of them for {len(self.heads)} heads, but each head needs one"
+            )
+
+    @cached_property
+    def attention(self) -> MultiHead:
+        """The heads without their MLPs."""
+        return MultiHead(self.heads)
+
+    @property
+    def exchangeable(self) -> bool:
+        """Whether tokens can be relabelled, and so merged: no causal mask, no bias."""
+        return self.attention.exchangeable
+
+    def check_size(self, x: Float[Tensor, "*batch n d"]) -> None:
+        """Refuse tokens that do not fit the heads or the MLPs."""
+        self.attention.check_size(x)
+        for mlp in self.mlps:
+            mlp.check_size(x)
+
+    def velocity(self, x: Float[Tensor, "*batch n d"], weights: Tensor | None = None) -> Float[Tensor, "*batch n d"]:
+        """The tangent velocity, unchecked: for inner loops and autograd transforms."""
+        return project(x, self.ambient(x, weights))
+
+    def ambient(self, x: Float[Tensor, "*batch n d"], weights: Tensor | None = None) -> Float[Tensor, "*batch n d"]:
+        """The mean of the MLPs' forces before projection."""
+        outputs = self.attention.outputs(x, weights).unbind(-3)
+        total = torch.zeros_like(x)
+        for mlp, output in zip(self.mlps, outputs, strict=True):  # they may differ in size
+            total = total + mlp.ambient(output)
+        return total / len(self.mlps)
+
+    def kernel(
+        self, x: Float[Tensor, "*batch n d"], weights: Tensor | None = None
+    ) -> Float[Tensor, "*batch heads n n"]:
+        """The weight of key j for query i in each head."""
+        return self.attention.kernel(x, weights)
+
+    def _complaint(self, x: Tensor, weights: Tensor | None) -> str:
+        if not bool(torch.isfinite(self.attention.outputs(x, weights).detach()).all()):
+            return self.attention._complaint(x, weights)
+        return f"mlps hold such large entries that the velocity leaves {x.dtype}: take smaller ones"
+
+
+def _factors(matrices: Sequence[Tensor | LowRank | None], x: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """(L, R) with M_h = L_h R_h^T, (heads, d, r) each, None for I. Lower ranks are filled up with columns of 0, and
+    beside a dense matrix all are dense.
+    """
+    if all(matrix is None for matrix in matrices):
+        return None, None
+    thin = [matrix for matrix in matrices if isinstance(matrix, LowRank)]
+    if len(thin) < len(matrices):
+        return torch.stack([as_dense(matrix, x) for matrix in matrices]), None
+    rank = max(matrix.rank for matrix in thin)
+    left = [pad(matrix.left.to(x), (0, rank - matrix.rank)) for matrix in thin]
+    right = [pad(matrix.right.to(x), (0, rank - matrix.rank)) for matrix in thin]
+    return torch.stack(left), torch.stack(right)
+
+
+def _checked_heads(heads: object) -> tuple[Attention, ...]:
+    if not isinstance(heads, Sequence) or not heads or not all(isinstance(head, Attention) for head in heads):
+        raise HelmscopeError(f"heads is {_kinds(heads)}, but it must be a sequence of fields such as SA(beta=4.0)")
+    first = heads[0]
+    sizes: dict[str, tuple[int, str]] = {}
+    for h, head in enumerate(heads):
+        if type(head) is not type(first):
+            names = f"{type(head).__name__} and heads[0] {type(first).__name__}"
+            raise HelmscopeError(f"heads[{h}] is {names}, but all heads must be of one kind")
+        for name in (part.name for part in fields(first) if part.name not in OWN):
+            if getattr(head, name) != getattr(first, name):
+                given = f"{name}={getattr(head, name)!r} and heads[0] {name}={getattr(first, name)!r}"
+                raise HelmscopeError(f"heads[{h}] has {given}, but all heads must share it")
+        for name, axis in (("query_key", "d"), ("value", "d"), ("bias", "n")):
+            matrix = getattr(head, name)
+            if matrix is None:
+                continue
+            size, whose = sizes.setdefault(axis, (matrix.shape[0], f"{name} of heads[{h}]"))
+            if matrix.shape[0] != size:
+                given = f"{name} of heads[{h}] has shape {tuple(matrix.shape)} and {whose} {(size, size)}"
+                raise HelmscopeError(f"{given}, but all heads must fit the same tokens")
+    return tuple(heads)
+
+
+def _kinds(given: object) -> str:
+    """What was given, by the names of types: printed, a field holds whole matrices."""
+    if not isinstance(given, Sequence) or isinstance(given, str):
+        return type(given).__name__
+    return f"[{', '.join(type(part).__name__ for part in given)}]"
+
+
+def _check_weights(query: object, key: object, value: object, out: object) -> int:
+    """How many heads share a key and a value; refuses weights that do not fit together."""
+    named = {"query": query, "key": key, "value": value, "out": out}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, part in named.items():
+        if not isinstance(part, torch.Tensor) or part.ndim != 3 or 0 in part.shape:
+            given = tuple(part.shape) if isinstance(part, torch.Tensor) else type(part).__name__
+            raise HelmscopeError(f"{name} is {given}, but it must be a torch tensor with axes (heads, ., .)")
+        shapes[name] = tuple(part.shape)
+    (heads, dh, d), (kv, dv, _) = shapes["query"], shapes["value"]
+    if heads % kv:
+        raise HelmscopeError(
+            f"query has {heads} heads and value {kv}, but the number of query heads must be a multiple of the other"
+        )
+    wanted = {"key": (kv, dh, d), "value": (kv, dv, d), "out": (heads, d, dv)}
+    for name, shape in wanted.items():
+        if shapes[name] != shape:
+            asked = f"query of shape {shapes['query']} and value of shape {shapes['value']} ask for {shape}"
+            raise HelmscopeError(f"{name} has shape {shapes[name]}, but {asked}")
+    return heads // kv

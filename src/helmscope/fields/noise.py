@@ -1,0 +1,362 @@
+"""Noise on tokens, and which stochastic process it makes of a flow on the sphere (source 000-5).
+
+A token x sees k Brownian motions W through sigma(x), d x k. With M = sigma sigma^T / 2 and P = I - x x^T, every process
+here has the generator, one token at a time,
+
+    L phi = <P f + beta, grad_S phi> + tr(P M P Hess_S phi),
+
+and the processes differ in the tangential drift beta alone. For constant sigma, with Sigma = P M P, f = 0, beta and the
+forward equation d_t rho = div_S(Sigma grad_S rho) - c div_S(rho P M x) are
+
+    process                                                       beta        c
+    LayerNormChain   x' = N(x + eps f + sigma dW), eps -> 0       -2 P M x    d - 2
+    Stratonovich     dX = P f dt + P sigma o dW                   -P M x      d - 1
+    Ito              dX = P f dt + P sigma dW - tr(P M) X dt      0           d
+    DivergenceForm   the one with c = 0                           -d P M x    0
+
+For M = nu I all of them are Brownian motion with the generator nu Lap_S. Source 000 prints the Stratonovich equation
+with the forward equation of the divergence form; a layer with noise is neither.
+
+On a residual stream in R^d there is nothing to project: dY = f dt + sigma dW, and the direction of Y is the layer-norm
+chain with f / |Y| and M / |Y|^2.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch.func import jvp
+
+from helmscope.geometry.sphere import project
+from helmscope.kernels.dense import matrix_product
+from helmscope.types import HelmscopeError, real_number
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+    from torch import Tensor
+
+
+# Processes ------------------------------------------------------------------------------------------------------------
+
+
+class Process(ABC):
+    """What the noise makes of a flow: the drift beta that it adds to P f in the generator above.
+
+    >>> isinstance(IsotropicNoise(0.1).process, LayerNormChain)
+    True
+    """
+
+    @abstractmethod
+    def drift(self, noise: Noise, x: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n d"]:
+        """The tangential drift beta at unit vectors x."""
+
+
+@dataclass(frozen=True)
+class LayerNormChain(Process):
+    """The limit of x' = N(x + eps f + sigma dW), which is what a layer does: beta = -2 P M(x) x, for every sigma(x).
+
+    N shortens a step that leaves the sphere outward and stretches one that goes inward (000-1: -<x, d> P d). Constant
+    noise leaves the circle's uniform law as it is.
+
+    >>> x = torch.tensor([[0.6, 0.8]])
+    >>> LayerNormChain().drift(MatrixNoise(torch.diag(torch.tensor([2.0, 1.0]))), x)
+    tensor([[-0.7680,  0.5760]])
+    """
+
+    def drift(self, noise: Noise, x: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n d"]:
+        """-2 P M x."""
+        return -2 * project(x, noise.drag(x))
+
+
+@dataclass(frozen=True)
+class Stratonovich(Process):
+    """dX = P f dt + P sigma o dW: beta = (1/2) sum_k P D A_k[A_k], A_k = P sigma e_k; -P M x where sigma is constant.
+
+    >>> x = torch.tensor([[0.6, 0.8]])
+    >>> Stratonovich().drift(MatrixNoise(torch.diag(torch.tensor([2.0, 1.0]))), x)
+    tensor([[-0.3840,  0.2880]])
+    """
+
+    def drift(self, noise: Noise, x: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n d"]:
+        """P [(1/2) sum_k D sigma_k[P sigma_k] - M x], because P D A_k[v] = P D sigma_k[v] - <x, sigma_k> v."""
+        return project(x, noise.self_transport(x) - noise.drag(x))
+
+
+@dataclass(frozen=True)
+class Ito(Process):
+    """dX = P f dt + P sigma dW - tr(P M) X dt, whose last term keeps it on the sphere: beta = 0.
+
+    >>> Ito().drift(MatrixNoise(torch.diag(torch.tensor([2.0, 1.0]))), torch.tensor([[0.6, 0.8]]))
+    tensor([[0., 0.]])
+    """
+
+    def drift(self, noise: Noise, x: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n d"]:
+        """0."""
+        return torch.zeros_like(x)
+
+
+@dataclass(frozen=True)
+class DivergenceForm(Process):
+    """The process whose forward equation is d_t rho = div_S(Sigma grad_S rho) - div_S(rho P f), Sigma = P M P:
+    beta = div_S Sigma, which is -d P M x where sigma is constant. The uniform law is stationary where P f = 0.
+
+    >>> x = torch.tensor([[0.6, 0.8]])
+    >>> DivergenceForm().drift(MatrixNoise(torch.diag(torch.tensor([2.0, 1.0]))), x)
+    tensor([[-0.7680,  0.5760]])
+    """
+
+    def drift(self, noise: Noise, x: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n d"]:
+        """P sum_m D M[P e_m] e_m - d P M x."""
+        return project(x, noise.divergence(x) - x.shape[-1] * noise.drag(x))
+
+
+# Noises ---------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Noise(ABC):
+    """sigma(x) for every token. ``common`` draws one Brownian motion for all tokens of a system instead of one each;
+    ``process`` says what the noise makes of the flow.
+
+    >>> noise = IsotropicNoise(0.1, common=True, process=Ito())
+    >>> noise.common, noise.process
+    (True, Ito())
+    """
+
+    common: bool = field(default=False, kw_only=True)
+    process: Process = field(default=LayerNormChain(), kw_only=True)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.common, bool):
+            raise HelmscopeError(f"common is {self.common!r}, but it must be True or False")
+        if not isinstance(self.process, Process):
+            raise HelmscopeError(f"process is {self.process!r}, but it must be a process such as LayerNormChain()")
+
+    @abstractmethod
+    def check_size(self, x: Float[Tensor, "*batch n d"]) -> None:
+        """Refuse tokens that do not fit."""
+
+    @abstractmethod
+    def sources(self, x: Float[Tensor, "*batch n d"]) -> int:
+        """The number k of Brownian motions that a token sees."""
+
+    @abstractmethod
+    def kick(self, x: Float[Tensor, "*batch n d"], dw: Float[Tensor, "*batch n k"]) -> Float[Tensor, "*batch n d"]:
+        """sigma(x) dw, before projection."""
+
+    @abstractmethod
+    def matrix(self, x: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n d d"]:
+        """M(x) = sigma sigma^T / 2: the increment over dt has the covariance 2 M dt."""
+
+    @abstractmethod
+    def drag(self, x: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n d"]:
+        """M(x) x."""
+
+    def self_transport(self, x: Float[Tensor, "*batch n d"], *, on_sphere: bool = True) -> Float[Tensor, "*batch n d"]:
+        """(1/2) sum_k D sigma_k[P sigma_k]; on a residual stream without P. 0 where sigma is constant."""
+        return torch.zeros_like(x)
+
+    def divergence(self, x: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n d"]:
+        """sum_m D M[P e_m] e_m, the tangential divergence of M's rows. 0 where sigma is constant."""
+        return torch.zeros_like(x)
+
+
+@dataclass(frozen=True)
+class IsotropicNoise(Noise):
+    """M = nu I, sigma = sqrt(2 nu) I, nu >= 0: Brownian motion with the generator nu Lap_S, whatever the process.
+
+    E<a, X_t> = e^{-nu (d-1) t} <a, x0> and harmonics of degree k decay as e^{-nu k (k+d-2) t} (without a field).
+
+    >>> IsotropicNoise(0.5).kick(torch.tensor([[1.0, 0.0]]), torch.tensor([[0.1, 0.2]]))
+    tensor([[0.1000, 0.2000]])
+    """
+
+    nu: float
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "nu", real_number("nu", self.nu, at_least=0))
+
+    def check_size(self, x: Float[Tensor, "*batch n d"]) -> None:
+        """All tokens fit."""
+
+    def sources(self, x: Float[Tensor, "*batch n d"]) -> int:
+        """d."""
+        return x.shape[-1]
+
+    def kick(self, x: Float[Tensor, "*batch n d"], dw: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n d"]:
+        """sqrt(2 nu) dw."""
+        return math.sqrt(2 * self.nu) * dw
+
+    def matrix(self, x: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n d d"]:
+        """nu I."""
+        return (self.nu * torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)).expand(*x.shape, x.shape[-1])
+
+    def drag(self, x: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n d"]:
+        """nu x."""
+        return self.nu * x
+
+
+@dataclass(frozen=True, eq=False)
+class MatrixNoise(Noise):
+    """A constant symmetric positive semi-definite M: the increment over dt has the covariance 2 M dt, as sigma is the
+    symmetric square root of 2 M. The matrix is a constant: no gradient goes to it.
+
+    >>> noise = MatrixNoise(torch.diag(torch.tensor([2.0, 0.5])))
+    >>> noise.kick(torch.tensor([[1.0, 0.0]]), torch.tensor([[0.1, 0.1]]))
+    tensor([[0.2000, 0.1000]])
+    """
+
+    m: Float[Tensor, "d d"]
+    root: Float[Tensor, "d d"] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        m = _symmetric(self.m)
+        values, vectors = torch.linalg.eigh(m)
+        low, high = float(values[0]), float(values.abs().amax())
+        if low < -_tolerance(self.m) * high:
+            raise HelmscopeError(f"matrix has the eigenvalue {low:.6g}, but M must be positive semi-definite")
+        object.__setattr__(self, "m", m)
+        object.__setattr__(self, "root", vectors * (2 * values.clamp(min=0)).sqrt() @ vectors.mT)
+
+    def check_size(self, x: Float[Tensor, "*batch n d"]) -> None:
+        """Refuse tokens of another dimension."""
+        if x.shape[-1] != len(self.m):
+            given, wanted = tuple(self.m.shape), (x.shape[-1],) * 2
+            raise HelmscopeError(f"matrix has shape {given}, but tokens of shape {tuple(x.shape)} need {wanted}")
+
+    def sources(self, x: Float[Tensor, "*batch n d"]) -> int:
+        """d."""
+        return x.shape[-1]
+
+    def kick(self, x: Float[Tensor, "*batch n d"], dw: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n d"]:
+        """(2 M)^(1/2) dw."""
+        return matrix_product(dw, self.root.to(x))
+
+    def matrix(self, x: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n d d"]:
+        """M."""
+        return self.m.to(x).expand(*x.shape, x.shape[-1])
+
+    def drag(self, x: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n d"]:
+        """M x."""
+        return matrix_product(x, self.m.to(x))
+
+
+@dataclass(frozen=True, eq=False)
+class StateNoise(Noise):
+    """sigma(x) as a callable, (*batch, n, d) -> (*batch, n, d, k), of any leading axes: what a token sees may depend on
+    where it is, and on the other tokens.
+
+    Where a process asks for derivatives of sigma, they are exact, by ``torch.func``, along the sphere only: each
+    token's own under noise of its own, and for Stratonovich under ``common`` noise, which moves all tokens at once,
+    those with respect to all of them. They cost k (Stratonovich) or d (DivergenceForm) calls of sigma on n copies of
+    the systems.
+
+    >>> noise = StateNoise(lambda x: x[..., :1, None] * torch.eye(2))  # x_1 I
+    >>> noise.matrix(torch.tensor([[0.6, 0.8]]))
+    tensor([[[0.1800, 0.0000],
+             [0.0000, 0.1800]]])
+    """
+
+    sigma: Callable[[Tensor], Tensor]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if isinstance(self.sigma, type) or not callable(self.sigma):
+            raise HelmscopeError(
+                f"sigma is {self.sigma!r}, but it must be a callable (..., n, d) -> (..., n, d, k): for a constant "
+                "use MatrixNoise or IsotropicNoise"
+            )
+
+    def check_size(self, x: Float[Tensor, "*batch n d"]) -> None:
+        """Refuse a sigma that gives something else than a finite tensor (..., n, d, k) at x."""
+        with torch.no_grad():
+            value = self.sigma(x)
+        if not isinstance(value, torch.Tensor) or value.shape[:-1] != x.shape or not value.shape[-1:].numel():
+            given = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+            wanted = f"({', '.join(str(size) for size in x.shape)}, k)"
+            raise HelmscopeError(f"sigma gives {given} for tokens of shape {tuple(x.shape)}, but it must be {wanted}")
+        bad = value[~torch.isfinite(value)]
+        if len(bad):
+            raise HelmscopeError(f"sigma gives the entry {bad[0].item()}, but every entry must be finite")
+
+    def sources(self, x: Float[Tensor, "*batch n d"]) -> int:
+        """The last axis of sigma(x)."""
+        with torch.no_grad():
+            return self.sigma(x).shape[-1]
+
+    def kick(self, x: Float[Tensor, "*batch n d"], dw: Float[Tensor, "*batch n k"]) -> Float[Tensor, "*batch n d"]:
+        """sigma(x) dw."""
+        return (self._at(x) * dw.unsqueeze(-2)).sum(-1)
+
+    def matrix(self, x: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n d d"]:
+        """sigma sigma^T / 2."""
+        sigma = self._at(x)
+        return sigma @ sigma.mT / 2
+
+    def drag(self, x: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n d"]:
+        """sigma (sigma^T x) / 2."""
+        sigma = self._at(x)
+        return (sigma * (sigma * x.unsqueeze(-1)).sum(-2, keepdim=True)).sum(-1) / 2
+
+    def self_transport(self, x: Float[Tensor, "*batch n d"], *, on_sphere: bool = True) -> Float[Tensor, "*batch n d"]:
+        """(1/2) sum_k D sigma_k[P sigma_k]; on a residual stream without P."""
+        columns = self._at(x).movedim(-1, 0)
+        columns = project(x, columns) if on_sphere else columns
+        change = self._together if self.common else self._alone
+        parts = [change(self._at, x, v)[..., k] for k, v in enumerate(columns)]
+        return torch.stack(parts).sum(0) / 2
+
+    def divergence(self, x: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n d"]:
+        """sum_m D M[P e_m] e_m."""
+        axes = torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)
+        parts = [self._alone(self.matrix, x, project(x, e.expand_as(x)))[..., m] for m, e in enumerate(axes)]
+        return torch.stack(parts).sum(0)
+
+    def _at(self, x: Tensor) -> Tensor:
+        return self.sigma(x).to(x)
+
+    @staticmethod
+    def _together(f: Callable[[Tensor], Tensor], x: Tensor, v: Tensor) -> Tensor:
+        """Df[v]: how every token's value changes as all tokens move by v."""
+        change: Tensor = jvp(f, (x,), (v,))[1]
+        return change
+
+    @staticmethod
+    def _alone(f: Callable[[Tensor], Tensor], x: Tensor, v: Tensor) -> Tensor:
+        """D_i f_i[v_i]: how each token's value changes as that token moves and the others stay; one copy a token."""
+        n = x.shape[-2]
+        mover = torch.eye(n, dtype=x.dtype, device=x.device).reshape(n, *(1,) * (x.ndim - 2), n, 1)
+        change: Tensor = jvp(f, (x.expand(n, *x.shape).clone(),), (mover * v,))[1]
+        return change.diagonal(dim1=0, dim2=x.ndim - 1).movedim(-1, x.ndim - 2)
+
+
+def _symmetric(m: object) -> Float[Tensor, "d d"]:
+    """The matrix in float64, checked, without what rounding left of asymmetry."""
+    if not isinstance(m, torch.Tensor) or m.ndim != 2 or not m.shape[0] == m.shape[1] > 0:
+        given = f"a tensor of shape {tuple(m.shape)}" if isinstance(m, torch.Tensor) else f"a {type(m).__name__}"
+        raise HelmscopeError(f"matrix is {given}, but it must be a square matrix as a torch tensor")
+    if not m.dtype.is_floating_point:
+        raise HelmscopeError(f"matrix has dtype {m.dtype}, but it must hold floating-point numbers")
+    entries = m.detach().to(torch.float64)
+    bad = entries[~torch.isfinite(entries)]
+    if len(bad):
+        raise HelmscopeError(f"matrix holds the entry {bad[0].item()}, but every entry must be finite")
+    apart = (entries - entries.mT).abs()
+    if bool((apart > _tolerance(m) * entries.abs().amax()).any()):
+        i, j = divmod(int(apart.argmax()), len(m))
+        raise HelmscopeError(
+            f"matrix differs from its transpose by {apart.amax().item():.6g} at ({i}, {j}), but M must be symmetric"
+        )
+    return (entries + entries.mT) / 2
+
+
+def _tolerance(m: Tensor) -> float:
+    """How far from symmetric and semi-definite rounding may bring a product such as A A^T, relative to its size."""
+    return 16 * len(m) * torch.finfo(m.dtype).eps

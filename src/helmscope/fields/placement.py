@@ -1,0 +1,246 @@
+"""Where the norms of a block stand. Each half (attention, MLP) reads, writes and closes:
+
+    placement   read        write             close     state
+    post        y           f                 N         unit vectors (a map without flow where N has gain or bias)
+    pre         N y         f                 y         residual stream y in R^d: its radius is a state
+    sandwich    N_in y      N_out f           y         residual stream (peri-norm)
+    nGPT        y           rate (N f - y)    y / |y|   unit vectors
+
+so that half maps y to close(y + h write(f(read y), y)). Sources: post-norm is that of source 001; for pre-norm the
+direction x = y/|y| obeys x' = P f / |y| and the radius |y|' = <x, f> (source 000-1); sandwich and peri-norm
+arXiv:2105.13290, arXiv:2502.02732; nGPT arXiv:2410.01131.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import TYPE_CHECKING
+
+import torch
+
+from helmscope.fields.mlp import MLP, GatedMLP
+from helmscope.fields.norms import Norm, UnitNorm
+from helmscope.geometry.sphere import retract
+from helmscope.types import HelmscopeError, real_number
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+    from torch import Tensor
+
+
+class Half(Enum):
+    """The two halves of a block.
+
+    >>> [half.value for half in Half]
+    ['attention', 'mlp']
+    """
+
+    ATTENTION = "attention"
+    MLP = "mlp"
+
+
+@dataclass(frozen=True, eq=False)
+class Placement(ABC):
+    """Where norms stand; ``attention_norm`` and ``mlp_norm`` are y/|y| unless given, so that they stay unit vectors."""
+
+    attention_norm: Norm = field(default_factory=UnitNorm, kw_only=True)
+    mlp_norm: Norm = field(default_factory=UnitNorm, kw_only=True)
+
+    def __post_init__(self) -> None:
+        for name in ("attention_norm", "mlp_norm"):
+            _check_norm(name, getattr(self, name))
+
+    @property
+    def only_layers(self) -> bool:
+        """Whether the block is a map and no flow."""
+        return False
+
+    @property
+    @abstractmethod
+    def on_sphere(self) -> bool:
+        """Whether the state is unit vectors."""
+
+    def norm(self, half: Half) -> Norm:
+        """The norm of one half."""
+        return self.attention_norm if half is Half.ATTENTION else self.mlp_norm
+
+    def check_size(self, x: Float[Tensor, "*batch n d"]) -> None:
+        """Refuse tokens that do not fit the gain or bias of a norm."""
+        for half in Half:
+            self.norm(half).check_size(x)
+
+    def read(self, half: Half, y: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n d"]:
+        """What the half sees of the state."""
+        return y
+
+    def write(
+        self, half: Half, out: Float[Tensor, "*batch n d"], y: Float[Tensor, "*batch n d"]
+    ) -> Float[Tensor, "*batch n d"]:
+        """What the half adds to the state, given its output."""
+        return out
+
+    def close(self, half: Half, y: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n d"]:
+        """What follows the sum."""
+        return y
+
+    def force(self, mlp: MLP | GatedMLP) -> MLP | GatedMLP:
+        """The MLP as a force on unit vectors."""
+        return mlp
+
+
+@dataclass(frozen=True, eq=False)
+class PostNorm(Placement):
+    """x <- N(x + h f(x)): source 001, and the first transformers.
+
+    With y/|y| the state is unit vectors and the flow is x' = P f(x). A real norm with gain, bias or epsilon moves the
+    state even where f = 0: then the block is a map, and only ``Layer`` runs it.
+
+    >>> PostNorm().on_sphere
+    True
+    """
+
+    @property
+    def on_sphere(self) -> bool:
+        """Whether both norms are y/|y|."""
+        return all(isinstance(self.norm(half), UnitNorm) for half in Half)
+
+    @property
+    def only_layers(self) -> bool:
+        """Whether a norm is not y/|y|."""
+        return not self.on_sphere
+
+    def close(self, half: Half, y: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n d"]:
+        """The norm."""
+        return self.norm(half)(y)
+
+
+@dataclass(frozen=True, eq=False)
+class PreNorm(Placement):
+    """y <- y + h f(N y): GPT-2 and after. The radius |y| is a state: it sets the pace of the direction, 1 / |y|.
+
+    >>> PreNorm().on_sphere
+    False
+    """
+
+    @property
+    def on_sphere(self) -> bool:
+        """The state is a residual stream."""
+        return False
+
+    def read(self, half: Half, y: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n d"]:
+        """The normed stream."""
+        return self.norm(half)(y)
+
+    def force(self, mlp: MLP | GatedMLP) -> MLP | GatedMLP:
+        """The MLP with gain and bias of its norm folded in: exact where the norm has no epsilon."""
+        return folded(mlp, self.mlp_norm)
+
+
+@dataclass(frozen=True, eq=False)
+class SandwichNorm(PreNorm):
+    """y <- y + h N_out f(N_in y): a norm on both sides of each half (peri-norm), so that every write has one size.
+
+    >>> SandwichNorm().attention_out(torch.tensor([3.0, 4.0]))
+    tensor([0.6000, 0.8000])
+    """
+
+    attention_out: Norm = field(default_factory=UnitNorm, kw_only=True)
+    mlp_out: Norm = field(default_factory=UnitNorm, kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("attention_out", "mlp_out"):
+            _check_norm(name, getattr(self, name))
+
+    def check_size(self, x: Float[Tensor, "*batch n d"]) -> None:
+        """Refuse tokens that do not fit one of the four norms."""
+        super().check_size(x)
+        self.attention_out.check_size(x)
+        self.mlp_out.check_size(x)
+
+    def write(
+        self, half: Half, out: Float[Tensor, "*batch n d"], y: Float[Tensor, "*batch n d"]
+    ) -> Float[Tensor, "*batch n d"]:
+        """The normed output."""
+        return (self.attention_out if half is Half.ATTENTION else self.mlp_out)(out)
+
+
+@dataclass(frozen=True, eq=False)
+class NGPT(Placement):
+    """x <- N(x + h rate (N f(x) - x)): steps on the sphere towards the normed output, as in nGPT.
+
+    ``attention_rate`` and ``mlp_rate`` are numbers or one number a dimension. As a flow, x' = P [rate (N f(x) - x)].
+
+    >>> NGPT(attention_rate=0.5).on_sphere
+    True
+    """
+
+    attention_rate: float | Tensor = field(default=1.0, kw_only=True)
+    mlp_rate: float | Tensor = field(default=1.0, kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("attention_norm", "mlp_norm"):
+            if not isinstance(getattr(self, name), UnitNorm):
+                raise HelmscopeError(f"{name} is {getattr(self, name)!r}, but nGPT keeps unit vectors: UnitNorm()")
+        for name in ("attention_rate", "mlp_rate"):
+            _check_rate(name, getattr(self, name))
+
+    @property
+    def on_sphere(self) -> bool:
+        """The state is unit vectors."""
+        return True
+
+    def check_size(self, x: Float[Tensor, "*batch n d"]) -> None:
+        """Refuse tokens that do not fit a rate."""
+        for name in ("attention_rate", "mlp_rate"):
+            rate = getattr(self, name)
+            if isinstance(rate, torch.Tensor) and rate.ndim and rate.shape != x.shape[-1:]:
+                raise HelmscopeError(f"{name} has shape {tuple(rate.shape)}, but tokens need ({x.shape[-1]},)")
+
+    def write(
+        self, half: Half, out: Float[Tensor, "*batch n d"], y: Float[Tensor, "*batch n d"]
+    ) -> Float[Tensor, "*batch n d"]:
+        """From the state towards the normed output."""
+        rate = self.attention_rate if half is Half.ATTENTION else self.mlp_rate
+        return (rate.to(y) if isinstance(rate, torch.Tensor) else rate) * (retract(out) - y)
+
+    def close(self, half: Half, y: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n d"]:
+        """Back to the sphere."""
+        return retract(y)
+
+
+def folded(mlp: MLP | GatedMLP, norm: Norm) -> MLP | GatedMLP:
+    """The MLP g with g(x) = mlp(norm(x)) at unit vectors x (in the subspace 1-perp for LayerNorm): gain, bias and the
+    factor sqrt(d) of the norm go into the weights that read. Exact where the norm has no epsilon.
+
+    >>> from helmscope.fields.norms import RMSNorm
+    >>> mlp = MLP(w_in=torch.eye(2), w_out=torch.eye(2))
+    >>> norm, x = RMSNorm(gain=torch.tensor([1.0, 2.0])), torch.tensor([0.6, 0.8])
+    >>> bool((folded(mlp, norm)(x) - mlp(norm(x))).abs().max() < 1e-6)
+    True
+    """
+    if isinstance(norm, UnitNorm):
+        return mlp
+    root = mlp.dim**0.5
+    if isinstance(mlp, MLP):
+        w_in, b_in = norm.fold(mlp.w_in, mlp.b_in)
+        return replace(mlp, w_in=root * w_in, b_in=b_in)
+    w_gate, b_gate = norm.fold(mlp.w_gate, mlp.b_gate)
+    w_up, b_up = norm.fold(mlp.w_up, mlp.b_up)
+    return replace(mlp, w_gate=root * w_gate, b_gate=b_gate, w_up=root * w_up, b_up=b_up)
+
+
+def _check_norm(name: str, norm: object) -> None:
+    if isinstance(norm, type) or not isinstance(norm, Norm):
+        raise HelmscopeError(f"{name} is {norm!r}, but it must be a norm: UnitNorm(), RMSNorm() or LayerNorm()")
+
+
+def _check_rate(name: str, rate: object) -> None:
+    if isinstance(rate, torch.Tensor) and rate.ndim == 1:
+        for entry in rate.detach().tolist():
+            real_number(f"an entry of {name}", entry, at_least=0)
+    else:
+        real_number(name, rate, at_least=0)

@@ -1,0 +1,241 @@
+"""In which sense attention diffuses: the covariances that go by that name, each by its own (source 000-2).
+
+    m_i = sum_j P_ij x_j,    Cov_P(i) = sum_j P_ij (x_j - m_i)(x_j - m_i)^T,    Sigma = (1/2) Cov(increment) / dt
+
+(A) ``token_sampling_covariance``: one key J ~ P_i is drawn, x' = x + sqrt(eps) W_V (x_J - m_i) + eps b. Then
+    Sigma_A = (1/2) W_V Cov_P(i) W_V^T exactly. No central limit theorem is at work; averaging k draws divides by k.
+(B) ``random_value_covariance``: the values are random and the weights are not, as in a sum of many small terms.
+(C) ``context_covariance``: what different contexts do to a token at one place, measured.
+
+Real attention is none of (A), (B): given its tokens it is deterministic, its conditional covariance is 0 and its
+generator W_V m_i . grad alone. A deterministic meaning of Cov_P is D_q m = beta Cov_P for a query q; and for a doubly
+stochastic kernel Cov(x) = Cov(m) + mean_i Cov_P(i), so attention *contracts* by what (A) adds. With V = +I and
+beta -> infinity the flow is the backward heat equation, X = (1/beta) grad log rho.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import xarray as xr
+
+from helmscope.fields.lowrank import LowRank
+from helmscope.geometry.sphere import check_tokens
+from helmscope.kernels.dense import matrix_product
+from helmscope.observe.generator import check_points
+from helmscope.observe.kernel import check_kernel
+from helmscope.types import HelmscopeError, check_measurement
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+    from torch import Tensor
+
+    Matrix = Float[Tensor, "k d"] | LowRank
+
+# how far a row's mass may be from 1 (or 0: a query that sees no key) and still be a law to draw from
+MASS_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
+
+
+def token_sampling_covariance(
+    kernel: Float[Tensor, "*batch n n"], x: Float[Tensor, "*batch n d"], value: Matrix | None = None
+) -> Float[Tensor, "*batch n k k"]:
+    """Mode (A): Sigma_A = (1/2) W_V Cov_P(i) W_V^T for each query i, W_V = ``value``: k x d, ``LowRank``, I where None.
+
+    The generator's second-order term where one key is drawn, and only there. Tokens may be any points of R^d; rows of
+    the kernel must sum to 1 (normalize USA's first), or to 0 for a query that sees no key, which does not move. The
+    rank is at most min(n - 1, rank of W_V). Memory grows as n^2 k + n k^2.
+
+    >>> half = torch.full((2, 2), 0.5)
+    >>> token_sampling_covariance(half, torch.tensor([[1.0, 0.0], [-1.0, 0.0]]))[0]
+    tensor([[0.5000, 0.0000],
+            [0.0000, 0.0000]])
+    """
+    p, values = _drawn(kernel, x, value)
+    return _second_moment(p, values, p @ values) / 2
+
+
+def random_value_covariance(
+    kernel: Float[Tensor, "*batch n n"], x: Float[Tensor, "*batch n d"], value: Matrix | None = None
+) -> Float[Tensor, "*batch n k k"]:
+    """Mode (B): (1/2) W_V [sum_j P_ij^2 (x_j - m_i)(x_j - m_i)^T] W_V^T for each query i.
+
+    The covariance of a weighted mean of random values, of size Cov / n_eff: what a central limit theorem would speak
+    of, if the greatest weight vanished (see ``largest_weight``). Arguments as in ``token_sampling_covariance``.
+
+    >>> half = torch.full((2, 2), 0.5)
+    >>> random_value_covariance(half, torch.tensor([[1.0, 0.0], [-1.0, 0.0]]))[0]
+    tensor([[0.2500, 0.0000],
+            [0.0000, 0.0000]])
+    """
+    p, values = _drawn(kernel, x, value)
+    return _second_moment(p * p, values, p @ values) / 2
+
+
+def independent_draws_covariance(
+    kernel: Float[Tensor, "*batch heads n n"], x: Float[Tensor, "*batch n d"], value: Float[Tensor, "heads k d"]
+) -> Float[Tensor, "*batch n k k"]:
+    """Mode (A) of several heads that draw independently: sum_h (1/2) B_h Cov_{P^h}(i) B_h^T, B_h = W_O^h W_V^h.
+
+    >>> half = torch.full((2, 2, 2), 0.5)
+    >>> values = torch.eye(2).expand(2, 2, 2)
+    >>> independent_draws_covariance(half, torch.tensor([[1.0, 0.0], [-1.0, 0.0]]), values)[0]
+    tensor([[1., 0.],
+            [0., 0.]])
+    """
+    heads = _check_heads(value)
+    if not isinstance(kernel, torch.Tensor) or kernel.ndim < 3 or kernel.shape[-3] != heads:
+        given = tuple(kernel.shape) if isinstance(kernel, torch.Tensor) else type(kernel).__name__
+        raise HelmscopeError(f"kernel is {given}, but value has {heads} heads: it must be (..., {heads}, n, n)")
+    parts = [token_sampling_covariance(kernel.select(-3, h), x, value[h]) for h in range(heads)]
+    return torch.stack(parts).sum(0)
+
+
+def shared_draw_covariance(
+    kernel: Float[Tensor, "*batch n n"], x: Float[Tensor, "*batch n d"], value: Float[Tensor, "heads k d"]
+) -> Float[Tensor, "*batch n k k"]:
+    """Mode (A) of several heads that share one draw J ~ P_i: the increment is sum_h B_h (x_J - m_i), so
+
+        Sigma = (1/2) (sum_h B_h) Cov_P (sum_h B_h)^T = sum_h Sigma_h + (1/2) sum_{h != g} B_h Cov_P B_g^T.
+
+    The cross terms may take away as well as add. There is one ``kernel`` for all heads, and must be: x_J has the mean
+    m^h of head h only if J ~ P^h, so heads that attend differently cannot share a draw. (They could share the random
+    number behind it, but the covariance would then depend on the order of the tokens.)
+
+    >>> half = torch.full((2, 2), 0.5)
+    >>> values = torch.stack([torch.eye(2), -torch.eye(2)])
+    >>> shared_draw_covariance(half, torch.tensor([[1.0, 0.0], [-1.0, 0.0]]), values)[0]  # the heads cancel
+    tensor([[0., 0.],
+            [0., 0.]])
+    """
+    _check_heads(value)
+    return token_sampling_covariance(kernel, x, value.sum(0))
+
+
+def context_covariance(increments: Float[Tensor, "contexts n d"]) -> xr.Dataset:
+    """Mode (C): (1/2) Cov(Delta | x_i = x) over contexts, measured: the noise that surroundings are to a token.
+
+    ``increments[c, i]`` is what happened to token i in context c; token i must stand at the same place in all of them.
+    Gives ``drift`` (token, row), the mean of Delta, and ``covariance`` (token, row, column), unbiased and centred, each
+    with its standard error over the contexts: that of the covariance is the first order in 1 / sqrt(contexts).
+
+    >>> moves = torch.tensor([[[1.0, 0.0]], [[-1.0, 0.0]]])
+    >>> seen = context_covariance(moves)
+    >>> seen.covariance.values[0].tolist(), seen.attrs["n"]
+    ([[1.0, 0.0], [0.0, 0.0]], 2)
+    """
+    check_points(increments, name="increments")
+    if increments.ndim != 3 or increments.shape[0] < 2 or increments.shape[1] < 1:
+        raise HelmscopeError(
+            f"increments has shape {tuple(increments.shape)}, but it must be (contexts, n, d) with contexts >= 2"
+        )
+    moves = increments.detach().to(torch.float64).cpu()
+    n = len(moves)
+    mean = moves.mean(0)
+    off = (moves - mean).movedim(0, -1)  # (token, row, context)
+    covariance = off @ off.mT / (n - 1)
+    # the covariance is the mean of n / (n - 1) off_a off_b: its error is that of a mean
+    squares = off**2 @ (off**2).mT * (n / (n - 1)) ** 2 / n
+    spread = ((squares - covariance**2).clamp(min=0) / (n - 1)).sqrt()
+    data = {
+        "drift": (("token", "row"), mean.numpy()),
+        "drift_stderr": (("token", "row"), (moves.std(0, correction=1) / n**0.5).numpy()),
+        "covariance": (("token", "row", "column"), (covariance / 2).numpy()),
+        "covariance_stderr": (("token", "row", "column"), (spread / 2).numpy()),
+    }
+    return check_measurement(xr.Dataset(data, attrs={"n": n}))
+
+
+def diffusivity(sigma: Float[Tensor, "*batch n d d"], x: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n"]:
+    """nu = tr(P Sigma P) / (d - 1): the isotropic noise on the sphere of the same strength (source 000-2).
+
+    >>> diffusivity(torch.diag(torch.tensor([1.0, 2.0, 4.0])).expand(1, 3, 3), torch.tensor([[1.0, 0.0, 0.0]]))
+    tensor([3.])
+    """
+    across = _check_sigma(sigma, check_tokens(x))
+    along = (x * (across @ x.unsqueeze(-1)).squeeze(-1)).sum(-1)
+    return (_trace(across) - along) / (x.shape[-1] - 1)
+
+
+def diffusivity_as_printed(sigma: Float[Tensor, "*batch n d d"]) -> Float[Tensor, "*batch n"]:
+    """tr Sigma / d, as source 000 prints nu: on the sphere it counts the radial direction, in which nothing spreads.
+
+    >>> diffusivity_as_printed(torch.diag(torch.tensor([1.0, 2.0, 6.0])).expand(1, 3, 3))
+    tensor([3.])
+    """
+    sigma = _check_square(sigma)
+    return _trace(sigma) / sigma.shape[-1]
+
+
+def anisotropy(sigma: Float[Tensor, "*batch n d d"], x: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n"]:
+    """tr(S^2) / (tr S)^2 of S = P Sigma P: 1 / (d - 1) where noise is isotropic on the tangent space, 1 where it has
+    one direction; NaN where there is none.
+
+    >>> anisotropy(torch.eye(3).expand(1, 3, 3), torch.tensor([[1.0, 0.0, 0.0]]))
+    tensor([0.5000])
+    """
+    ambient = _check_sigma(sigma, check_tokens(x))
+    p = torch.eye(x.shape[-1], dtype=x.dtype, device=x.device) - x.unsqueeze(-1) * x.unsqueeze(-2)
+    tangent = p @ ambient @ p
+    trace = _trace(tangent)
+    return (tangent * tangent.mT).sum((-1, -2)) / (trace * trace)
+
+
+def _drawn(kernel: Tensor, x: Tensor, value: Matrix | None) -> tuple[Tensor, Tensor]:
+    """The laws of the draws and the values W_V x_j that are drawn."""
+    check_points(check_kernel(kernel))
+    check_points(x)
+    if x.ndim < 2 or kernel.dtype != x.dtype or kernel.shape != (*x.shape[:-1], x.shape[-2]):
+        raise HelmscopeError(
+            f"kernel has shape {tuple(kernel.shape)} and dtype {kernel.dtype}, but tokens of shape {tuple(x.shape)} "
+            f"and dtype {x.dtype} need (..., n, n)"
+        )
+    mass = kernel.detach().sum(-1)
+    lawless = ((mass - 1).abs() > MASS_TOLERANCE[x.dtype]) & (mass != 0)
+    if bool(lawless.any()):
+        raise HelmscopeError(
+            f"kernel has a row of mass {mass[lawless][0].item():g}, but a key is drawn from rows of mass 1: call "
+            "normalized_rows(kernel) first"
+        )
+    if value is None:
+        return kernel, x
+    value = check_points(value.dense() if isinstance(value, LowRank) else value, name="value")
+    if value.ndim != 2 or value.shape[-1] != x.shape[-1]:
+        raise HelmscopeError(f"value has shape {tuple(value.shape)}, but tokens need (k, {x.shape[-1]})")
+    return kernel, matrix_product(x, value.to(x).mT)
+
+
+def _second_moment(weight: Tensor, values: Tensor, mean: Tensor) -> Tensor:
+    """sum_j weight_ij (v_j - m_i)(v_j - m_i)^T: centred before it is squared, so that no digits cancel."""
+    off = values.unsqueeze(-3) - mean.unsqueeze(-2)
+    moment = (weight.unsqueeze(-1) * off).mT @ off
+    return (moment + moment.mT) / 2
+
+
+def _check_heads(value: object) -> int:
+    check_points(value, name="value")
+    assert isinstance(value, torch.Tensor)
+    if value.ndim != 3 or value.shape[0] < 1:
+        raise HelmscopeError(f"value has shape {tuple(value.shape)}, but several heads need (heads, k, d)")
+    return value.shape[0]
+
+
+def _check_square(sigma: Tensor) -> Tensor:
+    check_points(sigma, name="sigma")
+    if sigma.ndim < 2 or sigma.shape[-1] != sigma.shape[-2]:
+        raise HelmscopeError(f"sigma has shape {tuple(sigma.shape)}, but it must be (..., d, d)")
+    return sigma
+
+
+def _check_sigma(sigma: Tensor, x: Tensor) -> Tensor:
+    _check_square(sigma)
+    if sigma.shape != (*x.shape, x.shape[-1]) or sigma.dtype != x.dtype:
+        raise HelmscopeError(
+            f"sigma has shape {tuple(sigma.shape)} and dtype {sigma.dtype}, but tokens of shape {tuple(x.shape)} and "
+            f"dtype {x.dtype} need (..., n, d, d)"
+        )
+    return sigma
+
+
+def _trace(matrix: Tensor) -> Tensor:
+    return matrix.diagonal(dim1=-2, dim2=-1).sum(-1)

@@ -1,0 +1,128 @@
+"""What the MLP does to tokens on their way: its drift, its potential and its swirl.
+
+For a force f = grad U + R + harmonic (source 000-3; ``helmholtz``) at unit vectors x, with Df = S + A its symmetric and
+antisymmetric parts:
+
+    tangential part P f,  radial part <x, f>,  swirl index |A|_F^2 / |Df|_F^2,
+    div_S(P f) = tr Df - x^T Df x - (d - 1) <x, f>.
+
+grad U and R belong to the weights: other weights for the same f give others. The swirl index belongs to f.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import xarray as xr
+
+from helmscope.fields.block import Block
+from helmscope.fields.helmholtz import helmholtz
+from helmscope.fields.mlp import MLP, GatedMLP
+from helmscope.fields.placement import Half
+from helmscope.geometry.sphere import check_tokens, project
+from helmscope.observe.kernel import check_system
+from helmscope.observe.track import mean_and_stderr, real_tokens, trajectory_of
+from helmscope.solve.simulation import Simulation
+from helmscope.types import HelmscopeError, System
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+    from torch import Tensor
+
+
+def drift_and_swirl(system: System, *, derivatives: bool = True) -> xr.Dataset:
+    """The MLP's force along a trajectory: for each system the mean over its real tokens, then mean and standard error
+    over the systems, at each time.
+
+    ``force`` |f|, ``tangential_speed`` |P f|, ``radial_force`` <x, f>, ``potential`` U, ``gradient`` |grad U|,
+    ``swirl`` |R|, ``harmonic`` |f - grad U - R|; ``swirl_fraction_as_printed`` = sum |R|^2 / sum |f|^2 over the tokens
+    of a system, which is no share: it depends on the weights behind f and can exceed 1 (source 000-3 (c)). With
+    ``derivatives`` also ``swirl_index`` |A|^2 / |Df|^2 in [0, 1] (0 where Df = 0) and ``surface_divergence``
+    div_S(P f), at the cost of d derivatives of f. Along a ``Block`` also ``attention_speed`` |P a|, where a is what
+    attention gives before any norm behind it.
+
+    f is the MLP as a force on unit vectors, ``system.force``. A system without an MLP is refused.
+
+    >>> from helmscope.fields.activations import Identity
+    >>> from helmscope.solve.integrate import integrate
+    >>> turn = MLP(w_in=torch.eye(2), w_out=torch.tensor([[0.0, -1.0], [1.0, 0.0]]), activation=Identity())
+    >>> seen = drift_and_swirl(integrate(turn, torch.eye(2), times=[0.0, 1.0]))
+    >>> seen.tangential_speed.values.round(6).tolist(), seen.swirl_index.values.round(6).tolist()
+    ([1.0, 1.0], [1.0, 1.0])
+    """
+    if not isinstance(derivatives, bool):
+        raise HelmscopeError(f"derivatives is {derivatives!r}, but it must be True or False")
+    path = trajectory_of(check_system(system))
+    real = real_tokens(path.states[0], path.mask)
+    rows = []
+    for step in range(len(path.times)):
+        force = system.force(step)
+        if not isinstance(force, MLP | GatedMLP):
+            raise HelmscopeError(
+                f"force({step}) is {type(force).__name__}, but drift and swirl need the MLP of a system: that of a "
+                "Block, or an MLP itself"
+            )
+        x = check_tokens(path.states[step].detach(), name=f"states[{step}]")
+        with torch.no_grad():
+            seen = {**_pointwise(force, x), **_attention_speed(system, step, x)}
+            if derivatives:
+                seen |= _derived(force, x)
+            fraction = _ratio_of_sums(seen["swirl"], seen["force"], real)
+        rows.append(
+            {name: _mean(value, real) for name, value in seen.items()} | {"swirl_fraction_as_printed": fraction}
+        )
+    return mean_and_stderr(path, {name: torch.stack([row[name] for row in rows]) for name in rows[0]})
+
+
+def _pointwise(mlp: MLP | GatedMLP, x: Tensor) -> dict[str, Float[Tensor, "batch n"]]:
+    """Quantities of each token that need no derivative."""
+    f, split = mlp(x), helmholtz(mlp)
+    vectors = {
+        "force": f,
+        "tangential_speed": project(x, f),
+        "gradient": split.gradient(x),
+        "swirl": split.swirl(x),
+        "harmonic": split.harmonic(x),
+    }
+    lengths = {name: torch.linalg.vector_norm(value, dim=-1) for name, value in vectors.items()}
+    return {**lengths, "radial_force": (x * f).sum(-1), "potential": split.potential(x)}
+
+
+def _derived(mlp: MLP | GatedMLP, x: Tensor) -> dict[str, Float[Tensor, "batch n"]]:
+    """Quantities of each token that need Df, one system at a time: Df has n d^2 entries."""
+    index, divergence = [], []
+    for cloud in x:
+        df = _derivative(mlp, cloud)
+        skew = (df - df.mT) / 2
+        size = (df * df).sum((-1, -2))
+        index.append((skew * skew).sum((-1, -2)) / torch.where(size > 0, size, 1.0))
+        radial = (cloud * (df @ cloud.unsqueeze(-1)).squeeze(-1)).sum(-1)
+        inward = (cloud.shape[-1] - 1) * (cloud * mlp.ambient(cloud)).sum(-1)
+        divergence.append(df.diagonal(dim1=-2, dim2=-1).sum(-1) - radial - inward)
+    return {"swirl_index": torch.stack(index), "surface_divergence": torch.stack(divergence)}
+
+
+def _derivative(mlp: MLP | GatedMLP, x: Float[Tensor, "n d"]) -> Float[Tensor, "n d d"]:
+    """Df, column by column."""
+    axes = torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)
+    columns = [torch.func.jvp(mlp.ambient, (x,), (axis.expand_as(x).contiguous(),))[1] for axis in axes]
+    return torch.stack(columns, -1)
+
+
+def _attention_speed(system: System, step: int, x: Tensor) -> dict[str, Float[Tensor, "batch n"]]:
+    """|P a| where the system is a simulated block; nothing elsewhere."""
+    if not (isinstance(system, Simulation) and isinstance(system.field, Block)):
+        return {}
+    block = system.field
+    seen = block.placement.read(Half.ATTENTION, system.stream(step).detach())
+    out = block.attention.ambient(seen, system.problem.weights)
+    return {"attention_speed": torch.linalg.vector_norm(project(x, out), dim=-1)}
+
+
+def _mean(value: Tensor, real: Tensor) -> Tensor:
+    return (value * real).sum(-1) / real.sum(-1)
+
+
+def _ratio_of_sums(part: Tensor, whole: Tensor, real: Tensor) -> Tensor:
+    return (part * part * real).sum(-1) / (whole * whole * real).sum(-1)

@@ -1,0 +1,181 @@
+"""The generator of a flow, applied to a probe: how fast the mean of phi(x) changes where a token is now.
+
+On the sphere (source 000-5) and in R^d (section 0 of source 000's conventions):
+
+    L phi = <P f + beta, grad_S phi> + tr(P M P Hess_S phi)        L phi = b.grad phi + Sigma:Hess phi
+
+with M = sigma sigma^T / 2 and beta the drift that comes with the noise, which differs from process to process. A
+deterministic layer has no second-order term: feeding the covariance Sigma_A of token sampling for it fails by exactly
+Sigma_A:Hess phi (source 000-8). A probe takes points (..., d) to numbers (...), each point on its own; linear and
+quadratic ones see too little to tell generators apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+
+from helmscope.fields.field import Field, Sized, TokenField, check_weights, lives_on_sphere
+from helmscope.fields.noise import Noise
+from helmscope.geometry.sphere import check_tokens, project
+from helmscope.geometry.surface import gradient, hessian
+from helmscope.types import HelmscopeError, real_number
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+    from torch import Tensor
+
+Probe = Callable[["Tensor"], "Tensor"]
+Velocity = Callable[["Tensor"], "Tensor"]
+
+
+def generator(
+    field: Field,
+    probe: Probe,
+    x: Float[Tensor, "*batch n d"],
+    *,
+    noise: Noise | None = None,
+    weights: Float[Tensor, "*batch n"] | None = None,
+) -> Float[Tensor, "*batch n"]:
+    """L phi at each token: <P f + beta, grad_S phi> + tr(P M P Hess_S phi), tokens on the sphere (source 000-5).
+
+    ``noise`` brings M(x) and, by its process, the drift beta; without it the flow is deterministic, L phi is the rate
+    of phi along it. Exact for smooth probes, by autograd; a residual stream in R^d is refused.
+
+    >>> turn = lambda x: torch.stack([-x[..., 1], x[..., 0]], -1)
+    >>> generator(turn, lambda x: x[..., 1] ** 2, torch.tensor([[0.6, 0.8]]))  # 2 x_1 x_2
+    tensor([0.9600])
+    """
+    velocity = tangent_velocity(field, x, weights)(x)
+    if noise is None:
+        return (velocity * gradient(probe, x)).sum(-1)
+    if isinstance(noise, type) or not isinstance(noise, Noise):
+        raise HelmscopeError(f"noise is {noise!r}, but it must be a noise such as IsotropicNoise(nu=0.1)")
+    noise.check_size(x)
+    drift = velocity + noise.process.drift(noise, x)
+    # Hess_S = P Hess_S P already, so M needs no projection
+    return (drift * gradient(probe, x)).sum(-1) + (noise.matrix(x) * hessian(probe, x)).sum((-1, -2))
+
+
+def ambient_generator(
+    drift: Float[Tensor, "*batch d"],
+    sigma: Float[Tensor, "*batch d d"],
+    probe: Probe,
+    x: Float[Tensor, "*batch d"],
+) -> Float[Tensor, "*batch"]:
+    """L phi = b.grad phi + Sigma:Hess phi at points x of R^d, Sigma = (1/2) Cov(increment) / dt (source 000-2).
+
+    ``drift`` b and ``sigma`` broadcast over the points. The cost is d gradients of the probe.
+
+    >>> at = torch.tensor([2.0, 3.0])
+    >>> ambient_generator(torch.tensor([1.0, 0.0]), torch.eye(2), lambda x: x[..., 0] ** 3, at)  # 3 x^2 + 6 x
+    tensor(24.)
+    """
+    check_points(x)
+    for name, given, tail in (("drift", drift, x.shape[-1:]), ("sigma", sigma, x.shape[-1:] * 2)):
+        check_points(given, name=name)
+        wanted = (*x.shape[:-1], *tail)
+        if given.dtype != x.dtype or not _broadcasts(tuple(given.shape), wanted, len(tail)):
+            raise HelmscopeError(
+                f"{name} has shape {tuple(given.shape)} and dtype {given.dtype}, but points of shape "
+                f"{tuple(x.shape)} and dtype {x.dtype} need {wanted}"
+            )
+    _numbers(probe, x)
+    # points do not see each other, so the gradient of the sum is the gradient at each
+    slope = torch.func.grad(lambda y: probe(y).sum())
+    total: Tensor = (drift * slope(x)).sum(-1)
+    at = x.contiguous()  # forward mode writes to it
+    for axis in torch.eye(x.shape[-1], dtype=x.dtype, device=x.device):
+        curvature = torch.func.jvp(slope, (at,), (axis.expand_as(x).contiguous(),))[1]
+        total = total + ((sigma @ axis) * curvature).sum(-1)
+    return total
+
+
+def discrete_generator(
+    layer: Callable[[Tensor], Tensor], probe: Probe, x: Float[Tensor, "*batch d"], *, epsilon: float
+) -> Float[Tensor, "*batch"]:
+    """(phi(layer(x)) - phi(x)) / epsilon: what one layer of size epsilon > 0 does, the counterpart of L phi.
+
+    For the sphere layer N(x + epsilon f) it differs from L phi by epsilon [(1/2) Hess_S phi(P f, P f) - <x, f>
+    <grad phi, P f>] + O(epsilon^2) (source 000-8). Below epsilon ~ 1e-8 rounding takes over.
+
+    >>> at = torch.tensor([2.0, 3.0])
+    >>> discrete_generator(lambda x: x + 0.5, lambda x: x[..., 0] ** 2, at, epsilon=0.5)
+    tensor(4.5000)
+    """
+    epsilon = real_number("epsilon", epsilon, above=0)
+    check_points(x)
+    after = layer(x)
+    if not isinstance(after, torch.Tensor) or after.shape != x.shape:
+        given = tuple(after.shape) if isinstance(after, torch.Tensor) else type(after).__name__
+        raise HelmscopeError(f"layer gives {given} for points of shape {tuple(x.shape)}, but a layer keeps the shape")
+    return (_numbers(probe, after) - _numbers(probe, x)) / epsilon
+
+
+def tangent_velocity(field: Field, x: Float[Tensor, "*batch n d"], weights: Tensor | None = None) -> Velocity:
+    """The unchecked tangent velocity of a field as a function of tokens shaped like x, once x, the weights and the
+    field have passed their checks.
+
+    >>> from helmscope.fields.attention import SA
+    >>> tangent_velocity(SA(beta=0.0), torch.eye(2))(torch.eye(2))
+    tensor([[0.0000, 0.5000],
+            [0.5000, 0.0000]])
+    """
+    check_tokens(x)
+    if isinstance(field, type) or not callable(field):
+        raise HelmscopeError(f"field is {field!r}, but it must be a field such as SA(beta=4.0)")
+    name = type(field).__name__
+    if not lives_on_sphere(field):
+        raise HelmscopeError(f"field is a {name} on a residual stream, but this needs a field on the sphere")
+    if isinstance(field, Sized):
+        field.check_size(x)
+    if isinstance(field, TokenField):
+        combined = check_weights(x, weights, None)
+        return lambda y: field.velocity(y, None if combined is None else combined.expand(y.shape[:-1]))
+    if weights is not None:
+        raise HelmscopeError(f"weights is given, but the field {name} knows no token weights")
+    with torch.no_grad():
+        velocity = field(x)
+    if not isinstance(velocity, torch.Tensor) or velocity.shape != x.shape:
+        given = tuple(velocity.shape) if isinstance(velocity, torch.Tensor) else type(velocity).__name__
+        raise HelmscopeError(
+            f"field gives {given} for tokens of shape {tuple(x.shape)}, but a velocity has their shape"
+        )
+    return lambda y: project(y, field(y))
+
+
+def check_points(x: object, *, name: str = "x") -> Float[Tensor, "*batch d"]:
+    """Points of R^d as they may enter: a finite tensor (..., d) of float64 or float32; else a ``HelmscopeError``.
+
+    >>> check_points(torch.zeros(2)).shape
+    torch.Size([2])
+    """
+    if not isinstance(x, torch.Tensor):
+        raise HelmscopeError(f"{name} is a {type(x).__name__}, but it must be a torch tensor")
+    if x.dtype not in (torch.float64, torch.float32):
+        raise HelmscopeError(f"{name} has dtype {x.dtype}, but it must be torch.float64 or torch.float32")
+    if x.ndim < 1 or x.shape[-1] < 1:
+        raise HelmscopeError(f"{name} has shape {tuple(x.shape)}, but its last axis holds the d >= 1 coordinates")
+    if not bool(torch.isfinite(x).all()):
+        raise HelmscopeError(f"{name} holds NaN or infinite entries, but every entry must be finite")
+    return x
+
+
+def _broadcasts(shape: tuple[int, ...], wanted: tuple[int, ...], tail: int) -> bool:
+    """Whether the last axes agree exactly and the leading ones broadcast to those wanted."""
+    if len(shape) > len(wanted) or shape[-tail:] != wanted[-tail:]:
+        return False
+    lead = zip(reversed(shape[:-tail]), reversed(wanted[:-tail]), strict=False)
+    return all(size in (1, full) for size, full in lead)
+
+
+def _numbers(probe: Probe, x: Tensor) -> Tensor:
+    value = probe(x)
+    if not isinstance(value, torch.Tensor) or value.shape != x.shape[:-1]:
+        given = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+        raise HelmscopeError(
+            f"probe gives {given} at points of shape {tuple(x.shape)}, but a probe gives one number at each point"
+        )
+    return value

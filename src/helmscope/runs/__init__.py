@@ -1,0 +1,25 @@
+"""Units of work -> an engine -> store, with progress and resume. Knows nothing of what a unit computes; no torch."""
+
+from helmscope.runs.limits import parse_size
+from helmscope.runs.listing import RunSummary, State, list_runs
+from helmscope.runs.on_ray import Ray
+from helmscope.runs.processes import Processes
+from helmscope.runs.progress import bar
+from helmscope.runs.run import RunResult, UnitsFailed, run
+from helmscope.runs.serial import Serial
+from helmscope.runs.unit import Unit
+
+__all__ = [
+    "Processes",
+    "Ray",
+    "RunResult",
+    "RunSummary",
+    "Serial",
+    "State",
+    "Unit",
+    "UnitsFailed",
+    "bar",
+    "list_runs",
+    "parse_size",
+    "run",
+]

@@ -1,0 +1,107 @@
+"""One try at one unit: what a worker does, in whichever process, and what it hands back."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Protocol
+
+from helmscope.runs.limits import Limits
+from helmscope.runs.results import encode_result
+from helmscope.runs.unit import Unit
+from helmscope.types import HelmscopeError, MissingExtra
+
+
+@dataclass(frozen=True)
+class Done:
+    """The result of the unit ``name`` as the bytes of its file.
+
+    >>> Done("mean", ".json", b"{}").ending
+    '.json'
+    """
+
+    name: str
+    ending: str
+    data: bytes
+
+
+@dataclass(frozen=True)
+class Failed:
+    """Why the unit ``name`` has no result, in one sentence, and where it went wrong.
+
+    >>> Failed("mean", "ZeroDivisionError: division by zero").trace
+    ''
+    """
+
+    name: str
+    reason: str
+    trace: str = ""
+
+
+Outcomes = Generator[Done | Failed, None, None]
+
+
+class Engine(Protocol):
+    """Where units run. ``jobs`` is how many at a time, ``threads`` what each may use."""
+
+    @property
+    def jobs(self) -> int:
+        """Units at a time."""
+
+    @property
+    def threads(self) -> int:
+        """Threads of one unit."""
+
+    def attempts(self, units: Sequence[Unit]) -> Outcomes:
+        """One outcome for every unit, as they come. Closing the iterator stops the workers."""
+
+
+def attempt(unit: Unit, limits: Limits) -> Done | Failed:
+    """Runs a unit under its limits. Whatever the unit raises becomes its outcome, but for an interrupt, which goes on.
+
+    >>> import statistics
+    >>> attempt(Unit("mean", statistics.fmean, {"data": []}), Limits()).reason
+    'StatisticsError: fmean requires at least one data point'
+    """
+    try:
+        with limits.applied():
+            return Done(unit.name, *encode_result(unit.function(**unit.parameters)))
+    except (Exception, SystemExit) as error:
+        return Failed(unit.name, _reason(error, limits), traceback.format_exc())
+
+
+def require(package: str) -> None:
+    """Refuses an engine whose package is not installed, before any work.
+
+    >>> require("json")
+    """
+    if find_spec(package) is None:
+        raise MissingExtra(package, "cluster")
+
+
+def first_line(error: BaseException) -> str:
+    """The type of an error and the first line of what it says.
+
+    >>> first_line(KeyError("a"))
+    "KeyError: 'a'"
+    """
+    lines = str(error).splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def _reason(error: BaseException, limits: Limits) -> str:
+    if _is_of_memory(error):
+        return limits.exceeded()
+    return str(error) if isinstance(error, HelmscopeError) else first_line(error)
+
+
+def _is_of_memory(error: BaseException | None) -> bool:
+    """torch, the loader of libraries and HDF5 each have their own words for a MemoryError."""
+    words = ("can't allocate memory", "cannot allocate memory", "out of memory", "failed to map segment")
+    return error is not None and (
+        isinstance(error, MemoryError)
+        or any(word in str(error).lower() for word in words)
+        or _is_of_memory(error.__cause__)
+    )

@@ -1,0 +1,83 @@
+"""``list_runs``: what earlier runs there are, and how they ended."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+from helmscope.runs.plan import read_plan
+from helmscope.runs.results import result_files
+from helmscope.store.atomic import explained
+from helmscope.store.lock import is_locked
+from helmscope.store.run_folder import MANIFEST, UNITS, VERDICTS, RunFolder
+from helmscope.types import HelmscopeError
+
+
+class State(Enum):
+    """How a run stands.
+
+    >>> State("complete").name
+    'COMPLETE'
+    """
+
+    COMPLETE = "complete"
+    RUNNING = "running"
+    INTERRUPTED = "interrupted"
+    DAMAGED = "damaged"
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """One run folder: its path, when it was created (UTC in ISO 8601) and by which command, how many of its units have
+    a result (0 of 0 where it had none), and its state; ``reason`` says what is damaged.
+
+    >>> RunSummary(Path("runs/phase-20250131-120000"), State.INTERRUPTED, done=3, total=8).name
+    'phase-20250131-120000'
+    """
+
+    path: Path
+    state: State
+    created: str = ""
+    command: tuple[str, ...] = ()
+    done: int = 0
+    total: int = 0
+    reason: str = ""
+
+    @property
+    def name(self) -> str:
+        """The name of the folder."""
+        return self.path.name
+
+
+def list_runs(root: str | os.PathLike[str]) -> list[RunSummary]:
+    """The run folders in ``root``, oldest first. A folder without a manifest is none of ours and is left out; one whose
+    records cannot be read is listed as damaged, with the reason.
+
+    A run with units is complete when each has a result, one without when it holds any result. Running means that a
+    process holds the folder's lock.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as root:
+    ...     list_runs(root)
+    []
+    """
+    with explained(f"read {os.fspath(root)}"):
+        folders = [entry for entry in Path(root).iterdir() if (entry / MANIFEST).is_file()]
+    return sorted(map(_summary, folders), key=lambda run: (run.created, run.name))
+
+
+def _summary(path: Path) -> RunSummary:
+    folder = RunFolder(path)
+    try:
+        with explained(f"read {path}"):
+            running = is_locked(path)
+        manifest = folder.read_manifest()
+        units = read_plan(folder).units if (path / UNITS).is_file() else {}
+        done = sum(bool(result_files(path / "units", name)) for name in units)
+        finished = done == len(units) if units else bool(folder.results()) or (path / VERDICTS).is_file()
+    except HelmscopeError as error:
+        return RunSummary(path, State.DAMAGED, reason=str(error))
+    state = State.RUNNING if running else State.COMPLETE if finished else State.INTERRUPTED
+    return RunSummary(path, state, manifest.created, tuple(manifest.command), done, len(units))

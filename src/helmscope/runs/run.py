@@ -1,0 +1,209 @@
+"""``run``: units of work -> engine -> run folder, and on from where an earlier call was stopped."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from helmscope.runs.attempt import Engine, Failed
+from helmscope.runs.plan import Plan, cpu, settle
+from helmscope.runs.progress import counting
+from helmscope.runs.results import is_whole, read_result, result_files
+from helmscope.runs.serial import Serial
+from helmscope.runs.unit import Unit
+from helmscope.store.atomic import explained, is_temporary, make_folder, write_bytes
+from helmscope.store.manifest import Manifest
+from helmscope.store.run_folder import RunFolder
+from helmscope.types import HelmscopeError, known_name
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """The results of a run by the names of their units: ``result["mean"]`` reads that file when it is asked for.
+
+    ``done`` are the names with a result, in the order of the units; ``failed`` says of others why they have none. A
+    file that was damaged since is refused, and an unknown name offers the nearest.
+
+    >>> RunResult(Path("units"), ("mean",), {})["maen"]
+    Traceback (most recent call last):
+    helmscope.types.HelmscopeError: unknown unit 'maen': did you mean 'mean'? Allowed: mean
+    """
+
+    folder: Path
+    done: tuple[str, ...]
+    failed: Mapping[str, str]
+
+    def __getitem__(self, name: str) -> Any:
+        """The Dataset, bytes or plain data that the unit gave."""
+        known_name("unit", name, self.done)
+        whole = [path for path in result_files(self.folder, name) if is_whole(path)]
+        if not whole:
+            raise HelmscopeError(f"unit '{name}' no longer has a whole result in {self.folder}: run it again")
+        return read_result(whole[0])
+
+    def keys(self) -> tuple[str, ...]:
+        """The names with a result, so that ``dict(result)`` reads them all."""
+        return self.done
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.done)
+
+    def __len__(self) -> int:
+        return len(self.done)
+
+
+class UnitsFailed(HelmscopeError):
+    """Some units raised; one sentence names the first. ``result`` holds the others.
+
+    >>> str(UnitsFailed(RunResult(Path("units"), ("a",), {"b": "ZeroDivisionError: division by zero"})))
+    "unit 'b' failed: ZeroDivisionError: division by zero; 1 result is kept in units"
+    """
+
+    def __init__(self, result: RunResult) -> None:
+        (first, reason), *others = result.failed.items()
+        more = f" (and {len(others)} more)" if others else ""
+        kept = f"{len(result)} result{' is' if len(result) == 1 else 's are'} kept in {result.folder}"
+        super().__init__(f"unit '{first}' failed{more}: {reason}; {kept}")
+        self.result = result
+
+
+def run(
+    units: Iterable[Unit],
+    folder: RunFolder,
+    *,
+    manifest: Manifest,
+    engine: Engine | None = None,
+    progress: str | None = None,
+    fail_fast: bool = False,
+    allow_mixed: bool = False,
+) -> RunResult:
+    """Runs every unit that has no result in ``folder`` yet, and gives the results of all.
+
+    This process alone writes, each result as it comes, whole or not at all, to FOLDER/units/NAME.nc, .json or .bin; so
+    a run that was killed at any moment goes on with the same call, to files equal byte by byte to those of a run that
+    nobody disturbed. That needs the same units, and the versions, CPU and threads that manifest.json and units.json
+    recorded at the first call; other units are refused, and other circumstances unless ``allow_mixed``. The folder is
+    locked meanwhile.
+
+    ``engine`` is ``Serial()`` where None, or ``Processes(jobs)`` or ``Ray(jobs)``; results do not depend on it.
+    ``progress`` is the heading under which it is shown on standard error. Where units raise, the others go on and
+    ``UnitsFailed`` is raised at the end, or at once with ``fail_fast``; tracebacks go to the log, and the next call
+    tries those units again. Ctrl-C and SIGTERM stop the workers and end in a KeyboardInterrupt that says how to go on.
+
+    >>> import statistics, tempfile
+    >>> units = [Unit(f"mean-{n}", statistics.fmean, {"data": list(range(n))}) for n in (2, 4)]
+    >>> details = dict(seed=0, dtype="float64", device="cpu", threads=1, command=[], inputs={}, parameters={})
+    >>> with tempfile.TemporaryDirectory() as root:
+    ...     result = run(units, RunFolder.new(root, "means"), manifest=Manifest.collect(**details))
+    ...     dict(result)
+    {'mean-2': 0.5, 'mean-4': 1.5}
+    """
+    engine = Serial() if engine is None else engine
+    _check_kinds(folder, manifest, engine)
+    asked = _checked(units)
+    results, failed = folder.path / "units", dict[str, str]()
+    with _terminable(), folder.lock():
+        _clean(folder.path)
+        plan = Plan({unit.name: unit.key for unit in asked}, cpu(), engine.threads)
+        settle(folder, manifest, plan, allow_mixed=allow_mixed)
+        if not make_folder(results):
+            _clean(results)
+        done = {unit.name for unit in asked if _has_result(results, unit.name)}
+        left = [unit for unit in asked if unit.name not in done]
+        shown = _shown(progress, total=len(asked), done=len(done), jobs=engine.jobs)
+        with _resumable(folder, progress), shown as tick, closing(engine.attempts(left)) as outcomes:
+            for outcome in outcomes:
+                if isinstance(outcome, Failed):
+                    log.error("unit '%s' failed: %s\n%s", outcome.name, outcome.reason, outcome.trace)
+                    failed[outcome.name] = outcome.reason
+                    if fail_fast:
+                        break
+                else:
+                    write_bytes(results / f"{outcome.name}{outcome.ending}", outcome.data)
+                    done.add(outcome.name)
+                tick()
+    result = RunResult(results, tuple(unit.name for unit in asked if unit.name in done), failed)
+    if failed:
+        raise UnitsFailed(result)
+    return result
+
+
+def _check_kinds(folder: object, manifest: object, engine: object) -> None:
+    for name, value, kind in (("folder", folder, RunFolder), ("manifest", manifest, Manifest)):
+        if not isinstance(value, kind):
+            raise HelmscopeError(f"{name} is a {type(value).__name__}, but it must be a {kind.__name__}")
+    if isinstance(engine, type) or not hasattr(engine, "attempts"):
+        raise HelmscopeError(f"engine is {engine!r}, but it must be Serial(), Processes(jobs) or Ray(jobs)")
+
+
+def _checked(units: Iterable[Unit]) -> Sequence[Unit]:
+    asked = list(units)
+    names = set[str]()
+    for i, unit in enumerate(asked):
+        if not isinstance(unit, Unit):
+            raise HelmscopeError(f"units[{i}] is a {type(unit).__name__}, but it must be a Unit")
+        if unit.name in names:
+            raise HelmscopeError(f"units[{i}] has the name '{unit.name}' of an earlier one, but names must differ")
+        names.add(unit.name)
+    if not asked:
+        raise HelmscopeError("units is empty, but a run needs at least one unit")
+    return asked
+
+
+def _clean(folder: Path) -> None:
+    """Removes what killed runs left behind; only who holds the lock may."""
+    with explained(f"clean {folder}"):
+        for name in filter(is_temporary, os.listdir(folder)):
+            (folder / name).unlink(missing_ok=True)
+
+
+def _has_result(results: Path, name: str) -> bool:
+    files = result_files(results, name)
+    whole = any(is_whole(path) for path in files)
+    if files and not whole:
+        log.warning("%s is truncated or damaged, or something else wrote it: unit '%s' runs again", files[0], name)
+    return whole
+
+
+def _shown(progress: str | None, **counts: int) -> AbstractContextManager[Callable[[], None]]:
+    return nullcontext(lambda: None) if progress is None else counting(progress, **counts)
+
+
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """Lets SIGTERM stop the run as Ctrl-C does. A handler of the caller's stays; only the main thread may set one."""
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        yield
+        return
+
+    def stop(number: int, frame: object) -> None:
+        raise KeyboardInterrupt("terminated")
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def _resumable(folder: RunFolder, progress: str | None) -> Iterator[None]:
+    """Tells who interrupts the run how to go on. Ray makes a SystemExit of SIGTERM."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit) as error:
+        note = f"finished units are kept in {folder.path}, and the same call goes on from there"
+        error.add_note(note)
+        if progress is not None:
+            print(f"{progress}: interrupted; {note}", file=sys.stderr)
+        raise

@@ -1,0 +1,38 @@
+"""The engine without workers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from helmscope.runs.attempt import Outcomes, attempt
+from helmscope.runs.limits import Limits
+from helmscope.runs.unit import Unit
+
+
+@dataclass(frozen=True)
+class Serial:
+    """Runs unit after unit in this process, each with ``threads`` threads and at most ``max_memory`` bytes.
+
+    >>> Serial().jobs, Serial(max_memory=10**9).max_memory
+    (1, 1000000000)
+    """
+
+    max_memory: int | None = None
+    threads: int = 1
+
+    def __post_init__(self) -> None:
+        _ = self._limits
+
+    @property
+    def jobs(self) -> int:
+        """One unit at a time."""
+        return 1
+
+    @property
+    def _limits(self) -> Limits:
+        return Limits(threads=self.threads, max_memory=self.max_memory)
+
+    def attempts(self, units: Sequence[Unit]) -> Outcomes:
+        """The outcomes, in the order of the units."""
+        return (attempt(unit, self._limits) for unit in units)

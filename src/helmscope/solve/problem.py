@@ -1,0 +1,147 @@
+"""An integration that has passed all checks and waits to be run."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from helmscope.fields.field import Field, StreamField, lives_on_sphere
+from helmscope.geometry.sphere import check_tokens, retract
+from helmscope.solve.adaptive import run_adaptive
+from helmscope.solve.events import Event, Watch
+from helmscope.solve.extras import Extras, Progress
+from helmscope.solve.fixed import run_fixed
+from helmscope.solve.flow import Flow
+from helmscope.solve.noisy import run_noisy
+from helmscope.solve.simulation import Simulation
+from helmscope.solve.stepper import AdaptiveStepper, NoisyStepper, Stepper
+from helmscope.solve.streams import Streams
+from helmscope.types import HelmscopeError, Outcome, Trajectory, whole_number
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Float
+    from torch import Tensor
+
+    from helmscope.fields.noise import Noise
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Problem:
+    """Field, start, times and method, checked; made by ``pose``. Independent systems lie along the first axis.
+
+    ``systems`` are the numbers of the systems in the batch that was posed: they key the noise, so that a ``part`` of
+    the batch gives the bits that the whole gives.
+    """
+
+    field: Field
+    start: Float[Tensor, "systems n d"]
+    times: Float[Tensor, " time"]
+    stepper: Stepper
+    batch: tuple[int, ...]
+    systems: tuple[int, ...]
+    events: tuple[Event, ...] = ()
+    merge: float | None = None
+    weights: Float[Tensor, "systems n"] | None = None
+    mask: Bool[Tensor, "systems n"] | None = None
+    noise: Noise | None = None
+    seed: int = 0
+    origin: float = 0.0  # the time of the start; the flow is autonomous, so only times since then matter
+
+    def run(self, progress: Progress | None = None) -> Simulation:
+        """Integrate."""
+        flow = Flow(self.field, self.weights)
+        watches = tuple(Watch.start(event, self.start.detach(), self.mask, flow.direction) for event in self.events)
+        extras = Extras(watches, self.merge, progress)
+        states, outcome = self._carry(flow, extras)
+        outcome = replace(outcome, times=tuple(self.origin + t for t in outcome.times))
+        if not outcome.ok:
+            logger.warning("integration stopped early: %s", outcome)
+        extras.say(1.0)
+        radius = None
+        if isinstance(self.field, StreamField) and not flow.on_sphere:
+            states, radius = self.field.direction(states), self.field.radius(states)
+        trajectory = Trajectory(self.times, states, mask=self.mask, radius=radius, outcome=outcome)
+        found = tuple((self.origin + w.times).reshape((*self.batch, *w.shape)) for w in watches)
+        return Simulation(trajectory, self, found)
+
+    def _carry(self, flow: Flow, extras: Extras) -> tuple[Tensor, Outcome]:
+        clock = (self.times - self.origin).tolist()
+        if isinstance(self.stepper, AdaptiveStepper):
+            return run_adaptive(flow, self.start, clock, self.stepper, extras)
+        if isinstance(self.stepper, NoisyStepper):
+            assert self.noise is not None
+            streams = Streams(self.seed, self.systems)
+            return run_noisy(flow, self.start, clock, self.stepper, self.noise, streams, extras)
+        return run_fixed(flow, self.start, clock, self.stepper, extras)
+
+    def part(self, first: int, last: int) -> Problem:
+        """The systems ``first`` to ``last`` - 1 alone; they give, to the bit, what they give in the whole batch.
+
+        >>> from helmscope.fields.attention import SA
+        >>> from helmscope.solve.integrate import pose
+        >>> whole = pose(SA(beta=1.0), torch.eye(2, dtype=torch.float64).expand(5, 2, 2), times=[1.0])
+        >>> bool((whole.part(3, 5).run().states == whole.run().states[:, 3:5]).all())
+        True
+        """
+        last = whole_number("last", last, at_least=1)
+        first = whole_number("first", first, at_least=0)
+        if not first < last <= len(self.start):
+            raise HelmscopeError(f"part is {first} to {last}, but the batch has the systems 0 to {len(self.start)}")
+        rows = slice(first, last)
+        return replace(
+            self,
+            start=self.start[rows],
+            batch=(last - first,),
+            systems=self.systems[rows],
+            weights=None if self.weights is None else self.weights[rows],
+            mask=None if self.mask is None else self.mask[rows],
+        )
+
+    def time_index(self, step: object) -> int:
+        """``step`` as an index into the times; negative ones count from the end."""
+        if isinstance(step, bool) or not isinstance(step, int) or not -len(self.times) <= step < len(self.times):
+            raise HelmscopeError(f"step is {step!r}, but the run has the time indices 0 to {len(self.times) - 1}")
+        return step % len(self.times)
+
+    def again(
+        self, step: int, states: Float[Tensor, "*batch n d"], radius: Tensor | None, generator: torch.Generator | None
+    ) -> Problem:
+        """The same from time index ``step`` on, with other states, and with noise that was not seen before."""
+        x = on_the_sphere(check_tokens(states, name="states"))
+        if x.shape not in ((*self.batch, *self.start.shape[-2:]), self.start.shape):
+            raise HelmscopeError(f"states has shape {tuple(x.shape)}, but the systems have {tuple(self.start.shape)}")
+        index = self.time_index(step)
+        x = x.reshape(self.start.shape).to(self.start)
+        start = x if radius is None else radius[index].unsqueeze(-1) * x
+        times = self.times[index:]
+        seed = Streams.renewed(self.seed, index, generator)
+        return replace(self, start=start, times=times, origin=float(times[0]), seed=seed)
+
+
+def on_the_sphere(x: Tensor) -> Tensor:
+    """Tokens off the sphere by more than rounding but too little to be refused are put back; others keep their bits.
+
+    >>> on_the_sphere(torch.tensor([[1.0, 0.0], [0.0, 1.00001]]))
+    tensor([[1., 0.],
+            [0., 1.]])
+    """
+    off = (torch.linalg.vector_norm(x, dim=-1, keepdim=True) - 1).abs() > 16 * torch.finfo(x.dtype).eps
+    return torch.where(off, retract(x), x)
+
+
+def check_start(field: Field, x0: object, *, normalize: bool) -> Float[Tensor, "*batch n d"]:
+    """Tokens as ``integrate`` takes them: unit vectors, or a residual stream of any radius where the field has one.
+
+    >>> check_start(torch.zeros_like, torch.tensor([[3.0, 4.0]]), normalize=True)
+    tensor([[0.6000, 0.8000]])
+    """
+    if lives_on_sphere(field) or normalize:
+        return on_the_sphere(check_tokens(x0, name="x0", normalize=normalize))
+    check_tokens(x0, name="x0", normalize=True)
+    assert isinstance(x0, torch.Tensor)
+    return x0

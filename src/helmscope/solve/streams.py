@@ -1,0 +1,76 @@
+"""Random numbers for a batch of systems, a stream for each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from helmscope.types import HelmscopeError, whole_number
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+    from torch import Tensor
+
+# numbers drawn ahead in one go: for the whole batch, and at most for one system
+_BATCH, _SYSTEM = 2**22, 2**12
+
+
+class Streams:
+    """Standard normal numbers, an independent stream for every system, keyed by (``seed``, the system's number).
+
+    A system's numbers depend on nothing else: not on the batch it runs in, its place there, how many are drawn at a
+    time, the dtype or the device. They come from numpy's Philox generator in float64 on the CPU. ``systems`` holds the
+    numbers of the systems at hand, so that part of a batch can be run alone.
+
+    >>> whole, part = Streams(7, range(3)), Streams(7, [2])
+    >>> bool((whole.normal(4, 2)[2] == part.normal(4, 2)[0]).all())
+    True
+    """
+
+    def __init__(self, seed: int, systems: Iterable[int]) -> None:
+        seed = whole_number("seed", seed, at_least=0)
+        try:
+            numbers = list(systems)
+        except TypeError:
+            raise HelmscopeError(
+                f"systems is {systems!r}, but it must hold the systems' numbers, such as range(8)"
+            ) from None
+        keys = [whole_number("systems", number, at_least=0) for number in numbers]
+        sources = [np.random.SeedSequence(seed, spawn_key=(key,)) for key in keys]
+        self._streams = [np.random.Generator(np.random.Philox(source)) for source in sources]
+        self._ahead = torch.empty(len(keys), 0, dtype=torch.float64)
+
+    def __len__(self) -> int:
+        return len(self._streams)
+
+    def normal(self, n: int, k: int) -> Float[Tensor, "systems n k"]:
+        """The next n k numbers of every system, in float64 on the CPU."""
+        count = n * k
+        if self._ahead.shape[1] < count:
+            self._ahead = torch.cat([self._ahead, self._draw(count)], 1)
+        taken, self._ahead = self._ahead[:, :count], self._ahead[:, count:]
+        return taken.reshape(len(self), n, k)
+
+    def _draw(self, least: int) -> Tensor:
+        """At least so many numbers a system, and many more where they are few: a call costs as much as 100 numbers."""
+        size = max(least, min(_SYSTEM, _BATCH // max(len(self), 1)))
+        fresh = np.empty((len(self), size))
+        for stream, row in zip(self._streams, fresh, strict=True):
+            stream.standard_normal(out=row)
+        return torch.from_numpy(fresh)
+
+    @staticmethod
+    def renewed(seed: int, index: int, generator: torch.Generator | None) -> int:
+        """A seed for a run that goes on from time index ``index`` with numbers not seen before: from ``generator``
+        where there is one, else fixed by ``seed`` and ``index``.
+
+        >>> Streams.renewed(0, 3, None) == Streams.renewed(0, 3, None) != Streams.renewed(0, 4, None)
+        True
+        """
+        if generator is not None:
+            return int(torch.randint(2**62, (), generator=generator, device=generator.device))
+        # two words, where a system's key has one: no stream is met again
+        return int(np.random.SeedSequence(seed, spawn_key=(index, 1)).generate_state(1, np.uint64)[0])

@@ -1,0 +1,174 @@
+"""Kills a process that runs units, at every call that changes files and at random moments; looks at what each left.
+
+    python tests/killing.py FOLDER KILLS SEED
+
+Prints what it counted as JSON. A program of its own, because it forks: it imports ``store`` and ``runs``, but no torch
+and nothing that starts threads.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import time
+import traceback
+from itertools import count
+from pathlib import Path
+
+from helmscope.runs import Unit, run
+from helmscope.runs.plan import read_plan
+from helmscope.runs.results import is_whole
+from helmscope.store import RunFolder
+from helmscope.store.atomic import is_temporary
+from toy_units import manifest, mixture, results
+
+MANIFEST = manifest()
+CALLS = ("open", "fsync", "replace", "mkdir", "unlink")
+
+
+def forked(folder: RunFolder, units: list[Unit], last: int = 0) -> int:
+    """A process that runs the units and leaves with 0, or kills itself at its ``last`` call that changes files."""
+    process = os.fork()
+    if process == 0:
+        try:
+            if last:
+                kill_at(last)
+            else:
+                Path.write_bytes = slow_write
+            run(units, folder, manifest=MANIFEST)
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(1)
+    return process
+
+
+def kill_at(last: int) -> None:
+    calls = count(1)
+
+    def deadly(function):
+        def call(*arguments, **options):
+            if next(calls) == last:
+                if function is write:  # in the middle of it
+                    write(arguments[0], arguments[1][: len(arguments[1]) // 2])
+                os.kill(os.getpid(), signal.SIGKILL)
+            return function(*arguments, **options)
+
+        return call
+
+    write = Path.write_bytes
+    Path.write_bytes = deadly(write)
+    for name in CALLS:
+        setattr(os, name, deadly(getattr(os, name)))
+
+
+def slow_write(path: Path, data: bytes) -> None:
+    """In four pieces, as on a slow disk, so that kills land inside it on any."""
+    with path.open("wb", buffering=0) as file:
+        for start in range(0, len(data), -(-len(data) // 4)):
+            file.write(data[start : start - (-len(data) // 4)])
+            time.sleep(0.001)
+
+
+class Watch:
+    """What the kills left behind in one folder."""
+
+    def __init__(self, root: Path, units: list[Unit]) -> None:
+        self.units, self.folder = units, RunFolder(root / "killed")
+        calm = RunFolder.create(root / "calm")
+        run(units, calm, manifest=MANIFEST)
+        self.expected = results(calm.path)
+        self.counts = dict.fromkeys(("kills", "torn", "foreign", "temporaries", "completed", "unequal"), 0)
+        self.states = set()
+        self.afresh()
+
+    def afresh(self) -> None:
+        shutil.rmtree(self.folder.path, ignore_errors=True)
+        RunFolder.create(self.folder.path)
+
+    def look(self) -> None:
+        """After a kill: files with a final name are whole and right; others are temporaries or the lock."""
+        self.counts["kills"] += 1
+        temporaries = []
+        for path in (path for path in self.folder.path.rglob("*") if path.is_file()):
+            if is_temporary(path.name):
+                temporaries.append((path.name[:-13], path.stat().st_size))
+            elif not self.is_right(path):
+                self.counts["torn" if path.name in {*self.expected, "manifest.json", "units.json"} else "foreign"] += 1
+        self.counts["temporaries"] += len(temporaries)
+        self.states.add((self.done(), *temporaries))
+
+    def is_right(self, path: Path) -> bool:
+        if path.parent.name == "units":
+            return is_whole(path) and path.read_bytes() == self.expected.get(path.name)
+        if path.name == "manifest.json":
+            return self.folder.read_manifest() == MANIFEST
+        if path.name == "units.json":
+            return set(read_plan(self.folder).units) == {unit.name for unit in self.units}
+        return path.name == ".lock"
+
+    def done(self) -> int:
+        return sum(not is_temporary(name) for name in results(self.folder.path))
+
+    def finish(self) -> None:
+        """The run is complete: its files are those of the run that nobody disturbed, and nothing is left over."""
+        self.counts["completed"] += 1
+        self.counts["unequal"] += results(self.folder.path) != self.expected
+        self.counts["foreign"] += set(os.listdir(self.folder.path)) != {"manifest.json", "units.json", "units"}
+        self.afresh()
+
+    def report(self) -> dict[str, int]:
+        return {**self.counts, "states": len(self.states), "progress": len({state[0] for state in self.states})}
+
+
+def at_every_call(root: Path) -> dict[str, int]:
+    """One kill at every call that changes files, and a resume after each."""
+    watch = Watch(root, mixture(3))
+    for last in count(1):
+        _, status = os.waitpid(forked(watch.folder, watch.units, last), 0)
+        if not os.WIFSIGNALED(status):
+            assert os.waitstatus_to_exitcode(status) == 0
+            return watch.report()
+        watch.look()
+        run(watch.units, watch.folder, manifest=MANIFEST)
+        watch.finish()
+    raise AssertionError
+
+
+def duration(watch: Watch) -> float:
+    """Seconds of a run that nobody disturbs."""
+    begun = time.monotonic()
+    os.waitpid(forked(watch.folder, watch.units), 0)
+    seconds = time.monotonic() - begun
+    watch.finish()
+    return seconds
+
+
+def at_random(root: Path, kills: int, seed: int) -> dict[str, int]:
+    """Kills at random moments; each later process goes on where the killed one was, until the run is complete."""
+    rng, watch = random.Random(seed), Watch(root, mixture(12, size=300_000))
+    length = min(duration(watch) for _ in range(4))
+    while watch.counts["kills"] < kills:
+        process = forked(watch.folder, watch.units)
+        time.sleep(rng.uniform(0, 0.6 * length))
+        os.kill(process, signal.SIGKILL)
+        _, status = os.waitpid(process, 0)
+        if os.WIFSIGNALED(status):
+            watch.look()
+        else:
+            assert os.waitstatus_to_exitcode(status) == 0
+            watch.finish()
+    run(watch.units, watch.folder, manifest=MANIFEST)
+    watch.finish()
+    return watch.report()
+
+
+if __name__ == "__main__":
+    where, kills, seed = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    assert "torch" not in sys.modules
+    print(json.dumps({"calls": at_every_call(where / "calls"), "random": at_random(where / "random", kills, seed)}))

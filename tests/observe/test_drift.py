@@ -1,0 +1,186 @@
+"""Drift and swirl along a trajectory against loops over neurons and tokens, and closed forms of linear forces."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+import helmscope as hs
+import mechanism_oracles as oracles
+import oracles as attention_oracles
+from helmscope.fields.activations import Identity, ReLU, SiLU, Tanh
+from helmscope.fields.block import Block
+from helmscope.fields.helmholtz import helmholtz
+from helmscope.fields.mlp import MLP, GatedMLP
+from helmscope.fields.norms import RMSNorm
+from helmscope.fields.placement import PreNorm
+from helmscope.geometry import surface
+from helmscope.observe.drift import drift_and_swirl
+
+F64 = torch.float64
+DRAW = torch.Generator().manual_seed(0)
+D, HIDDEN = 3, 6
+W_IN, W_GATE = torch.randn(2, HIDDEN, D, dtype=F64, generator=DRAW)
+W_OUT = torch.randn(D, HIDDEN, dtype=F64, generator=DRAW)
+B_IN, B_OUT = torch.randn(HIDDEN, dtype=F64, generator=DRAW), torch.randn(D, dtype=F64, generator=DRAW)
+TANH = MLP(w_in=W_IN, w_out=W_OUT, b_in=B_IN, b_out=B_OUT, activation=Tanh())
+GATED = GatedMLP(w_gate=W_GATE, w_up=W_IN, w_out=W_OUT, b_gate=B_IN, b_out=B_OUT, activation=SiLU())
+X = hs.Uniform(4, D).sample(3, seed=0)
+MASK = torch.tensor([[True] * 4, [False, True, True, True], [True, True, False, False]])
+TIMES = [0.0, 0.3]
+
+
+def by_tokens(of_token, states, mask):
+    """Mean over the real tokens of each system, (time, batch), of every quantity of a token."""
+    rows = [
+        [[of_token(x) for x, m in zip(cloud, real, strict=True) if m] for cloud, real in zip(clouds, mask, strict=True)]
+        for clouds in states.tolist()
+    ]
+    return {
+        name: np.array([[np.mean([t[name] for t in cloud]) for cloud in row] for row in rows]) for name in rows[0][0][0]
+    }
+
+
+def agrees(seen, values, rel=1e-13) -> None:
+    for name, value in values.items():
+        assert seen[name].values == pytest.approx(value.mean(1), rel=rel, abs=1e-14), name
+        spread = value.std(1, ddof=1) / math.sqrt(value.shape[1])
+        assert seen[f"{name}_stderr"].values == pytest.approx(spread, rel=1e-11, abs=1e-14), name
+
+
+@pytest.mark.parametrize("mask", [None, MASK])
+def test_an_mlp_is_the_loop_over_neurons(mask):
+    run = hs.integrate(TANH, X, times=TIMES, mask=mask)
+    seen = drift_and_swirl(run)
+    real = torch.ones(3, 4, dtype=torch.bool) if mask is None else mask
+    weights = (W_IN.tolist(), W_OUT.tolist(), B_IN.tolist(), B_OUT.tolist())
+
+    def of_token(x):
+        return oracles.drift_of_token(x, oracles.tanh_force(x, *weights))
+
+    agrees(seen, by_tokens(of_token, run.states, real))
+
+    def squares(x):
+        token = of_token(x)
+        return {"swirl": token["swirl"] ** 2, "force": token["force"] ** 2}
+
+    sums = by_tokens(squares, run.states, real)
+    agrees(seen, {"swirl_fraction_as_printed": sums["swirl"] / sums["force"]})
+    assert seen.attrs["n"] == 3
+    assert "attention_speed" not in seen
+    assert seen.harmonic.values == pytest.approx([B_OUT.norm().item()] * 2, rel=1e-13)
+
+
+def test_a_gated_mlp_in_a_block_with_attention():
+    run = hs.integrate(Block(hs.SA(2.0), GATED), X, times=TIMES)
+    seen, split = drift_and_swirl(run), helmholtz(GATED)
+
+    def of_token(listed):
+        x = torch.tensor(listed, dtype=F64)
+        df = torch.autograd.functional.jacobian(GATED.ambient, x)
+        return {
+            "force": GATED(x).norm().item(),
+            "gradient": split.gradient(x).norm().item(),
+            "swirl": split.swirl(x).norm().item(),
+            "potential": split.potential(x).item(),
+            "swirl_index": ((df - df.T).norm() ** 2 / 4 / df.norm() ** 2).item(),
+            "surface_divergence": surface.divergence(GATED.ambient, x).item(),
+        }
+
+    agrees(seen, by_tokens(of_token, run.states, torch.ones(3, 4, dtype=torch.bool)))
+    speeds = [
+        [np.mean([math.hypot(*v) for v in attention_oracles.sa_velocity(cloud, 2.0)]) for cloud in clouds]
+        for clouds in run.states.tolist()
+    ]
+    agrees(seen, {"attention_speed": np.array(speeds)})
+    without = drift_and_swirl(run, derivatives=False)
+    assert set(seen.data_vars) - set(without.data_vars) == {
+        f"{name}{end}" for name in ("swirl_index", "surface_divergence") for end in ("", "_stderr")
+    }
+    assert without.swirl.values.tolist() == seen.swirl.values.tolist()
+
+
+def test_weights_reach_attention():
+    mass = torch.tensor([1.0, 3.0, 0.5, 0.0], dtype=F64)
+    run = hs.integrate(Block(hs.SA(2.0), TANH), X, times=[0.0], weights=mass)
+    seen = drift_and_swirl(run, derivatives=False)
+    speed = hs.SA(2.0)(X, weights=mass).norm(dim=-1).mean()
+    assert seen.attention_speed.item() == pytest.approx(speed.item(), rel=1e-14)
+
+
+def test_a_residual_stream_has_the_force_on_its_directions():
+    norm = RMSNorm(gain=torch.tensor([0.5, 1.0, 2.0], dtype=F64))
+    soft = RMSNorm(eps=0.5)
+    block = Block(hs.SA(2.0), TANH, placement=PreNorm(attention_norm=soft, mlp_norm=norm))
+    y = 3 * X
+    run = hs.integrate(block, y, times=[0.0])
+    seen = drift_and_swirl(run)
+    f = TANH(norm(y))
+    assert seen.force.item() == pytest.approx(f.norm(dim=-1).mean().item(), rel=1e-13)
+    a = hs.sphere.project(X, hs.SA(2.0).ambient(soft(y)))
+    assert seen.attention_speed.item() == pytest.approx(a.norm(dim=-1).mean().item(), rel=1e-13)
+
+
+def linear(matrix):
+    """x -> M x."""
+    return MLP(w_in=torch.eye(2, dtype=F64), w_out=torch.tensor(matrix, dtype=F64), activation=Identity())
+
+
+def test_closed_forms_of_linear_forces():
+    """For M = [[a, -b], [b, a]]: |f| = sqrt(a^2 + b^2), swirl index b^2 / (a^2 + b^2), U = a / 2, div_S(Pf) = 0."""
+    x = hs.Uniform(5, 2).sample(2, seed=1)
+    seen = drift_and_swirl(hs.integrate(linear([[3.0, -4.0], [4.0, 3.0]]), x, times=[0.0]))
+    exact = {"force": 5, "tangential_speed": 4, "radial_force": 3, "potential": 1.5, "gradient": 3, "swirl": 4}
+    exact |= {"swirl_index": 0.64, "swirl_fraction_as_printed": 0.64, "surface_divergence": 0, "harmonic": 0}
+    for name, value in exact.items():
+        assert seen[name].item() == pytest.approx(value, rel=1e-14, abs=1e-14), name
+
+
+def test_the_printed_fraction_belongs_to_the_weights_and_the_index_to_the_function():
+    """Source 000-3 (c): f(x) = (x_2, x_1) by axes is all swirl, by eigen-directions none; its Jacobian is symmetric."""
+    axes = torch.eye(2, dtype=F64)
+    by_axes = MLP(w_in=torch.cat([axes, -axes]), w_out=torch.cat([axes.flip(0), -axes.flip(0)], 1), activation=ReLU())
+    eigen = torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=F64) / math.sqrt(2)
+    signed = eigen.T * torch.tensor([1.0, -1.0], dtype=F64)
+    by_eigen = MLP(w_in=torch.cat([eigen, -eigen]), w_out=torch.cat([signed, -signed], 1), activation=ReLU())
+    x = hs.Uniform(5, 2).sample(2, seed=1)
+    assert (by_axes(x) - x.flip(-1)).abs().max() < 1e-15
+    assert (by_eigen(x) - x.flip(-1)).abs().max() < 1e-15
+    fractions = []
+    for mlp in (by_axes, by_eigen):
+        seen = drift_and_swirl(hs.integrate(mlp, x, times=[0.0]))
+        fractions.append(seen.swirl_fraction_as_printed.item())
+        assert seen.swirl_index.item() < 1e-30
+    assert fractions == pytest.approx([1.0, 0.0], abs=1e-15)
+
+
+def test_no_derivative_no_swirl():
+    off = MLP(
+        w_in=torch.eye(2, dtype=F64),
+        w_out=torch.eye(2, dtype=F64),
+        b_in=torch.full((2,), -5.0, dtype=F64),
+        b_out=torch.ones(2, dtype=F64),
+        activation=ReLU(),
+    )
+    seen = drift_and_swirl(hs.integrate(off, torch.eye(2, dtype=F64)[None], times=[0.0]))
+    assert seen.swirl_index.item() == 0
+    assert seen.surface_divergence.item() == pytest.approx(-1.0)
+    assert math.isnan(seen.force_stderr.item())
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda: drift_and_swirl(hs.integrate(hs.SA(1.0), X, times=[1.0])), r"force\(0\) is NoneType.*MLP of a system"),
+        (lambda: drift_and_swirl(hs.Trajectory(torch.zeros(1), X[None])), "system is Trajectory.*System"),
+        (lambda: drift_and_swirl(TANH), "system is MLP.*System"),
+        (lambda: drift_and_swirl(hs.integrate(TANH, X, times=[1.0]), derivatives=1), "derivatives is 1.*True or False"),
+    ],
+)
+def test_bad_input_is_refused_with_one_sentence(call, said):
+    with pytest.raises(hs.HelmscopeError, match=said) as caught:
+        call()
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,175 @@
+"""What stands on disk after kills, full disks and read-only folders: whole files, and a run that goes on."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import re
+import subprocess
+import sys
+from itertools import count
+from pathlib import Path
+
+import pytest
+
+from helmscope.runs import run
+from helmscope.runs.results import is_whole
+from helmscope.store import RunFolder, is_locked
+from helmscope.store.atomic import is_temporary
+from helmscope.types import HelmscopeError
+from toy_units import manifest, mixture, results
+
+MANIFEST = manifest()
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return RunFolder.create(tmp_path / "run")
+
+
+def test_every_file_is_written_synced_renamed_and_its_folder_synced(folder, monkeypatch):
+    calls = []
+
+    def recording(owner, name, describe):
+        original = getattr(owner, name)
+
+        def call(*arguments):
+            calls.append((name, *describe(*arguments)))
+            return original(*arguments)
+
+        monkeypatch.setattr(owner, name, call)
+
+    def synced(descriptor):
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        return path, None if path.is_dir() else path.read_bytes()
+
+    recording(Path, "write_bytes", lambda path, data: (path, bytes(data)))
+    recording(os, "fsync", synced)
+    recording(os, "replace", lambda source, target: (source, target))
+    recording(os, "mkdir", lambda path, mode: (Path(path),))
+    run(mixture(6), folder, manifest=MANIFEST)
+    monkeypatch.undo()
+
+    files = ["manifest.json", "units.json", *(f"units/{unit}" for unit in results(folder.path))]
+    assert len(files) == 8
+    expected = []
+    for target in [call[2] for call in calls if call[0] == "replace"]:
+        data = target.read_bytes()
+        temporary = next(source for name, source, *rest in calls if name == "replace" and rest == [target])
+        assert is_temporary(temporary.name)
+        expected += [("write_bytes", temporary, data), ("fsync", temporary, data), ("replace", temporary, target)]
+        expected.append(("fsync", target.parent, None))
+        files.remove(str(target.relative_to(folder.path)))
+        if target.name == "units.json":
+            expected += [("mkdir", folder.path / "units"), ("fsync", folder.path, None)]
+    assert files == []
+    assert calls == expected
+
+
+# A disk that fails ----------------------------------------------------------------------------------------------------
+
+
+class Failing:
+    """The ``last`` call of the operating system that changes files fails; a write leaves half of its bytes."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, number: int, last: int) -> None:
+        self.number, self.last, self.calls = number, last, 0
+        for name in ("open", "fsync", "replace", "mkdir", "unlink", "ftruncate", "pwrite", "listdir"):
+            monkeypatch.setattr(os, name, self.wrap(getattr(os, name)))
+        monkeypatch.setattr(fcntl, "flock", self.wrap(fcntl.flock))
+        write = Path.write_bytes
+        half = lambda path, data: write(path, bytes(data)[: len(data) // 2])  # noqa: E731
+        monkeypatch.setattr(Path, "write_bytes", self.wrap(write, half))
+
+    def wrap(self, function, before=lambda *arguments: None):
+        def call(*arguments, **options):
+            self.calls += 1
+            if self.calls == self.last:
+                before(*arguments)
+                raise OSError(self.number, os.strerror(self.number))
+            return function(*arguments, **options)
+
+        return call
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS], ids=["full", "read-only"])
+def test_a_disk_that_fails_at_any_call_is_one_sentence_and_tears_nothing(tmp_path, number):
+    calm = RunFolder.create(tmp_path / "calm")
+    run(mixture(3), calm, manifest=MANIFEST)
+    expected = results(calm.path)
+    refused = 0
+    for last in count(1):
+        folder = RunFolder.create(tmp_path / f"run-{last}")
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            failing = Failing(monkeypatch, number, last)
+            try:
+                run(mixture(3), folder, manifest=MANIFEST)
+                sentence = None
+            except HelmscopeError as error:
+                sentence = str(error)
+        if sentence is not None:
+            refused += 1
+            assert re.fullmatch(rf"cannot [^\n]+: {os.strerror(number)}", sentence)
+        assert not is_locked(folder.path)
+        for name, data in results(folder.path).items():
+            assert is_temporary(name) or (is_whole(folder.path / "units" / name) and data == expected[name])
+        run(mixture(3), folder, manifest=MANIFEST)
+        assert results(folder.path) == expected
+        assert sorted(os.listdir(folder.path)) == ["manifest.json", "units", "units.json"]
+        if failing.calls < last:
+            break
+    # all but one: when only the lock's file cannot be removed any more, the run is complete
+    assert (refused, last - 1) == (43, 44)
+
+
+def test_a_file_that_outgrows_the_disk_keeps_the_others(folder):
+    """The kernel itself refuses the large file, midway."""
+    code = (
+        "import resource, sys\n"
+        "from pathlib import Path\n"
+        "from helmscope.runs import run\n"
+        "from helmscope.store import RunFolder\n"
+        "from toy_units import manifest, mixture\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n"
+        "try:\n"
+        "    run(mixture(6, size=200_000), RunFolder(Path(sys.argv[1])), manifest=manifest())\n"
+        "except ValueError as error:\n"
+        "    print(type(error).__name__, error)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    command = [sys.executable, "-c", code, folder.path]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    assert done.stdout == f"HelmscopeError cannot write {folder.path}/units/noise-1.bin: File too large\n"
+    assert done.stderr == ""
+    assert os.listdir(folder.path / "units") == ["numbers-0.json"]
+    assert len(run(mixture(6, size=200_000), folder, manifest=MANIFEST)) == 6
+
+
+# Kills ----------------------------------------------------------------------------------------------------------------
+
+
+def kills(folder: Path, number: int, seed: int) -> dict[str, dict[str, int]]:
+    program = Path(__file__).parents[1] / "killing.py"
+    command = [sys.executable, "-W", "error", program, folder, str(number), str(seed)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.stderr == ""
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("number", [150, pytest.param(1000, marks=pytest.mark.slow)])
+def test_kills_at_any_moment_tear_nothing_and_the_run_goes_on_to_the_same_bytes(tmp_path, number):
+    seen = kills(tmp_path, number, seed=number)
+    for counted in seen.values():
+        assert (counted["torn"], counted["foreign"], counted["unequal"]) == (0, 0, 0)
+    # one at each call that changes files: half of the moments have a temporary, empty, half full or full
+    assert (seen["calls"]["kills"], seen["calls"]["completed"], seen["calls"]["temporaries"]) == (40, 40, 20)
+    assert (seen["calls"]["progress"], seen["calls"]["states"]) == (4, 14)
+    # the others came before the first result, late, and everywhere between
+    assert seen["random"]["kills"] == number
+    assert seen["random"]["completed"] >= number / 50
+    assert seen["random"]["progress"] >= 8
+    assert seen["random"]["states"] >= 16
+    assert seen["random"]["temporaries"] >= number / 10

@@ -1,0 +1,299 @@
+"""Engines: equal bytes from each, limits of threads and memory, processes that die, and interruptions."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from helmscope.runs import Processes, Serial, Unit, UnitsFailed, parse_size, run
+from helmscope.runs.attempt import attempt
+from helmscope.runs.limits import VARIABLES, Limits, _thread_pools
+from helmscope.runs.processes import DIED
+from helmscope.store import RunFolder, is_locked
+from helmscope.types import HelmscopeError, MissingExtra
+from toy_units import (
+    die,
+    divide,
+    hoard,
+    manifest,
+    mixture,
+    noise,
+    numbers,
+    product,
+    received,
+    rest,
+    results,
+    torch_product,
+)
+
+MANIFEST = manifest()
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return RunFolder.create(tmp_path / "run")
+
+
+# Equal bytes ----------------------------------------------------------------------------------------------------------
+
+
+def test_processes_give_the_bytes_of_serial(tmp_path):
+    large = np.random.default_rng(0).normal(size=(600, 600))  # joblib would send it as a read-only file
+    units = [
+        *mixture(12),
+        *(Unit(f"product-{i}", product, {"seed": i, "size": 300}) for i in range(3)),
+        Unit("torch", torch_product, {"seed": 1, "size": 300}),
+        Unit("large", received, {"values": large}),
+    ]
+    folders = {}
+    with Limits(threads=2).applied():  # whatever this process uses, units get their own number
+        for name, engine in {"serial": Serial(), "processes": Processes(2)}.items():
+            folders[name] = RunFolder.create(tmp_path / name)
+            result = run(units, folders[name], manifest=MANIFEST, engine=engine)
+            assert list(result) == [unit.name for unit in units]
+    assert results(folders["serial"].path) == results(folders["processes"].path)
+    assert len(results(folders["serial"].path)) == 17
+
+
+def test_an_engine_may_finish_what_another_began(tmp_path):
+    calm, begun = RunFolder.create(tmp_path / "calm"), RunFolder.create(tmp_path / "begun")
+    run(mixture(6), calm, manifest=MANIFEST)
+    run(mixture(6), begun, manifest=MANIFEST)
+    for name in ("numbers-0.json", "dataset-5.nc"):
+        (begun.path / "units" / name).unlink()
+    run(mixture(6), begun, manifest=MANIFEST, engine=Processes(2))
+    assert results(begun.path) == results(calm.path)
+
+
+# Threads --------------------------------------------------------------------------------------------------------------
+
+
+def test_the_number_of_threads_is_that_of_the_engine_and_is_given_back(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    monkeypatch.delenv("MKL_NUM_THREADS", raising=False)
+    environment = dict(os.environ)
+    pools = list(_thread_pools())
+    assert len(pools) >= 2  # torch, and the OpenBLAS of NumPy
+    before = [get() for get, _ in pools]
+    for threads in (1, 2):
+        with Limits(threads=threads).applied():
+            assert [get() for get, _ in pools] == [threads] * len(pools)
+            assert [os.environ[name] for name in VARIABLES] == [str(threads)] * 3
+            assert torch.get_num_threads() == threads
+        assert [get() for get, _ in pools] == before
+        assert dict(os.environ) == environment
+
+
+def test_threads_change_the_last_bits_which_is_why_they_are_fixed():
+    unit = Unit("a", product, {"seed": 0, "size": 700})
+    one, again, two = (attempt(unit, Limits(threads=threads)).data for threads in (1, 1, 2))
+    assert one == again
+    assert one != two
+    assert np.allclose(np.frombuffer(one[:-32]), np.frombuffer(two[:-32]), rtol=1e-10, atol=1e-10)
+
+
+# Memory ---------------------------------------------------------------------------------------------------------------
+
+
+def in_use() -> int:
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmData"))
+
+
+def test_serial_limits_memory_and_gives_it_back(folder):
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    limit = in_use() + 10**9
+    units = [Unit("large", hoard, {"size": 2 * 10**9}), Unit("small", hoard, {"size": 10**6})]
+    with pytest.raises(UnitsFailed) as caught:
+        run(units, folder, manifest=MANIFEST, engine=Serial(max_memory=limit))
+    reason = f"it needs more memory than its {limit / 1e6:.0f} MB, max_memory: raise max_memory"
+    assert caught.value.result.failed == {"large": reason}
+    assert caught.value.result["small"] == 10**6
+    assert resource.getrlimit(resource.RLIMIT_DATA) == before
+    assert run(units, folder, manifest=MANIFEST)["large"] == 2 * 10**9
+
+
+def test_processes_share_memory(folder):
+    units = [Unit("large", hoard, {"size": 10**9}), Unit("small", hoard, {"size": 10**6})]
+    with pytest.raises(UnitsFailed) as caught:
+        run(units, folder, manifest=MANIFEST, engine=Processes(2, max_memory=parse_size("max_memory", "1GB")))
+    assert str(caught.value) == (
+        "unit 'large' failed: it needs more memory than its 500 MB, which is max_memory over 2 jobs: lower jobs or "
+        f"raise max_memory; 1 result is kept in {folder.path}/units"
+    )
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory")])
+def test_every_way_to_say_that_memory_ran_out_is_understood(monkeypatch, error):
+    def failing(*arguments):
+        try:
+            raise error
+        except Exception as cause:
+            raise HelmscopeError("cannot keep the result: x") from cause
+
+    monkeypatch.setattr(sys.modules["helmscope.runs.attempt"], "encode_result", failing)
+    unit = Unit("a", divide, {"a": 1, "b": 2})
+    assert attempt(unit, Limits()).reason == "memory ran out: lower jobs or make the unit smaller"
+
+
+def test_torch_s_own_error_is_understood():
+    unit = Unit("a", torch_product, {"seed": 0, "size": 20_000})  # 3.2 GB a matrix
+    assert attempt(unit, Limits(max_memory=in_use() + 10**9)).reason.startswith("it needs more memory than its ")
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        *(("1", 1), ("4GB", 4 * 10**9), ("4 gb", 4 * 10**9), ("4g", 4 * 10**9), ("500MB", 5 * 10**8), ("8k", 8000)),
+        *(("2GiB", 2**31), ("1.5GiB", 3 * 2**29), ("1TiB", 2**40), ("3Ki", 3072), ("0.5MiB", 2**19), ("10B", 10)),
+    ],
+)
+def test_sizes(text, size):
+    assert parse_size("max_memory", text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GB", "4XB", "-4GB", "0", "0.1", "4GBB", "1e9", "nan", "4,5GB", "٣GB"])
+def test_other_sizes_are_refused(text):
+    with pytest.raises(HelmscopeError) as caught:
+        parse_size("max_memory", text)
+    assert str(caught.value) == f"max_memory is '{text}', but it must be a size such as 500MB, 4GB or 2GiB"
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (lambda: Processes(0), "jobs is 0, but it must be a whole number >= 1"),
+        (lambda: Processes(1.5), "jobs is 1.5, but it must be a whole number >= 1"),
+        (lambda: Processes(2, max_memory=0), "max_memory is 0, but it must be a whole number >= 1"),
+        (lambda: Processes(2, threads=0), "threads is 0, but it must be a whole number >= 1"),
+        (lambda: Serial(threads=True), "threads is True, but it must be a whole number >= 1"),
+        (lambda: Serial(max_memory="4GB"), "max_memory is '4GB', but it must be a whole number >= 1"),
+    ],
+)
+def test_bad_engines_are_refused(make, sentence):
+    with pytest.raises(HelmscopeError) as caught:
+        make()
+    assert str(caught.value) == sentence
+
+
+def test_a_missing_package_is_said_before_any_work(monkeypatch):
+    monkeypatch.setitem(sys.modules, "joblib", None)
+    with pytest.raises(MissingExtra, match=r"joblib is not installed, and this needs it: pip install 'helmscope\[clus"):
+        Processes(2)
+
+
+# Processes that die ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_a_unit_that_kills_its_process_is_named_and_the_others_are_done(folder, jobs):
+    units = [*mixture(4), Unit("die", die), *(Unit(f"later-{i}", numbers, {"seed": i}) for i in range(4))]
+    with pytest.raises(UnitsFailed) as caught:
+        run(units, folder, manifest=MANIFEST, engine=Processes(jobs))
+    assert str(caught.value) == f"unit 'die' failed: {DIED}; 8 results are kept in {folder.path}/units"
+    assert caught.value.result["later-3"] == numbers(3)
+
+
+def test_fail_fast_stops_the_workers(folder, tmp_path):
+    (tmp_path / "started").mkdir()
+    slow = {"seconds": 600.0, "started": str(tmp_path / "started")}
+    units = [Unit("slow", rest, slow), Unit("bad", divide, {"a": 1, "b": 0}), Unit("other", rest, slow)]
+    begun = time.monotonic()
+    with pytest.raises(UnitsFailed, match="unit 'bad' failed: ZeroDivisionError"):
+        run(units, folder, manifest=MANIFEST, engine=Processes(2), fail_fast=True)
+    assert time.monotonic() - begun < 60
+    assert_gone(tmp_path / "started")
+
+
+# Interruptions --------------------------------------------------------------------------------------------------------
+
+PROGRAM = """
+import sys
+from pathlib import Path
+from helmscope.runs import Processes, Serial, Unit, run
+from helmscope.store import RunFolder
+from toy_units import manifest, numbers, rest
+units = [Unit("quick", numbers, {"seed": 1})]
+units += [Unit(f"slow-{i}", rest, {"seconds": 600.0 + i, "started": sys.argv[3]}) for i in range(3)]
+engine = Serial() if sys.argv[2] == "serial" else Processes(2)
+run(units, RunFolder(Path(sys.argv[1])), manifest=manifest(), engine=engine, progress="toys")
+"""
+
+
+def assert_gone(started: Path) -> None:
+    """The processes that told of themselves have ended, at once or within seconds."""
+
+    def alive(process: str) -> bool:
+        try:
+            return Path("/proc", process, "stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        except FileNotFoundError:
+            return False
+
+    deadline = time.monotonic() + 20
+    while any(map(alive, os.listdir(started))) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert [process for process in os.listdir(started) if alive(process)] == []
+
+
+@pytest.mark.parametrize("engine", ["serial", "processes"])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name)
+def test_an_interrupted_run_keeps_its_results_and_leaves_no_process(folder, tmp_path, engine, number):
+    started = tmp_path / "started"
+    started.mkdir()
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    command = [sys.executable, "-c", PROGRAM, folder.path, engine, started]
+    with open(tmp_path / "stderr", "w") as stderr:
+        process = subprocess.Popen(command, stderr=stderr, env=environment, start_new_session=True)
+    quick = folder.path / "units" / "quick.json"
+    while len(os.listdir(started)) < (1 if engine == "serial" else 2) or not quick.exists():
+        assert process.poll() is None
+        time.sleep(0.05)
+    if number == signal.SIGINT:
+        os.killpg(process.pid, number)  # a terminal sends Ctrl-C to the workers too
+    else:
+        process.send_signal(number)
+    assert process.wait(60) == (-signal.SIGKILL if number == signal.SIGKILL else -signal.SIGINT)
+    assert_gone(started)
+    assert not is_locked(folder.path)
+    assert os.listdir(folder.path / "units") == ["quick.json"]
+    said = (tmp_path / "stderr").read_text()
+    note = f"finished units are kept in {folder.path}, and the same call goes on from there"
+    if number != signal.SIGKILL:
+        assert f"\ntoys: interrupted; {note}\nTraceback" in said
+        assert f"\n{note}\n" in said
+        assert said.count("Traceback") == 1
+
+
+def test_a_handler_of_the_caller_stays(folder):
+    seen = []
+    before = signal.signal(signal.SIGTERM, lambda *arguments: seen.append(arguments))
+    try:
+        run([Unit("a", os.kill, {})], folder, manifest=MANIFEST, engine=Terminating())
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert len(seen) == 1
+
+
+class Terminating(Serial):
+    """Sends SIGTERM to this process in the middle of the work."""
+
+    def attempts(self, units):
+        os.kill(os.getpid(), signal.SIGTERM)
+        yield from (attempt(Unit(unit.name, noise, {"seed": 0, "size": 1}), Limits()) for unit in units)
+
+
+def test_sigterm_is_an_interrupt_and_its_handler_is_given_back(folder):
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    with pytest.raises(KeyboardInterrupt) as caught:
+        run(mixture(3), folder, manifest=MANIFEST, engine=Terminating())
+    assert caught.value.__notes__ == [f"finished units are kept in {folder.path}, and the same call goes on from there"]
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL

@@ -1,0 +1,94 @@
+"""``list_runs``: what there is, in every state it can be in."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import xarray as xr
+
+from helmscope.runs import RunSummary, State, Unit, UnitsFailed, list_runs, run
+from helmscope.store import RunFolder
+from helmscope.types import HelmscopeError
+from toy_units import divide, manifest, mixture
+
+DAYS = [f"2025-01-0{day}T12:00:00+00:00" for day in range(1, 9)]
+
+
+def begun(root: Path, name: str, day: int) -> RunFolder:
+    folder = RunFolder.create(root / name)
+    folder.write_manifest(replace(manifest(command=["helmscope", name]), created=DAYS[day]))
+    return folder
+
+
+def test_every_state(tmp_path):
+    complete, stopped, failed = (begun(tmp_path, name, day) for day, name in enumerate(("z", "y", "x")))
+    run(mixture(3), complete, manifest=manifest())
+    run(mixture(3), stopped, manifest=manifest())
+    (stopped.path / "units" / "noise-1.bin").unlink()
+    (stopped.path / "units" / ".noise-1.bin.0a1b2c3d.tmp").write_bytes(b"half")
+    (stopped.path / ".lock").write_text("process 1 on nowhere")
+    with pytest.raises(UnitsFailed):
+        run([Unit("a", divide, {"a": 1, "b": 0})], failed, manifest=manifest())
+    begun(tmp_path, "w", 3)
+    plain, judged = begun(tmp_path, "v", 4), begun(tmp_path, "u", 5)
+    plain.write_data("trajectory", xr.Dataset({"x": 1.0}))
+    judged.write_verdicts([])
+    running = begun(tmp_path, "t", 6)
+    damaged, wrong = begun(tmp_path, "s", 7), begun(tmp_path, "r", 7)
+    (damaged.path / "manifest.json").write_text("{")
+    (wrong.path / "units.json").write_text("[]")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "thesis.tex").write_text("mine")
+    (tmp_path / "notes.txt").write_text("mine")
+    (tmp_path / "nowhere").symlink_to(tmp_path / "none")
+    with running.lock():
+        listed = list_runs(tmp_path)
+        assert os.listdir(running.path) != []
+    assert [(run.name, run.state.value, run.done, run.total) for run in listed] == [
+        ("r", "damaged", 0, 0),
+        ("s", "damaged", 0, 0),
+        ("z", "complete", 3, 3),
+        ("y", "interrupted", 2, 3),
+        ("x", "interrupted", 0, 1),
+        ("w", "interrupted", 0, 0),
+        ("v", "complete", 0, 0),
+        ("u", "complete", 0, 0),
+        ("t", "running", 0, 0),
+    ]
+    assert listed[2] == RunSummary(tmp_path / "z", State.COMPLETE, DAYS[0], ("helmscope", "z"), 3, 3)
+    assert "r/units.json is a list, but it must be an object" in listed[0].reason
+    assert "s/manifest.json is not valid JSON" in listed[1].reason
+    assert all((run.reason != "") == (run.state is State.DAMAGED) for run in listed)
+
+
+def test_looking_changes_nothing(tmp_path):
+    folder = begun(tmp_path, "a", 0)
+    run(mixture(3), folder, manifest=manifest())
+    (folder.path / ".lock").write_text("process 1 on nowhere")
+    before = sorted(os.listdir(folder.path))
+    assert list_runs(tmp_path) == list_runs(str(tmp_path))
+    assert sorted(os.listdir(folder.path)) == before
+
+
+def test_a_folder_that_vanishes_meanwhile_is_no_error(tmp_path, monkeypatch):
+    folder = begun(tmp_path, "a", 0)
+    read = RunFolder.read_manifest
+
+    def vanishing(self):
+        shutil.rmtree(folder.path)
+        return read(self)
+
+    monkeypatch.setattr(RunFolder, "read_manifest", vanishing)
+    (seen,) = list_runs(tmp_path)
+    assert seen.state is State.DAMAGED
+    assert seen.reason.endswith("manifest.json: No such file or directory")
+
+
+def test_no_folder_is_one_sentence(tmp_path):
+    with pytest.raises(HelmscopeError, match=r"^cannot read .*/none: No such file or directory$"):
+        list_runs(tmp_path / "none")

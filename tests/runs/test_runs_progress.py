@@ -1,0 +1,132 @@
+"""Progress: plain lines where nobody watches, a bar on a terminal, an estimate from the first units."""
+
+from __future__ import annotations
+
+import io
+import re
+import sys
+
+import pytest
+
+from helmscope.runs import Processes, Unit, UnitsFailed, bar, progress, run
+from helmscope.runs.progress import counting, remaining
+from helmscope.store import RunFolder
+from toy_units import divide, manifest, mixture
+
+MANIFEST = manifest()
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    return sys.stderr
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that is moved by hand."""
+    now = [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    return now
+
+
+def shown(screen: Terminal) -> list[str]:
+    """What a terminal would show over time, without colors and movements."""
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen.getvalue())
+    return [line.strip() for line in re.split(r"[\r\n]+", text) if line.strip()]
+
+
+def test_plain_lines_say_the_first_estimate_and_every_tenth(clock, capsys):
+    with counting("sweep", total=40, done=4, jobs=1) as tick:
+        for _ in range(36):
+            clock[0] += 20.0
+            tick()
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.splitlines() == [
+        "sweep: 40 units, 4 of them done before",
+        "sweep: 5 of 40 units, about 12 min left",
+        *(f"sweep: {done} of 40 units, about {left} left" for done, left in [(8, "11 min"), (12, "9 min")]),
+        *(f"sweep: {done} of 40 units, about {left} min left" for done, left in [(16, 8), (20, 7), (24, 5), (28, 4)]),
+        *("sweep: 32 of 40 units, about 3 min left", "sweep: 36 of 40 units, about 80 s left"),
+        "sweep: 40 of 40 units, in 12 min",
+    ]
+
+
+def test_a_bar_on_a_terminal(clock, monkeypatch):
+    screen = terminal(monkeypatch)
+    with counting("sweep", total=4, done=1, jobs=1) as tick:
+        for _ in range(3):
+            clock[0] += 7200.0
+            tick()
+    lines = shown(screen)
+    assert lines[0] == "sweep: 4 units, 1 of them done before"
+    assert re.fullmatch(r"sweep ━+ 4 of 4 units, in 6\.0 h", lines[-1])
+
+
+def test_the_estimate_counts_with_jobs_at_a_time():
+    # 8 units of 10 s on 4 processes: one is done, the other three are about to be
+    assert remaining(10.0, done=1, left=7, jobs=4) == 17.5
+    assert remaining(10.0, done=4, left=4, jobs=4) == 10.0
+    # fewer units than processes
+    assert remaining(10.0, done=1, left=1, jobs=8) == 5.0
+    assert remaining(30.0, done=3, left=5, jobs=1) == 50.0
+
+
+@pytest.mark.parametrize(
+    ("seconds", "spoken"),
+    [
+        (0.2, "0 s"),
+        (59.6, "60 s"),
+        (99.0, "99 s"),
+        (120.0, "2 min"),
+        (5900.0, "98 min"),
+        (6000.0, "1.7 h"),
+        (1e6, "277.8 h"),
+    ],
+)
+def test_durations(seconds, spoken):
+    assert progress._spoken(seconds) == spoken
+
+
+def test_a_share_is_told_every_tenth_and_on_a_terminal_drawn(capsys, monkeypatch):
+    with bar("integrating") as tell:
+        for share in range(101):
+            tell(share / 100)
+    assert capsys.readouterr().err.splitlines() == [f"integrating: {share} %" for share in range(10, 101, 10)]
+    screen = terminal(monkeypatch)
+    with bar("integrating") as tell:
+        tell(0.25)
+        tell(1.0)
+        print("a result")
+    assert re.fullmatch(r"integrating ━+ 100%", shown(screen)[-1])
+    assert capsys.readouterr().out == "a result\n"
+
+
+@pytest.mark.parametrize("engine", [None, Processes(2)], ids=["serial", "processes"])
+def test_a_run_says_where_it_stands(tmp_path, capsys, engine):
+    folder = RunFolder.create(tmp_path / "run")
+    run(mixture(4), folder, manifest=MANIFEST, engine=engine)
+    assert capsys.readouterr() == ("", "")
+    (folder.path / "units" / "numbers-0.json").unlink()
+    (folder.path / "units" / "noise-1.bin").unlink()
+    run(mixture(4), folder, manifest=MANIFEST, engine=engine, progress="toys")
+    out, err = capsys.readouterr()
+    assert out == ""
+    first, second, third = err.splitlines()
+    assert first == "toys: 4 units, 2 of them done before"
+    assert re.fullmatch(r"toys: 3 of 4 units, about \d+ s left", second)
+    assert re.fullmatch(r"toys: 4 of 4 units, in \d+ s", third)
+
+
+def test_failed_units_count_as_dealt_with(tmp_path, capsys):
+    folder = RunFolder.create(tmp_path / "run")
+    with pytest.raises(UnitsFailed):
+        run([Unit("a", divide, {"a": 1, "b": 0})], folder, manifest=MANIFEST, progress="toys")
+    assert capsys.readouterr().err.splitlines()[-1].startswith("toys: 1 of 1 units, in ")

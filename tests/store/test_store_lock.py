@@ -1,0 +1,154 @@
+"""One process at a time in a run folder, whatever becomes of it."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import platform
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from helmscope.store import RunFolder, is_locked, locked
+from helmscope.types import HelmscopeError
+
+# counts in a file, without care, and looks whether somebody else is inside
+VISITS = """
+import os, sys, time
+from contextlib import nullcontext, suppress
+from helmscope.store import locked
+folder, rounds, careful = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "locked"
+overlaps = 0
+for _ in range(rounds):
+    with locked(folder, wait=True) if careful else nullcontext():
+        try:
+            os.close(os.open(folder + "/inside", os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            overlaps += 1
+        with open(folder + "/count") as file:
+            count = int(file.read() or 0)
+        time.sleep(0)  # here the others get their chance
+        with open(folder + "/count", "w") as file:
+            file.write(str(count + 1))
+        with suppress(FileNotFoundError):
+            os.unlink(folder + "/inside")
+print(overlaps)
+"""
+
+
+def visits(folder: Path, how: str, *, processes: int, rounds: int) -> tuple[int, int]:
+    """How often processes met inside, and what they counted together."""
+    (folder / "count").write_text("0")
+    command = [sys.executable, "-c", VISITS, folder, str(rounds), how]
+    running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(processes)]
+    overlaps = sum(int(process.communicate()[0]) for process in running)
+    return overlaps, int((folder / "count").read_text())
+
+
+def test_eight_processes_never_meet(tmp_path):
+    assert visits(tmp_path, "locked", processes=8, rounds=500) == (0, 4000)
+    assert sorted(os.listdir(tmp_path)) == ["count"]
+
+
+def test_they_would_meet_without_the_lock(tmp_path):
+    overlaps, count = visits(tmp_path, "free", processes=8, rounds=100)
+    assert overlaps > 0
+    assert count < 800
+
+
+@pytest.fixture
+def holder(tmp_path):
+    """Another process that holds the folder until its standard input closes."""
+    code = (
+        "import sys\nfrom helmscope.store import locked\nwith locked(sys.argv[1]):\n    print()\n    sys.stdin.read()"
+    )
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", code, tmp_path], **pipes) as process:
+        process.stdout.read(1)
+        yield process
+        process.kill()
+
+
+def test_held_folder_is_refused_with_its_holder(tmp_path, holder):
+    assert is_locked(tmp_path)
+    with pytest.raises(HelmscopeError) as caught, RunFolder(tmp_path).lock():
+        pytest.fail("two hold one lock")
+    who = f"process {holder.pid} on {platform.node()}"
+    assert str(caught.value) == f"{tmp_path} is in use by {who}: wait until it ends, or stop it"
+    assert os.listdir(tmp_path) == [".lock"]
+
+
+def test_killed_holder_lets_go(tmp_path, holder):
+    holder.kill()
+    holder.wait()
+    assert os.listdir(tmp_path) == [".lock"]
+    assert not is_locked(tmp_path)
+    with RunFolder(tmp_path).lock():
+        assert is_locked(tmp_path)
+        assert (tmp_path / ".lock").read_text() == f"process {os.getpid()} on {platform.node()}"
+    assert os.listdir(tmp_path) == []
+
+
+def test_waiting_gets_it_when_the_holder_leaves(tmp_path, holder):
+    code = "import sys\nfrom helmscope.store import locked\nwith locked(sys.argv[1], wait=True):\n    print('in')"
+    waiting = subprocess.Popen([sys.executable, "-c", code, tmp_path], stdout=subprocess.PIPE, text=True)
+    with pytest.raises(subprocess.TimeoutExpired):
+        waiting.wait(1.0)
+    holder.stdin.close()
+    assert waiting.communicate(timeout=30)[0] == "in\n"
+    assert os.listdir(tmp_path) == []
+
+
+def test_looking_does_not_refuse_a_run(tmp_path):
+    """is_locked takes the lock for an instant."""
+    descriptor = os.open(tmp_path / ".lock", os.O_CREAT | os.O_RDWR)
+    fcntl.flock(descriptor, fcntl.LOCK_SH)
+    code = (
+        "import sys, time\nfrom helmscope.store import locked\nprint('ready', flush=True)\nsys.stdin.readline()\n"
+        "with locked(sys.argv[1]):\n    print('in')"
+    )
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", code, tmp_path], **pipes) as process:
+        process.stdout.readline()
+        process.stdin.write("\n")
+        process.stdin.flush()
+        time.sleep(0.05)
+        os.close(descriptor)
+        assert process.stdout.read() == "in\n"
+
+
+def test_exception_inside_lets_go(tmp_path):
+    with pytest.raises(RuntimeError), locked(tmp_path):
+        raise RuntimeError
+    assert not is_locked(tmp_path)
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("name", ["open", "ftruncate", "pwrite"])
+def test_disk_that_takes_no_lock_is_one_sentence(tmp_path, monkeypatch, name):
+    def failing(*arguments):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(os, name, failing)
+    with pytest.raises(HelmscopeError) as caught, locked(tmp_path):
+        pytest.fail("locked")
+    monkeypatch.undo()
+    assert str(caught.value) == f"cannot lock {tmp_path}: Read-only file system"
+    assert not is_locked(tmp_path)
+
+
+def test_folder_that_is_not_there_is_one_sentence(tmp_path):
+    with (
+        pytest.raises(HelmscopeError, match=r"cannot lock .*/none: No such file or directory$"),
+        locked(tmp_path / "none"),
+    ):
+        pytest.fail("locked")
+
+
+def test_a_killed_run_s_lock_does_not_make_a_folder_used(tmp_path):
+    (tmp_path / ".lock").write_text("process 1 on nowhere")
+    assert RunFolder.create(tmp_path) == RunFolder(tmp_path)

@@ -1,0 +1,143 @@
+"""Runs that go on: --resume, --jobs and ``helmscope runs``."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import helmscope as hs
+from helmscope import cli
+
+COMMAND = Path(sys.executable).parent / "helmscope"
+WORDS = ("simulate", "--n", "6", "--batch", "8", "--chunk", "1", "--times", "0,1", "--nu", "0.2", "--step", "0.01")
+
+
+@pytest.fixture
+def helmscope(monkeypatch, capsys, tmp_path):
+    """Runs ``helmscope WORDS...`` in this process, in an empty folder: exit code, standard output, standard error."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("helmscope.plots.style.png", lambda figure: b"")
+
+    def run(*words: str) -> tuple[object, str, str]:
+        monkeypatch.setattr(sys, "argv", ["helmscope", *words])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as left:
+            cli.main()
+        return left.value.code or 0, *capsys.readouterr()
+
+    return run
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every result by its path; the manifest holds the time."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name not in ("manifest.json", ".lock"))
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+def killed(folder: Path, *words: str, after: int) -> None:
+    """Starts the command and kills it with SIGKILL once so many units are done."""
+    process = subprocess.Popen([COMMAND, *words], cwd=folder, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    deadline = time.monotonic() + 90
+    while process.poll() is None and time.monotonic() < deadline:
+        if len(list((folder / "run" / "units").glob("*.nc"))) >= after:
+            break
+        time.sleep(0.005)
+    process.send_signal(signal.SIGKILL)
+    process.wait(timeout=60)
+
+
+def test_a_killed_run_goes_on_to_the_same_bytes(helmscope, tmp_path):
+    words = (*WORDS, "--n", "24", "--step", "0.001")
+    assert helmscope(*words, "--out", "undisturbed")[0] == 0
+    killed(tmp_path, *words, "--out", "run", after=2)
+    done = len(list((tmp_path / "run" / "units").glob("*.nc")))
+    assert 2 <= done < 8
+    code, out, _ = helmscope("runs", ".", "--json")
+    state = {run["name"]: run for run in json.loads(out)["runs"]}
+    assert (code, state["run"]["state"], state["run"]["done"], state["run"]["total"]) == (0, "interrupted", done, 8)
+    assert state["undisturbed"]["state"] == "complete"
+    line = state["run"]["resume"].split()
+    assert line[0] == "helmscope"
+    assert line[-3:] == ["--out", "run", "--resume"]
+    code, _, err = helmscope(*line[1:])
+    assert code == 0
+    assert f"8 units, {done} of them done before" in err
+    assert contents(tmp_path / "run") == contents(tmp_path / "undisturbed")
+
+
+def test_jobs_and_chunks_do_not_change_a_bit(helmscope, tmp_path):
+    assert helmscope(*WORDS, "--out", "serial")[0] == 0
+    assert helmscope(*WORDS, "--jobs", "2", "--max-memory", "8GB", "--out", "parallel")[0] == 0
+    assert contents(tmp_path / "serial") == contents(tmp_path / "parallel")
+    assert helmscope(*WORDS, "--chunk", "5", "--out", "coarse")[0] == 0
+    whole, coarse = (hs.RunFolder.open(name).read_results("trajectory") for name in ("serial", "coarse"))
+    assert whole.identical(coarse)
+
+
+def test_a_run_that_is_there_is_not_taken_for_a_new_one(helmscope, tmp_path):
+    helmscope(*WORDS, "--out", "run")
+    before = contents(tmp_path / "run")
+    code, _, err = helmscope(*WORDS, "--out", "run")
+    assert code == 2
+    assert err == "helmscope: run holds an earlier run: add --resume to go on with it, or name a new folder\n"
+    code, _, err = helmscope(*WORDS, "--beta", "3", "--out", "run", "--resume")
+    assert code == 2
+    assert "unit 'systems-000000' has another function or other parameters than in run/units.json" in err
+    code, _, err = helmscope(*WORDS, "--threads", "2", "--out", "run", "--resume")
+    assert code == 2
+    assert "threads 1 (now 2)" in err
+    assert helmscope(*WORDS, "--out", "run", "--resume")[0] == 0
+    assert contents(tmp_path / "run") == before
+
+
+def test_resume_needs_to_know_which(helmscope, tmp_path):
+    code, _, err = helmscope(*WORDS, "--resume")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "add --out FOLDER" in err
+    code, _, err = helmscope(*WORDS, "--resume", "--out", "nothing")
+    assert code == 2
+    assert "nothing is not a run folder" in err
+    assert os.listdir(tmp_path) == []
+
+
+def test_two_at_once_are_one_too_many(helmscope, tmp_path):
+    helmscope(*WORDS, "--out", "run")
+    with hs.RunFolder.open("run").lock():
+        code, _, err = helmscope(*WORDS, "--out", "run", "--resume")
+    assert code == 2
+    assert f"run is in use by process {os.getpid()}" in err
+
+
+def test_runs_in_words(helmscope, tmp_path):
+    assert helmscope("runs") == (0, "no runs in runs\n", "")
+    code, _, err = helmscope("runs", "elsewhere")
+    assert code == 2
+    assert err == "helmscope: cannot read elsewhere: No such file or directory\n"
+    helmscope(*WORDS)
+    (name,) = os.listdir("runs")
+    code, out, _ = helmscope("runs")
+    assert code == 0
+    assert out.startswith(f"{name}  complete, 8 of 8 units  ")
+    assert "simulate --n 6" in out
+    assert "go on with" not in out
+    (tmp_path / "runs" / name / "units" / "systems-000003.nc").unlink()
+    code, out, _ = helmscope("runs")
+    assert f"--out runs/{name} --resume" in out
+    (tmp_path / "runs" / name / "manifest.json").write_text("{")
+    assert "damaged" in helmscope("runs")[1]
+
+
+def test_memory_is_limited(helmscope):
+    """A share that holds the program but not the pairs of 3,000 tokens: 72 MB for each matrix of them."""
+    words = ("simulate", "--n", "3000", "--batch", "4", "--chunk", "4", "--times", "0,0.01", "--max-memory", "600MB")
+    code, out, err = helmscope(*words)
+    assert (code, out) == (2, "")
+    assert "unit 'systems-000000' failed" in err.splitlines()[-1]
+    assert "lower" in err.splitlines()[-1]
