@@ -283,6 +283,7 @@ REFUSED = {
     "--jobs 0": "jobs is 0",
     "--threads 0": "threads is 0",
     "--max-memory lots": "max_memory is 'lots'",
+    "--ray local --max-memory 4GB": "max_memory is 4GB, but with --ray",
 }
 
 

@@ -93,6 +93,17 @@ def test_a_run_that_is_there_is_not_taken_for_a_new_one(helmscope, tmp_path):
     code, _, err = helmscope(*WORDS, "--threads", "2", "--out", "run", "--resume")
     assert code == 2
     assert "threads 1 (now 2)" in err
+    assert helmscope(*WORDS, "--threads", "2", "--out", "run", "--resume", "--allow-mixed")[0] == 0
+    assert json.loads((tmp_path / "run" / "units.json").read_text())["mixed"] == ["threads 1 (now 2)"]
+    del before["units.json"]
+    after = contents(tmp_path / "run")
+    del after["units.json"]
+    assert after == before
+
+
+def test_a_finished_run_resumes_to_itself(helmscope, tmp_path):
+    helmscope(*WORDS, "--out", "run")
+    before = contents(tmp_path / "run")
     assert helmscope(*WORDS, "--out", "run", "--resume")[0] == 0
     assert contents(tmp_path / "run") == before
 

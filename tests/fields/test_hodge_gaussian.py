@@ -154,7 +154,8 @@ def test_many_relu_neurons_are_orthogonal_to_every_gradient_by_quadrature():
 
 def test_share_and_gradient_are_the_least_squares_fit():
     """min E|f - grad p|^2 over polynomials p of degree 30 in the plane, by Gauss-Hermite quadrature."""
-    mlp = random_mlp(5, 2, activations.Tanh(), length=0.2)
+    mlp = random_mlp(7, 2, activations.Tanh(), length=0.2)
+    mlp.w_in[5:] = torch.stack([-1.3 * mlp.w_in[0], 0.8 * mlp.w_in[1]])  # opposite, and parallel
     node, weight = scipy.special.roots_hermitenorm(64)
     keep = weight > 1e-30
     node, weight = node[keep], weight[keep] / weight.sum()

@@ -188,6 +188,7 @@ def sphere_rule(points):
 def test_many_neurons_against_spherical_harmonics():
     """E|grad_S u|^2 = sum_lm l (l + 1) u_lm^2 / 4 pi with -l (l + 1) u_lm = int Y_lm div_S(P f); all by quadrature."""
     mlp = random_mlp(9, 3, activations.GELU(), length=1.0)
+    mlp.w_in[7:] = torch.stack([-1.3 * mlp.w_in[0], 0.8 * mlp.w_in[1]])  # opposite, and parallel
     split, (x, mass) = hodge_sphere(mlp), sphere_rule(48)
     force, gradient, swirl = mlp.velocity(x), split.gradient(x), split.swirl(x)
     total = (mass * force.square().sum(-1)).sum().item()

@@ -132,13 +132,18 @@ def device_named(name: str) -> str:
     return name
 
 
-def engine_of(jobs: int, max_memory: str | None, threads: int) -> Engine:
-    """One process, or several where jobs > 1."""
+def engine_of(jobs: int, max_memory: str | None, threads: int, ray: str | None) -> Engine:
+    """One process, several where jobs > 1, or Ray."""
     from helmscope.runs.limits import parse_size
+    from helmscope.runs.on_ray import Ray
     from helmscope.runs.processes import Processes
     from helmscope.runs.serial import Serial
 
     limit = None if max_memory is None else parse_size("max_memory", max_memory)
+    if ray is not None:
+        if limit is not None:
+            raise HelmscopeError(f"max_memory is {max_memory}, but with --ray memory is for Ray to watch: leave it out")
+        return Ray(jobs, None if ray == "local" else ray, threads=threads)
     if whole_number("jobs", jobs, at_least=1) == 1:
         return Serial(max_memory=limit, threads=threads)
     return Processes(jobs, max_memory=limit, threads=threads)

@@ -14,13 +14,16 @@ from helmscope.types import HelmscopeError, real_number, whole_number
 if TYPE_CHECKING:
     import xarray as xr
 
+    from helmscope.runs.attempt import Engine
     from helmscope.runs.run import RunResult
     from helmscope.runs.unit import Unit
     from helmscope.solve.problem import Problem
+    from helmscope.store.manifest import Manifest
+    from helmscope.store.run_folder import RunFolder
     from helmscope.types import Trajectory
 
 # how the work is done, not what is computed: a run may go on with other ones
-MANNERS = ("out", "resume", "jobs", "max_memory", "as_json")
+MANNERS = ("out", "resume", "allow_mixed", "jobs", "max_memory", "ray", "as_json")
 ELSEWHERE = ("seed", "dtype", "device", "threads")  # of the manifest they have places of their own
 
 
@@ -57,50 +60,24 @@ def simulate(
     threads: Annotated[int, typer.Option(help="Threads of one unit of work.")] = 1,
     jobs: Annotated[int, typer.Option(help="Units of work at a time, each in a process of its own.")] = 1,
     max_memory: Annotated[str | None, typer.Option(help="Memory for all jobs together, such as 4GB.")] = None,
+    ray: Annotated[str | None, typer.Option(help="Run on Ray: local, or the address of a cluster.")] = None,
     out: Annotated[str | None, typer.Option(help="New run folder [default: runs/simulate-DATE-TIME].")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the interrupted run in --out.")] = False,
+    allow_mixed: Annotated[
+        bool, typer.Option("--allow-mixed", help="Resume under other versions, threads or CPU.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
     """Integrate self-attention on the sphere; write a run folder with numbers, states and a picture."""
     asked = {key: value for key, value in locals().items() if key not in MANNERS}
     from helmscope.cli.options import engine_of
-    from helmscope.cli.output import listed, manifest_of, picture, run_folder, say
-    from helmscope.observe.overview import overview
-    from helmscope.store.manifest import hash_bytes
 
-    physics = {key: asked[key] for key in _PHYSICS}
-    problem = _problem(**physics)
     for name, number in (("delta", delta), ("radius", radius)):
         real_number(name, number, at_least=0)
-    units = _units(physics, len(problem.start), chunk)
-    engine = engine_of(jobs, max_memory, threads)
-    manifest = manifest_of(
-        seed=seed,
-        dtype=dtype,
-        device=device,
-        threads=threads,
-        inputs={"start": hash_bytes(problem.start.cpu().numpy().tobytes())},
-        parameters={key: value for key, value in asked.items() if key not in ELSEWHERE},
-    )
-    run = run_folder("simulate", out, resume=resume)
-    result = _run(units, run, manifest, engine)
-    trajectory = _joined(problem, result)
-    run.write_data("trajectory", _dataset(trajectory))
-    assert trajectory.outcome is not None
-    report: dict[str, Any] = {
-        "folder": str(run.path),
-        "ok": trajectory.outcome.ok,
-        "outcome": str(trajectory.outcome),
-        "seed": seed,
-    }
-    if trajectory.outcome.ok:
-        measured = overview(trajectory, beta=beta, delta=delta, radius=radius)
-        run.write_results("overview", measured)
-        report |= listed(measured)
-        flow = f"{type(problem.field).__name__}  beta = {beta:g}"
-        noisy = f", nu = {nu:g}" if nu else ""
-        picture(report, run, measured, f"{flow}{noisy}, {n} tokens in dimension {dim}")
-    say(report, as_json)
+    problem = _problem(**{key: asked[key] for key in _PHYSICS})
+    units = _units({key: asked[key] for key in _PHYSICS}, len(problem.start), chunk)
+    engine = engine_of(jobs, max_memory, threads, ray)
+    _carry_out(asked, problem, units, engine, out=out, resume=resume, allow_mixed=allow_mixed, as_json=as_json)
 
 
 # what decides the states: the parameters of a unit of work
@@ -108,6 +85,44 @@ _PHYSICS = (
     *("field", "beta", "value", "causal", "nu", "start", "n", "dim", "kappa", "batch", "times", "stepper", "step"),
     *("tol", "merge", "seed", "dtype", "device"),
 )
+
+
+def _carry_out(
+    asked: dict[str, Any],
+    problem: Problem,
+    units: list[Unit],
+    engine: Engine,
+    *,
+    out: str | None,
+    resume: bool,
+    allow_mixed: bool,
+    as_json: bool,
+) -> None:
+    """Run the units; write and say what came of them."""
+    from helmscope.cli.output import listed, manifest_of, picture, run_folder, say
+    from helmscope.observe.overview import overview
+    from helmscope.store.manifest import hash_bytes
+
+    manifest = manifest_of(
+        **{key: asked[key] for key in ELSEWHERE},
+        inputs={"start": hash_bytes(problem.start.cpu().numpy().tobytes())},
+        parameters={key: value for key, value in asked.items() if key not in ELSEWHERE},
+    )
+    run = run_folder("simulate", out, resume=resume)
+    trajectory = _joined(problem, _run(units, run, manifest, engine, allow_mixed))
+    run.write_data("trajectory", _dataset(trajectory))
+    outcome = trajectory.outcome
+    assert outcome is not None
+    report = {"folder": str(run.path), "ok": outcome.ok, "outcome": str(outcome), "seed": asked["seed"]}
+    if outcome.ok:
+        beta, nu, n, dim = (asked[key] for key in ("beta", "nu", "n", "dim"))
+        measured = overview(trajectory, beta=beta, delta=asked["delta"], radius=asked["radius"])
+        run.write_results("overview", measured)
+        report |= listed(measured)
+        noisy = f", nu = {nu:g}" if nu else ""
+        title = f"{type(problem.field).__name__}  beta = {beta:g}{noisy}, {n} tokens in dimension {dim}"
+        picture(report, run, measured, title)
+    say(report, as_json)
 
 
 def _problem(*, stepper: str | None, step: float, tol: float | None, times: str, nu: float, **physics: Any) -> Problem:
@@ -162,14 +177,14 @@ def simulate_part(first: int, last: int, physics: dict[str, Any]) -> xr.Dataset:
     )
 
 
-def _run(units: list[Unit], folder: Any, manifest: Any, engine: Any) -> RunResult:
+def _run(units: list[Unit], folder: RunFolder, manifest: Manifest, engine: Engine, allow_mixed: bool) -> RunResult:
     from helmscope.cli.output import resume_line
     from helmscope.runs.run import run
 
     try:
-        return run(units, folder, manifest=manifest, engine=engine, progress="integrating")
+        return run(units, folder, manifest=manifest, engine=engine, progress="integrating", allow_mixed=allow_mixed)
     except KeyboardInterrupt:
-        print(f"go on with: {resume_line(manifest.command, folder.path)}", file=sys.stderr)
+        print(f"go on with: {resume_line(tuple(manifest.command), folder.path)}", file=sys.stderr)
         raise
 
 

@@ -81,7 +81,7 @@ def run(
     units: Iterable[Unit],
     folder: RunFolder,
     *,
-    manifest: Manifest,
+    manifest: Manifest | None = None,
     engine: Engine | None = None,
     progress: str | None = None,
     fail_fast: bool = False,
@@ -95,21 +95,24 @@ def run(
     recorded at the first call; other units are refused, and other circumstances unless ``allow_mixed``. The folder is
     locked meanwhile.
 
-    ``engine`` is ``Serial()`` where None, or ``Processes(jobs)`` or ``Ray(jobs)``; results do not depend on it.
+    ``manifest`` says what the run is; where None, it is the command line of this process. ``engine`` is ``Serial()``
+    where None, or ``Processes(jobs)`` or ``Ray(jobs)``; results do not depend on it.
     ``progress`` is the heading under which it is shown on standard error. Where units raise, the others go on and
     ``UnitsFailed`` is raised at the end, or at once with ``fail_fast``; tracebacks go to the log, and the next call
     tries those units again. Ctrl-C and SIGTERM stop the workers and end in a KeyboardInterrupt that says how to go on.
 
     >>> import statistics, tempfile
     >>> units = [Unit(f"mean-{n}", statistics.fmean, {"data": list(range(n))}) for n in (2, 4)]
-    >>> details = dict(seed=0, dtype="float64", device="cpu", threads=1, command=[], inputs={}, parameters={})
     >>> with tempfile.TemporaryDirectory() as root:
-    ...     result = run(units, RunFolder.new(root, "means"), manifest=Manifest.collect(**details))
-    ...     dict(result)
+    ...     dict(run(units, RunFolder.new(root, "means")))
     {'mean-2': 0.5, 'mean-4': 1.5}
     """
     engine = Serial() if engine is None else engine
-    _check_kinds(folder, manifest, engine)
+    _check_engine(engine)
+    manifest = _manifest_of_process(engine.threads) if manifest is None else manifest
+    for name, value, kind in (("folder", folder, RunFolder), ("manifest", manifest, Manifest)):
+        if not isinstance(value, kind):
+            raise HelmscopeError(f"{name} is a {type(value).__name__}, but it must be a {kind.__name__}")
     asked = _checked(units)
     results, failed = folder.path / "units", dict[str, str]()
     with _terminable(), folder.lock():
@@ -138,12 +141,15 @@ def run(
     return result
 
 
-def _check_kinds(folder: object, manifest: object, engine: object) -> None:
-    for name, value, kind in (("folder", folder, RunFolder), ("manifest", manifest, Manifest)):
-        if not isinstance(value, kind):
-            raise HelmscopeError(f"{name} is a {type(value).__name__}, but it must be a {kind.__name__}")
+def _check_engine(engine: object) -> None:
     if isinstance(engine, type) or not hasattr(engine, "attempts"):
         raise HelmscopeError(f"engine is {engine!r}, but it must be Serial(), Processes(jobs) or Ray(jobs)")
+
+
+def _manifest_of_process(threads: int) -> Manifest:
+    """For callers who keep no manifest; seeds and dtypes are then among the parameters of the units."""
+    details: dict[str, Any] = {"seed": 0, "dtype": "float64", "device": "cpu", "inputs": {}, "parameters": {}}
+    return Manifest.collect(command=sys.argv, threads=threads, **details)
 
 
 def _checked(units: Iterable[Unit]) -> Sequence[Unit]:

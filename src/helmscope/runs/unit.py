@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property, reduce
@@ -26,10 +26,8 @@ class Unit:
     time, a global seed or other units; the parameters stay as they are. The name is that of a file, and stands once in
     a run.
 
-    The function is one that another process can import by its name (no lambda, no function inside a function), a
-    callable dataclass, or a ``functools.partial`` of these. Parameters are None, bool, int, float, str, bytes, paths,
-    enums, importable functions, NumPy arrays, torch tensors, and lists, tuples, dicts and dataclasses of such. Anything
-    else is refused by its name, because ``key`` could not tell one from another.
+    Function and parameters are anything that can be pickled, to reach another process: no lambda, no function inside a
+    function. A generator of random numbers is refused too, because units would share its state: pass a seed.
 
     >>> import statistics
     >>> unit = Unit("mean", statistics.fmean, {"data": [1, 2, 4.5]})
@@ -71,7 +69,7 @@ def fingerprint(name: str, value: object) -> object:
     ({'float': '0x1.0000000000000p+2'}, 4, [1, 2])
     """
     if isinstance(value, Enum):
-        return {"enum": [_address(name, type(value)), value.name]}
+        return {"enum": [_address(type(value)) or _reduced(name, type(value)), value.name]}
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):
@@ -84,14 +82,17 @@ def fingerprint(name: str, value: object) -> object:
         return [fingerprint(f"item {i} of {name}", item) for i, item in enumerate(value)]
     if isinstance(value, Mapping):
         return {"dict": _named(name, {text(f"a key of {name}", key): item for key, item in value.items()})}
+    if isinstance(value, set | frozenset):
+        return {"set": sorted(encode(fingerprint(f"an item of {name}", item), name).decode() for item in value)}
     if isinstance(value, functools.partial):
         return {"partial": fingerprint(name, [value.func, value.args, value.keywords])}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {entry.name: getattr(value, entry.name) for entry in dataclasses.fields(value)}
-        return {"class": _address(name, type(value)), "fields": _named(name, fields)}
+        return {"class": _address(type(value)) or _reduced(name, type(value)), "fields": _named(name, fields)}
     if hasattr(value, "dtype") and hasattr(value, "shape"):
         return {"array": [str(value.dtype), list(value.shape), hash_bytes(_numbers(name, value))]}
-    return {"name": _address(name, value)}
+    address = _address(value)
+    return {"object": _reduced(name, value)} if address is None else {"name": address}
 
 
 def _named(name: str, values: Mapping[str, object]) -> dict[str, object]:
@@ -111,17 +112,27 @@ def _numbers(name: str, value: Any) -> bytes:
     raise HelmscopeError(f"{name} is a {type(value).__name__} of {value.dtype}, but it must hold plain numbers densely")
 
 
-def _address(name: str, thing: Any) -> str:
-    """module.qualname of a function or class that is found under it."""
+def _address(thing: Any) -> str | None:
+    """module.qualname of a function or class that is found under it; None for anything else."""
     module, path = getattr(thing, "__module__", None), getattr(thing, "__qualname__", None)
-    if isinstance(module, str) and isinstance(path, str):
-        found = reduce(lambda inner, part: getattr(inner, part, None), path.split("."), sys.modules.get(module))
-        if found is thing:
-            return f"{module}.{path}"
+    if not isinstance(module, str) or not isinstance(path, str):
+        return None
+    found = reduce(lambda inner, part: getattr(inner, part, None), path.split("."), sys.modules.get(module))
+    return f"{module}.{path}" if found is thing else None
+
+
+def _reduced(name: str, thing: Any) -> object:
+    """What ``thing`` is taken apart into on its way to another process: class, arguments, state."""
+    if type(thing).__name__ in ("Generator", "RandomState", "Random"):
+        raise HelmscopeError(f"{name} is a random {type(thing).__name__}, whose state units would share: pass a seed")
+    try:
+        parts = thing.__reduce_ex__(5)
+    except Exception:  # whatever a class's own code raises
+        parts = ""
+    if isinstance(parts, str) or thing is parts[0]:
+        shown = getattr(thing, "__qualname__", type(thing).__name__)
         raise HelmscopeError(
-            f"{name} is {module}.{path}, but it must be something that another process can import by that name"
+            f"{name} is {shown}, but it must be something that can be pickled, to reach another process: no lambda, no "
+            "function inside a function"
         )
-    raise HelmscopeError(
-        f"{name} is a {type(thing).__name__}, but it must be made of plain values, arrays, dataclasses and functions "
-        "that can be imported"
-    )
+    return [fingerprint(name, list(part) if isinstance(part, Iterator) else part) for part in parts]
