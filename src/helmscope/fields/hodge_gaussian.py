@@ -205,7 +205,12 @@ def _numbers(z: Float[Tensor, "*batch hidden"]) -> Int[Tensor, "*batch hidden"]:
 
 @dataclass(frozen=True, eq=False)
 class LinearHodge:
-    """M = S + (M - S): the gradient part S x of a linear force, its swirl and the share of that (``hodge_linear``)."""
+    """M = S + (M - S): the gradient part S x of a linear force, its swirl and the share of that; by ``hodge_linear``.
+
+    >>> hodge_linear(torch.tensor([[1.0, 2.0], [0.0, 1.0]]), torch.eye(2)).swirl
+    tensor([[ 0.,  1.],
+            [-1.,  0.]])
+    """
 
     symmetric: Float[Tensor, "d d"]
     swirl: Float[Tensor, "d d"]

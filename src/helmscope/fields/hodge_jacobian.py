@@ -17,7 +17,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class JacobianSplit:
-    """Df = S + A at each point; made by ``jacobian_split``."""
+    """Df = S + A at each point; made by ``jacobian_split``.
+
+    >>> JacobianSplit(torch.eye(2), torch.zeros(2, 2)).swirl_index
+    tensor(0.)
+    """
 
     symmetric: Float[Tensor, "*batch d d"]
     antisymmetric: Float[Tensor, "*batch d d"]
@@ -63,6 +67,7 @@ def jacobian_split(
             "but a force gives a vector at each point"
         )
     axes = torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)
-    (rows,) = torch.func.vmap(lambda axis: pull(axis.expand_as(value)))(axes)
+    at_once = max(1, 2**22 // max(1, x.numel()))  # a force has several times more numbers inside than x
+    (rows,) = torch.func.vmap(lambda axis: pull(axis.expand_as(value)), chunk_size=at_once)(axes)
     jacobian = rows.movedim(0, -2)
     return JacobianSplit((jacobian + jacobian.mT) / 2, (jacobian - jacobian.mT) / 2)

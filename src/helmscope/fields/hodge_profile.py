@@ -41,7 +41,11 @@ RESOLVED = 1e-9  # the last terms of a series, relative to its profile, up to wh
 
 
 def check_ungated(mlp: object) -> MLP:
-    """``mlp`` if it is an MLP; a gated one is refused."""
+    """``mlp`` if it is an MLP; a gated one is refused.
+
+    >>> check_ungated(MLP(w_in=torch.eye(2), w_out=torch.eye(2))).dim
+    2
+    """
     if not isinstance(mlp, MLP):
         raise HelmscopeError(
             f"mlp is a {type(mlp).__name__}, but it must be an MLP: a gated neuron is quadratic across its gate, "
@@ -93,7 +97,11 @@ class Law:
 
 @dataclass(frozen=True, eq=False)
 class Neurons:
-    """The neurons of an MLP, in float64 and without gradients. One with v = 0 is part of ``constant`` and has w = 0."""
+    """The neurons of an MLP, in float64 and without gradients. One with v = 0 is part of ``constant`` and has w = 0.
+
+    >>> Neurons.of(MLP(w_in=torch.tensor([[0.0, 3.0]]), w_out=torch.tensor([[4.0], [5.0]])), radius=1.0).across
+    tensor([[4., 0.]], dtype=torch.float64)
+    """
 
     activation: Activation
     direction: Float[Tensor, "hidden d"]  # e
@@ -129,8 +137,8 @@ class Neurons:
 
     def to(self, like: Tensor) -> Neurons:
         """The same where ``like`` is, in its dtype."""
-        tensors = {f.name: getattr(self, f.name).to(like) for f in fields(self) if f.name != "activation"}
-        return replace(self, **tensors)
+        moved = {f.name: getattr(self, f.name).to(like) for f in fields(self) if f.name != "activation"}
+        return replace(self, **moved)
 
     def coefficients(self, law: Law, edges: Float[Tensor, "hidden e"], degree: int) -> Iterator[tuple[Tensor, Tensor]]:
         """c_n of phi = sum_n c_n p_n, n = 0..degree, by quadrature between the edges; each with what is left after it,
@@ -151,6 +159,12 @@ class Neurons:
 class Profiles:
     """h and h' of each neuron as Chebyshev series on panels, for z >= 0 and then for z <= 0: there they are those of
     phi(-z), mirrored. NaN beyond ``law.reach``.
+
+    >>> from helmscope.fields.activations import Identity
+    >>> linear = MLP(w_in=torch.eye(1, 2), w_out=torch.eye(2, 1), activation=Identity())
+    >>> profiles = Profiles.solve(Law(0.0), Neurons.of(linear, radius=1.0))
+    >>> profiles(torch.tensor([3.0], dtype=torch.float64), torch.tensor([0]))  # h = z/2
+    (tensor([1.5000], dtype=torch.float64), tensor([0.5000], dtype=torch.float64))
     """
 
     law: Law
@@ -169,7 +183,7 @@ class Profiles:
         k = law.curvature
         length, offset = torch.cat([neurons.length, -neurons.length]), neurons.offset.repeat(2)
         edges = _edges(law, length, offset)
-        node, powers, slopes, integral = _chebyshev()
+        node, powers, _, integral = _chebyshev()
         half, middle = (edges[:, 1:] - edges[:, :-1]) / 2, (edges[:, 1:] + edges[:, :-1]) / 2
         z = middle[..., None] + half[..., None] * node
         argument = length[:, None, None] * z + offset[:, None, None]
@@ -177,13 +191,13 @@ class Profiles:
         rise = half[..., None] * (phi @ integral.mT)  # int phi from the left edge to the nodes and to the right edge
         start = rise[..., -1].cumsum(-1) - rise[..., -1]
         flux = k * z * phi + (1 - 2 * k) * (start[..., None] + rise[..., :-1])
-        change, drag = (1 - k * z * z)[..., None] * slopes, (half[..., None] * z)[..., None] * powers
-        parts = _march(change - (1 - k) * drag, half[..., None, None] * torch.stack([flux, torch.ones_like(z)], -1))
+        p, drag = 1 - k * z * z, half[..., None] * z
+        parts = _march(p, (1 - k) * drag, half[..., None, None] * torch.stack([flux, torch.ones_like(z)], -1))
         right, left = _left_end(parts[:, 0]).chunk(2)
         mean = (right[:, 0] - left[:, 0]) / (2 * right[:, 1])
         value = parts[..., 0] - torch.cat([mean, -mean])[:, None, None] * parts[..., 1]
         source = k * z * phi_slope + (1 - k) * (phi - value @ powers.mT)
-        slope = _march(change - (1 + k) * drag, (half[..., None] * source)[..., None])[..., 0]
+        slope = _march(p, (1 + k) * drag, (half[..., None] * source)[..., None])[..., 0]
         both = torch.stack([value, slope])
         _check_resolved(both, edges, neurons)
         return Profiles(law, edges, both.flatten(1, 2).permute(2, 0, 1).contiguous())
@@ -240,15 +254,16 @@ def _chebyshev() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return tuple(torch.from_numpy(part) for part in parts)  # type: ignore[return-value]
 
 
-def _march(matrix: Tensor, source: Tensor) -> Float[Tensor, "lines panels terms sources"]:
-    """Series with matrix @ series = -source at the nodes, continuous, from the outermost panel inwards. There the last
+def _march(p: Tensor, drag: Tensor, source: Tensor) -> Float[Tensor, "lines panels terms sources"]:
+    """Series y with p y' - drag y = -source at the nodes, continuous, from the outermost panel inwards. There the last
     term is 0 instead: p vanishes at the end, or is small beside z, and only one solution does not explode.
     """
-    edge = torch.zeros_like(matrix[:, 0, :1])
-    edge[..., -1] = 1
+    _, powers, slopes, _ = _chebyshev()
+    edge = torch.eye(NODES + 1, dtype=p.dtype)[-1].expand(len(p), 1, -1)
     given, found = torch.zeros_like(source[:, 0, :1]), []
-    for rows, values in zip(matrix.flip(1).unbind(1), source.flip(1).unbind(1), strict=True):
-        found.append(torch.linalg.solve(torch.cat([rows, edge], 1), torch.cat([-values, given], 1)))
+    for i in reversed(range(p.shape[1])):
+        rows = p[:, i, :, None] * slopes - drag[:, i, :, None] * powers
+        found.append(torch.linalg.solve(torch.cat([rows, edge], 1), torch.cat([-source[:, i], given], 1)))
         edge, given = torch.ones_like(edge), _left_end(found[-1]).unsqueeze(1)
     return torch.stack(found[::-1], 1)
 

@@ -18,6 +18,7 @@ import xarray as xr
 
 from helmscope.fields.block import Block
 from helmscope.fields.helmholtz import helmholtz
+from helmscope.fields.hodge_jacobian import jacobian_split
 from helmscope.fields.mlp import MLP, GatedMLP
 from helmscope.fields.placement import Half
 from helmscope.geometry.sphere import check_tokens, project
@@ -93,21 +94,12 @@ def _derived(mlp: MLP | GatedMLP, x: Tensor) -> dict[str, Float[Tensor, "batch n
     """Quantities of each token that need Df, one system at a time: Df has n d^2 entries."""
     index, divergence = [], []
     for cloud in x:
-        df = _derivative(mlp, cloud)
-        skew = (df - df.mT) / 2
-        size = (df * df).sum((-1, -2))
-        index.append((skew * skew).sum((-1, -2)) / torch.where(size > 0, size, 1.0))
-        radial = (cloud * (df @ cloud.unsqueeze(-1)).squeeze(-1)).sum(-1)
+        split = jacobian_split(mlp.ambient, cloud)
+        index.append(split.swirl_index.nan_to_num(0.0))
+        radial = (cloud * (split.symmetric @ cloud.unsqueeze(-1)).squeeze(-1)).sum(-1)
         inward = (cloud.shape[-1] - 1) * (cloud * mlp.ambient(cloud)).sum(-1)
-        divergence.append(df.diagonal(dim1=-2, dim2=-1).sum(-1) - radial - inward)
+        divergence.append(split.symmetric.diagonal(dim1=-2, dim2=-1).sum(-1) - radial - inward)
     return {"swirl_index": torch.stack(index), "surface_divergence": torch.stack(divergence)}
-
-
-def _derivative(mlp: MLP | GatedMLP, x: Float[Tensor, "n d"]) -> Float[Tensor, "n d d"]:
-    """Df, column by column."""
-    axes = torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)
-    columns = [torch.func.jvp(mlp.ambient, (x,), (axis.expand_as(x).contiguous(),))[1] for axis in axes]
-    return torch.stack(columns, -1)
 
 
 def _attention_speed(system: System, step: int, x: Tensor) -> dict[str, Float[Tensor, "batch n"]]:
