@@ -92,6 +92,7 @@ if TYPE_CHECKING:
     from helmscope.observe.kernel import future_mass as future_mass
     from helmscope.observe.kernel import kernel_statistics as kernel_statistics
     from helmscope.observe.kernel import largest_weight as largest_weight
+    from helmscope.observe.kernel import normalized_rows as normalized_rows
     from helmscope.observe.kernel import received_mass as received_mass
     from helmscope.observe.kernel import row_entropy as row_entropy
     from helmscope.observe.kernel import row_mass as row_mass
@@ -197,7 +198,7 @@ _HOME = {
     "helmscope.observe.jacobian": "JacobianSpectrum jacobian_spectrum",
     "helmscope.observe.kernel": (
         "bistochastic_defect effective_keys first_token_mass future_mass kernel_statistics largest_weight "
-        "received_mass row_entropy row_mass symmetry_defect"
+        "normalized_rows received_mass row_entropy row_mass symmetry_defect"
     ),
     "helmscope.observe.order": "order_parameter",
     "helmscope.observe.overview": "overview",

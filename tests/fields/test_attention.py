@@ -322,3 +322,12 @@ def test_a_system_does_not_depend_on_its_batch_to_the_bit(kind, names, dtype):
             bare = field(x[b], **{name: part[b] for name, part in given.items()})
             size = torch.finfo(dtype).eps * max(1.0, float(together[b].abs().max()))
             assert (together[b] - bare).abs().max() < 20 * size, (n, d)
+
+
+def test_a_bare_cloud_has_the_bits_of_a_batch_of_one():
+    field, x = SA(beta=3.0, query_key=normal(7, 7), value=normal(7, 7, seed=1)), tokens(40, 9, 7, seed=2)
+    weights = normal(40, 9, seed=3).abs() + 0.1
+    together, weighted = field(x), field(x, weights=weights)
+    for k in range(40):
+        assert torch.equal(field(x[k]), together[k])
+        assert torch.equal(field(x[k], weights=weights[k]), weighted[k])

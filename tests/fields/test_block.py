@@ -11,7 +11,7 @@ from scipy.integrate import solve_ivp
 
 import oracles
 from attention_cases import normal, tokens
-from helmscope.fields.activations import GELU, ReLU, SiLU
+from helmscope.fields.activations import GELU, Identity, ReLU, SiLU
 from helmscope.fields.attention import SA, USA
 from helmscope.fields.block import Block
 from helmscope.fields.mlp import MLP, GatedMLP
@@ -24,7 +24,7 @@ from helmscope.solve.geodesic_euler import GeodesicEuler
 from helmscope.solve.integrate import integrate
 from helmscope.solve.layer import Layer
 from helmscope.solve.rk4 import RK4
-from helmscope.types import HelmscopeError
+from helmscope.types import HelmscopeError, Status
 
 F64 = torch.float64
 N, D, HIDDEN = 5, 4, 7
@@ -274,6 +274,34 @@ def test_a_stream_resumes_with_its_radius_and_knows_its_kernel():
     assert (run.kernel(0) - SA(beta=2.0).kernel(seen)).abs().max() < 1e-14
 
 
+def test_what_the_norm_before_attention_does_not_see_is_kept():
+    """LayerNorm removes the mean, which an RMSNorm before the MLP reads."""
+    norms = {"attention_norm": LayerNorm(), "mlp_norm": RMSNorm()}
+    block = Block(SA(beta=1.5), gated(), placement=PreNorm(**norms))
+    y0 = normal(2, N, D, seed=3) + 2
+    run = integrate(block, y0, [0.0, 0.5, 1.0])
+    again = run.resume(1, run.trajectory.states[1])
+    assert torch.equal(again.stream(0), run.stream(1))
+    assert (again.stream(-1) - run.stream(-1)).abs().max() < 1e-7
+    turned = run.trajectory.states[1].flip(-2)
+    other = run.resume(1, turned)
+    assert (other.states[0] - turned).abs().max() < 1e-14
+    assert (other.trajectory.radius[0] - run.trajectory.radius[1]).abs().max() < 1e-14
+    assert (other.stream(0).mean(-1) - run.stream(1).mean(-1)).abs().max() < 1e-14
+
+
+def test_a_stream_that_falls_to_zero_stops_there_and_says_so():
+    """y' = -y/|y| ends at t = |y_0|, where no direction is left."""
+    inward = MLP(w_in=torch.eye(D, dtype=F64), w_out=-torch.eye(D, dtype=F64), activation=Identity())
+    nothing = SA(beta=0.0, value=torch.zeros(D, D, dtype=F64))
+    y0 = torch.stack([2 * tokens(N, D), 0.5 * tokens(N, D)])
+    run = integrate(Block(nothing, inward, placement=PreNorm()), y0, [0.25, 1.0])
+    assert run.outcome.statuses == (Status.FINISHED, Status.NO_RADIUS)
+    assert "radius of a residual stream fell to 0 at t=0.5" in str(run.outcome)
+    assert (run.trajectory.radius[1, 0] - 1).abs().max() < 1e-8
+    assert run.trajectory.radius[1, 1].isnan().all()
+
+
 def test_events_see_directions():
     """Two tokens of different radius that attend: the hitting time is that of their directions."""
     block = Block(
@@ -344,7 +372,8 @@ def test_an_mlp_alone_is_a_field():
 @pytest.mark.parametrize(
     ("make", "sentence"),
     [
-        (lambda: Block(SA, relu_mlp()), "attention is .*but it must be a field such as"),
+        (lambda: Block(SA, relu_mlp()), "attention is SA, but it must be a field that attends"),
+        (lambda: Block(relu_mlp(), relu_mlp()), "attention is MLP, but it must be a field that attends"),
         (lambda: Block(SA(beta=1.0), torch.nn.Linear(2, 2)), "mlp is .*but it must be an MLP or a GatedMLP"),
         (lambda: Block(SA(beta=1.0), relu_mlp(), placement=PostNorm), "placement is .*such as PreNorm"),
         (lambda: Block(SA(beta=1.0), relu_mlp(), parallel=1), "parallel is 1, but it must be True or False"),

@@ -324,10 +324,10 @@ def test_refusals():
     gated = GatedMLP(w_gate=torch.eye(3), w_up=torch.eye(3), w_out=torch.eye(3))
     with pytest.raises(HelmscopeError, match="mlp is a GatedMLP, but it must be an MLP: a gated neuron is quadratic"):
         hodge_gaussian(gated)
-    with pytest.raises(HelmscopeError, match="mlp is a list"):
-        hodge_gaussian([1.0])
+    with pytest.raises(HelmscopeError, match=r"^mlp is a NoneType, but it must be an MLP$"):
+        hodge_gaussian(None)
     with pytest.raises(
-        HelmscopeError, match="smooth apart from a corner at 0 and not oscillate: the profile of neuron 0"
+        HelmscopeError, match=r"^activation is Sine, .* smooth apart from a corner at 0 and not oscillate: the profile"
     ):
         hodge_gaussian(one_neuron(Sine()))
     with pytest.raises(HelmscopeError, match="smooth apart from a corner"):
@@ -384,7 +384,8 @@ def test_linear_force_under_any_normal_law():
         (torch.zeros(2, 2), torch.eye(3), "covariance has shape \\(3, 3\\)"),
         (torch.zeros(2, 2), torch.zeros(2, 2), "covariance has smallest eigenvalue 0"),
         (torch.zeros(2, 2), torch.diag(torch.tensor([1.0, -1.0])), "covariance has smallest eigenvalue -1"),
-        (torch.zeros(2, 2), torch.tensor([[1.0, 0.5], [0.0, 1.0]]), "must be symmetric"),
+        (torch.zeros(2, 2), torch.tensor([[1.0, 0.5], [0.0, 1.0]]), "asymmetric, by 0.5 at \\(0, 1\\)"),
+        (torch.zeros(2, 2), -torch.eye(2), "covariance has smallest eigenvalue -1"),
         (torch.zeros(2, 2), torch.full((2, 2), torch.nan), "finite"),
     ],
 )

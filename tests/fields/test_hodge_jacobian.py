@@ -10,6 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helmscope.fields.activations import GELU, ReLU, Tanh
+from helmscope.fields.attention import SA
+from helmscope.fields.block import Block
 from helmscope.fields.hodge_jacobian import jacobian_split
 from helmscope.fields.mlp import MLP, GatedMLP
 from helmscope.types import HelmscopeError
@@ -126,8 +128,16 @@ def test_the_index_can_be_differentiated():
         (lambda x: x, torch.zeros(2, 2, dtype=torch.long), "x is torch.int64"),
         (lambda x: x, torch.tensor(1.0), "shape \\(\\)"),
         (lambda x: x.sum(-1), torch.zeros(3, 2), "force gives shape \\(3,\\)"),
+        (lambda x: 3.0, torch.zeros(3, 2), "force gives a float at points"),
+        (3.0, torch.zeros(3, 2), "force is a float, but it must be a callable"),
+        (torch.eye(2), torch.zeros(3, 2), "force is a Tensor, but it must be a callable"),
+        (MLP, torch.zeros(3, 2), r"force is a \w+, but it must be a callable"),
+        (SA(1.0), torch.eye(2), "force is a SA, which mixes points, but it must act on each point by itself"),
+        (SA(1.0).velocity, torch.eye(2), "force is a SA, which mixes points"),
+        (Block(SA(1.0), random_mlp(3, 2)), torch.eye(2), "force is a Block, which mixes points"),
     ],
 )
 def test_bad_input_is_refused(force, x, words):
-    with pytest.raises(HelmscopeError, match=words):
+    with pytest.raises(HelmscopeError, match=words) as caught:
         jacobian_split(force, x)
+    assert "\n" not in str(caught.value)

@@ -241,7 +241,7 @@ def test_constants_are_gradients():
         w_in=torch.zeros(1, 3, dtype=F64), w_out=b[:, None], b_in=torch.tensor([3.0]), activation=activations.ReLU()
     )
     split, x = hodge_sphere(dead), unit_points(6, 3)
-    assert (split.gradient(x) - project(x, 3 * b)).abs().max() < 1e-15
+    assert (split.gradient(x) - project(retract(x), 3 * b)).abs().max() < 1e-15
     assert split.swirl(x).abs().max() == 0
     assert split.share() == 0
     # one linear neuron x_1 e_2 and a constant: E|P f|^2 = 4/15 + 2/3 |b|^2, E[P f_1] = 0, E|R|^2 = 1/6
@@ -283,6 +283,18 @@ def test_poles_shapes_dtypes_and_batches():
     assert (project(x[0], by_func) - split.gradient(x[0])).abs().max() < 1e-12
 
 
+@pytest.mark.parametrize("dim", [2, 5])
+def test_parts_are_those_of_the_direction(dim):
+    """Measured: equal to the bit at twice the length, within 6e-15 at the others."""
+    split, x = hodge_sphere(random_mlp(6, dim, activations.GELU())), unit_points(20, dim)
+    for method in (split.potential, split.gradient, split.swirl, split.harmonic):
+        for length in (2.0, 0.3, 1e-200, 1e200):
+            assert (method(length * x) - method(x)).abs().max() < 1e-14
+    off = 3 * x
+    assert ((split.gradient(off) + split.swirl(off) + split.harmonic(off)) - split.mlp.velocity(x)).abs().max() < 2e-14
+    assert split.gradient(torch.zeros(dim, dtype=F64)).isnan().all()
+
+
 def test_refusals():
     class HardTanh(Activation):
         def __call__(self, z):
@@ -295,6 +307,8 @@ def test_refusals():
     gated = GatedMLP(w_gate=torch.eye(3), w_up=torch.eye(3), w_out=torch.eye(3))
     with pytest.raises(HelmscopeError, match="mlp is a GatedMLP, but it must be an MLP"):
         hodge_sphere(gated)
+    with pytest.raises(HelmscopeError, match=r"^mlp is a int, but it must be an MLP$"):
+        hodge_sphere(3)
     with pytest.raises(HelmscopeError, match="dimension d=1, but a sphere needs d >= 2"):
         hodge_sphere(MLP(w_in=torch.ones(2, 1), w_out=torch.ones(1, 2)))
     for activation in (HardTanh(), Step()):
@@ -302,5 +316,8 @@ def test_refusals():
             hodge_sphere(one_neuron(activation, 3, 2.0, 0.3))
     with pytest.raises(HelmscopeError, match="0 to rounding"):
         hodge_sphere(one_neuron(activations.ReLU(), 3, 1.0, -2.0)).share()
+    for method in ("potential", "gradient", "swirl", "harmonic"):
+        with pytest.raises(HelmscopeError, match="x is a list"):
+            getattr(hodge_sphere(one_neuron(activations.ReLU(), 3)), method)([1.0, 0.0, 0.0])
     with pytest.raises(HelmscopeError, match="tolerance is -1"):
         hodge_sphere(one_neuron(activations.ReLU(), 3)).share(tolerance=-1.0)

@@ -243,6 +243,13 @@ def test_bad_activation(gated, activation):
     assert all(word in message for word in (f"activation is {shown}", *names)), message
 
 
+def test_an_object_as_activation_is_named_by_its_class():
+    class Wave:
+        pass
+
+    assert "activation is a Wave, but" in refusal(lambda: MLP(**tensors(4, 3, False), activation=Wave()))
+
+
 @pytest.mark.parametrize(
     ("x", "words"),
     [

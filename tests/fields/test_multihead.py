@@ -86,7 +86,7 @@ def test_ranks_of_heads_stay_thin(monkeypatch):
     original = module.attention_sum
     monkeypatch.setattr(module, "attention_sum", lambda p, v, **o: seen.append(v.shape) or original(p, v, **o))
     MultiHead([SA(1.0, value=thin(50, r)) for r in (1, 4, 2)])(tokens(6, 50))
-    assert seen == [(3, 6, 4)]
+    assert seen == [(1, 3, 6, 4)]
 
 
 # ---- real weights

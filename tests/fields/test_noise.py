@@ -319,28 +319,29 @@ def test_float32_stays_float32(make) -> None:
         ),
         (
             lambda: MatrixNoise(torch.tensor([[1.0, 0.25], [0.5, 1.0]])),
-            "matrix differs from its transpose by 0.25 at (0, 1), but M must be symmetric",
+            "m differs from its transpose by 0.25 at (0, 1), but it must be symmetric",
         ),
         (
             lambda: MatrixNoise(torch.tensor([[1.0, 2.0], [2.0, 1.0]])),
-            "matrix has the eigenvalue -1, but M must be positive semi-definite",
+            "m has the eigenvalue -1, but it must be positive semi-definite: beside the greatest one, 3, only -1.1e-05 "
+            "and above passes for rounding in torch.float32",
         ),
         (
             lambda: MatrixNoise(torch.ones(2, 3)),
-            "matrix is a tensor of shape (2, 3), but it must be a square matrix as a torch tensor",
+            "m is a tensor of shape (2, 3), but it must be a square matrix as a torch tensor",
         ),
-        (lambda: MatrixNoise(0.5), "matrix is a float, but it must be a square matrix as a torch tensor"),
+        (lambda: MatrixNoise(0.5), "m is a float, but it must be a square matrix as a torch tensor"),
         (
             lambda: MatrixNoise(torch.eye(2, dtype=torch.int64)),
-            "matrix has dtype torch.int64, but it must hold floating-point numbers",
+            "m has dtype torch.int64, but it must hold floating-point numbers",
         ),
         (
             lambda: MatrixNoise(torch.tensor([[1.0, torch.inf], [torch.inf, 1.0]])),
-            "matrix holds the entry inf, but every entry must be finite",
+            "m holds the entry inf, but every entry must be finite",
         ),
         (
             lambda: MatrixNoise(torch.eye(2)).check_size(torch.eye(3)),
-            "matrix has shape (2, 2), but tokens of shape (3, 3) need (3, 3)",
+            "m has shape (2, 2), but tokens of shape (3, 3) need (3, 3)",
         ),
         (
             lambda: StateNoise(3.0),
@@ -380,3 +381,18 @@ def test_rounding_is_no_asymmetry() -> None:
     assert MatrixNoise(flat).m.dtype == F64
     assert MatrixNoise(torch.eye(2, requires_grad=True)).m.requires_grad is False
     assert IsotropicNoise(0.5) == IsotropicNoise(0.5) != IsotropicNoise(0.5, common=True)
+
+
+def test_how_far_below_zero_an_eigenvalue_may_be() -> None:
+    """Rounding leaves -4e-16 of the greatest eigenvalue in float64; 3e-14 passes for it, and 3e-8, float32's, does not.
+    bfloat16 leaves -9e-4, and 1/64 passes.
+    """
+    a = torch.randn(8, 3, dtype=F64, generator=torch.Generator().manual_seed(0))
+    assert MatrixNoise(a @ a.T).m.dtype == F64
+    coarse = (a.float() @ a.float().T).double()
+    with pytest.raises(HelmscopeError, match=r"^m has the eigenvalue -\S+e-0\d, .*e-13 and above .* torch.float64$"):
+        MatrixNoise(coarse)
+    MatrixNoise(coarse.float())
+    MatrixNoise(coarse.bfloat16())
+    with pytest.raises(HelmscopeError, match=r"m has the eigenvalue -0.5, .* only -0.016 and above"):
+        MatrixNoise(torch.diag(torch.tensor([-0.5, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0])).bfloat16())

@@ -9,7 +9,9 @@ from attention_cases import measure, normal, tokens
 from helmscope.fields.activations import SiLU
 from helmscope.fields.attention import SA
 from helmscope.fields.block import Block
+from helmscope.fields.hardmax import Hardmax
 from helmscope.fields.mlp import MLP
+from helmscope.fields.multihead import MultiHead, MultiHeadAsPrinted
 from helmscope.fields.noise import IsotropicNoise, Ito, MatrixNoise, StateNoise, Stratonovich
 from helmscope.fields.placement import PreNorm
 from helmscope.solve.dormand_prince import DormandPrince
@@ -82,6 +84,20 @@ def test_resume_draws_new_noise_that_the_seed_fixes():
     assert (drawn[0] - drawn[2]).abs().max() > 0.01
 
 
+@pytest.mark.parametrize("matrix", [-torch.eye(3, dtype=F64), normal(3, 3, seed=8)])
+def test_a_field_that_jumps_is_carried_by_fixed_steps(matrix):
+    """The farthest attracts, or some other: tokens slide along jumps, where SA of large beta goes too, to O(h)."""
+    hard = Hardmax(query_key=matrix)
+    for field in (hard, MultiHead([hard, hard]), Block(hard, MLP_3), MultiHeadAsPrinted([hard], [MLP_3])):
+        assert pose(field, X, [1.0]).stepper == Heun(0.01)
+    assert isinstance(pose(SA(beta=1.0), X, [1.0]).stepper, DormandPrince)
+    assert isinstance(pose(hard, X, [1.0], stepper=DormandPrince()).stepper, DormandPrince)
+    run = integrate(hard, X, [1.0])
+    assert run.outcome.ok
+    near = integrate(SA(beta=2000.0, query_key=matrix), X, [1.0], stepper=Heun(0.001)).states
+    assert (run.states - near).abs().max() < 0.05
+
+
 def test_noise_of_no_strength_is_no_noise():
     still = integrate(SA(beta=3.0), X, [1.0], noise=IsotropicNoise(0.0), stepper=StochasticHeun(0.05)).states
     assert (still - integrate(SA(beta=3.0), X, [1.0], stepper=Heun(0.05)).states).abs().max() < 1e-15
@@ -113,6 +129,12 @@ PRE = Block(SA(beta=1.0), MLP_3, placement=PreNorm())
         (SA(beta=1.0), {"noise": NOISE, "stepper": EulerMaruyama(0.1), "merge": 0.1}, "merge is 0.1, but tokens"),
         (SA(beta=1.0), {"noise": NOISE, "stepper": EulerMaruyama(0.1), "seed": -1}, "seed is -1"),
         (SA(beta=1.0), {"noise": NOISE, "stepper": EulerMaruyama(0.1), "seed": 0.5}, "seed is 0.5"),
+        (
+            SA(beta=1.0),
+            {"noise": NOISE, "stepper": EulerMaruyama(1e-300)},
+            "h is 1e-300, but to reach t=1 takes 1e.300",
+        ),
+        (SA(beta=1.0), {"stepper": Heun(1e-12)}, "h is 1e-12, but to reach t=1 takes 1e.12 steps"),
         (SA(beta=1.0), {"noise": NOISE, "stepper": NoisyLayer(0.3)}, "times holds 1, but NoisyLayer is a map"),
         (
             SA(beta=1.0),
@@ -120,7 +142,7 @@ PRE = Block(SA(beta=1.0), MLP_3, placement=PreNorm())
             "process is Stratonovich.*NoisyLayer is the layer-norm chain itself",
         ),
         (PRE, {"noise": IsotropicNoise(0.1, process=Ito()), "stepper": EulerMaruyama(0.5)}, r"process is Ito\(\), but"),
-        (SA(beta=1.0), {"noise": MatrixNoise(torch.eye(2)), "stepper": EulerMaruyama(0.5)}, "matrix"),
+        (SA(beta=1.0), {"noise": MatrixNoise(torch.eye(2)), "stepper": EulerMaruyama(0.5)}, "m has shape"),
         (SA(beta=1.0), {"noise": StateNoise(lambda x: x), "stepper": EulerMaruyama(0.5)}, "sigma"),
     ],
 )

@@ -47,7 +47,10 @@ class CheckedField(ABC):
         """
         self.check_size(check_tokens(x))
         combined = check_weights(x, weights, mask)
-        velocity = self.velocity(x, combined)
+        if x.ndim == 2:  # as a batch of one: torch multiplies a single matrix in another way, with other last bits
+            velocity = self.velocity(x.unsqueeze(0), None if combined is None else combined.unsqueeze(0)).squeeze(0)
+        else:
+            velocity = self.velocity(x, combined)
         if not bool(torch.isfinite(velocity.detach()).all()):
             raise HelmscopeError(self._complaint(x, combined))
         return velocity

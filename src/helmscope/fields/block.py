@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from helmscope.fields.field import KernelField, Sized, TokenField, check_weights
+from helmscope.fields.field import KernelField, Sized, TokenField, check_weights, is_continuous
 from helmscope.fields.mlp import MLP, GatedMLP
 from helmscope.fields.placement import Half, Placement, PostNorm
 from helmscope.geometry.sphere import check_tokens, project
@@ -51,8 +51,10 @@ class Block:
     parallel: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
-        if isinstance(self.attention, type) or not isinstance(self.attention, TokenField):
-            raise HelmscopeError(f"attention is {self.attention!r}, but it must be a field such as SA(beta=4.0)")
+        attends = isinstance(self.attention, TokenField) and isinstance(self.attention, KernelField)
+        if isinstance(self.attention, type) or not attends:
+            name = getattr(self.attention, "__name__", type(self.attention).__name__)
+            raise HelmscopeError(f"attention is {name}, but it must be a field that attends, such as SA(beta=4.0)")
         if not isinstance(self.mlp, MLP | GatedMLP):
             raise HelmscopeError(f"mlp is {self.mlp!r}, but it must be an MLP or a GatedMLP")
         if not isinstance(self.placement, Placement):
@@ -64,6 +66,11 @@ class Block:
     def on_sphere(self) -> bool:
         """Whether the state is unit vectors, else a residual stream."""
         return self.placement.on_sphere
+
+    @property
+    def continuous(self) -> bool:
+        """Whether the velocity is continuous, as that of every attention but hardmax is."""
+        return is_continuous(self.attention)
 
     @property
     def only_layers(self) -> bool:
@@ -90,7 +97,9 @@ class Block:
         """The velocity of every token, tangent where the state is unit vectors. Bad input is a ``HelmscopeError``."""
         self.check_size(check_tokens(x, normalize=not self.on_sphere))
         if self.only_layers:
-            raise HelmscopeError("placement is a post-norm with gain or bias: a map, which has no velocity; call layer")
+            raise HelmscopeError(
+                "placement is PostNorm with a norm other than UnitNorm(): a map, which has no velocity; call layer"
+            )
         return self.velocity(x, check_weights(x, weights, mask))
 
     def check_size(self, x: Float[Tensor, "*batch n d"]) -> None:
@@ -126,8 +135,7 @@ class Block:
 
     def kernel(self, x: Float[Tensor, "*batch n d"], weights: Tensor | None = None) -> Tensor:
         """The attention kernel at state x."""
-        if not isinstance(self.attention, KernelField):
-            raise HelmscopeError(f"attention is {type(self.attention).__name__}, which has no kernel")
+        assert isinstance(self.attention, KernelField)
         return self.attention.kernel(self.placement.read(Half.ATTENTION, x), weights)
 
     def direction(self, y: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n d"]:

@@ -76,6 +76,15 @@ class StreamField(Protocol):
         """The length that the norm divides out, without the last axis."""
 
 
+def is_continuous(field: object) -> bool:
+    """Whether the velocity of a field is continuous: so it is, unless the field says otherwise, as ``Hardmax`` does.
+
+    >>> is_continuous(torch.zeros_like)
+    True
+    """
+    return bool(getattr(field, "continuous", True))
+
+
 def lives_on_sphere(field: object) -> bool:
     """Whether the states of a field are unit vectors: so it is, unless the field says otherwise.
 

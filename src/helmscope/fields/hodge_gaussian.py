@@ -240,10 +240,15 @@ def hodge_linear(matrix: Float[Tensor, "d d"], covariance: Float[Tensor, "d d"])
     m, c = matrix.double(), covariance.double()
     eigenvalue, basis = torch.linalg.eigh((c + c.mT) / 2)
     smallest, largest = float(eigenvalue[0]), float(eigenvalue[-1])
-    if float((c - c.mT).abs().max()) > 1e-6 * largest or not smallest > 1e-14 * largest:
+    apart = (c - c.mT).abs()
+    if float(apart.max()) > 1e-6 * float(eigenvalue.abs().max()):
+        i, j = divmod(int(apart.argmax()), len(c))
         raise HelmscopeError(
-            f"covariance has smallest eigenvalue {smallest:g}, but it must be symmetric and positive definite"
+            f"covariance is asymmetric, by {float(apart.max()):g} at ({i}, {j}), but it must be symmetric and positive "
+            "definite"
         )
+    if not smallest > 1e-14 * largest:
+        raise HelmscopeError(f"covariance has smallest eigenvalue {smallest:g}, but it must be positive definite")
     turned = basis.mT @ m @ basis * eigenvalue
     symmetric = basis @ ((turned + turned.mT) / (eigenvalue + eigenvalue[:, None])) @ basis.mT
     swirl = m - symmetric

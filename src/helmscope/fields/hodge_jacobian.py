@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from helmscope.fields.field import KernelField
 from helmscope.types import HelmscopeError
 
 if TYPE_CHECKING:
@@ -47,8 +48,8 @@ def jacobian_split(
     """S = (Df + Df^T)/2 and A = (Df - Df^T)/2, Df_ij = d f_i / d x_j, of a force at each point of x.
 
     f is a gradient on a ball iff A = 0 on it; free of divergence (tr S = 0) does not mean S = 0. ``force`` acts on the
-    last axis and must not mix points: an MLP, not attention. It is evaluated once, and the d rows of Df come by reverse
-    mode, dense: d^2 numbers a point.
+    last axis and must not mix points: an MLP, not attention, which is refused. It is evaluated once, and the d rows of
+    Df come by reverse mode, dense: d^2 numbers a point.
 
     >>> split = jacobian_split(lambda x: torch.stack([x[..., 0] - x[..., 1], x[..., 0]], -1), torch.zeros(5, 2))
     >>> split.antisymmetric[0]
@@ -60,12 +61,26 @@ def jacobian_split(
     if not isinstance(x, torch.Tensor) or not x.is_floating_point() or x.ndim < 1:
         given = f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, torch.Tensor) else type(x).__name__
         raise HelmscopeError(f"x is {given}, but it must be a float tensor of points (..., d)")
-    value, pull = torch.func.vjp(force, x)[:2]
-    if value.shape != x.shape:
+    if isinstance(force, type) or not callable(force):
         raise HelmscopeError(
-            f"force gives shape {tuple(value.shape)} at points of shape {tuple(x.shape)}, "
-            "but a force gives a vector at each point"
+            f"force is a {type(force).__name__}, but it must be a callable (..., d) -> (..., d), as an MLP"
         )
+    owner = getattr(force, "__self__", force)  # of attention.velocity too
+    if isinstance(owner, KernelField):
+        raise HelmscopeError(
+            f"force is a {type(owner).__name__}, which mixes points, but it must act on each point by itself, as an MLP"
+        )
+
+    def checked(y: Tensor) -> Tensor:
+        value = force(y)
+        if not isinstance(value, torch.Tensor) or value.shape != x.shape:
+            given = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
+            raise HelmscopeError(
+                f"force gives {given} at points of shape {tuple(x.shape)}, but a force gives a vector at each point"
+            )
+        return value
+
+    value, pull = torch.func.vjp(checked, x)[:2]
     axes = torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)
     at_once = max(1, 2**22 // max(1, x.numel()))  # a force has several times more numbers inside than x
     (rows,) = torch.func.vmap(lambda axis: pull(axis.expand_as(value)), chunk_size=at_once)(axes)

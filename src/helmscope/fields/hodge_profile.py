@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from numpy.polynomial import chebyshev, legendre
 
-from helmscope.fields.mlp import MLP
+from helmscope.fields.mlp import MLP, GatedMLP
 from helmscope.types import HelmscopeError
 
 if TYPE_CHECKING:
@@ -46,11 +46,13 @@ def check_ungated(mlp: object) -> MLP:
     >>> check_ungated(MLP(w_in=torch.eye(2), w_out=torch.eye(2))).dim
     2
     """
-    if not isinstance(mlp, MLP):
+    if isinstance(mlp, GatedMLP):
         raise HelmscopeError(
-            f"mlp is a {type(mlp).__name__}, but it must be an MLP: a gated neuron is quadratic across its gate, "
-            "and its potential needs profiles of second order, which are not tabulated"
+            "mlp is a GatedMLP, but it must be an MLP: a gated neuron is quadratic across its gate, and its potential "
+            "needs profiles of second order, which are not tabulated"
         )
+    if not isinstance(mlp, MLP):
+        raise HelmscopeError(f"mlp is a {type(mlp).__name__}, but it must be an MLP")
     return mlp
 
 
@@ -287,6 +289,6 @@ def _check_resolved(both: Float[Tensor, "both lines panels terms"], edges: Tenso
     if not bool((worst <= RESOLVED).all()):  # NaN is no good either
         at = int(worst.nan_to_num(torch.inf).argmax()) % len(neurons.length)
         raise HelmscopeError(
-            f"activation is {neurons.activation!r}, but it must be smooth apart from a corner at 0 and not oscillate: "
-            f"the profile of neuron {at} is known to {float(worst.max()):.0e} only"
+            f"activation is {type(neurons.activation).__name__}, but it must be smooth apart from a corner at 0 and "
+            f"not oscillate: the profile of neuron {at} is known to {float(worst.max()):.0e} only"
         )

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 from helmscope.fields.hodge_gaussian import HodgeSplit
 from helmscope.fields.hodge_profile import Law, Neurons, Profiles, check_ungated
-from helmscope.geometry.sphere import project
+from helmscope.geometry.sphere import project, retract
 from helmscope.types import HelmscopeError
 
 if TYPE_CHECKING:
@@ -61,7 +61,10 @@ def hodge_sphere(mlp: MLP) -> SphereSplit:
 
 @dataclass(frozen=True, eq=False)
 class SphereSplit(HodgeSplit):
-    """P f in orthogonal tangent fields, gradient + swirl + harmonic; made by ``hodge_sphere``. x must be unit vectors.
+    """P f in orthogonal tangent fields, gradient + swirl + harmonic; made by ``hodge_sphere``.
+
+    Methods act on the direction x/|x|: at 2 x, or at any other length, they give what they give at the unit vector. The
+    zero vector has no direction, and what depends on it is NaN there.
 
     ``share`` is E|R|^2 / E|P f|^2, on the circle with the harmonic part for R. Of rows that are not parallel, what the
     sum over degrees leaves is estimated: the zonal polynomials of two degrees stand for those of all higher ones.
@@ -83,7 +86,13 @@ class SphereSplit(HodgeSplit):
         """0, but on the circle the rotation c (-x_2, x_1)."""
         return super().swirl(x) if self.mlp.dim == 2 else super().harmonic(x)
 
+    def _coordinates(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Those of the direction of x."""
+        self.mlp.check_points(x)
+        return super()._coordinates(retract(x.double()))
+
     def _parts(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """grad_S u and R."""
         gradient, rest = super()._parts(x)
-        return project(x.double(), gradient), project(x.double(), rest)
+        direction = retract(x.double())
+        return project(direction, gradient), project(direction, rest)

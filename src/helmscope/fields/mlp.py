@@ -212,7 +212,9 @@ def _check_activation(activation: object) -> None:
     if not isinstance(activation, Activation):
         known = (kind for kind in vars(activations).values() if isinstance(kind, type) and issubclass(kind, Activation))
         allowed = ", ".join(sorted(f"{kind.__name__}()" for kind in known if not inspect.isabstract(kind)))
-        shown = getattr(activation, "__name__", " ".join(repr(activation).split())[:80])
+        plain = type(activation).__repr__ is object.__repr__  # which shows an address
+        value = f"a {type(activation).__name__}" if plain else " ".join(repr(activation).split())[:80]
+        shown = getattr(activation, "__name__", value)
         raise HelmscopeError(
             f"activation is {shown}, but it must be one of {allowed} or an instance of your own subclass of Activation"
         )

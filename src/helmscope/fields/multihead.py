@@ -26,7 +26,7 @@ from helmscope.fields.attention import (
     sum_kernel,
     total_weight,
 )
-from helmscope.fields.field import ScaledVelocity
+from helmscope.fields.field import ScaledVelocity, is_continuous
 from helmscope.fields.lowrank import LowRank, as_dense
 from helmscope.geometry.sphere import project
 from helmscope.kernels.dense import attention_sum, logits, matrix_product
@@ -108,6 +108,11 @@ class MultiHead(CheckedField):
     def exchangeable(self) -> bool:
         """Whether tokens can be relabelled, and so merged: no causal mask, no bias."""
         return all(head.exchangeable for head in self.heads)
+
+    @property
+    def continuous(self) -> bool:
+        """Whether the velocity is continuous, as that of all heads but hardmax is."""
+        return all(is_continuous(head) for head in self.heads)
 
     def check_size(self, x: Float[Tensor, "*batch n d"]) -> None:
         """Refuse tokens that do not fit the matrices of the heads."""
@@ -274,6 +279,11 @@ class MultiHeadAsPrinted(CheckedField):
     def exchangeable(self) -> bool:
         """Whether tokens can be relabelled, and so merged: no causal mask, no bias."""
         return self.attention.exchangeable
+
+    @property
+    def continuous(self) -> bool:
+        """Whether the velocity is continuous, as that of all heads but hardmax is."""
+        return self.attention.continuous
 
     def check_size(self, x: Float[Tensor, "*batch n d"]) -> None:
         """Refuse tokens that do not fit the heads or the MLPs."""

@@ -220,8 +220,12 @@ class MatrixNoise(Noise):
         m = _symmetric(self.m)
         values, vectors = torch.linalg.eigh(m)
         low, high = float(values[0]), float(values.abs().amax())
-        if low < -_tolerance(self.m) * high:
-            raise HelmscopeError(f"matrix has the eigenvalue {low:.6g}, but M must be positive semi-definite")
+        allowed = -_tolerance(self.m) * high
+        if low < allowed:
+            raise HelmscopeError(
+                f"m has the eigenvalue {low:.6g}, but it must be positive semi-definite: beside the greatest one, "
+                f"{high:.6g}, only {allowed:.2g} and above passes for rounding in {self.m.dtype}"
+            )
         object.__setattr__(self, "m", m)
         object.__setattr__(self, "root", vectors * (2 * values.clamp(min=0)).sqrt() @ vectors.mT)
 
@@ -229,7 +233,7 @@ class MatrixNoise(Noise):
         """Refuse tokens of another dimension."""
         if x.shape[-1] != len(self.m):
             given, wanted = tuple(self.m.shape), (x.shape[-1],) * 2
-            raise HelmscopeError(f"matrix has shape {given}, but tokens of shape {tuple(x.shape)} need {wanted}")
+            raise HelmscopeError(f"m has shape {given}, but tokens of shape {tuple(x.shape)} need {wanted}")
 
     def sources(self, x: Float[Tensor, "*batch n d"]) -> int:
         """d."""
@@ -341,22 +345,23 @@ def _symmetric(m: object) -> Float[Tensor, "d d"]:
     """The matrix in float64, checked, without what rounding left of asymmetry."""
     if not isinstance(m, torch.Tensor) or m.ndim != 2 or not m.shape[0] == m.shape[1] > 0:
         given = f"a tensor of shape {tuple(m.shape)}" if isinstance(m, torch.Tensor) else f"a {type(m).__name__}"
-        raise HelmscopeError(f"matrix is {given}, but it must be a square matrix as a torch tensor")
+        raise HelmscopeError(f"m is {given}, but it must be a square matrix as a torch tensor")
     if not m.dtype.is_floating_point:
-        raise HelmscopeError(f"matrix has dtype {m.dtype}, but it must hold floating-point numbers")
+        raise HelmscopeError(f"m has dtype {m.dtype}, but it must hold floating-point numbers")
     entries = m.detach().to(torch.float64)
     bad = entries[~torch.isfinite(entries)]
     if len(bad):
-        raise HelmscopeError(f"matrix holds the entry {bad[0].item()}, but every entry must be finite")
+        raise HelmscopeError(f"m holds the entry {bad[0].item()}, but every entry must be finite")
     apart = (entries - entries.mT).abs()
     if bool((apart > _tolerance(m) * entries.abs().amax()).any()):
         i, j = divmod(int(apart.argmax()), len(m))
         raise HelmscopeError(
-            f"matrix differs from its transpose by {apart.amax().item():.6g} at ({i}, {j}), but M must be symmetric"
+            f"m differs from its transpose by {apart.amax().item():.6g} at ({i}, {j}), but it must be symmetric"
         )
     return (entries + entries.mT) / 2
 
 
 def _tolerance(m: Tensor) -> float:
     """How far from symmetric and semi-definite rounding may bring a product such as A A^T, relative to its size."""
-    return 16 * len(m) * torch.finfo(m.dtype).eps
+    # float16 and bfloat16 would reach 1 by that rule, and a matrix of any signs pass
+    return min(16 * len(m) * torch.finfo(m.dtype).eps, 1 / 64)

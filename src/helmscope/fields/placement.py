@@ -69,7 +69,7 @@ class Placement(ABC):
     def check_size(self, x: Float[Tensor, "*batch n d"]) -> None:
         """Refuse tokens that do not fit the gain or bias of a norm."""
         for half in Half:
-            self.norm(half).check_size(x)
+            self.norm(half).check_size(x, name=f"x at {half.value}_norm")
 
     def read(self, half: Half, y: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n d"]:
         """What the half sees of the state."""
@@ -157,8 +157,8 @@ class SandwichNorm(PreNorm):
     def check_size(self, x: Float[Tensor, "*batch n d"]) -> None:
         """Refuse tokens that do not fit one of the four norms."""
         super().check_size(x)
-        self.attention_out.check_size(x)
-        self.mlp_out.check_size(x)
+        self.attention_out.check_size(x, name="x at attention_out")
+        self.mlp_out.check_size(x, name="x at mlp_out")
 
     def write(
         self, half: Half, out: Float[Tensor, "*batch n d"], y: Float[Tensor, "*batch n d"]

@@ -60,9 +60,9 @@ def drift_and_swirl(system: System, *, derivatives: bool = True) -> xr.Dataset:
     for step in range(len(path.times)):
         force = system.force(step)
         if not isinstance(force, MLP | GatedMLP):
+            given = f"no MLP: force({step}) is None" if force is None else f"a {type(force).__name__} as force({step})"
             raise HelmscopeError(
-                f"force({step}) is {type(force).__name__}, but drift and swirl need the MLP of a system: that of a "
-                "Block, or an MLP itself"
+                f"system has {given}, but drift and swirl need the MLP of a system: that of a Block, or an MLP itself"
             )
         x = check_tokens(path.states[step].detach(), name=f"states[{step}]")
         with torch.no_grad():

@@ -42,21 +42,23 @@ def generator(
     """L phi at each token: <P f + beta, grad_S phi> + tr(P M P Hess_S phi), tokens on the sphere (source 000-5).
 
     ``noise`` brings M(x) and, by its process, the drift beta; without it the flow is deterministic, L phi is the rate
-    of phi along it. Exact for smooth probes, by autograd; a residual stream in R^d is refused.
+    of phi along it. Exact for smooth probes, by autograd; a residual stream in R^d is refused, and so is a probe that
+    does not give one number at each point.
 
     >>> turn = lambda x: torch.stack([-x[..., 1], x[..., 0]], -1)
     >>> generator(turn, lambda x: x[..., 1] ** 2, torch.tensor([[0.6, 0.8]]))  # 2 x_1 x_2
     tensor([0.9600])
     """
     velocity = tangent_velocity(field, x, weights)(x)
+    slope = gradient(lambda y: _numbers(probe, y), x)
     if noise is None:
-        return (velocity * gradient(probe, x)).sum(-1)
+        return (velocity * slope).sum(-1)
     if isinstance(noise, type) or not isinstance(noise, Noise):
         raise HelmscopeError(f"noise is {noise!r}, but it must be a noise such as IsotropicNoise(nu=0.1)")
     noise.check_size(x)
     drift = velocity + noise.process.drift(noise, x)
     # Hess_S = P Hess_S P already, so M needs no projection
-    return (drift * gradient(probe, x)).sum(-1) + (noise.matrix(x) * hessian(probe, x)).sum((-1, -2))
+    return (drift * slope).sum(-1) + (noise.matrix(x) * hessian(probe, x)).sum((-1, -2))
 
 
 def ambient_generator(
@@ -107,6 +109,8 @@ def discrete_generator(
     """
     epsilon = real_number("epsilon", epsilon, above=0)
     check_points(x)
+    if isinstance(layer, type) or not callable(layer):
+        raise HelmscopeError(f"layer is a {type(layer).__name__}, but it must be a callable (..., d) -> (..., d)")
     after = layer(x)
     if not isinstance(after, torch.Tensor) or after.shape != x.shape:
         given = tuple(after.shape) if isinstance(after, torch.Tensor) else type(after).__name__
@@ -172,10 +176,15 @@ def _broadcasts(shape: tuple[int, ...], wanted: tuple[int, ...], tail: int) -> b
 
 
 def _numbers(probe: Probe, x: Tensor) -> Tensor:
+    """The probe at x, checked."""
+    if isinstance(probe, type) or not callable(probe):
+        raise HelmscopeError(f"probe is a {type(probe).__name__}, but it must be a callable (..., d) -> (...)")
     value = probe(x)
     if not isinstance(value, torch.Tensor) or value.shape != x.shape[:-1]:
-        given = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+        given = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
         raise HelmscopeError(
             f"probe gives {given} at points of shape {tuple(x.shape)}, but a probe gives one number at each point"
         )
+    if not value.is_floating_point():
+        raise HelmscopeError(f"probe gives {value.dtype}, but a probe gives floating-point numbers")
     return value

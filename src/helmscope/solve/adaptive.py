@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 DEFAULT_TOL = {torch.float64: 1e-9, torch.float32: 1e-5}
 SAFETY, LEAST, MOST = 0.9, 0.2, 5.0
+NO_RADIUS = 1e-6  # of the start: a stream that passes 0 so closely has no direction that its past would fix
 
 
 @dataclass(eq=False)
@@ -35,6 +36,7 @@ class _Running:
     log_error: Float[Tensor, " active"]
     target: Int[Tensor, " active"]
     lost: Bool[Tensor, " active"]  # the last trial met a velocity that is not finite
+    floor: Float[Tensor, " active"]  # the radius below which a residual stream is lost; 0 where states are unit vectors
     flow: Flow
 
     def keep(self, which: Tensor) -> None:
@@ -85,18 +87,22 @@ def _start(flow: Flow, x: Tensor, tol: float, order: int) -> _Running:
     zeros = torch.zeros(count, dtype=torch.float64, device=device)
     index = torch.arange(count, device=device)
     lost = ~torch.isfinite(first.detach()).all(-1).all(-1)
-    return _Running(index, x, first, h, zeros, h, zeros, torch.zeros_like(index), lost, flow)
+    floor = zeros if flow.on_sphere else NO_RADIUS * torch.as_tensor(flow.radius(x.detach())).amax(-1)
+    return _Running(index, x, first, h, zeros, h, zeros, torch.zeros_like(index), lost, floor, flow)
 
 
 def _why_stop(run: _Running, attempts: int, max_steps: int, targets: int) -> list[Status | None]:
     done, stuck = run.target >= targets, ~(run.t + run.h > run.t)  # also where the step is NaN
-    if attempts < max_steps and not bool((done | stuck).any()):
+    flat = torch.zeros_like(done)
+    if not run.flow.on_sphere:
+        flat = torch.as_tensor(run.flow.radius(run.x.detach())).amin(-1) < run.floor
+    if attempts < max_steps and not bool((done | stuck | flat).any()):
         return [None] * len(run.systems)
     limit = Status.STEP_LIMIT if attempts >= max_steps else None
     small = [Status.NOT_FINITE if lost else Status.STEP_TOO_SMALL for lost in run.lost.tolist()]
     return [
-        Status.FINISHED if d else why if s else limit
-        for d, s, why in zip(done.tolist(), stuck.tolist(), small, strict=True)
+        Status.FINISHED if d else Status.NO_RADIUS if f else why if s else limit
+        for d, f, s, why in zip(done.tolist(), flat.tolist(), stuck.tolist(), small, strict=True)
     ]
 
 

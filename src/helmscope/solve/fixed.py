@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from helmscope.solve.flow import Flow
     from helmscope.solve.stepper import FixedStepper, NoisyStepper
 
+MOST_STEPS = 1e9
+
 
 def run_fixed(
     flow: Flow, x: Float[Tensor, "batch n d"], times: list[float], stepper: FixedStepper, extras: Extras
@@ -45,7 +47,15 @@ def run_fixed(
 
 
 def check_grid(times: list[float], stepper: FixedStepper | NoisyStepper) -> None:
-    """Refuse times that are no multiples of the step of a map, which cannot be cut."""
+    """Refuse times that are no multiples of the step of a map, which cannot be cut, and more steps than anyone waits
+    for.
+    """
+    count = times[-1] / stepper.h
+    if count > MOST_STEPS:
+        raise HelmscopeError(
+            f"h is {stepper.h:g}, but to reach t={times[-1]:g} takes {count:.0e} steps: take a larger h, for at most "
+            f"{MOST_STEPS:.0e} steps"
+        )
     for t in times:
         ratio = t / stepper.h
         if not stepper.divisible and abs(ratio - round(ratio)) > 1e-9 * max(1.0, ratio):

@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from helmscope.fields.field import Field, Sized, TokenField, check_weights, lives_on_sphere
+from helmscope.fields.field import Field, Sized, TokenField, check_weights, is_continuous, lives_on_sphere
 from helmscope.fields.noise import Noise
 from helmscope.solve.dormand_prince import DormandPrince
 from helmscope.solve.events import Event
 from helmscope.solve.extras import Progress
 from helmscope.solve.fixed import check_grid
+from helmscope.solve.heun import Heun
 from helmscope.solve.layer import Layer
 from helmscope.solve.noisy import check_noise
 from helmscope.solve.problem import Problem, check_start
@@ -42,7 +43,8 @@ def integrate(
 ) -> Simulation:
     """Carry tokens by x' = f(x) on the sphere from time 0 and look at them at ``times``.
 
-    ``stepper`` is ``DormandPrince()`` where None: adaptive, local error 1e-9 in float64. A system that cannot reach its
+    ``stepper`` is ``DormandPrince()`` where None: adaptive, local error 1e-9 in float64. A field that jumps, ``Hardmax``,
+    gets ``Heun(0.01)``: where tokens slide along a jump no step meets a tolerance. A system that cannot reach its
     last time keeps NaN from there on, and ``outcome`` says why and what would help. ``merge`` carries tokens closer
     than so many radians as one weighted token, which frees stiff flows from the fast rates inside clusters (see
     ``merge_tokens`` for when that is right). ``weights`` and ``mask`` make the cloud a weighted measure with padding.
@@ -50,7 +52,8 @@ def integrate(
     A gradient with respect to x0 goes through the steps taken.
 
     ``noise`` makes it a stochastic flow, carried by a stepper made for one, such as ``EulerMaruyama(h=0.01)``; system k
-    draws from a stream of its own, keyed by ``seed`` and k. A field whose state is a residual stream (a block with
+    draws from a stream of its own, keyed by ``seed`` and k; each interval between asked times is cut into equal steps,
+    so that asking for a time off the grid of h changes the path. A field whose state is a residual stream (a block with
     pre-norm) takes x0 of any radius, and the trajectory holds directions and ``radius``.
 
     A system's result does not depend, to the bit on a CPU, on the batch it runs in.
@@ -154,7 +157,7 @@ def _check_stepper(stepper: Stepper | None, field: Field, noise: Noise | None) -
     if noise is not None and not isinstance(noise, Noise):
         raise HelmscopeError(f"noise is {noise!r}, but it must be a noise such as IsotropicNoise(nu=0.1)")
     if stepper is None and noise is None:
-        stepper = DormandPrince()
+        stepper = DormandPrince() if is_continuous(field) else Heun(0.01)
     if not isinstance(stepper, AdaptiveStepper | FixedStepper | NoisyStepper):
         examples = "DormandPrince() or RK4(h=0.01)" if noise is None else "EulerMaruyama(h=0.01)"
         raise HelmscopeError(f"stepper is {stepper!r}, but it must be a stepper such as {examples}")

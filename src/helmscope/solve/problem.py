@@ -62,12 +62,13 @@ class Problem:
         if not outcome.ok:
             logger.warning("integration stopped early: %s", outcome)
         extras.say(1.0)
-        radius = None
+        radius, streams = None, None
         if isinstance(self.field, StreamField) and not flow.on_sphere:
-            states, radius = self.field.direction(states), self.field.radius(states)
+            streams = states
+            states, radius = self.field.direction(streams), self.field.radius(streams)
         trajectory = Trajectory(self.times, states, mask=self.mask, radius=radius, outcome=outcome)
         found = tuple((self.origin + w.times).reshape((*self.batch, *w.shape)) for w in watches)
-        return Simulation(trajectory, self, found)
+        return Simulation(trajectory, self, found, streams)
 
     def _carry(self, flow: Flow, extras: Extras) -> tuple[Tensor, Outcome]:
         clock = (self.times - self.origin).tolist()
@@ -109,18 +110,23 @@ class Problem:
         return step % len(self.times)
 
     def again(
-        self, step: int, states: Float[Tensor, "*batch n d"], radius: Tensor | None, generator: torch.Generator | None
+        self, step: int, states: Float[Tensor, "*batch n d"], stream: Tensor, generator: torch.Generator | None
     ) -> Problem:
-        """The same from time index ``step`` on, with other states, and with noise that was not seen before."""
+        """The same from time index ``step`` on, with other states, and with noise that was not seen before.
+
+        Of a residual stream, ``stream``, the direction is changed alone: it keeps its radius and what its norm does not
+        see, such as the mean under LayerNorm.
+        """
         x = on_the_sphere(check_tokens(states, name="states"))
         if x.shape not in ((*self.batch, *self.start.shape[-2:]), self.start.shape):
             raise HelmscopeError(f"states has shape {tuple(x.shape)}, but the systems have {tuple(self.start.shape)}")
         index = self.time_index(step)
         x = x.reshape(self.start.shape).to(self.start)
-        start = x if radius is None else radius[index].unsqueeze(-1) * x
+        if isinstance(self.field, StreamField) and not self.field.on_sphere:
+            x = stream + self.field.radius(stream).unsqueeze(-1) * (x - self.field.direction(stream))
         times = self.times[index:]
         seed = Streams.renewed(self.seed, index, generator)
-        return replace(self, start=start, times=times, origin=float(times[0]), seed=seed)
+        return replace(self, start=x, times=times, origin=float(times[0]), seed=seed)
 
 
 def on_the_sphere(x: Tensor) -> Tensor:

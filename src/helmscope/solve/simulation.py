@@ -23,7 +23,8 @@ class Simulation:
     """Tokens carried by a field: the trajectory, how it ended, and the mechanism, so that it can go on.
 
     ``states`` has the shape of the start behind the time axis: (time, *batch, n, d). ``event_times`` holds, for each
-    event asked for, the first time it happened to each system (NaN: never).
+    event asked for, the first time it happened to each system (NaN: never). ``streams`` are the states of a residual
+    stream as they are: direction and radius in the trajectory are what the norm before attention makes of them.
 
     >>> import torch
     >>> from helmscope.fields.attention import SA
@@ -38,6 +39,7 @@ class Simulation:
     trajectory: Trajectory
     problem: Problem
     event_times: tuple[Tensor, ...] = ()
+    streams: Float[Tensor, "time batch n d"] | None = None
 
     @property
     def times(self) -> Float[Tensor, " time"]:
@@ -69,10 +71,9 @@ class Simulation:
         return self.field.kernel(self.stream(step), self.problem.weights)
 
     def stream(self, step: int) -> Float[Tensor, "batch n d"]:
-        """The states at time index ``step`` with their radius: the residual stream, or the unit vectors themselves."""
-        index, path = self.problem.time_index(step), self.trajectory
-        states = path.states[index]
-        return states if path.radius is None else path.radius[index].unsqueeze(-1) * states
+        """The states at time index ``step`` as they are: the residual stream, or the unit vectors."""
+        states = self.trajectory.states if self.streams is None else self.streams
+        return states[self.problem.time_index(step)]
 
     def force(self, step: int) -> Field | None:
         """The MLP as a force on unit vectors: that of a block, or the field itself where it is one; else None.
@@ -89,7 +90,7 @@ class Simulation:
     ) -> Simulation:
         """Integrate again from time index ``step`` with other states; the times stay those of the whole run.
 
-        A residual stream keeps the radius it had. Under noise the increments are new ones: drawn from ``generator``
-        where there is one, else fixed by the seed of the run and ``step``.
+        Of a residual stream the direction is changed alone. Under noise the increments are new ones: drawn from
+        ``generator`` where there is one, else fixed by the seed of the run and ``step``.
         """
-        return self.problem.again(step, states, self.trajectory.radius, generator).run()
+        return self.problem.again(step, states, self.stream(step), generator).run()
