@@ -93,6 +93,7 @@ def test_a_run_that_is_there_is_not_taken_for_a_new_one(helmscope, tmp_path):
     code, _, err = helmscope(*WORDS, "--threads", "2", "--out", "run", "--resume")
     assert code == 2
     assert "threads 1 (now 2)" in err
+    assert err.endswith("set allow_mixed (--allow-mixed)\n")
     assert helmscope(*WORDS, "--threads", "2", "--out", "run", "--resume", "--allow-mixed")[0] == 0
     assert json.loads((tmp_path / "run" / "units.json").read_text())["mixed"] == ["threads 1 (now 2)"]
     del before["units.json"]
@@ -126,6 +127,43 @@ def test_two_at_once_are_one_too_many(helmscope, tmp_path):
     assert f"run is in use by process {os.getpid()}" in err
 
 
+def test_two_processes_on_one_folder_do_not_disturb_each_other(helmscope, tmp_path):
+    words = (*WORDS, "--n", "24", "--step", "0.002")
+    assert helmscope(*words, "--out", "undisturbed")[0] == 0
+    first = subprocess.Popen([COMMAND, *words, "--out", "run"], cwd=tmp_path, stdout=subprocess.DEVNULL)
+    deadline = time.monotonic() + 90
+    while not list((tmp_path / "run" / "units").glob("*.nc")) and time.monotonic() < deadline:
+        time.sleep(0.005)
+    first.send_signal(signal.SIGSTOP)  # it holds the folder for as long as the second takes to start
+    try:
+        second = subprocess.run(
+            [COMMAND, *words, "--out", "run", "--resume"], cwd=tmp_path, capture_output=True, text=True, timeout=60
+        )
+    finally:
+        first.send_signal(signal.SIGCONT)
+    assert (second.returncode, second.stdout) == (2, "")
+    assert second.stderr.startswith(f"helmscope: run is in use by process {first.pid} on ")
+    assert second.stderr.count("\n") == 1
+    assert first.wait(timeout=60) == 0
+    (tmp_path / "run" / "overview.png").write_bytes(b"")  # as in this process, which draws none
+    assert contents(tmp_path / "run") == contents(tmp_path / "undisturbed")
+
+
+@pytest.mark.parametrize("where", ["2>/dev/full", "2>&-"])
+def test_a_standard_error_that_cannot_be_written_stops_nothing(tmp_path, where):
+    def shell(words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            ["sh", "-c", f"'{COMMAND}' {words} {where}"], cwd=tmp_path, stdout=subprocess.PIPE, text=True, timeout=60
+        )
+
+    done = shell("simulate --n 4 --batch 2 --times 0,1 --out run --json")
+    assert done.returncode == 0
+    assert json.loads(done.stdout)["ok"] is True
+    assert hs.RunFolder.open(tmp_path / "run").read_results("overview").attrs["n"] == 2
+    refused = shell("simulate --n 0")
+    assert (refused.returncode, refused.stdout) == (2, "")
+
+
 def test_runs_in_words(helmscope, tmp_path):
     assert helmscope("runs") == (0, "no runs in runs\n", "")
     code, _, err = helmscope("runs", "elsewhere")
@@ -152,3 +190,13 @@ def test_memory_is_limited(helmscope):
     assert (code, out) == (2, "")
     assert "unit 'systems-000000' failed" in err.splitlines()[-1]
     assert "lower" in err.splitlines()[-1]
+
+
+def test_libraries_that_do_not_fit_are_said_to_lack_memory(tmp_path):
+    """Not to be missing, as h5netcdf says of an h5py that could not be loaded."""
+    words = ("simulate", "--n", "4", "--batch", "4", "--times", "0,1", "--max-memory", "100MB")
+    done = subprocess.run([COMMAND, *words], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.splitlines()[-1].startswith(
+        "helmscope: unit 'systems-000000' failed (and 3 more): it needs more memory than its 100 MB, max_memory: raise"
+    )

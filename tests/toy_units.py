@@ -96,6 +96,10 @@ def hoard(size: int) -> int:
     return np.empty(size, np.uint8).nbytes
 
 
+def complain(text: str) -> None:
+    raise ValueError(text)
+
+
 def rest(seconds: float, started: str = "") -> float:
     """Sleeps, and tells by a file of its process's number that it has begun."""
     if started:

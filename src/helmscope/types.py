@@ -119,13 +119,13 @@ class Status(Enum):
 
     FINISHED = "finished at t={time:.6g}"
     STEP_LIMIT = (
-        "step limit reached at t={time:.6g}: raise max_steps, loosen tol, lower beta, pass merge= to integrate, or take "
-        "a stepper of fixed size"
+        "step limit reached at t={time:.6g}: raise max_steps, loosen tol, lower beta, pass merge= to integrate, or "
+        "take a stepper of fixed size"
     )
     STEP_TOO_SMALL = "step size fell below rounding at t={time:.6g}: use float64, loosen tol, lower beta or pass merge="
     NO_RADIUS = (
-        "radius of a residual stream fell to 0 at t={time:.6g}, where its direction is lost: start with a larger radius, "
-        "or take layers, stepper=Layer()"
+        "radius of a residual stream fell to 0 at t={time:.6g}, where its direction is lost: start with a larger "
+        "radius, or take layers, stepper=Layer()"
     )
     NOT_FINITE = "velocity is not finite at t={time:.6g}: lower beta or use float64"
 

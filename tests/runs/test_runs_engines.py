@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -16,11 +18,12 @@ import torch
 
 from helmscope.runs import Processes, Serial, Unit, UnitsFailed, parse_size, run
 from helmscope.runs.attempt import attempt
-from helmscope.runs.limits import VARIABLES, Limits, _thread_pools
+from helmscope.runs.limits import FLOOR, VARIABLES, Limits, _in_use, _thread_pools
 from helmscope.runs.processes import DIED
 from helmscope.store import RunFolder, is_locked
 from helmscope.types import HelmscopeError, MissingExtra
 from toy_units import (
+    complain,
     die,
     divide,
     hoard,
@@ -104,14 +107,9 @@ def test_threads_change_the_last_bits_which_is_why_they_are_fixed():
 # Memory ---------------------------------------------------------------------------------------------------------------
 
 
-def in_use() -> int:
-    with open("/proc/self/status") as status:
-        return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmData"))
-
-
 def test_serial_limits_memory_and_gives_it_back(folder):
     before = resource.getrlimit(resource.RLIMIT_DATA)
-    limit = in_use() + 10**9
+    limit = _in_use() + 10**9
     units = [Unit("large", hoard, {"size": 2 * 10**9}), Unit("small", hoard, {"size": 10**6})]
     with pytest.raises(UnitsFailed) as caught:
         run(units, folder, manifest=MANIFEST, engine=Serial(max_memory=limit))
@@ -132,7 +130,15 @@ def test_processes_share_memory(folder):
     )
 
 
-@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory")])
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory"),
+        OSError("Can't synchronously write data (memory allocation failed for chunk)"),
+        OSError(errno.ENOMEM, "no room", "x.so"),
+    ],
+)
 def test_every_way_to_say_that_memory_ran_out_is_understood(monkeypatch, error):
     def failing(*arguments):
         try:
@@ -147,7 +153,20 @@ def test_every_way_to_say_that_memory_ran_out_is_understood(monkeypatch, error):
 
 def test_torch_s_own_error_is_understood():
     unit = Unit("a", torch_product, {"seed": 0, "size": 20_000})  # 3.2 GB a matrix
-    assert attempt(unit, Limits(max_memory=in_use() + 10**9)).reason.startswith("it needs more memory than its ")
+    assert attempt(unit, Limits(max_memory=_in_use() + 10**9)).reason.startswith("it needs more memory than its ")
+
+
+@pytest.mark.parametrize("error", [ModuleNotFoundError("No module named 'h5py'"), SystemError("returned NULL")])
+def test_a_failed_import_is_lack_of_memory_near_the_limit_alone(monkeypatch, error):
+    def failing(*arguments):
+        raise HelmscopeError("cannot keep the result: x") from error
+
+    monkeypatch.setattr(sys.modules["helmscope.runs.attempt"], "encode_result", failing)
+    unit = Unit("a", divide, {"a": 1, "b": 2})
+    used = _in_use()
+    assert attempt(unit, Limits(max_memory=used + used // 2)).reason.startswith("it needs more memory than its ")
+    for limits in (Limits(), Limits(max_memory=3 * used)):
+        assert attempt(unit, limits).reason == "cannot keep the result: x"
 
 
 @pytest.mark.parametrize(
@@ -177,6 +196,16 @@ def test_other_sizes_are_refused(text):
         (lambda: Processes(2, threads=0), "threads is 0, but it must be a whole number >= 1"),
         (lambda: Serial(threads=True), "threads is True, but it must be a whole number >= 1"),
         (lambda: Serial(max_memory="4GB"), "max_memory is '4GB', but it must be a whole number >= 1"),
+        (
+            lambda: Serial(max_memory=FLOOR - 1),
+            "max_memory is 63999999 bytes and jobs is 1, but each job needs at least 64 MB, what Python with NumPy "
+            "takes: raise max_memory",
+        ),
+        (
+            lambda: Processes(4, max_memory=10**8),
+            "max_memory is 100000000 bytes and jobs is 4, but each job needs at least 64 MB, what Python with NumPy "
+            "takes: lower jobs or raise max_memory",
+        ),
     ],
 )
 def test_bad_engines_are_refused(make, sentence):
@@ -191,6 +220,18 @@ def test_a_missing_package_is_said_before_any_work(monkeypatch):
         Processes(2)
 
 
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("shapes differ:\n  (2, 3)\n  (4,)", "ValueError: shapes differ: (2, 3) (4,)"),
+        ("\n\nshapes differ\nhelp", "ValueError: shapes differ"),
+        ("\n", "ValueError"),
+    ],
+)
+def test_an_error_of_several_lines_is_one_sentence(text, reason):
+    assert attempt(Unit("a", complain, {"text": text}), Limits()).reason == reason
+
+
 # Processes that die ---------------------------------------------------------------------------------------------------
 
 
@@ -201,6 +242,12 @@ def test_a_unit_that_kills_its_process_is_named_and_the_others_are_done(folder, 
         run(units, folder, manifest=MANIFEST, engine=Processes(jobs))
     assert str(caught.value) == f"unit 'die' failed: {DIED}; 8 results are kept in {folder.path}/units"
     assert caught.value.result["later-3"] == numbers(3)
+
+
+def test_a_unit_that_dies_under_a_limit_is_told_of_it(folder):
+    with pytest.raises(UnitsFailed) as caught:
+        run([Unit("die", die)], folder, manifest=MANIFEST, engine=Processes(1, max_memory=10**9))
+    assert caught.value.result.failed == {"die": f"{DIED} or raise max_memory"}
 
 
 def test_fail_fast_stops_the_workers(folder, tmp_path):
@@ -245,7 +292,9 @@ def assert_gone(started: Path) -> None:
 
 
 @pytest.mark.parametrize("engine", ["serial", "processes"])
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name)
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL], ids=lambda number: number.name
+)
 def test_an_interrupted_run_keeps_its_results_and_leaves_no_process(folder, tmp_path, engine, number):
     started = tmp_path / "started"
     started.mkdir()
@@ -257,8 +306,8 @@ def test_an_interrupted_run_keeps_its_results_and_leaves_no_process(folder, tmp_
     while len(os.listdir(started)) < (1 if engine == "serial" else 2) or not quick.exists():
         assert process.poll() is None
         time.sleep(0.05)
-    if number == signal.SIGINT:
-        os.killpg(process.pid, number)  # a terminal sends Ctrl-C to the workers too
+    if number in (signal.SIGINT, signal.SIGHUP):
+        os.killpg(process.pid, number)  # a terminal sends Ctrl-C and its end to the workers too
     else:
         process.send_signal(number)
     assert process.wait(60) == (-signal.SIGKILL if number == signal.SIGKILL else -signal.SIGINT)
@@ -273,27 +322,32 @@ def test_an_interrupted_run_keeps_its_results_and_leaves_no_process(folder, tmp_
         assert said.count("Traceback") == 1
 
 
-def test_a_handler_of_the_caller_stays(folder):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
+def test_a_handler_of_the_caller_stays(folder, number):
     seen = []
-    before = signal.signal(signal.SIGTERM, lambda *arguments: seen.append(arguments))
+    before = signal.signal(number, lambda *arguments: seen.append(arguments))
     try:
-        run([Unit("a", os.kill, {})], folder, manifest=MANIFEST, engine=Terminating())
+        run([Unit("a", os.kill, {})], folder, manifest=MANIFEST, engine=Signaling(number=number))
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(number, before)
     assert len(seen) == 1
 
 
-class Terminating(Serial):
-    """Sends SIGTERM to this process in the middle of the work."""
+@dataclass(frozen=True)
+class Signaling(Serial):
+    """Sends a signal to this process in the middle of the work."""
+
+    number: signal.Signals = signal.SIGTERM
 
     def attempts(self, units):
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), self.number)
         yield from (attempt(Unit(unit.name, noise, {"seed": 0, "size": 1}), Limits()) for unit in units)
 
 
-def test_sigterm_is_an_interrupt_and_its_handler_is_given_back(folder):
-    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
+def test_a_signal_is_an_interrupt_and_its_handler_is_given_back(folder, number):
+    assert signal.getsignal(number) == signal.SIG_DFL
     with pytest.raises(KeyboardInterrupt) as caught:
-        run(mixture(3), folder, manifest=MANIFEST, engine=Terminating())
+        run(mixture(3), folder, manifest=MANIFEST, engine=Signaling(number=number))
     assert caught.value.__notes__ == [f"finished units are kept in {folder.path}, and the same call goes on from there"]
-    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    assert signal.getsignal(number) == signal.SIG_DFL

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import re
 import sys
@@ -130,3 +131,30 @@ def test_failed_units_count_as_dealt_with(tmp_path, capsys):
     with pytest.raises(UnitsFailed):
         run([Unit("a", divide, {"a": 1, "b": 0})], folder, manifest=MANIFEST, progress="toys")
     assert capsys.readouterr().err.splitlines()[-1].startswith("toys: 1 of 1 units, in ")
+
+
+class Full(io.StringIO):
+    """Standard error on a full disk."""
+
+    def write(self, text: str) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+class Gone(Terminal, Full):
+    """A terminal that hung up."""
+
+
+def closed() -> io.StringIO:
+    stream = io.StringIO()
+    stream.close()
+    return stream
+
+
+@pytest.mark.parametrize("stream", [Full, Gone, closed, lambda: None], ids=["full", "gone", "closed", "none"])
+def test_progress_that_cannot_be_written_is_dropped(tmp_path, monkeypatch, capsys, stream):
+    monkeypatch.setattr(sys, "stderr", stream())
+    result = run(mixture(3), RunFolder.create(tmp_path / "run"), manifest=MANIFEST, progress="toys")
+    assert list(result) == ["numbers-0", "noise-1", "dataset-2"]
+    with bar("integrating") as tell:
+        tell(0.5)
+    assert capsys.readouterr().out == ""

@@ -222,7 +222,7 @@ def test_other_circumstances_are_refused_unless_allowed(folder, now, engine, dif
         run(mixture(3), folder, manifest=now, engine=engine)
     assert str(caught.value) == (
         f"{folder.path} was begun with {difference}, so that results may differ in their last bits: go back to what it "
-        "was, take a new folder, or set allow_mixed"
+        "was, take a new folder, or set allow_mixed (--allow-mixed)"
     )
     assert contents(folder.path) == before
     assert read_plan(folder).mixed == []
@@ -287,6 +287,7 @@ def test_the_plan_is_decoded_strictly(folder, text, sentence):
     ("units", "sentence"),
     [
         ([], "units is empty, but a run needs at least one unit"),
+        (Unit("a", divide), "units is a Unit, but it must be a list of Units"),
         ([divide], "units[0] is a function, but it must be a Unit"),
         (
             [*mixture(2), Unit("noise-1", divide)],
@@ -306,6 +307,9 @@ def test_bad_units_are_refused_before_anything_is_written(folder, units, sentenc
     [
         ({"manifest": {}}, "manifest is a dict, but it must be a Manifest"),
         ({"folder": "run"}, "folder is a str, but it must be a RunFolder"),
+        ({"progress": 3}, "progress is a int, but it must be a str, the heading, or None"),
+        ({"fail_fast": "x"}, "fail_fast is a str, but it must be True or False"),
+        ({"allow_mixed": 1}, "allow_mixed is a int, but it must be True or False"),
         ({"engine": 4}, "engine is 4, but it must be Serial(), Processes(jobs) or Ray(jobs)"),
         ({"engine": Serial}, f"engine is {Serial!r}, but it must be Serial(), Processes(jobs) or Ray(jobs)"),
     ],

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from helmscope.store import atomic, replacing, write_bytes
-from helmscope.store.atomic import is_temporary, make_folder
+from helmscope.store.atomic import is_temporary, make_folder, one_line
 from helmscope.types import HelmscopeError
 
 
@@ -150,6 +150,15 @@ def test_killed_process_leaves_the_old_file_and_a_recognizable_temporary(tmp_pat
 )
 def test_other_names_are_not_temporaries(name):
     assert not is_temporary(name)
+
+
+def test_the_first_line_of_an_error_and_more_where_it_announces_more():
+    assert one_line(ValueError("first\nsecond:\nthird")) == "first"
+    assert one_line(ValueError("\n \nfirst:\n\n  second\nthird")) == "first: second third"
+    assert one_line(ValueError()) == ""
+    long = one_line(ValueError("first:\n" + "word " * 100))
+    assert len(long) <= 200
+    assert long.endswith("word...")
 
 
 def test_store_imports_neither_torch_nor_xarray():

@@ -229,6 +229,22 @@ def test_create_takes_an_empty_folder_or_what_a_killed_run_left(tmp_path):
     assert RunFolder.create(tmp_path) == RunFolder(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("name", "make"),
+    [
+        ("root", lambda value: RunFolder.new(value, "a")),
+        ("path", RunFolder.create),
+        ("path", RunFolder.open),
+    ],
+    ids=["new", "create", "open"],
+)
+@pytest.mark.parametrize("value", [3, None, b"run"], ids=repr)
+def test_what_is_no_path_is_one_sentence(name, make, value):
+    with pytest.raises(HelmscopeError) as caught:
+        make(value)
+    assert str(caught.value) == f"{name} is a {type(value).__name__}, but it must be a path, as a str or a Path"
+
+
 def test_open_needs_a_manifest(run):
     with pytest.raises(HelmscopeError, match=r"/run is not a run folder: there is no manifest.json in it$"):
         RunFolder.open(run.path)

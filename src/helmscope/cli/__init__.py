@@ -32,16 +32,29 @@ def main() -> None:
     try:
         code = app(sys.argv[1:] or ["--help"], standalone_mode=False)
         if code == INTERRUPTED:
-            print("helmscope: interrupted; what was written before is whole", file=sys.stderr)
+            _say("interrupted; what was written before is whole")
         sys.exit(code)
     except HelmscopeError as error:
         sentence = str(error)
     except typer.TyperException as error:  # what the parser refuses
-        sentence = error.format_message()
+        sentence = _refusal(error)
     except OSError as error:  # standard output cannot be written
         sentence = f"cannot write: {error.strerror}"
-    print(f"helmscope: {sentence}", file=sys.stderr)
+    _say(sentence)
     sys.exit(2)
+
+
+def _say(sentence: str) -> None:
+    from helmscope.runs.progress import say
+
+    say(f"helmscope: {sentence}")
+
+
+def _refusal(error: typer.TyperException) -> str:
+    """What the parser says; of a number that is none it leaves out the value, which pydantic knows."""
+    said = error.format_message()
+    invalid = getattr(error.__cause__, "errors", None)
+    return said.replace("Invalid value", f"Invalid value {invalid()[0]['input']!r:.80}", 1) if invalid else said
 
 
 def _print_version(asked: bool) -> None:

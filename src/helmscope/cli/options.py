@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from helmscope.theory.starts import Start
 
 MOST_TIMES = 1_000_000
+NOISY = ("euler-maruyama", "stochastic-heun", "noisy-layer")
 
 
 def field_named(name: str, *, beta: float, value: float, causal: bool, dim: int) -> Attention:
@@ -55,7 +56,7 @@ def start_named(name: str, *, n: int, dim: int, kappa: float) -> Start:
     return makers[known_name("start", name, makers)]()
 
 
-def stepper_named(name: str | None, *, step: float, tol: float | None, noisy: bool) -> Stepper:
+def stepper_named(name: str | None, *, step: float, tol: float | None, nu: float) -> Stepper:
     """The stepper of that name; where None, the usual one for a flow with or without noise."""
     from helmscope.solve.dormand_prince import DormandPrince
     from helmscope.solve.euler import ProjectedEuler
@@ -87,8 +88,15 @@ def stepper_named(name: str | None, *, step: float, tol: float | None, noisy: bo
         "noisy-layer": lambda: NoisyLayer(step),
     }
     if name is None:
-        name = "euler-maruyama" if noisy else "adaptive"
-    return makers[known_name("stepper", name, makers)]()
+        name = "euler-maruyama" if nu > 0 else "adaptive"
+    known_name("stepper", name, makers)
+    if name in NOISY and nu == 0:
+        raise HelmscopeError(f"stepper is '{name}', but it is for noise: add --nu, such as --nu 0.1")
+    if name not in NOISY and nu > 0:
+        raise HelmscopeError(
+            f"stepper is '{name}' and nu is {nu:g}, but noise needs {', '.join(NOISY[:2])} or {NOISY[2]}"
+        )
+    return makers[name]()
 
 
 def times_of(text: str) -> list[float]:

@@ -60,12 +60,13 @@ def picture(report: dict[str, Any], run: Any, measured: xr.Dataset, title: str) 
     """A picture beside the numbers. Without the extra that draws it the numbers still stand, and the reason is said."""
     from helmscope.plots.overview import overview_figure
     from helmscope.plots.style import png
+    from helmscope.runs import progress
 
     try:
         run.write_bytes("overview.png", png(overview_figure(measured, title=title)))
         report["picture"] = str(run.path / "overview.png")
     except MissingExtra as error:
-        print(f"no picture: {error}", file=sys.stderr)
+        progress.say(f"no picture: {error}")
 
 
 def say(report: dict[str, Any], as_json: bool) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
@@ -140,7 +139,7 @@ def _problem(*, stepper: str | None, step: float, tol: float | None, times: str,
 
     flow = field_named(physics["field"], **{key: physics[key] for key in ("beta", "value", "causal", "dim")})
     noise = noise_of(nu)
-    method = stepper_named(stepper, step=step, tol=tol, noisy=noise is not None)
+    method = stepper_named(stepper, step=step, tol=tol, nu=nu)
     clock = times_of(times)
     begin = start_named(physics["start"], **{key: physics[key] for key in ("n", "dim", "kappa")})
     dtype, device, seed = dtype_named(physics["dtype"]), device_named(physics["device"]), physics["seed"]
@@ -179,12 +178,13 @@ def simulate_part(first: int, last: int, physics: dict[str, Any]) -> xr.Dataset:
 
 def _run(units: list[Unit], folder: RunFolder, manifest: Manifest, engine: Engine, allow_mixed: bool) -> RunResult:
     from helmscope.cli.output import resume_line
+    from helmscope.runs.progress import say
     from helmscope.runs.run import run
 
     try:
         return run(units, folder, manifest=manifest, engine=engine, progress="integrating", allow_mixed=allow_mixed)
     except KeyboardInterrupt:
-        print(f"go on with: {resume_line(tuple(manifest.command), folder.path)}", file=sys.stderr)
+        say(f"go on with: {resume_line(tuple(manifest.command), folder.path)}")
         raise
 
 

@@ -28,8 +28,8 @@ class Hardmax(Softmax):
     a value it is 1e-12 in float64 and 1e-5 in float32, which is rounding for logits of order 1.
 
     With B = I a token sees none above itself, <x_i, x_j> <= 1, so it attends to itself and rests: the flow moves only
-    under another B or a bias. The velocity jumps where the best key changes, and tokens slide along such jumps, where an
-    adaptive stepper never ends: ``integrate`` takes fixed steps. The derivative is the one with A_i held fixed.
+    under another B or a bias. The velocity jumps where the best key changes, and tokens slide along such jumps, where
+    an adaptive stepper never ends: ``integrate`` takes fixed steps. The derivative is that with A_i held fixed.
 
     >>> x = torch.tensor([[1.0, 0.0], [0.6, 0.8]])
     >>> Hardmax(query_key=-torch.eye(2))(x)  # the farthest token attracts

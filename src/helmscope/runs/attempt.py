@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import traceback
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from typing import Protocol
 from helmscope.runs.limits import Limits
 from helmscope.runs.results import encode_result
 from helmscope.runs.unit import Unit
+from helmscope.store.atomic import one_line
 from helmscope.types import HelmscopeError, MissingExtra
 
 
@@ -81,27 +83,37 @@ def require(package: str) -> None:
         raise MissingExtra(package, "cluster")
 
 
-def first_line(error: BaseException) -> str:
-    """The type of an error and the first line of what it says.
+def described(error: BaseException) -> str:
+    """The type of an error and what it says, in one line.
 
-    >>> first_line(KeyError("a"))
+    >>> described(KeyError("a"))
     "KeyError: 'a'"
     """
-    lines = str(error).splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    said = one_line(error)
+    return f"{type(error).__name__}: {said}" if said else type(error).__name__
 
 
 def _reason(error: BaseException, limits: Limits) -> str:
-    if _is_of_memory(error):
+    if _is_of_memory(error, near=limits.are_near()):
         return limits.exceeded()
-    return str(error) if isinstance(error, HelmscopeError) else first_line(error)
+    return str(error) if isinstance(error, HelmscopeError) else described(error)
 
 
-def _is_of_memory(error: BaseException | None) -> bool:
-    """torch, the loader of libraries and HDF5 each have their own words for a MemoryError."""
-    words = ("can't allocate memory", "cannot allocate memory", "out of memory", "failed to map segment")
+def _is_of_memory(error: BaseException | None, *, near: bool) -> bool:
+    """torch, the loader of libraries and HDF5 each have their own words for a MemoryError; and ``near`` the limit,
+    packages that load only in part are said to be missing or to lack a name, or nothing is said.
+    """
+    words = (
+        "can't allocate memory",
+        "cannot allocate memory",
+        "out of memory",
+        "failed to map segment",
+        "allocation failed",
+    )
     return error is not None and (
         isinstance(error, MemoryError)
+        or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
+        or (near and isinstance(error, ImportError | SystemError))
         or any(word in str(error).lower() for word in words)
-        or _is_of_memory(error.__cause__)
+        or _is_of_memory(error.__cause__, near=near)
     )

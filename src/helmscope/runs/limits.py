@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from helmscope.types import HelmscopeError, whole_number
 
 VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+FLOOR = 64 * 10**6  # bytes; an interpreter with NumPy holds 48 MB, and one with less cannot even say what it lacks
 SIZES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 
@@ -32,7 +33,8 @@ def parse_size(name: str, size: str) -> int:
 
 @dataclass(frozen=True)
 class Limits:
-    """``threads`` for each unit, and ``max_memory`` bytes (None: no limit) shared equally by ``jobs`` units at a time.
+    """``threads`` for each unit, and ``max_memory`` bytes (None: no limit) shared equally by ``jobs`` units at a time;
+    a share below 64 MB is refused.
 
     The number of threads is fixed because it changes the last bits of matrix products.
 
@@ -49,6 +51,12 @@ class Limits:
             object.__setattr__(self, name, whole_number(name, getattr(self, name), at_least=1))
         if self.max_memory is not None:
             object.__setattr__(self, "max_memory", whole_number("max_memory", self.max_memory, at_least=1))
+        if self.share is not None and self.share < FLOOR:
+            remedy = "lower jobs or raise max_memory" if self.jobs > 1 else "raise max_memory"
+            raise HelmscopeError(
+                f"max_memory is {self.max_memory} bytes and jobs is {self.jobs}, but each job needs at least "
+                f"{FLOOR // 10**6} MB, what Python with NumPy takes: {remedy}"
+            )
 
     @property
     def share(self) -> int | None:
@@ -62,6 +70,14 @@ class Limits:
         """
         with _environment(str(self.threads)), _pools(self.threads), _memory(self.share):
             yield
+
+    def are_near(self) -> bool:
+        """Whether this process now holds more than half of its share.
+
+        >>> Limits().are_near(), Limits(max_memory=10**15).are_near()
+        (False, False)
+        """
+        return self.share is not None and _in_use() > self.share / 2
 
     def exceeded(self) -> str:
         """What to say of a unit that wanted more memory.
@@ -115,6 +131,12 @@ def _thread_pools() -> Iterator[tuple[Callable[[], int], Callable[[int], None]]]
         for name in ("openblas_{}_num_threads", "scipy_openblas_{}_num_threads", "scipy_openblas_{}_num_threads64_"):
             if hasattr(library, name.format("set")):
                 yield getattr(library, name.format("get")), getattr(library, name.format("set"))
+
+
+def _in_use() -> int:
+    """Bytes of this process that RLIMIT_DATA counts."""
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmData"))
 
 
 @contextmanager

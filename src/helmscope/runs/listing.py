@@ -9,7 +9,7 @@ from pathlib import Path
 
 from helmscope.runs.plan import read_plan
 from helmscope.runs.results import result_files
-from helmscope.store.atomic import explained
+from helmscope.store.atomic import as_path, explained
 from helmscope.store.lock import is_locked
 from helmscope.store.run_folder import MANIFEST, UNITS, VERDICTS, RunFolder
 from helmscope.types import HelmscopeError
@@ -63,8 +63,9 @@ def list_runs(root: str | os.PathLike[str]) -> list[RunSummary]:
     ...     list_runs(root)
     []
     """
-    with explained(f"read {os.fspath(root)}"):
-        folders = [entry for entry in Path(root).iterdir() if (entry / MANIFEST).is_file()]
+    path = as_path("root", root)
+    with explained(f"read {path}"):
+        folders = [entry for entry in path.iterdir() if (entry / MANIFEST).is_file()]
     return sorted(map(_summary, folders), key=lambda run: (run.created, run.name))
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from helmscope.runs.attempt import Failed, Outcomes, attempt, first_line, require
+from helmscope.runs.attempt import Failed, Outcomes, attempt, described, require
 from helmscope.runs.limits import Limits
 from helmscope.runs.unit import Unit
 from helmscope.types import HelmscopeError
@@ -113,4 +113,4 @@ def _reason(error: Exception) -> str:
     """A task that could not even begin says why in its last line."""
     import ray
 
-    return str(error).splitlines()[-1] if isinstance(error, ray.exceptions.RayTaskError) else first_line(error)
+    return str(error).splitlines()[-1] if isinstance(error, ray.exceptions.RayTaskError) else described(error)

@@ -55,7 +55,7 @@ def settle(folder: RunFolder, manifest: Manifest, plan: Plan, *, allow_mixed: bo
     if changed and not allow_mixed:
         raise HelmscopeError(
             f"{folder.path} was begun with {' and '.join(changed)}, so that results may differ in their last bits: go "
-            "back to what it was, take a new folder, or set allow_mixed"
+            "back to what it was, take a new folder, or set allow_mixed (--allow-mixed)"
         )
     now = replace(earlier, mixed=sorted({*earlier.mixed, *changed}))
     if now != earlier or not path.is_file():

@@ -62,7 +62,7 @@ class Processes:
             with _closing(self._parallel([unit], 1, [])) as outcomes:
                 return next(outcomes)
         except BrokenProcessPool as error:
-            return Failed(unit.name, DIED, str(error))
+            return Failed(unit.name, DIED if self.max_memory is None else f"{DIED} or raise max_memory", str(error))
 
     def _parallel(self, units: Sequence[Unit], jobs: int, begun: list[str]) -> Outcomes:
         import joblib

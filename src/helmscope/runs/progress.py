@@ -1,11 +1,12 @@
-"""Progress on standard error: a bar on a terminal, plain lines elsewhere."""
+"""Progress on standard error: a bar on a terminal, plain lines elsewhere, and nothing where it cannot be written."""
 
 from __future__ import annotations
 
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from typing import IO, Any, cast
 
 
 @contextmanager
@@ -19,7 +20,7 @@ def bar(what: str) -> Iterator[Callable[[float], None]]:
     integrating: 30 %
     integrating: 100 %
     """
-    if sys.stderr.isatty():
+    if _is_terminal():
         with _drawn(what, 1.0, 0) as draw:
             yield lambda share: draw(share, f"{share:.0%}")
         return
@@ -29,7 +30,7 @@ def bar(what: str) -> Iterator[Callable[[float], None]]:
         nonlocal tenths
         if int(share * 10) > tenths:
             tenths = int(share * 10)
-            _say(f"{what}: {tenths * 10} %")
+            say(f"{what}: {tenths * 10} %")
 
     yield tell
 
@@ -56,8 +57,8 @@ def counting(what: str, *, total: int, done: int, jobs: int) -> Iterator[Callabl
         left = remaining(seconds, done=finished - done, left=total - finished, jobs=jobs)
         return f"{finished} of {total} units, about {_spoken(left)} left"
 
-    _say(f"{what}: {total} units, {done} of them done before")
-    if sys.stderr.isatty():
+    say(f"{what}: {total} units, {done} of them done before")
+    if _is_terminal():
         with _drawn(what, total, done) as draw:
 
             def move() -> None:
@@ -72,7 +73,7 @@ def counting(what: str, *, total: int, done: int, jobs: int) -> Iterator[Callabl
         nonlocal finished
         finished += 1
         if finished == done + 1 or finished * 10 // total > (finished - 1) * 10 // total:
-            _say(f"{what}: {note()}")
+            say(f"{what}: {note()}")
 
     yield tell
 
@@ -93,8 +94,40 @@ def _spoken(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
 
 
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+def say(line: str) -> None:
+    """Prints a line on standard error; one that cannot be written there is dropped, because the work is worth more.
+
+    >>> from contextlib import redirect_stderr
+    >>> with redirect_stderr(sys.stdout):
+    ...     say("half way")
+    half way
+    """
+    print(line, file=_Forgiving(), flush=True)
+
+
+class _Forgiving:
+    """Standard error as it is now, without its failures: full, hung up, closed, or None where a process has none."""
+
+    def __init__(self) -> None:
+        self.stream = sys.stderr
+
+    def write(self, text: str) -> int:
+        with suppress(OSError, ValueError, AttributeError):
+            self.stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(OSError, ValueError, AttributeError):
+            self.stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
+def _is_terminal() -> bool:
+    with suppress(ValueError, AttributeError):
+        return sys.stderr.isatty()
+    return False
 
 
 @contextmanager
@@ -104,6 +137,6 @@ def _drawn(what: str, total: float, done: int) -> Iterator[Callable[[float, str]
 
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[note]}"))
     # what the work prints on standard output is a result, and stays there
-    with Progress(*columns, console=Console(stderr=True), redirect_stdout=False) as progress:
+    with Progress(*columns, console=Console(file=cast("IO[str]", _Forgiving())), redirect_stdout=False) as progress:
         task = progress.add_task(what, total=total, completed=done, note="")
         yield lambda value, note: progress.update(task, completed=value, note=note)

@@ -15,7 +15,7 @@ from typing import Any
 
 from helmscope.runs.attempt import Engine, Failed
 from helmscope.runs.plan import Plan, cpu, settle
-from helmscope.runs.progress import counting
+from helmscope.runs.progress import counting, say
 from helmscope.runs.results import is_whole, read_result, result_files
 from helmscope.runs.serial import Serial
 from helmscope.runs.unit import Unit
@@ -99,7 +99,8 @@ def run(
     where None, or ``Processes(jobs)`` or ``Ray(jobs)``; results do not depend on it.
     ``progress`` is the heading under which it is shown on standard error. Where units raise, the others go on and
     ``UnitsFailed`` is raised at the end, or at once with ``fail_fast``; tracebacks go to the log, and the next call
-    tries those units again. Ctrl-C and SIGTERM stop the workers and end in a KeyboardInterrupt that says how to go on.
+    tries those units again. Ctrl-C, SIGTERM and SIGHUP stop the workers and end in a KeyboardInterrupt that says how to
+    go on.
 
     >>> import statistics, tempfile
     >>> units = [Unit(f"mean-{n}", statistics.fmean, {"data": list(range(n))}) for n in (2, 4)]
@@ -113,6 +114,7 @@ def run(
     for name, value, kind in (("folder", folder, RunFolder), ("manifest", manifest, Manifest)):
         if not isinstance(value, kind):
             raise HelmscopeError(f"{name} is a {type(value).__name__}, but it must be a {kind.__name__}")
+    _check_options(progress, fail_fast=fail_fast, allow_mixed=allow_mixed)
     asked = _checked(units)
     results, failed = folder.path / "units", dict[str, str]()
     with _terminable(), folder.lock():
@@ -146,6 +148,14 @@ def _check_engine(engine: object) -> None:
         raise HelmscopeError(f"engine is {engine!r}, but it must be Serial(), Processes(jobs) or Ray(jobs)")
 
 
+def _check_options(progress: object, **switches: object) -> None:
+    if progress is not None and not isinstance(progress, str):
+        raise HelmscopeError(f"progress is a {type(progress).__name__}, but it must be a str, the heading, or None")
+    for name, value in switches.items():
+        if not isinstance(value, bool):
+            raise HelmscopeError(f"{name} is a {type(value).__name__}, but it must be True or False")
+
+
 def _manifest_of_process(threads: int) -> Manifest:
     """For callers who keep no manifest; seeds and dtypes are then among the parameters of the units."""
     details: dict[str, Any] = {"seed": 0, "dtype": "float64", "device": "cpu", "inputs": {}, "parameters": {}}
@@ -153,6 +163,8 @@ def _manifest_of_process(threads: int) -> Manifest:
 
 
 def _checked(units: Iterable[Unit]) -> Sequence[Unit]:
+    if not isinstance(units, Iterable):
+        raise HelmscopeError(f"units is a {type(units).__name__}, but it must be a list of Units")
     asked = list(units)
     names = set[str]()
     for i, unit in enumerate(asked):
@@ -187,19 +199,23 @@ def _shown(progress: str | None, **counts: int) -> AbstractContextManager[Callab
 
 @contextmanager
 def _terminable() -> Iterator[None]:
-    """Lets SIGTERM stop the run as Ctrl-C does. A handler of the caller's stays; only the main thread may set one."""
-    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
-        yield
-        return
+    """Lets SIGTERM, and SIGHUP of a terminal that goes away, stop the run as Ctrl-C does. A handler of the caller's
+    stays, and so does nohup's; only the main thread may set one.
+    """
+    free = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) == signal.SIG_DFL]
+    if threading.current_thread() is not threading.main_thread():
+        free = []
 
     def stop(number: int, frame: object) -> None:
         raise KeyboardInterrupt("terminated")
 
-    before = signal.signal(signal.SIGTERM, stop)
+    for number in free:
+        signal.signal(number, stop)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number in free:
+            signal.signal(number, signal.SIG_DFL)
 
 
 @contextmanager
@@ -211,5 +227,5 @@ def _resumable(folder: RunFolder, progress: str | None) -> Iterator[None]:
         note = f"finished units are kept in {folder.path}, and the same call goes on from there"
         error.add_note(note)
         if progress is not None:
-            print(f"{progress}: interrupted; {note}", file=sys.stderr)
+            say(f"{progress}: interrupted; {note}")
         raise

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import secrets
+import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,6 +30,30 @@ def explained(action: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise HelmscopeError(f"cannot {action}: {error.strerror or error}") from error
+
+
+def one_line(error: BaseException) -> str:
+    r"""What an error says in its first line that is not empty; where that ends in a colon, what follows too, up to 200
+    characters.
+
+    >>> one_line(ValueError("\nbad shapes:\n  (2, 3)\n  (4,)")), one_line(ValueError("bad shapes\nhelp"))
+    ('bad shapes: (2, 3) (4,)', 'bad shapes')
+    """
+    first, *others = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
+    return textwrap.shorten(" ".join([first, *others]), 200, placeholder="...") if first.endswith(":") else first
+
+
+def as_path(name: str, value: str | os.PathLike[str]) -> Path:
+    """``value`` as a path, or a ``HelmscopeError`` that names the argument.
+
+    >>> as_path("root", 3)
+    Traceback (most recent call last):
+    helmscope.types.HelmscopeError: root is a int, but it must be a path, as a str or a Path
+    """
+    try:
+        return Path(value)
+    except TypeError:
+        raise HelmscopeError(f"{name} is a {type(value).__name__}, but it must be a path, as a str or a Path") from None
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from helmscope.store.atomic import explained, is_temporary, make_folder, write_bytes
+from helmscope.store.atomic import as_path, explained, is_temporary, make_folder, one_line, write_bytes
 from helmscope.store.lock import LOCK, locked
 from helmscope.store.manifest import Manifest
 from helmscope.store.verdicts import decode_verdicts, encode_verdicts
@@ -54,15 +54,16 @@ class RunFolder:
         processes never get the same one.
         """
         stem = f"{file_name(what)}-{datetime.now(UTC):%Y%m%d-%H%M%S}"
+        above = as_path("root", root)
         names = (stem if i == 1 else f"{stem}-{i}" for i in count(1))
-        return cls(next(path for path in (Path(root, name) for name in names) if make_folder(path)))
+        return cls(next(path for path in (above / name for name in names) if make_folder(path)))
 
     @classmethod
     def create(cls, path: str | os.PathLike[str]) -> RunFolder:
         """The folder ``path``, made if it is not there. One that already holds files is refused: they are the
         user's. Temporaries and the lock of a killed process do not count.
         """
-        path = Path(path)
+        path = as_path("path", path)
         if not make_folder(path):
             with explained(f"use {path} as a run folder"):
                 held = sorted(name for name in os.listdir(path) if not is_temporary(name) and name != LOCK)
@@ -73,7 +74,7 @@ class RunFolder:
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> RunFolder:
         """The folder of an earlier run, known by its manifest."""
-        path = Path(path)
+        path = as_path("path", path)
         if not (path / MANIFEST).is_file():
             raise HelmscopeError(f"{path} is not a run folder: there is no {MANIFEST} in it")
         return cls(path)
@@ -189,7 +190,7 @@ def encode_dataset(dataset: xr.Dataset, action: str) -> bytes:
     try:
         return seal(checked.drop_encoding().to_netcdf(engine="h5netcdf"))
     except Exception as error:
-        raise HelmscopeError(f"cannot {action}: {_first_line(error)}") from error
+        raise HelmscopeError(f"cannot {action}: {one_line(error) or type(error).__name__}") from error
 
 
 def read_dataset(path: Path) -> xr.Dataset:
@@ -208,7 +209,7 @@ def read_dataset(path: Path) -> xr.Dataset:
     try:
         return xr.load_dataset(path, engine="h5netcdf")
     except Exception as error:
-        raise HelmscopeError(f"cannot read {path}: {_first_line(error)}") from error
+        raise HelmscopeError(f"cannot read {path}: {one_line(error) or type(error).__name__}") from error
 
 
 def _read(path: Path) -> bytes:
@@ -222,7 +223,3 @@ def _dataset(value: xr.Dataset) -> xr.Dataset:
     if not isinstance(value, xr.Dataset):
         raise HelmscopeError(f"dataset is a {type(value).__name__}, but it must be an xarray Dataset")
     return value
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)
