@@ -44,9 +44,9 @@ def integrate(
     """Carry tokens by x' = f(x) on the sphere from time 0 and look at them at ``times``.
 
     ``stepper`` is ``DormandPrince()`` where None: adaptive, local error 1e-9 in float64. A field that jumps,
-    ``Hardmax``, gets ``Heun(0.01)``: where tokens slide along a jump no step meets a tolerance. A system that cannot reach its
-    last time keeps NaN from there on, and ``outcome`` says why and what would help. ``merge`` carries tokens closer
-    than so many radians as one weighted token, which frees stiff flows from the fast rates inside clusters (see
+    ``Hardmax``, gets ``Heun(0.01)``: where tokens slide along a jump no step meets a tolerance. A system that cannot
+    reach its last time keeps NaN from there on, and ``outcome`` says why and what would help. ``merge`` carries tokens
+    closer than so many radians as one weighted token, which frees stiff flows from the fast rates inside clusters (see
     ``merge_tokens`` for when that is right). ``weights`` and ``mask`` make the cloud a weighted measure with padding.
     ``events`` are timed, in the ``event_times`` of the result. ``progress`` is called with the share of the work done.
     A gradient with respect to x0 goes through the steps taken.
