@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from helmscope.cli.claims import claims
 from helmscope.cli.runs import runs
 from helmscope.cli.simulate import simulate
 from helmscope.types import HelmscopeError
@@ -25,6 +26,7 @@ app = typer.Typer(
 )
 for verb in (simulate, runs):
     app.command()(verb)
+app.add_typer(claims)
 
 
 def main() -> None:

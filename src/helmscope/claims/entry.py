@@ -1,0 +1,126 @@
+"""One claim as data: what it says, what its source prints, how it is tried and which region decides."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+import tomllib
+from enum import StrEnum
+
+import msgspec
+
+from helmscope.types import HelmscopeError, known_name, whole_number
+
+MAY_BE_EMPTY = ("printed", "corrected")
+
+
+class Ground(StrEnum):
+    """Where a claim is decided: in a simulation, or on a recorded model.
+
+    >>> Ground("model").name
+    'MODEL'
+    """
+
+    SIMULATION = "simulation"
+    MODEL = "model"
+
+
+class Region(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+    """The region that supports a claim: in words, and as the interval [low, high] of its statistic where it is one.
+
+    A bound that is None does not bind; both are None where no interval of one number says it.
+
+    >>> Region(text="at least half", low=0.5).high is None
+    True
+    """
+
+    text: str
+    low: float | None = None
+    high: float | None = None
+
+
+class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One claim of the catalogue; every value is data, and none can name code.
+
+    ``printed`` is what the source prints where that is wrong or incomplete, ``corrected`` the form that holds; both
+    are empty where the source is right as it stands.
+
+    >>> from helmscope.claims.reading import entry
+    >>> entry("rate").region.high
+    1.000001
+    """
+
+    id: str
+    statement: str
+    source: str
+    printed: str
+    corrected: str
+    decided: tuple[Ground, ...]
+    experiment: str
+    statistic: str
+    null: str
+    region: Region
+    version: int
+
+    @property
+    def hash(self) -> str:
+        """SHA-256 of the content as JSON with sorted keys: comments, layout and the order of keys do not matter.
+
+        >>> from helmscope.claims.reading import entry
+        >>> len(entry("rate").hash)
+        64
+        """
+        return hashlib.sha256(msgspec.json.encode(self, order="sorted")).hexdigest()
+
+
+def parse_entry(text: str, name: str) -> Entry:
+    """The entry in ``text``, the TOML of the file ``name``, whose stem is the claim's id.
+
+    A text that is no TOML, an unknown or missing key, a value of the wrong type and an id other than the file's name
+    are each refused in one sentence.
+
+    >>> parse_entry('id = "rate"', "rate.toml")
+    Traceback (most recent call last):
+    helmscope.types.HelmscopeError: rate.toml is no entry: Object missing required field `statement`
+    """
+    try:
+        raw = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise HelmscopeError(f"{name} is not TOML: {error}") from None
+    region = raw.get("region")
+    for where, table, kind in (("", raw, Entry), ("region of ", region, Region)):
+        for key in table if isinstance(table, dict) else ():
+            known_name(f"key of {where}{name}", key, kind.__struct_fields__)
+    decided = raw.get("decided")
+    for ground in decided if isinstance(decided, list) else ():
+        if isinstance(ground, str):
+            known_name(f"ground in decided of {name}", ground, [known.value for known in Ground])
+    try:
+        entry = msgspec.convert(raw, Entry)
+    except msgspec.ValidationError as error:
+        raise HelmscopeError(f"{name} is no entry: {error}") from None
+    _check(entry, name)
+    return entry
+
+
+def _check(entry: Entry, name: str) -> None:
+    """What the types alone do not say."""
+    if name != f"{entry.id}.toml":
+        raise HelmscopeError(f"id of {name} is '{entry.id}', but it must be the file's name without .toml")
+    if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", entry.id):
+        raise HelmscopeError(f"id of {name} must be lower-case words and digits joined by hyphens, such as my-claim")
+    for key in entry.__struct_fields__:
+        value = getattr(entry, key)
+        if isinstance(value, str) and not value.strip() and key not in MAY_BE_EMPTY:
+            raise HelmscopeError(f"{key} of {name} is empty, but it must be a text")
+    if not entry.region.text.strip():
+        raise HelmscopeError(f"region.text of {name} is empty, but it must be a text")
+    if not entry.decided or len(set(entry.decided)) < len(entry.decided):
+        names = [ground.value for ground in entry.decided]
+        raise HelmscopeError(f"decided of {name} is {names}, but it must hold 'simulation', 'model' or both, once each")
+    whole_number(f"version of {name}", entry.version, at_least=1)
+    low, high = entry.region.low, entry.region.high
+    bounds = [bound for bound in (low, high) if bound is not None]
+    if not all(map(math.isfinite, bounds)) or bounds != sorted(bounds):
+        raise HelmscopeError(f"region of {name} is [{low}, {high}], but its bounds must be finite and low <= high")
