@@ -16,32 +16,10 @@ import pytest
 import torch
 
 import helmscope as hs
-from helmscope import cli
 
 COMMAND = Path(sys.executable).parent / "helmscope"
 SMALL = ("--n", "4", "--batch", "2", "--times", "0,0.5,1", "--beta", "2", "--seed", "7")
 FILES = ["manifest.json", "overview.nc", "overview.png", "trajectory.nc", "units", "units.json"]
-
-
-@pytest.fixture
-def helmscope(monkeypatch, capsys, tmp_path):
-    """Runs ``helmscope WORDS...`` in this process, in an empty folder: exit code, standard output, standard error."""
-    monkeypatch.chdir(tmp_path)
-
-    def run(*words: str) -> tuple[object, str, str]:
-        monkeypatch.setattr(sys, "argv", ["helmscope", *words])
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as left:
-            cli.main()
-        return left.value.code or 0, *capsys.readouterr()
-
-    return run
-
-
-@pytest.fixture
-def no_picture(monkeypatch):
-    """Drawing takes most of the time of a small run."""
-    monkeypatch.setattr("helmscope.plots.style.png", lambda figure: b"")
 
 
 def process(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:

@@ -3,24 +3,10 @@
 from __future__ import annotations
 
 import json
-import sys
 
 import pytest
 
-from helmscope import cli
 from helmscope.claims.reading import read_catalogue
-
-
-@pytest.fixture
-def helmscope(monkeypatch, capsys):
-    def run(*words: str) -> tuple[object, str, str]:
-        monkeypatch.setattr(sys, "argv", ["helmscope", *words])
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as left:
-            cli.main()
-        return left.value.code or 0, *capsys.readouterr()
-
-    return run
 
 
 def test_list(helmscope):

@@ -13,26 +13,10 @@ from pathlib import Path
 import pytest
 
 import helmscope as hs
-from helmscope import cli
 
+pytestmark = pytest.mark.usefixtures("no_picture")
 COMMAND = Path(sys.executable).parent / "helmscope"
 WORDS = ("simulate", "--n", "6", "--batch", "8", "--chunk", "1", "--times", "0,1", "--nu", "0.2", "--step", "0.01")
-
-
-@pytest.fixture
-def helmscope(monkeypatch, capsys, tmp_path):
-    """Runs ``helmscope WORDS...`` in this process, in an empty folder: exit code, standard output, standard error."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("helmscope.plots.style.png", lambda figure: b"")
-
-    def run(*words: str) -> tuple[object, str, str]:
-        monkeypatch.setattr(sys, "argv", ["helmscope", *words])
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as left:
-            cli.main()
-        return left.value.code or 0, *capsys.readouterr()
-
-    return run
 
 
 def contents(folder: Path) -> dict[str, bytes]:

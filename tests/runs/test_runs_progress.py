@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from helmscope.runs import Processes, Unit, UnitsFailed, bar, progress, run
+from helmscope.runs import Processes, Unit, UnitsFailed, progress, run
 from helmscope.runs.progress import counting, remaining
 from helmscope.store import RunFolder
 from toy_units import divide, manifest, mixture
@@ -96,20 +96,6 @@ def test_durations(seconds, spoken):
     assert progress._spoken(seconds) == spoken
 
 
-def test_a_share_is_told_every_tenth_and_on_a_terminal_drawn(capsys, monkeypatch):
-    with bar("integrating") as tell:
-        for share in range(101):
-            tell(share / 100)
-    assert capsys.readouterr().err.splitlines() == [f"integrating: {share} %" for share in range(10, 101, 10)]
-    screen = terminal(monkeypatch)
-    with bar("integrating") as tell:
-        tell(0.25)
-        tell(1.0)
-        print("a result")
-    assert re.fullmatch(r"integrating ━+ 100%", shown(screen)[-1])
-    assert capsys.readouterr().out == "a result\n"
-
-
 @pytest.mark.parametrize("engine", [None, Processes(2)], ids=["serial", "processes"])
 def test_a_run_says_where_it_stands(tmp_path, capsys, engine):
     folder = RunFolder.create(tmp_path / "run")
@@ -155,6 +141,4 @@ def test_progress_that_cannot_be_written_is_dropped(tmp_path, monkeypatch, capsy
     monkeypatch.setattr(sys, "stderr", stream())
     result = run(mixture(3), RunFolder.create(tmp_path / "run"), manifest=MANIFEST, progress="toys")
     assert list(result) == ["numbers-0", "noise-1", "dataset-2"]
-    with bar("integrating") as tell:
-        tell(0.5)
     assert capsys.readouterr().out == ""

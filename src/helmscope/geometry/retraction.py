@@ -39,15 +39,6 @@ def length(y: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch"]:
     return norm * scale.squeeze(-1)
 
 
-def retract_exact(x: Float[Tensor, "*batch d"], delta: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
-    """N(x + delta) = ((1 + a) x + p) / sqrt((1 + a)^2 + |p|^2), |x| = 1. At delta = -x there is no point: NaN.
-
-    >>> retract_exact(torch.tensor([1.0, 0.0]), torch.tensor([2.0, 4.0]))
-    tensor([0.6000, 0.8000])
-    """
-    return retract(x + delta)  # (1 + a) x + p without the cancellation near a = -1
-
-
 def retract_first_order(x: Float[Tensor, "*batch d"], delta: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
     """x + P_x delta = N(x + delta) + O(|delta|^2), |x| = 1: the expansion that the source prints. It leaves the sphere:
     its norm is sqrt(1 + |p|^2).

@@ -4,7 +4,6 @@ from helmscope.runs.limits import parse_size
 from helmscope.runs.listing import RunSummary, State, list_runs
 from helmscope.runs.on_ray import Ray
 from helmscope.runs.processes import Processes
-from helmscope.runs.progress import bar
 from helmscope.runs.run import RunResult, UnitsFailed, run
 from helmscope.runs.serial import Serial
 from helmscope.runs.unit import Unit
@@ -18,7 +17,6 @@ __all__ = [
     "State",
     "Unit",
     "UnitsFailed",
-    "bar",
     "list_runs",
     "parse_size",
     "run",

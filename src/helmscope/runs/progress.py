@@ -10,32 +10,6 @@ from typing import IO, Any, cast
 
 
 @contextmanager
-def bar(what: str) -> Iterator[Callable[[float], None]]:
-    """Yields a function that takes the share done, from 0 to 1: a bar on a terminal, elsewhere a line every tenth.
-
-    >>> from contextlib import redirect_stderr
-    >>> with redirect_stderr(sys.stdout), bar("integrating") as progress:
-    ...     for share in (0.05, 0.31, 0.33, 1.0):
-    ...         progress(share)
-    integrating: 30 %
-    integrating: 100 %
-    """
-    if _is_terminal():
-        with _drawn(what, 1.0, 0) as draw:
-            yield lambda share: draw(share, f"{share:.0%}")
-        return
-    tenths = 0
-
-    def tell(share: float) -> None:
-        nonlocal tenths
-        if int(share * 10) > tenths:
-            tenths = int(share * 10)
-            say(f"{what}: {tenths * 10} %")
-
-    yield tell
-
-
-@contextmanager
 def counting(what: str, *, total: int, done: int, jobs: int) -> Iterator[Callable[[], None]]:
     """Says how many units there are and how many are done, then yields a function to call after each further one: it
     moves a bar on a terminal, and elsewhere says the first estimate of the time left and a line every tenth.
@@ -131,7 +105,7 @@ def _is_terminal() -> bool:
 
 
 @contextmanager
-def _drawn(what: str, total: float, done: int) -> Iterator[Callable[[float, str], None]]:
+def _drawn(what: str, total: int, done: int) -> Iterator[Callable[[float, str], None]]:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn
 

@@ -25,8 +25,6 @@ def run_fixed(
 ) -> tuple[Float[Tensor, "time batch n d"], Outcome]:
     """States at the asked times. Each interval is cut into equal steps of at most h."""
     states, systems = [], torch.arange(len(x), device=x.device)
-    ended = [Status.FINISHED] * len(x)
-    ended_at = [times[-1]] * len(x)
     flow, x, _ = extras.merged(flow, x)
     now = 0.0
     for target in times:
@@ -39,11 +37,17 @@ def run_fixed(
             flow, x, _ = extras.merged(flow, x)
             extras.say((now + (k + 1) * size) / times[-1])
         now = target
-        for i in (~torch.isfinite(x.detach()).all(-1).all(-1)).nonzero().flatten().tolist():
-            if ended[i].ok:
-                ended[i], ended_at[i] = Status.NOT_FINITE, now
         states.append(x)
-    return torch.stack(states), Outcome(tuple(ended), tuple(ended_at))
+    return torch.stack(states), outcome_of(states, times)
+
+
+def outcome_of(states: list[Tensor], times: list[float]) -> Outcome:
+    """How systems ended that took fixed steps: at the first asked time where their states are not finite, or well."""
+    finite = torch.stack([torch.isfinite(x.detach()).all(-1).all(-1) for x in states]).cpu()
+    lost = (~finite).int().argmax(0).tolist()  # the first, where there is one
+    well = finite.all(0).tolist()
+    statuses = tuple(Status.FINISHED if ok else Status.NOT_FINITE for ok in well)
+    return Outcome(statuses, tuple(times[-1] if ok else times[i] for ok, i in zip(well, lost, strict=True)))
 
 
 def check_grid(times: list[float], stepper: FixedStepper | NoisyStepper) -> None:

@@ -41,16 +41,16 @@ class Flow:
 
     def direction(self, x: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n d"]:
         """The states as unit vectors."""
-        return self.field.direction(x) if isinstance(self.field, StreamField) and not self.on_sphere else x
+        return self.field.direction(x) if not self.on_sphere and isinstance(self.field, StreamField) else x
 
     def size(self, x: Float[Tensor, "batch n d"], step: Float[Tensor, "batch n d"]) -> Float[Tensor, "batch n"]:
         """Length of a displacement in units of the state's: the radius of a residual stream sets the scale."""
         length: Tensor = torch.linalg.vector_norm(step, dim=-1)
-        return length / self.radius(x)
+        return length if self.on_sphere else length / self.radius(x)
 
     def radius(self, x: Float[Tensor, "batch n d"]) -> Float[Tensor, "batch n"] | float:
         """The radius of a residual stream; 1 where states are unit vectors."""
-        return self.field.radius(x) if isinstance(self.field, StreamField) and not self.on_sphere else 1.0
+        return self.field.radius(x) if not self.on_sphere and isinstance(self.field, StreamField) else 1.0
 
     def layer(self, x: Float[Tensor, "batch n d"], h: Float[Tensor, "batch 1 1"]) -> Float[Tensor, "batch n d"]:
         """One discrete layer: the field's own where it has one, else N(x + h f(x)) with f before projection."""

@@ -10,8 +10,8 @@ import torch
 from helmscope.fields.field import Field, lives_on_sphere
 from helmscope.fields.noise import LayerNormChain, Noise
 from helmscope.geometry.sphere import project
-from helmscope.solve.fixed import steps_in
-from helmscope.types import HelmscopeError, Outcome, Status
+from helmscope.solve.fixed import outcome_of, steps_in
+from helmscope.types import HelmscopeError, Outcome
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -37,10 +37,7 @@ def run_noisy(
 
     An event happens at the end of a step: between the two ends of one nothing is drawn.
     """
-    check_noise(flow.field, noise, stepper)
     states, systems = [], torch.arange(len(x), device=x.device)
-    ended = [Status.FINISHED] * len(x)
-    ended_at = [times[-1]] * len(x)
     draws, sources = 1 if noise.common else x.shape[-2], noise.sources(x)
     now = 0.0
     for target in times:
@@ -54,11 +51,8 @@ def run_noisy(
                 watch.see(systems, now + k * h, h, x, None)
             extras.say((now + (k + 1) * size) / times[-1])
         now = target
-        for i in (~torch.isfinite(x.detach()).all(-1).all(-1)).nonzero().flatten().tolist():
-            if ended[i].ok:
-                ended[i], ended_at[i] = Status.NOT_FINITE, now
         states.append(x)
-    return torch.stack(states), Outcome(tuple(ended), tuple(ended_at))
+    return torch.stack(states), outcome_of(states, times)
 
 
 def check_noise(field: Field, noise: Noise, stepper: NoisyStepper) -> None:
