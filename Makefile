@@ -12,7 +12,7 @@ help:
 	@echo "make report | test | test-slow | lint | format | wheel-check | clean"
 
 report: $(VENV)/.with-report
-	$(BIN)/helmscope simulate
+	$(BIN)/helmscope report
 
 test: $(VENV)/.with-test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 
 from helmscope.claims.reading import read_catalogue
+from helmscope.claims.registry import experiments
+from helmscope.store.run_folder import RunFolder
+
+ROOT = Path(__file__).parents[1]
+PLANTED = ROOT / "tests" / "claims" / "planted"
 
 
 def test_list(helmscope):
@@ -15,7 +22,9 @@ def test_list(helmscope):
     heads = [line for line in out.splitlines() if not line.startswith(" ")]
     assert [head.split()[0] for head in heads] == list(read_catalogue())
     assert len(heads) == 56
-    assert all("not yet tried" in head for head in heads)
+    for head in heads:
+        assert head.endswith("; helmscope claims test)" if head.split()[0] in experiments() else "; not yet tried)")
+    assert sum("not yet tried" in head for head in heads) == 56 - 19
     code, out, _ = helmscope("claims", "list", "--json")
     assert code == 0
     records = json.loads(out)["claims"]
@@ -40,3 +49,71 @@ def test_an_unknown_claim_offers_the_nearest(helmscope):
     assert (code, out) == (2, "")
     assert "did you mean 'rate'?" in err
     assert err.count("\n") == 1
+
+
+def test_a_trial_in_words_and_as_json_to_the_same_bytes(helmscope, tmp_path):
+    code, out, err = helmscope("claims", "test", "kuramoto", "radial", "--quick", "--out", "one")
+    assert code == 0
+    assert out.startswith("kuramoto: true by construction\n    True by construction: ")
+    assert "\nradial: true by construction\n" in out
+    assert err.startswith("2 trials, a few seconds\n")
+    assert err.endswith("folder: one\n")
+    assert [verdict.claim for verdict in RunFolder.open(tmp_path / "one").read_verdicts()] == ["kuramoto", "radial"]
+    twice = [helmscope("claims", "test", "kuramoto", "--quick", "--json", "--seed", "3")[1] for _ in range(2)]
+    assert twice[0] == twice[1]
+    data = json.loads(twice[0])
+    assert (data["seed"], data["quick"], len(data["verdicts"])) == (3, True, 1)
+    verdict = data["verdicts"][0]
+    assert verdict["entry_hash"] == read_catalogue()["kuramoto"].hash
+    assert (verdict["null"]["ruling"], verdict["null"]["expected"]) == ("refuted", "refuted")
+
+
+def test_users_claims_are_run_and_that_is_said(helmscope):
+    code, out, err = helmscope("claims", "test", "--from", str(PLANTED), "--json")
+    assert code == 0
+    assert [verdict["ruling"] for verdict in json.loads(out)["verdicts"]] == ["refuted", "supported"]
+    assert err.startswith(f"running the code in {PLANTED}: planted.py\n")
+
+
+def test_the_claim_of_the_documentation(helmscope, tmp_path):
+    """Twenty lines: an entry and a function, as printed there."""
+    text = (ROOT / "docs" / "claims.md").read_text()
+    entry = re.search(r"`order/(\S+)`:\n\n```toml\n(.*?)```", text, re.DOTALL)
+    code = re.search(r"`order/(\S+)`:\n\n```python\n(.*?)```", text, re.DOTALL)
+    lines = [line for _, block in (entry.groups(), code.groups()) for line in block.splitlines() if line]
+    assert len(lines) <= 20
+    (tmp_path / "order").mkdir()
+    for name, block in (entry.groups(), code.groups()):
+        (tmp_path / "order" / name).write_text(block)
+    code, out, err = helmscope("claims", "test", "--from", "order", "--quick")
+    assert (code, out.splitlines()[0]) == (0, "tokens-gather: supported")
+    assert "running the code in order: gather.py" in err
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["kuramto"], "unknown claim 'kuramto': did you mean 'kuramoto'?"),
+        (["breathing"], "claim 'breathing' is not yet tried: it has no experiment"),
+        (["kuramoto", "--seed", "-1"], "seed is -1, but it must be a whole number >= 0"),
+        (["kuramoto", "--jobs", "0"], "jobs is 0, but it must be a whole number >= 1"),
+        (["--from", "nowhere"], "folder is 'nowhere', but it must be a folder that holds one ID.toml a claim"),
+        (["kuramoto", "--from", str(PLANTED)], "unknown claim 'kuramoto'"),
+        (["kuramoto", "--resume"], "resume is given, but not which run: add --out FOLDER"),
+    ],
+)
+def test_what_is_refused_leaves_nothing_behind(helmscope, tmp_path, words, sentence):
+    code, out, err = helmscope("claims", "test", *words)
+    assert (code, out) == (2, "")
+    assert sentence in err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_without_an_experiment_is_refused(helmscope, tmp_path):
+    (tmp_path / "mine").mkdir()
+    text = (PLANTED / "planted-true.toml").read_text()
+    (tmp_path / "mine" / "planted-true.toml").write_text(text)
+    code, _, err = helmscope("claims", "test", "--from", "mine")
+    assert code == 2
+    assert "running the code in mine: no Python file" in err
+    assert "no function in it is decorated with experiment(ID)" in err

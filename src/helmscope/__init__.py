@@ -14,6 +14,32 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0.dev0"
 
 if TYPE_CHECKING:
+    from helmscope.claims.curves import curve as curve
+    from helmscope.claims.entry import Entry as Entry
+    from helmscope.claims.entry import Ground as Ground
+    from helmscope.claims.entry import Region as Region
+    from helmscope.claims.evidence import FisherZ as FisherZ
+    from helmscope.claims.evidence import Interval as Interval
+    from helmscope.claims.evidence import Log as Log
+    from helmscope.claims.evidence import Plain as Plain
+    from helmscope.claims.finding import Check as Check
+    from helmscope.claims.finding import Count as Count
+    from helmscope.claims.finding import Described as Described
+    from helmscope.claims.finding import EveryLayer as EveryLayer
+    from helmscope.claims.finding import Finding as Finding
+    from helmscope.claims.finding import Identity as Identity
+    from helmscope.claims.finding import Impossible as Impossible
+    from helmscope.claims.finding import Paired as Paired
+    from helmscope.claims.finding import Replicates as Replicates
+    from helmscope.claims.finding import SomeLayer as SomeLayer
+    from helmscope.claims.power import decisive_effect as decisive_effect
+    from helmscope.claims.power import power as power
+    from helmscope.claims.reading import read_catalogue as read_catalogue
+    from helmscope.claims.registry import Case as Case
+    from helmscope.claims.registry import experiment as experiment
+    from helmscope.claims.trial import Trial as Trial
+    from helmscope.claims.trial import run_trials as run_trials
+    from helmscope.claims.trial import try_claim as try_claim
     from helmscope.fields import activations as activations
     from helmscope.fields.alibi import alibi as alibi
     from helmscope.fields.alibi import alibi_slopes as alibi_slopes
@@ -80,6 +106,7 @@ if TYPE_CHECKING:
     from helmscope.observe.generator import ambient_generator as ambient_generator
     from helmscope.observe.generator import discrete_generator as discrete_generator
     from helmscope.observe.generator import generator as generator
+    from helmscope.observe.hull import hull_distance as hull_distance
     from helmscope.observe.inner_products import clustering_fraction as clustering_fraction
     from helmscope.observe.inner_products import clustering_probability as clustering_probability
     from helmscope.observe.inner_products import inner_product_histogram as inner_product_histogram
@@ -97,6 +124,10 @@ if TYPE_CHECKING:
     from helmscope.observe.kernel import row_entropy as row_entropy
     from helmscope.observe.kernel import row_mass as row_mass
     from helmscope.observe.kernel import symmetry_defect as symmetry_defect
+    from helmscope.observe.mixture import VMFMixture as VMFMixture
+    from helmscope.observe.mixture import vmf_concentration as vmf_concentration
+    from helmscope.observe.mixture import vmf_log_density as vmf_log_density
+    from helmscope.observe.mixture import vmf_mixture as vmf_mixture
     from helmscope.observe.order import order_parameter as order_parameter
     from helmscope.observe.overview import overview as overview
     from helmscope.observe.rank import entropy_rank as entropy_rank
@@ -108,6 +139,7 @@ if TYPE_CHECKING:
     from helmscope.observe.rank import stable_rank as stable_rank
     from helmscope.observe.track import track as track
     from helmscope.plots.overview import overview_figure as overview_figure
+    from helmscope.plots.trial import trial_figure as trial_figure
     from helmscope.runs.listing import RunSummary as RunSummary
     from helmscope.runs.listing import list_runs as list_runs
     from helmscope.runs.on_ray import Ray as Ray
@@ -148,6 +180,7 @@ if TYPE_CHECKING:
     from helmscope.theory.starts import Orthonormal as Orthonormal
     from helmscope.theory.starts import Uniform as Uniform
     from helmscope.theory.starts import VonMisesFisher as VonMisesFisher
+    from helmscope.types import Control as Control
     from helmscope.types import HelmscopeError as HelmscopeError
     from helmscope.types import Outcome as Outcome
     from helmscope.types import Reducer as Reducer
@@ -160,6 +193,16 @@ if TYPE_CHECKING:
 
 # where each name lives; a test keeps it equal to the list above, which is for type checkers and readers
 _HOME = {
+    "helmscope.claims.curves": "curve",
+    "helmscope.claims.entry": "Entry Ground Region",
+    "helmscope.claims.evidence": "FisherZ Interval Log Plain",
+    "helmscope.claims.finding": (
+        "Check Count Described EveryLayer Finding Identity Impossible Paired Replicates SomeLayer"
+    ),
+    "helmscope.claims.power": "decisive_effect power",
+    "helmscope.claims.reading": "read_catalogue",
+    "helmscope.claims.registry": "Case experiment",
+    "helmscope.claims.trial": "Trial run_trials try_claim",
     "helmscope.fields": "activations",
     "helmscope.fields.alibi": "alibi alibi_slopes",
     "helmscope.fields.attention": "SA USA",
@@ -192,6 +235,7 @@ _HOME = {
         "log_interaction_energy"
     ),
     "helmscope.observe.generator": "ambient_generator discrete_generator generator",
+    "helmscope.observe.hull": "hull_distance",
     "helmscope.observe.inner_products": (
         "clustering_fraction clustering_probability inner_product_histogram mean_inner_product"
     ),
@@ -200,6 +244,7 @@ _HOME = {
         "bistochastic_defect effective_keys first_token_mass future_mass kernel_statistics largest_weight "
         "normalized_rows received_mass row_entropy row_mass symmetry_defect"
     ),
+    "helmscope.observe.mixture": "VMFMixture vmf_concentration vmf_log_density vmf_mixture",
     "helmscope.observe.order": "order_parameter",
     "helmscope.observe.overview": "overview",
     "helmscope.observe.rank": (
@@ -207,6 +252,7 @@ _HOME = {
     ),
     "helmscope.observe.track": "track",
     "helmscope.plots.overview": "overview_figure",
+    "helmscope.plots.trial": "trial_figure",
     "helmscope.runs.listing": "RunSummary list_runs",
     "helmscope.runs.on_ray": "Ray",
     "helmscope.runs.processes": "Processes",
@@ -235,7 +281,9 @@ _HOME = {
     "helmscope.theory.metastable": "metastable_time metastable_time_asymptotic",
     "helmscope.theory.probability": "initial_clustering_probability wendel_probability",
     "helmscope.theory.starts": "Orthonormal Uniform VonMisesFisher",
-    "helmscope.types": "HelmscopeError Outcome Reducer Ruling Status System Trajectory Verdict check_measurement",
+    "helmscope.types": (
+        "Control HelmscopeError Outcome Reducer Ruling Status System Trajectory Verdict check_measurement"
+    ),
 }
 _EXPORTS = {name: home for home, names in _HOME.items() for name in names.split()}
 __all__ = ["__version__", *sorted(_EXPORTS)]

@@ -275,6 +275,22 @@ def _check_companions(dataset: xr.Dataset, name: str) -> None:
             raise HelmscopeError(f"'{name}' leaves its own interval '{name}_low'..'{name}_high'")
 
 
+def interval_text(estimate: float, low: float, high: float) -> str:
+    """A number with its interval, with enough digits to tell the ends apart, three at least; words where there is
+    none.
+
+    >>> interval_text(1.00000012, 1.0000001, 1.00000014)
+    '1.00000012 [1.0000001, 1.00000014]'
+    >>> interval_text(math.nan, math.nan, math.nan)
+    'no number'
+    """
+    if math.isnan(estimate):
+        return "no number"
+    size, apart = max(abs(low), abs(high)), high - low
+    digits = 3 if not (apart > 0 and math.isfinite(size)) else min(12, max(3, 2 + math.ceil(math.log10(size / apart))))
+    return f"{estimate:.{digits}g} [{low:.{digits}g}, {high:.{digits}g}]"
+
+
 class Ruling(Enum):
     """What a trial can say of a claim.
 
@@ -290,9 +306,38 @@ class Ruling(Enum):
 
 
 @dataclass(frozen=True)
+class Control:
+    """A statistic where the answer is known: the null of a claim, or what its source prints where that is wrong.
+
+    ``what`` says what was tried and ``expected`` how it must come out; a trial whose control comes out otherwise
+    proves nothing. ``region`` is the interval [region_low, region_high] in words.
+
+    >>> Control("V = -I", Ruling.REFUTED, Ruling.REFUTED, 0.0, 0.0, 0.1, 32, "at least .9", 0.9).as_expected
+    True
+    """
+
+    what: str
+    ruling: Ruling
+    expected: Ruling
+    statistic: float
+    low: float
+    high: float
+    n: int
+    region: str
+    region_low: float = -math.inf
+    region_high: float = math.inf
+
+    @property
+    def as_expected(self) -> bool:
+        """Whether the trial could tell this case from the claim."""
+        return self.ruling is self.expected
+
+
+@dataclass(frozen=True)
 class Verdict:
     """A ruling on one claim: the statistic with its interval and sample size, the region frozen before the run, the
-    hash of the catalogue entry, and the sentence a reader needs.
+    hash of the catalogue entry, and the sentence a reader needs; then where the claim was tried (the coordinates), the
+    region's interval, the null, what the source prints where that is wrong, and further parts of the claim.
 
     >>> Verdict("rate", Ruling.SUPPORTED, 1.0, 0.99, 1.01, 20, "[0.9, 1.1]", "c0ffee", "SA has rate 1.").ruling.value
     'supported'
@@ -307,3 +352,9 @@ class Verdict:
     region: str
     entry_hash: str
     sentence: str
+    where: str = ""
+    region_low: float = -math.inf
+    region_high: float = math.inf
+    null: Control | None = None
+    printed: Control | None = None
+    also: tuple[Control, ...] = ()

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from helmscope.store import Manifest, RunFolder, run_folder
 from helmscope.store.verdicts import decode_verdicts, encode_verdicts
-from helmscope.types import HelmscopeError, Ruling, Verdict
+from helmscope.types import Control, HelmscopeError, Ruling, Verdict
 
 MEASUREMENT = xr.Dataset(
     {"energy": ("time", [0.1, math.nan], {"n": 16, "units": "seconds"}), "energy_stderr": ("time", [0.01, math.inf])},
@@ -292,8 +292,22 @@ def test_verdicts_round_trip_as_valid_json(statistic, low, high, ruling, sentenc
     assert encode_verdicts([again, second]) == data
 
 
+def test_the_controls_of_a_verdict_round_trip():
+    control = Control("V = -I", Ruling.REFUTED, Ruling.REFUTED, 0.0, 0.0, 0.1, 32, "at least .9", 0.9)
+    one = replace(
+        VERDICT, where="the unit sphere", region_low=0.0, null=control, printed=replace(control, low=-math.inf)
+    )
+    one = replace(one, also=(control, control))
+    assert decode_verdicts(encode_verdicts([one])) == (one,)
+    with pytest.raises(HelmscopeError, match=r"also of v.json\[0\] is a NoneType, but it must be a list of controls"):
+        decode_verdicts(verdicts(also=None), "v.json")
+    with pytest.raises(HelmscopeError, match=r"unknown key of null of v.json\[0\] 'waht': did you mean 'what'"):
+        decode_verdicts(verdicts(null={"waht": "V = -I"}), "v.json")
+
+
 def verdicts(**changes):
-    return json.dumps([{**asdict(VERDICT), "ruling": "supported", **changes}]).encode()
+    ends = {"region_low": "-inf", "region_high": "inf"}
+    return json.dumps([{**asdict(VERDICT), "ruling": "supported", **ends, **changes}]).encode()
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,8 @@ import math
 import os
 import shlex
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -54,6 +56,18 @@ def resume_line(command: list[str] | tuple[str, ...], folder: object) -> str:
         del words[at : at + 2]
     words = [word for word in words if word != "--resume" and not word.startswith("--out=")]
     return shlex.join([*words, "--out", str(folder), "--resume"])
+
+
+@contextmanager
+def resumable(manifest: Manifest, folder: RunFolder) -> Iterator[None]:
+    """After Ctrl-C says the command that goes on."""
+    from helmscope.runs.progress import say
+
+    try:
+        yield
+    except KeyboardInterrupt:
+        say(f"go on with: {resume_line(tuple(manifest.command), folder.path)}")
+        raise
 
 
 def picture(report: dict[str, Any], run: Any, measured: xr.Dataset, title: str) -> None:

@@ -177,15 +177,11 @@ def simulate_part(first: int, last: int, physics: dict[str, Any]) -> xr.Dataset:
 
 
 def _run(units: list[Unit], folder: RunFolder, manifest: Manifest, engine: Engine, allow_mixed: bool) -> RunResult:
-    from helmscope.cli.output import resume_line
-    from helmscope.runs.progress import say
+    from helmscope.cli.output import resumable
     from helmscope.runs.run import run
 
-    try:
+    with resumable(manifest, folder):
         return run(units, folder, manifest=manifest, engine=engine, progress="integrating", allow_mixed=allow_mixed)
-    except KeyboardInterrupt:
-        say(f"go on with: {resume_line(tuple(manifest.command), folder.path)}")
-        raise
 
 
 def _joined(problem: Problem, result: RunResult) -> Trajectory:

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from functools import partial
 
 from helmscope.store.strict_json import Reader, decode, encode, record, text
-from helmscope.types import HelmscopeError, Ruling, Verdict, known_name, whole_number
+from helmscope.types import Control, HelmscopeError, Ruling, Verdict, known_name, whole_number
 
 _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
@@ -22,7 +22,7 @@ def encode_verdicts(verdicts: Sequence[Verdict]) -> bytes:
     >>> b'"low": "-inf"' in encode_verdicts([verdict])
     True
     """
-    data = encode([{key: _raw(value) for key, value in asdict(verdict).items()} for verdict in verdicts], "verdicts")
+    data = encode([_raw(asdict(verdict)) for verdict in verdicts], "verdicts")
     decode_verdicts(data)
     return data
 
@@ -41,6 +41,10 @@ def decode_verdicts(data: bytes, what: str = "verdicts") -> tuple[Verdict, ...]:
 
 
 def _raw(value: object) -> object:
+    if isinstance(value, list | tuple):
+        return [_raw(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _raw(item) for key, item in value.items()}
     if isinstance(value, Ruling):
         return value.value
     return str(float(value)) if isinstance(value, float) and not math.isfinite(value) else value
@@ -58,14 +62,31 @@ def _number(name: str, value: object) -> float:
     return float(value)
 
 
-_READERS: dict[str, Reader] = {
-    "claim": text,
+def _control(name: str, value: object) -> Control:
+    return Control(**record(value, _CONTROL, name))
+
+
+def _control_or_none(name: str, value: object) -> Control | None:
+    return None if value is None else _control(name, value)
+
+
+def _controls(name: str, value: object) -> tuple[Control, ...]:
+    if not isinstance(value, list):
+        raise HelmscopeError(f"{name} is a {type(value).__name__}, but it must be a list of controls")
+    return tuple(_control(f"item {i} of {name}", item) for i, item in enumerate(value))
+
+
+_ESTIMATE: dict[str, Reader] = {
     "ruling": _ruling,
-    "statistic": _number,
-    "low": _number,
-    "high": _number,
+    **dict.fromkeys(("statistic", "low", "high", "region_low", "region_high"), _number),
     "n": partial(whole_number, at_least=0),
     "region": text,
-    "entry_hash": text,
-    "sentence": text,
+}
+_CONTROL: dict[str, Reader] = {**_ESTIMATE, "what": text, "expected": _ruling}
+_READERS: dict[str, Reader] = {
+    "claim": text,
+    **_ESTIMATE,
+    **dict.fromkeys(("entry_hash", "sentence", "where"), text),
+    **dict.fromkeys(("null", "printed"), _control_or_none),
+    "also": _controls,
 }

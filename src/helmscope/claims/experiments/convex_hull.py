@@ -1,0 +1,108 @@
+"""convex-hull: a head of attention writes points of the convex hull of its values."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+import xarray as xr
+
+from helmscope.claims.curves import curve
+from helmscope.claims.entry import Region
+from helmscope.claims.finding import Check, Count, Finding, Identity, Replicates
+from helmscope.claims.registry import Case, experiment
+from helmscope.fields.attention import SA
+from helmscope.fields.lowrank import LowRank
+from helmscope.geometry.sphere import retract
+from helmscope.observe.hull import hull_distance
+from helmscope.types import Ruling
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+SHAPES = ((16, 8), (12, 3), (6, 16))  # tokens and dimensions: a body, a body with many values, a simplex
+BETAS, CLOUDS, PUSH = (0.0, 1.0, 4.0, 16.0), 16, 1.01
+OUTSIDE = Region(text="More than 99 of 100 lie outside by more than 1e-10.", low=0.99)
+EXPANDS = Region(text="Attention expands: the outputs' diameter over the values' is above 1.", low=1.0)
+KINDS = ("head", "head and residual", "sum of two heads", "farthest value pushed out by 1 %")
+
+
+class Seen(NamedTuple):
+    """What one head does in each of its clouds: distances to the hull over the largest value norm (cloud, 4), by
+    ``KINDS``, the largest of the cloud's tokens; and the diameter of outputs over that of values (cloud,).
+    """
+
+    distance: Tensor
+    diameter: Tensor
+
+
+@experiment("convex-hull", seconds=5)
+def convex_hull(case: Case) -> Finding:
+    """o_i = sum_j P_ij V x_j with P_ij >= 0 and sum_j P_ij = 1, so o_i lies in conv{V x_j : j seen by i}.
+
+    Random heads, full and causal, with values of full or low rank, on random clouds. The values V x_j are formed here
+    and the outputs by the head; the distance is that of a quadratic program over all weights, which knows nothing of P.
+    Beside them o_i + x_i, the sum of two heads against the values of both, and the value farthest from the values'
+    mean, pushed out from it by 1 %.
+    """
+    each = case.count(24, quick=8)
+    cells = list(product(BETAS, (False, True), range(each)))
+    heads = [_look(case, k, *cell) for k, cell in enumerate(cells)]
+    distance = torch.stack([head.distance for head in heads])
+    diameter = torch.stack([head.diameter for head in heads])
+    own, stream, pair, pushed = distance.flatten(0, 1).unbind(-1)
+    outside = int((pushed > 1e-10).sum())
+    by_beta = distance.mean(1).reshape(len(BETAS), -1, len(KINDS)).movedim(1, 0)
+    spread = diameter.mean(1).reshape(len(BETAS), 2, each).movedim(-1, 0)
+    far = curve("distance", by_beta, {"beta": BETAS, "point": KINDS}, label="distance to the hull / largest value norm")
+    wide = curve(
+        "diameter", spread, {"beta": BETAS, "mask": ("full", "causal")}, label="diameter of outputs / of values"
+    )
+    return Finding(
+        evidence=Identity(own),
+        null=Check("the farthest value pushed out by 1 %", Identity(pushed)),
+        data=xr.merge([far, wide], combine_attrs="override"),
+        printed=Check("attention expands", Replicates(diameter.mean(1), "heads"), region=EXPANDS),
+        also=(
+            Check("every pushed value is outside", Count(outside, len(pushed), "clouds"), Ruling.SUPPORTED, OUTSIDE),
+            Check("the residual added", Identity(stream)),
+            Check("the sum of two heads, in the hull of both", Identity(pair)),
+        ),
+        remark=f"The largest diameter of a head's outputs is {float(diameter.max()):.3f} of its values'.",
+    )
+
+
+def _look(case: Case, k: int, beta: float, causal: bool, number: int) -> Seen:
+    n, d = SHAPES[number % len(SHAPES)]
+    x = retract(case.normal(CLOUDS, n, d, stream=3 * k))
+    first, second = (_head(case, 3 * k + 1 + i, beta, causal, d, low_rank=number % 2 == 1) for i in range(2))
+    (out, values), (more, others) = ((head.ambient(x), x @ v.mT) for head, v in (first, second))
+    mask = torch.ones(n, n, dtype=torch.bool).tril() if causal else torch.ones(n, n, dtype=torch.bool)
+    mask = mask.expand(CLOUDS, n, n)
+    center = values.mean(-2, keepdim=True)
+    away = (values - center).norm(dim=-1, keepdim=True)
+    farthest = values.gather(-2, away.argmax(-2, keepdim=True).expand(-1, 1, d))
+    both = torch.cat([values, others], -2)
+    largest, of_both = (v.norm(dim=-1).amax(-1, keepdim=True) for v in (values, both))
+    found = (
+        hull_distance(out, values, mask=mask) / largest,
+        hull_distance(x + out, values, mask=mask) / largest,
+        hull_distance(out + more, both, mask=torch.cat([mask, mask], -1)) / of_both,
+        hull_distance(center + PUSH * (farthest - center), values) / largest,
+    )
+    return Seen(torch.stack([of.amax(-1) for of in found], -1), _diameter(out) / _diameter(values))
+
+
+def _head(case: Case, stream: int, beta: float, causal: bool, d: int, *, low_rank: bool) -> tuple[SA, Tensor]:
+    """A head with random matrices, and its V."""
+    form, value = case.normal(2, d, d, stream=stream)
+    if low_rank:
+        half = LowRank(value[:, :2], value[:2].mT)
+        return SA(beta, query_key=form, value=half, causal=causal), half.dense()
+    return SA(beta, query_key=form, value=value, causal=causal), value
+
+
+def _diameter(points: Tensor) -> Tensor:
+    """The largest distance of two points of each cloud."""
+    return torch.cdist(points, points).amax((-1, -2))

@@ -1,0 +1,138 @@
+"""energy-rises: the interaction energy climbs along self-attention with V = +I and falls with V = -I."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+
+from helmscope.claims.curves import curve
+from helmscope.claims.entry import Region
+from helmscope.claims.finding import Check, Count, EveryLayer, Finding, Identity, Replicates
+from helmscope.claims.registry import Case, experiment
+from helmscope.fields.attention import SA, USA
+from helmscope.geometry import sphere
+from helmscope.observe.energy import interaction_energy, interaction_energy_rate
+from helmscope.solve.integrate import integrate
+from helmscope.solve.layer import Layer
+from helmscope.solve.rk4 import RK4
+from helmscope.types import Ruling
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+BETAS, TOKENS, DIM = (1.0, 4.0, 9.0), 16, 4
+MIDDLE = BETAS[1]
+STEP, HALF_STEPS, LAYERS = 0.1, 10, 6
+CLOUDS, PAIRS = 1_024, 32
+EYE = torch.eye(DIM, dtype=torch.float64)
+EXACT = Region(text="The relative error is at most 1e-12.", high=1e-12)
+SHARE = Region(text="At least 90 % of the starts.", low=0.9)
+
+
+@experiment("energy-rises", seconds=1.5)
+def energy_rises(case: Case) -> Finding:
+    """With V = +-I, Z_i = sum_j e^(beta <x_i, x_j>):  dE/dt = +-(1/n) sum_i (Z_i/n) |x_i'|^2 for SA, without Z_i/n for
+    USA. Nothing of the kind holds for unrelated B = Q^T K and V; for V = +-B symmetric the signs hold again.
+
+    Uniform starts, followed for 10 half-steps of 0.1 (USA: 0.1 e^-beta), which ends long before they come to rest. A
+    number a start: the smallest change of E over a half-step, times the sign of V, over the range of E on its path.
+    The identity is held against the gradient of E by automatic differentiation and ``interaction_energy_rate``.
+    """
+    starts = case.count(256, quick=64)
+    x = sphere.retract(case.normal(starts, TOKENS, DIM, stream=0))
+    up = [path(SA(beta=beta, value=EYE), x) for beta in BETAS]
+    down = [path(SA(beta=beta, value=-EYE), x) for beta in BETAS]
+    flat = [path(USA(beta=beta, value=sign * EYE), x, math.exp(-beta)) for beta in BETAS for sign in (1.0, -1.0)]
+    layered, repelled = ([through_layers(SA(beta=beta, value=v), x) for beta in BETAS] for v in (EYE, -EYE))
+    b, v = case.normal(2, PAIRS, DIM, DIM, stream=1) / DIM**0.5
+    symmetric = (b + b.mT) / 2
+    turns = torch.tensor((1.0, -1.0), dtype=torch.float64).repeat(PAIRS // 2)
+    unrelated, related = _paths(x, b, v), _paths(x, symmetric, turns[:, None, None] * symmetric)
+    clouds = sphere.retract(case.normal(CLOUDS, TOKENS, DIM, stream=2))
+    turned = [int((smallest(each, -1.0) < 0).sum()) for each in repelled]
+    shown = torch.stack([up[1][:, :PAIRS], down[1][:, :PAIRS], unrelated], -1)
+    gained = ((shown - shown[0]) / (shown.amax(0) - shown.amin(0))).transpose(0, 1)
+    axes = {"time": [STEP * k for k in range(HALF_STEPS + 1)], "flow": ("V = +I", "V = -I", "unrelated B and V")}
+    supported = Ruling.SUPPORTED
+    signs = (1.0, -1.0) * len(BETAS)
+    return Finding(
+        evidence=EveryLayer([smallest(each) for each in up], "starts", [f"beta = {b:g}" for b in BETAS]),
+        null=Check("unrelated Q^T K and V, drawn anew for each start", Replicates(smallest(unrelated), "starts")),
+        printed=Check(
+            "the softmax with 1/beta, the energy with beta: error of the identity",
+            Identity(error(SA(beta=1 / MIDDLE, value=EYE), clouds, MIDDLE)),
+            region=EXACT,
+        ),
+        also=(
+            Check("V = -I, the sign turned", EveryLayer([smallest(e, -1.0) for e in down], "starts"), supported),
+            Check("starts that rise at every half-step, V = +I", _always(up, 1.0), supported, SHARE),
+            Check("starts that fall at every half-step, V = -I", _always(down, -1.0), supported, SHARE),
+            Check(
+                "USA, V = +-I", EveryLayer([smallest(*e) for e in zip(flat, signs, strict=True)], "starts"), supported
+            ),
+            Check("V = +-Q^T K symmetric", Replicates(smallest(related, turns), "starts"), supported),
+            Check("whole post-norm layers, V = +I", EveryLayer([smallest(e) for e in layered], "starts"), supported),
+            *_identities(clouds),
+        ),
+        data=curve("gained", gained, axes, label=f"(E - E(0)) / range of E, beta = {MIDDLE:g}"),
+        remark=(
+            f"Unrelated Q^T K and V: E falls at {float((unrelated.diff(dim=0) < 0).double().mean()):.0%} of the "
+            f"half-steps. {LAYERS} whole post-norm layers with V = -I, no small steps: E rises at one or more for "
+            f"{', '.join(map(str, turned))} of {starts} starts at beta = {', '.join(f'{b:g}' for b in BETAS)}."
+        ),
+    )
+
+
+def path(field: SA | USA, x: Tensor, unit: float = 1.0) -> Tensor:
+    """E (time, *batch), with the field's own beta and B, at the start and after each half-step."""
+    times = [STEP * unit * k for k in range(HALF_STEPS + 1)]
+    states = integrate(field, x, times, stepper=RK4(STEP * unit)).states
+    return interaction_energy(states, beta=field.beta, query_key=field.query_key)
+
+
+def through_layers(field: SA | USA, x: Tensor) -> Tensor:
+    """E at the start and after each whole layer N(x + f(x))."""
+    states = integrate(field, x, range(LAYERS + 1), stepper=Layer()).states
+    return interaction_energy(states, beta=field.beta)
+
+
+def _paths(x: Tensor, query_keys: Tensor, values: Tensor) -> Tensor:
+    """The paths of E with a pair of matrices of its own for each start."""
+    fields = [SA(beta=MIDDLE, query_key=b, value=v) for b, v in zip(query_keys, values, strict=True)]
+    return torch.stack([path(field, each) for field, each in zip(fields, x[: len(fields)], strict=True)], -1)
+
+
+def smallest(energy: Tensor, sign: float | Tensor = 1.0) -> Tensor:
+    """The smallest signed change along each path over the range of E on it."""
+    return (sign * energy.diff(dim=0)).amin(0) / (energy.amax(0) - energy.amin(0))
+
+
+def _always(paths: list[Tensor], sign: float) -> Count:
+    """The starts that go with the sign at every half-step and every beta."""
+    good = torch.stack([smallest(each, sign) > 0 for each in paths]).all(0)
+    return Count(int(good.sum()), len(good), "starts")
+
+
+def _identities(clouds: Tensor) -> list[Check]:
+    """The identity of dE/dt for each flow that has one, over every beta."""
+    checks = []
+    for name, kind, sign in (("SA, V = +I", SA, 1.0), ("SA, V = -I", SA, -1.0), ("USA, V = +I", USA, 1.0)):
+        errors = [error(kind(beta=beta, value=sign * EYE), clouds, beta, sign) for beta in BETAS]
+        checks.append(Check(f"dE/dt, {name}", Identity(torch.cat(errors)), Ruling.BY_CONSTRUCTION, EXACT))
+    return checks
+
+
+def error(field: SA | USA, x: Tensor, beta: float, sign: float = 1.0) -> Tensor:
+    """How far dE_beta/dt and +-(1/n) sum_i (Z_i/n) |x_i'|^2 are apart, relative to the latter."""
+    tokens = x.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(interaction_energy(tokens, beta=beta).sum(), tokens)
+    velocity = field(x)
+    exact = (gradient * velocity).sum((-1, -2))
+    weight = (field.beta * x @ x.mT).exp().mean(-1) if field.normalized else 1.0
+    stated = sign * (weight * velocity.square().sum(-1)).mean(-1)
+    far = (exact - stated).abs()
+    if field.beta == beta:
+        far = torch.maximum(far, (interaction_energy_rate(x, field) - stated).abs())
+    return far / stated.abs()

@@ -1,0 +1,106 @@
+"""heads-average: several heads move a token by the projection of their mean; when they share an energy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from helmscope.claims.curves import curve
+from helmscope.claims.entry import Region
+from helmscope.claims.finding import Check, Count, Finding, Identity
+from helmscope.claims.registry import Case, experiment
+from helmscope.fields.attention import SA, USA
+from helmscope.fields.mlp import MLP
+from helmscope.fields.multihead import MultiHead, MultiHeadAsPrinted
+from helmscope.geometry.sphere import project, retract
+from helmscope.observe.energy import interaction_energy
+from helmscope.types import Ruling
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+DIM, TOKENS, HEADS, CLOUDS = 4, 6, 3, 16
+BETAS, COLD, PAIR, STATES = (1.0, 2.0, 4.0, 8.0), 2, 2, 32
+FALLS = Region(text="sum_h E_h falls at one of 32 states or more, for at least 1 in 50 pairs of heads.", low=0.02)
+
+
+@experiment("heads-average", seconds=3)
+def heads_average(case: Case) -> Finding:
+    """x_i' = (1/K) sum_h P_(x_i) u_h(x)_i = P_(x_i) (1/K) sum_h u_h(x)_i, u_h the sum of head h before projection;
+    printed with an MLP around each u_h.
+
+    The identity at random heads with temperatures of their own. The energy on S^2, at random states of random pairs of
+    heads with V_h = Q_h^T K_h symmetric: d/dt sum_h E_h is the product of the gradient, by automatic differentiation,
+    with x'; for USA it is (K/n) sum_i |x_i'|^2, never below 0, with an error relative to |gradient| |x'|. The null
+    counts pairs of SA at beta = 4.
+    """
+    same, printed = _identity(case)
+    pairs = case.count(128, quick=64)
+    x = retract(case.normal(pairs, STATES, TOKENS, 3, stream=5))
+    square = case.normal(pairs, PAIR, 3, 3, stream=6)
+    forms = (square + square.mT) / 2
+    rates, squares, scales = torch.stack(
+        [_rates([kind(beta, query_key=v, value=v) for v in forms[p]], x[p]) for kind, beta, p in _cases(pairs)], 1
+    ).reshape(3, 2, len(BETAS), pairs, STATES)
+    apart = (rates[0] - PAIR / TOKENS * squares[0]).abs() / scales[0]
+    falls = (rates < 0).double()
+    pairs_that_fall = int(falls[1, COLD].amax(-1).sum())
+    return Finding(
+        evidence=Identity(same),
+        null=Check("two heads of SA: sum_h E_h falls", Count(pairs_that_fall, pairs, "pairs"), Ruling.SUPPORTED, FALLS),
+        printed=Check("an MLP inside the projection", Identity(printed)),
+        also=(
+            Check(
+                "two heads of USA: d/dt sum_h E_h against (K/n) sum_i |x_i'|^2",
+                Identity(apart),
+                Ruling.BY_CONSTRUCTION,
+            ),
+        ),
+        data=curve(
+            "falling",
+            falls.mean(-1).permute(2, 1, 0),
+            {"beta": BETAS, "heads": ("two of USA", "two of SA")},
+            label="share of states at which sum_h E_h falls",
+        ),
+        remark=f"Along two heads of SA sum_h E_h falls at {falls[1, COLD].mean():.2%} of the states at beta = 4 and at "
+        f"{falls[1, 0].mean():.2%} at beta = 1.",
+    )
+
+
+def _cases(pairs: int) -> Iterator[tuple[type[SA] | type[USA], float, int]]:
+    return ((kind, beta, p) for kind in (USA, SA) for beta in BETAS for p in range(pairs))
+
+
+def _identity(case: Case) -> tuple[Tensor, Tensor]:
+    """Relative differences of MultiHead: to the mean of projections and the projection of the mean; as printed."""
+    sets = case.count(96, quick=32)
+    shape = (sets, HEADS, DIM, DIM)
+    forms, values, inward, outward = (case.normal(*shape, stream=k) / DIM**0.5 for k in range(4))
+    clouds = retract(case.normal(sets, CLOUDS, TOKENS, DIM, stream=4))
+    same, printed = [], []
+    for s, x in enumerate(clouds):
+        for kind in (SA, USA):
+            heads = [kind(1.0 + h, query_key=forms[s, h], value=values[s, h]) for h in range(HEADS)]
+            velocity = MultiHead(heads)(x)
+            projections = torch.stack([head(x) for head in heads]).mean(0)
+            mean = torch.stack([head.ambient(x) for head in heads]).mean(0)
+            same += [_difference(velocity, projections), _difference(velocity, project(x, mean))]
+            mlps = [MLP(w_in=inward[s, h], w_out=outward[s, h]) for h in range(HEADS)]
+            printed.append(_difference(velocity, MultiHeadAsPrinted(heads, mlps)(x)))
+    return torch.cat(same), torch.cat(printed)
+
+
+def _difference(velocity: Tensor, other: Tensor) -> Tensor:
+    return (velocity - other).abs().amax((-1, -2)) / velocity.abs().amax((-1, -2))
+
+
+def _rates(heads: Sequence[SA | USA], x: Tensor) -> Tensor:
+    """d/dt sum_h E_h along the heads, sum_i |x_i'|^2, and the most that rate can be: three numbers a state."""
+    at = x.clone().requires_grad_()
+    energy = torch.stack([interaction_energy(at, beta=head.beta, query_key=head.query_key).sum() for head in heads])
+    velocity = MultiHead(heads)(x)
+    gradient = torch.autograd.grad(energy.sum(), at)[0]
+    rate, square = (gradient * velocity).sum((-1, -2)), (velocity**2).sum((-1, -2))
+    return torch.stack([rate, square, (gradient**2).sum((-1, -2)).sqrt() * square.sqrt()])

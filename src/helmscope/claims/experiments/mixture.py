@@ -1,0 +1,111 @@
+"""mixture: before the last merging the tokens form a mixture of clusters; this describes it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import xarray as xr
+
+from helmscope.claims.curves import curve
+from helmscope.claims.entry import Region
+from helmscope.claims.finding import Check, Count, Described, Finding, Replicates
+from helmscope.claims.registry import Case, experiment
+from helmscope.fields.attention import SA
+from helmscope.geometry.sphere import retract
+from helmscope.observe.clusters import cluster_count
+from helmscope.observe.mixture import vmf_mixture
+from helmscope.solve.dormand_prince import DormandPrince
+from helmscope.solve.integrate import integrate
+from helmscope.types import Ruling
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from helmscope.observe.mixture import VMFMixture
+
+TOKENS, DIM, TOL = 64, 2, 1e-6
+BETAS, TIMES = (1.0, 4.0, 9.0), (1.0, 2.0, 4.0, 8.0, 16.0)
+MOST, KAPPA_MAX, RADIUS = 8, 1e3, 0.1
+STATED = (2, 3)  # beta = 9 at t = 8
+ONE_SUFFICES = Region(text="At least 0.8 of the clouds have one component.", low=0.8)
+AGREES = Region(text="0 within half a component.", low=-0.5, high=0.5)
+MORE = Region(text="At least half a component more.", low=0.5)
+DRAWN = {
+    "components": "number of components",
+    "largest_mass": "largest mass of a component",
+    "centers": "|sum w mu| of the centers (1: one center)",
+}
+
+
+@experiment("mixture", seconds=12)
+def mixture(case: Case) -> Finding:
+    """sum_k w_k f(x; mu_k, kappa_k), f(x; mu, kappa) ~ e^(kappa <mu, x>), kappa <= 1000, the number of components of 1
+    to 8 by the least BIC = -2 log-likelihood + (k (d + 1) - 1) log n.
+
+    SA carries 64 tokens on the circle, uniform at t = 0, at beta = 1, 4, 9, and each start is fitted at t = 0, 1, 2, 4,
+    8, 16. The statistic is the number of components at beta = 9, t = 8. It is held against the number of clusters by
+    single linkage at 0.1 radians, the one at beta = 1, and the fits to uniform tokens. Centers are summed up by
+    |sum_k w_k mu_k|, 1 where all agree.
+    """
+    x0 = retract(case.normal(case.count(64, quick=32), TOKENS, DIM, stream=0))
+    uniform = retract(case.normal(case.count(128, quick=64), TOKENS, DIM, stream=1))
+    states = torch.stack([_states(beta, x0) for beta in BETAS])
+    start, later, null = (vmf_mixture(x, most=MOST, kappa_max=KAPPA_MAX) for x in (x0, states, uniform))
+    stated = later.count[STATED].double()
+    linked = cluster_count(states[STATED], radius=RADIUS)
+    beta, time = BETAS[STATED[0]], TIMES[STATED[1]]
+    at = f"beta = {beta:g}, t = {time:g}"
+    capped = (later.kappas[STATED] == KAPPA_MAX).sum() / later.count[STATED].sum()
+    return Finding(
+        evidence=Described(stated, "starts"),
+        null=Check(
+            f"share of clouds of {TOKENS} uniform tokens with one component",
+            Count(int((null.count == 1).sum()), len(null.count), "clouds"),
+            Ruling.SUPPORTED,
+            ONE_SUFFICES,
+        ),
+        data=_drawn(start, later),
+        also=(
+            Check(
+                f"components less clusters by single linkage, {at}",
+                Replicates(stated - linked, "starts"),
+                Ruling.SUPPORTED,
+                AGREES,
+            ),
+            Check(
+                f"components at {at} less those at beta = {BETAS[0]:g}",
+                Replicates(stated - later.count[0, STATED[1]], "starts"),
+                Ruling.SUPPORTED,
+                MORE,
+            ),
+        ),
+        remark=(
+            f"The number of components at {at}: it goes from {int(stated.min())} to {int(stated.max())}, the largest "
+            f"mass is {float(later.weights[STATED][:, 0].mean()):.2f} on average, and {float(capped):.0%} of the "
+            f"components are tighter than kappa = {KAPPA_MAX:g}. Of the fits to uniform tokens the largest number is "
+            f"{int(null.count.max())}."
+        ),
+        where=f"simulation on the unit sphere, {TOKENS} tokens in dimension {DIM}",
+    )
+
+
+def _states(beta: float, x0: Tensor) -> Tensor:
+    return integrate(SA(beta=beta), x0, times=TIMES, stepper=DormandPrince(tol=TOL)).states
+
+
+def _drawn(start: VMFMixture, later: VMFMixture) -> xr.Dataset:
+    """The number of components, the largest mass and the agreement of the centers, over time by beta."""
+    axes = {"time": (0.0, *TIMES), "beta": [f"beta = {beta:g}" for beta in BETAS]}
+    first, rest = _numbers(start), _numbers(later)
+    curves = []
+    for name, label in DRAWN.items():
+        values = torch.cat([first[name].expand(len(BETAS), 1, -1), rest[name]], 1)  # (beta, time, start)
+        curves.append(curve(name, values.permute(2, 1, 0), axes, label=label))
+    return xr.merge(curves, combine_attrs="drop_conflicts")
+
+
+def _numbers(fitted: VMFMixture) -> dict[str, Tensor]:
+    mean = (fitted.weights.unsqueeze(-1) * fitted.centers).sum(-2)
+    agreement = torch.linalg.vector_norm(mean, dim=-1)
+    return {"components": fitted.count.double(), "largest_mass": fitted.weights[..., 0], "centers": agreement}

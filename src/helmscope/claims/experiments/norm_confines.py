@@ -1,0 +1,149 @@
+"""norm-confines: the radius of tokens along depth, with a norm, without, and before one."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+import xarray as xr
+
+from helmscope.claims.curves import curve
+from helmscope.claims.entry import Region
+from helmscope.claims.finding import Check, Count, EveryLayer, Finding, Identity, Replicates
+from helmscope.claims.registry import Case, experiment
+from helmscope.fields.attention import SA
+from helmscope.fields.block import Block
+from helmscope.fields.mlp import MLP
+from helmscope.fields.norms import LayerNorm, RMSNorm, UnitNorm
+from helmscope.fields.placement import Half, PostNorm, PreNorm
+from helmscope.types import Ruling
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    Norm = UnitNorm | RMSNorm | LayerNorm
+
+TOKENS, DIM, HIDDEN, DEPTH = 8, 16, 32, 24
+BETA = DIM**-0.5
+SIGNS = (1.0, -1.0, None)  # V = +I, -I, and a random one in every layer
+PLACES = ("post-norm", "the same without norm", "pre-norm: the stream", "pre-norm: what the norm hands on")
+NO_LESS = Region(text="The smallest radius is 1 within 1e-9.", high=1e-9)
+GROWS = Region(text="The radius grows: the mean of its log a layer is above 0.", low=0.0)
+LONGER = Region(text="The average is longer than its longest value at most starts.", low=0.5)
+
+
+class Seen(NamedTuple):
+    """Radius over that of the norm's sphere (start, layer, place): the largest and the smallest of the tokens."""
+
+    largest: Tensor
+    smallest: Tensor
+
+
+@experiment("norm-confines", seconds=2)
+def norm_confines(case: Case) -> Finding:
+    """Post-norm y <- N(y + f(y)) has |y| = radius of N's sphere, 1 or sqrt(d), gain and bias folded out; without N,
+    y <- y + f(y); with pre-norm y <- y + f(N y), where N y is confined and y is not. f is attention, then an MLP. With
+    V = -I and no norm a token takes an average from itself that is mostly its own: its radius does not grow.
+
+    Layers of random weights with V = +I, -I or random, under UnitNorm, RMSNorm and LayerNorm, the last with and without
+    eps, from random starts. The softmax average alone, sum_j P_ij V x_j, is held against its longest value |V x_j|.
+    """
+    starts = case.count(256, quick=128)
+    norms = _norms(case)
+    runs = {(n, v): _run(case, norms[n], 10 * n + v, SIGNS[v], starts) for n, v in product(range(4), range(3))}
+    largest = torch.cat([run.largest for run in runs.values()])
+    exact = torch.cat([run.smallest[..., 0] for (n, _), run in runs.items() if norms[n].eps == 0])
+    top = largest.amax(1)
+    growth = [_growth([runs[n, v].largest for n in range(4)]) for v in range(3)]  # (start, place) for each V
+    averages = torch.cat([_average(case, 200 + v, sign, starts) for v, sign in enumerate(SIGNS)])
+    longer, held = int((averages > 1 + 1e-12).sum()), Ruling.BY_CONSTRUCTION
+    final = largest[:, -1].median(0).values
+    return Finding(
+        evidence=Identity(top[:, 0]),
+        null=Check("the same layers without the norm", Identity(top[:, 1])),
+        data=_drawn(largest, [torch.cat([runs[n, v].largest[..., 1] for n in range(4)]) for v in range(3)]),
+        printed=Check(
+            "a weighted sum of many vectors is longer than they are",
+            Count(longer, len(averages), "starts"),
+            region=LONGER,
+        ),
+        also=(
+            Check("nor does the radius fall, eps = 0", Identity((1 - exact.amin(1)).abs()), held, NO_LESS),
+            Check("without the norm, V = +I and random", _every(growth[::2], 1), Ruling.SUPPORTED, GROWS),
+            Check("without the norm, V = -I", Replicates(growth[1][:, 1], "starts"), region=GROWS),
+            Check("the stream of pre-norm, each V", _every(growth, 2), Ruling.SUPPORTED, GROWS),
+            Check("the stream of pre-norm is not confined", Identity(top[:, 2])),
+            Check("what the pre-norm hands on", Identity(top[:, 3]), held),
+        ),
+        remark=(
+            f"After {DEPTH} layers the median of the largest radius is {float(final[1]):.3g} without the norm and "
+            f"{float(final[2]):.3g} in the pre-norm stream; a softmax average has a median of "
+            f"{float(averages.median()):.2f} of its longest value."
+        ),
+        where="simulation, gain and bias folded out",
+    )
+
+
+def _norms(case: Case) -> list[Norm]:
+    gain, bias = (case.normal(DIM, stream=100) / 4).exp(), case.normal(DIM, stream=101)
+    return [UnitNorm(), RMSNorm(gain=gain), *(LayerNorm(gain=gain, bias=bias, eps=eps) for eps in (0.0, 1e-5))]
+
+
+def _run(case: Case, norm: Norm, stream: int, sign: float | None, starts: int) -> Seen:
+    """The same layers three times, from the same points."""
+    z = case.normal(starts, TOKENS, DIM, stream=300 + stream)
+    after, bare, residual = norm(z), norm.core()(z), norm.core()(z)
+    radii = [_radii(norm, after, bare, residual)]
+    for weights in case.normal(DEPTH, DIM + 2 * HIDDEN, DIM, stream=stream):
+        v, w_in, w_out = weights.split([DIM, HIDDEN, HIDDEN])
+        value = v / DIM**0.5 if sign is None else sign * torch.eye(DIM, dtype=v.dtype)
+        parts = SA(BETA, value=value), MLP(w_in=w_in / DIM**0.5, w_out=w_out.mT / HIDDEN**0.5)
+        post = Block(*parts, placement=PostNorm(attention_norm=norm, mlp_norm=norm))
+        pre = Block(*parts, placement=PreNorm(attention_norm=norm, mlp_norm=norm))
+        after, residual = post.layer(after), pre.layer(residual)
+        for half in Half:
+            bare = bare + post.write(half, bare)
+        radii.append(_radii(norm, after, bare, residual))
+    radius = torch.stack(radii, 1)
+    return Seen(radius.amax(-1), radius.amin(-1))
+
+
+def _radii(norm: Norm, after: Tensor, bare: Tensor, residual: Tensor) -> Tensor:
+    """Lengths over the radius of the norm's sphere, (start, place, token)."""
+    sphere = 1.0 if isinstance(norm, UnitNorm) else DIM**0.5
+    points = _folded_out(norm, after), bare, residual, _folded_out(norm, norm(residual))
+    return torch.stack([point.norm(dim=-1) / sphere for point in points], 1)
+
+
+def _folded_out(norm: Norm, y: Tensor) -> Tensor:
+    """(y - bias) / gain."""
+    shifted = y if norm.bias is None else y - norm.bias
+    return shifted if norm.gain is None else shifted / norm.gain
+
+
+def _growth(largest: list[Tensor]) -> Tensor:
+    """The log of the radius a layer, by start and place, averaged over the norms."""
+    return torch.stack([(each[:, -1] / each[:, 0]).log() / DEPTH for each in largest]).mean(0)
+
+
+def _every(growth: list[Tensor], place: int) -> EveryLayer:
+    return EveryLayer([each[:, place] for each in growth], "starts")
+
+
+def _average(case: Case, stream: int, sign: float | None, starts: int) -> Tensor:
+    """The longest softmax average of each start over its longest value; tokens of any length."""
+    y, v = case.normal(starts, TOKENS, DIM, stream=stream), case.normal(DIM, DIM, stream=200 + stream)
+    value = v / DIM**0.5 if sign is None else sign * torch.eye(DIM, dtype=v.dtype)
+    longest: Tensor = (y @ value.mT).norm(dim=-1).amax(-1)
+    average: Tensor = SA(BETA, value=value).ambient(y).norm(dim=-1).amax(-1)
+    return average / longest
+
+
+def _drawn(largest: Tensor, bare: list[Tensor]) -> xr.Dataset:
+    """The radius along depth by place, and without the norm by V."""
+    layers, label = range(DEPTH + 1), "largest radius over that of the sphere"
+    radius = curve("radius", largest, {"layer": layers, "place": PLACES}, label=label, log=True)
+    values = {"layer": layers, "value": ("V = +I", "V = -I", "V random")}
+    without = curve("without_norm", torch.stack(bare, -1), values, label=f"{label}, without norm", log=True)
+    return xr.merge([radius, without], combine_attrs="override")

@@ -1,0 +1,112 @@
+"""repulsive: does self-attention with V = +I descend a repulsive energy and spread its tokens?"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+import xarray as xr
+
+from helmscope.claims.curves import curve
+from helmscope.claims.entry import Region
+from helmscope.claims.finding import Check, Count, Finding, Identity, Replicates
+from helmscope.claims.registry import Case, experiment
+from helmscope.fields.attention import SA
+from helmscope.geometry.sphere import angle, retract
+from helmscope.observe.energy import gaussian_energy_as_printed, interaction_energy_sum
+from helmscope.solve.integrate import integrate
+from helmscope.solve.rk4 import RK4
+from helmscope.types import Ruling
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+TOKENS, BETA = 12, 2.0
+TIMES = tuple(float(t) for t in range(21))
+ROOT = 1 / math.sqrt(5)
+# name, tokens, beta, time, and the inner products of all pairs
+SHARP = (
+    ("tetrahedron", 4, 2.0, 200.0, [-1 / 3] * 6),
+    ("octahedron", 6, 2.0, 200.0, [-1.0] * 3 + [0.0] * 12),
+    ("icosahedron", 12, 4.0, 400.0, [-1.0] * 6 + [-ROOT] * 30 + [ROOT] * 30),
+)
+EQUAL = Region(text="Equality within a relative rounding of 1e-12.", high=1e-12)
+MOST = Region(text="At least 0.8 of the starts, every inner product within 1e-6.", low=0.8)
+MET = Region(text="The closest two tokens are within 1e-3 rad.", high=1e-3)
+
+
+@experiment("repulsive", seconds=2)
+def repulsive(case: Case) -> Finding:
+    """F = 1/2 sum_ij e^(-(beta/2)|x_i - x_j|^2) = beta e^-beta E_sum on the unit sphere; V = +I climbs it, V = -I
+    descends it.
+
+    d log F/dt = <grad F, x'> / F at uniform starts on S^2, the gradient by automatic differentiation. The flow with
+    V = -I and 4, 6, 12 tokens is carried to rest and its sorted inner products held against those of tetrahedron,
+    octahedron and icosahedron; under V = +I the smallest angle between two tokens is followed.
+    """
+    starts = case.count(256, quick=64)
+    x = retract(case.normal(starts, TOKENS, 3, stream=0))
+    paths = {sign: integrate(_flow(BETA, sign), x, TIMES, stepper=RK4(0.25)).states for sign in (1.0, -1.0)}
+    energy = torch.stack([gaussian_energy_as_printed(path, beta=BETA).T for path in paths.values()], -1)
+    smallest = torch.stack([_smallest_angle(path).T for path in paths.values()], -1)
+    axes = {"time": TIMES, "value": ("V = +I", "V = -I")}
+    return Finding(
+        evidence=Replicates(_rate(x, 1.0), "starts"),
+        null=Check("V = -I", Replicates(_rate(x, -1.0), "starts"), Ruling.SUPPORTED),
+        also=(
+            Check("F against beta e^-beta E_sum", Identity(_same(case)), Ruling.BY_CONSTRUCTION, EQUAL),
+            Check("smallest angle under V = +I", Replicates(smallest[:, -1, 0], "starts"), Ruling.SUPPORTED, MET),
+            *(_reached(case, number, *sharp) for number, sharp in enumerate(SHARP)),
+        ),
+        data=xr.merge(
+            [
+                curve("energy", energy, axes, label="F as printed"),
+                curve("angle", smallest, axes, label="smallest angle between two tokens (rad)"),
+            ],
+            combine_attrs="drop_conflicts",
+        ),
+        remark=f"From t = 0 to {TIMES[-1]:g} the smallest angle goes from {smallest[:, 0, 0].mean():.2g} rad to "
+        f"{smallest[:, -1, 0].mean():.2g} under V = +I and to {smallest[:, -1, 1].mean():.2g} under V = -I.",
+    )
+
+
+def _flow(beta: float, sign: float) -> SA:
+    return SA(beta, value=sign * torch.eye(3, dtype=torch.float64))
+
+
+def _rate(x: Tensor, sign: float) -> Tensor:
+    """d log F/dt along V = sign I, one number a start."""
+    at = x.clone().requires_grad_()
+    energy = gaussian_energy_as_printed(at, beta=BETA)
+    gradient = torch.autograd.grad(energy.sum(), at)[0]
+    return (gradient * _flow(BETA, sign)(x)).sum((-1, -2)) / energy.detach()
+
+
+def _same(case: Case) -> Tensor:
+    """The relative error of F = beta e^-beta E_sum, at several beta and d."""
+    errors = []
+    for number, (beta, dim) in enumerate(((0.5, 2), (2.0, 3), (4.0, 8), (9.0, 32))):
+        x = retract(case.normal(256, TOKENS, dim, stream=10 + number))
+        energy = gaussian_energy_as_printed(x, beta=beta)
+        errors.append((energy - beta * math.exp(-beta) * interaction_energy_sum(x, beta=beta)).abs() / energy)
+    return torch.cat(errors)
+
+
+def _pairs(states: Tensor) -> tuple[Tensor, Tensor]:
+    i, j = torch.triu_indices(states.shape[-2], states.shape[-2], 1)
+    return states[..., i, :], states[..., j, :]
+
+
+def _smallest_angle(states: Tensor) -> Tensor:
+    return angle(*_pairs(states)).amin(-1)
+
+
+def _reached(case: Case, number: int, name: str, n: int, beta: float, end: float, exact: list[float]) -> Check:
+    """How many starts come to rest at a sharp configuration."""
+    starts = case.count(64, quick=32)
+    x = retract(case.normal(starts, n, 3, stream=20 + number))
+    left, right = _pairs(integrate(_flow(beta, -1.0), x, [end], stepper=RK4(1.0)).states[-1])
+    error = ((left * right).sum(-1).sort(-1).values - torch.tensor(exact, dtype=x.dtype)).abs().amax(-1)
+    what = f"V = -I, {n} tokens, beta = {beta:g}, t = {end:g}: {name}"
+    return Check(what, Count(int((error <= 1e-6).sum()), starts, "starts"), Ruling.SUPPORTED, MOST)

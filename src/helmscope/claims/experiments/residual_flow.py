@@ -1,0 +1,93 @@
+"""residual-flow: layers of step h are Euler steps of a flow."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+
+from helmscope.claims.curves import curve
+from helmscope.claims.entry import Region
+from helmscope.claims.finding import Check, Finding, Replicates
+from helmscope.claims.registry import Case, experiment
+from helmscope.fields.attention import SA
+from helmscope.fields.block import Block
+from helmscope.fields.mlp import MLP
+from helmscope.geometry.sphere import retract
+from helmscope.solve.dormand_prince import DormandPrince
+from helmscope.solve.integrate import integrate
+from helmscope.solve.layer import Layer
+from helmscope.types import Ruling
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+TOKENS, DIM, TIME = 12, 8, 1.0
+STEPS = tuple(2.0**-k for k in range(4, 10))
+LOCAL = Region(text="The order is 2 within 0.1.", low=1.9, high=2.1)
+
+
+@experiment("residual-flow", seconds=4)
+def residual_flow(case: Case) -> Finding:
+    """x <- N(x + h f(x)), 1/h times, against x' = P f(x) over a unit of time: the error is C h + O(h^2).
+
+    f is SA at beta = 2; the flow is integrated to a local error of 1e-12. The error of a start is that of its worst
+    token, its order the slope of log error over log h. Without the step the same number of layers is N(x + f(x)). One
+    layer alone against the flow over h has order 2. The block is causal attention and then an MLP, random weights.
+    """
+    x = retract(case.normal(case.count(128, quick=32), TOKENS, DIM, stream=0))
+    attention = SA(beta=2.0)
+    exact = _flow(attention, x, [TIME])[0]
+    stepped = torch.stack([_apart(_layers(attention, x, h, [TIME])[0], exact) for h in STEPS], -1)
+    counts = [TIME / h for h in STEPS]
+    unstepped = torch.stack([_apart(each, exact) for each in _layers(attention, x, 1.0, counts)], -1)
+    short = [h * TIME for h in reversed(STEPS)]
+    after = reversed(list(_flow(attention, x, short)))
+    single = torch.stack(
+        [_apart(_layers(attention, x, h, [h])[0], each) for h, each in zip(STEPS, after, strict=True)], -1
+    )
+    block = _block(case)
+    end = _flow(block, x, [TIME])[0]
+    blocks = torch.stack([_apart(_layers(block, x, h, [TIME])[0], end) for h in STEPS], -1)
+    what = ("with its step h", "without it", "one layer alone", "block with MLP")
+    errors = torch.stack([stepped, unstepped, single, blocks], -1)
+    return Finding(
+        evidence=Replicates(_order(stepped), "starts"),
+        null=Check("the layer without its step h", Replicates(_order(unstepped), "starts")),
+        data=curve("error", errors, {"h": STEPS, "layers": what}, label="distance of layers and flow", log=True),
+        also=(
+            Check("causal attention and then an MLP", Replicates(_order(blocks), "starts"), Ruling.SUPPORTED),
+            Check("one layer over its own h", Replicates(_order(single), "starts"), Ruling.SUPPORTED, LOCAL),
+        ),
+        remark=f"At h = 1/{1 / STEPS[-1]:.0f} the layers are {float(stepped[:, -1].mean()):.2g} away from the flow.",
+    )
+
+
+def _block(case: Case) -> Block:
+    """A block with Gaussian weights, scaled so that each map keeps lengths on average."""
+    query_key, value = case.normal(2, DIM, DIM, stream=1) / math.sqrt(DIM)
+    w_in = case.normal(4 * DIM, DIM, stream=2) / math.sqrt(DIM)
+    w_out = case.normal(DIM, 4 * DIM, stream=3) / math.sqrt(4 * DIM)
+    return Block(SA(beta=2.0, query_key=query_key, value=value, causal=True), MLP(w_in=w_in, w_out=w_out))
+
+
+def _flow(field: SA | Block, x: Tensor, times: list[float]) -> Tensor:
+    return integrate(field, x, times, stepper=DormandPrince(tol=1e-12)).states
+
+
+def _layers(field: SA | Block, x: Tensor, h: float, times: list[float]) -> Tensor:
+    return integrate(field, x, times, stepper=Layer(h)).states
+
+
+def _apart(states: Tensor, flow: Tensor) -> Tensor:
+    """The distance of the worst token of each start."""
+    lengths: Tensor = torch.linalg.vector_norm(states - flow, dim=-1)
+    return lengths.amax(-1)
+
+
+def _order(errors: Tensor) -> Tensor:
+    """The least-squares slope of log error over log h, one a start."""
+    at = torch.tensor(STEPS, dtype=errors.dtype).log()
+    at = at - at.mean()
+    return (errors.log() * at).sum(-1) / at.square().sum()

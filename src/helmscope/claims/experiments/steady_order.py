@@ -1,0 +1,96 @@
+"""steady-order: near the cluster the mean inner product goes to 1 at a steady exponential pace."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+import xarray as xr
+
+from helmscope.claims.curves import curve
+from helmscope.claims.finding import Check, EveryLayer, Finding, Replicates, SomeLayer
+from helmscope.claims.registry import Case, experiment
+from helmscope.fields.attention import SA, USA
+from helmscope.geometry import sphere
+from helmscope.solve.integrate import integrate
+from helmscope.solve.rk4 import RK4
+from helmscope.types import Ruling
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+BETAS, DRAWN, TOKENS, DIM = (0.0, 1.0, 4.0, 9.0), 4.0, 16, 8
+SPREAD = 1e-5  # up to beta = 9 the next order is below 1e-8 of the rate, and rounding far below that
+WINDOWS, WINDOW, STEP = 4, 0.5, 0.05  # in units of the time 1 (SA) or e^-beta (USA)
+FASTER = 1e-5
+LEFT = "1 - mean inner product, over its start"
+PACE = "pace over 2 (SA), 2 e^beta (USA)"
+
+
+@experiment("steady-order", seconds=1.4)
+def steady_order(case: Case) -> Finding:
+    """log(1 - m), m the mean of <x_i, x_j> over pairs, has the slope -2 under SA and -2 e^beta under USA near the
+    cluster. The printed d/dt ln log M = Theta(t) is a pace that grows in proportion to time; it is read as
+    -d/dt log(1 - m) = c t, since M is not defined.
+
+    Clusters of size 1e-5, where 1 - m is the mean of |x_i - x_j|^2 / 2, over four windows of half a unit of time. A
+    number a start: the slope over a window, over the corrected slope, in the window where it is farthest from 1.
+    """
+    starts = case.count(128, quick=32)
+    noise = case.normal(starts, TOKENS, DIM, stream=0)
+    x = sphere.retract(torch.eye(1, DIM, dtype=torch.float64) + SPREAD * noise)
+    clock = WINDOW * torch.arange(WINDOWS + 1, dtype=torch.float64)
+    cells = [(kind, beta) for kind in (SA, USA) for beta in BETAS]
+    tried = [f"{kind.__name__}, beta = {beta:g}" for kind, beta in cells]
+    paths = [disorder(kind(beta=beta), x, clock) for kind, beta in cells]
+    ratios = [pace(path) for path in paths]
+    middles = (clock[1:] + clock[:-1]) / 2
+    # as fast as it should be in the second window, so that no single look tells it apart
+    growing = paths[0][:1] * (-clock.square() / middles[1]).exp()[:, None]
+    growth = [(each[-1] / each[0]) / (middles[-1] / middles[0]) for each in ratios]
+    faster = disorder(SA(beta=1.0, value=(1 + FASTER) * torch.eye(DIM, dtype=torch.float64)), x, clock)
+    shown = (cells.index((SA, DRAWN)), cells.index((USA, DRAWN)))
+    names = (f"SA, beta = {DRAWN:g}", f"USA, beta = {DRAWN:g}", "a pace that grows, as printed")
+    left = torch.stack([*(paths[k] for k in shown), growing], -1).transpose(0, 1)
+    paces = torch.stack([*(ratios[k] for k in shown), pace(growing)], -1).transpose(0, 1)
+    drawn = (
+        curve("left", left / left[:, :1], {"time": clock.tolist(), "flow": names}, label=LEFT, log=True),
+        curve("pace", paces, {"window": middles.tolist(), "flow": names}, label=PACE),
+    )
+    return Finding(
+        evidence=EveryLayer([farthest(each) for each in ratios], "starts", tried),
+        null=Check("a planted pace that grows with time", Replicates(farthest(pace(growing)), "starts")),
+        printed=Check("growth of the pace over the growth of time", SomeLayer(growth, "starts")),
+        also=(
+            Check(
+                "pace of the last window over that of the first",
+                EveryLayer([each[-1] / each[0] for each in ratios], "starts"),
+                Ruling.SUPPORTED,
+            ),
+            Check(f"SA made faster by {FASTER:g}", Replicates(farthest(pace(faster)), "starts")),
+        ),
+        data=xr.merge(drawn, combine_attrs="drop_conflicts"),
+        remark=(
+            f"Over {len(cells)} combinations of flow and beta, {WINDOWS} windows each, no ratio is farther from 1 than "
+            f"{max(float((each - 1).abs().max()) for each in ratios):.1e}."
+        ),
+    )
+
+
+def disorder(field: SA | USA, x: Tensor, clock: Tensor) -> Tensor:
+    """1 - mean inner product (time, start): sum_i |x_i - mean|^2 / (n - 1), which equals the mean over pairs."""
+    unit = 1.0 if field.normalized else math.exp(-field.beta)
+    states = integrate(field, x, (clock * unit).tolist(), stepper=RK4(STEP * unit)).states
+    apart = states - states.mean(-2, keepdim=True)
+    return apart.square().sum((-1, -2)) / (states.shape[-2] - 1)
+
+
+def pace(gap: Tensor) -> Tensor:
+    """The slope of the log over each window, over -2: (window, start). Time in units of 1 (SA) or e^-beta (USA)."""
+    return gap.log().diff(dim=0) / (-2 * WINDOW)
+
+
+def farthest(ratios: Tensor) -> Tensor:
+    """Of each start the ratio farthest from 1."""
+    return ratios.gather(0, (ratios - 1).abs().argmax(0, keepdim=True)).squeeze(0)

@@ -1,0 +1,100 @@
+"""z-metric: self-attention with V = Q^T K symmetric is a gradient flow in the metric weighted by Z."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+
+from helmscope.claims.curves import curve
+from helmscope.claims.finding import Check, Finding, Identity
+from helmscope.claims.registry import Case, experiment
+from helmscope.fields.attention import SA, USA
+from helmscope.geometry.sphere import project, retract, tangent_basis
+from helmscope.observe.energy import interaction_energy
+from helmscope.types import Ruling
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+DIM, TOKENS, CLOUDS = 4, 6, 16
+BETAS = (0.25, 0.5, 1.0, 2.0)
+FORMS = ("with 1/Z", "without 1/Z", "as printed")
+
+
+@experiment("z-metric", seconds=2)
+def z_metric(case: Case) -> Finding:
+    """dE_sum(w) = sum_i Z_i <x_i', w_i>, E_sum = (1/(2 beta)) sum_ij e^(beta <V x_i, x_j>), V symmetric,
+    Z_i = sum_j e^(beta <V x_i, x_j>), x_i' = P(Z_i^-1 sum_j e^(beta <V x_i, x_j>) V x_j); without the 1/Z the flow is
+    the gradient in the flat metric.
+
+    Left by automatic differentiation along a random tangent w, right with Z written out here; the error is relative to
+    sum_i abs(Z_i <x_i', w_i>), so that terms which cancel do not inflate it. The Jacobian is the covariant one on the
+    stacked tangent spaces, its asymmetry |J - J^T| / |J|.
+    """
+    matrices = case.count(32, quick=16)
+    right, bare, printed, flat, usa, sa = ([] for _ in range(6))
+    for beta, v, x, w in _inputs(case, matrices):
+        derivative = _derivative(x, v, beta, w)
+        z, z_printed = (torch.exp(beta * x @ form @ x.mT).sum(-1) for form in (v, torch.eye(DIM, dtype=x.dtype)))
+        flow = (SA(beta, query_key=v, value=v)(x) * w).sum(-1)
+        sums = TOKENS * (USA(beta, query_key=v, value=v)(x) * w).sum(-1)  # USA divides by n
+        right.append(_error(derivative, z * flow))
+        bare.append(_error(derivative, z * sums))
+        printed.append(_error(derivative, z_printed * sums))
+        flat.append(_error(derivative, sums))
+        usa.append(asymmetry(USA(beta, query_key=v, value=v), x))
+        sa.append(asymmetry(SA(beta, query_key=v, value=v), x))
+    worst = torch.stack([torch.stack(part).amax(-1).reshape(len(BETAS), matrices).T for part in (right, bare, printed)])
+    return Finding(
+        evidence=Identity(torch.cat(right)),
+        null=Check("Z_i with V, the flow without 1/Z", Identity(torch.cat(bare))),
+        printed=Check("Z_i without V, the flow without 1/Z", Identity(torch.cat(printed))),
+        also=(
+            Check("the flow without 1/Z, in the flat metric", Identity(torch.cat(flat)), Ruling.BY_CONSTRUCTION),
+            Check("asymmetry of USA's Jacobian", Identity(torch.cat(usa)), Ruling.BY_CONSTRUCTION),
+            Check("asymmetry of SA's Jacobian in the flat metric", Identity(torch.cat(sa))),
+        ),
+        data=curve(
+            "error",
+            worst.permute(1, 2, 0),
+            {"beta": BETAS, "form": FORMS},
+            label=f"largest relative error of dE_sum over {CLOUDS} clouds",
+            log=True,
+        ),
+    )
+
+
+def _inputs(case: Case, matrices: int) -> Iterator[tuple[float, Tensor, Tensor, Tensor]]:
+    """beta, a symmetric V, clouds, and a tangent at each."""
+    square = case.normal(len(BETAS), matrices, DIM, DIM, stream=0)
+    shape = (len(BETAS), matrices, CLOUDS, TOKENS, DIM)
+    clouds = retract(case.normal(*shape, stream=1))
+    tangents = project(clouds, case.normal(*shape, stream=2))
+    for b, beta in enumerate(BETAS):
+        for m in range(matrices):
+            yield beta, (square[b, m] + square[b, m].T) / 2, clouds[b, m], tangents[b, m]
+
+
+def _derivative(x: Tensor, v: Tensor, beta: float, w: Tensor) -> Tensor:
+    """The derivative of E_sum along w, one number a cloud."""
+    at = x.clone().requires_grad_()
+    energy = TOKENS**2 * interaction_energy(at, beta=beta, query_key=v)
+    return (torch.autograd.grad(energy.sum(), at)[0] * w).sum((-1, -2))
+
+
+def _error(derivative: Tensor, terms: Tensor) -> Tensor:
+    return (derivative - terms.sum(-1)).abs() / terms.abs().sum(-1)
+
+
+def asymmetry(field: SA | USA, x: Tensor) -> Tensor:
+    """|J - J^T| / |J| of the covariant Jacobian, one number a cloud."""
+    clouds, n, d = x.shape
+    basis = tangent_basis(x)
+    units = torch.eye(n * (d - 1), dtype=x.dtype).reshape(-1, 1, n, d - 1, 1)
+    directions = (basis @ units).squeeze(-1)  # (direction, cloud, n, d)
+    change: Tensor = torch.func.jvp(field.velocity, (x.expand_as(directions).contiguous(),), (directions,))[1]
+    transposed = (basis.mT @ change.unsqueeze(-1)).reshape(len(units), clouds, -1).transpose(0, 1)
+    size, odd = (matrix.square().sum((-1, -2)).sqrt() for matrix in (transposed, transposed - transposed.mT))
+    return odd / size

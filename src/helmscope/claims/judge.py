@@ -1,0 +1,92 @@
+"""From a finding to a verdict: the region decides, the controls may forbid it, a sentence says so."""
+
+from __future__ import annotations
+
+import math
+
+from helmscope.claims.entry import Entry, Region
+from helmscope.claims.finding import Check, Finding, Weighed
+from helmscope.types import Control, HelmscopeError, Ruling, Verdict, check_measurement, interval_text
+
+
+def judge(entry: Entry, finding: Finding) -> Verdict:
+    """The verdict on an entry, by its own frozen region. A control that does not come out as it must makes any ruling
+    inconclusive: a trial that cannot tell the null from the claim says nothing.
+
+    >>> import xarray as xr
+    >>> from helmscope.claims.finding import Count
+    >>> from helmscope.claims.reading import entry
+    >>> data = xr.Dataset({"share": 1.0, "share_stderr": 0.0}, attrs={"n": 64})
+    >>> finding = Finding(evidence=Count(64, 64), null=Check("V = -I", Count(0, 64)), data=data)
+    >>> judge(entry("one-cluster"), finding).ruling.value
+    'supported'
+    """
+    if not isinstance(finding, Finding):
+        raise HelmscopeError(f"experiment of '{entry.id}' gave a {type(finding).__name__}, but it must give a Finding")
+    check_measurement(finding.data)
+    weighed = finding.evidence.weigh(entry.region)
+    null = _control(finding.null, entry.region)
+    printed = None if finding.printed is None else _control(finding.printed, entry.region)
+    also = tuple(_control(check, entry.region) for check in finding.also)
+    failed = [control for control in (null, printed, *also) if control is not None and not control.as_expected]
+    ruling = Ruling.INCONCLUSIVE if failed else weighed.ruling
+    statistic, low, high, n = _numbers(weighed)
+    return Verdict(
+        claim=entry.id,
+        ruling=ruling,
+        statistic=statistic,
+        low=low,
+        high=high,
+        n=n,
+        region=entry.region.text,
+        entry_hash=entry.hash,
+        sentence=_sentence(ruling, weighed, entry.region, finding, printed, failed),
+        where=finding.where,
+        region_low=_end(entry.region.low, -math.inf),
+        region_high=_end(entry.region.high, math.inf),
+        null=null,
+        printed=printed,
+        also=also,
+    )
+
+
+def _control(check: Check, of_entry: Region) -> Control:
+    region = of_entry if check.region is None else check.region
+    weighed = check.evidence.weigh(region)
+    ends = _end(region.low, -math.inf), _end(region.high, math.inf)
+    return Control(check.what, weighed.ruling, check.expected, *_numbers(weighed), region.text, *ends)
+
+
+def _numbers(weighed: Weighed) -> tuple[float, float, float, int]:
+    seen = weighed.interval
+    return (math.nan, math.nan, math.nan, 0) if seen is None else (seen.estimate, seen.low, seen.high, seen.n)
+
+
+def _end(bound: float | None, free: float) -> float:
+    return free if bound is None else bound
+
+
+def _sentence(
+    ruling: Ruling, weighed: Weighed, region: Region, finding: Finding, printed: Control | None, failed: list[Control]
+) -> str:
+    """Ruling, number, how it came about, then the remark and what became of the printed form."""
+    parts = []
+    if failed:
+        told = [f"{control.what}: {control.ruling.value} where {control.expected.value} was due" for control in failed]
+        parts.append(f"A control failed, so nothing is ruled: {'; '.join(told)}.")
+    seen = weighed.interval
+    if seen is None:
+        parts.append(f"{weighed.how[0].upper()}{weighed.how[1:]}.")
+    else:
+        number = interval_text(seen.estimate, seen.low, seen.high)
+        parts.append(f"{ruling.value[0].upper()}{ruling.value[1:]}: {number}, {weighed.how}.")
+    if weighed.ruling is Ruling.INCONCLUSIVE and weighed.enough is not None:
+        parts.append(f"About {weighed.enough:,} replicates would decide it.")
+    elif weighed.ruling is Ruling.INCONCLUSIVE and (region.low is not None or region.high is not None):
+        parts.append("No number of replicates is known to decide it.")
+    if finding.remark:
+        parts.append(finding.remark)
+    if printed is not None:
+        number = interval_text(printed.statistic, printed.low, printed.high)
+        parts.append(f"As printed ({printed.what}): {printed.ruling.value}, {number}.")
+    return " ".join(parts)

@@ -1,0 +1,153 @@
+"""Experiments register themselves by the id of their claim; an entry of the catalogue cannot name one."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import pkgutil
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from helmscope.claims.reading import read_catalogue
+from helmscope.store.manifest import hash_bytes, hash_file
+from helmscope.types import HelmscopeError, known_name, real_number, whole_number
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from helmscope.claims.finding import Finding
+
+
+@dataclass(frozen=True)
+class Case:
+    """How an experiment is run: its seed, and whether quickly, with the fewest replicates that the rules allow.
+
+    >>> Case(quick=True).count(128, quick=32)
+    32
+    """
+
+    seed: int = 0
+    quick: bool = False
+
+    def __post_init__(self) -> None:
+        whole_number("seed", self.seed, at_least=0)
+
+    def count(self, full: int, *, quick: int) -> int:
+        """How many replicates: ``full``, or ``quick`` where the run is."""
+        return quick if self.quick else full
+
+    def stream(self, number: int) -> int:
+        """A seed for one of several independent draws of an experiment, told apart by ``number``.
+
+        >>> Case(seed=1).stream(0) == Case(seed=1).stream(1)
+        False
+        """
+        return int(np.random.SeedSequence([self.seed, number]).generate_state(1)[0])
+
+    def normal(self, *shape: int, stream: int) -> Tensor:
+        """Independent standard normal numbers, float64.
+
+        >>> Case(seed=1).normal(2, 3, stream=0).shape
+        torch.Size([2, 3])
+        """
+        import torch
+
+        generator = torch.Generator().manual_seed(self.stream(stream))
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+
+Experiment = Callable[[Case], "Finding"]
+
+
+@dataclass(frozen=True)
+class Registered:
+    """An experiment, and about how many seconds it takes.
+
+    >>> Registered("my-claim", lambda case: None, seconds=2.0).claim
+    'my-claim'
+    """
+
+    claim: str
+    function: Experiment
+    seconds: float
+
+
+# by the place of the function: two folders may hold experiments for claims of the same id
+_REGISTERED: dict[str, Registered] = {}
+
+
+def experiment(claim: str, *, seconds: float = 1.0) -> Callable[[Experiment], Experiment]:
+    """Registers the decorated function, Case -> Finding, as the experiment of a claim. ``seconds`` is about how long
+    it takes, to be said beforehand.
+
+    >>> @experiment("doctest-claim")
+    ... def trial(case): ...
+    >>> _REGISTERED.popitem()[1].seconds
+    1.0
+    """
+    seconds = real_number("seconds", seconds, above=0)
+
+    def register(function: Experiment) -> Experiment:
+        _REGISTERED[f"{function.__module__}.{function.__qualname__}"] = Registered(claim, function, seconds)
+        return function
+
+    return register
+
+
+def experiments(folder: str | Path | None = None) -> dict[str, Registered]:
+    """The experiments by claim, sorted: the packaged ones, or with ``folder`` those of a user's catalogue, **whose
+    Python files are run**. One that no entry of the catalogue asks for is refused, and so are two for one claim.
+
+    >>> "kuramoto" in experiments()
+    True
+    """
+    entries = read_catalogue(folder)
+    if folder is None:
+        modules = _packaged()
+    else:
+        modules = [_run_file(path) for path in sorted(Path(folder).resolve().glob("*.py"))]
+    found: dict[str, Registered] = {}
+    for each in _REGISTERED.values():
+        if each.function.__module__ in modules:
+            known_name("claim of an experiment", each.claim, entries)
+            if each.claim in found:
+                names = f"{found[each.claim].function.__qualname__} and {each.function.__qualname__}"
+                raise HelmscopeError(f"claim '{each.claim}' has two experiments, {names}, but it must have one")
+            found[each.claim] = each
+    return dict(sorted(found.items()))
+
+
+def _packaged() -> list[str]:
+    """The names of the packaged experiments' modules, imported."""
+    package = importlib.import_module("helmscope.claims.experiments")
+    names = [f"{package.__name__}.{module.name}" for module in pkgutil.iter_modules(package.__path__)]
+    for name in names:
+        importlib.import_module(name)
+    return names
+
+
+def _run_file(path: Path) -> str:
+    """The name of the module that a user's file is run as; once in a process, and again where it has changed."""
+    digest = hash_bytes(f"{path} {hash_file(path)}".encode())
+    name = f"helmscope_claims_{digest[:16]}_{path.stem}"
+    if name in sys.modules:
+        return name
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise HelmscopeError(f"{path} cannot be run: it must be a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except HelmscopeError:
+        del sys.modules[name]
+        raise
+    except Exception as error:
+        del sys.modules[name]
+        raise HelmscopeError(f"{path} cannot be run: {type(error).__name__}: {error}") from error
+    return name

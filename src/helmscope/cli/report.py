@@ -1,0 +1,50 @@
+"""``helmscope report``."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from typing import Annotated
+
+import typer
+
+from helmscope.cli.trials import AllowMixed, From, Jobs, MaxMemory, OnRay, Quick, Resume, Seed, Threads
+
+
+def report(
+    quick: Quick = False,
+    folder: From = None,
+    seed: Seed = 0,
+    threads: Threads = 1,
+    jobs: Jobs = 1,
+    max_memory: MaxMemory = None,
+    ray: OnRay = None,
+    out: Annotated[str | None, typer.Option(help="New folder for it [default: runs/report-DATE-TIME].")] = None,
+    resume: Resume = False,
+    allow_mixed: AllowMixed = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the verdicts as JSON.")] = False,
+) -> None:
+    """Try every claim that has an experiment and write report.html, one file that needs nothing else."""
+    from helmscope.claims.reading import read_catalogue
+    from helmscope.cli.options import engine_of
+    from helmscope.cli.output import run_folder
+    from helmscope.cli.trials import asked_claims, carry_out
+    from helmscope.plots.style import styled
+    from helmscope.report.page import page
+
+    engine = engine_of(jobs, max_memory, threads, ray)
+    claims = asked_claims([], folder, seed=seed)
+    entries = read_catalogue(folder)
+    with styled():  # what drawing and writing need is missed now, not after the work
+        page(entries, [], seed=seed, quick=quick, folder=folder)
+    run = run_folder("report", out, resume=resume)
+    trials = carry_out(claims, run, engine, folder=folder, seed=seed, quick=quick, allow_mixed=allow_mixed)
+    text = page(entries, trials, seed=seed, quick=quick, folder=folder)
+    run.write_bytes("report.html", text.encode())
+    counts = Counter(trial.verdict.ruling.value for trial in trials)
+    path = str(run.path / "report.html")
+    if as_json:
+        print(json.dumps({"report": path, "folder": str(run.path), "seed": seed, "quick": quick, "rulings": counts}))
+        return
+    print(", ".join(f"{count} {ruling}" for ruling, count in sorted(counts.items())))
+    print(f"report: {path}")

@@ -1,0 +1,93 @@
+"""What ``helmscope claims test`` and ``helmscope report`` share: trials in a run folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from helmscope.types import HelmscopeError, known_name, whole_number
+
+if TYPE_CHECKING:
+    from helmscope.claims.trial import Trial
+    from helmscope.runs.attempt import Engine
+    from helmscope.store.run_folder import RunFolder
+
+Seed = Annotated[int, typer.Option(help="Seed of every trial.")]
+Quick = Annotated[bool, typer.Option("--quick", help="The fewest replicates that the rules of evidence allow.")]
+From = Annotated[
+    str | None,
+    typer.Option("--from", help="A folder with your own claims: ID.toml each, and Python files, WHICH ARE RUN."),
+]
+Threads = Annotated[int, typer.Option(help="Threads of one trial.")]
+Jobs = Annotated[int, typer.Option(help="Trials at a time, each in a process of its own.")]
+MaxMemory = Annotated[str | None, typer.Option(help="Memory for all jobs together, such as 4GB.")]
+OnRay = Annotated[str | None, typer.Option("--ray", help="Run on Ray: local, or the address of a cluster.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Go on with the interrupted run in --out.")]
+AllowMixed = Annotated[bool, typer.Option("--allow-mixed", help="Resume under other versions, threads or CPU.")]
+
+
+def asked_claims(claims: list[str], folder: str | None, *, seed: int) -> list[str]:
+    """The claims to try, each once: those named, or all that have an experiment. Says whose code is about to run."""
+    from helmscope.claims.reading import read_catalogue
+    from helmscope.claims.registry import experiments
+    from helmscope.runs.progress import say
+
+    whole_number("seed", seed, at_least=0)
+    entries = read_catalogue(folder)
+    for claim in claims:
+        known_name("claim", claim, entries)
+    if folder is not None:
+        files = ", ".join(path.name for path in sorted(Path(folder).glob("*.py"))) or "no Python file"
+        say(f"running the code in {folder}: {files}")
+    known = experiments(folder)
+    asked = list(dict.fromkeys(claims or known))
+    untried = [claim for claim in asked if claim not in known]
+    if untried:
+        raise HelmscopeError(f"claim '{untried[0]}' is not yet tried: it has no experiment")
+    if not asked:
+        raise HelmscopeError(f"folder is '{folder}', but no function in it is decorated with experiment(ID)")
+    return asked
+
+
+def carry_out(
+    claims: list[str],
+    run: RunFolder,
+    engine: Engine,
+    *,
+    folder: str | None,
+    seed: int,
+    quick: bool,
+    allow_mixed: bool,
+) -> list[Trial]:
+    """Run the trials; say beforehand what they cost, and after Ctrl-C how to go on."""
+    from helmscope.claims.registry import experiments
+    from helmscope.claims.trial import run_trials, sources
+    from helmscope.cli.output import manifest_of, resumable
+    from helmscope.runs.progress import say
+
+    known = experiments(folder)
+    seconds = sum(known[claim].seconds for claim in claims) / engine.jobs
+    cost = "a few seconds" if seconds < 8 else f"about {round(seconds, -1):.0f} seconds{' or less' if quick else ''}"
+    say(f"{len(claims)} trial{'s' if len(claims) > 1 else ''}, {cost}")
+    manifest = manifest_of(
+        seed=seed,
+        dtype="float64",
+        device="cpu",
+        threads=engine.threads,
+        inputs={name: digest for claim in claims for name, digest in sources(claim, folder).items()},
+        parameters={"claims": claims, "quick": quick, "from": folder},
+    )
+    with resumable(manifest, run):
+        return run_trials(
+            claims,
+            run,
+            seed=seed,
+            quick=quick,
+            folder=folder,
+            manifest=manifest,
+            engine=engine,
+            progress="trying claims",
+            allow_mixed=allow_mixed,
+        )

@@ -1,0 +1,202 @@
+"""The page of all claims: what each says, how it was tried, and what came of it."""
+
+from __future__ import annotations
+
+import base64
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from helmscope.plots.measured import axis_name, variables
+from helmscope.plots.style import svg
+from helmscope.plots.trial import MOST_PANELS, region_text, trial_figure
+from helmscope.types import (
+    Control,
+    HelmscopeError,
+    MissingExtra,
+    Ruling,
+    Verdict,
+    interval_text,
+    known_name,
+    whole_number,
+)
+
+if TYPE_CHECKING:
+    import jinja2
+    import xarray as xr
+
+    from helmscope.claims.entry import Entry
+    from helmscope.claims.trial import Trial
+
+SOURCES = {
+    "000": "The Helmholtz Transformer",
+    "001": "A mathematical perspective on Transformers",
+    "002": "Mean-field notes",
+    "003": "Gradient-shaped additive transport",
+}
+
+
+@dataclass(frozen=True)
+class _Badge:
+    """A ruling as a label, told by its words and its sign before its color."""
+
+    key: str
+    text: str
+    sign: str
+
+
+BADGES = {
+    Ruling.SUPPORTED: _Badge("supported", Ruling.SUPPORTED.value, "\u2713"),
+    Ruling.REFUTED: _Badge("refuted", Ruling.REFUTED.value, "\u2717"),
+    Ruling.INCONCLUSIVE: _Badge("inconclusive", Ruling.INCONCLUSIVE.value, "?"),
+    Ruling.BY_CONSTRUCTION: _Badge("construction", Ruling.BY_CONSTRUCTION.value, "\u2261"),
+    Ruling.IMPOSSIBLE: _Badge("impossible", Ruling.IMPOSSIBLE.value, "\u2205"),
+}
+UNTRIED = _Badge("untried", "not yet tried", "\u2013")
+
+
+@dataclass(frozen=True)
+class _Line:
+    """One line of a claim's table: the statistic itself, or a control."""
+
+    role: str
+    what: str
+    value: str
+    interval: str
+    n: str
+    region: str
+    badge: _Badge
+    expected: str
+
+
+@dataclass(frozen=True)
+class _Card:
+    """One claim, as the template shows it."""
+
+    entry: Entry
+    source: str
+    badge: _Badge
+    region: str
+    command: str
+    verdict: Verdict | None = None
+    lines: tuple[_Line, ...] = ()
+    picture: str = ""
+    alt: str = ""
+
+
+def page(
+    entries: Mapping[str, Entry],
+    trials: Sequence[Trial],
+    *,
+    seed: int = 0,
+    quick: bool = False,
+    folder: str | Path | None = None,
+    title: str = "Claims on trial",
+) -> str:
+    """One HTML document on every claim of a catalogue, tried or not; equal input gives equal text.
+
+    It loads nothing and runs nothing: the pictures are in it, and its policy forbids the rest. Seed, ``quick`` and
+    ``folder``, a user's own catalogue, stand in the commands that reproduce the trials. A trial of an unknown claim and
+    a second trial of one claim are refused.
+
+    >>> from helmscope.claims.reading import read_catalogue
+    >>> text = page(read_catalogue(), [])
+    >>> text.count("data-claim="), "https:" in text
+    (56, False)
+    """
+    whole_number("seed", seed, at_least=0)
+    options = f" --seed {seed}{' --quick' if quick else ''}"
+    options += "" if folder is None else f" --from {shlex.quote(str(folder))}"
+    tried: dict[str, Trial] = {}
+    for trial in trials:
+        claim = known_name("claim of a trial", trial.verdict.claim, entries)
+        if claim in tried:
+            raise HelmscopeError(f"trials holds claim '{claim}' twice, but a page shows one trial of a claim")
+        tried[claim] = trial
+    ordered = sorted(entries.values(), key=lambda entry: (entry.source, entry.id))
+    cards = [_card(entry, tried.get(entry.id), options) for entry in ordered]
+    badges = [*BADGES.values(), UNTRIED]
+    return _template().render(
+        title=title,
+        tried=[card for card in cards if card.verdict is not None],
+        untried=[card for card in cards if card.verdict is None],
+        counts=[(badge, sum(card.badge is badge for card in cards)) for badge in badges],
+        seed=seed,
+        quick=quick,
+        version=sys.modules["helmscope"].__version__,
+        command=f"helmscope report{options}",
+    )
+
+
+def _template() -> jinja2.Template:
+    try:
+        import jinja2
+    except ImportError:
+        raise MissingExtra("jinja2", "report") from None
+    loader = jinja2.PackageLoader("helmscope.report")
+    house = jinja2.Environment(
+        loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    return house.get_template("report.html")
+
+
+def _card(entry: Entry, trial: Trial | None, options: str) -> _Card:
+    name = SOURCES.get(entry.source)
+    source = entry.source if name is None else f"{entry.source} {name}"
+    command = f"helmscope claims test {shlex.quote(entry.id)}{options}"
+    if trial is None:
+        return _Card(entry, source, UNTRIED, entry.region.text, command)
+    verdict = trial.verdict
+    picture = base64.b64encode(svg(trial_figure(verdict, trial.data))).decode()
+    return _Card(
+        entry,
+        source,
+        BADGES[verdict.ruling],
+        f"{verdict.region} ({region_text(verdict.region_low, verdict.region_high)})",
+        command,
+        verdict=verdict,
+        lines=tuple(_line(*each) for each in _roles(verdict)),
+        picture=f"data:image/svg+xml;base64,{picture}",
+        alt=_alt(verdict, trial.data),
+    )
+
+
+def _roles(verdict: Verdict) -> list[tuple[str, Verdict | Control]]:
+    named: list[tuple[str, Verdict | Control | None]] = [
+        ("the claim", verdict),
+        ("null", verdict.null),
+        ("as printed", verdict.printed),
+        *(("also", control) for control in verdict.also),
+    ]
+    return [(role, of) for role, of in named if of is not None]
+
+
+def _line(role: str, of: Verdict | Control) -> _Line:
+    value, _, interval = interval_text(of.statistic, of.low, of.high).partition(" [")
+    what, expected = "its statistic", ""
+    if isinstance(of, Control):
+        what, expected = of.what, "yes" if of.as_expected else f"no: {of.expected.value} was due"
+    region = region_text(of.region_low, of.region_high)
+    return _Line(
+        role, what, value, f"[{interval}" if interval else "", f"{of.n:,}", region, BADGES[of.ruling], expected
+    )
+
+
+def _alt(verdict: Verdict, data: xr.Dataset) -> str:
+    """What the picture shows, for those who do not see it."""
+    told = [
+        f"{role}{f' ({of.what})' if isinstance(of, Control) else ''} {interval_text(of.statistic, of.low, of.high)}"
+        for role, of in _roles(verdict)
+        if (of.region_low, of.region_high) == (verdict.region_low, verdict.region_high)
+    ]
+    drawn = []
+    for name in variables(data)[:MOST_PANELS]:
+        value = data[name]
+        over = " over " + " and ".join(axis_name(value, dim) for dim in value.dims) if value.ndim else ""
+        drawn.append(f"{value.attrs.get('long_name', name)}{over}")
+    region = region_text(verdict.region_low, verdict.region_high)
+    below = f" Below: {'; '.join(drawn)}." if drawn else ""
+    return f"Intervals on the region, {region}: {'; '.join(told)}.{below}"

@@ -1,0 +1,134 @@
+"""Kinds of evidence: each rules as claims are ruled on, and refuses what it cannot weigh."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from helmscope.claims.entry import Region
+from helmscope.claims.evidence import Log, bootstrap_t, mean_interval
+from helmscope.claims.finding import (
+    Count,
+    Described,
+    EveryLayer,
+    Identity,
+    Impossible,
+    Paired,
+    Replicates,
+    SomeLayer,
+)
+from helmscope.types import HelmscopeError, Ruling
+
+ABOVE = Region(text="above 0", low=0.0)
+BOUND = Region(text="within 1e-12", high=1e-12)
+OPEN = Region(text="not 0")
+
+
+def around(center: float, n: int = 32, spread: float = 1.0) -> np.ndarray:
+    """Replicates with exactly this mean and standard deviation."""
+    x = np.linspace(-1, 1, n)
+    return center + spread * x / x.std(ddof=1)
+
+
+@pytest.mark.parametrize(
+    ("center", "ruling"), [(1.0, Ruling.SUPPORTED), (-1.0, Ruling.REFUTED), (0.1, Ruling.INCONCLUSIVE)]
+)
+def test_replicates(center: float, ruling: Ruling) -> None:
+    weighed = Replicates(around(center), of="starts").weigh(ABOVE)
+    assert weighed.ruling is ruling
+    assert weighed.interval == mean_interval(around(center))
+    assert weighed.how == "from 32 starts"
+    # the half-width is 2.0395 / sqrt 32 and the distance .1: n (width / distance)^2
+    assert weighed.enough == (416 if ruling is Ruling.INCONCLUSIVE else 32)
+
+
+def test_replicates_on_a_scale_and_skewed() -> None:
+    x = np.exp(around(1.0))
+    assert Replicates(x, scale=Log()).weigh(ABOVE).interval == mean_interval(x, scale=Log())
+    assert Replicates(x, skewed=True).weigh(ABOVE).interval == bootstrap_t(x)
+
+
+def test_a_count_that_may_not_refute() -> None:
+    region = Region(text="at least .9", low=0.9)
+    assert Count(64, 64).weigh(region).ruling is Ruling.SUPPORTED
+    assert Count(0, 64).weigh(region).ruling is Ruling.REFUTED
+    weighed = Count(0, 64, refutes=False).weigh(region)
+    assert (weighed.ruling, weighed.enough) == (Ruling.INCONCLUSIVE, None)
+    assert Count(64, 64, refutes=False).weigh(region).ruling is Ruling.SUPPORTED
+    assert Count(60, 64, of="starts").weigh(region).how == "from 60 of 64 starts"
+
+
+def test_one_error_beyond_the_bound_refutes_an_identity() -> None:
+    errors = np.full(1_000, 1e-15)
+    weighed = Identity(errors).weigh(BOUND)
+    assert weighed.ruling is Ruling.BY_CONSTRUCTION
+    assert (weighed.interval.estimate, weighed.interval.n) == (1e-15, 1_000)
+    errors[17] = 1e-11
+    weighed = Identity(errors).weigh(BOUND)
+    assert weighed.ruling is Ruling.REFUTED
+    assert weighed.interval.high == weighed.interval.estimate == 1e-11
+    assert "1 of them beyond" in weighed.how
+
+
+@pytest.mark.parametrize(
+    ("errors", "region", "sentence"),
+    [
+        (np.zeros(999), BOUND, "errors holds 999 inputs, but an identity needs at least 1,000"),
+        (np.full(1_000, np.nan), BOUND, "errors holds NaN or a number below 0, but an error is at least 0"),
+        (-np.ones(1_000), BOUND, "errors holds NaN or a number below 0, but an error is at least 0"),
+        (np.zeros(1_000), ABOVE, "region is 'above 0', but an identity needs one bound, high, for its error"),
+    ],
+)
+def test_what_an_identity_refuses(errors: np.ndarray, region: Region, sentence: str) -> None:
+    with pytest.raises(HelmscopeError) as refused:
+        Identity(errors).weigh(region)
+    assert str(refused.value) == sentence
+
+
+def test_paired_differences_support_or_stay_open() -> None:
+    for center in (1.0, -1.0):
+        weighed = Paired(around(center, 12)).weigh(OPEN)
+        assert weighed.ruling is Ruling.SUPPORTED
+        assert "sign flips p = 0.00" in weighed.how
+    weighed = Paired(around(0.1, 12)).weigh(OPEN)
+    assert (weighed.ruling, weighed.enough) == (Ruling.INCONCLUSIVE, 485)  # 12 (2.201 / sqrt 12 / .1)^2
+    # five equal differences: Student leaves out 0, but 2 / 2^5 of the sign flips are as extreme
+    assert Paired([1.0, 1.1, 0.9, 1.2, 0.8]).weigh(OPEN).ruling is Ruling.INCONCLUSIVE
+    assert Paired(np.zeros(12)).weigh(OPEN).ruling is Ruling.INCONCLUSIVE
+    with pytest.raises(HelmscopeError, match="with bounds, but paired differences are held against 0"):
+        Paired([1.0, 2.0]).weigh(ABOVE)
+
+
+def test_every_layer_shows_the_one_nearest_to_failing() -> None:
+    good = EveryLayer([around(3.0), around(1.0), around(2.0)]).weigh(ABOVE)
+    assert (good.ruling, good.how) == (Ruling.SUPPORTED, "layer 1, of 3, from 32 seeds each")
+    bad = EveryLayer([around(3.0), around(1.0), around(-2.0)]).weigh(ABOVE)
+    assert (bad.ruling, bad.interval.estimate) == (Ruling.REFUTED, pytest.approx(-2.0, abs=1e-12))
+    open_ = EveryLayer([around(3.0), around(0.1)]).weigh(ABOVE)
+    assert (open_.ruling, open_.enough) == (Ruling.INCONCLUSIVE, 416)
+
+
+def test_layers_may_have_names() -> None:
+    named = EveryLayer([around(3.0), around(1.0)], "starts", ("SA", "USA")).weigh(ABOVE)
+    assert named.how == "USA, of 2, from 32 starts each"
+    with pytest.raises(HelmscopeError, match="names holds 1, but it must hold one for each of 2 layers"):
+        SomeLayer([around(3.0), around(1.0)], names=("SA",)).weigh(ABOVE)
+
+
+def test_some_layer_shows_the_deepest_in_the_region() -> None:
+    weighed = SomeLayer([around(-3.0), around(1.0), around(-2.0)]).weigh(ABOVE)
+    assert (weighed.ruling, weighed.interval.estimate) == (Ruling.SUPPORTED, pytest.approx(1.0, abs=1e-12))
+    assert SomeLayer([around(-3.0), around(-1.0)]).weigh(ABOVE).ruling is Ruling.REFUTED
+
+
+def test_a_description_is_never_ruled_on() -> None:
+    weighed = Described(around(5.0)).weigh(OPEN)
+    assert (weighed.ruling, weighed.enough) == (Ruling.INCONCLUSIVE, None)
+    assert weighed.how.endswith("described and not ruled on")
+    with pytest.raises(HelmscopeError, match="a description is not ruled on"):
+        Described(around(5.0)).weigh(ABOVE)
+
+
+def test_an_impossible_premise_has_no_interval() -> None:
+    weighed = Impossible("only the identity is causal and bistochastic").weigh(ABOVE)
+    assert (weighed.ruling, weighed.interval) == (Ruling.IMPOSSIBLE, None)

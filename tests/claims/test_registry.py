@@ -1,0 +1,116 @@
+"""Experiments register themselves by id; packaged ones need no list, a user's folder is run and says what is wrong."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import helmscope as hs
+from helmscope.claims import experiments as package
+from helmscope.claims.reading import read_catalogue
+from helmscope.claims.registry import Case, experiments
+from helmscope.types import HelmscopeError
+
+PLANTED = Path(__file__).parent / "planted"
+FOLDER = Path(package.__file__).parent
+TRIED = (
+    *("convex-hull", "curvature-drift", "encoder-decoder", "energy-rises", "extremes", "finite-time", "heads-average"),
+    *("kuramoto", "measure-flow", "metastability", "mixture", "norm-confines", "one-cluster", "radial", "rate"),
+    *("repulsive", "residual-flow", "steady-order", "z-metric"),
+)
+
+
+def test_the_nineteen_are_found_without_a_list() -> None:
+    assert tuple(experiments()) == TRIED
+    assert {path.stem for path in FOLDER.glob("*.py")} - {"__init__"} == {claim.replace("-", "_") for claim in TRIED}
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("[a-z]*.py")), ids=lambda path: path.stem)
+def test_experiments_use_public_names_alone(path: Path) -> None:
+    """Whatever they take from the house, a user can take from ``helmscope`` too."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("helmscope"):
+            for alias in node.names:
+                within = getattr(hs, str(node.module).split(".")[-1], None)  # a public module, such as hs.sphere
+                assert hasattr(hs, alias.name) or hasattr(within, alias.name), f"{node.module}.{alias.name}"
+                assert not alias.name.startswith("_")
+        if isinstance(node, ast.Attribute) and node.attr.startswith("_") and node.attr != "__name__":
+            pytest.fail(f"{path.name}:{node.lineno} uses {node.attr}")
+
+
+def test_a_case_draws_from_its_seed_alone() -> None:
+    assert torch.equal(Case(3).normal(4, stream=1), Case(3).normal(4, stream=1))
+    seeds = {Case(seed).stream(k) for seed in range(20) for k in range(20)}
+    assert len(seeds) == 400
+    assert all(0 <= seed < 2**32 for seed in seeds)
+    with pytest.raises(HelmscopeError, match="seed is -1, but it must be a whole number >= 0"):
+        Case(-1)
+
+
+def written(folder: Path, code: str, *, claim: str = "planted-true") -> Path:
+    text = (PLANTED / "planted-true.toml").read_text().replace("planted-true", claim)
+    (folder / f"{claim}.toml").write_text(text)
+    (folder / "mine.py").write_text(code)
+    return folder
+
+
+TWICE = """
+import helmscope as hs
+
+@hs.experiment("registry-claim")
+def f(case): ...
+
+@hs.experiment("registry-claim")
+def g(case): ...
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "sentence"),
+    [
+        ("1 / 0", "mine.py cannot be run: ZeroDivisionError: division by zero"),
+        ("def f(:", "mine.py cannot be run: SyntaxError"),
+        ("import helmscope as hs\n@hs.experiment('other')\ndef f(case): ...", "unknown claim of an experiment 'other'"),
+        (TWICE, "claim 'registry-claim' has two experiments, f and g, but it must have one"),
+        ("import helmscope as hs\n@hs.experiment('a', seconds=0)\ndef f(case): ...", "seconds is 0, but it must be"),
+    ],
+)
+def test_what_is_wrong_with_a_users_file_is_said(tmp_path: Path, code: str, sentence: str) -> None:
+    with pytest.raises(HelmscopeError, match=sentence):
+        experiments(written(tmp_path, code, claim="registry-claim"))
+
+
+def test_a_users_folder_knows_its_own_claims_alone(tmp_path: Path) -> None:
+    assert list(experiments(PLANTED)) == ["planted-false", "planted-true"]
+    assert "planted-true" not in experiments()
+    assert list(read_catalogue(PLANTED)) == ["planted-false", "planted-true"]
+    assert experiments(written(tmp_path, "", claim="silent")) == {}
+
+
+def test_a_file_that_changed_is_run_again(tmp_path: Path) -> None:
+    code = "import helmscope as hs\n@hs.experiment('registry-claim', seconds={})\ndef f(case): ..."
+    for seconds in (2.0, 3.0):
+        folder = written(tmp_path, code.format(seconds), claim="registry-claim")
+        assert experiments(folder)["registry-claim"].seconds == seconds
+
+
+def test_a_packaged_claim_is_one_entry_and_one_function(tmp_path: Path) -> None:
+    """A copy of the package, one TOML and one Python file more: listed, tried and in the catalogue."""
+    import shutil
+
+    house = tmp_path / "helmscope"
+    shutil.copytree(FOLDER.parents[1], house, ignore=shutil.ignore_patterns("__pycache__"))
+    text = (PLANTED / "planted-true.toml").read_text()
+    (house / "claims" / "catalogue" / "planted-true.toml").write_text(text)
+    code = (PLANTED / "planted.py").read_text().split('@hs.experiment("planted-false")')[0]
+    (house / "claims" / "experiments" / "planted_true.py").write_text(code)
+    asked = "from helmscope.claims.trial import try_claim; print(try_claim('planted-true').verdict.ruling.value)"
+    done = subprocess.run(
+        [sys.executable, "-c", asked], capture_output=True, text=True, check=True, env={"PYTHONPATH": str(tmp_path)}
+    )
+    assert done.stdout == "supported\n"

@@ -1,0 +1,82 @@
+"""Trials: one call, or many as units of work in a run folder; the same seed gives the same bytes."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from helmscope.claims.reading import entry
+from helmscope.claims.registry import experiments
+from helmscope.claims.trial import run_trials, sources, try_claim
+from helmscope.runs.processes import Processes
+from helmscope.store.run_folder import RunFolder
+from helmscope.types import HelmscopeError, Ruling, check_measurement
+
+PLANTED = Path(__file__).parent / "planted"
+CHEAP = ["kuramoto", "measure-flow"]
+
+
+def test_a_trial_is_judged_by_the_packaged_entry() -> None:
+    trial = try_claim("kuramoto", quick=True)
+    assert trial.verdict.entry_hash == entry("kuramoto").hash
+    assert trial.verdict.ruling is Ruling.BY_CONSTRUCTION
+    check_measurement(trial.data)
+
+
+def test_the_same_seed_gives_the_same_bytes_whatever_the_engine(tmp_path: Path) -> None:
+    folders = [RunFolder.create(tmp_path / name) for name in "abc"]
+    trials = run_trials(CHEAP, folders[0], quick=True)
+    run_trials(CHEAP, folders[1], quick=True, engine=Processes(2))
+    run_trials(CHEAP, folders[2], quick=True, seed=1)
+    files = ["verdicts.json", *(f"units/{claim}.nc" for claim in CHEAP)]
+    one, two, other = ([(folder.path / name).read_bytes() for name in files] for folder in folders)
+    assert one == two
+    assert all(a != b for a, b in zip(one, other, strict=True))
+    assert folders[0].read_verdicts() == tuple(trial.verdict for trial in trials)
+    for claim, trial in zip(CHEAP, trials, strict=True):
+        again = try_claim(claim, quick=True)
+        assert again.verdict == trial.verdict
+        assert again.data.identical(trial.data)
+
+
+def test_a_run_goes_on_and_refuses_changed_claims(tmp_path: Path) -> None:
+    mine = tmp_path / "mine"
+    shutil.copytree(PLANTED, mine, ignore=shutil.ignore_patterns("__pycache__"))
+    to = RunFolder.create(tmp_path / "run")
+    first = run_trials(["planted-true"], to, folder=mine)
+    assert run_trials(["planted-true"], to, folder=mine)[0].verdict == first[0].verdict
+    path = mine / "planted-true.toml"
+    path.write_text(path.read_text().replace("low = 0", "low = 0.5"))
+    with pytest.raises(HelmscopeError, match="unit 'planted-true' has another function or other parameters"):
+        run_trials(["planted-true"], to, folder=mine)
+
+
+def test_sources_name_the_entry_and_a_users_code() -> None:
+    assert sources("rate", None) == {"rate.toml": entry("rate").hash}
+    assert list(sources("planted-true", str(PLANTED))) == ["planted-true.toml", "planted.py"]
+
+
+@pytest.mark.parametrize(
+    ("claim", "sentence"),
+    [
+        ("kuramto", "unknown claim 'kuramto': did you mean 'kuramoto'?"),
+        ("breathing", "claim 'breathing' is not yet tried: it has no experiment"),
+    ],
+)
+def test_what_cannot_be_tried_is_refused_before_any_work(tmp_path: Path, claim: str, sentence: str) -> None:
+    with pytest.raises(HelmscopeError, match=sentence):
+        try_claim(claim)
+    with pytest.raises(HelmscopeError, match=sentence):
+        run_trials(["kuramoto", claim], RunFolder.create(tmp_path))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_all_verdicts_twice_to_the_same_bytes(tmp_path: Path) -> None:
+    """In full, on one process and on two."""
+    one, two = (RunFolder.create(tmp_path / name) for name in "ab")
+    run_trials(list(experiments()), one)
+    run_trials(list(experiments()), two, engine=Processes(2))
+    assert (one.path / "verdicts.json").read_bytes() == (two.path / "verdicts.json").read_bytes()

@@ -1,0 +1,398 @@
+"""Trials of the claims about energies, measures and heads: their verdicts, planted faults, and oracles written out."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import math
+from collections.abc import Callable
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+from scipy import integrate as quadrature
+from scipy.spatial.transform import Rotation
+
+from helmscope.claims.trial import Trial, try_claim
+from helmscope.fields.attention import SA, USA
+from helmscope.fields.multihead import MultiHead, MultiHeadAsPrinted
+from helmscope.geometry.sphere import project, retract
+from helmscope.types import Control, Ruling, Verdict
+
+HOLDS, REFUTED, SUPPORTED, OPEN = Ruling.BY_CONSTRUCTION, Ruling.REFUTED, Ruling.SUPPORTED, Ruling.INCONCLUSIVE
+CLAIMS = {
+    "kuramoto": HOLDS,
+    "extremes": HOLDS,
+    "z-metric": HOLDS,
+    "measure-flow": HOLDS,
+    "repulsive": REFUTED,
+    "heads-average": HOLDS,
+}
+
+
+@functools.cache
+def trial(claim: str) -> Trial:
+    return try_claim(claim, quick=True)
+
+
+def module(claim: str) -> ModuleType:
+    return importlib.import_module(f"helmscope.claims.experiments.{claim.replace('-', '_')}")
+
+
+def controls(verdict: Verdict) -> list[Control]:
+    return [control for control in (verdict.null, verdict.printed, *verdict.also) if control is not None]
+
+
+def control(claim: str, words: str) -> Control:
+    (found,) = [each for each in controls(trial(claim).verdict) if words in each.what]
+    return found
+
+
+def cloud(*shape: int, seed: int = 0) -> torch.Tensor:
+    return retract(torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)))
+
+
+def symmetric(d: int, seed: int) -> torch.Tensor:
+    square = torch.randn(d, d, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    return (square + square.T) / 2
+
+
+@pytest.mark.parametrize(("claim", "ruling"), CLAIMS.items())
+def test_the_ruling_and_every_control_come_out(claim: str, ruling: Ruling) -> None:
+    verdict = trial(claim).verdict
+    assert verdict.ruling is ruling
+    assert all(each.as_expected for each in controls(verdict))
+
+
+QUICKER = ("kuramoto", "measure-flow")
+SLOWER = [pytest.param(claim, marks=pytest.mark.slow) for claim in CLAIMS if claim not in QUICKER]
+
+
+@pytest.mark.parametrize("claim", [*QUICKER, *SLOWER])
+def test_another_seed_gives_other_numbers_and_the_same_ruling(claim: str) -> None:
+    other = try_claim(claim, seed=11, quick=True)
+    assert other.verdict.ruling is CLAIMS[claim]
+    assert all(each.as_expected for each in controls(other.verdict))
+    assert not other.data.identical(trial(claim).data)
+
+
+@pytest.mark.parametrize("claim", [*QUICKER, *SLOWER])
+def test_equal_seeds_give_equal_numbers(claim: str) -> None:
+    again = try_claim(claim, seed=0, quick=True)
+    assert again.verdict == trial(claim).verdict
+    assert again.data.identical(trial(claim).data)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("claim", "ruling"), CLAIMS.items())
+def test_the_full_trial_rules_the_same(claim: str, ruling: Ruling) -> None:
+    verdict = try_claim(claim).verdict
+    assert verdict.ruling is ruling
+    assert verdict.n >= trial(claim).verdict.n
+
+
+@pytest.mark.parametrize(
+    ("claim", "null", "printed", "also"),
+    [
+        ("kuramoto", REFUTED, None, (HOLDS, SUPPORTED)),
+        ("extremes", REFUTED, None, (HOLDS,)),
+        ("z-metric", REFUTED, REFUTED, (HOLDS, HOLDS, REFUTED)),
+        ("measure-flow", REFUTED, REFUTED, (REFUTED,)),
+        ("repulsive", SUPPORTED, None, (HOLDS, SUPPORTED, SUPPORTED, SUPPORTED, SUPPORTED)),
+        ("heads-average", SUPPORTED, REFUTED, (HOLDS,)),
+    ],
+)
+def test_what_the_controls_say(claim: str, null: Ruling, printed: Ruling | None, also: tuple[Ruling, ...]) -> None:
+    verdict = trial(claim).verdict
+    assert verdict.null.ruling is null
+    assert (None if verdict.printed is None else verdict.printed.ruling) is printed
+    assert tuple(each.ruling for each in verdict.also) == also
+
+
+def test_identities_hold_to_rounding_and_their_nulls_fail_by_far() -> None:
+    for claim in ("kuramoto", "extremes", "z-metric", "measure-flow", "heads-average"):
+        verdict = trial(claim).verdict
+        assert verdict.statistic < 2e-14
+        assert verdict.n >= 1000
+    assert 1e-4 < trial("kuramoto").verdict.null.statistic < 1e-3  # O(beta) at beta = 1e-3
+    assert trial("z-metric").verdict.null.statistic > 0.9
+    assert control("z-metric", "of SA's Jacobian").statistic > 0.5
+    assert control("z-metric", "of USA's Jacobian").statistic < 1e-14
+    assert control("repulsive", "E_sum").statistic < 1e-14
+    assert control("heads-average", "USA").statistic < 1e-12
+    assert control("kuramoto", "order in beta").statistic == pytest.approx(2, abs=2e-3)
+
+
+def test_the_null_of_extremes_is_crossed_by_the_point_mass() -> None:
+    # the most that a cloud can cross: E_max(9) / E_max(8.91) - 1
+    most = math.exp(0.09) * 0.99 - 1
+    assert trial("extremes").verdict.null.statistic == pytest.approx(most, rel=1e-2)
+
+
+def test_repulsion_rises_and_falls_by_the_same_rate() -> None:
+    verdict = trial("repulsive").verdict
+    assert 0.1 < verdict.low < verdict.high < 0.2
+    assert verdict.null.statistic == pytest.approx(-verdict.statistic, rel=1e-12)
+    for name in ("tetrahedron", "octahedron", "icosahedron"):
+        assert control("repulsive", name).statistic == 1.0
+    assert control("repulsive", "smallest angle").high < 1e-7
+
+
+def test_the_curves_show_the_claim() -> None:
+    data = {claim: trial(claim).data for claim in CLAIMS}
+    place = data["extremes"].place.values
+    assert place[0, 0] == place[0, 1]
+    assert (np.diff(place[:, 0]) > 0).all()
+    assert (np.diff(place[:, 1]) < 0).all()
+    assert (data["z-metric"].error_high.sel(form="with 1/Z") < 1e-13).all()
+    assert (data["z-metric"].error_low.sel(form=["without 1/Z", "as printed"]) > 0.1).all()
+    assert (data["measure-flow"].difference_high[:, :2] < 1e-13).all()
+    assert (data["measure-flow"].difference_low[:, 2:] > 0.1).all()
+    energy = data["repulsive"].energy.values
+    assert (np.diff(energy[:, 0]) > 0).all()
+    assert (np.diff(energy[:, 1]) < 0).all()
+    assert (data["heads-average"].falling.sel(heads="two of USA") == 0).all()
+    assert data["heads-average"].falling.sel(heads="two of SA", beta=8.0) > 0.02
+
+
+# --- planted faults ---------------------------------------------------------------------------------------------------
+
+
+def faulty(kind: type, rule: Callable[..., torch.Tensor]) -> type:
+    """``kind`` with the velocity that ``rule`` makes of its own, of itself, the tokens and their weights."""
+
+    class Faulty(kind):
+        def velocity(self, x: torch.Tensor, weights: torch.Tensor | None = None) -> torch.Tensor:
+            return rule(super().velocity, self, x, weights)
+
+    return Faulty
+
+
+def without_z(
+    own: Callable[..., torch.Tensor], self: SA, x: torch.Tensor, weights: torch.Tensor | None
+) -> torch.Tensor:
+    return x.shape[-2] * USA(self.beta, query_key=self.query_key, value=self.value).velocity(x, weights)
+
+
+def louder(own: Callable[..., torch.Tensor], self: USA, x: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
+    """The first token is a little louder than the others."""
+    volume = torch.ones_like(x[..., 0]) if weights is None else weights.clone()
+    volume[..., 0] *= 1 + 1e-9
+    return own(x, volume)
+
+
+Fast = faulty(SA, lambda own, self, x, weights: (1 + 1e-5) * own(x, weights))
+Backward = faulty(SA, lambda own, self, x, weights: -own(x, weights))
+BackwardUSA = faulty(USA, lambda own, self, x, weights: -own(x, weights))
+Still = faulty(SA, lambda own, self, x, weights: torch.zeros_like(x))
+Unweighted = faulty(SA, lambda own, self, x, weights: own(x, None))
+WithoutZ = faulty(SA, without_z)
+Placed = faulty(USA, louder)
+OneHeadShort = faulty(
+    MultiHead, lambda own, self, x, weights: MultiHead(self.heads[:-1], scale=self.scale).velocity(x, weights)
+)
+Summed = faulty(MultiHead, lambda own, self, x, weights: len(self.heads) * own(x, weights))
+Unfelt = faulty(MultiHeadAsPrinted, lambda own, self, x, weights: self.attention.velocity(x, weights))
+
+
+def attractive(beta: float, **_: object) -> SA:
+    return SA(beta)
+
+
+def without_beta(beta: float, **options: torch.Tensor) -> SA:
+    return SA(0.0, **options)
+
+
+def without_mask(beta: float, *, causal: bool = False, **options: torch.Tensor) -> SA:
+    return SA(beta, **options)
+
+
+def times(factor: float, function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    return lambda *given, **named: factor * function(*given, **named)
+
+
+def fault(claim: str, name: str, wrong: object, *allowed: Ruling, slow: bool = False) -> object:
+    return pytest.param(claim, name, wrong, allowed, marks=[pytest.mark.slow] if slow else [])
+
+
+FAULTS = [
+    fault("kuramoto", "SA", Fast, REFUTED, OPEN),
+    fault("kuramoto", "SA", Backward, REFUTED, OPEN),
+    fault("kuramoto", "SA", without_beta, OPEN),
+    fault("kuramoto", "USA", BackwardUSA, OPEN),
+    fault("extremes", "interaction_energy", 1 + 1e-9, REFUTED),
+    fault("extremes", "energy_min", 1 + 1e-4, REFUTED, slow=True),
+    fault("extremes", "energy_max", 1 - 1e-9, REFUTED, slow=True),
+    fault("extremes", "SA", Backward, OPEN, slow=True),
+    fault("extremes", "SA", attractive, OPEN, slow=True),
+    fault("extremes", "SA", Still, OPEN),
+    fault("z-metric", "SA", Fast, REFUTED),
+    fault("z-metric", "SA", WithoutZ, REFUTED, OPEN),
+    fault("z-metric", "USA", SA, OPEN, slow=True),
+    fault("z-metric", "interaction_energy", 1 + 1e-9, REFUTED, OPEN, slow=True),
+    fault("measure-flow", "SA", Unweighted, REFUTED),
+    fault("measure-flow", "USA", Placed, REFUTED),
+    fault("measure-flow", "SA", without_mask, OPEN),
+    fault("repulsive", "SA", SA, REFUTED),  # no fault: the trial without the polyhedra still finds what is so
+    fault("repulsive", "SA", Backward, OPEN),
+    fault("repulsive", "SA", attractive, OPEN),
+    fault("repulsive", "gaussian_energy_as_printed", 1 + 1e-9, OPEN),
+    fault("heads-average", "MultiHead", OneHeadShort, REFUTED, OPEN),
+    fault("heads-average", "MultiHead", Summed, REFUTED, OPEN, slow=True),
+    fault("heads-average", "SA", USA, OPEN),
+    fault("heads-average", "MultiHeadAsPrinted", Unfelt, OPEN, slow=True),
+]
+
+
+@pytest.mark.parametrize(("claim", "name", "wrong", "allowed"), FAULTS)
+def test_a_planted_fault_is_seen(
+    claim: str, name: str, wrong: object, allowed: tuple[Ruling, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    where = module(claim)
+    monkeypatch.setattr(where, name, times(wrong, getattr(where, name)) if isinstance(wrong, float) else wrong)
+    if claim == "repulsive":  # the polyhedra need long runs, and here nothing else
+        monkeypatch.setattr(where, "SHARP", ())
+    assert try_claim(claim, quick=True).verdict.ruling in allowed
+
+
+def test_a_run_that_stops_early_reaches_no_icosahedron(monkeypatch: pytest.MonkeyPatch) -> None:
+    where = module("repulsive")
+    short = [(name, n, beta, end / 20, exact) for name, n, beta, end, exact in where.SHARP]
+    monkeypatch.setattr(where, "SHARP", short)
+    verdict = try_claim("repulsive", quick=True).verdict
+    assert verdict.ruling is OPEN
+    assert "icosahedron" in verdict.sentence
+
+
+# --- oracles ----------------------------------------------------------------------------------------------------------
+
+
+def test_angular_is_the_sum_written_out() -> None:
+    theta = 3 * torch.randn(1, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    angles = theta[0].tolist()
+    for beta in (0.0, 1.7):
+        for field in (SA(beta), USA(beta)):
+            seen = module("kuramoto").angular(field, theta)[0].tolist()
+            for a, velocity in zip(angles, seen, strict=True):
+                total = [math.exp(beta * math.cos(b - a)) for b in angles]
+                norm = sum(total) if isinstance(field, SA) else 5
+                due = sum(t * math.sin(b - a) for t, b in zip(total, angles, strict=True)) / norm
+                assert velocity == pytest.approx(due, abs=1e-14)
+
+
+def test_crossing_by_hand() -> None:
+    energy = torch.tensor([[[1.0, 2.0]], [[0.9, 2.0]], [[1.5, 2.5]]], dtype=torch.float64)
+    assert module("extremes").crossing(energy, 1.0, 2.0).tolist() == pytest.approx([0.0, 0.1, 0.25], abs=1e-15)
+
+
+def test_the_closed_forms_of_extremes_are_those_of_an_integral() -> None:
+    where = module("extremes")
+    for dim in where.DIMS[1:]:
+        for beta in where.BETAS:
+            density = [
+                quadrature.quad(lambda t, b=b, d=dim: math.exp(b * t) * (1 - t * t) ** ((d - 3) / 2), -1, 1)[0]
+                for b in (beta, 0.0)
+            ]
+            due = density[0] / density[1] / (2 * beta)
+            assert where.energy_min(beta=beta, dim=dim) == pytest.approx(due, rel=1e-10)
+            assert where.energy_max(beta=beta) == pytest.approx(math.exp(beta) / (2 * beta), rel=1e-15)
+
+
+def test_derivative_and_weighted_product_against_central_differences() -> None:
+    where, beta, v = module("z-metric"), 1.3, symmetric(4, 1)
+    x = cloud(1, 6, 4, seed=2)
+    w = project(x, cloud(1, 6, 4, seed=3))
+
+    def energy(points: torch.Tensor) -> float:
+        return sum(math.exp(beta * float(a @ v @ b)) for a in points for b in points) / (2 * beta)
+
+    h = 1e-5
+    due = (energy(x[0] + h * w[0]) - energy(x[0] - h * w[0])) / (2 * h)
+    assert float(where._derivative(x, v, beta, w)) == pytest.approx(due, rel=1e-8)
+    product = 0.0
+    for a, direction in zip(x[0], w[0], strict=True):
+        terms = [math.exp(beta * float(a @ v @ b)) for b in x[0]]
+        pull = sum(t * (v @ b) for t, b in zip(terms, x[0], strict=True)) / sum(terms)
+        product += sum(terms) * float((pull - (a @ pull) * a) @ direction)
+    assert product == pytest.approx(due, rel=1e-8)
+
+
+def test_asymmetry_on_the_circle_is_that_of_the_angular_jacobian() -> None:
+    theta = torch.tensor([0.0, 1.0, 2.5, 4.0], dtype=torch.float64)
+    x = torch.stack([theta.cos(), theta.sin()], -1)[None]
+
+    def velocity(angles: np.ndarray) -> np.ndarray:
+        apart = angles[None, :] - angles[:, None]
+        kernel = np.exp(2.0 * np.cos(apart))
+        return (kernel * np.sin(apart)).sum(1) / kernel.sum(1)
+
+    h = 1e-5
+    steps = [velocity(theta.numpy() + h * e) - velocity(theta.numpy() - h * e) for e in np.eye(4)]
+    jacobian = np.stack(steps, 1) / (2 * h)
+    due = np.linalg.norm(jacobian - jacobian.T) / np.linalg.norm(jacobian)
+    assert float(module("z-metric").asymmetry(SA(2.0), x)) == pytest.approx(due, rel=1e-7)
+    assert float(module("z-metric").asymmetry(USA(2.0), x)) < 1e-15
+
+
+def test_weights_and_repetition_are_told_apart_from_plain_tokens() -> None:
+    where = module("measure-flow")
+    x, counts = cloud(3, 4, 3), torch.tensor([1, 3, 2, 1])
+    field = SA(2.0, query_key=symmetric(3, 5), value=symmetric(3, 6))
+    assert (where._repeated(field, x, counts) < 1e-14).all()
+    plain = where._difference(field(x, weights=counts.double()), field(x))
+    assert (plain > 1e-2).all()  # so equality above is not for want of an effect
+    order = torch.tensor([2, 0, 3, 1])
+    assert (where._permuted(field, x, order) < 1e-14).all()
+    assert (where._difference(field(x), field(x[:, order])) > 1e-2).all()  # not put back
+
+
+def test_the_rate_of_f_is_the_z_weighted_speed() -> None:
+    where = module("repulsive")
+    x, beta = cloud(2, 5, 3, seed=7), where.BETA
+    for system, seen in zip(x, where._rate(x, 1.0).tolist(), strict=True):
+        rows = [[float(a @ b) for b in system] for a in system]
+        f = sum(math.exp(beta * (c - 1)) for row in rows for c in row) / 2
+        rise = 0.0
+        for a, row in zip(system, rows, strict=True):
+            z = sum(math.exp(beta * c) for c in row)
+            pull = sum(math.exp(beta * c) * b for c, b in zip(row, system, strict=True)) / z
+            rise += z * float(((pull - (a @ pull) * a) ** 2).sum())
+        assert seen == pytest.approx(beta * math.exp(-beta) * rise / f, rel=1e-12)
+
+
+def test_the_sharp_configurations_are_the_polyhedra() -> None:
+    golden = (1 + math.sqrt(5)) / 2
+    solids = {
+        "tetrahedron": [(1, 1, 1), (1, -1, -1), (-1, 1, -1), (-1, -1, 1)],
+        "octahedron": [tuple(s * e) for e in np.eye(3) for s in (1, -1)],
+        "icosahedron": [
+            tuple(np.roll((0, a, b * golden), shift)) for shift in range(3) for a in (1, -1) for b in (1, -1)
+        ],
+    }
+    for name, n, _, _, exact in module("repulsive").SHARP:
+        points = np.array(solids[name]) / np.linalg.norm(solids[name], axis=1, keepdims=True)
+        points = Rotation.random(rng=1).apply(points)
+        seen = np.sort((points @ points.T)[np.triu_indices(n, 1)])
+        assert seen == pytest.approx(exact, abs=1e-14)
+        assert SA(2.0, value=-torch.eye(3))(torch.from_numpy(points)).abs().max() < 1e-14  # at rest
+
+
+@pytest.mark.parametrize("kind", [SA, USA])
+def test_the_rate_of_the_summed_energies_against_central_differences(kind: type[SA] | type[USA]) -> None:
+    heads = [kind(1.5, query_key=symmetric(3, k), value=symmetric(3, k)) for k in (8, 9)]
+    x = cloud(1, 4, 3, seed=10)
+
+    def energy(points: torch.Tensor) -> float:
+        pairs = [(head.query_key, a, b) for head in heads for a in points for b in points]
+        return sum(math.exp(1.5 * float(a @ form @ b)) for form, a, b in pairs) / (2 * 1.5 * 16)
+
+    velocity = sum(head(x) for head in heads)[0] / 2
+    h = 1e-5
+    due = (energy(x[0] + h * velocity) - energy(x[0] - h * velocity)) / (2 * h)
+    rate, square, most = module("heads-average")._rates(heads, x)[:, 0].tolist()
+    assert rate == pytest.approx(due, rel=1e-7)
+    assert square == pytest.approx(float((velocity**2).sum()), rel=1e-13)
+    assert rate <= most
+    if kind is USA:
+        assert rate == pytest.approx(2 / 4 * square, rel=1e-12)

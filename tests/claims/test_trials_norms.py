@@ -1,0 +1,330 @@
+"""The trials of norm-confines, convex-hull, radial and curvature-drift: their verdicts, what they are made of by other
+means, and the faults that they must see.
+
+Faults are planted in smaller trials, which without a fault give the verdict of the whole ones.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from functools import cache
+from types import ModuleType
+
+import mpmath
+import numpy as np
+import pytest
+import torch
+from scipy.optimize import linprog
+
+from helmscope.claims.experiments import convex_hull, curvature_drift, norm_confines, radial
+from helmscope.claims.registry import Case
+from helmscope.claims.trial import Trial, try_claim
+from helmscope.fields.attention import SA
+from helmscope.fields.norms import LayerNorm, RMSNorm
+from helmscope.types import Control, Ruling, Verdict
+
+CLAIMS = ("norm-confines", "convex-hull", "radial", "curvature-drift")
+SUPPORTED, REFUTED, HELD = Ruling.SUPPORTED, Ruling.REFUTED, Ruling.BY_CONSTRUCTION
+
+
+@cache
+def quick(claim: str) -> Trial:
+    return try_claim(claim, quick=True)
+
+
+def controls(verdict: Verdict) -> dict[str, Control]:
+    named = {control.what: control for control in verdict.also}
+    assert verdict.null is not None
+    assert verdict.printed is not None
+    return {"null": verdict.null, "printed": verdict.printed, **named}
+
+
+@pytest.fixture
+def smaller(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    monkeypatch.setattr(norm_confines, "DEPTH", 6)
+    monkeypatch.setattr(curvature_drift, "DIMS", (2, 3))
+    monkeypatch.setattr(curvature_drift, "EVEN", 8)
+    monkeypatch.setattr(curvature_drift, "STEPS", curvature_drift.STEPS[-4:])
+    monkeypatch.setattr(convex_hull, "SHAPES", ((4, 2), (3, 5)))
+    monkeypatch.setattr(radial, "DIMS", (4, 5, 6))
+    return monkeypatch
+
+
+# Verdicts -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("claim", CLAIMS)
+def test_the_corrected_claim_holds_and_every_control_comes_out(claim: str) -> None:
+    verdict = quick(claim).verdict
+    assert verdict.ruling is HELD
+    assert verdict.n >= 1_000
+    for control in controls(verdict).values():
+        assert control.as_expected, control
+    assert verdict.null.ruling is verdict.printed.ruling is REFUTED  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("claim", CLAIMS)
+def test_seeds(claim: str, smaller: pytest.MonkeyPatch) -> None:
+    """Another seed gives the same ruling, the same seed the same bytes."""
+    one, again, other = (try_claim(claim, seed=seed, quick=True) for seed in (1, 1, 2))
+    assert one.verdict.ruling is other.verdict.ruling is HELD
+    assert one.verdict == again.verdict
+    assert one.data.identical(again.data)
+    assert not one.data.identical(other.data)
+
+
+def test_numbers_of_norm_confines() -> None:
+    """eps lets the radius fall short by up to 1e-6; rounding exceeds it by 2e-16."""
+    verdict = quick("norm-confines").verdict
+    assert abs(verdict.statistic - 1) <= 1e-14
+    assert 1e-7 < 1 - verdict.low < 2e-6
+    seen = controls(verdict)
+    assert seen["null"].statistic > 1e9
+    assert seen["printed"].statistic == 0
+    assert seen["nor does the radius fall, eps = 0"].statistic <= 1e-14
+    assert seen["without the norm, V = +I and random"].low > 0.4
+    assert -0.04 < seen["without the norm, V = -I"].low < seen["without the norm, V = -I"].high < -0.01
+
+
+def test_numbers_of_convex_hull() -> None:
+    """The farthest value pushed out by 1 % of its distance from the mean is that far away at least; largest distance of
+    a head's output seen: 4e-16.
+    """
+    verdict = quick("convex-hull").verdict
+    assert verdict.statistic <= 4e-15
+    seen = controls(verdict)
+    assert 1e-3 < seen["null"].low < seen["null"].statistic < 0.02
+    assert seen["every pushed value is outside"].statistic == 1
+    assert 0.4 < seen["printed"].low < seen["printed"].high < 0.7
+    data = quick("convex-hull").data
+    assert float(data.diameter.sel(beta=0.0, mask="full")) <= 1e-14
+    assert bool((data.diameter <= 1 + 1e-14).all())
+
+
+def test_numbers_of_radial() -> None:
+    """Largest error seen: 8e-16; drawn is 1 / (1 + s^2/eps)."""
+    verdict, data = quick("radial").verdict, quick("radial").data
+    assert verdict.statistic <= 1e-14
+    for norm in ("RMSNorm", "LayerNorm"):
+        drawn = data.radial.sel(norm=norm)
+        np.testing.assert_allclose(drawn, 1 / (1 + drawn.s2_over_eps), rtol=1e-7)
+    assert controls(verdict)["null"].statistic == pytest.approx(1 / (1 + 1e-4), rel=1e-12)
+    assert controls(verdict)["null"].low == pytest.approx(1e-8, rel=1e-6)
+
+
+def test_numbers_of_curvature_drift() -> None:
+    """Largest relative error seen: 2.3e-9, for isotropic noise 2e-10."""
+    verdict, data = quick("curvature-drift").verdict, quick("curvature-drift").data
+    assert verdict.statistic <= 2e-8
+    assert controls(verdict)["all four for M = nu I"].statistic <= 1e-9
+    for name, c in {"chain": 2, "Stratonovich": 1, "Ito": 0}.items():
+        np.testing.assert_allclose(data.c.sel(process=name), c, atol=1e-10)
+    np.testing.assert_allclose(data.c.sel(process="divergence form"), data.d, atol=1e-12)
+    halved = data.miss[:-1].values / data.miss[1:].values
+    np.testing.assert_allclose(halved, 2, atol=0.1)  # single steps are of first order
+
+
+# By other means -------------------------------------------------------------------------------------------------------
+
+
+def test_the_corner_of_theory() -> None:
+    root = math.sqrt(3)
+    measured = curvature_drift._corner().measured[0]
+    assert measured.tolist() == pytest.approx([-2 / root, -root, -4 / root, -1 / root], rel=1e-10)
+    for shown in (
+        "chain -1.154700538",
+        "Stratonovich -1.732050808",
+        "Ito -2.309401077",
+        "divergence form -0.577350269",
+    ):
+        assert shown in quick("curvature-drift").verdict.sentence
+
+
+def test_single_layers_of_theory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Theory's own numbers for eps = 1e-2, 1e-3, 1e-4."""
+    monkeypatch.setattr(curvature_drift, "STEPS", (1e-2, 1e-3, 1e-4))
+    chain = curvature_drift._corner().rates[0, :, 0]
+    assert chain.tolist() == pytest.approx([-1.4492, -1.18746, -1.15801], rel=2e-5)
+
+
+def test_the_chain_with_gaussian_noise() -> None:
+    """The mean over xi ~ N(0, 2M) by Gauss-Hermite rules instead of 2 d points: other steps, the same limit."""
+    nodes, weights = np.polynomial.hermite_e.hermegauss(12)
+    grid = np.array(list(itertools.product(nodes, repeat=3)))
+    mass = np.array([math.prod(each) for each in itertools.product(weights / weights.sum(), repeat=3)])
+    rates = []
+    for eps in (1e-3, 5e-4, 2.5e-4, 1.25e-4, 6.25e-5):
+        y = 3**-0.5 + np.sqrt(2 * eps * np.array([1.0, 2.0, 3.0])) * grid
+        rates.append((mass @ (y[:, 0] / np.linalg.norm(y, axis=-1)) - 3**-0.5) / eps)
+    assert rates[0] == pytest.approx(-1.1696511, abs=1e-7)
+    for order in range(1, 5):
+        rates = [b + (b - a) / (2**order - 1) for a, b in itertools.pairwise(rates)]
+    assert rates[0] == pytest.approx(float(curvature_drift._corner().measured[0, 0]), rel=1e-9)
+
+
+def test_richardsons_rule_on_a_known_series() -> None:
+    h = torch.tensor(curvature_drift.STEPS, dtype=torch.float64)
+    assert float(curvature_drift._richardson(torch.exp(7 * h))) == pytest.approx(1, abs=1e-13)
+
+
+@pytest.mark.parametrize("eps", [1e-8, 1e-3])
+def test_radial_eigenvalues_in_30_digits(eps: float) -> None:
+    """<x, J x> = d/dr <x, N(r x)> at r = |y|, x the direction that the norm keeps."""
+    y = Case(7).normal(6, stream=0)
+    with mpmath.workdps(30):
+        vector = [mpmath.mpf(float(each)) for each in y]
+        for norm, part in ((RMSNorm(eps=eps), vector), (LayerNorm(eps=eps), [v - sum(vector) / 6 for v in vector])):
+            size = mpmath.sqrt(sum(v * v for v in part))
+            slope = mpmath.diff(lambda r: r / mpmath.sqrt(r * r / 6 + mpmath.mpf(eps)), size)
+            x = torch.tensor([float(v / size) for v in part], dtype=torch.float64)
+            found = float(x @ torch.func.jacrev(norm)(y) @ x)
+            assert found == pytest.approx(float(slope), rel=1e-6, abs=1e-14)
+
+
+def test_outputs_are_the_sums_that_a_linear_program_finds_weights_for() -> None:
+    """A causal head by plain loops, and every output among the convex combinations of the values that it sees."""
+    case = Case(3)
+    (head, value), x = convex_hull._head(case, 1, 4.0, True, 3, low_rank=False), case.normal(7, 3, stream=0)
+    x = x / x.norm(dim=-1, keepdim=True)
+    out, values, form = head.ambient(x), (x @ value.mT).numpy(), case.normal(2, 3, 3, stream=1)[0]
+    for i in range(7):
+        weights = np.array([math.exp(4.0 * float(x[i] @ form @ x[j])) for j in range(i + 1)])
+        looped = weights @ values[: i + 1] / weights.sum()
+        np.testing.assert_allclose(out[i], looped, rtol=1e-12, atol=1e-13)
+        program = np.vstack([values[: i + 1].T, np.ones(i + 1)])
+        assert linprog(np.zeros(i + 1), A_eq=program, b_eq=np.append(out[i], 1.0)).status == 0
+
+
+def test_radii_by_plain_loops(monkeypatch: pytest.MonkeyPatch) -> None:
+    """RMSNorm with a gain and random V: three layers after the norm, without it and before it, in NumPy."""
+    monkeypatch.setattr(norm_confines, "DEPTH", 3)
+    case = Case(11)
+    norm = norm_confines._norms(case)[1]
+    gain, d, hidden = norm.gain.numpy(), norm_confines.DIM, norm_confines.HIDDEN  # type: ignore[union-attr]
+    seen = norm_confines._run(case, norm, 12, None, 2)
+    start = case.normal(2, 8, d, stream=312)[1].numpy()
+
+    def normed(y: np.ndarray) -> np.ndarray:
+        return gain * y / np.sqrt((y**2).mean(-1, keepdims=True))
+
+    def attended(y: np.ndarray, v: np.ndarray) -> np.ndarray:
+        p = np.exp(y @ y.T / math.sqrt(d))
+        return p / p.sum(-1, keepdims=True) @ y @ v.T / math.sqrt(d)
+
+    def pushed(y: np.ndarray, w_in: np.ndarray, w_out: np.ndarray) -> np.ndarray:
+        z = y @ w_in.T / math.sqrt(d)
+        return z * np.vectorize(lambda a: 0.5 * math.erfc(-a / math.sqrt(2)))(z) @ w_out / math.sqrt(hidden)
+
+    after, bare = normed(start), normed(start) / gain
+    stream = bare
+    for layer, weights in enumerate(case.normal(3, d + 2 * hidden, d, stream=12).numpy()):
+        v, w_in, w_out = weights[:d], weights[d : d + hidden], weights[d + hidden :]
+        after = normed(after + attended(after, v))
+        after = normed(after + pushed(after, w_in, w_out))
+        bare = bare + attended(bare, v)
+        bare = bare + pushed(bare, w_in, w_out)
+        stream = stream + attended(normed(stream), v)
+        stream = stream + pushed(normed(stream), w_in, w_out)
+        looped = [np.linalg.norm(y, axis=-1).max() / math.sqrt(d) for y in (after / gain, bare, stream)]
+        np.testing.assert_allclose(seen.largest[1, layer + 1, :3], looped, rtol=1e-10)
+
+
+# Planted faults -------------------------------------------------------------------------------------------------------
+
+
+class LongNorm(RMSNorm):
+    def __call__(self, y: torch.Tensor) -> torch.Tensor:
+        return super().__call__(y) * (1 + 1e-8)
+
+
+class ShortNorm(RMSNorm):
+    def __call__(self, y: torch.Tensor) -> torch.Tensor:
+        return super().__call__(y) * (1 - 1e-8)
+
+
+class Absent(norm_confines.PostNorm):
+    def close(self, half: object, y: torch.Tensor) -> torch.Tensor:
+        return y
+
+
+class Still(norm_confines.Block):
+    def write(self, half: object, y: torch.Tensor, weights: torch.Tensor | None = None) -> torch.Tensor:
+        return torch.zeros_like(y)
+
+
+class Summed(SA):
+    def ambient(self, x: torch.Tensor, weights: torch.Tensor | None = None) -> torch.Tensor:
+        return x.shape[-2] * super().ambient(x, weights)
+
+
+class Heavy(SA):
+    def ambient(self, x: torch.Tensor, weights: torch.Tensor | None = None) -> torch.Tensor:
+        return (1 + 1e-5) * super().ambient(x, weights)
+
+
+def looking_ahead(beta: float, *, causal: bool, **rest: object) -> SA:
+    return SA(beta, **rest)  # type: ignore[arg-type]
+
+
+class OutsideEps(RMSNorm):
+    def __call__(self, y: torch.Tensor) -> torch.Tensor:
+        return self.gain * y / (y.square().mean(-1, keepdim=True).sqrt() + math.sqrt(self.eps))
+
+
+class Uncentered(LayerNorm):
+    def part(self, y: torch.Tensor) -> torch.Tensor:
+        return y
+
+
+class Steep(LayerNorm):
+    def __call__(self, y: torch.Tensor) -> torch.Tensor:
+        return super().__call__(y) * (1 + 1e-5)
+
+
+class LoudNoise(curvature_drift.MatrixNoise):
+    def kick(self, x: torch.Tensor, dw: torch.Tensor) -> torch.Tensor:
+        return (1 + 1e-5) * super().kick(x, dw)
+
+
+def without_second_end(noise: curvature_drift.MatrixNoise, dw: torch.Tensor, h: float, x: torch.Tensor) -> torch.Tensor:
+    return curvature_drift.sphere.retract(x + curvature_drift.sphere.project(x, noise.kick(x, dw)))
+
+
+def without_trace(noise: curvature_drift.MatrixNoise, dw: torch.Tensor, h: float, x: torch.Tensor) -> torch.Tensor:
+    return x + curvature_drift.sphere.project(x, noise.kick(x, dw))
+
+
+class Flipped(curvature_drift.LayerNormChain):
+    def drift(self, noise: curvature_drift.MatrixNoise, x: torch.Tensor) -> torch.Tensor:
+        return -super().drift(noise, x)
+
+
+OPEN = Ruling.INCONCLUSIVE
+FAULTS: list[tuple[str, ModuleType, str, object, Ruling]] = [
+    ("norm-confines", norm_confines, "RMSNorm", LongNorm, OPEN),  # and the smallest radius is off
+    ("norm-confines", norm_confines, "RMSNorm", ShortNorm, OPEN),
+    ("norm-confines", norm_confines, "PostNorm", Absent, OPEN),
+    ("norm-confines", norm_confines, "Block", Still, OPEN),
+    ("norm-confines", norm_confines, "SA", Summed, OPEN),
+    ("convex-hull", convex_hull, "SA", Heavy, REFUTED),
+    ("convex-hull", convex_hull, "SA", looking_ahead, REFUTED),
+    ("convex-hull", convex_hull, "hull_distance", lambda x, v, mask=None: torch.zeros_like(x[..., 0]), OPEN),
+    ("radial", radial, "RMSNorm", OutsideEps, OPEN),
+    ("radial", radial, "LayerNorm", Uncentered, OPEN),
+    ("radial", radial, "LayerNorm", Steep, OPEN),
+    ("curvature-drift", curvature_drift, "MatrixNoise", LoudNoise, OPEN),
+    ("curvature-drift", curvature_drift, "_heun", without_second_end, OPEN),
+    ("curvature-drift", curvature_drift, "_euler", without_trace, OPEN),
+    ("curvature-drift", curvature_drift, "LayerNormChain", Flipped, OPEN),
+]
+
+
+@pytest.mark.parametrize(("claim", "module", "name", "fault", "expected"), FAULTS)
+def test_a_planted_fault_is_seen(
+    claim: str, module: ModuleType, name: str, fault: object, expected: Ruling, smaller: pytest.MonkeyPatch
+) -> None:
+    smaller.setattr(module, name, fault)
+    if fault is Flipped:
+        smaller.setitem(curvature_drift.PROCESSES, "chain", Flipped())
+    assert try_claim(claim, quick=True).verdict.ruling is expected

@@ -1,0 +1,322 @@
+"""The picture of a trial draws the verdict and the Measurement it was given, readably, and the same every time."""
+
+from __future__ import annotations
+
+import math
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import xarray as xr
+
+from helmscope.plots.measured import draw_variable
+from helmscope.plots.style import new_figure, png, svg
+from helmscope.plots.trial import Around, Linear, Log, choose_axis, region_text, trial_figure
+from helmscope.types import Control, HelmscopeError, Ruling, Verdict, interval_text
+
+INF, NAN = math.inf, math.nan
+NOTHING = xr.Dataset(attrs={"n": 32})
+
+
+def control(what: str, low: float, high: float, region=(0.9, 1.1), statistic: float | None = None) -> Control:
+    middle = (low + high) / 2 if statistic is None else statistic
+    return Control(what, Ruling.REFUTED, Ruling.REFUTED, middle, low, high, 32, "", *region)
+
+
+def verdict(low: float, high: float, region=(0.9, 1.1), **more) -> Verdict:
+    seen = control("", low, high, region)
+    head = ("my-claim", Ruling.SUPPORTED, seen.statistic, low, high, 32, "", "", "", "")
+    return replace(Verdict(*head, *region), **more)
+
+
+def drawn_intervals(panel):
+    """(left, right) of every row's line, by its label."""
+    lines = [line for line in panel.lines if not line.get_label().startswith("_")]
+    return {line.get_label(): tuple(line.get_xdata()) for line in lines}
+
+
+def dots(panel, marker="o"):
+    return [line.get_xdata()[0] for line in panel.lines if line.get_label() == "_dot" and line.get_marker() == marker]
+
+
+def words(figure):
+    return [text.get_text() for panel in figure.axes for text in panel.texts]
+
+
+def panel_of(data: xr.Dataset, name: str):
+    _, (panel,) = new_figure(1, 1)
+    draw_variable(panel, data, name)
+    return panel
+
+
+def test_rows_are_the_statistic_and_the_controls_of_the_same_region():
+    seen = verdict(
+        *(0.98, 1.02),
+        null=control("no field", 0.0, 0.2),
+        printed=control("2 beta", 1.9, 2.1),
+        also=(control("USA", 1.0, 1.05), control("order", 1.9, 2.1, (1.9, 2.1))),
+    )
+    figure = trial_figure(seen, NOTHING)
+    (panel,) = figure.axes
+    expected = {"the claim": (0.98, 1.02), "null: no field": (0.0, 0.2), "as printed: 2 beta": (1.9, 2.1)}
+    assert drawn_intervals(panel) == {**expected, "also: USA": (1.0, 1.05)}
+    assert dots(panel) == [1.0, 0.1, 2.0, 1.025]
+    (shaded,) = panel.patches
+    assert (shaded.get_x(), shaded.get_x() + shaded.get_width()) == pytest.approx((0.9, 1.1), abs=1e-15)
+    assert [line.get_xdata()[0] for line in panel.lines if line.get_label() == "_region"] == [0.9, 1.1]
+    assert words(figure) == [
+        *("the claim", "1 [0.98, 1.02], n = 32", "null: no field", "0.1 [0, 0.2], n = 32"),
+        *("as printed: 2 beta", "2 [1.9, 2.1], n = 32", "also: USA", "1.025 [1, 1.05], n = 32"),
+    ]
+    title = panel.get_title(loc="left")
+    assert title == "the statistic on its region (shaded: 0.9 to 1.1; 1 control with another region not drawn)"
+    assert figure.get_suptitle() == "my-claim: supported"
+
+
+def test_without_bounds_nothing_is_shaded():
+    (panel,) = trial_figure(verdict(0.98, 1.02, (-INF, INF)), NOTHING).axes
+    assert len(panel.patches) == 0
+    assert panel.get_title(loc="left") == "the statistic on its region (no bounds)"
+
+
+def test_a_control_of_another_region_is_not_on_this_axis():
+    seen = verdict(0.98, 1.02, null=control("an error", 1e-9, 1e-3, (-INF, 1e-12)))
+    (panel,) = trial_figure(seen, NOTHING).axes
+    assert list(drawn_intervals(panel)) == ["the claim"]
+
+
+def test_an_error_below_a_bound_has_a_log_axis_and_zeros_lie_on_its_stated_floor():
+    region = (-INF, 1e-12)
+    seen = verdict(0.0, 4e-16, region, statistic=4e-16, null=control("wrong", 1e-5, 0.3, region))
+    (panel,) = trial_figure(seen, NOTHING).axes
+    assert panel.get_xscale() == "log"
+    assert drawn_intervals(panel)["the claim"] == (1e-17, 4e-16)
+    assert drawn_intervals(panel)["null: wrong"] == (1e-5, 0.3)
+    assert panel.get_xlabel() == "statistic (log axis; 0, and all below 1e-17, is drawn at 1e-17)"
+    left, right = panel.get_xlim()
+    (shaded,) = panel.patches
+    assert left < 1e-17 < 0.3 < right
+    assert (shaded.get_x(), shaded.get_x() + shaded.get_width()) == pytest.approx((left, 1e-12))
+    unclipped = trial_figure(verdict(1e-15, 1e-14, region), NOTHING).axes[0]
+    assert unclipped.get_xlabel() == "statistic (log axis)"
+
+
+def test_a_narrow_region_shows_tiny_deviations_and_factors_of_a_thousand():
+    region = (0.999999, 1.000001)
+    null, tiny = control("far", 999.0, 1001.0, region), 1e-9
+    (panel,) = trial_figure(verdict(1 - tiny, 1 + tiny, region, null=null), NOTHING).axes
+    assert panel.get_xscale() == "symlog"
+    assert panel.get_xlabel().startswith("deviation of the statistic from 1 ")
+    assert drawn_intervals(panel)["the claim"] == pytest.approx((-tiny, tiny), rel=1e-6)
+    assert drawn_intervals(panel)["null: far"] == (998.0, 1000.0)
+    # on the paper: the deviation, the region's end and the null stand well apart
+    places = panel.transAxes.inverted().transform(panel.transData.transform([(x, 0) for x in (0, 1e-9, 1e-6, 999)]))
+    gaps = np.diff(places[:, 0])
+    assert gaps.min() > 0.04
+    ticks = [float(tick.get_text()) for tick in panel.get_xticklabels()]
+    assert ticks == sorted(ticks)
+    assert 0 in ticks
+    assert any(0 < each < 1e-6 for each in ticks)
+    assert any(each > 1 for each in ticks)
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "intervals", "kind"),
+    [
+        (-INF, INF, [(1e-9, 1e9)], Linear),
+        (0.9, 1.1, [(0.95, 1.0), (2.0, 2.2)], Linear),
+        (0.9, 1.1, [(0.95, 1.0), (20.0, 22.0)], Around),
+        (1.0, 1.0, [(0.95, 1.0)], Around),
+        (0.0, INF, [(0.1, 0.2), (-0.3, -0.1)], Linear),
+        (0.0, INF, [(0.1, 0.2), (-1e-6, 1e-6), (50.0, 60.0)], Around),
+        (-INF, 0.0, [(-1e-5, 0.0), (3.0, 4.0)], Around),
+        (0.9, INF, [(0.95, 1.0), (0.0, 0.1)], Linear),
+        (2.0, INF, [(1.0, 1.0), (1e5, 1e6)], Log),
+        (0.9, INF, [(0.95, 1.0), (-1e6, -1e5)], Around),
+        (-INF, 0.1, [(3.0, 5.0)], Log),
+        (-INF, 0.1, [(-0.2, 0.05)], Linear),
+        (-INF, 0.1, [(NAN, NAN)], Log),
+    ],
+)
+def test_the_axis_follows_from_region_and_numbers(low, high, intervals, kind):
+    seen = [control("", *each, (low, high)) for each in intervals]
+    assert type(choose_axis(low, high, seen)) is kind
+    first = verdict(*intervals[0], (low, high), also=tuple(seen[1:]))
+    figure = trial_figure(first, NOTHING)
+    left, right = figure.axes[0].get_xlim()
+    assert math.isfinite(left)
+    assert left < right
+    assert svg(figure)[:5] == b"<?xml"
+
+
+def test_infinite_ends_are_arrows_at_the_edge_and_nan_is_not_drawn():
+    seen = verdict(
+        *(-INF, INF),
+        statistic=1.0,
+        null=control("no number", NAN, NAN),
+        printed=control("far", 3.0, INF, statistic=INF),
+    )
+    figure = trial_figure(seen, NOTHING)
+    (panel,) = figure.axes
+    edges = panel.get_xlim()
+    assert drawn_intervals(panel) == {"the claim": edges, "as printed: far": (3.0, edges[1])}
+    assert dots(panel, "<") == [edges[0]]
+    assert dots(panel, ">") == [edges[1]] * 3
+    assert dots(panel) == [1.0]
+    assert "no number, n = 32" in words(figure)
+    impossible = replace(seen, statistic=NAN, low=NAN, high=NAN, n=0, null=None, printed=None)
+    assert words(trial_figure(impossible, NOTHING)) == ["the claim", "no number, n = 0"]
+
+
+def test_curves_and_bands_are_the_measurement():
+    value, error = np.array([[1.0, 5.0], [2.0, 4.0], [3.0, NAN]]), np.full((3, 2), 0.25)
+    data = xr.Dataset(
+        {"energy": (("time", "flow"), value), "energy_stderr": (("flow", "time"), error.T)},
+        {"time": [0.0, 1.0, 2.0], "flow": ["SA", "USA"]},
+        {"n": 32},
+    )
+    data.energy.attrs["long_name"] = "energy E"
+    panel = panel_of(data, "energy")
+    for index, (line, band) in enumerate(zip(panel.lines, panel.collections, strict=True)):
+        assert np.array_equal(line.get_xdata(), [0, 1, 2])
+        assert np.array_equal(line.get_ydata(), value[:, index], equal_nan=True)
+        corners = {tuple(corner) for path in band.get_paths() for corner in path.vertices}
+        for sign in (-2, 2):
+            ends = zip((0.0, 1.0, 2.0), value[:, index] + sign * 0.25, strict=True)
+            assert {end for end in ends if math.isfinite(end[1])} <= corners
+    legend = panel.get_legend()
+    assert legend.get_title().get_text() == "energy E\nn = 32; band: two standard errors"
+    assert [text.get_text() for text in legend.get_texts()] == ["SA", "USA"]
+    assert panel.get_xlabel() == "time"
+    assert (panel.get_xscale(), panel.get_yscale()) == ("linear", "linear")
+
+
+def test_a_range_a_null_and_log_axes():
+    low, value, high = [1e-9, 1e-5], [1e-8, 1e-4], [1e-7, 1e-3]
+    names = {"gap": value, "gap_low": low, "gap_high": high, "gap_null": [0.5, 0.5]}
+    data = xr.Dataset({name: ("beta", numbers) for name, numbers in names.items()}, {"beta": [1e-3, 1.0]}, {"n": 3})
+    data.gap.attrs["scale"] = "log"
+    data.beta.attrs["long_name"] = "inverse temperature"
+    panel = panel_of(data, "gap")
+    assert (panel.get_xscale(), panel.get_yscale()) == ("log", "log")
+    corners = {tuple(corner) for corner in panel.collections[0].get_paths()[0].vertices}
+    assert {(1e-3, 1e-9), (1.0, 1e-5), (1e-3, 1e-7), (1.0, 1e-3)} <= corners
+    assert np.array_equal(panel.lines[1].get_ydata(), [0.5, 0.5])
+    assert panel.get_title(loc="left") == "gap\nn = 3; band: low to high; dotted: null"
+    assert panel.get_xlabel() == "inverse temperature"
+    data.gap[:], data.gap_low[:] = 0.0, 0.0
+    assert panel_of(data, "gap").get_yscale() == "linear"
+
+
+def test_words_are_categories_and_a_single_number_is_a_point_with_its_bar():
+    data = xr.Dataset(
+        {"share": ("model", [0.1, INF]), "share_low": ("model", [0.0, 0.2]), "share_high": ("model", [0.3, INF])},
+        {"model": ["costs $1, $2", "b"]},
+        {"n": 5},
+    )
+    panel = panel_of(data.assign(one=7.0, one_stderr=0.5), "share")
+    assert [tick.get_text() for tick in panel.get_xticklabels()] == [r"costs \$1, \$2", "b"]
+    points, first, second = panel.lines
+    assert np.array_equal(points.get_ydata(), [0.1, NAN], equal_nan=True)
+    assert (list(first.get_xdata()), list(first.get_ydata())) == ([0, 0], [0.0, 0.3])
+    assert np.array_equal(second.get_ydata(), [0.2, NAN], equal_nan=True)
+    panel = panel_of(data.assign(one=7.0, one_stderr=0.5), "one")
+    assert list(panel.lines[0].get_ydata()) == [7.0]
+    assert list(panel.lines[1].get_ydata()) == [6.0, 8.0]
+    assert panel.get_title(loc="left") == "one\nn = 5; bar: two standard errors"
+
+
+def test_many_curves_have_a_color_scale_and_further_axes_become_curves():
+    heads = np.logspace(-3, 3, 9)
+    values = np.arange(36.0).reshape(4, 9)
+    data = xr.Dataset(
+        {"share": (("layer", "head"), values), "share_stderr": (("layer", "head"), 0 * values)},
+        {"head": heads},
+        {"n": 5},
+    )
+    panel = panel_of(data, "share")
+    assert panel.get_legend() is None
+    assert len(panel.lines) == 9
+    assert panel.figure.axes[1].get_ylabel() == "head"
+    assert panel.figure.axes[1].get_yscale() == "log"
+    assert (
+        len(
+            {line.get_color() if isinstance(line.get_color(), str) else tuple(line.get_color()) for line in panel.lines}
+        )
+        == 9
+    )
+    deep = xr.Dataset(
+        {name: (("layer", "half", "head"), values.reshape(4, 3, 3)) for name in ("share", "share_low", "share_high")},
+        {"half": ["in", "mid", "out"]},
+        {"n": 5},
+    )
+    panel = panel_of(deep, "share")
+    labels = [text.get_text() for text in panel.get_legend().get_texts()]
+    assert labels[:4] == ["in, head = 0", "in, head = 1", "in, head = 2", "mid, head = 0"]
+    assert np.array_equal(panel.lines[5].get_ydata(), values[:, 5])
+    crowd = xr.Dataset({name: (("layer", "word"), np.ones((2, 30))) for name in ("share", "share_low", "share_high")})
+    crowd = crowd.assign_coords(word=[f"w{index}" for index in range(30)]).assign_attrs(n=2)
+    bar = panel_of(crowd, "share").figure.axes[1]
+    assert [tick.get_text() for tick in bar.get_yticklabels()] == [f"w{index}" for index in range(0, 30, 3)]
+
+
+def test_three_variables_at_most_are_drawn_and_the_rest_is_said():
+    names = "abcd"
+    data = xr.Dataset({f"{name}{end}": 1.0 for name in names for end in ("", "_stderr")}, attrs={"n": 8})
+    figure = trial_figure(verdict(0.9, 1.0), data)
+    assert [panel.get_title(loc="left").split("\n")[0] for panel in figure.axes[1:]] == ["a", "b", "c"]
+    assert figure.get_suptitle() == "my-claim: supported   (1 more measured, not drawn)"
+
+
+def test_the_same_input_gives_the_same_bytes_and_another_gives_others():
+    data = xr.Dataset({"slope": ("beta", [1.0, 2.0]), "slope_stderr": ("beta", [0.1, 0.2])}, attrs={"n": 8})
+    for encode in (png, svg):
+        figure = trial_figure(verdict(0.98, 1.02), data)
+        assert encode(figure) == encode(figure) == encode(trial_figure(verdict(0.98, 1.02), data))
+        assert encode(figure) != encode(trial_figure(verdict(0.98, 1.03), data))
+    assert b"<dc:date>" not in svg(figure)
+    assert b"<text" not in svg(figure)  # letters are shapes: no font of the reader's is asked for
+
+
+def test_dollars_are_dollars_and_long_words_are_cut():
+    seen = verdict(0.98, 1.02, null=control(r"$\nosuch{ $" + " word" * 40, 0.0, 0.2))
+    figure = trial_figure(replace(seen, claim="a $x^{ claim$"), NOTHING)
+    assert words(figure)[2].endswith("word ...")
+    assert len(words(figure)[2]) < 80
+    assert svg(figure)[:5] == b"<?xml"
+
+
+def test_empty_axes_give_empty_panels():
+    data = xr.Dataset({name: ("time", np.zeros(0)) for name in ("energy", "energy_low", "energy_high")}, attrs={"n": 1})
+    assert svg(trial_figure(verdict(0.98, 1.02), data))[:5] == b"<?xml"
+
+
+def test_what_is_no_verdict_or_no_measurement_is_refused_with_one_sentence(monkeypatch):
+    complex_numbers = xr.Dataset({"root": 1j, "root_stderr": 0.1}, attrs={"n": 2})
+    bare = xr.Dataset({"energy": 1.0}, attrs={"n": 2})
+    for seen, data, message in (
+        (None, NOTHING, r"^verdict is a NoneType, but it must be a Verdict$"),
+        (verdict(0, 1), None, "dataset is a NoneType"),
+        (verdict(0, 1), bare, "'energy' has neither"),
+        (
+            verdict(0, 1),
+            complex_numbers,
+            "^measurement 'root' holds complex128, but a picture shows real numbers only$",
+        ),
+    ):
+        with pytest.raises(HelmscopeError, match=message) as caught:
+            trial_figure(seen, data)
+        assert "\n" not in str(caught.value)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(HelmscopeError, match=r"helmscope\[report\]"):
+        trial_figure(verdict(0, 1), NOTHING)
+
+
+def test_numbers_in_words():
+    assert interval_text(1.00000012, 1.0000001, 1.00000014) == "1.00000012 [1.0000001, 1.00000014]"
+    assert interval_text(0.5, -INF, INF) == "0.5 [-inf, inf]"
+    assert interval_text(3.3e-16, 0.0, 3.3e-16) == "3.3e-16 [0, 3.3e-16]"
+    assert interval_text(NAN, NAN, NAN) == "no number"
+    assert region_text(-INF, INF) == "no bounds"
+    assert region_text(0.999999, 1.000001) == "0.999999 to 1.000001"

@@ -1,0 +1,63 @@
+"""``helmscope report``: trials, verdicts and one page."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from helmscope.claims.reading import read_catalogue
+from helmscope.store.run_folder import RunFolder
+from helmscope.types import MissingExtra
+
+PLANTED = Path(__file__).parent / "claims" / "planted"
+TRIED = ["kuramoto", "radial"]
+
+
+@pytest.fixture
+def two_trials(monkeypatch):
+    """Two trials stand for all: the others are tried elsewhere."""
+    monkeypatch.setattr("helmscope.cli.trials.asked_claims", lambda claims, folder, seed: list(TRIED))
+
+
+@pytest.mark.usefixtures("two_trials")
+def test_one_page_with_every_claim(helmscope, tmp_path):
+    code, out, err = helmscope("report", "--quick", "--out", "page")
+    assert code == 0
+    assert out == "2 true by construction\nreport: page/report.html\n"
+    assert err.startswith("2 trials, a few seconds\n")
+    html = (tmp_path / "page" / "report.html").read_text()
+    assert sorted(re.findall(r'data-claim="([^"]+)"', html)) == sorted(read_catalogue())
+    assert html.count("data:image/svg+xml;base64,") == 2
+    assert html.count("not yet tried") >= 54
+    assert "helmscope claims test kuramoto --seed 0 --quick" in html
+    verdicts = RunFolder.open(tmp_path / "page").read_verdicts()
+    assert [verdict.claim for verdict in verdicts] == TRIED
+    for verdict in verdicts:
+        assert verdict.entry_hash[:12] in html
+    code, out, _ = helmscope("report", "--quick", "--json")
+    report = json.loads(out)
+    assert report["rulings"] == {"true by construction": 2}
+    assert (tmp_path / report["report"]).read_text() == html
+
+
+@pytest.mark.usefixtures("no_picture")
+def test_a_users_claims_have_a_page_too(helmscope, tmp_path):
+    code, out, err = helmscope("report", "--from", str(PLANTED), "--out", "mine")
+    assert (code, out.splitlines()[0]) == (0, "1 refuted, 1 supported")
+    assert "running the code in" in err
+    html = (tmp_path / "mine" / "report.html").read_text()
+    assert sorted(re.findall(r'data-claim="([^"]+)"', html)) == ["planted-false", "planted-true"]
+
+
+def test_what_is_missing_is_said_before_the_work(helmscope, tmp_path, monkeypatch):
+    def missing(*_, **__):
+        raise MissingExtra("jinja2", "report")
+
+    monkeypatch.setattr("helmscope.report.page.page", missing)
+    code, out, err = helmscope("report")
+    assert (code, out) == (2, "")
+    assert err == "helmscope: jinja2 is not installed, and this needs it: pip install 'helmscope[report]'\n"
+    assert list(tmp_path.iterdir()) == []
