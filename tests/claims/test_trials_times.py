@@ -84,7 +84,7 @@ def scaled(factor: float) -> type[SA]:
 def test_every_start_of_every_regime_ends_in_one_cluster() -> None:
     seen = verdict("one-cluster")
     assert (seen.statistic, seen.n, seen.null.statistic) == (1.0, 160, 0.0)
-    assert seen.low == pytest.approx(0.025 ** (1 / 256), rel=1e-12)  # Clopper and Pearson, all successes
+    assert seen.low == pytest.approx(0.025 ** (1 / 160), rel=1e-12)  # Clopper and Pearson, all successes
     assert [control.statistic for control in seen.also] == [1.0] * 4
     assert all(control.low > 0.9 for control in seen.also)
     paths = found("one-cluster").data.clusters.values
