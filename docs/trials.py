@@ -25,7 +25,8 @@ HEAD = """# The trials and what they can see
 One run with seed 0, in full. *Sees* is the power of the trial: the planted effect that it decides in 9 of 10 runs, in
 units of its statistic (from the spread of its replicates, `helmscope.decisive_effect`); of an identity, the share of
 inputs that may break it and still escape in 1 of 10 runs; of a share of starts, the true share that is supported in 9
-of 10. `power.svg` has the curves behind it.
+of 10. It is the power of the statistic alone: the controls must hold too, and to refute one case of several Holm asks
+for more. `power.svg` has the curves behind it.
 
 | claim | statistic [interval], n | ruling | printed form | sees |
 |---|---|---|---|---|
@@ -47,7 +48,7 @@ def seen(evidence: Evidence, region: Region) -> str:
         return f"{_gap(evidence.values, evidence):.2g} from the bound"
     if isinstance(evidence, EveryLayer | SomeLayer):
         widest = max(_gap(layer, evidence) for layer in evidence.samples)
-        return f"{widest:.2g} from the bound, in one case of {len(evidence.samples)}"
+        return f"{widest:.2g} from the bound, in each of {len(evidence.samples)}"
     raise TypeError(type(evidence))
 
 

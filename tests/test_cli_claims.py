@@ -109,6 +109,26 @@ def test_what_is_refused_leaves_nothing_behind(helmscope, tmp_path, words, sente
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_users_entries_are_listed_without_running_their_code(helmscope):
+    code, out, err = helmscope("claims", "list", "--from", str(PLANTED))
+    assert (code, err) == (0, "")
+    assert [line.split()[0] for line in out.splitlines() if line[0] != " "] == ["planted-false", "planted-true"]
+    code, out, _ = helmscope("claims", "show", "planted-true", "--from", str(PLANTED), "--json")
+    assert json.loads(out)["hash"] == read_catalogue(PLANTED)["planted-true"].hash
+
+
+def test_one_bad_experiment_does_not_lose_the_others(helmscope, tmp_path):
+    (tmp_path / "mine").mkdir()
+    for path in PLANTED.glob("*.*"):
+        (tmp_path / "mine" / path.name).write_text(path.read_text().replace("return trial(case, -0.6)", "1 / 0"))
+    code, out, err = helmscope("claims", "test", "--from", "mine", "--json")
+    assert (code, [verdict["claim"] for verdict in json.loads(out)["verdicts"]]) == (2, ["planted-true"])
+    assert "experiment of 'planted-false' failed in planted.py, line 20: ZeroDivisionError: division by zero" in err
+    code, out, err = helmscope("report", "--from", "mine", "--out", "page")
+    assert (code, out.splitlines()[0]) == (2, "1 supported")
+    assert "not yet tried" in (tmp_path / "page" / "report.html").read_text()
+
+
 def test_a_folder_without_an_experiment_is_refused(helmscope, tmp_path):
     (tmp_path / "mine").mkdir()
     text = (PLANTED / "planted-true.toml").read_text()

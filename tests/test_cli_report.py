@@ -19,7 +19,7 @@ TRIED = ["kuramoto", "radial"]
 @pytest.fixture
 def two_trials(monkeypatch):
     """Two trials stand for all: the others are tried elsewhere."""
-    monkeypatch.setattr("helmscope.cli.trials.asked_claims", lambda claims, folder, seed: list(TRIED))
+    monkeypatch.setattr("helmscope.cli.trials.asked_claims", lambda claims, folder, *, seed: list(TRIED))
 
 
 @pytest.mark.usefixtures("two_trials")
@@ -40,6 +40,7 @@ def test_one_page_with_every_claim(helmscope, tmp_path):
     code, out, _ = helmscope("report", "--quick", "--json")
     report = json.loads(out)
     assert report["rulings"] == {"true by construction": 2}
+    assert [verdict["claim"] for verdict in report["verdicts"]] == TRIED
     assert (tmp_path / report["report"]).read_text() == html
 
 

@@ -296,7 +296,7 @@ def test_halves_are_disjoint_random_and_whole(n):
         (lambda: rule(Interval(1.0, 1.0, 1.0, 4), Region(text="all")), "'all' without bounds"),
         (lambda: holm([0.1, 1.1]), "each in"),
         (lambda: holm([math.nan]), "each in"),
-        (lambda: rule_every([], above(0)), "samples is empty"),
+        (lambda: rule_every([], above(0)), r"samples is \[\], but it must hold"),
         (lambda: halves(3), "n is 3"),
     ],
 )

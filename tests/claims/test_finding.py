@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
 from helmscope.claims.entry import Region
 from helmscope.claims.evidence import Log, bootstrap_t, mean_interval
 from helmscope.claims.finding import (
+    Check,
     Count,
     Described,
     EveryLayer,
+    Finding,
     Identity,
     Impossible,
     Paired,
@@ -22,6 +25,7 @@ from helmscope.types import HelmscopeError, Ruling
 ABOVE = Region(text="above 0", low=0.0)
 BOUND = Region(text="within 1e-12", high=1e-12)
 OPEN = Region(text="not 0")
+NULL = Check("V = -I", Count(0, 64))
 
 
 def around(center: float, n: int = 32, spread: float = 1.0) -> np.ndarray:
@@ -74,8 +78,8 @@ def test_one_error_beyond_the_bound_refutes_an_identity() -> None:
     ("errors", "region", "sentence"),
     [
         (np.zeros(999), BOUND, "errors holds 999 inputs, but an identity needs at least 1,000"),
-        (np.full(1_000, np.nan), BOUND, "errors holds NaN or a number below 0, but an error is at least 0"),
-        (-np.ones(1_000), BOUND, "errors holds NaN or a number below 0, but an error is at least 0"),
+        (np.full(1_000, np.nan), BOUND, "errors[0] is nan, but it must be a finite number >= 0"),
+        (-np.ones(1_000), BOUND, "errors[0] is -1, but it must be a finite number >= 0"),
         (np.zeros(1_000), ABOVE, "region is 'above 0', but an identity needs one bound, high, for its error"),
     ],
 )
@@ -101,17 +105,68 @@ def test_paired_differences_support_or_stay_open() -> None:
 
 def test_every_layer_shows_the_one_nearest_to_failing() -> None:
     good = EveryLayer([around(3.0), around(1.0), around(2.0)]).weigh(ABOVE)
-    assert (good.ruling, good.how) == (Ruling.SUPPORTED, "layer 1, of 3, from 32 seeds each")
+    assert (good.ruling, good.how) == (Ruling.SUPPORTED, "the worst of 3 cases, layer 1, from 32 seeds each")
     bad = EveryLayer([around(3.0), around(1.0), around(-2.0)]).weigh(ABOVE)
     assert (bad.ruling, bad.interval.estimate) == (Ruling.REFUTED, pytest.approx(-2.0, abs=1e-12))
     open_ = EveryLayer([around(3.0), around(0.1)]).weigh(ABOVE)
     assert (open_.ruling, open_.enough) == (Ruling.INCONCLUSIVE, 416)
 
 
+def test_the_layer_shown_is_the_one_that_decided() -> None:
+    """A wide layer farther out does not refute, and one deeper inside does not support."""
+    refuted = EveryLayer([around(-5.0, spread=50), around(-1.0, spread=0.1)]).weigh(ABOVE)
+    assert (refuted.ruling, refuted.interval.estimate) == (Ruling.REFUTED, pytest.approx(-1.0, abs=1e-12))
+    supported = SomeLayer([around(5.0, spread=50), around(1.0, spread=0.1)]).weigh(ABOVE)
+    assert (supported.ruling, supported.interval.estimate) == (Ruling.SUPPORTED, pytest.approx(1.0, abs=1e-12))
+    blocked = EveryLayer([around(0.1, spread=0.01), around(0.2, spread=2.0)]).weigh(ABOVE)
+    assert (blocked.ruling, blocked.interval.estimate) == (Ruling.INCONCLUSIVE, pytest.approx(0.2, abs=1e-12))
+
+
+def test_the_sample_size_of_layers_is_that_of_their_scale() -> None:
+    x, region = np.exp(around(-0.5)), Region(text="at least .5", low=0.5)
+    assert EveryLayer([x], scale=Log()).weigh(region).enough == Replicates(x, scale=Log()).weigh(region).enough
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (lambda: Check("null", 3), "evidence is a int, but it must be an Evidence"),
+        (lambda: Check("null", Count(1, 2), "refuted"), "expected is a str, but it must be a Ruling"),
+        (lambda: Check(3, Count(1, 2)), "what is a int, but it must be a str"),
+        (lambda: Finding(evidence=[1.0], null=NULL, data=None), "evidence is a list, but it must be an Evidence"),
+        (lambda: Finding(evidence=Count, null=NULL, data=None), "evidence is a Count, but it must be an Evidence"),
+        (lambda: Finding(evidence=Count(1, 2), null=None, data=None), "null is a NoneType, but it must be a Check"),
+        (lambda: Finding(evidence=Count(1, 2), null=NULL, data=None, also=NULL), "also is a Check, but it must be a"),
+        (lambda: Finding(evidence=Count(1, 2), null=NULL, data=None, also=(3,)), "also holds a int, but it must hold"),
+        (
+            lambda: Finding(evidence=Count(1, 2), null=NULL, data=None, remark=3),
+            "remark is a int, but it must be a str",
+        ),
+        (lambda: Impossible(""), "reason is '', but it must be a text that says why"),
+        (lambda: Replicates("abc").weigh(ABOVE), "values is a str, but it must hold real numbers alone"),
+        (lambda: Replicates([1j, 2j]).weigh(ABOVE), "values is a list, but it must hold real numbers alone"),
+        (lambda: Replicates([1.0, 2.0], scale="log").weigh(ABOVE), "scale is 'log', but it must be Plain(), Log() or"),
+        (lambda: EveryLayer(None).weigh(ABOVE), "samples is None, but it must hold one vector of replicates a"),
+        (lambda: Region(text="x", low=2.0, high=1.0), "region is [2.0, 1.0], but its bounds must be finite and"),
+        (lambda: Region(text="x", low="a"), "region is [a, None], but its bounds must be finite and low <= high"),
+    ],
+)
+def test_rubbish_is_refused_in_one_sentence(make, sentence: str) -> None:
+    with pytest.raises(HelmscopeError) as refused:
+        make()
+    assert str(refused.value).startswith(sentence)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_tensor_under_differentiation_is_numbers_too() -> None:
+    x = torch.tensor([1.0, 1.1, 0.9], requires_grad=True)
+    assert Replicates(x).weigh(ABOVE).ruling is Ruling.SUPPORTED
+
+
 def test_layers_may_have_names() -> None:
     named = EveryLayer([around(3.0), around(1.0)], "starts", ("SA", "USA")).weigh(ABOVE)
-    assert named.how == "USA, of 2, from 32 starts each"
-    with pytest.raises(HelmscopeError, match="names holds 1, but it must hold one for each of 2 layers"):
+    assert named.how == "the worst of 2 cases, USA, from 32 starts each"
+    with pytest.raises(HelmscopeError, match="must hold one name for each of 2 layers"):
         SomeLayer([around(3.0), around(1.0)], names=("SA",)).weigh(ABOVE)
 
 

@@ -43,8 +43,27 @@ def test_the_verdict_carries_entry_region_and_numbers() -> None:
     assert verdict.sentence == "Supported: 1 [0.944, 1], from 64 of 64 starts. All 64 met."
 
 
+@pytest.mark.parametrize("place", ["null", "printed"])
+def test_a_control_that_fails_forbids_a_refutation_too(place: str) -> None:
+    parts = {"null": FAILS, "printed": FAILS} | {place: Check("V = -I", Count(64, 64))}
+    assert judge(ENTRY, Finding(evidence=Count(0, 64), data=DATA, **parts)).ruling is Ruling.INCONCLUSIVE
+
+
+def test_a_part_that_fails_does_not_save_a_refuted_claim() -> None:
+    part = Check("the same at beta = 9", Count(0, 64), Ruling.SUPPORTED)
+    assert judge(ENTRY, Finding(evidence=Count(0, 64), null=FAILS, data=DATA, also=(part,))).ruling is Ruling.REFUTED
+    assert judge(ENTRY, Finding(evidence=HOLDS, null=FAILS, data=DATA, also=(part,))).ruling is Ruling.INCONCLUSIVE
+
+
+def test_a_claim_on_models_says_what_was_not_tried() -> None:
+    entry = parse_entry(TOML.replace('["simulation"]', '["simulation", "model"]'), "my-claim.toml")
+    finding = Finding(evidence=HOLDS, null=FAILS, data=DATA, where="simulation on the unit sphere")
+    assert judge(entry, finding).sentence.endswith("This is the simulation; on a model the claim is not yet tried.")
+    assert "on a model" not in judge(ENTRY, finding).sentence
+
+
 @pytest.mark.parametrize("place", ["null", "printed", "also"])
-def test_a_control_that_fails_forbids_any_ruling(place: str) -> None:
+def test_a_control_that_fails_forbids_support(place: str) -> None:
     bad = Check("V = -I", Count(64, 64))
     parts = {"null": FAILS, "printed": FAILS, "also": (FAILS,)} | {place: (bad,) if place == "also" else bad}
     verdict = judge(ENTRY, Finding(evidence=HOLDS, data=DATA, **parts))
@@ -79,7 +98,10 @@ def test_descriptions_and_impossible_premises_name_no_sample_size() -> None:
     entry = parse_entry(TOML.replace(", low = 0.9", ""), "my-claim.toml")
     null = Check("V = -I", Count(0, 64), region=Region(text="at least .9", low=0.9))
     verdict = judge(entry, Finding(evidence=Described([3.0, 4.0, 5.0]), null=null, data=DATA))
-    assert verdict.sentence == "Inconclusive: 4 [1.52, 6.48], from 3 seeds, described and not ruled on."
+    assert verdict.sentence == (
+        "Inconclusive: 4 [1.52, 6.48], from 3 seeds, described and not ruled on. "
+        "Fewer than 32 replicates: the interval rests on their law being normal."
+    )
     verdict = judge(entry, Finding(evidence=Impossible("only I is causal and bistochastic"), null=null, data=DATA))
     assert (verdict.ruling, verdict.n) == (Ruling.IMPOSSIBLE, 0)
     assert math.isnan(verdict.statistic)

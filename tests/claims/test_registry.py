@@ -48,8 +48,13 @@ def test_a_case_draws_from_its_seed_alone() -> None:
     seeds = {Case(seed).stream(k) for seed in range(20) for k in range(20)}
     assert len(seeds) == 400
     assert all(0 <= seed < 2**32 for seed in seeds)
-    with pytest.raises(HelmscopeError, match="seed is -1, but it must be a whole number >= 0"):
-        Case(-1)
+    for seed, quick, sentence in (
+        (-1, False, "seed is -1, but it must be a whole number >= 0"),
+        (2**32, False, r"seed is 4294967296, but it must be a whole number below 2\^32"),
+        (0, "no", "quick is 'no', but it must be True or False"),
+    ):
+        with pytest.raises(HelmscopeError, match=sentence):
+            Case(seed, quick)
 
 
 def written(folder: Path, code: str, *, claim: str = "planted-true") -> Path:
@@ -70,13 +75,29 @@ def g(case): ...
 """
 
 
+FACTORY = """
+import helmscope as hs
+
+def make():
+    @hs.experiment("registry-claim")
+    def f(case): ...
+
+make(), make()
+"""
+
+
 @pytest.mark.parametrize(
     ("code", "sentence"),
     [
         ("1 / 0", "mine.py cannot be run: ZeroDivisionError: division by zero"),
         ("def f(:", "mine.py cannot be run: SyntaxError"),
         ("import helmscope as hs\n@hs.experiment('other')\ndef f(case): ...", "unknown claim of an experiment 'other'"),
-        (TWICE, "claim 'registry-claim' has two experiments, f and g, but it must have one"),
+        ("raise SystemExit(3)", "mine.py cannot be run: SystemExit: 3"),
+        ("import helmscope as hs\n@hs.experiment(3)\ndef f(case): ...", "claim is a int, but it must be an id"),
+        ("import helmscope as hs\n@hs.experiment\ndef f(case): ...", "claim is a function, but it must be an id"),
+        ("import helmscope as hs\nhs.experiment('registry-claim')(3)", "is a int, but it must be a function"),
+        (FACTORY, "claim 'registry-claim' has two experiments, make"),
+        (TWICE, "claim 'registry-claim' has two experiments, f \\(mine.py, line 4\\) and g \\(mine.py, line 7\\), but"),
         ("import helmscope as hs\n@hs.experiment('a', seconds=0)\ndef f(case): ...", "seconds is 0, but it must be"),
     ],
 )
@@ -90,6 +111,21 @@ def test_a_users_folder_knows_its_own_claims_alone(tmp_path: Path) -> None:
     assert "planted-true" not in experiments()
     assert list(read_catalogue(PLANTED)) == ["planted-false", "planted-true"]
     assert experiments(written(tmp_path, "", claim="silent")) == {}
+
+
+def test_a_file_may_import_its_neighbor(tmp_path: Path) -> None:
+    (tmp_path / "neighbor_of_mine.py").write_text("SECONDS = 7.0")
+    code = "import helmscope as hs\nfrom neighbor_of_mine import SECONDS\n"
+    code += "@hs.experiment('registry-claim', seconds=SECONDS)\ndef f(case): ..."
+    assert experiments(written(tmp_path, code, claim="registry-claim"))["registry-claim"].seconds == 7.0
+
+
+def test_functions_of_one_name_do_not_displace_each_other(tmp_path: Path) -> None:
+    code = "import helmscope as hs\n" + "".join(
+        f"@hs.experiment('{claim}')\ndef f(case): ...\n" for claim in ("one-claim", "other-claim")
+    )
+    written(tmp_path, code, claim="one-claim")
+    assert list(experiments(written(tmp_path, code, claim="other-claim"))) == ["one-claim", "other-claim"]
 
 
 def test_a_file_that_changed_is_run_again(tmp_path: Path) -> None:

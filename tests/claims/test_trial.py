@@ -9,7 +9,7 @@ import pytest
 
 from helmscope.claims.reading import entry
 from helmscope.claims.registry import experiments
-from helmscope.claims.trial import run_trials, sources, try_claim
+from helmscope.claims.trial import TrialsFailed, run_trials, sources, try_claim
 from helmscope.runs.processes import Processes
 from helmscope.store.run_folder import RunFolder
 from helmscope.types import HelmscopeError, Ruling, check_measurement
@@ -54,7 +54,9 @@ def test_a_run_goes_on_and_refuses_changed_claims(tmp_path: Path) -> None:
 
 
 def test_sources_name_the_entry_and_a_users_code() -> None:
-    assert sources("rate", None) == {"rate.toml": entry("rate").hash}
+    packaged = sources("rate", None)
+    assert list(packaged) == ["rate.toml", "rate.py"]
+    assert packaged["rate.toml"] == entry("rate").hash
     assert list(sources("planted-true", str(PLANTED))) == ["planted-true.toml", "planted.py"]
 
 
@@ -71,6 +73,30 @@ def test_what_cannot_be_tried_is_refused_before_any_work(tmp_path: Path, claim: 
     with pytest.raises(HelmscopeError, match=sentence):
         run_trials(["kuramoto", claim], RunFolder.create(tmp_path))
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("claims", ["kuramoto", None, 3])
+def test_claims_must_be_a_list(tmp_path: Path, claims: object) -> None:
+    with pytest.raises(HelmscopeError, match="but it must be a list of ids"):
+        run_trials(claims, RunFolder.create(tmp_path))
+    with pytest.raises(HelmscopeError, match="claim is a int, but it must be an id"):
+        run_trials(["kuramoto", 3], RunFolder.create(tmp_path))
+    with pytest.raises(HelmscopeError, match="claim is a NoneType, but it must be an id"):
+        try_claim(None)
+
+
+def test_an_experiment_that_fails_is_told_with_its_line_and_the_others_are_kept(tmp_path: Path, capsys) -> None:
+    mine = tmp_path / "mine"
+    shutil.copytree(PLANTED, mine, ignore=shutil.ignore_patterns("__pycache__"))
+    code = (mine / "planted.py").read_text()
+    (mine / "planted.py").write_text(code.replace("return trial(case, -0.6)", "print('hello'); assert case is None"))
+    to = RunFolder.create(tmp_path / "run")
+    with pytest.raises(TrialsFailed) as failed:
+        run_trials(["planted-false", "planted-true"], to, folder=mine)
+    assert "experiment of 'planted-false' failed in planted.py, line 20: AssertionError" in str(failed.value)
+    assert [trial.verdict.claim for trial in failed.value.trials] == ["planted-true"]
+    assert [verdict.claim for verdict in to.read_verdicts()] == ["planted-true"]
+    assert capsys.readouterr() == ("", "hello\n")
 
 
 @pytest.mark.slow

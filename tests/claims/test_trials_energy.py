@@ -20,6 +20,7 @@ from helmscope.fields.multihead import MultiHead, MultiHeadAsPrinted
 from helmscope.geometry.sphere import project, retract
 from helmscope.types import Control, Ruling, Verdict
 
+Velocity = Callable[..., torch.Tensor]
 HOLDS, REFUTED, SUPPORTED, OPEN = Ruling.BY_CONSTRUCTION, Ruling.REFUTED, Ruling.SUPPORTED, Ruling.INCONCLUSIVE
 CLAIMS = {
     "kuramoto": HOLDS,
@@ -70,16 +71,11 @@ SLOWER = [pytest.param(claim, marks=pytest.mark.slow) for claim in CLAIMS if cla
 
 
 @pytest.mark.parametrize("claim", [*QUICKER, *SLOWER])
-def test_another_seed_gives_other_numbers_and_the_same_ruling(claim: str) -> None:
-    other = try_claim(claim, seed=11, quick=True)
+def test_another_seed_rules_the_same_with_other_numbers_and_equal_seeds_give_equal_ones(claim: str) -> None:
+    other, again = (try_claim(claim, seed=seed, quick=True) for seed in (11, 0))
     assert other.verdict.ruling is CLAIMS[claim]
     assert all(each.as_expected for each in controls(other.verdict))
     assert not other.data.identical(trial(claim).data)
-
-
-@pytest.mark.parametrize("claim", [*QUICKER, *SLOWER])
-def test_equal_seeds_give_equal_numbers(claim: str) -> None:
-    again = try_claim(claim, seed=0, quick=True)
     assert again.verdict == trial(claim).verdict
     assert again.data.identical(trial(claim).data)
 
@@ -95,12 +91,12 @@ def test_the_full_trial_rules_the_same(claim: str, ruling: Ruling) -> None:
 @pytest.mark.parametrize(
     ("claim", "null", "printed", "also"),
     [
-        ("kuramoto", REFUTED, None, (HOLDS, SUPPORTED)),
-        ("extremes", REFUTED, None, (HOLDS,)),
+        ("kuramoto", REFUTED, None, (HOLDS, SUPPORTED, SUPPORTED)),
+        ("extremes", SUPPORTED, None, (HOLDS, HOLDS, HOLDS)),
         ("z-metric", REFUTED, REFUTED, (HOLDS, HOLDS, REFUTED)),
         ("measure-flow", REFUTED, REFUTED, (REFUTED,)),
         ("repulsive", SUPPORTED, None, (HOLDS, SUPPORTED, SUPPORTED, SUPPORTED, SUPPORTED)),
-        ("heads-average", SUPPORTED, REFUTED, (HOLDS,)),
+        ("heads-average", SUPPORTED, REFUTED, (SUPPORTED, HOLDS)),
     ],
 )
 def test_what_the_controls_say(claim: str, null: Ruling, printed: Ruling | None, also: tuple[Ruling, ...]) -> None:
@@ -120,20 +116,27 @@ def test_identities_hold_to_rounding_and_their_nulls_fail_by_far() -> None:
     assert control("z-metric", "of SA's Jacobian").statistic > 0.5
     assert control("z-metric", "of USA's Jacobian").statistic < 1e-14
     assert control("repulsive", "E_sum").statistic < 1e-14
-    assert control("heads-average", "USA").statistic < 1e-12
-    assert control("kuramoto", "order in beta").statistic == pytest.approx(2, abs=2e-3)
+    assert control("heads-average", "error of d/dt").statistic < 1e-13
+    assert control("extremes", "uniform law").statistic < 3e-14
+    assert control("extremes", "point mass").statistic < 2e-14
+    assert control("kuramoto", "order in beta of the difference, without").statistic == pytest.approx(1, abs=4e-3)
+    assert control("kuramoto", "order in beta of the difference, with the").statistic == pytest.approx(2, abs=2e-3)
 
 
-def test_the_null_of_extremes_is_crossed_by_the_point_mass() -> None:
-    # the most that a cloud can cross: E_max(9) / E_max(8.91) - 1
-    most = math.exp(0.09) * 0.99 - 1
-    assert trial("extremes").verdict.null.statistic == pytest.approx(most, rel=1e-2)
+def test_most_ascents_cross_a_lower_bound_and_the_printed_heads_rise_at_half_of_the_states() -> None:
+    assert trial("extremes").verdict.null.low > 0.8
+    printed, corrected = trial("heads-average").verdict.printed, trial("heads-average").verdict.also[0]
+    assert printed is not None
+    assert 0.4 < printed.low < printed.high < 0.6
+    assert corrected.low == corrected.high == 1.0
 
 
 def test_repulsion_rises_and_falls_by_the_same_rate() -> None:
     verdict = trial("repulsive").verdict
     assert 0.1 < verdict.low < verdict.high < 0.2
-    assert verdict.null.statistic == pytest.approx(-verdict.statistic, rel=1e-12)
+    assert -0.2 < verdict.null.low < verdict.null.high < -0.1  # from starts of its own
+    rising, falling = (module("repulsive")._rate(cloud(4, 12, 3), sign) for sign in (1.0, -1.0))
+    assert torch.allclose(rising, -falling, rtol=1e-12)
     for name in ("tetrahedron", "octahedron", "icosahedron"):
         assert control("repulsive", name).statistic == 1.0
     assert control("repulsive", "smallest angle").high < 1e-7
@@ -159,7 +162,7 @@ def test_the_curves_show_the_claim() -> None:
 # --- planted faults ---------------------------------------------------------------------------------------------------
 
 
-def faulty(kind: type, rule: Callable[..., torch.Tensor]) -> type:
+def faulty(kind: type, rule: Velocity) -> type:
     """``kind`` with the velocity that ``rule`` makes of its own, of itself, the tokens and their weights."""
 
     class Faulty(kind):
@@ -169,13 +172,11 @@ def faulty(kind: type, rule: Callable[..., torch.Tensor]) -> type:
     return Faulty
 
 
-def without_z(
-    own: Callable[..., torch.Tensor], self: SA, x: torch.Tensor, weights: torch.Tensor | None
-) -> torch.Tensor:
+def without_z(own: Velocity, self: SA, x: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
     return x.shape[-2] * USA(self.beta, query_key=self.query_key, value=self.value).velocity(x, weights)
 
 
-def louder(own: Callable[..., torch.Tensor], self: USA, x: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
+def louder(own: Velocity, self: USA, x: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
     """The first token is a little louder than the others."""
     volume = torch.ones_like(x[..., 0]) if weights is None else weights.clone()
     volume[..., 0] *= 1 + 1e-9
@@ -200,60 +201,60 @@ def attractive(beta: float, **_: object) -> SA:
     return SA(beta)
 
 
-def without_beta(beta: float, **options: torch.Tensor) -> SA:
-    return SA(0.0, **options)
-
-
 def without_mask(beta: float, *, causal: bool = False, **options: torch.Tensor) -> SA:
     return SA(beta, **options)
 
 
-def times(factor: float, function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def times(factor: float, function: Velocity) -> Velocity:
     return lambda *given, **named: factor * function(*given, **named)
 
 
-def fault(claim: str, name: str, wrong: object, *allowed: Ruling, slow: bool = False) -> object:
-    return pytest.param(claim, name, wrong, allowed, marks=[pytest.mark.slow] if slow else [])
+def fault(claim: str, name: str, wrong: object, ruling: Ruling, *, slow: bool = False) -> object:
+    return pytest.param(claim, name, wrong, ruling, marks=[pytest.mark.slow] if slow else [])
 
 
 FAULTS = [
-    fault("kuramoto", "SA", Fast, REFUTED, OPEN),
-    fault("kuramoto", "SA", Backward, REFUTED, OPEN),
-    fault("kuramoto", "SA", without_beta, OPEN),
+    fault("kuramoto", "SA", Fast, REFUTED),
+    fault("kuramoto", "SA", Backward, REFUTED),
+    fault("kuramoto", "SA", lambda beta: SA(0.0), OPEN),
     fault("kuramoto", "USA", BackwardUSA, OPEN),
-    fault("extremes", "interaction_energy", 1 + 1e-9, REFUTED),
+    fault("extremes", "interaction_energy", 1 + 1e-9, REFUTED, slow=True),
+    fault("extremes", "energy_min", 0.5, OPEN),
+    fault("extremes", "energy_max", 1.005, OPEN),
     fault("extremes", "energy_min", 1 + 1e-4, REFUTED, slow=True),
     fault("extremes", "energy_max", 1 - 1e-9, REFUTED, slow=True),
     fault("extremes", "SA", Backward, OPEN, slow=True),
     fault("extremes", "SA", attractive, OPEN, slow=True),
-    fault("extremes", "SA", Still, OPEN),
+    fault("extremes", "SA", Still, OPEN, slow=True),
     fault("z-metric", "SA", Fast, REFUTED),
-    fault("z-metric", "SA", WithoutZ, REFUTED, OPEN),
+    fault("z-metric", "SA", WithoutZ, REFUTED),
     fault("z-metric", "USA", SA, OPEN, slow=True),
-    fault("z-metric", "interaction_energy", 1 + 1e-9, REFUTED, OPEN, slow=True),
+    fault("z-metric", "interaction_energy", 1 + 1e-9, REFUTED, slow=True),
     fault("measure-flow", "SA", Unweighted, REFUTED),
     fault("measure-flow", "USA", Placed, REFUTED),
     fault("measure-flow", "SA", without_mask, OPEN),
-    fault("repulsive", "SA", SA, REFUTED),  # no fault: the trial without the polyhedra still finds what is so
     fault("repulsive", "SA", Backward, OPEN),
     fault("repulsive", "SA", attractive, OPEN),
-    fault("repulsive", "gaussian_energy_as_printed", 1 + 1e-9, OPEN),
-    fault("heads-average", "MultiHead", OneHeadShort, REFUTED, OPEN),
-    fault("heads-average", "MultiHead", Summed, REFUTED, OPEN, slow=True),
+    fault("repulsive", "gaussian_energy_as_printed", 1 + 1e-9, REFUTED),
+    fault("heads-average", "MultiHead", OneHeadShort, REFUTED),
+    fault("heads-average", "MultiHead", Summed, REFUTED, slow=True),
     fault("heads-average", "SA", USA, OPEN),
     fault("heads-average", "MultiHeadAsPrinted", Unfelt, OPEN, slow=True),
 ]
 
 
-@pytest.mark.parametrize(("claim", "name", "wrong", "allowed"), FAULTS)
+@pytest.mark.parametrize(("claim", "name", "wrong", "ruling"), FAULTS)
 def test_a_planted_fault_is_seen(
-    claim: str, name: str, wrong: object, allowed: tuple[Ruling, ...], monkeypatch: pytest.MonkeyPatch
+    claim: str, name: str, wrong: object, ruling: Ruling, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     where = module(claim)
     monkeypatch.setattr(where, name, times(wrong, getattr(where, name)) if isinstance(wrong, float) else wrong)
     if claim == "repulsive":  # the polyhedra need long runs, and here nothing else
         monkeypatch.setattr(where, "SHARP", ())
-    assert try_claim(claim, quick=True).verdict.ruling in allowed
+    verdict = try_claim(claim, quick=True).verdict
+    assert verdict.ruling is ruling
+    # a refuted claim stays refuted, but a part of it must not come out
+    assert ruling is not CLAIMS[claim] or not all(each.as_expected for each in verdict.also)
 
 
 def test_a_run_that_stops_early_reaches_no_icosahedron(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,8 +262,8 @@ def test_a_run_that_stops_early_reaches_no_icosahedron(monkeypatch: pytest.Monke
     short = [(name, n, beta, end / 20, exact) for name, n, beta, end, exact in where.SHARP]
     monkeypatch.setattr(where, "SHARP", short)
     verdict = try_claim("repulsive", quick=True).verdict
-    assert verdict.ruling is OPEN
-    assert "icosahedron" in verdict.sentence
+    assert verdict.ruling is REFUTED
+    assert any("icosahedron" in each.what and not each.as_expected for each in verdict.also)
 
 
 # --- oracles ----------------------------------------------------------------------------------------------------------

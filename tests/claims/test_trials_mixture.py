@@ -1,4 +1,4 @@
-"""The trial of ``mixture``: described and not ruled on, with controls that a wrong flow or a wrong count breaks."""
+"""The trial of ``mixture``, described and not ruled on, with controls that a wrong flow or a wrong count breaks."""
 
 from __future__ import annotations
 

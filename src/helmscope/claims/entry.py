@@ -39,6 +39,12 @@ class Region(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     low: float | None = None
     high: float | None = None
 
+    def __post_init__(self) -> None:
+        bounds = [bound for bound in (self.low, self.high) if bound is not None]
+        real = all(isinstance(bound, int | float) and math.isfinite(bound) for bound in bounds)
+        if not real or bounds != sorted(bounds):
+            raise HelmscopeError(f"region is [{self.low}, {self.high}], but its bounds must be finite and low <= high")
+
 
 class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One claim of the catalogue; every value is data, and none can name code.
@@ -110,17 +116,13 @@ def _check(entry: Entry, name: str) -> None:
         raise HelmscopeError(f"id of {name} is '{entry.id}', but it must be the file's name without .toml")
     if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", entry.id):
         raise HelmscopeError(f"id of {name} must be lower-case words and digits joined by hyphens, such as my-claim")
+    if not entry.region.text.strip():
+        raise HelmscopeError(f"region.text of {name} is empty, but it must be a text")
     for key in entry.__struct_fields__:
         value = getattr(entry, key)
         if isinstance(value, str) and not value.strip() and key not in MAY_BE_EMPTY:
             raise HelmscopeError(f"{key} of {name} is empty, but it must be a text")
-    if not entry.region.text.strip():
-        raise HelmscopeError(f"region.text of {name} is empty, but it must be a text")
     if not entry.decided or len(set(entry.decided)) < len(entry.decided):
         names = [ground.value for ground in entry.decided]
         raise HelmscopeError(f"decided of {name} is {names}, but it must hold 'simulation', 'model' or both, once each")
     whole_number(f"version of {name}", entry.version, at_least=1)
-    low, high = entry.region.low, entry.region.high
-    bounds = [bound for bound in (low, high) if bound is not None]
-    if not all(map(math.isfinite, bounds)) or bounds != sorted(bounds):
-        raise HelmscopeError(f"region of {name} is [{low}, {high}], but its bounds must be finite and low <= high")

@@ -245,8 +245,7 @@ def rule(interval: Interval, region: Region) -> Ruling:
 def sample_size(interval: Interval, region: Region, *, scale: Scale = PLAIN) -> int | None:
     """The least m >= n (half-width / distance to the bound)^2, which would decide: half-widths fall as 1 / sqrt m.
 
-    The interval's own n where it decides already; None where the estimate sits on a bound or an end of the interval is
-    infinite, so that no number of replicates is known to be enough.
+    The interval's own n where it decides already; None where the estimate sits on a bound or an end is infinite.
 
     >>> sample_size(Interval(0.5, 0.3, 0.7, n=32), Region(text="at least .4", low=0.4))
     128
@@ -269,7 +268,7 @@ def sample_size(interval: Interval, region: Region, *, scale: Scale = PLAIN) -> 
 def holm(p_values: ArrayLike) -> Vector:
     """Holm's (1979) adjusted p-values: in rising order, the running maximum of (m - i + 1) p_(i), at most 1.
 
-    Those at most alpha hold a false one with probability at most alpha, however dependent. Outside [0, 1] is refused.
+    Those at most alpha hold a false one with probability at most alpha, however dependent.
 
     >>> holm([0.01, 0.04, 0.03]).tolist()
     [0.03, 0.06, 0.06]
@@ -330,11 +329,21 @@ def halves(n: int, *, seed: int = 0) -> tuple[NDArray[np.int64], NDArray[np.int6
     return np.sort(order[: n // 2]), np.sort(order[n // 2 :])
 
 
-def _replicates(name: str, values: ArrayLike, scale: Scale) -> Vector:
+def numbers(name: str, values: ArrayLike) -> Vector:
+    """``values``, of Python, NumPy or torch, as float64; anything but real numbers is refused by name."""
     try:
-        x = np.asarray(values, dtype=np.float64)
-    except (TypeError, ValueError):
-        raise HelmscopeError(f"{name} is a {type(values).__name__}, but it must be a vector of numbers") from None
+        raw = np.asarray(getattr(values, "detach", lambda: values)())
+        if raw.dtype.kind not in "iuf":
+            raise TypeError
+    except (TypeError, ValueError, RuntimeError):
+        raise HelmscopeError(f"{name} is a {type(values).__name__}, but it must hold real numbers alone") from None
+    return raw.astype(np.float64)
+
+
+def _replicates(name: str, values: ArrayLike, scale: Scale) -> Vector:
+    if not isinstance(scale, Scale):
+        raise HelmscopeError(f"scale is {scale!r}, but it must be Plain(), Log() or FisherZ()")
+    x = numbers(name, values)
     if x.ndim != 1 or x.size < 2:
         raise HelmscopeError(f"{name} has shape {x.shape}, but it must be a vector of at least 2 replicates")
     low, high = scale.domain
@@ -383,8 +392,8 @@ def _sums(d: Vector) -> Vector:
 
 def _over_layers(samples: Sequence[ArrayLike], region: Region, scale: Scale, one: Ruling, every: Ruling) -> Layers:
     """The ruling ``one`` where Holm finds it for one layer, ``every`` where each interval gives it."""
-    if len(samples) < 1:
-        raise HelmscopeError("samples is empty, but it must hold one vector of replicates a layer")
+    if not hasattr(samples, "__len__") or len(samples) < 1:
+        raise HelmscopeError(f"samples is {samples!r:.80}, but it must hold one vector of replicates a layer")
     low, high = scale.forward(np.array(_bounds(region))).tolist()
     intervals, alphas = [], []
     for values in samples:

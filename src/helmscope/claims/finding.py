@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from helmscope.claims.evidence import (
     Scale,
     bootstrap_t,
     mean_interval,
+    numbers,
     proportion_interval,
     rule,
     rule_every,
@@ -50,6 +51,7 @@ class Weighed:
     enough: int | None = None
 
 
+@runtime_checkable
 class Evidence(Protocol):
     """Measured numbers, and the rule that weighs them against a region."""
 
@@ -105,27 +107,30 @@ class Count:
 class Identity:
     """The error of an identity at 1,000 random inputs or more, one number an input; the statistic is the largest.
 
-    The interval is the range of the errors, not a confidence interval. Fewer inputs, NaN and negative errors are
-    refused.
+    The interval is the range of the errors, not a confidence interval, and one input beyond the bound refutes. ``what``
+    names the number where it is no error. Fewer inputs, and errors that are not finite or below 0, are refused.
 
     >>> Identity([1e-16] * 1000).weigh(Region(text="within 1e-12", high=1e-12)).ruling.value
     'true by construction'
     """
 
     errors: ArrayLike
+    what: str = "error"
 
     def weigh(self, region: Region) -> Weighed:
         """True by construction where no error leaves the region, refuted by one that does."""
-        errors = np.asarray(self.errors, dtype=np.float64).ravel()
+        errors = numbers("errors", self.errors).ravel()
         if errors.size < LEAST_INPUTS:
             raise HelmscopeError(f"errors holds {errors.size} inputs, but an identity needs at least {LEAST_INPUTS:,}")
-        if not bool((errors >= 0).all()):
-            raise HelmscopeError("errors holds NaN or a number below 0, but an error is at least 0")
+        bad = ~(np.isfinite(errors) & (errors >= 0))
+        if bool(bad.any()):
+            at = int(bad.argmax())
+            raise HelmscopeError(f"errors[{at}] is {errors[at]:g}, but it must be a finite number >= 0")
         if region.high is None or region.low is not None:
             raise HelmscopeError(f"region is '{region.text}', but an identity needs one bound, high, for its error")
         largest, outside = float(errors.max()), int((errors > region.high).sum())
         held = Ruling.BY_CONSTRUCTION if outside == 0 else Ruling.REFUTED
-        how = f"the largest error at {errors.size:,} random inputs, {outside:,} of them beyond the bound"
+        how = f"the largest {self.what} at {errors.size:,} random inputs, {outside:,} of them beyond the bound"
         return Weighed(Interval(largest, float(errors.min()), largest, errors.size), held, how)
 
 
@@ -219,6 +224,10 @@ class Impossible:
 
     reason: str
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.reason, str) or not self.reason.strip():
+            raise HelmscopeError(f"reason is {self.reason!r}, but it must be a text that says why")
+
     def weigh(self, region: Region) -> Weighed:
         """Premise impossible here, whatever the region."""
         return Weighed(None, Ruling.IMPOSSIBLE, self.reason)
@@ -238,16 +247,20 @@ class Check:
     expected: Ruling = Ruling.REFUTED
     region: Region | None = None
 
+    def __post_init__(self) -> None:
+        _of_type(self, what=str, evidence=Evidence, expected=Ruling, region=Region | None)
+
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Finding:
     """What one experiment found: the evidence for its claim, the null, what the source prints where that is wrong and
     can be computed, and ``also`` further parts of the claim. ``remark`` is a sentence of further measured numbers.
-    ``data`` is a Measurement to draw, such as ``claims.curves.curve`` gives. ``where`` names the coordinates.
+    ``data`` is a Measurement to draw, such as ``claims.curves.curve`` gives. ``where`` says in which coordinates, and
+    what was simulated or recorded. What is of another type is refused.
 
     >>> import xarray as xr
-    >>> Finding(evidence=Count(32, 32), null=Check("V = -I", Count(0, 32)), data=xr.Dataset(attrs={"n": 32})).where
-    'simulation on the unit sphere'
+    >>> Finding(evidence=Count(32, 32), null=Check("V = -I", Count(0, 32)), data=xr.Dataset(attrs={"n": 32})).also
+    ()
     """
 
     evidence: Evidence
@@ -256,22 +269,50 @@ class Finding:
     printed: Check | None = None
     also: tuple[Check, ...] = ()
     remark: str = ""
-    where: str = "simulation on the unit sphere"
+    where: str = ""
+
+    def __post_init__(self) -> None:
+        _of_type(self, evidence=Evidence, null=Check, printed=Check | None, also=tuple, remark=str, where=str)
+        for check in self.also:
+            if not isinstance(check, Check):
+                raise HelmscopeError(f"also holds a {type(check).__name__}, but it must hold Checks alone")
+
+
+def _of_type(holder: object, **allowed: Any) -> None:
+    """Refuse a field of another type by its name."""
+    for name, kind in allowed.items():
+        value = getattr(holder, name)
+        if isinstance(value, type) or not isinstance(value, kind):
+            shown = getattr(kind, "__name__", str(kind).replace("helmscope.claims.", ""))
+            given = value.__name__ if isinstance(value, type) else type(value).__name__
+            article = "an" if shown[0] in "AEIOU" else "a"
+            raise HelmscopeError(f"{name} is a {given}, but it must be {article} {shown}")
 
 
 def _over_layers(layers: Layers, region: Region, evidence: EveryLayer | SomeLayer, *, worst: bool) -> Weighed:
-    low = -np.inf if region.low is None else region.low
-    high = np.inf if region.high is None else region.high
-    inside = [min(each.estimate - low, high - each.estimate) for each in layers.intervals]
-    shown = int(np.argmin(inside) if worst else np.argmax(inside))
-    interval = layers.intervals[shown]
-    undecided = [sample_size(each, region) for each in layers.intervals if rule(each, region) is Ruling.INCONCLUSIVE]
-    known = [size for size in undecided if size is not None]
-    enough = max(known) if known and len(known) == len(undecided) else None
-    names = evidence.names or [f"layer {k}" for k in range(len(layers.intervals))]
-    if len(names) != len(layers.intervals):
-        raise HelmscopeError(
-            f"names holds {len(names)}, but it must hold one for each of {len(layers.intervals)} layers"
+    """What is shown is the layer that decided, or for an inconclusive ruling one that did not let it be decided."""
+    count = len(layers.intervals)
+    names = evidence.names or [f"layer {k}" for k in range(count)]
+    if isinstance(names, str) or len(names) != count:
+        raise HelmscopeError(f"names is {names!r}, but it must hold one name for each of {count} layers")
+    single = [rule(each, region) for each in layers.intervals]
+    decisive = [k for k in range(count) if single[k] is layers.ruling]
+    candidates = [k for k in layers.named if k in decisive] or decisive or list(range(count))
+    low, high, *estimates = evidence.scale.forward(
+        np.array(
+            [
+                -np.inf if region.low is None else region.low,
+                np.inf if region.high is None else region.high,
+                *(each.estimate for each in layers.intervals),
+            ]
         )
-    how = f"{names[shown]}, of {len(names)}, from {interval.n:,} {evidence.of} each"
+    ).tolist()
+    inside = {k: min(estimates[k] - low, high - estimates[k]) for k in candidates}
+    shown = (min if worst else max)(candidates, key=lambda k: inside[k])
+    interval = layers.intervals[shown]
+    undecided = [k for k in range(count) if single[k] is Ruling.INCONCLUSIVE]
+    sizes = [sample_size(layers.intervals[k], region, scale=evidence.scale) for k in undecided]
+    known = [size for size in sizes if size is not None]
+    enough = max(known) if known and len(known) == len(sizes) else None
+    how = f"the {'worst' if worst else 'best'} of {count} cases, {names[shown]}, from {interval.n:,} {evidence.of} each"
     return Weighed(interval, layers.ruling, how, enough)

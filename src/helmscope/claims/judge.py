@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
-from helmscope.claims.entry import Entry, Region
+from helmscope.claims.entry import Entry, Ground, Region
 from helmscope.claims.finding import Check, Finding, Weighed
 from helmscope.types import Control, HelmscopeError, Ruling, Verdict, check_measurement, interval_text
 
+LEAST_REPLICATES = 32
+
 
 def judge(entry: Entry, finding: Finding) -> Verdict:
-    """The verdict on an entry, by its own frozen region. A control that does not come out as it must makes any ruling
-    inconclusive: a trial that cannot tell the null from the claim says nothing.
+    """The verdict on an entry, by its own frozen region.
+
+    A null or a printed form that does not come out as it must makes any ruling inconclusive: a trial that cannot tell
+    the null from the claim says nothing. Another part of the claim that comes out otherwise forbids support, but does
+    not save a claim whose statistic is refuted.
 
     >>> import xarray as xr
     >>> from helmscope.claims.finding import Count
@@ -28,7 +34,10 @@ def judge(entry: Entry, finding: Finding) -> Verdict:
     null = _control(finding.null, entry.region)
     printed = None if finding.printed is None else _control(finding.printed, entry.region)
     also = tuple(_control(check, entry.region) for check in finding.also)
-    failed = [control for control in (null, printed, *also) if control is not None and not control.as_expected]
+    controls = [null] if printed is None else [null, printed]
+    failed = [control for control in controls if not control.as_expected]
+    if weighed.ruling is not Ruling.REFUTED:
+        failed += [part for part in also if not part.as_expected]
     ruling = Ruling.INCONCLUSIVE if failed else weighed.ruling
     statistic, low, high, n = _numbers(weighed)
     return Verdict(
@@ -40,7 +49,7 @@ def judge(entry: Entry, finding: Finding) -> Verdict:
         n=n,
         region=entry.region.text,
         entry_hash=entry.hash,
-        sentence=_sentence(ruling, weighed, entry.region, finding, printed, failed),
+        sentence=" ".join(_sentences(ruling, weighed, entry, finding, printed, failed)),
         where=finding.where,
         region_low=_end(entry.region.low, -math.inf),
         region_high=_end(entry.region.high, math.inf),
@@ -66,27 +75,30 @@ def _end(bound: float | None, free: float) -> float:
     return free if bound is None else bound
 
 
-def _sentence(
-    ruling: Ruling, weighed: Weighed, region: Region, finding: Finding, printed: Control | None, failed: list[Control]
-) -> str:
-    """Ruling, number, how it came about, then the remark and what became of the printed form."""
-    parts = []
+def _sentences(
+    ruling: Ruling, weighed: Weighed, entry: Entry, finding: Finding, printed: Control | None, failed: list[Control]
+) -> Iterator[str]:
+    """What failed; ruling, number and how it came about; the remark; the printed form; what was not tried."""
     if failed:
         told = [f"{control.what}: {control.ruling.value} where {control.expected.value} was due" for control in failed]
-        parts.append(f"A control failed, so nothing is ruled: {'; '.join(told)}.")
+        yield f"A control failed, so nothing is ruled: {'; '.join(told)}."
     seen = weighed.interval
     if seen is None:
-        parts.append(f"{weighed.how[0].upper()}{weighed.how[1:]}.")
+        yield f"{weighed.how[0].upper()}{weighed.how[1:]}."
     else:
         number = interval_text(seen.estimate, seen.low, seen.high)
-        parts.append(f"{ruling.value[0].upper()}{ruling.value[1:]}: {number}, {weighed.how}.")
+        yield f"{ruling.value[0].upper()}{ruling.value[1:]}: {number}, {weighed.how}."
+        if seen.n < LEAST_REPLICATES:
+            yield f"Fewer than {LEAST_REPLICATES} replicates: the interval rests on their law being normal."
+    bounded = entry.region.low is not None or entry.region.high is not None
     if weighed.ruling is Ruling.INCONCLUSIVE and weighed.enough is not None:
-        parts.append(f"About {weighed.enough:,} replicates would decide it.")
-    elif weighed.ruling is Ruling.INCONCLUSIVE and (region.low is not None or region.high is not None):
-        parts.append("No number of replicates is known to decide it.")
+        yield f"About {weighed.enough:,} replicates would decide it."
+    elif weighed.ruling is Ruling.INCONCLUSIVE and bounded:
+        yield "No number of replicates is known to decide it."
     if finding.remark:
-        parts.append(finding.remark)
+        yield finding.remark
     if printed is not None:
         number = interval_text(printed.statistic, printed.low, printed.high)
-        parts.append(f"As printed ({printed.what}): {printed.ruling.value}, {number}.")
-    return " ".join(parts)
+        yield f"As printed ({printed.what}): {printed.ruling.value}, {number}."
+    if Ground.MODEL in entry.decided and finding.where.startswith("simulation"):
+        yield "This is the simulation; on a model the claim is not yet tried."

@@ -16,19 +16,23 @@ if TYPE_CHECKING:
 def read_catalogue(folder: str | Path | None = None) -> dict[str, Entry]:
     """Every entry by id, sorted: the packaged claims, or those of ``folder``, which holds one ID.toml a claim.
 
-    A user's folder may hold Python files beside its entries, which are not read here; anything else, in either place,
-    is a stray file and refused, as are a folder without entries and an id that the packaged catalogue has already.
+    What else a user's folder holds is not read here; a folder without entries is refused, and so is an id that the
+    packaged catalogue has already. In the packaged catalogue a stray file is refused.
 
     >>> len(read_catalogue())
     56
     """
+    if folder is not None and not isinstance(folder, str | Path):
+        raise HelmscopeError(f"folder is a {type(folder).__name__}, but it must be a path")
+    if folder == "":
+        raise HelmscopeError("folder is '', but it must be a folder that holds one ID.toml a claim")
     place: Traversable = resources.files("helmscope.claims") / "catalogue" if folder is None else Path(folder)
     if not place.is_dir():
         raise HelmscopeError(f"folder is '{place}', but it must be a folder that holds one ID.toml a claim")
     taken = [] if folder is None else list(read_catalogue())
     entries: dict[str, Entry] = {}
     for file in sorted(place.iterdir(), key=lambda each: each.name):
-        if folder is not None and (file.name.endswith(".py") or file.name == "__pycache__"):
+        if folder is not None and not file.name.endswith(".toml"):
             continue
         if not file.is_file() or not file.name.endswith(".toml"):
             raise HelmscopeError(f"'{file.name}' in {place} is a stray file, but a catalogue holds one ID.toml a claim")
@@ -55,6 +59,6 @@ def entry(id: str) -> Entry:
 
 def _text(file: Traversable) -> str:
     try:
-        return file.read_text(encoding="utf-8")
+        return file.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError:
         raise HelmscopeError(f"{file.name} is not UTF-8 text, but a TOML file must be") from None

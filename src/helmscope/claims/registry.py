@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import pkgutil
 import sys
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from helmscope.claims.reading import read_catalogue
+from helmscope.store.atomic import one_line
 from helmscope.store.manifest import hash_bytes, hash_file
 from helmscope.types import HelmscopeError, known_name, real_number, whole_number
 
@@ -21,6 +23,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from helmscope.claims.finding import Finding
+
+
+SEEDS = 2**32  # as of a random start
 
 
 @dataclass(frozen=True)
@@ -35,7 +40,10 @@ class Case:
     quick: bool = False
 
     def __post_init__(self) -> None:
-        whole_number("seed", self.seed, at_least=0)
+        if whole_number("seed", self.seed, at_least=0) >= SEEDS:
+            raise HelmscopeError(f"seed is {self.seed}, but it must be a whole number below 2^32 = {SEEDS}")
+        if not isinstance(self.quick, bool):
+            raise HelmscopeError(f"quick is {self.quick!r}, but it must be True or False")
 
     def count(self, full: int, *, quick: int) -> int:
         """How many replicates: ``full``, or ``quick`` where the run is."""
@@ -47,6 +55,7 @@ class Case:
         >>> Case(seed=1).stream(0) == Case(seed=1).stream(1)
         False
         """
+        number = whole_number("number", number, at_least=0)
         return int(np.random.SeedSequence([self.seed, number]).generate_state(1)[0])
 
     def normal(self, *shape: int, stream: int) -> Tensor:
@@ -77,8 +86,8 @@ class Registered:
     seconds: float
 
 
-# by the place of the function: two folders may hold experiments for claims of the same id
-_REGISTERED: dict[str, Registered] = {}
+# in the order of their decoration; two folders may hold experiments for claims of the same id
+_REGISTERED: list[Registered] = []
 
 
 def experiment(claim: str, *, seconds: float = 1.0) -> Callable[[Experiment], Experiment]:
@@ -87,13 +96,17 @@ def experiment(claim: str, *, seconds: float = 1.0) -> Callable[[Experiment], Ex
 
     >>> @experiment("doctest-claim")
     ... def trial(case): ...
-    >>> _REGISTERED.popitem()[1].seconds
+    >>> _REGISTERED.pop().seconds
     1.0
     """
+    if not isinstance(claim, str):
+        raise HelmscopeError(f"claim is a {type(claim).__name__}, but it must be an id: @experiment('my-claim')")
     seconds = real_number("seconds", seconds, above=0)
 
     def register(function: Experiment) -> Experiment:
-        _REGISTERED[f"{function.__module__}.{function.__qualname__}"] = Registered(claim, function, seconds)
+        if not inspect.isfunction(function):
+            raise HelmscopeError(f"experiment of '{claim}' is a {type(function).__name__}, but it must be a function")
+        _REGISTERED.append(Registered(claim, function, seconds))
         return function
 
     return register
@@ -112,14 +125,29 @@ def experiments(folder: str | Path | None = None) -> dict[str, Registered]:
     else:
         modules = [_run_file(path) for path in sorted(Path(folder).resolve().glob("*.py"))]
     found: dict[str, Registered] = {}
-    for each in _REGISTERED.values():
+    for each in _REGISTERED:
         if each.function.__module__ in modules:
             known_name("claim of an experiment", each.claim, entries)
             if each.claim in found:
-                names = f"{found[each.claim].function.__qualname__} and {each.function.__qualname__}"
-                raise HelmscopeError(f"claim '{each.claim}' has two experiments, {names}, but it must have one")
+                places = f"{_place(found[each.claim].function)} and {_place(each.function)}"
+                raise HelmscopeError(f"claim '{each.claim}' has two experiments, {places}, but it must have one")
             found[each.claim] = each
     return dict(sorted(found.items()))
+
+
+def code_file(function: Experiment) -> Path:
+    """The file that an experiment stands in.
+
+    >>> code_file(experiments()["rate"].function).name
+    'rate.py'
+    """
+    return Path(inspect.getfile(function))
+
+
+def _place(function: Experiment) -> str:
+    return (
+        f"{function.__qualname__} ({code_file(function).name}, line {inspect.unwrap(function).__code__.co_firstlineno})"
+    )
 
 
 def _packaged() -> list[str]:
@@ -142,12 +170,14 @@ def _run_file(path: Path) -> str:
         raise HelmscopeError(f"{path} cannot be run: it must be a Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
+    sys.path.insert(0, str(path.parent))  # so that a file may import its neighbors
     try:
         spec.loader.exec_module(module)
-    except HelmscopeError:
+    except (Exception, SystemExit) as error:
         del sys.modules[name]
-        raise
-    except Exception as error:
-        del sys.modules[name]
-        raise HelmscopeError(f"{path} cannot be run: {type(error).__name__}: {error}") from error
+        if isinstance(error, HelmscopeError):
+            raise
+        raise HelmscopeError(f"{path} cannot be run: {type(error).__name__}: {one_line(error)}") from error
+    finally:
+        sys.path.remove(str(path.parent))
     return name

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import sys
+import traceback
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from helmscope.claims.judge import judge
 from helmscope.claims.reading import read_catalogue
-from helmscope.claims.registry import Case, experiments
-from helmscope.runs.run import run
+from helmscope.claims.registry import Case, Experiment, Registered, code_file, experiments
+from helmscope.runs.run import RunResult, UnitsFailed, run
 from helmscope.runs.unit import Unit
+from helmscope.store.atomic import one_line
 from helmscope.store.manifest import hash_file
 from helmscope.store.verdicts import decode_verdicts, encode_verdicts
 from helmscope.types import HelmscopeError, Verdict, known_name
@@ -47,10 +51,26 @@ def try_claim(claim: str, *, seed: int = 0, quick: bool = False, folder: str | P
     >>> try_claim("kuramoto", quick=True).verdict.ruling.value
     'true by construction'
     """
-    entry = read_catalogue(folder)[_tried(claim, folder)]
-    finding = experiments(folder)[claim].function(Case(seed, quick))
-    verdict = judge(entry, finding)
-    return Trial(verdict, finding.data)
+    case, tried = Case(seed, quick), _tried(claim, folder)
+    try:
+        finding = tried.function(case)
+    except Exception as error:
+        raise HelmscopeError(f"experiment of '{claim}' failed{_line(error, tried.function)}: {_said(error)}") from error
+    return Trial(judge(read_catalogue(folder)[claim], finding), finding.data)
+
+
+class TrialsFailed(UnitsFailed):
+    """Some experiments failed; ``trials`` holds the others, whose verdicts are kept.
+
+    >>> from pathlib import Path
+    >>> from helmscope.runs.run import RunResult
+    >>> TrialsFailed(RunResult(Path("units"), (), {"my-claim": "ZeroDivisionError"}), []).trials
+    []
+    """
+
+    def __init__(self, result: RunResult, trials: list[Trial]) -> None:
+        super().__init__(result)
+        self.trials = trials
 
 
 def run_trials(
@@ -66,7 +86,8 @@ def run_trials(
     allow_mixed: bool = False,
 ) -> list[Trial]:
     """``try_claim`` for several claims, as units of work in a run folder, which also gets verdicts.json; resumed,
-    interrupted and spread over processes as ``runs.run`` says.
+    interrupted and spread over processes as ``runs.run`` says. Where experiments fail, the others are tried and their
+    verdicts kept, and ``TrialsFailed`` is raised at the end.
 
     >>> import tempfile
     >>> from helmscope.store.run_folder import RunFolder
@@ -74,33 +95,43 @@ def run_trials(
     ...     run_trials(["kuramoto"], RunFolder.new(root, "claims"), quick=True)[0].verdict.claim
     'kuramoto'
     """
+    if isinstance(claims, str) or not isinstance(claims, Sequence):
+        raise HelmscopeError(f"claims is a {type(claims).__name__}, but it must be a list of ids, such as ['rate']")
     place = None if folder is None else str(Path(folder).resolve())
     asked = {"seed": Case(seed, quick).seed, "quick": quick, "folder": place}
-    units = [
-        Unit(_tried(claim, place), trial_unit, {"claim": claim, "sources": sources(claim, place), **asked})
-        for claim in claims
-    ]
-    result = run(units, to, manifest=manifest, engine=engine, progress=progress, allow_mixed=allow_mixed)
-    trials = [_read(result[unit.name]) for unit in units]
+    for claim in claims:
+        _tried(claim, place)
+    units = [Unit(claim, trial_unit, {"claim": claim, "sources": sources(claim, place), **asked}) for claim in claims]
+    failed = None
+    try:
+        result = run(units, to, manifest=manifest, engine=engine, progress=progress, allow_mixed=allow_mixed)
+    except UnitsFailed as error:
+        failed, result = error, error.result
+    trials = [_read(result[name]) for name in result]
     to.write_verdicts([trial.verdict for trial in trials])
+    if failed is not None:
+        raise TrialsFailed(result, trials) from failed
     return trials
 
 
 def sources(claim: str, folder: str | None) -> dict[str, str]:
-    """The hash of an entry and, of a user's folder, of the Python files beside it: a run goes on only with the same.
+    """The hash of an entry and those of its code: the file of the experiment, or of a user's folder all Python files.
+    A run goes on only with the same.
 
     >>> list(sources("rate", None))
-    ['rate.toml']
+    ['rate.toml', 'rate.py']
     """
-    code = [] if folder is None else sorted(Path(folder).glob("*.py"))
     entry = read_catalogue(folder)[claim]
+    code = [code_file(experiments()[claim].function)] if folder is None else sorted(Path(folder).glob("*.py"))
     return {f"{claim}.toml": entry.hash, **{path.name: hash_file(path) for path in code}}
 
 
 def trial_unit(claim: str, sources: dict[str, str], seed: int, quick: bool, folder: str | None) -> xr.Dataset:
     """One unit of work: the Measurement of a trial, with the verdict as JSON among its attributes. ``sources`` makes
-    the unit another one where an entry or its code has changed."""
-    trial = try_claim(claim, seed=seed, quick=quick, folder=folder)
+    the unit another one where an entry or its code has changed. What an experiment prints goes to standard error.
+    """
+    with redirect_stdout(sys.stderr):
+        trial = try_claim(claim, seed=seed, quick=quick, folder=folder)
     return trial.data.assign_attrs(verdict=encode_verdicts([trial.verdict]).decode())
 
 
@@ -109,9 +140,26 @@ def _read(dataset: xr.Dataset) -> Trial:
     return Trial(verdict, dataset.drop_attrs(deep=False).assign_attrs(n=dataset.attrs["n"]))
 
 
-def _tried(claim: str, folder: str | Path | None) -> str:
-    """``claim``, if it is in the catalogue and has an experiment."""
+def _tried(claim: str, folder: str | Path | None) -> Registered:
+    """The experiment of a claim that is in the catalogue."""
+    if not isinstance(claim, str):
+        raise HelmscopeError(f"claim is a {type(claim).__name__}, but it must be an id, such as 'rate'")
     known_name("claim", claim, read_catalogue(folder))
-    if claim not in experiments(folder):
+    found = experiments(folder).get(claim)
+    if found is None:
         raise HelmscopeError(f"claim '{claim}' is not yet tried: it has no experiment")
-    return claim
+    return found
+
+
+def _line(error: Exception, function: Experiment) -> str:
+    """Where in the experiment's own file it happened."""
+    file = code_file(function)
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == file]
+    return f" in {file.name}, line {lines[-1]}" if lines else ""
+
+
+def _said(error: Exception) -> str:
+    text = one_line(error)
+    if isinstance(error, HelmscopeError):
+        return text
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

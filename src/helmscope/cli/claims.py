@@ -12,7 +12,6 @@ from helmscope.cli.trials import AllowMixed, From, Jobs, MaxMemory, OnRay, Quick
 
 if TYPE_CHECKING:
     from helmscope.claims.entry import Entry
-    from helmscope.types import Verdict
 
 claims = typer.Typer(
     name="claims",
@@ -21,15 +20,16 @@ claims = typer.Typer(
     rich_markup_mode=None,
 )
 AsJson = Annotated[bool, typer.Option("--json", help="Print as JSON.")]
+Listed = Annotated[str | None, typer.Option("--from", help="A folder with your own claims, whose entries are read.")]
 NOT_YET = "not yet tried"
 
 
 @claims.command("list")
-def list_claims(as_json: AsJson = False) -> None:
+def list_claims(folder: Listed = None, as_json: AsJson = False) -> None:
     """List all claims: id, source, how it is decided, whether it can be tried, and the statement."""
     from helmscope.claims.reading import read_catalogue
 
-    entries, tried = read_catalogue(), _tried()
+    entries, tried = read_catalogue(folder), _tried(folder)
     if as_json:
         print(json.dumps({"claims": [_record(entry, tried) for entry in entries.values()]}, indent=2))
         return
@@ -42,12 +42,15 @@ def list_claims(as_json: AsJson = False) -> None:
 @claims.command("show")
 def show_claim(
     claim: Annotated[str, typer.Argument(help="The id of a claim, as helmscope claims list prints it.")],
+    folder: Listed = None,
     as_json: AsJson = False,
 ) -> None:
     """Show one claim: what the source prints, the corrected form, the experiment and its frozen region."""
-    from helmscope.claims.reading import entry
+    from helmscope.claims.reading import read_catalogue
+    from helmscope.types import known_name
 
-    found, tried = entry(claim), _tried()
+    entries = read_catalogue(folder)
+    found, tried = entries[known_name("claim", claim, entries)], _tried(folder)
     if as_json:
         print(json.dumps(_record(found, tried), indent=2))
         return
@@ -62,7 +65,7 @@ def show_claim(
         "statistic": found.statistic,
         "null": found.null,
         "region": found.region.text,
-        "verdict": _record(found, tried)["verdict"],
+        "trial": _record(found, tried)["trial"],
     }
     for name, text in parts.items():
         if text:
@@ -87,33 +90,28 @@ def try_claims(
     """Put claims on trial: run their experiments and judge what they find by the frozen regions."""
     from helmscope.cli.options import engine_of
     from helmscope.cli.output import run_folder
-    from helmscope.cli.trials import asked_claims, carry_out
+    from helmscope.cli.trials import asked_claims, carry_out, plain_verdicts
     from helmscope.runs.progress import say
 
     engine = engine_of(jobs, max_memory, threads, ray)
     asked = asked_claims(claim or [], folder, seed=seed)
     run = run_folder("claims", out, resume=resume)
-    trials = carry_out(asked, run, engine, folder=folder, seed=seed, quick=quick, allow_mixed=allow_mixed)
-    verdicts = [trial.verdict for trial in trials]
-    if as_json:
-        print(_as_json(verdicts, seed=seed, quick=quick))
+    trials, failed = carry_out(asked, run, engine, folder=folder, seed=seed, quick=quick, allow_mixed=allow_mixed)
+    if as_json:  # nothing in it depends on time or place: the same seed gives the same bytes
+        print(json.dumps({"seed": seed, "quick": quick, "verdicts": plain_verdicts(trials)}, indent=2))
     else:
-        for verdict in verdicts:
+        for verdict in (trial.verdict for trial in trials):
             print(f"{verdict.claim}: {verdict.ruling.value}\n{_block(verdict.sentence)}")
     say(f"folder: {run.path}")
+    if failed is not None:
+        raise failed
 
 
-def _as_json(verdicts: list[Verdict], *, seed: int, quick: bool) -> str:
-    """Nothing in it depends on time or place: the same seed gives the same bytes."""
-    from helmscope.store.verdicts import encode_verdicts
-
-    return json.dumps({"seed": seed, "quick": quick, "verdicts": json.loads(encode_verdicts(verdicts))}, indent=2)
-
-
-def _tried() -> set[str]:
+def _tried(folder: str | None) -> set[str]:
+    """The claims that have an experiment; of a user's folder that is not known without running its code."""
     from helmscope.claims.registry import experiments
 
-    return set(experiments())
+    return set(experiments() if folder is None else ())
 
 
 def _record(entry: Entry, tried: set[str]) -> dict[str, object]:
@@ -121,8 +119,8 @@ def _record(entry: Entry, tried: set[str]) -> dict[str, object]:
 
     fields = msgspec.to_builtins(entry)
     assert isinstance(fields, dict)
-    verdict = f"helmscope claims test {entry.id}" if entry.id in tried else NOT_YET
-    return {**fields, "hash": entry.hash, "verdict": verdict}
+    trial = f"helmscope claims test {entry.id}" if entry.id in tried else NOT_YET
+    return {**fields, "hash": entry.hash, "trial": trial}
 
 
 def _block(text: str) -> str:

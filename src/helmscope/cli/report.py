@@ -28,7 +28,7 @@ def report(
     from helmscope.claims.reading import read_catalogue
     from helmscope.cli.options import engine_of
     from helmscope.cli.output import run_folder
-    from helmscope.cli.trials import asked_claims, carry_out
+    from helmscope.cli.trials import asked_claims, carry_out, plain_verdicts
     from helmscope.plots.style import styled
     from helmscope.report.page import page
 
@@ -38,13 +38,16 @@ def report(
     with styled():  # what drawing and writing need is missed now, not after the work
         page(entries, [], seed=seed, quick=quick, folder=folder)
     run = run_folder("report", out, resume=resume)
-    trials = carry_out(claims, run, engine, folder=folder, seed=seed, quick=quick, allow_mixed=allow_mixed)
+    trials, failed = carry_out(claims, run, engine, folder=folder, seed=seed, quick=quick, allow_mixed=allow_mixed)
     text = page(entries, trials, seed=seed, quick=quick, folder=folder)
     run.write_bytes("report.html", text.encode())
     counts = Counter(trial.verdict.ruling.value for trial in trials)
     path = str(run.path / "report.html")
     if as_json:
-        print(json.dumps({"report": path, "folder": str(run.path), "seed": seed, "quick": quick, "rulings": counts}))
-        return
-    print(", ".join(f"{count} {ruling}" for ruling, count in sorted(counts.items())))
-    print(f"report: {path}")
+        told = {"report": path, "folder": str(run.path), "seed": seed, "quick": quick, "rulings": counts}
+        print(json.dumps({**told, "verdicts": plain_verdicts(trials)}, indent=2))
+    else:
+        print(", ".join(f"{count} {ruling}" for ruling, count in sorted(counts.items())))
+        print(f"report: {path}")
+    if failed is not None:
+        raise failed

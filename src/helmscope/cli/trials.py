@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from helmscope.types import HelmscopeError, known_name, whole_number
+from helmscope.types import HelmscopeError, known_name
 
 if TYPE_CHECKING:
     from helmscope.claims.trial import Trial
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from helmscope.store.run_folder import RunFolder
 
 Seed = Annotated[int, typer.Option(help="Seed of every trial.")]
-Quick = Annotated[bool, typer.Option("--quick", help="The fewest replicates that the rules of evidence allow.")]
+Quick = Annotated[bool, typer.Option("--quick", help="Fewer replicates, though never under 32.")]
 From = Annotated[
     str | None,
     typer.Option("--from", help="A folder with your own claims: ID.toml each, and Python files, WHICH ARE RUN."),
@@ -31,10 +32,10 @@ AllowMixed = Annotated[bool, typer.Option("--allow-mixed", help="Resume under ot
 def asked_claims(claims: list[str], folder: str | None, *, seed: int) -> list[str]:
     """The claims to try, each once: those named, or all that have an experiment. Says whose code is about to run."""
     from helmscope.claims.reading import read_catalogue
-    from helmscope.claims.registry import experiments
+    from helmscope.claims.registry import Case, experiments
     from helmscope.runs.progress import say
 
-    whole_number("seed", seed, at_least=0)
+    Case(seed)
     entries = read_catalogue(folder)
     for claim in claims:
         known_name("claim", claim, entries)
@@ -60,10 +61,12 @@ def carry_out(
     seed: int,
     quick: bool,
     allow_mixed: bool,
-) -> list[Trial]:
-    """Run the trials; say beforehand what they cost, and after Ctrl-C how to go on."""
+) -> tuple[list[Trial], HelmscopeError | None]:
+    """Run the trials; say beforehand what they cost, and after Ctrl-C how to go on. Where experiments failed, the
+    others, and what is to be raised once they are shown.
+    """
     from helmscope.claims.registry import experiments
-    from helmscope.claims.trial import run_trials, sources
+    from helmscope.claims.trial import TrialsFailed, run_trials, sources
     from helmscope.cli.output import manifest_of, resumable
     from helmscope.runs.progress import say
 
@@ -79,15 +82,26 @@ def carry_out(
         inputs={name: digest for claim in claims for name, digest in sources(claim, folder).items()},
         parameters={"claims": claims, "quick": quick, "from": folder},
     )
-    with resumable(manifest, run):
-        return run_trials(
-            claims,
-            run,
-            seed=seed,
-            quick=quick,
-            folder=folder,
-            manifest=manifest,
-            engine=engine,
-            progress="trying claims",
-            allow_mixed=allow_mixed,
-        )
+    try:
+        with resumable(manifest, run):
+            trials = run_trials(
+                claims,
+                run,
+                seed=seed,
+                quick=quick,
+                folder=folder,
+                manifest=manifest,
+                engine=engine,
+                progress="trying claims",
+                allow_mixed=allow_mixed,
+            )
+    except TrialsFailed as error:
+        return error.trials, error
+    return trials, None
+
+
+def plain_verdicts(trials: list[Trial]) -> object:
+    """The verdicts as JSON holds them."""
+    from helmscope.store.verdicts import encode_verdicts
+
+    return json.loads(encode_verdicts([trial.verdict for trial in trials]))

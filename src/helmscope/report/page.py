@@ -68,6 +68,7 @@ class _Line:
     interval: str
     n: str
     region: str
+    words: str
     badge: _Badge
     expected: str
 
@@ -158,7 +159,7 @@ def _card(entry: Entry, trial: Trial | None, options: str) -> _Card:
         f"{verdict.region} ({region_text(verdict.region_low, verdict.region_high)})",
         command,
         verdict=verdict,
-        lines=tuple(_line(*each) for each in _roles(verdict)),
+        lines=tuple(_line(*each, verdict) for each in _roles(verdict)),
         picture=f"data:image/svg+xml;base64,{picture}",
         alt=_alt(verdict, trial.data),
     )
@@ -174,15 +175,16 @@ def _roles(verdict: Verdict) -> list[tuple[str, Verdict | Control]]:
     return [(role, of) for role, of in named if of is not None]
 
 
-def _line(role: str, of: Verdict | Control) -> _Line:
+def _line(role: str, of: Verdict | Control, verdict: Verdict) -> _Line:
+    """The words of a region are shown where it is not the claim's own."""
     value, _, interval = interval_text(of.statistic, of.low, of.high).partition(" [")
     what, expected = "its statistic", ""
     if isinstance(of, Control):
         what, expected = of.what, "yes" if of.as_expected else f"no: {of.expected.value} was due"
     region = region_text(of.region_low, of.region_high)
-    return _Line(
-        role, what, value, f"[{interval}" if interval else "", f"{of.n:,}", region, BADGES[of.ruling], expected
-    )
+    words = of.region if of.region != verdict.region else ""
+    bracket = f"[{interval}" if interval else ""
+    return _Line(role, what, value, bracket, f"{of.n:,}", region, words, BADGES[of.ruling], expected)
 
 
 def _alt(verdict: Verdict, data: xr.Dataset) -> str:

@@ -24,16 +24,19 @@ if TYPE_CHECKING:
 SHAPES = ((16, 8), (12, 3), (6, 16))  # tokens and dimensions: a body, a body with many values, a simplex
 BETAS, CLOUDS, PUSH = (0.0, 1.0, 4.0, 16.0), 16, 1.01
 OUTSIDE = Region(text="More than 99 of 100 lie outside by more than 1e-10.", low=0.99)
+EXACT = Region(text="The distance is right within a relative error of 1e-10.", high=1e-10)
 EXPANDS = Region(text="Attention expands: the outputs' diameter over the values' is above 1.", low=1.0)
 KINDS = ("head", "head and residual", "sum of two heads", "farthest value pushed out by 1 %")
 
 
 class Seen(NamedTuple):
     """What one head does in each of its clouds: distances to the hull over the largest value norm (cloud, 4), by
-    ``KINDS``, the largest of the cloud's tokens; and the diameter of outputs over that of values (cloud,).
+    ``KINDS``, the largest of the cloud's tokens; the relative error of the last, which is known (cloud,); and the
+    diameter of outputs over that of values (cloud,).
     """
 
     distance: Tensor
+    error: Tensor
     diameter: Tensor
 
 
@@ -44,13 +47,16 @@ def convex_hull(case: Case) -> Finding:
     Random heads, full and causal, with values of full or low rank, on random clouds. The values V x_j are formed here
     and the outputs by the head; the distance is that of a quadratic program over all weights, which knows nothing of P.
     Beside them o_i + x_i, the sum of two heads against the values of both, and the value farthest from the values'
-    mean, pushed out from it by 1 %.
+    mean, pushed out from it by 1 %. That value is in the hull, and the hull in the ball about the mean on which it
+    lies, so that the distance is 1 % of the ball's radius. Diameters are averaged as they are, for at beta = 0 without
+    a mask all outputs coincide and have no logarithm.
     """
     each = case.count(24, quick=8)
     cells = list(product(BETAS, (False, True), range(each)))
     heads = [_look(case, k, *cell) for k, cell in enumerate(cells)]
     distance = torch.stack([head.distance for head in heads])
     diameter = torch.stack([head.diameter for head in heads])
+    error = torch.cat([head.error for head in heads])
     own, stream, pair, pushed = distance.flatten(0, 1).unbind(-1)
     outside = int((pushed > 1e-10).sum())
     by_beta = distance.mean(1).reshape(len(BETAS), -1, len(KINDS)).movedim(1, 0)
@@ -60,16 +66,36 @@ def convex_hull(case: Case) -> Finding:
         "diameter", spread, {"beta": BETAS, "mask": ("full", "causal")}, label="diameter of outputs / of values"
     )
     return Finding(
-        evidence=Identity(own),
-        null=Check("the farthest value pushed out by 1 %", Identity(pushed)),
+        evidence=Identity(own, "distance"),
+        null=Check(
+            "distance of the farthest value pushed out by 1 %, over the largest value norm",
+            Identity(pushed, "distance"),
+        ),
         data=xr.merge([far, wide], combine_attrs="override"),
-        printed=Check("attention expands", Replicates(diameter.mean(1), "heads"), region=EXPANDS),
+        printed=Check(
+            "attention expands: diameter of the outputs over that of the values",
+            Replicates(diameter.mean(1), "heads"),
+            region=EXPANDS,
+        ),
         also=(
-            Check("every pushed value is outside", Count(outside, len(pushed), "clouds"), Ruling.SUPPORTED, OUTSIDE),
-            Check("the residual added", Identity(stream)),
-            Check("the sum of two heads, in the hull of both", Identity(pair)),
+            Check("share of pushed values outside", Count(outside, len(pushed), "clouds"), Ruling.SUPPORTED, OUTSIDE),
+            Check(
+                "relative error of the pushed value's distance, 1 % of its own from the mean",
+                Identity(error, "relative error"),
+                Ruling.BY_CONSTRUCTION,
+                EXACT,
+            ),
+            Check("distance with the residual added, over the largest value norm", Identity(stream, "distance")),
+            Check(
+                "distance of the sum of two heads to the hull of both, over the largest value norm",
+                Identity(pair, "distance"),
+            ),
         ),
         remark=f"The largest diameter of a head's outputs is {float(diameter.max()):.3f} of its values'.",
+        where=(
+            f"simulation: random heads, (n, d) = {', '.join(map(str, SHAPES))}, beta = {BETAS[0]:g} to {BETAS[-1]:g}, "
+            "full and causal, tokens on the unit sphere"
+        ),
     )
 
 
@@ -85,13 +111,15 @@ def _look(case: Case, k: int, beta: float, causal: bool, number: int) -> Seen:
     farthest = values.gather(-2, away.argmax(-2, keepdim=True).expand(-1, 1, d))
     both = torch.cat([values, others], -2)
     largest, of_both = (v.norm(dim=-1).amax(-1, keepdim=True) for v in (values, both))
+    pushed = hull_distance(center + PUSH * (farthest - center), values)
     found = (
         hull_distance(out, values, mask=mask) / largest,
         hull_distance(x + out, values, mask=mask) / largest,
         hull_distance(out + more, both, mask=torch.cat([mask, mask], -1)) / of_both,
-        hull_distance(center + PUSH * (farthest - center), values) / largest,
+        pushed / largest,
     )
-    return Seen(torch.stack([of.amax(-1) for of in found], -1), _diameter(out) / _diameter(values))
+    error = (pushed / ((PUSH - 1) * away.amax(-2)) - 1).abs()[..., 0]
+    return Seen(torch.stack([of.amax(-1) for of in found], -1), error, _diameter(out) / _diameter(values))
 
 
 def _head(case: Case, stream: int, beta: float, causal: bool, d: int, *, low_rank: bool) -> tuple[SA, Tensor]:

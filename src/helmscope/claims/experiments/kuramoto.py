@@ -19,7 +19,10 @@ if TYPE_CHECKING:
 
 INPUTS, TOKENS = 2_048, 12
 BETAS = (1e-4, 1e-3, 1e-2, 1e-1)
+EQUAL = Region(text="Equality within 1e-12.", high=1e-12)
+FIRST_ORDER = Region(text="The order is 1 within 0.1.", low=0.9, high=1.1)
 SECOND_ORDER = Region(text="The order is 2 within 0.1.", low=1.9, high=2.1)
+_LEAST = 5e-324  # for a difference of 0
 
 
 @experiment("kuramoto", seconds=1)
@@ -28,6 +31,7 @@ def kuramoto(case: Case) -> Finding:
     beta [mean(sin cos) - mean(sin) mean(cos)]; USA is (1/n) sum_j e^(beta cos) sin at any beta.
 
     Random angles; the angular velocity is the tangent component <(-sin, cos), x'>, and the sums are written out here.
+    The order in beta of a difference is the slope of its log between the smallest and the largest beta.
     """
     theta = torch.pi * case.normal(INPUTS, TOKENS, stream=0)
     apart = theta[:, None, :] - theta[:, :, None]
@@ -38,18 +42,36 @@ def kuramoto(case: Case) -> Finding:
     unnormalized = _worst(angular(USA(beta=2.0), theta) - ((2.0 * cosine).exp() * sine).mean(-1))
     seen = [angular(SA(beta=beta), theta) - sums for beta in BETAS]
     remainders = [_worst(each - beta * first) for beta, each in zip(BETAS, seen, strict=True)]
-    logs = torch.stack(remainders).log10()
-    orders = (logs[-1] - logs[0]) / (math.log10(BETAS[-1]) - math.log10(BETAS[0]))
-    gaps = torch.stack([torch.stack([_worst(each) for each in seen], -1), torch.stack(remainders, -1)], -1)
+    without = [_worst(each) for each in seen]
+    gaps = torch.stack([torch.stack(without, -1), torch.stack(remainders, -1)], -1)
     axes = {"beta": BETAS, "against": ("the Kuramoto sum", "with the first-order term")}
     return Finding(
-        evidence=Identity(errors),
-        null=Check("SA at beta = 1e-3 without the first-order term", Identity(_worst(seen[1]))),
+        evidence=Identity(errors, "difference of angular velocity"),
+        null=Check(
+            f"difference of SA at beta = {BETAS[1]:g} from the Kuramoto sum, without the first-order term",
+            Identity(without[1]),
+            region=EQUAL,
+        ),
         data=curve("difference", gaps, axes, label="largest |difference of angular velocity|", log=True),
         also=(
-            Check("USA at beta = 2 against its own sum", Identity(unnormalized), Ruling.BY_CONSTRUCTION),
-            Check("order in beta of the remainder", Replicates(orders, "clouds"), Ruling.SUPPORTED, SECOND_ORDER),
+            Check(
+                "difference of USA at beta = 2 from its own sum", Identity(unnormalized), Ruling.BY_CONSTRUCTION, EQUAL
+            ),
+            Check(
+                "order in beta of the difference, without the first-order term",
+                Replicates(_order(without), "clouds"),
+                Ruling.SUPPORTED,
+                FIRST_ORDER,
+            ),
+            Check(
+                "order in beta of the difference, with the first-order term",
+                Replicates(_order(remainders), "clouds"),
+                Ruling.SUPPORTED,
+                SECOND_ORDER,
+            ),
         ),
+        where=f"simulation on the unit circle: fields at random clouds, n = {TOKENS}, d = 2, beta = 0 and "
+        f"{', '.join(f'{beta:g}' for beta in BETAS)}; nothing is integrated",
     )
 
 
@@ -57,6 +79,12 @@ def angular(field: SA | USA, theta: Tensor) -> Tensor:
     """The velocity of tokens on the circle, as angles a unit of time."""
     x = torch.stack([theta.cos(), theta.sin()], -1)
     return (field(x) * torch.stack([-theta.sin(), theta.cos()], -1)).sum(-1)
+
+
+def _order(differences: list[Tensor]) -> Tensor:
+    """The order in beta of differences, one vector a beta: the slope of the log from the first beta to the last."""
+    first, last = (each.clamp_min(_LEAST).log() for each in (differences[0], differences[-1]))
+    return (last - first) / math.log(BETAS[-1] / BETAS[0])
 
 
 def _worst(difference: Tensor) -> Tensor:

@@ -68,13 +68,13 @@ def mixture(case: Case) -> Finding:
         data=_drawn(start, later),
         also=(
             Check(
-                f"components less clusters by single linkage, {at}",
+                f"number of components less that of clusters by single linkage, {at}",
                 Replicates(stated - linked, "starts"),
                 Ruling.SUPPORTED,
                 AGREES,
             ),
             Check(
-                f"components at {at} less those at beta = {BETAS[0]:g}",
+                f"number of components at {at} less that at beta = {BETAS[0]:g}",
                 Replicates(stated - later.count[0, STATED[1]], "starts"),
                 Ruling.SUPPORTED,
                 MORE,
@@ -86,7 +86,10 @@ def mixture(case: Case) -> Finding:
             f"components are tighter than kappa = {KAPPA_MAX:g}. Of the fits to uniform tokens the largest number is "
             f"{int(null.count.max())}."
         ),
-        where=f"simulation on the unit sphere, {TOKENS} tokens in dimension {DIM}",
+        where=(
+            f"simulation on the unit sphere: n = {TOKENS}, d = {DIM}, beta = {BETAS[0]:g} to {BETAS[-1]:g}, t <= "
+            f"{TIMES[-1]:g}, Dormand-Prince"
+        ),
     )
 
 

@@ -10,6 +10,7 @@ import xarray as xr
 
 from helmscope.claims.curves import curve
 from helmscope.claims.entry import Region
+from helmscope.claims.evidence import Log
 from helmscope.claims.finding import Check, Count, EveryLayer, Finding, Identity, Replicates
 from helmscope.claims.registry import Case, experiment
 from helmscope.fields.attention import SA
@@ -27,10 +28,12 @@ if TYPE_CHECKING:
 TOKENS, DIM, HIDDEN, DEPTH = 8, 16, 32, 24
 BETA = DIM**-0.5
 SIGNS = (1.0, -1.0, None)  # V = +I, -I, and a random one in every layer
+VALUES = ("V = +I", "V = -I", "V random")
 PLACES = ("post-norm", "the same without norm", "pre-norm: the stream", "pre-norm: what the norm hands on")
 NO_LESS = Region(text="The smallest radius is 1 within 1e-9.", high=1e-9)
-GROWS = Region(text="The radius grows: the mean of its log a layer is above 0.", low=0.0)
+GROWS = Region(text="The radius grows: its factor a layer is above 1.", low=1.0)
 LONGER = Region(text="The average is longer than its longest value at most starts.", low=0.5)
+SIZES = (2, 8, 32, 128)
 
 
 class Seen(NamedTuple):
@@ -47,7 +50,9 @@ def norm_confines(case: Case) -> Finding:
     V = -I and no norm a token takes an average from itself that is mostly its own: its radius does not grow.
 
     Layers of random weights with V = +I, -I or random, under UnitNorm, RMSNorm and LayerNorm, the last with and without
-    eps, from random starts. The softmax average alone, sum_j P_ij V x_j, is held against its longest value |V x_j|.
+    eps, from random starts. The softmax average alone, sum_j P_ij V x_j, is held against its longest value |V x_j|: it
+    cannot "increase", which is the half of the print that is tried. It does "decrease": an average of n unit tokens is
+    shorter than they are, by the lengths that the remark gives.
     """
     starts = case.count(256, quick=128)
     norms = _norms(case)
@@ -57,31 +62,64 @@ def norm_confines(case: Case) -> Finding:
     top = largest.amax(1)
     growth = [_growth([runs[n, v].largest for n in range(4)]) for v in range(3)]  # (start, place) for each V
     averages = torch.cat([_average(case, 200 + v, sign, starts) for v, sign in enumerate(SIGNS)])
-    longer, held = int((averages > 1 + 1e-12).sum()), Ruling.BY_CONSTRUCTION
+    longer = int((averages > 1 + 1e-12).sum())
     final = largest[:, -1].median(0).values
+    factors = ", ".join(
+        f"{float(f[:, 1].log().mean().exp()):.3g} with {v}" for v, f in zip(VALUES, growth, strict=True)
+    )
+    lengths = ", ".join(f"{_shrunk(case, n, starts):.2g} at n = {n}" for n in SIZES)
     return Finding(
-        evidence=Identity(top[:, 0]),
-        null=Check("the same layers without the norm", Identity(top[:, 1])),
+        evidence=Identity(top[:, 0], "radius ratio"),
+        null=Check("largest radius ratio of the same layers without the norm", Identity(top[:, 1], "radius ratio")),
         data=_drawn(largest, [torch.cat([runs[n, v].largest[..., 1] for n in range(4)]) for v in range(3)]),
         printed=Check(
-            "a weighted sum of many vectors is longer than they are",
+            'the half that says "increase": share of starts whose softmax average is longer than its longest value',
             Count(longer, len(averages), "starts"),
             region=LONGER,
         ),
-        also=(
-            Check("nor does the radius fall, eps = 0", Identity((1 - exact.amin(1)).abs()), held, NO_LESS),
-            Check("without the norm, V = +I and random", _every(growth[::2], 1), Ruling.SUPPORTED, GROWS),
-            Check("without the norm, V = -I", Replicates(growth[1][:, 1], "starts"), region=GROWS),
-            Check("the stream of pre-norm, each V", _every(growth, 2), Ruling.SUPPORTED, GROWS),
-            Check("the stream of pre-norm is not confined", Identity(top[:, 2])),
-            Check("what the pre-norm hands on", Identity(top[:, 3]), held),
-        ),
+        also=_parts(exact, top, growth),
         remark=(
             f"After {DEPTH} layers the median of the largest radius is {float(final[1]):.3g} without the norm and "
-            f"{float(final[2]):.3g} in the pre-norm stream; a softmax average has a median of "
-            f"{float(averages.median()):.2f} of its longest value."
+            f"{float(final[2]):.3g} in the pre-norm stream. Without the norm a layer multiplies it by {factors}; "
+            f"below 1 it shrinks. A softmax average has a median of {float(averages.median()):.2f} of its longest "
+            f"value; of n unit tokens it has the mean length {lengths}."
         ),
-        where="simulation, gain and bias folded out",
+        where=(
+            f"simulation: n = {TOKENS}, d = {DIM}, beta = {BETA:g}, {DEPTH} layers of attention and MLP, random "
+            "weights, gain and bias folded out"
+        ),
+    )
+
+
+def _parts(exact: Tensor, top: Tensor, growth: list[Tensor]) -> tuple[Check, ...]:
+    """The radius does not fall either, and what it does without the norm and before one."""
+    held = Ruling.BY_CONSTRUCTION
+    return (
+        Check(
+            "1 less the smallest radius ratio along depth, eps = 0",
+            Identity((1 - exact.amin(1)).abs(), "shortfall"),
+            held,
+            NO_LESS,
+        ),
+        Check(
+            "factor of the radius a layer without the norm, V = +I and random",
+            _every(growth[::2], 1, VALUES[::2]),
+            Ruling.SUPPORTED,
+            GROWS,
+        ),
+        Check(
+            "factor of the radius a layer without the norm, V = -I",
+            Replicates(growth[1][:, 1], "starts", scale=Log()),
+            region=GROWS,
+        ),
+        Check(
+            "factor of the radius a layer of the pre-norm stream, each V",
+            _every(growth, 2, VALUES),
+            Ruling.SUPPORTED,
+            GROWS,
+        ),
+        Check("largest radius ratio of the pre-norm stream", Identity(top[:, 2], "radius ratio")),
+        Check("largest radius ratio of what the pre-norm hands on", Identity(top[:, 3], "radius ratio"), held),
     )
 
 
@@ -123,12 +161,12 @@ def _folded_out(norm: Norm, y: Tensor) -> Tensor:
 
 
 def _growth(largest: list[Tensor]) -> Tensor:
-    """The log of the radius a layer, by start and place, averaged over the norms."""
-    return torch.stack([(each[:, -1] / each[:, 0]).log() / DEPTH for each in largest]).mean(0)
+    """The factor of the radius a layer, by start and place, its geometric mean over the norms."""
+    return torch.stack([(each[:, -1] / each[:, 0]).log() / DEPTH for each in largest]).mean(0).exp()
 
 
-def _every(growth: list[Tensor], place: int) -> EveryLayer:
-    return EveryLayer([each[:, place] for each in growth], "starts")
+def _every(growth: list[Tensor], place: int, names: tuple[str, ...]) -> EveryLayer:
+    return EveryLayer([each[:, place] for each in growth], "starts", names, scale=Log())
 
 
 def _average(case: Case, stream: int, sign: float | None, starts: int) -> Tensor:
@@ -140,10 +178,16 @@ def _average(case: Case, stream: int, sign: float | None, starts: int) -> Tensor
     return average / longest
 
 
+def _shrunk(case: Case, n: int, starts: int) -> float:
+    """The mean length of a softmax average of n unit tokens."""
+    x = UnitNorm()(case.normal(starts, n, DIM, stream=500 + n))
+    return float(SA(BETA).ambient(x).norm(dim=-1).mean())
+
+
 def _drawn(largest: Tensor, bare: list[Tensor]) -> xr.Dataset:
     """The radius along depth by place, and without the norm by V."""
     layers, label = range(DEPTH + 1), "largest radius over that of the sphere"
     radius = curve("radius", largest, {"layer": layers, "place": PLACES}, label=label, log=True)
-    values = {"layer": layers, "value": ("V = +I", "V = -I", "V random")}
+    values = {"layer": layers, "value": VALUES}
     without = curve("without_norm", torch.stack(bare, -1), values, label=f"{label}, without norm", log=True)
     return xr.merge([radius, without], combine_attrs="override")

@@ -22,6 +22,7 @@ EPSILONS, DIMS = (1e-12, 1e-8, 1e-5), (4, 8, 64)
 RATIOS = tuple(10.0**k for k in range(-4, 9, 2))  # s^2 / eps
 ZERO = Region(text="The radial eigenvalue is 0 within 1e-12 of the tangential one at most inputs.", low=0.5)
 DIGITS = Region(text="Equality within a relative error of 1e-6.", high=1e-6)
+NOTHING = Region(text="0 within 1e-12 of the tangential eigenvalue.", high=1e-12)
 
 
 class Seen(NamedTuple):
@@ -50,10 +51,10 @@ def radial(case: Case) -> Finding:
     exact = _joined([look(case, 200 + d, 24, 0.0, d) for look, d in product((_rms, _layer), DIMS)])
     seen = _joined([rms, layer])
     usual = float(seen.radial[RATIOS.index(1e4)].median())
-    zeros, held = int((seen.radial.abs() <= 1e-12).sum()), Ruling.BY_CONSTRUCTION
+    zeros = int((seen.radial.abs() <= 1e-12).sum())
     return Finding(
         evidence=Identity((seen.radial - seen.theory).abs()),
-        null=Check("the printed value 0", Identity(seen.radial.abs())),
+        null=Check("error of the printed value 0, over the tangential eigenvalue", Identity(seen.radial.abs())),
         data=curve(
             "radial",
             torch.stack([rms.radial.mT, layer.radial.mT], -1),
@@ -61,19 +62,52 @@ def radial(case: Case) -> Finding:
             label="radial over tangential eigenvalue",
             log=True,
         ),
-        printed=Check("the radial direction is annihilated", Count(zeros, seen.radial.numel(), "inputs"), region=ZERO),
-        also=(
-            Check(
-                "0 fails by eps/(s^2+eps), to 6 digits", Identity((seen.radial / seen.theory - 1).abs()), held, DIGITS
-            ),
-            Check("y is an eigenvector", Identity(seen.aside), held),
-            Check("the tangential eigenvalue is (s^2+eps)^(-1/2)", Identity(seen.tangent), held),
-            Check("LayerNorm takes the mean to 0", Identity(layer.mean), held),
-            Check("RMSNorm takes the mean to 0", Identity(rms.mean)),
-            Check("at eps = 0 the radial eigenvalue is 0", Identity(exact.radial.abs()), held),
+        printed=Check(
+            "share of inputs with radial eigenvalue 0", Count(zeros, seen.radial.numel(), "inputs"), region=ZERO
         ),
+        also=_parts(seen, rms, layer, exact),
         remark=f"At s^2 = 10^4 eps the radial eigenvalue is {usual:.3g} of the tangential one.",
-        where="norms of random vectors, gain and bias folded out",
+        where=(
+            f"simulation: norms of random vectors, d = {', '.join(map(str, DIMS))}, eps = {EPSILONS[0]:g} to "
+            f"{EPSILONS[-1]:g}, s^2/eps = {RATIOS[0]:g} to {RATIOS[-1]:g}, gain and bias folded out"
+        ),
+    )
+
+
+def _parts(seen: Seen, rms: Seen, layer: Seen, exact: Seen) -> tuple[Check, ...]:
+    """The other directions: tangents, the mean, and the radial one at eps = 0."""
+    held = Ruling.BY_CONSTRUCTION
+    return (
+        Check(
+            "relative error of eps/(s^2+eps) for what the printed 0 misses",
+            Identity((seen.radial / seen.theory - 1).abs(), "relative error"),
+            held,
+            DIGITS,
+        ),
+        Check("part of J x aside from x, over the tangential eigenvalue", Identity(seen.aside, "part"), held, NOTHING),
+        Check(
+            "error of J t = (s^2+eps)^(-1/2) t at tangents, over that eigenvalue",
+            Identity(seen.tangent),
+            held,
+            NOTHING,
+        ),
+        Check(
+            "what LayerNorm leaves of the mean, over the tangential eigenvalue",
+            Identity(layer.mean, "rest of the mean"),
+            held,
+            NOTHING,
+        ),
+        Check(
+            "what RMSNorm leaves of the mean, over the tangential eigenvalue",
+            Identity(rms.mean, "rest of the mean"),
+            region=NOTHING,
+        ),
+        Check(
+            "radial over tangential eigenvalue at eps = 0",
+            Identity(exact.radial.abs(), "eigenvalue"),
+            held,
+            NOTHING,
+        ),
     )
 
 

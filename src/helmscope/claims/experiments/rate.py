@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from helmscope.claims.curves import curve
+from helmscope.claims.entry import Region
+from helmscope.claims.evidence import Log
 from helmscope.claims.finding import Check, EveryLayer, Finding, Replicates, SomeLayer
 from helmscope.claims.registry import Case, experiment
 from helmscope.fields.attention import SA, USA
@@ -17,15 +19,19 @@ from helmscope.solve.rk4 import RK4
 from helmscope.types import Ruling
 
 if TYPE_CHECKING:
+    import xarray as xr
     from torch import Tensor
 
 BETAS, SIZES, DIM = (0.0, 1.0, 4.0, 9.0), (2, 16), 8
 SPREAD = 1e-5  # up to beta = 9 the next order is below 1e-8 of the rate, and rounding far below that
 LENGTH, STEP, REST = 1.2, 0.04, 30.0  # in units of the time 1 / rate
 FASTER = 1e-5
+EYE = torch.eye(DIM, dtype=torch.float64)
+PRINTED = Region(text="The printed rate within 1e-6: the ratio to e^-beta is 1.", low=0.999999, high=1.000001)
+LISTED = ", ".join(f"{beta:g}" for beta in BETAS)
 
 
-@experiment("rate", seconds=2.7)
+@experiment("rate", seconds=4)
 def rate(case: Case) -> Finding:
     """Near a cluster x_i' = P_{x_i} sum_j p_ij x_j is (1/n) sum_j x_j - x_i to first order whatever beta, so that
     |x_i - x*| falls as e^-t under SA and as e^(-e^beta t) under USA, and 1 - <x_i, x_j> = |x_i - x_j|^2 / 2 twice as
@@ -33,48 +39,67 @@ def rate(case: Case) -> Finding:
 
     Clusters of size 1e-5, carried by RK4 over 1.2 units of the time 1 / rate; x* is where they are 30 units later. A
     number a start: the slope of log |x_i - x*| over the corrected rate, at the token where it is farthest from 1.
+    The null is a flow that does have the printed rate, SA with V = e^-beta I: the statistic must tell it apart at every
+    beta > 0, and the check of the printed rate must find it.
     """
     starts = case.count(128, quick=32)
     cells = [(kind, beta, n) for kind in (SA, USA) for beta in BETAS for n in SIZES]
     names = [f"{kind.__name__}, beta = {beta:g}, n = {n}" for kind, beta, n in cells]
     clusters = {n: _cluster(case.normal(starts, n, DIM, stream=n)) for n in SIZES}
-    seen = [slopes(kind(beta=beta), clusters[n]) for kind, beta, n in cells]
-    faster = slopes(SA(beta=1.0, value=(1 + FASTER) * torch.eye(DIM, dtype=torch.float64)), clusters[SIZES[-1]])
-    ratios = [tokens / corrected(kind(beta=beta)) for (kind, beta, _), (tokens, _) in zip(cells, seen, strict=True)]
-    doubled = [
-        pairs / (2 * corrected(kind(beta=beta))) for (kind, beta, _), (_, pairs) in zip(cells, seen, strict=True)
-    ]
+    due = [corrected(kind(beta=beta)) for kind, beta, _ in cells]
+    seen = [slopes(kind(beta=beta), clusters[n], rate) for (kind, beta, n), rate in zip(cells, due, strict=True)]
+    faster, _ = slopes(SA(beta=1.0, value=(1 + FASTER) * EYE), clusters[SIZES[-1]], 1.0)
+    ratios = [tokens / rate for (tokens, _), rate in zip(seen, due, strict=True)]
+    doubled = [pairs / (2 * rate) for (_, pairs), rate in zip(seen, due, strict=True)]
     over_printed = [
         tokens.mean(-1) / math.exp(-beta) for (_, beta, _), (tokens, _) in zip(cells, seen, strict=True) if beta > 0
     ]
-    printed = Check("the rate over e^-beta, at every beta > 0", SomeLayer(over_printed, "starts"))
-    largest = {
-        n: [tokens.mean(-1) for cell, (tokens, _) in zip(cells, seen, strict=True) if cell[2] == n] for n in SIZES
-    }
-    sa, usa = torch.stack(largest[SIZES[-1]], -1).reshape(starts, 2, len(BETAS)).unbind(1)
-    bound = (-torch.tensor(BETAS, dtype=torch.float64)).exp().expand_as(sa)
+    slow = {beta: _as_printed(beta, clusters[SIZES[-1]]) for beta in BETAS if beta > 0}
+    found = [farthest(tokens / math.exp(-beta)) for beta, tokens in slow.items()]
+    means = [tokens.mean(-1) for (_, _, n), (tokens, _) in zip(cells, seen, strict=True) if n == SIZES[-1]]
     return Finding(
-        evidence=EveryLayer([farthest(each) for each in ratios], "starts", names),
-        null=printed,
-        printed=printed,
+        evidence=EveryLayer([farthest(each) for each in ratios], "starts", names, Log()),
+        null=Check(
+            "rate over the corrected rate 1, planted flow with the printed rate (SA, V = e^-beta I), at every beta > 0",
+            SomeLayer([farthest(each) for each in slow.values()], "starts", scale=Log()),
+        ),
+        printed=Check(
+            "rate over the printed rate e^-beta, at every beta > 0", SomeLayer(over_printed, "starts", scale=Log())
+        ),
         also=(
             Check(
-                "1 - <x_i, x_j> twice as fast", EveryLayer([farthest(e) for e in doubled], "starts"), Ruling.SUPPORTED
+                "rate over the printed rate e^-beta, planted flow with the printed rate, at every beta > 0",
+                EveryLayer(found, "starts", scale=Log()),
+                Ruling.SUPPORTED,
+                PRINTED,
             ),
-            Check(f"SA made faster by {FASTER:g}", Replicates(farthest(faster[0]), "starts")),
+            Check(
+                "rate of 1 - <x_i, x_j> over 2 (SA), 2 e^beta (USA)",
+                EveryLayer([farthest(each) for each in doubled], "starts", scale=Log()),
+                Ruling.SUPPORTED,
+            ),
+            Check(f"rate of SA made faster by {FASTER:g}, over 1", Replicates(farthest(faster), "starts", Log())),
         ),
-        data=curve(
-            "rate",
-            torch.stack([sa, usa, bound], -1),
-            {"beta": BETAS, "flow": ("SA", "USA", "e^-beta, as printed")},
-            label=f"rate of |x_i - x*|, n = {SIZES[-1]}",
-            log=True,
-        ),
+        data=_picture(torch.stack(means, -1)),
         remark=(
-            f"Over {len(cells)} combinations of flow, beta in {{{', '.join(f'{b:g}' for b in BETAS)}}} and n in "
-            f"{{{', '.join(map(str, SIZES))}}} no token's ratio is farther from 1 than "
+            f"Over {len(cells)} combinations of flow, beta and n no token's ratio is farther from 1 than "
             f"{max(float((each - 1).abs().max()) for each in ratios):.1e}."
         ),
+        where=f"simulation on the unit sphere: clusters of size {SPREAD:g}, n = {', '.join(map(str, SIZES))}, "
+        f"d = {DIM}, beta = {LISTED}, t <= {LENGTH:g} / rate, RK4 step {STEP:g} / rate",
+    )
+
+
+def _picture(means: Tensor) -> xr.Dataset:
+    """The rates of SA and then of USA at every beta (starts, 2 beta), beside the printed one."""
+    sa, usa = means.chunk(2, -1)
+    printed = (-torch.tensor(BETAS, dtype=torch.float64)).exp().expand_as(sa)
+    return curve(
+        "rate",
+        torch.stack([sa, usa, printed], -1),
+        {"beta": BETAS, "flow": ("SA", "USA", "e^-beta, as printed")},
+        label=f"rate of |x_i - x*|, n = {SIZES[-1]}",
+        log=True,
     )
 
 
@@ -87,9 +112,15 @@ def _cluster(noise: Tensor) -> Tensor:
     return sphere.retract(torch.eye(1, DIM, dtype=torch.float64) + SPREAD * noise)
 
 
-def slopes(field: SA | USA, x: Tensor) -> tuple[Tensor, Tensor]:
-    """The decay rates of |x_i - x*| (starts, n) and of |x_i - x_j|^2 / 2 (starts, pairs)."""
-    unit = 1 / corrected(field)
+def _as_printed(beta: float, x: Tensor) -> Tensor:
+    """The decay rate of |x_i - x*| (starts, n) along SA with V = e^-beta I, which is as slow as printed."""
+    slow = math.exp(-beta)
+    return slopes(SA(beta=beta, value=slow * EYE), x, slow)[0]
+
+
+def slopes(field: SA | USA, x: Tensor, rate: float) -> tuple[Tensor, Tensor]:
+    """The decay rates of |x_i - x*| (starts, n) and of |x_i - x_j|^2 / 2 (starts, pairs), seen over 1.2 / rate."""
+    unit = 1 / rate
     end = integrate(field, x, [LENGTH * unit], stepper=RK4(STEP * unit)).states[-1]
     rest = integrate(field, end, [REST * unit]).states[-1]
     cluster = sphere.retract(rest.mean(-2, keepdim=True))

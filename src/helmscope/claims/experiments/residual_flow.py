@@ -23,9 +23,10 @@ from helmscope.types import Ruling
 if TYPE_CHECKING:
     from torch import Tensor
 
-TOKENS, DIM, TIME = 12, 8, 1.0
+TOKENS, DIM, BETA, TIME = 12, 8, 2.0, 1.0
 STEPS = tuple(2.0**-k for k in range(4, 10))
 LOCAL = Region(text="The order is 2 within 0.1.", low=1.9, high=2.1)
+NONE = Region(text="The order is 0 within 0.1.", low=-0.1, high=0.1)
 
 
 @experiment("residual-flow", seconds=4)
@@ -37,7 +38,7 @@ def residual_flow(case: Case) -> Finding:
     layer alone against the flow over h has order 2. The block is causal attention and then an MLP, random weights.
     """
     x = retract(case.normal(case.count(128, quick=32), TOKENS, DIM, stream=0))
-    attention = SA(beta=2.0)
+    attention = SA(beta=BETA)
     exact = _flow(attention, x, [TIME])[0]
     stepped = torch.stack([_apart(_layers(attention, x, h, [TIME])[0], exact) for h in STEPS], -1)
     counts = [TIME / h for h in STEPS]
@@ -54,13 +55,23 @@ def residual_flow(case: Case) -> Finding:
     errors = torch.stack([stepped, unstepped, single, blocks], -1)
     return Finding(
         evidence=Replicates(_order(stepped), "starts"),
-        null=Check("the layer without its step h", Replicates(_order(unstepped), "starts")),
+        null=Check(
+            "order in h of layers without their step h", Replicates(_order(unstepped), "starts"), Ruling.SUPPORTED, NONE
+        ),
         data=curve("error", errors, {"h": STEPS, "layers": what}, label="distance of layers and flow", log=True),
         also=(
-            Check("causal attention and then an MLP", Replicates(_order(blocks), "starts"), Ruling.SUPPORTED),
-            Check("one layer over its own h", Replicates(_order(single), "starts"), Ruling.SUPPORTED, LOCAL),
+            Check(
+                "order in h of causal attention and then an MLP", Replicates(_order(blocks), "starts"), Ruling.SUPPORTED
+            ),
+            Check(
+                "order in h of one layer over its own h", Replicates(_order(single), "starts"), Ruling.SUPPORTED, LOCAL
+            ),
         ),
         remark=f"At h = 1/{1 / STEPS[-1]:.0f} the layers are {float(stepped[:, -1].mean()):.2g} away from the flow.",
+        where=(
+            f"simulation on the unit sphere: n = {TOKENS}, d = {DIM}, beta = {BETA:g}, t <= {TIME:g}, layers of step "
+            f"1/{1 / STEPS[0]:.0f} to 1/{1 / STEPS[-1]:.0f}"
+        ),
     )
 
 
@@ -69,7 +80,7 @@ def _block(case: Case) -> Block:
     query_key, value = case.normal(2, DIM, DIM, stream=1) / math.sqrt(DIM)
     w_in = case.normal(4 * DIM, DIM, stream=2) / math.sqrt(DIM)
     w_out = case.normal(DIM, 4 * DIM, stream=3) / math.sqrt(4 * DIM)
-    return Block(SA(beta=2.0, query_key=query_key, value=value, causal=True), MLP(w_in=w_in, w_out=w_out))
+    return Block(SA(beta=BETA, query_key=query_key, value=value, causal=True), MLP(w_in=w_in, w_out=w_out))
 
 
 def _flow(field: SA | Block, x: Tensor, times: list[float]) -> Tensor:
