@@ -351,3 +351,22 @@ def test_a_signal_is_an_interrupt_and_its_handler_is_given_back(folder, number):
         run(mixture(3), folder, manifest=MANIFEST, engine=Signaling(number=number))
     assert caught.value.__notes__ == [f"finished units are kept in {folder.path}, and the same call goes on from there"]
     assert signal.getsignal(number) == signal.SIG_DFL
+
+
+TRACKER = """
+import statistics, sys, tempfile
+import helmscope as hs
+from joblib.externals.loky.backend.resource_tracker import _resource_tracker
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as root:
+        hs.run([hs.Unit("a", statistics.fmean, {"data": [1]})], hs.RunFolder.new(root, "a"), engine=hs.Processes(2))
+        status = open(f"/proc/{_resource_tracker._pid}/status").read()
+    print(int(status.split("SigIgn:")[1].split()[0], 16) & 1)
+"""
+
+
+def test_a_hang_up_does_not_reach_the_tracker_of_shared_resources():
+    """Its death would bury the end of an interrupted run under complaints. SIGHUP is the first bit of what is ignored."""
+    done = subprocess.run([sys.executable, "-c", TRACKER], capture_output=True, text=True, check=True)
+    assert done.stdout == "1\n"

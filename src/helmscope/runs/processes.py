@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
 import warnings
@@ -72,6 +73,7 @@ class Processes:
                 begun.append(unit.name)
                 yield joblib.delayed(_attempt_for)(os.getpid(), unit, self._limits)
 
+        _start_tracker()
         with joblib.parallel_config(backend="loky", inner_max_num_threads=self.threads):
             # joblib would run a single job in this process, which a fault would then end: 2 processes, 1 of them idle;
             # max_nbytes: large arrays reach the unit as they are, not as read-only files
@@ -79,6 +81,21 @@ class Processes:
                 max(2, jobs), return_as="generator_unordered", pre_dispatch=jobs, batch_size=1, max_nbytes=None
             )
         yield from parallel(tasks())
+
+
+def _start_tracker() -> None:
+    """Starts loky's tracker of shared resources deaf to a hang-up, as it is to Ctrl-C: where it died with the terminal,
+    the end of a run would be buried under its complaints. Only the main thread may change what a signal does.
+    """
+    from joblib.externals.loky.backend.resource_tracker import ensure_running
+
+    if threading.current_thread() is not threading.main_thread():
+        return
+    earlier = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        ensure_running()
+    finally:
+        signal.signal(signal.SIGHUP, earlier)
 
 
 @contextmanager
