@@ -367,6 +367,6 @@ if __name__ == "__main__":
 
 
 def test_a_hang_up_does_not_reach_the_tracker_of_shared_resources():
-    """Its death would bury the end of an interrupted run under complaints. SIGHUP is the first bit of what is ignored."""
+    """Its death would bury the end of a run under complaints. SIGHUP is the first bit of what it ignores."""
     done = subprocess.run([sys.executable, "-c", TRACKER], capture_output=True, text=True, check=True)
     assert done.stdout == "1\n"
