@@ -1,0 +1,217 @@
+"""Attention sums on the circle and on S^2 in O(n): the kernel e^{beta <x, y>} as a short series of products.
+
+    S^1   e^{beta cos(a - b)}   = sum_k c_k cos k(a - b),                       c_0 = I_0(beta), c_k = 2 I_k(beta)
+    S^2   e^{beta <x, y>}       = sum_m e^{i m (phi - phi')} sum_{k k'} A^m_{k k'} u_k(theta) u_k'(theta'),
+
+u_k = cos k theta for even m, sin k theta for odd m (the sphere as a doubled torus), A^m the Fourier coefficients of
+I_m(beta sin sin') e^{beta cos cos'}. All u are bounded by 1 and all A by e^beta, so that no digits are lost, and both
+the moments of the tokens and the sums at the tokens are matrix products. Truncated at the degree L past which the
+harmonic expansion sum_l (2 l + 1) i_l(beta) P_l, or sum_k c_k cos k, adds less than ``tol`` e^beta a pair.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from scipy import special
+
+from helmscope.geometry.sphere import check_tokens
+from helmscope.kernels.dense import AttentionSum
+from helmscope.types import HelmscopeError, real_number
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from jaxtyping import Complex, Float
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    Harmonics = tuple[Tensor, ...]
+
+MOST_DEGREE = 256  # a table of 256^3 numbers is 134 MB
+KEPT = 2**21  # complex numbers, 32 MB
+CHUNK = 4_096  # tokens whose harmonics stay in the cache of a CPU core
+
+
+def harmonic_degree(beta: float, *, dim: int, tol: float = 1e-12) -> int:
+    """The least degree L past which the series adds less than tol e^beta a pair: sum_{l > L} of its coefficients, which
+    are positive, at <x, y> = 1 where all terms add up.
+
+    >>> harmonic_degree(4.0, dim=3, tol=1e-9), harmonic_degree(4.0, dim=2, tol=1e-9)
+    (15, 15)
+    """
+    beta, tol = real_number("beta", beta, at_least=0), real_number("tol", tol, above=0)
+    if dim not in (2, 3):
+        raise HelmscopeError(f"dim is {dim}, but harmonic sums are for the circle and S^2, dim 2 and 3")
+    if beta == 0:
+        return 0
+    k = np.arange(int(beta + 12 * max(beta, 1.0) ** (1 / 3)) + 80)
+    terms = 2 * special.ive(k, beta) if dim == 2 else (2 * k + 1) * special.ive(k + 0.5, beta) * _half(beta)
+    tails = np.cumsum(terms[::-1])[::-1]  # from k on
+    return max(int(np.argmax(tails <= tol)) - 1, 0)
+
+
+def harmonic_sum(
+    x: Float[Tensor, "*batch n d"],
+    *,
+    beta: float,
+    weights: Float[Tensor, "*batch n"] | None = None,
+    skip_self: bool = False,
+    tol: float = 1e-12,
+) -> AttentionSum:
+    """Sum m_j e^{beta <x_i, x_j>} x_j and its mass Z_i over all j, for unit vectors in dimension 2 or 3, with
+    ``shift`` = beta; ``skip_self`` leaves j = i out of the first sum, never out of the mass.
+
+    The error of each sum is at most tol e^beta times the total weight, and rounding: relative to e^beta, not to a sum
+    of far tokens. Costs O(n L^2) on S^2 and O(n L) on the circle, and stores no n x n. No gradient; a beta whose degree
+    is above 256 is refused.
+
+    >>> x = torch.tensor([[1.0, 0.0], [0.0, 1.0]], dtype=torch.float64)
+    >>> harmonic_sum(x, beta=0.0).mean
+    tensor([[0.5000, 0.5000],
+            [0.5000, 0.5000]], dtype=torch.float64)
+    """
+    check_tokens(x)
+    if x.requires_grad:
+        raise HelmscopeError("x requires a gradient, but harmonic sums have none: take the dense kernel")
+    n, d = x.shape[-2:]
+    degree = harmonic_degree(beta, dim=d, tol=tol)
+    if degree > MOST_DEGREE:
+        raise HelmscopeError(f"beta is {beta:g}, but its series has degree {degree}, above {MOST_DEGREE}: lower beta")
+    flat = x.reshape(-1, n, d)
+    mass = torch.ones(flat.shape[:2], dtype=x.dtype, device=x.device)
+    if weights is not None:
+        mass = weights.expand(x.shape[:-1]).reshape(-1, n).to(x)
+    seen = (_circle if d == 2 else _sphere)(flat, mass, float(beta), degree)
+    total, z = seen[..., 1:], seen[..., :1]
+    if skip_self:  # in units of e^beta the own term is m_i x_i exactly
+        total = total - mass.unsqueeze(-1) * flat
+    shift = torch.full_like(z, float(beta)).reshape(*x.shape[:-1], 1)
+    return AttentionSum(total.reshape(x.shape), shift, z.reshape(*x.shape[:-1], 1), shift)
+
+
+def _half(beta: float) -> float:
+    return float(np.sqrt(np.pi / (2 * beta)))
+
+
+def _circle(x: Tensor, mass: Tensor, beta: float, degree: int) -> Float[Tensor, "batch n 3"]:
+    """Z and the two coordinates of the sum, over e^beta."""
+    c = 2 * special.ive(np.arange(degree + 1), beta)
+    c[0] /= 2
+    coefficients = torch.from_numpy(c).to(x)
+    moments = x.new_zeros(len(x), degree + 2, dtype=_complex(x))
+    passes = _twice(x, degree, lambda y: (_powers(torch.complex(y[..., 0], y[..., 1]), degree + 1),))
+    for part, (phases,) in passes():
+        moments += torch.complex(phases.real @ mass[:, part, None], -phases.imag @ mass[:, part, None]).squeeze(-1)
+    below = torch.cat([moments[:, 1:2].conj(), moments[:, :degree]], 1)  # e^{-i (k - 1) phi}
+    above = moments[:, 1:]
+    series = torch.stack([moments[:, :-1], (below + above) / 2, (below - above) / 2j], -1) * coefficients[:, None]
+    out = x.new_empty(*x.shape[:2], 3)
+    for part, (phases,) in passes():
+        known = phases[:, :-1]
+        out[:, part] = known.real.mT @ series.real - known.imag.mT @ series.imag
+    return out
+
+
+def _sphere(x: Tensor, mass: Tensor, beta: float, degree: int) -> Float[Tensor, "batch n 4"]:
+    """Z and the three coordinates of the sum, over e^beta."""
+    size = degree + 2
+    moments = x.new_zeros(len(x), size, size, dtype=_complex(x))
+    passes = _twice(x, degree, lambda y: _harmonics(y, degree + 1))
+    for part, (cosines, sines, phases) in passes():
+        weighted = phases.conj() * mass[:, None, part]
+        for parity, u in ((0, cosines), (1, sines)):
+            w = weighted[:, parity::2]
+            moments[:, parity::2] += torch.complex(w.real @ u.mT, w.imag @ u.mT)
+    table = torch.from_numpy(_table(beta, degree)).to(x)
+    series = torch.einsum("mkl,bmls->bmks", table.to(moments.dtype), _shifted(moments, degree))
+    series[:, 1:] *= 2  # m and -m are conjugate
+    out = x.new_zeros(*x.shape[:2], 4)
+    for part, (cosines, sines, phases) in passes():
+        for parity, u in ((0, cosines), (1, sines)):
+            rows, f = u[:, :-1].mT, series[:, parity::2].transpose(1, 2).flatten(2)
+            real, imag = ((rows @ piece).reshape(*rows.shape[:2], -1, 4) for piece in (f.real, f.imag))
+            p = phases[:, :-1][:, parity::2].transpose(1, 2).unsqueeze(-1)
+            out[:, part] += (real * p.real - imag * p.imag).sum(-2)
+    return out
+
+
+def _shifted(g: Complex[Tensor, "batch m k"], degree: int) -> Complex[Tensor, "batch m k 4"]:
+    """Moments with the weights 1, x, y, z, from those with the weight 1: a factor cos theta or sin theta e^{+-i phi}
+    moves an index by one.
+    """
+    size = degree + 1
+    odd = (torch.arange(size, device=g.device) % 2 == 1)[:, None]
+
+    def times_sine(h: Tensor) -> Tensor:
+        """sin t cos k t = (sin(k+1)t - sin(k-1)t) / 2 and sin t sin k t = (cos(k-1)t - cos(k+1)t) / 2."""
+        up, down = h[..., 1 : size + 1], torch.nn.functional.pad(h[..., : size - 1], (1, 0))
+        first = torch.nn.functional.pad(h[..., 1:2], (0, size - 1))
+        odd_ones = torch.nn.functional.pad(((down - up) / 2)[..., 1:], (1, 0))
+        return torch.where(odd, odd_ones, (up - down + first) / 2)
+
+    plain = g[:, :size, :size]
+    up, down = g[:, :size, 1 : size + 1], torch.nn.functional.pad(g[:, :size, : size - 1], (1, 0))
+    mirrored = torch.nn.functional.pad(g[:, :size, 1:2], (0, size - 1))  # cos(-t) = cos t, sin(-t) = -sin t
+    z = (up + down + torch.where(odd, -mirrored, mirrored)) / 2
+    before = times_sine(torch.cat([g[:, 1:2].conj(), g[:, : size - 1]], 1))
+    after = times_sine(g[:, 1 : size + 1])
+    return torch.stack([plain, (before + after) / 2, (before - after) / 2j, z], -1)
+
+
+@lru_cache(maxsize=16)
+def _table(beta: float, degree: int) -> NDArray[np.float64]:
+    """A^m_{k k'} e^{-beta} for m, k, k' = 0..degree, by the Fourier transform of samples on the doubled torus."""
+    points = 2 * (degree + 2)
+    angle = 2 * np.pi * np.arange(points) / points
+    depth = beta * np.outer(np.sin(angle), np.sin(angle))
+    level = np.exp(beta * (np.outer(np.cos(angle), np.cos(angle)) - 1) + np.abs(depth))
+    twice = np.where(np.arange(degree + 1) > 0, 2.0, 1.0)
+    table = np.empty((degree + 1,) * 3)
+    for m in range(degree + 1):
+        samples = special.ive(m, np.abs(depth)) * np.where(depth < 0, (-1.0) ** m, 1.0) * level
+        found = np.fft.fft2(samples).real[: degree + 1, : degree + 1] / points**2
+        table[m] = found * np.outer(twice, twice) * (1 if m % 2 == 0 else -1)
+        if m % 2:  # there is no sin 0
+            table[m, 0] = table[m, :, 0] = 0.0
+    return table
+
+
+def _harmonics(x: Tensor, degree: int) -> Harmonics:
+    """cos k theta, sin k theta and e^{i k phi} for k = 0..degree, (batch, k, token); at a pole phi is 0."""
+    radius = torch.linalg.vector_norm(x[..., :2], dim=-1)
+    at_pole = radius == 0
+    phase = torch.complex(x[..., 0] + at_pole, x[..., 1]) / (radius + at_pole)
+    turns = _powers(torch.complex(x[..., 2], radius), degree)
+    return turns.real.contiguous(), turns.imag.contiguous(), _powers(phase, degree)
+
+
+def _powers(u: Complex[Tensor, "batch n"], most: int) -> Complex[Tensor, "batch k n"]:
+    """u^0 .. u^most, by doubling: the error of u^k grows with log k."""
+    powers = u.new_ones(len(u), most + 1, u.shape[-1])
+    if most:
+        powers[:, 1] = u
+    have = 1
+    while have < most:
+        more = min(have, most - have)
+        powers[:, have + 1 : have + 1 + more] = powers[:, 1 : 1 + more] * powers[:, have : have + 1]
+        have += more
+    return powers
+
+
+def _twice(
+    x: Tensor, degree: int, make: Callable[[Tensor], Harmonics]
+) -> Callable[[], Iterator[tuple[slice, Harmonics]]]:
+    """The harmonics of x in chunks, to be gone through more than once: kept where they are few, else made again."""
+    parts = [slice(first, first + CHUNK) for first in range(0, x.shape[1], CHUNK)]
+    if x.shape[0] * x.shape[1] * (degree + 2) <= KEPT:
+        made = [(part, make(x[:, part])) for part in parts]
+        return lambda: iter(made)
+    return lambda: ((part, make(x[:, part])) for part in parts)
+
+
+def _complex(x: Tensor) -> torch.dtype:
+    return torch.complex128 if x.dtype == torch.float64 else torch.complex64

@@ -1,0 +1,148 @@
+"""Harmonic sums against the dense ones, plain loops and closed forms; their degree; what they refuse."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from mpmath import mp
+from scipy import special
+
+from helmscope.fields.attention import SA, USA
+from helmscope.geometry.sphere import project, retract
+from helmscope.kernels.dense import attention_sum, logits
+from helmscope.kernels.harmonic import harmonic_degree, harmonic_sum
+from helmscope.theory.energy import energy_min
+from helmscope.types import HelmscopeError
+
+BETAS = (0.0, 1e-3, 0.5, 1.0, 4.0, 9.0, 50.0)
+
+
+def cloud(n: int, d: int, *, batch: int = 2, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return retract(torch.randn(batch, n, d, generator=generator, dtype=torch.float64))
+
+
+def over_scale(sums, beta: float) -> torch.Tensor:
+    """Mass and sum over e^beta."""
+    mass = sums.mass * torch.exp(sums.mass_shift - beta)
+    return torch.cat([mass, sums.total * torch.exp(sums.shift - beta)], -1)
+
+
+@pytest.mark.parametrize("skip_self", [False, True])
+@pytest.mark.parametrize("n", [1, 2, 3, 257])
+@pytest.mark.parametrize("d", [2, 3])
+@pytest.mark.parametrize("beta", BETAS)
+def test_they_are_the_dense_sums(beta: float, d: int, n: int, skip_self: bool) -> None:
+    """Within 2e-13 of e^beta times the total weight: truncation at 1e-13, and rounding."""
+    x, weights = cloud(n, d), torch.rand(2, n, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    weights[:, 0] = 0.0 if n > 2 else 1.0
+    for mass in (None, weights):
+        dense = attention_sum(logits(beta * x, x, weights=mass), x, weights=mass, skip_self=skip_self)
+        found = harmonic_sum(x, beta=beta, weights=mass, skip_self=skip_self, tol=1e-13)
+        assert torch.equal(found.shift, torch.full_like(found.shift, beta))
+        scale = float(n if mass is None else mass.sum(-1).max())
+        assert float((over_scale(found, beta) - over_scale(dense, beta)).abs().max()) <= 2e-13 * scale
+
+
+@pytest.mark.parametrize("d", [2, 3])
+def test_they_are_the_plain_loop_at_chosen_points(d: int) -> None:
+    """Poles, antipodes, equal tokens and tokens a hair from the pole, in 30 digits."""
+    rows = [[0.0] * (d - 1) + [1.0], [0.0] * (d - 1) + [-1.0], [1.0] + [0.0] * (d - 1), [-1.0] + [0.0] * (d - 1)]
+    x = retract(torch.tensor([*rows, rows[0], [1e-9] * (d - 1) + [1.0], [0.6, -0.8][:d] + [0.0] * (d - 2)]).double())
+    found = over_scale(harmonic_sum(x, beta=4.0, tol=1e-14), 4.0)
+    with mp.workdps(30):
+        for i, a in enumerate(x.tolist()):
+            terms = [mp.exp(4 * (mp.fdot(a, b) - 1)) for b in x.tolist()]
+            expected = [mp.fsum(terms), *(mp.fdot(terms, x[:, k].tolist()) for k in range(d))]
+            assert max(abs(float(e) - v) for e, v in zip(expected, found[i].tolist(), strict=True)) < 2e-14
+
+
+@pytest.mark.parametrize("d", [2, 3])
+@pytest.mark.parametrize("tol", [1e-3, 1e-6, 1e-9, 1e-12])
+@pytest.mark.parametrize("beta", [0.5, 4.0, 30.0])
+def test_the_degree_keeps_its_tolerance_and_one_less_does_not(beta: float, tol: float, d: int) -> None:
+    """The tail of the series at <x, y> = 1, in 30 digits."""
+    degree = harmonic_degree(beta, dim=d, tol=tol)
+    with mp.workdps(30):
+
+        def tail(first: int) -> float:
+            def term(k: int) -> object:
+                half = mp.sqrt(mp.pi / (2 * beta)) * mp.besseli(k + mp.mpf(1) / 2, beta)
+                return 2 * mp.besseli(k, beta) if d == 2 else (2 * k + 1) * half
+
+            return float(mp.fsum(term(k) for k in range(first, first + 120)) * mp.exp(-beta))
+
+        assert tail(degree + 1) <= tol * (1 + 1e-12)
+        assert tail(degree) > tol
+
+
+def test_a_coarse_tolerance_is_kept_by_the_sums() -> None:
+    x = cloud(200, 3)
+    dense = over_scale(attention_sum(logits(9.0 * x, x), x), 9.0)
+    for tol in (1e-3, 1e-6, 1e-9):
+        error = float((over_scale(harmonic_sum(x, beta=9.0, tol=tol), 9.0) - dense).abs().max())
+        assert tol / 1e6 < error <= tol * 200
+
+
+@pytest.mark.parametrize("d", [2, 3])
+def test_velocities_of_sa_and_usa_follow(d: int) -> None:
+    x = cloud(300, d)
+    sums = harmonic_sum(x, beta=4.0, skip_self=True)
+    assert torch.allclose(project(x, sums.mean), SA(beta=4.0)(x), rtol=0, atol=1e-12)
+    assert torch.allclose(project(x, sums.total) * math.exp(4.0) / 300, USA(beta=4.0)(x), rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize(("d", "beta"), [(2, 9.0), (3, 1.0), (3, 9.0)])
+def test_a_quadrature_of_the_uniform_law_has_the_least_energy(d: int, beta: float) -> None:
+    """The mass of a regular polygon, or of a product rule, is the closed form 2 beta E_min at every token."""
+    count = 64
+    angle = 2 * math.pi * torch.arange(count, dtype=torch.float64) / count
+    x, weights = torch.stack([angle.cos(), angle.sin()], -1), torch.full((count,), 1 / count, dtype=torch.float64)
+    if d == 3:
+        nodes, w = (torch.from_numpy(part) for part in special.roots_legendre(32))
+        ring = (1 - nodes**2).sqrt()[:, None, None] * x
+        x = torch.cat([ring, nodes[:, None, None].expand(32, count, 1)], -1).flatten(0, 1)
+        weights = (w[:, None] * weights / 2).flatten()
+    mass = harmonic_sum(retract(x), beta=beta, weights=weights).mass * math.exp(beta)
+    assert torch.allclose(mass, torch.full_like(mass, 2 * beta * energy_min(beta=beta, dim=d)), rtol=1e-11, atol=0)
+
+
+def test_a_system_alone_and_in_a_batch_and_chunks_of_it_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = cloud(300, 3, batch=5)
+    whole = over_scale(harmonic_sum(x, beta=4.0), 4.0)
+    alone = torch.stack([over_scale(harmonic_sum(each, beta=4.0), 4.0) for each in x])
+    assert torch.allclose(whole, alone, rtol=0, atol=1e-12)
+    monkeypatch.setattr("helmscope.kernels.harmonic.CHUNK", 7)
+    assert torch.allclose(over_scale(harmonic_sum(x, beta=4.0), 4.0), whole, rtol=0, atol=1e-11)
+
+
+def test_single_precision_keeps_its_digits() -> None:
+    x = cloud(500, 3)
+    found = harmonic_sum(x.float(), beta=4.0, tol=1e-7)
+    assert found.mass.dtype == torch.float32
+    assert float((found.mean.double() - harmonic_sum(x, beta=4.0).mean).abs().max()) < 2e-6
+
+
+def test_many_tokens_need_no_matrix_of_pairs() -> None:
+    """200,000 tokens, whose pairs would fill 320 GB; forty rows against the sum over all."""
+    x = cloud(200_000, 3, batch=1)[0]
+    found = over_scale(harmonic_sum(x, beta=4.0, tol=1e-9), 4.0)[:40]
+    kernel = torch.exp(4.0 * (x[:40] @ x.mT) - 4.0)
+    assert torch.allclose(found, torch.cat([kernel.sum(-1, keepdim=True), kernel @ x], -1), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("act", "sentence"),
+    [
+        (lambda: harmonic_sum(cloud(3, 4), beta=1.0), "dim is 4, but harmonic sums are for the circle and S"),
+        (lambda: harmonic_sum(cloud(3, 3), beta=-1.0), "beta is -1.0, but it must be a finite number >= 0"),
+        (lambda: harmonic_sum(cloud(3, 3), beta=4.0, tol=0.0), "tol is 0.0, but it must be a finite number > 0"),
+        (lambda: harmonic_sum(cloud(3, 3), beta=1e4), "beta is 10000, but its series has degree"),
+        (lambda: harmonic_sum(cloud(3, 3).requires_grad_(), beta=1.0), "x requires a gradient, but harmonic sums"),
+    ],
+)
+def test_refusals(act, sentence: str) -> None:
+    with pytest.raises(HelmscopeError, match=sentence):
+        act()
