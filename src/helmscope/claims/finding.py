@@ -151,8 +151,8 @@ class Paired:
             raise HelmscopeError(f"region is '{region.text}' with bounds, but paired differences are held against 0")
         interval, p = mean_interval(self.differences), sign_flip(self.differences).two_sided
         differs = p <= 0.05 and not interval.low <= 0 <= interval.high
-        enough = sample_size(interval, Region(text="", low=0.0)) if interval.estimate > 0 else None
-        enough = sample_size(interval, Region(text="", high=0.0)) if interval.estimate < 0 else enough
+        side = Region(text="", low=0.0) if interval.estimate > 0 else Region(text="", high=0.0)
+        enough = None if interval.estimate == 0 else sample_size(interval, side)
         how = f"from {interval.n:,} pairs of {self.of}, sign flips p = {p:.2g}"
         return Weighed(interval, Ruling.SUPPORTED if differs else Ruling.INCONCLUSIVE, how, enough)
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from helmscope.claims.reading import read_catalogue
-from helmscope.store.atomic import one_line
+from helmscope.runs.attempt import described
 from helmscope.store.manifest import hash_bytes, hash_file
 from helmscope.types import HelmscopeError, known_name, real_number, whole_number
 
@@ -30,7 +30,7 @@ SEEDS = 2**32  # as of a random start
 
 @dataclass(frozen=True)
 class Case:
-    """How an experiment is run: its seed, and whether quickly, with the fewest replicates that the rules allow.
+    """How an experiment is run: its seed, and whether quickly, with fewer replicates.
 
     >>> Case(quick=True).count(128, quick=32)
     32
@@ -177,7 +177,7 @@ def _run_file(path: Path) -> str:
         del sys.modules[name]
         if isinstance(error, HelmscopeError):
             raise
-        raise HelmscopeError(f"{path} cannot be run: {type(error).__name__}: {one_line(error)}") from error
+        raise HelmscopeError(f"{path} cannot be run: {described(error)}") from error
     finally:
         sys.path.remove(str(path.parent))
     return name

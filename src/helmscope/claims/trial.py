@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 from helmscope.claims.judge import judge
 from helmscope.claims.reading import read_catalogue
 from helmscope.claims.registry import Case, Experiment, Registered, code_file, experiments
+from helmscope.runs.attempt import described
 from helmscope.runs.run import RunResult, UnitsFailed, run
 from helmscope.runs.unit import Unit
-from helmscope.store.atomic import one_line
 from helmscope.store.manifest import hash_file
 from helmscope.store.verdicts import decode_verdicts, encode_verdicts
 from helmscope.types import HelmscopeError, Verdict, known_name
@@ -44,18 +44,19 @@ class Trial:
 def try_claim(claim: str, *, seed: int = 0, quick: bool = False, folder: str | Path | None = None) -> Trial:
     """Runs the experiment of one claim and judges what it found, by the entry's frozen region.
 
-    ``quick`` takes the fewest replicates that the rules allow. With ``folder`` the claim is one of a user's catalogue,
+    ``quick`` takes fewer replicates. With ``folder`` the claim is one of a user's catalogue,
     and the Python files there are run. Equal seeds give equal verdicts. An unknown claim is refused with the nearest
     one, and so is one without an experiment.
 
     >>> try_claim("kuramoto", quick=True).verdict.ruling.value
     'true by construction'
     """
-    case, tried = Case(seed, quick), _tried(claim, folder)
+    case, tried = Case(seed, quick), registered(claim, folder)
     try:
         finding = tried.function(case)
     except Exception as error:
-        raise HelmscopeError(f"experiment of '{claim}' failed{_line(error, tried.function)}: {_said(error)}") from error
+        said = str(error) if isinstance(error, HelmscopeError) else described(error)
+        raise HelmscopeError(f"experiment of '{claim}' failed{_line(error, tried.function)}: {said}") from error
     return Trial(judge(read_catalogue(folder)[claim], finding), finding.data)
 
 
@@ -100,7 +101,7 @@ def run_trials(
     place = None if folder is None else str(Path(folder).resolve())
     asked = {"seed": Case(seed, quick).seed, "quick": quick, "folder": place}
     for claim in claims:
-        _tried(claim, place)
+        registered(claim, place)
     units = [Unit(claim, trial_unit, {"claim": claim, "sources": sources(claim, place), **asked}) for claim in claims]
     failed = None
     try:
@@ -140,8 +141,12 @@ def _read(dataset: xr.Dataset) -> Trial:
     return Trial(verdict, dataset.drop_attrs(deep=False).assign_attrs(n=dataset.attrs["n"]))
 
 
-def _tried(claim: str, folder: str | Path | None) -> Registered:
-    """The experiment of a claim that is in the catalogue."""
+def registered(claim: str, folder: str | Path | None) -> Registered:
+    """The experiment of a claim; an unknown claim is refused with the nearest one, and so is one without experiment.
+
+    >>> registered("rate", None).claim
+    'rate'
+    """
     if not isinstance(claim, str):
         raise HelmscopeError(f"claim is a {type(claim).__name__}, but it must be an id, such as 'rate'")
     known_name("claim", claim, read_catalogue(folder))
@@ -156,10 +161,3 @@ def _line(error: Exception, function: Experiment) -> str:
     file = code_file(function)
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == file]
     return f" in {file.name}, line {lines[-1]}" if lines else ""
-
-
-def _said(error: Exception) -> str:
-    text = one_line(error)
-    if isinstance(error, HelmscopeError):
-        return text
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__

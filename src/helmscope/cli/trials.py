@@ -33,20 +33,17 @@ def asked_claims(claims: list[str], folder: str | None, *, seed: int) -> list[st
     """The claims to try, each once: those named, or all that have an experiment. Says whose code is about to run."""
     from helmscope.claims.reading import read_catalogue
     from helmscope.claims.registry import Case, experiments
+    from helmscope.claims.trial import registered
     from helmscope.runs.progress import say
 
     Case(seed)
     entries = read_catalogue(folder)
-    for claim in claims:
+    for claim in claims:  # before anybody's code runs
         known_name("claim", claim, entries)
     if folder is not None:
         files = ", ".join(path.name for path in sorted(Path(folder).glob("*.py"))) or "no Python file"
         say(f"running the code in {folder}: {files}")
-    known = experiments(folder)
-    asked = list(dict.fromkeys(claims or known))
-    untried = [claim for claim in asked if claim not in known]
-    if untried:
-        raise HelmscopeError(f"claim '{untried[0]}' is not yet tried: it has no experiment")
+    asked = [registered(claim, folder).claim for claim in dict.fromkeys(claims)] or list(experiments(folder))
     if not asked:
         raise HelmscopeError(f"folder is '{folder}', but no function in it is decorated with experiment(ID)")
     return asked
