@@ -1,12 +1,38 @@
-"""What several tests of the command line share."""
+"""What several tests share."""
 
 from __future__ import annotations
 
+import importlib
+import os
 import sys
 
 import pytest
+import torch
 
 from helmscope import cli
+from helmscope.kernels import flash
+
+if not torch.cuda.is_available():  # before anything imports triton: GPU kernels run under its interpreter
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _loop_bounds():
+    """The interpreter of Triton 3.6 takes int() of arrays of one element, which NumPy 2.4 refuses.
+
+    Mended when ``Flash`` first asks for its kernel, so that no other test imports triton.
+    """
+
+    def whole(*bounds):
+        return range(*(b.handle.data.item() if hasattr(b, "handle") else b for b in bounds))
+
+    def mended(*given, halves=flash._halves):
+        importlib.import_module("triton.runtime.interpreter").range = whole
+        return halves(*given)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(flash, "_halves", mended)
+        yield
 
 
 @pytest.fixture

@@ -20,7 +20,10 @@ import attention_family_oracles as family
 from attention_cases import F64, listed, measure, normal, tokens
 
 NAMES = ("lowrank", "attention", "hardmax", "sinkhorn", "alibi", "multihead")
-MODULES = ("helmscope.kernels.dense", *(f"helmscope.fields.{name}" for name in NAMES))
+MODULES = (
+    *(f"helmscope.kernels.{name}" for name in ("kernel", "dense", "choose")),
+    *(f"helmscope.fields.{name}" for name in NAMES),
+)
 
 
 class Fault(NamedTuple):
@@ -47,9 +50,7 @@ FAULTS = {
         "if isinstance(matrix, LowRank):\n        return None",
         "if isinstance(matrix, LowRank):\n        return 1.0",
     ),
-    "settling forgotten": Fault(
-        "attention", "return self.settle(self._raw_logits(x, weights), weights)", "return self._raw_logits(x, weights)"
-    ),
+    "settling forgotten": Fault("attention", "None if type(self).settle is Attention.settle else self.settle", "None"),
     "hardmax takes the least": Fault(
         "hardmax", "best >= best.amax(-1, keepdim=True) - tie", "best <= best.amin(-1, keepdim=True) + tie"
     ),
@@ -101,7 +102,7 @@ FAULTS = {
     ),
     "scales of values lost": Fault("multihead", "torch.tensor([self._value_scales],", "torch.tensor([[1.0] * heads],"),
     "heads share one scale": Fault("multihead", "torch.exp(shift - top.unsqueeze(-3)) * sums.total", "sums.total"),
-    "M lost": Fault("multihead", "* sums.total / total_weight(carried, shares), top", "* sums.total, top"),
+    "M lost": Fault("multihead", "* sums.total / total_weight(request.value, request.weights)", "* sums.total"),
     "own term skipped for any value": Fault("multihead", "head.value_scale is not None for head", "True for head"),
     "outputs without values": Fault(
         "multihead", "return parts if left is None else matrix_product(parts, left.mT.contiguous())", "return parts"

@@ -20,10 +20,11 @@ import torch
 import oracles
 
 F64 = torch.float64
-SPHERE, DENSE = "helmscope.geometry.sphere", "helmscope.kernels.dense"
+SPHERE, KERNEL = "helmscope.geometry.sphere", "helmscope.kernels.kernel"
+DENSE, CHOOSE = "helmscope.kernels.dense", "helmscope.kernels.choose"
 FIELD, LOWRANK = "helmscope.fields.field", "helmscope.fields.lowrank"
 ATTENTION = "helmscope.fields.attention"
-MODULES = (SPHERE, DENSE, FIELD, LOWRANK, ATTENTION)  # each imports only from those before it
+MODULES = (SPHERE, KERNEL, DENSE, CHOOSE, FIELD, LOWRANK, ATTENTION)  # each imports only from those before it
 
 
 class Fault(NamedTuple):
@@ -35,14 +36,14 @@ class Fault(NamedTuple):
 
 FAULTS = {
     "projection adds": Fault("sign", SPHERE, "return v - (x * v).sum", "return v + (x * v).sum"),
-    "beta negative": Fault("sign", ATTENTION, "logits(self.factor * query", "logits(-self.factor * query"),
+    "beta negative": Fault("sign", ATTENTION, "self.factor * query,", "-self.factor * query,"),
     "bias negative": Fault("sign", DENSE, "pairs = pairs + bias", "pairs = pairs - bias"),
     "value scale without sign": Fault(
         "sign", ATTENTION, "return self.value_scale * total", "return abs(self.value_scale) * total"
     ),
     "causal triangle flipped": Fault("sign", DENSE, ".triu(1)", ".tril(-1)"),
     "mask inverted": Fault("sign", FIELD, "combined * mask.to(x)", "combined * (~mask).to(x)"),
-    "beta twice": Fault("factor", ATTENTION, "logits(self.factor * query", "logits(2 * self.factor * query"),
+    "beta twice": Fault("factor", ATTENTION, "self.factor * query,", "2 * self.factor * query,"),
     "value scale lost": Fault("factor", ATTENTION, "return self.value_scale * total", "return total"),
     "no 1/n": Fault("factor", ATTENTION, "float(x.shape[-2]) if weights is None", "1.0 if weights is None"),
     "M counts tokens": Fault("factor", ATTENTION, "weights.sum(-1)[..., None, None]", "float(x.shape[-2])"),
@@ -50,7 +51,7 @@ FAULTS = {
         "factor", DENSE, "mass = mass * torch.exp(shift - mass_shift) + own_mass", "mass = mass"
     ),
     "mass not brought to its scale": Fault("factor", DENSE, "mass * torch.exp(shift - mass_shift)", "mass"),
-    "mean not brought to its scale": Fault("factor", DENSE, "(torch.exp(self.shift - self.mass_shift) /", "(1 /"),
+    "mean not brought to its scale": Fault("factor", KERNEL, "(torch.exp(self.shift - self.mass_shift) /", "(1 /"),
     "velocity without its scale": Fault(
         "factor", ATTENTION, "torch.exp(scaled.log_scale) * scaled.direction", "scaled.direction"
     ),
@@ -89,10 +90,10 @@ FAULTS = {
         "mask", DENSE, "pairs = pairs.masked_fill((weights == 0).unsqueeze(-2), -torch.inf)", "pairs = pairs"
     ),
     "own term skipped for any V": Fault(
-        "mask", ATTENTION, "skip_self = tangent and self.value_scale is not None", "skip_self = tangent"
+        "mask", ATTENTION, "skip_self=tangent and self.value_scale is not None", "skip_self=tangent"
     ),
     "own term skipped before projection": Fault(
-        "mask", ATTENTION, "skip_self = tangent and self.value_scale", "skip_self = self.value_scale"
+        "mask", ATTENTION, "skip_self=tangent and self.value_scale", "skip_self=self.value_scale"
     ),
 }
 

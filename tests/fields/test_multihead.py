@@ -71,20 +71,20 @@ def test_it_is_the_sum_of_its_heads(kind):
 def test_heads_are_one_axis_and_no_loop(make, monkeypatch):
     calls = []
 
-    def counted(pairs, value, **options):
-        calls.append(pairs.shape)
-        return original(pairs, value, **options)
+    def counted(request):
+        calls.append(request.query.shape[:-1])
+        return original(request)
 
-    original = module.attention_sum
-    monkeypatch.setattr(module, "attention_sum", counted)
+    original = module.token_sum
+    monkeypatch.setattr(module, "token_sum", counted)
     MultiHead(heads_of("sa", make, 4, 3, count=12))(tokens(2, 4, 3))
-    assert calls == [(2, 12, 4, 4)]
+    assert calls == [(2, 12, 4)]
 
 
 def test_ranks_of_heads_stay_thin(monkeypatch):
     seen = []
-    original = module.attention_sum
-    monkeypatch.setattr(module, "attention_sum", lambda p, v, **o: seen.append(v.shape) or original(p, v, **o))
+    original = module.token_sum
+    monkeypatch.setattr(module, "token_sum", lambda request: seen.append(request.value.shape) or original(request))
     MultiHead([SA(1.0, value=thin(50, r)) for r in (1, 4, 2)])(tokens(6, 50))
     assert seen == [(1, 3, 6, 4)]
 

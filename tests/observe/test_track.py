@@ -120,7 +120,7 @@ def test_overview_number_by_number(trajectory):
         means, errors = by_loops(lambda cloud, k=k: oracles.histogram(cloud, edges)[k], trajectory)
         assert seen.share.values[:, k] == pytest.approx(means, rel=1e-13, abs=1e-15)
         assert seen.share_stderr.values[:, k] == pytest.approx(errors, rel=1e-12, abs=1e-15)
-    assert seen.attrs == {"n": 4, "beta": 3.0, "delta": 0.2, "radius": 0.3}
+    assert seen.attrs == {"n": 4, "beta": 3.0, "delta": 0.2, "radius": 0.3, "every": 1}
     assert hs.check_measurement(seen) is seen
 
 

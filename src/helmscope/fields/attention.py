@@ -15,7 +15,8 @@ A field of the softmax kind differs from SA in what it makes of the logits alone
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar
 
@@ -24,10 +25,14 @@ import torch
 from helmscope.fields.field import ScaledVelocity, check_weights
 from helmscope.fields.lowrank import LowRank, query_and_key
 from helmscope.geometry.sphere import check_tokens, project
-from helmscope.kernels.dense import AttentionSum, attention_sum, logits, matrix_product
+from helmscope.kernels.choose import token_sum
+from helmscope.kernels.dense import attention_sum, matrix_product, settled_logits
+from helmscope.kernels.kernel import AttentionSum, Request
 from helmscope.types import HelmscopeError, real_number
 
 if TYPE_CHECKING:
+    from typing import Self
+
     from jaxtyping import Bool, Float
     from torch import Tensor
 
@@ -101,6 +106,11 @@ class Attention(CheckedField):
         """c where V = c I exactly (1 where no value is given), else None."""
         return _scale_of(self.value)
 
+    @cached_property
+    def logit_scale(self) -> float | None:
+        """c where B = c I exactly (1 where no query_key is given), else None."""
+        return _scale_of(self.query_key)
+
     @property
     def exchangeable(self) -> bool:
         """Whether tokens can be relabelled, and so merged: no causal mask, no bias."""
@@ -109,7 +119,7 @@ class Attention(CheckedField):
     @property
     def is_isotropic(self) -> bool:
         """Whether the flow is that of Q = K = V = I with full attention, for which theory has closed forms."""
-        return self.exchangeable and self.value_scale == 1 and _scale_of(self.query_key) == 1
+        return self.exchangeable and self.value_scale == 1 and self.logit_scale == 1
 
     def check_size(self, x: Float[Tensor, "*batch n d"]) -> None:
         """Refuse tokens that do not fit the matrices of this field."""
@@ -128,18 +138,40 @@ class Attention(CheckedField):
         """What this field makes of raw logits before they are summed: nothing, unless it says so."""
         return pairs
 
+    def restricted(self, dim: int) -> Self | None:
+        """The same flow on R^dim, where it commutes with rotations because B and V are multiples of I; else None."""
+        b, v = self.logit_scale, self.value_scale
+        if b is None or v is None:
+            return None
+        eye = torch.eye(dim, dtype=torch.float64)
+        return replace(self, query_key=None if b == 1 else b * eye, value=None if v == 1 else v * eye)
+
+    def request(self, x: Float[Tensor, "*batch n d"], weights: Tensor | None = None, *, tangent: bool) -> Request:
+        """The sum that makes the velocity; ``tangent`` where it will be projected."""
+        query, key = query_and_key(x, self.query_key)
+        thin = isinstance(self.value, LowRank)
+        return Request(
+            self.factor * query,
+            key,
+            matrix_product(x, self.value.right.to(x)) if isinstance(self.value, LowRank) else x,
+            weights=weights,
+            bias=None if self.bias is None else self.bias.to(x),
+            causal=self.causal,
+            skip_self=tangent and self.value_scale is not None,  # then V x_i is parallel to x_i
+            beta=None if self.logit_scale is None or thin else self.factor * self.logit_scale,
+            settle=self.settles,
+        )
+
+    @property
+    def settles(self) -> Callable[[Tensor, Tensor | None], Tensor] | None:
+        """``settle``, where this field has one of its own."""
+        return None if type(self).settle is Attention.settle else self.settle
+
     def _sum(self, x: Tensor, weights: Tensor | None, *, tangent: bool) -> AttentionSum:
-        skip_self = tangent and self.value_scale is not None  # then V x_i is parallel to x_i
-        carried = matrix_product(x, self.value.right.to(x)) if isinstance(self.value, LowRank) else x
-        return attention_sum(self._logits(x, weights), carried, weights=weights, skip_self=skip_self)
+        return token_sum(self.request(x, weights, tangent=tangent))
 
     def _logits(self, x: Tensor, weights: Tensor | None) -> Tensor:
-        return self.settle(self._raw_logits(x, weights), weights)
-
-    def _raw_logits(self, x: Tensor, weights: Tensor | None) -> Tensor:
-        query, key = query_and_key(x, self.query_key)
-        bias = None if self.bias is None else self.bias.to(x)
-        return logits(self.factor * query, key, bias=bias, causal=self.causal, weights=weights)
+        return settled_logits(self.request(x, weights, tangent=False))
 
     def _valued(self, total: Tensor) -> Tensor:
         """V applied to a sum of tokens: V sum_j w_j x_j = sum_j w_j V x_j. A V of low rank was applied by half."""

@@ -10,7 +10,7 @@ axis of the tensors, never a loop.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
@@ -29,7 +29,9 @@ from helmscope.fields.attention import (
 from helmscope.fields.field import ScaledVelocity, is_continuous
 from helmscope.fields.lowrank import LowRank, as_dense
 from helmscope.geometry.sphere import project
-from helmscope.kernels.dense import attention_sum, logits, matrix_product
+from helmscope.kernels.choose import token_sum
+from helmscope.kernels.dense import matrix_product, settled_logits
+from helmscope.kernels.kernel import Request, sees_somebody
 from helmscope.types import HelmscopeError, real_number
 
 if TYPE_CHECKING:
@@ -156,38 +158,49 @@ class MultiHead(CheckedField):
         self, x: Float[Tensor, "*batch n d"], weights: Tensor | None = None
     ) -> Float[Tensor, "*batch heads n n"]:
         """The weight of key j for query i in each head: outputs_hi = sum_j kernel_hij V_h x_j."""
-        shares = None if weights is None else weights.unsqueeze(-2)
-        return (softmax_kernel if self.normalized else sum_kernel)(self._logits(x, shares), shares)
+        request = self.request(x, weights, tangent=False)
+        return (softmax_kernel if self.normalized else sum_kernel)(settled_logits(request), request.weights)
+
+    def restricted(self, dim: int) -> MultiHead | None:
+        """The same flow on R^dim, where all heads commute with rotations; else None."""
+        heads = [each for head in self.heads if (each := head.restricted(dim)) is not None]
+        return replace(self, heads=heads) if len(heads) == len(self.heads) else None
 
     def _parts(self, x: Tensor, weights: Tensor | None, *, tangent: bool) -> tuple[Tensor, Tensor]:
         """What V_h (or its left factor) is applied to, (*batch, heads, n, r), over e^{shift}, (*batch, n, 1)."""
-        shares = None if weights is None else weights.unsqueeze(-2)
-        skip_self = self._skip_self(x) if tangent else False
-        _, right = _factors([head.value for head in self.heads], x)
-        carried = self._through(x, right)
-        pairs = self._logits(x, shares)
-        sums = attention_sum(pairs, carried, weights=shares, skip_self=skip_self)
+        request = self.request(x, weights, tangent=tangent)
+        sums = token_sum(request)
         if self.normalized:
             return sums.mean, torch.zeros_like(x[..., :1])
-        visible = (pairs > -torch.inf) & ~(torch.eye(x.shape[-2], dtype=torch.bool, device=x.device) & skip_self)
         # a head that sees nobody must not set the scale of the others
-        shift = torch.where(visible.any(-1, keepdim=True), sums.shift, -torch.inf)
+        shift = torch.where(sees_somebody(request), sums.shift, -torch.inf)
         top = shift.amax(-3)
         top = torch.where(top > -torch.inf, top, 0.0)
-        return torch.exp(shift - top.unsqueeze(-3)) * sums.total / total_weight(carried, shares), top
+        parts = torch.exp(shift - top.unsqueeze(-3)) * sums.total / total_weight(request.value, request.weights)
+        return parts, top
+
+    def request(self, x: Float[Tensor, "*batch n d"], weights: Tensor | None = None, *, tangent: bool) -> Request:
+        """The sums of all heads, along an axis before the tokens; ``tangent`` where they will be projected."""
+        left, right = _factors([head.query_key for head in self.heads], x)
+        query, key = self._through(x, left), self._through(x, right)
+        factor = torch.tensor([head.factor for head in self.heads], dtype=x.dtype, device=x.device)[:, None, None]
+        _, inner = _factors([head.value for head in self.heads], x)
+        first = self.heads[0]
+        return Request(
+            factor * query,
+            key,
+            self._through(x, inner),
+            weights=None if weights is None else weights.unsqueeze(-2),
+            bias=self._bias(x),
+            causal=first.causal,
+            skip_self=self._skip_self(x) if tangent else False,
+            settle=first.settles,
+        )
 
     def _skip_self(self, x: Tensor) -> bool | Tensor:
         """In which heads V_h x_i is parallel to x_i."""
         parallel = [head.value_scale is not None for head in self.heads]
         return parallel[0] if len(set(parallel)) == 1 else torch.tensor(parallel, device=x.device)[:, None, None]
-
-    def _logits(self, x: Tensor, shares: Tensor | None) -> Tensor:
-        left, right = _factors([head.query_key for head in self.heads], x)
-        query, key = self._through(x, left), self._through(x, right)
-        factor = torch.tensor([head.factor for head in self.heads], dtype=x.dtype, device=x.device)[:, None, None]
-        first = self.heads[0]
-        pairs = logits(factor * query, key, bias=self._bias(x), causal=first.causal, weights=shares)
-        return first.settle(pairs, shares)
 
     def _bias(self, x: Tensor) -> Tensor | None:
         if all(head.bias is None for head in self.heads):

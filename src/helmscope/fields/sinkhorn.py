@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from helmscope.fields.attention import Softmax, softmax_kernel
+from helmscope.kernels.dense import raw_logits
 from helmscope.types import HelmscopeError, real_number, whole_number
 
 if TYPE_CHECKING:
@@ -88,7 +89,7 @@ class SinkhornAttention(Softmax):
         return Dual(*_Solver.apply(*parts))  # type: ignore[no-untyped-call]
 
     def _complaint(self, x: Tensor, weights: Tensor | None) -> str:
-        dual = self.solve(self._raw_logits(x, weights), weights)
+        dual = self.solve(raw_logits(self.request(x, weights, tangent=False)), weights)
         if bool(dual.found.all()):
             return super()._complaint(x, weights)
         error = float(dual.error[~dual.found][0])

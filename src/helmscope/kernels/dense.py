@@ -7,30 +7,56 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from helmscope.kernels.kernel import MOST_STORED, AttentionSum, Request
+
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float
     from torch import Tensor
 
 
-@dataclass(frozen=True, eq=False)
-class AttentionSum:
-    """Sums of exponentials with their scale kept apart, so that e^beta never leaves the dtype:
+@dataclass(frozen=True)
+class Dense:
+    """Every pair stored: for up to n = 2,048 tokens, and for fields that need the whole matrix of logits.
 
-        sum_j m_j e^{l_ij} v_j = e^{shift_i} total_i,        Z_i = sum_j m_j e^{l_ij} = e^{mass_shift_i} mass_i.
-
-    ``mean`` is their ratio; a query that sees no key has total 0, mass 0 and mean 0.
+    >>> x = torch.eye(2)
+    >>> Dense().sum(Request(0.0 * x, x, x)).mean
+    tensor([[0.5000, 0.5000],
+            [0.5000, 0.5000]])
     """
 
-    total: Float[Tensor, "*batch n d"]
-    shift: Float[Tensor, "*batch n 1"]
-    mass: Float[Tensor, "*batch n 1"]
-    mass_shift: Float[Tensor, "*batch n 1"]
+    def refuses(self, request: Request) -> str | None:
+        """It stores n x n pairs."""
+        n = request.key.shape[-2]
+        if n > MOST_STORED and request.settle is None:
+            return f"n is {n}, and it stores the n x n pairs of at most {MOST_STORED} tokens: take Streaming()"
+        return None
 
-    @property
-    def mean(self) -> Float[Tensor, "*batch n d"]:
-        """The softmax average sum_j p_ij v_j."""
-        blind = self.mass == 0
-        return self.total * (torch.exp(self.shift - self.mass_shift) / torch.where(blind, 1.0, self.mass))
+    def sum(self, request: Request) -> AttentionSum:
+        """The sums, unchecked. Any derivative, any transform."""
+        pairs = settled_logits(request)
+        return attention_sum(pairs, request.value, weights=request.weights, skip_self=request.skip_self)
+
+
+def settled_logits(request: Request) -> Float[Tensor, "*batch n n"]:
+    """The matrix of logits, -inf where token i does not see token j, after what the field makes of it.
+
+    >>> settled_logits(Request(torch.eye(2), torch.eye(2), torch.eye(2), settle=lambda pairs, weights: -pairs))
+    tensor([[-1., -0.],
+            [-0., -1.]])
+    """
+    pairs = raw_logits(request)
+    return pairs if request.settle is None else request.settle(pairs, request.weights)
+
+
+def raw_logits(request: Request) -> Float[Tensor, "*batch n n"]:
+    """The matrix of logits before a field settles it.
+
+    >>> raw_logits(Request(torch.eye(2), torch.eye(2), torch.eye(2), causal=True))
+    tensor([[1., -inf],
+            [0., 1.]])
+    """
+    given = request
+    return logits(given.query, given.key, bias=given.bias, causal=given.causal, weights=given.weights)
 
 
 def logits(

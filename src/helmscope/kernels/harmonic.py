@@ -11,6 +11,7 @@ harmonic expansion sum_l (2 l + 1) i_l(beta) P_l, or sum_k c_k cos k, adds less 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -18,8 +19,8 @@ import numpy as np
 import torch
 from scipy import special
 
-from helmscope.geometry.sphere import check_tokens
-from helmscope.kernels.dense import AttentionSum
+from helmscope.geometry.sphere import NORM_TOLERANCE, check_tokens
+from helmscope.kernels.kernel import AttentionSum, Request
 from helmscope.types import HelmscopeError, real_number
 
 if TYPE_CHECKING:
@@ -32,8 +33,65 @@ if TYPE_CHECKING:
     Harmonics = tuple[Tensor, ...]
 
 MOST_DEGREE = 256  # a table of 256^3 numbers is 134 MB
-KEPT = 2**21  # complex numbers, 32 MB
-CHUNK = 4_096  # tokens whose harmonics stay in the cache of a CPU core
+# harmonics kept for the second pass, and tokens of a chunk: what the cache of a CPU core or the memory of a GPU holds
+KEPT = {"cpu": 2**21, "cuda": 2**28}
+CHUNK = {"cpu": 4_096, "cuda": 2**20}
+
+
+TOL = {torch.float64: 1e-12, torch.float32: 1e-7}
+
+
+@dataclass(frozen=True)
+class Harmonic:
+    """The series on the circle and on S^2: unit tokens, B = c I with c >= 0, neither mask nor bias nor gradient.
+
+    ``tol`` bounds the truncation of a pair in units of e^beta; where None, 1e-12 in float64 and 1e-7 in float32.
+
+    >>> x = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
+    >>> Harmonic().sum(Request(0.0 * x, x, x, beta=0.0)).mean
+    tensor([[0.5000, 0.5000],
+            [0.5000, 0.5000]])
+    """
+
+    tol: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.tol is not None:
+            real_number("tol", self.tol, above=0)
+
+    def refuses(self, request: Request) -> str | None:
+        """It knows one kernel, e^{beta <x, y>} on two spheres."""
+        x, beta = request.key, request.beta
+        if beta is None or beta < 0 or request.causal or request.bias is not None or request.settle is not None:
+            return "the series is that of e^{beta <x, y>} with beta >= 0 between all tokens, without mask and bias"
+        if x.shape[-1] not in (2, 3):
+            return f"tokens have dimension {x.shape[-1]}, and the series is for the circle and S^2, dimension 2 and 3"
+        if request.needs_gradient or not isinstance(request.skip_self, bool):
+            return "the series has no gradient, and no heads that differ in whether they skip themselves"
+        if self.degree(request) > MOST_DEGREE:
+            return f"beta is {beta:g}, and its series has a degree above {MOST_DEGREE}"
+        length = torch.linalg.vector_norm(x, dim=-1)
+        if not bool(((length - 1).abs() <= NORM_TOLERANCE[x.dtype]).all()):
+            return "the series is for unit vectors"
+        return None
+
+    def degree(self, request: Request) -> int:
+        """Where the series of a request is cut."""
+        tol = TOL[request.key.dtype] if self.tol is None else self.tol
+        assert request.beta is not None
+        return harmonic_degree(request.beta, dim=request.key.shape[-1], tol=tol)
+
+    def pays(self, request: Request) -> bool:
+        """Whether O(n L) on the circle, O(n L^2) on S^2, is less than O(n^2): measured on a CPU core and on a GPU."""
+        terms = self.degree(request) + 2
+        return request.key.shape[-2] >= (3 * terms * terms if request.key.shape[-1] == 3 else 3 * terms)
+
+    def sum(self, request: Request) -> AttentionSum:
+        """The sums: see ``harmonic_sum``."""
+        tol = TOL[request.key.dtype] if self.tol is None else self.tol
+        assert request.beta is not None
+        skip = request.skip_self is True
+        return harmonic_sum(request.key, beta=request.beta, weights=request.weights, skip_self=skip, tol=tol)
 
 
 def harmonic_degree(beta: float, *, dim: int, tol: float = 1e-12) -> int:
@@ -206,8 +264,10 @@ def _twice(
     x: Tensor, degree: int, make: Callable[[Tensor], Harmonics]
 ) -> Callable[[], Iterator[tuple[slice, Harmonics]]]:
     """The harmonics of x in chunks, to be gone through more than once: kept where they are few, else made again."""
-    parts = [slice(first, first + CHUNK) for first in range(0, x.shape[1], CHUNK)]
-    if x.shape[0] * x.shape[1] * (degree + 2) <= KEPT:
+    place = "cuda" if x.is_cuda else "cpu"
+    size = CHUNK[place]
+    parts = [slice(first, first + size) for first in range(0, x.shape[1], size)]
+    if x.shape[0] * x.shape[1] * (degree + 2) <= KEPT[place]:
         made = [(part, make(x[:, part])) for part in parts]
         return lambda: iter(made)
     return lambda: ((part, make(x[:, part])) for part in parts)

@@ -17,7 +17,9 @@ from helmscope.fields.field import check_weights
 from helmscope.fields.lowrank import LowRank, as_dense, query_and_key
 from helmscope.fields.sinkhorn import SinkhornAttention
 from helmscope.geometry.sphere import check_tokens
-from helmscope.kernels.dense import logits, matrix_product
+from helmscope.kernels.choose import token_sum
+from helmscope.kernels.dense import matrix_product
+from helmscope.kernels.kernel import Request
 from helmscope.types import HelmscopeError, real_number
 
 if TYPE_CHECKING:
@@ -28,10 +30,10 @@ if TYPE_CHECKING:
 Tempered = SA | USA | SinkhornAttention  # fields with a beta
 
 
-class _Pairs(NamedTuple):
-    """m_i m_j e^{l_ij} / M^2 = e^{top} share_ij."""
+class _Level(NamedTuple):
+    """sum_ij m_i m_j e^{l_ij} / M^2 = e^{top} share."""
 
-    share: Float[Tensor, "*batch n n"]
+    share: Float[Tensor, "*batch"]
     top: Float[Tensor, "*batch"]
 
 
@@ -51,8 +53,8 @@ def interaction_energy(
     tensor(0.9296)
     """
     beta = real_number("beta", beta, above=0)
-    pairs = _pairs(x, SA(beta, query_key=query_key), check_weights(check_tokens(x), weights, mask))
-    return torch.exp(pairs.top) * pairs.share.sum((-1, -2)) / (2 * beta)
+    level = _level(x, SA(beta, query_key=query_key), check_weights(check_tokens(x), weights, mask))
+    return torch.exp(level.top) * level.share / (2 * beta)
 
 
 def log_interaction_energy(
@@ -69,8 +71,8 @@ def log_interaction_energy(
     tensor(991.7059)
     """
     beta = real_number("beta", beta, above=0)
-    pairs = _pairs(x, SA(beta, query_key=query_key), check_weights(check_tokens(x), weights, mask))
-    return pairs.top + torch.log(pairs.share.sum((-1, -2)) / (2 * beta))
+    level = _level(x, SA(beta, query_key=query_key), check_weights(check_tokens(x), weights, mask))
+    return level.top + torch.log(level.share / (2 * beta))
 
 
 def interaction_energy_sum(x: Float[Tensor, "*batch n d"], *, beta: float) -> Float[Tensor, "*batch"]:
@@ -122,23 +124,43 @@ def interaction_energy_rate(
         )
     real_number("beta", field.beta, above=0)
     combined = check_weights(check_tokens(x), weights, mask)
-    pairs = _pairs(x, field, combined)
+    field.check_size(x)
     velocity = field.velocity(x, combined)
     b = as_dense(field.query_key, x)
-    change = matrix_product(velocity, b) @ x.mT + matrix_product(x, b) @ velocity.mT
-    return torch.exp(pairs.top) * (pairs.share * change).sum((-1, -2)) / 2
+    query, key = query_and_key(x, field.query_key)
+    query = field.beta * query
+    shares = _shares(x, combined)
+    along = token_sum(Request(query, key, x, weights=combined))  # sum_j m_j e^{l_ij} x_j
+    back = token_sum(Request(key, query, x, weights=combined))  # sum_i m_i e^{l_ij} x_i
+    rates = (
+        matrix_product(velocity, b) * (torch.exp(along.shift) * along.total)
+        + matrix_product(velocity, b.mT) * (torch.exp(back.shift) * back.total)
+    ).sum(-1)
+    return (shares * rates).sum(-1) / (2 * (x.shape[-2] if combined is None else combined.sum(-1)))
 
 
-def _pairs(x: Tensor, field: Tempered, weights: Tensor | None) -> _Pairs:
-    """The terms of E for the beta and B of a field; its mask, bias and value play no part."""
+def _shares(x: Tensor, weights: Tensor | None) -> Tensor:
+    """m_i / M."""
+    return torch.full_like(x[..., 0], 1 / x.shape[-2]) if weights is None else weights / weights.sum(-1, keepdim=True)
+
+
+def _level(x: Tensor, field: Tempered, weights: Tensor | None) -> _Level:
+    """The sum in E for the beta and B of a field; its mask, bias and value play no part."""
     field.check_size(x)
     query, key = query_and_key(x, field.query_key)
-    levels = logits(field.beta * query, key, weights=weights)
-    if weights is not None:  # nor may a token of weight 0 set the scale as a query
-        levels = levels.masked_fill((weights == 0).unsqueeze(-1), -torch.inf)
-    top = levels.detach().amax((-1, -2))
-    share = torch.exp(levels - top[..., None, None])
-    if weights is None:
-        return _Pairs(share / x.shape[-2] ** 2, top)
-    shares = weights / weights.sum(-1, keepdim=True)
-    return _Pairs(shares.unsqueeze(-1) * share * shares.unsqueeze(-2), top)
+    sums = token_sum(
+        Request(
+            field.beta * query,
+            key,
+            x,
+            weights=weights,
+            beta=None if field.logit_scale is None else field.beta * field.logit_scale,
+        )
+    )
+    shares = _shares(x, weights)
+    # a token of weight 0 may not set the scale
+    level = torch.where(shares > 0, sums.mass_shift.squeeze(-1), -torch.inf)
+    top = level.amax(-1, keepdim=True)
+    mass = sums.mass.squeeze(-1) * torch.exp(level - top)
+    total = (shares * mass).sum(-1) / (x.shape[-2] if weights is None else weights.sum(-1))
+    return _Level(total, top.squeeze(-1))

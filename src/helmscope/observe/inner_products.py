@@ -28,9 +28,11 @@ def mean_inner_product(
     >>> mean_inner_product(torch.eye(2))
     tensor(0.)
     """
-    real = real_tokens(check_tokens(x), mask)
-    products = (x @ x.mT) * _pairs(real)
-    return products.sum((-1, -2)) / _pairs(real).sum((-1, -2))
+    real = real_tokens(check_tokens(x), mask).to(x).unsqueeze(-1)
+    # sum_ij <x_i, x_j> = |sum_i x_i|^2: no pair is looked at
+    all_pairs = (real * x).sum(-2).square().sum(-1)
+    count = real.sum((-1, -2))
+    return (all_pairs - (real * x).square().sum((-1, -2))) / (count * (count - 1))
 
 
 def clustering_fraction(

@@ -1,0 +1,100 @@
+"""The one place that decides how a sum over tokens is computed.
+
+    n <= 2,048, or a field that needs the whole matrix of logits      Dense
+    beyond, on the circle or S^2 where the series is short            Harmonic
+    beyond, float32 on a CUDA device, no gradient, no bias            Flash
+    all else                                                          Streaming
+
+By device, n, d, dtype and gradient alone, so that it is the same in every run; a caller pins a kernel with ``using``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import TYPE_CHECKING
+
+from helmscope.kernels.dense import Dense
+from helmscope.kernels.flash import Flash
+from helmscope.kernels.harmonic import Harmonic
+from helmscope.kernels.kernel import MOST_STORED, Kernel
+from helmscope.kernels.streaming import Streaming
+from helmscope.types import HelmscopeError
+
+if TYPE_CHECKING:
+    from helmscope.kernels.kernel import AttentionSum, Request
+
+_DENSE, _STREAMING, _HARMONIC, _FLASH = Dense(), Streaming(), Harmonic(), Flash()
+_pinned: ContextVar[Kernel | None] = ContextVar("pinned", default=None)
+_taken: ContextVar[set[str] | None] = ContextVar("taken", default=None)
+
+
+def token_sum(request: Request) -> AttentionSum:
+    """The sums of a request by the kernel that serves it best, or by the pinned one.
+
+    >>> import torch
+    >>> from helmscope.kernels.kernel import Request
+    >>> x = torch.eye(2)
+    >>> token_sum(Request(0.0 * x, x, x)).mean
+    tensor([[0.5000, 0.5000],
+            [0.5000, 0.5000]])
+    """
+    return choose(request).sum(request)
+
+
+def choose(request: Request) -> Kernel:
+    """The kernel for a request: the pinned one, refused in one sentence where it cannot serve, or the best.
+
+    >>> import torch
+    >>> from helmscope.kernels.kernel import Request
+    >>> x = torch.nn.functional.normalize(torch.randn(4096, 3), dim=-1)
+    >>> choose(Request(4 * x, x, x, beta=4.0)), choose(Request(4 * x, x, x, causal=True))
+    (Harmonic(tol=None), Streaming(block=None))
+    """
+    kernel = _pinned.get()
+    if kernel is None:
+        kernel = _best(request)
+    elif (reason := kernel.refuses(request)) is not None:
+        raise HelmscopeError(f"kernel is {kernel!r}, but {reason}")
+    taken = _taken.get()
+    if taken is not None:
+        taken.add(type(kernel).__name__)
+    return kernel
+
+
+def _best(request: Request) -> Kernel:
+    if request.key.shape[-2] <= MOST_STORED or request.settle is not None:
+        return _DENSE
+    if _HARMONIC.refuses(request) is None and _HARMONIC.pays(request):
+        return _HARMONIC
+    return _FLASH if request.key.is_cuda and _FLASH.refuses(request) is None else _STREAMING
+
+
+@contextmanager
+def using(kernel: Kernel | None = None) -> Iterator[set[str]]:
+    """Inside, every sum is computed by this kernel (None: by the one that was pinned outside, or the best), and the set
+    given holds the names of those that were used.
+
+    >>> import torch
+    >>> from helmscope.kernels.kernel import Request
+    >>> x = torch.eye(2)
+    >>> with using(Streaming()) as names:
+    ...     _ = token_sum(Request(x, x, x))
+    >>> names
+    {'Streaming'}
+    """
+    if kernel is not None and (isinstance(kernel, type) or not isinstance(kernel, Kernel)):
+        raise HelmscopeError(
+            f"kernel is {kernel!r}, but it must be a kernel such as Dense(), Streaming(), Harmonic() or Flash()"
+        )
+    taken: set[str] = set()
+    outside = _taken.get()
+    pin, note = _pinned.set(_pinned.get() if kernel is None else kernel), _taken.set(taken)
+    try:
+        yield taken
+    finally:
+        _pinned.reset(pin)
+        _taken.reset(note)
+        if outside is not None:
+            outside |= taken

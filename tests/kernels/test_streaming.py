@@ -1,0 +1,263 @@
+"""Streaming sums are the dense ones, in value and gradient, block by block; the dispatcher picks what it says."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+import pytest
+import torch
+
+import helmscope as hs
+from helmscope.kernels import kernel as kernel_module
+from helmscope.kernels.choose import choose, token_sum, using
+from helmscope.kernels.dense import Dense
+from helmscope.kernels.flash import Flash
+from helmscope.kernels.harmonic import Harmonic
+from helmscope.kernels.kernel import AttentionSum, Request, sees_somebody
+from helmscope.kernels.streaming import Streaming
+from helmscope.solve.integrate import pose
+from helmscope.types import HelmscopeError
+from kernel_cases import F64, random_request
+
+
+def put_right(sums: AttentionSum, reference: AttentionSum) -> tuple[torch.Tensor, torch.Tensor]:
+    """Total and mass on the scales of another."""
+    return (
+        sums.total * torch.exp(sums.shift - reference.shift),
+        sums.mass * torch.exp(sums.mass_shift - reference.mass_shift),
+    )
+
+
+def size_of(request: Request) -> torch.Tensor:
+    """The sum of the sizes of the terms, on the scale of the dense total."""
+    return Dense().sum(replace(request, value=request.value.abs())).total
+
+
+def assert_agrees(sums: AttentionSum, request: Request, rel: float) -> None:
+    dense = Dense().sum(request)
+    total, mass = put_right(sums, dense)
+    assert ((total - dense.total).abs() <= rel * size_of(request) + 1e-300).all()
+    assert ((mass - dense.mass).abs() <= rel * dense.mass).all()
+    assert torch.isfinite(sums.mean).all()
+
+
+@pytest.mark.parametrize("start", range(0, 300, 50))
+def test_300_random_shapes(start):
+    for seed in range(start, start + 50):
+        request = random_request(seed)
+        # logits of 500 are known to 500 units of rounding
+        assert_agrees(Streaming((7 + seed % 30, 5 + seed % 41)).sum(request), request, 1e-12)
+
+
+def gradients(sums: AttentionSum, request: Request, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Of random combinations of the mean and of log Z."""
+    generator = torch.Generator().manual_seed(7)
+    on_mean = torch.randn(sums.mean.shape, dtype=F64, generator=generator)
+    seen = sums.mass > 0
+    on_mass = torch.randn(sums.mass.shape, dtype=F64, generator=generator)
+    total = (on_mean * sums.mean).sum() + (on_mass * torch.where(seen, sums.mass, 1.0).log())[seen].sum()
+    return list(torch.autograd.grad(total, inputs))
+
+
+@pytest.mark.parametrize("start", range(0, 300, 50))
+def test_300_random_gradients(start):
+    for seed in range(start, start + 50):
+        request = random_request(seed)
+        names = ["query", "key", "value"] + ([] if request.weights is None else ["weights"])
+        inputs = {name: getattr(request, name).clone().requires_grad_() for name in names}
+        moving = replace(request, **inputs)
+        given = list(inputs.values())
+        found = gradients(Streaming((7 + seed % 30, 5 + seed % 41)).sum(moving), moving, given)
+        wanted = gradients(Dense().sum(moving), moving, given)
+        for ours, reference in zip(found, wanted, strict=True):
+            assert (ours - reference).abs().max() <= 1e-11 * max(1.0, float(reference.abs().max())), seed
+
+
+def test_a_bias_has_its_gradient():
+    request = random_request(1)
+    n = request.query.shape[-2]
+    bias = torch.randn(n, n, dtype=F64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    moving = replace(request, bias=bias, beta=None)
+    (ours,) = gradients(Streaming((7, 5)).sum(moving), moving, [bias])
+    (wanted,) = gradients(Dense().sum(moving), moving, [bias])
+    assert (ours - wanted).abs().max() <= 1e-12
+
+
+def test_forward_and_transformed_derivatives():
+    x = hs.Uniform(n=6, dim=3).sample(seed=0)
+
+    def mean(kernel, x):
+        return kernel.sum(Request(4 * x, x, x, skip_self=True)).mean
+
+    wanted = torch.func.jacfwd(lambda x: mean(Dense(), x))(x)
+    for transform in (torch.func.jacfwd, torch.func.jacrev):
+        found = transform(lambda x: mean(Streaming((4, 5)), x))(x)
+        assert (found - wanted).abs().max() < 1e-14
+
+
+@pytest.mark.parametrize("skip_self", [False, True])
+def test_the_loop_itself(skip_self):
+    """Against plain Python, so that dense and streaming cannot be wrong together."""
+    import math
+
+    x = hs.Uniform(n=5, dim=3).sample(seed=1)
+    m = [1.0, 0.0, 2.0, 0.5, 1.0]
+    sums = Streaming((2, 3)).sum(Request(3 * x, x, x, weights=torch.tensor(m, dtype=F64), skip_self=skip_self))
+    for i in range(5):
+        terms = [m[j] * math.exp(3 * float(x[i] @ x[j])) for j in range(5)]
+        z = sum(terms)
+        assert abs(float(sums.log_mass[i]) - math.log(z)) < 1e-14
+        for a in range(3):
+            mean = sum(terms[j] * float(x[j, a]) for j in range(5) if j != i or not skip_self) / z
+            assert abs(float(sums.mean[i, a]) - mean) < 1e-15
+
+
+def test_no_pairs_are_stored(monkeypatch):
+    """The largest tensor made on the way is a block, not n x n."""
+    largest = 0
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            nonlocal largest
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor):
+                largest = max(largest, out.numel())
+            return out
+
+    n, d = 5_000, 16
+    x = hs.Uniform(n=n, dim=d).sample(seed=0)
+    with Watch():
+        hs.SA(beta=4.0).velocity(x)
+        hs.USA(beta=4.0, causal=True).velocity(x)
+        hs.interaction_energy(x, beta=4.0)
+    assert largest <= max(256 * 512, n * (d + 2))
+    circle = hs.Uniform(n=n, dim=3).sample(seed=0)
+    largest = 0
+    with Watch():
+        hs.SA(beta=4.0).velocity(circle)
+    assert largest < n * n / 10
+
+
+# ---- the choice
+
+
+def tokens(n: int, d: int, dtype=F64) -> torch.Tensor:
+    return hs.Uniform(n=n, dim=d).sample(seed=0, dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("field", "n", "d", "name"),
+    [
+        (hs.SA(beta=4.0), 2_048, 3, "Dense"),
+        (hs.SA(beta=4.0), 2_049, 3, "Harmonic"),
+        (hs.SA(beta=4.0), 2_049, 2, "Harmonic"),
+        (hs.USA(beta=4.0), 2_049, 3, "Harmonic"),
+        (hs.SA(beta=400.0), 2_049, 2, "Harmonic"),
+        (hs.SA(beta=400.0), 2_049, 3, "Streaming"),  # a long series
+        (hs.SA(beta=4.0, causal=True), 2_049, 3, "Streaming"),
+        (hs.SA(beta=4.0), 2_049, 16, "Streaming"),
+        (hs.SA(beta=4.0, value=-torch.eye(3)), 2_049, 3, "Harmonic"),
+        (hs.SA(beta=4.0, query_key=torch.diag(torch.tensor([1.0, 2.0, 3.0]))), 2_049, 3, "Streaming"),
+        (hs.MultiHead([hs.SA(beta=4.0), hs.SA(beta=1.0)]), 2_049, 3, "Streaming"),
+        (hs.Hardmax(), 2_049, 3, "Dense"),
+    ],
+)
+def test_the_choice(field, n, d, name):
+    assert pose(field, tokens(n, d), [1.0]).kernels() == [name]
+
+
+def test_a_gradient_changes_the_choice():
+    x = tokens(2_049, 3)
+    assert isinstance(choose(Request(4 * x, x, x, beta=4.0)), Harmonic)
+    y = x.clone().requires_grad_()
+    request = Request(4 * y, y, y, beta=4.0)
+    assert isinstance(choose(request), Streaming)
+    with torch.no_grad():
+        assert isinstance(choose(request), Harmonic)
+
+
+@pytest.mark.parametrize("field", [hs.SA, hs.USA])
+@pytest.mark.parametrize("d", [2, 3, 16])
+def test_fields_agree_beyond_the_stored_ones(field, d, monkeypatch):
+    x = tokens(2_100, d)
+    ours = field(beta=3.0)(x)
+    monkeypatch.setattr(kernel_module, "MOST_STORED", 10**9)
+    monkeypatch.setattr("helmscope.kernels.choose.MOST_STORED", 10**9)
+    wanted = field(beta=3.0)(x)
+    assert pose(field(beta=3.0), x, [1.0]).kernels() == ["Dense"]
+    assert (ours - wanted).abs().max() <= 1e-12 * max(1.0, float(wanted.abs().max()))
+
+
+def test_a_pinned_kernel_is_used_and_recorded():
+    x = tokens(20, 3)
+    field = hs.SA(beta=2.0)
+    runs = {}
+    for kernel in (None, Dense(), Streaming(), Harmonic()):
+        run = hs.integrate(field, x, [1.0], kernel=kernel)
+        assert run.problem.kernel is kernel
+        runs[type(kernel).__name__] = run.states
+    for states in runs.values():
+        assert (states - runs["NoneType"]).abs().max() < 1e-9
+    assert torch.equal(runs["Dense"], runs["NoneType"])
+    assert not torch.equal(runs["Harmonic"], runs["NoneType"])
+    with using(Streaming()) as outer:
+        hs.integrate(field, x, [0.1])  # None keeps what was pinned outside
+        with using(Dense()) as inner:
+            field(x)
+    assert (outer, inner) == ({"Streaming", "Dense"}, {"Dense"})
+
+
+@pytest.mark.parametrize(
+    ("kernel", "field", "n", "d", "words"),
+    [
+        (Dense(), hs.SA(beta=1.0), 2_049, 4, "kernel is Dense(), but n is 2049"),
+        (Harmonic(), hs.SA(beta=1.0), 4, 4, "but tokens have dimension 4"),
+        (Harmonic(), hs.SA(beta=1.0, causal=True), 4, 3, "without mask and bias"),
+        (Harmonic(), hs.SA(beta=1e4), 4, 3, "degree above 256"),
+        (Streaming(), hs.Hardmax(), 4, 3, "never has the whole matrix of logits"),
+        (Flash(), hs.SA(beta=1.0), 4, 3, "kernel is Flash("),
+        ("dense", hs.SA(beta=1.0), 4, 3, "kernel is 'dense', but it must be a kernel such as Dense()"),
+        (Dense, hs.SA(beta=1.0), 4, 3, "it must be a kernel such as Dense()"),
+        (Dense(), lambda x: 0 * x, 4, 3, "sums over no tokens"),
+    ],
+)
+def test_refused_before_any_work(kernel, field, n, d, words):
+    with pytest.raises(HelmscopeError) as error:
+        hs.integrate(field, tokens(n, d), [1.0], kernel=kernel)
+    assert words in str(error.value)
+
+
+@pytest.mark.parametrize("block", [(0, 1), (1,), 5, (2, 1.5)])
+def test_bad_blocks(block):
+    with pytest.raises(HelmscopeError, match="block"):
+        Streaming(block)
+
+
+def test_nan_in_one_system_stays_there():
+    x = hs.Uniform(n=40, dim=4).sample(batch=3, seed=0)
+    bad = x.clone()
+    bad[1, 7, 2] = torch.nan
+    for kernel in (Dense(), Streaming((16, 16))):
+        clean, broken = (kernel.sum(Request(4 * y, y, y, skip_self=True)).mean for y in (x, bad))
+        assert torch.equal(clean[[0, 2]], broken[[0, 2]])
+        assert broken[1].isnan().all(-1).all()
+    three = x[..., :3] / x[..., :3].norm(dim=-1, keepdim=True)
+    lost = torch.where(torch.arange(3) == 1, torch.nan, 0.0).to(F64)[:, None, None]
+    run = hs.integrate(lambda y: lost * y, three, [1.0], stepper=hs.RK4(0.5))
+    assert [status.name for status in run.outcome.statuses] == ["FINISHED", "NOT_FINITE", "FINISHED"]
+    assert "system 1 of 3" in str(run.outcome)
+
+
+def test_who_sees_somebody():
+    for seed in range(60):
+        request = random_request(seed)
+        dense = replace(request, query=0 * request.query, key=0 * request.key, value=torch.ones_like(request.value))
+        seen = Dense().sum(dense).total[..., :1] > 0
+        assert torch.equal(sees_somebody(request), seen), seed
+
+
+def test_a_request_knows_its_tensors():
+    x = torch.eye(2)
+    assert [part.shape for part in Request(x, x, x).tensors] == [(2, 2)] * 3
+    assert {each.name for each in fields(Request)} >= {"query", "key", "value", "weights", "bias"}
+    assert torch.equal(token_sum(Request(x, x, x)).log_mass, Dense().sum(Request(x, x, x)).log_mass)
