@@ -58,7 +58,7 @@ def test_a_run_gives_the_library_s_numbers(helmscope, tmp_path):
     assert states.time.values.tolist() == report["times"] == [0.0, 0.5, 1.0]
     stored = run.read_results("overview")
     assert stored.equals(seen)
-    assert {key: stored.attrs[key] for key in ("n", "beta", "delta", "radius")} == seen.attrs
+    assert {key: stored.attrs[key] for key in ("n", "beta", "delta", "radius", "every")} == seen.attrs
     for name, rows in report["measured"].items():
         assert rows["value"] == seen[name].values.tolist()
         assert rows["stderr"] == seen[f"{name}_stderr"].values.tolist()
@@ -81,7 +81,7 @@ def test_the_manifest_says_how_to_repeat_the_run(helmscope):
     given = {"beta": 2.0, "value": -0.5, "causal": True, "n": 4, "batch": 2, "times": "0,0.5,1"}
     chosen = {"field": "sa", "start": "uniform", "stepper": None, "dim": 3, "kappa": 1.0, "step": 0.05}
     defaults = {"nu": 0.0, "chunk": None, "tol": None, "merge": None, "delta": 1e-3, "radius": 0.1}
-    assert dict(manifest.parameters) == given | chosen | defaults
+    assert dict(manifest.parameters) == given | chosen | defaults | {"kernel": "auto", "kernels": "Dense"}
     assert set(manifest.inputs) == {"start"}
 
 
@@ -360,12 +360,32 @@ def test_an_interrupt_is_one_sentence_and_leaves_whole_files(tmp_path: Path) -> 
     assert any("--out run --resume" in line for line in stderr.splitlines())
 
 
+def test_many_tokens_are_summed_without_their_pairs(helmscope):
+    for kernel, name in (("auto", "Harmonic"), ("streaming", "Streaming")):
+        words = ("--n", "2500", "--batch", "1", "--times", "0,0.05", "--kernel", kernel, "--out", name)
+        code, out, _ = helmscope("simulate", *words, "--json")
+        assert code == 0
+        assert hs.RunFolder.open(name).read_manifest().parameters["kernels"] == name
+        assert strict(out)["measured"]["order"]["value"][0] < 0.1
+
+
+def test_a_kernel_that_cannot_serve_is_refused(helmscope):
+    code, _, err = helmscope("simulate", *SMALL, "--causal", "--kernel", "harmonic")
+    assert code == 2
+    assert "kernel is Harmonic(tol=None), but" in err
+    code, _, err = helmscope("simulate", *SMALL, "--kernel", "dens")
+    assert (code, "did you mean 'dense'" in err) == (2, True)
+
+
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
         (("--times", "0:1:99999999999"), "COUNT from 2 to 1000000"),
         (("--out", ""), "out is ''"),
-        (("--n", "2000000", "--batch", "1", "--times", "0,1"), "n is 2000000 and chunk is 1, but 3.2e+04 GB"),
+        (
+            ("--field", "sinkhorn", "--n", "2000000", "--batch", "1", "--times", "0,1"),
+            "n is 2000000 and chunk is 1, but 3.2e+04 GB",
+        ),
     ],
 )
 def test_too_much_is_refused_with_one_sentence(helmscope, words, sentence):

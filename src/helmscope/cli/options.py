@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
     from helmscope.fields.attention import Attention
     from helmscope.fields.noise import Noise
+    from helmscope.kernels.kernel import Kernel
     from helmscope.runs.attempt import Engine
     from helmscope.solve.stepper import Stepper
     from helmscope.theory.starts import Start
@@ -97,6 +98,23 @@ def stepper_named(name: str | None, *, step: float, tol: float | None, nu: float
             f"stepper is '{name}' and nu is {nu:g}, but noise needs {', '.join(NOISY[:2])} or {NOISY[2]}"
         )
     return makers[name]()
+
+
+def kernel_named(name: str) -> Kernel | None:
+    """The kernel of that name; None for auto."""
+    from helmscope.kernels.dense import Dense
+    from helmscope.kernels.flash import Flash
+    from helmscope.kernels.harmonic import Harmonic
+    from helmscope.kernels.streaming import Streaming
+
+    makers: dict[str, Callable[[], Kernel | None]] = {
+        "auto": lambda: None,
+        "dense": Dense,
+        "streaming": Streaming,
+        "harmonic": Harmonic,
+        "flash": Flash,
+    }
+    return makers[known_name("kernel", name, makers)]()
 
 
 def times_of(text: str) -> list[float]:

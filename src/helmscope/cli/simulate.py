@@ -48,6 +48,9 @@ def simulate(
     step: Annotated[float, typer.Option(help="Step size of the steppers that are not adaptive.")] = 0.05,
     tol: Annotated[float | None, typer.Option(help="Local error of the adaptive stepper.")] = None,
     merge: Annotated[float | None, typer.Option(help="Merge tokens closer than so many radians.")] = None,
+    kernel: Annotated[
+        str, typer.Option(help="How sums over tokens are computed: auto, dense, streaming, harmonic or flash.")
+    ] = "auto",
     delta: Annotated[float, typer.Option(help="Two tokens have met when <x,y> >= 1 - delta.")] = 1e-3,
     radius: Annotated[float, typer.Option(help="Scale of the cluster count, in radians.")] = 0.1,
     seed: Annotated[int, typer.Option(help="Seed of the start and of the noise.")] = 0,
@@ -82,7 +85,7 @@ def simulate(
 # what decides the states: the parameters of a unit of work
 _PHYSICS = (
     *("field", "beta", "value", "causal", "nu", "start", "n", "dim", "kappa", "batch", "times", "stepper", "step"),
-    *("tol", "merge", "seed", "dtype", "device"),
+    *("tol", "merge", "kernel", "seed", "dtype", "device"),
 )
 
 
@@ -102,10 +105,12 @@ def _carry_out(
     from helmscope.observe.overview import overview
     from helmscope.store.manifest import hash_bytes
 
+    with _enough_memory(n=asked["n"], batch=1):
+        kernels = ", ".join(problem.kernels())
     manifest = manifest_of(
         **{key: asked[key] for key in ELSEWHERE},
         inputs={"start": hash_bytes(problem.start.cpu().numpy().tobytes())},
-        parameters={key: value for key, value in asked.items() if key not in ELSEWHERE},
+        parameters={key: value for key, value in asked.items() if key not in ELSEWHERE} | {"kernels": kernels},
     )
     run = run_folder("simulate", out, resume=resume)
     trajectory = _joined(problem, _run(units, run, manifest, engine, allow_mixed))
@@ -130,6 +135,7 @@ def _problem(*, stepper: str | None, step: float, tol: float | None, times: str,
         device_named,
         dtype_named,
         field_named,
+        kernel_named,
         noise_of,
         start_named,
         stepper_named,
@@ -144,7 +150,8 @@ def _problem(*, stepper: str | None, step: float, tol: float | None, times: str,
     begin = start_named(physics["start"], **{key: physics[key] for key in ("n", "dim", "kappa")})
     dtype, device, seed = dtype_named(physics["dtype"]), device_named(physics["device"]), physics["seed"]
     tokens = begin.sample(physics["batch"], seed=seed, dtype=dtype, device=device)
-    return pose(flow, tokens, clock, stepper=method, merge=physics["merge"], noise=noise, seed=seed)
+    kernel = kernel_named(physics["kernel"])
+    return pose(flow, tokens, clock, stepper=method, merge=physics["merge"], noise=noise, seed=seed, kernel=kernel)
 
 
 def _units(physics: dict[str, Any], systems: int, chunk: int | None) -> list[Unit]:

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from jaxtyping import Bool, Float
     from torch import Tensor
 
+    from helmscope.kernels.kernel import Kernel
+
 
 def integrate(
     field: Field,
@@ -39,6 +41,7 @@ def integrate(
     normalize: bool = False,
     noise: Noise | None = None,
     seed: int = 0,
+    kernel: Kernel | None = None,
     progress: Progress | None = None,
 ) -> Simulation:
     """Carry tokens by x' = f(x) on the sphere from time 0 and look at them at ``times``.
@@ -50,6 +53,9 @@ def integrate(
     ``merge_tokens`` for when that is right). ``weights`` and ``mask`` make the cloud a weighted measure with padding.
     ``events`` are timed, in the ``event_times`` of the result. ``progress`` is called with the share of the work done.
     A gradient with respect to x0 goes through the steps taken.
+
+    ``kernel`` pins how sums over tokens are computed, such as ``Streaming()``; where None it is chosen by device, n, d,
+    dtype and gradient. A flow that commutes with rotations carries n < d tokens in R^n, which gives the same.
 
     ``noise`` makes it a stochastic flow, carried by a stepper made for one, such as ``EulerMaruyama(h=0.01)``; system k
     draws from a stream of its own, keyed by ``seed`` and k; each interval between asked times is cut into equal steps,
@@ -78,6 +84,7 @@ def integrate(
         normalize=normalize,
         noise=noise,
         seed=seed,
+        kernel=kernel,
     )
     return problem.run(progress)
 
@@ -95,6 +102,7 @@ def pose(
     normalize: bool = False,
     noise: Noise | None = None,
     seed: int = 0,
+    kernel: Kernel | None = None,
 ) -> Problem:
     """Everything ``integrate`` refuses is refused here, before any work is done; the arguments are the same.
 
@@ -120,7 +128,7 @@ def pose(
     if noise is not None:
         noise.check_size(x)
     count = x[..., 0, 0].numel()
-    return Problem(
+    problem = Problem(
         field=field,
         start=x.reshape(count, *x.shape[-2:]),
         times=torch.tensor(clock, dtype=torch.float64, device=x.device),
@@ -133,7 +141,18 @@ def pose(
         mask=None if mask is None else mask.expand(x.shape[:-1]).reshape(count, x.shape[-2]),
         noise=noise,
         seed=whole_number("seed", seed, at_least=0),
+        kernel=kernel,
     )
+    if kernel is not None:
+        _check_kernel(problem)
+    return problem
+
+
+def _check_kernel(problem: Problem) -> None:
+    """Refuse a kernel that cannot serve, or that nobody asks."""
+    if not problem.kernels():
+        name = type(problem.field).__name__
+        raise HelmscopeError(f"kernel is {problem.kernel!r}, but this {name} sums over no tokens: leave it out")
 
 
 def _listed(events: Iterable[Event]) -> tuple[Event, ...]:

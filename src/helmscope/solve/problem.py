@@ -10,6 +10,7 @@ import torch
 
 from helmscope.fields.field import Field, StreamField, lives_on_sphere
 from helmscope.geometry.sphere import check_tokens, retract
+from helmscope.kernels.choose import using
 from helmscope.solve.adaptive import run_adaptive
 from helmscope.solve.events import Event, Watch
 from helmscope.solve.extras import Extras, Progress
@@ -19,6 +20,7 @@ from helmscope.solve.noisy import run_noisy
 from helmscope.solve.simulation import Simulation
 from helmscope.solve.stepper import AdaptiveStepper, NoisyStepper, Stepper
 from helmscope.solve.streams import Streams
+from helmscope.solve.symmetry import in_span
 from helmscope.types import HelmscopeError, Outcome, Trajectory, whole_number
 
 if TYPE_CHECKING:
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from helmscope.fields.noise import Noise
+    from helmscope.kernels.kernel import Kernel
 
 logger = logging.getLogger(__name__)
 
@@ -51,13 +54,21 @@ class Problem:
     noise: Noise | None = None
     seed: int = 0
     origin: float = 0.0  # the time of the start; the flow is autonomous, so only times since then matter
+    kernel: Kernel | None = None
 
     def run(self, progress: Progress | None = None) -> Simulation:
         """Integrate."""
-        flow = Flow(self.field, self.weights)
-        watches = tuple(Watch.start(event, self.start.detach(), self.mask, flow.direction) for event in self.events)
+        span = in_span(self)
+        inner = self if span is None else span.problem
+        flow = Flow(inner.field, self.weights)
+        watches = tuple(Watch.start(event, inner.start.detach(), self.mask, flow.direction) for event in self.events)
         extras = Extras(watches, self.merge, progress)
-        states, outcome = self._carry(flow, extras)
+        with using(self.kernel):
+            states, outcome = inner._carry(flow, extras)
+        if span is not None:
+            states = span.lift(states)
+            if float(self.times[0]) == self.origin and self.merge is None:
+                states[0] = self.start  # to the bit
         outcome = replace(outcome, times=tuple(self.origin + t for t in outcome.times))
         if not outcome.ok:
             logger.warning("integration stopped early: %s", outcome)
@@ -69,6 +80,24 @@ class Problem:
         trajectory = Trajectory(self.times, states, mask=self.mask, radius=radius, outcome=outcome)
         found = tuple((self.origin + w.times).reshape((*self.batch, *w.shape)) for w in watches)
         return Simulation(trajectory, self, found, streams)
+
+    def kernels(self) -> list[str]:
+        """The names of the kernels that compute the sums over tokens, found by asking for one displacement of the first
+        system; the same for all systems and times. Refused where the pinned kernel cannot serve.
+
+        >>> from helmscope.fields.attention import SA
+        >>> from helmscope.solve.integrate import pose
+        >>> pose(SA(beta=1.0), torch.eye(2), times=[1.0]).kernels()
+        ['Dense']
+        """
+        first = self.part(0, 1)
+        span = in_span(first)
+        inner = first if span is None else span.problem
+        flow = Flow(inner.field, inner.weights)
+        h = torch.zeros(1, 1, 1, dtype=torch.float64, device=inner.start.device)
+        with using(self.kernel) as names:
+            flow.move(inner.start, h)
+        return sorted(names)
 
     def _carry(self, flow: Flow, extras: Extras) -> tuple[Tensor, Outcome]:
         clock = (self.times - self.origin).tolist()

@@ -1,0 +1,62 @@
+"""Fewer dimensions where rotations change nothing.
+
+A flow with B and V multiples of I commutes with rotations, so tokens stay in the span of their start. With X = L Q,
+L (n x n) lower triangular and the rows of Q (n x d) orthonormal, the flow of X is that of L, turned by Q: n tokens in
+R^d cost what they cost in R^n, exactly. (The Gram matrix alone would do in exact arithmetic, but rounding drives it out
+of the cone of Gram matrices near antipodal tokens.)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+import torch
+
+from helmscope.solve.events import ClusterMerge, HittingTime
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+    from torch import Tensor
+
+    from helmscope.fields.field import Field
+    from helmscope.solve.problem import Problem
+
+
+@runtime_checkable
+class RotatingField(Protocol):
+    """A field that may commute with rotations."""
+
+    def restricted(self, dim: int) -> Field | None:
+        """The same flow on R^dim, or None where it does not commute with rotations."""
+
+
+@dataclass(frozen=True, eq=False)
+class Span:
+    """A problem in the span of its start, and the frame that leads back."""
+
+    problem: Problem
+    frame: Float[Tensor, "systems n d"]
+
+    def lift(self, states: Float[Tensor, "time systems n n"]) -> Float[Tensor, "time systems n d"]:
+        """L(t) Q."""
+        out = torch.empty(*states.shape[:-1], self.frame.shape[-1], dtype=states.dtype, device=states.device)
+        for k, state in enumerate(states):
+            torch.bmm(state, self.frame, out=out[k])
+        return out
+
+
+def in_span(problem: Problem) -> Span | None:
+    """The problem in R^n where it is one of 1 < n < d tokens whose flow commutes with rotations, without noise, without
+    gradient, and whose events are read off inner products; else None.
+    """
+    start = problem.start
+    n, d = start.shape[-2:]
+    known = all(isinstance(event, HittingTime | ClusterMerge) for event in problem.events)
+    if not 1 < n < d or problem.noise is not None or start.requires_grad or not known:
+        return None
+    field = problem.field.restricted(n) if isinstance(problem.field, RotatingField) else None
+    if field is None:
+        return None
+    q, r = torch.linalg.qr(start.mT)
+    return Span(replace(problem, field=field, start=r.mT.contiguous()), q.mT.contiguous())
