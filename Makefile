@@ -6,10 +6,10 @@ BIN := $(VENV)/bin
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help report test test-slow lint format wheel-check clean
+.PHONY: help report test test-slow bench lint format wheel-check clean
 
 help:
-	@echo "make report | test | test-slow | lint | format | wheel-check | clean"
+	@echo "make report | test | test-slow | bench | lint | format | wheel-check | clean"
 
 report: $(VENV)/.with-report
 	$(BIN)/helmscope report
@@ -19,6 +19,12 @@ test: $(VENV)/.with-test
 
 test-slow: $(VENV)/.with-slow
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m slow
+
+# on the GPU where there is one, else on one core at a smaller scale
+bench: $(VENV)/.with-test
+	for name in figure3 right_hand_side growth accuracy; do \
+		OMP_NUM_THREADS=1 $(BIN)/python benchmarks/$$name.py || exit 1; done
+	$(BIN)/python benchmarks/results.py
 
 lint: $(VENV)/.with-test
 	$(BIN)/ruff check

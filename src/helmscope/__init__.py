@@ -86,6 +86,11 @@ if TYPE_CHECKING:
     from helmscope.geometry import retraction as retraction
     from helmscope.geometry import sphere as sphere
     from helmscope.geometry import surface as surface
+    from helmscope.kernels.choose import using as using
+    from helmscope.kernels.dense import Dense as Dense
+    from helmscope.kernels.flash import Flash as Flash
+    from helmscope.kernels.harmonic import Harmonic as Harmonic
+    from helmscope.kernels.streaming import Streaming as Streaming
     from helmscope.observe.clusters import MergeTree as MergeTree
     from helmscope.observe.clusters import cluster_count as cluster_count
     from helmscope.observe.clusters import merge_tree as merge_tree
@@ -106,6 +111,7 @@ if TYPE_CHECKING:
     from helmscope.observe.generator import ambient_generator as ambient_generator
     from helmscope.observe.generator import discrete_generator as discrete_generator
     from helmscope.observe.generator import generator as generator
+    from helmscope.observe.half_time import half_time as half_time
     from helmscope.observe.hull import hull_distance as hull_distance
     from helmscope.observe.inner_products import clustering_fraction as clustering_fraction
     from helmscope.observe.inner_products import clustering_probability as clustering_probability
@@ -130,6 +136,8 @@ if TYPE_CHECKING:
     from helmscope.observe.mixture import vmf_mixture as vmf_mixture
     from helmscope.observe.order import order_parameter as order_parameter
     from helmscope.observe.overview import overview as overview
+    from helmscope.observe.phase import phase_diagram as phase_diagram
+    from helmscope.observe.phase import published_probability as published_probability
     from helmscope.observe.rank import entropy_rank as entropy_rank
     from helmscope.observe.rank import nuclear_rank as nuclear_rank
     from helmscope.observe.rank import numerical_rank as numerical_rank
@@ -139,6 +147,8 @@ if TYPE_CHECKING:
     from helmscope.observe.rank import stable_rank as stable_rank
     from helmscope.observe.track import track as track
     from helmscope.plots.overview import overview_figure as overview_figure
+    from helmscope.plots.phase import phase_figure as phase_figure
+    from helmscope.plots.phase import phase_page as phase_page
     from helmscope.plots.trial import trial_figure as trial_figure
     from helmscope.runs.listing import RunSummary as RunSummary
     from helmscope.runs.listing import list_runs as list_runs
@@ -224,6 +234,11 @@ _HOME = {
     "helmscope.fields.placement": "Half NGPT PostNorm PreNorm SandwichNorm",
     "helmscope.fields.sinkhorn": "SinkhornAttention",
     "helmscope.geometry": "harmonics linkage retraction sphere surface",
+    "helmscope.kernels.choose": "using",
+    "helmscope.kernels.dense": "Dense",
+    "helmscope.kernels.flash": "Flash",
+    "helmscope.kernels.harmonic": "Harmonic",
+    "helmscope.kernels.streaming": "Streaming",
     "helmscope.observe.clusters": "MergeTree cluster_count merge_tree",
     "helmscope.observe.diffusion": (
         "anisotropy context_covariance diffusivity diffusivity_as_printed independent_draws_covariance "
@@ -235,6 +250,7 @@ _HOME = {
         "log_interaction_energy"
     ),
     "helmscope.observe.generator": "ambient_generator discrete_generator generator",
+    "helmscope.observe.half_time": "half_time",
     "helmscope.observe.hull": "hull_distance",
     "helmscope.observe.inner_products": (
         "clustering_fraction clustering_probability inner_product_histogram mean_inner_product"
@@ -247,11 +263,13 @@ _HOME = {
     "helmscope.observe.mixture": "VMFMixture vmf_concentration vmf_log_density vmf_mixture",
     "helmscope.observe.order": "order_parameter",
     "helmscope.observe.overview": "overview",
+    "helmscope.observe.phase": "phase_diagram published_probability",
     "helmscope.observe.rank": (
         "entropy_rank nuclear_rank numerical_rank participation_ratio residual_composite residual_frobenius stable_rank"
     ),
     "helmscope.observe.track": "track",
     "helmscope.plots.overview": "overview_figure",
+    "helmscope.plots.phase": "phase_figure phase_page",
     "helmscope.plots.trial": "trial_figure",
     "helmscope.runs.listing": "RunSummary list_runs",
     "helmscope.runs.on_ray": "Ray",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
@@ -66,6 +67,35 @@ class _Drawn(ABC):
 
         ``seed`` lies in 0 .. 2^32 - 1 and ``dtype`` is float64 or float32. Everything else is refused.
         """
+        return self._sampled(self.draw, batch, seed, dtype, device)
+
+    def draw_in_span(self, generator: torch.Generator, batch: int) -> Float[Tensor, "batch n m"]:
+        """As ``draw``, in coordinates of the span of the tokens where dim > n."""
+        return in_span(self.draw(generator, batch))
+
+    def sample_in_span(
+        self,
+        batch: int | None = None,
+        *,
+        seed: int = 0,
+        dtype: torch.dtype = torch.float64,
+        device: torch.device | str = "cpu",
+    ) -> Float[Tensor, "*batch n m"]:
+        """As ``sample``, in m = min(n, dim) coordinates: the Gram matrix has the law of that of ``sample``.
+
+        All that a flow which commutes with rotations can do to n tokens it does in their span, so that such a start
+        serves for any dim. ``Uniform`` draws it by itself, other laws turn the tokens of ``sample`` into their span.
+        """
+        return self._sampled(self.draw_in_span, batch, seed, dtype, device)
+
+    def _sampled(
+        self,
+        draw: Callable[[torch.Generator, int], Tensor],
+        batch: int | None,
+        seed: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> Tensor:
         systems = 1 if batch is None else whole_number("batch", batch, at_least=1)
         seed = whole_number("seed", seed, at_least=0)
         if seed >= _SEEDS:
@@ -76,8 +106,23 @@ class _Drawn(ABC):
             place = torch.empty(0, device=device).device
         except (RuntimeError, AssertionError, TypeError) as error:
             raise HelmscopeError(f"device is {device!r}, but it must name a device that torch finds here") from error
-        tokens = self.draw(torch.Generator().manual_seed(seed), systems)
+        tokens = draw(torch.Generator().manual_seed(seed), systems)
         return (tokens[0] if batch is None else tokens).to(dtype=dtype, device=place)
+
+
+def in_span(x: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n m"]:
+    """The tokens in an orthonormal basis of their span: m = min(n, d) coordinates, the same Gram matrix to rounding.
+
+    X^T = Q R makes X = R^T Q^T, and R^T holds the tokens in the basis Q. Tokens in d <= n stay as they are.
+
+    >>> in_span(torch.tensor([[0.0, 0.6, 0.8, 0.0], [0.0, 1.0, 0.0, 0.0]])).shape
+    torch.Size([2, 2])
+    """
+    n, d = x.shape[-2:]
+    if d <= n:
+        return x
+    r: Tensor = torch.linalg.qr(x.mT, mode="r")[1]
+    return retract(r.mT)
 
 
 def _check_size(start: Uniform | VonMisesFisher | Orthonormal) -> None:
@@ -89,8 +134,14 @@ def _check_size(start: Uniform | VonMisesFisher | Orthonormal) -> None:
 class Uniform(_Drawn):
     """n independent tokens, uniform on the sphere: x = g / |g|, g ~ N(0, I).
 
+    ``sample_in_span`` costs for any dim > n what dim = n costs (Bartlett 1933): the Gaussian matrix is G = L Q with Q
+    uniform and L lower triangular, all entries independent, L_ii ~ chi_{dim-i} for i = 0 .. n-1 and L_ij ~ N(0, 1)
+    for j < i; the tokens are the rows of L, normalised.
+
     >>> Uniform(n=32, dim=3).sample(batch=16, seed=0).shape
     torch.Size([16, 32, 3])
+    >>> Uniform(n=32, dim=10**6).sample_in_span(batch=16, seed=0).shape
+    torch.Size([16, 32, 32])
     """
 
     n: int
@@ -102,6 +153,16 @@ class Uniform(_Drawn):
     def draw(self, generator: torch.Generator, batch: int) -> Float[Tensor, "batch n dim"]:
         """``batch`` independent systems in float64 on the CPU, from a CPU generator."""
         return retract(_normal((batch, self.n, self.dim), generator))
+
+    def draw_in_span(self, generator: torch.Generator, batch: int) -> Float[Tensor, "batch n m"]:
+        """As ``draw``, in coordinates of the span of the tokens where dim > n, by Bartlett's decomposition."""
+        if self.dim <= self.n:
+            return self.draw(generator, batch)
+        below = _normal((batch, self.n, self.n), generator).tril(-1)
+        freedom = self.dim - torch.arange(self.n, dtype=torch.float64)
+        # half a chi-square of k degrees is gamma of shape k/2; torch's public gamma takes no generator
+        half = torch._standard_gamma((freedom / 2).expand(batch, -1), generator=generator)
+        return retract(below + torch.diag_embed((2 * half).sqrt()))
 
 
 @dataclass(frozen=True, eq=False)

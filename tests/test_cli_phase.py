@@ -1,0 +1,254 @@
+"""``helmscope phase`` as users meet it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import helmscope as hs
+from helmscope.cli.phase import phase_part
+from helmscope.observe.half_time import half_time
+from helmscope.observe.phase import phase_diagram, published_probability
+
+COMMAND = Path(sys.executable).parent / "helmscope"
+SMALL = ("phase", "--n", "4", "--dims", "3,9", "--betas", "1,4", "--times", "0,2,4", "--samples", "3", "--seed", "7")
+CASE = {"betas": [1.0, 4.0], "times": [0.0, 2.0, 4.0], "samples": 3, "seed": 7}
+FILES = ["half-time.nc", "manifest.json", "phase.html", "phase.nc", "phase.png", "units", "units.json"]
+
+
+@pytest.fixture
+def no_pictures(monkeypatch):
+    """Drawing takes most of the time of a small run."""
+    monkeypatch.setattr("helmscope.plots.style.png", lambda figure: b"")
+    monkeypatch.setattr("helmscope.plots.phase.phase_figure", lambda data: None)
+    monkeypatch.setattr("helmscope.plots.phase.phase_page", lambda data: "")
+
+
+def strict(text: str) -> dict:
+    """JSON without NaN and Infinity."""
+
+    def forbidden(word: str) -> None:
+        raise AssertionError(f"{word} is not JSON")
+
+    return json.loads(text, parse_constant=forbidden)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every result by its path; the manifest holds the time."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name not in ("manifest.json", ".lock"))
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+def test_a_run_gives_the_library_s_numbers(helmscope, tmp_path):
+    code, out, err = helmscope(*SMALL, "--out", "run", "--json")
+    assert code == 0
+    report = strict(out)
+    assert sorted(os.listdir(tmp_path / "run")) == FILES
+    assert err.splitlines()[0].startswith("4 rows of 3 samples: roughly ")
+    assert "phase diagram: 4 of 4 units" in err
+    stored = hs.RunFolder.open("run").read_results("phase")
+    assert stored.probability.dims == ("dim", "beta", "time")
+    assert (stored.attrs["n"], stored.attrs["kernel"], "dim" in stored.attrs) == (3, "Dense", False)
+    for dim in (3, 9):
+        start = hs.Uniform(4, dim)
+        seen = phase_diagram(hs.SA, start=start, **CASE)
+        seen = seen.assign(published_probability(hs.SA, start=start, **CASE).data_vars)
+        here = stored.sel(dim=dim)
+        for name in seen.data_vars:
+            assert np.array_equal(here[name].values, seen[name].values)
+            assert report[name][(3, 9).index(dim)] == seen[name].values.tolist()
+        assert np.array_equal(here.curve.values, seen.curve.values)
+    half = hs.RunFolder.open("run").read_results("half-time")
+    assert half.equals(half_time(stored))
+    assert report["dims"] == [3, 9]
+    assert (report["betas"], report["times"], report["samples"]) == ([1.0, 4.0], [0.0, 2.0, 4.0], 3)
+    assert (report["ok"], report["lost"], report["page"]) == (True, 0, "run/phase.html")
+    assert (tmp_path / "run" / "phase.png").read_bytes()[:4] == b"\x89PNG"
+    assert b"Plotly.newPlot" in (tmp_path / "run" / "phase.html").read_bytes()
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_the_manifest_says_what_was_used(helmscope):
+    helmscope(*SMALL, "--value", "-1", "--out", "run")
+    manifest = hs.RunFolder.open("run").read_manifest()
+    assert (manifest.seed, manifest.dtype, manifest.device, manifest.threads) == (7, "float64", "cpu", 1)
+    given = {"n": 4, "dims": [3, 9], "betas": "1,4", "times": "0,2,4", "samples": 3, "value": -1.0, "published": True}
+    used = {"kernel": "Dense", "stepper": "DormandPrince(tol=1e-06, max_steps=200000)", "field": "sa"}
+    rest = {"causal": False, "nu": 0.0, "spectrum": None, "delta": 1e-3}
+    assert dict(manifest.parameters) == given | used | rest
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_plain_words_and_a_folder_of_its_own(helmscope, tmp_path):
+    code, out, _ = helmscope(*SMALL)
+    assert code == 0
+    (folder,) = os.listdir(tmp_path / "runs")
+    assert folder.startswith("phase-")
+    lines = out.splitlines()
+    assert lines[0].split() == ["dim", "beta", "t*", "P", "at", "t", "=", "4", "time", "of", "P", "=", "1/2"]
+    assert len(lines) == 1 + 4 + 3
+    star = hs.hitting_time(hs.SA(4.0), n=4, delta=1e-3)
+    assert lines[2].split()[:3] == ["3", "4", f"{star:.4g}"]
+    assert lines[-1] == f"folder: runs/{folder}"
+
+
+METRIC = torch.diag(torch.tensor([1.0, 0.5, 0.25], dtype=torch.float64))
+OPTIONS = {
+    "--field usa": (hs.USA, {}),
+    "--field sinkhorn": (hs.SinkhornAttention, {}),
+    "--value -1": (lambda beta: hs.SA(beta, value=-torch.eye(3)), {}),
+    "--causal": (lambda beta: hs.SA(beta, causal=True), {}),
+    "--spectrum 1,0.5,0.25": (lambda beta: hs.SA(beta, query_key=METRIC), {}),
+    "--nu 0.05": (hs.SA, {"noise": hs.IsotropicNoise(0.05)}),
+    "--delta 0.3": (hs.SA, {"delta": 0.3}),
+}
+
+
+@pytest.mark.parametrize("words", OPTIONS)
+@pytest.mark.usefixtures("no_pictures")
+def test_every_option_reaches_the_library(helmscope, words):
+    field, options = OPTIONS[words]
+    assert helmscope(*SMALL, "--dim", "3", *words.split(), "--out", "run")[0] == 0
+    seen = phase_diagram(field, start=hs.Uniform(4, 3), **CASE, **options)
+    stored = hs.RunFolder.open("run").read_results("phase")
+    assert np.array_equal(stored.probability.values[0], seen.probability.values)
+    assert ("probability_published" in stored) == (words.split()[0] not in ("--field", "--nu"))
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_ranges_defaults_and_huge_dimensions(helmscope):
+    code, out, _ = helmscope(*SMALL, "--betas", "1:4:4", "--dims", "1048576", "--no-published", "--out", "a", "--json")
+    assert code == 0
+    report = strict(out)
+    assert report["betas"] == [1.0, 2.0, 3.0, 4.0]
+    assert "probability_published" not in report
+    assert helmscope(*SMALL, "--spectrum", "1,0.5,0.25", "--dims", "3", "--out", "b")[0] == 0
+    assert helmscope("phase", "--n", "3", "--samples", "2", "--spectrum", "1,2", "--times", "0,1", "--out", "c")[0] == 0
+    assert hs.RunFolder.open("c").read_results("phase").dim.values.tolist() == [2]
+
+
+def test_without_the_extras_the_numbers_still_stand(helmscope, monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "plotly.graph_objects", None)
+    code, out, err = helmscope(*SMALL, "--out", "run", "--json")
+    assert code == 0
+    assert {"picture", "page"}.isdisjoint(strict(out))
+    assert "no picture: matplotlib is not installed" in err
+    assert "no page: plotly is not installed" in err
+    assert sorted(os.listdir(tmp_path / "run")) == [name for name in FILES if name not in ("phase.png", "phase.html")]
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_samples_that_are_lost_exit_1_with_the_rest(helmscope):
+    words = (*SMALL, "--field", "usa", "--betas", "1,800", "--times", "1,2", "--dims", "3")
+    code, out, err = helmscope(*words, "--out", "run", "--json")
+    assert code == 1
+    report = strict(out)
+    assert (report["ok"], report["lost"]) == (False, 3)
+    assert report["probability"][0][1] == [None, None]
+    assert None not in report["probability"][0][0]
+    assert "3 samples could not be carried to the end" in err
+    assert err.splitlines()[0] == "2 rows of 3 samples: more than a week on one core"
+
+
+# Runs that go on ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_a_killed_run_goes_on_to_the_same_bytes(helmscope, tmp_path):
+    words = (*SMALL, "--n", "16", "--betas", "1:9:4", "--times", "0:20:41", "--no-published")
+    assert helmscope(*words, "--out", "undisturbed")[0] == 0
+    process = subprocess.Popen([COMMAND, *words, "--out", "run"], cwd=tmp_path, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 90
+    while process.poll() is None and time.monotonic() < deadline:
+        if len(list((tmp_path / "run" / "units").glob("*.nc"))) >= 2:
+            break
+        time.sleep(0.005)
+    process.send_signal(signal.SIGKILL)
+    process.wait(timeout=60)
+    done = len(list((tmp_path / "run" / "units").glob("*.nc")))
+    assert 2 <= done < 8
+    code, _, err = helmscope(*words, "--out", "run", "--resume")
+    assert code == 0
+    assert f"8 units, {done} of them done before" in err
+    assert contents(tmp_path / "run") == contents(tmp_path / "undisturbed")
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_jobs_do_not_change_a_bit_and_a_finished_run_resumes_to_itself(helmscope, tmp_path):
+    assert helmscope(*SMALL, "--out", "serial")[0] == 0
+    before = contents(tmp_path / "serial")
+    assert helmscope(*SMALL, "--jobs", "2", "--out", "parallel")[0] == 0
+    assert contents(tmp_path / "parallel") == before
+    assert helmscope(*SMALL, "--out", "serial", "--resume")[0] == 0
+    assert contents(tmp_path / "serial") == before
+    code, out, err = helmscope(*SMALL, "--samples", "4", "--out", "serial", "--resume")
+    assert (code, out) == (2, "")
+    assert "has another function or other parameters" in err
+
+
+def test_a_unit_is_a_block_of_the_diagram():
+    physics = {"field": "sa", "value": 1.0, "causal": False, "nu": 0.0, "spectrum": None, "n": 4, "times": "0,2,4"}
+    physics |= {"samples": 3, "delta": 1e-3, "published": False, "seed": 7, "dtype": None, "device": "cpu"}
+    part = phase_part(3, [4.0], physics)
+    whole = phase_diagram(hs.SA, start=hs.Uniform(4, 3), **CASE)
+    assert np.array_equal(part.probability.values[0], whole.probability.values[1])
+
+
+# Refusals -------------------------------------------------------------------------------------------------------------
+
+REFUSED = {
+    "--field sb": "unknown field 'sb': did you mean 'sa'?",
+    "--field sinkhorn --causal": "the only causal bistochastic kernel is the identity",
+    "--value nan": "value is nan",
+    "--nu -1": "nu is -1.0",
+    "--nu 0.1 --published": "nu is 0.1, but the published scheme knows no noise",
+    "--spectrum 1,2": "spectrum has 2 eigenvalues, but in dimension 3 B has 3",
+    "--spectrum 1,x,2": "spectrum is 'x'",
+    "--n 1": "n of start is 1, but a pair needs two tokens",
+    "--n 0": "n is 0",
+    "--dims 1": "dims is 1",
+    "--dims 3,x": "dims is 'x'",
+    "--dims 3,3": "dims is '3,3'",
+    "--betas -1": "betas[0] is -1",
+    "--betas 2,1": "betas[1] is 1",
+    "--betas x": "betas is 'x'",
+    "--betas 1:2": "betas is '1:2'",
+    "--betas 1:2:1": "betas is '1:2:1'",
+    "--times 3,2": "times[1] is 2 after 3",
+    "--times 0:1": "times is '0:1'",
+    "--samples 0": "samples is 0",
+    "--delta -1": "delta is -1.0",
+    "--seed -1": "seed is -1",
+    "--dtype float46": "unknown dtype 'float46': did you mean 'float64'?",
+    "--device nosuch": "device is 'nosuch'",
+    "--jobs 0": "jobs is 0",
+    "--threads 0": "threads is 0",
+    "--max-memory lots": "max_memory is 'lots'",
+    "--resume": "resume is given, but not which run",
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_bad_input_is_one_line_exit_2_and_no_folder(helmscope, tmp_path, words):
+    code, out, err = helmscope(*SMALL, *words.split())
+    assert (code, out) == (2, "")
+    assert err.startswith("helmscope: ")
+    assert len(err.splitlines()) == 1
+    assert REFUSED[words] in err
+    assert os.listdir(tmp_path) == []
+
+
+def test_help_shows_the_whole_figure(helmscope):
+    code, out, _ = helmscope("phase", "--help")
+    assert code == 0
+    assert "--dims 2,8,32,128,512,1024 --betas 0.1:9:90" in " ".join(out.split())
