@@ -72,18 +72,18 @@ def interleaved(
     """Seconds of each candidate, run in turns A B C A B C so that a drift of the machine meets all alike, and what
     went wrong with those that failed.
 
-    The first turn warms up and is not counted, unless the candidate used up its whole budget in it.
+    The first turn warms up, compiles, and is not counted.
     """
     runs: dict[str, list[float]] = {}
     failed: dict[str, str] = {}
     for name, call in candidates.items():
         try:
-            first = seconds(call, device)
+            seconds(call, device)
         except Exception as error:  # one broken candidate must not cost the numbers of the others; the table names it
             failed[name] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
             say(f"  {name} failed: {failed[name]}")
         else:
-            runs[name] = [first] if first > BUDGET_S else []
+            runs[name] = []
     for _ in range(TURNS):
         for name, lasted in runs.items():
             if sum(lasted) < BUDGET_S:

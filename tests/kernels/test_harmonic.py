@@ -13,6 +13,7 @@ from helmscope.fields.attention import SA, USA
 from helmscope.geometry.sphere import project, retract
 from helmscope.kernels.dense import attention_sum, logits
 from helmscope.kernels.harmonic import CHUNK, harmonic_degree, harmonic_sum
+from helmscope.kernels.harmonic_matrix import matrix_sums
 from helmscope.theory.energy import energy_min
 from helmscope.types import HelmscopeError
 
@@ -116,6 +117,24 @@ def test_a_system_alone_and_in_a_batch_and_chunks_of_it_agree(monkeypatch: pytes
     assert torch.allclose(whole, alone, rtol=0, atol=1e-12)
     monkeypatch.setitem(CHUNK, "cpu", 7)
     assert torch.allclose(over_scale(harmonic_sum(x, beta=4.0), 4.0), whole, rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("d", [2, 3])
+@pytest.mark.parametrize("beta", [0.0, 1.0, 4.0, 9.0])
+def test_matrix_products_give_the_same(beta: float, d: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The form for a GPU, here in chunks too, with a token at each pole."""
+    x = cloud(300, d, batch=2)
+    x[:, 0], x[:, 1] = 0.0, 0.0
+    x[:, 0, -1], x[:, 1, -1] = 1.0, -1.0
+    weights = torch.rand(2, 300, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    wanted = over_scale(harmonic_sum(x, beta=beta, weights=weights), beta)
+    degree = harmonic_degree(beta, dim=d)
+    for chunk in (2**20, 77):
+        monkeypatch.setattr("helmscope.kernels.harmonic_matrix.CHUNK", chunk)
+        found = matrix_sums(x, weights, beta, degree)
+        assert float((found - wanted).abs().max()) < 3e-14 * float(weights.sum(-1).max())
+    found = matrix_sums(x.float(), weights.float(), beta, degree)
+    assert float((found - wanted).abs().max()) < 1e-6 * float(weights.sum(-1).max())
 
 
 def test_single_precision_keeps_its_digits() -> None:

@@ -20,6 +20,8 @@ import torch
 from scipy import special
 
 from helmscope.geometry.sphere import NORM_TOLERANCE, check_tokens
+from helmscope.kernels.harmonic_matrix import MOST_MATRIX_DEGREE, matrix_sums
+from helmscope.kernels.harmonic_series import circle_series, sphere_series
 from helmscope.kernels.kernel import AttentionSum, Request
 from helmscope.types import HelmscopeError, real_number
 
@@ -27,7 +29,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from jaxtyping import Complex, Float
-    from numpy.typing import NDArray
     from torch import Tensor
 
     Harmonics = tuple[Tensor, ...]
@@ -87,11 +88,10 @@ class Harmonic:
         return request.key.shape[-2] >= (3 * terms * terms if request.key.shape[-1] == 3 else 3 * terms)
 
     def sum(self, request: Request) -> AttentionSum:
-        """The sums: see ``harmonic_sum``."""
-        tol = TOL[request.key.dtype] if self.tol is None else self.tol
+        """The sums, unchecked: see ``harmonic_sum``."""
         assert request.beta is not None
         skip = request.skip_self is True
-        return harmonic_sum(request.key, beta=request.beta, weights=request.weights, skip_self=skip, tol=tol)
+        return _sums(request.key, request.beta, request.weights, skip, self.degree(request))
 
 
 def harmonic_degree(beta: float, *, dim: int, tol: float = 1e-12) -> int:
@@ -104,6 +104,11 @@ def harmonic_degree(beta: float, *, dim: int, tol: float = 1e-12) -> int:
     beta, tol = real_number("beta", beta, at_least=0), real_number("tol", tol, above=0)
     if dim not in (2, 3):
         raise HelmscopeError(f"dim is {dim}, but harmonic sums are for the circle and S^2, dim 2 and 3")
+    return _degree(beta, dim, tol)
+
+
+@lru_cache(maxsize=256)
+def _degree(beta: float, dim: int, tol: float) -> int:
     if beta == 0:
         return 0
     k = np.arange(int(beta + 12 * max(beta, 1.0) ** (1 / 3)) + 80)
@@ -135,19 +140,26 @@ def harmonic_sum(
     check_tokens(x)
     if x.requires_grad:
         raise HelmscopeError("x requires a gradient, but harmonic sums have none: take the dense kernel")
-    n, d = x.shape[-2:]
-    degree = harmonic_degree(beta, dim=d, tol=tol)
+    degree = harmonic_degree(beta, dim=x.shape[-1], tol=tol)
     if degree > MOST_DEGREE:
         raise HelmscopeError(f"beta is {beta:g}, but its series has degree {degree}, above {MOST_DEGREE}: lower beta")
+    return _sums(x, float(beta), weights, skip_self, degree)
+
+
+def _sums(x: Tensor, beta: float, weights: Tensor | None, skip_self: bool, degree: int) -> AttentionSum:
+    n, d = x.shape[-2:]
     flat = x.reshape(-1, n, d)
     mass = torch.ones(flat.shape[:2], dtype=x.dtype, device=x.device)
     if weights is not None:
         mass = weights.expand(x.shape[:-1]).reshape(-1, n).to(x)
-    seen = (_circle if d == 2 else _sphere)(flat, mass, float(beta), degree)
+    if x.is_cuda and (d == 2 or degree <= MOST_MATRIX_DEGREE):
+        seen = matrix_sums(flat, mass, beta, degree)
+    else:
+        seen = (_circle if d == 2 else _sphere)(flat, mass, beta, degree)
     total, z = seen[..., 1:], seen[..., :1]
     if skip_self:  # in units of e^beta the own term is m_i x_i exactly
         total = total - mass.unsqueeze(-1) * flat
-    shift = torch.full_like(z, float(beta)).reshape(*x.shape[:-1], 1)
+    shift = torch.full_like(z, beta).reshape(*x.shape[:-1], 1)
     return AttentionSum(total.reshape(x.shape), shift, z.reshape(*x.shape[:-1], 1), shift)
 
 
@@ -157,16 +169,11 @@ def _half(beta: float) -> float:
 
 def _circle(x: Tensor, mass: Tensor, beta: float, degree: int) -> Float[Tensor, "batch n 3"]:
     """Z and the two coordinates of the sum, over e^beta."""
-    c = 2 * special.ive(np.arange(degree + 1), beta)
-    c[0] /= 2
-    coefficients = torch.from_numpy(c).to(x)
     moments = x.new_zeros(len(x), degree + 2, dtype=_complex(x))
     passes = _twice(x, degree, lambda y: (_powers(torch.complex(y[..., 0], y[..., 1]), degree + 1),))
     for part, (phases,) in passes():
         moments += torch.complex(phases.real @ mass[:, part, None], -phases.imag @ mass[:, part, None]).squeeze(-1)
-    below = torch.cat([moments[:, 1:2].conj(), moments[:, :degree]], 1)  # e^{-i (k - 1) phi}
-    above = moments[:, 1:]
-    series = torch.stack([moments[:, :-1], (below + above) / 2, (below - above) / 2j], -1) * coefficients[:, None]
+    series = circle_series(moments, beta, degree)
     out = x.new_empty(*x.shape[:2], 3)
     for part, (phases,) in passes():
         known = phases[:, :-1]
@@ -184,9 +191,7 @@ def _sphere(x: Tensor, mass: Tensor, beta: float, degree: int) -> Float[Tensor, 
         for parity, u in ((0, cosines), (1, sines)):
             w = weighted[:, parity::2]
             moments[:, parity::2] += torch.complex(w.real @ u.mT, w.imag @ u.mT)
-    table = torch.from_numpy(_table(beta, degree)).to(x)
-    series = torch.einsum("mkl,bmls->bmks", table.to(moments.dtype), _shifted(moments, degree))
-    series[:, 1:] *= 2  # m and -m are conjugate
+    series = sphere_series(moments, beta, degree)
     out = x.new_zeros(*x.shape[:2], 4)
     for part, (cosines, sines, phases) in passes():
         for parity, u in ((0, cosines), (1, sines)):
@@ -195,47 +200,6 @@ def _sphere(x: Tensor, mass: Tensor, beta: float, degree: int) -> Float[Tensor, 
             p = phases[:, :-1][:, parity::2].transpose(1, 2).unsqueeze(-1)
             out[:, part] += (real * p.real - imag * p.imag).sum(-2)
     return out
-
-
-def _shifted(g: Complex[Tensor, "batch m k"], degree: int) -> Complex[Tensor, "batch m k 4"]:
-    """Moments with the weights 1, x, y, z, from those with the weight 1: a factor cos theta or sin theta e^{+-i phi}
-    moves an index by one.
-    """
-    size = degree + 1
-    odd = (torch.arange(size, device=g.device) % 2 == 1)[:, None]
-
-    def times_sine(h: Tensor) -> Tensor:
-        """sin t cos k t = (sin(k+1)t - sin(k-1)t) / 2 and sin t sin k t = (cos(k-1)t - cos(k+1)t) / 2."""
-        up, down = h[..., 1 : size + 1], torch.nn.functional.pad(h[..., : size - 1], (1, 0))
-        first = torch.nn.functional.pad(h[..., 1:2], (0, size - 1))
-        odd_ones = torch.nn.functional.pad(((down - up) / 2)[..., 1:], (1, 0))
-        return torch.where(odd, odd_ones, (up - down + first) / 2)
-
-    plain = g[:, :size, :size]
-    up, down = g[:, :size, 1 : size + 1], torch.nn.functional.pad(g[:, :size, : size - 1], (1, 0))
-    mirrored = torch.nn.functional.pad(g[:, :size, 1:2], (0, size - 1))  # cos(-t) = cos t, sin(-t) = -sin t
-    z = (up + down + torch.where(odd, -mirrored, mirrored)) / 2
-    before = times_sine(torch.cat([g[:, 1:2].conj(), g[:, : size - 1]], 1))
-    after = times_sine(g[:, 1 : size + 1])
-    return torch.stack([plain, (before + after) / 2, (before - after) / 2j, z], -1)
-
-
-@lru_cache(maxsize=16)
-def _table(beta: float, degree: int) -> NDArray[np.float64]:
-    """A^m_{k k'} e^{-beta} for m, k, k' = 0..degree, by the Fourier transform of samples on the doubled torus."""
-    points = 2 * (degree + 2)
-    angle = 2 * np.pi * np.arange(points) / points
-    depth = beta * np.outer(np.sin(angle), np.sin(angle))
-    level = np.exp(beta * (np.outer(np.cos(angle), np.cos(angle)) - 1) + np.abs(depth))
-    twice = np.where(np.arange(degree + 1) > 0, 2.0, 1.0)
-    table = np.empty((degree + 1,) * 3)
-    for m in range(degree + 1):
-        samples = special.ive(m, np.abs(depth)) * np.where(depth < 0, (-1.0) ** m, 1.0) * level
-        found = np.fft.fft2(samples).real[: degree + 1, : degree + 1] / points**2
-        table[m] = found * np.outer(twice, twice) * (1 if m % 2 == 0 else -1)
-        if m % 2:  # there is no sin 0
-            table[m, 0] = table[m, :, 0] = 0.0
-    return table
 
 
 def _harmonics(x: Tensor, degree: int) -> Harmonics:
