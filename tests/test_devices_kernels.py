@@ -15,6 +15,7 @@ from kernel_cases import random_request
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 DTYPES = (torch.float64, torch.float32)
+COMPILED = DEVICES[-1:]  # Triton's kernels run on the GPU, or where there is none under the interpreter
 
 
 def moved(request: Request, device: str, dtype: torch.dtype) -> Request:
@@ -58,17 +59,17 @@ def test_harmonic(d, device, dtype):
             assert error(hs.Harmonic().sum(request), request) <= bound * max(1.0, beta)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", COMPILED)
 def test_flash(device):
     for seed in range(300 if device == "cuda" else 3):
         request = moved(random_request(seed, plain=True), device, torch.float32)
-        beta = float(request.query.norm(dim=-1).max())
         assert hs.Flash().refuses(request) is None
-        # log Z is about beta, and float32 writes it with an error of beta 2^-24
-        assert error(hs.Flash().sum(request), request) <= max(2e-6, 8 * beta * 2**-24), seed
+        # what float32 costs at this size and beta, where every pair is stored
+        rounding = error(hs.Dense().sum(request), request)
+        assert error(hs.Flash().sum(request), request) <= 3 * rounding + 3e-6, seed
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", COMPILED)
 @pytest.mark.parametrize(
     ("normalized", "causal", "value"), [(True, False, 1.0), (False, False, -1.0), (True, True, -1.0)]
 )

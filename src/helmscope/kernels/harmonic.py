@@ -71,8 +71,8 @@ class Harmonic:
             return "the series has no gradient, and no heads that differ in whether they skip themselves"
         if self.degree(request) > MOST_DEGREE:
             return f"beta is {beta:g}, and its series has a degree above {MOST_DEGREE}"
-        length = torch.linalg.vector_norm(x, dim=-1)
-        if not bool(((length - 1).abs() <= NORM_TOLERANCE[x.dtype]).all()):
+        least, most = torch.stack(torch.linalg.vector_norm(x, dim=-1).aminmax()).tolist()
+        if not 1 - NORM_TOLERANCE[x.dtype] <= least <= most <= 1 + NORM_TOLERANCE[x.dtype]:  # nor is NaN
             return "the series is for unit vectors"
         return None
 

@@ -37,37 +37,43 @@ def matrix_sums(
     """
     parts = [slice(first, first + CHUNK) for first in range(0, x.shape[1], CHUNK)]
     kept = _bases(x, degree) if len(parts) == 1 else None
-    moments: Tensor | float = 0.0
-    for part in parts:
-        p, u = kept or _bases(x[:, part], degree)
-        weighted = mass[:, part, None] * p
-        moments = moments + (weighted.sum(1) if u is None else (weighted.mT @ u).flatten(1))
-    assert isinstance(moments, torch.Tensor)
-    coefficients = moments @ _map(beta, degree, x.shape[-1], x.dtype, x.device)
-    out = []
-    for part in parts:
-        p, u = kept or _bases(x[:, part], degree)
-        width = p.shape[-1]
-        if u is None:
-            out.append(p @ coefficients.view(len(x), width, 3))
-            continue
-        waves = (u @ coefficients.view(len(x), width, 4 * width)).view(*p.shape[:2], 4, width)
-        out.append((waves * p.unsqueeze(-2)).sum(-1))
+    moments = [_moments(kept or _bases(x[:, part], degree), mass[:, part]) for part in parts]
+    coefficients = sum(moments[1:], moments[0]) @ _map(beta, degree, x.shape[-1], x.dtype, x.device)
+    out = [_at_tokens(kept or _bases(x[:, part], degree), coefficients) for part in parts]
     return out[0] if len(out) == 1 else torch.cat(out, 1)
 
 
-def _bases(x: Tensor, degree: int) -> tuple[Tensor, Tensor | None]:
-    """P and U; at a pole phi is 0."""
-    orders = torch.arange(degree + 2, dtype=x.dtype, device=x.device)
+def _bases(x: Tensor, degree: int) -> list[Tensor]:
+    """P, and on S^2 U; at a pole phi is 0. One buffer and few operations."""
+    orders = _orders(degree + 2, x.dtype, x.device)
+    angles = torch.empty(*x.shape[:2], x.shape[-1] - 1, dtype=x.dtype, device=x.device)
+    torch.atan2(x[..., 1], x[..., 0], out=angles[..., 0])
+    if x.shape[-1] == 3:
+        torch.atan2(torch.linalg.vector_norm(x[..., :2], dim=-1), x[..., 2], out=angles[..., 1])
+    turns = angles.unsqueeze(-1) * orders
+    waves = torch.empty(*angles.shape, 2, degree + 2, dtype=x.dtype, device=x.device)
+    torch.cos(turns, out=waves[..., 0, :])
+    torch.sin(turns, out=waves[..., 1, :])
+    return list(waves.flatten(-2).unbind(2))
 
-    def waves(angle: Tensor) -> Tensor:
-        angles = angle.unsqueeze(-1) * orders
-        return torch.cat([torch.cos(angles), torch.sin(angles)], -1)
 
-    longitude = waves(torch.atan2(x[..., 1], x[..., 0]))
-    if x.shape[-1] == 2:
-        return longitude, None
-    return longitude, waves(torch.atan2(torch.linalg.vector_norm(x[..., :2], dim=-1), x[..., 2]))
+def _moments(bases: list[Tensor], mass: Tensor) -> Float[Tensor, "batch moment"]:
+    if len(bases) == 1:
+        return (mass.unsqueeze(-2) @ bases[0]).squeeze(-2)
+    return ((mass.unsqueeze(-1) * bases[0]).mT @ bases[1]).flatten(1)
+
+
+def _at_tokens(bases: list[Tensor], coefficients: Tensor) -> Float[Tensor, "batch n s"]:
+    p, width = bases[0], bases[0].shape[-1]
+    if len(bases) == 1:
+        return p @ coefficients.view(-1, width, 3)
+    series = (bases[1] @ coefficients.view(-1, width, 4 * width)).view(*p.shape[:2], 4, width)
+    return (series * p.unsqueeze(-2)).sum(-1)
+
+
+@lru_cache(maxsize=8)
+def _orders(count: int, dtype: torch.dtype, device: torch.device) -> Float[Tensor, " count"]:
+    return torch.arange(count, dtype=dtype, device=device)
 
 
 @lru_cache(maxsize=8)

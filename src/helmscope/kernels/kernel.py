@@ -75,11 +75,12 @@ class Request:
         """Whether a derivative of the sum will be asked for: backward, forward or by a transform."""
         if transformed():
             return True
-        dual = torch.autograd.forward_ad.unpack_dual
-        return any(
-            (torch.is_grad_enabled() and part.requires_grad) or dual(part).tangent is not None  # type: ignore[no-untyped-call]
-            for part in self.tensors
-        )
+        if torch.is_grad_enabled() and any(part.requires_grad for part in self.tensors):
+            return True
+        forward = torch.autograd.forward_ad
+        if forward._current_level < 0:  # no dual number exists: asking each tensor takes longer than a small sum
+            return False
+        return any(forward.unpack_dual(part).tangent is not None for part in self.tensors)  # type: ignore[no-untyped-call]
 
 
 def sees_somebody(request: Request) -> Bool[Tensor, "*batch n 1"]:
