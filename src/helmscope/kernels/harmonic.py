@@ -71,8 +71,8 @@ class Harmonic:
             return "the series has no gradient, and no heads that differ in whether they skip themselves"
         if self.degree(request) > MOST_DEGREE:
             return f"beta is {beta:g}, and its series has a degree above {MOST_DEGREE}"
-        least, most = torch.stack(torch.linalg.vector_norm(x, dim=-1).aminmax()).tolist()
-        if not 1 - NORM_TOLERANCE[x.dtype] <= least <= most <= 1 + NORM_TOLERANCE[x.dtype]:  # nor is NaN
+        length = torch.linalg.vector_norm(x, dim=-1)
+        if not float(torch.dist(length, _one(x.dtype, x.device), p=torch.inf)) <= NORM_TOLERANCE[x.dtype]:  # nor is NaN
             return "the series is for unit vectors"
         return None
 
@@ -92,6 +92,11 @@ class Harmonic:
         assert request.beta is not None
         skip = request.skip_self is True
         return _sums(request.key, request.beta, request.weights, skip, self.degree(request))
+
+
+@lru_cache(maxsize=8)
+def _one(dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.ones((), dtype=dtype, device=device)
 
 
 def harmonic_degree(beta: float, *, dim: int, tol: float = 1e-12) -> int:
@@ -149,16 +154,15 @@ def harmonic_sum(
 def _sums(x: Tensor, beta: float, weights: Tensor | None, skip_self: bool, degree: int) -> AttentionSum:
     n, d = x.shape[-2:]
     flat = x.reshape(-1, n, d)
-    mass = torch.ones(flat.shape[:2], dtype=x.dtype, device=x.device)
-    if weights is not None:
-        mass = weights.expand(x.shape[:-1]).reshape(-1, n).to(x)
+    mass = None if weights is None else weights.expand(x.shape[:-1]).reshape(-1, n).to(x)
     if x.is_cuda and (d == 2 or degree <= MOST_MATRIX_DEGREE):
         seen = matrix_sums(flat, mass, beta, degree)
     else:
-        seen = (_circle if d == 2 else _sphere)(flat, mass, beta, degree)
+        ones = torch.ones(flat.shape[:2], dtype=x.dtype, device=x.device)
+        seen = (_circle if d == 2 else _sphere)(flat, ones if mass is None else mass, beta, degree)
     total, z = seen[..., 1:], seen[..., :1]
     if skip_self:  # in units of e^beta the own term is m_i x_i exactly
-        total = total - mass.unsqueeze(-1) * flat
+        total = total - (flat if mass is None else mass.unsqueeze(-1) * flat)
     shift = torch.full_like(z, beta).reshape(*x.shape[:-1], 1)
     return AttentionSum(total.reshape(x.shape), shift, z.reshape(*x.shape[:-1], 1), shift)
 

@@ -32,8 +32,10 @@ class AttentionSum:
     @property
     def mean(self) -> Float[Tensor, "*batch n d"]:
         """The softmax average sum_j p_ij v_j."""
-        blind = self.mass == 0
-        return self.total * (torch.exp(self.shift - self.mass_shift) / torch.where(blind, 1.0, self.mass))
+        mass = torch.where(self.mass == 0, 1.0, self.mass)
+        if self.shift is self.mass_shift:
+            return self.total / mass
+        return self.total * (torch.exp(self.shift - self.mass_shift) / mass)
 
     @property
     def log_mass(self) -> Float[Tensor, "*batch n 1"]:
