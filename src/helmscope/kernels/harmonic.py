@@ -72,7 +72,9 @@ class Harmonic:
         if self.degree(request) > MOST_DEGREE:
             return f"beta is {beta:g}, and its series has a degree above {MOST_DEGREE}"
         length = torch.linalg.vector_norm(x, dim=-1)
-        if not float(torch.dist(length, _one(x.dtype, x.device), p=torch.inf)) <= NORM_TOLERANCE[x.dtype]:  # nor is NaN
+        if (
+            not float(torch.dist(length, _number(1.0, x.dtype, x.device), p=torch.inf)) <= NORM_TOLERANCE[x.dtype]
+        ):  # nor is NaN
             return "the series is for unit vectors"
         return None
 
@@ -94,9 +96,10 @@ class Harmonic:
         return _sums(request.key, request.beta, request.weights, skip, self.degree(request))
 
 
-@lru_cache(maxsize=8)
-def _one(dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.ones((), dtype=dtype, device=device)
+@lru_cache(maxsize=64)
+def _number(value: float, dtype: torch.dtype, device: torch.device) -> Float[Tensor, ""]:
+    """Kept, as making it costs a launch on a GPU."""
+    return torch.tensor(value, dtype=dtype, device=device)
 
 
 def harmonic_degree(beta: float, *, dim: int, tol: float = 1e-12) -> int:
@@ -163,7 +166,7 @@ def _sums(x: Tensor, beta: float, weights: Tensor | None, skip_self: bool, degre
     total, z = seen[..., 1:], seen[..., :1]
     if skip_self:  # in units of e^beta the own term is m_i x_i exactly
         total = total - (flat if mass is None else mass.unsqueeze(-1) * flat)
-    shift = torch.full_like(z, beta).reshape(*x.shape[:-1], 1)
+    shift = _number(beta, x.dtype, x.device).expand(*x.shape[:-1], 1)
     return AttentionSum(total.reshape(x.shape), shift, z.reshape(*x.shape[:-1], 1), shift)
 
 

@@ -32,7 +32,7 @@ class AttentionSum:
     @property
     def mean(self) -> Float[Tensor, "*batch n d"]:
         """The softmax average sum_j p_ij v_j."""
-        mass = torch.where(self.mass == 0, 1.0, self.mass)
+        mass = self.mass.clamp(min=torch.finfo(self.mass.dtype).tiny)  # 0 / 0 where nobody is seen
         if self.shift is self.mass_shift:
             return self.total / mass
         return self.total * (torch.exp(self.shift - self.mass_shift) / mass)
