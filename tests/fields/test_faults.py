@@ -243,8 +243,8 @@ def test_every_kind_of_fault_is_planted():
 
 
 def test_invariants_alone_catch_4_of_35(monkeypatch):
-    """Why there are oracles: a wrong field is tangent and equivariant too, unless its projection is at fault or it divides
-    by nothing.
+    """Why there are oracles: a wrong field is tangent and equivariant too, unless its projection is at fault, or it
+    divides by nothing.
     """
     caught = {n for n, fault in FAULTS.items() if not survives(keeps_invariants, load(fault, monkeypatch))}
     assert caught == {"projection adds", "projection forgotten", "projection over tokens", "softmax over queries"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,11 +12,12 @@ from scipy import special
 
 from helmscope.fields.attention import SA, USA
 from helmscope.geometry.sphere import project, retract
-from helmscope.kernels.dense import attention_sum, logits
-from helmscope.kernels.harmonic import CHUNK, harmonic_degree, harmonic_sum
+from helmscope.kernels.dense import Dense, attention_sum, logits
+from helmscope.kernels.harmonic import CHUNK, Harmonic, harmonic_degree, harmonic_sum
 from helmscope.kernels.harmonic_matrix import matrix_sums
 from helmscope.theory.energy import energy_min
 from helmscope.types import HelmscopeError
+from kernel_cases import random_request
 
 BETAS = (0.0, 1e-3, 0.5, 1.0, 4.0, 9.0, 50.0)
 
@@ -117,6 +119,19 @@ def test_a_system_alone_and_in_a_batch_and_chunks_of_it_agree(monkeypatch: pytes
     assert torch.allclose(whole, alone, rtol=0, atol=1e-12)
     monkeypatch.setitem(CHUNK, "cpu", 7)
     assert torch.allclose(over_scale(harmonic_sum(x, beta=4.0), 4.0), whole, rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("start", range(0, 300, 100))
+def test_300_random_shapes(start: int) -> None:
+    """Within 1e-12 of e^beta a unit of weight; at beta = 500 on the circle alone, as the table of S^2 is large there."""
+    for seed in range(start, start + 100):
+        request = replace(random_request(seed, plain=True, dims=(2, 3)), causal=False)
+        if request.beta == 500 and request.key.shape[-1] == 3:
+            request = replace(request, query=request.query / 10, beta=50.0)
+        assert Harmonic().refuses(request) is None
+        found, wanted = (over_scale(kernel.sum(request), request.beta) for kernel in (Harmonic(), Dense()))
+        weight = request.key.shape[-2] if request.weights is None else float(request.weights.sum(-1).max())
+        assert float((found - wanted).abs().max()) <= 1e-12 * max(1.0, weight), seed
 
 
 @pytest.mark.parametrize("d", [2, 3])

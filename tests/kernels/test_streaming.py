@@ -188,6 +188,22 @@ def test_fields_agree_beyond_the_stored_ones(field, d, monkeypatch):
     assert (ours - wanted).abs().max() <= 1e-12 * max(1.0, float(wanted.abs().max()))
 
 
+@pytest.mark.parametrize("beta", [0.0, 500.0, 1e4])
+@pytest.mark.parametrize("n", [1, 2, 3, 40])
+def test_sa_and_usa_at_any_beta(n, beta):
+    """No overflow: SA in the dtype, USA with its log scale, as digits of the dense sums."""
+    x = tokens(n, 5)
+    sa, usa = hs.SA(beta), hs.USA(beta, causal=True)
+    wanted, scaled = sa.velocity(x), usa.scaled(x)
+    with using(Streaming((16, 8))):
+        found, also = sa.velocity(x), usa.scaled(x)
+    assert torch.isfinite(found).all()
+    assert (found - wanted).abs().max() <= 1e-12 * (1 + beta)
+    back = also.direction * torch.exp(also.log_scale - scaled.log_scale)
+    assert torch.isfinite(also.direction).all()
+    assert (back - scaled.direction).abs().max() <= 1e-12 * (1 + beta)
+
+
 def test_a_pinned_kernel_is_used_and_recorded():
     x = tokens(20, 3)
     field = hs.SA(beta=2.0)
