@@ -123,7 +123,7 @@ def test_a_system_alone_and_in_a_batch_and_chunks_of_it_agree(monkeypatch: pytes
 
 @pytest.mark.parametrize("start", range(0, 300, 100))
 def test_300_random_shapes(start: int) -> None:
-    """Within 1e-12 of e^beta a unit of weight; at beta = 500 on the circle alone, as the table of S^2 is large there."""
+    """Within 1e-12 of e^beta a unit of weight; at beta = 500 on the circle alone: the table of S^2 is large there."""
     for seed in range(start, start + 100):
         request = replace(random_request(seed, plain=True, dims=(2, 3)), causal=False)
         if request.beta == 500 and request.key.shape[-1] == 3:
