@@ -4,8 +4,8 @@ With a shift c_i >= l_ij that is known beforehand, one product [q_i, -c_i] [k_j,
 e^{l_ij - c_i} [m_j v_j, m_j], the sum and its mass Z_i. By Cauchy and Schwarz c_i = |q_i| max_j |k_j| serves where
 2 c_i is far from the range of the dtype; elsewhere a first pass finds max_j l_ij.
 
-torch's scaled_dot_product_attention stores no n x n either. It is not used: it gives no Z and cannot leave out a token's
-own term, which swallows the digits of the others; its speed is that of these blocks, 0.8 to 1.2 times on a CPU core.
+torch's scaled_dot_product_attention stores no n x n either. It is not used: it gives no Z and cannot leave out the own
+term of a token, which swallows the digits of the others; its speed is that of these blocks, 0.8 to 1.2 times on a core.
 """
 
 from __future__ import annotations
