@@ -168,8 +168,8 @@ def test_runs_in_words(helmscope, tmp_path):
 
 
 def test_memory_is_limited(helmscope):
-    """A share that holds the program but not the pairs of 3,000 tokens: 72 MB for each matrix of them."""
-    words = ("simulate", "--n", "3000", "--batch", "4", "--chunk", "4", "--times", "0,0.01", "--max-memory", "600MB")
+    """A share that holds the program but not the pairs of 2,000 tokens: 256 MB for each matrix of them in 8 systems."""
+    words = ("simulate", "--n", "2000", "--batch", "8", "--chunk", "8", "--times", "0,0.01", "--max-memory", "600MB")
     code, out, err = helmscope(*words)
     assert (code, out) == (2, "")
     assert "unit 'systems-000000' failed" in err.splitlines()[-1]

@@ -228,7 +228,7 @@ def test_a_pinned_kernel_is_used_and_recorded():
     [
         (Dense(), hs.SA(beta=1.0), 2_049, 4, "kernel is Dense(), but n is 2049"),
         (Harmonic(), hs.SA(beta=1.0), 4, 4, "but tokens have dimension 4"),
-        (Harmonic(), hs.SA(beta=1.0, causal=True), 4, 3, "without mask and bias"),
+        (Harmonic(), hs.SA(beta=1.0, causal=True), 4, 3, "without causal mask and bias"),
         (Harmonic(), hs.SA(beta=1e4), 4, 3, "degree above 256"),
         (Streaming(), hs.Hardmax(), 4, 3, "never has the whole matrix of logits"),
         (Flash(), hs.SA(beta=1.0), 4, 3, "kernel is Flash("),
@@ -262,6 +262,50 @@ def test_nan_in_one_system_stays_there():
     run = hs.integrate(lambda y: lost * y, three, [1.0], stepper=hs.RK4(0.5))
     assert [status.name for status in run.outcome.statuses] == ["FINISHED", "NOT_FINITE", "FINISHED"]
     assert "system 1 of 3" in str(run.outcome)
+
+
+def lonely(n: int, d: int, dtype=F64) -> torch.Tensor:
+    """A cluster, and two tokens far from it and from each other."""
+    x = torch.zeros(n, d, dtype=F64)
+    x[:, 0] = 1.0
+    x = x + 0.01 * torch.randn(n, d, dtype=F64, generator=torch.Generator().manual_seed(0))
+    x[0, 0], x[1, 1] = -4.0, 5.0
+    return torch.nn.functional.normalize(x, dim=-1).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("d", [2, 3])
+@pytest.mark.parametrize("beta", [4.0, 9.0, 40.0])
+def test_lone_tokens_keep_their_digits(beta, d, dtype):
+    """Token by token: a series is exact beside e^beta alone, so it is not taken where a token sees little else."""
+    x = lonely(2_100, d, dtype)
+    masked = torch.arange(2_100) > 0
+    bound = 1e-9 if dtype == F64 else 2e-5 * beta
+    for field, options in ((hs.SA(beta), {}), (hs.SA(beta), {"mask": masked}), (hs.USA(beta), {})):
+        found = field(x, **options).double()
+        with using(Streaming()):
+            wanted = field(x.double(), **options)
+        assert ((found - wanted).norm(dim=-1) / wanted.norm(dim=-1))[:2].max() < bound
+    mixed = torch.stack([x, hs.Uniform(2_100, d).sample(seed=0, dtype=dtype)])
+    with using() as names:
+        together = hs.SA(4.0).velocity(mixed)
+    assert names == {"Harmonic", "Streaming"}
+    assert torch.equal(together[0], hs.SA(4.0).velocity(mixed[:1])[0])
+    assert torch.equal(together[1], hs.SA(4.0).velocity(mixed[1:])[0])
+
+
+@pytest.mark.parametrize("d", [2, 3])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_a_system_by_harmonics_does_not_know_its_batch(d, dtype):
+    x = hs.Uniform(n=2_100, dim=d).sample(batch=3, seed=0, dtype=dtype)
+    whole = hs.SA(4.0).velocity(x)
+    for k in range(3):
+        assert torch.equal(hs.SA(4.0).velocity(x[k : k + 1])[0], whole[k])
+    bad = x.clone()
+    bad[1, 7, 1] = torch.nan
+    found = hs.SA(4.0).velocity(bad)
+    assert torch.equal(found[[0, 2]], whole[[0, 2]])
+    assert found[1].isnan().any()
 
 
 def test_who_sees_somebody():

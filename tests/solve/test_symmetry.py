@@ -89,6 +89,40 @@ def test_starts_that_span_less(monkeypatch):
         assert differ(ours, full) < 1e-10
 
 
+def test_equal_tokens_stay_equal_where_they_repel():
+    x = start(batch=1, n=6, d=20)
+    x[:, 1] = x[:, 0]
+    field = hs.SA(beta=4.0, value=-torch.eye(20, dtype=F64))
+    assert in_span(pose(field, x, [1.0])) is not None
+    late = hs.integrate(field, x, [60.0]).states[-1, 0]
+    assert torch.equal(late[0], late[1])
+    assert (late[0] - late[2]).norm() > 0.1
+
+
+def test_derivatives_of_what_is_not_the_start(monkeypatch):
+    """Weights and bias under a gradient; a transform or a dual number keeps all dimensions."""
+    x = start()
+    weights = torch.ones(N, dtype=F64).requires_grad_()
+    bias = torch.zeros(N, N, dtype=F64).requires_grad_()
+    found = []
+    for reduce in (True, False):
+        if not reduce:
+            monkeypatch.setattr("helmscope.solve.problem.in_span", lambda problem: None)
+        run = hs.integrate(hs.SA(1.0, bias=bias), x, [1.0], weights=weights, stepper=hs.RK4(0.2))
+        found.append(torch.autograd.grad(run.states.square().cumsum(-1).sum(), (weights, bias)))
+    for ours, full in zip(*found, strict=True):
+        assert (ours - full).abs().max() < 1e-10
+    monkeypatch.undo()
+
+    def final(y):
+        return hs.integrate(hs.SA(1.0), y, [1.0], stepper=hs.RK4(0.2)).states
+
+    along = hs.sphere.project(x, x.flip(-1))
+    _, moved = torch.func.jvp(final, (x,), (along,))
+    near = (final(hs.sphere.retract(x + 1e-6 * along)) - final(x)) / 1e-6
+    assert (moved - near).abs().max() < 1e-5
+
+
 def test_float32(monkeypatch):
     ours, full = both(monkeypatch, hs.SA(beta=2.0), start().float(), [2.0])
     assert ours.states.dtype == torch.float32

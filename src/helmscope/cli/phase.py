@@ -300,7 +300,13 @@ def _print_table(data: xr.Dataset, half: xr.Dataset) -> None:
             row, found = data.sel(dim=dim, beta=beta), half.sel(dim=dim, beta=beta)
             end = row.isel(time=-1)
             ends = [float(found[f"half_time{side}"]) for side in ("", "_low", "_high")]
-            reached = f"not by t = {last:g}" if bool(found.censored) else interval_text(*ends)
+            if not bool(found.censored):
+                reached = interval_text(*ends)
+            elif end.probability.isnull():
+                reached = "all samples lost"
+            else:
+                late = float(end.probability) < 0.5
+                reached = f"not by t = {last:g}" if late else f"before t = {float(data.time[0]):g}"
             p = f"{float(end.probability):.4f} +- {float(end.probability_stderr):.2g}"
             curve = "none" if row.curve.isnull() else f"{float(row.curve):.4g}"
             print(f"{dim:>8} {beta:>7.4g} {curve:>9}   {p:<22}  {reached}")

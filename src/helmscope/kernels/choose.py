@@ -1,7 +1,7 @@
 """The one place that decides how a sum over tokens is computed.
 
     n <= 2,048, or a field that needs the whole matrix of logits      Dense
-    beyond, on the circle or S^2 where the series is short            Harmonic
+    beyond, on the circle or S^2 where the series is short            Harmonic (systems with lone tokens: Streaming)
     beyond, float32 on a CUDA device, no gradient, no bias            Flash
     all else                                                          Streaming
 
@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING
 from helmscope.kernels.dense import Dense
 from helmscope.kernels.flash import Flash
 from helmscope.kernels.harmonic import Harmonic
-from helmscope.kernels.kernel import MOST_STORED, Kernel
+from helmscope.kernels.kernel import MOST_STORED, AttentionSum, Kernel
 from helmscope.kernels.streaming import Streaming
 from helmscope.types import HelmscopeError
 
 if TYPE_CHECKING:
-    from helmscope.kernels.kernel import AttentionSum, Request
+    from helmscope.kernels.kernel import Request
 
 _DENSE, _STREAMING, _HARMONIC, _FLASH = Dense(), Streaming(), Harmonic(), Flash()
 _pinned: ContextVar[Kernel | None] = ContextVar("pinned", default=None)
@@ -40,7 +40,37 @@ def token_sum(request: Request) -> AttentionSum:
     tensor([[0.5000, 0.5000],
             [0.5000, 0.5000]])
     """
-    return choose(request).sum(request)
+    kernel = choose(request)
+    sums = kernel.sum(request)
+    return _trusted(request, sums) if kernel is _HARMONIC else sums
+
+
+def pinned() -> Kernel | None:
+    """The kernel that a caller has pinned.
+
+    >>> pinned() is None
+    True
+    """
+    return _pinned.get()
+
+
+def _trusted(request: Request, sums: AttentionSum) -> AttentionSum:
+    """The errors of a series are relative to e^beta times the total weight: a system with a token that sees so little
+    of the others that this would cost it digits is summed in blocks.
+    """
+    flat = [part.reshape(-1, *part.shape[-2:]) for part in (sums.total, sums.shift, sums.mass, sums.mass_shift)]
+    poor = _HARMONIC.doubts(request, sums).reshape(-1)
+    if not bool(poor.any()):
+        return sums
+    if (taken := _taken.get()) is not None:
+        taken.add(type(_STREAMING).__name__)
+    flat = [part.clone() for part in flat]
+    lead = sums.total.shape[:-2]
+    for k in poor.nonzero().flatten().tolist():
+        better = _STREAMING.sum(request.system(lead, k))
+        for part, new in zip(flat, (better.total, better.shift, better.mass, better.mass_shift), strict=True):
+            part[k] = new
+    return AttentionSum(*(part.reshape(*lead, *part.shape[-2:]) for part in flat))
 
 
 def choose(request: Request) -> Kernel:

@@ -28,7 +28,7 @@ from helmscope.types import HelmscopeError, real_number
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from jaxtyping import Complex, Float
+    from jaxtyping import Bool, Complex, Float
     from torch import Tensor
 
     Harmonics = tuple[Tensor, ...]
@@ -40,11 +40,12 @@ CHUNK = {"cpu": 4_096, "cuda": 2**20}
 
 
 TOL = {torch.float64: 1e-12, torch.float32: 1e-7}
+LONE = {torch.float64: 1e-3, torch.float32: 1e-2}  # of the total weight: what a token must see of the others
 
 
 @dataclass(frozen=True)
 class Harmonic:
-    """The series on the circle and on S^2: unit tokens, B = c I with c >= 0, neither mask nor bias nor gradient.
+    """The series on the circle and on S^2: unit tokens, B = c I with c >= 0, neither causal mask nor bias nor gradient.
 
     ``tol`` bounds the truncation of a pair in units of e^beta; where None, 1e-12 in float64 and 1e-7 in float32.
 
@@ -64,19 +65,18 @@ class Harmonic:
         """It knows one kernel, e^{beta <x, y>} on two spheres."""
         x, beta = request.key, request.beta
         if beta is None or beta < 0 or request.causal or request.bias is not None or request.settle is not None:
-            return "the series is that of e^{beta <x, y>} with beta >= 0 between all tokens, without mask and bias"
+            return "the series is that of e^{beta <x, y>} with beta >= 0 of all pairs, without causal mask and bias"
         if x.shape[-1] not in (2, 3):
             return f"tokens have dimension {x.shape[-1]}, and the series is for the circle and S^2, dimension 2 and 3"
-        if request.needs_gradient or not isinstance(request.skip_self, bool):
-            return "the series has no gradient, and no heads that differ in whether they skip themselves"
+        if request.needs_gradient:
+            return "the series has no gradient: take Streaming()"
+        if not isinstance(request.skip_self, bool):
+            return "its heads must agree on whether they skip themselves"
         if self.degree(request) > MOST_DEGREE:
             return f"beta is {beta:g}, and its series has a degree above {MOST_DEGREE}"
-        length = torch.linalg.vector_norm(x, dim=-1)
-        if (
-            not float(torch.dist(length, _number(1.0, x.dtype, x.device), p=torch.inf)) <= NORM_TOLERANCE[x.dtype]
-        ):  # nor is NaN
-            return "the series is for unit vectors"
-        return None
+        length = torch.linalg.vector_norm(x, dim=-1).nan_to_num(nan=1.0)  # a lost system does not choose for others
+        off = float(torch.dist(length, _number(1.0, x.dtype, x.device), p=torch.inf))
+        return None if off <= NORM_TOLERANCE[x.dtype] else "the series is for unit vectors"
 
     def degree(self, request: Request) -> int:
         """Where the series of a request is cut."""
@@ -87,7 +87,19 @@ class Harmonic:
     def pays(self, request: Request) -> bool:
         """Whether O(n L) on the circle, O(n L^2) on S^2, is less than O(n^2): measured on a CPU core and on a GPU."""
         terms = self.degree(request) + 2
+        assert request.beta is not None
+        if _mean_kernel(request.beta, request.key.shape[-1]) < 2 * LONE[request.key.dtype]:
+            return False
         return request.key.shape[-2] >= (3 * terms * terms if request.key.shape[-1] == 3 else 3 * terms)
+
+    def doubts(self, request: Request, sums: AttentionSum) -> Bool[Tensor, "*batch"]:
+        """Which systems have a token whose sum over the others is too small beside e^beta times the total weight for
+        1e-9 of it to be right, 1e-5 in float32.
+        """
+        weights = torch.ones_like(sums.mass[..., 0]) if request.weights is None else request.weights
+        others = sums.mass[..., 0] - weights
+        least = LONE[others.dtype] * weights.sum(-1, keepdim=True)
+        return ~(others >= least).all(-1)
 
     def sum(self, request: Request) -> AttentionSum:
         """The sums, unchecked: see ``harmonic_sum``."""
@@ -102,6 +114,13 @@ def _number(value: float, dtype: torch.dtype, device: torch.device) -> Float[Ten
     return torch.tensor(value, dtype=dtype, device=device)
 
 
+def _mean_kernel(beta: float, dim: int) -> float:
+    """The mean of e^{beta (<x, y> - 1)} over a uniform y."""
+    if beta == 0:
+        return 1.0
+    return float(special.ive(0, beta)) if dim == 2 else float(-np.expm1(-2 * beta) / (2 * beta))
+
+
 def harmonic_degree(beta: float, *, dim: int, tol: float = 1e-12) -> int:
     """The least degree L past which the series adds less than tol e^beta a pair: sum_{l > L} of its coefficients, which
     are positive, at <x, y> = 1 where all terms add up.
@@ -110,6 +129,8 @@ def harmonic_degree(beta: float, *, dim: int, tol: float = 1e-12) -> int:
     (15, 15)
     """
     beta, tol = real_number("beta", beta, at_least=0), real_number("tol", tol, above=0)
+    if tol < 1e-16:
+        raise HelmscopeError(f"tol is {tol:g}, but rounding alone is 1e-16 of e^beta: take at least 1e-16")
     if dim not in (2, 3):
         raise HelmscopeError(f"dim is {dim}, but harmonic sums are for the circle and S^2, dim 2 and 3")
     return _degree(beta, dim, tol)
@@ -161,8 +182,10 @@ def _sums(x: Tensor, beta: float, weights: Tensor | None, skip_self: bool, degre
     if x.is_cuda and (d == 2 or degree <= MOST_MATRIX_DEGREE):
         seen = matrix_sums(flat, mass, beta, degree)
     else:
-        ones = torch.ones(flat.shape[:2], dtype=x.dtype, device=x.device)
-        seen = (_circle if d == 2 else _sphere)(flat, ones if mass is None else mass, beta, degree)
+        shares = torch.ones(flat.shape[:2], dtype=x.dtype, device=x.device) if mass is None else mass
+        one = _circle if d == 2 else _sphere
+        # system by system: the last bits of a product depend on how many there are
+        seen = torch.cat([one(flat[k : k + 1], shares[k : k + 1], beta, degree) for k in range(len(flat))])
     total, z = seen[..., 1:], seen[..., :1]
     if skip_self:  # in units of e^beta the own term is m_i x_i exactly
         total = total - (flat if mass is None else mass.unsqueeze(-1) * flat)

@@ -60,7 +60,7 @@ def _shifted(g: Complex[Tensor, "batch m k"], degree: int) -> Complex[Tensor, "b
     return torch.stack([plain, (before + after) / 2, (before - after) / 2j, z], -1)
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=4)
 def _table(beta: float, degree: int) -> NDArray[np.float64]:
     """A^m_{k k'} e^{-beta} for m, k, k' = 0..degree, by the Fourier transform of samples on the doubled torus."""
     points = 2 * (degree + 2)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
@@ -33,9 +33,8 @@ class AttentionSum:
     def mean(self) -> Float[Tensor, "*batch n d"]:
         """The softmax average sum_j p_ij v_j."""
         mass = self.mass.clamp(min=torch.finfo(self.mass.dtype).tiny)  # 0 / 0 where nobody is seen
-        if self.shift is self.mass_shift:
-            return self.total / mass
-        return self.total * (torch.exp(self.shift - self.mass_shift) / mass)
+        ratio = self.total / mass
+        return ratio if self.shift is self.mass_shift else ratio * torch.exp(self.shift - self.mass_shift)
 
     @property
     def log_mass(self) -> Float[Tensor, "*batch n 1"]:
@@ -71,6 +70,21 @@ class Request:
         """All numbers that come in."""
         given = (self.query, self.key, self.value, self.weights, self.bias)
         return [part for part in given if part is not None]
+
+    def system(self, batch: torch.Size, k: int) -> Request:
+        """System number ``k`` of a batch alone, without batch axes, and ``skip_self`` a bool."""
+        n = self.query.shape[-2]
+        at = tuple(int(i) for i in torch.unravel_index(torch.tensor(k), batch)) if batch else ()
+        skip = self.skip_self
+        return replace(
+            self,
+            query=self.query[at],
+            key=self.key[at],
+            value=self.value[at],
+            weights=None if self.weights is None else self.weights.expand(*batch, n)[at],
+            bias=None if self.bias is None else self.bias.expand(*batch, n, n)[at],
+            skip_self=skip if isinstance(skip, bool) else bool(skip.expand(*batch, 1, 1)[at]),
+        )
 
     @property
     def needs_gradient(self) -> bool:

@@ -10,8 +10,6 @@ term of a token, which swallows the digits of the others; its speed is that of t
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -60,7 +58,8 @@ class Streaming:
     def sum(self, request: Request) -> AttentionSum:
         """The sums, unchecked."""
         batch, n = request.query.shape[:-2], request.query.shape[-2]
-        sums = [self._one(system) for system in _systems(request)]
+        # one after the other: a product of many systems would have bits that depend on their number
+        sums = [self._one(request.system(batch, k)) for k in range(batch.numel())]
         parts = zip(*((s.total, s.shift, s.mass, s.mass_shift) for s in sums), strict=True)
         return AttentionSum(*(torch.stack(part).reshape(*batch, n, part[0].shape[-1]) for part in parts))
 
@@ -88,25 +87,6 @@ class Streaming:
         mass_shift = torch.maximum(shift, (own + hidden).detach())
         seen = others * torch.exp(shift - mass_shift) + mass * torch.exp(own + hidden - mass_shift)
         return AttentionSum(total, shift, seen, mass_shift)
-
-
-def _systems(request: Request) -> Iterator[Request]:
-    """The systems of a batch, one after the other: a product of many would have bits that depend on their number."""
-    batch, n = request.query.shape[:-2], request.query.shape[-2]
-    weights = None if request.weights is None else request.weights.expand(*batch, n)
-    bias = None if request.bias is None else request.bias.expand(*batch, n, n)
-    skip = request.skip_self
-    skips = None if isinstance(skip, bool) else skip.expand(*batch, 1, 1)
-    for at in itertools.product(*map(range, batch)):
-        yield replace(
-            request,
-            query=request.query[at],
-            key=request.key[at],
-            value=request.value[at],
-            weights=None if weights is None else weights[at],
-            bias=None if bias is None else bias[at],
-            skip_self=skip if skips is None else bool(skips[at]),
-        )
 
 
 def _shift(given: Request, own: Tensor, hidden: Tensor, block: tuple[int, int]) -> Float[Tensor, "n 1"]:

@@ -130,8 +130,9 @@ def interaction_energy_rate(
     query, key = query_and_key(x, field.query_key)
     query = field.beta * query
     shares = _shares(x, combined)
-    along = token_sum(Request(query, key, x, weights=combined))  # sum_j m_j e^{l_ij} x_j
-    back = token_sum(Request(key, query, x, weights=combined))  # sum_i m_i e^{l_ij} x_i
+    beta = None if field.logit_scale is None else field.beta * field.logit_scale
+    along = token_sum(Request(query, key, x, weights=combined, beta=beta))  # sum_j m_j e^{l_ij} x_j
+    back = along if beta is not None else token_sum(Request(key, query, x, weights=combined))  # sum_i m_i e^{l_ij} x_i
     rates = (
         matrix_product(velocity, b) * (torch.exp(along.shift) * along.total)
         + matrix_product(velocity, b.mT) * (torch.exp(back.shift) * back.total)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 # RK4 of step 0.16 moves P by 3e-5 at most for SA up to beta = 9; steps of 0.3 e^-beta move nothing for USA, whose rates
 # are e^beta, up to beta = 4, and those of 0.6 e^-beta do
 STEP_SA, SLOW_BETA, STEP_USA = 0.16, 10.0, 0.25
+MOST_STEPS = 100_000  # in one interval; an adaptive stepper does with fewer
 MOST_CELLS = 2**25  # (beta, sample, time) counted at once
 
 
@@ -51,7 +52,8 @@ class FusedShares:
             return None
         betas, values = (torch.tensor([part[k] for part in known], dtype=torch.float64) for k in (0, 1))
         _, _, normalized, causal = known[0]
-        return cls(x0=x0, times=times, delta=delta, betas=betas, values=values, normalized=normalized, causal=causal)
+        made = cls(x0=x0, times=times, delta=delta, betas=betas, values=values, normalized=normalized, causal=causal)
+        return made if int(made.steps.max()) <= MOST_STEPS else None
 
     @property
     def steps(self) -> Int[Tensor, " beta"]:

@@ -17,34 +17,38 @@ if TYPE_CHECKING:
 def half_time(diagram: xr.Dataset) -> xr.Dataset:
     """t_half, the first time at which the probability reaches 1/2, for each beta (and each further axis).
 
-    Linear between the times of the diagram. ``half_time_low`` and ``_high`` are where the bands P + 2 stderr and
-    P - 2 stderr do. A row that does not reach 1/2, or is past it at its first time > 0, is ``censored``: half_time is
-    NaN and the interval is what is known, up to infinity or down to 0. ``relative_error`` = t_half / t* - 1, with its
-    interval, NaN where there is no ``curve``.
+    Linear between the times of the diagram, which is a guess: ``half_time_low`` is the last time before P + 2 stderr
+    reaches 1/2, ``_high`` the first at which P - 2 stderr has, so that the interval is never narrower than the grid. A
+    row that does not reach 1/2, or is past it at its first time > 0, is ``censored``: half_time is NaN and the interval
+    is what is known, up to infinity or down to 0. ``relative_error`` = t_half / t* - 1, with its interval, NaN where
+    there is no ``curve``.
 
     >>> made = {"probability": (("beta", "time"), [[0.0, 1.0]]), "probability_stderr": (("beta", "time"), [[0.0, 0.1]])}
     >>> made = xr.Dataset(made, {"beta": [1.0], "time": [0.0, 8.0], "curve": ("beta", [5.0])}, {"n": 9})
     >>> found = half_time(made)
     >>> float(found.half_time[0]), float(found.half_time_high[0]), round(float(found.relative_error[0]), 9)
-    (4.0, 5.0, -0.2)
+    (4.0, 8.0, -0.2)
     """
     if "probability" not in check_measurement(diagram) or "time" not in diagram.probability.dims:
         raise HelmscopeError("diagram has no 'probability' over time, but it must be one that phase_diagram() gives")
     clock = diagram.time.values.astype(np.float64)
 
-    def reaches(curve: xr.DataArray) -> xr.DataArray:
+    def reaches(curve: xr.DataArray, which: int) -> xr.DataArray:
         found: xr.DataArray = xr.apply_ufunc(
-            lambda p: _crossing(clock, p), curve, input_core_dims=[["time"]], vectorize=True, output_dtypes=[float]
+            lambda p: _crossing(clock, p)[which],
+            curve,
+            input_core_dims=[["time"]],
+            vectorize=True,
+            output_dtypes=[float],
         )
         return found
 
     band = 2 * diagram.probability_stderr
-    middle, low, high = (reaches(diagram.probability + shift) for shift in (0.0, band, -band))
+    low, middle, high = (reaches(diagram.probability + shift, k) for k, shift in enumerate((band, 0.0, -band)))
     unknown = (diagram.probability + band).isnull().any("time")  # nothing was carried, or one sample alone
     began = middle <= clock[0] if clock[0] > 0 else middle < 0
     censored = began | ~np.isfinite(middle)
     low = low.where(np.isfinite(low), clock[-1])
-    low = low if clock[0] == 0 else low.where(low > clock[0], 0.0)
     data = {"half_time": middle.where(~censored), "half_time_low": low.where(~unknown)}
     data["half_time_high"] = high.where(~unknown)
     if "curve" in diagram.coords:
@@ -56,12 +60,14 @@ def half_time(diagram: xr.Dataset) -> xr.Dataset:
     return check_measurement(found.assign_coords(censored=censored))
 
 
-def _crossing(clock: Float[np.ndarray, " time"], p: Float[np.ndarray, " time"]) -> float:
-    """The first time at which p reaches 1/2, linearly; inf where it does not."""
+def _crossing(clock: Float[np.ndarray, " time"], p: Float[np.ndarray, " time"]) -> tuple[float, float, float]:
+    """The time before p reaches 1/2, when it does, linearly, and the time by which it has; inf where it does not."""
     above = np.flatnonzero(p >= 0.5)
     if not len(above):
-        return math.inf
+        return math.inf, math.inf, math.inf
     k = int(above[0])
+    after = float(clock[k])
     if k == 0:
-        return float(clock[0])
-    return float(clock[k - 1] + (clock[k] - clock[k - 1]) * (0.5 - p[k - 1]) / (p[k] - p[k - 1]))
+        return 0.0, after, after
+    before = float(clock[k - 1])
+    return before, before + (after - before) * float((0.5 - p[k - 1]) / (p[k] - p[k - 1])), after

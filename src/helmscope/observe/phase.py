@@ -13,7 +13,7 @@ import torch
 import xarray as xr
 
 from helmscope.fields.field import Field, Sized, is_continuous, lives_on_sphere
-from helmscope.kernels.choose import using
+from helmscope.kernels.choose import pinned, using
 from helmscope.observe.fused_shares import FusedShares
 from helmscope.observe.inner_products import clustering_fraction
 from helmscope.solve.dormand_prince import DormandPrince
@@ -67,12 +67,12 @@ def phase_diagram(
     pass 1 - delta, in closed form where there is one, else NaN; ``lost`` counts the samples that could not be carried
     to the end: they are left out of their whole row and named in the log.
 
-    A flow that commutes with rotations is carried in the span of its tokens, from ``start.sample_in_span``: any dim > n
-    costs what dim = n costs.
-    Where V = c I with c > 0 and there is no noise, a system whose pairs have all met stays so (delta <= 1) and is
-    dropped. ``stepper`` is ``DormandPrince(tol=1e-6)`` where None (float32: 1e-5; with noise ``EulerMaruyama(0.02)``;
-    a field that jumps: that of ``integrate``). ``dtype`` is float64 where None; SA and USA with multiples of I go to
-    the fused kernel on a CUDA device, in float32, unless a method or float64 is asked for. The attributes say what was
+    Without noise, a flow that commutes with rotations is carried in the span of its tokens, from
+    ``start.sample_in_span``: any dim > n costs what dim = n costs; and where V = c I with c > 0, a system whose pairs
+    have all met at an asked time stays so (delta <= 1) and is dropped. ``stepper`` is ``DormandPrince(tol=1e-6)`` where
+    None (float32: 1e-5; with noise ``EulerMaruyama(0.02)``; a field that jumps: that of ``integrate``). ``dtype`` is
+    float64 where None; SA and USA with multiples of I go to the fused kernel on a CUDA device, in float32, unless a
+    method, a kernel or float64 is asked for. The attributes say what was
     done.
 
     >>> from helmscope.fields.attention import SA
@@ -93,6 +93,8 @@ def phase_diagram(
         noise=noise,
         merge=merge,
     )
+    if progress is not None and not callable(progress):
+        raise HelmscopeError(f"progress is {progress!r}, but it must be a callable that takes the share of work done")
     flows = _flows(field, betas)
     fused = sweep.fused(flows)
     shares = sweep.shares(flows, progress) if fused is None else fused.shares(progress)
@@ -168,6 +170,13 @@ def _flows(field: object, betas: object) -> dict[float, Field]:
     return flows
 
 
+def _delta(delta: object) -> float:
+    found = real_number("delta", delta, at_least=0)
+    if found > 2:
+        raise HelmscopeError(f"delta is {found:g}, but inner products lie between -1 and 1: take at most 2")
+    return found
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
 class _Sweep:
     """What every beta of a diagram shares."""
@@ -196,7 +205,7 @@ class _Sweep:
             | {
                 "times": increasing_times(given["times"]),
                 "samples": whole_number("samples", given["samples"], at_least=1),
-                "delta": real_number("delta", given["delta"], at_least=0),
+                "delta": _delta(given["delta"]),
             }
         )
 
@@ -223,7 +232,8 @@ class _Sweep:
     def fused(self, flows: dict[float, Field]) -> FusedShares | None:
         """All flows by the fused kernel, where it serves them in the precision and by the method asked for."""
         dtype = self.dtype or (torch.float32 if str(self.device).startswith("cuda") else torch.float64)
-        if dtype != torch.float32 or any(each is not None for each in (self.stepper, self.noise, self.merge)):
+        asked = (self.stepper, self.noise, self.merge, pinned())
+        if dtype != torch.float32 or any(each is not None for each in asked):
             return None
         small = {self.in_span(flow) is not None for flow in flows.values()}
         if len(small) > 1:
@@ -316,7 +326,9 @@ def _measured(
     data = {name: (axes, mean, {"long_name": long_name}), f"{name}_stderr": (axes, stderr)}
     curve = ("beta", [_curve(flow, sweep) for flow in flows.values()])
     coords = {"beta": list(flows), "time": times, "curve": curve, "lost": ("beta", lost.sum(-1).numpy())}
-    return check_measurement(xr.Dataset(data, coords, _told(sweep, next(iter(flows.values())), kernels)))
+    told = _told(sweep, next(iter(flows.values())), kernels)
+    told["flow"] = " / ".join(dict.fromkeys(_flow_name(flow, sweep.noise) for flow in flows.values()))
+    return check_measurement(xr.Dataset(data, coords, told))
 
 
 def _row(share: Float[Tensor, "beta sample time"]) -> tuple[Tensor, Tensor, Tensor]:
@@ -340,7 +352,6 @@ def _told(sweep: _Sweep, flow: Field, kernels: set[str]) -> dict[str, Any]:
         "dim": sweep.start.dim,
         "carried_in": carried,
         "delta": sweep.delta,
-        "flow": _flow_name(flow, sweep.noise),
         "seed": sweep.seed,
         "dtype": str(dtype).removeprefix("torch."),
         "stepper": "that of integrate" if stepper is None else repr(stepper),

@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from helmscope.fields.attention import Attention
 from helmscope.fields.field import Field, StreamField, lives_on_sphere
+from helmscope.fields.multihead import MultiHead
 from helmscope.geometry.sphere import check_tokens, retract
-from helmscope.kernels.choose import using
+from helmscope.kernels.choose import choose, using
 from helmscope.solve.adaptive import run_adaptive
 from helmscope.solve.events import Event, Watch
 from helmscope.solve.extras import Extras, Progress
@@ -82,8 +84,9 @@ class Problem:
         return Simulation(trajectory, self, found, streams)
 
     def kernels(self) -> list[str]:
-        """The names of the kernels that compute the sums over tokens, found by asking for one displacement of the first
-        system; the same for all systems and times. Refused where the pinned kernel cannot serve.
+        """The names of the kernels that compute the sums over tokens, the same for all systems and times: what an
+        attention field asks for, or what one displacement of the first system takes. Refused where the pinned kernel
+        cannot serve.
 
         >>> from helmscope.fields.attention import SA
         >>> from helmscope.solve.integrate import pose
@@ -96,7 +99,10 @@ class Problem:
         flow = Flow(inner.field, inner.weights)
         h = torch.zeros(1, 1, 1, dtype=torch.float64, device=inner.start.device)
         with using(self.kernel) as names:
-            flow.move(inner.start, h)
+            if isinstance(inner.field, Attention | MultiHead):
+                choose(inner.field.request(inner.start, inner.weights, tangent=True))
+            else:
+                flow.move(inner.start, h)
         return sorted(names)
 
     def _carry(self, flow: Flow, extras: Extras) -> tuple[Tensor, Outcome]:

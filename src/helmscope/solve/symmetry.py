@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 
+from helmscope.kernels.kernel import transformed
 from helmscope.solve.events import ClusterMerge, HittingTime
 
 if TYPE_CHECKING:
@@ -40,10 +41,7 @@ class Span:
 
     def lift(self, states: Float[Tensor, "time systems n n"]) -> Float[Tensor, "time systems n d"]:
         """L(t) Q."""
-        out = torch.empty(*states.shape[:-1], self.frame.shape[-1], dtype=states.dtype, device=states.device)
-        for k, state in enumerate(states):
-            torch.bmm(state, self.frame, out=out[k])
-        return out
+        return torch.stack([state @ self.frame for state in states])
 
 
 def in_span(problem: Problem) -> Span | None:
@@ -53,10 +51,20 @@ def in_span(problem: Problem) -> Span | None:
     start = problem.start
     n, d = start.shape[-2:]
     known = all(isinstance(event, HittingTime | ClusterMerge) for event in problem.events)
-    if not 1 < n < d or problem.noise is not None or start.requires_grad or not known:
+    moving = start.requires_grad or transformed() or torch.autograd.forward_ad._current_level >= 0
+    if not 1 < n < d or problem.noise is not None or moving or not known:
         return None
     field = problem.field.restricted(n) if isinstance(problem.field, RotatingField) else None
     if field is None:
         return None
     q, r = torch.linalg.qr(start.mT)
-    return Span(replace(problem, field=field, start=r.mT.contiguous()), q.mT.contiguous())
+    return Span(replace(problem, field=field, start=_equal_again(start, r.mT.contiguous())), q.mT.contiguous())
+
+
+def _equal_again(x: Float[Tensor, "systems n d"], small: Float[Tensor, "systems n n"]) -> Tensor:
+    """Tokens that are equal to the bit stay so: where they repel, a difference in the last bit would part them."""
+    near = torch.cdist(small, small, compute_mode="donot_use_mm_for_euclid_dist") < 1e-6
+    for system, i, j in near.tril(-1).nonzero().tolist():
+        if torch.equal(x[system, i], x[system, j]):
+            small[system, i] = small[system, j]
+    return small

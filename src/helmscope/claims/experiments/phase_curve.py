@@ -34,6 +34,7 @@ LOOKS = tuple(
             *(0.05 * k for k in range(1, 27)),
             *(0.9 + 0.01 * k for k in range(21)),
             *(0.98 + 0.002 * k for k in range(21)),
+            *(0.998 + 0.0005 * k for k in range(9)),
         }
     )
 )
