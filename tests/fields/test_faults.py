@@ -51,7 +51,9 @@ FAULTS = {
         "factor", DENSE, "mass = mass * torch.exp(shift - mass_shift) + own_mass", "mass = mass"
     ),
     "mass not brought to its scale": Fault("factor", DENSE, "mass * torch.exp(shift - mass_shift)", "mass"),
-    "mean not brought to its scale": Fault("factor", KERNEL, "(torch.exp(self.shift - self.mass_shift) /", "(1 /"),
+    "mean not brought to its scale": Fault(
+        "factor", KERNEL, "ratio * torch.exp(self.shift - self.mass_shift)", "ratio"
+    ),
     "velocity without its scale": Fault(
         "factor", ATTENTION, "torch.exp(scaled.log_scale) * scaled.direction", "scaled.direction"
     ),
