@@ -18,6 +18,7 @@ from helmscope.runs.limits import Limits
 from helmscope.runs.unit import Unit
 
 DIED = "its process died, also when it ran alone: the system was out of memory or a library crashed, so make it smaller"
+PATIENCE_S = 1_000_000  # of a worker without work
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,8 @@ class Processes:
                 yield joblib.delayed(_attempt_for)(os.getpid(), unit, self._limits)
 
         _start_tracker()
-        with joblib.parallel_config(backend="loky", inner_max_num_threads=self.threads):
+        # a worker that leaves for idleness just as the next run begins would leave that run waiting for ever
+        with joblib.parallel_config(backend="loky", inner_max_num_threads=self.threads, idle_worker_timeout=PATIENCE_S):
             # joblib would run a single job in this process, which a fault would then end: 2 processes, 1 of them idle;
             # max_nbytes: large arrays reach the unit as they are, not as read-only files
             parallel = joblib.Parallel(
