@@ -5,7 +5,8 @@
     beyond, float32 on a CUDA device, no gradient, no bias            Flash
     all else                                                          Streaming
 
-By device, n, d, dtype and gradient alone, so that it is the same in every run; a caller pins a kernel with ``using``.
+By device, n, d, dtype, gradient and, for lone tokens, the system itself; never by a timing, so that it is the same in
+every run. A caller pins a kernel with ``using``, and then gets that one alone.
 """
 
 from __future__ import annotations

@@ -84,9 +84,8 @@ class Problem:
         return Simulation(trajectory, self, found, streams)
 
     def kernels(self) -> list[str]:
-        """The names of the kernels that compute the sums over tokens, the same for all systems and times: what an
-        attention field asks for, or what one displacement of the first system takes. Refused where the pinned kernel
-        cannot serve.
+        """The names of the kernels chosen for the sums over tokens at the start: for what an attention field asks, or
+        for one displacement of the first system. Refused where the pinned kernel cannot serve.
 
         >>> from helmscope.fields.attention import SA
         >>> from helmscope.solve.integrate import pose
