@@ -1,8 +1,9 @@
 """Every kernel against the dense sum in float64: the largest relative error over n and d, for each beta and mask.
 
 The error of the mean is |found - exact| / |exact| over the tokens of one system, that of log Z the largest difference;
-the exact sum is taken of the very numbers that the kernel is given. float64 and float32 on a CPU, float32 on a GPU and
-float64 where a kernel serves it.
+the exact sum is taken of the very numbers that the kernel is given. Tokens are uniform, or in two antipodal clusters of
+width 0.1. float64 and float32 on a CPU, float32 on a GPU and float64 where a kernel serves it. The fused kernel, which
+carries whole systems over time, is held against the same Runge-Kutta steps in float64.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ import torch
 from common import Record, parser, record, relative_error, say, unit_vectors
 from torch import Tensor
 
+import helmscope as hs
 from helmscope.kernels.dense import Dense
 from helmscope.kernels.flash import Flash
+from helmscope.kernels.fused import fused_clustering, fused_refuses
 from helmscope.kernels.harmonic import Harmonic
 from helmscope.kernels.kernel import Kernel, Request
 from helmscope.kernels.streaming import Streaming
@@ -32,15 +35,31 @@ def exact_sum(request: Request) -> tuple[Tensor, Tensor]:
     return torch.softmax(pairs, -1) @ request.value.double(), torch.logsumexp(pairs, -1, keepdim=True)
 
 
-def one_row(record: Record, kernel: Kernel, dtype: torch.dtype, beta: float) -> None:
+def tokens(n: int, d: int, device: torch.device, dtype: torch.dtype, *, clustered: bool) -> Tensor:
+    """Unit vectors, uniform or around the two poles of the first axis."""
+    x = unit_vectors(n, d, device=device, dtype=torch.float64, seed=1_000 * n + d)
+    if clustered:
+        x = 0.1 * x
+        x[::2, 0] += 1
+        x[1::2, 0] -= 1
+    return torch.nn.functional.normalize(x, dim=-1).to(dtype)
+
+
+def one_row(record: Record, kernel: Kernel, dtype: torch.dtype, beta: float, *, clustered: bool) -> None:
     """One kernel at one beta, over all sizes and both masks."""
-    row = {"kernel": type(kernel).__name__, "dtype": str(dtype).removeprefix("torch."), "beta": beta}
+    row = {
+        "kernel": type(kernel).__name__,
+        "dtype": str(dtype).removeprefix("torch."),
+        "tokens": "clusters" if clustered else "uniform",
+        "beta": beta,
+    }
+    names = len(row)
     reason = None
     for causal in (False, True):
         mean_error, mass_error, where, served = 0.0, 0.0, "", 0
         for n in SIZES[record.device.type]:
             for d in DIMS:
-                x = unit_vectors(n, d, device=record.device, dtype=dtype, seed=1_000 * n + d)
+                x = tokens(n, d, record.device, dtype, clustered=clustered)
                 request = Request(beta * x, x, x, causal=causal, beta=beta)
                 if refused := kernel.refuses(request):
                     reason = refused
@@ -56,10 +75,45 @@ def one_row(record: Record, kernel: Kernel, dtype: torch.dtype, beta: float) -> 
         if served:
             mask = "causal " if causal else ""
             row |= {f"{mask}mean": mean_error, f"{mask}log Z": mass_error, f"{mask}worst n x d": where}
-    if len(row) == 3:
+    if len(row) == names:
         say(f"  {row['kernel']}, {row['dtype']}, beta = {beta:g}: refused, {reason}")
         return
     record.tables.setdefault("Largest error against float64", []).append(row)
+
+
+def fused_row(record: Record) -> None:
+    """16 systems over time, by the same steps in float32 and in float64; on a CPU, interpreted, of one size."""
+    if reason := fused_refuses(tokens(32, 2, record.device, torch.float32, clustered=False).view(1, 32, 2)):
+        say(f"  the fused kernel refused: {reason}")
+        return
+    sizes = ((2, 2), (17, 3), (32, 32), (64, 128)) if record.device.type == "cuda" else ((17, 3),)
+    times, h = [0.0, 0.5, 1.0, 1.5], 0.1
+    for beta in (1.0, 4.0):
+        for field, causal in ((hs.SA, False), (hs.SA, True), (hs.USA, False)):
+            worst, wrong = 0.0, 0
+            for n, d in sizes:
+                x = tokens(16 * n, d, record.device, torch.float32, clustered=False).view(16, n, d)
+                y = torch.nn.functional.normalize(x.double(), dim=-1)
+                scale = h * (torch.e**-beta if field is hs.USA else 1.0)
+                asked = [t * scale / h for t in times]
+                run = hs.integrate(field(beta, causal=causal), y, asked, stepper=hs.RK4(scale))
+                found = fused_clustering(
+                    x,
+                    asked,
+                    betas=torch.tensor([beta]),
+                    steps=torch.tensor([5]),
+                    normalized=field is hs.SA,
+                    causal=causal,
+                    stop=False,
+                    keep_states=True,
+                )
+                assert found.states is not None
+                worst = max(worst, float((found.states[0].double() - run.states[-1]).abs().max()))
+                met = (hs.clustering_fraction(run.states, delta=1e-3).mT * found.pairs).round()
+                wrong = max(wrong, int((found.met[0] - met).abs().max()))
+            name = f"{field.__name__}{', causal' if causal else ''}"
+            row = {"field": name, "beta": beta, "largest error of a coordinate": worst, "pairs counted wrongly": wrong}
+            record.tables.setdefault("The fused kernel against the same steps in float64", []).append(row)
 
 
 def main() -> None:
@@ -70,8 +124,10 @@ def main() -> None:
         for dtype in (torch.float64, torch.float32):
             say(f"{type(kernel).__name__}, {dtype}")
             for beta in BETAS:
-                one_row(found, kernel, dtype, beta)
+                for clustered in (False, True):
+                    one_row(found, kernel, dtype, beta, clustered=clustered)
             found.save()
+    fused_row(found)
     found.finish()
 
 

@@ -173,9 +173,19 @@ def parser(about: str) -> argparse.ArgumentParser:
 def record(script: str, options: argparse.Namespace) -> Record:
     """An empty record for the machine and the options at hand."""
     torch.backends.cuda.matmul.allow_tf32 = False
-    device = torch.device(options.device)
+    device = known_device(options.device)
     settings = {k: v for k, v in vars(options).items() if k not in ("device", "out", "commit")}
     return Record(script, device, options.out, machine(device, options.commit), settings)
+
+
+def known_device(name: str) -> torch.device:
+    """A device that is there, or one sentence."""
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise SystemExit(f"--device is {name!r}, but it must be cpu, or cuda where there is a GPU") from error
+    return device
 
 
 def machine(device: torch.device, commit: str | None) -> Row:

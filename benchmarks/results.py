@@ -107,6 +107,9 @@ def place(found: dict[str, Any]) -> str:
 def render(files: list[Path]) -> str:
     """The page's tables: the targets first, then every table with its machine."""
     everything = [json.loads(path.read_text()) for path in files]
+    for path, found in zip(files, everything, strict=True):
+        if "with changes" in found["machine"]["commit"]:
+            raise SystemExit(f"{path} was measured on a tree with uncommitted changes: commit, and measure again")
     by_name = {(found["script"], found["device"]): found for found in everything}
     device_names = {"cuda": "GPU", "cpu": "CPU"}
     rows = [{"on": device_names[t.device], **t.row(by_name.get((t.script, t.device)))} for t in TARGETS]

@@ -308,6 +308,23 @@ def test_a_system_by_harmonics_does_not_know_its_batch(d, dtype):
     assert found[1].isnan().any()
 
 
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("d", [2, 3])
+def test_a_system_off_the_sphere_is_summed_pair_by_pair(d, weighted):
+    x = hs.Uniform(n=2_100, dim=d).sample(batch=3, seed=0)
+    x[1, 7] *= 1 + 1e-6  # one token, beyond what rounding does
+    x[2, 5] = torch.nan
+    weights = torch.linspace(0.5, 1, 2_100, dtype=F64) if weighted else None
+    request = Request(2 * x, x, x, weights=weights, beta=2.0)
+    with using() as names:
+        found = token_sum(request)
+    assert names == {"Harmonic", "Streaming"}
+    for k in range(2):
+        one = AttentionSum(*(getattr(found, part.name)[k] for part in fields(found)))
+        assert_agrees(one, request.system(torch.Size([3]), k), 1e-11)
+    assert found.mean[2].isnan().all()
+
+
 def test_who_sees_somebody():
     for seed in range(60):
         request = random_request(seed)

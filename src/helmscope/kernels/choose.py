@@ -1,12 +1,12 @@
 """The one place that decides how a sum over tokens is computed.
 
     n <= 2,048, or a field that needs the whole matrix of logits      Dense
-    beyond, on the circle or S^2 where the series is short            Harmonic (systems with lone tokens: Streaming)
+    beyond, on the circle or S^2 where the series is short            Harmonic (systems it doubts: as below)
     beyond, float32 on a CUDA device, no gradient, no bias            Flash
     all else                                                          Streaming
 
-By device, n, d, dtype, gradient and, for lone tokens, the system itself; never by a timing, so that it is the same in
-every run. A caller pins a kernel with ``using``, and then gets that one alone.
+By device, n, d, dtype, gradient and, where a series is doubted, the system itself; never by a timing, so that it is the
+same in every run. A caller pins a kernel with ``using``, and then gets that one alone.
 """
 
 from __future__ import annotations
@@ -56,19 +56,21 @@ def pinned() -> Kernel | None:
 
 
 def _trusted(request: Request, sums: AttentionSum) -> AttentionSum:
-    """The errors of a series are relative to e^beta times the total weight: a system with a token that sees so little
-    of the others that this would cost it digits is summed in blocks.
+    """The errors of a series are relative to e^beta times the total weight, and it is that of unit vectors: a system
+    with a token that sees so little of the others that this would cost it digits, or with one off the sphere, is summed
+    pair by pair.
     """
     flat = [part.reshape(-1, *part.shape[-2:]) for part in (sums.total, sums.shift, sums.mass, sums.mass_shift)]
     poor = _HARMONIC.doubts(request, sums).reshape(-1)
     if not bool(poor.any()):
         return sums
+    pairwise = _pairwise(request)
     if (taken := _taken.get()) is not None:
-        taken.add(type(_STREAMING).__name__)
+        taken.add(type(pairwise).__name__)
     flat = [part.clone() for part in flat]
     lead = sums.total.shape[:-2]
     for k in poor.nonzero().flatten().tolist():
-        better = _STREAMING.sum(request.system(lead, k))
+        better = pairwise.sum(request.system(lead, k))
         for part, new in zip(flat, (better.total, better.shift, better.mass, better.mass_shift), strict=True):
             part[k] = new
     return AttentionSum(*(part.reshape(*lead, *part.shape[-2:]) for part in flat))
@@ -97,8 +99,12 @@ def choose(request: Request) -> Kernel:
 def _best(request: Request) -> Kernel:
     if request.key.shape[-2] <= MOST_STORED or request.settle is not None:
         return _DENSE
-    if _HARMONIC.refuses(request) is None and _HARMONIC.pays(request):
+    if _HARMONIC.lacks(request) is None and _HARMONIC.pays(request):
         return _HARMONIC
+    return _pairwise(request)
+
+
+def _pairwise(request: Request) -> Kernel:
     return _FLASH if request.key.is_cuda and _FLASH.refuses(request) is None else _STREAMING
 
 

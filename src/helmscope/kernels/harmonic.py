@@ -63,6 +63,15 @@ class Harmonic:
 
     def refuses(self, request: Request) -> str | None:
         """It knows one kernel, e^{beta <x, y>} on two spheres."""
+        if (reason := self.lacks(request)) is not None:
+            return reason
+        x = request.key
+        length = torch.linalg.vector_norm(x, dim=-1).nan_to_num(nan=1.0)  # a lost system does not choose for others
+        off = float((length - 1).abs().max())
+        return None if off <= NORM_TOLERANCE[x.dtype] else "the series is for unit vectors"
+
+    def lacks(self, request: Request) -> str | None:
+        """What of a request the series cannot have, without a look at the numbers: on a GPU that look waits."""
         x, beta = request.key, request.beta
         if beta is None or beta < 0 or request.causal or request.bias is not None or request.settle is not None:
             return "the series is that of e^{beta <x, y>} with beta >= 0 of all pairs, without causal mask and bias"
@@ -74,9 +83,7 @@ class Harmonic:
             return "its heads must agree on whether they skip themselves"
         if self.degree(request) > MOST_DEGREE:
             return f"beta is {beta:g}, and its series has a degree above {MOST_DEGREE}"
-        length = torch.linalg.vector_norm(x, dim=-1).nan_to_num(nan=1.0)  # a lost system does not choose for others
-        off = float(torch.dist(length, _number(1.0, x.dtype, x.device), p=torch.inf))
-        return None if off <= NORM_TOLERANCE[x.dtype] else "the series is for unit vectors"
+        return None
 
     def degree(self, request: Request) -> int:
         """Where the series of a request is cut."""
@@ -93,13 +100,22 @@ class Harmonic:
         return request.key.shape[-2] >= (3 * terms * terms if request.key.shape[-1] == 3 else 3 * terms)
 
     def doubts(self, request: Request, sums: AttentionSum) -> Bool[Tensor, "*batch"]:
-        """Which systems have a token whose sum over the others is too small beside e^beta times the total weight for
-        1e-9 of it to be right, 1e-5 in float32.
+        """Which systems are not to be believed: those with a token off the sphere, and those with a token whose sum
+        over the others is too small beside e^beta times the total weight for 1e-9 of it to be right, 1e-5 in float32.
+
+        One wait for the device, and the answer is on the CPU; a system that holds a NaN is lost and not doubted.
         """
-        weights = torch.ones_like(sums.mass[..., 0]) if request.weights is None else request.weights
-        others = sums.mass[..., 0] - weights
-        least = LONE[others.dtype] * weights.sum(-1, keepdim=True)
-        return ~(others >= least).all(-1)
+        x, weights, mass = request.key, request.weights, sums.mass[..., 0]
+        shortest, longest = torch.linalg.vector_norm(x, dim=-1).aminmax(dim=-1)
+        if weights is None:
+            others, total = mass.amin(-1), torch.tensor(float(x.shape[-2]))
+            facts = torch.stack([others, shortest, longest]).cpu()
+            others = facts[0] - 1
+        else:
+            facts = torch.stack([(mass - weights).amin(-1), shortest, longest]).cpu()
+            others, total = facts[0], weights.sum(-1).cpu()
+        off = (facts[1:] - 1).abs().amax(0) > 16 * torch.finfo(x.dtype).eps  # a length of 1 + e costs beta e
+        return off | (others < LONE[x.dtype] * total)
 
     def sum(self, request: Request) -> AttentionSum:
         """The sums, unchecked: see ``harmonic_sum``."""
