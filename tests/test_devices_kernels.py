@@ -8,7 +8,7 @@ import torch
 
 import helmscope as hs
 from figure_three_table import TIMES, check_table
-from helmscope.kernels.choose import choose
+from helmscope.kernels.choose import choose, token_sum, using
 from helmscope.kernels.fused import fused_clustering
 from helmscope.kernels.kernel import AttentionSum, Request
 from kernel_cases import random_request
@@ -112,6 +112,18 @@ if torch.cuda.is_available():
         assert name(4096, 3, torch.float32, causal=True) == "Flash"
         x = hs.Uniform(n=3000, dim=16).sample(seed=0, dtype=torch.float32, device="cuda")
         assert (hs.SA(4.0)(x).cpu().double() - hs.SA(4.0)(x.cpu().double())).abs().max() < 2e-6
+
+    @pytest.mark.parametrize("d", [2, 3])
+    @pytest.mark.parametrize("n", [65_536, 1_000_003])
+    def test_harmonic_sums_of_large_clouds_on_a_gpu(n, d):
+        x = hs.Uniform(n=n, dim=d).sample(seed=0, dtype=torch.float32, device="cuda")
+        request = Request(4 * x, x, x, beta=4.0)
+        with using() as names:
+            mean = token_sum(request).mean
+        assert names == {"Harmonic"}
+        assert torch.equal(token_sum(request).mean, mean)
+        wanted = hs.Harmonic().sum(moved(request, "cpu", torch.float64)).mean
+        assert (mean.cpu().double() - wanted).norm() <= 5e-7 * wanted.norm()
 
     @pytest.mark.parametrize("dim", [2, 32, 128, 512])
     def test_the_whole_table_on_a_gpu(dim):

@@ -42,8 +42,7 @@ def token_sum(request: Request) -> AttentionSum:
             [0.5000, 0.5000]])
     """
     kernel = choose(request)
-    sums = kernel.sum(request)
-    return _trusted(request, sums) if kernel is _HARMONIC else sums
+    return _trusted(request) if kernel is _HARMONIC else kernel.sum(request)
 
 
 def pinned() -> Kernel | None:
@@ -55,19 +54,20 @@ def pinned() -> Kernel | None:
     return _pinned.get()
 
 
-def _trusted(request: Request, sums: AttentionSum) -> AttentionSum:
-    """The errors of a series are relative to e^beta times the total weight, and it is that of unit vectors: a system
-    with a token that sees so little of the others that this would cost it digits, or with one off the sphere, is summed
-    pair by pair.
+def _trusted(request: Request) -> AttentionSum:
+    """By the series, whose errors are relative to e^beta times the total weight, and which is that of unit vectors: a
+    system with a token that sees so little of the others that this would cost it digits, or with one off the sphere, is
+    summed pair by pair.
     """
-    flat = [part.reshape(-1, *part.shape[-2:]) for part in (sums.total, sums.shift, sums.mass, sums.mass_shift)]
-    poor = _HARMONIC.doubts(request, sums).reshape(-1)
+    sums, doubted = _HARMONIC.judged(request)
+    poor = doubted.reshape(-1)
     if not bool(poor.any()):
         return sums
     pairwise = _pairwise(request)
     if (taken := _taken.get()) is not None:
         taken.add(type(pairwise).__name__)
-    flat = [part.clone() for part in flat]
+    parts = (sums.total, sums.shift, sums.mass, sums.mass_shift)
+    flat = [part.reshape(-1, *part.shape[-2:]).clone() for part in parts]
     lead = sums.total.shape[:-2]
     for k in poor.nonzero().flatten().tolist():
         better = pairwise.sum(request.system(lead, k))

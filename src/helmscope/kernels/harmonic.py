@@ -13,13 +13,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from scipy import special
 
 from helmscope.geometry.sphere import NORM_TOLERANCE, check_tokens
+from helmscope.kernels.harmonic_gpu import fits, gpu_sums
 from helmscope.kernels.harmonic_matrix import MOST_MATRIX_DEGREE, matrix_sums
 from helmscope.kernels.harmonic_series import circle_series, sphere_series
 from helmscope.kernels.kernel import AttentionSum, Request
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     Harmonics = tuple[Tensor, ...]
+    Numbers = Tensor | np.ndarray
 
 MOST_DEGREE = 256  # a table of 256^3 numbers is 134 MB
 # harmonics kept for the second pass, and tokens of a chunk: what the cache of a CPU core or the memory of a GPU holds
@@ -89,7 +91,7 @@ class Harmonic:
         """Where the series of a request is cut."""
         tol = TOL[request.key.dtype] if self.tol is None else self.tol
         assert request.beta is not None
-        return harmonic_degree(request.beta, dim=request.key.shape[-1], tol=tol)
+        return _known_degree(request.beta, dim=request.key.shape[-1], tol=tol)
 
     def pays(self, request: Request) -> bool:
         """Whether O(n L) on the circle, O(n L^2) on S^2, is less than O(n^2): measured on a CPU core and on a GPU."""
@@ -114,14 +116,31 @@ class Harmonic:
         else:
             facts = torch.stack([(mass - weights).amin(-1), shortest, longest]).cpu()
             others, total = facts[0], weights.sum(-1).cpu()
-        off = (facts[1:] - 1).abs().amax(0) > 16 * torch.finfo(x.dtype).eps  # a length of 1 + e costs beta e
-        return off | (others < LONE[x.dtype] * total)
+        poor: Tensor = _poor(others, (facts[1:] - 1).abs().amax(0), total, x.dtype)
+        return poor
 
     def sum(self, request: Request) -> AttentionSum:
         """The sums, unchecked: see ``harmonic_sum``."""
+        return self._found(request)[0]
+
+    def judged(self, request: Request) -> tuple[AttentionSum, Bool[Tensor, "*batch"]]:
+        """The sums with their ``doubts``, on a GPU from what its kernel saw of the tokens on the way."""
+        sums, facts = self._found(request)
+        if facts is None:
+            return sums, self.doubts(request, sums)
+        least, farthest, weight = facts.cpu().numpy().swapaxes(0, 1)  # NumPy: a tenth of torch's time on few numbers
+        poor = _poor(least.min(-1), farthest.max(-1), weight.sum(-1), facts.dtype)
+        return sums, torch.from_numpy(poor).reshape(request.key.shape[:-2])
+
+    def _found(self, request: Request) -> tuple[AttentionSum, Tensor | None]:
         assert request.beta is not None
         skip = request.skip_self is True
         return _sums(request.key, request.beta, request.weights, skip, self.degree(request))
+
+
+def _poor(others: Numbers, off: Numbers, weight: Numbers, dtype: torch.dtype) -> Any:
+    """Whether a token sees too little of the others, or is too far off the sphere: a length of 1 + e costs beta e."""
+    return (off > 16 * torch.finfo(dtype).eps) | (others < LONE[dtype] * weight)
 
 
 @lru_cache(maxsize=64)
@@ -130,6 +149,7 @@ def _number(value: float, dtype: torch.dtype, device: torch.device) -> Float[Ten
     return torch.tensor(value, dtype=dtype, device=device)
 
 
+@lru_cache(maxsize=256)
 def _mean_kernel(beta: float, dim: int) -> float:
     """The mean of e^{beta (<x, y> - 1)} over a uniform y."""
     if beta == 0:
@@ -149,17 +169,15 @@ def harmonic_degree(beta: float, *, dim: int, tol: float = 1e-12) -> int:
         raise HelmscopeError(f"tol is {tol:g}, but rounding alone is 1e-16 of e^beta: take at least 1e-16")
     if dim not in (2, 3):
         raise HelmscopeError(f"dim is {dim}, but harmonic sums are for the circle and S^2, dim 2 and 3")
-    return _degree(beta, dim, tol)
-
-
-@lru_cache(maxsize=256)
-def _degree(beta: float, dim: int, tol: float) -> int:
     if beta == 0:
         return 0
     k = np.arange(int(beta + 12 * max(beta, 1.0) ** (1 / 3)) + 80)
     terms = 2 * special.ive(k, beta) if dim == 2 else (2 * k + 1) * special.ive(k + 0.5, beta) * _half(beta)
     tails = np.cumsum(terms[::-1])[::-1]  # from k on
     return max(int(np.argmax(tails <= tol)) - 1, 0)
+
+
+_known_degree = lru_cache(maxsize=256)(harmonic_degree)
 
 
 def harmonic_sum(
@@ -188,25 +206,36 @@ def harmonic_sum(
     degree = harmonic_degree(beta, dim=x.shape[-1], tol=tol)
     if degree > MOST_DEGREE:
         raise HelmscopeError(f"beta is {beta:g}, but its series has degree {degree}, above {MOST_DEGREE}: lower beta")
-    return _sums(x, float(beta), weights, skip_self, degree)
+    return _sums(x, float(beta), weights, skip_self, degree)[0]
 
 
-def _sums(x: Tensor, beta: float, weights: Tensor | None, skip_self: bool, degree: int) -> AttentionSum:
+def _sums(
+    x: Tensor, beta: float, weights: Tensor | None, skip_self: bool, degree: int
+) -> tuple[AttentionSum, Tensor | None]:
+    """The sums, and the facts of ``gpu_sums`` where it made them."""
     n, d = x.shape[-2:]
     flat = x.reshape(-1, n, d)
     mass = None if weights is None else weights.expand(x.shape[:-1]).reshape(-1, n).to(x)
-    if x.is_cuda and (d == 2 or degree <= MOST_MATRIX_DEGREE):
-        seen = matrix_sums(flat, mass, beta, degree)
+    facts = None
+    if fits(x, degree):
+        total, z, facts = gpu_sums(flat, mass, beta, degree, skip_self=skip_self)
     else:
-        shares = torch.ones(flat.shape[:2], dtype=x.dtype, device=x.device) if mass is None else mass
-        one = _circle if d == 2 else _sphere
-        # system by system: the last bits of a product depend on how many there are
-        seen = torch.cat([one(flat[k : k + 1], shares[k : k + 1], beta, degree) for k in range(len(flat))])
-    total, z = seen[..., 1:], seen[..., :1]
-    if skip_self:  # in units of e^beta the own term is m_i x_i exactly
-        total = total - (flat if mass is None else mass.unsqueeze(-1) * flat)
+        seen = _seen(flat, mass, beta, degree)
+        total, z = seen[..., 1:], seen[..., :1]
+        if skip_self:  # in units of e^beta the own term is m_i x_i exactly
+            total = total - (flat if mass is None else mass.unsqueeze(-1) * flat)
     shift = _number(beta, x.dtype, x.device).expand(*x.shape[:-1], 1)
-    return AttentionSum(total.reshape(x.shape), shift, z.reshape(*x.shape[:-1], 1), shift)
+    return AttentionSum(total.reshape(x.shape), shift, z.reshape(*x.shape[:-1], 1), shift), facts
+
+
+def _seen(x: Tensor, mass: Tensor | None, beta: float, degree: int) -> Float[Tensor, "batch n s"]:
+    """Z and the coordinates of the sum, over e^beta."""
+    if x.is_cuda and (x.shape[-1] == 2 or degree <= MOST_MATRIX_DEGREE):
+        return matrix_sums(x, mass, beta, degree)
+    shares = torch.ones(x.shape[:2], dtype=x.dtype, device=x.device) if mass is None else mass
+    one = _circle if x.shape[-1] == 2 else _sphere
+    # system by system: the last bits of a product depend on how many there are
+    return torch.cat([one(x[k : k + 1], shares[k : k + 1], beta, degree) for k in range(len(x))])
 
 
 def _half(beta: float) -> float:

@@ -1,0 +1,135 @@
+"""Harmonic sums in three launches, compiled on a GPU and by Triton's interpreter where there is none, against the dense
+sums of the same float32 numbers in float64."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from helmscope.kernels.choose import token_sum, using
+from helmscope.kernels.dense import Dense
+from helmscope.kernels.harmonic import Harmonic, harmonic_degree
+from helmscope.kernels.harmonic_gpu import Cut, gpu_sums
+from helmscope.kernels.kernel import Request
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+NAN = math.nan
+
+
+def cloud(n: int, d: int, *, batch: int = 1, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(batch, n, d, generator=generator, dtype=torch.float64)
+    return torch.nn.functional.normalize(x, dim=-1).float()
+
+
+def over_scale(x: torch.Tensor, beta: float, mass: torch.Tensor | None = None, **options) -> torch.Tensor:
+    """Mass and sum over e^beta, (system, n, 1 + d), by the kernels."""
+    degree = harmonic_degree(beta, dim=x.shape[-1], tol=1e-7)
+    share = None if mass is None else mass.to(DEVICE)
+    total, seen, _ = gpu_sums(x.to(DEVICE), share, beta, degree, **options)
+    return torch.cat([seen, total], -1).cpu()
+
+
+def exact(x: torch.Tensor, beta: float, mass: torch.Tensor | None = None, *, skip_self: bool = False) -> torch.Tensor:
+    x, mass = x.double(), None if mass is None else mass.double()
+    sums = Dense().sum(Request(beta * x, x, x, weights=mass, skip_self=skip_self))
+    scales = torch.exp(sums.mass_shift - beta), torch.exp(sums.shift - beta)
+    return torch.cat([sums.mass * scales[0], sums.total * scales[1]], -1)
+
+
+@pytest.fixture
+def by_gpu_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``Harmonic`` takes these kernels where it would not: on a CPU."""
+    monkeypatch.setattr("helmscope.kernels.harmonic.fits", lambda x, degree: True)
+
+
+@pytest.mark.parametrize(
+    ("d", "beta", "n", "weighted", "skip_self"),
+    [
+        *((2, 0.0, 300, False, False), (2, 1.0, 17, True, True), (2, 4.0, 1, False, True), (2, 4.0, 2, True, False)),
+        *((2, 12.0, 300, True, True), (2, 100.0, 3, True, False), (3, 0.0, 17, True, False), (3, 1.0, 300, True, True)),
+        *((3, 4.0, 1, False, False), (3, 4.0, 2, False, True), (3, 4.0, 3, True, True), (3, 4.0, 300, False, False)),
+        (3, 12.0, 150, True, True),
+    ],
+)  # fmt: skip
+def test_they_are_the_dense_sums(d: int, beta: float, n: int, weighted: bool, skip_self: bool) -> None:
+    """Within (2 + beta) 2^-23 of e^beta times the weight: a token's length of 1 + 2^-25 alone costs beta 2^-24."""
+    x, mass = cloud(n, d, seed=n), None
+    if weighted:
+        mass = torch.rand(1, n, generator=torch.Generator().manual_seed(1))
+        mass[:, : n // 3] = 0.0
+    found, wanted = over_scale(x, beta, mass, skip_self=skip_self), exact(x, beta, mass, skip_self=skip_self)
+    assert found.dtype == torch.float32
+    weight = float(n if mass is None else mass.sum())
+    assert float((found - wanted).abs().max()) <= (2 + beta) * 2**-23 * weight
+
+
+def test_a_mean_keeps_its_digits_wherever_the_tokens_are() -> None:
+    """Poles, also with zeros of either sign, antipodes, a hair from the pole, equal tokens, and a narrow cluster."""
+    rows = [[0.0, 0.0, 1.0], [-0.0, 0.0, 1.0], [0.0, -0.0, -1.0], [-1.0, -0.0, 0.0], [1.0, 0.0, -0.0], [0.0, -1.0, 0.0]]
+    chosen = torch.tensor([*rows, rows[0], [1e-30, -1e-30, 1.0], [1e-4, 0.0, 1.0], [0.6, -0.8, 0.0]])
+    near = torch.nn.functional.normalize(torch.tensor([0.3, 0.5, -0.8]) + 1e-3 * cloud(60, 3)[0], dim=-1)
+    circle = torch.nn.functional.normalize(chosen[chosen[:, 1:].any(-1), 1:], dim=-1)
+    for x in (chosen, near, near[:1].expand(90, 3), circle, circle[-1:].expand(90, 2)):
+        found, wanted = (f(x[None], 4.0) for f in (over_scale, exact))
+        mean, wanted_mean = (sums[..., 1:] / sums[..., :1] for sums in (found.double(), wanted))
+        assert float((mean - wanted_mean).norm() / wanted_mean.norm()) < 3e-7
+
+
+@pytest.mark.parametrize("d", [2, 3])
+def test_a_system_does_not_know_its_batch_and_a_nan_stays_in_its_own(d: int) -> None:
+    x, mass = cloud(70, d, batch=2), torch.rand(2, 70, generator=torch.Generator().manual_seed(2))
+    x[0, 5, d - 1] = NAN
+    cuts = (Cut(16, 3, 4), Cut(16, 3, 4))  # several parts, several steps each, and some beyond the tokens
+    lost, sound = over_scale(x, 0.5, mass, cuts=cuts)
+    assert bool(lost.isnan().all())
+    assert torch.equal(sound, over_scale(x[1:], 0.5, mass[1:], cuts=cuts)[0])
+    assert float((sound - exact(x[1], 0.5, mass[1])).abs().max()) < 70 * 2e-7
+
+
+@pytest.mark.parametrize(
+    ("n", "cut"), [(1, Cut(16, 4, 4)), (64, Cut(16, 4, 4)), (65, Cut(16, 4, 4)), (10**7, Cut(32, 512, 4))]
+)
+def test_a_cut_covers_every_token_with_no_idle_program(n: int, cut: Cut) -> None:
+    parts, steps = cut.of(n)
+    assert 1 <= parts <= cut.programs
+    assert (parts - 1) * steps * cut.tokens < n <= parts * steps * cut.tokens
+
+
+@pytest.mark.usefixtures("by_gpu_sums")
+@pytest.mark.parametrize(("d", "weighted"), [(2, True), (3, False)])
+def test_its_doubts_are_those_computed_plainly(d: int, weighted: bool) -> None:
+    """A sound system, one with a token off the sphere, with a lone token, with a zero vector, and with a NaN."""
+    x = cloud(60, d, batch=5)
+    x[1, 7] *= 1 + 1e-5
+    x[2] = torch.nn.functional.normalize(x[2] * 0.01 + torch.eye(d)[0], dim=-1)
+    x[2, 3] = -torch.eye(d)[0]
+    x[3, 0] = 0.0
+    x[4, 0, 0], x[4, 1] = NAN, 2.0
+    weights = torch.linspace(0, 1, 60) if weighted else None
+    request = Request(*(part.to(DEVICE) for part in (4 * x, x, x)), beta=4.0, skip_self=True,
+                      weights=None if weights is None else weights.to(DEVICE))  # fmt: skip
+    sums, doubted = Harmonic().judged(request)
+    assert doubted.tolist() == [False, True, True, True, False]
+    assert doubted.tolist() == Harmonic().doubts(request, sums).tolist()
+
+
+@pytest.mark.usefixtures("by_gpu_sums")
+def test_the_dispatcher_believes_them_or_sums_pair_by_pair(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("helmscope.kernels.choose.MOST_STORED", 16)
+    x = cloud(200, 2, batch=2)
+    for lone, names in ((False, {"Harmonic"}), (True, {"Harmonic", "Flash" if DEVICE == "cuda" else "Streaming"})):
+        if lone:
+            x[1] = torch.nn.functional.normalize(x[1] * 0.01 + torch.eye(2)[0], dim=-1)
+            x[1, 3] = -torch.eye(2)[0]
+        there = x.to(DEVICE)
+        with using() as taken:
+            sums = token_sum(Request(4 * there, there, there, beta=4.0, skip_self=True))
+        assert taken == names
+        wanted = Dense().sum(Request(*(4 * x.double(), x.double(), x.double()), beta=4.0, skip_self=True)).mean
+        assert sums.shift.shape == (2, 200, 1)
+        off = (sums.mean.cpu() - wanted).abs().amax((1, 2))
+        assert float(off[0]) < 5e-7
+        assert float(off[1]) < 2e-6  # 1e-6 is what Streaming has in float32
