@@ -23,7 +23,7 @@ from torch import Tensor
 
 HERE = Path(__file__).parent
 TURNS, BUDGET_S = 5, 2.0  # of one candidate: this often, or until it has used this time
-TURN_S, TURN_RUNS = 0.02, 10  # a short call is run again within its turn, until it has used this time
+TURN_S, TURN_RUNS = 0.02, 50  # a short call is run again within its turn, until it has used this time
 CHECKED_ROWS = 256
 
 Row = dict[str, Any]

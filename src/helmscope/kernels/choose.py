@@ -59,9 +59,8 @@ def _trusted(request: Request) -> AttentionSum:
     system with a token that sees so little of the others that this would cost it digits, or with one off the sphere, is
     summed pair by pair.
     """
-    sums, doubted = _HARMONIC.judged(request)
-    poor = doubted.reshape(-1)
-    if not bool(poor.any()):
+    sums, poor = _HARMONIC.judged(request)
+    if not poor.any():
         return sums
     pairwise = _pairwise(request)
     if (taken := _taken.get()) is not None:
@@ -69,7 +68,7 @@ def _trusted(request: Request) -> AttentionSum:
     parts = (sums.total, sums.shift, sums.mass, sums.mass_shift)
     flat = [part.reshape(-1, *part.shape[-2:]).clone() for part in parts]
     lead = sums.total.shape[:-2]
-    for k in poor.nonzero().flatten().tolist():
+    for k in poor.reshape(-1).nonzero()[0].tolist():
         better = pairwise.sum(request.system(lead, k))
         for part, new in zip(flat, (better.total, better.shift, better.mass, better.mass_shift), strict=True):
             part[k] = new

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     Harmonics = tuple[Tensor, ...]
-    Numbers = Tensor | np.ndarray
 
 MOST_DEGREE = 256  # a table of 256^3 numbers is 134 MB
 # harmonics kept for the second pass, and tokens of a chunk: what the cache of a CPU core or the memory of a GPU holds
@@ -42,6 +41,7 @@ CHUNK = {"cpu": 4_096, "cuda": 2**20}
 
 
 TOL = {torch.float64: 1e-12, torch.float32: 1e-7}
+ROUNDED = {torch.float64: 16 * 2.0**-52, torch.float32: 16 * 2.0**-23}  # what a length may be off 1
 LONE = {torch.float64: 1e-3, torch.float32: 1e-2}  # of the total weight: what a token must see of the others
 
 
@@ -101,7 +101,7 @@ class Harmonic:
             return False
         return request.key.shape[-2] >= (3 * terms * terms if request.key.shape[-1] == 3 else 3 * terms)
 
-    def doubts(self, request: Request, sums: AttentionSum) -> Bool[Tensor, "*batch"]:
+    def doubts(self, request: Request, sums: AttentionSum) -> Bool[np.ndarray, "*batch"]:
         """Which systems are not to be believed: those with a token off the sphere, and those with a token whose sum
         over the others is too small beside e^beta times the total weight for 1e-9 of it to be right, 1e-5 in float32.
 
@@ -116,21 +116,20 @@ class Harmonic:
         else:
             facts = torch.stack([(mass - weights).amin(-1), shortest, longest]).cpu()
             others, total = facts[0], weights.sum(-1).cpu()
-        poor: Tensor = _poor(others, (facts[1:] - 1).abs().amax(0), total, x.dtype)
-        return poor
+        return _poor(others.numpy(), (facts[1:] - 1).abs().amax(0).numpy(), total.numpy(), x.dtype)
 
     def sum(self, request: Request) -> AttentionSum:
         """The sums, unchecked: see ``harmonic_sum``."""
         return self._found(request)[0]
 
-    def judged(self, request: Request) -> tuple[AttentionSum, Bool[Tensor, "*batch"]]:
+    def judged(self, request: Request) -> tuple[AttentionSum, Bool[np.ndarray, "*batch"]]:
         """The sums with their ``doubts``, on a GPU from what its kernel saw of the tokens on the way."""
         sums, facts = self._found(request)
         if facts is None:
             return sums, self.doubts(request, sums)
         least, farthest, weight = facts.cpu().numpy().swapaxes(0, 1)  # NumPy: a tenth of torch's time on few numbers
         poor = _poor(least.min(-1), farthest.max(-1), weight.sum(-1), facts.dtype)
-        return sums, torch.from_numpy(poor).reshape(request.key.shape[:-2])
+        return sums, poor.reshape(request.key.shape[:-2])
 
     def _found(self, request: Request) -> tuple[AttentionSum, Tensor | None]:
         assert request.beta is not None
@@ -138,9 +137,9 @@ class Harmonic:
         return _sums(request.key, request.beta, request.weights, skip, self.degree(request))
 
 
-def _poor(others: Numbers, off: Numbers, weight: Numbers, dtype: torch.dtype) -> Any:
+def _poor(others: np.ndarray, off: np.ndarray, weight: np.ndarray, dtype: torch.dtype) -> np.ndarray:
     """Whether a token sees too little of the others, or is too far off the sphere: a length of 1 + e costs beta e."""
-    return (off > 16 * torch.finfo(dtype).eps) | (others < LONE[dtype] * weight)
+    return np.asarray((off > ROUNDED[dtype]) | (others < LONE[dtype] * weight))
 
 
 @lru_cache(maxsize=64)
