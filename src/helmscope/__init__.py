@@ -86,11 +86,34 @@ if TYPE_CHECKING:
     from helmscope.geometry import retraction as retraction
     from helmscope.geometry import sphere as sphere
     from helmscope.geometry import surface as surface
+    from helmscope.intervene.change import Ablate as Ablate
+    from helmscope.intervene.change import AblateHead as AblateHead
+    from helmscope.intervene.change import Add as Add
+    from helmscope.intervene.change import MaskKeys as MaskKeys
+    from helmscope.intervene.change import Part as Part
+    from helmscope.intervene.change import Patch as Patch
+    from helmscope.intervene.change import Perturb as Perturb
+    from helmscope.intervene.change import Replace as Replace
+    from helmscope.intervene.change import Reweigh as Reweigh
+    from helmscope.intervene.change import changed as changed
+    from helmscope.intervene.change import with_parameters as with_parameters
     from helmscope.kernels.choose import using as using
     from helmscope.kernels.dense import Dense as Dense
     from helmscope.kernels.flash import Flash as Flash
     from helmscope.kernels.harmonic import Harmonic as Harmonic
     from helmscope.kernels.streaming import Streaming as Streaming
+    from helmscope.models.certificate import Certificate as Certificate
+    from helmscope.models.doctor import doctor as doctor
+    from helmscope.models.experts import Mixture as Mixture
+    from helmscope.models.keep import Keep as Keep
+    from helmscope.models.load import Loaded as Loaded
+    from helmscope.models.load import Origin as Origin
+    from helmscope.models.load import load as load
+    from helmscope.models.load import load_all as load_all
+    from helmscope.models.record import record as record
+    from helmscope.models.recording import Recording as Recording
+    from helmscope.models.watch import Site as Site
+    from helmscope.models.watch import Watcher as Watcher
     from helmscope.observe.clusters import MergeTree as MergeTree
     from helmscope.observe.clusters import cluster_count as cluster_count
     from helmscope.observe.clusters import merge_tree as merge_tree
@@ -234,11 +257,22 @@ _HOME = {
     "helmscope.fields.placement": "Half NGPT PostNorm PreNorm SandwichNorm",
     "helmscope.fields.sinkhorn": "SinkhornAttention",
     "helmscope.geometry": "harmonics linkage retraction sphere surface",
+    "helmscope.intervene.change": (
+        "Ablate AblateHead Add MaskKeys Part Patch Perturb Replace Reweigh changed with_parameters"
+    ),
     "helmscope.kernels.choose": "using",
     "helmscope.kernels.dense": "Dense",
     "helmscope.kernels.flash": "Flash",
     "helmscope.kernels.harmonic": "Harmonic",
     "helmscope.kernels.streaming": "Streaming",
+    "helmscope.models.certificate": "Certificate",
+    "helmscope.models.doctor": "doctor",
+    "helmscope.models.experts": "Mixture",
+    "helmscope.models.keep": "Keep",
+    "helmscope.models.load": "Loaded Origin load load_all",
+    "helmscope.models.record": "record",
+    "helmscope.models.recording": "Recording",
+    "helmscope.models.watch": "Site Watcher",
     "helmscope.observe.clusters": "MergeTree cluster_count merge_tree",
     "helmscope.observe.diffusion": (
         "anisotropy context_covariance diffusivity diffusivity_as_printed independent_draws_covariance "

@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from helmscope.cli.claims import claims
+from helmscope.cli.doctor import doctor
 from helmscope.cli.phase import phase
 from helmscope.cli.report import report
 from helmscope.cli.runs import runs
@@ -26,7 +27,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for verb in (report, simulate, phase, runs):
+for verb in (report, simulate, phase, doctor, runs):
     app.command()(verb)
 app.add_typer(claims)
 

@@ -147,6 +147,14 @@ def dtype_named(name: str) -> torch.dtype:
     return {"float64": torch.float64, "float32": torch.float32}[known_name("dtype", name, ("float64", "float32"))]
 
 
+def model_dtype_named(name: str) -> torch.dtype:
+    """One that the weights of a model may have."""
+    import torch
+
+    known = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    return known[known_name("dtype", name, known)]
+
+
 def device_named(name: str) -> str:
     """A device that torch can use here."""
     import torch

@@ -1,0 +1,39 @@
+"""``helmscope doctor``."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+
+
+def doctor(
+    model: Annotated[str, typer.Argument(help="A folder with safetensors, or the id of a model on the Hub.")],
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit on the Hub.")] = None,
+    texts: Annotated[int, typer.Option(help="Texts of the measurement whose cost is asked for.")] = 128,
+    tokens: Annotated[int, typer.Option(help="Tokens in each of them.")] = 128,
+    dtype: Annotated[str | None, typer.Option(help="float32, float64 or bfloat16 [default: as saved].")] = None,
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")] = "cpu",
+    offline: Annotated[bool, typer.Option("--offline", help="Look at local files alone.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+) -> None:
+    """Can this model be believed? Its certificate, line by line, and what a full measurement would cost."""
+    from dataclasses import asdict
+
+    from helmscope.cli.options import device_named, model_dtype_named
+    from helmscope.models.doctor import doctor as examine
+
+    found = examine(
+        model,
+        texts=texts,
+        tokens=tokens,
+        revision=revision,
+        dtype=None if dtype is None else model_dtype_named(dtype),
+        device=device_named(device),
+        offline=offline,
+    )
+    ok = found.certificate.ok
+    print(json.dumps({"ok": ok} | asdict(found), indent=2) if as_json else found)
+    if not ok:
+        raise typer.Exit(1)

@@ -1,0 +1,1 @@
+"""Change the forward of a real model, and leave the model as it was."""

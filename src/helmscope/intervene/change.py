@@ -1,0 +1,342 @@
+"""The changes that a forward can be run under, each one a ``Watcher``; ``changed`` and ``Recording.under`` apply them.
+
+    Replace, Add, Ablate   a state or a write: Site.INPUT, ATTENTION, MIDDLE, MLP, OUTPUT
+    Patch                  states of another recording
+    Perturb                query, key or value by Gaussian noise
+    Reweigh                the attention weights, by any function
+    AblateHead, MaskKeys   single heads, single keys
+
+``layers`` None means all layers. Every change is checked against the model before the forward begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from helmscope.models.place import HALVES
+from helmscope.models.recording import Recording
+from helmscope.models.watch import Site, Watcher, watching
+from helmscope.types import HelmscopeError, real_number, whole_number
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Float
+    from torch import Tensor
+
+    from helmscope.models.anatomy import Anatomy
+    from helmscope.models.tap import Attended, Call
+
+CHANGEABLE = (Site.INPUT, Site.ATTENTION, Site.MIDDLE, Site.MLP, Site.OUTPUT)
+
+
+@contextmanager
+def changed(model: Recording | Anatomy, *changes: Watcher) -> Iterator[Any]:
+    """Inside, every forward of the model runs under the changes; afterwards it is as it was, whatever happened.
+
+    Gives the model itself, to be called.
+
+    >>> from transformers import GPT2Config, GPT2LMHeadModel
+    >>> sizes = {"vocab_size": 9, "n_embd": 8, "n_layer": 2, "n_head": 2, "n_positions": 16}
+    >>> model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
+    >>> from helmscope.models.record import record
+    >>> recording = record(model, torch.tensor([[1, 2, 3, 4]]))
+    >>> with changed(recording, Ablate(site=Site.ATTENTION), Ablate(site=Site.MLP)) as bare:
+    ...     bare(torch.tensor([[1, 2, 3, 4]])).logits.shape
+    torch.Size([1, 4, 9])
+    """
+    anatomy = model.anatomy if isinstance(model, Recording) else model
+    for change in changes:
+        check = getattr(change, "check", None)
+        if check is not None:
+            check(anatomy)
+    with watching(anatomy, *changes):
+        yield anatomy.model
+
+
+@dataclass(eq=False)
+class Change(Watcher):
+    """What all changes share: the layers that they act in."""
+
+    layers: Sequence[int] | None = None
+
+    def acts(self, layer: int) -> bool:
+        """Whether a layer is changed."""
+        return self.layers is None or layer in self.layers
+
+    def check(self, anatomy: Anatomy) -> None:
+        """Refuse layers that the model has not, and attention that cannot be heard."""
+        count = len(anatomy.layers)
+        for layer in self.layers or ():
+            if whole_number("layers", layer, at_least=0) >= count:
+                raise HelmscopeError(f"layers holds {layer}, but the model has layers 0 to {count - 1}")
+        if self.hears and not anatomy.tapped:
+            raise HelmscopeError(
+                f"{type(self).__name__} changes what attention is computed from, but the family of "
+                f"{type(anatomy.model).__name__} does not look its attention up: states and writes can be changed"
+            )
+
+
+@dataclass(eq=False)
+class AtSite(Change):
+    """A change of a state or a write, at some tokens: ``tokens`` (batch, n), all where None."""
+
+    site: Site = Site.MLP
+    tokens: Bool[Tensor, "batch n"] | None = None
+
+    def __post_init__(self) -> None:
+        if self.site not in CHANGEABLE:
+            allowed = ", ".join(f"Site.{site.name}" for site in CHANGEABLE)
+            raise HelmscopeError(f"site is {self.site!r}, but a change is made at one of {allowed}")
+        self.sites = frozenset({self.site})
+
+    def state(self, site: Site, layer: int, value: Tensor) -> Tensor | None:
+        """The new value, at the tokens that are meant."""
+        if not self.acts(layer):
+            return None
+        new = self.new(layer, value)
+        if self.tokens is None:
+            return new
+        return torch.where(self.tokens[self.rows].unsqueeze(-1).to(value.device), new, value)
+
+    def new(self, layer: int, value: Tensor) -> Tensor:
+        """What takes the place of a value."""
+        raise NotImplementedError
+
+
+@dataclass(eq=False)
+class Ablate(AtSite):
+    """A write is 0, so that the half-layer does nothing (post-norm: but its norm); a state is 0.
+
+    >>> Ablate([3], site=Site.ATTENTION).acts(3)
+    True
+    """
+
+    def new(self, layer: int, value: Tensor) -> Tensor:
+        """0."""
+        return torch.zeros_like(value)
+
+
+@dataclass(eq=False)
+class Replace(AtSite):
+    """A state or write becomes ``value``, which broadcasts to (batch, n, d).
+
+    >>> Replace(site=Site.INPUT, value=2.0).state(Site.INPUT, 0, torch.zeros(1, 1, 2))
+    tensor([[[2., 2.]]])
+    """
+
+    value: Float[Tensor, ...] | float = 0.0
+
+    def new(self, layer: int, value: Tensor) -> Tensor:
+        """The given value."""
+        return _rows_of(self.value, self.rows, value).expand_as(value)
+
+
+@dataclass(eq=False)
+class Add(AtSite):
+    """``value``, which broadcasts to (batch, n, d), is added to a state or write: steering by a vector.
+
+    >>> Add(site=Site.MLP, value=torch.tensor([1.0, 0.0])).state(Site.MLP, 0, torch.ones(1, 1, 2))
+    tensor([[[2., 1.]]])
+    """
+
+    value: Float[Tensor, ...] | float = 0.0
+
+    def new(self, layer: int, value: Tensor) -> Tensor:
+        """The sum."""
+        return value + _rows_of(self.value, self.rows, value)
+
+
+@dataclass(eq=False)
+class Patch(AtSite):
+    """States are those of another recording of as many tokens: Site.INPUT, MIDDLE or OUTPUT.
+
+    >>> Patch([1], site=Site.MIDDLE).layers
+    [1]
+    """
+
+    source: Recording | None = None
+
+    def check(self, anatomy: Anatomy) -> None:
+        """Refuse a source of another size, and sites that are no states."""
+        super().check(anatomy)
+        if self.source is None or self.site not in HALVES:
+            raise HelmscopeError(
+                f"site is {self.site!r}, but a patch takes states of a recording: INPUT, MIDDLE or OUTPUT"
+            )
+        if self.source.layers != len(anatomy.layers) or self.source.anatomy.dim != anatomy.dim:
+            raise HelmscopeError(
+                f"source has {self.source.layers} layers of width {self.source.anatomy.dim}, but the model has "
+                f"{len(anatomy.layers)} of width {anatomy.dim}"
+            )
+
+    def new(self, layer: int, value: Tensor) -> Tensor:
+        """The other recording's state."""
+        assert self.source is not None
+        state = self.source.stream(2 * layer + HALVES[self.site] - self.source.first)[self.rows]
+        if state.shape != value.shape:
+            raise HelmscopeError(f"source has states {tuple(state.shape)}, but the model has {tuple(value.shape)}")
+        return state.to(value)
+
+
+class Part(Enum):
+    """What attention is computed from.
+
+    >>> [part.value for part in Part]
+    ['query', 'key', 'value']
+    """
+
+    QUERY = "query"
+    KEY = "key"
+    VALUE = "value"
+
+
+@dataclass(eq=False)
+class Perturb(Change):
+    """Gaussian noise on query, key or value, of ``scale`` times its root mean square in the layer; the same ``seed``
+    gives the same noise in every forward.
+
+    >>> Perturb(part=Part.KEY, scale=0.1, seed=1).scale
+    0.1
+    """
+
+    part: Part = Part.QUERY
+    scale: float = 0.1
+    seed: int = 0
+    hears = True
+
+    def __post_init__(self) -> None:
+        self.scale = real_number("scale", self.scale, at_least=0)
+        if not isinstance(self.part, Part):
+            raise HelmscopeError(f"part is {self.part!r}, but it must be Part.QUERY, Part.KEY or Part.VALUE")
+
+    def before(self, layer: int, call: Call) -> Call:
+        """With noise in one part."""
+        if not self.acts(layer):
+            return call
+        old: Tensor = getattr(call, self.part.value)
+        generator = torch.Generator().manual_seed(1_000_003 * self.seed + 1_009 * layer + (self.rows.start or 0))
+        noise = torch.randn(old.shape, generator=generator, dtype=torch.float64).to(old)
+        size = old.float().square().mean().sqrt().to(old)
+        new: dict[str, Any] = {self.part.value: old + self.scale * size * noise}
+        return replace(call, **new)
+
+
+@dataclass(eq=False)
+class Reweigh(Change):
+    """The attention weights (batch, heads, n, n) of a layer go through ``function``; the output follows from them.
+
+    >>> Reweigh([0], function=lambda weights: torch.full_like(weights, 1 / weights.shape[-1])).acts(1)
+    False
+    """
+
+    function: Callable[[Tensor], Tensor] = torch.clone
+    hears = True
+
+    def after(self, layer: int, call: Call | None, result: Attended) -> Attended:
+        """With other weights."""
+        if not self.acts(layer):
+            return result
+        assert call is not None
+        return result.with_weights(self.function(result.weights), call)
+
+
+@dataclass(eq=False)
+class AblateHead(Change):
+    """What some heads read is 0: they write nothing but the output matrix's bias.
+
+    >>> AblateHead([2], heads=[0, 5]).heads
+    [0, 5]
+    """
+
+    heads: Sequence[int] = ()
+    hears = True
+
+    def check(self, anatomy: Anatomy) -> None:
+        """Refuse an empty choice."""
+        super().check(anatomy)
+        if not self.heads:
+            raise HelmscopeError("heads is empty, but it must name at least one head")
+
+    def after(self, layer: int, call: Call | None, result: Attended) -> Attended:
+        """Without these heads."""
+        if not self.acts(layer):
+            return result
+        count = result.output.shape[2]
+        for head in self.heads:
+            if not 0 <= head < count:
+                raise HelmscopeError(f"heads holds {head}, but layer {layer} has heads 0 to {count - 1}")
+        output = result.output.clone()
+        output[:, :, list(self.heads)] = 0
+        return replace(result, output=output)
+
+
+@dataclass(eq=False)
+class MaskKeys(Change):
+    """No other token sees the tokens where ``keys`` (batch, n) is True. A token that would see nobody sees what it saw
+    before.
+
+    >>> MaskKeys(keys=torch.tensor([[True, False]])).acts(0)
+    True
+    """
+
+    keys: Bool[Tensor, "batch n"] | None = None
+    hears = True
+
+    def check(self, anatomy: Anatomy) -> None:
+        """Refuse a mask that is none."""
+        super().check(anatomy)
+        if not isinstance(self.keys, torch.Tensor) or self.keys.dtype != torch.bool:
+            raise HelmscopeError(f"keys is {type(self.keys).__name__}, but it must be a tensor of bool (batch, n)")
+
+    def before(self, layer: int, call: Call) -> Call:
+        """With a stricter mask."""
+        if not self.acts(layer):
+            return call
+        assert self.keys is not None
+        n = call.query.shape[-2]
+        least = torch.finfo(call.query.dtype).min
+        old = call.query.new_zeros(1, 1, n, n) if call.mask is None else call.mask
+        hidden = self.keys[self.rows].to(old.device)[:, None, None, :]
+        seen = (old > least / 2) & ~hidden
+        blind = ~seen.any(-1, keepdim=True)
+        return replace(call, mask=torch.where(hidden & ~blind, least, old))
+
+
+@contextmanager
+def with_parameters(model: Any, values: Mapping[str, Tensor]) -> Iterator[Any]:
+    """Inside, the named parameters of a model are these; afterwards they are what they were, to the bit.
+
+    >>> line = torch.nn.Linear(1, 1, bias=False)
+    >>> with with_parameters(line, {"weight": torch.tensor([[2.0]])}):
+    ...     line(torch.ones(1)).tolist()
+    [2.0]
+    """
+    known = dict(model.named_parameters())
+    for name, value in values.items():
+        if name not in known:
+            raise HelmscopeError(f"values names the parameter '{name}', but the model has none of that name")
+        if known[name].shape != value.shape:
+            shapes = f"{tuple(value.shape)}, but the model's has {tuple(known[name].shape)}"
+            raise HelmscopeError(f"values gives '{name}' the shape {shapes}")
+    before = {name: known[name].detach().clone() for name in values}
+    try:
+        with torch.no_grad():
+            for name, value in values.items():
+                known[name].copy_(value)
+        yield model
+    finally:
+        with torch.no_grad():
+            for name, value in before.items():
+                known[name].copy_(value)
+
+
+def _rows_of(value: Tensor | float, rows: slice, like: Tensor) -> Tensor:
+    """A value for the prompts under way."""
+    tensor = torch.as_tensor(value).to(like)
+    whole = tensor.ndim == 3 and len(tensor) > 1
+    return tensor[rows] if whole else tensor

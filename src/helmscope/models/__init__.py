@@ -1,0 +1,1 @@
+"""Real transformers: load, record, find the residual topology, certify, continue."""

@@ -1,0 +1,82 @@
+"""A model and what was found in it: its layers in the order of their calls, where their tensors pass, which sphere its
+tokens live on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from helmscope.fields.norms import LayerNorm
+from helmscope.models.norm_reading import read_norm
+from helmscope.models.probe import LayerProbe, no_cache, probe
+from helmscope.models.tap import can_be_tapped
+from helmscope.models.topology import Wiring, find_wiring
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from helmscope.fields.norms import Norm
+
+
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """One call of a block; tied layers are calls of one module. ``plain``: the block returns a tensor alone."""
+
+    block: nn.Module
+    wiring: Wiring
+    plain: bool
+    attention_norm: Norm | None
+    mlp_norm: Norm | None
+
+    def part(self, path: str) -> nn.Module:
+        """A module of the block by its path."""
+        return self.block.get_submodule(path)
+
+
+@dataclass(frozen=True, eq=False)
+class Anatomy:
+    """The layers of a model. ``centered``: its norms remove the token mean, so that its sphere is S^(d-2)."""
+
+    model: Any
+    layers: tuple[Layer, ...]
+    dim: int
+    centered: bool
+    tapped: bool
+
+    @property
+    def blocks(self) -> list[nn.Module]:
+        """The distinct modules among the blocks."""
+        return list({id(layer.block): layer.block for layer in self.layers}.values())
+
+    @property
+    def options(self) -> dict[str, bool]:
+        """What a forward is told beside its inputs."""
+        return no_cache(self.model) | ({} if self.tapped else {"output_attentions": True})
+
+    def __str__(self) -> str:
+        kinds = list(dict.fromkeys(str(layer.wiring) for layer in self.layers))
+        tied = "" if len(self.blocks) == len(self.layers) else f" of {len(self.blocks)} tied block"
+        return f"{', '.join(kinds)}; {len(self.layers)} layers{tied}, width {self.dim}"
+
+
+def dissect(model: Any, inputs: Mapping[str, Tensor]) -> tuple[Anatomy, list[LayerProbe]]:
+    """Find the anatomy of a model from one forward of a few tokens, and give what was seen on the way."""
+    seen = probe(model, inputs)
+    layers = tuple(_layer(layer, number) for number, layer in enumerate(seen))
+    norms = [norm for layer in layers for norm in (layer.attention_norm, layer.mlp_norm) if norm is not None]
+    if not norms and layers[0].wiring.sandwich:  # no norm before the halves, but one behind each
+        behind = read_norm(layers[0].part(layers[0].wiring.attention), seen[0].pre)
+        norms = [] if behind is None else [behind]
+    centered = any(isinstance(norm, LayerNorm) for norm in norms)
+    return Anatomy(model, layers, seen[0].pre.shape[-1], centered, can_be_tapped(model)), seen
+
+
+def _layer(seen: LayerProbe, number: int) -> Layer:
+    wiring = find_wiring(seen, number)
+    norms = [
+        None if path is None else read_norm(seen.block.get_submodule(path), seen.pre)
+        for path in (wiring.attention_norm, wiring.mlp_norm)
+    ]
+    return Layer(seen.block, wiring, seen.plain, *norms)

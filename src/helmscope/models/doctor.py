@@ -1,0 +1,115 @@
+"""What can be measured on a model, and what it would cost, before anything is measured."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from helmscope.models.load import Loaded, load
+from helmscope.models.record import record
+from helmscope.models.texts import context_length
+from helmscope.types import whole_number
+
+if TYPE_CHECKING:
+    from helmscope.models.certificate import Certificate
+    from helmscope.models.load import Origin
+
+TEXTS = (
+    "The lighthouse keeper counted the waves until the storm let go of the coast.",
+    "Two rivers meet below the old mill, and the slower one keeps its colour for a mile.",
+    "She wrote the number on the wall, closed the door, and asked whether anybody had believed it.",
+)
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """The certificate on a few sentences, and the cost of recording ``texts`` texts of ``tokens`` tokens: seconds, and
+    bytes of the trajectory, of the weights of the model, and of one layer's attention while it passes.
+    """
+
+    origin: Origin
+    certificate: Certificate
+    texts: int
+    tokens: int
+    seconds: float
+    trajectory_bytes: int
+    model_bytes: int
+    passing_bytes: int
+
+    def __str__(self) -> str:
+        where = f"{self.origin.name} ({self.origin.family}, {self.origin.dtype}, {self.origin.device})"
+        cost = (
+            f"{self.texts} texts of {self.tokens} tokens: about {self.seconds:.3g} s and "
+            f"{(self.trajectory_bytes + self.passing_bytes) / 1e6:,.0f} MB beside the model's "
+            f"{self.model_bytes / 1e6:,.0f} MB"
+        )
+        return f"{where}\n{self.certificate}\n{cost}"
+
+
+def doctor(
+    model: Any, *, texts: int = 128, tokens: int = 128, batch_size: int = 16, tokenizer: Any = None, **options: Any
+) -> Diagnosis:
+    """Certify a model on a few sentences, and say what recording ``texts`` texts of ``tokens`` tokens would take.
+
+    The time is that of one recorded forward of a text of that length, and so a guess for a batch. A model without a
+    tokenizer is tried on random tokens, one that sees on random images. ``options`` are those of ``load``.
+
+    >>> from transformers import GPT2Config, GPT2LMHeadModel
+    >>> sizes = {"vocab_size": 9, "n_embd": 8, "n_layer": 2, "n_head": 2, "n_positions": 16}
+    >>> model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
+    >>> doctor(model, texts=10, tokens=16).trajectory_bytes
+    32000
+    """
+    texts, tokens = (whole_number(name, n, at_least=1) for name, n in (("texts", texts), ("tokens", tokens)))
+    loaded = model if isinstance(model, Loaded) else load(model, tokenizer=tokenizer, **options)
+    limit = context_length(loaded.model)
+    tokens = tokens if limit is None else min(tokens, limit)
+    recording = record(loaded, _subject(loaded))
+    stream, anatomy = recording.stream_, recording.anatomy
+    seconds = _seconds(loaded, tokens)
+    size = stream.direction.element_size()
+    heads = getattr(loaded.model.config, "num_attention_heads", 1) or 1
+    return Diagnosis(
+        origin=loaded.origin,
+        certificate=recording.certificate,
+        texts=texts,
+        tokens=tokens,
+        seconds=seconds * texts,
+        trajectory_bytes=(2 * len(anatomy.layers) + 1) * texts * tokens * (anatomy.dim + 2) * size,
+        model_bytes=sum(value.numel() * value.element_size() for value in loaded.model.parameters()),
+        passing_bytes=2 * min(batch_size, texts) * heads * tokens * tokens * size,
+    )
+
+
+def _subject(loaded: Loaded) -> Any:
+    """Sentences, random tokens or random images."""
+    generator = torch.Generator().manual_seed(0)
+    model = loaded.model
+    if getattr(model, "main_input_name", "") == "pixel_values":
+        size = model.config.image_size
+        return torch.randn(2, model.config.num_channels, size, size, generator=generator)
+    if loaded.tokenizer is not None:
+        return list(TEXTS)
+    most = min(24, context_length(model) or 24)
+    return torch.randint(model.get_input_embeddings().num_embeddings, (3, most), generator=generator)
+
+
+def _seconds(loaded: Loaded, tokens: int) -> float:
+    """Of one text, by the faster of two forwards."""
+    model = loaded.model
+    if getattr(model, "main_input_name", "") == "pixel_values":
+        given = {"pixel_values": _subject(loaded)[:1].to(next(model.parameters()))}
+    else:
+        count = model.get_input_embeddings().num_embeddings
+        ids = torch.randint(count, (1, tokens), generator=torch.Generator().manual_seed(0))
+        given = {"input_ids": ids.to(next(model.parameters()).device)}
+    lasted = []
+    with torch.no_grad():
+        for _ in range(2):
+            begun = time.perf_counter()
+            model.base_model(**given)
+            lasted.append(time.perf_counter() - begun)
+    return min(lasted) * 1.3  # what writing the states down adds

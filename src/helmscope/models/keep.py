@@ -1,0 +1,74 @@
+"""What a recording keeps of attention and of the writes, where it is asked to: all else streams past."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import Flag, auto
+from typing import TYPE_CHECKING
+
+import torch
+
+from helmscope.models.watch import Site, Watcher
+from helmscope.types import HelmscopeError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from helmscope.models.anatomy import Anatomy
+    from helmscope.models.tap import Attended, Call
+
+
+class Keep(Flag):
+    """Raw tensors to keep, L of each: weights are (batch, heads, n, n) a layer, which is most of what there is.
+
+    >>> Keep.WEIGHTS in Keep.WEIGHTS | Keep.WRITES
+    True
+    """
+
+    NOTHING = 0
+    QUERIES = auto()
+    KEYS = auto()
+    VALUES = auto()
+    WEIGHTS = auto()
+    WRITES = auto()
+
+
+OF_CALL = {Keep.QUERIES: "query", Keep.KEYS: "key", Keep.VALUES: "value"}
+
+
+class Keeper(Watcher):
+    """Keeps raw tensors: ``kept`` maps what was asked for to (layer, ...) lists of the parts of the batch."""
+
+    def __init__(self, what: Keep, anatomy: Anatomy) -> None:
+        if not isinstance(what, Keep):
+            raise HelmscopeError(
+                f"keep is {what!r}, but it must be made of Keep.QUERIES, KEYS, VALUES, WEIGHTS and WRITES"
+            )
+        hidden = what & (Keep.QUERIES | Keep.KEYS | Keep.VALUES)
+        if hidden and not anatomy.tapped:
+            raise HelmscopeError(f"keep is {what!r}, but the model's family shows its attention weights alone")
+        self.what, self.layers = what, len(anatomy.layers)
+        self.hears = bool(what & ~Keep.WRITES)
+        self.sites = frozenset({Site.ATTENTION, Site.MLP}) if Keep.WRITES in what else frozenset()
+        self._parts: dict[str, list[list[Tensor]]] = {}
+
+    def state(self, site: Site, layer: int, value: Tensor) -> None:
+        """Keep a write."""
+        self._take(f"{site.value} write", layer, value.clone())
+
+    def after(self, layer: int, call: Call | None, result: Attended) -> Attended:
+        """Keep what attention was computed from and its weights."""
+        for flag, name in OF_CALL.items():
+            if flag in self.what and call is not None:
+                self._take(name, layer, getattr(call, name).clone())
+        if Keep.WEIGHTS in self.what:
+            self._take("weights", layer, result.weights.clone())
+        return result
+
+    def _take(self, name: str, layer: int, value: Tensor) -> None:
+        self._parts.setdefault(name, [[] for _ in range(self.layers)])[layer].append(value)
+
+    @property
+    def kept(self) -> Mapping[str, Tensor]:
+        """query, key, value, weights, attention write, mlp write: (layer, batch, ...)."""
+        return {name: torch.stack([torch.cat(parts) for parts in layers]) for name, layers in self._parts.items()}

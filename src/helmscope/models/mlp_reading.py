@@ -1,0 +1,177 @@
+"""The MLP of a layer as a ``fields`` object, read off what its modules showed, with the norm before it folded in.
+
+With R what the MLP reads, and h what its last matrix reads,
+
+    ungated   h = s(W R + c)                    gated   h = s(G R + c) * (U R + e)
+
+where the matrices are separate modules or two parts of one. Which activation, which part is the gate: what holds on the
+tensors that were seen decides. Gain, bias and the factor sqrt(d) of the norm N are folded in, so that the field acts on
+x = core(z) / sqrt(d), which is the unit vector of z but for the norm's epsilon.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from helmscope.fields import activations
+from helmscope.fields.activations import Activation
+from helmscope.fields.mlp import MLP, GatedMLP
+from helmscope.models.experts import Mixture, read_experts
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+    from torch import Tensor, nn
+
+    from helmscope.fields.mlp import Force
+    from helmscope.models.probe import LayerProbe, Seen
+    from helmscope.models.topology import Wiring
+
+Affine = tuple["Tensor", "Tensor | None"]
+
+
+@dataclass(frozen=True, eq=False)
+class ReadMLP:
+    """The force of an MLP before its norm is folded in, what it read, and what its last matrix gave."""
+
+    force: Force | Mixture
+    read: Float[Tensor, "batch n d"]
+    written: Float[Tensor, "batch n d"]
+
+
+def read_mlp(layer: LayerProbe, wiring: Wiring) -> ReadMLP | None:
+    """The MLP that ``wiring.mlp`` writes, or None where it is of no kind that is known here."""
+    calls = [call for call in layer.calls if call.path]
+    written = _before_norm(calls, wiring)
+    known = _known_activations(calls)
+    found = read_experts(calls, written, known)
+    shape = layer.pre.shape
+    if found is not None:
+        mixture, read, out = found
+        return ReadMLP(mixture, read.reshape(shape), out.reshape(shape))
+    last = _last_matrix(calls, written, layer.pre)
+    if last is None or last.input is None or last.output is None:
+        return None
+    firsts = _first_matrices(calls, last, layer.pre.shape[-1])
+    if not firsts or firsts[0].input is None:
+        return None
+    force = _force(firsts, last, known)
+    if force is None:
+        return None
+    return ReadMLP(force, firsts[0].input.reshape(shape), last.output.reshape(shape))
+
+
+def _before_norm(calls: list[Seen], wiring: Wiring) -> Seen:
+    """The module whose output is the MLP's, before a norm behind it."""
+    write = next(call for call in calls if call.path == wiring.mlp)
+    if not wiring.sandwich:
+        return write
+    return next(call for call in calls if call is not write and _equal(call.output, write.input))
+
+
+def _last_matrix(calls: list[Seen], written: Seen, pre: Tensor) -> Seen | None:
+    """The matrix whose output is the write."""
+    found = [call for call in calls if matrix_of(call.module) is not None and _equal(call.output, written.output)]
+    return found[-1] if found else None
+
+
+def _first_matrices(calls: list[Seen], last: Seen, dim: int) -> list[Seen]:
+    """The matrices from R^d that were called just before the last one, and read the same state."""
+    assert last.input is not None
+    width = last.input.shape[-1]
+    before = [call for call in calls[: calls.index(last)] if matrix_of(call.module) is not None]
+    fits = [call for call in before if call.output is not None and call.output.shape[-1] in (width, 2 * width)]
+    fits = [call for call in fits if call.input is not None and call.input.shape[-1] == dim]
+    same = [call for call in fits if fits and _equal(call.input, fits[-1].input)]
+    return same[-2:]
+
+
+def _force(firsts: list[Seen], last: Seen, known: list[Activation]) -> Force | None:
+    """The field whose neurons are what the last matrix read."""
+    w_out, b_out = affine_of(last.module)
+    assert last.input is not None
+    assert firsts[0].input is not None
+    neurons, x = last.input, firsts[0].input
+    parts = [affine_of(call.module) for call in firsts]
+    width = w_out.shape[1]
+    if len(parts) == 1 and parts[0][0].shape[0] == 2 * width:
+        weight, bias = parts[0]
+        parts = [(weight[half], None if bias is None else bias[half]) for half in (slice(width), slice(width, None))]
+    forces: list[Force] = []
+    for activation in known:
+        if len(parts) == 1:
+            forces.append(MLP(w_in=parts[0][0], b_in=parts[0][1], w_out=w_out, b_out=b_out, activation=activation))
+        else:
+            forces += [
+                GatedMLP(
+                    w_gate=gate[0],
+                    b_gate=gate[1],
+                    w_up=up[0],
+                    b_up=up[1],
+                    w_out=w_out,
+                    b_out=b_out,
+                    activation=activation,
+                )
+                for gate, up in (parts, parts[::-1])
+            ]
+    wide = x.double()
+    errors = [float((force.neurons(wide) - neurons.double()).norm()) for force in forces]
+    best = min(range(len(forces)), key=errors.__getitem__)
+    return forces[best] if errors[best] <= _rounding(x) * float(neurons.double().norm()) else None
+
+
+def _rounding(x: Tensor) -> float:
+    return 1e-5 if x.dtype in (torch.float32, torch.float64) else 3e-2
+
+
+def _known_activations(calls: list[Seen]) -> list[Activation]:
+    """Our activations that some module without parameters shows on a grid; all of them where none does."""
+    ours = all_activations()
+    grid = torch.linspace(-6, 6, 241)
+    found = []
+    for module in {id(call.module): call.module for call in calls}.values():
+        if next(module.parameters(), None) is None and not list(module.children()):
+            found += [ours[k] for k in _shown_on(module, grid, ours)]
+    return found or ours
+
+
+def _shown_on(module: nn.Module, grid: Tensor, ours: list[Activation]) -> list[int]:
+    try:
+        with torch.no_grad():
+            image = module(grid)
+    except (RuntimeError, TypeError, ValueError, IndexError):
+        return []
+    if not isinstance(image, torch.Tensor) or image.shape != grid.shape or torch.equal(image, grid):
+        return []
+    return [k for k, each in enumerate(ours) if float((each(grid) - image).abs().max()) <= 1e-5]
+
+
+def all_activations() -> list[Activation]:
+    """One of every activation of ``fields``."""
+    kinds = [kind for kind in vars(activations).values() if isinstance(kind, type) and issubclass(kind, Activation)]
+    return [kind() for kind in kinds if not inspect.isabstract(kind) and not kind.__name__.startswith("_")]
+
+
+def matrix_of(module: nn.Module) -> Float[Tensor, "out in"] | None:
+    """The matrix of a linear module, rows of outputs, or None where the module is none."""
+    weight = getattr(module, "weight", None)
+    if not isinstance(weight, torch.Tensor) or weight.ndim != 2 or isinstance(module, torch.nn.Embedding):
+        return None
+    return weight.detach().mT if hasattr(module, "nf") else weight.detach()  # Conv1D of GPT-2 stores the transpose
+
+
+def affine_of(module: nn.Module) -> Affine:
+    """Matrix and bias of a linear module, apart from autograd."""
+    weight, bias = matrix_of(module), getattr(module, "bias", None)
+    assert weight is not None
+    return weight.float() if weight.dtype not in _EXACT else weight, None if bias is None else bias.detach()
+
+
+_EXACT = (torch.float32, torch.float64)
+
+
+def _equal(a: Tensor | None, b: Tensor | None) -> bool:
+    return a is not None and b is not None and a.numel() == b.numel() and torch.equal(a.flatten(), b.flatten())

@@ -1,0 +1,50 @@
+"""Put a state into the stream: what ``resume`` and the lens do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from helmscope.models.watch import Site, Watcher
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Float
+    from torch import Tensor
+
+    from helmscope.models.recorder import Stream
+
+HALVES = {Site.INPUT: 0, Site.MIDDLE: 1, Site.OUTPUT: 2}
+
+
+@dataclass(eq=False)
+class Frozen:
+    """Tokens that stay where they were: ``mask`` says which, ``stream`` where, from the depth ``first`` on."""
+
+    mask: Bool[Tensor, "batch n"]
+    stream: Stream
+    first: int
+
+
+@dataclass(eq=False)
+class Place(Watcher):
+    """The state at one depth is ``raw``; at later depths frozen tokens are put back to where they were."""
+
+    depth: int
+    raw: Float[Tensor, "batch n d"]
+    layers: int
+    frozen: Frozen | None = None
+    sites = frozenset(HALVES)
+
+    def state(self, site: Site, layer: int, value: Tensor) -> Tensor | None:
+        """The new state at its depth, the old one of frozen tokens beyond."""
+        if site is Site.OUTPUT and layer < self.layers - 1:  # the next block's input is the same state
+            return None
+        depth = 2 * layer + HALVES[site]
+        if depth == self.depth:
+            return self.raw[self.rows].to(value)
+        if self.frozen is None or depth < self.depth:
+            return None
+        old = self.frozen.stream.at(depth - self.frozen.first)[self.rows].to(value)
+        return torch.where(self.frozen.mask[self.rows].unsqueeze(-1).to(value.device), old, value)

@@ -1,0 +1,147 @@
+"""One short forward in which every module of every block says what went in and what came out.
+
+``topology`` and ``reading`` then find by algebra what is what; no table of names is asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from helmscope.models.tap import Attended, Call, can_be_tapped, tapped
+from helmscope.types import HelmscopeError
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+    from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Seen:
+    """One call of one module: its path in the block, its tensors in and out (the first of a tuple), in the order in
+    which calls ended.
+    """
+
+    path: str
+    module: nn.Module
+    inputs: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]
+
+    @property
+    def depth(self) -> int:
+        """How deep in the block the module stands."""
+        return self.path.count(".") + 1
+
+    @property
+    def input(self) -> Tensor | None:
+        """The first tensor that went in."""
+        return self.inputs[0] if self.inputs else None
+
+    @property
+    def output(self) -> Tensor | None:
+        """The first tensor that came out."""
+        return self.outputs[0] if self.outputs else None
+
+
+@dataclass(eq=False)
+class LayerProbe:
+    """All that one call of a block showed: its input ``pre``, its output ``post``, every call inside."""
+
+    block: nn.Module
+    pre: Float[Tensor, "batch n d"]
+    post: Float[Tensor, "batch n d"] | None = None
+    plain: bool = False  # whether the block returns a tensor alone
+    calls: list[Seen] = field(default_factory=list)
+    attention: tuple[Call, Attended] | None = None
+
+
+def block_class(model: Any) -> type[nn.Module]:
+    """The class of the blocks: what the family itself records as hidden states, else that of the longest ModuleList."""
+    for part in (model, getattr(model, "base_model", model)):
+        recorded = (getattr(part, "_can_record_outputs", None) or {}).get("hidden_states")
+        recorded = recorded[0] if isinstance(recorded, list | tuple) else recorded
+        kind = getattr(recorded, "target_class", recorded)
+        if isinstance(kind, type) and any(isinstance(module, kind) for module in model.modules()):
+            return kind
+    lists = [part for part in model.modules() if isinstance(part, nn.ModuleList) and len(part)]
+    if not lists:
+        raise HelmscopeError(f"model is a {type(model).__name__}, but it has no list of blocks that could be read")
+    return type(max(lists, key=len)[0])
+
+
+def probe(model: Any, inputs: Mapping[str, Tensor]) -> list[LayerProbe]:
+    """One forward of ``inputs`` (those of the model's forward), layer by layer in the order of the calls."""
+    found: list[LayerProbe] = []
+    kind = block_class(model)
+    blocks = [module for module in model.modules() if isinstance(module, kind)]
+    with ExitStack() as stack, torch.no_grad():
+        for block in blocks:
+            stack.enter_context(_hooked(block, found))
+        stack.enter_context(tapped(model, _Ear(found)))
+        more = {} if can_be_tapped(model) else {"output_attentions": True}
+        model(**inputs, **no_cache(model), **more)
+    if not found:
+        raise HelmscopeError(f"model is a {type(model).__name__}, but none of its {kind.__name__} blocks was called")
+    return found
+
+
+def no_cache(model: Any) -> dict[str, bool]:
+    """A cache would grow with every call, and costs memory: it is switched off where there is one."""
+    return {"use_cache": False} if hasattr(model.config, "use_cache") else {}
+
+
+class _Ear:
+    def __init__(self, found: list[LayerProbe]) -> None:
+        self.found = found
+
+    def before(self, call: Call) -> Call:
+        return call
+
+    def after(self, call: Call, result: Attended) -> Attended:
+        self.found[-1].attention = (call, result)
+        return result
+
+
+@contextmanager
+def _hooked(block: nn.Module, found: list[LayerProbe]) -> Iterator[None]:
+    """Note the calls of a block and of everything in it. Copies, since some families add to a tensor in place later."""
+
+    def copies(value: Any) -> tuple[Tensor, ...]:
+        return tuple(each.clone() for each in tensors_in(value))
+
+    def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        found.append(LayerProbe(module, copies((args, kwargs))[0]))
+
+    def leave(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        found[-1].post, found[-1].plain = copies(output)[0], isinstance(output, torch.Tensor)
+
+    def inside(path: str) -> Any:
+        def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            found[-1].calls.append(Seen(path, module, copies((args, kwargs)), copies(output)))
+
+        return note
+
+    handles = [block.register_forward_pre_hook(enter, with_kwargs=True)]
+    for path, module in block.named_modules():
+        handles.append(module.register_forward_hook(inside(path) if path else leave, with_kwargs=True))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def tensors_in(value: Any) -> tuple[Tensor, ...]:
+    """The floating-point tensors of a call's arguments or result, in their order."""
+    if isinstance(value, torch.Tensor):
+        return (value,) if value.is_floating_point() else ()
+    if isinstance(value, Mapping):
+        value = tuple(value.values())
+    if isinstance(value, tuple | list):
+        return tuple(each for part in value for each in tensors_in(part))
+    return ()

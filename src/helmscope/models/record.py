@@ -1,0 +1,121 @@
+"""``record``: a model on some texts, written down and certified."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from helmscope.models import certify
+from helmscope.models.anatomy import Anatomy, dissect
+from helmscope.models.certificate import Certificate, Line
+from helmscope.models.keep import Keep, Keeper
+from helmscope.models.load import Loaded, load
+from helmscope.models.place import Place
+from helmscope.models.probe import no_cache
+from helmscope.models.recorder import Recorder
+from helmscope.models.recording import Recording
+from helmscope.models.texts import Batch, prepare
+from helmscope.models.watch import watching
+from helmscope.types import whole_number
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from helmscope.models.probe import LayerProbe
+
+PROBED_TEXTS, PROBED_TOKENS = 2, 24
+
+
+def record(
+    model: Any,
+    texts: Sequence[str] | Tensor,
+    *,
+    tokenizer: Any = None,
+    truncate: bool = False,
+    batch_size: int = 16,
+    keep: Keep = Keep.NOTHING,
+    progress: Callable[[int, int], None] | None = None,
+    **options: Any,
+) -> Recording:
+    """Run a model on texts and write its residual stream down, half-layer by half-layer.
+
+    ``model`` is a Hub id, a folder, a model in memory or a ``Loaded``; ``options`` are those of ``load``. ``texts`` are
+    strings, token ids (batch, n) or images. Attention runs eager, to the bit; nothing of size n x n is kept unless
+    ``keep`` asks for it. Every recording has a certificate, and a check that fails blocks what depends on it.
+
+    >>> from transformers import GPT2Config, GPT2LMHeadModel
+    >>> sizes = {"vocab_size": 9, "n_embd": 8, "n_layer": 2, "n_head": 2, "n_positions": 16}
+    >>> model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
+    >>> recording = record(model, torch.tensor([[1, 2, 3, 4]]))
+    >>> recording.certificate.ok, recording.trajectory.states.shape
+    (True, torch.Size([5, 1, 4, 8]))
+    """
+    whole_number("batch_size", batch_size, at_least=1)
+    loaded = model if isinstance(model, Loaded) else load(model, tokenizer=tokenizer, **options)
+    batch = prepare(loaded.model, texts, tokenizer or loaded.tokenizer, truncate=truncate)
+    anatomy, seen = dissect(loaded.model, _probed(batch, loaded.model))
+    line, forces = certify.mlp_line(anatomy, seen)
+    recorder = Recorder(anatomy, len(batch))
+    blank = Recording(anatomy, batch, None, Certificate(()), loaded.origin, forces, batch_size)  # type: ignore[arg-type]
+    keeper = Keeper(keep, anatomy)
+    blank.forward(recorder, keeper, progress=progress)
+    assert recorder.stream is not None
+    assert recorder.errors is not None
+    lines = [*_lines(anatomy, seen, batch), certify.residual_line(recorder.errors, loaded.model.dtype), line]
+    return replace(blank, stream_=recorder.stream, certificate=Certificate(tuple(lines)), kept=keeper.kept)
+
+
+def _probed(batch: Batch, model: Any) -> dict[str, Tensor]:
+    """A few tokens of the shortest and the longest text, on the model's device; images whole."""
+    device = next(model.parameters()).device
+    if "input_ids" not in batch.inputs:
+        return batch.rows(slice(0, PROBED_TEXTS)).to(device)
+    lengths = batch.inputs["attention_mask"].sum(-1) if "attention_mask" in batch.inputs else torch.ones(len(batch))
+    rows = sorted({int(lengths.argmin()), int(lengths.argmax())})
+    return {name: value[rows, :PROBED_TOKENS].to(device) for name, value in batch.inputs.items()}
+
+
+def _lines(anatomy: Anatomy, seen: list[LayerProbe], batch: Batch) -> list[Line]:
+    """All checks on the probed tokens."""
+    inputs = _probed(batch, anatomy.model)
+    recorder = Recorder(anatomy, len(seen[0].pre))
+    with torch.no_grad(), watching(anatomy, recorder):
+        recorded = anatomy.model(**inputs, **anatomy.options)[0]
+    lines = [
+        certify.topology_line(anatomy, seen),
+        certify.logits_line(anatomy, inputs, recorded),
+        *certify.attention_lines(anatomy, seen, _is_causal(anatomy, inputs)),
+        certify.heads_line(anatomy, seen),
+        _lens_line(anatomy, recorder, inputs, recorded),
+    ]
+    virtual = certify.virtual_line(anatomy)
+    return lines if virtual is None else [*lines, virtual]
+
+
+def _lens_line(anatomy: Anatomy, recorder: Recorder, inputs: dict[str, Tensor], wanted: Tensor) -> Line:
+    """The last state, put back, gives the model's output."""
+    assert recorder.stream is not None
+    depth = 2 * len(anatomy.layers)
+    place = Place(depth, recorder.stream.at(depth), len(anatomy.layers))
+    with torch.no_grad(), watching(anatomy, place):
+        found = anatomy.model(**inputs, **anatomy.options)[0]
+    off = float((found - wanted).abs().max() / wanted.abs().max())
+    says = "the last state as it was written down gives the model's output"
+    return Line.held("lens", off, certify.bound(wanted.dtype, inside=True), says, ("lens", "resume"))
+
+
+def _is_causal(anatomy: Anatomy, inputs: dict[str, Tensor]) -> bool:
+    """Whether another last token leaves the outputs before it as they were, in the untouched model."""
+    if "input_ids" not in inputs or inputs["input_ids"].shape[1] < 2:
+        return False
+    other = inputs["input_ids"].clone()
+    other[:, -1] = (other[:, -1] + 1) % int(anatomy.model.get_input_embeddings().num_embeddings)
+    options = no_cache(anatomy.model)
+    with torch.no_grad():
+        once, twice = (
+            anatomy.model(**inputs | {"input_ids": ids}, **options)[0] for ids in (inputs["input_ids"], other)
+        )
+    return bool(((once - twice)[:, :-1].abs().max() <= 1e-4 * once.abs().max()).item())

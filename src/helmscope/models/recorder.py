@@ -1,0 +1,104 @@
+"""The watcher that writes the residual stream down: directions and lengths of every state, and how well the block's own
+sums are met.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from helmscope.models.topology import Kind
+from helmscope.models.watch import Site, Watcher
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+    from torch import Tensor
+
+    from helmscope.models.anatomy import Anatomy
+
+
+@dataclass(eq=False)
+class Stream:
+    """A residual stream y over depth as y = radius direction + mean 1, where ``mean`` is None unless norms remove it.
+
+    Depth counts half-layers: 0 is the first block's input, 2 l + 1 the mid state of layer l, 2 l + 2 its output.
+    """
+
+    direction: Float[Tensor, "depth batch n d"]
+    radius: Float[Tensor, "depth batch n"]
+    mean: Float[Tensor, "depth batch n"] | None
+
+    @classmethod
+    def empty(cls, anatomy: Anatomy, batch: int, n: int, like: Tensor) -> Stream:
+        """Room for all depths."""
+        dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
+        depth = 2 * len(anatomy.layers) + 1
+        room = torch.empty(depth, batch, n, anatomy.dim, dtype=dtype, device=like.device)
+        radius = torch.empty(depth, batch, n, dtype=dtype, device=like.device)
+        return cls(room, radius, torch.empty_like(radius) if anatomy.centered else None)
+
+    def put(self, depth: int, rows: slice, value: Float[Tensor, "rows n d"]) -> None:
+        """Write a state down; a state without a direction is a row of NaN."""
+        value = value.to(self.direction.dtype)
+        if self.mean is not None:
+            mean = value.mean(-1)
+            self.mean[depth, rows] = mean
+            value = value - mean.unsqueeze(-1)
+        radius = torch.linalg.vector_norm(value, dim=-1)
+        self.radius[depth, rows] = radius
+        torch.div(value, radius.unsqueeze(-1), out=self.direction[depth, rows])
+
+    def since(self, depth: int) -> Stream:
+        """The stream from a depth on."""
+        return Stream(self.direction[depth:], self.radius[depth:], None if self.mean is None else self.mean[depth:])
+
+    def at(self, depth: int) -> Float[Tensor, "batch n d"]:
+        """The state as it is."""
+        state = self.radius[depth].unsqueeze(-1) * self.direction[depth]
+        return state if self.mean is None else state + self.mean[depth].unsqueeze(-1)
+
+
+class Recorder(Watcher):
+    """Writes every state into a ``Stream`` that it makes when it sees the first one; ``errors`` holds for each layer
+    the largest error of its residual identities at a token, relative to the state.
+    """
+
+    def __init__(self, anatomy: Anatomy, batch: int) -> None:
+        self.anatomy, self.rows, self.batch = anatomy, slice(0, batch), batch
+        self.stream: Stream | None = None
+        self.errors: Float[Tensor, " layer"] | None = None
+        post_norm = any(layer.wiring.kind is Kind.POST_NORM for layer in anatomy.layers)
+        self.sites = frozenset(Site) if post_norm else frozenset(Site) - {Site.ATTENTION, Site.CLOSE}
+        self._sum = torch.empty(0)  # what the next state to be compared should be
+
+    def state(self, site: Site, layer: int, value: Tensor) -> None:
+        """Take in what passes. A sum is formed at once: some families add to a write in place later."""
+        post_norm = self.anatomy.layers[layer].wiring.kind is Kind.POST_NORM
+        if self.stream is None or self.errors is None:
+            self.stream = Stream.empty(self.anatomy, self.batch, value.shape[1], value)
+            self.errors = torch.zeros(len(self.anatomy.layers), dtype=torch.float64, device=value.device)
+        if site is Site.INPUT:
+            self.stream.put(2 * layer, self.rows, value)
+            self._sum = value
+        elif site is Site.MLP or (site is Site.ATTENTION and post_norm):
+            self._sum = self._sum + value
+        elif site is Site.MIDDLE:
+            self.stream.put(2 * layer + 1, self.rows, value)
+            self._sum = value
+        elif site is Site.READ or site is Site.CLOSE:
+            self._compare(layer, value)
+        elif site is Site.OUTPUT:
+            if layer == len(self.anatomy.layers) - 1:
+                self.stream.put(2 * layer + 2, self.rows, value)
+            if not post_norm:
+                self._compare(layer, value)
+
+    def _compare(self, layer: int, found: Tensor) -> None:
+        assert self.errors is not None
+        if found is self._sum or found.data_ptr() == self._sum.data_ptr():
+            return
+        off = torch.linalg.vector_norm(found - self._sum, dim=-1)
+        worst = (off / torch.linalg.vector_norm(self._sum, dim=-1).clamp(min=1e-30)).max()
+        self.errors[layer] = torch.maximum(self.errors[layer], worst.double())  # which keeps a NaN

@@ -1,0 +1,185 @@
+"""A transformer on some texts as a ``System``: what its tokens did, the mechanism that did it, and a certificate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from helmscope.models.place import Frozen, Place
+from helmscope.models.recorder import Recorder
+from helmscope.models.watch import Watcher, watching
+from helmscope.types import HelmscopeError, Trajectory
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Float
+    from torch import Tensor
+
+    from helmscope.models.anatomy import Anatomy
+    from helmscope.models.certificate import Certificate
+    from helmscope.models.load import Origin
+    from helmscope.models.recorder import Stream
+    from helmscope.models.tap import Attended, Call
+    from helmscope.models.texts import Batch
+    from helmscope.types import Reducer
+
+
+@dataclass(frozen=True, eq=False)
+class Recording:
+    """A model on some texts. ``trajectory`` holds the residual stream over depth in half-layers: 0 is the first block's
+    input, 2 l + 1 the state of layer l between attention and MLP (virtual in a parallel block), 2 l + 2 its output.
+
+    ``first`` is the depth at which the trajectory begins, 0 but for a resumed one; ``watchers`` are the changes under
+    which the model was run. All that needs the model again runs it again under them.
+
+    >>> from transformers import GPT2Config, GPT2LMHeadModel
+    >>> sizes = {"vocab_size": 9, "n_embd": 8, "n_layer": 2, "n_head": 2, "n_positions": 16}
+    >>> model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
+    >>> from helmscope.models.record import record
+    >>> recording = record(model, torch.tensor([[1, 2, 3, 4]]))
+    >>> recording.kernel(0).shape, recording.resume(2, recording.trajectory.states[2]).trajectory.times
+    (torch.Size([1, 2, 4, 4]), tensor([2., 3., 4.], dtype=torch.float64))
+    """
+
+    anatomy: Anatomy
+    batch: Batch
+    stream_: Stream
+    certificate: Certificate
+    origin: Origin
+    forces: tuple[Any, ...]
+    size: int
+    watchers: tuple[Watcher, ...] = ()
+    first: int = 0
+    kept: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def trajectory(self) -> Trajectory:
+        """What the tokens did: directions, the radius that was divided out, the mask of the tokens that count."""
+        self.certificate.require("trajectory")
+        stream = self.stream_
+        times = torch.arange(self.first, self.first + len(stream.radius), dtype=torch.float64)
+        return Trajectory(times, stream.direction, self.batch.mask, stream.radius, self.batch.tokens)
+
+    @property
+    def layers(self) -> int:
+        """How many layers the model has."""
+        return len(self.anatomy.layers)
+
+    def layer(self, step: int) -> int:
+        """The layer to which a time index belongs: that which reads the state; the last for the last state."""
+        count = len(self.stream_.radius)
+        if isinstance(step, bool) or not isinstance(step, int) or not -count <= step < count:
+            raise HelmscopeError(f"step is {step!r}, but it must be a time index from 0 to {count - 1}")
+        return min((self.first + step % count) // 2, self.layers - 1)
+
+    def stream(self, step: int) -> Float[Tensor, "batch n d"]:
+        """The residual stream at time index ``step`` as it is."""
+        self.layer(step)
+        return self.stream_.at(step)
+
+    def kernel(self, step: int) -> Float[Tensor, "batch heads n n"]:
+        """The attention weights of the layer to which ``step`` belongs, kept ones or by another run of the model."""
+        self.certificate.require("kernel")
+        if "weights" in self.kept:
+            return self.kept["weights"][self.layer(step)]
+        keep = _KeepWeights(self.layer(step))
+        self.forward(keep)
+        return torch.cat(keep.weights)
+
+    def force(self, step: int) -> Any | None:
+        """The MLP of the layer to which ``step`` belongs, as a field on unit vectors with gain and bias of its norm
+        folded in; None where it could not be read.
+        """
+        self.certificate.require("force")
+        return self.forces[self.layer(step)]
+
+    def resume(
+        self,
+        step: int,
+        states: Float[Tensor, "batch n d"],
+        generator: torch.Generator | None = None,
+        *,
+        frozen: Bool[Tensor, "batch n"] | None = None,
+    ) -> Recording:
+        """Continue from time index ``step`` with other directions; radius and mean stay as they were.
+
+        Tokens where ``frozen`` is True keep the states they had at every later depth.
+        """
+        self.certificate.require("resume")
+        self.layer(step)
+        radius = self.stream_.radius[step].unsqueeze(-1)
+        raw = radius * states.to(radius)
+        raw = raw if self.stream_.mean is None else raw + self.stream_.mean[step].unsqueeze(-1)
+        kept = None if frozen is None else Frozen(frozen, self.stream_, self.first)
+        place = Place(self.first + step % len(self.stream_.radius), raw, self.layers, kept)
+        return self.under(place, first=place.depth)
+
+    def under(self, *watchers: Watcher, first: int | None = None) -> Recording:
+        """The same texts with further changes to the forward."""
+        begin = self.first if first is None else first
+        changed = replace(self, watchers=(*self.watchers, *watchers), kept={})
+        recorder = Recorder(self.anatomy, len(self.batch))
+        changed.forward(recorder)
+        assert recorder.stream is not None
+        return replace(changed, stream_=recorder.stream.since(begin), first=begin, kept={})
+
+    def replay(self, *reducers: Reducer) -> None:
+        """Run the model once more with reducers attached, which see query, key, value and weights of every layer."""
+        self.certificate.require("replay")
+        self.forward(*(_Reducing(reducer) for reducer in reducers))
+
+    def logits(self, step: int | None = None) -> Float[Tensor, "batch n vocabulary"]:
+        """What the model's head makes of its last state, or of the state at time index ``step`` (the lens)."""
+        if step is None:
+            return self.forward(whole=True)
+        self.layer(step)
+        state = self.stream_.at(step % len(self.stream_.radius))
+        return self.forward(Place(2 * self.layers, state, self.layers), whole=True)
+
+    def forward(
+        self, *watchers: Watcher, whole: bool = False, progress: Callable[[int, int], None] | None = None
+    ) -> Tensor:
+        """Run the model on the texts, some at a time, under all changes; with ``whole`` to its head, which is given."""
+        model, found = self.anatomy.model, []
+        run = model if whole else model.base_model
+        device = next(model.parameters()).device
+        everyone = (*self.watchers, *watchers)
+        with torch.no_grad(), watching(self.anatomy, *everyone):
+            for begin in range(0, len(self.batch), self.size):
+                rows = slice(begin, min(begin + self.size, len(self.batch)))
+                for watcher in everyone:
+                    watcher.rows = rows
+                out = run(**self.batch.rows(rows).to(device), **self.anatomy.options)
+                if whole:
+                    found.append(out[0])
+                if progress is not None:
+                    progress(rows.stop, len(self.batch))
+        return torch.cat(found) if whole else torch.empty(0)
+
+
+class _KeepWeights(Watcher):
+    hears = True
+
+    def __init__(self, layer: int) -> None:
+        self.layer = layer
+        self.weights: list[Tensor] = []
+
+    def after(self, layer: int, call: Call | None, result: Attended) -> Attended:
+        if layer == self.layer:
+            wide = torch.float64 if result.weights.dtype == torch.float64 else torch.float32
+            self.weights.append(result.weights.to(wide))
+        return result
+
+
+class _Reducing(Watcher):
+    hears = True
+
+    def __init__(self, reducer: Reducer) -> None:
+        self.reducer = reducer
+
+    def after(self, layer: int, call: Call | None, result: Attended) -> Attended:
+        assert call is not None  # the certificate has no such family pass
+        self.reducer.update(layer, call.query, call.key, call.value, result.weights)
+        return result

@@ -1,0 +1,155 @@
+"""One attention function for every family of the transformers registry: the family's own eager attention, with somebody
+listening.
+
+A model that is ``tapped`` computes what it computes under eager attention, to the bit; whoever listens sees query, key,
+value and weights of every call, and may change them. The mask is registered too: without it a model would silently see
+the future.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from helmscope.types import MissingExtra
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+    from torch import Tensor, nn
+
+NAME = "helmscope"
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """What attention is computed from: ``query`` (batch, heads, n, r), ``key`` and ``value`` (batch, kv_heads, n, r),
+    the additive ``mask`` or None, and whatever else the family hands over.
+    """
+
+    module: nn.Module
+    query: Float[Tensor, "batch heads n r"]
+    key: Float[Tensor, "batch kv_heads n r"]
+    value: Float[Tensor, "batch kv_heads n r"]
+    mask: Float[Tensor, "batch shared n n"] | None
+    rest: Mapping[str, Any]
+
+    @property
+    def repeats(self) -> int:
+        """How many query heads share a key head."""
+        return self.query.shape[1] // self.key.shape[1]
+
+    @property
+    def head_values(self) -> Float[Tensor, "batch heads n r"]:
+        """The values, one for each query head."""
+        return self.value.repeat_interleave(self.repeats, 1)
+
+
+@dataclass(frozen=True, eq=False)
+class Attended:
+    """What attention gives: ``output`` (batch, n, heads, r) before the output matrix, and the ``weights``."""
+
+    output: Float[Tensor, "batch n heads r"]
+    weights: Float[Tensor, "batch heads n n"]
+
+    def with_weights(self, weights: Float[Tensor, "batch heads n n"], call: Call) -> Attended:
+        """Other weights, and the output that follows from them."""
+        output = weights.to(call.value.dtype) @ call.head_values
+        return Attended(output.transpose(1, 2).contiguous(), weights)
+
+
+class Listener(Protocol):
+    """Hears every attention call."""
+
+    def before(self, call: Call) -> Call:
+        """What to compute from."""
+
+    def after(self, call: Call, result: Attended) -> Attended:
+        """What to go on with."""
+
+
+_listener: ContextVar[Listener | None] = ContextVar("listener", default=None)
+
+
+def tapped_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **rest: Any
+) -> tuple[Tensor, Tensor]:
+    """The family's own eager attention; the listener, if there is one, is asked before and after."""
+    eager, listener = eager_of(module), _listener.get()
+    call = Call(module, query, key, value, attention_mask, rest)
+    if listener is not None:
+        call = listener.before(call)
+    output, weights = eager(module, call.query, call.key, call.value, call.mask, **rest)
+    if listener is not None:
+        result = listener.after(call, Attended(output, weights))
+        output, weights = result.output, result.weights
+    return output, weights
+
+
+def eager_of(module: nn.Module) -> Any:
+    """``eager_attention_forward`` of the Python module in which the attention module's class is written."""
+    for kind in type(module).__mro__:
+        found = getattr(sys.modules.get(kind.__module__), "eager_attention_forward", None)
+        if found is not None:
+            return found
+    raise LookupError(f"{type(module).__name__} has no eager_attention_forward beside it")
+
+
+def can_be_tapped(model: Any) -> bool:
+    """Whether the model's family looks its attention up in the registry."""
+    return bool(model._can_set_attn_implementation())
+
+
+@contextmanager
+def tapped(model: Any, listener: Listener | None) -> Iterator[None]:
+    """Inside, the attention of a model is eager and heard by ``listener``; afterwards the model's own is back.
+
+    A family outside the registry is heard by nobody. It is told to be eager all the same: asked for its weights under
+    another name it may compute them without its mask.
+    """
+    registered = can_be_tapped(model)
+    before = [(config, config._attn_implementation_internal) for config in _configs(model)]
+    token = _listener.set(listener)
+    try:
+        if registered:
+            _register()
+            model.set_attn_implementation(NAME)
+        else:
+            for config, _ in before:
+                config._attn_implementation_internal = "eager"
+        yield
+    finally:
+        _listener.reset(token)
+        for config, name in before:
+            config._attn_implementation_internal = name
+
+
+def _register() -> None:
+    try:
+        from transformers import AttentionInterface, AttentionMaskInterface
+        from transformers.masking_utils import eager_mask
+    except ImportError as error:
+        raise MissingExtra("transformers", "models") from error
+    AttentionInterface.register(NAME, tapped_attention)
+    AttentionMaskInterface.register(NAME, eager_mask)
+
+
+def _configs(model: Any) -> list[Any]:
+    """Every configuration that says how attention is computed: that of the model, and those of its parts."""
+    found = {id(part.config): part.config for part in model.modules() if hasattr(part, "config")}
+    for config in list(found.values()):
+        for name in getattr(config, "sub_configs", ()):
+            part = getattr(config, name, None)
+            if part is not None:
+                found[id(part)] = part
+    return [config for config in found.values() if hasattr(config, "_attn_implementation_internal")]
+
+
+def head_outputs(call: Call, weights: Float[Tensor, "batch heads n n"]) -> Float[Tensor, "batch heads n r"]:
+    """A_h V_h, one for each query head."""
+    return torch.matmul(weights.to(call.value.dtype), call.head_values)

@@ -1,0 +1,125 @@
+"""Texts, token ids or images as the inputs of a model, with the mask of the tokens that count."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from helmscope.types import HelmscopeError
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool
+    from torch import Tensor
+
+WORDS_KEPT = ("input_ids", "attention_mask", "token_type_ids")
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """What a forward gets. ``mask`` (batch, n) is False at padding and special tokens, None where all tokens count."""
+
+    inputs: Mapping[str, Tensor]
+    mask: Bool[Tensor, "batch n"] | None = None
+    tokens: tuple[tuple[str, ...], ...] | None = None
+
+    def __len__(self) -> int:
+        return len(next(iter(self.inputs.values())))
+
+    def rows(self, rows: slice) -> Batch:
+        """Some prompts of the batch."""
+        return Batch(
+            {name: value[rows] for name, value in self.inputs.items()},
+            None if self.mask is None else self.mask[rows],
+            None if self.tokens is None else self.tokens[rows],
+        )
+
+    def to(self, device: torch.device) -> dict[str, Tensor]:
+        """The inputs on a device."""
+        return {name: value.to(device) for name, value in self.inputs.items()}
+
+
+def prepare(model: Any, texts: Any, tokenizer: Any = None, *, truncate: bool = False) -> Batch:
+    """Texts (by the tokenizer), token ids (batch, n) or pixels (batch, channels, height, width) as a batch.
+
+    Texts of different lengths are padded on the right. Padding and special tokens take part in the forward but not in
+    what is measured. Refused, in one sentence: no texts, an empty text, a text longer than the model's context unless
+    ``truncate``, an id that the model has no embedding for.
+    """
+    if isinstance(texts, torch.Tensor):
+        return _from_tensor(model, texts)
+    if isinstance(texts, str) or not isinstance(texts, Sequence):
+        raise HelmscopeError(f"texts is a {type(texts).__name__}, but it must be a list of strings or a tensor")
+    if not texts:
+        raise HelmscopeError("texts is empty, but it must hold at least one text")
+    for i, text in enumerate(texts):
+        if not isinstance(text, str) or not text.strip():
+            raise HelmscopeError(f"texts[{i}] is {text!r:.60}, but every text must be a string that is not empty")
+    if tokenizer is None:
+        raise HelmscopeError("texts are strings, but the model came without a tokenizer: pass tokenizer= or token ids")
+    return _from_strings(model, list(texts), tokenizer, truncate)
+
+
+def _from_tensor(model: Any, value: Tensor) -> Batch:
+    if value.is_floating_point():
+        if value.ndim != 4 or not len(value):
+            raise HelmscopeError(
+                f"texts has shape {tuple(value.shape)}, but images are (batch, channels, rows, columns)"
+            )
+        return Batch({"pixel_values": value.to(model.dtype)})
+    if value.ndim != 2 or 0 in value.shape:
+        raise HelmscopeError(f"texts has shape {tuple(value.shape)}, but token ids are (batch, n) with n >= 1")
+    _check_ids(model, value)
+    _check_length(model, [value.shape[1]] * len(value))
+    labels = tuple(tuple(str(k) for k in row) for row in value.tolist())
+    return Batch({"input_ids": value}, None, labels)
+
+
+def _from_strings(model: Any, texts: list[str], tokenizer: Any, truncate: bool) -> Batch:
+    rows = [tokenizer(text)["input_ids"] for text in texts]
+    limit = context_length(model)
+    if truncate and limit is not None:
+        rows = [tokenizer(text, truncation=True, max_length=limit)["input_ids"] for text in texts]
+    for i, row in enumerate(rows):
+        if not row:
+            raise HelmscopeError(f"texts[{i}] is {texts[i]!r:.60}, but the tokenizer makes no token of it")
+    _check_length(model, [len(row) for row in rows])
+    n, pad = max(len(row) for row in rows), tokenizer.pad_token_id
+    pad = tokenizer.eos_token_id if pad is None else pad
+    ids = torch.tensor([row + [pad or 0] * (n - len(row)) for row in rows])
+    _check_ids(model, ids)
+    real = torch.tensor([[True] * len(row) + [False] * (n - len(row)) for row in rows])
+    special = torch.isin(ids, torch.tensor(sorted(set(tokenizer.all_special_ids)), dtype=torch.long))
+    labels = tuple(tuple(tokenizer.convert_ids_to_tokens(row)) for row in ids.tolist())
+    return Batch({"input_ids": ids, "attention_mask": real.long()}, real & ~special, labels)
+
+
+def context_length(model: Any) -> int | None:
+    """The longest text of a model, None where its positions have no end."""
+    most = getattr(model.config, "max_position_embeddings", None)
+    if most is None:
+        return None
+    # RoBERTa counts its positions from behind the padding index
+    tables = (part for name, part in model.named_modules() if name.endswith("embeddings.position_embeddings"))
+    behind = next((part.padding_idx for part in tables if getattr(part, "padding_idx", None) is not None), None)
+    return int(most) if behind is None else int(most) - behind - 1
+
+
+def _check_ids(model: Any, ids: Tensor) -> None:
+    size = model.get_input_embeddings().num_embeddings
+    if int(ids.min()) < 0 or int(ids.max()) >= size:
+        worst = int(ids.max()) if int(ids.max()) >= size else int(ids.min())
+        raise HelmscopeError(
+            f"texts give the token id {worst}, but the model has embeddings 0 to {size - 1}: another tokenizer?"
+        )
+
+
+def _check_length(model: Any, lengths: list[int]) -> None:
+    limit = context_length(model)
+    for i, length in enumerate(lengths):
+        if limit is not None and length > limit:
+            raise HelmscopeError(
+                f"texts[{i}] has {length} tokens, but the model's context is {limit}: pass truncate=True"
+            )

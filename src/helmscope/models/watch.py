@@ -1,0 +1,231 @@
+"""See, and change, what passes through a model: one set of entry points for recording and for every intervention.
+
+    INPUT       the block's input
+    ATTENTION   what attention writes
+    MIDDLE      the state between the halves, virtual in a parallel block
+    READ        what the module at the middle reads: the mid state, or in a post-norm block the sum before the norm
+    MLP         what the MLP writes
+    CLOSE       what the norm at the end of a post-norm block reads
+    OUTPUT      the block's output
+
+READ and CLOSE are there to be compared; a change is made at the others.
+
+A ``Watcher`` names the sites it wants and is called there; what it returns takes the place of what was there. All hooks
+are gone when ``watching`` ends, whatever happened inside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from helmscope.models.probe import tensors_in
+from helmscope.models.tap import Attended, Call, tapped
+from helmscope.models.topology import Kind
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.utils.hooks import RemovableHandle
+
+    from helmscope.models.anatomy import Anatomy, Layer
+
+
+class Site(Enum):
+    """Where a state or a write passes.
+
+    >>> [site.value for site in Site]
+    ['input', 'attention', 'middle', 'read', 'mlp', 'close', 'output']
+    """
+
+    INPUT = "input"
+    ATTENTION = "attention"
+    MIDDLE = "middle"
+    READ = "read"
+    MLP = "mlp"
+    CLOSE = "close"
+    OUTPUT = "output"
+
+
+class Watcher:
+    """Sees what passes; the methods of this one change nothing.
+
+    >>> Watcher().state(Site.INPUT, 0, torch.zeros(1)) is None
+    True
+    """
+
+    sites: frozenset[Site] = frozenset()
+    hears: bool = False
+    rows: slice = slice(None)  # the prompts of the batch that are under way
+
+    def state(self, site: Site, layer: int, value: Tensor) -> Tensor | None:
+        """A state or write (batch, n, d), valid during the call alone; what is returned takes its place."""
+        return None
+
+    def before(self, layer: int, call: Call) -> Call:
+        """What attention is computed from."""
+        return call
+
+    def after(self, layer: int, call: Call | None, result: Attended) -> Attended:
+        """What attention gave; ``call`` is None in a family that shows its weights alone."""
+        return result
+
+
+class _Depth:
+    """Which call of a block is under way, and its input."""
+
+    def __init__(self, anatomy: Anatomy, watchers: tuple[Watcher, ...]) -> None:
+        self.anatomy, self.watchers, self.number = anatomy, watchers, -1
+        self.pre: Tensor | None = None
+        self.wanted = frozenset(site for watcher in watchers for site in watcher.sites)
+
+    @property
+    def layer(self) -> Layer:
+        return self.anatomy.layers[self.number]
+
+    def ask(self, site: Site, value: Tensor) -> Tensor | None:
+        """What the watchers make of a value, None where all left it alone."""
+        changed = None
+        for watcher in self.watchers:
+            if site in watcher.sites:
+                answer = watcher.state(site, self.number, value if changed is None else changed)
+                changed = changed if answer is None else answer
+        return changed
+
+    def before(self, call: Call) -> Call:
+        for watcher in self.watchers:
+            call = watcher.before(self.number, call) if watcher.hears else call
+        return call
+
+    def after(self, call: Call | None, result: Attended) -> Attended:
+        for watcher in self.watchers:
+            result = watcher.after(self.number, call, result) if watcher.hears else result
+        return result
+
+
+@contextmanager
+def watching(anatomy: Anatomy, *watchers: Watcher) -> Iterator[None]:
+    """Inside, every forward of the model is seen by the watchers, in their order; each sees what those before left."""
+    depth = _Depth(anatomy, watchers)
+    handles: list[RemovableHandle] = []
+
+    def begin(module: nn.Module, args: tuple[Any, ...]) -> None:
+        depth.number = -1
+
+    try:
+        for entry in (anatomy.model, anatomy.model.base_model):  # whichever is called
+            handles.append(entry.register_forward_pre_hook(begin))
+        for block in anatomy.blocks:
+            handles += _on_block(block, depth)
+            first = next(layer for layer in anatomy.layers if layer.block is block)
+            handles += _inside(first, depth)
+        with tapped(anatomy.model, depth if any(watcher.hears for watcher in watchers) else None):
+            yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _on_block(block: nn.Module, depth: _Depth) -> list[RemovableHandle]:
+    def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        depth.number += 1
+        depth.pre = tensors_in((args, kwargs))[0]
+        new = depth.ask(Site.INPUT, depth.pre)
+        if new is None:
+            return None
+        depth.pre = new.to(depth.pre)
+        return with_first((args, kwargs), depth.pre)
+
+    def leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        value = tensors_in(output)[0]
+        new = depth.ask(Site.OUTPUT, value) if Site.OUTPUT in depth.wanted else None
+        return None if new is None else with_first(output, new.to(value))
+
+    return [block.register_forward_pre_hook(enter, with_kwargs=True), block.register_forward_hook(leave)]
+
+
+def _inside(layer: Layer, depth: _Depth) -> list[RemovableHandle]:
+    """Hooks on the modules of a block that give or read a state, as far as anybody wants it."""
+    wiring, handles = layer.wiring, []
+    post_norm = wiring.kind is Kind.POST_NORM
+
+    def attention(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        return _written(output, depth, Site.ATTENTION, middle=not post_norm)
+
+    def mlp(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        return _written(output, depth, Site.MLP, middle=False)
+
+    def middle(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        new = depth.ask(Site.MIDDLE, output)
+        return None if new is None else new.to(output)
+
+    def reading(site: Site) -> Any:
+        def read(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            assert depth.pre is not None
+            depth.ask(site, tensors_in((args, kwargs))[0].reshape(depth.pre.shape))
+
+        return read
+
+    if depth.wanted & {Site.ATTENTION, Site.MIDDLE}:
+        handles.append(layer.part(wiring.attention).register_forward_hook(attention))
+    if Site.MLP in depth.wanted:
+        handles.append(layer.part(wiring.mlp).register_forward_hook(mlp))
+    if wiring.middle is not None and post_norm and Site.MIDDLE in depth.wanted:
+        handles.append(layer.part(wiring.middle).register_forward_hook(middle))
+    for path, site in ((wiring.middle, Site.READ), (wiring.close, Site.CLOSE)):
+        if path is not None and site in depth.wanted:
+            handles.append(layer.part(path).register_forward_pre_hook(reading(site), with_kwargs=True))
+    if wiring.weights is not None and any(watcher.hears for watcher in depth.watchers):
+        handles.append(layer.part(wiring.weights).register_forward_hook(_overheard(depth)))
+    return handles
+
+
+def _written(output: Any, depth: _Depth, site: Site, *, middle: bool) -> Any:
+    """What a module writes, times the residual multiplier, as the watchers leave it; with ``middle`` they are asked for
+    the state that it leads to as well, and a new one is reached by another write.
+    """
+    given, pre = tensors_in(output)[0], depth.pre
+    assert pre is not None
+    scale = depth.layer.wiring.scales[site is Site.MLP]
+    write = given.reshape(pre.shape) if scale == 1 else scale * given.reshape(pre.shape)
+    changed = depth.ask(site, write) if site in depth.wanted else None
+    if middle and Site.MIDDLE in depth.wanted:
+        state = pre + (write if changed is None else changed)
+        new = depth.ask(Site.MIDDLE, state)
+        changed = changed if new is None else new - pre
+    return None if changed is None else with_first(output, (changed / scale).to(given).reshape(given.shape))
+
+
+def _overheard(depth: _Depth) -> Any:
+    """For a family outside the registry: the rows of weights that its attention module returns."""
+
+    def hear(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        state, *others = tensors_in(output)
+        weights = next(each for each in others if each.ndim == 4 and each.shape[-1] == each.shape[-2])
+        depth.after(None, Attended(state, weights))
+
+    return hear
+
+
+def with_first(value: Any, new: Tensor) -> Any:
+    """A call's arguments or result with its first floating-point tensor replaced."""
+    return _replaced(value, new)[0]
+
+
+def _replaced(value: Any, new: Tensor) -> tuple[Any, bool]:
+    if isinstance(value, torch.Tensor):
+        return (new, True) if value.is_floating_point() else (value, False)
+    if isinstance(value, dict):
+        for key, part in value.items():
+            changed, done = _replaced(part, new)
+            if done:
+                return {**value, key: changed}, True
+    if isinstance(value, tuple | list):
+        for k, part in enumerate(value):
+            changed, done = _replaced(part, new)
+            if done:
+                return type(value)([*value[:k], changed, *value[k + 1 :]]), True
+    return value, False

@@ -1,0 +1,207 @@
+"""Changes to a forward against the same forward by hand, and the model as it was afterwards."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from helmscope.intervene.change import (
+    Ablate,
+    AblateHead,
+    Add,
+    MaskKeys,
+    Part,
+    Patch,
+    Perturb,
+    Replace,
+    Reweigh,
+    changed,
+    with_parameters,
+)
+from helmscope.models.record import record
+from helmscope.models.watch import Site
+from helmscope.types import HelmscopeError
+from model_families import CLASSES, inputs_of, tiny_model
+
+TAPPED = [family for family in CLASSES if family != "bloom"]
+
+
+def outputs(model, family, **options):
+    with torch.no_grad():
+        return model(input_ids=inputs_of(family), **options)[0]
+
+
+@pytest.fixture(scope="module", params=CLASSES)
+def case(request):
+    model = tiny_model(request.param)
+    return request.param, model, record(model, inputs_of(request.param), batch_size=2)
+
+
+def gpt2_by_hand(model, ids, skip):
+    """GPT-2 spelled out, with some half-layers left out."""
+    trunk, heads = model.transformer, 4
+    with torch.no_grad():
+        x = trunk.wte(ids) + trunk.wpe(torch.arange(ids.shape[1]))
+        for number, block in enumerate(trunk.h):
+            if (Site.ATTENTION, number) not in skip:
+                q, k, v = block.attn.c_attn(block.ln_1(x)).split(32, -1)
+                q, k, v = (part.view(*part.shape[:2], heads, 8).transpose(1, 2) for part in (q, k, v))
+                logits = q @ k.mT / 8**0.5
+                logits = logits.masked_fill(torch.ones_like(logits, dtype=torch.bool).triu(1), -torch.inf)
+                read = torch.softmax(logits, -1) @ v
+                for head in range(heads):
+                    if ("head", number, head) in skip:
+                        read[:, head] = 0
+                x = x + block.attn.c_proj(read.transpose(1, 2).flatten(2))
+            if (Site.MLP, number) not in skip:
+                x = x + block.mlp(block.ln_2(x))
+        return model.lm_head(trunk.ln_f(x))
+
+
+def test_ablations_by_hand():
+    model = tiny_model("gpt2")
+    ids = inputs_of("gpt2")
+    recording = record(model, ids)
+    for site in (Site.ATTENTION, Site.MLP):
+        for layer in range(3):
+            with changed(recording, Ablate([layer], site=site)):
+                found = outputs(model, "gpt2")
+            assert (found - gpt2_by_hand(model, ids, {(site, layer)})).abs().max() < 1e-6
+    with changed(recording, AblateHead([1], heads=[0, 2])):
+        found = outputs(model, "gpt2")
+    assert (found - gpt2_by_hand(model, ids, {("head", 1, 0), ("head", 1, 2)})).abs().max() < 1e-6
+    assert (found - outputs(model, "gpt2")).abs().max() > 1e-5
+
+
+def test_the_same_in_and_nothing_changes(case):
+    family, _, recording = case
+    plain = recording.logits()
+    size = plain.abs().max()
+    for site in (Site.INPUT, Site.MIDDLE, Site.OUTPUT):
+        for layer in range(3):
+            again = recording.under(Patch([layer], site=site, source=recording))
+            assert (again.logits() - plain).abs().max() <= 2e-6 * size, (site, layer)
+    assert torch.equal(recording.under(Add(site=Site.MLP, value=0.0)).logits(), plain) or family == "granite"
+    if recording.anatomy.tapped:
+        assert (recording.under(Reweigh()).logits() - plain).abs().max() <= 2e-6 * size
+        assert torch.equal(recording.under(Perturb(scale=0.0)).logits(), plain)
+        nobody = torch.zeros(3, 13, dtype=torch.bool)
+        assert torch.equal(recording.under(MaskKeys(keys=nobody)).logits(), plain)
+
+
+def test_a_replaced_state_is_there(case):
+    _, _, recording = case
+    new = torch.randn(3, 13, 32, generator=torch.Generator().manual_seed(3))
+    tokens = torch.zeros(3, 13, dtype=torch.bool)
+    tokens[:, 4:6] = True
+    for site, depth in ((Site.INPUT, 2), (Site.MIDDLE, 3), (Site.OUTPUT, 4)):
+        seen = recording.under(Replace([1], site=site, value=new, tokens=tokens))
+        state = seen.stream(depth)
+        assert (state[tokens] - new[tokens]).abs().max() < 1e-5, site
+        assert (state[~tokens] - recording.stream(depth)[~tokens]).abs().max() < 1e-5
+        assert (seen.logits() - recording.logits()).abs().max() > 1e-4
+
+
+def test_frozen_tokens_stay(case):
+    _, _, recording = case
+    frozen = torch.ones(3, 13, dtype=torch.bool)
+    frozen[:, 5] = False
+    states = recording.trajectory.states[2].roll(1, 0)
+    went = recording.resume(2, states, frozen=frozen).trajectory.states
+    free = recording.resume(2, states).trajectory.states
+    old = recording.trajectory.states[2:]
+    assert (went[0] - states).abs().max() < 1e-5
+    assert (went[1:][:, frozen] - old[1:][:, frozen]).abs().max() < 1e-5
+    assert (went[1:][:, ~frozen] - old[1:][:, ~frozen]).abs().max() > 1e-4
+    assert (free[1:][:, frozen] - old[1:][:, frozen]).abs().max() > 1e-4
+
+
+@pytest.mark.parametrize("family", TAPPED)
+def test_masked_keys_get_no_weight(family):
+    model = tiny_model(family)
+    recording = record(model, inputs_of(family))
+    keys = torch.zeros(3, 13, dtype=torch.bool)
+    keys[:, 3] = True
+    kernel = recording.under(MaskKeys([1], keys=keys)).kernel(2)
+    rows = [k for k in range(13) if k != 3]
+    assert kernel[:, :, rows, 3].abs().max() == 0
+    assert (kernel.sum(-1) - recording.kernel(2).sum(-1)).abs().max() < 1e-5
+    first = torch.zeros(3, 13, dtype=torch.bool)
+    first[:, 0] = True
+    kernel = recording.under(MaskKeys(keys=first)).kernel(2)
+    assert torch.isfinite(kernel).all()
+    if recording.certificate["causality"].ok:
+        assert kernel.triu(1).abs().max() == 0  # a first token that nobody may see still sees itself alone
+        assert (kernel[:, :, 0, 0] == recording.kernel(2)[:, :, 0, 0]).all()
+
+
+@pytest.mark.parametrize("part", list(Part))
+def test_noise_is_repeatable_and_of_its_size(part):
+    model = tiny_model("llama")
+    recording = record(model, inputs_of("llama"))
+    plain = recording.logits()
+    once, twice = (recording.under(Perturb(part=part, scale=0.1, seed=5)).logits() for _ in range(2))
+    other = recording.under(Perturb(part=part, scale=0.1, seed=6)).logits()
+    assert torch.equal(once, twice)
+    assert not torch.equal(once, other)
+    assert 0 < (once - plain).norm() < (recording.under(Perturb(part=part, scale=1.0, seed=5)).logits() - plain).norm()
+
+
+def test_the_model_is_as_it_was_after_an_exception(case):
+    family, model, recording = case
+    before, own = outputs(model, family), model.config._attn_implementation
+    changes = [Ablate(site=Site.MLP)] + ([Perturb()] if recording.anatomy.tapped else [])
+
+    def interrupted():
+        with changed(recording, *changes):
+            outputs(model, family)
+            raise RuntimeError("in the middle")
+
+    with pytest.raises(RuntimeError, match="in the middle"):
+        interrupted()
+    assert torch.equal(outputs(model, family), before)
+    assert model.config._attn_implementation == own
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_parameters_come_back_to_the_bit():
+    model = tiny_model("gpt2")
+    name = "transformer.h.1.mlp.c_proj.weight"
+    before, value = outputs(model, "gpt2"), dict(model.named_parameters())[name]
+    kept = value.detach().clone()
+
+    def interrupted():
+        with with_parameters(model, {name: torch.zeros_like(value)}):
+            assert not torch.equal(outputs(model, "gpt2"), before)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        interrupted()
+    assert torch.equal(value, kept)
+    assert torch.equal(outputs(model, "gpt2"), before)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda r: Ablate([3]), "layers holds 3, but the model has layers 0 to 2"),
+        (lambda r: Ablate(site=Site.READ), "a change is made at one of"),
+        (lambda r: AblateHead([0]), "heads is empty"),
+        (lambda r: AblateHead([0], heads=[9]), "heads holds 9, but layer 0 has heads 0 to 3"),
+        (lambda r: MaskKeys(keys=torch.zeros(3, 13)), "must be a tensor of bool"),
+        (lambda r: Patch([0], site=Site.MLP, source=r), "a patch takes states"),
+        (lambda r: Perturb(scale=-1.0), "scale is -1.0"),
+    ],
+)
+def test_bad_changes(make, words):
+    model = tiny_model("gpt2")
+    recording = record(model, inputs_of("gpt2"))
+    with pytest.raises(HelmscopeError, match=words), changed(recording, make(recording)):
+        outputs(model, "gpt2")
+
+
+def test_a_family_that_hides_its_attention_says_so():
+    model = tiny_model("bloom")
+    recording = record(model, inputs_of("bloom"))
+    with pytest.raises(HelmscopeError, match="does not look its attention up"), changed(recording, Perturb()):
+        pass

@@ -1,0 +1,114 @@
+"""Tiny random models of every family, made offline: three layers of width 32, gains and biases moved off 1 and 0."""
+
+from __future__ import annotations
+
+import torch
+import transformers as tf
+
+PLAIN = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+GROUPED = PLAIN | {"num_key_value_heads": 2}
+WITH_HEAD = GROUPED | {"head_dim": 8}
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+GPT = {"vocab_size": 96, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64} | SPECIAL
+
+# name: model class, configuration class, options; families by their name in transformers, variants behind a dash
+FAMILIES = {
+    "gpt2": (tf.GPT2LMHeadModel, tf.GPT2Config, GPT),
+    "llama": (tf.LlamaForCausalLM, tf.LlamaConfig, GROUPED),
+    "qwen2": (tf.Qwen2ForCausalLM, tf.Qwen2Config, GROUPED),
+    "qwen3": (tf.Qwen3ForCausalLM, tf.Qwen3Config, WITH_HEAD),
+    "mistral": (tf.MistralForCausalLM, tf.MistralConfig, GROUPED | {"sliding_window": 8}),
+    "gpt_neox": (tf.GPTNeoXForCausalLM, tf.GPTNeoXConfig, PLAIN),
+    "gpt_neox-sequential": (tf.GPTNeoXForCausalLM, tf.GPTNeoXConfig, PLAIN | {"use_parallel_residual": False}),
+    "gemma2": (tf.Gemma2ForCausalLM, tf.Gemma2Config, WITH_HEAD),
+    "gemma3": (tf.Gemma3ForCausalLM, tf.Gemma3TextConfig, WITH_HEAD),
+    "phi3": (tf.Phi3ForCausalLM, tf.Phi3Config, GROUPED),
+    "olmo2": (tf.Olmo2ForCausalLM, tf.Olmo2Config, GROUPED),
+    "cohere": (tf.CohereForCausalLM, tf.CohereConfig, GROUPED),
+    "gpt_oss": (
+        tf.GptOssForCausalLM,
+        tf.GptOssConfig,
+        WITH_HEAD | EXPERTS | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+    ),
+    "mixtral": (tf.MixtralForCausalLM, tf.MixtralConfig, GROUPED | EXPERTS),
+    "opt": (
+        tf.OPTForCausalLM,
+        tf.OPTConfig,
+        {name: value for name, value in PLAIN.items() if name != "intermediate_size"}
+        | {"ffn_dim": 48, "word_embed_proj_dim": 32},
+    ),
+    "bert": (tf.BertForMaskedLM, tf.BertConfig, PLAIN),
+    "roberta": (tf.RobertaForMaskedLM, tf.RobertaConfig, PLAIN),
+    "albert": (tf.AlbertForMaskedLM, tf.AlbertConfig, PLAIN | {"embedding_size": 16}),
+    "distilbert": (
+        tf.DistilBertForMaskedLM,
+        tf.DistilBertConfig,
+        {"vocab_size": 96, "dim": 32, "hidden_dim": 48, "n_layers": 3, "n_heads": 4, "max_position_embeddings": 64},
+    ),
+    "modernbert": (
+        tf.ModernBertForMaskedLM,
+        tf.ModernBertConfig,
+        PLAIN | {"cls_token_id": 1, "sep_token_id": 2},
+    ),
+    "granite": (tf.GraniteForCausalLM, tf.GraniteConfig, GROUPED | {"residual_multiplier": 0.5}),
+    "t5": (
+        tf.T5EncoderModel,
+        tf.T5Config,
+        {"vocab_size": 96, "d_model": 32, "d_ff": 48, "d_kv": 8, "num_layers": 3, "num_heads": 4},
+    ),
+    "vit": (
+        tf.ViTModel,
+        tf.ViTConfig,
+        {
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "image_size": 16,
+            "patch_size": 4,
+        },
+    ),
+    "gptj": (tf.GPTJForCausalLM, tf.GPTJConfig, GPT | {"rotary_dim": 4}),
+    "bloom": (tf.BloomForCausalLM, tf.BloomConfig, {"vocab_size": 96, "hidden_size": 32, "n_layer": 3, "n_head": 4}),
+    "falcon": (
+        tf.FalconForCausalLM,
+        tf.FalconConfig,
+        {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4} | SPECIAL,
+    ),
+}
+# one of every topology class
+CLASSES = ("gpt2", "gpt_neox", "gemma2", "bert", "granite", "albert", "mixtral", "bloom")
+
+
+def tiny_model(family: str, *, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.nn.Module:
+    """A random model in eval mode whose norms have gains and biases of their own."""
+    kind, config, options = FAMILIES[family]
+    torch.manual_seed(seed)
+    model = kind(config(**options)).eval().to(dtype)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for value in model.parameters():
+            if value.ndim == 1:
+                value += 0.1 * torch.randn(value.shape, generator=generator).to(value)
+    if dtype == torch.float64 and "experts" in family + " ".join(options):
+        model.set_experts_implementation("eager")  # the fast one knows no float64
+    return model
+
+
+def inputs_of(family: str, *, batch: int = 3, n: int = 13, seed: int = 1) -> torch.Tensor:
+    """Token ids, or images for a model that sees."""
+    generator = torch.Generator().manual_seed(seed)
+    if family == "vit":
+        return torch.randn(batch, 3, 16, 16, generator=generator)
+    return torch.randint(3, 96, (batch, n), generator=generator)

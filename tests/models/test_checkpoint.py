@@ -1,0 +1,151 @@
+"""Files that are damaged or hostile give our errors and no others; whole folders load."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from helmscope.models.checkpoint import check_file, check_folder
+from helmscope.models.load import load, load_all
+from helmscope.models.record import record
+from helmscope.types import HelmscopeError
+from model_families import inputs_of, tiny_model
+
+
+@pytest.fixture
+def folder(tmp_path):
+    tiny_model("gpt2").save_pretrained(tmp_path)
+    return tmp_path
+
+
+def file_with(path, header: bytes, body: bytes = b"", length: int | None = None):
+    path.write_bytes((len(header) if length is None else length).to_bytes(8, "little") + header + body)
+    return path
+
+
+def test_a_good_file(tmp_path):
+    save_file({"a": torch.zeros(2, 3), "b": torch.ones(4, dtype=torch.bfloat16)}, tmp_path / "x.safetensors")
+    assert set(check_file(tmp_path / "x.safetensors")) == {"a", "b"}
+
+
+def tensor(**changes):
+    return {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]} | changes
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b'{"a": 1}',
+        b'{"a": {}, "a": {}}',
+        b"\xff\xfe",
+        b"[" * 100_000,
+        json.dumps({"a": tensor(dtype="F33")}).encode(),
+        json.dumps({"a": tensor(dtype=[1])}).encode(),
+        json.dumps({"a": tensor(shape=[-1])}).encode(),
+        json.dumps({"a": tensor(shape=[2**62, 2**62])}).encode(),
+        json.dumps({"a": tensor(shape=[True])}).encode(),
+        json.dumps({"a": tensor(shape="1")}).encode(),
+        json.dumps({"a": tensor(data_offsets=[4, 0])}).encode(),
+        json.dumps({"a": tensor(data_offsets=[0, 4, 8])}).encode(),
+        json.dumps({"a": tensor(data_offsets=[1e400, 4])}).encode(),
+        json.dumps({"a": tensor(), "b": tensor()}).encode(),
+        json.dumps({"a": tensor(data_offsets=[4, 8])}).encode(),
+        json.dumps({"a": tensor() | {"more": 1}}).encode(),
+    ],
+)
+def test_bad_headers(tmp_path, header):
+    with pytest.raises(HelmscopeError, match="file"):
+        check_file(file_with(tmp_path / "x.safetensors", header, b"\0" * 4))
+
+
+@pytest.mark.parametrize("length", [2**63, 2**40, 100, 10**8 + 1])
+def test_a_header_longer_than_its_file(tmp_path, length):
+    with pytest.raises(HelmscopeError, match="cut short"):
+        check_file(file_with(tmp_path / "x.safetensors", b"{}", length=length))
+
+
+def test_ten_thousand_fuzzed_headers(tmp_path):
+    """Bytes changed, cut out, doubled: either the file is still what it says, or one of our errors."""
+    whole = {f"t{k}": torch.zeros(3, k + 1) for k in range(4)}
+    path = tmp_path / "x.safetensors"
+    save_file(whole, path)
+    good, draw, refused = path.read_bytes(), random.Random(0), 0
+    end = 8 + int.from_bytes(good[:8], "little")
+    for _ in range(10_000):
+        data = bytearray(good)
+        for _ in range(draw.randint(1, 4)):
+            at = draw.randrange(end)
+            match draw.randrange(4):
+                case 0:
+                    data[at] = draw.randrange(256)
+                case 1:
+                    del data[at : at + draw.randint(1, 9)]
+                case 2:
+                    data[at:at] = bytes(draw.choice(b'{}[]",:0123456789-eE.') for _ in range(draw.randint(1, 9)))
+                case _:
+                    data[at:at] = data[at : at + draw.randint(1, 30)]
+        path.write_bytes(bytes(data))
+        try:
+            check_file(path)
+        except HelmscopeError as error:
+            refused += "\n" not in str(error)
+    assert refused > 9_000
+
+
+def test_a_folder_loads_and_says_where_it_came_from(folder):
+    loaded = load(folder)
+    assert set(loaded.origin.hashes) == {"model.safetensors"}
+    assert (loaded.origin.family, loaded.origin.attention, loaded.tokenizer) == ("gpt2", "sdpa", None)
+    assert load(folder, dtype=torch.float64).model.dtype == torch.float64
+    assert record(folder, inputs_of("gpt2")).certificate.ok
+    assert [each.origin.name for each in load_all([folder, folder])] == [str(folder)] * 2
+
+
+def test_a_model_in_memory():
+    model = tiny_model("llama")
+    assert load(model).model is model
+    with pytest.raises(HelmscopeError, match="model is a Linear, but it must be a transformers PreTrainedModel"):
+        load(torch.nn.Linear(1, 1))
+    with pytest.raises(HelmscopeError, match="model is a int"):
+        load(3)
+
+
+def test_numbers_that_are_none_are_named(folder):
+    model = tiny_model("gpt2")
+    with torch.no_grad():
+        model.transformer.h[1].ln_1.weight[3] = torch.nan
+    with pytest.raises(HelmscopeError, match=r"'transformer\.h\.1\.ln_1\.weight'"):
+        load(model)
+    model.save_pretrained(folder)
+    with pytest.raises(HelmscopeError, match=r"'transformer\.h\.1\.ln_1\.weight'"):
+        load(folder)
+
+
+def test_folders_that_are_refused(folder, tmp_path):
+    missing = tmp_path / "missing"
+    model = tiny_model("gpt2")
+    state = {k: v.clone() for k, v in model.state_dict().items() if "h.2.mlp" not in k and k != "lm_head.weight"}
+    model.config.save_pretrained(missing)
+    save_file(state, missing / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(HelmscopeError, match=r"lack the tensor 'transformer\.h\.2\.mlp"):
+        load(missing)
+    (missing / "model.safetensors").rename(missing / "pytorch_model.bin")
+    with pytest.raises(HelmscopeError, match=r"pickled weights only.*convert them"):
+        load(missing)
+    (missing / "pytorch_model.bin").unlink()
+    with pytest.raises(HelmscopeError, match="no file of weights"):
+        load(missing)
+    cut = folder / "model.safetensors"
+    cut.write_bytes(cut.read_bytes()[:-10])
+    with pytest.raises(HelmscopeError, match=r"holds .* bytes of tensors"):
+        check_folder(folder)
+    with pytest.raises(HelmscopeError, match="could not be loaded"):
+        load("no-such-name/anywhere", offline=True)

@@ -1,0 +1,172 @@
+"""Every family: what a recording says of a model holds, checked against the model's own forward."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from helmscope.models.record import record
+from helmscope.models.watch import Site, Watcher, watching
+from model_families import CLASSES, FAMILIES, inputs_of, tiny_model
+
+HIDDEN = ("gptj", "bloom", "falcon")  # families outside the registry: no q, k and v
+TOPOLOGY = {
+    "gpt_neox": "parallel pre-norm",
+    "cohere": "parallel pre-norm",
+    "gptj": "parallel pre-norm",
+    "falcon": "parallel pre-norm",
+    "gemma2": "sequential sandwich",
+    "gemma3": "sequential sandwich",
+    "olmo2": "sequential sandwich",
+    "bert": "post-norm",
+    "roberta": "post-norm",
+    "albert": "post-norm",
+    "distilbert": "post-norm",
+    "granite": "sequential pre-norm, writes scaled by 0.5 and 0.5",
+}
+CENTERED = {
+    *("gpt2", "gpt_neox", "gpt_neox-sequential", "cohere", "opt", "bert", "roberta", "albert", "distilbert"),
+    *("modernbert", "vit", "gptj", "bloom", "falcon"),
+}
+
+
+@pytest.fixture(scope="module", params=sorted(FAMILIES))
+def recorded(request):
+    model = tiny_model(request.param)
+    return request.param, model, record(model, inputs_of(request.param), batch_size=2)
+
+
+def test_the_certificate(recorded):
+    family, _, recording = recorded
+    print(recording.certificate)
+    assert recording.certificate.ok
+    assert str(recording.anatomy).startswith(TOPOLOGY.get(family, "sequential pre-norm;").rstrip(";"))
+    assert recording.anatomy.centered == (family in CENTERED)
+    assert recording.anatomy.tapped == (family not in HIDDEN)
+    unmeasured = {line.name for line in recording.certificate.lines if line.ok is None}
+    assert ("heads" in unmeasured) == (family in HIDDEN)
+    assert recording.certificate["residual"].value <= 1e-5
+    assert recording.certificate["mlp"].value <= 1e-5
+
+
+def hidden_states(model, ids):
+    """The inputs of the blocks by the model's own account; its last one is after the final norm and left out."""
+    name = "pixel_values" if ids.is_floating_point() else "input_ids"
+    with torch.no_grad():
+        return model(**{name: ids}, output_hidden_states=True).hidden_states[:-1]
+
+
+def test_the_states_are_the_models_own(recorded):
+    family, model, recording = recorded
+    own = torch.stack(hidden_states(model, inputs_of(family)))
+    path = recording.trajectory
+    assert len(path.times) == 7
+    assert torch.allclose(path.states.norm(dim=-1), torch.ones(()), atol=1e-6)
+    found = torch.stack([recording.stream(2 * layer) for layer in range(3)])
+    assert (found - own).abs().max() <= 2e-6 * own.abs().max()
+    centered = own - own.mean(-1, keepdim=True) if recording.anatomy.centered else own
+    assert (path.radius[0:6:2] - centered.norm(dim=-1)).abs().max() <= 1e-5 * centered.norm(dim=-1).max()
+    assert (path.states[0:6:2] - torch.nn.functional.normalize(centered, dim=-1)).abs().max() <= 5e-6
+
+
+def hooks(model):
+    """How many there are; transformers leaves its own in place."""
+    return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
+
+
+class Everything(Watcher):
+    sites = frozenset(Site)
+    hears = True
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_logits_are_bit_equal_with_and_without(recorded, implementation):
+    family, model, recording = recorded
+    if family in (*HIDDEN, "gpt_oss", "gemma2"):  # whose own is the only one
+        implementation = model.config._attn_implementation
+    else:
+        model.set_attn_implementation(implementation)
+    ids, there = inputs_of(family), hooks(model)
+    name = "pixel_values" if family == "vit" else "input_ids"
+    with torch.no_grad():
+        before = model(**{name: ids})[0]
+        with watching(recording.anatomy, Everything()):
+            inside = model(**{name: ids}, **recording.anatomy.options)[0]
+        after = model(**{name: ids})[0]
+    assert torch.equal(before, after)
+    assert model.config._attn_implementation == implementation
+    if implementation == "eager":
+        assert torch.equal(before, inside)
+    assert (before - inside).abs().max() <= 2e-6 * before.abs().max()
+    assert hooks(model) == there
+
+
+def test_resume_from_every_depth_and_the_lens(recorded):
+    _, _, recording = recorded
+    logits = recording.logits()
+    size = logits.abs().max()
+    for step in range(7):
+        again = recording.resume(step, recording.trajectory.states[step])
+        assert (again.logits() - logits).abs().max() <= 2e-6 * size, step
+        assert len(again.trajectory.times) == 7 - step
+        assert (again.trajectory.states[-1] - recording.trajectory.states[-1]).abs().max() <= 5e-6
+    assert (recording.logits(6) - logits).abs().max() <= 2e-6 * size
+
+
+def test_kernels_and_forces(recorded):
+    family, model, recording = recorded
+    kernel = recording.kernel(2)
+    ids = inputs_of(family)
+    name = "pixel_values" if family == "vit" else "input_ids"
+    if family in HIDDEN:
+        own = model.config._attn_implementation
+        model.config._attn_implementation = "eager"
+        with torch.no_grad():
+            wanted = model(**{name: ids}, output_attentions=True).attentions[1]
+        model.config._attn_implementation = own
+    else:
+        own = model.config._attn_implementation
+        model.set_attn_implementation("eager")
+        with torch.no_grad():
+            wanted = model(**{name: ids}, output_attentions=True).attentions[1]
+        model.set_attn_implementation(own)
+    assert (kernel - wanted).abs().max() <= 1e-6
+    assert recording.force(3) is not None
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_in_double_precision(family):
+    """1e-10, and 1e-6 where the family's own norm stays in float32."""
+    model = tiny_model(family, dtype=torch.float64)
+    recording = record(model, inputs_of(family))
+    assert recording.certificate.ok
+    assert recording.certificate["residual"].value <= 1e-10
+    single = {"gpt2", "gpt_neox", "gpt_neox-sequential", "opt", "bert", "roberta", "albert", "distilbert", "modernbert"}
+    single |= {"vit", "gptj", "falcon", "olmo2", "bloom"}
+    assert recording.certificate["mlp"].value <= (1e-10 if family in single else 1e-6)
+    logits = recording.logits()
+    for step in range(7):
+        again = recording.resume(step, recording.trajectory.states[step])
+        assert (again.logits() - logits).abs().max() <= 1e-10 * logits.abs().max()
+
+
+@pytest.mark.parametrize("family", CLASSES)
+@pytest.mark.parametrize("site", [Site.ATTENTION, Site.MLP, Site.MIDDLE])
+def test_a_wrong_tensor_of_the_right_shape_is_caught(family, site, monkeypatch):
+    """A recorder that is shown another write, or another mid state, than the model's."""
+    from helmscope.models.recorder import Recorder
+
+    honest = Recorder.state
+
+    def deceived(self, where, layer, value):
+        wrong = where is site and layer == 1
+        return honest(self, where, layer, 1.01 * value.roll(1, 1) if wrong else value)
+
+    monkeypatch.setattr(Recorder, "state", deceived)
+    recording = record(tiny_model(family), inputs_of(family))
+    seen = site is not Site.ATTENTION or family in ("bert", "albert")  # elsewhere the recorder does not ask for it
+    assert recording.certificate.ok != seen
+    if seen:
+        assert recording.certificate["residual"].ok is False
+        with pytest.raises(ValueError, match="trajectory is not given out"):
+            _ = recording.trajectory
