@@ -129,7 +129,7 @@ def test_float32(monkeypatch):
     assert differ(ours, full) < 1e-4
 
 
-def test_a_million_dimensions_cost_what_n_costs():
+def test_a_million_dimensions_meet_the_closed_form():
     small, large = (hs.integrate(hs.SA(beta=4.0), start(2, 4, d), [0.0, 5.0]) for d in (4, 10**6))
     assert large.states.shape == (2, 2, 4, 10**6)
     gram = large.states @ large.states.mT

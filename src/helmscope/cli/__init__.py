@@ -37,7 +37,7 @@ def main() -> None:
     try:
         code = app(sys.argv[1:] or ["--help"], standalone_mode=False)
         if code == INTERRUPTED:
-            _say("interrupted; what was written before is whole")
+            _say("interrupted; what was written before is whole, and --resume goes on with a run")
         sys.exit(code)
     except HelmscopeError as error:
         sentence = str(error)

@@ -307,7 +307,8 @@ def _print_table(data: xr.Dataset, half: xr.Dataset) -> None:
             else:
                 late = float(end.probability) < 0.5
                 reached = f"not by t = {last:g}" if late else f"before t = {float(data.time[0]):g}"
-            p = f"{float(end.probability):.4f} +- {float(end.probability_stderr):.2g}"
+            error = float(end.probability_stderr)
+            p = f"{float(end.probability):.4f}" + (f" +- {error:.2g}" if math.isfinite(error) else " of one sample")
             curve = "none" if row.curve.isnull() else f"{float(row.curve):.4g}"
             print(f"{dim:>8} {beta:>7.4g} {curve:>9}   {p:<22}  {reached}")
 

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from helmscope.kernels.kernel import AttentionSum
+from helmscope.types import HelmscopeError
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -78,6 +79,10 @@ class Flash:
     """
 
     plan: Plan | None = None
+
+    def __post_init__(self) -> None:
+        if self.plan is not None and not isinstance(self.plan, Plan):
+            raise HelmscopeError(f"plan is {self.plan!r}, but it must be a Plan or None")
 
     def refuses(self, request: Request) -> str | None:
         """Why it cannot serve a request; None where it can.

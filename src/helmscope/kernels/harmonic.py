@@ -60,8 +60,8 @@ class Harmonic:
     tol: float | None = None
 
     def __post_init__(self) -> None:
-        if self.tol is not None:
-            real_number("tol", self.tol, above=0)
+        if self.tol is not None and real_number("tol", self.tol, above=0) >= 1:
+            raise HelmscopeError(f"tol is {self.tol:g}, but a truncation of e^beta a pair is no sum: take less than 1")
 
     def refuses(self, request: Request) -> str | None:
         """It knows one kernel, e^{beta <x, y>} on two spheres."""

@@ -61,8 +61,9 @@ def load(
     """A model by its Hub id or folder, or one that is in memory already.
 
     Only safetensors are read, and no code of the repository is ever run. ``offline`` looks at local files alone.
-    ``dtype``, ``device`` and ``device_map`` are those of transformers; of a model in memory nothing is changed. Refused
-    in one sentence: a folder without weights, with pickled weights only, with a damaged file, with NaN or infinity in a
+    ``dtype``, ``device`` and ``device_map`` are those of transformers; where no dtype is given it is float32 on a CPU,
+    whose half precision is slow and coarse, else that of the files. Of a model in memory nothing is changed. Refused in
+    one sentence: a folder without weights, with pickled weights only, with a damaged file, with NaN or infinity in a
     tensor, of a family that transformers does not know.
 
     >>> load("no/such-model", offline=True)
@@ -79,7 +80,9 @@ def load(
     if not isinstance(source, str | Path):
         raise HelmscopeError(f"model is a {type(source).__name__}, but it must be a name, a folder or a model")
     hashes = check_folder(Path(source)) if Path(source).is_dir() else {}
-    model = _from_files(str(source), revision, dtype, device_map, offline or bool(hashes))
+    on_cpu = device_map is None and torch.device(device or "cpu").type == "cpu"
+    precision = dtype or (torch.float32 if on_cpu else "auto")
+    model = _from_files(str(source), revision, precision, device_map, offline or bool(hashes))
     if device is not None:
         model = model.to(device)
     _check_numbers(model)
@@ -99,13 +102,13 @@ def load_all(sources: Sequence[Any], *, revisions: Sequence[str | None] = (None,
             yield load(source, revision=revision, **options)
 
 
-def _from_files(name: str, revision: str | None, dtype: torch.dtype | None, device_map: Any, offline: bool) -> Any:
+def _from_files(name: str, revision: str | None, dtype: torch.dtype | str, device_map: Any, offline: bool) -> Any:
     transformers = _transformers()
     options: dict[str, Any] = {"revision": revision, "local_files_only": offline, "trust_remote_code": False}
     places = {} if device_map is None else {"device_map": device_map}
     try:
         config = transformers.AutoConfig.from_pretrained(name, **options)
-        options |= {"config": config, "dtype": dtype or "auto", "use_safetensors": True, "output_loading_info": True}
+        options |= {"config": config, "dtype": dtype, "use_safetensors": True, "output_loading_info": True}
         model, info = _class_of(config).from_pretrained(name, **options, **places)
     except (OSError, ValueError, RuntimeError, KeyError, ImportError) as error:
         raise HelmscopeError(f"model is '{name}', but it could not be loaded: {_one_line(error)}") from error

@@ -4,6 +4,7 @@ sums are met.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -40,7 +41,9 @@ class Stream:
         return cls(room, radius, torch.empty_like(radius) if anatomy.centered else None)
 
     def put(self, depth: int, rows: slice, value: Float[Tensor, "rows n d"]) -> None:
-        """Write a state down; a state without a direction is a row of NaN."""
+        """Write a state down. One of length 0, such as padding has in some families, has no direction: (1, -1, 0, ...)
+        over sqrt(2) stands for it, beside its radius 0.
+        """
         value = value.to(self.direction.dtype)
         if self.mean is not None:
             mean = value.mean(-1)
@@ -48,7 +51,12 @@ class Stream:
             value = value - mean.unsqueeze(-1)
         radius = torch.linalg.vector_norm(value, dim=-1)
         self.radius[depth, rows] = radius
-        torch.div(value, radius.unsqueeze(-1), out=self.direction[depth, rows])
+        place = self.direction[depth, rows]
+        torch.div(value, radius.unsqueeze(-1), out=place)
+        if bool((radius == 0).any()):
+            none = torch.zeros_like(place[0, 0])
+            none[0], none[1] = math.sqrt(0.5), -math.sqrt(0.5)
+            place[radius == 0] = none
 
     def since(self, depth: int) -> Stream:
         """The stream from a depth on."""

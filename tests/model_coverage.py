@@ -1,0 +1,60 @@
+"""The table of families in the docs, from recordings of tiny models: ``python tests/model_coverage.py`` writes it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from helmscope.models.certificate import Certificate
+from helmscope.models.record import record
+from helmscope.models.recording import Recording
+from model_families import FAMILIES, inputs_of, tiny_model
+
+PAGE = Path(__file__).parents[1] / "docs" / "families.md"
+HEAD = """# Families of models, and what can be measured on them
+
+Written by `tests/model_coverage.py` from tiny random models of transformers; a test fails where it is out of date.
+Every line of a certificate held in float32 and float64. A family that is not listed may well work: the topology is
+found by algebra, not by name, and `helmscope doctor` says what holds.
+
+- **sphere**: LayerNorm removes the token mean, so that directions live on S^(d-2); RMSNorm leaves S^(d-1).
+- **q, k, v**: heard where the family looks its attention up in the registry; else only the weights are.
+- **MLP**: the field that equals the module, with its norm folded in.
+
+| family | topology | sphere | attention | q, k, v | sink | MLP | mid state |
+|---|---|---|---|---|---|---|---|
+"""
+
+
+def coverage_row(family: str, recording: Recording) -> str:
+    """One family in words."""
+    certificate: Certificate = recording.certificate
+    anatomy = recording.anatomy
+    force = recording.force(1)
+    activation = getattr(force if hasattr(force, "activation") else force.experts[0], "activation", None)
+    cells = (
+        family,
+        "; ".join(dict.fromkeys(str(layer.wiring) for layer in anatomy.layers))
+        + ("" if len(anatomy.blocks) == len(anatomy.layers) else ", tied"),
+        "S^(d-2)" if anatomy.centered else "S^(d-1)",
+        "causal" if certificate["causality"].ok else "both ways",
+        "yes" if certificate["heads"].ok else "weights only",
+        "yes" if "sink" in certificate["rows"].says else "",
+        f"{type(force).__name__}, {type(activation).__name__}",
+        "virtual" if any(line.name == "mid state" for line in certificate.lines) else "real",
+    )
+    return f"| {' | '.join(cells)} |\n"
+
+
+def coverage_page() -> str:
+    """The whole page; a family whose certificate fails is an error."""
+    rows = []
+    for family in sorted(FAMILIES):
+        recording = record(tiny_model(family), inputs_of(family))
+        if not recording.certificate.ok:
+            raise AssertionError(f"{family}:\n{recording.certificate}")
+        rows.append(coverage_row(family, recording))
+    return HEAD + "".join(rows)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(coverage_page())

@@ -1,0 +1,203 @@
+"""Texts, masks, what is kept, reducers, certificates that fail, and families that cannot be read."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers as tf
+import xarray as xr
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+import helmscope as hs
+from helmscope.models import certify
+from helmscope.models.anatomy import dissect
+from helmscope.models.record import record
+from helmscope.models.tap import Attended
+from helmscope.types import HelmscopeError
+from model_families import CLASSES, inputs_of, tiny_model
+
+WORDS = ["[PAD]", "[CLS]", "[SEP]", "[UNK]", *"abcdefghijklmnopqrstuvwxyz"]
+
+
+def letters(*, framed: bool) -> tf.PreTrainedTokenizerFast:
+    """A tokenizer of letters, with a special token on both sides where framed."""
+    made = Tokenizer(models.WordLevel({word: k for k, word in enumerate(WORDS)}, unk_token="[UNK]"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    if framed:
+        made.post_processor = processors.TemplateProcessing(
+            single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 1), ("[SEP]", 2)]
+        )
+    return tf.PreTrainedTokenizerFast(
+        tokenizer_object=made, pad_token="[PAD]", cls_token="[CLS]", sep_token="[SEP]", unk_token="[UNK]"
+    )
+
+
+@pytest.mark.parametrize("family", ["gpt2", "bert", "roberta", "llama", "bloom"])
+def test_padding_changes_nothing_for_real_tokens(family):
+    model, words = tiny_model(family), letters(framed=True)
+    texts = ["a b c", "d e f g h i j", "k"]
+    recording = record(model, texts, tokenizer=words)
+    assert recording.certificate.ok
+    assert recording.batch.mask.sum(-1).tolist() == [3, 7, 1]
+    assert recording.batch.tokens[0] == ("[CLS]", "a", "b", "c", "[SEP]", *["[PAD]"] * 4)
+    for k, text in enumerate(texts):
+        alone = record(model, [text], tokenizer=words)
+        n = len(alone.batch.tokens[0])
+        assert (recording.trajectory.states[:, k, :n] - alone.trajectory.states[:, 0]).abs().max() < 1e-5
+    seen = hs.overview(recording, beta=1.0)
+    assert seen.order.shape == (7,)
+
+
+def test_bad_texts():
+    model, words = tiny_model("gpt2"), letters(framed=False)
+    for texts, said in [
+        ([], "texts is empty"),
+        ("a b", "texts is a str"),
+        (["a", " "], r"texts\[1\] is ' '"),
+        (["a", 3], r"texts\[1\] is 3"),
+        ([" ".join("a" * 65)], r"texts\[0\] has 65 tokens, but the model's context is 64"),
+        (torch.zeros(2, 0, dtype=torch.long), "token ids are"),
+        (torch.tensor([[1, 96]]), "the token id 96, but the model has embeddings 0 to 95"),
+        (torch.zeros(2, 3), "images are"),
+    ]:
+        with pytest.raises(HelmscopeError, match=said):
+            record(model, texts, tokenizer=words)
+    with pytest.raises(HelmscopeError, match="came without a tokenizer"):
+        record(model, ["a"])
+    assert record(model, [" ".join("a" * 65)], tokenizer=words, truncate=True).trajectory.states.shape[2] == 64
+
+
+class Entropy:
+    """A reducer: the mean entropy of the rows, by layer."""
+
+    def __init__(self):
+        self.rows = {}
+
+    def update(self, layer, query, key, value, weights):
+        assert query.shape[-1] == key.shape[-1]
+        assert weights.shape[1] % key.shape[1] == 0
+        self.rows[layer] = float(torch.special.entr(weights).sum(-1).mean())
+
+    def result(self):
+        return xr.Dataset({"entropy": ("layer", list(self.rows.values()))})
+
+
+def test_reducers_see_what_is_kept():
+    model, ids = tiny_model("llama"), inputs_of("llama")
+    everything = hs.Keep.QUERIES | hs.Keep.KEYS | hs.Keep.VALUES | hs.Keep.WEIGHTS | hs.Keep.WRITES
+    recording = record(model, ids, keep=everything, batch_size=2)
+    kept = recording.kept
+    assert {name: tuple(value.shape) for name, value in kept.items()} == {
+        "query": (3, 3, 4, 13, 8),
+        "key": (3, 3, 2, 13, 8),
+        "value": (3, 3, 2, 13, 8),
+        "weights": (3, 3, 4, 13, 13),
+        "attention write": (3, 3, 13, 32),
+        "mlp write": (3, 3, 13, 32),
+    }
+    wide = kept["key"].repeat_interleave(2, 2)
+    logits = kept["query"] @ wide.mT / 8**0.5
+    hidden = torch.ones(13, 13, dtype=torch.bool).triu(1)
+    assert (torch.softmax(logits.masked_fill(hidden, -torch.inf), -1) - kept["weights"]).abs().max() < 1e-6
+    streams = torch.stack([recording.stream(step) for step in range(7)])
+    assert (streams[0::2][:-1] + kept["attention write"] - streams[1::2]).abs().max() < 1e-6
+    assert (streams[1::2] + kept["mlp write"] - streams[2::2]).abs().max() < 1e-6
+    plain, reducer = record(model, ids), Entropy()
+    plain.replay(reducer)
+    assert reducer.result().entropy.shape == (3,)
+    for layer in range(3):
+        assert torch.equal(plain.kernel(2 * layer), kept["weights"][layer])
+        assert reducer.rows[layer] == pytest.approx(float(torch.special.entr(kept["weights"][layer]).sum(-1).mean()))
+    assert not plain.kept
+
+
+def test_a_family_outside_the_registry_says_what_it_hides():
+    recording = record(tiny_model("bloom"), inputs_of("bloom"))
+    with pytest.raises(HelmscopeError, match=r"replay is not given out.*hides q, k and v"):
+        recording.replay(Entropy())
+    with pytest.raises(HelmscopeError, match="shows its attention weights alone"):
+        record(tiny_model("bloom"), inputs_of("bloom"), keep=hs.Keep.QUERIES)
+    assert record(tiny_model("bloom"), inputs_of("bloom"), keep=hs.Keep.WEIGHTS).kept["weights"].shape[0] == 3
+
+
+@pytest.mark.parametrize("family", CLASSES)
+def test_half_precision_is_read_too(family):
+    recording = record(tiny_model(family, dtype=torch.float16), inputs_of(family))
+    print(recording.certificate)
+    assert recording.certificate.ok
+    assert recording.trajectory.states.dtype == torch.float32
+
+
+@pytest.mark.parametrize("family", [family for family in CLASSES if family != "bloom"])
+def test_faults_of_attention_are_caught(family, monkeypatch):
+    """Weights of the neighbouring head, rows of another sum, and a mask that is lost."""
+    model, ids = tiny_model(family), inputs_of(family)
+    anatomy, seen = dissect(model, {"input_ids": ids})
+    assert certify.heads_line(anatomy, seen).ok
+    call, result = seen[1].attention
+    seen[1].attention = (call, Attended(result.output, result.weights.roll(1, 1)))
+    assert certify.heads_line(anatomy, seen).ok is False
+    seen[1].attention = (call, Attended(result.output, 1.01 * result.weights))
+    assert certify.attention_lines(anatomy, seen, causal=False)[1].ok is False
+    seen[1].attention = (call, Attended(result.output, torch.full_like(result.weights, 1 / 13)))
+    assert certify.attention_lines(anatomy, seen, causal=True)[2].ok is False
+    seen[1].attention = None
+    assert certify.attention_lines(anatomy, seen, causal=False)[0].ok is False
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "mistral", "gemma2", "gpt_oss"])
+def test_a_lost_mask_is_caught(family, monkeypatch):
+    """The trap of registering attention without its mask: the model is silently not causal."""
+    from transformers import AttentionMaskInterface
+
+    from helmscope.models import tap
+
+    honest = tap._register
+
+    def careless():
+        honest()
+        AttentionMaskInterface.register(tap.NAME, lambda *args, **kwargs: None)
+
+    monkeypatch.setattr(tap, "_register", careless)
+    recording = record(tiny_model(family), inputs_of(family))
+    assert recording.certificate["causality"].ok is False
+    with pytest.raises(HelmscopeError, match="kernel is not given out"):
+        recording.kernel(0)
+
+
+@pytest.mark.parametrize("family", CLASSES)
+def test_a_wrong_force_is_caught(family):
+    model, ids = tiny_model(family), inputs_of(family)
+    anatomy, seen = dissect(model, {"input_ids": ids})
+    line, forces = certify.mlp_line(anatomy, seen)
+    assert line.ok
+    assert len(forces) == 3
+    with torch.no_grad():  # the module has changed since it was seen
+        last = [value for name, value in anatomy.layers[1].block.named_parameters() if value.ndim > 1][-1]
+        last += 0.01 * torch.randn(last.shape, generator=torch.Generator().manual_seed(0))
+    assert certify.mlp_line(anatomy, seen)[0].ok is not True
+
+
+def test_a_family_without_attention_is_refused():
+    config = tf.MambaConfig(vocab_size=96, hidden_size=32, num_hidden_layers=2, state_size=4)
+    with pytest.raises(HelmscopeError, match=r"MambaBlock at layer 0.*residual topology is not known"):
+        record(tf.MambaForCausalLM(config).eval(), inputs_of("gpt2"))
+
+
+def test_doctor_on_the_command_line(tmp_path, capsys, monkeypatch):
+    import json
+    import sys
+
+    from helmscope.cli import main
+
+    tiny_model("gpt2").save_pretrained(tmp_path)
+    monkeypatch.setattr(
+        sys, "argv", ["helmscope", "doctor", str(tmp_path), "--json", "--texts", "10", "--tokens", "16"]
+    )
+    with pytest.raises(SystemExit) as left:
+        main()
+    assert left.value.code in (0, None)
+    told = json.loads(capsys.readouterr().out)
+    assert told["ok"] is True
+    assert told["trajectory_bytes"] == 7 * 10 * 16 * 34 * 4
+    assert told["origin"]["hashes"]["model.safetensors"]
