@@ -89,12 +89,12 @@ class Recorder(Watcher):
             self.errors = torch.zeros(len(self.anatomy.layers), dtype=torch.float64, device=value.device)
         if site is Site.INPUT:
             self.stream.put(2 * layer, self.rows, value)
-            self._sum = value
+            self._sum = self._wide(value)
         elif site is Site.MLP or (site is Site.ATTENTION and post_norm):
-            self._sum = self._sum + value
+            self._sum = self._sum + value.to(self._sum)
         elif site is Site.MIDDLE:
             self.stream.put(2 * layer + 1, self.rows, value)
-            self._sum = value
+            self._sum = self._wide(value)
         elif site is Site.READ or site is Site.CLOSE:
             self._compare(layer, value)
         elif site is Site.OUTPUT:
@@ -103,10 +103,14 @@ class Recorder(Watcher):
             if not post_norm:
                 self._compare(layer, value)
 
+    def _wide(self, value: Tensor) -> Tensor:
+        """Half precision would add its rounding to that of the model."""
+        return value.float() if value.dtype.itemsize < 4 else value
+
     def _compare(self, layer: int, found: Tensor) -> None:
         assert self.errors is not None
         if found is self._sum or found.data_ptr() == self._sum.data_ptr():
             return
-        off = torch.linalg.vector_norm(found - self._sum, dim=-1)
+        off = torch.linalg.vector_norm(found.to(self._sum) - self._sum, dim=-1)
         worst = (off / torch.linalg.vector_norm(self._sum, dim=-1).clamp(min=1e-30)).max()
         self.errors[layer] = torch.maximum(self.errors[layer], worst.double())  # which keeps a NaN

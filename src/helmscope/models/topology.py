@@ -11,6 +11,7 @@ several modules show the same tensor (a dropout is the identity in eval mode), t
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING
@@ -84,7 +85,8 @@ class _Algebra:
     def __init__(self, layer: LayerProbe) -> None:
         assert layer.post is not None
         self.layer, self.pre, self.post = layer, layer.pre, layer.post
-        self.tolerance = 32 * torch.finfo(self.pre.dtype).eps if self.pre.dtype != torch.float64 else 3e-6
+        # in half precision a write may be hardly more than the rounding of a sum, so little is granted there
+        self.tolerance = 3e-6 if self.pre.dtype.itemsize > 2 else 1.5 * torch.finfo(self.pre.dtype).eps
         self.calls = [call for call in layer.calls if call.path]
         self.writes = [(call, out) for call in self.calls if (out := self.like_state(call.output)) is not None]
         self.heads = self.output_matrix()
@@ -100,8 +102,9 @@ class _Algebra:
         a, b = self.like_state(a), self.like_state(b)
         if a is None or b is None:
             return False
+        a, b = a.double(), b.double()
         size = torch.maximum(a.norm(dim=-1), b.norm(dim=-1))
-        return bool(((a - b).norm(dim=-1) <= self.tolerance * size.clamp(min=1e-30)).all())
+        return bool(((a - b).norm(dim=-1) <= self.tolerance * size).all())
 
     def output_matrix(self) -> Seen | None:
         """The module that reads the heads side by side; None for a family that is not in the registry."""
@@ -150,32 +153,41 @@ class _Algebra:
     def additive(self) -> Wiring | None:
         """post = pre + a + m."""
         pairs = [
-            (first, second)
+            (self.gap((self.pre, a, m)), first, second)
             for first, a in self.from_attention
             for second, m in self.others()
-            if self.sums_to(self.post, (self.pre, a, m))
         ]
-        return self.placed(self.shallowest(pairs), (1.0, 1.0))
+        return self.placed(self.best(pairs), (1.0, 1.0))
 
-    def sums_to(self, total: Tensor, parts: tuple[Tensor, ...]) -> bool:
-        """Whether the parts add up, token by token, in units of the largest part."""
-        size = torch.stack([part.norm(dim=-1) for part in parts]).amax(0).clamp(min=1e-30)
-        return bool(((total - sum(parts[1:], parts[0])).norm(dim=-1) <= self.tolerance * size).all())
+    def gap(self, parts: tuple[Tensor, ...]) -> float:
+        """How far the parts are from adding up to the output: the worst token, in units of its largest part."""
+        wide = [part.double() for part in parts]
+        size = torch.stack([part.norm(dim=-1) for part in wide]).amax(0).clamp(min=1e-300)
+        return float(((self.post.double() - sum(wide[1:], wide[0])).norm(dim=-1) / size).max())
+
+    def best(self, pairs: list[tuple[float, Seen, Seen]]) -> tuple[Seen, Seen] | None:
+        """The shallowest of the pairs that add up about as well as any."""
+        least = min((gap for gap, _, _ in pairs), default=math.inf)
+        if least > self.tolerance:
+            return None
+        return self.shallowest([(a, m) for gap, a, m in pairs if gap <= max(1.2 * least, 1e-6)])
 
     def scaled(self) -> Wiring | None:
         """post - pre = s_a a + s_m m by least squares."""
         target = (self.post - self.pre).double().flatten()
         found: dict[tuple[int, int], tuple[float, float]] = {}
-        pairs = []
+        pairs: list[tuple[float, Seen, Seen]] = []
         for first, a in self.from_attention:
             for second, m in self.others():
                 design = torch.stack([a.double().flatten(), m.double().flatten()], 1)
-                solution = torch.linalg.lstsq(design, target[:, None], driver="gelsd").solution[:, 0]
-                s_a, s_m = (float(f"{value:.6g}") for value in solution.tolist())
-                if min(abs(s_a), abs(s_m)) > 1e-3 and self.sums_to(self.post, (self.pre, s_a * a, s_m * m)):
+                # on the CPU: a GPU has no solver for columns that may be the same
+                solution = torch.linalg.lstsq(design.cpu(), target[:, None].cpu(), driver="gelsd").solution[:, 0]
+                digits = 6 if self.pre.dtype.itemsize > 2 else 2
+                s_a, s_m = (float(f"{value:.{digits}g}") for value in solution.tolist())
+                if min(abs(s_a), abs(s_m)) > 1e-3:
                     found[id(first), id(second)] = (s_a, s_m)
-                    pairs.append((first, second))
-        best = self.shallowest(pairs)
+                    pairs.append((self.gap((self.pre, s_a * a, s_m * m)), first, second))
+        best = self.best(pairs)
         return None if best is None else self.placed(best, found[id(best[0]), id(best[1])])
 
     def placed(self, pair: tuple[Seen, Seen] | None, scales: tuple[float, float]) -> Wiring | None:
@@ -253,4 +265,6 @@ def _scale_free(module: nn.Module, x: Tensor) -> bool:
     unit = torch.nn.functional.normalize(x, dim=-1) * x.shape[-1] ** 0.5
     with torch.no_grad():
         once, twice = module(unit), module(2 * unit)
+    if not isinstance(once, torch.Tensor) or once.shape != x.shape:
+        return False
     return bool((once - twice).norm() <= 1e-2 * once.norm())
