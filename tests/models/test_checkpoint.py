@@ -105,7 +105,12 @@ def test_a_folder_loads_and_says_where_it_came_from(folder):
     assert set(loaded.origin.hashes) == {"model.safetensors"}
     assert (loaded.origin.family, loaded.origin.attention, loaded.tokenizer) == ("gpt2", "sdpa", None)
     assert load(folder, dtype=torch.float64).model.dtype == torch.float64
-    assert record(folder, inputs_of("gpt2")).certificate.ok
+    recording = record(folder, inputs_of("gpt2"))
+    assert recording.certificate.ok
+    manifest = recording.manifest()
+    assert set(manifest.inputs) == {"model.safetensors", "texts"}
+    assert manifest.parameters["attention"] == "sdpa"
+    assert type(manifest).from_json(manifest.to_json()) == manifest
     assert [each.origin.name for each in load_all([folder, folder])] == [str(folder)] * 2
 
 
@@ -147,5 +152,52 @@ def test_folders_that_are_refused(folder, tmp_path):
     cut.write_bytes(cut.read_bytes()[:-10])
     with pytest.raises(HelmscopeError, match=r"holds .* bytes of tensors"):
         check_folder(folder)
+    for name in ("no-such-name/anywhere", "no such name", "a/b/c"):
+        with pytest.raises(HelmscopeError, match="could not be had from the Hub"):
+            load(name, offline=True)
+
+
+def test_the_hub_is_read_from_its_cache(tmp_path, monkeypatch):
+    """The layout of the Hub's cache, made by hand: two revisions of one model."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    home = tmp_path / "models--org--tiny"
+    commits = {"main": "a" * 40, "step100": "b" * 40}
+    for seed, (name, commit) in enumerate(commits.items()):
+        (home / "refs").mkdir(parents=True, exist_ok=True)
+        (home / "refs" / name).write_text(commit)
+        tiny_model("gpt2", seed=seed).save_pretrained(home / "snapshots" / commit)
+    first, second = load_all(["org/tiny"], revisions=[None, "step100"], offline=True)
+    assert (first.origin.revision, second.origin.revision) == ("a" * 40, "b" * 40)
+    assert first.origin.hashes != second.origin.hashes
+    assert not torch.equal(first.model.lm_head.weight, second.model.lm_head.weight)
+    assert torch.equal(
+        load("org/tiny", revision="b" * 40, offline=True).model.lm_head.weight, second.model.lm_head.weight
+    )
+
+
+def test_code_in_a_repository_is_not_run(folder):
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "mine", "auto_map": {"AutoConfig": "evil.Config", "AutoModel": "evil.Model"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "evil.py").write_text("raise SystemExit('this must never run')")
     with pytest.raises(HelmscopeError, match="could not be loaded"):
-        load("no-such-name/anywhere", offline=True)
+        load(folder)
+
+
+@pytest.mark.parametrize(
+    "index",
+    [b"{", b"[]", b'{"weight_map": {"a": "../model.safetensors"}}', b'{"weight_map": {"a": "gone.safetensors"}}'],
+)
+def test_an_index_of_files_elsewhere_is_refused(folder, index):
+    (folder / "model.safetensors.index.json").write_bytes(index)
+    with pytest.raises(HelmscopeError, match=r"weight_map|is not beside it"):
+        load(folder)
+
+
+def test_a_tensor_of_another_shape_is_named(folder):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"n_inner": 40}))
+    with pytest.raises(HelmscopeError, match=r"mlp\.c_"):
+        load(folder)

@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -82,7 +83,7 @@ class Change(Watcher):
 
 
 @dataclass(eq=False)
-class AtSite(Change):
+class AtSite(Change, ABC):
     """A change of a state or a write, at some tokens: ``tokens`` (batch, n), all where None."""
 
     site: Site = Site.MLP
@@ -103,9 +104,9 @@ class AtSite(Change):
             return new
         return torch.where(self.tokens[self.rows].unsqueeze(-1).to(value.device), new, value)
 
+    @abstractmethod
     def new(self, layer: int, value: Tensor) -> Tensor:
         """What takes the place of a value."""
-        raise NotImplementedError
 
 
 @dataclass(eq=False)

@@ -51,6 +51,11 @@ class Anatomy:
         return list({id(layer.block): layer.block for layer in self.layers}.values())
 
     @property
+    def can_skip(self) -> bool:
+        """Whether a layer can be left out of a forward: blocks that return their state alone, and are not tied."""
+        return all(layer.plain for layer in self.layers) and len(self.blocks) == len(self.layers)
+
+    @property
     def options(self) -> dict[str, bool]:
         """What a forward is told beside its inputs."""
         return no_cache(self.model) | ({} if self.tapped else {"output_attentions": True})

@@ -36,7 +36,21 @@ def check_folder(folder: Path) -> dict[str, str]:
         raise HelmscopeError(f"model folder '{folder}' has no file of weights, but it must hold *.safetensors")
     for path in files:
         check_file(path)
+    for path in folder.glob("*.safetensors.index.json"):
+        _check_index(path)
     return {path.name: hash_file(path) for path in files}
+
+
+def _check_index(path: Path) -> None:
+    """The list of a model in several files names files beside it, and no others."""
+    try:
+        parts = json.loads(path.read_bytes())["weight_map"]
+        names = set(parts.values())
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise HelmscopeError(f"file '{path}' has no weight_map from tensors to files") from error
+    for name in sorted(map(str, names)):
+        if Path(name).name != name or not (path.parent / name).is_file():
+            raise HelmscopeError(f"file '{path}' speaks of the file '{name:.80}', which is not beside it")
 
 
 def check_file(path: Path) -> Mapping[str, Any]:

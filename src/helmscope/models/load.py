@@ -15,6 +15,8 @@ from helmscope.types import HelmscopeError, MissingExtra
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+WANTED = ("*.safetensors", "*.json", "*.txt", "*.model")  # of a repository: no pickles, no code
+
 
 @dataclass(frozen=True)
 class Origin:
@@ -62,14 +64,14 @@ def load(
 
     Only safetensors are read, and no code of the repository is ever run. ``offline`` looks at local files alone.
     ``dtype``, ``device`` and ``device_map`` are those of transformers; where no dtype is given it is float32 on a CPU,
-    whose half precision is slow and coarse, else that of the files. Of a model in memory nothing is changed. Refused in
-    one sentence: a folder without weights, with pickled weights only, with a damaged file, with NaN or infinity in a
-    tensor, of a family that transformers does not know.
+    whose half precision is slow and coarse, else that of the files. A model in memory is put into eval mode, else
+    nothing of it is changed. Refused in one sentence: a folder without weights, with pickled weights only, with a
+    damaged file, with NaN or infinity in a tensor, of a family that transformers does not know.
 
     >>> load("no/such-model", offline=True)
     Traceback (most recent call last):
       ...
-    helmscope.types.HelmscopeError: model is 'no/such-model', but it could not be loaded: ...
+    helmscope.types.HelmscopeError: model is 'no/such-model', but it is no folder and could not be had ...
     """
     transformers = _transformers()
     if isinstance(source, torch.nn.Module):
@@ -79,16 +81,15 @@ def load(
         return Loaded(source.eval(), tokenizer, _origin(source, type(source).__name__, None, {}))
     if not isinstance(source, str | Path):
         raise HelmscopeError(f"model is a {type(source).__name__}, but it must be a name, a folder or a model")
-    hashes = check_folder(Path(source)) if Path(source).is_dir() else {}
+    folder = Path(source) if Path(source).is_dir() else _from_hub(str(source), revision, offline)
+    hashes = check_folder(folder)
     on_cpu = device_map is None and torch.device(device or "cpu").type == "cpu"
-    precision = dtype or (torch.float32 if on_cpu else "auto")
-    model = _from_files(str(source), revision, precision, device_map, offline or bool(hashes))
+    model = _from_folder(folder, dtype or (torch.float32 if on_cpu else "auto"), device_map)
     if device is not None:
         model = model.to(device)
     _check_numbers(model)
-    words = tokenizer or _tokenizer(str(source), revision, offline or bool(hashes))
-    commit = getattr(model.config, "_commit_hash", None) or revision
-    return Loaded(model.eval(), words, _origin(model, str(source), commit, hashes))
+    commit = revision if folder == Path(source) else folder.name
+    return Loaded(model.eval(), tokenizer or _tokenizer(folder), _origin(model, str(source), commit, hashes))
 
 
 def load_all(sources: Sequence[Any], *, revisions: Sequence[str | None] = (None,), **options: Any) -> Iterator[Loaded]:
@@ -102,21 +103,41 @@ def load_all(sources: Sequence[Any], *, revisions: Sequence[str | None] = (None,
             yield load(source, revision=revision, **options)
 
 
-def _from_files(name: str, revision: str | None, dtype: torch.dtype | str, device_map: Any, offline: bool) -> Any:
+def _from_hub(name: str, revision: str | None, offline: bool) -> Path:
+    """The files of a model on the Hub in the local cache, in a folder that is named by the commit."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        found = snapshot_download(name, revision=revision, local_files_only=offline, allow_patterns=list(WANTED))
+    except (OSError, ValueError, HFValidationError) as error:
+        raise HelmscopeError(
+            f"model is '{name}', but it is no folder and could not be had from the Hub: {_one_line(error)}"
+        ) from error
+    return Path(str(found))
+
+
+def _from_folder(folder: Path, dtype: torch.dtype | str, device_map: Any) -> Any:
     transformers = _transformers()
-    options: dict[str, Any] = {"revision": revision, "local_files_only": offline, "trust_remote_code": False}
+    options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     places = {} if device_map is None else {"device_map": device_map}
     try:
-        config = transformers.AutoConfig.from_pretrained(name, **options)
-        options |= {"config": config, "dtype": dtype, "use_safetensors": True, "output_loading_info": True}
-        model, info = _class_of(config).from_pretrained(name, **options, **places)
-    except (OSError, ValueError, RuntimeError, KeyError, ImportError) as error:
-        raise HelmscopeError(f"model is '{name}', but it could not be loaded: {_one_line(error)}") from error
+        config = transformers.AutoConfig.from_pretrained(folder, **options)
+        options |= {"config": config, "dtype": dtype, "use_safetensors": True}
+        options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # which are named below
+        model, info = _class_of(config).from_pretrained(folder, **options, **places)
+    except HelmscopeError:
+        raise
+    except Exception as error:  # whatever a damaged configuration makes transformers stumble over
+        raise HelmscopeError(f"model is in '{folder}', but it could not be loaded: {_one_line(error)}") from error
     missing = sorted(set(info["missing_keys"]) - set(model.all_tied_weights_keys or ()))
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise HelmscopeError(f"model is in '{folder}', but its files lack the tensor '{missing[0]}'{more}")
+    wrong = sorted(str(key[0] if isinstance(key, tuple) else key) for key in info.get("mismatched_keys") or ())
+    if wrong:
         raise HelmscopeError(
-            f"model is '{name}', but its files lack the tensor '{missing[0]}'{more}: it would be random"
+            f"model is in '{folder}', but the tensor '{wrong[0]}' has another shape than config.json asks"
         )
     return model
 
@@ -133,13 +154,12 @@ def _class_of(config: Any) -> Any:
     raise HelmscopeError(f"model is of the family '{config.model_type}', but transformers has no model class for it")
 
 
-def _tokenizer(name: str, revision: str | None, offline: bool) -> Any | None:
+def _tokenizer(folder: Path) -> Any | None:
+    """The tokenizer beside a model, if there is one: a model without still takes token ids."""
     transformers = _transformers()
     try:
-        found = transformers.AutoTokenizer.from_pretrained(
-            name, revision=revision, local_files_only=offline, trust_remote_code=False
-        )
-    except (OSError, ValueError, KeyError, ImportError, TypeError):  # a model without a tokenizer still takes token ids
+        found = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception:  # of a damaged tokenizer the texts will say that there is none
         return None
     return found if found.vocab_size else None  # of a folder without its files transformers makes an empty one
 

@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from helmscope.models.topology import Kind
 from helmscope.models.watch import Site, Watcher
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float
     from torch import Tensor
 
+    from helmscope.models.anatomy import Anatomy
     from helmscope.models.recorder import Stream
 
 HALVES = {Site.INPUT: 0, Site.MIDDLE: 1, Site.OUTPUT: 2}
@@ -33,13 +35,22 @@ class Place(Watcher):
 
     depth: int
     raw: Float[Tensor, "batch n d"]
-    layers: int
+    anatomy: Anatomy
     frozen: Frozen | None = None
     sites = frozenset(HALVES)
 
+    @property
+    def skip(self) -> int:
+        """How many layers before it make no difference: all, but for a virtual mid state, beside which the MLP still
+        reads the block's input.
+        """
+        layer = self.depth // 2
+        virtual = self.depth % 2 and self.anatomy.layers[layer].wiring.kind is Kind.PARALLEL
+        return 0 if virtual else layer
+
     def state(self, site: Site, layer: int, value: Tensor) -> Tensor | None:
         """The new state at its depth, the old one of frozen tokens beyond."""
-        if site is Site.OUTPUT and layer < self.layers - 1:  # the next block's input is the same state
+        if site is Site.OUTPUT and layer < len(self.anatomy.layers) - 1:  # the next block's input is the same state
             return None
         depth = 2 * layer + HALVES[site]
         if depth == self.depth:

@@ -99,8 +99,8 @@ def _lens_line(anatomy: Anatomy, recorder: Recorder, inputs: dict[str, Tensor], 
     """The last state, put back, gives the model's output."""
     assert recorder.stream is not None
     depth = 2 * len(anatomy.layers)
-    place = Place(depth, recorder.stream.at(depth), len(anatomy.layers))
-    with torch.no_grad(), watching(anatomy, place):
+    place = Place(depth, recorder.stream.at(depth), anatomy)
+    with torch.no_grad(), watching(anatomy, place, skip=place.skip):
         found = anatomy.model(**inputs, **anatomy.options)[0]
     off = float((found - wanted).abs().max() / wanted.abs().max())
     says = "the last state as it was written down gives the model's output"

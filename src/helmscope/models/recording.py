@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,7 @@ import torch
 from helmscope.models.place import Frozen, Place
 from helmscope.models.recorder import Recorder
 from helmscope.models.watch import Watcher, watching
+from helmscope.store.manifest import Manifest, hash_bytes
 from helmscope.types import HelmscopeError, Trajectory
 
 if TYPE_CHECKING:
@@ -113,7 +115,7 @@ class Recording:
         raw = radius * states.to(radius)
         raw = raw if self.stream_.mean is None else raw + self.stream_.mean[step].unsqueeze(-1)
         kept = None if frozen is None else Frozen(frozen, self.stream_, self.first)
-        place = Place(self.first + step % len(self.stream_.radius), raw, self.layers, kept)
+        place = Place(self.first + step % len(self.stream_.radius), raw, self.anatomy, kept)
         return self.under(place, first=place.depth)
 
     def under(self, *watchers: Watcher, first: int | None = None) -> Recording:
@@ -136,7 +138,30 @@ class Recording:
             return self.forward(whole=True)
         self.layer(step)
         state = self.stream_.at(step % len(self.stream_.radius))
-        return self.forward(Place(2 * self.layers, state, self.layers), whole=True)
+        return self.forward(Place(2 * self.layers, state, self.anatomy), whole=True)
+
+    def manifest(self, *, seed: int = 0) -> Manifest:
+        """What is to be written beside anything measured on this recording: files and their hashes, revision, texts,
+        how attention is computed when nobody records, what was found and what was checked.
+        """
+        origin = self.origin
+        parts = (value.detach().cpu().contiguous().numpy().tobytes() for value in self.batch.inputs.values())
+        return Manifest.collect(
+            seed=seed,
+            dtype=origin.dtype,
+            device=origin.device,
+            threads=torch.get_num_threads(),
+            command=sys.argv,
+            inputs={**origin.hashes, "texts": hash_bytes(b"".join(parts))},
+            parameters={
+                "model": origin.name,
+                "family": origin.family,
+                "revision": origin.revision,
+                "attention": origin.attention,
+                "topology": str(self.anatomy),
+                "certificate": {line.name: line.ok for line in self.certificate.lines},
+            },
+        )
 
     def forward(
         self, *watchers: Watcher, whole: bool = False, progress: Callable[[int, int], None] | None = None
@@ -146,7 +171,8 @@ class Recording:
         run = model if whole else model.base_model
         device = next(model.parameters()).device
         everyone = (*self.watchers, *watchers)
-        with torch.no_grad(), watching(self.anatomy, *everyone):
+        skip = max((watcher.skip for watcher in everyone if isinstance(watcher, Place)), default=0)
+        with torch.no_grad(), watching(self.anatomy, *everyone, skip=skip):
             for begin in range(0, len(self.batch), self.size):
                 rows = slice(begin, min(begin + self.size, len(self.batch)))
                 for watcher in everyone:

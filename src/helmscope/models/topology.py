@@ -70,6 +70,12 @@ class Wiring:
 def find_wiring(layer: LayerProbe, number: int = 0) -> Wiring:
     """The topology of one block; a ``HelmscopeError`` where no identity holds."""
     algebra = _Algebra(layer)
+    if not algebra.from_attention:
+        raise HelmscopeError(
+            f"model has a {type(layer.block).__name__} at layer {number} without attention that can be heard, by the "
+            "registry of transformers or by output_attentions: its hidden states can be had from transformers and "
+            "measured as a Trajectory, but there are no half-layers, kernels or forces"
+        )
     found = algebra.additive() or algebra.post_norm() or algebra.scaled()
     if found is None:
         raise HelmscopeError(

@@ -107,9 +107,14 @@ class _Depth:
 
 
 @contextmanager
-def watching(anatomy: Anatomy, *watchers: Watcher) -> Iterator[None]:
-    """Inside, every forward of the model is seen by the watchers, in their order; each sees what those before left."""
+def watching(anatomy: Anatomy, *watchers: Watcher, skip: int = 0) -> Iterator[None]:
+    """Inside, every forward of the model is seen by the watchers, in their order; each sees what those before left.
+
+    The first ``skip`` layers hand their input on and compute nothing, for a watcher who puts another state behind them;
+    where the blocks of a model return more than a state, or are tied, they run all the same.
+    """
     depth = _Depth(anatomy, watchers)
+    skipped = [layer.block for layer in anatomy.layers[:skip]] if anatomy.can_skip else []
     handles: list[RemovableHandle] = []
 
     def begin(module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -118,6 +123,8 @@ def watching(anatomy: Anatomy, *watchers: Watcher) -> Iterator[None]:
     try:
         for entry in (anatomy.model, anatomy.model.base_model):  # whichever is called
             handles.append(entry.register_forward_pre_hook(begin))
+        for block in skipped:
+            block.forward = _hand_on
         for block in anatomy.blocks:
             handles += _on_block(block, depth)
             first = next(layer for layer in anatomy.layers if layer.block is block)
@@ -125,8 +132,14 @@ def watching(anatomy: Anatomy, *watchers: Watcher) -> Iterator[None]:
         with tapped(anatomy.model, depth if any(watcher.hears for watcher in watchers) else None):
             yield
     finally:
+        for block in skipped:
+            del block.forward  # the instance's; that of its class is there again
         for handle in handles:
             handle.remove()
+
+
+def _hand_on(*args: Any, **kwargs: Any) -> Tensor:
+    return tensors_in((args, kwargs))[0]
 
 
 def _on_block(block: nn.Module, depth: _Depth) -> list[RemovableHandle]:
