@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from helmscope.models.keep import Keep
 from helmscope.models.record import record
 from helmscope.models.watch import Site, Watcher, watching
 from model_families import CLASSES, FAMILIES, inputs_of, tiny_model
@@ -132,6 +133,18 @@ def test_kernels_and_forces(recorded):
         model.set_attn_implementation(own)
     assert (kernel - wanted).abs().max() <= 1e-6
     assert recording.force(3) is not None
+
+
+def test_a_force_at_its_points_is_what_the_mlp_writes(recorded):
+    family, model, _ = recorded
+    recording = record(model, inputs_of(family), keep=Keep.WRITES)
+    for layer, found in enumerate(recording.anatomy.layers):
+        force, points = recording.force(2 * layer), recording.points(2 * layer)
+        written = force.ambient(points)
+        if found.wiring.sandwich:  # through the norm behind it
+            written = found.part(found.wiring.mlp)(written.detach()).detach()
+        wanted = recording.kept["mlp write"][layer]
+        assert (written - wanted).norm() <= 1e-5 * wanted.norm()
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))

@@ -67,6 +67,20 @@ def test_bad_texts():
     assert record(model, [" ".join("a" * 65)], tokenizer=words, truncate=True).trajectory.states.shape[2] == 64
 
 
+@pytest.mark.parametrize("family", ["gpt2", "llama", "bert"])
+def test_the_observables_of_a_simulation_serve(family):
+    recording = record(tiny_model(family), inputs_of(family))
+    path = recording.trajectory
+    seen = hs.overview(recording, beta=1.0)
+    assert seen.order.values == pytest.approx(path.states.mean(2).norm(dim=-1).mean(1).numpy(), abs=1e-6)
+    rows = torch.stack([recording.kernel(step) for step in range(7)]).double()
+    entropy = torch.special.entr(rows).sum(-1).mean((1, 2, 3))
+    assert hs.kernel_statistics(recording).entropy.mean("head").values == pytest.approx(entropy.numpy(), abs=1e-5)
+    drift = hs.drift_and_swirl(recording, derivatives=False)
+    force = recording.force(1)(path.states[1]).norm(dim=-1).mean()
+    assert float(drift.force[1]) == pytest.approx(float(force), rel=1e-5)
+
+
 class Entropy:
     """A reducer: the mean entropy of the rows, by layer."""
 

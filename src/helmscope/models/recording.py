@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -11,6 +12,7 @@ import torch
 
 from helmscope.models.place import Frozen, Place
 from helmscope.models.recorder import Recorder
+from helmscope.models.topology import Kind
 from helmscope.models.watch import Watcher, watching
 from helmscope.store.manifest import Manifest, hash_bytes
 from helmscope.types import HelmscopeError, Trajectory
@@ -90,12 +92,34 @@ class Recording:
         self.forward(keep)
         return torch.cat(keep.weights)
 
-    def force(self, step: int) -> Any | None:
+    def force(self, step: int) -> Any:
         """The MLP of the layer to which ``step`` belongs, as a field on unit vectors with gain and bias of its norm
-        folded in; None where it could not be read.
+        folded in, times the residual multiplier. A norm behind the MLP (sandwich) is not part of it.
+
+        What the model computes is its value at ``points``.
         """
         self.certificate.require("force")
         return self.forces[self.layer(step)]
+
+    def points(self, step: int) -> Float[Tensor, "batch n d"]:
+        """Where ``force`` of the same step is to be evaluated to give what the MLP gave: core(z) / sqrt(d), with z what
+        its norm reads.
+
+        That is the direction of the state that the MLP reads, but for the norm's epsilon; in a post-norm model the
+        direction before gain and bias; in a model without a norm before the MLP the state itself, radius and all.
+        """
+        layer = self.anatomy.layers[self.layer(step)]
+        kind, norm = layer.wiring.kind, layer.mlp_norm
+        depth = 2 * self.layer(step) + (kind is not Kind.PARALLEL) - self.first
+        if depth < 0:
+            raise HelmscopeError(f"step is {step}, but the recording begins behind what its MLP reads")
+        state = self.stream_.at(depth)
+        if norm is None:
+            return state
+        if kind is not Kind.POST_NORM:
+            return norm.core()(state) / math.sqrt(self.anatomy.dim)
+        state = state if norm.bias is None else state - norm.bias.to(state)
+        return (state if norm.gain is None else state / norm.gain.to(state)) / math.sqrt(self.anatomy.dim)
 
     def resume(
         self,
