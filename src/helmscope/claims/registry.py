@@ -172,7 +172,8 @@ def _run_file(path: Path) -> str:
     sys.modules[name] = module
     sys.path.insert(0, str(path.parent))  # so that a file may import its neighbors
     try:
-        spec.loader.exec_module(module)
+        # from its source: bytecode that Python keeps is told from it by size and second, which an edit may not change
+        exec(compile(path.read_bytes(), str(path), "exec"), module.__dict__)
     except (Exception, SystemExit) as error:
         del sys.modules[name]
         if isinstance(error, HelmscopeError):

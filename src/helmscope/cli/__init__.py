@@ -5,7 +5,9 @@ One file a verb; everything heavy is imported inside it, so that ``helmscope --h
 
 from __future__ import annotations
 
+import os
 import sys
+from contextlib import suppress
 from typing import Annotated
 
 import typer
@@ -36,9 +38,11 @@ def main() -> None:
     """Entry point of the command ``helmscope``: bad input is one sentence on standard error and exit code 2."""
     try:
         code = app(sys.argv[1:] or ["--help"], standalone_mode=False)
+        if sys.stdout is not None:  # it is None where a process has none
+            sys.stdout.flush()
         if code == INTERRUPTED:
             _say("interrupted; what was written before is whole, and --resume goes on with a run")
-        sys.exit(code)
+        _leave(code)
     except HelmscopeError as error:
         sentence = str(error)
     except typer.TyperException as error:  # what the parser refuses
@@ -46,7 +50,18 @@ def main() -> None:
     except OSError as error:  # standard output cannot be written
         sentence = f"cannot write: {error.strerror}"
     _say(sentence)
-    sys.exit(2)
+    _leave(2)
+
+
+def _leave(code: int | None) -> None:
+    """Exit with this code even where what is still in the buffers cannot be written: Python would say 120."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError, AttributeError):  # full, closed, or None
+            with suppress(OSError, ValueError, AttributeError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    sys.exit(code)
 
 
 def _say(sentence: str) -> None:
