@@ -134,6 +134,7 @@ class Record:
     tables: dict[str, list[Row]] = field(default_factory=dict)
     measures: dict[str, float] = field(default_factory=dict)
     runs: list[Row] = field(default_factory=list)
+    finished: bool = False
 
     def keep(self, name: Row, found: Timing, **more: object) -> None:
         """One timing with all that belongs to it."""
@@ -147,6 +148,7 @@ class Record:
             "device": self.device.type,
             "machine": self.machine,
             "settings": self.settings,
+            "finished": self.finished,
             "measures": self.measures,
             "tables": self.tables,
             "runs": self.runs,
@@ -156,6 +158,7 @@ class Record:
 
     def finish(self) -> None:
         """Save, and print the tables."""
+        self.finished = True
         self.save()
         for title, rows in self.tables.items():
             print(f"\n{title}\n\n{markdown(rows)}", flush=True)

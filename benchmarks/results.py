@@ -110,6 +110,8 @@ def render(files: list[Path]) -> str:
     for path, found in zip(files, everything, strict=True):
         if "with changes" in found["machine"]["commit"]:
             raise SystemExit(f"{path} was measured on a tree with uncommitted changes: commit, and measure again")
+        if not found.get("finished", True):
+            raise SystemExit(f"{path} is what an interrupted benchmark left: let it run to its end")
     by_name = {(found["script"], found["device"]): found for found in everything}
     device_names = {"cuda": "GPU", "cpu": "CPU"}
     rows = [{"on": device_names[t.device], **t.row(by_name.get((t.script, t.device)))} for t in TARGETS]

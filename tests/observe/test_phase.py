@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -444,3 +445,13 @@ def test_half_times_of_several_dimensions():
     assert half_time(both).half_time.values.tolist() == [[0.5], [0.625]]
     with pytest.raises(hs.HelmscopeError, match="diagram has no 'probability' over time"):
         half_time(one.isel(time=0, drop=True))
+
+
+@pytest.mark.parametrize("size", [5, 20])
+def test_a_value_of_another_size_is_refused_in_the_span_too(size):
+    field = partial(hs.SA, value=2 * torch.eye(size, dtype=torch.float64))
+    with pytest.raises(hs.HelmscopeError, match=rf"value has shape \({size}, {size}\), but tokens of shape \(6, 8\)"):
+        hs.phase_diagram(field, betas=[1], times=[1], start=hs.Uniform(n=6, dim=8), samples=2)
+    for fits in (6, 8):
+        field = partial(hs.SA, value=2 * torch.eye(fits, dtype=torch.float64))
+        hs.phase_diagram(field, betas=[1], times=[1], start=hs.Uniform(n=6, dim=8), samples=2)

@@ -63,7 +63,13 @@ def test_they_would_meet_without_the_lock(tmp_path):
 @pytest.fixture
 def holder(tmp_path):
     """Another process that holds the folder until its standard input closes."""
-    code = "import sys\nfrom helmscope.store import locked\nwith locked(sys.argv[1]):\n    print(flush=True)\n    sys.stdin.read()"
+    code = """
+import sys
+from helmscope.store import locked
+with locked(sys.argv[1]):
+    print(flush=True)
+    sys.stdin.read()
+"""
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen([sys.executable, "-c", code, tmp_path], **pipes) as process:
         process.stdout.read(1)

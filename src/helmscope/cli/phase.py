@@ -346,7 +346,9 @@ def _values(name: str, text: str) -> list[float]:
 
 def _number(text: str) -> float | str:
     """The number, or the text itself for whoever refuses it by name."""
-    try:
-        return float(text)
-    except ValueError:
-        return text
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text

@@ -170,6 +170,17 @@ def _flows(field: object, betas: object) -> dict[float, Field]:
     return flows
 
 
+def _check_either(flow: Sized, *shapes: tuple[int, int]) -> None:
+    """Refuse a flow that fits tokens of none of the shapes; the first one speaks."""
+    said: list[HelmscopeError] = []
+    for shape in shapes:
+        try:
+            return flow.check_size(torch.empty(shape, device="meta"))
+        except HelmscopeError as error:
+            said.append(error)
+    raise said[0]
+
+
 def _delta(delta: object) -> float:
     found = real_number("delta", delta, at_least=0)
     if found > 2:
@@ -197,7 +208,8 @@ class _Sweep:
         """Refuses what cannot be a diagram; ``sample`` and ``pose`` refuse the rest."""
         start = given["start"]
         if isinstance(start, type) or not isinstance(start, Start):
-            raise HelmscopeError(f"start is {start!r}, but it must be a law of tokens such as Uniform(n=32, dim=128)")
+            shown = start.__name__ if isinstance(start, type) else f"a {type(start).__name__}"
+            raise HelmscopeError(f"start is {shown}, but it must be a law of tokens such as Uniform(n=32, dim=128)")
         if start.n < 2:
             raise HelmscopeError(f"n of start is {start.n}, but a pair needs two tokens")
         return cls(
@@ -248,8 +260,11 @@ class _Sweep:
     def in_span(self, flow: Field) -> Field | None:
         """The flow on R^n where it commutes with rotations and dim > n; else None."""
         restricted = getattr(flow, "restricted", None)
-        n = self.start.n
-        return None if restricted is None or self.noise is not None or self.start.dim <= n else restricted(n)
+        n, dim = self.start.n, self.start.dim
+        small = None if restricted is None or self.noise is not None or dim <= n else restricted(n)
+        if small is not None and isinstance(flow, Sized):
+            _check_either(flow, (n, dim), (n, n))  # V = c I may be given on R^n, as in a million dimensions it must be
+        return small
 
     def tokens(self, *, spanned: bool, dtype: torch.dtype) -> Float[Tensor, "sample n d"]:
         """The starts of all samples."""
