@@ -200,6 +200,68 @@ def test_bad_changes(make, words):
         outputs(model, "gpt2")
 
 
+def test_nested_changes_all_hold(case):
+    family, _, recording = case
+    if not recording.anatomy.tapped:
+        return
+    both = recording.under(AblateHead([0], heads=[0, 1]), Add([2], site=Site.MLP, value=0.1)).logits()
+    with (
+        changed(recording, AblateHead([0], heads=[0, 1])),
+        changed(recording, Add([2], site=Site.MLP, value=0.1)) as model,
+    ):
+        found = outputs(model, family)
+    assert (found - both).abs().max() < 1e-5 * both.abs().max()
+    with changed(recording, AblateHead([0], heads=[0, 1])):
+        inside = recording.logits()
+    assert (inside - recording.under(AblateHead([0], heads=[0, 1])).logits()).abs().max() < 1e-5 * both.abs().max()
+
+
+def test_a_change_forgets_which_texts_were_under_way():
+    model = tiny_model("gpt2")
+    recording = record(model, inputs_of("gpt2"), batch_size=2)
+    tokens = torch.zeros(3, 13, dtype=torch.bool)
+    tokens[0] = True
+    change = Replace([0], site=Site.MLP, tokens=tokens, value=torch.ones(32))
+    wanted = recording.under(change).logits()
+    with changed(recording, change):
+        assert (outputs(model, "gpt2") - wanted).abs().max() < 1e-5
+    whole = record(model, inputs_of("gpt2"), batch_size=3)
+    noise = Perturb(scale=0.5, seed=2)
+    assert (recording.under(noise).logits() - whole.under(noise).logits()).abs().max() < 1e-5
+
+
+def test_a_patch_from_a_resumed_recording_knows_its_depth():
+    recording = record(tiny_model("gpt2"), inputs_of("gpt2"))
+    later = recording.resume(3, recording.trajectory.states[3])
+    with pytest.raises(HelmscopeError, match="source begins at depth 3, but layer 1 asks for 2"):
+        recording.under(Patch([1], site=Site.INPUT, source=later))
+    again = recording.under(Patch([2], site=Site.INPUT, source=later)).logits()
+    assert (again - recording.logits()).abs().max() < 1e-5
+    with pytest.raises(HelmscopeError, match="layers holds 99"):
+        recording.under(Ablate([99]))
+
+
+def test_a_forward_of_the_instance_is_kept():
+    model = tiny_model("llama")
+    recording = record(model, inputs_of("llama"))
+    block = model.model.layers[0]
+    mine = block.forward
+    block.forward = mine
+    recording.resume(4, recording.trajectory.states[4])
+    assert block.__dict__["forward"] == mine
+
+
+def test_threads_wait_for_each_other():
+    from concurrent.futures import ThreadPoolExecutor
+
+    model = tiny_model("gpt2")
+    own, wanted = model.config._attn_implementation, record(model, inputs_of("gpt2")).trajectory.states
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(lambda _: record(model, inputs_of("gpt2")).trajectory.states, range(8)))
+    assert all(torch.equal(states, wanted) for states in found)
+    assert model.config._attn_implementation == own
+
+
 def test_a_family_that_hides_its_attention_says_so():
     model = tiny_model("bloom")
     recording = record(model, inputs_of("bloom"))

@@ -59,6 +59,8 @@ def test_bad_texts():
         (torch.zeros(2, 0, dtype=torch.long), "token ids are"),
         (torch.tensor([[1, 96]]), "the token id 96, but the model has embeddings 0 to 95"),
         (torch.zeros(2, 3), "images are"),
+        (torch.zeros(2, 3, dtype=torch.bool), "token ids are int64"),
+        (torch.zeros(2, 3, 4, 4), "could not be run on these inputs"),
     ]:
         with pytest.raises(HelmscopeError, match=said):
             record(model, texts, tokenizer=words)
@@ -150,16 +152,84 @@ def test_faults_of_attention_are_caught(family, monkeypatch):
     """Weights of the neighbouring head, rows of another sum, and a mask that is lost."""
     model, ids = tiny_model(family), inputs_of(family)
     anatomy, seen = dissect(model, {"input_ids": ids})
+    heard = [layer.attention[1].weights for layer in seen]
     assert certify.heads_line(anatomy, seen).ok
+    assert certify.attention_lines(anatomy, seen, heard, causal=False)[0].ok
     call, result = seen[1].attention
-    seen[1].attention = (call, Attended(result.output, result.weights.roll(1, 1)))
-    assert certify.heads_line(anatomy, seen).ok is False
+    for weights in (result.weights.roll(1, 1), 0.5 * result.weights, torch.nan * result.weights):
+        seen[1].attention = (call, Attended(result.output, weights))
+        assert certify.heads_line(anatomy, seen).ok is False
+        assert certify.attention_lines(anatomy, seen, heard, causal=False)[0].ok is False
     seen[1].attention = (call, Attended(result.output, 1.01 * result.weights))
-    assert certify.attention_lines(anatomy, seen, causal=False)[1].ok is False
+    assert certify.attention_lines(anatomy, seen, heard, causal=False)[1].ok is False
     seen[1].attention = (call, Attended(result.output, torch.full_like(result.weights, 1 / 13)))
-    assert certify.attention_lines(anatomy, seen, causal=True)[2].ok is False
+    assert certify.attention_lines(anatomy, seen, heard, causal=True)[2].ok is False
     seen[1].attention = None
-    assert certify.attention_lines(anatomy, seen, causal=False)[0].ok is False
+    assert certify.attention_lines(anatomy, seen, heard, causal=False)[0].ok is False
+
+
+@pytest.mark.parametrize("family", CLASSES)
+@pytest.mark.parametrize("depth", range(7))
+def test_a_wrong_state_is_caught_at_every_depth(family, depth, monkeypatch):
+    """States of the neighbouring token, written down at one depth."""
+    from helmscope.models.recorder import Stream
+
+    honest = Stream.put
+    monkeypatch.setattr(
+        Stream, "put", lambda self, at, rows, value: honest(self, at, rows, value.roll(1, 1) if at == depth else value)
+    )
+    recording = record(tiny_model(family), inputs_of(family))
+    assert recording.certificate["states"].ok is False
+    with pytest.raises(HelmscopeError, match="trajectory is not given out"):
+        _ = recording.trajectory
+
+
+@pytest.mark.parametrize("family", [family for family in CLASSES if family != "bloom"])
+def test_wrong_heads_on_the_way_to_a_kernel_are_caught(family, monkeypatch):
+    from helmscope.models.watch import _Depth
+
+    honest = _Depth.after
+    monkeypatch.setattr(
+        _Depth,
+        "after",
+        lambda self, call, result: honest(self, call, Attended(result.output, result.weights.roll(1, 1))),
+    )
+    recording = record(tiny_model(family), inputs_of(family))
+    assert recording.certificate["records"].ok is False
+    with pytest.raises(HelmscopeError, match="kernel is not given out"):
+        recording.kernel(0)
+
+
+def test_states_that_are_lost_are_said():
+    recording = record(tiny_model("gpt2"), inputs_of("gpt2"))
+    lost = recording.under(hs.Reweigh(function=lambda weights: torch.nan * weights))
+    assert lost.certificate.ok is False
+    with pytest.raises(HelmscopeError, match="not finite"):
+        _ = lost.trajectory
+    for states, said in [
+        (recording.trajectory.states[2] * 3, "lengths up to 3"),
+        (recording.trajectory.states[2, :1], "must be a tensor of shape"),
+        (torch.nan * recording.trajectory.states[2], "lengths up to nan"),
+    ]:
+        with pytest.raises(HelmscopeError, match=said):
+            recording.resume(2, states)
+
+
+def test_a_model_in_training_mode_is_not_run():
+    model = tiny_model("gpt2")
+    recording = record(model, inputs_of("gpt2"))
+    model.train()
+    with pytest.raises(HelmscopeError, match="training mode"):
+        recording.logits()
+
+
+def test_an_encoder_with_its_decoder_is_refused():
+    sizes = {"d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48}
+    sizes |= {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "vocab_size": 96}
+    model = tf.BartForConditionalGeneration(tf.BartConfig(**sizes)).eval()
+    with pytest.raises(HelmscopeError, match="record the encoder alone"):
+        record(model, inputs_of("gpt2"))
+    assert record(model.get_encoder(), inputs_of("gpt2")).certificate.ok
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "mistral", "gemma2", "gpt_oss"])

@@ -12,7 +12,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from helmscope.models.anatomy import Anatomy
 from helmscope.models.place import HALVES
 from helmscope.models.recording import Recording
 from helmscope.models.watch import Site, Watcher, watching
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from jaxtyping import Bool, Float
     from torch import Tensor
 
-    from helmscope.models.anatomy import Anatomy
     from helmscope.models.tap import Attended, Call
 
 CHANGEABLE = (Site.INPUT, Site.ATTENTION, Site.MIDDLE, Site.MLP, Site.OUTPUT)
@@ -51,10 +51,8 @@ def changed(model: Recording | Anatomy, *changes: Watcher) -> Iterator[Any]:
     torch.Size([1, 4, 9])
     """
     anatomy = model.anatomy if isinstance(model, Recording) else model
-    for change in changes:
-        check = getattr(change, "check", None)
-        if check is not None:
-            check(anatomy)
+    if not isinstance(anatomy, Anatomy):
+        raise HelmscopeError(f"model is a {type(model).__name__}, but changes are made under a Recording of it")
     with watching(anatomy, *changes):
         yield anatomy.model
 
@@ -72,6 +70,8 @@ class Change(Watcher):
     def check(self, anatomy: Anatomy) -> None:
         """Refuse layers that the model has not, and attention that cannot be heard."""
         count = len(anatomy.layers)
+        if self.layers is not None and (isinstance(self.layers, str) or not isinstance(self.layers, Iterable)):
+            raise HelmscopeError(f"layers is {self.layers!r}, but it must be a list of layers such as [0, 3], or None")
         for layer in self.layers or ():
             if whole_number("layers", layer, at_least=0) >= count:
                 raise HelmscopeError(f"layers holds {layer}, but the model has layers 0 to {count - 1}")
@@ -102,7 +102,7 @@ class AtSite(Change, ABC):
         new = self.new(layer, value)
         if self.tokens is None:
             return new
-        return torch.where(self.tokens[self.rows].unsqueeze(-1).to(value.device), new, value)
+        return torch.where(rows_of("tokens", self.tokens, self.rows, value).unsqueeze(-1), new, value)
 
     @abstractmethod
     def new(self, layer: int, value: Tensor) -> Tensor:
@@ -134,7 +134,7 @@ class Replace(AtSite):
 
     def new(self, layer: int, value: Tensor) -> Tensor:
         """The given value."""
-        return _rows_of(self.value, self.rows, value).expand_as(value)
+        return _value_at(self.value, self.rows, value).expand_as(value)
 
 
 @dataclass(eq=False)
@@ -149,7 +149,7 @@ class Add(AtSite):
 
     def new(self, layer: int, value: Tensor) -> Tensor:
         """The sum."""
-        return value + _rows_of(self.value, self.rows, value)
+        return value + _value_at(self.value, self.rows, value)
 
 
 @dataclass(eq=False)
@@ -178,7 +178,10 @@ class Patch(AtSite):
     def new(self, layer: int, value: Tensor) -> Tensor:
         """The other recording's state."""
         assert self.source is not None
-        state = self.source.stream(2 * layer + HALVES[self.site] - self.source.first)[self.rows]
+        depth = 2 * layer + HALVES[self.site]
+        if depth < self.source.first:
+            raise HelmscopeError(f"source begins at depth {self.source.first}, but layer {layer} asks for {depth}")
+        state = self.source.stream(depth - self.source.first)[self.rows]
         if state.shape != value.shape:
             raise HelmscopeError(f"source has states {tuple(state.shape)}, but the model has {tuple(value.shape)}")
         return state.to(value)
@@ -198,8 +201,8 @@ class Part(Enum):
 
 @dataclass(eq=False)
 class Perturb(Change):
-    """Gaussian noise on query, key or value, of ``scale`` times its root mean square in the layer; the same ``seed``
-    gives the same noise in every forward.
+    """Gaussian noise on query, key or value, of ``scale`` times its root mean square over a text in the layer. It
+    follows from ``seed``, layer and the number of the text, in every forward and however many run at a time.
 
     >>> Perturb(part=Part.KEY, scale=0.1, seed=1).scale
     0.1
@@ -220,9 +223,11 @@ class Perturb(Change):
         if not self.acts(layer):
             return call
         old: Tensor = getattr(call, self.part.value)
-        generator = torch.Generator().manual_seed(1_000_003 * self.seed + 1_009 * layer + (self.rows.start or 0))
-        noise = torch.randn(old.shape, generator=generator, dtype=torch.float64).to(old)
-        size = old.float().square().mean().sqrt().to(old)
+        first = self.rows.start or 0
+        seeds = [hash((self.seed, layer, first + k)) % 2**32 for k in range(len(old))]
+        draws = [torch.Generator().manual_seed(seed) for seed in seeds]
+        noise = torch.stack([torch.randn(old.shape[1:], generator=g, dtype=torch.float64) for g in draws]).to(old)
+        size = old.float().square().mean((1, 2, 3), keepdim=True).sqrt().to(old)
         new: dict[str, Any] = {self.part.value: old + self.scale * size * noise}
         return replace(call, **new)
 
@@ -243,7 +248,11 @@ class Reweigh(Change):
         if not self.acts(layer):
             return result
         assert call is not None
-        return result.with_weights(self.function(result.weights), call)
+        weights = self.function(result.weights)
+        if not isinstance(weights, torch.Tensor) or weights.shape != result.weights.shape:
+            shown = tuple(weights.shape) if isinstance(weights, torch.Tensor) else type(weights).__name__
+            raise HelmscopeError(f"function gives {shown}, but weights have the shape {tuple(result.weights.shape)}")
+        return result.with_weights(weights, call)
 
 
 @dataclass(eq=False)
@@ -269,7 +278,7 @@ class AblateHead(Change):
             return result
         count = result.output.shape[2]
         for head in self.heads:
-            if not 0 <= head < count:
+            if whole_number("heads", head, at_least=0) >= count:
                 raise HelmscopeError(f"heads holds {head}, but layer {layer} has heads 0 to {count - 1}")
         output = result.output.clone()
         output[:, :, list(self.heads)] = 0
@@ -278,8 +287,8 @@ class AblateHead(Change):
 
 @dataclass(eq=False)
 class MaskKeys(Change):
-    """No other token sees the tokens where ``keys`` (batch, n) is True. A token that would see nobody sees what it saw
-    before.
+    """No other token sees the tokens where ``keys`` (batch, n) is True; a token always sees itself. One that would see
+    nobody sees what it saw before.
 
     >>> MaskKeys(keys=torch.tensor([[True, False]])).acts(0)
     True
@@ -302,7 +311,8 @@ class MaskKeys(Change):
         n = call.query.shape[-2]
         least = torch.finfo(call.query.dtype).min
         old = call.query.new_zeros(1, 1, n, n) if call.mask is None else call.mask
-        hidden = self.keys[self.rows].to(old.device)[:, None, None, :]
+        others = ~torch.eye(n, dtype=torch.bool, device=old.device)
+        hidden = rows_of("keys", self.keys, self.rows, call.query[:, 0])[:, None, None, :] & others
         seen = (old > least / 2) & ~hidden
         blind = ~seen.any(-1, keepdim=True)
         return replace(call, mask=torch.where(hidden & ~blind, least, old))
@@ -336,8 +346,21 @@ def with_parameters(model: Any, values: Mapping[str, Tensor]) -> Iterator[Any]:
                 known[name].copy_(value)
 
 
-def _rows_of(value: Tensor | float, rows: slice, like: Tensor) -> Tensor:
-    """A value for the prompts under way."""
+def rows_of(name: str, mask: Bool[Tensor, "batch n"], rows: slice, like: Tensor) -> Bool[Tensor, "rows n"]:
+    """The part of a mask over the whole batch that belongs to the texts under way, of shape ``like``'s (rows, n)."""
+    part = mask[rows].to(like.device)
+    if part.shape != like.shape[:2]:
+        raise HelmscopeError(
+            f"{name} is of shape {tuple(mask.shape)}, but the texts are (batch, n) with n = {like.shape[1]}"
+        )
+    return part
+
+
+def _value_at(value: Tensor | float, rows: slice, like: Tensor) -> Tensor:
+    """A value for the texts under way: it broadcasts to them, or has a row for each text of the batch."""
     tensor = torch.as_tensor(value).to(like)
-    whole = tensor.ndim == 3 and len(tensor) > 1
-    return tensor[rows] if whole else tensor
+    part = tensor[rows] if tensor.ndim == 3 and len(tensor) > 1 else tensor
+    try:
+        return part.expand_as(like)
+    except RuntimeError as error:
+        raise HelmscopeError(f"value has shape {tuple(tensor.shape)}, but states are {tuple(like.shape)}") from error

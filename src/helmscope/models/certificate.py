@@ -45,6 +45,10 @@ class Certificate:
         """Whether no check failed."""
         return all(line.ok is not False for line in self.lines)
 
+    def with_line(self, new: Line) -> Certificate:
+        """With one line more, in place of an older one of its name."""
+        return Certificate((*(line for line in self.lines if line.name != new.name), new))
+
     def __getitem__(self, name: str) -> Line:
         return next(line for line in self.lines if line.name == name)
 

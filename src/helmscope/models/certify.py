@@ -11,17 +11,18 @@ import torch
 from helmscope.models.certificate import Line
 from helmscope.models.experts import folded
 from helmscope.models.mlp_reading import affine_of, read_mlp
-from helmscope.models.probe import no_cache
-from helmscope.models.tap import head_outputs, tapped
+from helmscope.models.probe import no_cache, run
+from helmscope.models.tap import head_outputs, plainly_eager
 from helmscope.models.topology import Kind
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from torch import Tensor
 
     from helmscope.models.anatomy import Anatomy, Layer
     from helmscope.models.probe import LayerProbe
+    from helmscope.models.recorder import Stream
 
 BOUNDS = {torch.float64: 1e-10, torch.float32: 1e-5}
 COARSE = 3e-2  # of half precision
@@ -41,6 +42,49 @@ def topology_line(anatomy: Anatomy, seen: list[LayerProbe]) -> Line:
     return Line("topology", chained, says, blocks=("trajectory", "resume"))
 
 
+def finite_line(radius: Tensor) -> Line:
+    """Whether every state that was written down is finite."""
+    good = bool(torch.isfinite(radius).all())
+    says = "all states are finite" if good else "some states are not finite"
+    return Line("finite", good, says, blocks=("trajectory", "resume"))
+
+
+def states_line(stream: Stream, anatomy: Anatomy, seen: list[LayerProbe]) -> Line:
+    """What a recorder wrote down of the probed tokens against what their modules showed: every depth."""
+    gaps = []
+    for number, (layer, found) in enumerate(zip(anatomy.layers, seen, strict=True)):
+        assert found.post is not None
+        gaps.append(relative(stream.at(2 * number), found.pre))
+        middle = _middle(layer, found)
+        gaps.append(relative(stream.at(2 * number + 1), middle))
+        gaps.append(relative(stream.at(2 * number + 2), found.post))
+    says = f"{len(gaps)} states as they are written down are those that the modules show"
+    return Line.held("states", worst_of(gaps), bound(seen[0].pre.dtype), says, ("trajectory", "resume"))
+
+
+def _middle(layer: Layer, found: LayerProbe) -> Tensor:
+    wiring = layer.wiring
+    if wiring.kind is Kind.POST_NORM:
+        shown = next(call for call in found.calls if call.path == wiring.middle).output
+    else:
+        shown = next(call for call in found.calls if call.path == wiring.attention).output
+    assert shown is not None
+    shown = shown.reshape(found.pre.shape)
+    return shown if wiring.kind is Kind.POST_NORM else found.pre + wiring.scales[0] * shown
+
+
+def relative(found: Tensor, wanted: Tensor) -> float:
+    """|found - wanted| / |wanted| over all entries, 0 where both are 0."""
+    found, wanted = found.double(), wanted.double().reshape(found.shape)
+    off, size = float((found - wanted).norm()), float(wanted.norm())
+    return off / size if size > 0 else off
+
+
+def worst_of(values: Iterable[float]) -> float:
+    """The largest, or NaN where one is NaN."""
+    return float(torch.tensor([0.0, *values], dtype=torch.float64).max())
+
+
 def residual_line(errors: Tensor, dtype: torch.dtype) -> Line:
     """The residual identities of every layer, over all tokens recorded."""
     worst = float(errors.max())
@@ -50,46 +94,47 @@ def residual_line(errors: Tensor, dtype: torch.dtype) -> Line:
 
 
 def logits_line(anatomy: Anatomy, inputs: Mapping[str, Tensor], recorded: Tensor) -> Line:
-    """The output of the watched model against that of the untouched one."""
-    model = anatomy.model
+    """The output of the watched model against that of the untouched one, as it is and with its own eager attention."""
+    model, blocks = anatomy.model, ("trajectory", "kernel", "replay", "lens")
     own = str(model.config._attn_implementation)
-    with torch.no_grad():
-        untouched = model(**inputs, **no_cache(model))[0]
-        with tapped(model, None):
-            eager = model(**inputs, **anatomy.options)[0]
-    off = float((recorded - untouched).abs().max() / untouched.abs().max())
-    if not torch.equal(recorded, eager):
-        apart = float((recorded - eager).abs().max())
-        return Line("logits", False, f"recording changes the output by {apart:.1e}", off, 0.0, ("trajectory", "kernel"))
-    says = f"bit-equal to eager attention; the model's own ({own}) differs by rounding" if off else "bit-equal"
-    return Line.held("logits", off, 1e-3 if bound(recorded.dtype) < COARSE else 0.1, says, ("trajectory", "kernel"))
+    untouched = run(model, inputs, **no_cache(model))[0]
+    with plainly_eager(model):
+        eager = run(model, inputs, **anatomy.options)[0]
+    off, apart = relative(recorded, untouched), relative(recorded, eager)
+    most = bound(recorded.dtype, inside=True)
+    if own == "eager" or not apart:
+        says = "bit-equal to the untouched model" if own == "eager" else "bit-equal to eager attention"
+        says = says if not apart else "recording changes the output: the family's eager attention has a way of its own"
+        says += f"; the model's own ({own}) differs by rounding" if own != "eager" and off else ""
+        return Line.held("logits", apart if own == "eager" else off, most, says, blocks)
+    return Line.held("logits", apart, most, "recording differs from eager attention", blocks)
 
 
-def attention_lines(anatomy: Anatomy, seen: list[LayerProbe], causal: bool) -> list[Line]:
-    """One record a layer, rows that sum to 1 or miss a stated mass, nothing from the future."""
+def attention_lines(anatomy: Anatomy, seen: list[LayerProbe], heard: list[Tensor], causal: bool | None) -> list[Line]:
+    """One record a layer, the same by the probe and by a watcher; rows that sum to 1 or miss a stated mass; nothing of
+    the future.
+    """
     rows = [_weights(layer, found) for layer, found in zip(anatomy.layers, seen, strict=True)]
     known = [each for each in rows if each is not None]
-    count = Line(
-        "records",
-        len(known) == len(seen),
-        f"{len(known)} attention records of {len(seen)} layers",
-        blocks=("kernel", "replay"),
-    )
+    same = sum(a is not None and a.shape == b.shape and torch.equal(a, b) for a, b in zip(rows, heard, strict=False))
+    says = f"{same} attention records of {len(seen)} layers, the same by two ways"
+    count = Line("records", same == len(seen) == len(heard), says, blocks=("kernel", "replay"))
     if not known:
         return [count]
-    missing = max(float((1 - each.sum(-1)).max()) for each in known)
-    over = max(float((each.sum(-1) - 1).max()) for each in known)
+    missing = worst_of(float((1 - each.sum(-1)).max()) for each in known)
+    over = worst_of(float((each.sum(-1) - 1).max()) for each in known)
     says = "rows sum to 1" if missing < 1e-2 else f"a sink outside the tokens takes up to {missing:.2f} of a row"
-    sums = Line.held("rows", max(over, 0.0), 3e-2 if known[0].dtype.itemsize < 4 else 1e-5, says, ("kernel",))
-    later = max(float(each.triu(1).abs().max()) for each in known)
-    ahead = Line.held("causality", later, 0.0, "no weight on later tokens", ("kernel",))
-    both = Line("causality", None, "attention looks both ways")
-    return [count, sums, ahead if causal else both]
+    sums = Line.held("rows", over, 3e-2 if known[0].dtype.itemsize < 4 else 1e-5, says, ("kernel", "replay"))
+    if causal is None:
+        return [count, sums, Line("causality", None, "one token alone, or images: nothing to see")]
+    later = worst_of(float(each.triu(1).abs().max()) for each in known)
+    ahead = Line.held("causality", later, 0.0, "no weight on later tokens", ("kernel", "replay"))
+    return [count, sums, ahead if causal else Line("causality", None, "attention looks both ways")]
 
 
 def heads_line(anatomy: Anatomy, seen: list[LayerProbe]) -> Line:
-    """sum_h A_h V_h W_O^h + b against what the output matrix gave."""
-    worst = 0.0
+    """sum_h A_h V_h W_O^h + b against what the output matrix gave, and that against the write."""
+    gaps = []
     for layer, found in zip(anatomy.layers, seen, strict=True):
         if layer.wiring.output_matrix is None or found.attention is None:
             return Line("heads", None, "the family hides q, k and v: no observable that needs them", blocks=("replay",))
@@ -101,14 +146,19 @@ def heads_line(anatomy: Anatomy, seen: list[LayerProbe]) -> Line:
         per_head = weight.double().view(weight.shape[0], heads.shape[1], -1)
         total = torch.einsum("bhnr,dhr->bnd", heads, per_head) + (0.0 if bias is None else bias.double())
         wanted = matrix.output.double().reshape(total.shape)
-        worst = max(worst, float((total - wanted).norm() / wanted.norm()))
-    return Line.held("heads", worst, bound(seen[0].pre.dtype), "heads add up to the write", ("replay",))
+        gaps.append(relative(total, wanted))
+        write = next(each for each in found.calls if each.path == layer.wiring.attention)
+        if not layer.wiring.sandwich:
+            assert write.output is not None
+            gaps.append(relative(write.output, wanted))
+    says = "heads add up to the write"
+    return Line.held("heads", worst_of(gaps), bound(seen[0].pre.dtype), says, ("kernel", "replay"))
 
 
 def mlp_line(anatomy: Anatomy, seen: list[LayerProbe]) -> tuple[Line, tuple[Any, ...]]:
     """The MLPs as fields, and how well they give what the modules gave."""
     forces: list[Any] = []
-    worst, dtype = 0.0, seen[0].pre.dtype
+    gaps, most = [], bound(seen[0].pre.dtype)
     for layer, found in zip(anatomy.layers, seen, strict=True):
         read = read_mlp(found, layer.wiring)
         if read is None or (layer.wiring.mlp_norm is not None and layer.mlp_norm is None):
@@ -117,15 +167,26 @@ def mlp_line(anatomy: Anatomy, seen: list[LayerProbe]) -> tuple[Line, tuple[Any,
         scale = layer.wiring.scales[1]
         force = folded(read.force, layer.mlp_norm, scale)
         wanted = scale * read.written.double()
-        off = (force.ambient(mlp_points(layer, found, read.read)) - wanted).norm() / wanted.norm()
-        worst = max(worst, float(off))
+        gaps.append(relative(force.ambient(mlp_points(layer, found, read.read)), wanted))
+        if _in_single(layer, found):
+            most = bound(seen[0].pre.dtype, inside=True)
         forces.append(force)
     unread = [k for k, force in enumerate(forces) if force is None]
     if unread:
         says = f"the MLP of layer {unread[0]} is of no kind that is known: no force, no potential, no swirl"
         return Line("mlp", None, says, blocks=("force",)), tuple(forces)
     says = f"{type(forces[0]).__name__} with its norm folded in equals the module"
-    return Line.held("mlp", worst, bound(dtype, inside=True), says, ("force",)), tuple(forces)
+    return Line.held("mlp", worst_of(gaps), most, says, ("force",)), tuple(forces)
+
+
+def _in_single(layer: Layer, found: LayerProbe) -> bool:
+    """Whether the norm before the MLP stays in float32 in a model of float64."""
+    if layer.mlp_norm is None or found.pre.dtype != torch.float64:
+        return False
+    shown = next(call for call in found.calls if call.path == layer.wiring.mlp_norm)
+    assert shown.input is not None
+    assert shown.output is not None
+    return relative(layer.mlp_norm(shown.input), shown.output) > 1e-11
 
 
 def mlp_points(layer: Layer, found: LayerProbe, read: Tensor) -> Tensor:

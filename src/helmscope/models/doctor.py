@@ -63,7 +63,8 @@ def doctor(
     >>> doctor(model, texts=10, tokens=16).trajectory_bytes
     32000
     """
-    texts, tokens = (whole_number(name, n, at_least=1) for name, n in (("texts", texts), ("tokens", tokens)))
+    for name, number in (("texts", texts), ("tokens", tokens), ("batch_size", batch_size)):
+        whole_number(name, number, at_least=1)
     loaded = model if isinstance(model, Loaded) else load(model, tokenizer=tokenizer, **options)
     limit = context_length(loaded.model)
     tokens = tokens if limit is None else min(tokens, limit)

@@ -77,16 +77,27 @@ def load(
     if isinstance(source, torch.nn.Module):
         if not isinstance(source, transformers.PreTrainedModel):
             raise HelmscopeError(f"model is a {type(source).__name__}, but it must be a transformers PreTrainedModel")
+        given = {"revision": revision, "dtype": dtype, "device": device, "device_map": device_map}
+        for name, value in given.items():
+            if value is not None:
+                raise HelmscopeError(
+                    f"{name} is {value!r}, but the model is in memory already, where nothing is changed"
+                )
         _check_numbers(source)
         return Loaded(source.eval(), tokenizer, _origin(source, type(source).__name__, None, {}))
     if not isinstance(source, str | Path):
         raise HelmscopeError(f"model is a {type(source).__name__}, but it must be a name, a folder or a model")
+    if revision is not None and Path(source).is_dir():
+        raise HelmscopeError(f"revision is {revision!r}, but '{source}' is a folder, which has none: name its folders")
     folder = Path(source) if Path(source).is_dir() else _from_hub(str(source), revision, offline)
     hashes = check_folder(folder)
-    on_cpu = device_map is None and torch.device(device or "cpu").type == "cpu"
+    on_cpu = device_map is None and str(device or "cpu").startswith("cpu")
     model = _from_folder(folder, dtype or (torch.float32 if on_cpu else "auto"), device_map)
     if device is not None:
-        model = model.to(device)
+        try:
+            model = model.to(device)
+        except (RuntimeError, AssertionError) as error:
+            raise HelmscopeError(f"device is '{device}', but torch cannot use it here: {_one_line(error)}") from error
     _check_numbers(model)
     commit = revision if folder == Path(source) else folder.name
     return Loaded(model.eval(), tokenizer or _tokenizer(folder), _origin(model, str(source), commit, hashes))

@@ -27,7 +27,7 @@ def read_norm(module: nn.Module, like: Tensor) -> Norm | None:
     >>> type(norm).__name__, norm.eps, norm.gain
     ('LayerNorm', 1e-05, tensor([1., 1., 1., 1.]))
     """
-    eps = next((float(value) for name in EPSILONS if (value := getattr(module, name, None)) is not None), 0.0)
+    eps = next((float(value) for name in EPSILONS if (value := getattr(module, name, None)) is not None), None)
     d, dtype = like.shape[-1], like.dtype
     drawn = torch.randn(16, d, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(like)
     with torch.no_grad():
@@ -35,6 +35,9 @@ def read_norm(module: nn.Module, like: Tensor) -> Norm | None:
             zero, image, shifted = module(torch.zeros_like(drawn[:1])), module(drawn), module(drawn + 1)
         except (RuntimeError, TypeError):
             return None
+        if not all(isinstance(each, torch.Tensor) and each.shape[1:] == drawn.shape[1:] for each in (zero, image)):
+            return None
+        eps = _epsilon(module, drawn, zero[0]) if eps is None else eps
         bias, gain = zero[0].detach(), _gain(module, drawn, zero[0], eps)
     size = 1e-4 if dtype in (torch.float32, torch.float64) else 3e-2
     centered = bool((image - shifted).norm() <= size * image.norm())
@@ -43,6 +46,20 @@ def read_norm(module: nn.Module, like: Tensor) -> Norm | None:
     wide = drawn.float() if dtype not in (torch.float32, torch.float64) else drawn
     agrees = bool((norm(wide) - image.to(wide)).norm() <= size * image.norm()) and isinstance(norm, kind)
     return norm if agrees else None
+
+
+def _epsilon(module: nn.Module, like: Tensor, bias: Tensor) -> float:
+    """The eps of a norm that does not say it, from how much shorter the image of a vector of signs gets when the vector
+    is short: (1 + eps) / (1 + eps / s^2) of it is left, squared.
+    """
+    signs = like.new_ones(like.shape[-1])
+    signs[1::2] = -1
+    signs = signs - signs.mean()
+    short = 1e-2
+    whole, small = (float((module((s * signs)[None])[0] - bias).double().norm()) for s in (1.0, short))
+    ratio = (whole / small) ** 2 if small > 0 else 1.0  # (1 + eps / s^2) / (1 + eps)
+    found = (ratio - 1) / (short**-2 - ratio)
+    return found if found > 1e-9 else 0.0
 
 
 def _gain(module: nn.Module, like: Tensor, bias: Tensor, eps: float) -> Tensor:

@@ -84,10 +84,24 @@ def probe(model: Any, inputs: Mapping[str, Tensor]) -> list[LayerProbe]:
             stack.enter_context(_hooked(block, found))
         stack.enter_context(tapped(model, _Ear(found)))
         more = {} if can_be_tapped(model) else {"output_attentions": True}
-        model(**inputs, **no_cache(model), **more)
+        run(model, inputs, **no_cache(model), **more)
     if not found:
         raise HelmscopeError(f"model is a {type(model).__name__}, but none of its {kind.__name__} blocks was called")
     return found
+
+
+def run(model: Any, inputs: Mapping[str, Tensor], **options: Any) -> Any:
+    """A forward without gradient; where the model itself fails, one sentence says so."""
+    try:
+        with torch.no_grad():
+            return model(**inputs, **options)
+    except HelmscopeError:
+        raise
+    except (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError, NotImplementedError) as error:
+        why = " ".join(str(error).split())[:200]
+        raise HelmscopeError(
+            f"{type(model).__name__} could not be run on these inputs: {type(error).__name__}: {why}"
+        ) from error
 
 
 def no_cache(model: Any) -> dict[str, bool]:
@@ -103,7 +117,13 @@ class _Ear:
         return call
 
     def after(self, call: Call, result: Attended) -> Attended:
-        self.found[-1].attention = (call, result)
+        under_way = self.found[-1] if self.found and self.found[-1].post is None else None
+        if under_way is None or under_way.attention is not None or call.module not in set(under_way.block.modules()):
+            raise HelmscopeError(
+                f"the model computes attention in {type(call.module).__name__} outside its blocks, or twice in one: of "
+                "an encoder and decoder, record the encoder alone, model.get_encoder()"
+            )
+        under_way.attention = (call, result)
         return result
 
 

@@ -6,17 +6,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from helmscope.models import certify
 from helmscope.models.anatomy import Anatomy, dissect
 from helmscope.models.certificate import Certificate, Line
 from helmscope.models.keep import Keep, Keeper
 from helmscope.models.load import Loaded, load
 from helmscope.models.place import Place
-from helmscope.models.probe import no_cache
+from helmscope.models.probe import no_cache, run
 from helmscope.models.recorder import Recorder
 from helmscope.models.recording import Recording
+from helmscope.models.tap import held
 from helmscope.models.texts import Batch, prepare
 from helmscope.models.watch import watching
 from helmscope.types import whole_number
@@ -46,6 +45,7 @@ def record(
     strings, token ids (batch, n) or images. Attention runs eager, to the bit; nothing of size n x n is kept unless
     ``keep`` asks for it. Every recording has a certificate, and a check that fails blocks what depends on it.
 
+    >>> import torch
     >>> from transformers import GPT2Config, GPT2LMHeadModel
     >>> sizes = {"vocab_size": 9, "n_embd": 8, "n_layer": 2, "n_head": 2, "n_positions": 16}
     >>> model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
@@ -55,6 +55,19 @@ def record(
     """
     whole_number("batch_size", batch_size, at_least=1)
     loaded = model if isinstance(model, Loaded) else load(model, tokenizer=tokenizer, **options)
+    with held(loaded.model):
+        return _recorded(loaded, texts, tokenizer, truncate, batch_size, keep, progress)
+
+
+def _recorded(
+    loaded: Loaded,
+    texts: Sequence[str] | Tensor,
+    tokenizer: Any,
+    truncate: bool,
+    batch_size: int,
+    keep: Keep,
+    progress: Callable[[int, int], None] | None,
+) -> Recording:
     batch = prepare(loaded.model, texts, tokenizer or loaded.tokenizer, truncate=truncate)
     anatomy, seen = dissect(loaded.model, _probed(batch, loaded.model))
     line, forces = certify.mlp_line(anatomy, seen)
@@ -64,7 +77,12 @@ def record(
     blank.forward(recorder, keeper, progress=progress)
     assert recorder.stream is not None
     assert recorder.errors is not None
-    lines = [*_lines(anatomy, seen, batch), certify.residual_line(recorder.errors, loaded.model.dtype), line]
+    lines = [
+        *_lines(anatomy, seen, batch),
+        certify.residual_line(recorder.errors, loaded.model.dtype),
+        certify.finite_line(recorder.stream.radius),
+        line,
+    ]
     return replace(blank, stream_=recorder.stream, certificate=Certificate(tuple(lines)), kept=keeper.kept)
 
 
@@ -73,8 +91,11 @@ def _probed(batch: Batch, model: Any) -> dict[str, Tensor]:
     device = next(model.parameters()).device
     if "input_ids" not in batch.inputs:
         return batch.rows(slice(0, PROBED_TEXTS)).to(device)
-    lengths = batch.inputs["attention_mask"].sum(-1) if "attention_mask" in batch.inputs else torch.ones(len(batch))
-    rows = sorted({int(lengths.argmin()), int(lengths.argmax())})
+    if "attention_mask" in batch.inputs:
+        lengths = batch.inputs["attention_mask"].sum(-1)
+        rows = sorted({int(lengths.argmin()), int(lengths.argmax())})
+    else:
+        rows = sorted({0, len(batch) - 1})
     return {name: value[rows, :PROBED_TOKENS].to(device) for name, value in batch.inputs.items()}
 
 
@@ -82,12 +103,16 @@ def _lines(anatomy: Anatomy, seen: list[LayerProbe], batch: Batch) -> list[Line]
     """All checks on the probed tokens."""
     inputs = _probed(batch, anatomy.model)
     recorder = Recorder(anatomy, len(seen[0].pre))
-    with torch.no_grad(), watching(anatomy, recorder):
-        recorded = anatomy.model(**inputs, **anatomy.options)[0]
+    hearer = Keeper(Keep.WEIGHTS, anatomy)
+    with watching(anatomy, recorder, hearer):
+        recorded = run(anatomy.model, inputs, **anatomy.options)[0]
+    assert recorder.stream is not None
+    heard = list(hearer.kept.get("weights", ()))
     lines = [
         certify.topology_line(anatomy, seen),
+        certify.states_line(recorder.stream, anatomy, seen),
         certify.logits_line(anatomy, inputs, recorded),
-        *certify.attention_lines(anatomy, seen, _is_causal(anatomy, inputs)),
+        *certify.attention_lines(anatomy, seen, heard, _is_causal(anatomy, inputs)),
         certify.heads_line(anatomy, seen),
         _lens_line(anatomy, recorder, inputs, recorded),
     ]
@@ -100,22 +125,21 @@ def _lens_line(anatomy: Anatomy, recorder: Recorder, inputs: dict[str, Tensor], 
     assert recorder.stream is not None
     depth = 2 * len(anatomy.layers)
     place = Place(depth, recorder.stream.at(depth), anatomy)
-    with torch.no_grad(), watching(anatomy, place, skip=place.skip):
-        found = anatomy.model(**inputs, **anatomy.options)[0]
+    with watching(anatomy, place, skip=place.skip):
+        found = run(anatomy.model, inputs, **anatomy.options)[0]
     off = float((found - wanted).abs().max() / wanted.abs().max())
     says = "the last state as it was written down gives the model's output"
     return Line.held("lens", off, certify.bound(wanted.dtype, inside=True), says, ("lens", "resume"))
 
 
-def _is_causal(anatomy: Anatomy, inputs: dict[str, Tensor]) -> bool:
-    """Whether another last token leaves the outputs before it as they were, in the untouched model."""
+def _is_causal(anatomy: Anatomy, inputs: dict[str, Tensor]) -> bool | None:
+    """Whether another last token leaves the last states before it as they were, in the untouched model; None where that
+    cannot be asked.
+    """
     if "input_ids" not in inputs or inputs["input_ids"].shape[1] < 2:
-        return False
+        return None
     other = inputs["input_ids"].clone()
     other[:, -1] = (other[:, -1] + 1) % int(anatomy.model.get_input_embeddings().num_embeddings)
-    options = no_cache(anatomy.model)
-    with torch.no_grad():
-        once, twice = (
-            anatomy.model(**inputs | {"input_ids": ids}, **options)[0] for ids in (inputs["input_ids"], other)
-        )
+    trunk, options = anatomy.model.base_model, no_cache(anatomy.model)
+    once, twice = (run(trunk, given, **options)[0] for given in (inputs, inputs | {"input_ids": other}))
     return bool(((once - twice)[:, :-1].abs().max() <= 1e-4 * once.abs().max()).item())

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from helmscope.models.certify import finite_line
 from helmscope.models.place import Frozen, Place
+from helmscope.models.probe import run
 from helmscope.models.recorder import Recorder
 from helmscope.models.topology import Kind
 from helmscope.models.watch import Watcher, watching
@@ -80,6 +83,7 @@ class Recording:
 
     def stream(self, step: int) -> Float[Tensor, "batch n d"]:
         """The residual stream at time index ``step`` as it is."""
+        self.certificate.require("trajectory")
         self.layer(step)
         return self.stream_.at(step)
 
@@ -136,20 +140,26 @@ class Recording:
         self.certificate.require("resume")
         self.layer(step)
         radius = self.stream_.radius[step].unsqueeze(-1)
+        _check_states(states, self.stream_.direction[step], frozen)
         raw = radius * states.to(radius)
         raw = raw if self.stream_.mean is None else raw + self.stream_.mean[step].unsqueeze(-1)
         kept = None if frozen is None else Frozen(frozen, self.stream_, self.first)
         place = Place(self.first + step % len(self.stream_.radius), raw, self.anatomy, kept)
-        return self.under(place, first=place.depth)
+        # what an earlier resume put in lies before this one
+        changes = tuple(each for each in self.watchers if not isinstance(each, Place))
+        return replace(self, watchers=changes).under(place, first=place.depth)
 
     def under(self, *watchers: Watcher, first: int | None = None) -> Recording:
         """The same texts with further changes to the forward."""
+        self.certificate.require("trajectory")
         begin = self.first if first is None else first
         changed = replace(self, watchers=(*self.watchers, *watchers), kept={})
         recorder = Recorder(self.anatomy, len(self.batch))
         changed.forward(recorder)
         assert recorder.stream is not None
-        return replace(changed, stream_=recorder.stream.since(begin), first=begin, kept={})
+        stream = recorder.stream.since(begin)
+        certificate = self.certificate.with_line(finite_line(stream.radius))
+        return replace(changed, stream_=stream, first=begin, kept={}, certificate=certificate)
 
     def replay(self, *reducers: Reducer) -> None:
         """Run the model once more with reducers attached, which see query, key, value and weights of every layer."""
@@ -158,6 +168,7 @@ class Recording:
 
     def logits(self, step: int | None = None) -> Float[Tensor, "batch n vocabulary"]:
         """What the model's head makes of its last state, or of the state at time index ``step`` (the lens)."""
+        self.certificate.require("lens")
         if step is None:
             return self.forward(whole=True)
         self.layer(step)
@@ -192,21 +203,46 @@ class Recording:
     ) -> Tensor:
         """Run the model on the texts, some at a time, under all changes; with ``whole`` to its head, which is given."""
         model, found = self.anatomy.model, []
-        run = model if whole else model.base_model
+        model_run = model if whole else model.base_model
         device = next(model.parameters()).device
         everyone = (*self.watchers, *watchers)
+        if model.training:
+            raise HelmscopeError("the model is in training mode, where every forward is another: call model.eval()")
         skip = max((watcher.skip for watcher in everyone if isinstance(watcher, Place)), default=0)
-        with torch.no_grad(), watching(self.anatomy, *everyone, skip=skip):
+        with watching(self.anatomy, *everyone, skip=skip), _rows_forgotten(everyone):
             for begin in range(0, len(self.batch), self.size):
                 rows = slice(begin, min(begin + self.size, len(self.batch)))
                 for watcher in everyone:
                     watcher.rows = rows
-                out = run(**self.batch.rows(rows).to(device), **self.anatomy.options)
+                out = run(model_run, self.batch.rows(rows).to(device), **self.anatomy.options)
                 if whole:
                     found.append(out[0])
                 if progress is not None:
                     progress(rows.stop, len(self.batch))
         return torch.cat(found) if whole else torch.empty(0)
+
+
+@contextmanager
+def _rows_forgotten(watchers: tuple[Watcher, ...]) -> Iterator[None]:
+    """Afterwards every watcher looks at whole batches again."""
+    try:
+        yield
+    finally:
+        for watcher in watchers:
+            watcher.rows = slice(None)
+
+
+def _check_states(states: Tensor, like: Tensor, frozen: Tensor | None) -> None:
+    """Directions to go on from, and tokens to hold: of the shape of those that are there."""
+    if not isinstance(states, torch.Tensor) or states.shape != like.shape:
+        shown = tuple(states.shape) if isinstance(states, torch.Tensor) else type(states).__name__
+        raise HelmscopeError(f"states is {shown}, but it must be a tensor of shape {tuple(like.shape)}")
+    length = torch.linalg.vector_norm(states.double(), dim=-1)
+    if not bool(((length - 1).abs() <= 1e-3).all()):
+        raise HelmscopeError(f"states has lengths up to {float(length.max()):g}, but directions are unit vectors")
+    if frozen is not None and (not isinstance(frozen, torch.Tensor) or frozen.shape != like.shape[:2]):
+        shown = tuple(frozen.shape) if isinstance(frozen, torch.Tensor) else type(frozen).__name__
+        raise HelmscopeError(f"frozen is {shown}, but it must be a tensor of bool of shape {tuple(like.shape[:2])}")
 
 
 class _KeepWeights(Watcher):

@@ -13,15 +13,18 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from threading import RLock
 from typing import TYPE_CHECKING, Any, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
+from torch import nn
 
 from helmscope.types import MissingExtra
 
 if TYPE_CHECKING:
     from jaxtyping import Float
-    from torch import Tensor, nn
+    from torch import Tensor
 
 NAME = "helmscope"
 
@@ -74,6 +77,21 @@ class Listener(Protocol):
 
 
 _listener: ContextVar[Listener | None] = ContextVar("listener", default=None)
+_locks: WeakKeyDictionary[nn.Module, RLock] = WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class _Both:
+    """An outer listener, then an inner one, as nested contexts want it."""
+
+    outer: Listener
+    inner: Listener
+
+    def before(self, call: Call) -> Call:
+        return self.inner.before(self.outer.before(call))
+
+    def after(self, call: Call, result: Attended) -> Attended:
+        return self.inner.after(call, self.outer.after(call, result))
 
 
 def tapped_attention(
@@ -106,15 +124,23 @@ def can_be_tapped(model: Any) -> bool:
 
 
 @contextmanager
+def held(model: Any) -> Iterator[None]:
+    """Inside, no other thread changes or records this model: it waits."""
+    with _locks.setdefault(model, RLock()):
+        yield
+
+
+@contextmanager
 def tapped(model: Any, listener: Listener | None) -> Iterator[None]:
     """Inside, the attention of a model is eager and heard by ``listener``; afterwards the model's own is back.
 
     A family outside the registry is heard by nobody. It is told to be eager all the same: asked for its weights under
-    another name it may compute them without its mask.
+    another name it may compute them without its mask. Contexts nest, and an outer listener goes on hearing.
     """
-    registered = can_be_tapped(model)
+    registered, outer = can_be_tapped(model), _listener.get()
+    everyone = _Both(outer, listener) if outer is not None and listener is not None else listener or outer
     before = [(config, config._attn_implementation_internal) for config in _configs(model)]
-    token = _listener.set(listener)
+    token = _listener.set(everyone)
     try:
         if registered:
             _register()
@@ -125,6 +151,19 @@ def tapped(model: Any, listener: Listener | None) -> Iterator[None]:
         yield
     finally:
         _listener.reset(token)
+        for config, name in before:
+            config._attn_implementation_internal = name
+
+
+@contextmanager
+def plainly_eager(model: Any) -> Iterator[None]:
+    """Inside, a model computes its attention by its own eager code, and nobody hears it."""
+    before = [(config, config._attn_implementation_internal) for config in _configs(model)]
+    try:
+        for config, _ in before:
+            config._attn_implementation_internal = "eager"
+        yield
+    finally:
         for config, name in before:
             config._attn_implementation_internal = name
 

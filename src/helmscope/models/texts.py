@@ -63,6 +63,8 @@ def prepare(model: Any, texts: Any, tokenizer: Any = None, *, truncate: bool = F
 
 
 def _from_tensor(model: Any, value: Tensor) -> Batch:
+    if not value.is_floating_point() and value.dtype not in (torch.int64, torch.int32):
+        raise HelmscopeError(f"texts is a tensor of {value.dtype}, but token ids are int64 or int32, and images floats")
     if value.is_floating_point():
         if value.ndim != 4 or not len(value):
             raise HelmscopeError(
@@ -99,7 +101,7 @@ def _from_strings(model: Any, texts: list[str], tokenizer: Any, truncate: bool) 
 def context_length(model: Any) -> int | None:
     """The longest text of a model, None where its positions have no end."""
     most = getattr(model.config, "max_position_embeddings", None)
-    if most is None:
+    if most is None or most < 1:
         return None
     # RoBERTa counts its positions from behind the padding index
     tables = (part for name, part in model.named_modules() if name.endswith("embeddings.position_embeddings"))

@@ -24,8 +24,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from helmscope.models.probe import tensors_in
-from helmscope.models.tap import Attended, Call, tapped
+from helmscope.models.tap import Attended, Call, held, tapped
 from helmscope.models.topology import Kind
+from helmscope.types import HelmscopeError
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -61,6 +62,9 @@ class Watcher:
     hears: bool = False
     rows: slice = slice(None)  # the prompts of the batch that are under way
 
+    def check(self, anatomy: Anatomy) -> None:
+        """Refuse a model that this watcher does not fit, before anything runs."""
+
     def state(self, site: Site, layer: int, value: Tensor) -> Tensor | None:
         """A state or write (batch, n, d), valid during the call alone; what is returned takes its place."""
         return None
@@ -81,6 +85,7 @@ class _Depth:
         self.anatomy, self.watchers, self.number = anatomy, watchers, -1
         self.pre: Tensor | None = None
         self.wanted = frozenset(site for watcher in watchers for site in watcher.sites)
+        self.modules = {id(module) for block in anatomy.blocks for module in block.modules()}
 
     @property
     def layer(self) -> Layer:
@@ -95,12 +100,20 @@ class _Depth:
                 changed = changed if answer is None else answer
         return changed
 
+    def _of_block(self, call: Call | None) -> bool:
+        """Whether a call comes from a block of this model, and not from another model or another part of it."""
+        return call is None or id(call.module) in self.modules
+
     def before(self, call: Call) -> Call:
+        if not self._of_block(call):
+            return call
         for watcher in self.watchers:
             call = watcher.before(self.number, call) if watcher.hears else call
         return call
 
     def after(self, call: Call | None, result: Attended) -> Attended:
+        if not self._of_block(call):
+            return result
         for watcher in self.watchers:
             result = watcher.after(self.number, call, result) if watcher.hears else result
         return result
@@ -111,11 +124,25 @@ def watching(anatomy: Anatomy, *watchers: Watcher, skip: int = 0) -> Iterator[No
     """Inside, every forward of the model is seen by the watchers, in their order; each sees what those before left.
 
     The first ``skip`` layers hand their input on and compute nothing, for a watcher who puts another state behind them;
-    where the blocks of a model return more than a state, or are tied, they run all the same.
+    where the blocks of a model return more than a state, or are tied, they run all the same. Another thread that wants
+    the same model waits.
     """
+    for watcher in watchers:
+        if not isinstance(watcher, Watcher):
+            raise HelmscopeError(
+                f"a {type(watcher).__name__} is given as a change, but it must be a Watcher such as Ablate()"
+            )
+        watcher.check(anatomy)
+    with held(anatomy.model), _hooked(anatomy, watchers, skip):
+        yield
+
+
+@contextmanager
+def _hooked(anatomy: Anatomy, watchers: tuple[Watcher, ...], skip: int) -> Iterator[None]:
     depth = _Depth(anatomy, watchers)
     skipped = [layer.block for layer in anatomy.layers[:skip]] if anatomy.can_skip else []
     handles: list[RemovableHandle] = []
+    own: list[Any] = []
 
     def begin(module: nn.Module, args: tuple[Any, ...]) -> None:
         depth.number = -1
@@ -124,6 +151,7 @@ def watching(anatomy: Anatomy, *watchers: Watcher, skip: int = 0) -> Iterator[No
         for entry in (anatomy.model, anatomy.model.base_model):  # whichever is called
             handles.append(entry.register_forward_pre_hook(begin))
         for block in skipped:
+            own.append(block.__dict__.get("forward"))  # one of the instance's, as tools that move weights about set it
             block.forward = _hand_on
         for block in anatomy.blocks:
             handles += _on_block(block, depth)
@@ -132,8 +160,10 @@ def watching(anatomy: Anatomy, *watchers: Watcher, skip: int = 0) -> Iterator[No
         with tapped(anatomy.model, depth if any(watcher.hears for watcher in watchers) else None):
             yield
     finally:
-        for block in skipped:
-            del block.forward  # the instance's; that of its class is there again
+        for block, forward in zip(skipped, own, strict=False):
+            del block.forward
+            if forward is not None:
+                block.forward = forward
         for handle in handles:
             handle.remove()
 
