@@ -93,6 +93,16 @@ TARGETS = [
     ),
     *_cpu_sums(),
     Target("figure 3: panel d=1024 over panel d=32", "figure3", "cpu", "panel d=1024 / panel d=32", "<=", 1.2),
+    Target("recording, 12 x 192: times an eager forward", "recording", "cpu", "record / plain", "<=", 1.5),
+    Target(
+        "recording, 12 x 192: memory beyond a forward, of the trajectory",
+        "recording",
+        "cpu",
+        "more bytes / trajectory, small",
+        "<=",
+        1.1,
+    ),
+    Target("recording, GPT-2, 1,024 tokens: bytes beyond a forward", "recording", "cpu", "more bytes, full", "<=", 3e8),
 ]
 
 
