@@ -48,6 +48,24 @@ def test_padding_changes_nothing_for_real_tokens(family):
     assert seen.order.shape == (7,)
 
 
+def test_inputs_as_a_tokenizer_gives_them():
+    model, words = tiny_model("gpt2"), letters(framed=False)
+    texts = ["a b c", "d e f g h i j"]
+    wanted = record(model, texts, tokenizer=words)
+    found = record(model, words(texts, padding=True, return_tensors="pt", return_token_type_ids=False))
+    assert torch.equal(found.trajectory.states, wanted.trajectory.states)
+    assert torch.equal(found.trajectory.mask, wanted.trajectory.mask)
+    with pytest.raises(HelmscopeError, match="must hold input_ids"):
+        record(model, {"attention_mask": torch.ones(2, 3)})
+    assert record(model, torch.ones(1, 70, dtype=torch.long), truncate=True).trajectory.states.shape[2] == 64
+
+
+def test_unknown_words_count():
+    recording = record(tiny_model("gpt2"), ["a word b"], tokenizer=letters(framed=False))
+    assert recording.batch.tokens[0] == ("a", "[UNK]", "b")
+    assert recording.batch.mask.all()
+
+
 def test_bad_texts():
     model, words = tiny_model("gpt2"), letters(framed=False)
     for texts, said in [
@@ -144,6 +162,8 @@ def test_half_precision_is_read_too(family, dtype, monkeypatch):
     print(recording.certificate)
     assert recording.certificate.ok
     assert str(recording.anatomy) == str(record(tiny_model(family), inputs_of(family)).anatomy)
+    if recording.anatomy.tapped:
+        assert (recording.kernel(0).sum(-1) - 1).abs().max() < 1e-6
     assert recording.trajectory.states.dtype == torch.float32
 
 

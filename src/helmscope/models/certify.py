@@ -126,7 +126,7 @@ def attention_lines(anatomy: Anatomy, seen: list[LayerProbe], heard: list[Tensor
     says = "rows sum to 1" if missing < 1e-2 else f"a sink outside the tokens takes up to {missing:.2f} of a row"
     sums = Line.held("rows", over, 3e-2 if known[0].dtype.itemsize < 4 else 1e-5, says, ("kernel", "replay"))
     if causal is None:
-        return [count, sums, Line("causality", None, "one token alone, or images: nothing to see")]
+        return [count, sums, Line("causality", None, "not to be told: images, one token alone, or tokens apart")]
     later = worst_of(float(each.triu(1).abs().max()) for each in known)
     ahead = Line.held("causality", later, 0.0, "no weight on later tokens", ("kernel", "replay"))
     return [count, sums, ahead if causal else Line("causality", None, "attention looks both ways")]

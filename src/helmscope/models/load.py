@@ -86,7 +86,9 @@ def load(
         _check_numbers(source)
         return Loaded(source.eval(), tokenizer, _origin(source, type(source).__name__, None, {}))
     if not isinstance(source, str | Path):
-        raise HelmscopeError(f"model is a {type(source).__name__}, but it must be a name, a folder or a model")
+        raise HelmscopeError(
+            f"model is a {type(source).__name__}, but it must be a name, a folder or a model; of several take load_all"
+        )
     if revision is not None and Path(source).is_dir():
         raise HelmscopeError(f"revision is {revision!r}, but '{source}' is a folder, which has none: name its folders")
     folder = Path(source) if Path(source).is_dir() else _from_hub(str(source), revision, offline)

@@ -134,12 +134,20 @@ def _lens_line(anatomy: Anatomy, recorder: Recorder, inputs: dict[str, Tensor], 
 
 def _is_causal(anatomy: Anatomy, inputs: dict[str, Tensor]) -> bool | None:
     """Whether another last token leaves the last states before it as they were, in the untouched model; None where that
-    cannot be asked.
+    cannot be asked, or where another first token makes no difference to the later ones either.
     """
     if "input_ids" not in inputs or inputs["input_ids"].shape[1] < 2:
         return None
-    other = inputs["input_ids"].clone()
-    other[:, -1] = (other[:, -1] + 1) % int(anatomy.model.get_input_embeddings().num_embeddings)
     trunk, options = anatomy.model.base_model, no_cache(anatomy.model)
-    once, twice = (run(trunk, given, **options)[0] for given in (inputs, inputs | {"input_ids": other}))
-    return bool(((once - twice)[:, :-1].abs().max() <= 1e-4 * once.abs().max()).item())
+    size = int(anatomy.model.get_input_embeddings().num_embeddings)
+
+    def moved(at: int) -> Tensor:
+        """How far the last states go when one token is another."""
+        other = inputs["input_ids"].clone()
+        other[:, at] = (other[:, at] + 1) % size
+        once, twice = (run(trunk, given, **options)[0] for given in (inputs, inputs | {"input_ids": other}))
+        off: Tensor = (once - twice).abs().amax((0, 2)) / once.abs().max()
+        return off
+
+    last, first = float(moved(-1)[:-1].max()), float(moved(0)[1:].max())
+    return None if max(last, first) <= 1e-6 else last <= 1e-4 * first

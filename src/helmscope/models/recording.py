@@ -167,7 +167,9 @@ class Recording:
         self.forward(*(_Reducing(reducer) for reducer in reducers))
 
     def logits(self, step: int | None = None) -> Float[Tensor, "batch n vocabulary"]:
-        """What the model's head makes of its last state, or of the state at time index ``step`` (the lens)."""
+        """What the model's head makes of its last state, or of the state at time index ``step`` (the lens); of a model
+        without a head, what it returns first.
+        """
         self.certificate.require("lens")
         if step is None:
             return self.forward(whole=True)

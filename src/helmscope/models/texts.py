@@ -42,14 +42,17 @@ class Batch:
 
 
 def prepare(model: Any, texts: Any, tokenizer: Any = None, *, truncate: bool = False) -> Batch:
-    """Texts (by the tokenizer), token ids (batch, n) or pixels (batch, channels, height, width) as a batch.
+    """Texts (by the tokenizer), token ids (batch, n), pixels (batch, channels, height, width), or the named inputs of the
+    model's forward, such as a tokenizer gives, as a batch.
 
     Texts of different lengths are padded on the right. Padding and special tokens take part in the forward but not in
     what is measured. Refused, in one sentence: no texts, an empty text, a text longer than the model's context unless
     ``truncate``, an id that the model has no embedding for.
     """
+    if isinstance(texts, Mapping):
+        return _from_inputs(model, texts)
     if isinstance(texts, torch.Tensor):
-        return _from_tensor(model, texts)
+        return _from_tensor(model, texts, truncate)
     if isinstance(texts, str) or not isinstance(texts, Sequence):
         raise HelmscopeError(f"texts is a {type(texts).__name__}, but it must be a list of strings or a tensor")
     if not texts:
@@ -62,7 +65,20 @@ def prepare(model: Any, texts: Any, tokenizer: Any = None, *, truncate: bool = F
     return _from_strings(model, list(texts), tokenizer, truncate)
 
 
-def _from_tensor(model: Any, value: Tensor) -> Batch:
+def _from_inputs(model: Any, given: Mapping[str, Any]) -> Batch:
+    """Inputs as they are; tokens that the attention mask hides do not count."""
+    inputs = {str(name): torch.as_tensor(value) for name, value in given.items()}
+    main = inputs.get("input_ids", inputs.get("pixel_values"))
+    if main is None or any(len(value) != len(main) or not len(value) for value in inputs.values()):
+        raise HelmscopeError(
+            f"texts names {sorted(inputs)}, but it must hold input_ids or pixel_values, equally many of each"
+        )
+    plain = _from_tensor(model, main, truncate=False)
+    mask = inputs.get("attention_mask")
+    return Batch(inputs, None if mask is None else mask.bool(), plain.tokens)
+
+
+def _from_tensor(model: Any, value: Tensor, truncate: bool) -> Batch:
     if not value.is_floating_point() and value.dtype not in (torch.int64, torch.int32):
         raise HelmscopeError(f"texts is a tensor of {value.dtype}, but token ids are int64 or int32, and images floats")
     if value.is_floating_point():
@@ -74,6 +90,8 @@ def _from_tensor(model: Any, value: Tensor) -> Batch:
     if value.ndim != 2 or 0 in value.shape:
         raise HelmscopeError(f"texts has shape {tuple(value.shape)}, but token ids are (batch, n) with n >= 1")
     _check_ids(model, value)
+    if truncate and (limit := context_length(model)) is not None:
+        value = value[:, :limit]
     _check_length(model, [value.shape[1]] * len(value))
     labels = tuple(tuple(str(k) for k in row) for row in value.tolist())
     return Batch({"input_ids": value}, None, labels)
@@ -93,7 +111,8 @@ def _from_strings(model: Any, texts: list[str], tokenizer: Any, truncate: bool) 
     ids = torch.tensor([row + [pad or 0] * (n - len(row)) for row in rows])
     _check_ids(model, ids)
     real = torch.tensor([[True] * len(row) + [False] * (n - len(row)) for row in rows])
-    special = torch.isin(ids, torch.tensor(sorted(set(tokenizer.all_special_ids)), dtype=torch.long))
+    special_ids = set(tokenizer.all_special_ids) - {tokenizer.unk_token_id}  # an unknown word is a word
+    special = torch.isin(ids, torch.tensor(sorted(special_ids), dtype=torch.long))
     labels = tuple(tuple(tokenizer.convert_ids_to_tokens(row)) for row in ids.tolist())
     return Batch({"input_ids": ids, "attention_mask": real.long()}, real & ~special, labels)
 
