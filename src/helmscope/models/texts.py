@@ -42,8 +42,8 @@ class Batch:
 
 
 def prepare(model: Any, texts: Any, tokenizer: Any = None, *, truncate: bool = False) -> Batch:
-    """Texts (by the tokenizer), token ids (batch, n), pixels (batch, channels, height, width), or the named inputs of the
-    model's forward, such as a tokenizer gives, as a batch.
+    """Texts (by the tokenizer), token ids (batch, n), pixels (batch, channels, height, width), or the named inputs of
+    the model's forward, such as a tokenizer gives, as a batch.
 
     Texts of different lengths are padded on the right. Padding and special tokens take part in the forward but not in
     what is measured. Refused, in one sentence: no texts, an empty text, a text longer than the model's context unless
