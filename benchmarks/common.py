@@ -68,6 +68,8 @@ def seconds(call: Callable[[], object], device: torch.device) -> float:
 def interleaved(
     candidates: Mapping[str, Callable[[], object]],
     device: torch.device,
+    *,
+    budget_s: float = BUDGET_S,
 ) -> tuple[dict[str, list[float]], dict[str, str]]:
     """Seconds of each candidate, run in turns A B C A B C so that a drift of the machine meets all alike, and what
     went wrong with those that failed.
@@ -86,7 +88,7 @@ def interleaved(
             runs[name] = []
     for _ in range(TURNS):
         for name, lasted in runs.items():
-            if sum(lasted) < BUDGET_S:
+            if sum(lasted) < budget_s:
                 lasted += _turn(candidates[name], device)
     return runs, failed
 

@@ -99,6 +99,7 @@ def main() -> None:
             "recorded forward alone": lambda: recording.forward(Recorder(recording.anatomy, len(ids))),
         },
         found.device,
+        budget_s=30,
     )
     base = timing(runs["plain eager forward"]).median
     rows = found.tables.setdefault("Time: 12 layers of width 192, 64 texts of 256 tokens", [])

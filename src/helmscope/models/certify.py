@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from helmscope.models.certificate import Line
-from helmscope.models.experts import folded
+from helmscope.models.experts import Behind
 from helmscope.models.mlp_reading import affine_of, read_mlp
 from helmscope.models.probe import no_cache, run
 from helmscope.models.tap import head_outputs, plainly_eager
@@ -155,19 +155,18 @@ def heads_line(anatomy: Anatomy, seen: list[LayerProbe]) -> Line:
     return Line.held("heads", worst_of(gaps), bound(seen[0].pre.dtype), says, ("kernel", "replay"))
 
 
-def mlp_line(anatomy: Anatomy, seen: list[LayerProbe]) -> tuple[Line, tuple[Any, ...]]:
+def mlp_line(anatomy: Anatomy, seen: list[LayerProbe]) -> tuple[Line, tuple[Behind | None, ...]]:
     """The MLPs as fields, and how well they give what the modules gave."""
-    forces: list[Any] = []
+    forces: list[Behind | None] = []
     gaps, most = [], bound(seen[0].pre.dtype)
     for layer, found in zip(anatomy.layers, seen, strict=True):
         read = read_mlp(found, layer.wiring)
         if read is None or (layer.wiring.mlp_norm is not None and layer.mlp_norm is None):
             forces.append(None)
             continue
-        scale = layer.wiring.scales[1]
-        force = folded(read.force, layer.mlp_norm, scale)
-        wanted = scale * read.written.double()
-        gaps.append(relative(force.ambient(mlp_points(layer, found, read.read)), wanted))
+        force = Behind(read.force, layer.mlp_norm, layer.wiring.scales[1])
+        wanted = force.scale * read.written.double()
+        gaps.append(relative(force.folded().ambient(mlp_points(layer, found, read.read)), wanted))
         if _in_single(layer, found):
             most = bound(seen[0].pre.dtype, inside=True)
         forces.append(force)
@@ -175,7 +174,8 @@ def mlp_line(anatomy: Anatomy, seen: list[LayerProbe]) -> tuple[Line, tuple[Any,
     if unread:
         says = f"the MLP of layer {unread[0]} is of no kind that is known: no force, no potential, no swirl"
         return Line("mlp", None, says, blocks=("force",)), tuple(forces)
-    says = f"{type(forces[0]).__name__} with its norm folded in equals the module"
+    kinds = ", ".join(dict.fromkeys(type(each.force).__name__ for each in forces if each is not None))
+    says = f"{kinds} with its norm folded in equals the module"
     return Line.held("mlp", worst_of(gaps), most, says, ("force",)), tuple(forces)
 
 

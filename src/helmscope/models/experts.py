@@ -72,6 +72,21 @@ def folded(force: Any, norm: Norm | None, scale: float = 1.0) -> Any:
 
 
 @dataclass(frozen=True, eq=False)
+class Behind:
+    """A force as the model has it, the norm before it and the residual multiplier: folded when it is asked for, since
+    a folded one is a copy of the weights.
+    """
+
+    force: Force | Mixture
+    norm: Norm | None
+    scale: float
+
+    def folded(self) -> Any:
+        """The force on x = core(z) / sqrt(d)."""
+        return folded(self.force, self.norm, self.scale)
+
+
+@dataclass(frozen=True, eq=False)
 class Mixture:
     """f(x) = sum_k p_k(x) f_{e_k}(x); ``route`` gives p and e at what it reads, which is ``norm`` of x where there is
     one.

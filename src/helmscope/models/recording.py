@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from helmscope.models.anatomy import Anatomy
     from helmscope.models.certificate import Certificate
+    from helmscope.models.experts import Behind
     from helmscope.models.load import Origin
     from helmscope.models.recorder import Stream
     from helmscope.models.tap import Attended, Call
@@ -55,7 +56,7 @@ class Recording:
     stream_: Stream
     certificate: Certificate
     origin: Origin
-    forces: tuple[Any, ...]
+    forces: tuple[Behind | None, ...]
     size: int
     watchers: tuple[Watcher, ...] = ()
     first: int = 0
@@ -103,7 +104,9 @@ class Recording:
         What the model computes is its value at ``points``.
         """
         self.certificate.require("force")
-        return self.forces[self.layer(step)]
+        force = self.forces[self.layer(step)]
+        assert force is not None  # or the certificate would not let us through
+        return force.folded()
 
     def points(self, step: int) -> Float[Tensor, "batch n d"]:
         """Where ``force`` of the same step is to be evaluated to give what the MLP gave: core(z) / sqrt(d), with z what
