@@ -18,6 +18,7 @@ from helmscope.intervene.change import (
     changed,
     with_parameters,
 )
+from helmscope.models.keep import Keep
 from helmscope.models.record import record
 from helmscope.models.watch import Site
 from helmscope.types import HelmscopeError
@@ -87,6 +88,16 @@ def test_the_same_in_and_nothing_changes(case):
         assert torch.equal(recording.under(Perturb(scale=0.0)).logits(), plain)
         nobody = torch.zeros(3, 13, dtype=torch.bool)
         assert torch.equal(recording.under(MaskKeys(keys=nobody)).logits(), plain)
+
+
+def test_writes_of_another_recording(case):
+    family, model, recording = case
+    other = record(model, inputs_of(family, seed=9), keep=Keep.WRITES)
+    for site in (Site.ATTENTION, Site.MLP):
+        value = other.kept[f"{site.value} write"][1]
+        wanted = recording.under(Replace([1], site=site, value=value)).logits()
+        assert torch.equal(recording.under(Patch([1], site=site, source=other)).logits(), wanted)
+        assert (wanted - recording.logits()).abs().max() > 1e-5
 
 
 def test_a_replaced_state_is_there(case):
@@ -189,7 +200,8 @@ def test_parameters_come_back_to_the_bit():
         (lambda r: AblateHead([0]), "heads is empty"),
         (lambda r: AblateHead([0], heads=[9]), "heads holds 9, but layer 0 has heads 0 to 3"),
         (lambda r: MaskKeys(keys=torch.zeros(3, 13)), "must be a tensor of bool"),
-        (lambda r: Patch([0], site=Site.MLP, source=r), "a patch takes states"),
+        (lambda r: Patch([0], site=Site.MLP, source=r), "source kept no writes"),
+        (lambda r: Patch([0], site=Site.INPUT), "source is a NoneType"),
         (lambda r: Perturb(scale=-1.0), "scale is -1.0"),
     ],
 )

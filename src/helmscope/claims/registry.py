@@ -7,8 +7,9 @@ import importlib.util
 import inspect
 import pkgutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -159,21 +160,28 @@ def _packaged() -> list[str]:
     return names
 
 
+class _FromSource(SourceFileLoader):
+    """Takes no bytecode that Python kept, which is told from its source by size and second: an edit may change neither."""
+
+    def path_stats(self, path: str) -> Mapping[str, float]:
+        """None: the loader then compiles the source and keeps nothing."""
+        raise OSError(f"{path} is to be compiled")
+
+
 def _run_file(path: Path) -> str:
     """The name of the module that a user's file is run as; once in a process, and again where it has changed."""
     digest = hash_bytes(f"{path} {hash_file(path)}".encode())
     name = f"helmscope_claims_{digest[:16]}_{path.stem}"
     if name in sys.modules:
         return name
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
+    spec = importlib.util.spec_from_file_location(name, path, loader=_FromSource(name, str(path)))
+    if spec is None or spec.loader is None or path.suffix != ".py":
         raise HelmscopeError(f"{path} cannot be run: it must be a Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     sys.path.insert(0, str(path.parent))  # so that a file may import its neighbors
     try:
-        # from its source: bytecode that Python keeps is told from it by size and second, which an edit may not change
-        exec(compile(path.read_bytes(), str(path), "exec"), module.__dict__)
+        spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         del sys.modules[name]
         if isinstance(error, HelmscopeError):

@@ -154,7 +154,7 @@ class Add(AtSite):
 
 @dataclass(eq=False)
 class Patch(AtSite):
-    """States are those of another recording of as many tokens: Site.INPUT, MIDDLE or OUTPUT.
+    """States or writes are those of another recording of as many tokens; writes if it kept them, ``Keep.WRITES``.
 
     >>> Patch([1], site=Site.MIDDLE).layers
     [1]
@@ -163,12 +163,12 @@ class Patch(AtSite):
     source: Recording | None = None
 
     def check(self, anatomy: Anatomy) -> None:
-        """Refuse a source of another size, and sites that are no states."""
+        """Refuse a source of another size, or one that has not kept what is asked of it."""
         super().check(anatomy)
-        if self.source is None or self.site not in HALVES:
-            raise HelmscopeError(
-                f"site is {self.site!r}, but a patch takes states of a recording: INPUT, MIDDLE or OUTPUT"
-            )
+        if not isinstance(self.source, Recording):
+            raise HelmscopeError(f"source is a {type(self.source).__name__}, but a patch comes from a Recording")
+        if self.site not in HALVES and f"{self.site.value} write" not in self.source.kept:
+            raise HelmscopeError(f"site is {self.site!r}, but source kept no writes: record it with keep=Keep.WRITES")
         if self.source.layers != len(anatomy.layers) or self.source.anatomy.dim != anatomy.dim:
             raise HelmscopeError(
                 f"source has {self.source.layers} layers of width {self.source.anatomy.dim}, but the model has "
@@ -176,12 +176,15 @@ class Patch(AtSite):
             )
 
     def new(self, layer: int, value: Tensor) -> Tensor:
-        """The other recording's state."""
+        """The other recording's state or write."""
         assert self.source is not None
-        depth = 2 * layer + HALVES[self.site]
-        if depth < self.source.first:
-            raise HelmscopeError(f"source begins at depth {self.source.first}, but layer {layer} asks for {depth}")
-        state = self.source.stream(depth - self.source.first)[self.rows]
+        if self.site not in HALVES:
+            state = self.source.kept[f"{self.site.value} write"][layer][self.rows]
+        else:
+            depth = 2 * layer + HALVES[self.site]
+            if depth < self.source.first:
+                raise HelmscopeError(f"source begins at depth {self.source.first}, but layer {layer} asks for {depth}")
+            state = self.source.stream(depth - self.source.first)[self.rows]
         if state.shape != value.shape:
             raise HelmscopeError(f"source has states {tuple(state.shape)}, but the model has {tuple(value.shape)}")
         return state.to(value)
