@@ -153,6 +153,7 @@ if TYPE_CHECKING:
     from helmscope.observe.kernel import row_entropy as row_entropy
     from helmscope.observe.kernel import row_mass as row_mass
     from helmscope.observe.kernel import symmetry_defect as symmetry_defect
+    from helmscope.observe.lens import lens_divergence as lens_divergence
     from helmscope.observe.mixture import VMFMixture as VMFMixture
     from helmscope.observe.mixture import vmf_concentration as vmf_concentration
     from helmscope.observe.mixture import vmf_log_density as vmf_log_density
@@ -294,6 +295,7 @@ _HOME = {
         "bistochastic_defect effective_keys first_token_mass future_mass kernel_statistics largest_weight "
         "normalized_rows received_mass row_entropy row_mass symmetry_defect"
     ),
+    "helmscope.observe.lens": "lens_divergence",
     "helmscope.observe.mixture": "VMFMixture vmf_concentration vmf_log_density vmf_mixture",
     "helmscope.observe.order": "order_parameter",
     "helmscope.observe.overview": "overview",

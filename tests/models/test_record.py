@@ -101,6 +101,18 @@ def test_the_observables_of_a_simulation_serve(family):
     assert float(drift.force[1]) == pytest.approx(float(force), rel=1e-5)
 
 
+@pytest.mark.parametrize("family", ["gpt2", "bert"])
+def test_the_lens_comes_to_what_the_model_says(family):
+    recording = record(tiny_model(family), inputs_of(family))
+    seen = hs.lens_divergence(recording)
+    assert abs(float(seen.divergence[-1])) < 1e-9
+    p, early = (torch.softmax(recording.logits(step).double(), -1) for step in (None, 2))
+    by_text = torch.nn.functional.kl_div(early.log(), p, reduction="none").sum(-1).mean(-1)
+    assert float(seen.divergence[2]) == pytest.approx(float(by_text.mean()), rel=1e-9)
+    assert float(seen.divergence_stderr[2]) == pytest.approx(float(by_text.std() / 3**0.5), rel=1e-9)
+    assert float(seen.entropy[2]) == pytest.approx(float(torch.special.entr(early).sum(-1).mean()), rel=1e-9)
+
+
 class Entropy:
     """A reducer: the mean entropy of the rows, by layer."""
 

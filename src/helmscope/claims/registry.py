@@ -161,7 +161,9 @@ def _packaged() -> list[str]:
 
 
 class _FromSource(SourceFileLoader):
-    """Takes no bytecode that Python kept, which is told from its source by size and second: an edit may change neither."""
+    """Takes no bytecode that Python kept: it is told from its source by size and second, and an edit may change neither
+    of them.
+    """
 
     def path_stats(self, path: str) -> Mapping[str, float]:
         """None: the loader then compiles the source and keeps nothing."""
