@@ -203,6 +203,11 @@ def test_parameters_come_back_to_the_bit():
         (lambda r: Patch([0], site=Site.MLP, source=r), "source kept no writes"),
         (lambda r: Patch([0], site=Site.INPUT), "source is a NoneType"),
         (lambda r: Perturb(scale=-1.0), "scale is -1.0"),
+        (lambda r: Ablate(tokens=torch.ones(4, 13, dtype=torch.bool)), "tokens is of torch.bool"),
+        (lambda r: Ablate(tokens=torch.ones(3, 13)), "must be a tensor of bool"),
+        (lambda r: MaskKeys(keys=torch.ones(5, 13, dtype=torch.bool)), "keys is of torch.bool"),
+        (lambda r: Add(value=torch.ones(4, 13, 32)), "value is"),
+        (lambda r: Add(value=None), "value is None"),
     ],
 )
 def test_bad_changes(make, words):

@@ -60,6 +60,48 @@ def test_inputs_as_a_tokenizer_gives_them():
     assert record(model, torch.ones(1, 70, dtype=torch.long), truncate=True).trajectory.states.shape[2] == 64
 
 
+def test_padding_on_the_left_goes_to_the_right():
+    model, words = tiny_model("llama"), letters(framed=False)
+    words.padding_side = "left"
+    texts = ["a b c", "d e f g h i j"]
+    given = words(texts, padding=True, return_tensors="pt", return_token_type_ids=False)
+    assert given["attention_mask"][0, 0] == 0
+    found, wanted = record(model, given), record(model, texts, tokenizer=words)
+    assert torch.equal(found.trajectory.states, wanted.trajectory.states)
+    assert found.certificate.ok
+
+
+def test_a_block_that_writes_nothing_is_read():
+    """As those that are put between trained ones to make a model deeper."""
+    model = tiny_model("llama")
+    with torch.no_grad():
+        model.model.layers[1].self_attn.o_proj.weight.zero_()
+        model.model.layers[1].mlp.down_proj.weight.zero_()
+    recording = record(model, inputs_of("llama"))
+    assert recording.certificate.ok
+    assert torch.equal(recording.trajectory.states[2], recording.trajectory.states[4])
+
+
+def test_a_resumed_recording_hears_its_own_layers():
+    for family in ("gpt2", "gpt_neox", "albert"):
+        recording = record(tiny_model(family), inputs_of(family))
+        states = recording.trajectory.states
+        for step in (3, 4, 6):
+            again = recording.resume(step, states[step])
+            assert (again.kernel(0) - recording.kernel(step)).abs().max() < 1e-5
+            reducer = Entropy()
+            again.replay(reducer)
+            assert sorted(reducer.rows) == list(range(min(step // 2, 3), 3))
+        once = recording.resume(2, states[2].flip(1))
+        twice = once.resume(1, once.trajectory.states[1])
+        assert (twice.trajectory.states[-1] - once.trajectory.states[-1]).abs().max() < 1e-5
+        frozen = torch.zeros(3, 13, dtype=torch.bool)
+        frozen[:, :6] = True
+        held = recording.resume(2, states[2].flip(1), frozen=frozen)
+        again = held.resume(1, held.trajectory.states[1])
+        assert (again.trajectory.states[-1] - held.trajectory.states[-1]).abs().max() < 1e-5
+
+
 def test_unknown_words_count():
     recording = record(tiny_model("gpt2"), ["a word b"], tokenizer=letters(framed=False))
     assert recording.batch.tokens[0] == ("a", "[UNK]", "b")
@@ -97,7 +139,8 @@ def test_the_observables_of_a_simulation_serve(family):
     entropy = torch.special.entr(rows).sum(-1).mean((1, 2, 3))
     assert hs.kernel_statistics(recording).entropy.mean("head").values == pytest.approx(entropy.numpy(), abs=1e-5)
     drift = hs.drift_and_swirl(recording, derivatives=False)
-    force = recording.force(1)(path.states[1]).norm(dim=-1).mean()
+    points = torch.nn.functional.normalize(recording.points(1), dim=-1)
+    force = recording.force(1)(points).norm(dim=-1).mean()
     assert float(drift.force[1]) == pytest.approx(float(force), rel=1e-5)
 
 

@@ -102,7 +102,7 @@ class AtSite(Change, ABC):
         new = self.new(layer, value)
         if self.tokens is None:
             return new
-        return torch.where(rows_of("tokens", self.tokens, self.rows, value).unsqueeze(-1), new, value)
+        return torch.where(rows_of("tokens", self.tokens, self, value).unsqueeze(-1), new, value)
 
     @abstractmethod
     def new(self, layer: int, value: Tensor) -> Tensor:
@@ -134,7 +134,7 @@ class Replace(AtSite):
 
     def new(self, layer: int, value: Tensor) -> Tensor:
         """The given value."""
-        return _value_at(self.value, self.rows, value).expand_as(value)
+        return _value_at(self.value, self, value).expand_as(value)
 
 
 @dataclass(eq=False)
@@ -149,7 +149,7 @@ class Add(AtSite):
 
     def new(self, layer: int, value: Tensor) -> Tensor:
         """The sum."""
-        return value + _value_at(self.value, self.rows, value)
+        return value + _value_at(self.value, self, value)
 
 
 @dataclass(eq=False)
@@ -185,7 +185,7 @@ class Patch(AtSite):
             if depth < self.source.first:
                 raise HelmscopeError(f"source begins at depth {self.source.first}, but layer {layer} asks for {depth}")
             state = self.source.stream(depth - self.source.first)[self.rows]
-        if state.shape != value.shape:
+        if state.shape != value.shape or len(self.source.batch) != (self.texts or len(value)):
             raise HelmscopeError(f"source has states {tuple(state.shape)}, but the model has {tuple(value.shape)}")
         return state.to(value)
 
@@ -315,7 +315,7 @@ class MaskKeys(Change):
         least = torch.finfo(call.query.dtype).min
         old = call.query.new_zeros(1, 1, n, n) if call.mask is None else call.mask
         others = ~torch.eye(n, dtype=torch.bool, device=old.device)
-        hidden = rows_of("keys", self.keys, self.rows, call.query[:, 0])[:, None, None, :] & others
+        hidden = rows_of("keys", self.keys, self, call.query[:, 0])[:, None, None, :] & others
         seen = (old > least / 2) & ~hidden
         blind = ~seen.any(-1, keepdim=True)
         return replace(call, mask=torch.where(hidden & ~blind, least, old))
@@ -349,21 +349,24 @@ def with_parameters(model: Any, values: Mapping[str, Tensor]) -> Iterator[Any]:
                 known[name].copy_(value)
 
 
-def rows_of(name: str, mask: Bool[Tensor, "batch n"], rows: slice, like: Tensor) -> Bool[Tensor, "rows n"]:
-    """The part of a mask over the whole batch that belongs to the texts under way, of shape ``like``'s (rows, n)."""
-    part = mask[rows].to(like.device)
-    if part.shape != like.shape[:2]:
-        raise HelmscopeError(
-            f"{name} is of shape {tuple(mask.shape)}, but the texts are (batch, n) with n = {like.shape[1]}"
-        )
+def rows_of(name: str, mask: Bool[Tensor, "batch n"], watcher: Watcher, like: Tensor) -> Bool[Tensor, "rows n"]:
+    """The part of a mask over the whole batch that belongs to the texts under way, which are ``like``'s (rows, n)."""
+    part = mask[watcher.rows].to(like.device) if isinstance(mask, torch.Tensor) else torch.empty(0)
+    whole = len(like) if watcher.texts is None else watcher.texts
+    if part.shape != like.shape[:2] or len(mask) != whole or part.dtype != torch.bool:
+        shown = f"of {mask.dtype} {tuple(mask.shape)}" if isinstance(mask, torch.Tensor) else type(mask).__name__
+        raise HelmscopeError(f"{name} is {shown}, but it must be a tensor of bool of shape ({whole}, {like.shape[1]})")
     return part
 
 
-def _value_at(value: Tensor | float, rows: slice, like: Tensor) -> Tensor:
+def _value_at(value: Tensor | float, watcher: Watcher, like: Tensor) -> Tensor:
     """A value for the texts under way: it broadcasts to them, or has a row for each text of the batch."""
-    tensor = torch.as_tensor(value).to(like)
-    part = tensor[rows] if tensor.ndim == 3 and len(tensor) > 1 else tensor
+    whole = len(like) if watcher.texts is None else watcher.texts
     try:
-        return part.expand_as(like)
-    except RuntimeError as error:
-        raise HelmscopeError(f"value has shape {tuple(tensor.shape)}, but states are {tuple(like.shape)}") from error
+        tensor = torch.as_tensor(value).to(like)
+        rows = tensor.ndim == 3 and len(tensor) == whole
+        return (tensor[watcher.rows] if rows else tensor).expand_as(like)
+    except (RuntimeError, TypeError) as error:
+        shown = tuple(value.shape) if isinstance(value, torch.Tensor) else repr(value)[:40]
+        states = (whole, *like.shape[1:])
+        raise HelmscopeError(f"value is {shown}, but it must broadcast to states of shape {states}") from error

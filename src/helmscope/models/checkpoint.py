@@ -35,6 +35,8 @@ def check_folder(folder: Path) -> dict[str, str]:
             )
         raise HelmscopeError(f"model folder '{folder}' has no file of weights, but it must hold *.safetensors")
     for path in files:
+        if not path.is_file():
+            raise HelmscopeError(f"model folder '{folder}' has '{path.name}', which is no file that can be read")
         check_file(path)
     for path in folder.glob("*.safetensors.index.json"):
         _check_index(path)

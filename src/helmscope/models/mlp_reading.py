@@ -55,7 +55,9 @@ def read_mlp(layer: LayerProbe, wiring: Wiring) -> ReadMLP | None:
     last = _last_matrix(calls, written, layer.pre)
     if last is None or last.input is None or last.output is None:
         return None
-    firsts = _first_matrices(calls, last, layer.pre.shape[-1])
+    heads = None if layer.attention is None else layer.attention[0].module
+    own = {id(module) for module in heads.modules()} if heads is not None else set()
+    firsts = _first_matrices([call for call in calls if id(call.module) not in own], last, layer.pre.shape[-1])
     if not firsts or firsts[0].input is None:
         return None
     force = _force(firsts, last, known)

@@ -18,7 +18,7 @@ from helmscope.models.recording import Recording
 from helmscope.models.tap import held
 from helmscope.models.texts import Batch, prepare
 from helmscope.models.watch import watching
-from helmscope.types import whole_number
+from helmscope.types import HelmscopeError, whole_number
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -55,6 +55,8 @@ def record(
     """
     whole_number("batch_size", batch_size, at_least=1)
     loaded = model if isinstance(model, Loaded) else load(model, tokenizer=tokenizer, **options)
+    if isinstance(model, Loaded) and options:
+        raise HelmscopeError(f"{sorted(options)[0]} is given, but the model is loaded already: pass it to load")
     with held(loaded.model):
         return _recorded(loaded, texts, tokenizer, truncate, batch_size, keep, progress)
 

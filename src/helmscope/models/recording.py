@@ -115,6 +115,7 @@ class Recording:
         That is the direction of the state that the MLP reads, but for the norm's epsilon; in a post-norm model the
         direction before gain and bias; in a model without a norm before the MLP the state itself, radius and all.
         """
+        self.certificate.require("force")
         layer = self.anatomy.layers[self.layer(step)]
         kind, norm = layer.wiring.kind, layer.mlp_norm
         depth = 2 * self.layer(step) + (kind is not Kind.PARALLEL) - self.first
@@ -138,7 +139,7 @@ class Recording:
     ) -> Recording:
         """Continue from time index ``step`` with other directions; radius and mean stay as they were.
 
-        Tokens where ``frozen`` is True keep the states they had at every later depth.
+        Tokens where ``frozen`` is True keep the states they had at every later depth, in a further resume too.
         """
         self.certificate.require("resume")
         self.layer(step)
@@ -146,10 +147,11 @@ class Recording:
         _check_states(states, self.stream_.direction[step], frozen)
         raw = radius * states.to(radius)
         raw = raw if self.stream_.mean is None else raw + self.stream_.mean[step].unsqueeze(-1)
-        kept = None if frozen is None else Frozen(frozen, self.stream_, self.first)
+        before = [each.frozen for each in self.watchers if isinstance(each, Place)]
+        kept = Frozen(frozen, self.stream_, self.first) if frozen is not None else before[-1] if before else None
         place = Place(self.first + step % len(self.stream_.radius), raw, self.anatomy, kept)
-        # what an earlier resume put in lies before this one
-        changes = tuple(each for each in self.watchers if not isinstance(each, Place))
+        # what an earlier resume put in lies before this one, and is still read beside a virtual mid state
+        changes = tuple(each for each in self.watchers if place.skip == 0 or not isinstance(each, Place))
         return replace(self, watchers=changes).under(place, first=place.depth)
 
     def under(self, *watchers: Watcher, first: int | None = None) -> Recording:
@@ -167,7 +169,7 @@ class Recording:
     def replay(self, *reducers: Reducer) -> None:
         """Run the model once more with reducers attached, which see query, key, value and weights of every layer."""
         self.certificate.require("replay")
-        self.forward(*(_Reducing(reducer) for reducer in reducers))
+        self.forward(*(_Reducing(reducer, self.first // 2) for reducer in reducers))
 
     def logits(self, step: int | None = None) -> Float[Tensor, "batch n vocabulary"]:
         """What the model's head makes of its last state, or of the state at time index ``step`` (the lens); of a model
@@ -213,12 +215,14 @@ class Recording:
         everyone = (*self.watchers, *watchers)
         if model.training:
             raise HelmscopeError("the model is in training mode, where every forward is another: call model.eval()")
-        skip = max((watcher.skip for watcher in everyone if isinstance(watcher, Place)), default=0)
+        # whoever hears attention hears that of the layer in which a mid state is put, which reads the layers before
+        heard = any(watcher.hears for watcher in everyone)
+        skip = 0 if heard else max((each.skip for each in everyone if isinstance(each, Place)), default=0)
         with watching(self.anatomy, *everyone, skip=skip), _rows_forgotten(everyone):
             for begin in range(0, len(self.batch), self.size):
                 rows = slice(begin, min(begin + self.size, len(self.batch)))
                 for watcher in everyone:
-                    watcher.rows = rows
+                    watcher.rows, watcher.texts = rows, len(self.batch)
                 out = run(model_run, self.batch.rows(rows).to(device), **self.anatomy.options)
                 if whole:
                     found.append(out[0])
@@ -234,7 +238,7 @@ def _rows_forgotten(watchers: tuple[Watcher, ...]) -> Iterator[None]:
         yield
     finally:
         for watcher in watchers:
-            watcher.rows = slice(None)
+            watcher.rows, watcher.texts = slice(None), None
 
 
 def _check_states(states: Tensor, like: Tensor, frozen: Tensor | None) -> None:
@@ -267,10 +271,11 @@ class _KeepWeights(Watcher):
 class _Reducing(Watcher):
     hears = True
 
-    def __init__(self, reducer: Reducer) -> None:
-        self.reducer = reducer
+    def __init__(self, reducer: Reducer, first: int) -> None:
+        self.reducer, self.first = reducer, first
 
     def after(self, layer: int, call: Call | None, result: Attended) -> Attended:
         assert call is not None  # the certificate has no such family pass
-        self.reducer.update(layer, call.query, call.key, call.value, result.weights)
+        if layer >= self.first:
+            self.reducer.update(layer, call.query, call.key, call.value, result.weights)
         return result

@@ -60,6 +60,8 @@ def prepare(model: Any, texts: Any, tokenizer: Any = None, *, truncate: bool = F
     for i, text in enumerate(texts):
         if not isinstance(text, str) or not text.strip():
             raise HelmscopeError(f"texts[{i}] is {text!r:.60}, but every text must be a string that is not empty")
+    if isinstance(tokenizer, str):
+        raise HelmscopeError(f"tokenizer is {tokenizer!r:.60}, but it must be a tokenizer, not its name")
     if tokenizer is None:
         raise HelmscopeError("texts are strings, but the model came without a tokenizer: pass tokenizer= or token ids")
     return _from_strings(model, list(texts), tokenizer, truncate)
@@ -67,14 +69,23 @@ def prepare(model: Any, texts: Any, tokenizer: Any = None, *, truncate: bool = F
 
 def _from_inputs(model: Any, given: Mapping[str, Any]) -> Batch:
     """Inputs as they are; tokens that the attention mask hides do not count."""
-    inputs = {str(name): torch.as_tensor(value) for name, value in given.items()}
+    try:
+        inputs = {str(name): torch.as_tensor(value) for name, value in given.items()}
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise HelmscopeError("texts holds a value that is no tensor: pad the texts to one length") from error
+    if "labels" in inputs:
+        raise HelmscopeError("texts names labels, with which a model returns its loss first: leave them out")
     main = inputs.get("input_ids", inputs.get("pixel_values"))
     if main is None or any(len(value) != len(main) or not len(value) for value in inputs.values()):
         raise HelmscopeError(
             f"texts names {sorted(inputs)}, but it must hold input_ids or pixel_values, equally many of each"
         )
-    plain = _from_tensor(model, main, truncate=False)
     mask = inputs.get("attention_mask")
+    if mask is not None and set(inputs) <= set(WORDS_KEPT):  # padding on the left goes to the right
+        order = torch.argsort(~mask.bool(), dim=1, stable=True)
+        inputs = {name: value.gather(1, order) for name, value in inputs.items()}
+        main, mask = inputs["input_ids"], inputs["attention_mask"]
+    plain = _from_tensor(model, main, truncate=False)
     return Batch(inputs, None if mask is None else mask.bool(), plain.tokens)
 
 

@@ -131,12 +131,18 @@ class _Algebra:
             known = [call for call in self.calls if self.gives_weights(call)][:1]
             known += [call for call in self.calls if known and call.path.startswith(known[0].path + ".")]
         for call in self.calls:
-            given = [each.output for each in known if each.output is not None]
+            # what is 0 throughout follows from nothing
+            given = [each.output for each in known if each.output is not None and bool(each.output.any())]
             if call not in known and any(self.same(seen, out) for seen in call.inputs for out in given):
                 known.append(call)
         # the attention module itself returns what its last part gave
         outs = [each.output for each in known]
-        known += [call for call in self.calls if call not in known and any(self.same(call.output, o) for o in outs)]
+        within = known[0].path if known else ""
+        for call in self.calls:
+            if call not in known and any(self.same(call.output, out) for out in outs):
+                zero = call.output is None or not bool(call.output.any())
+                if not zero or within.startswith(call.path + "."):
+                    known.append(call)
         ordered = [call for call in self.calls if call in known]
         return [(call, out) for call in ordered if (out := self.like_state(call.output)) is not None]
 

@@ -60,7 +60,8 @@ class Watcher:
 
     sites: frozenset[Site] = frozenset()
     hears: bool = False
-    rows: slice = slice(None)  # the prompts of the batch that are under way
+    rows: slice = slice(None)  # the texts of the batch that are under way
+    texts: int | None = None  # how many the batch has, where that is known
 
     def check(self, anatomy: Anatomy) -> None:
         """Refuse a model that this watcher does not fit, before anything runs."""

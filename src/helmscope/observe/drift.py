@@ -64,7 +64,7 @@ def drift_and_swirl(system: System, *, derivatives: bool = True) -> xr.Dataset:
             raise HelmscopeError(
                 f"system has {given}, but drift and swirl need the MLP of a system: that of a Block, or an MLP itself"
             )
-        x = check_tokens(path.states[step].detach(), name=f"states[{step}]")
+        x = check_tokens(_places(system, step, path.states[step]).detach(), name=f"states[{step}]")
         with torch.no_grad():
             seen = {**_pointwise(force, x), **_attention_speed(system, step, x)}
             if derivatives:
@@ -74,6 +74,22 @@ def drift_and_swirl(system: System, *, derivatives: bool = True) -> xr.Dataset:
             {name: _mean(value, real) for name, value in seen.items()} | {"swirl_fraction_as_printed": fraction}
         )
     return mean_and_stderr(path, {name: torch.stack([row[name] for row in rows]) for name in rows[0]})
+
+
+def _places(system: System, step: int, states: Tensor) -> Tensor:
+    """Where the force is read: the states, or what a recorded model's norm makes of them, as unit vectors."""
+    points = getattr(system, "points", None)
+    if points is None:
+        return states
+    found: Tensor = points(step)
+    length = torch.linalg.vector_norm(found, dim=-1)
+    if not bool(((length - 1).abs() <= 0.1).all()):
+        raise HelmscopeError(
+            f"system has an MLP that reads points of length {float(length.min()):.3g} to {float(length.max()):.3g}, "
+            "but drift on a sphere needs a norm before it"
+        )
+    unit: Tensor = found / length.unsqueeze(-1)
+    return unit
 
 
 def _pointwise(mlp: MLP | GatedMLP, x: Tensor) -> dict[str, Float[Tensor, "batch n"]]:
