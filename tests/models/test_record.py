@@ -298,11 +298,34 @@ def test_a_model_in_training_mode_is_not_run():
         recording.logits()
 
 
+def test_a_layer_scale_is_no_fault_of_the_heads():
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 16, "patch_size": 4}
+    model = tf.Dinov2Model(tf.Dinov2Config(**sizes, layerscale_value=0.5)).eval()
+    recording = record(model, inputs_of("vit"))
+    assert recording.certificate["heads"].ok
+    assert recording.certificate["residual"].ok
+    assert recording.kernel(0).shape == (3, 4, 17, 17)
+
+
+def test_attention_that_a_family_computes_in_two_ways(tmp_path):
+    """Falcon with ALiBi: its own sdpa and eager differ by more than rounding, and the certificate says what to do."""
+    sizes = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "alibi": True}
+    torch.manual_seed(0)
+    tf.FalconForCausalLM(tf.FalconConfig(**sizes, bos_token_id=1, eos_token_id=2)).save_pretrained(tmp_path)
+    own = record(tmp_path, inputs_of("gpt2")).certificate["logits"]
+    assert own.ok or "load it with attention='eager'" in own.says
+    assert record(tmp_path, inputs_of("gpt2"), attention="eager").certificate.ok
+
+
 def test_an_encoder_with_its_decoder_is_refused():
+    sizes = {"d_model": 32, "d_ff": 48, "d_kv": 8, "num_layers": 2, "num_heads": 4, "vocab_size": 96}
+    whole = tf.T5ForConditionalGeneration(tf.T5Config(**sizes)).eval()
+    with pytest.raises(HelmscopeError, match=r"record its encoder alone, model\.get_encoder"):
+        record(whole, inputs_of("gpt2"))
     sizes = {"d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48}
     sizes |= {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "vocab_size": 96}
     model = tf.BartForConditionalGeneration(tf.BartConfig(**sizes)).eval()
-    with pytest.raises(HelmscopeError, match="record the encoder alone"):
+    with pytest.raises(HelmscopeError, match=r"record one alone, such as model\.get_encoder"):
         record(model, inputs_of("gpt2"))
     assert record(model.get_encoder(), inputs_of("gpt2")).certificate.ok
 

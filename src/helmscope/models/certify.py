@@ -10,7 +10,7 @@ import torch
 
 from helmscope.models.certificate import Line
 from helmscope.models.experts import Behind
-from helmscope.models.mlp_reading import affine_of, read_mlp
+from helmscope.models.mlp_reading import affine_of, matrix_of, read_mlp
 from helmscope.models.probe import no_cache, run
 from helmscope.models.tap import head_outputs, plainly_eager
 from helmscope.models.topology import Kind
@@ -18,7 +18,7 @@ from helmscope.models.topology import Kind
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from torch import Tensor
+    from torch import Tensor, nn
 
     from helmscope.models.anatomy import Anatomy, Layer
     from helmscope.models.probe import LayerProbe
@@ -105,7 +105,9 @@ def logits_line(anatomy: Anatomy, inputs: Mapping[str, Tensor], recorded: Tensor
     if own == "eager" or not apart:
         says = "bit-equal to the untouched model" if own == "eager" else "bit-equal to eager attention"
         says = says if not apart else "recording changes the output: the family's eager attention has a way of its own"
-        says += f"; the model's own ({own}) differs by rounding" if own != "eager" and off else ""
+        if own != "eager" and off:
+            says += f"; the model's own ({own}) differs"
+            says += " by rounding" if off <= most else " by more: load it with attention='eager'"
         return Line.held("logits", apart if own == "eager" else off, most, says, blocks)
     return Line.held("logits", apart, most, "recording differs from eager attention", blocks)
 
@@ -140,6 +142,9 @@ def heads_line(anatomy: Anatomy, seen: list[LayerProbe]) -> Line:
             return Line("heads", None, "the family hides q, k and v: no observable that needs them", blocks=("replay",))
         call, result = found.attention
         matrix = next(each for each in found.calls if each.path == layer.wiring.output_matrix)
+        if matrix_of(matrix.module) is None:
+            says = f"the output matrix is a {type(matrix.module).__name__}, of a kind that is not known"
+            return Line("heads", None, says, blocks=("replay",))
         weight, bias = affine_of(matrix.module)
         assert matrix.output is not None
         heads = head_outputs(call, result.weights).double()
@@ -148,11 +153,17 @@ def heads_line(anatomy: Anatomy, seen: list[LayerProbe]) -> Line:
         wanted = matrix.output.double().reshape(total.shape)
         gaps.append(relative(total, wanted))
         write = next(each for each in found.calls if each.path == layer.wiring.attention)
-        if not layer.wiring.sandwich:
+        if not _rescales(write.module):
             assert write.output is not None
             gaps.append(relative(write.output, wanted))
     says = "heads add up to the write"
     return Line.held("heads", worst_of(gaps), bound(seen[0].pre.dtype), says, ("kernel", "replay"))
+
+
+def _rescales(module: nn.Module) -> bool:
+    """Whether a module only multiplies coordinates: a norm, or a scale of the layer."""
+    own = list(module.parameters())
+    return bool(own) and all(value.ndim <= 1 for value in own)
 
 
 def mlp_line(anatomy: Anatomy, seen: list[LayerProbe]) -> tuple[Line, tuple[Behind | None, ...]]:

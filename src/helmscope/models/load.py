@@ -58,15 +58,17 @@ def load(
     dtype: torch.dtype | None = None,
     device: str | torch.device | None = None,
     device_map: Any = None,
+    attention: str | None = None,
     offline: bool = False,
 ) -> Loaded:
     """A model by its Hub id or folder, or one that is in memory already.
 
     Only safetensors are read, and no code of the repository is ever run. ``offline`` looks at local files alone.
-    ``dtype``, ``device`` and ``device_map`` are those of transformers; where no dtype is given it is float32 on a CPU,
-    whose half precision is slow and coarse, else that of the files. A model in memory is put into eval mode, else
-    nothing of it is changed. Refused in one sentence: a folder without weights, with pickled weights only, with a
-    damaged file, with NaN or infinity in a tensor, of a family that transformers does not know.
+    ``dtype``, ``device``, ``device_map`` and ``attention`` ("eager", "sdpa") are those of transformers; where no dtype
+    is given it is float32 on a CPU, whose half precision is slow and coarse, else that of the files. A model in memory
+    is put into eval mode, else nothing of it is changed. Refused in one sentence: a folder without weights, with
+    pickled weights only, with a damaged file, with NaN or infinity in a tensor, of a family that transformers does not
+    know.
 
     >>> load("no/such-model", offline=True)
     Traceback (most recent call last):
@@ -77,7 +79,13 @@ def load(
     if isinstance(source, torch.nn.Module):
         if not isinstance(source, transformers.PreTrainedModel):
             raise HelmscopeError(f"model is a {type(source).__name__}, but it must be a transformers PreTrainedModel")
-        given = {"revision": revision, "dtype": dtype, "device": device, "device_map": device_map}
+        given = {
+            "revision": revision,
+            "dtype": dtype,
+            "device": device,
+            "device_map": device_map,
+            "attention": attention,
+        }
         for name, value in given.items():
             if value is not None:
                 raise HelmscopeError(
@@ -94,7 +102,8 @@ def load(
     folder = Path(source) if Path(source).is_dir() else _from_hub(str(source), revision, offline)
     hashes = check_folder(folder)
     on_cpu = device_map is None and str(device or "cpu").startswith("cpu")
-    model = _from_folder(folder, dtype or (torch.float32 if on_cpu else "auto"), device_map)
+    places = {"device_map": device_map, "attn_implementation": attention}
+    model = _from_folder(folder, dtype or (torch.float32 if on_cpu else "auto"), places)
     if device is not None:
         try:
             model = model.to(device)
@@ -130,10 +139,10 @@ def _from_hub(name: str, revision: str | None, offline: bool) -> Path:
     return Path(str(found))
 
 
-def _from_folder(folder: Path, dtype: torch.dtype | str, device_map: Any) -> Any:
+def _from_folder(folder: Path, dtype: torch.dtype | str, places: dict[str, Any]) -> Any:
     transformers = _transformers()
     options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
-    places = {} if device_map is None else {"device_map": device_map}
+    places = {name: value for name, value in places.items() if value is not None}
     try:
         config = transformers.AutoConfig.from_pretrained(folder, **options)
         options |= {"config": config, "dtype": dtype, "use_safetensors": True}

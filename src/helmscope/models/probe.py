@@ -98,10 +98,13 @@ def run(model: Any, inputs: Mapping[str, Tensor], **options: Any) -> Any:
     except HelmscopeError:
         raise
     except (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError, NotImplementedError) as error:
-        why = " ".join(str(error).split())[:200]
-        raise HelmscopeError(
-            f"{type(model).__name__} could not be run on these inputs: {type(error).__name__}: {why}"
-        ) from error
+        why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        hint = "; record its encoder alone, model.get_encoder()" if _has_decoder(model) else ""
+        raise HelmscopeError(f"{type(model).__name__} could not be run on these inputs: {why}{hint}") from error
+
+
+def _has_decoder(model: Any) -> bool:
+    return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
 
 
 def no_cache(model: Any) -> dict[str, bool]:
@@ -121,7 +124,7 @@ class _Ear:
         if under_way is None or under_way.attention is not None or call.module not in set(under_way.block.modules()):
             raise HelmscopeError(
                 f"the model computes attention in {type(call.module).__name__} outside its blocks, or twice in one: of "
-                "an encoder and decoder, record the encoder alone, model.get_encoder()"
+                "several parts record one alone, such as model.get_encoder() or model.model.language_model"
             )
         under_way.attention = (call, result)
         return result
