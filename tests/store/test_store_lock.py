@@ -57,7 +57,7 @@ def test_eight_processes_never_meet(tmp_path):
 def test_they_would_meet_without_the_lock(tmp_path):
     overlaps, count = visits(tmp_path, "free", processes=8, rounds=100)
     assert overlaps > 0
-    assert count < 800
+    assert count != 800  # less, or more where a number was read while it was written
 
 
 @pytest.fixture
