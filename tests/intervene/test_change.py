@@ -219,18 +219,17 @@ def test_bad_changes(make, words):
 
 def test_nested_changes_all_hold(case):
     family, _, recording = case
-    if not recording.anatomy.tapped:
-        return
-    both = recording.under(AblateHead([0], heads=[0, 1]), Add([2], site=Site.MLP, value=0.1)).logits()
-    with (
-        changed(recording, AblateHead([0], heads=[0, 1])),
-        changed(recording, Add([2], site=Site.MLP, value=0.1)) as model,
-    ):
+    tapped = recording.anatomy.tapped
+    head = AblateHead([0], heads=[0, 1]) if tapped else Ablate([0], site=Site.ATTENTION)
+    push = Add([2], site=Site.MLP, value=torch.linspace(-1, 1, 32))  # a constant would be lost in a LayerNorm
+    both, alone = recording.under(head, push).logits(), recording.under(head).logits()
+    with changed(recording, head), changed(recording, push) as model:
         found = outputs(model, family)
     assert (found - both).abs().max() < 1e-5 * both.abs().max()
-    with changed(recording, AblateHead([0], heads=[0, 1])):
+    with changed(recording, head):
         inside = recording.logits()
-    assert (inside - recording.under(AblateHead([0], heads=[0, 1])).logits()).abs().max() < 1e-5 * both.abs().max()
+    assert (inside - alone).abs().max() < 1e-5 * both.abs().max()
+    assert (both - alone).abs().max() > 1e-4 * both.abs().max()
 
 
 def test_a_change_forgets_which_texts_were_under_way():

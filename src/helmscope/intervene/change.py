@@ -1,7 +1,7 @@
 """The changes that a forward can be run under, each one a ``Watcher``; ``changed`` and ``Recording.under`` apply them.
 
     Replace, Add, Ablate   a state or a write: Site.INPUT, ATTENTION, MIDDLE, MLP, OUTPUT
-    Patch                  states of another recording
+    Patch                  states or writes of another recording
     Perturb                query, key or value by Gaussian noise
     Reweigh                the attention weights, by any function
     AblateHead, MaskKeys   single heads, single keys

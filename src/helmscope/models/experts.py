@@ -12,6 +12,7 @@ import torch
 from helmscope.fields.activations import Activation, QuickGELU
 from helmscope.fields.mlp import Force, GatedMLP, affine
 from helmscope.fields.placement import folded as folded_plain
+from helmscope.models.probe import equal
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -139,7 +140,7 @@ def read_experts(calls: list[Seen], written: Seen, known: list[Activation]) -> t
     """
     for call in calls:
         stacks = [p.detach() for p in call.module.parameters(recurse=False) if p.ndim == 3]
-        if len(stacks) == 2 and call.input is not None and _equal(call.output, written.output):
+        if len(stacks) == 2 and call.input is not None and equal(call.output, written.output):
             route = _router(calls, call.input)
             mixture = None if route is None else _fitting(call, written, route, known)
             return None if mixture is None or written.output is None else (mixture, call.input, written.output)
@@ -149,7 +150,7 @@ def read_experts(calls: list[Seen], written: Seen, known: list[Activation]) -> t
 def _router(calls: list[Seen], x: Tensor) -> Route | None:
     """The module that gives weights and numbers of experts at x."""
     for call in calls:
-        if len(call.outputs) == 2 and len(call.inputs) == 1 and _equal(call.input, x):
+        if len(call.outputs) == 2 and len(call.inputs) == 1 and equal(call.input, x):
             found = _routed(call.module, x)
             if found is not None:
                 return lambda y, module=call.module: _at_own_precision(module, y)  # type: ignore[misc]
@@ -218,7 +219,3 @@ def _readings(module: nn.Module, known: list[Activation]) -> Iterator[tuple[Forc
                 )
                 for e in range(len(w_in))
             )
-
-
-def _equal(a: Tensor | None, b: Tensor | None) -> bool:
-    return a is not None and b is not None and a.numel() == b.numel() and torch.equal(a.flatten(), b.flatten())

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from helmscope.models.checkpoint import check_folder
+from helmscope.store.atomic import one_line
 from helmscope.types import HelmscopeError, MissingExtra
 
 if TYPE_CHECKING:
@@ -108,7 +109,7 @@ def load(
         try:
             model = model.to(device)
         except (RuntimeError, AssertionError) as error:
-            raise HelmscopeError(f"device is '{device}', but torch cannot use it here: {_one_line(error)}") from error
+            raise HelmscopeError(f"device is '{device}', but torch cannot use it here: {one_line(error)}") from error
     _check_numbers(model)
     commit = revision if folder == Path(source) else folder.name
     return Loaded(model.eval(), tokenizer or _tokenizer(folder), _origin(model, str(source), commit, hashes))
@@ -134,7 +135,7 @@ def _from_hub(name: str, revision: str | None, offline: bool) -> Path:
         found = snapshot_download(name, revision=revision, local_files_only=offline, allow_patterns=list(WANTED))
     except (OSError, ValueError, HFValidationError) as error:
         raise HelmscopeError(
-            f"model is '{name}', but it is no folder and could not be had from the Hub: {_one_line(error)}"
+            f"model is '{name}', but it is no folder and could not be had from the Hub: {one_line(error)}"
         ) from error
     return Path(str(found))
 
@@ -151,7 +152,7 @@ def _from_folder(folder: Path, dtype: torch.dtype | str, places: dict[str, Any])
     except HelmscopeError:
         raise
     except Exception as error:  # whatever a damaged configuration makes transformers stumble over
-        raise HelmscopeError(f"model is in '{folder}', but it could not be loaded: {_one_line(error)}") from error
+        raise HelmscopeError(f"model is in '{folder}', but it could not be loaded: {one_line(error)}") from error
     missing = sorted(set(info["missing_keys"]) - set(model.all_tied_weights_keys or ()))
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
@@ -212,7 +213,3 @@ def _transformers() -> Any:
     except ImportError as error:
         raise MissingExtra("transformers", "models") from error
     return transformers
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:300]

@@ -21,6 +21,7 @@ from helmscope.fields import activations
 from helmscope.fields.activations import Activation
 from helmscope.fields.mlp import MLP, GatedMLP
 from helmscope.models.experts import Mixture, read_experts
+from helmscope.models.probe import equal
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -71,12 +72,12 @@ def _before_norm(calls: list[Seen], wiring: Wiring) -> Seen:
     write = next(call for call in calls if call.path == wiring.mlp)
     if not wiring.sandwich:
         return write
-    return next(call for call in calls if call is not write and _equal(call.output, write.input))
+    return next(call for call in calls if call is not write and equal(call.output, write.input))
 
 
 def _last_matrix(calls: list[Seen], written: Seen, pre: Tensor) -> Seen | None:
     """The matrix whose output is the write."""
-    found = [call for call in calls if matrix_of(call.module) is not None and _equal(call.output, written.output)]
+    found = [call for call in calls if matrix_of(call.module) is not None and equal(call.output, written.output)]
     return found[-1] if found else None
 
 
@@ -87,7 +88,7 @@ def _first_matrices(calls: list[Seen], last: Seen, dim: int) -> list[Seen]:
     before = [call for call in calls[: calls.index(last)] if matrix_of(call.module) is not None]
     fits = [call for call in before if call.output is not None and call.output.shape[-1] in (width, 2 * width)]
     fits = [call for call in fits if call.input is not None and call.input.shape[-1] == dim]
-    same = [call for call in fits if fits and _equal(call.input, fits[-1].input)]
+    same = [call for call in fits if fits and equal(call.input, fits[-1].input)]
     return same[-2:]
 
 
@@ -173,7 +174,3 @@ def affine_of(module: nn.Module) -> Affine:
 
 
 _EXACT = (torch.float32, torch.float64)
-
-
-def _equal(a: Tensor | None, b: Tensor | None) -> bool:
-    return a is not None and b is not None and a.numel() == b.numel() and torch.equal(a.flatten(), b.flatten())

@@ -168,3 +168,8 @@ def tensors_in(value: Any) -> tuple[Tensor, ...]:
     if isinstance(value, tuple | list):
         return tuple(each for part in value for each in tensors_in(part))
     return ()
+
+
+def equal(a: Tensor | None, b: Tensor | None) -> bool:
+    """Whether two tensors hold the same numbers in the same order, whatever their shapes."""
+    return a is not None and b is not None and a.numel() == b.numel() and torch.equal(a.flatten(), b.flatten())

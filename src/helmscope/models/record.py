@@ -143,13 +143,14 @@ def _is_causal(anatomy: Anatomy, inputs: dict[str, Tensor]) -> bool | None:
     trunk, options = anatomy.model.base_model, no_cache(anatomy.model)
     size = int(anatomy.model.get_input_embeddings().num_embeddings)
 
+    once: Tensor = run(trunk, inputs, **options)[0]
+
     def moved(at: int) -> Tensor:
         """How far the last states go when one token is another."""
         other = inputs["input_ids"].clone()
         other[:, at] = (other[:, at] + 1) % size
-        once, twice = (run(trunk, given, **options)[0] for given in (inputs, inputs | {"input_ids": other}))
-        off: Tensor = (once - twice).abs().amax((0, 2)) / once.abs().max()
-        return off
+        twice: Tensor = run(trunk, inputs | {"input_ids": other}, **options)[0]
+        return (once - twice).abs().amax((0, 2)) / once.abs().max()
 
     last, first = float(moved(-1)[:-1].max()), float(moved(0)[1:].max())
     return None if max(last, first) <= 1e-6 else last <= 1e-4 * first

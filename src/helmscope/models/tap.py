@@ -62,8 +62,7 @@ class Attended:
 
     def with_weights(self, weights: Float[Tensor, "batch heads n n"], call: Call) -> Attended:
         """Other weights, and the output that follows from them."""
-        output = weights.to(call.value.dtype) @ call.head_values
-        return Attended(output.transpose(1, 2).contiguous(), weights)
+        return Attended(head_outputs(call, weights).transpose(1, 2).contiguous(), weights)
 
 
 class Listener(Protocol):
@@ -142,25 +141,20 @@ def tapped(model: Any, listener: Listener | None) -> Iterator[None]:
     """
     registered, outer = can_be_tapped(model), _listener.get()
     everyone = _Both(outer, listener) if outer is not None and listener is not None else listener or outer
-    before = [(config, config._attn_implementation_internal) for config in _configs(model)]
-    token = _listener.set(everyone)
-    try:
-        if registered:
-            _register()
-            model.set_attn_implementation(NAME)
-        else:
-            for config, _ in before:
-                config._attn_implementation_internal = "eager"
-        yield
-    finally:
-        _listener.reset(token)
-        for config, name in before:
-            config._attn_implementation_internal = name
+    with plainly_eager(model):
+        token = _listener.set(everyone)
+        try:
+            if registered:
+                _register()
+                model.set_attn_implementation(NAME)
+            yield
+        finally:
+            _listener.reset(token)
 
 
 @contextmanager
 def plainly_eager(model: Any) -> Iterator[None]:
-    """Inside, a model computes its attention by its own eager code, and nobody hears it."""
+    """Inside, a model computes its attention by its own eager code, and nobody hears it; afterwards as before."""
     before = [(config, config._attn_implementation_internal) for config in _configs(model)]
     try:
         for config, _ in before:

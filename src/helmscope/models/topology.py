@@ -232,9 +232,7 @@ class _Algebra:
 
     def reading(self, value: Tensor) -> list[Seen]:
         """The modules whose input is this state."""
-        return [
-            call for call in self.calls if self.same(call.input, value) and self.like_state(call.output) is not None
-        ]
+        return [call for call, _ in self.writes if self.same(call.input, value)]
 
     def state_of(self, call: Seen) -> Float[Tensor, "batch n d"]:
         state = self.like_state(call.output)
