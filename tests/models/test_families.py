@@ -183,3 +183,14 @@ def test_a_wrong_tensor_of_the_right_shape_is_caught(family, site, monkeypatch):
         assert recording.certificate["residual"].ok is False
         with pytest.raises(ValueError, match="trajectory is not given out"):
             _ = recording.trajectory
+
+
+def test_the_longest_text_is_compared_whole_with_the_model_as_it_came():
+    """BigBird leaves sparse attention for good at the sight of a short text: what is recorded then is another model."""
+    from transformers import BigBirdConfig, BigBirdModel
+
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    torch.manual_seed(0)
+    model = BigBirdModel(BigBirdConfig(**sizes, vocab_size=90, block_size=4, num_random_blocks=1)).eval()
+    certificate = record(model, torch.randint(90, (2, 64))).certificate
+    assert [line.name for line in certificate.lines if line.ok is False] == ["logits"]

@@ -11,7 +11,7 @@ import torch
 from helmscope.models.certificate import Line
 from helmscope.models.experts import Behind
 from helmscope.models.mlp_reading import affine_of, matrix_of, read_mlp
-from helmscope.models.probe import no_cache, run
+from helmscope.models.probe import run
 from helmscope.models.tap import head_outputs, plainly_eager
 from helmscope.models.topology import Kind
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 BOUNDS = {torch.float64: 1e-10, torch.float32: 1e-5}
 COARSE = 3e-2  # of half precision
+BLOCK = 1 << 20  # entries of a tensor that are compared at a time
 # a float64 model of many families has norms, softmax and positions in float32 inside
 INSIDE = {torch.float64: 1e-6, torch.float32: 1e-5}
 
@@ -74,10 +75,13 @@ def _middle(layer: Layer, found: LayerProbe) -> Tensor:
 
 
 def relative(found: Tensor, wanted: Tensor) -> float:
-    """|found - wanted| / |wanted| over all entries, 0 where both are 0."""
-    found, wanted = found.double(), wanted.double().reshape(found.shape)
-    off, size = float((found - wanted).norm()), float(wanted.norm())
-    return off / size if size > 0 else off
+    """|found - wanted| / |wanted| over all entries, 0 where both are 0; block by block, since logits may be many."""
+    off, size = [], []
+    for one, other in zip(*(torch.split(part.flatten(), BLOCK) for part in (found, wanted)), strict=True):
+        off.append((one.double() - other.double()).norm())
+        size.append(other.double().norm())
+    apart, length = float(torch.stack(off).norm()), float(torch.stack(size).norm())
+    return apart / length if length > 0 else apart
 
 
 def worst_of(values: Iterable[float]) -> float:
@@ -93,14 +97,16 @@ def residual_line(errors: Tensor, dtype: torch.dtype) -> Line:
     return Line.held("residual", worst, bound(dtype), says, ("trajectory", "resume"))
 
 
-def logits_line(anatomy: Anatomy, inputs: Mapping[str, Tensor], recorded: Tensor) -> Line:
-    """The output of the watched model against that of the untouched one, as it is and with its own eager attention."""
+def logits_line(anatomy: Anatomy, inputs: Mapping[str, Tensor], recorded: Tensor, off: float) -> Line:
+    """The output of the watched model against that of the untouched one: ``off`` is how far apart they are before the
+    head on the longest text; here with the head on a few tokens, under the model's own eager attention.
+    """
     model, blocks = anatomy.model, ("trajectory", "kernel", "replay", "lens")
     own = str(model.config._attn_implementation)
-    untouched = run(model, inputs, **no_cache(model))[0]
     with plainly_eager(model):
         eager = run(model, inputs, **anatomy.options)[0]
-    off, apart = relative(recorded, untouched), relative(recorded, eager)
+    apart = relative(recorded, eager)
+    apart = max(apart, off) if own == "eager" else apart
     most = bound(recorded.dtype, inside=True)
     if own == "eager" or not apart:
         says = "bit-equal to the untouched model" if own == "eager" else "bit-equal to eager attention"

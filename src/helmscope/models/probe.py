@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -105,6 +106,13 @@ def run(model: Any, inputs: Mapping[str, Tensor], **options: Any) -> Any:
 
 def _has_decoder(model: Any) -> bool:
     return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+
+
+def trunk_of(model: Any) -> Any:
+    """The model without its head, which gives the last state; the model itself where that cannot be called."""
+    trunk = model.base_model
+    takes = inspect.signature(trunk.forward).parameters
+    return trunk if getattr(model, "main_input_name", "input_ids") in takes else model
 
 
 def no_cache(model: Any) -> dict[str, bool]:

@@ -12,7 +12,7 @@ from helmscope.models.certificate import Certificate, Line
 from helmscope.models.keep import Keep, Keeper
 from helmscope.models.load import Loaded, load
 from helmscope.models.place import Place
-from helmscope.models.probe import no_cache, run
+from helmscope.models.probe import no_cache, run, trunk_of
 from helmscope.models.recorder import Recorder
 from helmscope.models.recording import Recording
 from helmscope.models.tap import held
@@ -71,7 +71,13 @@ def _recorded(
     progress: Callable[[int, int], None] | None,
 ) -> Recording:
     batch = prepare(loaded.model, texts, tokenizer or loaded.tokenizer, truncate=truncate)
+    longest = _longest(batch, loaded.model)
+    # before anything else: some families change themselves for good when they see a short text
+    trunk = trunk_of(loaded.model)
+    untouched = run(trunk, longest, **no_cache(loaded.model))[0]
     anatomy, seen = dissect(loaded.model, _probed(batch, loaded.model))
+    with watching(anatomy, Recorder(anatomy, 1)):
+        off = certify.relative(run(trunk, longest, **anatomy.options)[0], untouched)
     line, forces = certify.mlp_line(anatomy, seen)
     recorder = Recorder(anatomy, len(batch))
     blank = Recording(anatomy, batch, None, Certificate(()), loaded.origin, forces, batch_size)  # type: ignore[arg-type]
@@ -80,7 +86,7 @@ def _recorded(
     assert recorder.stream is not None
     assert recorder.errors is not None
     lines = [
-        *_lines(anatomy, seen, batch),
+        *_lines(anatomy, seen, batch, off),
         certify.residual_line(recorder.errors, loaded.model.dtype),
         certify.finite_line(recorder.stream.radius),
         line,
@@ -101,7 +107,13 @@ def _probed(batch: Batch, model: Any) -> dict[str, Tensor]:
     return {name: value[rows, :PROBED_TOKENS].to(device) for name, value in batch.inputs.items()}
 
 
-def _lines(anatomy: Anatomy, seen: list[LayerProbe], batch: Batch) -> list[Line]:
+def _longest(batch: Batch, model: Any) -> dict[str, Tensor]:
+    """The longest text, whole, on the model's device."""
+    row = int(batch.inputs["attention_mask"].sum(-1).argmax()) if "attention_mask" in batch.inputs else 0
+    return batch.rows(slice(row, row + 1)).to(next(model.parameters()).device)
+
+
+def _lines(anatomy: Anatomy, seen: list[LayerProbe], batch: Batch, off: float) -> list[Line]:
     """All checks on the probed tokens."""
     inputs = _probed(batch, anatomy.model)
     recorder = Recorder(anatomy, len(seen[0].pre))
@@ -113,7 +125,7 @@ def _lines(anatomy: Anatomy, seen: list[LayerProbe], batch: Batch) -> list[Line]
     lines = [
         certify.topology_line(anatomy, seen),
         certify.states_line(recorder.stream, anatomy, seen),
-        certify.logits_line(anatomy, inputs, recorded),
+        certify.logits_line(anatomy, inputs, recorded, off),
         *certify.attention_lines(anatomy, seen, heard, _is_causal(anatomy, inputs)),
         certify.heads_line(anatomy, seen),
         _lens_line(anatomy, recorder, inputs, recorded),
@@ -140,7 +152,7 @@ def _is_causal(anatomy: Anatomy, inputs: dict[str, Tensor]) -> bool | None:
     """
     if "input_ids" not in inputs or inputs["input_ids"].shape[1] < 2:
         return None
-    trunk, options = anatomy.model.base_model, no_cache(anatomy.model)
+    trunk, options = trunk_of(anatomy.model), no_cache(anatomy.model)
     size = int(anatomy.model.get_input_embeddings().num_embeddings)
 
     once: Tensor = run(trunk, inputs, **options)[0]

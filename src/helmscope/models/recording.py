@@ -13,7 +13,7 @@ import torch
 
 from helmscope.models.certify import finite_line
 from helmscope.models.place import Frozen, Place
-from helmscope.models.probe import run
+from helmscope.models.probe import run, trunk_of
 from helmscope.models.recorder import Recorder
 from helmscope.models.topology import Kind
 from helmscope.models.watch import Watcher, watching
@@ -210,7 +210,7 @@ class Recording:
     ) -> Tensor:
         """Run the model on the texts, some at a time, under all changes; with ``whole`` to its head, which is given."""
         model, found = self.anatomy.model, []
-        model_run = model if whole else model.base_model
+        model_run = model if whole else trunk_of(model)
         device = next(model.parameters()).device
         everyone = (*self.watchers, *watchers)
         if model.training:

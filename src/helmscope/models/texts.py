@@ -130,7 +130,8 @@ def _from_strings(model: Any, texts: list[str], tokenizer: Any, truncate: bool) 
 
 def context_length(model: Any) -> int | None:
     """The longest text of a model, None where its positions have no end."""
-    most = getattr(model.config, "max_position_embeddings", None)
+    names = ("max_position_embeddings", "max_seq_len")  # the second of mpt
+    most = next((value for name in names if (value := getattr(model.config, name, None)) is not None), None)
     if most is None or most < 1:
         return None
     # RoBERTa counts its positions from behind the padding index
