@@ -197,7 +197,19 @@ def test_parameters_come_back_to_the_bit():
     [
         (lambda r: Ablate([3]), "layers holds 3, but the model has layers 0 to 2"),
         (lambda r: Ablate(site=Site.READ), "a change is made at one of"),
-        (lambda r: AblateHead([0]), "heads is empty"),
+        (lambda r: AblateHead([0]), r"heads is \(\), but it must be a list"),
+        (lambda r: AblateHead([0], heads=3), "heads is 3, but it must be a list"),
+        (lambda r: AblateHead([0], heads=[1.0]), r"heads is \[1.0\]"),
+        (lambda r: Reweigh(function=3), "function is 3, but it must be a function"),
+        (lambda r: Perturb(seed="a"), "seed is 'a'"),
+        (lambda r: Perturb(seed=1.5), "seed is 1.5"),
+        (lambda r: Perturb([1.0]), r"layers is \[1.0\], but it must be a list of whole numbers"),
+        (lambda r: Ablate([]), r"layers is \[\], but it must be a list"),
+        (lambda r: Ablate([-1]), r"layers is \[-1\]"),
+        (lambda r: Ablate([True]), r"layers is \[True\]"),
+        (lambda r: Ablate(3), "layers is 3"),
+        (lambda r: Ablate("01"), "layers is '01'"),
+        (lambda r: "x", "a str is given as a change"),
         (lambda r: AblateHead([0], heads=[9]), "heads holds 9, but layer 0 has heads 0 to 3"),
         (lambda r: MaskKeys(keys=torch.zeros(3, 13)), "must be a tensor of bool"),
         (lambda r: Patch([0], site=Site.MLP, source=r), "source kept no writes"),
@@ -282,4 +294,105 @@ def test_a_family_that_hides_its_attention_says_so():
     model = tiny_model("bloom")
     recording = record(model, inputs_of("bloom"))
     with pytest.raises(HelmscopeError, match="does not look its attention up"), changed(recording, Perturb()):
+        pass
+
+
+def test_nothing_is_recorded_while_a_change_is_attached():
+    from helmscope.models.doctor import doctor
+
+    model, ids = tiny_model("gpt2"), inputs_of("gpt2")
+    recording = record(model, ids)
+    with changed(recording, Ablate([2])):
+        for make in (
+            lambda: record(model, ids),
+            lambda: record(model.transformer, ids),
+            lambda: doctor(model),
+            lambda: recording.under(Ablate([1])),
+            lambda: recording.resume(2, recording.trajectory.states[2]),
+        ):
+            with pytest.raises(HelmscopeError, match=r"runs under a change.*leave `changed` first"):
+                make()
+    name = "transformer.h.2.mlp.c_proj.weight"
+    with with_parameters(model, {name: torch.zeros_like(dict(model.named_parameters())[name])}):
+        other = record(model, ids)
+        assert other.certificate.ok
+        assert other.certificate["mlp"].ok
+    assert not torch.equal(other.trajectory.states[-1], recording.trajectory.states[-1])
+    assert torch.equal(record(model, ids).trajectory.states, recording.trajectory.states)
+
+
+def test_a_changed_recording_says_what_was_changed(case):
+    _, _, recording = case
+    states, new = recording.trajectory.states, torch.randn(32, generator=torch.Generator().manual_seed(3))
+    tokens = torch.zeros(3, 13, dtype=torch.bool)
+    tokens[:, 3] = True
+    for site in (Site.INPUT, Site.ATTENTION, Site.MIDDLE, Site.MLP, Site.OUTPUT):
+        for change in (Ablate([1], site=site), Add(site=site, value=new), Replace([2], site=site, value=new)):
+            seen = recording.under(change)
+            assert seen.certificate["changes"].ok is None
+            assert "every other line of the unchanged model" in seen.certificate["changes"].says
+            assert seen.certificate["residual"].ok is (None if site is Site.OUTPUT else True), (change, site)
+    for step in range(7):
+        for frozen in (None, tokens):
+            assert recording.resume(step, states[step].roll(1, 1), frozen=frozen).certificate.ok
+    told = recording.under(Replace([1], value=new, tokens=tokens)).resume(2, states[2], frozen=tokens).manifest()
+    assert told.parameters["first"] == 2
+    first, second = told.parameters["changes"]
+    assert first.startswith("Replace(layers=[1], tokens=<bool (3, 13) sha256 ")
+    assert "value=<float32 (32,) sha256 " in first
+    assert second.startswith("Place(depth=2, raw=<float32 (3, 13, 32) sha256 ")
+    assert "frozen=<3 tokens of <bool (3, 13) sha256 " in second
+    assert recording.manifest().parameters["changes"] == []
+    assert "changes" not in {line.name for line in recording.certificate.lines}
+
+
+def test_a_block_whose_sum_does_not_hold_under_a_change_is_said(monkeypatch):
+    from helmscope.models.recorder import Recorder
+
+    recording, honest = record(tiny_model("gpt2"), inputs_of("gpt2")), Recorder.state
+    monkeypatch.setattr(
+        Recorder, "state", lambda self, site, layer, v: honest(self, site, layer, 1.01 * v if site is Site.MLP else v)
+    )
+    assert recording.under(Ablate([0])).certificate["residual"].ok is False
+
+
+def test_changes_are_shown_in_a_line():
+    recording = record(tiny_model("gpt2"), inputs_of("gpt2"))
+    many = torch.ones(3, 13, dtype=torch.bool)
+    for change, shown in [
+        (Ablate(), "Ablate()"),
+        (Ablate([3], site=Site.INPUT), "Ablate(layers=[3], site=Site.INPUT)"),
+        (Reweigh([0], function=outputs), "Reweigh(layers=[0], function=outputs)"),
+        (Perturb(part=Part.KEY, seed=7), "Perturb(part=Part.KEY, seed=7)"),
+        (AblateHead([2], heads=[0, 5]), "AblateHead(layers=[2], heads=[0, 5])"),
+    ]:
+        assert repr(change) == shown
+    for change in (MaskKeys(keys=many), Patch(source=recording, tokens=many), Add(value=torch.randn(3, 13, 32))):
+        assert "\n" not in repr(change)
+        assert len(repr(change)) < 400
+    assert repr(Add(value=torch.ones(2))) != repr(Add(value=torch.zeros(2)))
+
+
+def test_writes_of_a_changed_run_are_kept(case):
+    _, _, recording = case
+    off = recording.under(Ablate([0], site=Site.ATTENTION), keep=Keep.WRITES | Keep.WEIGHTS)
+    assert torch.equal(off.kept["weights"][1], recording.under(Ablate([0], site=Site.ATTENTION)).kernel(2))
+    assert off.kept["attention write"][0].abs().max() == 0
+    wanted = recording.under(Replace([2], site=Site.MLP, value=off.kept["mlp write"][2])).logits()
+    assert torch.equal(recording.under(Patch([2], site=Site.MLP, source=off)).logits(), wanted)
+    later = recording.resume(4, recording.trajectory.states[4]).under(Ablate([2]), keep=Keep.WRITES)
+    assert later.kept["mlp write"].shape == (3, 3, 13, 32)
+
+
+def test_what_is_no_change_and_no_model_is_refused():
+    recording = record(tiny_model("gpt2"), inputs_of("gpt2"))
+    with pytest.raises(HelmscopeError, match="a str is given as a change"):
+        recording.under("x")
+    with pytest.raises(HelmscopeError, match="model is a Recording, but parameters"), with_parameters(recording, {}):
+        pass
+    name = "transformer.h.1.mlp.c_proj.weight"
+    with (
+        pytest.raises(HelmscopeError, match=r"gives 'transformer.*' a int"),
+        with_parameters(recording.anatomy.model, {name: 3}),
+    ):
         pass

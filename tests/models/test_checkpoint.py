@@ -152,9 +152,24 @@ def test_folders_that_are_refused(folder, tmp_path):
     cut.write_bytes(cut.read_bytes()[:-10])
     with pytest.raises(HelmscopeError, match=r"holds .* bytes of tensors"):
         check_folder(folder)
-    for name in ("no-such-name/anywhere", "no such name", "a/b/c"):
-        with pytest.raises(HelmscopeError, match="could not be had from the Hub"):
+    for name, why in [
+        ("no-such-name/anywhere", "'s local cache alone: leave out offline"),
+        ("no such name", ": Repo id must"),
+        ("a/b/c", ": Repo id must"),
+    ]:
+        with pytest.raises(HelmscopeError, match=f"could not be had from the Hub{why}"):
             load(name, offline=True)
+    with pytest.raises(HelmscopeError, match=r"only a model on the Hub has revisions: give the folder"):
+        load(folder, revision="step1")
+    for sources, revisions, name in (
+        ("a/b", (None,), "sources"),
+        (folder, (None,), "sources"),
+        (["a"], "x", "revisions"),
+    ):
+        with pytest.raises(HelmscopeError, match=f"{name} is .* but it must be a list of them"):
+            load_all(sources, revisions=revisions)
+    with pytest.raises(HelmscopeError, match="unknown option 'foo'"):
+        load_all(["a"], foo=1)
 
 
 def test_the_hub_is_read_from_its_cache(tmp_path, monkeypatch):
@@ -201,3 +216,60 @@ def test_a_tensor_of_another_shape_is_named(folder):
     (folder / "config.json").write_text(json.dumps(config | {"n_inner": 40}))
     with pytest.raises(HelmscopeError, match=r"mlp\.c_"):
         load(folder)
+
+
+def test_pickles_are_converted_with_their_head(folder):
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    config = json.loads((folder / "config.json").read_text())
+    for named, kind in [
+        (["GPT2LMHeadModel"], "GPT2LMHeadModel"),
+        (["BertForMaskedLM"], "BertForMaskedLM"),
+        (["x; import os"], "AutoModelForCausalLM"),
+        (["x'\"$(rm)"], "AutoModelForCausalLM"),
+        ([], "AutoModelForCausalLM"),
+        (None, "AutoModelForCausalLM"),
+        ([3], "AutoModelForCausalLM"),
+    ]:
+        (folder / "config.json").write_text(json.dumps(config | {"architectures": named}))
+        with pytest.raises(HelmscopeError, match=rf"transformers import {kind}; {kind}\.from_pretrained"):
+            load(folder)
+    (folder / "config.json").write_text("{")
+    with pytest.raises(HelmscopeError, match=r"AutoModelForCausalLM\.from_pretrained"):
+        load(folder)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_more_layers_than_the_configuration_says(folder, whole):
+    """In the files of a whole model and of its trunk alone; tensors that belong to no layer are let be."""
+    model = tiny_model("gpt2")
+    (model if whole else model.transformer).save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"architectures": ["GPT2Model"], "n_layer": 2}))
+    with pytest.raises(
+        HelmscopeError, match=r"hold the tensor '(transformer\.)?h\.2\..*but by config.json 'h' has 2 layers"
+    ):
+        load(folder)
+    (folder / "config.json").write_text(json.dumps(config | {"architectures": ["GPT2Model"]}))
+    state = {k: v.clone() for k, v in model.transformer.state_dict().items()}
+    more = {"foo.9.bar": torch.ones(2), "h.0.attn.extra": torch.ones(2)}
+    save_file(state | more, folder / "model.safetensors", metadata={"format": "pt"})
+    assert len(load(folder).model.h) == 3
+
+
+def test_a_load_is_silent_and_leaves_transformers_as_it_was(folder, capfd):
+    from transformers.utils import logging
+
+    state = {k: v.clone() for k, v in tiny_model("gpt2").state_dict().items() if k != "lm_head.weight"}
+    save_file(state | {"foo": torch.ones(2)}, folder / "model.safetensors", metadata={"format": "pt"})
+    before = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_warning()
+    logging.enable_progress_bar()
+    capfd.readouterr()
+    try:
+        load(folder)
+        assert capfd.readouterr() == ("", "")
+        assert (logging.get_verbosity(), logging.is_progress_bar_enabled()) == (logging.WARNING, True)
+    finally:
+        logging.set_verbosity(before[0])
+        if not before[1]:
+            logging.disable_progress_bar()

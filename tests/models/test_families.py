@@ -103,7 +103,7 @@ def test_logits_are_bit_equal_with_and_without(recorded, implementation):
 
 
 def test_resume_from_every_depth_and_the_lens(recorded):
-    _, _, recording = recorded
+    family, _, recording = recorded
     logits = recording.logits()
     size = logits.abs().max()
     for step in range(7):
@@ -111,7 +111,10 @@ def test_resume_from_every_depth_and_the_lens(recorded):
         assert (again.logits() - logits).abs().max() <= 2e-6 * size, step
         assert len(again.trajectory.times) == 7 - step
         assert (again.trajectory.states[-1] - recording.trajectory.states[-1]).abs().max() <= 5e-6
-    assert (recording.logits(6) - logits).abs().max() <= 2e-6 * size
+    if any(line.name == "head" for line in recording.certificate.lines):
+        assert family in ("t5", "vit")
+    else:
+        assert (recording.logits(6) - logits).abs().max() <= 2e-6 * size
 
 
 def test_kernels_and_forces(recorded):

@@ -1,4 +1,4 @@
-"""Texts, masks, what is kept, reducers, certificates that fail, and families that cannot be read."""
+"""Texts, masks, what is kept, reducers, the lens, and families that cannot be read."""
 
 from __future__ import annotations
 
@@ -9,12 +9,9 @@ import xarray as xr
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 import helmscope as hs
-from helmscope.models import certify
-from helmscope.models.anatomy import dissect
 from helmscope.models.record import record
-from helmscope.models.tap import Attended
 from helmscope.types import HelmscopeError
-from model_families import CLASSES, inputs_of, tiny_model
+from model_families import inputs_of, tiny_model
 
 WORDS = ["[PAD]", "[CLS]", "[SEP]", "[UNK]", *"abcdefghijklmnopqrstuvwxyz"]
 
@@ -126,6 +123,15 @@ def test_bad_texts():
             record(model, texts, tokenizer=words)
     with pytest.raises(HelmscopeError, match="came without a tokenizer"):
         record(model, ["a"])
+    nothing = {"input_ids": torch.ones(2, 3).long(), "attention_mask": torch.tensor([[1, 1, 1], [0, 0, 0]])}
+    with pytest.raises(HelmscopeError, match=r"texts\[1\] has no token that counts"):
+        record(model, nothing)
+    with pytest.raises(HelmscopeError, match=r"texts\[0\] has no token that counts"):
+        record(model, ["[CLS]"], tokenizer=words)
+    with pytest.raises(HelmscopeError, match="unknown option 'foo'"):
+        record(model, torch.ones(1, 3).long(), foo=1)
+    with pytest.raises(HelmscopeError, match="tokenizer is 'gpt2', but it must be a tokenizer"):
+        record(model, torch.ones(1, 3).long(), tokenizer="gpt2")
     assert record(model, [" ".join("a" * 65)], tokenizer=words, truncate=True).trajectory.states.shape[2] == 64
 
 
@@ -144,16 +150,19 @@ def test_the_observables_of_a_simulation_serve(family):
     assert float(drift.force[1]) == pytest.approx(float(force), rel=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("family", ["gpt2", "bert"])
-def test_the_lens_comes_to_what_the_model_says(family):
-    recording = record(tiny_model(family), inputs_of(family))
-    seen = hs.lens_divergence(recording)
-    assert abs(float(seen.divergence[-1])) < 1e-9
+def test_the_lens_comes_to_what_the_model_says(family, dtype):
+    recording = record(tiny_model(family, dtype=dtype), inputs_of(family))
+    seen, digits = hs.lens_divergence(recording), 1e-9 if dtype == torch.float64 else 1e-5
+    assert abs(float(seen.divergence[-1])) < 1e-3 * digits
     p, early = (torch.softmax(recording.logits(step).double(), -1) for step in (None, 2))
     by_text = torch.nn.functional.kl_div(early.log(), p, reduction="none").sum(-1).mean(-1)
-    assert float(seen.divergence[2]) == pytest.approx(float(by_text.mean()), rel=1e-9)
-    assert float(seen.divergence_stderr[2]) == pytest.approx(float(by_text.std() / 3**0.5), rel=1e-9)
-    assert float(seen.entropy[2]) == pytest.approx(float(torch.special.entr(early).sum(-1).mean()), rel=1e-9)
+    assert float(seen.divergence[2]) == pytest.approx(float(by_text.mean()), rel=digits)
+    assert float(seen.divergence_stderr[2]) == pytest.approx(
+        float(by_text.std() / 3**0.5), rel=digits, abs=1e-4 * digits
+    )
+    assert float(seen.entropy[2]) == pytest.approx(float(torch.special.entr(early).sum(-1).mean()), rel=digits)
 
 
 class Entropy:
@@ -209,72 +218,6 @@ def test_a_family_outside_the_registry_says_what_it_hides():
     assert record(tiny_model("bloom"), inputs_of("bloom"), keep=hs.Keep.WEIGHTS).kept["weights"].shape[0] == 3
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("family", CLASSES)
-def test_half_precision_is_read_too(family, dtype, monkeypatch):
-    monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)  # its bfloat16 kills the process on some machines
-    recording = record(tiny_model(family, dtype=dtype), inputs_of(family))
-    print(recording.certificate)
-    assert recording.certificate.ok
-    assert str(recording.anatomy) == str(record(tiny_model(family), inputs_of(family)).anatomy)
-    if recording.anatomy.tapped:
-        assert (recording.kernel(0).sum(-1) - 1).abs().max() < 1e-6
-    assert recording.trajectory.states.dtype == torch.float32
-
-
-@pytest.mark.parametrize("family", [family for family in CLASSES if family != "bloom"])
-def test_faults_of_attention_are_caught(family, monkeypatch):
-    """Weights of the neighbouring head, rows of another sum, and a mask that is lost."""
-    model, ids = tiny_model(family), inputs_of(family)
-    anatomy, seen = dissect(model, {"input_ids": ids})
-    heard = [layer.attention[1].weights for layer in seen]
-    assert certify.heads_line(anatomy, seen).ok
-    assert certify.attention_lines(anatomy, seen, heard, causal=False)[0].ok
-    call, result = seen[1].attention
-    for weights in (result.weights.roll(1, 1), 0.5 * result.weights, torch.nan * result.weights):
-        seen[1].attention = (call, Attended(result.output, weights))
-        assert certify.heads_line(anatomy, seen).ok is False
-        assert certify.attention_lines(anatomy, seen, heard, causal=False)[0].ok is False
-    seen[1].attention = (call, Attended(result.output, 1.01 * result.weights))
-    assert certify.attention_lines(anatomy, seen, heard, causal=False)[1].ok is False
-    seen[1].attention = (call, Attended(result.output, torch.full_like(result.weights, 1 / 13)))
-    assert certify.attention_lines(anatomy, seen, heard, causal=True)[2].ok is False
-    seen[1].attention = None
-    assert certify.attention_lines(anatomy, seen, heard, causal=False)[0].ok is False
-
-
-@pytest.mark.parametrize("family", CLASSES)
-@pytest.mark.parametrize("depth", range(7))
-def test_a_wrong_state_is_caught_at_every_depth(family, depth, monkeypatch):
-    """States of the neighbouring token, written down at one depth."""
-    from helmscope.models.recorder import Stream
-
-    honest = Stream.put
-    monkeypatch.setattr(
-        Stream, "put", lambda self, at, rows, value: honest(self, at, rows, value.roll(1, 1) if at == depth else value)
-    )
-    recording = record(tiny_model(family), inputs_of(family))
-    assert recording.certificate["states"].ok is False
-    with pytest.raises(HelmscopeError, match="trajectory is not given out"):
-        _ = recording.trajectory
-
-
-@pytest.mark.parametrize("family", [family for family in CLASSES if family != "bloom"])
-def test_wrong_heads_on_the_way_to_a_kernel_are_caught(family, monkeypatch):
-    from helmscope.models.watch import _Depth
-
-    honest = _Depth.after
-    monkeypatch.setattr(
-        _Depth,
-        "after",
-        lambda self, call, result: honest(self, call, Attended(result.output, result.weights.roll(1, 1))),
-    )
-    recording = record(tiny_model(family), inputs_of(family))
-    assert recording.certificate["records"].ok is False
-    with pytest.raises(HelmscopeError, match="kernel is not given out"):
-        recording.kernel(0)
-
-
 def test_states_that_are_lost_are_said():
     recording = record(tiny_model("gpt2"), inputs_of("gpt2"))
     lost = recording.under(hs.Reweigh(function=lambda weights: torch.nan * weights))
@@ -298,25 +241,6 @@ def test_a_model_in_training_mode_is_not_run():
         recording.logits()
 
 
-def test_a_layer_scale_is_no_fault_of_the_heads():
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 16, "patch_size": 4}
-    model = tf.Dinov2Model(tf.Dinov2Config(**sizes, layerscale_value=0.5)).eval()
-    recording = record(model, inputs_of("vit"))
-    assert recording.certificate["heads"].ok
-    assert recording.certificate["residual"].ok
-    assert recording.kernel(0).shape == (3, 4, 17, 17)
-
-
-def test_attention_that_a_family_computes_in_two_ways(tmp_path):
-    """Falcon with ALiBi: its own sdpa and eager differ by more than rounding, and the certificate says what to do."""
-    sizes = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "alibi": True}
-    torch.manual_seed(0)
-    tf.FalconForCausalLM(tf.FalconConfig(**sizes, bos_token_id=1, eos_token_id=2)).save_pretrained(tmp_path)
-    own = record(tmp_path, inputs_of("gpt2")).certificate["logits"]
-    assert own.ok or "load it with attention='eager'" in own.says
-    assert record(tmp_path, inputs_of("gpt2"), attention="eager").certificate.ok
-
-
 def test_an_encoder_with_its_decoder_is_refused():
     sizes = {"d_model": 32, "d_ff": 48, "d_kv": 8, "num_layers": 2, "num_heads": 4, "vocab_size": 96}
     whole = tf.T5ForConditionalGeneration(tf.T5Config(**sizes)).eval()
@@ -328,39 +252,6 @@ def test_an_encoder_with_its_decoder_is_refused():
     with pytest.raises(HelmscopeError, match=r"record one alone, such as model\.get_encoder"):
         record(model, inputs_of("gpt2"))
     assert record(model.get_encoder(), inputs_of("gpt2")).certificate.ok
-
-
-@pytest.mark.parametrize("family", ["gpt2", "llama", "mistral", "gemma2", "gpt_oss"])
-def test_a_lost_mask_is_caught(family, monkeypatch):
-    """The trap of registering attention without its mask: the model is silently not causal."""
-    from transformers import AttentionMaskInterface
-
-    from helmscope.models import tap
-
-    honest = tap._register
-
-    def careless():
-        honest()
-        AttentionMaskInterface.register(tap.NAME, lambda *args, **kwargs: None)
-
-    monkeypatch.setattr(tap, "_register", careless)
-    recording = record(tiny_model(family), inputs_of(family))
-    assert recording.certificate["causality"].ok is False
-    with pytest.raises(HelmscopeError, match="kernel is not given out"):
-        recording.kernel(0)
-
-
-@pytest.mark.parametrize("family", CLASSES)
-def test_a_wrong_force_is_caught(family):
-    model, ids = tiny_model(family), inputs_of(family)
-    anatomy, seen = dissect(model, {"input_ids": ids})
-    line, forces = certify.mlp_line(anatomy, seen)
-    assert line.ok
-    assert len(forces) == 3
-    with torch.no_grad():  # the module has changed since it was seen
-        last = [value for name, value in anatomy.layers[1].block.named_parameters() if value.ndim > 1][-1]
-        last += 0.01 * torch.randn(last.shape, generator=torch.Generator().manual_seed(0))
-    assert certify.mlp_line(anatomy, seen)[0].ok is not True
 
 
 def test_a_family_without_attention_is_refused():
@@ -386,3 +277,97 @@ def test_doctor_on_the_command_line(tmp_path, capsys, monkeypatch):
     assert told["ok"] is True
     assert told["trajectory_bytes"] == 7 * 10 * 16 * 34 * 4
     assert told["origin"]["hashes"]["model.safetensors"]
+
+
+def test_a_head_that_transformers_does_not_name(monkeypatch):
+    model = tiny_model("gpt2")
+    monkeypatch.setattr(type(model), "get_output_embeddings", lambda self: None)
+    assert hs.lens_divergence(record(model, inputs_of("gpt2"))).divergence.shape == (7,)
+
+
+def test_what_is_shown_of_a_recording_is_one_line(tmp_path):
+    tiny_model("gpt2").save_pretrained(tmp_path)
+    loaded = hs.load(tmp_path)
+    recording = record(loaded, inputs_of("gpt2"))
+    shown = repr(recording.under(hs.Ablate([1])).resume(2, recording.trajectory.states[2]))
+    assert shown.startswith("<Recording of gpt2: sequential pre-norm; 3 layers, width 32; 3 texts x 13 tokens (")
+    assert "certificate ok; from depth 2; under Ablate(layers=[1]), Place(depth=2, raw=" in shown
+    failed = recording.under(hs.Reweigh(function=lambda weights: torch.nan * weights))
+    assert "certificate fails: finite, residual; under Reweigh" in repr(failed)
+    for thing in (recording, failed, recording.anatomy, recording.anatomy.layers[0], recording.stream_, loaded):
+        assert "\n" not in repr(thing)
+        assert "tensor(" not in repr(thing)
+    assert repr(recording.batch) == "<Batch: input_ids (3, 13)>"
+
+
+def test_the_lens_goes_by_blocks_of_texts_and_tokens(monkeypatch):
+    """Texts of different lengths, one at a time and a few tokens at a time, under a change and from a later depth."""
+    from helmscope.observe import lens
+
+    words, texts = letters(framed=True), ["a b c", "d e f g h i j", "k"]
+    recording = record(tiny_model("gpt2"), texts, tokenizer=words)
+    tokens = torch.zeros(3, 9, dtype=torch.bool)
+    tokens[1, 2] = True
+    recording = recording.under(hs.Add([1], value=torch.linspace(-1, 1, 32), tokens=tokens))
+    recording = recording.resume(2, recording.trajectory.states[2])
+    asked, honest = [], type(recording).logits
+
+    def seen_logits(self, step=None, *, rows=slice(None)):
+        asked.append(honest(self, step, rows=rows).shape[0])
+        return honest(self, step, rows=rows)
+
+    monkeypatch.setattr(type(recording), "logits", seen_logits)
+    once = hs.lens_divergence(recording)
+    assert set(asked) == {1, 3}
+    monkeypatch.setattr(lens, "PASSING", 96 * 9)
+    monkeypatch.setattr(lens, "WORKED", 96 * 2)
+    asked.clear()
+    again = hs.lens_divergence(recording)
+    assert set(asked) == {1}
+    xr.testing.assert_allclose(once, again, rtol=1e-5, atol=1e-7)
+    p, early = (torch.softmax(honest(recording, step).double(), -1) for step in (None, 2))
+    by_token = torch.nn.functional.kl_div(early.log(), p, reduction="none").sum(-1)
+    by_text = [by_token[k, recording.batch.mask[k]].mean() for k in range(3)]
+    assert float(again.divergence[2]) == pytest.approx(float(sum(by_text)) / 3, rel=1e-5)
+
+
+def test_special_tokens_do_not_count_however_the_texts_come():
+    model, words = tiny_model("gpt2"), letters(framed=True)
+    texts = ["a b c d", "e f word h"]
+    wanted = record(model, texts, tokenizer=words)
+    given = words(texts, return_tensors="pt", return_token_type_ids=False)
+    for form in (given["input_ids"], {"input_ids": given["input_ids"]}, given):
+        found = record(model, form, tokenizer=words)
+        assert torch.equal(found.batch.mask, wanted.batch.mask)
+        assert found.batch.mask.tolist() == [[False, True, True, True, True, False]] * 2
+    assert record(model, given["input_ids"]).batch.mask is None
+    assert record(model, given["input_ids"][:, 1:5], tokenizer=words).batch.mask is None
+    loaded = hs.load(model, tokenizer=words)
+    assert torch.equal(record(loaded, given["input_ids"]).batch.mask, wanted.batch.mask)
+
+
+def test_a_tokenizer_that_fails_is_said():
+    class Broken:
+        pad_token_id = 0
+
+        def __call__(self, text):
+            raise KeyError("merges")
+
+    with pytest.raises(HelmscopeError, match="tokenizer is a Broken, but it fails on these texts: 'merges'"):
+        record(tiny_model("gpt2"), ["a"], tokenizer=Broken())
+
+
+def test_a_damaged_tokenizer_is_said(tmp_path):
+    tiny_model("gpt2").save_pretrained(tmp_path)
+    assert "random tokens: there is no tokenizer" in str(hs.doctor(tmp_path, tokens=100))
+    letters(framed=False).save_pretrained(tmp_path)
+    assert "\ntried on sentences by " in str(hs.doctor(tmp_path))
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(
+        HelmscopeError, match=r"texts are strings, but its tokenizer could not be read \(tokenizer.json: "
+    ):
+        record(tmp_path, ["a"])
+    told = str(hs.doctor(tmp_path, texts=3, tokens=100))
+    assert "tried on random tokens: the tokenizer could not be read (tokenizer.json: " in told
+    assert "to record 3 texts of 64 tokens (100 are cut to the model's context): about " in told
+    assert "cut to" not in str(hs.doctor(tmp_path, tokens=64))

@@ -12,8 +12,10 @@ def doctor(
     model: Annotated[str, typer.Argument(help="A folder with safetensors, or the id of a model on the Hub.")],
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit on the Hub.")] = None,
     texts: Annotated[int, typer.Option(help="Texts of the measurement whose cost is asked for.")] = 128,
-    tokens: Annotated[int, typer.Option(help="Tokens in each of them.")] = 128,
-    dtype: Annotated[str | None, typer.Option(help="float32, float64 or bfloat16 [default: float32 on a CPU].")] = None,
+    tokens: Annotated[int, typer.Option(help="Tokens in each of them, at most the model's context.")] = 128,
+    dtype: Annotated[
+        str | None, typer.Option(help="float64, float32, bfloat16 or float16 [default: float32 on a CPU].")
+    ] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")] = "cpu",
     offline: Annotated[bool, typer.Option("--offline", help="Look at local files alone.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,

@@ -11,8 +11,9 @@
 
 from __future__ import annotations
 
+import operator
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -39,7 +40,8 @@ CHANGEABLE = (Site.INPUT, Site.ATTENTION, Site.MIDDLE, Site.MLP, Site.OUTPUT)
 def changed(model: Recording | Anatomy, *changes: Watcher) -> Iterator[Any]:
     """Inside, every forward of the model runs under the changes; afterwards it is as it was, whatever happened.
 
-    Gives the model itself, to be called.
+    Gives the model itself, to be called. No recording is made inside, which would not know of the changes:
+    ``recording.under`` makes it.
 
     >>> from transformers import GPT2Config, GPT2LMHeadModel
     >>> sizes = {"vocab_size": 9, "n_embd": 8, "n_layer": 2, "n_head": 2, "n_positions": 16}
@@ -57,11 +59,15 @@ def changed(model: Recording | Anatomy, *changes: Watcher) -> Iterator[Any]:
         yield anatomy.model
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Change(Watcher):
     """What all changes share: the layers that they act in."""
 
     layers: Sequence[int] | None = None
+
+    def __post_init__(self) -> None:
+        if self.layers is not None:
+            self.layers = _numbers("layers", self.layers)
 
     def acts(self, layer: int) -> bool:
         """Whether a layer is changed."""
@@ -70,10 +76,8 @@ class Change(Watcher):
     def check(self, anatomy: Anatomy) -> None:
         """Refuse layers that the model has not, and attention that cannot be heard."""
         count = len(anatomy.layers)
-        if self.layers is not None and (isinstance(self.layers, str) or not isinstance(self.layers, Iterable)):
-            raise HelmscopeError(f"layers is {self.layers!r}, but it must be a list of layers such as [0, 3], or None")
         for layer in self.layers or ():
-            if whole_number("layers", layer, at_least=0) >= count:
+            if layer >= count:
                 raise HelmscopeError(f"layers holds {layer}, but the model has layers 0 to {count - 1}")
         if self.hears and not anatomy.tapped:
             raise HelmscopeError(
@@ -82,7 +86,7 @@ class Change(Watcher):
             )
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class AtSite(Change, ABC):
     """A change of a state or a write, at some tokens: ``tokens`` (batch, n), all where None."""
 
@@ -90,6 +94,7 @@ class AtSite(Change, ABC):
     tokens: Bool[Tensor, "batch n"] | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.site not in CHANGEABLE:
             allowed = ", ".join(f"Site.{site.name}" for site in CHANGEABLE)
             raise HelmscopeError(f"site is {self.site!r}, but a change is made at one of {allowed}")
@@ -109,7 +114,7 @@ class AtSite(Change, ABC):
         """What takes the place of a value."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Ablate(AtSite):
     """A write is 0, so that the half-layer does nothing (post-norm: but its norm); a state is 0.
 
@@ -122,7 +127,7 @@ class Ablate(AtSite):
         return torch.zeros_like(value)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Replace(AtSite):
     """A state or write becomes ``value``, which broadcasts to (batch, n, d).
 
@@ -137,7 +142,7 @@ class Replace(AtSite):
         return _value_at(self.value, self, value).expand_as(value)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Add(AtSite):
     """``value``, which broadcasts to (batch, n, d), is added to a state or write: steering by a vector.
 
@@ -152,7 +157,7 @@ class Add(AtSite):
         return value + _value_at(self.value, self, value)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Patch(AtSite):
     """States or writes are those of another recording of as many tokens; writes if it kept them, ``Keep.WRITES``.
 
@@ -202,7 +207,7 @@ class Part(Enum):
     VALUE = "value"
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Perturb(Change):
     """Gaussian noise on query, key or value, of ``scale`` times its root mean square over a text in the layer. It
     follows from ``seed``, layer and the number of the text, in every forward and however many run at a time.
@@ -217,6 +222,8 @@ class Perturb(Change):
     hears = True
 
     def __post_init__(self) -> None:
+        super().__post_init__()
+        self.seed = whole_number("seed", self.seed, at_least=0)
         self.scale = real_number("scale", self.scale, at_least=0)
         if not isinstance(self.part, Part):
             raise HelmscopeError(f"part is {self.part!r}, but it must be Part.QUERY, Part.KEY or Part.VALUE")
@@ -235,7 +242,7 @@ class Perturb(Change):
         return replace(call, **new)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Reweigh(Change):
     """The attention weights (batch, heads, n, n) of a layer go through ``function``; the output follows from them.
 
@@ -245,6 +252,11 @@ class Reweigh(Change):
 
     function: Callable[[Tensor], Tensor] = torch.clone
     hears = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not callable(self.function):
+            raise HelmscopeError(f"function is {self.function!r:.60}, but it must be a function of the weights")
 
     def after(self, layer: int, call: Call | None, result: Attended) -> Attended:
         """With other weights."""
@@ -258,7 +270,7 @@ class Reweigh(Change):
         return result.with_weights(weights, call)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class AblateHead(Change):
     """What some heads read is 0: they write nothing but the output matrix's bias.
 
@@ -269,11 +281,9 @@ class AblateHead(Change):
     heads: Sequence[int] = ()
     hears = True
 
-    def check(self, anatomy: Anatomy) -> None:
-        """Refuse an empty choice."""
-        super().check(anatomy)
-        if not self.heads:
-            raise HelmscopeError("heads is empty, but it must name at least one head")
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.heads = _numbers("heads", self.heads)
 
     def after(self, layer: int, call: Call | None, result: Attended) -> Attended:
         """Without these heads."""
@@ -281,14 +291,14 @@ class AblateHead(Change):
             return result
         count = result.output.shape[2]
         for head in self.heads:
-            if whole_number("heads", head, at_least=0) >= count:
+            if head >= count:
                 raise HelmscopeError(f"heads holds {head}, but layer {layer} has heads 0 to {count - 1}")
         output = result.output.clone()
         output[:, :, list(self.heads)] = 0
         return replace(result, output=output)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class MaskKeys(Change):
     """No other token sees the tokens where ``keys`` (batch, n) is True; a token always sees itself. One that would see
     nobody sees what it saw before.
@@ -325,15 +335,22 @@ class MaskKeys(Change):
 def with_parameters(model: Any, values: Mapping[str, Tensor]) -> Iterator[Any]:
     """Inside, the named parameters of a model are these; afterwards they are what they were, to the bit.
 
+    That is a model of its own, and may be recorded; what asks it again (``kernel``, ``force``, ``logits``, ``resume``,
+    ``under``) is to be called inside as well. Record the model itself: a ``Loaded`` names the hashes of its files.
+
     >>> line = torch.nn.Linear(1, 1, bias=False)
     >>> with with_parameters(line, {"weight": torch.tensor([[2.0]])}):
     ...     line(torch.ones(1)).tolist()
     [2.0]
     """
+    if not isinstance(model, torch.nn.Module):
+        raise HelmscopeError(f"model is a {type(model).__name__}, but parameters are those of a module")
     known = dict(model.named_parameters())
     for name, value in values.items():
         if name not in known:
             raise HelmscopeError(f"values names the parameter '{name}', but the model has none of that name")
+        if not isinstance(value, torch.Tensor):
+            raise HelmscopeError(f"values gives '{name}' a {type(value).__name__}, but it must be a tensor")
         if known[name].shape != value.shape:
             shapes = f"{tuple(value.shape)}, but the model's has {tuple(known[name].shape)}"
             raise HelmscopeError(f"values gives '{name}' the shape {shapes}")
@@ -347,6 +364,17 @@ def with_parameters(model: Any, values: Mapping[str, Tensor]) -> Iterator[Any]:
         with torch.no_grad():
             for name, value in before.items():
                 known[name].copy_(value)
+
+
+def _numbers(name: str, value: Any) -> list[int]:
+    """Layers or heads by their numbers."""
+    try:
+        found = [-1 if isinstance(each, bool) else operator.index(each) for each in value]
+    except TypeError:
+        found = []
+    if not found or min(found) < 0:
+        raise HelmscopeError(f"{name} is {value!r:.60}, but it must be a list of whole numbers >= 0 such as [0, 3]")
+    return found
 
 
 def rows_of(name: str, mask: Bool[Tensor, "batch n"], watcher: Watcher, like: Tensor) -> Bool[Tensor, "rows n"]:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from helmscope.fields.norms import Norm
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Layer:
     """One call of a block; tied layers are calls of one module. ``plain``: the block returns a tensor alone."""
 
@@ -30,12 +30,15 @@ class Layer:
     attention_norm: Norm | None
     mlp_norm: Norm | None
 
+    def __repr__(self) -> str:
+        return f"<Layer of {type(self.block).__name__}: {self.wiring}>"
+
     def part(self, path: str) -> nn.Module:
         """A module of the block by its path."""
         return self.block.get_submodule(path)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Anatomy:
     """The layers of a model. ``centered``: its norms remove the token mean, so that its sphere is S^(d-2)."""
 
@@ -59,6 +62,9 @@ class Anatomy:
     def options(self) -> dict[str, bool]:
         """What a forward is told beside its inputs."""
         return no_cache(self.model) | ({} if self.tapped else {"output_attentions": True})
+
+    def __repr__(self) -> str:
+        return f"<Anatomy of {type(self.model).__name__}: {self}>"
 
     def __str__(self) -> str:
         kinds = list(dict.fromkeys(str(layer.wiring) for layer in self.layers))

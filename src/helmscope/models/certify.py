@@ -223,6 +223,20 @@ def _weights(layer: Layer, found: LayerProbe) -> Tensor | None:
     return None if call is None else next((each for each in call.outputs if each.ndim == 4), None)
 
 
+def head_line(anatomy: Anatomy, output: Tensor) -> Line | None:
+    """A line where the model's output is not (batch, n, vocabulary). Some heads are not told to transformers; then the
+    width of the output decides, and that there is something behind the trunk.
+    """
+    model = anatomy.model
+    told = model.get_output_embeddings() is not None
+    if not told and model.base_model is not model and output.ndim == 3:
+        told = getattr(model.get_input_embeddings(), "num_embeddings", None) == output.shape[-1]
+    if told and output.ndim == 3:
+        return None
+    says = f"{type(model).__name__} has no head over a vocabulary: it gives {tuple(output.shape)} for these texts"
+    return Line("head", None, says, blocks=("lens over depth",))
+
+
 def virtual_line(anatomy: Anatomy) -> Line | None:
     """Parallel blocks have no state between their halves."""
     if not any(layer.wiring.kind is Kind.PARALLEL for layer in anatomy.layers):

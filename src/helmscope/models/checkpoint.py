@@ -28,10 +28,11 @@ def check_folder(folder: Path) -> dict[str, str]:
     if not files:
         pickled = sorted(path.name for pattern in PICKLES for path in folder.glob(pattern))
         if pickled:
+            kind = _saved_class(folder)
             raise HelmscopeError(
                 f"model folder '{folder}' has pickled weights only ('{pickled[0]}'), which can run code when they are "
-                f'read: convert them where you trust them, python -c "from transformers import AutoModel; '
-                f"AutoModel.from_pretrained('{folder}').save_pretrained('NEW_FOLDER')\""
+                f'read: convert them where you trust them, python -c "from transformers import {kind}; '
+                f"{kind}.from_pretrained('{folder}').save_pretrained('NEW_FOLDER')\""
             )
         raise HelmscopeError(f"model folder '{folder}' has no file of weights, but it must hold *.safetensors")
     for path in files:
@@ -41,6 +42,17 @@ def check_folder(folder: Path) -> dict[str, str]:
     for path in folder.glob("*.safetensors.index.json"):
         _check_index(path)
     return {path.name: hash_file(path) for path in files}
+
+
+def _saved_class(folder: Path) -> str:
+    """The class that config.json says the weights were saved from, else that of language models; for a line of shell,
+    and so never anything but a name.
+    """
+    try:
+        name = json.loads((folder / "config.json").read_bytes())["architectures"][0]
+    except (OSError, ValueError, KeyError, TypeError, IndexError, RecursionError):
+        name = None
+    return name if isinstance(name, str) and name.isascii() and name.isidentifier() else "AutoModelForCausalLM"
 
 
 def _check_index(path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from helmscope.models.load import Loaded, load
+from helmscope.models.load import Loaded, loaded_once
 from helmscope.models.record import record
 from helmscope.models.recorder import Recorder
 from helmscope.models.texts import Batch, context_length
@@ -29,13 +29,16 @@ TEXTS = (
 @dataclass(frozen=True)
 class Diagnosis:
     """The certificate on a few sentences, and the cost of recording ``texts`` texts of ``tokens`` tokens: seconds, and
-    bytes of the trajectory, of the weights of the model, and of one layer's attention while it passes.
+    bytes of the trajectory, of the weights of the model, and of one layer's attention while it passes. ``asked`` are
+    the tokens that were asked for, where the context holds fewer; ``tried`` says what the certificate was made on.
     """
 
     origin: Origin
     certificate: Certificate
     texts: int
     tokens: int
+    asked: int
+    tried: str
     seconds: float
     trajectory_bytes: int
     model_bytes: int
@@ -43,12 +46,13 @@ class Diagnosis:
 
     def __str__(self) -> str:
         where = f"{self.origin.name} ({self.origin.family}, {self.origin.dtype}, {self.origin.device})"
+        cut = f" ({self.asked} are cut to the model's context)" if self.asked > self.tokens else ""
         cost = (
-            f"{self.texts} texts of {self.tokens} tokens: about {self.seconds:.3g} s and "
+            f"to record {self.texts} texts of {self.tokens} tokens{cut}: about {self.seconds:.3g} s and "
             f"{(self.trajectory_bytes + self.passing_bytes) / 1e6:,.0f} MB beside the model's "
             f"{self.model_bytes / 1e6:,.0f} MB"
         )
-        return f"{where}\n{self.certificate}\n{cost}"
+        return f"{where}\ntried on {self.tried}\n{self.certificate}\n{cost}"
 
 
 def doctor(
@@ -67,10 +71,11 @@ def doctor(
     """
     for name, number in (("texts", texts), ("tokens", tokens), ("batch_size", batch_size)):
         whole_number(name, number, at_least=1)
-    loaded = model if isinstance(model, Loaded) else load(model, tokenizer=tokenizer, **options)
+    loaded = loaded_once(model, tokenizer=tokenizer, **options)
     limit = context_length(loaded.model)
-    tokens = tokens if limit is None else min(tokens, limit)
-    recording = record(loaded, _subject(loaded))
+    asked, tokens = tokens, tokens if limit is None else min(tokens, limit)
+    subject, tried = _subject(loaded)
+    recording = record(loaded, subject)
     stream, anatomy = recording.stream_, recording.anatomy
     seconds = _seconds(recording, tokens)
     size = stream.direction.element_size()
@@ -80,6 +85,8 @@ def doctor(
         certificate=recording.certificate,
         texts=texts,
         tokens=tokens,
+        asked=asked,
+        tried=tried,
         seconds=seconds * texts,
         trajectory_bytes=(2 * len(anatomy.layers) + 1) * texts * tokens * (anatomy.dim + 2) * size,
         model_bytes=sum(value.numel() * value.element_size() for value in loaded.model.parameters()),
@@ -87,17 +94,19 @@ def doctor(
     )
 
 
-def _subject(loaded: Loaded) -> Any:
-    """Sentences, random tokens or random images."""
+def _subject(loaded: Loaded) -> tuple[Any, str]:
+    """Sentences, random tokens or random images, and which of them."""
     generator = torch.Generator().manual_seed(0)
     model = loaded.model
     if getattr(model, "main_input_name", "") == "pixel_values":
         size = model.config.image_size
-        return torch.randn(2, model.config.num_channels, size, size, generator=generator)
+        return torch.randn(2, model.config.num_channels, size, size, generator=generator), "random images"
     if loaded.tokenizer is not None:
-        return list(TEXTS)
+        return list(TEXTS), f"sentences by {type(loaded.tokenizer).__name__}"
     most = min(24, context_length(model) or 24)
-    return torch.randint(model.get_input_embeddings().num_embeddings, (3, most), generator=generator)
+    why = "there is no tokenizer" if loaded.why is None else f"the tokenizer could not be read ({loaded.why})"
+    ids = torch.randint(model.get_input_embeddings().num_embeddings, (3, most), generator=generator)
+    return ids, f"random tokens: {why}"
 
 
 def _seconds(recording: Recording, tokens: int) -> float:

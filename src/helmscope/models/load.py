@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import inspect
+import math
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,11 +15,12 @@ import torch
 
 from helmscope.models.checkpoint import check_folder
 from helmscope.store.atomic import one_line
-from helmscope.types import HelmscopeError, MissingExtra
+from helmscope.types import HelmscopeError, MissingExtra, known_name
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+WORDS = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.*", "*.model", "tokenizer_config.json")
 WANTED = ("*.safetensors", "*.json", "*.txt", "*.model")  # of a repository: no pickles, no code
 
 
@@ -38,17 +43,24 @@ class Origin:
     transformers: str
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Loaded:
-    """A model in eval mode, its tokenizer where there is one, and its origin.
+    """A model in eval mode, its tokenizer where there is one, and its origin; ``why`` a tokenizer that lies beside the
+    model could not be read.
 
     >>> Loaded.__match_args__
-    ('model', 'tokenizer', 'origin')
+    ('model', 'tokenizer', 'origin', 'why')
     """
 
     model: Any
     tokenizer: Any | None
     origin: Origin
+    why: str | None = None
+
+    def __repr__(self) -> str:
+        words = "no tokenizer" if self.tokenizer is None else type(self.tokenizer).__name__
+        origin = self.origin
+        return f"<Loaded {origin.name}: {type(self.model).__name__}, {words}, {origin.dtype} on {origin.device}>"
 
 
 def load(
@@ -99,7 +111,10 @@ def load(
             f"model is a {type(source).__name__}, but it must be a name, a folder or a model; of several take load_all"
         )
     if revision is not None and Path(source).is_dir():
-        raise HelmscopeError(f"revision is {revision!r}, but '{source}' is a folder, which has none: name its folders")
+        raise HelmscopeError(
+            f"revision is {revision!r}, but '{source}' is a folder, and only a model on the Hub has revisions: give "
+            "the folder of that checkpoint, and no revision"
+        )
     folder = Path(source) if Path(source).is_dir() else _from_hub(str(source), revision, offline)
     hashes = check_folder(folder)
     on_cpu = device_map is None and str(device or "cpu").startswith("cpu")
@@ -112,7 +127,23 @@ def load(
             raise HelmscopeError(f"device is '{device}', but torch cannot use it here: {one_line(error)}") from error
     _check_numbers(model)
     commit = revision if folder == Path(source) else folder.name
-    return Loaded(model.eval(), tokenizer or _tokenizer(folder), _origin(model, str(source), commit, hashes))
+    words, why = (tokenizer, None) if tokenizer is not None else _tokenizer(folder)
+    return Loaded(model.eval(), words, _origin(model, str(source), commit, hashes), why)
+
+
+def loaded_once(model: Any, *, tokenizer: Any = None, **options: Any) -> Loaded:
+    """``load``, but for a model that is ``Loaded`` already."""
+    _check_options(options)
+    if not isinstance(model, Loaded):
+        return load(model, tokenizer=tokenizer, **options)
+    if options:
+        raise HelmscopeError(f"{sorted(options)[0]} is given, but the model is loaded already: pass it to load")
+    return model
+
+
+def _check_options(options: Mapping[str, Any]) -> None:
+    for name in options:
+        known_name("option", name, set(inspect.signature(load).parameters) - {"source"})
 
 
 def load_all(sources: Sequence[Any], *, revisions: Sequence[str | None] = (None,), **options: Any) -> Iterator[Loaded]:
@@ -121,9 +152,11 @@ def load_all(sources: Sequence[Any], *, revisions: Sequence[str | None] = (None,
     >>> [loaded.origin.name for loaded in load_all([])]
     []
     """
-    for source in sources:
-        for revision in revisions:
-            yield load(source, revision=revision, **options)
+    for name, several in (("sources", sources), ("revisions", revisions)):
+        if isinstance(several, str | Path) or not isinstance(several, Iterable):
+            raise HelmscopeError(f"{name} is {several!r:.80}, but it must be a list of them, even for one alone")
+    _check_options(options)
+    return (load(source, revision=revision, **options) for source in sources for revision in revisions)
 
 
 def _from_hub(name: str, revision: str | None, offline: bool) -> Path:
@@ -134,8 +167,10 @@ def _from_hub(name: str, revision: str | None, offline: bool) -> Path:
     try:
         found = snapshot_download(name, revision=revision, local_files_only=offline, allow_patterns=list(WANTED))
     except (OSError, ValueError, HFValidationError) as error:
+        absent = offline and not isinstance(error, HFValidationError)
+        why = "'s local cache alone: leave out offline to ask the Hub itself" if absent else f": {one_line(error)}"
         raise HelmscopeError(
-            f"model is '{name}', but it is no folder and could not be had from the Hub: {one_line(error)}"
+            f"model is '{name}', but it is no folder and could not be had from the Hub{why}"
         ) from error
     return Path(str(found))
 
@@ -148,7 +183,8 @@ def _from_folder(folder: Path, dtype: torch.dtype | str, places: dict[str, Any])
         config = transformers.AutoConfig.from_pretrained(folder, **options)
         options |= {"config": config, "dtype": dtype, "use_safetensors": True}
         options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # which are named below
-        model, info = _class_of(config).from_pretrained(folder, **options, **places)
+        with _quiet():
+            model, info = _class_of(config).from_pretrained(folder, **options, **places)
     except HelmscopeError:
         raise
     except Exception as error:  # whatever a damaged configuration makes transformers stumble over
@@ -162,7 +198,38 @@ def _from_folder(folder: Path, dtype: torch.dtype | str, places: dict[str, Any])
         raise HelmscopeError(
             f"model is in '{folder}', but the tensor '{wrong[0]}' has another shape than config.json asks"
         )
+    _check_depth(model, info["unexpected_keys"], folder)
     return model
+
+
+def _check_depth(model: Any, unexpected: Iterable[str], folder: Path) -> None:
+    """Refuse files that hold more layers than the model has; other tensors that nobody asked for are let be."""
+    lengths = {path: len(part) for path, part in model.named_modules() if isinstance(part, torch.nn.ModuleList)}
+    trunk = f"{model.base_model_prefix}."  # which the files of a trunk leave out, and those of a whole model have
+    for name in sorted(unexpected):
+        for found in re.finditer(r"\.(\d+)\.", name):
+            stem = name[: found.start()]
+            for path in (stem, trunk + stem, stem.removeprefix(trunk)):
+                if int(found.group(1)) >= lengths.get(path, math.inf):
+                    raise HelmscopeError(
+                        f"model is in '{folder}', whose files hold the tensor '{name}', but by config.json '{path}' "
+                        f"has {lengths[path]} layers"
+                    )
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Inside, transformers draws no progress bar and reports nothing of a load: it is judged here. Then as before."""
+    logging = _transformers().utils.logging
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    try:
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
 
 
 def _class_of(config: Any) -> Any:
@@ -177,14 +244,18 @@ def _class_of(config: Any) -> Any:
     raise HelmscopeError(f"model is of the family '{config.model_type}', but transformers has no model class for it")
 
 
-def _tokenizer(folder: Path) -> Any | None:
-    """The tokenizer beside a model, if there is one: a model without still takes token ids."""
+def _tokenizer(folder: Path) -> tuple[Any | None, str | None]:
+    """The tokenizer beside a model, or why it could not be read; neither where none lies there: a model without still
+    takes token ids.
+    """
     transformers = _transformers()
+    there = [path.name for pattern in WORDS for path in sorted(folder.glob(pattern))]
     try:
-        found = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception:  # of a damaged tokenizer the texts will say that there is none
-        return None
-    return found if found.vocab_size else None  # of a folder without its files transformers makes an empty one
+        with _quiet():
+            found = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # whatever a damaged file makes transformers stumble over; texts will say it
+        return None, f"{there[0]}: {one_line(error)}" if there else None
+    return (found, None) if found.vocab_size else (None, None)  # of a folder without its files an empty one is made
 
 
 def _check_numbers(model: Any) -> None:

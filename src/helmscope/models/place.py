@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 
 from helmscope.models.topology import Kind
-from helmscope.models.watch import Site, Watcher
+from helmscope.models.watch import Site, Watcher, brief
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 HALVES = {Site.INPUT: 0, Site.MIDDLE: 1, Site.OUTPUT: 2}
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Frozen:
     """Tokens that stay where they were: ``mask`` says which, ``stream`` where, from the depth ``first`` on."""
 
@@ -28,16 +28,22 @@ class Frozen:
     stream: Stream
     first: int
 
+    def __repr__(self) -> str:
+        return f"<{int(self.mask.sum())} tokens of {brief(self.mask)}>"
 
-@dataclass(eq=False)
+
+@dataclass(eq=False, repr=False)
 class Place(Watcher):
     """The state at one depth is ``raw``; at later depths frozen tokens are put back to where they were."""
 
     depth: int
     raw: Float[Tensor, "batch n d"]
-    anatomy: Anatomy
+    anatomy: Anatomy = field(repr=False)
     frozen: Frozen | None = None
-    sites = frozenset(HALVES)
+
+    def __post_init__(self) -> None:
+        last = self.depth == 2 * len(self.anatomy.layers) or self.frozen is not None
+        self.sites = frozenset({Site.INPUT, Site.MIDDLE, Site.OUTPUT} if last else {Site.INPUT, Site.MIDDLE})
 
     @property
     def skip(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -10,15 +10,14 @@ from helmscope.models import certify
 from helmscope.models.anatomy import Anatomy, dissect
 from helmscope.models.certificate import Certificate, Line
 from helmscope.models.keep import Keep, Keeper
-from helmscope.models.load import Loaded, load
+from helmscope.models.load import Loaded, loaded_once
 from helmscope.models.place import Place
 from helmscope.models.probe import no_cache, run, trunk_of
 from helmscope.models.recorder import Recorder
 from helmscope.models.recording import Recording
-from helmscope.models.tap import held
 from helmscope.models.texts import Batch, prepare
-from helmscope.models.watch import watching
-from helmscope.types import HelmscopeError, whole_number
+from helmscope.models.watch import held_unwatched, watching
+from helmscope.types import whole_number
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,7 +29,7 @@ PROBED_TEXTS, PROBED_TOKENS = 2, 24
 
 def record(
     model: Any,
-    texts: Sequence[str] | Tensor,
+    texts: Sequence[str] | Tensor | Mapping[str, Tensor],
     *,
     tokenizer: Any = None,
     truncate: bool = False,
@@ -42,8 +41,13 @@ def record(
     """Run a model on texts and write its residual stream down, half-layer by half-layer.
 
     ``model`` is a Hub id, a folder, a model in memory or a ``Loaded``; ``options`` are those of ``load``. ``texts`` are
-    strings, token ids (batch, n) or images. Attention runs eager, to the bit; nothing of size n x n is kept unless
-    ``keep`` asks for it. Every recording has a certificate, and a check that fails blocks what depends on it.
+    strings, token ids (batch, n), images, or a mapping of the forward's inputs, such as a tokenizer gives. Padding and,
+    where the tokenizer is known, special tokens are masked: they take part, but no observable counts them. Padding on
+    the left is moved to the right, and masks such as ``tokens=`` and ``keys=`` follow ``recording.batch``.
+
+    Attention runs eager, to the bit; nothing of size n x n is kept unless ``keep`` asks for it. Every recording has a
+    certificate, and a check that fails blocks what depends on it. Refused while a change is attached to the model:
+    ``recording.under`` records one.
 
     >>> import torch
     >>> from transformers import GPT2Config, GPT2LMHeadModel
@@ -54,23 +58,21 @@ def record(
     (True, torch.Size([5, 1, 4, 8]))
     """
     whole_number("batch_size", batch_size, at_least=1)
-    loaded = model if isinstance(model, Loaded) else load(model, tokenizer=tokenizer, **options)
-    if isinstance(model, Loaded) and options:
-        raise HelmscopeError(f"{sorted(options)[0]} is given, but the model is loaded already: pass it to load")
-    with held(loaded.model):
+    loaded = loaded_once(model, tokenizer=tokenizer, **options)
+    with held_unwatched(loaded.model):
         return _recorded(loaded, texts, tokenizer, truncate, batch_size, keep, progress)
 
 
 def _recorded(
     loaded: Loaded,
-    texts: Sequence[str] | Tensor,
+    texts: Sequence[str] | Tensor | Mapping[str, Tensor],
     tokenizer: Any,
     truncate: bool,
     batch_size: int,
     keep: Keep,
     progress: Callable[[int, int], None] | None,
 ) -> Recording:
-    batch = prepare(loaded.model, texts, tokenizer or loaded.tokenizer, truncate=truncate)
+    batch = prepare(loaded.model, texts, tokenizer or loaded.tokenizer, truncate=truncate, why=loaded.why)
     longest = _longest(batch, loaded.model)
     # before anything else: some families change themselves for good when they see a short text
     trunk = trunk_of(loaded.model)
@@ -130,8 +132,8 @@ def _lines(anatomy: Anatomy, seen: list[LayerProbe], batch: Batch, off: float) -
         certify.heads_line(anatomy, seen),
         _lens_line(anatomy, recorder, inputs, recorded),
     ]
-    virtual = certify.virtual_line(anatomy)
-    return lines if virtual is None else [*lines, virtual]
+    more = (certify.head_line(anatomy, recorded), certify.virtual_line(anatomy))
+    return [*lines, *(line for line in more if line is not None)]
 
 
 def _lens_line(anatomy: Anatomy, recorder: Recorder, inputs: dict[str, Tensor], wanted: Tensor) -> Line:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from helmscope.models.anatomy import Anatomy
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Stream:
     """A residual stream y over depth as y = radius direction + mean 1, where ``mean`` is None unless norms remove it.
 
@@ -30,6 +30,10 @@ class Stream:
     direction: Float[Tensor, "depth batch n d"]
     radius: Float[Tensor, "depth batch n"]
     mean: Float[Tensor, "depth batch n"] | None
+
+    def __repr__(self) -> str:
+        depth, batch, n, d = self.direction.shape
+        return f"<Stream: {depth} depths, {batch} texts x {n} tokens, width {d}>"
 
     @classmethod
     def empty(cls, anatomy: Anatomy, batch: int, n: int, like: Tensor) -> Stream:

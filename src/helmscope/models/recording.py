@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from helmscope.models.certify import finite_line
+from helmscope.models.certificate import Line
+from helmscope.models.certify import finite_line, residual_line
+from helmscope.models.keep import Keep, Keeper
 from helmscope.models.place import Frozen, Place
 from helmscope.models.probe import run, trunk_of
 from helmscope.models.recorder import Recorder
 from helmscope.models.topology import Kind
-from helmscope.models.watch import Watcher, watching
+from helmscope.models.watch import Site, Watcher, bytes_of, check_watchers, held_unwatched, watching
 from helmscope.store.manifest import Manifest, hash_bytes
 from helmscope.types import HelmscopeError, Trajectory
 
@@ -34,7 +36,7 @@ if TYPE_CHECKING:
     from helmscope.types import Reducer
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Recording:
     """A model on some texts. ``trajectory`` holds the residual stream over depth in half-layers: 0 is the first block's
     input, 2 l + 1 the state of layer l between attention and MLP (virtual in a parallel block), 2 l + 2 its output.
@@ -47,6 +49,8 @@ class Recording:
     >>> model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
     >>> from helmscope.models.record import record
     >>> recording = record(model, torch.tensor([[1, 2, 3, 4]]))
+    >>> recording
+    <Recording of gpt2: sequential pre-norm; 2 layers, width 8; 1 texts x 4 tokens (73e200e2b048); certificate ok>
     >>> recording.kernel(0).shape, recording.resume(2, recording.trajectory.states[2]).trajectory.times
     (torch.Size([1, 2, 4, 4]), tensor([2., 3., 4.], dtype=torch.float64))
     """
@@ -61,6 +65,17 @@ class Recording:
     watchers: tuple[Watcher, ...] = ()
     first: int = 0
     kept: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        failed = [line.name for line in self.certificate.lines if line.ok is False]
+        texts = f"{len(self.batch)} texts x {self.stream_.radius.shape[-1]} tokens ({self._texts_hash()[:12]})"
+        parts = [str(self.anatomy), texts, f"certificate fails: {', '.join(failed)}" if failed else "certificate ok"]
+        parts += [f"from depth {self.first}"] if self.first else []
+        parts += [f"under {', '.join(map(repr, self.watchers))}"] if self.watchers else []
+        return f"<Recording of {self.origin.family}: {'; '.join(parts)}>"
+
+    def _texts_hash(self) -> str:
+        return hash_bytes(b"".join(map(bytes_of, self.batch.inputs.values())))
 
     @property
     def trajectory(self) -> Trajectory:
@@ -101,7 +116,7 @@ class Recording:
         """The MLP of the layer to which ``step`` belongs, as a field on unit vectors with gain and bias of its norm
         folded in, times the residual multiplier. A norm behind the MLP (sandwich) is not part of it.
 
-        What the model computes is its value at ``points``.
+        What the module computes is its value at ``points``, whatever a change does to what it writes.
         """
         self.certificate.require("force")
         force = self.forces[self.layer(step)]
@@ -154,73 +169,102 @@ class Recording:
         changes = tuple(each for each in self.watchers if place.skip == 0 or not isinstance(each, Place))
         return replace(self, watchers=changes).under(place, first=place.depth)
 
-    def under(self, *watchers: Watcher, first: int | None = None) -> Recording:
-        """The same texts with further changes to the forward."""
+    def under(self, *watchers: Watcher, keep: Keep = Keep.NOTHING, first: int | None = None) -> Recording:
+        """The same texts with further changes to the forward; ``keep`` as for ``record``.
+
+        Of the certificate only what the run itself shows is taken anew; its line ``changes`` says which lines that are.
+        """
         self.certificate.require("trajectory")
         begin = self.first if first is None else first
-        changed = replace(self, watchers=(*self.watchers, *watchers), kept={})
-        recorder = Recorder(self.anatomy, len(self.batch))
-        changed.forward(recorder)
+        changed = replace(self, watchers=(*self.watchers, *watchers))
+        recorder, keeper = Recorder(self.anatomy, len(self.batch)), Keeper(keep, self.anatomy)
+        with held_unwatched(self.anatomy.model):
+            changed.forward(recorder, keeper)
         assert recorder.stream is not None
         stream = recorder.stream.since(begin)
+        certificate = changed._certified(recorder, stream)
+        return replace(changed, stream_=stream, first=begin, kept=keeper.kept, certificate=certificate)
+
+    def _certified(self, recorder: Recorder, stream: Stream) -> Certificate:
+        """The certificate with what a run under changes shows anew, and a line that says which lines it leaves."""
         certificate = self.certificate.with_line(finite_line(stream.radius))
-        return replace(changed, stream_=stream, first=begin, kept={}, certificate=certificate)
+        if not self.watchers:
+            return certificate
+        assert recorder.errors is not None
+        residual = residual_line(recorder.errors, self.anatomy.model.dtype)
+        if any(Site.OUTPUT in watcher.sites for watcher in self.watchers):
+            residual = Line("residual", None, "a block's output is changed, which is then not the sum of its parts")
+        says = (
+            f"{len(self.watchers)} made: finite and residual are of this run, every other line of the unchanged model"
+        )
+        return certificate.with_line(residual).with_line(Line("changes", None, says))
 
     def replay(self, *reducers: Reducer) -> None:
         """Run the model once more with reducers attached, which see query, key, value and weights of every layer."""
         self.certificate.require("replay")
         self.forward(*(_Reducing(reducer, self.first // 2) for reducer in reducers))
 
-    def logits(self, step: int | None = None) -> Float[Tensor, "batch n vocabulary"]:
-        """What the model's head makes of its last state, or of the state at time index ``step`` (the lens); of a model
-        without a head, what it returns first.
+    def logits(self, step: int | None = None, *, rows: slice = slice(None)) -> Float[Tensor, "batch n vocabulary"]:
+        """What the model's head makes of its last state, or of the state at time index ``step`` (the lens), for the
+        texts ``rows``. Without ``step``, of a model without such a head, what it returns first.
         """
         self.certificate.require("lens")
         if step is None:
-            return self.forward(whole=True)
+            return self.forward(whole=True, only=rows)
+        self.certificate.require("lens over depth")
         self.layer(step)
         state = self.stream_.at(step % len(self.stream_.radius))
-        return self.forward(Place(2 * self.layers, state, self.anatomy), whole=True)
+        return self.forward(Place(2 * self.layers, state, self.anatomy), whole=True, only=rows)
 
     def manifest(self, *, seed: int = 0) -> Manifest:
         """What is to be written beside anything measured on this recording: files and their hashes, revision, texts,
-        how attention is computed when nobody records, what was found and what was checked.
+        how attention is computed when nobody records, what was found, what was checked, which changes were made (their
+        tensors by shape and hash) and at which depth the trajectory begins.
         """
         origin = self.origin
-        parts = (value.detach().cpu().contiguous().numpy().tobytes() for value in self.batch.inputs.values())
         return Manifest.collect(
             seed=seed,
             dtype=origin.dtype,
             device=origin.device,
             threads=torch.get_num_threads(),
             command=sys.argv,
-            inputs={**origin.hashes, "texts": hash_bytes(b"".join(parts))},
+            inputs={**origin.hashes, "texts": self._texts_hash()},
             parameters={
                 "model": origin.name,
                 "family": origin.family,
                 "revision": origin.revision,
                 "attention": origin.attention,
                 "topology": str(self.anatomy),
+                "changes": [repr(watcher) for watcher in self.watchers],
+                "first": self.first,
                 "certificate": {line.name: line.ok for line in self.certificate.lines},
             },
         )
 
     def forward(
-        self, *watchers: Watcher, whole: bool = False, progress: Callable[[int, int], None] | None = None
+        self,
+        *watchers: Watcher,
+        whole: bool = False,
+        only: slice = slice(None),
+        progress: Callable[[int, int], None] | None = None,
     ) -> Tensor:
-        """Run the model on the texts, some at a time, under all changes; with ``whole`` to its head, which is given."""
+        """Run the model on the texts (those of ``only``), some at a time, under all changes; with ``whole`` to its
+        head, which is given.
+        """
         model, found = self.anatomy.model, []
         model_run = model if whole else trunk_of(model)
         device = next(model.parameters()).device
         everyone = (*self.watchers, *watchers)
+        check_watchers(self.anatomy, *everyone)
         if model.training:
             raise HelmscopeError("the model is in training mode, where every forward is another: call model.eval()")
         # whoever hears attention hears that of the layer in which a mid state is put, which reads the layers before
-        heard = any(watcher.hears for watcher in everyone)
+        heard = any(watcher.hears or (isinstance(watcher, Keeper) and watcher.what) for watcher in everyone)
         skip = 0 if heard else max((each.skip for each in everyone if isinstance(each, Place)), default=0)
         with watching(self.anatomy, *everyone, skip=skip), _rows_forgotten(everyone):
-            for begin in range(0, len(self.batch), self.size):
-                rows = slice(begin, min(begin + self.size, len(self.batch)))
+            start, stop, _ = only.indices(len(self.batch))
+            for begin in range(start, stop, self.size):
+                rows = slice(begin, min(begin + self.size, stop))
                 for watcher in everyone:
                     watcher.rows, watcher.texts = rows, len(self.batch)
                 out = run(model_run, self.batch.rows(rows).to(device), **self.anatomy.options)

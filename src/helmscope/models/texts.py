@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from helmscope.store.atomic import one_line
 from helmscope.types import HelmscopeError
 
 if TYPE_CHECKING:
@@ -17,13 +18,16 @@ if TYPE_CHECKING:
 WORDS_KEPT = ("input_ids", "attention_mask", "token_type_ids")
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Batch:
     """What a forward gets. ``mask`` (batch, n) is False at padding and special tokens, None where all tokens count."""
 
     inputs: Mapping[str, Tensor]
     mask: Bool[Tensor, "batch n"] | None = None
     tokens: tuple[tuple[str, ...], ...] | None = None
+
+    def __repr__(self) -> str:
+        return f"<Batch: {', '.join(f'{name} {tuple(value.shape)}' for name, value in self.inputs.items())}>"
 
     def __len__(self) -> int:
         return len(next(iter(self.inputs.values())))
@@ -41,18 +45,21 @@ class Batch:
         return {name: value.to(device) for name, value in self.inputs.items()}
 
 
-def prepare(model: Any, texts: Any, tokenizer: Any = None, *, truncate: bool = False) -> Batch:
+def prepare(model: Any, texts: Any, tokenizer: Any = None, *, truncate: bool = False, why: str | None = None) -> Batch:
     """Texts (by the tokenizer), token ids (batch, n), pixels (batch, channels, height, width), or the named inputs of
     the model's forward, such as a tokenizer gives, as a batch.
 
-    Texts of different lengths are padded on the right. Padding and special tokens take part in the forward but not in
-    what is measured. Refused, in one sentence: no texts, an empty text, a text longer than the model's context unless
-    ``truncate``, an id that the model has no embedding for.
+    Texts of different lengths are padded on the right. Padding and, where the tokenizer is known, special tokens take
+    part in the forward but not in what is measured. Refused, in one sentence: no texts, an empty text, a text longer
+    than the model's context unless ``truncate``, an id that the model has no embedding for, a text of which no token
+    counts. ``why`` says why there is no tokenizer, where one was to be had.
     """
+    if isinstance(tokenizer, str):
+        raise HelmscopeError(f"tokenizer is {tokenizer!r:.60}, but it must be a tokenizer, not its name")
     if isinstance(texts, Mapping):
-        return _from_inputs(model, texts)
+        return _counted(_from_inputs(model, texts), tokenizer)
     if isinstance(texts, torch.Tensor):
-        return _from_tensor(model, texts, truncate)
+        return _counted(_from_tensor(model, texts, truncate), tokenizer)
     if isinstance(texts, str) or not isinstance(texts, Sequence):
         raise HelmscopeError(f"texts is a {type(texts).__name__}, but it must be a list of strings or a tensor")
     if not texts:
@@ -60,11 +67,25 @@ def prepare(model: Any, texts: Any, tokenizer: Any = None, *, truncate: bool = F
     for i, text in enumerate(texts):
         if not isinstance(text, str) or not text.strip():
             raise HelmscopeError(f"texts[{i}] is {text!r:.60}, but every text must be a string that is not empty")
-    if isinstance(tokenizer, str):
-        raise HelmscopeError(f"tokenizer is {tokenizer!r:.60}, but it must be a tokenizer, not its name")
     if tokenizer is None:
-        raise HelmscopeError("texts are strings, but the model came without a tokenizer: pass tokenizer= or token ids")
-    return _from_strings(model, list(texts), tokenizer, truncate)
+        came = "the model came without a tokenizer" if why is None else f"its tokenizer could not be read ({why})"
+        raise HelmscopeError(f"texts are strings, but {came}: pass tokenizer= or token ids")
+    return _counted(_from_strings(model, list(texts), tokenizer, truncate), tokenizer)
+
+
+def _counted(batch: Batch, tokenizer: Any) -> Batch:
+    """The batch with special tokens out of the count."""
+    ids, mask = batch.inputs.get("input_ids"), batch.mask
+    if ids is None:
+        return batch
+    if tokenizer is not None:
+        special = set(tokenizer.all_special_ids) - {tokenizer.unk_token_id}  # an unknown word is a word
+        words = ~torch.isin(ids, torch.tensor(sorted(special), dtype=ids.dtype, device=ids.device))
+        mask = mask & words if mask is not None else None if bool(words.all()) else words
+    if mask is not None and not bool(mask.any(-1).all()):
+        bare = int((~mask.any(-1)).nonzero()[0])
+        raise HelmscopeError(f"texts[{bare}] has no token that counts, but only special tokens or padding")
+    return replace(batch, mask=mask)
 
 
 def _from_inputs(model: Any, given: Mapping[str, Any]) -> Batch:
@@ -109,10 +130,13 @@ def _from_tensor(model: Any, value: Tensor, truncate: bool) -> Batch:
 
 
 def _from_strings(model: Any, texts: list[str], tokenizer: Any, truncate: bool) -> Batch:
-    rows = [tokenizer(text)["input_ids"] for text in texts]
     limit = context_length(model)
-    if truncate and limit is not None:
-        rows = [tokenizer(text, truncation=True, max_length=limit)["input_ids"] for text in texts]
+    options = {"truncation": True, "max_length": limit} if truncate and limit is not None else {}
+    try:
+        rows = [tokenizer(text, **options)["input_ids"] for text in texts]
+    except Exception as error:  # whatever a tokenizer stumbles over
+        kind, why = type(tokenizer).__name__, one_line(error)
+        raise HelmscopeError(f"tokenizer is a {kind}, but it fails on these texts: {why}") from error
     for i, row in enumerate(rows):
         if not row:
             raise HelmscopeError(f"texts[{i}] is {texts[i]!r:.60}, but the tokenizer makes no token of it")
@@ -122,10 +146,8 @@ def _from_strings(model: Any, texts: list[str], tokenizer: Any, truncate: bool) 
     ids = torch.tensor([row + [pad or 0] * (n - len(row)) for row in rows])
     _check_ids(model, ids)
     real = torch.tensor([[True] * len(row) + [False] * (n - len(row)) for row in rows])
-    special_ids = set(tokenizer.all_special_ids) - {tokenizer.unk_token_id}  # an unknown word is a word
-    special = torch.isin(ids, torch.tensor(sorted(special_ids), dtype=torch.long))
     labels = tuple(tuple(tokenizer.convert_ids_to_tokens(row)) for row in ids.tolist())
-    return Batch({"input_ids": ids, "attention_mask": real.long()}, real & ~special, labels)
+    return Batch({"input_ids": ids, "attention_mask": real.long()}, real, labels)
 
 
 def context_length(model: Any) -> int | None:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import Field, fields, is_dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,7 @@ import torch
 from helmscope.models.probe import tensors_in
 from helmscope.models.tap import Attended, Call, held, tapped
 from helmscope.models.topology import Kind
+from helmscope.store.manifest import hash_bytes
 from helmscope.types import HelmscopeError
 
 if TYPE_CHECKING:
@@ -33,6 +35,9 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
     from helmscope.models.anatomy import Anatomy, Layer
+
+
+BRIEF = 400  # characters of a value in the repr of a watcher
 
 
 class Site(Enum):
@@ -52,7 +57,8 @@ class Site(Enum):
 
 
 class Watcher:
-    """Sees what passes; the methods of this one change nothing.
+    """Sees what passes; the methods of this one change nothing. Its repr names what was given, tensors by their shape
+    and hash: a manifest holds it.
 
     >>> Watcher().state(Site.INPUT, 0, torch.zeros(1)) is None
     True
@@ -62,6 +68,12 @@ class Watcher:
     hears: bool = False
     rows: slice = slice(None)  # the texts of the batch that are under way
     texts: int | None = None  # how many the batch has, where that is known
+
+    def __repr__(self) -> str:
+        given: list[Field[Any]] = [each for each in fields(self) if each.repr] if is_dataclass(self) else []
+        values = [(each, getattr(self, each.name)) for each in given]
+        shown = (f"{each.name}={brief(value)}" for each, value in values if value is not each.default)
+        return f"{type(self).__name__}({', '.join(shown)})"
 
     def check(self, anatomy: Anatomy) -> None:
         """Refuse a model that this watcher does not fit, before anything runs."""
@@ -77,6 +89,22 @@ class Watcher:
     def after(self, layer: int, call: Call | None, result: Attended) -> Attended:
         """What attention gave; ``call`` is None in a family that shows its weights alone."""
         return result
+
+
+def bytes_of(value: Tensor) -> bytes:
+    """The numbers of a tensor, of whatever dtype."""
+    return value.detach().cpu().flatten().contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def brief(value: Any) -> str:
+    """A value in a few words that tell it from another."""
+    if isinstance(value, torch.Tensor):
+        kind = str(value.dtype).removeprefix("torch.")
+        return f"<{kind} {tuple(value.shape)} sha256 {hash_bytes(bytes_of(value))[:12]}>"
+    if isinstance(value, Enum):
+        return str(value)
+    shown = " ".join((getattr(value, "__qualname__", None) or repr(value)).split())
+    return shown if len(shown) <= BRIEF else shown[: BRIEF - 3] + "..."
 
 
 class _Depth:
@@ -128,13 +156,33 @@ def watching(anatomy: Anatomy, *watchers: Watcher, skip: int = 0) -> Iterator[No
     where the blocks of a model return more than a state, or are tied, they run all the same. Another thread that wants
     the same model waits.
     """
+    check_watchers(anatomy, *watchers)
+    with held(anatomy.model), _hooked(anatomy, watchers, skip):
+        yield
+
+
+def check_watchers(anatomy: Anatomy, *watchers: Watcher) -> None:
+    """Refuse what is no watcher, and a watcher that the model does not fit."""
     for watcher in watchers:
         if not isinstance(watcher, Watcher):
             raise HelmscopeError(
                 f"a {type(watcher).__name__} is given as a change, but it must be a Watcher such as Ablate()"
             )
         watcher.check(anatomy)
-    with held(anatomy.model), _hooked(anatomy, watchers, skip):
+
+
+@contextmanager
+def held_unwatched(model: Any) -> Iterator[None]:
+    """Inside, no other thread changes or records the model; refused where this one has a change attached to it, which
+    a recording would take for the model's own doing.
+    """
+    with held(model):
+        hooks = (hook for module in model.modules() for hook in module._forward_pre_hooks.values())
+        if any(getattr(hook, "__module__", None) == __name__ for hook in hooks):
+            raise HelmscopeError(
+                f"model is a {type(model).__name__} that runs under a change, but only an unchanged one is recorded: "
+                "leave `changed` first, and give the change to recording.under"
+            )
         yield
 
 

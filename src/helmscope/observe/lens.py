@@ -11,7 +11,11 @@ from helmscope.types import HelmscopeError, Trajectory
 
 if TYPE_CHECKING:
     import xarray as xr
+    from jaxtyping import Float
     from torch import Tensor
+
+PASSING = 1 << 22  # logits that the head gives at a time
+WORKED = 1 << 18  # those that are summed at a time: what a cache holds
 
 
 @runtime_checkable
@@ -22,8 +26,8 @@ class Speaks(Protocol):
     def trajectory(self) -> Trajectory:
         """What the tokens did."""
 
-    def logits(self, step: int | None = None) -> Tensor:
-        """The head's logits (batch, n, vocabulary)."""
+    def logits(self, step: int | None = None, *, rows: slice = slice(None)) -> Tensor:
+        """The head's logits (batch, n, vocabulary), of the texts ``rows``."""
 
 
 def lens_divergence(system: Speaks) -> xr.Dataset:
@@ -32,7 +36,8 @@ def lens_divergence(system: Speaks) -> xr.Dataset:
         ``divergence``  KL(p | p_t) = sum_w p(w) log p(w) / p_t(w)      ``entropy``  -sum_w p_t(w) log p_t(w)
 
     with p_t the softmax of what the head makes of the state at depth t, p that of the model itself. Zero at the last
-    depth. A system without a head is refused.
+    depth. Logits are of the model's dtype, float32 at least, and pass some texts at a time; sums are float64. A system
+    without a head over a vocabulary is refused.
 
     >>> lens_divergence(torch.nn.Identity())
     Traceback (most recent call last):
@@ -45,12 +50,27 @@ def lens_divergence(system: Speaks) -> xr.Dataset:
         )
     path = system.trajectory
     real = real_tokens(path.states[0], path.mask)
-    final = torch.log_softmax(system.logits().double(), -1)
-    rows = []
-    for step in range(len(path.times)):
-        early = torch.log_softmax(system.logits(step).double(), -1)
-        divergence = (final.exp() * (final - early)).sum(-1)
-        entropy = -(early.exp() * early).sum(-1)
-        rows.append([(value * real).sum(-1) / real.sum(-1) for value in (divergence, entropy)])
-    names = ("divergence", "entropy")
-    return mean_and_stderr(path, {name: torch.stack([row[k] for row in rows]) for k, name in enumerate(names)})
+    steps, texts = len(path.times), len(real)
+    size = max(1, PASSING // system.logits(0, rows=slice(0, 1)).numel())
+    found = torch.empty(2, steps, texts, dtype=torch.float64)
+    for begin in range(0, texts, size):
+        rows = slice(begin, begin + size)
+        final = system.logits(rows=rows)[real[rows]]
+        for step in range(steps):
+            values = _per_token(final, system.logits(step, rows=rows)[real[rows]])
+            means = [part.mean(1) for part in torch.split(values, real[rows].sum(-1).tolist(), 1)]
+            found[:, step, rows] = torch.stack(means, 1).cpu()
+    return mean_and_stderr(path, {"divergence": found[0], "entropy": found[1]})
+
+
+def _per_token(final: Float[Tensor, "token w"], early: Float[Tensor, "token w"]) -> Float[Tensor, "2 token"]:
+    """KL(p | p_t) and the entropy of p_t, some tokens at a time."""
+    wide, found = torch.float64 if final.dtype == torch.float64 else torch.float32, []
+    size = max(1, WORKED // final.shape[-1])
+    for one, other in zip(torch.split(final, size), torch.split(early, size), strict=True):
+        log_p, log_t = (torch.log_softmax(part, -1, dtype=wide) for part in (one, other))
+        p, t = log_p.exp(), log_t.exp()
+        # sum (t - p) is 0 but for rounding, and takes that of the two normalizations away
+        parts = (p * (log_p - log_t) + (t - p), -t * log_t)
+        found.append(torch.stack([part.sum(-1, dtype=torch.float64) for part in parts]))
+    return torch.cat(found, 1)
