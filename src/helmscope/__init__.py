@@ -102,6 +102,9 @@ if TYPE_CHECKING:
     from helmscope.kernels.flash import Flash as Flash
     from helmscope.kernels.harmonic import Harmonic as Harmonic
     from helmscope.kernels.streaming import Streaming as Streaming
+    from helmscope.models.boxed import box_folder as box_folder
+    from helmscope.models.boxed import box_texts as box_texts
+    from helmscope.models.boxed import training_history as training_history
     from helmscope.models.certificate import Certificate as Certificate
     from helmscope.models.doctor import doctor as doctor
     from helmscope.models.experts import Mixture as Mixture
@@ -266,6 +269,7 @@ _HOME = {
     "helmscope.kernels.flash": "Flash",
     "helmscope.kernels.harmonic": "Harmonic",
     "helmscope.kernels.streaming": "Streaming",
+    "helmscope.models.boxed": "box_folder box_texts training_history",
     "helmscope.models.certificate": "Certificate",
     "helmscope.models.doctor": "doctor",
     "helmscope.models.experts": "Mixture",

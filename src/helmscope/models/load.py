@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from helmscope.models.boxed import MODELS, box_folder
 from helmscope.models.checkpoint import check_folder
 from helmscope.store.atomic import one_line
-from helmscope.types import HelmscopeError, MissingExtra, known_name
+from helmscope.types import HelmscopeError, MissingExtra, known_name, whole_number
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -72,16 +73,18 @@ def load(
     device: str | torch.device | None = None,
     device_map: Any = None,
     attention: str | None = None,
+    loops: int | None = None,
     offline: bool = False,
 ) -> Loaded:
-    """A model by its Hub id or folder, or one that is in memory already.
+    """A model in the box ("A", "B", "tied"), by its Hub id or folder, or one that is in memory already.
 
     Only safetensors are read, and no code of the repository is ever run. ``offline`` looks at local files alone.
     ``dtype``, ``device``, ``device_map`` and ``attention`` ("eager", "sdpa") are those of transformers; where no dtype
-    is given it is float32 on a CPU, whose half precision is slow and coarse, else that of the files. A model in memory
-    is put into eval mode, else nothing of it is changed. Refused in one sentence: a folder without weights, with
-    pickled weights only, with a damaged file, with NaN or infinity in a tensor, of a family that transformers does not
-    know.
+    is given it is float32 on a CPU, whose half precision is slow and coarse, else that of the files. ``loops`` calls
+    the one block of a tied model so many times. A folder that is named as a model in the box is meant by "./A". A model
+    in memory is put into eval mode, else nothing of it is changed. Refused in one sentence: a folder without weights,
+    with pickled weights only, with a damaged file, with NaN or infinity in a tensor, of a family that transformers does
+    not know.
 
     >>> load("no/such-model", offline=True)
     Traceback (most recent call last):
@@ -98,6 +101,7 @@ def load(
             "device": device,
             "device_map": device_map,
             "attention": attention,
+            "loops": loops,
         }
         for name, value in given.items():
             if value is not None:
@@ -110,12 +114,14 @@ def load(
         raise HelmscopeError(
             f"model is a {type(source).__name__}, but it must be a name, a folder or a model; of several take load_all"
         )
-    if revision is not None and Path(source).is_dir():
+    if revision is not None and (str(source) in MODELS or Path(source).is_dir()):
         raise HelmscopeError(
             f"revision is {revision!r}, but '{source}' is a folder, and only a model on the Hub has revisions: give "
             "the folder of that checkpoint, and no revision"
         )
-    folder = Path(source) if Path(source).is_dir() else _from_hub(str(source), revision, offline)
+    boxed = str(source) in MODELS
+    folder = box_folder(str(source)) if boxed else Path(source)
+    folder = folder if folder.is_dir() else _from_hub(str(source), revision, offline)
     hashes = check_folder(folder)
     on_cpu = device_map is None and str(device or "cpu").startswith("cpu")
     places = {"device_map": device_map, "attn_implementation": attention}
@@ -126,9 +132,20 @@ def load(
         except (RuntimeError, AssertionError) as error:
             raise HelmscopeError(f"device is '{device}', but torch cannot use it here: {one_line(error)}") from error
     _check_numbers(model)
-    commit = revision if folder == Path(source) else folder.name
+    if loops is not None:
+        _loop(model, loops)
+    commit = revision if boxed or folder == Path(source) else folder.name
     words, why = (tokenizer, None) if tokenizer is not None else _tokenizer(folder)
     return Loaded(model.eval(), words, _origin(model, str(source), commit, hashes), why)
+
+
+def _loop(model: Any, loops: int) -> None:
+    """Have a tied block called another number of times."""
+    config = model.config
+    whole_number("loops", loops, at_least=1)
+    if getattr(config, "num_hidden_groups", None) != 1:
+        raise HelmscopeError(f"loops is {loops}, but only a model of one tied block, such as 'tied', can be looped")
+    config.num_hidden_layers = loops
 
 
 def loaded_once(model: Any, *, tokenizer: Any = None, **options: Any) -> Loaded:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from helmscope.models import certify
 from helmscope.models.anatomy import Anatomy, dissect
+from helmscope.models.boxed import FIRST, box_texts
 from helmscope.models.certificate import Certificate, Line
 from helmscope.models.keep import Keep, Keeper
 from helmscope.models.load import Loaded, loaded_once
@@ -28,8 +29,8 @@ PROBED_TEXTS, PROBED_TOKENS = 2, 24
 
 
 def record(
-    model: Any,
-    texts: Sequence[str] | Tensor | Mapping[str, Tensor],
+    model: Any = FIRST,
+    texts: Sequence[str] | Tensor | Mapping[str, Tensor] | None = None,
     *,
     tokenizer: Any = None,
     truncate: bool = False,
@@ -40,10 +41,11 @@ def record(
 ) -> Recording:
     """Run a model on texts and write its residual stream down, half-layer by half-layer.
 
-    ``model`` is a Hub id, a folder, a model in memory or a ``Loaded``; ``options`` are those of ``load``. ``texts`` are
-    strings, token ids (batch, n), images, or a mapping of the forward's inputs, such as a tokenizer gives. Padding and,
-    where the tokenizer is known, special tokens are masked: they take part, but no observable counts them. Padding on
-    the left is moved to the right, and masks such as ``tokens=`` and ``keys=`` follow ``recording.batch``.
+    ``model`` is one in the box ("A", "B", "tied"), a Hub id, a folder, a model in memory or a ``Loaded``; ``options``
+    are those of ``load``. ``texts`` are strings, token ids (batch, n), images, or a mapping of the forward's inputs,
+    such as a tokenizer gives; by default the texts in the box. Padding and, where the tokenizer is known, special
+    tokens are masked: they take part, but no observable counts them. Padding on the left is moved to the right, and
+    masks such as ``tokens=`` and ``keys=`` follow ``recording.batch``.
 
     Attention runs eager, to the bit; nothing of size n x n is kept unless ``keep`` asks for it. Every recording has a
     certificate, and a check that fails blocks what depends on it. Refused while a change is attached to the model:
@@ -65,13 +67,14 @@ def record(
 
 def _recorded(
     loaded: Loaded,
-    texts: Sequence[str] | Tensor | Mapping[str, Tensor],
+    texts: Sequence[str] | Tensor | Mapping[str, Tensor] | None,
     tokenizer: Any,
     truncate: bool,
     batch_size: int,
     keep: Keep,
     progress: Callable[[int, int], None] | None,
 ) -> Recording:
+    texts = box_texts() if texts is None else texts
     batch = prepare(loaded.model, texts, tokenizer or loaded.tokenizer, truncate=truncate, why=loaded.why)
     longest = _longest(batch, loaded.model)
     # before anything else: some families change themselves for good when they see a short text

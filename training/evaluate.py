@@ -1,0 +1,112 @@
+"""The validation loss of a model of the box, and samples of it, as its card has them.
+
+    python training/evaluate.py A [--samples 20]
+
+The loss is over 512 windows of stories that were never trained on: every next token, or for the tied model every token
+of a fixed fifth, all of them hidden. Samples are stories from <|endoftext|> on at temperature 0.8, or for the tied
+model texts in the box with its most probable words in the gaps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from recipe import BOX, CONTEXT, CUT, HIDDEN_SHARE, MASK, RECIPES, START
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+ROWS = 32  # windows at a time
+TEMPERATURE, LONGEST = 0.8, 160
+
+
+def hidden(windows: np.ndarray, seed: int = 0) -> np.ndarray:
+    """Which tokens are to be filled in: a fifth, the same ones every time."""
+    chance = np.random.default_rng(seed).random(windows.shape) < HIDDEN_SHARE
+    return chance & (windows != START) & (windows != CUT)
+
+
+@torch.no_grad()
+def validation_loss(model: Any, windows: np.ndarray, *, autocast: bool = False) -> float:
+    """Mean loss in nats of a token, over all targets."""
+    device, tied = model.device, not hasattr(model, "transformer")
+    total, count = 0.0, 0
+    gaps = hidden(windows[:, :-1])
+    for begin in range(0, len(windows), ROWS):
+        rows = torch.from_numpy(windows[begin : begin + ROWS]).long().to(device)
+        if tied:
+            wanted = torch.from_numpy(gaps[begin : begin + ROWS]).to(device)
+            inputs, targets = rows[:, :-1].masked_fill(wanted, MASK), rows[:, :-1].masked_fill(~wanted, -100)
+        else:
+            inputs, targets = rows[:, :-1], rows[:, 1:].masked_fill(rows[:, 1:] == CUT, -100)
+        with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
+            logits: Tensor = model(input_ids=inputs, attention_mask=torch.ones_like(inputs)).logits
+        total += float(cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="sum"))
+        count += int((targets != -100).sum())
+    return total / count
+
+
+@torch.no_grad()
+def stories(model: Any, tokenizer: Any, count: int, seed: int = 0) -> list[str]:
+    """Stories that a causal model tells, each until its next <|endoftext|>, of 160 tokens at most."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.full((count, 1), START)
+    while ids.shape[1] <= min(LONGEST, CONTEXT - 1):
+        scores = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[:, -1].float()
+        scores[:, [CUT, MASK]] = -torch.inf
+        ids = torch.cat([ids, torch.multinomial(torch.softmax(scores / TEMPERATURE, -1), 1, generator=generator)], 1)
+    rows = [row[1:] for row in ids.tolist()]
+    return [tokenizer.decode(row[: row.index(START)] if START in row else row) for row in rows]
+
+
+@torch.no_grad()
+def fillings(model: Any, tokenizer: Any, texts: list[str], seed: int = 0) -> list[str]:
+    """Texts with a fifth of their tokens hidden: what stood there, and what the model puts in where that is another."""
+    ids = np.array([tokenizer(text)["input_ids"] for text in texts])
+    gaps, rows = hidden(ids, seed), torch.from_numpy(ids)
+    inputs = rows.masked_fill(torch.from_numpy(gaps), MASK)
+    guesses = model(input_ids=inputs, attention_mask=torch.ones_like(inputs)).logits.argmax(-1).numpy()
+    told = []
+    for text, gap, guess in zip(ids, gaps, guesses, strict=True):
+        words = []
+        for truth, is_gap, found in zip(text, gap, guess, strict=True):
+            stood, put = (str(tokenizer.decode([int(token)])) for token in (truth, found))
+            words.append(stood if not is_gap else f"[{put}]" if put == stood else f"[{put} for {stood}]")
+        told.append("".join(words))
+    return told
+
+
+def loaded(folder: Path) -> tuple[Any, Any]:
+    """A model of the box in float32, and its tokenizer."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
+
+    kind = AutoModelForMaskedLM if AutoConfig.from_pretrained(folder).model_type == "albert" else AutoModelForCausalLM
+    return kind.from_pretrained(folder, dtype=torch.float32).eval(), AutoTokenizer.from_pretrained(folder)
+
+
+def samples(name: str, model: Any, tokenizer: Any, box: Path, count: int) -> list[str]:
+    """What the model tells, or fills in."""
+    if not RECIPES[name].tied:
+        return stories(model, tokenizer, count)
+    return fillings(model, tokenizer, json.loads((box / "texts.json").read_text())[:count])
+
+
+def main() -> None:
+    """Load, run, print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", choices=list(RECIPES))
+    parser.add_argument("--samples", type=int, default=0)
+    parser.add_argument("--box", type=Path, default=BOX)
+    options = parser.parse_args()
+    model, tokenizer = loaded(options.box / options.model)
+    print(f"{options.model}: {validation_loss(model, np.load(options.box / 'validation.npy')):.4f} nats a token")
+    for text in samples(options.model, model, tokenizer, options.box, options.samples) if options.samples else ():
+        print(f"\n{text}")
+
+
+if __name__ == "__main__":
+    main()

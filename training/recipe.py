@@ -1,0 +1,79 @@
+"""What is trained: three models on one pile of stories with one tokenizer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+OUT = Path(__file__).parent / "out"
+BOX = Path(__file__).parents[1] / "src" / "helmscope" / "models" / "box"
+VOCABULARY, CONTEXT, WIDTH, HEADS = 4_096, 256, 192, 6
+START, CUT, MASK = 0, 1, 2  # token ids: before every story; where one was cut off, never a target; hidden from a model
+SPECIAL = ("<|endoftext|>", "<pad>", "<mask>")
+HIDDEN_SHARE = 0.2  # of the tokens, for the model that fills gaps
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How one model is trained. ``tied``: one block called ``layers`` times, in both directions, filling gaps."""
+
+    name: str
+    seed: int
+    tied: bool = False
+    layers: int = 12
+    steps: int = 8_000
+    batch: int = 256
+    peak: float = 1.5e-3
+    warmup: int = 200
+    decay: float = 0.1
+
+    def model(self, **sizes: int) -> Any:
+        """The model with random weights that follow from the seed; ``sizes`` go over those of the box."""
+        import torch
+
+        torch.manual_seed(self.seed)
+        return _tied(self.layers, sizes) if self.tied else _causal(self.layers, sizes)
+
+
+RECIPES = {
+    "A": Recipe("A", seed=1),
+    "B": Recipe("B", seed=2),
+    "tied": Recipe("tied", seed=3, tied=True, layers=24, steps=6_000, peak=1e-3, warmup=500),
+}
+
+
+def _causal(layers: int, sizes: dict[str, int]) -> Any:
+    """GPT-2 with the exact GELU, whose potential has a closed form."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = {
+        "vocab_size": VOCABULARY,
+        "n_positions": CONTEXT,
+        "n_embd": WIDTH,
+        "n_head": HEADS,
+        "n_layer": layers,
+        **sizes,
+    }
+    still = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    ids = {"bos_token_id": START, "eos_token_id": START, "pad_token_id": CUT}
+    return GPT2LMHeadModel(GPT2Config(**config, **still, **ids, activation_function="gelu"))
+
+
+def _tied(layers: int, sizes: dict[str, int]) -> Any:
+    """ALBERT: one post-norm block, called again and again."""
+    from transformers import AlbertConfig, AlbertForMaskedLM
+
+    config = {
+        "vocab_size": VOCABULARY,
+        "max_position_embeddings": CONTEXT,
+        "embedding_size": WIDTH,
+        "hidden_size": WIDTH,
+        "intermediate_size": 4 * WIDTH,
+        "num_attention_heads": HEADS,
+        "num_hidden_layers": layers,
+        **sizes,
+    }
+    still = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout_prob"), 0.0)
+    ids = {"bos_token_id": START, "eos_token_id": START, "pad_token_id": CUT}
+    return AlbertForMaskedLM(AlbertConfig(**config, **still, **ids, hidden_act="gelu", type_vocab_size=1))
