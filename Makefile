@@ -11,7 +11,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 help:
 	@echo "make report | test | test-slow | bench | lint | format | wheel-check | clean"
 
-report: $(VENV)/.with-report
+report: $(VENV)/.with-report,models
 	$(BIN)/helmscope report
 
 test: $(VENV)/.with-test
@@ -46,7 +46,7 @@ $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "$(PYTHON) is older than Python 3.11: say make PYTHON=python3.11 ..."; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
-# .with-report, .with-test, .with-slow: the package in place with that extra
+# .with-report,models .with-test .with-slow: the package in place with those extras
 $(VENV)/.with-%: pyproject.toml constraints.txt | $(BIN)/python
 	$(BIN)/pip install --quiet --editable '.[$*]'
 	touch $@

@@ -115,6 +115,7 @@ if TYPE_CHECKING:
     from helmscope.models.load import load_all as load_all
     from helmscope.models.record import record as record
     from helmscope.models.recording import Recording as Recording
+    from helmscope.models.twin import untrained_twin as untrained_twin
     from helmscope.models.watch import Site as Site
     from helmscope.models.watch import Watcher as Watcher
     from helmscope.observe.clusters import MergeTree as MergeTree
@@ -218,6 +219,7 @@ if TYPE_CHECKING:
     from helmscope.theory.starts import Uniform as Uniform
     from helmscope.theory.starts import VonMisesFisher as VonMisesFisher
     from helmscope.types import Control as Control
+    from helmscope.types import Exhibit as Exhibit
     from helmscope.types import HelmscopeError as HelmscopeError
     from helmscope.types import Outcome as Outcome
     from helmscope.types import Reducer as Reducer
@@ -277,6 +279,7 @@ _HOME = {
     "helmscope.models.load": "Loaded Origin load load_all",
     "helmscope.models.record": "record",
     "helmscope.models.recording": "Recording",
+    "helmscope.models.twin": "untrained_twin",
     "helmscope.models.watch": "Site Watcher",
     "helmscope.observe.clusters": "MergeTree cluster_count merge_tree",
     "helmscope.observe.diffusion": (
@@ -340,7 +343,7 @@ _HOME = {
     "helmscope.theory.probability": "initial_clustering_probability wendel_probability",
     "helmscope.theory.starts": "Orthonormal Uniform VonMisesFisher",
     "helmscope.types": (
-        "Control HelmscopeError Outcome Reducer Ruling Status System Trajectory Verdict check_measurement"
+        "Control Exhibit HelmscopeError Outcome Reducer Ruling Status System Trajectory Verdict check_measurement"
     ),
 }
 _EXPORTS = {name: home for home, names in _HOME.items() for name in names.split()}

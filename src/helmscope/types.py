@@ -334,10 +334,22 @@ class Control:
 
 
 @dataclass(frozen=True)
+class Exhibit:
+    """Something that a trial rests on, word for word, such as the checks that its subject has passed.
+
+    >>> Exhibit("the model", "rows sum to 1").title
+    'the model'
+    """
+
+    title: str
+    text: str
+
+
+@dataclass(frozen=True)
 class Verdict:
     """A ruling on one claim: the statistic with its interval and sample size, the region frozen before the run, the
     hash of the catalogue entry, and the sentence a reader needs; then where the claim was tried (the coordinates), the
-    region's interval, the null, what the source prints where that is wrong, and further parts of the claim.
+    region's interval, the null, what the source prints where that is wrong, further parts of the claim, and exhibits.
 
     >>> Verdict("rate", Ruling.SUPPORTED, 1.0, 0.99, 1.01, 20, "[0.9, 1.1]", "c0ffee", "SA has rate 1.").ruling.value
     'supported'
@@ -358,3 +370,4 @@ class Verdict:
     null: Control | None = None
     printed: Control | None = None
     also: tuple[Control, ...] = ()
+    exhibits: tuple[Exhibit, ...] = ()

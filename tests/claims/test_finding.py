@@ -139,6 +139,10 @@ def test_the_sample_size_of_layers_is_that_of_their_scale() -> None:
         (lambda: Finding(evidence=Count(1, 2), null=NULL, data=None, also=NULL), "also is a Check, but it must be a"),
         (lambda: Finding(evidence=Count(1, 2), null=NULL, data=None, also=(3,)), "also holds a int, but it must hold"),
         (
+            lambda: Finding(evidence=Count(1, 2), null=NULL, data=None, exhibits=(3,)),
+            "exhibits holds a int, but it must",
+        ),
+        (
             lambda: Finding(evidence=Count(1, 2), null=NULL, data=None, remark=3),
             "remark is a int, but it must be a str",
         ),

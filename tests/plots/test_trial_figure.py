@@ -261,11 +261,11 @@ def test_many_curves_have_a_color_scale_and_further_axes_become_curves():
     assert [tick.get_text() for tick in bar.get_yticklabels()] == [f"w{index}" for index in range(0, 30, 3)]
 
 
-def test_three_variables_at_most_are_drawn_and_the_rest_is_said():
-    names = "abcd"
+def test_five_variables_at_most_are_drawn_and_the_rest_is_said():
+    names = "abcdef"
     data = xr.Dataset({f"{name}{end}": 1.0 for name in names for end in ("", "_stderr")}, attrs={"n": 8})
     figure = trial_figure(verdict(0.9, 1.0), data)
-    assert [panel.get_title(loc="left").split("\n")[0] for panel in figure.axes[1:]] == ["a", "b", "c"]
+    assert [panel.get_title(loc="left").split("\n")[0] for panel in figure.axes[1:]] == ["a", "b", "c", "d", "e"]
     assert figure.get_suptitle() == "my-claim: supported   (1 more measured, not drawn)"
 
 
@@ -320,3 +320,18 @@ def test_numbers_in_words():
     assert interval_text(NAN, NAN, NAN) == "no number"
     assert region_text(-INF, INF) == "no bounds"
     assert region_text(0.999999, 1.000001) == "0.999999 to 1.000001"
+
+
+def test_three_axes_are_a_grid_of_small_panels():
+    shape = (4, 3, 2)
+    numbers = np.arange(24.0).reshape(shape)
+    share = xr.DataArray(numbers, {"x": range(4), "layer": [0, 6, 12], "what": ["a", "b"]}, ("x", "layer", "what"))
+    data = xr.Dataset({"share": share, "share_stderr": 0.1 + 0 * share}, attrs={"n": 8})
+    figure = trial_figure(verdict(0.9, 1.0), data)
+    panels = figure.axes[1:]
+    assert len(panels) == 6
+    assert [panel.get_title() for panel in panels[:3]] == ["layer = 0", "layer = 6", "layer = 12"]
+    assert [panels[0].get_ylabel(), panels[3].get_ylabel()] == ["a", "b"]
+    filled, band = panels[5].collections
+    assert filled.get_datalim(panels[5].transData).y1 == numbers[:, 2, 1].max()
+    assert band.get_datalim(panels[5].transData).y1 == pytest.approx(numbers[:, 2, 1].max() + 0.2)

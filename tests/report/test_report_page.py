@@ -22,7 +22,7 @@ from helmscope.claims.trial import Trial, try_claim
 from helmscope.plots.style import svg
 from helmscope.plots.trial import region_text, trial_figure
 from helmscope.report.page import SOURCES, page
-from helmscope.types import Control, HelmscopeError, Ruling, Verdict
+from helmscope.types import Control, Exhibit, HelmscopeError, Ruling, Verdict
 
 CATALOGUE = read_catalogue()
 KURAMOTO = try_claim("kuramoto", quick=True)
@@ -205,6 +205,7 @@ def test_a_hostile_entry_of_a_user_s_catalogue_is_only_text():
     entry = Entry(id=NASTY, decided=(Ground.MODEL,), region=Region(text=NASTY), version=1, **fields)
     shown = Control(NASTY, Ruling.REFUTED, Ruling.REFUTED, 1.0, 0.5, 1.5, 3, NASTY)
     verdict = Verdict(NASTY, Ruling.REFUTED, 1.0, 0.5, 1.5, 3, NASTY, NASTY, NASTY, NASTY, null=shown, also=(shown,))
+    verdict = replace(verdict, exhibits=(Exhibit(NASTY, NASTY),))
     data = xr.Dataset({"a": 1.0, "a_stderr": 0.1}, attrs={"n": 3})
     data.a.attrs["long_name"] = NASTY
     text = page({NASTY: entry}, [Trial(verdict, data)], folder=NASTY, title=NASTY)
@@ -214,7 +215,8 @@ def test_a_hostile_entry_of_a_user_s_catalogue_is_only_text():
     assert len(root.all("img")) == len(root.all("article")) == 1
     card = cards(text)[NASTY]
     shown_text = re.sub(r"\s+", " ", NASTY)
-    assert card.text.count(shown_text) >= 14
+    assert card.text.count(shown_text) >= 16
+    assert card.all("pre")[0].text == shown_text
     assert NASTY in card.all("img")[0].attrs["alt"]
     untried = page({NASTY: entry}, [], title=NASTY)
     assert tree(untried).all("script") == tree(untried).all("img") == []

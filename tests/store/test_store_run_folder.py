@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from helmscope.store import Manifest, RunFolder, run_folder
 from helmscope.store.verdicts import decode_verdicts, encode_verdicts
-from helmscope.types import Control, HelmscopeError, Ruling, Verdict
+from helmscope.types import Control, Exhibit, HelmscopeError, Ruling, Verdict
 
 MEASUREMENT = xr.Dataset(
     {"energy": ("time", [0.1, math.nan], {"n": 16, "units": "seconds"}), "energy_stderr": ("time", [0.01, math.inf])},
@@ -38,7 +38,10 @@ DATA = xr.Dataset(
     coords={"token": ["a", "é", "漢"], "layer": ("time", [0, 1])},
     attrs={"note": "ü", "n": 3},
 )
-VERDICT = Verdict("c1", Ruling.SUPPORTED, 0.1, -0.2, 0.3, 12, "slope > 0", "ab12", "The slope is 0.1.")
+VERDICT = Verdict(
+    *("c1", Ruling.SUPPORTED, 0.1, -0.2, 0.3, 12, "slope > 0", "ab12", "The slope is 0.1."),
+    exhibits=(Exhibit("the model", "ok  rows\nok  heads"),),
+)
 
 
 @pytest.fixture

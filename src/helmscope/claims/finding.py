@@ -27,7 +27,7 @@ from helmscope.claims.evidence import (
     sample_size,
     sign_flip,
 )
-from helmscope.types import HelmscopeError, Ruling
+from helmscope.types import Exhibit, HelmscopeError, Ruling
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -256,7 +256,7 @@ class Finding:
     """What one experiment found: the evidence for its claim, the null, what the source prints where that is wrong and
     can be computed, and ``also`` further parts of the claim. ``remark`` is a sentence of further measured numbers.
     ``data`` is a Measurement to draw, such as ``claims.curves.curve`` gives. ``where`` says in which coordinates, and
-    what was simulated or recorded. What is of another type is refused.
+    what was simulated or recorded. ``exhibits`` are shown word for word. What is of another type is refused.
 
     >>> import xarray as xr
     >>> Finding(evidence=Count(32, 32), null=Check("V = -I", Count(0, 32)), data=xr.Dataset(attrs={"n": 32})).also
@@ -270,12 +270,18 @@ class Finding:
     also: tuple[Check, ...] = ()
     remark: str = ""
     where: str = ""
+    exhibits: tuple[Exhibit, ...] = ()
 
     def __post_init__(self) -> None:
         _of_type(self, evidence=Evidence, null=Check, printed=Check | None, also=tuple, remark=str, where=str)
-        for check in self.also:
-            if not isinstance(check, Check):
-                raise HelmscopeError(f"also holds a {type(check).__name__}, but it must hold Checks alone")
+        _of_type(self, exhibits=tuple)
+        held: list[tuple[str, tuple[object, ...], type]] = [("also", self.also, Check)]
+        for name, values, kind in [*held, ("exhibits", self.exhibits, Exhibit)]:
+            for value in values:
+                if not isinstance(value, kind):
+                    raise HelmscopeError(
+                        f"{name} holds a {type(value).__name__}, but it must hold {kind.__name__}s alone"
+                    )
 
 
 def _of_type(holder: object, **allowed: Any) -> None:

@@ -56,6 +56,7 @@ def judge(entry: Entry, finding: Finding) -> Verdict:
         null=null,
         printed=printed,
         also=also,
+        exhibits=finding.exhibits,
     )
 
 

@@ -29,6 +29,7 @@ class Layer:
     plain: bool
     attention_norm: Norm | None
     mlp_norm: Norm | None
+    close_norm: Norm | None = None  # of a post-norm block, that which gives its output
 
     def __repr__(self) -> str:
         return f"<Layer of {type(self.block).__name__}: {self.wiring}>"
@@ -88,6 +89,6 @@ def _layer(seen: LayerProbe, number: int) -> Layer:
     wiring = find_wiring(seen, number)
     norms = [
         None if path is None else read_norm(seen.block.get_submodule(path), seen.pre)
-        for path in (wiring.attention_norm, wiring.mlp_norm)
+        for path in (wiring.attention_norm, wiring.mlp_norm, wiring.close)
     ]
     return Layer(seen.block, wiring, seen.plain, *norms)

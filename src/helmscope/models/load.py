@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -109,7 +110,7 @@ def load(
                     f"{name} is {value!r}, but the model is in memory already, where nothing is changed"
                 )
         _check_numbers(source)
-        return Loaded(source.eval(), tokenizer, _origin(source, type(source).__name__, None, {}))
+        return Loaded(source.eval(), tokenizer, origin_of(source, type(source).__name__))
     if not isinstance(source, str | Path):
         raise HelmscopeError(
             f"model is a {type(source).__name__}, but it must be a name, a folder or a model; of several take load_all"
@@ -136,7 +137,7 @@ def load(
         _loop(model, loops)
     commit = revision if boxed or folder == Path(source) else folder.name
     words, why = (tokenizer, None) if tokenizer is not None else _tokenizer(folder)
-    return Loaded(model.eval(), words, _origin(model, str(source), commit, hashes), why)
+    return Loaded(model.eval(), words, origin_of(model, str(source), commit, hashes), why)
 
 
 def _loop(model: Any, loops: int) -> None:
@@ -281,7 +282,10 @@ def _check_numbers(model: Any) -> None:
             raise HelmscopeError(f"model has NaN or infinite numbers in the tensor '{name}', but all must be finite")
 
 
-def _origin(model: Any, name: str, revision: str | None, hashes: Mapping[str, str]) -> Origin:
+def origin_of(
+    model: Any, name: str, revision: str | None = None, hashes: Mapping[str, str] = MappingProxyType({})
+) -> Origin:
+    """What a manifest says of a model."""
     weight = next(model.parameters())
     return Origin(
         name=name,

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from jaxtyping import Bool, Float
     from torch import Tensor
 
+    from helmscope.fields.norms import Norm
     from helmscope.models.anatomy import Anatomy
     from helmscope.models.certificate import Certificate
     from helmscope.models.experts import Behind
@@ -86,6 +87,24 @@ class Recording:
         return Trajectory(times, stream.direction, self.batch.mask, stream.radius, self.batch.tokens)
 
     @property
+    def on_sphere(self) -> Trajectory:
+        """The trajectory with gain and bias folded out of every state that a norm gave, which is the sphere of the
+        theory. It differs from ``trajectory`` in a post-norm model only, and there but for its first state; radii are
+        those of the states without gain and bias.
+        """
+        path = self.trajectory
+        states, radius = path.states.clone(), self.stream_.radius.clone()
+        for step in range(len(path.times)):
+            depth = self.first + step
+            layer = self.anatomy.layers[max(depth - 1, 0) // 2]
+            norm = layer.mlp_norm if depth % 2 else layer.close_norm
+            if depth and layer.wiring.kind is Kind.POST_NORM and norm is not None:
+                plain = _without_gain(norm, self.stream_.at(step))
+                radius[step] = torch.linalg.vector_norm(plain, dim=-1)
+                states[step] = plain / radius[step].unsqueeze(-1)
+        return replace(path, states=states, radius=radius)
+
+    @property
     def layers(self) -> int:
         """How many layers the model has."""
         return len(self.anatomy.layers)
@@ -141,8 +160,7 @@ class Recording:
             return state
         if kind is not Kind.POST_NORM:
             return norm.core()(state) / math.sqrt(self.anatomy.dim)
-        state = state if norm.bias is None else state - norm.bias.to(state)
-        return (state if norm.gain is None else state / norm.gain.to(state)) / math.sqrt(self.anatomy.dim)
+        return _without_gain(norm, state) / math.sqrt(self.anatomy.dim)
 
     def resume(
         self,
@@ -273,6 +291,12 @@ class Recording:
                 if progress is not None:
                     progress(rows.stop, len(self.batch))
         return torch.cat(found) if whole else torch.empty(0)
+
+
+def _without_gain(norm: Norm, state: Tensor) -> Tensor:
+    """What a norm gave, before its gain and bias."""
+    state = state if norm.bias is None else state - norm.bias.to(state)
+    return state if norm.gain is None else state / norm.gain.to(state)
 
 
 @contextmanager

@@ -45,7 +45,7 @@ def draw_variable(panel: Axes, data: xr.Dataset, name: str) -> None:
     array([0.5])
     """
     value = data[name]
-    numbers, low, high = (_numbers(each, name) for each in (value, *_band(data, name)))
+    numbers, low, high = (_numbers(each, name) for each in (value, *bands(data, name)))
     x, words = _along(value)
     if value.attrs.get("scale") == "log" and bool((numbers > 0).any()):
         panel.set_yscale("log")
@@ -137,7 +137,13 @@ def _columns(labels: list[str]) -> int:
     return max(1, min(len(labels), LETTERS // (max(map(len, labels), default=0) + 6)))
 
 
-def _band(data: xr.Dataset, name: str) -> tuple[xr.DataArray, xr.DataArray]:
+def bands(data: xr.Dataset, name: str) -> tuple[xr.DataArray, xr.DataArray]:
+    """The lower and the upper edge of the band of a variable.
+
+    >>> import xarray as xr
+    >>> [float(edge) for edge in bands(xr.Dataset({"order": 0.5, "order_stderr": 0.1}, attrs={"n": 16}), "order")]
+    [0.3, 0.7]
+    """
     dims = data[name].dims
     if f"{name}_stderr" in data:
         error = data[f"{name}_stderr"].transpose(*dims)
@@ -166,11 +172,17 @@ def _along(value: xr.DataArray) -> tuple[Any, list[str] | None]:
 
 def _labels(value: xr.DataArray) -> list[str]:
     """What each curve is: the places along every axis but the first."""
-    axes = [[_label(value, dim, each) for each in value[dim].values] for dim in value.dims[1:]]
+    axes = [[label(value, dim, each) for each in value[dim].values] for dim in value.dims[1:]]
     return [", ".join(each) for each in itertools.product(*axes)]
 
 
-def _label(value: xr.DataArray, dim: Any, at: Any) -> str:
+def label(value: xr.DataArray, dim: Any, at: Any) -> str:
+    """A place along an axis in words.
+
+    >>> import xarray as xr
+    >>> label(xr.DataArray([1.0], {"beta": [2.0]}, "beta"), "beta", 2.0)
+    'beta = 2'
+    """
     number = value[dim].dtype.kind in "fiu"
     return f"{axis_name(value, dim)} = {at:.6g}" if number else str(at)
 

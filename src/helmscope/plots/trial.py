@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from helmscope.plots.grid import draw_grid, grid_height
 from helmscope.plots.measured import draw_variable, heading, plain, variables
 from helmscope.plots.style import COLORS, styled
 from helmscope.types import Control, HelmscopeError, Verdict, check_measurement, interval_text
@@ -19,10 +20,11 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-MOST_PANELS = 3
+MOST_PANELS = 5
 WIDTH, ROW, PANEL, LINE = 8.0, 0.5, 2.1, 0.18  # inches
 LETTERS = 72  # of a row's label: its numbers stand on the same line
 DECADES_BELOW = 20  # a log axis ends there, so many below the bound
+AXES_OF_A_GRID = 3
 GREEN, GRAY = COLORS[2], "#595959"
 
 
@@ -109,14 +111,15 @@ Axis = Linear | Log | Around
 
 
 def trial_figure(verdict: Verdict, data: xr.Dataset) -> Figure:
-    """The statistic on its region, and the first three variables of the trial's Measurement.
+    """The statistic on its region, and the first five variables of the trial's Measurement.
 
     On top: the intervals of the statistic and of all controls that are judged by the same region (the null, what the
     source prints, further parts), on that region, shaded, with their numbers. The axis follows from the region: a log
     axis for an error bounded from above, the deviation from the center for a narrow two-sided region, symmetric log
     where numbers around 0 span decades, else linear. An end at infinity is an arrow at the edge; NaN is not drawn.
 
-    Below: each variable over its first axis, further axes as a family of curves, with bands (NAME_stderr: two
+    Below: each variable over its first axis, further axes as a family of curves (one over three axes as a grid of small
+    panels), with bands (NAME_stderr: two
     standard errors; NAME_low, NAME_high: their range) and NAME_null dashed. The attribute scale = "log" asks for a log
     axis, long_name is the label. Refuses what is no Verdict or no Measurement.
 
@@ -161,7 +164,7 @@ def _drawn(verdict: Verdict, data: xr.Dataset) -> Figure:
 
     rows, names = _rows(verdict), variables(data)
     shown = names[:MOST_PANELS]
-    heights = [ROW * len(rows) + 0.7, *(PANEL + LINE * len(heading(data, name)) for name in shown)]
+    heights = [ROW * len(rows) + 0.7, *(_height(data, name) for name in shown)]
     figure = Figure(figsize=(WIDTH, sum(heights) + 0.4), layout="constrained")
     more = f"   ({len(names) - len(shown)} more measured, not drawn)" if len(names) > len(shown) else ""
     figure.suptitle(plain(f"{verdict.claim}: {verdict.ruling.value}{more}"), fontsize=10, fontweight="bold")
@@ -169,8 +172,17 @@ def _drawn(verdict: Verdict, data: xr.Dataset) -> Figure:
     top, *others = figure.subfigures(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
     _statistic(top.subplots(), verdict, rows)
     for place, name in zip(others, shown, strict=True):
-        draw_variable(place.subplots(), data, name)
+        if data[name].ndim == AXES_OF_A_GRID:
+            draw_grid(place, data, name)
+        else:
+            draw_variable(place.subplots(), data, name)
     return figure
+
+
+def _height(data: xr.Dataset, name: str) -> float:
+    """The inches of a panel with its heading."""
+    value = data[name]
+    return (grid_height(value) if value.ndim == AXES_OF_A_GRID else PANEL) + LINE * len(heading(data, name))
 
 
 def _rows(verdict: Verdict) -> list[_Row]:

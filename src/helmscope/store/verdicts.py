@@ -10,7 +10,7 @@ from dataclasses import asdict
 from functools import partial
 
 from helmscope.store.strict_json import Reader, decode, encode, record, text
-from helmscope.types import Control, HelmscopeError, Ruling, Verdict, known_name, whole_number
+from helmscope.types import Control, Exhibit, HelmscopeError, Ruling, Verdict, known_name, whole_number
 
 _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
@@ -70,6 +70,13 @@ def _control_or_none(name: str, value: object) -> Control | None:
     return None if value is None else _control(name, value)
 
 
+def _exhibits(name: str, value: object) -> tuple[Exhibit, ...]:
+    if not isinstance(value, list):
+        raise HelmscopeError(f"{name} is a {type(value).__name__}, but it must be a list of exhibits")
+    readers: dict[str, Reader] = {"title": text, "text": text}
+    return tuple(Exhibit(**record(item, readers, f"item {i} of {name}")) for i, item in enumerate(value))
+
+
 def _controls(name: str, value: object) -> tuple[Control, ...]:
     if not isinstance(value, list):
         raise HelmscopeError(f"{name} is a {type(value).__name__}, but it must be a list of controls")
@@ -89,4 +96,5 @@ _READERS: dict[str, Reader] = {
     **dict.fromkeys(("entry_hash", "sentence", "where"), text),
     **dict.fromkeys(("null", "printed"), _control_or_none),
     "also": _controls,
+    "exhibits": _exhibits,
 }

@@ -1,0 +1,218 @@
+"""tokens-cluster: with depth the inner products of a model's tokens pile up at 1."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import xarray as xr
+
+from helmscope.claims.entry import Region
+from helmscope.claims.finding import Check, Described, EveryLayer, Finding, Replicates
+from helmscope.claims.registry import Case, experiment
+from helmscope.fields.attention import SA
+from helmscope.geometry.sphere import retract
+from helmscope.models.boxed import box_texts
+from helmscope.models.load import Loaded, load
+from helmscope.models.record import record
+from helmscope.models.twin import untrained_twin
+from helmscope.observe.inner_products import inner_product_histogram
+from helmscope.solve.dormand_prince import DormandPrince
+from helmscope.solve.integrate import integrate
+from helmscope.types import Exhibit, Ruling, Trajectory
+
+MODELS, TWINS, LEVEL, BINS = ("A", "tied"), 5, 0.9, 50
+LOOPS = 24  # of the tied model as it was trained; it is looped to twice as many
+BETA, FLOWS = 1.0, 16  # of the simulated flow, and how many prompts it starts from
+COLUMNS = 7  # of figure 1: depths, evenly
+ALIKE = Region(text="Two twins differ by less than 0.05.", low=-0.05, high=0.05)
+DESCRIBED = Region(text="Described only.")
+
+
+@experiment("tokens-cluster", seconds=90)
+def tokens_cluster(case: Case) -> Finding:
+    """The share of pairs i != j of one prompt with <x_i, x_j> > 0.9, at the last depth minus at the first, for the
+    causal and the tied model in the box, and the same minus the mean of five untrained twins: all four must grow.
+
+    x are the tokens on the theory's sphere: of the causal model the residual stream's direction, of the tied one, whose
+    states come out of norms, the direction with gain and bias folded out; the mean over coordinates is removed, the
+    first token (the sink) left out. Mean-centred: the prompt's mean token is subtracted first. As a null one twin is
+    put in the model's place, against another. Beside it a flow SA of beta = 1 from the tied model's first
+    states, a unit of time for a layer.
+    """
+    trained = {"A": load("A"), "tied": load("tied", loops=2 * LOOPS)}
+    texts, firsts = _prompts(case.count(64, quick=32), trained["A"].tokenizer)
+    recordings = {name: record(loaded, texts) for name, loaded in trained.items()}
+    clouds = {name: _Cloud.of(recording.on_sphere) for name, recording in recordings.items()}
+    twins = {name: _twins(_as_trained(loaded), texts, case) for name, loaded in trained.items()}
+    ends = {"A": clouds["A"].depths - 1, "tied": 2 * LOOPS}
+    growth = {name: clouds[name].growth(ends[name]) for name in MODELS}
+    null = {name: np.stack([each.growth(ends[name]) for each in twins[name]]) for name in MODELS}
+    pairs = [null[name][k].mean() - null[name][k + 1].mean() for name in MODELS for k in range(0, TWINS - 1, 2)]
+    flow = _flow(recordings["tied"].on_sphere)
+    flowed = _Cloud.of(flow)
+    tied, raw = clouds["tied"], _Cloud.of(recordings["tied"].trajectory)
+    whole = _Cloud.of(recordings["A"].on_sphere, sink=True)
+    beside = {
+        "tied, mean-centred: growth of the share": tied.growth(ends["tied"], centred=True),
+        "A, mean-centred: growth of the share": clouds["A"].growth(ends["A"], centred=True),
+        f"tied: share at {2 * LOOPS} loops minus at {LOOPS}": tied.share[-1] - tied.share[2 * LOOPS],
+        "tied with gain and bias: growth of the share": raw.growth(ends["tied"]),
+        "A with the first token: growth of the share": whole.growth(ends["A"]),
+        "simulated flow: growth of the share": flowed.growth(flowed.depths - 1),
+    }
+    return Finding(
+        evidence=EveryLayer(
+            [part for name in MODELS for part in (growth[name], growth[name] - null[name].mean(0))],
+            "prompts",
+            names=[f"{name} {what}" for name in MODELS for what in ("itself", "over its untrained twins")],
+        ),
+        null=Check("growth of one untrained twin over another's", Replicates(pairs, "pairs"), Ruling.SUPPORTED, ALIKE),
+        data=_drawn(clouds, twins, flowed, _figure_one(recordings["tied"].on_sphere, flow)),
+        also=tuple(
+            Check(what, Described(values, "prompts"), Ruling.INCONCLUSIVE, DESCRIBED) for what, values in beside.items()
+        ),
+        remark=_remark(clouds, twins, ends),
+        where=(
+            f"models A and tied in the box, {len(texts)} texts with {firsts} distinct first tokens; "
+            "residual direction (A), norm output with gain and bias folded out (tied), mean over coordinates removed, "
+            "first token left out"
+        ),
+        exhibits=tuple(Exhibit(f"Certificate of {name}", str(each.certificate)) for name, each in recordings.items()),
+    )
+
+
+@dataclass(frozen=True)
+class _Cloud:
+    """Inner products of the tokens of each prompt, (depth, prompt): their mean and the share above 0.9, both raw and
+    without the prompt's mean token.
+    """
+
+    mean: np.ndarray
+    share: np.ndarray
+    mean_centred: np.ndarray
+    share_centred: np.ndarray
+
+    @classmethod
+    def of(cls, path: Trajectory, *, sink: bool = False) -> _Cloud:
+        path = path if sink else _without_first(path)
+        real = torch.ones(path.states.shape[1:3], dtype=torch.bool) if path.mask is None else path.mask
+        first, second = torch.triu_indices(real.shape[1], real.shape[1], 1)
+        pairs = (real[:, first] & real[:, second]).double()
+        rows = []
+        for x in path.states:
+            mean = (x * real.unsqueeze(-1)).sum(1, keepdim=True) / real.sum(1)[:, None, None]
+            row = []
+            for y in (x, retract(x - mean)):
+                inner = (y @ y.mT)[:, first, second]
+                row += [(part * pairs).sum(1) / pairs.sum(1) for part in (inner, inner > LEVEL)]
+            rows.append(torch.stack(row))
+        return cls(*torch.stack(rows, 1).numpy())
+
+    @property
+    def depths(self) -> int:
+        return len(self.mean)
+
+    def growth(self, end: int, *, centred: bool = False) -> np.ndarray:
+        share = self.share_centred if centred else self.share
+        return np.asarray(share[end] - share[0])
+
+
+def _without_first(path: Trajectory) -> Trajectory:
+    return Trajectory(path.times, path.states[:, :, 1:], None if path.mask is None else path.mask[:, 1:])
+
+
+def _prompts(count: int, tokenizer: Any) -> tuple[list[str], int]:
+    """Texts in the box, first one of each first token, then the second of each, and so on; and how many first tokens
+    they have.
+    """
+    texts = box_texts()
+    firsts = [int(ids[0]) for ids in tokenizer(texts)["input_ids"]]
+    rank = [firsts[:k].count(first) for k, first in enumerate(firsts)]
+    chosen = sorted(sorted(range(len(texts)), key=lambda k: (rank[k], k))[:count])
+    return [texts[k] for k in chosen], len({firsts[k] for k in chosen})
+
+
+def _as_trained(loaded: Loaded) -> Loaded:
+    """The twins are compared at the depth of training."""
+    return load("tied") if loaded.origin.name == "tied" else loaded
+
+
+def _twins(loaded: Loaded, texts: list[str], case: Case) -> list[_Cloud]:
+    seeds = [case.stream(k) for k in range(TWINS)]
+    return [_Cloud.of(record(untrained_twin(loaded, seed=seed), texts).on_sphere) for seed in seeds]
+
+
+def _flow(path: Trajectory) -> Trajectory:
+    """The flow from the first states of some prompts, at half a unit of time for a half-layer."""
+    x = retract(path.states[0, :FLOWS].double())
+    times = [k / 2 for k in range(2 * LOOPS + 1)]
+    mask = None if path.mask is None else path.mask[:FLOWS]
+    return integrate(SA(beta=BETA), x, times, mask=mask, stepper=DormandPrince(1e-5)).trajectory
+
+
+def _drawn(
+    clouds: dict[str, _Cloud], twins: dict[str, list[_Cloud]], flow: _Cloud, histograms: xr.Dataset
+) -> xr.Dataset:
+    """Means and shares over depth: the models, the mean of their twins, the flow."""
+    curves = {}
+    for name in MODELS:
+        curves[name] = [clouds[name]]
+        curves[f"{name} untrained"] = twins[name]
+    curves[f"SA flow ({FLOWS} prompts)"] = [flow]
+    depth = max(cloud.depths for cloud in clouds.values())
+    words = {
+        "mean": "mean inner product of two tokens of a prompt",
+        "mean_centred": "the same without the prompt's mean token",
+        "share": f"share of inner products above {LEVEL}",
+        "share_centred": "the same without the prompt's mean token",
+    }
+    n = clouds[MODELS[0]].mean.shape[1]
+    data: dict[str, xr.Variable] = {}
+    for name, long_name in words.items():
+        values = np.full((2, depth, len(curves)), np.nan)
+        for k, several in enumerate(curves.values()):
+            each = np.mean([getattr(cloud, name) for cloud in several], 0)
+            values[:, : len(each), k] = each.mean(1), each.std(1, ddof=1) / each.shape[1] ** 0.5
+        data[name] = xr.Variable(("half_step", "subject"), values[0], {"long_name": long_name, "n": n})
+        data[f"{name}_stderr"] = xr.Variable(("half_step", "subject"), values[1])
+    found = xr.Dataset(data, {"half_step": np.arange(depth), "subject": list(curves)}, {"n": n})
+    return xr.merge([found, histograms], combine_attrs="drop_conflicts").assign_attrs(n=n)
+
+
+def _figure_one(path: Trajectory, flow: Trajectory) -> xr.Dataset:
+    """Histograms at even depths (inner product, share of the depth, what): the tied model at its depth and looped to
+    twice that, as the source's figure 1 has it, and the flow.
+    """
+    rows = {
+        f"{LOOPS} loops": (path, 2 * LOOPS),
+        f"{2 * LOOPS} loops": (path, 4 * LOOPS),
+        f"SA flow, t to {LOOPS}": (flow, 2 * LOOPS),
+    }
+    found = []
+    for seen, last in rows.values():
+        at = [round(last * k / (COLUMNS - 1)) for k in range(COLUMNS)]
+        part = _without_first(Trajectory(torch.linspace(0, 1, COLUMNS), seen.states[at], seen.mask))
+        found.append(inner_product_histogram(part, bins=BINS).drop_attrs(deep=False))
+    both = xr.concat(found, xr.DataArray(list(rows), dims="what", name="what"))
+    both = both.rename(time="depth").assign_coords(depth=np.round(np.linspace(0, 1, COLUMNS), 2))
+    both = both.transpose("inner_product", "depth", "what").rename(share="histogram", share_stderr="histogram_stderr")
+    words = f"tied model: share of pairs in {BINS} bins over depth (figure 1); below, the flow from its first states"
+    both.histogram.attrs = {"long_name": words, "n": path.states.shape[1]}
+    return both
+
+
+def _remark(clouds: dict[str, _Cloud], twins: dict[str, list[_Cloud]], ends: dict[str, int]) -> str:
+    told = []
+    for name in MODELS:
+        own, end = clouds[name], ends[name]
+        others = float(np.mean([cloud.share[end] for cloud in twins[name]]))
+        told.append(
+            f"{name}: the share above {LEVEL} goes from {own.share[0].mean():.3f} to {own.share[end].mean():.3f}, its "
+            f"untrained twins' to {others:.3f}; the mean inner product from {own.mean[0].mean():.3f} to "
+            f"{own.mean[end].mean():.3f}"
+        )
+    looped = clouds["tied"]
+    return f"{'; '.join(told)}; at {2 * LOOPS} loops the share is {looped.share[-1].mean():.3f}."

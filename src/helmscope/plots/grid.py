@@ -1,0 +1,59 @@
+"""A variable over three axes as small multiples: the second axis gives the columns, the third the rows."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from helmscope.plots.measured import axis_name, bands, heading, label, plain
+from helmscope.plots.style import COLORS
+
+if TYPE_CHECKING:
+    import xarray as xr
+    from matplotlib.figure import SubFigure
+
+ROW = 1.3  # inches
+
+
+def draw_grid(place: SubFigure, data: xr.Dataset, name: str) -> None:
+    """NAME (x, column, row) as a panel for each column and row, on the same axes along a row, with its band.
+
+    What is not finite is not drawn.
+
+    >>> import xarray as xr
+    >>> from matplotlib.figure import Figure
+    >>> share = (("x", "layer", "model"), np.ones((3, 2, 1)))
+    >>> data = xr.Dataset({"share": share, "share_stderr": share}, attrs={"n": 16})
+    >>> figure = Figure()
+    >>> draw_grid(figure.subfigures(1, 1), data, "share")
+    >>> len(figure.subfigs[0].axes)
+    2
+    """
+    value = data[name]
+    along, columns, rows = value.dims
+    x = np.asarray(value[along].values, dtype=np.float64)
+    low, high = (part.transpose(*value.dims).values for part in bands(data, name))
+    panels = place.subplots(value.sizes[rows], value.sizes[columns], squeeze=False, sharex=True, sharey="row")
+    for i, row in enumerate(value[rows].values):
+        color = COLORS[i % len(COLORS)]
+        for j, column in enumerate(value[columns].values):
+            panel = panels[i, j]
+            panel.fill_between(x, value.values[:, j, i], step="mid", color=color, alpha=0.5, linewidth=0)
+            panel.fill_between(x, low[:, j, i], high[:, j, i], step="mid", color=color, linewidth=0)
+            panel.tick_params(labelsize=7)
+            if i == 0:
+                panel.set_title(plain(label(value, columns, column)), fontsize=7.5)
+        panels[i, 0].set_ylabel(plain(label(value, rows, row)), fontsize=7.5)
+    place.supxlabel(plain(axis_name(value, along)), fontsize=9)
+    place.suptitle(plain("\n".join(heading(data, name)[:2])), fontsize=9, x=0.01, ha="left")
+
+
+def grid_height(value: xr.DataArray) -> float:
+    """The inches that the rows of a grid take.
+
+    >>> import xarray as xr
+    >>> grid_height(xr.DataArray(np.zeros((2, 3, 2))))
+    2.6
+    """
+    return ROW * value.shape[2]

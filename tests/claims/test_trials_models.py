@@ -1,0 +1,129 @@
+"""The trial of tokens-cluster: planted clouds that do and do not cluster, and the models in the box on a few words."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from helmscope.claims.experiments import tokens_cluster
+from helmscope.claims.finding import Finding
+from helmscope.claims.judge import judge
+from helmscope.claims.reading import entry
+from helmscope.claims.registry import Case
+from helmscope.geometry.sphere import retract
+from helmscope.models.boxed import box_texts
+from helmscope.models.load import load
+from helmscope.types import Ruling, Trajectory
+
+TOKENS, DIM = 12, 8
+
+
+@dataclass(frozen=True)
+class Planted:
+    """Stands for a recording: tokens that come together by ``trained`` or ``untrained`` of the way."""
+
+    trained: float
+    untrained: float
+
+    def __call__(self, loaded: Any, texts: list[str]) -> Any:
+        name = loaded.origin.name
+        twin = name.startswith("untrained")
+        depths = 25 if "A" in name else 49 if twin else 97
+        generator = torch.Generator().manual_seed(len(name) + sum(map(ord, name)))
+        x = torch.randn(len(texts), TOKENS, DIM, generator=generator)
+        common = torch.randn(len(texts), 1, DIM, generator=generator)
+        way = self.untrained if twin else self.trained
+        steps = (torch.arange(depths) / min(depths - 1, 48)).clamp(max=1) * way  # looped on, the tied one stays
+        states = torch.stack([retract((1 - s) * x + s * common) for s in steps])
+        path = Trajectory(torch.arange(depths, dtype=torch.float64), states)
+        return SimpleNamespace(on_sphere=path, trajectory=path, certificate=f"ok {name}")
+
+
+def tried(monkeypatch: pytest.MonkeyPatch, trained: float, untrained: float) -> Any:
+    monkeypatch.setattr(tokens_cluster, "record", Planted(trained, untrained))
+    return judge(entry("tokens-cluster"), tokens_cluster.tokens_cluster(Case(0, quick=True)))
+
+
+@pytest.mark.parametrize(
+    ("trained", "untrained", "ruling"),
+    [
+        (0.9, 0.0, Ruling.SUPPORTED),
+        (0.6, 0.95, Ruling.REFUTED),  # the twins cluster as well, and more
+        (0.1, 0.9, Ruling.REFUTED),
+    ],
+)
+def test_planted_clouds_get_the_right_verdict(
+    monkeypatch: pytest.MonkeyPatch, trained: float, untrained: float, ruling: Ruling
+) -> None:
+    seen = tried(monkeypatch, trained, untrained)
+    assert seen.ruling is ruling, seen.sentence
+    assert seen.n == 32
+
+
+def test_a_cloud_against_loops() -> None:
+    generator = torch.Generator().manual_seed(0)
+    states = retract(torch.randn(2, 3, 6, 2, generator=generator, dtype=torch.float64))
+    cloud = tokens_cluster._Cloud.of(Trajectory(torch.zeros(2), states))
+    for depth, prompt in itertools.product(range(2), range(3)):
+        x = states[depth, prompt, 1:].numpy()
+        for y, mean, share in (
+            (x, cloud.mean, cloud.share),
+            (x - x.mean(0), cloud.mean_centred, cloud.share_centred),
+        ):
+            y = y / np.linalg.norm(y, axis=1, keepdims=True)
+            inner = [float(y[i] @ y[j]) for i in range(5) for j in range(i)]
+            assert mean[depth, prompt] == pytest.approx(np.mean(inner), abs=1e-14)
+            assert share[depth, prompt] == np.mean([each > 0.9 for each in inner])
+
+
+def test_prompts_have_as_many_first_tokens_as_they_can() -> None:
+    tokenizer = load("A").tokenizer
+    texts, firsts = tokens_cluster._prompts(64, tokenizer)
+    assert len(set(texts)) == 64
+    every = {ids[0] for ids in tokenizer(box_texts())["input_ids"]}
+    assert firsts == len({tokenizer(text)["input_ids"][0] for text in texts}) == min(64, len(every)) >= 32
+
+
+@pytest.fixture(scope="module")
+def short() -> Any:
+    """The trial itself on the first words of the texts."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tokens_cluster, "box_texts", lambda: [" ".join(text.split()[:8]) for text in box_texts()])
+        patch.setattr(tokens_cluster, "FLOWS", 2)
+        return tokens_cluster.tokens_cluster(Case(0, quick=True))
+
+
+def test_the_models_in_the_box(short: Finding) -> None:
+    verdict = judge(entry("tokens-cluster"), short)
+    assert verdict.ruling in (Ruling.SUPPORTED, Ruling.REFUTED, Ruling.INCONCLUSIVE)
+    assert verdict.where.startswith("models A and tied")
+    assert [exhibit.title for exhibit in verdict.exhibits] == ["Certificate of A", "Certificate of tied"]
+    assert all("ok    residual" in exhibit.text and "FAIL" not in exhibit.text for exhibit in verdict.exhibits)
+    assert short.data.histogram.dims == ("inner_product", "depth", "what")
+    np.testing.assert_allclose(short.data.histogram.sum("inner_product"), 1.0, atol=1e-6)
+    assert list(short.data.subject.values)[:4] == ["A", "A untrained", "tied", "tied untrained"]
+    assert short.data["mean"].sel(subject="tied").notnull().sum() == 97
+
+
+def test_the_mean_inner_product_of_a_against_its_own_hidden_states(short: Finding) -> None:
+    loaded = load("A", attention="eager")
+    texts = [" ".join(text.split()[:8]) for text in box_texts()]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tokens_cluster, "box_texts", lambda: texts)
+        chosen, _ = tokens_cluster._prompts(32, loaded.tokenizer)
+    means = []
+    for text in chosen:
+        ids = torch.tensor([loaded.tokenizer(text)["input_ids"]])
+        with torch.no_grad():
+            state = loaded.model(input_ids=ids, output_hidden_states=True).hidden_states[6][0, 1:].double()
+        x = retract(state - state.mean(-1, keepdim=True)).numpy()
+        n = len(x)
+        means.append((np.sum(x @ x.T) - n) / (n * (n - 1)))
+    seen = float(short.data["mean"].sel(subject="A", half_step=12))
+    assert seen == pytest.approx(np.mean(means), rel=1e-5)
