@@ -1,6 +1,6 @@
 """Stories, sampled from a small public Llama at temperature 1.
 
-    python training/data.py --teacher FOLDER [--shards 48] [--minutes 8]
+    python training/data.py --teacher FOLDER [--shards 34] [--minutes 8]
 
 Every shard is ``rows`` texts of 256 tokens of the teacher, each begun with its start token:
 ``training/out/rows-000.npy`` and so on. Shards that exist are left alone, so that a job that was stopped goes on where
@@ -39,7 +39,7 @@ def main() -> None:
     """One shard after another, until all are there or the time is up."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--teacher", type=Path, required=True)
-    parser.add_argument("--shards", type=int, default=48)
+    parser.add_argument("--shards", type=int, default=34)
     parser.add_argument("--rows", type=int, default=16_384)
     parser.add_argument("--minutes", type=float, default=8.0)
     parser.add_argument("--out", type=Path, default=OUT)

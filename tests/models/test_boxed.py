@@ -1,0 +1,255 @@
+"""The models in the box: certified, told apart, looped, with the cards, texts and history that belong to them."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import random
+import re
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers as tf
+
+import helmscope as hs
+from helmscope.models.boxed import BOX, FIRST, MODELS
+from helmscope.observe.kernel import row_entropy
+from helmscope.types import HelmscopeError
+
+FEW = hs.box_texts()[:4]
+LAYERS = {"A": 12, "B": 12, "tied": 24}
+# how far what is shipped (bfloat16, recorded in float32) is from the last step of training (float32 weights, whose
+# products a GPU took in TF32), on all 128 texts: relative in the radius, absolute in the rest; measured in that order
+# 3.1e-4 5.0e-4 1.4e-5 1.9e-3 for A, 3.4e-4 2.1e-4 9.6e-6 2.7e-3 for B, 4.8e-4 1.2e-3 7.2e-5 1.2e-2 for tied
+CAUSAL = {"radius": 6e-4, "inner_product": 1e-3, "share_above": 3e-5, "entropy": 4e-3}
+LOOPED = {"radius": 1e-3, "inner_product": 2e-3, "share_above": 1.5e-4, "entropy": 2e-2}
+
+
+@pytest.fixture(scope="module")
+def recorded():
+    """Every model on a few texts."""
+    return {name: hs.record(name, FEW) for name in MODELS}
+
+
+@pytest.fixture(scope="module")
+def whole():
+    """What nothing but ``hs.record()`` gives."""
+    return hs.record()
+
+
+class Entropy:
+    """Of the attention rows, mean over tokens, by layer: (texts, heads)."""
+
+    def __init__(self):
+        self.rows = {}
+
+    def update(self, layer, query, key, value, weights):
+        self.rows.setdefault(layer, []).append(row_entropy(weights.double()).mean(-1))
+
+    def table(self):
+        return torch.stack([torch.cat(self.rows[layer]).mean(0) for layer in sorted(self.rows)]).numpy()
+
+
+def streams(recording):
+    """Radius, mean inner product and share of pairs above .9, at the ends of all layers."""
+    path = recording.trajectory
+    states, n = path.states[::2], path.states.shape[2]
+    above = [((each @ each.mT) > 0.9).double().sum((-1, -2)).mean() for each in states]  # with the n pairs i = i
+    return {
+        "radius": path.radius[::2].double().mean((1, 2)).numpy(),
+        "inner_product": np.array([float(hs.mean_inner_product(each).mean()) for each in states]),
+        "share_above": (np.array(above) - n) / (n * (n - 1)),
+    }
+
+
+def check_history(name, found):
+    """Near the last step, and at least ten times nearer to it than to the one before."""
+    history = hs.training_history(name)
+    for key, value in found.items():
+        last, before = history[key].values[-1].astype(float), history[key].values[-2].astype(float)
+        scale = last if key == "radius" else 1.0
+        off, other = np.abs((value - last) / scale).max(), np.abs((value - before) / scale).max()
+        assert off <= (LOOPED if name == "tied" else CAUSAL)[key], (key, off)
+        assert other >= 10 * off, (key, off, other)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_certificate_has_nothing_to_say_against_it(recorded, name):
+    recording = recorded[name]
+    assert recording.certificate.ok
+    assert recording.layers == LAYERS[name]
+    unasked = {line.name for line in recording.certificate.lines if line.ok is None}
+    assert unasked == ({"causality"} if name == "tied" else set())
+    assert str(recording.anatomy) == (
+        "post-norm; 24 layers of 1 tied block, width 192"
+        if name == "tied"
+        else "sequential pre-norm; 12 layers, width 192"
+    )
+    assert recording.origin.name == name
+    assert recording.origin.dtype == "float32"
+    assert recording.batch.mask.all()
+    assert recording.forces[0].folded().activation == hs.activations.GELU()
+
+
+def test_tied_goes_on_to_48(recorded):
+    """Against transformers itself, whose configuration says 48, and against the first 24."""
+    deep = hs.record("tied", FEW, loops=48)
+    assert deep.certificate.ok
+    assert str(deep.anatomy) == "post-norm; 48 layers of 1 tied block, width 192"
+    assert deep.trajectory.states.shape == (97, 4, 128, 192)
+    assert torch.equal(deep.trajectory.states[:49], recorded["tied"].trajectory.states)
+    assert (deep.stream(96) - deep.stream(94)).abs().max() > 1e-3
+    model = tf.AutoModelForMaskedLM.from_pretrained(hs.box_folder("tied"), num_hidden_layers=48, dtype=torch.float32)
+    with torch.no_grad():
+        states = model(**deep.batch.inputs, output_hidden_states=True).hidden_states
+    assert len(states) == 49
+    for depth, state in enumerate(states):
+        assert (deep.stream(2 * depth) - state).abs().max() < 1e-4 * state.abs().max(), depth
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"source": "A", "loops": 3}, "loops is 3, but only a model of one tied block, such as 'tied', can be looped"),
+        ({"source": "tied", "loops": 0}, "loops is 0, but it must be a whole number >= 1"),
+        ({"source": "tied", "loops": 2.5}, "loops is 2.5, but it must be a whole number >= 1"),
+        ({"source": "A", "revision": "main"}, "revision is 'main', but 'A' is a folder"),
+        ({"source": "C", "offline": True}, "model is 'C', but it is no folder"),
+    ],
+)
+def test_what_load_refuses(options, said):
+    with pytest.raises(HelmscopeError, match=re.escape(said)):
+        hs.load(**options)
+
+
+def test_names_that_are_not_in_the_box():
+    for ask in (hs.box_folder, hs.training_history):
+        with pytest.raises(HelmscopeError, match="unknown model 'Tied': did you mean 'tied'"):
+            ask("Tied")
+        with pytest.raises(HelmscopeError, match="Allowed: A, B, tied"):
+            ask("../A")
+
+
+def test_record_alone_takes_the_first_model_and_the_texts_in_the_box(whole):
+    assert inspect.signature(hs.record).parameters["model"].default == FIRST == "A"
+    assert whole.certificate.ok
+    assert whole.origin.name == "A"
+    assert whole.trajectory.states.shape == (25, 128, 128, 192)
+    assert whole.batch.mask.all()
+    words = tf.AutoTokenizer.from_pretrained(hs.box_folder("A"))
+    assert words.batch_decode(whole.batch.inputs["input_ids"]) == hs.box_texts()
+
+
+def test_where_training_ended_is_what_is_recorded(whole):
+    check_history("A", streams(whole))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_where_training_ended_is_what_is_recorded_attention_too(name):
+    recording, entropy = hs.record(name), Entropy()
+    recording.replay(entropy)
+    check_history(name, {**streams(recording), "entropy": entropy.table()})
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_history_of_training(name):
+    history, layers = hs.training_history(name), LAYERS[name]
+    steps = history.step.values
+    assert len(steps) == 12
+    assert steps[0] == 0
+    assert steps[-1] == history.looked.values[-1] == (6000 if name == "tied" else 8000)
+    assert np.abs(np.diff(np.log(steps[5:])) - np.log(steps[-1]) / 10).max() < 0.02
+    sizes = {"step": 12, "block": 1 if name == "tied" else 12, "layer": layers, "depth": layers + 1, "head": 6}
+    assert {key: history.sizes[key] for key in sizes} == sizes
+    assert all(np.isfinite(value).all() for value in history.data_vars.values())
+    assert all(value.attrs["long_name"] for value in history.data_vars.values())
+    assert history.validation_loss.values[-1] == history.validation_loss.values.min()
+    at_first, keys = history.entropy.values[0], np.arange(1, 129)
+    even = np.log(128) if name == "tied" else np.log(keys).mean()  # an untrained model looks at all it sees alike
+    assert np.abs(at_first - even).max() < 0.01
+
+
+def test_a_and_b_say_different_things(recorded):
+    """Mean KL of the next token's laws: 0.145 and 0.149 nats, measured."""
+    says = {name: torch.log_softmax(recorded[name].logits().double(), -1) for name in ("A", "B")}
+    for one, other in (("A", "B"), ("B", "A")):
+        apart = (says[one].exp() * (says[one] - says[other])).sum(-1)
+        assert apart.min() > -1e-12
+        assert apart.mean() > 0.01
+
+
+def test_the_tokenizer_is_one():
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        assert len({(hs.box_folder(name) / file).read_bytes() for name in MODELS}) == 1
+    words = tf.AutoTokenizer.from_pretrained(hs.box_folder("B"))
+    assert len(words) == 4096
+    assert (words.bos_token_id, words.eos_token_id, words.pad_token_id, words.mask_token_id) == (0, 0, 1, 2)
+
+
+def test_every_string_comes_back():
+    """10,000 of all planes of Unicode, controls, emoji, spaces and the special tokens' own text; surrogates, which are
+    no characters, have no bytes in UTF-8."""
+    rng = random.Random(0)
+    kinds = [
+        *(range(32), range(32, 127), range(127, 0x300), range(0x300, 0xD800), range(0xE000, 0x10000)),
+        *(range(0x10000, 0x110000), range(0x1F300, 0x1FB00), (0x200B, 0x200D, 0xFE0F, 0xFEFF), (9, 10, 13, 32, 32)),
+    ]
+    special = ["<|endoftext|>", "<pad>", "<mask>", " n't", " ."]
+    strings = [
+        "".join(
+            rng.choice(special) if kind == len(kinds) else chr(rng.choice(kinds[kind]))
+            for kind in rng.choices(range(len(kinds) + 1), k=rng.randrange(1, 40))
+        )
+        for _ in range(10_000)
+    ]
+    words = tf.AutoTokenizer.from_pretrained(hs.box_folder("A"))
+    codes = words(strings)["input_ids"]
+    assert words.batch_decode(codes) == strings
+    # the three special tokens and the 256 bytes come first; 13 bytes stand in no UTF-8
+    assert len(set(range(259)) - {code for row in codes for code in row}) == 13
+
+
+def test_the_texts_in_the_box():
+    texts = hs.box_texts()
+    words = tf.AutoTokenizer.from_pretrained(hs.box_folder("A"))
+    codes = words(texts)["input_ids"]
+    assert len(texts) == len(set(texts)) == 128
+    assert {len(row) for row in codes} == {128}
+    firsts = [row[0] for row in codes]
+    assert len(set(firsts)) >= 32
+    assert max(firsts.count(first) for first in firsts) <= 4
+    assert not {0, 1, 2} & {code for row in codes for code in row}
+    assert all(re.match(r'["A-Z]', text) for text in texts)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_card_is_of_these_weights(name):
+    folder = hs.box_folder(name)
+    card = (folder / "README.md").read_text(encoding="utf-8")
+    digest = hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
+    assert f"| model.safetensors | sha256 {digest} |" in card
+    assert re.findall(r"^(\d+)\. .{20,}", card, re.M) == [str(k) for k in range(1, 21)]
+    model = tf.AutoModel.from_config(tf.AutoConfig.from_pretrained(folder))
+    assert model.config.dtype == torch.bfloat16
+    assert json.loads((folder / "config.json").read_text())["architectures"] == [
+        "AlbertForMaskedLM" if name == "tied" else "GPT2LMHeadModel"
+    ]
+    assert "TinyStories" in card
+    assert "MIT" in card
+
+
+def test_the_box_is_small():
+    assert sum(path.stat().st_size for path in BOX.rglob("*") if path.is_file()) < 30e6
+
+
+def test_a_folder_of_the_same_name_is_meant_by_its_path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(hs.box_folder("B"), tmp_path / "A")
+    wanted = hashlib.sha256((hs.box_folder("B") / "model.safetensors").read_bytes()).hexdigest()
+    for source, same in (("./A", True), (Path("./A"), True), ("A", False)):
+        assert (hs.load(source).origin.hashes["model.safetensors"] == wanted) is same
