@@ -84,7 +84,7 @@ def card(recipe: Recipe, facts: dict[str, Any], told: list[str], digest: str, da
         f"{facts['device']}, torch {facts['torch']}, {facts['seconds']:.0f} s beside two others |",
         f"| model.safetensors | sha256 {digest} |",
         f"| data | {data['tokens']:,} tokens, {data['stories']:,} short stories ({data['cut']:,} of them cut off at "
-        f"256 tokens of the teacher), sha256 of the token stream {data['sha256']} |",
+        f"256 tokens of the teacher), sha256 of train.npy, which holds them, {data['sha256']} |",
         "",
         "The stories were sampled at temperature 1 from stories15M of llama2.c (MIT), a Llama of 15 million parameters",
         "trained on TinyStories (Eldan and Li 2023, arXiv:2305.07759). They are simple English of a small vocabulary,",

@@ -28,7 +28,7 @@ def box_folder(model: str) -> Path:
     >>> sorted(path.name for path in box_folder("A").iterdir())[:2]
     ['README.md', 'config.json']
     """
-    return BOX / known_name("model", model, MODELS)
+    return BOX / known_name("model", str(model), MODELS)
 
 
 def box_texts() -> list[str]:
@@ -55,5 +55,5 @@ def training_history(model: str) -> xr.Dataset:
     """
     import xarray as xr
 
-    with xr.open_dataset(BOX / "training.nc", group=known_name("model", model, MODELS), engine="h5netcdf") as file:
+    with xr.open_dataset(BOX / "training.nc", group=known_name("model", str(model), MODELS), engine="h5netcdf") as file:
         return file.load()

@@ -117,8 +117,8 @@ def load(
         )
     if revision is not None and (source in MODELS or Path(source).is_dir()):
         raise HelmscopeError(
-            f"revision is {revision!r}, but '{source}' is a folder, and only a model on the Hub has revisions: give "
-            "the folder of that checkpoint, and no revision"
+            f"revision is {revision!r}, but '{source}' is a folder or in the box, and only a model on the Hub has "
+            "revisions: give the folder of that checkpoint, and no revision"
         )
     boxed = isinstance(source, str) and source in MODELS  # Path("./A") is a folder, though its text is "A"
     folder = box_folder(str(source)) if boxed else Path(source)

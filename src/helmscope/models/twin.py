@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from typing import Any
 
 import torch
 
-from helmscope.models.load import Loaded, origin_of
-from helmscope.types import whole_number
+from helmscope.models.load import Loaded, loaded_once, origin_of
+from helmscope.types import HelmscopeError, whole_number
+
+SEEDS = 2**32
 
 
-def untrained_twin(loaded: Loaded, *, seed: int) -> Loaded:
-    """A model of the same configuration with random weights, as its family draws them; tokenizer, dtype and device are
-    those of the trained one, and the global random numbers stay as they were.
+def untrained_twin(model: Any, *, seed: int) -> Loaded:
+    """A model of the same configuration with random weights, as its family draws them, to whatever ``load`` takes;
+    tokenizer, dtype and device are those of the trained one, and the global random numbers stay as they were.
 
     >>> from helmscope.models.load import load
     >>> twin = untrained_twin(load("tied"), seed=1)
@@ -21,9 +24,12 @@ def untrained_twin(loaded: Loaded, *, seed: int) -> Loaded:
     ('untrained twin of tied, seed 1', 24)
     """
     seed = whole_number("seed", seed, at_least=0)
+    if seed >= SEEDS:
+        raise HelmscopeError(f"seed is {seed}, but it must be a whole number below 2^32 = {SEEDS}")
+    loaded = loaded_once(model)
     trained = loaded.model
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = type(trained)(copy.deepcopy(trained.config))
-    model = model.to(device=trained.device, dtype=trained.dtype).eval()
-    return replace(loaded, model=model, origin=origin_of(model, f"untrained twin of {loaded.origin.name}, seed {seed}"))
+        twin = type(trained)(copy.deepcopy(trained.config))
+    twin = twin.to(device=trained.device, dtype=trained.dtype).eval()
+    return replace(loaded, model=twin, origin=origin_of(twin, f"untrained twin of {loaded.origin.name}, seed {seed}"))

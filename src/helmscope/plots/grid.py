@@ -17,7 +17,8 @@ ROW = 1.3  # inches
 
 
 def draw_grid(place: SubFigure, data: xr.Dataset, name: str) -> None:
-    """NAME (x, column, row) as a panel for each column and row, on the same axes along a row, with its band.
+    """NAME (x, column, row) as a panel for each column and row, on the same axes along a row, with its band,
+    NAME_null dotted, and a log axis where the attribute scale asks for it.
 
     What is not finite is not drawn.
 
@@ -34,6 +35,7 @@ def draw_grid(place: SubFigure, data: xr.Dataset, name: str) -> None:
     along, columns, rows = value.dims
     x = np.asarray(value[along].values, dtype=np.float64)
     low, high = (part.transpose(*value.dims).values for part in bands(data, name))
+    null = data[f"{name}_null"].broadcast_like(value).transpose(*value.dims).values if f"{name}_null" in data else None
     panels = place.subplots(value.sizes[rows], value.sizes[columns], squeeze=False, sharex=True, sharey="row")
     for i, row in enumerate(value[rows].values):
         color = COLORS[i % len(COLORS)]
@@ -42,11 +44,25 @@ def draw_grid(place: SubFigure, data: xr.Dataset, name: str) -> None:
             panel.fill_between(x, value.values[:, j, i], step="mid", color=color, alpha=0.5, linewidth=0)
             panel.fill_between(x, low[:, j, i], high[:, j, i], step="mid", color=color, linewidth=0)
             panel.tick_params(labelsize=7)
+            if null is not None:
+                panel.plot(x, null[:, j, i], color=color, linestyle=":", linewidth=1, label="_null")
+            if value.attrs.get("scale") == "log" and bool((value > 0).any()):
+                panel.set_yscale("log")
             if i == 0:
                 panel.set_title(plain(label(value, columns, column)), fontsize=7.5)
         panels[i, 0].set_ylabel(plain(label(value, rows, row)), fontsize=7.5)
     place.supxlabel(plain(axis_name(value, along)), fontsize=9)
     place.suptitle(plain("\n".join(heading(data, name)[:2])), fontsize=9, x=0.01, ha="left")
+
+
+def is_grid(value: xr.DataArray) -> bool:
+    """Whether a variable is drawn as a grid: three axes, numbers along the first.
+
+    >>> import xarray as xr
+    >>> is_grid(xr.DataArray(np.zeros((2, 3, 2)))), is_grid(xr.DataArray(np.zeros((2, 3))))
+    (True, False)
+    """
+    return value.ndim == 3 and value[value.dims[0]].dtype.kind in "fiu"
 
 
 def grid_height(value: xr.DataArray) -> float:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from helmscope.plots.grid import draw_grid, grid_height
+from helmscope.plots.grid import draw_grid, grid_height, is_grid
 from helmscope.plots.measured import draw_variable, heading, plain, variables
 from helmscope.plots.style import COLORS, styled
 from helmscope.types import Control, HelmscopeError, Verdict, check_measurement, interval_text
@@ -24,7 +24,6 @@ MOST_PANELS = 5
 WIDTH, ROW, PANEL, LINE = 8.0, 0.5, 2.1, 0.18  # inches
 LETTERS = 72  # of a row's label: its numbers stand on the same line
 DECADES_BELOW = 20  # a log axis ends there, so many below the bound
-AXES_OF_A_GRID = 3
 GREEN, GRAY = COLORS[2], "#595959"
 
 
@@ -172,7 +171,7 @@ def _drawn(verdict: Verdict, data: xr.Dataset) -> Figure:
     top, *others = figure.subfigures(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
     _statistic(top.subplots(), verdict, rows)
     for place, name in zip(others, shown, strict=True):
-        if data[name].ndim == AXES_OF_A_GRID:
+        if is_grid(data[name]):
             draw_grid(place, data, name)
         else:
             draw_variable(place.subplots(), data, name)
@@ -182,7 +181,7 @@ def _drawn(verdict: Verdict, data: xr.Dataset) -> Figure:
 def _height(data: xr.Dataset, name: str) -> float:
     """The inches of a panel with its heading."""
     value = data[name]
-    return (grid_height(value) if value.ndim == AXES_OF_A_GRID else PANEL) + LINE * len(heading(data, name))
+    return (grid_height(value) if is_grid(value) else PANEL) + LINE * len(heading(data, name))
 
 
 def _rows(verdict: Verdict) -> list[_Row]:
