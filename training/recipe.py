@@ -10,6 +10,7 @@ OUT = Path(__file__).parent / "out"
 BOX = Path(__file__).parents[1] / "src" / "helmscope" / "models" / "box"
 VOCABULARY, CONTEXT, WIDTH, HEADS = 4_096, 256, 192, 6
 START, CUT, MASK = 0, 1, 2  # token ids: before every story; where one was cut off, never a target; hidden from a model
+IDS = {"bos_token_id": START, "eos_token_id": START, "pad_token_id": CUT}
 SPECIAL = ("<|endoftext|>", "<pad>", "<mask>")
 HIDDEN_SHARE = 0.2  # of the tokens, for the model that fills gaps
 
@@ -56,8 +57,7 @@ def _causal(layers: int, sizes: dict[str, int]) -> Any:
         **sizes,
     }
     still = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-    ids = {"bos_token_id": START, "eos_token_id": START, "pad_token_id": CUT}
-    return GPT2LMHeadModel(GPT2Config(**config, **still, **ids, activation_function="gelu"))
+    return GPT2LMHeadModel(GPT2Config(**config, **still, **IDS, activation_function="gelu"))
 
 
 def _tied(layers: int, sizes: dict[str, int]) -> Any:
@@ -75,5 +75,4 @@ def _tied(layers: int, sizes: dict[str, int]) -> Any:
         **sizes,
     }
     still = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout_prob"), 0.0)
-    ids = {"bos_token_id": START, "eos_token_id": START, "pad_token_id": CUT}
-    return AlbertForMaskedLM(AlbertConfig(**config, **still, **ids, hidden_act="gelu", type_vocab_size=1))
+    return AlbertForMaskedLM(AlbertConfig(**config, **still, **IDS, hidden_act="gelu", type_vocab_size=1))

@@ -68,6 +68,18 @@ def whole_number(name: str, value: object, *, at_least: int) -> int:
     return int(number)
 
 
+def seed_number(value: object) -> int:
+    """``value`` as a seed, 0 .. 2^32 - 1, or a ``HelmscopeError``.
+
+    >>> seed_number(7)
+    7
+    """
+    seed = whole_number("seed", value, at_least=0)
+    if seed >= 2**32:
+        raise HelmscopeError(f"seed is {seed}, but it must be a whole number below 2^32 = {2**32}")
+    return seed
+
+
 def _is_no_number(value: object) -> bool:
     """True and False, of Python, NumPy or torch, and text: float() takes them, a reader would not."""
     return isinstance(value, bool | str | bytes) or "bool" in str(getattr(value, "dtype", ""))

@@ -106,7 +106,11 @@ def short() -> Any:
 
 def test_the_models_in_the_box(short: Finding) -> None:
     verdict = judge(entry("tokens-cluster"), short)
-    assert verdict.ruling in (Ruling.SUPPORTED, Ruling.REFUTED, Ruling.INCONCLUSIVE)
+    assert verdict.n == len(short.evidence.samples[0]) == 32
+    assert list(short.evidence.names) == [
+        *("A itself", "tied itself", "A over its untrained twins", "tied over its untrained twins")
+    ]
+    assert verdict.null.as_expected
     assert verdict.where.startswith("models A and tied")
     assert [exhibit.title for exhibit in verdict.exhibits] == ["Certificate of A", "Certificate of tied"]
     assert all("ok    residual" in exhibit.text and "FAIL" not in exhibit.text for exhibit in verdict.exhibits)

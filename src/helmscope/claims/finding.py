@@ -275,13 +275,15 @@ class Finding:
     def __post_init__(self) -> None:
         _of_type(self, evidence=Evidence, null=Check, printed=Check | None, also=tuple, remark=str, where=str)
         _of_type(self, exhibits=tuple)
-        held: list[tuple[str, tuple[object, ...], type]] = [("also", self.also, Check)]
-        for name, values, kind in [*held, ("exhibits", self.exhibits, Exhibit)]:
-            for value in values:
-                if not isinstance(value, kind):
-                    raise HelmscopeError(
-                        f"{name} holds a {type(value).__name__}, but it must hold {kind.__name__}s alone"
-                    )
+        _all_of("also", self.also, Check)
+        _all_of("exhibits", self.exhibits, Exhibit)
+
+
+def _all_of(name: str, values: tuple[object, ...], kind: type) -> None:
+    """Refuse what is no ``kind``."""
+    for value in values:
+        if not isinstance(value, kind):
+            raise HelmscopeError(f"{name} holds a {type(value).__name__}, but it must hold {kind.__name__}s alone")
 
 
 def _of_type(holder: object, **allowed: Any) -> None:

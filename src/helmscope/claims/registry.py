@@ -18,15 +18,12 @@ import numpy as np
 from helmscope.claims.reading import read_catalogue
 from helmscope.runs.attempt import described
 from helmscope.store.manifest import hash_bytes, hash_file
-from helmscope.types import HelmscopeError, known_name, real_number, whole_number
+from helmscope.types import HelmscopeError, known_name, real_number, seed_number, whole_number
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from helmscope.claims.finding import Finding
-
-
-SEEDS = 2**32  # as of a random start
 
 
 @dataclass(frozen=True)
@@ -41,8 +38,7 @@ class Case:
     quick: bool = False
 
     def __post_init__(self) -> None:
-        if whole_number("seed", self.seed, at_least=0) >= SEEDS:
-            raise HelmscopeError(f"seed is {self.seed}, but it must be a whole number below 2^32 = {SEEDS}")
+        seed_number(self.seed)
         if not isinstance(self.quick, bool):
             raise HelmscopeError(f"quick is {self.quick!r}, but it must be True or False")
 

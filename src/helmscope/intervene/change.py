@@ -139,7 +139,7 @@ class Replace(AtSite):
 
     def new(self, layer: int, value: Tensor) -> Tensor:
         """The given value."""
-        return _value_at(self.value, self, value).expand_as(value)
+        return _value_at(self.value, self, value)
 
 
 @dataclass(eq=False, repr=False)
@@ -396,5 +396,5 @@ def _value_at(value: Tensor | float, watcher: Watcher, like: Tensor) -> Tensor:
         return (tensor[watcher.rows] if rows else tensor).expand_as(like)
     except (RuntimeError, TypeError) as error:
         shown = tuple(value.shape) if isinstance(value, torch.Tensor) else repr(value)[:40]
-        states = (whole, *like.shape[1:])
-        raise HelmscopeError(f"value is {shown}, but it must broadcast to states of shape {states}") from error
+        wanted = f"it must broadcast to states of shape {(whole, *like.shape[1:])}"
+        raise HelmscopeError(f"value is {shown}, but {wanted}") from error

@@ -115,13 +115,13 @@ def load(
         raise HelmscopeError(
             f"model is a {type(source).__name__}, but it must be a name, a folder or a model; of several take load_all"
         )
-    if revision is not None and (source in MODELS or Path(source).is_dir()):
+    boxed = isinstance(source, str) and source in MODELS  # Path("./A") is a folder, though its text is "A"
+    folder = box_folder(str(source)) if boxed else Path(source)
+    if revision is not None and folder.is_dir():
         raise HelmscopeError(
             f"revision is {revision!r}, but '{source}' is a folder or in the box, and only a model on the Hub has "
             "revisions: give the folder of that checkpoint, and no revision"
         )
-    boxed = isinstance(source, str) and source in MODELS  # Path("./A") is a folder, though its text is "A"
-    folder = box_folder(str(source)) if boxed else Path(source)
     folder = folder if folder.is_dir() else _from_hub(str(source), revision, offline)
     hashes = check_folder(folder)
     on_cpu = device_map is None and str(device or "cpu").startswith("cpu")

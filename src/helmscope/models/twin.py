@@ -9,23 +9,19 @@ from typing import Any
 import torch
 
 from helmscope.models.load import Loaded, loaded_once, origin_of
-from helmscope.types import HelmscopeError, whole_number
-
-SEEDS = 2**32
+from helmscope.types import seed_number
 
 
 def untrained_twin(model: Any, *, seed: int) -> Loaded:
-    """A model of the same configuration with random weights, as its family draws them, to whatever ``load`` takes;
-    tokenizer, dtype and device are those of the trained one, and the global random numbers stay as they were.
+    """The twin of a model (whatever ``load`` takes): the same configuration with random weights, as its family draws
+    them. Tokenizer, dtype and device are those of the trained one, and the global random numbers stay as they were.
 
     >>> from helmscope.models.load import load
     >>> twin = untrained_twin(load("tied"), seed=1)
     >>> twin.origin.name, twin.model.config.num_hidden_layers
     ('untrained twin of tied, seed 1', 24)
     """
-    seed = whole_number("seed", seed, at_least=0)
-    if seed >= SEEDS:
-        raise HelmscopeError(f"seed is {seed}, but it must be a whole number below 2^32 = {SEEDS}")
+    seed = seed_number(seed)
     loaded = loaded_once(model)
     trained = loaded.model
     with torch.random.fork_rng():

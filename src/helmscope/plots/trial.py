@@ -118,9 +118,8 @@ def trial_figure(verdict: Verdict, data: xr.Dataset) -> Figure:
     where numbers around 0 span decades, else linear. An end at infinity is an arrow at the edge; NaN is not drawn.
 
     Below: each variable over its first axis, further axes as a family of curves (one over three axes as a grid of small
-    panels), with bands (NAME_stderr: two
-    standard errors; NAME_low, NAME_high: their range) and NAME_null dashed. The attribute scale = "log" asks for a log
-    axis, long_name is the label. Refuses what is no Verdict or no Measurement.
+    panels), with bands (NAME_stderr: two standard errors; NAME_low, NAME_high: their range) and NAME_null dashed. The
+    attribute scale = "log" asks for a log axis, long_name is the label. Refuses what is no Verdict or no Measurement.
 
     >>> import xarray as xr
     >>> from helmscope.types import Ruling

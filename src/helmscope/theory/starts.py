@@ -15,14 +15,13 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 import torch
 
 from helmscope.geometry.sphere import NORM_TOLERANCE, project, retract
-from helmscope.types import HelmscopeError, real_number, whole_number
+from helmscope.types import HelmscopeError, real_number, seed_number, whole_number
 
 if TYPE_CHECKING:
     from jaxtyping import Float
     from torch import Tensor
 
 # torch's CPU generator reads the low 32 bits of a seed: beyond them two seeds would give the same tokens
-_SEEDS = 2**32
 
 
 @runtime_checkable
@@ -97,9 +96,7 @@ class _Drawn(ABC):
         device: torch.device | str,
     ) -> Tensor:
         systems = 1 if batch is None else whole_number("batch", batch, at_least=1)
-        seed = whole_number("seed", seed, at_least=0)
-        if seed >= _SEEDS:
-            raise HelmscopeError(f"seed is {seed}, but it must be a whole number below 2^32 = {_SEEDS}")
+        seed = seed_number(seed)
         if dtype not in NORM_TOLERANCE:
             raise HelmscopeError(f"dtype is {dtype}, but it must be torch.float64 or torch.float32")
         try:

@@ -46,31 +46,31 @@ def tokens_cluster(case: Case) -> Finding:
     trained = {"A": load("A"), "tied": load("tied", loops=2 * LOOPS)}
     texts, firsts = _prompts(case.count(64, quick=32), trained["A"].tokenizer)
     recordings = {name: record(loaded, texts) for name, loaded in trained.items()}
-    ids = {name: recording.batch.inputs["input_ids"] for name, recording in recordings.items()}
-    clouds = {name: _Cloud.of(recording.on_sphere, ids[name]) for name, recording in recordings.items()}
+    paths = {name: recording.on_sphere for name, recording in recordings.items()}
+    clouds = {name: _Cloud.of(paths[name], recordings[name].batch.inputs["input_ids"]) for name in MODELS}
     twins = {name: _twins(loaded, texts, case) for name, loaded in trained.items()}
     ends = {"A": clouds["A"].depths - 1, "tied": 2 * LOOPS}
-    growth = {name: clouds[name].growth(ends[name]) for name in MODELS}
-    null = {name: np.stack([each.growth(ends[name]) for each in twins[name]]) for name in MODELS}
+    growth = {name: _growth(clouds[name].share, ends[name]) for name in MODELS}
+    null = {name: np.stack([_growth(each.share, ends[name]) for each in twins[name]]) for name in MODELS}
     pairs = [null[name][k].mean() - null[name][k + 1].mean() for name in MODELS for k in range(0, TWINS - 1, 2)]
-    flow = _flow(recordings["tied"].on_sphere)
+    flow = _flow(paths["tied"])
     flowed = _Cloud.of(flow)
     tied, raw = clouds["tied"], _Cloud.of(recordings["tied"].trajectory)
-    whole = _Cloud.of(recordings["A"].on_sphere, sink=True)
+    whole = _Cloud.of(paths["A"], sink=True)
     cases = {f"{name} itself": growth[name] for name in MODELS}
     cases |= {f"{name} over its untrained twins": growth[name] - null[name].mean(0) for name in MODELS}
     beside = {
-        **{f"{name}, pairs of different words": clouds[name].growth(ends[name], "share_distinct") for name in MODELS},
-        **{f"{name}, mean-centred": clouds[name].growth(ends[name], "share_centred") for name in MODELS},
-        "A with the first token": whole.growth(ends["A"]),
-        "tied with gain and bias": raw.growth(ends["tied"]),
+        **{f"{name}, pairs of different words": _growth(clouds[name].share_distinct, ends[name]) for name in MODELS},
+        **{f"{name}, mean-centred": _growth(clouds[name].share_centred, ends[name]) for name in MODELS},
+        "A with the first token": _growth(whole.share, ends["A"]),
+        "tied with gain and bias": _growth(raw.share, ends["tied"]),
         f"tied, from {LOOPS} to {2 * LOOPS} loops": tied.share[-1] - tied.share[2 * LOOPS],
-        "simulated flow": flowed.growth(flowed.depths - 1),
+        "simulated flow": _growth(flowed.share, flowed.depths - 1),
     }
     return Finding(
         evidence=EveryLayer(list(cases.values()), "prompts", names=list(cases)),
         null=Check("growth of one untrained twin over another's", Replicates(pairs, "pairs"), Ruling.SUPPORTED, ALIKE),
-        data=_drawn(clouds, twins, flowed, _figure_one(recordings["tied"].on_sphere, flow)),
+        data=_drawn(clouds, twins, flowed, _figure_one(paths["tied"], flow)),
         also=tuple(
             Check(f"growth of the share: {what}", Described(values, "prompts"), Ruling.INCONCLUSIVE, DESCRIBED)
             for what, values in (cases | beside).items()
@@ -121,9 +121,10 @@ class _Cloud:
     def depths(self) -> int:
         return len(self.mean)
 
-    def growth(self, end: int, of: str = "share") -> np.ndarray:
-        share = getattr(self, of)
-        return np.asarray(share[end] - share[0])
+
+def _growth(share: np.ndarray, end: int) -> np.ndarray:
+    """From the first depth to ``end``, by prompt."""
+    return np.asarray(share[end] - share[0])
 
 
 def _without_first(path: Trajectory) -> Trajectory:
