@@ -29,7 +29,7 @@ def coverage_row(family: str, recording: Recording) -> str:
     """One family in words."""
     certificate: Certificate = recording.certificate
     anatomy = recording.anatomy
-    force = recording.force(1)
+    force = recording.force(layer=0)
     activation = getattr(force if hasattr(force, "activation") else force.experts[0], "activation", None)
     cells = (
         family,

@@ -17,7 +17,7 @@ def test_a_recording(family, device):
     assert found.certificate.ok
     assert found.trajectory.states.device.type == device
     assert (found.trajectory.states.cpu() - wanted.trajectory.states).abs().max() < 1e-4
-    again = found.resume(3, found.trajectory.states[3])
+    again = found.resume(depth=3, states=found.trajectory.states[3])
     assert (again.logits() - found.logits()).abs().max() < 1e-5 * found.logits().abs().max()
     if found.anatomy.tapped:
         off = found.under(hs.AblateHead([1], heads=[0])).logits()

@@ -180,7 +180,9 @@ class Trajectory:
 
     For a simulation, time is the flow's time and the batch holds independent systems. For a model, time is depth in
     half-steps (after attention, after MLP), the batch holds prompts, and ``radius`` is the norm that was divided out.
-    ``mask`` is True at real tokens and False at padding; ``tokens`` holds a label for each token where there is one.
+    ``weights`` >= 0 are what statistics count, (1, batch, token), or (time, batch, token) where they change: 0 for
+    padding and for a token left out of a statistic; None counts every token alike. ``tokens`` holds a label for each
+    token where there is one. ``axis`` names the first axis: time, or depth for a model.
 
     >>> import torch
     >>> Trajectory(torch.zeros(1), torch.eye(3).expand(1, 2, 3, 3)).states.shape
@@ -189,10 +191,11 @@ class Trajectory:
 
     times: Float[Tensor, " time"]
     states: Float[Tensor, "time batch token dim"]
-    mask: Bool[Tensor, "batch token"] | None = None
+    weights: Float[Tensor, "#time batch token"] | None = None
     radius: Float[Tensor, "time batch token"] | None = None
     tokens: Sequence[Sequence[str]] | None = None
     outcome: Outcome | None = None
+    axis: str = "time"
 
     def __post_init__(self) -> None:
         for name in ("times", "states"):
@@ -201,31 +204,50 @@ class Trajectory:
         shape = tuple(self.states.shape)
         if len(shape) != 4:
             raise HelmscopeError(f"states has shape {shape}, but it must be (time, batch, token, dim)")
-        expected = {"times": shape[:1], "mask": shape[1:3], "radius": shape[:3]}
+        still = self.weights is not None and tuple(self.weights.shape)[:1] == (1,)
+        expected = {
+            "times": shape[:1],
+            "weights": (1, *shape[1:3]) if still else shape[:3],
+            "radius": shape[:3],
+        }
         for name, wanted in expected.items():
             value = getattr(self, name)
             if value is not None and tuple(value.shape) != wanted:
                 raise HelmscopeError(f"{name} has shape {tuple(value.shape)}, but states asks for {wanted}")
+        if self.weights is not None and not bool((self.weights >= 0).all()):
+            raise HelmscopeError("weights holds a number below 0 or NaN, but every weight must be >= 0")
         if self.tokens is not None and [len(row) for row in self.tokens] != [shape[2]] * shape[1]:
             raise HelmscopeError(f"tokens must hold {shape[2]} labels for each of {shape[1]} systems")
 
 
 @runtime_checkable
 class System(Protocol):
-    """A trajectory with the mechanism that made it. Simulations and recordings are Systems; nobody asks which."""
+    """A trajectory with the mechanism that made it. Simulations and recordings are Systems; nobody asks which.
+
+    Mechanisms are asked for by layer and states by depth. A simulation has one layer per stored time, whose index is
+    the depth; a model of L layers has the depths 0 to 2 L in half-layers.
+    """
 
     @property
     def trajectory(self) -> Trajectory:
         """What the tokens did."""
 
-    def kernel(self, step: int) -> Tensor:
-        """The attention kernel at time index ``step``: row i holds the weights of the keys that token i attends to."""
+    @property
+    def layers(self) -> range:
+        """The layers whose mechanism can be asked for."""
 
-    def force(self, step: int) -> object | None:
-        """The MLP as a field at time index ``step``, or None where there is none."""
+    @property
+    def visible(self) -> Bool[Tensor, "batch token"] | None:
+        """The tokens that attention sees, whatever statistics count; None where it sees all."""
 
-    def resume(self, step: int, states: Tensor, generator: torch.Generator | None = None) -> System:
-        """Continue from time index ``step`` with changed states, (batch, token, dim)."""
+    def kernel(self, *, layer: int) -> Tensor:
+        """The attention kernel of a layer: row i holds the weights of the keys that token i attends to."""
+
+    def force(self, *, layer: int) -> object | None:
+        """The MLP of a layer as a field, or None where there is none."""
+
+    def resume(self, *, depth: int, states: Tensor, generator: torch.Generator | None = None) -> System:
+        """Continue from a depth with changed states, (batch, token, dim)."""
 
 
 @runtime_checkable

@@ -24,6 +24,7 @@ from helmscope.models.watch import Site
 from helmscope.types import HelmscopeError
 from model_families import CLASSES, inputs_of, tiny_model
 
+FIRST_NOISE = [0.40669912, 1.14922528]  # Philox of NumPy's SeedSequence(4, spawn_key=(1, 0)): layer 1, text 0
 TAPPED = [family for family in CLASSES if family != "bloom"]
 
 
@@ -85,7 +86,7 @@ def test_the_same_in_and_nothing_changes(case):
     assert torch.equal(recording.under(Add(site=Site.MLP, value=0.0)).logits(), plain) or family == "granite"
     if recording.anatomy.tapped:
         assert (recording.under(Reweigh()).logits() - plain).abs().max() <= 2e-6 * size
-        assert torch.equal(recording.under(Perturb(scale=0.0)).logits(), plain)
+        assert torch.equal(recording.under(Perturb(sigma=0.0)).logits(), plain)
         nobody = torch.zeros(3, 13, dtype=torch.bool)
         assert torch.equal(recording.under(MaskKeys(keys=nobody)).logits(), plain)
 
@@ -107,9 +108,9 @@ def test_a_replaced_state_is_there(case):
     tokens[:, 4:6] = True
     for site, depth in ((Site.INPUT, 2), (Site.MIDDLE, 3), (Site.OUTPUT, 4)):
         seen = recording.under(Replace([1], site=site, value=new, tokens=tokens))
-        state = seen.stream(depth)
+        state = seen.stream(depth=depth)
         assert (state[tokens] - new[tokens]).abs().max() < 1e-5, site
-        assert (state[~tokens] - recording.stream(depth)[~tokens]).abs().max() < 1e-5
+        assert (state[~tokens] - recording.stream(depth=depth)[~tokens]).abs().max() < 1e-5
         assert (seen.logits() - recording.logits()).abs().max() > 1e-4
 
 
@@ -118,8 +119,8 @@ def test_frozen_tokens_stay(case):
     frozen = torch.ones(3, 13, dtype=torch.bool)
     frozen[:, 5] = False
     states = recording.trajectory.states[2].roll(1, 0)
-    went = recording.resume(2, states, frozen=frozen).trajectory.states
-    free = recording.resume(2, states).trajectory.states
+    went = recording.resume(depth=2, states=states, frozen=frozen).trajectory.states
+    free = recording.resume(depth=2, states=states).trajectory.states
     old = recording.trajectory.states[2:]
     assert (went[0] - states).abs().max() < 1e-5
     assert (went[1:][:, frozen] - old[1:][:, frozen]).abs().max() < 1e-5
@@ -133,17 +134,17 @@ def test_masked_keys_get_no_weight(family):
     recording = record(model, inputs_of(family))
     keys = torch.zeros(3, 13, dtype=torch.bool)
     keys[:, 3] = True
-    kernel = recording.under(MaskKeys([1], keys=keys)).kernel(2)
+    kernel = recording.under(MaskKeys([1], keys=keys)).kernel(layer=1)
     rows = [k for k in range(13) if k != 3]
     assert kernel[:, :, rows, 3].abs().max() == 0
-    assert (kernel.sum(-1) - recording.kernel(2).sum(-1)).abs().max() < 1e-5
+    assert (kernel.sum(-1) - recording.kernel(layer=1).sum(-1)).abs().max() < 1e-5
     first = torch.zeros(3, 13, dtype=torch.bool)
     first[:, 0] = True
-    kernel = recording.under(MaskKeys(keys=first)).kernel(2)
+    kernel = recording.under(MaskKeys(keys=first)).kernel(layer=1)
     assert torch.isfinite(kernel).all()
     if recording.certificate["causality"].ok:
         assert kernel.triu(1).abs().max() == 0  # a first token that nobody may see still sees itself alone
-        assert (kernel[:, :, 0, 0] == recording.kernel(2)[:, :, 0, 0]).all()
+        assert (kernel[:, :, 0, 0] == recording.kernel(layer=1)[:, :, 0, 0]).all()
 
 
 @pytest.mark.parametrize("part", list(Part))
@@ -151,17 +152,18 @@ def test_noise_is_repeatable_and_of_its_size(part):
     model = tiny_model("llama")
     recording = record(model, inputs_of("llama"))
     plain = recording.logits()
-    once, twice = (recording.under(Perturb(part=part, scale=0.1, seed=5)).logits() for _ in range(2))
-    other = recording.under(Perturb(part=part, scale=0.1, seed=6)).logits()
+    once, twice = (recording.under(Perturb(part=part, relative=0.1, seed=5)).logits() for _ in range(2))
+    other = recording.under(Perturb(part=part, relative=0.1, seed=6)).logits()
     assert torch.equal(once, twice)
     assert not torch.equal(once, other)
-    assert 0 < (once - plain).norm() < (recording.under(Perturb(part=part, scale=1.0, seed=5)).logits() - plain).norm()
+    stronger = recording.under(Perturb(part=part, relative=1.0, seed=5)).logits()
+    assert 0 < (once - plain).norm() < (stronger - plain).norm()
 
 
 def test_the_model_is_as_it_was_after_an_exception(case):
     family, model, recording = case
     before, own = outputs(model, family), model.config._attn_implementation
-    changes = [Ablate(site=Site.MLP)] + ([Perturb()] if recording.anatomy.tapped else [])
+    changes = [Ablate(site=Site.MLP)] + ([Perturb(relative=0.1)] if recording.anatomy.tapped else [])
 
     def interrupted():
         with changed(recording, *changes):
@@ -192,6 +194,19 @@ def test_parameters_come_back_to_the_bit():
     assert torch.equal(outputs(model, "gpt2"), before)
 
 
+def test_noise_is_absolute_or_relative_and_follows_from_its_seed_alone():
+    """As source 003 prints it, sigma is the standard deviation of what is added, whatever the size of the part."""
+    recording = record(tiny_model("gpt2"), inputs_of("gpt2"), keep=Keep.KEYS)
+    keys = recording.kept["key"]
+    for change, size in (
+        (Perturb([1], part=Part.KEY, sigma=0.3, seed=4), torch.tensor(0.3)),
+        (Perturb([1], part=Part.KEY, relative=0.3, seed=4), 0.3 * keys[1].square().mean((1, 2, 3), True).sqrt()),
+    ):
+        noise = (recording.under(change, keep=Keep.KEYS).kept["key"][1] - keys[1]) / size
+        assert abs(float(noise.std()) - 1) < 0.05
+        assert noise[0, 0, 0, :2].tolist() == pytest.approx(FIRST_NOISE, abs=1e-5)
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [
@@ -214,7 +229,10 @@ def test_parameters_come_back_to_the_bit():
         (lambda r: MaskKeys(keys=torch.zeros(3, 13)), "must be a tensor of bool"),
         (lambda r: Patch([0], site=Site.MLP, source=r), "source kept no writes"),
         (lambda r: Patch([0], site=Site.INPUT), "source is a NoneType"),
-        (lambda r: Perturb(scale=-1.0), "scale is -1.0"),
+        (lambda r: Perturb(sigma=-1.0), "sigma is -1.0"),
+        (lambda r: Perturb(relative=-1.0), "relative is -1.0"),
+        (lambda r: Perturb(), "exactly one of them"),
+        (lambda r: Perturb(sigma=0.1, relative=0.1), "sigma is 0.1 and relative is 0.1, but exactly one"),
         (lambda r: Ablate(tokens=torch.ones(4, 13, dtype=torch.bool)), "tokens is of torch.bool"),
         (lambda r: Ablate(tokens=torch.ones(3, 13)), "must be a tensor of bool"),
         (lambda r: MaskKeys(keys=torch.ones(5, 13, dtype=torch.bool)), "keys is of torch.bool"),
@@ -254,13 +272,13 @@ def test_a_change_forgets_which_texts_were_under_way():
     with changed(recording, change):
         assert (outputs(model, "gpt2") - wanted).abs().max() < 1e-5
     whole = record(model, inputs_of("gpt2"), batch_size=3)
-    noise = Perturb(scale=0.5, seed=2)
+    noise = Perturb(relative=0.5, seed=2)
     assert (recording.under(noise).logits() - whole.under(noise).logits()).abs().max() < 1e-5
 
 
 def test_a_patch_from_a_resumed_recording_knows_its_depth():
     recording = record(tiny_model("gpt2"), inputs_of("gpt2"))
-    later = recording.resume(3, recording.trajectory.states[3])
+    later = recording.resume(depth=3, states=recording.trajectory.states[3])
     with pytest.raises(HelmscopeError, match="source begins at depth 3, but layer 1 asks for 2"):
         recording.under(Patch([1], site=Site.INPUT, source=later))
     again = recording.under(Patch([2], site=Site.INPUT, source=later)).logits()
@@ -275,7 +293,7 @@ def test_a_forward_of_the_instance_is_kept():
     block = model.model.layers[0]
     mine = block.forward
     block.forward = mine
-    recording.resume(4, recording.trajectory.states[4])
+    recording.resume(depth=4, states=recording.trajectory.states[4])
     assert block.__dict__["forward"] == mine
 
 
@@ -293,7 +311,10 @@ def test_threads_wait_for_each_other():
 def test_a_family_that_hides_its_attention_says_so():
     model = tiny_model("bloom")
     recording = record(model, inputs_of("bloom"))
-    with pytest.raises(HelmscopeError, match="does not look its attention up"), changed(recording, Perturb()):
+    with (
+        pytest.raises(HelmscopeError, match="does not look its attention up"),
+        changed(recording, Perturb(relative=0.1)),
+    ):
         pass
 
 
@@ -308,7 +329,7 @@ def test_nothing_is_recorded_while_a_change_is_attached():
             lambda: record(model.transformer, ids),
             lambda: doctor(model),
             lambda: recording.under(Ablate([1])),
-            lambda: recording.resume(2, recording.trajectory.states[2]),
+            lambda: recording.resume(depth=2, states=recording.trajectory.states[2]),
         ):
             with pytest.raises(HelmscopeError, match=r"runs under a change.*leave `changed` first"):
                 make()
@@ -334,8 +355,12 @@ def test_a_changed_recording_says_what_was_changed(case):
             assert seen.certificate["residual"].ok is (None if site is Site.OUTPUT else True), (change, site)
     for step in range(7):
         for frozen in (None, tokens):
-            assert recording.resume(step, states[step].roll(1, 1), frozen=frozen).certificate.ok
-    told = recording.under(Replace([1], value=new, tokens=tokens)).resume(2, states[2], frozen=tokens).manifest()
+            assert recording.resume(depth=step, states=states[step].roll(1, 1), frozen=frozen).certificate.ok
+    told = (
+        recording.under(Replace([1], value=new, tokens=tokens))
+        .resume(depth=2, states=states[2], frozen=tokens)
+        .manifest()
+    )
     assert told.parameters["first"] == 2
     first, second = told.parameters["changes"]
     assert first.startswith("Replace(layers=[1], tokens=<bool (3, 13) sha256 ")
@@ -363,7 +388,7 @@ def test_changes_are_shown_in_a_line():
         (Ablate(), "Ablate()"),
         (Ablate([3], site=Site.INPUT), "Ablate(layers=[3], site=Site.INPUT)"),
         (Reweigh([0], function=outputs), "Reweigh(layers=[0], function=outputs)"),
-        (Perturb(part=Part.KEY, seed=7), "Perturb(part=Part.KEY, seed=7)"),
+        (Perturb(part=Part.KEY, sigma=0.5, seed=7), "Perturb(part=Part.KEY, sigma=0.5, seed=7)"),
         (AblateHead([2], heads=[0, 5]), "AblateHead(layers=[2], heads=[0, 5])"),
     ]:
         assert repr(change) == shown
@@ -376,11 +401,11 @@ def test_changes_are_shown_in_a_line():
 def test_writes_of_a_changed_run_are_kept(case):
     _, _, recording = case
     off = recording.under(Ablate([0], site=Site.ATTENTION), keep=Keep.WRITES | Keep.WEIGHTS)
-    assert torch.equal(off.kept["weights"][1], recording.under(Ablate([0], site=Site.ATTENTION)).kernel(2))
+    assert torch.equal(off.kept["weights"][1], recording.under(Ablate([0], site=Site.ATTENTION)).kernel(layer=1))
     assert off.kept["attention write"][0].abs().max() == 0
     wanted = recording.under(Replace([2], site=Site.MLP, value=off.kept["mlp write"][2])).logits()
     assert torch.equal(recording.under(Patch([2], site=Site.MLP, source=off)).logits(), wanted)
-    later = recording.resume(4, recording.trajectory.states[4]).under(Ablate([2]), keep=Keep.WRITES)
+    later = recording.resume(depth=4, states=recording.trajectory.states[4]).under(Ablate([2]), keep=Keep.WRITES)
     assert later.kept["mlp write"].shape == (3, 3, 13, 32)
 
 

@@ -81,7 +81,7 @@ def check_history(name, found):
 def test_a_certificate_has_nothing_to_say_against_it(recorded, name):
     recording = recorded[name]
     assert recording.certificate.ok
-    assert recording.layers == LAYERS[name]
+    assert len(recording.layers) == LAYERS[name]
     unasked = {line.name for line in recording.certificate.lines if line.ok is None}
     assert unasked == ({"causality"} if name == "tied" else set())
     assert str(recording.anatomy) == (
@@ -91,7 +91,7 @@ def test_a_certificate_has_nothing_to_say_against_it(recorded, name):
     )
     assert recording.origin.name == name
     assert recording.origin.dtype == "float32"
-    assert recording.batch.mask.all()
+    assert recording.batch.counted.all()
     assert recording.forces[0].folded().activation == hs.activations.GELU()
 
 
@@ -102,13 +102,13 @@ def test_tied_goes_on_to_48(recorded):
     assert str(deep.anatomy) == "post-norm; 48 layers of 1 tied block, width 192"
     assert deep.trajectory.states.shape == (97, 4, 128, 192)
     assert torch.equal(deep.trajectory.states[:49], recorded["tied"].trajectory.states)
-    assert (deep.stream(96) - deep.stream(94)).abs().max() > 1e-3
+    assert (deep.stream(depth=96) - deep.stream(depth=94)).abs().max() > 1e-3
     model = tf.AutoModelForMaskedLM.from_pretrained(hs.box_folder("tied"), num_hidden_layers=48, dtype=torch.float32)
     with torch.no_grad():
         states = model(**deep.batch.inputs, output_hidden_states=True).hidden_states
     assert len(states) == 49
     for depth, state in enumerate(states):
-        assert (deep.stream(2 * depth) - state).abs().max() < 1e-4 * state.abs().max(), depth
+        assert (deep.stream(depth=2 * depth) - state).abs().max() < 1e-4 * state.abs().max(), depth
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_record_alone_takes_the_first_model_and_the_texts_in_the_box(whole):
     assert whole.certificate.ok
     assert whole.origin.name == "A"
     assert whole.trajectory.states.shape == (25, 128, 128, 192)
-    assert whole.batch.mask.all()
+    assert whole.batch.counted.all()
     words = tf.AutoTokenizer.from_pretrained(hs.box_folder("A"))
     assert words.batch_decode(whole.batch.inputs["input_ids"]) == hs.box_texts()
 

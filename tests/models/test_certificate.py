@@ -26,7 +26,7 @@ def test_half_precision_is_read_too(family, dtype, monkeypatch):
     assert recording.certificate.ok
     assert str(recording.anatomy) == str(record(tiny_model(family), inputs_of(family)).anatomy)
     if recording.anatomy.tapped:
-        assert (recording.kernel(0).sum(-1) - 1).abs().max() < 1e-6
+        assert (recording.kernel(layer=0).sum(-1) - 1).abs().max() < 1e-6
     assert recording.trajectory.states.dtype == torch.float32
 
 
@@ -80,7 +80,7 @@ def test_wrong_heads_on_the_way_to_a_kernel_are_caught(family, monkeypatch):
     recording = record(tiny_model(family), inputs_of(family))
     assert recording.certificate["records"].ok is False
     with pytest.raises(HelmscopeError, match="kernel is not given out"):
-        recording.kernel(0)
+        recording.kernel(layer=0)
 
 
 def test_a_layer_scale_is_no_fault_of_the_heads():
@@ -89,7 +89,7 @@ def test_a_layer_scale_is_no_fault_of_the_heads():
     recording = record(model, inputs_of("vit"))
     assert recording.certificate["heads"].ok
     assert recording.certificate["residual"].ok
-    assert recording.kernel(0).shape == (3, 4, 17, 17)
+    assert recording.kernel(layer=0).shape == (3, 4, 17, 17)
 
 
 def test_attention_that_a_family_computes_in_two_ways(tmp_path):
@@ -119,7 +119,7 @@ def test_a_lost_mask_is_caught(family, monkeypatch):
     recording = record(tiny_model(family), inputs_of(family))
     assert recording.certificate["causality"].ok is False
     with pytest.raises(HelmscopeError, match="kernel is not given out"):
-        recording.kernel(0)
+        recording.kernel(layer=0)
 
 
 @pytest.mark.parametrize("family", CLASSES)
@@ -148,7 +148,7 @@ def test_a_lens_needs_a_head_over_the_vocabulary():
         assert recording.certificate.ok
         assert recording.certificate["head"].ok is None
         assert recording.logits().shape == shape
-        for ask in (lambda r=recording: r.logits(2), lambda r=recording: hs.lens_divergence(r)):
+        for ask in (lambda r=recording: r.logits(depth=2), lambda r=recording: hs.lens_divergence(r)):
             with pytest.raises(HelmscopeError, match=f"{kind.__name__} has no head over a vocabulary: it gives"):
                 ask()
     square = tf.BertModel(tf.BertConfig(**sizes | {"vocab_size": 32}, num_attention_heads=4)).eval()

@@ -63,7 +63,7 @@ def test_the_states_are_the_models_own(recorded):
     path = recording.trajectory
     assert len(path.times) == 7
     assert torch.allclose(path.states.norm(dim=-1), torch.ones(()), atol=1e-6)
-    found = torch.stack([recording.stream(2 * layer) for layer in range(3)])
+    found = torch.stack([recording.stream(depth=2 * layer) for layer in range(3)])
     assert (found - own).abs().max() <= 2e-6 * own.abs().max()
     centered = own - own.mean(-1, keepdim=True) if recording.anatomy.centered else own
     assert (path.radius[0:6:2] - centered.norm(dim=-1)).abs().max() <= 1e-5 * centered.norm(dim=-1).max()
@@ -107,19 +107,19 @@ def test_resume_from_every_depth_and_the_lens(recorded):
     logits = recording.logits()
     size = logits.abs().max()
     for step in range(7):
-        again = recording.resume(step, recording.trajectory.states[step])
+        again = recording.resume(depth=step, states=recording.trajectory.states[step])
         assert (again.logits() - logits).abs().max() <= 2e-6 * size, step
         assert len(again.trajectory.times) == 7 - step
         assert (again.trajectory.states[-1] - recording.trajectory.states[-1]).abs().max() <= 5e-6
     if any(line.name == "head" for line in recording.certificate.lines):
         assert family in ("t5", "vit")
     else:
-        assert (recording.logits(6) - logits).abs().max() <= 2e-6 * size
+        assert (recording.logits(depth=6) - logits).abs().max() <= 2e-6 * size
 
 
 def test_kernels_and_forces(recorded):
     family, model, recording = recorded
-    kernel = recording.kernel(2)
+    kernel = recording.kernel(layer=1)
     ids = inputs_of(family)
     name = "pixel_values" if family == "vit" else "input_ids"
     if family in HIDDEN:
@@ -135,14 +135,14 @@ def test_kernels_and_forces(recorded):
             wanted = model(**{name: ids}, output_attentions=True).attentions[1]
         model.set_attn_implementation(own)
     assert (kernel - wanted).abs().max() <= 1e-6
-    assert recording.force(3) is not None
+    assert recording.force(layer=1) is not None
 
 
 def test_a_force_at_its_points_is_what_the_mlp_writes(recorded):
     family, model, _ = recorded
     recording = record(model, inputs_of(family), keep=Keep.WRITES)
     for layer, found in enumerate(recording.anatomy.layers):
-        force, points = recording.force(2 * layer), recording.points(2 * layer)
+        force, points = recording.force(layer=layer), recording.points(layer=layer)
         written = force.ambient(points)
         if found.wiring.sandwich:  # through the norm behind it
             written = found.part(found.wiring.mlp)(written.detach()).detach()
@@ -162,7 +162,7 @@ def test_in_double_precision(family):
     assert recording.certificate["mlp"].value <= (1e-10 if family in single else 1e-6)
     logits = recording.logits()
     for step in range(7):
-        again = recording.resume(step, recording.trajectory.states[step])
+        again = recording.resume(depth=step, states=recording.trajectory.states[step])
         assert (again.logits() - logits).abs().max() <= 1e-10 * logits.abs().max()
 
 

@@ -35,7 +35,7 @@ def test_padding_changes_nothing_for_real_tokens(family):
     texts = ["a b c", "d e f g h i j", "k"]
     recording = record(model, texts, tokenizer=words)
     assert recording.certificate.ok
-    assert recording.batch.mask.sum(-1).tolist() == [3, 7, 1]
+    assert recording.batch.counted.sum(-1).tolist() == [3, 7, 1]
     assert recording.batch.tokens[0] == ("[CLS]", "a", "b", "c", "[SEP]", *["[PAD]"] * 4)
     for k, text in enumerate(texts):
         alone = record(model, [text], tokenizer=words)
@@ -51,7 +51,7 @@ def test_inputs_as_a_tokenizer_gives_them():
     wanted = record(model, texts, tokenizer=words)
     found = record(model, words(texts, padding=True, return_tensors="pt", return_token_type_ids=False))
     assert torch.equal(found.trajectory.states, wanted.trajectory.states)
-    assert torch.equal(found.trajectory.mask, wanted.trajectory.mask)
+    assert torch.equal(found.trajectory.weights, wanted.trajectory.weights)
     with pytest.raises(HelmscopeError, match="must hold input_ids"):
         record(model, {"attention_mask": torch.ones(2, 3)})
     assert record(model, torch.ones(1, 70, dtype=torch.long), truncate=True).trajectory.states.shape[2] == 64
@@ -66,6 +66,89 @@ def test_padding_on_the_left_goes_to_the_right():
     found, wanted = record(model, given), record(model, texts, tokenizer=words)
     assert torch.equal(found.trajectory.states, wanted.trajectory.states)
     assert found.certificate.ok
+
+
+def test_holes_in_an_attention_mask_stay_where_they_are():
+    model = tiny_model("llama")
+    ids, mask = torch.tensor([[50, 60, 70, 80], [10, 11, 12, 13]]), torch.tensor([[1, 0, 1, 1], [1, 1, 1, 0]])
+    found = record(model, {"input_ids": ids, "attention_mask": mask})
+    assert torch.equal(found.batch.inputs["input_ids"], ids)
+    assert found.batch.tokens[0] == ("50", "60", "70", "80")
+    assert torch.equal(found.trajectory.weights, mask.float()[None])
+    assert torch.equal(found.visible, mask.bool())
+    assert found.certificate.ok
+    with torch.no_grad():
+        assert (found.logits() - model(input_ids=ids, attention_mask=mask).logits).abs().max() < 1e-5
+    # a hole behind padding on the left moves with its text
+    left = {"input_ids": torch.tensor([[0, 0, 50, 60, 70]]), "attention_mask": torch.tensor([[0, 0, 1, 0, 1]])}
+    moved = record(model, left)
+    assert moved.batch.inputs["input_ids"].tolist() == [[50, 60, 70, 0, 0]]
+    assert moved.batch.visible.tolist() == [[True, False, True, False, False]]
+    assert moved.certificate["padding"].ok
+
+
+def test_moved_padding_is_compared_with_the_inputs_as_they_came():
+    """GPT-2 counts positions from the padding on, unless it is told: then nothing is moved."""
+    model = tiny_model("gpt2")
+    given = {
+        "input_ids": torch.tensor([[0, 0, 5, 6], [1, 2, 3, 4]]),
+        "attention_mask": torch.tensor([[0, 0, 1, 1], [1] * 4]),
+    }
+    line = record(model, given).certificate["padding"]
+    assert line.ok is None
+    assert "positions" in line.says
+    placed = given | {"position_ids": torch.tensor([[0, 0, 0, 1], [0, 1, 2, 3]])}
+    kept = record(model, placed)
+    assert kept.certificate.ok
+    assert torch.equal(kept.batch.inputs["input_ids"], given["input_ids"])
+    with torch.no_grad():
+        wanted = model(**placed).logits
+    assert (kept.logits() - wanted)[given["attention_mask"].bool()].abs().max() < 1e-5
+    alone = record(model, torch.tensor([[5, 6]]))
+    assert (kept.trajectory.states[:, 0, 2:] - alone.trajectory.states[:, 0]).abs().max() < 1e-5
+
+
+def test_an_encoder_padded_to_its_full_length_looks_both_ways():
+    words = letters(framed=True)
+    for family in ("bert", "gpt2"):
+        model = tiny_model(family)
+        given = words(["a b c"], padding="max_length", max_length=40, return_tensors="pt", return_token_type_ids=False)
+        line = record(model, given, tokenizer=words).certificate["causality"]
+        assert line.ok is (None if family == "bert" else True)
+        assert line.says == ("attention looks both ways" if family == "bert" else "no weight on later tokens")
+
+
+def test_a_mapping_is_truncated_when_asked():
+    ids = torch.arange(1, 71).remainder(90)[None]
+    given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    with pytest.raises(HelmscopeError, match="pass truncate=True"):
+        record(tiny_model("gpt2"), given)
+    found = record(tiny_model("gpt2"), given, truncate=True)
+    assert {name: tuple(value.shape) for name, value in found.batch.inputs.items()} == {
+        "input_ids": (1, 64),
+        "attention_mask": (1, 64),
+    }
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"input_ids": torch.tensor(3)}, "texts names .*it must hold input_ids"),
+        ({"input_ids": torch.tensor([1, 2])}, r"texts has shape \(2,\)"),
+        ({"input_ids": torch.ones(1, 3).long(), "attention_mask": torch.tensor(1)}, "equally many"),
+        (
+            {"input_ids": torch.ones(1, 3).long(), "attention_mask": torch.ones(1, 2)},
+            r"attention_mask has shape \(1, 2\)",
+        ),
+        ({"input_ids": torch.ones(1, 3).long(), "attention_mask": torch.ones(1)}, r"attention_mask has shape \(1,\)"),
+        ({"input_ids": torch.ones(1, 3).long(), "attention_mask": torch.full((1, 3), 2)}, "must hold 0 or 1"),
+        (torch.tensor(3), r"texts has shape \(\)"),
+    ],
+)
+def test_ids_and_masks_of_the_wrong_shape(given, said):
+    with pytest.raises(HelmscopeError, match=said) as caught:
+        record(tiny_model("gpt2"), given)
+    assert "\n" not in str(caught.value)
 
 
 def test_a_block_that_writes_nothing_is_read():
@@ -84,25 +167,69 @@ def test_a_resumed_recording_hears_its_own_layers():
         recording = record(tiny_model(family), inputs_of(family))
         states = recording.trajectory.states
         for step in (3, 4, 6):
-            again = recording.resume(step, states[step])
-            assert (again.kernel(0) - recording.kernel(step)).abs().max() < 1e-5
+            again = recording.resume(depth=step, states=states[step])
+            assert (again.kernel(layer=again.layers[0]) - recording.kernel(layer=min(step // 2, 2))).abs().max() < 1e-5
             reducer = Entropy()
             again.replay(reducer)
             assert sorted(reducer.rows) == list(range(min(step // 2, 3), 3))
-        once = recording.resume(2, states[2].flip(1))
-        twice = once.resume(1, once.trajectory.states[1])
+        once = recording.resume(depth=2, states=states[2].flip(1))
+        twice = once.resume(depth=3, states=once.trajectory.states[1])
         assert (twice.trajectory.states[-1] - once.trajectory.states[-1]).abs().max() < 1e-5
         frozen = torch.zeros(3, 13, dtype=torch.bool)
         frozen[:, :6] = True
-        held = recording.resume(2, states[2].flip(1), frozen=frozen)
-        again = held.resume(1, held.trajectory.states[1])
+        held = recording.resume(depth=2, states=states[2].flip(1), frozen=frozen)
+        again = held.resume(depth=3, states=held.trajectory.states[1])
         assert (again.trajectory.states[-1] - held.trajectory.states[-1]).abs().max() < 1e-5
+
+
+def test_a_special_token_that_also_stands_for_unknown_words_is_special():
+    words = letters(framed=False)
+    words.unk_token = words.eos_token = words.bos_token = "[CLS]"  # as <|endoftext|> of GPT-2
+    counted = record(tiny_model("gpt2"), ["[CLS] a b"], tokenizer=words).batch.counted
+    assert counted.tolist() == [[False, True, True]]
+
+
+def test_padding_and_special_tokens_are_tracked_by_their_weights():
+    """track and overview agree, with each other and with the tokens that count alone."""
+    recording = record(tiny_model("bert"), ["a b c", "d e f g h i j"], tokenizer=letters(framed=True))
+    counted, states = recording.batch.counted, recording.trajectory.states
+    alone = [torch.linalg.vector_norm(states[:, k, counted[k]].mean(1), dim=-1) for k in range(2)]
+    wanted = torch.stack(alone).mean(0).numpy()
+    assert hs.track(recording, order=hs.order_parameter).order.values == pytest.approx(wanted, abs=1e-6)
+    assert hs.overview(recording, beta=1.0).order.values == pytest.approx(wanted, abs=1e-6)
+    with pytest.raises(HelmscopeError, match="order is a function that takes no weights"):
+        hs.track(recording, order=lambda x: x.mean(2).norm(dim=-1))
+
+
+def test_the_sink_of_an_encoder_is_its_first_special_token():
+    recording = record(tiny_model("bert"), ["a b c", "d e f g h i j"], tokenizer=letters(framed=True))
+    seen = hs.kernel_statistics(recording)
+    assert seen.first_token_mass.dims == ("layer", "head")
+    for layer in range(3):
+        kernel = recording.kernel(layer=layer)
+        by_text = [kernel[k, :, recording.batch.counted[k], 0].mean(-1) for k in range(2)]
+        assert seen.first_token_mass[layer].values == pytest.approx(torch.stack(by_text).mean(0).numpy(), abs=1e-6)
+
+
+def test_a_layer_is_asked_for_by_its_name_and_number():
+    """A loop over layers reads every layer once, as edits count them."""
+    recording = record(tiny_model("gpt2"), inputs_of("gpt2"), keep=hs.Keep.WEIGHTS)
+    for layer in recording.layers:
+        assert torch.equal(recording.kernel(layer=layer), recording.kept["weights"][layer])
+    with pytest.raises(TypeError):
+        recording.kernel(0)
+    for ask in (recording.kernel, recording.force, recording.points):
+        with pytest.raises(HelmscopeError, match="layer is 3, but this recording has layers 0 to 2"):
+            ask(layer=3)
+    for ask in (recording.stream, recording.logits):
+        with pytest.raises(HelmscopeError, match="depth is 7, but this recording has depths 0 to 6"):
+            ask(depth=7)
 
 
 def test_unknown_words_count():
     recording = record(tiny_model("gpt2"), ["a word b"], tokenizer=letters(framed=False))
     assert recording.batch.tokens[0] == ("a", "[UNK]", "b")
-    assert recording.batch.mask.all()
+    assert recording.batch.counted.all()
 
 
 def test_bad_texts():
@@ -141,12 +268,12 @@ def test_the_observables_of_a_simulation_serve(family):
     path = recording.trajectory
     seen = hs.overview(recording, beta=1.0)
     assert seen.order.values == pytest.approx(path.states.mean(2).norm(dim=-1).mean(1).numpy(), abs=1e-6)
-    rows = torch.stack([recording.kernel(step) for step in range(7)]).double()
+    rows = torch.stack([recording.kernel(layer=layer) for layer in range(3)]).double()
     entropy = torch.special.entr(rows).sum(-1).mean((1, 2, 3))
     assert hs.kernel_statistics(recording).entropy.mean("head").values == pytest.approx(entropy.numpy(), abs=1e-5)
     drift = hs.drift_and_swirl(recording, derivatives=False)
-    points = torch.nn.functional.normalize(recording.points(1), dim=-1)
-    force = recording.force(1)(points).norm(dim=-1).mean()
+    points = torch.nn.functional.normalize(recording.points(layer=1), dim=-1)
+    force = recording.force(layer=1)(points).norm(dim=-1).mean()
     assert float(drift.force[1]) == pytest.approx(float(force), rel=1e-5)
 
 
@@ -156,7 +283,7 @@ def test_the_lens_comes_to_what_the_model_says(family, dtype):
     recording = record(tiny_model(family, dtype=dtype), inputs_of(family))
     seen, digits = hs.lens_divergence(recording), 1e-9 if dtype == torch.float64 else 1e-5
     assert abs(float(seen.divergence[-1])) < 1e-3 * digits
-    p, early = (torch.softmax(recording.logits(step).double(), -1) for step in (None, 2))
+    p, early = (torch.softmax(recording.logits(depth=depth).double(), -1) for depth in (None, 2))
     by_text = torch.nn.functional.kl_div(early.log(), p, reduction="none").sum(-1).mean(-1)
     assert float(seen.divergence[2]) == pytest.approx(float(by_text.mean()), rel=digits)
     assert float(seen.divergence_stderr[2]) == pytest.approx(
@@ -197,14 +324,14 @@ def test_reducers_see_what_is_kept():
     logits = kept["query"] @ wide.mT / 8**0.5
     hidden = torch.ones(13, 13, dtype=torch.bool).triu(1)
     assert (torch.softmax(logits.masked_fill(hidden, -torch.inf), -1) - kept["weights"]).abs().max() < 1e-6
-    streams = torch.stack([recording.stream(step) for step in range(7)])
+    streams = torch.stack([recording.stream(depth=depth) for depth in range(7)])
     assert (streams[0::2][:-1] + kept["attention write"] - streams[1::2]).abs().max() < 1e-6
     assert (streams[1::2] + kept["mlp write"] - streams[2::2]).abs().max() < 1e-6
     plain, reducer = record(model, ids), Entropy()
     plain.replay(reducer)
     assert reducer.result().entropy.shape == (3,)
     for layer in range(3):
-        assert torch.equal(plain.kernel(2 * layer), kept["weights"][layer])
+        assert torch.equal(plain.kernel(layer=layer), kept["weights"][layer])
         assert reducer.rows[layer] == pytest.approx(float(torch.special.entr(kept["weights"][layer]).sum(-1).mean()))
     assert not plain.kept
 
@@ -230,7 +357,7 @@ def test_states_that_are_lost_are_said():
         (torch.nan * recording.trajectory.states[2], "lengths up to nan"),
     ]:
         with pytest.raises(HelmscopeError, match=said):
-            recording.resume(2, states)
+            recording.resume(depth=2, states=states)
 
 
 def test_a_model_in_training_mode_is_not_run():
@@ -289,7 +416,7 @@ def test_what_is_shown_of_a_recording_is_one_line(tmp_path):
     tiny_model("gpt2").save_pretrained(tmp_path)
     loaded = hs.load(tmp_path)
     recording = record(loaded, inputs_of("gpt2"))
-    shown = repr(recording.under(hs.Ablate([1])).resume(2, recording.trajectory.states[2]))
+    shown = repr(recording.under(hs.Ablate([1])).resume(depth=2, states=recording.trajectory.states[2]))
     assert shown.startswith("<Recording of gpt2: sequential pre-norm; 3 layers, width 32; 3 texts x 13 tokens (")
     assert "certificate ok; from depth 2; under Ablate(layers=[1]), Place(depth=2, raw=" in shown
     failed = recording.under(hs.Reweigh(function=lambda weights: torch.nan * weights))
@@ -309,12 +436,12 @@ def test_the_lens_goes_by_blocks_of_texts_and_tokens(monkeypatch):
     tokens = torch.zeros(3, 9, dtype=torch.bool)
     tokens[1, 2] = True
     recording = recording.under(hs.Add([1], value=torch.linspace(-1, 1, 32), tokens=tokens))
-    recording = recording.resume(2, recording.trajectory.states[2])
+    recording = recording.resume(depth=2, states=recording.trajectory.states[2])
     asked, honest = [], type(recording).logits
 
-    def seen_logits(self, step=None, *, rows=slice(None)):
-        asked.append(honest(self, step, rows=rows).shape[0])
-        return honest(self, step, rows=rows)
+    def seen_logits(self, *, depth=None, rows=slice(None)):
+        asked.append(honest(self, depth=depth, rows=rows).shape[0])
+        return honest(self, depth=depth, rows=rows)
 
     monkeypatch.setattr(type(recording), "logits", seen_logits)
     once = hs.lens_divergence(recording)
@@ -325,9 +452,9 @@ def test_the_lens_goes_by_blocks_of_texts_and_tokens(monkeypatch):
     again = hs.lens_divergence(recording)
     assert set(asked) == {1}
     xr.testing.assert_allclose(once, again, rtol=1e-5, atol=1e-7)
-    p, early = (torch.softmax(honest(recording, step).double(), -1) for step in (None, 2))
+    p, early = (torch.softmax(honest(recording, depth=depth).double(), -1) for depth in (None, 4))
     by_token = torch.nn.functional.kl_div(early.log(), p, reduction="none").sum(-1)
-    by_text = [by_token[k, recording.batch.mask[k]].mean() for k in range(3)]
+    by_text = [by_token[k, recording.batch.counted[k]].mean() for k in range(3)]
     assert float(again.divergence[2]) == pytest.approx(float(sum(by_text)) / 3, rel=1e-5)
 
 
@@ -338,12 +465,12 @@ def test_special_tokens_do_not_count_however_the_texts_come():
     given = words(texts, return_tensors="pt", return_token_type_ids=False)
     for form in (given["input_ids"], {"input_ids": given["input_ids"]}, given):
         found = record(model, form, tokenizer=words)
-        assert torch.equal(found.batch.mask, wanted.batch.mask)
-        assert found.batch.mask.tolist() == [[False, True, True, True, True, False]] * 2
-    assert record(model, given["input_ids"]).batch.mask is None
-    assert record(model, given["input_ids"][:, 1:5], tokenizer=words).batch.mask is None
+        assert torch.equal(found.batch.counted, wanted.batch.counted)
+        assert found.batch.counted.tolist() == [[False, True, True, True, True, False]] * 2
+    assert record(model, given["input_ids"]).batch.counted is None
+    assert record(model, given["input_ids"][:, 1:5], tokenizer=words).batch.counted is None
     loaded = hs.load(model, tokenizer=words)
-    assert torch.equal(record(loaded, given["input_ids"]).batch.mask, wanted.batch.mask)
+    assert torch.equal(record(loaded, given["input_ids"]).batch.counted, wanted.batch.counted)
 
 
 def test_a_tokenizer_that_fails_is_said():

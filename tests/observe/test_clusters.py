@@ -54,10 +54,10 @@ def test_count_leaves_padding_out():
     mask[:, 5] = True
     for radius in (0.05, 0.1, 0.3):
         loops = [oracles.cluster_count(c[m].tolist(), radius) for c, m in zip(x, mask, strict=True)]
-        assert hs.cluster_count(x, radius=radius, mask=mask).tolist() == loops
+        assert hs.cluster_count(x, radius=radius, weights=mask).tolist() == loops
     bridge = circle(0.0, 0.5, 1.0)
     assert hs.cluster_count(bridge, radius=0.6).item() == 1
-    assert hs.cluster_count(bridge, radius=0.6, mask=torch.tensor([True, False, True])).item() == 2
+    assert hs.cluster_count(bridge, radius=0.6, weights=torch.tensor([True, False, True])).item() == 2
 
 
 def test_a_chain_is_one_cluster_and_the_radius_counts_as_close():
@@ -143,9 +143,9 @@ NOBODY = torch.zeros(4, dtype=torch.bool)
         (lambda: hs.cluster_count(2 * X, radius=0.1), "x holds a token of norm 2.*unit sphere"),
         (lambda: hs.merge_tree(2 * X), "x holds a token of norm 2.*unit sphere"),
         (lambda: hs.merge_tree(X.tolist()), "x is a list.*tensor"),
-        (lambda: hs.cluster_count(X, radius=0.1, mask=torch.ones(4)), "mask has dtype torch.float32.*torch.bool"),
-        (lambda: hs.cluster_count(X, radius=0.1, mask=[True] * 4), "mask .*list.*tensor"),
-        (lambda: hs.cluster_count(X, radius=0.1, mask=NOBODY), "mask .*without any"),
+        (lambda: hs.cluster_count(X, radius=0.1, weights=-torch.ones(4)), "weights holds the entry -1.*>= 0"),
+        (lambda: hs.cluster_count(X, radius=0.1, weights=[True] * 4), "weights .*list.*tensor"),
+        (lambda: hs.cluster_count(X, radius=0.1, weights=NOBODY), "weights .*without any"),
     ],
 )
 def test_bad_input_is_refused_with_one_sentence(call, said):

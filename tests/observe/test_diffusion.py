@@ -269,6 +269,15 @@ def test_bits_and_gradients():
     assert token_sampling_covariance(blind, X[0])[1].abs().max() == 0
 
 
+def test_rows_of_a_softmax_in_single_precision_are_laws():
+    """A Llama of float64 takes its softmax in float32: its rows sum to 1 within 3e-7, and are normalized."""
+    rounded = KERNEL.float().double()
+    assert 1e-9 < (rounded.sum(-1) - 1).abs().max() < 1e-6
+    exact = rounded / rounded.sum(-1, keepdim=True)
+    assert (token_sampling_covariance(rounded, X) - token_sampling_covariance(exact, X)).abs().max() < 1e-15
+    assert (token_sampling_covariance(rounded, X) - token_sampling_covariance(KERNEL, X)).abs().max() < 1e-6
+
+
 @pytest.mark.parametrize(
     ("call", "said"),
     [

@@ -107,7 +107,7 @@ def test_weights_reach_attention():
     mass = torch.tensor([1.0, 3.0, 0.5, 0.0], dtype=F64)
     run = hs.integrate(Block(hs.SA(2.0), TANH), X, times=[0.0], weights=mass)
     seen = drift_and_swirl(run, derivatives=False)
-    speed = hs.SA(2.0)(X, weights=mass).norm(dim=-1).mean()
+    speed = (hs.SA(2.0)(X, weights=mass).norm(dim=-1) @ mass).mean() / mass.sum()
     assert seen.attention_speed.item() == pytest.approx(speed.item(), rel=1e-14)
 
 
@@ -176,7 +176,7 @@ def test_no_derivative_no_swirl():
     [
         (
             lambda: drift_and_swirl(hs.integrate(hs.SA(1.0), X, times=[1.0])),
-            r"^system has no MLP: force\(0\) is None, but",
+            r"^system has no MLP: force\(layer=0\) is None, but",
         ),
         (lambda: drift_and_swirl(hs.Trajectory(torch.zeros(1), X[None])), "system is Trajectory.*System"),
         (lambda: drift_and_swirl(TANH), "system is MLP.*System"),

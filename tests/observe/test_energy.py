@@ -31,6 +31,10 @@ def close(actual: torch.Tensor, expected: list[float], rel: float) -> None:
     assert actual.tolist() == pytest.approx(expected, rel=rel, abs=0)
 
 
+def combined(weights: torch.Tensor | None, mask: torch.Tensor | None) -> torch.Tensor | None:
+    return weights if mask is None else mask if weights is None else weights * mask
+
+
 # The energy -----------------------------------------------------------------------------------------------------------
 
 
@@ -51,7 +55,7 @@ def test_energy_is_the_double_sum(n, d, beta, asymmetric):
 @pytest.mark.parametrize("query_key", [None, normal(3, 3, seed=2)])
 def test_energy_of_a_weighted_cloud_with_padding(weights, mask, query_key):
     x = hs.Uniform(4, 3).sample(6, seed=3)
-    options = {"query_key": query_key, "weights": weights, "mask": mask}
+    options = {"query_key": query_key, "weights": combined(weights, mask)}
     loops = [oracles.interaction_energy(cloud, 2.0, rows(query_key), rows(weights), rows(mask)) for cloud in x.tolist()]
     close(hs.interaction_energy(x, beta=2.0, **options), loops, rel=1e-14)
     close(torch.exp(hs.log_interaction_energy(x, beta=2.0, **options)), loops, rel=1e-14)
@@ -60,7 +64,7 @@ def test_energy_of_a_weighted_cloud_with_padding(weights, mask, query_key):
 def test_padding_and_weight_zero_are_absence_and_a_weight_is_a_multiplicity():
     x = hs.Uniform(4, 3).sample(seed=3)
     close(
-        hs.interaction_energy(x, beta=2.0, mask=MASK)[None],
+        hs.interaction_energy(x, beta=2.0, weights=MASK)[None],
         [hs.interaction_energy(x[MASK], beta=2.0).item()],
         rel=1e-15,
     )
@@ -110,7 +114,7 @@ def test_beyond_the_dtype_the_energy_is_infinite_and_its_logarithm_is_not():
 def test_padding_does_not_set_the_scale(beta):
     # with B = -I the padded token alone would have a logit of +beta against the real one
     x = torch.tensor([[1.0, 0.0], [-1.0, 0.0]], dtype=F64)
-    options = {"beta": beta, "query_key": -torch.eye(2), "mask": torch.tensor([True, False])}
+    options = {"beta": beta, "query_key": -torch.eye(2), "weights": torch.tensor([True, False])}
     exact = -beta - math.log(2 * beta)  # E = e^-beta / (2 beta)
     assert hs.log_interaction_energy(x, **options).item() == pytest.approx(exact, rel=1e-15, abs=0)
 
@@ -180,7 +184,7 @@ def test_rate_is_the_double_sum(kind, name, weights, mask):
         oracles.interaction_energy_rate(cloud, velocity(cloud, beta, **listed, **m), beta, listed.get("query_key"), **m)
         for cloud in x.tolist()
     ]
-    measured = hs.interaction_energy_rate(x, kind(beta, **given), weights=weights, mask=mask)
+    measured = hs.interaction_energy_rate(x, kind(beta, **given), weights=combined(weights, mask))
     # measured 2e-15 of the largest rate
     assert measured.tolist() == pytest.approx(loops, rel=0, abs=2e-14 * max(1.0, *map(abs, loops)))
 
@@ -301,7 +305,7 @@ def test_gradients_are_finite_at_coincident_and_antipodal_tokens(name):
 def test_padding_has_no_gradient():
     x = hs.Uniform(4, 3).sample(seed=1).requires_grad_()
     for name in ("energy", "log", "sa rate", "usa rate"):
-        (gradient,) = torch.autograd.grad(ENERGIES[name](x, mask=MASK), x)
+        (gradient,) = torch.autograd.grad(ENERGIES[name](x, weights=MASK), x)
         assert torch.equal(gradient[1], torch.zeros(3, dtype=F64))
         assert gradient[[0, 2, 3]].abs().amin(0).max() > 0
 
@@ -331,8 +335,7 @@ X = hs.Uniform(4, 3).sample(2, seed=0)
         (lambda: hs.interaction_energy_sum([[1.0, 0.0]], beta=1.0), "x is a list.*tensor"),
         (lambda: hs.interaction_energy(X, beta=1.0, weights=torch.ones(3)), r"weights is \(3,\).*\(2, 4\)"),
         (lambda: hs.interaction_energy(X, beta=1.0, weights=-torch.ones(4)), "weights holds.*>= 0"),
-        (lambda: hs.interaction_energy(X, beta=1.0, mask=torch.ones(4)), "mask has dtype torch.float32.*torch.bool"),
-        (lambda: hs.interaction_energy(X, beta=1.0, mask=torch.zeros(4, dtype=torch.bool)), "mask leave.*positive"),
+        (lambda: hs.interaction_energy(X, beta=1.0, weights=torch.zeros(4, dtype=torch.bool)), "leave.*positive"),
         (lambda: hs.interaction_energy(X, beta=1.0, query_key=torch.eye(4)), r"query_key .*\(4, 4\).*\(3, 3\)"),
         (lambda: hs.log_interaction_energy(X, beta=1.0, query_key=[[1.0]]), "query_key .*list.*tensor"),
         (lambda: hs.interaction_energy(X, beta=1.0, query_key=torch.full((3, 3), math.nan)), "query_key .*nan.*finite"),

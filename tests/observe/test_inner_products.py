@@ -21,7 +21,9 @@ def real(cloud: torch.Tensor, mask: torch.Tensor) -> list:
 
 
 def trajectory(states: torch.Tensor, mask: torch.Tensor | None = None) -> hs.Trajectory:
-    return hs.Trajectory(torch.arange(len(states), dtype=F64), states, mask=mask)
+    return hs.Trajectory(
+        torch.arange(len(states), dtype=F64), states, weights=None if mask is None else mask.to(F64)[None]
+    )
 
 
 def random_mask(batch: int, n: int, seed: int = 0) -> torch.Tensor:
@@ -45,12 +47,12 @@ def test_mean_inner_product_is_the_loop(n, d):
     loops = [mean_by_loops(cloud) for cloud in x.tolist()]
     assert hs.mean_inner_product(x).tolist() == pytest.approx(loops, rel=0, abs=1e-15)
     loops = [mean_by_loops(real(*pair)) for pair in zip(x, mask, strict=True)]
-    assert hs.mean_inner_product(x, mask=mask).tolist() == pytest.approx(loops, rel=0, abs=1e-15)
+    assert hs.mean_inner_product(x, weights=mask).tolist() == pytest.approx(loops, rel=0, abs=1e-15)
 
 
 def test_mean_inner_product_of_one_token_is_undefined():
     assert hs.mean_inner_product(E[:1]).isnan()
-    assert hs.mean_inner_product(E, mask=torch.tensor([True, False, False])).isnan()
+    assert hs.mean_inner_product(E, weights=torch.tensor([True, False, False])).isnan()
 
 
 def test_mean_inner_product_of_an_equiangular_cloud():
@@ -68,7 +70,7 @@ def test_clustering_fraction_is_the_loop(n, d, delta):
     if delta > 0:  # the loop's inner product of two equal tokens may round below 1
         assert hs.clustering_fraction(x, delta=delta).tolist() == pytest.approx(loops, rel=1e-15, abs=0)
         loops = [oracles.clustering_fraction(real(*pair), delta) for pair in zip(x, mask, strict=True)]
-        assert hs.clustering_fraction(x, delta=delta, mask=mask).tolist() == pytest.approx(loops, rel=1e-15, abs=0)
+        assert hs.clustering_fraction(x, delta=delta, weights=mask).tolist() == pytest.approx(loops, rel=1e-15, abs=0)
     else:
         assert hs.clustering_fraction(x, delta=delta).tolist() == pytest.approx([2 / (n * n - n)] * 8, rel=1e-15)
 
@@ -194,13 +196,33 @@ def test_order_parameter_is_the_loop(n, d):
     loops = [oracles.order_parameter(*pair) for pair in zip(x.tolist(), weights.tolist(), strict=True)]
     assert hs.order_parameter(x, weights=weights).tolist() == pytest.approx(loops, rel=0, abs=1e-15)
     loops = [oracles.order_parameter(*pair) for pair in zip(x.tolist(), (weights * mask).tolist(), strict=True)]
-    assert hs.order_parameter(x, weights=weights, mask=mask).tolist() == pytest.approx(loops, rel=0, abs=1e-15)
+    assert hs.order_parameter(x, weights=weights * mask).tolist() == pytest.approx(loops, rel=0, abs=1e-15)
 
 
 def test_order_parameter_at_its_ends():
     thirds = torch.arange(3, dtype=F64) * (2 * math.pi / 3)
     assert hs.order_parameter(torch.stack([thirds.cos(), thirds.sin()], -1)).item() < 1e-15
     assert hs.order_parameter(E[[1, 1, 1]]).item() == 1
+
+
+def test_pairs_count_by_the_product_of_their_weights():
+    """Loops over pairs i != j of one cloud; scaling all weights changes nothing."""
+    x, m = hs.Uniform(5, 3).sample(seed=4), [0.5, 2.0, 0.0, 1.0, 3.0]
+    pairs = [(m[i] * m[j], float(x[i] @ x[j])) for i in range(5) for j in range(5) if i != j]
+    whole = math.fsum(w for w, _ in pairs)
+    weights = torch.tensor(m, dtype=F64)
+    mean = math.fsum(w * inner for w, inner in pairs) / whole
+    close = math.fsum(w for w, inner in pairs if inner >= 0.3) / whole
+    below = math.fsum(w for w, inner in pairs if inner < 0) / whole
+    for scale in (1.0, 7.0):
+        assert hs.mean_inner_product(x, weights=scale * weights).item() == pytest.approx(mean, rel=1e-14)
+        assert hs.clustering_fraction(x, delta=0.7, weights=scale * weights).item() == pytest.approx(close, rel=1e-14)
+    path = hs.Trajectory(
+        torch.zeros(2), x.expand(2, 1, 5, 3), torch.stack([weights, torch.ones(5, dtype=F64)])[:, None]
+    )
+    seen = hs.inner_product_histogram(path, bins=2).share[:, 0].values
+    assert seen[0] == pytest.approx(below, rel=1e-14)
+    assert seen[1] == pytest.approx(oracles.histogram(x.tolist(), [-1.0, 0.0, 1.0])[0], rel=1e-14)
 
 
 # Gradients and refusals -----------------------------------------------------------------------------------------------
@@ -212,7 +234,7 @@ X = hs.Uniform(4, 3).sample(2, seed=0)
 def test_gradients(function):
     mask = torch.tensor([True, True, False, True])
     assert torch.autograd.gradcheck(function, X.clone().requires_grad_())
-    assert torch.autograd.gradcheck(lambda x: function(x, mask=mask), X.clone().requires_grad_())
+    assert torch.autograd.gradcheck(lambda x: function(x, weights=mask), X.clone().requires_grad_())
     for cloud in (E[[0, 0, 0]], torch.stack([E[0], -E[0]])):  # coincident; balanced, where R has a corner
         x = cloud.clone().requires_grad_()
         (gradient,) = torch.autograd.grad(function(x), x)
@@ -229,9 +251,9 @@ def test_gradients(function):
         (lambda: hs.inner_product_histogram(trajectory(X[None]), bins=2.5), r"bins is 2\.5.*whole"),
         (lambda: hs.mean_inner_product(3 * X), "x holds a token of norm 3.*unit sphere"),
         (lambda: hs.order_parameter(3 * X), "x holds a token of norm 3.*unit sphere"),
-        (lambda: hs.mean_inner_product(X, mask=torch.ones(4)), "mask has dtype torch.float32.*torch.bool"),
-        (lambda: hs.mean_inner_product(X, mask=torch.ones(3, dtype=torch.bool)), r"mask .*\(3,\).*\(2, 4\)"),
-        (lambda: hs.clustering_fraction(X, delta=0.1, mask=[True] * 4), "mask .*list.*tensor"),
+        (lambda: hs.mean_inner_product(X, weights=-torch.ones(4)), "weights holds the entry -1.*>= 0"),
+        (lambda: hs.mean_inner_product(X, weights=torch.ones(3, dtype=torch.bool)), r"weights .*\(3,\).*\(2, 4\)"),
+        (lambda: hs.clustering_fraction(X, delta=0.1, weights=[True] * 4), "weights .*list.*tensor"),
         (lambda: hs.order_parameter(X, weights=torch.ones(2, 3)), r"weights is \(2, 3\).*\(2, 4\)"),
     ],
 )

@@ -55,14 +55,19 @@ class Attending:
 
     trajectory: hs.Trajectory
     kernels: list[torch.Tensor]
+    visible: torch.Tensor | None = None
 
-    def kernel(self, step):
-        return self.kernels[step]
+    @property
+    def layers(self):
+        return range(len(self.kernels))
 
-    def force(self, step):
+    def kernel(self, *, layer):
+        return self.kernels[layer]
+
+    def force(self, *, layer):
         return None
 
-    def resume(self, step, states, generator=None):
+    def resume(self, *, depth, states, generator=None):
         raise NotImplementedError
 
 
@@ -83,7 +88,7 @@ def test_every_quantity_is_the_loop(name):
 def test_statistics_over_systems_are_the_loops(name):
     run = hs.integrate(FIELDS[name], X, times=[0.0, 0.5])
     seen = kernel_statistics(run)
-    loops = [[oracles.kernel_system(k, [True] * 5) for k in run.kernel(step).tolist()] for step in range(2)]
+    loops = [[oracles.kernel_system(k, [True] * 5) for k in run.kernel(layer=layer).tolist()] for layer in range(2)]
     assert set(seen.data_vars) == {f"{q}{end}" for q in loops[0][0] for end in ("", "_stderr")}
     for quantity in loops[0][0]:
         values = np.array([[system[quantity] for system in row] for row in loops])
@@ -98,8 +103,8 @@ def test_padding_is_no_query_and_heads_have_an_axis():
     draw = torch.Generator().manual_seed(3)
     kernels = [torch.rand(4, 2, 5, 5, dtype=F64, generator=draw) * MASK[:, None, None, :] for _ in range(3)]
     kernels[1][0, 1, 2] = 0.0  # a query that sees nobody
-    path = hs.Trajectory(torch.arange(3.0), X.expand(3, 4, 5, 3), mask=MASK)
-    seen = kernel_statistics(Attending(path, kernels))
+    path = hs.Trajectory(torch.arange(3.0), X.expand(3, 4, 5, 3), weights=MASK.double()[None])
+    seen = kernel_statistics(Attending(path, kernels, MASK))
     for step, kernel in enumerate(kernels):
         for head in range(2):
             loops = [oracles.kernel_system(k[head].tolist(), m.tolist()) for k, m in zip(kernel, MASK, strict=True)]
@@ -109,6 +114,15 @@ def test_padding_is_no_query_and_heads_have_an_axis():
     assert seen.entropy.dims == ("time", "head")
     assert seen["head"].values.tolist() == [0, 1]
     assert np.isfinite(seen.entropy.values).all()
+
+
+def test_a_token_that_no_statistic_counts_may_still_be_the_sink():
+    """As [CLS] is: attention sees it, so that it is a key, but it is no query of which a mean is taken."""
+    kernel = torch.tensor([[1.0, 0.0, 0.0], [0.7, 0.3, 0.0], [0.5, 0.1, 0.4]], dtype=F64).expand(1, 3, 3)
+    weights = torch.tensor([[[0.0, 1.0, 3.0]]], dtype=F64)
+    seen = kernel_statistics(Attending(hs.Trajectory(torch.zeros(1), X[None, :1, :3], weights), [kernel]))
+    assert seen.first_token_mass.item() == pytest.approx((0.7 + 3 * 0.5) / 4, rel=1e-15)
+    assert seen.bistochastic_defect.item() == pytest.approx(1.2, rel=1e-15)  # the column of the sink, 2.2
 
 
 def test_heads_of_a_field_are_seen_one_by_one():
@@ -157,8 +171,8 @@ def test_a_query_that_sees_nobody_has_no_shares():
         assert quantity(kernel).isnan().tolist() == [True, False]
     assert row_mass(kernel).tolist() == [0.0, 2.0]
     assert received_mass(kernel).tolist() == [0.5, 0.5]
-    # left padding: the first real token is the sink
-    assert first_token_mass(kernel, mask=torch.tensor([False, True]))[1].item() == 0.5
+    # left padding: the first visible token is the sink
+    assert first_token_mass(kernel, visible=torch.tensor([False, True]))[1].item() == 0.5
 
 
 def test_gradients():
@@ -187,13 +201,13 @@ def test_a_system_alone_and_in_a_batch_have_the_same_bits():
         (lambda: row_entropy(torch.ones(2, 2, dtype=torch.int64)), "kernel has dtype torch.int64.*float64"),
         (lambda: effective_keys(torch.tensor([[1.0, -1.0], [1.0, 1.0]])), "kernel holds the weight -1.*>= 0"),
         (lambda: effective_keys(torch.full((2, 2), math.nan)), "kernel holds the weight nan.*finite"),
-        (lambda: received_mass(torch.ones(2, 2), mask=torch.ones(3, dtype=torch.bool)), "mask has .*(3,)"),
+        (lambda: received_mass(torch.ones(2, 2), visible=torch.ones(3, dtype=torch.bool)), "visible has .*(3,)"),
         (lambda: kernel_statistics(hs.Trajectory(torch.zeros(1), X[None])), "system is Trajectory.*System"),
         (lambda: kernel_statistics(hs.Simulation), "system is Simulation.*System"),
         (lambda: kernel_statistics(hs.integrate(torch.zeros_like, X, times=[1.0])), "attention fields only"),
         (
             lambda: kernel_statistics(Attending(hs.Trajectory(torch.zeros(1), X[None]), [torch.ones(4, 3, 3)])),
-            r"kernel\(0\) has shape \(4, 3, 3\), but 4 systems of 5 tokens",
+            r"kernel\(layer=0\) has shape \(4, 3, 3\), but 4 systems of 5 tokens",
         ),
     ],
 )

@@ -61,9 +61,18 @@ def test_padding_is_absence(name):
     ours, oracle = SMOOTH[name]
     x = hs.Uniform(4, 3).sample(3, seed=1)
     loops = [oracle(cloud[mask].tolist()) for cloud, mask in zip(x, MASK, strict=True)]
-    assert ours(x, mask=MASK).tolist() == pytest.approx(loops, rel=5e-15, abs=1e-15)
+    assert ours(x, weights=MASK).tolist() == pytest.approx(loops, rel=5e-15, abs=1e-15)
     one = [oracle(cloud[MASK[0]].tolist()) for cloud in x]
-    assert ours(x, mask=MASK[0]).tolist() == pytest.approx(one, rel=5e-15, abs=1e-15)
+    assert ours(x, weights=MASK[0]).tolist() == pytest.approx(one, rel=5e-15, abs=1e-15)
+
+
+@pytest.mark.parametrize("name", SMOOTH)
+def test_a_weight_is_a_multiplicity(name):
+    ours, oracle = SMOOTH[name]
+    x = hs.Uniform(4, 3).sample(seed=5)
+    repeated = oracle(x[[0, 1, 1, 3, 3, 3]].tolist())
+    weights = torch.tensor([1.0, 2.0, 0.0, 3.0], dtype=torch.float64)
+    assert ours(x, weights=weights).item() == pytest.approx(repeated, rel=5e-15, abs=1e-15)
 
 
 @pytest.mark.parametrize("tol", [0.0, 1e-12, 1e-6, 0.3, 0.9])
@@ -75,7 +84,7 @@ def test_numerical_rank_is_the_oracle(tol):
         assert hs.numerical_rank(cloud, tol=tol).item() == oracles.numerical_rank(cloud.tolist(), tol)
     x = hs.Uniform(4, 3).sample(3, seed=1)
     loops = [oracles.numerical_rank(cloud[mask].tolist(), 0.1) for cloud, mask in zip(x, MASK, strict=True)]
-    assert hs.numerical_rank(x, tol=0.1, mask=MASK).tolist() == loops
+    assert hs.numerical_rank(x, tol=0.1, weights=MASK).tolist() == loops
 
 
 def test_closed_forms():
@@ -115,7 +124,7 @@ def test_gradients(name):
     for n, d in ((4, 3), (3, 4)):
         assert torch.autograd.gradcheck(ours, hs.Uniform(n, d).sample(2, seed=5).requires_grad_())
     x = hs.Uniform(4, 3).sample(2, seed=5).requires_grad_()
-    assert torch.autograd.gradcheck(lambda x: ours(x, mask=MASK[:2]), x)
+    assert torch.autograd.gradcheck(lambda x: ours(x, weights=MASK[:2]), x)
 
 
 @pytest.mark.parametrize("name", SMOOTH)
@@ -147,9 +156,9 @@ X = hs.Uniform(4, 3).sample(3, seed=0)
         (lambda: hs.numerical_rank(X, tol=-1e-6), "tol is -1e-06.*>= 0"),
         (lambda: hs.numerical_rank(X, tol=math.inf), "tol is inf.*finite"),
         *((lambda f=f: f(2 * X), "x holds a token of norm 2.*unit sphere") for f, _ in SMOOTH.values()),
-        *((lambda f=f: f(X, mask=MASK.double()), "mask has dtype torch.float64.*bool") for f, _ in SMOOTH.values()),
-        (lambda: hs.stable_rank(X, mask=MASK[:2]), r"mask .*\(2, 4\).*\(3, 4\)"),
-        (lambda: hs.entropy_rank(X, mask=[True] * 4), "mask .*list.*tensor"),
+        *((lambda f=f: f(X, weights=-MASK.double()), "weights holds the entry -1.*>= 0") for f, _ in SMOOTH.values()),
+        (lambda: hs.stable_rank(X, weights=MASK[:2]), r"weights .*\(2, 4\).*\(3, 4\)"),
+        (lambda: hs.entropy_rank(X, weights=[True] * 4), "weights .*list.*tensor"),
         (lambda: hs.entropy_rank(X[0].tolist()), "x is a list.*tensor"),
         (lambda: hs.residual_composite(torch.full((2, 3), math.nan)), "x holds NaN.*finite"),
     ],

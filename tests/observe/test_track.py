@@ -10,14 +10,14 @@ import torch
 
 import helmscope as hs
 import oracles
-from helmscope.observe.track import mean_and_stderr, real_tokens
+from helmscope.observe.track import mean_and_stderr, token_weights
 
 F64 = torch.float64
 TIMES = torch.tensor([0.0, 0.5, 2.0], dtype=F64)
 STATES = hs.integrate(hs.SA(3.0), hs.Uniform(5, 3).sample(4, seed=0), TIMES).states
 PADDING = torch.tensor([[True] * 5, [True, False, True, True, True], [False, True, True, True, False], [True] * 5])
 PLAIN = hs.Trajectory(TIMES, STATES)
-PADDED = hs.Trajectory(TIMES, STATES, mask=PADDING)
+PADDED = hs.Trajectory(TIMES, STATES, weights=PADDING.to(F64)[None])
 SIMPLE = {
     "order": oracles.order_parameter,
     "clusters": lambda cloud: oracles.cluster_count(cloud, 0.3),
@@ -31,7 +31,7 @@ SIMPLE = {
 def by_loops(function, trajectory: hs.Trajectory) -> tuple[np.ndarray, np.ndarray]:
     """Mean and standard error over the systems of a function of the real tokens."""
     everyone = torch.ones(trajectory.states.shape[1:3], dtype=torch.bool)
-    mask = everyone if trajectory.mask is None else trajectory.mask
+    mask = everyone if trajectory.weights is None else trajectory.weights[0] > 0
     values = np.array(
         [[function(cloud[m].tolist()) for cloud, m in zip(clouds, mask, strict=True)] for clouds in trajectory.states]
     )
@@ -72,7 +72,7 @@ def test_one_system_has_no_standard_error():
 
 
 def test_an_axis_behind_the_systems():
-    seen = mean_and_stderr(PLAIN, {"x": STATES[:, :, 0]}, extra={"axis": np.array([10.0, 20.0, 30.0])})
+    seen = mean_and_stderr({"x": STATES[:, :, 0]}, {"time": TIMES, "axis": [10.0, 20.0, 30.0]})
     assert seen.x.dims == seen.x_stderr.dims == ("time", "axis")
     assert seen.axis.values.tolist() == [10.0, 20.0, 30.0]
     assert np.abs(seen.x.values - STATES[:, :, 0].numpy().mean(1)).max() < 1e-15
@@ -82,14 +82,21 @@ def test_an_axis_behind_the_systems():
 @pytest.mark.parametrize(
     ("call", "said"),
     [
-        (lambda: hs.track(PLAIN, a=lambda x: x[:, 0, 0, 0]), r"a has shape \(3,\).*\(3, 4\)"),
-        (lambda: hs.track(PLAIN, a=lambda x: x[..., 0]), r"a has shape \(3, 4, 5\).*\(3, 4\)"),
-        (lambda: hs.track(PLAIN, a=lambda x: x.mean()), r"a has shape \(\).*\(3, 4\)"),
+        (
+            lambda: hs.track(PLAIN, a=lambda x: x[:, 0, 0, 0]),
+            r"a has shape \(3,\).*axes \(time, system\) of sizes \[3\]",
+        ),
+        (lambda: hs.track(PLAIN, a=lambda x: x[..., 0]), r"a has shape \(3, 4, 5\).*\(time, system\)"),
+        (lambda: hs.track(PLAIN, a=lambda x: x.mean()), r"a has shape \(\).*\(time, system\)"),
         (lambda: hs.track(PLAIN, a_stderr=lambda x: x[..., 0, 0]), "'a_stderr' but no 'a'"),
-        (lambda: mean_and_stderr(PLAIN, {"a": STATES[:, :, 0]}, extra={"axis": np.zeros(2)}), r"a has .*\(3, 4, 3\)"),
-        (lambda: real_tokens(STATES, torch.ones(4, 5)), "mask has dtype torch.float32.*torch.bool"),
-        (lambda: real_tokens(STATES, PADDING[:3]), r"mask .*\(3, 5\).*\(3, 4, 5\)"),
-        (lambda: real_tokens(STATES, PADDING.tolist()), "mask .*list.*tensor"),
+        (
+            lambda: mean_and_stderr({"a": STATES[:, :, 0]}, {"time": TIMES, "axis": np.zeros(2)}),
+            r"a has shape \(3, 4, 3\).*\(time, system, axis\) of sizes \[3, 2\]",
+        ),
+        (lambda: hs.track(PADDED, a=lambda x: x[..., 0, 0]), "a is a function that takes no weights.*padding"),
+        (lambda: token_weights(STATES, PADDING[:3]), r"weights .*\(3, 5\).*\(3, 4, 5\)"),
+        (lambda: token_weights(STATES, PADDING.tolist()), "weights .*list.*tensor"),
+        (lambda: hs.overview(hs.Trajectory(TIMES, STATES[:, :0]), beta=1.0), "batch of 0 systems"),
     ],
 )
 def test_bad_input_is_refused_with_one_sentence(call, said):

@@ -88,7 +88,7 @@ def test_a_simulation_is_a_system():
     assert isinstance(sim, hs.System)
     assert isinstance(sim, hs.Simulation)
     assert isinstance(sim.trajectory, hs.Trajectory)
-    assert sim.force(0) is None
+    assert sim.force(layer=0) is None
 
 
 @pytest.mark.parametrize(("field", "kernel"), [(hs.SA, oracles.sa_kernel), (hs.USA, oracles.usa_kernel)])
@@ -98,7 +98,7 @@ def test_kernel_is_that_of_the_field(field, kernel):
     sim = hs.integrate(field(beta=2.0), BATCH, [0, 1.0], weights=weights, mask=mask)
     for step in (0, 1, -1):
         states = sim.states[step]
-        given = sim.kernel(step)
+        given = sim.kernel(layer=step)
         assert torch.equal(given, field(beta=2.0).kernel(states, (weights * mask).expand(6, 4)))
         expected = [kernel(x.tolist(), 2.0, weights=weights.tolist(), mask=mask.tolist()) for x in states]
         torch.testing.assert_close(given, torch.tensor(expected, dtype=F64), rtol=1e-14, atol=1e-15)
@@ -107,7 +107,7 @@ def test_kernel_is_that_of_the_field(field, kernel):
 def test_a_plain_callable_has_no_kernel():
     sim = hs.integrate(lambda x: x.flip(-1), X0, [1.0])
     with pytest.raises(hs.HelmscopeError, match=r"^field is function, but a kernel is defined for attention"):
-        sim.kernel(0)
+        sim.kernel(layer=0)
 
 
 @pytest.mark.parametrize("stepper", [None, hs.RK4(h=0.1)])
@@ -116,18 +116,18 @@ def test_resume_gives_the_rest(x0, stepper):
     weights = torch.tensor([1.0, 2.0, 0.5, 1.5], dtype=F64)
     sim = hs.integrate(hs.SA(beta=4.0), x0, [0, 1.0, 2.0, 3.0], weights=weights, stepper=stepper)
     for step in (0, 1, 3):
-        rest = sim.resume(step, sim.trajectory.states[step])
+        rest = sim.resume(depth=step, states=sim.trajectory.states[step])
         assert torch.equal(rest.times, sim.times[step:])
         assert torch.equal(rest.states[0], sim.states[step])
         assert (rest.states - sim.states[step:]).abs().max() <= 1e-9  # measured 3e-10
-    again = sim.resume(1, sim.trajectory.states[1]).resume(2, sim.trajectory.states[3])
+    again = sim.resume(depth=1, states=sim.trajectory.states[1]).resume(depth=2, states=sim.trajectory.states[3])
     assert torch.equal(again.states, sim.states[3:])
 
 
 def test_resume_from_changed_states():
     sim = hs.integrate(hs.SA(beta=4.0), BATCH, [0.5, 1.0, 2.0], events=[hs.HittingTime(0.5)])
     changed = BATCH.flip(0)
-    rest = sim.resume(1, changed)
+    rest = sim.resume(depth=1, states=changed)
     fresh = hs.integrate(hs.SA(beta=4.0), changed, [0.0, 1.0], events=[hs.HittingTime(0.5)])
     assert torch.equal(rest.states, fresh.states)
     torch.testing.assert_close(rest.event_times[0], 1.0 + fresh.event_times[0], rtol=0, atol=1e-15, equal_nan=True)
@@ -138,8 +138,8 @@ def test_resume_tells_the_time_of_the_whole_run():
     sim = hs.integrate(hs.USA(beta=6.0), X0[:2], [1e-3, 1.0], stepper=hs.DormandPrince(max_steps=30))
     assert not sim.outcome.ok
     whole = hs.integrate(hs.SA(beta=1.0), X0, [1.0, 2.0])
-    assert whole.resume(0, whole.trajectory.states[0]).outcome.times == (2.0,)
-    late = sim.resume(0, sim.trajectory.states[0]).outcome
+    assert whole.resume(depth=0, states=whole.trajectory.states[0]).outcome.times == (2.0,)
+    late = sim.resume(depth=0, states=sim.trajectory.states[0]).outcome
     assert late.times[0] > 1e-3
 
 
@@ -149,14 +149,14 @@ def test_resume_tells_the_time_of_the_whole_run():
 def test_resume_refuses_bad_states(states):
     sim = hs.integrate(hs.SA(beta=1.0), X0, [0, 1.0])
     with pytest.raises(hs.HelmscopeError, match=r"^states "):
-        sim.resume(0, states)
+        sim.resume(depth=0, states=states)
 
 
 @pytest.mark.parametrize("step", [2, -3])
 def test_resume_refuses_a_time_index_outside_the_run(step):
     sim = hs.integrate(hs.SA(beta=1.0), X0, [0, 1.0])
-    with pytest.raises(hs.HelmscopeError, match=rf"^step is {step}, "):
-        sim.resume(step, X0)
+    with pytest.raises(hs.HelmscopeError, match=rf"^depth is {step}, "):
+        sim.resume(depth=step, states=X0)
 
 
 # Progress and warnings ------------------------------------------------------------------------------------------------
@@ -252,7 +252,7 @@ def test_padding_changes_nothing(field, stepper):
     mask = torch.ones(3, 6, dtype=torch.bool)
     mask[0, 4:] = mask[1, 2] = False
     padded = hs.integrate(field, x0, [0.5, 2.0], mask=mask, stepper=stepper)
-    assert torch.equal(padded.trajectory.mask, mask)
+    assert torch.equal(padded.trajectory.weights, mask.to(F64)[None])
     for k in range(3):
         bare = hs.integrate(field, x0[k, mask[k]], [0.5, 2.0], stepper=stepper).states
         assert (padded.states[:, k, mask[k]] - bare).abs().max() <= 1e-9
@@ -336,8 +336,8 @@ def test_what_a_new_user_tried_is_refused_with_one_sentence(options, words):
 @pytest.mark.parametrize("step", [0.5, "a", 2, -3, True])
 def test_time_indices_are_checked(step):
     run = hs.integrate(hs.SA(beta=1.0), X0, [0.5, 1.0])
-    for ask in (run.kernel, lambda k: run.resume(k, X0)):
-        with pytest.raises(hs.HelmscopeError, match=r"^step is .*indices 0 to 1"):
+    for ask in (lambda k: run.kernel(layer=k), lambda k: run.resume(depth=k, states=X0)):
+        with pytest.raises(hs.HelmscopeError, match=r"^(layer|depth) is .*stored times number 0 to 1"):
             ask(step)
 
 

@@ -50,7 +50,7 @@ def test_a_part_of_the_batch_gives_the_bits_of_the_whole(options):
         assert torch.equal(part.trajectory.states, run.trajectory.states[:, first:last])
         assert torch.equal(part.event_times[0].nan_to_num(-1), run.event_times[0][first:last].nan_to_num(-1))
         assert part.outcome.times == run.outcome.times[first:last]
-        assert torch.equal(part.kernel(-1), run.kernel(-1)[first:last])
+        assert torch.equal(part.kernel(layer=-1), run.kernel(layer=-1)[first:last])
 
 
 @pytest.mark.parametrize(("first", "last"), [(-1, 2), (2, 2), (3, 2), (0, 6), (0, 1.5), (None, 3)])
@@ -72,14 +72,14 @@ def test_the_seed_fixes_the_noise():
 def test_resume_draws_new_noise_that_the_seed_fixes():
     run = noisy(1)
     same = run.trajectory.states[1]
-    one, two = run.resume(1, same), run.resume(1, same)
+    one, two = run.resume(depth=1, states=same), run.resume(depth=1, states=same)
     assert one.times.tolist() == [0.5, 1.0]
     assert torch.equal(one.states, two.states)
     # other numbers than those of the first half second, and than those that the run itself drew here
     start = integrate(SA(beta=3.0), same, [0.0, 0.5], noise=NOISE, stepper=EulerMaruyama(0.05), seed=1)
     assert (one.states[-1] - start.states[-1]).abs().max() > 0.01
     assert (one.states[-1] - run.states[-1]).abs().max() > 0.01
-    drawn = [run.resume(1, same, torch.Generator().manual_seed(k)).states for k in (0, 0, 1)]
+    drawn = [run.resume(depth=1, states=same, generator=torch.Generator().manual_seed(k)).states for k in (0, 0, 1)]
     assert torch.equal(drawn[0], drawn[1])
     assert (drawn[0] - drawn[2]).abs().max() > 0.01
 

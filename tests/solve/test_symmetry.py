@@ -148,7 +148,7 @@ def test_bits_do_not_depend_on_the_batch():
 
 def test_a_run_goes_on_from_its_states(monkeypatch):
     run = hs.integrate(hs.SA(beta=2.0), start(), [1.0, 2.0, 3.0])
-    again = run.resume(1, run.trajectory.states[1])
+    again = run.resume(depth=1, states=run.trajectory.states[1])
     assert (again.states[-1] - run.states[-1]).abs().max() < 1e-8
 
 

@@ -50,21 +50,21 @@ def test_plain_measures_and_observables_agree(training, name):
     model = training.evaluate.loaded(hs.box_folder(name))[0]
     wanted = {key: value.double() for key, value in training.measures.measured(model, ids).items()}
     recording = hs.record(model, ids, keep=hs.Keep.WEIGHTS)
-    path, layers = recording.trajectory, range(0, 2 * recording.layers, 2)
+    path, layers = recording.trajectory, recording.layers
     states = path.states[::2]
     found = {
         "radius": path.radius[::2].mean((1, 2)),
         "inner_product": hs.mean_inner_product(states).mean(-1),
         "share_above": hs.clustering_fraction(states, delta=0.1).mean(-1),
-        "entropy": torch.stack([hs.row_entropy(recording.kernel(step)).mean((0, 2)) for step in layers]),
-        "gate_sparsity": torch.stack([shut(recording, step) for step in layers]),
+        "entropy": torch.stack([hs.row_entropy(recording.kernel(layer=layer)).mean((0, 2)) for layer in layers]),
+        "gate_sparsity": torch.stack([shut(recording, layer) for layer in layers]),
     }
     for key, value in found.items():
         off = ((value - wanted[key]).abs() / wanted[key].clamp(min=1.0)).max()
         assert off < (3.2e-5 if key in ("share_above", "gate_sparsity") else 1e-6), (key, off)
 
 
-def shut(recording, step):
+def shut(recording, layer):
     """The share of pre-activations below 0, from the MLP as a field."""
-    force = recording.force(step)
-    return (recording.points(step) @ force.w_in.mT + force.b_in < 0).double().mean()
+    force = recording.force(layer=layer)
+    return (recording.points(layer=layer) @ force.w_in.mT + force.b_in < 0).double().mean()

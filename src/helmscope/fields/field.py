@@ -127,7 +127,7 @@ class ScaledField(Protocol):
 def check_weights(
     x: Float[Tensor, "*batch n d"],
     weights: Float[Tensor, "*batch n"] | None,
-    mask: Bool[Tensor, "*batch n"] | None,
+    mask: Bool[Tensor, "*batch n"] | None = None,
 ) -> Float[Tensor, "*batch n"] | None:
     """Token weights and key padding as one: the weight of a padded token is 0. None where every weight is 1.
 
@@ -158,5 +158,7 @@ def check_weights(
 
 
 def _fits(shape: torch.Size, tokens: torch.Size) -> bool:
-    """One entry a token: of every system, or the same for all systems along the leading axes."""
-    return 0 < len(shape) <= len(tokens) and shape == tokens[len(tokens) - len(shape) :]
+    """One entry per token: of every system, or the same along the leading axes, which are missing or of length 1."""
+    if not 0 < len(shape) <= len(tokens) or shape[-1] != tokens[-1]:
+        return False
+    return all(own in (1, wanted) for own, wanted in zip(reversed(shape), reversed(tokens), strict=False))

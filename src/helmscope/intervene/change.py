@@ -19,13 +19,14 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from helmscope.models.anatomy import Anatomy
 from helmscope.models.place import HALVES
 from helmscope.models.recording import Recording
 from helmscope.models.watch import Site, Watcher, watching
-from helmscope.types import HelmscopeError, real_number, whole_number
+from helmscope.types import HelmscopeError, real_number, seed_number
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float
@@ -174,9 +175,10 @@ class Patch(AtSite):
             raise HelmscopeError(f"source is a {type(self.source).__name__}, but a patch comes from a Recording")
         if self.site not in HALVES and f"{self.site.value} write" not in self.source.kept:
             raise HelmscopeError(f"site is {self.site!r}, but source kept no writes: record it with keep=Keep.WRITES")
-        if self.source.layers != len(anatomy.layers) or self.source.anatomy.dim != anatomy.dim:
+        layers = len(self.source.anatomy.layers)
+        if layers != len(anatomy.layers) or self.source.anatomy.dim != anatomy.dim:
             raise HelmscopeError(
-                f"source has {self.source.layers} layers of width {self.source.anatomy.dim}, but the model has "
+                f"source has {layers} layers of width {self.source.anatomy.dim}, but the model has "
                 f"{len(anatomy.layers)} of width {anatomy.dim}"
             )
 
@@ -189,7 +191,7 @@ class Patch(AtSite):
             depth = 2 * layer + HALVES[self.site]
             if depth < self.source.first:
                 raise HelmscopeError(f"source begins at depth {self.source.first}, but layer {layer} asks for {depth}")
-            state = self.source.stream(depth - self.source.first)[self.rows]
+            state = self.source.stream(depth=depth)[self.rows]
         if state.shape != value.shape or len(self.source.batch) != (self.texts or len(value)):
             raise HelmscopeError(f"source has states {tuple(state.shape)}, but the model has {tuple(value.shape)}")
         return state.to(value)
@@ -209,22 +211,33 @@ class Part(Enum):
 
 @dataclass(eq=False, repr=False)
 class Perturb(Change):
-    """Gaussian noise on query, key or value, of ``scale`` times its root mean square over a text in the layer. It
-    follows from ``seed``, layer and the number of the text, in every forward and however many run at a time.
+    """Gaussian noise on query, key or value: of standard deviation ``sigma``, as source 003 prints it, or of
+    ``relative`` times the root mean square of that part over a text in the layer. One of the two is given.
 
-    >>> Perturb(part=Part.KEY, scale=0.1, seed=1).scale
-    0.1
+    The noise follows from ``seed``, the layer and the number of the text, in every forward, in every process and
+    however many texts run at a time.
+
+    >>> Perturb(part=Part.KEY, relative=0.1, seed=1)
+    Perturb(part=Part.KEY, relative=0.1, seed=1)
     """
 
     part: Part = Part.QUERY
-    scale: float = 0.1
+    sigma: float | None = None
+    relative: float | None = None
     seed: int = 0
     hears = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.seed = whole_number("seed", self.seed, at_least=0)
-        self.scale = real_number("scale", self.scale, at_least=0)
+        self.seed = seed_number(self.seed)
+        if (self.sigma is None) == (self.relative is None):
+            raise HelmscopeError(
+                f"sigma is {self.sigma!r} and relative is {self.relative!r}, but exactly one of them must be given"
+            )
+        if self.sigma is not None:
+            self.sigma = real_number("sigma", self.sigma, at_least=0)
+        if self.relative is not None:
+            self.relative = real_number("relative", self.relative, at_least=0)
         if not isinstance(self.part, Part):
             raise HelmscopeError(f"part is {self.part!r}, but it must be Part.QUERY, Part.KEY or Part.VALUE")
 
@@ -234,12 +247,18 @@ class Perturb(Change):
             return call
         old: Tensor = getattr(call, self.part.value)
         first = self.rows.start or 0
-        seeds = [hash((self.seed, layer, first + k)) % 2**32 for k in range(len(old))]
-        draws = [torch.Generator().manual_seed(seed) for seed in seeds]
-        noise = torch.stack([torch.randn(old.shape[1:], generator=g, dtype=torch.float64) for g in draws]).to(old)
-        size = old.float().square().mean((1, 2, 3), keepdim=True).sqrt().to(old)
-        new: dict[str, Any] = {self.part.value: old + self.scale * size * noise}
+        noise = torch.stack([self._noise(layer, first + k, old.shape[1:]) for k in range(len(old))]).to(old)
+        if self.relative is None:
+            size = torch.tensor(self.sigma).to(old)
+        else:
+            size = self.relative * old.float().square().mean((1, 2, 3), keepdim=True).sqrt().to(old)
+        new: dict[str, Any] = {self.part.value: old + size * noise}
         return replace(call, **new)
+
+    def _noise(self, layer: int, text: int, shape: torch.Size) -> Tensor:
+        """Standard normal numbers, in float64 on the CPU."""
+        source = np.random.SeedSequence(self.seed, spawn_key=(layer, text))
+        return torch.from_numpy(np.random.Generator(np.random.Philox(source)).standard_normal(tuple(shape)))
 
 
 @dataclass(eq=False, repr=False)

@@ -5,14 +5,15 @@ tokens live on.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from helmscope.fields.norms import LayerNorm
 from helmscope.models.norm_reading import read_norm
 from helmscope.models.probe import LayerProbe, no_cache, probe
+from helmscope.models.sphere import embedding_norm
 from helmscope.models.tap import can_be_tapped
-from helmscope.models.topology import Wiring, find_wiring
+from helmscope.models.topology import Kind, Wiring, find_wiring
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -41,13 +42,21 @@ class Layer:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Anatomy:
-    """The layers of a model. ``centered``: its norms remove the token mean, so that its sphere is S^(d-2)."""
+    """The layers of a model. ``centered``: its norms remove the token mean, so that its sphere is S^(d-2).
+    ``embedding_norm`` of a post-norm model is the norm that gives the first block's input, with its module.
+    """
 
     model: Any
     layers: tuple[Layer, ...]
     dim: int
     centered: bool
     tapped: bool
+    embedding_norm: tuple[nn.Module, Norm] | None = None
+
+    @property
+    def post_norm(self) -> bool:
+        """Whether states are what norms gave."""
+        return any(layer.wiring.kind is Kind.POST_NORM for layer in self.layers)
 
     @property
     def blocks(self) -> list[nn.Module]:
@@ -82,7 +91,10 @@ def dissect(model: Any, inputs: Mapping[str, Tensor]) -> tuple[Anatomy, list[Lay
         behind = read_norm(layers[0].part(layers[0].wiring.attention), seen[0].pre)
         norms = [] if behind is None else [behind]
     centered = any(isinstance(norm, LayerNorm) for norm in norms)
-    return Anatomy(model, layers, seen[0].pre.shape[-1], centered, can_be_tapped(model)), seen
+    anatomy = Anatomy(model, layers, seen[0].pre.shape[-1], centered, can_be_tapped(model))
+    if anatomy.post_norm:
+        anatomy = replace(anatomy, embedding_norm=embedding_norm(model, anatomy.blocks, inputs, seen[0].pre))
+    return anatomy, seen
 
 
 def _layer(seen: LayerProbe, number: int) -> Layer:

@@ -118,9 +118,11 @@ def logits_line(anatomy: Anatomy, inputs: Mapping[str, Tensor], recorded: Tensor
     return Line.held("logits", apart, most, "recording differs from eager attention", blocks)
 
 
-def attention_lines(anatomy: Anatomy, seen: list[LayerProbe], heard: list[Tensor], causal: bool | None) -> list[Line]:
-    """One record a layer, the same by the probe and by a watcher; rows that sum to 1 or miss a stated mass; nothing of
-    the future.
+def attention_lines(
+    anatomy: Anatomy, seen: list[LayerProbe], heard: list[Tensor], causal: bool | None, visible: Tensor | None = None
+) -> list[Line]:
+    """One record per layer, the same by the probe and by a watcher; rows that sum to 1 or miss a stated mass; nothing
+    of the future. Rows of padding, where ``visible`` is False, look anywhere.
     """
     rows = [_weights(layer, found) for layer, found in zip(anatomy.layers, seen, strict=True)]
     known = [each for each in rows if each is not None]
@@ -135,7 +137,8 @@ def attention_lines(anatomy: Anatomy, seen: list[LayerProbe], heard: list[Tensor
     sums = Line.held("rows", over, 3e-2 if known[0].dtype.itemsize < 4 else 1e-5, says, ("kernel", "replay"))
     if causal is None:
         return [count, sums, Line("causality", None, "not to be told: images, one token alone, or tokens apart")]
-    later = worst_of(float(each.triu(1).abs().max()) for each in known)
+    asked = 1 if visible is None else visible[:, None, :, None]
+    later = worst_of(float((each.triu(1).abs() * asked).max()) for each in known)
     ahead = Line.held("causality", later, 0.0, "no weight on later tokens", ("kernel", "replay"))
     return [count, sums, ahead if causal else Line("causality", None, "attention looks both ways")]
 
@@ -242,3 +245,21 @@ def virtual_line(anatomy: Anatomy) -> Line | None:
     if not any(layer.wiring.kind is Kind.PARALLEL for layer in anatomy.layers):
         return None
     return Line("mid state", None, "virtual: attention and MLP read the same state, and input + attention is shown")
+
+
+def sphere_line(anatomy: Anatomy, seen: list[LayerProbe]) -> Line | None:
+    """In a post-norm model, gain and bias of every norm against what its module gave."""
+    if not anatomy.post_norm:
+        return None
+    gaps = []
+    for number, (layer, found) in enumerate(zip(anatomy.layers, seen, strict=True)):
+        for norm, path in ((layer.mlp_norm, layer.wiring.middle), (layer.close_norm, layer.wiring.close)):
+            if norm is None or path is None:
+                says = f"a norm of layer {number} is of a kind that is not known: its gain cannot be folded out"
+                return Line("sphere", None, says, blocks=("on_sphere",))
+            shown = next(call for call in found.calls if call.path == path)
+            assert shown.input is not None
+            assert shown.output is not None
+            gaps.append(relative(norm(shown.input.double()), shown.output))
+    says = "norms with the gain and bias that were read give what their modules give"
+    return Line.held("sphere", worst_of(gaps), bound(seen[0].pre.dtype, inside=True), says, ("on_sphere",))

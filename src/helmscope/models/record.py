@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from helmscope.models import certify
 from helmscope.models.anatomy import Anatomy, dissect
 from helmscope.models.boxed import FIRST, box_texts
@@ -44,8 +46,8 @@ def record(
     ``model`` is one in the box ("A", "B", "tied"), a Hub id, a folder, a model in memory or a ``Loaded``; ``options``
     are those of ``load``. ``texts`` are strings, token ids (batch, n), images, or a mapping of the forward's inputs,
     such as a tokenizer gives; by default the texts in the box. Padding and, where the tokenizer is known, special
-    tokens are masked: they take part, but no observable counts them. Padding on the left is moved to the right, and
-    masks such as ``tokens=`` and ``keys=`` follow ``recording.batch``.
+    tokens take part, but have weight 0: no statistic counts them. Padding on the left is moved to the right, and masks
+    such as ``tokens=`` and ``keys=`` follow ``recording.batch``; tokens hidden inside a text stay where they are.
 
     Attention runs eager, to the bit; nothing of size n x n is kept unless ``keep`` asks for it. Every recording has a
     certificate, and a check that fails blocks what depends on it. Refused while a change is attached to the model:
@@ -84,18 +86,16 @@ def _recorded(
     with watching(anatomy, Recorder(anatomy, 1)):
         off = certify.relative(run(trunk, longest, **anatomy.options)[0], untouched)
     line, forces = certify.mlp_line(anatomy, seen)
+    lines = [*_lines(anatomy, seen, batch, off), line]
+    lines += [each for each in (_padding_line(batch, anatomy),) if each is not None]
     recorder = Recorder(anatomy, len(batch))
     blank = Recording(anatomy, batch, None, Certificate(()), loaded.origin, forces, batch_size)  # type: ignore[arg-type]
     keeper = Keeper(keep, anatomy)
     blank.forward(recorder, keeper, progress=progress)
     assert recorder.stream is not None
     assert recorder.errors is not None
-    lines = [
-        *_lines(anatomy, seen, batch, off),
-        certify.residual_line(recorder.errors, loaded.model.dtype),
-        certify.finite_line(recorder.stream.radius),
-        line,
-    ]
+    lines.append(certify.residual_line(recorder.errors, loaded.model.dtype))
+    lines.append(certify.finite_line(recorder.stream.radius))
     return replace(blank, stream_=recorder.stream, certificate=Certificate(tuple(lines)), kept=keeper.kept)
 
 
@@ -104,18 +104,44 @@ def _probed(batch: Batch, model: Any) -> dict[str, Tensor]:
     device = next(model.parameters()).device
     if "input_ids" not in batch.inputs:
         return batch.rows(slice(0, PROBED_TEXTS)).to(device)
-    if "attention_mask" in batch.inputs:
-        lengths = batch.inputs["attention_mask"].sum(-1)
+    rows, begin = sorted({0, len(batch) - 1}), 0
+    if batch.visible is not None:
+        lengths = batch.visible.sum(-1)
         rows = sorted({int(lengths.argmin()), int(lengths.argmax())})
-    else:
-        rows = sorted({0, len(batch) - 1})
-    return {name: value[rows, :PROBED_TOKENS].to(device) for name, value in batch.inputs.items()}
+        n = batch.visible.shape[1]  # padding that was left on the left is passed over
+        begin = min(int(batch.visible[rows].int().argmax(-1).max()), max(0, n - PROBED_TOKENS))
+    window = slice(begin, begin + PROBED_TOKENS)
+    return {name: value[rows, window].to(device) for name, value in batch.inputs.items()}
 
 
 def _longest(batch: Batch, model: Any) -> dict[str, Tensor]:
     """The longest text, whole, on the model's device."""
-    row = int(batch.inputs["attention_mask"].sum(-1).argmax()) if "attention_mask" in batch.inputs else 0
+    row = 0 if batch.visible is None else int(batch.visible.sum(-1).argmax())
     return batch.rows(slice(row, row + 1)).to(next(model.parameters()).device)
+
+
+def _padding_line(batch: Batch, anatomy: Anatomy) -> Line | None:
+    """Where padding was moved to the right, the last states of the text that had most of it against what the model
+    gives for the inputs as they came.
+    """
+    if batch.given is None or batch.visible is None:
+        return None
+    model, options = trunk_of(anatomy.model), no_cache(anatomy.model)
+    device = next(anatomy.model.parameters()).device
+    came = batch.given["attention_mask"].bool()
+    row = int(came.int().argmax(-1).argmax())
+    one = slice(row, row + 1)
+    given = run(model, {name: value[one].to(device) for name, value in batch.given.items()}, **options)[0]
+    moved = run(model, batch.rows(one).to(device), **options)[0]
+    off = certify.relative(moved[batch.visible[one]], given[came[one]])
+    most = certify.bound(moved.dtype, inside=True)
+    if off <= most:
+        return Line("padding", True, "moved from the left to the right, which makes no difference", off, most)
+    says = (
+        f"moved from the left to the right; as the inputs came, the model counts positions from the padding on and its "
+        f"states differ by {off:.1e}: pass position_ids to record that"
+    )
+    return Line("padding", None, says)
 
 
 def _lines(anatomy: Anatomy, seen: list[LayerProbe], batch: Batch, off: float) -> list[Line]:
@@ -131,11 +157,15 @@ def _lines(anatomy: Anatomy, seen: list[LayerProbe], batch: Batch, off: float) -
         certify.topology_line(anatomy, seen),
         certify.states_line(recorder.stream, anatomy, seen),
         certify.logits_line(anatomy, inputs, recorded, off),
-        *certify.attention_lines(anatomy, seen, heard, _is_causal(anatomy, inputs)),
+        *certify.attention_lines(anatomy, seen, heard, _is_causal(anatomy, inputs), _visible(inputs)),
         certify.heads_line(anatomy, seen),
         _lens_line(anatomy, recorder, inputs, recorded),
     ]
-    more = (certify.head_line(anatomy, recorded), certify.virtual_line(anatomy))
+    more = (
+        certify.head_line(anatomy, recorded),
+        certify.virtual_line(anatomy),
+        certify.sphere_line(anatomy, seen),
+    )
     return [*lines, *(line for line in more if line is not None)]
 
 
@@ -151,23 +181,32 @@ def _lens_line(anatomy: Anatomy, recorder: Recorder, inputs: dict[str, Tensor], 
     return Line.held("lens", off, certify.bound(wanted.dtype, inside=True), says, ("lens", "resume"))
 
 
+def _visible(inputs: dict[str, Tensor]) -> Tensor | None:
+    return inputs["attention_mask"].bool() if "attention_mask" in inputs else None
+
+
 def _is_causal(anatomy: Anatomy, inputs: dict[str, Tensor]) -> bool | None:
     """Whether another last token leaves the last states before it as they were, in the untouched model; None where that
-    cannot be asked, or where another first token makes no difference to the later ones either.
+    cannot be asked, or where another first token makes no difference to the later ones either. Padding is not asked.
     """
-    if "input_ids" not in inputs or inputs["input_ids"].shape[1] < 2:
+    if "input_ids" not in inputs:
         return None
     trunk, options = trunk_of(anatomy.model), no_cache(anatomy.model)
     size = int(anatomy.model.get_input_embeddings().num_embeddings)
-
+    ids = inputs["input_ids"]
+    visible, n = _visible(inputs), ids.shape[1]
+    visible = torch.ones_like(ids).bool() if visible is None else visible
+    first, last = visible.int().argmax(1, keepdim=True), n - 1 - visible.flip(1).int().argmax(1, keepdim=True)
+    if not bool((first < last).any()):
+        return None
     once: Tensor = run(trunk, inputs, **options)[0]
 
-    def moved(at: int) -> Tensor:
-        """How far the last states go when one token is another."""
-        other = inputs["input_ids"].clone()
-        other[:, at] = (other[:, at] + 1) % size
+    def moved(at: Tensor) -> float:
+        """How far the other tokens' last states go when the tokens number ``at`` are others."""
+        other = ids.scatter(1, at, (ids.gather(1, at) + 1) % size)
         twice: Tensor = run(trunk, inputs | {"input_ids": other}, **options)[0]
-        return (once - twice).abs().amax((0, 2)) / once.abs().max()
+        others = visible.scatter(1, at, False)
+        return float(((once - twice).abs().amax(-1) * others).max() / once.abs().max())
 
-    last, first = float(moved(-1)[:-1].max()), float(moved(0)[1:].max())
-    return None if max(last, first) <= 1e-6 else last <= 1e-4 * first
+    by_last, by_first = moved(last), moved(first)
+    return None if max(by_last, by_first) <= 1e-6 else by_last <= 1e-4 * by_first

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +18,7 @@ from helmscope.models.keep import Keep, Keeper
 from helmscope.models.place import Frozen, Place
 from helmscope.models.probe import run, trunk_of
 from helmscope.models.recorder import Recorder
+from helmscope.models.sphere import on_sphere
 from helmscope.models.topology import Kind
 from helmscope.models.watch import Site, Watcher, bytes_of, check_watchers, held_unwatched, watching
 from helmscope.store.manifest import Manifest, hash_bytes
@@ -26,7 +28,6 @@ if TYPE_CHECKING:
     from jaxtyping import Bool, Float
     from torch import Tensor
 
-    from helmscope.fields.norms import Norm
     from helmscope.models.anatomy import Anatomy
     from helmscope.models.certificate import Certificate
     from helmscope.models.experts import Behind
@@ -52,8 +53,10 @@ class Recording:
     >>> recording = record(model, torch.tensor([[1, 2, 3, 4]]))
     >>> recording
     <Recording of gpt2: sequential pre-norm; 2 layers, width 8; 1 texts x 4 tokens (73e200e2b048); certificate ok>
-    >>> recording.kernel(0).shape, recording.resume(2, recording.trajectory.states[2]).trajectory.times
-    (torch.Size([1, 2, 4, 4]), tensor([2., 3., 4.], dtype=torch.float64))
+    >>> recording.resume(depth=2, states=recording.trajectory.states[2]).trajectory.times
+    tensor([2., 3., 4.], dtype=torch.float64)
+    >>> recording.kernel(layer=0).shape
+    torch.Size([1, 2, 4, 4])
     """
 
     anatomy: Anatomy
@@ -80,109 +83,121 @@ class Recording:
 
     @property
     def trajectory(self) -> Trajectory:
-        """What the tokens did: directions, the radius that was divided out, the mask of the tokens that count."""
+        """What the tokens did: directions, the radius that was divided out, the weights by which tokens count (0 for
+        padding and special tokens).
+        """
         self.certificate.require("trajectory")
-        stream = self.stream_
+        stream, counted = self.stream_, self.batch.counted
         times = torch.arange(self.first, self.first + len(stream.radius), dtype=torch.float64)
-        return Trajectory(times, stream.direction, self.batch.mask, stream.radius, self.batch.tokens)
+        weights = None if counted is None else counted.to(stream.radius).unsqueeze(0)
+        return Trajectory(times, stream.direction, weights, stream.radius, self.batch.tokens, axis="depth")
 
-    @property
+    @cached_property
     def on_sphere(self) -> Trajectory:
         """The trajectory with gain and bias folded out of every state that a norm gave, which is the sphere of the
-        theory. It differs from ``trajectory`` in a post-norm model only, and there but for its first state; radii are
-        those of the states without gain and bias.
+        theory; radii are those of the states without gain and bias.
+
+        It differs from ``trajectory`` in a post-norm model only, which is run once more for it.
         """
         path = self.trajectory
-        states, radius = path.states.clone(), self.stream_.radius.clone()
-        for step in range(len(path.times)):
-            depth = self.first + step
-            layer = self.anatomy.layers[max(depth - 1, 0) // 2]
-            norm = layer.mlp_norm if depth % 2 else layer.close_norm
-            if depth and layer.wiring.kind is Kind.POST_NORM and norm is not None:
-                plain = _without_gain(norm, self.stream_.at(step))
-                radius[step] = torch.linalg.vector_norm(plain, dim=-1)
-                states[step] = plain / radius[step].unsqueeze(-1)
-        return replace(path, states=states, radius=radius)
+        if not self.anatomy.post_norm:
+            return path
+        self.certificate.require("on_sphere")
+        plain = on_sphere(self)
+        return replace(path, states=plain.direction, radius=plain.radius)
 
     @property
-    def layers(self) -> int:
-        """How many layers the model has."""
-        return len(self.anatomy.layers)
+    def layers(self) -> range:
+        """The layers whose mechanism can be asked for: all, or in a resumed recording those from where it begins."""
+        count = len(self.anatomy.layers)
+        return range(min(self.first // 2, count - 1), count)
 
-    def layer(self, step: int) -> int:
-        """The layer to which a time index belongs: that which reads the state; the last for the last state."""
-        count = len(self.stream_.radius)
-        if isinstance(step, bool) or not isinstance(step, int) or not -count <= step < count:
-            raise HelmscopeError(f"step is {step!r}, but it must be a time index from 0 to {count - 1}")
-        return min((self.first + step % count) // 2, self.layers - 1)
+    @property
+    def visible(self) -> Bool[Tensor, "batch n"] | None:
+        """The tokens that attention sees, special ones included; None where it sees all."""
+        return self.batch.visible
 
-    def stream(self, step: int) -> Float[Tensor, "batch n d"]:
-        """The residual stream at time index ``step`` as it is."""
+    def _layer(self, layer: int) -> int:
+        if isinstance(layer, bool) or not isinstance(layer, int) or layer not in self.layers:
+            first, last = self.layers[0], self.layers[-1]
+            raise HelmscopeError(f"layer is {layer!r}, but this recording has layers {first} to {last}")
+        return layer
+
+    def _step(self, depth: int) -> int:
+        """The time index of a depth."""
+        last = self.first + len(self.stream_.radius) - 1
+        if isinstance(depth, bool) or not isinstance(depth, int) or not self.first <= depth <= last:
+            raise HelmscopeError(f"depth is {depth!r}, but this recording has depths {self.first} to {last}")
+        return depth - self.first
+
+    def stream(self, *, depth: int) -> Float[Tensor, "batch n d"]:
+        """The residual stream at a depth as it is."""
         self.certificate.require("trajectory")
-        self.layer(step)
-        return self.stream_.at(step)
+        return self.stream_.at(self._step(depth))
 
-    def kernel(self, step: int) -> Float[Tensor, "batch heads n n"]:
-        """The attention weights of the layer to which ``step`` belongs, kept ones or by another run of the model."""
+    def kernel(self, *, layer: int) -> Float[Tensor, "batch heads n n"]:
+        """The attention weights of a layer, kept ones or by another run of the model."""
         self.certificate.require("kernel")
+        layer = self._layer(layer)
         if "weights" in self.kept:
-            return self.kept["weights"][self.layer(step)]
-        keep = _KeepWeights(self.layer(step))
+            return self.kept["weights"][layer]
+        keep = _KeepWeights(layer)
         self.forward(keep)
         return torch.cat(keep.weights)
 
-    def force(self, step: int) -> Any:
-        """The MLP of the layer to which ``step`` belongs, as a field on unit vectors with gain and bias of its norm
-        folded in, times the residual multiplier. A norm behind the MLP (sandwich) is not part of it.
+    def force(self, *, layer: int) -> Any:
+        """The MLP of a layer as a field on unit vectors with gain and bias of its norm folded in, times the residual
+        multiplier. A norm behind the MLP (sandwich) is not part of it.
 
         What the module computes is its value at ``points``, whatever a change does to what it writes.
         """
         self.certificate.require("force")
-        force = self.forces[self.layer(step)]
+        force = self.forces[self._layer(layer)]
         assert force is not None  # or the certificate would not let us through
         return force.folded()
 
-    def points(self, step: int) -> Float[Tensor, "batch n d"]:
-        """Where ``force`` of the same step is to be evaluated to give what the MLP gave: core(z) / sqrt(d), with z what
-        its norm reads.
+    def points(self, *, layer: int) -> Float[Tensor, "batch n d"]:
+        """Where ``force`` of the same layer is to be evaluated to give what the MLP gave: core(z) / sqrt(d), with z
+        what its norm reads.
 
         That is the direction of the state that the MLP reads, but for the norm's epsilon; in a post-norm model the
         direction before gain and bias; in a model without a norm before the MLP the state itself, radius and all.
         """
         self.certificate.require("force")
-        layer = self.anatomy.layers[self.layer(step)]
-        kind, norm = layer.wiring.kind, layer.mlp_norm
-        depth = 2 * self.layer(step) + (kind is not Kind.PARALLEL) - self.first
-        if depth < 0:
-            raise HelmscopeError(f"step is {step}, but the recording begins behind what its MLP reads")
-        state = self.stream_.at(depth)
+        own = self.anatomy.layers[self._layer(layer)]
+        kind, norm = own.wiring.kind, own.mlp_norm
+        depth = 2 * layer + (kind is not Kind.PARALLEL)
+        if depth < self.first:
+            raise HelmscopeError(f"layer is {layer}, but the recording begins behind what its MLP reads")
         if norm is None:
-            return state
+            return self.stream(depth=depth)
         if kind is not Kind.POST_NORM:
-            return norm.core()(state) / math.sqrt(self.anatomy.dim)
-        return _without_gain(norm, state) / math.sqrt(self.anatomy.dim)
+            return norm.core()(self.stream(depth=depth)) / math.sqrt(self.anatomy.dim)
+        plain, step = self.on_sphere, self._step(depth)
+        assert plain.radius is not None
+        return plain.radius[step].unsqueeze(-1) * plain.states[step] / math.sqrt(self.anatomy.dim)
 
     def resume(
         self,
-        step: int,
+        *,
+        depth: int,
         states: Float[Tensor, "batch n d"],
         generator: torch.Generator | None = None,
-        *,
         frozen: Bool[Tensor, "batch n"] | None = None,
     ) -> Recording:
-        """Continue from time index ``step`` with other directions; radius and mean stay as they were.
+        """Continue from a depth with other directions; radius and mean stay as they were.
 
         Tokens where ``frozen`` is True keep the states they had at every later depth, in a further resume too.
         """
         self.certificate.require("resume")
-        self.layer(step)
+        step = self._step(depth)
         radius = self.stream_.radius[step].unsqueeze(-1)
         _check_states(states, self.stream_.direction[step], frozen)
         raw = radius * states.to(radius)
         raw = raw if self.stream_.mean is None else raw + self.stream_.mean[step].unsqueeze(-1)
         before = [each.frozen for each in self.watchers if isinstance(each, Place)]
         kept = Frozen(frozen, self.stream_, self.first) if frozen is not None else before[-1] if before else None
-        place = Place(self.first + step % len(self.stream_.radius), raw, self.anatomy, kept)
+        place = Place(depth, raw, self.anatomy, kept)
         # what an earlier resume put in lies before this one, and is still read beside a virtual mid state
         changes = tuple(each for each in self.watchers if place.skip == 0 or not isinstance(each, Place))
         return replace(self, watchers=changes).under(place, first=place.depth)
@@ -222,17 +237,16 @@ class Recording:
         self.certificate.require("replay")
         self.forward(*(_Reducing(reducer, self.first // 2) for reducer in reducers))
 
-    def logits(self, step: int | None = None, *, rows: slice = slice(None)) -> Float[Tensor, "batch n vocabulary"]:
-        """What the model's head makes of its last state, or of the state at time index ``step`` (the lens), for the
-        texts ``rows``. Without ``step``, of a model without such a head, what it returns first.
+    def logits(self, *, depth: int | None = None, rows: slice = slice(None)) -> Float[Tensor, "batch n vocabulary"]:
+        """What the model's head makes of its last state, or of the state at a depth (the lens), for the texts ``rows``.
+        Without ``depth``, of a model without such a head, what it returns first.
         """
         self.certificate.require("lens")
-        if step is None:
+        if depth is None:
             return self.forward(whole=True, only=rows)
         self.certificate.require("lens over depth")
-        self.layer(step)
-        state = self.stream_.at(step % len(self.stream_.radius))
-        return self.forward(Place(2 * self.layers, state, self.anatomy), whole=True, only=rows)
+        state = self.stream_.at(self._step(depth))
+        return self.forward(Place(2 * len(self.anatomy.layers), state, self.anatomy), whole=True, only=rows)
 
     def manifest(self, *, seed: int = 0) -> Manifest:
         """What is to be written beside anything measured on this recording: files and their hashes, revision, texts,
@@ -277,7 +291,7 @@ class Recording:
         if model.training:
             raise HelmscopeError("the model is in training mode, where every forward is another: call model.eval()")
         # whoever hears attention hears that of the layer in which a mid state is put, which reads the layers before
-        heard = any(watcher.hears or (isinstance(watcher, Keeper) and watcher.what) for watcher in everyone)
+        heard = any(each.hears or each.every_layer or (isinstance(each, Keeper) and each.what) for each in everyone)
         skip = 0 if heard else max((each.skip for each in everyone if isinstance(each, Place)), default=0)
         with watching(self.anatomy, *everyone, skip=skip), _rows_forgotten(everyone):
             start, stop, _ = only.indices(len(self.batch))
@@ -291,12 +305,6 @@ class Recording:
                 if progress is not None:
                     progress(rows.stop, len(self.batch))
         return torch.cat(found) if whole else torch.empty(0)
-
-
-def _without_gain(norm: Norm, state: Tensor) -> Tensor:
-    """What a norm gave, before its gain and bias."""
-    state = state if norm.bias is None else state - norm.bias.to(state)
-    return state if norm.gain is None else state / norm.gain.to(state)
 
 
 @contextmanager

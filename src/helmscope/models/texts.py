@@ -1,4 +1,4 @@
-"""Texts, token ids or images as the inputs of a model, with the mask of the tokens that count."""
+"""Texts, token ids or images as the inputs of a model: which tokens attention sees, and which of them count."""
 
 from __future__ import annotations
 
@@ -20,11 +20,16 @@ WORDS_KEPT = ("input_ids", "attention_mask", "token_type_ids")
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Batch:
-    """What a forward gets. ``mask`` (batch, n) is False at padding and special tokens, None where all tokens count."""
+    """What a forward gets. ``visible`` (batch, n) is False at tokens that attention does not see, padding and holes;
+    ``counted`` is False at those and at special tokens, which statistics leave out. None where all are True.
+    ``given`` holds the inputs as they came where padding was moved from the left to the right.
+    """
 
     inputs: Mapping[str, Tensor]
-    mask: Bool[Tensor, "batch n"] | None = None
+    counted: Bool[Tensor, "batch n"] | None = None
     tokens: tuple[tuple[str, ...], ...] | None = None
+    visible: Bool[Tensor, "batch n"] | None = None
+    given: Mapping[str, Tensor] | None = None
 
     def __repr__(self) -> str:
         return f"<Batch: {', '.join(f'{name} {tuple(value.shape)}' for name, value in self.inputs.items())}>"
@@ -36,8 +41,10 @@ class Batch:
         """Some prompts of the batch."""
         return Batch(
             {name: value[rows] for name, value in self.inputs.items()},
-            None if self.mask is None else self.mask[rows],
+            None if self.counted is None else self.counted[rows],
             None if self.tokens is None else self.tokens[rows],
+            None if self.visible is None else self.visible[rows],
+            None if self.given is None else {name: value[rows] for name, value in self.given.items()},
         )
 
     def to(self, device: torch.device) -> dict[str, Tensor]:
@@ -50,14 +57,15 @@ def prepare(model: Any, texts: Any, tokenizer: Any = None, *, truncate: bool = F
     the model's forward, such as a tokenizer gives, as a batch.
 
     Texts of different lengths are padded on the right. Padding and, where the tokenizer is known, special tokens take
-    part in the forward but not in what is measured. Refused, in one sentence: no texts, an empty text, a text longer
+    part in the forward but not in what statistics count. Padding on the left is moved to the right; tokens hidden
+    inside a text stay where they are. Refused, in one sentence: no texts, an empty text, a text longer
     than the model's context unless ``truncate``, an id that the model has no embedding for, a text of which no token
     counts. ``why`` says why there is no tokenizer, where one was to be had.
     """
     if isinstance(tokenizer, str):
         raise HelmscopeError(f"tokenizer is {tokenizer!r:.60}, but it must be a tokenizer, not its name")
     if isinstance(texts, Mapping):
-        return _counted(_from_inputs(model, texts), tokenizer)
+        return _counted(_from_inputs(model, texts, truncate), tokenizer)
     if isinstance(texts, torch.Tensor):
         return _counted(_from_tensor(model, texts, truncate), tokenizer)
     if isinstance(texts, str) or not isinstance(texts, Sequence):
@@ -75,39 +83,74 @@ def prepare(model: Any, texts: Any, tokenizer: Any = None, *, truncate: bool = F
 
 def _counted(batch: Batch, tokenizer: Any) -> Batch:
     """The batch with special tokens out of the count."""
-    ids, mask = batch.inputs.get("input_ids"), batch.mask
+    ids, counted = batch.inputs.get("input_ids"), batch.visible
     if ids is None:
         return batch
     if tokenizer is not None:
-        special = set(tokenizer.all_special_ids) - {tokenizer.unk_token_id}  # an unknown word is a word
-        words = ~torch.isin(ids, torch.tensor(sorted(special), dtype=ids.dtype, device=ids.device))
-        mask = mask & words if mask is not None else None if bool(words.all()) else words
-    if mask is not None and not bool(mask.any(-1).all()):
-        bare = int((~mask.any(-1)).nonzero()[0])
+        special = torch.tensor(_special_ids(tokenizer), dtype=ids.dtype, device=ids.device)
+        words = ~torch.isin(ids, special)
+        counted = counted & words if counted is not None else None if bool(words.all()) else words
+    if counted is not None and not bool(counted.any(-1).all()):
+        bare = int((~counted.any(-1)).nonzero()[0])
         raise HelmscopeError(f"texts[{bare}] has no token that counts, but only special tokens or padding")
-    return replace(batch, mask=mask)
+    return replace(batch, counted=counted)
 
 
-def _from_inputs(model: Any, given: Mapping[str, Any]) -> Batch:
-    """Inputs as they are; tokens that the attention mask hides do not count."""
+def _special_ids(tokenizer: Any) -> list[int]:
+    """The ids of special tokens. An unknown word is a word, unless its token serves as another special one too, as
+    <|endoftext|> does in GPT-2.
+    """
+    roles = ("bos_token_id", "eos_token_id", "pad_token_id", "cls_token_id", "sep_token_id", "mask_token_id")
+    others = {getattr(tokenizer, role, None) for role in roles}
+    unknown = tokenizer.unk_token_id
+    return sorted(set(tokenizer.all_special_ids) - ({unknown} if unknown not in others else set()))
+
+
+def _from_inputs(model: Any, given: Mapping[str, Any], truncate: bool) -> Batch:
+    """Named inputs; padding on the left goes to the right where nothing but ids, mask and segments is given."""
     try:
         inputs = {str(name): torch.as_tensor(value) for name, value in given.items()}
     except (ValueError, TypeError, RuntimeError) as error:
-        raise HelmscopeError("texts holds a value that is no tensor: pad the texts to one length") from error
+        raise HelmscopeError("texts holds a value that is not a tensor: pad the texts to one length") from error
     if "labels" in inputs:
         raise HelmscopeError("texts names labels, with which a model returns its loss first: leave them out")
     main = inputs.get("input_ids", inputs.get("pixel_values"))
-    if main is None or any(len(value) != len(main) or not len(value) for value in inputs.values()):
+    lengths = {len(value) if value.ndim else 0 for value in inputs.values()}
+    if main is None or len(lengths) != 1 or 0 in lengths:
         raise HelmscopeError(
             f"texts names {sorted(inputs)}, but it must hold input_ids or pixel_values, equally many of each"
         )
-    mask = inputs.get("attention_mask")
-    if mask is not None and set(inputs) <= set(WORDS_KEPT):  # padding on the left goes to the right
-        order = torch.argsort(~mask.bool(), dim=1, stable=True)
-        inputs = {name: value.gather(1, order) for name, value in inputs.items()}
-        main, mask = inputs["input_ids"], inputs["attention_mask"]
-    plain = _from_tensor(model, main, truncate=False)
-    return Batch(inputs, None if mask is None else mask.bool(), plain.tokens)
+    plain = _from_tensor(model, main, truncate)
+    if "input_ids" not in inputs:
+        return Batch({**inputs, **plain.inputs})
+    n = plain.inputs["input_ids"].shape[1]
+    if n < main.shape[1]:
+        inputs = {name: value[:, :n] if value.shape[1:2] == main.shape[1:] else value for name, value in inputs.items()}
+    visible = _visible(inputs)
+    came, moved = inputs, None
+    if visible is not None and set(inputs) <= set(WORDS_KEPT):
+        leading = visible.int().argmax(1, keepdim=True)  # what lies before the first visible token
+        if bool(leading.any()):
+            order = (torch.arange(n, device=leading.device) + leading) % n
+            inputs, moved = {name: value.gather(1, order) for name, value in came.items()}, came
+            visible = visible.gather(1, order)
+    return Batch(inputs, None, _labels(inputs["input_ids"]), visible, moved)
+
+
+def _visible(inputs: Mapping[str, Tensor]) -> Bool[Tensor, "batch n"] | None:
+    """The attention mask as booleans, checked; None where all tokens are seen."""
+    ids, mask = inputs["input_ids"], inputs.get("attention_mask")
+    if mask is None:
+        return None
+    if mask.shape != ids.shape or not bool(((mask == 0) | (mask == 1)).all()):
+        raise HelmscopeError(
+            f"attention_mask has shape {tuple(mask.shape)}, but it must hold 0 or 1 for each of {tuple(ids.shape)} ids"
+        )
+    visible = mask.bool()
+    if not bool(visible.any(-1).all()):
+        bare = int((~visible.any(-1)).nonzero()[0])
+        raise HelmscopeError(f"texts[{bare}] has no token that counts: its attention_mask is 0 throughout")
+    return visible
 
 
 def _from_tensor(model: Any, value: Tensor, truncate: bool) -> Batch:
@@ -125,8 +168,11 @@ def _from_tensor(model: Any, value: Tensor, truncate: bool) -> Batch:
     if truncate and (limit := context_length(model)) is not None:
         value = value[:, :limit]
     _check_length(model, [value.shape[1]] * len(value))
-    labels = tuple(tuple(str(k) for k in row) for row in value.tolist())
-    return Batch({"input_ids": value}, None, labels)
+    return Batch({"input_ids": value}, None, _labels(value))
+
+
+def _labels(ids: Tensor) -> tuple[tuple[str, ...], ...]:
+    return tuple(tuple(str(k) for k in row) for row in ids.tolist())
 
 
 def _from_strings(model: Any, texts: list[str], tokenizer: Any, truncate: bool) -> Batch:
@@ -147,7 +193,7 @@ def _from_strings(model: Any, texts: list[str], tokenizer: Any, truncate: bool) 
     _check_ids(model, ids)
     real = torch.tensor([[True] * len(row) + [False] * (n - len(row)) for row in rows])
     labels = tuple(tuple(tokenizer.convert_ids_to_tokens(row)) for row in ids.tolist())
-    return Batch({"input_ids": ids, "attention_mask": real.long()}, real, labels)
+    return Batch({"input_ids": ids, "attention_mask": real.long()}, None, labels, real)
 
 
 def context_length(model: Any) -> int | None:

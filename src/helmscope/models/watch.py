@@ -66,6 +66,7 @@ class Watcher:
 
     sites: frozenset[Site] = frozenset()
     hears: bool = False
+    every_layer: bool = False  # whether the layers before a state that is put in must run all the same
     rows: slice = slice(None)  # the texts of the batch that are under way
     texts: int | None = None  # how many the batch has, where that is known
 

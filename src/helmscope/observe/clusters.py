@@ -9,25 +9,25 @@ import torch
 
 from helmscope.geometry.linkage import spanning_tree, without_padding
 from helmscope.geometry.sphere import check_tokens
-from helmscope.observe.track import real_tokens
+from helmscope.observe.track import token_weights
 from helmscope.types import HelmscopeError, real_number
 
 if TYPE_CHECKING:
-    from jaxtyping import Bool, Float, Int
+    from jaxtyping import Float, Int
     from torch import Tensor
 
 
 def cluster_count(
-    x: Float[Tensor, "*batch n d"], *, radius: float, mask: Bool[Tensor, "*batch n"] | None = None
+    x: Float[Tensor, "*batch n d"], *, radius: float, weights: Float[Tensor, "*batch n"] | None = None
 ) -> Int[Tensor, "*batch"]:
-    """Number of clusters of real tokens: those joined by steps of at most ``radius`` radians are one.
+    """Number of clusters of the tokens of positive weight: those joined by steps of at most ``radius`` radians are one.
 
     >>> cluster_count(torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]]), radius=0.1)
     tensor(2)
     """
     radius = real_number("radius", radius, at_least=0)
-    real = real_tokens(check_tokens(x), mask)
-    return 1 + (spanning_tree(without_padding(x, real)).length > radius).sum(-1)
+    counted = token_weights(check_tokens(x), weights) > 0
+    return 1 + (spanning_tree(without_padding(x, counted)).length > radius).sum(-1)
 
 
 @dataclass(frozen=True, eq=False)

@@ -24,7 +24,7 @@ from helmscope.fields.lowrank import LowRank
 from helmscope.geometry.sphere import check_tokens
 from helmscope.kernels.dense import matrix_product
 from helmscope.observe.generator import check_points
-from helmscope.observe.kernel import check_kernel
+from helmscope.observe.kernel import check_kernel, laws
 from helmscope.types import HelmscopeError, check_measurement
 
 if TYPE_CHECKING:
@@ -32,9 +32,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     Matrix = Float[Tensor, "k d"] | LowRank
-
-# how far a row's mass may be from 1 (or 0: a query that sees no key) and still be a law to draw from
-MASS_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 
 
 def token_sampling_covariance(
@@ -190,19 +187,13 @@ def _drawn(kernel: Tensor, x: Tensor, value: Matrix | None) -> tuple[Tensor, Ten
             f"kernel has shape {tuple(kernel.shape)} and dtype {kernel.dtype}, but tokens of shape {tuple(x.shape)} "
             f"and dtype {x.dtype} need (..., n, n)"
         )
-    mass = kernel.detach().sum(-1)
-    lawless = ((mass - 1).abs() > MASS_TOLERANCE[x.dtype]) & (mass != 0)
-    if bool(lawless.any()):
-        raise HelmscopeError(
-            f"kernel has a row of mass {mass[lawless][0].item():g}, but a key is drawn from rows of mass 1: call "
-            "normalized_rows(kernel) first"
-        )
+    p = laws(kernel)
     if value is None:
-        return kernel, x
+        return p, x
     value = check_points(value.dense() if isinstance(value, LowRank) else value, name="value")
     if value.ndim != 2 or value.shape[-1] != x.shape[-1]:
         raise HelmscopeError(f"value has shape {tuple(value.shape)}, but tokens need (k, {x.shape[-1]})")
-    return kernel, matrix_product(x, value.to(x).mT)
+    return p, matrix_product(x, value.to(x).mT)
 
 
 def _second_moment(weight: Tensor, values: Tensor, mean: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from helmscope.fields.mlp import MLP, GatedMLP
 from helmscope.fields.placement import Half
 from helmscope.geometry.sphere import check_tokens, project
 from helmscope.observe.kernel import check_system
-from helmscope.observe.track import mean_and_stderr, real_tokens, trajectory_of
+from helmscope.observe.track import layer_axis, mean_and_stderr, token_weights, trajectory_of
 from helmscope.solve.simulation import Simulation
 from helmscope.types import HelmscopeError, System
 
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 
 def drift_and_swirl(system: System, *, derivatives: bool = True) -> xr.Dataset:
-    """The MLP's force along a trajectory: for each system the mean over its real tokens, then mean and standard error
-    over the systems, at each time.
+    """The MLP's force along a trajectory: for each system the mean over its tokens by their weights, then mean and
+    standard error over the systems, in each layer (at each time of a simulation).
 
     ``force`` |f|, ``tangential_speed`` |P f|, ``radial_force`` <x, f>, ``potential`` U, ``gradient`` |grad U|,
     ``swirl`` |R|, ``harmonic`` |f - grad U - R|; ``swirl_fraction_as_printed`` = sum |R|^2 / sum |f|^2 over the tokens
@@ -55,33 +55,34 @@ def drift_and_swirl(system: System, *, derivatives: bool = True) -> xr.Dataset:
     if not isinstance(derivatives, bool):
         raise HelmscopeError(f"derivatives is {derivatives!r}, but it must be True or False")
     path = trajectory_of(check_system(system))
-    real = real_tokens(path.states[0], path.mask)
+    weights = token_weights(path.states[0], None if path.weights is None else path.weights[0])
     rows = []
-    for step in range(len(path.times)):
-        force = system.force(step)
+    for layer in system.layers:
+        force = system.force(layer=layer)
         if not isinstance(force, MLP | GatedMLP):
-            given = f"no MLP: force({step}) is None" if force is None else f"a {type(force).__name__} as force({step})"
+            asked = f"force(layer={layer})"
+            given = f"no MLP: {asked} is None" if force is None else f"a {type(force).__name__} as {asked}"
             raise HelmscopeError(
                 f"system has {given}, but drift and swirl need the MLP of a system: that of a Block, or an MLP itself"
             )
-        x = check_tokens(_places(system, step, path.states[step]).detach(), name=f"states[{step}]")
+        x = check_tokens(_places(system, layer).detach(), name=f"points of layer {layer}")
         with torch.no_grad():
-            seen = {**_pointwise(force, x), **_attention_speed(system, step, x)}
+            seen = {**_pointwise(force, x), **_attention_speed(system, layer, x)}
             if derivatives:
                 seen |= _derived(force, x)
-            fraction = _ratio_of_sums(seen["swirl"], seen["force"], real)
+            fraction = _ratio_of_sums(seen["swirl"], seen["force"], weights)
         rows.append(
-            {name: _mean(value, real) for name, value in seen.items()} | {"swirl_fraction_as_printed": fraction}
+            {name: _mean(value, weights) for name, value in seen.items()} | {"swirl_fraction_as_printed": fraction}
         )
-    return mean_and_stderr(path, {name: torch.stack([row[name] for row in rows]) for name in rows[0]})
+    return mean_and_stderr({name: torch.stack([row[name] for row in rows]) for name in rows[0]}, layer_axis(system))
 
 
-def _places(system: System, step: int, states: Tensor) -> Tensor:
+def _places(system: System, layer: int) -> Tensor:
     """Where the force is read: the states, or what a recorded model's norm makes of them, as unit vectors."""
     points = getattr(system, "points", None)
     if points is None:
-        return states
-    found: Tensor = points(step)
+        return system.trajectory.states[layer]
+    found: Tensor = points(layer=layer)
     length = torch.linalg.vector_norm(found, dim=-1)
     if not bool(((length - 1).abs() <= 0.1).all()):
         raise HelmscopeError(
@@ -118,19 +119,19 @@ def _derived(mlp: MLP | GatedMLP, x: Tensor) -> dict[str, Float[Tensor, "batch n
     return {"swirl_index": torch.stack(index), "surface_divergence": torch.stack(divergence)}
 
 
-def _attention_speed(system: System, step: int, x: Tensor) -> dict[str, Float[Tensor, "batch n"]]:
+def _attention_speed(system: System, layer: int, x: Tensor) -> dict[str, Float[Tensor, "batch n"]]:
     """|P a| where the system is a simulated block; nothing elsewhere."""
     if not (isinstance(system, Simulation) and isinstance(system.field, Block)):
         return {}
     block = system.field
-    seen = block.placement.read(Half.ATTENTION, system.stream(step).detach())
+    seen = block.placement.read(Half.ATTENTION, system.stream(depth=layer).detach())
     out = block.attention.ambient(seen, system.problem.weights)
     return {"attention_speed": torch.linalg.vector_norm(project(x, out), dim=-1)}
 
 
-def _mean(value: Tensor, real: Tensor) -> Tensor:
-    return (value * real).sum(-1) / real.sum(-1)
+def _mean(value: Tensor, weights: Tensor) -> Tensor:
+    return (value * weights).sum(-1) / weights.sum(-1)
 
 
-def _ratio_of_sums(part: Tensor, whole: Tensor, real: Tensor) -> Tensor:
-    return (part * part * real).sum(-1) / (whole * whole * real).sum(-1)
+def _ratio_of_sums(part: Tensor, whole: Tensor, weights: Tensor) -> Tensor:
+    return (part * part * weights).sum(-1) / (whole * whole * weights).sum(-1)

@@ -23,7 +23,7 @@ from helmscope.kernels.kernel import Request
 from helmscope.types import HelmscopeError, real_number
 
 if TYPE_CHECKING:
-    from jaxtyping import Bool, Float
+    from jaxtyping import Float
     from torch import Tensor
 
 
@@ -43,7 +43,6 @@ def interaction_energy(
     beta: float,
     query_key: Float[Tensor, "d d"] | LowRank | None = None,
     weights: Float[Tensor, "*batch n"] | None = None,
-    mask: Bool[Tensor, "*batch n"] | None = None,
 ) -> Float[Tensor, "*batch"]:
     """E_beta with 1/n^2, beta > 0. On the sphere it lies between ``energy_min`` and ``energy_max``.
 
@@ -53,7 +52,7 @@ def interaction_energy(
     tensor(0.9296)
     """
     beta = real_number("beta", beta, above=0)
-    level = _level(x, SA(beta, query_key=query_key), check_weights(check_tokens(x), weights, mask))
+    level = _level(x, SA(beta, query_key=query_key), check_weights(check_tokens(x), weights))
     return torch.exp(level.top) * level.share / (2 * beta)
 
 
@@ -63,7 +62,6 @@ def log_interaction_energy(
     beta: float,
     query_key: Float[Tensor, "d d"] | LowRank | None = None,
     weights: Float[Tensor, "*batch n"] | None = None,
-    mask: Bool[Tensor, "*batch n"] | None = None,
 ) -> Float[Tensor, "*batch"]:
     """log E_beta, finite for every beta > 0.
 
@@ -71,7 +69,7 @@ def log_interaction_energy(
     tensor(991.7059)
     """
     beta = real_number("beta", beta, above=0)
-    level = _level(x, SA(beta, query_key=query_key), check_weights(check_tokens(x), weights, mask))
+    level = _level(x, SA(beta, query_key=query_key), check_weights(check_tokens(x), weights))
     return level.top + torch.log(level.share / (2 * beta))
 
 
@@ -103,7 +101,6 @@ def interaction_energy_rate(
     field: Tempered,
     *,
     weights: Float[Tensor, "*batch n"] | None = None,
-    mask: Bool[Tensor, "*batch n"] | None = None,
 ) -> Float[Tensor, "*batch"]:
     """dE/dt along an attention field, E with the field's own beta and B:
 
@@ -123,7 +120,7 @@ def interaction_energy_rate(
             "SinkhornAttention"
         )
     real_number("beta", field.beta, above=0)
-    combined = check_weights(check_tokens(x), weights, mask)
+    combined = check_weights(check_tokens(x), weights)
     field.check_size(x)
     velocity = field.velocity(x, combined)
     b = as_dense(field.query_key, x)

@@ -1,5 +1,5 @@
 """Inner products <x_i, x_j> of different tokens: their histogram (source 001, figure 1) and the clustering probability
-(figure 3).
+(figure 3). The pair i, j counts m_i m_j, the product of its tokens' weights.
 """
 
 from __future__ import annotations
@@ -12,42 +12,43 @@ import torch
 import xarray as xr
 
 from helmscope.geometry.sphere import check_tokens
-from helmscope.observe.track import mean_and_stderr, real_tokens, trajectory_of
-from helmscope.types import System, Trajectory, check_measurement, real_number, whole_number
+from helmscope.observe.track import mean_and_stderr, state_axis, token_weights, trajectory_of
+from helmscope.types import System, Trajectory, real_number, whole_number
 
 if TYPE_CHECKING:
-    from jaxtyping import Bool, Float
+    from jaxtyping import Float
     from torch import Tensor
 
 
 def mean_inner_product(
-    x: Float[Tensor, "*batch n d"], *, mask: Bool[Tensor, "*batch n"] | None = None
+    x: Float[Tensor, "*batch n d"], *, weights: Float[Tensor, "*batch n"] | None = None
 ) -> Float[Tensor, "*batch"]:
-    """Mean of <x_i, x_j> over pairs i != j of real tokens; NaN where there is no pair.
+    """Mean of <x_i, x_j> over pairs i != j, sum m_i m_j <x_i, x_j> / sum m_i m_j; NaN where there is no pair.
 
     >>> mean_inner_product(torch.eye(2))
     tensor(0.)
     """
-    real = real_tokens(check_tokens(x), mask).to(x).unsqueeze(-1)
-    # sum_ij <x_i, x_j> = |sum_i x_i|^2: no pair is looked at
-    all_pairs = (real * x).sum(-2).square().sum(-1)
-    count = real.sum((-1, -2))
-    return (all_pairs - (real * x).square().sum((-1, -2))) / (count * (count - 1))
+    m = token_weights(check_tokens(x), weights)
+    weighted = m.unsqueeze(-1) * x
+    # sum_ij m_i m_j <x_i, x_j> = |sum_i m_i x_i|^2: no pair is looked at
+    all_pairs = weighted.sum(-2).square().sum(-1)
+    return (all_pairs - weighted.square().sum((-1, -2))) / _pairs(m)
 
 
 def clustering_fraction(
-    x: Float[Tensor, "*batch n d"], *, delta: float, mask: Bool[Tensor, "*batch n"] | None = None
+    x: Float[Tensor, "*batch n d"], *, delta: float, weights: Float[Tensor, "*batch n"] | None = None
 ) -> Float[Tensor, "*batch"]:
-    """Share of pairs i != j of real tokens with <x_i, x_j> >= 1 - delta, read off |x_i - x_j|^2 <= 2 delta.
+    """Share of the pairs i != j with <x_i, x_j> >= 1 - delta, read off |x_i - x_j|^2 <= 2 delta.
 
     >>> clustering_fraction(torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]]), delta=1e-3)
     tensor(0.3333)
     """
     delta = real_number("delta", delta, at_least=0)
-    pairs = _pairs(real_tokens(check_tokens(x), mask))
+    m = token_weights(check_tokens(x), weights)
     distance = torch.cdist(x, x, compute_mode="donot_use_mm_for_euclid_dist")
-    close = (distance <= math.sqrt(2 * delta)) & pairs
-    return close.sum((-1, -2)).to(x.dtype) / pairs.sum((-1, -2))
+    distance.diagonal(dim1=-2, dim2=-1).fill_(torch.inf)
+    close = (distance <= math.sqrt(2 * delta)).to(x.dtype)
+    return (m * (close * m.unsqueeze(-2)).sum(-1)).sum(-1) / _pairs(m)
 
 
 def clustering_probability(trajectory: Trajectory | System, *, delta: float) -> xr.Dataset:
@@ -61,8 +62,8 @@ def clustering_probability(trajectory: Trajectory | System, *, delta: float) -> 
     (0.0, 3)
     """
     path = trajectory_of(trajectory)
-    share = clustering_fraction(path.states, delta=delta, mask=path.mask)
-    dataset = mean_and_stderr(path, {"probability": share})
+    share = clustering_fraction(path.states, delta=delta, weights=path.weights)
+    dataset = mean_and_stderr({"probability": share}, state_axis(path))
     return dataset.assign_attrs(delta=delta)
 
 
@@ -78,19 +79,17 @@ def inner_product_histogram(trajectory: Trajectory | System, *, bins: int = 100)
     bins = whole_number("bins", bins, at_least=1)
     path = trajectory_of(trajectory)
     x = path.states
-    real = real_tokens(x, path.mask)
-    pairs = _pairs(real).expand(*x.shape[:-1], x.shape[-2])
+    m = token_weights(x, path.weights)
+    pairs = m.unsqueeze(-1) * m.unsqueeze(-2) * ~torch.eye(m.shape[-1], dtype=torch.bool, device=m.device)
     edges = np.linspace(-1, 1, bins + 1)
     inner = torch.as_tensor(edges[1:-1], device=x.device)
     index = torch.bucketize((x @ x.mT).to(torch.float64), inner, right=True)
     counts = torch.zeros(*x.shape[:2], bins, dtype=x.dtype, device=x.device)
-    counts.scatter_add_(-1, index.flatten(-2), pairs.flatten(-2).to(x.dtype))
+    counts.scatter_add_(-1, index.flatten(-2), pairs.flatten(-2))
     share = counts / counts.sum(-1, keepdim=True)
-    dataset = mean_and_stderr(path, {"share": share}, extra={"inner_product": (edges[1:] + edges[:-1]) / 2})
-    return check_measurement(dataset)
+    return mean_and_stderr({"share": share}, {**state_axis(path), "inner_product": (edges[1:] + edges[:-1]) / 2})
 
 
-def _pairs(real: Bool[Tensor, "*batch n"]) -> Bool[Tensor, "*batch n n"]:
-    n = real.shape[-1]
-    different = ~torch.eye(n, dtype=torch.bool, device=real.device)
-    return real.unsqueeze(-1) & real.unsqueeze(-2) & different
+def _pairs(m: Float[Tensor, "*batch n"]) -> Float[Tensor, "*batch"]:
+    """sum of m_i m_j over i != j."""
+    return m.sum(-1).square() - m.square().sum(-1)

@@ -2,8 +2,9 @@
 
 A kernel K has rows of weights K_ij >= 0, query i and key j: (*batch, n, n), with heads (*batch, heads, n, n). Rows of
 SA sum to 1; those of USA do not, nor those of a model whose sink takes mass away. So shares are read off the normalized
-rows P_ij = K_ij / sum_k K_ik, and the row mass is reported apart. A query that sees no key has no shares: NaN. Padded
-tokens (``mask`` False) are no queries: whatever sums over queries leaves them out.
+rows P_ij = K_ij / sum_k K_ik, and the row mass is reported apart. A query that sees no key has no shares: NaN.
+``visible`` is False at tokens that attention does not see, padding: they are neither queries nor keys. Which queries a
+mean counts is another matter, and that of the weights of a trajectory.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import numpy as np
 import torch
 import xarray as xr
 
-from helmscope.observe.track import mean_and_stderr, real_tokens, trajectory_of
+from helmscope.observe.track import layer_axis, mean_and_stderr, token_weights, trajectory_of
 from helmscope.types import HelmscopeError, System
 
 if TYPE_CHECKING:
@@ -63,6 +64,27 @@ def normalized_rows(kernel: Float[Tensor, "*batch n n"]) -> Float[Tensor, "*batc
     return kernel / torch.where(mass > 0, mass, 1.0)
 
 
+# a model of float64 may take its softmax in float32, so that its rows sum to 1 within 3e-7 only
+LAW = 1e-4
+
+
+def laws(kernel: Float[Tensor, "*batch n n"]) -> Float[Tensor, "*batch n n"]:
+    """Rows as laws to draw a key from: normalized where they sum to 1 up to single precision, 0 where they are 0 (a
+    query that sees no key); any other row is refused.
+
+    >>> laws(torch.tensor([[0.50001, 0.5], [0.0, 0.0]])).sum(-1)
+    tensor([1., 0.])
+    """
+    mass = row_mass(kernel).detach()
+    lawless = ((mass - 1).abs() > LAW) & (mass != 0)
+    if bool(lawless.any()):
+        raise HelmscopeError(
+            f"kernel has a row of mass {mass[lawless][0].item():.6g}, but a key is drawn from rows of mass 1 (or 0): "
+            "call normalized_rows(kernel) first"
+        )
+    return normalized_rows(kernel)
+
+
 def row_entropy(kernel: Float[Tensor, "*batch n n"]) -> Float[Tensor, "*batch n"]:
     """-sum_j P_ij log P_ij in nats: 0 for one key, log n for equal weights.
 
@@ -96,16 +118,16 @@ def largest_weight(kernel: Float[Tensor, "*batch n n"]) -> Float[Tensor, "*batch
 
 
 def first_token_mass(
-    kernel: Float[Tensor, "*batch n n"], *, mask: Bool[Tensor, "*batch n"] | None = None
+    kernel: Float[Tensor, "*batch n n"], *, visible: Bool[Tensor, "*batch n"] | None = None
 ) -> Float[Tensor, "*batch n"]:
-    """P_i1, what each query gives to the first real token, the usual sink. Under a causal mask the first token gives
+    """P_i1, what each query gives to the first visible token, the usual sink. Under a causal mask the first token gives
     itself 1, whatever the model does.
 
     >>> first_token_mass(torch.tensor([[1.0, 3.0], [1.0, 1.0]]))
     tensor([0.2500, 0.5000])
     """
     p = normalized_rows(kernel)
-    first = real_tokens(p, mask).to(torch.int8).argmax(-1)
+    first = visible_tokens(p, visible).to(torch.int8).argmax(-1)
     column = first[..., None, None].expand(*p.shape[:-1], 1)
     return _of_sighted(kernel, p.gather(-1, column).squeeze(-1))
 
@@ -120,57 +142,81 @@ def future_mass(kernel: Float[Tensor, "*batch n n"]) -> Float[Tensor, "*batch n"
 
 
 def received_mass(
-    kernel: Float[Tensor, "*batch n n"], *, mask: Bool[Tensor, "*batch n"] | None = None
+    kernel: Float[Tensor, "*batch n n"], *, visible: Bool[Tensor, "*batch n"] | None = None
 ) -> Float[Tensor, "*batch n"]:
-    """sum_i P_ij over the real queries i: the column sums. Where every query sees a real key their mean is 1, so only
-    their spread says something: see ``bistochastic_defect``.
+    """sum_i P_ij over the visible queries i: the column sums. Where every query sees a visible key their mean is 1, so
+    only their spread says something: see ``bistochastic_defect``.
 
     >>> received_mass(torch.tensor([[1.0, 3.0], [1.0, 1.0]]))
     tensor([0.7500, 1.2500])
     """
     p = normalized_rows(kernel)
-    return (p * real_tokens(p, mask).unsqueeze(-1)).sum(-2)
+    return (p * visible_tokens(p, visible).unsqueeze(-1)).sum(-2)
 
 
 def bistochastic_defect(
-    kernel: Float[Tensor, "*batch n n"], *, mask: Bool[Tensor, "*batch n"] | None = None
+    kernel: Float[Tensor, "*batch n n"], *, visible: Bool[Tensor, "*batch n"] | None = None
 ) -> Float[Tensor, "*batch"]:
-    """max_j |sum_i P_ij - 1| over real tokens: 0 where the normalized kernel is doubly stochastic, n - 1 where all look
-    at one token. A causal kernel reaches 0 only as the identity (source 000-11). Tokens count alike: a kernel of tokens
-    with weights, bistochastic for their measure, is not so here.
+    """max_j |sum_i P_ij - 1| over visible tokens: 0 where the normalized kernel is doubly stochastic, n - 1 where all
+    look at one token. A causal kernel reaches 0 only as the identity (source 000-11). Tokens count alike: a kernel of
+    tokens with weights, bistochastic for their measure, is not so here.
 
     >>> bistochastic_defect(torch.tensor([[1.0, 3.0], [1.0, 1.0]]))
     tensor(0.2500)
     """
-    off = (received_mass(kernel, mask=mask) - 1).abs()
-    return (off * real_tokens(kernel, mask)).amax(-1)
+    off = (received_mass(kernel, visible=visible) - 1).abs()
+    return (off * visible_tokens(kernel, visible)).amax(-1)
 
 
 def symmetry_defect(
-    kernel: Float[Tensor, "*batch n n"], *, mask: Bool[Tensor, "*batch n"] | None = None
+    kernel: Float[Tensor, "*batch n n"], *, visible: Bool[Tensor, "*batch n"] | None = None
 ) -> Float[Tensor, "*batch"]:
-    """|K - K^T|_F / (2 |K|_F), the share of the antisymmetric part among real tokens: 0 for a symmetric kernel, at most
-    1 / sqrt 2 for weights >= 0; NaN for a kernel of zeros.
+    """|K - K^T|_F / (2 |K|_F), the share of the antisymmetric part among visible tokens: 0 for a symmetric kernel, at
+    most 1 / sqrt 2 for weights >= 0; NaN for a kernel of zeros.
 
     Of the kernel as it is, not of its normalized rows: USA with B = B^T is symmetric, SA is not.
 
     >>> symmetry_defect(torch.tensor([[0.0, 1.0], [0.0, 0.0]]))
     tensor(0.7071)
     """
-    real = real_tokens(check_kernel(kernel), mask).to(kernel.dtype)
-    block = real.unsqueeze(-1) * kernel * real.unsqueeze(-2)
+    seen = visible_tokens(check_kernel(kernel), visible).to(kernel.dtype)
+    block = seen.unsqueeze(-1) * kernel * seen.unsqueeze(-2)
     skew, whole = (torch.linalg.vector_norm(part, dim=(-1, -2)) for part in (block - block.mT, block))
     share: Tensor = skew / (2 * whole)
     return share
 
 
-def kernel_statistics(system: System) -> xr.Dataset:
-    """The quantities above over time, and over heads where there are several: ``row_mass``, ``entropy``,
-    ``effective_keys``, ``largest_weight``, ``first_token_mass``, ``future_mass``, ``bistochastic_defect`` and
-    ``symmetry_defect``.
+def visible_tokens(
+    kernel: Float[Tensor, "*batch n n"], visible: Bool[Tensor, "*batch n"] | None
+) -> Bool[Tensor, "*batch n"]:
+    """Which tokens attention sees, checked; all where None.
 
-    Quantities of a query are averaged over the real tokens of a system that see a key; mean and standard error are
-    those of the systems. A system without attention is refused.
+    >>> visible_tokens(torch.eye(2), None)
+    tensor([True, True])
+    """
+    if visible is None:
+        return torch.ones(kernel.shape[:-1], dtype=torch.bool, device=kernel.device)
+    if not isinstance(visible, torch.Tensor):
+        raise HelmscopeError(f"visible is a {type(visible).__name__}, but it must be a tensor of torch.bool")
+    if visible.dtype != torch.bool or visible.shape != kernel.shape[-1 - visible.ndim : -1]:
+        raise HelmscopeError(
+            f"visible has dtype {visible.dtype} and shape {tuple(visible.shape)}, but a kernel of shape "
+            f"{tuple(kernel.shape)} needs torch.bool and {tuple(kernel.shape[:-1])}"
+        )
+    if not bool(visible.any(-1).all()):
+        raise HelmscopeError("visible leaves a system without any token, but every system needs one")
+    return visible.expand(kernel.shape[:-1])
+
+
+def kernel_statistics(system: System) -> xr.Dataset:
+    """The quantities above for every layer (every time of a simulation), and for every head where there are several:
+    ``row_mass``, ``entropy``, ``effective_keys``, ``largest_weight``, ``first_token_mass``, ``future_mass``,
+    ``bistochastic_defect`` and ``symmetry_defect``.
+
+    Quantities of a query are averaged over the queries that see a key, by the weights of the trajectory: special tokens
+    of a model are left out there, but they are keys, and so the first of them may be the sink. Columns and symmetry are
+    those of all visible tokens. Mean and standard error are those of the systems. A system without attention is
+    refused.
 
     >>> from helmscope.fields.attention import SA
     >>> from helmscope.solve.integrate import integrate
@@ -180,18 +226,19 @@ def kernel_statistics(system: System) -> xr.Dataset:
     """
     path = trajectory_of(check_system(system))
     batch, n = path.states.shape[1:3]
+    weights = token_weights(path.states[0], None if path.weights is None else path.weights[0])
     rows = []
-    for step in range(len(path.times)):
-        kernel = check_kernel(system.kernel(step).detach())
+    for layer in system.layers:
+        kernel = check_kernel(system.kernel(layer=layer).detach())
         if kernel.ndim not in (3, 4) or (kernel.shape[0], kernel.shape[-1]) != (batch, n):
             raise HelmscopeError(
-                f"kernel({step}) has shape {tuple(kernel.shape)}, but {batch} systems of {n} tokens need "
+                f"kernel(layer={layer}) has shape {tuple(kernel.shape)}, but {batch} systems of {n} tokens need "
                 f"({batch}, {n}, {n}) or ({batch}, heads, {n}, {n})"
             )
-        rows.append(_statistics(kernel, path.mask))
+        rows.append(_statistics(kernel, weights.to(kernel), system.visible))
     values = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
     heads = values["entropy"].shape[2:]
-    return mean_and_stderr(path, values, extra={"head": np.arange(heads[0])} if heads else None)
+    return mean_and_stderr(values, {**layer_axis(system), **({"head": np.arange(heads[0])} if heads else {})})
 
 
 def check_system(system: object) -> System:
@@ -208,30 +255,30 @@ def check_system(system: object) -> System:
     return system
 
 
-def _statistics(kernel: Tensor, mask: Tensor | None) -> dict[str, Tensor]:
-    """One value a system, and a head where there are heads."""
-    if mask is not None and kernel.ndim == 4:
-        mask = mask.unsqueeze(1).expand(kernel.shape[:-1])
-    a_query = {
+def _statistics(kernel: Tensor, weights: Tensor, visible: Tensor | None) -> dict[str, Tensor]:
+    """One value per system, and per head where there are heads."""
+    if kernel.ndim == 4:
+        weights = weights.unsqueeze(1).expand(kernel.shape[:-1])
+        visible = None if visible is None else visible.unsqueeze(1).expand(kernel.shape[:-1])
+    of_query = {
         "row_mass": row_mass(kernel),
         "entropy": row_entropy(kernel),
         "effective_keys": effective_keys(kernel),
         "largest_weight": largest_weight(kernel),
-        "first_token_mass": first_token_mass(kernel, mask=mask),
+        "first_token_mass": first_token_mass(kernel, visible=visible),
         "future_mass": future_mass(kernel),
     }
-    real = real_tokens(kernel, mask)
-    sighted = real & (kernel.sum(-1) > 0)
-    means = {name: _mean(value, real if name == "row_mass" else sighted) for name, value in a_query.items()}
+    sighted = weights * (kernel.sum(-1) > 0)
+    means = {name: _mean(value, weights if name == "row_mass" else sighted) for name, value in of_query.items()}
     return {
         **means,
-        "bistochastic_defect": bistochastic_defect(kernel, mask=mask),
-        "symmetry_defect": symmetry_defect(kernel, mask=mask),
+        "bistochastic_defect": bistochastic_defect(kernel, visible=visible),
+        "symmetry_defect": symmetry_defect(kernel, visible=visible),
     }
 
 
-def _mean(value: Tensor, counted: Tensor) -> Tensor:
-    return torch.where(counted, value, 0.0).sum(-1) / counted.sum(-1)
+def _mean(value: Tensor, weights: Tensor) -> Tensor:
+    return torch.where(weights > 0, weights * value, 0.0).sum(-1) / weights.sum(-1)
 
 
 def _of_sighted(kernel: Tensor, value: Tensor) -> Tensor:

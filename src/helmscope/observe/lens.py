@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 
-from helmscope.observe.track import mean_and_stderr, real_tokens
+from helmscope.observe.track import mean_and_stderr, state_axis, token_weights
 from helmscope.types import HelmscopeError, Trajectory
 
 if TYPE_CHECKING:
@@ -20,18 +20,19 @@ WORKED = 1 << 18  # those that are summed at a time: what a cache holds
 
 @runtime_checkable
 class Speaks(Protocol):
-    """A system with a head: what it makes of the state at a time index, or of its last one."""
+    """A system with a head: what it makes of the state at a depth, or of its last one."""
 
     @property
     def trajectory(self) -> Trajectory:
         """What the tokens did."""
 
-    def logits(self, step: int | None = None, *, rows: slice = slice(None)) -> Tensor:
+    def logits(self, *, depth: int | None = None, rows: slice = slice(None)) -> Tensor:
         """The head's logits (batch, n, vocabulary), of the texts ``rows``."""
 
 
 def lens_divergence(system: Speaks) -> xr.Dataset:
-    """Along depth, for each text the mean over its real tokens, then mean and standard error over texts, in nats:
+    """Along depth, for each text the mean over its tokens by their weights, then mean and standard error over texts, in
+    nats:
 
         ``divergence``  KL(p | p_t) = sum_w p(w) log p(w) / p_t(w)      ``entropy``  -sum_w p_t(w) log p_t(w)
 
@@ -49,18 +50,19 @@ def lens_divergence(system: Speaks) -> xr.Dataset:
             f"system is a {type(system).__name__}, but a lens needs a head: a Recording of a language model"
         )
     path = system.trajectory
-    real = real_tokens(path.states[0], path.mask)
-    steps, texts = len(path.times), len(real)
-    size = max(1, PASSING // system.logits(0, rows=slice(0, 1)).numel())
-    found = torch.empty(2, steps, texts, dtype=torch.float64)
+    weights = token_weights(path.states[0], None if path.weights is None else path.weights[0]).double().cpu()
+    counted, depths, texts = weights > 0, [int(depth) for depth in path.times], len(weights)
+    size = max(1, PASSING // system.logits(depth=depths[0], rows=slice(0, 1)).numel())
+    found = torch.empty(2, len(depths), texts, dtype=torch.float64)
     for begin in range(0, texts, size):
         rows = slice(begin, begin + size)
-        final = system.logits(rows=rows)[real[rows]]
-        for step in range(steps):
-            values = _per_token(final, system.logits(step, rows=rows)[real[rows]])
-            means = [part.mean(1) for part in torch.split(values, real[rows].sum(-1).tolist(), 1)]
-            found[:, step, rows] = torch.stack(means, 1).cpu()
-    return mean_and_stderr(path, {"divergence": found[0], "entropy": found[1]})
+        here, m = counted[rows], weights[rows]
+        final = system.logits(rows=rows)[here]
+        for step, depth in enumerate(depths):
+            values = m.new_zeros(2, *m.shape)
+            values[:, here] = _per_token(final, system.logits(depth=depth, rows=rows)[here]).cpu()
+            found[:, step, rows] = (values * m).sum(-1) / m.sum(-1)
+    return mean_and_stderr({"divergence": found[0], "entropy": found[1]}, state_axis(path))
 
 
 def _per_token(final: Float[Tensor, "token w"], early: Float[Tensor, "token w"]) -> Float[Tensor, "2 token"]:

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from helmscope.fields.field import check_weights
 from helmscope.geometry.sphere import check_tokens
+from helmscope.observe.track import token_weights
 
 if TYPE_CHECKING:
-    from jaxtyping import Bool, Float
+    from jaxtyping import Float
     from torch import Tensor
 
 
@@ -18,15 +18,13 @@ def order_parameter(
     x: Float[Tensor, "*batch n d"],
     *,
     weights: Float[Tensor, "*batch n"] | None = None,
-    mask: Bool[Tensor, "*batch n"] | None = None,
 ) -> Float[Tensor, "*batch"]:
     """R = |sum_i m_i x_i| / sum_i m_i: 1 for one cluster, 0 for a balanced cloud; Kuramoto's in d = 2.
 
     >>> order_parameter(torch.tensor([[1.0, 0.0], [0.0, 1.0]]))
     tensor(0.7071)
     """
-    given = check_weights(check_tokens(x), weights, mask)
-    m = torch.ones_like(x[..., 0]) if given is None else given
+    m = token_weights(check_tokens(x), weights)
     mean = (m.unsqueeze(-1) * x).sum(-2) / m.sum(-1, keepdim=True)
     size: Tensor = torch.linalg.vector_norm(mean, dim=-1)
     return size

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import xarray as xr
 
@@ -23,9 +24,9 @@ def overview(
     """Clustering probability, order, clusters, rank, energy and histogram of inner products over time, each with its
     standard error over the systems.
 
-    ``beta`` is that of the energy, which is left out at beta = 0, where it is infinite. Every real token counts alike:
-    for a weighted cloud call the functions that take ``weights``. Of more than 2,048 tokens, pairs and clusters are
-    those of every k-th, with the least k that leaves so few; the attribute ``every`` is k.
+    ``beta`` is that of the energy, which is left out at beta = 0, where it is infinite. Tokens count by the weights of
+    the trajectory. Of more than 2,048 tokens, pairs and clusters are those of every k-th, with the least k that leaves
+    so few; the attribute ``every`` is k.
 
     >>> import torch
     >>> seen = overview(Trajectory(torch.zeros(1), torch.eye(3).expand(1, 2, 3, 3)), beta=1.0)
@@ -33,23 +34,21 @@ def overview(
     (3.0, 0.0)
     """
     beta, trajectory = real_number("beta", beta, at_least=0), trajectory_of(trajectory)
-    mask = trajectory.mask
-    seen = track(
-        trajectory,
-        order=lambda x: order_parameter(x, mask=mask),
-        mean_inner_product=lambda x: mean_inner_product(x, mask=mask),
-        entropy_rank=lambda x: entropy_rank(x, mask=mask),
-    )
     every = -(-trajectory.states.shape[-2] // MOST_PAIRED)
-    thin = None if mask is None else mask[:, ::every]
-    few = replace(trajectory, states=trajectory.states[:, :, ::every], mask=thin, radius=None, tokens=None)
+    few = _every(trajectory, every)
     parts = [
         clustering_probability(few, delta=delta),
-        track(few, clusters=lambda x: cluster_count(x, radius=radius, mask=thin)),
-        seen,
+        track(few, clusters=partial(cluster_count, radius=radius)),
+        track(trajectory, order=order_parameter, mean_inner_product=mean_inner_product, entropy_rank=entropy_rank),
         inner_product_histogram(few, bins=bins),
     ]
     if beta > 0:
-        parts.append(track(trajectory, energy=lambda x: interaction_energy(x, beta=beta, mask=mask)))
+        parts.append(track(trajectory, energy=partial(interaction_energy, beta=beta)))
     merged = xr.merge(parts, combine_attrs="no_conflicts")
     return merged.assign_attrs(beta=beta, delta=delta, radius=radius, every=every)
+
+
+def _every(path: Trajectory, k: int) -> Trajectory:
+    """Every k-th token."""
+    weights = None if path.weights is None else path.weights[..., ::k]
+    return replace(path, states=path.states[:, :, ::k], weights=weights, radius=None, tokens=None)

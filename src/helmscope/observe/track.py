@@ -2,33 +2,53 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 import xarray as xr
 
+from helmscope.fields.field import check_weights
 from helmscope.types import HelmscopeError, System, Trajectory, check_measurement
 
 if TYPE_CHECKING:
-    import numpy as np
-    from jaxtyping import Bool, Float
+    from jaxtyping import Float
+    from numpy.typing import ArrayLike
     from torch import Tensor
 
 
-def track(trajectory: Trajectory | System, **quantities: Callable[[Tensor], Tensor]) -> xr.Dataset:
-    """Mean and standard error over the systems, at each time, of functions (time, batch, n, d) -> (time, batch).
+def track(trajectory: Trajectory | System, **quantities: Callable[..., Tensor]) -> xr.Dataset:
+    """Mean and standard error over the systems, at each time, of functions f(x, weights=...) of tokens (time, batch, n,
+    d) with a value (time, batch).
 
-    The systems are the replicates: n is their number. With one system there is no standard error (NaN). Where a system
-    stopped early its states are NaN, which observables refuse: cut the trajectory first.
+    The weights of the trajectory, in which padding has weight 0, are passed to every function; one that takes none is
+    refused where there are any, so that no call counts padding by accident. The systems are the replicates: n is their
+    number. With one system there is no standard error (NaN). Where a system stopped early its states are NaN, which
+    observables refuse: cut the trajectory first.
 
-    >>> x = torch.eye(2).expand(1, 3, 2, 2)
-    >>> seen = track(Trajectory(torch.zeros(1), x), radius=lambda x: x.norm(dim=-1).mean(-1))
-    >>> float(seen.radius[0]), float(seen.radius_stderr[0]), seen.attrs["n"]
-    (1.0, 0.0, 3)
+    >>> from helmscope.observe.order import order_parameter
+    >>> seen = track(Trajectory(torch.zeros(1), torch.eye(2).expand(1, 3, 2, 2)), order=order_parameter)
+    >>> round(float(seen.order[0]), 4), float(seen.order_stderr[0]), seen.attrs["n"]
+    (0.7071, 0.0, 3)
     """
     path = trajectory_of(trajectory)
-    return mean_and_stderr(path, {name: f(path.states) for name, f in quantities.items()})
+    return mean_and_stderr({name: _value(name, f, path) for name, f in quantities.items()}, state_axis(path))
+
+
+def _value(name: str, function: Callable[..., Tensor], path: Trajectory) -> Tensor:
+    """A function at all states, with the weights where it takes them."""
+    if path.weights is None:
+        return function(path.states)
+    try:
+        inspect.signature(function).bind(path.states, weights=path.weights)
+    except (TypeError, ValueError):  # the latter for built-in functions without a signature
+        raise HelmscopeError(
+            f"{name} is a function that takes no weights, but the tokens of this trajectory have them (padding has "
+            "weight 0): give a function f(x, weights=...)"
+        ) from None
+    return function(path.states, weights=path.weights)
 
 
 def trajectory_of(seen: object) -> Trajectory:
@@ -45,42 +65,61 @@ def trajectory_of(seen: object) -> Trajectory:
     return path
 
 
-def mean_and_stderr(
-    trajectory: Trajectory, values: Mapping[str, Tensor], *, extra: Mapping[str, np.ndarray] | None = None
-) -> xr.Dataset:
-    """The Measurement of per-system values (time, batch, ...), where ``extra`` names the axes behind the batch."""
-    lead = trajectory.states.shape[:2]
-    extra = {} if extra is None else extra
-    data = {}
-    for name, value in values.items():
-        if tuple(value.shape) != (*lead, *(len(axis) for axis in extra.values())):
-            raise HelmscopeError(
-                f"{name} has shape {tuple(value.shape)}, but one value a time and system is {tuple(lead)}"
-            )
-        value = value.detach().to(torch.float64).cpu()
-        spread = value.std(1, correction=1) if lead[1] > 1 else torch.full_like(value[:, 0], torch.nan)
-        axes = ("time", *extra)
-        data[name] = (axes, value.mean(1).numpy())
-        data[f"{name}_stderr"] = (axes, (spread / lead[1] ** 0.5).numpy())
-    coords = {"time": trajectory.times.cpu().numpy(), **extra}
-    return check_measurement(xr.Dataset(data, coords, {"n": int(lead[1])}))
+def mean_and_stderr(values: Mapping[str, Tensor], axes: Mapping[str, ArrayLike]) -> xr.Dataset:
+    """The Measurement of per-system values, whose axes are the first of ``axes``, the systems, then the rest of
+    ``axes``, which gives each axis its name and coordinates.
 
-
-def real_tokens(x: Float[Tensor, "*batch n d"], mask: Bool[Tensor, "*batch n"] | None) -> Bool[Tensor, "*batch n"]:
-    """The mask, or all True: which tokens are not padding.
-
-    >>> real_tokens(torch.eye(2), None)
-    tensor([True, True])
+    >>> seen = mean_and_stderr({"mass": torch.tensor([[1.0, 3.0]])}, {"layer": [0]})
+    >>> float(seen.mass[0]), float(seen.mass_stderr[0]), seen.attrs["n"]
+    (2.0, 1.0, 2)
     """
-    if mask is None:
-        return torch.ones(x.shape[:-1], dtype=torch.bool, device=x.device)
-    if not isinstance(mask, torch.Tensor):
-        raise HelmscopeError(f"mask is a {type(mask).__name__}, but it must be a tensor of torch.bool")
-    if mask.dtype != torch.bool or mask.shape != x.shape[-1 - mask.ndim : -1]:
-        raise HelmscopeError(
-            f"mask has dtype {mask.dtype} and shape {tuple(mask.shape)}, but tokens of shape {tuple(x.shape)} need "
-            f"torch.bool and {tuple(x.shape[:-1])}"
-        )
-    if not bool(mask.any(-1).all()):
-        raise HelmscopeError("mask leaves a system without any real token, but every system needs one")
-    return mask.expand(x.shape[:-1])
+    sizes = [len(np.asarray(axis)) for axis in axes.values()]
+    count, data = 0, {}
+    for name, value in values.items():
+        shape = tuple(value.shape)
+        count = shape[1] if len(shape) > 1 else 0
+        if shape != (sizes[0], count, *sizes[1:]):
+            first, *others = axes
+            wanted = ", ".join((first, "system", *others))
+            raise HelmscopeError(f"{name} has shape {shape}, but it must have the axes ({wanted}) of sizes {sizes}")
+        if not count:
+            raise HelmscopeError("trajectory has a batch of 0 systems, but a mean over systems needs at least one")
+        value = value.detach().to(torch.float64).cpu()
+        spread = value.std(1, correction=1) if count > 1 else torch.full_like(value[:, 0], torch.nan)
+        data[name] = (tuple(axes), value.mean(1).numpy())
+        data[f"{name}_stderr"] = (tuple(axes), (spread / count**0.5).numpy())
+    return check_measurement(xr.Dataset(data, {name: np.asarray(axis) for name, axis in axes.items()}, {"n": count}))
+
+
+def state_axis(path: Trajectory) -> dict[str, np.ndarray]:
+    """The name and the coordinates of a trajectory's first axis.
+
+    >>> state_axis(Trajectory(torch.tensor([0.5]), torch.eye(2).expand(1, 1, 2, 2)))
+    {'time': array([0.5], dtype=float32)}
+    """
+    return {path.axis: path.times.cpu().numpy()}
+
+
+def layer_axis(system: System) -> dict[str, np.ndarray]:
+    """The name and the coordinates of the axis of a system's mechanisms: the layers of a model, and for a simulation,
+    whose mechanism at a stored time is its layer, the times.
+
+    >>> from helmscope.fields.attention import SA
+    >>> from helmscope.solve.integrate import integrate
+    >>> layer_axis(integrate(SA(beta=0.0), torch.eye(3), times=[2.0]))
+    {'time': array([2.])}
+    """
+    path = system.trajectory
+    return state_axis(path) if path.axis == "time" else {"layer": np.array(system.layers)}
+
+
+def token_weights(
+    x: Float[Tensor, "*batch n d"], weights: Float[Tensor, "*batch n"] | None
+) -> Float[Tensor, "*batch n"]:
+    """The weights of tokens x, checked; 1 for every token where None.
+
+    >>> token_weights(torch.eye(2), None)
+    tensor([1., 1.])
+    """
+    given = check_weights(x, weights)
+    return torch.ones_like(x[..., 0]) if given is None else given

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
 
 def overview_figure(measurement: xr.Dataset, *, title: str = "") -> Figure:
-    """``observe.overview`` as four panels over time: meeting and order, clusters and rank, energy, inner products.
+    """``observe.overview`` as four panels over time or depth: meeting and order, clusters and rank, energy, inner
+    products.
 
     Bands are two standard errors over the systems.
 
@@ -25,8 +26,11 @@ def overview_figure(measurement: xr.Dataset, *, title: str = "") -> Figure:
     >>> len(overview_figure(overview(Trajectory(torch.tensor([0.0, 1.0]), states), beta=1.0)).axes)
     5
     """
-    missing = {"delta", "radius", "beta"} - set(measurement.attrs)
-    if missing or "share" not in measurement:
+    attributes, variables = getattr(measurement, "attrs", None), getattr(measurement, "data_vars", None)
+    if attributes is None or variables is None:
+        raise HelmscopeError(f"measurement is a {type(measurement).__name__}, but it must be what overview() gives")
+    missing = {"delta", "radius", "beta"} - set(attributes)
+    if missing or "share" not in variables:
         raise HelmscopeError(
             f"measurement lacks {sorted(missing) or 'share'}, but it must be one that overview() gives"
         )
@@ -46,7 +50,7 @@ def _drawn(measurement: xr.Dataset, title: str) -> Figure:
         _curve(energy, measurement, "energy", f"interaction energy, beta = {measurement.attrs['beta']:g}", COLORS[3])
     energy.set(title="does the energy rise?")
     for panel in (meeting, clusters, energy):
-        panel.set(xlabel="time t")
+        panel.set(xlabel=_axis(measurement)[1])
         if panel.get_legend_handles_labels()[0]:
             panel.legend(loc="best")
     _heat_map(figure, products, measurement)
@@ -55,20 +59,27 @@ def _drawn(measurement: xr.Dataset, title: str) -> Figure:
     return figure
 
 
+def _axis(measurement: xr.Dataset) -> tuple[str, str]:
+    """The axis of the states and its label."""
+    return ("depth", "depth (half-layers)") if "depth" in measurement.dims else ("time", "time t")
+
+
 def _curve(panel: Axes, measurement: xr.Dataset, name: str, label: str, color: str) -> None:
-    time, value, error = measurement.time.values, measurement[name].values, measurement[f"{name}_stderr"].values
+    time, value = measurement[_axis(measurement)[0]].values, measurement[name].values
+    error = measurement[f"{name}_stderr"].values
     panel.plot(time, value, color=color, label=label)
     panel.fill_between(time, value - 2 * error, value + 2 * error, color=color, alpha=0.2, linewidth=0)
 
 
 def _heat_map(figure: Figure, panel: Axes, measurement: xr.Dataset) -> None:
-    share = measurement["share"].transpose("inner_product", "time")
-    if share.sizes["time"] > 1:
+    axis, label = _axis(measurement)
+    share = measurement["share"].transpose("inner_product", axis)
+    if share.sizes[axis] > 1:
         image = panel.pcolormesh(
-            share.time.values, share.inner_product.values, share.values**0.5, shading="nearest", cmap="magma"
+            share[axis].values, share.inner_product.values, share.values**0.5, shading="nearest", cmap="magma"
         )
         figure.colorbar(image, ax=panel, label="sqrt of the share of pairs")
-        panel.set(xlabel="time t", ylabel="<x_i, x_j>")
+        panel.set(xlabel=label, ylabel="<x_i, x_j>")
     else:
         panel.plot(share.inner_product.values, share.values[:, 0], color=COLORS[0])
         panel.set(xlabel="<x_i, x_j>", ylabel="share of pairs")

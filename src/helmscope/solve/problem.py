@@ -79,7 +79,8 @@ class Problem:
         if isinstance(self.field, StreamField) and not flow.on_sphere:
             streams = states
             states, radius = self.field.direction(streams), self.field.radius(streams)
-        trajectory = Trajectory(self.times, states, mask=self.mask, radius=radius, outcome=outcome)
+        weights = None if self.weights is None else self.weights.detach().unsqueeze(0)
+        trajectory = Trajectory(self.times, states, weights=weights, radius=radius, outcome=outcome)
         found = tuple((self.origin + w.times).reshape((*self.batch, *w.shape)) for w in watches)
         return Simulation(trajectory, self, found, streams)
 
@@ -137,16 +138,17 @@ class Problem:
             mask=None if self.mask is None else self.mask[rows],
         )
 
-    def time_index(self, step: object) -> int:
-        """``step`` as an index into the times; negative ones count from the end."""
-        if isinstance(step, bool) or not isinstance(step, int) or not -len(self.times) <= step < len(self.times):
-            raise HelmscopeError(f"step is {step!r}, but the run has the time indices 0 to {len(self.times) - 1}")
-        return step % len(self.times)
+    def time_index(self, number: object, name: str) -> int:
+        """``number``, an argument of that ``name``, as an index into the times; negative ones count from the end."""
+        last = len(self.times) - 1
+        if isinstance(number, bool) or not isinstance(number, int) or not -last - 1 <= number <= last:
+            raise HelmscopeError(f"{name} is {number!r}, but the run has stored times number 0 to {last}")
+        return number % len(self.times)
 
     def again(
-        self, step: int, states: Float[Tensor, "*batch n d"], stream: Tensor, generator: torch.Generator | None
+        self, depth: int, states: Float[Tensor, "*batch n d"], stream: Tensor, generator: torch.Generator | None
     ) -> Problem:
-        """The same from time index ``step`` on, with other states, and with noise that was not seen before.
+        """The same from the stored time number ``depth`` on, with other states, and with noise not seen before.
 
         Of a residual stream, ``stream``, the direction is changed alone: it keeps its radius and what its norm does not
         see, such as the mean under LayerNorm.
@@ -154,7 +156,7 @@ class Problem:
         x = on_the_sphere(check_tokens(states, name="states"))
         if x.shape not in ((*self.batch, *self.start.shape[-2:]), self.start.shape):
             raise HelmscopeError(f"states has shape {tuple(x.shape)}, but the systems have {tuple(self.start.shape)}")
-        index = self.time_index(step)
+        index = self.time_index(depth, "depth")
         x = x.reshape(self.start.shape).to(self.start)
         if isinstance(self.field, StreamField) and not self.field.on_sphere:
             x = stream + self.field.radius(stream).unsqueeze(-1) * (x - self.field.direction(stream))

@@ -12,7 +12,7 @@ from helmscope.types import HelmscopeError, Outcome, Trajectory
 
 if TYPE_CHECKING:
     import torch
-    from jaxtyping import Float
+    from jaxtyping import Bool, Float
     from torch import Tensor
 
     from helmscope.solve.problem import Problem
@@ -30,9 +30,9 @@ class Simulation:
     >>> from helmscope.fields.attention import SA
     >>> from helmscope.solve.integrate import integrate
     >>> run = integrate(SA(beta=0.0), torch.eye(2), times=[0.0, 1.0, 2.0])
-    >>> run.states.shape, run.kernel(0)[0, 0].tolist(), str(run.outcome)
+    >>> run.states.shape, run.kernel(layer=0)[0, 0].tolist(), str(run.outcome)
     (torch.Size([3, 2, 2]), [0.5, 0.5], 'finished at t=2')
-    >>> run.resume(1, run.trajectory.states[1]).times
+    >>> run.resume(depth=1, states=run.trajectory.states[1]).times
     tensor([1., 2.], dtype=torch.float64)
     """
 
@@ -63,34 +63,46 @@ class Simulation:
         """What carries the tokens."""
         return self.problem.field
 
-    def kernel(self, step: int) -> Float[Tensor, "batch *heads n n"]:
-        """The attention kernel at time index ``step``."""
+    @property
+    def layers(self) -> range:
+        """One layer per stored time: the mechanism as it is then."""
+        return range(len(self.times))
+
+    @property
+    def visible(self) -> Bool[Tensor, "batch n"] | None:
+        """The tokens of positive weight, which attention sees; None where all are."""
+        return None if self.problem.weights is None else self.problem.weights > 0
+
+    def kernel(self, *, layer: int) -> Float[Tensor, "batch *heads n n"]:
+        """The attention kernel at the stored time number ``layer``."""
+        index = self.problem.time_index(layer, "layer")
         if not isinstance(self.field, KernelField):
             name = type(self.field).__name__
             raise HelmscopeError(f"field is {name}, but a kernel is defined for attention fields only")
-        return self.field.kernel(self.stream(step), self.problem.weights)
+        return self.field.kernel(self.stream(depth=index), self.problem.weights)
 
-    def stream(self, step: int) -> Float[Tensor, "batch n d"]:
-        """The states at time index ``step`` as they are: the residual stream, or the unit vectors."""
+    def stream(self, *, depth: int) -> Float[Tensor, "batch n d"]:
+        """The states at the stored time number ``depth`` as they are: the residual stream, or the unit vectors."""
         states = self.trajectory.states if self.streams is None else self.streams
-        return states[self.problem.time_index(step)]
+        return states[self.problem.time_index(depth, "depth")]
 
-    def force(self, step: int) -> Field | None:
+    def force(self, *, layer: int) -> Field | None:
         """The MLP as a force on unit vectors: that of a block, or the field itself where it is one; else None.
 
-        It is the same at every time index; ``step`` is there because a recorded model has one a layer.
+        It is the same at every time; ``layer`` is there because a recorded model has one MLP per layer.
         """
-        self.problem.time_index(step)
+        self.problem.time_index(layer, "layer")
         if isinstance(self.field, MLP | GatedMLP):
             return self.field
         return self.field.force if isinstance(self.field, Block) else None
 
     def resume(
-        self, step: int, states: Float[Tensor, "batch n d"], generator: torch.Generator | None = None
+        self, *, depth: int, states: Float[Tensor, "batch n d"], generator: torch.Generator | None = None
     ) -> Simulation:
-        """Integrate again from time index ``step`` with other states; the times stay those of the whole run.
+        """Integrate again from the stored time number ``depth`` with other states; the times stay those of the whole
+        run.
 
         Of a residual stream the direction is changed alone. Under noise the increments are new ones: drawn from
-        ``generator`` where there is one, else fixed by the seed of the run and ``step``.
+        ``generator`` where there is one, else fixed by the seed of the run and ``depth``.
         """
-        return self.problem.again(step, states, self.stream(step), generator).run()
+        return self.problem.again(depth, states, self.stream(depth=depth), generator).run()

@@ -103,7 +103,7 @@ class _Cloud:
     def of(cls, path: Trajectory, ids: Tensor | None = None, *, sink: bool = False) -> _Cloud:
         path = path if sink else _without_first(path)
         n = path.states.shape[2]
-        real = torch.ones(path.states.shape[1:3], dtype=torch.bool) if path.mask is None else path.mask
+        real = torch.ones(path.states.shape[1:3], dtype=torch.bool) if path.weights is None else path.weights[0] > 0
         words = torch.arange(n).expand(real.shape) if ids is None else ids[:, -n:]
         i, j = torch.triu_indices(n, n, 1)
         pairs = (real[:, i] & real[:, j]).double()
@@ -128,7 +128,7 @@ def _growth(share: np.ndarray, end: int) -> np.ndarray:
 
 
 def _without_first(path: Trajectory) -> Trajectory:
-    return Trajectory(path.times, path.states[:, :, 1:], None if path.mask is None else path.mask[:, 1:])
+    return Trajectory(path.times, path.states[:, :, 1:], None if path.weights is None else path.weights[:, :, 1:])
 
 
 def _prompts(count: int, tokenizer: Any) -> tuple[list[str], int]:
@@ -151,8 +151,8 @@ def _flow(path: Trajectory) -> Trajectory:
     """The flow from the first states of some prompts, at half a unit of time for a half-layer."""
     x = retract(path.states[0, :FLOWS].double())
     times = [k / 2 for k in range(2 * LOOPS + 1)]
-    mask = None if path.mask is None else path.mask[:FLOWS]
-    return integrate(SA(beta=BETA), x, times, mask=mask, stepper=DormandPrince(1e-5)).trajectory
+    weights = None if path.weights is None else path.weights[0, :FLOWS]
+    return integrate(SA(beta=BETA), x, times, weights=weights, stepper=DormandPrince(1e-5)).trajectory
 
 
 def _drawn(
@@ -198,7 +198,7 @@ def _figure_one(path: Trajectory, flow: Trajectory) -> xr.Dataset:
     found = []
     for seen, last in rows.values():
         at = [round(last * k / (COLUMNS - 1)) for k in range(COLUMNS)]
-        part = _without_first(Trajectory(torch.linspace(0, 1, COLUMNS), seen.states[at], seen.mask))
+        part = _without_first(Trajectory(torch.linspace(0, 1, COLUMNS), seen.states[at], seen.weights))
         found.append(inner_product_histogram(part, bins=BINS).drop_attrs(deep=False))
     both = xr.concat(found, xr.DataArray(list(rows), dims="what", name="what"))
     both = both.rename(time="depth").assign_coords(depth=np.round(np.linspace(0, 1, COLUMNS), 2))
