@@ -21,6 +21,7 @@ from helmscope.fields.helmholtz import helmholtz
 from helmscope.fields.hodge_jacobian import jacobian_split
 from helmscope.fields.mlp import MLP, GatedMLP
 from helmscope.fields.placement import Half
+from helmscope.geometry.arithmetic import full_precision
 from helmscope.geometry.sphere import check_tokens, project
 from helmscope.observe.kernel import check_system
 from helmscope.observe.track import mean_and_stderr, real_tokens, trajectory_of
@@ -106,6 +107,7 @@ def _pointwise(mlp: MLP | GatedMLP, x: Tensor) -> dict[str, Float[Tensor, "batch
     return {**lengths, "radial_force": (x * f).sum(-1), "potential": split.potential(x)}
 
 
+@full_precision
 def _derived(mlp: MLP | GatedMLP, x: Tensor) -> dict[str, Float[Tensor, "batch n"]]:
     """Quantities of each token that need Df, one system at a time: Df has n d^2 entries."""
     index, divergence = [], []

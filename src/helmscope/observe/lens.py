@@ -52,7 +52,7 @@ def lens_divergence(system: Speaks) -> xr.Dataset:
     real = real_tokens(path.states[0], path.mask)
     steps, texts = len(path.times), len(real)
     size = max(1, PASSING // system.logits(0, rows=slice(0, 1)).numel())
-    found = torch.empty(2, steps, texts, dtype=torch.float64)
+    found = torch.empty(2, steps, texts, dtype=torch.float64, device="cpu")
     for begin in range(0, texts, size):
         rows = slice(begin, begin + size)
         final = system.logits(rows=rows)[real[rows]]

@@ -284,8 +284,8 @@ class _Sweep:
 
     def _carried(self, flow: Field, x: Tensor, systems: range) -> Float[Tensor, "sample time"]:
         """Shares of the samples ``systems``, in blocks of times, each from where the last one ended."""
-        found = torch.full((len(systems), len(self.times)), torch.nan, dtype=torch.float64)
-        left, x, now = torch.arange(len(systems)), x[systems.start : systems.stop], 0.0
+        found = torch.full((len(systems), len(self.times)), torch.nan, dtype=torch.float64, device="cpu")
+        left, x, now = torch.arange(len(systems), device="cpu"), x[systems.start : systems.stop], 0.0
         # noise is keyed by the run, and a residual stream is more than its direction: these are carried in one go
         looks = LOOKS if self.noise is None and lives_on_sphere(flow) else 1
         block = -(-len(self.times) // looks)
@@ -303,7 +303,7 @@ class _Sweep:
                 seed=self.seed,
             )
             run = replace(problem, systems=tuple((systems.start + left).tolist())).run()
-            well = torch.tensor([status.ok for status in run.outcome.statuses])
+            well = torch.tensor([status.ok for status in run.outcome.statuses], device="cpu")
             states = run.trajectory.states[:, well.to(x.device)]
             left, x, now = left[well], states[-1], clock[-1]
             if not len(left):

@@ -11,6 +11,7 @@ import torch
 from helmscope.fields.attention import Attention
 from helmscope.fields.field import Field, StreamField, lives_on_sphere
 from helmscope.fields.multihead import MultiHead
+from helmscope.geometry.arithmetic import full_precision
 from helmscope.geometry.sphere import check_tokens, retract
 from helmscope.kernels.choose import choose, using
 from helmscope.solve.adaptive import run_adaptive
@@ -58,6 +59,7 @@ class Problem:
     origin: float = 0.0  # the time of the start; the flow is autonomous, so only times since then matter
     kernel: Kernel | None = None
 
+    @full_precision
     def run(self, progress: Progress | None = None) -> Simulation:
         """Integrate."""
         span = in_span(self)
