@@ -20,6 +20,7 @@ from helmscope.solve.dormand_prince import DormandPrince
 from helmscope.solve.euler_maruyama import EulerMaruyama
 from helmscope.solve.integrate import pose
 from helmscope.solve.published import PublishedEuler
+from helmscope.solve.threads import fitting_threads
 from helmscope.theory.equiangular import EquiangularFlow, hitting_time
 from helmscope.theory.starts import Start, in_span
 from helmscope.types import HelmscopeError, check_measurement, increasing_times, real_number, whole_number
@@ -236,7 +237,9 @@ class _Sweep:
             parts = []
             for first in range(0, len(x), size):
                 systems = range(first, min(first + size, len(x)))
-                parts.append(self._carried(flow if small is None else small, x, systems))
+                carried = flow if small is None else small
+                with fitting_threads(carried, x[first : systems.stop]):  # for the pairs that are looked at, too
+                    parts.append(self._carried(carried, x, systems))
                 if progress is not None:
                     progress((done + systems.stop / len(x)) / len(flows))
             yield torch.cat(parts).unsqueeze(0)

@@ -24,6 +24,7 @@ from helmscope.solve.simulation import Simulation
 from helmscope.solve.stepper import AdaptiveStepper, NoisyStepper, Stepper
 from helmscope.solve.streams import Streams
 from helmscope.solve.symmetry import in_span
+from helmscope.solve.threads import fitting_threads
 from helmscope.types import HelmscopeError, Outcome, Trajectory, whole_number
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ class Problem:
         flow = Flow(inner.field, self.weights)
         watches = tuple(Watch.start(event, inner.start.detach(), self.mask, flow.direction) for event in self.events)
         extras = Extras(watches, self.merge, progress)
-        with using(self.kernel):
+        with using(self.kernel), fitting_threads(inner.field, inner.start):
             states, outcome = inner._carry(flow, extras)
         if span is not None:
             states = span.lift(states)
