@@ -22,7 +22,7 @@ test-slow: $(VENV)/.with-slow
 
 # on the GPU where there is one, else on one core at a smaller scale
 bench: $(VENV)/.with-test
-	for name in figure3 right_hand_side growth accuracy recording; do \
+	for name in figure3 right_hand_side growth accuracy recording threads; do \
 		OMP_NUM_THREADS=1 $(BIN)/python benchmarks/$$name.py || exit 1; done
 	$(BIN)/python benchmarks/results.py
 

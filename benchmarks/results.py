@@ -93,6 +93,10 @@ TARGETS = [
     ),
     *_cpu_sums(),
     Target("figure 3: panel d=1024 over panel d=32", "figure3", "cpu", "panel d=1024 / panel d=32", "<=", 1.2),
+    *(
+        Target(f"{call}: all threads over one", "threads", "cpu", f"all threads / one thread, {call}", "<=", 1.3)
+        for call in ("first call", "phase diagram")
+    ),
     Target("recording, 12 x 192: times an eager forward", "recording", "cpu", "record / plain", "<=", 1.5),
     Target(
         "recording, 12 x 192: memory beyond a forward, of the trajectory",

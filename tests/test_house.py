@@ -82,6 +82,57 @@ def test_a_misplaced_import_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert len(misplaced(house)) == 1
 
 
+COMPUTING = ("geometry", "theory", "kernels", "fields", "solve", "observe")
+PRODUCTS = {"addmm", "baddbmm", "bmm", "einsum", "matmul", "mm", "tensordot"}
+FACTORIES = {"arange", "as_tensor", "empty", "eye", "full", "linspace", "ones", "rand", "randint", "randn", "tensor"}
+FACTORIES |= {"zeros"}
+# what multiplies arrays of NumPy, and a part of a decorated function
+SAFE = {"equiangular._decay_integral", "hodge_gaussian._apart", "hodge_profile._chebyshev", "hull._to_origin"}
+SAFE |= {"jacobian._lowered", "surface.hessian"}
+
+
+def called_of_torch(node: ast.AST) -> str:
+    """NAME where the node is a call torch.NAME(...), else nothing."""
+    function = node.func if isinstance(node, ast.Call) else None
+    plain = isinstance(function, ast.Attribute) and isinstance(function.value, ast.Name)
+    return function.attr if plain and function.value.id == "torch" else ""
+
+
+def exposed_products(tree: ast.AST, inside: str = "", safe: bool = False) -> Iterator[str]:
+    """Functions that multiply matrices and are not decorated with ``full_precision``."""
+    for node in ast.iter_child_nodes(tree):
+        name, shielded = inside, safe
+        if isinstance(node, ast.FunctionDef):
+            name = node.name
+            shielded = safe or "full_precision" in map(ast.unparse, node.decorator_list)
+        product = isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult)
+        if (product or called_of_torch(node) in PRODUCTS) and not shielded:
+            yield name
+        yield from exposed_products(node, name, shielded)
+
+
+@pytest.mark.parametrize("room", COMPUTING)
+def test_autocast_reaches_no_matrix_product(room: str) -> None:
+    found = {
+        f"{path.stem}.{name}"
+        for path in (SOURCE / room).glob("*.py")
+        for name in exposed_products(ast.parse(path.read_text()))
+    }
+    assert found - SAFE == set(), "decorate them with full_precision"
+
+
+@pytest.mark.parametrize("room", COMPUTING)
+def test_new_tensors_name_their_device(room: str) -> None:
+    """Else they would lie on the caller's default device, beside tokens on another."""
+    found = [
+        f"{path.name}:{node.lineno}"
+        for path in (SOURCE / room).glob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if called_of_torch(node) in FACTORIES and not {"device", None} & {word.arg for word in node.keywords}
+    ]
+    assert found == []
+
+
 def test_the_two_lists_of_exports_agree() -> None:
     tree = ast.parse((SOURCE / "__init__.py").read_text())
     typed = {

@@ -60,7 +60,7 @@ def phase(
         str | None, typer.Option(help="float64 or float32 [default: float64; on a GPU float32 where a kernel serves].")
     ] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")] = "cpu",
-    threads: Annotated[int, typer.Option(help="Threads of one unit of work.")] = 1,
+    threads: Annotated[int, typer.Option(help="Threads of one unit of work; small systems use one.")] = 1,
     jobs: Annotated[int, typer.Option(help="Units of work at a time, each in a process of its own.")] = 1,
     max_memory: MaxMemory = None,
     ray: OnRay = None,

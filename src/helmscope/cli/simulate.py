@@ -59,7 +59,7 @@ def simulate(
     chunk: Annotated[
         int | None, typer.Option(help="Systems in one unit of work [default: an eighth of the batch].")
     ] = None,
-    threads: Annotated[int, typer.Option(help="Threads of one unit of work.")] = 1,
+    threads: Annotated[int, typer.Option(help="Threads of one unit of work; small systems use one.")] = 1,
     jobs: Annotated[int, typer.Option(help="Units of work at a time, each in a process of its own.")] = 1,
     max_memory: Annotated[str | None, typer.Option(help="Memory for all jobs together, such as 4GB.")] = None,
     ray: Annotated[str | None, typer.Option(help="Run on Ray: local, or the address of a cluster.")] = None,

@@ -24,7 +24,7 @@ def alibi(n: int, slope: float) -> Float[Tensor, "n n"]:
     >>> alibi(3, 0.5)[2]
     tensor([-1.0000, -0.5000, -0.0000], dtype=torch.float64)
     """
-    places = torch.arange(whole_number("n", n, at_least=1), dtype=torch.float64)
+    places = torch.arange(whole_number("n", n, at_least=1), dtype=torch.float64, device="cpu")
     return -real_number("slope", slope, at_least=0) * (places[:, None] - places).abs()
 
 

@@ -24,6 +24,7 @@ import torch
 
 from helmscope.fields.field import ScaledVelocity, check_weights
 from helmscope.fields.lowrank import LowRank, query_and_key
+from helmscope.geometry.arithmetic import check_readable, every, vectorized
 from helmscope.geometry.sphere import check_tokens, project
 from helmscope.kernels.choose import token_sum
 from helmscope.kernels.dense import attention_sum, matrix_product, settled_logits
@@ -56,7 +57,7 @@ class CheckedField(ABC):
             velocity = self.velocity(x.unsqueeze(0), None if combined is None else combined.unsqueeze(0)).squeeze(0)
         else:
             velocity = self.velocity(x, combined)
-        if not bool(torch.isfinite(velocity.detach()).all()):
+        if not every(torch.isfinite(velocity.detach())):
             raise HelmscopeError(self._complaint(x, combined))
         return velocity
 
@@ -143,7 +144,7 @@ class Attention(CheckedField):
         b, v = self.logit_scale, self.value_scale
         if b is None or v is None:
             return None
-        eye = torch.eye(dim, dtype=torch.float64)
+        eye = torch.eye(dim, dtype=torch.float64, device="cpu")
         return replace(self, query_key=None if b == 1 else b * eye, value=None if v == 1 else v * eye)
 
     def request(self, x: Float[Tensor, "*batch n d"], weights: Tensor | None = None, *, tangent: bool) -> Request:
@@ -335,7 +336,7 @@ def total_weight(x: Float[Tensor, "*batch n d"], weights: Tensor | None) -> Tens
 
 
 def _scale_of(matrix: Tensor | LowRank | None) -> float | None:
-    """c where the matrix is c I exactly; a matrix under differentiation is never taken for a number."""
+    """c where the matrix is c I exactly; a matrix that is differentiated or vectorized is never taken for a number."""
     if matrix is None:
         return 1.0
     if isinstance(matrix, LowRank):
@@ -343,7 +344,7 @@ def _scale_of(matrix: Tensor | LowRank | None) -> float | None:
     scale = matrix[0, 0]
     eye = torch.eye(matrix.shape[0], dtype=matrix.dtype, device=matrix.device)
     tangent = torch.autograd.forward_ad.unpack_dual(matrix).tangent  # type: ignore[no-untyped-call]
-    moving = matrix.requires_grad or tangent is not None
+    moving = matrix.requires_grad or tangent is not None or vectorized(matrix)
     return None if moving or not torch.equal(matrix, scale * eye) else float(scale)
 
 
@@ -356,8 +357,9 @@ def _check_matrix(name: str, matrix: object, *, floor: bool) -> None:
         raise HelmscopeError(f"{name} is {given}, but it must be a square matrix as a torch tensor")
     if not matrix.dtype.is_floating_point:
         raise HelmscopeError(f"{name} has dtype {matrix.dtype}, but it must hold floating-point numbers")
+    check_readable(name, matrix)
     entries = matrix.detach()
     good = (entries < torch.inf) & ~entries.isnan() if floor else torch.isfinite(entries)
-    if not bool(good.all()):
+    if not every(good):
         allowed = "finite or -inf" if floor else "finite"
         raise HelmscopeError(f"{name} holds the entry {entries[~good][0].item()}, but every entry must be {allowed}")

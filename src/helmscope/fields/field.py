@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 
+from helmscope.geometry.arithmetic import check_readable, every
 from helmscope.types import HelmscopeError
 
 if TYPE_CHECKING:
@@ -140,19 +141,21 @@ def check_weights(
             raise HelmscopeError(
                 f"{name} is {shown}, but it must be a tensor of shape {tuple(x.shape[:-1])} or ({x.shape[-2]},)"
             )
+        if given is not None:
+            check_readable(name, given)
     if mask is not None and mask.dtype != torch.bool:
         raise HelmscopeError(f"mask has dtype {mask.dtype}, but it must be torch.bool, True at real tokens")
     if weights is None and mask is None:
         return None
     combined = torch.ones(x.shape[:-1], dtype=x.dtype, device=x.device) if weights is None else weights.to(x)
     good = (combined == 0) | ((combined >= 1e-30) & (combined <= 1e30))  # far from where sums leave float32
-    if not bool(good.all()):
+    if not every(good):
         bad = combined[~good][0].item()
         raise HelmscopeError(
             f"weights holds the entry {bad:g}, but every weight must be finite and >= 0 (0, or 1e-30 to 1e30)"
         )
     combined = combined if mask is None else combined * mask.to(x)
-    if not bool((combined.sum(-1) > 0).all()):
+    if not every(combined.sum(-1) > 0):
         raise HelmscopeError("weights and mask leave a system without any token of positive weight")
     return combined.expand(x.shape[:-1])
 

@@ -48,7 +48,7 @@ def helmholtz(mlp: MLP | GatedMLP) -> Split:
     tensor([0., 3.])
     """
     _check_mlp(mlp)
-    origin = torch.zeros(1, dtype=torch.float64)
+    origin = torch.zeros(1, dtype=torch.float64, device="cpu")
     mlp.activation.potential(origin)
     if isinstance(mlp, MLP):
         return _Ungated(mlp)
@@ -69,7 +69,7 @@ def helmholtz_as_printed(mlp: MLP | GatedMLP) -> Split:
     (tensor([0., 0.]), tensor([-6.,  0.]))
     """
     _check_mlp(mlp)
-    mlp.activation.potential(torch.zeros(1, dtype=torch.float64))
+    mlp.activation.potential(torch.zeros(1, dtype=torch.float64, device="cpu"))
     return _AsPrinted(mlp)
 
 
@@ -97,7 +97,7 @@ class Split(ABC):
     @property
     def dead(self) -> Int[Tensor, " dead"]:
         """Indices of the neurons that are constants: v = 0, or g = u = 0 where gated."""
-        return self._is_dead(torch.zeros((), dtype=torch.float64)).nonzero().squeeze(-1)
+        return self._is_dead(torch.zeros((), dtype=torch.float64, device="cpu")).nonzero().squeeze(-1)
 
     @abstractmethod
     def potential(self, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch"]:

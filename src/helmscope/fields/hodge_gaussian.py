@@ -27,6 +27,7 @@ import torch
 
 from helmscope.fields.hodge_profile import Law, Neurons, Profiles, check_ungated
 from helmscope.fields.mlp import MLP, linear
+from helmscope.geometry.arithmetic import full_precision
 from helmscope.types import HelmscopeError, real_number
 
 if TYPE_CHECKING:
@@ -96,6 +97,7 @@ class HodgeSplit:
         self.mlp.check_points(x)
         return torch.zeros_like(x)
 
+    @full_precision
     def share(self, *, tolerance: float = 1e-6) -> float:
         """E|R|^2 / E|f|^2, the share of f that no potential explains, in [0, 1]; constants count in f.
 
@@ -139,6 +141,7 @@ class HodgeSplit:
         gradient = linear(n.along * phi + bend, n.direction) + linear(value, n.across) + n.constant
         return gradient, linear(phi - value, n.across) - linear(bend, n.direction)
 
+    @full_precision
     def _parallel(self, cosine: Tensor, first: Tensor, second: Tensor) -> tuple[float, float, float]:
         """E<f_i, f_j> and E<R_i, R_j> over pairs of one direction, with the constants; and the size of the terms."""
         n, law, k = self.neurons, self.profiles.law, self.profiles.law.curvature
@@ -217,6 +220,7 @@ class LinearHodge:
     share: float
 
 
+@full_precision
 def hodge_linear(matrix: Float[Tensor, "d d"], covariance: Float[Tensor, "d d"]) -> LinearHodge:
     """The orthogonal split of the linear force M x under x ~ N(0, C): S symmetric, with (source 000-3 (d) 2)
 

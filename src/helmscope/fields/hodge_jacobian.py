@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from helmscope.fields.field import KernelField
+from helmscope.geometry.arithmetic import full_precision
 from helmscope.types import HelmscopeError
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ class JacobianSplit:
         return antisymmetric / (symmetric + antisymmetric)
 
 
+@full_precision
 def jacobian_split(
     force: Callable[[Float[Tensor, "*batch d"]], Float[Tensor, "*batch d"]], x: Float[Tensor, "*batch d"]
 ) -> JacobianSplit:

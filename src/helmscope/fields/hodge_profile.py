@@ -28,6 +28,7 @@ import torch
 from numpy.polynomial import chebyshev, legendre
 
 from helmscope.fields.mlp import MLP, GatedMLP
+from helmscope.geometry.arithmetic import full_precision
 from helmscope.types import HelmscopeError
 
 if TYPE_CHECKING:
@@ -115,17 +116,18 @@ class Neurons:
     constant: Float[Tensor, " d"]
 
     @staticmethod
+    @full_precision
     def of(mlp: MLP, *, radius: float) -> Neurons:
         """The neurons of an MLP at points scaled by ``radius``."""
         rows, out = mlp.w_in.detach().cpu().double(), mlp.w_out.detach().cpu().double().mT
         offset, constant = (
-            torch.zeros(size, dtype=torch.float64) if bias is None else bias.detach().cpu().double()
+            torch.zeros(size, dtype=torch.float64, device="cpu") if bias is None else bias.detach().cpu().double()
             for bias, size in ((mlp.b_in, mlp.hidden), (mlp.b_out, mlp.dim))
         )
         dead = ~rows.any(-1)
         constant = constant + mlp.activation(offset[dead]) @ out[dead]
         out = out.masked_fill(dead[:, None], 0.0)
-        rows = torch.where(dead[:, None], torch.eye(1, mlp.dim, dtype=rows.dtype), rows)
+        rows = torch.where(dead[:, None], torch.eye(1, mlp.dim, dtype=rows.dtype, device=rows.device), rows)
         scale = rows.abs().amax(-1, keepdim=True)  # divided out first: the square of 1e-160 is 0
         norm = torch.linalg.vector_norm(rows / scale, dim=-1, keepdim=True)
         direction, length = rows / scale / norm, (norm * scale / radius)[:, 0]
@@ -147,7 +149,7 @@ class Neurons:
         sqrt(sum_(m > n) c_m^2), as a difference known to rounding only.
         """
         z, mass = law.quadrature(edges, degree)
-        phi = self.phi(z, torch.arange(len(z)))
+        phi = self.phi(z, torch.arange(len(z), device=z.device))
         left = square = (mass * phi * phi).sum(-1)
         last, polynomial = torch.zeros_like(z), torch.ones_like(z)
         for n in range(degree + 1):
@@ -180,6 +182,7 @@ class Profiles:
         return torch.cat([-left.flip(-1), right], -1)
 
     @staticmethod
+    @full_precision
     def solve(law: Law, neurons: Neurons) -> Profiles:
         """For D and for 1 at once: the mean of D is what makes h continuous at 0. What is not resolved is refused."""
         k = law.curvature
@@ -239,7 +242,8 @@ def _edges(law: Law, length: Tensor, offset: Tensor) -> Float[Tensor, "lines e"]
         corner.abs() < reach, torch.minimum(layer, 1 / length.abs()[:, None]), 1 / length.abs()[:, None]
     )
     width = (width / 2).clamp(1e-6, reach)
-    steps = width * 2.0 ** torch.arange(math.ceil(math.log2(2 * reach / width.min().item())) + 1)
+    doublings = math.ceil(math.log2(2 * reach / width.min().item())) + 1
+    steps = width * 2.0 ** torch.arange(doublings, device=width.device)
     points = torch.cat([corner - steps, corner, corner + steps], -1)
     points = torch.where((points > 0) & (points < ends[:, :1]), points, 0.0)
     edges = torch.cat([corner.new_tensor(grid).expand(len(corner), -1), points, ends], -1).sort(-1).values
@@ -261,7 +265,7 @@ def _march(p: Tensor, drag: Tensor, source: Tensor) -> Float[Tensor, "lines pane
     term is 0 instead: p vanishes at the end, or is small beside z, and only one solution does not explode.
     """
     _, powers, slopes, _ = _chebyshev()
-    edge = torch.eye(NODES + 1, dtype=p.dtype)[-1].expand(len(p), 1, -1)
+    edge = torch.eye(NODES + 1, dtype=p.dtype, device=p.device)[-1].expand(len(p), 1, -1)
     given, found = torch.zeros_like(source[:, 0, :1]), []
     for i in reversed(range(p.shape[1])):
         rows = p[:, i, :, None] * slopes - drag[:, i, :, None] * powers
@@ -275,6 +279,7 @@ def _left_end(series: Float[Tensor, "lines terms sources"]) -> Float[Tensor, "li
     return series[:, ::2].sum(1) - series[:, 1::2].sum(1)
 
 
+@full_precision
 def _check_resolved(both: Float[Tensor, "both lines panels terms"], edges: Tensor, neurons: Neurons) -> None:
     """Series must end, and that of h' be the derivative of that of h, relative to the largest terms at hand and to the
     argument of phi near 0.

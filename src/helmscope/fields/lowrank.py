@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from helmscope.geometry.arithmetic import check_readable, every, full_precision
 from helmscope.kernels.dense import matrix_product
 from helmscope.types import HelmscopeError
 
@@ -53,6 +54,7 @@ class LowRank:
         """r, the number of columns: the rank of the matrix is at most this."""
         return self.left.shape[1]
 
+    @full_precision
     def dense(self) -> Float[Tensor, "d d"]:
         """The matrix, multiplied out."""
         return self.left @ self.right.to(self.left).mT
@@ -90,7 +92,8 @@ def _check_factor(name: str, factor: object) -> None:
         raise HelmscopeError(f"{name} is {given}, but it must be a torch tensor of shape (d, r) with r >= 1")
     if not factor.dtype.is_floating_point:
         raise HelmscopeError(f"{name} has dtype {factor.dtype}, but it must hold floating-point numbers")
+    check_readable(name, factor)
     entries = factor.detach()
     good = torch.isfinite(entries)
-    if not bool(good.all()):
+    if not every(good):
         raise HelmscopeError(f"{name} holds the entry {entries[~good][0].item()}, but every entry must be finite")

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from helmscope.fields.field import check_weights
+from helmscope.geometry.arithmetic import full_precision
 from helmscope.geometry.linkage import components, pairwise_angles
 from helmscope.geometry.sphere import check_tokens, retract
 from helmscope.types import HelmscopeError, real_number
@@ -63,6 +64,7 @@ def merge_tokens(
     return merge_close(x, torch.ones_like(x[..., 0]) if given is None else given, tolerance)
 
 
+@full_precision
 def merge_close(x: Tensor, weights: Tensor, tolerance: float) -> Merged:
     """``merge_tokens``, unchecked."""
     heavy = weights > 0

@@ -18,6 +18,7 @@ import torch
 
 from helmscope.fields import activations
 from helmscope.fields.activations import GELU, Activation, SiLU
+from helmscope.geometry.arithmetic import check_readable, every
 from helmscope.geometry.sphere import project
 from helmscope.kernels.dense import matrix_product
 from helmscope.types import HelmscopeError
@@ -50,10 +51,10 @@ class Force(ABC):
     def __call__(self, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
         """The force f(x) at any points of R^d, not projected. Bad input is a ``HelmscopeError``."""
         self.check_points(x)
-        if not bool(torch.isfinite(x.detach()).all()):
+        if not every(torch.isfinite(x.detach())):
             raise HelmscopeError("x holds NaN or infinite entries, but every point must be finite")
         force = self.ambient(x)
-        if not bool(torch.isfinite(force.detach()).all()):
+        if not every(torch.isfinite(force.detach())):
             reach = float(x.detach().abs().max())
             raise HelmscopeError(f"x holds entries up to {reach:g}, and the force there leaves {x.dtype}: scale x down")
         return force
@@ -190,16 +191,13 @@ def _check_parameter(name: str, value: object, shape: tuple[int, ...], asked: st
         raise HelmscopeError(f"{name} is a {type(value).__name__}, but it must be a torch tensor of shape {shape}")
     if tuple(value.shape) != shape:
         raise HelmscopeError(f"{name} has shape {tuple(value.shape)}, but {asked} asks for {shape}")
-    if value.layout != torch.strided or value.is_meta:
-        raise HelmscopeError(
-            f"{name} has layout {value.layout} on {value.device}, but it must be dense and hold values"
-        )
+    check_readable(name, value)
     if value.dtype not in PARAMETERS:
         allowed = ", ".join(str(dtype) for dtype in PARAMETERS)
         raise HelmscopeError(f"{name} has dtype {value.dtype}, but it must be one of {allowed}")
     entries = value.detach()
     good = torch.isfinite(entries)
-    if not bool(good.all()):
+    if not every(good):
         raise HelmscopeError(f"{name} holds the entry {entries[~good][0].item()}, but every entry must be finite")
 
 

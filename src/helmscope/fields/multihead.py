@@ -28,6 +28,7 @@ from helmscope.fields.attention import (
 )
 from helmscope.fields.field import ScaledVelocity, is_continuous
 from helmscope.fields.lowrank import LowRank, as_dense
+from helmscope.geometry.arithmetic import full_precision
 from helmscope.geometry.sphere import project
 from helmscope.kernels.choose import token_sum
 from helmscope.kernels.dense import matrix_product, settled_logits
@@ -225,6 +226,7 @@ class MultiHead(CheckedField):
         scales = [head.value_scale for head in self.heads if head.value_scale is not None]
         return scales if len(scales) == len(self.heads) else None
 
+    @full_precision
     def _together(self, parts: Tensor) -> Tensor:
         """scale sum_h V_h parts_h, as one matrix product: the last bit of a sum over an axis depends on the batch."""
         assert self.scale is not None

@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.func import jvp
 
+from helmscope.geometry.arithmetic import check_readable, full_precision
 from helmscope.geometry.sphere import project
 from helmscope.kernels.dense import matrix_product
 from helmscope.types import HelmscopeError, real_number
@@ -215,6 +216,7 @@ class MatrixNoise(Noise):
     m: Float[Tensor, "d d"]
     root: Float[Tensor, "d d"] = field(init=False, repr=False)
 
+    @full_precision
     def __post_init__(self) -> None:
         super().__post_init__()
         m = _symmetric(self.m)
@@ -299,6 +301,7 @@ class StateNoise(Noise):
         """sigma(x) dw."""
         return (self._at(x) * dw.unsqueeze(-2)).sum(-1)
 
+    @full_precision
     def matrix(self, x: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n d d"]:
         """sigma sigma^T / 2."""
         sigma = self._at(x)
@@ -348,6 +351,7 @@ def _symmetric(m: object) -> Float[Tensor, "d d"]:
         raise HelmscopeError(f"m is {given}, but it must be a square matrix as a torch tensor")
     if not m.dtype.is_floating_point:
         raise HelmscopeError(f"m has dtype {m.dtype}, but it must hold floating-point numbers")
+    check_readable("m", m)
     entries = m.detach().to(torch.float64)
     bad = entries[~torch.isfinite(entries)]
     if len(bad):

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from helmscope.geometry.arithmetic import check_readable, every, full_precision
 from helmscope.geometry.retraction import length
 from helmscope.geometry.sphere import retract
 from helmscope.types import HelmscopeError, real_number, whole_number
@@ -75,6 +76,7 @@ class Norm(ABC):
         self.check_size(y)
         return retract(self.part(y))
 
+    @full_precision
     def fold(
         self, w: Float[Tensor, "*heads k d"], b: Float[Tensor, "*heads k"] | None = None
     ) -> tuple[Float[Tensor, "*heads k d"], Float[Tensor, "*heads k"]]:
@@ -271,7 +273,8 @@ def _check_vector(name: str, vector: object) -> None:
         raise HelmscopeError(f"{name} is {shown}, but it must be a torch tensor of shape (d,)")
     if not vector.dtype.is_floating_point:
         raise HelmscopeError(f"{name} has dtype {vector.dtype}, but it must hold floating-point numbers")
+    check_readable(name, vector)
     entries = vector.detach()
     good = torch.isfinite(entries)
-    if not bool(good.all()):
+    if not every(good):
         raise HelmscopeError(f"{name} holds the entry {entries[~good][0].item()}, but every entry must be finite")

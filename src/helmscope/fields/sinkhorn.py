@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from helmscope.fields.attention import Softmax, softmax_kernel
+from helmscope.geometry.arithmetic import full_precision
 from helmscope.kernels.dense import raw_logits
 from helmscope.types import HelmscopeError, real_number, whole_number
 
@@ -192,6 +193,7 @@ class _Scaling:
         total = torch.logsumexp(level + (potential + self.half).unsqueeze(-2), -1)
         return torch.where(self.real, self.half - total, 0.0)
 
+    @full_precision
     def look(self, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(sum_i m_i p_ij - m_j) / sqrt(m_j), the curvature of phi in the coordinates sqrt(m_j) g_j, made regular, and
         the marginal error.
@@ -213,6 +215,7 @@ def _measure(pairs: Tensor, weights: Tensor | None) -> Tensor:
     return torch.where(m > 0, m / m.sum(-1, keepdim=True), 0.0)
 
 
+@full_precision
 def _possible(seen: Tensor, real: Tensor) -> Tensor:
     """Whether every visible pair may carry mass. What flows from i to j must flow back, as every token gives as much as
     it gets: the pair lies on a cycle. And every token gives something.

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from scipy.linalg import eigvalsh_tridiagonal
 
+from helmscope.geometry.arithmetic import full_precision
 from helmscope.geometry.sphere import retract
 from helmscope.types import HelmscopeError, real_number, whole_number
 
@@ -169,6 +170,7 @@ def zonal_quadrature(points: int, *, dim: int) -> tuple[Float[Tensor, " points"]
     return torch.from_numpy(s), torch.from_numpy(w / w.sum())
 
 
+@full_precision
 def zonal_coefficients(
     f: Callable[[Tensor], Tensor], degree: int, *, dim: int, points: int | None = None
 ) -> Float[Tensor, "*batch degree_plus_1"]:
@@ -189,7 +191,7 @@ def zonal_coefficients(
             f"degree is {degree}, but in dim={dim} it must leave fewer than 1e300 harmonics of a degree"
         )
     s, w = zonal_quadrature(points, dim=dim)
-    return torch.tensor(dimensions, dtype=s.dtype) * ((w * f(s)) @ _zonal(s, degree, dim))
+    return torch.tensor(dimensions, dtype=s.dtype, device=s.device) * ((w * f(s)) @ _zonal(s, degree, dim))
 
 
 def exponential_coefficients(beta: float, degree: int, *, dim: int) -> Float[Tensor, " degree_plus_1"]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from helmscope.geometry.arithmetic import check_readable, every
 from helmscope.types import HelmscopeError, real_number
 
 if TYPE_CHECKING:
@@ -31,31 +32,28 @@ def check_tokens(x: object, *, name: str = "x", normalize: bool = False) -> Floa
     """
     if not isinstance(x, torch.Tensor):
         raise HelmscopeError(f"{name} is a {type(x).__name__}, but it must be a torch tensor of shape (..., n, d)")
-    if x.layout != torch.strided or x.is_meta:
-        raise HelmscopeError(
-            f"{name} is a tensor of layout {x.layout} on {x.device}, but it must be dense and hold values"
-        )
+    check_readable(name, x)
     if x.dtype not in NORM_TOLERANCE:
         raise HelmscopeError(f"{name} has dtype {x.dtype}, but it must be torch.float64 or torch.float32")
     if x.ndim < 2 or x.shape[-2] < 1:
         raise HelmscopeError(f"{name} has shape {tuple(x.shape)}, but it must be (..., n, d) with n >= 1 tokens")
     if x.shape[-1] < 2:
         raise HelmscopeError(f"{name} has dimension d={x.shape[-1]}, but a sphere needs d >= 2")
-    if not bool(torch.isfinite(x).all()):
+    finite = torch.isfinite(x).all(-1)
+    if not every(finite):
         raise HelmscopeError(
-            f"{name} holds NaN or infinite entries ({_where(~torch.isfinite(x).all(-1))}), "
-            "but every token must be finite"
+            f"{name} holds NaN or infinite entries ({_where(~finite)}), but every token must be finite"
         )
-    zero = ~x.any(-1)  # not norm == 0: the square of 1e-200 is 0
-    if bool(zero.any()):
-        raise HelmscopeError(f"{name} holds a zero vector ({_where(zero)}), but every token needs a direction")
+    directed = x.any(-1)  # not norm > 0: the square of 1e-200 is 0
+    if not every(directed):
+        raise HelmscopeError(f"{name} holds a zero vector ({_where(~directed)}), but every token needs a direction")
     if normalize:
         return retract(x)
     norm = torch.linalg.vector_norm(x, dim=-1)
-    off = (norm - 1).abs() > NORM_TOLERANCE[x.dtype]
-    if bool(off.any()):
+    near = (norm - 1).abs() <= NORM_TOLERANCE[x.dtype]
+    if not every(near):
         raise HelmscopeError(
-            f"{name} holds a token of norm {norm[off][0].item():.9g} ({_where(off)}), but tokens lie on "
+            f"{name} holds a token of norm {norm[~near][0].item():.9g} ({_where(~near)}), but tokens lie on "
             "the unit sphere: divide by the norm (integrate does with normalize=True)"
         )
     return x

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from helmscope.geometry.arithmetic import full_precision
 from helmscope.geometry.sphere import project
 from helmscope.types import HelmscopeError
 
@@ -27,6 +28,7 @@ Function = Callable[["Tensor"], "Tensor"]
 def _differentiable(operator: Callable[[Function, Tensor], Tensor]) -> Callable[[Function, Tensor], Tensor]:
     """Run an operator with gradients on, and keep its graph only where the caller's x asks for one."""
 
+    @full_precision  # the derivatives of f multiply matrices where f does
     @functools.wraps(operator)
     def run(f: Function, x: Tensor) -> Tensor:
         with torch.enable_grad():

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from helmscope.geometry.arithmetic import full_precision
 from helmscope.kernels.kernel import MOST_STORED, AttentionSum, Request
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ def raw_logits(request: Request) -> Float[Tensor, "*batch n n"]:
     return logits(given.query, given.key, bias=given.bias, causal=given.causal, weights=given.weights)
 
 
+@full_precision
 def logits(
     query: Float[Tensor, "*batch n d"],
     key: Float[Tensor, "*batch n d"],
@@ -95,6 +97,7 @@ def matrix_product(x: Float[Tensor, "*batch n d"], matrix: Float[Tensor, "*heads
     return _product(x, matrix.expand(*x.shape[:-2], *matrix.shape[-2:]))
 
 
+@full_precision
 def _product(a: Tensor, b: Tensor) -> Tensor:
     """a @ b; as a plain sum where b has one column, as the last bit of such a product depends on the batch."""
     return (a * b.mT).sum(-1, keepdim=True) if b.shape[-1] == 1 else a @ b

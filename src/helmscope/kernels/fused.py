@@ -232,7 +232,7 @@ def _flows(
     n: int, times: Sequence[float], betas: Tensor, steps: Tensor, values: Tensor | None, normalized: bool
 ) -> Flows:
     """The flows with their step factors; refuses what float32 does not hold."""
-    spans = torch.diff(torch.tensor([0.0, *increasing_times(times)], dtype=torch.float64))
+    spans = torch.diff(torch.tensor([0.0, *increasing_times(times)], dtype=torch.float64, device="cpu"))
     betas = _vector("betas", betas, None)
     steps = _vector("steps", steps, len(betas))
     values = torch.ones_like(betas) if values is None else _vector("values", values, len(betas))

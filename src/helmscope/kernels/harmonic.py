@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from scipy import special
 
+from helmscope.geometry.arithmetic import full_precision
 from helmscope.geometry.sphere import NORM_TOLERANCE, check_tokens
 from helmscope.kernels.harmonic_gpu import fits, gpu_sums
 from helmscope.kernels.harmonic_matrix import MOST_MATRIX_DEGREE, matrix_sums
@@ -110,7 +111,7 @@ class Harmonic:
         x, weights, mass = request.key, request.weights, sums.mass[..., 0]
         shortest, longest = torch.linalg.vector_norm(x, dim=-1).aminmax(dim=-1)
         if weights is None:
-            others, total = mass.amin(-1), torch.tensor(float(x.shape[-2]))
+            others, total = mass.amin(-1), torch.tensor(float(x.shape[-2]), device="cpu")
             facts = torch.stack([others, shortest, longest]).cpu()
             others = facts[0] - 1
         else:
@@ -241,6 +242,7 @@ def _half(beta: float) -> float:
     return float(np.sqrt(np.pi / (2 * beta)))
 
 
+@full_precision
 def _circle(x: Tensor, mass: Tensor, beta: float, degree: int) -> Float[Tensor, "batch n 3"]:
     """Z and the two coordinates of the sum, over e^beta."""
     moments = x.new_zeros(len(x), degree + 2, dtype=_complex(x))
@@ -255,6 +257,7 @@ def _circle(x: Tensor, mass: Tensor, beta: float, degree: int) -> Float[Tensor, 
     return out
 
 
+@full_precision
 def _sphere(x: Tensor, mass: Tensor, beta: float, degree: int) -> Float[Tensor, "batch n 4"]:
     """Z and the three coordinates of the sum, over e^beta."""
     size = degree + 2

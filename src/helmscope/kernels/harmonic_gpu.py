@@ -130,10 +130,10 @@ def _table(
     The moment with e^{-i m phi} is R_cos - i R_sin, and the real part of S e^{i m phi} is Re S cos - Im S sin.
     """
     size, waves = degree + 2, 1 if d == 2 else orders
-    table = torch.zeros(d + 1, orders, 4, 2, waves, 2, waves, dtype=torch.float64)
+    table = torch.zeros(d + 1, orders, 4, 2, waves, 2, waves, dtype=torch.float64, device="cpu")
     for m in range(size):
-        rows = torch.eye(1 if d == 2 else size, dtype=torch.complex128)
-        unit = torch.zeros(len(rows), size, len(rows), dtype=torch.complex128)
+        rows = torch.eye(1 if d == 2 else size, dtype=torch.complex128, device="cpu")
+        unit = torch.zeros(len(rows), size, len(rows), dtype=torch.complex128, device="cpu")
         unit[:, m] = rows
         for part, factor in enumerate((1.0, -1j)):
             if d == 2:

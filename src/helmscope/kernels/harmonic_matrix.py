@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from helmscope.geometry.arithmetic import full_precision
 from helmscope.kernels.harmonic_series import circle_series, sphere_series
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ MOST_MATRIX_DEGREE = 20  # A then has 7.5 million entries
 CHUNK = 2**20  # tokens at once
 
 
+@full_precision
 def matrix_sums(
     x: Float[Tensor, "batch n d"], mass: Float[Tensor, "batch n"] | None, beta: float, degree: int
 ) -> Float[Tensor, "batch n s"]:
@@ -54,11 +56,13 @@ def _bases(x: Tensor, degree: int) -> list[Tensor]:
     return list(waves.flatten(-2).unbind(2))
 
 
+@full_precision
 def _moments(bases: list[Tensor], mass: Tensor | None) -> Float[Tensor, "batch moment"]:
     p = bases[0] if mass is None else mass.unsqueeze(-1) * bases[0]
     return p.sum(1) if len(bases) == 1 else (p.mT @ bases[1]).flatten(1)
 
 
+@full_precision
 def _at_tokens(bases: list[Tensor], coefficients: Tensor) -> Float[Tensor, "batch n s"]:
     p, width = bases[0], bases[0].shape[-1]
     if len(bases) == 1:
@@ -81,15 +85,17 @@ def _map(beta: float, degree: int, dim: int, dtype: torch.dtype, device: torch.d
     """
     size = degree + 2
     if dim == 2:
-        unit = torch.eye(2 * size, dtype=torch.float64).view(-1, size, 2)
+        unit = torch.eye(2 * size, dtype=torch.float64, device="cpu").view(-1, size, 2)
         series = circle_series(torch.complex(unit[..., 0], -unit[..., 1]), beta, degree)
-        found = torch.zeros(2 * size, size, 2, 3, dtype=torch.float64)
+        found = torch.zeros(2 * size, size, 2, 3, dtype=torch.float64, device="cpu")
         found[:, :-1, 0], found[:, :-1, 1] = series.real, -series.imag
         return found.flatten(1).to(device, dtype)
-    found = torch.zeros(size, 2, size, 2, size, 2, 4, size, 2, dtype=torch.float64)  # R m cs k u | F k u s m cs
+    found = torch.zeros(
+        size, 2, size, 2, size, 2, 4, size, 2, dtype=torch.float64, device="cpu"
+    )  # R m cs k u | F k u s m cs
     for m in range(size):  # even m go with the cosines of k theta, odd ones with the sines
-        unit = torch.zeros(size, size, size, dtype=torch.complex128)
-        unit[:, m] = torch.eye(size, dtype=torch.complex128)
+        unit = torch.zeros(size, size, size, dtype=torch.complex128, device="cpu")
+        unit[:, m] = torch.eye(size, dtype=torch.complex128, device="cpu")
         for part, factor in enumerate((1.0, -1j)):
             series = sphere_series(factor * unit, beta, degree)  # (moment k, m, k, 4)
             for to in range(size - 1):

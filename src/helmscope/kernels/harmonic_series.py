@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from scipy import special
 
+from helmscope.geometry.arithmetic import full_precision
+
 if TYPE_CHECKING:
     from jaxtyping import Complex
     from numpy.typing import NDArray
@@ -27,6 +29,7 @@ def circle_series(moments: Complex[Tensor, "batch k"], beta: float, degree: int)
     return sums * torch.from_numpy(c).to(moments.real)[:, None]
 
 
+@full_precision
 def sphere_series(moments: Complex[Tensor, "batch m k"], beta: float, degree: int) -> Complex[Tensor, "batch m k 4"]:
     """S_mk with the sums at a point = Re sum_mk S_mk e^{i m phi} u_k(theta), from the moments sum_j m_j e^{-i m phi_j}
     u_k(theta_j) for m, k = 0..degree + 1.

@@ -74,7 +74,7 @@ class Request:
     def system(self, batch: torch.Size, k: int) -> Request:
         """System number ``k`` of a batch alone, without batch axes, and ``skip_self`` a bool."""
         n = self.query.shape[-2]
-        at = tuple(int(i) for i in torch.unravel_index(torch.tensor(k), batch)) if batch else ()
+        at = tuple(int(i) for i in torch.unravel_index(torch.tensor(k, device="cpu"), batch)) if batch else ()
         skip = self.skip_self
         return replace(
             self,

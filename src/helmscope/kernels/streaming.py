@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from helmscope.geometry.arithmetic import full_precision
 from helmscope.kernels.kernel import AttentionSum, Request, transformed
 from helmscope.types import HelmscopeError, whole_number
 
@@ -111,6 +112,7 @@ def _shift(given: Request, own: Tensor, hidden: Tensor, block: tuple[int, int]) 
     return torch.where(highest < NOTHING / 2, floor, highest)  # NaN stays
 
 
+@full_precision
 def _sums(query: Tensor, key: Tensor, value: Tensor, given: Request, rows: slice, size: int) -> Tensor:
     """sum_j e^{levels_ij} value_j of a block of queries."""
     out = torch.zeros(len(query), value.shape[-1], dtype=value.dtype, device=value.device)
@@ -119,6 +121,7 @@ def _sums(query: Tensor, key: Tensor, value: Tensor, given: Request, rows: slice
     return out
 
 
+@full_precision
 def _levels(query: Tensor, key: Tensor, given: Request, rows: slice, columns: slice) -> Tensor:
     """query @ key + bias of a block, -inf where token i does not sum token j."""
     levels = query @ key[:, columns]

@@ -58,7 +58,7 @@ class MergeTree:
             size.append(size[a] + size[b])
             label = [n + k if own in (a, b) else own for own in label]
             rows.append([float(a), float(b), height, float(size[-1])])
-        return torch.tensor(rows, dtype=torch.float64).reshape(n - 1, 4)
+        return torch.tensor(rows, dtype=torch.float64, device="cpu").reshape(n - 1, 4)
 
 
 def merge_tree(x: Float[Tensor, "*batch n d"]) -> MergeTree:

@@ -21,6 +21,7 @@ import torch
 import xarray as xr
 
 from helmscope.fields.lowrank import LowRank
+from helmscope.geometry.arithmetic import full_precision
 from helmscope.geometry.sphere import check_tokens
 from helmscope.kernels.dense import matrix_product
 from helmscope.observe.generator import check_points
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     Matrix = Float[Tensor, "k d"] | LowRank
 
 
+@full_precision
 def token_sampling_covariance(
     kernel: Float[Tensor, "*batch n n"], x: Float[Tensor, "*batch n d"], value: Matrix | None = None
 ) -> Float[Tensor, "*batch n k k"]:
@@ -52,6 +54,7 @@ def token_sampling_covariance(
     return _second_moment(p, values, p @ values) / 2
 
 
+@full_precision
 def random_value_covariance(
     kernel: Float[Tensor, "*batch n n"], x: Float[Tensor, "*batch n d"], value: Matrix | None = None
 ) -> Float[Tensor, "*batch n k k"]:
@@ -109,6 +112,7 @@ def shared_draw_covariance(
     return token_sampling_covariance(kernel, x, value.sum(0))
 
 
+@full_precision
 def context_covariance(increments: Float[Tensor, "contexts n d"]) -> xr.Dataset:
     """Mode (C): (1/2) Cov(Delta | x_i = x) over contexts, measured: the noise that surroundings are to a token.
 
@@ -143,6 +147,7 @@ def context_covariance(increments: Float[Tensor, "contexts n d"]) -> xr.Dataset:
     return check_measurement(xr.Dataset(data, attrs={"n": n}))
 
 
+@full_precision
 def diffusivity(sigma: Float[Tensor, "*batch n d d"], x: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n"]:
     """nu = tr(P Sigma P) / (d - 1): the isotropic noise on the sphere of the same strength (source 000-2).
 
@@ -164,6 +169,7 @@ def diffusivity_as_printed(sigma: Float[Tensor, "*batch n d d"]) -> Float[Tensor
     return _trace(sigma) / sigma.shape[-1]
 
 
+@full_precision
 def anisotropy(sigma: Float[Tensor, "*batch n d d"], x: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n"]:
     """tr(S^2) / (tr S)^2 of S = P Sigma P: 1 / (d - 1) where noise is isotropic on the tangent space, 1 where it has
     one direction; NaN where there is none.
@@ -196,6 +202,7 @@ def _drawn(kernel: Tensor, x: Tensor, value: Matrix | None) -> tuple[Tensor, Ten
     return p, matrix_product(x, value.to(x).mT)
 
 
+@full_precision
 def _second_moment(weight: Tensor, values: Tensor, mean: Tensor) -> Tensor:
     """sum_j weight_ij (v_j - m_i)(v_j - m_i)^T: centred before it is squared, so that no digits cancel."""
     off = values.unsqueeze(-3) - mean.unsqueeze(-2)

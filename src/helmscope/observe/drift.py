@@ -21,6 +21,7 @@ from helmscope.fields.helmholtz import helmholtz
 from helmscope.fields.hodge_jacobian import jacobian_split
 from helmscope.fields.mlp import MLP, GatedMLP
 from helmscope.fields.placement import Half
+from helmscope.geometry.arithmetic import full_precision
 from helmscope.geometry.sphere import check_tokens, project
 from helmscope.observe.kernel import check_system
 from helmscope.observe.track import layer_axis, mean_and_stderr, token_weights, trajectory_of
@@ -107,6 +108,7 @@ def _pointwise(mlp: MLP | GatedMLP, x: Tensor) -> dict[str, Float[Tensor, "batch
     return {**lengths, "radial_force": (x * f).sum(-1), "potential": split.potential(x)}
 
 
+@full_precision
 def _derived(mlp: MLP | GatedMLP, x: Tensor) -> dict[str, Float[Tensor, "batch n"]]:
     """Quantities of each token that need Df, one system at a time: Df has n d^2 entries."""
     index, divergence = [], []

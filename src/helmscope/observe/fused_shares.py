@@ -50,7 +50,7 @@ class FusedShares:
         known = [part for part in parts if part is not None]
         if len(known) < len(parts) or len({part[2:] for part in known}) > 1:
             return None
-        betas, values = (torch.tensor([part[k] for part in known], dtype=torch.float64) for k in (0, 1))
+        betas, values = (torch.tensor([part[k] for part in known], dtype=torch.float64, device="cpu") for k in (0, 1))
         _, _, normalized, causal = known[0]
         made = cls(x0=x0, times=times, delta=delta, betas=betas, values=values, normalized=normalized, causal=causal)
         return made if int(made.steps.max()) <= MOST_STEPS else None
@@ -58,7 +58,7 @@ class FusedShares:
     @property
     def steps(self) -> Int[Tensor, " beta"]:
         """How many steps of RK4 each interval takes, for each beta."""
-        span = float(torch.diff(torch.tensor([0.0, *self.times], dtype=torch.float64)).max())
+        span = float(torch.diff(torch.tensor([0.0, *self.times], dtype=torch.float64, device="cpu")).max())
         rate = (self.betas / SLOW_BETA).clamp(min=1) / STEP_SA if self.normalized else self.betas.exp() / STEP_USA
         count = torch.ceil(span * rate * self.values.abs() - 1e-9)
         return count.clamp(1, 2**31 - 1).long()

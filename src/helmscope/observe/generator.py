@@ -19,6 +19,7 @@ import torch
 
 from helmscope.fields.field import Field, Sized, TokenField, check_weights, lives_on_sphere
 from helmscope.fields.noise import Noise
+from helmscope.geometry.arithmetic import full_precision
 from helmscope.geometry.sphere import check_tokens, project
 from helmscope.geometry.surface import gradient, hessian
 from helmscope.types import HelmscopeError, real_number
@@ -31,6 +32,7 @@ Probe = Callable[["Tensor"], "Tensor"]
 Velocity = Callable[["Tensor"], "Tensor"]
 
 
+@full_precision
 def generator(
     field: Field,
     probe: Probe,
@@ -61,6 +63,7 @@ def generator(
     return (drift * slope).sum(-1) + (noise.matrix(x) * hessian(probe, x)).sum((-1, -2))
 
 
+@full_precision
 def ambient_generator(
     drift: Float[Tensor, "*batch d"],
     sigma: Float[Tensor, "*batch d d"],

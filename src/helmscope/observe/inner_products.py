@@ -11,6 +11,7 @@ import numpy as np
 import torch
 import xarray as xr
 
+from helmscope.geometry.arithmetic import full_precision
 from helmscope.geometry.sphere import check_tokens
 from helmscope.observe.track import mean_and_stderr, state_axis, token_weights, trajectory_of
 from helmscope.types import System, Trajectory, real_number, whole_number
@@ -67,6 +68,7 @@ def clustering_probability(trajectory: Trajectory | System, *, delta: float) -> 
     return dataset.assign_attrs(delta=delta)
 
 
+@full_precision
 def inner_product_histogram(trajectory: Trajectory | System, *, bins: int = 100) -> xr.Dataset:
     """Histogram of <x_i, x_j>, i != j, on [-1, 1] at each time: the share of pairs in each bin, averaged over systems.
 

@@ -22,6 +22,7 @@ import torch
 from scipy.sparse.linalg import ArpackNoConvergence, LinearOperator, eigs, eigsh
 
 from helmscope.fields.field import Field
+from helmscope.geometry.arithmetic import full_precision
 from helmscope.geometry.sphere import check_tokens, tangent_basis
 from helmscope.observe.generator import Velocity, tangent_velocity
 from helmscope.types import HelmscopeError, whole_number
@@ -51,6 +52,7 @@ class JacobianSpectrum:
     singular_values: Float[Tensor, "*batch k"]
 
 
+@full_precision
 def jacobian_spectrum(
     field: Field,
     x: Float[Tensor, "*batch n d"],
@@ -122,10 +124,12 @@ class _Jacobian:
         columns = [self.apply(part) for part in torch.split(directions, max(1, CHUNK_ENTRIES // (n * max(n, d))))]
         return torch.cat(columns).mT
 
+    @full_precision
     def _ambient(self, w: Tensor) -> Tensor:
         coordinates = w.reshape(*w.shape[:-1], len(self.x), -1, 1)
         return (self.basis @ coordinates).squeeze(-1)
 
+    @full_precision
     def _coordinates(self, v: Tensor) -> Tensor:
         return (self.basis.mT @ v.unsqueeze(-1)).squeeze(-1).flatten(-2)
 
@@ -141,7 +145,7 @@ def _krylov_spectrum(jacobian: _Jacobian, count: int) -> tuple[Tensor, Tensor]:
     would lose half of the digits.
     """
     x, size = jacobian.x, jacobian.size
-    kind = torch.empty(0, dtype=x.dtype).numpy().dtype
+    kind = torch.empty(0, dtype=x.dtype, device="cpu").numpy().dtype
     _finite(jacobian.apply(torch.ones(size, dtype=x.dtype, device=x.device)))
 
     def product(w: np.ndarray) -> np.ndarray:

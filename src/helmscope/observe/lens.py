@@ -53,7 +53,7 @@ def lens_divergence(system: Speaks) -> xr.Dataset:
     weights = token_weights(path.states[0], None if path.weights is None else path.weights[0]).double().cpu()
     counted, depths, texts = weights > 0, [int(depth) for depth in path.times], len(weights)
     size = max(1, PASSING // system.logits(depth=depths[0], rows=slice(0, 1)).numel())
-    found = torch.empty(2, len(depths), texts, dtype=torch.float64)
+    found = torch.empty(2, len(depths), texts, dtype=torch.float64, device="cpu")
     for begin in range(0, texts, size):
         rows = slice(begin, begin + size)
         here, m = counted[rows], weights[rows]

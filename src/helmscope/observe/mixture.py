@@ -18,6 +18,7 @@ from numpy.polynomial import Chebyshev
 from scipy.interpolate import CubicSpline
 from scipy.special import gammaln
 
+from helmscope.geometry.arithmetic import full_precision
 from helmscope.geometry.sphere import check_tokens, retract
 from helmscope.types import HelmscopeError, real_number, whole_number
 
@@ -238,6 +239,7 @@ def _seeds(x: Array, chance: Array) -> Array:
     return np.stack(chosen, 1)
 
 
+@full_precision
 def _fitted(x: Array, seeds: Array, kappa_max: float) -> _Fit:
     """The best of the climbs from seeds (cloud, start, component, d), for each cloud."""
     clouds, starts, k, dim = seeds.shape
@@ -270,6 +272,7 @@ def _climb(x: Array, fit: _Fit, floor: float, kappa_max: float, steps: int) -> t
     return done, reached
 
 
+@full_precision
 def _step(x: Array, fit: _Fit, floor: float, kappa_max: float) -> tuple[_Fit, Array]:
     """The next mixtures, and the log-likelihood of these ones."""
     n, dim = x.shape[-2:]
@@ -321,7 +324,7 @@ def _units(x: object, *, name: str = "x") -> Array:
 
 def _between(name: str, value: Tensor | float, low: float, high: float) -> Array:
     if not isinstance(value, torch.Tensor):
-        value = torch.tensor(real_number(name, value), dtype=torch.float64)
+        value = torch.tensor(real_number(name, value), dtype=torch.float64, device="cpu")
     numbers: Array = value.detach().to(device="cpu", dtype=torch.float64).numpy()
     inside = (numbers >= low) & (numbers <= high)
     if not bool(inside.all()):

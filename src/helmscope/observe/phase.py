@@ -20,6 +20,7 @@ from helmscope.solve.dormand_prince import DormandPrince
 from helmscope.solve.euler_maruyama import EulerMaruyama
 from helmscope.solve.integrate import pose
 from helmscope.solve.published import PublishedEuler
+from helmscope.solve.threads import fitting_threads
 from helmscope.theory.equiangular import EquiangularFlow, hitting_time
 from helmscope.theory.starts import Start, in_span
 from helmscope.types import HelmscopeError, check_measurement, increasing_times, real_number, whole_number
@@ -236,7 +237,9 @@ class _Sweep:
             parts = []
             for first in range(0, len(x), size):
                 systems = range(first, min(first + size, len(x)))
-                parts.append(self._carried(flow if small is None else small, x, systems))
+                carried = flow if small is None else small
+                with fitting_threads(carried, x[first : systems.stop]):  # for the pairs that are looked at, too
+                    parts.append(self._carried(carried, x, systems))
                 if progress is not None:
                     progress((done + systems.stop / len(x)) / len(flows))
             yield torch.cat(parts).unsqueeze(0)
@@ -284,8 +287,8 @@ class _Sweep:
 
     def _carried(self, flow: Field, x: Tensor, systems: range) -> Float[Tensor, "sample time"]:
         """Shares of the samples ``systems``, in blocks of times, each from where the last one ended."""
-        found = torch.full((len(systems), len(self.times)), torch.nan, dtype=torch.float64)
-        left, x, now = torch.arange(len(systems)), x[systems.start : systems.stop], 0.0
+        found = torch.full((len(systems), len(self.times)), torch.nan, dtype=torch.float64, device="cpu")
+        left, x, now = torch.arange(len(systems), device="cpu"), x[systems.start : systems.stop], 0.0
         # noise is keyed by the run, and a residual stream is more than its direction: these are carried in one go
         looks = LOOKS if self.noise is None and lives_on_sphere(flow) else 1
         block = -(-len(self.times) // looks)
@@ -303,7 +306,7 @@ class _Sweep:
                 seed=self.seed,
             )
             run = replace(problem, systems=tuple((systems.start + left).tolist())).run()
-            well = torch.tensor([status.ok for status in run.outcome.statuses])
+            well = torch.tensor([status.ok for status in run.outcome.statuses], device="cpu")
             states = run.trajectory.states[:, well.to(x.device)]
             left, x, now = left[well], states[-1], clock[-1]
             if not len(left):

@@ -87,7 +87,7 @@ def _start(flow: Flow, x: Tensor, tol: float, order: int) -> _Running:
     zeros = torch.zeros(count, dtype=torch.float64, device=device)
     index = torch.arange(count, device=device)
     lost = ~torch.isfinite(first.detach()).all(-1).all(-1)
-    floor = zeros if flow.on_sphere else NO_RADIUS * torch.as_tensor(flow.radius(x.detach())).amax(-1)
+    floor = zeros if flow.on_sphere else NO_RADIUS * flow.radius(x.detach()).amax(-1)
     return _Running(index, x, first, h, zeros, h, zeros, torch.zeros_like(index), lost, floor, flow)
 
 
@@ -95,7 +95,7 @@ def _why_stop(run: _Running, attempts: int, max_steps: int, targets: int) -> lis
     done, stuck = run.target >= targets, ~(run.t + run.h > run.t)  # also where the step is NaN
     flat = torch.zeros_like(done)
     if not run.flow.on_sphere:
-        flat = torch.as_tensor(run.flow.radius(run.x.detach())).amin(-1) < run.floor
+        flat = run.flow.radius(run.x.detach()).amin(-1) < run.floor
     if attempts < max_steps and not bool((done | stuck | flat).any()):
         return [None] * len(run.systems)
     limit = Status.STEP_LIMIT if attempts >= max_steps else None

@@ -48,9 +48,11 @@ class Flow:
         length: Tensor = torch.linalg.vector_norm(step, dim=-1)
         return length if self.on_sphere else length / self.radius(x)
 
-    def radius(self, x: Float[Tensor, "batch n d"]) -> Float[Tensor, "batch n"] | float:
+    def radius(self, x: Float[Tensor, "batch n d"]) -> Float[Tensor, "batch n"]:
         """The radius of a residual stream; 1 where states are unit vectors."""
-        return self.field.radius(x) if not self.on_sphere and isinstance(self.field, StreamField) else 1.0
+        if self.on_sphere or not isinstance(self.field, StreamField):
+            return torch.ones_like(x[..., 0])
+        return self.field.radius(x)
 
     def layer(self, x: Float[Tensor, "batch n d"], h: Float[Tensor, "batch 1 1"]) -> Float[Tensor, "batch n d"]:
         """One discrete layer: the field's own where it has one, else N(x + h f(x)) with f before projection."""

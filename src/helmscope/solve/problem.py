@@ -11,6 +11,7 @@ import torch
 from helmscope.fields.attention import Attention
 from helmscope.fields.field import Field, StreamField, lives_on_sphere
 from helmscope.fields.multihead import MultiHead
+from helmscope.geometry.arithmetic import full_precision
 from helmscope.geometry.sphere import check_tokens, retract
 from helmscope.kernels.choose import choose, using
 from helmscope.solve.adaptive import run_adaptive
@@ -23,6 +24,7 @@ from helmscope.solve.simulation import Simulation
 from helmscope.solve.stepper import AdaptiveStepper, NoisyStepper, Stepper
 from helmscope.solve.streams import Streams
 from helmscope.solve.symmetry import in_span
+from helmscope.solve.threads import fitting_threads
 from helmscope.types import HelmscopeError, Outcome, Trajectory, whole_number
 
 if TYPE_CHECKING:
@@ -58,6 +60,7 @@ class Problem:
     origin: float = 0.0  # the time of the start; the flow is autonomous, so only times since then matter
     kernel: Kernel | None = None
 
+    @full_precision
     def run(self, progress: Progress | None = None) -> Simulation:
         """Integrate."""
         span = in_span(self)
@@ -65,7 +68,7 @@ class Problem:
         flow = Flow(inner.field, self.weights)
         watches = tuple(Watch.start(event, inner.start.detach(), self.mask, flow.direction) for event in self.events)
         extras = Extras(watches, self.merge, progress)
-        with using(self.kernel):
+        with using(self.kernel), fitting_threads(inner.field, inner.start):
             states, outcome = inner._carry(flow, extras)
         if span is not None:
             states = span.lift(states)

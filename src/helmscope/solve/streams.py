@@ -41,7 +41,7 @@ class Streams:
         keys = [whole_number("systems", number, at_least=0) for number in numbers]
         sources = [np.random.SeedSequence(seed, spawn_key=(key,)) for key in keys]
         self._streams = [np.random.Generator(np.random.Philox(source)) for source in sources]
-        self._ahead = torch.empty(len(keys), 0, dtype=torch.float64)
+        self._ahead = torch.empty(len(keys), 0, dtype=torch.float64, device="cpu")
 
     def __len__(self) -> int:
         return len(self._streams)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 
+from helmscope.geometry.arithmetic import full_precision
 from helmscope.kernels.kernel import transformed
 from helmscope.solve.events import ClusterMerge, HittingTime
 
@@ -39,6 +40,7 @@ class Span:
     problem: Problem
     frame: Float[Tensor, "systems n d"]
 
+    @full_precision
     def lift(self, states: Float[Tensor, "time systems n n"]) -> Float[Tensor, "time systems n d"]:
         """L(t) Q."""
         return torch.stack([state @ self.frame for state in states])

@@ -98,9 +98,9 @@ def check_gamma(gamma: float | Float[Tensor, "*batch"], *, n: int) -> Float[Tens
     tensor(0.5000, dtype=torch.float64)
     """
     try:
-        g = torch.as_tensor(gamma, dtype=torch.float64)
+        g = torch.as_tensor(gamma, dtype=torch.float64, device=getattr(gamma, "device", "cpu"))
     except (TypeError, ValueError, RuntimeError):
-        g = torch.tensor(math.nan)
+        g = torch.tensor(math.nan, device="cpu")
     inside = (g >= -1 / (n - 1)) & (g <= 1)
     if not bool(inside.all()):
         raise HelmscopeError(f"gamma is {gamma!r}, but for n={n} tokens it must lie in [{-1 / (n - 1):g}, 1]")
@@ -136,7 +136,7 @@ def equiangular(
     tensor([0.0000, 0.7616], dtype=torch.float64)
     """
     time, gamma0 = _clock(field, n, gamma0)
-    return torch.tensor([_gamma(time, gamma0, t) for t in increasing_times(times)], dtype=torch.float64)
+    return torch.tensor([_gamma(time, gamma0, t) for t in increasing_times(times)], dtype=torch.float64, device="cpu")
 
 
 def _gamma(time: Callable[[float, float], float], gamma0: float, t: float) -> float:

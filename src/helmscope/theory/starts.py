@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 
+from helmscope.geometry.arithmetic import check_readable, full_precision
 from helmscope.geometry.sphere import NORM_TOLERANCE, project, retract
 from helmscope.types import HelmscopeError, real_number, seed_number, whole_number
 
@@ -103,7 +104,7 @@ class _Drawn(ABC):
             place = torch.empty(0, device=device).device
         except (RuntimeError, AssertionError, TypeError) as error:
             raise HelmscopeError(f"device is {device!r}, but it must name a device that torch finds here") from error
-        tokens = draw(torch.Generator().manual_seed(seed), systems)
+        tokens = draw(torch.Generator("cpu").manual_seed(seed), systems)
         return (tokens[0] if batch is None else tokens).to(dtype=dtype, device=place)
 
 
@@ -156,7 +157,7 @@ class Uniform(_Drawn):
         if self.dim <= self.n:
             return self.draw(generator, batch)
         below = _normal((batch, self.n, self.n), generator).tril(-1)
-        freedom = self.dim - torch.arange(self.n, dtype=torch.float64)
+        freedom = self.dim - torch.arange(self.n, dtype=torch.float64, device="cpu")
         # half a chi-square of k degrees is gamma of shape k/2; torch's public gamma takes no generator
         half = torch._standard_gamma((freedom / 2).expand(batch, -1), generator=generator)
         return retract(below + torch.diag_embed((2 * half).sqrt()))
@@ -195,6 +196,7 @@ class VonMisesFisher(_Drawn):
         if not isinstance(mean, torch.Tensor) or mean.shape != (self.dim,):
             shown = f"of shape {tuple(mean.shape)}" if isinstance(mean, torch.Tensor) else f"a {type(mean).__name__}"
             raise HelmscopeError(f"mean is {shown}, but it must be a tensor of shape ({self.dim},)")
+        check_readable("mean", mean)
         if mean.is_complex() or not bool(torch.isfinite(mean).all()) or not bool(mean.any()):
             raise HelmscopeError(f"mean is {mean.tolist()}, but it must be a nonzero vector of finite real numbers")
 
@@ -206,20 +208,21 @@ class VonMisesFisher(_Drawn):
         tensor([1., 0.], dtype=torch.float64)
         """
         if self.mean is None:
-            return torch.eye(1, self.dim, dtype=torch.float64)[0]
+            return torch.eye(1, self.dim, dtype=torch.float64, device="cpu")[0]
         return retract(self.mean.detach().to(device="cpu", dtype=torch.float64))
 
     def draw(self, generator: torch.Generator, batch: int) -> Float[Tensor, "batch n dim"]:
         """``batch`` independent systems in float64 on the CPU, from a CPU generator."""
-        tokens = torch.empty(batch * self.n, self.dim, dtype=torch.float64)
-        open_rows = torch.arange(len(tokens))
+        tokens = torch.empty(batch * self.n, self.dim, dtype=torch.float64, device="cpu")
+        open_rows = torch.arange(len(tokens), device="cpu")
         while len(open_rows):
             proposed, log_keep = self._propose(_normal((len(open_rows), self.dim), generator))
-            keep = torch.rand(len(open_rows), dtype=torch.float64, generator=generator).log() <= log_keep
+            keep = torch.rand(len(open_rows), dtype=torch.float64, device="cpu", generator=generator).log() <= log_keep
             tokens[open_rows[keep]] = proposed[keep]
             open_rows = open_rows[~keep]
         return tokens.view(batch, self.n, self.dim)
 
+    @full_precision
     def _propose(self, g: Float[Tensor, "m dim"]) -> tuple[Float[Tensor, "m dim"], Float[Tensor, " m"]]:
         """The proposals made of Gaussian vectors, and the log of the probability with which each is kept."""
         mean, k = self.direction, self.dim - 1
@@ -264,4 +267,4 @@ class Orthonormal(_Drawn):
 
 
 def _normal(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    return torch.randn(shape, dtype=torch.float64, generator=generator)
+    return torch.randn(shape, dtype=torch.float64, device="cpu", generator=generator)
