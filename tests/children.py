@@ -42,7 +42,7 @@ def child(command: Command, **options: Any) -> Iterator[subprocess.Popen[Any]]:
 
 
 def run_child(
-    command: Command, *, check: bool = False, timeout: float = 60.0, **options: Any
+    command: Command, *, check: bool = False, timeout: float = 120.0, **options: Any
 ) -> subprocess.CompletedProcess[str]:
     """Like ``subprocess.run`` with what it printed as text, but nothing of it is left after a timeout."""
     with child(command, **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True} | options) as process:

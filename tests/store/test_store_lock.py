@@ -48,7 +48,7 @@ def visits(folder: Path, how: str, *, processes: int, rounds: int) -> tuple[int,
     command = [sys.executable, "-c", VISITS, folder, str(rounds), how]
     with ExitStack() as stack:
         running = [stack.enter_context(child(command, stdout=PIPE, text=True)) for _ in range(processes)]
-        overlaps = sum(int(process.communicate(timeout=60)[0]) for process in running)
+        overlaps = sum(int(process.communicate(timeout=300)[0]) for process in running)
     return overlaps, int((folder / "count").read_text())
 
 
