@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
 import sys
 
 import pytest
 import torch
 
+from children import end_workers
 from helmscope import cli
 from helmscope.kernels import flash
 
@@ -33,6 +35,26 @@ def _loop_bounds():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(flash, "_halves", mended)
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_workers_left():
+    """joblib keeps its workers from one test to the next, but not beyond the last."""
+    yield
+    end_workers()
+
+
+@pytest.fixture
+def on_signal():
+    """Sets what this process does on a signal, until the end of the test."""
+    earlier = {}
+
+    def set_handler(number: signal.Signals, handler: object) -> None:
+        earlier[number] = signal.signal(number, handler)
+
+    yield set_handler
+    for number, handler in earlier.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture

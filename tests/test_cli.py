@@ -6,25 +6,26 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
+from subprocess import PIPE, CompletedProcess
 
 import numpy as np
 import pytest
 import torch
 
 import helmscope as hs
+from children import child, run_child, run_python, wait_for
 
 COMMAND = Path(sys.executable).parent / "helmscope"
 SMALL = ("--n", "4", "--batch", "2", "--times", "0,0.5,1", "--beta", "2", "--seed", "7")
 FILES = ["manifest.json", "overview.nc", "overview.png", "trajectory.nc", "units", "units.json"]
 
 
-def process(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
+def process(*words: str, folder: Path) -> CompletedProcess[str]:
     """The same through the installed command."""
-    return subprocess.run([COMMAND, *words], cwd=folder, capture_output=True, text=True, timeout=60)
+    return run_child([COMMAND, *words], cwd=folder)
 
 
 def strict(text: str) -> dict:
@@ -333,7 +334,7 @@ def test_help_answers_within_half_a_second(tmp_path):
 
 def test_help_loads_nothing_heavy():
     code = "import sys, helmscope.cli; print({'torch', 'numpy', 'xarray', 'scipy', 'matplotlib'} & set(sys.modules))"
-    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    answer = run_python(code, check=True)
     assert answer.stdout.strip() == "set()"
 
 
@@ -346,13 +347,11 @@ def test_version_and_help(helmscope):
 
 def test_an_interrupt_is_one_sentence_and_leaves_whole_files(tmp_path: Path) -> None:
     command = [COMMAND, "simulate", "--field", "usa", "--beta", "9", "--times", "0,1000", "--out", "run"]
-    process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 60
-    while not (tmp_path / "run" / "manifest.json").exists() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    time.sleep(0.5)
-    process.send_signal(signal.SIGINT)
-    _, stderr = process.communicate(timeout=60)
+    with child(command, cwd=tmp_path, stderr=PIPE, stdout=PIPE, text=True) as process:
+        wait_for((tmp_path / "run" / "manifest.json").exists, process)
+        time.sleep(0.5)
+        process.send_signal(signal.SIGINT)
+        _, stderr = process.communicate(timeout=60)
     assert process.returncode == 130
     assert stderr.splitlines()[-1].startswith("helmscope: interrupted")
     assert "Traceback" not in stderr
@@ -403,8 +402,7 @@ def test_no_words_at_all_show_the_help(helmscope):
 
 def test_a_full_standard_output_is_one_sentence(tmp_path):
     with open("/dev/full", "w") as full:
-        command = [COMMAND, "simulate", *SMALL, "--json"]
-        done = subprocess.run(command, cwd=tmp_path, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+        done = run_child([COMMAND, "simulate", *SMALL, "--json"], cwd=tmp_path, stdout=full)
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
     assert "helmscope: cannot write" in done.stderr

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
+from subprocess import DEVNULL
 
 import numpy as np
 import pytest
 import torch
 
 import helmscope as hs
+from children import child, wait_for
 from helmscope.cli.phase import phase_part
 from helmscope.observe.half_time import half_time
 from helmscope.observe.phase import phase_diagram, published_probability
@@ -167,15 +166,11 @@ def test_samples_that_are_lost_exit_1_with_the_rest(helmscope):
 def test_a_killed_run_goes_on_to_the_same_bytes(helmscope, tmp_path):
     words = (*SMALL, "--n", "16", "--betas", "1:9:4", "--times", "0:20:41", "--no-published")
     assert helmscope(*words, "--out", "undisturbed")[0] == 0
-    process = subprocess.Popen([COMMAND, *words, "--out", "run"], cwd=tmp_path, stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 90
-    while process.poll() is None and time.monotonic() < deadline:
-        if len(list((tmp_path / "run" / "units").glob("*.nc"))) >= 2:
-            break
-        time.sleep(0.005)
-    process.send_signal(signal.SIGKILL)
-    process.wait(timeout=60)
-    done = len(list((tmp_path / "run" / "units").glob("*.nc")))
+    units = tmp_path / "run" / "units"
+    with child([COMMAND, *words, "--out", "run"], cwd=tmp_path, stderr=DEVNULL) as process:
+        wait_for(lambda: len(list(units.glob("*.nc"))) >= 2, process)
+        process.kill()
+    done = len(list(units.glob("*.nc")))
     assert 2 <= done < 8
     code, _, err = helmscope(*words, "--out", "run", "--resume")
     assert code == 0

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
+from subprocess import DEVNULL, CompletedProcess
 
 import pytest
 
 import helmscope as hs
+from children import child, run_child, wait_for
 
 pytestmark = pytest.mark.usefixtures("no_picture")
 COMMAND = Path(sys.executable).parent / "helmscope"
@@ -27,14 +27,9 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 def killed(folder: Path, *words: str, after: int) -> None:
     """Starts the command and kills it with SIGKILL once so many units are done."""
-    process = subprocess.Popen([COMMAND, *words], cwd=folder, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
-    deadline = time.monotonic() + 90
-    while process.poll() is None and time.monotonic() < deadline:
-        if len(list((folder / "run" / "units").glob("*.nc"))) >= after:
-            break
-        time.sleep(0.005)
-    process.send_signal(signal.SIGKILL)
-    process.wait(timeout=60)
+    with child([COMMAND, *words], cwd=folder, stderr=DEVNULL, stdout=DEVNULL) as process:
+        wait_for(lambda: len(list((folder / "run" / "units").glob("*.nc"))) >= after, process)
+        process.kill()
 
 
 def test_a_killed_run_goes_on_to_the_same_bytes(helmscope, tmp_path):
@@ -114,31 +109,23 @@ def test_two_at_once_are_one_too_many(helmscope, tmp_path):
 def test_two_processes_on_one_folder_do_not_disturb_each_other(helmscope, tmp_path):
     words = (*WORDS, "--n", "24", "--step", "0.002")
     assert helmscope(*words, "--out", "undisturbed")[0] == 0
-    first = subprocess.Popen([COMMAND, *words, "--out", "run"], cwd=tmp_path, stdout=subprocess.DEVNULL)
-    deadline = time.monotonic() + 90
-    while not list((tmp_path / "run" / "units").glob("*.nc")) and time.monotonic() < deadline:
-        time.sleep(0.005)
-    first.send_signal(signal.SIGSTOP)  # it holds the folder for as long as the second takes to start
-    try:
-        second = subprocess.run(
-            [COMMAND, *words, "--out", "run", "--resume"], cwd=tmp_path, capture_output=True, text=True, timeout=60
-        )
-    finally:
+    with child([COMMAND, *words, "--out", "run"], cwd=tmp_path, stdout=DEVNULL) as first:
+        wait_for(lambda: list((tmp_path / "run" / "units").glob("*.nc")), first)
+        first.send_signal(signal.SIGSTOP)  # it holds the folder for as long as the second takes to start
+        second = run_child([COMMAND, *words, "--out", "run", "--resume"], cwd=tmp_path)
         first.send_signal(signal.SIGCONT)
+        assert first.wait(timeout=60) == 0
     assert (second.returncode, second.stdout) == (2, "")
     assert second.stderr.startswith(f"helmscope: run is in use by process {first.pid} on ")
     assert second.stderr.count("\n") == 1
-    assert first.wait(timeout=60) == 0
     (tmp_path / "run" / "overview.png").write_bytes(b"")  # as in this process, which draws none
     assert contents(tmp_path / "run") == contents(tmp_path / "undisturbed")
 
 
 @pytest.mark.parametrize("where", ["2>/dev/full", "2>&-"])
 def test_a_standard_error_that_cannot_be_written_stops_nothing(tmp_path, where):
-    def shell(words: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            ["sh", "-c", f"'{COMMAND}' {words} {where}"], cwd=tmp_path, stdout=subprocess.PIPE, text=True, timeout=60
-        )
+    def shell(words: str) -> CompletedProcess[str]:
+        return run_child(["sh", "-c", f"'{COMMAND}' {words} {where}"], cwd=tmp_path)
 
     done = shell("simulate --n 4 --batch 2 --times 0,1 --out run --json")
     assert done.returncode == 0
@@ -179,7 +166,7 @@ def test_memory_is_limited(helmscope):
 def test_libraries_that_do_not_fit_are_said_to_lack_memory(tmp_path):
     """Not to be missing, as h5netcdf says of an h5py that could not be loaded."""
     words = ("simulate", "--n", "4", "--batch", "4", "--times", "0,1", "--max-memory", "100MB")
-    done = subprocess.run([COMMAND, *words], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    done = run_child([COMMAND, *words], cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.splitlines()[-1].startswith(
         "helmscope: unit 'systems-000000' failed (and 3 more): it needs more memory than its 100 MB, max_memory: raise"

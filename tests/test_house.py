@@ -2,7 +2,6 @@
 
 import ast
 import re
-import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
@@ -12,6 +11,7 @@ from types import ModuleType
 import pytest
 
 import helmscope as hs
+from children import run_python
 
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "helmscope"
@@ -172,7 +172,7 @@ def test_importing_stays_light(module: str) -> None:
         "assert not logging.getLogger().handlers\n"
         "assert [type(h).__name__ for h in logging.getLogger('helmscope').handlers] == ['NullHandler']\n"
     )
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    run_python(code, check=True)
 
 
 def requirements(lines: list[str]) -> set[str]:
@@ -210,3 +210,29 @@ def test_the_readme_runs(capsys: pytest.CaptureFixture[str], tmp_path: Path, mon
     assert "1.1308" in printed
     for command in re.findall(r"^make ([\w-]+)", text, re.M):
         assert re.search(rf"^{command}:", (ROOT / "Makefile").read_text(), re.M), command
+
+
+STARTING = {
+    *(f"subprocess.{name}" for name in ("Popen", "run", "call", "check_call", "check_output", "getoutput")),
+    *(f"os.{name}" for name in ("fork", "forkpty", "system", "popen", "posix_spawn", "posix_spawnp")),
+    *("pty.fork", "pty.spawn", "multiprocessing.Process", "multiprocessing.Pool"),
+}
+
+
+def starting(path: Path) -> list[str]:
+    """Where a file starts a process itself."""
+    faults = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf8"))):
+        names = [ast.unparse(node.func)] if isinstance(node, ast.Call) else []
+        if isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        faults += [f"{path.name}:{node.lineno}: {name}" for name in names if name in STARTING]
+    return faults
+
+
+def test_tests_start_processes_through_children_alone() -> None:
+    """Which ends them whatever happens. ``killing.py``, a program of its own, forks; who starts it ends those too."""
+    alone = {"children.py", "killing.py"}
+    paths = [path for path in (ROOT / "tests").rglob("*.py") if path.name not in alone]
+    assert [fault for path in paths for fault in starting(path)] == []
+    assert starting(ROOT / "tests" / "children.py") != []

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
 from dataclasses import FrozenInstanceError, fields
 from decimal import Decimal
 from fractions import Fraction
@@ -15,6 +13,7 @@ import torch
 import xarray as xr
 
 import helmscope as hs
+from children import run_python
 from helmscope.types import MissingExtra, increasing_times, known_name, real_number, whole_number
 
 NAN, INF = math.nan, math.inf
@@ -34,7 +33,7 @@ def refused(call, *words: str) -> str:
 
 def test_types_need_neither_torch_nor_numpy():
     code = "import sys, helmscope.types; print({'torch', 'numpy', 'xarray', 'scipy'} & set(sys.modules))"
-    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    answer = run_python(code, check=True)
     assert answer.stdout.strip() == "set()"
 
 

@@ -6,8 +6,6 @@ import hashlib
 import importlib.util
 import json
 import re
-import subprocess
-import sys
 import tomllib
 from importlib import resources
 from typing import TYPE_CHECKING
@@ -15,6 +13,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 
+from children import run_python
 from helmscope.claims.entry import Entry, Ground, Region, parse_entry
 from helmscope.claims.reading import entry, read_catalogue
 from helmscope.types import HelmscopeError
@@ -284,5 +283,5 @@ def test_reading_needs_no_torch() -> None:
     code = (
         "import sys; from helmscope.claims.reading import read_catalogue as r; print(len(r()), 'torch' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = run_python(code, check=True)
     assert done.stdout.split() == ["56", "False"]

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import ast
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 import helmscope as hs
+from children import run_python
 from helmscope.claims import experiments as package
 from helmscope.claims.reading import read_catalogue
 from helmscope.claims.registry import Case, experiments
@@ -146,7 +145,5 @@ def test_a_packaged_claim_is_one_entry_and_one_function(tmp_path: Path) -> None:
     code = (PLANTED / "planted.py").read_text().split('@hs.experiment("planted-false")')[0]
     (house / "claims" / "experiments" / "planted_true.py").write_text(code)
     asked = "from helmscope.claims.trial import try_claim; print(try_claim('planted-true').verdict.ruling.value)"
-    done = subprocess.run(
-        [sys.executable, "-c", asked], capture_output=True, text=True, check=True, env={"PYTHONPATH": str(tmp_path)}
-    )
+    done = run_python(asked, check=True, env={"PYTHONPATH": str(tmp_path)})
     assert done.stdout == "supported\n"

@@ -4,14 +4,13 @@ float32 numbers."""
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
 from dataclasses import replace
 
 import mpmath
 import pytest
 import torch
 
+from children import run_python
 from helmscope.fields.attention import SA
 from helmscope.kernels.choose import using
 from helmscope.kernels.dense import attention_sum, logits
@@ -333,5 +332,4 @@ def test_what_it_refuses(monkeypatch):
 
 def test_triton_is_imported_late():
     code = "import sys, helmscope.kernels.flash; print('triton' in sys.modules)"
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert out.strip() == "False"
+    assert run_python(code, check=True).stdout.strip() == "False"

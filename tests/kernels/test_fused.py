@@ -5,12 +5,11 @@ plain loop and closed forms; what it refuses.
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
 
 import pytest
 import torch
 
+from children import run_python
 from helmscope.fields.attention import SA, USA, Attention
 from helmscope.geometry.sphere import retract
 from helmscope.kernels import fused
@@ -262,4 +261,4 @@ def test_bad_input_is_named(changed: dict[str, object], complaint: str) -> None:
 def test_importing_it_imports_no_triton() -> None:
     code = "import sys, helmscope.kernels.fused; assert 'helmscope.kernels.fused_triton' not in sys.modules"
     code += "; assert 'triton' not in sys.modules"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    run_python(code, check=True)

@@ -6,7 +6,6 @@ import base64
 import hashlib
 import math
 import re
-import subprocess
 import sys
 from dataclasses import dataclass, field, replace
 from html.parser import HTMLParser
@@ -16,6 +15,7 @@ import pytest
 import xarray as xr
 
 import helmscope as hs
+from children import run_python
 from helmscope.claims.entry import Entry, Ground, Region
 from helmscope.claims.reading import read_catalogue
 from helmscope.claims.trial import Trial, try_claim
@@ -275,7 +275,7 @@ def test_equal_input_gives_equal_bytes_in_another_process_too():
         "text = page(read_catalogue(), [try_claim('kuramoto', quick=True)])\n"
         "print(hashlib.sha256(text.encode()).hexdigest())"
     )
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+    told = run_python(code, check=True).stdout.strip()
     assert told == hashlib.sha256(page(CATALOGUE, [KURAMOTO]).encode()).hexdigest()
 
 

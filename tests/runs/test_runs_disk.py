@@ -7,13 +7,13 @@ import fcntl
 import json
 import os
 import re
-import subprocess
 import sys
 from itertools import count
 from pathlib import Path
 
 import pytest
 
+from children import run_child, run_python, with_tests_on_path
 from helmscope.runs import run
 from helmscope.runs.results import is_whole
 from helmscope.store import RunFolder, is_locked
@@ -138,9 +138,7 @@ def test_a_file_that_outgrows_the_disk_keeps_the_others(folder):
         "except ValueError as error:\n"
         "    print(type(error).__name__, error)\n"
     )
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
-    command = [sys.executable, "-c", code, folder.path]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    done = run_python(code, folder.path, check=True, env=with_tests_on_path())
     assert done.stdout == f"HelmscopeError cannot write {folder.path}/units/noise-1.bin: File too large\n"
     assert done.stderr == ""
     assert os.listdir(folder.path / "units") == ["numbers-0.json"]
@@ -154,7 +152,7 @@ def kills(folder: Path, number: int, seed: int) -> dict[str, dict[str, int]]:
     program = Path(__file__).parents[1] / "killing.py"
     command = [sys.executable, "-W", "error", program, folder, str(number), str(seed)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    done = run_child(command, timeout=1200, env=environment)
     assert done.stderr == ""
     return json.loads(done.stdout)
 

@@ -6,7 +6,6 @@ import errno
 import os
 import resource
 import signal
-import subprocess
 import sys
 import time
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from children import alive_in_session, child, is_alive, run_python, wait_for, with_tests_on_path
 from helmscope.runs import Processes, Serial, Unit, UnitsFailed, parse_size, run
 from helmscope.runs.attempt import attempt
 from helmscope.runs.limits import FLOOR, VARIABLES, Limits, _in_use, _thread_pools
@@ -278,17 +278,7 @@ run(units, RunFolder(Path(sys.argv[1])), manifest=manifest(), engine=engine, pro
 
 def assert_gone(started: Path) -> None:
     """The processes that told of themselves have ended, at once or within seconds."""
-
-    def alive(process: str) -> bool:
-        try:
-            return Path("/proc", process, "stat").read_text().rpartition(")")[2].split()[0] != "Z"
-        except FileNotFoundError:
-            return False
-
-    deadline = time.monotonic() + 20
-    while any(map(alive, os.listdir(started))) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert [process for process in os.listdir(started) if alive(process)] == []
+    wait_for(lambda: not any(is_alive(int(process)) for process in os.listdir(started)), seconds=20)
 
 
 @pytest.mark.parametrize("engine", ["serial", "processes"])
@@ -298,20 +288,16 @@ def assert_gone(started: Path) -> None:
 def test_an_interrupted_run_keeps_its_results_and_leaves_no_process(folder, tmp_path, engine, number):
     started = tmp_path / "started"
     started.mkdir()
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
     command = [sys.executable, "-c", PROGRAM, folder.path, engine, started]
-    with open(tmp_path / "stderr", "w") as stderr:
-        process = subprocess.Popen(command, stderr=stderr, env=environment, start_new_session=True)
-    quick = folder.path / "units" / "quick.json"
-    while len(os.listdir(started)) < (1 if engine == "serial" else 2) or not quick.exists():
-        assert process.poll() is None
-        time.sleep(0.05)
-    if number in (signal.SIGINT, signal.SIGHUP):
-        os.killpg(process.pid, number)  # a terminal sends Ctrl-C and its end to the workers too
-    else:
-        process.send_signal(number)
-    assert process.wait(60) == (-signal.SIGKILL if number == signal.SIGKILL else -signal.SIGINT)
-    assert_gone(started)
+    slow, quick = 1 if engine == "serial" else 2, folder.path / "units" / "quick.json"
+    with open(tmp_path / "stderr", "w") as stderr, child(command, stderr=stderr, env=with_tests_on_path()) as process:
+        wait_for(lambda: len(os.listdir(started)) >= slow and quick.exists(), process)
+        if number in (signal.SIGINT, signal.SIGHUP):
+            os.killpg(process.pid, number)  # a terminal sends Ctrl-C and its end to the workers too
+        else:
+            process.send_signal(number)
+        assert process.wait(60) == (-signal.SIGKILL if number == signal.SIGKILL else -signal.SIGINT)
+        wait_for(lambda: not alive_in_session(process.pid), seconds=20)
     assert not is_locked(folder.path)
     assert os.listdir(folder.path / "units") == ["quick.json"]
     said = (tmp_path / "stderr").read_text()
@@ -322,15 +308,39 @@ def test_an_interrupted_run_keeps_its_results_and_leaves_no_process(folder, tmp_
         assert said.count("Traceback") == 1
 
 
+IDLE = """
+import sys
+from pathlib import Path
+from helmscope.runs import Processes, Unit, run
+from helmscope.store import RunFolder
+from toy_units import manifest, rest
+unit = Unit("slow", rest, {"seconds": 600.0, "started": sys.argv[2]})
+run([unit], RunFolder(Path(sys.argv[1])), manifest=manifest(), engine=Processes(1))
+"""
+
+
+def test_a_worker_without_work_ends_with_a_killed_run(folder, tmp_path):
+    """``Processes(1)`` keeps a second worker, which never gets a unit here."""
+    (tmp_path / "started").mkdir()
+    command = [sys.executable, "-c", IDLE, folder.path, tmp_path / "started"]
+    with child(command, env=with_tests_on_path()) as process:
+        wait_for(lambda: os.listdir(tmp_path / "started"), process)
+        process.kill()
+        wait_for(lambda: not alive_in_session(process.pid), seconds=20)
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
-def test_a_handler_of_the_caller_stays(folder, number):
+def test_a_handler_of_the_caller_stays(folder, on_signal, number):
     seen = []
-    before = signal.signal(number, lambda *arguments: seen.append(arguments))
-    try:
-        run([Unit("a", os.kill, {})], folder, manifest=MANIFEST, engine=Signaling(number=number))
-    finally:
-        signal.signal(number, before)
+    on_signal(number, lambda *arguments: seen.append(arguments))
+    run([Unit("a", os.kill, {})], folder, manifest=MANIFEST, engine=Signaling(number=number))
     assert len(seen) == 1
+
+
+def test_a_run_under_nohup_ignores_that_the_terminal_goes_away(folder, on_signal):
+    on_signal(signal.SIGHUP, signal.SIG_IGN)
+    assert len(run([Unit("a", os.kill, {})], folder, manifest=MANIFEST, engine=Signaling(number=signal.SIGHUP))) == 1
+    assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
 
 
 @dataclass(frozen=True)
@@ -345,8 +355,8 @@ class Signaling(Serial):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
-def test_a_signal_is_an_interrupt_and_its_handler_is_given_back(folder, number):
-    assert signal.getsignal(number) == signal.SIG_DFL
+def test_a_signal_is_an_interrupt_and_its_handler_is_given_back(folder, on_signal, number):
+    on_signal(number, signal.SIG_DFL)
     with pytest.raises(KeyboardInterrupt) as caught:
         run(mixture(3), folder, manifest=MANIFEST, engine=Signaling(number=number))
     assert caught.value.__notes__ == [f"finished units are kept in {folder.path}, and the same call goes on from there"]
@@ -368,5 +378,4 @@ if __name__ == "__main__":
 
 def test_a_hang_up_does_not_reach_the_tracker_of_shared_resources():
     """Its death would bury the end of a run under complaints. SIGHUP is the first bit of what it ignores."""
-    done = subprocess.run([sys.executable, "-c", TRACKER], capture_output=True, text=True, check=True)
-    assert done.stdout == "1\n"
+    assert run_python(TRACKER, check=True).stdout == "1\n"

@@ -6,7 +6,6 @@ import json
 import logging
 import math
 import os
-import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +15,7 @@ import numpy as np
 import pytest
 import xarray as xr
 
+from children import run_python
 from helmscope.runs import Serial, Unit, UnitsFailed, run
 from helmscope.runs.plan import read_plan
 from helmscope.runs.results import encode_result, is_whole, read_result
@@ -388,5 +388,5 @@ def test_importing_runs_stays_light():
         "import sys, helmscope.runs\n"
         "print(sorted({'torch', 'xarray', 'numpy', 'joblib', 'ray', 'rich'} & set(sys.modules)))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = run_python(code, check=True)
     assert done.stdout == "[]\n"

@@ -3,12 +3,11 @@ from __future__ import annotations
 import errno
 import os
 import stat
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from children import run_python
 from helmscope.store import atomic, replacing, write_bytes
 from helmscope.store.atomic import is_temporary, make_folder, one_line
 from helmscope.types import HelmscopeError
@@ -140,7 +139,7 @@ def test_killed_process_leaves_the_old_file_and_a_recognizable_temporary(tmp_pat
         "    temporary.write_bytes(b'half')\n"
         "    os.kill(os.getpid(), 9)\n"
     )
-    assert subprocess.run([sys.executable, "-c", code, target], check=False).returncode == -9
+    assert run_python(code, target).returncode == -9
     assert target.read_bytes() == b"old"
     assert [is_temporary(name) for name in sorted(os.listdir(tmp_path))] == [True, False]
 
@@ -163,5 +162,5 @@ def test_the_first_line_of_an_error_and_more_where_it_announces_more():
 
 def test_store_imports_neither_torch_nor_xarray():
     code = "import sys, helmscope.store; print(sorted({'torch', 'xarray', 'numpy', 'pickle'} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = run_python(code, check=True)
     assert done.stdout == "[]\n"

@@ -6,13 +6,15 @@ import errno
 import fcntl
 import os
 import platform
-import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
+from subprocess import PIPE, TimeoutExpired
 
 import pytest
 
+from children import child
 from helmscope.store import RunFolder, is_locked, locked
 from helmscope.types import HelmscopeError
 
@@ -44,8 +46,9 @@ def visits(folder: Path, how: str, *, processes: int, rounds: int) -> tuple[int,
     """How often processes met inside, and what they counted together."""
     (folder / "count").write_text("0")
     command = [sys.executable, "-c", VISITS, folder, str(rounds), how]
-    running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(processes)]
-    overlaps = sum(int(process.communicate()[0]) for process in running)
+    with ExitStack() as stack:
+        running = [stack.enter_context(child(command, stdout=PIPE, text=True)) for _ in range(processes)]
+        overlaps = sum(int(process.communicate(timeout=300)[0]) for process in running)
     return overlaps, int((folder / "count").read_text())
 
 
@@ -70,11 +73,9 @@ with locked(sys.argv[1]):
     print(flush=True)
     sys.stdin.read()
 """
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen([sys.executable, "-c", code, tmp_path], **pipes) as process:
+    with child([sys.executable, "-c", code, tmp_path], stdin=PIPE, stdout=PIPE) as process:
         process.stdout.read(1)
         yield process
-        process.kill()
 
 
 def test_held_folder_is_refused_with_its_holder(tmp_path, holder):
@@ -99,11 +100,11 @@ def test_killed_holder_lets_go(tmp_path, holder):
 
 def test_waiting_gets_it_when_the_holder_leaves(tmp_path, holder):
     code = "import sys\nfrom helmscope.store import locked\nwith locked(sys.argv[1], wait=True):\n    print('in')"
-    waiting = subprocess.Popen([sys.executable, "-c", code, tmp_path], stdout=subprocess.PIPE, text=True)
-    with pytest.raises(subprocess.TimeoutExpired):
-        waiting.wait(1.0)
-    holder.stdin.close()
-    assert waiting.communicate(timeout=30)[0] == "in\n"
+    with child([sys.executable, "-c", code, tmp_path], stdout=PIPE, text=True) as waiting:
+        with pytest.raises(TimeoutExpired):
+            waiting.wait(1.0)
+        holder.stdin.close()
+        assert waiting.communicate(timeout=30)[0] == "in\n"
     assert os.listdir(tmp_path) == []
 
 
@@ -115,8 +116,7 @@ def test_looking_does_not_refuse_a_run(tmp_path):
         "import sys, time\nfrom helmscope.store import locked\nprint('ready', flush=True)\nsys.stdin.readline()\n"
         "with locked(sys.argv[1]):\n    print('in')"
     )
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen([sys.executable, "-c", code, tmp_path], **pipes) as process:
+    with child([sys.executable, "-c", code, tmp_path], stdin=PIPE, stdout=PIPE, text=True) as process:
         process.stdout.readline()
         process.stdin.write("\n")
         process.stdin.flush()

@@ -4,8 +4,6 @@ import json
 import math
 import os
 import pickle
-import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
@@ -18,6 +16,7 @@ import xarray as xr
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from children import run_python
 from helmscope.store import Manifest, RunFolder, run_folder
 from helmscope.store.verdicts import decode_verdicts, encode_verdicts
 from helmscope.types import Control, Exhibit, HelmscopeError, Ruling, Verdict
@@ -168,7 +167,7 @@ def test_full_disk_keeps_the_old_result_and_the_process(run):
         "except ValueError as error:\n"
         "    print(type(error).__name__, error)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code, run.path], capture_output=True, text=True, check=True)
+    done = run_python(code, run.path, check=True)
     assert done.stdout == f"HelmscopeError cannot write {run.path}/a.nc: File too large\n"
     assert done.stderr == ""
     assert run.read_results("a").identical(DATA)

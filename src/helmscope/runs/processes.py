@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 
 from helmscope.runs.attempt import Done, Failed, Outcomes, attempt, require
 from helmscope.runs.limits import Limits
@@ -72,11 +71,12 @@ class Processes:
         def tasks() -> Iterator[object]:
             for unit in units:
                 begun.append(unit.name)
-                yield joblib.delayed(_attempt_for)(os.getpid(), unit, self._limits)
+                yield joblib.delayed(attempt)(unit, self._limits)
 
         _start_tracker()
         # a worker that leaves for idleness just as the next run begins would leave that run waiting for ever
-        with joblib.parallel_config(backend="loky", inner_max_num_threads=self.threads, idle_worker_timeout=PATIENCE_S):
+        options = {"idle_worker_timeout": PATIENCE_S, "initializer": _end_with, "initargs": (os.getpid(),)}
+        with joblib.parallel_config(backend="loky", inner_max_num_threads=self.threads, **options):
             # joblib would run a single job in this process, which a fault would then end: 2 processes, 1 of them idle;
             # max_nbytes: large arrays reach the unit as they are, not as read-only files
             parallel = joblib.Parallel(
@@ -111,16 +111,9 @@ def _closing(outcomes: Outcomes) -> Iterator[Outcomes]:
             outcomes.close()
 
 
-def _attempt_for(parent: int, unit: Unit, limits: Limits) -> Done | Failed:
-    if os.getpid() != parent:  # joblib may have no processes here, as inside a worker of another pool
-        _end_with(parent)
-    return attempt(unit, limits)
-
-
-@cache
 def _end_with(parent: int) -> None:
-    """Lets this process end when its parent was killed: nobody waits for its unit, and the next call may already run it
-    a second time.
+    """Lets a worker end when its parent was killed, busy or idle: nobody waits for its unit, which the next call may
+    already run a second time.
     """
 
     def watch() -> None:
