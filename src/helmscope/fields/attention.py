@@ -14,78 +14,42 @@ A field of the softmax kind differs from SA in what it makes of the logits alone
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from helmscope.fields.field import ScaledVelocity, check_weights
+from helmscope.fields.field import Field, ScaledVelocity
 from helmscope.fields.lowrank import LowRank, query_and_key
-from helmscope.geometry.arithmetic import check_readable, every, vectorized
-from helmscope.geometry.sphere import check_tokens, project
+from helmscope.fields.parameters import is_moving, number_or_tensor, over_tokens, shown
+from helmscope.geometry.arithmetic import check_readable, every
+from helmscope.geometry.sphere import project
 from helmscope.kernels.choose import token_sum
 from helmscope.kernels.dense import attention_sum, matrix_product, settled_logits
 from helmscope.kernels.kernel import AttentionSum, Request
-from helmscope.types import HelmscopeError, real_number
+from helmscope.types import HelmscopeError
 
 if TYPE_CHECKING:
     from typing import Self
 
-    from jaxtyping import Bool, Float
+    from jaxtyping import Float
     from torch import Tensor
 
-
-class CheckedField(ABC):
-    """A field on tokens with weights whose call checks what comes in and what goes out."""
-
-    def __call__(
-        self,
-        x: Float[Tensor, "*batch n d"],
-        *,
-        weights: Float[Tensor, "*batch n"] | None = None,
-        mask: Bool[Tensor, "*batch n"] | None = None,
-    ) -> Float[Tensor, "*batch n d"]:
-        """The tangent velocity of every token. ``weights`` m_j >= 0 make the cloud a measure; ``mask`` is False at
-        padding, which nobody attends to. Bad input is a ``HelmscopeError``.
-        """
-        self.check_size(check_tokens(x))
-        combined = check_weights(x, weights, mask)
-        if x.ndim == 2:  # as a batch of one: torch multiplies a single matrix in another way, with other last bits
-            velocity = self.velocity(x.unsqueeze(0), None if combined is None else combined.unsqueeze(0)).squeeze(0)
-        else:
-            velocity = self.velocity(x, combined)
-        if not every(torch.isfinite(velocity.detach())):
-            raise HelmscopeError(self._complaint(x, combined))
-        return velocity
-
-    @abstractmethod
-    def check_size(self, x: Float[Tensor, "*batch n d"]) -> None:
-        """Refuse tokens that do not fit the parameters of this field."""
-
-    @abstractmethod
-    def velocity(self, x: Float[Tensor, "*batch n d"], weights: Tensor | None = None) -> Float[Tensor, "*batch n d"]:
-        """The tangent velocity, unchecked: for inner loops and autograd transforms."""
-
-    @abstractmethod
-    def ambient(self, x: Float[Tensor, "*batch n d"], weights: Tensor | None = None) -> Float[Tensor, "*batch n d"]:
-        """The velocity before projection: what a layer adds to the residual stream."""
-
-    @abstractmethod
-    def _complaint(self, x: Tensor, weights: Tensor | None) -> str:
-        """Why the velocity is not finite, and the remedy."""
+    from helmscope.fields.field import Time
 
 
 @dataclass(frozen=True, eq=False)
-class Attention(CheckedField):
+class Attention(Field):
     """What all fields of one head share: the parameters of the logits and the values."""
 
+    parameters: ClassVar[Mapping[str, int]] = {"query_key": 2, "value": 2}
     normalized: ClassVar[bool]
 
-    query_key: Float[Tensor, "d d"] | LowRank | None = field(default=None, kw_only=True)
-    value: Float[Tensor, "d d"] | LowRank | None = field(default=None, kw_only=True)
+    query_key: Float[Tensor, "*batch d d"] | LowRank | None = field(default=None, kw_only=True)
+    value: Float[Tensor, "*batch d d"] | LowRank | None = field(default=None, kw_only=True)
     causal: bool = field(default=False, kw_only=True)
     bias: Float[Tensor, "n n"] | None = field(default=None, kw_only=True)
 
@@ -96,11 +60,17 @@ class Attention(CheckedField):
             if not isinstance(getattr(self, name), LowRank):  # it has checked itself
                 _check_matrix(name, getattr(self, name), floor=False)
         _check_matrix("bias", self.bias, floor=True)
+        _ = self.batch  # refused where batch axes do not fit together
 
     @property
     @abstractmethod
-    def factor(self) -> float:
+    def factor(self) -> float | Tensor:
         """What multiplies x_i^T B x_j in the logits."""
+
+    @property
+    def attends(self) -> bool:
+        """Whether the field has a kernel."""
+        return True
 
     @cached_property
     def value_scale(self) -> float | None:
@@ -118,7 +88,7 @@ class Attention(CheckedField):
         return not self.causal and self.bias is None
 
     @property
-    def is_isotropic(self) -> bool:
+    def isotropic(self) -> bool:
         """Whether the flow is that of Q = K = V = I with full attention, for which theory has closed forms."""
         return self.exchangeable and self.value_scale == 1 and self.logit_scale == 1
 
@@ -127,13 +97,10 @@ class Attention(CheckedField):
         n, d = x.shape[-2:]
         for name, size in (("query_key", d), ("value", d), ("bias", n)):
             matrix = getattr(self, name)
-            if matrix is not None and matrix.shape[0] != size:
+            if matrix is not None and matrix.shape[-1] != size:
                 given, wanted = tuple(matrix.shape), (size, size)
                 raise HelmscopeError(f"{name} has shape {given}, but tokens of shape {tuple(x.shape)} need {wanted}")
-
-    @abstractmethod
-    def kernel(self, x: Float[Tensor, "*batch n d"], weights: Tensor | None = None) -> Float[Tensor, "*batch n n"]:
-        """The weight of key j for query i: ambient_i = sum_j kernel_ij V x_j."""
+        super().check_size(x)
 
     def settle(self, pairs: Float[Tensor, "*batch n n"], weights: Tensor | None) -> Float[Tensor, "*batch n n"]:
         """What this field makes of raw logits before they are summed: nothing, unless it says so."""
@@ -152,16 +119,22 @@ class Attention(CheckedField):
         query, key = query_and_key(x, self.query_key)
         thin = isinstance(self.value, LowRank)
         return Request(
-            self.factor * query,
+            over_tokens(self.factor, x) * query,
             key,
             matrix_product(x, self.value.right.to(x)) if isinstance(self.value, LowRank) else x,
             weights=weights,
             bias=None if self.bias is None else self.bias.to(x),
             causal=self.causal,
             skip_self=tangent and self.value_scale is not None,  # then V x_i is parallel to x_i
-            beta=None if self.logit_scale is None or thin else self.factor * self.logit_scale,
+            beta=None if thin else self.unit_beta,
             settle=self.settles,
         )
+
+    @property
+    def unit_beta(self) -> float | None:
+        """c where the logits are c <x_i, x_j> with a number c, else None."""
+        factor, scale = self.factor, self.logit_scale
+        return None if scale is None or isinstance(factor, torch.Tensor) else factor * scale
 
     @property
     def settles(self) -> Callable[[Tensor, Tensor | None], Tensor] | None:
@@ -183,7 +156,7 @@ class Attention(CheckedField):
         assert self.value is not None
         return matrix_product(total, self.value.to(total).mT)
 
-    def _complaint(self, x: Tensor, weights: Tensor | None) -> str:
+    def complaint(self, x: Tensor, weights: Tensor | None) -> str:
         return f"the velocity leaves {x.dtype}: take smaller value or weights"
 
 
@@ -192,15 +165,21 @@ class Softmax(Attention):
 
     normalized: ClassVar[bool] = True
 
-    def velocity(self, x: Float[Tensor, "*batch n d"], weights: Tensor | None = None) -> Float[Tensor, "*batch n d"]:
+    def velocity(
+        self, x: Float[Tensor, "*batch n d"], weights: Tensor | None = None, *, t: Time = 0.0
+    ) -> Float[Tensor, "*batch n d"]:
         """The tangent velocity, unchecked: for inner loops and autograd transforms."""
         return project(x, self._valued(self._sum(x, weights, tangent=True).mean))
 
-    def ambient(self, x: Float[Tensor, "*batch n d"], weights: Tensor | None = None) -> Float[Tensor, "*batch n d"]:
+    def ambient(
+        self, x: Float[Tensor, "*batch n d"], weights: Tensor | None = None, *, t: Time = 0.0
+    ) -> Float[Tensor, "*batch n d"]:
         """The softmax average of V x_j before projection: what a layer adds to the residual stream."""
         return self._valued(self._sum(x, weights, tangent=False).mean)
 
-    def kernel(self, x: Float[Tensor, "*batch n d"], weights: Tensor | None = None) -> Float[Tensor, "*batch n n"]:
+    def kernel(
+        self, x: Float[Tensor, "*batch n d"], weights: Tensor | None = None, *, t: Time = 0.0
+    ) -> Float[Tensor, "*batch n n"]:
         """Attention weights p_ij; rows sum to 1 (to 0 for a query that sees no key)."""
         return softmax_kernel(self._logits(x, weights), weights)
 
@@ -209,7 +188,8 @@ class Softmax(Attention):
 class SA(Softmax):
     """Softmax self-attention, x_i' = P_{x_i} sum_j m_j e^{l_ij} V x_j / Z_i (source 001; logits as above).
 
-    ``beta`` >= 0 is the inverse temperature. ``value=-torch.eye(d)`` gives the repulsive flow. For V = +-B symmetric it
+    ``beta`` >= 0 is the inverse temperature; beta, B and V may be tensors with a gradient, and may have batch axes, a
+    value per system. ``value=-torch.eye(d)`` gives the repulsive flow. For V = +-B symmetric it
     is the gradient flow of the interaction energy in the metric weighted by Z, and only there; not in the flat metric.
     ``query_key`` and ``value`` may be ``LowRank``; ``bias=alibi(n, slope)`` prefers near tokens.
 
@@ -219,19 +199,21 @@ class SA(Softmax):
             [0.5000, 0.0000]])
     """
 
-    beta: float
+    parameters: ClassVar[Mapping[str, int]] = {"beta": 0, **Attention.parameters}
+
+    beta: float | Float[Tensor, "*batch"]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "beta", real_number("beta", self.beta, at_least=0))
+        object.__setattr__(self, "beta", number_or_tensor("beta", self.beta, at_least=0))
         super().__post_init__()
 
     @property
-    def factor(self) -> float:
+    def factor(self) -> float | Tensor:
         """beta."""
         return self.beta
 
-    def _complaint(self, x: Tensor, weights: Tensor | None) -> str:
-        return f"beta is {self.beta:g}, and {super()._complaint(x, weights)}"
+    def complaint(self, x: Tensor, weights: Tensor | None) -> str:
+        return f"beta is {shown(self.beta)}, and {super().complaint(x, weights)}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -249,18 +231,20 @@ class USA(Attention):
 
     normalized: ClassVar[bool] = False
 
-    beta: float
+    parameters: ClassVar[Mapping[str, int]] = {"beta": 0, **Attention.parameters}
+
+    beta: float | Float[Tensor, "*batch"]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "beta", real_number("beta", self.beta, at_least=0))
+        object.__setattr__(self, "beta", number_or_tensor("beta", self.beta, at_least=0))
         super().__post_init__()
 
     @property
-    def factor(self) -> float:
+    def factor(self) -> float | Tensor:
         """beta."""
         return self.beta
 
-    def scaled(self, x: Float[Tensor, "*batch n d"], weights: Tensor | None = None) -> ScaledVelocity:
+    def scaled(self, x: Float[Tensor, "*batch n d"], weights: Tensor | None = None, *, t: Time = 0.0) -> ScaledVelocity:
         """The velocity as e^{log_scale} times a direction of ordinary size, for any beta.
 
         >>> x = torch.tensor([[1.0, 0.0], [0.6, 0.8]])
@@ -272,22 +256,34 @@ class USA(Attention):
         total = project(x, self._valued(sums.total) / total_weight(x, weights))
         return ScaledVelocity(total, scale_of_nothing(sums.total, sums.shift))
 
-    def velocity(self, x: Float[Tensor, "*batch n d"], weights: Tensor | None = None) -> Float[Tensor, "*batch n d"]:
+    def displacement(
+        self, x: Float[Tensor, "*batch n d"], h: Tensor, weights: Tensor | None = None, *, t: Time = 0.0
+    ) -> Float[Tensor, "*batch n d"]:
+        """h f(x), finite though the velocity may not be."""
+        return self.scaled(x, weights=weights).over(h)
+
+    def velocity(
+        self, x: Float[Tensor, "*batch n d"], weights: Tensor | None = None, *, t: Time = 0.0
+    ) -> Float[Tensor, "*batch n d"]:
         """The tangent velocity, unchecked: infinite or NaN where it leaves the dtype."""
-        scaled = self.scaled(x, weights)
+        scaled = self.scaled(x, weights=weights)
         return torch.exp(scaled.log_scale) * scaled.direction
 
-    def ambient(self, x: Float[Tensor, "*batch n d"], weights: Tensor | None = None) -> Float[Tensor, "*batch n d"]:
+    def ambient(
+        self, x: Float[Tensor, "*batch n d"], weights: Tensor | None = None, *, t: Time = 0.0
+    ) -> Float[Tensor, "*batch n d"]:
         """The sum before projection: what a layer adds to the residual stream."""
         sums = self._sum(x, weights, tangent=False)
         return self._valued(torch.exp(sums.shift) * sums.total) / total_weight(x, weights)
 
-    def kernel(self, x: Float[Tensor, "*batch n d"], weights: Tensor | None = None) -> Float[Tensor, "*batch n n"]:
+    def kernel(
+        self, x: Float[Tensor, "*batch n d"], weights: Tensor | None = None, *, t: Time = 0.0
+    ) -> Float[Tensor, "*batch n n"]:
         """Unnormalised weights m_j e^{l_ij} / M."""
         return sum_kernel(self._logits(x, weights), weights)
 
-    def _complaint(self, x: Tensor, weights: Tensor | None) -> str:
-        return f"beta is {self.beta:g}, and the velocity leaves {x.dtype}: call .scaled(x) for it with a log scale"
+    def complaint(self, x: Tensor, weights: Tensor | None) -> str:
+        return f"beta is {shown(self.beta)}, and the velocity leaves {x.dtype}: call .scaled(x) for it with a log scale"
 
 
 def softmax_kernel(pairs: Float[Tensor, "*batch n n"], weights: Tensor | None) -> Float[Tensor, "*batch n n"]:
@@ -341,18 +337,21 @@ def _scale_of(matrix: Tensor | LowRank | None) -> float | None:
         return 1.0
     if isinstance(matrix, LowRank):
         return None
+    if matrix.ndim > 2:
+        return None
     scale = matrix[0, 0]
     eye = torch.eye(matrix.shape[0], dtype=matrix.dtype, device=matrix.device)
-    tangent = torch.autograd.forward_ad.unpack_dual(matrix).tangent  # type: ignore[no-untyped-call]
-    moving = matrix.requires_grad or tangent is not None or vectorized(matrix)
-    return None if moving or not torch.equal(matrix, scale * eye) else float(scale)
+    return None if is_moving(matrix) or not torch.equal(matrix, scale * eye) else float(scale)
 
 
 def _check_matrix(name: str, matrix: object, *, floor: bool) -> None:
-    """A square matrix of finite floats; ``floor`` allows -inf entries, which hide a key."""
+    """A square matrix of finite floats, or one per system; ``floor`` allows -inf entries, which hide a key, and no
+    batch axes.
+    """
     if matrix is None:
         return
-    if not isinstance(matrix, torch.Tensor) or matrix.ndim != 2 or not matrix.shape[0] == matrix.shape[1] > 0:
+    plain = isinstance(matrix, torch.Tensor) and (matrix.ndim == 2 or (matrix.ndim > 2 and not floor))
+    if not plain or not isinstance(matrix, torch.Tensor) or not matrix.shape[-1] == matrix.shape[-2] > 0:
         given = tuple(matrix.shape) if isinstance(matrix, torch.Tensor) else type(matrix).__name__
         raise HelmscopeError(f"{name} is {given}, but it must be a square matrix as a torch tensor")
     if not matrix.dtype.is_floating_point:

@@ -14,25 +14,28 @@ attention, is ``MultiHeadAsPrinted``.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
-from helmscope.fields.field import KernelField, Sized, TokenField, check_weights, is_continuous
+from helmscope.fields.field import Field, Space
 from helmscope.fields.mlp import MLP, GatedMLP
 from helmscope.fields.placement import Half, Placement, PostNorm
-from helmscope.geometry.sphere import check_tokens, project
+from helmscope.geometry.sphere import project
 from helmscope.types import HelmscopeError
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float
     from torch import Tensor
 
+    from helmscope.fields.field import Time
+
 
 @dataclass(frozen=True, eq=False)
-class Block:
+class Block(Field):
     """A transformer block: x' = P (attention(x) + mlp(x)) with post-norm, y' = attention(N y) + mlp(N y) with pre-norm
     (sources 000 and 002).
 
-    ``placement`` says where the norms stand: ``PostNorm()``, ``PreNorm()``, ``SandwichNorm()`` or ``NGPT()``; with
+    ``placement`` says where the norms stand: ``PostNorm()``, ``PreNorm()``, ``SandwichNorm()``, ``NGPT()`` or
+    ``NoNorm()``, under which states are any points of R^d; with
     ``parallel`` both halves read the same state. ``stepper=Layer()`` runs the discrete block. With pre-norm and
     sandwich the state is the residual stream y, and a trajectory holds its direction and its radius.
 
@@ -45,14 +48,15 @@ class Block:
             [0.5000, 0.0000]])
     """
 
-    attention: TokenField
+    parts: ClassVar[tuple[str, ...]] = ("attention", "mlp")
+
+    attention: Field
     mlp: MLP | GatedMLP
     placement: Placement = field(default_factory=PostNorm, kw_only=True)
     parallel: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
-        attends = isinstance(self.attention, TokenField) and isinstance(self.attention, KernelField)
-        if isinstance(self.attention, type) or not attends:
+        if not isinstance(self.attention, Field) or not self.attention.attends:
             name = getattr(self.attention, "__name__", type(self.attention).__name__)
             raise HelmscopeError(f"attention is {name}, but it must be a field that attends, such as SA(beta=4.0)")
         if not isinstance(self.mlp, MLP | GatedMLP):
@@ -63,14 +67,19 @@ class Block:
             raise HelmscopeError(f"parallel is {self.parallel!r}, but it must be True or False")
 
     @property
-    def on_sphere(self) -> bool:
-        """Whether the state is unit vectors, else a residual stream."""
-        return self.placement.on_sphere
+    def space(self) -> Space:
+        """Unit vectors, a residual stream, or points of R^d where there are no norms."""
+        return self.placement.space
+
+    @property
+    def attends(self) -> bool:
+        """Whether the field has a kernel."""
+        return True
 
     @property
     def continuous(self) -> bool:
         """Whether the velocity is continuous, as that of every attention but hardmax is."""
-        return is_continuous(self.attention)
+        return self.attention.continuous
 
     @property
     def only_layers(self) -> bool:
@@ -91,57 +100,67 @@ class Block:
         self,
         x: Float[Tensor, "*batch n d"],
         *,
+        t: Time = 0.0,
         weights: Float[Tensor, "*batch n"] | None = None,
         mask: Bool[Tensor, "*batch n"] | None = None,
     ) -> Float[Tensor, "*batch n d"]:
         """The velocity of every token, tangent where the state is unit vectors. Bad input is a ``HelmscopeError``."""
-        self.check_size(check_tokens(x, normalize=not self.on_sphere))
         if self.only_layers:
             raise HelmscopeError(
                 "placement is PostNorm with a norm other than UnitNorm(): a map, which has no velocity; call layer"
             )
-        return self.velocity(x, check_weights(x, weights, mask))
+        return super().__call__(x, t=t, weights=weights, mask=mask)
 
     def check_size(self, x: Float[Tensor, "*batch n d"]) -> None:
         """Refuse tokens that do not fit the attention, the MLP or a norm."""
         for part in (self.attention, self.mlp, self.placement):
-            if isinstance(part, Sized):
-                part.check_size(x)
+            part.check_size(x)
+        super().check_size(x)
 
-    def velocity(self, x: Float[Tensor, "*batch n d"], weights: Tensor | None = None) -> Float[Tensor, "*batch n d"]:
+    def velocity(
+        self, x: Float[Tensor, "*batch n d"], weights: Tensor | None = None, *, t: Time = 0.0
+    ) -> Float[Tensor, "*batch n d"]:
         """a(x) + m(x), tangent where the state is unit vectors; unchecked."""
-        total = self.ambient(x, weights)
-        return project(x, total) if self.on_sphere else total
+        total = self.ambient(x, t=t, weights=weights)
+        return project(x, total) if self.space is Space.SPHERE else total
 
-    def ambient(self, x: Float[Tensor, "*batch n d"], weights: Tensor | None = None) -> Float[Tensor, "*batch n d"]:
+    def ambient(
+        self, x: Float[Tensor, "*batch n d"], weights: Tensor | None = None, *, t: Time = 0.0
+    ) -> Float[Tensor, "*batch n d"]:
         """a(x) + m(x), what the block writes, before projection."""
-        return self.write(Half.ATTENTION, x, weights) + self.write(Half.MLP, x, weights)
+        return self.write(Half.ATTENTION, x, t=t, weights=weights) + self.write(Half.MLP, x, t=t, weights=weights)
 
-    def write(self, half: Half, y: Float[Tensor, "*batch n d"], weights: Tensor | None = None) -> Tensor:
+    def write(
+        self, half: Half, y: Float[Tensor, "*batch n d"], weights: Tensor | None = None, *, t: Time = 0.0
+    ) -> Float[Tensor, "*batch n d"]:
         """What one half adds to the state y."""
-        seen = self.placement.read(half, y)
-        out = self.attention.ambient(seen, weights) if half is Half.ATTENTION else self.mlp.ambient(seen)
-        return self.placement.write(half, out, y)
+        part = self.attention if half is Half.ATTENTION else self.mlp
+        return self.placement.write(half, part.ambient(self.placement.read(half, y), t=t, weights=weights), y)
 
     def layer(
-        self, x: Float[Tensor, "*batch n d"], h: Tensor | float = 1.0, weights: Tensor | None = None
+        self, x: Float[Tensor, "*batch n d"], h: Tensor | float = 1.0, weights: Tensor | None = None, *, t: Time = 0.0
     ) -> Float[Tensor, "*batch n d"]:
         """The discrete block with writes scaled by h: one layer."""
         if self.parallel:
-            return self.placement.close(Half.ATTENTION, x + h * self.ambient(x, weights))
+            return self.placement.close(Half.ATTENTION, x + h * self.ambient(x, t=t, weights=weights))
         for half in (Half.ATTENTION, Half.MLP):
-            x = self.placement.close(half, x + h * self.write(half, x, weights))
+            x = self.placement.close(half, x + h * self.write(half, x, t=t, weights=weights))
         return x
 
-    def kernel(self, x: Float[Tensor, "*batch n d"], weights: Tensor | None = None) -> Tensor:
+    def kernel(
+        self, x: Float[Tensor, "*batch n d"], weights: Tensor | None = None, *, t: Time = 0.0
+    ) -> Float[Tensor, "*batch n n"]:
         """The attention kernel at state x."""
-        assert isinstance(self.attention, KernelField)
-        return self.attention.kernel(self.placement.read(Half.ATTENTION, x), weights)
+        return self.attention.kernel(self.placement.read(Half.ATTENTION, x), t=t, weights=weights)
 
     def direction(self, y: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n d"]:
         """The state as unit vectors: what the norm before attention divides out is gone."""
+        if self.space is not Space.STREAM:
+            return y
         return self.placement.norm(Half.ATTENTION).direction(y)
 
     def radius(self, y: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n"]:
         """The length of the state that the norm before attention divides out."""
+        if self.space is not Space.STREAM:
+            return super().radius(y)
         return self.placement.norm(Half.ATTENTION).radius(y)

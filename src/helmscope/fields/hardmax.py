@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -40,14 +40,17 @@ class Hardmax(Softmax):
             [0., 0.]])
     """
 
-    continuous: ClassVar[bool] = False
-
     tie: float | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         if self.tie is not None:
             object.__setattr__(self, "tie", real_number("tie", self.tie, at_least=0))
         super().__post_init__()
+
+    @property
+    def continuous(self) -> bool:
+        """The velocity jumps where the best key changes."""
+        return False
 
     @property
     def factor(self) -> float:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from helmscope.fields.field import KernelField
+from helmscope.fields.field import Field
 from helmscope.geometry.arithmetic import full_precision
 from helmscope.types import HelmscopeError
 
@@ -68,7 +68,7 @@ def jacobian_split(
             f"force is a {type(force).__name__}, but it must be a callable (..., d) -> (..., d), as an MLP"
         )
     owner = getattr(force, "__self__", force)  # of attention.velocity too
-    if isinstance(owner, KernelField):
+    if isinstance(owner, Field) and owner.attends:
         raise HelmscopeError(
             f"force is a {type(owner).__name__}, which mixes points, but it must act on each point by itself, as an MLP"
         )

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from helmscope.fields.parameters import Change, copy_with
 from helmscope.geometry.arithmetic import check_readable, every, full_precision
 from helmscope.kernels.dense import matrix_product
 from helmscope.types import HelmscopeError
@@ -24,18 +25,18 @@ if TYPE_CHECKING:
 class LowRank:
     """The d x d matrix left @ right^T, ``left`` and ``right`` of shape (d, r): x^T M y = (left^T x).(right^T y).
 
-    Stands wherever an attention field takes ``query_key`` or ``value``. A head with query and key weights Q, K (r, d)
-    has ``query_key = LowRank(Q.mT, K.mT)``; one with value and output weights V (r, d), O (d, r) has ``value =
-    LowRank(O, V.mT)``. With it logits cost O(n d r + n^2 r) instead of O(n d^2 + n^2 d). Refuses factors of different
-    shapes, r < 1, and entries that are not finite.
+    Stands wherever an attention field takes ``query_key`` or ``value``; with batch axes before d it is a matrix per
+    system. A head with query and key weights Q, K (r, d) has ``query_key = LowRank(Q.mT, K.mT)``; one with value and
+    output weights V (r, d), O (d, r) has ``value = LowRank(O, V.mT)``. With it logits cost O(n d r + n^2 r) instead of
+    O(n d^2 + n^2 d). Refuses factors of different shapes, r < 1, and entries that are not finite.
 
     >>> LowRank(torch.tensor([[1.0], [2.0]]), torch.tensor([[3.0], [4.0]])).dense()
     tensor([[3., 4.],
             [6., 8.]])
     """
 
-    left: Float[Tensor, "d r"]
-    right: Float[Tensor, "d r"]
+    left: Float[Tensor, "*batch d r"]
+    right: Float[Tensor, "*batch d r"]
 
     def __post_init__(self) -> None:
         for name in ("left", "right"):
@@ -47,12 +48,18 @@ class LowRank:
     @property
     def shape(self) -> torch.Size:
         """(d, d), the shape of the matrix."""
-        return torch.Size((self.left.shape[0], self.left.shape[0]))
+        return torch.Size((self.left.shape[-2], self.left.shape[-2]))
 
     @property
     def rank(self) -> int:
         """r, the number of columns: the rank of the matrix is at most this."""
-        return self.left.shape[1]
+        return self.left.shape[-1]
+
+    def with_parameters(self, change: Change) -> LowRank:
+        """This matrix with factors that have batch axes changed; unchecked."""
+        if self.left.ndim == 2:
+            return self
+        return copy_with(self, {"left": change(self.left, 2), "right": change(self.right, 2)})
 
     @full_precision
     def dense(self) -> Float[Tensor, "d d"]:
@@ -87,7 +94,7 @@ def as_dense(matrix: Tensor | LowRank | None, like: Float[Tensor, "*batch n d"])
 
 
 def _check_factor(name: str, factor: object) -> None:
-    if not isinstance(factor, torch.Tensor) or factor.ndim != 2 or 0 in factor.shape:
+    if not isinstance(factor, torch.Tensor) or factor.ndim < 2 or 0 in factor.shape:
         given = tuple(factor.shape) if isinstance(factor, torch.Tensor) else type(factor).__name__
         raise HelmscopeError(f"{name} is {given}, but it must be a torch tensor of shape (d, r) with r >= 1")
     if not factor.dtype.is_floating_point:

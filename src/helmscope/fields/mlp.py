@@ -10,7 +10,8 @@ where None. Each token feels the force by itself: tokens do not see each other.
 from __future__ import annotations
 
 import inspect
-from abc import ABC, abstractmethod
+from abc import abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
@@ -18,6 +19,7 @@ import torch
 
 from helmscope.fields import activations
 from helmscope.fields.activations import GELU, Activation, SiLU
+from helmscope.fields.field import Field
 from helmscope.geometry.arithmetic import check_readable, every
 from helmscope.geometry.sphere import project
 from helmscope.kernels.dense import matrix_product
@@ -27,28 +29,36 @@ if TYPE_CHECKING:
     from jaxtyping import Float
     from torch import Tensor
 
+    from helmscope.fields.field import Time
+
 POINTS = (torch.float64, torch.float32)
 PARAMETERS = (*POINTS, torch.float16, torch.bfloat16)
 
 
-class Force(ABC):
-    """What MLP and GatedMLP share. Parameters are cast to the dtype and device of the points and may require grad."""
+class Force(Field):
+    """What MLP and GatedMLP share. Parameters are cast to the dtype and device of the points, may require grad, and may
+    have batch axes: one MLP per system. As a field on the sphere it moves tokens by its tangential part.
+    """
 
-    exchangeable: ClassVar[bool] = True
     w_out: Float[Tensor, "dim hidden"]
     b_out: Float[Tensor, " dim"] | None
 
     @property
     def dim(self) -> int:
         """d of the space R^d on which the force acts."""
-        return self.w_out.shape[0]
+        return self.w_out.shape[-2]
 
     @property
     def hidden(self) -> int:
         """The number of neurons."""
-        return self.w_out.shape[1]
+        return self.w_out.shape[-1]
 
-    def __call__(self, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
+    @property
+    def exchangeable(self) -> bool:
+        """Tokens do not see each other, so they can be relabelled."""
+        return True
+
+    def __call__(self, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:  # type: ignore[override]
         """The force f(x) at any points of R^d, not projected. Bad input is a ``HelmscopeError``."""
         self.check_points(x)
         if not every(torch.isfinite(x.detach())):
@@ -64,13 +74,13 @@ class Force(ABC):
         """What ``w_out`` multiplies, unchecked: s(w_in x + b_in), times w_up x + b_up where gated."""
 
     def ambient(
-        self, x: Float[Tensor, "*batch d"], weights: Float[Tensor, "*batch"] | None = None
+        self, x: Float[Tensor, "*batch d"], weights: Float[Tensor, "*batch"] | None = None, *, t: Time = 0.0
     ) -> Float[Tensor, "*batch d"]:
         """The force f(x), unchecked: for inner loops and autograd transforms. ``weights`` of tokens do not matter."""
         return affine(self.neurons(x), self.w_out, self.b_out)
 
     def velocity(
-        self, x: Float[Tensor, "*batch d"], weights: Float[Tensor, "*batch"] | None = None
+        self, x: Float[Tensor, "*batch d"], weights: Float[Tensor, "*batch"] | None = None, *, t: Time = 0.0
     ) -> Float[Tensor, "*batch d"]:
         """The tangential part P_x f(x) at unit vectors x, unchecked."""
         return project(x, self.ambient(x))
@@ -79,6 +89,8 @@ class Force(ABC):
         """Refuse points of another dimension than the parameters have."""
         if x.ndim < 1 or x.shape[-1] != self.dim:
             raise HelmscopeError(f"x has shape {tuple(x.shape)}, but the parameters need (..., {self.dim})")
+        if self.batch:
+            super().check_size(x)
 
     def check_points(self, x: object) -> None:
         """Refuse what is not a float tensor (..., dim). Reads no values, so it serves within torch.func too."""
@@ -101,8 +113,10 @@ class MLP(Force):
     tensor([6., 0.])
     """
 
-    w_in: Float[Tensor, "hidden dim"]
-    w_out: Float[Tensor, "dim hidden"]
+    parameters: ClassVar[Mapping[str, int]] = {"w_in": 2, "w_out": 2, "b_in": 1, "b_out": 1}
+
+    w_in: Float[Tensor, "*batch hidden dim"]
+    w_out: Float[Tensor, "*batch dim hidden"]
     b_in: Float[Tensor, " hidden"] | None = None
     b_out: Float[Tensor, " dim"] | None = None
     activation: Activation = field(default_factory=GELU)
@@ -114,6 +128,7 @@ class MLP(Force):
         _check_bias("b_in", self.b_in, hidden, asked)
         _check_bias("b_out", self.b_out, dim, asked)
         _check_activation(self.activation)
+        _ = self.batch  # refused where batch axes do not fit together
 
     def neurons(self, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch hidden"]:
         """s(w_in x + b_in), unchecked."""
@@ -133,9 +148,11 @@ class GatedMLP(Force):
     tensor([9., 0.])
     """
 
-    w_gate: Float[Tensor, "hidden dim"]
-    w_up: Float[Tensor, "hidden dim"]
-    w_out: Float[Tensor, "dim hidden"]
+    parameters: ClassVar[Mapping[str, int]] = {"w_gate": 2, "w_up": 2, "w_out": 2, "b_gate": 1, "b_up": 1, "b_out": 1}
+
+    w_gate: Float[Tensor, "*batch hidden dim"]
+    w_up: Float[Tensor, "*batch hidden dim"]
+    w_out: Float[Tensor, "*batch dim hidden"]
     b_gate: Float[Tensor, " hidden"] | None = None
     b_up: Float[Tensor, " hidden"] | None = None
     b_out: Float[Tensor, " dim"] | None = None
@@ -150,6 +167,7 @@ class GatedMLP(Force):
         _check_bias("b_up", self.b_up, hidden, asked)
         _check_bias("b_out", self.b_out, dim, asked)
         _check_activation(self.activation)
+        _ = self.batch  # refused where batch axes do not fit together
 
     def neurons(self, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch hidden"]:
         """s(w_gate x + b_gate) * (w_up x + b_up), unchecked."""
@@ -165,7 +183,9 @@ def affine(
     tensor([1., 2.])
     """
     product = linear(x, weight.to(x).mT)
-    return product if bias is None else product + bias.to(x)
+    if bias is None:
+        return product
+    return product + (bias if bias.ndim == 1 else bias.unsqueeze(-2)).to(x)
 
 
 def linear(x: Float[Tensor, "*batch d"], matrix: Float[Tensor, "d k"]) -> Float[Tensor, "*batch k"]:
@@ -179,17 +199,17 @@ def linear(x: Float[Tensor, "*batch d"], matrix: Float[Tensor, "d k"]) -> Float[
 
 def _check_first(name: str, value: object) -> tuple[int, int]:
     """(hidden, dim) of the matrix that sets the sizes."""
-    if not isinstance(value, torch.Tensor) or value.ndim != 2 or 0 in value.shape:
+    if not isinstance(value, torch.Tensor) or value.ndim < 2 or 0 in value.shape:
         given = f"has shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"is a {type(value).__name__}"
         raise HelmscopeError(f"{name} {given}, but it must be a torch tensor (hidden, dim) with hidden, dim >= 1")
-    _check_parameter(name, value, tuple(value.shape), "it")
-    return value.shape[0], value.shape[1]
+    _check_parameter(name, value, tuple(value.shape[-2:]), "it")
+    return value.shape[-2], value.shape[-1]
 
 
 def _check_parameter(name: str, value: object, shape: tuple[int, ...], asked: str) -> None:
     if not isinstance(value, torch.Tensor):
         raise HelmscopeError(f"{name} is a {type(value).__name__}, but it must be a torch tensor of shape {shape}")
-    if tuple(value.shape) != shape:
+    if tuple(value.shape[-len(shape) :]) != shape:
         raise HelmscopeError(f"{name} has shape {tuple(value.shape)}, but {asked} asks for {shape}")
     check_readable(name, value)
     if value.dtype not in PARAMETERS:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch.nn.functional import pad
@@ -20,14 +20,14 @@ from torch.nn.functional import pad
 from helmscope.fields.attention import (
     SA,
     Attention,
-    CheckedField,
     scale_of_nothing,
     softmax_kernel,
     sum_kernel,
     total_weight,
 )
-from helmscope.fields.field import ScaledVelocity, is_continuous
+from helmscope.fields.field import Field, ScaledVelocity
 from helmscope.fields.lowrank import LowRank, as_dense
+from helmscope.fields.mlp import Force
 from helmscope.geometry.arithmetic import full_precision
 from helmscope.geometry.sphere import project
 from helmscope.kernels.choose import token_sum
@@ -39,11 +39,13 @@ if TYPE_CHECKING:
     from jaxtyping import Float
     from torch import Tensor
 
+    from helmscope.fields.field import Time
+
 OWN = ("beta", "query_key", "value", "bias")  # in these, heads may differ
 
 
 @dataclass(frozen=True, eq=False)
-class MultiHead(CheckedField):
+class MultiHead(Field):
     """x_i' = scale sum_h P_{x_i} V_h sum_j p^h_ij x_j (source 002), ``scale`` = 1 / number of heads unless given.
 
     ``heads`` are fields of one kind, SA, USA, Hardmax or SinkhornAttention; they may differ in beta, matrices and bias,
@@ -56,6 +58,8 @@ class MultiHead(CheckedField):
     tensor([[0., 1.],
             [1., 0.]])
     """
+
+    parts: ClassVar[tuple[str, ...]] = ("heads",)
 
     heads: Sequence[Attention]
     scale: float | None = field(default=None, kw_only=True)
@@ -103,6 +107,11 @@ class MultiHead(CheckedField):
         )
 
     @property
+    def attends(self) -> bool:
+        """Whether the field has a kernel."""
+        return True
+
+    @property
     def normalized(self) -> bool:
         """Whether the weights of each head sum to 1."""
         return self.heads[0].normalized
@@ -115,14 +124,15 @@ class MultiHead(CheckedField):
     @property
     def continuous(self) -> bool:
         """Whether the velocity is continuous, as that of all heads but hardmax is."""
-        return all(is_continuous(head) for head in self.heads)
+        return all(head.continuous for head in self.heads)
 
     def check_size(self, x: Float[Tensor, "*batch n d"]) -> None:
         """Refuse tokens that do not fit the matrices of the heads."""
         for head in self.heads:
             head.check_size(x)
+        super().check_size(x)
 
-    def scaled(self, x: Float[Tensor, "*batch n d"], weights: Tensor | None = None) -> ScaledVelocity:
+    def scaled(self, x: Float[Tensor, "*batch n d"], weights: Tensor | None = None, *, t: Time = 0.0) -> ScaledVelocity:
         """The velocity as e^{log_scale} times a direction of ordinary size; log_scale is 0 where weights sum to 1.
 
         >>> from helmscope.fields.attention import USA
@@ -134,19 +144,29 @@ class MultiHead(CheckedField):
         total = self._together(parts)
         return ScaledVelocity(project(x, total), scale_of_nothing(total, shift))
 
-    def velocity(self, x: Float[Tensor, "*batch n d"], weights: Tensor | None = None) -> Float[Tensor, "*batch n d"]:
+    def displacement(
+        self, x: Float[Tensor, "*batch n d"], h: Tensor, weights: Tensor | None = None, *, t: Time = 0.0
+    ) -> Float[Tensor, "*batch n d"]:
+        """h f(x), finite though the velocity may not be."""
+        return self.scaled(x, weights=weights).over(h)
+
+    def velocity(
+        self, x: Float[Tensor, "*batch n d"], weights: Tensor | None = None, *, t: Time = 0.0
+    ) -> Float[Tensor, "*batch n d"]:
         """The tangent velocity, unchecked: for inner loops and autograd transforms."""
-        scaled = self.scaled(x, weights)
+        scaled = self.scaled(x, weights=weights)
         return scaled.direction if self.normalized else torch.exp(scaled.log_scale) * scaled.direction
 
-    def ambient(self, x: Float[Tensor, "*batch n d"], weights: Tensor | None = None) -> Float[Tensor, "*batch n d"]:
+    def ambient(
+        self, x: Float[Tensor, "*batch n d"], weights: Tensor | None = None, *, t: Time = 0.0
+    ) -> Float[Tensor, "*batch n d"]:
         """The sum over heads before projection: what a layer adds to the residual stream."""
         parts, shift = self._parts(x, weights, tangent=False)
         total = self._together(parts)
         return total if self.normalized else torch.exp(scale_of_nothing(total, shift)) * total
 
     def outputs(
-        self, x: Float[Tensor, "*batch n d"], weights: Tensor | None = None
+        self, x: Float[Tensor, "*batch n d"], weights: Tensor | None = None, *, t: Time = 0.0
     ) -> Float[Tensor, "*batch heads n d"]:
         """What each head gives before projection and ``scale``: V_h sum_j p^h_ij x_j."""
         parts, shift = self._parts(x, weights, tangent=False)
@@ -156,7 +176,7 @@ class MultiHead(CheckedField):
         return parts if left is None else matrix_product(parts, left.mT.contiguous())
 
     def kernel(
-        self, x: Float[Tensor, "*batch n d"], weights: Tensor | None = None
+        self, x: Float[Tensor, "*batch n d"], weights: Tensor | None = None, *, t: Time = 0.0
     ) -> Float[Tensor, "*batch heads n n"]:
         """The weight of key j for query i in each head: outputs_hi = sum_j kernel_hij V_h x_j."""
         request = self.request(x, weights, tangent=False)
@@ -184,7 +204,7 @@ class MultiHead(CheckedField):
         """The sums of all heads, along an axis before the tokens; ``tangent`` where they will be projected."""
         left, right = _factors([head.query_key for head in self.heads], x)
         query, key = self._through(x, left), self._through(x, right)
-        factor = torch.tensor([head.factor for head in self.heads], dtype=x.dtype, device=x.device)[:, None, None]
+        factor = self._per_head([head.factor for head in self.heads], x)
         _, inner = _factors([head.value for head in self.heads], x)
         first = self.heads[0]
         return Request(
@@ -197,6 +217,14 @@ class MultiHead(CheckedField):
             skip_self=self._skip_self(x) if tangent else False,
             settle=first.settles,
         )
+
+    @staticmethod
+    def _per_head(factors: Sequence[float | Tensor], x: Tensor) -> Tensor:
+        """A number for each head, or for each system and head, as a factor of (*batch, heads, n, r)."""
+        if not any(isinstance(factor, torch.Tensor) for factor in factors):
+            return torch.tensor(factors, dtype=x.dtype, device=x.device)[:, None, None]
+        given = [torch.as_tensor(factor, dtype=x.dtype, device=x.device) for factor in factors]
+        return torch.stack(torch.broadcast_tensors(*given), -1)[..., None, None]  # type: ignore[no-untyped-call]
 
     def _skip_self(self, x: Tensor) -> bool | Tensor:
         """In which heads V_h x_i is parallel to x_i."""
@@ -216,8 +244,8 @@ class MultiHead(CheckedField):
         """
         if factors is None:
             return x.unsqueeze(-3).expand(*x.shape[:-2], len(self.heads), *x.shape[-2:]).contiguous()
-        heads, d, r = factors.shape
-        rows = matrix_product(x, factors.transpose(0, 1).reshape(d, heads * r))
+        heads, d, r = factors.shape[-3:]
+        rows = matrix_product(x, factors.transpose(-3, -2).reshape(*factors.shape[:-3], d, heads * r))
         return rows.reshape(*x.shape[:-1], heads, r).transpose(-3, -2).contiguous()
 
     @cached_property
@@ -238,27 +266,17 @@ class MultiHead(CheckedField):
         left, _ = _factors([head.value for head in self.heads], parts)
         assert left is not None
         rows = parts.transpose(-3, -2).reshape(*parts.shape[:-3], n, heads * r)
-        return self.scale * matrix_product(rows, left.mT.reshape(heads * r, -1))
+        return self.scale * matrix_product(rows, left.mT.reshape(*left.shape[:-3], heads * r, left.shape[-2]))
 
-    def _complaint(self, x: Tensor, weights: Tensor | None) -> str:
+    def complaint(self, x: Tensor, weights: Tensor | None) -> str:
         for h, head in enumerate(self.heads):
-            if not bool(torch.isfinite(head.velocity(x, weights).detach()).all()):
-                return f"in heads[{h}] {head._complaint(x, weights)}"
+            if not bool(torch.isfinite(head.velocity(x, weights=weights).detach()).all()):
+                return f"in heads[{h}] {head.complaint(x, weights)}"
         return f"scale is {self.scale:g}, and the velocity leaves {x.dtype}: take it smaller"
 
 
-class PointwiseForce(Protocol):
-    """A force on R^d that acts on each token alone, such as ``MLP``."""
-
-    def ambient(self, x: Tensor) -> Tensor:
-        """The force at every point, unchecked."""
-
-    def check_size(self, x: Tensor) -> None:
-        """Refuse points of another dimension."""
-
-
 @dataclass(frozen=True, eq=False)
-class MultiHeadAsPrinted(CheckedField):
+class MultiHeadAsPrinted(Field):
     """x_i' = (1/K) sum_h P_{x_i} MLP_h(V_h sum_j p^h_ij x_j), as source 002 prints it: the MLP inside the projection.
 
     A transformer adds the MLP to the stream after attention (``Block``). Printed so, the flow is no gradient flow, not
@@ -272,18 +290,25 @@ class MultiHeadAsPrinted(CheckedField):
             [1., 0.]])
     """
 
+    parts: ClassVar[tuple[str, ...]] = ("heads", "mlps")
+
     heads: Sequence[Attention]
-    mlps: Sequence[PointwiseForce]
+    mlps: Sequence[Force]
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "heads", _checked_heads(self.heads))
-        if not isinstance(self.mlps, Sequence) or not all(hasattr(mlp, "ambient") for mlp in self.mlps):
+        if not isinstance(self.mlps, Sequence) or not all(isinstance(mlp, Force) for mlp in self.mlps):
             raise HelmscopeError(f"mlps is {_kinds(self.mlps)}, but it must be a sequence of forces such as MLP(...)")
         object.__setattr__(self, "mlps", tuple(self.mlps))
         if len(self.mlps) != len(self.heads):
             raise HelmscopeError(
                 f"mlps holds {len(self.mlps)} of them for {len(self.heads)} heads, but each head needs one"
             )
+
+    @property
+    def attends(self) -> bool:
+        """Whether the field has a kernel."""
+        return True
 
     @cached_property
     def attention(self) -> MultiHead:
@@ -306,43 +331,52 @@ class MultiHeadAsPrinted(CheckedField):
         for mlp in self.mlps:
             mlp.check_size(x)
 
-    def velocity(self, x: Float[Tensor, "*batch n d"], weights: Tensor | None = None) -> Float[Tensor, "*batch n d"]:
+    def velocity(
+        self, x: Float[Tensor, "*batch n d"], weights: Tensor | None = None, *, t: Time = 0.0
+    ) -> Float[Tensor, "*batch n d"]:
         """The tangent velocity, unchecked: for inner loops and autograd transforms."""
-        return project(x, self.ambient(x, weights))
+        return project(x, self.ambient(x, weights=weights))
 
-    def ambient(self, x: Float[Tensor, "*batch n d"], weights: Tensor | None = None) -> Float[Tensor, "*batch n d"]:
+    def ambient(
+        self, x: Float[Tensor, "*batch n d"], weights: Tensor | None = None, *, t: Time = 0.0
+    ) -> Float[Tensor, "*batch n d"]:
         """The mean of the MLPs' forces before projection."""
-        outputs = self.attention.outputs(x, weights).unbind(-3)
+        outputs = self.attention.outputs(x, weights=weights).unbind(-3)
         total = torch.zeros_like(x)
         for mlp, output in zip(self.mlps, outputs, strict=True):  # they may differ in size
             total = total + mlp.ambient(output)
         return total / len(self.mlps)
 
     def kernel(
-        self, x: Float[Tensor, "*batch n d"], weights: Tensor | None = None
+        self, x: Float[Tensor, "*batch n d"], weights: Tensor | None = None, *, t: Time = 0.0
     ) -> Float[Tensor, "*batch heads n n"]:
         """The weight of key j for query i in each head."""
-        return self.attention.kernel(x, weights)
+        return self.attention.kernel(x, weights=weights)
 
-    def _complaint(self, x: Tensor, weights: Tensor | None) -> str:
-        if not bool(torch.isfinite(self.attention.outputs(x, weights).detach()).all()):
-            return self.attention._complaint(x, weights)
+    def complaint(self, x: Tensor, weights: Tensor | None) -> str:
+        if not bool(torch.isfinite(self.attention.outputs(x, weights=weights).detach()).all()):
+            return self.attention.complaint(x, weights)
         return f"mlps hold such large entries that the velocity leaves {x.dtype}: take smaller ones"
 
 
 def _factors(matrices: Sequence[Tensor | LowRank | None], x: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """(L, R) with M_h = L_h R_h^T, (heads, d, r) each, None for I. Lower ranks are filled up with columns of 0, and
-    beside a dense matrix all are dense.
+    """(L, R) with M_h = L_h R_h^T, (*batch, heads, d, r) each, None for I. Lower ranks are filled up with columns of 0,
+    and beside a dense matrix all are dense.
     """
     if all(matrix is None for matrix in matrices):
         return None, None
     thin = [matrix for matrix in matrices if isinstance(matrix, LowRank)]
     if len(thin) < len(matrices):
-        return torch.stack([as_dense(matrix, x) for matrix in matrices]), None
+        return _stacked([as_dense(matrix, x) for matrix in matrices]), None
     rank = max(matrix.rank for matrix in thin)
     left = [pad(matrix.left.to(x), (0, rank - matrix.rank)) for matrix in thin]
     right = [pad(matrix.right.to(x), (0, rank - matrix.rank)) for matrix in thin]
-    return torch.stack(left), torch.stack(right)
+    return _stacked(left), _stacked(right)
+
+
+def _stacked(matrices: Sequence[Tensor]) -> Float[Tensor, "*batch heads d r"]:
+    """One matrix per head, along an axis behind those of the batch."""
+    return torch.stack(torch.broadcast_tensors(*matrices), -3)  # type: ignore[no-untyped-call]
 
 
 def _checked_heads(heads: object) -> tuple[Attention, ...]:
@@ -362,8 +396,8 @@ def _checked_heads(heads: object) -> tuple[Attention, ...]:
             matrix = getattr(head, name)
             if matrix is None:
                 continue
-            size, whose = sizes.setdefault(axis, (matrix.shape[0], f"{name} of heads[{h}]"))
-            if matrix.shape[0] != size:
+            size, whose = sizes.setdefault(axis, (matrix.shape[-1], f"{name} of heads[{h}]"))
+            if matrix.shape[-1] != size:
                 given = f"{name} of heads[{h}] has shape {tuple(matrix.shape)} and {whose} {(size, size)}"
                 raise HelmscopeError(f"{given}, but all heads must fit the same tokens")
     return tuple(heads)

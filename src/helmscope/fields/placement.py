@@ -5,6 +5,7 @@
     pre         N y         f                 y         residual stream y in R^d: its radius is a state
     sandwich    N_in y      N_out f           y         residual stream (peri-norm)
     nGPT        y           rate (N f - y)    y / |y|   unit vectors
+    none        y           f                 y         points of R^d
 
 so that half maps y to close(y + h write(f(read y), y)). Sources: post-norm is that of source 001; for pre-norm the
 direction x = y/|y| obeys x' = P f / |y| and the radius |y|' = <x, f> (source 000-1); sandwich and peri-norm
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from helmscope.fields.field import Space
 from helmscope.fields.mlp import MLP, GatedMLP
 from helmscope.fields.norms import Norm, UnitNorm
 from helmscope.geometry.sphere import retract
@@ -59,8 +61,8 @@ class Placement(ABC):
 
     @property
     @abstractmethod
-    def on_sphere(self) -> bool:
-        """Whether the state is unit vectors."""
+    def space(self) -> Space:
+        """Where the state lives."""
 
     def norm(self, half: Half) -> Norm:
         """The norm of one half."""
@@ -97,19 +99,19 @@ class PostNorm(Placement):
     With y/|y| the state is unit vectors and the flow is x' = P f(x). A real norm with gain, bias or epsilon moves the
     state even where f = 0: then the block is a map, and only ``Layer`` runs it.
 
-    >>> PostNorm().on_sphere
-    True
+    >>> PostNorm().space.value
+    'unit vectors'
     """
 
     @property
-    def on_sphere(self) -> bool:
-        """Whether both norms are y/|y|."""
-        return all(isinstance(self.norm(half), UnitNorm) for half in Half)
+    def space(self) -> Space:
+        """Unit vectors where both norms are y/|y|."""
+        return Space.STREAM if self.only_layers else Space.SPHERE
 
     @property
     def only_layers(self) -> bool:
         """Whether a norm is not y/|y|."""
-        return not self.on_sphere
+        return not all(isinstance(self.norm(half), UnitNorm) for half in Half)
 
     def close(self, half: Half, y: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n d"]:
         """The norm."""
@@ -120,14 +122,14 @@ class PostNorm(Placement):
 class PreNorm(Placement):
     """y <- y + h f(N y): GPT-2 and after. The radius |y| is a state: it sets the pace of the direction, 1 / |y|.
 
-    >>> PreNorm().on_sphere
-    False
+    >>> PreNorm().space.value
+    'a residual stream'
     """
 
     @property
-    def on_sphere(self) -> bool:
+    def space(self) -> Space:
         """The state is a residual stream."""
-        return False
+        return Space.STREAM
 
     def read(self, half: Half, y: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n d"]:
         """The normed stream."""
@@ -168,13 +170,27 @@ class SandwichNorm(PreNorm):
 
 
 @dataclass(frozen=True, eq=False)
+class NoNorm(Placement):
+    """y <- y + h f(y): the residual stream of source 002 without norms, in R^d. Given norms are not used.
+
+    >>> NoNorm().space.value
+    'points of R^d'
+    """
+
+    @property
+    def space(self) -> Space:
+        """The state is any points of R^d."""
+        return Space.FLAT
+
+
+@dataclass(frozen=True, eq=False)
 class NGPT(Placement):
     """x <- N(x + h rate (N f(x) - x)): steps on the sphere towards the normed output, as in nGPT.
 
     ``attention_rate`` and ``mlp_rate`` are numbers or one number a dimension. As a flow, x' = P [rate (N f(x) - x)].
 
-    >>> NGPT(attention_rate=0.5).on_sphere
-    True
+    >>> NGPT(attention_rate=0.5).space.value
+    'unit vectors'
     """
 
     attention_rate: float | Tensor = field(default=1.0, kw_only=True)
@@ -189,9 +205,9 @@ class NGPT(Placement):
             _check_rate(name, getattr(self, name))
 
     @property
-    def on_sphere(self) -> bool:
+    def space(self) -> Space:
         """The state is unit vectors."""
-        return True
+        return Space.SPHERE
 
     def check_size(self, x: Float[Tensor, "*batch n d"]) -> None:
         """Refuse tokens that do not fit a rate."""

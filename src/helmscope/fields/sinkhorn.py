@@ -12,12 +12,14 @@ g alone has to be found. It minimizes a convex function, the dual
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 
 from helmscope.fields.attention import Softmax, softmax_kernel
+from helmscope.fields.parameters import number_or_tensor
 from helmscope.geometry.arithmetic import full_precision
 from helmscope.kernels.dense import raw_logits
 from helmscope.types import HelmscopeError, real_number, whole_number
@@ -55,12 +57,14 @@ class SinkhornAttention(Softmax):
             [0.5000, 0.0000]])
     """
 
-    beta: float
+    parameters: ClassVar[Mapping[str, int]] = {"beta": 0, **Softmax.parameters}
+
+    beta: float | Float[Tensor, "*batch"]
     tol: float = field(default=1e-13, kw_only=True)
     max_sweeps: int = field(default=1000, kw_only=True)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "beta", real_number("beta", self.beta, at_least=0))
+        object.__setattr__(self, "beta", number_or_tensor("beta", self.beta, at_least=0))
         object.__setattr__(self, "tol", real_number("tol", self.tol, above=0))
         object.__setattr__(self, "max_sweeps", whole_number("max_sweeps", self.max_sweeps, at_least=1))
         super().__post_init__()
@@ -70,7 +74,7 @@ class SinkhornAttention(Softmax):
             )
 
     @property
-    def factor(self) -> float:
+    def factor(self) -> float | Tensor:
         """beta."""
         return self.beta
 
@@ -89,10 +93,10 @@ class SinkhornAttention(Softmax):
         parts = (pairs.detach(), _measure(pairs, weights).detach(), self.tol, self.max_sweeps)
         return Dual(*_Solver.apply(*parts))  # type: ignore[no-untyped-call]
 
-    def _complaint(self, x: Tensor, weights: Tensor | None) -> str:
+    def complaint(self, x: Tensor, weights: Tensor | None) -> str:
         dual = self.solve(raw_logits(self.request(x, weights, tangent=False)), weights)
         if bool(dual.found.all()):
-            return super()._complaint(x, weights)
+            return super().complaint(x, weights)
         error = float(dual.error[~dual.found][0])
         if math.isinf(error):
             return (

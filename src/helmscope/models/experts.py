@@ -123,7 +123,9 @@ class Mixture:
         """The force at any points."""
         return self.ambient(x)
 
-    def ambient(self, x: Float[Tensor, "*batch d"], weights: Tensor | None = None) -> Float[Tensor, "*batch d"]:
+    def ambient(
+        self, x: Float[Tensor, "*batch d"], weights: Tensor | None = None, *, t: float = 0.0
+    ) -> Float[Tensor, "*batch d"]:
         """The force, unchecked."""
         shares, numbers = self.picked(x)
         total = torch.zeros_like(x)

@@ -127,7 +127,7 @@ def _attention_speed(system: System, layer: int, x: Tensor) -> dict[str, Float[T
         return {}
     block = system.field
     seen = block.placement.read(Half.ATTENTION, system.stream(depth=layer).detach())
-    out = block.attention.ambient(seen, system.problem.weights)
+    out = block.attention.ambient(seen, weights=system.problem.weights)
     return {"attention_speed": torch.linalg.vector_norm(project(x, out), dim=-1)}
 
 

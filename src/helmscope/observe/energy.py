@@ -15,6 +15,7 @@ import torch
 from helmscope.fields.attention import SA, USA
 from helmscope.fields.field import check_weights
 from helmscope.fields.lowrank import LowRank, as_dense, query_and_key
+from helmscope.fields.parameters import number_or_tensor, over_tokens
 from helmscope.fields.sinkhorn import SinkhornAttention
 from helmscope.geometry.sphere import check_tokens
 from helmscope.kernels.choose import token_sum
@@ -40,7 +41,7 @@ class _Level(NamedTuple):
 def interaction_energy(
     x: Float[Tensor, "*batch n d"],
     *,
-    beta: float,
+    beta: float | Float[Tensor, "*batch"],
     query_key: Float[Tensor, "d d"] | LowRank | None = None,
     weights: Float[Tensor, "*batch n"] | None = None,
 ) -> Float[Tensor, "*batch"]:
@@ -51,7 +52,7 @@ def interaction_energy(
     >>> interaction_energy(torch.eye(2), beta=1.0)  # (e + 1) / 4
     tensor(0.9296)
     """
-    beta = real_number("beta", beta, above=0)
+    beta = number_or_tensor("beta", beta, above=0)
     level = _level(x, SA(beta, query_key=query_key), check_weights(check_tokens(x), weights))
     return torch.exp(level.top) * level.share / (2 * beta)
 
@@ -59,7 +60,7 @@ def interaction_energy(
 def log_interaction_energy(
     x: Float[Tensor, "*batch n d"],
     *,
-    beta: float,
+    beta: float | Float[Tensor, "*batch"],
     query_key: Float[Tensor, "d d"] | LowRank | None = None,
     weights: Float[Tensor, "*batch n"] | None = None,
 ) -> Float[Tensor, "*batch"]:
@@ -68,7 +69,7 @@ def log_interaction_energy(
     >>> log_interaction_energy(torch.eye(2), beta=1000.0)  # log (e^1000 / 4000)
     tensor(991.7059)
     """
-    beta = real_number("beta", beta, above=0)
+    beta = number_or_tensor("beta", beta, above=0)
     level = _level(x, SA(beta, query_key=query_key), check_weights(check_tokens(x), weights))
     return level.top + torch.log(level.share / (2 * beta))
 
@@ -119,15 +120,15 @@ def interaction_energy_rate(
             f"field is {type(field).__name__}, but the energy's rate needs an attention field with a beta, SA, USA or "
             "SinkhornAttention"
         )
-    real_number("beta", field.beta, above=0)
+    number_or_tensor("beta", field.beta, above=0)
     combined = check_weights(check_tokens(x), weights)
     field.check_size(x)
-    velocity = field.velocity(x, combined)
+    velocity = field.velocity(x, weights=combined)
     b = as_dense(field.query_key, x)
     query, key = query_and_key(x, field.query_key)
-    query = field.beta * query
+    query = over_tokens(field.beta, x) * query
     shares = _shares(x, combined)
-    beta = None if field.logit_scale is None else field.beta * field.logit_scale
+    beta = field.unit_beta
     along = token_sum(Request(query, key, x, weights=combined, beta=beta))  # sum_j m_j e^{l_ij} x_j
     back = along if beta is not None else token_sum(Request(key, query, x, weights=combined))  # sum_i m_i e^{l_ij} x_i
     rates = (
@@ -148,11 +149,11 @@ def _level(x: Tensor, field: Tempered, weights: Tensor | None) -> _Level:
     query, key = query_and_key(x, field.query_key)
     sums = token_sum(
         Request(
-            field.beta * query,
+            over_tokens(field.beta, x) * query,
             key,
             x,
             weights=weights,
-            beta=None if field.logit_scale is None else field.beta * field.logit_scale,
+            beta=field.unit_beta,
         )
     )
     shares = _shares(x, weights)

@@ -100,6 +100,6 @@ def _numbers(flow: Field) -> tuple[float, float, bool, bool] | None:
     if not isinstance(flow, SA | USA) or type(flow) not in (SA, USA) or flow.bias is not None:
         return None
     logit, value = flow.logit_scale, flow.value_scale
-    if logit is None or value is None or logit < 0:
+    if logit is None or value is None or logit < 0 or isinstance(flow.beta, torch.Tensor):
         return None
     return flow.beta * logit, value, flow.normalized, flow.causal

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from helmscope.fields.field import Field, Sized, TokenField, check_weights, lives_on_sphere
+from helmscope.fields.field import Field, Space, as_field, check_weights
 from helmscope.fields.noise import Noise
 from helmscope.geometry.arithmetic import full_precision
-from helmscope.geometry.sphere import check_tokens, project
+from helmscope.geometry.sphere import check_tokens
 from helmscope.geometry.surface import gradient, hessian
 from helmscope.types import HelmscopeError, real_number
 
@@ -34,7 +34,7 @@ Velocity = Callable[["Tensor"], "Tensor"]
 
 @full_precision
 def generator(
-    field: Field,
+    field: Field | Callable[..., Tensor],
     probe: Probe,
     x: Float[Tensor, "*batch n d"],
     *,
@@ -121,7 +121,9 @@ def discrete_generator(
     return (_numbers(probe, after) - _numbers(probe, x)) / epsilon
 
 
-def tangent_velocity(field: Field, x: Float[Tensor, "*batch n d"], weights: Tensor | None = None) -> Velocity:
+def tangent_velocity(
+    field: Field | Callable[..., Tensor], x: Float[Tensor, "*batch n d"], weights: Tensor | None = None
+) -> Velocity:
     """The unchecked tangent velocity of a field as a function of tokens shaped like x, once x, the weights and the
     field have passed their checks.
 
@@ -131,26 +133,15 @@ def tangent_velocity(field: Field, x: Float[Tensor, "*batch n d"], weights: Tens
             [0.5000, 0.0000]])
     """
     check_tokens(x)
-    if isinstance(field, type) or not callable(field):
-        raise HelmscopeError(f"field is {field!r}, but it must be a field such as SA(beta=4.0)")
+    field = as_field(field)
     name = type(field).__name__
-    if not lives_on_sphere(field):
-        raise HelmscopeError(f"field is a {name} on a residual stream, but this needs a field on the sphere")
-    if isinstance(field, Sized):
-        field.check_size(x)
-    if isinstance(field, TokenField):
-        combined = check_weights(x, weights, None)
-        return lambda y: field.velocity(y, None if combined is None else combined.expand(y.shape[:-1]))
-    if weights is not None:
+    if field.space is not Space.SPHERE:
+        raise HelmscopeError(f"field is a {name} on {field.space.value}, but this needs a field on the sphere")
+    field.check_size(x)
+    if weights is not None and not field.takes_weights:
         raise HelmscopeError(f"weights is given, but the field {name} knows no token weights")
-    with torch.no_grad():
-        velocity = field(x)
-    if not isinstance(velocity, torch.Tensor) or velocity.shape != x.shape:
-        given = tuple(velocity.shape) if isinstance(velocity, torch.Tensor) else type(velocity).__name__
-        raise HelmscopeError(
-            f"field gives {given} for tokens of shape {tuple(x.shape)}, but a velocity has their shape"
-        )
-    return lambda y: project(y, field(y))
+    combined = check_weights(x, weights)
+    return lambda y: field.velocity(y, weights=None if combined is None else combined.expand(y.shape[:-1]))
 
 
 def check_points(x: object, *, name: str = "x") -> Float[Tensor, "*batch d"]:

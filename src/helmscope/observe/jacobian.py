@@ -54,7 +54,7 @@ class JacobianSpectrum:
 
 @full_precision
 def jacobian_spectrum(
-    field: Field,
+    field: Field | Callable[..., Tensor],
     x: Float[Tensor, "*batch n d"],
     *,
     count: int | None = None,

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import xarray as xr
 
-from helmscope.fields.field import Field, Sized, is_continuous, lives_on_sphere
+from helmscope.fields.field import Field, Space, as_field
 from helmscope.kernels.choose import pinned, using
 from helmscope.observe.fused_shares import FusedShares
 from helmscope.observe.inner_products import clustering_fraction
@@ -168,10 +168,10 @@ def _flows(field: object, betas: object) -> dict[float, Field]:
     for beta, flow in flows.items():
         if isinstance(flow, type) or not callable(flow):
             raise HelmscopeError(f"field gives {flow!r} at beta = {beta:g}, but it must give a field such as SA(beta)")
-    return flows
+    return {beta: as_field(flow) for beta, flow in flows.items()}
 
 
-def _check_either(flow: Sized, *shapes: tuple[int, int]) -> None:
+def _check_either(flow: Field, *shapes: tuple[int, int]) -> None:
     """Refuse a flow that fits tokens of none of the shapes; the first one speaks."""
     said: list[HelmscopeError] = []
     for shape in shapes:
@@ -256,16 +256,15 @@ class _Sweep:
         spanned = small.pop()
         x = self.tokens(spanned=spanned, dtype=dtype)
         for flow in flows.values():
-            if isinstance(flow, Sized) and not spanned:
+            if not spanned:
                 flow.check_size(x)
         return FusedShares.of(list(flows.values()), x, self.times, self.delta)
 
     def in_span(self, flow: Field) -> Field | None:
         """The flow on R^n where it commutes with rotations and dim > n; else None."""
-        restricted = getattr(flow, "restricted", None)
         n, dim = self.start.n, self.start.dim
-        small = None if restricted is None or self.noise is not None or dim <= n else restricted(n)
-        if small is not None and isinstance(flow, Sized):
+        small = None if self.noise is not None or dim <= n else flow.restricted(n)
+        if small is not None:
             _check_either(flow, (n, dim), (n, n))  # V = c I may be given on R^n, as in a million dimensions it must be
         return small
 
@@ -279,7 +278,7 @@ class _Sweep:
 
     def method(self, flow: Field, dtype: torch.dtype) -> Stepper | None:
         """The stepper asked for, or that of a phase diagram; None leaves it to ``integrate``."""
-        if self.stepper is not None or (self.noise is None and not is_continuous(flow)):
+        if self.stepper is not None or (self.noise is None and not flow.continuous):
             return self.stepper
         if self.noise is not None:
             return EulerMaruyama(NOISY_STEP)
@@ -290,7 +289,7 @@ class _Sweep:
         found = torch.full((len(systems), len(self.times)), torch.nan, dtype=torch.float64, device="cpu")
         left, x, now = torch.arange(len(systems), device="cpu"), x[systems.start : systems.stop], 0.0
         # noise is keyed by the run, and a residual stream is more than its direction: these are carried in one go
-        looks = LOOKS if self.noise is None and lives_on_sphere(flow) else 1
+        looks = LOOKS if self.noise is None and flow.space is Space.SPHERE else 1
         block = -(-len(self.times) // looks)
         value = getattr(flow, "value_scale", None)
         stays = self.noise is None and value is not None and value > 0 and self.delta <= 1
@@ -379,7 +378,7 @@ def _told(sweep: _Sweep, flow: Field, kernels: set[str]) -> dict[str, Any]:
 
 def _curve(flow: Field, sweep: _Sweep) -> float:
     """t*, NaN where the flow has no closed form or the time leaves float64."""
-    if not isinstance(flow, EquiangularFlow) or not flow.is_isotropic or sweep.noise is not None:
+    if not isinstance(flow, EquiangularFlow) or not flow.isotropic or sweep.noise is not None:
         return math.nan
     try:
         return hitting_time(flow, n=sweep.start.n, delta=sweep.delta)

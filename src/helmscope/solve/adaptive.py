@@ -82,20 +82,21 @@ def run_adaptive(
 def _start(flow: Flow, x: Tensor, tol: float, order: int) -> _Running:
     """The first step moves the fastest token by about tol^(1/order); the error estimate takes over from there."""
     count, device = len(x), x.device
-    h = torch.exp(math.log(tol) / order - flow.log_speed(x.detach())).clamp(max=1.0)
-    first = flow.move(x, h[:, None, None])
+    begin = torch.zeros(count, 1, 1, dtype=torch.float64, device=device)
+    h = torch.exp(math.log(tol) / order - flow.log_speed(x.detach(), begin)).clamp(max=1.0)
+    first = flow.move(x, h[:, None, None], begin)
     zeros = torch.zeros(count, dtype=torch.float64, device=device)
     index = torch.arange(count, device=device)
     lost = ~torch.isfinite(first.detach()).all(-1).all(-1)
-    floor = zeros if flow.on_sphere else NO_RADIUS * flow.radius(x.detach()).amax(-1)
+    floor = NO_RADIUS * flow.field.radius(x.detach()).amax(-1) if flow.is_stream else zeros
     return _Running(index, x, first, h, zeros, h, zeros, torch.zeros_like(index), lost, floor, flow)
 
 
 def _why_stop(run: _Running, attempts: int, max_steps: int, targets: int) -> list[Status | None]:
     done, stuck = run.target >= targets, ~(run.t + run.h > run.t)  # also where the step is NaN
     flat = torch.zeros_like(done)
-    if not run.flow.on_sphere:
-        flat = run.flow.radius(run.x.detach()).amin(-1) < run.floor
+    if run.flow.is_stream:
+        flat = run.flow.field.radius(run.x.detach()).amin(-1) < run.floor
     if attempts < max_steps and not bool((done | stuck | flat).any()):
         return [None] * len(run.systems)
     limit = Status.STEP_LIMIT if attempts >= max_steps else None
@@ -114,7 +115,7 @@ def _step(run: _Running, clock: Tensor, stepper: AdaptiveStepper, tol: float, ex
     # two equal steps instead of a long one and a sliver
     h = torch.where(lands, left, torch.where(2 * run.h > left, left / 2, run.h))
     first = run.first * (h / run.first_h)[:, None, None].to(run.x.dtype)
-    trial = stepper.attempt(run.flow, run.x, h[:, None, None], first)
+    trial = stepper.attempt(run.flow, run.x, h[:, None, None], run.t[:, None, None], first)
     error = run.flow.size(run.x.detach(), trial.error.detach()).amax(-1).to(torch.float64) / tol
     run.lost = ~torch.isfinite(error)
     good: Tensor = error <= 1  # False for NaN
@@ -135,7 +136,7 @@ def _step(run: _Running, clock: Tensor, stepper: AdaptiveStepper, tol: float, ex
     run.target = run.target + landed
     run.flow, run.x, changed = extras.merged(run.flow, run.x)
     if changed is not None:
-        fresh = run.flow.move(run.x, run.first_h[:, None, None])
+        fresh = run.flow.move(run.x, run.first_h[:, None, None], run.t[:, None, None])
         run.first = torch.where(changed[:, None, None], fresh, run.first)
     return landed
 
@@ -167,7 +168,8 @@ def _see_events(
     def inside(rows: Tensor, duration: Tensor) -> Tensor:
         at = place[rows]
         part = (duration / h[at])[:, None, None].to(run.x.dtype)
-        return stepper.attempt(run.flow.select(at), run.x[at], duration[:, None, None], first[at] * part).states
+        begin = run.t[at][:, None, None]
+        return stepper.attempt(run.flow.select(at), run.x[at], duration[:, None, None], begin, first[at] * part).states
 
     for watch in extras.watches:
         watch.see(run.systems[place], run.t[place], h[place], end_states[place], inside)

@@ -29,6 +29,6 @@ class ProjectedEuler(FixedStepper):
 
     order: ClassVar[int] = 1
 
-    def step(self, flow: Flow, x: Tensor, h: Tensor) -> Tensor:
+    def step(self, flow: Flow, x: Tensor, h: Tensor, t: Tensor) -> Tensor:
         """One step."""
-        return flow.land(x + flow.move(x, h))
+        return flow.land(x + flow.move(x, h, t))

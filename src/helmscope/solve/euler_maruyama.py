@@ -35,6 +35,6 @@ class EulerMaruyama(NoisyStepper):
     weak_order: ClassVar[float] = 1
     strong_order: ClassVar[float] = 0.5
 
-    def step(self, flow: Flow, noise: Noise, x: Tensor, h: Tensor, dw: Tensor) -> Tensor:
+    def step(self, flow: Flow, noise: Noise, x: Tensor, h: Tensor, t: Tensor, dw: Tensor) -> Tensor:
         """One step."""
-        return flow.land(x + flow.move(x, h) + noise_drift(flow, noise, x, h) + kick(flow, noise, x, dw))
+        return flow.land(x + flow.move(x, h, t) + noise_drift(flow, noise, x, h) + kick(flow, noise, x, dw))

@@ -32,7 +32,7 @@ def run_fixed(
         size = (target - now) / max(count, 1)
         h = torch.full((len(x),), size, dtype=torch.float64, device=x.device)
         for k in range(count):
-            before, x = x, stepper.step(flow, x, h[:, None, None])
+            before, x = x, stepper.step(flow, x, h[:, None, None], (now + k * h)[:, None, None])
             _watch(extras, systems, now + k * h, h, (before, x), flow, stepper)
             flow, x, _ = extras.merged(flow, x)
             extras.say((now + (k + 1) * size) / times[-1])
@@ -87,7 +87,7 @@ def _watch(
     before, after = states
 
     def inside(rows: Tensor, duration: Tensor) -> Tensor:
-        return stepper.step(flow.select(rows), before[rows], duration[:, None, None])
+        return stepper.step(flow.select(rows), before[rows], duration[:, None, None], start[rows][:, None, None])
 
     for watch in extras.watches:
         watch.see(systems, start, h, after, inside if stepper.divisible else None)

@@ -29,6 +29,6 @@ class GeodesicEuler(FixedStepper):
     order: ClassVar[int] = 1
     geodesic: ClassVar[bool] = True
 
-    def step(self, flow: Flow, x: Tensor, h: Tensor) -> Tensor:
+    def step(self, flow: Flow, x: Tensor, h: Tensor, t: Tensor) -> Tensor:
         """One step; the retraction removes rounding only."""
-        return retract(exp(x, flow.move(x, h)))
+        return retract(exp(x, flow.move(x, h, t)))

@@ -31,8 +31,8 @@ class GeodesicHeun(FixedStepper):
     order: ClassVar[int] = 2
     geodesic: ClassVar[bool] = True
 
-    def step(self, flow: Flow, x: Tensor, h: Tensor) -> Tensor:
+    def step(self, flow: Flow, x: Tensor, h: Tensor, t: Tensor) -> Tensor:
         """One step."""
-        k1 = flow.move(x, h)
-        k2 = pull_back(x, k1, flow.move(retract(exp(x, k1)), h))
+        k1 = flow.move(x, h, t)
+        k2 = pull_back(x, k1, flow.move(retract(exp(x, k1)), h, t + h))
         return retract(exp(x, (k1 + k2) / 2))

@@ -31,14 +31,14 @@ class GeodesicRK4(FixedStepper):
     order: ClassVar[int] = 4
     geodesic: ClassVar[bool] = True
 
-    def step(self, flow: Flow, x: Tensor, h: Tensor) -> Tensor:
+    def step(self, flow: Flow, x: Tensor, h: Tensor, t: Tensor) -> Tensor:
         """One step."""
-        k1 = flow.move(x, h)
-        k2 = self._stage(flow, x, k1 / 2, h)
-        k3 = self._stage(flow, x, k2 / 2, h)
-        k4 = self._stage(flow, x, k3, h)
+        k1 = flow.move(x, h, t)
+        k2 = self._stage(flow, x, k1 / 2, h, t + h / 2)
+        k3 = self._stage(flow, x, k2 / 2, h, t + h / 2)
+        k4 = self._stage(flow, x, k3, h, t + h)
         return retract(exp(x, (k1 + 2 * k2 + 2 * k3 + k4) / 6))
 
     @staticmethod
-    def _stage(flow: Flow, x: Tensor, u: Tensor, h: Tensor) -> Tensor:
-        return pull_back(x, u, flow.move(retract(exp(x, u)), h))
+    def _stage(flow: Flow, x: Tensor, u: Tensor, h: Tensor, t: Tensor) -> Tensor:
+        return pull_back(x, u, flow.move(retract(exp(x, u)), h, t))

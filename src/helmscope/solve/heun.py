@@ -27,8 +27,8 @@ class Heun(FixedStepper):
 
     order: ClassVar[int] = 2
 
-    def step(self, flow: Flow, x: Tensor, h: Tensor) -> Tensor:
+    def step(self, flow: Flow, x: Tensor, h: Tensor, t: Tensor) -> Tensor:
         """One step."""
-        k1 = flow.move(x, h)
-        k2 = flow.move(flow.land(x + k1), h)
+        k1 = flow.move(x, h, t)
+        k2 = flow.move(flow.land(x + k1), h, t + h)
         return flow.land(x + (k1 + k2) / 2)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
-from helmscope.fields.field import Field, Sized, TokenField, check_weights, is_continuous, lives_on_sphere
+from helmscope.fields.field import Field, Space, as_field, check_weights
 from helmscope.fields.noise import Noise
+from helmscope.fields.parameters import flattened
 from helmscope.solve.dormand_prince import DormandPrince
 from helmscope.solve.events import Event
 from helmscope.solve.extras import Progress
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def integrate(
-    field: Field,
+    field: Field | Callable[..., Tensor],
     x0: Float[Tensor, "*batch n d"],
     times: Sequence[float],
     *,
@@ -44,8 +45,11 @@ def integrate(
     kernel: Kernel | None = None,
     progress: Progress | None = None,
 ) -> Simulation:
-    """Carry tokens by x' = f(x) on the sphere from time 0 and look at them at ``times``.
+    """Carry tokens by x' = f(x, t) from time 0, on the sphere or where the field's states live, and look at them at
+    ``times``.
 
+    ``field`` is a field, or a function of tokens f(x) or f(x, t=...). Its parameters may have gradients, which go
+    through the steps taken as that of x0 does, and batch axes: a value per system.
     ``stepper`` is ``DormandPrince()`` where None: adaptive, local error 1e-9 in float64. A field that jumps,
     ``Hardmax``, gets ``Heun(0.01)``: where tokens slide along a jump no step meets a tolerance. A system that cannot
     reach its last time keeps NaN from there on, and ``outcome`` says why and what would help. ``merge`` carries tokens
@@ -90,7 +94,7 @@ def integrate(
 
 
 def pose(
-    field: Field,
+    field: Field | Callable[..., Tensor],
     x0: Float[Tensor, "*batch n d"],
     times: Sequence[float],
     *,
@@ -112,7 +116,7 @@ def pose(
     """
     if not isinstance(normalize, bool):
         raise HelmscopeError(f"normalize is {normalize!r}, but it must be True or False")
-    _check_callable(field)
+    field = as_field(field)
     x = check_start(field, x0, normalize=normalize)
     clock = increasing_times(times)
     stepper = _check_stepper(stepper, field, noise)
@@ -123,13 +127,15 @@ def pose(
         if isinstance(event, type) or not isinstance(event, Event):
             raise HelmscopeError(f"events holds {event!r}, but an event has a signal(x), such as HittingTime(1e-3)")
     combined = check_weights(x, weights, mask)
-    _check_field(field, x, weighted=combined is not None)
+    field.check_size(x)
+    if combined is not None and not field.takes_weights:
+        raise HelmscopeError(f"weights or mask is given, but the field {type(field).__name__} knows no token weights")
     _check_merge(merge, field, noise)
     if noise is not None:
         noise.check_size(x)
     count = x[..., 0, 0].numel()
     problem = Problem(
-        field=field,
+        field=field.with_parameters(flattened(x.shape[:-2])),
         start=x.reshape(count, *x.shape[-2:]),
         times=torch.tensor(clock, dtype=torch.float64, device=x.device),
         stepper=stepper,
@@ -164,19 +170,12 @@ def _listed(events: Iterable[Event]) -> tuple[Event, ...]:
         ) from None
 
 
-def _check_callable(field: object) -> None:
-    if isinstance(field, type) or not callable(field):
-        raise HelmscopeError(
-            f"field is {field!r}, but it must be a field such as SA(beta=4.0): tokens in, velocities out"
-        )
-
-
 def _check_stepper(stepper: Stepper | None, field: Field, noise: Noise | None) -> Stepper:
     """The stepper, the default where None; refused where it cannot carry this field or this noise."""
     if noise is not None and not isinstance(noise, Noise):
         raise HelmscopeError(f"noise is {noise!r}, but it must be a noise such as IsotropicNoise(nu=0.1)")
     if stepper is None and noise is None:
-        stepper = DormandPrince() if is_continuous(field) else Heun(0.01)
+        stepper = DormandPrince() if field.continuous else Heun(0.01)
     if not isinstance(stepper, AdaptiveStepper | FixedStepper | NoisyStepper):
         examples = "DormandPrince() or RK4(h=0.01)" if noise is None else "EulerMaruyama(h=0.01)"
         raise HelmscopeError(f"stepper is {stepper!r}, but it must be a stepper such as {examples}")
@@ -190,9 +189,11 @@ def _check_stepper(stepper: Stepper | None, field: Field, noise: Noise | None) -
         raise HelmscopeError(f"stepper is {stepper!r} and noise is {noise!r}, but {allowed}")
     if isinstance(stepper, NoisyStepper) and noise is not None:
         check_noise(field, noise, stepper)
-    if isinstance(stepper, FixedStepper) and stepper.geodesic and not lives_on_sphere(field):
-        raise HelmscopeError(f"stepper is {name}, which follows great circles, but this field is a residual stream")
-    if getattr(field, "only_layers", False) and not isinstance(stepper, Layer):
+    if isinstance(stepper, FixedStepper) and stepper.geodesic and field.space is not Space.SPHERE:
+        raise HelmscopeError(
+            f"stepper is {name}, which follows great circles, but the states of this field are {field.space.value}"
+        )
+    if field.only_layers and not isinstance(stepper, Layer):
         raise HelmscopeError(
             f"stepper is {name}, but this {type(field).__name__} is a map and no flow (its norm changes the state "
             "even where nothing is added): use Layer()"
@@ -200,32 +201,16 @@ def _check_stepper(stepper: Stepper | None, field: Field, noise: Noise | None) -
     return stepper
 
 
-def _check_field(field: Field, x: Tensor, *, weighted: bool) -> None:
-    """Refuse a field that cannot do what is asked of it."""
-    if isinstance(field, Sized):
-        field.check_size(x)
-    elif not isinstance(field, TokenField):
-        with torch.no_grad():
-            velocity = field(x)
-        if not isinstance(velocity, torch.Tensor) or velocity.shape != x.shape:
-            given = tuple(velocity.shape) if isinstance(velocity, torch.Tensor) else type(velocity).__name__
-            raise HelmscopeError(
-                f"field gives {given} for tokens of shape {tuple(x.shape)}, but a velocity has their shape"
-            )
-    if weighted and not isinstance(field, TokenField):
-        raise HelmscopeError(f"weights or mask is given, but the field {type(field).__name__} knows no token weights")
-
-
 def _check_merge(merge: float | None, field: Field, noise: Noise | None) -> None:
     if merge is None:
         return
     if real_number("merge", merge, at_least=0) > 0.5:
         raise HelmscopeError(f"merge is {merge:g}, but tokens that far apart have not met: take at most 0.5 radians")
-    if noise is not None or not lives_on_sphere(field):
+    if noise is not None or field.space is not Space.SPHERE:
         raise HelmscopeError(
             f"merge is {merge:g}, but tokens that met part again under noise or with radii of their own"
         )
-    if not (isinstance(field, TokenField) and field.exchangeable):
+    if not field.exchangeable:
         raise HelmscopeError(
             f"merge is {merge:g}, but merging needs attention without causal mask and bias, not this "
             f"{type(field).__name__}"

@@ -32,6 +32,6 @@ class Layer(FixedStepper):
     order: ClassVar[int] = 1
     divisible: ClassVar[bool] = False
 
-    def step(self, flow: Flow, x: Tensor, h: Tensor) -> Tensor:
+    def step(self, flow: Flow, x: Tensor, h: Tensor, t: Tensor) -> Tensor:
         """One layer."""
-        return flow.layer(x, h)
+        return flow.layer(x, h, t)

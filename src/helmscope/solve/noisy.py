@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from helmscope.fields.field import Field, lives_on_sphere
+from helmscope.fields.field import Field, Space
 from helmscope.fields.noise import LayerNormChain, Noise
 from helmscope.geometry.sphere import project
 from helmscope.solve.fixed import outcome_of, steps_in
@@ -46,7 +46,7 @@ def run_noisy(
         h = torch.full((len(x),), size, dtype=torch.float64, device=x.device)
         for k in range(count):
             dw = (math.sqrt(size) * streams.normal(draws, sources)).to(x).expand(-1, x.shape[-2], -1)
-            x = stepper.step(flow, noise, x, h[:, None, None], dw)
+            x = stepper.step(flow, noise, x, h[:, None, None], (now + k * h)[:, None, None], dw)
             for watch in extras.watches:
                 watch.see(systems, now + k * h, h, x, None)
             extras.say((now + (k + 1) * size) / times[-1])
@@ -60,10 +60,11 @@ def check_noise(field: Field, noise: Noise, stepper: NoisyStepper) -> None:
 
     >>> from helmscope.fields.noise import IsotropicNoise
     >>> from helmscope.solve.euler_maruyama import EulerMaruyama
-    >>> check_noise(torch.zeros_like, IsotropicNoise(0.1), EulerMaruyama(0.01))
+    >>> from helmscope.fields.field import as_field
+    >>> check_noise(as_field(torch.zeros_like), IsotropicNoise(0.1), EulerMaruyama(0.01))
     """
     stepper.check(noise)
-    if not lives_on_sphere(field) and not isinstance(noise.process, LayerNormChain):
+    if field.space is Space.STREAM and not isinstance(noise.process, LayerNormChain):
         raise HelmscopeError(
             f"process is {noise.process!r}, but noise is added to a residual stream as it is, and its directions are "
             "then LayerNormChain()"

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from helmscope.fields.field import TokenField
 from helmscope.fields.noise import LayerNormChain
 from helmscope.solve.stepper import NoisyStepper
 from helmscope.types import HelmscopeError
@@ -46,7 +45,6 @@ class NoisyLayer(NoisyStepper):
                 "or another stepper such as EulerMaruyama(h)"
             )
 
-    def step(self, flow: Flow, noise: Noise, x: Tensor, h: Tensor, dw: Tensor) -> Tensor:
+    def step(self, flow: Flow, noise: Noise, x: Tensor, h: Tensor, t: Tensor, dw: Tensor) -> Tensor:
         """One layer."""
-        force = flow.move_ambient(x, h) if isinstance(flow.field, TokenField) else flow.move(x, h)
-        return flow.land(x + force + noise.kick(x, dw))
+        return flow.land(x + flow.move_ambient(x, h, t) + noise.kick(x, dw))

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from helmscope.fields.attention import Attention
-from helmscope.fields.field import Field, StreamField, lives_on_sphere
+from helmscope.fields.field import Field, Space, check_states
 from helmscope.fields.multihead import MultiHead
+from helmscope.fields.parameters import selected
 from helmscope.geometry.arithmetic import full_precision
 from helmscope.geometry.sphere import check_tokens, retract
 from helmscope.kernels.choose import choose, using
@@ -57,7 +58,7 @@ class Problem:
     mask: Bool[Tensor, "systems n"] | None = None
     noise: Noise | None = None
     seed: int = 0
-    origin: float = 0.0  # the time of the start; the flow is autonomous, so only times since then matter
+    origin: float = 0.0  # the time of the start
     kernel: Kernel | None = None
 
     @full_precision
@@ -65,7 +66,7 @@ class Problem:
         """Integrate."""
         span = in_span(self)
         inner = self if span is None else span.problem
-        flow = Flow(inner.field, self.weights)
+        flow = Flow(inner.field, self.weights, origin=self.origin)
         watches = tuple(Watch.start(event, inner.start.detach(), self.mask, flow.direction) for event in self.events)
         extras = Extras(watches, self.merge, progress)
         with using(self.kernel), fitting_threads(inner.field, inner.start):
@@ -79,7 +80,7 @@ class Problem:
             logger.warning("integration stopped early: %s", outcome)
         extras.say(1.0)
         radius, streams = None, None
-        if isinstance(self.field, StreamField) and not flow.on_sphere:
+        if flow.is_stream:
             streams = states
             states, radius = self.field.direction(streams), self.field.radius(streams)
         weights = None if self.weights is None else self.weights.detach().unsqueeze(0)
@@ -105,7 +106,7 @@ class Problem:
             if isinstance(inner.field, Attention | MultiHead):
                 choose(inner.field.request(inner.start, inner.weights, tangent=True))
             else:
-                flow.move(inner.start, h)
+                flow.move(inner.start, h, h)
         return sorted(names)
 
     def _carry(self, flow: Flow, extras: Extras) -> tuple[Tensor, Outcome]:
@@ -134,6 +135,7 @@ class Problem:
         rows = slice(first, last)
         return replace(
             self,
+            field=self.field.with_parameters(selected(torch.arange(first, last, device=self.start.device))),
             start=self.start[rows],
             batch=(last - first,),
             systems=self.systems[rows],
@@ -156,12 +158,13 @@ class Problem:
         Of a residual stream, ``stream``, the direction is changed alone: it keeps its radius and what its norm does not
         see, such as the mean under LayerNorm.
         """
-        x = on_the_sphere(check_tokens(states, name="states"))
+        x = check_tokens(states, name="states") if self.field.space is not Space.FLAT else states
+        x = check_states(self.field, x, "states") if self.field.space is Space.FLAT else on_the_sphere(x)
         if x.shape not in ((*self.batch, *self.start.shape[-2:]), self.start.shape):
             raise HelmscopeError(f"states has shape {tuple(x.shape)}, but the systems have {tuple(self.start.shape)}")
         index = self.time_index(depth, "depth")
         x = x.reshape(self.start.shape).to(self.start)
-        if isinstance(self.field, StreamField) and not self.field.on_sphere:
+        if self.field.space is Space.STREAM:
             x = stream + self.field.radius(stream).unsqueeze(-1) * (x - self.field.direction(stream))
         times = self.times[index:]
         seed = Streams.renewed(self.seed, index, generator)
@@ -182,11 +185,11 @@ def on_the_sphere(x: Tensor) -> Tensor:
 def check_start(field: Field, x0: object, *, normalize: bool) -> Float[Tensor, "*batch n d"]:
     """Tokens as ``integrate`` takes them: unit vectors, or a residual stream of any radius where the field has one.
 
-    >>> check_start(torch.zeros_like, torch.tensor([[3.0, 4.0]]), normalize=True)
+    >>> from helmscope.fields.field import as_field
+    >>> check_start(as_field(torch.zeros_like), torch.tensor([[3.0, 4.0]]), normalize=True)
     tensor([[0.6000, 0.8000]])
     """
-    if lives_on_sphere(field) or normalize:
-        return on_the_sphere(check_tokens(x0, name="x0", normalize=normalize))
-    check_tokens(x0, name="x0", normalize=True)
-    assert isinstance(x0, torch.Tensor)
-    return x0
+    x = check_states(field, x0, "x0", normalize=normalize)
+    if field.space is not Space.SPHERE and normalize:
+        x = retract(x)
+    return on_the_sphere(x) if field.space is Space.SPHERE or normalize else x

@@ -33,6 +33,6 @@ class PublishedEuler(FixedStepper):
     order: ClassVar[int] = 1
     divisible: ClassVar[bool] = False
 
-    def step(self, flow: Flow, x: Tensor, h: Tensor) -> Tensor:
+    def step(self, flow: Flow, x: Tensor, h: Tensor, t: Tensor) -> Tensor:
         """One step."""
-        return flow.land(x + flow.move_ambient(x, h))
+        return flow.land(x + flow.move_ambient(x, h, t))

@@ -27,10 +27,10 @@ class RK4(FixedStepper):
 
     order: ClassVar[int] = 4
 
-    def step(self, flow: Flow, x: Tensor, h: Tensor) -> Tensor:
+    def step(self, flow: Flow, x: Tensor, h: Tensor, t: Tensor) -> Tensor:
         """One step."""
-        k1 = flow.move(x, h)
-        k2 = flow.move(flow.land(x + k1 / 2), h)
-        k3 = flow.move(flow.land(x + k2 / 2), h)
-        k4 = flow.move(flow.land(x + k3), h)
+        k1 = flow.move(x, h, t)
+        k2 = flow.move(flow.land(x + k1 / 2), h, t + h / 2)
+        k3 = flow.move(flow.land(x + k2 / 2), h, t + h / 2)
+        k4 = flow.move(flow.land(x + k3), h, t + h)
         return flow.land(x + (k1 + 2 * k2 + 2 * k3 + k4) / 6)

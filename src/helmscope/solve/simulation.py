@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from helmscope.fields.block import Block
-from helmscope.fields.field import Field, KernelField
+from helmscope.fields.field import Field
 from helmscope.fields.mlp import MLP, GatedMLP
-from helmscope.types import HelmscopeError, Outcome, Trajectory
+from helmscope.types import Outcome, Trajectory
 
 if TYPE_CHECKING:
     import torch
@@ -76,10 +76,7 @@ class Simulation:
     def kernel(self, *, layer: int) -> Float[Tensor, "batch *heads n n"]:
         """The attention kernel at the stored time number ``layer``."""
         index = self.problem.time_index(layer, "layer")
-        if not isinstance(self.field, KernelField):
-            name = type(self.field).__name__
-            raise HelmscopeError(f"field is {name}, but a kernel is defined for attention fields only")
-        return self.field.kernel(self.stream(depth=index), self.problem.weights)
+        return self.field.kernel(self.stream(depth=index), t=float(self.times[index]), weights=self.problem.weights)
 
     def stream(self, *, depth: int) -> Float[Tensor, "batch n d"]:
         """The states at the stored time number ``depth`` as they are: the residual stream, or the unit vectors."""

@@ -34,8 +34,8 @@ class FixedStepper(ABC):
         real_number("h", self.h, above=0)
 
     @abstractmethod
-    def step(self, flow: Flow, x: Float[Tensor, "batch n d"], h: Float[Tensor, "batch 1 1"]) -> Tensor:
-        """The states one step later."""
+    def step(self, flow: Flow, x: Tensor, h: Float[Tensor, "batch 1 1"], t: Float[Tensor, "batch 1 1"]) -> Tensor:
+        """The states one step later than ``t``."""
 
 
 class Attempt(NamedTuple):
@@ -64,8 +64,8 @@ class AdaptiveStepper(ABC):
         whole_number("max_steps", self.max_steps, at_least=1)
 
     @abstractmethod
-    def attempt(self, flow: Flow, x: Tensor, h: Float[Tensor, "batch 1 1"], first: Tensor) -> Attempt:
-        """One trial step of size h; ``first`` is the displacement h f(x) at its start."""
+    def attempt(self, flow: Flow, x: Tensor, h: Float[Tensor, "batch 1 1"], t: Tensor, first: Tensor) -> Attempt:
+        """One trial step of size h from time t; ``first`` is the displacement h f(x, t) at its start."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class NoisyStepper(ABC):
         """Refuse a noise that this method does not simulate."""
 
     @abstractmethod
-    def step(self, flow: Flow, noise: Noise, x: Tensor, h: Float[Tensor, "batch 1 1"], dw: Tensor) -> Tensor:
+    def step(self, flow: Flow, noise: Noise, x: Tensor, h: Tensor, t: Tensor, dw: Tensor) -> Tensor:
         """The states one step later; ``dw`` (batch, n, k) holds the Brownian increments over h, N(0, h)."""
 
 

@@ -38,15 +38,15 @@ class StochasticHeun(NoisyStepper):
     weak_order: ClassVar[float] = 1
     strong_order: ClassVar[float] = 0.5
 
-    def step(self, flow: Flow, noise: Noise, x: Tensor, h: Tensor, dw: Tensor) -> Tensor:
+    def step(self, flow: Flow, noise: Noise, x: Tensor, h: Tensor, t: Tensor, dw: Tensor) -> Tensor:
         """One step."""
-        first = _increment(flow, noise, x, h, dw)
-        second = _increment(flow, noise, flow.land(x + first), h, dw)
+        first = _increment(flow, noise, x, h, t, dw)
+        second = _increment(flow, noise, flow.land(x + first), h, t + h, dw)
         return flow.land(x + (first + second) / 2)
 
 
-def _increment(flow: Flow, noise: Noise, x: Tensor, h: Tensor, dw: Tensor) -> Tensor:
-    step = flow.move(x, h) + kick(flow, noise, x, dw)
+def _increment(flow: Flow, noise: Noise, x: Tensor, h: Tensor, t: Tensor, dw: Tensor) -> Tensor:
+    step = flow.move(x, h, t) + kick(flow, noise, x, dw)
     if isinstance(noise.process, Stratonovich):
         return step  # beta = beta_S
     own = Stratonovich().drift(noise, x) if flow.on_sphere else noise.self_transport(x, on_sphere=False)

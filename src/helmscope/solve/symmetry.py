@@ -9,7 +9,7 @@ of the cone of Gram matrices near antipodal tokens.)
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -21,16 +21,7 @@ if TYPE_CHECKING:
     from jaxtyping import Float
     from torch import Tensor
 
-    from helmscope.fields.field import Field
     from helmscope.solve.problem import Problem
-
-
-@runtime_checkable
-class RotatingField(Protocol):
-    """A field that may commute with rotations."""
-
-    def restricted(self, dim: int) -> Field | None:
-        """The same flow on R^dim, or None where it does not commute with rotations."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,7 +47,7 @@ def in_span(problem: Problem) -> Span | None:
     moving = start.requires_grad or transformed() or torch.autograd.forward_ad._current_level >= 0
     if not 1 < n < d or problem.noise is not None or moving or not known:
         return None
-    field = problem.field.restricted(n) if isinstance(problem.field, RotatingField) else None
+    field = problem.field.restricted(n)
     if field is None:
         return None
     q, r = torch.linalg.qr(start.mT)

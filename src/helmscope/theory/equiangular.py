@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -42,15 +42,15 @@ class EquiangularFlow(Protocol):
     """What a field must say of itself to have closed forms; the fields SA and USA do."""
 
     @property
-    def beta(self) -> float:
-        """The inverse temperature, >= 0."""
+    def beta(self) -> Any:
+        """The inverse temperature, a number >= 0."""
 
     @property
     def normalized(self) -> bool:
         """True for SA, whose weights sum to 1; False for USA, whose sum carries 1/n."""
 
     @property
-    def is_isotropic(self) -> bool:
+    def isotropic(self) -> bool:
         """Whether query-key and value matrices are the identity, without causal mask or bias."""
 
 
@@ -61,7 +61,7 @@ def isotropic_flow(field: EquiangularFlow) -> tuple[float, bool]:
     >>> isotropic_flow(SA(beta=4.0))
     (4.0, True)
     """
-    if not isinstance(field, EquiangularFlow) or not field.is_isotropic:
+    if not isinstance(field, EquiangularFlow) or not field.isotropic:
         raise HelmscopeError(
             f"field is a {type(field).__name__} without a closed form: it must be SA or USA with identity query_key "
             "and value, no causal mask and no bias"

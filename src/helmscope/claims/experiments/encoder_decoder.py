@@ -106,7 +106,7 @@ class _Run(NamedTuple):
 
     @classmethod
     def of(cls, field: SA, x: Tensor) -> _Run:
-        end = HORIZONS[field.beta]
+        end = HORIZONS[float(field.beta)]
         seen = integrate(field, x, [end], events=[_Reaches()], stepper=DormandPrince(TOL)).event_times[0]
         return cls(seen.nan_to_num(end), int(seen.isnan().sum()))
 
