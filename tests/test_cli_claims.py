@@ -117,6 +117,39 @@ def test_a_users_entries_are_listed_without_running_their_code(helmscope):
     assert json.loads(out)["hash"] == read_catalogue(PLANTED)["planted-true"].hash
 
 
+def test_what_a_users_entry_says_is_not_obeyed_by_the_terminal(helmscope, tmp_path):
+    (tmp_path / "mine").mkdir()
+    text = (PLANTED / "planted-true.toml").read_text()
+    for plain, hostile in (('"planted"', '"a\\u001b[2J\\u202e\\nb"'), ("The mean", "\\u009b31mThe mean")):
+        text = text.replace(plain, hostile)
+    (tmp_path / "mine" / "planted-true.toml").write_text(text)
+    for words in (("list",), ("show", "planted-true")):
+        code, out, _ = helmscope("claims", *words, "--from", "mine")
+        assert code == 0
+        assert r"\x9b31mThe mean is at least 0" in out
+        assert r"a\x1b[2J\u202e" in out
+        assert all(line.isprintable() for line in out.splitlines())
+
+
+@pytest.mark.parametrize("verb", [("claims", "test"), ("report",)])
+@pytest.mark.usefixtures("no_picture")
+def test_a_run_goes_on_with_the_same_claims_in_a_folder_whose_parts_agree(helmscope, tmp_path, monkeypatch, verb):
+    assert helmscope(*verb, "--from", str(PLANTED), "--out", "run")[0] == 0
+    monkeypatch.chdir(PLANTED)
+    words = ("--out", str(tmp_path / "run"), "--resume")
+    claims = ("planted-true", "planted-false") if verb[0] == "claims" else ()  # in another order, by another path
+    assert helmscope(*verb, *claims, "--from", ".", *words)[0] == 0
+    manifest = tmp_path / "run" / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"seed": 0', '"seed": 99'))
+    code, out, err = helmscope(*verb, "--from", ".", *words)
+    assert (code, out) == (2, "")
+    assert "disagree: seed is 99 in manifest.json, but 0 in units.json" in err
+    (tmp_path / "run" / "units.json").unlink()
+    code, out, err = helmscope(*verb, "--from", ".", "--seed", "99", *words)
+    assert (code, out) == (2, "")
+    assert "disagree: units holds the result 'planted-false.nc', but units.json is missing" in err
+
+
 def test_one_bad_experiment_does_not_lose_the_others(helmscope, tmp_path):
     (tmp_path / "mine").mkdir()
     for path in PLANTED.glob("*.*"):

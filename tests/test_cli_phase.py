@@ -189,6 +189,23 @@ def test_jobs_do_not_change_a_bit_and_a_finished_run_resumes_to_itself(helmscope
     code, out, err = helmscope(*SMALL, "--samples", "4", "--out", "serial", "--resume")
     assert (code, out) == (2, "")
     assert "has another function or other parameters" in err
+    path = tmp_path / "serial" / "manifest.json"
+    path.write_text(path.read_text().replace('"seed": 7', '"seed": 99'))
+    code, out, err = helmscope(*SMALL, "--out", "serial", "--resume")
+    assert (code, out) == (2, "")
+    assert "the parts of serial disagree: seed is 99 in manifest.json, but 7 in units.json" in err
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_a_dtype_that_units_choose_is_added_to_the_manifest(helmscope, tmp_path, monkeypatch):
+    """As on a GPU, where it shows only when a unit runs."""
+    monkeypatch.setattr(sys.modules["helmscope.cli.phase"], "_usual_dtype", lambda device: "auto")
+    assert helmscope(*SMALL, "--no-published", "--out", "run")[0] == 0
+    manifest = hs.RunFolder("run").read_manifest()
+    assert (manifest.dtype, manifest.parameters["dtype"]) == ("auto", "float64")
+    before = (tmp_path / "run" / "manifest.json").read_bytes()
+    assert helmscope(*SMALL, "--no-published", "--out", "run", "--resume")[0] == 0
+    assert (tmp_path / "run" / "manifest.json").read_bytes() == before
 
 
 def test_a_unit_is_a_block_of_the_diagram():

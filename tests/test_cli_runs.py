@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import statistics
 import sys
 from pathlib import Path
 from subprocess import DEVNULL, CompletedProcess
@@ -88,6 +89,56 @@ def test_a_finished_run_resumes_to_itself(helmscope, tmp_path):
     assert contents(tmp_path / "run") == before
 
 
+def manifest_edited(folder: Path, **changes: object) -> None:
+    path = folder / "manifest.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def test_a_folder_whose_parts_disagree_does_not_go_on(helmscope, tmp_path):
+    """No states of one beta beside the energy of another."""
+    helmscope(*WORDS, "--beta", "1", "--out", "run")
+    plan = (tmp_path / "run" / "units.json").read_bytes()
+    (tmp_path / "run" / "units.json").unlink()
+    before = contents(tmp_path / "run")
+    for beta in ("1", "4"):
+        code, out, err = helmscope(*WORDS, "--beta", beta, "--out", "run", "--resume")
+        assert (code, out, err) == (
+            *(2, ""),
+            "helmscope: the parts of run disagree: units holds the result 'systems-000000.nc', but units.json is "
+            "missing: put back what was there, or take a new folder\n",
+        )
+    assert contents(tmp_path / "run") == before
+    (tmp_path / "run" / "units.json").write_bytes(plan)
+    manifest_edited(tmp_path / "run", seed=99)
+    for seed in ("0", "99"):
+        code, out, err = helmscope(*WORDS, "--beta", "1", "--seed", seed, "--out", "run", "--resume")
+        assert (code, out) == (2, "")
+        assert "the parts of run disagree: seed is 99 in manifest.json, but 0 in units.json" in err
+    manifest_edited(tmp_path / "run", seed=0)
+    code, out, err = helmscope(*WORDS, "--beta", "1", "--delta", "0.5", "--out", "run", "--resume")
+    assert (code, out) == (2, "")
+    assert "run was begun with parameter 'delta' 0.001 (now 0.5): repeat what it was begun with" in err
+    assert helmscope(*WORDS, "--beta", "1", "--out", "run", "--resume")[0] == 0
+
+
+def test_exchanged_units_are_named_and_computed_again(helmscope, tmp_path):
+    helmscope(*WORDS, "--out", "run")
+    helmscope(*WORDS, "--beta", "1", "--out", "other")
+    before = contents(tmp_path / "run")
+    units, others = tmp_path / "run" / "units", tmp_path / "other" / "units"
+    one, two, three = (f"systems-00000{k}.nc" for k in (1, 2, 3))
+    (units / one).write_bytes(before[f"units/{two}"])
+    (units / two).write_bytes(before[f"units/{one}"])
+    (units / three).write_bytes((others / three).read_bytes())
+    code, _, err = helmscope(*WORDS, "--out", "run", "--resume")
+    assert code == 0
+    assert err.splitlines()[:3] == [
+        f"integrating: run/units/{name} is the result of another unit or of another run: unit '{name[:-3]}' runs again"
+        for name in (one, two, three)
+    ]
+    assert contents(tmp_path / "run") == before
+
+
 def test_resume_needs_to_know_which(helmscope, tmp_path):
     code, _, err = helmscope(*WORDS, "--resume")
     assert (code, err.count("\n")) == (2, 1)
@@ -152,6 +203,74 @@ def test_runs_in_words(helmscope, tmp_path):
     assert f"--out runs/{name} --resume" in out
     (tmp_path / "runs" / name / "manifest.json").write_text("{")
     assert "damaged" in helmscope("runs")[1]
+
+
+EVIL = "\x1b]0;pwned\x07\x9b31m\u202e\nrm -rf ~"
+
+
+@pytest.fixture
+def stopped(tmp_path):
+    """An interrupted run."""
+    folder = hs.RunFolder.create(tmp_path / "runs" / "a")
+    hs.run([hs.Unit(name, statistics.fmean, {"data": [1, 2]}) for name in ("one", "two")], folder)
+    (folder.path / "units" / "one.json").unlink()
+    return folder.path
+
+
+@pytest.mark.parametrize(
+    ("command", "line"),
+    [
+        (["helmscope", "simulate", "--n", "6; rm -rf ~"], "helmscope simulate --n '6; rm -rf ~' --out runs/a --resume"),
+        (["helmscope", "phase", "$(id)", "`id`"], "helmscope phase '$(id)' '`id`' --out runs/a --resume"),
+        (["helmscope", "report", "it's", "!!"], "helmscope report 'it'\"'\"'s' '!!' --out runs/a --resume"),
+    ],
+)
+def test_a_command_to_paste_is_quoted(helmscope, stopped, command, line):
+    manifest_edited(stopped, command=command)
+    assert helmscope("runs")[1].splitlines()[2] == f"    go on with: {line}"
+    assert json.loads(helmscope("runs", "--json")[1])["runs"][0]["resume"] == line
+
+
+@pytest.mark.parametrize(
+    ("command", "why"),
+    [
+        (["helmscope", "simulate", EVIL], "its command line or its path holds control characters or others that do"),
+        (
+            ["helmscope", "simulate", "\udcff"],
+            "its command line or its path holds control characters or others that do",
+        ),
+        (["rm", "-rf", "/home/me"], "it was not begun by a command that knows --resume: repeat the call that began it"),
+        (["helmscope", "doctor", "x"], "it was not begun by a command that knows --resume"),
+        ([], "it was not begun by a command that knows --resume"),
+    ],
+)
+def test_a_hostile_command_is_not_offered(helmscope, stopped, command, why):
+    manifest_edited(stopped, command=command)
+    code, out, _ = helmscope("runs")
+    assert code == 0
+    lines = out.splitlines()
+    assert len(lines) == 3
+    assert all(line.isprintable() for line in lines)
+    assert lines[2].startswith(f"    no command to go on with is offered, because {why}")
+    record = json.loads(helmscope("runs", "--json")[1])["runs"][0]
+    assert (record["resume"], record["command"]) == ("", command)
+    assert record["resume_refused"].startswith(why)
+
+
+def test_nothing_that_a_run_folder_holds_is_obeyed_by_the_terminal(helmscope, stopped, tmp_path):
+    manifest_edited(stopped, created="2025-01-31\x1b12:00:00+00:00")  # Python takes any character between them
+    (tmp_path / "runs" / "a").rename(tmp_path / "runs" / "\x1b[2J\u202e")
+    (tmp_path / "runs" / "b").mkdir()
+    (tmp_path / "runs" / "b" / "manifest.json").write_text(json.dumps({EVIL: 1}))
+    code, out, err = helmscope("runs")
+    lines = out.splitlines()
+    assert (code, err, len(lines)) == (0, "", 5)
+    assert all(line.isprintable() for line in lines)
+    assert lines[0].startswith("b  damaged")
+    assert r"\x1b]0;pwned\x07\x9b31m\u202e\nrm -rf ~" in lines[1]
+    assert lines[2].startswith(r"\x1b[2J\u202e  interrupted, 1 of 2 units  2025-01-31\x1b12:00:00+00:00")
+    code, _, err = helmscope(*WORDS, "--out", "runs/b", "--resume")
+    assert (code, err.count("\n"), err[:-1].isprintable()) == (2, 1, True)
 
 
 def test_memory_is_limited(helmscope):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from helmscope.runs import Unit
+from helmscope.runs import Serial, Unit
 from helmscope.store import Manifest
 from helmscope.types import HelmscopeError
 
@@ -106,3 +106,19 @@ def rest(seconds: float, started: str = "") -> float:
         Path(started, str(os.getpid())).touch()
     time.sleep(seconds)
     return seconds
+
+
+class Counting(Serial):
+    """Notes which units are run."""
+
+    def attempts(self, units):
+        self.asked.extend(unit.name for unit in units)
+        return super().attempts(units)
+
+    asked: list[str]
+
+
+def counting(**options: int) -> Counting:
+    engine = Counting(**options)
+    object.__setattr__(engine, "asked", [])
+    return engine

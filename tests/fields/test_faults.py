@@ -1,112 +1,199 @@
 """Planted faults: every one of them must be caught by the loop oracle, or the oracle's agreement means little.
 
-A fault is one textual change of the source that the attention fields are made of. The changed modules are compiled
-afresh, beside the real ones. Invariants alone (tangency, rotation and permutation equivariance) are tried on the same
-faults, to show what they miss.
+To add a fault, plant it as ``planting`` explains, put it into ``FAULTS`` under the kind of mistake it is, and count it
+in ``test_every_kind_of_fault_is_planted``; where the oracle misses it, add a case that shows it. Invariants alone
+(tangency, rotation and permutation equivariance) are tried on the same faults, to show what they miss.
 """
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-import sys
-import types
-from pathlib import Path
+from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
 import torch
 
 import oracles
+from attention_cases import F64, listed, normal, tokens
+from helmscope.fields.attention import SA, USA
+from helmscope.geometry.sphere import project
+from helmscope.kernels.dense import raw_logits
+from helmscope.kernels.kernel import AttentionSum, Request
+from planting import (
+    ANSWERS,
+    MOTION,
+    Plant,
+    hiding,
+    is_scalar,
+    misread,
+    outcome,
+    own_mass,
+    terms,
+    token_sum,
+    weights_of,
+    wrong_answer,
+    wrong_request,
+    wrong_sum,
+)
 
-F64 = torch.float64
-SPHERE, KERNEL = "helmscope.geometry.sphere", "helmscope.kernels.kernel"
-DENSE, CHOOSE = "helmscope.kernels.dense", "helmscope.kernels.choose"
-FIELD, LOWRANK = "helmscope.fields.field", "helmscope.fields.lowrank"
-ATTENTION = "helmscope.fields.attention"
-MODULES = (SPHERE, KERNEL, DENSE, CHOOSE, FIELD, LOWRANK, ATTENTION)  # each imports only from those before it
+BOTH = (SA, USA)
+
+
+def transposed(matrix):
+    return None if matrix is None else matrix.mT
+
+
+def wrong_bias(change):
+    return wrong_request(
+        lambda request: request if request.bias is None else replace(request, bias=change(request.bias))
+    )
+
+
+def wrong_mask(change):
+    """Fields that take ``change(mask)`` for the mask they are called with."""
+
+    def wrong(right, field, x, *, mask=None, **given):
+        return right(field, x, mask=None if mask is None else change(mask), **given)
+
+    return Plant(wrong, *((kind, ["__call__"]) for kind in BOTH))
+
+
+def wrong_projection(wrong):
+    return Plant(lambda right, x, v: wrong(x, v), project)
+
+
+def wrong_causal_mask(hidden, causal):
+    """A causal mask that hides these pairs (i, j), and later keys only if ``causal``."""
+
+    def change(request: Request) -> Request:
+        n = request.key.shape[-2]
+        return replace(hiding(request, hidden(torch.ones(n, n).bool())), causal=causal) if request.causal else request
+
+    return wrong_request(change)
+
+
+def wrong_total_weight(factor, names=ANSWERS):
+    """Division by M / ``factor(n, d, m)`` in place of M."""
+    return wrong_answer(lambda answer, field, x, m: factor(*x.shape[-2:], m) * answer, USA, names=names)
+
+
+def counted(request: Request) -> torch.Tensor:
+    """Weight 1 for every token of positive weight."""
+    return (request.weights > 0).to(request.weights)
+
+
+def weights_not_applied(request: Request) -> Request:
+    return request if request.weights is None else replace(request, weights=counted(request))
+
+
+def padding_hides_queries(request: Request) -> Request:
+    return request if request.weights is None else hiding(request, (request.weights == 0).unsqueeze(-1))
+
+
+def weights_of_the_query(result: AttentionSum, request: Request) -> AttentionSum:
+    if request.weights is None:
+        return result
+    even, m = token_sum(replace(request, weights=counted(request))), request.weights.unsqueeze(-1)
+    return replace(even, total=m * even.total, mass=m * even.mass)
+
+
+def own_term(result: AttentionSum, request: Request) -> torch.Tensor:
+    """The part of token i in its own mass where the total leaves it out."""
+    return own_mass(result, request) * request.skip_self
+
+
+def mass_not_brought_to_its_scale(result: AttentionSum, request: Request) -> AttentionSum:
+    own = own_term(result, request)
+    return replace(result, mass=(result.mass - own) * torch.exp(result.mass_shift - result.shift) + own)
+
+
+def own_term_without_weight(result: AttentionSum, request: Request) -> AttentionSum:
+    own = own_mass(result, request, weighted=False) * request.skip_self
+    return replace(result, mass=result.mass - own_term(result, request) + own)
+
+
+def softmax_over_queries(result: AttentionSum, request: Request) -> AttentionSum:
+    pairs = terms(request)
+    excess = pairs.sum(-2).unsqueeze(-1) - pairs.sum(-1, keepdim=True)
+    return replace(result, mass=result.mass + excess * torch.exp(result.shift - result.mass_shift))
+
+
+def unseen_key_sets_the_scale(result: AttentionSum, request: Request) -> AttentionSum:
+    top = raw_logits(replace(request, weights=None)).amax(-1, keepdim=True)
+    total, mass = result.total * torch.exp(result.shift - top), result.mass * torch.exp(result.mass_shift - top)
+    return AttentionSum(total, top, mass, top)
+
+
+def mean_without_its_scale(right, own: AttentionSum) -> torch.Tensor:
+    return own.total / own.mass.clamp(min=torch.finfo(own.mass.dtype).tiny)
 
 
 class Fault(NamedTuple):
     kind: str
-    module: str
-    old: str
-    new: str
+    plant: Plant
 
 
 FAULTS = {
-    "projection adds": Fault("sign", SPHERE, "return v - (x * v).sum", "return v + (x * v).sum"),
-    "beta negative": Fault("sign", ATTENTION, "self.factor * query,", "-self.factor * query,"),
-    "bias negative": Fault("sign", DENSE, "pairs = pairs + bias", "pairs = pairs - bias"),
+    "projection adds": Fault("sign", wrong_projection(lambda x, v: v + (x * v).sum(-1, keepdim=True) * x)),
+    "beta negative": Fault("sign", wrong_request(lambda request: replace(request, query=-request.query))),
+    "bias negative": Fault("sign", wrong_bias(lambda bias: -bias)),
     "value scale without sign": Fault(
-        "sign", ATTENTION, "return self.value_scale * total", "return abs(self.value_scale) * total"
+        "sign", misread(*BOTH, value=lambda v: v.abs() if v is not None and is_scalar(v) else v)
     ),
-    "causal triangle flipped": Fault("sign", DENSE, ".triu(1)", ".tril(-1)"),
-    "mask inverted": Fault("sign", FIELD, "combined * mask.to(x)", "combined * (~mask).to(x)"),
-    "beta twice": Fault("factor", ATTENTION, "self.factor * query,", "2 * self.factor * query,"),
-    "value scale lost": Fault("factor", ATTENTION, "return self.value_scale * total", "return total"),
-    "no 1/n": Fault("factor", ATTENTION, "float(x.shape[-2]) if weights is None", "1.0 if weights is None"),
-    "M counts tokens": Fault("factor", ATTENTION, "weights.sum(-1)[..., None, None]", "float(x.shape[-2])"),
+    "causal triangle flipped": Fault("sign", wrong_causal_mask(lambda all_pairs: all_pairs.tril(-1), causal=False)),
+    "mask inverted": Fault("sign", wrong_mask(lambda mask: ~mask)),
+    "beta twice": Fault("factor", wrong_request(lambda request: replace(request, query=2 * request.query))),
+    "value scale lost": Fault("factor", misread(*BOTH, value=lambda v: None if is_scalar(v) else v)),
+    "no 1/n": Fault("factor", wrong_total_weight(lambda n, d, m: n if m is None else 1)),
+    "M counts tokens": Fault(
+        "factor", wrong_total_weight(lambda n, d, m: 1 if m is None else m.sum(-1)[..., None, None] / n)
+    ),
     "mass without the own term": Fault(
-        "factor", DENSE, "mass = mass * torch.exp(shift - mass_shift) + own_mass", "mass = mass"
+        "factor", wrong_sum(lambda result, request: replace(result, mass=result.mass - own_term(result, request)))
     ),
-    "mass not brought to its scale": Fault("factor", DENSE, "mass * torch.exp(shift - mass_shift)", "mass"),
-    "mean not brought to its scale": Fault(
-        "factor", KERNEL, "ratio * torch.exp(self.shift - self.mass_shift)", "ratio"
-    ),
+    "mass not brought to its scale": Fault("factor", wrong_sum(mass_not_brought_to_its_scale)),
+    "mean not brought to its scale": Fault("factor", Plant(mean_without_its_scale, (AttentionSum, ["mean"]))),
     "velocity without its scale": Fault(
-        "factor", ATTENTION, "torch.exp(scaled.log_scale) * scaled.direction", "scaled.direction"
+        "factor", wrong_answer(lambda answer, field, x, m: field.scaled(x, weights=m).direction, USA, names=MOTION)
     ),
-    "ambient without its scale": Fault("factor", ATTENTION, "torch.exp(sums.shift) * sums.total", "sums.total"),
-    "projection forgotten": Fault(
+    "ambient without its scale": Fault(
         "factor",
-        ATTENTION,
-        "project(x, self._valued(self._sum(x, weights, tangent=True).mean))",
-        "self._valued(self._sum(x, weights, tangent=True).mean)",
+        wrong_sum(lambda result, request: replace(result, shift=0 * result.shift)).during(USA, names=["ambient"]),
     ),
-    "query_key transposed": Fault("transpose", LOWRANK, "x, matrix.to(x))", "x, matrix.to(x).mT)"),
-    "value transposed": Fault("transpose", ATTENTION, "self.value.to(total).mT", "self.value.to(total)"),
-    "bias transposed": Fault("transpose", DENSE, "pairs = pairs + bias", "pairs = pairs + bias.mT"),
-    "logits transposed": Fault("transpose", DENSE, "pairs = query @ key.mT", "pairs = key @ query.mT"),
-    "kernel transposed": Fault("transpose", ATTENTION, "return terms / total", "return terms.mT / total"),
+    "projection forgotten": Fault("factor", wrong_projection(lambda x, v: v).during(SA, names=MOTION)),
+    "query_key transposed": Fault("transpose", misread(*BOTH, query_key=transposed)),
+    "value transposed": Fault("transpose", misread(*BOTH, value=transposed)),
+    "bias transposed": Fault("transpose", wrong_bias(transposed)),
+    "logits transposed": Fault(
+        "transpose", wrong_request(lambda request: replace(request, query=request.key, key=request.query))
+    ),
+    "kernel transposed": Fault("transpose", wrong_answer(lambda answer, field, x, m: answer.mT, USA, names=["kernel"])),
     "sum transposed": Fault(
-        "transpose", DENSE, "AttentionSum(_product(terms, value),", "AttentionSum(_product(terms.mT, value),"
+        "transpose", wrong_sum(lambda result, request: replace(result, total=terms(request).mT @ request.value))
     ),
-    "softmax over queries": Fault(
-        "axis", DENSE, "terms.sum(-1, keepdim=True), shift", "terms.sum(-2, keepdim=True).mT, shift"
+    "softmax over queries": Fault("axis", wrong_sum(softmax_over_queries)),
+    "1/d for 1/n": Fault(
+        "axis", wrong_total_weight(lambda n, d, m: n / d if m is None else 1, names=(*MOTION, "ambient"))
     ),
-    "1/d for 1/n": Fault("axis", ATTENTION, "float(x.shape[-2]) if weights", "float(x.shape[-1]) if weights"),
-    "weights of the query": Fault(
-        "axis", DENSE, "terms = terms * weights.unsqueeze(-2)", "terms = terms * weights.unsqueeze(-1)"
-    ),
-    "projection over tokens": Fault("axis", SPHERE, "v - (x * v).sum(-1,", "v - (x * v).sum(-2,"),
-    "padding hides queries": Fault("axis", DENSE, "(weights == 0).unsqueeze(-2)", "(weights == 0).unsqueeze(-1)"),
-    "mask ignored": Fault("mask", FIELD, "combined * mask.to(x)", "combined"),
-    "causal diagonal hidden": Fault("mask", DENSE, ".triu(1)", ".triu(0)"),
-    "causal mask ignored": Fault("mask", ATTENTION, "causal=self.causal", "causal=False"),
-    "weights not applied": Fault("mask", DENSE, "terms = terms * weights.unsqueeze(-2)", "terms = terms"),
-    "own term without weight": Fault(
-        "mask", DENSE, "own_mass = own_mass * weights.unsqueeze(-1)", "own_mass = own_mass"
-    ),
-    "unseen key sets the scale": Fault(
-        "mask", DENSE, "pairs = pairs.masked_fill((weights == 0).unsqueeze(-2), -torch.inf)", "pairs = pairs"
-    ),
+    "weights of the query": Fault("axis", wrong_sum(weights_of_the_query)),
+    "projection over tokens": Fault("axis", wrong_projection(lambda x, v: v - (x * v).sum(-2, keepdim=True) * x)),
+    "padding hides queries": Fault("axis", wrong_request(padding_hides_queries)),
+    "mask ignored": Fault("mask", wrong_mask(lambda mask: None)),
+    "causal diagonal hidden": Fault("mask", wrong_causal_mask(lambda all_pairs: all_pairs.triu().tril(), causal=True)),
+    "causal mask ignored": Fault("mask", wrong_request(lambda request: replace(request, causal=False))),
+    "weights not applied": Fault("mask", wrong_request(weights_not_applied)),
+    "own term without weight": Fault("mask", wrong_sum(own_term_without_weight)),
+    "unseen key sets the scale": Fault("mask", wrong_sum(unseen_key_sets_the_scale)),
     "own term skipped for any V": Fault(
-        "mask", ATTENTION, "skip_self=tangent and self.value_scale is not None", "skip_self=tangent"
+        "mask", wrong_request(lambda request: replace(request, skip_self=True)).during(*BOTH, names=MOTION)
     ),
     "own term skipped before projection": Fault(
-        "mask", ATTENTION, "skip_self=tangent and self.value_scale", "skip_self=self.value_scale"
+        "mask",
+        wrong_request(lambda request: replace(request, skip_self=True)).during(
+            *BOTH, names=["ambient"], where=lambda field: is_scalar(field.value)
+        ),
     ),
 }
-
-
-def normal(*shape: int, seed: int) -> torch.Tensor:
-    return torch.randn(*shape, dtype=F64, generator=torch.Generator().manual_seed(seed))
-
-
-def tokens(n: int, d: int, seed: int) -> torch.Tensor:
-    x = normal(n, d, seed=seed)
-    return x / x.norm(dim=-1, keepdim=True)
 
 
 class Case(NamedTuple):
@@ -135,72 +222,40 @@ CASES = [
 ]
 
 
-def source(module: str) -> str:
-    spec = importlib.util.find_spec(module)
-    assert spec is not None
-    assert spec.origin is not None
-    return Path(spec.origin).read_text()
+def kinds_for(case: Case) -> list[type]:
+    return [SA] if case.beta > 700 else [SA, USA]  # the oracle of USA would overflow
 
 
-def load(fault: Fault | None, monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
-    """A fresh attention module, with the fault in it or in what it imports."""
-    with monkeypatch.context() as patch:
-        for name in MODULES:
-            text = source(name)
-            if fault is not None and fault.module == name:
-                assert text.count(fault.old) == 1, f"{name} holds {text.count(fault.old)} of {fault.old!r}"
-                text = text.replace(fault.old, fault.new)
-            module = types.ModuleType(name)
-            patch.setitem(sys.modules, name, module)  # the next ones import it from here
-            exec(compile(text, name, "exec"), module.__dict__)
-    return module
-
-
-def listed(given):
-    return {name: part.tolist() if isinstance(part, torch.Tensor) else part for name, part in given.items()}
-
-
-def agrees_with_oracle(attention: types.ModuleType) -> bool:
+def agrees_with_oracle() -> bool:
     """Velocity, ambient and kernel of SA and USA at 1e-12 of the oracle's greatest value, in every case."""
-    for x, beta, given, measure in CASES:
-        for name in ("SA", "USA"):
-            if name == "USA" and beta > 700:  # the oracle itself would overflow
-                continue
-            field = getattr(attention, name)(beta, **given)
-            weights = attention.check_weights(x, measure.get("weights"), measure.get("mask"))
-            values = {"velocity": field(x, **measure), "ambient": field.ambient(x, weights)}
-            values["kernel"] = field.kernel(x, weights)
+    for case in CASES:
+        x, beta, given, measure = case
+        weights = weights_of(x, **measure)
+        for kind in kinds_for(case):
+            field = kind(beta, **given)
+            values = {"velocity": field(x, **measure), "ambient": field.ambient(x, weights=weights)}
+            values["kernel"] = field.kernel(x, weights=weights)
             for quantity, value in values.items():
                 options = {key: part for key, part in given.items() if quantity != "kernel" or key != "value"}
-                loop = getattr(oracles, f"{name.lower()}_{quantity}")
+                loop = getattr(oracles, f"{kind.__name__.lower()}_{quantity}")
                 expected = torch.tensor(loop(x.tolist(), beta, **listed(options), **listed(measure)), dtype=F64)
                 if not (value - expected).abs().max() <= 1e-12 * expected.abs().max().clamp(min=1):
                     return False
     return True
 
 
-TURNED = ("query_key", "value")
-
-
-def scalar(matrix: torch.Tensor) -> bool:
-    """A multiple of I stays what it is under rotation; multiplied out, it would only by rounding."""
-    return torch.equal(matrix, matrix[0, 0] * torch.eye(len(matrix), dtype=F64))
-
-
-def keeps_invariants(attention: types.ModuleType) -> bool:
+def keeps_invariants() -> bool:
     """Tangency, rotation of tokens and matrices together, permutation of tokens, bias and weights together."""
     order = torch.tensor([3, 0, 4, 1, 2])
-    for x, beta, given, measure in CASES:
+    for case in CASES:
+        x, beta, given, measure = case
         n, d = x.shape
         turn, shuffle = torch.linalg.qr(normal(d, d, seed=20)).Q, order[order < n]
-        turned = {
-            key: turn @ part @ turn.mT if key in TURNED and not scalar(part) else part for key, part in given.items()
-        }
+        # a multiple of I stays what it is under rotation; multiplied out, it would only by rounding
+        matrices = {key: part for key, part in given.items() if key in ("query_key", "value") and not is_scalar(part)}
+        turned = given | {key: turn @ part @ turn.mT for key, part in matrices.items()}
         shuffled = {key: part[shuffle][:, shuffle] if key == "bias" else part for key, part in given.items()}
-        for name in ("SA", "USA"):
-            if name == "USA" and beta > 700:
-                continue
-            kind = getattr(attention, name)
+        for kind in kinds_for(case):
             velocity = kind(beta, **given)(x, **measure)
             bound = 1e-9 * velocity.abs().max().clamp(min=1)
             gaps = [(velocity * x).sum(-1), kind(beta, **turned)(x @ turn.mT, **measure) - velocity @ turn.mT]
@@ -212,24 +267,14 @@ def keeps_invariants(attention: types.ModuleType) -> bool:
     return True
 
 
-def survives(check, attention: types.ModuleType) -> bool:
-    """Whether nothing was noticed; an error while computing is a notice."""
-    try:
-        return check(attention)
-    except (ValueError, RuntimeError, IndexError):
-        return False
-
-
-def test_the_code_as_it_is_passes(monkeypatch):
-    attention = load(None, monkeypatch)
-    assert attention.SA is not importlib.import_module(ATTENTION).SA
-    assert agrees_with_oracle(attention)
-    assert keeps_invariants(attention)
+def test_the_code_as_it_is_passes():
+    assert agrees_with_oracle()
+    assert keeps_invariants()
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_oracle_catches(name, monkeypatch):
-    assert not survives(agrees_with_oracle, load(FAULTS[name], monkeypatch))
+def test_oracle_catches(name):
+    assert outcome(FAULTS[name].plant, agrees_with_oracle) == "seen"
 
 
 def test_every_kind_of_fault_is_planted():
@@ -241,19 +286,18 @@ def test_every_kind_of_fault_is_planted():
         "axis": 5,
         "mask": 8,
     }
-    assert len({fault[1:] for fault in FAULTS.values()}) == len(FAULTS) == 35
+    assert len(FAULTS) == 35
 
 
-def test_invariants_alone_catch_4_of_35(monkeypatch):
+def test_invariants_alone_catch_4_of_35():
     """Why there are oracles: a wrong field is tangent and equivariant too, unless its projection is at fault, or it
     divides by nothing.
     """
-    caught = {n for n, fault in FAULTS.items() if not survives(keeps_invariants, load(fault, monkeypatch))}
+    found = {name: outcome(fault.plant, keeps_invariants) for name, fault in FAULTS.items()}
+    caught = {name for name, result in found.items() if result in ("seen", "refused")}
     assert caught == {"projection adds", "projection forgotten", "projection over tokens", "softmax over queries"}
-    assert len(caught) < len(FAULTS)
-
-
-def test_the_real_modules_are_untouched(monkeypatch):
-    before = {name: sys.modules.get(name) for name in MODULES}
-    load(FAULTS["beta negative"], monkeypatch)
-    assert {name: sys.modules.get(name) for name in MODULES} == before
+    assert {name for name, result in found.items() if result == "unreached"} == {  # velocities show nothing of them
+        "ambient without its scale",
+        "own term skipped before projection",
+        "kernel transposed",
+    }

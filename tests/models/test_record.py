@@ -387,6 +387,21 @@ def test_a_family_without_attention_is_refused():
         record(tf.MambaForCausalLM(config).eval(), inputs_of("gpt2"))
 
 
+def test_what_doctor_reads_is_not_obeyed_by_the_terminal(tmp_path, capsys, monkeypatch):
+    import sys
+
+    from helmscope.cli import main
+
+    folder = tmp_path / "\x1b[2Jmodel\u202e"
+    tiny_model("gpt2").save_pretrained(folder)
+    monkeypatch.setattr(sys, "argv", ["helmscope", "doctor", str(folder), "--texts", "2", "--tokens", "8"])
+    with pytest.raises(SystemExit):
+        main()
+    out = capsys.readouterr().out
+    assert r"\x1b[2Jmodel\u202e" in out
+    assert all(line.isprintable() for line in out.splitlines())
+
+
 def test_doctor_on_the_command_line(tmp_path, capsys, monkeypatch):
     import json
     import sys

@@ -41,6 +41,12 @@ def test_every_state(tmp_path):
     damaged, wrong = begun(tmp_path, "s", 7), begun(tmp_path, "r", 7)
     (damaged.path / "manifest.json").write_text("{")
     (wrong.path / "units.json").write_text("[]")
+    link, torn, mixed = (begun(tmp_path, name, 7) for name in ("q", "p", "o"))
+    (link.path / ".lock").symlink_to(tmp_path / "thesis" / "thesis.tex")
+    for folder in (torn, mixed):
+        run(mixture(3), folder, manifest=manifest())
+    (torn.path / "units.json").unlink()
+    mixed.write_manifest(manifest(seed=8))
     (tmp_path / "empty").mkdir()
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "thesis.tex").write_text("mine")
@@ -50,6 +56,7 @@ def test_every_state(tmp_path):
         listed = list_runs(tmp_path)
         assert os.listdir(running.path) != []
     assert [(run.name, run.state.value, run.done, run.total) for run in listed] == [
+        *((name, "damaged", 0, 0) for name in "opq"),
         ("r", "damaged", 0, 0),
         ("s", "damaged", 0, 0),
         ("z", "complete", 3, 3),
@@ -60,6 +67,10 @@ def test_every_state(tmp_path):
         ("u", "complete", 0, 0),
         ("t", "running", 0, 0),
     ]
+    assert "o disagree: seed is 8 in manifest.json, but 0 in units.json" in listed[0].reason
+    assert "p disagree: units holds the result 'dataset-2.nc', but units.json is missing" in listed[1].reason
+    assert "q/.lock is a symbolic link" in listed[2].reason
+    del listed[:3]
     assert listed[2] == RunSummary(tmp_path / "z", State.COMPLETE, DAYS[0], ("helmscope", "z"), 3, 3)
     assert "r/units.json is a list, but it must be an object" in listed[0].reason
     assert "s/manifest.json is not valid JSON" in listed[1].reason

@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import os
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 
-import numpy as np
 import pytest
 import xarray as xr
 
 from children import run_python
 from helmscope.runs import Serial, Unit, UnitsFailed, run
-from helmscope.runs.plan import read_plan
-from helmscope.runs.results import encode_result, is_whole, read_result
 from helmscope.store import RunFolder, is_locked
 from helmscope.types import HelmscopeError
-from toy_units import contents, dataset, divide, leave, manifest, mixture, noise, numbers, refuse, results
+from toy_units import contents, counting, dataset, divide, leave, manifest, mixture, noise, numbers, refuse, results
 
 MANIFEST = manifest()
 
@@ -29,22 +25,6 @@ MANIFEST = manifest()
 @pytest.fixture
 def folder(tmp_path):
     return RunFolder.create(tmp_path / "run")
-
-
-class Counting(Serial):
-    """Notes which units are run."""
-
-    def attempts(self, units):
-        self.asked.extend(unit.name for unit in units)
-        return super().attempts(units)
-
-    asked: list[str]
-
-
-def counting() -> Counting:
-    engine = Counting()
-    object.__setattr__(engine, "asked", [])
-    return engine
 
 
 # Results --------------------------------------------------------------------------------------------------------------
@@ -68,55 +48,6 @@ def test_results_come_back_as_they_were(folder):
     assert json.loads((folder.path / "units" / "numbers-0.json").read_text())["result"] == numbers(0)
     with pytest.raises(HelmscopeError, match=r"unknown unit 'noise-2': did you mean 'noise-1'\?"):
         result["noise-2"]
-
-
-@pytest.mark.parametrize(
-    "value",
-    [None, True, 0, 2**70, 0.1, -0.0, "é\udcff", "", [], {}, [1, [2.5, None]], {"b": {"a": 1}}, b"", bytes(range(256))],
-    ids=repr,
-)
-def test_plain_results_round_trip(tmp_path, value):
-    ending, data = encode_result(value)
-    path = tmp_path / f"a{ending}"
-    path.write_bytes(data)
-    assert is_whole(path)
-    assert repr(read_result(path)) == repr(value)
-    assert encode_result(read_result(path)) == (ending, data)
-
-
-def test_no_part_of_a_result_passes_for_the_whole(tmp_path):
-    rng = np.random.default_rng(0)
-    for value in (numbers(0), noise(0, 300), dataset(0)):
-        ending, data = encode_result(value)
-        path = tmp_path / f"a{ending}"
-        cuts = {*range(40), *range(len(data) - 40, len(data)), *rng.integers(0, len(data), 40).tolist()}
-        broken = [data[:cut] for cut in cuts]
-        for place in rng.integers(0, len(data), 60).tolist():
-            broken.append(data[:place] + bytes([data[place] ^ 1 << rng.integers(8)]) + data[place + 1 :])
-        for content in (*broken, data + b"x", b"{}", b"[]", b'{"result": 1, "sha256": "ab"}'):
-            path.write_bytes(content)
-            # white space is no part of a JSON value, and such a file still holds the result
-            if is_whole(path):
-                assert ending == ".json"
-                assert read_result(path) == value
-                assert json.loads(content) == json.loads(data)
-            else:
-                with pytest.raises(HelmscopeError):
-                    read_result(path)
-
-
-@pytest.mark.parametrize(
-    ("value", "sentence"),
-    [
-        (math.nan, "the result is nan, but it must be made of None, bool, int, finite float, str, list and dict"),
-        ({"a": [object()]}, "item 0 of a of the result is a object, but it must be made of"),
-        (np.int64(3), "the result is a int64, but it must be made of"),
-        (xr.Dataset(attrs={"a": None}), "cannot keep the result: "),
-    ],
-)
-def test_result_that_no_file_could_hold_is_refused(value, sentence):
-    with pytest.raises(HelmscopeError, match=f"^{sentence}"):
-        encode_result(value)
 
 
 # Resuming -------------------------------------------------------------------------------------------------------------
@@ -168,6 +99,61 @@ def test_a_result_damaged_since_is_one_sentence(folder):
         result["noise-1"]
 
 
+def exchange(one: Path, two: Path) -> None:
+    first, second = one.read_bytes(), two.read_bytes()
+    one.write_bytes(second)
+    two.write_bytes(first)
+
+
+@pytest.mark.parametrize(("one", "two"), [(0, 3), (1, 4), (2, 5)], ids=["json", "bin", "nc"])
+def test_exchanged_results_are_named_and_run_again(folder, caplog, capsys, one, two):
+    units = mixture(6)
+    run(units, folder, manifest=MANIFEST)
+    before = contents(folder.path)
+    (first, second) = (next((folder.path / "units").glob(f"{units[k].name}.*")) for k in (one, two))
+    exchange(first, second)
+    engine = counting()
+    capsys.readouterr()
+    with caplog.at_level(logging.WARNING):
+        run(units, folder, manifest=MANIFEST, engine=engine, progress="toys")
+    assert engine.asked == [units[one].name, units[two].name]
+    assert contents(folder.path) == before
+    said = [
+        f"{path} is the result of another unit or of another run: unit '{path.stem}' runs again"
+        for path in (first, second)
+    ]
+    assert [record.getMessage() for record in caplog.records] == said
+    assert [line for line in capsys.readouterr().err.splitlines() if "another" in line] == [
+        f"toys: {sentence}" for sentence in said
+    ]
+
+
+@pytest.mark.parametrize("begun", [replace(MANIFEST, seed=8), replace(MANIFEST, packages={"numpy": "0.1"})])
+def test_a_result_of_another_run_is_not_taken(tmp_path, begun):
+    """Also where the unit is the same: it was made with another seed or by other versions."""
+    here, there = RunFolder(tmp_path / "here"), RunFolder(tmp_path / "there")
+    for folder, what in ((here, MANIFEST), (there, begun)):
+        run(mixture(3), RunFolder.create(folder.path), manifest=what)
+    before = contents(here.path)
+    for path in (there.path / "units").iterdir():
+        (here.path / "units" / path.name).write_bytes(path.read_bytes())
+    engine = counting()
+    run(mixture(3), here, manifest=MANIFEST, engine=engine)
+    assert len(engine.asked) == 3
+    assert contents(here.path) == before
+
+
+def test_a_result_exchanged_since_is_refused(folder):
+    result = run(mixture(6), folder, manifest=MANIFEST)
+    exchange(folder.path / "units" / "noise-1.bin", folder.path / "units" / "noise-4.bin")
+    with pytest.raises(HelmscopeError) as caught:
+        result["noise-4"]
+    assert str(caught.value) == (
+        f"unit 'noise-4' no longer has a whole result in {folder.path}/units: run it again, because noise-4.bin is the "
+        "result of another unit or of another run"
+    )
+
+
 def test_two_runs_at_different_times_are_byte_equal(tmp_path):
     first, second = RunFolder.create(tmp_path / "a"), RunFolder.create(tmp_path / "b")
     run(mixture(3), first, manifest=MANIFEST)
@@ -175,112 +161,6 @@ def test_two_runs_at_different_times_are_byte_equal(tmp_path):
     run(mixture(3), second, manifest=manifest())
     assert results(first.path) == results(second.path)
     assert (first.path / "units.json").read_bytes() == (second.path / "units.json").read_bytes()
-
-
-@pytest.mark.parametrize(
-    ("units", "sentence"),
-    [
-        (mixture(4), r"unit 'numbers-3' is not in .*/run/units.json: repeat the same units, or take a new folder"),
-        (mixture(2), r"unit 'dataset-2' is not asked for, but stands in .*/run/units.json: repeat the same units, or"),
-        (mixture(3, size=999), r"unit 'noise-1' has another function or other parameters than in .*/run/units.json: "),
-        ([*mixture(2), Unit("dataset-2", numbers, {"seed": 2})], r"unit 'dataset-2' has another function or other par"),
-    ],
-)
-def test_other_units_are_refused(folder, units, sentence):
-    run(mixture(3), folder, manifest=MANIFEST)
-    before = contents(folder.path)
-    with pytest.raises(HelmscopeError, match=f"^{sentence}"):
-        run(units, folder, manifest=MANIFEST, allow_mixed=True)
-    assert contents(folder.path) == before
-
-
-def changed(**versions: str):
-    return replace(MANIFEST, packages={**MANIFEST.packages, **versions})
-
-
-@pytest.mark.parametrize(
-    ("now", "engine", "difference"),
-    [
-        (changed(numpy="0.1"), Serial(), f"numpy {MANIFEST.packages['numpy']} (now 0.1)"),
-        (changed(torch="9.9"), Serial(), f"torch {MANIFEST.packages['torch']} (now 9.9)"),
-        (replace(MANIFEST, helmscope="9"), Serial(), f"helmscope {MANIFEST.helmscope} (now 9)"),
-        (replace(MANIFEST, python="4.0"), Serial(), f"python {MANIFEST.python} (now 4.0)"),
-        (replace(MANIFEST, platform="Plan 9"), Serial(), f"platform {MANIFEST.platform} (now Plan 9)"),
-        (MANIFEST, Serial(threads=2), "threads 1 (now 2)"),
-        (
-            replace(MANIFEST, python="4.0"),
-            Serial(threads=2),
-            f"python {MANIFEST.python} (now 4.0) and threads 1 (now 2)",
-        ),
-    ],
-    ids=["numpy", "torch", "helmscope", "python", "platform", "threads", "two"],
-)
-def test_other_circumstances_are_refused_unless_allowed(folder, now, engine, difference):
-    run(mixture(3), folder, manifest=MANIFEST)
-    before = contents(folder.path)
-    with pytest.raises(HelmscopeError) as caught:
-        run(mixture(3), folder, manifest=now, engine=engine)
-    assert str(caught.value) == (
-        f"{folder.path} was begun with {difference}, so that results may differ in their last bits: go back to what it "
-        "was, take a new folder, or set allow_mixed (--allow-mixed)"
-    )
-    assert contents(folder.path) == before
-    assert read_plan(folder).mixed == []
-    for _ in range(2):
-        run(mixture(3), folder, manifest=now, engine=engine, allow_mixed=True)
-        assert read_plan(folder).mixed == difference.split(" and ")
-        assert folder.read_manifest() == MANIFEST
-    run(mixture(3), folder, manifest=MANIFEST)
-
-
-def test_another_cpu_is_refused(folder, monkeypatch):
-    run(mixture(3), folder, manifest=MANIFEST)
-    here = read_plan(folder).cpu
-    monkeypatch.setattr(sys.modules["helmscope.runs.run"], "cpu", lambda: "Z80")
-    with pytest.raises(HelmscopeError) as caught:
-        run(mixture(3), folder, manifest=MANIFEST)
-    assert f"was begun with CPU {here} (now Z80), so that results may differ" in str(caught.value)
-
-
-def test_a_package_installed_or_removed_since_is_no_reason_to_refuse(folder):
-    run(mixture(3), folder, manifest=MANIFEST)
-    more, fewer = changed(ray="2.60.0"), replace(MANIFEST, packages={"numpy": MANIFEST.packages["numpy"]})
-    for now in (more, fewer, replace(MANIFEST, created="2025-01-31T12:00:00+00:00", seed=8)):
-        assert len(run(mixture(3), folder, manifest=now)) == 3
-
-
-@pytest.mark.parametrize("name", ["manifest.json", "units.json"])
-def test_a_damaged_record_is_refused_by_its_name(folder, name):
-    run(mixture(3), folder, manifest=MANIFEST)
-    (folder.path / name).write_text('{"units": 3')
-    with pytest.raises(HelmscopeError, match=f"/run/{name} is not valid JSON: "):
-        run(mixture(3), folder, manifest=MANIFEST)
-
-
-@pytest.mark.parametrize(
-    ("text", "sentence"),
-    [
-        ("{}", "has no key 'units', but it must have units, cpu, threads, mixed"),
-        ('{"units": [], "cpu": "", "threads": 1, "mixed": []}', "units of .*units.json is a list, but it must be"),
-        (
-            '{"units": {"a": 1}, "cpu": "", "threads": 1, "mixed": []}',
-            "a of units of .* is a int, but it must be a str",
-        ),
-        (
-            '{"units": {}, "cpu": "", "threads": 0, "mixed": []}',
-            "threads of .* is 0, but it must be a whole number >= 1",
-        ),
-        (
-            '{"units": {}, "cpu": "", "threads": 1, "mixed": ""}',
-            "mixed of .*units.json is a str, but it must be a list",
-        ),
-    ],
-)
-def test_the_plan_is_decoded_strictly(folder, text, sentence):
-    folder.write_manifest(MANIFEST)
-    (folder.path / "units.json").write_text(text)
-    with pytest.raises(HelmscopeError, match=sentence):
-        run(mixture(3), folder, manifest=MANIFEST)
 
 
 @pytest.mark.parametrize(

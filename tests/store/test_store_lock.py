@@ -156,3 +156,95 @@ def test_folder_that_is_not_there_is_one_sentence(tmp_path):
 def test_a_killed_run_s_lock_does_not_make_a_folder_used(tmp_path):
     (tmp_path / ".lock").write_text("process 1 on nowhere")
     assert RunFolder.create(tmp_path) == RunFolder(tmp_path)
+
+
+# A .lock that is somebody else's --------------------------------------------------------------------------------------
+
+WORK = "years of work"
+
+
+def linked(folder: Path, thesis: Path) -> None:
+    (folder / ".lock").symlink_to(thesis)
+
+
+def dangling(folder: Path, thesis: Path) -> None:
+    (folder / ".lock").symlink_to(folder / "new")
+
+
+def second_name(folder: Path, thesis: Path) -> None:
+    (folder / ".lock").hardlink_to(thesis)
+
+
+def own_content(folder: Path, thesis: Path) -> None:
+    (folder / ".lock").write_text(WORK)
+
+
+def long_content(folder: Path, thesis: Path) -> None:
+    (folder / ".lock").write_text("process 1 on " + "x" * 1000)
+
+
+def pipe(folder: Path, thesis: Path) -> None:
+    os.mkfifo(folder / ".lock")
+
+
+@pytest.mark.parametrize(
+    ("make", "what"),
+    [
+        (linked, "a symbolic link"),
+        (dangling, "a symbolic link"),
+        (second_name, "a file that has another name too"),
+        (own_content, "a file with other content than a lock has"),
+        (long_content, "a file with other content than a lock has"),
+        (pipe, "not a regular file"),
+    ],
+)
+@pytest.mark.parametrize("wait", [False, True])
+def test_what_is_no_lock_is_refused_and_stays_as_it_is(tmp_path, make, what, wait):
+    thesis, folder = tmp_path / "thesis.txt", tmp_path / "run"
+    thesis.write_text(WORK)
+    folder.mkdir()
+    make(folder, thesis)
+    before = os.lstat(folder / ".lock")
+    with pytest.raises(HelmscopeError) as caught, locked(folder, wait=wait):
+        pytest.fail("locked")
+    assert str(caught.value) == (
+        f"cannot lock {folder}: {folder}/.lock is {what}, but a lock is a file of its own: move it away"
+    )
+    after = os.lstat(folder / ".lock")
+    assert (after.st_ino, after.st_size, after.st_mtime_ns) == (before.st_ino, before.st_size, before.st_mtime_ns)
+    assert os.listdir(folder) == [".lock"]
+    assert thesis.read_text() == WORK
+
+
+@pytest.mark.parametrize("make", [linked, dangling, pipe])
+def test_looking_at_what_is_no_lock_neither_follows_nor_waits(tmp_path, make):
+    (tmp_path / "thesis.txt").write_text(WORK)
+    make(tmp_path, tmp_path / "thesis.txt")
+    with pytest.raises(
+        HelmscopeError, match=r"/\.lock is (a symbolic link|not a regular file), but a lock is a file of"
+    ):
+        is_locked(tmp_path)
+
+
+def test_a_lock_that_another_file_replaced_meanwhile_stays(tmp_path):
+    with locked(tmp_path):
+        (tmp_path / ".lock").unlink()
+        (tmp_path / ".lock").write_text(WORK)
+    assert (tmp_path / ".lock").read_text() == WORK
+
+
+@pytest.mark.parametrize(
+    ("content", "who"),
+    [
+        ("process 7 on \x1b[2Jbox\x9b", r"process 7 on \x1b[2Jbox\x9b"),
+        ("pay\n7", "another process"),
+        ("", "another process"),
+    ],
+)
+def test_the_holder_is_named_in_printable_words(tmp_path, content, who):
+    (tmp_path / ".lock").write_text(content)
+    with open(tmp_path / ".lock") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(HelmscopeError) as caught, locked(tmp_path):
+            pytest.fail("locked")
+    assert str(caught.value) == f"{tmp_path} is in use by {who}: wait until it ends, or stop it"

@@ -237,14 +237,24 @@ def test_create_takes_an_empty_folder_or_what_a_killed_run_left(tmp_path):
         ("root", lambda value: RunFolder.new(value, "a")),
         ("path", RunFolder.create),
         ("path", RunFolder.open),
+        ("path", RunFolder),
     ],
-    ids=["new", "create", "open"],
+    ids=["new", "create", "open", "itself"],
 )
 @pytest.mark.parametrize("value", [3, None, b"run"], ids=repr)
 def test_what_is_no_path_is_one_sentence(name, make, value):
     with pytest.raises(HelmscopeError) as caught:
         make(value)
     assert str(caught.value) == f"{name} is a {type(value).__name__}, but it must be a path, as a str or a Path"
+
+
+def test_a_folder_by_its_name(run):
+    run.write_manifest(manifest())
+    named = RunFolder(str(run.path))
+    assert (named, hash(named), named.path) == (run, hash(run), run.path)
+    assert named.read_manifest() == run.read_manifest()
+    with named.lock():
+        assert named.results() == ()
 
 
 def test_open_needs_a_manifest(run):

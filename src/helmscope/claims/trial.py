@@ -65,7 +65,7 @@ class TrialsFailed(UnitsFailed):
 
     >>> from pathlib import Path
     >>> from helmscope.runs.run import RunResult
-    >>> TrialsFailed(RunResult(Path("units"), (), {"my-claim": "ZeroDivisionError"}), []).trials
+    >>> TrialsFailed(RunResult(Path("units"), {}, {"my-claim": "ZeroDivisionError"}), []).trials
     []
     """
 

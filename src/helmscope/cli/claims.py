@@ -28,6 +28,7 @@ NOT_YET = "not yet tried"
 def list_claims(folder: Listed = None, as_json: AsJson = False) -> None:
     """List all claims: id, source, how it is decided, whether it can be tried, and the statement."""
     from helmscope.claims.reading import read_catalogue
+    from helmscope.store.printable import printable
 
     entries, tried = read_catalogue(folder), _tried(folder)
     if as_json:
@@ -35,7 +36,7 @@ def list_claims(folder: Listed = None, as_json: AsJson = False) -> None:
         return
     for entry in entries.values():
         state = "helmscope claims test" if entry.id in tried else NOT_YET
-        print(f"{entry.id}  (source {entry.source}, by {' and '.join(entry.decided)}; {state})")
+        print(f"{entry.id}  (source {printable(entry.source)}, by {' and '.join(entry.decided)}; {state})")
         print(_block(entry.statement))
 
 
@@ -92,6 +93,7 @@ def try_claims(
     from helmscope.cli.output import run_folder
     from helmscope.cli.trials import asked_claims, carry_out, plain_verdicts
     from helmscope.runs.progress import say
+    from helmscope.store.printable import printable
 
     engine = engine_of(jobs, max_memory, threads, ray)
     asked = asked_claims(claim or [], folder, seed=seed)
@@ -101,7 +103,7 @@ def try_claims(
         print(json.dumps({"seed": seed, "quick": quick, "verdicts": plain_verdicts(trials)}, indent=2))
     else:
         for verdict in (trial.verdict for trial in trials):
-            print(f"{verdict.claim}: {verdict.ruling.value}\n{_block(verdict.sentence)}")
+            print(f"{printable(verdict.claim)}: {verdict.ruling.value}\n{_block(verdict.sentence)}")
     say(f"folder: {run.path}")
     if failed is not None:
         raise failed
@@ -124,4 +126,7 @@ def _record(entry: Entry, tried: set[str]) -> dict[str, object]:
 
 
 def _block(text: str) -> str:
-    return textwrap.fill(text, width=100, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False)
+    from helmscope.store.printable import printable
+
+    shown = printable(" ".join(text.split()))
+    return textwrap.fill(shown, width=100, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False)

@@ -25,6 +25,7 @@ def doctor(
 
     from helmscope.cli.options import device_named, model_dtype_named
     from helmscope.models.doctor import doctor as examine
+    from helmscope.store.printable import printable
 
     found = examine(
         model,
@@ -36,6 +37,9 @@ def doctor(
         offline=offline,
     )
     ok = found.certificate.ok
-    print(json.dumps({"ok": ok} | asdict(found), indent=2) if as_json else found)
+    if as_json:
+        print(json.dumps({"ok": ok} | asdict(found), indent=2))
+    else:  # names and tokens come from the model's files
+        print(*map(printable, str(found).split("\n")), sep="\n")
     if not ok:
         raise typer.Exit(1)

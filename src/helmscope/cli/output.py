@@ -7,7 +7,7 @@ import math
 import os
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
     from helmscope.store.manifest import Manifest
     from helmscope.store.run_folder import RunFolder
+
+RESUMABLE = ("claims", "phase", "report", "simulate")
 
 
 def run_folder(what: str, out: str | None, *, resume: bool) -> RunFolder:
@@ -44,18 +46,24 @@ def manifest_of(**details: Any) -> Manifest:
     return Manifest.collect(command=["helmscope", *sys.argv[1:]], **details)
 
 
-def resume_line(command: list[str] | tuple[str, ...], folder: object) -> str:
-    """The command that goes on with the run in a folder.
+def resume_line(command: Sequence[str], folder: object) -> str:
+    """The command that goes on with the run in a folder, quoted for a shell. Commands stand in files, which anybody may
+    have written, and this line will be pasted: a ``HelmscopeError`` says why there is none.
 
     >>> resume_line(["helmscope", "simulate", "--n", "8"], "runs/a")
     'helmscope simulate --n 8 --out runs/a --resume'
     """
     words = list(command)
+    if words[:1] != ["helmscope"] or words[1:2] not in [[verb] for verb in RESUMABLE]:
+        raise HelmscopeError("it was not begun by a command that knows --resume: repeat the call that began it")
     if "--out" in words:
         at = words.index("--out")
         del words[at : at + 2]
     words = [word for word in words if word != "--resume" and not word.startswith("--out=")]
-    return shlex.join([*words, "--out", str(folder), "--resume"])
+    words += ["--out", str(folder), "--resume"]
+    if not all(word.isprintable() for word in words):
+        raise HelmscopeError("its command line or its path holds control characters or others that do not print")
+    return shlex.join(words)
 
 
 @contextmanager
@@ -66,7 +74,10 @@ def resumable(manifest: Manifest, folder: RunFolder) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        say(f"go on with: {resume_line(tuple(manifest.command), folder.path)}")
+        try:
+            say(f"go on with: {resume_line(manifest.command, folder.path)}")
+        except HelmscopeError as error:
+            say(f"no command to go on with is offered, because {error}")
         raise
 
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 MOST_VALUES = 100_000
 UNITS_A_DIM = 8
 USUAL_DIMS = "8,32"
+AUTO = "auto"
 # what decides the numbers of one dim and beta: the parameters of a unit of work
 _PHYSICS = (
     *("field", "value", "causal", "nu", "spectrum", "n", "times", "samples", "delta", "published"),
@@ -198,22 +199,31 @@ def _units(dims: list[int], betas: list[float], physics: dict[str, Any]) -> list
 def _carried_out(
     units: list[Unit], folder: RunFolder, asked: dict[str, Any], engine: Engine, *, allow_mixed: bool
 ) -> xr.Dataset:
-    """Run the units, join them to one diagram over (dim, beta, time), and write what was used into the manifest."""
+    """Run the units, join them to one diagram over (dim, beta, time), and add what was used to the manifest."""
     from dataclasses import replace
 
     from helmscope.cli.output import manifest_of, resumable
     from helmscope.runs.run import run
 
-    places = {"seed": asked["seed"], "dtype": asked["dtype"] or "float64", "device": asked["device"]}
+    places = {
+        "seed": asked["seed"],
+        "dtype": asked["dtype"] or _usual_dtype(asked["device"]),
+        "device": asked["device"],
+    }
     parameters = {key: each for key, each in asked.items() if key not in places}
     manifest = manifest_of(**places, threads=engine.threads, inputs={}, parameters=parameters)
     with resumable(manifest, folder):
         result = run(units, folder, manifest=manifest, engine=engine, progress="phase diagram", allow_mixed=allow_mixed)
     data = _joined([result[name] for name in result])
     begun = folder.read_manifest()
-    used = {key: data.attrs[key] for key in ("kernel", "stepper")}
-    folder.write_manifest(replace(begun, dtype=data.attrs["dtype"], parameters={**begun.parameters, **used}))
+    used = {key: data.attrs[key] for key in ("kernel", "stepper", *(("dtype",) if begun.dtype == AUTO else ()))}
+    folder.write_manifest(replace(begun, parameters={**begun.parameters, **used}))
     return data
+
+
+def _usual_dtype(device: str) -> str:
+    """On a GPU each unit takes float32 where a kernel serves it, which shows only when it runs."""
+    return AUTO if device.startswith("cuda") else "float64"
 
 
 def _joined(parts: list[xr.Dataset]) -> xr.Dataset:

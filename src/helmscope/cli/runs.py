@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from helmscope.types import HelmscopeError
+
 if TYPE_CHECKING:
     from helmscope.runs.listing import RunSummary
 
@@ -19,6 +21,7 @@ def runs(
 ) -> None:
     """List earlier runs, oldest first: how each ended, and how to go on with one that was interrupted."""
     from helmscope.runs.listing import list_runs
+    from helmscope.store.printable import printable
 
     # without a word about where, a folder that no run has made yet is no mistake
     found = list_runs(root or "runs") if root is not None or os.path.isdir("runs") else []
@@ -28,24 +31,31 @@ def runs(
         print(f"no runs in {root or 'runs'}")
     else:
         for run in found:
-            print(_line(run))
+            print(*map(printable, _lines(run)), sep="\n")
 
 
-def _line(run: RunSummary) -> str:
+def _lines(run: RunSummary) -> list[str]:
     record = _record(run)
     units = f"{run.done} of {run.total} units" if run.total else "no units"
     lines = [f"{run.name}  {run.state.value}, {units}  {run.created}"]
     lines.append(f"    {run.reason or shlex.join(run.command)}")
     if record["resume"]:
         lines.append(f"    go on with: {record['resume']}")
-    return "\n".join(lines)
+    elif record["resume_refused"]:
+        lines.append(f"    no command to go on with is offered, because {record['resume_refused']}")
+    return lines
 
 
 def _record(run: RunSummary) -> dict[str, object]:
     from helmscope.cli.output import resume_line
     from helmscope.runs.listing import State
 
-    unfinished = run.state is State.INTERRUPTED and run.total > 0
+    resume, refused = "", ""
+    if run.state is State.INTERRUPTED and run.total > 0:
+        try:
+            resume = resume_line(run.command, run.path)
+        except HelmscopeError as error:
+            refused = str(error)
     return {
         "name": run.name,
         "folder": str(run.path),
@@ -55,5 +65,6 @@ def _record(run: RunSummary) -> dict[str, object]:
         "done": run.done,
         "total": run.total,
         "reason": run.reason,
-        "resume": resume_line(run.command, run.path) if unfinished else "",
+        "resume": resume,
+        "resume_refused": refused,
     }

@@ -77,7 +77,8 @@ def carry_out(
         device="cpu",
         threads=engine.threads,
         inputs={name: digest for claim in claims for name, digest in sources(claim, folder).items()},
-        parameters={"claims": claims, "quick": quick, "from": folder},
+        # in whichever order and by whichever path they are asked for, the run is the same
+        parameters={"claims": sorted(claims), "quick": quick, "from": folder and str(Path(folder).resolve())},
     )
     try:
         with resumable(manifest, run):

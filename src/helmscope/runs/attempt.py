@@ -18,7 +18,7 @@ from helmscope.types import HelmscopeError, MissingExtra
 
 @dataclass(frozen=True)
 class Done:
-    """The result of the unit ``name`` as the bytes of its file.
+    """The result of the unit ``name``: the ending of its file, and the bytes of its content.
 
     >>> Done("mean", ".json", b"{}").ending
     '.json'

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-from helmscope.runs.plan import read_plan
+from helmscope.runs.plan import RESULTS, read_parts
 from helmscope.runs.results import result_files
 from helmscope.store.atomic import as_path, explained
 from helmscope.store.lock import is_locked
-from helmscope.store.run_folder import MANIFEST, UNITS, VERDICTS, RunFolder
+from helmscope.store.run_folder import MANIFEST, VERDICTS, RunFolder
 from helmscope.types import HelmscopeError
 
 
@@ -53,7 +53,7 @@ class RunSummary:
 
 def list_runs(root: str | os.PathLike[str]) -> list[RunSummary]:
     """The run folders in ``root``, oldest first. A folder without a manifest is none of ours and is left out; one whose
-    records cannot be read is listed as damaged, with the reason.
+    records cannot be read, or contradict each other, is listed as damaged, with the reason.
 
     A run with units is complete when each has a result, one without when it holds any result. Running means that a
     process holds the folder's lock.
@@ -74,9 +74,10 @@ def _summary(path: Path) -> RunSummary:
     try:
         with explained(f"read {path}"):
             running = is_locked(path)
-        manifest = folder.read_manifest()
-        units = read_plan(folder).units if (path / UNITS).is_file() else {}
-        done = sum(bool(result_files(path / "units", name)) for name in units)
+        found, plan = read_parts(folder)
+        manifest = folder.read_manifest() if found is None else found
+        units = {} if plan is None else plan.units
+        done = sum(bool(result_files(path / RESULTS, name)) for name in units)
         finished = done == len(units) if units else bool(folder.results()) or (path / VERDICTS).is_file()
     except HelmscopeError as error:
         return RunSummary(path, State.DAMAGED, reason=str(error))

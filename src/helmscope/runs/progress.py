@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import IO, Any, cast
 
+from helmscope.store.printable import printable
+
 
 @contextmanager
 def counting(what: str, *, total: int, done: int, jobs: int) -> Iterator[Callable[[], None]]:
@@ -70,13 +72,14 @@ def _spoken(seconds: float) -> str:
 
 def say(line: str) -> None:
     """Prints a line on standard error; one that cannot be written there is dropped, because the work is worth more.
+    What it quotes from files may hold characters that a terminal obeys; they are written as escapes.
 
     >>> from contextlib import redirect_stderr
     >>> with redirect_stderr(sys.stdout):
     ...     say("half way")
     half way
     """
-    print(line, file=_Forgiving(), flush=True)
+    print(printable(line), file=_Forgiving(), flush=True)
 
 
 class _Forgiving:

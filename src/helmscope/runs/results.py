@@ -1,55 +1,76 @@
-"""Results as files, each with a checksum: NAME.nc for a Dataset, NAME.bin for bytes, NAME.json for plain data."""
+"""Results as files: NAME.nc for a Dataset, NAME.bin for bytes, NAME.json for plain data.
+
+Each holds a stamp, 64 hexadecimal digits that say which unit of which run it is the result of, and a checksum over
+content and stamp. Behind the content of NAME.nc and NAME.bin stand 32 bytes of each; readers of netCDF ignore them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from helmscope.store.atomic import explained
 from helmscope.store.manifest import hash_bytes
-from helmscope.store.run_folder import encode_dataset, read_dataset, read_sealed, seal
+from helmscope.store.sealed import encode_netcdf, load_netcdf, read_sealed, seal
 from helmscope.store.strict_json import decode, encode, plain, record, text
 from helmscope.types import HelmscopeError
 
+ENDINGS = (".nc", ".json", ".bin")
+FOREIGN = "is the result of another unit or of another run"
+
 
 def encode_result(value: Any) -> tuple[str, bytes]:
-    """The ending and the bytes of the file that holds ``value``; equal values give equal bytes.
+    """The ending of the file that holds ``value``, and the bytes of its content; equal values give equal bytes.
 
-    >>> ending, data = encode_result({"beta": 4.0})
-    >>> ending, data.splitlines()[1:4]
-    ('.json', [b'  "result": {', b'    "beta": 4.0', b'  },'])
+    >>> encode_result([4.0])
+    ('.json', b'[\\n  4.0\\n]\\n')
     """
     if isinstance(value, bytes):
-        return ".bin", seal(value)
+        return ".bin", value
     if hasattr(value, "data_vars"):
-        return ".nc", encode_dataset(value, "keep the result")
-    result = plain("the result", value)
-    return ".json", encode({"result": result, "sha256": hash_bytes(encode(result, "the result"))}, "the result")
+        return ".nc", bytes(encode_netcdf(value, "keep the result"))
+    return ".json", encode(plain("the result", value), "the result")
 
 
-def read_result(path: Path) -> Any:
-    """The value of a file of ``encode_result``. One that is torn, damaged or of other origin is a ``HelmscopeError``.
+def stamped(ending: str, content: bytes, stamp: str) -> bytes:
+    """The bytes of the file for what ``encode_result`` gave, as the result of the unit with this stamp.
 
-    >>> read_result(Path("none.json"))
-    Traceback (most recent call last):
-    helmscope.types.HelmscopeError: cannot read none.json: No such file or directory
+    >>> len(stamped(".bin", b"abc", "ab" * 32))
+    67
     """
-    return _READERS[path.suffix](path)
+    if ending == ".json":
+        kept = {"result": decode(content, "the result"), "stamp": stamp}
+        return encode({**kept, "sha256": hash_bytes(encode(kept, "the result"))}, "the result")
+    return seal(content, bytes.fromhex(stamp))
 
 
-def is_whole(path: Path) -> bool:
-    """Whether a file is there, and is what ``encode_result`` made.
+def read_result(path: Path, stamp: str) -> Any:
+    """The value of a file of ``stamped``. One that is torn or damaged, or that is the result of another unit or of
+    another run, is a ``HelmscopeError``.
 
-    >>> is_whole(Path("none.json"))
-    False
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = Path(folder, "beta-1.bin")
+    ...     _ = path.write_bytes(stamped(".bin", b"abc", "ab" * 32))
+    ...     read_result(path, "ab" * 32), fault_of(path, "cd" * 32)
+    (b'abc', 'is the result of another unit or of another run')
     """
-    check = _read_json if path.suffix == ".json" else read_sealed
+    content, found = _read(path)
+    if found != stamp:
+        raise HelmscopeError(f"cannot read {path}: it {FOREIGN}")
+    return load_netcdf(path) if path.suffix == ".nc" else content
+
+
+def fault_of(path: Path, stamp: str) -> str:
+    """Why a file is not the result of the unit with this stamp, as the end of a sentence; "" where it is.
+
+    >>> fault_of(Path("none.json"), "ab" * 32)
+    'is truncated or damaged, or something else wrote it'
+    """
     try:
-        check(path)
+        return "" if _read(path)[1] == stamp else FOREIGN
     except HelmscopeError:
-        return False
-    return True
+        return "is truncated or damaged, or something else wrote it"
 
 
 def result_files(folder: Path, name: str) -> list[Path]:
@@ -58,20 +79,22 @@ def result_files(folder: Path, name: str) -> list[Path]:
     >>> result_files(Path("no-such-folder"), "a")
     []
     """
-    return [path for path in (folder / f"{name}{ending}" for ending in _READERS) if path.is_file()]
+    return [path for path in (folder / f"{name}{ending}" for ending in ENDINGS) if path.is_file()]
 
 
-def _read_json(path: Path) -> Any:
+def _read(path: Path) -> tuple[Any, str]:
+    """The content of a whole file, that of netCDF not decoded, and the stamp."""
+    if path.suffix == ".json":
+        return _read_json(path)
+    data = read_sealed(path)
+    return data[:-32] if path.suffix == ".nc" else bytes(data[:-32]), data[-32:].hex()
+
+
+def _read_json(path: Path) -> tuple[Any, str]:
     with explained(f"read {path}"):
         data = path.read_bytes()
-    kept = record(decode(data, str(path)), {"result": plain, "sha256": text}, str(path))
-    if hash_bytes(encode(kept["result"], str(path))) != kept["sha256"]:
+    kept = record(decode(data, str(path)), {"result": plain, "stamp": text, "sha256": text}, str(path))
+    checksum = kept.pop("sha256")
+    if hash_bytes(encode(kept, str(path))) != checksum:
         raise HelmscopeError(f"cannot read {path}: its checksum does not fit")
-    return kept["result"]
-
-
-_READERS: dict[str, Callable[[Path], Any]] = {
-    ".nc": read_dataset,
-    ".json": _read_json,
-    ".bin": lambda path: bytes(read_sealed(path)),
-}
+    return kept["result"], kept["stamp"]

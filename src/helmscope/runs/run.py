@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from helmscope.runs.attempt import Engine, Failed
-from helmscope.runs.plan import Plan, cpu, settle
+from helmscope.runs.plan import RESULTS, Plan, begin, cpu
 from helmscope.runs.progress import counting, say
-from helmscope.runs.results import is_whole, read_result, result_files
+from helmscope.runs.results import fault_of, read_result, result_files, stamped
 from helmscope.runs.serial import Serial
 from helmscope.runs.unit import Unit
 from helmscope.store.atomic import explained, is_temporary, make_folder, write_bytes
@@ -31,29 +31,32 @@ log = logging.getLogger(__name__)
 class RunResult:
     """The results of a run by the names of their units: ``result["mean"]`` reads that file when it is asked for.
 
-    ``done`` are the names with a result, in the order of the units; ``failed`` says of others why they have none. A
-    file that was damaged since is refused, and an unknown name offers the nearest.
+    ``done`` are the names with a result, in the order of the units, each with the stamp that its file must bear;
+    ``failed`` says of others why they have none. A file that was damaged or exchanged since is refused, and an unknown
+    name offers the nearest.
 
-    >>> RunResult(Path("units"), ("mean",), {})["maen"]
+    >>> RunResult(Path("units"), {"mean": "ab" * 32}, {})["maen"]
     Traceback (most recent call last):
     helmscope.types.HelmscopeError: unknown unit 'maen': did you mean 'mean'? Allowed: mean
     """
 
     folder: Path
-    done: tuple[str, ...]
+    done: Mapping[str, str]
     failed: Mapping[str, str]
 
     def __getitem__(self, name: str) -> Any:
         """The Dataset, bytes or plain data that the unit gave."""
         known_name("unit", name, self.done)
-        whole = [path for path in result_files(self.folder, name) if is_whole(path)]
-        if not whole:
-            raise HelmscopeError(f"unit '{name}' no longer has a whole result in {self.folder}: run it again")
-        return read_result(whole[0])
+        faults = {path: fault_of(path, self.done[name]) for path in result_files(self.folder, name)}
+        for path, fault in faults.items():
+            if not fault:
+                return read_result(path, self.done[name])
+        why = "".join(f", because {path.name} {fault}" for path, fault in faults.items())
+        raise HelmscopeError(f"unit '{name}' no longer has a whole result in {self.folder}: run it again{why}")
 
     def keys(self) -> tuple[str, ...]:
         """The names with a result, so that ``dict(result)`` reads them all."""
-        return self.done
+        return tuple(self.done)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.done)
@@ -65,7 +68,7 @@ class RunResult:
 class UnitsFailed(HelmscopeError):
     """Some units raised; one sentence names the first. ``result`` holds the others.
 
-    >>> str(UnitsFailed(RunResult(Path("units"), ("a",), {"b": "ZeroDivisionError: division by zero"})))
+    >>> str(UnitsFailed(RunResult(Path("units"), {"a": "ab" * 32}, {"b": "ZeroDivisionError: division by zero"})))
     "unit 'b' failed: ZeroDivisionError: division by zero; 1 result is kept in units"
     """
 
@@ -91,16 +94,17 @@ def run(
 
     This process alone writes, each result as it comes, whole or not at all, to FOLDER/units/NAME.nc, .json or .bin; so
     a run that was killed at any moment goes on with the same call, to files equal byte by byte to those of a run that
-    nobody disturbed. That needs the same units, and the versions, CPU and threads that manifest.json and units.json
-    recorded at the first call; other units are refused, and other circumstances unless ``allow_mixed``. The folder is
-    locked meanwhile.
+    nobody disturbed. That needs the same units and the same manifest (but for time and command line), and the versions,
+    CPU and threads that manifest.json and units.json recorded at the first call; other units and another manifest are
+    refused, and other circumstances unless ``allow_mixed``. So is a folder whose files contradict each other. A result
+    that is damaged, or is that of another unit or run, is named and computed again. The folder is locked meanwhile.
 
-    ``manifest`` says what the run is; where None, it is the command line of this process. ``engine`` is ``Serial()``
-    where None, or ``Processes(jobs)`` or ``Ray(jobs)``; results do not depend on it.
-    ``progress`` is the heading under which it is shown on standard error. Where units raise, the others go on and
-    ``UnitsFailed`` is raised at the end, or at once with ``fail_fast``; tracebacks go to the log, and the next call
-    tries those units again. Ctrl-C, SIGTERM and SIGHUP stop the workers and end in a KeyboardInterrupt that says how to
-    go on.
+    ``manifest`` says what the run is; where None, the manifest in the folder stands, and a new one holds the command
+    line of this process. ``engine`` is ``Serial()`` where None, or ``Processes(jobs)`` or ``Ray(jobs)``; results do not
+    depend on it. ``progress`` is the heading under which it is shown on standard error. Where units raise, the others
+    go on and ``UnitsFailed`` is raised at the end, or at once with ``fail_fast``; tracebacks go to the log, and the
+    next call tries those units again. Ctrl-C, SIGTERM and SIGHUP stop the workers and end in a KeyboardInterrupt that
+    says how to go on.
 
     >>> import statistics, tempfile
     >>> units = [Unit(f"mean-{n}", statistics.fmean, {"data": list(range(n))}) for n in (2, 4)]
@@ -110,20 +114,21 @@ def run(
     """
     engine = Serial() if engine is None else engine
     _check_engine(engine)
-    manifest = _manifest_of_process(engine.threads) if manifest is None else manifest
-    for name, value, kind in (("folder", folder, RunFolder), ("manifest", manifest, Manifest)):
+    now = _manifest_of_process(engine.threads) if manifest is None else manifest
+    for name, value, kind in (("folder", folder, RunFolder), ("manifest", now, Manifest)):
         if not isinstance(value, kind):
             raise HelmscopeError(f"{name} is a {type(value).__name__}, but it must be a {kind.__name__}")
     _check_options(progress, fail_fast=fail_fast, allow_mixed=allow_mixed)
     asked = _checked(units)
-    results, failed = folder.path / "units", dict[str, str]()
+    results, failed = folder.path / RESULTS, dict[str, str]()
     with _terminable(), folder.lock():
         _clean(folder.path)
-        plan = Plan({unit.name: unit.key for unit in asked}, cpu(), engine.threads)
-        settle(folder, manifest, plan, allow_mixed=allow_mixed)
+        plan = Plan({unit.name: unit.key for unit in asked}, now.identity, cpu(), engine.threads)
+        plan = begin(folder, now, plan, allow_mixed=allow_mixed, any_manifest=manifest is None)
         if not make_folder(results):
             _clean(results)
-        done = {unit.name for unit in asked if _has_result(results, unit.name)}
+        stamps = {unit.name: plan.stamp(unit.name) for unit in asked}
+        done = {name for name, stamp in stamps.items() if _has_result(results, name, stamp, progress)}
         left = [unit for unit in asked if unit.name not in done]
         shown = _shown(progress, total=len(asked), done=len(done), jobs=engine.jobs)
         with _resumable(folder, progress), shown as tick, closing(engine.attempts(left)) as outcomes:
@@ -134,10 +139,11 @@ def run(
                     if fail_fast:
                         break
                 else:
-                    write_bytes(results / f"{outcome.name}{outcome.ending}", outcome.data)
+                    data = stamped(outcome.ending, outcome.data, stamps[outcome.name])
+                    write_bytes(results / f"{outcome.name}{outcome.ending}", data)
                     done.add(outcome.name)
                 tick()
-    result = RunResult(results, tuple(unit.name for unit in asked if unit.name in done), failed)
+    result = RunResult(results, {name: stamp for name, stamp in stamps.items() if name in done}, failed)
     if failed:
         raise UnitsFailed(result)
     return result
@@ -185,12 +191,16 @@ def _clean(folder: Path) -> None:
             (folder / name).unlink(missing_ok=True)
 
 
-def _has_result(results: Path, name: str) -> bool:
-    files = result_files(results, name)
-    whole = any(is_whole(path) for path in files)
-    if files and not whole:
-        log.warning("%s is truncated or damaged, or something else wrote it: unit '%s' runs again", files[0], name)
-    return whole
+def _has_result(results: Path, name: str, stamp: str, progress: str | None) -> bool:
+    faults = {path: fault_of(path, stamp) for path in result_files(results, name)}
+    if "" in faults.values():
+        return True
+    for path, fault in faults.items():
+        sentence = f"{path} {fault}: unit '{name}' runs again"
+        log.warning("%s", sentence)
+        if progress is not None:
+            say(f"{progress}: {sentence}")
+    return False
 
 
 def _shown(progress: str | None, **counts: int) -> AbstractContextManager[Callable[[], None]]:

@@ -15,6 +15,7 @@ from importlib import metadata
 from typing import Any
 
 from helmscope.store.atomic import explained
+from helmscope.store.printable import printable
 from helmscope.store.strict_json import Reader, decode, encode, plain, record, text
 from helmscope.types import HelmscopeError, whole_number
 
@@ -104,6 +105,17 @@ class Manifest:
             parameters=parameters,
         )
 
+    @property
+    def identity(self) -> dict[str, Any]:
+        """All but the time and the command line: two runs that have it in common give equal results.
+
+        >>> run = dict(seed=7, dtype="float64", device="cpu", threads=1, inputs={}, parameters={})
+        >>> one, two = (Manifest.collect(**run, command=["helmscope", word]) for word in ("phase", "report"))
+        >>> one.identity == two.identity, one.identity["seed"]
+        (True, 7)
+        """
+        return {key: value for key, value in asdict(self).items() if key not in ("created", "command")}
+
     def to_json(self) -> bytes:
         """The manifest as JSON; equal manifests give equal bytes."""
         return encode(asdict(self), "manifest")
@@ -140,14 +152,16 @@ def _mapping(name: str, value: object) -> dict[str, Any]:
 
 
 def _texts(name: str, value: object) -> dict[str, str]:
-    return {key: text(f"{key} of {name}", item) for key, item in _mapping(name, value).items()}
+    return {key: text(f"{printable(key)} of {name}", item) for key, item in _mapping(name, value).items()}
 
 
 def _hashes(name: str, value: object) -> dict[str, str]:
     hashes = _texts(name, value)
     for key, item in hashes.items():
         if not re.fullmatch("[0-9a-f]{64}", item):
-            raise HelmscopeError(f"{key} of {name} is '{item[:80]}', but it must be a SHA-256 in 64 hexadecimal digits")
+            raise HelmscopeError(
+                f"{printable(key)} of {name} is {item[:80]!r}, but it must be a SHA-256 in 64 hexadecimal digits"
+            )
     return hashes
 
 
@@ -159,7 +173,7 @@ def _instant(name: str, value: object) -> str:
         utc = False
     if not utc:
         raise HelmscopeError(
-            f"{name} is '{written[:80]}', but it must be a time in UTC, such as 2025-01-31T12:00:00+00:00"
+            f"{name} is {written[:80]!r}, but it must be a time in UTC, such as 2025-01-31T12:00:00+00:00"
         )
     return written
 

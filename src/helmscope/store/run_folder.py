@@ -4,7 +4,6 @@ units.json and units/.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 from collections.abc import Sequence
@@ -15,9 +14,10 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from helmscope.store.atomic import as_path, explained, is_temporary, make_folder, one_line, write_bytes
+from helmscope.store.atomic import as_path, explained, is_temporary, make_folder, write_bytes
 from helmscope.store.lock import LOCK, locked
 from helmscope.store.manifest import Manifest
+from helmscope.store.sealed import as_dataset, encode_netcdf, load_netcdf, read_sealed, seal
 from helmscope.store.verdicts import decode_verdicts, encode_verdicts
 from helmscope.types import HelmscopeError, Verdict, check_measurement, known_name
 
@@ -29,9 +29,10 @@ VERDICTS = "verdicts.json"
 UNITS = "units.json"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class RunFolder:
-    """A folder that one run writes into and everybody reads. Made by ``new`` or ``create``, found again by ``open``.
+    """A folder that one run writes into and everybody reads. Made by ``new`` or ``create``, found again by ``open``;
+    ``RunFolder(path)`` alone looks at nothing.
 
     Every write is atomic (``replacing``) and may be repeated; a later one of the same name takes the place of the
     earlier. Names hold letters, digits, ".", "_" and "-", so that no name leads out of the folder.
@@ -47,6 +48,9 @@ class RunFolder:
     """
 
     path: Path
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        object.__setattr__(self, "path", as_path("path", path))
 
     @classmethod
     def new(cls, root: str | os.PathLike[str], what: str) -> RunFolder:
@@ -101,21 +105,23 @@ class RunFolder:
 
     def write_results(self, name: str, measurement: xr.Dataset) -> None:
         """Writes NAME.nc, a Dataset that keeps the Measurement rule. Equal Datasets give equal bytes."""
-        self.write_data(name, check_measurement(_dataset(measurement)))
+        self.write_data(name, check_measurement(as_dataset(measurement)))
 
     def write_data(self, name: str, dataset: xr.Dataset) -> None:
         """Writes NAME.nc, any Dataset that netCDF can hold, such as a trajectory: the netCDF file, which every reader
         of netCDF opens, and behind its end 32 bytes that such a reader ignores, the SHA-256 of all before.
         """
         path = self.path / f"{file_name(name)}.nc"
-        write_bytes(path, encode_dataset(dataset, f"write {path}"))
+        write_bytes(path, seal(encode_netcdf(dataset, f"write {path}")))
 
     def read_results(self, name: str) -> xr.Dataset:
         """The Dataset of NAME.nc, in memory, with the file closed. An unknown name offers the nearest; a file whose
         checksum does not fit is refused before HDF5 sees it, which may never return from a damaged file.
         """
         known_name(f"result in {self.path}", file_name(name), self.results())
-        return read_dataset(self.path / f"{name}.nc")
+        path = self.path / f"{name}.nc"
+        read_sealed(path)
+        return load_netcdf(path)
 
     def results(self) -> tuple[str, ...]:
         """The names that ``read_results`` knows, sorted."""
@@ -131,7 +137,8 @@ class RunFolder:
         write_bytes(self.path / name, data)
 
     def _read(self, name: str) -> bytes:
-        return _read(self.path / name)
+        with explained(f"read {self.path / name}"):
+            return (self.path / name).read_bytes()
 
 
 # 200 characters leave room for the ending and for the temporary's name within the 255 bytes of a file name
@@ -150,76 +157,3 @@ def file_name(name: str) -> str:
             "and begin with a letter, a digit or '_'"
         )
     return name
-
-
-def seal(data: bytes | memoryview) -> bytes:
-    """``data`` with its SHA-256, 32 bytes, behind it.
-
-    >>> len(seal(b"abc"))
-    35
-    """
-    return b"".join((data, hashlib.sha256(data).digest()))
-
-
-def read_sealed(path: Path) -> memoryview:
-    """The data of a file that ``seal`` closed; a file that is torn, damaged or not of this kind is refused.
-
-    >>> import tempfile
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     write_bytes(Path(folder, "a.bin"), seal(b"abc"))
-    ...     bytes(read_sealed(Path(folder, "a.bin")))
-    b'abc'
-    """
-    data = memoryview(_read(path))
-    if hashlib.sha256(data[:-32]).digest() != data[-32:]:
-        raise HelmscopeError(f"cannot read {path}: it is truncated or damaged, or something else wrote it")
-    return data[:-32]
-
-
-def encode_dataset(dataset: xr.Dataset, action: str) -> bytes:
-    """A sealed netCDF file in memory; equal Datasets give equal bytes. What netCDF cannot hold is refused with
-    "cannot ACTION: REASON".
-
-    >>> import xarray as xr
-    >>> encode_dataset(xr.Dataset({"energy": 0.5}), "keep the energy")[1:4]
-    b'HDF'
-    """
-    checked = _dataset(dataset)
-    # in memory, because HDF5 that writes to a full disk ends the process with a segmentation fault; without the
-    # encoding of the file a Dataset came from, which would round its values or change the bytes
-    try:
-        return seal(checked.drop_encoding().to_netcdf(engine="h5netcdf"))
-    except Exception as error:
-        raise HelmscopeError(f"cannot {action}: {one_line(error) or type(error).__name__}") from error
-
-
-def read_dataset(path: Path) -> xr.Dataset:
-    """The Dataset of a sealed netCDF file, in memory, with the file closed.
-
-    >>> import tempfile
-    >>> import xarray as xr
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     write_bytes(Path(folder, "a.nc"), encode_dataset(xr.Dataset({"energy": 0.5}), "keep the energy"))
-    ...     float(read_dataset(Path(folder, "a.nc")).energy)
-    0.5
-    """
-    import xarray as xr
-
-    read_sealed(path)
-    try:
-        return xr.load_dataset(path, engine="h5netcdf")
-    except Exception as error:
-        raise HelmscopeError(f"cannot read {path}: {one_line(error) or type(error).__name__}") from error
-
-
-def _read(path: Path) -> bytes:
-    with explained(f"read {path}"):
-        return path.read_bytes()
-
-
-def _dataset(value: xr.Dataset) -> xr.Dataset:
-    import xarray as xr
-
-    if not isinstance(value, xr.Dataset):
-        raise HelmscopeError(f"dataset is a {type(value).__name__}, but it must be an xarray Dataset")
-    return value

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from helmscope.store.printable import printable
 from helmscope.types import HelmscopeError, known_name
 
 Reader = Callable[[str, object], Any]
@@ -45,7 +46,7 @@ def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
     seen: dict[str, object] = {}
     for key, value in pairs:
         if key in seen:
-            raise ValueError(f"the key '{key}' stands twice")
+            raise ValueError(f"the key {key!r} stands twice")
         seen[key] = value
     return seen
 
@@ -64,7 +65,7 @@ def record(raw: object, readers: Mapping[str, Reader], what: str) -> dict[str, A
     if not isinstance(raw, dict):
         raise HelmscopeError(f"{what} is a {type(raw).__name__}, but it must be an object with named values")
     for key in raw:
-        known_name(f"key of {what}", key, readers)
+        known_name(f"key of {what}", printable(key), readers)
     missing = [key for key in readers if key not in raw]
     if missing:
         raise HelmscopeError(f"{what} has no key '{missing[0]}', but it must have {', '.join(readers)}")
@@ -90,7 +91,8 @@ def plain(name: str, value: object) -> Any:
     {'times': [1, 2.5]}
     """
     if isinstance(value, Mapping):
-        return {text(f"a key of {name}", key): plain(f"{key} of {name}", item) for key, item in value.items()}
+        keys = [text(f"a key of {name}", key) for key in value]
+        return {key: plain(f"{printable(key)} of {name}", value[key]) for key in keys}
     if isinstance(value, list | tuple):
         return [plain(f"item {i} of {name}", item) for i, item in enumerate(value)]
     if isinstance(value, float) and math.isfinite(value):

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 
+from helmscope.store.printable import printable
 from helmscope.store.strict_json import Reader, decode, encode, record, text
 from helmscope.types import Control, Exhibit, HelmscopeError, Ruling, Verdict, known_name, whole_number
 
@@ -51,7 +52,7 @@ def _raw(value: object) -> object:
 
 
 def _ruling(name: str, value: object) -> Ruling:
-    return Ruling(known_name(name, text(name, value), [ruling.value for ruling in Ruling]))
+    return Ruling(known_name(name, printable(text(name, value)), [ruling.value for ruling in Ruling]))
 
 
 def _number(name: str, value: object) -> float:
