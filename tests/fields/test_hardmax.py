@@ -11,7 +11,7 @@ import torch
 from attention_cases import COMBINATIONS, F32, F64, circle, measure, normal, parameters, rotation, tokens
 from attention_family_cases import assert_oracle
 from helmscope.fields.attention import SA
-from helmscope.fields.field import Field, KernelField, ScaledField, Sized, TokenField, check_weights
+from helmscope.fields.field import Field, check_weights
 from helmscope.fields.hardmax import Hardmax
 from helmscope.kernels.dense import raw_logits
 from helmscope.theory.equiangular import EquiangularFlow
@@ -160,10 +160,8 @@ def test_a_system_does_not_depend_on_its_batch_to_the_bit(dtype):
 def test_what_it_is():
     field = Hardmax()
     assert isinstance(field, Field)
-    assert isinstance(field, TokenField)
-    assert isinstance(field, KernelField)
-    assert isinstance(field, Sized)
-    assert not isinstance(field, ScaledField)
+    assert field.attends
+    assert not field.continuous
     assert not isinstance(field, EquiangularFlow)  # no beta, no closed form
 
 

@@ -77,7 +77,7 @@ def test_a_low_rank_identity_is_the_identity(kind):
     low = KINDS[kind](2.0, query_key=LowRank(eye, eye), value=LowRank(eye, eye))
     assert (low(x) - KINDS[kind](2.0)(x)).abs().max() < 1e-14
     assert low.value_scale is None
-    assert not low.is_isotropic
+    assert not low.isotropic
 
 
 @pytest.mark.parametrize("r", [1, 3])

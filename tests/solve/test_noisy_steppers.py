@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from helmscope.fields.attention import SA
+from helmscope.fields.field import as_field
 from helmscope.fields.noise import (
     DivergenceForm,
     IsotropicNoise,
@@ -106,7 +107,8 @@ def gauss(k: int, q: int = 20) -> tuple[torch.Tensor, torch.Tensor]:
 def step(stepper, field, noise, x: torch.Tensor, h: float, dw: torch.Tensor) -> torch.Tensor:
     """One step of the single token x for each row of dw."""
     many = x.expand(len(dw), 1, len(x))
-    return stepper(h).step(Flow(field), noise, many, torch.full((len(dw), 1, 1), h, dtype=F64), dw.unsqueeze(1))[:, 0]
+    size = torch.full((len(dw), 1, 1), h, dtype=F64)
+    return stepper(h).step(Flow(as_field(field)), noise, many, size, 0 * size, dw.unsqueeze(1))[:, 0]
 
 
 def mean_rate(stepper, field, noise, x, h, phi) -> float:

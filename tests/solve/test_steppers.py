@@ -12,9 +12,11 @@ from scipy.integrate import RK45, solve_ivp
 
 import helmscope as hs
 import oracles
+from helmscope.fields.field import as_field
 from helmscope.solve.flow import Flow
 
 F64 = torch.float64
+AT_0 = torch.zeros(1, 1, 1, dtype=F64)
 MAPS = [hs.Layer, hs.PublishedEuler]
 DIVISIBLE = [hs.ProjectedEuler, hs.Heun, hs.RK4, hs.GeodesicEuler, hs.GeodesicHeun, hs.GeodesicRK4]
 FIXED = DIVISIBLE + MAPS
@@ -40,7 +42,7 @@ def circle(*angles: float) -> torch.Tensor:
 
 
 def advance(stepper, field, x: torch.Tensor, h: float) -> torch.Tensor:
-    return stepper(h=h).step(Flow(field), x[None], torch.full((1, 1, 1), h, dtype=F64))[0]
+    return stepper(h=h).step(Flow(as_field(field)), x[None], torch.full((1, 1, 1), h, dtype=F64), AT_0)[0]
 
 
 # Order ----------------------------------------------------------------------------------------------------------------
@@ -73,10 +75,10 @@ def at_one(stepper, field, steps: int) -> torch.Tensor:
     x = seeds()
     if stepper is not hs.DormandPrince:
         return hs.integrate(field, x, [1.0], stepper=stepper(h=1 / steps)).states[-1]
-    flow, h = Flow(field), torch.full((20, 1, 1), 1 / steps, dtype=F64)
-    first = flow.move(x, h)
-    for _ in range(steps):
-        x, first, _ = hs.DormandPrince().attempt(flow, x, h, first)
+    flow, h = Flow(as_field(field)), torch.full((20, 1, 1), 1 / steps, dtype=F64)
+    first = flow.move(x, h, 0 * h)
+    for k in range(steps):
+        x, first, _ = hs.DormandPrince().attempt(flow, x, h, k * h, first)
     return x
 
 
@@ -187,7 +189,7 @@ def test_dormand_prince_attempt_by_the_tableau_of_scipy():
     states = unit(x + H * np.tensordot(RK45.B, k, 1))
     k.append(speed(states))
     h = torch.full((1, 1, 1), H, dtype=F64)
-    trial = hs.DormandPrince().attempt(Flow(plain), START[None], h, H * torch.from_numpy(k[0])[None])
+    trial = hs.DormandPrince().attempt(Flow(as_field(plain)), START[None], h, AT_0, H * torch.from_numpy(k[0])[None])
     torch.testing.assert_close(trial.states[0], torch.from_numpy(states), rtol=0, atol=1e-15)
     torch.testing.assert_close(trial.last[0], torch.from_numpy(H * k[-1]), rtol=0, atol=1e-15)
     error = torch.from_numpy(-H * np.tensordot(RK45.E, k, 1))  # scipy takes the orders in the other order
@@ -288,6 +290,7 @@ def test_bad_step_size_is_refused(stepper, h):
 
 
 @pytest.mark.parametrize("stepper", MAPS)
-def test_a_map_needs_a_field_with_an_ambient_sum(stepper):
-    with pytest.raises(hs.HelmscopeError, match=r"^(field|stepper) is .*function.* ambient\(x\)"):
-        hs.integrate(lambda x: x, circle(0.0, 1.0), [1.0], stepper=stepper(h=0.5))
+def test_a_map_adds_a_plain_function_as_it_is(stepper):
+    x, push = circle(0.0, 1.0), torch.tensor([0.3, 0.4], dtype=F64)
+    after = hs.integrate(lambda x: push.expand_as(x), x, [0.5], stepper=stepper(h=0.5)).states[-1]
+    torch.testing.assert_close(after, torch.nn.functional.normalize(x + 0.5 * push, dim=-1), rtol=0, atol=1e-15)

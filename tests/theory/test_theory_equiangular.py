@@ -20,7 +20,7 @@ class Flow:
 
     beta: float
     normalized: bool = True
-    is_isotropic: bool = True
+    isotropic: bool = True
 
 
 def SA(beta: float) -> Flow:
@@ -204,7 +204,7 @@ def test_protocol():
     ("call", "word"),
     [
         (lambda: equiangular(object(), n=3, times=[1]), "field is a object"),
-        (lambda: hitting_time(Flow(1.0, is_isotropic=False), n=3, delta=0.1), "field is a Flow"),
+        (lambda: hitting_time(Flow(1.0, isotropic=False), n=3, delta=0.1), "field is a Flow"),
         (lambda: equiangular_rate(lambda x: x, 0.0, n=3), "field is a function"),
         (lambda: equiangular(SA(-1.0), n=3, times=[1]), "beta is -1.0"),
         (lambda: equiangular(SA(1.0), n=1, times=[1]), "n is 1"),

@@ -16,7 +16,7 @@ from helmscope.types import HelmscopeError
 class Flow:
     beta: float
     normalized: bool = True
-    is_isotropic: bool = True
+    isotropic: bool = True
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_asymptotic_ratio_tends_to_one(normalized, gamma0):
     ("call", "word"),
     [
         (lambda: metastable_time(object(), gamma0=0.0), "field is a object"),
-        (lambda: metastable_time(Flow(1.0, is_isotropic=False), gamma0=0.0), "field is a Flow"),
+        (lambda: metastable_time(Flow(1.0, isotropic=False), gamma0=0.0), "field is a Flow"),
         (lambda: metastable_time(Flow(1.0), gamma0=-1.0), "gamma0 is -1"),
         (lambda: metastable_time(Flow(1.0), gamma0=0.5, gamma1=0.4), "gamma1 0.4"),
         (lambda: metastable_time(Flow(1.0), gamma0=0.5, gamma1=1.0), "gamma1 1"),
