@@ -96,6 +96,8 @@ def _recorded(
         certify.finite_line(recorder.stream.radius),
         line,
     ]
+    if loaded.origin.note is not None:
+        lines.append(Line("files", None, loaded.origin.note))
     return replace(blank, stream_=recorder.stream, certificate=Certificate(tuple(lines)), kept=keeper.kept)
 
 
