@@ -279,11 +279,15 @@ def configured(folder, family, **changes):
         ("albert", {"num_hidden_groups": 10**9}, "num_hidden_groups = 1000000000, but it may be at most"),
         ("gpt2", {"text_config": {"num_hidden_layers": 10**9}}, "num_hidden_layers = 1000000000, but it may"),
         ("gpt2", {"num_labels": 10**9}, "num_labels = 1000000000, but it may be at most 2,000,000"),
-        ("gpt2", {"n_layer": 9_999}, r"asks for more than [\d,]+ tensors and modules, but its files hold [\d,]+ bytes"),
+        (
+            "gpt2",
+            {"n_layer": 9_999},
+            r"asks for more than [\d,]+ tensors and modules, but its files hold [\d,]+ numbers",
+        ),
         (
             "gpt2",
             {"n_embd": 10**8},
-            r"asks for more than [\d,]+ numbers, but its files hold [\d,]+ bytes in 40 tensors",
+            r"asks for more than [\d,]+ numbers, but its files hold [\d,]+ numbers in 40 tensors",
         ),
         ("gpt2", {"vocab_size": 10**12}, r"asks for more than [\d,]+ numbers"),
         ("gpt2", {"n_positions": 10**8}, r"asks for more than [\d,]+ numbers"),

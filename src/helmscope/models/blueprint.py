@@ -35,9 +35,10 @@ MOST = (
     (re.compile(r"(^|_)(layers|depths?|blocks|groups|stages)(_|$)|(^|_)(n|num)_layer$"), 10_000),
     (re.compile(r"(^|_)labels$"), 2_000_000),
 )
-# Weights that share one tensor in the files have one each until they are tied (an embedding up to four times), and
-# files may hold two numbers to a byte.
-NUMBERS_PER_BYTE, MORE_NUMBERS = 4, 2**27
+# How much larger than its files a model may be. While it is built every weight counts, though several may come to share
+# one tensor of the files; once they are tied only a head can be missing. Codes of 4 bits lie eight to a number.
+GROWING, GROWN, PACKED = 4, 2, 8
+MORE_NUMBERS = 2**27
 TENSORS_PER_TENSOR, MORE_TENSORS = 16, 1_000
 
 FLOATS = ("F64", "F32", "F16", "BF16")
@@ -70,16 +71,19 @@ def _whole_numbers(value: Any, name: str = "") -> Iterator[tuple[str, int]]:
             yield from _whole_numbers(part, name)
 
 
-def check_blueprint(kind: Any, config: Any, folder: Path, files: Files) -> None:
+def check_blueprint(kind: Any, config: Any, folder: Path, files: Files, *, quantized: bool) -> None:
     """Refuse a configuration that asks for far more weights than the files hold."""
-    most = NUMBERS_PER_BYTE * files.nbytes + MORE_NUMBERS, TENSORS_PER_TENSOR * len(files.tensors) + MORE_TENSORS
+    held = files.numbers * (PACKED if quantized else 1)
+    most_tensors = TENSORS_PER_TENSOR * len(files.tensors) + MORE_TENSORS
     try:
-        with torch.device("meta"), _counted(*most):
-            kind(copy.deepcopy(config))
+        with torch.device("meta"), _counted(GROWING * held + MORE_NUMBERS, most_tensors):
+            model = kind(copy.deepcopy(config))
+        if sum(value.numel() for value in model.parameters()) > GROWN * held + MORE_NUMBERS:
+            raise _TooLargeError(f"{GROWN * held + MORE_NUMBERS:,} numbers")
     except _TooLargeError as error:
         raise HelmscopeError(
             f"model is in '{folder}', whose config.json asks for more than {error}, but its files hold "
-            f"{files.nbytes:,} bytes in {len(files.tensors):,} tensors"
+            f"{files.numbers:,} numbers in {len(files.tensors):,} tensors"
         ) from error
     except Exception:  # the load itself meets it again, and says what it is
         return
@@ -99,7 +103,8 @@ def _counted(most_numbers: int, most_tensors: int) -> Iterator[None]:
         if value is None or threading.get_ident() != thread:
             return
         tensors += 1
-        numbers += value.numel() if isinstance(value, torch.Tensor) else 0
+        if isinstance(value, torch.Tensor):  # a mask of bits is a quarter of as many numbers
+            numbers += value.numel() * value.element_size() // 4 if value.element_size() < 4 else value.numel()
         if numbers > most_numbers:
             raise _TooLargeError(f"{most_numbers:,} numbers")
         if tensors > most_tensors:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,9 +32,9 @@ class Files:
     tensors: Mapping[str, Mapping[str, Any]]
 
     @property
-    def nbytes(self) -> int:
-        """How many bytes the tensors take."""
-        return sum(value["data_offsets"][1] - value["data_offsets"][0] for value in self.tensors.values())
+    def numbers(self) -> int:
+        """How many numbers the tensors hold."""
+        return sum(math.prod(value["shape"]) for value in self.tensors.values())
 
 
 def check_folder(folder: Path) -> Files:

@@ -222,7 +222,7 @@ def _from_folder(
         with quiet():
             config = transformers.AutoConfig.from_pretrained(folder, **options)
             kind, quantized = _class_of(config), is_quantized(config)
-            check_blueprint(kind, config, folder, files)
+            check_blueprint(kind, config, folder, files, quantized=quantized)
             options |= {"config": config, "dtype": dtype, "use_safetensors": True}
             options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # which are named below
             model, info = kind.from_pretrained(folder, **options, **places)

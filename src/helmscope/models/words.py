@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.*", "*.model", "tokenizer_config.json")
 MOST_BYTES = 200_000_000  # of a tokenizer.json; large vocabularies take 40 million
-MOST_GROWTH = 10_000  # tokens from one character; the tokenizers in use stay below 400
+MOST_GROWTH = 2_000  # tokens from one character; the tokenizers in use stay below 400
 RULES = ("normalizer", "pre_tokenizer", "post_processor")
 
 
