@@ -16,11 +16,11 @@ from pathlib import Path
 
 import numpy as np
 
-from helmscope.claims.entry import Region
-from helmscope.claims.evidence import Interval, bootstrap_t, mean_interval, proportion_interval, rule
-from helmscope.claims.power import power
 from helmscope.plots.style import COLORS, new_figure, styled, svg
-from helmscope.types import Ruling
+from helmscope.stats.intervals import bootstrap_t, mean_interval, proportion_interval
+from helmscope.stats.power import power
+from helmscope.stats.ruling import rule
+from helmscope.types import Interval, Region, Ruling
 
 HERE = Path(__file__).parent
 EFFECTS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0)

@@ -11,14 +11,15 @@ from pathlib import Path
 import numpy as np
 from scipy import special
 
-from helmscope.claims.entry import Entry, Region
-from helmscope.claims.evidence import PLAIN, mean_interval
+from helmscope.claims.entry import Entry
 from helmscope.claims.finding import Count, Described, EveryLayer, Evidence, Identity, Paired, Replicates, SomeLayer
 from helmscope.claims.judge import judge
-from helmscope.claims.power import decisive_effect
 from helmscope.claims.reading import read_catalogue
 from helmscope.claims.registry import Case, experiments
-from helmscope.types import Ruling, interval_text
+from helmscope.stats.intervals import mean_interval
+from helmscope.stats.power import decisive_effect
+from helmscope.stats.scales import PLAIN
+from helmscope.types import Region, Ruling, interval_text
 
 HEAD = """# The trials and what they can see
 
@@ -71,7 +72,7 @@ def line(entry: Entry, case: Case) -> str:
     """One row of the table."""
     finding = experiments()[entry.id].function(case)
     verdict = judge(entry, finding)
-    number = f"{interval_text(verdict.statistic, verdict.low, verdict.high)}, {verdict.n:,}"
+    number = interval_text(verdict.interval) + ("" if verdict.interval is None else f", {verdict.interval.n:,}")
     printed = "" if verdict.printed is None else verdict.printed.ruling.value
     power = "" if verdict.ruling is Ruling.IMPOSSIBLE else seen(finding.evidence, entry.region)
     return f"| {entry.id} | {number} | {verdict.ruling.value} | {printed} | {power} |\n"

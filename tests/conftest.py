@@ -7,6 +7,8 @@ import os
 import signal
 import sys
 
+os.environ.setdefault("MKL_CBWR", "AUTO")  # which MKL reads when it is first used; the command line sets it too
+
 import pytest
 import torch
 

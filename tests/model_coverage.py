@@ -17,7 +17,8 @@ Every line of a certificate held in float32 and float64. A family that is not li
 found by algebra, not by name, and `helmscope doctor` says what holds.
 
 - **sphere**: LayerNorm removes the token mean, so that directions live on S^(d-2); RMSNorm leaves S^(d-1).
-- **q, k, v**: heard where the family looks its attention up in the registry; else only the weights are.
+- **q, k, v**: "yes" where the family looks its attention up in the registry, and they can be changed; "seen" where they
+  are found among its matrix products, and checked; else only the weights are known.
 - **MLP**: the field that equals the module, with its norm folded in.
 
 | family | topology | sphere | attention | q, k, v | sink | MLP | mid state |
@@ -37,7 +38,7 @@ def coverage_row(family: str, recording: Recording) -> str:
         + ("" if len(anatomy.blocks) == len(anatomy.layers) else ", tied"),
         "S^(d-2)" if anatomy.centered else "S^(d-1)",
         "causal" if certificate["causality"].ok else "both ways",
-        "yes" if certificate["heads"].ok else "weights only",
+        "weights only" if not certificate["heads"].ok else "yes" if anatomy.tapped else "seen",
         "yes" if "sink" in certificate["rows"].says else "",
         f"{type(force).__name__}, {type(activation).__name__}",
         "virtual" if any(line.name == "mid state" for line in certificate.lines) else "real",

@@ -56,6 +56,7 @@ FAMILIES = {
         tf.DistilBertConfig,
         {"vocab_size": 96, "dim": 32, "hidden_dim": 48, "n_layers": 3, "n_heads": 4, "max_position_embeddings": 64},
     ),
+    "mpnet": (tf.MPNetForMaskedLM, tf.MPNetConfig, PLAIN),
     "modernbert": (
         tf.ModernBertForMaskedLM,
         tf.ModernBertConfig,

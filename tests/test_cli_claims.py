@@ -29,6 +29,9 @@ def test_list(helmscope):
     assert code == 0
     records = json.loads(out)["claims"]
     assert {record["id"]: record["hash"] for record in records} == {e.id: e.hash for e in read_catalogue().values()}
+    regions = {record["id"]: record["region"] for record in records}
+    assert set(regions["jko-step"]) == {"text", "low"}  # a bound that is not there is not null
+    assert set(regions["mixture"]) == {"text"}
 
 
 @pytest.mark.parametrize("claim", sorted(read_catalogue()))
@@ -66,6 +69,8 @@ def test_a_trial_in_words_and_as_json_to_the_same_bytes(helmscope, tmp_path):
     verdict = data["verdicts"][0]
     assert verdict["entry_hash"] == read_catalogue()["kuramoto"].hash
     assert (verdict["null"]["ruling"], verdict["null"]["expected"]) == ("refuted", "refuted")
+    assert set(verdict["interval"]) == {"estimate", "low", "high", "n"}
+    assert verdict["region"] == {"text": read_catalogue()["kuramoto"].region.text, "low": None, "high": 1e-12}
 
 
 def test_users_claims_are_run_and_that_is_said(helmscope):
@@ -97,7 +102,7 @@ def test_the_claim_of_the_documentation(helmscope, tmp_path):
         (["breathing"], "claim 'breathing' is not yet tried: it has no experiment"),
         (["kuramoto", "--seed", "-1"], "seed is -1, but it must be a whole number >= 0"),
         (["kuramoto", "--jobs", "0"], "jobs is 0, but it must be a whole number >= 1"),
-        (["--from", "nowhere"], "folder is 'nowhere', but it must be a folder that holds one ID.toml a claim"),
+        (["--from", "nowhere"], "folder is 'nowhere', but it must be a folder that holds one ID.toml per claim"),
         (["kuramoto", "--from", str(PLANTED)], "unknown claim 'kuramoto'"),
         (["kuramoto", "--resume"], "resume is given, but not which run: add --out FOLDER"),
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from pathlib import Path
 from subprocess import DEVNULL
@@ -264,3 +265,13 @@ def test_help_shows_the_whole_figure(helmscope):
     code, out, _ = helmscope("phase", "--help")
     assert code == 0
     assert "--dims 2,8,32,128,512,1024 --betas 0.1:9:90" in " ".join(out.split())
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_the_half_time_of_one_sample_has_no_interval(helmscope):
+    asked = ("phase", "--n", "4", "--dims", "3", "--betas", "1", "--times", "0,4,20", "--samples", "1", "--seed", "7")
+    code, out, _ = helmscope(*asked)
+    assert code == 0
+    assert " of one sample" in out
+    assert re.search(r"  \d+(\.\d+)?, no interval$", out, re.M)
+    assert "nan" not in out

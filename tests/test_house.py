@@ -16,8 +16,8 @@ from children import run_python
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "helmscope"
 ORDER = (
-    *("types", "store", "runs", "geometry", "theory", "kernels", "fields", "solve", "nn", "transport", "meanfield"),
-    *("models", "observe", "intervene", "steer", "plots", "claims", "report", "app", "cli"),
+    *("types", "store", "runs", "stats", "geometry", "theory", "kernels", "fields", "solve", "nn", "transport"),
+    *("meanfield", "models", "intervene", "observe", "steer", "plots", "claims", "report", "jobs", "app", "cli"),
 )
 
 
@@ -68,6 +68,9 @@ def test_rooms_import_only_from_above() -> None:
         ("theory/bad.py", "from helmscope.fields.attention import SA"),
         ("store/bad.py", "def f():\n    import helmscope.geometry.sphere"),
         ("geometry/bad.py", "from ..solve import integrate"),
+        ("stats/bad.py", "from helmscope.geometry import sphere"),
+        ("intervene/bad.py", "from helmscope.observe.rank import stable_rank"),
+        ("types/bad.py", "from helmscope.store.atomic import write_bytes"),
         ("solve/bad.py", "import helmscope"),
         ("solve/bad.py", "from helmscope import SA"),
         ("cellar/bad.py", ""),
@@ -172,6 +175,13 @@ def test_importing_stays_light(module: str) -> None:
         "assert not logging.getLogger().handlers\n"
         "assert [type(h).__name__ for h in logging.getLogger('helmscope').handlers] == ['NullHandler']\n"
     )
+    run_python(code, check=True)
+
+
+def test_statistics_need_no_torch() -> None:
+    modules = sorted(f"helmscope.stats.{path.stem}" for path in (SOURCE / "stats").glob("[a-z]*.py"))
+    assert "helmscope.stats.reduce" in modules
+    code = f"import sys; sys.modules['torch'] = None; import {', '.join(modules)}"
     run_python(code, check=True)
 
 

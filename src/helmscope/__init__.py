@@ -17,11 +17,6 @@ if TYPE_CHECKING:
     from helmscope.claims.curves import curve as curve
     from helmscope.claims.entry import Entry as Entry
     from helmscope.claims.entry import Ground as Ground
-    from helmscope.claims.entry import Region as Region
-    from helmscope.claims.evidence import FisherZ as FisherZ
-    from helmscope.claims.evidence import Interval as Interval
-    from helmscope.claims.evidence import Log as Log
-    from helmscope.claims.evidence import Plain as Plain
     from helmscope.claims.finding import Check as Check
     from helmscope.claims.finding import Count as Count
     from helmscope.claims.finding import Described as Described
@@ -32,8 +27,6 @@ if TYPE_CHECKING:
     from helmscope.claims.finding import Paired as Paired
     from helmscope.claims.finding import Replicates as Replicates
     from helmscope.claims.finding import SomeLayer as SomeLayer
-    from helmscope.claims.power import decisive_effect as decisive_effect
-    from helmscope.claims.power import power as power
     from helmscope.claims.reading import read_catalogue as read_catalogue
     from helmscope.claims.registry import Case as Case
     from helmscope.claims.registry import experiment as experiment
@@ -203,6 +196,11 @@ if TYPE_CHECKING:
     from helmscope.solve.rk4 import RK4 as RK4
     from helmscope.solve.simulation import Simulation as Simulation
     from helmscope.solve.stochastic_heun import StochasticHeun as StochasticHeun
+    from helmscope.stats.power import decisive_effect as decisive_effect
+    from helmscope.stats.power import power as power
+    from helmscope.stats.scales import FisherZ as FisherZ
+    from helmscope.stats.scales import Log as Log
+    from helmscope.stats.scales import Plain as Plain
     from helmscope.store.manifest import Manifest as Manifest
     from helmscope.store.run_folder import RunFolder as RunFolder
     from helmscope.theory.energy import energy_max as energy_max
@@ -221,8 +219,10 @@ if TYPE_CHECKING:
     from helmscope.types import Control as Control
     from helmscope.types import Exhibit as Exhibit
     from helmscope.types import HelmscopeError as HelmscopeError
+    from helmscope.types import Interval as Interval
     from helmscope.types import Outcome as Outcome
     from helmscope.types import Reducer as Reducer
+    from helmscope.types import Region as Region
     from helmscope.types import Ruling as Ruling
     from helmscope.types import Status as Status
     from helmscope.types import System as System
@@ -233,12 +233,10 @@ if TYPE_CHECKING:
 # where each name lives; a test keeps it equal to the list above, which is for type checkers and readers
 _HOME = {
     "helmscope.claims.curves": "curve",
-    "helmscope.claims.entry": "Entry Ground Region",
-    "helmscope.claims.evidence": "FisherZ Interval Log Plain",
+    "helmscope.claims.entry": "Entry Ground",
     "helmscope.claims.finding": (
         "Check Count Described EveryLayer Finding Identity Impossible Paired Replicates SomeLayer"
     ),
-    "helmscope.claims.power": "decisive_effect power",
     "helmscope.claims.reading": "read_catalogue",
     "helmscope.claims.registry": "Case experiment",
     "helmscope.claims.trial": "Trial run_trials try_claim",
@@ -335,6 +333,8 @@ _HOME = {
     "helmscope.solve.rk4": "RK4",
     "helmscope.solve.simulation": "Simulation",
     "helmscope.solve.stochastic_heun": "StochasticHeun",
+    "helmscope.stats.power": "decisive_effect power",
+    "helmscope.stats.scales": "FisherZ Log Plain",
     "helmscope.store.manifest": "Manifest",
     "helmscope.store.run_folder": "RunFolder",
     "helmscope.theory.energy": "energy_max energy_min equiangular_energy",
@@ -343,7 +343,8 @@ _HOME = {
     "helmscope.theory.probability": "initial_clustering_probability wendel_probability",
     "helmscope.theory.starts": "Orthonormal Uniform VonMisesFisher",
     "helmscope.types": (
-        "Control Exhibit HelmscopeError Outcome Reducer Ruling Status System Trajectory Verdict check_measurement"
+        "Control Exhibit HelmscopeError Interval Outcome Reducer Region Ruling Status System Trajectory Verdict "
+        "check_measurement"
     ),
 }
 _EXPORTS = {name: home for home, names in _HOME.items() for name in names.split()}

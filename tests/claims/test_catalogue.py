@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
+import os
 import re
 import tomllib
 from importlib import resources
@@ -14,11 +15,15 @@ import msgspec
 import pytest
 
 from children import run_python
-from helmscope.claims.entry import Entry, Ground, Region, parse_entry
+from helmscope.claims import reading
+from helmscope.claims.entry import Entry, Ground, parse_entry
 from helmscope.claims.reading import entry, read_catalogue
-from helmscope.types import HelmscopeError
+from helmscope.claims.trial import run_trials
+from helmscope.store.run_folder import RunFolder
+from helmscope.types import HelmscopeError, Region
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 # id: what decides it (S simulation, M model), source by source
@@ -218,6 +223,20 @@ def test_the_hash_is_of_the_content_alone() -> None:
     assert parse_entry(table, "mine.toml").hash == first
 
 
+def test_the_hashes_of_the_frozen_entries_do_not_move() -> None:
+    """One SHA-256 of all 56: verdicts carry these hashes, and a change of code must not look like one of a claim."""
+    hashes = "\n".join(claim.hash for claim in read_catalogue().values())
+    found = hashlib.sha256(hashes.encode()).hexdigest()
+    assert found == "692419bc3a5c64c7f20eafe02128018ab818bc163ef19291aa67a89da00c6dac"
+
+
+def test_a_region_is_hashed_alike_whoever_made_it() -> None:
+    """msgspec leaves out what it did not decode; a Region of one's own holds every bound, None or not."""
+    claim = parse_entry(GOOD, "mine.toml")
+    again = msgspec.structs.replace(claim, region=Region(text="At least half.", low=0.5, high=None))
+    assert (again, again.hash) == (claim, claim.hash)
+
+
 def test_any_value_changes_the_hash() -> None:
     claim = parse_entry(GOOD, "mine.toml")
     changes: dict[str, object] = {name: f"{getattr(claim, name)} x" for name in Entry.__struct_fields__}
@@ -277,6 +296,43 @@ def test_a_folder_without_entries_is_refused(tmp_path: Path) -> None:
     (tmp_path / "sub.toml").mkdir()
     with pytest.raises(HelmscopeError, match=r"'sub\.toml' in .* is a stray file"):
         read_catalogue(tmp_path)
+
+
+def test_the_packaged_files_are_read_once_whatever_is_tried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, helmscope: Callable[..., tuple[object, str, str]]
+) -> None:
+    """In a report too, which asks for entries at every turn."""
+    read_catalogue()
+    reads: list[str] = []
+    monkeypatch.setattr(reading, "_text", lambda file: reads.append(file.name))
+    monkeypatch.setattr("helmscope.cli.trials.asked_claims", lambda claims, folder, *, seed: ["kuramoto"])
+    monkeypatch.setattr("helmscope.report.page.trial_figure", lambda verdict, data: None)
+    monkeypatch.setattr("helmscope.report.page.svg", lambda figure: b"")
+    assert helmscope("report", "--quick")[0] == 0
+    assert len(run_trials(["kuramoto"], RunFolder.create(tmp_path / "run"), quick=True)) == 1
+    assert reads == []
+
+
+def test_a_file_of_ones_own_is_parsed_once_and_again_when_it_has_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even where neither its size nor its time tells that it has changed."""
+    parsed: list[str] = []
+    loads = tomllib.loads
+    monkeypatch.setattr(tomllib, "loads", lambda text: parsed.append(text) or loads(text))
+    path = tmp_path / "mine.toml"
+    text = GOOD.replace("Tokens meet.", f"Tokens meet in {tmp_path.name}.")
+    for low in (0.5, 0.6):
+        path.write_text(text.replace("0.5", str(low)))
+        os.utime(path, (0, 0))
+        for _ in range(3):
+            assert read_catalogue(tmp_path)["mine"].region.low == low
+    assert len(parsed) == 2
+
+
+def test_a_catalogue_that_a_caller_changes_is_his_own() -> None:
+    read_catalogue().clear()
+    assert len(read_catalogue()) == 56
 
 
 def test_reading_needs_no_torch() -> None:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import pytest
 import xarray as xr
 
-from helmscope.claims.entry import Region, parse_entry
+from helmscope.claims.entry import parse_entry
 from helmscope.claims.finding import Check, Count, Described, Finding, Identity, Impossible, Replicates
 from helmscope.claims.judge import judge
-from helmscope.types import HelmscopeError, Ruling
+from helmscope.types import HelmscopeError, Region, Ruling
 
 TOML = """
 id = "my-claim"
@@ -33,13 +31,14 @@ FAILS, HOLDS = Check("V = -I", Count(0, 64)), Count(64, 64, of="starts")
 
 def test_the_verdict_carries_entry_region_and_numbers() -> None:
     verdict = judge(ENTRY, Finding(evidence=HOLDS, null=FAILS, data=DATA, remark="All 64 met.", where="here"))
-    assert (verdict.claim, verdict.ruling, verdict.n) == ("my-claim", Ruling.SUPPORTED, 64)
-    assert (verdict.statistic, verdict.high) == (1.0, 1.0)
-    assert verdict.low == pytest.approx(0.025 ** (1 / 64), abs=1e-12)
-    assert (verdict.region, verdict.region_low, verdict.region_high) == ("At least 0.9.", 0.9, math.inf)
+    assert (verdict.claim, verdict.ruling, verdict.interval.n) == ("my-claim", Ruling.SUPPORTED, 64)
+    assert (verdict.interval.estimate, verdict.interval.high) == (1.0, 1.0)
+    assert verdict.interval.low == pytest.approx(0.025 ** (1 / 64), abs=1e-12)
+    assert verdict.region == ENTRY.region == Region(text="At least 0.9.", low=0.9)
     assert (verdict.entry_hash, verdict.where, verdict.printed, verdict.also) == (ENTRY.hash, "here", None, ())
     assert verdict.null is not None
-    assert (verdict.null.ruling, verdict.null.statistic, verdict.null.region_low) == (Ruling.REFUTED, 0.0, 0.9)
+    assert (verdict.null.ruling, verdict.null.interval.estimate) == (Ruling.REFUTED, 0.0)
+    assert verdict.null.region == ENTRY.region
     assert verdict.sentence == "Supported: 1 [0.944, 1], from 64 of 64 starts. All 64 met."
 
 
@@ -77,7 +76,7 @@ def test_controls_have_regions_of_their_own_where_given() -> None:
     small = Check("error", Identity(np.zeros(1_000)), Ruling.BY_CONSTRUCTION, Region(text="exact", high=1e-12))
     verdict = judge(ENTRY, Finding(evidence=HOLDS, null=FAILS, data=DATA, also=(small,)))
     assert verdict.ruling is Ruling.SUPPORTED
-    assert (verdict.also[0].region, verdict.also[0].region_high) == ("exact", 1e-12)
+    assert verdict.also[0].region == Region(text="exact", high=1e-12)
 
 
 def test_what_the_source_prints_is_told() -> None:
@@ -103,8 +102,7 @@ def test_descriptions_and_impossible_premises_name_no_sample_size() -> None:
         "Fewer than 32 replicates: the interval rests on their law being normal."
     )
     verdict = judge(entry, Finding(evidence=Impossible("only I is causal and bistochastic"), null=null, data=DATA))
-    assert (verdict.ruling, verdict.n) == (Ruling.IMPOSSIBLE, 0)
-    assert math.isnan(verdict.statistic)
+    assert (verdict.ruling, verdict.interval) == (Ruling.IMPOSSIBLE, None)
     assert verdict.sentence == "Only I is causal and bistochastic."
 
 

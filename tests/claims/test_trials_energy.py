@@ -85,7 +85,7 @@ def test_another_seed_rules_the_same_with_other_numbers_and_equal_seeds_give_equ
 def test_the_full_trial_rules_the_same(claim: str, ruling: Ruling) -> None:
     verdict = try_claim(claim).verdict
     assert verdict.ruling is ruling
-    assert verdict.n >= trial(claim).verdict.n
+    assert verdict.interval.n >= trial(claim).verdict.interval.n
 
 
 @pytest.mark.parametrize(
@@ -109,37 +109,40 @@ def test_what_the_controls_say(claim: str, null: Ruling, printed: Ruling | None,
 def test_identities_hold_to_rounding_and_their_nulls_fail_by_far() -> None:
     for claim in ("kuramoto", "extremes", "z-metric", "measure-flow", "heads-average"):
         verdict = trial(claim).verdict
-        assert verdict.statistic < 2e-14
-        assert verdict.n >= 1000
-    assert 1e-4 < trial("kuramoto").verdict.null.statistic < 1e-3  # O(beta) at beta = 1e-3
-    assert trial("z-metric").verdict.null.statistic > 0.9
-    assert control("z-metric", "of SA's Jacobian").statistic > 0.5
-    assert control("z-metric", "of USA's Jacobian").statistic < 1e-14
-    assert control("repulsive", "E_sum").statistic < 1e-14
-    assert control("heads-average", "error of d/dt").statistic < 1e-13
-    assert control("extremes", "uniform law").statistic < 3e-14
-    assert control("extremes", "point mass").statistic < 2e-14
-    assert control("kuramoto", "order in beta of the difference, without").statistic == pytest.approx(1, abs=4e-3)
-    assert control("kuramoto", "order in beta of the difference, with the").statistic == pytest.approx(2, abs=2e-3)
+        assert verdict.interval.estimate < 2e-14
+        assert verdict.interval.n >= 1000
+    assert 1e-4 < trial("kuramoto").verdict.null.interval.estimate < 1e-3  # O(beta) at beta = 1e-3
+    assert trial("z-metric").verdict.null.interval.estimate > 0.9
+    assert control("z-metric", "of SA's Jacobian").interval.estimate > 0.5
+    assert control("z-metric", "of USA's Jacobian").interval.estimate < 1e-14
+    assert control("repulsive", "E_sum").interval.estimate < 1e-14
+    assert control("heads-average", "error of d/dt").interval.estimate < 1e-13
+    assert control("extremes", "uniform law").interval.estimate < 3e-14
+    assert control("extremes", "point mass").interval.estimate < 2e-14
+    first, second = (
+        control("kuramoto", f"order in beta of the difference, {kind}") for kind in ("without", "with the")
+    )
+    assert first.interval.estimate == pytest.approx(1, abs=4e-3)
+    assert second.interval.estimate == pytest.approx(2, abs=2e-3)
 
 
 def test_most_ascents_cross_a_lower_bound_and_the_printed_heads_rise_at_half_of_the_states() -> None:
-    assert trial("extremes").verdict.null.low > 0.8
+    assert trial("extremes").verdict.null.interval.low > 0.8
     printed, corrected = trial("heads-average").verdict.printed, trial("heads-average").verdict.also[0]
     assert printed is not None
-    assert 0.4 < printed.low < printed.high < 0.6
-    assert corrected.low == corrected.high == 1.0
+    assert 0.4 < printed.interval.low < printed.interval.high < 0.6
+    assert corrected.interval.low == corrected.interval.high == 1.0
 
 
 def test_repulsion_rises_and_falls_by_the_same_rate() -> None:
     verdict = trial("repulsive").verdict
-    assert 0.1 < verdict.low < verdict.high < 0.2
-    assert -0.2 < verdict.null.low < verdict.null.high < -0.1  # from starts of its own
+    assert 0.1 < verdict.interval.low < verdict.interval.high < 0.2
+    assert -0.2 < verdict.null.interval.low < verdict.null.interval.high < -0.1  # from starts of its own
     rising, falling = (module("repulsive")._rate(cloud(4, 12, 3), sign) for sign in (1.0, -1.0))
     assert torch.allclose(rising, -falling, rtol=1e-12)
     for name in ("tetrahedron", "octahedron", "icosahedron"):
-        assert control("repulsive", name).statistic == 1.0
-    assert control("repulsive", "smallest angle").high < 1e-7
+        assert control("repulsive", name).interval.estimate == 1.0
+    assert control("repulsive", "smallest angle").interval.high < 1e-7
 
 
 def test_the_curves_show_the_claim() -> None:

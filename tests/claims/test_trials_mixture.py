@@ -45,9 +45,9 @@ def test_it_is_described_and_not_ruled_on(trial):
     assert "control failed" not in verdict.sentence
     assert verdict.entry_hash == entry("mixture").hash
     assert all(control.as_expected and control.expected is Ruling.SUPPORTED for control in controls(verdict))
-    assert 3.4 < verdict.low < verdict.statistic < verdict.high < 4.3
-    assert verdict.null.n == 64
-    assert verdict.null.statistic >= 60 / 64
+    assert 3.4 < verdict.interval.low < verdict.interval.estimate < verdict.interval.high < 4.3
+    assert verdict.null.interval.n == 64
+    assert verdict.null.interval.estimate >= 60 / 64
 
 
 def test_the_picture(trial):
@@ -55,7 +55,7 @@ def test_the_picture(trial):
     assert data.attrs["n"] == 32
     assert data.components.dims == data.largest_mass.dims == data.centers.dims == ("time", "beta")
     at = {"time": 8.0, "beta": "beta = 9"}
-    assert float(data.components.sel(at)) == trial.verdict.statistic
+    assert float(data.components.sel(at)) == trial.verdict.interval.estimate
     # all start alike, from uniform tokens; at beta = 1 one cluster is left at last, at beta = 9 several
     assert np.ptp(data.components[0].values) == 0
     assert float(data.components[0, 0]) < 1.2
@@ -70,9 +70,9 @@ def test_the_number_by_another_flow_and_another_count(trial):
     states = integrate(SA(beta=9.0), x0, times=[8.0], stepper=RK4(h=0.1)).states[0]
     angles = [np.arccos(np.clip((x @ x.T).numpy()[np.triu_indices(len(x), 1)], -1, 1)) for x in states]
     counts = [hierarchy.fcluster(hierarchy.single(a), 0.1, "distance").max() for a in angles]
-    assert abs(np.mean(counts) - trial.verdict.statistic) < 0.1
+    assert abs(np.mean(counts) - trial.verdict.interval.estimate) < 0.1
     linked = trial.verdict.also[0]
-    assert linked.statistic == pytest.approx(trial.verdict.statistic - np.mean(counts), abs=1e-12)
+    assert linked.interval.estimate == pytest.approx(trial.verdict.interval.estimate - np.mean(counts), abs=1e-12)
 
 
 def test_bic_by_scipy():
@@ -96,7 +96,7 @@ def test_another_seed_rules_alike_and_equal_seeds_give_equal_bytes(one_time):
     verdict = try_claim("mixture", quick=True, seed=1).verdict
     assert verdict.ruling is Ruling.INCONCLUSIVE
     assert all(control.as_expected for control in controls(verdict))
-    assert 3.3 < verdict.low < verdict.high < 4.4
+    assert 3.3 < verdict.interval.low < verdict.interval.high < 4.4
     assert try_claim("mixture", quick=True, seed=1).verdict == verdict
 
 

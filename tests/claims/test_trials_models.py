@@ -64,7 +64,7 @@ def test_planted_clouds_get_the_right_verdict(
 ) -> None:
     seen = tried(monkeypatch, trained, untrained)
     assert seen.ruling is ruling, seen.sentence
-    assert seen.n == 32
+    assert seen.interval.n == 32
 
 
 def test_a_cloud_against_loops() -> None:
@@ -106,7 +106,7 @@ def short() -> Any:
 
 def test_the_models_in_the_box(short: Finding) -> None:
     verdict = judge(entry("tokens-cluster"), short)
-    assert verdict.n == len(short.evidence.samples[0]) == 32
+    assert verdict.interval.n == len(short.evidence.samples[0]) == 32
     assert list(short.evidence.names) == [
         *("A itself", "tied itself", "A over its untrained twins", "tied over its untrained twins")
     ]

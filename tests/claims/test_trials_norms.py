@@ -59,7 +59,7 @@ def smaller(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 def test_the_corrected_claim_holds_and_every_control_comes_out(claim: str) -> None:
     verdict = quick(claim).verdict
     assert verdict.ruling is HELD
-    assert verdict.n >= 1_000
+    assert verdict.interval.n >= 1_000
     for control in controls(verdict).values():
         assert control.as_expected, control
     assert verdict.null.ruling is verdict.printed.ruling is REFUTED  # type: ignore[union-attr]
@@ -78,17 +78,17 @@ def test_seeds(claim: str, smaller: pytest.MonkeyPatch) -> None:
 def test_numbers_of_norm_confines() -> None:
     """eps lets the radius fall short by up to 1e-6; rounding exceeds it by 2e-16."""
     verdict = quick("norm-confines").verdict
-    assert abs(verdict.statistic - 1) <= 1e-14
-    assert 1e-7 < 1 - verdict.low < 2e-6
+    assert abs(verdict.interval.estimate - 1) <= 1e-14
+    assert 1e-7 < 1 - verdict.interval.low < 2e-6
     seen = controls(verdict)
-    assert seen["null"].statistic > 1e9
-    assert seen["printed"].statistic == 0
-    assert seen["1 less the smallest radius ratio along depth, eps = 0"].statistic <= 1e-14
-    assert seen["factor of the radius a layer without the norm, V = +I and random"].low > 1.5
+    assert seen["null"].interval.estimate > 1e9
+    assert seen["printed"].interval.estimate == 0
+    assert seen["1 less the smallest radius ratio along depth, eps = 0"].interval.estimate <= 1e-14
+    assert seen["factor of the radius a layer without the norm, V = +I and random"].interval.low > 1.5
     repelled = seen["factor of the radius a layer without the norm, V = -I"]
-    assert 0.96 < repelled.low < repelled.high < 0.99
+    assert 0.96 < repelled.interval.low < repelled.interval.high < 0.99
     assert "the largest radius ratio at 1,536 random inputs" in verdict.sentence
-    assert f"{repelled.statistic:.3g} with V = -I" in verdict.sentence
+    assert f"{repelled.interval.estimate:.3g} with V = -I" in verdict.sentence
 
 
 def test_averages_of_unit_tokens_by_plain_loops() -> None:
@@ -110,12 +110,13 @@ def test_numbers_of_convex_hull() -> None:
     a head's output seen: 4e-16.
     """
     verdict = quick("convex-hull").verdict
-    assert verdict.statistic <= 4e-15
+    assert verdict.interval.estimate <= 4e-15
     seen = controls(verdict)
-    assert 1e-3 < seen["null"].low < seen["null"].statistic < 0.02
-    assert seen["share of pushed values outside"].statistic == 1
-    assert seen["relative error of the pushed value's distance, 1 % of its own from the mean"].statistic <= 1e-13
-    assert 0.4 < seen["printed"].low < seen["printed"].high < 0.7
+    assert 1e-3 < seen["null"].interval.low < seen["null"].interval.estimate < 0.02
+    assert seen["share of pushed values outside"].interval.estimate == 1
+    error = seen["relative error of the pushed value's distance, 1 % of its own from the mean"]
+    assert error.interval.estimate <= 1e-13
+    assert 0.4 < seen["printed"].interval.low < seen["printed"].interval.high < 0.7
     data = quick("convex-hull").data
     assert float(data.diameter.sel(beta=0.0, mask="full")) <= 1e-14
     assert bool((data.diameter <= 1 + 1e-14).all())
@@ -124,19 +125,19 @@ def test_numbers_of_convex_hull() -> None:
 def test_numbers_of_radial() -> None:
     """Largest error seen: 8e-16; drawn is 1 / (1 + s^2/eps)."""
     verdict, data = quick("radial").verdict, quick("radial").data
-    assert verdict.statistic <= 1e-14
+    assert verdict.interval.estimate <= 1e-14
     for norm in ("RMSNorm", "LayerNorm"):
         drawn = data.radial.sel(norm=norm)
         np.testing.assert_allclose(drawn, 1 / (1 + drawn.s2_over_eps), rtol=1e-7)
-    assert controls(verdict)["null"].statistic == pytest.approx(1 / (1 + 1e-4), rel=1e-12)
-    assert controls(verdict)["null"].low == pytest.approx(1e-8, rel=1e-6)
+    assert controls(verdict)["null"].interval.estimate == pytest.approx(1 / (1 + 1e-4), rel=1e-12)
+    assert controls(verdict)["null"].interval.low == pytest.approx(1e-8, rel=1e-6)
 
 
 def test_numbers_of_curvature_drift() -> None:
     """Largest relative error seen: 2.3e-9, for isotropic noise 2e-10."""
     verdict, data = quick("curvature-drift").verdict, quick("curvature-drift").data
-    assert verdict.statistic <= 2e-8
-    assert controls(verdict)["range of all four for M = nu I, over its size"].statistic <= 1e-9
+    assert verdict.interval.estimate <= 2e-8
+    assert controls(verdict)["range of all four for M = nu I, over its size"].interval.estimate <= 1e-9
     for name, c in {"chain": 2, "Stratonovich": 1, "Ito": 0}.items():
         np.testing.assert_allclose(data.c.sel(process=name), c, atol=1e-10)
     np.testing.assert_allclose(data.c.sel(process="divergence form"), data.d, atol=1e-12)

@@ -38,7 +38,7 @@ def test_the_claim_is_supported_and_every_control_comes_out_as_it_must():
     assert seen.ruling is Ruling.SUPPORTED, seen.sentence
     assert seen.null is not None
     assert all(control.as_expected for control in (seen.null, *seen.also))
-    assert 0.004 < seen.statistic < 0.011
+    assert 0.004 < seen.interval.estimate < 0.011
     data = finding.data
     assert data.attrs["n"] == 32
     assert data.sizes == {"beta": 5, "dimension": 4}

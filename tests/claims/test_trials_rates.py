@@ -107,7 +107,7 @@ def test_the_verdict_and_every_control_come_out_as_the_theory_says(claim: str) -
     controls = [control for control in (verdict.null, verdict.printed, *verdict.also) if control is not None]
     assert all(control.as_expected for control in controls)
     assert verdict.null.ruling is REFUTED
-    assert verdict.n >= 32
+    assert verdict.interval.n >= 32
 
 
 @pytest.mark.slow
@@ -121,7 +121,7 @@ def test_another_seed_and_more_starts_rule_alike(claim: str) -> None:
 def test_another_seed_rules_alike_and_the_same_seed_gives_the_same_bytes(claim: str) -> None:
     other = try_claim(claim, seed=7, quick=True)
     assert other.verdict.ruling is EXPECTED[claim]
-    assert other.verdict.statistic != quick(claim).statistic
+    assert other.verdict.interval.estimate != quick(claim).interval.estimate
     again = try_claim(claim, seed=7, quick=True)
     assert again.verdict == other.verdict
     assert again.data.identical(other.data)
@@ -132,16 +132,16 @@ def test_another_seed_rules_alike_and_the_same_seed_gives_the_same_bytes(claim: 
 
 def test_the_numbers_of_energy_rises() -> None:
     verdict = quick("energy-rises")
-    assert 0.04 < verdict.low < verdict.high < 0.08
-    assert verdict.null.high < -0.05
+    assert 0.04 < verdict.interval.low < verdict.interval.high < 0.08
+    assert verdict.null.interval.high < -0.05
     assert verdict.printed is not None
-    assert verdict.printed.low > 1  # every cloud, not one alone, is off by more than the rate itself
+    assert verdict.printed.interval.low > 1  # every cloud, not one alone, is off by more than the rate itself
     shares = [control for control in verdict.also if "every half-step" in control.what]
-    assert [control.statistic for control in shares] == [1.0, 1.0]
-    assert max(control.high for control in verdict.also if "error of dE/dt" in control.what) < 2e-14
+    assert [control.interval.estimate for control in shares] == [1.0, 1.0]
+    assert max(control.interval.high for control in verdict.also if "error of dE/dt" in control.what) < 2e-14
     (whole,) = [control for control in verdict.also if "whole" in control.what and "V = -I" in control.what]
     assert whole.ruling is REFUTED
-    assert whole.high < -0.5
+    assert whole.interval.high < -0.5
     assert "steps of 0.1 of the flow" in verdict.where
 
 
@@ -190,7 +190,7 @@ def test_energy_rises_notices_faults(monkeypatch: pytest.MonkeyPatch) -> None:
         assert {control.what for control in verdict.also if not control.as_expected} >= {
             "relative error of dE/dt, SA, V = +I"
         }
-        assert verdict.low > 0 if fault is Fast else verdict.high < 0
+        assert verdict.interval.low > 0 if fault is Fast else verdict.interval.high < 0
 
 
 # rate
@@ -198,11 +198,11 @@ def test_energy_rises_notices_faults(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_numbers_of_rate() -> None:
     verdict = quick("rate")
-    assert abs(verdict.statistic - 1) < 3e-8  # RK4 with h = 0.04: h^4/120 = 2.1e-8
+    assert abs(verdict.interval.estimate - 1) < 3e-8  # RK4 with h = 0.04: h^4/120 = 2.1e-8
     assert verdict.printed is not None
-    assert verdict.printed.statistic == pytest.approx(math.e, rel=1e-7)
-    assert verdict.null.statistic == pytest.approx(1 / math.e, rel=1e-7)
-    assert [control.statistic for control in verdict.also] == pytest.approx([1.0, 1.0, 1.00001], abs=4e-8)
+    assert verdict.printed.interval.estimate == pytest.approx(math.e, rel=1e-7)
+    assert verdict.null.interval.estimate == pytest.approx(1 / math.e, rel=1e-7)
+    assert [control.interval.estimate for control in verdict.also] == pytest.approx([1.0, 1.0, 1.00001], abs=4e-8)
 
 
 def test_two_tokens_without_temperature_decay_as_in_closed_form() -> None:
@@ -240,7 +240,7 @@ def test_a_printed_rate_that_holds_is_found(monkeypatch: pytest.MonkeyPatch) -> 
     assert verdict.ruling is INCONCLUSIVE
     assert verdict.printed is not None
     assert verdict.printed.ruling is SUPPORTED
-    assert verdict.statistic == pytest.approx(1 / math.e, rel=1e-6)
+    assert verdict.interval.estimate == pytest.approx(1 / math.e, rel=1e-6)
 
 
 @pytest.mark.parametrize("fault", [{"SA": Fast}, {"USA": LeftOutSelf}, {"RK4": coarse}])
@@ -248,8 +248,8 @@ def test_rate_notices_faults(monkeypatch: pytest.MonkeyPatch, fault: dict[str, o
     monkeypatch.setattr(rate, "BETAS", (0.0, 1.0))
     verdict = faulty(monkeypatch, rate, "rate", **fault)
     assert verdict.ruling is REFUTED
-    assert not verdict.low <= 1 <= verdict.high
-    assert abs(verdict.statistic - 1) > 5e-6
+    assert not verdict.interval.low <= 1 <= verdict.interval.high
+    assert abs(verdict.interval.estimate - 1) > 5e-6
 
 
 # finite-time
@@ -258,10 +258,10 @@ def test_rate_notices_faults(monkeypatch: pytest.MonkeyPatch, fault: dict[str, o
 def test_the_numbers_of_finite_time() -> None:
     """1 - gamma = D has the rate 2 (1 - D (1 + ...)), so the ratio is 1 + O(1e-3)."""
     verdict = quick("finite-time")
-    assert 1.001 < verdict.low < verdict.high < 1.004
-    assert verdict.high - verdict.low > 1e-4  # of replicates that differ, not of rounding
-    assert verdict.null.statistic == pytest.approx(1, abs=1e-6)
-    assert verdict.also[0].low > 1e3
+    assert 1.001 < verdict.interval.low < verdict.interval.high < 1.004
+    assert verdict.interval.high - verdict.interval.low > 1e-4  # of replicates that differ, not of rounding
+    assert verdict.null.interval.estimate == pytest.approx(1, abs=1e-6)
+    assert verdict.also[0].interval.low > 1e3
 
 
 @pytest.mark.parametrize("kind", [SA, USA])
@@ -332,7 +332,7 @@ def test_finite_time_notices_faults(monkeypatch: pytest.MonkeyPatch, fault: dict
     monkeypatch.setattr(finite_time, "FLOWS", {"SA, beta = 1": SA(beta=1.0)})
     verdict = faulty(monkeypatch, finite_time, "finite-time", **fault)
     assert verdict.ruling is ruling
-    assert verdict.low > 2
+    assert verdict.interval.low > 2
 
 
 # steady-order
@@ -340,11 +340,11 @@ def test_finite_time_notices_faults(monkeypatch: pytest.MonkeyPatch, fault: dict
 
 def test_the_numbers_of_steady_order() -> None:
     verdict = quick("steady-order")
-    assert abs(verdict.statistic - 1) < 7e-8  # RK4 with h = 0.05: h^4/120 = 5.2e-8
-    assert verdict.null.statistic == pytest.approx(7 / 3, rel=1e-12)
+    assert abs(verdict.interval.estimate - 1) < 7e-8  # RK4 with h = 0.05: h^4/120 = 5.2e-8
+    assert verdict.null.interval.estimate == pytest.approx(7 / 3, rel=1e-12)
     assert verdict.printed is None
     assert "undefined M and is not computed" in verdict.sentence
-    assert [control.statistic for control in verdict.also] == pytest.approx([1 / 7, 1.0, 1.00001], abs=7e-8)
+    assert [control.interval.estimate for control in verdict.also] == pytest.approx([1 / 7, 1.0, 1.00001], abs=7e-8)
 
 
 def test_the_pace_of_two_tokens_is_that_of_the_closed_form() -> None:
@@ -371,4 +371,4 @@ def test_steady_order_notices_faults(monkeypatch: pytest.MonkeyPatch, fault: dic
     monkeypatch.setattr(steady_order, "BETAS", (0.0, 4.0))
     verdict = faulty(monkeypatch, steady_order, "steady-order", **fault)
     assert verdict.ruling is REFUTED
-    assert abs(verdict.statistic - 1) > 5e-6
+    assert abs(verdict.interval.estimate - 1) > 5e-6

@@ -60,7 +60,7 @@ def test_the_claim_is_supported_and_every_control_comes_out_as_it_must(claim: st
 def test_another_seed_gives_the_same_ruling(claim: str, seed: int) -> None:
     other = verdict(claim, seed)
     assert other.ruling is SUPPORTED, other.sentence
-    assert claim == "one-cluster" or other.statistic != verdict(claim).statistic
+    assert claim == "one-cluster" or other.interval.estimate != verdict(claim).interval.estimate
 
 
 @pytest.mark.slow
@@ -84,11 +84,11 @@ def scaled(factor: float) -> type[SA]:
 
 def test_every_start_of_every_regime_ends_in_one_cluster() -> None:
     seen = verdict("one-cluster")
-    assert (seen.statistic, seen.n) == (1.0, 128)
-    assert seen.low == pytest.approx(0.025 ** (1 / 128), rel=1e-12)  # Clopper and Pearson, all successes
-    assert (seen.null.statistic, seen.null.n) == (0.0, 96)
-    assert [control.statistic for control in seen.also] == [1.0] * 4
-    assert all(control.low > 0.89 for control in seen.also)
+    assert (seen.interval.estimate, seen.interval.n) == (1.0, 128)
+    assert seen.interval.low == pytest.approx(0.025 ** (1 / 128), rel=1e-12)  # Clopper and Pearson, all successes
+    assert (seen.null.interval.estimate, seen.null.interval.n) == (0.0, 96)
+    assert [control.interval.estimate for control in seen.also] == [1.0] * 4
+    assert all(control.interval.low > 0.89 for control in seen.also)
     assert "stopped 0 of 128 starts with V = +I and 0 of 96 with V = -I" in seen.sentence
     paths = found("one-cluster").data.clusters.values
     assert (np.diff(paths, axis=0) <= 0).all()  # what has met stays together
@@ -143,23 +143,23 @@ def test_one_cluster_notices(monkeypatch: pytest.MonkeyPatch, fault: type[SA]) -
     monkeypatch.setattr(one_cluster, "TRIES", 300)
     seen = again("one-cluster")
     assert seen.ruling is INCONCLUSIVE
-    assert seen.also[0].statistic < 0.1
+    assert seen.also[0].interval.estimate < 0.1
     assert "and 0 of 32 with V = -I" in seen.sentence
-    assert seen.null.statistic == (fault is TURNED)  # V = -I attracts where the sign is turned
+    assert seen.null.interval.estimate == (fault is TURNED)  # V = -I attracts where the sign is turned
 
 
 def test_a_value_that_is_ignored_breaks_the_null_of_one_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(one_cluster, "SA", lambda beta, value=None: SA(beta=beta))
     monkeypatch.setattr(one_cluster, "REGIMES", one_cluster.REGIMES[:1])
     seen = again("one-cluster")
-    assert (seen.ruling, seen.statistic, seen.null.statistic) == (INCONCLUSIVE, 1.0, 1.0)
+    assert (seen.ruling, seen.interval.estimate, seen.null.interval.estimate) == (INCONCLUSIVE, 1.0, 1.0)
 
 
 def test_starts_that_are_lost_count_against_the_null(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(one_cluster, "REGIMES", one_cluster.REGIMES[:1])
     monkeypatch.setattr(one_cluster, "TRIES", 5)
     seen = again("one-cluster")
-    assert (seen.ruling, seen.statistic, seen.null.statistic) == (INCONCLUSIVE, 0.0, 1.0)
+    assert (seen.ruling, seen.interval.estimate, seen.null.interval.estimate) == (INCONCLUSIVE, 0.0, 1.0)
     assert "stopped 32 of 32 starts with V = +I and 32 of 32 with V = -I" in seen.sentence
 
 
@@ -168,7 +168,7 @@ def test_a_run_that_is_too_short_refutes_nothing(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(one_cluster, "metastable_time", lambda *_, **__: 0.5)
     seen = again("one-cluster")
     assert (seen.ruling, seen.null.as_expected) == (INCONCLUSIVE, True)
-    assert seen.statistic < 0.1
+    assert seen.interval.estimate < 0.1
 
 
 # metastability
@@ -181,7 +181,7 @@ def test_the_merge_times_are_those_of_the_two_cluster_equation() -> None:
     assert closed == pytest.approx([4.27106768030934, 10.831207009995, 466.710652910029, 279981.160099382], rel=1e-12)
     asymptotic = [math.exp(b) / (2 * b) for b in (1.0, 4.0, 9.0, 16.0)]
     assert data.life.sel(time="large beta").values == pytest.approx(asymptotic, rel=1e-12)
-    assert verdict("metastability").null.low > 1.1
+    assert verdict("metastability").null.interval.low > 1.1
 
 
 def test_the_order_of_the_times_is_that_of_a_quadrature() -> None:
@@ -195,8 +195,8 @@ def test_the_order_of_the_times_is_that_of_a_quadrature() -> None:
         return quadrature.quad(slowness, math.log(1e-3), math.log(0.5), epsabs=0, limit=500)[0]
 
     formula, slope = verdict("metastability").also[1:]
-    assert formula.statistic == pytest.approx(time(16.0) / (math.exp(8.0) / (32 * 0.75)), rel=2e-3)
-    assert slope.statistic == pytest.approx(math.log(16 * time(16.0) / (9 * time(9.0))) / 3.5, rel=2e-3)
+    assert formula.interval.estimate == pytest.approx(time(16.0) / (math.exp(8.0) / (32 * 0.75)), rel=2e-3)
+    assert slope.interval.estimate == pytest.approx(math.log(16 * time(16.0) / (9 * time(9.0))) / 3.5, rel=2e-3)
 
 
 def test_a_cloud_carried_by_scipy_merges_at_the_same_time() -> None:
@@ -238,7 +238,7 @@ def test_metastability_notices(monkeypatch: pytest.MonkeyPatch, fault: type[SA])
     monkeypatch.setattr(metastability, "SIZES", (16,))
     seen = again("metastability")
     assert seen.ruling is REFUTED
-    assert not 0.99 <= seen.statistic <= 1.01
+    assert not 0.99 <= seen.interval.estimate <= 1.01
 
 
 ORDER_FAULTS = {
@@ -263,7 +263,7 @@ def test_metastability_notices_another_order(
     seen = again("metastability")
     assert seen.ruling is INCONCLUSIVE
     assert [control.as_expected for control in seen.also] == expected
-    assert 0.99 <= seen.statistic <= 1.01
+    assert 0.99 <= seen.interval.estimate <= 1.01
 
 
 # encoder-decoder
@@ -321,7 +321,7 @@ def test_the_histograms_hold_all_pairs_at_the_stated_mean() -> None:
     assert data.share.sum("inner_product").values == pytest.approx([1.0, 1.0], abs=1e-12)
     means = (data.share * data.inner_product).sum("inner_product").values
     assert means == pytest.approx([0.9, 0.9], abs=0.01)  # of bins 0.05 wide
-    assert verdict("encoder-decoder").also[0].statistic == 0.0
+    assert verdict("encoder-decoder").also[0].interval.estimate == 0.0
 
 
 def test_the_null_of_encoder_decoder_fails_by_chance_less_than_once_in_ten_thousand() -> None:

@@ -7,7 +7,7 @@ import random
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from helmscope.models.checkpoint import check_file, check_folder
 from helmscope.models.load import load, load_all
@@ -156,6 +156,7 @@ def test_folders_that_are_refused(folder, tmp_path):
         ("no-such-name/anywhere", "'s local cache alone: leave out offline"),
         ("no such name", ": Repo id must"),
         ("a/b/c", ": Repo id must"),
+        ("x" * 5000, ": Repo id must"),
     ]:
         with pytest.raises(HelmscopeError, match=f"could not be had from the Hub{why}"):
             load(name, offline=True)
@@ -203,7 +204,13 @@ def test_code_in_a_repository_is_not_run(folder):
 
 @pytest.mark.parametrize(
     "index",
-    [b"{", b"[]", b'{"weight_map": {"a": "../model.safetensors"}}', b'{"weight_map": {"a": "gone.safetensors"}}'],
+    [
+        b"{",
+        b"[]",
+        b'{"weight_map": {"a": "../model.safetensors"}}',
+        b'{"weight_map": {"a": "gone.safetensors"}}',
+        b'{"weight_map": {"a": "%s"}}' % (b"x" * 5000),  # longer than a file system can take
+    ],
 )
 def test_an_index_of_files_elsewhere_is_refused(folder, index):
     (folder / "model.safetensors.index.json").write_bytes(index)
@@ -254,6 +261,135 @@ def test_more_layers_than_the_configuration_says(folder, whole):
     more = {"foo.9.bar": torch.ones(2), "h.0.attn.extra": torch.ones(2)}
     save_file(state | more, folder / "model.safetensors", metadata={"format": "pt"})
     assert len(load(folder).model.h) == 3
+
+
+def configured(folder, family, **changes):
+    """A folder of a model whose config.json says something else."""
+    tiny_model(family).save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "said"),
+    [
+        ("gpt2", {"n_layer": 10**9}, r"n_layer = 1000000000, but it may be at most 10,000, and the files hold"),
+        ("albert", {"num_hidden_layers": 10**9}, "num_hidden_layers = 1000000000, but it may be at most"),
+        ("albert", {"num_hidden_groups": 10**9}, "num_hidden_groups = 1000000000, but it may be at most"),
+        ("gpt2", {"text_config": {"num_hidden_layers": 10**9}}, "num_hidden_layers = 1000000000, but it may"),
+        ("gpt2", {"num_labels": 10**9}, "num_labels = 1000000000, but it may be at most 2,000,000"),
+        (
+            "gpt2",
+            {"n_layer": 9_999},
+            r"asks for more than [\d,]+ tensors and modules, but its files hold [\d,]+ numbers",
+        ),
+        (
+            "gpt2",
+            {"n_embd": 10**8},
+            r"asks for more than [\d,]+ numbers, but its files hold [\d,]+ numbers in 40 tensors",
+        ),
+        ("gpt2", {"vocab_size": 10**12}, r"asks for more than [\d,]+ numbers"),
+        ("gpt2", {"n_positions": 10**8}, r"asks for more than [\d,]+ numbers"),
+        ("llama", {"intermediate_size": 10**11}, r"asks for more than [\d,]+ numbers"),
+        ("mixtral", {"num_local_experts": 10**9}, r"asks for more than [\d,]+ numbers"),
+    ],
+)
+def test_a_configuration_that_asks_for_more_than_the_files_hold(tmp_path, family, changes, said):
+    """Nothing of that size is built: none of these would fit into memory, or end."""
+    with pytest.raises(HelmscopeError, match=said):
+        load(configured(tmp_path, family, **changes))
+
+
+def test_a_tied_block_may_be_called_more_often_than_the_files_have_layers(tmp_path):
+    assert load(configured(tmp_path, "albert", num_hidden_layers=500)).model.config.num_hidden_layers == 500
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shown"), [(torch.int8, "I8"), (torch.uint8, "U8"), (torch.float8_e4m3fn, "F8_E4M3")]
+)
+@pytest.mark.parametrize("config", [{}, {"quantization_config": {"quant_method": "unheard-of"}}])
+def test_quantized_weights_are_refused(tmp_path, dtype, shown, config):
+    """transformers would take the codes for the weights, and the scale for nothing."""
+    folder, name = configured(tmp_path, "llama", **config), "model.layers.0.mlp.up_proj.weight"
+    state = load_file(folder / "model.safetensors")
+    scale = state[name].abs().max() / 100
+    state |= {name: (state[name] / scale).to(dtype), f"{name}_scale": scale[None]}
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(HelmscopeError, match=rf"the tensor '{name}' as {shown}, but weights must be F64, F32"):
+        load(folder)
+
+
+@pytest.mark.parametrize("scale", ["weight_scale", "weight_scale_inv", "weight.SCB", "scales"])
+def test_a_scale_that_nobody_applies_is_refused(folder, scale):
+    state = load_file(folder / "model.safetensors")
+    name = f"transformer.h.0.mlp.c_fc.{scale}"
+    save_file(state | {name: torch.ones(1)}, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(HelmscopeError, match=rf"the scale '{name}', but GPT2LMHeadModel does not apply it"):
+        load(folder)
+
+
+def test_whole_numbers_that_are_no_weights_are_let_be(folder):
+    """Masks and positions, which older checkpoints keep beside their weights."""
+    state = load_file(folder / "model.safetensors")
+    more = {"transformer.h.0.attn.bias": torch.ones(1, 1, 8, 8, dtype=torch.uint8), "position_ids": torch.arange(8)}
+    save_file(state | more, folder / "model.safetensors", metadata={"format": "pt"})
+    assert load(folder).origin.note is None
+
+
+def test_quantized_weights_in_memory_are_refused():
+    model = tiny_model("gpt2")
+    matrix = model.transformer.h[0].mlp.c_fc
+    matrix.weight = torch.nn.Parameter(matrix.weight.detach().to(torch.float8_e4m3fn), requires_grad=False)
+    with pytest.raises(HelmscopeError, match=r"'transformer\.h\.0\.mlp\.c_fc\.weight' in float8_e4m3fn, but weights"):
+        load(model)
+
+
+@pytest.mark.parametrize("family", ["mpnet", "bert", "gpt_neox"])
+def test_a_head_that_the_files_lack(tmp_path, family):
+    """As in popular sentence encoders: the files of a trunk under the name of a whole model."""
+    whole = tiny_model(family)
+    whole.base_model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": [type(whole).__name__]}))
+    loaded = load(tmp_path)
+    assert type(loaded.model) is type(whole.base_model)
+    assert loaded.origin.note.startswith(f"config.json names a {type(whole).__name__}, but the files lack its head, '")
+    ids = inputs_of(family)
+    recording = record(loaded, ids)
+    assert recording.certificate.ok
+    assert recording.certificate["files"].ok is None
+    assert recording.certificate["files"].says == loaded.origin.note
+    assert recording.certificate["head"].ok is None
+    wanted = record(whole, ids)
+    assert torch.equal(recording.trajectory.states, wanted.trajectory.states)
+    assert all(line.name != "files" for line in wanted.certificate.lines)
+
+
+def test_a_tensor_that_is_missing_from_the_trunk_is_named(tmp_path):
+    """Though the head is missing too."""
+    trunk = tiny_model("mpnet").base_model
+    trunk.config.architectures = ["MPNetForMaskedLM"]
+    trunk.config.save_pretrained(tmp_path)
+    state = {
+        name: value.clone() for name, value in trunk.state_dict().items() if "layer.1.attention.attn.k" not in name
+    }
+    save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(
+        HelmscopeError, match=r"lack the tensor 'mpnet\.encoder\.layer\.1\.attention\.attn\.k\.bias' and 1"
+    ):
+        load(tmp_path)
+
+
+def test_a_pooler_that_the_files_lack(tmp_path):
+    trunk = tiny_model("bert").base_model
+    trunk.config.architectures = ["BertModel"]
+    trunk.save_pretrained(tmp_path)
+    assert trunk.pooler is None
+    loaded = load(tmp_path)
+    assert loaded.model.pooler is None
+    assert "lack its head, 'pooler.dense.bias' and 1 more: it is read without" in loaded.origin.note
+    assert record(loaded, inputs_of("bert")).certificate.ok
 
 
 def test_a_load_is_silent_and_leaves_transformers_as_it_was(folder, capfd):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import math
 import re
 import sys
 from dataclasses import dataclass, field, replace
@@ -16,13 +15,13 @@ import xarray as xr
 
 import helmscope as hs
 from children import run_python
-from helmscope.claims.entry import Entry, Ground, Region
+from helmscope.claims.entry import Entry, Ground
 from helmscope.claims.reading import read_catalogue
 from helmscope.claims.trial import Trial, try_claim
 from helmscope.plots.style import svg
-from helmscope.plots.trial import region_text, trial_figure
+from helmscope.plots.trial import trial_figure
 from helmscope.report.page import SOURCES, page
-from helmscope.types import Control, Exhibit, HelmscopeError, Ruling, Verdict
+from helmscope.types import Control, Exhibit, HelmscopeError, Interval, Region, Ruling, Verdict, region_text
 
 CATALOGUE = read_catalogue()
 KURAMOTO = try_claim("kuramoto", quick=True)
@@ -91,12 +90,12 @@ def made_up(claim: str, ruling: Ruling, **more) -> Trial:
 
 @pytest.fixture(scope="module")
 def text() -> str:
-    failed = Control("the null & co", Ruling.SUPPORTED, Ruling.REFUTED, 1.0, 0.9, 1.1, 32, "at least 0", 0.0)
-    nan = math.nan
+    seen, region = Interval(1.0, 0.9, 1.1, n=32), Region(text="at least 0", low=0.0)
+    failed = Control("the null & co", Ruling.SUPPORTED, Ruling.REFUTED, seen, region)
     trials = [
         KURAMOTO,
         made_up("rate", Ruling.INCONCLUSIVE, null=failed, printed=replace(failed, what="e^-beta"), sentence="Failed."),
-        made_up("no-mean-drift", Ruling.IMPOSSIBLE, statistic=nan, low=nan, high=nan, n=0, null=None, also=()),
+        made_up("no-mean-drift", Ruling.IMPOSSIBLE, interval=None, null=None, also=()),
     ]
     return page(CATALOGUE, trials, seed=7, quick=True)
 
@@ -121,16 +120,16 @@ def test_a_tried_claim_shows_all_of_its_verdict(text):
     header, *rows = [[cell.text for cell in row.children if isinstance(cell, Element)] for row in card.all("tr")]
     assert header == ["Part", "What", "Value", "Interval", "n", "Region", "Ruling", "As expected?"]
     assert rows[0][:2] == ["the claim", "its statistic"]
-    assert rows[0][2] == f"{verdict.statistic:.3g}"
-    assert rows[0][3] == f"[{verdict.low:.3g}, {verdict.high:.3g}]"
+    assert rows[0][2] == f"{verdict.interval.estimate:.3g}"
+    assert rows[0][3] == f"[{verdict.interval.low:.3g}, {verdict.interval.high:.3g}]"
     assert rows[0][4:] == ["2,048", "at most 1e-12", "\u2261 true by construction", ""]
     assert [row[:2] for row in rows[1:]] == [
         ["null", verdict.null.what],
         *(["also", each.what] for each in verdict.also),
     ]
     for row, control in zip(rows[1:], (verdict.null, *verdict.also), strict=True):
-        own = "" if control.region == verdict.region else f" {control.region}"
-        assert row[4:6] == [f"{control.n:,}", region_text(control.region_low, control.region_high) + own]
+        own = "" if control.region == verdict.region else f" {control.region.text}"
+        assert row[4:6] == [f"{control.interval.n:,}", region_text(control.region) + own]
         assert row[6].endswith(control.ruling.value)
         assert row[7] == "yes"
 
@@ -152,7 +151,7 @@ def test_a_failed_control_an_impossible_premise_and_an_untried_claim_are_told(te
     assert "as printed e^-beta" in found["rate"].text
     assert CATALOGUE["rate"].printed in found["rate"].text
     assert "premise impossible here" in found["no-mean-drift"].text
-    assert "no number" in found["no-mean-drift"].text
+    assert "no interval" in found["no-mean-drift"].text
     untried = found["mixture"]
     assert "not yet tried" in untried.text
     assert CATALOGUE["mixture"].region.text in untried.text
@@ -203,8 +202,9 @@ def test_it_loads_nothing_and_runs_nothing(text):
 def test_a_hostile_entry_of_a_user_s_catalogue_is_only_text():
     fields = dict.fromkeys(("statement", "source", "printed", "corrected", "experiment", "statistic", "null"), NASTY)
     entry = Entry(id=NASTY, decided=(Ground.MODEL,), region=Region(text=NASTY), version=1, **fields)
-    shown = Control(NASTY, Ruling.REFUTED, Ruling.REFUTED, 1.0, 0.5, 1.5, 3, NASTY)
-    verdict = Verdict(NASTY, Ruling.REFUTED, 1.0, 0.5, 1.5, 3, NASTY, NASTY, NASTY, NASTY, null=shown, also=(shown,))
+    seen, region = Interval(1.0, 0.5, 1.5, n=3), Region(text=NASTY)
+    shown = Control(NASTY, Ruling.REFUTED, Ruling.REFUTED, seen, region)
+    verdict = Verdict(NASTY, Ruling.REFUTED, seen, region, NASTY, NASTY, NASTY, null=shown, also=(shown,))
     verdict = replace(verdict, exhibits=(Exhibit(NASTY, NASTY),))
     data = xr.Dataset({"a": 1.0, "a_stderr": 0.1}, attrs={"n": 3})
     data.a.attrs["long_name"] = NASTY

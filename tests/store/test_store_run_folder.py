@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from children import run_python
 from helmscope.store import Manifest, RunFolder, run_folder
 from helmscope.store.verdicts import decode_verdicts, encode_verdicts
-from helmscope.types import Control, Exhibit, HelmscopeError, Ruling, Verdict
+from helmscope.types import Control, Exhibit, HelmscopeError, Interval, Region, Ruling, Verdict
 
 MEASUREMENT = xr.Dataset(
     {"energy": ("time", [0.1, math.nan], {"n": 16, "units": "seconds"}), "energy_stderr": ("time", [0.01, math.inf])},
@@ -38,7 +38,7 @@ DATA = xr.Dataset(
     attrs={"note": "ü", "n": 3},
 )
 VERDICT = Verdict(
-    *("c1", Ruling.SUPPORTED, 0.1, -0.2, 0.3, 12, "slope > 0", "ab12", "The slope is 0.1."),
+    *("c1", Ruling.SUPPORTED, Interval(0.1, -0.2, 0.3, n=12), Region(text="slope > 0"), "ab12", "The slope is 0.1."),
     exhibits=(Exhibit("the model", "ok  rows\nok  heads"),),
 )
 
@@ -289,13 +289,21 @@ def test_new_folders_never_collide(tmp_path, monkeypatch):
     assert sorted(os.listdir(tmp_path / "runs")) == sorted(made)
 
 
-NUMBER = st.floats(allow_nan=True, allow_infinity=True)
+FINITE = st.floats(allow_nan=False, allow_infinity=False)
+SIDE = st.floats(min_value=0, allow_nan=False)
+INTERVAL = st.builds(lambda at, down, up: Interval(at, at - down, at + up, n=12), FINITE, SIDE, SIDE)
+REGION = st.one_of(
+    st.builds(lambda ends: Region(text="both", low=min(ends), high=max(ends)), st.tuples(FINITE, FINITE)),
+    st.builds(lambda low: Region(text="low", low=low), FINITE),
+    st.builds(lambda high: Region(text="high", high=high), FINITE),
+    st.just(Region(text="none")),
+)
 
 
 @settings(max_examples=100, deadline=None)
-@given(NUMBER, NUMBER, NUMBER, st.sampled_from(Ruling), st.text())
-def test_verdicts_round_trip_as_valid_json(statistic, low, high, ruling, sentence):
-    one = replace(VERDICT, statistic=statistic, low=low, high=high, ruling=ruling, sentence=sentence)
+@given(st.none() | INTERVAL, REGION, st.sampled_from(Ruling), st.text())
+def test_verdicts_round_trip_as_valid_json(interval, region, ruling, sentence):
+    one = replace(VERDICT, interval=interval, region=region, ruling=ruling, sentence=sentence)
     data = encode_verdicts([one, VERDICT])
     json.loads(data, parse_constant=pytest.fail)
     again, second = decode_verdicts(data)
@@ -305,11 +313,10 @@ def test_verdicts_round_trip_as_valid_json(statistic, low, high, ruling, sentenc
 
 
 def test_the_controls_of_a_verdict_round_trip():
-    control = Control("V = -I", Ruling.REFUTED, Ruling.REFUTED, 0.0, 0.0, 0.1, 32, "at least .9", 0.9)
-    one = replace(
-        VERDICT, where="the unit sphere", region_low=0.0, null=control, printed=replace(control, low=-math.inf)
-    )
-    one = replace(one, also=(control, control))
+    wide, region = Interval(0.0, -math.inf, 0.1, n=32), Region(text="at least .9", low=0.9)
+    control = Control("V = -I", Ruling.REFUTED, Ruling.REFUTED, Interval(0.0, 0.0, 0.1, n=32), region)
+    one = replace(VERDICT, where="the unit sphere", null=control, printed=replace(control, interval=wide))
+    one = replace(one, also=(control, replace(control, interval=None)))
     assert decode_verdicts(encode_verdicts([one])) == (one,)
     with pytest.raises(HelmscopeError, match=r"also of v.json\[0\] is a NoneType, but it must be a list of controls"):
         decode_verdicts(verdicts(also=None), "v.json")
@@ -317,22 +324,41 @@ def test_the_controls_of_a_verdict_round_trip():
         decode_verdicts(verdicts(null={"waht": "V = -I"}), "v.json")
 
 
+def test_verdicts_read_as_nested_objects():
+    """Nobody but a reader of the file relies on this, and such readers there are: the schema is public."""
+    (raw,) = json.loads(encode_verdicts([replace(VERDICT, interval=Interval(0.1, -math.inf, 0.3, n=12))]))
+    assert raw["interval"] == {"estimate": 0.1, "low": "-inf", "high": 0.3, "n": 12}
+    assert raw["region"] == {"text": "slope > 0", "low": None, "high": None}
+    assert json.loads(encode_verdicts([replace(VERDICT, interval=None)]))[0]["interval"] is None
+
+
 def verdicts(**changes):
-    ends = {"region_low": "-inf", "region_high": "inf"}
-    return json.dumps([{**asdict(VERDICT), "ruling": "supported", **ends, **changes}]).encode()
+    """VERDICT as JSON, with other values for keys of its own, or for keys of ``interval`` or ``region``."""
+    raw = {**asdict(VERDICT), "ruling": "supported"}
+    for name, change in changes.items():
+        raw[name] = {**raw[name], **change} if isinstance(change, dict) and name in ("interval", "region") else change
+    return json.dumps([raw]).encode()
 
 
 @pytest.mark.parametrize(
     ("data", "sentence"),
     [
-        (verdicts(statistc=1.0), "unknown key of v.json[0] 'statistc': did you mean 'statistic'?"),
+        (verdicts(intervall=1.0), "unknown key of v.json[0] 'intervall': did you mean 'interval'?"),
+        (verdicts(interval={"hgih": 1.0}), "unknown key of interval of v.json[0] 'hgih': did you mean 'high'?"),
+        (verdicts(region={"lwo": 1.0}), "unknown key of region of v.json[0] 'lwo': did you mean 'low'?"),
         (verdicts(ruling="suported"), "unknown ruling of v.json[0] 'suported': did you mean 'supported'?"),
-        (verdicts(low="NaN"), "low of v.json[0] is 'NaN', but it must be a finite number or one of nan, inf, -inf"),
-        (verdicts(low=None), "low of v.json[0] is None, but it must be a finite number or one of nan, inf, -inf"),
-        (verdicts(low=True), "low of v.json[0] is True, but it must be a finite number or one of nan, inf, -inf"),
-        (verdicts().replace(b"0.3", b"1e999"), "high of v.json[0] is inf, but it must be a finite number or one of"),
-        (verdicts(n=-1), "n of v.json[0] is -1, but it must be a whole number >= 0"),
-        (b'[{"claim": "a"}]', "v.json[0] has no key 'ruling', but it must have claim, ruling, statistic"),
+        (verdicts(interval={"low": "nan"}), "low of interval of v.json[0] is 'nan', but it must be a finite number, "),
+        (verdicts(interval={"low": None}), "low of interval of v.json[0] is None, but it must be a finite number, 'in"),
+        (verdicts(interval={"low": True}), "low of interval of v.json[0] is True, but it must be a finite number, 'in"),
+        (verdicts(interval={"low": 9.0}), "interval of v.json[0] cannot be read: the interval is [9.0, 0.3], but it"),
+        (verdicts(interval={"estimate": "inf"}), "estimate of interval of v.json[0] is 'inf', but it must be a finite"),
+        (verdicts().replace(b"0.3", b"1e999"), "high of interval of v.json[0] is inf, but it must be a finite number"),
+        (verdicts(interval={"n": -1}), "n of interval of v.json[0] is -1, but it must be a whole number >= 1"),
+        (verdicts(interval=[]), "interval of v.json[0] is a list, but it must be an object with named values"),
+        (verdicts(region=None), "region of v.json[0] is a NoneType, but it must be an object with named values"),
+        (verdicts(region={"low": "-inf"}), "low of region of v.json[0] is '-inf', but it must be a finite number"),
+        (verdicts(region={"low": 1, "high": 0}), "region of v.json[0] cannot be read: region is [1.0, 0.0], but its"),
+        (b'[{"claim": "a"}]', "v.json[0] has no key 'ruling', but it must have claim, ruling, interval, region"),
         (b"{}", "v.json is a dict, but it must be a list of verdicts"),
         (b"[3]", "v.json[0] is a int, but it must be an object with named values"),
     ],
@@ -343,7 +369,10 @@ def test_verdicts_are_decoded_strictly(data, sentence):
     assert str(caught.value).startswith(sentence)
 
 
-@pytest.mark.parametrize(("name", "value"), [("n", np.int64(3)), ("statistic", "high"), ("low", None), ("claim", 1)])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("interval", Interval(0.0, 0.0, 0.0, n=np.int64(3))), ("interval", "high"), ("region", None), ("claim", 1)],
+)
 def test_verdict_that_could_not_be_read_back_is_not_written(run, name, value):
     run.write_verdicts([VERDICT])
     with pytest.raises(HelmscopeError, match="verdicts"):

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-import math
 import re
 import tomllib
+from dataclasses import fields
 from enum import StrEnum
 
 import msgspec
 
-from helmscope.types import HelmscopeError, known_name, whole_number
+from helmscope.types import HelmscopeError, Region, known_name, whole_number
 
 MAY_BE_EMPTY = ("printed", "corrected")
 
@@ -24,26 +24,6 @@ class Ground(StrEnum):
 
     SIMULATION = "simulation"
     MODEL = "model"
-
-
-class Region(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
-    """The region that supports a claim: in words, and as the interval [low, high] of its statistic where it is one.
-
-    A bound that is None does not bind; both are None where no interval of one number says it.
-
-    >>> Region(text="at least half", low=0.5).high is None
-    True
-    """
-
-    text: str
-    low: float | None = None
-    high: float | None = None
-
-    def __post_init__(self) -> None:
-        bounds = [bound for bound in (self.low, self.high) if bound is not None]
-        real = all(isinstance(bound, int | float) and math.isfinite(bound) for bound in bounds)
-        if not real or bounds != sorted(bounds):
-            raise HelmscopeError(f"region is [{self.low}, {self.high}], but its bounds must be finite and low <= high")
 
 
 class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -71,13 +51,26 @@ class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
     @property
     def hash(self) -> str:
-        """SHA-256 of the content as JSON with sorted keys: comments, layout and the order of keys do not matter.
+        """SHA-256 of ``content`` as JSON with sorted keys: comments, layout and the order of keys do not matter.
 
         >>> from helmscope.claims.reading import entry
         >>> len(entry("rate").hash)
         64
         """
-        return hashlib.sha256(msgspec.json.encode(self, order="sorted")).hexdigest()
+        return hashlib.sha256(msgspec.json.encode(self.content, order="sorted")).hexdigest()
+
+    @property
+    def content(self) -> dict[str, object]:
+        """The entry as JSON holds it; a bound that its region does not have is left out.
+
+        >>> from helmscope.claims.reading import entry
+        >>> list(entry("jko-step").content["region"])
+        ['text', 'low']
+        """
+        plain: dict[str, object] = msgspec.to_builtins(self)
+        bounds = {"low": self.region.low, "high": self.region.high}
+        region = {"text": self.region.text, **{name: bound for name, bound in bounds.items() if bound is not None}}
+        return {**plain, "region": region}
 
 
 def parse_entry(text: str, name: str) -> Entry:
@@ -94,10 +87,11 @@ def parse_entry(text: str, name: str) -> Entry:
         raw = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise HelmscopeError(f"{name} is not TOML: {error}") from None
-    region = raw.get("region")
-    for where, table, kind in (("", raw, Entry), ("region of ", region, Region)):
+    # msgspec passes over unknown keys of a dataclass, such as Region
+    allowed = {"": Entry.__struct_fields__, "region of ": [field.name for field in fields(Region)]}
+    for (where, keys), table in zip(allowed.items(), (raw, raw.get("region")), strict=True):
         for key in table if isinstance(table, dict) else ():
-            known_name(f"key of {where}{name}", key, kind.__struct_fields__)
+            known_name(f"key of {where}{name}", key, keys)
     decided = raw.get("decided")
     for ground in decided if isinstance(decided, list) else ():
         if isinstance(ground, str):

@@ -1,33 +1,23 @@
 """What an experiment hands to the judge: the evidence, the null and what the source prints, and numbers to draw.
 
-Each kind of evidence knows its own rule, as ``claims.evidence`` states them; an experiment measures and does not rule.
+Each kind of evidence knows its own rule, one of those in ``stats``; an experiment measures and does not rule.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from helmscope.claims.entry import Region
-from helmscope.claims.evidence import (
-    PLAIN,
-    Interval,
-    Layers,
-    Scale,
-    bootstrap_t,
-    mean_interval,
-    numbers,
-    proportion_interval,
-    rule,
-    rule_every,
-    rule_some,
-    sample_size,
-    sign_flip,
-)
-from helmscope.types import Exhibit, HelmscopeError, Ruling
+from helmscope.stats.intervals import bootstrap_t, mean_interval, proportion_interval
+from helmscope.stats.replicates import numbers
+from helmscope.stats.ruling import Layers, rule, rule_every, rule_some, sample_size
+from helmscope.stats.scales import PLAIN, Scale
+from helmscope.stats.sign_flip import sign_flip
+from helmscope.types import Exhibit, HelmscopeError, Interval, Region, Ruling
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -147,7 +137,7 @@ class Paired:
 
     def weigh(self, region: Region) -> Weighed:
         """Supported where Student's interval leaves out 0 and exact sign flips agree at 5 %, else inconclusive."""
-        if region.low is not None or region.high is not None:
+        if region.bounded:
             raise HelmscopeError(f"region is '{region.text}' with bounds, but paired differences are held against 0")
         interval, p = mean_interval(self.differences), sign_flip(self.differences).two_sided
         differs = p <= 0.05 and not interval.low <= 0 <= interval.high
@@ -208,7 +198,7 @@ class Described:
 
     def weigh(self, region: Region) -> Weighed:
         """Inconclusive, whatever the numbers; a region with bounds is refused, for it asks for a ruling."""
-        if region.low is not None or region.high is not None:
+        if region.bounded:
             raise HelmscopeError(f"region is '{region.text}' with bounds, but a description is not ruled on")
         interval = mean_interval(self.values, scale=self.scale)
         return Weighed(interval, Ruling.INCONCLUSIVE, f"from {interval.n:,} {self.of}, described and not ruled on")
@@ -291,7 +281,7 @@ def _of_type(holder: object, **allowed: Any) -> None:
     for name, kind in allowed.items():
         value = getattr(holder, name)
         if isinstance(value, type) or not isinstance(value, kind):
-            shown = getattr(kind, "__name__", str(kind).replace("helmscope.claims.", ""))
+            shown = getattr(kind, "__name__", re.sub(r"\w+\.", "", str(kind)))  # a union, without its modules
             given = value.__name__ if isinstance(value, type) else type(value).__name__
             article = "an" if shown[0] in "AEIOU" else "a"
             raise HelmscopeError(f"{name} is a {given}, but it must be {article} {shown}")
@@ -306,15 +296,8 @@ def _over_layers(layers: Layers, region: Region, evidence: EveryLayer | SomeLaye
     single = [rule(each, region) for each in layers.intervals]
     decisive = [k for k in range(count) if single[k] is layers.ruling]
     candidates = [k for k in layers.named if k in decisive] or decisive or list(range(count))
-    low, high, *estimates = evidence.scale.forward(
-        np.array(
-            [
-                -np.inf if region.low is None else region.low,
-                np.inf if region.high is None else region.high,
-                *(each.estimate for each in layers.intervals),
-            ]
-        )
-    ).tolist()
+    points = np.array([*region.ends, *(each.estimate for each in layers.intervals)])
+    low, high, *estimates = evidence.scale.forward(points).tolist()
     inside = {k: min(estimates[k] - low, high - estimates[k]) for k in candidates}
     shown = (min if worst else max)(candidates, key=lambda k: inside[k])
     interval = layers.intervals[shown]

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
-from helmscope.claims.entry import Entry, Ground, Region
+from helmscope.claims.entry import Entry, Ground
 from helmscope.claims.finding import Check, Finding, Weighed
-from helmscope.types import Control, HelmscopeError, Ruling, Verdict, check_measurement, interval_text
+from helmscope.types import Control, HelmscopeError, Region, Ruling, Verdict, check_measurement, interval_text
 
 LEAST_REPLICATES = 32
 
@@ -39,20 +38,14 @@ def judge(entry: Entry, finding: Finding) -> Verdict:
     if weighed.ruling is not Ruling.REFUTED:
         failed += [part for part in also if not part.as_expected]
     ruling = Ruling.INCONCLUSIVE if failed else weighed.ruling
-    statistic, low, high, n = _numbers(weighed)
     return Verdict(
         claim=entry.id,
         ruling=ruling,
-        statistic=statistic,
-        low=low,
-        high=high,
-        n=n,
-        region=entry.region.text,
+        interval=weighed.interval,
+        region=entry.region,
         entry_hash=entry.hash,
         sentence=" ".join(_sentences(ruling, weighed, entry, finding, printed, failed)),
         where=finding.where,
-        region_low=_end(entry.region.low, -math.inf),
-        region_high=_end(entry.region.high, math.inf),
         null=null,
         printed=printed,
         also=also,
@@ -63,17 +56,7 @@ def judge(entry: Entry, finding: Finding) -> Verdict:
 def _control(check: Check, of_entry: Region) -> Control:
     region = of_entry if check.region is None else check.region
     weighed = check.evidence.weigh(region)
-    ends = _end(region.low, -math.inf), _end(region.high, math.inf)
-    return Control(check.what, weighed.ruling, check.expected, *_numbers(weighed), region.text, *ends)
-
-
-def _numbers(weighed: Weighed) -> tuple[float, float, float, int]:
-    seen = weighed.interval
-    return (math.nan, math.nan, math.nan, 0) if seen is None else (seen.estimate, seen.low, seen.high, seen.n)
-
-
-def _end(bound: float | None, free: float) -> float:
-    return free if bound is None else bound
+    return Control(check.what, weighed.ruling, check.expected, weighed.interval, region)
 
 
 def _sentences(
@@ -87,19 +70,16 @@ def _sentences(
     if seen is None:
         yield f"{weighed.how[0].upper()}{weighed.how[1:]}."
     else:
-        number = interval_text(seen.estimate, seen.low, seen.high)
-        yield f"{ruling.value[0].upper()}{ruling.value[1:]}: {number}, {weighed.how}."
+        yield f"{ruling.value[0].upper()}{ruling.value[1:]}: {interval_text(seen)}, {weighed.how}."
         if seen.n < LEAST_REPLICATES:
             yield f"Fewer than {LEAST_REPLICATES} replicates: the interval rests on their law being normal."
-    bounded = entry.region.low is not None or entry.region.high is not None
     if weighed.ruling is Ruling.INCONCLUSIVE and weighed.enough is not None:
         yield f"About {weighed.enough:,} replicates would decide it."
-    elif weighed.ruling is Ruling.INCONCLUSIVE and bounded:
+    elif weighed.ruling is Ruling.INCONCLUSIVE and entry.region.bounded:
         yield "No number of replicates is known to decide it."
     if finding.remark:
         yield finding.remark
     if printed is not None:
-        number = interval_text(printed.statistic, printed.low, printed.high)
-        yield f"As printed ({printed.what}): {printed.ruling.value}, {number}."
+        yield f"As printed ({printed.what}): {printed.ruling.value}, {interval_text(printed.interval)}."
     if Ground.MODEL in entry.decided and finding.where.startswith("simulation"):
         yield "This is the simulation; on a model the claim is not yet tried."

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 class Trial:
     """A verdict, and the Measurement of its experiment.
 
-    >>> from helmscope.types import Ruling
-    >>> Trial(Verdict("rate", Ruling.SUPPORTED, 1, 1, 1, 20, "", "", ""), data=None).verdict.claim
+    >>> from helmscope.types import Region, Ruling
+    >>> Trial(Verdict("rate", Ruling.IMPOSSIBLE, None, Region(text="1"), "", ""), data=None).verdict.claim
     'rate'
     """
 
@@ -52,12 +52,13 @@ def try_claim(claim: str, *, seed: int = 0, quick: bool = False, folder: str | P
     'true by construction'
     """
     case, tried = Case(seed, quick), registered(claim, folder)
+    entry = read_catalogue(folder)[claim]  # before the experiment: what it is judged by was fixed when it began
     try:
         finding = tried.function(case)
     except Exception as error:
         said = str(error) if isinstance(error, HelmscopeError) else described(error)
         raise HelmscopeError(f"experiment of '{claim}' failed{_line(error, tried.function)}: {said}") from error
-    return Trial(judge(read_catalogue(folder)[claim], finding), finding.data)
+    return Trial(judge(entry, finding), finding.data)
 
 
 class TrialsFailed(UnitsFailed):

@@ -36,6 +36,8 @@ app.add_typer(claims)
 
 def main() -> None:
     """Entry point of the command ``helmscope``: bad input is one sentence on standard error and exit code 2."""
+    # else the last bits of a matrix product depend on where in memory a system lies, and so on its batch
+    os.environ.setdefault("MKL_CBWR", "AUTO")
     try:
         code = app(sys.argv[1:] or ["--help"], standalone_mode=False)
         if sys.stdout is not None:  # it is None where a process has none

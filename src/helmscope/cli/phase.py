@@ -301,17 +301,14 @@ def _listed(data: xr.Dataset, half: xr.Dataset) -> dict[str, Any]:
 
 
 def _print_table(data: xr.Dataset, half: xr.Dataset) -> None:
-    from helmscope.types import interval_text
-
     last = float(data.time[-1])
     print(f"{'dim':>8} {'beta':>7} {'t*':>9}   {f'P at t = {last:g}':<22}  time of P = 1/2")
     for dim in data.dim.values:
         for beta in data.beta.values:
             row, found = data.sel(dim=dim, beta=beta), half.sel(dim=dim, beta=beta)
             end = row.isel(time=-1)
-            ends = [float(found[f"half_time{side}"]) for side in ("", "_low", "_high")]
             if not bool(found.censored):
-                reached = interval_text(*ends)
+                reached = _half_time_text(found, data.attrs["n"])
             elif end.probability.isnull():
                 reached = "all samples lost"
             else:
@@ -321,6 +318,14 @@ def _print_table(data: xr.Dataset, half: xr.Dataset) -> None:
             p = f"{float(end.probability):.4f}" + (f" +- {error:.2g}" if math.isfinite(error) else " of one sample")
             curve = "none" if row.curve.isnull() else f"{float(row.curve):.4g}"
             print(f"{dim:>8} {beta:>7.4g} {curve:>9}   {p:<22}  {reached}")
+
+
+def _half_time_text(found: xr.Dataset, n: int) -> str:
+    from helmscope.types import Interval, interval_text
+
+    estimate, low, high = (float(found[f"half_time{side}"]) for side in ("", "_low", "_high"))
+    known = not (math.isnan(low) or math.isnan(high))  # one sample has no standard error, and so no interval
+    return interval_text(Interval(estimate, low, high, n)) if known else f"{estimate:.3g}, no interval"
 
 
 def _dims(text: str | None, spectrum: str | None) -> list[int]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from helmscope.fields.norms import LayerNorm
 from helmscope.models.norm_reading import read_norm
+from helmscope.models.overflow import check_finite
 from helmscope.models.probe import LayerProbe, no_cache, probe
 from helmscope.models.sphere import embedding_norm
 from helmscope.models.tap import can_be_tapped
@@ -44,6 +45,9 @@ class Layer:
 class Anatomy:
     """The layers of a model. ``centered``: its norms remove the token mean, so that its sphere is S^(d-2).
     ``embedding_norm`` of a post-norm model is the norm that gives the first block's input, with its module.
+
+    ``tapped``: its family is in the registry of attention, so that q, k, v and weights can be seen and changed;
+    ``overheard``: it is not, but they can be seen.
     """
 
     model: Any
@@ -51,6 +55,7 @@ class Anatomy:
     dim: int
     centered: bool
     tapped: bool
+    overheard: bool = False
     embedding_norm: tuple[nn.Module, Norm] | None = None
 
     @property
@@ -85,13 +90,15 @@ class Anatomy:
 def dissect(model: Any, inputs: Mapping[str, Tensor]) -> tuple[Anatomy, list[LayerProbe]]:
     """Find the anatomy of a model from one forward of a few tokens, and give what was seen on the way."""
     seen = probe(model, inputs)
+    check_finite(model, inputs, seen)
     layers = tuple(_layer(layer, number) for number, layer in enumerate(seen))
     norms = [norm for layer in layers for norm in (layer.attention_norm, layer.mlp_norm) if norm is not None]
     if not norms and layers[0].wiring.sandwich:  # no norm before the halves, but one behind each
         behind = read_norm(layers[0].part(layers[0].wiring.attention), seen[0].pre)
         norms = [] if behind is None else [behind]
     centered = any(isinstance(norm, LayerNorm) for norm in norms)
-    anatomy = Anatomy(model, layers, seen[0].pre.shape[-1], centered, can_be_tapped(model))
+    overheard = all(layer.overheard for layer in seen)
+    anatomy = Anatomy(model, layers, seen[0].pre.shape[-1], centered, can_be_tapped(model), overheard)
     if anatomy.post_norm:
         anatomy = replace(anatomy, embedding_norm=embedding_norm(model, anatomy.blocks, inputs, seen[0].pre))
     return anatomy, seen

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,8 +24,21 @@ SIZES = {
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
-def check_folder(folder: Path) -> dict[str, str]:
-    """A SHA-256 for each file of weights in a model's folder; what is wrong with them is one sentence."""
+@dataclass(frozen=True, eq=False)
+class Files:
+    """The files of weights in a model's folder: a SHA-256 for each, and dtype, shape and place of every tensor."""
+
+    hashes: Mapping[str, str]
+    tensors: Mapping[str, Mapping[str, Any]]
+
+    @property
+    def numbers(self) -> int:
+        """How many numbers the tensors hold."""
+        return sum(math.prod(value["shape"]) for value in self.tensors.values())
+
+
+def check_folder(folder: Path) -> Files:
+    """What the files of weights in a model's folder hold; what is wrong with them is one sentence."""
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         pickled = sorted(path.name for pattern in PICKLES for path in folder.glob(pattern))
@@ -35,13 +50,14 @@ def check_folder(folder: Path) -> dict[str, str]:
                 f"{kind}.from_pretrained('{folder}').save_pretrained('NEW_FOLDER')\""
             )
         raise HelmscopeError(f"model folder '{folder}' has no file of weights, but it must hold *.safetensors")
+    tensors: dict[str, Any] = {}
     for path in files:
         if not path.is_file():
             raise HelmscopeError(f"model folder '{folder}' has '{path.name}', which is no file that can be read")
-        check_file(path)
+        tensors |= check_file(path)
     for path in folder.glob("*.safetensors.index.json"):
-        _check_index(path)
-    return {path.name: hash_file(path) for path in files}
+        _check_index(path, {each.name for each in files})
+    return Files({path.name: hash_file(path) for path in files}, tensors)
 
 
 def _saved_class(folder: Path) -> str:
@@ -55,15 +71,17 @@ def _saved_class(folder: Path) -> str:
     return name if isinstance(name, str) and name.isascii() and name.isidentifier() else "AutoModelForCausalLM"
 
 
-def _check_index(path: Path) -> None:
-    """The list of a model in several files names files beside it, and no others."""
+def _check_index(path: Path, beside: set[str]) -> None:
+    """The list of a model in several files names files beside it, and no others. Names are compared, never opened: a
+    name may be longer than the file system can take.
+    """
     try:
         parts = json.loads(path.read_bytes())["weight_map"]
         names = set(parts.values())
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise HelmscopeError(f"file '{path}' has no weight_map from tensors to files") from error
     for name in sorted(map(str, names)):
-        if Path(name).name != name or not (path.parent / name).is_file():
+        if name not in beside:
             raise HelmscopeError(f"file '{path}' speaks of the file '{name:.80}', which is not beside it")
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from helmscope.models.load import Loaded, loaded_once
+from helmscope.models.probe import vocabulary_size
 from helmscope.models.record import record
 from helmscope.models.recorder import Recorder
 from helmscope.models.texts import Batch, context_length
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from helmscope.models.load import Origin
     from helmscope.models.recording import Recording
 
+IMAGE = 64  # pixels a side, where the model does not say
 TEXTS = (
     "The lighthouse keeper counted the waves until the storm let go of the coast.",
     "Two rivers meet below the old mill, and the slower one keeps its colour for a mile.",
@@ -99,13 +101,14 @@ def _subject(loaded: Loaded) -> tuple[Any, str]:
     generator = torch.Generator().manual_seed(0)
     model = loaded.model
     if getattr(model, "main_input_name", "") == "pixel_values":
-        size = model.config.image_size
-        return torch.randn(2, model.config.num_channels, size, size, generator=generator), "random images"
+        size = getattr(model.config, "image_size", None) or IMAGE
+        height, width = size if isinstance(size, list | tuple) else (size, size)
+        return torch.randn(2, model.config.num_channels, height, width, generator=generator), "random images"
     if loaded.tokenizer is not None:
         return list(TEXTS), f"sentences by {type(loaded.tokenizer).__name__}"
     most = min(24, context_length(model) or 24)
     why = "there is no tokenizer" if loaded.why is None else f"the tokenizer could not be read ({loaded.why})"
-    ids = torch.randint(model.get_input_embeddings().num_embeddings, (3, most), generator=generator)
+    ids = torch.randint(vocabulary_size(model), (3, most), generator=generator)
     return ids, f"random tokens: {why}"
 
 
@@ -113,7 +116,7 @@ def _seconds(recording: Recording, tokens: int) -> float:
     """Of one recorded text, by the faster of two forwards."""
     inputs = recording.batch.rows(slice(0, 1)).inputs
     if "input_ids" in inputs:
-        count = recording.anatomy.model.get_input_embeddings().num_embeddings
+        count = vocabulary_size(recording.anatomy.model)
         inputs = {"input_ids": torch.randint(count, (1, tokens), generator=torch.Generator().manual_seed(0))}
     alone, lasted = replace(recording, batch=Batch(inputs)), []
     for _ in range(2):

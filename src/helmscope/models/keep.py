@@ -45,7 +45,7 @@ class Keeper(Watcher):
                 f"keep is {what!r}, but it must be made of Keep.QUERIES, KEYS, VALUES, WEIGHTS and WRITES"
             )
         hidden = what & (Keep.QUERIES | Keep.KEYS | Keep.VALUES)
-        if hidden and not anatomy.tapped:
+        if hidden and not (anatomy.tapped or anatomy.overheard):
             raise HelmscopeError(f"keep is {what!r}, but the model's family shows its attention weights alone")
         self.what, self.layers = what, len(anatomy.layers)
         self.hears = bool(what & ~Keep.WRITES)

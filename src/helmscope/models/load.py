@@ -6,30 +6,35 @@ import inspect
 import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from helmscope.models.blueprint import check_blueprint, check_config, check_dtypes, is_quantized
 from helmscope.models.boxed import MODELS, box_folder
 from helmscope.models.checkpoint import check_folder
+from helmscope.models.library import quiet, transformers_library
+from helmscope.models.norm_reading import epsilon_of
+from helmscope.models.words import read_tokenizer
 from helmscope.store.atomic import one_line
-from helmscope.types import HelmscopeError, MissingExtra, known_name, whole_number
+from helmscope.types import HelmscopeError, known_name, whole_number
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-WORDS = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.*", "*.model", "tokenizer_config.json")
+    from helmscope.models.checkpoint import Files
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 WANTED = ("*.safetensors", "*.json", "*.txt", "*.model")  # of a repository: no pickles, no code
 
 
 @dataclass(frozen=True)
 class Origin:
     """Where a model came from: its name, revision (the Hub's commit), a SHA-256 for each file of weights, and how its
-    attention is computed when nobody records.
+    attention is computed when nobody records. ``note`` says what the files lack of the model that config.json names.
 
     >>> Origin("gpt2", "gpt2", None, {}, "sdpa", "float32", "cpu", "5.22.2").attention
     'sdpa'
@@ -43,6 +48,7 @@ class Origin:
     dtype: str
     device: str
     transformers: str
+    note: str | None = None
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -83,16 +89,18 @@ def load(
     ``dtype``, ``device``, ``device_map`` and ``attention`` ("eager", "sdpa") are those of transformers; where no dtype
     is given it is float32 on a CPU, whose half precision is slow and coarse, else that of the files. ``loops`` calls
     the one block of a tied model so many times. A folder that is named as a model in the box is meant by "./A". A model
-    in memory is put into eval mode, else nothing of it is changed. Refused in one sentence: a folder without weights,
-    with pickled weights only, with a damaged file, with NaN or infinity in a tensor, of a family that transformers does
-    not know.
+    in memory is put into eval mode, else nothing of it is changed. Where the files lack nothing but the head that
+    config.json names, the model without its head is loaded, and ``origin.note`` says so. Refused in one sentence: a
+    folder without weights, with pickled weights only, with a damaged file, with quantized weights, with NaN or infinity
+    in a tensor, with a config.json that asks for far more than the files hold, of a family that transformers does not
+    know.
 
     >>> load("no/such-model", offline=True)
     Traceback (most recent call last):
       ...
     helmscope.types.HelmscopeError: model is 'no/such-model', but it is no folder and could not be had ...
     """
-    transformers = _transformers()
+    transformers = transformers_library()
     if isinstance(source, torch.nn.Module):
         if not isinstance(source, transformers.PreTrainedModel):
             raise HelmscopeError(f"model is a {type(source).__name__}, but it must be a transformers PreTrainedModel")
@@ -117,16 +125,17 @@ def load(
         )
     boxed = isinstance(source, str) and source in MODELS  # Path("./A") is a folder, though its text is "A"
     folder = box_folder(str(source)) if boxed else Path(source)
-    if revision is not None and folder.is_dir():
+    local = _is_folder(folder)
+    if revision is not None and local:
         raise HelmscopeError(
             f"revision is {revision!r}, but '{source}' is a folder or in the box, and only a model on the Hub has "
             "revisions: give the folder of that checkpoint, and no revision"
         )
-    folder = folder if folder.is_dir() else _from_hub(str(source), revision, offline)
-    hashes = check_folder(folder)
+    folder = folder if local else _from_hub(str(source), revision, offline)
+    files = check_folder(folder)
     on_cpu = device_map is None and str(device or "cpu").startswith("cpu")
     places = {"device_map": device_map, "attn_implementation": attention}
-    model = _from_folder(folder, dtype or (torch.float32 if on_cpu else "auto"), places)
+    model, note = _from_folder(folder, files, dtype or (torch.float32 if on_cpu else "auto"), places)
     if device is not None:
         try:
             model = model.to(device)
@@ -135,9 +144,17 @@ def load(
     _check_numbers(model)
     if loops is not None:
         _loop(model, loops)
-    commit = revision if boxed or folder == Path(source) else folder.name
-    words, why = (tokenizer, None) if tokenizer is not None else _tokenizer(folder)
-    return Loaded(model.eval(), words, origin_of(model, str(source), commit, hashes), why)
+    commit = None if local else folder.name
+    words, why = (tokenizer, None) if tokenizer is not None else read_tokenizer(folder)
+    origin = replace(origin_of(model, str(source), commit, files.hashes), note=note)
+    return Loaded(model.eval(), words, origin, why)
+
+
+def _is_folder(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except (OSError, ValueError):  # a name that no file could have
+        return False
 
 
 def _loop(model: Any, loops: int) -> None:
@@ -193,31 +210,59 @@ def _from_hub(name: str, revision: str | None, offline: bool) -> Path:
     return Path(str(found))
 
 
-def _from_folder(folder: Path, dtype: torch.dtype | str, places: dict[str, Any]) -> Any:
-    transformers = _transformers()
+def _from_folder(
+    folder: Path, files: Files, dtype: torch.dtype | str, places: dict[str, Any]
+) -> tuple[Any, str | None]:
+    """The model, and what its files lack where it can do without."""
+    transformers = transformers_library()
     options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     places = {name: value for name, value in places.items() if value is not None}
+    check_config(folder, files)
     try:
-        config = transformers.AutoConfig.from_pretrained(folder, **options)
-        options |= {"config": config, "dtype": dtype, "use_safetensors": True}
-        options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # which are named below
-        with _quiet():
-            model, info = _class_of(config).from_pretrained(folder, **options, **places)
+        with quiet():
+            config = transformers.AutoConfig.from_pretrained(folder, **options)
+            kind, quantized = _class_of(config), is_quantized(config)
+            check_blueprint(kind, config, folder, files, quantized=quantized)
+            options |= {"config": config, "dtype": dtype, "use_safetensors": True}
+            options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # which are named below
+            model, info = kind.from_pretrained(folder, **options, **places)
     except HelmscopeError:
         raise
     except Exception as error:  # whatever a damaged configuration makes transformers stumble over
         raise HelmscopeError(f"model is in '{folder}', but it could not be loaded: {one_line(error)}") from error
-    missing = sorted(set(info["missing_keys"]) - set(model.all_tied_weights_keys or ()))
-    if missing:
-        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise HelmscopeError(f"model is in '{folder}', but its files lack the tensor '{missing[0]}'{more}")
+    check_dtypes(model, info["unexpected_keys"], folder, files, quantized=quantized)
     wrong = sorted(str(key[0] if isinstance(key, tuple) else key) for key in info.get("mismatched_keys") or ())
     if wrong:
         raise HelmscopeError(
             f"model is in '{folder}', but the tensor '{wrong[0]}' has another shape than config.json asks"
         )
     _check_depth(model, info["unexpected_keys"], folder)
-    return model
+    missing = sorted(set(info["missing_keys"]) - set(model.all_tied_weights_keys or ()))
+    return _without_head(model, missing, folder) if missing else (model, None)
+
+
+def _without_head(model: Any, missing: list[str], folder: Path) -> tuple[Any, str]:
+    """The part of a model that its files hold, and a sentence on the rest, where nothing but a head is missing: what
+    lies behind the trunk, or the trunk's own pooler. No block reads either.
+    """
+    trunk, whole = model.base_model, type(model).__name__
+    prefix = f"{model.base_model_prefix}." if trunk is not model else ""
+    behind = [name for name in missing if prefix and not name.startswith(prefix)]
+    pooler = [name for name in missing if name.startswith(f"{prefix}pooler.")]
+    pooler = pooler if "add_pooling_layer" in inspect.signature(type(trunk)).parameters else []
+    needed = sorted(set(missing) - {*behind, *pooler})
+    if needed:
+        raise HelmscopeError(f"model is in '{folder}', but its files lack the tensor {_first_of(needed)}")
+    if pooler:
+        trunk.pooler = None  # as add_pooling_layer=False leaves it
+    says = f"config.json names a {whole}, but the files lack its head, {_first_of(missing)}: "
+    if not behind:
+        return model, f"{says}it is read without"
+    return trunk, f"{says}its {type(trunk).__name__} alone is read"
+
+
+def _first_of(names: list[str]) -> str:
+    return f"'{names[0]}'" + (f" and {len(names) - 1} more" if len(names) > 1 else "")
 
 
 def _check_depth(model: Any, unexpected: Iterable[str], folder: Path) -> None:
@@ -235,51 +280,34 @@ def _check_depth(model: Any, unexpected: Iterable[str], folder: Path) -> None:
                     )
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Inside, transformers draws no progress bar and reports nothing of a load: it is judged here. Then as before."""
-    logging = _transformers().utils.logging
-    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    try:
-        logging.set_verbosity_error()
-        logging.disable_progress_bar()
-        yield
-    finally:
-        logging.set_verbosity(verbosity)
-        if bars:
-            logging.enable_progress_bar()
-
-
 def _class_of(config: Any) -> Any:
     """The class that the checkpoint was saved from where transformers has it, else a language model, else the trunk."""
-    transformers = _transformers()
-    named = next((getattr(transformers, name, None) for name in config.architectures or ()), None)
-    if named is not None:
-        return named
+    transformers = transformers_library()
+    for name in config.architectures or ():
+        named = getattr(transformers, name, None)
+        if isinstance(named, type) and issubclass(named, transformers.PreTrainedModel):
+            return named
     for auto in (transformers.AutoModelForCausalLM, transformers.AutoModelForMaskedLM, transformers.AutoModel):
         if type(config) in auto._model_mapping:
-            return auto
+            found = auto._model_mapping[type(config)]
+            return found[0] if isinstance(found, tuple | list) else found
     raise HelmscopeError(f"model is of the family '{config.model_type}', but transformers has no model class for it")
-
-
-def _tokenizer(folder: Path) -> tuple[Any | None, str | None]:
-    """The tokenizer beside a model, or why it could not be read; neither where none lies there: a model without still
-    takes token ids.
-    """
-    transformers = _transformers()
-    there = [path.name for pattern in WORDS for path in sorted(folder.glob(pattern))]
-    try:
-        with _quiet():
-            found = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # whatever a damaged file makes transformers stumble over; texts will say it
-        return None, f"{there[0]}: {one_line(error)}" if there else None
-    return (found, None) if found.vocab_size else (None, None)  # of a folder without its files an empty one is made
 
 
 def _check_numbers(model: Any) -> None:
     for name, value in model.named_parameters():
+        if value.dtype not in DTYPES:
+            kind = str(value.dtype).removeprefix("torch.")
+            raise HelmscopeError(
+                f"model has the tensor '{name}' in {kind}, but weights must be float64, float32, bfloat16 or float16: "
+                "load a copy that is not quantized"
+            )
         if not value.is_meta and not bool(torch.isfinite(value.detach()).all()):
             raise HelmscopeError(f"model has NaN or infinite numbers in the tensor '{name}', but all must be finite")
+    for name, module in model.named_modules():
+        eps = epsilon_of(module)
+        if eps is not None and not 0 <= eps < math.inf:
+            raise HelmscopeError(f"model has the norm '{name}' with the epsilon {eps:g}, but it must be 0 or more")
 
 
 def origin_of(
@@ -295,13 +323,5 @@ def origin_of(
         attention=str(model.config._attn_implementation),
         dtype=str(weight.dtype).removeprefix("torch."),
         device=str(weight.device),
-        transformers=_transformers().__version__,
+        transformers=transformers_library().__version__,
     )
-
-
-def _transformers() -> Any:
-    try:
-        import transformers
-    except ImportError as error:
-        raise MissingExtra("transformers", "models") from error
-    return transformers

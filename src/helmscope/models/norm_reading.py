@@ -9,6 +9,7 @@ import torch
 from helmscope.fields.norms import LayerNorm, RMSNorm
 
 if TYPE_CHECKING:
+    from jaxtyping import Float
     from torch import Tensor, nn
 
     from helmscope.fields.norms import Norm
@@ -19,58 +20,89 @@ EPSILONS = ("eps", "variance_epsilon", "epsilon", "layer_norm_epsilon")
 def read_norm(module: nn.Module, like: Tensor) -> Norm | None:
     """Gain, bias and eps of a norm over vectors like the rows of ``like``; None where the module is no such norm.
 
-    The bias is the image of 0. A vector of signs whose mean is 0 is normalized to itself over sqrt(1 + eps), and so
-    its image shows the gain; the vector of an odd length has one 0, which a second one covers. That the module and what
-    was read agree on random vectors decides.
+    A vector s of signs whose mean is 0 is normalized to itself over sqrt(1 + eps), and so the images of s and -s show
+    bias and gain; an s of odd length has one 0, which a second one covers. Many norms compute in float32 whatever the
+    model's dtype is: where a parameter of the module, or 1 plus it, is what the images show, the parameter itself is
+    taken, which has all its digits. That the module and what was read agree on random vectors decides.
 
     >>> norm = read_norm(torch.nn.LayerNorm(4, eps=1e-5), torch.ones(1, 4))
     >>> type(norm).__name__, norm.eps, norm.gain
     ('LayerNorm', 1e-05, tensor([1., 1., 1., 1.]))
     """
-    eps = next((float(value) for name in EPSILONS if (value := getattr(module, name, None)) is not None), None)
-    d, dtype = like.shape[-1], like.dtype
-    drawn = torch.randn(16, d, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(like)
+    wide = like.dtype if like.dtype in (torch.float32, torch.float64) else torch.float32
+    size = 1e-4 if wide == like.dtype else 3e-2
+    drawn = torch.randn(16, like.shape[-1], generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(like)
     with torch.no_grad():
         try:
-            zero, image, shifted = module(torch.zeros_like(drawn[:1])), module(drawn), module(drawn + 1)
+            image, shifted = module(drawn), module(drawn + 1)
         except (RuntimeError, TypeError):
             return None
-        if not all(isinstance(each, torch.Tensor) and each.shape[1:] == drawn.shape[1:] for each in (zero, image)):
+        if not isinstance(image, torch.Tensor) or image.shape != drawn.shape:
             return None
-        eps = _epsilon(module, drawn, zero[0]) if eps is None else eps
-        bias, gain = zero[0].detach(), _gain(module, drawn, zero[0], eps)
-    size = 1e-4 if dtype in (torch.float32, torch.float64) else 3e-2
+        eps = epsilon_of(module)
+        eps = _epsilon(module, drawn) if eps is None else eps
+        gain, bias = _shown(module, drawn, eps)
+    if not bool(torch.isfinite(gain).all() and torch.isfinite(bias).all()):
+        return None
+    gain, bias = (_exact(module, seen.to(wide), shifts, size) for seen, shifts in ((gain, (0, 1)), (bias, (0,))))
     centered = bool((image - shifted).norm() <= size * image.norm())
-    kind: type[Norm] = LayerNorm if centered else RMSNorm
     norm = LayerNorm(gain=gain, bias=bias, eps=eps) if centered else RMSNorm(gain=gain, eps=eps)
-    wide = drawn.float() if dtype not in (torch.float32, torch.float64) else drawn
-    agrees = bool((norm(wide) - image.to(wide)).norm() <= size * image.norm()) and isinstance(norm, kind)
+    agrees = bool((norm(drawn.to(wide)) - image.to(wide)).norm() <= size * image.norm())
     return norm if agrees else None
 
 
-def _epsilon(module: nn.Module, like: Tensor, bias: Tensor) -> float:
+def epsilon_of(module: nn.Module) -> float | None:
+    """The eps that a norm names; None where it names none.
+
+    >>> epsilon_of(torch.nn.LayerNorm(4, eps=1e-5)), epsilon_of(torch.nn.Linear(1, 1))
+    (1e-05, None)
+    """
+    told = (getattr(module, name, None) for name in EPSILONS)
+    return next((float(value) for value in told if isinstance(value, int | float)), None)
+
+
+def _signs(like: Tensor) -> Float[Tensor, " d"]:
+    """+1 and -1 in turns, with a 0 at the end of an odd length."""
+    signs = like.new_ones(like.shape[-1])
+    signs[1::2] = -1
+    if len(signs) % 2:
+        signs[-1] = 0
+    return signs
+
+
+def _epsilon(module: nn.Module, like: Tensor) -> float:
     """The eps of a norm that does not say it, from how much shorter the image of a vector of signs gets when the vector
     is short: (1 + eps) / (1 + eps / s^2) of it is left, squared.
     """
-    signs = like.new_ones(like.shape[-1])
-    signs[1::2] = -1
-    signs = signs - signs.mean()
-    short = 1e-2
-    whole, small = (float((module((s * signs)[None])[0] - bias).double().norm()) for s in (1.0, short))
+    signs, short = _signs(like), 1e-2
+    whole, small = (float(_halves(module, s * signs)[0].double().norm()) for s in (1.0, short))
     ratio = (whole / small) ** 2 if small > 0 else 1.0  # (1 + eps / s^2) / (1 + eps)
     found = (ratio - 1) / (short**-2 - ratio)
     return found if found > 1e-9 else 0.0
 
 
-def _gain(module: nn.Module, like: Tensor, bias: Tensor, eps: float) -> Tensor:
-    d = like.shape[-1]
-    signs = like.new_ones(d)
-    signs[1::2] = -1
-    if d % 2:
-        signs[-1] = 0
+def _halves(module: nn.Module, x: Float[Tensor, " d"]) -> tuple[Float[Tensor, " d"], Float[Tensor, " d"]]:
+    """The parts of a module's image of x that change sign with x, and that do not."""
+    there, back = module(x[None])[0].detach(), module(-x[None])[0].detach()
+    return (there - back) / 2, (there + back) / 2
+
+
+def _shown(module: nn.Module, like: Tensor, eps: float) -> tuple[Float[Tensor, " d"], Float[Tensor, " d"]]:
+    """Gain and bias as the images of signs show them."""
+    signs = _signs(like)
     size = (float((signs * signs).mean()) + eps) ** 0.5
     gain = torch.zeros_like(signs)
     for each in (signs, signs.roll(1)):
-        seen = (module(each[None])[0] - bias) * each * size
-        gain = torch.where(each != 0, seen, gain)
-    return gain.detach()
+        odd, bias = _halves(module, each)
+        gain = torch.where(each != 0, odd * each * size, gain)
+    return gain, bias
+
+
+def _exact(module: nn.Module, seen: Float[Tensor, " d"], shifts: tuple[int, ...], size: float) -> Float[Tensor, " d"]:
+    """The parameter of the module, plus a shift, that is nearest to what was seen; what was seen where none is near."""
+    own = [value.detach().to(seen) for value in module.parameters(recurse=False) if value.shape == seen.shape]
+    known = [shift + value for value in own for shift in shifts]
+    gaps = [float((value - seen).abs().max()) for value in known]
+    best = min(range(len(known)), key=gaps.__getitem__, default=None)
+    near = best is not None and gaps[best] <= size * float(seen.abs().max())
+    return known[best] if near and best is not None else seen

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from helmscope.models.overhear import Overhearing, rows_of_weights
 from helmscope.models.tap import Attended, Call, can_be_tapped, tapped
 from helmscope.types import HelmscopeError
 
@@ -59,6 +60,7 @@ class LayerProbe:
     plain: bool = False  # whether the block returns a tensor alone
     calls: list[Seen] = field(default_factory=list)
     attention: tuple[Call, Attended] | None = None
+    overheard: bool = False  # whether attention is known though the family is not in the registry
 
 
 def block_class(model: Any) -> type[nn.Module]:
@@ -77,18 +79,49 @@ def block_class(model: Any) -> type[nn.Module]:
 
 def probe(model: Any, inputs: Mapping[str, Tensor]) -> list[LayerProbe]:
     """One forward of ``inputs`` (those of the model's forward), layer by layer in the order of the calls."""
+    if can_be_tapped(model):
+        return _forward(model, inputs)
+    found = _forward(model, inputs, Overhearing())
+    checking = Overhearing(checking=True)
+    if all(layer.attention is not None for layer in found):
+        _forward(model, _two_texts(model, inputs), checking)
+    known = checking.forms == [True] * len(found)
+    for layer in found:
+        layer.overheard, layer.attention = known, layer.attention if known else None
+    return found
+
+
+def _forward(model: Any, inputs: Mapping[str, Tensor], overhearing: Overhearing | None = None) -> list[LayerProbe]:
+    """What one forward showed; attention of a family that is not in the registry by ``overhearing``."""
     found: list[LayerProbe] = []
     kind = block_class(model)
     blocks = [module for module in model.modules() if isinstance(module, kind)]
     with ExitStack() as stack, torch.no_grad():
         for block in blocks:
-            stack.enter_context(_hooked(block, found))
+            stack.enter_context(_hooked(block, found, overhearing))
         stack.enter_context(tapped(model, _Ear(found)))
-        more = {} if can_be_tapped(model) else {"output_attentions": True}
+        if overhearing is not None:
+            stack.enter_context(overhearing)
+        more = {} if overhearing is None else {"output_attentions": True}
         run(model, inputs, **no_cache(model), **more)
     if not found:
         raise HelmscopeError(f"model is a {type(model).__name__}, but none of its {kind.__name__} blocks was called")
+    for layer in found:
+        if layer.pre.ndim != 3:
+            raise HelmscopeError(
+                f"model is a {type(model).__name__} whose {kind.__name__} blocks read tensors of shape "
+                f"{tuple(layer.pre.shape)}, but only models of tokens, (batch, n, d), can be recorded"
+            )
     return found
+
+
+def _two_texts(model: Any, inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """The first text, and one of the same length of which no token is the same; two images."""
+    if "input_ids" not in inputs:
+        return {name: value[:2] for name, value in inputs.items()}
+    twice = {name: torch.cat([value[:1], value[:1]]) for name, value in inputs.items()}
+    twice["input_ids"][1] = (twice["input_ids"][1] + 1) % vocabulary_size(model)
+    return twice
 
 
 def run(model: Any, inputs: Mapping[str, Tensor], **options: Any) -> Any:
@@ -115,6 +148,21 @@ def trunk_of(model: Any) -> Any:
     return trunk if getattr(model, "main_input_name", "input_ids") in takes else model
 
 
+def vocabulary_size(model: Any) -> int:
+    """How many token ids a model has embeddings for; a ``HelmscopeError`` where it has none."""
+    try:
+        table = model.get_input_embeddings()
+    except (NotImplementedError, AttributeError):  # a model of images or sounds alone
+        table = None
+    size = getattr(table, "num_embeddings", None)
+    if size is None:
+        takes = getattr(model, "main_input_name", "other inputs")
+        raise HelmscopeError(
+            f"model is a {type(model).__name__}, which takes {takes}, but it has no table of embeddings of token ids"
+        )
+    return int(size)
+
+
 def no_cache(model: Any) -> dict[str, bool]:
     """A cache would grow with every call, and costs memory: it is switched off where there is one."""
     return {"use_cache": False} if hasattr(model.config, "use_cache") else {}
@@ -139,7 +187,7 @@ class _Ear:
 
 
 @contextmanager
-def _hooked(block: nn.Module, found: list[LayerProbe]) -> Iterator[None]:
+def _hooked(block: nn.Module, found: list[LayerProbe], overhearing: Overhearing | None) -> Iterator[None]:
     """Note the calls of a block and of everything in it. Copies, since some families add to a tensor in place later."""
 
     def copies(value: Any) -> tuple[Tensor, ...]:
@@ -153,7 +201,11 @@ def _hooked(block: nn.Module, found: list[LayerProbe]) -> Iterator[None]:
 
     def inside(path: str) -> Any:
         def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            found[-1].calls.append(Seen(path, module, copies((args, kwargs)), copies(output)))
+            layer, seen = found[-1], Seen(path, module, copies((args, kwargs)), copies(output))
+            layer.calls.append(seen)
+            rows = None if overhearing is None else rows_of_weights(seen.outputs, layer.pre.shape[-2])
+            if overhearing is not None and rows is not None and layer.attention is None:
+                layer.attention = overhearing.taken(module, rows)
 
         return note
 

@@ -96,6 +96,8 @@ def _recorded(
     assert recorder.errors is not None
     lines.append(certify.residual_line(recorder.errors, loaded.model.dtype))
     lines.append(certify.finite_line(recorder.stream.radius))
+    if loaded.origin.note is not None:
+        lines.append(Line("files", None, loaded.origin.note))
     return replace(blank, stream_=recorder.stream, certificate=Certificate(tuple(lines)), kept=keeper.kept)
 
 

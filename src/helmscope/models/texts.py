@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from helmscope.store.atomic import one_line
+from helmscope.models.probe import vocabulary_size
+from helmscope.models.words import encode
 from helmscope.types import HelmscopeError
 
 if TYPE_CHECKING:
@@ -178,11 +179,7 @@ def _labels(ids: Tensor) -> tuple[tuple[str, ...], ...]:
 def _from_strings(model: Any, texts: list[str], tokenizer: Any, truncate: bool) -> Batch:
     limit = context_length(model)
     options = {"truncation": True, "max_length": limit} if truncate and limit is not None else {}
-    try:
-        rows = [tokenizer(text, **options)["input_ids"] for text in texts]
-    except Exception as error:  # whatever a tokenizer stumbles over
-        kind, why = type(tokenizer).__name__, one_line(error)
-        raise HelmscopeError(f"tokenizer is a {kind}, but it fails on these texts: {why}") from error
+    rows = encode(texts, tokenizer, **options)
     for i, row in enumerate(rows):
         if not row:
             raise HelmscopeError(f"texts[{i}] is {texts[i]!r:.60}, but the tokenizer makes no token of it")
@@ -209,7 +206,7 @@ def context_length(model: Any) -> int | None:
 
 
 def _check_ids(model: Any, ids: Tensor) -> None:
-    size = model.get_input_embeddings().num_embeddings
+    size = vocabulary_size(model)
     if int(ids.min()) < 0 or int(ids.max()) >= size:
         worst = int(ids.max()) if int(ids.max()) >= size else int(ids.min())
         raise HelmscopeError(

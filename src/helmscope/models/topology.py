@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from helmscope.models.overhear import rows_of_weights
 from helmscope.types import HelmscopeError
 
 if TYPE_CHECKING:
@@ -148,11 +149,8 @@ class _Algebra:
 
     def gives_weights(self, call: Seen) -> bool:
         """Whether a module returns rows of attention weights beside a state."""
-        n = self.pre.shape[-2]
-        if self.like_state(call.output) is None:
-            return False
-        rows = [each for each in call.outputs if each.ndim == 4 and each.shape[-2:] == (n, n)]
-        return any(bool(((each.sum(-1) - 1).abs() < 1e-2).all()) for each in rows)
+        rows = rows_of_weights(call.outputs, self.pre.shape[-2])
+        return rows is not None and self.like_state(call.output) is not None
 
     def shallowest(self, pairs: list[tuple[Seen, Seen]]) -> tuple[Seen, Seen] | None:
         order = {id(call): k for k, call in enumerate(self.calls)}
@@ -246,7 +244,7 @@ class _Algebra:
         """The norms that attention and MLP read through, and whether the writes come out of one."""
         mid = self.pre + found.scales[0] * self.state_of(self.at(found.attention))
         heads = None if self.heads is None else self.heads.path
-        if heads is None:
+        if heads is None or self.layer.overheard:
             found = replace(found, weights=next((call.path for call in self.calls if self.gives_weights(call)), None))
         if found.kind is Kind.POST_NORM:
             return replace(found, mlp_norm=found.middle, output_matrix=heads)

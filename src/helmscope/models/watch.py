@@ -17,13 +17,14 @@ are gone when ``watching`` ends, whatever happened inside.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import Field, fields, is_dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from helmscope.models.overhear import Overhearing
 from helmscope.models.probe import tensors_in
 from helmscope.models.tap import Attended, Call, held, tapped
 from helmscope.models.topology import Kind
@@ -116,6 +117,8 @@ class _Depth:
         self.pre: Tensor | None = None
         self.wanted = frozenset(site for watcher in watchers for site in watcher.sites)
         self.modules = {id(module) for block in anatomy.blocks for module in block.modules()}
+        self.hears = any(watcher.hears for watcher in watchers)
+        self.overhearing = Overhearing() if anatomy.overheard and self.hears else None
 
     @property
     def layer(self) -> Layer:
@@ -207,7 +210,7 @@ def _hooked(anatomy: Anatomy, watchers: tuple[Watcher, ...], skip: int) -> Itera
             handles += _on_block(block, depth)
             first = next(layer for layer in anatomy.layers if layer.block is block)
             handles += _inside(first, depth)
-        with tapped(anatomy.model, depth if any(watcher.hears for watcher in watchers) else None):
+        with tapped(anatomy.model, depth if depth.hears else None), depth.overhearing or nullcontext():
             yield
     finally:
         for block, forward in zip(skipped, own, strict=False):
@@ -271,7 +274,7 @@ def _inside(layer: Layer, depth: _Depth) -> list[RemovableHandle]:
     for path, site in ((wiring.middle, Site.READ), (wiring.close, Site.CLOSE)):
         if path is not None and site in depth.wanted:
             handles.append(layer.part(path).register_forward_pre_hook(reading(site), with_kwargs=True))
-    if wiring.weights is not None and any(watcher.hears for watcher in depth.watchers):
+    if wiring.weights is not None and depth.hears:
         handles.append(layer.part(wiring.weights).register_forward_hook(_overheard(depth)))
     return handles
 
@@ -293,12 +296,15 @@ def _written(output: Any, depth: _Depth, site: Site, *, middle: bool) -> Any:
 
 
 def _overheard(depth: _Depth) -> Any:
-    """For a family outside the registry: the rows of weights that its attention module returns."""
+    """For a family outside the registry: the rows of weights that its attention module returns, and where they can be
+    overheard query, key and value.
+    """
 
     def hear(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         state, *others = tensors_in(output)
         weights = next(each for each in others if each.ndim == 4 and each.shape[-1] == each.shape[-2])
-        depth.after(None, Attended(state, weights))
+        heard = None if depth.overhearing is None else depth.overhearing.taken(module, weights)
+        depth.after(*(heard or (None, Attended(state, weights))))
 
     return hear
 

@@ -13,7 +13,15 @@ import numpy as np
 from helmscope.plots.grid import draw_grid, grid_height, is_grid
 from helmscope.plots.measured import draw_variable, heading, plain, variables
 from helmscope.plots.style import COLORS, styled
-from helmscope.types import Control, HelmscopeError, Verdict, check_measurement, interval_text
+from helmscope.types import (
+    HelmscopeError,
+    Interval,
+    Region,
+    Verdict,
+    check_measurement,
+    interval_text,
+    region_text,
+)
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -33,7 +41,7 @@ class _Row:
 
     label: str
     color: str
-    of: Verdict | Control
+    interval: Interval | None
 
 
 @dataclass(frozen=True)
@@ -115,7 +123,7 @@ def trial_figure(verdict: Verdict, data: xr.Dataset) -> Figure:
     On top: the intervals of the statistic and of all controls that are judged by the same region (the null, what the
     source prints, further parts), on that region, shaded, with their numbers. The axis follows from the region: a log
     axis for an error bounded from above, the deviation from the center for a narrow two-sided region, symmetric log
-    where numbers around 0 span decades, else linear. An end at infinity is an arrow at the edge; NaN is not drawn.
+    where numbers around 0 span decades, else linear. An end at infinity is an arrow at the edge.
 
     Below: each variable over its first axis, further axes as a family of curves (one over three axes as a grid of small
     panels), with bands (NAME_stderr: two standard errors; NAME_low, NAME_high: their range) and NAME_null dashed. The
@@ -123,7 +131,8 @@ def trial_figure(verdict: Verdict, data: xr.Dataset) -> Figure:
 
     >>> import xarray as xr
     >>> from helmscope.types import Ruling
-    >>> verdict = Verdict("rate", Ruling.SUPPORTED, 1.0, 0.99, 1.01, 20, "within .1", "", "", "", 0.9, 1.1)
+    >>> region = Region(text="within .1", low=0.9, high=1.1)
+    >>> verdict = Verdict("rate", Ruling.SUPPORTED, Interval(1.0, 0.99, 1.01, n=20), region, "", "")
     >>> data = xr.Dataset({"slope": ("beta", [1.0, 1.0]), "slope_stderr": ("beta", [0.1, 0.1])}, attrs={"n": 20})
     >>> len(trial_figure(verdict, data).axes)
     2
@@ -133,19 +142,6 @@ def trial_figure(verdict: Verdict, data: xr.Dataset) -> Figure:
     check_measurement(data)
     with styled():
         return _drawn(verdict, data)
-
-
-def region_text(low: float, high: float) -> str:
-    """A region's interval in figures.
-
-    >>> region_text(0.9, 1.1), region_text(-math.inf, 1e-12), region_text(0.0, math.inf)
-    ('0.9 to 1.1', 'at most 1e-12', 'at least 0')
-    """
-    if low == -math.inf and high == math.inf:
-        return "no bounds"
-    if low == -math.inf:
-        return f"at most {high:.12g}"
-    return f"at least {low:.12g}" if high == math.inf else f"{low:.12g} to {high:.12g}"
 
 
 def tick(number: float) -> str:
@@ -184,30 +180,28 @@ def _height(data: xr.Dataset, name: str) -> float:
 
 
 def _rows(verdict: Verdict) -> list[_Row]:
-    rows = [_Row("the claim", COLORS[0], verdict)]
+    rows = [_Row("the claim", COLORS[0], verdict.interval)]
     named = [("null", GRAY, verdict.null), ("as printed", COLORS[1], verdict.printed)]
     named += [("also", COLORS[4], control) for control in verdict.also]
     for name, color, control in named:
-        if control is not None and _bounds(control) == _bounds(verdict):
-            rows.append(_Row(f"{name}: {control.what}", color, control))
+        if control is not None and control.region.ends == verdict.region.ends:
+            rows.append(_Row(f"{name}: {control.what}", color, control.interval))
     return rows
 
 
-def _bounds(of: Verdict | Control) -> tuple[float, float]:
-    return of.region_low, of.region_high
-
-
 def _statistic(panel: Axes, verdict: Verdict, rows: Sequence[_Row]) -> None:
-    axis = choose_axis(*_bounds(verdict), [row.of for row in rows])
+    region = verdict.region
+    seen = [row.interval for row in rows if row.interval is not None]
+    axis = choose_axis(region, seen)
     axis.dress(panel)
-    edges = left, right = _limits(panel, axis, rows)
+    edges = left, right = _limits(panel, axis, region, seen)
     if isinstance(axis, Around):
         places = [place for place in axis.ticks(max(abs(left), abs(right))) if left <= place <= right]
         panel.set_xticks(places, [tick(place) for place in places])
         panel.minorticks_off()
-    if any(map(math.isfinite, _bounds(verdict))):
-        panel.axvspan(*(_at(axis, end, edges) for end in _bounds(verdict)), color=GREEN, alpha=0.15, linewidth=0)
-    for end in filter(math.isfinite, _bounds(verdict)):
+    if region.bounded:
+        panel.axvspan(*(_at(axis, end, edges) for end in region.ends), color=GREEN, alpha=0.15, linewidth=0)
+    for end in filter(math.isfinite, region.ends):
         panel.axvline(axis.place(end), color=GREEN, linewidth=0.8, label="_region")
     for index, row in enumerate(rows):
         _row(panel, axis, row, float(-index), edges)
@@ -217,24 +211,23 @@ def _statistic(panel: Axes, verdict: Verdict, rows: Sequence[_Row]) -> None:
     controls = [control for control in (verdict.null, verdict.printed, *verdict.also) if control is not None]
     apart = len(controls) + 1 - len(rows)
     note = f"; {apart} control{'s' if apart > 1 else ''} with another region not drawn" if apart else ""
-    bound = "shaded: " if any(map(math.isfinite, _bounds(verdict))) else ""
-    text = f"the statistic on its region ({bound}{region_text(*_bounds(verdict))}{note})"
+    bound = "shaded: " if region.bounded else ""
+    text = f"the statistic on its region ({bound}{region_text(region)}{note})"
     panel.set_title(text, loc="left", fontsize=9)
 
 
 def _row(panel: Axes, axis: Axis, row: _Row, y: float, edges: tuple[float, float]) -> None:
     """The interval as a line, the estimate as a dot, label and numbers above them."""
-    seen, line = row.of, y - 0.2
-    if not (math.isnan(seen.low) or math.isnan(seen.high)):
+    seen, line = row.interval, y - 0.2
+    if seen is not None:
         ends = [_at(axis, end, edges) for end in (seen.low, seen.high)]
         panel.plot(ends, [line, line], color=row.color, linewidth=3, alpha=0.55, label=plain(row.label))
         for end, place in zip((seen.low, seen.high), ends, strict=True):
             _dot(panel, end, place, line, row.color, "|")
-    if not math.isnan(seen.statistic):
-        _dot(panel, seen.statistic, _at(axis, seen.statistic, edges), line, row.color, "o")
+        _dot(panel, seen.estimate, axis.place(seen.estimate), line, row.color, "o")
     across = panel.get_yaxis_transform()
     label = textwrap.shorten(row.label, LETTERS, placeholder=" ...")
-    numbers = f"{interval_text(seen.statistic, seen.low, seen.high)}, n = {seen.n:,}"
+    numbers = interval_text(seen) + ("" if seen is None else f", n = {seen.n:,}")
     panel.text(0.01, y + 0.2, plain(label), transform=across, va="center", color=row.color, fontsize=8.5)
     panel.text(0.99, y + 0.2, numbers, transform=across, va="center", ha="right", fontsize=8.5)
 
@@ -248,18 +241,19 @@ def _at(axis: Axis, number: float, edges: tuple[float, float]) -> float:
     return axis.place(number) if math.isfinite(number) else edges[number > 0]
 
 
-def choose_axis(low: float, high: float, seen: Sequence[Verdict | Control]) -> Axis:
-    """The axis on which the region [low, high] and the intervals on it can be read.
+def choose_axis(region: Region, seen: Sequence[Interval]) -> Axis:
+    """The axis on which a region and the intervals on it can be read.
 
-    >>> choose_axis(0.999999, 1.000001, [])
+    >>> choose_axis(Region(text="1 within 1e-6", low=0.999999, high=1.000001), [])
     Around(center=1.0, threshold=1e-07)
-    >>> choose_axis(-math.inf, 1e-12, [])
+    >>> choose_axis(Region(text="at most 1e-12", high=1e-12), [])
     Log(floor=1e-13, clips=False)
     """
+    low, high = region.ends
     bounds = [bound for bound in (low, high) if math.isfinite(bound)]
     if not bounds:
         return Linear()
-    estimates = [each.statistic for each in seen if math.isfinite(each.statistic)]
+    estimates = [each.estimate for each in seen]
     numbers = estimates + [end for each in seen for end in (each.low, each.high) if math.isfinite(end)]
     center = sum(bounds) / 2 if len(bounds) == 2 else 0.0
     near = numbers if len(bounds) == 2 else estimates  # the end of an interval may come as near to 0 as chance will
@@ -283,10 +277,10 @@ def _power_below(number: float, *, less: int = 0) -> float:
     return 10.0 ** (math.floor(math.log10(number)) - less)
 
 
-def _limits(panel: Axes, axis: Axis, rows: Sequence[_Row]) -> tuple[float, float]:
+def _limits(panel: Axes, axis: Axis, region: Region, seen: Sequence[Interval]) -> tuple[float, float]:
     """Every finite number and bound with room beside them, even on the axis' own scale."""
-    ends = [(row.of.statistic, row.of.low, row.of.high, *_bounds(row.of)) for row in rows]
-    places = [axis.place(end) for each in ends for end in each if math.isfinite(end)] or [0.0, 1.0]
+    ends = [*region.ends, *(end for each in seen for end in (each.estimate, each.low, each.high))]
+    places = [axis.place(end) for end in ends if math.isfinite(end)] or [0.0, 1.0]
     scale = panel.xaxis.get_transform()
     low, high = (float(scale.transform(np.array([end]))[0]) for end in (min(places), max(places)))
     least = 1.0 if isinstance(axis, Log) else 0.2 * max(abs(low), abs(high), 1e-12)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from helmscope.plots.measured import axis_name, variables
 from helmscope.plots.style import svg
-from helmscope.plots.trial import MOST_PANELS, region_text, trial_figure
+from helmscope.plots.trial import MOST_PANELS, trial_figure
 from helmscope.types import (
     Control,
     HelmscopeError,
@@ -21,6 +21,7 @@ from helmscope.types import (
     Verdict,
     interval_text,
     known_name,
+    region_text,
     whole_number,
 )
 
@@ -156,7 +157,7 @@ def _card(entry: Entry, trial: Trial | None, options: str) -> _Card:
         entry,
         source,
         BADGES[verdict.ruling],
-        f"{verdict.region} ({region_text(verdict.region_low, verdict.region_high)})",
+        f"{verdict.region.text} ({region_text(verdict.region)})",
         command,
         verdict=verdict,
         lines=tuple(_line(*each, verdict) for each in _roles(verdict)),
@@ -177,28 +178,27 @@ def _roles(verdict: Verdict) -> list[tuple[str, Verdict | Control]]:
 
 def _line(role: str, of: Verdict | Control, verdict: Verdict) -> _Line:
     """The words of a region are shown where it is not the claim's own."""
-    value, _, interval = interval_text(of.statistic, of.low, of.high).partition(" [")
+    value, _, ends = interval_text(of.interval).partition(" [")
     what, expected = "its statistic", ""
     if isinstance(of, Control):
         what, expected = of.what, "yes" if of.as_expected else f"no: {of.expected.value} was due"
-    region = region_text(of.region_low, of.region_high)
-    words = of.region if of.region != verdict.region else ""
-    bracket = f"[{interval}" if interval else ""
-    return _Line(role, what, value, bracket, f"{of.n:,}", region, words, BADGES[of.ruling], expected)
+    words = of.region.text if of.region.text != verdict.region.text else ""
+    bracket = f"[{ends}" if ends else ""
+    n = "" if of.interval is None else f"{of.interval.n:,}"
+    return _Line(role, what, value, bracket, n, region_text(of.region), words, BADGES[of.ruling], expected)
 
 
 def _alt(verdict: Verdict, data: xr.Dataset) -> str:
     """What the picture shows, for those who do not see it."""
     told = [
-        f"{role}{f' ({of.what})' if isinstance(of, Control) else ''} {interval_text(of.statistic, of.low, of.high)}"
+        f"{role}{f' ({of.what})' if isinstance(of, Control) else ''} {interval_text(of.interval)}"
         for role, of in _roles(verdict)
-        if (of.region_low, of.region_high) == (verdict.region_low, verdict.region_high)
+        if of.region.ends == verdict.region.ends
     ]
     drawn = []
     for name in variables(data)[:MOST_PANELS]:
         value = data[name]
         over = " over " + " and ".join(axis_name(value, dim) for dim in value.dims) if value.ndim else ""
         drawn.append(f"{value.attrs.get('long_name', name)}{over}")
-    region = region_text(verdict.region_low, verdict.region_high)
     below = f" Below: {'; '.join(drawn)}." if drawn else ""
-    return f"Intervals on the region, {region}: {'; '.join(told)}.{below}"
+    return f"Intervals on the region, {region_text(verdict.region)}: {'; '.join(told)}.{below}"

@@ -1,25 +1,39 @@
-"""Verdicts as JSON. A statistic that is not finite is one of the strings "nan", "inf" and "-inf", since JSON has no
-number for it and null would not say which.
+"""Verdicts as JSON. An interval is an object, or null where nothing was measured; an infinite end of it is the string
+"inf" or "-inf", since JSON has no number for it. A bound that a region does not have is null.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
+from typing import Any, TypeVar
 
 from helmscope.store.printable import printable
 from helmscope.store.strict_json import Reader, decode, encode, record, text
-from helmscope.types import Control, Exhibit, HelmscopeError, Ruling, Verdict, known_name, whole_number
+from helmscope.types import (
+    Control,
+    Exhibit,
+    HelmscopeError,
+    Interval,
+    Region,
+    Ruling,
+    Verdict,
+    known_name,
+    real_number,
+    whole_number,
+)
 
-_NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+T = TypeVar("T")
+_INFINITE = {"inf": math.inf, "-inf": -math.inf}
 
 
 def encode_verdicts(verdicts: Sequence[Verdict]) -> bytes:
     """Verdicts, in order, as JSON that ``decode_verdicts`` reads back; one of the wrong type is refused by its name.
 
-    >>> verdict = Verdict("c1", Ruling.IMPOSSIBLE, math.nan, -math.inf, math.inf, 0, "t > 1", "ab", "No such layer.")
+    >>> wide = Interval(2.0, -math.inf, math.inf, n=2)
+    >>> verdict = Verdict("c1", Ruling.INCONCLUSIVE, wide, Region(text="t > 1", low=1.0), "ab", "Two are too few.")
     >>> b'"low": "-inf"' in encode_verdicts([verdict])
     True
     """
@@ -55,12 +69,32 @@ def _ruling(name: str, value: object) -> Ruling:
     return Ruling(known_name(name, printable(text(name, value)), [ruling.value for ruling in Ruling]))
 
 
-def _number(name: str, value: object) -> float:
-    if isinstance(value, str) and value in _NOT_FINITE:
-        return _NOT_FINITE[value]
+def _end(name: str, value: object) -> float:
+    if isinstance(value, str) and value in _INFINITE:
+        return _INFINITE[value]
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise HelmscopeError(f"{name} is {value!r}, but it must be a finite number or one of {', '.join(_NOT_FINITE)}")
+        raise HelmscopeError(f"{name} is {value!r}, but it must be a finite number, 'inf' or '-inf'")
     return float(value)
+
+
+def _bound(name: str, value: object) -> float | None:
+    return None if value is None else real_number(name, value)
+
+
+def _interval(name: str, value: object) -> Interval | None:
+    return None if value is None else _made(Interval, name, record(value, _INTERVAL, name))
+
+
+def _region(name: str, value: object) -> Region:
+    return _made(Region, name, record(value, _REGION, name))
+
+
+def _made(kind: Callable[..., T], name: str, parts: dict[str, Any]) -> T:
+    """What is made of parts that are right one by one; together they may still contradict each other."""
+    try:
+        return kind(**parts)
+    except HelmscopeError as error:
+        raise HelmscopeError(f"{name} cannot be read: {error}") from None
 
 
 def _control(name: str, value: object) -> Control:
@@ -84,16 +118,18 @@ def _controls(name: str, value: object) -> tuple[Control, ...]:
     return tuple(_control(f"item {i} of {name}", item) for i, item in enumerate(value))
 
 
-_ESTIMATE: dict[str, Reader] = {
-    "ruling": _ruling,
-    **dict.fromkeys(("statistic", "low", "high", "region_low", "region_high"), _number),
-    "n": partial(whole_number, at_least=0),
-    "region": text,
+_INTERVAL: dict[str, Reader] = {
+    "estimate": real_number,
+    "low": _end,
+    "high": _end,
+    "n": partial(whole_number, at_least=1),
 }
-_CONTROL: dict[str, Reader] = {**_ESTIMATE, "what": text, "expected": _ruling}
+_REGION: dict[str, Reader] = {"text": text, "low": _bound, "high": _bound}
+_JUDGED: dict[str, Reader] = {"ruling": _ruling, "interval": _interval, "region": _region}
+_CONTROL: dict[str, Reader] = {"what": text, **_JUDGED, "expected": _ruling}
 _READERS: dict[str, Reader] = {
     "claim": text,
-    **_ESTIMATE,
+    **_JUDGED,
     **dict.fromkeys(("entry_hash", "sentence", "where"), text),
     **dict.fromkeys(("null", "printed"), _control_or_none),
     "also": _controls,

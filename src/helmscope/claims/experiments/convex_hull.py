@@ -9,14 +9,13 @@ import torch
 import xarray as xr
 
 from helmscope.claims.curves import curve
-from helmscope.claims.entry import Region
 from helmscope.claims.finding import Check, Count, Finding, Identity, Replicates
 from helmscope.claims.registry import Case, experiment
 from helmscope.fields.attention import SA
 from helmscope.fields.lowrank import LowRank
 from helmscope.geometry.sphere import retract
 from helmscope.observe.hull import hull_distance
-from helmscope.types import Ruling
+from helmscope.types import Region, Ruling
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -9,13 +9,12 @@ import torch
 import xarray as xr
 
 from helmscope.claims.curves import curve
-from helmscope.claims.entry import Region
 from helmscope.claims.finding import Check, Finding, Identity
 from helmscope.claims.registry import Case, experiment
 from helmscope.fields.noise import DivergenceForm, Ito, LayerNormChain, MatrixNoise, Stratonovich
 from helmscope.geometry import sphere, surface
 from helmscope.observe.generator import discrete_generator, generator
-from helmscope.types import Ruling
+from helmscope.types import Region, Ruling
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -9,8 +9,6 @@ import torch
 import xarray as xr
 
 from helmscope.claims.curves import curve
-from helmscope.claims.entry import Region
-from helmscope.claims.evidence import Log
 from helmscope.claims.finding import Check, Finding, Paired, Replicates
 from helmscope.claims.registry import Case, experiment
 from helmscope.fields.attention import SA
@@ -18,7 +16,8 @@ from helmscope.geometry.sphere import retract
 from helmscope.observe.inner_products import inner_product_histogram, mean_inner_product
 from helmscope.solve.dormand_prince import DormandPrince
 from helmscope.solve.integrate import integrate
-from helmscope.types import Ruling, Trajectory
+from helmscope.stats.scales import Log
+from helmscope.types import Region, Ruling, Trajectory
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from helmscope.claims.curves import curve
-from helmscope.claims.entry import Region
 from helmscope.claims.finding import Check, Count, EveryLayer, Finding, Identity, Replicates
 from helmscope.claims.registry import Case, experiment
 from helmscope.fields.attention import SA, USA
@@ -17,7 +16,7 @@ from helmscope.observe.energy import interaction_energy, interaction_energy_rate
 from helmscope.solve.integrate import integrate
 from helmscope.solve.layer import Layer
 from helmscope.solve.rk4 import RK4
-from helmscope.types import Ruling
+from helmscope.types import Region, Ruling
 
 if TYPE_CHECKING:
     from torch import Tensor

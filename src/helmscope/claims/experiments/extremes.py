@@ -10,7 +10,6 @@ import numpy as np
 import torch
 
 from helmscope.claims.curves import curve
-from helmscope.claims.entry import Region
 from helmscope.claims.finding import Check, Count, Finding, Identity
 from helmscope.claims.registry import Case, experiment
 from helmscope.fields.attention import SA
@@ -19,7 +18,7 @@ from helmscope.observe.energy import interaction_energy
 from helmscope.solve.integrate import integrate
 from helmscope.solve.rk4 import RK4
 from helmscope.theory.energy import energy_max, energy_min
-from helmscope.types import Ruling
+from helmscope.types import Region, Ruling
 
 if TYPE_CHECKING:
     from torch import Tensor

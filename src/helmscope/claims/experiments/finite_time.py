@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from helmscope.claims.curves import curve
-from helmscope.claims.evidence import Log
 from helmscope.claims.finding import Check, Finding, Replicates, SomeLayer
 from helmscope.claims.registry import Case, experiment
 from helmscope.fields.attention import SA, USA
 from helmscope.geometry.sphere import project, retract
 from helmscope.solve.integrate import integrate
 from helmscope.solve.rk4 import RK4
+from helmscope.stats.scales import Log
 from helmscope.theory.equiangular import equiangular_rate
 from helmscope.theory.starts import Orthonormal
 from helmscope.types import Ruling

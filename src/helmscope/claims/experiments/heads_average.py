@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from helmscope.claims.curves import curve
-from helmscope.claims.entry import Region
 from helmscope.claims.finding import Check, Count, Finding, Identity, Replicates
 from helmscope.claims.registry import Case, experiment
 from helmscope.fields.attention import SA, USA
@@ -16,7 +15,7 @@ from helmscope.fields.mlp import MLP
 from helmscope.fields.multihead import MultiHead, MultiHeadAsPrinted
 from helmscope.geometry.sphere import project, retract
 from helmscope.observe.energy import interaction_energy
-from helmscope.types import Ruling
+from helmscope.types import Region, Ruling
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -10,16 +10,15 @@ import torch
 import xarray as xr
 
 from helmscope.claims.curves import curve
-from helmscope.claims.entry import Region
-from helmscope.claims.evidence import Log
 from helmscope.claims.finding import Check, EveryLayer, Finding
 from helmscope.claims.registry import Case, experiment
 from helmscope.fields.attention import SA
 from helmscope.geometry.sphere import retract
 from helmscope.solve.dormand_prince import DormandPrince
 from helmscope.solve.integrate import integrate
+from helmscope.stats.scales import Log
 from helmscope.theory.metastable import metastable_time, metastable_time_asymptotic
-from helmscope.types import Ruling
+from helmscope.types import Region, Ruling
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

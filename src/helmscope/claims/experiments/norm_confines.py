@@ -9,8 +9,6 @@ import torch
 import xarray as xr
 
 from helmscope.claims.curves import curve
-from helmscope.claims.entry import Region
-from helmscope.claims.evidence import Log
 from helmscope.claims.finding import Check, Count, EveryLayer, Finding, Identity, Replicates
 from helmscope.claims.registry import Case, experiment
 from helmscope.fields.attention import SA
@@ -18,7 +16,8 @@ from helmscope.fields.block import Block
 from helmscope.fields.mlp import MLP
 from helmscope.fields.norms import LayerNorm, RMSNorm, UnitNorm
 from helmscope.fields.placement import Half, PostNorm, PreNorm
-from helmscope.types import Ruling
+from helmscope.stats.scales import Log
+from helmscope.types import Region, Ruling
 
 if TYPE_CHECKING:
     from torch import Tensor

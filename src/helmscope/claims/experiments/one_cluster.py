@@ -9,7 +9,6 @@ import numpy as np
 import torch
 
 from helmscope.claims.curves import curve
-from helmscope.claims.entry import Region
 from helmscope.claims.finding import Check, Count, Finding
 from helmscope.claims.registry import Case, experiment
 from helmscope.fields.attention import SA
@@ -18,7 +17,7 @@ from helmscope.observe.clusters import cluster_count
 from helmscope.solve.dormand_prince import DormandPrince
 from helmscope.solve.integrate import integrate
 from helmscope.theory.metastable import metastable_time
-from helmscope.types import Ruling
+from helmscope.types import Region, Ruling
 
 if TYPE_CHECKING:
     from torch import Tensor

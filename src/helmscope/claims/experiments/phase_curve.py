@@ -8,17 +8,16 @@ from typing import TYPE_CHECKING
 import torch
 
 from helmscope.claims.curves import curve
-from helmscope.claims.entry import Region
-from helmscope.claims.evidence import Log
 from helmscope.claims.finding import Check, EveryLayer, Finding, Replicates
 from helmscope.claims.registry import Case, experiment
 from helmscope.fields.attention import SA
 from helmscope.observe.inner_products import clustering_fraction
 from helmscope.solve.dormand_prince import DormandPrince
 from helmscope.solve.integrate import integrate
+from helmscope.stats.scales import Log
 from helmscope.theory.equiangular import hitting_time
 from helmscope.theory.starts import Uniform
-from helmscope.types import Ruling
+from helmscope.types import Region, Ruling
 
 if TYPE_CHECKING:
     from torch import Tensor

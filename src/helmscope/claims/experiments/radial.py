@@ -9,11 +9,10 @@ import torch
 from torch.func import jacrev, vmap
 
 from helmscope.claims.curves import curve
-from helmscope.claims.entry import Region
 from helmscope.claims.finding import Check, Count, Finding, Identity
 from helmscope.claims.registry import Case, experiment
 from helmscope.fields.norms import LayerNorm, RMSNorm
-from helmscope.types import Ruling
+from helmscope.types import Region, Ruling
 
 if TYPE_CHECKING:
     from torch import Tensor

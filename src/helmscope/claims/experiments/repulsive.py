@@ -9,8 +9,6 @@ import torch
 import xarray as xr
 
 from helmscope.claims.curves import curve
-from helmscope.claims.entry import Region
-from helmscope.claims.evidence import Log
 from helmscope.claims.finding import Check, Count, Finding, Identity, Replicates
 from helmscope.claims.registry import Case, experiment
 from helmscope.fields.attention import SA
@@ -18,7 +16,8 @@ from helmscope.geometry.sphere import angle, retract
 from helmscope.observe.energy import gaussian_energy_as_printed, interaction_energy_sum
 from helmscope.solve.integrate import integrate
 from helmscope.solve.rk4 import RK4
-from helmscope.types import Ruling
+from helmscope.stats.scales import Log
+from helmscope.types import Region, Ruling
 
 if TYPE_CHECKING:
     from torch import Tensor

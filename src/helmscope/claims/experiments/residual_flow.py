@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from helmscope.claims.curves import curve
-from helmscope.claims.entry import Region
 from helmscope.claims.finding import Check, Finding, Replicates
 from helmscope.claims.registry import Case, experiment
 from helmscope.fields.attention import SA
@@ -18,7 +17,7 @@ from helmscope.geometry.sphere import retract
 from helmscope.solve.dormand_prince import DormandPrince
 from helmscope.solve.integrate import integrate
 from helmscope.solve.layer import Layer
-from helmscope.types import Ruling
+from helmscope.types import Region, Ruling
 
 if TYPE_CHECKING:
     from torch import Tensor

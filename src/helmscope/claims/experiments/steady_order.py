@@ -9,15 +9,14 @@ import torch
 import xarray as xr
 
 from helmscope.claims.curves import curve
-from helmscope.claims.entry import Region
-from helmscope.claims.evidence import Log
 from helmscope.claims.finding import Check, EveryLayer, Finding, Replicates, SomeLayer
 from helmscope.claims.registry import Case, experiment
 from helmscope.fields.attention import SA, USA
 from helmscope.geometry import sphere
 from helmscope.solve.integrate import integrate
 from helmscope.solve.rk4 import RK4
-from helmscope.types import Ruling
+from helmscope.stats.scales import Log
+from helmscope.types import Region, Ruling
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -10,7 +10,6 @@ import torch
 import xarray as xr
 from torch import Tensor
 
-from helmscope.claims.entry import Region
 from helmscope.claims.finding import Check, Described, EveryLayer, Finding, Replicates
 from helmscope.claims.registry import Case, experiment
 from helmscope.fields.attention import SA
@@ -22,7 +21,7 @@ from helmscope.models.twin import untrained_twin
 from helmscope.observe.inner_products import inner_product_histogram
 from helmscope.solve.dormand_prince import DormandPrince
 from helmscope.solve.integrate import integrate
-from helmscope.types import Exhibit, Ruling, Trajectory
+from helmscope.types import Exhibit, Region, Ruling, Trajectory
 
 MODELS, TWINS, LEVEL, BINS = ("A", "tied"), 5, 0.9, 50
 LOOPS = 24  # of the tied model as it was trained; it is looped to twice as many

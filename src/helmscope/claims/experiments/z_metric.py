@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from helmscope.claims.curves import curve
-from helmscope.claims.entry import Region
 from helmscope.claims.finding import Check, Finding, Identity
 from helmscope.claims.registry import Case, experiment
 from helmscope.fields.attention import SA, USA
 from helmscope.geometry.sphere import project, retract, tangent_basis
 from helmscope.observe.energy import interaction_energy
-from helmscope.types import Ruling
+from helmscope.types import Region, Ruling
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -1,0 +1,101 @@
+"""Checks of plain arguments: each gives the value in its plain form, or refuses it by name."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Iterable, Sequence
+
+from helmscope.types.errors import HelmscopeError
+
+
+def real_number(name: str, value: object, *, at_least: float = -math.inf, above: float = -math.inf) -> float:
+    """``value`` as a finite float within its bound, or a ``HelmscopeError`` that names the argument.
+
+    >>> real_number("beta", 4)
+    4.0
+    """
+    bound = f" >= {at_least:g}" if at_least > -math.inf else f" > {above:g}" if above > -math.inf else ""
+    try:
+        number = math.nan if _is_not_numeric(value) else float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        number = math.nan
+    if not math.isfinite(number) or number < at_least or number <= above:
+        raise HelmscopeError(f"{name} is {shown(value)}, but it must be a finite number{bound}")
+    return number
+
+
+def whole_number(name: str, value: object, *, at_least: int) -> int:
+    """``value`` as an int of at least ``at_least``, or a ``HelmscopeError`` that names the argument.
+
+    >>> whole_number("n", 32, at_least=1)
+    32
+    """
+    try:
+        number = int(value)  # type: ignore[call-overload]
+        exact = not _is_not_numeric(value) and bool(number == value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        number, exact = 0, False
+    if not exact or number < at_least:
+        raise HelmscopeError(f"{name} is {shown(value)}, but it must be a whole number >= {at_least}")
+    return int(number)
+
+
+def seed_number(value: object) -> int:
+    """``value`` as a seed, 0 .. 2^32 - 1, or a ``HelmscopeError``.
+
+    >>> seed_number(7)
+    7
+    """
+    seed = whole_number("seed", value, at_least=0)
+    if seed >= 2**32:
+        raise HelmscopeError(f"seed is {seed}, but it must be a whole number below 2^32 = {2**32}")
+    return seed
+
+
+def _is_not_numeric(value: object) -> bool:
+    """True and False, of Python, NumPy or torch, and text: float() takes them, a reader would not."""
+    return isinstance(value, bool | str | bytes) or "bool" in str(getattr(value, "dtype", ""))
+
+
+def increasing_times(times: object) -> list[float]:
+    """``times`` as floats: at least one, finite, not negative, strictly increasing; else a ``HelmscopeError``.
+
+    >>> increasing_times([1, 5, 10])
+    [1.0, 5.0, 10.0]
+    """
+    values = times.tolist() if hasattr(times, "tolist") else times
+    if not isinstance(values, Sequence) or isinstance(values, str | bytes) or not values:
+        raise HelmscopeError(
+            f"times is {shown(times)}, but it must be a sequence of at least one time, such as [1, 5, 10]"
+        )
+    checked = [real_number(f"times[{i}]", t, at_least=0) for i, t in enumerate(values)]
+    for i in range(1, len(checked)):
+        if checked[i] <= checked[i - 1]:
+            raise HelmscopeError(f"times[{i}] is {checked[i]:g} after {checked[i - 1]:g}, but times must increase")
+    return checked
+
+
+def known_name(what: str, name: str, allowed: Iterable[str]) -> str:
+    """``name`` if it is allowed, or a ``HelmscopeError`` that offers the nearest one.
+
+    >>> known_name("field", "sa", ["sa", "usa"])
+    'sa'
+    """
+    names = sorted(allowed)
+    if name in names:
+        return name
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.4)
+    hint = f"did you mean '{near[0]}'?" if near else "there is no such name."
+    raise HelmscopeError(f"unknown {what} '{name}': {hint} Allowed: {', '.join(names)}")
+
+
+def shown(value: object) -> str:
+    """``value`` as an error shows it: its repr on one line, cut to 80 characters.
+
+    >>> shown([1.0, 2.0])
+    '[1.0, 2.0]'
+    """
+    text = re.sub(r"\s+", " ", repr(value))
+    return text if len(text) <= 80 else text[:77] + "..."

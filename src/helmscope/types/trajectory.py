@@ -1,0 +1,113 @@
+"""Where theory and model meet: a simulation and a recorded transformer both give a Trajectory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from helmscope.types.arguments import shown
+from helmscope.types.errors import HelmscopeError
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+    from torch import Tensor
+
+
+class Status(Enum):
+    """How the integration of one system ended; the value is the message, with its remedy.
+
+    >>> Status.FINISHED.value.format(time=10.0)
+    'finished at t=10'
+    """
+
+    FINISHED = "finished at t={time:.6g}"
+    STEP_LIMIT = (
+        "step limit reached at t={time:.6g}: raise max_steps, loosen tol, lower beta, pass merge= to integrate, or "
+        "take a stepper of fixed size"
+    )
+    STEP_TOO_SMALL = "step size fell below rounding at t={time:.6g}: use float64, loosen tol, lower beta or pass merge="
+    NO_RADIUS = (
+        "radius of a residual stream fell to 0 at t={time:.6g}, where its direction is lost: start with a larger "
+        "radius, or take layers, stepper=Layer()"
+    )
+    NOT_FINITE = "velocity is not finite at t={time:.6g}: lower beta or use float64"
+
+    @property
+    def ok(self) -> bool:
+        """Whether the system reached its last time."""
+        return self is Status.FINISHED
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How every system of a batch ended: one status and one last time a system.
+
+    >>> str(Outcome((Status.FINISHED, Status.STEP_LIMIT), (10.0, 3.2)))
+    'system 1 of 2: step limit reached at t=3.2: raise max_steps, loosen tol, lower beta, ...'
+    """
+
+    statuses: tuple[Status, ...]
+    times: tuple[float, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether every system reached its last time."""
+        return all(status.ok for status in self.statuses)
+
+    def __str__(self) -> str:
+        failed = [i for i, status in enumerate(self.statuses) if not status.ok]
+        shown = failed[0] if failed else 0
+        text = self.statuses[shown].value.format(time=self.times[shown]) if self.statuses else "no systems"
+        if not failed:
+            return text
+        others = len(failed) - 1
+        more = f" (and {others} more system{'s' if others > 1 else ''})" if others else ""
+        return f"system {shown} of {len(self.statuses)}: {text}{more}"
+
+
+@dataclass(frozen=True, eq=False)
+class Trajectory:
+    """States on the sphere over time: (time, batch, token, dim), each state a unit vector.
+
+    For a simulation, time is the flow's time and the batch holds independent systems. For a model, time is depth in
+    half-steps (after attention, after MLP), the batch holds prompts, and ``radius`` is the norm that was divided out.
+    ``weights`` >= 0 are what statistics count, (1, batch, token), or (time, batch, token) where they change: 0 for
+    padding and for a token left out of a statistic; None counts every token alike. ``tokens`` holds a label for each
+    token where there is one. ``axis`` names the first axis: time, or depth for a model.
+
+    >>> import torch
+    >>> Trajectory(torch.zeros(1), torch.eye(3).expand(1, 2, 3, 3)).states.shape
+    torch.Size([1, 2, 3, 3])
+    """
+
+    times: Float[Tensor, " time"]
+    states: Float[Tensor, "time batch token dim"]
+    weights: Float[Tensor, "#time batch token"] | None = None
+    radius: Float[Tensor, "time batch token"] | None = None
+    tokens: Sequence[Sequence[str]] | None = None
+    outcome: Outcome | None = None
+    axis: str = "time"
+
+    def __post_init__(self) -> None:
+        for name in ("times", "states"):
+            if not hasattr(getattr(self, name), "shape"):
+                raise HelmscopeError(f"{name} is {shown(getattr(self, name))}, but it must be a tensor")
+        shape = tuple(self.states.shape)
+        if len(shape) != 4:
+            raise HelmscopeError(f"states has shape {shape}, but it must be (time, batch, token, dim)")
+        still = self.weights is not None and tuple(self.weights.shape)[:1] == (1,)
+        expected = {
+            "times": shape[:1],
+            "weights": (1, *shape[1:3]) if still else shape[:3],
+            "radius": shape[:3],
+        }
+        for name, wanted in expected.items():
+            value = getattr(self, name)
+            if value is not None and tuple(value.shape) != wanted:
+                raise HelmscopeError(f"{name} has shape {tuple(value.shape)}, but states asks for {wanted}")
+        if self.weights is not None and not bool((self.weights >= 0).all()):
+            raise HelmscopeError("weights holds a number below 0 or NaN, but every weight must be >= 0")
+        if self.tokens is not None and [len(row) for row in self.tokens] != [shape[2]] * shape[1]:
+            raise HelmscopeError(f"tokens must hold {shape[2]} labels for each of {shape[1]} systems")

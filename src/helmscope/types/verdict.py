@@ -1,0 +1,82 @@
+"""What a trial says of a claim, and what that rests on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from helmscope.types.interval import Interval, Region
+
+
+class Ruling(Enum):
+    """What a trial can say of a claim.
+
+    >>> Ruling("refuted").name
+    'REFUTED'
+    """
+
+    SUPPORTED = "supported"
+    REFUTED = "refuted"
+    INCONCLUSIVE = "inconclusive"
+    BY_CONSTRUCTION = "true by construction"
+    IMPOSSIBLE = "premise impossible here"
+
+
+@dataclass(frozen=True)
+class Control:
+    """A case whose answer is known: the null of a claim, or what its source prints where that is wrong.
+
+    ``what`` says what was tried and ``expected`` how it must come out; a trial whose control comes out otherwise
+    proves nothing. ``interval`` is None where there was nothing to measure.
+
+    >>> seen, region = Interval(0.0, 0.0, 0.1, n=32), Region(text="at least .9", low=0.9)
+    >>> Control("V = -I", Ruling.REFUTED, Ruling.REFUTED, seen, region).as_expected
+    True
+    """
+
+    what: str
+    ruling: Ruling
+    expected: Ruling
+    interval: Interval | None
+    region: Region
+
+    @property
+    def as_expected(self) -> bool:
+        """Whether the trial could tell this case from the claim."""
+        return self.ruling is self.expected
+
+
+@dataclass(frozen=True)
+class Exhibit:
+    """Something that a trial rests on, word for word, such as the checks that its subject has passed.
+
+    >>> Exhibit("the model", "rows sum to 1").title
+    'the model'
+    """
+
+    title: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A ruling on one claim: the interval of its statistic (None where the premise cannot hold), the region frozen
+    before the run, the hash of the catalogue entry, and the sentence a reader needs; then where the claim was tried
+    (the coordinates), the null, what the source prints where that is wrong, further parts of the claim, and exhibits.
+
+    >>> seen, region = Interval(1.0, 0.99, 1.01, n=20), Region(text="1 within .1", low=0.9, high=1.1)
+    >>> Verdict("rate", Ruling.SUPPORTED, seen, region, "c0ffee", "SA has rate 1.").interval.estimate
+    1.0
+    """
+
+    claim: str
+    ruling: Ruling
+    interval: Interval | None
+    region: Region
+    entry_hash: str
+    sentence: str
+    where: str = ""
+    null: Control | None = None
+    printed: Control | None = None
+    also: tuple[Control, ...] = ()
+    exhibits: tuple[Exhibit, ...] = ()

@@ -1,0 +1,49 @@
+"""States that overflow: where it begins, and by which weight."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from helmscope.models.record import record
+from helmscope.types import HelmscopeError
+from model_families import inputs_of, tiny_model
+
+
+@pytest.mark.parametrize(
+    ("family", "path"),
+    [
+        ("gpt2", "transformer.h.1.mlp.c_fc"),
+        ("gpt2", "transformer.h.0.attn.c_proj"),
+        ("gpt2", "transformer.wte"),
+        ("llama", "model.layers.1.mlp.up_proj"),
+        ("bloom", "transformer.h.0.mlp.dense_4h_to_h"),
+    ],
+)
+def test_the_module_and_the_weight_are_named(family, path):
+    model = tiny_model(family)
+    with torch.no_grad():
+        model.get_submodule(path).weight *= 1e32
+    said = rf"NaN or too large for float32, first in '{path}' \(\w+\); its largest weight is \S+e\+3\d, in '{path}\."
+    with pytest.raises(HelmscopeError, match=said):
+        record(model, inputs_of(family))
+
+
+def test_half_precision_is_told_of_float32():
+    model = tiny_model("llama", dtype=torch.float16)
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight *= 1e4
+        model.model.layers[0].mlp.down_proj.weight.fill_(6e4)
+    with pytest.raises(
+        HelmscopeError,
+        match=r"too large for float16, first in 'model\.layers\.0\.mlp.*load it with dtype=torch.float32$",
+    ):
+        record(model, inputs_of("llama"))
+
+
+def test_large_queries_are_no_overflow():
+    """Attention then looks at one token alone, and every state is finite."""
+    model = tiny_model("bert")
+    with torch.no_grad():
+        model.bert.encoder.layer[0].attention.self.query.weight.fill_(1e30)
+    assert record(model, inputs_of("bert")).certificate["finite"].ok

@@ -1,0 +1,181 @@
+"""Tokenizers that panic, or that would fill the memory: one sentence each. Those in use pass."""
+
+from __future__ import annotations
+
+import base64
+import json
+
+import pytest
+import transformers as tf
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
+
+import helmscope as hs
+from helmscope.models.record import record
+from helmscope.models.words import MOST_GROWTH, growth
+from helmscope.types import HelmscopeError
+from model_families import tiny_model
+
+PLAIN = {
+    "version": "1.0",
+    "truncation": None,
+    "padding": None,
+    "added_tokens": [],
+    "normalizer": None,
+    "pre_tokenizer": {"type": "Whitespace"},
+    "post_processor": None,
+    "decoder": None,
+    "model": {"type": "WordLevel", "vocab": {"a": 0, "b": 1, "[UNK]": 2}, "unk_token": "[UNK]"},
+}
+
+
+def folder_with(folder, **parts):
+    """A model's folder with a tokenizer.json by hand."""
+    tiny_model("gpt2").save_pretrained(folder)
+    (folder / "tokenizer.json").write_text(json.dumps(PLAIN | parts))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
+    return folder
+
+
+def charsmap(*texts: str) -> dict:
+    """A table of SentencePiece whose index is empty."""
+    table = (4).to_bytes(4, "little") + bytes(4) + b"".join(text.encode() + b"\0" for text in texts)
+    return {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(table).decode()}
+
+
+def times(count: int) -> dict:
+    return {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * count}
+
+
+def test_a_plain_one_is_read(tmp_path):
+    assert record(folder_with(tmp_path), ["a b a"]).batch.tokens == (("a", "b", "a"),)
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"normalizer": {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(b"\xff").decode()}},
+        {"model": {"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": ["a b"], "continuing_subword_prefix": "##"}},
+    ],
+)
+def test_a_panic_while_it_is_read(tmp_path, parts):
+    """The model is there all the same, and takes token ids."""
+    loaded = hs.load(folder_with(tmp_path, **parts))
+    assert loaded.tokenizer is None
+    assert loaded.why.startswith("tokenizer.json: ")
+    with pytest.raises(HelmscopeError, match=r"its tokenizer could not be read \(tokenizer.json: .*pass tokenizer="):
+        record(loaded, ["a b"])
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"pre_tokenizer": {"type": "FixedLength", "length": 0}},
+        {
+            "post_processor": {
+                "type": "TemplateProcessing",
+                "single": [{"SpecialToken": {"id": "X", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+                "pair": [],
+                "special_tokens": {},
+            }
+        },
+    ],
+)
+def test_a_panic_on_the_texts(tmp_path, parts):
+    loaded = hs.load(folder_with(tmp_path, **parts))
+    with pytest.raises(HelmscopeError, match=r"tokenizer is a .*, but it fails on these texts: "):
+        record(loaded, ["a b"])
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"normalizer": times(10**6)},
+        {"normalizer": {"type": "Sequence", "normalizers": [times(100)] * 5}},
+        {
+            "normalizer": {"normalizers": [{"pattern": {"String": "a"}, "content": "a" * 100}] * 5}
+        },  # as older files say it
+        {"normalizer": {"type": "Replace", "pattern": {"Regex": "x*"}, "content": "a" * 10**5}},
+        {"normalizer": {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "a" * 1000}, times(100)]}},
+        {"normalizer": {"type": "Sequence", "normalizers": [charsmap("a" * 300), charsmap("b" * 300)]}},
+        {
+            "pre_tokenizer": {
+                "type": "Sequence",
+                "pretokenizers": [{"type": "ByteLevel", "add_prefix_space": True}] * 40,
+            }
+        },
+        {
+            "post_processor": {
+                "type": "TemplateProcessing",
+                "single": [{"SpecialToken": {"id": "a", "type_id": 0}}] * 200,
+                "pair": [],
+                "special_tokens": {"a": {"id": "a", "ids": [0] * 200, "tokens": ["a"] * 200}},
+            }
+        },
+        # a token that is normalized when it is added would set it off while the file is read
+        {
+            "normalizer": {"type": "Sequence", "normalizers": [times(100)] * 5},
+            "added_tokens": [
+                {"id": 3, "content": "aa", "single_word": False, "lstrip": False, "rstrip": False}
+                | {"normalized": True, "special": False}
+            ],
+        },
+    ],
+)
+def test_rules_that_grow_beyond_all_bounds(tmp_path, parts):
+    loaded = hs.load(folder_with(tmp_path, **parts))
+    assert "tokens of one character, but at most 2,000 are allowed" in loaded.why
+    with pytest.raises(HelmscopeError, match=r"its rules can make \S+ tokens of one character, but at most 2,000"):
+        record(loaded, ["a b"])
+
+
+def test_rules_of_a_tokenizer_in_memory_are_read_too():
+    made = Tokenizer(models.WordLevel({"a": 0, "[UNK]": 1}, unk_token="[UNK]"))
+    made.normalizer = normalizers.Sequence([normalizers.Replace("a", "a" * 100)] * 5)
+    words = tf.PreTrainedTokenizerFast(tokenizer_object=made, unk_token="[UNK]")
+    with pytest.raises(HelmscopeError, match=r"fails on these texts: its rules can make 1e\+10 tokens of one"):
+        record(tiny_model("gpt2"), ["a"], tokenizer=words)
+
+
+def test_a_file_that_is_too_long(tmp_path, monkeypatch):
+    monkeypatch.setattr("helmscope.models.words.MOST_BYTES", 100)
+    assert "bytes, but at most 100 are read" in hs.load(folder_with(tmp_path)).why
+
+
+def test_the_rules_in_use_are_far_from_the_bound(tmp_path):
+    """ALBERT, T5 and RoBERTa in what matters."""
+    albert = [
+        {"type": "Replace", "pattern": {"String": "``"}, "content": '"'},
+        *({"type": kind} for kind in ("NFKD", "StripAccents", "Lowercase")),
+        charsmap("صلى الله عليه وسلم", "ﬀ"),  # the longest of Unicode's own
+        {"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "},
+    ]
+    frame = processors.TemplateProcessing(single="a $A b", special_tokens=[("a", 0), ("b", 1)])
+    parts = {
+        "normalizer": {"type": "Sequence", "normalizers": albert},
+        "pre_tokenizer": json.loads(pre_tokenizers.Metaspace().__getstate__()),
+        "post_processor": json.loads(frame.__getstate__()),
+    }
+    assert (
+        growth(parts["normalizer"]) * growth(parts["pre_tokenizer"]) * growth(parts["post_processor"]) == 18 * 3 * 2 * 3
+    )
+    assert MOST_GROWTH > 5 * 18 * 3 * 2 * 3
+    level = json.loads(pre_tokenizers.ByteLevel().__getstate__())
+    assert hs.load(folder_with(tmp_path, pre_tokenizer=level)).tokenizer is not None
+
+
+def test_a_folder_without_a_tokenizer_gets_none(tmp_path):
+    """transformers would make one of a few special tokens, and every text would be unknown."""
+    tiny_model("albert").save_pretrained(tmp_path)
+    loaded = hs.load(tmp_path)
+    assert (loaded.tokenizer, loaded.why) == (None, None)
+
+
+def test_whoever_stops_a_run_stops_it():
+    class Stopped:
+        pad_token_id = 0
+
+        def __call__(self, text):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        record(tiny_model("gpt2"), ["a"], tokenizer=Stopped())

@@ -1,0 +1,142 @@
+"""Arguments: what is accepted, what is refused and in which words; and what the types need to be imported."""
+
+from __future__ import annotations
+
+import math
+from decimal import Decimal
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+
+import helmscope as hs
+import helmscope.types
+from children import run_python
+from helmscope.types import MissingExtra, increasing_times, known_name, real_number, whole_number
+from support.refusal import refused
+
+NAN, INF = math.nan, math.inf
+
+
+def test_types_need_nothing_that_must_be_installed():
+    """Not even msgspec, which decodes their Region: machines that only carry out units of work may lack it."""
+    code = (
+        "import sys\n"
+        "missing = 'torch', 'numpy', 'xarray', 'scipy', 'msgspec'\n"
+        "sys.modules.update(dict.fromkeys(missing))\n"
+        "import helmscope.types"
+    )
+    run_python(code, check=True)
+
+
+def test_errors_are_told_by_the_name_they_are_imported_by():
+    for error in (hs.HelmscopeError, MissingExtra):
+        assert error.__module__ == "helmscope.types"
+        assert getattr(helmscope.types, error.__name__) is error
+
+
+def test_a_refusal_is_a_value_error_and_a_missing_extra_says_how_to_get_it():
+    assert issubclass(hs.HelmscopeError, ValueError)
+    error = MissingExtra("plotly", "report")
+    assert isinstance(error, hs.HelmscopeError)
+    assert str(error) == "plotly is not installed, and this needs it: pip install 'helmscope[report]'"
+
+
+@pytest.mark.parametrize(
+    "value",
+    [4, 4.0, Fraction(4), Decimal(4), np.float32(4), np.int64(4), np.array(4.0), torch.tensor(4), torch.ones(1) * 4],
+)
+def test_real_number_gives_a_plain_float(value):
+    number = real_number("beta", value, at_least=4)
+    assert type(number) is float
+    assert number == 4.0
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *(NAN, INF, -INF, True, False, None, "warm", "4", "", "nan", [1.0], {}, 1j, object, 10**400),
+        *(np.bool_(True), np.nan, np.ones(2), torch.tensor(True), torch.ones(2), torch.tensor(NAN), torch.tensor(1j)),
+    ],
+    ids=lambda value: f"{type(value).__name__} {str(value)[:12]}",
+)
+def test_real_number_refuses(value):
+    refused(lambda: real_number("beta", value), "beta is ", "but it must be a finite number")
+
+
+def test_real_number_keeps_its_bounds():
+    assert real_number("x", 0.0, at_least=0) == 0
+    assert real_number("x", 5e-324, above=0) == 5e-324
+    refused(lambda: real_number("x", -5e-324, at_least=0), "x is -5e-324", ">= 0")
+    refused(lambda: real_number("x", 0.0, above=0), "x is 0.0", "> 0")
+    refused(lambda: real_number("x", -1, above=-0.5), "x is -1", "> -0.5")
+
+
+@pytest.mark.parametrize("value", [3, 3.0, np.int64(3), np.float64(3), torch.tensor(3), Fraction(3)])
+def test_whole_number_gives_a_plain_int(value):
+    number = whole_number("n", value, at_least=3)
+    assert type(number) is int
+    assert number == 3
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *(NAN, INF, True, None, "3", "x", 2.5, -1, 0, [3], 1j, np.bool_(True), np.ones(2)),
+        *(torch.tensor(2.5), torch.tensor(True), torch.ones(2), "9" * 5000),
+    ],
+    ids=lambda value: f"{type(value).__name__} {str(value)[:12]}",
+)
+def test_whole_number_refuses(value):
+    refused(lambda: whole_number("n", value, at_least=1), "n is ", "but it must be a whole number >= 1")
+
+
+def test_a_refusal_shows_a_large_value_shortly_and_on_one_line():
+    text = refused(lambda: real_number("beta", torch.ones(30, 30)), "beta is tensor([[1., 1.")
+    assert "..." in text
+    refused(lambda: real_number("beta", "a\nb"), "'a\\nb'")
+
+
+@pytest.mark.parametrize(
+    "times", [[0, 1, 2.5], (0, 1, 2.5), np.array([0, 1, 2.5]), torch.tensor([0, 1, 2.5]), [0, np.float32(1), 2.5]]
+)
+def test_increasing_times_gives_plain_floats(times):
+    assert increasing_times(times) == [0.0, 1.0, 2.5]
+    assert all(type(t) is float for t in increasing_times(times))
+    assert increasing_times(times[1:2]) == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("times", "said"),
+    [
+        ([], "times is []"),
+        ("12", "times is '12'"),
+        (3.0, "times is 3.0"),
+        (None, "times is None"),
+        (torch.tensor(1.0), "times is tensor(1.)"),
+        (torch.zeros(0), "times is tensor([])"),
+        (iter([1.0]), "times is <list_iterator"),
+        ({1.0, 2.0}, "times is {1.0, 2.0}"),
+        ([0, NAN], "times[1] is nan"),
+        ([INF], "times[0] is inf"),
+        ([-1, 2], "times[0] is -1"),
+        ([0, True], "times[1] is True"),
+        ([0, "x"], "times[1] is 'x'"),
+        ([[0, 1]], "times[0] is [0, 1]"),
+        ([0, 1, 1], "times[2] is 1 after 1, but times must increase"),
+        ([3, 2], "times[1] is 2 after 3, but times must increase"),
+    ],
+)
+def test_increasing_times_refuses(times, said):
+    refused(lambda: increasing_times(times), said, "must")
+
+
+def test_known_name_offers_the_nearest():
+    allowed = {"uniform", "vmf", "orthonormal"}
+    assert known_name("start", "vmf", allowed) == "vmf"
+    text = refused(lambda: known_name("start", "orthonormol", allowed))
+    assert text == "unknown start 'orthonormol': did you mean 'orthonormal'? Allowed: orthonormal, uniform, vmf"
+    text = refused(lambda: known_name("start", "zzz", allowed), "unknown start 'zzz'", "orthonormal, uniform, vmf")
+    assert "did you mean" not in text
+    assert "name Allowed" not in text  # two sentences without a stop between them
