@@ -201,7 +201,7 @@ def test_layers_tend_to_the_flow(name):
         errors = []
         for h in (0.02, 0.01):
             run = integrate(other, x, [1.0], stepper=Layer(h))
-            errors.append(float((run.stream(0) - exact.stream(0)).abs().max()))
+            errors.append(float((run.stream(depth=0) - exact.stream(depth=0)).abs().max()))
         assert errors[0] < 0.1
         assert abs(math.log2(errors[0] / errors[1]) - 1) < 0.1
 
@@ -266,10 +266,10 @@ def test_a_stream_resumes_with_its_radius_and_knows_its_kernel():
     )
     y0 = 3 * tokens(2, N, D, seed=8)
     run = integrate(block, y0, [0.0, 1.0, 2.0])
-    again = run.resume(1, run.trajectory.states[1])
+    again = run.resume(depth=1, states=run.trajectory.states[1])
     assert (again.states[-1] - run.states[-1]).abs().max() < 1e-8
     assert (again.trajectory.radius[-1] - run.trajectory.radius[-1]).abs().max() < 1e-8
-    assert (run.stream(0) - y0).abs().max() < 1e-15
+    assert (run.stream(depth=0) - y0).abs().max() < 1e-15
     seen = block.placement.attention_norm(y0)
     assert (run.kernel(0) - SA(beta=2.0).kernel(seen)).abs().max() < 1e-14
 
@@ -280,14 +280,14 @@ def test_what_the_norm_before_attention_does_not_see_is_kept():
     block = Block(SA(beta=1.5), gated(), placement=PreNorm(**norms))
     y0 = normal(2, N, D, seed=3) + 2
     run = integrate(block, y0, [0.0, 0.5, 1.0])
-    again = run.resume(1, run.trajectory.states[1])
-    assert torch.equal(again.stream(0), run.stream(1))
-    assert (again.stream(-1) - run.stream(-1)).abs().max() < 1e-7
+    again = run.resume(depth=1, states=run.trajectory.states[1])
+    assert torch.equal(again.stream(depth=0), run.stream(depth=1))
+    assert (again.stream(depth=-1) - run.stream(depth=-1)).abs().max() < 1e-7
     turned = run.trajectory.states[1].flip(-2)
-    other = run.resume(1, turned)
+    other = run.resume(depth=1, states=turned)
     assert (other.states[0] - turned).abs().max() < 1e-14
     assert (other.trajectory.radius[0] - run.trajectory.radius[1]).abs().max() < 1e-14
-    assert (other.stream(0).mean(-1) - run.stream(1).mean(-1)).abs().max() < 1e-14
+    assert (other.stream(depth=0).mean(-1) - run.stream(depth=1).mean(-1)).abs().max() < 1e-14
 
 
 def test_a_stream_that_falls_to_zero_stops_there_and_says_so():
@@ -346,15 +346,15 @@ def test_folded_norms(norm, mlp):
 def test_the_force_of_a_simulation():
     mlp = relu_mlp()
     x = tokens(N, D)
-    assert integrate(Block(SA(beta=1.0), mlp), x, [0.1]).force(0) is mlp
-    assert integrate(mlp, x, [0.1]).force(-1) is mlp
-    assert integrate(SA(beta=1.0), x, [0.1]).force(0) is None
+    assert integrate(Block(SA(beta=1.0), mlp), x, [0.1]).force(layer=0) is mlp
+    assert integrate(mlp, x, [0.1]).force(layer=-1) is mlp
+    assert integrate(SA(beta=1.0), x, [0.1]).force(layer=0) is None
     block = Block(SA(beta=1.0), mlp, placement=PreNorm(mlp_norm=RMSNorm(gain=2 * torch.ones(D, dtype=F64))))
     run = integrate(block, 3 * x, [0.0, 0.1])
-    written = block.write(Half.MLP, run.stream(1))
-    assert (run.force(1)(run.trajectory.states[1]) - written).abs().max() < 1e-13
+    written = block.write(Half.MLP, run.stream(depth=1))
+    assert (run.force(layer=1)(run.trajectory.states[1]) - written).abs().max() < 1e-13
     with pytest.raises(HelmscopeError, match="time indices 0 to 1"):
-        run.force(2)
+        run.force(layer=2)
 
 
 def test_an_mlp_alone_is_a_field():
