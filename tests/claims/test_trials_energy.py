@@ -169,7 +169,7 @@ def faulty(kind: type, rule: Velocity) -> type:
     """``kind`` with the velocity that ``rule`` makes of its own, of itself, the tokens and their weights."""
 
     class Faulty(kind):
-        def velocity(self, x: torch.Tensor, weights: torch.Tensor | None = None) -> torch.Tensor:
+        def velocity(self, x: torch.Tensor, weights: torch.Tensor | None = None, *, t: float = 0.0) -> torch.Tensor:
             return rule(super().velocity, self, x, weights)
 
     return Faulty

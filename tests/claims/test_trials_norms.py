@@ -269,17 +269,17 @@ class Absent(norm_confines.PostNorm):
 
 
 class Still(norm_confines.Block):
-    def write(self, half: object, y: torch.Tensor, weights: torch.Tensor | None = None) -> torch.Tensor:
+    def write(self, half: object, y: torch.Tensor, weights: torch.Tensor | None = None, *, t: float = 0.0) -> torch.Tensor:
         return torch.zeros_like(y)
 
 
 class Summed(SA):
-    def ambient(self, x: torch.Tensor, weights: torch.Tensor | None = None) -> torch.Tensor:
+    def ambient(self, x: torch.Tensor, weights: torch.Tensor | None = None, *, t: float = 0.0) -> torch.Tensor:
         return x.shape[-2] * super().ambient(x, weights)
 
 
 class Heavy(SA):
-    def ambient(self, x: torch.Tensor, weights: torch.Tensor | None = None) -> torch.Tensor:
+    def ambient(self, x: torch.Tensor, weights: torch.Tensor | None = None, *, t: float = 0.0) -> torch.Tensor:
         return (1 + 1e-5) * super().ambient(x, weights)
 
 

@@ -39,28 +39,28 @@ def quick(claim: str) -> Verdict:
 class Fast(SA):
     """Too fast by a hundred-thousandth."""
 
-    def velocity(self, x, weights=None):
+    def velocity(self, x, weights=None, *, t=0.0):
         return (1 + 1e-5) * super().velocity(x, weights)
 
 
 class AsSlowAsPrinted(SA):
     """SA at the rate e^-beta."""
 
-    def velocity(self, x, weights=None):
+    def velocity(self, x, weights=None, *, t=0.0):
         return math.exp(-self.beta) * super().velocity(x, weights)
 
 
 class Backward(SA):
     """The sign turned."""
 
-    def velocity(self, x, weights=None):
+    def velocity(self, x, weights=None, *, t=0.0):
         return -super().velocity(x, weights)
 
 
 class WithoutZ(SA):
     """SA that forgets 1/Z."""
 
-    def velocity(self, x, weights=None):
+    def velocity(self, x, weights=None, *, t=0.0):
         field = USA(beta=self.beta, query_key=self.query_key, value=self.value)
         return field.velocity(x, weights)
 
@@ -68,7 +68,7 @@ class WithoutZ(SA):
 class LeftOutSelf(USA):
     """1/(n-1) where 1/n is due."""
 
-    def scaled(self, x, weights=None):
+    def scaled(self, x, weights=None, *, t=0.0):
         right, n = super().scaled(x, weights), x.shape[-2]
         return ScaledVelocity(right.direction * (n / (n - 1)), right.log_scale)
 
@@ -76,7 +76,7 @@ class LeftOutSelf(USA):
 class Hastening(SA):
     """A flow that speeds up with the logarithm of what is left, without arriving in finite time."""
 
-    def ambient(self, x, weights=None):
+    def ambient(self, x, weights=None, *, t=0.0):
         spread = (x - x.mean(-2, keepdim=True)).square().sum((-1, -2), keepdim=True)
         return (1 - spread.clamp(1e-30, 1.0).log10() / 3) * super().ambient(x, weights)
 

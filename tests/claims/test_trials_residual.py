@@ -51,7 +51,7 @@ def test_the_order_of_a_start_by_plain_loops_and_scipy() -> None:
 
 
 class Fast(SA):
-    def velocity(self, x, weights=None):
+    def velocity(self, x, weights=None, *, t=0.0):
         return 1.01 * super().velocity(x, weights)
 
 

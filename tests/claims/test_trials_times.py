@@ -72,7 +72,7 @@ def test_the_same_seed_gives_the_same_bytes(claim: str) -> None:
 
 def field(velocity: Callable[[SA, torch.Tensor, torch.Tensor | None], torch.Tensor]) -> type[SA]:
     """SA with another velocity, from the right one's arguments."""
-    return type("Faulty", (SA,), {"velocity": lambda self, x, weights=None: velocity(self, x, weights)})
+    return type("Faulty", (SA,), {"velocity": lambda self, x, weights=None, *, t=0.0: velocity(self, x, weights)})
 
 
 def scaled(factor: float) -> type[SA]:

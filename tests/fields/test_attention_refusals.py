@@ -27,7 +27,7 @@ def assert_refused(call, *words):
 @BOTH
 @pytest.mark.parametrize(
     "beta",
-    [-1.0, -1e-300, NAN, INF, -INF, "hot", "4", None, True, [1.0], torch.ones(2), 1j, 10**400],
+    [-1.0, -1e-300, NAN, INF, -INF, "hot", "4", None, True, [1.0], -torch.ones(2), torch.ones(2).long(), 1j, 10**400],
     ids=lambda b: repr(b)[:9],
 )
 def test_bad_beta(kind, beta):
@@ -41,7 +41,7 @@ def test_bad_beta(kind, beta):
     [
         (torch.ones(2, 3), "(2, 3)"),
         (torch.ones(3), "(3,)"),
-        (torch.ones(1, 3, 3), "(1, 3, 3)"),
+        (torch.ones(1, 3, 2), "(1, 3, 2)"),
         (torch.empty(0, 0), "(0, 0)"),
         (torch.ones(3, 3, dtype=torch.int64), "torch.int64"),
         (torch.ones(3, 3, dtype=torch.bool), "torch.bool"),

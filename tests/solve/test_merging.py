@@ -23,9 +23,9 @@ def attempts(monkeypatch):
     seen = []
     attempt = hs.DormandPrince.attempt
 
-    def counted(self, flow, x, h, first):
+    def counted(self, flow, x, h, t, first):
         seen.append(len(x))
-        return attempt(self, flow, x, h, first)
+        return attempt(self, flow, x, h, t, first)
 
     monkeypatch.setattr(hs.DormandPrince, "attempt", counted)
     return seen

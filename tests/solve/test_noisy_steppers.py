@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from helmscope.fields.attention import SA
-from helmscope.fields.field import as_field
+from helmscope.fields.field import Field, Space, as_field
 from helmscope.fields.noise import (
     DivergenceForm,
     IsotropicNoise,
@@ -307,21 +307,17 @@ def test_progress_is_told() -> None:
 
 
 @dataclass(frozen=True)
-class Stream:
-    """y' = g with a constant force, in R^d."""
+class Stream(Field):
+    """y' = g with a constant force, a residual stream."""
 
     g: tuple[float, ...] = (0.0, 0.0, 0.0)
-    exchangeable = True
-    on_sphere = False
 
-    def __call__(self, y):
-        return self.ambient(y)
+    @property
+    def space(self):
+        return Space.STREAM
 
-    def ambient(self, y, weights=None):
+    def velocity(self, y, weights=None, *, t=0.0):
         return torch.tensor(self.g, dtype=y.dtype).expand_as(y)
-
-    def velocity(self, y, weights=None):
-        return self.ambient(y)
 
     def direction(self, y):
         return retract(y)

@@ -51,6 +51,11 @@ class Field(ABC):
     parts: ClassVar[tuple[str, ...]] = ()
 
     @property
+    def name(self) -> str:
+        """What an error calls this field."""
+        return type(self).__name__
+
+    @property
     def space(self) -> Space:
         """Where states live."""
         return Space.SPHERE
@@ -99,7 +104,7 @@ class Field(ABC):
         self.check_size(check_states(self, x, "x"))
         combined = check_weights(x, weights, mask)
         if combined is not None and not self.takes_weights:
-            raise HelmscopeError(f"weights or mask is given, but the field {type(self).__name__} takes none")
+            raise HelmscopeError(f"weights or mask is given, but the field {self.name} takes none")
         if x.ndim == 2:  # as a batch of one: torch multiplies a single matrix in another way, with other last bits
             alone = None if combined is None else combined.unsqueeze(0)
             velocity = self.velocity(x.unsqueeze(0), t=t, weights=alone).squeeze(0)
@@ -143,7 +148,7 @@ class Field(ABC):
         self, x: Float[Tensor, "*batch n d"], weights: Tensor | None = None, *, t: Time = 0.0
     ) -> Float[Tensor, "*batch n n"]:
         """The weight of key j for query i: (*batch, n, n), for several heads (*batch, heads, n, n)."""
-        raise HelmscopeError(f"field is {type(self).__name__}, but a kernel is defined for attention fields only")
+        raise HelmscopeError(f"field is {self.name}, but a kernel is defined for attention fields only")
 
     def check_size(self, x: Float[Tensor, "*batch n d"]) -> None:
         """Refuse tokens that do not fit the parameters of this field."""
@@ -211,7 +216,7 @@ class Field(ABC):
             if isinstance(part, Field):
                 values[name] = part.with_parameters(change)
             else:
-                values[name] = tuple(each.with_parameters(change) for each in part)
+                values[name] = tuple(each.with_parameters(change) if isinstance(each, Field) else each for each in part)
         same = all(_same(getattr(self, name), value) for name, value in values.items())
         return self if same else copy_with(self, values)
 
@@ -242,6 +247,11 @@ class PlainField(Field):
         except (TypeError, ValueError):  # of a built-in
             names = {}  # type: ignore[assignment]
         object.__setattr__(self, "_timed", "t" in names)
+
+    @property
+    def name(self) -> str:
+        """What kind of function it is."""
+        return type(self.function).__name__
 
     @property
     def takes_weights(self) -> bool:

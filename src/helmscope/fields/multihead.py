@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import torch
 from torch.nn.functional import pad
@@ -27,7 +27,6 @@ from helmscope.fields.attention import (
 )
 from helmscope.fields.field import Field, ScaledVelocity
 from helmscope.fields.lowrank import LowRank, as_dense
-from helmscope.fields.mlp import Force
 from helmscope.geometry.arithmetic import full_precision
 from helmscope.geometry.sphere import project
 from helmscope.kernels.choose import token_sum
@@ -275,6 +274,16 @@ class MultiHead(Field):
         return f"scale is {self.scale:g}, and the velocity leaves {x.dtype}: take it smaller"
 
 
+class PointwiseForce(Protocol):
+    """A force on R^d that acts on each token alone, such as ``MLP``."""
+
+    def ambient(self, x: Tensor, /) -> Tensor:
+        """The force at every point, unchecked."""
+
+    def check_size(self, x: Tensor, /) -> None:
+        """Refuse points of another dimension."""
+
+
 @dataclass(frozen=True, eq=False)
 class MultiHeadAsPrinted(Field):
     """x_i' = (1/K) sum_h P_{x_i} MLP_h(V_h sum_j p^h_ij x_j), as source 002 prints it: the MLP inside the projection.
@@ -293,11 +302,11 @@ class MultiHeadAsPrinted(Field):
     parts: ClassVar[tuple[str, ...]] = ("heads", "mlps")
 
     heads: Sequence[Attention]
-    mlps: Sequence[Force]
+    mlps: Sequence[PointwiseForce]
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "heads", _checked_heads(self.heads))
-        if not isinstance(self.mlps, Sequence) or not all(isinstance(mlp, Force) for mlp in self.mlps):
+        if not isinstance(self.mlps, Sequence) or not all(hasattr(mlp, "ambient") for mlp in self.mlps):
             raise HelmscopeError(f"mlps is {_kinds(self.mlps)}, but it must be a sequence of forces such as MLP(...)")
         object.__setattr__(self, "mlps", tuple(self.mlps))
         if len(self.mlps) != len(self.heads):

@@ -129,7 +129,7 @@ def pose(
     combined = check_weights(x, weights, mask)
     field.check_size(x)
     if combined is not None and not field.takes_weights:
-        raise HelmscopeError(f"weights or mask is given, but the field {type(field).__name__} knows no token weights")
+        raise HelmscopeError(f"weights or mask is given, but the field {field.name} knows no token weights")
     _check_merge(merge, field, noise)
     if noise is not None:
         noise.check_size(x)
@@ -213,5 +213,5 @@ def _check_merge(merge: float | None, field: Field, noise: Noise | None) -> None
     if not field.exchangeable:
         raise HelmscopeError(
             f"merge is {merge:g}, but merging needs attention without causal mask and bias, not this "
-            f"{type(field).__name__}"
+            f"{field.name}"
         )
