@@ -271,7 +271,7 @@ def test_a_stream_resumes_with_its_radius_and_knows_its_kernel():
     assert (again.trajectory.radius[-1] - run.trajectory.radius[-1]).abs().max() < 1e-8
     assert (run.stream(depth=0) - y0).abs().max() < 1e-15
     seen = block.placement.attention_norm(y0)
-    assert (run.kernel(0) - SA(beta=2.0).kernel(seen)).abs().max() < 1e-14
+    assert (run.kernel(layer=0) - SA(beta=2.0).kernel(seen)).abs().max() < 1e-14
 
 
 def test_what_the_norm_before_attention_does_not_see_is_kept():
@@ -353,7 +353,7 @@ def test_the_force_of_a_simulation():
     run = integrate(block, 3 * x, [0.0, 0.1])
     written = block.write(Half.MLP, run.stream(depth=1))
     assert (run.force(layer=1)(run.trajectory.states[1]) - written).abs().max() < 1e-13
-    with pytest.raises(HelmscopeError, match="time indices 0 to 1"):
+    with pytest.raises(HelmscopeError, match="stored times number 0 to 1"):
         run.force(layer=2)
 
 
