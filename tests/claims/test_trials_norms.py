@@ -269,7 +269,9 @@ class Absent(norm_confines.PostNorm):
 
 
 class Still(norm_confines.Block):
-    def write(self, half: object, y: torch.Tensor, weights: torch.Tensor | None = None, *, t: float = 0.0) -> torch.Tensor:
+    def write(
+        self, half: object, y: torch.Tensor, weights: torch.Tensor | None = None, *, t: float = 0.0
+    ) -> torch.Tensor:
         return torch.zeros_like(y)
 
 

@@ -212,6 +212,5 @@ def _check_merge(merge: float | None, field: Field, noise: Noise | None) -> None
         )
     if not field.exchangeable:
         raise HelmscopeError(
-            f"merge is {merge:g}, but merging needs attention without causal mask and bias, not this "
-            f"{field.name}"
+            f"merge is {merge:g}, but merging needs attention without causal mask and bias, not this {field.name}"
         )
