@@ -48,7 +48,9 @@ def integrate(
 
     ``stepper`` is ``DormandPrince()`` where None: adaptive, local error 1e-9 in float64. A field that jumps,
     ``Hardmax``, gets ``Heun(0.01)``: where tokens slide along a jump no step meets a tolerance. A system that cannot
-    reach its last time keeps NaN from there on, and ``outcome`` says why and what would help. ``merge`` carries tokens
+    reach its last time keeps NaN from there on, and ``outcome`` says why and what would help. One that has stopped moving
+    under an adaptive stepper ends there, and its later states are that one: no token would move by more than the
+    tolerance in the time that remains, and no disturbance grow (``solve/rest.py``). ``merge`` carries tokens
     closer than so many radians as one weighted token, which frees stiff flows from the fast rates inside clusters (see
     ``merge_tokens`` for when that is right). ``weights`` and ``mask`` make the cloud a weighted measure with padding.
     ``events`` are timed, in the ``event_times`` of the result. ``progress`` is called with the share of the work done.
