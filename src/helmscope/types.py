@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import os
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -48,12 +49,13 @@ def real_number(name: str, value: object, *, at_least: float = -math.inf, above:
     except (TypeError, ValueError, OverflowError, RuntimeError):
         number = math.nan
     if not math.isfinite(number) or number < at_least or number <= above:
-        raise HelmscopeError(f"{name} is {_shown(value)}, but it must be a finite number{bound}")
+        raise HelmscopeError(f"{name} is {shown(value)}, but it must be a finite number{bound}")
     return number
 
 
-def whole_number(name: str, value: object, *, at_least: int) -> int:
-    """``value`` as an int of at least ``at_least``, or a ``HelmscopeError`` that names the argument.
+def whole_number(name: str, value: object, *, at_least: int, below: int = 2**63) -> int:
+    """``value`` as an int of at least ``at_least`` and below a power of 2, or a ``HelmscopeError`` that names the
+    argument; 2^63 is where the sizes of tensors end.
 
     >>> whole_number("n", 32, at_least=1)
     32
@@ -64,7 +66,10 @@ def whole_number(name: str, value: object, *, at_least: int) -> int:
     except (TypeError, ValueError, OverflowError, RuntimeError):
         number, exact = 0, False
     if not exact or number < at_least:
-        raise HelmscopeError(f"{name} is {_shown(value)}, but it must be a whole number >= {at_least}")
+        raise HelmscopeError(f"{name} is {shown(value)}, but it must be a whole number >= {at_least}")
+    if number >= below:
+        power = below.bit_length() - 1
+        raise HelmscopeError(f"{name} is {shown(value)}, but it must be a whole number below 2^{power} = {below}")
     return int(number)
 
 
@@ -74,10 +79,20 @@ def seed_number(value: object) -> int:
     >>> seed_number(7)
     7
     """
-    seed = whole_number("seed", value, at_least=0)
-    if seed >= 2**32:
-        raise HelmscopeError(f"seed is {seed}, but it must be a whole number below 2^32 = {2**32}")
-    return seed
+    return whole_number("seed", value, at_least=0, below=2**32)
+
+
+def fits_memory(given: str, numbers: int) -> None:
+    """Refuse to make so many numbers of 8 bytes if this machine cannot hold them; ``given`` begins the sentence.
+
+    >>> fits_memory("n is 10^9 and dim is 10^9", 10**18)
+    Traceback (most recent call last):
+    helmscope.types.HelmscopeError: n is 10^9 and dim is 10^9, but that makes 8e+09 GB, and this machine has ... GB
+    """
+    most = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if 8 * numbers > most:
+        needed, there = (f"{size / 1e9:.3g} GB" for size in (8 * numbers, most))
+        raise HelmscopeError(f"{given}, but that makes {needed}, and this machine has {there}")
 
 
 def _is_no_number(value: object) -> bool:
@@ -94,7 +109,7 @@ def increasing_times(times: object) -> list[float]:
     values = times.tolist() if hasattr(times, "tolist") else times
     if not isinstance(values, Sequence) or isinstance(values, str | bytes) or not values:
         raise HelmscopeError(
-            f"times is {_shown(times)}, but it must be a sequence of at least one time, such as [1, 5, 10]"
+            f"times is {shown(times)}, but it must be a sequence of at least one time, such as [1, 5, 10]"
         )
     checked = [real_number(f"times[{i}]", t, at_least=0) for i, t in enumerate(values)]
     for i in range(1, len(checked)):
@@ -117,7 +132,14 @@ def known_name(what: str, name: str, allowed: Iterable[str]) -> str:
     raise HelmscopeError(f"unknown {what} '{name}': {hint} Allowed: {', '.join(names)}")
 
 
-def _shown(value: object) -> str:
+def shown(value: object) -> str:
+    """A value as it stands in a sentence: on one line, at most 80 characters.
+
+    >>> shown([1.0] * 100)[-9:], shown(10**5000)
+    ('1.0, 1...', 'a whole number of 16610 bits')
+    """
+    if isinstance(value, int) and value.bit_length() > 512:  # Python writes out no int of more than 4,300 digits
+        return f"a whole number of {value.bit_length()} bits"
     text = re.sub(r"\s+", " ", repr(value))
     return text if len(text) <= 80 else text[:77] + "..."
 
@@ -198,7 +220,7 @@ class Trajectory:
     def __post_init__(self) -> None:
         for name in ("times", "states"):
             if not hasattr(getattr(self, name), "shape"):
-                raise HelmscopeError(f"{name} is {_shown(getattr(self, name))}, but it must be a tensor")
+                raise HelmscopeError(f"{name} is {shown(getattr(self, name))}, but it must be a tensor")
         shape = tuple(self.states.shape)
         if len(shape) != 4:
             raise HelmscopeError(f"states has shape {shape}, but it must be (time, batch, token, dim)")

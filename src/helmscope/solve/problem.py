@@ -25,7 +25,7 @@ from helmscope.solve.stepper import AdaptiveStepper, NoisyStepper, Stepper
 from helmscope.solve.streams import Streams
 from helmscope.solve.symmetry import in_span
 from helmscope.solve.threads import fitting_threads
-from helmscope.types import HelmscopeError, Outcome, Trajectory, whole_number
+from helmscope.types import HelmscopeError, Outcome, Trajectory, shown, whole_number
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float
@@ -143,7 +143,7 @@ class Problem:
     def time_index(self, step: object) -> int:
         """``step`` as an index into the times; negative ones count from the end."""
         if isinstance(step, bool) or not isinstance(step, int) or not -len(self.times) <= step < len(self.times):
-            raise HelmscopeError(f"step is {step!r}, but the run has the time indices 0 to {len(self.times) - 1}")
+            raise HelmscopeError(f"step is {shown(step)}, but the run has the time indices 0 to {len(self.times) - 1}")
         return step % len(self.times)
 
     def again(
