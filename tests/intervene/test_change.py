@@ -321,7 +321,7 @@ def test_nothing_is_recorded_while_a_change_is_attached():
             lambda: recording.under(Ablate([1])),
             lambda: recording.resume(depth=2, states=recording.trajectory.states[2]),
         ):
-            with pytest.raises(HelmscopeError, match=r"runs under a change.*leave `changed` first"):
+            with pytest.raises(HelmscopeError, match=r"runs under an edit.*leave `changed` first"):
                 make()
     name = "transformer.h.2.mlp.c_proj.weight"
     with with_parameters(model, {name: torch.zeros_like(dict(model.named_parameters())[name])}):
@@ -340,8 +340,8 @@ def test_a_changed_recording_says_what_was_changed(case):
     for site in (Site.INPUT, Site.ATTENTION, Site.MIDDLE, Site.MLP, Site.OUTPUT):
         for change in (Ablate([1], site=site), Add(site=site, value=new), Replace([2], site=site, value=new)):
             seen = recording.under(change)
-            assert seen.certificate["changes"].ok is None
-            assert "every other line of the unchanged model" in seen.certificate["changes"].says
+            assert seen.certificate["edits"].ok is None
+            assert "every other line of the unchanged model" in seen.certificate["edits"].says
             assert seen.certificate["residual"].ok is (None if site is Site.OUTPUT else True), (change, site)
     for step in range(7):
         for frozen in (None, tokens):
@@ -352,13 +352,13 @@ def test_a_changed_recording_says_what_was_changed(case):
         .manifest()
     )
     assert told.parameters["first"] == 2
-    first, second = told.parameters["changes"]
+    first, second = told.parameters["edits"]
     assert first.startswith("Replace(layers=[1], tokens=<bool (3, 13) sha256 ")
     assert "value=<float32 (32,) sha256 " in first
     assert second.startswith("PutState(depth=2, states=<float32 (3, 13, 32) sha256 ")
     assert "frozen=<3 tokens of <bool (3, 13) sha256 " in second
-    assert recording.manifest().parameters["changes"] == []
-    assert "changes" not in {line.name for line in recording.certificate.lines}
+    assert recording.manifest().parameters["edits"] == []
+    assert "edits" not in {line.name for line in recording.certificate.lines}
 
 
 def test_a_block_whose_sum_does_not_hold_under_a_change_is_said(monkeypatch):

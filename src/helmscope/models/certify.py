@@ -121,7 +121,7 @@ def logits_line(anatomy: Anatomy, inputs: Mapping[str, Tensor], recorded: Tensor
 def attention_lines(
     anatomy: Anatomy, seen: list[LayerProbe], heard: list[Tensor], causal: bool | None, visible: Tensor | None = None
 ) -> list[Line]:
-    """One record per layer, the same by the probe and by a watcher; rows that sum to 1 or miss a stated mass; nothing
+    """One record per layer, the same by the probe and by an observer; rows that sum to 1 or miss a stated mass; nothing
     of the future. Rows of padding, where ``visible`` is False, look anywhere.
     """
     rows = [_weights(layer, found) for layer, found in zip(anatomy.layers, seen, strict=True)]

@@ -171,15 +171,15 @@ def check_edits(anatomy: Anatomy, edits: Sequence[AbstractEdit]) -> None:
 
 @contextmanager
 def held_unwatched(model: Any) -> Iterator[None]:
-    """Inside, no other thread changes or records the model; refused where this one has a change attached to it, which
+    """Inside, no other thread changes or records the model; refused where this one has an edit attached to it, which
     a recording would take for the model's own doing.
     """
     with held(model):
         hooks = (hook for module in model.modules() for hook in module._forward_pre_hooks.values())
         if any(getattr(hook, "__module__", None) == __name__ for hook in hooks):
             raise HelmscopeError(
-                f"model is a {type(model).__name__} that runs under a change, but only an unchanged one is recorded: "
-                "leave `changed` first, and give the change to recording.under"
+                f"model is a {type(model).__name__} that runs under an edit, but only an unchanged one is recorded: "
+                "leave `changed` first, and give the edit to recording.under"
             )
         yield
 

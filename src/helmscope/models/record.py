@@ -51,7 +51,7 @@ def record(
     such as ``tokens=`` and ``keys=`` follow ``recording.batch``; tokens hidden inside a text stay where they are.
 
     Attention runs eager, to the bit; nothing of size n x n is kept unless ``keep`` asks for it. Every recording has a
-    certificate, and a check that fails blocks what depends on it. Refused while a change is attached to the model:
+    certificate, and a check that fails blocks what depends on it. Refused while an edit is attached to the model:
     ``recording.under`` records one.
 
     >>> import torch

@@ -225,7 +225,7 @@ class Recording:
     def under(self, *edits: AbstractEdit, keep: Keep = Keep.NOTHING) -> Recording:
         """The same texts with further edits of the forward; ``keep`` as for ``record``.
 
-        Of the certificate only what the run itself shows is taken anew; its line ``changes`` says which lines that are.
+        Of the certificate only what the run itself shows is taken anew; its line ``edits`` says which lines that are.
         """
         return self._run_again(self.runner.under(*edits), first=self.first, keep=keep)
 
@@ -249,7 +249,7 @@ class Recording:
         if any(Site.OUTPUT in edit.sites for edit in runner.edits):
             residual = Line("residual", None, "a block's output is changed, which is then not the sum of its parts")
         says = f"{len(runner.edits)} made: finite and residual are of this run, every other line of the unchanged model"
-        return certificate.with_line(residual).with_line(Line("changes", None, says))
+        return certificate.with_line(residual).with_line(Line("edits", None, says))
 
     def replay(self, *reducers: Reducer) -> None:
         """Run the model once more with reducers attached, which see query, key, value and weights of every layer."""
@@ -289,7 +289,7 @@ class Recording:
                 "revision": origin.revision,
                 "attention": origin.attention,
                 "topology": str(self.anatomy),
-                "changes": [repr(edit) for edit in self.edits],
+                "edits": [repr(edit) for edit in self.edits],
                 "first": self.first,
                 "certificate": {line.name: line.ok for line in self.certificate.lines},
             },

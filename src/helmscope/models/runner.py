@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Runner:
-    """Runs a model on a batch, ``batch_size`` texts at a time, under ``edits``. The model is left as it was.
+    """Runs a model on a batch, ``batch_size`` texts at a time, under ``edits``, and leaves the model as it was. Edits
+    that do not fit the model are refused at once.
 
     >>> from transformers import GPT2Config, GPT2LMHeadModel
     >>> sizes = {"vocab_size": 9, "n_embd": 8, "n_layer": 2, "n_head": 2, "n_positions": 16}
@@ -42,6 +43,9 @@ class Runner:
     batch: Batch
     batch_size: int
     edits: tuple[AbstractEdit, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_edits(self.anatomy, self.edits)
 
     def __repr__(self) -> str:
         texts = f"{len(self.batch)} texts, {self.batch_size} at a time; {len(self.edits)} edits"
@@ -85,7 +89,6 @@ class Runner:
         progress: Callable[[int, int], None] | None,
     ) -> Iterator[Any]:
         """What ``model`` returns, chunk of texts by chunk of texts."""
-        check_edits(self.anatomy, self.edits)
         if self.model.training:
             raise HelmscopeError("the model is in training mode, where every forward is another: call model.eval()")
         device = next(self.model.parameters()).device
