@@ -96,7 +96,7 @@ def main() -> None:
         {
             "plain eager forward": partial(plain, model, ids),
             "record, with its certificate": partial(hs.record, model, ids, batch_size=PART),
-            "recorded forward alone": lambda: recording.forward(Recorder(recording.anatomy, len(ids))),
+            "recorded forward alone": lambda: recording.runner.forward(Recorder(recording.anatomy, len(ids))),
         },
         found.device,
         budget_s=30,

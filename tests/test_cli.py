@@ -80,7 +80,7 @@ def test_the_manifest_says_how_to_repeat_the_run(helmscope):
     assert manifest.threads == 1
     assert manifest.helmscope == hs.__version__
     given = {"beta": 2.0, "value": -0.5, "causal": True, "n": 4, "batch": 2, "times": "0,0.5,1"}
-    chosen = {"field": "sa", "start": "uniform", "stepper": None, "dim": 3, "kappa": 1.0, "step": 0.05}
+    chosen = {"field": "sa", "start": "uniform", "stepper": None, "dim": 3, "kappa": None, "step": None}
     defaults = {"nu": 0.0, "chunk": None, "tol": None, "merge": None, "delta": 1e-3, "radius": 0.1}
     assert dict(manifest.parameters) == given | chosen | defaults | {"kernel": "auto", "kernels": "Dense"}
     assert set(manifest.inputs) == {"start"}
@@ -237,11 +237,19 @@ REFUSED = {
     "--device meta": "device is 'meta'",
     "--start vmf --kappa -1": "kappa is -1.0",
     "--start orthonormal --n 4 --dim 3": "n is 4",
-    "--kappa -1": "kappa is -1.0",
-    "--step 0": "step is 0.0",
+    "--start vmf --kappa nan": "kappa is nan",
+    "--kappa 2": "kappa is 2.0, but the start 'uniform' has no concentration: add --start vmf",
+    "--start orthonormal --dim 6 --kappa 1": "kappa is 1.0, but the start 'orthonormal' has no concentration",
+    "--step 0.1": "step is 0.1, but the adaptive stepper chooses its own: add --stepper, such as rk4",
+    "--stepper adaptive --step 0.1": "step is 0.1, but the adaptive stepper chooses its own",
     "--stepper rk4 --step 0": "step is 0.0",
     "--stepper rk4 --step nan": "step is nan",
-    "--stepper rk4 --tol -1": "tol is -1.0",
+    "--stepper rk4 --tol 1e-5": "tol is 1e-05, but the stepper 'rk4' takes steps of fixed size: give --step instead",
+    "--nu 0.1 --tol 1e-5": "tol is 1e-05, but the stepper 'euler-maruyama' takes steps of fixed size",
+    "--allow-mixed": "allow_mixed is given, but it is for a run that is resumed: add --resume",
+    "--batch 1000000000000": "batch is 1000000000000, n is 4 and dim is 3, but that makes 9.6e+04 GB",
+    f"--n 1{'0' * 400}": "n is a whole number of 1329 bits, but it must be a whole number below 2^63",
+    "--dim 10000000 --value 2": "value is 2 and dim is 10000000, but that makes 8e+05 GB",
     "--stepper layer --step 0.3": "multiples of",
     "--tol -1": "tol is -1.0",
     "--tol 0": "tol is 0.0",

@@ -79,17 +79,17 @@ if TYPE_CHECKING:
     from helmscope.geometry import retraction as retraction
     from helmscope.geometry import sphere as sphere
     from helmscope.geometry import surface as surface
-    from helmscope.intervene.change import Ablate as Ablate
-    from helmscope.intervene.change import AblateHead as AblateHead
-    from helmscope.intervene.change import Add as Add
-    from helmscope.intervene.change import MaskKeys as MaskKeys
-    from helmscope.intervene.change import Part as Part
-    from helmscope.intervene.change import Patch as Patch
-    from helmscope.intervene.change import Perturb as Perturb
-    from helmscope.intervene.change import Replace as Replace
-    from helmscope.intervene.change import Reweigh as Reweigh
+    from helmscope.intervene.attention import AblateHead as AblateHead
+    from helmscope.intervene.attention import MaskKeys as MaskKeys
+    from helmscope.intervene.attention import Perturb as Perturb
+    from helmscope.intervene.attention import Reweigh as Reweigh
     from helmscope.intervene.change import changed as changed
     from helmscope.intervene.change import with_parameters as with_parameters
+    from helmscope.intervene.edit import Edit as Edit
+    from helmscope.intervene.states import Ablate as Ablate
+    from helmscope.intervene.states import Add as Add
+    from helmscope.intervene.states import Patch as Patch
+    from helmscope.intervene.states import Replace as Replace
     from helmscope.kernels.choose import using as using
     from helmscope.kernels.dense import Dense as Dense
     from helmscope.kernels.flash import Flash as Flash
@@ -109,8 +109,8 @@ if TYPE_CHECKING:
     from helmscope.models.record import record as record
     from helmscope.models.recording import Recording as Recording
     from helmscope.models.twin import untrained_twin as untrained_twin
+    from helmscope.models.watch import Context as Context
     from helmscope.models.watch import Site as Site
-    from helmscope.models.watch import Watcher as Watcher
     from helmscope.observe.clusters import MergeTree as MergeTree
     from helmscope.observe.clusters import cluster_count as cluster_count
     from helmscope.observe.clusters import merge_tree as merge_tree
@@ -261,9 +261,10 @@ _HOME = {
     "helmscope.fields.placement": "Half NGPT PostNorm PreNorm SandwichNorm",
     "helmscope.fields.sinkhorn": "SinkhornAttention",
     "helmscope.geometry": "harmonics linkage retraction sphere surface",
-    "helmscope.intervene.change": (
-        "Ablate AblateHead Add MaskKeys Part Patch Perturb Replace Reweigh changed with_parameters"
-    ),
+    "helmscope.intervene.attention": "AblateHead MaskKeys Perturb Reweigh",
+    "helmscope.intervene.change": "changed with_parameters",
+    "helmscope.intervene.edit": "Edit",
+    "helmscope.intervene.states": "Ablate Add Patch Replace",
     "helmscope.kernels.choose": "using",
     "helmscope.kernels.dense": "Dense",
     "helmscope.kernels.flash": "Flash",
@@ -278,7 +279,7 @@ _HOME = {
     "helmscope.models.record": "record",
     "helmscope.models.recording": "Recording",
     "helmscope.models.twin": "untrained_twin",
-    "helmscope.models.watch": "Site Watcher",
+    "helmscope.models.watch": "Context Site",
     "helmscope.observe.clusters": "MergeTree cluster_count merge_tree",
     "helmscope.observe.diffusion": (
         "anisotropy context_covariance diffusivity diffusivity_as_printed independent_draws_covariance "

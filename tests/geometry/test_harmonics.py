@@ -374,6 +374,15 @@ def test_kernel_gradient_through_moments():
     assert (fast - dense).abs().max() < 1e-13
 
 
+def test_dimensions_whose_squares_leave_int64():
+    """At dim -> infinity the law of sqrt(dim) <x, e> is normal, and e^(beta s) has the coefficient 1 of degree 0."""
+    s, w = hm.zonal_quadrature(4, dim=10**18)
+    assert float((w * s**4).sum() * 1e36) == pytest.approx(3.0, rel=1e-12)
+    assert hm.exponential_degree(1.0, dim=10**18, tolerance=1e-3) == hm.exponential_degree(
+        1.0, dim=10**9, tolerance=1e-3
+    )
+
+
 @pytest.mark.parametrize(
     ("call", "named"),
     [
@@ -389,6 +398,12 @@ def test_kernel_gradient_through_moments():
         (lambda: hm.zonal_coefficients(torch.exp, 400, dim=1024), "degree is 400"),
         (lambda: hm.exponential_coefficients(-1.0, 5, dim=3), "beta is -1.0"),
         (lambda: hm.exponential_degree(1.0, dim=3, tolerance=0), "tolerance is 0"),
+        (lambda: hm.fourier(torch.tensor([1.0, 0.0]), 10**12), "degree is 10{12} at 1 points, but that makes"),
+        (lambda: hm.spherical_harmonics(torch.eye(3), 10**6), "degree is 10{6} at 3 points, but that makes"),
+        (lambda: hm.gegenbauer(torch.ones(2), 10**400, dim=3), "degree is a whole number of 1329 bits"),
+        (lambda: hm.gegenbauer_c(torch.ones(2), 10**12, order=1), "degree is 10{12} at 2 points, but that makes"),
+        (lambda: hm.zonal_quadrature(10**12, dim=3), "points is 10{12}, but that makes"),
+        (lambda: hm.exponential_coefficients(1e300, 5, dim=3), r"beta is 1e\+300, but that makes"),
     ],
 )
 def test_bad_input_is_named(call, named):

@@ -5,19 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from helmscope.intervene.change import (
-    Ablate,
-    AblateHead,
-    Add,
-    MaskKeys,
-    Part,
-    Patch,
-    Perturb,
-    Replace,
-    Reweigh,
-    changed,
-    with_parameters,
-)
+from helmscope.intervene.attention import AblateHead, MaskKeys, Perturb, Reweigh
+from helmscope.intervene.change import changed, with_parameters
+from helmscope.intervene.states import Ablate, Add, Patch, Replace
 from helmscope.models.keep import Keep
 from helmscope.models.record import record
 from helmscope.models.watch import Site
@@ -147,16 +137,16 @@ def test_masked_keys_get_no_weight(family):
         assert (kernel[:, :, 0, 0] == recording.kernel(layer=1)[:, :, 0, 0]).all()
 
 
-@pytest.mark.parametrize("part", list(Part))
-def test_noise_is_repeatable_and_of_its_size(part):
+@pytest.mark.parametrize("site", [Site.QUERY, Site.KEY, Site.VALUE, Site.MIDDLE, Site.MLP])
+def test_noise_is_repeatable_and_of_its_size(site):
     model = tiny_model("llama")
     recording = record(model, inputs_of("llama"))
     plain = recording.logits()
-    once, twice = (recording.under(Perturb(part=part, relative=0.1, seed=5)).logits() for _ in range(2))
-    other = recording.under(Perturb(part=part, relative=0.1, seed=6)).logits()
+    once, twice = (recording.under(Perturb(site=site, relative=0.1, seed=5)).logits() for _ in range(2))
+    other = recording.under(Perturb(site=site, relative=0.1, seed=6)).logits()
     assert torch.equal(once, twice)
     assert not torch.equal(once, other)
-    stronger = recording.under(Perturb(part=part, relative=1.0, seed=5)).logits()
+    stronger = recording.under(Perturb(site=site, relative=1.0, seed=5)).logits()
     assert 0 < (once - plain).norm() < (stronger - plain).norm()
 
 
@@ -199,8 +189,8 @@ def test_noise_is_absolute_or_relative_and_follows_from_its_seed_alone():
     recording = record(tiny_model("gpt2"), inputs_of("gpt2"), keep=Keep.KEYS)
     keys = recording.kept["key"]
     for change, size in (
-        (Perturb([1], part=Part.KEY, sigma=0.3, seed=4), torch.tensor(0.3)),
-        (Perturb([1], part=Part.KEY, relative=0.3, seed=4), 0.3 * keys[1].square().mean((1, 2, 3), True).sqrt()),
+        (Perturb([1], site=Site.KEY, sigma=0.3, seed=4), torch.tensor(0.3)),
+        (Perturb([1], site=Site.KEY, relative=0.3, seed=4), 0.3 * keys[1].square().mean((1, 2, 3), True).sqrt()),
     ):
         noise = (recording.under(change, keep=Keep.KEYS).kept["key"][1] - keys[1]) / size
         assert abs(float(noise.std()) - 1) < 0.05
@@ -211,7 +201,7 @@ def test_noise_is_absolute_or_relative_and_follows_from_its_seed_alone():
     ("make", "words"),
     [
         (lambda r: Ablate([3]), "layers holds 3, but the model has layers 0 to 2"),
-        (lambda r: Ablate(site=Site.READ), "a change is made at one of"),
+        (lambda r: Ablate(site=Site.READ), "Ablate is made at one of Site.INPUT, Site.ATTENTION"),
         (lambda r: AblateHead([0]), r"heads is \(\), but it must be a list"),
         (lambda r: AblateHead([0], heads=3), "heads is 3, but it must be a list"),
         (lambda r: AblateHead([0], heads=[1.0]), r"heads is \[1.0\]"),
@@ -224,7 +214,7 @@ def test_noise_is_absolute_or_relative_and_follows_from_its_seed_alone():
         (lambda r: Ablate([True]), r"layers is \[True\]"),
         (lambda r: Ablate(3), "layers is 3"),
         (lambda r: Ablate("01"), "layers is '01'"),
-        (lambda r: "x", "a str is given as a change"),
+        (lambda r: "x", "a str is given as an edit"),
         (lambda r: AblateHead([0], heads=[9]), "heads holds 9, but layer 0 has heads 0 to 3"),
         (lambda r: MaskKeys(keys=torch.zeros(3, 13)), "must be a tensor of bool"),
         (lambda r: Patch([0], site=Site.MLP, source=r), "source kept no writes"),
@@ -331,7 +321,7 @@ def test_nothing_is_recorded_while_a_change_is_attached():
             lambda: recording.under(Ablate([1])),
             lambda: recording.resume(depth=2, states=recording.trajectory.states[2]),
         ):
-            with pytest.raises(HelmscopeError, match=r"runs under a change.*leave `changed` first"):
+            with pytest.raises(HelmscopeError, match=r"runs under an edit.*leave `changed` first"):
                 make()
     name = "transformer.h.2.mlp.c_proj.weight"
     with with_parameters(model, {name: torch.zeros_like(dict(model.named_parameters())[name])}):
@@ -350,8 +340,8 @@ def test_a_changed_recording_says_what_was_changed(case):
     for site in (Site.INPUT, Site.ATTENTION, Site.MIDDLE, Site.MLP, Site.OUTPUT):
         for change in (Ablate([1], site=site), Add(site=site, value=new), Replace([2], site=site, value=new)):
             seen = recording.under(change)
-            assert seen.certificate["changes"].ok is None
-            assert "every other line of the unchanged model" in seen.certificate["changes"].says
+            assert seen.certificate["edits"].ok is None
+            assert "every other line of the unchanged model" in seen.certificate["edits"].says
             assert seen.certificate["residual"].ok is (None if site is Site.OUTPUT else True), (change, site)
     for step in range(7):
         for frozen in (None, tokens):
@@ -362,13 +352,13 @@ def test_a_changed_recording_says_what_was_changed(case):
         .manifest()
     )
     assert told.parameters["first"] == 2
-    first, second = told.parameters["changes"]
+    first, second = told.parameters["edits"]
     assert first.startswith("Replace(layers=[1], tokens=<bool (3, 13) sha256 ")
     assert "value=<float32 (32,) sha256 " in first
-    assert second.startswith("Place(depth=2, raw=<float32 (3, 13, 32) sha256 ")
+    assert second.startswith("PutState(depth=2, states=<float32 (3, 13, 32) sha256 ")
     assert "frozen=<3 tokens of <bool (3, 13) sha256 " in second
-    assert recording.manifest().parameters["changes"] == []
-    assert "changes" not in {line.name for line in recording.certificate.lines}
+    assert recording.manifest().parameters["edits"] == []
+    assert "edits" not in {line.name for line in recording.certificate.lines}
 
 
 def test_a_block_whose_sum_does_not_hold_under_a_change_is_said(monkeypatch):
@@ -388,7 +378,7 @@ def test_changes_are_shown_in_a_line():
         (Ablate(), "Ablate()"),
         (Ablate([3], site=Site.INPUT), "Ablate(layers=[3], site=Site.INPUT)"),
         (Reweigh([0], function=outputs), "Reweigh(layers=[0], function=outputs)"),
-        (Perturb(part=Part.KEY, sigma=0.5, seed=7), "Perturb(part=Part.KEY, sigma=0.5, seed=7)"),
+        (Perturb(site=Site.KEY, sigma=0.5, seed=7), "Perturb(site=Site.KEY, sigma=0.5, seed=7)"),
         (AblateHead([2], heads=[0, 5]), "AblateHead(layers=[2], heads=[0, 5])"),
     ]:
         assert repr(change) == shown
@@ -411,7 +401,7 @@ def test_writes_of_a_changed_run_are_kept(case):
 
 def test_what_is_no_change_and_no_model_is_refused():
     recording = record(tiny_model("gpt2"), inputs_of("gpt2"))
-    with pytest.raises(HelmscopeError, match="a str is given as a change"):
+    with pytest.raises(HelmscopeError, match="a str is given as an edit"):
         recording.under("x")
     with pytest.raises(HelmscopeError, match="model is a Recording, but parameters"), with_parameters(recording, {}):
         pass

@@ -69,11 +69,11 @@ def test_a_wrong_state_is_caught_at_every_depth(family, depth, monkeypatch):
 
 @pytest.mark.parametrize("family", [family for family in CLASSES if family != "bloom"])
 def test_wrong_heads_on_the_way_to_a_kernel_are_caught(family, monkeypatch):
-    from helmscope.models.watch import _Depth
+    from helmscope.models.hooks import _Passage
 
-    honest = _Depth.after
+    honest = _Passage.after
     monkeypatch.setattr(
-        _Depth,
+        _Passage,
         "after",
         lambda self, call, result: honest(self, call, Attended(result.output, result.weights.roll(1, 1))),
     )
@@ -160,4 +160,5 @@ def test_images_in_half_precision_have_a_manifest():
     assert recording.manifest().inputs["texts"][:12] in repr(recording)
     bfloat = record(tiny_model("vit"), inputs_of("vit"))
     inputs = {name: value.bfloat16() for name, value in bfloat.batch.inputs.items()}
-    assert len(replace(bfloat, batch=replace(bfloat.batch, inputs=inputs)).manifest().inputs["texts"]) == 64
+    runner = replace(bfloat.runner, batch=replace(bfloat.batch, inputs=inputs))
+    assert len(replace(bfloat, runner=runner).manifest().inputs["texts"]) == 64

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from helmscope.models.hooks import watching
 from helmscope.models.keep import Keep
 from helmscope.models.record import record
-from helmscope.models.watch import Site, Watcher, watching
+from helmscope.models.watch import Observer, Site
 from model_families import CLASSES, FAMILIES, inputs_of, tiny_model
 
 OUTSIDE = ("gptj", "bloom", "falcon", "mpnet")  # families outside the registry, whose attention is overheard
@@ -76,9 +77,9 @@ def hooks(model):
     return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
 
 
-class Everything(Watcher):
+class Everything(Observer):
     sites = frozenset(Site)
-    hears = True
+    sees_attention = True
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
@@ -92,7 +93,7 @@ def test_logits_are_bit_equal_with_and_without(recorded, implementation):
     name = "pixel_values" if family == "vit" else "input_ids"
     with torch.no_grad():
         before = model(**{name: ids})[0]
-        with watching(recording.anatomy, Everything()):
+        with watching(recording.anatomy, observers=[Everything()]):
             inside = model(**{name: ids}, **recording.anatomy.options)[0]
         after = model(**{name: ids})[0]
     assert torch.equal(before, after)

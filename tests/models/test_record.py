@@ -442,10 +442,10 @@ def test_what_is_shown_of_a_recording_is_one_line(tmp_path):
     recording = record(loaded, inputs_of("gpt2"))
     shown = repr(recording.under(hs.Ablate([1])).resume(depth=2, states=recording.trajectory.states[2]))
     assert shown.startswith("<Recording of gpt2: sequential pre-norm; 3 layers, width 32; 3 texts x 13 tokens (")
-    assert "certificate ok; from depth 2; under Ablate(layers=[1]), Place(depth=2, raw=" in shown
+    assert "certificate ok; from depth 2; under Ablate(layers=[1]), PutState(depth=2, states=" in shown
     failed = recording.under(hs.Reweigh(function=lambda weights: torch.nan * weights))
     assert "certificate fails: finite, residual; under Reweigh" in repr(failed)
-    for thing in (recording, failed, recording.anatomy, recording.anatomy.layers[0], recording.stream_, loaded):
+    for thing in (recording, failed, recording.anatomy, recording.anatomy.layers[0], recording.residual, loaded):
         assert "\n" not in repr(thing)
         assert "tensor(" not in repr(thing)
     assert repr(recording.batch) == "<Batch: input_ids (3, 13)>"

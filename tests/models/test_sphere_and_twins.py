@@ -30,7 +30,7 @@ def test_on_the_sphere_a_post_norm_state_is_the_direction_of_what_its_norm_read(
         block.get_submodule(path).register_forward_pre_hook(lambda _, args: read.append(args[0].clone()))
         for path in (wiring.middle, wiring.close)
     ]
-    recording.forward()
+    recording.runner.forward()
     for handle in handles:
         handle.remove()
     path = recording.on_sphere
@@ -60,7 +60,7 @@ def read_by_norms(recording, modules):
     """What the norms read, by hooks of our own, as unit vectors without their mean."""
     read = []
     handles = [part.register_forward_pre_hook(lambda _, args: read.append(args[0].clone())) for part in modules]
-    recording.forward()
+    recording.runner.forward()
     for handle in handles:
         handle.remove()
     centered = [each - each.mean(-1, keepdim=True) for each in read]

@@ -365,6 +365,8 @@ REFUSED = [
     ({"start": hs.Uniform}, "start is"),
     ({"start": hs.Uniform(1, 3)}, "n of start is 1, but a pair needs two tokens"),
     ({"samples": 0}, "samples is 0"),
+    ({"samples": 10**400}, "samples is a whole number of 1329 bits"),
+    ({"samples": 10**12}, "samples is 10{12}, n of start is .*, but that makes"),
     ({"delta": -1}, "delta is -1"),
     ({"seed": -1}, "seed is -1"),
     ({"device": "nosuch"}, "device is 'nosuch'"),
@@ -445,6 +447,11 @@ def test_half_times_of_several_dimensions():
     assert half_time(both).half_time.values.tolist() == [[0.5], [0.625]]
     with pytest.raises(hs.HelmscopeError, match="diagram has no 'probability' over time"):
         half_time(one.isel(time=0, drop=True))
+
+
+def test_a_dimension_beyond_all_tensors_costs_what_n_costs():
+    seen = hs.phase_diagram(hs.SA, betas=[1], times=[9], start=hs.Uniform(n=4, dim=10**18), samples=2)
+    assert seen.probability.item() == 1
 
 
 @pytest.mark.parametrize("size", [5, 20])

@@ -152,10 +152,12 @@ def test_resume_refuses_bad_states(states):
         sim.resume(depth=0, states=states)
 
 
-@pytest.mark.parametrize("step", [2, -3])
-def test_resume_refuses_a_time_index_outside_the_run(step):
+@pytest.mark.parametrize(
+    ("step", "said"), [(2, "2"), (-3, "-3"), (10**5000, "a whole number of 16610 bits")], ids=["2", "-3", "huge"]
+)
+def test_resume_refuses_a_time_index_outside_the_run(step, said):
     sim = hs.integrate(hs.SA(beta=1.0), X0, [0, 1.0])
-    with pytest.raises(hs.HelmscopeError, match=rf"^depth is {step}, "):
+    with pytest.raises(hs.HelmscopeError, match=rf"^depth is {said}, "):
         sim.resume(depth=step, states=X0)
 
 
@@ -324,6 +326,8 @@ class NoSignal:
         ({"field": lambda x: None}, "field gives NoneType"),
         ({"x0": X0.to_sparse()}, "layout torch.sparse_coo"),
         ({"x0": X0.to("meta")}, "on meta"),
+        ({"x0": X0.expand(10**6, 4, 3), "times": range(10**5)}, r"times holds 100000 and x0 has shape .*9.6e\+03 GB"),
+        ({"seed": 10**400}, "seed is a whole number of 1329 bits"),
         ({"weights": torch.full((4,), 1e308, dtype=F64)}, r"weights holds the entry 1e\+308"),
     ],
 )

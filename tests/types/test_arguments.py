@@ -13,7 +13,7 @@ import torch
 import helmscope as hs
 import helmscope.types
 from children import run_python
-from helmscope.types import MissingExtra, increasing_times, known_name, real_number, whole_number
+from helmscope.types import MissingExtra, fits_memory, increasing_times, known_name, real_number, whole_number
 from support.refusal import refused
 
 NAN, INF = math.nan, math.inf
@@ -90,6 +90,23 @@ def test_whole_number_gives_a_plain_int(value):
 )
 def test_whole_number_refuses(value):
     refused(lambda: whole_number("n", value, at_least=1), "n is ", "but it must be a whole number >= 1")
+
+
+@pytest.mark.parametrize("value", [2**63, 10**400, 10**5000, 1e300, np.uint64(2**63)], ids=range(5))
+def test_whole_number_refuses_what_no_tensor_can_have(value):
+    refused(lambda: whole_number("n", value, at_least=1), "n is ", "below 2^63 = 9223372036854775808")
+    assert whole_number("n", 2**63 - 1, at_least=1) == 2**63 - 1
+
+
+def test_real_number_refuses_an_int_beyond_all_floats():
+    refused(
+        lambda: real_number("beta", 10**5000), "beta is a whole number of 16610 bits, but it must be a finite number"
+    )
+
+
+def test_fits_memory_refuses_more_than_there_is():
+    fits_memory("n is 10", 10)
+    refused(lambda: fits_memory("n is 10^12", 10**12), "n is 10^12, but that makes 8e+03 GB, and this machine has ")
 
 
 def test_a_refusal_shows_a_large_value_shortly_and_on_one_line():

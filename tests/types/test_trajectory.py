@@ -29,7 +29,7 @@ def test_outcome_names_the_first_failure_and_its_remedy():
     assert str(hs.Outcome((lost,), (2.0,))) == (
         "system 0 of 1: velocity is not finite at t=2: lower beta or use float64"
     )
-    assert [status for status in hs.Status if status.ok] == [done]
+    assert [status for status in hs.Status if status.ok] == [done, hs.Status.AT_REST]
     assert all("{time" in status.value for status in hs.Status)
 
 

@@ -97,7 +97,7 @@ def try_claims(
 
     engine = engine_of(jobs, max_memory, threads, ray)
     asked = asked_claims(claim or [], folder, seed=seed)
-    run = run_folder("claims", out, resume=resume)
+    run = run_folder("claims", out, resume=resume, allow_mixed=allow_mixed)
     trials, failed = carry_out(asked, run, engine, folder=folder, seed=seed, quick=quick, allow_mixed=allow_mixed)
     if as_json:  # nothing in it depends on time or place: the same seed gives the same bytes
         print(json.dumps({"seed": seed, "quick": quick, "verdicts": plain_verdicts(trials)}, indent=2))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from helmscope.types import HelmscopeError, increasing_times, known_name, real_number, whole_number
+from helmscope.types import HelmscopeError, fits_memory, increasing_times, known_name, real_number, whole_number
 
 if TYPE_CHECKING:
     import torch
@@ -28,7 +29,10 @@ def field_named(name: str, *, beta: float, value: float, causal: bool, dim: int)
     from helmscope.fields.attention import SA, USA
     from helmscope.fields.sinkhorn import SinkhornAttention
 
-    scaled = real_number("value", value) * torch.eye(whole_number("dim", dim, at_least=2), dtype=torch.float64)
+    scale, dim, scaled = real_number("value", value), whole_number("dim", dim, at_least=2), None
+    if scale != 1:
+        fits_memory(f"value is {scale:g} and dim is {dim}", dim * dim)
+        scaled = scale * torch.eye(dim, dtype=torch.float64)
     makers: dict[str, Callable[[], Attention]] = {
         "sa": lambda: SA(beta, value=scaled, causal=causal),
         "usa": lambda: USA(beta, value=scaled, causal=causal),
@@ -44,20 +48,39 @@ def noise_of(nu: float) -> Noise | None:
     return IsotropicNoise(nu) if real_number("nu", nu, at_least=0) > 0 else None
 
 
-def start_named(name: str, *, n: int, dim: int, kappa: float) -> Start:
+def usual_kappa(start: str, kappa: float | None) -> float | None:
+    """The concentration of a vmf start, 1 where it goes unsaid; other starts have none."""
+    if start == "vmf":
+        return 1.0 if kappa is None else kappa
+    if kappa is not None:
+        raise HelmscopeError(f"kappa is {kappa}, but the start '{start}' has no concentration: add --start vmf")
+    return None
+
+
+def usual_step(stepper: str | None, step: float | None, nu: float) -> float | None:
+    """The step size, 0.05 where it goes unsaid; the adaptive stepper chooses its own."""
+    if stepper == "adaptive" or (stepper is None and nu == 0):
+        if step is not None:
+            raise HelmscopeError(
+                f"step is {step}, but the adaptive stepper chooses its own: add --stepper, such as rk4"
+            )
+        return None
+    return 0.05 if step is None else step
+
+
+def start_named(name: str, *, n: int, dim: int, kappa: float | None) -> Start:
     """uniform, vmf or orthonormal."""
     from helmscope.theory.starts import Orthonormal, Uniform, VonMisesFisher
 
-    kappa = real_number("kappa", kappa, at_least=0)
     makers: dict[str, Callable[[], Start]] = {
         "uniform": lambda: Uniform(n, dim),
-        "vmf": lambda: VonMisesFisher(n, dim, kappa),
+        "vmf": lambda: VonMisesFisher(n, dim, real_number("kappa", kappa, at_least=0)),
         "orthonormal": lambda: Orthonormal(n, dim),
     }
     return makers[known_name("start", name, makers)]()
 
 
-def stepper_named(name: str | None, *, step: float, tol: float | None, nu: float) -> Stepper:
+def stepper_named(name: str | None, *, step: float | None, tol: float | None, nu: float) -> Stepper:
     """The stepper of that name; where None, the usual one for a flow with or without noise."""
     from helmscope.solve.dormand_prince import DormandPrince
     from helmscope.solve.euler import ProjectedEuler
@@ -72,21 +95,20 @@ def stepper_named(name: str | None, *, step: float, tol: float | None, nu: float
     from helmscope.solve.rk4 import RK4
     from helmscope.solve.stochastic_heun import StochasticHeun
 
-    step = real_number("step", step, above=0)
-    tol = None if tol is None else real_number("tol", tol, above=0)
+    h = math.nan if step is None else real_number("step", step, above=0)
     makers: dict[str, Callable[[], Stepper]] = {
         "adaptive": lambda: DormandPrince(tol=tol),
-        "euler": lambda: ProjectedEuler(step),
-        "heun": lambda: Heun(step),
-        "rk4": lambda: RK4(step),
-        "geodesic-euler": lambda: GeodesicEuler(step),
-        "geodesic-heun": lambda: GeodesicHeun(step),
-        "geodesic-rk4": lambda: GeodesicRK4(step),
-        "layer": lambda: Layer(step),
-        "published": lambda: PublishedEuler(step),
-        "euler-maruyama": lambda: EulerMaruyama(step),
-        "stochastic-heun": lambda: StochasticHeun(step),
-        "noisy-layer": lambda: NoisyLayer(step),
+        "euler": lambda: ProjectedEuler(h),
+        "heun": lambda: Heun(h),
+        "rk4": lambda: RK4(h),
+        "geodesic-euler": lambda: GeodesicEuler(h),
+        "geodesic-heun": lambda: GeodesicHeun(h),
+        "geodesic-rk4": lambda: GeodesicRK4(h),
+        "layer": lambda: Layer(h),
+        "published": lambda: PublishedEuler(h),
+        "euler-maruyama": lambda: EulerMaruyama(h),
+        "stochastic-heun": lambda: StochasticHeun(h),
+        "noisy-layer": lambda: NoisyLayer(h),
     }
     if name is None:
         name = "euler-maruyama" if nu > 0 else "adaptive"
@@ -97,6 +119,8 @@ def stepper_named(name: str | None, *, step: float, tol: float | None, nu: float
         raise HelmscopeError(
             f"stepper is '{name}' and nu is {nu:g}, but noise needs {', '.join(NOISY[:2])} or {NOISY[2]}"
         )
+    if name != "adaptive" and tol is not None:
+        raise HelmscopeError(f"tol is {tol}, but the stepper '{name}' takes steps of fixed size: give --step instead")
     return makers[name]()
 
 

@@ -24,10 +24,12 @@ if TYPE_CHECKING:
 RESUMABLE = ("claims", "phase", "report", "simulate")
 
 
-def run_folder(what: str, out: str | None, *, resume: bool) -> RunFolder:
+def run_folder(what: str, out: str | None, *, resume: bool, allow_mixed: bool) -> RunFolder:
     """A new folder, or with ``resume`` that of an earlier run."""
     from helmscope.store.run_folder import MANIFEST, RunFolder
 
+    if allow_mixed and not resume:
+        raise HelmscopeError("allow_mixed is given, but it is for a run that is resumed: add --resume, or leave it out")
     if out == "":
         raise HelmscopeError("out is '', but it must name a new or an empty folder")
     if resume:

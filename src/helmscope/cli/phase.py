@@ -86,7 +86,7 @@ def phase(
     spaces, values = _dims(dims, spectrum), _values("betas", betas)
     cost = _cost(physics, spaces, values, _checked(physics, spaces, values))
     units = _units(spaces, values, physics)
-    run = run_folder("phase", out, resume=resume)
+    run = run_folder("phase", out, resume=resume, allow_mixed=allow_mixed)
     say(f"{len(spaces) * len(values)} rows of {samples} samples{cost}")
     data = _carried_out(units, run, physics | {"dims": spaces, "betas": betas}, engine, allow_mixed=allow_mixed)
     _told(run, data, as_json)

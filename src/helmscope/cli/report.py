@@ -37,7 +37,7 @@ def report(
     entries = read_catalogue(folder)
     with styled():  # what drawing and writing need is missed now, not after the work
         page(entries, [], seed=seed, quick=quick, folder=folder)
-    run = run_folder("report", out, resume=resume)
+    run = run_folder("report", out, resume=resume, allow_mixed=allow_mixed)
     trials, failed = carry_out(claims, run, engine, folder=folder, seed=seed, quick=quick, allow_mixed=allow_mixed)
     text = page(entries, trials, seed=seed, quick=quick, folder=folder)
     run.write_bytes("report.html", text.encode())

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from helmscope.store.run_folder import RunFolder
     from helmscope.types import Trajectory
 
-# how the work is done, not what is computed: a run may go on with other ones
-MANNERS = ("out", "resume", "allow_mixed", "jobs", "max_memory", "ray", "as_json")
 ELSEWHERE = ("seed", "dtype", "device", "threads")  # of the manifest they have places of their own
 
 
@@ -35,7 +33,7 @@ def simulate(
     start: Annotated[str, typer.Option(help="uniform, vmf or orthonormal.")] = "uniform",
     n: Annotated[int, typer.Option(help="Tokens in a system.")] = 32,
     dim: Annotated[int, typer.Option(help="Dimension d of the space; tokens lie on S^(d-1).")] = 3,
-    kappa: Annotated[float, typer.Option(help="Concentration of a vmf start.")] = 1.0,
+    kappa: Annotated[float | None, typer.Option(help="Concentration of a vmf start [default: 1].")] = None,
     batch: Annotated[int, typer.Option(help="Independent systems.")] = 16,
     times: Annotated[str, typer.Option(help="Times to look at: 0,1,5 or FROM:TO:COUNT.")] = "0:10:101",
     stepper: Annotated[
@@ -45,7 +43,9 @@ def simulate(
             "[default], stochastic-heun, noisy-layer."
         ),
     ] = None,
-    step: Annotated[float, typer.Option(help="Step size of the steppers that are not adaptive.")] = 0.05,
+    step: Annotated[
+        float | None, typer.Option(help="Step size of the steppers that are not adaptive [default: 0.05].")
+    ] = None,
     tol: Annotated[float | None, typer.Option(help="Local error of the adaptive stepper.")] = None,
     merge: Annotated[float | None, typer.Option(help="Merge tokens closer than so many radians.")] = None,
     kernel: Annotated[
@@ -71,8 +71,10 @@ def simulate(
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
     """Integrate self-attention on the sphere; write a run folder with numbers, states and a picture."""
-    asked = {key: value for key, value in locals().items() if key not in MANNERS}
-    from helmscope.cli.options import engine_of
+    from helmscope.cli.options import engine_of, usual_kappa, usual_step
+
+    kappa, step = usual_kappa(start, kappa), usual_step(stepper, step, nu)
+    asked = {key: value for key, value in locals().items() if key in (*_PHYSICS, *_LOOKS, *ELSEWHERE)}
 
     for name, number in (("delta", delta), ("radius", radius)):
         real_number(name, number, at_least=0)
@@ -87,6 +89,10 @@ _PHYSICS = (
     *("field", "beta", "value", "causal", "nu", "start", "n", "dim", "kappa", "batch", "times", "stepper", "step"),
     *("tol", "merge", "kernel", "seed", "dtype", "device"),
 )
+
+
+# what is made of the states, and how they are cut into units
+_LOOKS = ("delta", "radius", "chunk")
 
 
 def _carry_out(
@@ -112,7 +118,7 @@ def _carry_out(
         inputs={"start": hash_bytes(problem.start.cpu().numpy().tobytes())},
         parameters={key: value for key, value in asked.items() if key not in ELSEWHERE} | {"kernels": kernels},
     )
-    run = run_folder("simulate", out, resume=resume)
+    run = run_folder("simulate", out, resume=resume, allow_mixed=allow_mixed)
     trajectory = _joined(problem, _run(units, run, manifest, engine, allow_mixed))
     run.write_data("trajectory", _dataset(trajectory))
     outcome = trajectory.outcome
@@ -129,7 +135,9 @@ def _carry_out(
     say(report, as_json)
 
 
-def _problem(*, stepper: str | None, step: float, tol: float | None, times: str, nu: float, **physics: Any) -> Problem:
+def _problem(
+    *, stepper: str | None, step: float | None, tol: float | None, times: str, nu: float, **physics: Any
+) -> Problem:
     """The problem that the options pose; everything that can be refused is refused here."""
     from helmscope.cli.options import (
         device_named,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from helmscope.types import real_number, whole_number
+from helmscope.types import fits_memory, real_number, whole_number
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -24,7 +24,9 @@ def alibi(n: int, slope: float) -> Float[Tensor, "n n"]:
     >>> alibi(3, 0.5)[2]
     tensor([-1.0000, -0.5000, -0.0000], dtype=torch.float64)
     """
-    places = torch.arange(whole_number("n", n, at_least=1), dtype=torch.float64, device="cpu")
+    n = whole_number("n", n, at_least=1)
+    fits_memory(f"n is {n}", n * n)
+    places = torch.arange(n, dtype=torch.float64, device="cpu")
     return -real_number("slope", slope, at_least=0) * (places[:, None] - places).abs()
 
 
@@ -38,4 +40,5 @@ def alibi_slopes(heads: int) -> tuple[float, ...]:
     (0.25, 0.0625, 0.015625, 0.00390625)
     """
     count = whole_number("heads", heads, at_least=1)
+    fits_memory(f"heads is {count}", count)
     return tuple(2.0 ** (-8 * k / count) for k in range(1, count + 1))

@@ -22,7 +22,7 @@ from scipy.linalg import eigvalsh_tridiagonal
 
 from helmscope.geometry.arithmetic import full_precision
 from helmscope.geometry.sphere import retract
-from helmscope.types import HelmscopeError, real_number, whole_number
+from helmscope.types import HelmscopeError, fits_memory, real_number, whole_number
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -56,8 +56,8 @@ def fourier(
     >>> cos, sin
     (tensor([ 1.,  0., -1., -0.]), tensor([ 0.,  1.,  0., -1.]))
     """
-    degree = whole_number("degree", degree, at_least=0)
     u, v = _points(x, 2)[..., :1], x[..., 1:]
+    degree = _degree(degree, u.numel())
     cos, sin = torch.ones_like(u), torch.zeros_like(u)
     while cos.shape[-1] <= degree:
         c, s = cos[..., -1:] * u - sin[..., -1:] * v, sin[..., -1:] * u + cos[..., -1:] * v
@@ -85,8 +85,8 @@ def spherical_harmonics(x: Float[Tensor, "*batch 3"], degree: int) -> Float[Tens
     >>> spherical_harmonics(torch.tensor([0.0, 0.0, 1.0]), 1)
     tensor([0.2821, 0.0000, 0.4886, 0.0000])
     """
-    degree = whole_number("degree", degree, at_least=0)
     u, v, w = _points(x, 3)[..., :1], x[..., 1:2], x[..., 2:]
+    degree = _degree(degree, u.numel(), modes=2)
     side = torch.where(w < 0, -torch.ones_like(w), torch.ones_like(w))
     q = (u * u + v * v) / (1 + side * w)
     cos, sin = torch.full_like(w, math.sqrt(1 / (2 * math.pi))), torch.zeros_like(w)
@@ -113,8 +113,7 @@ def gegenbauer(s: Float[Tensor, "*batch"], degree: int, *, dim: int) -> Float[Te
     >>> gegenbauer(torch.tensor(0.5), 2, dim=3)
     tensor([ 1.0000,  0.5000, -0.1250])
     """
-    degree, dim = whole_number("degree", degree, at_least=0), whole_number("dim", dim, at_least=2)
-    return _zonal(s, degree, dim)
+    return _zonal(s, _degree(degree, s.numel()), whole_number("dim", dim, at_least=2))
 
 
 def gegenbauer_c(s: Float[Tensor, "*batch"], degree: int, *, order: float) -> Float[Tensor, "*batch degree_plus_1"]:
@@ -128,7 +127,7 @@ def gegenbauer_c(s: Float[Tensor, "*batch"], degree: int, *, order: float) -> Fl
     >>> gegenbauer_c(torch.tensor(0.5), 2, order=1.0)
     tensor([1., 1., 0.])
     """
-    degree, order = whole_number("degree", degree, at_least=0), real_number("order", order, above=0)
+    degree, order = _degree(degree, s.numel()), real_number("order", order, above=0)
     k = np.arange(1, degree + 1)
     with np.errstate(over="ignore"):
         at_one = np.cumprod(np.concatenate([[1.0], (k + (2 * order - 1)) / k]))
@@ -158,7 +157,8 @@ def zonal_quadrature(points: int, *, dim: int) -> tuple[Float[Tensor, " points"]
     0.333333333333
     """
     n, d = whole_number("points", points, at_least=1), whole_number("dim", dim, at_least=2)
-    k = np.arange(2, n)
+    fits_memory(f"points is {n}", n)
+    k = np.arange(2.0, n)  # floats: at high dim the products leave int64
     squares = np.concatenate([[1 / d], k * (k + d - 3) / ((2 * k + d - 2) * (2 * k + d - 4))])[: n - 1]
     s = eigvalsh_tridiagonal(np.zeros(n), np.sqrt(squares))
     last, value, _ = _last_two(s, n, d)
@@ -183,7 +183,7 @@ def zonal_coefficients(
     >>> zonal_coefficients(lambda s: s**2, 2, dim=3).round(decimals=12) + 0.0
     tensor([0.3333, 0.0000, 0.6667], dtype=torch.float64)
     """
-    degree, dim = whole_number("degree", degree, at_least=0), whole_number("dim", dim, at_least=2)
+    degree, dim = _degree(degree, 1), whole_number("dim", dim, at_least=2)
     points = 2 * degree + 64 if points is None else whole_number("points", points, at_least=degree + 1)
     dimensions = [harmonic_dimension(k, dim=dim) for k in range(degree + 1)]
     if dimensions[-1] > 10**300:
@@ -208,7 +208,7 @@ def exponential_coefficients(beta: float, degree: int, *, dim: int) -> Float[Ten
     >>> exponential_coefficients(1.0, 2, dim=3)
     tensor([0.4323, 0.4060, 0.1316], dtype=torch.float64)
     """
-    degree = whole_number("degree", degree, at_least=0)
+    degree = _degree(degree, 1)
     return torch.from_numpy(_exponential_law(beta, dim, degree)[: degree + 1])
 
 
@@ -229,7 +229,8 @@ def _exponential_law(beta: float, dim: int, degree: int) -> NDArray[np.float64]:
     beta, dim = real_number("beta", beta, at_least=0), whole_number("dim", dim, at_least=2)
     # a_k / a_(k-1) <= beta / k, and Poisson(beta) exceeds beta + t with probability below exp(-t^2 / (2 beta + 2t/3))
     top = max(degree, math.ceil(beta + 40 * math.sqrt(beta) + 500))
-    k = np.arange(2, top + 1)
+    fits_memory(f"beta is {beta:g}", top)
+    k = np.arange(2.0, top + 1)
     growth = np.concatenate([[dim], (2 * k + dim - 2) * (k + dim - 3) / ((2 * k + dim - 4) * k)])  # N(d, k) / N(d, k-1)
     bessel, ratio = 0.0, np.empty(top)
     for j in range(top, 0, -1):
@@ -255,6 +256,13 @@ def _last_two(
         _, shift = np.frexp(np.abs(last) + np.abs(value))
         last, value, exponent = np.ldexp(last, -shift), np.ldexp(value, -shift), exponent + shift
     return last, value, exponent
+
+
+def _degree(degree: object, points: int, *, modes: int = 1) -> int:
+    """A degree whose functions, (degree + 1)^modes of them, fit the memory at so many points."""
+    checked = whole_number("degree", degree, at_least=0)
+    fits_memory(f"degree is {checked} at {points} points", (checked + 1) ** modes * points)
+    return checked
 
 
 def _zonal(s: Tensor, degree: int, dim: float) -> Tensor:

@@ -1,1 +1,1 @@
-"""Change the forward of a real model, and leave the model as it was."""
+"""Edit the forward of a real model, and leave the model as it was."""

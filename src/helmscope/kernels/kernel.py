@@ -130,6 +130,15 @@ def transformed() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
+def differentiated(x: Tensor) -> bool:
+    """Whether a derivative of what is made of x may be asked for: backward, forward or by a transform.
+
+    >>> differentiated(torch.ones(2)), differentiated(torch.ones(2, requires_grad=True))
+    (False, True)
+    """
+    return x.requires_grad or transformed() or torch.autograd.forward_ad._current_level >= 0
+
+
 @runtime_checkable
 class Kernel(Protocol):
     """A way to compute a ``Request``."""

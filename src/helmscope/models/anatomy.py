@@ -32,6 +32,7 @@ class Layer:
     attention_norm: Norm | None
     mlp_norm: Norm | None
     close_norm: Norm | None = None  # of a post-norm block, that which gives its output
+    heads: int | None = None  # None where attention cannot be heard
 
     def __repr__(self) -> str:
         return f"<Layer of {type(self.block).__name__}: {self.wiring}>"
@@ -106,8 +107,9 @@ def dissect(model: Any, inputs: Mapping[str, Tensor]) -> tuple[Anatomy, list[Lay
 
 def _layer(seen: LayerProbe, number: int) -> Layer:
     wiring = find_wiring(seen, number)
-    norms = [
+    attention, mlp, close = (
         None if path is None else read_norm(seen.block.get_submodule(path), seen.pre)
         for path in (wiring.attention_norm, wiring.mlp_norm, wiring.close)
-    ]
-    return Layer(seen.block, wiring, seen.plain, *norms)
+    )
+    heads = None if seen.attention is None else seen.attention[0].query.shape[1]
+    return Layer(seen.block, wiring, seen.plain, attention, mlp, close, heads)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from helmscope.models.certificate import Line
-from helmscope.models.experts import Behind
+from helmscope.models.experts import ForceBehindNorm
 from helmscope.models.mlp_reading import affine_of, matrix_of, read_mlp
 from helmscope.models.probe import run
 from helmscope.models.tap import head_outputs, plainly_eager
@@ -121,7 +121,7 @@ def logits_line(anatomy: Anatomy, inputs: Mapping[str, Tensor], recorded: Tensor
 def attention_lines(
     anatomy: Anatomy, seen: list[LayerProbe], heard: list[Tensor], causal: bool | None, visible: Tensor | None = None
 ) -> list[Line]:
-    """One record per layer, the same by the probe and by a watcher; rows that sum to 1 or miss a stated mass; nothing
+    """One record per layer, the same by the probe and by an observer; rows that sum to 1 or miss a stated mass; nothing
     of the future. Rows of padding, where ``visible`` is False, look anywhere.
     """
     rows = [_weights(layer, found) for layer, found in zip(anatomy.layers, seen, strict=True)]
@@ -175,16 +175,16 @@ def _rescales(module: nn.Module) -> bool:
     return bool(own) and all(value.ndim <= 1 for value in own)
 
 
-def mlp_line(anatomy: Anatomy, seen: list[LayerProbe]) -> tuple[Line, tuple[Behind | None, ...]]:
+def mlp_line(anatomy: Anatomy, seen: list[LayerProbe]) -> tuple[Line, tuple[ForceBehindNorm | None, ...]]:
     """The MLPs as fields, and how well they give what the modules gave."""
-    forces: list[Behind | None] = []
+    forces: list[ForceBehindNorm | None] = []
     gaps, most = [], bound(seen[0].pre.dtype)
     for layer, found in zip(anatomy.layers, seen, strict=True):
         read = read_mlp(found, layer.wiring)
         if read is None or (layer.wiring.mlp_norm is not None and layer.mlp_norm is None):
             forces.append(None)
             continue
-        force = Behind(read.force, layer.mlp_norm, layer.wiring.scales[1])
+        force = ForceBehindNorm(read.force, layer.mlp_norm, layer.wiring.scales[1])
         wanted = force.scale * read.written.double()
         gaps.append(relative(force.folded().ambient(mlp_points(layer, found, read.read)), wanted))
         if _in_single(layer, found):

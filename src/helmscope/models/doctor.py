@@ -78,7 +78,7 @@ def doctor(
     asked, tokens = tokens, tokens if limit is None else min(tokens, limit)
     subject, tried = _subject(loaded)
     recording = record(loaded, subject)
-    stream, anatomy = recording.stream_, recording.anatomy
+    stream, anatomy = recording.residual, recording.anatomy
     seconds = _seconds(recording, tokens)
     size = stream.direction.element_size()
     heads = getattr(loaded.model.config, "num_attention_heads", 1) or 1
@@ -118,7 +118,7 @@ def _seconds(recording: Recording, tokens: int) -> float:
     if "input_ids" in inputs:
         count = vocabulary_size(recording.anatomy.model)
         inputs = {"input_ids": torch.randint(count, (1, tokens), generator=torch.Generator().manual_seed(0))}
-    alone, lasted = replace(recording, batch=Batch(inputs)), []
+    alone, lasted = replace(recording.runner, batch=Batch(inputs)), []
     for _ in range(2):
         begun = time.perf_counter()
         alone.forward(Recorder(recording.anatomy, 1))

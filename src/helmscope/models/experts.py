@@ -73,7 +73,7 @@ def folded(force: Any, norm: Norm | None, scale: float = 1.0) -> Any:
 
 
 @dataclass(frozen=True, eq=False)
-class Behind:
+class ForceBehindNorm:
     """A force as the model has it, the norm before it and the residual multiplier: folded when it is asked for, since
     a folded one is a copy of the weights.
     """

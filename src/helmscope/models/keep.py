@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from helmscope.models.watch import Site, Watcher
+from helmscope.models.watch import Observer, Site
 from helmscope.types import HelmscopeError
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class Keep(Flag):
 OF_CALL = {Keep.QUERIES: "query", Keep.KEYS: "key", Keep.VALUES: "value"}
 
 
-class Keeper(Watcher):
+class Keeper(Observer):
     """Keeps raw tensors: ``kept`` maps what was asked for to (layer, ...) lists of the parts of the batch."""
 
     def __init__(self, what: Keep, anatomy: Anatomy) -> None:
@@ -48,7 +48,8 @@ class Keeper(Watcher):
         if hidden and not (anatomy.tapped or anatomy.overheard):
             raise HelmscopeError(f"keep is {what!r}, but the model's family shows its attention weights alone")
         self.what, self.layers = what, len(anatomy.layers)
-        self.hears = bool(what & ~Keep.WRITES)
+        self.sees_attention = bool(what & ~Keep.WRITES)
+        self.needs_all_layers = bool(what)  # so that every layer has something to keep
         self.sites = frozenset({Site.ATTENTION, Site.MLP}) if Keep.WRITES in what else frozenset()
         self._parts: dict[str, list[list[Tensor]]] = {}
 
@@ -56,14 +57,13 @@ class Keeper(Watcher):
         """Keep a write."""
         self._take(f"{site.value} write", layer, value.clone())
 
-    def after(self, layer: int, call: Call | None, result: Attended) -> Attended:
+    def after(self, layer: int, call: Call | None, result: Attended) -> None:
         """Keep what attention was computed from and its weights."""
         for flag, name in OF_CALL.items():
             if flag in self.what and call is not None:
                 self._take(name, layer, getattr(call, name).clone())
         if Keep.WEIGHTS in self.what:
             self._take("weights", layer, result.weights.clone())
-        return result
 
     def _take(self, name: str, layer: int, value: Tensor) -> None:
         self._parts.setdefault(name, [[] for _ in range(self.layers)])[layer].append(value)
@@ -72,3 +72,35 @@ class Keeper(Watcher):
     def kept(self) -> Mapping[str, Tensor]:
         """query, key, value, weights, attention write, mlp write: (layer, batch, ...)."""
         return {name: torch.stack([torch.cat(parts) for parts in layers]) for name, layers in self._parts.items()}
+
+
+class KeepWeights(Observer):
+    """Keeps the attention weights of one layer, in float32 or float64: one tensor per chunk of texts."""
+
+    sees_attention = True
+
+    def __init__(self, layer: int) -> None:
+        self.layer = layer
+        self.weights: list[Tensor] = []
+
+    def after(self, layer: int, call: Call | None, result: Attended) -> None:
+        """Keep them where the layer is the one that is wanted."""
+        if layer == self.layer:
+            wide = torch.float64 if result.weights.dtype == torch.float64 else torch.float32
+            self.weights.append(result.weights.to(wide))
+
+
+class KeepState(Observer):
+    """Keeps the state at one depth as it passes, with its gradient: one tensor per chunk of texts."""
+
+    def __init__(self, depth: int, layers: int) -> None:
+        last = depth == 2 * layers
+        self.layer = layers - 1 if last else depth // 2
+        self.sites = frozenset({Site.OUTPUT if last else Site.MIDDLE if depth % 2 else Site.INPUT})
+        self.states: list[Tensor] = []
+
+    def state(self, site: Site, layer: int, value: Tensor) -> None:
+        """Keep it, in float32 or float64; a copy, since some families add to a state in place later."""
+        if layer == self.layer:
+            wide = torch.float64 if value.dtype == torch.float64 else torch.float32
+            self.states.append(value.to(wide, copy=True))

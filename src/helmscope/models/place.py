@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from helmscope.models.topology import Kind
-from helmscope.models.watch import Site, Watcher, brief
+from helmscope.models.watch import AbstractEdit, Site, brief
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float
@@ -16,12 +16,13 @@ if TYPE_CHECKING:
 
     from helmscope.models.anatomy import Anatomy
     from helmscope.models.recorder import Stream
+    from helmscope.models.watch import Context
 
 HALVES = {Site.INPUT: 0, Site.MIDDLE: 1, Site.OUTPUT: 2}
 
 
-@dataclass(eq=False, repr=False)
-class Frozen:
+@dataclass(frozen=True, eq=False, repr=False)
+class FrozenTokens:
     """Tokens that stay where they were: ``mask`` says which, ``stream`` where, from the depth ``first`` on."""
 
     mask: Bool[Tensor, "batch n"]
@@ -32,18 +33,26 @@ class Frozen:
         return f"<{int(self.mask.sum())} tokens of {brief(self.mask)}>"
 
 
-@dataclass(eq=False, repr=False)
-class Place(Watcher):
-    """The state at one depth is ``raw``; at later depths frozen tokens are put back to where they were."""
+@dataclass(frozen=True, eq=False, repr=False)
+class PutState(AbstractEdit):
+    """The state at one depth is ``states``, or with radius and mean ``radius states + mean 1``; at later depths frozen
+    tokens are put back to where they were.
+
+    The sum is formed in each forward anew, so that each has a graph of its own from ``states`` on.
+    """
 
     depth: int
-    raw: Float[Tensor, "batch n d"]
+    states: Float[Tensor, "batch n d"]
     anatomy: Anatomy = field(repr=False)
-    frozen: Frozen | None = None
+    frozen: FrozenTokens | None = None
+    radius: Float[Tensor, "batch n"] | None = field(repr=False, default=None)
+    mean: Float[Tensor, "batch n"] | None = field(repr=False, default=None)
 
-    def __post_init__(self) -> None:
+    @property
+    def sites(self) -> frozenset[Site]:
+        """Where states pass; the last block's output is one of them only where it is needed."""
         last = self.depth == 2 * len(self.anatomy.layers) or self.frozen is not None
-        self.sites = frozenset({Site.INPUT, Site.MIDDLE, Site.OUTPUT} if last else {Site.INPUT, Site.MIDDLE})
+        return frozenset({Site.INPUT, Site.MIDDLE, Site.OUTPUT} if last else {Site.INPUT, Site.MIDDLE})
 
     @property
     def skip(self) -> int:
@@ -54,14 +63,21 @@ class Place(Watcher):
         virtual = self.depth % 2 and self.anatomy.layers[layer].wiring.kind is Kind.PARALLEL
         return 0 if virtual else layer
 
-    def state(self, site: Site, layer: int, value: Tensor) -> Tensor | None:
+    def new(self, value: Tensor, context: Context) -> Tensor | None:
         """The new state at its depth, the old one of frozen tokens beyond."""
+        site, layer, rows = context.site, context.layer, context.rows
         if site is Site.OUTPUT and layer < len(self.anatomy.layers) - 1:  # the next block's input is the same state
             return None
         depth = 2 * layer + HALVES[site]
         if depth == self.depth:
-            return self.raw[self.rows].to(value)
+            return self._state(rows).to(value)
         if self.frozen is None or depth < self.depth:
             return None
-        old = self.frozen.stream.at(depth - self.frozen.first)[self.rows].to(value)
-        return torch.where(self.frozen.mask[self.rows].unsqueeze(-1).to(value.device), old, value)
+        old = self.frozen.stream.at(depth - self.frozen.first)[rows].to(value)
+        return torch.where(self.frozen.mask[rows].unsqueeze(-1).to(value.device), old, value)
+
+    def _state(self, rows: slice) -> Tensor:
+        state = self.states[rows]
+        if self.radius is not None:
+            state = self.radius[rows].unsqueeze(-1) * state.to(self.radius)
+        return state if self.mean is None else state + self.mean[rows].unsqueeze(-1)

@@ -124,10 +124,10 @@ def _two_texts(model: Any, inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]
     return twice
 
 
-def run(model: Any, inputs: Mapping[str, Tensor], **options: Any) -> Any:
-    """A forward without gradient; where the model itself fails, one sentence says so."""
+def run(model: Any, inputs: Mapping[str, Tensor], *, gradients: bool = False, **options: Any) -> Any:
+    """A forward, without gradients unless they are asked for; where the model itself fails, one sentence says so."""
     try:
-        with torch.no_grad():
+        with torch.set_grad_enabled(gradients):
             return model(**inputs, **options)
     except HelmscopeError:
         raise

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,20 +11,22 @@ from helmscope.models import certify
 from helmscope.models.anatomy import Anatomy, dissect
 from helmscope.models.boxed import FIRST, box_texts
 from helmscope.models.certificate import Certificate, Line
+from helmscope.models.hooks import held_unwatched, watching
 from helmscope.models.keep import Keep, Keeper
 from helmscope.models.load import Loaded, loaded_once
-from helmscope.models.place import Place
+from helmscope.models.place import PutState
 from helmscope.models.probe import no_cache, run, trunk_of
 from helmscope.models.recorder import Recorder
 from helmscope.models.recording import Recording
+from helmscope.models.runner import Runner
 from helmscope.models.texts import Batch, prepare
-from helmscope.models.watch import held_unwatched, watching
 from helmscope.types import whole_number
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from helmscope.models.probe import LayerProbe
+    from helmscope.models.recorder import Stream
 
 PROBED_TEXTS, PROBED_TOKENS = 2, 24
 
@@ -50,7 +51,7 @@ def record(
     such as ``tokens=`` and ``keys=`` follow ``recording.batch``; tokens hidden inside a text stay where they are.
 
     Attention runs eager, to the bit; nothing of size n x n is kept unless ``keep`` asks for it. Every recording has a
-    certificate, and a check that fails blocks what depends on it. Refused while a change is attached to the model:
+    certificate, and a check that fails blocks what depends on it. Refused while an edit is attached to the model:
     ``recording.under`` records one.
 
     >>> import torch
@@ -83,22 +84,19 @@ def _recorded(
     trunk = trunk_of(loaded.model)
     untouched = run(trunk, longest, **no_cache(loaded.model))[0]
     anatomy, seen = dissect(loaded.model, _probed(batch, loaded.model))
-    with watching(anatomy, Recorder(anatomy, 1)):
+    with watching(anatomy, observers=[Recorder(anatomy, 1)]):
         off = certify.relative(run(trunk, longest, **anatomy.options)[0], untouched)
     line, forces = certify.mlp_line(anatomy, seen)
     lines = [*_lines(anatomy, seen, batch, off), line]
     lines += [each for each in (_padding_line(batch, anatomy),) if each is not None]
-    recorder = Recorder(anatomy, len(batch))
-    blank = Recording(anatomy, batch, None, Certificate(()), loaded.origin, forces, batch_size)  # type: ignore[arg-type]
-    keeper = Keeper(keep, anatomy)
-    blank.forward(recorder, keeper, progress=progress)
-    assert recorder.stream is not None
-    assert recorder.errors is not None
-    lines.append(certify.residual_line(recorder.errors, loaded.model.dtype))
-    lines.append(certify.finite_line(recorder.stream.radius))
+    runner, recorder, keeper = Runner(anatomy, batch, batch_size), Recorder(anatomy, len(batch)), Keeper(keep, anatomy)
+    runner.forward(recorder, keeper, progress=progress)
+    stream, errors = recorder.recorded()
+    lines.append(certify.residual_line(errors, loaded.model.dtype))
+    lines.append(certify.finite_line(stream.radius))
     if loaded.origin.note is not None:
         lines.append(Line("files", None, loaded.origin.note))
-    return replace(blank, stream_=recorder.stream, certificate=Certificate(tuple(lines)), kept=keeper.kept)
+    return Recording(runner, stream, Certificate(tuple(lines)), loaded.origin, forces, kept=keeper.kept)
 
 
 def _probed(batch: Batch, model: Any) -> dict[str, Tensor]:
@@ -151,17 +149,17 @@ def _lines(anatomy: Anatomy, seen: list[LayerProbe], batch: Batch, off: float) -
     inputs = _probed(batch, anatomy.model)
     recorder = Recorder(anatomy, len(seen[0].pre))
     hearer = Keeper(Keep.WEIGHTS, anatomy)
-    with watching(anatomy, recorder, hearer):
+    with watching(anatomy, observers=[recorder, hearer]):
         recorded = run(anatomy.model, inputs, **anatomy.options)[0]
-    assert recorder.stream is not None
+    stream, _ = recorder.recorded()
     heard = list(hearer.kept.get("weights", ()))
     lines = [
         certify.topology_line(anatomy, seen),
-        certify.states_line(recorder.stream, anatomy, seen),
+        certify.states_line(stream, anatomy, seen),
         certify.logits_line(anatomy, inputs, recorded, off),
         *certify.attention_lines(anatomy, seen, heard, _is_causal(anatomy, inputs), _visible(inputs)),
         certify.heads_line(anatomy, seen),
-        _lens_line(anatomy, recorder, inputs, recorded),
+        _lens_line(anatomy, stream, inputs, recorded),
     ]
     more = (
         certify.head_line(anatomy, recorded),
@@ -171,12 +169,11 @@ def _lines(anatomy: Anatomy, seen: list[LayerProbe], batch: Batch, off: float) -
     return [*lines, *(line for line in more if line is not None)]
 
 
-def _lens_line(anatomy: Anatomy, recorder: Recorder, inputs: dict[str, Tensor], wanted: Tensor) -> Line:
+def _lens_line(anatomy: Anatomy, stream: Stream, inputs: dict[str, Tensor], wanted: Tensor) -> Line:
     """The last state, put back, gives the model's output."""
-    assert recorder.stream is not None
     depth = 2 * len(anatomy.layers)
-    place = Place(depth, recorder.stream.at(depth), anatomy)
-    with watching(anatomy, place, skip=place.skip):
+    put = PutState(depth, stream.at(depth), anatomy)
+    with watching(anatomy, [put], skip=put.skip):
         found = run(anatomy.model, inputs, **anatomy.options)[0]
     off = float((found - wanted).abs().max() / wanted.abs().max())
     says = "the last state as it was written down gives the model's output"

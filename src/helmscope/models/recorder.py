@@ -1,5 +1,5 @@
-"""The watcher that writes the residual stream down: directions and lengths of every state, and how well the block's own
-sums are met.
+"""The observer that writes the residual stream down: directions and lengths of every state, and how well the sums of
+each block are met.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from helmscope.models.topology import Kind
-from helmscope.models.watch import Site, Watcher
+from helmscope.models.watch import STATES_AND_WRITES, Observer, Site
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -72,18 +72,24 @@ class Stream:
         return state if self.mean is None else state + self.mean[depth].unsqueeze(-1)
 
 
-class Recorder(Watcher):
+class Recorder(Observer):
     """Writes every state into a ``Stream`` that it makes when it sees the first one; ``errors`` holds for each layer
     the largest error of its residual identities at a token, relative to the state.
     """
 
     def __init__(self, anatomy: Anatomy, batch: int) -> None:
-        self.anatomy, self.rows, self.batch = anatomy, slice(0, batch), batch
+        self.anatomy, self.batch = anatomy, batch
         self.stream: Stream | None = None
         self.errors: Float[Tensor, " layer"] | None = None
         post_norm = any(layer.wiring.kind is Kind.POST_NORM for layer in anatomy.layers)
-        self.sites = frozenset(Site) if post_norm else frozenset(Site) - {Site.ATTENTION, Site.CLOSE}
+        self.sites = STATES_AND_WRITES if post_norm else STATES_AND_WRITES - {Site.ATTENTION, Site.CLOSE}
         self._sum = torch.empty(0)  # what the next state to be compared should be
+
+    def recorded(self) -> tuple[Stream, Float[Tensor, " layer"]]:
+        """The stream and the errors, once a forward has run."""
+        assert self.stream is not None
+        assert self.errors is not None
+        return self.stream, self.errors
 
     def state(self, site: Site, layer: int, value: Tensor) -> None:
         """Take in what passes. A sum is formed at once: some families add to a write in place later."""

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -14,13 +13,13 @@ import torch
 
 from helmscope.models.certificate import Line
 from helmscope.models.certify import finite_line, residual_line
-from helmscope.models.keep import Keep, Keeper
-from helmscope.models.place import Frozen, Place
-from helmscope.models.probe import run, trunk_of
+from helmscope.models.hooks import held_unwatched
+from helmscope.models.keep import Keep, Keeper, KeepState, KeepWeights
+from helmscope.models.place import FrozenTokens, PutState
 from helmscope.models.recorder import Recorder
 from helmscope.models.sphere import on_sphere
 from helmscope.models.topology import Kind
-from helmscope.models.watch import Site, Watcher, bytes_of, check_watchers, held_unwatched, watching
+from helmscope.models.watch import Observer, Site, bytes_of
 from helmscope.store.manifest import Manifest, hash_bytes
 from helmscope.types import HelmscopeError, Trajectory
 
@@ -30,11 +29,13 @@ if TYPE_CHECKING:
 
     from helmscope.models.anatomy import Anatomy
     from helmscope.models.certificate import Certificate
-    from helmscope.models.experts import Behind
+    from helmscope.models.experts import ForceBehindNorm
     from helmscope.models.load import Origin
     from helmscope.models.recorder import Stream
+    from helmscope.models.runner import Runner
     from helmscope.models.tap import Attended, Call
     from helmscope.models.texts import Batch
+    from helmscope.models.watch import AbstractEdit
     from helmscope.types import Reducer
 
 
@@ -43,8 +44,12 @@ class Recording:
     """A model on some texts. ``trajectory`` holds the residual stream over depth in half-layers: 0 is the first block's
     input, 2 l + 1 the state of layer l between attention and MLP (virtual in a parallel block), 2 l + 2 its output.
 
-    ``first`` is the depth at which the trajectory begins, 0 but for a resumed one; ``watchers`` are the changes under
-    which the model was run. All that needs the model again runs it again under them.
+    ``first`` is the depth at which the trajectory begins, 0 but for a resumed one; ``edits`` are those under which the
+    model was run. All that needs the model again runs it again under them, by ``runner``.
+
+    What a recording holds has no gradients. ``logits`` and ``stream`` give them when asked, by running the model again:
+    with ``gradients=True`` they flow to the model's parameters, to the tensors that edits use and to the ``states`` of
+    ``resume``.
 
     >>> from transformers import GPT2Config, GPT2LMHeadModel
     >>> sizes = {"vocab_size": 9, "n_embd": 8, "n_layer": 2, "n_head": 2, "n_positions": 16}
@@ -59,27 +64,39 @@ class Recording:
     torch.Size([1, 2, 4, 4])
     """
 
-    anatomy: Anatomy
-    batch: Batch
-    stream_: Stream
+    runner: Runner
+    residual: Stream
     certificate: Certificate
     origin: Origin
-    forces: tuple[Behind | None, ...]
-    size: int
-    watchers: tuple[Watcher, ...] = ()
+    forces: tuple[ForceBehindNorm | None, ...]
     first: int = 0
     kept: Mapping[str, Tensor] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         failed = [line.name for line in self.certificate.lines if line.ok is False]
-        texts = f"{len(self.batch)} texts x {self.stream_.radius.shape[-1]} tokens ({self._texts_hash()[:12]})"
+        texts = f"{len(self.batch)} texts x {self.residual.radius.shape[-1]} tokens ({self._texts_hash()[:12]})"
         parts = [str(self.anatomy), texts, f"certificate fails: {', '.join(failed)}" if failed else "certificate ok"]
         parts += [f"from depth {self.first}"] if self.first else []
-        parts += [f"under {', '.join(map(repr, self.watchers))}"] if self.watchers else []
+        parts += [f"under {', '.join(map(repr, self.edits))}"] if self.edits else []
         return f"<Recording of {self.origin.family}: {'; '.join(parts)}>"
 
     def _texts_hash(self) -> str:
         return hash_bytes(b"".join(map(bytes_of, self.batch.inputs.values())))
+
+    @property
+    def anatomy(self) -> Anatomy:
+        """The model, and what was found in it."""
+        return self.runner.anatomy
+
+    @property
+    def batch(self) -> Batch:
+        """The texts as the model reads them."""
+        return self.runner.batch
+
+    @property
+    def edits(self) -> tuple[AbstractEdit, ...]:
+        """The edits under which the model was run, in their order."""
+        return self.runner.edits
 
     @property
     def trajectory(self) -> Trajectory:
@@ -87,7 +104,7 @@ class Recording:
         padding and special tokens).
         """
         self.certificate.require("trajectory")
-        stream, counted = self.stream_, self.batch.counted
+        stream, counted = self.residual, self.batch.counted
         times = torch.arange(self.first, self.first + len(stream.radius), dtype=torch.float64)
         weights = None if counted is None else counted.to(stream.radius).unsqueeze(0)
         return Trajectory(times, stream.direction, weights, stream.radius, self.batch.tokens, axis="depth")
@@ -125,15 +142,20 @@ class Recording:
 
     def _step(self, depth: int) -> int:
         """The time index of a depth."""
-        last = self.first + len(self.stream_.radius) - 1
+        last = self.first + len(self.residual.radius) - 1
         if isinstance(depth, bool) or not isinstance(depth, int) or not self.first <= depth <= last:
             raise HelmscopeError(f"depth is {depth!r}, but this recording has depths {self.first} to {last}")
         return depth - self.first
 
-    def stream(self, *, depth: int) -> Float[Tensor, "batch n d"]:
-        """The residual stream at a depth as it is."""
+    def stream(self, *, depth: int, gradients: bool = False) -> Float[Tensor, "batch n d"]:
+        """The residual stream at a depth as it is; with ``gradients`` by another run of the model, differentiably."""
         self.certificate.require("trajectory")
-        return self.stream_.at(self._step(depth))
+        step = self._step(depth)
+        if not gradients:
+            return self.residual.at(step)
+        keep = KeepState(depth, len(self.anatomy.layers))
+        self.runner.forward(keep, gradients=True)
+        return torch.cat(keep.states)
 
     def kernel(self, *, layer: int) -> Float[Tensor, "batch heads n n"]:
         """The attention weights of a layer, kept ones or by another run of the model."""
@@ -141,15 +163,15 @@ class Recording:
         layer = self._layer(layer)
         if "weights" in self.kept:
             return self.kept["weights"][layer]
-        keep = _KeepWeights(layer)
-        self.forward(keep)
+        keep = KeepWeights(layer)
+        self.runner.forward(keep)
         return torch.cat(keep.weights)
 
     def force(self, *, layer: int) -> Any:
         """The MLP of a layer as a field on unit vectors with gain and bias of its norm folded in, times the residual
         multiplier. A norm behind the MLP (sandwich) is not part of it.
 
-        What the module computes is its value at ``points``, whatever a change does to what it writes.
+        What the module computes is its value at ``points``, whatever an edit does to what it writes.
         """
         self.certificate.require("force")
         force = self.forces[self._layer(layer)]
@@ -191,66 +213,66 @@ class Recording:
         """
         self.certificate.require("resume")
         step = self._step(depth)
-        radius = self.stream_.radius[step].unsqueeze(-1)
-        _check_states(states, self.stream_.direction[step], frozen)
-        raw = radius * states.to(radius)
-        raw = raw if self.stream_.mean is None else raw + self.stream_.mean[step].unsqueeze(-1)
-        before = [each.frozen for each in self.watchers if isinstance(each, Place)]
-        kept = Frozen(frozen, self.stream_, self.first) if frozen is not None else before[-1] if before else None
-        place = Place(depth, raw, self.anatomy, kept)
+        _check_states(states, self.residual.direction[step], frozen)
+        radius, mean = self.residual.radius[step], self.residual.mean
+        before = [each.frozen for each in self.edits if isinstance(each, PutState)]
+        kept = FrozenTokens(frozen, self.residual, self.first) if frozen is not None else before[-1] if before else None
+        put = PutState(depth, states, self.anatomy, kept, radius, None if mean is None else mean[step])
         # what an earlier resume put in lies before this one, and is still read beside a virtual mid state
-        changes = tuple(each for each in self.watchers if place.skip == 0 or not isinstance(each, Place))
-        return replace(self, watchers=changes).under(place, first=place.depth)
+        edits = tuple(each for each in self.edits if put.skip == 0 or not isinstance(each, PutState))
+        return self._run_again(replace(self.runner, edits=(*edits, put)), first=depth)
 
-    def under(self, *watchers: Watcher, keep: Keep = Keep.NOTHING, first: int | None = None) -> Recording:
-        """The same texts with further changes to the forward; ``keep`` as for ``record``.
+    def under(self, *edits: AbstractEdit, keep: Keep = Keep.NOTHING) -> Recording:
+        """The same texts with further edits of the forward; ``keep`` as for ``record``.
 
-        Of the certificate only what the run itself shows is taken anew; its line ``changes`` says which lines that are.
+        Of the certificate only what the run itself shows is taken anew; its line ``edits`` says which lines that are.
         """
-        self.certificate.require("trajectory")
-        begin = self.first if first is None else first
-        changed = replace(self, watchers=(*self.watchers, *watchers))
-        recorder, keeper = Recorder(self.anatomy, len(self.batch)), Keeper(keep, self.anatomy)
-        with held_unwatched(self.anatomy.model):
-            changed.forward(recorder, keeper)
-        assert recorder.stream is not None
-        stream = recorder.stream.since(begin)
-        certificate = changed._certified(recorder, stream)
-        return replace(changed, stream_=stream, first=begin, kept=keeper.kept, certificate=certificate)
+        return self._run_again(self.runner.under(*edits), first=self.first, keep=keep)
 
-    def _certified(self, recorder: Recorder, stream: Stream) -> Certificate:
-        """The certificate with what a run under changes shows anew, and a line that says which lines it leaves."""
+    def _run_again(self, runner: Runner, *, first: int, keep: Keep = Keep.NOTHING) -> Recording:
+        """The recording that another runner of the same texts makes, from the depth ``first`` on."""
+        self.certificate.require("trajectory")
+        recorder, keeper = Recorder(runner.anatomy, len(runner.batch)), Keeper(keep, runner.anatomy)
+        with held_unwatched(runner.model):
+            runner.forward(recorder, keeper)
+        stream, errors = recorder.recorded()
+        stream = stream.since(first)
+        certificate = self._certified_again(runner, stream, errors)
+        return replace(self, runner=runner, residual=stream, certificate=certificate, first=first, kept=keeper.kept)
+
+    def _certified_again(self, runner: Runner, stream: Stream, errors: Float[Tensor, " layer"]) -> Certificate:
+        """The certificate with what a run under edits shows anew, and a line that says which lines it leaves."""
         certificate = self.certificate.with_line(finite_line(stream.radius))
-        if not self.watchers:
+        if not runner.edits:
             return certificate
-        assert recorder.errors is not None
-        residual = residual_line(recorder.errors, self.anatomy.model.dtype)
-        if any(Site.OUTPUT in watcher.sites for watcher in self.watchers):
+        residual = residual_line(errors, runner.model.dtype)
+        if any(Site.OUTPUT in edit.sites for edit in runner.edits):
             residual = Line("residual", None, "a block's output is changed, which is then not the sum of its parts")
-        says = (
-            f"{len(self.watchers)} made: finite and residual are of this run, every other line of the unchanged model"
-        )
-        return certificate.with_line(residual).with_line(Line("changes", None, says))
+        says = f"{len(runner.edits)} made: finite and residual are of this run, every other line of the unchanged model"
+        return certificate.with_line(residual).with_line(Line("edits", None, says))
 
     def replay(self, *reducers: Reducer) -> None:
         """Run the model once more with reducers attached, which see query, key, value and weights of every layer."""
         self.certificate.require("replay")
-        self.forward(*(_Reducing(reducer, self.first // 2) for reducer in reducers))
+        self.runner.forward(*(_FeedReducer(reducer, self.first // 2) for reducer in reducers))
 
-    def logits(self, *, depth: int | None = None, rows: slice = slice(None)) -> Float[Tensor, "batch n vocabulary"]:
-        """What the model's head makes of its last state, or of the state at a depth (the lens), for the texts ``rows``.
-        Without ``depth``, of a model without such a head, what it returns first.
+    def logits(
+        self, *, depth: int | None = None, rows: slice = slice(None), gradients: bool = False
+    ) -> Float[Tensor, "batch n vocabulary"]:
+        """What the model's head makes of its last state, or of the state at a depth (the lens), for the texts ``rows``;
+        with ``gradients`` differentiably. Without ``depth``, of a model without such a head, what it returns first.
         """
         self.certificate.require("lens")
         if depth is None:
-            return self.forward(whole=True, only=rows)
+            return self.runner.outputs(rows=rows, gradients=gradients)
         self.certificate.require("lens over depth")
-        state = self.stream_.at(self._step(depth))
-        return self.forward(Place(2 * len(self.anatomy.layers), state, self.anatomy), whole=True, only=rows)
+        state = self.stream(depth=depth, gradients=gradients)
+        put = PutState(2 * len(self.anatomy.layers), state, self.anatomy)
+        return self.runner.under(put).outputs(rows=rows, gradients=gradients)
 
     def manifest(self, *, seed: int = 0) -> Manifest:
         """What is to be written beside anything measured on this recording: files and their hashes, revision, texts,
-        how attention is computed when nobody records, what was found, what was checked, which changes were made (their
+        how attention is computed when nobody records, what was found, what was checked, which edits were made (their
         tensors by shape and hash) and at which depth the trajectory begins.
         """
         origin = self.origin
@@ -267,54 +289,11 @@ class Recording:
                 "revision": origin.revision,
                 "attention": origin.attention,
                 "topology": str(self.anatomy),
-                "changes": [repr(watcher) for watcher in self.watchers],
+                "edits": [repr(edit) for edit in self.edits],
                 "first": self.first,
                 "certificate": {line.name: line.ok for line in self.certificate.lines},
             },
         )
-
-    def forward(
-        self,
-        *watchers: Watcher,
-        whole: bool = False,
-        only: slice = slice(None),
-        progress: Callable[[int, int], None] | None = None,
-    ) -> Tensor:
-        """Run the model on the texts (those of ``only``), some at a time, under all changes; with ``whole`` to its
-        head, which is given.
-        """
-        model, found = self.anatomy.model, []
-        model_run = model if whole else trunk_of(model)
-        device = next(model.parameters()).device
-        everyone = (*self.watchers, *watchers)
-        check_watchers(self.anatomy, *everyone)
-        if model.training:
-            raise HelmscopeError("the model is in training mode, where every forward is another: call model.eval()")
-        # whoever hears attention hears that of the layer in which a mid state is put, which reads the layers before
-        heard = any(each.hears or each.every_layer or (isinstance(each, Keeper) and each.what) for each in everyone)
-        skip = 0 if heard else max((each.skip for each in everyone if isinstance(each, Place)), default=0)
-        with watching(self.anatomy, *everyone, skip=skip), _rows_forgotten(everyone):
-            start, stop, _ = only.indices(len(self.batch))
-            for begin in range(start, stop, self.size):
-                rows = slice(begin, min(begin + self.size, stop))
-                for watcher in everyone:
-                    watcher.rows, watcher.texts = rows, len(self.batch)
-                out = run(model_run, self.batch.rows(rows).to(device), **self.anatomy.options)
-                if whole:
-                    found.append(out[0])
-                if progress is not None:
-                    progress(rows.stop, len(self.batch))
-        return torch.cat(found) if whole else torch.empty(0)
-
-
-@contextmanager
-def _rows_forgotten(watchers: tuple[Watcher, ...]) -> Iterator[None]:
-    """Afterwards every watcher looks at whole batches again."""
-    try:
-        yield
-    finally:
-        for watcher in watchers:
-            watcher.rows, watcher.texts = slice(None), None
 
 
 def _check_states(states: Tensor, like: Tensor, frozen: Tensor | None) -> None:
@@ -330,28 +309,15 @@ def _check_states(states: Tensor, like: Tensor, frozen: Tensor | None) -> None:
         raise HelmscopeError(f"frozen is {shown}, but it must be a tensor of bool of shape {tuple(like.shape[:2])}")
 
 
-class _KeepWeights(Watcher):
-    hears = True
+class _FeedReducer(Observer):
+    """Hands the attention of every layer from ``first`` on to a reducer."""
 
-    def __init__(self, layer: int) -> None:
-        self.layer = layer
-        self.weights: list[Tensor] = []
-
-    def after(self, layer: int, call: Call | None, result: Attended) -> Attended:
-        if layer == self.layer:
-            wide = torch.float64 if result.weights.dtype == torch.float64 else torch.float32
-            self.weights.append(result.weights.to(wide))
-        return result
-
-
-class _Reducing(Watcher):
-    hears = True
+    sees_attention = True
 
     def __init__(self, reducer: Reducer, first: int) -> None:
         self.reducer, self.first = reducer, first
 
-    def after(self, layer: int, call: Call | None, result: Attended) -> Attended:
-        assert call is not None  # the certificate has no such family pass
+    def after(self, layer: int, call: Call | None, result: Attended) -> None:
+        assert call is not None  # the certificate lets no family pass that hides it
         if layer >= self.first:
             self.reducer.update(layer, call.query, call.key, call.value, result.weights)
-        return result

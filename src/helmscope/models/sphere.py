@@ -16,7 +16,7 @@ from helmscope.models.probe import equal, no_cache, run
 from helmscope.models.recorder import Stream
 from helmscope.models.tap import held
 from helmscope.models.topology import Kind
-from helmscope.models.watch import Site, Watcher
+from helmscope.models.watch import Observer, Site
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -71,7 +71,7 @@ def on_sphere(recording: Recording) -> Stream:
         before = anatomy.embedding_norm
         handle = None if before is None else before[0].register_forward_pre_hook(cores.embedded, with_kwargs=True)
         try:
-            recording.forward(cores)
+            recording.runner.forward(cores)
         finally:
             if handle is not None:
                 handle.remove()
@@ -79,11 +79,11 @@ def on_sphere(recording: Recording) -> Stream:
     return cores.stream.since(recording.first)
 
 
-class _Cores(Watcher):
+class _Cores(Observer):
     """Writes down core(z) for every state, with z what its norm reads."""
 
     sites = frozenset({Site.INPUT, Site.READ, Site.MIDDLE, Site.CLOSE, Site.OUTPUT})
-    every_layer = True
+    needs_all_layers = True
 
     def __init__(self, anatomy: Anatomy, batch: int) -> None:
         self.anatomy, self.batch = anatomy, batch

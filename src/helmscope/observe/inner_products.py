@@ -14,7 +14,7 @@ import xarray as xr
 from helmscope.geometry.arithmetic import full_precision
 from helmscope.geometry.sphere import check_tokens
 from helmscope.observe.track import mean_and_stderr, state_axis, token_weights, trajectory_of
-from helmscope.types import System, Trajectory, real_number, whole_number
+from helmscope.types import System, Trajectory, fits_memory, real_number, whole_number
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -79,6 +79,7 @@ def inner_product_histogram(trajectory: Trajectory | System, *, bins: int = 100)
     [0.0, 1.0, 0.0]
     """
     bins = whole_number("bins", bins, at_least=1)
+    fits_memory(f"bins is {bins}", bins)
     path = trajectory_of(trajectory)
     x = path.states
     m = token_weights(x, path.weights)

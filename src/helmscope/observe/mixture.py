@@ -20,7 +20,7 @@ from scipy.special import gammaln
 
 from helmscope.geometry.arithmetic import full_precision
 from helmscope.geometry.sphere import check_tokens, retract
-from helmscope.types import HelmscopeError, real_number, whole_number
+from helmscope.types import HelmscopeError, fits_memory, real_number, whole_number
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -100,6 +100,7 @@ def vmf_mixture(
     if real_number("kappa_max", kappa_max, above=0) > KAPPA_LIMIT:
         raise HelmscopeError(f"kappa_max is {kappa_max:g}, but it must be at most {KAPPA_LIMIT:g}")
     starts = whole_number("starts", starts, at_least=1)
+    fits_memory(f"starts is {starts} and most is {most}", starts * most)
     chance = np.random.default_rng(whole_number("seed", seed, at_least=0)).random((starts, most))
     clouds = np.stack([cloud[np.lexsort(cloud.T)] for cloud in tokens.reshape(-1, n, dim)])
     parts = [_chosen(clouds[i : i + CHUNK], float(kappa_max), chance) for i in range(0, len(clouds), CHUNK)]

@@ -23,7 +23,7 @@ from helmscope.solve.published import PublishedEuler
 from helmscope.solve.threads import fitting_threads
 from helmscope.theory.equiangular import EquiangularFlow, hitting_time
 from helmscope.theory.starts import Start, in_span
-from helmscope.types import HelmscopeError, check_measurement, increasing_times, real_number, whole_number
+from helmscope.types import HelmscopeError, check_measurement, fits_memory, increasing_times, real_number, whole_number
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -176,7 +176,7 @@ def _check_either(flow: Field, *shapes: tuple[int, int]) -> None:
     said: list[HelmscopeError] = []
     for shape in shapes:
         try:
-            return flow.check_size(torch.empty(shape, device="meta"))
+            return flow.check_size(torch.empty((), device="meta").expand(shape))  # which has no size of its own
         except HelmscopeError as error:
             said.append(error)
     raise said[0]
@@ -213,14 +213,10 @@ class _Sweep:
             raise HelmscopeError(f"start is {shown}, but it must be a law of tokens such as Uniform(n=32, dim=128)")
         if start.n < 2:
             raise HelmscopeError(f"n of start is {start.n}, but a pair needs two tokens")
-        return cls(
-            **given
-            | {
-                "times": increasing_times(given["times"]),
-                "samples": whole_number("samples", given["samples"], at_least=1),
-                "delta": _delta(given["delta"]),
-            }
-        )
+        times, samples = increasing_times(given["times"]), whole_number("samples", given["samples"], at_least=1)
+        numbers = samples * max(start.n * min(start.n, start.dim), len(times))
+        fits_memory(f"samples is {samples}, n of start is {start.n} and times holds {len(times)}", numbers)
+        return cls(**given | {"times": times, "samples": samples, "delta": _delta(given["delta"])})
 
     def shares(
         self, flows: dict[float, Field], progress: Progress | None

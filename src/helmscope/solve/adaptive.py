@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 import torch
 
+from helmscope.kernels.kernel import differentiated
+from helmscope.solve.rest import resting_state
 from helmscope.types import Outcome, Status
 
 if TYPE_CHECKING:
@@ -20,6 +23,7 @@ if TYPE_CHECKING:
 
 DEFAULT_TOL = {torch.float64: 1e-9, torch.float32: 1e-5}
 SAFETY, LEAST, MOST = 0.9, 0.2, 5.0
+FIRST_LOOK, WORTHWHILE = 64, 1_000  # steps before a system may be found at rest, and steps that this must save
 NO_RADIUS = 1e-6  # of the start: a stream that passes 0 so closely has no direction that its past would fix
 
 
@@ -49,7 +53,7 @@ class _Running:
 def run_adaptive(
     flow: Flow, x: Float[Tensor, "batch n d"], times: list[float], stepper: AdaptiveStepper, extras: Extras
 ) -> tuple[Float[Tensor, "time batch n d"], Outcome]:
-    """States at the asked times; NaN after a system has stopped early."""
+    """States at the asked times; NaN after a system has stopped early, unless it has stopped moving."""
     tol = DEFAULT_TOL[x.dtype] if stepper.tol is None else stepper.tol
     clock = torch.tensor([*times, math.inf], dtype=torch.float64, device=x.device)
     states = x.new_full((len(times), *x.shape), torch.nan)
@@ -60,9 +64,14 @@ def run_adaptive(
     if times[0] == 0:
         states[0] = x
         run.target += 1
-    attempts = 0
+    attempts, look = 0, FIRST_LOOK
     while True:
         reason = _why_stop(run, attempts, stepper.max_steps, len(times))
+        if attempts == look:
+            look = look * 5 // 4
+            for row, state in _resting(run, times[-1], tol, extras):
+                reason[row] = Status.AT_REST
+                states[int(run.target[row]) :, int(run.systems[row])] = state
         stopping = [s is not None for s in reason]
         for i, t, why in zip(run.systems.tolist(), run.t.tolist(), reason, strict=True):
             if why is not None:
@@ -105,6 +114,25 @@ def _why_stop(run: _Running, attempts: int, max_steps: int, targets: int) -> lis
         Status.FINISHED if d else Status.NO_RADIUS if f else why if s else limit
         for d, f, s, why in zip(done.tolist(), flat.tolist(), stuck.tolist(), small, strict=True)
     ]
+
+
+def _resting(run: _Running, last: float, tol: float, extras: Extras) -> Iterator[tuple[int, Tensor]]:
+    """The systems that have stopped moving, by their row, and where they stay. Only those are looked at that hardly
+    move, have many steps before them, and have had all their events; none where a derivative goes through the steps,
+    since a start beside an equilibrium would still have one.
+    """
+    if not run.flow.on_sphere or differentiated(run.x):
+        return
+    quiet = run.flow.size(run.x, run.first).amax(-1) <= 4 * tol
+    quiet &= (last - run.t) / run.h > WORTHWHILE
+    for watch in extras.watches:
+        quiet &= ~watch.times[run.systems].isnan().any(-1)
+    for row in quiet.nonzero().flatten().tolist():
+        alone = torch.tensor([row], device=run.x.device)
+        duration = last - float(run.t[row])
+        state = resting_state(run.flow.select(alone), run.x[alone], float(run.h[row]), duration=duration, tol=tol)
+        if state is not None:
+            yield row, state[0]
 
 
 def _step(run: _Running, clock: Tensor, stepper: AdaptiveStepper, tol: float, extras: Extras) -> Tensor:

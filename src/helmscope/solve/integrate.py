@@ -20,7 +20,7 @@ from helmscope.solve.noisy import check_noise
 from helmscope.solve.problem import Problem, check_start
 from helmscope.solve.simulation import Simulation
 from helmscope.solve.stepper import AdaptiveStepper, FixedStepper, NoisyStepper, Stepper
-from helmscope.types import HelmscopeError, increasing_times, real_number, whole_number
+from helmscope.types import HelmscopeError, fits_memory, increasing_times, real_number, whole_number
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float
@@ -52,9 +52,13 @@ def integrate(
     through the steps taken as that of x0 does, and batch axes: a value per system.
     ``stepper`` is ``DormandPrince()`` where None: adaptive, local error 1e-9 in float64. A field that jumps,
     ``Hardmax``, gets ``Heun(0.01)``: where tokens slide along a jump no step meets a tolerance. A system that cannot
-    reach its last time keeps NaN from there on, and ``outcome`` says why and what would help. ``merge`` carries tokens
-    closer than so many radians as one weighted token, which frees stiff flows from the fast rates inside clusters (see
-    ``merge_tokens`` for when that is right). ``weights`` and ``mask`` make the cloud a weighted measure with padding.
+    reach its last time keeps NaN from there on, and ``outcome`` says why and what would help. One that has stopped
+    moving under an adaptive stepper ends there, and its later states are that one: no token would move by more than the
+    tolerance in the time that remains, and no disturbance grow (``solve/rest.py``).
+
+    ``merge`` carries tokens closer than so many radians as one weighted token, which frees stiff flows from the fast
+    rates inside clusters (see ``merge_tokens`` for when that is right). ``weights`` and ``mask`` make the cloud a
+    weighted measure with padding.
     ``events`` are timed, in the ``event_times`` of the result. ``progress`` is called with the share of the work done.
     A gradient with respect to x0 goes through the steps taken.
 
@@ -133,6 +137,7 @@ def pose(
     _check_merge(merge, field, noise)
     if noise is not None:
         noise.check_size(x)
+    fits_memory(f"times holds {len(clock)} and x0 has shape {tuple(x.shape)}", len(clock) * x.numel())
     count = x[..., 0, 0].numel()
     problem = Problem(
         field=field.with_parameters(flattened(x.shape[:-2])),
@@ -146,7 +151,7 @@ def pose(
         weights=None if combined is None else combined.reshape(count, x.shape[-2]),
         mask=None if mask is None else mask.expand(x.shape[:-1]).reshape(count, x.shape[-2]),
         noise=noise,
-        seed=whole_number("seed", seed, at_least=0),
+        seed=whole_number("seed", seed, at_least=0, below=2**128),
         kernel=kernel,
     )
     if kernel is not None:

@@ -26,7 +26,7 @@ from helmscope.solve.stepper import AdaptiveStepper, NoisyStepper, Stepper
 from helmscope.solve.streams import Streams
 from helmscope.solve.symmetry import in_span
 from helmscope.solve.threads import fitting_threads
-from helmscope.types import HelmscopeError, Outcome, Trajectory, whole_number
+from helmscope.types import HelmscopeError, Outcome, Trajectory, shown, whole_number
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float
@@ -147,7 +147,7 @@ class Problem:
         """``number``, an argument of that ``name``, as an index into the times; negative ones count from the end."""
         last = len(self.times) - 1
         if isinstance(number, bool) or not isinstance(number, int) or not -last - 1 <= number <= last:
-            raise HelmscopeError(f"{name} is {number!r}, but the run has stored times number 0 to {last}")
+            raise HelmscopeError(f"{name} is {shown(number)}, but the run has stored times number 0 to {last}")
         return number % len(self.times)
 
     def again(

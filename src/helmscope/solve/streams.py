@@ -31,7 +31,7 @@ class Streams:
     """
 
     def __init__(self, seed: int, systems: Iterable[int]) -> None:
-        seed = whole_number("seed", seed, at_least=0)
+        seed = whole_number("seed", seed, at_least=0, below=2**128)
         try:
             numbers = list(systems)
         except TypeError:

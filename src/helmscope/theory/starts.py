@@ -16,7 +16,7 @@ import torch
 
 from helmscope.geometry.arithmetic import check_readable, full_precision
 from helmscope.geometry.sphere import NORM_TOLERANCE, project, retract
-from helmscope.types import HelmscopeError, real_number, seed_number, whole_number
+from helmscope.types import HelmscopeError, fits_memory, real_number, seed_number, whole_number
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -51,6 +51,9 @@ class Start(Protocol):
 class _Drawn(ABC):
     """The public ``sample`` over an inner ``draw``."""
 
+    n: int
+    dim: int
+
     @abstractmethod
     def draw(self, generator: torch.Generator, batch: int) -> Float[Tensor, "batch n dim"]:
         """``batch`` independent systems in float64 on the CPU, from a CPU generator."""
@@ -67,7 +70,7 @@ class _Drawn(ABC):
 
         ``seed`` lies in 0 .. 2^32 - 1 and ``dtype`` is float64 or float32. Everything else is refused.
         """
-        return self._sampled(self.draw, batch, seed, dtype, device)
+        return self._sampled(self.draw, self.dim, batch, seed, dtype, device)
 
     def draw_in_span(self, generator: torch.Generator, batch: int) -> Float[Tensor, "batch n m"]:
         """As ``draw``, in coordinates of the span of the tokens where dim > n."""
@@ -86,17 +89,19 @@ class _Drawn(ABC):
         All that a flow which commutes with rotations can do to n tokens it does in their span, so that such a start
         serves for any dim. ``Uniform`` draws it by itself, other laws turn the tokens of ``sample`` into their span.
         """
-        return self._sampled(self.draw_in_span, batch, seed, dtype, device)
+        return self._sampled(self.draw_in_span, min(self.n, self.dim), batch, seed, dtype, device)
 
     def _sampled(
         self,
         draw: Callable[[torch.Generator, int], Tensor],
+        width: int,
         batch: int | None,
         seed: int,
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> Tensor:
         systems = 1 if batch is None else whole_number("batch", batch, at_least=1)
+        fits_memory(f"batch is {batch}, n is {self.n} and dim is {self.dim}", systems * self.n * width)
         seed = seed_number(seed)
         if dtype not in NORM_TOLERANCE:
             raise HelmscopeError(f"dtype is {dtype}, but it must be torch.float64 or torch.float32")

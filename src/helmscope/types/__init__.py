@@ -5,7 +5,15 @@ observable runs on both. ``System`` is a trajectory with the mechanism that made
 that keeps the rules of ``types.measurement``; a ``Verdict`` holds the ``Interval`` of a statistic against a ``Region``.
 """
 
-from helmscope.types.arguments import increasing_times, known_name, real_number, seed_number, whole_number
+from helmscope.types.arguments import (
+    fits_memory,
+    increasing_times,
+    known_name,
+    real_number,
+    seed_number,
+    shown,
+    whole_number,
+)
 from helmscope.types.errors import HelmscopeError, MissingExtra
 from helmscope.types.interval import Interval, Region, interval_text, region_text
 from helmscope.types.measurement import COMPANIONS, check_measurement, check_replicates, replicate_axis
@@ -30,6 +38,7 @@ __all__ = [
     "Verdict",
     "check_measurement",
     "check_replicates",
+    "fits_memory",
     "increasing_times",
     "interval_text",
     "known_name",
@@ -37,5 +46,6 @@ __all__ = [
     "region_text",
     "replicate_axis",
     "seed_number",
+    "shown",
     "whole_number",
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import os
 import re
 from collections.abc import Iterable, Sequence
 
@@ -26,8 +27,9 @@ def real_number(name: str, value: object, *, at_least: float = -math.inf, above:
     return number
 
 
-def whole_number(name: str, value: object, *, at_least: int) -> int:
-    """``value`` as an int of at least ``at_least``, or a ``HelmscopeError`` that names the argument.
+def whole_number(name: str, value: object, *, at_least: int, below: int = 2**63) -> int:
+    """``value`` as an int of at least ``at_least`` and below a power of 2, or a ``HelmscopeError`` that names the
+    argument; 2^63 is where the sizes of tensors end.
 
     >>> whole_number("n", 32, at_least=1)
     32
@@ -39,6 +41,9 @@ def whole_number(name: str, value: object, *, at_least: int) -> int:
         number, exact = 0, False
     if not exact or number < at_least:
         raise HelmscopeError(f"{name} is {shown(value)}, but it must be a whole number >= {at_least}")
+    if number >= below:
+        power = below.bit_length() - 1
+        raise HelmscopeError(f"{name} is {shown(value)}, but it must be a whole number below 2^{power} = {below}")
     return int(number)
 
 
@@ -48,10 +53,20 @@ def seed_number(value: object) -> int:
     >>> seed_number(7)
     7
     """
-    seed = whole_number("seed", value, at_least=0)
-    if seed >= 2**32:
-        raise HelmscopeError(f"seed is {seed}, but it must be a whole number below 2^32 = {2**32}")
-    return seed
+    return whole_number("seed", value, at_least=0, below=2**32)
+
+
+def fits_memory(given: str, numbers: int) -> None:
+    """Refuse to make so many numbers of 8 bytes if this machine cannot hold them; ``given`` begins the sentence.
+
+    >>> fits_memory("n is 10^9 and dim is 10^9", 10**18)
+    Traceback (most recent call last):
+    helmscope.types.HelmscopeError: n is 10^9 and dim is 10^9, but that makes 8e+09 GB, and this machine has ... GB
+    """
+    most = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if 8 * numbers > most:
+        needed, there = (f"{size / 1e9:.3g} GB" for size in (8 * numbers, most))
+        raise HelmscopeError(f"{given}, but that makes {needed}, and this machine has {there}")
 
 
 def _is_not_numeric(value: object) -> bool:
@@ -94,8 +109,10 @@ def known_name(what: str, name: str, allowed: Iterable[str]) -> str:
 def shown(value: object) -> str:
     """``value`` as an error shows it: its repr on one line, cut to 80 characters.
 
-    >>> shown([1.0, 2.0])
-    '[1.0, 2.0]'
+    >>> shown([1.0, 2.0]), shown(10**5000)
+    ('[1.0, 2.0]', 'a whole number of 16610 bits')
     """
+    if isinstance(value, int) and value.bit_length() > 512:  # Python writes out no int of more than 4,300 digits
+        return f"a whole number of {value.bit_length()} bits"
     text = re.sub(r"\s+", " ", repr(value))
     return text if len(text) <= 80 else text[:77] + "..."

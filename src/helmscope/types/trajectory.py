@@ -23,6 +23,7 @@ class Status(Enum):
     """
 
     FINISHED = "finished at t={time:.6g}"
+    AT_REST = "the state has stopped moving at t={time:.6g}, and is held to the last time"
     STEP_LIMIT = (
         "step limit reached at t={time:.6g}: raise max_steps, loosen tol, lower beta, pass merge= to integrate, or "
         "take a stepper of fixed size"
@@ -36,8 +37,8 @@ class Status(Enum):
 
     @property
     def ok(self) -> bool:
-        """Whether the system reached its last time."""
-        return self is Status.FINISHED
+        """Whether the states at all asked times are known."""
+        return self in (Status.FINISHED, Status.AT_REST)
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class Outcome:
 
     @property
     def ok(self) -> bool:
-        """Whether every system reached its last time."""
+        """Whether the states of every system at all asked times are known."""
         return all(status.ok for status in self.statuses)
 
     def __str__(self) -> str:
