@@ -68,6 +68,16 @@ def test_padding_on_the_left_goes_to_the_right():
     assert found.certificate.ok
 
 
+def test_autocast_changes_no_bit_of_a_recording():
+    model = tiny_model("gpt2")
+    wanted = record(model, inputs_of("gpt2"))
+    with torch.autocast("cpu"):
+        found = record(model, inputs_of("gpt2"))
+        assert torch.equal(found.logits(), wanted.logits())
+    assert torch.equal(found.trajectory.states, wanted.trajectory.states)
+    assert found.certificate.ok
+
+
 def test_holes_in_an_attention_mask_stay_where_they_are():
     model = tiny_model("llama")
     ids, mask = torch.tensor([[50, 60, 70, 80], [10, 11, 12, 13]]), torch.tensor([[1, 0, 1, 1], [1, 1, 1, 0]])

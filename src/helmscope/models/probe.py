@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from helmscope.geometry.arithmetic import full_precision
 from helmscope.models.overhear import Overhearing, rows_of_weights
 from helmscope.models.tap import Attended, Call, can_be_tapped, tapped
 from helmscope.types import HelmscopeError
@@ -124,8 +125,11 @@ def _two_texts(model: Any, inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]
     return twice
 
 
+@full_precision
 def run(model: Any, inputs: Mapping[str, Tensor], *, gradients: bool = False, **options: Any) -> Any:
-    """A forward, without gradients unless they are asked for; where the model itself fails, one sentence says so."""
+    """A forward in the model's own dtype, inside ``torch.autocast`` too, and without gradients unless they are asked
+    for; where the model itself fails, one sentence says so.
+    """
     try:
         with torch.set_grad_enabled(gradients):
             return model(**inputs, **options)
