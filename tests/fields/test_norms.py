@@ -227,7 +227,9 @@ def test_eigenvalues(eps, d):
             radial, across = eps / (s2 + eps) ** 1.5, (s2 + eps) ** -0.5
             jacobian = norm.jacobian(y)
             expected = torch.tensor(sorted([0.0] * lost + [radial] + [across] * (d - 1 - lost)), dtype=F64)
-            assert ulps(torch.linalg.eigvalsh(jacobian) - expected, F64, across) <= 16  # 6.9 and 9.3 on two processors, LAPACK's
+            assert (
+                ulps(torch.linalg.eigvalsh(jacobian) - expected, F64, across) <= 16
+            )  # 6.9 and 9.3 on two processors, LAPACK's
             assert ulps(jacobian @ part - radial * part, F64, float(part.norm()) * across) <= 3  # 1.9
             assert lost == 0 or ulps(jacobian.sum(-1), F64, across) <= 2  # 1.4
         assert ulps(UnitNorm().jacobian(y) @ y, F64) <= 1  # 0.88

@@ -98,7 +98,7 @@ def test_a_gated_mlp_in_a_block_with_attention():
     agrees(seen, {"attention_speed": np.array(speeds)})
     without = drift_and_swirl(run, derivatives=False)
     assert set(seen.data_vars) - set(without.data_vars) == {
-        f"{name}{end}" for name in ("swirl_index", "surface_divergence") for end in ("", "_stderr")
+        f"{name}{end}" for name in ("swirl_index", "surface_divergence") for end in ("", "_stderr", "_low", "_high")
     }
     assert without.swirl.values.tolist() == seen.swirl.values.tolist()
 

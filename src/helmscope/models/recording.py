@@ -18,6 +18,7 @@ from helmscope.models.keep import Keep, Keeper
 from helmscope.models.place import Frozen, Place
 from helmscope.models.probe import run, trunk_of
 from helmscope.models.recorder import Recorder
+from helmscope.models.replay import refusal, replay
 from helmscope.models.sphere import on_sphere
 from helmscope.models.topology import Kind
 from helmscope.models.watch import Site, Watcher, bytes_of, check_watchers, held_unwatched, watching
@@ -25,6 +26,7 @@ from helmscope.store.manifest import Manifest, hash_bytes
 from helmscope.types import HelmscopeError, Trajectory
 
 if TYPE_CHECKING:
+    import xarray as xr
     from jaxtyping import Bool, Float
     from torch import Tensor
 
@@ -35,7 +37,7 @@ if TYPE_CHECKING:
     from helmscope.models.recorder import Stream
     from helmscope.models.tap import Attended, Call
     from helmscope.models.texts import Batch
-    from helmscope.types import Reducer
+    from helmscope.types import Instrument
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -232,10 +234,17 @@ class Recording:
         )
         return certificate.with_line(residual).with_line(Line("changes", None, says))
 
-    def replay(self, *reducers: Reducer) -> None:
-        """Run the model once more with reducers attached, which see query, key, value and weights of every layer."""
-        self.certificate.require("replay")
-        self.forward(*(_Reducing(reducer, self.first // 2) for reducer in reducers))
+    def refusal(self, instrument: Instrument) -> str | None:
+        """Why the instrument cannot be used on this recording, in one sentence; None where it can."""
+        return refusal(self, instrument)
+
+    def replay(self, *instruments: Instrument) -> dict[str, xr.Dataset]:
+        """Run the model once more with all instruments attached, and give their Measurements by name, with the axes
+        ``layer``, ``prompt`` and, of what heads do, ``head``. Writes are increments of the residual stream.
+
+        An instrument that needs what the certificate does not give out is refused with its sentence.
+        """
+        return replay(self, instruments)
 
     def logits(self, *, depth: int | None = None, rows: slice = slice(None)) -> Float[Tensor, "batch n vocabulary"]:
         """What the model's head makes of its last state, or of the state at a depth (the lens), for the texts ``rows``.
@@ -341,17 +350,4 @@ class _KeepWeights(Watcher):
         if layer == self.layer:
             wide = torch.float64 if result.weights.dtype == torch.float64 else torch.float32
             self.weights.append(result.weights.to(wide))
-        return result
-
-
-class _Reducing(Watcher):
-    hears = True
-
-    def __init__(self, reducer: Reducer, first: int) -> None:
-        self.reducer, self.first = reducer, first
-
-    def after(self, layer: int, call: Call | None, result: Attended) -> Attended:
-        assert call is not None  # the certificate has no such family pass
-        if layer >= self.first:
-            self.reducer.update(layer, call.query, call.key, call.value, result.weights)
         return result
