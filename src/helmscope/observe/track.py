@@ -100,19 +100,6 @@ def state_axis(path: Trajectory) -> dict[str, np.ndarray]:
     return {path.axis: path.times.cpu().numpy()}
 
 
-def layer_axis(system: System) -> dict[str, np.ndarray]:
-    """The name and the coordinates of the axis of a system's mechanisms: the layers of a model, and for a simulation,
-    whose mechanism at a stored time is its layer, the times.
-
-    >>> from helmscope.fields.attention import SA
-    >>> from helmscope.solve.integrate import integrate
-    >>> layer_axis(integrate(SA(beta=0.0), torch.eye(3), times=[2.0]))
-    {'time': array([2.])}
-    """
-    path = system.trajectory
-    return state_axis(path) if path.axis == "time" else {"layer": np.array(system.layers)}
-
-
 def token_weights(
     x: Float[Tensor, "*batch n d"], weights: Float[Tensor, "*batch n"] | None
 ) -> Float[Tensor, "*batch n"]:
