@@ -46,6 +46,11 @@ def test_without_names_it_takes_what_the_system_can_serve():
     assert set(hs.measure(RUN)) == {"kernel_statistics", "drift_and_swirl"}
     assert set(hs.measure(hs.integrate(hs.SA(1.0), X, times=[0.0]))) == {"kernel_statistics"}
     assert set(hs.measure(hs.integrate(MLP, X, times=[0.0]))) == {"drift_and_swirl"}
+    long = hs.Block(hs.SA(2.0), MLP, placement=hs.PostNorm(attention_norm=hs.RMSNorm(), mlp_norm=hs.RMSNorm()))
+    layered = hs.integrate(long, 3**0.5 * X, times=[0.0, 1.0], stepper=hs.Layer())
+    assert set(hs.measure(layered)) == {"kernel_statistics"}
+    with pytest.raises(hs.HelmscopeError, match="reads no unit vectors, but drift_and_swirl needs one that does"):
+        hs.drift_and_swirl(layered)
 
 
 def test_replicates_are_kept_until_they_are_reduced():

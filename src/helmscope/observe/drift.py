@@ -67,11 +67,11 @@ class DriftAndSwirl(Instrument):
 
     def refusal(self, system: System) -> str | None:
         """A potential is that of an MLP or a gated MLP, not of a mixture of experts."""
-        layer = system.layers[0]
-        force = system.force(layer=layer)
-        if isinstance(force, MLP | GatedMLP):
-            return None
-        return f"system has a {type(force).__name__} as force(layer={layer}), but drift and swirl need a plain MLP"
+        for layer in system.layers:
+            kind = type(system.force(layer=layer))
+            if not issubclass(kind, MLP | GatedMLP):
+                return f"system has a {kind.__name__} as force(layer={layer}), but drift and swirl need a plain MLP"
+        return None
 
     def attention(self, moment: Moment, passed: AttentionPass) -> None:
         """Take in what attention writes."""

@@ -94,7 +94,18 @@ def refusal(simulation: Simulation, instrument: Instrument) -> str | None:
             f"system has no MLP: force(layer=0) is None, but {instrument.name} needs one: that of a Block, or an MLP "
             "itself"
         )
+    if Needs.FORCE in instrument.needs and not _reads_unit_vectors(simulation):
+        return f"system has an MLP that reads no unit vectors, but {instrument.name} needs one that does"
     return instrument.refusal(simulation)
+
+
+def _reads_unit_vectors(simulation: Simulation) -> bool:
+    """Whether the force is that on unit vectors: behind a norm, or where states are unit vectors."""
+    field = simulation.field
+    if isinstance(field, Block) and isinstance(field.placement, PreNorm):
+        return True
+    length = torch.linalg.vector_norm(simulation.stream(depth=0).detach(), dim=-1)
+    return not bool(((length - 1).abs() > 0.1).any())
 
 
 def attention_of(field: Field) -> Field | None:

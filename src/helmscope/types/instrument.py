@@ -42,7 +42,7 @@ class Needs(Flag):
 
     ``ATTENTION`` and ``MLP`` are the states that a half reads, ``ATTENTION_WRITE`` and ``MLP_WRITE`` what it writes:
     shown wherever the system has that half. ``KERNEL`` (the attention weights), ``QKV`` (query, key and value) and
-    ``FORCE`` (the MLP as a field) are required: a system that cannot show them refuses the instrument.
+    ``FORCE`` (the MLP as a field on unit vectors) are required: a system that cannot show them refuses the instrument.
 
     >>> Needs.KERNEL in Needs.KERNEL | Needs.MLP_WRITE
     True
