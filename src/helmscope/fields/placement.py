@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, replace
-from enum import Enum
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,22 +22,12 @@ import torch
 from helmscope.fields.mlp import MLP, GatedMLP
 from helmscope.fields.norms import Norm, UnitNorm
 from helmscope.geometry.sphere import retract
+from helmscope.types import Half as Half
 from helmscope.types import HelmscopeError, real_number
 
 if TYPE_CHECKING:
     from jaxtyping import Float
     from torch import Tensor
-
-
-class Half(Enum):
-    """The two halves of a block.
-
-    >>> [half.value for half in Half]
-    ['attention', 'mlp']
-    """
-
-    ATTENTION = "attention"
-    MLP = "mlp"
 
 
 @dataclass(frozen=True, eq=False)
