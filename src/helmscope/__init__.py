@@ -122,6 +122,7 @@ if TYPE_CHECKING:
     from helmscope.observe.diffusion import random_value_covariance as random_value_covariance
     from helmscope.observe.diffusion import shared_draw_covariance as shared_draw_covariance
     from helmscope.observe.diffusion import token_sampling_covariance as token_sampling_covariance
+    from helmscope.observe.drift import DriftAndSwirl as DriftAndSwirl
     from helmscope.observe.drift import drift_and_swirl as drift_and_swirl
     from helmscope.observe.energy import gaussian_energy_as_printed as gaussian_energy_as_printed
     from helmscope.observe.energy import interaction_energy as interaction_energy
@@ -139,6 +140,7 @@ if TYPE_CHECKING:
     from helmscope.observe.inner_products import mean_inner_product as mean_inner_product
     from helmscope.observe.jacobian import JacobianSpectrum as JacobianSpectrum
     from helmscope.observe.jacobian import jacobian_spectrum as jacobian_spectrum
+    from helmscope.observe.kernel import KernelStatistics as KernelStatistics
     from helmscope.observe.kernel import bistochastic_defect as bistochastic_defect
     from helmscope.observe.kernel import effective_keys as effective_keys
     from helmscope.observe.kernel import first_token_mass as first_token_mass
@@ -151,6 +153,7 @@ if TYPE_CHECKING:
     from helmscope.observe.kernel import row_mass as row_mass
     from helmscope.observe.kernel import symmetry_defect as symmetry_defect
     from helmscope.observe.lens import lens_divergence as lens_divergence
+    from helmscope.observe.measure import measure as measure
     from helmscope.observe.mixture import VMFMixture as VMFMixture
     from helmscope.observe.mixture import vmf_concentration as vmf_concentration
     from helmscope.observe.mixture import vmf_log_density as vmf_log_density
@@ -198,6 +201,7 @@ if TYPE_CHECKING:
     from helmscope.solve.stochastic_heun import StochasticHeun as StochasticHeun
     from helmscope.stats.power import decisive_effect as decisive_effect
     from helmscope.stats.power import power as power
+    from helmscope.stats.reduce import reduce_replicates as reduce_replicates
     from helmscope.stats.scales import FisherZ as FisherZ
     from helmscope.stats.scales import Log as Log
     from helmscope.stats.scales import Plain as Plain
@@ -219,9 +223,10 @@ if TYPE_CHECKING:
     from helmscope.types import Control as Control
     from helmscope.types import Exhibit as Exhibit
     from helmscope.types import HelmscopeError as HelmscopeError
+    from helmscope.types import Instrument as Instrument
     from helmscope.types import Interval as Interval
+    from helmscope.types import Needs as Needs
     from helmscope.types import Outcome as Outcome
-    from helmscope.types import Reducer as Reducer
     from helmscope.types import Region as Region
     from helmscope.types import Ruling as Ruling
     from helmscope.types import Status as Status
@@ -285,7 +290,7 @@ _HOME = {
         "anisotropy context_covariance diffusivity diffusivity_as_printed independent_draws_covariance "
         "random_value_covariance shared_draw_covariance token_sampling_covariance"
     ),
-    "helmscope.observe.drift": "drift_and_swirl",
+    "helmscope.observe.drift": "DriftAndSwirl drift_and_swirl",
     "helmscope.observe.energy": (
         "gaussian_energy_as_printed interaction_energy interaction_energy_rate interaction_energy_sum "
         "log_interaction_energy"
@@ -298,10 +303,11 @@ _HOME = {
     ),
     "helmscope.observe.jacobian": "JacobianSpectrum jacobian_spectrum",
     "helmscope.observe.kernel": (
-        "bistochastic_defect effective_keys first_token_mass future_mass kernel_statistics largest_weight "
-        "normalized_rows received_mass row_entropy row_mass symmetry_defect"
+        "KernelStatistics bistochastic_defect effective_keys first_token_mass future_mass kernel_statistics "
+        "largest_weight normalized_rows received_mass row_entropy row_mass symmetry_defect"
     ),
     "helmscope.observe.lens": "lens_divergence",
+    "helmscope.observe.measure": "measure",
     "helmscope.observe.mixture": "VMFMixture vmf_concentration vmf_log_density vmf_mixture",
     "helmscope.observe.order": "order_parameter",
     "helmscope.observe.overview": "overview",
@@ -335,6 +341,7 @@ _HOME = {
     "helmscope.solve.simulation": "Simulation",
     "helmscope.solve.stochastic_heun": "StochasticHeun",
     "helmscope.stats.power": "decisive_effect power",
+    "helmscope.stats.reduce": "reduce_replicates",
     "helmscope.stats.scales": "FisherZ Log Plain",
     "helmscope.store.manifest": "Manifest",
     "helmscope.store.run_folder": "RunFolder",
@@ -344,8 +351,8 @@ _HOME = {
     "helmscope.theory.probability": "initial_clustering_probability wendel_probability",
     "helmscope.theory.starts": "Orthonormal Uniform VonMisesFisher",
     "helmscope.types": (
-        "Control Exhibit HelmscopeError Interval Outcome Reducer Region Ruling Status System Trajectory Verdict "
-        "check_measurement"
+        "Control Exhibit HelmscopeError Instrument Interval Needs Outcome Region Ruling Status System Trajectory "
+        "Verdict check_measurement"
     ),
 }
 _EXPORTS = {name: home for home, names in _HOME.items() for name in names.split()}

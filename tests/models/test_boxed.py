@@ -41,17 +41,13 @@ def whole():
     return hs.record()
 
 
-class Entropy:
-    """Of the attention rows, mean over tokens, by layer: (texts, heads)."""
+class Entropy(hs.Instrument):
+    """Of the attention rows, mean over tokens."""
 
-    def __init__(self):
-        self.rows = {}
+    name, needs = "entropy", hs.Needs.KERNEL
 
-    def update(self, layer, query, key, value, weights):
-        self.rows.setdefault(layer, []).append(row_entropy(weights.double()).mean(-1))
-
-    def table(self):
-        return torch.stack([torch.cat(self.rows[layer]).mean(0) for layer in sorted(self.rows)]).numpy()
+    def attention(self, moment, passed):
+        self.keep(moment, {"entropy": row_entropy(passed.kernel.double()).mean(-1)})
 
 
 def streams(recording):
@@ -151,9 +147,9 @@ def test_where_training_ended_is_what_is_recorded(whole):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_where_training_ended_is_what_is_recorded_attention_too(name):
-    recording, entropy = hs.record(name), Entropy()
-    recording.replay(entropy)
-    check_history(name, {**streams(recording), "entropy": entropy.table()})
+    recording = hs.record(name)
+    entropy = recording.replay(Entropy())["entropy"].entropy.mean("prompt").values
+    check_history(name, {**streams(recording), "entropy": entropy})
 
 
 @pytest.mark.parametrize("name", MODELS)

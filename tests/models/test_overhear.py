@@ -8,6 +8,7 @@ import transformers as tf
 
 from helmscope.models.keep import Keep
 from helmscope.models.record import record
+from helmscope.types import Instrument, Needs
 from model_families import inputs_of, tiny_model
 
 EVERYTHING = Keep.QUERIES | Keep.KEYS | Keep.VALUES | Keep.WEIGHTS | Keep.WRITES
@@ -48,18 +49,18 @@ def test_the_heads_of_mpnet_are_its_own(batch_size):
         torch.testing.assert_close(kept["attention write"][layer], own[f"{stem}.o"], rtol=0, atol=1e-6)
 
 
-def test_a_reducer_sees_them():
-    class Shapes:
-        def __init__(self):
-            self.seen = []
+def test_an_instrument_sees_them():
+    class Shapes(Instrument):
+        name, needs, seen = "shapes", Needs.KERNEL | Needs.QKV, []
 
-        def update(self, layer, query, key, value, weights):
-            self.seen.append((layer, tuple(query.shape), tuple(key.shape), tuple(value.shape), tuple(weights.shape)))
+        def attention(self, moment, passed):
+            parts = (passed.query, passed.key, passed.value, passed.kernel)
+            self.seen.append((moment.layer, *(tuple(part.shape) for part in parts)))
+            self.keep(moment, {"peak": passed.kernel.amax((-1, -2))})
 
-    reducer = Shapes()
-    record(tiny_model("falcon"), inputs_of("falcon")).replay(reducer)  # one key for four queries
+    record(tiny_model("falcon"), inputs_of("falcon")).replay(Shapes())  # one key for four queries
     wide, single, rows = (3, 4, 13, 8), (3, 1, 13, 8), (3, 4, 13, 13)
-    assert reducer.seen == [(layer, wide, single, single, rows) for layer in range(3)]
+    assert Shapes.seen == [(layer, wide, single, single, rows) for layer in range(3)]
 
 
 @pytest.mark.parametrize(

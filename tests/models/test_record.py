@@ -179,9 +179,10 @@ def test_a_resumed_recording_hears_its_own_layers():
         for step in (3, 4, 6):
             again = recording.resume(depth=step, states=states[step])
             assert (again.kernel(layer=again.layers[0]) - recording.kernel(layer=min(step // 2, 2))).abs().max() < 1e-5
-            reducer = Entropy()
-            again.replay(reducer)
-            assert sorted(reducer.rows) == list(range(min(step // 2, 3), 3))
+            seen = again.replay(Entropy())["entropy"]
+            assert seen.layer.values.tolist() == list(again.layers) == list(range(min(step // 2, 2), 3))
+            rows = torch.special.entr(again.kernel(layer=again.layers[0])).sum(-1).mean(-1)
+            assert seen.entropy[0].values == pytest.approx(rows.numpy(), abs=1e-5)
         once = recording.resume(depth=2, states=states[2].flip(1))
         twice = once.resume(depth=3, states=once.trajectory.states[1])
         assert (twice.trajectory.states[-1] - once.trajectory.states[-1]).abs().max() < 1e-5
@@ -302,22 +303,18 @@ def test_the_lens_comes_to_what_the_model_says(family, dtype):
     assert float(seen.entropy[2]) == pytest.approx(float(torch.special.entr(early).sum(-1).mean()), rel=digits)
 
 
-class Entropy:
-    """A reducer: the mean entropy of the rows, by layer."""
+class Entropy(hs.Instrument):
+    """The mean entropy of the rows, by layer, prompt and head."""
 
-    def __init__(self):
-        self.rows = {}
+    name, needs = "entropy", hs.Needs.KERNEL | hs.Needs.QKV
 
-    def update(self, layer, query, key, value, weights):
-        assert query.shape[-1] == key.shape[-1]
-        assert weights.shape[1] % key.shape[1] == 0
-        self.rows[layer] = float(torch.special.entr(weights).sum(-1).mean())
-
-    def result(self):
-        return xr.Dataset({"entropy": ("layer", list(self.rows.values()))})
+    def attention(self, moment, passed):
+        assert passed.query.shape[-1] == passed.key.shape[-1]
+        assert passed.kernel.shape[1] % passed.key.shape[1] == 0
+        self.keep(moment, {"entropy": torch.special.entr(passed.kernel).sum(-1).mean(-1)})
 
 
-def test_reducers_see_what_is_kept():
+def test_instruments_see_what_is_kept():
     model, ids = tiny_model("llama"), inputs_of("llama")
     everything = hs.Keep.QUERIES | hs.Keep.KEYS | hs.Keep.VALUES | hs.Keep.WEIGHTS | hs.Keep.WRITES
     recording = record(model, ids, keep=everything, batch_size=2)
@@ -337,12 +334,13 @@ def test_reducers_see_what_is_kept():
     streams = torch.stack([recording.stream(depth=depth) for depth in range(7)])
     assert (streams[0::2][:-1] + kept["attention write"] - streams[1::2]).abs().max() < 1e-6
     assert (streams[1::2] + kept["mlp write"] - streams[2::2]).abs().max() < 1e-6
-    plain, reducer = record(model, ids), Entropy()
-    plain.replay(reducer)
-    assert reducer.result().entropy.shape == (3,)
+    plain = record(model, ids)
+    seen = plain.replay(Entropy())["entropy"].entropy
+    assert seen.shape == (3, 3, 4)
     for layer in range(3):
         assert torch.equal(plain.kernel(layer=layer), kept["weights"][layer])
-        assert reducer.rows[layer] == pytest.approx(float(torch.special.entr(kept["weights"][layer]).sum(-1).mean()))
+        rows = torch.special.entr(kept["weights"][layer]).sum(-1).mean(-1)
+        assert seen[layer].values == pytest.approx(rows.numpy(), rel=1e-6)
     assert not plain.kept
 
 

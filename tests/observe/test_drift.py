@@ -15,7 +15,7 @@ from helmscope.fields.activations import Identity, ReLU, SiLU, Tanh
 from helmscope.fields.block import Block
 from helmscope.fields.helmholtz import helmholtz
 from helmscope.fields.mlp import MLP, GatedMLP
-from helmscope.fields.norms import RMSNorm
+from helmscope.fields.norms import LayerNorm, RMSNorm
 from helmscope.fields.placement import PreNorm
 from helmscope.geometry import surface
 from helmscope.observe.drift import drift_and_swirl
@@ -98,7 +98,7 @@ def test_a_gated_mlp_in_a_block_with_attention():
     agrees(seen, {"attention_speed": np.array(speeds)})
     without = drift_and_swirl(run, derivatives=False)
     assert set(seen.data_vars) - set(without.data_vars) == {
-        f"{name}{end}" for name in ("swirl_index", "surface_divergence") for end in ("", "_stderr")
+        f"{name}{end}" for name in ("swirl_index", "surface_divergence") for end in ("", "_stderr", "_low", "_high")
     }
     assert without.swirl.values.tolist() == seen.swirl.values.tolist()
 
@@ -122,6 +122,25 @@ def test_a_residual_stream_has_the_force_on_its_directions():
     assert seen.force.item() == pytest.approx(f.norm(dim=-1).mean().item(), rel=1e-13)
     a = hs.sphere.project(X, hs.SA(2.0).ambient(soft(y)))
     assert seen.attention_speed.item() == pytest.approx(a.norm(dim=-1).mean().item(), rel=1e-13)
+
+
+def test_under_a_layer_the_mlp_is_read_between_the_halves():
+    """And speeds are those of a layer of size 1, whatever its size."""
+    block = Block(hs.SA(2.0), TANH)
+    run = hs.integrate(block, X, times=[0.0, 0.5], stepper=hs.Layer(0.5))
+    seen = drift_and_swirl(run, derivatives=False)
+    middle = hs.sphere.retract(X + 0.5 * hs.SA(2.0).ambient(X))
+    assert seen.force[0].item() == pytest.approx(TANH(middle).norm(dim=-1).mean().item(), rel=1e-13)
+    speed = hs.SA(2.0)(X).norm(dim=-1).mean()
+    assert seen.attention_speed[0].item() == pytest.approx(speed.item(), rel=1e-13)
+
+
+def test_the_norm_before_the_mlp_says_where_the_force_is_read():
+    """LayerNorm before attention removes the mean, which RMSNorm before the MLP keeps."""
+    placement = PreNorm(attention_norm=LayerNorm(), mlp_norm=RMSNorm())
+    y = 3 * X + 1
+    seen = drift_and_swirl(hs.integrate(Block(hs.SA(2.0), TANH, placement=placement), y, times=[0.0]))
+    assert seen.force.item() == pytest.approx(TANH(RMSNorm()(y)).norm(dim=-1).mean().item(), rel=1e-13)
 
 
 def linear(matrix):

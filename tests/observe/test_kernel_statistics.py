@@ -27,6 +27,7 @@ from helmscope.observe.kernel import (
     row_mass,
     symmetry_defect,
 )
+from helmscope.types import AttentionPass, Moment, ReplayPlan, results, start_instruments
 
 F64 = torch.float64
 X = hs.Uniform(5, 3).sample(4, seed=0)
@@ -70,6 +71,24 @@ class Attending:
     def resume(self, *, depth, states, generator=None):
         raise NotImplementedError
 
+    def refusal(self, instrument):
+        return None
+
+    def replay(self, *instruments):
+        """One system at a time."""
+        path, batch = self.trajectory, self.trajectory.states.shape[1]
+        start_instruments(self, instruments, ReplayPlan(self.layers, "time", path.times.numpy(), "system", batch))
+        for row in range(batch):
+            rows = slice(row, row + 1)
+            weights = None if path.weights is None else path.weights[0, rows]
+            visible = None if self.visible is None else self.visible[rows]
+            for layer, kernel in enumerate(self.kernels):
+                moment = Moment(layer, hs.Half.ATTENTION, float(layer), rows, weights, visible)
+                state = path.states[layer, rows]
+                for instrument in instruments:
+                    instrument.attention(moment, AttentionPass(state, state, kernel[rows]))
+        return results(instruments)
+
 
 @pytest.mark.parametrize("name", FIELDS)
 def test_every_quantity_is_the_loop(name):
@@ -89,7 +108,7 @@ def test_statistics_over_systems_are_the_loops(name):
     run = hs.integrate(FIELDS[name], X, times=[0.0, 0.5])
     seen = kernel_statistics(run)
     loops = [[oracles.kernel_system(k, [True] * 5) for k in run.kernel(layer=layer).tolist()] for layer in range(2)]
-    assert set(seen.data_vars) == {f"{q}{end}" for q in loops[0][0] for end in ("", "_stderr")}
+    assert set(seen.data_vars) == {f"{q}{end}" for q in loops[0][0] for end in ("", "_stderr", "_low", "_high")}
     for quantity in loops[0][0]:
         values = np.array([[system[quantity] for system in row] for row in loops])
         assert seen[quantity].values == pytest.approx(values.mean(1), rel=1e-13, abs=1e-15)
@@ -207,7 +226,7 @@ def test_a_system_alone_and_in_a_batch_have_the_same_bits():
         (lambda: kernel_statistics(hs.integrate(torch.zeros_like, X, times=[1.0])), "attention fields only"),
         (
             lambda: kernel_statistics(Attending(hs.Trajectory(torch.zeros(1), X[None]), [torch.ones(4, 3, 3)])),
-            r"kernel\(layer=0\) has shape \(4, 3, 3\), but 4 systems of 5 tokens",
+            r"kernel of layer 0 has shape \(1, 3, 3\), but 1 systems of 5 tokens",
         ),
     ],
 )

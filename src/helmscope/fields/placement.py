@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, replace
-from enum import Enum
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,22 +24,12 @@ from helmscope.fields.field import Space
 from helmscope.fields.mlp import MLP, GatedMLP
 from helmscope.fields.norms import Norm, UnitNorm
 from helmscope.geometry.sphere import retract
+from helmscope.types import Half as Half
 from helmscope.types import HelmscopeError, real_number
 
 if TYPE_CHECKING:
     from jaxtyping import Float
     from torch import Tensor
-
-
-class Half(Enum):
-    """The two halves of a block.
-
-    >>> [half.value for half in Half]
-    ['attention', 'mlp']
-    """
-
-    ATTENTION = "attention"
-    MLP = "mlp"
 
 
 @dataclass(frozen=True, eq=False)

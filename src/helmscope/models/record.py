@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from helmscope.geometry.arithmetic import full_precision
 from helmscope.models import certify
 from helmscope.models.anatomy import Anatomy, dissect
 from helmscope.models.boxed import FIRST, box_texts
@@ -68,6 +69,7 @@ def record(
         return _recorded(loaded, texts, tokenizer, truncate, batch_size, keep, progress)
 
 
+@full_precision
 def _recorded(
     loaded: Loaded,
     texts: Sequence[str] | Tensor | Mapping[str, Tensor] | None,

@@ -17,13 +17,15 @@ from helmscope.models.hooks import held_unwatched
 from helmscope.models.keep import Keep, Keeper, KeepState, KeepWeights
 from helmscope.models.place import FrozenTokens, PutState
 from helmscope.models.recorder import Recorder
+from helmscope.models.replay import refusal, replay
 from helmscope.models.sphere import on_sphere
 from helmscope.models.topology import Kind
-from helmscope.models.watch import Observer, Site, bytes_of
+from helmscope.models.watch import Site, bytes_of
 from helmscope.store.manifest import Manifest, hash_bytes
 from helmscope.types import HelmscopeError, Trajectory
 
 if TYPE_CHECKING:
+    import xarray as xr
     from jaxtyping import Bool, Float
     from torch import Tensor
 
@@ -33,10 +35,9 @@ if TYPE_CHECKING:
     from helmscope.models.load import Origin
     from helmscope.models.recorder import Stream
     from helmscope.models.runner import Runner
-    from helmscope.models.tap import Attended, Call
     from helmscope.models.texts import Batch
     from helmscope.models.watch import AbstractEdit
-    from helmscope.types import Reducer
+    from helmscope.types import Instrument
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -251,10 +252,17 @@ class Recording:
         says = f"{len(runner.edits)} made: finite and residual are of this run, every other line of the unchanged model"
         return certificate.with_line(residual).with_line(Line("edits", None, says))
 
-    def replay(self, *reducers: Reducer) -> None:
-        """Run the model once more with reducers attached, which see query, key, value and weights of every layer."""
-        self.certificate.require("replay")
-        self.runner.forward(*(_FeedReducer(reducer, self.first // 2) for reducer in reducers))
+    def refusal(self, instrument: Instrument) -> str | None:
+        """Why the instrument cannot be used on this recording, in one sentence; None where it can."""
+        return refusal(self, instrument)
+
+    def replay(self, *instruments: Instrument) -> dict[str, xr.Dataset]:
+        """Run the model once more with all instruments attached, and give their Measurements by name, with the axes
+        ``layer``, ``prompt`` and, of what heads do, ``head``. Writes are increments of the residual stream.
+
+        An instrument that needs what the certificate does not give out is refused with its sentence.
+        """
+        return replay(self, instruments)
 
     def logits(
         self, *, depth: int | None = None, rows: slice = slice(None), gradients: bool = False
@@ -307,17 +315,3 @@ def _check_states(states: Tensor, like: Tensor, frozen: Tensor | None) -> None:
     if frozen is not None and (not isinstance(frozen, torch.Tensor) or frozen.shape != like.shape[:2]):
         shown = tuple(frozen.shape) if isinstance(frozen, torch.Tensor) else type(frozen).__name__
         raise HelmscopeError(f"frozen is {shown}, but it must be a tensor of bool of shape {tuple(like.shape[:2])}")
-
-
-class _FeedReducer(Observer):
-    """Hands the attention of every layer from ``first`` on to a reducer."""
-
-    sees_attention = True
-
-    def __init__(self, reducer: Reducer, first: int) -> None:
-        self.reducer, self.first = reducer, first
-
-    def after(self, layer: int, call: Call | None, result: Attended) -> None:
-        assert call is not None  # the certificate lets no family pass that hides it
-        if layer >= self.first:
-            self.reducer.update(layer, call.query, call.key, call.value, result.weights)

@@ -94,7 +94,7 @@ class _Cores(Observer):
         """Take in what the norm of the embedding reads."""
         assert self.anatomy.embedding_norm is not None
         read = args[0] if args else next(iter(kwargs.values()))
-        self._core = self.anatomy.embedding_norm[1].core()(_wide(read))
+        self._core = self.anatomy.embedding_norm[1].core()(wide(read))
 
     def state(self, site: Site, layer: int, value: Tensor) -> None:
         """Take in what a norm reads, or write down the state that it gave."""
@@ -104,7 +104,7 @@ class _Cores(Observer):
         if site in (Site.READ, Site.CLOSE):
             norm = own.mlp_norm if site is Site.READ else own.close_norm
             post_norm = own.wiring.kind is Kind.POST_NORM
-            self._core = norm.core()(_wide(value)) if post_norm and norm is not None else None
+            self._core = norm.core()(wide(value)) if post_norm and norm is not None else None
         elif site is Site.INPUT:
             opening = self.anatomy.embedding_norm
             before = opening[1] if opening is not None else None
@@ -117,12 +117,12 @@ class _Cores(Observer):
     def _put(self, depth: int, state: Tensor, norm: Norm | None) -> None:
         assert self.stream is not None
         core, self._core = self._core, None
-        self.stream.put(depth, self.rows, state if core is None or norm is None else _unfolded(state, core, norm))
+        self.stream.put(depth, self.rows, state if core is None or norm is None else unfolded(state, core, norm))
 
 
-def _unfolded(state: Tensor, core: Tensor, norm: Norm) -> Tensor:
+def unfolded(state: Tensor, core: Tensor, norm: Norm) -> Tensor:
     """c where the state is G c + b, else (state - b) / G where the gain can be divided out."""
-    tolerance, state = EDITED.get(state.dtype, 3e-2), _wide(state)
+    tolerance, state = EDITED.get(state.dtype, 3e-2), wide(state)
     gain = torch.ones_like(core[0, 0]) if norm.gain is None else norm.gain.to(core)
     bias = torch.zeros_like(gain) if norm.bias is None else norm.bias.to(core)
     off = torch.linalg.vector_norm(state - (gain * core + bias), dim=-1, keepdim=True)
@@ -135,5 +135,6 @@ def _unfolded(state: Tensor, core: Tensor, norm: Norm) -> Tensor:
     return torch.where(edited, divided, core)
 
 
-def _wide(value: Tensor) -> Tensor:
+def wide(value: Tensor) -> Tensor:
+    """A tensor of half precision as float32, any other as it is."""
     return value.float() if value.dtype.itemsize < 4 else value

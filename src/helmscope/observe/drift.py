@@ -14,37 +14,86 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-import xarray as xr
 
-from helmscope.fields.block import Block
 from helmscope.fields.helmholtz import helmholtz
 from helmscope.fields.hodge_jacobian import jacobian_split
 from helmscope.fields.mlp import MLP, GatedMLP
-from helmscope.fields.placement import Half
 from helmscope.geometry.arithmetic import full_precision
 from helmscope.geometry.sphere import check_tokens, project
-from helmscope.observe.kernel import check_system
-from helmscope.observe.track import layer_axis, mean_and_stderr, token_weights, trajectory_of
-from helmscope.solve.simulation import Simulation
-from helmscope.types import HelmscopeError, System
+from helmscope.observe.track import check_system, token_mean, token_weights
+from helmscope.stats.reduce import reduce_replicates
+from helmscope.types import HelmscopeError, Instrument, Needs
 
 if TYPE_CHECKING:
+    import xarray as xr
     from jaxtyping import Float
     from torch import Tensor
 
+    from helmscope.types import AttentionPass, MlpPass, Moment, System
 
-def drift_and_swirl(system: System, *, derivatives: bool = True) -> xr.Dataset:
-    """The MLP's force along a trajectory: for each system the mean over its tokens by their weights, then mean and
-    standard error over the systems, in each layer (at each time of a simulation).
+
+class DriftAndSwirl(Instrument):
+    """The MLP's force along a trajectory: the mean over the tokens of each system by their weights, in each layer (at
+    each time of a simulation).
 
     ``force`` |f|, ``tangential_speed`` |P f|, ``radial_force`` <x, f>, ``potential`` U, ``gradient`` |grad U|,
     ``swirl`` |R|, ``harmonic`` |f - grad U - R|; ``swirl_fraction_as_printed`` = sum |R|^2 / sum |f|^2 over the tokens
     of a system, which is no share: it depends on the weights behind f and can exceed 1 (source 000-3 (c)). With
     ``derivatives`` also ``swirl_index`` |A|^2 / |Df|^2 in [0, 1] (0 where Df = 0) and ``surface_divergence``
-    div_S(P f), at the cost of d derivatives of f. Along a ``Block`` also ``attention_speed`` |P a|, where a is what
-    attention gives before any norm behind it.
+    div_S(P f), at the cost of d derivatives of f. Where there is attention also ``attention_speed`` |P a|, with a what
+    attention writes, a norm behind it included, in a layer of size 1.
 
-    f is the MLP as a force on unit vectors, ``system.force``. A system without an MLP is refused.
+    f is the MLP as a force on unit vectors, ``system.force``, at what the MLP reads: under ``Layer()`` the state
+    between the halves of a sequential block. A system without an MLP is refused.
+
+    >>> from helmscope.fields.activations import Identity
+    >>> from helmscope.solve.integrate import integrate
+    >>> turn = MLP(w_in=torch.eye(2), w_out=torch.tensor([[0.0, -1.0], [1.0, 0.0]]), activation=Identity())
+    >>> run = integrate(turn, torch.eye(2).expand(3, 2, 2), times=[0.0])
+    >>> run.replay(DriftAndSwirl(derivatives=False))["drift_and_swirl"].tangential_speed.values.tolist()
+    [[1.0, 1.0, 1.0]]
+    """
+
+    name = "drift_and_swirl"
+    needs = Needs.FORCE | Needs.ATTENTION_WRITE
+
+    def __init__(self, *, derivatives: bool = True) -> None:
+        if not isinstance(derivatives, bool):
+            raise HelmscopeError(f"derivatives is {derivatives!r}, but it must be True or False")
+        self.derivatives = derivatives
+
+    def __repr__(self) -> str:
+        return f"DriftAndSwirl(derivatives={self.derivatives})"
+
+    def refusal(self, system: System) -> str | None:
+        """A potential is that of an MLP or a gated MLP, not of a mixture of experts."""
+        for layer in system.layers:
+            kind = type(system.force(layer=layer))
+            if not issubclass(kind, MLP | GatedMLP):
+                return f"system has a {kind.__name__} as force(layer={layer}), but drift and swirl need a plain MLP"
+        return None
+
+    def attention(self, moment: Moment, passed: AttentionPass) -> None:
+        """Take in what attention writes."""
+        assert passed.write is not None
+        speed = torch.linalg.vector_norm(project(passed.direction, passed.write), dim=-1)
+        speed = speed if moment.step is None else speed / moment.step
+        self.keep(moment, {"attention_speed": token_mean(speed, token_weights(passed.state, moment.weights))})
+
+    def mlp(self, moment: Moment, passed: MlpPass) -> None:
+        """Take in the force at the points that the MLP reads."""
+        force, weights = passed.force, token_weights(passed.state, moment.weights)
+        x = _unit(passed.point, weights, name=f"points of layer {moment.layer}")
+        seen = _pointwise(force, x)
+        if self.derivatives:
+            seen |= _derived(force, x)
+        fraction = _ratio_of_sums(seen["swirl"], seen["force"], weights)
+        means = {name: token_mean(value, weights) for name, value in seen.items()}
+        self.keep(moment, {**means, "swirl_fraction_as_printed": fraction})
+
+
+def drift_and_swirl(system: System, *, derivatives: bool = True) -> xr.Dataset:
+    """``DriftAndSwirl`` of a system with mean, standard error and interval over its replicates, by one replay.
 
     >>> from helmscope.fields.activations import Identity
     >>> from helmscope.solve.integrate import integrate
@@ -53,45 +102,26 @@ def drift_and_swirl(system: System, *, derivatives: bool = True) -> xr.Dataset:
     >>> seen.tangential_speed.values.round(6).tolist(), seen.swirl_index.values.round(6).tolist()
     ([1.0, 1.0], [1.0, 1.0])
     """
-    if not isinstance(derivatives, bool):
-        raise HelmscopeError(f"derivatives is {derivatives!r}, but it must be True or False")
-    path = trajectory_of(check_system(system))
-    weights = token_weights(path.states[0], None if path.weights is None else path.weights[0])
-    rows = []
-    for layer in system.layers:
-        force = system.force(layer=layer)
-        if not isinstance(force, MLP | GatedMLP):
-            asked = f"force(layer={layer})"
-            given = f"no MLP: {asked} is None" if force is None else f"a {type(force).__name__} as {asked}"
-            raise HelmscopeError(
-                f"system has {given}, but drift and swirl need the MLP of a system: that of a Block, or an MLP itself"
-            )
-        x = check_tokens(_places(system, layer).detach(), name=f"points of layer {layer}")
-        with torch.no_grad():
-            seen = {**_pointwise(force, x), **_attention_speed(system, layer, x)}
-            if derivatives:
-                seen |= _derived(force, x)
-            fraction = _ratio_of_sums(seen["swirl"], seen["force"], weights)
-        rows.append(
-            {name: _mean(value, weights) for name, value in seen.items()} | {"swirl_fraction_as_printed": fraction}
-        )
-    return mean_and_stderr({name: torch.stack([row[name] for row in rows]) for name in rows[0]}, layer_axis(system))
+    instrument = DriftAndSwirl(derivatives=derivatives)
+    return reduce_replicates(check_system(system).replay(instrument)[instrument.name])
 
 
-def _places(system: System, layer: int) -> Tensor:
-    """Where the force is read: the states, or what a recorded model's norm makes of them, as unit vectors."""
-    points = getattr(system, "points", None)
-    if points is None:
-        return system.trajectory.states[layer]
-    found: Tensor = points(layer=layer)
-    length = torch.linalg.vector_norm(found, dim=-1)
-    if not bool(((length - 1).abs() <= 0.1).all()):
+def _unit(points: Tensor | None, weights: Tensor, name: str) -> Tensor:
+    """Where the force is read, as unit vectors. Tokens that do not count, such as padding, may have no direction: they
+    stand at the first axis.
+    """
+    assert points is not None
+    axis = torch.zeros_like(points)
+    axis[..., 0] = 1.0
+    points = torch.where((weights > 0).unsqueeze(-1), points, axis)
+    length = torch.linalg.vector_norm(points, dim=-1)
+    if bool(((length - 1).abs() > 0.1).any()):
         raise HelmscopeError(
             f"system has an MLP that reads points of length {float(length.min()):.3g} to {float(length.max()):.3g}, "
             "but drift on a sphere needs a norm before it"
         )
-    unit: Tensor = found / length.unsqueeze(-1)
-    return unit
+    unit: Tensor = points / length.unsqueeze(-1)
+    return check_tokens(unit, name=name)
 
 
 def _pointwise(mlp: MLP | GatedMLP, x: Tensor) -> dict[str, Float[Tensor, "batch n"]]:
@@ -121,19 +151,6 @@ def _derived(mlp: MLP | GatedMLP, x: Tensor) -> dict[str, Float[Tensor, "batch n
     return {"swirl_index": torch.stack(index), "surface_divergence": torch.stack(divergence)}
 
 
-def _attention_speed(system: System, layer: int, x: Tensor) -> dict[str, Float[Tensor, "batch n"]]:
-    """|P a| where the system is a simulated block; nothing elsewhere."""
-    if not (isinstance(system, Simulation) and isinstance(system.field, Block)):
-        return {}
-    block = system.field
-    seen = block.placement.read(Half.ATTENTION, system.stream(depth=layer).detach())
-    out = block.attention.ambient(seen, weights=system.problem.weights)
-    return {"attention_speed": torch.linalg.vector_norm(project(x, out), dim=-1)}
-
-
-def _mean(value: Tensor, weights: Tensor) -> Tensor:
-    return (value * weights).sum(-1) / weights.sum(-1)
-
-
 def _ratio_of_sums(part: Tensor, whole: Tensor, weights: Tensor) -> Tensor:
-    return (part * part * weights).sum(-1) / (whole * whole * weights).sum(-1)
+    part, whole = (torch.where(weights > 0, weights * value * value, 0.0) for value in (part, whole))
+    return part.sum(-1) / whole.sum(-1)

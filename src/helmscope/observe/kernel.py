@@ -11,16 +11,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
-import xarray as xr
 
-from helmscope.observe.track import layer_axis, mean_and_stderr, token_weights, trajectory_of
-from helmscope.types import HelmscopeError, System
+from helmscope.observe.track import check_system, token_mean, token_weights
+from helmscope.stats.reduce import reduce_replicates
+from helmscope.types import HelmscopeError, Instrument, Needs
 
 if TYPE_CHECKING:
+    import xarray as xr
     from jaxtyping import Bool, Float
     from torch import Tensor
+
+    from helmscope.types import AttentionPass, Moment, System
 
 
 def check_kernel(kernel: object) -> Float[Tensor, "*batch n n"]:
@@ -208,15 +210,41 @@ def visible_tokens(
     return visible.expand(kernel.shape[:-1])
 
 
-def kernel_statistics(system: System) -> xr.Dataset:
-    """The quantities above for every layer (every time of a simulation), and for every head where there are several:
+class KernelStatistics(Instrument):
+    """The quantities above in every layer (at every time of a simulation), and for every head where there are several:
     ``row_mass``, ``entropy``, ``effective_keys``, ``largest_weight``, ``first_token_mass``, ``future_mass``,
     ``bistochastic_defect`` and ``symmetry_defect``.
 
     Quantities of a query are averaged over the queries that see a key, by the weights of the trajectory: special tokens
     of a model are left out there, but they are keys, and so the first of them may be the sink. Columns and symmetry are
-    those of all visible tokens. Mean and standard error are those of the systems. A system without attention is
-    refused.
+    those of all visible tokens.
+
+    >>> from helmscope.fields.attention import SA
+    >>> from helmscope.solve.integrate import integrate
+    >>> run = integrate(SA(beta=0.0), torch.eye(3).expand(2, 3, 3), times=[0.0, 1.0])
+    >>> seen = run.replay(KernelStatistics())["kernel_statistics"]
+    >>> seen.effective_keys.dims, seen.effective_keys.values.round(6).tolist()
+    (('time', 'system'), [[3.0, 3.0], [3.0, 3.0]])
+    """
+
+    name = "kernel_statistics"
+    needs = Needs.KERNEL
+
+    def attention(self, moment: Moment, passed: AttentionPass) -> None:
+        """Take in the kernel of a layer."""
+        kernel, (rows, n) = check_kernel(passed.kernel), passed.state.shape[:2]
+        if kernel.ndim not in (3, 4) or (kernel.shape[0], kernel.shape[-1]) != (rows, n):
+            raise HelmscopeError(
+                f"kernel of layer {moment.layer} has shape {tuple(kernel.shape)}, but {rows} systems of {n} tokens "
+                f"need ({rows}, {n}, {n}) or ({rows}, heads, {n}, {n})"
+            )
+        weights = token_weights(passed.state, moment.weights)
+        self.keep(moment, _statistics(kernel, weights.to(kernel), moment.visible))
+
+
+def kernel_statistics(system: System) -> xr.Dataset:
+    """``KernelStatistics`` of a system with mean, standard error and interval over its replicates, by one replay. A
+    system without attention is refused.
 
     >>> from helmscope.fields.attention import SA
     >>> from helmscope.solve.integrate import integrate
@@ -224,35 +252,8 @@ def kernel_statistics(system: System) -> xr.Dataset:
     >>> seen.effective_keys.values.round(6).tolist(), seen.attrs["n"]
     ([3.0, 3.0], 1)
     """
-    path = trajectory_of(check_system(system))
-    batch, n = path.states.shape[1:3]
-    weights = token_weights(path.states[0], None if path.weights is None else path.weights[0])
-    rows = []
-    for layer in system.layers:
-        kernel = check_kernel(system.kernel(layer=layer).detach())
-        if kernel.ndim not in (3, 4) or (kernel.shape[0], kernel.shape[-1]) != (batch, n):
-            raise HelmscopeError(
-                f"kernel(layer={layer}) has shape {tuple(kernel.shape)}, but {batch} systems of {n} tokens need "
-                f"({batch}, {n}, {n}) or ({batch}, heads, {n}, {n})"
-            )
-        rows.append(_statistics(kernel, weights.to(kernel), system.visible))
-    values = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
-    heads = values["entropy"].shape[2:]
-    return mean_and_stderr(values, {**layer_axis(system), **({"head": np.arange(heads[0])} if heads else {})})
-
-
-def check_system(system: object) -> System:
-    """A System, which knows its mechanism; a bare Trajectory and anything else is refused.
-
-    >>> from helmscope.fields.attention import SA
-    >>> from helmscope.solve.integrate import integrate
-    >>> len(check_system(integrate(SA(beta=0.0), torch.eye(3), times=[1.0])).trajectory.times)
-    1
-    """
-    if isinstance(system, type) or not isinstance(system, System):
-        shown = system.__name__ if isinstance(system, type) else type(system).__name__
-        raise HelmscopeError(f"system is {shown}, but the mechanism is known to a System only, such as a Simulation")
-    return system
+    instrument = KernelStatistics()
+    return reduce_replicates(check_system(system).replay(instrument)[instrument.name])
 
 
 def _statistics(kernel: Tensor, weights: Tensor, visible: Tensor | None) -> dict[str, Tensor]:
@@ -269,16 +270,12 @@ def _statistics(kernel: Tensor, weights: Tensor, visible: Tensor | None) -> dict
         "future_mass": future_mass(kernel),
     }
     sighted = weights * (kernel.sum(-1) > 0)
-    means = {name: _mean(value, weights if name == "row_mass" else sighted) for name, value in of_query.items()}
+    means = {name: token_mean(value, weights if name == "row_mass" else sighted) for name, value in of_query.items()}
     return {
         **means,
         "bistochastic_defect": bistochastic_defect(kernel, visible=visible),
         "symmetry_defect": symmetry_defect(kernel, visible=visible),
     }
-
-
-def _mean(value: Tensor, weights: Tensor) -> Tensor:
-    return torch.where(weights > 0, weights * value, 0.0).sum(-1) / weights.sum(-1)
 
 
 def _of_sighted(kernel: Tensor, value: Tensor) -> Tensor:

@@ -100,19 +100,6 @@ def state_axis(path: Trajectory) -> dict[str, np.ndarray]:
     return {path.axis: path.times.cpu().numpy()}
 
 
-def layer_axis(system: System) -> dict[str, np.ndarray]:
-    """The name and the coordinates of the axis of a system's mechanisms: the layers of a model, and for a simulation,
-    whose mechanism at a stored time is its layer, the times.
-
-    >>> from helmscope.fields.attention import SA
-    >>> from helmscope.solve.integrate import integrate
-    >>> layer_axis(integrate(SA(beta=0.0), torch.eye(3), times=[2.0]))
-    {'time': array([2.])}
-    """
-    path = system.trajectory
-    return state_axis(path) if path.axis == "time" else {"layer": np.array(system.layers)}
-
-
 def token_weights(
     x: Float[Tensor, "*batch n d"], weights: Float[Tensor, "*batch n"] | None
 ) -> Float[Tensor, "*batch n"]:
@@ -123,3 +110,26 @@ def token_weights(
     """
     given = check_weights(x, weights)
     return torch.ones_like(x[..., 0]) if given is None else given
+
+
+def token_mean(value: Float[Tensor, "*batch n"], weights: Float[Tensor, "*batch n"]) -> Float[Tensor, "*batch"]:
+    """The mean over tokens by their weights; a token of weight 0 may be NaN.
+
+    >>> token_mean(torch.tensor([1.0, 3.0, torch.nan]), torch.tensor([1.0, 3.0, 0.0]))
+    tensor(2.5000)
+    """
+    return torch.where(weights > 0, weights * value, 0.0).sum(-1) / weights.sum(-1)
+
+
+def check_system(system: object) -> System:
+    """A System, which knows its mechanism; a bare Trajectory and anything else is refused.
+
+    >>> from helmscope.fields.attention import SA
+    >>> from helmscope.solve.integrate import integrate
+    >>> len(check_system(integrate(SA(beta=0.0), torch.eye(3), times=[1.0])).trajectory.times)
+    1
+    """
+    if isinstance(system, type) or not isinstance(system, System):
+        shown = system.__name__ if isinstance(system, type) else type(system).__name__
+        raise HelmscopeError(f"system is {shown}, but the mechanism is known to a System only, such as a Simulation")
+    return system

@@ -8,14 +8,17 @@ from typing import TYPE_CHECKING
 from helmscope.fields.block import Block
 from helmscope.fields.field import Field
 from helmscope.fields.mlp import MLP, GatedMLP
+from helmscope.solve.replay import refusal, replay
 from helmscope.types import Outcome, Trajectory
 
 if TYPE_CHECKING:
     import torch
+    import xarray as xr
     from jaxtyping import Bool, Float
     from torch import Tensor
 
     from helmscope.solve.problem import Problem
+    from helmscope.types import Instrument
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,3 +106,15 @@ class Simulation:
         ``generator`` where there is one, else fixed by the seed of the run and ``depth``.
         """
         return self.problem.again(depth, states, self.stream(depth=depth), generator).run()
+
+    def refusal(self, instrument: Instrument) -> str | None:
+        """Why the instrument cannot be used on this simulation, in one sentence; None where it can."""
+        return refusal(self, instrument)
+
+    def replay(self, *instruments: Instrument, batch_size: int | None = None) -> dict[str, xr.Dataset]:
+        """Show the mechanism at every stored time to instruments, ``batch_size`` systems at a time (as many as fit a
+        modest memory where None), and give their Measurements by name, with the axes ``time`` and ``system``.
+
+        A field of one head has no axis ``head``. Writes are velocities, and under ``Layer(h)`` increments.
+        """
+        return replay(self, instruments, batch_size=batch_size)

@@ -1,9 +1,10 @@
-"""What a system and an instrument that watches it must offer."""
+"""What a system must offer."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
+from helmscope.types.instrument import Instrument
 from helmscope.types.trajectory import Trajectory
 
 if TYPE_CHECKING:
@@ -42,13 +43,8 @@ class System(Protocol):
     def resume(self, *, depth: int, states: Tensor, generator: torch.Generator | None = None) -> System:
         """Continue from a depth with changed states, (batch, token, dim)."""
 
+    def refusal(self, instrument: Instrument) -> str | None:
+        """Why the instrument cannot be used on this system, in one sentence; None where it can."""
 
-@runtime_checkable
-class Reducer(Protocol):
-    """Sees query, key, value and weights of one layer as they pass, and keeps a small result."""
-
-    def update(self, layer: int, query: Tensor, key: Tensor, value: Tensor, weights: Tensor) -> None:
-        """Take in one layer; the tensors are not kept."""
-
-    def result(self) -> xr.Dataset:
-        """The Measurement gathered so far."""
+    def replay(self, *instruments: Instrument) -> dict[str, xr.Dataset]:
+        """Show every layer once to all instruments, and give their Measurements, with their replicates, by name."""

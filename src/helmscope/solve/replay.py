@@ -1,0 +1,228 @@
+"""A simulation shown to instruments, layer by layer: layer k is the mechanism at stored time k.
+
+Both halves of a flow read state k. Under ``Layer()`` a sequential block is run again from state k, and its MLP reads
+the state between the halves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from helmscope.fields.attention import Attention
+from helmscope.fields.block import Block
+from helmscope.fields.lowrank import as_dense
+from helmscope.fields.multihead import MultiHead
+from helmscope.fields.placement import PreNorm
+from helmscope.geometry.arithmetic import full_precision
+from helmscope.kernels.dense import matrix_product
+from helmscope.solve.flow import Flow
+from helmscope.solve.layer import Layer
+from helmscope.solve.noisy_layer import NoisyLayer
+from helmscope.types import (
+    AttentionPass,
+    Half,
+    Instrument,
+    MlpPass,
+    Moment,
+    Needs,
+    ReplayPlan,
+    results,
+    start_instruments,
+    whole_number,
+)
+
+if TYPE_CHECKING:
+    import xarray as xr
+    from torch import Tensor
+
+    from helmscope.fields.field import Field
+    from helmscope.solve.simulation import Simulation
+
+CHUNK = 1 << 24  # entries of a kernel that are held at a time: 128 MiB in float64
+
+
+@full_precision
+def replay(
+    simulation: Simulation, instruments: Sequence[Instrument], *, batch_size: int | None = None
+) -> dict[str, xr.Dataset]:
+    """Show a simulation to instruments, ``batch_size`` systems at a time; see ``Simulation.replay``.
+
+    >>> from helmscope.fields.attention import SA
+    >>> from helmscope.solve.integrate import integrate
+    >>> replay(integrate(SA(beta=0.0), torch.eye(2), times=[0.0]), [])
+    {}
+    """
+    systems, n = simulation.trajectory.states.shape[1:3]
+    plan = ReplayPlan(simulation.layers, "time", simulation.times.cpu().numpy(), "system", systems)
+    needs = start_instruments(simulation, instruments, plan)
+    size = max(1, CHUNK // n**2) if batch_size is None else whole_number("batch_size", batch_size, at_least=1)
+    with torch.no_grad():
+        for begin in range(0, systems, size):
+            rows = slice(begin, min(begin + size, systems))
+            part = _part(simulation, rows)
+            for layer in simulation.layers if instruments else ():
+                _Showing(part, layer, rows, needs).to(instruments)
+    return results(instruments)
+
+
+def refusal(simulation: Simulation, instrument: Instrument) -> str | None:
+    """Why an instrument cannot be used on this simulation; None where it can.
+
+    >>> from helmscope.fields.attention import SA
+    >>> from helmscope.solve.integrate import integrate
+    >>> from helmscope.types import Instrument
+    >>> class Looks(Instrument):
+    ...     name, needs = "looks", Needs.FORCE
+    >>> refusal(integrate(SA(beta=0.0), torch.eye(2), times=[0.0]), Looks())
+    'system has no MLP: force(layer=0) is None, but looks needs one: that of a Block, or an MLP itself'
+    """
+    field, name = simulation.field, type(simulation.field).__name__
+    attention = attention_of(field)
+    if Needs.KERNEL in instrument.needs and attention is None:
+        return f"field is {name}, but {instrument.name} needs a kernel, which is defined for attention fields only"
+    if Needs.QKV in instrument.needs and not isinstance(attention, Attention | MultiHead):
+        return f"field is {name}, but {instrument.name} needs query, key and value: those of SA, MultiHead and the like"
+    if Needs.FORCE in instrument.needs and simulation.force(layer=0) is None:
+        return (
+            f"system has no MLP: force(layer=0) is None, but {instrument.name} needs one: that of a Block, or an MLP "
+            "itself"
+        )
+    if Needs.FORCE in instrument.needs and not _reads_unit_vectors(simulation):
+        return f"system has an MLP that reads no unit vectors, but {instrument.name} needs one that does"
+    return instrument.refusal(simulation)
+
+
+def _reads_unit_vectors(simulation: Simulation) -> bool:
+    """Whether the force is that on unit vectors: behind a norm, or where states are unit vectors."""
+    field = simulation.field
+    if isinstance(field, Block) and isinstance(field.placement, PreNorm):
+        return True
+    length = torch.linalg.vector_norm(simulation.stream(depth=0).detach(), dim=-1)
+    return not bool(((length - 1).abs() > 0.1).any())
+
+
+def attention_of(field: Field) -> Field | None:
+    """The part of a field that attends: that of a block, or the field itself; None where none does.
+
+    >>> from helmscope.fields.field import PlainField
+    >>> attention_of(PlainField(torch.zeros_like)) is None
+    True
+    """
+    if isinstance(field, Block):
+        return field.attention
+    return field if field.attends else None
+
+
+def _part(simulation: Simulation, rows: slice) -> Simulation:
+    """Some systems of a simulation alone."""
+    path = simulation.trajectory
+    if rows == slice(0, path.states.shape[1]):
+        return simulation
+    few = replace(
+        path,
+        states=path.states[:, rows],
+        weights=None if path.weights is None else path.weights[:, rows],
+        radius=None if path.radius is None else path.radius[:, rows],
+        tokens=None,
+        outcome=None,
+    )
+    streams = None if simulation.streams is None else simulation.streams[:, rows]
+    return replace(
+        simulation,
+        trajectory=few,
+        problem=simulation.problem.part(rows.start, rows.stop),
+        event_times=(),
+        streams=streams,
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class _Showing:
+    """One layer of some systems, ``rows`` of the whole batch, and what is needed of it."""
+
+    simulation: Simulation
+    layer: int
+    rows: slice
+    needs: Needs
+
+    @property
+    def step(self) -> float | None:
+        """The size of a layer, None in a flow."""
+        stepper = self.simulation.problem.stepper
+        return stepper.h if isinstance(stepper, Layer | NoisyLayer) else None
+
+    @property
+    def state(self) -> Tensor:
+        return self.simulation.stream(depth=self.layer).detach()
+
+    def to(self, instruments: Sequence[Instrument]) -> None:
+        """Show both halves, as far as there are such, to whoever needs them."""
+        if self.needs.attention_half and attention_of(self.simulation.field) is not None:
+            passed = self._attention()
+            for each in instruments:
+                if each.needs.attention_half:
+                    each.attention(self._moment(Half.ATTENTION), passed)
+        if self.needs.mlp_half and self.simulation.force(layer=self.layer) is not None:
+            through = self._mlp()
+            for each in instruments:
+                if each.needs.mlp_half:
+                    each.mlp(self._moment(Half.MLP), through)
+
+    def _moment(self, half: Half) -> Moment:
+        weights, time = self.simulation.trajectory.weights, float(self.simulation.times[self.layer])
+        counted = None if weights is None else weights[self.layer if len(weights) > 1 else 0]
+        return Moment(self.layer, half, time, self.rows, counted, self.simulation.visible, self.step)
+
+    def _attention(self) -> AttentionPass:
+        needs, attention, state = self.needs, attention_of(self.simulation.field), self.state
+        kernel = self.simulation.kernel(layer=self.layer) if Needs.KERNEL in needs else None
+        query, key, value = self._projections(attention) if Needs.QKV in needs else (None, None, None)
+        write = self._write(Half.ATTENTION, state) if Needs.ATTENTION_WRITE in needs else None
+        return AttentionPass(state, self.simulation.trajectory.states[self.layer], kernel, query, key, value, write)
+
+    def _mlp(self) -> MlpPass:
+        field, state = self.simulation.field, self._read_by_mlp()
+        point = force = None
+        if Needs.FORCE in self.needs:
+            force, point = self.simulation.force(layer=self.layer), state
+            if isinstance(field, Block) and isinstance(field.placement, PreNorm):
+                point = field.placement.norm(Half.MLP).direction(state)
+        write = self._write(Half.MLP, state) if Needs.MLP_WRITE in self.needs else None
+        return MlpPass(state, Flow(field).direction(state), force, point, write)
+
+    def _read_by_mlp(self) -> Tensor:
+        field, state = self.simulation.field, self.state
+        if not isinstance(field, Block) or field.parallel or not isinstance(self.simulation.problem.stepper, Layer):
+            return state
+        return field.placement.close(Half.ATTENTION, state + self._write(Half.ATTENTION, state))
+
+    def _write(self, half: Half, state: Tensor) -> Tensor:
+        """What a half adds to the state: a velocity, or under ``Layer(h)`` h times that."""
+        field, weights = self.simulation.field, self.simulation.problem.weights
+        t = float(self.simulation.times[self.layer])
+        if isinstance(field, Block):
+            write = field.write(half, state, t=t, weights=weights)
+        else:
+            write = field.ambient(state, t=t, weights=weights)
+        return write if self.step is None else self.step * write
+
+    def _projections(self, attention: Field | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Query, key and value: logits are <query, key> and bias, and the kernel averages the values."""
+        assert isinstance(attention, Attention | MultiHead)
+        field, x = self.simulation.field, self.state
+        x = field.placement.read(Half.ATTENTION, x) if isinstance(field, Block) else x
+        request = attention.request(x, None, tangent=False)
+        if isinstance(attention, Attention):
+            return request.query, request.key, _valued(attention, x)
+        return request.query, request.key, torch.stack([_valued(head, x) for head in attention.heads], -3)
+
+
+def _valued(head: Attention, x: Tensor) -> Tensor:
+    """V x_j of one head."""
+    if head.value_scale is not None:
+        return head.value_scale * x
+    return matrix_product(x, as_dense(head.value, x).mT)

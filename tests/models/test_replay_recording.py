@@ -1,0 +1,250 @@
+"""A recording shown to instruments: what passes against what was recorded, by one forward per chunk of prompts."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import transformers as tf
+
+import helmscope as hs
+from helmscope.models.record import record
+from helmscope.models.topology import Kind
+from helmscope.types import Half
+from model_families import inputs_of, tiny_model
+
+F64 = torch.float64
+EVERYTHING = hs.Keep.QUERIES | hs.Keep.KEYS | hs.Keep.VALUES | hs.Keep.WEIGHTS | hs.Keep.WRITES
+PADDED = {
+    "input_ids": torch.tensor([[5, 6, 7, 0, 0], [8, 9, 10, 11, 12], [3, 4, 5, 6, 0]]),
+    "attention_mask": torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1], [1, 1, 1, 1, 0]]),
+}
+
+
+class Everything(hs.Instrument):
+    """Keeps all that passes."""
+
+    name = "everything"
+    needs = ~hs.Needs.NOTHING
+
+    def __init__(self, needs=None):
+        self.needs = self.needs if needs is None else needs
+        self.seen = []
+
+    def attention(self, moment, passed):
+        self.seen.append((moment, passed))
+        self.keep(moment, {"length": passed.state.norm(dim=(-1, -2))})
+
+    def mlp(self, moment, passed):
+        self.attention(moment, passed)
+
+    def put_together(self, half, name):
+        """(layer, prompt, ...) of what the chunks showed."""
+        layers = sorted({moment.layer for moment, _ in self.seen})
+        return torch.stack(
+            [
+                torch.cat([getattr(p, name) for m, p in self.seen if (m.layer, m.half) == (layer, half)])
+                for layer in layers
+            ]
+        )
+
+
+def count_forwards(model):
+    """A list that grows by one with every forward of the model's trunk."""
+    calls = []
+    model.base_model.register_forward_pre_hook(lambda *_: calls.append(1))
+    return calls
+
+
+def alike(one, other, bound):
+    assert one.shape == other.shape
+    assert (one - other).abs().max() <= bound * max(1.0, float(other.abs().max()))
+
+
+@pytest.mark.parametrize("batch_size", [2, 16])
+@pytest.mark.parametrize(
+    "family", ["gpt2", "gpt_neox", "gptj", "gemma2", "granite", "bert", "albert", "mpnet", "bloom", "modernbert"]
+)
+def test_what_passes_is_what_was_recorded(family, batch_size):
+    recording = record(tiny_model(family, dtype=F64), inputs_of(family), keep=EVERYTHING, batch_size=batch_size)
+    instrument, own = Everything(), recording.anatomy.layers
+    recording.replay(instrument)
+    assert all(moment.step == 1 for moment, _ in instrument.seen)
+    kept, path = recording.kept, recording.trajectory
+    first = instrument.put_together(Half.ATTENTION, "state")
+    alike(first, torch.stack([recording.stream(depth=2 * layer) for layer in range(3)]), 1e-13)
+    alike(instrument.put_together(Half.ATTENTION, "direction"), path.states[:-1:2], 1e-13)
+    for name in ("query", "key", "value"):
+        alike(instrument.put_together(Half.ATTENTION, name), kept[name], 1e-13)
+    alike(instrument.put_together(Half.ATTENTION, "kernel"), kept["weights"], 1e-13)
+    for half in Half:
+        alike(instrument.put_together(half, "write"), kept[f"{half.value} write"], 1e-13)
+    depths = [2 * layer + (own[layer].wiring.kind is not Kind.PARALLEL) for layer in range(3)]
+    assert [m.time for m, _ in instrument.seen if m.half is Half.MLP][:3] == depths
+    read = instrument.put_together(Half.MLP, "state")
+    alike(read, torch.stack([recording.stream(depth=depth) for depth in depths]), 1e-13)
+    points = torch.stack([recording.points(layer=layer) for layer in range(3)])
+    alike(instrument.put_together(Half.MLP, "point"), points, 1e-13)
+    for moment, passed in instrument.seen:
+        if moment.half is Half.MLP and not own[moment.layer].wiring.sandwich:
+            alike(passed.force.ambient(passed.point), passed.write, 1e-6)
+
+
+def test_all_streaming_instruments_take_one_forward_per_chunk():
+    model = tiny_model("gpt2")
+    recording = record(model, inputs_of("gpt2", batch=5), batch_size=2)
+    calls = count_forwards(model)
+    seen = hs.measure(recording)
+    assert len(calls) == 3
+    assert set(seen) == {"kernel_statistics", "drift_and_swirl"}
+    assert seen["kernel_statistics"].entropy.dims == ("layer", "prompt", "head")
+    assert seen["drift_and_swirl"].attention_speed.dims == ("layer", "prompt")
+    hs.kernel_statistics(recording)
+    hs.drift_and_swirl(recording, derivatives=False)
+    assert len(calls) == 9
+    assert recording.replay() == {}
+    assert len(calls) == 9
+
+
+@pytest.mark.parametrize("family", ["gpt2", "gpt_neox", "bert"])
+def test_the_size_of_the_chunks_changes_nothing(family):
+    model = tiny_model(family, dtype=F64)
+    instruments = hs.KernelStatistics(), hs.DriftAndSwirl()
+    whole = record(model, PADDED).replay(*instruments)
+    for size in (1, 2):
+        for name, seen in record(model, PADDED, batch_size=size).replay(*instruments).items():
+            assert seen.sizes == whole[name].sizes
+            for quantity, value in seen.data_vars.items():
+                np.testing.assert_allclose(value.values, whole[name][quantity].values, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "bert", "llama"])
+def test_padding_is_neither_counted_nor_seen(family):
+    """The numbers of a prompt are those that it has alone."""
+    model = tiny_model(family, dtype=F64)
+    instruments = hs.KernelStatistics(), hs.DriftAndSwirl(derivatives=False)
+    recording = record(model, PADDED)
+    together, told = recording.replay(*instruments), Everything(hs.Needs.ATTENTION)
+    recording.replay(told)
+    for moment, _ in told.seen:
+        assert torch.equal(moment.weights > 0, recording.batch.counted)
+        assert torch.equal(moment.visible, recording.visible)
+    for row, mask in enumerate(PADDED["attention_mask"]):
+        alone = record(model, PADDED["input_ids"][row : row + 1, : int(mask.sum())]).replay(*instruments)
+        for name, seen in alone.items():
+            for quantity, value in seen.data_vars.items():
+                wanted = together[name][quantity].isel(prompt=[row]).values
+                np.testing.assert_allclose(value.values, wanted, rtol=1e-6, atol=1e-9, err_msg=quantity)
+
+
+def same_blocks():
+    """A GPT-2 whose two layers of one head are the same block, and that block as a field: attention without biases."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 9, "n_embd": 8, "n_layer": 2, "n_head": 1, "n_positions": 16}
+    model = tf.GPT2LMHeadModel(tf.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)).double().eval()
+    first, second = model.transformer.h
+    with torch.no_grad():
+        for value in first.parameters():
+            value.normal_(std=0.5)
+        for linear in (first.attn.c_attn, first.attn.c_proj):
+            linear.bias.zero_()
+        second.load_state_dict(first.state_dict())
+    norms = [hs.LayerNorm(gain=n.weight.detach(), bias=n.bias.detach(), eps=n.eps) for n in (first.ln_1, first.ln_2)]
+    query, key, value = first.attn.c_attn.weight.detach().split(8, 1)
+    attention = hs.SA(
+        8**-0.5, query_key=query @ key.T, value=(value @ first.attn.c_proj.weight.detach()).T, causal=True
+    )
+    return model, attention, hs.PreNorm(attention_norm=norms[0], mlp_norm=norms[1])
+
+
+def test_a_simulation_and_a_recording_of_the_same_model_have_the_same_numbers():
+    model, attention, placement = same_blocks()
+    recording = record(model, torch.randint(9, (3, 6), generator=torch.Generator().manual_seed(0)))
+    block = hs.Block(attention, recording.forces[0].force, placement=placement)
+    simulation = hs.integrate(block, recording.stream(depth=0), times=[0.0, 1.0, 2.0], stepper=hs.Layer())
+    assert (simulation.stream(depth=2) - recording.stream(depth=4)).abs().max() < 1e-11
+    instruments = hs.KernelStatistics(), hs.DriftAndSwirl()
+    recorded, simulated = recording.replay(*instruments), simulation.replay(*instruments)
+    for name, seen in recorded.items():
+        assert set(seen) == set(simulated[name])
+        for quantity, value in seen.data_vars.items():
+            wanted = simulated[name][quantity].values[:2]
+            np.testing.assert_allclose(value.values.reshape(wanted.shape), wanted, rtol=1e-9, atol=1e-11)
+
+
+def test_a_resumed_recording_shows_its_own_layers():
+    recording = record(tiny_model("bert", dtype=F64), inputs_of("bert"))
+    states = recording.trajectory.states
+    for depth in (2, 3, 6):
+        again = recording.resume(depth=depth, states=states[depth].flip(1))
+        instrument = Everything()
+        seen = again.replay(instrument)["everything"]
+        assert seen.layer.values.tolist() == list(again.layers) == list(range(min(depth // 2, 2), 3))
+        layer = again.layers[-1] if depth < 6 else None
+        if layer is not None:
+            alike(instrument.put_together(Half.MLP, "point")[-1], again.points(layer=layer), 1e-12)
+    middle = recording.resume(depth=3, states=states[3].flip(1))
+    instrument = Everything(hs.Needs.MLP)
+    middle.replay(instrument)
+    alike(instrument.put_together(Half.MLP, "direction")[0], states[3].flip(1), 1e-12)
+
+
+def test_a_change_is_seen():
+    recording = record(tiny_model("gpt2"), inputs_of("gpt2"))
+    instrument = Everything(hs.Needs.ATTENTION_WRITE)
+    recording.under(hs.Ablate([1], site=hs.Site.ATTENTION)).replay(instrument)
+    sizes = instrument.put_together(Half.ATTENTION, "write").abs().amax((1, 2, 3))
+    assert (sizes > 0).tolist() == [True, False, True]
+
+
+def hiding():
+    """A DeBERTa, which shows its attention weights alone."""
+    sizes = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3}
+    places = {"relative_attention": True, "pos_att_type": ["c2p", "p2c"], "max_relative_positions": 16}
+    torch.manual_seed(0)
+    return tf.DebertaModel(tf.DebertaConfig(**sizes, **places, num_attention_heads=4)).eval()
+
+
+def test_a_family_that_hides_q_k_and_v_shows_the_rest():
+    recording = record(hiding(), inputs_of("gpt2"))
+    instrument = Everything(hs.Needs.KERNEL | hs.Needs.ATTENTION_WRITE)
+    recording.replay(instrument)
+    alike(instrument.put_together(Half.ATTENTION, "kernel")[1], recording.kernel(layer=1), 1e-6)
+    assert all(passed.query is passed.key is passed.value is None for _, passed in instrument.seen)
+    with pytest.raises(hs.HelmscopeError, match=r"^replay is not given out.*hides q, k and v"):
+        recording.replay(hs.KernelStatistics(), Everything(hs.Needs.QKV))
+
+
+@pytest.mark.parametrize(
+    ("family", "said"),
+    [
+        ("olmo2", "system has in layer 0 an MLP without a norm before it, but drift_and_swirl needs one"),
+        ("mixtral", r"system has a Mixture as force\(layer=0\), but drift and swirl need a plain MLP"),
+    ],
+)
+def test_a_model_that_an_instrument_does_not_fit(family, said):
+    recording = record(tiny_model(family), inputs_of(family))
+    with pytest.raises(hs.HelmscopeError, match=said):
+        hs.drift_and_swirl(recording)
+    assert list(hs.measure(recording)) == ["kernel_statistics"]
+
+
+def test_a_fault_of_an_instrument_is_its_own():
+    class Faulty(Everything):
+        def attention(self, moment, passed):
+            raise KeyError("no such thing")
+
+    recording = record(tiny_model("gpt2"), inputs_of("gpt2"))
+    with pytest.raises(KeyError, match="no such thing"):
+        recording.replay(Faulty(hs.Needs.ATTENTION))
+    recording.replay(hs.KernelStatistics())  # and the model is as it was
+
+
+def test_half_precision_is_shown_in_single():
+    recording = record(tiny_model("bert", dtype=torch.bfloat16), inputs_of("bert"))
+    instrument = Everything()
+    recording.replay(instrument)
+    for name in ("state", "direction", "write", "kernel", "query"):
+        assert instrument.put_together(Half.ATTENTION, name).dtype == torch.float32
+    points = torch.stack([recording.points(layer=layer) for layer in range(3)])
+    alike(instrument.put_together(Half.MLP, "point"), points, 1e-5)

@@ -1,0 +1,75 @@
+"""Many instruments by one replay, and the reduction of what they give."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import xarray as xr
+
+import helmscope as hs
+from helmscope.observe.measure import streaming_instruments
+
+DRAW = torch.Generator().manual_seed(0)
+MLP = hs.MLP(
+    w_in=torch.randn(4, 3, dtype=torch.float64, generator=DRAW),
+    w_out=torch.randn(3, 4, dtype=torch.float64, generator=DRAW),
+    activation=hs.activations.Tanh(),
+)
+X = hs.Uniform(5, 3).sample(4, seed=0)
+RUN = hs.integrate(hs.Block(hs.SA(2.0), MLP), X, times=[0.0, 0.5])
+
+
+def test_what_only_looks_takes_no_forward():
+    instruments = streaming_instruments()
+    assert {instrument.name for instrument in instruments} == {"kernel_statistics", "drift_and_swirl"}
+    assert all(instrument.forwards == 0 for instrument in instruments)
+
+
+def test_many_instruments_take_one_replay(monkeypatch):
+    class Peaks(hs.Instrument):
+        name, needs = "peaks", hs.Needs.KERNEL
+
+        def attention(self, moment, passed):
+            self.keep(moment, {"peak": passed.kernel.amax((-1, -2))})
+
+    plain, layers = hs.SA.kernel, []
+    monkeypatch.setattr(hs.SA, "kernel", lambda *given, **named: layers.append(1) or plain(*given, **named))
+    seen = hs.measure(RUN, hs.KernelStatistics(), hs.DriftAndSwirl(), Peaks())
+    assert len(layers) == 2
+    assert list(seen) == ["kernel_statistics", "drift_and_swirl", "peaks"]
+    wanted = torch.stack([RUN.kernel(layer=layer).amax((-1, -2)) for layer in (0, 1)])
+    assert seen["peaks"].peak.values == pytest.approx(wanted.numpy(), rel=1e-14)
+    assert seen["peaks"].time.values.tolist() == [0.0, 0.5]
+
+
+def test_without_names_it_takes_what_the_system_can_serve():
+    assert set(hs.measure(RUN)) == {"kernel_statistics", "drift_and_swirl"}
+    assert set(hs.measure(hs.integrate(hs.SA(1.0), X, times=[0.0]))) == {"kernel_statistics"}
+    assert set(hs.measure(hs.integrate(MLP, X, times=[0.0]))) == {"drift_and_swirl"}
+    long = hs.Block(hs.SA(2.0), MLP, placement=hs.PostNorm(attention_norm=hs.RMSNorm(), mlp_norm=hs.RMSNorm()))
+    layered = hs.integrate(long, 3**0.5 * X, times=[0.0, 1.0], stepper=hs.Layer())
+    assert set(hs.measure(layered)) == {"kernel_statistics"}
+    with pytest.raises(hs.HelmscopeError, match="reads no unit vectors, but drift_and_swirl needs one that does"):
+        hs.drift_and_swirl(layered)
+
+
+def test_replicates_are_kept_until_they_are_reduced():
+    seen = hs.measure(RUN, hs.KernelStatistics(), hs.DriftAndSwirl())
+    assert seen["kernel_statistics"].entropy.dims == ("time", "system")
+    xr.testing.assert_identical(hs.reduce_replicates(seen["kernel_statistics"]), hs.kernel_statistics(RUN))
+    xr.testing.assert_identical(hs.reduce_replicates(seen["drift_and_swirl"]), hs.drift_and_swirl(RUN))
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda: hs.measure(RUN.trajectory), "system is Trajectory.*System"),
+        (lambda: hs.measure(RUN, hs.KernelStatistics), "instruments holds KernelStatistics"),
+        (lambda: hs.measure(hs.integrate(torch.zeros_like, X, times=[0.0])), "system can serve no instrument: field"),
+        (lambda: hs.measure(hs.integrate(MLP, X, times=[0.0]), hs.KernelStatistics()), "attention fields only"),
+    ],
+)
+def test_bad_input_is_refused_with_one_sentence(call, said):
+    with pytest.raises(hs.HelmscopeError, match=said) as caught:
+        call()
+    assert "\n" not in str(caught.value)
