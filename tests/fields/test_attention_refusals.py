@@ -11,7 +11,7 @@ from attention_cases import (
     NAN,
     tokens,
 )
-from helmscope.types import HelmscopeError
+from helmscope.types import HelmscopeError, shown
 
 
 def assert_refused(call, *words):
@@ -31,7 +31,7 @@ def assert_refused(call, *words):
     ids=lambda b: repr(b)[:9],
 )
 def test_bad_beta(kind, beta):
-    assert_refused(lambda: kind(beta), "beta", " ".join(repr(beta).split())[:60])
+    assert_refused(lambda: kind(beta), "beta", shown(beta)[:60])
 
 
 @BOTH
