@@ -39,7 +39,10 @@ if TYPE_CHECKING:
     from helmscope.fields.attention import SA as SA
     from helmscope.fields.attention import USA as USA
     from helmscope.fields.block import Block as Block
+    from helmscope.fields.field import Field as Field
+    from helmscope.fields.field import PlainField as PlainField
     from helmscope.fields.field import ScaledVelocity as ScaledVelocity
+    from helmscope.fields.field import Space as Space
     from helmscope.fields.hardmax import Hardmax as Hardmax
     from helmscope.fields.helmholtz import Split as Split
     from helmscope.fields.helmholtz import helmholtz as helmholtz
@@ -70,6 +73,7 @@ if TYPE_CHECKING:
     from helmscope.fields.norms import effective_beta as effective_beta
     from helmscope.fields.placement import NGPT as NGPT
     from helmscope.fields.placement import Half as Half
+    from helmscope.fields.placement import NoNorm as NoNorm
     from helmscope.fields.placement import PostNorm as PostNorm
     from helmscope.fields.placement import PreNorm as PreNorm
     from helmscope.fields.placement import SandwichNorm as SandwichNorm
@@ -249,7 +253,7 @@ _HOME = {
     "helmscope.fields.alibi": "alibi alibi_slopes",
     "helmscope.fields.attention": "SA USA",
     "helmscope.fields.block": "Block",
-    "helmscope.fields.field": "ScaledVelocity",
+    "helmscope.fields.field": "Field PlainField ScaledVelocity Space",
     "helmscope.fields.hardmax": "Hardmax",
     "helmscope.fields.helmholtz": "Split helmholtz helmholtz_as_printed",
     "helmscope.fields.hodge_gaussian": "hodge_gaussian hodge_linear",
@@ -263,7 +267,7 @@ _HOME = {
         "DivergenceForm IsotropicNoise Ito LayerNormChain MatrixNoise Noise Process StateNoise Stratonovich"
     ),
     "helmscope.fields.norms": "LayerNorm RMSNorm UnitNorm effective_beta",
-    "helmscope.fields.placement": "Half NGPT PostNorm PreNorm SandwichNorm",
+    "helmscope.fields.placement": "Half NGPT NoNorm PostNorm PreNorm SandwichNorm",
     "helmscope.fields.sinkhorn": "SinkhornAttention",
     "helmscope.geometry": "harmonics linkage retraction sphere surface",
     "helmscope.intervene.attention": "AblateHead MaskKeys Perturb Reweigh",

@@ -8,11 +8,13 @@ import pytest
 import torch
 
 import helmscope as hs
+from helmscope.fields.field import as_field
 from helmscope.solve import adaptive
 from helmscope.solve.flow import Flow
 from helmscope.solve.rest import MOST_COORDINATES, resting_state
 
 F64 = torch.float64
+AT_0 = torch.zeros(1, 1, 1, dtype=F64)
 I3 = torch.eye(3, dtype=F64)
 STOPPED, FINISHED = hs.Status.AT_REST, hs.Status.FINISHED
 
@@ -71,7 +73,8 @@ def test_the_state_that_is_held_is_where_the_flow_ends(field, dtype, monkeypatch
     sim = hs.integrate(field, x0, [1e5], normalize=True)
     assert sim.outcome.statuses == (STOPPED,)
     x = sim.states[-1].to(F64)
-    speed = hs.sphere.project(x, Flow(field).move(x[None], torch.ones(1, 1, 1, dtype=F64))[0]).norm(dim=-1).max()
+    moved = Flow(as_field(field)).move(x[None], torch.ones(1, 1, 1, dtype=F64), AT_0)[0]
+    speed = hs.sphere.project(x, moved).norm(dim=-1).max()
     assert speed <= (1e-14 if dtype == F64 else 1e-6)
     monkeypatch.setattr(adaptive, "FIRST_LOOK", 0)
     worked = hs.integrate(field, x0, [sim.outcome.times[0] + 40.0], normalize=True)
@@ -103,7 +106,7 @@ def test_systems_rest_one_by_one():
 
 
 def rests(field: object, x: torch.Tensor, duration: float, *, h: float = 1.0, tol: float = 1e-9) -> bool:
-    return resting_state(Flow(field), x[None], h, duration=duration, tol=tol) is not None
+    return resting_state(Flow(as_field(field)), x[None], h, duration=duration, tol=tol) is not None
 
 
 @pytest.mark.parametrize("beta", [9.0, 16.0, 25.0])
@@ -178,7 +181,7 @@ def test_attracting_tokens_stay_in_their_hull_however_many_and_however_long():
     n = MOST_COORDINATES
     x = hs.VonMisesFisher(n=n, dim=3, kappa=1e20).sample(seed=0)
     field = hs.SA(beta=4.0)
-    assert torch.equal(resting_state(Flow(field), x[None], 1.0, duration=1e12, tol=1e-8)[0], x)
+    assert torch.equal(resting_state(Flow(as_field(field)), x[None], 1.0, duration=1e12, tol=1e-8)[0], x)
     assert not rests(field, x, 1e12, tol=1e-11)
     assert not rests(hs.SA(beta=4.0, value=-I3), x, 1e12, tol=1e-8)
     assert not rests(hs.SA(beta=4.0, value=normal(3, 3)), x, 1e12, tol=1e-8)

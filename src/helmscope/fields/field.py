@@ -66,6 +66,11 @@ class Field(ABC):
         return True
 
     @property
+    def autonomous(self) -> bool:
+        """Whether the velocity does not depend on time."""
+        return True
+
+    @property
     def exchangeable(self) -> bool:
         """Whether tokens can be relabelled, and so merged."""
         return False
@@ -252,6 +257,11 @@ class PlainField(Field):
     def name(self) -> str:
         """What kind of function it is."""
         return type(self.function).__name__
+
+    @property
+    def autonomous(self) -> bool:
+        """Whether the function takes no time."""
+        return not self._timed  # type: ignore[attr-defined]
 
     @property
     def takes_weights(self) -> bool:

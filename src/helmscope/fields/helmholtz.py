@@ -76,6 +76,8 @@ def helmholtz_as_printed(mlp: MLP | GatedMLP) -> Split:
 def _check_mlp(mlp: object) -> None:
     if not isinstance(mlp, MLP | GatedMLP):
         raise HelmscopeError(f"mlp is a {type(mlp).__name__}, but it must be an MLP or a GatedMLP")
+    if mlp.batch:
+        raise HelmscopeError(f"mlp has the batch axes {tuple(mlp.batch)}, but one MLP is split at a time")
 
 
 @dataclass(frozen=True, eq=False)

@@ -54,6 +54,8 @@ def check_ungated(mlp: object) -> MLP:
         )
     if not isinstance(mlp, MLP):
         raise HelmscopeError(f"mlp is a {type(mlp).__name__}, but it must be an MLP")
+    if mlp.batch:
+        raise HelmscopeError(f"mlp has the batch axes {tuple(mlp.batch)}, but one MLP is split at a time")
     return mlp
 
 

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from helmscope.fields.field import TokenField, is_continuous
 from helmscope.geometry.arithmetic import full_precision
 from helmscope.geometry.sphere import tangent_basis
 
@@ -53,6 +52,8 @@ def resting_state(
     tensor([[[ 1.,  0.],
              [-1.,  0.]]])
     """
+    if not flow.field.autonomous:  # what is at rest now may be moved later
+        return None
     state = _by_derivative(flow, x, h, duration, tol)
     if state is None and (getattr(flow.field, "value_scale", None) or 0.0) > 0 and _spread(x) <= tol:
         return x
@@ -61,10 +62,10 @@ def resting_state(
 
 def _by_derivative(flow: Flow, x: Tensor, h: float, duration: float, tol: float) -> Float[Tensor, "1 n d"] | None:
     n, d = x.shape[-2:]
-    if not is_continuous(flow.field) or n * (d - 1) > MOST_COORDINATES:
+    if not flow.field.continuous or n * (d - 1) > MOST_COORDINATES:
         return None
     # float32 would measure a derivative to three digits; a callable may know its own dtype alone
-    exact = flow.land(x.to(torch.float64) if isinstance(flow.field, TokenField) else x)
+    exact = flow.land(x.to(torch.float64) if flow.field.takes_weights else x)
     basis = tangent_basis(exact[0])
     doublings = max(0, math.ceil(math.log2(duration / h)))
     jacobian, velocity, error = _linearized(flow, exact, basis, duration / 2**doublings)
@@ -128,7 +129,7 @@ def _moves(flow: Flow, x: Float[Tensor, "batch n d"], basis: Float[Tensor, "n d 
     weights, leader = (None if part is None else part.expand(len(x), -1) for part in (flow.weights, flow.leader))
     many = replace(flow, weights=None if weights is None else weights.to(x.dtype), leader=leader)
     steps = torch.full((len(x), 1, 1), h, dtype=torch.float64, device=x.device)
-    return (basis.mT @ many.move(x, steps).unsqueeze(-1)).squeeze(-1).flatten(-2)
+    return (basis.mT @ many.move(x, steps, torch.zeros_like(steps)).unsqueeze(-1)).squeeze(-1).flatten(-2)
 
 
 @full_precision
