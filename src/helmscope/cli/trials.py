@@ -12,6 +12,7 @@ from helmscope.types import HelmscopeError, known_name
 
 if TYPE_CHECKING:
     from helmscope.claims.trial import Trial
+    from helmscope.cli.subjects import OnTrial
     from helmscope.runs.attempt import Engine
     from helmscope.store.run_folder import RunFolder
 
@@ -29,10 +30,12 @@ Resume = Annotated[bool, typer.Option("--resume", help="Go on with the interrupt
 AllowMixed = Annotated[bool, typer.Option("--allow-mixed", help="Resume under other versions, threads or CPU.")]
 
 
-def asked_claims(claims: list[str], folder: str | None, *, seed: int) -> list[str]:
-    """The claims to try, each once: those named, or all that have an experiment. Says whose code is about to run."""
+def asked_claims(claims: list[str], folder: str | None, *, seed: int, on: OnTrial) -> list[str]:
+    """The claims to try, each once: those named, or all that can be tried on what is on trial. Says whose code is about
+    to run. A claim that is named and cannot be tried on it is refused.
+    """
     from helmscope.claims.reading import read_catalogue
-    from helmscope.claims.registry import Case, experiments
+    from helmscope.claims.registry import Case, experiments, ground_of
     from helmscope.claims.trial import registered
     from helmscope.runs.progress import say
 
@@ -43,9 +46,19 @@ def asked_claims(claims: list[str], folder: str | None, *, seed: int) -> list[st
     if folder is not None:
         files = ", ".join(path.name for path in sorted(Path(folder).glob("*.py"))) or "no Python file"
         say(f"running the code in {folder}: {files}")
-    asked = [registered(claim, folder).claim for claim in dict.fromkeys(claims)] or list(experiments(folder))
-    if not asked:
+    for claim in dict.fromkeys(claims):
+        registered(claim, folder).case(seed, subject=on.subject, other=on.other)
+    known = experiments(folder)
+    if not known:
         raise HelmscopeError(f"folder is '{folder}', but no function in it is decorated with experiment(ID)")
+    if claims:
+        return list(dict.fromkeys(claims))
+    asked = list(known)
+    if on.subject is not None:
+        ground, count = ground_of(on.subject), 1 if on.other is None else 2
+        asked = [claim for claim in asked if ground in known[claim].subjects and count <= len(known[claim].usual)]
+    if not asked:
+        raise HelmscopeError(f"model is '{on.words[1]}', but no claim here can be tried on {' '.join(on.words)}")
     return asked
 
 
@@ -58,6 +71,7 @@ def carry_out(
     seed: int,
     quick: bool,
     allow_mixed: bool,
+    on: OnTrial,
 ) -> tuple[list[Trial], HelmscopeError | None]:
     """Run the trials; say beforehand what they cost, and after Ctrl-C how to go on. Where experiments failed, the
     others, and what is to be raised once they are shown.
@@ -71,14 +85,17 @@ def carry_out(
     seconds = sum(known[claim].seconds for claim in claims) / engine.jobs
     cost = "a few seconds" if seconds < 8 else f"about {round(seconds, -1):.0f} seconds{' or less' if quick else ''}"
     say(f"{len(claims)} trial{'s' if len(claims) > 1 else ''}, {cost}")
+    subjects = {name: each for name, each in (("subject", on.subject), ("other", on.other)) if each is not None}
+    parameters = {"claims": sorted(claims), "quick": quick, "from": folder and str(Path(folder).resolve())}
+    inputs = {name: digest for claim in claims for name, digest in sources(claim, folder).items()}
     manifest = manifest_of(
         seed=seed,
         dtype="float64",
         device="cpu",
         threads=engine.threads,
-        inputs={name: digest for claim in claims for name, digest in sources(claim, folder).items()},
+        inputs=inputs | {name: each.identity for name, each in subjects.items()},
         # in whichever order and by whichever path they are asked for, the run is the same
-        parameters={"claims": sorted(claims), "quick": quick, "from": folder and str(Path(folder).resolve())},
+        parameters=parameters | {name: each.name for name, each in subjects.items()},
     )
     try:
         with resumable(manifest, run):
@@ -88,6 +105,8 @@ def carry_out(
                 seed=seed,
                 quick=quick,
                 folder=folder,
+                subject=on.subject,
+                other=on.other,
                 manifest=manifest,
                 engine=engine,
                 progress="trying claims",

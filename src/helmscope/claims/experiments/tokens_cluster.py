@@ -14,8 +14,7 @@ from helmscope.claims.finding import Check, Described, EveryLayer, Finding, Repl
 from helmscope.claims.registry import Case, experiment
 from helmscope.fields.attention import SA
 from helmscope.geometry.sphere import retract
-from helmscope.models.identity import Prompt
-from helmscope.models.subject import TWINS, Subject
+from helmscope.models.subject import Subject
 from helmscope.observe.inner_products import inner_product_histogram
 from helmscope.solve.dormand_prince import DormandPrince
 from helmscope.solve.integrate import integrate
@@ -24,7 +23,7 @@ from helmscope.types import Exhibit, Region, Ruling, Trajectory
 if TYPE_CHECKING:
     from helmscope.models.recording import Recording
 
-LEVEL, BINS = 0.9, 50
+TWINS, LEVEL, BINS = 5, 0.9, 50
 BETA, FLOWS = 1.0, 16  # of the simulated flow, and how many prompts it starts from
 COLUMNS = 7  # of figure 1: depths, evenly
 ALIKE = Region(text="Two twins of a model, both models pooled, differ by less than 0.01.", low=-0.01, high=0.01)
@@ -183,7 +182,7 @@ def _without_first(path: Trajectory) -> Trajectory:
     return Trajectory(path.times, path.states[:, :, 1:], None if path.weights is None else path.weights[:, :, 1:])
 
 
-def _prompts(count: int, subject: Subject) -> tuple[list[Prompt], int]:
+def _prompts(count: int, subject: Subject) -> tuple[list[str | tuple[int, ...]], int]:
     """Texts of a subject, first one of each first token, then the second of each, and so on; and how many first tokens
     they have.
     """
