@@ -123,9 +123,9 @@ class Registered:
         """How it is run on ``subject`` (and ``other``), or on its usual ones where None. What it cannot be run on is
         refused.
 
-        >>> Registered("my-claim", lambda case: None, seconds=2.0).case(subject=Subject("A"))
+        >>> Registered("mine", lambda case: None, seconds=2.0).case(subject=Subject("A"))
         Traceback (most recent call last):
-        helmscope.types.HelmscopeError: subject of claim 'my-claim' is A, but it can be tried on a simulation only
+        helmscope.types.HelmscopeError: subject of claim 'mine' is A, but this claim can be tried on a simulation only
         """
         if subject is None and other is not None:
             raise HelmscopeError("other is given, but subject is not: name the first one too")
@@ -137,10 +137,12 @@ class Registered:
             if ground_of(each) not in self.subjects:
                 allowed = " or ".join(f"a {ground.value}" for ground in self.subjects)
                 raise HelmscopeError(
-                    f"{name} of claim '{self.claim}' is {each.name}, but it can be tried on {allowed} only"
+                    f"{name} of claim '{self.claim}' is {each.name}, but this claim can be tried on {allowed} only"
                 )
         if case.other is not None and len(self.usual) < 2:
-            raise HelmscopeError(f"other of claim '{self.claim}' is {case.other.name}, but it is tried on one subject")
+            raise HelmscopeError(
+                f"other of claim '{self.claim}' is {case.other.name}, but this claim is tried on one subject"
+            )
         return case
 
 

@@ -11,6 +11,7 @@ import typer
 from helmscope.types import HelmscopeError, known_name
 
 if TYPE_CHECKING:
+    from helmscope.claims.registry import Registered
     from helmscope.claims.trial import Trial
     from helmscope.cli.subjects import OnTrial
     from helmscope.runs.attempt import Engine
@@ -35,7 +36,7 @@ def asked_claims(claims: list[str], folder: str | None, *, seed: int, on: OnTria
     to run. A claim that is named and cannot be tried on it is refused.
     """
     from helmscope.claims.reading import read_catalogue
-    from helmscope.claims.registry import Case, experiments, ground_of
+    from helmscope.claims.registry import Case, experiments
     from helmscope.claims.trial import registered
     from helmscope.runs.progress import say
 
@@ -46,20 +47,24 @@ def asked_claims(claims: list[str], folder: str | None, *, seed: int, on: OnTria
     if folder is not None:
         files = ", ".join(path.name for path in sorted(Path(folder).glob("*.py"))) or "no Python file"
         say(f"running the code in {folder}: {files}")
-    for claim in dict.fromkeys(claims):
-        registered(claim, folder).case(seed, subject=on.subject, other=on.other)
+    named = [registered(claim, folder).claim for claim in dict.fromkeys(claims)]
     known = experiments(folder)
     if not known:
         raise HelmscopeError(f"folder is '{folder}', but no function in it is decorated with experiment(ID)")
-    if claims:
-        return list(dict.fromkeys(claims))
-    asked = list(known)
-    if on.subject is not None:
-        ground, count = ground_of(on.subject), 1 if on.other is None else 2
-        asked = [claim for claim in asked if ground in known[claim].subjects and count <= len(known[claim].usual)]
+    asked = named or [claim for claim, each in known.items() if _fits(each, on)]
     if not asked:
-        raise HelmscopeError(f"model is '{on.words[1]}', but no claim here can be tried on {' '.join(on.words)}")
+        raise HelmscopeError(f"model is '{on.words[1]}', but no claim here can be tried with {' '.join(on.words)}")
+    for claim in asked:
+        known[claim].case(seed, subject=on.subject, other=on.other)
     return asked
+
+
+def _fits(tried: Registered, on: OnTrial) -> bool:
+    """Whether an experiment can be run on what is on trial."""
+    from helmscope.claims.registry import ground_of
+
+    subjects = [each for each in (on.subject, on.other) if each is not None]
+    return len(subjects) <= len(tried.usual) and all(ground_of(each) in tried.subjects for each in subjects)
 
 
 def carry_out(
