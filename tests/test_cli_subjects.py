@@ -62,6 +62,13 @@ def test_a_premise_that_cannot_hold_has_a_page(helmscope, tmp_path, monkeypatch,
     assert "Tiny has no sphere." in (tmp_path / "page" / "report.html").read_text()
 
 
+def test_texts_without_a_pair_of_tokens_are_refused(helmscope, tmp_path, tiny):
+    (tmp_path / "short.json").write_text(json.dumps([[5, 6], [7, 8], [9, 10]]))
+    code, out, err = helmscope("claims", "test", "--model", "tiny", "--texts", "short.json", "--quick")
+    assert (code, out) == (2, "")
+    assert "texts[0] has 2 tokens, but the claim needs 3 or more in each" in err
+
+
 def test_texts_one_on_each_line(helmscope, tmp_path):
     (tmp_path / "lines.txt").write_text("Once upon a time\n\n  The cat sat on a mat.  \n")
     from helmscope.cli.subjects import on_trial

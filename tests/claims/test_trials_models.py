@@ -56,10 +56,10 @@ class Planted:
         )
 
 
-def tried(monkeypatch: pytest.MonkeyPatch, trained: float, untrained: float) -> Any:
+def tried(monkeypatch: pytest.MonkeyPatch, trained: float, untrained: float, subject: Subject | None = None) -> Any:
     monkeypatch.setattr("helmscope.models.record.record", Planted(trained, untrained))
     monkeypatch.setattr("helmscope.models.subject._SHELF", Shelf())  # what is planted must not outlive the test
-    case = experiments()["tokens-cluster"].case(0, quick=True)
+    case = experiments()["tokens-cluster"].case(0, quick=True, subject=subject)
     return judge(entry("tokens-cluster"), tokens_cluster.tokens_cluster(case))
 
 
@@ -77,6 +77,15 @@ def test_planted_clouds_get_the_right_verdict(
     seen = tried(monkeypatch, trained, untrained)
     assert seen.ruling is ruling, seen.sentence
     assert seen.interval.n == 32
+
+
+@pytest.mark.parametrize(("way", "ruling"), [((0.9, 0.0), Ruling.SUPPORTED), ((0.6, 0.95), Ruling.REFUTED)])
+def test_one_subject_alone(monkeypatch: pytest.MonkeyPatch, way: tuple[float, float], ruling: Ruling) -> None:
+    seen = tried(monkeypatch, *way, subject=Subject("A"))
+    assert seen.ruling is ruling, seen.sentence
+    assert seen.null.interval.n == 5
+    assert seen.where.startswith("model A, 32 texts")
+    assert [exhibit.title for exhibit in seen.exhibits] == ["Certificate of A"]
 
 
 def test_a_cloud_against_loops() -> None:

@@ -18,7 +18,7 @@ MOST_BYTES = 1 << 30
 
 class Shelf:
     """A bounded cache. When all values together exceed ``most`` bytes, those that were asked for least recently are
-    dropped; the one just asked for is always kept, however large it is.
+    dropped. One that is larger by itself is kept until another one is to be made.
 
     >>> shelf = Shelf(most=10)
     >>> [shelf.get((key,), lambda: key.upper(), size=lambda _: 6) for key in "aba"]
@@ -37,13 +37,17 @@ class Shelf:
     def get(self, key: Key, make: Callable[[], T], size: Callable[[T], int]) -> T:
         """The value under ``key``, made where it is not there."""
         if key not in self._held:
+            self._shrink(least=0)  # before the new value needs memory
             made = make()
             self._held[key] = made, size(made)
         self._held.move_to_end(key)
         value: T = self._held[key][0]
-        while len(self._held) > 1 and sum(each for _, each in self._held.values()) > self.most:
-            self._held.popitem(last=False)
+        self._shrink(least=1)
         return value
+
+    def _shrink(self, least: int) -> None:
+        while len(self._held) > least and sum(size for _, size in self._held.values()) > self.most:
+            self._held.popitem(last=False)
 
     def drop(self, unwanted: Callable[[Key], bool]) -> None:
         """Forget every value whose key is unwanted."""

@@ -220,7 +220,10 @@ class Subject:
 
         options = {name: getattr(self, name) for name in ("loops", "revision", "device")}
         key = (self._owner, "loaded")
-        return _SHELF.get(key, lambda: load(self.model, tokenizer=self.asked_tokenizer, **options), model_bytes)
+        found = _SHELF.get(key, lambda: load(self.model, tokenizer=self.asked_tokenizer, **options), model_bytes)
+        if self.__dict__.setdefault("_hashes", found.origin.hashes) != found.origin.hashes:  # a newer one on the Hub
+            raise self._changed
+        return found
 
     @cached_property
     def _held(self) -> Loaded:
@@ -256,10 +259,13 @@ class Subject:
         folder = local_folder(self.model)
         stamp = () if folder is None else stamp_of(folder, WANTED)
         if self.__dict__.setdefault("_stamp", stamp) != stamp:
-            raise HelmscopeError(
-                f"model is '{self.model}', but its files have changed since this subject was first used: make a new one"
-            )
+            raise self._changed
         return (self._place, tokenizer, self.loops, self.revision, self.device, stamp)
+
+    @property
+    def _changed(self) -> HelmscopeError:
+        says = "but its files have changed since this subject was first used: make a new one"
+        return HelmscopeError(f"model is '{self.model}', {says}")
 
     @cached_property
     def weights(self) -> str:

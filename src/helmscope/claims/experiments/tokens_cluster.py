@@ -18,15 +18,17 @@ from helmscope.models.subject import Subject
 from helmscope.observe.inner_products import inner_product_histogram
 from helmscope.solve.dormand_prince import DormandPrince
 from helmscope.solve.integrate import integrate
-from helmscope.types import Exhibit, Region, Ruling, Trajectory
+from helmscope.types import Exhibit, HelmscopeError, Region, Ruling, Trajectory
 
 if TYPE_CHECKING:
     from helmscope.models.recording import Recording
 
 TWINS, LEVEL, BINS = 5, 0.9, 50
 BETA, FLOWS = 1.0, 16  # of the simulated flow, and how many prompts it starts from
+LEAST_TOKENS = 3  # in a text: a pair beside the first
 COLUMNS = 7  # of figure 1: depths, evenly
 ALIKE = Region(text="Two twins of a model, both models pooled, differ by less than 0.01.", low=-0.01, high=0.01)
+NEAR = Region(text="A twin differs from the mean of the others by less than 0.01.", low=-0.01, high=0.01)
 DESCRIBED = Region(text="Described only.")
 
 
@@ -39,14 +41,13 @@ def tokens_cluster(case: Case) -> Finding:
     x are the tokens on the theory's sphere: the residual stream's direction, or where states come out of norms, as in
     the tied model, the direction with gain and bias folded out; the mean over coordinates is removed, the first token
     (the sink) left out. Mean-centred: the prompt's mean token is subtracted first. As a null one twin is put in the
-    model's place, against another. A model of one tied block is looped to twice its depth. Beside it a flow SA of
+    model's place, against others. A model of one tied block is looped to twice its depth. Beside it a flow SA of
     beta = 1 from the first states of the last subject, a unit of time for a layer.
     """
     missing = next((why for each in case.subjects if (why := each.needs("on_sphere")) is not None), None)
     if missing is not None:
         return Finding.impossible(missing)
     runs = [_Run.of(name, subject, case) for name, subject in zip(case.names, case.subjects, strict=True)]
-    pairs = [run.null[k].mean() - run.null[k + 1].mean() for run in runs for k in range(0, TWINS - 1, 2)]
     shown = runs[-1]
     flow = _flow(shown.path, shown.end)
     flowed = _Cloud.of(flow)
@@ -62,7 +63,7 @@ def tokens_cluster(case: Case) -> Finding:
     spheres = ", ".join(f"{run.coordinates} ({run.name})" for run in runs)
     return Finding(
         evidence=EveryLayer(list(cases.values()), "prompts", names=list(cases)),
-        null=Check("growth of one untrained twin over another's", Replicates(pairs, "pairs"), Ruling.SUPPORTED, ALIKE),
+        null=_null(runs),
         data=_drawn(runs, flowed, _figure_one(shown, flow)),
         also=tuple(
             Check(f"growth of the share: {what}", Described(values, "prompts"), Ruling.INCONCLUSIVE, DESCRIBED)
@@ -100,7 +101,8 @@ class _Run:
         deep = subject if loops is None else subject.looped(2 * loops)
         recording = deep.recording_of(texts)
         cloud = _Cloud.of(recording.on_sphere, recording.batch.inputs["input_ids"])
-        twins = [_Cloud.of(each.on_sphere) for each in deep.twin_recordings(TWINS, seed=case.seed, texts=texts)]
+        # map holds no recording while the next one is made
+        twins = list(map(_Cloud.of_recording, deep.twin_recordings(TWINS, seed=case.seed, texts=texts)))
         end = cloud.depths - 1 if loops is None else 2 * loops
         return cls(name, recording, twins, cloud, end, len(texts), firsts)
 
@@ -168,9 +170,27 @@ class _Cloud:
             rows.append(torch.stack([(value * counted).sum(1) / counted.sum(1) for value, counted in parts]))
         return cls(*torch.stack(rows, 1).numpy())
 
+    @classmethod
+    def of_recording(cls, recording: Recording) -> _Cloud:
+        return cls.of(recording.on_sphere)
+
     @property
     def depths(self) -> int:
         return len(self.mean)
+
+
+def _null(runs: list[_Run]) -> Check:
+    """A twin in the model's place, which must not differ: twin against twin, pooled over two models; of one model each
+    twin against the mean of the others, since two pairs would be too few for an interval.
+    """
+    means = [run.null.mean(1) for run in runs]
+    if len(runs) == 1:
+        apart = [each - np.delete(means[0], k).mean() for k, each in enumerate(means[0])]
+        what = "growth of one untrained twin over the mean of the others"
+        return Check(what, Replicates(apart, "twins"), Ruling.SUPPORTED, NEAR)
+    pairs = [each[k] - each[k + 1] for each in means for k in range(0, TWINS - 1, 2)]
+    what = "growth of one untrained twin over another's"
+    return Check(what, Replicates(pairs, "pairs"), Ruling.SUPPORTED, ALIKE)
 
 
 def _growth(share: np.ndarray, end: int) -> np.ndarray:
@@ -187,6 +207,11 @@ def _prompts(count: int, subject: Subject) -> tuple[list[str | tuple[int, ...]],
     they have.
     """
     texts = subject.texts
+    for k, row in enumerate(subject.token_ids):
+        if len(row) < LEAST_TOKENS:
+            raise HelmscopeError(
+                f"texts[{k}] has {len(row)} tokens, but the claim needs {LEAST_TOKENS} or more in each"
+            )
     firsts = [int(row[0]) for row in subject.token_ids]
     rank = [firsts[:k].count(first) for k, first in enumerate(firsts)]
     chosen = sorted(sorted(range(len(texts)), key=lambda k: (rank[k], k))[:count])
