@@ -91,6 +91,15 @@ def test_two_claims_on_one_model_record_it_once(
     assert again.data.identical(trials[1].data)
 
 
+def test_one_claim_on_a_model_goes_to_another_process_as_plain_data(
+    tmp_path: Path, mine: Path, tiny: Subject, made: list[int]
+) -> None:
+    to = RunFolder.create(tmp_path / "run")
+    (trial,) = run_trials(["planted-true"], to, folder=mine, subject=tiny, engine=Processes(2))
+    assert made == []  # in this process
+    assert trial.verdict == try_claim("planted-true", folder=mine, subject=tiny).verdict
+
+
 def test_a_model_in_memory_is_tried_in_its_own_process_whatever_the_engine(tmp_path: Path, mine: Path) -> None:
     subject = Subject(tiny_model("gpt2"), ROWS)
     (trial,) = run_trials(
