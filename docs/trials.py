@@ -15,7 +15,7 @@ from helmscope.claims.entry import Entry
 from helmscope.claims.finding import Count, Described, EveryLayer, Evidence, Identity, Paired, Replicates, SomeLayer
 from helmscope.claims.judge import judge
 from helmscope.claims.reading import read_catalogue
-from helmscope.claims.registry import Case, experiments
+from helmscope.claims.registry import Registered, experiments
 from helmscope.stats.intervals import mean_interval
 from helmscope.stats.power import decisive_effect
 from helmscope.stats.scales import PLAIN
@@ -68,9 +68,9 @@ def _share(n: int, bound: float) -> float:
     return math.nan if needed is None else float(special.betaincinv(needed, n - needed + 1, 0.9))
 
 
-def line(entry: Entry, case: Case) -> str:
+def line(entry: Entry, tried: Registered) -> str:
     """One row of the table."""
-    finding = experiments()[entry.id].function(case)
+    finding = tried.function(tried.case())
     verdict = judge(entry, finding)
     number = interval_text(verdict.interval) + ("" if verdict.interval is None else f", {verdict.interval.n:,}")
     printed = "" if verdict.printed is None else verdict.printed.ruling.value
@@ -81,7 +81,7 @@ def line(entry: Entry, case: Case) -> str:
 def main() -> None:
     """The table of all packaged trials."""
     entries = read_catalogue()
-    rows = [line(entries[claim], Case()) for claim in experiments()]
+    rows = [line(entries[claim], tried) for claim, tried in experiments().items()]
     (Path(__file__).parent / "trials.md").write_text(HEAD + "".join(rows))
 
 

@@ -19,7 +19,7 @@ TRIED = ["kuramoto", "radial"]
 @pytest.fixture
 def two_trials(monkeypatch):
     """Two trials stand for all: the others are tried elsewhere."""
-    monkeypatch.setattr("helmscope.cli.trials.asked_claims", lambda claims, folder, *, seed: list(TRIED))
+    monkeypatch.setattr("helmscope.cli.trials.asked_claims", lambda claims, folder, **_: list(TRIED))
 
 
 @pytest.mark.usefixtures("two_trials")

@@ -112,6 +112,7 @@ if TYPE_CHECKING:
     from helmscope.models.load import load_all as load_all
     from helmscope.models.record import record as record
     from helmscope.models.recording import Recording as Recording
+    from helmscope.models.subject import Subject as Subject
     from helmscope.models.twin import untrained_twin as untrained_twin
     from helmscope.models.watch import Context as Context
     from helmscope.models.watch import Site as Site
@@ -287,6 +288,7 @@ _HOME = {
     "helmscope.models.load": "Loaded Origin load load_all",
     "helmscope.models.record": "record",
     "helmscope.models.recording": "Recording",
+    "helmscope.models.subject": "Subject",
     "helmscope.models.twin": "untrained_twin",
     "helmscope.models.watch": "Context Site",
     "helmscope.observe.clusters": "MergeTree cluster_count merge_tree",

@@ -15,10 +15,13 @@ from helmscope.claims.experiments import tokens_cluster
 from helmscope.claims.finding import Finding
 from helmscope.claims.judge import judge
 from helmscope.claims.reading import entry
-from helmscope.claims.registry import Case
+from helmscope.claims.registry import Case, experiments
 from helmscope.geometry.sphere import retract
 from helmscope.models.boxed import box_texts
+from helmscope.models.certificate import Certificate, Line
 from helmscope.models.load import load
+from helmscope.models.shelf import Shelf
+from helmscope.models.subject import Subject
 from helmscope.types import Ruling, Trajectory
 
 TOKENS, DIM = 12, 8
@@ -31,7 +34,7 @@ class Planted:
     trained: float
     untrained: float
 
-    def __call__(self, loaded: Any, texts: list[str]) -> Any:
+    def __call__(self, loaded: Any, texts: list[str], *, truncate: bool) -> Any:
         name = loaded.origin.name
         twin = name.startswith("untrained")
         depths = 25 if "A" in name else 97
@@ -43,12 +46,21 @@ class Planted:
         states = torch.stack([retract((1 - s) * x + s * common) for s in steps])
         path = Trajectory(torch.arange(depths, dtype=torch.float64), states)
         batch = SimpleNamespace(inputs={"input_ids": torch.arange(TOKENS).expand(len(texts), TOKENS)})
-        return SimpleNamespace(on_sphere=path, trajectory=path, certificate=f"ok {name}", batch=batch)
+        return SimpleNamespace(
+            on_sphere=path,
+            trajectory=path,
+            certificate=Certificate((Line("residual", True, name),)),
+            batch=batch,
+            anatomy=SimpleNamespace(post_norm="tied" in name),
+            residual=SimpleNamespace(direction=states, radius=states[..., 0], mean=None),
+        )
 
 
-def tried(monkeypatch: pytest.MonkeyPatch, trained: float, untrained: float) -> Any:
-    monkeypatch.setattr(tokens_cluster, "record", Planted(trained, untrained))
-    return judge(entry("tokens-cluster"), tokens_cluster.tokens_cluster(Case(0, quick=True)))
+def tried(monkeypatch: pytest.MonkeyPatch, trained: float, untrained: float, subject: Subject | None = None) -> Any:
+    monkeypatch.setattr("helmscope.models.record.record", Planted(trained, untrained))
+    monkeypatch.setattr("helmscope.models.subject._SHELF", Shelf())  # what is planted must not outlive the test
+    case = experiments()["tokens-cluster"].case(0, quick=True, subject=subject)
+    return judge(entry("tokens-cluster"), tokens_cluster.tokens_cluster(case))
 
 
 @pytest.mark.parametrize(
@@ -65,6 +77,15 @@ def test_planted_clouds_get_the_right_verdict(
     seen = tried(monkeypatch, trained, untrained)
     assert seen.ruling is ruling, seen.sentence
     assert seen.interval.n == 32
+
+
+@pytest.mark.parametrize(("way", "ruling"), [((0.9, 0.0), Ruling.SUPPORTED), ((0.6, 0.95), Ruling.REFUTED)])
+def test_one_subject_alone(monkeypatch: pytest.MonkeyPatch, way: tuple[float, float], ruling: Ruling) -> None:
+    seen = tried(monkeypatch, *way, subject=Subject("A"))
+    assert seen.ruling is ruling, seen.sentence
+    assert seen.null.interval.n == 5
+    assert seen.where.startswith("model A, 32 texts")
+    assert [exhibit.title for exhibit in seen.exhibits] == ["Certificate of A"]
 
 
 def test_a_cloud_against_loops() -> None:
@@ -89,7 +110,7 @@ def test_a_cloud_against_loops() -> None:
 
 def test_prompts_have_as_many_first_tokens_as_they_can() -> None:
     tokenizer = load("A").tokenizer
-    texts, firsts = tokens_cluster._prompts(64, tokenizer)
+    texts, firsts = tokens_cluster._prompts(64, Subject("A"))
     assert len(set(texts)) == 64
     every = {ids[0] for ids in tokenizer(box_texts())["input_ids"]}
     assert firsts == len({tokenizer(text)["input_ids"][0] for text in texts}) == min(64, len(every)) >= 32
@@ -98,10 +119,10 @@ def test_prompts_have_as_many_first_tokens_as_they_can() -> None:
 @pytest.fixture(scope="module")
 def short() -> Any:
     """The trial itself on the first words of the texts."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tokens_cluster, "box_texts", lambda: [" ".join(text.split()[:8]) for text in box_texts()])
+    texts = [" ".join(text.split()[:8]) for text in box_texts()]
+    with pytest.MonkeyPatch.context() as patch, Subject("A", texts) as one, Subject("tied", texts) as two:
         patch.setattr(tokens_cluster, "FLOWS", 2)
-        return tokens_cluster.tokens_cluster(Case(0, quick=True))
+        return tokens_cluster.tokens_cluster(Case(0, quick=True, subject=one, other=two))
 
 
 def test_the_models_in_the_box(short: Finding) -> None:
@@ -123,9 +144,7 @@ def test_the_models_in_the_box(short: Finding) -> None:
 def test_the_mean_inner_product_of_a_against_its_own_hidden_states(short: Finding) -> None:
     loaded = load("A", attention="eager")
     texts = [" ".join(text.split()[:8]) for text in box_texts()]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tokens_cluster, "box_texts", lambda: texts)
-        chosen, _ = tokens_cluster._prompts(32, loaded.tokenizer)
+    chosen, _ = tokens_cluster._prompts(32, Subject("A", texts))
     means = []
     for text in chosen:
         ids = torch.tensor([loaded.tokenizer(text)["input_ids"]])

@@ -262,6 +262,19 @@ class Finding:
     where: str = ""
     exhibits: tuple[Exhibit, ...] = ()
 
+    @classmethod
+    def impossible(cls, reason: str, *, where: str = "") -> Finding:
+        """The finding of an experiment whose subject cannot meet the claim's premise; ``reason`` says why.
+
+        >>> Finding.impossible("only the identity is causal and bistochastic").evidence.reason
+        'only the identity is causal and bistochastic'
+        """
+        import xarray as xr
+
+        evidence = Impossible(reason)
+        null = Check("the premise", evidence, Ruling.IMPOSSIBLE)
+        return cls(evidence=evidence, null=null, data=xr.Dataset(attrs={"n": 0}), where=where)
+
     def __post_init__(self) -> None:
         _of_type(self, evidence=Evidence, null=Check, printed=Check | None, also=tuple, remark=str, where=str)
         _of_type(self, exhibits=tuple)

@@ -11,12 +11,12 @@ from helmscope.types import Control, HelmscopeError, Region, Ruling, Verdict, ch
 LEAST_REPLICATES = 32
 
 
-def judge(entry: Entry, finding: Finding) -> Verdict:
+def judge(entry: Entry, finding: Finding, *, subject: str = "") -> Verdict:
     """The verdict on an entry, by its own frozen region.
 
     A null or a printed form that does not come out as it must makes any ruling inconclusive: a trial that cannot tell
     the null from the claim says nothing. Another part of the claim that comes out otherwise forbids support, but does
-    not save a claim whose statistic is refuted.
+    not save a claim whose statistic is refuted. ``subject`` says what was put on trial.
 
     >>> import xarray as xr
     >>> from helmscope.claims.finding import Count
@@ -50,6 +50,7 @@ def judge(entry: Entry, finding: Finding) -> Verdict:
         printed=printed,
         also=also,
         exhibits=finding.exhibits,
+        subject=subject,
     )
 
 

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Sequence
-from contextlib import redirect_stdout
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from helmscope.claims.judge import judge
 from helmscope.claims.reading import read_catalogue
 from helmscope.claims.registry import Case, Experiment, Registered, code_file, experiments
+from helmscope.models.subject import Subject
 from helmscope.runs.attempt import described
 from helmscope.runs.run import RunResult, UnitsFailed, run
+from helmscope.runs.serial import Serial
 from helmscope.runs.unit import Unit
 from helmscope.store.manifest import hash_file
 from helmscope.store.verdicts import decode_verdicts, encode_verdicts
@@ -23,7 +26,7 @@ from helmscope.types import HelmscopeError, Verdict, known_name
 if TYPE_CHECKING:
     import xarray as xr
 
-    from helmscope.runs.attempt import Engine
+    from helmscope.runs.attempt import Engine, Outcomes
     from helmscope.store.manifest import Manifest
     from helmscope.store.run_folder import RunFolder
 
@@ -41,24 +44,36 @@ class Trial:
     data: xr.Dataset
 
 
-def try_claim(claim: str, *, seed: int = 0, quick: bool = False, folder: str | Path | None = None) -> Trial:
+def try_claim(
+    claim: str,
+    *,
+    seed: int = 0,
+    quick: bool = False,
+    folder: str | Path | None = None,
+    subject: Subject | None = None,
+    other: Subject | None = None,
+) -> Trial:
     """Runs the experiment of one claim and judges what it found, by the entry's frozen region.
 
-    ``quick`` takes fewer replicates. With ``folder`` the claim is one of a user's catalogue,
-    and the Python files there are run. Equal seeds give equal verdicts. An unknown claim is refused with the nearest
-    one, and so is one without an experiment.
+    ``subject`` is the model to try it on, ``other`` a second one for claims that take two; where None, what the
+    experiment names itself, which is the simulation for most. ``quick`` takes fewer replicates. With ``folder`` the
+    claim is one of a user's catalogue, and the Python files there are run. Equal seeds give equal verdicts. An unknown
+    claim is refused with the nearest one, and so are one without an experiment and a subject it cannot be tried on.
 
     >>> try_claim("kuramoto", quick=True).verdict.ruling.value
     'true by construction'
     """
-    case, tried = Case(seed, quick), registered(claim, folder)
+    Case(seed, quick)
+    tried = registered(claim, folder)
+    case = tried.case(seed, quick=quick, subject=subject, other=other)
     entry = read_catalogue(folder)[claim]  # before the experiment: what it is judged by was fixed when it began
+    on = " and ".join(each.label for each in case.subjects)
     try:
         finding = tried.function(case)
     except Exception as error:
         said = str(error) if isinstance(error, HelmscopeError) else described(error)
         raise HelmscopeError(f"experiment of '{claim}' failed{_line(error, tried.function)}: {said}") from error
-    return Trial(judge(entry, finding), finding.data)
+    return Trial(judge(entry, finding, subject=on), finding.data)
 
 
 class TrialsFailed(UnitsFailed):
@@ -82,6 +97,8 @@ def run_trials(
     seed: int = 0,
     quick: bool = False,
     folder: str | Path | None = None,
+    subject: Subject | None = None,
+    other: Subject | None = None,
     manifest: Manifest | None = None,
     engine: Engine | None = None,
     progress: str | None = None,
@@ -90,6 +107,9 @@ def run_trials(
     """``try_claim`` for several claims, as units of work in a run folder, which also gets verdicts.json; resumed,
     interrupted and spread over processes as ``runs.run`` says. Where experiments fail, the others are tried and their
     verdicts kept, and ``TrialsFailed`` is raised at the end.
+
+    Several claims on one model are tried one after another in this process, after those that the engine runs, so that
+    the model is recorded once; and so are all claims on a model in memory.
 
     >>> import tempfile
     >>> from helmscope.store.run_folder import RunFolder
@@ -100,15 +120,20 @@ def run_trials(
     if isinstance(claims, str) or not isinstance(claims, Sequence):
         raise HelmscopeError(f"claims is a {type(claims).__name__}, but it must be a list of ids, such as ['rate']")
     place = None if folder is None else str(Path(folder).resolve())
-    asked = {"seed": Case(seed, quick).seed, "quick": quick, "folder": place}
-    for claim in claims:
-        registered(claim, place)
-    units = [Unit(claim, trial_unit, {"claim": claim, "sources": sources(claim, place), **asked}) for claim in claims]
+    asked: dict[str, Any] = {"seed": Case(seed, quick).seed, "quick": quick, "folder": place}
+    cases = {claim: registered(claim, place).case(seed, quick=quick, subject=subject, other=other) for claim in claims}
     failed = None
-    try:
-        result = run(units, to, manifest=manifest, engine=engine, progress=progress, allow_mixed=allow_mixed)
-    except UnitsFailed as error:
-        failed, result = error, error.result
+    with _sent(subject=subject, other=other) as given:
+        asked |= given
+        units = [
+            Unit(claim, trial_unit, {"claim": claim, "sources": sources(claim, place), **asked}) for claim in claims
+        ]
+        here = _tried_here(cases)
+        used = engine if engine is None or not here else _OneProcess(engine, here)
+        try:
+            result = run(units, to, manifest=manifest, engine=used, progress=progress, allow_mixed=allow_mixed)
+        except UnitsFailed as error:
+            failed, result = error, error.result
     trials = [_read(result[name]) for name in result]
     to.write_verdicts([trial.verdict for trial in trials])
     if failed is not None:
@@ -128,13 +153,88 @@ def sources(claim: str, folder: str | None) -> dict[str, str]:
     return {f"{claim}.toml": entry.hash, **{path.name: hash_file(path) for path in code}}
 
 
-def trial_unit(claim: str, sources: dict[str, str], seed: int, quick: bool, folder: str | None) -> xr.Dataset:
+def trial_unit(
+    claim: str,
+    sources: dict[str, str],
+    seed: int,
+    quick: bool,
+    folder: str | None,
+    subject: dict[str, Any] | None = None,
+    other: dict[str, Any] | None = None,
+) -> xr.Dataset:
     """One unit of work: the Measurement of a trial, with the verdict as JSON among its attributes. ``sources`` makes
-    the unit another one where an entry or its code has changed. What an experiment prints goes to standard error.
+    the unit another one where an entry or its code has changed, and so do subjects. What an experiment prints goes to
+    standard error.
     """
+    on = {name: _received(data) for name, data in (("subject", subject), ("other", other)) if data is not None}
     with redirect_stdout(sys.stderr):
-        trial = try_claim(claim, seed=seed, quick=quick, folder=folder)
+        trial = try_claim(claim, seed=seed, quick=quick, folder=folder, **on)
     return trial.data.assign_attrs(verdict=encode_verdicts([trial.verdict]).decode())
+
+
+@dataclass(frozen=True)
+class _OneProcess:
+    """An engine, but for the units named in ``here``: they run in this process, after the others."""
+
+    engine: Engine
+    here: frozenset[str]
+
+    @property
+    def jobs(self) -> int:
+        return self.engine.jobs
+
+    @property
+    def threads(self) -> int:
+        return self.engine.threads
+
+    def attempts(self, units: Sequence[Unit]) -> Outcomes:
+        """Those of the engine, then those in this process."""
+        yield from self.engine.attempts([unit for unit in units if unit.name not in self.here])
+        serial = Serial(max_memory=getattr(self.engine, "max_memory", None), threads=self.threads)
+        yield from serial.attempts([unit for unit in units if unit.name in self.here])
+
+
+def _tried_here(cases: Mapping[str, Case]) -> frozenset[str]:
+    """The claims that share a model with another one, or whose model other processes cannot reach."""
+    models = {claim: case.subject for claim, case in cases.items() if not case.subject.is_simulation}
+    count = Counter(models.values())
+    alone = {claim for claim in models if not all(each.travels for each in cases[claim].subjects)}
+    return frozenset(alone | {claim for claim, model in models.items() if count[model] > 1})
+
+
+_IN_MEMORY: dict[str, Subject] = {}  # by identity, while a run tries them
+
+
+@contextmanager
+def _sent(**subjects: Subject | None) -> Iterator[dict[str, dict[str, Any]]]:
+    """Subjects as parameters of units: plain data and the identity that it must lead to, or the identity alone of what
+    only this process can reach.
+    """
+    models = {name: each for name, each in subjects.items() if each is not None}
+    held = {each.identity: each for each in models.values() if not each.travels}
+    _IN_MEMORY.update(held)
+    try:
+        yield {
+            name: {"identity": each.identity, **(each.as_data() if each.travels else {})}
+            for name, each in models.items()
+        }
+    finally:
+        for identity in held:
+            _IN_MEMORY.pop(identity, None)
+
+
+def _received(data: dict[str, Any]) -> Subject:
+    """The subject behind a unit's parameters; one that is no longer what it was is refused."""
+    identity = data["identity"]
+    plain = {name: value for name, value in data.items() if name != "identity"}
+    if not plain:
+        if identity not in _IN_MEMORY:
+            raise HelmscopeError("subject is a model in memory, but it can be tried in the process that holds it only")
+        return _IN_MEMORY[identity]
+    subject = Subject.from_data(plain)
+    if subject.identity != identity:
+        raise HelmscopeError(f"subject is {subject.label}, but when the run began it had the hash {identity}")
+    return subject
 
 
 def _read(dataset: xr.Dataset) -> Trial:

@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from helmscope.cli.subjects import Model, Other, Texts, Truncate
 from helmscope.cli.trials import AllowMixed, From, Jobs, MaxMemory, OnRay, Quick, Resume, Seed, Threads
 
 if TYPE_CHECKING:
     from helmscope.claims.entry import Entry
+    from helmscope.claims.registry import Registered
 
 claims = typer.Typer(
     name="claims",
@@ -66,6 +68,7 @@ def show_claim(
         "statistic": found.statistic,
         "null": found.null,
         "region": found.region.text,
+        "can be tried on": _record(found, tried)["subjects"],
         "trial": _record(found, tried)["trial"],
     }
     for name, text in parts.items():
@@ -77,6 +80,10 @@ def show_claim(
 def try_claims(
     claim: Annotated[list[str] | None, typer.Argument(help="Ids of claims [default: all that can be tried].")] = None,
     folder: From = None,
+    model: Model = None,
+    texts: Texts = None,
+    other: Other = None,
+    truncate: Truncate = False,
     quick: Quick = False,
     seed: Seed = 0,
     threads: Threads = 1,
@@ -91,34 +98,44 @@ def try_claims(
     """Put claims on trial: run their experiments and judge what they find by the frozen regions."""
     from helmscope.cli.options import engine_of
     from helmscope.cli.output import run_folder
+    from helmscope.cli.subjects import identified, on_trial
     from helmscope.cli.trials import asked_claims, carry_out, plain_verdicts
     from helmscope.runs.progress import say
     from helmscope.store.printable import printable
 
     engine = engine_of(jobs, max_memory, threads, ray)
-    asked = asked_claims(claim or [], folder, seed=seed)
+    on = on_trial(model, texts, other, truncate)
+    asked = asked_claims(claim or [], folder, seed=seed, on=on)
+    identified(on)
     run = run_folder("claims", out, resume=resume, allow_mixed=allow_mixed)
-    trials, failed = carry_out(asked, run, engine, folder=folder, seed=seed, quick=quick, allow_mixed=allow_mixed)
+    trials, failed = carry_out(
+        asked, run, engine, folder=folder, seed=seed, quick=quick, allow_mixed=allow_mixed, on=on
+    )
     if as_json:  # nothing in it depends on time or place: the same seed gives the same bytes
         print(json.dumps({"seed": seed, "quick": quick, "verdicts": plain_verdicts(trials)}, indent=2))
     else:
         for verdict in (trial.verdict for trial in trials):
             print(f"{printable(verdict.claim)}: {verdict.ruling.value}\n{_block(verdict.sentence)}")
+            print(_block(f"subject: {verdict.subject}"))
     say(f"folder: {run.path}")
     if failed is not None:
         raise failed
 
 
-def _tried(folder: str | None) -> set[str]:
+def _tried(folder: str | None) -> dict[str, Registered]:
     """The claims that have an experiment; of a user's folder that is not known without running its code."""
     from helmscope.claims.registry import experiments
 
-    return set(experiments() if folder is None else ())
+    return experiments() if folder is None else {}
 
 
-def _record(entry: Entry, tried: set[str]) -> dict[str, object]:
-    trial = f"helmscope claims test {entry.id}" if entry.id in tried else NOT_YET
-    return {**entry.content, "hash": entry.hash, "trial": trial}
+def _record(entry: Entry, tried: dict[str, Registered]) -> dict[str, object]:
+    found = tried.get(entry.id)
+    if found is None:
+        return {**entry.content, "hash": entry.hash, "trial": NOT_YET, "subjects": ""}
+    usual = " and ".join(each.name for each in found.usual)
+    subjects = f"{' or '.join(found.subjects)} (usually {usual})"
+    return {**entry.content, "hash": entry.hash, "trial": f"helmscope claims test {entry.id}", "subjects": subjects}
 
 
 def _block(text: str) -> str:

@@ -8,12 +8,17 @@ from typing import Annotated
 
 import typer
 
+from helmscope.cli.subjects import Model, Other, Texts, Truncate
 from helmscope.cli.trials import AllowMixed, From, Jobs, MaxMemory, OnRay, Quick, Resume, Seed, Threads
 
 
 def report(
     quick: Quick = False,
     folder: From = None,
+    model: Model = None,
+    texts: Texts = None,
+    other: Other = None,
+    truncate: Truncate = False,
     seed: Seed = 0,
     threads: Threads = 1,
     jobs: Jobs = 1,
@@ -28,18 +33,23 @@ def report(
     from helmscope.claims.reading import read_catalogue
     from helmscope.cli.options import engine_of
     from helmscope.cli.output import run_folder
+    from helmscope.cli.subjects import identified, on_trial
     from helmscope.cli.trials import asked_claims, carry_out, plain_verdicts
     from helmscope.plots.style import styled
     from helmscope.report.page import page
 
     engine = engine_of(jobs, max_memory, threads, ray)
-    claims = asked_claims([], folder, seed=seed)
+    on = on_trial(model, texts, other, truncate)
+    claims = asked_claims([], folder, seed=seed, on=on)
     entries = read_catalogue(folder)
     with styled():  # what drawing and writing need is missed now, not after the work
-        page(entries, [], seed=seed, quick=quick, folder=folder)
+        page(entries, [], seed=seed, quick=quick, folder=folder, options=on.words)
+    identified(on)
     run = run_folder("report", out, resume=resume, allow_mixed=allow_mixed)
-    trials, failed = carry_out(claims, run, engine, folder=folder, seed=seed, quick=quick, allow_mixed=allow_mixed)
-    text = page(entries, trials, seed=seed, quick=quick, folder=folder)
+    trials, failed = carry_out(
+        claims, run, engine, folder=folder, seed=seed, quick=quick, allow_mixed=allow_mixed, on=on
+    )
+    text = page(entries, trials, seed=seed, quick=quick, folder=folder, options=on.words)
     run.write_bytes("report.html", text.encode())
     counts = Counter(trial.verdict.ruling.value for trial in trials)
     path = str(run.path / "report.html")

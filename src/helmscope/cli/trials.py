@@ -11,7 +11,9 @@ import typer
 from helmscope.types import HelmscopeError, known_name
 
 if TYPE_CHECKING:
+    from helmscope.claims.registry import Registered
     from helmscope.claims.trial import Trial
+    from helmscope.cli.subjects import OnTrial
     from helmscope.runs.attempt import Engine
     from helmscope.store.run_folder import RunFolder
 
@@ -29,8 +31,10 @@ Resume = Annotated[bool, typer.Option("--resume", help="Go on with the interrupt
 AllowMixed = Annotated[bool, typer.Option("--allow-mixed", help="Resume under other versions, threads or CPU.")]
 
 
-def asked_claims(claims: list[str], folder: str | None, *, seed: int) -> list[str]:
-    """The claims to try, each once: those named, or all that have an experiment. Says whose code is about to run."""
+def asked_claims(claims: list[str], folder: str | None, *, seed: int, on: OnTrial) -> list[str]:
+    """The claims to try, each once: those named, or all that can be tried on what is on trial. Says whose code is about
+    to run. A claim that is named and cannot be tried on it is refused.
+    """
     from helmscope.claims.reading import read_catalogue
     from helmscope.claims.registry import Case, experiments
     from helmscope.claims.trial import registered
@@ -43,10 +47,24 @@ def asked_claims(claims: list[str], folder: str | None, *, seed: int) -> list[st
     if folder is not None:
         files = ", ".join(path.name for path in sorted(Path(folder).glob("*.py"))) or "no Python file"
         say(f"running the code in {folder}: {files}")
-    asked = [registered(claim, folder).claim for claim in dict.fromkeys(claims)] or list(experiments(folder))
-    if not asked:
+    named = [registered(claim, folder).claim for claim in dict.fromkeys(claims)]
+    known = experiments(folder)
+    if not known:
         raise HelmscopeError(f"folder is '{folder}', but no function in it is decorated with experiment(ID)")
+    asked = named or [claim for claim, each in known.items() if _fits(each, on)]
+    if not asked:
+        raise HelmscopeError(f"model is '{on.words[1]}', but no claim here can be tried with {' '.join(on.words)}")
+    for claim in asked:
+        known[claim].case(seed, subject=on.subject, other=on.other)
     return asked
+
+
+def _fits(tried: Registered, on: OnTrial) -> bool:
+    """Whether an experiment can be run on what is on trial."""
+    from helmscope.claims.registry import ground_of
+
+    subjects = [each for each in (on.subject, on.other) if each is not None]
+    return len(subjects) <= len(tried.usual) and all(ground_of(each) in tried.subjects for each in subjects)
 
 
 def carry_out(
@@ -58,6 +76,7 @@ def carry_out(
     seed: int,
     quick: bool,
     allow_mixed: bool,
+    on: OnTrial,
 ) -> tuple[list[Trial], HelmscopeError | None]:
     """Run the trials; say beforehand what they cost, and after Ctrl-C how to go on. Where experiments failed, the
     others, and what is to be raised once they are shown.
@@ -71,14 +90,17 @@ def carry_out(
     seconds = sum(known[claim].seconds for claim in claims) / engine.jobs
     cost = "a few seconds" if seconds < 8 else f"about {round(seconds, -1):.0f} seconds{' or less' if quick else ''}"
     say(f"{len(claims)} trial{'s' if len(claims) > 1 else ''}, {cost}")
+    subjects = {name: each for name, each in (("subject", on.subject), ("other", on.other)) if each is not None}
+    parameters = {"claims": sorted(claims), "quick": quick, "from": folder and str(Path(folder).resolve())}
+    inputs = {name: digest for claim in claims for name, digest in sources(claim, folder).items()}
     manifest = manifest_of(
         seed=seed,
         dtype="float64",
         device="cpu",
         threads=engine.threads,
-        inputs={name: digest for claim in claims for name, digest in sources(claim, folder).items()},
+        inputs=inputs | {name: each.identity for name, each in subjects.items()},
         # in whichever order and by whichever path they are asked for, the run is the same
-        parameters={"claims": sorted(claims), "quick": quick, "from": folder and str(Path(folder).resolve())},
+        parameters=parameters | {name: each.name for name, each in subjects.items()},
     )
     try:
         with resumable(manifest, run):
@@ -88,6 +110,8 @@ def carry_out(
                 seed=seed,
                 quick=quick,
                 folder=folder,
+                subject=on.subject,
+                other=on.other,
                 manifest=manifest,
                 engine=engine,
                 progress="trying claims",

@@ -45,6 +45,12 @@ class Field(ABC):
 
     A subclass implements ``velocity``, and overrides what is not as these defaults say: ``parameters`` names its
     parameters with the number of axes that one system's value has, ``parts`` the fields that it is made of.
+
+    >>> class Turn(Field):
+    ...     def velocity(self, x, weights=None, *, t=0.0):
+    ...         return torch.stack([-x[..., 1], x[..., 0]], -1)
+    >>> Turn()(torch.tensor([[1.0, 0.0]]))
+    tensor([[-0., 1.]])
     """
 
     parameters: ClassVar[Mapping[str, int]] = {}

@@ -31,6 +31,28 @@ def box_folder(model: str) -> Path:
     return BOX / known_name("model", str(model), MODELS)
 
 
+def is_boxed(model: object) -> bool:
+    """Whether a name is that of a model in the box. Path("A") is a folder, though its text is "A".
+
+    >>> is_boxed("A"), is_boxed(Path("A"))
+    (True, False)
+    """
+    return isinstance(model, str) and model in MODELS
+
+
+def local_folder(model: str | Path) -> Path | None:
+    """The folder that a name stands for, in the box or on this machine; None for a model on the Hub.
+
+    >>> local_folder("A") == box_folder("A"), local_folder("no/such-model")
+    (True, None)
+    """
+    folder = box_folder(str(model)) if is_boxed(model) else Path(model)
+    try:
+        return folder if folder.is_dir() else None
+    except (OSError, ValueError):  # a name that no file could have
+        return None
+
+
 def box_texts() -> list[str]:
     """128 texts of 128 tokens each, no more than four with the same first token.
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 BOUNDS = {torch.float64: 1e-10, torch.float32: 1e-5}
 COARSE = 3e-2  # of half precision
+BOTH_WAYS = "attention looks both ways"
 BLOCK = 1 << 20  # entries of a tensor that are compared at a time
 # a float64 model of many families has norms, softmax and positions in float32 inside
 INSIDE = {torch.float64: 1e-6, torch.float32: 1e-5}
@@ -140,7 +141,7 @@ def attention_lines(
     asked = 1 if visible is None else visible[:, None, :, None]
     later = worst_of(float((each.triu(1).abs() * asked).max()) for each in known)
     ahead = Line.held("causality", later, 0.0, "no weight on later tokens", ("kernel", "replay"))
-    return [count, sums, ahead if causal else Line("causality", None, "attention looks both ways")]
+    return [count, sums, ahead if causal else Line("causality", None, BOTH_WAYS)]
 
 
 def heads_line(anatomy: Anatomy, seen: list[LayerProbe]) -> Line:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from helmscope.models.blueprint import check_blueprint, check_config, check_dtypes, is_quantized
-from helmscope.models.boxed import MODELS, box_folder
+from helmscope.models.boxed import local_folder
 from helmscope.models.checkpoint import check_folder
 from helmscope.models.library import quiet, transformers_library
 from helmscope.models.norm_reading import epsilon_of
@@ -123,15 +123,13 @@ def load(
         raise HelmscopeError(
             f"model is a {type(source).__name__}, but it must be a name, a folder or a model; of several take load_all"
         )
-    boxed = isinstance(source, str) and source in MODELS  # Path("./A") is a folder, though its text is "A"
-    folder = box_folder(str(source)) if boxed else Path(source)
-    local = _is_folder(folder)
-    if revision is not None and local:
+    local = local_folder(source)
+    if revision is not None and local is not None:
         raise HelmscopeError(
             f"revision is {revision!r}, but '{source}' is a folder or in the box, and only a model on the Hub has "
             "revisions: give the folder of that checkpoint, and no revision"
         )
-    folder = folder if local else _from_hub(str(source), revision, offline)
+    folder = _from_hub(str(source), revision, offline) if local is None else local
     files = check_folder(folder)
     on_cpu = device_map is None and str(device or "cpu").startswith("cpu")
     places = {"device_map": device_map, "attn_implementation": attention}
@@ -144,17 +142,10 @@ def load(
     _check_numbers(model)
     if loops is not None:
         _loop(model, loops)
-    commit = None if local else folder.name
+    commit = folder.name if local is None else None
     words, why = (tokenizer, None) if tokenizer is not None else read_tokenizer(folder)
     origin = replace(origin_of(model, str(source), commit, files.hashes), note=note)
     return Loaded(model.eval(), words, origin, why)
-
-
-def _is_folder(path: Path) -> bool:
-    try:
-        return path.is_dir()
-    except (OSError, ValueError):  # a name that no file could have
-        return False
 
 
 def _loop(model: Any, loops: int) -> None:

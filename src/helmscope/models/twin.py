@@ -6,10 +6,11 @@ import copy
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from helmscope.models.load import Loaded, loaded_once, origin_of
-from helmscope.types import seed_number
+from helmscope.types import seed_number, whole_number
 
 
 def untrained_twin(model: Any, *, seed: int) -> Loaded:
@@ -29,3 +30,13 @@ def untrained_twin(model: Any, *, seed: int) -> Loaded:
         twin = type(trained)(copy.deepcopy(trained.config))
     twin = twin.to(device=trained.device, dtype=trained.dtype).eval()
     return replace(loaded, model=twin, origin=origin_of(twin, f"untrained twin of {loaded.origin.name}, seed {seed}"))
+
+
+def twin_seeds(count: int, seed: int) -> list[int]:
+    """Seeds of the first twins of a series, which do not depend on their number: those that ``Case.stream`` draws.
+
+    >>> twin_seeds(3, seed=0)[:2] == twin_seeds(2, seed=0)
+    True
+    """
+    count, seed = whole_number("count", count, at_least=1), seed_number(seed)
+    return [int(np.random.SeedSequence([seed, k]).generate_state(1)[0]) for k in range(count)]

@@ -96,13 +96,14 @@ def page(
     seed: int = 0,
     quick: bool = False,
     folder: str | Path | None = None,
+    options: Sequence[str] = (),
     title: str = "Claims on trial",
 ) -> str:
     """One HTML document on every claim of a catalogue, tried or not; equal input gives equal text.
 
     It loads nothing and runs nothing: the pictures are in it, and its policy forbids the rest. Seed, ``quick`` and
-    ``folder``, a user's own catalogue, stand in the commands that reproduce the trials. A trial of an unknown claim and
-    a second trial of one claim are refused.
+    ``folder``, a user's own catalogue, stand in the commands that reproduce the trials, and so do ``options``, further
+    words such as --model A. A trial of an unknown claim and a second trial of one claim are refused.
 
     >>> from helmscope.claims.reading import read_catalogue
     >>> text = page(read_catalogue(), [])
@@ -110,8 +111,9 @@ def page(
     (56, False)
     """
     whole_number("seed", seed, at_least=0)
-    options = f" --seed {seed}{' --quick' if quick else ''}"
-    options += "" if folder is None else f" --from {shlex.quote(str(folder))}"
+    words = f" --seed {seed}{' --quick' if quick else ''}"
+    words += "" if folder is None else f" --from {shlex.quote(str(folder))}"
+    words += f" {shlex.join(options)}" if options else ""
     tried: dict[str, Trial] = {}
     for trial in trials:
         claim = known_name("claim of a trial", trial.verdict.claim, entries)
@@ -119,7 +121,7 @@ def page(
             raise HelmscopeError(f"trials holds claim '{claim}' twice, but a page shows one trial of a claim")
         tried[claim] = trial
     ordered = sorted(entries.values(), key=lambda entry: (entry.source, entry.id))
-    cards = [_card(entry, tried.get(entry.id), options) for entry in ordered]
+    cards = [_card(entry, tried.get(entry.id), words) for entry in ordered]
     badges = [*BADGES.values(), UNTRIED]
     return _template().render(
         title=title,
@@ -129,7 +131,7 @@ def page(
         seed=seed,
         quick=quick,
         version=sys.modules["helmscope"].__version__,
-        command=f"helmscope report{options}",
+        command=f"helmscope report{words}",
     )
 
 

@@ -130,7 +130,7 @@ _CONTROL: dict[str, Reader] = {"what": text, **_JUDGED, "expected": _ruling}
 _READERS: dict[str, Reader] = {
     "claim": text,
     **_JUDGED,
-    **dict.fromkeys(("entry_hash", "sentence", "where"), text),
+    **dict.fromkeys(("entry_hash", "sentence", "where", "subject"), text),
     **dict.fromkeys(("null", "printed"), _control_or_none),
     "also": _controls,
     "exhibits": _exhibits,

@@ -63,6 +63,7 @@ class Verdict:
     """A ruling on one claim: the interval of its statistic (None where the premise cannot hold), the region frozen
     before the run, the hash of the catalogue entry, and the sentence a reader needs; then where the claim was tried
     (the coordinates), the null, what the source prints where that is wrong, further parts of the claim, and exhibits.
+    ``subject`` is the name of what was put on trial and, of a model, the hash of its weights and texts.
 
     >>> seen, region = Interval(1.0, 0.99, 1.01, n=20), Region(text="1 within .1", low=0.9, high=1.1)
     >>> Verdict("rate", Ruling.SUPPORTED, seen, region, "c0ffee", "SA has rate 1.").interval.estimate
@@ -80,3 +81,4 @@ class Verdict:
     printed: Control | None = None
     also: tuple[Control, ...] = ()
     exhibits: tuple[Exhibit, ...] = ()
+    subject: str = ""

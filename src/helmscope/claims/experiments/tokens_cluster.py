@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -14,76 +14,130 @@ from helmscope.claims.finding import Check, Described, EveryLayer, Finding, Repl
 from helmscope.claims.registry import Case, experiment
 from helmscope.fields.attention import SA
 from helmscope.geometry.sphere import retract
-from helmscope.models.boxed import box_texts
-from helmscope.models.load import Loaded, load
-from helmscope.models.record import record
-from helmscope.models.twin import untrained_twin
+from helmscope.models.subject import Subject
 from helmscope.observe.inner_products import inner_product_histogram
 from helmscope.solve.dormand_prince import DormandPrince
 from helmscope.solve.integrate import integrate
-from helmscope.types import Exhibit, Region, Ruling, Trajectory
+from helmscope.types import Exhibit, HelmscopeError, Region, Ruling, Trajectory
 
-MODELS, TWINS, LEVEL, BINS = ("A", "tied"), 5, 0.9, 50
-LOOPS = 24  # of the tied model as it was trained; it is looped to twice as many
+if TYPE_CHECKING:
+    from helmscope.models.recording import Recording
+
+TWINS, LEVEL, BINS = 5, 0.9, 50
 BETA, FLOWS = 1.0, 16  # of the simulated flow, and how many prompts it starts from
+LEAST_TOKENS = 3  # in a text: a pair beside the first
 COLUMNS = 7  # of figure 1: depths, evenly
 ALIKE = Region(text="Two twins of a model, both models pooled, differ by less than 0.01.", low=-0.01, high=0.01)
+NEAR = Region(text="A twin differs from the mean of the others by less than 0.01.", low=-0.01, high=0.01)
 DESCRIBED = Region(text="Described only.")
 
 
-@experiment("tokens-cluster", seconds=120)
+@experiment("tokens-cluster", seconds=120, subjects=("model",), usual=(Subject("A"), Subject("tied")))
 def tokens_cluster(case: Case) -> Finding:
-    """The share of pairs i != j of one prompt with <x_i, x_j> > 0.9, at the last depth minus at the first, for the
-    causal and the tied model in the box, and the same minus the mean of five untrained twins: all four must grow.
+    """The share of pairs i != j of one prompt with <x_i, x_j> > 0.9, at the last depth minus at the first, for each
+    subject (the causal and the tied model in the box where nobody names one), and the same minus the mean of five
+    untrained twins: all must grow.
 
-    x are the tokens on the theory's sphere: of the causal model the residual stream's direction, of the tied one, whose
-    states come out of norms, the direction with gain and bias folded out; the mean over coordinates is removed, the
-    first token (the sink) left out. Mean-centred: the prompt's mean token is subtracted first. As a null one twin is
-    put in the model's place, against another. Beside it a flow SA of beta = 1 from the tied model's first
-    states, a unit of time for a layer.
+    x are the tokens on the theory's sphere: the residual stream's direction, or where states come out of norms, as in
+    the tied model, the direction with gain and bias folded out; the mean over coordinates is removed, the first token
+    (the sink) left out. Mean-centred: the prompt's mean token is subtracted first. As a null one twin is put in the
+    model's place, against others. A model of one tied block is looped to twice its depth. Beside it a flow SA of
+    beta = 1 from the first states of the last subject, a unit of time for a layer.
     """
-    trained = {"A": load("A"), "tied": load("tied", loops=2 * LOOPS)}
-    texts, firsts = _prompts(case.count(64, quick=32), trained["A"].tokenizer)
-    recordings = {name: record(loaded, texts) for name, loaded in trained.items()}
-    paths = {name: recording.on_sphere for name, recording in recordings.items()}
-    clouds = {name: _Cloud.of(paths[name], recordings[name].batch.inputs["input_ids"]) for name in MODELS}
-    twins = {name: _twins(loaded, texts, case) for name, loaded in trained.items()}
-    ends = {"A": clouds["A"].depths - 1, "tied": 2 * LOOPS}
-    growth = {name: _growth(clouds[name].share, ends[name]) for name in MODELS}
-    null = {name: np.stack([_growth(each.share, ends[name]) for each in twins[name]]) for name in MODELS}
-    pairs = [null[name][k].mean() - null[name][k + 1].mean() for name in MODELS for k in range(0, TWINS - 1, 2)]
-    flow = _flow(paths["tied"])
+    missing = next((why for each in case.subjects if (why := each.needs("on_sphere")) is not None), None)
+    if missing is not None:
+        return Finding.impossible(missing)
+    runs = [_Run.of(name, subject, case) for name, subject in zip(case.names, case.subjects, strict=True)]
+    shown = runs[-1]
+    flow = _flow(shown.path, shown.end)
     flowed = _Cloud.of(flow)
-    tied, raw = clouds["tied"], _Cloud.of(recordings["tied"].trajectory)
-    whole = _Cloud.of(paths["A"], sink=True)
-    cases = {f"{name} itself": growth[name] for name in MODELS}
-    cases |= {f"{name} over its untrained twins": growth[name] - null[name].mean(0) for name in MODELS}
+    cases = {f"{run.name} itself": run.growth for run in runs}
+    cases |= {f"{run.name} over its untrained twins": run.growth - run.null.mean(0) for run in runs}
     beside = {
-        **{f"{name}, pairs of different words": _growth(clouds[name].share_distinct, ends[name]) for name in MODELS},
-        **{f"{name}, mean-centred": _growth(clouds[name].share_centred, ends[name]) for name in MODELS},
-        "A with the first token": _growth(whole.share, ends["A"]),
-        "tied with gain and bias": _growth(raw.share, ends["tied"]),
-        f"tied, from {LOOPS} to {2 * LOOPS} loops": tied.share[-1] - tied.share[2 * LOOPS],
+        **{f"{run.name}, pairs of different words": _growth(run.cloud.share_distinct, run.end) for run in runs},
+        **{f"{run.name}, mean-centred": _growth(run.cloud.share_centred, run.end) for run in runs},
+        **{what: growth for run in runs for what, growth in run.other_coordinates().items()},
         "simulated flow": _growth(flowed.share, flowed.depths - 1),
     }
+    texts = " and ".join(dict.fromkeys(f"{run.prompts} texts with {run.firsts} distinct first tokens" for run in runs))
+    spheres = ", ".join(f"{run.coordinates} ({run.name})" for run in runs)
     return Finding(
         evidence=EveryLayer(list(cases.values()), "prompts", names=list(cases)),
-        null=Check("growth of one untrained twin over another's", Replicates(pairs, "pairs"), Ruling.SUPPORTED, ALIKE),
-        data=_drawn(clouds, twins, flowed, _figure_one(paths["tied"], flow)),
+        null=_null(runs),
+        data=_drawn(runs, flowed, _figure_one(shown, flow)),
         also=tuple(
             Check(f"growth of the share: {what}", Described(values, "prompts"), Ruling.INCONCLUSIVE, DESCRIBED)
             for what, values in (cases | beside).items()
         ),
-        remark=_remark(clouds, twins, ends),
+        remark=_remark(runs),
         where=(
-            f"models A and tied in the box, {len(texts)} texts with {firsts} distinct first tokens; from the first "
-            "block's input to the last block's output; residual direction (A), norm output with gain and bias folded "
-            "out (tied), mean over coordinates removed, first token left out. Intervals are over prompts, the five "
-            f"twins held fixed. Beside them an SA flow of beta = {BETA:g}, V = I, one unit of time a layer, from the "
-            f"first states of tied on {FLOWS} of the texts"
+            f"model{'s' if len(runs) > 1 else ''} {' and '.join(run.name for run in runs)}, {texts}; from the first "
+            f"block's input to the last block's output; {spheres}, mean over coordinates removed, first token left "
+            "out. Intervals are over prompts, the five twins held fixed. Beside them an SA flow of beta = "
+            f"{BETA:g}, V = I, one unit of time a layer, from the first states of {shown.name} on {FLOWS} of the texts"
         ),
-        exhibits=tuple(Exhibit(f"Certificate of {name}", str(each.certificate)) for name, each in recordings.items()),
+        exhibits=tuple(Exhibit(f"Certificate of {run.name}", str(run.recording.certificate)) for run in runs),
     )
+
+
+@dataclass(frozen=True, eq=False)
+class _Run:
+    """One subject and its twins on some prompts: ``end`` is the depth of the model as it was trained, behind which a
+    tied block is looped on.
+    """
+
+    name: str
+    recording: Recording
+    twins: list[_Cloud]
+    cloud: _Cloud
+    end: int
+    prompts: int
+    firsts: int
+
+    @classmethod
+    def of(cls, name: str, subject: Subject, case: Case) -> _Run:
+        texts, firsts = _prompts(case.count(64, quick=32), subject)
+        loops = subject.tied_loops
+        deep = subject if loops is None else subject.looped(2 * loops)
+        recording = deep.recording_of(texts)
+        cloud = _Cloud.of(recording.on_sphere, recording.batch.inputs["input_ids"])
+        # map holds no recording while the next one is made
+        twins = list(map(_Cloud.of_recording, deep.twin_recordings(TWINS, seed=case.seed, texts=texts)))
+        end = cloud.depths - 1 if loops is None else 2 * loops
+        return cls(name, recording, twins, cloud, end, len(texts), firsts)
+
+    @property
+    def path(self) -> Trajectory:
+        return self.recording.on_sphere
+
+    @property
+    def growth(self) -> np.ndarray:
+        return _growth(self.cloud.share, self.end)
+
+    @property
+    def null(self) -> np.ndarray:
+        """The growth of each twin."""
+        return np.stack([_growth(each.share, self.end) for each in self.twins])
+
+    @property
+    def is_looped(self) -> bool:
+        return self.end < self.cloud.depths - 1
+
+    @property
+    def coordinates(self) -> str:
+        post = self.recording.anatomy.post_norm
+        return "norm output with gain and bias folded out" if post else "residual direction"
+
+    def other_coordinates(self) -> dict[str, np.ndarray]:
+        """The growth with the first token, or with gain and bias, and while a tied block is looped on."""
+        if not self.recording.anatomy.post_norm:
+            return {f"{self.name} with the first token": _growth(_Cloud.of(self.path, sink=True).share, self.end)}
+        found = {f"{self.name} with gain and bias": _growth(_Cloud.of(self.recording.trajectory).share, self.end)}
+        if self.is_looped:
+            loops = self.end // 2
+            what = f"{self.name}, from {loops} to {2 * loops} loops"
+            found[what] = self.cloud.share[-1] - self.cloud.share[self.end]
+        return found
 
 
 @dataclass(frozen=True)
@@ -116,9 +170,27 @@ class _Cloud:
             rows.append(torch.stack([(value * counted).sum(1) / counted.sum(1) for value, counted in parts]))
         return cls(*torch.stack(rows, 1).numpy())
 
+    @classmethod
+    def of_recording(cls, recording: Recording) -> _Cloud:
+        return cls.of(recording.on_sphere)
+
     @property
     def depths(self) -> int:
         return len(self.mean)
+
+
+def _null(runs: list[_Run]) -> Check:
+    """A twin in the model's place, which must not differ: twin against twin, pooled over two models; of one model each
+    twin against the mean of the others, since two pairs would be too few for an interval.
+    """
+    means = [run.null.mean(1) for run in runs]
+    if len(runs) == 1:
+        apart = [each - np.delete(means[0], k).mean() for k, each in enumerate(means[0])]
+        what = "growth of one untrained twin over the mean of the others"
+        return Check(what, Replicates(apart, "twins"), Ruling.SUPPORTED, NEAR)
+    pairs = [each[k] - each[k + 1] for each in means for k in range(0, TWINS - 1, 2)]
+    what = "growth of one untrained twin over another's"
+    return Check(what, Replicates(pairs, "pairs"), Ruling.SUPPORTED, ALIKE)
 
 
 def _growth(share: np.ndarray, end: int) -> np.ndarray:
@@ -130,38 +202,36 @@ def _without_first(path: Trajectory) -> Trajectory:
     return Trajectory(path.times, path.states[:, :, 1:], None if path.weights is None else path.weights[:, :, 1:])
 
 
-def _prompts(count: int, tokenizer: Any) -> tuple[list[str], int]:
-    """Texts in the box, first one of each first token, then the second of each, and so on; and how many first tokens
+def _prompts(count: int, subject: Subject) -> tuple[list[str | tuple[int, ...]], int]:
+    """Texts of a subject, first one of each first token, then the second of each, and so on; and how many first tokens
     they have.
     """
-    texts = box_texts()
-    firsts = [int(ids[0]) for ids in tokenizer(texts)["input_ids"]]
+    texts = subject.texts
+    for k, row in enumerate(subject.token_ids):
+        if len(row) < LEAST_TOKENS:
+            raise HelmscopeError(
+                f"texts[{k}] has {len(row)} tokens, but the claim needs {LEAST_TOKENS} or more in each"
+            )
+    firsts = [int(row[0]) for row in subject.token_ids]
     rank = [firsts[:k].count(first) for k, first in enumerate(firsts)]
     chosen = sorted(sorted(range(len(texts)), key=lambda k: (rank[k], k))[:count])
     return [texts[k] for k in chosen], len({firsts[k] for k in chosen})
 
 
-def _twins(loaded: Loaded, texts: list[str], case: Case) -> list[_Cloud]:
-    seeds = [case.stream(k) for k in range(TWINS)]
-    return [_Cloud.of(record(untrained_twin(loaded, seed=seed), texts).on_sphere) for seed in seeds]
-
-
-def _flow(path: Trajectory) -> Trajectory:
+def _flow(path: Trajectory, end: int) -> Trajectory:
     """The flow from the first states of some prompts, at half a unit of time for a half-layer."""
     x = retract(path.states[0, :FLOWS].double())
-    times = [k / 2 for k in range(2 * LOOPS + 1)]
+    times = [k / 2 for k in range(end + 1)]
     weights = None if path.weights is None else path.weights[0, :FLOWS]
     return integrate(SA(beta=BETA), x, times, weights=weights, stepper=DormandPrince(1e-5)).trajectory
 
 
-def _drawn(
-    clouds: dict[str, _Cloud], twins: dict[str, list[_Cloud]], flow: _Cloud, histograms: xr.Dataset
-) -> xr.Dataset:
+def _drawn(runs: list[_Run], flow: _Cloud, histograms: xr.Dataset) -> xr.Dataset:
     """Means and shares over depth: the models, the mean of their twins, and beside the means the flow."""
     models = {}
-    for name in MODELS:
-        models[name] = [clouds[name]]
-        models[f"{name} untrained"] = twins[name]
+    for run in runs:
+        models[run.name] = [run.cloud]
+        models[f"{run.name} untrained"] = run.twins
     subjects = {**models, f"SA flow, beta = {BETA:g} ({FLOWS} prompts)": [flow]}
     centred = "with the prompt's mean token subtracted first"
     words = {
@@ -170,7 +240,7 @@ def _drawn(
         "share": f"share of inner products above {LEVEL} (the flow's goes to 1)",
         "share_centred": f"share of inner products above {LEVEL}, {centred}",
     }
-    n, depth = clouds[MODELS[0]].mean.shape[1], max(cloud.depths for cloud in clouds.values())
+    n, depth = runs[0].prompts, max(run.cloud.depths for run in runs)
     data: dict[str, xr.Variable] = {}
     for name, long_name in words.items():
         dim, curves = ("subject", subjects) if name == "mean" else ("model", models)
@@ -185,15 +255,15 @@ def _drawn(
     return xr.merge([found, histograms], combine_attrs="drop_conflicts").assign_attrs(n=n)
 
 
-def _figure_one(path: Trajectory, flow: Trajectory) -> xr.Dataset:
-    """Histograms at even depths (inner product, share of the depth, what): the tied model at its depth and looped to
-    twice that, as the source's figure 1 has it, and the flow.
+def _figure_one(run: _Run, flow: Trajectory) -> xr.Dataset:
+    """Histograms at even depths (inner product, share of the depth, what): the model at its depth and, where it is one
+    tied block, looped to twice that, as the source's figure 1 has it, and the flow.
     """
-    rows = {
-        f"{LOOPS} loops": (path, 2 * LOOPS),
-        f"{2 * LOOPS} loops": (path, 4 * LOOPS),
-        f"SA flow, t to {LOOPS}": (flow, 2 * LOOPS),
-    }
+    path, end = run.path, run.end
+    layers, unit = end // 2, "loops" if run.is_looped else "layers"
+    rows = {f"{layers} {unit}": (path, end)}
+    rows |= {f"{2 * layers} loops": (path, 2 * end)} if run.is_looped else {}
+    rows[f"SA flow, t to {layers}"] = (flow, end)
     found = []
     for seen, last in rows.values():
         at = [round(last * k / (COLUMNS - 1)) for k in range(COLUMNS)]
@@ -202,19 +272,20 @@ def _figure_one(path: Trajectory, flow: Trajectory) -> xr.Dataset:
     both = xr.concat(found, xr.DataArray(list(rows), dims="what", name="what"))
     both = both.rename(time="depth").assign_coords(depth=np.round(np.linspace(0, 1, COLUMNS), 2))
     both = both.transpose("inner_product", "depth", "what").rename(share="histogram", share_stderr="histogram_stderr")
-    words = f"tied model: share of pairs in {BINS} bins over depth (figure 1); below, the flow ({FLOWS} prompts)"
+    words = f"{run.name} model: share of pairs in {BINS} bins over depth (figure 1); below, the flow ({FLOWS} prompts)"
     both.histogram.attrs = {"long_name": words, "n": path.states.shape[1]}
     return both
 
 
-def _remark(clouds: dict[str, _Cloud], twins: dict[str, list[_Cloud]], ends: dict[str, int]) -> str:
-    told = []
-    for name in MODELS:
-        own, end = clouds[name].share.mean(1), ends[name]
-        others = np.mean([cloud.share.mean(1) for cloud in twins[name]], 0)
+def _remark(runs: list[_Run]) -> str:
+    told, looped = [], []
+    for run in runs:
+        own, end = run.cloud.share.mean(1), run.end
+        others = np.mean([cloud.share.mean(1) for cloud in run.twins], 0)
         told.append(
-            f"{name}: the share above {LEVEL} goes from {own[0]:.3f} over {own[: end + 1].max():.3f} to "
+            f"{run.name}: the share above {LEVEL} goes from {own[0]:.3f} over {own[: end + 1].max():.3f} to "
             f"{own[end]:.3f}, its untrained twins' from {others[0]:.3f} to {others[end]:.3f}"
         )
-    last, others = clouds["tied"].share[-1].mean(), np.mean([cloud.share[-1].mean() for cloud in twins["tied"]])
-    return f"{'; '.join(told)}; looped to {2 * LOOPS}, tied has {last:.3f} and its untrained twins {others:.3f}."
+        if run.is_looped:
+            looped.append(f"looped to {end}, {run.name} has {own[-1]:.3f} and its untrained twins {others[-1]:.3f}")
+    return f"{'; '.join(told + looped)}."

@@ -1,0 +1,121 @@
+"""By what a model and its texts are known again: hashes of weights, wiring and token ids, and plain prompts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from helmscope.runs.unit import fingerprint
+from helmscope.store.manifest import hash_bytes
+from helmscope.types import HelmscopeError
+from helmscope.types.arguments import shown
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Prompt = str | tuple[int, ...]
+# of a configuration: where it came from and how it is run, which do not change what the model is
+INCIDENTAL = ("_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype", "_attn_implementation")
+
+
+def hash_of(value: object) -> str:
+    """SHA-256 of plain data as JSON with sorted keys.
+
+    >>> hash_of({"b": 1, "a": [2]}) == hash_of({"a": [2], "b": 1})
+    True
+    """
+    return hash_bytes(json.dumps(value, sort_keys=True, default=str).encode())
+
+
+def hashed_tensors(tensors: Mapping[str, Tensor]) -> list[object]:
+    """Name, dtype, shape and hash of every tensor, sorted by name.
+
+    >>> import torch
+    >>> hashed_tensors({"w": torch.zeros(2)})[0][0]
+    'w'
+    """
+    return [[name, fingerprint(name, tensors[name])] for name in sorted(tensors)]
+
+
+def wiring_of(model: Any) -> dict[str, object]:
+    """Class and configuration of a transformers model, which say how its weights are used; where it came from is left
+    out, and so are settings that have their default.
+    """
+    config = {key: value for key, value in model.config.to_diff_dict().items() if key not in INCIDENTAL}
+    return {"class": type(model).__name__, "config": config}
+
+
+def stamp_of(folder: Path, patterns: Sequence[str]) -> tuple[tuple[str, int, int], ...]:
+    """Name, size and time of change of the files in a folder that match a pattern: another stamp, another model.
+
+    >>> stamp_of(Path("/no/such/folder"), ["*"])
+    ()
+    """
+    files = sorted({path for pattern in patterns for path in folder.glob(pattern)})
+    found = [(path.name, path.stat()) for path in files if path.is_file()]
+    return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in found)
+
+
+def check_in_memory(model: Any, **options: Any) -> None:
+    """Refuse what is no model, and options that would change one that is in memory already."""
+    from helmscope.models.library import transformers_library
+    from helmscope.models.load import Loaded
+
+    if not isinstance(model, Loaded | transformers_library().PreTrainedModel):
+        raise HelmscopeError(
+            f"model is a {type(model).__name__}, but it must be a name, a folder, a transformers PreTrainedModel or "
+            "what load returns"
+        )
+    for name, value in options.items():
+        if value is not None:
+            raise HelmscopeError(f"{name} is {value!r}, but the model is in memory already, where nothing is changed")
+
+
+def checked_prompts(texts: Any) -> tuple[Prompt, ...]:
+    """Texts as a tuple of strings, or of rows of token ids of one length; all else is refused by name.
+
+    >>> checked_prompts([[1, 2], [3, 4]])
+    ((1, 2), (3, 4))
+    """
+    rows = texts.tolist() if hasattr(texts, "tolist") else texts
+    if isinstance(rows, str | bytes) or not isinstance(rows, Sequence):
+        kind = type(texts).__name__
+        raise HelmscopeError(f"texts is a {kind}, but it must be a list of strings or of rows of token ids")
+    if not rows:
+        raise HelmscopeError("texts is empty, but it must hold at least one text")
+    if all(isinstance(row, str) for row in rows):
+        for i, row in enumerate(rows):
+            if not row.strip():
+                raise HelmscopeError(f"texts[{i}] is {shown(row)}, but a text must not be blank")
+        return tuple(rows)
+    for i, row in enumerate(rows):
+        if not isinstance(row, list | tuple) or not row or not all(type(k) is int and k >= 0 for k in row):
+            raise HelmscopeError(
+                f"texts[{i}] is {shown(row)}, but every text must be a string, or all rows of ids >= 0"
+            )
+        if len(row) != len(rows[0]):
+            raise HelmscopeError(
+                f"texts[{i}] has {len(row)} ids, but texts[0] has {len(rows[0])}: rows need one length"
+            )
+    return tuple(tuple(row) for row in rows)
+
+
+def as_inputs(prompts: Sequence[Prompt]) -> Any:
+    """Prompts as ``record`` takes them: strings as they are, rows of ids as a tensor."""
+    import torch
+
+    return list(prompts) if isinstance(prompts[0], str) else torch.tensor(prompts)
+
+
+def first_of_each(rows: Sequence[object]) -> list[int]:
+    """Where each distinct row stands first.
+
+    >>> first_of_each(["a", "b", "a"])
+    [0, 1]
+    """
+    places: dict[object, int] = {}
+    for k, row in enumerate(rows):
+        places.setdefault(row, k)
+    return list(places.values())

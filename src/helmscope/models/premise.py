@@ -1,0 +1,65 @@
+"""What a claim needs of a model, asked of the model's certificate."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from helmscope.types import HelmscopeError, known_name
+
+if TYPE_CHECKING:
+    from helmscope.models.certificate import Certificate
+
+PARTS = ("trajectory", "resume", "kernel", "replay", "lens", "lens over depth", "force", "on_sphere")
+CAUSAL, FULL = "is causal", "looks both ways"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Premise:
+    """Causal or full attention, an MLP that can be read, a head over a vocabulary, and parts of a recording that its
+    certificate must give out. An unknown part is refused with the nearest one.
+
+    >>> Premise(parts=("kernels",))
+    Traceback (most recent call last):
+    helmscope.types.HelmscopeError: unknown part of a recording 'kernels': did you mean 'kernel'? ...
+    """
+
+    parts: Sequence[str] = ()
+    causal: bool = False
+    full: bool = False
+    mlp: bool = False
+    head: bool = False
+
+    def __post_init__(self) -> None:
+        for part in self.parts:
+            known_name("part of a recording", part, PARTS)
+        if self.causal and self.full:
+            raise HelmscopeError("causal and full are both True, but attention is one or the other")
+
+    def unmet(self, certificate: Certificate, name: str) -> str | None:
+        """The first need that the model ``name`` does not meet, as a sentence; None where it meets all."""
+        seen = attention_of(certificate)
+        for asked, kind in ((self.causal, CAUSAL), (self.full, FULL)):
+            if asked and seen != kind:
+                return f"the claim needs attention that {kind}, but that of {name} {seen}"
+        wanted = [("an MLP that can be read", "force")] if self.mlp else []
+        wanted += [("a head over a vocabulary", "lens over depth")] if self.head else []
+        wanted += [(f"'{part}' of a recording", part) for part in self.parts]
+        for what, part in wanted:
+            for line in certificate.lines:
+                if part in line.blocks and line.ok is not True:
+                    return f"the claim needs {what}, but {name} does not have it: {line.says}"
+        return None
+
+
+def attention_of(certificate: Certificate) -> str:
+    """What the certificate says of attention: that it is causal, that it looks both ways, or why it cannot tell."""
+    from helmscope.models.certify import BOTH_WAYS
+
+    line = next((line for line in certificate.lines if line.name == "causality"), None)
+    if line is None:
+        return "cannot be seen"
+    if line.ok is None:
+        return FULL if line.says == BOTH_WAYS else f"cannot be told apart: {line.says}"
+    return CAUSAL if line.ok else f"fails its certificate: {line.says}"

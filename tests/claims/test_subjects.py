@@ -1,0 +1,192 @@
+"""Claims on a subject: one recording for all of them, premises that cannot hold, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import helmscope as hs
+from helmscope.claims.registry import Case, experiments
+from helmscope.claims.trial import _received, run_trials, trial_unit, try_claim
+from helmscope.models import record as recording_module
+from helmscope.models import subject as home
+from helmscope.models.shelf import Shelf
+from helmscope.models.subject import Subject
+from helmscope.runs.processes import Processes
+from helmscope.store.run_folder import RunFolder
+from helmscope.types import HelmscopeError, Ruling
+from model_families import tiny_model
+
+PLANTED = Path(__file__).parent / "planted"
+ROWS = [[k % 90 + 3, (7 * k) % 90 + 3, 5, k % 11 + 3, 9, 11] for k in range(8)]
+CODE = """
+import helmscope as hs
+
+def finding(case):
+    radius = case.subject.recording.trajectory.radius
+    growth = (radius[-1] - radius[0]).mean(-1)
+    data = hs.curve("growth", growth[:, None], {"end": [0]}, label="growth of the radius")
+    evidence = hs.Replicates(growth, of="prompts")
+    return hs.Finding(evidence=evidence, null=hs.Check("none", hs.Replicates(0 * growth)), data=data)
+
+@hs.experiment("planted-true", subjects=("model", "simulation"), usual=(USUAL,))
+def one(case):
+    why = None if case.subject.is_simulation else case.subject.needs(causal=True)
+    if case.subject.is_simulation or why is not None:
+        return hs.Finding.impossible(why or "nothing was simulated")
+    return finding(case)
+
+@hs.experiment("planted-false", subjects=("model",))
+def two(case):
+    return finding(case)
+"""
+
+
+@pytest.fixture(autouse=True)
+def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The number of texts in every recording that is made in this process, on a shelf of one's own."""
+    made, record = [], recording_module.record
+
+    def counting(loaded: Any, texts: Any, **options: Any) -> Any:
+        made.append(len(texts))
+        return record(loaded, texts, **options)
+
+    monkeypatch.setattr(recording_module, "record", counting)
+    monkeypatch.setattr(home, "_SHELF", Shelf())
+    return made
+
+
+@pytest.fixture
+def mine(tmp_path: Path) -> Path:
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    for path in PLANTED.glob("*.toml"):
+        (folder / path.name).write_text(path.read_text().replace('["simulation"]', '["model"]'))
+    (folder / "mine.py").write_text(CODE.replace("USUAL", "hs.Subject.simulation()"))
+    return folder
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Subject:
+    tiny_model("gpt2").save_pretrained(tmp_path / "tiny")
+    return Subject(tmp_path / "tiny", ROWS)
+
+
+BOTH = ["planted-false", "planted-true"]
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_two_claims_on_one_model_record_it_once(
+    tmp_path: Path, mine: Path, tiny: Subject, made: list[int], jobs: int
+) -> None:
+    engine = None if jobs == 1 else Processes(jobs)
+    trials = run_trials(BOTH, RunFolder.create(tmp_path / "run"), folder=mine, subject=tiny, engine=engine)
+    assert made == [8, 2]  # all texts once, and two of them for what the model can do
+    for trial in trials:
+        assert trial.verdict.subject == f"tiny (sha256 {tiny.identity})"
+    again = try_claim("planted-true", folder=mine, subject=tiny)
+    assert again.verdict == trials[1].verdict
+    assert again.data.identical(trials[1].data)
+
+
+def test_one_claim_on_a_model_goes_to_another_process_as_plain_data(
+    tmp_path: Path, mine: Path, tiny: Subject, made: list[int]
+) -> None:
+    to = RunFolder.create(tmp_path / "run")
+    (trial,) = run_trials(["planted-true"], to, folder=mine, subject=tiny, engine=Processes(2))
+    assert made == []  # in this process
+    assert trial.verdict == try_claim("planted-true", folder=mine, subject=tiny).verdict
+
+
+def test_a_model_in_memory_is_tried_in_its_own_process_whatever_the_engine(tmp_path: Path, mine: Path) -> None:
+    subject = Subject(tiny_model("gpt2"), ROWS)
+    (trial,) = run_trials(
+        ["planted-true"], RunFolder.create(tmp_path / "run"), folder=mine, subject=subject, engine=Processes(2)
+    )
+    assert trial.verdict.subject == f"GPT2LMHeadModel (sha256 {subject.identity})"
+    with pytest.raises(HelmscopeError, match="is a model in memory, but it can be tried in the process that holds it"):
+        trial_unit("planted-true", {}, 0, False, str(mine), subject={"identity": subject.identity})
+
+
+def test_a_premise_that_cannot_hold(mine: Path) -> None:
+    trial = try_claim("planted-true", folder=mine, subject=Subject(tiny_model("bert"), ROWS))
+    assert trial.verdict.ruling is Ruling.IMPOSSIBLE
+    assert trial.verdict.interval is None
+    assert trial.verdict.sentence.startswith("The claim needs attention that is causal, but that of BertForMaskedLM")
+    assert trial.verdict.null.as_expected
+    assert try_claim("planted-true", folder=mine).verdict.subject == "simulation"
+
+
+def test_a_run_goes_on_with_the_same_model_and_texts_only(tmp_path: Path, mine: Path, tiny: Subject) -> None:
+    to = RunFolder.create(tmp_path / "run")
+    first = run_trials(["planted-false"], to, folder=mine, subject=tiny)
+    assert run_trials(["planted-false"], to, folder=mine, subject=tiny)[0].verdict == first[0].verdict
+    with pytest.raises(HelmscopeError, match="has another function or other parameters"):
+        run_trials(["planted-false"], to, folder=mine, subject=Subject(tiny.model, ROWS[:-1]))
+    data = {**tiny.as_data(), "identity": "0" * 64}
+    with pytest.raises(HelmscopeError, match=r"subject is tiny .*, but when the run began it had the hash 0000"):
+        _received(data)
+
+
+def test_what_a_claim_cannot_be_tried_on_is_refused(tmp_path: Path) -> None:
+    a, tied = Subject("A"), Subject("tied")
+    simulated = "subject of claim 'rate' is A, but this claim can be tried on a simulation only"
+    with pytest.raises(HelmscopeError, match=simulated):
+        try_claim("rate", subject=a)
+    with pytest.raises(HelmscopeError, match=simulated):
+        run_trials(["rate"], RunFolder.create(tmp_path / "run"), subject=a)
+    with pytest.raises(
+        HelmscopeError, match="'tokens-cluster' is simulation, but this claim can be tried on a model only"
+    ):
+        try_claim("tokens-cluster", subject=Subject.simulation())
+    with pytest.raises(HelmscopeError, match="other is given, but subject is not"):
+        try_claim("tokens-cluster", other=tied)
+    with pytest.raises(HelmscopeError, match="other is A, but it must be another one than the subject"):
+        try_claim("tokens-cluster", subject=a, other=Subject("A"))
+    with pytest.raises(HelmscopeError, match=r"subject is a str, but it must be a Subject: Subject\('A'\)"):
+        try_claim("tokens-cluster", subject="A")
+    with pytest.raises(HelmscopeError, match="other is a int, but it must be a Subject"):
+        Case(subject=a, other=3)
+
+
+def test_a_second_subject_is_for_claims_that_take_two(mine: Path, tiny: Subject) -> None:
+    with pytest.raises(
+        HelmscopeError, match="other of claim 'planted-false' is A, but this claim is tried on one subject"
+    ):
+        try_claim("planted-false", folder=mine, subject=tiny, other=Subject("A"))
+
+
+def test_what_each_claim_is_usually_tried_on() -> None:
+    known = experiments()
+    assert [each.name for each in known["tokens-cluster"].usual] == ["A", "tied"]
+    assert known["tokens-cluster"].case(3, quick=True) == Case(3, True, Subject("A"), Subject("tied"))
+    assert known["rate"].case() == Case()
+    assert Case().subject.is_simulation
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"subjects": "model"}, r"subjects of 'a' is 'model', but it must be a tuple such as \('model',\)"),
+        ({"subjects": ("modle",)}, "unknown subject of 'a' 'modle': did you mean 'model'?"),
+        ({"subjects": ()}, r"subjects of 'a' is \[\], but it must hold"),
+        ({"usual": (3,)}, r"usual of 'a' is \(3,\), but it must hold one Subject or two"),
+        ({"usual": (Subject("A"),)}, "subject of claim 'a' is A, but this claim can be tried on a simulation only"),
+    ],
+)
+def test_an_experiment_says_what_it_can_be_tried_on(options: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(HelmscopeError, match=sentence):
+        hs.experiment("a", **options)(lambda case: None)
+
+
+def test_two_subjects_of_one_name_are_told_apart(tmp_path: Path) -> None:
+    for name in ("early", "late"):
+        model = tiny_model("gpt2")
+        model.transformer.wte.weight.data.mul_(1 if name == "early" else 2)
+        model.save_pretrained(tmp_path / name / "model")
+    subjects = [Subject(tmp_path / name / "model", ROWS) for name in ("early", "late")]
+    names = Case(0, False, *subjects).names
+    assert names == tuple(f"model {each.identity[:8]}" for each in subjects)
+    assert names[0] != names[1]
