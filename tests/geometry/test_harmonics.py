@@ -400,7 +400,7 @@ def test_dimensions_whose_squares_leave_int64():
         (lambda: hm.exponential_degree(1.0, dim=3, tolerance=0), "tolerance is 0"),
         (lambda: hm.fourier(torch.tensor([1.0, 0.0]), 10**12), "degree is 10{12} at 1 points, but that makes"),
         (lambda: hm.spherical_harmonics(torch.eye(3), 10**6), "degree is 10{6} at 3 points, but that makes"),
-        (lambda: hm.gegenbauer(torch.ones(2), 10**400, dim=3), "degree is a whole number of 1329 bits"),
+        (lambda: hm.gegenbauer(torch.ones(2), 10**400, dim=3), "degree is 10{70}"),
         (lambda: hm.gegenbauer_c(torch.ones(2), 10**12, order=1), "degree is 10{12} at 2 points, but that makes"),
         (lambda: hm.zonal_quadrature(10**12, dim=3), "points is 10{12}, but that makes"),
         (lambda: hm.exponential_coefficients(1e300, 5, dim=3), r"beta is 1e\+300, but that makes"),

@@ -76,7 +76,7 @@ def test_the_state_that_is_held_is_where_the_flow_ends(field, dtype, monkeypatch
     moved = Flow(as_field(field)).move(x[None], torch.ones(1, 1, 1, dtype=F64), AT_0)[0]
     speed = hs.sphere.project(x, moved).norm(dim=-1).max()
     assert speed <= (1e-14 if dtype == F64 else 1e-6)
-    monkeypatch.setattr(adaptive, "FIRST_LOOK", 0)
+    monkeypatch.setattr(adaptive, "FIRST_LOOK", -1)  # never
     worked = hs.integrate(field, x0, [sim.outcome.times[0] + 40.0], normalize=True)
     assert worked.outcome.statuses == (FINISHED,)
     assert (worked.states[-1] - sim.states[-1]).abs().max() <= (2e-9 if dtype == F64 else 2e-5)
@@ -86,7 +86,7 @@ def test_where_nothing_rests_no_bit_changes(monkeypatch):
     x0, times = hs.Uniform(n=8, dim=3).sample(batch=3, seed=0), [1.0, 30.0, 600.0]
     looked = hs.integrate(hs.SA(beta=4.0), x0, times)
     assert set(looked.outcome.statuses) == {FINISHED}
-    monkeypatch.setattr(adaptive, "FIRST_LOOK", 0)
+    monkeypatch.setattr(adaptive, "FIRST_LOOK", -1)  # never
     assert torch.equal(looked.states, hs.integrate(hs.SA(beta=4.0), x0, times).states)
 
 

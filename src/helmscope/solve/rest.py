@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from helmscope.solve.flow import Flow
 
-MOST_COORDINATES = 512  # n (d - 1) of a system whose derivative is formed: its squares take a second on one core
+MOST_COORDINATES = 512  # n (d - 1) of a system whose derivative is formed: its squares take some seconds on one core
 MOST_ENTRIES = 2**20  # of the pairs of tokens that are looked at in one go
 GROWTH = 3.0  # of a disturbance, in the root mean square over all directions
 

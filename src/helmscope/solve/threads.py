@@ -21,7 +21,8 @@ SMALL = 2**18  # entries of a matrix that one core fills in a few milliseconds, 
 
 @contextmanager
 def fitting_threads(field: object, x: Float[Tensor, "*batch n d"]) -> Iterator[None]:
-    """One thread inside for small systems on a CPU, else as many as the caller has set; his number afterwards.
+    """One thread inside for small systems on a CPU, else as many as the caller has set, whose number is restored
+    afterwards, also after an error.
 
     A small system is a batch whose largest matrix has at most 2^18 entries: 256 systems of 32 tokens, or one of 512.
     Its sums take less time than it takes several threads to meet, and where other work keeps a core busy they wait for
