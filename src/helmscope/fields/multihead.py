@@ -27,6 +27,7 @@ from helmscope.fields.attention import (
 )
 from helmscope.fields.field import Field, ScaledVelocity
 from helmscope.fields.lowrank import LowRank, as_dense
+from helmscope.fields.positions import Rotary
 from helmscope.geometry.arithmetic import full_precision
 from helmscope.geometry.sphere import project
 from helmscope.kernels.choose import token_sum
@@ -202,7 +203,11 @@ class MultiHead(Field):
     def request(self, x: Float[Tensor, "*batch n d"], weights: Tensor | None = None, *, tangent: bool) -> Request:
         """The sums of all heads, along an axis before the tokens; ``tangent`` where they will be projected."""
         left, right = _factors([head.query_key for head in self.heads], x)
-        query, key = self._through(x, left), self._through(x, right)
+        positions = self.heads[0].positions
+        seen = x if positions is None else positions.tokens(x)
+        query, key = self._through(seen, left), self._through(seen, right)
+        if positions is not None:
+            query, key = positions.turned(query), positions.turned(key)
         factor = self._per_head([head.factor for head in self.heads], x)
         _, inner = _factors([head.value for head in self.heads], x)
         first = self.heads[0]
@@ -409,6 +414,9 @@ def _checked_heads(heads: object) -> tuple[Attention, ...]:
             if matrix.shape[-1] != size:
                 given = f"{name} of heads[{h}] has shape {tuple(matrix.shape)} and {whose} {(size, size)}"
                 raise HelmscopeError(f"{given}, but all heads must fit the same tokens")
+    ranks = {head.query_key.rank for head in heads if isinstance(head.query_key, LowRank)}
+    if isinstance(first.positions, Rotary) and len(ranks) > 1:
+        raise HelmscopeError(f"heads have queries of dimension {sorted(ranks)}, but rotary positions need one for all")
     return tuple(heads)
 
 
