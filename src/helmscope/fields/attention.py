@@ -146,8 +146,9 @@ class Attention(Field):
     def unit_beta(self) -> float | None:
         """c where the logits are c <x_i, x_j> with a number c, else None."""
         factor, scale = self.factor, self.logit_scale
-        known = scale is not None and self.positions is None and not isinstance(factor, torch.Tensor)
-        return factor * scale if known else None  # type: ignore[operator]
+        if scale is None or self.positions is not None or isinstance(factor, torch.Tensor):
+            return None
+        return factor * scale
 
     @property
     def settles(self) -> Callable[[Tensor, Tensor | None], Tensor] | None:

@@ -129,7 +129,7 @@ class Depthwise(Field):
             return call(self.at(float(t if not isinstance(t, torch.Tensor) else t.flatten()[0])), x, weights, t)
         out, times = torch.empty_like(x), t.flatten()
         index = (times + 1e-9).long().clamp(0, len(self.layers) - 1)
-        for number in index.unique().tolist():
+        for number in sorted(set(index.tolist())):
             rows = (index == number).nonzero().flatten()
             layer = self.layers[number].with_parameters(selected(rows))
             out[rows] = call(layer, x[rows], None if weights is None else weights[rows], t[rows])
