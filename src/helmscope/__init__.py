@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from helmscope.fields.mlp import MLP as MLP
     from helmscope.fields.mlp import GatedMLP as GatedMLP
     from helmscope.fields.multihead import MultiHead as MultiHead
-    from helmscope.fields.multihead import MultiHeadAsPrinted as MultiHeadAsPrinted
+    from helmscope.fields.multihead_as_printed import MultiHeadAsPrinted as MultiHeadAsPrinted
     from helmscope.fields.noise import DivergenceForm as DivergenceForm
     from helmscope.fields.noise import IsotropicNoise as IsotropicNoise
     from helmscope.fields.noise import Ito as Ito
@@ -269,7 +269,8 @@ _HOME = {
     "helmscope.fields.lowrank": "LowRank",
     "helmscope.fields.merge": "Merged merge_tokens",
     "helmscope.fields.mlp": "GatedMLP MLP",
-    "helmscope.fields.multihead": "MultiHead MultiHeadAsPrinted",
+    "helmscope.fields.multihead": "MultiHead",
+    "helmscope.fields.multihead_as_printed": "MultiHeadAsPrinted",
     "helmscope.fields.noise": (
         "DivergenceForm IsotropicNoise Ito LayerNormChain MatrixNoise Noise Process StateNoise Stratonovich"
     ),
