@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from helmscope.fields.attention import SA as SA
     from helmscope.fields.attention import USA as USA
     from helmscope.fields.block import Block as Block
+    from helmscope.fields.cross import CrossAttention as CrossAttention
+    from helmscope.fields.depthwise import Depthwise as Depthwise
     from helmscope.fields.field import Field as Field
     from helmscope.fields.field import PlainField as PlainField
     from helmscope.fields.field import ScaledVelocity as ScaledVelocity
@@ -57,7 +59,7 @@ if TYPE_CHECKING:
     from helmscope.fields.mlp import MLP as MLP
     from helmscope.fields.mlp import GatedMLP as GatedMLP
     from helmscope.fields.multihead import MultiHead as MultiHead
-    from helmscope.fields.multihead import MultiHeadAsPrinted as MultiHeadAsPrinted
+    from helmscope.fields.multihead_as_printed import MultiHeadAsPrinted as MultiHeadAsPrinted
     from helmscope.fields.noise import DivergenceForm as DivergenceForm
     from helmscope.fields.noise import IsotropicNoise as IsotropicNoise
     from helmscope.fields.noise import Ito as Ito
@@ -77,6 +79,8 @@ if TYPE_CHECKING:
     from helmscope.fields.placement import PostNorm as PostNorm
     from helmscope.fields.placement import PreNorm as PreNorm
     from helmscope.fields.placement import SandwichNorm as SandwichNorm
+    from helmscope.fields.positions import Additive as Additive
+    from helmscope.fields.positions import Rotary as Rotary
     from helmscope.fields.sinkhorn import SinkhornAttention as SinkhornAttention
     from helmscope.geometry import harmonics as harmonics
     from helmscope.geometry import linkage as linkage
@@ -254,6 +258,8 @@ _HOME = {
     "helmscope.fields.alibi": "alibi alibi_slopes",
     "helmscope.fields.attention": "SA USA",
     "helmscope.fields.block": "Block",
+    "helmscope.fields.cross": "CrossAttention",
+    "helmscope.fields.depthwise": "Depthwise",
     "helmscope.fields.field": "Field PlainField ScaledVelocity Space",
     "helmscope.fields.hardmax": "Hardmax",
     "helmscope.fields.helmholtz": "Split helmholtz helmholtz_as_printed",
@@ -263,12 +269,14 @@ _HOME = {
     "helmscope.fields.lowrank": "LowRank",
     "helmscope.fields.merge": "Merged merge_tokens",
     "helmscope.fields.mlp": "GatedMLP MLP",
-    "helmscope.fields.multihead": "MultiHead MultiHeadAsPrinted",
+    "helmscope.fields.multihead": "MultiHead",
+    "helmscope.fields.multihead_as_printed": "MultiHeadAsPrinted",
     "helmscope.fields.noise": (
         "DivergenceForm IsotropicNoise Ito LayerNormChain MatrixNoise Noise Process StateNoise Stratonovich"
     ),
     "helmscope.fields.norms": "LayerNorm RMSNorm UnitNorm effective_beta",
     "helmscope.fields.placement": "Half NGPT NoNorm PostNorm PreNorm SandwichNorm",
+    "helmscope.fields.positions": "Additive Rotary",
     "helmscope.fields.sinkhorn": "SinkhornAttention",
     "helmscope.geometry": "harmonics linkage retraction sphere surface",
     "helmscope.intervene.attention": "AblateHead MaskKeys Perturb Reweigh",

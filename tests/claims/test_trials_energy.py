@@ -16,7 +16,8 @@ from scipy.spatial.transform import Rotation
 
 from helmscope.claims.trial import Trial, try_claim
 from helmscope.fields.attention import SA, USA
-from helmscope.fields.multihead import MultiHead, MultiHeadAsPrinted
+from helmscope.fields.multihead import MultiHead
+from helmscope.fields.multihead_as_printed import MultiHeadAsPrinted
 from helmscope.geometry.sphere import project, retract
 from helmscope.types import Control, Ruling, Verdict
 

@@ -23,7 +23,8 @@ from helmscope.fields.alibi import alibi
 from helmscope.fields.attention import SA, USA
 from helmscope.fields.hardmax import Hardmax
 from helmscope.fields.lowrank import LowRank
-from helmscope.fields.multihead import MultiHead, MultiHeadAsPrinted
+from helmscope.fields.multihead import MultiHead
+from helmscope.fields.multihead_as_printed import MultiHeadAsPrinted
 from helmscope.fields.sinkhorn import SinkhornAttention
 from helmscope.kernels.kernel import AttentionSum, Request
 from planting import (

@@ -16,7 +16,8 @@ from helmscope.fields.attention import SA, USA
 from helmscope.fields.field import Field
 from helmscope.fields.hardmax import Hardmax
 from helmscope.fields.lowrank import LowRank
-from helmscope.fields.multihead import MultiHead, MultiHeadAsPrinted
+from helmscope.fields.multihead import MultiHead
+from helmscope.fields.multihead_as_printed import MultiHeadAsPrinted
 from helmscope.fields.sinkhorn import SinkhornAttention
 from helmscope.geometry.sphere import project, retract
 from helmscope.types import HelmscopeError

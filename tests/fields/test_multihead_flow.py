@@ -15,7 +15,8 @@ from helmscope.fields.activations import Identity
 from helmscope.fields.attention import SA, USA
 from helmscope.fields.field import check_weights
 from helmscope.fields.mlp import MLP
-from helmscope.fields.multihead import MultiHead, MultiHeadAsPrinted
+from helmscope.fields.multihead import MultiHead
+from helmscope.fields.multihead_as_printed import MultiHeadAsPrinted
 from helmscope.geometry.sphere import project, retract
 from helmscope.types import HelmscopeError
 

@@ -11,7 +11,8 @@ from helmscope.fields.attention import SA
 from helmscope.fields.block import Block
 from helmscope.fields.hardmax import Hardmax
 from helmscope.fields.mlp import MLP
-from helmscope.fields.multihead import MultiHead, MultiHeadAsPrinted
+from helmscope.fields.multihead import MultiHead
+from helmscope.fields.multihead_as_printed import MultiHeadAsPrinted
 from helmscope.fields.noise import IsotropicNoise, Ito, MatrixNoise, StateNoise, Stratonovich
 from helmscope.fields.placement import PreNorm
 from helmscope.solve.dormand_prince import DormandPrince

@@ -25,6 +25,7 @@ import torch
 from helmscope.fields.field import Field, ScaledVelocity
 from helmscope.fields.lowrank import LowRank, query_and_key
 from helmscope.fields.parameters import is_moving, number_or_tensor, over_tokens, shown
+from helmscope.fields.positions import Positions
 from helmscope.geometry.arithmetic import check_readable, every
 from helmscope.geometry.sphere import project
 from helmscope.kernels.choose import token_sum
@@ -52,14 +53,17 @@ class Attention(Field):
     value: Float[Tensor, "*batch d d"] | LowRank | None = field(default=None, kw_only=True)
     causal: bool = field(default=False, kw_only=True)
     bias: Float[Tensor, "n n"] | None = field(default=None, kw_only=True)
+    positions: Positions | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         if not isinstance(self.causal, bool):
             raise HelmscopeError(f"causal is {self.causal!r}, but it must be True or False")
         for name in ("query_key", "value"):
             if not isinstance(getattr(self, name), LowRank):  # it has checked itself
-                _check_matrix(name, getattr(self, name), floor=False)
-        _check_matrix("bias", self.bias, floor=True)
+                check_matrix(name, getattr(self, name), floor=False)
+        check_matrix("bias", self.bias, floor=True)
+        if self.positions is not None and not isinstance(self.positions, Positions):
+            raise HelmscopeError(f"positions is {self.positions!r:.60}, but it must be Rotary() or Additive(table)")
         _ = self.batch  # refused where batch axes do not fit together
 
     @property
@@ -84,8 +88,8 @@ class Attention(Field):
 
     @property
     def exchangeable(self) -> bool:
-        """Whether tokens can be relabelled, and so merged: no causal mask, no bias."""
-        return not self.causal and self.bias is None
+        """Whether tokens can be relabelled, and so merged: no causal mask, no bias, no positions."""
+        return not self.causal and self.bias is None and self.positions is None
 
     @property
     def isotropic(self) -> bool:
@@ -100,6 +104,8 @@ class Attention(Field):
             if matrix is not None and matrix.shape[-1] != size:
                 given, wanted = tuple(matrix.shape), (size, size)
                 raise HelmscopeError(f"{name} has shape {given}, but tokens of shape {tuple(x.shape)} need {wanted}")
+        if self.positions is not None:
+            self.positions.check_size(x, self.query_key.rank if isinstance(self.query_key, LowRank) else d)
         super().check_size(x)
 
     def settle(self, pairs: Float[Tensor, "*batch n n"], weights: Tensor | None) -> Float[Tensor, "*batch n n"]:
@@ -109,14 +115,14 @@ class Attention(Field):
     def restricted(self, dim: int) -> Self | None:
         """The same flow on R^dim, where it commutes with rotations because B and V are multiples of I; else None."""
         b, v = self.logit_scale, self.value_scale
-        if b is None or v is None:
+        if b is None or v is None or self.positions is not None:
             return None
         eye = torch.eye(dim, dtype=torch.float64, device="cpu")
         return replace(self, query_key=None if b == 1 else b * eye, value=None if v == 1 else v * eye)
 
     def request(self, x: Float[Tensor, "*batch n d"], weights: Tensor | None = None, *, tangent: bool) -> Request:
         """The sum that makes the velocity; ``tangent`` where it will be projected."""
-        query, key = query_and_key(x, self.query_key)
+        query, key = self._query_and_key(x)
         thin = isinstance(self.value, LowRank)
         return Request(
             over_tokens(self.factor, x) * query,
@@ -130,11 +136,19 @@ class Attention(Field):
             settle=self.settles,
         )
 
+    def _query_and_key(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        if self.positions is None:
+            return query_and_key(x, self.query_key)
+        query, key = query_and_key(self.positions.tokens(x), self.query_key)
+        return self.positions.turned(query), self.positions.turned(key)
+
     @property
     def unit_beta(self) -> float | None:
         """c where the logits are c <x_i, x_j> with a number c, else None."""
         factor, scale = self.factor, self.logit_scale
-        return None if scale is None or isinstance(factor, torch.Tensor) else factor * scale
+        if scale is None or self.positions is not None or isinstance(factor, torch.Tensor):
+            return None
+        return factor * scale
 
     @property
     def settles(self) -> Callable[[Tensor, Tensor | None], Tensor] | None:
@@ -191,7 +205,8 @@ class SA(Softmax):
     ``beta`` >= 0 is the inverse temperature; beta, B and V may be tensors with a gradient, and may have batch axes, a
     value per system. ``value=-torch.eye(d)`` gives the repulsive flow. For V = +-B symmetric it
     is the gradient flow of the interaction energy in the metric weighted by Z, and only there; not in the flat metric.
-    ``query_key`` and ``value`` may be ``LowRank``; ``bias=alibi(n, slope)`` prefers near tokens.
+    ``query_key`` and ``value`` may be ``LowRank``; ``bias=alibi(n, slope)`` prefers near tokens, and ``positions``,
+    ``Rotary()`` or ``Additive(table)``, enter queries and keys.
 
     >>> x = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
     >>> SA(beta=0.0)(x)
@@ -344,7 +359,7 @@ def _scale_of(matrix: Tensor | LowRank | None) -> float | None:
     return None if is_moving(matrix) or not torch.equal(matrix, scale * eye) else float(scale)
 
 
-def _check_matrix(name: str, matrix: object, *, floor: bool) -> None:
+def check_matrix(name: str, matrix: object, *, floor: bool) -> None:
     """A square matrix of finite floats, or one per system; ``floor`` allows -inf entries, which hide a key, and no
     batch axes.
     """

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch.nn.functional import pad
@@ -27,6 +27,7 @@ from helmscope.fields.attention import (
 )
 from helmscope.fields.field import Field, ScaledVelocity
 from helmscope.fields.lowrank import LowRank, as_dense
+from helmscope.fields.positions import Rotary
 from helmscope.geometry.arithmetic import full_precision
 from helmscope.geometry.sphere import project
 from helmscope.kernels.choose import token_sum
@@ -64,7 +65,7 @@ class MultiHead(Field):
     scale: float | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "heads", _checked_heads(self.heads))
+        object.__setattr__(self, "heads", checked_heads(self.heads))
         scale = 1 / len(self.heads) if self.scale is None else real_number("scale", self.scale)
         object.__setattr__(self, "scale", scale)
 
@@ -202,7 +203,11 @@ class MultiHead(Field):
     def request(self, x: Float[Tensor, "*batch n d"], weights: Tensor | None = None, *, tangent: bool) -> Request:
         """The sums of all heads, along an axis before the tokens; ``tangent`` where they will be projected."""
         left, right = _factors([head.query_key for head in self.heads], x)
-        query, key = self._through(x, left), self._through(x, right)
+        positions = self.heads[0].positions
+        seen = x if positions is None else positions.tokens(x)
+        query, key = self._through(seen, left), self._through(seen, right)
+        if positions is not None:
+            query, key = positions.turned(query), positions.turned(key)
         factor = self._per_head([head.factor for head in self.heads], x)
         _, inner = _factors([head.value for head in self.heads], x)
         first = self.heads[0]
@@ -274,100 +279,6 @@ class MultiHead(Field):
         return f"scale is {self.scale:g}, and the velocity leaves {x.dtype}: take it smaller"
 
 
-class PointwiseForce(Protocol):
-    """A force on R^d that acts on each token alone, such as ``MLP``."""
-
-    def ambient(self, x: Tensor, /) -> Tensor:
-        """The force at every point, unchecked."""
-
-    def check_size(self, x: Tensor, /) -> None:
-        """Refuse points of another dimension."""
-
-
-@dataclass(frozen=True, eq=False)
-class MultiHeadAsPrinted(Field):
-    """x_i' = (1/K) sum_h P_{x_i} MLP_h(V_h sum_j p^h_ij x_j), as source 002 prints it: the MLP inside the projection.
-
-    A transformer adds the MLP to the stream after attention (``Block``). Printed so, the flow is no gradient flow, not
-    even for heads of USA with V_h = B_h symmetric. ``heads`` as in ``MultiHead``, ``mlps`` one for each of them.
-
-    >>> from helmscope.fields.activations import ReLU
-    >>> from helmscope.fields.mlp import MLP
-    >>> mlp = MLP(w_in=torch.eye(2), w_out=2 * torch.eye(2), activation=ReLU())
-    >>> MultiHeadAsPrinted([SA(beta=0.0)], [mlp])(torch.tensor([[1.0, 0.0], [0.0, 1.0]]))
-    tensor([[0., 1.],
-            [1., 0.]])
-    """
-
-    parts: ClassVar[tuple[str, ...]] = ("heads", "mlps")
-
-    heads: Sequence[Attention]
-    mlps: Sequence[PointwiseForce]
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "heads", _checked_heads(self.heads))
-        if not isinstance(self.mlps, Sequence) or not all(hasattr(mlp, "ambient") for mlp in self.mlps):
-            raise HelmscopeError(f"mlps is {_kinds(self.mlps)}, but it must be a sequence of forces such as MLP(...)")
-        object.__setattr__(self, "mlps", tuple(self.mlps))
-        if len(self.mlps) != len(self.heads):
-            raise HelmscopeError(
-                f"mlps holds {len(self.mlps)} of them for {len(self.heads)} heads, but each head needs one"
-            )
-
-    @property
-    def attends(self) -> bool:
-        """Whether the field has a kernel."""
-        return True
-
-    @cached_property
-    def attention(self) -> MultiHead:
-        """The heads without their MLPs."""
-        return MultiHead(self.heads)
-
-    @property
-    def exchangeable(self) -> bool:
-        """Whether tokens can be relabelled, and so merged: no causal mask, no bias."""
-        return self.attention.exchangeable
-
-    @property
-    def continuous(self) -> bool:
-        """Whether the velocity is continuous, as that of all heads but hardmax is."""
-        return self.attention.continuous
-
-    def check_size(self, x: Float[Tensor, "*batch n d"]) -> None:
-        """Refuse tokens that do not fit the heads or the MLPs."""
-        self.attention.check_size(x)
-        for mlp in self.mlps:
-            mlp.check_size(x)
-
-    def velocity(
-        self, x: Float[Tensor, "*batch n d"], weights: Tensor | None = None, *, t: Time = 0.0
-    ) -> Float[Tensor, "*batch n d"]:
-        """The tangent velocity, unchecked: for inner loops and autograd transforms."""
-        return project(x, self.ambient(x, weights=weights))
-
-    def ambient(
-        self, x: Float[Tensor, "*batch n d"], weights: Tensor | None = None, *, t: Time = 0.0
-    ) -> Float[Tensor, "*batch n d"]:
-        """The mean of the MLPs' forces before projection."""
-        outputs = self.attention.outputs(x, weights=weights).unbind(-3)
-        total = torch.zeros_like(x)
-        for mlp, output in zip(self.mlps, outputs, strict=True):  # they may differ in size
-            total = total + mlp.ambient(output)
-        return total / len(self.mlps)
-
-    def kernel(
-        self, x: Float[Tensor, "*batch n d"], weights: Tensor | None = None, *, t: Time = 0.0
-    ) -> Float[Tensor, "*batch heads n n"]:
-        """The weight of key j for query i in each head."""
-        return self.attention.kernel(x, weights=weights)
-
-    def complaint(self, x: Tensor, weights: Tensor | None) -> str:
-        if not bool(torch.isfinite(self.attention.outputs(x, weights=weights).detach()).all()):
-            return self.attention.complaint(x, weights)
-        return f"mlps hold such large entries that the velocity leaves {x.dtype}: take smaller ones"
-
-
 def _factors(matrices: Sequence[Tensor | LowRank | None], x: Tensor) -> tuple[Tensor | None, Tensor | None]:
     """(L, R) with M_h = L_h R_h^T, (*batch, heads, d, r) each, None for I. Lower ranks are filled up with columns of 0,
     and beside a dense matrix all are dense.
@@ -388,9 +299,9 @@ def _stacked(matrices: Sequence[Tensor]) -> Float[Tensor, "*batch heads d r"]:
     return torch.stack(torch.broadcast_tensors(*matrices), -3)  # type: ignore[no-untyped-call]
 
 
-def _checked_heads(heads: object) -> tuple[Attention, ...]:
+def checked_heads(heads: object) -> tuple[Attention, ...]:
     if not isinstance(heads, Sequence) or not heads or not all(isinstance(head, Attention) for head in heads):
-        raise HelmscopeError(f"heads is {_kinds(heads)}, but it must be a sequence of fields such as SA(beta=4.0)")
+        raise HelmscopeError(f"heads is {kinds(heads)}, but it must be a sequence of fields such as SA(beta=4.0)")
     first = heads[0]
     sizes: dict[str, tuple[int, str]] = {}
     for h, head in enumerate(heads):
@@ -409,10 +320,13 @@ def _checked_heads(heads: object) -> tuple[Attention, ...]:
             if matrix.shape[-1] != size:
                 given = f"{name} of heads[{h}] has shape {tuple(matrix.shape)} and {whose} {(size, size)}"
                 raise HelmscopeError(f"{given}, but all heads must fit the same tokens")
+    ranks = {head.query_key.rank for head in heads if isinstance(head.query_key, LowRank)}
+    if isinstance(first.positions, Rotary) and len(ranks) > 1:
+        raise HelmscopeError(f"heads have queries of dimension {sorted(ranks)}, but rotary positions need one for all")
     return tuple(heads)
 
 
-def _kinds(given: object) -> str:
+def kinds(given: object) -> str:
     """What was given, by the names of types: printed, a field holds whole matrices."""
     if not isinstance(given, Sequence) or isinstance(given, str):
         return type(given).__name__

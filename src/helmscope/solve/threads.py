@@ -10,7 +10,8 @@ import torch
 
 from helmscope.fields.block import Block
 from helmscope.fields.mlp import Force
-from helmscope.fields.multihead import MultiHead, MultiHeadAsPrinted
+from helmscope.fields.multihead import MultiHead
+from helmscope.fields.multihead_as_printed import MultiHeadAsPrinted
 
 if TYPE_CHECKING:
     from jaxtyping import Float

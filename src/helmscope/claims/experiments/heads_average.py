@@ -12,7 +12,8 @@ from helmscope.claims.finding import Check, Count, Finding, Identity, Replicates
 from helmscope.claims.registry import Case, experiment
 from helmscope.fields.attention import SA, USA
 from helmscope.fields.mlp import MLP
-from helmscope.fields.multihead import MultiHead, MultiHeadAsPrinted
+from helmscope.fields.multihead import MultiHead
+from helmscope.fields.multihead_as_printed import MultiHeadAsPrinted
 from helmscope.geometry.sphere import project, retract
 from helmscope.observe.energy import interaction_energy
 from helmscope.types import Region, Ruling

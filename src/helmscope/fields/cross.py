@@ -1,0 +1,104 @@
+"""Attention to a second cloud (cross-attention): the tokens of a decoder see those of an encoder.
+
+x_i' = P_{x_i} sum_j p_ij V y_j,     p_ij = m_j e^{beta x_i^T B y_j} / sum_k m_k e^{beta x_i^T B y_k}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+
+from helmscope.fields.attention import check_matrix
+from helmscope.fields.field import Field, check_weights
+from helmscope.fields.lowrank import LowRank, as_dense, query_and_key
+from helmscope.fields.parameters import number_or_tensor, over_tokens
+from helmscope.geometry.arithmetic import full_precision
+from helmscope.geometry.sphere import project
+from helmscope.kernels.dense import matrix_product
+from helmscope.types import HelmscopeError
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+    from torch import Tensor
+
+    from helmscope.fields.field import Time
+
+
+@dataclass(frozen=True, eq=False)
+class CrossAttention(Field):
+    """x_i' = P_{x_i} sum_j p_ij V y_j, with the tokens y_j of ``context`` (*batch, m, d) held fixed and weighted by
+    ``context_weights`` (*batch, m).
+
+    The tokens x do not see each other. ``beta``, ``query_key`` and ``value`` as in ``SA``. It stores the n x m pairs.
+    Refuses a context of another dimension, or without a token of positive weight.
+
+    >>> north = torch.tensor([[0.0, 1.0]])
+    >>> CrossAttention(beta=1.0, context=north)(torch.tensor([[1.0, 0.0]]))
+    tensor([[0., 1.]])
+    """
+
+    parameters: ClassVar[Mapping[str, int]] = {
+        "beta": 0,
+        "context": 2,
+        "query_key": 2,
+        "value": 2,
+        "context_weights": 1,
+    }
+
+    beta: float | Float[Tensor, "*batch"]
+    context: Float[Tensor, "*batch m d"]
+    query_key: Float[Tensor, "*batch d d"] | LowRank | None = field(default=None, kw_only=True)
+    value: Float[Tensor, "*batch d d"] | LowRank | None = field(default=None, kw_only=True)
+    context_weights: Float[Tensor, "*batch m"] | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "beta", number_or_tensor("beta", self.beta, at_least=0))
+        y = self.context
+        if not isinstance(y, torch.Tensor) or y.ndim < 2 or 0 in y.shape or not y.is_floating_point():
+            given = tuple(y.shape) if isinstance(y, torch.Tensor) else type(y).__name__
+            raise HelmscopeError(f"context is {given}, but it must be a float tensor of tokens (..., m, d)")
+        for name in ("query_key", "value"):
+            if not isinstance(getattr(self, name), LowRank):  # it has checked itself
+                check_matrix(name, getattr(self, name), floor=False)
+        check_weights(y, self.context_weights)
+        _ = self.batch  # refused where batch axes do not fit together
+
+    @property
+    def exchangeable(self) -> bool:
+        """Tokens do not see each other, so they can be relabelled."""
+        return True
+
+    def check_size(self, x: Float[Tensor, "*batch n d"]) -> None:
+        """Refuse tokens of another dimension."""
+        d = x.shape[-1]
+        for name in ("context", "query_key", "value"):
+            given = getattr(self, name)
+            if given is not None and given.shape[-1] != d:
+                raise HelmscopeError(f"{name} has shape {tuple(given.shape)}, but tokens have dimension {d}")
+        super().check_size(x)
+
+    @full_precision
+    def shares(self, x: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n m"]:
+        """p_ij, the weight of context token j for token i; rows sum to 1."""
+        y = self.context.to(x).expand(*x.shape[:-2], *self.context.shape[-2:])
+        query, key = query_and_key(x, self.query_key)[0], query_and_key(y, self.query_key)[1]
+        logits = (over_tokens(self.beta, x) * query) @ key.mT
+        if self.context_weights is not None:
+            logits = logits + torch.log(self.context_weights.to(x)).unsqueeze(-2)
+        return torch.softmax(logits, -1)
+
+    def ambient(
+        self, x: Float[Tensor, "*batch n d"], weights: Tensor | None = None, *, t: Time = 0.0
+    ) -> Float[Tensor, "*batch n d"]:
+        """sum_j p_ij V y_j, before projection; weights of the tokens x do not matter."""
+        mean = matrix_product(self.shares(x), self.context.to(x))
+        return mean if self.value is None else matrix_product(mean, as_dense(self.value, x).mT)
+
+    def velocity(
+        self, x: Float[Tensor, "*batch n d"], weights: Tensor | None = None, *, t: Time = 0.0
+    ) -> Float[Tensor, "*batch n d"]:
+        """The tangential part."""
+        return project(x, self.ambient(x))

@@ -1,0 +1,94 @@
+"""Positions of tokens in attention: what they change in queries and keys, and so in the logits alone.
+
+    additive   l_ij = beta (x_i + p_i)^T B (x_j + p_j)         one vector p_i per position
+    rotary     l_ij = beta (R_i q_i)^T (R_j k_j),  q^T k = x^T B y     R_i turns pairs of coordinates by i theta_k
+
+Rotary logits depend on i - j alone beside q_i and k_j (Su et al. 2021, arXiv:2104.09864).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from helmscope.types import HelmscopeError, real_number
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+    from torch import Tensor
+
+
+class Positions(ABC):
+    """How positions enter queries and keys."""
+
+    def tokens(self, x: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n d"]:
+        """What queries and keys are made of."""
+        return x
+
+    def turned(self, q: Float[Tensor, "*batch n r"]) -> Float[Tensor, "*batch n r"]:
+        """A query or key at its position."""
+        return q
+
+    @abstractmethod
+    def check_size(self, x: Float[Tensor, "*batch n d"], rank: int) -> None:
+        """Refuse tokens, or queries of dimension ``rank``, that do not fit."""
+
+
+@dataclass(frozen=True, eq=False)
+class Additive(Positions):
+    """``table`` (n, d) holds the vector that is added to the token at each position, in queries and keys.
+
+    >>> Additive(torch.zeros(4, 3)).tokens(torch.ones(2, 3)).shape
+    torch.Size([2, 3])
+    """
+
+    table: Float[Tensor, "n d"]
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.table, torch.Tensor) or self.table.ndim != 2 or not self.table.is_floating_point():
+            shown = tuple(self.table.shape) if isinstance(self.table, torch.Tensor) else type(self.table).__name__
+            raise HelmscopeError(f"table is {shown}, but it must be a float tensor of shape (n, d)")
+
+    def tokens(self, x: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n d"]:
+        """x_i + p_i."""
+        return x + self.table[: x.shape[-2]].to(x)
+
+    def check_size(self, x: Float[Tensor, "*batch n d"], rank: int) -> None:
+        """Refuse more tokens than there are positions, and another dimension."""
+        n, d = x.shape[-2:]
+        if self.table.shape[0] < n or self.table.shape[1] != d:
+            given = tuple(self.table.shape)
+            raise HelmscopeError(f"table has shape {given}, but tokens of shape {tuple(x.shape)} need ({n}, {d})")
+
+
+@dataclass(frozen=True)
+class Rotary(Positions):
+    """R_i turns coordinates (k, k + r/2) of a query or key of even dimension r by the angle i base^(-2 k / r), as Llama
+    has it.
+
+    >>> Rotary().turned(torch.tensor([[1.0, 0.0], [1.0, 0.0]]))
+    tensor([[1.0000, 0.0000],
+            [0.5403, 0.8415]])
+    """
+
+    base: float = 10_000.0
+
+    def __post_init__(self) -> None:
+        real_number("base", self.base, above=0)
+
+    def turned(self, q: Float[Tensor, "*batch n r"]) -> Float[Tensor, "*batch n r"]:
+        """R_i q_i."""
+        n, r = q.shape[-2:]
+        rate = self.base ** (-torch.arange(0, r, 2, dtype=torch.float64, device=q.device) / r)
+        angle = torch.arange(n, dtype=torch.float64, device=q.device).unsqueeze(-1) * rate
+        cos, sin = angle.cos().to(q), angle.sin().to(q)
+        left, right = q[..., : r // 2], q[..., r // 2 :]
+        return torch.cat([left * cos - right * sin, right * cos + left * sin], -1)
+
+    def check_size(self, x: Float[Tensor, "*batch n d"], rank: int) -> None:
+        """Refuse an odd dimension."""
+        if rank % 2:
+            raise HelmscopeError(f"queries have dimension {rank}, but rotary positions turn pairs: it must be even")

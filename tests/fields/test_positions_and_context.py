@@ -1,0 +1,154 @@
+"""Positions in attention, a second cloud and one field per layer, against loops and against transformers."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import helmscope as hs
+from attention_cases import normal, tokens
+from helmscope.fields.lowrank import LowRank
+from helmscope.fields.multihead import MultiHead
+from helmscope.types import HelmscopeError
+
+F64 = torch.float64
+B, V = normal(4, 4, seed=1), normal(4, 4, seed=2)
+
+
+def softmax_by_loops(logits, values, weights=None):
+    out = []
+    for row in logits:
+        w = [math.exp(z) * (1.0 if weights is None else weights[j]) for j, z in enumerate(row)]
+        out.append([sum(a * v[k] for a, v in zip(w, values, strict=True)) / sum(w) for k in range(len(values[0]))])
+    return torch.tensor(out, dtype=F64)
+
+
+def turned_by_loops(q, base):
+    """Complex numbers turned by e^{i p theta_k}, pair by pair."""
+    out, half = [], len(q[0]) // 2
+    for p, row in enumerate(q):
+        z = [complex(row[k], row[k + half]) for k in range(half)]
+        z = [each * complex(math.cos(a), math.sin(a)) for k, each in enumerate(z) for a in [p * base ** (-k / half)]]
+        out.append([each.real for each in z] + [each.imag for each in z])
+    return out
+
+
+def dot(a, b):
+    return math.fsum(x * y for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_rotary_positions_are_the_loops(causal):
+    x, beta = tokens(5, 4), 1.7
+    q, k = turned_by_loops((x @ B).tolist(), 100.0), turned_by_loops(x.tolist(), 100.0)
+    logits = [
+        [beta * dot(a, b) if j <= i or not causal else -math.inf for j, b in enumerate(k)] for i, a in enumerate(q)
+    ]
+    wanted = softmax_by_loops(logits, (x @ V.mT).tolist())
+    field = hs.SA(beta, query_key=B, value=V, causal=causal, positions=hs.Rotary(base=100.0))
+    assert (field.ambient(x[None])[0] - wanted).abs().max() < 1e-13
+    assert not field.exchangeable
+    assert not field.isotropic
+
+
+def test_rotary_positions_are_those_of_llama():
+    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+    q = normal(2, 1, 7, 8, seed=3)
+    angle = torch.arange(7, dtype=F64)[:, None] * 10_000.0 ** (-torch.arange(0, 8, 2, dtype=F64) / 8)
+    cos, sin = (torch.cat([part, part], -1)[None] for part in (angle.cos(), angle.sin()))
+    wanted = apply_rotary_pos_emb(q, q, cos, sin)[0]
+    assert (hs.Rotary().turned(q) - wanted).abs().max() < 1e-14
+
+
+def test_rotary_logits_depend_on_the_distance_alone():
+    x = tokens(1, 4).expand(6, 4)
+    kernel = hs.SA(2.0, query_key=B, positions=hs.Rotary(10.0)).kernel(x[None])[0]
+    ratio = kernel / kernel.diagonal().unsqueeze(-1)
+    for shift in range(-3, 4):
+        band = ratio.diagonal(shift)
+        assert (band - band[0]).abs().max() < 1e-12
+
+
+def test_additive_positions_are_the_loops():
+    x, table, beta = tokens(5, 4), normal(7, 4, seed=4), 0.8
+    z = (x + table[:5]).tolist()
+    logits = [[beta * dot(a, b) for b in z] for a in (torch.tensor(z, dtype=F64) @ B).tolist()]
+    wanted = softmax_by_loops(logits, x.tolist())
+    assert (hs.SA(beta, query_key=B, positions=hs.Additive(table)).ambient(x[None])[0] - wanted).abs().max() < 1e-13
+
+
+@pytest.mark.parametrize("positions", [hs.Rotary(50.0), hs.Additive(normal(5, 4, seed=6))])
+def test_heads_share_their_positions(positions):
+    x, thin = tokens(3, 5, 4), LowRank(normal(4, 2, seed=7), normal(4, 2, seed=8))
+    heads = [hs.SA(beta, query_key=thin, value=V, positions=positions) for beta in (0.5, 2.0)]
+    wanted = torch.stack([head.velocity(x) for head in heads]).mean(0)
+    assert (MultiHead(heads).velocity(x) - wanted).abs().max() < 1e-13
+
+
+def test_a_second_cloud_is_the_loops():
+    x, y, m = tokens(3, 4), tokens(6, 4, seed=5), [1.0, 2.0, 0.0, 0.5, 1.0, 3.0]
+    beta = 1.3
+    logits = [[beta * dot(a, b) for b in y.tolist()] for a in (x @ B).tolist()]
+    wanted = softmax_by_loops(logits, (y @ V.mT).tolist(), m)
+    weights = torch.tensor(m, dtype=F64)
+    field = hs.CrossAttention(beta, y, query_key=B, value=V, context_weights=weights)
+    assert (field.ambient(x[None])[0] - wanted).abs().max() < 1e-13
+    assert (field.shares(x[None])[0, :, 2] == 0).all()
+    torch.testing.assert_close(field(x), hs.sphere.project(x, wanted), rtol=0, atol=1e-13)
+
+
+def test_tokens_gather_where_one_context_token_is():
+    """x' = P y: the angle to y obeys theta' = -sin theta, tan(theta / 2) falls as e^{-t}."""
+    x, y = tokens(2, 5, 3), tokens(1, 3, seed=9)
+    end = hs.integrate(hs.CrossAttention(2.0, y), x, [1.5]).states[-1]
+    before, after = (torch.tan(hs.sphere.angle(part, y.expand_as(part)) / 2) for part in (x, end))
+    assert (after - before * math.exp(-1.5)).abs().max() < 1e-8
+
+
+def test_contexts_of_their_own():
+    x, y = tokens(4, 5, 3), tokens(4, 2, 3, seed=9)
+    whole = hs.integrate(hs.CrossAttention(2.0, y), x, [0.7]).states[-1]
+    for k in range(4):
+        alone = hs.integrate(hs.CrossAttention(2.0, y[k]), x[k], [0.7]).states[-1]
+        assert (whole[k] - alone).abs().max() < 1e-12
+
+
+def test_one_field_per_layer():
+    x = tokens(3, 5, 4)
+    fields = [hs.SA(1.0, value=V), hs.SA(3.0, query_key=B), hs.SA(0.5)]
+    stack = hs.integrate(hs.Depthwise(fields), x, [0, 1, 2, 3], stepper=hs.Layer()).states
+    state = x
+    for k, field in enumerate(fields):
+        state = hs.integrate(field, state, [1], stepper=hs.Layer()).states[-1]
+        assert (stack[k + 1] - state).abs().max() < 1e-14
+    flow = hs.integrate(hs.Depthwise(fields), x, [0.5, 3.0], stepper=hs.DormandPrince(1e-10)).states[-1]
+    state = x
+    for field in fields:
+        state = hs.integrate(field, state, [1.0], stepper=hs.DormandPrince(1e-10)).states[-1]
+    assert (flow - state).abs().max() < 1e-6
+    run = hs.integrate(hs.Depthwise(fields), x, [0.5, 1.5])
+    assert torch.equal(run.kernel(layer=1), fields[1].kernel(run.trajectory.states[1]))
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda: hs.SA(1.0, positions="rotary"), "positions is 'rotary'"),
+        (lambda: hs.SA(1.0, positions=hs.Rotary())(tokens(2, 3)), "queries have dimension 3.*even"),
+        (lambda: hs.SA(1.0, positions=hs.Additive(torch.zeros(2, 4)))(tokens(3, 4)), r"table has shape \(2, 4\)"),
+        (lambda: hs.Additive(torch.zeros(2)), r"table is \(2,\)"),
+        (lambda: hs.Rotary(0.0), "base is 0.0"),
+        (lambda: hs.CrossAttention(1.0, torch.zeros(3)), r"context is \(3,\)"),
+        (lambda: hs.CrossAttention(1.0, tokens(2, 4))(tokens(3, 3)), r"context has shape \(2, 4\)"),
+        (lambda: hs.CrossAttention(1.0, tokens(2, 4), context_weights=torch.zeros(2)), "without any token"),
+        (lambda: hs.Depthwise([]), r"layers is \[\]"),
+        (lambda: hs.Depthwise([3]), r"layers is \[3\]"),
+    ],
+)
+def test_bad_input_is_refused_with_one_sentence(call, said):
+    with pytest.raises(HelmscopeError, match=said) as caught:
+        call()
+    assert "\n" not in str(caught.value)
