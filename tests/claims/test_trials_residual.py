@@ -56,8 +56,8 @@ class Fast(SA):
 
 
 class LongerLayer(Layer):
-    def step(self, flow, x, h):
-        return super().step(flow, x, 1.01 * h)
+    def step(self, flow, x, h, t):
+        return super().step(flow, x, 1.01 * h, t)
 
 
 @pytest.mark.parametrize("fault", [LongerLayer, Heun])
@@ -70,8 +70,8 @@ def test_residual_flow_notices_a_wrong_layer(monkeypatch: pytest.MonkeyPatch, fa
 
 
 class ShortLayer(Layer):
-    def step(self, flow, x, h):
-        return super().step(flow, x, h.clamp(max=1 / 16))
+    def step(self, flow, x, h, t):
+        return super().step(flow, x, h.clamp(max=1 / 16), t)
 
 
 def test_residual_flow_notices_a_null_that_has_a_step_after_all(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -134,7 +134,7 @@ def tangent_velocity(
     """
     check_tokens(x)
     field = as_field(field)
-    name = type(field).__name__
+    name = field.name
     if field.space is not Space.SPHERE:
         raise HelmscopeError(f"field is a {name} on {field.space.value}, but this needs a field on the sphere")
     field.check_size(x)
