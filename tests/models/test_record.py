@@ -78,6 +78,18 @@ def test_autocast_changes_no_bit_of_a_recording():
     assert found.certificate.ok
 
 
+def test_a_key_can_be_drawn_from_the_kernel_of_a_float64_llama():
+    """Its softmax is float32 inside, so its rows sum to 1 within 3e-7 only."""
+    recording = record(tiny_model("llama", dtype=torch.float64), inputs_of("llama"))
+    kernel, x = recording.kernel(layer=1)[:, 0], recording.trajectory.states[2]
+    assert kernel.dtype == torch.float64
+    assert (kernel.sum(-1) - 1).abs().max() > 1e-9
+    exact = kernel / kernel.sum(-1, keepdim=True)
+    mean = exact @ x
+    wanted = torch.einsum("bij,bjd,bje->bide", exact, x, x) - torch.einsum("bid,bie->bide", mean, mean)
+    assert (hs.token_sampling_covariance(kernel, x) - wanted / 2).abs().max() < 1e-12
+
+
 def test_holes_in_an_attention_mask_stay_where_they_are():
     model = tiny_model("llama")
     ids, mask = torch.tensor([[50, 60, 70, 80], [10, 11, 12, 13]]), torch.tensor([[1, 0, 1, 1], [1, 1, 1, 0]])

@@ -64,6 +64,19 @@ def test_track_takes_whole_numbers_single_precision_and_gradients():
     assert np.abs(seen.count_stderr.values - errors).max() < 1e-15
 
 
+def test_a_weighted_simulation_is_tracked_and_looked_over_by_its_weights():
+    weights = torch.tensor([3.0, 1.0, 0.0, 0.5, 1.0], dtype=F64)
+    run = hs.integrate(hs.SA(2.0), STATES[0], times=[0.0, 0.4], weights=weights)
+    wanted = [
+        np.mean([oracles.order_parameter(cloud, weights.tolist()) for cloud in clouds.tolist()])
+        for clouds in run.trajectory.states
+    ]
+    assert hs.track(run, order=hs.order_parameter).order.values == pytest.approx(wanted, rel=1e-14)
+    assert hs.overview(run, beta=2.0).order.values == pytest.approx(wanted, rel=1e-14)
+    plain = hs.overview(hs.Trajectory(run.times, run.trajectory.states), beta=2.0)
+    assert abs(float(plain.order[0]) - wanted[0]) > 0.05
+
+
 def test_one_system_has_no_standard_error():
     seen = hs.track(hs.Trajectory(TIMES, STATES[:, :1]), order=hs.order_parameter)
     assert np.isfinite(seen.order.values).all()

@@ -116,6 +116,19 @@ def test_another_measurement_is_refused_with_one_sentence():
     assert "\n" not in str(caught.value)
 
 
+def test_what_is_no_measurement_is_refused_with_one_sentence():
+    for given in (hs.integrate(hs.SA(2.0), START, TIMES), TRAJECTORY, None, 3.0):
+        with pytest.raises(hs.HelmscopeError, match=rf"^measurement is a {type(given).__name__}, but it must be"):
+            hs.overview_figure(given)
+
+
+def test_the_picture_of_a_model_is_over_depth():
+    path = hs.Trajectory(torch.arange(3.0), TRAJECTORY.states[:3], axis="depth")
+    axes = hs.overview_figure(hs.overview(path, beta=2.0)).axes
+    assert {panel.get_xlabel() for panel in axes[:4]} == {"depth (half-layers)"}
+    assert axes[0].lines[0].get_xdata().tolist() == [0.0, 1.0, 2.0]
+
+
 def test_a_figure_of_single_precision_states():
     single = hs.integrate(hs.SA(2.0), START.to(torch.float32), TIMES).trajectory
     line = hs.overview_figure(hs.overview(single, beta=2.0)).axes[0].lines[1]
