@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import TYPE_CHECKING
 
 from helmscope.types import HelmscopeError, known_name
@@ -13,6 +14,12 @@ if TYPE_CHECKING:
 
 PARTS = ("trajectory", "resume", "kernel", "replay", "lens", "lens over depth", "force", "on_sphere")
 CAUSAL, FULL = "is causal", "looks both ways"
+
+
+class Simulated(Enum):
+    """Stands where a model would."""
+
+    HERE = "simulation"
 
 
 @dataclass(frozen=True, kw_only=True)

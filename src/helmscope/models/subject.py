@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import Enum
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,11 +24,10 @@ from helmscope.models.identity import (
     stamp_of,
     wiring_of,
 )
-from helmscope.models.premise import Premise
+from helmscope.models.premise import Premise, Simulated
 from helmscope.models.shelf import ById, Shelf, model_bytes, stream_bytes
 from helmscope.stats.replicates import halves
-from helmscope.types import HelmscopeError, whole_number
-from helmscope.types.arguments import shown
+from helmscope.types import HelmscopeError, shown, whole_number
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -41,12 +39,6 @@ if TYPE_CHECKING:
 TWINS = 5
 PROBED = 2  # texts on which the certificate is asked what the model can do
 _SHELF = Shelf()
-
-
-class _Simulated(Enum):
-    """Stands where a model would."""
-
-    HERE = "simulation"
 
 
 @dataclass(frozen=True, init=False, repr=False)
@@ -89,7 +81,7 @@ class Subject:
         if isinstance(model, str | Path):
             if not str(model).strip():
                 raise HelmscopeError("model is '', but it must be a name, a folder or a model")
-        elif not isinstance(model, _Simulated):
+        elif not isinstance(model, Simulated):
             check_in_memory(model, loops=loops, revision=revision, device=device)
         for name, value in (("revision", revision), ("device", device)):
             if value is not None and not isinstance(value, str):
@@ -115,7 +107,7 @@ class Subject:
         >>> Subject.simulation().identity
         'simulation'
         """
-        return cls(_Simulated.HERE)
+        return cls(Simulated.HERE)
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> Subject:
@@ -176,17 +168,17 @@ class Subject:
     @property
     def is_simulation(self) -> bool:
         """Whether there is no model."""
-        return isinstance(self.model, _Simulated)
+        return isinstance(self.model, Simulated)
 
     @property
     def travels(self) -> bool:
         """Whether it can be tried in another process: neither model nor tokenizer is in memory only."""
-        return isinstance(self.model, str | Path | _Simulated) and self.asked_tokenizer is None
+        return isinstance(self.model, str | Path | Simulated) and self.asked_tokenizer is None
 
     @property
     def name(self) -> str:
         """A short name: of a folder its last part, of a model in memory its class."""
-        if isinstance(self.model, _Simulated):
+        if isinstance(self.model, Simulated):
             return self.model.value
         if isinstance(self.model, str | Path):
             folder = local_folder(self.model)
@@ -283,7 +275,7 @@ class Subject:
         """SHA-256 over ``weights`` and the token ids of the texts; "simulation" where there is no model. Where the
         files lie and on which device they are run does not change it.
         """
-        if isinstance(self.model, _Simulated):
+        if isinstance(self.model, Simulated):
             return self.model.value
         return hash_of([self.weights, hashed_tensors(self._batch.inputs)])
 

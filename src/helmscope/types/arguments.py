@@ -112,7 +112,7 @@ def shown(value: object) -> str:
     >>> shown([1.0, 2.0]), shown(10**5000)
     ('[1.0, 2.0]', 'a whole number of 16610 bits')
     """
-    if isinstance(value, int) and value.bit_length() > 512:  # Python writes out no int of more than 4,300 digits
+    if isinstance(value, int) and value.bit_length() > 14_000:  # Python writes out no int of more than 4,300 digits
         return f"a whole number of {value.bit_length()} bits"
     text = re.sub(r"\s+", " ", repr(value))
     return text if len(text) <= 80 else text[:77] + "..."
