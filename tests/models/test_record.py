@@ -140,6 +140,32 @@ def test_an_encoder_padded_to_its_full_length_looks_both_ways():
         assert line.says == ("attention looks both ways" if family == "bert" else "no weight on later tokens")
 
 
+def test_padding_is_moved_before_a_mapping_is_cut():
+    """Of 70 ids the last 20 are words: all of them are recorded, and none is lost to padding on the left."""
+    ids = torch.arange(1, 71)[None]
+    mask = (torch.arange(70) >= 50).long()[None]
+    for truncate in (False, True):
+        found = record(tiny_model("gpt2"), {"input_ids": ids, "attention_mask": mask}, truncate=truncate)
+        assert found.batch.inputs["input_ids"][0, :20].tolist() == list(range(51, 71))
+        assert found.batch.visible.sum() == 20
+        assert found.batch.inputs["input_ids"].shape == (1, 64)
+
+
+def test_a_default_device_without_values_does_no_harm():
+    model, ids = tiny_model("gpt2"), inputs_of("gpt2")
+    wanted = record(model, ids)
+    torch.set_default_device("meta")
+    try:
+        found = record(model, ids)
+        noisy = found.under(hs.Perturb(site=hs.Site.KEY, sigma=0.1))
+        assert hs.untrained_twin(model, seed=1).model.device.type == "cpu"
+        assert hs.doctor(model, texts=1, tokens=4).certificate.ok
+    finally:
+        torch.set_default_device(None)
+    assert torch.equal(found.trajectory.states, wanted.trajectory.states)
+    assert noisy.certificate.ok
+
+
 def test_a_mapping_is_truncated_when_asked():
     ids = torch.arange(1, 71).remainder(90)[None]
     given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
@@ -160,9 +186,9 @@ def test_a_mapping_is_truncated_when_asked():
         ({"input_ids": torch.ones(1, 3).long(), "attention_mask": torch.tensor(1)}, "equally many"),
         (
             {"input_ids": torch.ones(1, 3).long(), "attention_mask": torch.ones(1, 2)},
-            r"attention_mask has shape \(1, 2\)",
+            r"attention_mask of shape \(1, 2\)",
         ),
-        ({"input_ids": torch.ones(1, 3).long(), "attention_mask": torch.ones(1)}, r"attention_mask has shape \(1,\)"),
+        ({"input_ids": torch.ones(1, 3).long(), "attention_mask": torch.ones(1)}, r"attention_mask of shape \(1,\)"),
         ({"input_ids": torch.ones(1, 3).long(), "attention_mask": torch.full((1, 3), 2)}, "must hold 0 or 1"),
         (torch.tensor(3), r"texts has shape \(\)"),
     ],

@@ -56,7 +56,7 @@ class Perturb(SiteEdit):
     def new(self, value: Tensor, context: Context) -> Tensor:
         """With noise."""
         if self.relative is None:
-            size = torch.tensor(self.sigma).to(value)
+            size = torch.tensor(self.sigma, device="cpu").to(value)
         else:
             of_text = tuple(range(1, value.ndim))
             size = self.relative * value.float().square().mean(of_text, keepdim=True).sqrt().to(value)

@@ -87,7 +87,7 @@ def relative(found: Tensor, wanted: Tensor) -> float:
 
 def worst_of(values: Iterable[float]) -> float:
     """The largest, or NaN where one is NaN."""
-    return float(torch.tensor([0.0, *values], dtype=torch.float64).max())
+    return float(torch.tensor([0.0, *values], dtype=torch.float64, device="cpu").max())
 
 
 def residual_line(errors: Tensor, dtype: torch.dtype) -> Line:

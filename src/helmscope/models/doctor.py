@@ -98,17 +98,19 @@ def doctor(
 
 def _subject(loaded: Loaded) -> tuple[Any, str]:
     """Sentences, random tokens or random images, and which of them."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator("cpu").manual_seed(0)
     model = loaded.model
     if getattr(model, "main_input_name", "") == "pixel_values":
         size = getattr(model.config, "image_size", None) or IMAGE
         height, width = size if isinstance(size, list | tuple) else (size, size)
-        return torch.randn(2, model.config.num_channels, height, width, generator=generator), "random images"
+        return torch.randn(
+            2, model.config.num_channels, height, width, generator=generator, device="cpu"
+        ), "random images"
     if loaded.tokenizer is not None:
         return list(TEXTS), f"sentences by {type(loaded.tokenizer).__name__}"
     most = min(24, context_length(model) or 24)
     why = "there is no tokenizer" if loaded.why is None else f"the tokenizer could not be read ({loaded.why})"
-    ids = torch.randint(vocabulary_size(model), (3, most), generator=generator)
+    ids = torch.randint(vocabulary_size(model), (3, most), generator=generator, device="cpu")
     return ids, f"random tokens: {why}"
 
 
@@ -117,7 +119,8 @@ def _seconds(recording: Recording, tokens: int) -> float:
     inputs = recording.batch.rows(slice(0, 1)).inputs
     if "input_ids" in inputs:
         count = vocabulary_size(recording.anatomy.model)
-        inputs = {"input_ids": torch.randint(count, (1, tokens), generator=torch.Generator().manual_seed(0))}
+        drawn = torch.Generator("cpu").manual_seed(0)
+        inputs = {"input_ids": torch.randint(count, (1, tokens), generator=drawn, device="cpu")}
     alone, lasted = replace(recording.runner, batch=Batch(inputs)), []
     for _ in range(2):
         begun = time.perf_counter()

@@ -106,7 +106,7 @@ def as_inputs(prompts: Sequence[Prompt]) -> Any:
     """Prompts as ``record`` takes them: strings as they are, rows of ids as a tensor."""
     import torch
 
-    return list(prompts) if isinstance(prompts[0], str) else torch.tensor(prompts)
+    return list(prompts) if isinstance(prompts[0], str) else torch.tensor(prompts, device="cpu")
 
 
 def first_of_each(rows: Sequence[object]) -> list[int]:

@@ -133,7 +133,7 @@ def _rounding(x: Tensor) -> float:
 def _known_activations(calls: list[Seen]) -> list[Activation]:
     """Our activations that some module without parameters shows on a grid; all of them where none does."""
     ours = all_activations()
-    grid = torch.linspace(-6, 6, 241)
+    grid = torch.linspace(-6, 6, 241, device="cpu")
     found = []
     for module in {id(call.module): call.module for call in calls}.values():
         if next(module.parameters(), None) is None and not list(module.children()):

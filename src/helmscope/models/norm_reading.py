@@ -31,7 +31,8 @@ def read_norm(module: nn.Module, like: Tensor) -> Norm | None:
     """
     wide = like.dtype if like.dtype in (torch.float32, torch.float64) else torch.float32
     size = 1e-4 if wide == like.dtype else 3e-2
-    drawn = torch.randn(16, like.shape[-1], generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(like)
+    generator = torch.Generator("cpu").manual_seed(0)
+    drawn = torch.randn(16, like.shape[-1], generator=generator, dtype=torch.float64, device="cpu").to(like)
     with torch.no_grad():
         try:
             image, shifted = module(drawn), module(drawn + 1)

@@ -83,7 +83,7 @@ class Recorder(Observer):
         self.errors: Float[Tensor, " layer"] | None = None
         post_norm = any(layer.wiring.kind is Kind.POST_NORM for layer in anatomy.layers)
         self.sites = STATES_AND_WRITES if post_norm else STATES_AND_WRITES - {Site.ATTENTION, Site.CLOSE}
-        self._sum = torch.empty(0)  # what the next state to be compared should be
+        self._sum = torch.empty(0, device="cpu")  # what the next state to be compared should be
 
     def recorded(self) -> tuple[Stream, Float[Tensor, " layer"]]:
         """The stream and the errors, once a forward has run."""

@@ -106,7 +106,7 @@ class Recording:
         """
         self.certificate.require("trajectory")
         stream, counted = self.residual, self.batch.counted
-        times = torch.arange(self.first, self.first + len(stream.radius), dtype=torch.float64)
+        times = torch.arange(self.first, self.first + len(stream.radius), dtype=torch.float64, device="cpu")
         weights = None if counted is None else counted.to(stream.radius).unsqueeze(0)
         return Trajectory(times, stream.direction, weights, stream.radius, self.batch.tokens, axis="depth")
 

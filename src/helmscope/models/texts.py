@@ -121,21 +121,33 @@ def _from_inputs(model: Any, given: Mapping[str, Any], truncate: bool) -> Batch:
         raise HelmscopeError(
             f"texts names {sorted(inputs)}, but it must hold input_ids or pixel_values, equally many of each"
         )
-    plain = _from_tensor(model, main, truncate)
     if "input_ids" not in inputs:
-        return Batch({**inputs, **plain.inputs})
-    n = plain.inputs["input_ids"].shape[1]
-    if n < main.shape[1]:
-        inputs = {name: value[:, :n] if value.shape[1:2] == main.shape[1:] else value for name, value in inputs.items()}
+        return Batch({**inputs, **_from_tensor(model, main, truncate).inputs})
+    _check_ids(model, main)
+    came, inputs = inputs, _padded_right(inputs)
+    limit, n = context_length(model), main.shape[1]
+    if limit is not None and n > limit:  # padding behind the last token of all texts goes, with truncate more
+        seen = _visible(inputs)
+        needed = n if seen is None else int(seen.any(0).nonzero().max()) + 1
+        cut = limit if truncate else max(needed, limit)
+        inputs = {name: value[:, :cut] if value.shape[1:2] == (n,) else value for name, value in inputs.items()}
+        came = inputs  # as they came, they are longer than the model takes
+    _check_length(model, [inputs["input_ids"].shape[1]] * len(main))
+    moved = came if came is not inputs else None
+    return Batch(inputs, None, _labels(inputs["input_ids"]), _visible(inputs), moved)
+
+
+def _padded_right(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What lies before the first visible token of a text is moved behind its last one, where nothing but ids, mask and
+    segments is given; else the inputs as they are.
+    """
     visible = _visible(inputs)
-    came, moved = inputs, None
-    if visible is not None and set(inputs) <= set(WORDS_KEPT):
-        leading = visible.int().argmax(1, keepdim=True)  # what lies before the first visible token
-        if bool(leading.any()):
-            order = (torch.arange(n, device=leading.device) + leading) % n
-            inputs, moved = {name: value.gather(1, order) for name, value in came.items()}, came
-            visible = visible.gather(1, order)
-    return Batch(inputs, None, _labels(inputs["input_ids"]), visible, moved)
+    leading = None if visible is None else visible.int().argmax(1, keepdim=True)
+    if leading is None or not set(inputs) <= set(WORDS_KEPT) or not bool(leading.any()):
+        return inputs
+    n = inputs["input_ids"].shape[1]
+    order = (torch.arange(n, device=leading.device) + leading) % n
+    return {name: value.gather(1, order) for name, value in inputs.items()}
 
 
 def _visible(inputs: Mapping[str, Tensor]) -> Bool[Tensor, "batch n"] | None:
@@ -145,7 +157,8 @@ def _visible(inputs: Mapping[str, Tensor]) -> Bool[Tensor, "batch n"] | None:
         return None
     if mask.shape != ids.shape or not bool(((mask == 0) | (mask == 1)).all()):
         raise HelmscopeError(
-            f"attention_mask has shape {tuple(mask.shape)}, but it must hold 0 or 1 for each of {tuple(ids.shape)} ids"
+            f"attention_mask of shape {tuple(mask.shape)} must hold 0 or 1, and nothing else, for each of the "
+            f"{tuple(ids.shape)} ids"
         )
     visible = mask.bool()
     if not bool(visible.any(-1).all()):
@@ -163,8 +176,6 @@ def _from_tensor(model: Any, value: Tensor, truncate: bool) -> Batch:
                 f"texts has shape {tuple(value.shape)}, but images are (batch, channels, rows, columns)"
             )
         return Batch({"pixel_values": value.to(model.dtype)})
-    if value.ndim != 2 or 0 in value.shape:
-        raise HelmscopeError(f"texts has shape {tuple(value.shape)}, but token ids are (batch, n) with n >= 1")
     _check_ids(model, value)
     if truncate and (limit := context_length(model)) is not None:
         value = value[:, :limit]
@@ -186,9 +197,9 @@ def _from_strings(model: Any, texts: list[str], tokenizer: Any, truncate: bool) 
     _check_length(model, [len(row) for row in rows])
     n, pad = max(len(row) for row in rows), tokenizer.pad_token_id
     pad = tokenizer.eos_token_id if pad is None else pad
-    ids = torch.tensor([row + [pad or 0] * (n - len(row)) for row in rows])
+    ids = torch.tensor([row + [pad or 0] * (n - len(row)) for row in rows], device="cpu")
     _check_ids(model, ids)
-    real = torch.tensor([[True] * len(row) + [False] * (n - len(row)) for row in rows])
+    real = torch.tensor([[True] * len(row) + [False] * (n - len(row)) for row in rows], device="cpu")
     labels = tuple(tuple(tokenizer.convert_ids_to_tokens(row)) for row in ids.tolist())
     return Batch({"input_ids": ids, "attention_mask": real.long()}, None, labels, real)
 
@@ -206,6 +217,10 @@ def context_length(model: Any) -> int | None:
 
 
 def _check_ids(model: Any, ids: Tensor) -> None:
+    if ids.is_floating_point() or ids.dtype not in (torch.int64, torch.int32):
+        raise HelmscopeError(f"texts is a tensor of {ids.dtype}, but token ids are int64 or int32, and images floats")
+    if ids.ndim != 2 or 0 in ids.shape:
+        raise HelmscopeError(f"texts has shape {tuple(ids.shape)}, but token ids are (batch, n) with n >= 1")
     size = vocabulary_size(model)
     if int(ids.min()) < 0 or int(ids.max()) >= size:
         worst = int(ids.max()) if int(ids.max()) >= size else int(ids.min())

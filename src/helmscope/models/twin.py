@@ -25,7 +25,7 @@ def untrained_twin(model: Any, *, seed: int) -> Loaded:
     seed = seed_number(seed)
     loaded = loaded_once(model)
     trained = loaded.model
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(), torch.device("cpu"):
         torch.manual_seed(seed)
         twin = type(trained)(copy.deepcopy(trained.config))
     twin = twin.to(device=trained.device, dtype=trained.dtype).eval()

@@ -1,0 +1,5 @@
+"""``python -m helmscope``: the command line."""
+
+from helmscope.cli import main
+
+main()
