@@ -70,7 +70,8 @@ def integrate(
     so that asking for a time off the grid of h changes the path. A field whose state is a residual stream (a block with
     pre-norm) takes x0 of any radius, and the trajectory holds directions and ``radius``.
 
-    A system's result does not depend, to the bit on a CPU, on the batch it runs in.
+    A system's result does not depend, to the bit on a CPU, on the batch it runs in. On some processors MKL keeps that
+    promise only with MKL_CBWR=AUTO in the environment, which the command line sets by itself.
 
     >>> from helmscope.fields.attention import SA
     >>> x0 = torch.tensor([[1.0, 0.0], [0.0, 1.0]], dtype=torch.float64)
