@@ -16,6 +16,8 @@ from helmscope.fields.lowrank import LowRank
 from helmscope.fields.multihead import MultiHead
 from helmscope.fields.placement import NoNorm
 from helmscope.fields.sinkhorn import SinkhornAttention
+from helmscope.solve.flow import Flow
+from helmscope.solve.rest import resting_state
 from helmscope.types import HelmscopeError
 
 F64 = torch.float64
@@ -179,16 +181,13 @@ def test_a_plain_function_may_take_the_time():
 
 
 def test_a_state_at_rest_now_may_be_moved_later():
-    """The push begins at t = 5; a run that ended at rest would miss it."""
-    push = torch.tensor([0.0, 1.0], dtype=F64)
-
-    def late(x, t):
-        return torch.where(torch.as_tensor(t) > 5.0, 1.0, 0.0) * push.expand_as(x)
-
-    x = torch.tensor([[1.0, 0.0]], dtype=F64)
-    end = hs.integrate(late, x, [4.0, 8.0], stepper=hs.RK4(0.01)).states
-    assert torch.equal(end[0], x)
-    assert float(end[1][0, 1]) > 0.9
+    """Two tokens that repel each other rest at opposite points; under a field that takes the time nothing is sure."""
+    repulsive = hs.SA(beta=1.0, value=-torch.eye(2, dtype=F64))
+    x = torch.tensor([[[1.0, 0.0], [-1.0, 0.0]]], dtype=F64)
+    fields = PlainField(lambda x: repulsive.velocity(x)), PlainField(lambda x, t: repulsive.velocity(x))
+    still, timed = (resting_state(Flow(field), x, 1.0, duration=1e4, tol=1e-6) for field in fields)
+    assert torch.equal(still, x)
+    assert timed is None
 
 
 # Where states live ----------------------------------------------------------------------------------------------------

@@ -128,7 +128,7 @@ def test_one_field_per_layer():
     state = x
     for field in fields:
         state = hs.integrate(field, state, [1.0], stepper=hs.DormandPrince(1e-10)).states[-1]
-    assert (flow - state).abs().max() < 1e-6
+    assert (flow - state).abs().max() < 1e-7  # 5e-9: steps across the jumps
     run = hs.integrate(hs.Depthwise(fields), x, [0.5, 1.5])
     assert torch.equal(run.kernel(layer=1), fields[1].kernel(run.trajectory.states[1]))
 

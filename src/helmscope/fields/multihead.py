@@ -300,6 +300,11 @@ def _stacked(matrices: Sequence[Tensor]) -> Float[Tensor, "*batch heads d r"]:
 
 
 def checked_heads(heads: object) -> tuple[Attention, ...]:
+    """Heads of one kind that fit the same tokens and share all but beta, matrices and bias; else a ``HelmscopeError``.
+
+    >>> len(checked_heads([SA(beta=1.0), SA(beta=2.0)]))
+    2
+    """
     if not isinstance(heads, Sequence) or not heads or not all(isinstance(head, Attention) for head in heads):
         raise HelmscopeError(f"heads is {kinds(heads)}, but it must be a sequence of fields such as SA(beta=4.0)")
     first = heads[0]

@@ -158,8 +158,10 @@ class Problem:
         Of a residual stream, ``stream``, the direction is changed alone: it keeps its radius and what its norm does not
         see, such as the mean under LayerNorm.
         """
-        x = check_tokens(states, name="states") if self.field.space is not Space.FLAT else states
-        x = check_states(self.field, x, "states") if self.field.space is Space.FLAT else on_the_sphere(x)
+        if self.field.space is Space.FLAT:
+            x = check_states(self.field, states, "states")
+        else:  # of a residual stream, directions
+            x = on_the_sphere(check_tokens(states, name="states"))
         if x.shape not in ((*self.batch, *self.start.shape[-2:]), self.start.shape):
             raise HelmscopeError(f"states has shape {tuple(x.shape)}, but the systems have {tuple(self.start.shape)}")
         index = self.time_index(depth, "depth")
