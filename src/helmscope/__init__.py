@@ -211,6 +211,7 @@ if TYPE_CHECKING:
     from helmscope.stats.power import decisive_effect as decisive_effect
     from helmscope.stats.power import power as power
     from helmscope.stats.reduce import reduce_replicates as reduce_replicates
+    from helmscope.stats.scales import Bounded as Bounded
     from helmscope.stats.scales import FisherZ as FisherZ
     from helmscope.stats.scales import Log as Log
     from helmscope.stats.scales import Plain as Plain
@@ -356,7 +357,7 @@ _HOME = {
     "helmscope.solve.stochastic_heun": "StochasticHeun",
     "helmscope.stats.power": "decisive_effect power",
     "helmscope.stats.reduce": "reduce_replicates",
-    "helmscope.stats.scales": "FisherZ Log Plain",
+    "helmscope.stats.scales": "Bounded FisherZ Log Plain",
     "helmscope.store.manifest": "Manifest",
     "helmscope.store.run_folder": "RunFolder",
     "helmscope.theory.energy": "energy_max energy_min equiangular_energy",
