@@ -208,6 +208,7 @@ if TYPE_CHECKING:
     from helmscope.solve.rk4 import RK4 as RK4
     from helmscope.solve.simulation import Simulation as Simulation
     from helmscope.solve.stochastic_heun import StochasticHeun as StochasticHeun
+    from helmscope.stats.paired import paired_difference as paired_difference
     from helmscope.stats.power import decisive_effect as decisive_effect
     from helmscope.stats.power import power as power
     from helmscope.stats.reduce import reduce_replicates as reduce_replicates
@@ -356,6 +357,7 @@ _HOME = {
     "helmscope.solve.simulation": "Simulation",
     "helmscope.solve.stochastic_heun": "StochasticHeun",
     "helmscope.stats.power": "decisive_effect power",
+    "helmscope.stats.paired": "paired_difference",
     "helmscope.stats.reduce": "reduce_replicates",
     "helmscope.stats.scales": "Bounded FisherZ Log Plain",
     "helmscope.store.manifest": "Manifest",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
 import xarray as xr
 
 from helmscope.observe.clusters import cluster_count
@@ -31,9 +32,9 @@ def overview(
     """Clustering probability, order, clusters, rank, energy and histogram of inner products of every system over time.
     ``reduce_replicates`` gives means with intervals, and ``overview_figure`` draws them.
 
-    ``beta`` is that of the energy, which is left out at beta = 0, where it is infinite. Tokens count by the weights of
-    the trajectory. Of more than 2,048 tokens, pairs and clusters are those of every k-th, with the least k that leaves
-    so few; the attribute ``every`` is k.
+    ``beta`` is that of the energy, which is left out at beta = 0, where it is infinite, and NaN where it leaves the
+    dtype. Tokens count by the weights of the trajectory. Of more than 2,048 tokens, pairs and clusters are those of
+    every k-th, with the least k that leaves so few; the attribute ``every`` is k.
 
     >>> import torch
     >>> seen = overview(Trajectory(torch.zeros(1), torch.eye(3).expand(1, 2, 3, 3)), beta=1.0)
@@ -50,7 +51,8 @@ def overview(
         inner_product_histogram(few, bins=bins),
     ]
     if beta > 0:
-        parts.append(track(trajectory, energy=partial(interaction_energy, beta=beta)))
+        energy = track(trajectory, energy=partial(interaction_energy, beta=beta))
+        parts.append(energy.where(np.isfinite(energy)))
     merged = xr.merge(parts, combine_attrs="no_conflicts")
     return with_bounds(merged, BOUNDS).assign_attrs(beta=beta, delta=delta, radius=radius, every=every)
 

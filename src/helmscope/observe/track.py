@@ -28,8 +28,8 @@ def track(trajectory: Trajectory | System, **quantities: Callable[..., Tensor]) 
 
     The weights of the trajectory, in which padding has weight 0, are passed to every function; one that takes none is
     refused where there are any, so that no call counts padding by accident. The systems are the replicates:
-    ``reduce_replicates`` gives means with intervals, and two models on the same prompts can be compared prompt by
-    prompt. Where a system stopped early its states are NaN, which observables refuse: cut the trajectory first.
+    ``reduce_replicates`` gives means with intervals, and ``paired_difference`` compares two models prompt by prompt.
+    Where a system stopped early its states are NaN, which observables refuse: cut the trajectory first.
 
     >>> from helmscope.observe.order import order_parameter
     >>> seen = track(Trajectory(torch.zeros(1), torch.eye(2).expand(1, 3, 2, 2)), order=order_parameter)
