@@ -118,7 +118,7 @@ def test_its_doubts_are_those_computed_plainly(d: int, weighted: bool) -> None:
 
 @pytest.mark.usefixtures("by_gpu_sums")
 def test_the_dispatcher_believes_them_or_sums_pair_by_pair(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("helmscope.kernels.choose.MOST_STORED", 16)
+    monkeypatch.setattr("helmscope.kernels.choose.MAX_DENSE_TOKENS", 16)
     x = cloud(200, 2, batch=2)
     for lone, names in ((False, {"Harmonic"}), (True, {"Harmonic", "Flash" if DEVICE == "cuda" else "Streaming"})):
         if lone:
