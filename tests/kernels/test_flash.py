@@ -228,8 +228,8 @@ def test_the_tangential_part_keeps_its_digits():
     request = on_sphere(x, 4.0, skip_self=True)
     got, want = flash(request).mean.double(), exact(request).mean
     along = x.double() / torch.linalg.vector_norm(x.double(), dim=-1, keepdim=True)
-    tangent, wanted = (m - (along * m).sum(-1, keepdim=True) * along for m in (got, want))
-    assert relative_error(tangent, wanted) <= 1e-6
+    tangent, tangent_want = (m - (along * m).sum(-1, keepdim=True) * along for m in (got, want))
+    assert relative_error(tangent, tangent_want) <= 1e-6
 
 
 def test_rounding_errors_between_blocks_are_compensated():

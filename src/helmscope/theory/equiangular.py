@@ -122,7 +122,7 @@ def hitting_time(field: EquiangularFlow, *, n: int, delta: float, gamma0: float 
     time, gamma0 = _rise_time(field, n, gamma0)
     delta = real_number("delta", delta, above=0)
     if delta > 1 - gamma0:
-        raise HelmscopeError(f"delta is {delta:g}, but gamma0 = {gamma0:g} is past 1 - delta: take delta <= 1 - gamma0")
+        raise HelmscopeError(f"delta is {delta:g}, but for gamma0 = {gamma0:g} it must be at most 1 - gamma0")
     return time(math.fsum((1, -gamma0, -delta)), delta)
 
 
