@@ -11,10 +11,13 @@ from mpmath import mp
 from scipy import special
 
 from helmscope.fields.attention import SA, USA
+from helmscope.geometry import harmonics
 from helmscope.geometry.sphere import project, retract
+from helmscope.kernels import harmonic_series
 from helmscope.kernels.dense import Dense, attention_sum, logits
 from helmscope.kernels.harmonic import CHUNK, Harmonic, harmonic_degree, harmonic_sum
 from helmscope.kernels.harmonic_matrix import matrix_sums
+from helmscope.kernels.harmonic_series import circle_series
 from helmscope.theory.energy import energy_min
 from helmscope.types import HelmscopeError
 from kernel_cases import random_request
@@ -79,6 +82,22 @@ def test_the_degree_keeps_its_tolerance_and_one_less_does_not(beta: float, tol: 
 
         assert tail(degree + 1) <= tol * (1 + 1e-12)
         assert tail(degree) > tol
+
+
+def test_coefficients_and_degree_are_those_of_the_geometry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fault planted in the law of the coefficients shows in the sums: there is no second one."""
+    degree = harmonic_degree(2.0, dim=2)
+    moments = torch.ones(1, degree + 2, dtype=torch.complex128)
+    right = circle_series(moments, 2.0, degree)[0, :, 0].real
+    bessel = torch.from_numpy(special.ive(range(degree + 1), 2.0)) * torch.tensor([1.0] + [2.0] * degree)
+    assert ((right / bessel).abs() - 1).abs().max() < 1e-13  # measured 2e-15
+    law = harmonics._exponential_law
+    monkeypatch.setattr(harmonics, "_exponential_law", lambda *given: 2 * law(*given))
+    harmonic_series._circle_coefficients.cache_clear()
+    planted = circle_series(moments, 2.0, degree)[0, :, 0].real
+    harmonic_series._circle_coefficients.cache_clear()
+    assert torch.equal(planted, 2 * right)
+    assert harmonic_degree(2.0, dim=3, tol=0.8) == harmonics.exponential_degree(2.0, dim=3, tolerance=0.8) > 0
 
 
 def test_a_coarse_tolerance_is_kept_by_the_sums() -> None:

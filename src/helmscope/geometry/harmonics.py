@@ -8,6 +8,8 @@ ties them to any real basis Y_k1, ..., Y_kN of the degree-k harmonics, orthonorm
 So a kernel f(<x, y>) = sum_k a_k P_k(<x, y>) is diagonal in them, and a sum of it over n points costs O(n).
 Harmonics come from the coordinates by recurrences, not from angles: no point is singular, and the result at a point
 does not depend on the batch it is computed in.
+
+The harmonic kernels (``kernels/harmonic.py``) take their coefficients, their degree and their powers from here.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from helmscope.geometry.sphere import retract
 from helmscope.types import HelmscopeError, fits_memory, real_number, whole_number
 
 if TYPE_CHECKING:
-    from jaxtyping import Float
+    from jaxtyping import Complex, Float
     from numpy.typing import NDArray
     from torch import Tensor
 
@@ -63,6 +65,24 @@ def fourier(
         c, s = cos[..., -1:] * u - sin[..., -1:] * v, sin[..., -1:] * u + cos[..., -1:] * v
         cos, sin = torch.cat([cos, cos * c - sin * s], -1), torch.cat([sin, sin * c + cos * s], -1)
     return cos[..., : degree + 1], sin[..., : degree + 1]
+
+
+def powers(u: Complex[Tensor, "batch n"], most: int) -> Complex[Tensor, "batch k n"]:
+    """u^0 .. u^most in place and without a gradient, for sums over many points: with u = e^{i t} those of ``fourier``,
+    degree before point. By doubling: the error of u^k grows with log k.
+
+    >>> powers(torch.tensor([[1j]]), 3).flatten().tolist() == [1, 1j, -1, -1j]
+    True
+    """
+    found = u.new_ones(len(u), most + 1, u.shape[-1])
+    if most:
+        found[:, 1] = u
+    have = 1
+    while have < most:
+        more = min(have, most - have)
+        found[:, have + 1 : have + 1 + more] = found[:, 1 : 1 + more] * found[:, have : have + 1]
+        have += more
+    return found
 
 
 def spherical_harmonics(x: Float[Tensor, "*batch 3"], degree: int) -> Float[Tensor, "*batch modes"]:

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from scipy import special
 
 from helmscope.geometry.arithmetic import full_precision
+from helmscope.geometry.harmonics import exponential_coefficients, exponential_degree, powers
 from helmscope.geometry.sphere import NORM_TOLERANCE, check_tokens
 from helmscope.kernels.harmonic_gpu import fits, gpu_sums
 from helmscope.kernels.harmonic_matrix import MOST_MATRIX_DEGREE, matrix_sums
@@ -30,7 +30,7 @@ from helmscope.types import HelmscopeError, real_number
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from jaxtyping import Bool, Complex, Float
+    from jaxtyping import Bool, Float
     from torch import Tensor
 
     Harmonics = tuple[Tensor, ...]
@@ -151,10 +151,8 @@ def _number(value: float, dtype: torch.dtype, device: torch.device) -> Float[Ten
 
 @lru_cache(maxsize=256)
 def _mean_kernel(beta: float, dim: int) -> float:
-    """The mean of e^{beta (<x, y> - 1)} over a uniform y."""
-    if beta == 0:
-        return 1.0
-    return float(special.ive(0, beta)) if dim == 2 else float(-np.expm1(-2 * beta) / (2 * beta))
+    """The mean of e^{beta (<x, y> - 1)} over a uniform y: the coefficient of degree 0."""
+    return float(exponential_coefficients(beta, 0, dim=dim)[0])
 
 
 def harmonic_degree(beta: float, *, dim: int, tol: float = 1e-12) -> int:
@@ -169,12 +167,7 @@ def harmonic_degree(beta: float, *, dim: int, tol: float = 1e-12) -> int:
         raise HelmscopeError(f"tol is {tol:g}, but rounding alone is 1e-16 of e^beta: take at least 1e-16")
     if dim not in (2, 3):
         raise HelmscopeError(f"dim is {dim}, but harmonic sums are for the circle and S^2, dim 2 and 3")
-    if beta == 0:
-        return 0
-    k = np.arange(int(beta + 12 * max(beta, 1.0) ** (1 / 3)) + 80)
-    terms = 2 * special.ive(k, beta) if dim == 2 else (2 * k + 1) * special.ive(k + 0.5, beta) * _half(beta)
-    tails = np.cumsum(terms[::-1])[::-1]  # from k on
-    return max(int(np.argmax(tails <= tol)) - 1, 0)
+    return exponential_degree(beta, dim=dim, tolerance=tol)
 
 
 _known_degree = lru_cache(maxsize=256)(harmonic_degree)
@@ -238,15 +231,11 @@ def _seen(x: Tensor, mass: Tensor | None, beta: float, degree: int) -> Float[Ten
     return torch.cat([one(x[k : k + 1], shares[k : k + 1], beta, degree) for k in range(len(x))])
 
 
-def _half(beta: float) -> float:
-    return float(np.sqrt(np.pi / (2 * beta)))
-
-
 @full_precision
 def _circle(x: Tensor, mass: Tensor, beta: float, degree: int) -> Float[Tensor, "batch n 3"]:
     """Z and the two coordinates of the sum, over e^beta."""
     moments = x.new_zeros(len(x), degree + 2, dtype=_complex(x))
-    passes = _twice(x, degree, lambda y: (_powers(torch.complex(y[..., 0], y[..., 1]), degree + 1),))
+    passes = _twice(x, degree, lambda y: (powers(torch.complex(y[..., 0], y[..., 1]), degree + 1),))
     for part, (phases,) in passes():
         moments += torch.complex(phases.real @ mass[:, part, None], -phases.imag @ mass[:, part, None]).squeeze(-1)
     series = circle_series(moments, beta, degree)
@@ -284,21 +273,8 @@ def _harmonics(x: Tensor, degree: int) -> Harmonics:
     radius = torch.linalg.vector_norm(x[..., :2], dim=-1)
     at_pole = radius == 0
     phase = torch.complex(x[..., 0] + at_pole, x[..., 1]) / (radius + at_pole)
-    turns = _powers(torch.complex(x[..., 2], radius), degree)
-    return turns.real.contiguous(), turns.imag.contiguous(), _powers(phase, degree)
-
-
-def _powers(u: Complex[Tensor, "batch n"], most: int) -> Complex[Tensor, "batch k n"]:
-    """u^0 .. u^most, by doubling: the error of u^k grows with log k."""
-    powers = u.new_ones(len(u), most + 1, u.shape[-1])
-    if most:
-        powers[:, 1] = u
-    have = 1
-    while have < most:
-        more = min(have, most - have)
-        powers[:, have + 1 : have + 1 + more] = powers[:, 1 : 1 + more] * powers[:, have : have + 1]
-        have += more
-    return powers
+    turns = powers(torch.complex(x[..., 2], radius), degree)
+    return turns.real.contiguous(), turns.imag.contiguous(), powers(phase, degree)
 
 
 def _twice(

@@ -12,21 +12,27 @@ import torch
 from scipy import special
 
 from helmscope.geometry.arithmetic import full_precision
+from helmscope.geometry.harmonics import exponential_coefficients
 
 if TYPE_CHECKING:
-    from jaxtyping import Complex
+    from jaxtyping import Complex, Float
     from numpy.typing import NDArray
     from torch import Tensor
 
 
 def circle_series(moments: Complex[Tensor, "batch k"], beta: float, degree: int) -> Complex[Tensor, "batch k 3"]:
     """S_k with the sums at phi = Re sum_k S_k e^{i k phi}, from sum_j m_j e^{-i k phi_j} for k = 0..degree + 1."""
-    c = 2 * special.ive(np.arange(degree + 1), beta)
-    c[0] /= 2
+    c = _circle_coefficients(beta, degree)
     below = torch.cat([moments[:, 1:2].conj(), moments[:, :degree]], 1)  # e^{-i (k - 1) phi}
     above = moments[:, 1:]
     sums = torch.stack([moments[:, :-1], (below + above) / 2, (below - above) / 2j], -1)
-    return sums * torch.from_numpy(c).to(moments.real)[:, None]
+    return sums * c.to(moments.real)[:, None]
+
+
+@lru_cache(maxsize=16)
+def _circle_coefficients(beta: float, degree: int) -> Float[Tensor, " k"]:
+    """c_k e^{-beta}; kept, as a flow asks for the same ones at every step."""
+    return exponential_coefficients(beta, degree, dim=2)
 
 
 @full_precision
