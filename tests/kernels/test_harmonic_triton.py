@@ -113,9 +113,9 @@ def test_inaccurate_systems_are_the_same_as_without_the_gpu_diagnostics(d: int, 
     weights = torch.linspace(0, 1, 60) if weighted else None
     request = Request(*(part.to(DEVICE) for part in (4 * x, x, x)), beta=4.0, skip_self=True,
                       weights=None if weights is None else weights.to(DEVICE))  # fmt: skip
-    sums, doubted = Harmonic().judged(request)
-    assert doubted.tolist() == [False, True, True, True, False]
-    assert doubted.tolist() == Harmonic().doubts(request, sums).tolist()
+    sums, inaccurate = Harmonic().checked_sum(request)
+    assert inaccurate.tolist() == [False, True, True, True, False]
+    assert inaccurate.tolist() == Harmonic().inaccurate_systems(request, sums).tolist()
 
 
 @pytest.mark.usefixtures("by_gpu_sums")

@@ -60,7 +60,7 @@ def _harmonic_with_fallback(request: Request) -> AttentionSum:
     The errors of the series are relative to e^beta times the total weight, and it assumes unit vectors. The fallback is
     for systems with a token off the sphere, or with one so far from the others that such an error would cost it digits.
     """
-    sums, inaccurate = _HARMONIC.judged(request)
+    sums, inaccurate = _HARMONIC.checked_sum(request)
     if not inaccurate.any():
         return sums
     pairwise = _pairwise_kernel(request)
@@ -101,7 +101,7 @@ def choose(request: Request) -> Kernel:
 def _best_kernel(request: Request) -> Kernel:
     if request.key.shape[-2] <= MAX_DENSE_TOKENS or request.settle is not None:
         return _DENSE
-    if _HARMONIC.lacks(request) is None and _HARMONIC.pays(request):
+    if _HARMONIC.refuses_without_values(request) is None and _HARMONIC.is_faster(request):
         return _HARMONIC
     return _pairwise_kernel(request)
 
