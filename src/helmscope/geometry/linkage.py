@@ -1,7 +1,7 @@
-"""Which points of a cloud lie close together: pairwise distances and single linkage, batched.
+"""Pairwise geodesic distances and single-linkage clustering of batched point clouds.
 
 The single-linkage tree of a cloud is its minimum spanning tree: at scale r the clusters are the components left when
-all tree edges longer than r are cut. Kruskal's order of the edges is the order in which clusters merge.
+all tree edges longer than r are cut. Sorted by length, the edges give the order in which clusters merge.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PASSING = 1 << 22  # coordinates of pairs that are looked at one by one, at a ti
 
 
 class SpanningTree(NamedTuple):
-    """Minimum spanning tree in Prim's order: edge k joins token ``child[k]`` to ``parent[k]``, found before it."""
+    """Minimum spanning tree in Prim's order: edge k joins token ``child[k]`` to ``parent[k]``, already in the tree."""
 
     length: Float[Tensor, "*batch n_minus_1"]
     child: Int[Tensor, "*batch n_minus_1"]
@@ -32,7 +32,7 @@ class SpanningTree(NamedTuple):
 
 
 def pairwise_angles(x: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n n"]:
-    """Geodesic distances between all tokens of each cloud, exact to rounding however close.
+    """Geodesic distances between all pairs of tokens of each cloud, accurate to rounding at any distance.
 
     >>> pairwise_angles(torch.tensor([[1.0, 0.0], [0.0, 1.0]]))
     tensor([[0.0000, 1.5708],
@@ -88,7 +88,7 @@ def _decided(x: Tensor, chord: float, exact: Callable[[Tensor, Tensor], Tensor])
 
 
 def spanning_tree(x: Float[Tensor, "*batch n d"]) -> SpanningTree:
-    """Minimum spanning tree of each cloud by geodesic distance (Prim, from token 0; ties go to the lower index).
+    """Minimum spanning tree of each cloud by geodesic distance: Prim's algorithm from token 0, ties to the lower index.
 
     >>> circle = torch.tensor([0.0, 0.1, 1.0])
     >>> spanning_tree(torch.stack([circle.cos(), circle.sin()], -1)).length
@@ -118,7 +118,9 @@ def spanning_tree(x: Float[Tensor, "*batch n d"]) -> SpanningTree:
 
 
 def components(adjacent: Tensor) -> Int[Tensor, "*batch n"]:
-    """Connected components of each graph: every node gets the smallest index that it is connected to.
+    """Connected components of each graph: every node is labelled by the smallest index in its component.
+
+    ``adjacent`` is a boolean adjacency matrix (..., n, n); an edge may be given in one direction only.
 
     >>> components(torch.tensor([[0, 1, 0], [1, 0, 0], [0, 0, 0]], dtype=torch.bool))
     tensor([0, 0, 2])
@@ -137,8 +139,8 @@ def components(adjacent: Tensor) -> Int[Tensor, "*batch n"]:
 
 
 def clusters(x: Float[Tensor, "*batch n d"], radius: float) -> Int[Tensor, "*batch n"]:
-    """Single-linkage clusters: tokens joined by a chain of steps of at most ``radius`` (radians) share a label, the
-    smallest index among them.
+    """Single-linkage cluster labels: tokens joined by a chain of steps of at most ``radius`` (radians) share a label,
+    the smallest token index in the cluster.
 
     >>> clusters(torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 0.0]]), radius=0.1)
     tensor([0, 1, 0])
@@ -147,7 +149,9 @@ def clusters(x: Float[Tensor, "*batch n d"], radius: float) -> Int[Tensor, "*bat
 
 
 def without_padding(x: Float[Tensor, "*batch n d"], real: Bool[Tensor, "*batch n"]) -> Float[Tensor, "*batch n d"]:
-    """Clouds with their padding laid on their first real token, where it adds no cluster and no distance.
+    """Clouds with padding tokens moved onto the first real token, where they add no cluster and no tree length.
+
+    ``real`` is False for padding tokens.
 
     >>> without_padding(torch.eye(2), torch.tensor([True, False]))
     tensor([[1., 0.],

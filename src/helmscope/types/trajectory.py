@@ -25,6 +25,7 @@ class Status(Enum):
 
     FINISHED = "finished at t={time:.6g}"
     AT_REST = "the state has stopped moving at t={time:.6g}, and is held to the last time"
+    STOPPED = "ended by a terminal event at t={time:.6g}, later states are NaN: leave out terminal=True to go on"
     STEP_LIMIT = (
         "step limit reached at t={time:.6g}: raise max_steps, loosen tol, lower beta, pass merge= to integrate, or "
         "take a stepper of fixed size"
@@ -40,6 +41,11 @@ class Status(Enum):
     def ok(self) -> bool:
         """Whether the states at all asked times are known."""
         return self in (Status.FINISHED, Status.AT_REST)
+
+    @property
+    def failed(self) -> bool:
+        """Whether the integration broke down: states are missing, and no terminal event asked for that."""
+        return not self.ok and self is not Status.STOPPED
 
 
 @dataclass(frozen=True)
@@ -58,13 +64,18 @@ class Outcome:
         """Whether the states of every system at all asked times are known."""
         return all(status.ok for status in self.statuses)
 
+    @property
+    def failed(self) -> bool:
+        """Whether the integration of some system broke down."""
+        return any(status.failed for status in self.statuses)
+
     def __str__(self) -> str:
-        failed = [i for i, status in enumerate(self.statuses) if not status.ok]
-        shown = failed[0] if failed else 0
+        told = [i for i, status in enumerate(self.statuses) if (status.failed if self.failed else not status.ok)]
+        shown = told[0] if told else 0
         text = self.statuses[shown].value.format(time=self.times[shown]) if self.statuses else "no systems"
-        if not failed:
+        if not told:
             return text
-        others = len(failed) - 1
+        others = len(told) - 1
         more = f" (and {others} more system{'s' if others > 1 else ''})" if others else ""
         return f"system {shown} of {len(self.statuses)}: {text}{more}"
 
