@@ -114,6 +114,7 @@ if TYPE_CHECKING:
     from helmscope.models.load import Origin as Origin
     from helmscope.models.load import load as load
     from helmscope.models.load import load_all as load_all
+    from helmscope.models.names import head as head
     from helmscope.models.record import record as record
     from helmscope.models.recording import Recording as Recording
     from helmscope.models.subject import Subject as Subject
@@ -162,6 +163,10 @@ if TYPE_CHECKING:
     from helmscope.observe.kernel import row_mass as row_mass
     from helmscope.observe.kernel import symmetry_defect as symmetry_defect
     from helmscope.observe.lens import lens_divergence as lens_divergence
+    from helmscope.observe.loss import ablation_loss as ablation_loss
+    from helmscope.observe.loss import loss_under as loss_under
+    from helmscope.observe.loss import next_token_loss as next_token_loss
+    from helmscope.observe.loss import token_loss as token_loss
     from helmscope.observe.measure import measure as measure
     from helmscope.observe.mixture import VMFMixture as VMFMixture
     from helmscope.observe.mixture import vmf_concentration as vmf_concentration
@@ -294,6 +299,7 @@ _HOME = {
     "helmscope.models.experts": "Mixture",
     "helmscope.models.keep": "Keep",
     "helmscope.models.load": "Loaded Origin load load_all",
+    "helmscope.models.names": "head",
     "helmscope.models.record": "record",
     "helmscope.models.recording": "Recording",
     "helmscope.models.subject": "Subject",
@@ -321,6 +327,7 @@ _HOME = {
         "largest_weight normalized_rows received_mass row_entropy row_mass symmetry_defect"
     ),
     "helmscope.observe.lens": "lens_divergence",
+    "helmscope.observe.loss": "ablation_loss loss_under next_token_loss token_loss",
     "helmscope.observe.measure": "measure",
     "helmscope.observe.mixture": "VMFMixture vmf_concentration vmf_log_density vmf_mixture",
     "helmscope.observe.order": "order_parameter",

@@ -6,27 +6,11 @@ import pytest
 import torch
 import transformers as tf
 import xarray as xr
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 import helmscope as hs
 from helmscope.models.record import record
 from helmscope.types import HelmscopeError
-from model_families import inputs_of, tiny_model
-
-WORDS = ["[PAD]", "[CLS]", "[SEP]", "[UNK]", *"abcdefghijklmnopqrstuvwxyz"]
-
-
-def letters(*, framed: bool) -> tf.PreTrainedTokenizerFast:
-    """A tokenizer of letters, with a special token on both sides where framed."""
-    made = Tokenizer(models.WordLevel({word: k for k, word in enumerate(WORDS)}, unk_token="[UNK]"))
-    made.pre_tokenizer = pre_tokenizers.Whitespace()
-    if framed:
-        made.post_processor = processors.TemplateProcessing(
-            single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 1), ("[SEP]", 2)]
-        )
-    return tf.PreTrainedTokenizerFast(
-        tokenizer_object=made, pad_token="[PAD]", cls_token="[CLS]", sep_token="[SEP]", unk_token="[UNK]"
-    )
+from model_families import inputs_of, letters, tiny_model
 
 
 @pytest.mark.parametrize("family", ["gpt2", "bert", "roberta", "llama", "bloom"])

@@ -1,4 +1,4 @@
-"""Put a state into the stream: what ``resume`` and the lens do."""
+"""Put a state into the stream: what ``resume``, the lens and runs that begin at a later layer do."""
 
 from __future__ import annotations
 
@@ -81,3 +81,33 @@ class PutState(AbstractEdit):
         if self.radius is not None:
             state = self.radius[rows].unsqueeze(-1) * state.to(self.radius)
         return state if self.mean is None else state + self.mean[rows].unsqueeze(-1)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class PutInput(AbstractEdit):
+    """The input of a layer, for the texts ``rows`` alone, is ``state`` as it is: a forward that begins there gives the
+    bits of one that ran all layers before it.
+    """
+
+    layer: int
+    state: Float[Tensor, "rows n d"]
+    rows: slice
+
+    @property
+    def sites(self) -> frozenset[Site]:
+        """Where blocks are entered."""
+        return frozenset({Site.INPUT})
+
+    @property
+    def skip(self) -> int:
+        """All layers before."""
+        return self.layer
+
+    def acts(self, layer: int) -> bool:
+        """In one layer."""
+        return layer == self.layer
+
+    def new(self, value: Tensor, context: Context) -> Tensor:
+        """The state of the texts under way."""
+        begin = context.rows.start - self.rows.start
+        return self.state[begin : begin + len(value)]

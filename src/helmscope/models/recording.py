@@ -15,6 +15,7 @@ from helmscope.models.certificate import Line
 from helmscope.models.certify import finite_line, residual_line
 from helmscope.models.hooks import held_unwatched
 from helmscope.models.keep import Keep, Keeper, KeepState, KeepWeights
+from helmscope.models.names import layer_number
 from helmscope.models.place import FrozenTokens, PutState
 from helmscope.models.recorder import Recorder
 from helmscope.models.replay import refusal, replay
@@ -130,12 +131,16 @@ class Recording:
         count = len(self.anatomy.layers)
         return range(min(self.first // 2, count - 1), count)
 
+    def layer(self, name: str | int) -> int:
+        """The number of a layer, from the name of its block in the model, such as "transformer.h.3", or from itself."""
+        return self._layer(layer_number(self.anatomy, name))
+
     @property
     def visible(self) -> Bool[Tensor, "batch n"] | None:
         """The tokens that attention sees, special ones included; None where it sees all."""
         return self.batch.visible
 
-    def _layer(self, layer: int) -> int:
+    def _layer(self, layer: object) -> int:
         if isinstance(layer, bool) or not isinstance(layer, int) or layer not in self.layers:
             first, last = self.layers[0], self.layers[-1]
             raise HelmscopeError(f"layer is {layer!r}, but this recording has layers {first} to {last}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -16,8 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from helmscope.solve.flow import Flow
-
-Progress = Callable[[float], None]
+    from helmscope.types import Progress
 
 
 @dataclass(eq=False)

@@ -29,6 +29,7 @@ from helmscope.types.instrument import (
 )
 from helmscope.types.interval import Interval, Region, interval_text, region_text
 from helmscope.types.measurement import COMPANIONS, check_measurement, check_replicates, replicate_axis
+from helmscope.types.progress import Progress, check_progress, part_of
 from helmscope.types.system import System
 from helmscope.types.trajectory import Outcome, Status, Trajectory
 from helmscope.types.verdict import Control, Exhibit, Ruling, Verdict
@@ -47,6 +48,7 @@ __all__ = [
     "Moment",
     "Needs",
     "Outcome",
+    "Progress",
     "Region",
     "ReplayPlan",
     "Ruling",
@@ -55,11 +57,13 @@ __all__ = [
     "Trajectory",
     "Verdict",
     "check_measurement",
+    "check_progress",
     "check_replicates",
     "fits_memory",
     "increasing_times",
     "interval_text",
     "known_name",
+    "part_of",
     "real_number",
     "region_text",
     "replicate_axis",
