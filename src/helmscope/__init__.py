@@ -183,6 +183,7 @@ if TYPE_CHECKING:
     from helmscope.observe.rank import residual_composite as residual_composite
     from helmscope.observe.rank import residual_frobenius as residual_frobenius
     from helmscope.observe.rank import stable_rank as stable_rank
+    from helmscope.observe.token_logits import token_logits as token_logits
     from helmscope.observe.track import track as track
     from helmscope.plots.overview import overview_figure as overview_figure
     from helmscope.plots.phase import phase_figure as phase_figure
@@ -336,6 +337,7 @@ _HOME = {
     "helmscope.observe.rank": (
         "entropy_rank nuclear_rank numerical_rank participation_ratio residual_composite residual_frobenius stable_rank"
     ),
+    "helmscope.observe.token_logits": "token_logits",
     "helmscope.observe.track": "track",
     "helmscope.plots.overview": "overview_figure",
     "helmscope.plots.phase": "phase_figure phase_page",

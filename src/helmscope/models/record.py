@@ -81,7 +81,8 @@ def _recorded(
     progress: Progress | None,
 ) -> Recording:
     texts = box_texts() if texts is None else texts
-    batch = prepare(loaded.model, texts, tokenizer or loaded.tokenizer, truncate=truncate, why=loaded.why)
+    words = tokenizer or loaded.tokenizer
+    batch = prepare(loaded.model, texts, words, truncate=truncate, why=loaded.why)
     longest = _longest(batch, loaded.model)
     # before anything else: some families change themselves for good when they see a short text
     trunk = trunk_of(loaded.model)
@@ -99,7 +100,8 @@ def _recorded(
     lines.append(certify.finite_line(stream.radius))
     if loaded.origin.note is not None:
         lines.append(Line("files", None, loaded.origin.note))
-    return Recording(runner, stream, Certificate(tuple(lines)), loaded.origin, forces, kept=keeper.kept)
+    certificate = Certificate(tuple(lines))
+    return Recording(runner, stream, certificate, loaded.origin, forces, kept=keeper.kept, tokenizer=words)
 
 
 def _probed(batch: Batch, model: Any) -> dict[str, Tensor]:

@@ -47,7 +47,8 @@ class Recording:
     input, 2 l + 1 the state of layer l between attention and MLP (virtual in a parallel block), 2 l + 2 its output.
 
     ``first`` is the depth at which the trajectory begins, 0 but for a resumed one; ``edits`` are those under which the
-    model was run. All that needs the model again runs it again under them, by ``runner``.
+    model was run. All that needs the model again runs it again under them, by ``runner``. ``tokenizer`` is None where
+    none was given or came with the model.
 
     What a recording holds has no gradients. ``logits`` and ``stream`` give them when asked, by running the model again:
     with ``gradients=True`` they flow to the model's parameters, to the tensors that edits use and to the ``states`` of
@@ -73,6 +74,7 @@ class Recording:
     forces: tuple[ForceBehindNorm | None, ...]
     first: int = 0
     kept: Mapping[str, Tensor] = field(default_factory=dict)
+    tokenizer: Any = None
 
     def __repr__(self) -> str:
         failed = [line.name for line in self.certificate.lines if line.ok is False]
