@@ -193,6 +193,7 @@ if TYPE_CHECKING:
     from helmscope.runs.listing import list_runs as list_runs
     from helmscope.runs.on_ray import Ray as Ray
     from helmscope.runs.processes import Processes as Processes
+    from helmscope.runs.progress import ProgressBar as ProgressBar
     from helmscope.runs.run import RunResult as RunResult
     from helmscope.runs.run import UnitsFailed as UnitsFailed
     from helmscope.runs.run import run as run
@@ -345,6 +346,7 @@ _HOME = {
     "helmscope.runs.listing": "RunSummary list_runs",
     "helmscope.runs.on_ray": "Ray",
     "helmscope.runs.processes": "Processes",
+    "helmscope.runs.progress": "ProgressBar",
     "helmscope.runs.run": "RunResult UnitsFailed run",
     "helmscope.runs.serial": "Serial",
     "helmscope.runs.unit": "Unit",

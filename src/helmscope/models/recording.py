@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from helmscope.models.runner import Runner
     from helmscope.models.texts import Batch
     from helmscope.models.watch import AbstractEdit
-    from helmscope.types import Instrument
+    from helmscope.types import Instrument, Progress
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -263,13 +263,14 @@ class Recording:
         """Why the instrument cannot be used on this recording, in one sentence; None where it can."""
         return refusal(self, instrument)
 
-    def replay(self, *instruments: Instrument) -> dict[str, xr.Dataset]:
+    def replay(self, *instruments: Instrument, progress: Progress | None = None) -> dict[str, xr.Dataset]:
         """Run the model once more with all instruments attached, and give their Measurements by name, with the axes
         ``layer``, ``prompt`` and, of what heads do, ``head``. Writes are increments of the residual stream.
 
-        An instrument that needs what the certificate does not give out is refused with its sentence.
+        An instrument that needs what the certificate does not give out is refused with its sentence. ``progress`` is
+        called with the share of the texts done.
         """
-        return replay(self, instruments)
+        return replay(self, instruments, progress)
 
     def logits(
         self, *, depth: int | None = None, rows: slice = slice(None), gradients: bool = False

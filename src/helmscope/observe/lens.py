@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 import torch
 
 from helmscope.observe.track import mean_and_stderr, state_axis, token_weights
-from helmscope.types import HelmscopeError, Trajectory
+from helmscope.types import HelmscopeError, Progress, Trajectory, check_progress
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -30,7 +30,7 @@ class Speaks(Protocol):
         """The head's logits (batch, n, vocabulary), of the texts ``rows``."""
 
 
-def lens_divergence(system: Speaks) -> xr.Dataset:
+def lens_divergence(system: Speaks, *, progress: Progress | None = None) -> xr.Dataset:
     """Along depth, for each text the mean over its tokens by their weights, then mean and standard error over texts, in
     nats:
 
@@ -38,7 +38,7 @@ def lens_divergence(system: Speaks) -> xr.Dataset:
 
     with p_t the softmax of what the head makes of the state at depth t, p that of the model itself. Zero at the last
     depth. Logits are of the model's dtype, float32 at least, and pass some texts at a time; sums are float64. A system
-    without a head over a vocabulary is refused.
+    without a head over a vocabulary is refused. ``progress`` is called with the share of the work done.
 
     >>> lens_divergence(torch.nn.Identity())
     Traceback (most recent call last):
@@ -49,7 +49,7 @@ def lens_divergence(system: Speaks) -> xr.Dataset:
         raise HelmscopeError(
             f"system is a {type(system).__name__}, but a lens needs a head: a Recording of a language model"
         )
-    path = system.trajectory
+    path, tell = system.trajectory, check_progress(progress)
     weights = token_weights(path.states[0], None if path.weights is None else path.weights[0]).double().cpu()
     counted, depths, texts = weights > 0, [int(depth) for depth in path.times], len(weights)
     size = max(1, PASSING // system.logits(depth=depths[0], rows=slice(0, 1)).numel())
@@ -62,6 +62,7 @@ def lens_divergence(system: Speaks) -> xr.Dataset:
             values = m.new_zeros(2, *m.shape)
             values[:, here] = _per_token(final, system.logits(depth=depth, rows=rows)[here]).cpu()
             found[:, step, rows] = (values * m).sum(-1) / m.sum(-1)
+            tell((begin + (step + 1) / len(depths) * len(m)) / texts)
     return mean_and_stderr({"divergence": found[0], "entropy": found[1]}, state_axis(path))
 
 

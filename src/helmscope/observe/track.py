@@ -11,7 +11,7 @@ import torch
 import xarray as xr
 
 from helmscope.fields.field import check_weights
-from helmscope.types import HelmscopeError, System, Trajectory, check_measurement
+from helmscope.types import HelmscopeError, Progress, System, Trajectory, check_measurement, check_progress
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -19,22 +19,27 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def track(trajectory: Trajectory | System, **quantities: Callable[..., Tensor]) -> xr.Dataset:
+def track(
+    trajectory: Trajectory | System, *, progress: Progress | None = None, **quantities: Callable[..., Tensor]
+) -> xr.Dataset:
     """Mean and standard error over the systems, at each time, of functions f(x, weights=...) of tokens (time, batch, n,
     d) with a value (time, batch).
 
     The weights of the trajectory, in which padding has weight 0, are passed to every function; one that takes none is
     refused where there are any, so that no call counts padding by accident. The systems are the replicates: n is their
     number. With one system there is no standard error (NaN). Where a system stopped early its states are NaN, which
-    observables refuse: cut the trajectory first.
+    observables refuse: cut the trajectory first. ``progress`` is called with the share of the functions done.
 
     >>> from helmscope.observe.order import order_parameter
     >>> seen = track(Trajectory(torch.zeros(1), torch.eye(2).expand(1, 3, 2, 2)), order=order_parameter)
     >>> round(float(seen.order[0]), 4), float(seen.order_stderr[0]), seen.attrs["n"]
     (0.7071, 0.0, 3)
     """
-    path = trajectory_of(trajectory)
-    return mean_and_stderr({name: _value(name, f, path) for name, f in quantities.items()}, state_axis(path))
+    path, tell, values = trajectory_of(trajectory), check_progress(progress), {}
+    for name, function in quantities.items():
+        values[name] = _value(name, function, path)
+        tell(len(values) / len(quantities))
+    return mean_and_stderr(values, state_axis(path))
 
 
 def _value(name: str, function: Callable[..., Tensor], path: Trajectory) -> Tensor:
