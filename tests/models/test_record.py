@@ -124,6 +124,36 @@ def test_an_encoder_padded_to_its_full_length_looks_both_ways():
         assert line.says == ("attention looks both ways" if family == "bert" else "no weight on later tokens")
 
 
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("attention_masks", "did you mean 'attention_mask'?"),
+        ("positions_ids", "did you mean 'position_ids'?"),
+        ("offset_mapping", "leave it out"),
+    ],
+)
+def test_an_input_that_the_model_does_not_take_is_refused(name, hint):
+    ids = inputs_of("gpt2")
+    with pytest.raises(HelmscopeError) as caught:
+        record(tiny_model("gpt2"), {"input_ids": ids, name: torch.ones_like(ids)})
+    assert str(caught.value) == f"texts names '{name}', which a GPT2LMHeadModel does not take: {hint}"
+    mask = torch.ones_like(ids)
+    inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": mask.cumsum(1) - 1, "token_type_ids": mask}
+    assert record(tiny_model("gpt2"), inputs).certificate.ok
+
+
+def test_one_of_a_kind_is_singular():
+    model, words = tiny_model("gpt2"), letters(framed=False)
+    recording = record(model, ["a b"], tokenizer=words)
+    assert "3 layers, width 32; 1 text x 2 tokens" in repr(recording)
+    assert "1 text x 1 token " in repr(record(model, ["a"], tokenizer=words))
+    assert repr(recording.runner.under(hs.Ablate())).endswith("1 text, 16 at a time; 1 edit>")
+    assert repr(hs.Subject("A", ["a"])) == "<Subject A: 1 text>"
+    assert "to record 1 text of 1 token: " in str(hs.doctor(model, texts=1, tokens=1))
+    with pytest.raises(HelmscopeError, match="texts holds 1 different prompt, but two halves need at least 4"):
+        _ = hs.Subject("A", ["Lily"]).test
+
+
 def test_padding_is_moved_before_a_mapping_is_cut():
     """Of 70 ids the last 20 are words: all of them are recorded, and none is lost to padding on the left."""
     ids = torch.arange(1, 71)[None]

@@ -9,6 +9,7 @@ import torch
 
 from helmscope.models.topology import Kind
 from helmscope.models.watch import AbstractEdit, Site, brief
+from helmscope.types import counted
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float
@@ -30,7 +31,7 @@ class FrozenTokens:
     first: int
 
     def __repr__(self) -> str:
-        return f"<{int(self.mask.sum())} tokens of {brief(self.mask)}>"
+        return f"<{counted(int(self.mask.sum()), 'token')} of {brief(self.mask)}>"
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -23,7 +23,7 @@ from helmscope.models.sphere import on_sphere
 from helmscope.models.topology import Kind
 from helmscope.models.watch import Site, bytes_of
 from helmscope.store.manifest import Manifest, hash_bytes
-from helmscope.types import HelmscopeError, Trajectory
+from helmscope.types import HelmscopeError, Trajectory, counted
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -60,7 +60,7 @@ class Recording:
     >>> from helmscope.models.record import record
     >>> recording = record(model, torch.tensor([[1, 2, 3, 4]]))
     >>> recording
-    <Recording of gpt2: sequential pre-norm; 2 layers, width 8; 1 texts x 4 tokens (73e200e2b048); certificate ok>
+    <Recording of gpt2: sequential pre-norm; 2 layers, width 8; 1 text x 4 tokens (73e200e2b048); certificate ok>
     >>> recording.resume(depth=2, states=recording.trajectory.states[2]).trajectory.times
     tensor([2., 3., 4.], dtype=torch.float64)
     >>> recording.kernel(layer=0).shape
@@ -78,7 +78,8 @@ class Recording:
 
     def __repr__(self) -> str:
         failed = [line.name for line in self.certificate.lines if line.ok is False]
-        texts = f"{len(self.batch)} texts x {self.residual.radius.shape[-1]} tokens ({self._texts_hash()[:12]})"
+        texts, tokens = counted(len(self.batch), "text"), counted(self.residual.radius.shape[-1], "token")
+        texts = f"{texts} x {tokens} ({self._texts_hash()[:12]})"
         parts = [str(self.anatomy), texts, f"certificate fails: {', '.join(failed)}" if failed else "certificate ok"]
         parts += [f"from depth {self.first}"] if self.first else []
         parts += [f"under {', '.join(map(repr, self.edits))}"] if self.edits else []

@@ -11,7 +11,7 @@ import torch
 from helmscope.models.hooks import check_edits, running, watching
 from helmscope.models.probe import run, trunk_of
 from helmscope.models.watch import Chunk
-from helmscope.types import HelmscopeError, Progress, check_progress
+from helmscope.types import HelmscopeError, Progress, check_progress, counted
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -33,7 +33,7 @@ class Runner:
     >>> from helmscope.models.record import record
     >>> runner = record(model, torch.tensor([[1, 2, 3, 4]])).runner
     >>> runner
-    <Runner of GPT2LMHeadModel: 1 texts, 16 at a time; 0 edits>
+    <Runner of GPT2LMHeadModel: 1 text, 16 at a time; 0 edits>
     >>> runner.outputs().shape
     torch.Size([1, 4, 9])
     """
@@ -47,7 +47,7 @@ class Runner:
         check_edits(self.anatomy, self.edits)
 
     def __repr__(self) -> str:
-        texts = f"{len(self.batch)} texts, {self.batch_size} at a time; {len(self.edits)} edits"
+        texts = f"{counted(len(self.batch), 'text')}, {self.batch_size} at a time; {counted(len(self.edits), 'edit')}"
         return f"<Runner of {type(self.model).__name__}: {texts}>"
 
     @property

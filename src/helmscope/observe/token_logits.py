@@ -19,7 +19,7 @@ from helmscope.models.probe import vocabulary_size
 from helmscope.models.recording import Recording
 from helmscope.models.words import encode
 from helmscope.observe.loss import PASSING
-from helmscope.types import HelmscopeError, check_progress, check_replicates, part_of, shown, whole_number
+from helmscope.types import HelmscopeError, check_progress, check_replicates, counted, part_of, shown, whole_number
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
@@ -155,8 +155,7 @@ class _Places:
             seen = row.nonzero().squeeze(-1)
             for each in asked:
                 if not -len(seen) <= each < len(seen):
-                    has = f"{len(seen)} token{'s' if len(seen) > 1 else ''}"
-                    raise HelmscopeError(f"position is {each}, but texts[{k}] has {has}")
+                    raise HelmscopeError(f"position is {each}, but texts[{k}] has {counted(len(seen), 'token')}")
             columns[k] = seen[asked]
         return cls(columns, torch.ones_like(columns).bool(), asked if listed is position else None)
 

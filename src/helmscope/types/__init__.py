@@ -7,6 +7,7 @@ a statistic against a ``Region``.
 """
 
 from helmscope.types.arguments import (
+    counted,
     fits_memory,
     increasing_times,
     known_name,
@@ -59,6 +60,7 @@ __all__ = [
     "check_measurement",
     "check_progress",
     "check_replicates",
+    "counted",
     "fits_memory",
     "increasing_times",
     "interval_text",
