@@ -14,6 +14,7 @@ RUN = hs.integrate(hs.SA(2.0), hs.Uniform(5, 3).sample(4, seed=0), times=[0.0, 0
 PHASE = {"betas": [1, 4], "times": [0, 1], "start": hs.Uniform(n=4, dim=3), "samples": 4}
 LONG = {
     "record": lambda progress: hs.record(MODEL, IDS, batch_size=1, progress=progress),
+    "under": lambda progress: RECORDING.under(hs.Ablate([1]), progress=progress),
     "replay of a model": lambda progress: RECORDING.replay(hs.KernelStatistics(), progress=progress),
     "replay of a simulation": lambda progress: RUN.replay(hs.KernelStatistics(), batch_size=2, progress=progress),
     "measure": lambda progress: hs.measure(RECORDING, progress=progress),

@@ -231,19 +231,21 @@ class Recording:
         edits = tuple(each for each in self.edits if put.skip == 0 or not isinstance(each, PutState))
         return self._run_again(replace(self.runner, edits=(*edits, put)), first=depth)
 
-    def under(self, *edits: AbstractEdit, keep: Keep = Keep.NOTHING) -> Recording:
-        """The same texts with further edits of the forward; ``keep`` as for ``record``.
+    def under(self, *edits: AbstractEdit, keep: Keep = Keep.NOTHING, progress: Progress | None = None) -> Recording:
+        """The same texts with further edits of the forward; ``keep`` and ``progress`` as for ``record``.
 
         Of the certificate only what the run itself shows is taken anew; its line ``edits`` says which lines that are.
         """
-        return self._run_again(self.runner.under(*edits), first=self.first, keep=keep)
+        return self._run_again(self.runner.under(*edits), first=self.first, keep=keep, progress=progress)
 
-    def _run_again(self, runner: Runner, *, first: int, keep: Keep = Keep.NOTHING) -> Recording:
+    def _run_again(
+        self, runner: Runner, *, first: int, keep: Keep = Keep.NOTHING, progress: Progress | None = None
+    ) -> Recording:
         """The recording that another runner of the same texts makes, from the depth ``first`` on."""
         self.certificate.require("trajectory")
         recorder, keeper = Recorder(runner.anatomy, len(runner.batch)), Keeper(keep, runner.anatomy)
         with held_unwatched(runner.model):
-            runner.forward(recorder, keeper)
+            runner.forward(recorder, keeper, progress=progress)
         stream, errors = recorder.recorded()
         stream = stream.since(first)
         certificate = self._certified_again(runner, stream, errors)

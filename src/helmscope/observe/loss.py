@@ -42,9 +42,10 @@ def next_token_loss(recording: Recording, *, progress: Progress | None = None) -
     ``prompt``, with ``loss_null``, the loss log |V| of a guess that is uniform over the vocabulary. The coordinate
     ``predicted`` holds the weight behind each mean.
 
-    The model is run once more, under the edits of the recording, some texts at a time, so that the logits of all are
-    never held; sums are float64. A prompt of which no token is predicted has the loss NaN. Refused: a model that is not
-    causal or has no head over a vocabulary. ``progress`` is called with the share of the texts done.
+    The model is run once more under the edits of the recording, a few texts at a time, so that the logits of all texts
+    are never in memory together; sums are float64, while transformers reports its own loss in float32. The loss is NaN
+    for a prompt of which no token is predicted. Models that are not causal or have no head over a vocabulary are
+    refused. ``progress`` is called with the share of the texts done.
 
     >>> from transformers import GPT2Config, GPT2LMHeadModel
     >>> from helmscope.models.record import record
@@ -93,10 +94,10 @@ def loss_under(
     progress: Progress | None = None,
 ) -> xr.Dataset:
     """The loss of each prompt under each edit, or list of edits, by its name: ``loss`` along (edit, prompt), and
-    ``increase``, what it has more than the recording itself on the same prompt.
+    ``increase``, how much higher it is than without them, prompt by prompt.
 
-    Each takes one forward, which begins at the first layer that it changes; what the layers before give is that of the
-    recording, to the bit. Nothing is recorded. Arguments and refusals as those of ``next_token_loss``.
+    Each takes one forward, which starts at the first layer that is changed: the layers before it are not run again, and
+    the result is to the bit that of ``next_token_loss(recording.under(edit))``. Arguments and refusals as there.
 
     >>> from transformers import GPT2Config, GPT2LMHeadModel
     >>> from helmscope.intervene.states import Ablate
@@ -120,12 +121,12 @@ def loss_under(
 def ablation_loss(
     recording: Recording, *, layers: Sequence[int] | None = None, progress: Progress | None = None
 ) -> xr.Dataset:
-    """The loss of each prompt without each single head: ``loss`` along (layer, head, prompt), and ``increase``, what it
-    has more than with all heads on the same prompt. ``layers`` None takes all layers.
+    """The loss of each prompt with one head ablated, for every head: ``loss`` along (layer, head, prompt), and
+    ``increase``, how much higher it is than with all heads, prompt by prompt. ``layers`` None takes all layers.
 
-    A head that is ablated reads 0, as ``AblateHead`` makes it. Each head takes one forward, from its layer on; a head
-    that a layer lacks is NaN. ``reduce_replicates`` makes means over prompts with their intervals, and
-    ``seen.sel(**head("L1H0"))`` takes one head. Arguments and refusals as those of ``next_token_loss``.
+    An ablated head reads 0, as under ``AblateHead``. Each head takes one forward, from its layer on; where a layer has
+    fewer heads than another the rest is NaN. ``reduce_replicates(seen)`` gives means over prompts with their intervals,
+    ``seen.sel(**head("L1H0"))`` one head. Arguments and refusals as those of ``next_token_loss``.
 
     >>> from transformers import GPT2Config, GPT2LMHeadModel
     >>> from helmscope.models.record import record
@@ -142,7 +143,7 @@ def ablation_loss(
     heads = {layer: recording.anatomy.layers[layer].heads for layer in numbers}
     for layer, count in heads.items():
         if count is None:
-            raise HelmscopeError(f"layer {layer} hides its heads, but they can only be ablated one by one where seen")
+            raise HelmscopeError(f"layer {layer} hides its heads, but only heads that can be seen can be ablated")
     places = [(row, head) for row, layer in enumerate(numbers) for head in range(heads[layer] or 0)]
     edits = [(AblateHead(layer=numbers[row], head=head),) for row, head in places]
     found = scoring.means_under(edits, check_progress(progress))
