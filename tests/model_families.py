@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 import transformers as tf
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 PLAIN = {
     "vocab_size": 96,
@@ -88,6 +89,7 @@ FAMILIES = {
         {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4} | SPECIAL,
     ),
 }
+WORDS = ["[PAD]", "[CLS]", "[SEP]", "[UNK]", *"abcdefghijklmnopqrstuvwxyz"]
 # one of every topology class
 CLASSES = ("gpt2", "gpt_neox", "gemma2", "bert", "granite", "albert", "mixtral", "bloom")
 
@@ -113,3 +115,16 @@ def inputs_of(family: str, *, batch: int = 3, n: int = 13, seed: int = 1) -> tor
     if family == "vit":
         return torch.randn(batch, 3, 16, 16, generator=generator)
     return torch.randint(3, 96, (batch, n), generator=generator)
+
+
+def letters(*, framed: bool) -> tf.PreTrainedTokenizerFast:
+    """A tokenizer of letters, with a special token on both sides where framed."""
+    made = Tokenizer(models.WordLevel({word: k for k, word in enumerate(WORDS)}, unk_token="[UNK]"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    if framed:
+        made.post_processor = processors.TemplateProcessing(
+            single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 1), ("[SEP]", 2)]
+        )
+    return tf.PreTrainedTokenizerFast(
+        tokenizer_object=made, pad_token="[PAD]", cls_token="[CLS]", sep_token="[SEP]", unk_token="[UNK]"
+    )

@@ -114,6 +114,7 @@ if TYPE_CHECKING:
     from helmscope.models.load import Origin as Origin
     from helmscope.models.load import load as load
     from helmscope.models.load import load_all as load_all
+    from helmscope.models.names import head as head
     from helmscope.models.record import record as record
     from helmscope.models.recording import Recording as Recording
     from helmscope.models.subject import Subject as Subject
@@ -162,6 +163,10 @@ if TYPE_CHECKING:
     from helmscope.observe.kernel import row_mass as row_mass
     from helmscope.observe.kernel import symmetry_defect as symmetry_defect
     from helmscope.observe.lens import lens_divergence as lens_divergence
+    from helmscope.observe.loss import ablation_loss as ablation_loss
+    from helmscope.observe.loss import loss_under as loss_under
+    from helmscope.observe.loss import next_token_loss as next_token_loss
+    from helmscope.observe.loss import token_loss as token_loss
     from helmscope.observe.measure import measure as measure
     from helmscope.observe.mixture import VMFMixture as VMFMixture
     from helmscope.observe.mixture import vmf_concentration as vmf_concentration
@@ -178,6 +183,7 @@ if TYPE_CHECKING:
     from helmscope.observe.rank import residual_composite as residual_composite
     from helmscope.observe.rank import residual_frobenius as residual_frobenius
     from helmscope.observe.rank import stable_rank as stable_rank
+    from helmscope.observe.token_logits import token_logits as token_logits
     from helmscope.observe.track import track as track
     from helmscope.plots.overview import overview_figure as overview_figure
     from helmscope.plots.phase import phase_figure as phase_figure
@@ -187,6 +193,7 @@ if TYPE_CHECKING:
     from helmscope.runs.listing import list_runs as list_runs
     from helmscope.runs.on_ray import Ray as Ray
     from helmscope.runs.processes import Processes as Processes
+    from helmscope.runs.progress import ProgressBar as ProgressBar
     from helmscope.runs.run import RunResult as RunResult
     from helmscope.runs.run import UnitsFailed as UnitsFailed
     from helmscope.runs.run import run as run
@@ -296,6 +303,7 @@ _HOME = {
     "helmscope.models.experts": "Mixture",
     "helmscope.models.keep": "Keep",
     "helmscope.models.load": "Loaded Origin load load_all",
+    "helmscope.models.names": "head",
     "helmscope.models.record": "record",
     "helmscope.models.recording": "Recording",
     "helmscope.models.subject": "Subject",
@@ -323,6 +331,7 @@ _HOME = {
         "largest_weight normalized_rows received_mass row_entropy row_mass symmetry_defect"
     ),
     "helmscope.observe.lens": "lens_divergence",
+    "helmscope.observe.loss": "ablation_loss loss_under next_token_loss token_loss",
     "helmscope.observe.measure": "measure",
     "helmscope.observe.mixture": "VMFMixture vmf_concentration vmf_log_density vmf_mixture",
     "helmscope.observe.order": "order_parameter",
@@ -331,6 +340,7 @@ _HOME = {
     "helmscope.observe.rank": (
         "entropy_rank nuclear_rank numerical_rank participation_ratio residual_composite residual_frobenius stable_rank"
     ),
+    "helmscope.observe.token_logits": "token_logits",
     "helmscope.observe.track": "track",
     "helmscope.plots.overview": "overview_figure",
     "helmscope.plots.phase": "phase_figure phase_page",
@@ -338,6 +348,7 @@ _HOME = {
     "helmscope.runs.listing": "RunSummary list_runs",
     "helmscope.runs.on_ray": "Ray",
     "helmscope.runs.processes": "Processes",
+    "helmscope.runs.progress": "ProgressBar",
     "helmscope.runs.run": "RunResult UnitsFailed run",
     "helmscope.runs.serial": "Serial",
     "helmscope.runs.unit": "Unit",

@@ -114,7 +114,7 @@ def test_tied_goes_on_to_48(recorded):
         ({"source": "tied", "loops": 0}, "loops is 0, but it must be a whole number >= 1"),
         ({"source": "tied", "loops": 2.5}, "loops is 2.5, but it must be a whole number >= 1"),
         ({"source": "A", "revision": "main"}, "revision is 'main', but 'A' is a folder"),
-        ({"source": "C", "offline": True}, "model is 'C', but it is no folder"),
+        ({"source": "C", "offline": True}, "model is 'C', but it is neither a folder nor in the box (A, B, tied),"),
     ],
 )
 def test_what_load_refuses(options, said):

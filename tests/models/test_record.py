@@ -6,27 +6,11 @@ import pytest
 import torch
 import transformers as tf
 import xarray as xr
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 import helmscope as hs
 from helmscope.models.record import record
 from helmscope.types import HelmscopeError
-from model_families import inputs_of, tiny_model
-
-WORDS = ["[PAD]", "[CLS]", "[SEP]", "[UNK]", *"abcdefghijklmnopqrstuvwxyz"]
-
-
-def letters(*, framed: bool) -> tf.PreTrainedTokenizerFast:
-    """A tokenizer of letters, with a special token on both sides where framed."""
-    made = Tokenizer(models.WordLevel({word: k for k, word in enumerate(WORDS)}, unk_token="[UNK]"))
-    made.pre_tokenizer = pre_tokenizers.Whitespace()
-    if framed:
-        made.post_processor = processors.TemplateProcessing(
-            single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 1), ("[SEP]", 2)]
-        )
-    return tf.PreTrainedTokenizerFast(
-        tokenizer_object=made, pad_token="[PAD]", cls_token="[CLS]", sep_token="[SEP]", unk_token="[UNK]"
-    )
+from model_families import inputs_of, letters, tiny_model
 
 
 @pytest.mark.parametrize("family", ["gpt2", "bert", "roberta", "llama", "bloom"])
@@ -140,6 +124,36 @@ def test_an_encoder_padded_to_its_full_length_looks_both_ways():
         line = record(model, given, tokenizer=words).certificate["causality"]
         assert line.ok is (None if family == "bert" else True)
         assert line.says == ("attention looks both ways" if family == "bert" else "no weight on later tokens")
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("attention_masks", "did you mean 'attention_mask'?"),
+        ("positions_ids", "did you mean 'position_ids'?"),
+        ("offset_mapping", "leave it out"),
+    ],
+)
+def test_an_input_that_the_model_does_not_take_is_refused(name, hint):
+    ids = inputs_of("gpt2")
+    with pytest.raises(HelmscopeError) as caught:
+        record(tiny_model("gpt2"), {"input_ids": ids, name: torch.ones_like(ids)})
+    assert str(caught.value) == f"texts names '{name}', which a GPT2LMHeadModel does not take: {hint}"
+    mask = torch.ones_like(ids)
+    inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": mask.cumsum(1) - 1, "token_type_ids": mask}
+    assert record(tiny_model("gpt2"), inputs).certificate.ok
+
+
+def test_one_of_a_kind_is_singular():
+    model, words = tiny_model("gpt2"), letters(framed=False)
+    recording = record(model, ["a b"], tokenizer=words)
+    assert "3 layers, width 32; 1 text x 2 tokens" in repr(recording)
+    assert "1 text x 1 token " in repr(record(model, ["a"], tokenizer=words))
+    assert repr(recording.runner.under(hs.Ablate())).endswith("1 text, 16 at a time; 1 edit>")
+    assert repr(hs.Subject("A", ["a"])) == "<Subject A: 1 text>"
+    assert "to record 1 text of 1 token: " in str(hs.doctor(model, texts=1, tokens=1))
+    with pytest.raises(HelmscopeError, match="texts holds 1 different prompt, but two halves need at least 4"):
+        _ = hs.Subject("A", ["Lily"]).test
 
 
 def test_padding_is_moved_before_a_mapping_is_cut():

@@ -103,8 +103,13 @@ def test_a_chunk_knows_what_counts_and_what_is_seen():
 
 def test_some_texts_and_their_progress(recording):
     heard = []
-    recording.runner.forward(progress=lambda done, of: heard.append((done, of)))
-    assert heard == [(2, 3), (3, 3)]
+    recording.runner.forward(progress=heard.append)
+    assert heard == [2 / 3, 1.0]
+    heard.clear()
+    recording.runner.forward(rows=slice(2, 3), progress=heard.append)
+    assert heard == [1.0]
+    with pytest.raises(HelmscopeError, match="progress is 3, but it must be a callable"):
+        record(tiny_model("gpt2"), inputs_of("gpt2"), progress=3)
     some = recording.runner.outputs(rows=slice(1, 3))
     assert (some - recording.runner.outputs()[1:]).abs().max() < 1e-6
     log = Log()

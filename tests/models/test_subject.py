@@ -236,7 +236,7 @@ def test_a_simulation_has_no_model():
         (("A", []), {}, "texts is empty"),
         (("A", ["One", " "]), {}, r"texts\[1\] is ' ', but a text must not be blank"),
         (("A", ["One", 3]), {}, r"texts\[0\] is 'One', but every text must be a string, or all rows"),
-        (("A", [[1, 2], [3]]), {}, r"texts\[1\] has 1 ids, but texts\[0\] has 2"),
+        (("A", [[1, 2], [3]]), {}, r"texts\[1\] has 1 id, but texts\[0\] has 2"),
         (("A", [[1, -2]]), {}, r"texts\[0\] is \[1, -2\]"),
         (("A",), {"loops": 0}, "loops is 0, but it must be a whole number >= 1"),
         (("A",), {"device": 3}, "device is 3, but it must be a str or None"),

@@ -234,7 +234,7 @@ def test_a_system_alone_and_in_a_batch_have_the_same_bits():
         (lambda: kernel_statistics(hs.integrate(torch.zeros_like, X, times=[1.0])), "attention fields only"),
         (
             lambda: kernel_statistics(Attending(hs.Trajectory(torch.zeros(1), X[None]), [torch.ones(4, 3, 3)])),
-            r"kernel of layer 0 has shape \(1, 3, 3\), but 1 systems of 5 tokens",
+            r"kernel of layer 0 has shape \(1, 3, 3\), but for 1 system of 5 tokens it must be",
         ),
     ],
 )

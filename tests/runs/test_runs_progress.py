@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from helmscope.runs import Processes, Unit, UnitsFailed, progress, run
-from helmscope.runs.progress import counting, remaining
+from helmscope.runs.progress import ProgressBar, counting, remaining
 from helmscope.store import RunFolder
 from toy_units import divide, manifest, mixture
 
@@ -116,7 +116,7 @@ def test_failed_units_count_as_dealt_with(tmp_path, capsys):
     folder = RunFolder.create(tmp_path / "run")
     with pytest.raises(UnitsFailed):
         run([Unit("a", divide, {"a": 1, "b": 0})], folder, manifest=MANIFEST, progress="toys")
-    assert capsys.readouterr().err.splitlines()[-1].startswith("toys: 1 of 1 units, in ")
+    assert capsys.readouterr().err.splitlines()[-1].startswith("toys: 1 of 1 unit, in ")
 
 
 class Full(io.StringIO):
@@ -142,3 +142,49 @@ def test_progress_that_cannot_be_written_is_dropped(tmp_path, monkeypatch, capsy
     result = run(mixture(3), RunFolder.create(tmp_path / "run"), manifest=MANIFEST, progress="toys")
     assert list(result) == ["numbers-0", "noise-1", "dataset-2"]
     assert capsys.readouterr().out == ""
+
+
+class Kernel(io.StringIO):
+    """Standard error of a notebook, which is no terminal."""
+
+
+Kernel.__module__ = "ipykernel.iostream"
+
+
+@pytest.mark.parametrize("screen", [Terminal, Kernel])
+def test_a_progress_bar_appears_after_two_seconds(clock, monkeypatch, screen):
+    monkeypatch.setattr(sys, "stderr", screen())
+    bar = ProgressBar("recording")
+    for second, share in enumerate((0.1, 0.2, 0.4, 0.5, 1.0), start=1):
+        clock[0] = second - 0.5
+        bar(share)
+    written = sys.stderr.getvalue()
+    assert [line.rstrip() for line in written.split("\r")] == [
+        "",
+        f"recording {'━' * 12}{'╌' * 18}  40% about 4 s left",
+        f"recording {'━' * 15}{'╌' * 15}  50% about 4 s left",
+        f"recording {'━' * 30} 100% in 4 s",
+    ]
+    assert written.endswith("\n")
+
+
+def test_a_progress_bar_is_drawn_ten_times_a_second_and_begins_again(clock, monkeypatch):
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    bar = ProgressBar(after=0.0)
+    for call in range(2):
+        for step in range(1, 101):
+            clock[0] += 0.01
+            bar(step / 100)
+        assert sys.stderr.getvalue().count("\r") in range(11 + 11 * call, 13 + 12 * call)
+    assert shown(sys.stderr)[-1].endswith("100% in 1 s")
+    assert repr(bar) == "<ProgressBar '': 100%>"
+
+
+@pytest.mark.parametrize("stream", [io.StringIO, Full, Gone, closed, lambda: None])
+def test_a_progress_bar_that_nobody_sees_is_silent(clock, monkeypatch, stream):
+    monkeypatch.setattr(sys, "stderr", stream())
+    bar = ProgressBar("recording", after=0.0)
+    bar(0.0)
+    bar(0.5)
+    bar(1.0)
+    assert not isinstance(sys.stderr, io.StringIO) or sys.stderr.closed or sys.stderr.getvalue() == ""

@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from children import run_python
+from helmscope.runs import list_runs
 from helmscope.store import Manifest, RunFolder, run_folder
 from helmscope.store.verdicts import decode_verdicts, encode_verdicts
 from helmscope.types import Control, Exhibit, HelmscopeError, Interval, Region, Ruling, Verdict
@@ -378,3 +379,12 @@ def test_verdict_that_could_not_be_read_back_is_not_written(run, name, value):
     with pytest.raises(HelmscopeError, match="verdicts"):
         run.write_verdicts([replace(VERDICT, **{name: value})])
     assert run.read_verdicts() == (VERDICT,)
+
+
+def test_a_path_with_nul_is_refused(tmp_path):
+    path = f"{tmp_path}/a\0b"
+    for ask in (RunFolder, RunFolder.create, RunFolder.open, lambda root: RunFolder.new(root, "x"), list_runs):
+        with pytest.raises(
+            HelmscopeError, match=r"^(path|root) is '.*a\\x00b', but a path must not hold the character NUL"
+        ):
+            ask(path)

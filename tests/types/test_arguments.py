@@ -13,7 +13,16 @@ import torch
 import helmscope as hs
 import helmscope.types
 from children import run_python
-from helmscope.types import MissingExtra, fits_memory, increasing_times, known_name, real_number, whole_number
+from helmscope.types import (
+    HelmscopeError,
+    MissingExtra,
+    counted,
+    fits_memory,
+    increasing_times,
+    known_name,
+    real_number,
+    whole_number,
+)
 from support.refusal import refused
 
 NAN, INF = math.nan, math.inf
@@ -147,6 +156,19 @@ def test_increasing_times_gives_plain_floats(times):
 )
 def test_increasing_times_refuses(times, said):
     refused(lambda: increasing_times(times), said, "must")
+
+
+def test_of_many_names_the_nearest_is_offered_or_all_are_listed():
+    many = [f"claim-number-{k}" for k in range(40)]
+    text = refused(lambda: known_name("claim", "claim-numbr-17", many))
+    assert text == "unknown claim 'claim-numbr-17': did you mean 'claim-number-17'?"
+    with pytest.raises(HelmscopeError) as caught:
+        known_name("claim", "zzz", many)
+    assert str(caught.value).endswith(f"there is no such name. Allowed: {', '.join(sorted(many))}")
+
+
+def test_one_is_singular():
+    assert [counted(k, "text") for k in (0, 1, 2)] == ["0 texts", "1 text", "2 texts"]
 
 
 def test_known_name_offers_the_nearest():

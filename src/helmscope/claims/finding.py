@@ -17,7 +17,7 @@ from helmscope.stats.replicates import numbers
 from helmscope.stats.ruling import Layers, rule, rule_every, rule_some, sample_size
 from helmscope.stats.scales import PLAIN, Scale
 from helmscope.stats.sign_flip import sign_flip
-from helmscope.types import Exhibit, HelmscopeError, Interval, Region, Ruling
+from helmscope.types import Exhibit, HelmscopeError, Interval, Region, Ruling, counted
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -305,7 +305,7 @@ def _over_layers(layers: Layers, region: Region, evidence: EveryLayer | SomeLaye
     count = len(layers.intervals)
     names = evidence.names or [f"layer {k}" for k in range(count)]
     if isinstance(names, str) or len(names) != count:
-        raise HelmscopeError(f"names is {names!r}, but it must hold one name for each of {count} layers")
+        raise HelmscopeError(f"names is {names!r}, but it must hold one name for each of {counted(count, 'layer')}")
     single = [rule(each, region) for each in layers.intervals]
     decisive = [k for k in range(count) if single[k] is layers.ruling]
     candidates = [k for k in layers.named if k in decisive] or decisive or list(range(count))
@@ -318,5 +318,6 @@ def _over_layers(layers: Layers, region: Region, evidence: EveryLayer | SomeLaye
     sizes = [sample_size(layers.intervals[k], region, scale=evidence.scale) for k in undecided]
     known = [size for size in sizes if size is not None]
     enough = max(known) if known and len(known) == len(sizes) else None
-    how = f"the {'worst' if worst else 'best'} of {count} cases, {names[shown]}, from {interval.n:,} {evidence.of} each"
+    which = f"the {'worst' if worst else 'best'} of {counted(count, 'case')}, {names[shown]}"
+    how = f"{which}, from {interval.n:,} {evidence.of} each"
     return Weighed(interval, layers.ruling, how, enough)

@@ -109,6 +109,7 @@ def _carry_out(
     """Run the units; write and say what came of them."""
     from helmscope.cli.output import listed, manifest_of, picture, run_folder, say
     from helmscope.observe.overview import overview
+    from helmscope.runs.progress import ProgressBar
     from helmscope.store.manifest import hash_bytes
 
     with _enough_memory(n=asked["n"], batch=1):
@@ -126,7 +127,8 @@ def _carry_out(
     report = {"folder": str(run.path), "ok": outcome.ok, "outcome": str(outcome), "seed": asked["seed"]}
     if outcome.ok:
         beta, nu, n, dim = (asked[key] for key in ("beta", "nu", "n", "dim"))
-        measured = overview(trajectory, beta=beta, delta=asked["delta"], radius=asked["radius"])
+        bar = ProgressBar("measuring")
+        measured = overview(trajectory, beta=beta, delta=asked["delta"], radius=asked["radius"], progress=bar)
         run.write_results("overview", measured)
         report |= listed(measured)
         noisy = f", nu = {nu:g}" if nu else ""

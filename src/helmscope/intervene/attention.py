@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,7 +13,7 @@ import torch
 from helmscope.intervene.edit import SiteEdit, whole_numbers
 from helmscope.intervene.states import mask_rows
 from helmscope.models.watch import EDITABLE_STATES, Site
-from helmscope.types import HelmscopeError, real_number, seed_number
+from helmscope.types import HelmscopeError, real_number, seed_number, whole_number
 
 if TYPE_CHECKING:
     from jaxtyping import Bool
@@ -87,17 +87,30 @@ class Reweigh(SiteEdit):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class AblateHead(SiteEdit):
-    """What some heads read is 0: they write nothing but the output matrix's bias.
+    """What some heads read is 0: they write nothing but the output matrix's bias. A single head may be given by
+    ``layer`` and ``head``, as ``head("L2H5")`` names it.
 
     >>> AblateHead([2], heads=[0, 5])
     AblateHead(layers=[2], heads=[0, 5])
+    >>> AblateHead(layer=2, head=5)
+    AblateHead(layers=[2], heads=[5])
     """
 
     layers: Sequence[int] | None = None
     heads: Sequence[int] = ()
+    layer: InitVar[int | None] = None
+    head: InitVar[int | None] = None
     site = Site.HEADS
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, layer: int | None, head: int | None) -> None:
+        for one, number, several, given in (
+            ("layer", layer, "layers", self.layers is not None),
+            ("head", head, "heads", bool(self.heads)),
+        ):
+            if number is not None:
+                if given:
+                    raise HelmscopeError(f"{one} is {number!r} and {several} is given too, but one of them says which")
+                object.__setattr__(self, several, (whole_number(one, number, at_least=0),))
         super().__post_init__()
         object.__setattr__(self, "heads", whole_numbers("heads", self.heads))
 

@@ -15,7 +15,7 @@ from helmscope.intervene.edit import SiteEdit
 from helmscope.models.place import HALVES
 from helmscope.models.recording import Recording
 from helmscope.models.watch import EDITABLE_STATES, Site
-from helmscope.types import HelmscopeError
+from helmscope.types import HelmscopeError, counted
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float
@@ -113,7 +113,7 @@ class Patch(StateEdit):
         layers = len(self.source.anatomy.layers)
         if layers != len(anatomy.layers) or self.source.anatomy.dim != anatomy.dim:
             raise HelmscopeError(
-                f"source has {layers} layers of width {self.source.anatomy.dim}, but the model has "
+                f"source has {counted(layers, 'layer')} of width {self.source.anatomy.dim}, but the model has "
                 f"{len(anatomy.layers)} of width {anatomy.dim}"
             )
         for layer in filter(self.acts, range(layers)):

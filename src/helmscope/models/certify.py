@@ -14,6 +14,7 @@ from helmscope.models.mlp_reading import affine_of, matrix_of, read_mlp
 from helmscope.models.probe import run
 from helmscope.models.tap import head_outputs, plainly_eager
 from helmscope.models.topology import Kind
+from helmscope.types import counted
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -128,7 +129,7 @@ def attention_lines(
     rows = [_weights(layer, found) for layer, found in zip(anatomy.layers, seen, strict=True)]
     known = [each for each in rows if each is not None]
     same = sum(a is not None and a.shape == b.shape and torch.equal(a, b) for a, b in zip(rows, heard, strict=False))
-    says = f"{same} attention records of {len(seen)} layers, the same by two ways"
+    says = f"{counted(same, 'attention record')} of {counted(len(seen), 'layer')}, the same by two ways"
     count = Line("records", same == len(seen) == len(heard), says, blocks=("kernel", "replay"))
     if not known:
         return [count]

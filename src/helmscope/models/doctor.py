@@ -13,7 +13,7 @@ from helmscope.models.probe import vocabulary_size
 from helmscope.models.record import record
 from helmscope.models.recorder import Recorder
 from helmscope.models.texts import Batch, context_length
-from helmscope.types import whole_number
+from helmscope.types import counted, whole_number
 
 if TYPE_CHECKING:
     from helmscope.models.certificate import Certificate
@@ -50,8 +50,8 @@ class Diagnosis:
         where = f"{self.origin.name} ({self.origin.family}, {self.origin.dtype}, {self.origin.device})"
         cut = f" ({self.asked} are cut to the model's context)" if self.asked > self.tokens else ""
         cost = (
-            f"to record {self.texts} texts of {self.tokens} tokens{cut}: about {self.seconds:.3g} s and "
-            f"{(self.trajectory_bytes + self.passing_bytes) / 1e6:,.0f} MB beside the model's "
+            f"to record {counted(self.texts, 'text')} of {counted(self.tokens, 'token')}{cut}: about "
+            f"{self.seconds:.3g} s and {(self.trajectory_bytes + self.passing_bytes) / 1e6:,.0f} MB beside the model's "
             f"{self.model_bytes / 1e6:,.0f} MB"
         )
         return f"{where}\ntried on {self.tried}\n{self.certificate}\n{cost}"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from helmscope.runs.unit import fingerprint
 from helmscope.store.manifest import hash_bytes
 from helmscope.types import HelmscopeError
-from helmscope.types.arguments import shown
+from helmscope.types.arguments import counted, shown
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -97,7 +97,7 @@ def checked_prompts(texts: Any) -> tuple[Prompt, ...]:
             )
         if len(row) != len(rows[0]):
             raise HelmscopeError(
-                f"texts[{i}] has {len(row)} ids, but texts[0] has {len(rows[0])}: rows need one length"
+                f"texts[{i}] has {counted(len(row), 'id')}, but texts[0] has {len(rows[0])}: rows need one length"
             )
     return tuple(tuple(row) for row in rows)
 

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from helmscope.models.blueprint import check_blueprint, check_config, check_dtypes, is_quantized
-from helmscope.models.boxed import local_folder
+from helmscope.models.boxed import MODELS, local_folder
 from helmscope.models.checkpoint import check_folder
 from helmscope.models.library import quiet, transformers_library
 from helmscope.models.norm_reading import epsilon_of
 from helmscope.models.words import read_tokenizer
 from helmscope.store.atomic import one_line
-from helmscope.types import HelmscopeError, known_name, whole_number
+from helmscope.types import HelmscopeError, counted, known_name, whole_number
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -98,7 +98,7 @@ def load(
     >>> load("no/such-model", offline=True)
     Traceback (most recent call last):
       ...
-    helmscope.types.HelmscopeError: model is 'no/such-model', but it is no folder and could not be had ...
+    helmscope.types.HelmscopeError: model is 'no/such-model', but it is neither a folder nor in the box (A, ...
     """
     transformers = transformers_library()
     if isinstance(source, torch.nn.Module):
@@ -196,7 +196,8 @@ def _from_hub(name: str, revision: str | None, offline: bool) -> Path:
         absent = offline and not isinstance(error, HFValidationError)
         why = "'s local cache alone: leave out offline to ask the Hub itself" if absent else f": {one_line(error)}"
         raise HelmscopeError(
-            f"model is '{name}', but it is no folder and could not be had from the Hub{why}"
+            f"model is '{name}', but it is neither a folder nor in the box ({', '.join(MODELS)}), and could not be had "
+            f"from the Hub{why}"
         ) from error
     return Path(str(found))
 
@@ -267,7 +268,7 @@ def _check_depth(model: Any, unexpected: Iterable[str], folder: Path) -> None:
                 if int(found.group(1)) >= lengths.get(path, math.inf):
                     raise HelmscopeError(
                         f"model is in '{folder}', whose files hold the tensor '{name}', but by config.json '{path}' "
-                        f"has {lengths[path]} layers"
+                        f"has {counted(lengths[path], 'layer')}"
                     )
 
 

@@ -1,4 +1,4 @@
-"""Put a state into the stream: what ``resume`` and the lens do."""
+"""Put a state into the stream: what ``resume``, the lens and runs that begin at a later layer do."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 
 from helmscope.models.topology import Kind
 from helmscope.models.watch import AbstractEdit, Site, brief
+from helmscope.types import counted
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float
@@ -30,7 +31,7 @@ class FrozenTokens:
     first: int
 
     def __repr__(self) -> str:
-        return f"<{int(self.mask.sum())} tokens of {brief(self.mask)}>"
+        return f"<{counted(int(self.mask.sum()), 'token')} of {brief(self.mask)}>"
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -81,3 +82,33 @@ class PutState(AbstractEdit):
         if self.radius is not None:
             state = self.radius[rows].unsqueeze(-1) * state.to(self.radius)
         return state if self.mean is None else state + self.mean[rows].unsqueeze(-1)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class PutInput(AbstractEdit):
+    """The input of a layer, for the texts ``rows`` alone, is ``state`` as it is: a forward that begins there gives the
+    bits of one that ran all layers before it.
+    """
+
+    layer: int
+    state: Float[Tensor, "rows n d"]
+    rows: slice
+
+    @property
+    def sites(self) -> frozenset[Site]:
+        """Where blocks are entered."""
+        return frozenset({Site.INPUT})
+
+    @property
+    def skip(self) -> int:
+        """All layers before."""
+        return self.layer
+
+    def acts(self, layer: int) -> bool:
+        """In one layer."""
+        return layer == self.layer
+
+    def new(self, value: Tensor, context: Context) -> Tensor:
+        """The state of the texts under way."""
+        begin = context.rows.start - self.rows.start
+        return self.state[begin : begin + len(value)]

@@ -44,19 +44,19 @@ class Premise:
         if self.causal and self.full:
             raise HelmscopeError("causal and full are both True, but attention is one or the other")
 
-    def unmet(self, certificate: Certificate, name: str) -> str | None:
-        """The first need that the model ``name`` does not meet, as a sentence; None where it meets all."""
+    def unmet(self, certificate: Certificate, name: str, asker: str = "the claim") -> str | None:
+        """The first need of ``asker`` that the model ``name`` does not meet, as a sentence; None where it meets all."""
         seen = attention_of(certificate)
         for asked, kind in ((self.causal, CAUSAL), (self.full, FULL)):
             if asked and seen != kind:
-                return f"the claim needs attention that {kind}, but that of {name} {seen}"
+                return f"{asker} needs attention that {kind}, but that of {name} {seen}"
         wanted = [("an MLP that can be read", "force")] if self.mlp else []
         wanted += [("a head over a vocabulary", "lens over depth")] if self.head else []
         wanted += [(f"'{part}' of a recording", part) for part in self.parts]
         for what, part in wanted:
             for line in certificate.lines:
                 if part in line.blocks and line.ok is not True:
-                    return f"the claim needs {what}, but {name} does not have it: {line.says}"
+                    return f"{asker} needs {what}, but {name} does not have it: {line.says}"
         return None
 
 

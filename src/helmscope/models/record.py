@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +21,7 @@ from helmscope.models.recorder import Recorder
 from helmscope.models.recording import Recording
 from helmscope.models.runner import Runner
 from helmscope.models.texts import Batch, prepare
-from helmscope.types import whole_number
+from helmscope.types import Progress, check_progress, whole_number
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,7 +40,7 @@ def record(
     truncate: bool = False,
     batch_size: int = 16,
     keep: Keep = Keep.NOTHING,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
     **options: Any,
 ) -> Recording:
     """Run a model on texts and write its residual stream down, half-layer by half-layer.
@@ -53,7 +53,7 @@ def record(
 
     Attention runs eager, to the bit; nothing of size n x n is kept unless ``keep`` asks for it. Every recording has a
     certificate, and a check that fails blocks what depends on it. Refused while an edit is attached to the model:
-    ``recording.under`` records one.
+    ``recording.under`` records one. ``progress`` is called with the share of the texts done.
 
     >>> import torch
     >>> from transformers import GPT2Config, GPT2LMHeadModel
@@ -64,6 +64,7 @@ def record(
     (True, torch.Size([5, 1, 4, 8]))
     """
     whole_number("batch_size", batch_size, at_least=1)
+    check_progress(progress)
     loaded = loaded_once(model, tokenizer=tokenizer, **options)
     with held_unwatched(loaded.model):
         return _recorded(loaded, texts, tokenizer, truncate, batch_size, keep, progress)
@@ -77,10 +78,11 @@ def _recorded(
     truncate: bool,
     batch_size: int,
     keep: Keep,
-    progress: Callable[[int, int], None] | None,
+    progress: Progress | None,
 ) -> Recording:
     texts = box_texts() if texts is None else texts
-    batch = prepare(loaded.model, texts, tokenizer or loaded.tokenizer, truncate=truncate, why=loaded.why)
+    words = tokenizer or loaded.tokenizer
+    batch = prepare(loaded.model, texts, words, truncate=truncate, why=loaded.why)
     longest = _longest(batch, loaded.model)
     # before anything else: some families change themselves for good when they see a short text
     trunk = trunk_of(loaded.model)
@@ -98,7 +100,8 @@ def _recorded(
     lines.append(certify.finite_line(stream.radius))
     if loaded.origin.note is not None:
         lines.append(Line("files", None, loaded.origin.note))
-    return Recording(runner, stream, Certificate(tuple(lines)), loaded.origin, forces, kept=keeper.kept)
+    certificate = Certificate(tuple(lines))
+    return Recording(runner, stream, certificate, loaded.origin, forces, kept=keeper.kept, tokenizer=words)
 
 
 def _probed(batch: Batch, model: Any) -> dict[str, Tensor]:

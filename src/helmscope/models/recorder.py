@@ -12,6 +12,7 @@ import torch
 
 from helmscope.models.topology import Kind
 from helmscope.models.watch import STATES_AND_WRITES, Observer, Site
+from helmscope.types import counted
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -33,7 +34,7 @@ class Stream:
 
     def __repr__(self) -> str:
         depth, batch, n, d = self.direction.shape
-        return f"<Stream: {depth} depths, {batch} texts x {n} tokens, width {d}>"
+        return f"<Stream: {depth} depths, {counted(batch, 'text')} x {counted(n, 'token')}, width {d}>"
 
     @classmethod
     def empty(cls, anatomy: Anatomy, batch: int, n: int, like: Tensor) -> Stream:

@@ -15,6 +15,7 @@ from helmscope.models.certificate import Line
 from helmscope.models.certify import finite_line, residual_line
 from helmscope.models.hooks import held_unwatched
 from helmscope.models.keep import Keep, Keeper, KeepState, KeepWeights
+from helmscope.models.names import layer_number
 from helmscope.models.place import FrozenTokens, PutState
 from helmscope.models.recorder import Recorder
 from helmscope.models.replay import refusal, replay
@@ -22,7 +23,7 @@ from helmscope.models.sphere import on_sphere
 from helmscope.models.topology import Kind
 from helmscope.models.watch import Site, bytes_of
 from helmscope.store.manifest import Manifest, hash_bytes
-from helmscope.types import HelmscopeError, Trajectory
+from helmscope.types import HelmscopeError, Trajectory, counted
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from helmscope.models.runner import Runner
     from helmscope.models.texts import Batch
     from helmscope.models.watch import AbstractEdit
-    from helmscope.types import Instrument
+    from helmscope.types import Instrument, Progress
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -46,7 +47,8 @@ class Recording:
     input, 2 l + 1 the state of layer l between attention and MLP (virtual in a parallel block), 2 l + 2 its output.
 
     ``first`` is the depth at which the trajectory begins, 0 but for a resumed one; ``edits`` are those under which the
-    model was run. All that needs the model again runs it again under them, by ``runner``.
+    model was run. All that needs the model again runs it again under them, by ``runner``. ``tokenizer`` is None where
+    none was given or came with the model.
 
     What a recording holds has no gradients. ``logits`` and ``stream`` give them when asked, by running the model again:
     with ``gradients=True`` they flow to the model's parameters, to the tensors that edits use and to the ``states`` of
@@ -58,7 +60,7 @@ class Recording:
     >>> from helmscope.models.record import record
     >>> recording = record(model, torch.tensor([[1, 2, 3, 4]]))
     >>> recording
-    <Recording of gpt2: sequential pre-norm; 2 layers, width 8; 1 texts x 4 tokens (73e200e2b048); certificate ok>
+    <Recording of gpt2: sequential pre-norm; 2 layers, width 8; 1 text x 4 tokens (73e200e2b048); certificate ok>
     >>> recording.resume(depth=2, states=recording.trajectory.states[2]).trajectory.times
     tensor([2., 3., 4.], dtype=torch.float64)
     >>> recording.kernel(layer=0).shape
@@ -72,10 +74,12 @@ class Recording:
     forces: tuple[ForceBehindNorm | None, ...]
     first: int = 0
     kept: Mapping[str, Tensor] = field(default_factory=dict)
+    tokenizer: Any = None
 
     def __repr__(self) -> str:
         failed = [line.name for line in self.certificate.lines if line.ok is False]
-        texts = f"{len(self.batch)} texts x {self.residual.radius.shape[-1]} tokens ({self._texts_hash()[:12]})"
+        texts, tokens = counted(len(self.batch), "text"), counted(self.residual.radius.shape[-1], "token")
+        texts = f"{texts} x {tokens} ({self._texts_hash()[:12]})"
         parts = [str(self.anatomy), texts, f"certificate fails: {', '.join(failed)}" if failed else "certificate ok"]
         parts += [f"from depth {self.first}"] if self.first else []
         parts += [f"under {', '.join(map(repr, self.edits))}"] if self.edits else []
@@ -146,12 +150,16 @@ class Recording:
         count = len(self.anatomy.layers)
         return range(min(self.first // 2, count - 1), count)
 
+    def layer(self, name: str | int) -> int:
+        """The number of a layer, from the name of its block in the model, such as "transformer.h.3", or from itself."""
+        return self._layer(layer_number(self.anatomy, name))
+
     @property
     def visible(self) -> Bool[Tensor, "batch n"] | None:
         """The tokens that attention sees, special ones included; None where it sees all."""
         return self.batch.visible
 
-    def _layer(self, layer: int) -> int:
+    def _layer(self, layer: object) -> int:
         if isinstance(layer, bool) or not isinstance(layer, int) or layer not in self.layers:
             first, last = self.layers[0], self.layers[-1]
             raise HelmscopeError(f"layer is {layer!r}, but this recording has layers {first} to {last}")
@@ -239,19 +247,21 @@ class Recording:
         edits = tuple(each for each in self.edits if put.skip == 0 or not isinstance(each, PutState))
         return self._run_again(replace(self.runner, edits=(*edits, put)), first=depth)
 
-    def under(self, *edits: AbstractEdit, keep: Keep = Keep.NOTHING) -> Recording:
-        """The same texts with further edits of the forward; ``keep`` as for ``record``.
+    def under(self, *edits: AbstractEdit, keep: Keep = Keep.NOTHING, progress: Progress | None = None) -> Recording:
+        """The same texts with further edits of the forward; ``keep`` and ``progress`` as for ``record``.
 
         Of the certificate only what the run itself shows is taken anew; its line ``edits`` says which lines that are.
         """
-        return self._run_again(self.runner.under(*edits), first=self.first, keep=keep)
+        return self._run_again(self.runner.under(*edits), first=self.first, keep=keep, progress=progress)
 
-    def _run_again(self, runner: Runner, *, first: int, keep: Keep = Keep.NOTHING) -> Recording:
+    def _run_again(
+        self, runner: Runner, *, first: int, keep: Keep = Keep.NOTHING, progress: Progress | None = None
+    ) -> Recording:
         """The recording that another runner of the same texts makes, from the depth ``first`` on."""
         self.certificate.require("trajectory")
         recorder, keeper = Recorder(runner.anatomy, len(runner.batch)), Keeper(keep, runner.anatomy)
         with held_unwatched(runner.model):
-            runner.forward(recorder, keeper)
+            runner.forward(recorder, keeper, progress=progress)
         stream, errors = recorder.recorded()
         stream = stream.since(first)
         certificate = self._certified_again(runner, stream, errors)
@@ -272,13 +282,14 @@ class Recording:
         """Why the instrument cannot be used on this recording, in one sentence; None where it can."""
         return refusal(self, instrument)
 
-    def replay(self, *instruments: Instrument) -> dict[str, xr.Dataset]:
+    def replay(self, *instruments: Instrument, progress: Progress | None = None) -> dict[str, xr.Dataset]:
         """Run the model once more with all instruments attached, and give their Measurements by name, with the axes
         ``layer``, ``prompt`` and, of what heads do, ``head``. Writes are increments of the residual stream.
 
-        An instrument that needs what the certificate does not give out is refused with its sentence.
+        An instrument that needs what the certificate does not give out is refused with its sentence. ``progress`` is
+        called with the share of the texts done.
         """
-        return replay(self, instruments)
+        return replay(self, instruments, progress)
 
     def logits(
         self, *, depth: int | None = None, rows: slice = slice(None), gradients: bool = False

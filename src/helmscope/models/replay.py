@@ -20,6 +20,7 @@ from helmscope.types import (
     MlpPass,
     Moment,
     Needs,
+    Progress,
     ReplayPlan,
     results,
     start_instruments,
@@ -35,14 +36,16 @@ if TYPE_CHECKING:
     from helmscope.models.tap import Attended, Call
 
 
-def replay(recording: Recording, instruments: Sequence[Instrument]) -> dict[str, xr.Dataset]:
+def replay(
+    recording: Recording, instruments: Sequence[Instrument], progress: Progress | None = None
+) -> dict[str, xr.Dataset]:
     """Show a recording to instruments by one forward of its model; see ``Recording.replay``."""
     layers = recording.layers
     plan = ReplayPlan(layers, recording.layer_axis, list(layers), recording.replicate, len(recording.batch))
     needs = start_instruments(recording, instruments, plan)
     if instruments:
         try:
-            recording.runner.forward(_Showing(recording, instruments, needs))
+            recording.runner.forward(_Showing(recording, instruments, needs), progress=progress)
         except _InstrumentFailed as failed:
             raise failed.error from None
     return results(instruments)

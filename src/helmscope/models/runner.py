@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from helmscope.models.hooks import check_edits, running, watching
-from helmscope.models.place import PutState
 from helmscope.models.probe import run, trunk_of
-from helmscope.models.watch import IN_ATTENTION, Chunk
-from helmscope.types import HelmscopeError
+from helmscope.models.watch import Chunk
+from helmscope.types import HelmscopeError, Progress, check_progress, counted
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -34,7 +33,7 @@ class Runner:
     >>> from helmscope.models.record import record
     >>> runner = record(model, torch.tensor([[1, 2, 3, 4]])).runner
     >>> runner
-    <Runner of GPT2LMHeadModel: 1 texts, 16 at a time; 0 edits>
+    <Runner of GPT2LMHeadModel: 1 text, 16 at a time; 0 edits>
     >>> runner.outputs().shape
     torch.Size([1, 4, 9])
     """
@@ -48,7 +47,7 @@ class Runner:
         check_edits(self.anatomy, self.edits)
 
     def __repr__(self) -> str:
-        texts = f"{len(self.batch)} texts, {self.batch_size} at a time; {len(self.edits)} edits"
+        texts = f"{counted(len(self.batch), 'text')}, {self.batch_size} at a time; {counted(len(self.edits), 'edit')}"
         return f"<Runner of {type(self.model).__name__}: {texts}>"
 
     @property
@@ -65,11 +64,12 @@ class Runner:
         *observers: Observer,
         rows: slice = slice(None),
         gradients: bool = False,
-        progress: Callable[[int, int], None] | None = None,
+        progress: Progress | None = None,
     ) -> None:
         """Run the model without its head on the texts ``rows``, for the observers to see what passes.
 
-        With ``gradients`` what they see depends differentiably on the tensors that the edits use.
+        With ``gradients`` what they see depends differentiably on the tensors that the edits use. ``progress`` is
+        called with the share of the texts done.
         """
         for _ in self._chunks(trunk_of(self.model), observers, rows, gradients, progress):
             pass
@@ -86,9 +86,10 @@ class Runner:
         observers: tuple[Observer, ...],
         rows: slice,
         gradients: bool,
-        progress: Callable[[int, int], None] | None,
+        progress: Progress | None,
     ) -> Iterator[Any]:
         """What ``model`` returns, chunk of texts by chunk of texts."""
+        tell = check_progress(progress)
         if self.model.training:
             raise HelmscopeError("the model is in training mode, where every forward is another: call model.eval()")
         device = next(self.model.parameters()).device
@@ -100,8 +101,7 @@ class Runner:
                 with running(chunk):
                     out = run(model, inputs, gradients=gradients, **self.anatomy.options)
                 yield out
-                if progress is not None:
-                    progress(chunk.rows.stop, len(self.batch))
+                tell((chunk.rows.stop - start) / (stop - start))
 
     def _chunk(self, rows: slice, device: torch.device) -> Chunk:
         dtype = torch.float64 if self.model.dtype == torch.float64 else torch.float32
@@ -114,10 +114,9 @@ class Runner:
         )
 
     def _skip(self, observers: tuple[Observer, ...]) -> int:
-        """How many layers need not run: those before a state that is put in. Whoever sees or edits attention does so in
-        the layer in which a mid state is put too, which reads the layers before.
+        """How many layers need not run: those before a state that is put in. Whoever sees attention does so in the
+        layer in which a mid state is put too, which reads the layers before. An edit in a layer that does not run would
+        have changed nothing behind that state.
         """
         needed = any(each.sees_attention or each.needs_all_layers for each in observers)
-        if needed or any(edit.sites & IN_ATTENTION for edit in self.edits):
-            return 0
-        return max((edit.skip for edit in self.edits if isinstance(edit, PutState)), default=0)
+        return 0 if needed else max((edit.skip for edit in self.edits), default=0)

@@ -27,7 +27,7 @@ from helmscope.models.identity import (
 from helmscope.models.premise import Premise, Simulated
 from helmscope.models.shelf import ById, Shelf, model_bytes, stream_bytes
 from helmscope.stats.replicates import halves
-from helmscope.types import HelmscopeError, shown, whole_number
+from helmscope.types import HelmscopeError, counted, shown, whole_number
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -146,7 +146,8 @@ class Subject:
         return Subject(self.model, self.asked_texts, tokenizer=self.asked_tokenizer, loops=loops, **options)
 
     def __repr__(self) -> str:
-        return "<Subject simulation>" if self.is_simulation else f"<Subject {self.name}: {len(self.texts)} texts>"
+        said = "simulation" if self.is_simulation else f"{self.name}: {counted(len(self.texts), 'text')}"
+        return f"<Subject {said}>"
 
     def __enter__(self) -> Subject:
         return self
@@ -185,7 +186,7 @@ class Subject:
             name = str(self.model) if folder is None else folder.resolve().name
         else:
             name = str(self.loaded.origin.name)
-        return name if self.loops is None else f"{name}, {self.loops} loops"
+        return name if self.loops is None else f"{name}, {counted(self.loops, 'loop')}"
 
     @property
     def label(self) -> str:
@@ -332,7 +333,8 @@ class Subject:
         """
         once = first_of_each(self.token_ids)
         if len(once) < 4:
-            raise HelmscopeError(f"texts holds {len(once)} different prompts, but two halves need at least 4")
+            held = counted(len(once), "different prompt")
+            raise HelmscopeError(f"texts holds {held}, but two halves need at least 4")
         texts = self.texts
         first, second = halves(len(once), seed=int(hash_of(texts)[:8], 16))
         return tuple(texts[once[k]] for k in first), tuple(texts[once[k]] for k in second)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import difflib
+import inspect
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from helmscope.models.probe import vocabulary_size
+from helmscope.models.probe import trunk_of, vocabulary_size
 from helmscope.models.words import encode
-from helmscope.types import HelmscopeError
+from helmscope.types import HelmscopeError, counted
 
 if TYPE_CHECKING:
     from jaxtyping import Bool
@@ -115,6 +117,7 @@ def _from_inputs(model: Any, given: Mapping[str, Any], truncate: bool) -> Batch:
         raise HelmscopeError("texts holds a value that is not a tensor: pad the texts to one length") from error
     if "labels" in inputs:
         raise HelmscopeError("texts names labels, with which a model returns its loss first: leave them out")
+    _check_names(model, inputs)
     main = inputs.get("input_ids", inputs.get("pixel_values"))
     lengths = {len(value) if value.ndim else 0 for value in inputs.values()}
     if main is None or len(lengths) != 1 or 0 in lengths:
@@ -135,6 +138,17 @@ def _from_inputs(model: Any, given: Mapping[str, Any], truncate: bool) -> Batch:
     _check_length(model, [inputs["input_ids"].shape[1]] * len(main))
     moved = came if came is not inputs else None
     return Batch(inputs, None, _labels(inputs["input_ids"]), _visible(inputs), moved)
+
+
+def _check_names(model: Any, names: Iterable[str]) -> None:
+    """Refuse an input that no forward names: most families would swallow it in silence."""
+    forwards = (model.forward, trunk_of(model).forward)
+    taken = {each.name for forward in forwards for each in inspect.signature(forward).parameters.values()}
+    for name in names:
+        if name not in taken.union(WORDS_KEPT):
+            near = difflib.get_close_matches(name, taken, n=1)
+            hint = f"did you mean '{near[0]}'?" if near else "leave it out"
+            raise HelmscopeError(f"texts names '{name}', which a {type(model).__name__} does not take: {hint}")
 
 
 def _padded_right(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -234,5 +248,5 @@ def _check_length(model: Any, lengths: list[int]) -> None:
     for i, length in enumerate(lengths):
         if limit is not None and length > limit:
             raise HelmscopeError(
-                f"texts[{i}] has {length} tokens, but the model's context is {limit}: pass truncate=True"
+                f"texts[{i}] has {counted(length, 'token')}, but the model's context is {limit}: pass truncate=True"
             )

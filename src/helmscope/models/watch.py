@@ -143,6 +143,11 @@ class AbstractEdit(ABC):
         """Whether anything is changed in a layer."""
         return True
 
+    @property
+    def skip(self) -> int:
+        """How many of the first layers make no difference to what follows, because a state is put in behind them."""
+        return 0
+
     def check(self, anatomy: Anatomy) -> None:  # noqa: B027 - most edits fit every model
         """Refuse a model that this edit does not fit, before anything runs."""
 

@@ -26,7 +26,7 @@ from helmscope.geometry.sphere import check_tokens
 from helmscope.kernels.dense import matrix_product
 from helmscope.observe.generator import check_points
 from helmscope.observe.kernel import check_kernel, laws
-from helmscope.types import HelmscopeError, check_reduced
+from helmscope.types import HelmscopeError, check_reduced, counted
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -86,7 +86,9 @@ def independent_draws_covariance(
     heads = _check_heads(value)
     if not isinstance(kernel, torch.Tensor) or kernel.ndim < 3 or kernel.shape[-3] != heads:
         given = tuple(kernel.shape) if isinstance(kernel, torch.Tensor) else type(kernel).__name__
-        raise HelmscopeError(f"kernel is {given}, but value has {heads} heads: it must be (..., {heads}, n, n)")
+        raise HelmscopeError(
+            f"kernel is {given}, but value has {counted(heads, 'head')}: it must be (..., {heads}, n, n)"
+        )
     parts = [token_sampling_covariance(kernel.select(-3, h), x, value[h]) for h in range(heads)]
     return torch.stack(parts).sum(0)
 

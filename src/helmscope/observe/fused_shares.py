@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from helmscope.fields.field import Field
-    from helmscope.solve.extras import Progress
+    from helmscope.types import Progress
 
 # RK4 of step 0.16 moves P by 3e-5 at most for SA up to beta = 9; steps of 0.3 e^-beta move nothing for USA, whose rates
 # are e^beta, up to beta = 4, and those of 0.6 e^-beta do

@@ -22,7 +22,7 @@ from helmscope.observe.track import (
     token_weights,
     with_bounds,
 )
-from helmscope.types import HelmscopeError, Instrument, Needs
+from helmscope.types import HelmscopeError, Instrument, Needs, counted
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -249,8 +249,8 @@ class KernelStatistics(Instrument):
         kernel, (rows, n) = check_kernel(passed.kernel), passed.state.shape[:2]
         if kernel.ndim not in (3, 4) or (kernel.shape[0], kernel.shape[-1]) != (rows, n):
             raise HelmscopeError(
-                f"kernel of layer {moment.layer} has shape {tuple(kernel.shape)}, but {rows} systems of {n} tokens "
-                f"need ({rows}, {n}, {n}) or ({rows}, heads, {n}, {n})"
+                f"kernel of layer {moment.layer} has shape {tuple(kernel.shape)}, but for {counted(rows, 'system')} of "
+                f"{counted(n, 'token')} it must be ({rows}, {n}, {n}) or ({rows}, heads, {n}, {n})"
             )
         weights = token_weights(passed.state, moment.weights)
         self.keep(moment, _statistics(kernel, weights.to(kernel), moment.visible))

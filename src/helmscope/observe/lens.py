@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 import torch
 
 from helmscope.observe.track import AT_LEAST_0, state_axes, token_weights, with_bounds, with_replicates
-from helmscope.types import HelmscopeError, Trajectory
+from helmscope.types import HelmscopeError, Progress, Trajectory, check_progress
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -30,14 +30,14 @@ class Speaks(Protocol):
         """The head's logits (batch, n, vocabulary), of the texts ``rows``."""
 
 
-def lens_divergence(system: Speaks) -> xr.Dataset:
+def lens_divergence(system: Speaks, *, progress: Progress | None = None) -> xr.Dataset:
     """For each text at each depth, the mean over its tokens by their weights, in nats, of
 
         ``divergence``  KL(p | p_t) = sum_w p(w) log p(w) / p_t(w)      ``entropy``  -sum_w p_t(w) log p_t(w)
 
     with p_t the softmax of what the head makes of the state at depth t, p that of the model itself. Zero at the last
     depth. Logits are of the model's dtype, float32 at least, and pass some texts at a time; sums are float64. A system
-    without a head over a vocabulary is refused.
+    without a head over a vocabulary is refused. ``progress`` is called with the share of the work done.
 
     >>> lens_divergence(torch.nn.Identity())
     Traceback (most recent call last):
@@ -48,7 +48,7 @@ def lens_divergence(system: Speaks) -> xr.Dataset:
         raise HelmscopeError(
             f"system is a {type(system).__name__}, but a lens needs a head: a Recording of a language model"
         )
-    path = system.trajectory
+    path, tell = system.trajectory, check_progress(progress)
     weights = token_weights(path.states[0], None if path.weights is None else path.weights[0]).double().cpu()
     counted, depths, texts = weights > 0, [int(depth) for depth in path.times], len(weights)
     size = max(1, PASSING // system.logits(depth=depths[0], rows=slice(0, 1)).numel())
@@ -61,6 +61,7 @@ def lens_divergence(system: Speaks) -> xr.Dataset:
             values = m.new_zeros(2, *m.shape)
             values[:, here] = _per_token(final, system.logits(depth=depth, rows=rows)[here]).cpu()
             found[:, step, rows] = (values * m).sum(-1) / m.sum(-1)
+            tell((begin + (step + 1) / len(depths) * len(m)) / texts)
     seen = {"divergence": found[0], "entropy": found[1]}
     return with_bounds(with_replicates(seen, state_axes(path)), dict.fromkeys(seen, AT_LEAST_0))
 

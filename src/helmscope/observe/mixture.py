@@ -20,7 +20,7 @@ from scipy.special import gammaln
 
 from helmscope.geometry.arithmetic import full_precision
 from helmscope.geometry.sphere import check_tokens, retract
-from helmscope.types import HelmscopeError, fits_memory, real_number, whole_number
+from helmscope.types import HelmscopeError, counted, fits_memory, real_number, whole_number
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -96,7 +96,9 @@ def vmf_mixture(
     n, dim = tokens.shape[-2:]
     most = whole_number("most", most, at_least=1)
     if most > n:
-        raise HelmscopeError(f"most is {most}, but a cloud of {n} tokens has at most {n} components")
+        raise HelmscopeError(
+            f"most is {most}, but a cloud of {counted(n, 'token')} has at most {counted(n, 'component')}"
+        )
     if real_number("kappa_max", kappa_max, above=0) > KAPPA_LIMIT:
         raise HelmscopeError(f"kappa_max is {kappa_max:g}, but it must be at most {KAPPA_LIMIT:g}")
     starts = whole_number("starts", starts, at_least=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -14,7 +15,7 @@ from helmscope.observe.inner_products import clustering_probability, inner_produ
 from helmscope.observe.order import order_parameter
 from helmscope.observe.rank import entropy_rank
 from helmscope.observe.track import AT_LEAST_0, AT_LEAST_1, SHARE, track, trajectory_of, with_bounds
-from helmscope.types import System, Trajectory, real_number
+from helmscope.types import Progress, System, Trajectory, check_progress, real_number
 
 MOST_PAIRED = 2_048
 BOUNDS = {
@@ -27,14 +28,21 @@ BOUNDS = {
 
 
 def overview(
-    trajectory: Trajectory | System, *, beta: float, delta: float = 1e-3, radius: float = 0.1, bins: int = 50
+    trajectory: Trajectory | System,
+    *,
+    beta: float,
+    delta: float = 1e-3,
+    radius: float = 0.1,
+    bins: int = 50,
+    progress: Progress | None = None,
 ) -> xr.Dataset:
     """Clustering probability, order, clusters, rank, energy and histogram of inner products of every system over time.
     ``reduce_replicates`` gives means with intervals, and ``overview_figure`` draws them.
 
-    ``beta`` is that of the energy, which is left out at beta = 0, where it is infinite, and NaN where it leaves the
-    dtype. Tokens count by the weights of the trajectory. Of more than 2,048 tokens, pairs and clusters are those of
-    every k-th, with the least k that leaves so few; the attribute ``every`` is k.
+    ``beta`` is that of the energy, which is left out at beta = 0, where it is infinite, and NaN where it overflows.
+    Tokens count by the weights of the trajectory. Of more than 2,048 tokens, pairs and clusters are those of every
+    k-th, with the least k that leaves so few; the attribute ``every`` is k. ``progress`` is called with the share of
+    the observables done.
 
     >>> import torch
     >>> seen = overview(Trajectory(torch.zeros(1), torch.eye(3).expand(1, 2, 3, 3)), beta=1.0)
@@ -43,18 +51,28 @@ def overview(
     """
     beta, trajectory = real_number("beta", beta, at_least=0), trajectory_of(trajectory)
     every = -(-trajectory.states.shape[-2] // MOST_PAIRED)
-    few = _every(trajectory, every)
-    parts = [
-        clustering_probability(few, delta=delta),
-        track(few, clusters=partial(cluster_count, radius=radius)),
-        track(trajectory, order=order_parameter, mean_inner_product=mean_inner_product, entropy_rank=entropy_rank),
-        inner_product_histogram(few, bins=bins),
+    few, tell = _every(trajectory, every), check_progress(progress)
+    asked: list[Callable[[], xr.Dataset]] = [
+        partial(clustering_probability, few, delta=delta),
+        partial(track, few, clusters=partial(cluster_count, radius=radius)),
+        partial(track, trajectory, order=order_parameter, mean_inner_product=mean_inner_product),
+        partial(track, trajectory, entropy_rank=entropy_rank),
+        partial(inner_product_histogram, few, bins=bins),
     ]
     if beta > 0:
-        energy = track(trajectory, energy=partial(interaction_energy, beta=beta))
-        parts.append(energy.where(np.isfinite(energy)))
+        asked.append(partial(_finite_energy, trajectory, beta))
+    parts = []
+    for measured in asked:
+        parts.append(measured())
+        tell(len(parts) / len(asked))
     merged = xr.merge(parts, combine_attrs="no_conflicts")
     return with_bounds(merged, BOUNDS).assign_attrs(beta=beta, delta=delta, radius=radius, every=every)
+
+
+def _finite_energy(path: Trajectory, beta: float) -> xr.Dataset:
+    """The interaction energy, NaN where it overflows."""
+    energy = track(path, energy=partial(interaction_energy, beta=beta))
+    return energy.where(np.isfinite(energy))
 
 
 def _every(path: Trajectory, k: int) -> Trajectory:

@@ -23,14 +23,22 @@ from helmscope.solve.published import PublishedEuler
 from helmscope.solve.threads import fitting_threads
 from helmscope.theory.equiangular import EquiangularFlow, hitting_time
 from helmscope.theory.starts import Start, in_span
-from helmscope.types import HelmscopeError, check_measurement, fits_memory, increasing_times, real_number, whole_number
+from helmscope.types import (
+    HelmscopeError,
+    Progress,
+    check_measurement,
+    check_progress,
+    fits_memory,
+    increasing_times,
+    real_number,
+    whole_number,
+)
 
 if TYPE_CHECKING:
     from jaxtyping import Float
     from torch import Tensor
 
     from helmscope.fields.noise import Noise
-    from helmscope.solve.extras import Progress
     from helmscope.solve.stepper import Stepper
 
 logger = logging.getLogger(__name__)
@@ -93,8 +101,7 @@ def phase_diagram(
         noise=noise,
         merge=merge,
     )
-    if progress is not None and not callable(progress):
-        raise HelmscopeError(f"progress is {progress!r}, but it must be a callable that takes the share of work done")
+    check_progress(progress)
     flows = _flows(field, betas)
     fused = sweep.fused(flows)
     shares = sweep.shares(flows, progress) if fused is None else fused.shares(progress)
@@ -145,6 +152,7 @@ def published_probability(
         noise=None,
         merge=None,
     )
+    check_progress(progress)
     flows = _flows(field, betas)
     below, above = (torch.from_numpy(np.searchsorted(whole, side)) for side in (np.floor(ticks), np.ceil(ticks)))
     weight = torch.from_numpy(ticks - np.floor(ticks))

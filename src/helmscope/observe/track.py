@@ -12,7 +12,7 @@ import torch
 import xarray as xr
 
 from helmscope.fields.field import check_weights
-from helmscope.types import HelmscopeError, System, Trajectory, check_replicates
+from helmscope.types import HelmscopeError, Progress, System, Trajectory, check_progress, check_replicates
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -22,22 +22,28 @@ if TYPE_CHECKING:
 SHARE, AT_LEAST_0, AT_LEAST_1 = (0.0, 1.0), (0.0, math.inf), (1.0, math.inf)  # bounds of quantities
 
 
-def track(trajectory: Trajectory | System, **quantities: Callable[..., Tensor]) -> xr.Dataset:
+def track(
+    trajectory: Trajectory | System, *, progress: Progress | None = None, **quantities: Callable[..., Tensor]
+) -> xr.Dataset:
     """The Measurement of functions f(x, weights=...) of tokens (time, batch, n, d) with a value (time, batch): every
     system at every time, with the axes (time, system), or (depth, prompt) for a recording.
 
     The weights of the trajectory, in which padding has weight 0, are passed to every function; one that takes none is
     refused where there are any, so that no call counts padding by accident. The systems are the replicates:
     ``reduce_replicates`` gives means with intervals, and ``paired_difference`` compares two models prompt by prompt.
-    Where a system stopped early its states are NaN, which observables refuse: cut the trajectory first.
+    Where a system stopped early its states are NaN, which observables refuse: cut the trajectory first. ``progress`` is
+    called with the share of the functions done.
 
     >>> from helmscope.observe.order import order_parameter
     >>> seen = track(Trajectory(torch.zeros(1), torch.eye(2).expand(1, 3, 2, 2)), order=order_parameter)
     >>> seen.order.dims, seen.order.values.round(4).tolist()
     (('time', 'system'), [[0.7071, 0.7071, 0.7071]])
     """
-    path = trajectory_of(trajectory)
-    return with_replicates({name: _value(name, f, path) for name, f in quantities.items()}, state_axes(path))
+    path, tell, values = trajectory_of(trajectory), check_progress(progress), {}
+    for name, function in quantities.items():
+        values[name] = _value(name, function, path)
+        tell(len(values) / len(quantities))
+    return with_replicates(values, state_axes(path))
 
 
 def _value(name: str, function: Callable[..., Tensor], path: Trajectory) -> Tensor:

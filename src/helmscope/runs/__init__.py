@@ -4,12 +4,14 @@ from helmscope.runs.limits import parse_size
 from helmscope.runs.listing import RunSummary, State, list_runs
 from helmscope.runs.on_ray import Ray
 from helmscope.runs.processes import Processes
+from helmscope.runs.progress import ProgressBar
 from helmscope.runs.run import RunResult, UnitsFailed, run
 from helmscope.runs.serial import Serial
 from helmscope.runs.unit import Unit
 
 __all__ = [
     "Processes",
+    "ProgressBar",
     "Ray",
     "RunResult",
     "RunSummary",

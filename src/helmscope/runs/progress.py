@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -9,6 +10,9 @@ from contextlib import contextmanager, suppress
 from typing import IO, Any, cast
 
 from helmscope.store.printable import printable
+from helmscope.types import counted
+
+BAR = 30  # characters
 
 
 @contextmanager
@@ -29,11 +33,11 @@ def counting(what: str, *, total: int, done: int, jobs: int) -> Iterator[Callabl
     def note() -> str:
         seconds = time.monotonic() - started
         if finished == total:
-            return f"{finished} of {total} units, in {_spoken(seconds)}"
+            return f"{finished} of {counted(total, 'unit')}, in {_spoken(seconds)}"
         left = remaining(seconds, done=finished - done, left=total - finished, jobs=jobs)
-        return f"{finished} of {total} units, about {_spoken(left)} left"
+        return f"{finished} of {counted(total, 'unit')}, about {_spoken(left)} left"
 
-    say(f"{what}: {total} units, {done} of them done before")
+    say(f"{what}: {counted(total, 'unit')}, {done} of them done before")
     if _is_terminal():
         with _drawn(what, total, done) as draw:
 
@@ -117,3 +121,52 @@ def _drawn(what: str, total: int, done: int) -> Iterator[Callable[[float, str], 
     with Progress(*columns, console=Console(file=cast("IO[str]", _Forgiving())), redirect_stdout=False) as progress:
         task = progress.add_task(what, total=total, completed=done, note="")
         yield lambda value, note: progress.update(task, completed=value, note=note)
+
+
+class ProgressBar:
+    """A bar to give as ``progress=`` to any long call of this library: a line on standard error that shows the share
+    done and an estimate of the time left, once the call has taken two seconds.
+
+    Nothing is drawn where standard error is neither a terminal nor that of a notebook. One object serves several calls
+    one after another: when the share falls, another call has begun.
+
+    >>> from contextlib import redirect_stderr
+    >>> bar = ProgressBar("recording")
+    >>> with redirect_stderr(sys.stdout):  # no terminal here
+    ...     bar(0.5)
+    ...     bar(1.0)
+    """
+
+    def __init__(self, what: str = "", *, after: float = 2.0) -> None:
+        self.what = printable(str(what))
+        self.after = after
+        self._begin()
+
+    def _begin(self) -> None:
+        self._started = time.monotonic()
+        self._share, self._drawn, self._width = 0.0, -math.inf, 0
+
+    def __repr__(self) -> str:
+        return f"<ProgressBar {self.what!r}: {self._share:.0%}>"
+
+    def __call__(self, share: float) -> None:
+        """Take in the share of the work done, and draw it at most ten times a second."""
+        if share < self._share or self._share >= 1:
+            self._begin()
+        now, self._share = time.monotonic(), share
+        seconds = now - self._started
+        done = share >= 1
+        if seconds < self.after or not (_is_terminal() or _is_notebook()) or (now - self._drawn < 0.1 and not done):
+            return
+        self._drawn = now
+        filled = round(BAR * min(max(share, 0.0), 1.0))
+        left = f"about {_spoken(seconds * (1 - share) / share)} left" if 0 < share < 1 else ""
+        note = f"in {_spoken(seconds)}" if done else left
+        line = f"{self.what} {'━' * filled}{'╌' * (BAR - filled)} {share:4.0%} {note}".strip()
+        padded, self._width = line.ljust(self._width), len(line)
+        print(f"\r{padded}", end="\n" if done else "", file=_Forgiving(), flush=True)
+
+
+def _is_notebook() -> bool:
+    """Whether standard error is that of a Jupyter kernel, which shows a line that is written over."""
+    return type(sys.stderr).__module__.partition(".")[0] == "ipykernel"

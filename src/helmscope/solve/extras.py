@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -14,12 +13,13 @@ from helmscope.fields.merge import merge_close
 from helmscope.solve.events import Watch
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from jaxtyping import Float
     from torch import Tensor
 
     from helmscope.solve.flow import Flow
-
-Progress = Callable[[float], None]
+    from helmscope.types import Progress
 
 
 @dataclass(eq=False)

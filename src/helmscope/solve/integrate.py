@@ -12,7 +12,6 @@ from helmscope.fields.noise import Noise
 from helmscope.fields.parameters import flattened
 from helmscope.solve.dormand_prince import DormandPrince
 from helmscope.solve.events import Event, check_options
-from helmscope.solve.extras import Progress
 from helmscope.solve.fixed import check_grid
 from helmscope.solve.heun import Heun
 from helmscope.solve.layer import Layer
@@ -20,7 +19,15 @@ from helmscope.solve.noisy import check_noise
 from helmscope.solve.problem import Problem, check_start
 from helmscope.solve.simulation import Simulation
 from helmscope.solve.stepper import AdaptiveStepper, FixedStepper, NoisyStepper, Stepper
-from helmscope.types import HelmscopeError, fits_memory, increasing_times, real_number, whole_number
+from helmscope.types import (
+    HelmscopeError,
+    Progress,
+    check_progress,
+    fits_memory,
+    increasing_times,
+    real_number,
+    whole_number,
+)
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float
@@ -83,8 +90,7 @@ def integrate(
     >>> round(float(final[0] @ final[1]), 9)  # tanh 1
     0.761594156
     """
-    if progress is not None and not callable(progress):
-        raise HelmscopeError(f"progress is {progress!r}, but it must be a callable that takes the share of work done")
+    check_progress(progress)
     problem = pose(
         field,
         x0,

@@ -18,7 +18,7 @@ from helmscope.geometry.sphere import check_tokens, retract
 from helmscope.kernels.choose import choose, using
 from helmscope.solve.adaptive import run_adaptive
 from helmscope.solve.events import Event, Watch
-from helmscope.solve.extras import Extras, Progress
+from helmscope.solve.extras import Extras
 from helmscope.solve.fixed import run_fixed
 from helmscope.solve.flow import Flow
 from helmscope.solve.noisy import run_noisy
@@ -27,7 +27,7 @@ from helmscope.solve.stepper import AdaptiveStepper, NoisyStepper, Stepper
 from helmscope.solve.streams import Streams
 from helmscope.solve.symmetry import in_span
 from helmscope.solve.threads import fitting_threads
-from helmscope.types import HelmscopeError, Outcome, Trajectory, shown, whole_number
+from helmscope.types import HelmscopeError, Outcome, Progress, Trajectory, shown, whole_number
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float

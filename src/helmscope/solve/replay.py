@@ -29,7 +29,9 @@ from helmscope.types import (
     MlpPass,
     Moment,
     Needs,
+    Progress,
     ReplayPlan,
+    check_progress,
     results,
     start_instruments,
     whole_number,
@@ -47,7 +49,11 @@ CHUNK = 1 << 24  # entries of a kernel that are held at a time: 128 MiB in float
 
 @full_precision
 def replay(
-    simulation: Simulation, instruments: Sequence[Instrument], *, batch_size: int | None = None
+    simulation: Simulation,
+    instruments: Sequence[Instrument],
+    *,
+    batch_size: int | None = None,
+    progress: Progress | None = None,
 ) -> dict[str, xr.Dataset]:
     """Show a simulation to instruments, ``batch_size`` systems at a time; see ``Simulation.replay``.
 
@@ -61,12 +67,15 @@ def replay(
     plan = ReplayPlan(simulation.layers, simulation.layer_axis, coordinates, simulation.replicate, systems)
     needs = start_instruments(simulation, instruments, plan)
     size = max(1, CHUNK // n**2) if batch_size is None else whole_number("batch_size", batch_size, at_least=1)
+    tell = check_progress(progress)
     with torch.no_grad():
         for begin in range(0, systems, size):
             rows = slice(begin, min(begin + size, systems))
             part = _part(simulation, rows)
             for layer in simulation.layers if instruments else ():
                 _Showing(part, layer, rows, needs).to(instruments)
+                share = (simulation.layers.index(layer) + 1) / len(simulation.layers)
+                tell((begin + share * (rows.stop - begin)) / systems)
     return results(instruments)
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from helmscope.solve.problem import Problem
-    from helmscope.types import Instrument
+    from helmscope.types import Instrument, Progress
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,10 +126,13 @@ class Simulation:
         """Why the instrument cannot be used on this simulation, in one sentence; None where it can."""
         return refusal(self, instrument)
 
-    def replay(self, *instruments: Instrument, batch_size: int | None = None) -> dict[str, xr.Dataset]:
+    def replay(
+        self, *instruments: Instrument, batch_size: int | None = None, progress: Progress | None = None
+    ) -> dict[str, xr.Dataset]:
         """Show the mechanism at every stored time to instruments, ``batch_size`` systems at a time (as many as fit a
         modest memory where None), and give their Measurements by name, with the axes ``time`` and ``system``.
 
-        A field of one head has no axis ``head``. Writes are velocities, and under ``Layer(h)`` increments.
+        A field of one head has no axis ``head``. Writes are velocities, and under ``Layer(h)`` increments. ``progress``
+        is called with the share of the work done.
         """
-        return replay(self, instruments, batch_size=batch_size)
+        return replay(self, instruments, batch_size=batch_size, progress=progress)

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from helmscope.types import HelmscopeError
+from helmscope.types import HelmscopeError, shown
 
 
 @contextmanager
@@ -51,9 +51,12 @@ def as_path(name: str, value: str | os.PathLike[str]) -> Path:
     helmscope.types.HelmscopeError: root is a int, but it must be a path, as a str or a Path
     """
     try:
-        return Path(value)
+        path = Path(value)
     except TypeError:
         raise HelmscopeError(f"{name} is a {type(value).__name__}, but it must be a path, as a str or a Path") from None
+    if "\0" in str(path):
+        raise HelmscopeError(f"{name} is {shown(str(path))}, but a path must not hold the character NUL")
+    return path
 
 
 @contextmanager

@@ -7,6 +7,7 @@ a statistic against a ``Region``.
 """
 
 from helmscope.types.arguments import (
+    counted,
     fits_memory,
     increasing_times,
     known_name,
@@ -37,6 +38,7 @@ from helmscope.types.measurement import (
     keeps_replicates,
     replicate_axis,
 )
+from helmscope.types.progress import Progress, check_progress, part_of
 from helmscope.types.system import System
 from helmscope.types.trajectory import Outcome, Status, Trajectory
 from helmscope.types.verdict import Control, Exhibit, Ruling, Verdict
@@ -56,6 +58,7 @@ __all__ = [
     "Moment",
     "Needs",
     "Outcome",
+    "Progress",
     "Region",
     "ReplayPlan",
     "Ruling",
@@ -64,13 +67,16 @@ __all__ = [
     "Trajectory",
     "Verdict",
     "check_measurement",
+    "check_progress",
     "check_reduced",
     "check_replicates",
+    "counted",
     "fits_memory",
     "increasing_times",
     "interval_text",
     "keeps_replicates",
     "known_name",
+    "part_of",
     "real_number",
     "region_text",
     "replicate_axis",

@@ -10,6 +10,8 @@ from collections.abc import Iterable, Sequence
 
 from helmscope.types.errors import HelmscopeError
 
+FEW_NAMES = 16  # which are listed beside the nearest one
+
 
 def real_number(name: str, value: object, *, at_least: float = -math.inf, above: float = -math.inf) -> float:
     """``value`` as a finite float within its bound, or a ``HelmscopeError`` that names the argument.
@@ -93,17 +95,31 @@ def increasing_times(times: object) -> list[float]:
 
 
 def known_name(what: str, name: str, allowed: Iterable[str]) -> str:
-    """``name`` if it is allowed, or a ``HelmscopeError`` that offers the nearest one.
+    """``name`` if it is allowed, or a ``HelmscopeError`` that offers the nearest one, and lists all where none is near
+    or they are few.
 
     >>> known_name("field", "sa", ["sa", "usa"])
     'sa'
+    >>> known_name("field", "ssa", ["sa", "usa"])
+    Traceback (most recent call last):
+    helmscope.types.HelmscopeError: unknown field 'ssa': did you mean 'sa'? Allowed: sa, usa
     """
     names = sorted(allowed)
     if name in names:
         return name
-    near = difflib.get_close_matches(name, names, n=1, cutoff=0.4)
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.4 if len(names) <= FEW_NAMES else 0.6)
     hint = f"did you mean '{near[0]}'?" if near else "there is no such name."
-    raise HelmscopeError(f"unknown {what} '{name}': {hint} Allowed: {', '.join(names)}")
+    listed = "" if near and len(names) > FEW_NAMES else f" Allowed: {', '.join(names)}"
+    raise HelmscopeError(f"unknown {what} '{name}': {hint}{listed}")
+
+
+def counted(number: int, noun: str) -> str:
+    """A number of things, in the singular where it is one.
+
+    >>> counted(1, "text"), counted(2, "text"), counted(0, "edit")
+    ('1 text', '2 texts', '0 edits')
+    """
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def shown(value: object) -> str:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from enum import Enum, Flag, auto
 from typing import TYPE_CHECKING, Any
 
+from helmscope.types.arguments import counted
 from helmscope.types.errors import HelmscopeError
 from helmscope.types.measurement import check_replicates
 
@@ -218,8 +219,8 @@ class Instrument(ABC):
             if array.ndim not in (1, 1 + len(axes)) or len(array) != count:
                 wanted = ", ".join((self.plan.replicate, *axes))
                 raise HelmscopeError(
-                    f"{name} of instrument {self.name} has shape {array.shape}, but a chunk of {count} replicates "
-                    f"needs the axes ({self.plan.replicate}) or ({wanted})"
+                    f"{name} of instrument {self.name} has shape {array.shape}, but a chunk of "
+                    f"{counted(count, 'replicate')} needs the axes ({self.plan.replicate}) or ({wanted})"
                 )
             kept = self._kept.setdefault(name, _Kept(tuple(axes)[: array.ndim - 1], []))
             kept.chunks.append((moment.layer, moment.rows, array))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from helmscope.types.arguments import known_name, shown
+from helmscope.types.arguments import counted, known_name, shown
 from helmscope.types.errors import HelmscopeError
 from helmscope.types.measurement import REPLICATES
 
@@ -126,4 +126,6 @@ class Trajectory:
         if self.weights is not None and not bool((self.weights >= 0).all()):
             raise HelmscopeError("weights holds a number below 0 or NaN, but every weight must be >= 0")
         if self.tokens is not None and [len(row) for row in self.tokens] != [shape[2]] * shape[1]:
-            raise HelmscopeError(f"tokens must hold {shape[2]} labels for each of {shape[1]} systems")
+            raise HelmscopeError(
+                f"tokens must hold {counted(shape[2], 'label')} for each of {counted(shape[1], 'system')}"
+            )

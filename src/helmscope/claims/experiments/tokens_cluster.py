@@ -19,7 +19,7 @@ from helmscope.models.subject import Subject
 from helmscope.observe.inner_products import inner_product_histogram
 from helmscope.solve.dormand_prince import DormandPrince
 from helmscope.solve.integrate import integrate
-from helmscope.types import Exhibit, HelmscopeError, Region, Ruling, Trajectory
+from helmscope.types import Exhibit, HelmscopeError, Region, Ruling, Trajectory, counted
 
 if TYPE_CHECKING:
     from helmscope.models.recording import Recording
@@ -60,7 +60,11 @@ def tokens_cluster(case: Case) -> Finding:
         **{what: growth for run in runs for what, growth in run.other_coordinates().items()},
         "simulated flow": _growth(flowed.share, flowed.depths - 1),
     }
-    texts = " and ".join(dict.fromkeys(f"{run.prompts} texts with {run.firsts} distinct first tokens" for run in runs))
+    texts = " and ".join(
+        dict.fromkeys(
+            f"{counted(run.prompts, 'text')} with {counted(run.firsts, 'distinct first token')}" for run in runs
+        )
+    )
     spheres = ", ".join(f"{run.coordinates} ({run.name})" for run in runs)
     return Finding(
         evidence=EveryLayer(list(cases.values()), "prompts", names=list(cases)),
@@ -211,7 +215,7 @@ def _prompts(count: int, subject: Subject) -> tuple[list[str | tuple[int, ...]],
     for k, row in enumerate(subject.token_ids):
         if len(row) < LEAST_TOKENS:
             raise HelmscopeError(
-                f"texts[{k}] has {len(row)} tokens, but the claim needs {LEAST_TOKENS} or more in each"
+                f"texts[{k}] has {counted(len(row), 'token')}, but the claim needs {LEAST_TOKENS} or more in each"
             )
     firsts = [int(row[0]) for row in subject.token_ids]
     rank = [firsts[:k].count(first) for k, first in enumerate(firsts)]

@@ -1,0 +1,13 @@
+"""A claim of one's own on trial: its entry and its experiment lie in the folder claim/. python own_claim.py"""
+
+from pathlib import Path
+
+import helmscope as hs
+
+folder = Path(__file__).parent / "claim"
+entry = hs.read_catalogue(folder)["tokens-gather"]
+print(entry.statement, entry.region.text)
+
+trial = hs.try_claim("tokens-gather", folder=folder, quick=True)  # runs the Python files in that folder
+print(f"{trial.verdict.ruling.value}: {trial.verdict.sentence}")
+print(f"null: {trial.verdict.null.ruling.value}")

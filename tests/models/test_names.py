@@ -1,0 +1,64 @@
+"""Heads and layers by name, in Measurements, edits and recordings."""
+
+from __future__ import annotations
+
+import pytest
+
+import helmscope as hs
+from helmscope.models.record import record
+from helmscope.types import HelmscopeError
+from model_families import inputs_of, tiny_model
+
+
+@pytest.mark.parametrize("name", ["L2H3", "l2h3", "2.3", "L02H3"])
+def test_a_head_by_its_name_in_a_measurement_and_in_an_edit(name):
+    recording = record(tiny_model("gpt2"), inputs_of("gpt2"))
+    seen = hs.kernel_statistics(recording)
+    assert float(seen.sel(**hs.head(name)).entropy.mean()) == float(seen.entropy.isel(layer=2, head=3).mean())
+    assert repr(hs.AblateHead(**hs.head(name))) == "AblateHead(layers=[2], heads=[3])"
+
+
+@pytest.mark.parametrize(
+    "name", ["", "L2", "H3", "L2H3 ", "L-1H2", "2,3", "L2H3H4", "L2.3", 2.3, None, "L²H3", "L" + "9" * 5000 + "H1"]
+)
+def test_what_names_no_head_is_refused(name):
+    with pytest.raises(HelmscopeError, match=r"name is .*, but a head is named by layer and head, such as 'L3H5' or"):
+        hs.head(name)
+
+
+def test_one_head_and_several_are_not_given_at_once():
+    with pytest.raises(HelmscopeError, match="layer is 1 and layers is given too, but one of them says which"):
+        hs.AblateHead([1], heads=[2], layer=1)
+    with pytest.raises(HelmscopeError, match="head is 0 and heads is given too"):
+        hs.AblateHead([1], heads=[2], head=0)
+    with pytest.raises(HelmscopeError, match="head is -1, but it must be a whole number >= 0"):
+        hs.AblateHead(layer=0, head=-1)
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [("gpt2", "transformer.h.1"), ("gpt2", "h.1"), ("llama", "model.layers.1"), ("bert", "encoder.layer.1")],
+)
+def test_a_layer_by_the_name_of_its_block(family, name):
+    recording = record(tiny_model(family), inputs_of(family))
+    assert recording.layer(name) == recording.layer(1) == 1
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "says"),
+    [
+        (
+            "gpt2",
+            "transformer.h.3",
+            r"layer is 'transformer\.h\.3', but the layers are 'transformer\.h\.0' to 'tr.*\.2'",
+        ),
+        ("gpt2", "transformer.h.1.mlp", "but the layers are"),
+        ("gpt2", 3, "layer is 3, but this recording has layers 0 to 2"),
+        ("gpt2", True, "layer is True, but"),
+        ("albert", "encoder.albert_layer_groups.0.albert_layers.0", "is called 3 times: give the layer's number"),
+    ],
+)
+def test_what_names_no_layer_is_refused(family, name, says):
+    recording = record(tiny_model(family), inputs_of(family))
+    with pytest.raises(HelmscopeError, match=says):
+        recording.layer(name)

@@ -1,0 +1,268 @@
+"""The loss of the next token: against transformers, against a plain loop, with padding, and under edits."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+import helmscope as hs
+from helmscope.models.record import record
+from helmscope.models.runner import Runner
+from helmscope.observe import loss as module
+from helmscope.types import HelmscopeError
+from model_families import inputs_of, letters, tiny_model
+
+IDS = inputs_of("gpt2")
+LENGTHS = (13, 4, 9)
+CAUSAL = ("gpt2", "gpt_neox", "gemma2", "granite", "mixtral", "bloom")
+
+
+def padded(side: str) -> dict[str, torch.Tensor]:
+    """The texts of three lengths, padded with zeros on one side."""
+    ids, mask = torch.zeros_like(IDS), torch.zeros_like(IDS)
+    for k, length in enumerate(LENGTHS):
+        place = slice(0, length) if side == "right" else slice(IDS.shape[1] - length, None)
+        ids[k, place], mask[k, place] = IDS[k, :length], 1
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def losses_of_transformers(model: torch.nn.Module) -> np.ndarray:
+    """The mean loss of each text by itself: what the model reports, which is float32 in any model, and from its logits
+    as they are.
+    """
+    found = []
+    for k, length in enumerate(LENGTHS):
+        ids = IDS[k : k + 1, :length]
+        with torch.no_grad():
+            out = model(ids, labels=ids)
+            exact = torch.nn.functional.cross_entropy(out.logits[0, :-1], ids[0, 1:])
+        found.append([float(out.loss), float(exact)])
+    return np.array(found).T
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-6), (torch.float64, 1e-12)], ids=["single", "double"])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_the_loss_is_that_of_transformers(dtype, bound, side):
+    model = tiny_model("gpt2", dtype=dtype)
+    seen = hs.next_token_loss(record(model, padded(side)))
+    reported, exact = losses_of_transformers(model)
+    assert np.abs(seen.loss.values - reported).max() < 1e-6
+    assert np.abs(seen.loss.values - exact).max() < bound
+    assert seen.loss.dims == ("prompt",)
+    assert seen.predicted.values.tolist() == [length - 1 for length in LENGTHS]
+    assert float(seen.loss_null) == math.log(96)
+    assert hs.reduce_replicates(seen).loss_stderr.shape == ()
+
+
+def loop_over_tokens(logits: list, ids: list, counted: list, visible: list) -> list[list[float]]:
+    """-log softmax, token by token, in plain Python."""
+    losses = []
+    for rows, row_ids, row_counted, row_visible in zip(logits, ids, counted, visible, strict=True):
+        losses.append([math.nan])
+        for t in range(1, len(row_ids)):
+            top = max(rows[t - 1])
+            total = math.fsum(math.exp(score - top) for score in rows[t - 1])
+            value = math.log(total) + top - rows[t - 1][row_ids[t]]
+            losses[-1].append(value if row_counted[t] and row_visible[t - 1] else math.nan)
+    return losses
+
+
+def test_tokens_against_a_plain_loop():
+    """A hidden token inside a text is neither predicted, nor is anything predicted at its place."""
+    model = tiny_model("llama", dtype=torch.float64)
+    mask = torch.ones_like(IDS)
+    mask[0, 5], mask[1, 8:] = 0, 0
+    recording = record(model, {"input_ids": IDS, "attention_mask": mask}, batch_size=2)
+    found = hs.token_loss(recording)
+    wanted = loop_over_tokens(recording.logits().tolist(), IDS.tolist(), mask.tolist(), mask.tolist())
+    assert found.dims == ("prompt", "token")
+    assert np.isnan(found.values[0, 4:8]).tolist() == [False, True, True, False]
+    np.testing.assert_allclose(found.values, wanted, rtol=0, atol=1e-12)
+    seen = hs.next_token_loss(recording)
+    np.testing.assert_allclose(seen.loss.values, np.nanmean(wanted, axis=1), rtol=0, atol=1e-12)
+    assert seen.predicted.values.tolist() == [10.0, 7.0, 12.0]
+
+
+def test_special_tokens_are_read_but_not_scored():
+    model, words = tiny_model("gpt2", dtype=torch.float64), letters(framed=True)
+    recording = record(model, ["a b c", "d e f g", "h"], tokenizer=words)
+    found = hs.token_loss(recording)
+    assert found.label.values[0, :5].tolist() == ["[CLS]", "a", "b", "c", "[SEP]"]
+    assert found.notnull().values.tolist() == [[0, 1, 1, 1, 0, 0], [0, 1, 1, 1, 1, 0], [0, 1, 0, 0, 0, 0]]
+    ids = recording.batch.inputs["input_ids"]
+    labels = torch.where(recording.batch.counted, ids, -100)
+    for k, mean in enumerate(hs.next_token_loss(recording).loss.values):
+        one = slice(k, k + 1)
+        with torch.no_grad():
+            inputs = {name: value[one] for name, value in recording.batch.inputs.items()}
+            logits = model(**inputs).logits
+        own = torch.nn.functional.cross_entropy(logits[0, :-1], labels[k, 1:], ignore_index=-100)
+        assert abs(mean - float(own)) < 1e-12
+
+
+def test_a_text_without_a_prediction_is_nan_and_all_of_them_are_refused():
+    model, words = tiny_model("gpt2"), letters(framed=False)
+    seen = hs.next_token_loss(record(model, ["a", "b c"], tokenizer=words))
+    assert np.isnan(seen.loss.values).tolist() == [True, False]
+    assert hs.reduce_replicates(seen).loss.attrs["n"] == 1
+    with pytest.raises(HelmscopeError, match="needs a text of two tokens or more that count, but texts holds none"):
+        hs.next_token_loss(record(model, ["a", "b"], tokenizer=words))
+
+
+@pytest.mark.parametrize(
+    ("family", "says"),
+    [
+        ("bert", "the loss of the next token needs attention that is causal, but that of BertForMaskedLM looks both"),
+        ("albert", "needs attention that is causal, but that of AlbertForMaskedLM looks both ways"),
+        ("vit", "needs a language model of one stream of tokens, but ViTModel is none"),
+    ],
+)
+def test_models_that_do_not_predict_the_next_token_are_refused(family, says):
+    recording = record(tiny_model(family), inputs_of(family))
+    for refused in (hs.next_token_loss, hs.token_loss, hs.ablation_loss):
+        with pytest.raises(HelmscopeError, match=says):
+            refused(recording)
+
+
+def test_a_model_without_its_head_and_what_is_no_recording_are_refused():
+    trunk = record(tiny_model("gpt2").transformer, IDS)
+    with pytest.raises(HelmscopeError, match="needs a head over a vocabulary, but GPT2Model does not have it"):
+        hs.next_token_loss(trunk)
+    with pytest.raises(HelmscopeError, match="recording is a GPT2LMHeadModel, but the loss is that of a Recording"):
+        hs.next_token_loss(tiny_model("gpt2"))
+
+
+def test_logits_pass_a_few_at_a_time(monkeypatch):
+    recording = record(tiny_model("gpt2"), IDS)
+    whole, asked, outputs = hs.token_loss(recording), [], Runner.outputs
+
+    def spied(self, *observers, rows=slice(None), **options):
+        asked.append(rows)
+        return outputs(self, *observers, rows=rows, **options)
+
+    monkeypatch.setattr(Runner, "outputs", spied)
+    monkeypatch.setattr(module, "PASSING", 2 * 13 * 96)
+    monkeypatch.setattr(module, "WORKED", 5 * 96)
+    shares = []
+    found = hs.token_loss(recording, progress=shares.append)
+    assert asked == [slice(0, 2), slice(2, 3)]
+    assert shares == [2 / 3, 1.0]
+    assert np.nanmax(np.abs(found.values - whole.values)) < 1e-6
+
+
+def heads_off_by_hand(model, layer: int, head: int):
+    """A hook of GPT-2 that makes what one head of four reads 0."""
+
+    def zero(module, args):
+        read = args[0].clone()
+        read[..., 8 * head : 8 * head + 8] = 0
+        return (read,)
+
+    return model.transformer.h[layer].attn.c_proj.register_forward_pre_hook(zero)
+
+
+def test_the_loss_without_each_head_by_hand():
+    model = tiny_model("gpt2", dtype=torch.float64)
+    recording = record(model, padded("right"), batch_size=2)
+    shares = []
+    seen = hs.ablation_loss(recording, progress=shares.append)
+    assert seen.loss.dims == ("layer", "head", "prompt")
+    plain = losses_of_transformers(model)[1]
+    for layer in range(3):
+        for head in range(4):
+            handle = heads_off_by_hand(model, layer, head)
+            wanted = losses_of_transformers(model)[1]
+            handle.remove()
+            one = seen.sel(**hs.head(f"L{layer}H{head}"))
+            np.testing.assert_allclose(one.loss.values, wanted, rtol=0, atol=1e-12)
+            np.testing.assert_allclose(one.increase.values, wanted - plain, rtol=0, atol=1e-12)
+    assert np.abs(seen.increase.values).min() > 1e-6
+    assert shares[-1] == 1.0
+    assert shares == sorted(shares)
+    assert hs.ablation_loss(recording, layers=["transformer.h.2"]).equals(seen.sel(layer=[2]))
+
+
+@pytest.mark.parametrize("family", CAUSAL)
+def test_a_sweep_gives_the_bits_of_single_runs(family):
+    """In families whose layers can be left out, and in others; parallel blocks, experts, norms behind the halves."""
+    recording = record(tiny_model(family), IDS, batch_size=2)
+    edits = {
+        "write": hs.Ablate([2], site=hs.Site.ATTENTION),
+        "input": hs.Edit(hs.Site.INPUT, [1], lambda state: state.roll(1, -1)),
+        "both": [hs.Ablate([1]), hs.Edit(hs.Site.OUTPUT, [2], lambda state: 1.5 * state)],
+        "none": hs.Edit(hs.Site.MLP, [1], torch.clone),
+    }
+    if recording.anatomy.tapped:
+        edits["head"] = hs.AblateHead(layer=2, head=3)
+    seen = hs.loss_under(recording, edits)
+    assert seen.edit.values.tolist() == list(edits)
+    for name, edit in edits.items():
+        alone = hs.next_token_loss(recording.under(*(edit if isinstance(edit, list) else [edit])))
+        assert seen.loss.sel(edit=name).values.tolist() == alone.loss.values.tolist(), name
+    assert seen.increase.sel(edit="none").values.tolist() == [0.0] * 3
+    plain = hs.next_token_loss(recording)
+    assert (seen.loss - seen.increase - plain.loss).values == pytest.approx(0.0, abs=1e-12)
+    assert np.abs(seen.increase.sel(edit=["write", "input", "both"]).values).min() > 1e-7
+
+
+def test_a_sweep_under_edits_of_the_recording_itself():
+    """What is put in is what those edits left."""
+    recording = record(tiny_model("gpt2"), IDS, batch_size=2)
+    base = recording.under(hs.Edit(hs.Site.INPUT, None, lambda state: 1.1 * state), hs.Perturb([0], relative=0.1))
+    cut = hs.AblateHead(layer=1, head=0)
+    seen = hs.loss_under(base, {"cut": cut})
+    assert seen.loss.values[0].tolist() == hs.next_token_loss(base.under(cut)).loss.values.tolist()
+    later = base.resume(depth=3, states=base.trajectory.states[3].flip(0))
+    assert hs.loss_under(later, {"cut": cut}).increase.values.tolist() == [[0.0] * 3]
+    assert hs.ablation_loss(later).layer.values.tolist() == [1, 2]
+
+
+def test_layers_before_the_first_edited_one_run_once():
+    model = tiny_model("gpt2")
+    recording = record(model, IDS)
+    ran = []
+    for number, block in enumerate(model.transformer.h):
+        block.mlp.register_forward_pre_hook(lambda module, args, number=number: ran.append(number))
+    hs.loss_under(recording, {"a": hs.AblateHead(layer=2, head=0), "b": hs.Ablate([1])})
+    assert ran == [0, 1, 2, 2, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("edits", "says"),
+    [
+        ({}, "edits is {}, but it must be a mapping of names to edits, with at least one"),
+        ([hs.Ablate()], "edits is .*, but it must be a mapping of names"),
+        ({"a": 3}, "a int is given as an edit"),
+        ({"a": hs.AblateHead(layer=1, head=9)}, "heads holds 9, but layer 1 has heads 0 to 3"),
+    ],
+)
+def test_edits_that_cannot_be_made_are_refused_before_anything_runs(edits, says, monkeypatch):
+    recording = record(tiny_model("gpt2"), IDS)
+    monkeypatch.setattr(Runner, "outputs", None)
+    with pytest.raises(HelmscopeError, match=says):
+        hs.loss_under(recording, edits)
+
+
+@pytest.mark.parametrize(
+    ("layers", "says"),
+    [
+        ([], "layers is empty"),
+        ([3], "layer is 3, but this recording has layers 0 to 2"),
+        (["transformer.h.7"], r"layer is 'transformer\.h\.7', but the layers are 'transformer\.h\.0' to"),
+    ],
+)
+def test_layers_that_are_not_there_are_refused(layers, says):
+    with pytest.raises(HelmscopeError, match=says):
+        hs.ablation_loss(record(tiny_model("gpt2"), IDS), layers=layers)
+
+
+def test_heads_that_cannot_be_seen_are_refused():
+    recording = record(tiny_model("gpt2"), IDS)
+    layers = tuple(replace(layer, heads=None) for layer in recording.anatomy.layers)
+    runner = replace(recording.runner, anatomy=replace(recording.anatomy, layers=layers))
+    with pytest.raises(HelmscopeError, match="layer 0 hides its heads"):
+        hs.ablation_loss(replace(recording, runner=runner))
