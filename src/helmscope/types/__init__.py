@@ -18,6 +18,7 @@ from helmscope.types.arguments import (
 from helmscope.types.errors import HelmscopeError, MissingExtra
 from helmscope.types.instrument import (
     AttentionPass,
+    CrossPass,
     Half,
     Instrument,
     MlpPass,
@@ -37,6 +38,7 @@ __all__ = [
     "COMPANIONS",
     "AttentionPass",
     "Control",
+    "CrossPass",
     "Exhibit",
     "Half",
     "HelmscopeError",
