@@ -95,7 +95,7 @@ BART |= {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ff
 BART |= SPECIAL | {"decoder_start_token_id": 2, "forced_eos_token_id": 2}
 # encoder-decoder models, which are recorded as two stacks
 PAIRS = {
-    "t5-pair": (tf.T5ForConditionalGeneration, tf.T5Config, T5),
+    "t5-relu": (tf.T5ForConditionalGeneration, tf.T5Config, T5),
     "t5-gated": (tf.T5ForConditionalGeneration, tf.T5Config, T5 | {"feed_forward_proj": "gated-gelu"}),
     "bart": (tf.BartForConditionalGeneration, tf.BartConfig, BART),
     "mbart": (tf.MBartForConditionalGeneration, tf.MBartConfig, BART),

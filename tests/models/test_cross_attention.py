@@ -17,7 +17,7 @@ from helmscope.types import Half, HelmscopeError
 from model_families import PAIRS, inputs_of, pair_inputs, tiny_model
 
 F64 = torch.float64
-TWO = ("t5-pair", "bart")
+TWO = ("t5-relu", "bart")
 EVERYTHING = hs.Keep.QUERIES | hs.Keep.KEYS | hs.Keep.VALUES | hs.Keep.WEIGHTS | hs.Keep.WRITES
 
 
@@ -207,7 +207,7 @@ def test_half_precision_is_read_too(family, dtype, monkeypatch):
     assert recording.certificate.ok
     assert recording.encoder.certificate.ok
     assert (recording.cross_kernel(layer=0).sum(-1) - 1).abs().max() < 1e-6
-    if family == "t5-pair":
+    if family == "t5-relu":
         for block in (*model.encoder.block, *model.decoder.block):
             block.layer[-1].DenseReluDense.wo.float()
         mixed = record(model, pair_inputs())

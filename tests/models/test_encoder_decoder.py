@@ -17,9 +17,9 @@ from helmscope.types import HelmscopeError
 from model_families import PAIRS, inputs_of, pair_inputs, tiny_model
 
 F64 = torch.float64
-T5_LIKE = ("t5-pair", "t5-gated")
+T5_LIKE = ("t5-relu", "t5-gated")
 TOPOLOGY = {"bart": "post-norm", "marian": "post-norm", "t5gemma": "sequential sandwich"}
-TWO = ("t5-pair", "bart")
+TWO = ("t5-relu", "bart")
 
 
 def parts_of(model):

@@ -53,7 +53,7 @@ def test_mbart_begins_with_its_last_token():
     assert other.inputs["decoder_input_ids"].tolist() == [[42, 5, 6]]
 
 
-@pytest.mark.parametrize("family", ["t5-pair", "bart"])
+@pytest.mark.parametrize("family", ["t5-relu", "bart"])
 def test_targets_as_strings_and_as_ids(family):
     model, words = tiny_model(family), letters()
     start = model.config.decoder_start_token_id
@@ -94,7 +94,7 @@ def test_padding_on_the_left_of_either_is_moved():
         ids, mask = left[f"{name}input_ids"], left[f"{name}attention_mask"]
         for row, seen in zip(ids, mask.bool(), strict=True):
             row[seen] = row[seen].flip(0)
-    for family, says in (("t5-pair", True), ("bart", None)):
+    for family, says in (("t5-relu", True), ("bart", None)):
         model = tiny_model(family, dtype=torch.float64)
         moved, wanted = record(model, left), record(model, right)
         assert torch.equal(moved.logits(), wanted.logits())
@@ -147,7 +147,7 @@ def test_truncate_cuts_both():
     assert recording.trajectory.states.shape[2] == recording.encoder.trajectory.states.shape[2] == 64
 
 
-@pytest.mark.parametrize("family", ["t5-pair", "bart"])
+@pytest.mark.parametrize("family", ["t5-relu", "bart"])
 def test_from_a_folder(family, tmp_path):
     model = tiny_model(family)
     model.save_pretrained(tmp_path)
