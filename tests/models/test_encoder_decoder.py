@@ -4,9 +4,13 @@ and hooks written by hand.
 
 from __future__ import annotations
 
+from threading import Thread
+
 import pytest
 import torch
+import transformers as tf
 
+from helmscope.intervene.change import changed
 from helmscope.intervene.edit import Edit
 from helmscope.intervene.states import Ablate, Add, Patch
 from helmscope.models.hooks import watching
@@ -245,7 +249,7 @@ def test_an_edit_of_the_encoder_changes_the_decoder_as_a_hook_by_hand(family):
         seen.append((context.rows, context.texts, context.visible.shape))
         return 2 * write
 
-    changed = recording.under(Ablate([2], site=Site.CROSS), encoder=[Edit(Site.MLP, [1], doubled)])
+    edited = recording.under(Ablate([2], site=Site.CROSS), encoder=[Edit(Site.MLP, [1], doubled)])
     assert (slice(2, 3), 3, torch.Size([1, 11])) in seen  # the context is of the encoder's tokens
     encoder, decoder = parts_of(model)
     handles = [
@@ -257,13 +261,13 @@ def test_an_edit_of_the_encoder_changes_the_decoder_as_a_hook_by_hand(family):
     wanted, logits = own_states(family, model, inputs), model(**inputs)[0].detach()
     for handle in handles:
         handle.remove()
-    for each, states in zip((changed.encoder, changed), wanted, strict=True):
+    for each, states in zip((edited.encoder, edited), wanted, strict=True):
         for depth, state in enumerate(states):
             assert (each.stream(depth=depth) - state).abs().max() <= 1e-12 * state.abs().max()
-    assert (changed.logits() - logits).abs().max() <= 1e-12 * logits.abs().max()
-    assert "with its encoder under Edit(site=Site.MLP, layers=[1]" in repr(changed)
-    assert len(changed.manifest().parameters["encoder edits"]) == 1
-    assert changed.certificate["edits"].says.startswith("2 made")
+    assert (edited.logits() - logits).abs().max() <= 1e-12 * logits.abs().max()
+    assert "with its encoder under Edit(site=Site.MLP, layers=[1]" in repr(edited)
+    assert len(edited.manifest().parameters["encoder edits"]) == 1
+    assert edited.certificate["edits"].says.startswith("2 made")
     assert torch.equal(record(model, inputs, batch_size=2).logits(), recording.logits())  # the model is as it was
 
 
@@ -273,16 +277,19 @@ def test_the_decoder_reads_a_resumed_encoder(family):
     recording = record(model, inputs)
     states = recording.encoder.trajectory.states[3].roll(1, 0)
     resumed = recording.encoder.resume(depth=3, states=states)
-    changed = recording.under(encoder=resumed)
-    assert changed.encoder is resumed
+    edited = recording.under(encoder=resumed)
+    assert edited.encoder is resumed
     radius = recording.encoder.trajectory.radius[3].unsqueeze(-1)
     mean = recording.encoder.residual.mean
     put = radius * states + (0 if mean is None else mean[3].unsqueeze(-1))
     same = recording.under(encoder=[Edit(Site.MIDDLE, [1], lambda state: put)])
-    assert (changed.logits() - same.logits()).abs().max() <= 1e-12 * same.logits().abs().max()
-    assert (changed.logits() - recording.logits()).abs().max() > 1e-4 * same.logits().abs().max()
-    again = changed.resume(depth=4, states=changed.trajectory.states[4])  # the decoder's resume keeps the encoder
-    assert (again.logits() - changed.logits()).abs().max() <= 1e-10 * same.logits().abs().max()
+    assert (edited.logits() - same.logits()).abs().max() <= 1e-12 * same.logits().abs().max()
+    assert (edited.logits() - recording.logits()).abs().max() > 1e-4 * same.logits().abs().max()
+    moved = states.clone().requires_grad_()
+    steered = recording.under(encoder=recording.encoder.resume(depth=3, states=moved)).logits(gradients=True)
+    assert torch.autograd.grad(steered.logsumexp(-1).sum(), moved)[0].abs().max() > 0
+    again = edited.resume(depth=4, states=edited.trajectory.states[4])  # the decoder's resume keeps the encoder
+    assert (again.logits() - edited.logits()).abs().max() <= 1e-10 * same.logits().abs().max()
 
 
 @pytest.mark.parametrize("family", TWO)
@@ -335,3 +342,34 @@ def test_what_is_not_there_is_refused():
         recording.under(Patch([1], site=Site.INPUT, source=recording.encoder))
     with pytest.raises(HelmscopeError, match="depth is 10, but this recording has depths 0 to 9"):
         recording.stream(depth=10)
+
+
+def test_heads_of_other_kinds():
+    """What such a model returns first is no state of its decoder."""
+    sizes = {"vocab_size": 96, "d_model": 32, "d_ff": 48, "d_kv": 8, "num_layers": 2, "num_decoder_layers": 1}
+    ids = inputs_of("gpt2", n=6)
+    model = tf.T5ForQuestionAnswering(tf.T5Config(**sizes, num_heads=4, decoder_start_token_id=0)).eval()
+    recording = record(model, ids)
+    assert recording.certificate.ok
+    assert recording.certificate["causality"].ok
+    assert recording.certificate["head"].ok is None
+    assert recording.trajectory.states.shape == (4, 3, 6, 32)
+    assert recording.encoder.trajectory.states.shape == (5, 3, 6, 32)
+
+
+def test_threads_that_want_encoder_and_decoder_do_not_wait_for_each_other():
+    model = tiny_model("bart")
+    recording = record(model, pair_inputs())
+    wanted, found = recording.logits(), []
+
+    def nested():
+        with changed(recording.encoder, Edit(Site.MLP, [0], lambda write: None)):
+            found.append(recording.logits())
+
+    threads = [Thread(target=target, daemon=True) for target in (nested, lambda: found.append(recording.logits())) * 4]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert len(found) == 8
+    assert all(torch.equal(each, wanted) for each in found)

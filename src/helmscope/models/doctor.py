@@ -45,6 +45,12 @@ class Diagnosis:
     trajectory_bytes: int
     model_bytes: int
     passing_bytes: int
+    encoder: Certificate | None = None  # of an encoder-decoder model
+
+    @property
+    def ok(self) -> bool:
+        """Whether no check failed, of the encoder either."""
+        return self.certificate.ok and (self.encoder is None or self.encoder.ok)
 
     def __str__(self) -> str:
         where = f"{self.origin.name} ({self.origin.family}, {self.origin.dtype}, {self.origin.device})"
@@ -54,7 +60,8 @@ class Diagnosis:
             f"{(self.trajectory_bytes + self.passing_bytes) / 1e6:,.0f} MB beside the model's "
             f"{self.model_bytes / 1e6:,.0f} MB"
         )
-        return f"{where}\ntried on {self.tried}\n{self.certificate}\n{cost}"
+        encoder = "" if self.encoder is None else f"its encoder\n{self.encoder}\n"
+        return f"{where}\ntried on {self.tried}\n{self.certificate}\n{encoder}{cost}"
 
 
 def doctor(
@@ -94,6 +101,7 @@ def doctor(
         trajectory_bytes=sum((each.depths.last + 1) * texts * tokens * (each.dim + 2) * size for each in stacks),
         model_bytes=sum(value.numel() * value.element_size() for value in loaded.model.parameters()),
         passing_bytes=2 * min(batch_size, texts) * heads * tokens * tokens * size,
+        encoder=None if encoder is None else encoder.certificate,
     )
 
 

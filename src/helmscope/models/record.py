@@ -18,12 +18,12 @@ from helmscope.models.hooks import held_unwatched, watching
 from helmscope.models.keep import Keep, Keeper
 from helmscope.models.load import Loaded, loaded_once
 from helmscope.models.place import PutState
-from helmscope.models.probe import no_cache, run, trunk_of, vocabulary_size
+from helmscope.models.probe import no_cache, output_of, run, trunk_of, vocabulary_size
 from helmscope.models.recorder import Recorder
 from helmscope.models.recording import Recording
 from helmscope.models.runner import Runner
 from helmscope.models.stacks import stacks_of
-from helmscope.models.tap import held
+from helmscope.models.tap import share_lock
 from helmscope.models.targets import prepare_inputs
 from helmscope.models.texts import Batch
 from helmscope.types import whole_number
@@ -77,18 +77,19 @@ def record(
     """
     whole_number("batch_size", batch_size, at_least=1)
     loaded = loaded_once(model, tokenizer=tokenizer, **options)
+    stacks = stacks_of(loaded.model)
+    if stacks is not None:
+        share_lock(stacks.encoder, loaded.model)
     with held_unwatched(loaded.model):
         texts = box_texts() if texts is None else texts
         words = tokenizer or loaded.tokenizer
         batch = prepare_inputs(loaded.model, texts, words, targets=targets, truncate=truncate, why=loaded.why)
-        stacks = stacks_of(loaded.model)
         if stacks is None or batch.source is None:
             return _recorded(loaded, batch, batch_size, keep, progress)
         origin = replace(loaded.origin, family=f"{loaded.origin.family} encoder")
-        with held(stacks.encoder):
-            part = replace(loaded, model=stacks.encoder, origin=origin)
-            encoder = _recorded(part, batch.source, batch_size, keep, None)
-            return _recorded(loaded, batch, batch_size, keep, progress, encoder)
+        part = replace(loaded, model=stacks.encoder, origin=origin)
+        encoder = _recorded(part, batch.source, batch_size, keep, None)
+        return _recorded(loaded, batch, batch_size, keep, progress, encoder)
 
 
 @full_precision
@@ -102,11 +103,10 @@ def _recorded(
 ) -> Recording:
     longest = _longest(batch, loaded.model)
     # before anything else: some families change themselves for good when they see a short text
-    trunk = trunk_of(loaded.model)
-    untouched = run(trunk, longest, **no_cache(loaded.model))[0]
+    untouched = _last_states(loaded.model, longest, no_cache(loaded.model))
     anatomy, seen = dissect(loaded.model, _probed(batch, loaded.model))
     with watching(anatomy, observers=[Recorder(anatomy, 1)]):
-        off = certify.relative(run(trunk, longest, **anatomy.options)[0], untouched)
+        off = certify.relative(_last_states(loaded.model, longest, anatomy.options), untouched)
     line, forces = certify.mlp_line(anatomy, seen)
     lines = [*_lines(anatomy, seen, batch, off), line]
     lines += [each for each in (_padding_line(batch, anatomy),) if each is not None]
@@ -120,6 +120,17 @@ def _recorded(
         lines.append(Line("files", None, loaded.origin.note))
     certificate = Certificate(tuple(lines))
     return Recording(runner, stream, certificate, loaded.origin, forces, kept=keeper.kept, encoder=encoder)
+
+
+def _last_states(model: Any, inputs: Mapping[str, Tensor], options: Mapping[str, bool]) -> Tensor:
+    """What the model gives before its head; of an encoder-decoder model what its decoder gives."""
+    stacks = stacks_of(model)
+    if stacks is None:
+        states: Tensor = run(trunk_of(model), inputs, **options)[0]
+        return states
+    with output_of(stacks.decoder) as given:
+        run(trunk_of(model), inputs, **options)
+    return given[-1]
 
 
 def _probed(batch: Batch, model: Any) -> dict[str, Tensor]:
@@ -164,14 +175,14 @@ def _padding_line(batch: Batch, anatomy: Anatomy) -> Line | None:
     """
     if batch.given is None:
         return None
-    model, options = trunk_of(anatomy.model), no_cache(anatomy.model)
+    model, options = anatomy.model, no_cache(anatomy.model)
     device = next(anatomy.model.parameters()).device
     came, ids = _visible_in(batch, batch.given), batch.inputs[batch.ids_name]
     masks = [came] + ([] if batch.source is None else [_visible_in(batch.source, batch.given)])
     row = int(torch.stack([mask.int().argmax(-1) for mask in masks]).sum(0).argmax())
     one = slice(row, row + 1)
-    given = run(model, {name: value[one].to(device) for name, value in batch.given.items()}, **options)[0]
-    moved = run(model, batch.rows(one).to(device), **options)[0]
+    given = _last_states(model, {name: value[one].to(device) for name, value in batch.given.items()}, options)
+    moved = _last_states(model, batch.rows(one).to(device), options)
     seen = torch.ones_like(ids, dtype=torch.bool) if batch.visible is None else batch.visible
     off = certify.relative(moved[seen[one]], given[came[one]])
     most = certify.bound(moved.dtype, inside=True)
@@ -234,19 +245,19 @@ def _is_causal(anatomy: Anatomy, batch: Batch, inputs: dict[str, Tensor]) -> boo
     if batch.ids_name not in inputs:
         return None
     stacks = stacks_of(anatomy.model)
-    trunk, options = trunk_of(anatomy.model), no_cache(anatomy.model)
+    options = no_cache(anatomy.model)
     size = vocabulary_size(anatomy.model if stacks is None else stacks.decoder)
     ids, visible = inputs[batch.ids_name], _visible_in(batch, inputs)
     n = ids.shape[1]
     first, last = visible.int().argmax(1, keepdim=True), n - 1 - visible.flip(1).int().argmax(1, keepdim=True)
     if not bool((first < last).any()):
         return None
-    once: Tensor = run(trunk, inputs, **options)[0]
+    once = _last_states(anatomy.model, inputs, options)
 
     def moved(at: Tensor) -> float:
         """How far the other tokens' last states go when the tokens number ``at`` are others."""
         other = ids.scatter(1, at, (ids.gather(1, at) + 1) % size)
-        twice: Tensor = run(trunk, inputs | {batch.ids_name: other}, **options)[0]
+        twice = _last_states(anatomy.model, inputs | {batch.ids_name: other}, options)
         others = visible.scatter(1, at, False)
         return float(((once - twice).abs().amax(-1) * others).max() / once.abs().max())
 
