@@ -7,7 +7,7 @@ from pathlib import Path
 from helmscope.models.certificate import Certificate
 from helmscope.models.record import record
 from helmscope.models.recording import Recording
-from model_families import FAMILIES, inputs_of, tiny_model
+from model_families import FAMILIES, PAIRS, inputs_of, pair_inputs, tiny_model
 
 PAGE = Path(__file__).parents[1] / "docs" / "families.md"
 HEAD = """# Families of models, and what can be measured on them
@@ -20,6 +20,8 @@ found by algebra, not by name, and `helmscope doctor` says what holds.
 - **q, k, v**: "yes" where the family looks its attention up in the registry, and they can be changed; "seen" where they
   are found among its matrix products, and checked; else only the weights are known.
 - **MLP**: the field that equals the module, with its norm folded in.
+
+An encoder-decoder model is recorded as two stacks, which have a line each.
 
 | family | topology | sphere | attention | q, k, v | sink | MLP | mid state |
 |---|---|---|---|---|---|---|---|
@@ -48,13 +50,14 @@ def coverage_row(family: str, recording: Recording) -> str:
 
 def coverage_page() -> str:
     """The whole page; a family whose certificate fails is an error."""
-    rows = []
-    for family in sorted(FAMILIES):
-        recording = record(tiny_model(family), inputs_of(family))
+    recordings = {family: record(tiny_model(family), inputs_of(family)) for family in sorted(FAMILIES)}
+    for family in sorted(PAIRS):
+        decoder = record(tiny_model(family), pair_inputs())
+        recordings |= {f"{family}, encoder": decoder.encoder, f"{family}, decoder": decoder}
+    for family, recording in recordings.items():
         if not recording.certificate.ok:
             raise AssertionError(f"{family}:\n{recording.certificate}")
-        rows.append(coverage_row(family, recording))
-    return HEAD + "".join(rows)
+    return HEAD + "".join(coverage_row(family, recording) for family, recording in recordings.items())
 
 
 if __name__ == "__main__":

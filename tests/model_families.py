@@ -90,13 +90,32 @@ FAMILIES = {
     ),
 }
 WORDS = ["[PAD]", "[CLS]", "[SEP]", "[UNK]", *"abcdefghijklmnopqrstuvwxyz"]
+T5 = {"vocab_size": 96, "d_model": 32, "d_ff": 48, "d_kv": 8, "num_layers": 3, "num_heads": 4}
+T5 |= {"decoder_start_token_id": 0}
+BART = {"vocab_size": 96, "d_model": 32, "encoder_layers": 3, "decoder_layers": 3, "max_position_embeddings": 64}
+BART |= {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48}
+BART |= SPECIAL | {"decoder_start_token_id": 2, "forced_eos_token_id": 2}
+# encoder-decoder models, which are recorded as two stacks
+PAIRS = {
+    "t5-relu": (tf.T5ForConditionalGeneration, tf.T5Config, T5),
+    "t5-gated": (tf.T5ForConditionalGeneration, tf.T5Config, T5 | {"feed_forward_proj": "gated-gelu"}),
+    "bart": (tf.BartForConditionalGeneration, tf.BartConfig, BART),
+    "mbart": (tf.MBartForConditionalGeneration, tf.MBartConfig, BART),
+    "marian": (tf.MarianMTModel, tf.MarianConfig, BART),
+    "pegasus": (tf.PegasusForConditionalGeneration, tf.PegasusConfig, BART),
+    "t5gemma": (
+        tf.T5GemmaForConditionalGeneration,
+        tf.T5GemmaConfig,
+        {"encoder": WITH_HEAD, "decoder": WITH_HEAD, "vocab_size": 96, "decoder_start_token_id": 1, "bos_token_id": 1},
+    ),
+}
 # one of every topology class
 CLASSES = ("gpt2", "gpt_neox", "gemma2", "bert", "granite", "albert", "mixtral", "bloom")
 
 
 def tiny_model(family: str, *, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.nn.Module:
     """A random model in eval mode whose norms have gains and biases of their own."""
-    kind, config, options = FAMILIES[family]
+    kind, config, options = (FAMILIES | PAIRS)[family]
     torch.manual_seed(seed)
     model = kind(config(**options)).eval().to(dtype)
     generator = torch.Generator().manual_seed(seed)
@@ -128,3 +147,14 @@ def letters(*, framed: bool) -> tf.PreTrainedTokenizerFast:
     return tf.PreTrainedTokenizerFast(
         tokenizer_object=made, pad_token="[PAD]", cls_token="[CLS]", sep_token="[SEP]", unk_token="[UNK]"
     )
+
+
+def pair_inputs(*, seed: int = 1) -> dict[str, torch.Tensor]:
+    """Texts of 4 to 11 tokens for an encoder, and others of 3 to 7 for its decoder, padded."""
+    generator = torch.Generator().manual_seed(seed)
+    inputs = {}
+    for prefix, lengths in (("", (11, 4, 8)), ("decoder_", (3, 7, 6))):
+        mask = (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).long()
+        ids = torch.randint(3, 96, mask.shape, generator=generator)
+        inputs |= {f"{prefix}input_ids": ids * mask, f"{prefix}attention_mask": mask}
+    return inputs

@@ -19,9 +19,11 @@ from helmscope.claims.registry import Case, experiments
 from helmscope.geometry.sphere import retract
 from helmscope.models.boxed import box_texts
 from helmscope.models.certificate import Certificate, Line
+from helmscope.models.depths import Depths
 from helmscope.models.load import load
 from helmscope.models.shelf import Shelf
 from helmscope.models.subject import Subject
+from helmscope.models.texts import Batch
 from helmscope.stats.reduce import reduce_replicates
 from helmscope.types import Ruling, Trajectory
 
@@ -46,13 +48,14 @@ class Planted:
         steps = (torch.arange(depths) / min(depths - 1, 48)).clamp(max=1) * way  # looped on, the tied one stays
         states = torch.stack([retract((1 - s) * x + s * common) for s in steps])
         path = Trajectory(torch.arange(depths, dtype=torch.float64), states)
-        batch = SimpleNamespace(inputs={"input_ids": torch.arange(TOKENS).expand(len(texts), TOKENS)})
+        batch = Batch({"input_ids": torch.arange(TOKENS).expand(len(texts), TOKENS)})
         return SimpleNamespace(
             on_sphere=path,
             trajectory=path,
             certificate=Certificate((Line("residual", True, name),)),
             batch=batch,
-            anatomy=SimpleNamespace(post_norm="tied" in name),
+            anatomy=SimpleNamespace(post_norm="tied" in name, depths=Depths(depths // 2)),
+            encoder=None,
             residual=SimpleNamespace(direction=states, radius=states[..., 0], mean=None),
         )
 

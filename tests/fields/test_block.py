@@ -137,7 +137,7 @@ def plain_layer(block, rows, h):
     if block.parallel:
         total = add(add(rows, write(Half.ATTENTION, rows), h), write(Half.MLP, rows), h)
         return close(Half.ATTENTION, total)
-    for half in Half:
+    for half in (Half.ATTENTION, Half.MLP):
         rows = close(half, add(rows, write(half, rows), h))
     return rows
 

@@ -10,6 +10,7 @@ import helmscope as hs
 from helmscope.types import Half
 
 F64 = torch.float64
+HALVES = (Half.ATTENTION, Half.MLP)  # a simulation has no cross-attention
 DRAW = torch.Generator().manual_seed(0)
 B, V = torch.randn(2, 3, 3, dtype=F64, generator=DRAW)
 MLP = hs.MLP(
@@ -75,7 +76,7 @@ def test_both_halves_of_a_flow_read_the_stored_state(placement, parallel):
     block = hs.Block(HEADS, MLP, placement=placement, parallel=parallel)
     run = hs.integrate(block, X, times=[0.0, 0.3])
     seen = shown(run)
-    assert set(seen) == {(layer, half) for layer in (0, 1) for half in Half}
+    assert set(seen) == {(layer, half) for layer in (0, 1) for half in HALVES}
     for (layer, half), (moment, passed) in seen.items():
         state = run.stream(depth=layer)
         assert not moment.is_increment
@@ -96,7 +97,7 @@ def test_the_writes_of_a_layer_lead_to_the_next_state(placement, parallel):
     run = hs.integrate(block, X, times=[0.0, 0.5, 1.0], stepper=hs.Layer(0.5), weights=MASS)
     seen = shown(run)
     for layer in (0, 1):
-        (at, first), (then, second) = (seen[layer, half] for half in Half)
+        (at, first), (then, second) = (seen[layer, half] for half in HALVES)
         assert at.is_increment
         assert then.step == 0.5
         start, end = run.stream(depth=layer), run.stream(depth=layer + 1)
@@ -111,7 +112,7 @@ def test_the_noisy_layer_shows_increments_of_one_state():
     noise = hs.IsotropicNoise(nu=1e-30)
     run = hs.integrate(hs.Block(SA, MLP), X, times=[0.0, 0.5], noise=noise, stepper=hs.NoisyLayer(0.5))
     seen = shown(run)
-    total = run.states[0] + sum(seen[0, half][1].write for half in Half)
+    total = run.states[0] + sum(seen[0, half][1].write for half in HALVES)
     assert (hs.sphere.retract(total) - run.states[1]).abs().max() < 1e-13
 
 

@@ -36,7 +36,7 @@ def doctor(
         device=device_named(device),
         offline=offline,
     )
-    ok = found.certificate.ok
+    ok = found.ok
     if as_json:
         print(json.dumps({"ok": ok} | asdict(found), indent=2))
     else:  # names and tokens come from the model's files

@@ -59,7 +59,7 @@ class Placement(ABC):
 
     def check_size(self, x: Float[Tensor, "*batch n d"]) -> None:
         """Refuse tokens that do not fit the gain or bias of a norm."""
-        for half in Half:
+        for half in (Half.ATTENTION, Half.MLP):
             self.norm(half).check_size(x, name=f"x at {half.value}_norm")
 
     def read(self, half: Half, y: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n d"]:
@@ -100,7 +100,7 @@ class PostNorm(Placement):
     @property
     def only_layers(self) -> bool:
         """Whether a norm is not y/|y|."""
-        return not all(isinstance(self.norm(half), UnitNorm) for half in Half)
+        return not all(isinstance(self.norm(half), UnitNorm) for half in (Half.ATTENTION, Half.MLP))
 
     def close(self, half: Half, y: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n d"]:
         """The norm."""

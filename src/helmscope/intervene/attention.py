@@ -36,7 +36,10 @@ class Perturb(SiteEdit):
     Perturb(site=Site.KEY, relative=0.1, seed=1)
     """
 
-    allowed = (Site.QUERY, Site.KEY, Site.VALUE, *EDITABLE_STATES)
+    allowed = (
+        *(Site.QUERY, Site.KEY, Site.VALUE, Site.CROSS_QUERY, Site.CROSS_KEY, Site.CROSS_VALUE),
+        *EDITABLE_STATES,
+    )
     layers: Sequence[int] | None = None
     site: Site = Site.QUERY
     sigma: float | None = None

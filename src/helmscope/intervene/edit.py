@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from helmscope.models.watch import EDITABLE_STATES, IN_ATTENTION, AbstractEdit, Site
+from helmscope.models.watch import EDITABLE_STATES, IN_ATTENTION, OF_CROSS, AbstractEdit, Site
 from helmscope.types import HelmscopeError
 
 if TYPE_CHECKING:
@@ -48,11 +48,18 @@ class SiteEdit(AbstractEdit):
         return self.layers is None or layer in self.layers
 
     def check(self, anatomy: Anatomy) -> None:
-        """Refuse layers that the model does not have, and a family whose attention cannot be changed."""
+        """Refuse layers and cross-attention that the model does not have, and a family whose attention cannot be
+        changed.
+        """
         count = len(anatomy.layers)
         for layer in self.layers or ():
             if layer >= count:
                 raise HelmscopeError(f"layers holds {layer}, but the model has layers 0 to {count - 1}")
+        if self.site in OF_CROSS and not anatomy.has_cross:
+            raise HelmscopeError(
+                f"{type(self).__name__} is made at {self.site}, but {type(anatomy.model).__name__} has no "
+                "cross-attention: only the decoder of an encoder-decoder model has"
+            )
         if self.site in IN_ATTENTION and not anatomy.tapped:
             raise HelmscopeError(
                 f"{type(self).__name__} is made at {self.site}, but the family of {type(anatomy.model).__name__} does "
@@ -67,9 +74,10 @@ class Edit(SiteEdit):
 
     Values are (rows, n, d) at Site.INPUT, ATTENTION, MIDDLE, MLP and OUTPUT; (rows, heads, n, r) at QUERY, KEY and
     VALUE; (rows, heads, n, n) at WEIGHTS, from which the output follows; (rows, n, heads, r) at HEADS; at MASK what
-    broadcasts to (rows, heads, n, n). Rows are the texts under way, ``context.rows`` of the batch. The function is
-    handed the context if its second argument has no default or is called ``context``. The repr names the function, and
-    cannot tell two of the same name apart.
+    broadcasts to (rows, heads, n, n). In a decoder that reads an encoder of m tokens they are (rows, n, d) at CROSS and
+    CROSS_MIDDLE, and at CROSS_QUERY to CROSS_HEADS as above with m keys. Rows are the texts under way,
+    ``context.rows`` of the batch. The function is handed the context if its second argument has no default or is called
+    ``context``. The repr names the function, and cannot tell two of the same name apart.
 
     >>> half = Edit(Site.MLP, [1], lambda write: 0.5 * write)
     >>> half

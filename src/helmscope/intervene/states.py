@@ -1,5 +1,5 @@
-"""Edits of states and writes (Site.INPUT, ATTENTION, MIDDLE, MLP, OUTPUT): ``Ablate`` makes them 0, ``Replace``
-another value, ``Add`` adds one, ``Patch`` takes them from another recording.
+"""Edits of states and writes (Site.INPUT, ATTENTION, MIDDLE, MLP, OUTPUT, and CROSS and CROSS_MIDDLE of a decoder):
+``Ablate`` makes them 0, ``Replace`` another value, ``Add`` adds one, ``Patch`` takes them from another recording.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from helmscope.intervene.edit import SiteEdit
-from helmscope.models.place import HALVES
 from helmscope.models.recording import Recording
-from helmscope.models.watch import EDITABLE_STATES, Site
+from helmscope.models.watch import EDITABLE_STATES, LEADS_TO, Site
 from helmscope.types import HelmscopeError, counted
 
 if TYPE_CHECKING:
@@ -108,26 +107,29 @@ class Patch(StateEdit):
         super().check(anatomy)
         if not isinstance(self.source, Recording):
             raise HelmscopeError(f"source is a {type(self.source).__name__}, but a patch comes from a Recording")
-        if self.site not in HALVES and f"{self.site.value} write" not in self.source.kept:
+        if self.site in LEADS_TO and f"{self.site.value} write" not in self.source.kept:
             raise HelmscopeError(f"site is {self.site!r}, but source kept no writes: record it with keep=Keep.WRITES")
-        layers = len(self.source.anatomy.layers)
-        if layers != len(anatomy.layers) or self.source.anatomy.dim != anatomy.dim:
+        layers, depths = len(self.source.anatomy.layers), self.source.anatomy.depths
+        if depths != anatomy.depths or self.source.anatomy.dim != anatomy.dim:
+            steps = "" if depths.steps == anatomy.depths.steps else f" of {depths.steps} sub-steps"
+            others = "" if not steps else f" of {anatomy.depths.steps} sub-steps"
             raise HelmscopeError(
-                f"source has {counted(layers, 'layer')} of width {self.source.anatomy.dim}, but the model has "
-                f"{len(anatomy.layers)} of width {anatomy.dim}"
+                f"source has {counted(layers, 'layer')}{steps} of width {self.source.anatomy.dim}, but the model has "
+                f"{len(anatomy.layers)}{others} of width {anatomy.dim}"
             )
         for layer in filter(self.acts, range(layers)):
-            if self.site in HALVES and 2 * layer + HALVES[self.site] < self.source.first:
-                depth = 2 * layer + HALVES[self.site]
+            depth = self.source.first if self.site in LEADS_TO else depths.at(layer, self.site)
+            if depth < self.source.first:
                 raise HelmscopeError(f"source begins at depth {self.source.first}, but layer {layer} asks for {depth}")
 
     def changed(self, value: Tensor, context: Context) -> Tensor:
         """The other recording's state or write."""
         assert self.source is not None
-        if self.site in HALVES:
-            state = self.source.stream(depth=2 * context.layer + HALVES[self.site])[context.rows]
-        else:
+        if self.site in LEADS_TO:
             state = self.source.kept[f"{self.site.value} write"][context.layer][context.rows]
+        else:
+            depth = self.source.anatomy.depths.at(context.layer, self.site)
+            state = self.source.stream(depth=depth)[context.rows]
         if state.shape != value.shape or len(self.source.batch) != context.texts:
             raise HelmscopeError(f"source has states {tuple(state.shape)}, but the model has {tuple(value.shape)}")
         return state.to(value)

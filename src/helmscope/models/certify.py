@@ -14,6 +14,7 @@ from helmscope.models.mlp_reading import affine_of, matrix_of, read_mlp
 from helmscope.models.probe import run
 from helmscope.models.tap import head_outputs, plainly_eager
 from helmscope.models.topology import Kind
+from helmscope.models.watch import LEADS_TO, Site
 from helmscope.types import counted
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from helmscope.models.anatomy import Anatomy, Layer
     from helmscope.models.probe import LayerProbe
     from helmscope.models.recorder import Stream
+    from helmscope.models.tap import Attended, Call
 
 BOUNDS = {torch.float64: 1e-10, torch.float32: 1e-5}
 COARSE = 3e-2  # of half precision
@@ -56,24 +58,25 @@ def states_line(stream: Stream, anatomy: Anatomy, seen: list[LayerProbe]) -> Lin
     """What a recorder wrote down of the probed tokens against what their modules showed: every depth."""
     gaps = []
     for number, (layer, found) in enumerate(zip(anatomy.layers, seen, strict=True)):
-        assert found.post is not None
-        gaps.append(relative(stream.at(2 * number), found.pre))
-        middle = _middle(layer, found)
-        gaps.append(relative(stream.at(2 * number + 1), middle))
-        gaps.append(relative(stream.at(2 * number + 2), found.post))
+        for site, state in _states(layer, found).items():
+            gaps.append(relative(stream.at(anatomy.depths.at(number, site)), state))
     says = f"{len(gaps)} states as they are written down are those that the modules show"
     return Line.held("states", worst_of(gaps), bound(seen[0].pre.dtype), says, ("trajectory", "resume"))
 
 
-def _middle(layer: Layer, found: LayerProbe) -> Tensor:
+def _states(layer: Layer, found: LayerProbe) -> dict[Site, Tensor]:
+    """All states of a layer, as its modules showed them."""
     wiring = layer.wiring
-    if wiring.kind is Kind.POST_NORM:
-        shown = next(call for call in found.calls if call.path == wiring.middle).output
-    else:
-        shown = next(call for call in found.calls if call.path == wiring.attention).output
-    assert shown is not None
-    shown = shown.reshape(found.pre.shape)
-    return shown if wiring.kind is Kind.POST_NORM else found.pre + wiring.scales[0] * shown
+    assert found.post is not None
+    states = {Site.INPUT: found.pre}
+    for site, path in list(wiring.writes.items())[:-1]:
+        before = list(states.values())[-1]
+        given = path if wiring.kind is not Kind.POST_NORM else wiring.joints[LEADS_TO[site]]
+        shown = next(call for call in found.calls if call.path == given).output
+        assert shown is not None
+        shown = shown.reshape(before.shape)
+        states[LEADS_TO[site]] = shown if wiring.kind is Kind.POST_NORM else before + wiring.scale(site) * shown
+    return states | {Site.OUTPUT: found.post}
 
 
 def relative(found: Tensor, wanted: Tensor) -> float:
@@ -139,7 +142,7 @@ def attention_lines(
     sums = Line.held("rows", over, 3e-2 if known[0].dtype.itemsize < 4 else 1e-5, says, ("kernel", "replay"))
     if causal is None:
         return [count, sums, Line("causality", None, "not to be told: images, one token alone, or tokens apart")]
-    asked = 1 if visible is None else visible[:, None, :, None]
+    asked = 1 if visible is None else visible.bool()[:, None, :, None]
     later = worst_of(float((each.triu(1).abs() * asked).max()) for each in known)
     ahead = Line.held("causality", later, 0.0, "no weight on later tokens", ("kernel", "replay"))
     return [count, sums, ahead if causal else Line("causality", None, BOTH_WAYS)]
@@ -149,26 +152,33 @@ def heads_line(anatomy: Anatomy, seen: list[LayerProbe]) -> Line:
     """sum_h A_h V_h W_O^h + b against what the output matrix gave, and that against the write."""
     gaps = []
     for layer, found in zip(anatomy.layers, seen, strict=True):
-        if layer.wiring.output_matrix is None or found.attention is None:
+        wiring = layer.wiring
+        if wiring.output_matrix is None or found.attention is None:
             return Line("heads", None, "the family hides q, k and v: no observable that needs them", blocks=("replay",))
-        call, result = found.attention
-        matrix = next(each for each in found.calls if each.path == layer.wiring.output_matrix)
+        matrix = next(each for each in found.calls if each.path == wiring.output_matrix)
         if matrix_of(matrix.module) is None:
             says = f"the output matrix is a {type(matrix.module).__name__}, of a kind that is not known"
             return Line("heads", None, says, blocks=("replay",))
-        weight, bias = affine_of(matrix.module)
-        assert matrix.output is not None
-        heads = head_outputs(call, result.weights).double()
-        per_head = weight.double().view(weight.shape[0], heads.shape[1], -1)
-        total = torch.einsum("bhnr,dhr->bnd", heads, per_head) + (0.0 if bias is None else bias.double())
-        wanted = matrix.output.double().reshape(total.shape)
-        gaps.append(relative(total, wanted))
-        write = next(each for each in found.calls if each.path == layer.wiring.attention)
-        if not _rescales(write.module):
-            assert write.output is not None
-            gaps.append(relative(write.output, wanted))
+        gaps.append(heads_gap(found, found.attention, wiring.output_matrix, wiring.attention))
     says = "heads add up to the write"
     return Line.held("heads", worst_of(gaps), bound(seen[0].pre.dtype), says, ("kernel", "replay"))
+
+
+def heads_gap(found: LayerProbe, attention: tuple[Call, Attended], matrix_path: str, write_path: str) -> float:
+    """How far the heads of an attention are from adding up to what its output matrix gave, and that from its write."""
+    call, result = attention
+    matrix, write = (next(each for each in found.calls if each.path == path) for path in (matrix_path, write_path))
+    weight, bias = affine_of(matrix.module)
+    assert matrix.output is not None
+    heads = head_outputs(call, result.weights).double()
+    per_head = weight.double().view(weight.shape[0], heads.shape[1], -1)
+    total = torch.einsum("bhnr,dhr->bnd", heads, per_head) + (0.0 if bias is None else bias.double())
+    wanted = matrix.output.double().reshape(total.shape)
+    gap = relative(total, wanted)
+    if _rescales(write.module):
+        return gap
+    assert write.output is not None
+    return worst_of((gap, relative(write.output, wanted)))
 
 
 def _rescales(module: nn.Module) -> bool:
@@ -186,7 +196,7 @@ def mlp_line(anatomy: Anatomy, seen: list[LayerProbe]) -> tuple[Line, tuple[Forc
         if read is None or (layer.wiring.mlp_norm is not None and layer.mlp_norm is None):
             forces.append(None)
             continue
-        force = ForceBehindNorm(read.force, layer.mlp_norm, layer.wiring.scales[1])
+        force = ForceBehindNorm(read.force, layer.mlp_norm, layer.wiring.scale(Site.MLP))
         wanted = force.scale * read.written.double()
         gaps.append(relative(force.folded().ambient(mlp_points(layer, found, read.read)), wanted))
         if _in_single(layer, found):
@@ -255,7 +265,8 @@ def sphere_line(anatomy: Anatomy, seen: list[LayerProbe]) -> Line | None:
         return None
     gaps = []
     for number, (layer, found) in enumerate(zip(anatomy.layers, seen, strict=True)):
-        for norm, path in ((layer.mlp_norm, layer.wiring.middle), (layer.close_norm, layer.wiring.close)):
+        for site, norm in layer.state_norms.items():
+            path = layer.wiring.joints.get(site)
             if norm is None or path is None:
                 says = f"a norm of layer {number} is of a kind that is not known: its gain cannot be folded out"
                 return Line("sphere", None, says, blocks=("on_sphere",))

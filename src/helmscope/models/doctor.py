@@ -45,6 +45,12 @@ class Diagnosis:
     trajectory_bytes: int
     model_bytes: int
     passing_bytes: int
+    encoder: Certificate | None = None  # of an encoder-decoder model
+
+    @property
+    def ok(self) -> bool:
+        """Whether no check failed, of the encoder either."""
+        return self.certificate.ok and (self.encoder is None or self.encoder.ok)
 
     def __str__(self) -> str:
         where = f"{self.origin.name} ({self.origin.family}, {self.origin.dtype}, {self.origin.device})"
@@ -54,7 +60,8 @@ class Diagnosis:
             f"{self.seconds:.3g} s and {(self.trajectory_bytes + self.passing_bytes) / 1e6:,.0f} MB beside the model's "
             f"{self.model_bytes / 1e6:,.0f} MB"
         )
-        return f"{where}\ntried on {self.tried}\n{self.certificate}\n{cost}"
+        encoder = "" if self.encoder is None else f"its encoder\n{self.encoder}\n"
+        return f"{where}\ntried on {self.tried}\n{self.certificate}\n{encoder}{cost}"
 
 
 def doctor(
@@ -78,7 +85,8 @@ def doctor(
     asked, tokens = tokens, tokens if limit is None else min(tokens, limit)
     subject, tried = _subject(loaded)
     recording = record(loaded, subject)
-    stream, anatomy = recording.residual, recording.anatomy
+    stream, encoder = recording.residual, recording.encoder
+    stacks = [recording.anatomy, *([] if encoder is None else [encoder.anatomy])]
     seconds = _seconds(recording, tokens)
     size = stream.direction.element_size()
     heads = getattr(loaded.model.config, "num_attention_heads", 1) or 1
@@ -90,9 +98,10 @@ def doctor(
         asked=asked,
         tried=tried,
         seconds=seconds * texts,
-        trajectory_bytes=(2 * len(anatomy.layers) + 1) * texts * tokens * (anatomy.dim + 2) * size,
+        trajectory_bytes=sum((each.depths.last + 1) * texts * tokens * (each.dim + 2) * size for each in stacks),
         model_bytes=sum(value.numel() * value.element_size() for value in loaded.model.parameters()),
         passing_bytes=2 * min(batch_size, texts) * heads * tokens * tokens * size,
+        encoder=None if encoder is None else encoder.certificate,
     )
 
 
@@ -117,11 +126,12 @@ def _subject(loaded: Loaded) -> tuple[Any, str]:
 def _seconds(recording: Recording, tokens: int) -> float:
     """Of one recorded text, by the faster of two forwards."""
     inputs = recording.batch.rows(slice(0, 1)).inputs
-    if "input_ids" in inputs:
+    names = [side.ids_name for side in (recording.batch, recording.batch.source) if side is not None]
+    if names[0] in inputs:
         count = vocabulary_size(recording.anatomy.model)
         drawn = torch.Generator("cpu").manual_seed(0)
-        inputs = {"input_ids": torch.randint(count, (1, tokens), generator=drawn, device="cpu")}
-    alone, lasted = replace(recording.runner, batch=Batch(inputs)), []
+        inputs = {name: torch.randint(count, (1, tokens), generator=drawn, device="cpu") for name in names}
+    alone, lasted = replace(recording.runner, batch=Batch(inputs), encoder=None), []
     for _ in range(2):
         begun = time.perf_counter()
         alone.forward(Recorder(recording.anatomy, 1))

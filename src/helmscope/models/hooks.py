@@ -5,10 +5,11 @@ All hooks are gone when ``watching`` ends, whatever happened inside.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,9 +19,11 @@ from helmscope.models.probe import tensors_in
 from helmscope.models.tap import Attended, Call, held, tapped
 from helmscope.models.topology import Kind
 from helmscope.models.watch import (
-    AFTER_ATTENTION,
-    BEFORE_ATTENTION,
     IN_ATTENTION,
+    IN_CROSS,
+    IN_SELF,
+    LEADS_TO,
+    READ_AT,
     AbstractEdit,
     Chunk,
     Observer,
@@ -34,29 +37,37 @@ if TYPE_CHECKING:
 
     from helmscope.models.anatomy import Anatomy, Layer
 
-_chunk: ContextVar[Chunk | None] = ContextVar("chunk", default=None)
+_chunks: ContextVar[Mapping[int, Chunk]] = ContextVar("chunks", default=MappingProxyType({}))
 
 
 @contextmanager
-def running(chunk: Chunk) -> Iterator[None]:
-    """Inside, a forward is one of these texts; all edits attached to the model know, those of outer contexts too."""
-    token = _chunk.set(chunk)
+def running(model: nn.Module, chunk: Chunk) -> Iterator[None]:
+    """Inside, a forward of the model is one of these texts; all edits attached to it know, those of outer contexts too.
+    An encoder and the model that it is part of have chunks of their own.
+    """
+    token = _chunks.set({**_chunks.get(), id(model): chunk})
     try:
         yield
     finally:
-        _chunk.reset(token)
+        _chunks.reset(token)
 
 
 class _Passage:
-    """A forward under way: the number of the layer, its input, the texts, and everybody who changes or sees a value."""
+    """A forward under way: the number of the layer, its input ``pre``, the ``state`` that the next write is added to,
+    the texts, and everybody who changes or sees a value.
+    """
 
     def __init__(self, anatomy: Anatomy, edits: Sequence[AbstractEdit], observers: Sequence[Observer]) -> None:
         self.anatomy, self.edits, self.observers, self.number = anatomy, edits, observers, -1
         self.pre: Tensor | None = None
+        self.state: Tensor | None = None
         self.chunk = Chunk.whole(0)
         self.wanted = frozenset().union(*(edit.sites for edit in edits), *(each.sites for each in observers))
         self.modules = {id(module) for block in anatomy.blocks for module in block.modules()}
-        self.sees_attention = bool(self.wanted & IN_ATTENTION) or any(each.sees_attention for each in observers)
+        paths = [(layer, layer.wiring.cross_module) for layer in anatomy.layers]
+        self.cross_modules = {id(layer.part(path)) for layer, path in paths if path is not None}
+        hears = any(each.sees_attention or each.sees_cross for each in observers)
+        self.sees_attention = bool(self.wanted & IN_ATTENTION) or hears
         self.overhearing = Overhearing() if anatomy.overheard and self.sees_attention else None
 
     @property
@@ -66,9 +77,9 @@ class _Passage:
     def enter(self, pre: Tensor) -> None:
         """The next layer begins, with its input; the first one begins a forward."""
         self.number += 1
-        self.pre = pre
+        self.pre = self.state = pre
         if self.number == 0:
-            known, texts = _chunk.get(), len(pre)
+            known, texts = _chunks.get().get(id(self.anatomy.model)), len(pre)
             fits = known is not None and known.rows.stop - known.rows.start == texts
             self.chunk = known if known is not None and fits else Chunk.whole(texts)
             for observer in self.observers:
@@ -100,31 +111,39 @@ class _Passage:
         """What attention is computed from."""
         if not self._of_block(call):
             return call
-        for site in BEFORE_ATTENTION:
+        crosses = self._crosses(call)
+        for name, site in (IN_CROSS if crosses else IN_SELF).before.items():
             if site in self.wanted:
-                old = getattr(call, site.value)
-                n = call.query.shape[-2]
-                new = self.edited(site, call.query.new_zeros(1, 1, n, n) if old is None else old)
-                given: dict[str, Any] = {} if new is None else {site.value: new}
+                old = getattr(call, name)
+                n, m = call.query.shape[-2], call.key.shape[-2]
+                new = self.edited(site, call.query.new_zeros(1, 1, n, m) if old is None else old)
+                given: dict[str, Any] = {} if new is None else {name: new}
                 call = replace(call, **given)
         for observer in self.observers:
-            if observer.sees_attention:
+            if observer.sees_attention and not crosses:
                 observer.before(self.number, call)
         return call
+
+    def _crosses(self, call: Call | None) -> bool:
+        """Whether a call is cross-attention."""
+        return call is not None and id(call.module) in self.cross_modules
 
     def after(self, call: Call | None, result: Attended) -> Attended:
         """What attention gave."""
         if not self._of_block(call):
             return result
-        weights_site, heads_site = AFTER_ATTENTION
-        if weights_site in self.wanted and call is not None:
-            weights = self.edited(weights_site, result.weights)
+        crosses = self._crosses(call)
+        inside = IN_CROSS if crosses else IN_SELF
+        if inside.weights in self.wanted and call is not None:
+            weights = self.edited(inside.weights, result.weights)
             result = result if weights is None else result.with_weights(weights, call)
-        if heads_site in self.wanted:
-            output = self.edited(heads_site, result.output)
+        if inside.heads in self.wanted:
+            output = self.edited(inside.heads, result.output)
             result = result if output is None else replace(result, output=output)
         for observer in self.observers:
-            if observer.sees_attention:
+            if crosses and observer.sees_cross and call is not None:
+                observer.after_cross(self.number, call, result)
+            elif observer.sees_attention and not crosses:
                 observer.after(self.number, call, result)
         return result
 
@@ -133,7 +152,7 @@ def _fitting(new: Any, old: Tensor, edit: AbstractEdit, site: Site) -> Tensor:
     """What an edit gave, as a tensor like the one whose place it takes; a mask may have more rows or heads."""
     shown = tuple(new.shape) if isinstance(new, torch.Tensor) else type(new).__name__
     fits = isinstance(new, torch.Tensor) and new.shape == old.shape
-    if site is Site.MASK and isinstance(new, torch.Tensor):
+    if site in (Site.MASK, Site.CROSS_MASK) and isinstance(new, torch.Tensor):
         fits = new.ndim == 4 and new.shape[-2:] == old.shape[-2:]
     if not fits:
         wanted = f"a tensor of shape {tuple(old.shape)} takes the place of what passes there (None: it stays)"
@@ -204,6 +223,8 @@ def _hooked(passage: _Passage, skip: int) -> Iterator[None]:
             handles += _on_block(block, passage)
             first = next(layer for layer in anatomy.layers if layer.block is block)
             handles += _inside(first, passage)
+        if anatomy.encoder is not None and any(each.sees_cross for each in passage.observers):
+            handles.append(anatomy.encoder.register_forward_hook(_remembered(passage)))
         with tapped(anatomy.model, passage if passage.sees_attention else None), passage.overhearing or nullcontext():
             yield
     finally:
@@ -226,7 +247,7 @@ def _on_block(block: nn.Module, passage: _Passage) -> list[RemovableHandle]:
         new = passage.passes(Site.INPUT, passage.pre)
         if new is None:
             return None
-        passage.pre = new
+        passage.pre = passage.state = new
         return with_first((args, kwargs), new)
 
     def leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
@@ -237,19 +258,33 @@ def _on_block(block: nn.Module, passage: _Passage) -> list[RemovableHandle]:
     return [block.register_forward_pre_hook(enter, with_kwargs=True), block.register_forward_hook(leave)]
 
 
+def _remembered(passage: _Passage) -> Any:
+    """Before the decoder begins, its observers see what the encoder gave."""
+
+    def remember(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        for observer in passage.observers:
+            if observer.sees_cross:
+                observer.memory = tensors_in(output)[0]
+
+    return remember
+
+
 def _inside(layer: Layer, passage: _Passage) -> list[RemovableHandle]:
     """Hooks on the modules of a block that give or read a state, as far as anybody wants it."""
     wiring, handles = layer.wiring, []
     post_norm = wiring.kind is Kind.POST_NORM
 
-    def attention(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        return _written(output, passage, Site.ATTENTION, middle=not post_norm)
+    def writing(site: Site) -> Any:
+        def written(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+            return _written(output, passage, site, adds=not post_norm)
 
-    def mlp(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        return _written(output, passage, Site.MLP, middle=False)
+        return written
 
-    def middle(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        return passage.passes(Site.MIDDLE, output)
+    def giving(site: Site) -> Any:
+        def given(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+            return passage.passes(site, output)
+
+        return given
 
     def reading(site: Site) -> Any:
         def read(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -258,33 +293,41 @@ def _inside(layer: Layer, passage: _Passage) -> list[RemovableHandle]:
 
         return read
 
-    if passage.wanted & {Site.ATTENTION, Site.MIDDLE}:
-        handles.append(layer.part(wiring.attention).register_forward_hook(attention))
-    if Site.MLP in passage.wanted:
-        handles.append(layer.part(wiring.mlp).register_forward_hook(mlp))
-    if wiring.middle is not None and post_norm and Site.MIDDLE in passage.wanted:
-        handles.append(layer.part(wiring.middle).register_forward_hook(middle))
-    for path, site in ((wiring.middle, Site.READ), (wiring.close, Site.CLOSE)):
-        if path is not None and site in passage.wanted:
-            handles.append(layer.part(path).register_forward_pre_hook(reading(site), with_kwargs=True))
+    # a state between the halves follows from the writes before it, where no norm gives it
+    between = passage.wanted & {Site.MIDDLE, Site.CROSS_MIDDLE}
+    for site, path in wiring.writes.items():
+        needed = not post_norm and site is not Site.MLP and _leads_to_one_of(site, between)
+        if site in passage.wanted or needed:
+            handles.append(layer.part(path).register_forward_hook(writing(site)))
+    for site, path in wiring.joints.items():
+        if post_norm and site in between:
+            handles.append(layer.part(path).register_forward_hook(giving(site)))
+        if READ_AT[site] in passage.wanted:
+            handles.append(layer.part(path).register_forward_pre_hook(reading(READ_AT[site]), with_kwargs=True))
     if wiring.weights is not None and passage.sees_attention:
         handles.append(layer.part(wiring.weights).register_forward_hook(_overheard(passage)))
     return handles
 
 
-def _written(output: Any, passage: _Passage, site: Site, *, middle: bool) -> Any:
-    """What a module writes, times the residual multiplier, as the edits leave it; with ``middle`` the state that it
-    leads to passes as well, and another one is reached by another write.
+def _leads_to_one_of(write: Site, states: frozenset[Site]) -> bool:
+    """Whether a state is the sum of this write and others."""
+    return LEADS_TO[write] in states or (write is Site.ATTENTION and Site.CROSS_MIDDLE in states)
+
+
+def _written(output: Any, passage: _Passage, site: Site, *, adds: bool) -> Any:
+    """What a module writes, times the residual multiplier, as the edits leave it. Where it ``adds`` to the state, the
+    state that it leads to passes as well, and another one is reached by another write.
     """
-    given, pre = tensors_in(output)[0], passage.pre
-    assert pre is not None
-    scale = passage.layer.wiring.scales[site is Site.MLP]
-    write = given.reshape(pre.shape) if scale == 1 else scale * given.reshape(pre.shape)
+    given, state = tensors_in(output)[0], passage.state
+    assert state is not None
+    scale = passage.layer.wiring.scale(site)
+    write = given.reshape(state.shape) if scale == 1 else scale * given.reshape(state.shape)
     changed = passage.passes(site, write) if site in passage.wanted else None
-    if middle and Site.MIDDLE in passage.wanted:
-        state = pre + (write if changed is None else changed)
-        new = passage.passes(Site.MIDDLE, state)
-        changed = changed if new is None else new - pre
+    if adds and site is not Site.MLP and passage.wanted & {Site.MIDDLE, Site.CROSS_MIDDLE}:
+        reached = state + (write if changed is None else changed)
+        new = passage.passes(LEADS_TO[site], reached)
+        changed = changed if new is None else new - state
+        passage.state = reached if new is None else new
     return None if changed is None else with_first(output, (changed / scale).to(given).reshape(given.shape))
 
 

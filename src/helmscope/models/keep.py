@@ -15,11 +15,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from helmscope.models.anatomy import Anatomy
+    from helmscope.models.depths import Depths
     from helmscope.models.tap import Attended, Call
 
 
 class Keep(Flag):
-    """Raw tensors to keep, L of each: weights are (batch, heads, n, n) a layer, which is most of what there is.
+    """Raw tensors to keep, L of each: weights are (batch, heads, n, n) a layer, which is most of what there is. Of a
+    layer with cross-attention, what belongs to that is kept too, named "cross query", "cross weights" and so on.
 
     >>> Keep.WEIGHTS in Keep.WEIGHTS | Keep.WRITES
     True
@@ -49,8 +51,9 @@ class Keeper(Observer):
             raise HelmscopeError(f"keep is {what!r}, but the model's family shows its attention weights alone")
         self.what, self.layers = what, len(anatomy.layers)
         self.sees_attention = bool(what & ~Keep.WRITES)
+        self.sees_cross = self.sees_attention and anatomy.has_cross
         self.needs_all_layers = bool(what)  # so that every layer has something to keep
-        self.sites = frozenset({Site.ATTENTION, Site.MLP}) if Keep.WRITES in what else frozenset()
+        self.sites = frozenset(anatomy.layers[0].wiring.writes) if Keep.WRITES in what else frozenset()
         self._parts: dict[str, list[list[Tensor]]] = {}
 
     def state(self, site: Site, layer: int, value: Tensor) -> None:
@@ -59,29 +62,43 @@ class Keeper(Observer):
 
     def after(self, layer: int, call: Call | None, result: Attended) -> None:
         """Keep what attention was computed from and its weights."""
+        self._take_attention("", layer, call, result)
+
+    def after_cross(self, layer: int, call: Call, result: Attended) -> None:
+        """The same of cross-attention."""
+        self._take_attention("cross ", layer, call, result)
+
+    def _take_attention(self, prefix: str, layer: int, call: Call | None, result: Attended) -> None:
         for flag, name in OF_CALL.items():
             if flag in self.what and call is not None:
-                self._take(name, layer, getattr(call, name).clone())
+                self._take(prefix + name, layer, getattr(call, name).clone())
         if Keep.WEIGHTS in self.what:
-            self._take("weights", layer, result.weights.clone())
+            self._take(f"{prefix}weights", layer, result.weights.clone())
 
     def _take(self, name: str, layer: int, value: Tensor) -> None:
         self._parts.setdefault(name, [[] for _ in range(self.layers)])[layer].append(value)
 
     @property
     def kept(self) -> Mapping[str, Tensor]:
-        """query, key, value, weights, attention write, mlp write: (layer, batch, ...)."""
+        """query, key, value, weights, attention write, mlp write: (layer, batch, ...); of cross-attention cross query
+        and so on.
+        """
         return {name: torch.stack([torch.cat(parts) for parts in layers]) for name, layers in self._parts.items()}
 
 
 class KeepWeights(Observer):
-    """Keeps the attention weights of one layer, in float32 or float64: one tensor per chunk of texts."""
+    """Keeps the weights of attention, or of ``cross`` attention, of one layer in float32 or float64: one tensor per
+    chunk of texts.
+    """
 
-    sees_attention = True
-
-    def __init__(self, layer: int) -> None:
+    def __init__(self, layer: int, *, cross: bool = False) -> None:
         self.layer = layer
+        self.sees_attention, self.sees_cross = not cross, cross
         self.weights: list[Tensor] = []
+
+    def after_cross(self, layer: int, call: Call, result: Attended) -> None:
+        """Keep them where the layer is the one that is wanted."""
+        self.after(layer, call, result)
 
     def after(self, layer: int, call: Call | None, result: Attended) -> None:
         """Keep them where the layer is the one that is wanted."""
@@ -93,10 +110,9 @@ class KeepWeights(Observer):
 class KeepState(Observer):
     """Keeps the state at one depth as it passes, with its gradient: one tensor per chunk of texts."""
 
-    def __init__(self, depth: int, layers: int) -> None:
-        last = depth == 2 * layers
-        self.layer = layers - 1 if last else depth // 2
-        self.sites = frozenset({Site.OUTPUT if last else Site.MIDDLE if depth % 2 else Site.INPUT})
+    def __init__(self, depth: int, depths: Depths) -> None:
+        self.layer, site = depths.site(depth)
+        self.sites = frozenset({site})
         self.states: list[Tensor] = []
 
     def state(self, site: Site, layer: int, value: Tensor) -> None:

@@ -279,7 +279,10 @@ def _class_of(config: Any) -> Any:
         named = getattr(transformers, name, None)
         if isinstance(named, type) and issubclass(named, transformers.PreTrainedModel):
             return named
-    for auto in (transformers.AutoModelForCausalLM, transformers.AutoModelForMaskedLM, transformers.AutoModel):
+    autos = [transformers.AutoModelForCausalLM, transformers.AutoModelForMaskedLM, transformers.AutoModel]
+    if getattr(config, "is_encoder_decoder", False):  # else transformers would take the decoder for a model
+        autos.insert(0, transformers.AutoModelForSeq2SeqLM)
+    for auto in autos:
         if type(config) in auto._model_mapping:
             found = auto._model_mapping[type(config)]
             return found[0] if isinstance(found, tuple | list) else found

@@ -56,8 +56,8 @@ def read_mlp(layer: LayerProbe, wiring: Wiring) -> ReadMLP | None:
     last = _last_matrix(calls, written, layer.pre)
     if last is None or last.input is None or last.output is None:
         return None
-    heads = None if layer.attention is None else layer.attention[0].module
-    own = {id(module) for module in heads.modules()} if heads is not None else set()
+    attending = [each[0].module for each in (layer.attention, layer.cross) if each is not None]
+    own = {id(module) for each in attending for module in each.modules()}
     firsts = _first_matrices([call for call in calls if id(call.module) not in own], last, layer.pre.shape[-1])
     if not firsts or firsts[0].input is None:
         return None

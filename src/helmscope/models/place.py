@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from helmscope.models.recorder import Stream
     from helmscope.models.watch import Context
 
-HALVES = {Site.INPUT: 0, Site.MIDDLE: 1, Site.OUTPUT: 2}
-
 
 @dataclass(frozen=True, eq=False, repr=False)
 class FrozenTokens:
@@ -52,16 +50,20 @@ class PutState(AbstractEdit):
     @property
     def sites(self) -> frozenset[Site]:
         """Where states pass; the last block's output is one of them only where it is needed."""
-        last = self.depth == 2 * len(self.anatomy.layers) or self.frozen is not None
-        return frozenset({Site.INPUT, Site.MIDDLE, Site.OUTPUT} if last else {Site.INPUT, Site.MIDDLE})
+        depths = self.anatomy.depths
+        last = self.depth == depths.last or self.frozen is not None
+        return frozenset({*depths.states, Site.OUTPUT} if last else depths.states)
 
     @property
     def skip(self) -> int:
         """How many layers before it make no difference: all, but for a virtual mid state, beside which the MLP still
         reads the block's input.
         """
-        layer = self.depth // 2
-        virtual = self.depth % 2 and self.anatomy.layers[layer].wiring.kind is Kind.PARALLEL
+        layers, depths = self.anatomy.layers, self.anatomy.depths
+        if self.depth == depths.last:
+            return len(layers)
+        layer, site = depths.site(self.depth)
+        virtual = site is Site.MIDDLE and layers[layer].wiring.kind is Kind.PARALLEL
         return 0 if virtual else layer
 
     def new(self, value: Tensor, context: Context) -> Tensor | None:
@@ -69,7 +71,7 @@ class PutState(AbstractEdit):
         site, layer, rows = context.site, context.layer, context.rows
         if site is Site.OUTPUT and layer < len(self.anatomy.layers) - 1:  # the next block's input is the same state
             return None
-        depth = 2 * layer + HALVES[site]
+        depth = self.anatomy.depths.at(layer, site)
         if depth == self.depth:
             return self._state(rows).to(value)
         if self.frozen is None or depth < self.depth:

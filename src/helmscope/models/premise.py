@@ -12,7 +12,8 @@ from helmscope.types import HelmscopeError, known_name
 if TYPE_CHECKING:
     from helmscope.models.certificate import Certificate
 
-PARTS = ("trajectory", "resume", "kernel", "replay", "lens", "lens over depth", "force", "on_sphere")
+CROSS = "cross_kernel"
+PARTS = ("trajectory", "resume", "kernel", CROSS, "replay", "lens", "lens over depth", "force", "on_sphere")
 CAUSAL, FULL = "is causal", "looks both ways"
 
 
@@ -54,6 +55,8 @@ class Premise:
         wanted += [("a head over a vocabulary", "lens over depth")] if self.head else []
         wanted += [(f"'{part}' of a recording", part) for part in self.parts]
         for what, part in wanted:
+            if part == CROSS and not any(CROSS in line.blocks for line in certificate.lines):
+                return f"the claim needs {what}, but {name} has no cross-attention"
             for line in certificate.lines:
                 if part in line.blocks and line.ok is not True:
                     return f"{asker} needs {what}, but {name} does not have it: {line.says}"

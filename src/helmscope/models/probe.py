@@ -16,6 +16,7 @@ from torch import nn
 
 from helmscope.geometry.arithmetic import full_precision
 from helmscope.models.overhear import Overhearing, rows_of_weights
+from helmscope.models.stacks import stacks_of
 from helmscope.models.tap import Attended, Call, can_be_tapped, tapped
 from helmscope.types import HelmscopeError
 
@@ -53,7 +54,9 @@ class Seen:
 
 @dataclass(eq=False)
 class LayerProbe:
-    """All that one call of a block showed: its input ``pre``, its output ``post``, every call inside."""
+    """All that one call of a block showed: its input ``pre``, its output ``post``, every call inside; ``attention``
+    and, in a decoder that reads an encoder, ``cross`` attention.
+    """
 
     block: nn.Module
     pre: Float[Tensor, "batch n d"]
@@ -61,6 +64,9 @@ class LayerProbe:
     plain: bool = False  # whether the block returns a tensor alone
     calls: list[Seen] = field(default_factory=list)
     attention: tuple[Call, Attended] | None = None
+    cross: tuple[Call, Attended] | None = None
+    memory: Float[Tensor, "batch m e"] | None = None  # what cross-attention reads of the encoder
+    heard: list[tuple[Call, Attended]] = field(default_factory=list)  # as the registry showed it, whichever it is
     overheard: bool = False  # whether attention is known though the family is not in the registry
 
 
@@ -79,7 +85,9 @@ def block_class(model: Any) -> type[nn.Module]:
 
 
 def probe(model: Any, inputs: Mapping[str, Tensor]) -> list[LayerProbe]:
-    """One forward of ``inputs`` (those of the model's forward), layer by layer in the order of the calls."""
+    """One forward of ``inputs`` (those of the model's forward), layer by layer in the order of the calls; of an
+    encoder-decoder model the layers of the decoder.
+    """
     if can_be_tapped(model):
         return _forward(model, inputs)
     found = _forward(model, inputs, Overhearing())
@@ -95,12 +103,15 @@ def probe(model: Any, inputs: Mapping[str, Tensor]) -> list[LayerProbe]:
 def _forward(model: Any, inputs: Mapping[str, Tensor], overhearing: Overhearing | None = None) -> list[LayerProbe]:
     """What one forward showed; attention of a family that is not in the registry by ``overhearing``."""
     found: list[LayerProbe] = []
-    kind = block_class(model)
-    blocks = [module for module in model.modules() if isinstance(module, kind)]
+    stacks = stacks_of(model)
+    part = model if stacks is None else stacks.decoder
+    kind = block_class(part)
+    blocks = [module for module in part.modules() if isinstance(module, kind)]
     with ExitStack() as stack, torch.no_grad():
         for block in blocks:
             stack.enter_context(_hooked(block, found, overhearing))
-        stack.enter_context(tapped(model, _Ear(found)))
+        memory = None if stacks is None else stack.enter_context(output_of(stacks.encoder))
+        stack.enter_context(tapped(model, _Ear(found, None if stacks is None else stacks.encoder)))
         if overhearing is not None:
             stack.enter_context(overhearing)
         more = {} if overhearing is None else {"output_attentions": True}
@@ -108,6 +119,7 @@ def _forward(model: Any, inputs: Mapping[str, Tensor], overhearing: Overhearing 
     if not found:
         raise HelmscopeError(f"model is a {type(model).__name__}, but none of its {kind.__name__} blocks was called")
     for layer in found:
+        _tell_apart(layer, memory[-1] if memory else None)
         if layer.pre.ndim != 3:
             raise HelmscopeError(
                 f"model is a {type(model).__name__} whose {kind.__name__} blocks read tensors of shape "
@@ -172,21 +184,55 @@ def no_cache(model: Any) -> dict[str, bool]:
     return {"use_cache": False} if hasattr(model.config, "use_cache") else {}
 
 
+@contextmanager
+def output_of(module: nn.Module) -> Iterator[list[Tensor]]:
+    """Inside, a list of the first tensor that each forward of a module gives."""
+    found: list[Tensor] = []
+    handle = module.register_forward_hook(lambda module, args, output: found.append(tensors_in(output)[0]))
+    try:
+        yield found
+    finally:
+        handle.remove()
+
+
+def _tell_apart(layer: LayerProbe, memory: Tensor | None) -> None:
+    """Of what was heard in a block, cross-attention is what reads the encoder's output, ``memory``."""
+    for call, result in layer.heard:
+        own = [seen for seen in layer.calls if seen.module is call.module]
+        read = [value for seen in own for value in seen.inputs[1:] if equal(value, memory)]
+        crosses = bool(read)
+        if (layer.cross if crosses else layer.attention) is not None:
+            raise _stray(call)
+        if crosses:
+            layer.cross, layer.memory = (call, result), read[0]
+        else:
+            layer.attention = (call, result)
+
+
+def _stray(call: Call) -> HelmscopeError:
+    return HelmscopeError(
+        f"the model computes attention in {type(call.module).__name__} outside its blocks, or twice in one: of "
+        "several parts record one alone, such as model.get_encoder() or model.model.language_model"
+    )
+
+
 class _Ear:
-    def __init__(self, found: list[LayerProbe]) -> None:
+    """Notes the attention of the block that is under way; that of the encoder is left to the encoder."""
+
+    def __init__(self, found: list[LayerProbe], encoder: nn.Module | None) -> None:
         self.found = found
+        self.elsewhere = set() if encoder is None else {id(module) for module in encoder.modules()}
 
     def before(self, call: Call) -> Call:
         return call
 
     def after(self, call: Call, result: Attended) -> Attended:
+        if id(call.module) in self.elsewhere:
+            return result
         under_way = self.found[-1] if self.found and self.found[-1].post is None else None
-        if under_way is None or under_way.attention is not None or call.module not in set(under_way.block.modules()):
-            raise HelmscopeError(
-                f"the model computes attention in {type(call.module).__name__} outside its blocks, or twice in one: of "
-                "several parts record one alone, such as model.get_encoder() or model.model.language_model"
-            )
-        under_way.attention = (call, result)
+        if under_way is None or call.module not in set(under_way.block.modules()):
+            raise _stray(call)
+        under_way.heard.append((call, result))
         return result
 
 

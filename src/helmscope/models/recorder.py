@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from helmscope.models.topology import Kind
-from helmscope.models.watch import STATES_AND_WRITES, Observer, Site
+from helmscope.models.watch import LEADS_TO, OF_CROSS, READ_AT, STATES_AND_WRITES, Observer, Site
 from helmscope.types import counted
 
 if TYPE_CHECKING:
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 class Stream:
     """A residual stream y over depth as y = radius direction + mean 1, where ``mean`` is None unless norms remove it.
 
-    Depth counts half-layers: 0 is the first block's input, 2 l + 1 the mid state of layer l, 2 l + 2 its output.
+    Depth counts sub-steps of layers (``Depths``): 0 is the first block's input, and each half of a layer leads to the
+    next depth.
     """
 
     direction: Float[Tensor, "depth batch n d"]
@@ -40,7 +41,7 @@ class Stream:
     def empty(cls, anatomy: Anatomy, batch: int, n: int, like: Tensor) -> Stream:
         """Room for all depths."""
         dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
-        depth = 2 * len(anatomy.layers) + 1
+        depth = anatomy.depths.last + 1
         room = torch.empty(depth, batch, n, anatomy.dim, dtype=dtype, device=like.device)
         radius = torch.empty(depth, batch, n, dtype=dtype, device=like.device)
         return cls(room, radius, torch.empty_like(radius) if anatomy.centered else None)
@@ -82,8 +83,8 @@ class Recorder(Observer):
         self.anatomy, self.batch = anatomy, batch
         self.stream: Stream | None = None
         self.errors: Float[Tensor, " layer"] | None = None
-        post_norm = any(layer.wiring.kind is Kind.POST_NORM for layer in anatomy.layers)
-        self.sites = STATES_AND_WRITES if post_norm else STATES_AND_WRITES - {Site.ATTENTION, Site.CLOSE}
+        without = set() if anatomy.post_norm else {Site.ATTENTION, Site.CROSS, Site.CLOSE}
+        self.sites = STATES_AND_WRITES - without - (set() if anatomy.has_cross else OF_CROSS)
         self._sum = torch.empty(0, device="cpu")  # what the next state to be compared should be
 
     def recorded(self) -> tuple[Stream, Float[Tensor, " layer"]]:
@@ -98,19 +99,17 @@ class Recorder(Observer):
         if self.stream is None or self.errors is None:
             self.stream = Stream.empty(self.anatomy, self.batch, value.shape[1], value)
             self.errors = torch.zeros(len(self.anatomy.layers), dtype=torch.float64, device=value.device)
-        if site is Site.INPUT:
-            self.stream.put(2 * layer, self.rows, value)
+        depths = self.anatomy.depths
+        if site in depths.states:
+            self.stream.put(depths.at(layer, site), self.rows, value)
             self._sum = self._wide(value)
-        elif site is Site.MLP or (site is Site.ATTENTION and post_norm):
+        elif site is Site.MLP or (site in LEADS_TO and post_norm):
             self._sum = self._sum + value.to(self._sum)
-        elif site is Site.MIDDLE:
-            self.stream.put(2 * layer + 1, self.rows, value)
-            self._sum = self._wide(value)
-        elif site is Site.READ or site is Site.CLOSE:
+        elif site in READ_AT.values():
             self._compare(layer, value)
         elif site is Site.OUTPUT:
             if layer == len(self.anatomy.layers) - 1:
-                self.stream.put(2 * layer + 2, self.rows, value)
+                self.stream.put(depths.last, self.rows, value)
             if not post_norm:
                 self._compare(layer, value)
 

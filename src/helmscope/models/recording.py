@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,7 @@ from helmscope.models.sphere import on_sphere
 from helmscope.models.topology import Kind
 from helmscope.models.watch import Site, bytes_of
 from helmscope.store.manifest import Manifest, hash_bytes
-from helmscope.types import HelmscopeError, Trajectory, counted
+from helmscope.types import Half, HelmscopeError, Trajectory, counted
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -45,6 +45,10 @@ if TYPE_CHECKING:
 class Recording:
     """A model on some texts. ``trajectory`` holds the residual stream over depth in half-layers: 0 is the first block's
     input, 2 l + 1 the state of layer l between attention and MLP (virtual in a parallel block), 2 l + 2 its output.
+
+    The recording of an encoder-decoder model is that of its decoder, whose layers have three sub-steps: depth 3 l + 1
+    is behind attention, 3 l + 2 behind cross-attention, 3 l + 3 behind the MLP. ``encoder`` is the recording of its
+    encoder, whose last states the cross-attention reads; None for other models.
 
     ``first`` is the depth at which the trajectory begins, 0 but for a resumed one; ``edits`` are those under which the
     model was run. All that needs the model again runs it again under them, by ``runner``. ``tokenizer`` is None where
@@ -75,6 +79,7 @@ class Recording:
     first: int = 0
     kept: Mapping[str, Tensor] = field(default_factory=dict)
     tokenizer: Any = None
+    encoder: Recording | None = None
 
     def __repr__(self) -> str:
         failed = [line.name for line in self.certificate.lines if line.ok is False]
@@ -83,6 +88,8 @@ class Recording:
         parts = [str(self.anatomy), texts, f"certificate fails: {', '.join(failed)}" if failed else "certificate ok"]
         parts += [f"from depth {self.first}"] if self.first else []
         parts += [f"under {', '.join(map(repr, self.edits))}"] if self.edits else []
+        behind = () if self.encoder is None else self.encoder.edits
+        parts += [f"with its encoder under {', '.join(map(repr, behind))}"] if behind else []
         return f"<Recording of {self.origin.family}: {'; '.join(parts)}>"
 
     def _texts_hash(self) -> str:
@@ -148,7 +155,7 @@ class Recording:
     def layers(self) -> range:
         """The layers whose mechanism can be asked for: all, or in a resumed recording those from where it begins."""
         count = len(self.anatomy.layers)
-        return range(min(self.first // 2, count - 1), count)
+        return range(self.anatomy.depths.layer(self.first), count)
 
     def layer(self, name: str | int) -> int:
         """The number of a layer, from the name of its block in the model, such as "transformer.h.3", or from itself."""
@@ -178,7 +185,7 @@ class Recording:
         step = self._step(depth)
         if not gradients:
             return self.residual.at(step)
-        keep = KeepState(depth, len(self.anatomy.layers))
+        keep = KeepState(depth, self.anatomy.depths)
         self.runner.forward(keep, gradients=True)
         return torch.cat(keep.states)
 
@@ -189,6 +196,22 @@ class Recording:
         if "weights" in self.kept:
             return self.kept["weights"][layer]
         keep = KeepWeights(layer)
+        self.runner.forward(keep)
+        return torch.cat(keep.weights)
+
+    def cross_kernel(self, *, layer: int) -> Float[Tensor, "batch heads n m"]:
+        """The weights of cross-attention in a layer of a decoder: row i holds those of the encoder's m tokens that
+        token i attends to. Kept ones or by another run of the model.
+        """
+        if self.encoder is None:
+            raise HelmscopeError(
+                f"cross_kernel is of a decoder that reads an encoder, but {type(self.anatomy.model).__name__} is none"
+            )
+        self.certificate.require("cross_kernel")
+        layer = self._layer(layer)
+        if "cross weights" in self.kept:
+            return self.kept["cross weights"][layer]
+        keep = KeepWeights(layer, cross=True)
         self.runner.forward(keep)
         return torch.cat(keep.weights)
 
@@ -213,7 +236,7 @@ class Recording:
         self.certificate.require("force")
         own = self.anatomy.layers[self._layer(layer)]
         kind, norm = own.wiring.kind, own.mlp_norm
-        depth = 2 * layer + (kind is not Kind.PARALLEL)
+        depth = self.anatomy.depths.at(layer, own.wiring.reads(Half.MLP))
         if depth < self.first:
             raise HelmscopeError(f"layer is {layer}, but the recording begins behind what its MLP reads")
         if norm is None:
@@ -247,12 +270,40 @@ class Recording:
         edits = tuple(each for each in self.edits if put.skip == 0 or not isinstance(each, PutState))
         return self._run_again(replace(self.runner, edits=(*edits, put)), first=depth)
 
-    def under(self, *edits: AbstractEdit, keep: Keep = Keep.NOTHING, progress: Progress | None = None) -> Recording:
+    def under(
+        self,
+        *edits: AbstractEdit,
+        encoder: Sequence[AbstractEdit] | Recording = (),
+        keep: Keep = Keep.NOTHING,
+        progress: Progress | None = None,
+    ) -> Recording:
         """The same texts with further edits of the forward; ``keep`` and ``progress`` as for ``record``.
+
+        ``encoder`` are further edits of the encoder of an encoder-decoder model, or what ``recording.encoder.under`` or
+        ``recording.encoder.resume`` gave, which takes the encoder's place: the decoder reads what becomes of it.
 
         Of the certificate only what the run itself shows is taken anew; its line ``edits`` says which lines that are.
         """
-        return self._run_again(self.runner.under(*edits), first=self.first, keep=keep, progress=progress)
+        behind = self._encoder_under(encoder)
+        runner = self.runner.under(*edits)
+        runner = runner if behind is None else replace(runner, encoder=behind.runner)
+        return replace(self._run_again(runner, first=self.first, keep=keep, progress=progress), encoder=behind)
+
+    def _encoder_under(self, asked: Sequence[AbstractEdit] | Recording) -> Recording | None:
+        """The encoder under further edits, or another recording of it."""
+        if isinstance(asked, Recording):
+            if self.encoder is None or asked.batch is not self.encoder.batch:
+                raise HelmscopeError(
+                    "encoder is a Recording of another model or of other texts, but it must be made from "
+                    "recording.encoder by under or resume"
+                )
+            return asked
+        if asked and self.encoder is None:
+            raise HelmscopeError(
+                f"encoder holds {counted(len(asked), 'edit')}, but {type(self.anatomy.model).__name__} has no encoder "
+                "beside its decoder"
+            )
+        return self.encoder if not asked or self.encoder is None else self.encoder.under(*asked)
 
     def _run_again(
         self, runner: Runner, *, first: int, keep: Keep = Keep.NOTHING, progress: Progress | None = None
@@ -270,12 +321,13 @@ class Recording:
     def _certified_again(self, runner: Runner, stream: Stream, errors: Float[Tensor, " layer"]) -> Certificate:
         """The certificate with what a run under edits shows anew, and a line that says which lines it leaves."""
         certificate = self.certificate.with_line(finite_line(stream.radius))
-        if not runner.edits:
+        count = len(runner.edits) + (0 if runner.encoder is None else len(runner.encoder.edits))
+        if not count:
             return certificate
         residual = residual_line(errors, runner.model.dtype)
         if any(Site.OUTPUT in edit.sites for edit in runner.edits):
             residual = Line("residual", None, "a block's output is changed, which is then not the sum of its parts")
-        says = f"{len(runner.edits)} made: finite and residual are of this run, every other line of the unchanged model"
+        says = f"{count} made: finite and residual are of this run, every other line of the unchanged model"
         return certificate.with_line(residual).with_line(Line("edits", None, says))
 
     def refusal(self, instrument: Instrument) -> str | None:
@@ -302,7 +354,7 @@ class Recording:
             return self.runner.outputs(rows=rows, gradients=gradients)
         self.certificate.require("lens over depth")
         state = self.stream(depth=depth, gradients=gradients)
-        put = PutState(2 * len(self.anatomy.layers), state, self.anatomy)
+        put = PutState(self.anatomy.depths.last, state, self.anatomy)
         return self.runner.under(put).outputs(rows=rows, gradients=gradients)
 
     def manifest(self, *, seed: int = 0) -> Manifest:
@@ -325,6 +377,7 @@ class Recording:
                 "attention": origin.attention,
                 "topology": str(self.anatomy),
                 "edits": [repr(edit) for edit in self.edits],
+                **({} if self.encoder is None else {"encoder edits": [repr(edit) for edit in self.encoder.edits]}),
                 "first": self.first,
                 "certificate": {line.name: line.ok for line in self.certificate.lines},
             },

@@ -11,9 +11,10 @@ import torch
 from helmscope.models.recorder import Stream
 from helmscope.models.sphere import unfolded, wide
 from helmscope.models.topology import Kind
-from helmscope.models.watch import Observer, Site
+from helmscope.models.watch import READ_AT, Observer, Site
 from helmscope.types import (
     AttentionPass,
+    CrossPass,
     Half,
     HelmscopeError,
     Instrument,
@@ -57,6 +58,7 @@ def refusal(recording: Recording, instrument: Instrument) -> str | None:
     parts += ["kernel"] if needs & (Needs.KERNEL | Needs.QKV) else []
     parts += ["replay"] if Needs.QKV in needs else []
     parts += ["force"] if Needs.FORCE in needs else []
+    parts += ["cross_kernel"] if needs.cross_half and recording.anatomy.has_cross else []
     try:
         for part in parts:
             recording.certificate.require(part)
@@ -93,15 +95,18 @@ class _Showing(Observer):
         self.recording, self.instruments, self.needs = recording, instruments, needs
         self.anatomy, self.layers = recording.anatomy, recording.layers
         self.sees_attention = bool(needs & (Needs.KERNEL | Needs.QKV))
+        self.crosses = needs.cross_half and self.anatomy.has_cross
+        self.sees_cross = self.crosses
         self.sites = frozenset({Site.INPUT})
         self.sites |= {Site.ATTENTION} if needs.attention_half else set()
-        self.sites |= {Site.MIDDLE, Site.READ, Site.MLP} if needs.mlp_half else set()
+        self.sites |= {Site.MIDDLE, Site.CROSS} if self.crosses else set()
+        # the state that the MLP reads, and in a post-norm block what its norm reads
+        self._before_mlp = Site.CROSS_MIDDLE if self.anatomy.has_cross else Site.MIDDLE
+        self.sites |= {self._before_mlp, READ_AT[self._before_mlp], Site.MLP} if needs.mlp_half else set()
         self._attention: dict[str, Any] = {}
+        self._cross: dict[str, Any] = {}
         self._mlp: dict[str, Any] = {}
-        self._read: Tensor | None = None  # what the norm of a post-norm block reads
-        counted, visible = recording.batch.counted, recording.visible
-        self._counted = None if counted is None else counted.to(torch.float64)
-        self._visible = visible
+        self._read: Tensor | None = None
 
     def state(self, site: Site, layer: int, value: Tensor) -> None:
         """Take in a state or a write."""
@@ -109,16 +114,21 @@ class _Showing(Observer):
             return
         kind = self.anatomy.layers[layer].wiring.kind
         if site is Site.INPUT:
-            self._attention, self._mlp, self._read = {"state": value.clone()}, {}, None
+            self._attention, self._cross, self._mlp, self._read = {"state": value.clone()}, {}, {}, None
             if kind is Kind.PARALLEL:
                 self._mlp["state"] = self._attention["state"]
         elif site is Site.ATTENTION:
             self._attention["write"] = value.clone()
             self._show_attention(layer)
-        elif site is Site.READ and kind is Kind.POST_NORM:
+        elif site is Site.CROSS:
+            self._cross["write"] = value.clone()
+            self._show_cross(layer)
+        elif site is READ_AT[self._before_mlp] and kind is Kind.POST_NORM:
             self._read = value.clone()
-        elif site is Site.MIDDLE and kind is not Kind.PARALLEL:
+        elif site is self._before_mlp and kind is not Kind.PARALLEL:
             self._mlp["state"] = value.clone()
+        elif site is Site.MIDDLE and self.crosses:
+            self._cross["state"] = value.clone()
         elif site is Site.MLP:
             self._show_mlp(layer, value)
 
@@ -127,8 +137,16 @@ class _Showing(Observer):
         if layer in self.layers:
             self._attention["kernel"] = wide(result.weights)
             if call is not None and Needs.QKV in self.needs:
-                self._attention |= {name: wide(getattr(call, name)) for name in ("query", "key", "value")}
+                self._attention |= _projections(call)
             self._show_attention(layer)
+
+    def after_cross(self, layer: int, call: Call, result: Attended) -> None:
+        """The same of cross-attention."""
+        if layer in self.layers:
+            self._cross["kernel"] = wide(result.weights)
+            if Needs.CROSS_QKV in self.needs:
+                self._cross |= _projections(call)
+            self._show_cross(layer)
 
     def _show_attention(self, layer: int) -> None:
         parts = self._attention
@@ -148,6 +166,29 @@ class _Showing(Observer):
         for each in self.instruments:
             if each.needs.attention_half:
                 self._tell(each.attention, moment, passed)
+
+    def _show_cross(self, layer: int) -> None:
+        parts = self._cross
+        if not self.crosses or "write" not in parts or "kernel" not in parts:
+            return
+        state, source = wide(parts["state"]), self.recording.batch.source
+        assert source is not None
+        passed = CrossPass(
+            state,
+            self._direction(state),
+            wide(self.memory),
+            memory_weights=self._of_rows(source.counted, state),
+            memory_visible=self._of_rows(source.visible, state, boolean=True),
+            kernel=parts["kernel"] if Needs.CROSS_KERNEL in self.needs else None,
+            query=parts.get("query"),
+            key=parts.get("key"),
+            value=parts.get("value"),
+            write=wide(parts["write"]) if Needs.CROSS_WRITE in self.needs else None,
+        )
+        moment = self._moment(layer, Half.CROSS, state)
+        for each in self.instruments:
+            if each.needs.cross_half:
+                self._tell(each.cross, moment, passed)
 
     def _show_mlp(self, layer: int, write: Tensor) -> None:
         if not self.needs.mlp_half:
@@ -174,11 +215,16 @@ class _Showing(Observer):
             raise _InstrumentFailed(error) from error
 
     def _moment(self, layer: int, half: Half, state: Tensor) -> Moment:
-        parallel = self.anatomy.layers[layer].wiring.kind is Kind.PARALLEL
-        depth = 2 * layer + (half is Half.MLP and not parallel)
-        counted = None if self._counted is None else self._counted[self.rows].to(state)
-        visible = None if self._visible is None else self._visible[self.rows].to(state.device)
+        depth = self.anatomy.depths.at(layer, self.anatomy.layers[layer].wiring.reads(half))
+        batch = self.recording.batch
+        counted, visible = self._of_rows(batch.counted, state), self._of_rows(batch.visible, state, boolean=True)
         return Moment(layer, half, float(depth), self.rows, counted, visible, step=1.0)
+
+    def _of_rows(self, mask: Tensor | None, like: Tensor, *, boolean: bool = False) -> Tensor | None:
+        """A mask for the texts under way, where the state is, as numbers of its dtype or as it is."""
+        if mask is None:
+            return None
+        return mask[self.rows].to(like.device) if boolean else mask[self.rows].to(like)
 
     def _direction(self, state: Tensor) -> Tensor:
         """The unit vectors of a state, as the trajectory has them."""
@@ -199,3 +245,7 @@ class _Showing(Observer):
             assert self._read is not None
             core = unfolded(state, norm.core()(wide(self._read)), norm)
         return core / math.sqrt(self.anatomy.dim)
+
+
+def _projections(call: Call) -> dict[str, Tensor]:
+    return {name: wide(getattr(call, name)) for name in ("query", "key", "value")}

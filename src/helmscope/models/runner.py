@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, eq=False, repr=False)
 class Runner:
     """Runs a model on a batch, ``batch_size`` texts at a time, under ``edits``, and leaves the model as it was. Edits
-    that do not fit the model are refused at once.
+    that do not fit the model are refused at once. The runner of a decoder runs its whole model, and the encoder in it
+    under the edits of the runner ``encoder``.
 
     >>> from transformers import GPT2Config, GPT2LMHeadModel
     >>> sizes = {"vocab_size": 9, "n_embd": 8, "n_layer": 2, "n_head": 2, "n_positions": 16}
@@ -42,6 +44,7 @@ class Runner:
     batch: Batch
     batch_size: int
     edits: tuple[AbstractEdit, ...] = ()
+    encoder: Runner | None = None
 
     def __post_init__(self) -> None:
         check_edits(self.anatomy, self.edits)
@@ -94,14 +97,21 @@ class Runner:
             raise HelmscopeError("the model is in training mode, where every forward is another: call model.eval()")
         device = next(self.model.parameters()).device
         start, stop, _ = rows.indices(len(self.batch))
-        with watching(self.anatomy, self.edits, observers, skip=self._skip(observers)):
+        with ExitStack() as watched:
+            watched.enter_context(watching(self.anatomy, self.edits, observers, skip=self._skip(observers)))
+            if self.encoder is not None:
+                edits = self.encoder.edits
+                watched.enter_context(watching(self.encoder.anatomy, edits, skip=self.encoder._skip(())))
             for begin in range(start, stop, self.batch_size):
-                chunk = self._chunk(slice(begin, min(begin + self.batch_size, stop)), device)
-                inputs = self.batch.rows(chunk.rows).to(device)
-                with running(chunk):
+                part = slice(begin, min(begin + self.batch_size, stop))
+                inputs = self.batch.rows(part).to(device)
+                with ExitStack() as texts:
+                    for runner in (self, self.encoder):
+                        if runner is not None:
+                            texts.enter_context(running(runner.model, runner._chunk(part, device)))
                     out = run(model, inputs, gradients=gradients, **self.anatomy.options)
                 yield out
-                tell((chunk.rows.stop - start) / (stop - start))
+                tell((part.stop - start) / (stop - start))
 
     def _chunk(self, rows: slice, device: torch.device) -> Chunk:
         dtype = torch.float64 if self.model.dtype == torch.float64 else torch.float32
@@ -118,5 +128,5 @@ class Runner:
         layer in which a mid state is put too, which reads the layers before. An edit in a layer that does not run would
         have changed nothing behind that state.
         """
-        needed = any(each.sees_attention or each.needs_all_layers for each in observers)
+        needed = any(each.sees_attention or each.sees_cross or each.needs_all_layers for each in observers)
         return 0 if needed else max((edit.skip for edit in self.edits), default=0)

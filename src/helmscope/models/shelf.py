@@ -78,7 +78,10 @@ def model_bytes(loaded: Loaded) -> int:
 
 
 def stream_bytes(recording: Recording) -> int:
-    """The memory of recorded states: twice in a post-norm model, which also keeps them without gain and bias."""
+    """The memory of recorded states, those of an encoder included: twice in a post-norm model, which also keeps them
+    without gain and bias.
+    """
     stream, copies = recording.residual, 2 if recording.anatomy.post_norm else 1
     parts = [each for each in (stream.direction, stream.radius, stream.mean) if each is not None]
-    return copies * sum(each.numel() * each.element_size() for each in parts)
+    own = copies * sum(each.numel() * each.element_size() for each in parts)
+    return own if recording.encoder is None else own + stream_bytes(recording.encoder)

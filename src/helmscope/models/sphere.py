@@ -16,7 +16,7 @@ from helmscope.models.probe import equal, no_cache, run
 from helmscope.models.recorder import Stream
 from helmscope.models.tap import held
 from helmscope.models.topology import Kind
-from helmscope.models.watch import Observer, Site
+from helmscope.models.watch import READ_AT, Observer, Site
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -82,11 +82,12 @@ def on_sphere(recording: Recording) -> Stream:
 class _Cores(Observer):
     """Writes down core(z) for every state, with z what its norm reads."""
 
-    sites = frozenset({Site.INPUT, Site.READ, Site.MIDDLE, Site.CLOSE, Site.OUTPUT})
     needs_all_layers = True
 
     def __init__(self, anatomy: Anatomy, batch: int) -> None:
         self.anatomy, self.batch = anatomy, batch
+        states = {*anatomy.depths.states, Site.OUTPUT}
+        self.sites = frozenset(states | {read for state, read in READ_AT.items() if state in states})
         self.stream: Stream | None = None
         self._core: Tensor | None = None
 
@@ -98,21 +99,19 @@ class _Cores(Observer):
 
     def state(self, site: Site, layer: int, value: Tensor) -> None:
         """Take in what a norm reads, or write down the state that it gave."""
-        own = self.anatomy.layers[layer]
+        own, depths = self.anatomy.layers[layer], self.anatomy.depths
         if self.stream is None:
             self.stream = Stream.empty(self.anatomy, self.batch, value.shape[1], value)
-        if site in (Site.READ, Site.CLOSE):
-            norm = own.mlp_norm if site is Site.READ else own.close_norm
+        if site in READ_AT.values():
+            norm = next(own.state_norms[state] for state, read in READ_AT.items() if read is site)
             post_norm = own.wiring.kind is Kind.POST_NORM
             self._core = norm.core()(wide(value)) if post_norm and norm is not None else None
         elif site is Site.INPUT:
             opening = self.anatomy.embedding_norm
             before = opening[1] if opening is not None else None
-            self._put(2 * layer, value, self.anatomy.layers[layer - 1].close_norm if layer else before)
-        elif site is Site.MIDDLE:
-            self._put(2 * layer + 1, value, own.mlp_norm)
-        elif layer == len(self.anatomy.layers) - 1:
-            self._put(2 * layer + 2, value, own.close_norm)
+            self._put(depths.at(layer, site), value, self.anatomy.layers[layer - 1].close_norm if layer else before)
+        elif site is not Site.OUTPUT or layer == len(self.anatomy.layers) - 1:
+            self._put(depths.at(layer, site), value, own.state_norms[site])
 
     def _put(self, depth: int, state: Tensor, norm: Norm | None) -> None:
         assert self.stream is not None

@@ -44,7 +44,8 @@ _SHELF = Shelf()
 @dataclass(frozen=True, init=False, repr=False)
 class Subject:
     """A model on trial: one in the box ("A", "B", "tied"), a folder, a Hub id, or a model in memory, which must not
-    change while it is on trial. ``Subject.simulation()`` is the subject of a claim that needs no model.
+    change while it is on trial; of an encoder-decoder model its decoder, which is to write the texts again.
+    ``Subject.simulation()`` is the subject of a claim that needs no model.
 
     ``texts`` are strings, or rows of token ids of one length; by default those in the box. ``tokenizer``, ``loops``,
     ``revision`` and ``device`` are those of ``load``, ``truncate`` that of ``record``. Making a subject loads nothing:
@@ -282,11 +283,11 @@ class Subject:
 
     @property
     def _batch(self) -> Batch:
-        from helmscope.models.texts import prepare
+        from helmscope.models.targets import prepare_inputs
 
         loaded = self.loaded
         inputs = as_inputs(self.texts)
-        return prepare(loaded.model, inputs, loaded.tokenizer, truncate=self.truncate, why=loaded.why)
+        return prepare_inputs(loaded.model, inputs, loaded.tokenizer, truncate=self.truncate, why=loaded.why)
 
     @cached_property
     def token_ids(self) -> tuple[tuple[int, ...], ...]:
@@ -295,7 +296,7 @@ class Subject:
         >>> len(Subject("A", ["Once upon a time"]).token_ids[0])
         4
         """
-        batch = self._batch
+        batch = self._batch.source or self._batch
         ids = batch.inputs["input_ids"].tolist()
         if batch.visible is None:
             return tuple(map(tuple, ids))

@@ -125,6 +125,11 @@ def can_be_tapped(model: Any) -> bool:
     return bool(model._can_set_attn_implementation())
 
 
+def share_lock(part: nn.Module, whole: nn.Module) -> None:
+    """One lock for an encoder and its model: threads that want both, in whatever order, do not wait for each other."""
+    _locks[part] = _locks.setdefault(whole, RLock())
+
+
 @contextmanager
 def held(model: Any) -> Iterator[None]:
     """Inside, no other thread changes or records this model: it waits."""

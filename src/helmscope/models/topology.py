@@ -5,27 +5,39 @@
                 sandwich where a and m come out of a norm
     post-norm   mid = N(pre + a), post = N(mid + m)
 
-a is a tensor that follows from attention: what the output matrix made of the heads, through dropouts and norms. Where
-several modules show the same tensor (a dropout is the identity in eval mode), the shallowest path is taken.
+and with cross-attention, which writes c between the two,
+
+    sequential  post = pre + a + c + m, where modules read pre + a and pre + a + c
+    post-norm   mid = N(pre + a), second = N(mid + c), post = N(second + m)
+
+a is a tensor that follows from attention: what the output matrix made of the heads, through dropouts and norms; c
+follows from cross-attention in the same way. Where several modules show the same tensor (a dropout is the identity in
+eval mode), the shallowest path is taken.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from itertools import product
 from typing import TYPE_CHECKING
 
 import torch
 
 from helmscope.models.overhear import rows_of_weights
-from helmscope.types import HelmscopeError
+from helmscope.models.watch import Site
+from helmscope.types import Half, HelmscopeError
 
 if TYPE_CHECKING:
     from jaxtyping import Float
     from torch import Tensor, nn
 
     from helmscope.models.probe import LayerProbe, Seen
+    from helmscope.models.tap import Attended, Call
+
+    Write = tuple[Seen, Tensor]  # a module, and its output in the shape of a state
 
 
 class Kind(Enum):
@@ -45,7 +57,9 @@ class Wiring:
     """Where in a block its tensors pass, as paths of modules.
 
     ``attention`` and ``mlp`` give the writes; ``middle`` reads the mid state (sequential) or is the norm that gives it
-    (post-norm), ``close`` is the norm that gives the block's output (post-norm). ``scales`` multiply the writes.
+    (post-norm), ``close`` is the norm that gives the block's output (post-norm). ``scales`` multiply the writes, in
+    their order. Where there is cross-attention, ``cross`` gives its write, ``cross_module`` computes it, and
+    ``cross_middle`` stands to the state behind it as ``middle`` to the mid state.
     """
 
     kind: Kind
@@ -53,19 +67,48 @@ class Wiring:
     mlp: str
     middle: str | None = None
     close: str | None = None
-    scales: tuple[float, float] = (1.0, 1.0)
+    scales: tuple[float, ...] = (1.0, 1.0)
     sandwich: bool = False
     attention_norm: str | None = None
     mlp_norm: str | None = None
     output_matrix: str | None = None  # of attention: reads the heads side by side
     weights: str | None = None  # where a family outside the registry returns its attention weights
+    cross: str | None = None
+    cross_module: str | None = None
+    cross_middle: str | None = None
+    cross_norm: str | None = None
+    cross_matrix: str | None = None  # of cross-attention: reads its heads side by side
 
     def __str__(self) -> str:
+        added = "" if self.cross is None else " with cross-attention"
         if self.kind is Kind.POST_NORM:
-            return "post-norm"
+            return f"post-norm{added}"
         norms = "sandwich" if self.sandwich else "pre-norm"
-        scaled = ", writes scaled by {:.4g} and {:.4g}".format(*self.scales) if self.scales != (1.0, 1.0) else ""
-        return f"{self.kind.value} {norms}{scaled}"
+        sizes = " and ".join(f"{scale:.4g}" for scale in self.scales)
+        scaled = f", writes scaled by {sizes}" if set(self.scales) != {1.0} else ""
+        return f"{self.kind.value} {norms}{added}{scaled}"
+
+    @property
+    def writes(self) -> dict[Site, str]:
+        """The modules that give the writes, in their order."""
+        between = {} if self.cross is None else {Site.CROSS: self.cross}
+        return {Site.ATTENTION: self.attention, **between, Site.MLP: self.mlp}
+
+    @property
+    def joints(self) -> dict[Site, str]:
+        """The modules that read the states between the writes, or in a post-norm block give the states behind them."""
+        found = {Site.MIDDLE: self.middle, Site.CROSS_MIDDLE: self.cross_middle, Site.OUTPUT: self.close}
+        return {site: path for site, path in found.items() if path is not None}
+
+    def scale(self, site: Site) -> float:
+        """By how much a write is multiplied before it is added."""
+        return self.scales[list(self.writes).index(site)]
+
+    def reads(self, half: Half) -> Site:
+        """The state that a half reads."""
+        if half is Half.ATTENTION or self.kind is Kind.PARALLEL:
+            return Site.INPUT
+        return Site.CROSS_MIDDLE if half is Half.MLP and self.cross is not None else Site.MIDDLE
 
 
 def find_wiring(layer: LayerProbe, number: int = 0) -> Wiring:
@@ -81,7 +124,8 @@ def find_wiring(layer: LayerProbe, number: int = 0) -> Wiring:
     if found is None:
         raise HelmscopeError(
             f"model has a {type(layer.block).__name__} at layer {number} whose output is neither the sum of its input "
-            "and two writes nor the norm of such a sum: its residual topology is not known"
+            f"and {'three' if layer.cross else 'two'} writes nor the norm of such a sum: its residual topology is not "
+            "known"
         )
     return algebra.with_norms(found)
 
@@ -96,8 +140,12 @@ class _Algebra:
         self.tolerance = 3e-6 if self.pre.dtype.itemsize > 2 else 1.5 * torch.finfo(self.pre.dtype).eps
         self.calls = [call for call in layer.calls if call.path]
         self.writes = [(call, out) for call in self.calls if (out := self.like_state(call.output)) is not None]
-        self.heads = self.output_matrix()
-        self.from_attention = self.follow_attention()
+        self.heads, self.cross_heads = self.output_matrix(layer.attention), self.output_matrix(layer.cross)
+        self.from_attention = self.following(self.heads)
+        cross = [] if layer.cross is None else [[] if self.cross_heads is None else self.following(self.cross_heads)]
+        mine = {id(call) for group in (self.from_attention, *cross) for call, _ in group}
+        # for each write in its order, what may be it
+        self.groups = [self.from_attention, *cross, [each for each in self.writes if id(each[0]) not in mine]]
 
     def like_state(self, value: Tensor | None) -> Tensor | None:
         """A tensor as (batch, n, d), or None where it is none."""
@@ -113,21 +161,21 @@ class _Algebra:
         size = torch.maximum(a.norm(dim=-1), b.norm(dim=-1))
         return bool(((a - b).norm(dim=-1) <= self.tolerance * size).all())
 
-    def output_matrix(self) -> Seen | None:
+    def output_matrix(self, attention: tuple[Call, Attended] | None) -> Seen | None:
         """The module that reads the heads side by side; None for a family that is not in the registry."""
-        if self.layer.attention is None:
+        if attention is None:
             return None
-        heads = self.layer.attention[1].output
+        heads = attention[1].output
         for call in self.calls:
             seen = call.input
             if seen is not None and seen.numel() == heads.numel() and torch.equal(seen.reshape(heads.shape), heads):
                 return call
         return None
 
-    def follow_attention(self) -> list[tuple[Seen, Tensor]]:
+    def following(self, heads: Seen | None) -> list[Write]:
         """Tensors of the state's shape that follow from attention without the residual stream."""
-        if self.heads is not None:
-            known = [self.heads]
+        if heads is not None:
+            known = [heads]
         else:  # whatever lies in the module that returns rows of weights
             known = [call for call in self.calls if self.gives_weights(call)][:1]
             known += [call for call in self.calls if known and call.path.startswith(known[0].path + ".")]
@@ -152,22 +200,21 @@ class _Algebra:
         rows = rows_of_weights(call.outputs, self.pre.shape[-2])
         return rows is not None and self.like_state(call.output) is not None
 
-    def shallowest(self, pairs: list[tuple[Seen, Seen]]) -> tuple[Seen, Seen] | None:
+    def shallowest(self, choices: list[tuple[Seen, ...]]) -> tuple[Seen, ...] | None:
         order = {id(call): k for k, call in enumerate(self.calls)}
-        return min(pairs, key=lambda p: (p[0].depth + p[1].depth, order[id(p[0])], order[id(p[1])]), default=None)
 
-    def others(self) -> list[tuple[Seen, Tensor]]:
-        mine = {id(call) for call, _ in self.from_attention}
-        return [(call, out) for call, out in self.writes if id(call) not in mine]
+        def rank(calls: tuple[Seen, ...]) -> tuple[int, ...]:
+            return sum(call.depth for call in calls), *(order[id(call)] for call in calls)
+
+        return min(choices, key=rank, default=None)
 
     def additive(self) -> Wiring | None:
-        """post = pre + a + m."""
-        pairs = [
-            (self.gap((self.pre, a, m)), first, second)
-            for first, a in self.from_attention
-            for second, m in self.others()
-        ]
-        return self.placed(self.best(pairs), (1.0, 1.0))
+        """post = pre + a + m, or pre + a + c + m."""
+        choices = []
+        for writes in product(*self.groups):
+            calls, outs = zip(*writes, strict=True)
+            choices.append((self.gap((self.pre, *outs)), calls))
+        return self.placed(self.best(choices), (1.0,) * len(self.groups))
 
     def gap(self, parts: tuple[Tensor, ...]) -> float:
         """How far the parts are from adding up to the output: the worst token, in units of its largest part."""
@@ -175,58 +222,84 @@ class _Algebra:
         size = torch.stack([part.norm(dim=-1) for part in wide]).amax(0).clamp(min=1e-300)
         return float(((self.post.double() - sum(wide[1:], wide[0])).norm(dim=-1) / size).max())
 
-    def best(self, pairs: list[tuple[float, Seen, Seen]]) -> tuple[Seen, Seen] | None:
-        """The shallowest of the pairs that add up about as well as any."""
-        least = min((gap for gap, _, _ in pairs), default=math.inf)
+    def best(self, choices: list[tuple[float, tuple[Seen, ...]]]) -> tuple[Seen, ...] | None:
+        """The shallowest of the choices that add up about as well as any."""
+        least = min((gap for gap, _ in choices), default=math.inf)
         if least > self.tolerance:
             return None
-        return self.shallowest([(a, m) for gap, a, m in pairs if gap <= max(1.2 * least, 1e-6)])
+        return self.shallowest([calls for gap, calls in choices if gap <= max(1.2 * least, 1e-6)])
 
     def scaled(self) -> Wiring | None:
         """post - pre = s_a a + s_m m by least squares."""
         target = (self.post - self.pre).double().flatten()
-        found: dict[tuple[int, int], tuple[float, float]] = {}
-        pairs: list[tuple[float, Seen, Seen]] = []
-        for first, a in self.from_attention:
-            for second, m in self.others():
-                design = torch.stack([a.double().flatten(), m.double().flatten()], 1)
-                # on the CPU: a GPU has no solver for columns that may be the same
-                solution = torch.linalg.lstsq(design.cpu(), target[:, None].cpu(), driver="gelsd").solution[:, 0]
-                digits = 6 if self.pre.dtype.itemsize > 2 else 2
-                s_a, s_m = (float(f"{value:.{digits}g}") for value in solution.tolist())
-                if min(abs(s_a), abs(s_m)) > 1e-3:
-                    found[id(first), id(second)] = (s_a, s_m)
-                    pairs.append((self.gap((self.pre, s_a * a, s_m * m)), first, second))
-        best = self.best(pairs)
-        return None if best is None else self.placed(best, found[id(best[0]), id(best[1])])
+        found: dict[tuple[int, ...], tuple[float, ...]] = {}
+        choices: list[tuple[float, tuple[Seen, ...]]] = []
+        for writes in product(*self.groups):
+            calls, outs = zip(*writes, strict=True)
+            design = torch.stack([out.double().flatten() for out in outs], 1)
+            # on the CPU: a GPU has no solver for columns that may be the same
+            solution = torch.linalg.lstsq(design.cpu(), target[:, None].cpu(), driver="gelsd").solution[:, 0]
+            digits = 6 if self.pre.dtype.itemsize > 2 else 2
+            scales = tuple(float(f"{value:.{digits}g}") for value in solution.tolist())
+            if min(map(abs, scales)) > 1e-3:
+                found[tuple(map(id, calls))] = scales
+                parts = (scale * out for scale, out in zip(scales, outs, strict=True))
+                choices.append((self.gap((self.pre, *parts)), calls))
+        best = self.best(choices)
+        return None if best is None else self.placed(best, found[tuple(map(id, best))])
 
-    def placed(self, pair: tuple[Seen, Seen] | None, scales: tuple[float, float]) -> Wiring | None:
-        """Sequential where a module reads the mid state, parallel where none does."""
-        if pair is None:
+    def placed(self, calls: tuple[Seen, ...] | None, scales: tuple[float, ...]) -> Wiring | None:
+        """Sequential where modules read the states between the writes, parallel where none does."""
+        if calls is None:
             return None
-        mid = self.pre + scales[0] * self.state_of(pair[0])
-        readers = [call for call in self.calls if call is not pair[0] and self.same(call.input, mid)]
-        reader = min(readers, key=lambda call: call.depth, default=None)
-        kind = Kind.PARALLEL if reader is None else Kind.SEQUENTIAL
-        middle = None if reader is None else reader.path
-        return Wiring(kind, pair[0].path, pair[1].path, middle=middle, scales=scales)
+        state, readers = self.pre, list[str | None]()
+        for call, scale in zip(calls[:-1], scales[:-1], strict=True):
+            state = state + scale * self.state_of(call)
+            reading = [each for each in self.calls if each is not call and self.same(each.input, state)]
+            reader = min(reading, key=lambda each: each.depth, default=None)
+            readers.append(None if reader is None else reader.path)
+        if None in readers and len(calls) > 2:
+            return None  # cross-attention beside another half is of no kind that is known
+        kind = Kind.PARALLEL if None in readers else Kind.SEQUENTIAL
+        return self.wiring(kind, calls, readers, scales)
 
     def post_norm(self) -> Wiring | None:
-        """mid = N(pre + a), post = N'(mid + m)."""
-        pairs, norms = [], {}
-        for first, a in self.from_attention:
-            for n1 in self.reading(self.pre + a):
-                mid = self.state_of(n1)
-                for second, m in self.others():
-                    close = next((n for n in self.reading(mid + m) if self.same(n.output, self.post)), None)
-                    if close is not None:
-                        pairs.append((first, second))
-                        norms[id(first), id(second)] = (n1.path, close.path)
-        best = self.shallowest(pairs)
+        """mid = N(pre + a), post = N'(mid + m); with cross-attention there is one state more between them."""
+        norms: dict[tuple[int, ...], tuple[str, ...]] = {}
+        choices = []
+        for calls, paths in self.norm_chains(self.pre, self.groups):
+            choices.append(calls)
+            norms.setdefault(tuple(map(id, calls)), paths)
+        best = self.shallowest(choices)
         if best is None:
             return None
-        middle, close_path = norms[id(best[0]), id(best[1])]
-        return Wiring(Kind.POST_NORM, best[0].path, best[1].path, middle=middle, close=close_path)
+        *joints, close = norms[tuple(map(id, best))]
+        return replace(self.wiring(Kind.POST_NORM, best, joints, (1.0,) * len(best)), close=close)
+
+    def norm_chains(
+        self, state: Tensor, groups: Sequence[list[Write]]
+    ) -> Iterator[tuple[tuple[Seen, ...], tuple[str, ...]]]:
+        """Writes, one of each group, and the norms that lead from the state to the output through them."""
+        group, *later = groups
+        for call, out in group:
+            for norm in self.reading(state + out):
+                if later:
+                    for calls, paths in self.norm_chains(self.state_of(norm), later):
+                        yield (call, *calls), (norm.path, *paths)
+                elif self.same(norm.output, self.post):
+                    yield (call,), (norm.path,)
+
+    def wiring(
+        self, kind: Kind, calls: tuple[Seen, ...], joints: Sequence[str | None], scales: tuple[float, ...]
+    ) -> Wiring:
+        """What was found, by its paths."""
+        plain = Wiring(kind, calls[0].path, calls[-1].path, middle=joints[0], scales=scales)
+        if self.layer.cross is None:
+            return plain
+        module = next(call.path for call in self.calls if call.module is self.layer.cross[0].module)
+        assert self.cross_heads is not None
+        matrix = self.cross_heads.path
+        return replace(plain, cross=calls[1].path, cross_module=module, cross_middle=joints[1], cross_matrix=matrix)
 
     def reading(self, value: Tensor) -> list[Seen]:
         """The modules whose input is this state."""
@@ -242,22 +315,30 @@ class _Algebra:
 
     def with_norms(self, found: Wiring) -> Wiring:
         """The norms that attention and MLP read through, and whether the writes come out of one."""
-        mid = self.pre + found.scales[0] * self.state_of(self.at(found.attention))
         heads = None if self.heads is None else self.heads.path
         if heads is None or self.layer.overheard:
             found = replace(found, weights=next((call.path for call in self.calls if self.gives_weights(call)), None))
         if found.kind is Kind.POST_NORM:
-            return replace(found, mlp_norm=found.middle, output_matrix=heads)
-        read_by_mlp = self.pre if found.kind is Kind.PARALLEL else mid
+            if found.cross is None:
+                return replace(found, mlp_norm=found.middle, output_matrix=heads)
+            return replace(found, cross_norm=found.middle, mlp_norm=found.cross_middle, output_matrix=heads)
+        states = [self.pre]
+        for scale, path in zip(found.scales[:-1], list(found.writes.values())[:-1], strict=True):
+            states.append(states[-1] + scale * self.state_of(self.at(path)))
         norms = {call.path for call in self.calls if self.is_norm(call)}
+
+        def readers(state: Tensor) -> list[str]:
+            return [call.path for call in self.reading(state) if call.path in norms]
+
         # of two norms of the same state (parallel blocks) attention's comes first
-        readers = [call.path for call in self.reading(self.pre) if call.path in norms]
-        mlp_readers = [call.path for call in self.reading(read_by_mlp) if call.path in norms]
+        first, last = readers(self.pre), readers(self.pre if found.kind is Kind.PARALLEL else states[-1])
+        cross_readers = [] if found.cross is None else readers(states[1])
         return replace(
             found,
             sandwich=found.attention in norms and found.mlp in norms,
-            attention_norm=readers[0] if readers else None,
-            mlp_norm=mlp_readers[-1] if mlp_readers else None,
+            attention_norm=first[0] if first else None,
+            cross_norm=cross_readers[0] if cross_readers else None,
+            mlp_norm=last[-1] if last else None,
             output_matrix=heads,
         )
 

@@ -2,8 +2,11 @@
 
     INPUT              the block's input
     ATTENTION          what attention writes
-    MIDDLE             the state between the halves, virtual in a parallel block
+    MIDDLE             the state behind attention, virtual in a parallel block
     READ               what the module at the middle reads: the mid state, or of a post-norm block the sum
+    CROSS              what cross-attention writes, in the decoder of an encoder-decoder model
+    CROSS_MIDDLE       the state behind cross-attention
+    CROSS_READ         what the module there reads, as READ
     MLP                what the MLP writes
     CLOSE              what the norm at the end of a post-norm block reads
     OUTPUT             the block's output                                            all of these are (rows, n, d)
@@ -11,15 +14,19 @@
     MASK               what is added to the logits of attention, broadcasts to (rows, heads, n, n); 0 if there is none
     WEIGHTS            the attention weights (rows, heads, n, n)
     HEADS              what the heads read, before the output matrix: (rows, n, heads, r)
+    CROSS_QUERY, ...   the same six of cross-attention, whose keys and values are those of the encoder's m tokens:
+                       (rows, kv_heads, m, r), and (rows, heads, n, m) for weights and mask
 
 An edit (``AbstractEdit``) gives what takes the place of a value. It is frozen: where it is, and which texts are under
 way, is passed to it as a ``Context``. An ``Observer`` sees what the edits left and changes nothing; it gathers a
-result, and is told when the next texts begin. READ and CLOSE are there to be observed; edits are made at the others.
+result, and is told when the next texts begin. READ, CROSS_READ and CLOSE are there to be observed; edits are made at
+the others.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import Field, dataclass, fields, is_dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any
@@ -42,14 +49,19 @@ LONGEST_VALUE = 400  # characters of one value in the repr of an edit
 class Site(Enum):
     """Where a value passes.
 
-    >>> " ".join(site.name for site in Site)
+    >>> " ".join(site.name for site in Site if "CROSS" not in site.name)
     'INPUT ATTENTION MIDDLE READ MLP CLOSE OUTPUT QUERY KEY VALUE MASK WEIGHTS HEADS'
+    >>> Site.CROSS_WEIGHTS.value
+    'cross weights'
     """
 
     INPUT = "input"
     ATTENTION = "attention"
     MIDDLE = "middle"
     READ = "read"
+    CROSS = "cross"
+    CROSS_MIDDLE = "cross middle"
+    CROSS_READ = "cross read"
     MLP = "mlp"
     CLOSE = "close"
     OUTPUT = "output"
@@ -59,13 +71,47 @@ class Site(Enum):
     MASK = "mask"
     WEIGHTS = "weights"
     HEADS = "heads"
+    CROSS_QUERY = "cross query"
+    CROSS_KEY = "cross key"
+    CROSS_VALUE = "cross value"
+    CROSS_MASK = "cross mask"
+    CROSS_WEIGHTS = "cross weights"
+    CROSS_HEADS = "cross heads"
 
 
-BEFORE_ATTENTION = (Site.QUERY, Site.KEY, Site.VALUE, Site.MASK)
-AFTER_ATTENTION = (Site.WEIGHTS, Site.HEADS)
-IN_ATTENTION = frozenset({*BEFORE_ATTENTION, *AFTER_ATTENTION})
+@dataclass(frozen=True)
+class Inside:
+    """The sites inside an attention: what it is computed from, by the names that a ``Call`` has for it, and what it
+    gives.
+    """
+
+    before: Mapping[str, Site]
+    weights: Site
+    heads: Site
+
+    @property
+    def all(self) -> frozenset[Site]:
+        """All of them."""
+        return frozenset({*self.before.values(), self.weights, self.heads})
+
+
+IN_SELF = Inside(
+    {"query": Site.QUERY, "key": Site.KEY, "value": Site.VALUE, "mask": Site.MASK}, Site.WEIGHTS, Site.HEADS
+)
+IN_CROSS = Inside(
+    {"query": Site.CROSS_QUERY, "key": Site.CROSS_KEY, "value": Site.CROSS_VALUE, "mask": Site.CROSS_MASK},
+    Site.CROSS_WEIGHTS,
+    Site.CROSS_HEADS,
+)
+IN_ATTENTION = IN_SELF.all | IN_CROSS.all
 STATES_AND_WRITES = frozenset(Site) - IN_ATTENTION
-EDITABLE_STATES = (Site.INPUT, Site.ATTENTION, Site.MIDDLE, Site.MLP, Site.OUTPUT)
+OF_CROSS = IN_CROSS.all | {Site.CROSS, Site.CROSS_MIDDLE, Site.CROSS_READ}
+EDITABLE_STATES = (
+    *(Site.INPUT, Site.ATTENTION, Site.MIDDLE, Site.CROSS, Site.CROSS_MIDDLE),
+    *(Site.MLP, Site.OUTPUT),
+)
+LEADS_TO = {Site.ATTENTION: Site.MIDDLE, Site.CROSS: Site.CROSS_MIDDLE, Site.MLP: Site.OUTPUT}  # from write to state
+READ_AT = {Site.MIDDLE: Site.READ, Site.CROSS_MIDDLE: Site.CROSS_READ, Site.OUTPUT: Site.CLOSE}
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -164,8 +210,10 @@ class Observer:
 
     sites: frozenset[Site] = frozenset()  # states and writes for which ``state`` is called
     sees_attention: bool = False  # whether ``before`` and ``after`` are called
+    sees_cross: bool = False  # whether ``after_cross`` is called
     needs_all_layers: bool = False  # whether the layers before a state that is put in must run all the same
     chunk: Chunk
+    memory: Tensor  # where it sees cross-attention, what the encoder gave: (rows, m, d)
 
     @property
     def rows(self) -> slice:
@@ -184,6 +232,9 @@ class Observer:
 
     def after(self, layer: int, call: Call | None, result: Attended) -> None:
         """What attention gave, and what from; ``call`` is None in a family that shows its weights alone."""
+
+    def after_cross(self, layer: int, call: Call, result: Attended) -> None:
+        """What cross-attention gave, and what from."""
 
 
 def bytes_of(value: Tensor) -> bytes:

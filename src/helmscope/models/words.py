@@ -8,6 +8,7 @@ before anything can stop it, so the rules are read first. What is not seen here:
 from __future__ import annotations
 
 import base64
+import inspect
 import json
 import math
 from pathlib import Path
@@ -45,11 +46,15 @@ def read_tokenizer(folder: Path) -> tuple[Any | None, str | None]:
         return None, f"{there[0]}: {one_line(error)}"
 
 
-def encode(texts: Sequence[str], tokenizer: Any, **options: Any) -> list[list[int]]:
-    """The token ids of every text; a tokenizer that fails, or could grow beyond all bounds, is one sentence."""
+def encode(texts: Sequence[str], tokenizer: Any, *, as_targets: bool = False, **options: Any) -> list[list[int]]:
+    """The token ids of every text; a tokenizer that fails, or could grow beyond all bounds, is one sentence. What a
+    decoder is to write may have rules of its own (``as_targets``), such as those of another language.
+    """
     try:
         check_rules(_rules_of(tokenizer))
-        return [list(tokenizer(text, **options)["input_ids"]) for text in texts]
+        apart = as_targets and "text_target" in inspect.signature(tokenizer.__call__).parameters
+        given = [tokenizer(text_target=text, **options) if apart else tokenizer(text, **options) for text in texts]
+        return [list(each["input_ids"]) for each in given]
     except BaseException as error:  # whatever a tokenizer stumbles over
         if not is_failure(error):
             raise

@@ -19,6 +19,7 @@ from helmscope.types.arguments import (
 from helmscope.types.errors import HelmscopeError, MissingExtra
 from helmscope.types.instrument import (
     AttentionPass,
+    CrossPass,
     Half,
     Instrument,
     MlpPass,
@@ -48,6 +49,7 @@ __all__ = [
     "REPLICATES",
     "AttentionPass",
     "Control",
+    "CrossPass",
     "Exhibit",
     "Half",
     "HelmscopeError",

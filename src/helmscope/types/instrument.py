@@ -1,8 +1,9 @@
 """What passes through a system while it is replayed, and the instruments that measure it.
 
-A replay shows every layer of a system once, a chunk of its replicates at a time: first the attention half, then the MLP
-half, where there are such. An ``Instrument`` says what it needs to be shown, keeps a small result of each chunk, and
-gives a Measurement that keeps its replicates. A replay computes nothing that no instrument needs.
+A replay shows every layer of a system once, a chunk of its replicates at a time: first the attention half, then the
+cross-attention of a decoder that reads an encoder, then the MLP half, where there are such. An ``Instrument`` says what
+it needs to be shown, keeps a small result of each chunk, and gives a Measurement that keeps its replicates. A replay
+computes nothing that no instrument needs.
 """
 
 from __future__ import annotations
@@ -28,13 +29,14 @@ if TYPE_CHECKING:
 
 
 class Half(Enum):
-    """The two halves of a block.
+    """The two halves of a block, and between them the cross-attention of a decoder that reads an encoder.
 
     >>> [half.value for half in Half]
-    ['attention', 'mlp']
+    ['attention', 'cross', 'mlp']
     """
 
     ATTENTION = "attention"
+    CROSS = "cross"
     MLP = "mlp"
 
 
@@ -44,6 +46,8 @@ class Needs(Flag):
     ``ATTENTION`` and ``MLP`` are the states that a half reads, ``ATTENTION_WRITE`` and ``MLP_WRITE`` what it writes:
     shown wherever the system has that half. ``KERNEL`` (the attention weights), ``QKV`` (query, key and value) and
     ``FORCE`` (the MLP as a field on unit vectors) are required: a system that cannot show them refuses the instrument.
+    ``CROSS`` (the states that cross-attention reads, and those of the encoder that it attends to), ``CROSS_KERNEL``,
+    ``CROSS_QKV`` and ``CROSS_WRITE`` are shown wherever a layer has cross-attention; most systems have none.
 
     >>> Needs.KERNEL in Needs.KERNEL | Needs.MLP_WRITE
     True
@@ -57,11 +61,20 @@ class Needs(Flag):
     MLP = auto()
     FORCE = auto()
     MLP_WRITE = auto()
+    CROSS = auto()
+    CROSS_KERNEL = auto()
+    CROSS_QKV = auto()
+    CROSS_WRITE = auto()
 
     @property
     def attention_half(self) -> bool:
         """Whether anything of the attention half is asked for."""
         return bool(self & (Needs.ATTENTION | Needs.KERNEL | Needs.QKV | Needs.ATTENTION_WRITE))
+
+    @property
+    def cross_half(self) -> bool:
+        """Whether anything of cross-attention is asked for."""
+        return bool(self & (Needs.CROSS | Needs.CROSS_KERNEL | Needs.CROSS_QKV | Needs.CROSS_WRITE))
 
     @property
     def mlp_half(self) -> bool:
@@ -90,7 +103,7 @@ class Moment:
     """Where in a replay a chunk passes.
 
     ``layer`` and ``half`` say which mechanism it is. ``time`` is the time of the state that this half reads: the time
-    of a simulation, the depth in half-layers of a recording. ``rows`` are the replicates of the chunk, ``weights`` what
+    of a simulation, the depth of a recording. ``rows`` are the replicates of the chunk, ``weights`` what
     statistics count of their tokens (None: all alike), ``visible`` what attention sees of them (None: all). ``step``
     is None in a flow, whose writes are velocities; in a layer writes are increments, and ``step`` is its size h: 1 in
     a model, and for ``Layer(h)`` the factor h that the increments contain.
@@ -134,6 +147,30 @@ class AttentionPass:
 
 
 @dataclass(frozen=True, eq=False)
+class CrossPass:
+    """What passes through the cross-attention of a layer, by which a decoder reads its encoder; None where no
+    instrument needs it.
+
+    ``state`` is the state that it reads, before any norm, and ``direction`` its unit vectors. ``memory`` holds the
+    encoder's last states, which it attends to; ``memory_weights`` is what statistics count of the encoder's tokens
+    (None: all alike), ``memory_visible`` which of them can be seen (None: all). ``kernel`` has for each token of the
+    decoder a row of weights of the encoder's m tokens; ``query`` is the decoder's, ``key`` and ``value`` are the
+    encoder's. ``write`` is what cross-attention adds to the state. Tensors are valid during the call alone.
+    """
+
+    state: Float[Tensor, "rows n d"]
+    direction: Float[Tensor, "rows n d"]
+    memory: Float[Tensor, "rows m e"]
+    memory_weights: Float[Tensor, "rows m"] | None = None
+    memory_visible: Bool[Tensor, "rows m"] | None = None
+    kernel: Float[Tensor, "rows heads n m"] | None = None
+    query: Float[Tensor, "rows heads n r"] | None = None
+    key: Float[Tensor, "rows kv_heads m r"] | None = None
+    value: Float[Tensor, "rows kv_heads m s"] | None = None
+    write: Float[Tensor, "rows n d"] | None = None
+
+
+@dataclass(frozen=True, eq=False)
 class MlpPass:
     """What passes through the MLP half of a layer; None where no instrument needs it.
 
@@ -153,9 +190,10 @@ class MlpPass:
 class Instrument(ABC):
     """Measures what passes while a system is replayed; ``system.replay(...)`` and ``hs.measure`` take instruments.
 
-    A subclass has a ``name`` and says what it ``needs``. It implements ``attention``, ``mlp`` or both, and there calls
-    ``keep`` with numbers of each replicate of the chunk. Kept numbers are put together by their replicate, so that the
-    size of the chunks changes nothing. An instrument can be used again: every replay starts it afresh.
+    A subclass has a ``name`` and says what it ``needs``. It implements ``attention``, ``cross`` and ``mlp``, or some
+    of them, and there calls ``keep`` with numbers of each replicate of the chunk. Kept numbers are put together by
+    their replicate, so that the size of the chunks changes nothing. An instrument can be used again: every replay
+    starts it afresh.
 
     >>> import torch
     >>> from helmscope.fields.attention import SA
@@ -204,6 +242,9 @@ class Instrument(ABC):
 
     def attention(self, moment: Moment, passed: AttentionPass) -> None:  # noqa: B027 - it may need one half alone
         """Take in what passes through an attention half."""
+
+    def cross(self, moment: Moment, passed: CrossPass) -> None:  # noqa: B027 - the same
+        """Take in what passes through cross-attention."""
 
     def mlp(self, moment: Moment, passed: MlpPass) -> None:  # noqa: B027 - the same
         """Take in what passes through an MLP half."""

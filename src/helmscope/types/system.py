@@ -20,8 +20,8 @@ class System(Protocol):
     """A trajectory with the mechanism that made it. Simulations and recordings are Systems; nobody asks which.
 
     Mechanisms are asked for by layer and states by depth. A simulation has one layer per stored time, whose index is
-    the depth; a model of L layers has the depths 0 to 2 L in half-layers. The system names the axes that its
-    Measurements have.
+    the depth; a model of L layers has the depths 0 to 2 L in half-layers, and a decoder that reads an encoder 0 to 3 L.
+    The system names the axes that its Measurements have.
     """
 
     @property

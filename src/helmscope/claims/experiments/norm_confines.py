@@ -139,7 +139,7 @@ def _run(case: Case, norm: Norm, stream: int, sign: float | None, starts: int) -
         post = Block(*parts, placement=PostNorm(attention_norm=norm, mlp_norm=norm))
         pre = Block(*parts, placement=PreNorm(attention_norm=norm, mlp_norm=norm))
         after, residual = post.layer(after), pre.layer(residual)
-        for half in Half:
+        for half in (Half.ATTENTION, Half.MLP):
             bare = bare + post.write(half, bare)
         radii.append(_radii(norm, after, bare, residual))
     radius = torch.stack(radii, 1)

@@ -50,7 +50,7 @@ def tokens_cluster(case: Case) -> Finding:
         return Finding.impossible(missing)
     runs = [_Run.of(name, subject, case) for name, subject in zip(case.names, case.subjects, strict=True)]
     shown = runs[-1]
-    flow = _flow(shown.path, shown.end)
+    flow = _flow(shown.path, shown.end, shown.steps)
     flowed = _Cloud.of(flow)
     cases = {f"{run.name} itself": run.growth for run in runs}
     cases |= {f"{run.name} over its untrained twins": run.growth - run.null.mean(0) for run in runs}
@@ -105,15 +105,20 @@ class _Run:
         loops = subject.tied_loops
         deep = subject if loops is None else subject.looped(2 * loops)
         recording = deep.recording_of(texts)
-        cloud = _Cloud.of(recording.on_sphere, recording.batch.inputs["input_ids"])
+        cloud = _Cloud.of(recording.on_sphere, recording.batch.inputs[recording.batch.ids_name])
         # map holds no recording while the next one is made
         twins = list(map(_Cloud.of_recording, deep.twin_recordings(TWINS, seed=case.seed, texts=texts)))
-        end = cloud.depths - 1 if loops is None else 2 * loops
+        end = cloud.depths - 1 if loops is None else recording.anatomy.depths.steps * loops
         return cls(name, recording, twins, cloud, end, len(texts), firsts)
 
     @property
     def path(self) -> Trajectory:
         return self.recording.on_sphere
+
+    @property
+    def steps(self) -> int:
+        """The number of sub-steps of a layer."""
+        return self.recording.anatomy.depths.steps
 
     @property
     def growth(self) -> np.ndarray:
@@ -139,7 +144,7 @@ class _Run:
             return {f"{self.name} with the first token": _growth(_Cloud.of(self.path, sink=True).share, self.end)}
         found = {f"{self.name} with gain and bias": _growth(_Cloud.of(self.recording.trajectory).share, self.end)}
         if self.is_looped:
-            loops = self.end // 2
+            loops = self.end // self.steps
             what = f"{self.name}, from {loops} to {2 * loops} loops"
             found[what] = self.cloud.share[-1] - self.cloud.share[self.end]
         return found
@@ -223,10 +228,10 @@ def _prompts(count: int, subject: Subject) -> tuple[list[str | tuple[int, ...]],
     return [texts[k] for k in chosen], len({firsts[k] for k in chosen})
 
 
-def _flow(path: Trajectory, end: int) -> Trajectory:
-    """The flow from the first states of some prompts, at half a unit of time for a half-layer."""
+def _flow(path: Trajectory, end: int, steps: int) -> Trajectory:
+    """The flow from the first states of some prompts, at a unit of time for a layer."""
     x = retract(path.states[0, :FLOWS].double())
-    times = [k / 2 for k in range(end + 1)]
+    times = [k / steps for k in range(end + 1)]
     weights = None if path.weights is None else path.weights[0, :FLOWS]
     return integrate(SA(beta=BETA), x, times, weights=weights, stepper=DormandPrince(1e-5)).trajectory
 
@@ -264,7 +269,7 @@ def _figure_one(run: _Run, flow: Trajectory) -> xr.Dataset:
     tied block, looped to twice that, as the source's figure 1 has it, and the flow.
     """
     path, end = run.path, run.end
-    layers, unit = end // 2, "loops" if run.is_looped else "layers"
+    layers, unit = end // run.steps, "loops" if run.is_looped else "layers"
     rows = {f"{layers} {unit}": (path, end)}
     rows |= {f"{2 * layers} loops": (path, 2 * end)} if run.is_looped else {}
     rows[f"SA flow, t to {layers}"] = (flow, end)

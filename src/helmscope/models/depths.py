@@ -1,0 +1,55 @@
+"""Which state of which layer lies at which depth: the one place that knows how many sub-steps a layer has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from helmscope.models.watch import Site
+
+STATES = (Site.INPUT, Site.MIDDLE)
+STATES_WITH_CROSS = (Site.INPUT, Site.MIDDLE, Site.CROSS_MIDDLE)
+
+
+@dataclass(frozen=True)
+class Depths:
+    """The depths of ``layers`` layers. A layer has two sub-steps, attention and MLP, or three where it has ``cross``
+    attention between them; depth 0 is the input of the first layer, ``last`` the output of the last one.
+
+    >>> Depths(2).last, Depths(2, cross=True).last
+    (4, 6)
+    >>> Depths(2, cross=True).at(1, Site.CROSS_MIDDLE)
+    5
+    >>> Depths(2).site(3), Depths(2).site(4)
+    ((1, <Site.MIDDLE: 'middle'>), (1, <Site.OUTPUT: 'output'>))
+    """
+
+    layers: int
+    cross: bool = False
+
+    @property
+    def states(self) -> tuple[Site, ...]:
+        """The states of a layer in their order, without its output, which is the next layer's input."""
+        return STATES_WITH_CROSS if self.cross else STATES
+
+    @property
+    def steps(self) -> int:
+        """The number of sub-steps of a layer."""
+        return len(self.states)
+
+    @property
+    def last(self) -> int:
+        """The depth of the last layer's output."""
+        return self.steps * self.layers
+
+    def at(self, layer: int, site: Site) -> int:
+        """The depth of a state: INPUT, MIDDLE, CROSS_MIDDLE or OUTPUT of a layer."""
+        return self.steps * layer + (self.steps if site is Site.OUTPUT else self.states.index(site))
+
+    def layer(self, depth: int) -> int:
+        """The layer that reads the state at a depth; the last layer for its own output."""
+        return min(depth // self.steps, self.layers - 1)
+
+    def site(self, depth: int) -> tuple[int, Site]:
+        """The layer and the site at which the state of a depth passes."""
+        layer = self.layer(depth)
+        return layer, Site.OUTPUT if depth == self.last else self.states[depth % self.steps]
