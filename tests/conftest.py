@@ -30,12 +30,12 @@ def _loop_bounds():
     def whole(*bounds):
         return range(*(b.handle.data.item() if hasattr(b, "handle") else b for b in bounds))
 
-    def mended(*given, halves=flash._halves):
+    def mended(*given, split=flash._split):
         importlib.import_module("triton.runtime.interpreter").range = whole
-        return halves(*given)
+        return split(*given)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(flash, "_halves", mended)
+        patch.setattr(flash, "_split", mended)
         yield
 
 

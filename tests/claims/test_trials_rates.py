@@ -24,7 +24,7 @@ from helmscope.observe.inner_products import mean_inner_product
 from helmscope.solve.heun import Heun
 from helmscope.solve.integrate import integrate
 from helmscope.theory.equiangular import equiangular, hitting_time
-from helmscope.theory.starts import Orthonormal
+from helmscope.theory.starts import Orthonormal, Uniform
 from helmscope.types import Ruling, Verdict
 
 SUPPORTED, REFUTED, INCONCLUSIVE = Ruling.SUPPORTED, Ruling.REFUTED, Ruling.INCONCLUSIVE
@@ -180,6 +180,23 @@ def test_the_path_of_the_energy_is_scipys() -> None:
 def test_a_single_fall_makes_the_smallest_change_negative() -> None:
     energy = torch.tensor([[0.0, 0.0], [2.0, 1.0], [1.0, 3.0], [5.0, 4.0]])
     assert energy_rises.smallest(energy).tolist() == pytest.approx([-0.2, 0.25])
+
+
+def test_each_start_has_its_pair_of_matrices_in_one_integration(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = Uniform(n=16, dim=4).sample(4, seed=0)
+    b, v = torch.randn(2, 3, 4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    calls = []
+
+    def spy(*given, **options):
+        calls.append(given)
+        return integrate(*given, **options)
+
+    monkeypatch.setattr(energy_rises, "integrate", spy)
+    seen = energy_rises._paths(x, b, v)
+    assert len(calls) == 1
+    for k in range(3):
+        alone = energy_rises.path(SA(beta=energy_rises.MIDDLE, query_key=b[k], value=v[k]), x[k])
+        assert torch.allclose(seen[:, k], alone, rtol=1e-13, atol=0)
 
 
 def test_energy_rises_notices_faults(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Harmonics against scipy, mpmath, closed forms and the sums they are for. Bounds are a few times what was measured."""
+"""Harmonics against SciPy, mpmath, closed forms and kernel sums. Bounds are a few times the measured errors."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_circle_angle_is_atan2():
     assert torch.equal(hm.circle_angle(AXES[[0, 1, 3, 4], :2]), axes)
 
 
-def test_circle_angle_has_its_gradient_everywhere():
+def test_gradient_of_circle_angle_everywhere():
     t = torch.arange(16, dtype=F64) * (math.pi / 8)
     x = torch.cat([torch.stack([t.cos(), t.sin()], -1), AXES[[0, 1, 3, 4], :2]])
     tangent = torch.stack([-x[:, 1], x[:, 0]], -1)
@@ -71,7 +71,7 @@ def scipy_harmonics(x: torch.Tensor, degree: int) -> np.ndarray:
     theta, phi = np.arctan2(np.hypot(x, y), z), np.arctan2(y, x)
     out = np.empty((len(x), (degree + 1) ** 2))
     for deg in range(degree + 1):
-        for m in range(deg + 1):  # scipy's carry the Condon-Shortley sign (-1)^m
+        for m in range(deg + 1):  # SciPy's include the Condon-Shortley sign (-1)^m
             value = (-1) ** m * math.sqrt(2 if m else 1) * scipy.special.sph_harm_y(deg, m, theta, phi)
             out[:, deg * deg + deg - m] = value.imag
             out[:, deg * deg + deg + m] = value.real
@@ -81,7 +81,7 @@ def scipy_harmonics(x: torch.Tensor, degree: int) -> np.ndarray:
 def test_spherical_harmonics_against_scipy_to_degree_200():
     x = random_points(12, 3)
     assert abs(hm.spherical_harmonics(x, 200).numpy() - scipy_harmonics(x, 200)).max() < 3e-13  # measured 1.1e-13
-    near = torch.cat([near_poles(8), AXES])  # scipy itself loses digits here at high degree: see the mpmath test
+    near = torch.cat([near_poles(8), AXES])  # here SciPy itself loses digits at high degree: see the mpmath test
     assert abs(hm.spherical_harmonics(near, 20).numpy() - scipy_harmonics(near, 20)).max() < 1e-13
 
 
@@ -144,9 +144,9 @@ def test_spherical_harmonics_are_orthonormal():
     assert (gram - torch.eye((degree + 1) ** 2, dtype=F64)).abs().max() < 1e-14
 
 
-def test_spherical_harmonics_have_their_gradient_everywhere():
+def test_gradient_of_spherical_harmonics_everywhere():
     x = torch.cat([random_points(3, 3), near_poles(2)])
-    # along the sphere: the formula holds for unit vectors only
+    # retract, because the formula holds only for unit vectors
     assert torch.autograd.gradcheck(lambda y: hm.spherical_harmonics(retract(y), 4), x.clone().requires_grad_(True))
     y = AXES.clone().requires_grad_(True)
     (slope,) = torch.autograd.grad(hm.spherical_harmonics(y, 200).sum(), y)
@@ -166,7 +166,7 @@ def test_spherical_harmonics_are_eigenfunctions():
             assert (lap + deg * (deg + 1) * values[:, index]).abs().max() < 1e-13
 
 
-def test_float32_keeps_its_digits():
+def test_float32_accuracy():
     x = torch.cat([random_points(20, 3), near_poles(10), AXES]).float()
     low, exact = hm.spherical_harmonics(x, 150), hm.spherical_harmonics(x.double(), 150)
     assert low.dtype == torch.float32
@@ -176,12 +176,12 @@ def test_float32_keeps_its_digits():
     assert (hm.gegenbauer(x[:, 0], 9, dim=5) - hm.gegenbauer(x[:, 0].double(), 9, dim=5)).abs().max() < 1e-6
 
 
-def test_a_point_does_not_feel_its_batch():
+def test_the_result_at_a_point_does_not_depend_on_the_batch():
     x = random_points(103, 3)
-    every, circle = hm.spherical_harmonics(x, 12), hm.fourier(x[:, :2], 12)
+    spherical, circular = hm.spherical_harmonics(x, 12), hm.fourier(x[:, :2], 12)
     for i in range(0, 103, 6):
-        assert torch.equal(hm.spherical_harmonics(x[i], 12), every[i])
-        assert torch.equal(hm.fourier(x[i, :2], 12)[1], circle[1][i])
+        assert torch.equal(hm.spherical_harmonics(x[i], 12), spherical[i])
+        assert torch.equal(hm.fourier(x[i, :2], 12)[1], circular[1][i])
         assert torch.equal(hm.circle_angle(x[i, :2]), hm.circle_angle(x[:, :2])[i])
 
 
@@ -223,7 +223,7 @@ def test_zonal_polynomials_are_eigenfunctions():
             assert torch.allclose(lap, -k * (k + dim - 2) * hm.gegenbauer(x[:, 0], k, dim=dim)[:, k], atol=1e-12)
 
 
-def test_gegenbauer_c_overflows_where_it_says():
+def test_gegenbauer_c_overflows_at_the_documented_degree():
     s = torch.tensor(1.0, dtype=F64)
     assert torch.isfinite(hm.gegenbauer_c(s, 310, order=512)).sum() == 304
     assert torch.isfinite(hm.gegenbauer_c(s.float(), 30, order=512)).sum() == 19
@@ -259,8 +259,8 @@ def test_quadrature_against_scipy_and_mpmath():
         s, w = hm.zonal_quadrature(40, dim=dim)
         nodes, weights = scipy.special.roots_gegenbauer(40, (dim - 2) / 2)
         assert abs(s.numpy() - nodes).max() < 3e-16
-        assert abs(w.numpy() - weights / weights.sum()).max() < 2e-15  # mostly scipy's: mpmath says 5e-17
-    # the smallest weight of 64 points in dim 1024 is 1.7e-46, and relatively exact
+        assert abs(w.numpy() - weights / weights.sum()).max() < 2e-15  # mostly SciPy's: 5e-17 against mpmath
+    # the smallest of 64 weights in dim 1024 is 1.7e-46, and accurate in relative terms
     s, w = hm.zonal_quadrature(64, dim=1024)
     with mpmath.workdps(40):
         scale = mpmath.gegenbauer(64, 511, 0)
@@ -284,7 +284,7 @@ def test_zonal_coefficients():
 
 
 @pytest.mark.parametrize("d", [3, 5, 8])
-def test_hodge_series_solves_its_equation(d):
+def test_hodge_series_solves_its_ode(d):
     """(1-s^2) h'' - (d+1) s h' - (d-1) h = -g for h = sum_k g_k / ((k+1)(k+d-1)) C_k^(d/2), g = s f' + (d-1) f."""
 
     def g(s: torch.Tensor) -> torch.Tensor:
@@ -303,7 +303,7 @@ def test_hodge_series_solves_its_equation(d):
 
 @pytest.mark.parametrize("dim", [2, 3, 4, 10, 128, 1024])
 @pytest.mark.parametrize("beta", [0.0, 1e-3, 0.5, 4.0, 30.0, 300.0, 1e4])
-def test_exponential_series_is_the_exponential(beta, dim):
+def test_exponential_series_sums_to_the_exponential(beta, dim):
     degree = hm.exponential_degree(beta, dim=dim, tolerance=1e-15)
     a = hm.exponential_coefficients(beta, degree, dim=dim)
     s = grid()
@@ -323,17 +323,17 @@ def test_exponential_coefficients_against_mpmath(beta, dim):
             assert abs(a[k].item() / exact - 1) < 1e-14  # relative, down to 1e-90; measured 4e-15
 
 
-def test_exponential_coefficients_at_the_edges():
+def test_exponential_coefficients_in_extreme_cases():
     assert hm.exponential_coefficients(0, 3, dim=2).tolist() == [1, 0, 0, 0]
     assert hm.exponential_degree(0, dim=3, tolerance=1e-300) == 0
     assert hm.exponential_degree(7, dim=3, tolerance=1) == 0
-    far = hm.exponential_coefficients(1e4, 20000, dim=1024)  # the first ones are below 1e-308, the last ones too
-    assert bool(torch.isfinite(far).all())
-    assert abs(far.sum().item() - 1) < 1e-14
+    a = hm.exponential_coefficients(1e4, 20000, dim=1024)  # the first and the last ones are below 1e-308
+    assert bool(torch.isfinite(a).all())
+    assert abs(a.sum().item() - 1) < 1e-14
     assert hm.exponential_coefficients(2.0, 3000, dim=2).shape == (3001,)
 
 
-def test_exponential_degree_is_the_least():
+def test_exponential_degree_is_the_smallest():
     for beta, dim in ((0.5, 2), (4.0, 3), (30.0, 3), (30.0, 512)):
         a = hm.exponential_coefficients(beta, 400, dim=dim)
         for tolerance in (1e-3, 1e-12, 1e-40):
@@ -348,7 +348,7 @@ def per_mode(a: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("beta", [0.5, 4.0, 30.0])
 def test_kernel_sums_through_moments(beta):
-    """sum_j e^(beta <x_i, x_j>) in O(n): moments in, moments out, on S^1 and S^2."""
+    """sum_j e^(beta <x_i, x_j>) in O(n) by moments, on S^1 and S^2."""
     circle, sphere = random_points(50, 2), random_points(50, 3)
 
     a = hm.exponential_coefficients(beta, hm.exponential_degree(beta, dim=2, tolerance=1e-15), dim=2)
@@ -365,7 +365,7 @@ def test_kernel_sums_through_moments(beta):
 
 
 def test_kernel_gradient_through_moments():
-    """The velocity sum_j e^(beta <x, x_j>) x_j is the gradient in x of the sum over beta."""
+    """The velocity sum_j e^(beta <x, x_j>) x_j is the gradient in x of sum_j e^(beta <x, x_j>) / beta."""
     beta, x = 4.0, random_points(20, 3)
     a = hm.exponential_coefficients(beta, hm.exponential_degree(beta, dim=3, tolerance=1e-15), dim=3)
     moments = per_mode(a) * hm.spherical_harmonics(x, len(a) - 1).sum(0)
@@ -374,8 +374,8 @@ def test_kernel_gradient_through_moments():
     assert (fast - dense).abs().max() < 1e-13
 
 
-def test_dimensions_whose_squares_leave_int64():
-    """At dim -> infinity the law of sqrt(dim) <x, e> is normal, and e^(beta s) has the coefficient 1 of degree 0."""
+def test_dimensions_whose_squares_overflow_int64():
+    """As dim -> infinity, sqrt(dim) <x, e> becomes normal, and the coefficient of degree 0 of e^(beta s) becomes 1."""
     s, w = hm.zonal_quadrature(4, dim=10**18)
     assert float((w * s**4).sum() * 1e36) == pytest.approx(3.0, rel=1e-12)
     assert hm.exponential_degree(1.0, dim=10**18, tolerance=1e-3) == hm.exponential_degree(
@@ -384,7 +384,7 @@ def test_dimensions_whose_squares_leave_int64():
 
 
 @pytest.mark.parametrize(
-    ("call", "named"),
+    ("call", "message"),
     [
         (lambda: hm.fourier(torch.ones(3), 2), "x has shape"),
         (lambda: hm.spherical_harmonics(torch.ones(4, 2), 2), "x has shape"),
@@ -406,6 +406,6 @@ def test_dimensions_whose_squares_leave_int64():
         (lambda: hm.exponential_coefficients(1e300, 5, dim=3), r"beta is 1e\+300, but that makes"),
     ],
 )
-def test_bad_input_is_named(call, named):
-    with pytest.raises(HelmscopeError, match=named):
+def test_bad_input_raises(call, message):
+    with pytest.raises(HelmscopeError, match=message):
         call()

@@ -1,6 +1,8 @@
-"""Pairwise distances and single linkage against loops, naive merging and SciPy; batches of points and of clouds."""
+"""Pairwise distances and single linkage against loops, naive merging and SciPy; independence of the batch."""
 
 from __future__ import annotations
+
+import math
 
 import numpy as np
 import pytest
@@ -13,14 +15,22 @@ from scipy.spatial.distance import squareform
 
 import oracles
 from helmscope.geometry import sphere
-from helmscope.geometry.linkage import clusters, components, pairwise_angles, spanning_tree, without_padding
+from helmscope.geometry.linkage import (
+    clusters,
+    components,
+    pairs_within,
+    pairs_within_chord,
+    pairwise_angles,
+    spanning_tree,
+    without_padding,
+)
 
 F64, F32 = torch.float64, torch.float32
 PROPERTY = settings(max_examples=500, deadline=None, derandomize=True)
 
 
 def ulps(error, dtype, scale=1.0):
-    """The greatest error, in units of rounding times ``scale``."""
+    """The largest error, in units of eps times ``scale``."""
     return float((torch.as_tensor(error).double().abs() / scale).max()) / torch.finfo(dtype).eps
 
 
@@ -30,7 +40,7 @@ def tokens(*shape, seed=0, dtype=F64):
 
 @st.composite
 def clouds(draw):
-    """(..., n, d) tokens, some coincident, antipodal, tied in distance or 1e-12 (in float32 1e-6) apart."""
+    """Tokens (..., n, d), some coincident, antipodal, tied in distance or 1e-12 (in float32 1e-6) apart."""
     dtype, shape = draw(st.sampled_from([F64, F32])), draw(st.sampled_from([(), (2,), (2, 1)]))
     n, d, seed = draw(st.integers(1, 7)), draw(st.integers(2, 5)), draw(st.integers(0, 2**32 - 1))
     source = torch.Generator().manual_seed(seed)
@@ -45,7 +55,7 @@ def clouds(draw):
 
 
 def systems(x):
-    """The clouds of a batch, one by one."""
+    """The clouds of a batch along one flat axis."""
     return x.reshape(-1, *x.shape[-2:])
 
 
@@ -55,26 +65,26 @@ def systems(x):
 @PROPERTY
 @given(clouds())
 def test_pairwise_angles_agree_with_a_loop_over_angle(x):
-    together = pairwise_angles(x)
-    assert together.shape == (*x.shape[:-1], x.shape[-2])
-    assert torch.equal(together, together.mT)
-    assert torch.equal(together.diagonal(dim1=-2, dim2=-1), torch.zeros_like(x[..., 0]))
-    for cloud, distance in zip(systems(x), systems(together), strict=True):
+    batched = pairwise_angles(x)
+    assert batched.shape == (*x.shape[:-1], x.shape[-2])
+    assert torch.equal(batched, batched.mT)
+    assert torch.equal(batched.diagonal(dim1=-2, dim2=-1), torch.zeros_like(x[..., 0]))
+    for cloud, distance in zip(systems(x), systems(batched), strict=True):
         for i in range(len(cloud)):
             for j in range(i):
-                alone = sphere.angle(cloud[i], cloud[j])
-                assert ulps(distance[i, j] - alone, x.dtype, float(alone) + 1e-30) <= 2  # 1.6
+                expected = sphere.angle(cloud[i], cloud[j])
+                assert ulps(distance[i, j] - expected, x.dtype, float(expected) + 1e-30) <= 2  # 1.6
 
 
 @pytest.mark.parametrize(("dtype", "gap"), [(F64, 1e-12), (F32, 1e-6)])
-def test_pairwise_angles_see_what_a_gram_matrix_cannot(dtype, gap):
-    """30 tokens on the circle, k gaps from the first: rounding of coordinates is all that is lost."""
-    turn = 0.3 + gap * torch.arange(30, dtype=F64)
-    x = torch.stack([turn.cos(), turn.sin()], -1).to(dtype)
-    apart = (x.double()[:, None] - x.double()).norm(dim=-1)
-    assert ulps(pairwise_angles(x) - apart, dtype, apart + 1e-30) <= 3
+def test_pairwise_angles_resolve_distances_that_a_gram_matrix_cannot(dtype, gap):
+    """30 tokens on the circle, token k at k gaps from the first: the only error is the rounding of the coordinates."""
+    phi = 0.3 + gap * torch.arange(30, dtype=F64)
+    x = torch.stack([phi.cos(), phi.sin()], -1).to(dtype)
+    chord = (x.double()[:, None] - x.double()).norm(dim=-1)
+    assert ulps(pairwise_angles(x) - chord, dtype, chord + 1e-30) <= 3
     gram = (x @ x.T).clamp(-1, 1).arccos()
-    assert (gram - apart).abs().max() > 5 * apart.max()
+    assert (gram - chord).abs().max() > 5 * chord.max()
 
 
 @PROPERTY
@@ -85,7 +95,7 @@ def test_gradients_of_pairwise_angles_are_finite_for_coincident_and_antipodal_to
     assert slope.isfinite().all()
 
 
-def test_gradients_of_pairwise_angles_are_right_and_0_at_the_corners():
+def test_gradients_of_pairwise_angles_are_right_and_0_at_coincident_and_antipodal_tokens():
     x = tokens(2, 4, 3).requires_grad_()
     assert torch.autograd.gradcheck(pairwise_angles, [x], atol=1e-7, rtol=1e-7)
     corners = torch.stack([x[0, 0], x[0, 0], -x[0, 0]]).detach().requires_grad_()
@@ -103,12 +113,12 @@ def test_spanning_tree_has_the_heights_of_naive_merging(x):
     assert tree.length.shape == tree.child.shape == tree.parent.shape == (*x.shape[:-2], x.shape[-2] - 1)
     lengths, children, parents = (t.reshape(len(systems(x)), x.shape[-2] - 1) for t in tree)
     for k, cloud in enumerate(systems(x)):
-        found = [0]
+        in_tree = [0]
         for length, child, parent in zip(lengths[k], children[k].tolist(), parents[k].tolist(), strict=True):
-            assert parent in found
-            assert child not in found
+            assert parent in in_tree
+            assert child not in in_tree
             assert length == systems(distance)[k][child, parent]
-            found.append(child)
+            in_tree.append(child)
         heights = torch.tensor(oracles.merge_heights(cloud.double().tolist()), dtype=F64)
         if len(heights):
             assert ulps(lengths[k].sort().values - heights, x.dtype, heights + 1e-30) <= 3  # 2.0
@@ -146,15 +156,15 @@ def test_one_token_has_a_tree_without_edges(shape):
 
 
 def lowest_members(adjacent):
-    """Labels of SciPy's components, each renamed to the smallest index that carries it."""
-    _, label = connected_components(adjacent.numpy(), directed=False)
-    return [int(np.flatnonzero(label == own)[0]) for own in label]
+    """SciPy's component labels, each replaced by the smallest node index of its component."""
+    _, labels = connected_components(adjacent.numpy(), directed=False)
+    return [int(np.flatnonzero(labels == label)[0]) for label in labels]
 
 
 @PROPERTY
 @given(st.integers(1, 12), st.floats(0, 0.4), st.integers(0, 2**32 - 1))
 def test_components_agree_with_scipy_on_random_graphs(n, share, seed):
-    """Graphs given by one direction of each edge, without loops."""
+    """Graphs with each edge given in one direction only, without self-loops."""
     adjacent = (torch.rand(2, n, n, generator=torch.Generator().manual_seed(seed)) < share).triu(1)
     assert components(adjacent).tolist() == [lowest_members(graph) for graph in adjacent]
     assert torch.equal(components(adjacent.mT), components(adjacent))
@@ -162,7 +172,7 @@ def test_components_agree_with_scipy_on_random_graphs(n, share, seed):
 
 @pytest.mark.parametrize("n", [2, 64, 300])
 def test_components_follow_long_chains(n):
-    """A path through all nodes in random order, cut in the middle, beside a whole one."""
+    """A batch of two paths through all nodes in random order, one of them cut in the middle."""
     order = torch.randperm(n, generator=torch.Generator().manual_seed(n))
     whole = torch.zeros(n, n, dtype=torch.bool)
     whole[order[:-1], order[1:]] = True
@@ -181,7 +191,7 @@ def test_clusters_agree_with_naive_linkage(x, radius):
     assert clusters(x, radius).reshape(-1, x.shape[-2]).tolist() == expected
 
 
-def test_clusters_are_what_is_left_of_the_tree_when_longer_edges_are_cut():
+def test_clusters_are_the_components_of_the_tree_without_its_longer_edges():
     x = tokens(50, 3)
     tree = spanning_tree(x)
     for radius in tree.length.tolist():
@@ -191,15 +201,15 @@ def test_clusters_are_what_is_left_of_the_tree_when_longer_edges_are_cut():
         assert torch.equal(components(kept), clusters(x, radius))
 
 
-def test_padding_adds_no_cluster_and_no_distance():
-    x, real = tokens(3, 6, 3), torch.rand(3, 6, generator=torch.Generator().manual_seed(0)) < 0.6
-    for cloud, seen, laid in zip(x, real, without_padding(x, real), strict=True):
-        assert torch.equal(laid[seen], cloud[seen])
-        assert torch.equal(laid[~seen], cloud[seen][:1].expand(int((~seen).sum()), 3))
-        assert spanning_tree(laid).length.sort().values.tolist()[-int(seen.sum()) + 1 :] == (
-            spanning_tree(cloud[seen]).length.sort().values.tolist()
+def test_padding_adds_no_cluster_and_no_tree_length():
+    x, batch_real = tokens(3, 6, 3), torch.rand(3, 6, generator=torch.Generator().manual_seed(0)) < 0.6
+    for cloud, real, filled in zip(x, batch_real, without_padding(x, batch_real), strict=True):
+        assert torch.equal(filled[real], cloud[real])
+        assert torch.equal(filled[~real], cloud[real][:1].expand(int((~real).sum()), 3))
+        assert spanning_tree(filled).length.sort().values.tolist()[-int(real.sum()) + 1 :] == (
+            spanning_tree(cloud[real]).length.sort().values.tolist()
         )
-        assert len(set(clusters(laid, 0.5).tolist())) == oracles.cluster_count(cloud[seen].tolist(), 0.5)
+        assert len(set(clusters(filled, 0.5).tolist())) == oracles.cluster_count(cloud[real].tolist(), 0.5)
 
 
 # Batches --------------------------------------------------------------------------------------------------------------
@@ -223,20 +233,20 @@ def test_padding_adds_no_cluster_and_no_distance():
 def test_a_token_has_the_same_bits_alone_and_in_a_batch(f, shape, dtype):
     x, y, v = tokens(3, *shape, dtype=dtype)
     v = sphere.project(x, v)
-    together = f(x, y, v)
-    for member in np.ndindex(shape[:-1]):
-        assert torch.equal(f(x[member], y[member], v[member]), together[member])
+    batched = f(x, y, v)
+    for index in np.ndindex(shape[:-1]):
+        assert torch.equal(f(x[index], y[index], v[index]), batched[index])
 
 
 @pytest.mark.parametrize("dtype", [F64, F32])
 @pytest.mark.parametrize("shape", [(1, 5, 3), (7, 4, 2), (3, 33, 5), (2, 3, 9, 8), (5, 30, 64), (2, 130, 3)])
 def test_a_cloud_has_the_same_bits_alone_and_in_a_batch(shape, dtype):
     x = tokens(*shape, dtype=dtype)
-    together, tree, label = systems(pairwise_angles(x)), spanning_tree(x), clusters(x, 0.5)
+    angles, tree, label = systems(pairwise_angles(x)), spanning_tree(x), clusters(x, 0.5)
     for k, cloud in enumerate(systems(x)):
-        assert torch.equal(pairwise_angles(cloud), together[k])
-        for alone, inside in zip(spanning_tree(cloud), tree, strict=True):
-            assert torch.equal(alone, inside.reshape(-1, shape[-2] - 1)[k])
+        assert torch.equal(pairwise_angles(cloud), angles[k])
+        for alone, batched in zip(spanning_tree(cloud), tree, strict=True):
+            assert torch.equal(alone, batched.reshape(-1, shape[-2] - 1)[k])
         assert torch.equal(clusters(cloud, 0.5), label.reshape(-1, shape[-2])[k])
 
 
@@ -248,7 +258,51 @@ def test_functions_of_points_broadcast():
     assert torch.equal(sphere.transport(x[0], y[:, None], v)[2, 1], sphere.transport(x[0], y[2], v[1]))
 
 
-def test_trees_and_clusters_carry_no_gradient():
+def test_trees_and_clusters_require_no_gradient():
     x = tokens(2, 5, 3).requires_grad_()
     assert not spanning_tree(x).length.requires_grad
     assert torch.equal(clusters(x, 0.5), clusters(x.detach(), 0.5))
+
+
+# Pairs within a distance ----------------------------------------------------------------------------------------------
+
+
+def hard_pairs(dtype: torch.dtype) -> torch.Tensor:
+    """Clouds with pairs that coincide, are opposite, or lie within rounding of 0.1 radians, with norms that are a bit
+    off; the last cloud has little else."""
+    spread = tokens(3, 24, 7).to(dtype)
+    spread[1, 5:9], spread[1, 9:12] = spread[1, :1], -spread[1, :1]
+    turn = 0.1 + torch.arange(-12, 12, dtype=F64) * torch.finfo(dtype).eps / 8
+    edge = torch.zeros(1, 24, 7, dtype=F64)
+    edge[0, :, 0], edge[0, :, 1] = turn.cos(), turn.sin()
+    edge[0, :8] = torch.eye(7, dtype=F64)[0]
+    return torch.cat([spread, edge.to(dtype)]) * (1 + 1e-7)
+
+
+@pytest.mark.parametrize("dtype", [F64, F32])
+@pytest.mark.parametrize("radius", [0.0, 0.1, 1.3, math.pi, 4.0])
+def test_pairs_within_a_radius_are_those_of_the_angles_to_the_last_bit(radius, dtype):
+    x = hard_pairs(dtype)
+    assert torch.equal(pairs_within(x, radius), pairwise_angles(x) <= radius)
+    assert torch.equal(pairs_within(x[0], radius), pairwise_angles(x[0]) <= radius)
+    chord = 2 * math.sin(min(radius, math.pi) / 2)
+    exact = torch.cdist(x, x, compute_mode="donot_use_mm_for_euclid_dist")
+    assert torch.equal(pairs_within_chord(x, chord), exact <= chord)
+
+
+def test_most_pairs_are_decided_without_their_exact_distance(monkeypatch):
+    x, asked, cdist = tokens(4, 64, 16), [], torch.cdist
+
+    def counting(a, b, **options):
+        asked.append(a.shape[0] * a.shape[-2] * b.shape[-2])
+        return cdist(a, b, **options)
+
+    monkeypatch.setattr(torch, "cdist", counting)
+    pairs_within(x, 0.5)
+    assert sum(asked) < 4 * 64**2 / 10
+
+
+def test_pairs_within_a_radius_can_be_vectorized():
+    x = tokens(3, 6, 4)
+    assert torch.equal(torch.vmap(lambda cloud: pairs_within(cloud, 1.0))(x), pairs_within(x, 1.0))
+    assert torch.equal(torch.vmap(lambda cloud: clusters(cloud, 1.0))(x), clusters(x, 1.0))

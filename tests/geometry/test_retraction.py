@@ -1,7 +1,7 @@
-"""The expansion of a normalized layer against printed digits, against 50 digits of mpmath, and order by order.
+"""The expansion of a normalized layer against printed digits, against mpmath with 50 digits, and order by order.
 
-Bounds count roundings (``ulps``): eps = 2^-52 or 2^-23 times the natural size of the quantity. A number beside a bound
-is the worst that was measured.
+Bounds are in units of eps (``ulps``), 2^-52 or 2^-23, times the natural size of the quantity. A number in a comment
+beside a bound is the largest error that was measured.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from helmscope.geometry import retraction, sphere
 F64, F32 = torch.float64, torch.float32
 DIGITS = mpmath.workdps(50)
 
-# torch itself calls it when it first differentiates forward
+# raised by torch itself on the first forward-mode derivative
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 
 
 def layer_step(x, delta):
-    """N(x + delta), which the expansions are held against."""
+    """N(x + delta), the exact step that the expansions approximate."""
     return sphere.retract(x + delta)
 
 
 def ulps(error, dtype, scale=1.0):
-    """The greatest error, in units of rounding times ``scale``."""
+    """The largest error, in units of eps times ``scale``."""
     return float(torch.as_tensor(error).detach().double().abs().max()) / (torch.finfo(dtype).eps * scale)
 
 
@@ -42,8 +42,8 @@ def exact_length(v):
     return mpmath.sqrt(v @ v)
 
 
-def off(value, expected):
-    """value - expected, entry by entry, subtracted in 50 digits."""
+def error_of(value, expected):
+    """value - expected, entry by entry, subtracted with 50 digits."""
     return torch.tensor((exact(value) - expected).astype(float))
 
 
@@ -66,13 +66,14 @@ def test_the_printed_digits(function, printed):
 # The expansion --------------------------------------------------------------------------------------------------------
 
 
-def parts(x, delta):
+def expansion_terms(x, delta):
+    """a, p and |p|^2 of the expansion."""
     a, p = (x * delta).sum(-1, keepdim=True), sphere.project(x, delta)
     return a, p, (p * p).sum(-1, keepdim=True)
 
 
 def distances_to_the_limit(residual, limit, order):
-    """|residual(h) / h^order - limit| / (h |limit|) for small h: bounded where the ratio, a vector, has this limit."""
+    """|residual(h) / h^order - limit| / (h |limit|) for small h: bounded if residual(h) / h^order tends to limit."""
     return [float((residual(h) / h**order - limit).norm() / limit.norm()) / h for h in (1e-1, 1e-2, 1e-3)]
 
 
@@ -85,13 +86,13 @@ def distances_to_the_limit(residual, limit, order):
     ],
 )
 def test_the_error_over_a_power_of_the_step_tends_to_the_next_term(function, order, next_term, seed):
-    """err / h^2 for the printed order and err / h^3 for the second tend to the first term that is left out."""
+    """error / h^2 of the first-order and error / h^3 of the second-order expansion tend to the first omitted term."""
     x, delta = sphere.retract(random(6, seed=seed)), sphere.retract(random(6, seed=seed + 100))
 
     def residual(h):
         return layer_step(x, h * delta) - function(x, h * delta)
 
-    assert max(distances_to_the_limit(residual, next_term(x, *parts(x, delta)), order)) < 1.1  # 1.000
+    assert max(distances_to_the_limit(residual, next_term(x, *expansion_terms(x, delta)), order)) < 1.1  # 1.000
 
 
 @pytest.mark.parametrize(("dtype", "d"), [(F64, 2), (F64, 9), (F32, 2), (F32, 9)])
@@ -104,7 +105,7 @@ def test_point_and_angle_in_50_digits_for_short_and_long_steps_and_near_the_cent
             point, angle = layer_step(p, step), retraction.retraction_angle(p, step)
             p = exact(p)
             moved = p + exact(step)
-            assert ulps(off(point, moved / exact_length(moved)), dtype) <= 1  # 0.85
+            assert ulps(error_of(point, moved / exact_length(moved)), dtype) <= 1  # 0.85
             p = p / exact_length(p)
             theta = mpmath.atan2(exact_length(moved - (p @ moved) * p), p @ moved)
             assert ulps(float(mpmath.mpf(angle.item()) - theta), dtype, float(theta)) <= 2.5  # 1.9
@@ -112,24 +113,24 @@ def test_point_and_angle_in_50_digits_for_short_and_long_steps_and_near_the_cent
 
 def test_the_closed_form_of_the_point():
     x, delta = sphere.retract(random(1000, 4)), random(1000, 4, seed=1)
-    a, p, pp = parts(x, delta)
+    a, p, pp = expansion_terms(x, delta)
     expected = ((1 + a) * x + p) / torch.sqrt((1 + a) ** 2 + pp)
     condition = 1 / torch.linalg.vector_norm(x + delta, dim=-1).min()
     assert ulps(layer_step(x, delta) - expected, F64, float(condition)) <= 1  # 0.57
 
 
-def test_the_angle_is_the_distance_on_the_sphere_and_keeps_its_digits_where_the_points_do_not():
+def test_the_angle_is_the_geodesic_distance_and_stays_accurate_where_the_end_point_rounds():
     x, delta = sphere.retract(random(1000, 4)), random(1000, 4, seed=1)
-    landed = layer_step(x, delta)
-    assert ulps(retraction.retraction_angle(x, delta) - sphere.angle(x, landed), F64) <= 3  # 2.0
+    moved = layer_step(x, delta)
+    assert ulps(retraction.retraction_angle(x, delta) - sphere.angle(x, moved), F64) <= 3  # 2.0
     tiny = 1e-12 * sphere.project(x, delta)
     true = torch.linalg.vector_norm(tiny, dim=-1)  # atan2(t, 1) = t - t^3 / 3
     assert ulps((retraction.retraction_angle(x, tiny) - true) / true, F64) <= 3  # 2.4
-    by_points = sphere.angle(x, layer_step(x, tiny))
-    assert ((by_points - true) / true).abs().max() > 1e-5
+    from_points = sphere.angle(x, layer_step(x, tiny))
+    assert ((from_points - true) / true).abs().max() > 1e-5
 
 
-def test_no_step_and_steps_along_x():
+def test_zero_steps_and_steps_parallel_to_x():
     x = torch.eye(3, dtype=F64)[0]
     angle = retraction.retraction_angle
     assert angle(x, 0 * x) == angle(x, 3 * x) == angle(x, -0.5 * x) == 0
@@ -144,15 +145,15 @@ def test_no_step_and_steps_along_x():
 
 @pytest.mark.parametrize("seed", range(5))
 def test_the_direction_of_a_pre_norm_stream_moves_by_f_over_its_norm(seed):
-    """Residuals over s^2, s the size of f, tend to constants: -a p - |p|^2 x / 2 and |y| |p|^2 / 2, delta = f / |y|."""
+    """Residuals / s^2, s the scale of f, tend to -a p - |p|^2 x / 2 and |y| |p|^2 / 2 for delta = f / |y|."""
     y, f = 3 * random(8, seed=seed), random(8, seed=seed + 50)
     norm = y.norm()
-    a, p, pp = parts(y / norm, f / norm)
+    a, p, pp = expansion_terms(y / norm, f / norm)
     for which, limit in enumerate([-a * p - pp / 2 * y / norm, norm * pp / 2]):
 
         def residual(s, which=which):
-            exactly, roughly = retraction.direction_step(y, s * f), retraction.direction_step_first_order(y, s * f)
-            return exactly[which] - roughly[which]
+            full, first_order = retraction.direction_step(y, s * f), retraction.direction_step_first_order(y, s * f)
+            return full[which] - first_order[which]
 
         assert max(distances_to_the_limit(residual, limit, 2)) < 0.6  # 0.53
 
@@ -207,21 +208,21 @@ def test_gradients_are_right(function, d):
     inputs = (x.requires_grad_(), delta.requires_grad_())
     assert torch.autograd.gradcheck(function, inputs, check_forward_ad=True, atol=1e-7, rtol=1e-7)
     one_by_one = torch.func.vmap(function)(x, delta)
-    for alone, batched in zip(
+    for vmapped, batched in zip(
         *(r if isinstance(r, tuple) else (r,) for r in (one_by_one, function(*inputs))), strict=True
     ):
-        assert torch.equal(alone, batched)
+        assert torch.equal(vmapped, batched)
 
 
-def test_the_gradient_of_the_angle_at_a_right_angle_and_at_no_step():
+def test_the_gradient_of_the_angle_at_a_right_angle_and_for_parallel_steps():
     """d atan2(P, A) = (A dP - P dA) / (A^2 + P^2), which at A = 0 is -dA / P; at P = 0 the subgradient is 0."""
     x = torch.eye(3, dtype=F64)[0]
     right = torch.tensor([-1.0, 2.0, 0.0], dtype=F64, requires_grad=True)
     (slope,) = torch.autograd.grad(retraction.retraction_angle(x, right), right)
     assert torch.equal(slope, torch.tensor([-0.5, 0.0, 0.0], dtype=F64))
-    for along in (0.0, 3.0, -1.5):
-        still = (along * x).requires_grad_()
-        (slope,) = torch.autograd.grad(retraction.retraction_angle(x, still), still)
+    for factor in (0.0, 3.0, -1.5):
+        parallel = (factor * x).requires_grad_()
+        (slope,) = torch.autograd.grad(retraction.retraction_angle(x, parallel), parallel)
         assert torch.equal(slope, torch.zeros(3, dtype=F64))
 
 
@@ -230,8 +231,8 @@ def test_the_gradient_of_the_angle_at_a_right_angle_and_at_no_step():
 def test_a_system_alone_and_in_a_batch_give_the_same_bits(dtype, d):
     x, delta = sphere.retract(random(11, 5, d, dtype=dtype)), random(11, 5, d, seed=1, dtype=dtype)
     for function in FUNCTIONS:
-        together = function(x, delta)
+        batched = function(x, delta)
         for i in range(11):
             alone = function(x[i], delta[i])
-            pairs = zip(*(r if isinstance(r, tuple) else (r,) for r in (together, alone)), strict=True)
+            pairs = zip(*(r if isinstance(r, tuple) else (r,) for r in (batched, alone)), strict=True)
             assert all(torch.equal(many[i], one) for many, one in pairs)

@@ -1,7 +1,8 @@
-"""The sphere against 50 digits of mpmath, against loops, and by Hypothesis: 500 cases a property, float64 and float32.
+"""The sphere against mpmath with 50 digits, against loops, and by Hypothesis: 500 cases per property, float64 and
+float32.
 
-Bounds count roundings (``ulps``): eps = 2^-52 or 2^-23 times the natural size of the quantity. A number beside a bound
-is the worst of 10,000 other cases.
+Bounds are in units of eps (``ulps``), 2^-52 or 2^-23, times the natural size of the quantity. A number in a comment
+beside a bound is the largest error in 10,000 other cases.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ DIGITS = mpmath.workdps(50)
 
 
 def ulps(error, dtype, scale=1.0):
-    """The greatest error, in units of rounding times ``scale``."""
+    """The largest error, in units of eps times ``scale``."""
     return float(torch.as_tensor(error).double().abs().max()) / (torch.finfo(dtype).eps * scale)
 
 
@@ -42,10 +43,10 @@ def random(*shape, seed=0, dtype=F64):
 
 @st.composite
 def pairs(draw):
-    """x, y on one sphere and a unit tangent at x: y generic, or nearly or exactly coincident or antipodal."""
+    """x and y on the sphere and a unit tangent at x: y is generic, or nearly or exactly coincident or antipodal."""
     dtype, d, seed = draw(st.sampled_from([F64, F32])), draw(st.integers(2, 8)), draw(st.integers(0, 2**32 - 1))
     x, w, v = random(3, d, seed=seed)
-    if draw(st.booleans()):  # entries that tie or vanish
+    if draw(st.booleans()):  # tied or zero entries
         x = x.round() + (x.round() == 0).all() * torch.eye(d, dtype=F64)[0]
     x = sphere.retract(x)
     w, v = sphere.retract(sphere.project(x, torch.stack([w, v])))
@@ -54,7 +55,7 @@ def pairs(draw):
     return x.to(dtype), y.to(dtype), sphere.project(x.to(dtype), v.to(dtype))  # projected again: tangent to rounding
 
 
-# The same in 50 digits ------------------------------------------------------------------------------------------------
+# The same with 50 digits ----------------------------------------------------------------------------------------------
 
 
 def exact(v):
@@ -70,13 +71,13 @@ def tangential(x, v):
 
 
 def exact_angle(x, y):
-    across = tangential(x, y)
-    return mpmath.atan2(mpmath.sqrt(across @ across), x @ y)
+    tangent = tangential(x, y)
+    return mpmath.atan2(mpmath.sqrt(tangent @ tangent), x @ y)
 
 
 def exact_log(x, y):
-    across = tangential(x, y)
-    return unit(across) * exact_angle(x, y) if across @ across > 1e-80 else 0 * x
+    tangent = tangential(x, y)
+    return unit(tangent) * exact_angle(x, y) if tangent @ tangent > 1e-80 else 0 * x
 
 
 def exact_exp(x, w):
@@ -84,13 +85,13 @@ def exact_exp(x, w):
     return x * mpmath.cos(t) + w * (mpmath.sin(t) / t if t else 1)
 
 
-def off(value, expected):
-    """value - expected, entry by entry, subtracted in 50 digits."""
+def error_of(value, expected):
+    """value - expected, entry by entry, subtracted with 50 digits."""
     return torch.tensor((exact(value) - expected).astype(float))
 
 
-def uneven(x, y):
-    """(|x| - |y|)^2 / 2: norms are 1 to rounding only, and the chord |x - y| sees this, divided by its length."""
+def norm_mismatch(x, y):
+    """(|x| - |y|)^2 / 2: norms are 1 only up to rounding, which lengthens the chord |x - y| by this over its length."""
     a, b = (mpmath.sqrt(v @ v) for v in (exact(x), exact(y)))
     return float((a - b) ** 2 / 2)
 
@@ -116,11 +117,11 @@ def test_retract_keeps_the_direction_of_tiny_and_huge_vectors(case, share):
     x, _, _ = case
     smallest, greatest = math.log10(torch.finfo(x.dtype).tiny) - 5, math.log10(torch.finfo(x.dtype).max) - 0.01
     y = (x.double() * 10 ** (smallest + share * (greatest - smallest))).to(x.dtype)
-    assert ulps(off(sphere.retract(y), unit(exact(y))), x.dtype) <= 1.5  # 1.0
+    assert ulps(error_of(sphere.retract(y), unit(exact(y))), x.dtype) <= 1.5  # 1.0
     assert ulps(norm(sphere.retract(y)) - 1, x.dtype) <= 2  # 1.5
 
 
-def test_retract_gives_the_printed_point_and_no_point_for_zero():
+def test_retract_returns_the_printed_point_and_nan_for_zero():
     y = torch.tensor([[1.1, 0.2, -0.2], [0.0, 0.0, 0.0]], dtype=F64)
     printed = torch.tensor([0.9684959969581862, 0.17609018126512476, -0.17609018126512476], dtype=F64)
     assert ulps(sphere.retract(y)[0] - printed, F64) <= 1
@@ -153,18 +154,18 @@ def test_angle_and_log_agree_with_50_digits(case):
     x, y, _ = case
     p, q = unit(exact(x)), unit(exact(y))
     theta = float(exact_angle(p, q))
-    slack = uneven(x, y) / theta if theta > 1e-30 else 0.0
+    slack = norm_mismatch(x, y) / theta if theta > 1e-30 else 0.0
     error = abs(float(sphere.angle(x, y).item() - exact_angle(p, q)))
     assert ulps(max(0.0, error - slack), x.dtype, theta + 1e-30) <= 2  # 1.7
-    if 1 + p @ q > 1e-30:  # else every direction serves
-        error = norm(off(sphere.log(x, y), exact_log(p, q)))
+    if 1 + p @ q > 1e-30:  # otherwise every direction is valid
+        error = norm(error_of(sphere.log(x, y), exact_log(p, q)))
         assert ulps(max(0.0, error - slack), x.dtype, theta + 1e-30) <= 3  # 2.2
 
 
 @pytest.mark.parametrize(("dtype", "gap"), [(F64, 1e-9), (F32, 1e-4)])
-def test_arccos_would_lose_what_angle_keeps(dtype, gap):
-    turn = torch.linspace(0, 3, 101, dtype=F64)
-    x, y = (torch.stack([a.cos(), a.sin()], -1).to(dtype) for a in (turn, turn + gap))
+def test_angle_is_accurate_where_arccos_is_not(dtype, gap):
+    phi = torch.linspace(0, 3, 101, dtype=F64)
+    x, y = (torch.stack([a.cos(), a.sin()], -1).to(dtype) for a in (phi, phi + gap))
     arccos = (x * y).sum(-1).clamp(-1, 1).arccos()
     true = 2 * torch.atan((x.double() - y.double()).norm(dim=-1) / 2)
     assert ((arccos - gap).abs() > 0.9 * gap).any()
@@ -175,7 +176,7 @@ def test_arccos_would_lose_what_angle_keeps(dtype, gap):
 
 @PROPERTY
 @given(pairs())
-def test_log_is_a_tangent_as_long_as_the_angle_and_exp_leads_along_it_to_y(case):
+def test_log_is_a_tangent_of_length_angle_and_exp_maps_it_to_y(case):
     x, y, _ = case
     w, theta = sphere.log(x, y), float(sphere.angle(x, y))
     assert ulps(dot(x, w), x.dtype, theta + 1e-30) <= 2  # 1.0
@@ -185,7 +186,7 @@ def test_log_is_a_tangent_as_long_as_the_angle_and_exp_leads_along_it_to_y(case)
 
 @PROPERTY
 @given(pairs(), st.sampled_from([-1, 1]), st.integers(-2, 2))
-def test_log_is_a_tangent_where_coincident_and_antipodal_points_differ_by_rounding_of_their_norms(case, side, k):
+def test_log_is_a_tangent_for_points_that_coincide_or_are_antipodal_up_to_the_rounding_of_their_norms(case, side, k):
     x, _, _ = case
     y = side * x * (1 + k * torch.finfo(x.dtype).eps)
     w = sphere.log(x, y)
@@ -200,18 +201,18 @@ def test_log_keeps_its_direction_near_the_antipode(d, dtype, gap):
     x, w = sphere.retract(random(2, 4000, d))
     w = sphere.retract(sphere.project(x, w))
     v = sphere.log(x.to(dtype), sphere.retract(-x + gap * w).to(dtype))
-    assert (v.double() * w).sum(-1).min() / math.pi >= 0.99  # 0.9968: rounding turns the points themselves
+    assert (v.double() * w).sum(-1).min() / math.pi >= 0.99  # 0.9968: the rounding of the points rotates the direction
 
 
 @PROPERTY
 @given(pairs(), st.floats(-12, 2))
 @DIGITS
-def test_exp_lands_on_the_sphere_where_50_digits_say(case, digits):
+def test_exp_is_on_the_sphere_and_agrees_with_50_digits(case, digits):
     x, _, v = case
     w = v * 10**digits
-    arrived, p = sphere.exp(x, w), unit(exact(x))
-    assert ulps(norm(arrived) - 1, x.dtype, 1 + norm(w)) <= 2  # 1.5
-    assert ulps(off(arrived, exact_exp(p, tangential(p, exact(w)))), x.dtype, 1 + norm(w)) <= 1.5  # 1.0
+    end, p = sphere.exp(x, w), unit(exact(x))
+    assert ulps(norm(end) - 1, x.dtype, 1 + norm(w)) <= 2  # 1.5
+    assert ulps(error_of(end, exact_exp(p, tangential(p, exact(w)))), x.dtype, 1 + norm(w)) <= 1.5  # 1.0
 
 
 # Transport and frames -------------------------------------------------------------------------------------------------
@@ -220,18 +221,18 @@ def test_exp_lands_on_the_sphere_where_50_digits_say(case, digits):
 @PROPERTY
 @given(pairs())
 @DIGITS
-def test_transport_is_an_isometry_between_tangent_spaces_with_the_way_back_as_its_inverse(case):
+def test_transport_is_an_isometry_between_tangent_spaces_and_transport_back_is_its_inverse(case):
     x, y, v = case
-    there, out = sphere.transport(x, y, v), sphere.log(x, y)
-    assert ulps(norm(there) - norm(v), x.dtype) <= 8  # 6.0, at the antipode, like the next ones
-    assert ulps(dot(y, there), x.dtype) <= 8  # 6.7
-    assert ulps(sphere.transport(y, x, there) - v, x.dtype) <= 16  # 12.0
-    assert ulps(sphere.transport(x, y, out) + sphere.log(y, x), x.dtype, norm(out) + 1e-30) <= 8  # 6.4
+    moved, w = sphere.transport(x, y, v), sphere.log(x, y)
+    assert ulps(norm(moved) - norm(v), x.dtype) <= 8  # 6.0, at the antipode, like the next ones
+    assert ulps(dot(y, moved), x.dtype) <= 8  # 6.7
+    assert ulps(sphere.transport(y, x, moved) - v, x.dtype) <= 16  # 12.0
+    assert ulps(sphere.transport(x, y, w) + sphere.log(y, x), x.dtype, norm(w) + 1e-30) <= 8  # 6.4
     p, q = unit(exact(x)), unit(exact(y))
-    if 1 + p @ q > 1e-30:  # else every geodesic serves
+    if 1 + p @ q > 1e-30:  # otherwise every geodesic is valid
         tangent = tangential(p, exact(v))
         expected = tangent - (p + q) * (q @ tangent / (1 + p @ q))
-        assert ulps(off(there, expected), x.dtype) <= 8  # 5.9
+        assert ulps(error_of(moved, expected), x.dtype) <= 8  # 5.9
 
 
 def transported_by_the_ode(x, w, v, steps=1000):
@@ -252,13 +253,13 @@ def transported_by_the_ode(x, w, v, steps=1000):
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_transport_solves_its_equation_to_the_antipode_too(seed):
+def test_transport_solves_its_ode_up_to_the_antipode(seed):
     x, y, v = sphere.retract(random(3, 2 + seed % 4, seed=seed))
     y, v = -x if seed % 3 == 0 else y, sphere.project(x, v)
     expected = transported_by_the_ode(x.numpy(), sphere.log(x, y).numpy(), v.numpy())
     assert (
         norm(sphere.transport(x, y, v) - torch.from_numpy(expected)) <= 5e-12
-    )  # the oracle's own error at the antipode is 4.2e-12
+    )  # the error of the oracle at the antipode is 4.2e-12
 
 
 @PROPERTY
@@ -274,12 +275,12 @@ def test_pull_back_is_the_derivative_of_log_in_50_digits(case):
     ahead, behind = (exact_log(p, unit(q + tangential(q, exact(w)) * step)) for step in (h, -h))
     expected = (ahead - behind) / (2 * h)
     growth = norm(u) / math.sin(norm(u)) if norm(u) else 1.0
-    assert ulps(off(sphere.pull_back(x, u, w), expected), x.dtype, growth**2) <= 3  # 2.2
+    assert ulps(error_of(sphere.pull_back(x, u, w), expected), x.dtype, growth**2) <= 3  # 2.2
 
 
 @PROPERTY
 @given(pairs(), st.sampled_from([1.0, -1.0, 0.0, -0.0]), st.floats(-12, 0))
-def test_frames_are_orthonormal_and_tangent_whatever_the_first_entry(case, sign, digits):
+def test_bases_are_orthonormal_and_tangent_for_any_first_entry(case, sign, digits):
     x, _, _ = case
     first, others = sign * x[:1].abs(), 10**digits * x[1:]
     x = sphere.retract(torch.cat([first, others + (first == 0) * (others == 0).all()]))
@@ -310,9 +311,9 @@ DIFFERENTIABLE = [
 @given(pairs())
 def test_gradients_are_finite_everywhere(case):
     x, y, v = (t.clone().requires_grad_() for t in case)
-    still = torch.zeros_like(x).requires_grad_()
-    total = sum(f(x, y, v).sum() for f in DIFFERENTIABLE) + sphere.exp(x, still).sum()
-    assert all(slope.isfinite().all() for slope in torch.autograd.grad(total, (x, y, v, still)))
+    zero = torch.zeros_like(x).requires_grad_()
+    total = sum(f(x, y, v).sum() for f in DIFFERENTIABLE) + sphere.exp(x, zero).sum()
+    assert all(slope.isfinite().all() for slope in torch.autograd.grad(total, (x, y, v, zero)))
 
 
 @pytest.mark.parametrize("d", [2, 5])
@@ -325,15 +326,15 @@ def test_gradients_are_right_at_generic_points(f, d):
 @PROPERTY
 @given(pairs())
 @DIGITS
-def test_the_gradient_of_angle_is_the_unit_tangent_that_leads_away(case):
+def test_the_gradient_of_angle_is_the_unit_tangent_away_from_the_other_point(case):
     x, y, _ = case
-    (slope,) = torch.autograd.grad(sphere.angle(x, moving := y.clone().requires_grad_()), moving)
-    if torch.equal(x, y) or torch.equal(x, -y):  # the corners
+    (slope,) = torch.autograd.grad(sphere.angle(x, leaf := y.clone().requires_grad_()), leaf)
+    if torch.equal(x, y) or torch.equal(x, -y):  # where angle is not differentiable
         assert torch.equal(slope, torch.zeros_like(slope))
     else:
         error = norm(sphere.project(y, slope) + sphere.log(y, x) / sphere.angle(x, y))
         gap = min(norm(x - y), norm(x + y))
-        assert ulps(max(0.0, error - uneven(x, y) / gap**2), x.dtype) <= 4  # 3.1
+        assert ulps(max(0.0, error - norm_mismatch(x, y) / gap**2), x.dtype) <= 4  # 3.1
 
 
 @pytest.mark.parametrize("d", [2, 5])
@@ -345,13 +346,13 @@ def test_gradients_of_log_and_exp_at_coincident_and_antipodal_points(d):
     assert torch.equal(torch.cat(jacobian(sphere.exp, (x, 0 * x))), torch.cat([eye, eye]))
 
 
-# What may enter -------------------------------------------------------------------------------------------------------
+# Input checks ---------------------------------------------------------------------------------------------------------
 
 FINITE = "but every token must be finite"
 
 
 def changed(value, dtype=F64):
-    """Two systems of axes, token 2 of system 1 changed."""
+    """Two systems of the three coordinate axes, with token 2 of system 1 replaced by ``value``."""
     x = torch.eye(3, dtype=dtype).repeat(2, 1, 1)
     x[1, 2] = torch.tensor(value, dtype=dtype)
     return x
@@ -368,26 +369,26 @@ def changed(value, dtype=F64):
         (torch.ones(3, 1), "has dimension d=1, but a sphere needs d >= 2"),
         (changed([0.0, math.nan, 1.0]), f"holds NaN or infinite entries (token 2 of system (1,)), {FINITE}"),
         (changed([math.inf, 0.0, 0.0])[1], f"holds NaN or infinite entries (token 2), {FINITE}"),
-        (changed([0.0, 0.0, 0.0]), "holds a zero vector (token 2 of system (1,)), but every token needs a direction"),
+        (changed([0.0, 0.0, 0.0]), "holds a zero vector (token 2 of system (1,)), but every token must be nonzero"),
     ],
 )
 @pytest.mark.parametrize("normalize", [False, True])
-def test_check_tokens_refuses_what_is_no_cloud(x, sentence, normalize):
-    with pytest.raises(HelmscopeError) as refusal:
+def test_check_tokens_raises_unless_given_a_finite_nonzero_cloud(x, sentence, normalize):
+    with pytest.raises(HelmscopeError) as caught:
         sphere.check_tokens(x, name="tokens", normalize=normalize)
-    assert str(refusal.value) == f"tokens {sentence}"
+    assert str(caught.value) == f"tokens {sentence}"
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(F64, 2e-6), (F32, 1e-4)])
-def test_check_tokens_refuses_tokens_off_the_sphere_unless_asked_to_normalize(dtype, tolerance):
-    for inside in (1 - 0.99 * tolerance, 1 + 0.99 * tolerance):
-        assert sphere.check_tokens(x := changed([inside, 0.0, 0.0], dtype)) is x
-    for outside in (1 - 1.02 * tolerance, 1 + 1.02 * tolerance, 2.5):
-        x = changed([outside, 0.0, 0.0], dtype)
-        with pytest.raises(HelmscopeError) as refusal:
+def test_check_tokens_raises_for_tokens_off_the_sphere_unless_it_normalizes(dtype, tolerance):
+    for accepted in (1 - 0.99 * tolerance, 1 + 0.99 * tolerance):
+        assert sphere.check_tokens(x := changed([accepted, 0.0, 0.0], dtype)) is x
+    for rejected in (1 - 1.02 * tolerance, 1 + 1.02 * tolerance, 2.5):
+        x = changed([rejected, 0.0, 0.0], dtype)
+        with pytest.raises(HelmscopeError) as caught:
             sphere.check_tokens(x)
-        assert str(refusal.value) == (
-            f"x holds a token of norm {float(x[1, 2, 0]):.9g} (token 2 of system (1,)), but tokens lie on the unit "
+        assert str(caught.value) == (
+            f"x holds a token of norm {float(x[1, 2, 0]):.9g} (token 2 of system (1,)), but tokens must be on the unit "
             "sphere: divide by the norm (integrate does with normalize=True)"
         )
         assert torch.equal(sphere.check_tokens(x, normalize=True), changed([1.0, 0.0, 0.0], dtype))

@@ -1,7 +1,8 @@
-"""Calculus on the sphere, and the Brownian motion that it generates.
+"""Calculus on the sphere, and Brownian motion, whose generator is the Laplacian.
 
-Against closed forms of the theory, and against differences along geodesics in 50 digits. Bounds count roundings: 2^-52
-times the natural size of the quantity. A number beside a bound is the worst of 4,000 other cases.
+Against closed forms, and against finite differences along geodesics with 50 digits. Bounds are in units of
+eps = 2^-52 times the natural size of the quantity. A number in a comment beside a bound is the largest error in 4,000
+other cases.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ OPERATORS = [surface.gradient, surface.divergence, surface.hessian, surface.lapl
 
 
 def ulps(error, scale=1.0):
-    """The greatest error in units of rounding, 2^-52, times ``scale``."""
+    """The largest error in units of eps = 2^-52 times ``scale``."""
     return float(error.detach().abs().max()) / (torch.finfo(torch.float64).eps * scale)
 
 
@@ -32,11 +33,11 @@ def normal(*shape, seed=0):
 
 
 @st.composite
-def places(draw, most=6):
+def points(draw, most=6):
     """A point of S^(d-1), d = 2..most, a vector a and a matrix m."""
     d, seed = draw(st.integers(2, most)), draw(st.integers(0, 2**32 - 1))
     x, a, *m = normal(d + 2, d, seed=seed)
-    if draw(st.booleans()):  # entries that tie or vanish
+    if draw(st.booleans()):  # tied or zero entries
         x = x.round() + (x.round() == 0).all() * torch.eye(d, dtype=torch.float64)[0]
     return sphere.retract(x), a, torch.stack(m)
 
@@ -49,8 +50,8 @@ def tangent_projector(x):
 
 
 @PROPERTY
-@given(places())
-def test_a_quadratic_and_a_linear_function(case):
+@given(points())
+def test_derivatives_of_a_quadratic_function(case):
     x, a, m = case
     s, p, d = m + m.T, tangent_projector(x), len(x)
     f = lambda y: ((y @ s) * y).sum(-1) / 2 + y @ a  # noqa: E731
@@ -61,7 +62,7 @@ def test_a_quadratic_and_a_linear_function(case):
 
 
 @PROPERTY
-@given(places())
+@given(points())
 def test_divergence_of_a_linear_field(case):
     x, a, m = case
     expected = m.trace() - len(x) * (x @ m @ x) - (len(x) - 1) * (a @ x)
@@ -70,7 +71,7 @@ def test_divergence_of_a_linear_field(case):
 
 
 @PROPERTY
-@given(places())
+@given(points())
 def test_divergence_of_a_swirl_is_not_0_on_the_sphere(case):
     """R = r s(v.x) with r.v = 0 has div R = 0, but div_S(PR) = -(r.x) [(v.x) s' + (d-1) s]  (source 000-3 (e))."""
     x, v, m = case
@@ -82,7 +83,7 @@ def test_divergence_of_a_swirl_is_not_0_on_the_sphere(case):
 
 
 @PROPERTY
-@given(places(), st.integers(0, 5))
+@given(points(), st.integers(0, 5))
 def test_harmonics_of_degree_k_have_the_eigenvalue_minus_k_times_k_plus_d_minus_2(case, k):
     x, a, _ = case
     d, a = len(x), sphere.retract(a)
@@ -122,23 +123,23 @@ def test_second_order_of_a_printed_layer():
     assert ulps(value + 0.6962566498755095) <= 1
 
 
-# Differences along geodesics ------------------------------------------------------------------------------------------
+# Finite differences along geodesics -----------------------------------------------------------------------------------
 
 
 def bumpy(a, m):
-    """A function without symmetry, sin(a.x) x^T m x + e^(a.x), and a field without one, sin(a.x) m x + e^(a.x) a."""
+    """A function sin(a.x) x^T m x + e^(a.x) and a field sin(a.x) m x + e^(a.x) a, both without symmetry."""
     f = lambda x: (x @ a).sin() * ((x @ m.T) * x).sum(-1) + (x @ a).exp()  # noqa: E731
     field = lambda x: (x @ a).sin().unsqueeze(-1) * (x @ m.T) + (x @ a).exp().unsqueeze(-1) * a  # noqa: E731
     return f, field
 
 
 def size(a, m):
-    """How large their second derivatives may be."""
+    """A bound on the order of magnitude of the second derivatives of ``bumpy``."""
     return float((1 + a.norm()) ** 2 * (m.norm() + a.norm().exp()))
 
 
 def differences(x, a, m, v):
-    """f', f'' and <v, (P field)'> along the geodesic with the unit tangent v at x: central differences of 1e-15."""
+    """f', f'' and <v, (P field)'> along the geodesic with unit tangent v at x, by central differences of step 1e-15."""
     h = mpmath.mpf(10) ** -15
     x, a, v, *m = ([mpmath.mpf(entry) for entry in row.tolist()] for row in (x, a, v, *m))
     x = [c / mpmath.norm(x) for c in x]
@@ -153,14 +154,15 @@ def differences(x, a, m, v):
         tangential = mpmath.fdot(v, field) - mpmath.fdot(point, field) * mpmath.fdot(v, point)
         return sine * mpmath.fdot(point, image) + growth, tangential
 
-    (low, tail), (middle, _), (high, head) = at(-h), at(0), at(h)
-    return [float((high - low) / (2 * h)), float((high - 2 * middle + low) / h**2), float((head - tail) / (2 * h))]
+    (f_low, v_low), (f_mid, _), (f_high, v_high) = at(-h), at(0), at(h)
+    first, second = (f_high - f_low) / (2 * h), (f_high - 2 * f_mid + f_low) / h**2
+    return [float(first), float(second), float((v_high - v_low) / (2 * h))]
 
 
 @PROPERTY
-@given(places(most=5))
+@given(points(most=5))
 @mpmath.workdps(50)
-def test_operators_agree_with_differences_along_geodesics(case):
+def test_operators_agree_with_finite_differences_along_geodesics(case):
     x, a, m = case
     f, field = bumpy(a, m)
     frame = torch.linalg.qr(sphere.tangent_basis(x) @ m[1:, 1:]).Q  # a random orthonormal frame
@@ -174,7 +176,7 @@ def test_operators_agree_with_differences_along_geodesics(case):
 
 
 @PROPERTY
-@given(places(most=4))
+@given(points(most=4))
 def test_results_do_not_depend_on_the_extension_off_the_sphere(case):
     x, a, m = case
     f, field = bumpy(a, m)
@@ -206,7 +208,7 @@ def mean_after_one_step(nu, h, d):
 
 
 @pytest.mark.parametrize(("h", "steps", "n"), [(0.1, 5, 200_000), (0.001, 500, 10_000)])
-def test_retracted_brownian_motion_forgets_its_start_at_the_rate_nu_times_d_minus_1(h, steps, n):
+def test_retracted_brownian_motion_decorrelates_at_rate_nu_times_d_minus_1(h, steps, n):
     nu, d, source = 0.5, 3, torch.Generator().manual_seed(2)
     x = torch.zeros(n, d, dtype=torch.float64)
     x[:, 0] = 1
@@ -214,11 +216,11 @@ def test_retracted_brownian_motion_forgets_its_start_at_the_rate_nu_times_d_minu
         x = sphere.retract(x + sphere.brownian_increment(x, nu=nu, duration=h, generator=source))
     error = 4 * float(x[:, 0].std()) / math.sqrt(n)
     assert abs(float(x[:, 0].mean()) - mean_after_one_step(nu, h, d) ** steps) <= error
-    if h < 0.01:  # the rate itself: the step's own error is O(h)
+    if h < 0.01:  # the rate of the continuous process: the discretization error is O(h)
         assert abs(float(x[:, 0].mean()) - math.exp(-nu * (d - 1) * h * steps)) <= error
 
 
-def test_brownian_increment_repeats_with_its_seed_and_vanishes_without_noise():
+def test_brownian_increment_is_reproducible_and_vanishes_without_noise():
     x = sphere.retract(torch.ones(4, 3, dtype=torch.float32))
     draw = functools.partial(sphere.brownian_increment, x, duration=0.1)
     first, same, other = (draw(nu=1, generator=torch.Generator().manual_seed(s)) for s in (0, 0, 1))
@@ -231,50 +233,51 @@ def test_brownian_increment_repeats_with_its_seed_and_vanishes_without_noise():
 
 @pytest.mark.parametrize("bad", [-1e-9, math.nan, math.inf, "much", None, True])
 @pytest.mark.parametrize("name", ["nu", "duration"])
-def test_brownian_increment_refuses_what_is_no_length_of_time_or_noise(name, bad):
-    with pytest.raises(HelmscopeError) as refusal:
+def test_brownian_increment_rejects_invalid_nu_and_duration(name, bad):
+    with pytest.raises(HelmscopeError) as caught:
         sphere.brownian_increment(torch.eye(2), **({"nu": 1.0, "duration": 1.0} | {name: bad}))
-    assert str(refusal.value) == f"{name} is {bad!r}, but it must be a finite number >= 0"
+    assert str(caught.value) == f"{name} is {bad!r}, but it must be a finite number >= 0"
 
 
-# Graphs, batches, refusals --------------------------------------------------------------------------------------------
+# Graphs, batches, errors ----------------------------------------------------------------------------------------------
 
 
-def a_function(operator):
+def operand(operator):
+    """A vector field for the divergence, a scalar function for the other operators."""
     f, field = bumpy(normal(3, seed=1), normal(3, 3, seed=2))
     return field if operator is surface.divergence else f
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
-def test_graph_is_kept_where_x_asks_for_it(operator):
-    x, f = sphere.retract(normal(2, 3)), a_function(operator)
+def test_graph_is_kept_if_and_only_if_x_requires_a_gradient(operator):
+    x, f = sphere.retract(normal(2, 3)), operand(operator)
     plain = operator(f, x)
     assert not plain.requires_grad
     assert not x.requires_grad
-    asking = x.clone().requires_grad_()
-    assert operator(f, asking).requires_grad
-    assert operator(f, 1 * asking).requires_grad
-    assert torch.equal(operator(f, asking), plain)
-    assert torch.autograd.gradcheck(functools.partial(operator, f), [asking], atol=1e-7, rtol=1e-7)
+    leaf = x.clone().requires_grad_()
+    assert operator(f, leaf).requires_grad
+    assert operator(f, 1 * leaf).requires_grad
+    assert torch.equal(operator(f, leaf), plain)
+    assert torch.autograd.gradcheck(functools.partial(operator, f), [leaf], atol=1e-7, rtol=1e-7)
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
-def test_operators_work_where_gradients_are_off(operator):
-    x, f = sphere.retract(normal(2, 3)), a_function(operator)
+def test_operators_work_under_no_grad(operator):
+    x, f = sphere.retract(normal(2, 3)), operand(operator)
     with torch.no_grad():
-        quiet, asking = operator(f, x), operator(f, x.clone().requires_grad_())
-    assert torch.equal(quiet, operator(f, x))
-    assert not quiet.requires_grad
-    assert asking.requires_grad
+        plain, differentiable = operator(f, x), operator(f, x.clone().requires_grad_())
+    assert torch.equal(plain, operator(f, x))
+    assert not plain.requires_grad
+    assert differentiable.requires_grad
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
-def test_points_do_not_see_each_other(operator):
-    x, f = sphere.retract(normal(2, 4, 3)), a_function(operator)
-    together = operator(f, x)
+def test_points_of_a_batch_are_independent(operator):
+    x, f = sphere.retract(normal(2, 4, 3)), operand(operator)
+    batched = operator(f, x)
     for i in range(2):
         for j in range(4):
-            assert ulps(operator(f, x[i, j]) - together[i, j], 10) <= 1
+            assert ulps(operator(f, x[i, j]) - batched[i, j], 10) <= 1
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
@@ -288,12 +291,13 @@ def test_a_constant_has_no_derivative(operator):
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
-def test_wrong_shapes_are_refused(operator):
+def test_functions_of_the_wrong_shape_raise(operator):
     x = sphere.retract(normal(4, 3))
-    wanted = "a field gives a vector" if operator is surface.divergence else "a function gives one number"
+    wanted = "a vector field" if operator is surface.divergence else "a scalar function"
+    wanted += f" must return one {'vector' if operator is surface.divergence else 'number'} per point"
     wrong = (lambda y: y.sum(-1)) if operator is surface.divergence else (lambda y: 1 * y)
     shown = "(4,)" if operator is surface.divergence else "(4, 3)"
     for f, shape in ((wrong, shown), (lambda y: y.sum(), "()")):
-        with pytest.raises(HelmscopeError) as refusal:
+        with pytest.raises(HelmscopeError) as caught:
             operator(f, x)
-        assert str(refusal.value) == f"f gives shape {shape} at points of shape (4, 3), but {wanted} at each point"
+        assert str(caught.value) == f"f returns shape {shape} for points of shape (4, 3), but {wanted}"

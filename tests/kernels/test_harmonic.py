@@ -1,4 +1,4 @@
-"""Harmonic sums against the dense ones, plain loops and closed forms; their degree; what they refuse."""
+"""Harmonic sums against dense sums, plain loops and closed forms; their degree; bad input."""
 
 from __future__ import annotations
 
@@ -11,10 +11,13 @@ from mpmath import mp
 from scipy import special
 
 from helmscope.fields.attention import SA, USA
+from helmscope.geometry import harmonics
 from helmscope.geometry.sphere import project, retract
+from helmscope.kernels import harmonic_series
 from helmscope.kernels.dense import Dense, attention_sum, logits
 from helmscope.kernels.harmonic import CHUNK, Harmonic, harmonic_degree, harmonic_sum
 from helmscope.kernels.harmonic_matrix import matrix_sums
+from helmscope.kernels.harmonic_series import circle_series
 from helmscope.theory.energy import energy_min
 from helmscope.types import HelmscopeError
 from kernel_cases import random_request
@@ -28,7 +31,7 @@ def cloud(n: int, d: int, *, batch: int = 2, seed: int = 0) -> torch.Tensor:
 
 
 def over_scale(sums, beta: float) -> torch.Tensor:
-    """Mass and sum over e^beta."""
+    """Mass and sum divided by e^beta."""
     mass = sums.mass * torch.exp(sums.mass_shift - beta)
     return torch.cat([mass, sums.total * torch.exp(sums.shift - beta)], -1)
 
@@ -37,36 +40,36 @@ def over_scale(sums, beta: float) -> torch.Tensor:
 @pytest.mark.parametrize("n", [1, 2, 3, 257])
 @pytest.mark.parametrize("d", [2, 3])
 @pytest.mark.parametrize("beta", BETAS)
-def test_they_are_the_dense_sums(beta: float, d: int, n: int, skip_self: bool) -> None:
-    """Within 2e-13 of e^beta times the total weight: truncation at 1e-13, and rounding."""
+def test_they_agree_with_dense_sums(beta: float, d: int, n: int, skip_self: bool) -> None:
+    """Within 2e-13 of e^beta times the total weight: truncation error 1e-13, plus rounding."""
     x, weights = cloud(n, d), torch.rand(2, n, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     weights[:, 0] = 0.0 if n > 2 else 1.0
     for mass in (None, weights):
         dense = attention_sum(logits(beta * x, x, weights=mass), x, weights=mass, skip_self=skip_self)
-        found = harmonic_sum(x, beta=beta, weights=mass, skip_self=skip_self, tol=1e-13)
-        assert torch.equal(found.shift, torch.full_like(found.shift, beta))
+        got = harmonic_sum(x, beta=beta, weights=mass, skip_self=skip_self, tol=1e-13)
+        assert torch.equal(got.shift, torch.full_like(got.shift, beta))
         scale = float(n if mass is None else mass.sum(-1).max())
-        assert float((over_scale(found, beta) - over_scale(dense, beta)).abs().max()) <= 2e-13 * scale
+        assert float((over_scale(got, beta) - over_scale(dense, beta)).abs().max()) <= 2e-13 * scale
 
 
 @pytest.mark.parametrize("d", [2, 3])
-def test_they_are_the_plain_loop_at_chosen_points(d: int) -> None:
-    """Poles, antipodes, equal tokens and tokens a hair from the pole, in 30 digits."""
+def test_they_agree_with_a_plain_loop_at_special_points(d: int) -> None:
+    """Poles, antipodes, equal tokens and tokens very close to a pole, with 30 digits."""
     rows = [[0.0] * (d - 1) + [1.0], [0.0] * (d - 1) + [-1.0], [1.0] + [0.0] * (d - 1), [-1.0] + [0.0] * (d - 1)]
     x = retract(torch.tensor([*rows, rows[0], [1e-9] * (d - 1) + [1.0], [0.6, -0.8][:d] + [0.0] * (d - 2)]).double())
-    found = over_scale(harmonic_sum(x, beta=4.0, tol=1e-14), 4.0)
+    got = over_scale(harmonic_sum(x, beta=4.0, tol=1e-14), 4.0)
     with mp.workdps(30):
         for i, a in enumerate(x.tolist()):
             terms = [mp.exp(4 * (mp.fdot(a, b) - 1)) for b in x.tolist()]
             expected = [mp.fsum(terms), *(mp.fdot(terms, x[:, k].tolist()) for k in range(d))]
-            assert max(abs(float(e) - v) for e, v in zip(expected, found[i].tolist(), strict=True)) < 2e-14
+            assert max(abs(float(e) - v) for e, v in zip(expected, got[i].tolist(), strict=True)) < 2e-14
 
 
 @pytest.mark.parametrize("d", [2, 3])
 @pytest.mark.parametrize("tol", [1e-3, 1e-6, 1e-9, 1e-12])
 @pytest.mark.parametrize("beta", [0.5, 4.0, 30.0])
-def test_the_degree_keeps_its_tolerance_and_one_less_does_not(beta: float, tol: float, d: int) -> None:
-    """The tail of the series at <x, y> = 1, in 30 digits."""
+def test_the_degree_is_the_smallest_within_the_tolerance(beta: float, tol: float, d: int) -> None:
+    """The tail of the series at <x, y> = 1, with 30 digits."""
     degree = harmonic_degree(beta, dim=d, tol=tol)
     with mp.workdps(30):
 
@@ -81,7 +84,23 @@ def test_the_degree_keeps_its_tolerance_and_one_less_does_not(beta: float, tol: 
         assert tail(degree) > tol
 
 
-def test_a_coarse_tolerance_is_kept_by_the_sums() -> None:
+def test_coefficients_and_degree_are_those_of_the_geometry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fault planted in the coefficients of ``geometry`` changes the sums: there is no second implementation."""
+    degree = harmonic_degree(2.0, dim=2)
+    moments = torch.ones(1, degree + 2, dtype=torch.complex128)
+    correct = circle_series(moments, 2.0, degree)[0, :, 0].real
+    bessel = torch.from_numpy(special.ive(range(degree + 1), 2.0)) * torch.tensor([1.0] + [2.0] * degree)
+    assert ((correct / bessel).abs() - 1).abs().max() < 1e-13  # measured 2e-15
+    original = harmonics._scaled_exponential_coefficients
+    monkeypatch.setattr(harmonics, "_scaled_exponential_coefficients", lambda *args: 2 * original(*args))
+    harmonic_series._circle_coefficients.cache_clear()
+    faulty = circle_series(moments, 2.0, degree)[0, :, 0].real
+    harmonic_series._circle_coefficients.cache_clear()
+    assert torch.equal(faulty, 2 * correct)
+    assert harmonic_degree(2.0, dim=3, tol=0.8) == harmonics.exponential_degree(2.0, dim=3, tolerance=0.8) > 0
+
+
+def test_sums_are_within_a_coarse_tolerance() -> None:
     x = cloud(200, 3)
     dense = over_scale(attention_sum(logits(9.0 * x, x), x), 9.0)
     for tol in (1e-3, 1e-6, 1e-9):
@@ -90,7 +109,7 @@ def test_a_coarse_tolerance_is_kept_by_the_sums() -> None:
 
 
 @pytest.mark.parametrize("d", [2, 3])
-def test_velocities_of_sa_and_usa_follow(d: int) -> None:
+def test_velocities_of_sa_and_usa(d: int) -> None:
     x = cloud(300, d)
     sums = harmonic_sum(x, beta=4.0, skip_self=True)
     assert torch.allclose(project(x, sums.mean), SA(beta=4.0)(x), rtol=0, atol=1e-12)
@@ -98,8 +117,8 @@ def test_velocities_of_sa_and_usa_follow(d: int) -> None:
 
 
 @pytest.mark.parametrize(("d", "beta"), [(2, 9.0), (3, 1.0), (3, 9.0)])
-def test_a_quadrature_of_the_uniform_law_has_the_least_energy(d: int, beta: float) -> None:
-    """The mass of a regular polygon, or of a product rule, is the closed form 2 beta E_min at every token."""
+def test_a_quadrature_of_the_uniform_measure_has_the_minimal_energy(d: int, beta: float) -> None:
+    """The mass of a regular polygon or of a product rule equals the closed form 2 beta E_min at every token."""
     count = 64
     angle = 2 * math.pi * torch.arange(count, dtype=torch.float64) / count
     x, weights = torch.stack([angle.cos(), angle.sin()], -1), torch.full((count,), 1 / count, dtype=torch.float64)
@@ -112,71 +131,71 @@ def test_a_quadrature_of_the_uniform_law_has_the_least_energy(d: int, beta: floa
     assert torch.allclose(mass, torch.full_like(mass, 2 * beta * energy_min(beta=beta, dim=d)), rtol=1e-11, atol=0)
 
 
-def test_a_system_alone_and_in_a_batch_and_chunks_of_it_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sums_do_not_depend_on_batch_or_chunk_size(monkeypatch: pytest.MonkeyPatch) -> None:
     x = cloud(300, 3, batch=5)
-    whole = over_scale(harmonic_sum(x, beta=4.0), 4.0)
-    alone = torch.stack([over_scale(harmonic_sum(each, beta=4.0), 4.0) for each in x])
-    assert torch.allclose(whole, alone, rtol=0, atol=1e-12)
+    batched = over_scale(harmonic_sum(x, beta=4.0), 4.0)
+    alone = torch.stack([over_scale(harmonic_sum(system, beta=4.0), 4.0) for system in x])
+    assert torch.allclose(batched, alone, rtol=0, atol=1e-12)
     monkeypatch.setitem(CHUNK, "cpu", 7)
-    assert torch.allclose(over_scale(harmonic_sum(x, beta=4.0), 4.0), whole, rtol=0, atol=1e-11)
+    assert torch.allclose(over_scale(harmonic_sum(x, beta=4.0), 4.0), batched, rtol=0, atol=1e-11)
 
 
 @pytest.mark.parametrize("start", range(0, 300, 100))
 def test_300_random_shapes(start: int) -> None:
-    """Within 1e-12 of e^beta a unit of weight; at beta = 500 on the circle alone: the table of S^2 is large there."""
+    """Within 1e-12 of e^beta per unit of weight; beta = 500 only on the circle, as the table of S^2 would be large."""
     for seed in range(start, start + 100):
         request = replace(random_request(seed, plain=True, dims=(2, 3)), causal=False)
         if request.beta == 500 and request.key.shape[-1] == 3:
             request = replace(request, query=request.query / 10, beta=50.0)
         assert Harmonic().refuses(request) is None
-        found, wanted = (over_scale(kernel.sum(request), request.beta) for kernel in (Harmonic(), Dense()))
+        got, expected = (over_scale(kernel.sum(request), request.beta) for kernel in (Harmonic(), Dense()))
         weight = request.key.shape[-2] if request.weights is None else float(request.weights.sum(-1).max())
-        assert float((found - wanted).abs().max()) <= 1e-12 * max(1.0, weight), seed
+        assert float((got - expected).abs().max()) <= 1e-12 * max(1.0, weight), seed
 
 
 @pytest.mark.parametrize("d", [2, 3])
 @pytest.mark.parametrize("beta", [0.0, 1.0, 4.0, 9.0])
-def test_matrix_products_give_the_same(beta: float, d: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The form for a GPU, here in chunks too, with a token at each pole."""
+def test_matrix_products_agree(beta: float, d: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The version for GPUs, also in chunks, with a token at each pole."""
     x = cloud(300, d, batch=2)
     x[:, 0], x[:, 1] = 0.0, 0.0
     x[:, 0, -1], x[:, 1, -1] = 1.0, -1.0
     weights = torch.rand(2, 300, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    wanted = over_scale(harmonic_sum(x, beta=beta, weights=weights), beta)
+    expected = over_scale(harmonic_sum(x, beta=beta, weights=weights), beta)
     degree = harmonic_degree(beta, dim=d)
     for chunk in (2**20, 77):
         monkeypatch.setattr("helmscope.kernels.harmonic_matrix.CHUNK", chunk)
-        found = matrix_sums(x, weights, beta, degree)
-        assert float((found - wanted).abs().max()) < 3e-14 * float(weights.sum(-1).max())
-    found = matrix_sums(x.float(), weights.float(), beta, degree)
-    assert float((found - wanted).abs().max()) < 1e-6 * float(weights.sum(-1).max())
+        got = matrix_sums(x, weights, beta, degree)
+        assert float((got - expected).abs().max()) < 3e-14 * float(weights.sum(-1).max())
+    got = matrix_sums(x.float(), weights.float(), beta, degree)
+    assert float((got - expected).abs().max()) < 1e-6 * float(weights.sum(-1).max())
 
 
-def test_single_precision_keeps_its_digits() -> None:
+def test_float32_accuracy() -> None:
     x = cloud(500, 3)
-    found = harmonic_sum(x.float(), beta=4.0, tol=1e-7)
-    assert found.mass.dtype == torch.float32
-    assert float((found.mean.double() - harmonic_sum(x, beta=4.0).mean).abs().max()) < 2e-6
+    got = harmonic_sum(x.float(), beta=4.0, tol=1e-7)
+    assert got.mass.dtype == torch.float32
+    assert float((got.mean.double() - harmonic_sum(x, beta=4.0).mean).abs().max()) < 2e-6
 
 
-def test_many_tokens_need_no_matrix_of_pairs() -> None:
-    """200,000 tokens, whose pairs would fill 320 GB; forty rows against the sum over all."""
+def test_many_tokens_need_no_n_x_n_matrix() -> None:
+    """200,000 tokens, whose n x n matrix would take 320 GB; 40 rows against direct sums over all tokens."""
     x = cloud(200_000, 3, batch=1)[0]
-    found = over_scale(harmonic_sum(x, beta=4.0, tol=1e-9), 4.0)[:40]
+    got = over_scale(harmonic_sum(x, beta=4.0, tol=1e-9), 4.0)[:40]
     kernel = torch.exp(4.0 * (x[:40] @ x.mT) - 4.0)
-    assert torch.allclose(found, torch.cat([kernel.sum(-1, keepdim=True), kernel @ x], -1), rtol=0, atol=1e-5)
+    assert torch.allclose(got, torch.cat([kernel.sum(-1, keepdim=True), kernel @ x], -1), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize(
-    ("act", "sentence"),
+    ("call", "message"),
     [
-        (lambda: harmonic_sum(cloud(3, 4), beta=1.0), "dim is 4, but harmonic sums are for the circle and S"),
+        (lambda: harmonic_sum(cloud(3, 4), beta=1.0), "dim is 4, but it must be 2 .the circle. or 3 .S"),
         (lambda: harmonic_sum(cloud(3, 3), beta=-1.0), "beta is -1.0, but it must be a finite number >= 0"),
         (lambda: harmonic_sum(cloud(3, 3), beta=4.0, tol=0.0), "tol is 0.0, but it must be a finite number > 0"),
         (lambda: harmonic_sum(cloud(3, 3), beta=1e4), "beta is 10000, but its series has degree"),
         (lambda: harmonic_sum(cloud(3, 3).requires_grad_(), beta=1.0), "x requires a gradient, but harmonic sums"),
     ],
 )
-def test_refusals(act, sentence: str) -> None:
-    with pytest.raises(HelmscopeError, match=sentence):
-        act()
+def test_bad_input_raises(call, message: str) -> None:
+    with pytest.raises(HelmscopeError, match=message):
+        call()

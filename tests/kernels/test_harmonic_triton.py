@@ -1,5 +1,5 @@
-"""Harmonic sums in three launches, compiled on a GPU and by Triton's interpreter where there is none, against the dense
-sums of the same float32 numbers in float64."""
+"""Harmonic sums in three launches, compiled on a GPU or run by Triton's interpreter if there is none, against dense
+float64 sums of the same float32 numbers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from helmscope.kernels.choose import token_sum, using
 from helmscope.kernels.dense import Dense
 from helmscope.kernels.harmonic import Harmonic, harmonic_degree
-from helmscope.kernels.harmonic_gpu import Cut, gpu_sums
+from helmscope.kernels.harmonic_gpu import Partition, gpu_sums
 from helmscope.kernels.kernel import Request
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -25,11 +25,11 @@ def cloud(n: int, d: int, *, batch: int = 1, seed: int = 0) -> torch.Tensor:
 
 
 def over_scale(x: torch.Tensor, beta: float, mass: torch.Tensor | None = None, **options) -> torch.Tensor:
-    """Mass and sum over e^beta, (system, n, 1 + d), by the kernels."""
+    """Mass and sum divided by e^beta, (system, n, 1 + d), by the kernels."""
     degree = harmonic_degree(beta, dim=x.shape[-1], tol=1e-7)
-    share = None if mass is None else mass.to(DEVICE)
-    total, seen, _ = gpu_sums(x.to(DEVICE), share, beta, degree, **options)
-    return torch.cat([seen, total], -1).cpu()
+    weights = None if mass is None else mass.to(DEVICE)
+    total, z, _ = gpu_sums(x.to(DEVICE), weights, beta, degree, **options)
+    return torch.cat([z, total], -1).cpu()
 
 
 def exact(x: torch.Tensor, beta: float, mass: torch.Tensor | None = None, *, skip_self: bool = False) -> torch.Tensor:
@@ -41,7 +41,7 @@ def exact(x: torch.Tensor, beta: float, mass: torch.Tensor | None = None, *, ski
 
 @pytest.fixture
 def by_gpu_sums(monkeypatch: pytest.MonkeyPatch) -> None:
-    """``Harmonic`` takes these kernels where it would not: on a CPU."""
+    """Make ``Harmonic`` use these kernels on a CPU too."""
     monkeypatch.setattr("helmscope.kernels.harmonic.fits", lambda x, degree: True)
 
 
@@ -54,54 +54,56 @@ def by_gpu_sums(monkeypatch: pytest.MonkeyPatch) -> None:
         (3, 12.0, 150, True, True),
     ],
 )  # fmt: skip
-def test_they_are_the_dense_sums(d: int, beta: float, n: int, weighted: bool, skip_self: bool) -> None:
-    """Within (2 + beta) 2^-23 of e^beta times the weight: a token's length of 1 + 2^-25 alone costs beta 2^-24."""
+def test_they_agree_with_dense_sums(d: int, beta: float, n: int, weighted: bool, skip_self: bool) -> None:
+    """Within (2 + beta) 2^-23 of e^beta times the weight: a norm of 1 + 2^-25 alone costs beta 2^-24."""
     x, mass = cloud(n, d, seed=n), None
     if weighted:
         mass = torch.rand(1, n, generator=torch.Generator().manual_seed(1))
         mass[:, : n // 3] = 0.0
-    found, wanted = over_scale(x, beta, mass, skip_self=skip_self), exact(x, beta, mass, skip_self=skip_self)
-    assert found.dtype == torch.float32
+    got, expected = over_scale(x, beta, mass, skip_self=skip_self), exact(x, beta, mass, skip_self=skip_self)
+    assert got.dtype == torch.float32
     weight = float(n if mass is None else mass.sum())
-    assert float((found - wanted).abs().max()) <= (2 + beta) * 2**-23 * weight
+    assert float((got - expected).abs().max()) <= (2 + beta) * 2**-23 * weight
 
 
-def test_a_mean_keeps_its_digits_wherever_the_tokens_are() -> None:
-    """Poles, also with zeros of either sign, antipodes, a hair from the pole, equal tokens, and a narrow cluster."""
+def test_means_are_accurate_at_and_near_special_points() -> None:
+    """Poles, also with signed zeros, antipodes, a point very close to a pole, equal tokens, and a narrow cluster."""
     rows = [[0.0, 0.0, 1.0], [-0.0, 0.0, 1.0], [0.0, -0.0, -1.0], [-1.0, -0.0, 0.0], [1.0, 0.0, -0.0], [0.0, -1.0, 0.0]]
     chosen = torch.tensor([*rows, rows[0], [1e-30, -1e-30, 1.0], [1e-4, 0.0, 1.0], [0.6, -0.8, 0.0]])
     near = torch.nn.functional.normalize(torch.tensor([0.3, 0.5, -0.8]) + 1e-3 * cloud(60, 3)[0], dim=-1)
     circle = torch.nn.functional.normalize(chosen[chosen[:, 1:].any(-1), 1:], dim=-1)
     for x in (chosen, near, near[:1].expand(90, 3), circle, circle[-1:].expand(90, 2)):
-        found, wanted = (f(x[None], 4.0) for f in (over_scale, exact))
-        mean, wanted_mean = (sums[..., 1:] / sums[..., :1] for sums in (found.double(), wanted))
-        assert float((mean - wanted_mean).norm() / wanted_mean.norm()) < 3e-7
+        got, expected = (f(x[None], 4.0) for f in (over_scale, exact))
+        mean, expected_mean = (sums[..., 1:] / sums[..., :1] for sums in (got.double(), expected))
+        assert float((mean - expected_mean).norm() / expected_mean.norm()) < 3e-7
 
 
 @pytest.mark.parametrize("d", [2, 3])
-def test_a_system_does_not_know_its_batch_and_a_nan_stays_in_its_own(d: int) -> None:
+def test_a_system_does_not_depend_on_its_batch_and_a_nan_affects_only_its_system(d: int) -> None:
     x, mass = cloud(70, d, batch=2), torch.rand(2, 70, generator=torch.Generator().manual_seed(2))
     x[0, 5, d - 1] = NAN
-    cuts = (Cut(16, 3, 4), Cut(16, 3, 4))  # several parts, several steps each, and some beyond the tokens
-    lost, sound = over_scale(x, 0.5, mass, cuts=cuts)
-    assert bool(lost.isnan().all())
-    assert torch.equal(sound, over_scale(x[1:], 0.5, mass[1:], cuts=cuts)[0])
-    assert float((sound - exact(x[1], 0.5, mass[1])).abs().max()) < 70 * 2e-7
+    # several parts with several steps each, some of them beyond the last token
+    partitions = (Partition(16, 3, 4), Partition(16, 3, 4))
+    with_nan, clean = over_scale(x, 0.5, mass, partitions=partitions)
+    assert bool(with_nan.isnan().all())
+    assert torch.equal(clean, over_scale(x[1:], 0.5, mass[1:], partitions=partitions)[0])
+    assert float((clean - exact(x[1], 0.5, mass[1])).abs().max()) < 70 * 2e-7
 
 
 @pytest.mark.parametrize(
-    ("n", "cut"), [(1, Cut(16, 4, 4)), (64, Cut(16, 4, 4)), (65, Cut(16, 4, 4)), (10**7, Cut(32, 512, 4))]
+    ("n", "partition"),
+    [(1, Partition(16, 4, 4)), (64, Partition(16, 4, 4)), (65, Partition(16, 4, 4)), (10**7, Partition(32, 512, 4))],
 )
-def test_a_cut_covers_every_token_with_no_idle_program(n: int, cut: Cut) -> None:
-    parts, steps = cut.of(n)
-    assert 1 <= parts <= cut.programs
-    assert (parts - 1) * steps * cut.tokens < n <= parts * steps * cut.tokens
+def test_a_partition_covers_every_token_without_idle_programs(n: int, partition: Partition) -> None:
+    parts, steps = partition.programs_and_steps(n)
+    assert 1 <= parts <= partition.programs
+    assert (parts - 1) * steps * partition.tokens < n <= parts * steps * partition.tokens
 
 
 @pytest.mark.usefixtures("by_gpu_sums")
 @pytest.mark.parametrize(("d", "weighted"), [(2, True), (3, False)])
-def test_its_doubts_are_those_computed_plainly(d: int, weighted: bool) -> None:
-    """A sound system, one with a token off the sphere, with a lone token, with a zero vector, and with a NaN."""
+def test_inaccurate_systems_are_the_same_as_without_the_gpu_diagnostics(d: int, weighted: bool) -> None:
+    """Five systems: accurate, with a token off the sphere, with an isolated token, with a zero vector, with a NaN."""
     x = cloud(60, d, batch=5)
     x[1, 7] *= 1 + 1e-5
     x[2] = torch.nn.functional.normalize(x[2] * 0.01 + torch.eye(d)[0], dim=-1)
@@ -111,25 +113,25 @@ def test_its_doubts_are_those_computed_plainly(d: int, weighted: bool) -> None:
     weights = torch.linspace(0, 1, 60) if weighted else None
     request = Request(*(part.to(DEVICE) for part in (4 * x, x, x)), beta=4.0, skip_self=True,
                       weights=None if weights is None else weights.to(DEVICE))  # fmt: skip
-    sums, doubted = Harmonic().judged(request)
-    assert doubted.tolist() == [False, True, True, True, False]
-    assert doubted.tolist() == Harmonic().doubts(request, sums).tolist()
+    sums, inaccurate = Harmonic().checked_sum(request)
+    assert inaccurate.tolist() == [False, True, True, True, False]
+    assert inaccurate.tolist() == Harmonic().inaccurate_systems(request, sums).tolist()
 
 
 @pytest.mark.usefixtures("by_gpu_sums")
-def test_the_dispatcher_believes_them_or_sums_pair_by_pair(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("helmscope.kernels.choose.MOST_STORED", 16)
+def test_the_dispatcher_falls_back_to_pairwise_sums_for_inaccurate_systems(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("helmscope.kernels.choose.MAX_DENSE_TOKENS", 16)
     x = cloud(200, 2, batch=2)
-    for lone, names in ((False, {"Harmonic"}), (True, {"Harmonic", "Flash" if DEVICE == "cuda" else "Streaming"})):
-        if lone:
+    for isolated, names in ((False, {"Harmonic"}), (True, {"Harmonic", "Flash" if DEVICE == "cuda" else "Streaming"})):
+        if isolated:
             x[1] = torch.nn.functional.normalize(x[1] * 0.01 + torch.eye(2)[0], dim=-1)
             x[1, 3] = -torch.eye(2)[0]
-        there = x.to(DEVICE)
-        with using() as taken:
-            sums = token_sum(Request(4 * there, there, there, beta=4.0, skip_self=True))
-        assert taken == names
-        wanted = Dense().sum(Request(*(4 * x.double(), x.double(), x.double()), beta=4.0, skip_self=True)).mean
+        y = x.to(DEVICE)
+        with using() as used:
+            sums = token_sum(Request(4 * y, y, y, beta=4.0, skip_self=True))
+        assert used == names
+        expected = Dense().sum(Request(*(4 * x.double(), x.double(), x.double()), beta=4.0, skip_self=True)).mean
         assert sums.shift.shape == (2, 200, 1)
-        off = (sums.mean.cpu() - wanted).abs().amax((1, 2))
-        assert float(off[0]) < 5e-7
-        assert float(off[1]) < 2e-6  # 1e-6 is what Streaming has in float32
+        error = (sums.mean.cpu() - expected).abs().amax((1, 2))
+        assert float(error[0]) < 5e-7
+        assert float(error[1]) < 2e-6  # Streaming in float32 has 1e-6

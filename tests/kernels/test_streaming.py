@@ -1,4 +1,4 @@
-"""Streaming sums are the dense ones, in value and gradient, block by block; the dispatcher picks what it says."""
+"""Streaming sums agree with dense sums in value and gradient; the dispatcher chooses the documented kernel."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from helmscope.types import HelmscopeError
 from kernel_cases import F64, random_request
 
 
-def put_right(sums: AttentionSum, reference: AttentionSum) -> tuple[torch.Tensor, torch.Tensor]:
-    """Total and mass on the scales of another."""
+def rescaled(sums: AttentionSum, reference: AttentionSum) -> tuple[torch.Tensor, torch.Tensor]:
+    """Total and mass on the scales of ``reference``."""
     return (
         sums.total * torch.exp(sums.shift - reference.shift),
         sums.mass * torch.exp(sums.mass_shift - reference.mass_shift),
     )
 
 
-def size_of(request: Request) -> torch.Tensor:
-    """The sum of the sizes of the terms, on the scale of the dense total."""
+def absolute_sum(request: Request) -> torch.Tensor:
+    """The sum of the absolute values of the terms, on the scale of the dense total."""
     return Dense().sum(replace(request, value=request.value.abs())).total
 
 
 def assert_agrees(sums: AttentionSum, request: Request, rel: float) -> None:
     dense = Dense().sum(request)
-    total, mass = put_right(sums, dense)
-    assert ((total - dense.total).abs() <= rel * size_of(request) + 1e-300).all()
+    total, mass = rescaled(sums, dense)
+    assert ((total - dense.total).abs() <= rel * absolute_sum(request) + 1e-300).all()
     assert ((mass - dense.mass).abs() <= rel * dense.mass).all()
     assert torch.isfinite(sums.mean).all()
 
@@ -45,17 +45,18 @@ def assert_agrees(sums: AttentionSum, request: Request, rel: float) -> None:
 def test_300_random_shapes(start):
     for seed in range(start, start + 50):
         request = random_request(seed)
-        # logits of 500 are known to 500 units of rounding
+        # logits of 500 have rounding errors of 500 eps
         assert_agrees(Streaming((7 + seed % 30, 5 + seed % 41)).sum(request), request, 1e-12)
 
 
 def gradients(sums: AttentionSum, request: Request, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Of random combinations of the mean and of log Z."""
+    """Gradients of a random combination of the mean and of log Z."""
     generator = torch.Generator().manual_seed(7)
-    on_mean = torch.randn(sums.mean.shape, dtype=F64, generator=generator)
-    seen = sums.mass > 0
-    on_mass = torch.randn(sums.mass.shape, dtype=F64, generator=generator)
-    total = (on_mean * sums.mean).sum() + (on_mass * torch.where(seen, sums.mass, 1.0).log())[seen].sum()
+    mean_weights = torch.randn(sums.mean.shape, dtype=F64, generator=generator)
+    positive = sums.mass > 0
+    mass_weights = torch.randn(sums.mass.shape, dtype=F64, generator=generator)
+    log_mass = torch.where(positive, sums.mass, 1.0).log()
+    total = (mean_weights * sums.mean).sum() + (mass_weights * log_mass)[positive].sum()
     return list(torch.autograd.grad(total, inputs))
 
 
@@ -65,39 +66,39 @@ def test_300_random_gradients(start):
         request = random_request(seed)
         names = ["query", "key", "value"] + ([] if request.weights is None else ["weights"])
         inputs = {name: getattr(request, name).clone().requires_grad_() for name in names}
-        moving = replace(request, **inputs)
-        given = list(inputs.values())
-        found = gradients(Streaming((7 + seed % 30, 5 + seed % 41)).sum(moving), moving, given)
-        wanted = gradients(Dense().sum(moving), moving, given)
-        for ours, reference in zip(found, wanted, strict=True):
-            assert (ours - reference).abs().max() <= 1e-11 * max(1.0, float(reference.abs().max())), seed
+        request = replace(request, **inputs)
+        leaves = list(inputs.values())
+        streaming = gradients(Streaming((7 + seed % 30, 5 + seed % 41)).sum(request), request, leaves)
+        dense = gradients(Dense().sum(request), request, leaves)
+        for got, expected in zip(streaming, dense, strict=True):
+            assert (got - expected).abs().max() <= 1e-11 * max(1.0, float(expected.abs().max())), seed
 
 
-def test_a_bias_has_its_gradient():
+def test_gradient_of_the_bias():
     request = random_request(1)
     n = request.query.shape[-2]
     bias = torch.randn(n, n, dtype=F64, generator=torch.Generator().manual_seed(0)).requires_grad_()
-    moving = replace(request, bias=bias, beta=None)
-    (ours,) = gradients(Streaming((7, 5)).sum(moving), moving, [bias])
-    (wanted,) = gradients(Dense().sum(moving), moving, [bias])
-    assert (ours - wanted).abs().max() <= 1e-12
+    request = replace(request, bias=bias, beta=None)
+    (got,) = gradients(Streaming((7, 5)).sum(request), request, [bias])
+    (expected,) = gradients(Dense().sum(request), request, [bias])
+    assert (got - expected).abs().max() <= 1e-12
 
 
-def test_forward_and_transformed_derivatives():
+def test_forward_mode_and_functorch_derivatives():
     x = hs.Uniform(n=6, dim=3).sample(seed=0)
 
     def mean(kernel, x):
         return kernel.sum(Request(4 * x, x, x, skip_self=True)).mean
 
-    wanted = torch.func.jacfwd(lambda x: mean(Dense(), x))(x)
+    expected = torch.func.jacfwd(lambda x: mean(Dense(), x))(x)
     for transform in (torch.func.jacfwd, torch.func.jacrev):
-        found = transform(lambda x: mean(Streaming((4, 5)), x))(x)
-        assert (found - wanted).abs().max() < 1e-14
+        got = transform(lambda x: mean(Streaming((4, 5)), x))(x)
+        assert (got - expected).abs().max() < 1e-14
 
 
 @pytest.mark.parametrize("skip_self", [False, True])
-def test_the_loop_itself(skip_self):
-    """Against plain Python, so that dense and streaming cannot be wrong together."""
+def test_against_a_plain_loop(skip_self):
+    """Plain Python, so that an error common to dense and streaming sums is noticed."""
     import math
 
     x = hs.Uniform(n=5, dim=3).sample(seed=1)
@@ -112,11 +113,11 @@ def test_the_loop_itself(skip_self):
             assert abs(float(sums.mean[i, a]) - mean) < 1e-15
 
 
-def test_no_pairs_are_stored(monkeypatch):
-    """The largest tensor made on the way is a block, not n x n."""
+def test_no_n_x_n_matrix_is_stored():
+    """The largest intermediate tensor is a block, not n x n."""
     largest = 0
 
-    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+    class RecordLargest(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             nonlocal largest
             out = func(*args, **(kwargs or {}))
@@ -126,19 +127,19 @@ def test_no_pairs_are_stored(monkeypatch):
 
     n, d = 5_000, 16
     x = hs.Uniform(n=n, dim=d).sample(seed=0)
-    with Watch():
+    with RecordLargest():
         hs.SA(beta=4.0).velocity(x)
         hs.USA(beta=4.0, causal=True).velocity(x)
         hs.interaction_energy(x, beta=4.0)
     assert largest <= max(256 * 512, n * (d + 2))
     sphere, degree = hs.Uniform(n=n, dim=3).sample(seed=0), 20
     largest = 0
-    with Watch():
+    with RecordLargest():
         hs.SA(beta=4.0).velocity(sphere)
     assert largest <= 4 * n * (degree + 2)  # four sums for each token and order
 
 
-# ---- the choice
+# ---- the dispatcher
 
 
 def tokens(n: int, d: int, dtype=F64) -> torch.Tensor:
@@ -162,7 +163,7 @@ def tokens(n: int, d: int, dtype=F64) -> torch.Tensor:
         (hs.Hardmax(), 2_049, 3, "Dense"),
     ],
 )
-def test_the_choice(field, n, d, name):
+def test_the_dispatcher_chooses_the_documented_kernel(field, n, d, name):
     assert pose(field, tokens(n, d), [1.0]).kernels() == [name]
 
 
@@ -178,33 +179,33 @@ def test_a_gradient_changes_the_choice():
 
 @pytest.mark.parametrize("field", [hs.SA, hs.USA])
 @pytest.mark.parametrize("d", [2, 3, 16])
-def test_fields_agree_beyond_the_stored_ones(field, d, monkeypatch):
+def test_fields_agree_with_dense_sums_beyond_the_dense_limit(field, d, monkeypatch):
     x = tokens(2_100, d)
-    ours = field(beta=3.0)(x)
-    monkeypatch.setattr(kernel_module, "MOST_STORED", 10**9)
-    monkeypatch.setattr("helmscope.kernels.choose.MOST_STORED", 10**9)
-    wanted = field(beta=3.0)(x)
+    got = field(beta=3.0)(x)
+    monkeypatch.setattr(kernel_module, "MAX_DENSE_TOKENS", 10**9)
+    monkeypatch.setattr("helmscope.kernels.choose.MAX_DENSE_TOKENS", 10**9)
+    expected = field(beta=3.0)(x)
     assert pose(field(beta=3.0), x, [1.0]).kernels() == ["Dense"]
-    assert (ours - wanted).abs().max() <= 1e-12 * max(1.0, float(wanted.abs().max()))
+    assert (got - expected).abs().max() <= 1e-12 * max(1.0, float(expected.abs().max()))
 
 
 @pytest.mark.parametrize("beta", [0.0, 500.0, 1e4])
 @pytest.mark.parametrize("n", [1, 2, 3, 40])
 def test_sa_and_usa_at_any_beta(n, beta):
-    """No overflow: SA in the dtype, USA with its log scale, as digits of the dense sums."""
+    """Neither SA nor USA, which returns its scale as a logarithm, overflows, and both agree with the dense sums."""
     x = tokens(n, 5)
     sa, usa = hs.SA(beta), hs.USA(beta, causal=True)
-    wanted, scaled = sa.velocity(x), usa.scaled(x)
+    dense_sa, dense_usa = sa.velocity(x), usa.scaled(x)
     with using(Streaming((16, 8))):
-        found, also = sa.velocity(x), usa.scaled(x)
-    assert torch.isfinite(found).all()
-    assert (found - wanted).abs().max() <= 1e-12 * (1 + beta)
-    back = also.direction * torch.exp(also.log_scale - scaled.log_scale)
-    assert torch.isfinite(also.direction).all()
-    assert (back - scaled.direction).abs().max() <= 1e-12 * (1 + beta)
+        streaming_sa, streaming_usa = sa.velocity(x), usa.scaled(x)
+    assert torch.isfinite(streaming_sa).all()
+    assert (streaming_sa - dense_sa).abs().max() <= 1e-12 * (1 + beta)
+    direction = streaming_usa.direction * torch.exp(streaming_usa.log_scale - dense_usa.log_scale)
+    assert torch.isfinite(streaming_usa.direction).all()
+    assert (direction - dense_usa.direction).abs().max() <= 1e-12 * (1 + beta)
 
 
-def test_a_pinned_kernel_is_used_and_recorded():
+def test_a_pinned_kernel_is_used_and_reported():
     x = tokens(20, 3)
     field = hs.SA(beta=2.0)
     runs = {}
@@ -217,54 +218,54 @@ def test_a_pinned_kernel_is_used_and_recorded():
     assert torch.equal(runs["Dense"], runs["NoneType"])
     assert not torch.equal(runs["Harmonic"], runs["NoneType"])
     with using(Streaming()) as outer:
-        hs.integrate(field, x, [0.1])  # None keeps what was pinned outside
+        hs.integrate(field, x, [0.1])  # kernel=None keeps the outer pinned kernel
         with using(Dense()) as inner:
             field(x)
     assert (outer, inner) == ({"Streaming", "Dense"}, {"Dense"})
 
 
 @pytest.mark.parametrize(
-    ("kernel", "field", "n", "d", "words"),
+    ("kernel", "field", "n", "d", "message"),
     [
         (Dense(), hs.SA(beta=1.0), 2_049, 4, "kernel is Dense(), but n is 2049"),
         (Harmonic(), hs.SA(beta=1.0), 4, 4, "but tokens have dimension 4"),
         (Harmonic(), hs.SA(beta=1.0, causal=True), 4, 3, "without causal mask and bias"),
         (Harmonic(), hs.SA(beta=1e4), 4, 3, "degree above 256"),
-        (Streaming(), hs.Hardmax(), 4, 3, "never has the whole matrix of logits"),
+        (Streaming(), hs.Hardmax(), 4, 3, "never stores the whole matrix of logits"),
         (Flash(), hs.SA(beta=1.0), 4, 3, "kernel is Flash("),
         ("dense", hs.SA(beta=1.0), 4, 3, "kernel is 'dense', but it must be a kernel such as Dense()"),
         (Dense, hs.SA(beta=1.0), 4, 3, "it must be a kernel such as Dense()"),
         (Dense(), lambda x: 0 * x, 4, 3, "sums over no tokens"),
     ],
 )
-def test_refused_before_any_work(kernel, field, n, d, words):
-    with pytest.raises(HelmscopeError) as error:
+def test_integrate_raises_if_the_kernel_does_not_support_the_field(kernel, field, n, d, message):
+    with pytest.raises(HelmscopeError) as caught:
         hs.integrate(field, tokens(n, d), [1.0], kernel=kernel)
-    assert words in str(error.value)
+    assert message in str(caught.value)
 
 
 @pytest.mark.parametrize("block", [(0, 1), (1,), 5, (2, 1.5)])
-def test_bad_blocks(block):
+def test_bad_blocks_raise(block):
     with pytest.raises(HelmscopeError, match="block"):
         Streaming(block)
 
 
-def test_nan_in_one_system_stays_there():
+def test_a_nan_affects_only_its_system():
     x = hs.Uniform(n=40, dim=4).sample(batch=3, seed=0)
-    bad = x.clone()
-    bad[1, 7, 2] = torch.nan
+    with_nan = x.clone()
+    with_nan[1, 7, 2] = torch.nan
     for kernel in (Dense(), Streaming((16, 16))):
-        clean, broken = (kernel.sum(Request(4 * y, y, y, skip_self=True)).mean for y in (x, bad))
-        assert torch.equal(clean[[0, 2]], broken[[0, 2]])
-        assert broken[1].isnan().all(-1).all()
-    three = x[..., :3] / x[..., :3].norm(dim=-1, keepdim=True)
-    lost = torch.where(torch.arange(3) == 1, torch.nan, 0.0).to(F64)[:, None, None]
-    run = hs.integrate(lambda y: lost * y, three, [1.0], stepper=hs.RK4(0.5))
+        clean, got = (kernel.sum(Request(4 * y, y, y, skip_self=True)).mean for y in (x, with_nan))
+        assert torch.equal(clean[[0, 2]], got[[0, 2]])
+        assert got[1].isnan().all(-1).all()
+    on_sphere = x[..., :3] / x[..., :3].norm(dim=-1, keepdim=True)
+    factor = torch.where(torch.arange(3) == 1, torch.nan, 0.0).to(F64)[:, None, None]
+    run = hs.integrate(lambda y: factor * y, on_sphere, [1.0], stepper=hs.RK4(0.5))
     assert [status.name for status in run.outcome.statuses] == ["FINISHED", "NOT_FINITE", "FINISHED"]
     assert "system 1 of 3" in str(run.outcome)
 
 
-def lonely(n: int, d: int, dtype=F64) -> torch.Tensor:
+def cluster_and_two_isolated_tokens(n: int, d: int, dtype=F64) -> torch.Tensor:
     """A cluster, and two tokens far from it and from each other."""
     x = torch.zeros(n, d, dtype=F64)
     x[:, 0] = 1.0
@@ -276,65 +277,64 @@ def lonely(n: int, d: int, dtype=F64) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("d", [2, 3])
 @pytest.mark.parametrize("beta", [4.0, 9.0, 40.0])
-def test_lone_tokens_keep_their_digits(beta, d, dtype):
-    """Token by token: a series is exact beside e^beta alone, so it is not taken where a token sees little else."""
-    x = lonely(2_100, d, dtype)
-    masked = torch.arange(2_100) > 0
+def test_isolated_tokens_keep_their_digits(beta, d, dtype):
+    """The error of a harmonic series is relative to e^beta, so it is not used if a token is far from all others."""
+    x = cluster_and_two_isolated_tokens(2_100, d, dtype)
+    mask = torch.arange(2_100) > 0
     bound = 1e-9 if dtype == F64 else 2e-5 * beta
-    for field, options in ((hs.SA(beta), {}), (hs.SA(beta), {"mask": masked}), (hs.USA(beta), {})):
-        found = field(x, **options).double()
+    for field, options in ((hs.SA(beta), {}), (hs.SA(beta), {"mask": mask}), (hs.USA(beta), {})):
+        got = field(x, **options).double()
         with using(Streaming()):
-            wanted = field(x.double(), **options)
-        assert ((found - wanted).norm(dim=-1) / wanted.norm(dim=-1))[:2].max() < bound
+            expected = field(x.double(), **options)
+        assert ((got - expected).norm(dim=-1) / expected.norm(dim=-1))[:2].max() < bound
     mixed = torch.stack([x, hs.Uniform(2_100, d).sample(seed=0, dtype=dtype)])
     with using() as names:
-        together = hs.SA(4.0).velocity(mixed)
+        batched = hs.SA(4.0).velocity(mixed)
     assert names == {"Harmonic", "Streaming"}
-    assert torch.equal(together[0], hs.SA(4.0).velocity(mixed[:1])[0])
-    assert torch.equal(together[1], hs.SA(4.0).velocity(mixed[1:])[0])
+    assert torch.equal(batched[0], hs.SA(4.0).velocity(mixed[:1])[0])
+    assert torch.equal(batched[1], hs.SA(4.0).velocity(mixed[1:])[0])
 
 
 @pytest.mark.parametrize("d", [2, 3])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_a_system_by_harmonics_does_not_know_its_batch(d, dtype):
+def test_harmonic_sums_do_not_depend_on_the_batch(d, dtype):
     x = hs.Uniform(n=2_100, dim=d).sample(batch=3, seed=0, dtype=dtype)
-    whole = hs.SA(4.0).velocity(x)
+    batched = hs.SA(4.0).velocity(x)
     for k in range(3):
-        assert torch.equal(hs.SA(4.0).velocity(x[k : k + 1])[0], whole[k])
-    bad = x.clone()
-    bad[1, 7, 1] = torch.nan
-    found = hs.SA(4.0).velocity(bad)
-    assert torch.equal(found[[0, 2]], whole[[0, 2]])
-    assert found[1].isnan().any()
+        assert torch.equal(hs.SA(4.0).velocity(x[k : k + 1])[0], batched[k])
+    with_nan = x.clone()
+    with_nan[1, 7, 1] = torch.nan
+    got = hs.SA(4.0).velocity(with_nan)
+    assert torch.equal(got[[0, 2]], batched[[0, 2]])
+    assert got[1].isnan().any()
 
 
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("d", [2, 3])
 def test_a_system_off_the_sphere_is_summed_pair_by_pair(d, weighted):
     x = hs.Uniform(n=2_100, dim=d).sample(batch=3, seed=0)
-    x[1, 7] *= 1 + 1e-6  # one token, beyond what rounding does
+    x[1, 7] *= 1 + 1e-6  # one token, by more than rounding
     x[2, 5] = torch.nan
     weights = torch.linspace(0.5, 1, 2_100, dtype=F64) if weighted else None
     request = Request(2 * x, x, x, weights=weights, beta=2.0)
     with using() as names:
-        found = token_sum(request)
+        sums = token_sum(request)
     assert names == {"Harmonic", "Streaming"}
     for k in range(2):
-        one = AttentionSum(*(getattr(found, part.name)[k] for part in fields(found)))
-        assert_agrees(one, request.system(torch.Size([3]), k), 1e-11)
-    assert found.mean[2].isnan().all()
+        system = AttentionSum(*(getattr(sums, part.name)[k] for part in fields(sums)))
+        assert_agrees(system, request.system(torch.Size([3]), k), 1e-11)
+    assert sums.mean[2].isnan().all()
 
 
-def test_who_sees_somebody():
+def test_sees_somebody_agrees_with_dense_sums():
     for seed in range(60):
         request = random_request(seed)
-        dense = replace(request, query=0 * request.query, key=0 * request.key, value=torch.ones_like(request.value))
-        seen = Dense().sum(dense).total[..., :1] > 0
-        assert torch.equal(sees_somebody(request), seen), seed
+        counting = replace(request, query=0 * request.query, key=0 * request.key, value=torch.ones_like(request.value))
+        assert torch.equal(sees_somebody(request), Dense().sum(counting).total[..., :1] > 0), seed
 
 
-def test_a_request_knows_its_tensors():
+def test_the_tensors_of_a_request():
     x = torch.eye(2)
-    assert [part.shape for part in Request(x, x, x).tensors] == [(2, 2)] * 3
-    assert {each.name for each in fields(Request)} >= {"query", "key", "value", "weights", "bias"}
+    assert [tensor.shape for tensor in Request(x, x, x).tensors] == [(2, 2)] * 3
+    assert {field.name for field in fields(Request)} >= {"query", "key", "value", "weights", "bias"}
     assert torch.equal(token_sum(Request(x, x, x)).log_mass, Dense().sum(Request(x, x, x)).log_mass)

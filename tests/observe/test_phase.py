@@ -185,27 +185,75 @@ def test_where_the_flow_does_not_commute_all_dimensions_are_carried():
 # How it is carried ----------------------------------------------------------------------------------------------------
 
 
-def test_systems_that_have_met_are_dropped_and_it_changes_nothing(monkeypatch):
-    carried = []
+def test_systems_that_have_met_end_and_it_changes_nothing(monkeypatch):
+    seen_at, looked = [], []
 
-    def spy(flow, x, *given, **options):
-        carried.append(len(x))
-        return pose(flow, x, *given, **options)
+    def spy(flow, x, times, **options):
+        seen_at.append(len(times))
+        return pose(flow, x, times, **options)
+
+    def count(x, **options):
+        looked.append(len(x))
+        return clustering_fraction(x, **options)
+
+    pose, clustering_fraction = module.pose, module.clustering_fraction
+    monkeypatch.setattr(module, "pose", spy)
+    case = SMALL | {"betas": [0.5], "times": np.linspace(0, 12, 25), "samples": 12}
+    seen = phase_diagram(hs.SA, **case)
+    assert seen_at == [25]  # one integration, not one for each block of times
+    monkeypatch.setattr(module, "clustering_fraction", count)
+    phase_diagram(hs.SA, **case)
+    shorter = sum(looked)
+    monkeypatch.setattr(module._Sweep, "_stays", lambda sweep, flow: False)
+    looked.clear()
+    assert np.array_equal(phase_diagram(hs.SA, **case).probability.values, seen.probability.values)
+    assert shorter < sum(looked)
+    plain = phase_diagram(hidden(hs.SA), **case)
+    assert np.array_equal(plain.probability.values, seen.probability.values)
+
+
+def test_where_met_pairs_may_part_nothing_ends(monkeypatch):
+    asked = []
+
+    def spy(flow, x, times, **options):
+        asked.append(options["events"])
+        return pose(flow, x, times, **options)
 
     pose = module.pose
     monkeypatch.setattr(module, "pose", spy)
-    case = SMALL | {"times": np.linspace(0, 12, 25), "samples": 12}
-    seen = phase_diagram(hs.SA, **case)
-    assert carried[0] == 12 > min(carried)
-    monkeypatch.setattr(module, "LOOKS", 1)
-    assert np.array_equal(phase_diagram(hs.SA, **case).probability.values, seen.probability.values)
-    plain = phase_diagram(hidden(hs.SA), **case)
-    assert np.array_equal(plain.probability.values, seen.probability.values)
-    carried.clear()
-    monkeypatch.setattr(module, "LOOKS", 24)
-    phase_diagram(lambda beta: hs.SA(beta, value=-torch.eye(3)), **case)
-    phase_diagram(hs.SA, **case | {"delta": 1.5})
-    assert set(carried) == {12}
+    phase_diagram(lambda beta: hs.SA(beta, value=-torch.eye(3)), **SMALL, samples=2)
+    phase_diagram(hs.SA, **SMALL | {"delta": 1.5}, samples=2)
+    phase_diagram(hs.SA, **SMALL, samples=2, noise=hs.IsotropicNoise(0.1))
+    assert asked == [[]] * 6
+
+
+def test_a_flow_that_changes_with_time_sees_the_time_of_the_run():
+    """Attraction of strength cos(pi t): two tokens at angle a have tan(a(t)/2) = tan(a/2) exp(-sin(pi t) / pi)."""
+
+    def swinging(beta):
+        def flow(x, *, t):
+            return torch.cos(math.pi * torch.as_tensor(t)) * hs.SA(beta=0.0).velocity(x)
+
+        return flow
+
+    case = {"betas": [0.0], "times": np.linspace(0.2, 1.6, 8), "start": hs.Uniform(2, 2), "samples": 64, "delta": 0.1}
+    seen = phase_diagram(swinging, **case).probability[0].values
+    angle = hs.sphere.angle(*hs.Uniform(2, 2).sample(64).unbind(-2))
+    shrunk = [(angle / 2).tan() * math.exp(-math.sin(math.pi * t) / math.pi) for t in case["times"]]
+    expected = [float((torch.cos(2 * half.atan()) >= 0.9).double().mean()) for half in shrunk]
+    assert max(expected) > 1.3 * min(expected)
+    assert np.allclose(seen, expected, rtol=0, atol=1e-12)
+
+
+def test_the_states_at_all_times_need_not_fit_the_memory(monkeypatch):
+    """Only shares are kept: 100 times, where the memory holds the states of 50."""
+    monkeypatch.setattr("helmscope.types.arguments.os.sysconf", lambda name: 8 * 32 if "SIZE" in name else 50)
+    case = {"betas": [0.0], "start": hs.Uniform(2, 2), "samples": 8, "delta": 0.1}
+    times = np.linspace(0, 1, 100)
+    with pytest.raises(hs.HelmscopeError, match="times holds 100"):
+        hs.integrate(hs.SA(0.0), hs.Uniform(2, 2).sample(8), times)
+    few, many = (phase_diagram(hs.SA, **case, times=asked) for asked in (times[[0, -1]], times))
+    assert np.array_equal(many.probability.values[:, [0, -1]], few.probability.values)
 
 
 def test_the_tolerance_is_fine_enough():

@@ -1,3 +1,5 @@
+"""The extreme energies against tables, Bessel functions, quadrature and double sums."""
+
 from __future__ import annotations
 
 import math
@@ -9,33 +11,33 @@ import torch
 from helmscope.theory.energy import energy_max, energy_min, equiangular_energy
 from helmscope.types import HelmscopeError
 
-LEAST = {  # beta = 1, 4, 9
+MINIMUM = {  # beta = 1, 4, 9
     2: (0.633032938876004, 1.41274024401704, 60.7549085839653),
     3: (0.587600596821901, 0.852809912410242, 25.0095179140913),
     512: (0.500488518817608, 0.126968403270515, 0.0601278371775291),
 }
 
 
-@pytest.mark.parametrize("dim", LEAST)
-def test_least_energy_table(dim):
-    assert [energy_min(beta=b, dim=dim) for b in (1, 4, 9)] == pytest.approx(LEAST[dim], rel=5e-15)
+@pytest.mark.parametrize("dim", MINIMUM)
+def test_minimal_energy_table(dim):
+    assert [energy_min(beta=b, dim=dim) for b in (1, 4, 9)] == pytest.approx(MINIMUM[dim], rel=5e-15)
 
 
-def test_greatest_energy_table():
+def test_maximal_energy_table():
     expected = (1.35914091422952, 6.82476875414303, 450.171329309744)
     assert [energy_max(beta=b) for b in (1, 4, 9)] == pytest.approx(expected, rel=5e-15)
 
 
 @pytest.mark.parametrize("dim", [2, 3, 7, 512, 100_000])
 @pytest.mark.parametrize("beta", [1e-300, 1e-8, 0.1, 9.0, 60.0, 300.0, 690.0])
-def test_least_energy_is_the_bessel_function(dim, beta):
+def test_minimal_energy_is_the_bessel_function(dim, beta):
     with mp.workdps(40):
         b, order = mp.mpf(beta), mp.mpf(dim) / 2 - 1
         exact = mp.gamma(order + 1) * (2 / b) ** order * mp.besseli(order, b) / (2 * b)
     assert energy_min(beta=beta, dim=dim) == pytest.approx(float(exact), rel=3e-15)
 
 
-def test_least_energy_is_the_mean_over_the_sphere():
+def test_minimal_energy_is_the_mean_over_the_sphere():
     # <x, y> of two uniform points has the density ~ (1 - t^2)^((d-3)/2)
     for dim, beta in ((4, 3.0), (9, 20.0), (512, 50.0)):
         power = mp.mpf(dim - 3) / 2
@@ -45,8 +47,7 @@ def test_least_energy_is_the_mean_over_the_sphere():
         assert energy_min(beta=beta, dim=dim) == pytest.approx(float(mean / (2 * beta)), rel=1e-13)
 
 
-def test_least_energy_beyond_the_reach_of_the_greatest():
-    # at d = 10^6 the energy stays finite where e^beta does not
+def test_minimal_energy_is_finite_where_the_maximal_energy_overflows():
     assert energy_min(beta=1000.0, dim=10**6) == pytest.approx(float(mp.hyp0f1(5 * 10**5, 250_000) / 2000), rel=1e-14)
 
 
@@ -58,7 +59,7 @@ def test_equiangular_energy_is_the_double_sum(n, gamma, beta):
     assert equiangular_energy(gamma, beta=beta, n=n).item() == pytest.approx(expected, rel=1e-15)
 
 
-def test_the_triangle_is_the_least_of_three_points():
+def test_energy_of_the_equilateral_triangle():
     assert equiangular_energy(-0.5, beta=1.0, n=3).item() == pytest.approx(0.6552238579807187, rel=1e-15)
 
 
@@ -71,7 +72,7 @@ def test_energies_are_ordered():
 
 
 @pytest.mark.parametrize(
-    ("call", "word"),
+    ("call", "message"),
     [
         (lambda: energy_min(beta=0.0, dim=3), "beta is 0.0"),
         (lambda: energy_min(beta=1.0, dim=1), "dim is 1"),
@@ -85,7 +86,7 @@ def test_energies_are_ordered():
         (lambda: equiangular_energy(-0.6, beta=1.0, n=3), "gamma is -0.6"),
     ],
 )
-def test_bad_input_is_refused_with_one_sentence(call, word):
-    with pytest.raises(HelmscopeError, match=word) as caught:
+def test_bad_input_raises_one_sentence(call, message):
+    with pytest.raises(HelmscopeError, match=message) as caught:
         call()
     assert "\n" not in str(caught.value)

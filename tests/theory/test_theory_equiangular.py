@@ -1,3 +1,5 @@
+"""The equiangular flow against tables, mpmath, quadrature, an ODE solver and sums over tokens."""
+
 from __future__ import annotations
 
 import itertools
@@ -16,7 +18,7 @@ from helmscope.types import HelmscopeError
 
 @dataclass(frozen=True)
 class Flow:
-    """What theory asks of a field, and no more."""
+    """A minimal ``EquiangularFlow``."""
 
     beta: float
     normalized: bool = True
@@ -31,24 +33,24 @@ def USA(beta: float) -> Flow:
     return Flow(beta, normalized=False)
 
 
-def slow_rate(flow: Flow, gamma: mp.mpf, n: int) -> mp.mpf:
+def printed_rate(flow: Flow, gamma: mp.mpf, n: int) -> mp.mpf:
     """gamma' as source 001 prints it."""
     kernel = mp.exp(flow.beta * gamma)
     rise = 2 * kernel * (1 - gamma) * ((n - 1) * gamma + 1)
     return rise / (mp.exp(flow.beta) + (n - 1) * kernel) if flow.normalized else rise / n
 
 
-def exact_time(flow: Flow, n: int, gamma0: float, left: mp.mpf) -> mp.mpf:
-    """Time to 1 - gamma = left: the closed form with all its cancellations, in as many digits as it takes."""
+def exact_time(flow: Flow, n: int, gamma0: float, remaining: mp.mpf) -> mp.mpf:
+    """Time until 1 - gamma = remaining: the closed form, with enough digits to survive its cancellations."""
     with mp.workdps(80 + int(flow.beta)):
-        b, whole = mp.mpf(flow.beta), mp.mpf(n) / (n - 1)
-        u0, u1 = 1 - mp.mpf(gamma0), mp.mpf(left)
-        logs = mp.log(u0 / u1) + mp.log((whole - u1) / (whole - u0))
-        rest = logs
+        b, length = mp.mpf(flow.beta), mp.mpf(n) / (n - 1)
+        u0, u1 = 1 - mp.mpf(gamma0), mp.mpf(remaining)
+        logs = mp.log(u0 / u1) + mp.log((length - u1) / (length - u0))
+        integrals = logs
         if b > 0:
-            rest = mp.ei(b * u0) - mp.ei(b * u1)
-            rest += mp.exp(b * whole) * (mp.e1(b * (whole - u0)) - mp.e1(b * (whole - u1)))
-        return ((n - 1) * logs + rest) / (2 * n) if flow.normalized else mp.exp(-b) * rest / 2
+            integrals = mp.ei(b * u0) - mp.ei(b * u1)
+            integrals += mp.exp(b * length) * (mp.e1(b * (length - u0)) - mp.e1(b * (length - u1)))
+        return ((n - 1) * logs + integrals) / (2 * n) if flow.normalized else mp.exp(-b) * integrals / 2
 
 
 HITTING_TIMES = {  # n = 32, delta = 1e-3: beta -> SA, USA
@@ -106,9 +108,9 @@ def test_hitting_time_is_the_integral_of_one_over_the_rate(make, beta, n):
         start = mp.mpf(gamma0)
 
         def integrand(y):
-            """dt/dy with gamma = gamma0 + (1 - gamma0)/(1 + e^-y), where it is tame."""
+            """dt/dy with gamma = gamma0 + (1 - gamma0)/(1 + e^-y), which is smooth and bounded."""
             s = 1 / (1 + mp.exp(-y))
-            return (1 - start) * s * (1 - s) / slow_rate(flow, start + (1 - start) * s, n)
+            return (1 - start) * s * (1 - s) / printed_rate(flow, start + (1 - start) * s, n)
 
         for delta in (0.9, 0.05, 1e-6):
             stop = mp.log((1 - start - mp.mpf(delta)) / mp.mpf(delta))
@@ -121,20 +123,20 @@ def test_hitting_time_is_the_integral_of_one_over_the_rate(make, beta, n):
     ("n", "beta"),
     [*itertools.product([2, 32, 10**6], [0.0, 1e-8, 0.3, 1.0, 9.0, 39.0, 41.0, 100.0]), (3, 1e-300), (3, 480.0)],
 )
-def test_hitting_time_to_2e_14_and_its_inverse(make, n, beta):
+def test_hitting_time_has_relative_error_2e_14_and_is_inverted_by_equiangular(make, n, beta):
     flow = make(beta)
     for gamma0 in (0.0, -0.4 / (n - 1), 0.5):
         for share in (1e-12, 1e-3, 0.3, 0.8, 1 - 1e-9):
             delta = (1 - gamma0) * share
             t = hitting_time(flow, n=n, delta=delta, gamma0=gamma0)
             assert t == pytest.approx(float(exact_time(flow, n, gamma0, delta)), rel=2e-14, abs=0)
-            # the inverse is the gamma, rounded, of a time within 1e-15 max(5, beta) of t
+            # the inverse is the rounded gamma of a time within t (1 +- 1e-15 max(5, beta))
             with mp.workdps(40):
-                left = 1 - mp.mpf(equiangular(flow, n=n, times=[t], gamma0=gamma0).item())
-                if left + 2.3e-16 < 1 - mp.mpf(gamma0):
-                    assert exact_time(flow, n, gamma0, left + 2.3e-16) < t * (1 + 1e-15 * max(5, beta))
-                if left > 2.3e-16:
-                    assert exact_time(flow, n, gamma0, left - 2.3e-16) > t * (1 - 1e-15 * max(5, beta))
+                remaining = 1 - mp.mpf(equiangular(flow, n=n, times=[t], gamma0=gamma0).item())
+                if remaining + 2.3e-16 < 1 - mp.mpf(gamma0):
+                    assert exact_time(flow, n, gamma0, remaining + 2.3e-16) < t * (1 + 1e-15 * max(5, beta))
+                if remaining > 2.3e-16:
+                    assert exact_time(flow, n, gamma0, remaining - 2.3e-16) > t * (1 - 1e-15 * max(5, beta))
 
 
 @pytest.mark.parametrize("make", [SA, USA])
@@ -142,7 +144,7 @@ def test_hitting_time_to_2e_14_and_its_inverse(make, n, beta):
 def test_equiangular_solves_its_equation(make, n, beta, gamma0):
     flow = make(beta)
     times = np.array([0.0, 0.01, 0.1, 0.5, 1.0, 2.0, 4.0])
-    rate = lambda t, g: [float(slow_rate(flow, mp.mpf(float(g[0])), n))]  # noqa: E731
+    rate = lambda t, g: [float(printed_rate(flow, mp.mpf(float(g[0])), n))]  # noqa: E731
     solved = solve_ivp(rate, (0, 4), [gamma0], t_eval=times, method="DOP853", rtol=3e-14, atol=1e-15)
     gamma = equiangular(flow, n=n, times=times, gamma0=gamma0)
     assert gamma[0].item() == gamma0
@@ -154,14 +156,13 @@ def test_late_and_early_times():
     assert gamma[0] == 0
     assert gamma[2].item() == pytest.approx(1e-200 * equiangular_rate(SA(2.0), 0.0, n=10).item(), rel=1e-12)
     assert gamma[-1] == 1
-    # at beta = 100 an orthogonal start stays put for e^100: gamma = gamma' t to first order
+    # at beta = 100 orthonormal tokens hardly move before time e^100: gamma = gamma' t to first order
     slow = equiangular(SA(100.0), n=32, times=[1.0, 100.0])
     first = 2 * math.exp(-100)
     assert slow.tolist() == pytest.approx([first, 100 * first], rel=1e-13)
     # 1 - gamma falls like e^{-2t} (SA) and e^{-2 e^b t} (USA)
-    near = equiangular(SA(1.0), n=32, times=[8.0, 9.0])
-    far = 1 - near
-    assert torch.log(far[0] / far[1]).item() == pytest.approx(2, abs=1e-5)
+    remaining = 1 - equiangular(SA(1.0), n=32, times=[8.0, 9.0])
+    assert torch.log(remaining[0] / remaining[1]).item() == pytest.approx(2, abs=1e-5)
 
 
 def simplex(n: int, gamma: float) -> list[list[float]]:
@@ -172,26 +173,26 @@ def simplex(n: int, gamma: float) -> list[list[float]]:
 
 @pytest.mark.parametrize("make", [SA, USA])
 @pytest.mark.parametrize(("n", "beta", "gamma"), [(2, 1.0, -0.5), (5, 3.0, 0.2), (7, 0.0, 0.9), (4, 20.0, 0.0)])
-def test_rate_is_that_of_the_tokens(make, n, beta, gamma):
+def test_rate_agrees_with_the_velocities_of_the_tokens(make, n, beta, gamma):
     flow, x = make(beta), simplex(n, gamma)
     dot = lambda a, b: math.fsum(p * q for p, q in zip(a, b, strict=True))  # noqa: E731
 
     def velocity(i: int) -> list[float]:
         weights = [math.exp(beta * dot(x[i], x[j])) for j in range(n)]
-        over = sum(weights) if flow.normalized else n
-        pull = [math.fsum(weights[j] * x[j][a] for j in range(n)) / over for a in range(n)]
-        return [pull[a] - dot(x[i], pull) * x[i][a] for a in range(n)]
+        divisor = sum(weights) if flow.normalized else n
+        ambient = [math.fsum(weights[j] * x[j][a] for j in range(n)) / divisor for a in range(n)]
+        return [ambient[a] - dot(x[i], ambient) * x[i][a] for a in range(n)]
 
     expected = dot(velocity(0), x[1]) + dot(x[0], velocity(1))
     assert equiangular_rate(flow, gamma, n=n).item() == pytest.approx(expected, rel=1e-13)
 
 
-def test_rate_takes_a_tensor_and_ends_in_fixed_points():
+def test_rate_takes_a_tensor_and_vanishes_at_both_ends():
     rate = equiangular_rate(SA(3.0), torch.tensor([[-0.5, 0.0], [0.5, 1.0]], dtype=torch.float64), n=3)
     assert rate.shape == (2, 2)
     assert rate[0, 0] == 0
     assert rate[1, 1] == 0
-    assert rate[1, 0].item() == pytest.approx(float(slow_rate(SA(3.0), mp.mpf("0.5"), 3)), rel=1e-15)
+    assert rate[1, 0].item() == pytest.approx(float(printed_rate(SA(3.0), mp.mpf("0.5"), 3)), rel=1e-15)
     assert equiangular_rate(SA(1e5), 0.0, n=3) == 0
 
 
@@ -201,7 +202,7 @@ def test_protocol():
 
 
 @pytest.mark.parametrize(
-    ("call", "word"),
+    ("call", "message"),
     [
         (lambda: equiangular(object(), n=3, times=[1]), "field is a object"),
         (lambda: hitting_time(Flow(1.0, isotropic=False), n=3, delta=0.1), "field is a Flow"),
@@ -226,7 +227,7 @@ def test_protocol():
         (lambda: equiangular_rate(USA(800.0), 0.5, n=3), "beta is 800"),
     ],
 )
-def test_bad_input_is_refused_with_one_sentence(call, word):
-    with pytest.raises(HelmscopeError, match=word) as caught:
+def test_bad_input_raises_one_sentence(call, message):
+    with pytest.raises(HelmscopeError, match=message) as caught:
         call()
     assert "\n" not in str(caught.value)

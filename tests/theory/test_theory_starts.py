@@ -1,3 +1,5 @@
+"""Random starts: moments and distributions against closed forms and SciPy, seeds, dtypes and bad input."""
+
 from __future__ import annotations
 
 import math
@@ -19,7 +21,7 @@ STARTS = [
 
 
 def standard_errors(values: torch.Tensor, expected: torch.Tensor | float) -> float:
-    """The largest distance of a column's mean from what is expected, in standard errors."""
+    """The largest deviation of a column mean from ``expected``, in standard errors."""
     stderr = values.std(0) / math.sqrt(len(values))
     return ((values.mean(0) - expected) / stderr).abs().max().item()
 
@@ -36,31 +38,31 @@ def test_shapes_norms_and_protocol(start):
 
 
 @pytest.mark.parametrize("start", STARTS)
-def test_a_seed_is_one_start_and_float32_is_its_rounding(start):
+def test_a_seed_determines_the_tokens_and_float32_tokens_are_rounded_float64_tokens(start):
     x = start.sample(batch=2, seed=3)
     state = torch.get_rng_state()
     assert torch.equal(start.sample(batch=2, seed=3), x)
-    assert torch.equal(torch.get_rng_state(), state)  # the global generator is left alone
+    assert torch.equal(torch.get_rng_state(), state)  # the global generator is not used
     assert torch.equal(start.draw(torch.Generator().manual_seed(3), 2), x)
     assert torch.equal(start.sample(batch=2, seed=3, dtype=torch.float32), x.float())
-    seen = [start.sample(seed=seed) for seed in (0, 1, 2, 2**32 - 1)]
-    assert all(not torch.isclose(a, b).any() for i, a in enumerate(seen) for b in seen[:i])
+    samples = [start.sample(seed=seed) for seed in (0, 1, 2, 2**32 - 1)]
+    assert all(not torch.isclose(a, b).any() for i, a in enumerate(samples) for b in samples[:i])
     assert not torch.isclose(x[0], x[1]).any()
 
 
-def coordinate_law(dim: int) -> stats.rv_continuous:
-    """Law of one coordinate of a uniform point: density ~ (1 - t^2)^((d-3)/2) on [-1, 1]."""
+def coordinate_distribution(dim: int) -> stats.rv_continuous:
+    """Distribution of one coordinate of a uniform point: density ~ (1 - t^2)^((d-3)/2) on [-1, 1]."""
     return stats.beta((dim - 1) / 2, (dim - 1) / 2, loc=-1, scale=2)
 
 
 @pytest.mark.parametrize("dim", [2, 3, 17])
-def test_uniform_moments_and_law(dim):
+def test_uniform_moments_and_distribution(dim):
     x = Uniform(n=50, dim=dim).sample(batch=400, seed=0).reshape(-1, dim)
     assert standard_errors(x, 0.0) < 4
     second = x.unsqueeze(-1) * x.unsqueeze(-2)
     assert standard_errors(second.flatten(1), torch.eye(dim).flatten() / dim) < 4
     axis = torch.ones(dim, dtype=torch.float64) / math.sqrt(dim)
-    assert stats.kstest((x @ axis).numpy(), coordinate_law(dim).cdf).pvalue > 1e-3
+    assert stats.kstest((x @ axis).numpy(), coordinate_distribution(dim).cdf).pvalue > 1e-3
 
 
 def mean_cosine(dim: int, kappa: float) -> mpmath.mpf:
@@ -71,8 +73,8 @@ def mean_cosine(dim: int, kappa: float) -> mpmath.mpf:
         return mpmath.besseli(mpmath.mpf(dim) / 2, kappa) / mpmath.besseli(mpmath.mpf(dim) / 2 - 1, kappa)
 
 
-def chord_law(dim: int, kappa: float, chord: np.ndarray) -> np.ndarray:
-    """Cumulative law of |x - mean|, from the density e^{-kappa c^2/2} sin(a)^(d-2) da, c = 2 sin(a/2), by Simpson."""
+def chord_cdf(dim: int, kappa: float, chord: np.ndarray) -> np.ndarray:
+    """Distribution function of |x - mean|: density e^{-kappa c^2/2} sin(a)^(d-2) da, c = 2 sin(a/2), by Simpson."""
     widest = min(math.pi, (10 + 2 * math.sqrt(dim)) / math.sqrt(max(kappa, 1e-9)))
     angle = np.linspace(0, widest, 20_001)
     density = np.exp(-2 * kappa * np.sin(angle / 2) ** 2) * (np.sin(angle) / math.sin(min(widest, 1.5))) ** (dim - 2)
@@ -88,7 +90,7 @@ def test_von_mises_fisher_cosine(dim, kappa):
     x = start.sample(batch=100, seed=5).reshape(-1, dim)
     chord = torch.linalg.vector_norm(x - start.direction, dim=-1)  # 1 - cosine = chord^2/2, without cancellation
     assert standard_errors(chord.square() / 2, float(1 - mean_cosine(dim, kappa))) < 4
-    assert stats.kstest(chord.numpy(), lambda c: chord_law(dim, kappa, c)).pvalue > 1e-3
+    assert stats.kstest(chord.numpy(), lambda c: chord_cdf(dim, kappa, c)).pvalue > 1e-3
     tangential = x - (x @ start.direction).unsqueeze(-1) * start.direction
     assert standard_errors(tangential, 0.0) < 4
 
@@ -96,10 +98,10 @@ def test_von_mises_fisher_cosine(dim, kappa):
 def test_von_mises_fisher_against_scipy_sampler():
     mean = torch.tensor([1.0, -2.0, 0.5])
     start = VonMisesFisher(n=5000, dim=3, kappa=4.0, mean=mean)
-    theirs = stats.vonmises_fisher(start.direction.numpy(), 4.0).rvs(5000, random_state=0)
-    ours = start.sample(seed=0).numpy()
+    reference = stats.vonmises_fisher(start.direction.numpy(), 4.0).rvs(5000, random_state=0)
+    x = start.sample(seed=0).numpy()
     for axis in np.eye(3):
-        assert stats.ks_2samp(ours @ axis, theirs @ axis).pvalue > 1e-3
+        assert stats.ks_2samp(x @ axis, reference @ axis).pvalue > 1e-3
 
 
 def test_von_mises_fisher_at_kappa_zero_is_uniform_token_by_token():
@@ -108,13 +110,13 @@ def test_von_mises_fisher_at_kappa_zero_is_uniform_token_by_token():
 
 
 @pytest.mark.parametrize("dim", [2, 512])
-def test_von_mises_fisher_keeps_its_digits_at_huge_kappa(dim):
+def test_von_mises_fisher_is_accurate_at_huge_kappa(dim):
     # kappa |x - mean|^2 is chi-squared with d - 1 degrees of freedom up to O(1/kappa)
     x = VonMisesFisher(n=4000, dim=dim, kappa=1e12, mean=torch.eye(dim)[-1]).sample(seed=0)
     squared = 1e12 * (x - torch.eye(dim, dtype=torch.float64)[-1]).square().sum(-1)
     assert stats.kstest(squared.numpy(), stats.chi2(dim - 1).cdf).pvalue > 1e-3
-    at_the_end = VonMisesFisher(n=10, dim=dim, kappa=1.7e308).sample(seed=0)
-    assert torch.equal(at_the_end, torch.eye(dim, dtype=torch.float64)[0].expand(10, dim))
+    largest_kappa = VonMisesFisher(n=10, dim=dim, kappa=1.7e308).sample(seed=0)
+    assert torch.equal(largest_kappa, torch.eye(dim, dtype=torch.float64)[0].expand(10, dim))
 
 
 @pytest.mark.parametrize(("n", "dim"), [(1, 2), (3, 3), (32, 512), (64, 64)])
@@ -125,21 +127,21 @@ def test_orthonormal_frames(n, dim):
         assert (torch.linalg.det(x) - 1).abs().max() < 1e-12
 
 
-def test_orthonormal_is_haar():
+def test_orthonormal_frames_are_haar_distributed():
     x = Orthonormal(n=3, dim=3).sample(batch=10_000, seed=1)
     assert standard_errors(x.flatten(1), 0.0) < 4
     for row in range(3):
-        assert stats.kstest(x[:, row, 1].numpy(), coordinate_law(3).cdf).pvalue > 1e-3
-    # the angle of a Haar random rotation of space has the density (1 - cos a)/pi, also after a fixed rotation
-    turn = Orthonormal(n=3, dim=3).sample(seed=99)
-    for rotations in (x, x @ turn, turn @ x):
+        assert stats.kstest(x[:, row, 1].numpy(), coordinate_distribution(3).cdf).pvalue > 1e-3
+    # the angle of a Haar-distributed rotation of R^3 has the density (1 - cos a)/pi, also after a fixed rotation
+    fixed = Orthonormal(n=3, dim=3).sample(seed=99)
+    for rotations in (x, x @ fixed, fixed @ x):
         trace = rotations.diagonal(dim1=-2, dim2=-1).sum(-1)
         angle = torch.arccos(((trace - 1) / 2).clamp(-1, 1)).numpy()
         assert stats.kstest(angle, lambda a: (a - np.sin(a)) / math.pi).pvalue > 1e-3
 
 
 @pytest.mark.parametrize(
-    ("make", "word"),
+    ("make", "message"),
     [
         (lambda: Uniform(n=0, dim=3), "n is 0"),
         (lambda: Uniform(n=2.5, dim=3), "n is 2.5"),
@@ -171,7 +173,7 @@ def test_orthonormal_is_haar():
         (lambda: Uniform(n=2, dim=3).sample(device="nowhere"), "device is 'nowhere'"),
     ],
 )
-def test_bad_input_is_refused_with_one_sentence(make, word):
-    with pytest.raises(HelmscopeError, match=word) as caught:
+def test_bad_input_raises_one_sentence(make, message):
+    with pytest.raises(HelmscopeError, match=message) as caught:
         make()
     assert "\n" not in str(caught.value)

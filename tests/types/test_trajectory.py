@@ -81,5 +81,20 @@ def test_trajectory_refuses(given, said):
 def test_a_simulation_is_a_system_and_a_trajectory_is_not():
     simulation = hs.integrate(hs.SA(1.0), torch.eye(2, dtype=torch.float64), [1.0])
     assert isinstance(simulation, hs.System)
+    assert (simulation.axis, simulation.layer_axis, simulation.replicate) == ("time", "time", "system")
     assert not isinstance(simulation.trajectory, hs.System)
     assert not isinstance(simulation, hs.Instrument)
+
+
+def test_an_end_that_was_asked_for_is_not_ok_and_not_a_failure():
+    done, stopped, limit = hs.Status.FINISHED, hs.Status.STOPPED, hs.Status.STEP_LIMIT
+    ended = hs.Outcome((done, stopped, stopped), (9.0, 2.5, 3.0))
+    assert not ended.ok
+    assert not ended.failed
+    assert str(ended) == (
+        "system 1 of 3: ended by a terminal event at t=2.5, later states are NaN: leave out terminal=True to go on "
+        "(and 1 more system)"
+    )
+    broken = hs.Outcome((stopped, limit), (2.5, 3.0))
+    assert broken.failed
+    assert str(broken).startswith("system 1 of 2: step limit reached at t=3")

@@ -1,3 +1,4 @@
-"""The unit sphere S^(d-1) in R^d: points and tangent vectors (``sphere``), calculus on it (``surface``), its harmonic
-functions (``harmonics``) and which points lie close together (``linkage``).
+"""Geometry of the unit sphere S^(d-1) in R^d: points and tangent vectors (``sphere``), the normalized residual step
+(``retraction``), surface calculus (``surface``), spherical harmonics (``harmonics``) and single-linkage clustering
+(``linkage``). ``arithmetic`` guards computations against global torch settings.
 """

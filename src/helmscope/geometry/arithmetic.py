@@ -1,4 +1,4 @@
-"""Arithmetic that does not depend on what a caller has switched on in torch."""
+"""Guards that keep results independent of global torch settings such as autocast, the default device and vmap."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ from helmscope.types import HelmscopeError
 if TYPE_CHECKING:
     from torch import Tensor
 
-Given = ParamSpec("Given")
+Params = ParamSpec("Params")
 Result = TypeVar("Result")
 
-DEVICES = ("cpu", "cuda")  # where tokens may live
+DEVICES = ("cpu", "cuda")  # the supported device types
 
 
-def full_precision(function: Callable[Given, Result]) -> Callable[Given, Result]:
-    """``function`` with its matrix products in the dtype of their factors, inside ``torch.autocast`` too.
+def full_precision(function: Callable[Params, Result]) -> Callable[Params, Result]:
+    """Decorator: run ``function`` with autocast disabled, so that matrix products keep the dtype of their factors.
 
-    Autocast would round float32 factors to bfloat16 or float16, three digits, without a word. It is switched off on
-    the way in and is as it was on the way out. Every function that multiplies matrices is decorated (a test looks), so
-    that one called by itself is as safe as one that ``integrate`` calls. Off, the check takes half a microsecond.
+    Autocast would silently round float32 factors to bfloat16 or float16, which have about three digits. It is disabled
+    on entry and restored on exit. Every function that multiplies matrices is decorated (a test enforces this), so that
+    calling one directly is as safe as calling it through ``integrate``. If autocast is already off, the check takes
+    half a microsecond.
 
     >>> product = full_precision(torch.matmul)
     >>> third = torch.tensor([[1 / 3]])
@@ -35,7 +36,7 @@ def full_precision(function: Callable[Given, Result]) -> Callable[Given, Result]
     """
 
     @functools.wraps(function)
-    def run(*args: Given.args, **kwargs: Given.kwargs) -> Result:
+    def run(*args: Params.args, **kwargs: Params.kwargs) -> Result:
         if not any(map(torch.is_autocast_enabled, DEVICES)):
             return function(*args, **kwargs)
         with ExitStack() as stack:
@@ -47,8 +48,9 @@ def full_precision(function: Callable[Given, Result]) -> Callable[Given, Result]
 
 
 def check_readable(name: str, tensor: Tensor) -> None:
-    """Refuse a tensor that holds no values to read: one that is sparse, or on the device meta, where new tensors lie
-    after ``torch.set_default_device("meta")``.
+    """Raise ``HelmscopeError`` unless ``tensor`` is dense and holds values.
+
+    Tensors on the meta device hold none; new tensors are created there after ``torch.set_default_device("meta")``.
 
     >>> check_readable("x", torch.ones(2))
     """
@@ -59,8 +61,9 @@ def check_readable(name: str, tensor: Tensor) -> None:
 
 
 def every(condition: Tensor) -> bool:
-    """Whether a condition on values holds everywhere; True where torch does not let anybody look, which is within
-    ``torch.vmap``. Checks of input go through here, so that a checked call can be vectorized.
+    """Whether a boolean tensor is True everywhere; always True under ``torch.vmap``, where values cannot be read.
+
+    Value checks of arguments go through this function, so that functions which check their input can be vmapped.
 
     >>> every(torch.tensor([True, False]))
     False
@@ -71,8 +74,7 @@ def every(condition: Tensor) -> bool:
 
 
 def vectorized(x: Tensor) -> bool:
-    """Whether x stands for many tensors, at some level of nested transforms: ``torch.vmap`` is at work, and no value of
-    x can be read.
+    """Whether x is batched by ``torch.vmap`` at some level of nested transforms, so that its values cannot be read.
 
     >>> vectorized(torch.ones(2)), torch.func.grad(lambda x: x if vectorized(x) else 2 * x)(torch.tensor(1.0)).item()
     (False, 2.0)

@@ -1,13 +1,15 @@
 """Harmonics of the sphere S^(d-1): Fourier modes (d = 2), real Y_lm (d = 3), zonal polynomials and expansions (any d).
 
-Zonal polynomials P_k carry one normalization, P_k(1) = 1: cos k t for d = 2, Legendre for d = 3. The addition theorem
-ties them to any real basis Y_k1, ..., Y_kN of the degree-k harmonics, orthonormal for the uniform probability measure:
+Zonal polynomials P_k are normalized by P_k(1) = 1: cos k t for d = 2, Legendre for d = 3. The addition theorem relates
+them to any real basis Y_k1, ..., Y_kN of the degree-k harmonics, orthonormal for the uniform probability measure:
 
     sum_i Y_ki(x) Y_ki(y) = N(d, k) P_k(<x, y>),    N(d, k) = harmonic_dimension(k, dim=d).
 
-So a kernel f(<x, y>) = sum_k a_k P_k(<x, y>) is diagonal in them, and a sum of it over n points costs O(n).
-Harmonics come from the coordinates by recurrences, not from angles: no point is singular, and the result at a point
-does not depend on the batch it is computed in.
+Hence a kernel f(<x, y>) = sum_k a_k P_k(<x, y>) is diagonal in such a basis, and summing it over n points costs O(n).
+Harmonics are computed from the coordinates by recurrences, not from angles, so that no point is singular and the
+result at a point does not depend on its batch.
+
+The harmonic kernels (``kernels/harmonic.py``) take their coefficients, degree and powers from this module.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from helmscope.geometry.sphere import retract
 from helmscope.types import HelmscopeError, fits_memory, real_number, whole_number
 
 if TYPE_CHECKING:
-    from jaxtyping import Float
+    from jaxtyping import Complex, Float
     from numpy.typing import NDArray
     from torch import Tensor
 
@@ -33,36 +35,58 @@ if TYPE_CHECKING:
 def circle_angle(x: Float[Tensor, "*batch 2"]) -> Float[Tensor, "*batch"]:
     """Angle t in (-pi, pi] of x = |x| (cos t, sin t), from tan(t / 2) = sin t / (1 + cos t), mirrored for cos t < 0.
 
-    Not torch.atan2, whose last bit depends on the batch. The zero vector has no angle and gives NaN.
+    It does not use torch.atan2, whose last bit depends on the batch. The result is NaN for the zero vector.
 
     >>> circle_angle(torch.tensor([[0.0, 1.0], [-1.0, 0.0]]))
     tensor([1.5708, 3.1416])
     """
-    u, v = retract(_points(x, 2)).unbind(-1)
-    left = u < 0
-    turn = 2 * torch.atan(v / (1 + torch.where(left, -u, u)))
+    u, v = retract(_check_points(x, 2)).unbind(-1)
+    negative = u < 0
+    angle = 2 * torch.atan(v / (1 + torch.where(negative, -u, u)))
     half_circle = torch.full_like(v, torch.pi)
-    return torch.where(left, torch.where(v < 0, -half_circle, half_circle) - turn, turn)
+    return torch.where(negative, torch.where(v < 0, -half_circle, half_circle) - angle, angle)
 
 
 def fourier(
     x: Float[Tensor, "*batch 2"], degree: int
 ) -> tuple[Float[Tensor, "*batch degree_plus_1"], Float[Tensor, "*batch degree_plus_1"]]:
-    """(cos k t, sin k t), k = 0..degree, at the unit vector x = (cos t, sin t): both parts of (x_0 + i x_1)^k.
+    """Fourier modes (cos k t, sin k t), k = 0..degree, at unit vectors x = (cos t, sin t): the real and imaginary parts
+    of (x_0 + i x_1)^k.
 
-    The table of powers doubles: k < m times z^m gives m <= k < 2m. Error about k roundings, and k times that of |x|.
+    Powers are computed by doubling: those with k < m times z^m are those with m <= k < 2m. The error is about k
+    roundings, plus k times the error of |x|.
 
     >>> cos, sin = fourier(torch.tensor([0.0, 1.0]), 3)
     >>> cos, sin
     (tensor([ 1.,  0., -1., -0.]), tensor([ 0.,  1.,  0., -1.]))
     """
-    u, v = _points(x, 2)[..., :1], x[..., 1:]
-    degree = _degree(degree, u.numel())
+    u, v = _check_points(x, 2)[..., :1], x[..., 1:]
+    degree = _check_degree(degree, u.numel())
     cos, sin = torch.ones_like(u), torch.zeros_like(u)
     while cos.shape[-1] <= degree:
         c, s = cos[..., -1:] * u - sin[..., -1:] * v, sin[..., -1:] * u + cos[..., -1:] * v
         cos, sin = torch.cat([cos, cos * c - sin * s], -1), torch.cat([sin, sin * c + cos * s], -1)
     return cos[..., : degree + 1], sin[..., : degree + 1]
+
+
+def powers(u: Complex[Tensor, "batch n"], degree: int) -> Complex[Tensor, "batch degree_plus_1 n"]:
+    """Powers u^0, ..., u^degree of complex numbers by doubling, so that the error of u^k grows with log k.
+
+    For u = e^{i t} these are the modes of ``fourier`` with the degree axis before the point axis, computed in place and
+    without gradient, for sums over many points.
+
+    >>> powers(torch.tensor([[1j]]), 3).flatten().tolist() == [1, 1j, -1, -1j]
+    True
+    """
+    table = u.new_ones(len(u), degree + 1, u.shape[-1])
+    if degree:
+        table[:, 1] = u
+    done = 1
+    while done < degree:
+        count = min(done, degree - done)
+        table[:, done + 1 : done + 1 + count] = table[:, 1 : 1 + count] * table[:, done : done + 1]
+        done += count
+    return table
 
 
 def spherical_harmonics(x: Float[Tensor, "*batch 3"], degree: int) -> Float[Tensor, "*batch modes"]:
@@ -77,28 +101,28 @@ def spherical_harmonics(x: Float[Tensor, "*batch 3"], degree: int) -> Float[Tens
         Y_lm = c Y_(l-1)m + G_lm,   G_lm = c ((l - 1 - m) G_(l-1)m - (2l - 1) q Y_(l-1)m) / (l + m),
         c^2 = (2l + 1) (l + m) / ((2l - 1) (l - m)),   q = 1 - z = (x^2 + y^2) / (1 + z),
 
-    mirrored for z < 0: Reinsch's form of the Legendre recurrence, whose error grows like l roundings at the poles too
-    (the plain form: l^2). Nothing is divided by sin theta: gradients are finite everywhere. x must be a unit vector.
-    High powers of x + iy underflow harmlessly up to about degree 1,900 in float64 (Holmes and Featherstone 2002) and
-    220 in float32; beyond about 180 the float32 gradient overflows near the poles.
+    mirrored for z < 0: Reinsch's form of the Legendre recurrence, whose error grows like l roundings even at the poles
+    (that of the plain form like l^2). There is no division by sin theta, so gradients are finite everywhere. x must
+    hold unit vectors. High powers of x + iy underflow harmlessly up to about degree 1,900 in float64 (Holmes and
+    Featherstone 2002) and 220 in float32; beyond about 180 the float32 gradient overflows near the poles.
 
     >>> spherical_harmonics(torch.tensor([0.0, 0.0, 1.0]), 1)
     tensor([0.2821, 0.0000, 0.4886, 0.0000])
     """
-    u, v, w = _points(x, 3)[..., :1], x[..., 1:2], x[..., 2:]
-    degree = _degree(degree, u.numel(), modes=2)
-    side = torch.where(w < 0, -torch.ones_like(w), torch.ones_like(w))
-    q = (u * u + v * v) / (1 + side * w)
+    u, v, w = _check_points(x, 3)[..., :1], x[..., 1:2], x[..., 2:]
+    degree = _check_degree(degree, u.numel(), power=2)
+    sign = torch.where(w < 0, -torch.ones_like(w), torch.ones_like(w))
+    q = (u * u + v * v) / (1 + sign * w)
     cos, sin = torch.full_like(w, math.sqrt(1 / (2 * math.pi))), torch.zeros_like(w)
-    rows, gap = [torch.full_like(w, math.sqrt(1 / (4 * math.pi)))], torch.zeros_like(w)
+    rows, g = [torch.full_like(w, math.sqrt(1 / (4 * math.pi)))], torch.zeros_like(w)
     for deg in range(1, degree + 1):
         m = torch.arange(1 - deg, deg, device=x.device, dtype=x.dtype).abs()
-        c = side * torch.sqrt((2 * deg + 1) * (deg + m) / ((2 * deg - 1) * (deg - m)))
-        gap = c * ((deg - 1 - m) * gap - (2 * deg - 1) * (q * rows[-1])) / (deg + m)
-        grow = math.sqrt((2 * deg + 1) / (2 * deg))
-        cos, sin = grow * (u * cos - v * sin), grow * (u * sin + v * cos)
-        rows.append(torch.cat([sin, c * rows[-1] + gap, cos], -1))
-        gap = torch.nn.functional.pad(gap, (1, 1))
+        c = sign * torch.sqrt((2 * deg + 1) * (deg + m) / ((2 * deg - 1) * (deg - m)))
+        g = c * ((deg - 1 - m) * g - (2 * deg - 1) * (q * rows[-1])) / (deg + m)
+        factor = math.sqrt((2 * deg + 1) / (2 * deg))
+        cos, sin = factor * (u * cos - v * sin), factor * (u * sin + v * cos)
+        rows.append(torch.cat([sin, c * rows[-1] + g, cos], -1))
+        g = torch.nn.functional.pad(g, (1, 1))
     return torch.cat(rows, -1)
 
 
@@ -108,35 +132,36 @@ def gegenbauer(s: Float[Tensor, "*batch"], degree: int, *, dim: int) -> Float[Te
         (k + d - 2) P_(k+1) = (2k + d - 2) s P_k - k P_(k-1).
 
     Chebyshev T_k for dim = 2, Legendre for dim = 3, C_k^(l)(s) / C_k^(l)(1) with l = (dim - 2)/2 beyond.
-    P_k'(1) = k (k + d - 2) / (d - 1) is how strongly a rounding of s shows near s = 1.
+    Near s = 1 a rounding error of s is amplified by P_k'(1) = k (k + d - 2) / (d - 1).
 
     >>> gegenbauer(torch.tensor(0.5), 2, dim=3)
     tensor([ 1.0000,  0.5000, -0.1250])
     """
-    return _zonal(s, _degree(degree, s.numel()), whole_number("dim", dim, at_least=2))
+    return _zonal_polynomials(s, _check_degree(degree, s.numel()), whole_number("dim", dim, at_least=2))
 
 
 def gegenbauer_c(s: Float[Tensor, "*batch"], degree: int, *, order: float) -> Float[Tensor, "*batch degree_plus_1"]:
-    """Classical C_0^(l)(s), ..., C_degree^(l)(s) of order l > 0: P_k of dimension 2l + 2 times C_k^(l)(1), where
+    """Classical Gegenbauer polynomials C_0^(l)(s), ..., C_degree^(l)(s) of order l > 0: P_k of dimension 2l + 2 times
 
         C_k^(l)(1) = (k + 2l - 1)! / (k! (2l - 1)!).
 
-    That factor passes the largest float at high order and degree (order 512: from degree 304 on, in float32 from 19),
-    and the result is then not finite: ``gegenbauer`` has no such limit.
+    That factor overflows at high order and degree (order 512: from degree 304 on, in float32 from 19), and the result
+    is then not finite; ``gegenbauer`` has no such limit.
 
     >>> gegenbauer_c(torch.tensor(0.5), 2, order=1.0)
     tensor([1., 1., 0.])
     """
-    degree, order = _degree(degree, s.numel()), real_number("order", order, above=0)
+    degree, order = _check_degree(degree, s.numel()), real_number("order", order, above=0)
     k = np.arange(1, degree + 1)
     with np.errstate(over="ignore"):
         at_one = np.cumprod(np.concatenate([[1.0], (k + (2 * order - 1)) / k]))
-    return _zonal(s, degree, 2 * order + 2) * torch.from_numpy(at_one).to(s)
+    return _zonal_polynomials(s, degree, 2 * order + 2) * torch.from_numpy(at_one).to(s)
 
 
 def harmonic_dimension(degree: int, *, dim: int) -> int:
-    """N(d, k) = binom(k + d - 1, k) - binom(k + d - 3, k - 2), exactly: how many independent degree-k harmonics
-    S^(d-1) has. Also 1 / int P_k^2 for the uniform probability measure.
+    """Dimension N(d, k) = binom(k + d - 1, k) - binom(k + d - 3, k - 2) of the degree-k harmonics on S^(d-1), exact.
+
+    It equals 1 / int P_k^2 for the uniform probability measure.
 
     >>> [harmonic_dimension(k, dim=3) for k in range(4)]
     [1, 3, 5, 7]
@@ -146,11 +171,11 @@ def harmonic_dimension(degree: int, *, dim: int) -> int:
 
 
 def zonal_quadrature(points: int, *, dim: int) -> tuple[Float[Tensor, " points"], Float[Tensor, " points"]]:
-    """Gauss nodes s and weights w (sum 1) for the law of <x, e>, x uniform on S^(dim-1), density ~ (1 - s^2)^((d-3)/2):
-    sum w f(s) = E f(<x, e>) for polynomials of degree up to 2 points - 1. float64.
+    """Gauss nodes s and weights w (sum 1) for the distribution of <x, e>, x uniform on S^(dim-1), in float64.
 
-    Nodes: eigenvalues of the Jacobi matrix (Golub and Welsch 1969) and a Newton step on P_n. Weights: proportional to
-    1 / ((1 - s^2) P_n'(s)^2), so that the tiny ones at high dim keep their digits too (below 1e-308 they are 0).
+    The density is ~ (1 - s^2)^((d-3)/2), and sum w f(s) = E f(<x, e>) for polynomials f of degree up to 2 points - 1.
+    Nodes are eigenvalues of the Jacobi matrix (Golub and Welsch 1969), improved by a Newton step on P_n. Weights are
+    proportional to 1 / ((1 - s^2) P_n'(s)^2), which is accurate even for tiny weights at high dim (0 below 1e-308).
 
     >>> s, w = zonal_quadrature(8, dim=3)
     >>> round((w * s**2).sum().item(), 12)
@@ -161,11 +186,11 @@ def zonal_quadrature(points: int, *, dim: int) -> tuple[Float[Tensor, " points"]
     k = np.arange(2.0, n)  # floats: at high dim the products leave int64
     squares = np.concatenate([[1 / d], k * (k + d - 3) / ((2 * k + d - 2) * (2 * k + d - 4))])[: n - 1]
     s = eigvalsh_tridiagonal(np.zeros(n), np.sqrt(squares))
-    last, value, _ = _last_two(s, n, d)
-    s = s - value * (1 - s) * (1 + s) / (n * (last - s * value))
+    previous, value, _ = _last_two_zonal(s, n, d)
+    s = s - value * (1 - s) * (1 + s) / (n * (previous - s * value))
     s = (s - s[::-1]) / 2
-    last, value, exponent = _last_two(s, n, d)
-    root = np.sqrt((1 - s) * (1 + s)) / np.abs(last - s * value)  # (1 - s^2) P_n' = n (P_(n-1) - s P_n)
+    previous, value, exponent = _last_two_zonal(s, n, d)
+    root = np.sqrt((1 - s) * (1 + s)) / np.abs(previous - s * value)  # (1 - s^2) P_n' = n (P_(n-1) - s P_n)
     w = np.ldexp(root, exponent.min() - exponent) ** 2
     return torch.from_numpy(s), torch.from_numpy(w / w.sum())
 
@@ -174,58 +199,63 @@ def zonal_quadrature(points: int, *, dim: int) -> tuple[Float[Tensor, " points"]
 def zonal_coefficients(
     f: Callable[[Tensor], Tensor], degree: int, *, dim: int, points: int | None = None
 ) -> Float[Tensor, "*batch degree_plus_1"]:
-    """a_k of f(s) = sum_k a_k P_k(s) on S^(dim-1), k = 0..degree: a_k = N(d, k) E[f P_k(<x, e>)], by Gauss quadrature.
+    """Coefficients a_k of f(s) = sum_k a_k P_k(s) on S^(dim-1), k = 0..degree: a_k = N(d, k) E[f P_k(<x, e>)], by Gauss
+    quadrature.
 
-    ``f`` maps the nodes (points,) to (*batch, points). Exact to rounding for polynomials of degree up to
-    2 points - 1 - degree; points is 2 degree + 64 if not given: raise it for kinks. The error of a_k is about
-    1e-16 sqrt(N(d, k)) max|f|: small in mean square, but at high dim and degree the series near s = 1 is noise.
+    ``f`` maps the nodes (points,) to (*batch, points). The result is exact up to rounding for polynomials of degree up
+    to 2 points - 1 - degree; ``points`` defaults to 2 degree + 64 and should be larger for functions with kinks. The
+    error of a_k is about 1e-16 sqrt(N(d, k)) max|f|: small in mean square, but at high dim and degree the series near
+    s = 1 is dominated by noise.
 
     >>> zonal_coefficients(lambda s: s**2, 2, dim=3).round(decimals=12) + 0.0
     tensor([0.3333, 0.0000, 0.6667], dtype=torch.float64)
     """
-    degree, dim = _degree(degree, 1), whole_number("dim", dim, at_least=2)
+    degree, dim = _check_degree(degree, 1), whole_number("dim", dim, at_least=2)
     points = 2 * degree + 64 if points is None else whole_number("points", points, at_least=degree + 1)
     dimensions = [harmonic_dimension(k, dim=dim) for k in range(degree + 1)]
     if dimensions[-1] > 10**300:
         raise HelmscopeError(
-            f"degree is {degree}, but in dim={dim} it must leave fewer than 1e300 harmonics of a degree"
+            f"degree is {degree}, but in dim={dim} there must be at most 1e300 harmonics of this degree: lower degree"
         )
     s, w = zonal_quadrature(points, dim=dim)
-    return torch.tensor(dimensions, dtype=s.dtype, device=s.device) * ((w * f(s)) @ _zonal(s, degree, dim))
+    return torch.tensor(dimensions, dtype=s.dtype, device=s.device) * ((w * f(s)) @ _zonal_polynomials(s, degree, dim))
 
 
 def exponential_coefficients(beta: float, degree: int, *, dim: int) -> Float[Tensor, " degree_plus_1"]:
-    """e^(-beta) a_k, k = 0..degree, where e^(beta s) = sum_k a_k P_k(s) on S^(dim-1), beta >= 0: the coefficients of
-    e^(beta (s - 1)), which never overflow. float64.
+    """Coefficients e^(-beta) a_k, k = 0..degree, of e^(beta (s - 1)), where e^(beta s) = sum_k a_k P_k(s) on S^(dim-1)
+    and beta >= 0. In float64; they never overflow.
 
         a_k = Gamma(l + 1) (2 / beta)^l N(d, k) I_(k+l)(beta),   l = (d - 2)/2.
 
     For d = 2 that is I_0, 2 I_1, 2 I_2, ..., for d = 3 (2k + 1) i_k(beta) with the modified spherical Bessel functions.
-    The scaled a_k are a probability law on k (all >= 0; s = 1 gives their sum), log-concave and stochastically below
-    Poisson(beta). So the Bessel ratios r_k = I_(k+l) / I_(k+l-1) = beta / (2k + d - 2 + beta r_(k+1)) run down from
-    where that law underflows, and the sum fixes the scale: digits are kept for every beta and dim, at O(beta) work.
+    The scaled a_k are a probability distribution on k (all >= 0, and s = 1 shows that they sum to 1), log-concave and
+    stochastically dominated by Poisson(beta). The Bessel ratios r_k = I_(k+l) / I_(k+l-1) = beta / (2k + d - 2 +
+    beta r_(k+1)) are therefore computed downwards from where that distribution underflows, and the sum fixes the
+    scale: the result is accurate for every beta and dim, with O(beta) work.
 
     >>> exponential_coefficients(1.0, 2, dim=3)
     tensor([0.4323, 0.4060, 0.1316], dtype=torch.float64)
     """
-    degree = _degree(degree, 1)
-    return torch.from_numpy(_exponential_law(beta, dim, degree)[: degree + 1])
+    degree = _check_degree(degree, 1)
+    return torch.from_numpy(_scaled_exponential_coefficients(beta, dim, degree)[: degree + 1])
 
 
 def exponential_degree(beta: float, *, dim: int, tolerance: float) -> int:
-    """Least K with e^(-beta) sum_(k > K) a_k <= tolerance, beta >= 0: that tail is the largest error on [-1, 1] (it is
-    reached at s = 1) of the series of e^(beta (s - 1)) cut after degree K.
+    """Smallest K with e^(-beta) sum_(k > K) a_k <= tolerance, beta >= 0.
+
+    That tail is the largest error on [-1, 1], attained at s = 1, of the series of e^(beta (s - 1)) truncated after
+    degree K.
 
     >>> exponential_degree(4.0, dim=3, tolerance=1e-12)
     18
     """
     tolerance = real_number("tolerance", tolerance, above=0)
-    tail = np.cumsum(_exponential_law(beta, dim, 0)[:0:-1])
+    tail = np.cumsum(_scaled_exponential_coefficients(beta, dim, 0)[:0:-1])
     return int((tail > tolerance).sum())
 
 
-def _exponential_law(beta: float, dim: int, degree: int) -> NDArray[np.float64]:
-    """The scaled a_k for k = 0..top, with top >= degree so far out that the rest is below 1e-308."""
+def _scaled_exponential_coefficients(beta: float, dim: int, degree: int) -> NDArray[np.float64]:
+    """The scaled a_k for k = 0..top, with top >= degree large enough that all further ones are below 1e-308."""
     beta, dim = real_number("beta", beta, at_least=0), whole_number("dim", dim, at_least=2)
     # a_k / a_(k-1) <= beta / k, and Poisson(beta) exceeds beta + t with probability below exp(-t^2 / (2 beta + 2t/3))
     top = max(degree, math.ceil(beta + 40 * math.sqrt(beta) + 500))
@@ -237,35 +267,35 @@ def _exponential_law(beta: float, dim: int, degree: int) -> NDArray[np.float64]:
         bessel = beta / (2 * j + dim - 2 + beta * bessel)
         ratio[j - 1] = bessel
     ratio *= growth
-    # the ratios fall: products outward from the largest a_k neither overflow nor lose the others to underflow
+    # the ratios decrease: products outward from the largest a_k do not overflow, and underflow only where a_k does
     peak = int((ratio > 1).sum())
     below, above = np.cumprod(1 / ratio[:peak][::-1])[::-1], np.cumprod(ratio[peak:])
-    law = np.concatenate([below, [1.0], above])
-    law /= law.sum()
-    return law
+    coefficients = np.concatenate([below, [1.0], above])
+    coefficients /= coefficients.sum()
+    return coefficients
 
 
-def _last_two(
+def _last_two_zonal(
     s: NDArray[np.float64], n: int, d: int
 ) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.int64]]:
-    """P_(n-1)(s) and P_n(s), both divided by 2^exponent: at high dim they leave the range of float64."""
-    last, value = np.ones_like(s), s
+    """P_(n-1)(s) and P_n(s), both divided by 2^exponent, because at high dim they leave the range of float64."""
+    previous, value = np.ones_like(s), s
     exponent = np.zeros(s.shape, dtype=np.int64)
     for k in range(1, n):
-        last, value = value, ((2 * k + d - 2) * s * value - k * last) / (k + d - 2)
-        _, shift = np.frexp(np.abs(last) + np.abs(value))
-        last, value, exponent = np.ldexp(last, -shift), np.ldexp(value, -shift), exponent + shift
-    return last, value, exponent
+        previous, value = value, ((2 * k + d - 2) * s * value - k * previous) / (k + d - 2)
+        _, shift = np.frexp(np.abs(previous) + np.abs(value))
+        previous, value, exponent = np.ldexp(previous, -shift), np.ldexp(value, -shift), exponent + shift
+    return previous, value, exponent
 
 
-def _degree(degree: object, points: int, *, modes: int = 1) -> int:
-    """A degree whose functions, (degree + 1)^modes of them, fit the memory at so many points."""
+def _check_degree(degree: object, points: int, *, power: int = 1) -> int:
+    """Check that (degree + 1)^power function values at each of ``points`` points fit in memory."""
     checked = whole_number("degree", degree, at_least=0)
-    fits_memory(f"degree is {checked} at {points} points", (checked + 1) ** modes * points)
+    fits_memory(f"degree is {checked} at {points} points", (checked + 1) ** power * points)
     return checked
 
 
-def _zonal(s: Tensor, degree: int, dim: float) -> Tensor:
+def _zonal_polynomials(s: Tensor, degree: int, dim: float) -> Tensor:
     if not s.is_floating_point():
         raise HelmscopeError(f"s has dtype {s.dtype}, but it must be a float tensor")
     rows = [torch.ones_like(s), s]
@@ -274,7 +304,7 @@ def _zonal(s: Tensor, degree: int, dim: float) -> Tensor:
     return torch.stack(rows[: degree + 1], -1)
 
 
-def _points(x: Tensor, d: int) -> Tensor:
+def _check_points(x: Tensor, d: int) -> Tensor:
     if x.ndim < 1 or x.shape[-1] != d or not x.is_floating_point():
         raise HelmscopeError(
             f"x has shape {tuple(x.shape)} and dtype {x.dtype}, but it must hold float vectors (..., {d})"

@@ -1,7 +1,7 @@
 """Points of the unit sphere S^(d-1) and their tangent vectors, over the last axis of a tensor.
 
-Every function takes leading batch axes and broadcasts. A tangent vector v at x has <x, v> = 0. Nothing here needs the
-inner product <x, y> near +-1, where it loses half of the digits: distances come from |x - y| and |x + y|.
+Every function takes leading batch axes and broadcasts. A tangent vector v at x has <x, v> = 0. Distances are computed
+from |x - y| and |x + y|, never from <x, y>, which loses half of the digits near +-1.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ if TYPE_CHECKING:
     from jaxtyping import Float
     from torch import Tensor
 
-# how far a token's norm may be from 1 before it is refused: far above rounding, far below a mistake
+# the largest accepted | |x| - 1 |: far above rounding errors, far below a forgotten normalization
 NORM_TOLERANCE = {torch.float64: 2e-6, torch.float32: 1e-4}
 
 
 def check_tokens(x: object, *, name: str = "x", normalize: bool = False) -> Float[Tensor, "*batch n d"]:
-    """Tokens as they may enter: a finite float tensor (..., n, d), d >= 2, every row of norm 1.
+    """Check tokens and return them: a finite float tensor (..., n, d), d >= 2, whose rows all have norm 1.
 
-    ``normalize=True`` divides each row by its norm first. Everything else is refused with one sentence.
+    With ``normalize=True`` rows of any nonzero norm are accepted and returned normalized. Raises ``HelmscopeError`` for
+    anything else.
 
     >>> check_tokens(torch.tensor([[3.0, 4.0]]), normalize=True)
     tensor([[0.6000, 0.8000]])
@@ -42,24 +43,24 @@ def check_tokens(x: object, *, name: str = "x", normalize: bool = False) -> Floa
     finite = torch.isfinite(x).all(-1)
     if not every(finite):
         raise HelmscopeError(
-            f"{name} holds NaN or infinite entries ({_where(~finite)}), but every token must be finite"
+            f"{name} holds NaN or infinite entries ({_first_index(~finite)}), but every token must be finite"
         )
-    directed = x.any(-1)  # not norm > 0: the square of 1e-200 is 0
-    if not every(directed):
-        raise HelmscopeError(f"{name} holds a zero vector ({_where(~directed)}), but every token needs a direction")
+    nonzero = x.any(-1)  # not norm > 0: the square of 1e-200 is 0
+    if not every(nonzero):
+        raise HelmscopeError(f"{name} holds a zero vector ({_first_index(~nonzero)}), but every token must be nonzero")
     if normalize:
         return retract(x)
     norm = torch.linalg.vector_norm(x, dim=-1)
-    near = (norm - 1).abs() <= NORM_TOLERANCE[x.dtype]
-    if not every(near):
+    unit = (norm - 1).abs() <= NORM_TOLERANCE[x.dtype]
+    if not every(unit):
         raise HelmscopeError(
-            f"{name} holds a token of norm {norm[~near][0].item():.9g} ({_where(~near)}), but tokens lie on "
+            f"{name} holds a token of norm {norm[~unit][0].item():.9g} ({_first_index(~unit)}), but tokens must be on "
             "the unit sphere: divide by the norm (integrate does with normalize=True)"
         )
     return x
 
 
-def _where(bad: Tensor) -> str:
+def _first_index(bad: Tensor) -> str:
     index = tuple(int(i) for i in bad.nonzero()[0])
     return f"token {index[-1]} of system {index[:-1]}" if len(index) > 1 else f"token {index[-1]}"
 
@@ -74,9 +75,9 @@ def project(x: Float[Tensor, "*batch d"], v: Float[Tensor, "*batch d"]) -> Float
 
 
 def retract(y: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
-    """Nearest point of the sphere, N(y) = y / |y|. The zero vector has none and gives NaN.
+    """Nearest point of the sphere, N(y) = y / |y|; NaN for the zero vector, which has none.
 
-    A scale is divided out first, so that neither tiny nor huge vectors lose their direction.
+    Tiny and huge vectors are rescaled first, so that their squares neither underflow nor overflow.
 
     >>> retract(torch.tensor([3.0, 4.0]))
     tensor([0.6000, 0.8000])
@@ -89,7 +90,7 @@ def retract(y: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
 
 
 def exp(x: Float[Tensor, "*batch d"], v: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
-    """Where the geodesic from x with tangent v arrives: cos|v| x + (sin|v| / |v|) v. Smooth at v = 0.
+    """Exponential map, the end of the geodesic from x with tangent v: cos|v| x + (sin|v| / |v|) v. Smooth at v = 0.
 
     >>> exp(torch.tensor([1.0, 0.0]), torch.tensor([0.0, torch.pi / 2])).round(decimals=6) + 0.0
     tensor([0., 1.])
@@ -99,10 +100,10 @@ def exp(x: Float[Tensor, "*batch d"], v: Float[Tensor, "*batch d"]) -> Float[Ten
 
 
 def angle(x: Float[Tensor, "*batch d"], y: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch"]:
-    """Geodesic distance in [0, pi]: 2 atan2(|x - y|, |x + y|), exact to rounding at coincident and antipodal points.
+    """Geodesic distance in [0, pi]: 2 atan2(|x - y|, |x + y|), accurate to rounding near 0 and pi as well.
 
-    arccos<x, y> would read 5e-4 for two equal points in float32. At coincident and antipodal points, where the distance
-    has a corner, the gradient is the subgradient 0.
+    arccos<x, y> would be up to 5e-4 for two equal points in float32. At coincident and antipodal points, where the
+    distance is not differentiable, the gradient is the subgradient 0.
 
     >>> angle(torch.tensor([1.0, 0.0]), torch.tensor([1.0, 0.0])).item()
     0.0
@@ -110,45 +111,47 @@ def angle(x: Float[Tensor, "*batch d"], y: Float[Tensor, "*batch d"]) -> Float[T
     return angle_from_chords(torch.linalg.vector_norm(x - y, dim=-1), torch.linalg.vector_norm(x + y, dim=-1))
 
 
-def angle_from_chords(apart: Float[Tensor, "*batch"], across: Float[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
-    """The angle between x and y from |x - y| and |x + y|.
+def angle_from_chords(
+    chord: Float[Tensor, "*batch"], antipodal_chord: Float[Tensor, "*batch"]
+) -> Float[Tensor, "*batch"]:
+    """Angle between unit vectors x and y, given ``chord`` = |x - y| and ``antipodal_chord`` = |x + y|.
 
-    Not torch.atan2: on a CPU its last bit depends on where an element lies in its tensor, and with it a system's result
-    on the batch it is computed in. The same holds for torch.pow, exp2 and logaddexp.
+    It does not use torch.atan2, whose last bit on a CPU depends on the position of an element in its tensor, so that
+    the result of a system would depend on its batch. The same holds for torch.pow, exp2 and logaddexp.
 
     >>> angle_from_chords(torch.tensor(2.0), torch.tensor(0.0)).item() == torch.tensor(torch.pi).item()
     True
     """
-    near = apart <= across
-    ratio = torch.where(near, apart, across) / torch.where(near, across, apart)
-    half = torch.atan(ratio)
-    return 2 * torch.where(near, half, torch.pi / 2 - half)
+    acute = chord <= antipodal_chord
+    ratio = torch.where(acute, chord, antipodal_chord) / torch.where(acute, antipodal_chord, chord)
+    half_angle = torch.atan(ratio)
+    return 2 * torch.where(acute, half_angle, torch.pi / 2 - half_angle)
 
 
 def log(x: Float[Tensor, "*batch d"], y: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
-    """Tangent at x whose geodesic arrives at y: exp(x, log(x, y)) = y, and |log(x, y)| = angle(x, y).
+    """Logarithmic map, the tangent at x whose geodesic ends at y: exp(x, log(x, y)) = y, |log(x, y)| = angle(x, y).
 
-    At y = -x every direction serves; the one towards the coordinate axis least aligned with x is taken, so that the
+    At y = -x every direction is valid; the one towards the coordinate axis least aligned with x is chosen, so that the
     result is still a tangent of length pi. There the gradient is 0.
 
     >>> log(torch.tensor([1.0, 0.0]), torch.tensor([0.0, 1.0]))
     tensor([0.0000, 1.5708])
     """
     x, y = x + torch.zeros_like(y), y + torch.zeros_like(x)  # broadcast
-    # P_x(y - x) = P_x y without the cancellation near x; from the far side P_x(y + x) = P_x y
-    far = ((x * y).sum(-1, keepdim=True) < 0).detach()
-    chord = torch.where(far, y + x, y - x)
-    toward = project(x, project(x, chord))  # the second removes the rounding that the first leaves along x
-    size, reach = (torch.linalg.vector_norm(v, dim=-1, keepdim=True) for v in (toward, chord))
-    # a chord along x is the rounding of the two norms, not a direction
-    aligned = (size <= 4 * x.shape[-1] * torch.finfo(x.dtype).eps * reach).detach()
-    safe = torch.where(aligned, torch.ones_like(size), size)
-    general = torch.where(aligned, toward, toward * (angle(x, y).unsqueeze(-1) / safe))
-    return torch.where(aligned & far, torch.pi * any_tangent(x.detach()), general)
+    # P_x(y - x) = P_x(y + x) = P_x y: the shorter chord avoids the cancellation near x and near -x
+    obtuse = ((x * y).sum(-1, keepdim=True) < 0).detach()
+    chord = torch.where(obtuse, y + x, y - x)
+    tangent = project(x, project(x, chord))  # the second projection removes the rounding that the first leaves along x
+    tangent_norm, chord_norm = (torch.linalg.vector_norm(v, dim=-1, keepdim=True) for v in (tangent, chord))
+    # a chord parallel to x is only the rounding of the two norms and has no direction
+    parallel = (tangent_norm <= 4 * x.shape[-1] * torch.finfo(x.dtype).eps * chord_norm).detach()
+    divisor = torch.where(parallel, torch.ones_like(tangent_norm), tangent_norm)
+    general = torch.where(parallel, tangent, tangent * (angle(x, y).unsqueeze(-1) / divisor))
+    return torch.where(parallel & obtuse, torch.pi * any_tangent(x.detach()), general)
 
 
 def any_tangent(x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
-    """A unit tangent at x: the projected coordinate axis on which x has its smallest entry.
+    """A unit tangent at x: the normalized projection of the coordinate axis along which x has its smallest entry.
 
     >>> any_tangent(torch.tensor([1.0, 0.0]))
     tensor([0., 1.])
@@ -164,16 +167,16 @@ def transport(
 
         v - <w, v> [ (1 - cos t)/t^2 w + (sin t / t) x ].
 
-    An isometry between the tangent spaces; at y = -x it follows the geodesic that ``log`` picks.
+    An isometry between the tangent spaces; at y = -x it follows the geodesic that ``log`` chooses.
 
     >>> transport(torch.tensor([1., 0.]), torch.tensor([0., 1.]), torch.tensor([0., 1.])).round(decimals=6) + 0.0
     tensor([-1.,  0.])
     """
-    return _carry(x, log(x, y), v)
+    return _transport_along(x, log(x, y), v)
 
 
-def _carry(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
-    """Transport of v from x along the geodesic with tangent w at x."""
+def _transport_along(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
+    """Parallel transport of v from x to exp(x, w) along the geodesic with tangent w at x."""
     t = torch.linalg.vector_norm(w, dim=-1, keepdim=True)
     along = (w * v).sum(-1, keepdim=True)
     return v - along * (0.5 * torch.sinc(t / (2 * torch.pi)) ** 2 * w + torch.sinc(t / torch.pi) * x)
@@ -182,10 +185,10 @@ def _carry(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
 def pull_back(
     x: Float[Tensor, "*batch d"], u: Float[Tensor, "*batch d"], v: Float[Tensor, "*batch d"]
 ) -> Float[Tensor, "*batch d"]:
-    """The velocity of the normal coordinate u = log(x, y) when y = exp(x, u) moves with tangent v: (d exp_x)_u^{-1} v.
+    """Velocity of the normal coordinate u = log(x, y) when y = exp(x, u) moves with velocity v: (d exp_x)_u^{-1} v.
 
-    With t = |u|, the part of v along the geodesic keeps its length, the part across it grows by t / sin t. Defined for
-    t < pi, where exp is a chart.
+    With t = |u|, the component of v along the geodesic keeps its length, the orthogonal one grows by t / sin t. Defined
+    for t < pi, where exp_x is a chart.
 
     >>> x, u = torch.tensor([1.0, 0.0, 0.0]), torch.tensor([0.0, torch.pi / 2, 0.0])
     >>> pull_back(x, u, torch.tensor([0.0, 0.0, 1.0]))
@@ -193,15 +196,15 @@ def pull_back(
     """
     t = torch.linalg.vector_norm(u, dim=-1, keepdim=True)
     forward = torch.cos(t) * u - t * torch.sin(t) * x  # t times the geodesic's unit tangent at y
-    back = _carry(exp(x, u), -forward, v)
-    safe = torch.where(t == 0, torch.ones_like(t), t)
-    along = (u * back).sum(-1, keepdim=True) / safe**2 * u
-    return along + (back - along) / torch.sinc(t / torch.pi)
+    at_x = _transport_along(exp(x, u), -forward, v)
+    divisor = torch.where(t == 0, torch.ones_like(t), t)
+    along = (u * at_x).sum(-1, keepdim=True) / divisor**2 * u
+    return along + (at_x - along) / torch.sinc(t / torch.pi)
 
 
 def tangent_basis(x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d d_minus_1"]:
-    """Orthonormal basis of the tangent space at x, in columns: the Householder reflection that sends x to -+e_1,
-    without its first column.
+    """Orthonormal basis of the tangent space at x, as columns: the Householder reflection that maps x to -+e_1, without
+    its first column.
 
     >>> tangent_basis(torch.tensor([1.0, 0.0, 0.0])).T
     tensor([[0., 1., 0.],
@@ -218,8 +221,10 @@ def tangent_basis(x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d d_min
 def brownian_increment(
     x: Float[Tensor, "*batch d"], *, nu: float, duration: float, generator: torch.Generator | None = None
 ) -> Float[Tensor, "*batch d"]:
-    """Tangential Gaussian sqrt(2 nu h) P_x xi, xi ~ N(0, I): the increment over time h of Brownian motion with
-    generator nu Lap_S, before retraction. Its covariance is 2 nu h P_x.
+    """Increment over time h = ``duration`` of Brownian motion with generator nu Lap_S, before retraction.
+
+    It is the tangential Gaussian sqrt(2 nu h) P_x xi, xi ~ N(0, I), with covariance 2 nu h P_x. Without a ``generator``
+    torch's global one is used.
 
     >>> x = torch.tensor([0.6, 0.8])
     >>> bool((x * brownian_increment(x, nu=0.5, duration=0.1)).sum().abs() < 1e-6)
@@ -227,6 +232,6 @@ def brownian_increment(
     """
     nu = real_number("nu", nu, at_least=0)
     duration = real_number("duration", duration, at_least=0)
-    place = generator.device if generator is not None else x.device
-    noise = torch.randn(x.shape, dtype=x.dtype, device=place, generator=generator).to(x.device)
+    device = generator.device if generator is not None else x.device
+    noise = torch.randn(x.shape, dtype=x.dtype, device=device, generator=generator).to(x.device)
     return math.sqrt(2 * nu * duration) * project(x, noise)

@@ -1,8 +1,8 @@
-"""Calculus on the sphere for callables of one point, by autograd: surface gradient, divergence, Hessian, Laplacian.
+"""Calculus on the sphere by autograd: surface gradient, divergence, Hessian and Laplacian of a function.
 
-A callable takes points (*batch, d) and treats each on its own. It needs a smooth extension off the sphere, but the
-results do not depend on which: that is what the correction terms below are for. Where x requires a gradient, so does
-the result.
+The function takes points (*batch, d) and treats each independently. It must extend smoothly off the sphere, but the
+results do not depend on the extension: the correction terms below remove that dependence. The result requires a
+gradient if x does.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Function = Callable[["Tensor"], "Tensor"]
 
 
 def _differentiable(operator: Callable[[Function, Tensor], Tensor]) -> Callable[[Function, Tensor], Tensor]:
-    """Run an operator with gradients on, and keep its graph only where the caller's x asks for one."""
+    """Decorator: run ``operator`` with gradients enabled, and keep its graph only if x requires a gradient."""
 
     @full_precision  # the derivatives of f multiply matrices where f does
     @functools.wraps(operator)
@@ -50,7 +50,7 @@ def gradient(f: Function, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch
 
 @_differentiable
 def divergence(f: Function, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch"]:
-    """Surface divergence of the tangential part of a field, (*batch, d) -> (*batch, d):
+    """Surface divergence of the tangential part of a vector field f, (*batch, d) -> (*batch, d):
 
         div_S(P f) = div f - x^T Df x - (d - 1) <x, f>     (source 000-3 (e)).
 
@@ -60,8 +60,8 @@ def divergence(f: Function, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*bat
     value = f(x)
     if value.shape != x.shape:
         raise HelmscopeError(
-            f"f gives shape {tuple(value.shape)} at points of shape {tuple(x.shape)}, "
-            "but a field gives a vector at each point"
+            f"f returns shape {tuple(value.shape)} for points of shape {tuple(x.shape)}, "
+            "but a vector field must return one vector per point"
         )
     total = -(x.shape[-1] - 1) * (x * value).sum(-1)
     for k in range(x.shape[-1]):
@@ -74,22 +74,22 @@ def divergence(f: Function, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*bat
 def hessian(f: Function, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d d"]:
     """Surface Hessian Hess_S f = P (D^2 f) P - <x, grad f> P of a scalar function (source 000-9), as an ambient matrix.
 
-    The normal direction x is an eigenvector of eigenvalue 0 that is not the function's: restrict to
-    ``tangent_basis(x)`` for the d - 1 eigenvalues that are.
+    The normal x is always an eigenvector with eigenvalue 0, whatever f is: restrict to ``tangent_basis(x)`` to obtain
+    the d - 1 eigenvalues that depend on f.
 
     >>> hessian(lambda x: x[..., 1] ** 2, torch.tensor([1.0, 0.0]))
     tensor([[0., 0.],
             [0., 2.]])
     """
-    slope = _ambient_gradient(f, x)
-    second = torch.stack([_derivative(slope[..., k], x) for k in range(x.shape[-1])], dim=-2)
+    ambient = _ambient_gradient(f, x)
+    second = torch.stack([_derivative(ambient[..., k], x) for k in range(x.shape[-1])], dim=-2)
     p = torch.eye(x.shape[-1], dtype=x.dtype, device=x.device) - x.unsqueeze(-1) * x.unsqueeze(-2)
-    return p @ second @ p - (x * slope).sum(-1)[..., None, None] * p
+    return p @ second @ p - (x * ambient).sum(-1)[..., None, None] * p
 
 
 @_differentiable
 def laplacian(f: Function, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch"]:
-    """Laplace-Beltrami operator Lap_S f = tr Hess_S f.
+    """Laplace-Beltrami operator Lap_S f = tr Hess_S f of a scalar function.
 
     >>> laplacian(lambda x: x[..., 0], torch.tensor([0.6, 0.8, 0.0])).item()  # degree 1: -(d-1) x_1
     -1.2000000476837158
@@ -101,15 +101,15 @@ def _ambient_gradient(f: Function, x: Tensor) -> Tensor:
     value = f(x)
     if value.shape != x.shape[:-1]:
         raise HelmscopeError(
-            f"f gives shape {tuple(value.shape)} at points of shape {tuple(x.shape)}, "
-            "but a function gives one number at each point"
+            f"f returns shape {tuple(value.shape)} for points of shape {tuple(x.shape)}, "
+            "but a scalar function must return one number per point"
         )
     return _derivative(value, x)
 
 
 def _derivative(value: Tensor, x: Tensor) -> Tensor:
-    """d(value)/dx, one gradient a point: points do not see each other, so the sum separates."""
+    """d(value)/dx, one gradient per point: points are independent, so one backward pass of the sum gives all."""
     if not value.requires_grad:
         return torch.zeros_like(x)
-    (slope,) = torch.autograd.grad(value.sum(), x, create_graph=True, allow_unused=True)
-    return torch.zeros_like(x) if slope is None else slope
+    (derivative,) = torch.autograd.grad(value.sum(), x, create_graph=True, allow_unused=True)
+    return torch.zeros_like(x) if derivative is None else derivative

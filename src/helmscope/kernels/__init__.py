@@ -1,1 +1,1 @@
-"""How a sum over tokens is computed. Fields say what to sum; only this room decides how."""
+"""Kernels that compute attention sums over tokens. Fields specify what to sum; this package alone decides how."""

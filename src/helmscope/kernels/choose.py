@@ -1,12 +1,12 @@
-"""The one place that decides how a sum over tokens is computed.
+"""The dispatcher: the one place that chooses a kernel for an attention sum. The first rule that applies decides.
 
     n <= 2,048, or a field that needs the whole matrix of logits      Dense
-    beyond, on the circle or S^2 where the series is short            Harmonic (systems it doubts: as below)
-    beyond, float32 on a CUDA device, no gradient, no bias            Flash
-    all else                                                          Streaming
+    on the circle or S^2, if the harmonic series is short             Harmonic (inaccurate systems: as below)
+    float32 on a CUDA device, no gradient, no bias                    Flash
+    everything else                                                   Streaming
 
-By device, n, d, dtype, gradient and, where a series is doubted, the system itself; never by a timing, so that it is the
-same in every run. A caller pins a kernel with ``using``, and then gets that one alone.
+The choice depends on device, n, d, dtype, gradient and, where a harmonic series is too inaccurate, on the system
+itself; never on timings, so that it is the same in every run. A caller can pin one kernel for all sums with ``using``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from helmscope.kernels.dense import Dense
 from helmscope.kernels.flash import Flash
 from helmscope.kernels.harmonic import Harmonic
-from helmscope.kernels.kernel import MOST_STORED, AttentionSum, Kernel
+from helmscope.kernels.kernel import MAX_DENSE_TOKENS, AttentionSum, Kernel
 from helmscope.kernels.streaming import Streaming
 from helmscope.types import HelmscopeError
 
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 
 _DENSE, _STREAMING, _HARMONIC, _FLASH = Dense(), Streaming(), Harmonic(), Flash()
 _pinned: ContextVar[Kernel | None] = ContextVar("pinned", default=None)
-_taken: ContextVar[set[str] | None] = ContextVar("taken", default=None)
+_used: ContextVar[set[str] | None] = ContextVar("used", default=None)
 
 
 def token_sum(request: Request) -> AttentionSum:
-    """The sums of a request by the kernel that serves it best, or by the pinned one.
+    """Compute the sums of a request with the pinned kernel, or with the best one if none is pinned.
 
     >>> import torch
     >>> from helmscope.kernels.kernel import Request
@@ -42,11 +42,11 @@ def token_sum(request: Request) -> AttentionSum:
             [0.5000, 0.5000]])
     """
     kernel = choose(request)
-    return _trusted(request) if kernel is _HARMONIC else kernel.sum(request)
+    return _harmonic_with_fallback(request) if kernel is _HARMONIC else kernel.sum(request)
 
 
 def pinned() -> Kernel | None:
-    """The kernel that a caller has pinned.
+    """The kernel pinned by ``using``; None if there is none.
 
     >>> pinned() is None
     True
@@ -54,29 +54,32 @@ def pinned() -> Kernel | None:
     return _pinned.get()
 
 
-def _trusted(request: Request) -> AttentionSum:
-    """By the series, whose errors are relative to e^beta times the total weight, and which is that of unit vectors: a
-    system with a token that sees so little of the others that this would cost it digits, or with one off the sphere, is
-    summed pair by pair.
+def _harmonic_with_fallback(request: Request) -> AttentionSum:
+    """Sum by harmonic series, and system by system with a pairwise kernel where the series is not accurate enough.
+
+    The errors of the series are relative to e^beta times the total weight, and it assumes unit vectors. The fallback is
+    for systems with a token off the sphere, or with one so far from the others that such an error would cost it digits.
     """
-    sums, poor = _HARMONIC.judged(request)
-    if not poor.any():
+    sums, inaccurate = _HARMONIC.checked_sum(request)
+    if not inaccurate.any():
         return sums
-    pairwise = _pairwise(request)
-    if (taken := _taken.get()) is not None:
-        taken.add(type(pairwise).__name__)
+    pairwise = _pairwise_kernel(request)
+    if (used := _used.get()) is not None:
+        used.add(type(pairwise).__name__)
     parts = (sums.total, sums.shift, sums.mass, sums.mass_shift)
     flat = [part.reshape(-1, *part.shape[-2:]).clone() for part in parts]
-    lead = sums.total.shape[:-2]
-    for k in poor.reshape(-1).nonzero()[0].tolist():
-        better = pairwise.sum(request.system(lead, k))
-        for part, new in zip(flat, (better.total, better.shift, better.mass, better.mass_shift), strict=True):
+    batch = sums.total.shape[:-2]
+    for k in inaccurate.reshape(-1).nonzero()[0].tolist():
+        system = pairwise.sum(request.system(batch, k))
+        for part, new in zip(flat, (system.total, system.shift, system.mass, system.mass_shift), strict=True):
             part[k] = new
-    return AttentionSum(*(part.reshape(*lead, *part.shape[-2:]) for part in flat))
+    return AttentionSum(*(part.reshape(*batch, *part.shape[-2:]) for part in flat))
 
 
 def choose(request: Request) -> Kernel:
-    """The kernel for a request: the pinned one, refused in one sentence where it cannot serve, or the best.
+    """The kernel for a request: the pinned one, or the best one if none is pinned.
+
+    Raises ``HelmscopeError`` if the pinned kernel does not support the request.
 
     >>> import torch
     >>> from helmscope.kernels.kernel import Request
@@ -86,31 +89,33 @@ def choose(request: Request) -> Kernel:
     """
     kernel = _pinned.get()
     if kernel is None:
-        kernel = _best(request)
+        kernel = _best_kernel(request)
     elif (reason := kernel.refuses(request)) is not None:
         raise HelmscopeError(f"kernel is {kernel!r}, but {reason}")
-    taken = _taken.get()
-    if taken is not None:
-        taken.add(type(kernel).__name__)
+    used = _used.get()
+    if used is not None:
+        used.add(type(kernel).__name__)
     return kernel
 
 
-def _best(request: Request) -> Kernel:
-    if request.key.shape[-2] <= MOST_STORED or request.settle is not None:
+def _best_kernel(request: Request) -> Kernel:
+    if request.key.shape[-2] <= MAX_DENSE_TOKENS or request.settle is not None:
         return _DENSE
-    if _HARMONIC.lacks(request) is None and _HARMONIC.pays(request):
+    if _HARMONIC.refuses_without_values(request) is None and _HARMONIC.is_faster(request):
         return _HARMONIC
-    return _pairwise(request)
+    return _pairwise_kernel(request)
 
 
-def _pairwise(request: Request) -> Kernel:
+def _pairwise_kernel(request: Request) -> Kernel:
     return _FLASH if request.key.is_cuda and _FLASH.refuses(request) is None else _STREAMING
 
 
 @contextmanager
 def using(kernel: Kernel | None = None) -> Iterator[set[str]]:
-    """Inside, every sum is computed by this kernel (None: by the one that was pinned outside, or the best), and the set
-    given holds the names of those that were used.
+    """Context manager: within it, every attention sum is computed by ``kernel``, and the yielded set collects the names
+    of the kernels used.
+
+    With None, a kernel pinned by an outer ``using`` stays pinned; otherwise the best kernel is chosen for each sum.
 
     >>> import torch
     >>> from helmscope.kernels.kernel import Request
@@ -124,13 +129,13 @@ def using(kernel: Kernel | None = None) -> Iterator[set[str]]:
         raise HelmscopeError(
             f"kernel is {kernel!r}, but it must be a kernel such as Dense(), Streaming(), Harmonic() or Flash()"
         )
-    taken: set[str] = set()
-    outside = _taken.get()
-    pin, note = _pinned.set(_pinned.get() if kernel is None else kernel), _taken.set(taken)
+    used: set[str] = set()
+    outer = _used.get()
+    pinned_token, used_token = _pinned.set(_pinned.get() if kernel is None else kernel), _used.set(used)
     try:
-        yield taken
+        yield used
     finally:
-        _pinned.reset(pin)
-        _taken.reset(note)
-        if outside is not None:
-            outside |= taken
+        _pinned.reset(pinned_token)
+        _used.reset(used_token)
+        if outer is not None:
+            outer |= used

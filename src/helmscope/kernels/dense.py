@@ -1,4 +1,4 @@
-"""Attention sums with the n x n matrix of weights stored: the reference, and the fastest for small systems."""
+"""Attention sums that store the n x n matrix of logits: the reference implementation, and the fastest for small n."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from helmscope.geometry.arithmetic import full_precision
-from helmscope.kernels.kernel import MOST_STORED, AttentionSum, Request
+from helmscope.kernels.kernel import MAX_DENSE_TOKENS, AttentionSum, Request
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Dense:
-    """Every pair stored: for up to n = 2,048 tokens, and for fields that need the whole matrix of logits.
+    """Kernel that stores all pairs: for up to n = 2,048 tokens, and for fields that need the whole matrix of logits.
 
     >>> x = torch.eye(2)
     >>> Dense().sum(Request(0.0 * x, x, x)).mean
@@ -26,20 +26,20 @@ class Dense:
     """
 
     def refuses(self, request: Request) -> str | None:
-        """It stores n x n pairs."""
+        """Why it does not support a request; None if it does."""
         n = request.key.shape[-2]
-        if n > MOST_STORED and request.settle is None:
-            return f"n is {n}, and it stores the n x n pairs of at most {MOST_STORED} tokens: take Streaming()"
+        if n > MAX_DENSE_TOKENS and request.settle is None:
+            return f"n is {n}, and it stores n x n pairs for at most {MAX_DENSE_TOKENS} tokens: use Streaming()"
         return None
 
     def sum(self, request: Request) -> AttentionSum:
-        """The sums, unchecked. Any derivative, any transform."""
+        """Compute the sums; the request is not checked. Supports all derivatives and functorch transforms."""
         pairs = settled_logits(request)
         return attention_sum(pairs, request.value, weights=request.weights, skip_self=request.skip_self)
 
 
 def settled_logits(request: Request) -> Float[Tensor, "*batch n n"]:
-    """The matrix of logits, -inf where token i does not see token j, after what the field makes of it.
+    """Matrix of logits, -inf where token i does not attend to token j, after the field's transformation ``settle``.
 
     >>> settled_logits(Request(torch.eye(2), torch.eye(2), torch.eye(2), settle=lambda pairs, weights: -pairs))
     tensor([[-1., -0.],
@@ -50,14 +50,13 @@ def settled_logits(request: Request) -> Float[Tensor, "*batch n n"]:
 
 
 def raw_logits(request: Request) -> Float[Tensor, "*batch n n"]:
-    """The matrix of logits before a field settles it.
+    """Matrix of logits before the field's transformation ``settle``.
 
     >>> raw_logits(Request(torch.eye(2), torch.eye(2), torch.eye(2), causal=True))
     tensor([[1., -inf],
             [0., 1.]])
     """
-    given = request
-    return logits(given.query, given.key, bias=given.bias, causal=given.causal, weights=given.weights)
+    return logits(request.query, request.key, bias=request.bias, causal=request.causal, weights=request.weights)
 
 
 @full_precision
@@ -69,8 +68,8 @@ def logits(
     causal: bool = False,
     weights: Float[Tensor, "*batch n"] | None = None,
 ) -> Float[Tensor, "*batch n n"]:
-    """l_ij = <query_i, key_j> + bias_ij, and -inf where token i does not see token j: later tokens under a causal
-    mask, tokens of weight 0.
+    """Logits l_ij = <query_i, key_j> + bias_ij, and -inf where token i does not attend to token j: for later tokens
+    under a causal mask and for tokens of weight 0.
 
     >>> logits(torch.eye(2), torch.eye(2), causal=True)
     tensor([[1., -inf],
@@ -80,16 +79,17 @@ def logits(
     if bias is not None:
         pairs = pairs + bias
     if causal:
-        pairs = pairs.masked_fill(_later(pairs.shape[-1], pairs.device), -torch.inf)
+        pairs = pairs.masked_fill(_causal_mask(pairs.shape[-1], pairs.device), -torch.inf)
     if weights is not None:
         pairs = pairs.masked_fill((weights == 0).unsqueeze(-2), -torch.inf)
     return pairs
 
 
 def matrix_product(x: Float[Tensor, "*batch n d"], matrix: Float[Tensor, "*heads d k"]) -> Float[Tensor, "*batch n k"]:
-    """x @ matrix, system by system: torch would fold the batch into one product, whose bits depend on its size.
+    """x @ matrix, computed system by system, so that a system's result does not depend on its batch: torch would fold
+    the batch into one product, whose rounding depends on its size.
 
-    ``matrix`` is one for all, or one for each entry of the last axes of the batch.
+    ``matrix`` is shared by all systems, or there is one for each entry of the last batch axes.
 
     >>> matrix_product(torch.ones(2, 1, 2), torch.eye(2)).shape
     torch.Size([2, 1, 2])
@@ -99,11 +99,12 @@ def matrix_product(x: Float[Tensor, "*batch n d"], matrix: Float[Tensor, "*heads
 
 @full_precision
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b; as a plain sum where b has one column, as the last bit of such a product depends on the batch."""
+    """a @ b; as a plain sum if b has one column, because the rounding of such a product depends on the batch."""
     return (a * b.mT).sum(-1, keepdim=True) if b.shape[-1] == 1 else a @ b
 
 
-def _later(n: int, device: torch.device) -> Bool[Tensor, "n n"]:
+def _causal_mask(n: int, device: torch.device) -> Bool[Tensor, "n n"]:
+    """True for the pairs j > i that a causal mask hides."""
     return torch.ones(n, n, dtype=torch.bool, device=device).triu(1)
 
 
@@ -114,34 +115,34 @@ def attention_sum(
     weights: Float[Tensor, "*batch n"] | None = None,
     skip_self: bool | Bool[Tensor, "*heads 1 1"] = False,
 ) -> AttentionSum:
-    """Sum m_j e^{l_ij} v_j over the keys j, and m_j e^{l_ij}, for logits ``pairs`` and weights m (1 where None).
+    """Sums of m_j e^{l_ij} v_j and of m_j e^{l_ij} over the keys j, for logits ``pairs`` and weights m (all 1 if None).
 
-    ``skip_self`` leaves j = i out of the first sum, never out of the mass. A caller who will project the sum on the
-    tangent space at x_i uses it where v_i is parallel to x_i: the term would vanish in exact arithmetic, but it is
-    e^{beta (1 - <x_i, x_j>)} times larger than the others and would swallow their digits. It may differ among heads.
+    ``skip_self`` omits j = i from the first sum, never from the mass. It is meant for callers that project the sum onto
+    the tangent space at x_i and for which v_i is parallel to x_i: the term would vanish in exact arithmetic, but is
+    e^{beta (1 - <x_i, x_j>)} times larger than the others and would absorb their digits. It may differ between heads.
 
     >>> attention_sum(torch.zeros(2, 2), torch.tensor([[1.0], [3.0]])).mean
     tensor([[2.],
             [2.]])
     """
-    own = pairs.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
+    self_logit = pairs.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
     summed = pairs
     if skip_self is not False:
-        itself = torch.eye(pairs.shape[-1], dtype=torch.bool, device=pairs.device)
-        summed = pairs.masked_fill(itself & skip_self, -torch.inf)
-    # the scales are constants to autograd: they cancel, so the gradient is exact without them
+        diagonal = torch.eye(pairs.shape[-1], dtype=torch.bool, device=pairs.device)
+        summed = pairs.masked_fill(diagonal & skip_self, -torch.inf)
+    # the shifts are detached: they cancel, so the gradient is exact without them
     highest = summed.detach().amax(-1, keepdim=True)
-    own_level = own.detach()
-    floor = torch.where(own_level > -torch.inf, own_level, 0.0)
-    shift = torch.where(highest > -torch.inf, highest, floor)
+    self_shift = self_logit.detach()
+    fallback = torch.where(self_shift > -torch.inf, self_shift, 0.0)  # for a token with no other visible key
+    shift = torch.where(highest > -torch.inf, highest, fallback)
     terms = torch.exp(summed - shift)
     if weights is not None:
         terms = terms * weights.unsqueeze(-2)
     mass, mass_shift = terms.sum(-1, keepdim=True), shift
     if skip_self is not False:
-        mass_shift = torch.maximum(shift, own_level)
-        own_mass = torch.exp(own - mass_shift) * skip_self
+        mass_shift = torch.maximum(shift, self_shift)
+        self_mass = torch.exp(self_logit - mass_shift) * skip_self
         if weights is not None:
-            own_mass = own_mass * weights.unsqueeze(-1)
-        mass = mass * torch.exp(shift - mass_shift) + own_mass
+            self_mass = self_mass * weights.unsqueeze(-1)
+        mass = mass * torch.exp(shift - mass_shift) + self_mass
     return AttentionSum(_product(terms, value), shift, mass, mass_shift)

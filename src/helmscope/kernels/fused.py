@@ -1,14 +1,15 @@
-"""Many small systems at once: all steps of one system inside one GPU program, its statistics counted on the way.
+"""Simulation of many small systems in one GPU launch: one program integrates one system and counts clustered pairs.
 
     SA    x_i' = V P_{x_i} sum_j e^{beta <x_i, x_j>} x_j / Z_i,    Z_i = sum_j e^{beta <x_i, x_j>}        (source 001)
     USA   x_i' = V P_{x_i} sum_j e^{beta <x_i, x_j>} x_j / n
 
-with a number V for each beta, by projected RK4 or Heun in equal steps. The tokens stay in registers from the start to
-the last time; what leaves is the number of pairs that have met at every asked time. In float32, with products and sums
-of float32 precision. Every exponential is taken of beta (<x_i, x_j> - 1) <= 0, and e^beta / n of USA joins the step
-size, so nothing overflows.
+with a scalar V for each beta, by projected RK4 or Heun with equal steps. The tokens stay in registers from the start to
+the last time; the output is the number of pairs that have met at each requested time. Everything is computed in
+float32. Every exponent is beta (<x_i, x_j> - 1) <= 0, and the factor e^beta / n of USA is part of the step size, so
+nothing overflows.
 
-Repeats field, stepper and statistic of ``fields``, ``solve`` and ``observe``, to which it is held by its tests.
+This duplicates the field, the stepper and the statistic of ``fields``, ``solve`` and ``observe``; tests check that the
+results agree.
 """
 
 from __future__ import annotations
@@ -31,21 +32,21 @@ if TYPE_CHECKING:
     from jaxtyping import Float, Int
     from torch import Tensor
 
-MOST_TOKENS, MOST_DIMENSIONS = 64, 128  # what the registers of one program hold
-LEAST_DELTA = 1e-4  # an inner product in float32 is known to about 1e-7
-MOST_DISPLACEMENT = 1e15  # whose square, summed over tokens, float32 still holds
+MAX_TOKENS, MAX_DIMENSIONS = 64, 128  # the most that fits in the registers of one program
+MIN_DELTA = 1e-4  # inner products in float32 are accurate to about 1e-7
+MAX_DISPLACEMENT = 1e15  # its square, summed over tokens, does not overflow in float32
 
 
 @dataclass(frozen=True, eq=False)
 class Clustering:
-    """How many of the ``pairs`` i < j of a system have met, <x_i, x_j> >= 1 - delta, at every asked time.
+    """Number of the ``pairs`` i < j of each system that have met, <x_i, x_j> >= 1 - delta, at each requested time.
 
-    ``lost`` is the index of the first time at which the states of a system are not finite, the number of times where
-    all is well; a lost system counts no pair from there on. ``states`` are those at the last time, or where a system
-    stopped because all of its pairs had met; None unless asked for.
+    ``lost`` is the index of the first time at which the state of a system is not finite, or the number of times if it
+    always is; from that time on ``met`` is 0. ``states`` are the final states, at the last time or at the time when all
+    pairs had met and the system was stopped; None unless requested.
 
     >>> Clustering(torch.tensor([[[0, 1], [0, 0]]]), 1, torch.tensor([[2, 1]])).complaint
-    'system 1 of beta 0 is not finite from time 1 on: take more steps, or smaller values'
+    'system 1 of beta 0 is not finite from time 1 on: use more steps or smaller values'
     """
 
     met: Int[Tensor, "beta sample time"]
@@ -55,20 +56,20 @@ class Clustering:
 
     @property
     def complaint(self) -> str | None:
-        """Which systems are lost, by index, in one sentence; None where none is."""
+        """One sentence that names the first lost system by its indices; None if no system is lost."""
         beta, sample = (index.tolist() for index in (self.lost < self.met.shape[-1]).nonzero(as_tuple=True))
         if not beta:
             return None
         others = len(beta) - 1
         more = f" (and {others} more system{'s' if others > 1 else ''})" if others else ""
         first = f"system {sample[0]} of beta {beta[0]} is not finite from time {int(self.lost[beta[0], sample[0]])} on"
-        return f"{first}{more}: take more steps, or smaller values"
+        return f"{first}{more}: use more steps or smaller values"
 
 
 @dataclass(frozen=True)
 class Tuning:
-    """How the kernel is compiled for one size: with matrix ``products``, padded to 16 coordinates, or with sums over
-    coordinates, for small d; and the warps of one program.
+    """Compile options for one system size: whether to use matrix ``products``, padded to 16 coordinates, or, for small
+    d, sums over coordinates; and the number of warps per program.
 
     >>> tuning(32, 2)
     Tuning(products=False, warps=1)
@@ -79,20 +80,20 @@ class Tuning:
 
 
 def tuning(n: int, d: int) -> Tuning:
-    """The choice for n tokens in R^d: the fastest on an H200 for n = 32 and d = 2, 8, 16, 32, 64.
+    """The tuning for n tokens in R^d: the fastest on an H200 for n = 32 and d = 2, 8, 16, 32, 64.
 
     >>> tuning(32, 64)
     Tuning(products=True, warps=2)
     """
-    tokens, width = _padded(n, 16), _padded(d, 2)
+    tokens, width = _next_power_of_two(n, 16), _next_power_of_two(d, 2)
     warps = min(8, max(1, tokens * max(tokens, width) // 1024))  # a warp holds 1024 pairs or coordinates
     return Tuning(products=width > 8, warps=warps)
 
 
 def fused_refuses(x0: Float[Tensor, "sample n d"], *, delta: float = 1e-3) -> str | None:
-    """Why this kernel does not serve these starts, as the end of a sentence; None where it does.
+    """Why the fused kernel does not support these starts, as the end of a sentence; None if it does.
 
-    On a CPU it serves under Triton's interpreter alone (TRITON_INTERPRET=1), which is for tests.
+    On a CPU it runs only under Triton's interpreter (TRITON_INTERPRET=1), for tests.
 
     >>> fused_refuses(torch.eye(2, dtype=torch.float64)[None])
     'x0 has dtype torch.float64, and it computes in torch.float32'
@@ -101,15 +102,15 @@ def fused_refuses(x0: Float[Tensor, "sample n d"], *, delta: float = 1e-3) -> st
     if x0.dtype != torch.float32:
         return f"x0 has dtype {x0.dtype}, and it computes in torch.float32"
     if torch.is_grad_enabled() and x0.requires_grad:
-        return "x0 asks for a gradient, and it gives none"
-    if n > MOST_TOKENS or d > MOST_DIMENSIONS:
-        return f"x0 has n={n} tokens in d={d}, and it takes n <= {MOST_TOKENS} and d <= {MOST_DIMENSIONS}"
-    if delta < LEAST_DELTA:
-        return f"delta is {delta:g}, and its inner products tell no less than {LEAST_DELTA:g} from 0"
+        return "x0 requires a gradient, and it computes none"
+    if n > MAX_TOKENS or d > MAX_DIMENSIONS:
+        return f"x0 has n={n} tokens in d={d}, and it takes n <= {MAX_TOKENS} and d <= {MAX_DIMENSIONS}"
+    if delta < MIN_DELTA:
+        return f"delta is {delta:g}, and its inner products resolve no delta below {MIN_DELTA:g}"
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
     if not (x0.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"):
-        return f"x0 is on {x0.device}, and it runs on a CUDA device"
+        return f"x0 is on {x0.device}, and it needs a CUDA device"
     return None
 
 
@@ -127,21 +128,22 @@ def fused_clustering(
     stop: bool = True,
     keep_states: bool = False,
 ) -> Clustering:
-    """Pairs that have met at each of ``times`` in the flows of all ``betas`` from the same starts ``x0``.
+    """Count the pairs that have met at each of ``times``, for the flows of all ``betas`` from the same starts ``x0``.
 
-    An interval between asked times takes ``steps`` equal steps of RK4 (``order`` 4) or Heun (``order`` 2), for each
-    beta its number; USA has rates of e^beta and needs as many. ``values`` are V (1 where None; -1 repels), ``causal``
-    lets token i see j <= i. With ``stop`` and V > 0 a system is finished once all of its pairs have met: tokens within
-    a right angle of each other draw together for ever (so delta < 1), and all later counts are ``pairs``.
+    Each interval between requested times takes ``steps`` equal steps of RK4 (``order`` 4) or Heun (``order`` 2), with
+    one number of steps per beta; the rates of USA are of order e^beta and need proportionally many. ``values`` are the
+    scalars V (1 if None; -1 repels). With ``causal``, token i attends to j <= i. With ``stop`` and V > 0 a system is
+    stopped once all of its pairs have met, and all later counts are ``pairs``: tokens within a right angle of each
+    other keep converging (so delta < 1).
 
-    Bad input is a ``HelmscopeError``, and so is what ``fused_refuses``. A system that leaves the finite numbers touches
-    no other and is found in ``lost``.
+    Raises ``HelmscopeError`` for bad input and for starts that ``fused_refuses``. A system whose state becomes
+    non-finite does not affect others and is reported in ``lost``.
 
     >>> one = torch.ones(1)
     >>> fused_clustering(torch.eye(2, dtype=torch.float64)[None], [1.0], betas=one, steps=one.int())
     Traceback (most recent call last):
       ...
-    helmscope.types.HelmscopeError: the fused kernel does not serve: x0 has dtype torch.float64, and it computes in ...
+    helmscope.types.HelmscopeError: the fused kernel is not applicable: x0 has dtype torch.float64, and it computes ...
     """
     delta = real_number("delta", delta, above=0)
     if delta >= 1:
@@ -151,110 +153,114 @@ def fused_clustering(
     _check_starts(x0)
     reason = fused_refuses(x0, delta=delta)
     if reason is not None:
-        raise HelmscopeError(f"the fused kernel does not serve: {reason}")
-    flows = _flows(x0.shape[1], times, betas, steps, values, normalized)
+        raise HelmscopeError(f"the fused kernel is not applicable: {reason}")
+    flows = _checked_flows(x0.shape[1], times, betas, steps, values, normalized)
     task = Task(flows, order, normalized, causal, near=1 - delta, stop=stop, keep_states=keep_states)
     return launch(x0, task, tuning(*x0.shape[1:]))
 
 
 @dataclass(frozen=True, eq=False)
 class Flows:
-    """What differs from beta to beta and from interval to interval, checked: in float64 on the CPU."""
+    """Checked parameters of each beta and of each interval, in float64 on the CPU."""
 
     betas: Float[Tensor, " beta"]
     steps: Int[Tensor, " beta"]
     values: Float[Tensor, " beta"]
-    scales: Float[Tensor, " beta"]  # what multiplies the sums in one step, over the length of the interval
-    spans: Float[Tensor, " time"]
+    scales: Float[Tensor, " beta"]  # the factor of the sums in one step, divided by the length of the interval
+    spans: Float[Tensor, " time"]  # lengths of the intervals
 
 
 @dataclass(frozen=True, eq=False)
 class Task:
-    """What is asked of the kernel, checked."""
+    """Checked arguments of one launch."""
 
     flows: Flows
     order: int
     normalized: bool
     causal: bool
-    near: float  # the inner product from which on a pair has met
+    near: float  # a pair has met if its inner product is at least this
     stop: bool
     keep_states: bool
 
 
-def launch(x0: Float[Tensor, "sample n d"], task: Task, chosen: Tuning) -> Clustering:
-    """``fused_clustering``, unchecked and with a tuning of one's own."""
+def launch(x0: Float[Tensor, "sample n d"], task: Task, options: Tuning) -> Clustering:
+    """``fused_clustering`` without checks and with an explicit tuning."""
     fused_kernel = importlib.import_module("helmscope.kernels.fused_triton").fused_kernel
-    flows, (samples, n, d), place = task.flows, x0.shape, x0.device
+    flows, (samples, n, d), device = task.flows, x0.shape, x0.device
     size, count, pairs = len(flows.betas), len(flows.spans), n * (n - 1) // 2
-    # most work first, so that no long system starts last: at a higher beta tokens meet later
+    # longest jobs first, so that none starts last: at higher beta tokens meet later
     queue = torch.argsort(flows.steps * (1 + flows.betas), descending=True)
-    met = torch.full((size, samples, count), pairs, dtype=torch.int32, device=place)
-    lost = torch.full((size, samples), count, dtype=torch.int32, device=place)
-    ends = torch.empty((size, samples, n, d) if task.keep_states else 1, device=place)
-    real = (flows.spans, flows.betas / math.log(2), flows.scales)
-    whole = (queue, flows.steps, (flows.values > 0) & task.stop)
+    met = torch.full((size, samples, count), pairs, dtype=torch.int32, device=device)
+    lost = torch.full((size, samples), count, dtype=torch.int32, device=device)
+    final_states = torch.empty((size, samples, n, d) if task.keep_states else 1, device=device)
+    floats = (flows.spans, flows.betas / math.log(2), flows.scales)
+    integers = (queue, flows.steps, (flows.values > 0) & task.stop)
     with torch.cuda.device_of(x0):  # type: ignore[no-untyped-call]
         fused_kernel[(size * samples,)](
             x0.detach().contiguous(),
-            *(part.to(place, torch.float32) for part in real),
-            *(part.to(place, torch.int32) for part in whole),
-            *(met, lost, ends, samples, count, task.near, n, d),
-            N=_padded(n, 16),
-            D=_padded(d, 16 if chosen.products else 2),
+            *(vector.to(device, torch.float32) for vector in floats),
+            *(vector.to(device, torch.int32) for vector in integers),
+            *(met, lost, final_states, samples, count, task.near, n, d),
+            N=_next_power_of_two(n, 16),
+            D=_next_power_of_two(d, 16 if options.products else 2),
             ORDER=task.order,
             NORMALIZED=task.normalized,
             CAUSAL=task.causal,
             KEEP=task.keep_states,
-            PRODUCTS=chosen.products,
-            num_warps=chosen.warps,
+            PRODUCTS=options.products,
+            num_warps=options.warps,
             num_stages=1,
         )
-    return Clustering(met, pairs, lost, ends if task.keep_states else None)
+    return Clustering(met, pairs, lost, final_states if task.keep_states else None)
 
 
-def _padded(size: int, least: int) -> int:
-    """The power of two from ``least`` on that holds a size."""
-    return max(least, 1 << (size - 1).bit_length())
+def _next_power_of_two(size: int, minimum: int) -> int:
+    """The smallest power of two that is at least ``size`` and at least ``minimum``, itself a power of two."""
+    return max(minimum, 1 << (size - 1).bit_length())
 
 
 def _check_starts(x0: object) -> None:
-    """A tensor (sample, n, d) of unit vectors; what is not finite may pass, its system is lost at the first time."""
+    """Check for a tensor (sample, n, d) of unit vectors; a non-finite token passes, its system is lost at once."""
     if not isinstance(x0, torch.Tensor) or x0.ndim != 3 or 0 in x0.shape or x0.shape[-1] < 2:
-        given = tuple(x0.shape) if isinstance(x0, torch.Tensor) else type(x0).__name__
-        raise HelmscopeError(f"x0 is {given}, but it must be a tensor of shape (sample, n, d) with d >= 2")
+        shown = f"of shape {tuple(x0.shape)}" if isinstance(x0, torch.Tensor) else f"a {type(x0).__name__}"
+        raise HelmscopeError(f"x0 is {shown}, but it must be a tensor of shape (sample, n, d) with d >= 2")
     norm = torch.linalg.vector_norm(x0.detach(), dim=-1)
     off = torch.isfinite(norm) & ((norm - 1).abs() > NORM_TOLERANCE[torch.float32])
     if bool(off.any()):
-        raise HelmscopeError(f"x0 holds a token of norm {float(norm[off][0]):.9g}, but tokens lie on the unit sphere")
+        raise HelmscopeError(
+            f"x0 holds a token of norm {float(norm[off][0]):.9g}, but tokens must be on the unit sphere"
+        )
 
 
-def _flows(
+def _checked_flows(
     n: int, times: Sequence[float], betas: Tensor, steps: Tensor, values: Tensor | None, normalized: bool
 ) -> Flows:
-    """The flows with their step factors; refuses what float32 does not hold."""
+    """Check the parameters of the flows; raises ``HelmscopeError`` if a step could overflow in float32."""
     spans = torch.diff(torch.tensor([0.0, *increasing_times(times)], dtype=torch.float64, device="cpu"))
-    betas = _vector("betas", betas, None)
-    steps = _vector("steps", steps, len(betas))
-    values = torch.ones_like(betas) if values is None else _vector("values", values, len(betas))
+    betas = _checked_vector("betas", betas, None)
+    steps = _checked_vector("steps", steps, len(betas))
+    values = torch.ones_like(betas) if values is None else _checked_vector("values", values, len(betas))
     if bool((betas < 0).any()):
         raise HelmscopeError(f"betas holds {float(betas.min()):g}, but every beta must be >= 0")
     if bool(((steps < 1) | (steps != steps.round()) | (steps >= 2**31)).any()):
         raise HelmscopeError(f"steps is {steps.tolist()}, but it must hold whole numbers from 1 to 2^31 - 1")
     scales = values / steps if normalized else values / steps * torch.exp(betas) / n
-    farthest = float(scales.abs().max() * spans.max())
-    if not farthest <= MOST_DISPLACEMENT:
+    displacement = float(scales.abs().max() * spans.max())
+    if not displacement <= MAX_DISPLACEMENT:
         raise HelmscopeError(
-            f"steps let tokens move by {farthest:.0e} in one step, but it must be at most {MOST_DISPLACEMENT:.0e}"
+            f"steps allow tokens to move by {displacement:.0e} in one step, but at most {MAX_DISPLACEMENT:.0e} is "
+            "allowed: use more steps"
         )
     return Flows(betas, steps.long(), values, scales, spans)
 
 
-def _vector(name: str, given: object, size: int | None) -> Tensor:
-    """A vector of finite numbers, in float64 on the CPU."""
-    if not isinstance(given, torch.Tensor) or given.ndim != 1 or len(given) not in (size or len(given), 0):
-        shown = tuple(given.shape) if isinstance(given, torch.Tensor) else type(given).__name__
-        raise HelmscopeError(f"{name} is {shown}, but it must be a vector{f' of {size} numbers' if size else ''}")
-    vector = given.detach().to("cpu", torch.float64)
+def _checked_vector(name: str, value: object, size: int | None) -> Tensor:
+    """Check for a vector of finite numbers and return it in float64 on the CPU."""
+    if not isinstance(value, torch.Tensor) or value.ndim != 1 or len(value) not in (size or len(value), 0):
+        shown = f"of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
+        required = f"a tensor of shape ({size},)" if size else "a one-dimensional tensor"
+        raise HelmscopeError(f"{name} is {shown}, but it must be {required}")
+    vector = value.detach().to("cpu", torch.float64)
     if not len(vector) or not bool(torch.isfinite(vector).all()):
         raise HelmscopeError(f"{name} is {vector.tolist()}, but it must hold at least one number, all finite")
     return vector

@@ -1,4 +1,4 @@
-"""What a field asks of a kernel, what it gets back, and what a kernel is."""
+"""The interface of kernels: ``Request`` is the input, ``AttentionSum`` the result, ``Kernel`` the protocol."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ if TYPE_CHECKING:
     from jaxtyping import Bool, Float
     from torch import Tensor
 
-MOST_STORED = 2_048  # tokens of which a kernel may store the n x n pairs
+MAX_DENSE_TOKENS = 2_048  # the largest n for which an n x n matrix is stored by choice
 
 
 @dataclass(frozen=True, eq=False)
 class AttentionSum:
-    """Sums of exponentials with their scale kept apart, so that e^beta never leaves the dtype:
+    """Attention sums with their exponential scales factored out, so that e^beta never overflows:
 
         sum_j m_j e^{l_ij} v_j = e^{shift_i} total_i,        Z_i = sum_j m_j e^{l_ij} = e^{mass_shift_i} mass_i.
 
-    ``mean`` is their ratio; a query that sees no key has total 0, mass 0 and mean 0.
+    ``mean`` is the ratio of the two; a query that attends to no key has total 0, mass 0 and mean 0.
     """
 
     total: Float[Tensor, "*batch n d"]
@@ -31,28 +31,28 @@ class AttentionSum:
 
     @property
     def mean(self) -> Float[Tensor, "*batch n d"]:
-        """The softmax average sum_j p_ij v_j."""
-        mass = self.mass.clamp(min=torch.finfo(self.mass.dtype).tiny)  # 0 / 0 where nobody is seen
+        """Softmax average sum_j p_ij v_j."""
+        mass = self.mass.clamp(min=torch.finfo(self.mass.dtype).tiny)  # avoids 0 / 0 for a query without visible keys
         ratio = self.total / mass
         return ratio if self.shift is self.mass_shift else ratio * torch.exp(self.shift - self.mass_shift)
 
     @property
     def log_mass(self) -> Float[Tensor, "*batch n 1"]:
-        """log Z_i, -inf where token i sees no key."""
+        """log Z_i, -inf where token i attends to no key."""
         return self.mass_shift + torch.log(self.mass)
 
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """A sum over tokens: sum_j m_j e^{l_ij} v_j and Z_i = sum_j m_j e^{l_ij} with
+    """The input of an attention sum: sum_j m_j e^{l_ij} v_j and Z_i = sum_j m_j e^{l_ij} with
 
         l_ij = <query_i, key_j> + bias_ij,   over all j of weight m_j > 0, with ``causal`` over those with j <= i.
 
-    ``skip_self`` leaves j = i out of the first sum, never out of Z: a caller who will project the sum on the tangent
-    space at x_i uses it where v_i is parallel to x_i, because the term would vanish in exact arithmetic, but is
-    e^{beta (1 - <x_i, x_j>)} times larger than the others and would swallow their digits. It may differ among heads.
-    ``beta`` is given where query = beta key and value = key; kernels that need unit vectors look.
-    ``settle`` is what a field makes of the whole matrix of logits before it is summed; few kernels can.
+    ``skip_self`` omits j = i from the first sum, never from Z. It is meant for callers that project the sum onto the
+    tangent space at x_i and for which v_i is parallel to x_i: the term would vanish in exact arithmetic, but is
+    e^{beta (1 - <x_i, x_j>)} times larger than the others and would absorb their digits. It may differ between heads.
+    ``beta`` is set if query = beta key and value = key; kernels for unit vectors check the norms themselves.
+    ``settle`` is an optional transformation of the whole matrix of logits before it is summed; few kernels support it.
     """
 
     query: Float[Tensor, "*batch n r"]
@@ -67,41 +67,42 @@ class Request:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All numbers that come in."""
-        given = (self.query, self.key, self.value, self.weights, self.bias)
-        return [part for part in given if part is not None]
+        """All input tensors that are not None."""
+        candidates = (self.query, self.key, self.value, self.weights, self.bias)
+        return [tensor for tensor in candidates if tensor is not None]
 
     def system(self, batch: torch.Size, k: int) -> Request:
-        """System number ``k`` of a batch alone, without batch axes, and ``skip_self`` a bool."""
+        """System ``k`` of a flattened batch as a request without batch axes, with ``skip_self`` as a bool."""
         n = self.query.shape[-2]
-        at = tuple(int(i) for i in torch.unravel_index(torch.tensor(k, device="cpu"), batch)) if batch else ()
+        index = tuple(int(i) for i in torch.unravel_index(torch.tensor(k, device="cpu"), batch)) if batch else ()
         skip = self.skip_self
         return replace(
             self,
-            query=self.query[at],
-            key=self.key[at],
-            value=self.value[at],
-            weights=None if self.weights is None else self.weights.expand(*batch, n)[at],
-            bias=None if self.bias is None else self.bias.expand(*batch, n, n)[at],
-            skip_self=skip if isinstance(skip, bool) else bool(skip.expand(*batch, 1, 1)[at]),
+            query=self.query[index],
+            key=self.key[index],
+            value=self.value[index],
+            weights=None if self.weights is None else self.weights.expand(*batch, n)[index],
+            bias=None if self.bias is None else self.bias.expand(*batch, n, n)[index],
+            skip_self=skip if isinstance(skip, bool) else bool(skip.expand(*batch, 1, 1)[index]),
         )
 
     @property
     def needs_gradient(self) -> bool:
-        """Whether a derivative of the sum will be asked for: backward, forward or by a transform."""
+        """Whether the sum may be differentiated: in backward mode, in forward mode or by a functorch transform."""
         if transformed():
             return True
-        if torch.is_grad_enabled() and any(part.requires_grad for part in self.tensors):
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in self.tensors):
             return True
-        forward = torch.autograd.forward_ad
-        if forward._current_level < 0:  # no dual number exists: asking each tensor takes longer than a small sum
+        forward_ad = torch.autograd.forward_ad
+        if forward_ad._current_level < 0:  # no dual tensors exist: unpacking each takes longer than a small sum
             return False
-        return any(forward.unpack_dual(part).tangent is not None for part in self.tensors)  # type: ignore[no-untyped-call]
+        tangents = [forward_ad.unpack_dual(tensor).tangent for tensor in self.tensors]  # type: ignore[no-untyped-call]
+        return any(tangent is not None for tangent in tangents)
 
 
 def sees_somebody(request: Request) -> Bool[Tensor, "*batch n 1"]:
-    """Whether token i sums anybody: some j of positive weight that neither mask nor bias hides, and not only itself
-    where ``skip_self`` holds.
+    """Whether the sum of token i has at least one term: a j of positive weight that neither the causal mask nor the
+    bias hides, other than i itself if ``skip_self``.
 
     >>> x = torch.eye(2)
     >>> sees_somebody(Request(x, x, x, causal=True, skip_self=True)).squeeze(-1)
@@ -114,15 +115,17 @@ def sees_somebody(request: Request) -> Bool[Tensor, "*batch n 1"]:
         count = visible.cumsum(-1) if request.causal else visible.sum(-1, keepdim=True)
         count = count.unsqueeze(-1) - (visible.unsqueeze(-1) & torch.as_tensor(request.skip_self, device=device)).int()
         return (count > 0).expand(*request.query.shape[:-1], 1)
-    seen = (request.bias > -torch.inf) & visible.unsqueeze(-2)
-    later = torch.ones(n, n, dtype=torch.bool, device=device).triu(1)
-    itself = torch.eye(n, dtype=torch.bool, device=device) & torch.as_tensor(request.skip_self, device=device)
-    seen = seen & ~itself
-    return (seen & ~later if request.causal else seen).any(-1, keepdim=True).expand(*request.query.shape[:-1], 1)
+    diagonal = torch.eye(n, dtype=torch.bool, device=device)
+    summed = (request.bias > -torch.inf) & visible.unsqueeze(-2)
+    summed = summed & ~(diagonal & torch.as_tensor(request.skip_self, device=device))
+    if request.causal:
+        summed = summed & torch.ones(n, n, dtype=torch.bool, device=device).tril()
+    return summed.any(-1, keepdim=True).expand(*request.query.shape[:-1], 1)
 
 
 def transformed() -> bool:
-    """Whether a transform such as ``vmap`` or ``jacfwd`` is at work: then no number may decide what is done.
+    """Whether the call runs under a functorch transform such as ``vmap`` or ``jacfwd``, where control flow must not
+    depend on values.
 
     >>> transformed()
     False
@@ -131,7 +134,7 @@ def transformed() -> bool:
 
 
 def differentiated(x: Tensor) -> bool:
-    """Whether a derivative of what is made of x may be asked for: backward, forward or by a transform.
+    """Whether results computed from x may be differentiated: in backward mode, in forward mode or by a transform.
 
     >>> differentiated(torch.ones(2)), differentiated(torch.ones(2, requires_grad=True))
     (False, True)
@@ -141,10 +144,10 @@ def differentiated(x: Tensor) -> bool:
 
 @runtime_checkable
 class Kernel(Protocol):
-    """A way to compute a ``Request``."""
+    """An algorithm that computes the sums of a ``Request``."""
 
     def refuses(self, request: Request) -> str | None:
-        """Why this kernel cannot serve a request, as the end of a sentence; None where it can."""
+        """Why this kernel does not support a request, as the end of a sentence; None if it does."""
 
     def sum(self, request: Request) -> AttentionSum:
-        """The sums, unchecked."""
+        """Compute the sums; the request is not checked."""

@@ -1,11 +1,12 @@
-"""Attention sums block by block: no n x n is ever stored, and every block stays in the cache.
+"""Attention sums block by block: no n x n matrix is ever stored, and every block fits in the cache.
 
-With a shift c_i >= l_ij that is known beforehand, one product [q_i, -c_i] [k_j, 1]^T gives l_ij - c_i, and one more,
-e^{l_ij - c_i} [m_j v_j, m_j], the sum and its mass Z_i. By Cauchy and Schwarz c_i = |q_i| max_j |k_j| serves where
-2 c_i is far from the range of the dtype; elsewhere a first pass finds max_j l_ij.
+With a shift c_i >= l_ij known in advance, one product [q_i, -c_i] [k_j, 1]^T yields l_ij - c_i, and a second one,
+e^{l_ij - c_i} [m_j v_j, m_j], the sum and its mass Z_i. By the Cauchy-Schwarz inequality c_i = |q_i| max_j |k_j| is
+such a shift; it is used where e^{-2 c_i} does not underflow. Elsewhere a first pass computes max_j l_ij.
 
-torch's scaled_dot_product_attention stores no n x n either. It is not used: it gives no Z and cannot leave out the own
-term of a token, which swallows the digits of the others; its speed is that of these blocks, 0.8 to 1.2 times on a core.
+torch's scaled_dot_product_attention stores no n x n matrix either, but it does not return Z and cannot omit a token's
+own term, which absorbs the digits of the others. It is not faster: 0.8 to 1.2 times the speed of these blocks on one
+core.
 """
 
 from __future__ import annotations
@@ -24,17 +25,18 @@ if TYPE_CHECKING:
     from jaxtyping import Float
     from torch import Tensor
 
-BLOCK = {"cpu": (256, 512), "cuda": (2_048, 2_048)}  # queries, keys; on a CPU 1 MB of float64, which a cache holds
-RANGE = {torch.float64: 600.0, torch.float32: 60.0}  # down to e^-range a sum keeps all its digits
-NOTHING = -1e30  # a logit whose exponential is 0
+# (queries, keys); a block on a CPU is 1 MB of float64 numbers, which fits in a cache
+DEFAULT_BLOCK = {"cpu": (256, 512), "cuda": (2_048, 2_048)}
+MAX_EXPONENT = {torch.float64: 600.0, torch.float32: 60.0}  # e^-exponent is still far above underflow
+HIDDEN_LOGIT = -1e30  # its exponential is 0; finite, because -inf would turn into NaN in a matrix product
 
 
 @dataclass(frozen=True)
 class Streaming:
-    """Blocks of queries against blocks of keys, on every device, with every mask, bias and derivative.
+    """Kernel that sums block by block, on every device, with every mask, bias and derivative.
 
-    A gradient costs one more pass: blocks are computed again on the way back. ``block`` is (queries, keys) of a block;
-    where None, what is fast on the device. The bits depend on it and not on the batch.
+    A gradient costs one more pass, because blocks are recomputed in the backward pass. ``block`` is (queries, keys) per
+    block; None chooses a fast size for the device. The rounding of a sum depends on ``block``, but not on the batch.
 
     >>> x = torch.eye(2)
     >>> Streaming().sum(Request(0.0 * x, x, x)).mean
@@ -53,92 +55,96 @@ class Streaming:
             whole_number("block", size, at_least=1)
 
     def refuses(self, request: Request) -> str | None:
-        """It has no matrix of logits to show."""
-        return None if request.settle is None else "it never has the whole matrix of logits, which this field needs"
+        """Why it does not support a request; None if it does."""
+        return None if request.settle is None else "it never stores the whole matrix of logits, which this field needs"
 
     def sum(self, request: Request) -> AttentionSum:
-        """The sums, unchecked."""
+        """Compute the sums; the request is not checked."""
         batch, n = request.query.shape[:-2], request.query.shape[-2]
-        # one after the other: a product of many systems would have bits that depend on their number
-        sums = [self._one(request.system(batch, k)) for k in range(batch.numel())]
+        # system by system: the rounding of a batched product would depend on the size of the batch
+        sums = [self._sum_one(request.system(batch, k)) for k in range(batch.numel())]
         parts = zip(*((s.total, s.shift, s.mass, s.mass_shift) for s in sums), strict=True)
         return AttentionSum(*(torch.stack(part).reshape(*batch, n, part[0].shape[-1]) for part in parts))
 
-    def _one(self, given: Request) -> AttentionSum:
-        """One system: no batch axes, and ``skip_self`` a bool."""
-        block = BLOCK.get(given.query.device.type, BLOCK["cpu"]) if self.block is None else self.block
-        own = (given.query * given.key).sum(-1, keepdim=True)
-        own = own if given.bias is None else own + given.bias.diagonal().unsqueeze(-1)
-        ones = torch.ones_like(own)
-        mass = ones if given.weights is None else given.weights.unsqueeze(-1)
-        hidden = torch.where(mass == 0, NOTHING, 0.0).to(own)
-        shift = _shift(given, own.detach(), hidden, block)
-        query = torch.cat([given.query, -shift, ones], -1)
-        key = torch.cat([given.key, ones, hidden], -1).mT.contiguous()
-        value = mass * torch.cat([given.value, ones], -1)
-        again = given.needs_gradient and not transformed()
-        out = []
-        for rows in _parts(len(query), block[0]):
-            parts = (query[rows], key, value, given, rows, block[1])
-            out.append(checkpoint(_sums, *parts, use_reentrant=False) if again else _sums(*parts))
-        found = torch.cat(out)
-        total, others = found[:, :-1], found[:, -1:]
-        if not given.skip_self:
-            return AttentionSum(total, shift, others, shift)
-        mass_shift = torch.maximum(shift, (own + hidden).detach())
-        seen = others * torch.exp(shift - mass_shift) + mass * torch.exp(own + hidden - mass_shift)
-        return AttentionSum(total, shift, seen, mass_shift)
+    def _sum_one(self, request: Request) -> AttentionSum:
+        """The sums of one system: a request without batch axes, with ``skip_self`` as a bool."""
+        device = request.query.device.type
+        block = DEFAULT_BLOCK.get(device, DEFAULT_BLOCK["cpu"]) if self.block is None else self.block
+        self_logit = (request.query * request.key).sum(-1, keepdim=True)
+        self_logit = self_logit if request.bias is None else self_logit + request.bias.diagonal().unsqueeze(-1)
+        ones = torch.ones_like(self_logit)
+        weights = ones if request.weights is None else request.weights.unsqueeze(-1)
+        hidden = torch.where(weights == 0, HIDDEN_LOGIT, 0.0).to(self_logit)
+        shift = _shift(request, self_logit.detach(), hidden, block)
+        query = torch.cat([request.query, -shift, ones], -1)
+        key = torch.cat([request.key, ones, hidden], -1).mT.contiguous()
+        value = weights * torch.cat([request.value, ones], -1)
+        recompute = request.needs_gradient and not transformed()
+        blocks = []
+        for rows in _blocks(len(query), block[0]):
+            arguments = (query[rows], key, value, request, rows, block[1])
+            blocks.append(
+                checkpoint(_block_sums, *arguments, use_reentrant=False) if recompute else _block_sums(*arguments)
+            )
+        sums = torch.cat(blocks)
+        total, mass = sums[:, :-1], sums[:, -1:]
+        if not request.skip_self:
+            return AttentionSum(total, shift, mass, shift)
+        mass_shift = torch.maximum(shift, (self_logit + hidden).detach())
+        mass = mass * torch.exp(shift - mass_shift) + weights * torch.exp(self_logit + hidden - mass_shift)
+        return AttentionSum(total, shift, mass, mass_shift)
 
 
-def _shift(given: Request, own: Tensor, hidden: Tensor, block: tuple[int, int]) -> Float[Tensor, "n 1"]:
-    """At least every logit that token i sums, and near enough to the greatest; a constant to autograd."""
-    given = replace(given, bias=None if given.bias is None else given.bias.detach())
-    query, key = given.query.detach(), given.key.detach()
-    if given.bias is None and not transformed():
+def _shift(request: Request, self_logit: Tensor, hidden: Tensor, block: tuple[int, int]) -> Float[Tensor, "n 1"]:
+    """A detached upper bound on the logits that token i sums, close enough to the largest to avoid underflow."""
+    request = replace(request, bias=None if request.bias is None else request.bias.detach())
+    query, key = request.query.detach(), request.key.detach()
+    if request.bias is None and not transformed():
         longest = torch.linalg.vector_norm(key, dim=-1).amax()
         bound: Tensor = torch.linalg.vector_norm(query, dim=-1, keepdim=True) * longest
-        if bool(2 * bound.amax() <= RANGE[query.dtype]):
+        if bool(2 * bound.amax() <= MAX_EXPONENT[query.dtype]):
             return bound
-    query = torch.cat([query, torch.ones_like(own)], -1)
+    query = torch.cat([query, torch.ones_like(self_logit)], -1)
     key = torch.cat([key, hidden], -1).mT.contiguous()
-    tops = []
-    for rows in _parts(len(query), block[0]):
-        top = torch.full_like(own[rows], -torch.inf)
-        for columns in _columns(given, rows, block[1]):
-            top = torch.maximum(top, _levels(query[rows], key, given, rows, columns).amax(-1, keepdim=True))
-        tops.append(top)
-    highest = torch.cat(tops)
-    floor = torch.where(own + hidden > NOTHING / 2, own, 0.0)  # of a token that sees nobody else
-    return torch.where(highest < NOTHING / 2, floor, highest)  # NaN stays
+    row_maxima = []
+    for rows in _blocks(len(query), block[0]):
+        highest = torch.full_like(self_logit[rows], -torch.inf)
+        for columns in _key_blocks(request, rows, block[1]):
+            logits = _masked_logits(query[rows], key, request, rows, columns)
+            highest = torch.maximum(highest, logits.amax(-1, keepdim=True))
+        row_maxima.append(highest)
+    maximum = torch.cat(row_maxima)
+    fallback = torch.where(self_logit + hidden > HIDDEN_LOGIT / 2, self_logit, 0.0)  # if no other key is visible
+    return torch.where(maximum < HIDDEN_LOGIT / 2, fallback, maximum)  # NaN is kept
 
 
 @full_precision
-def _sums(query: Tensor, key: Tensor, value: Tensor, given: Request, rows: slice, size: int) -> Tensor:
-    """sum_j e^{levels_ij} value_j of a block of queries."""
+def _block_sums(query: Tensor, key: Tensor, value: Tensor, request: Request, rows: slice, size: int) -> Tensor:
+    """sum_j e^{l_ij} value_j for a block of queries, with l as in ``_masked_logits``."""
     out = torch.zeros(len(query), value.shape[-1], dtype=value.dtype, device=value.device)
-    for columns in _columns(given, rows, size):
-        out = torch.addmm(out, _levels(query, key, given, rows, columns).exp_(), value[columns])
+    for columns in _key_blocks(request, rows, size):
+        out = torch.addmm(out, _masked_logits(query, key, request, rows, columns).exp_(), value[columns])
     return out
 
 
 @full_precision
-def _levels(query: Tensor, key: Tensor, given: Request, rows: slice, columns: slice) -> Tensor:
-    """query @ key + bias of a block, -inf where token i does not sum token j."""
-    levels = query @ key[:, columns]
-    if given.bias is not None:
-        levels = levels + given.bias[rows, columns]
-    if not (given.causal or given.skip_self) or columns.start >= rows.stop or rows.start >= columns.stop:
-        return levels
-    i = torch.arange(rows.start, rows.stop, device=levels.device)[:, None]
-    j = torch.arange(columns.start, columns.stop, device=levels.device)
-    unseen = i == j if given.skip_self else torch.zeros_like(i == j)
-    return levels.masked_fill_(unseen | (j > i) if given.causal else unseen, -torch.inf)
+def _masked_logits(query: Tensor, key: Tensor, request: Request, rows: slice, columns: slice) -> Tensor:
+    """query @ key + bias of a block, -inf where the sum of token i omits token j."""
+    logits = query @ key[:, columns]
+    if request.bias is not None:
+        logits = logits + request.bias[rows, columns]
+    if not (request.causal or request.skip_self) or columns.start >= rows.stop or rows.start >= columns.stop:
+        return logits
+    i = torch.arange(rows.start, rows.stop, device=logits.device)[:, None]
+    j = torch.arange(columns.start, columns.stop, device=logits.device)
+    omitted = i == j if request.skip_self else torch.zeros_like(i == j)
+    return logits.masked_fill_(omitted | (j > i) if request.causal else omitted, -torch.inf)
 
 
-def _parts(n: int, size: int) -> list[slice]:
+def _blocks(n: int, size: int) -> list[slice]:
     return [slice(first, min(first + size, n)) for first in range(0, n, size)]
 
 
-def _columns(given: Request, rows: slice, size: int) -> list[slice]:
-    """The blocks of keys that a block of queries sees."""
-    return _parts(rows.stop if given.causal else len(given.key), size)
+def _key_blocks(request: Request, rows: slice, size: int) -> list[slice]:
+    """The blocks of keys that are visible to a block of queries."""
+    return _blocks(rows.stop if request.causal else len(request.key), size)

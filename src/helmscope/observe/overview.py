@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
 import xarray as xr
 
 from helmscope.observe.clusters import cluster_count
@@ -13,10 +14,17 @@ from helmscope.observe.energy import interaction_energy
 from helmscope.observe.inner_products import clustering_probability, inner_product_histogram, mean_inner_product
 from helmscope.observe.order import order_parameter
 from helmscope.observe.rank import entropy_rank
-from helmscope.observe.track import track, trajectory_of
+from helmscope.observe.track import AT_LEAST_0, AT_LEAST_1, SHARE, track, trajectory_of, with_bounds
 from helmscope.types import Progress, System, Trajectory, check_progress, real_number
 
 MOST_PAIRED = 2_048
+BOUNDS = {
+    "order": SHARE,
+    "mean_inner_product": (-1.0, 1.0),
+    "clusters": AT_LEAST_1,
+    "entropy_rank": AT_LEAST_1,
+    "energy": AT_LEAST_0,
+}
 
 
 def overview(
@@ -28,17 +36,18 @@ def overview(
     bins: int = 50,
     progress: Progress | None = None,
 ) -> xr.Dataset:
-    """Clustering probability, order, clusters, rank, energy and histogram of inner products over time, each with its
-    standard error over the systems.
+    """Clustering probability, order, clusters, rank, energy and histogram of inner products of every system over time.
+    ``reduce_replicates`` gives means with intervals, and ``overview_figure`` draws them.
 
-    ``beta`` is that of the energy, which is left out at beta = 0, where it is infinite. Tokens count by the weights of
-    the trajectory. Of more than 2,048 tokens, pairs and clusters are those of every k-th, with the least k that leaves
-    so few; the attribute ``every`` is k. ``progress`` is called with the share of the observables done.
+    ``beta`` is that of the energy, which is left out at beta = 0, where it is infinite, and NaN where it overflows.
+    Tokens count by the weights of the trajectory. Of more than 2,048 tokens, pairs and clusters are those of every
+    k-th, with the least k that leaves so few; the attribute ``every`` is k. ``progress`` is called with the share of
+    the observables done.
 
     >>> import torch
     >>> seen = overview(Trajectory(torch.zeros(1), torch.eye(3).expand(1, 2, 3, 3)), beta=1.0)
-    >>> float(seen.clusters[0]), float(seen.probability[0])
-    (3.0, 0.0)
+    >>> seen.clusters.values.tolist(), seen.probability.values.tolist()
+    ([[3.0, 3.0]], [[0.0, 0.0]])
     """
     beta, trajectory = real_number("beta", beta, at_least=0), trajectory_of(trajectory)
     every = -(-trajectory.states.shape[-2] // MOST_PAIRED)
@@ -51,13 +60,19 @@ def overview(
         partial(inner_product_histogram, few, bins=bins),
     ]
     if beta > 0:
-        asked.append(partial(track, trajectory, energy=partial(interaction_energy, beta=beta)))
+        asked.append(partial(_finite_energy, trajectory, beta))
     parts = []
     for measured in asked:
         parts.append(measured())
         tell(len(parts) / len(asked))
     merged = xr.merge(parts, combine_attrs="no_conflicts")
-    return merged.assign_attrs(beta=beta, delta=delta, radius=radius, every=every)
+    return with_bounds(merged, BOUNDS).assign_attrs(beta=beta, delta=delta, radius=radius, every=every)
+
+
+def _finite_energy(path: Trajectory, beta: float) -> xr.Dataset:
+    """The interaction energy, NaN where it overflows."""
+    energy = track(path, energy=partial(interaction_energy, beta=beta))
+    return energy.where(np.isfinite(energy))
 
 
 def _every(path: Trajectory, k: int) -> Trajectory:

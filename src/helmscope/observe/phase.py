@@ -6,13 +6,13 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
 import xarray as xr
 
-from helmscope.fields.field import Field, Space, as_field
+from helmscope.fields.field import Field, as_field
 from helmscope.kernels.choose import pinned, using
 from helmscope.observe.fused_shares import FusedShares
 from helmscope.observe.inner_products import clustering_fraction
@@ -39,7 +39,6 @@ logger = logging.getLogger(__name__)
 # is still far below the standard errors there, 1e-2
 TOL = 1e-6
 NOISY_STEP = 0.02
-LOOKS = 24  # so often systems that are finished are dropped
 PAIRS = {"cpu": 2**18}  # entries of the matrices of pairs carried at once, which fit a cache
 PAIRS_ELSEWHERE = 2**24
 
@@ -70,11 +69,11 @@ def phase_diagram(
 
     Without noise, a flow that commutes with rotations is carried in the span of its tokens, from
     ``start.sample_in_span``: any dim > n costs what dim = n costs; and where V = c I with c > 0, a system whose pairs
-    have all met at an asked time stays so (delta <= 1) and is dropped. ``stepper`` is ``DormandPrince(tol=1e-6)`` where
-    None (float32: 1e-5; with noise ``EulerMaruyama(0.02)``; a field that jumps: that of ``integrate``). ``dtype`` is
-    float64 where None; SA and USA with multiples of I go to the fused kernel on a CUDA device, in float32, unless a
-    method, a kernel or float64 is asked for. The attributes say what was
-    done.
+    have all met at an asked time stays so (delta <= 1): a terminal event ends it there, and its share is 1 from then
+    on. ``stepper`` is ``DormandPrince(tol=1e-6)`` where None (float32: 1e-5; with noise ``EulerMaruyama(0.02)``; a
+    field that jumps: that of ``integrate``). ``dtype`` is float64 where None; SA and USA with multiples of I go to the
+    fused kernel on a CUDA device, in float32, unless a method, a kernel or float64 is asked for. The attributes say
+    what was done.
 
     >>> from helmscope.fields.attention import SA
     >>> from helmscope.theory.starts import Uniform
@@ -281,42 +280,47 @@ class _Sweep:
         return DormandPrince(tol=TOL if dtype == torch.float64 else None)
 
     def _carried(self, flow: Field, x: Tensor, systems: range) -> Float[Tensor, "sample time"]:
-        """Shares of the samples ``systems``, in blocks of times, each from where the last one ended."""
-        found = torch.full((len(systems), len(self.times)), torch.nan, dtype=torch.float64, device="cpu")
-        left, x, now = torch.arange(len(systems), device="cpu"), x[systems.start : systems.stop], 0.0
-        # noise is keyed by the run, and a residual stream is more than its direction: these are carried in one go
-        looks = LOOKS if self.noise is None and flow.space is Space.SPHERE else 1
-        block = -(-len(self.times) // looks)
+        """Shares of the samples ``systems``. One whose pairs have all met, and will stay so, is carried no further."""
+        met = _AllMet(self.delta)
+        problem = pose(
+            flow,
+            x[systems.start : systems.stop],
+            self.times,
+            stepper=self.method(flow, x.dtype),
+            events=[met] if self._stays(flow) else [],
+            merge=self.merge,
+            noise=self.noise,
+            seed=self.seed,
+            stores=False,
+        )
+        share, outcome = replace(problem, systems=tuple(systems)).read(met.share)
+        share = share.to("cpu", torch.float64).mT
+        failed = torch.tensor([[status.failed] for status in outcome.statuses], device="cpu")
+        return torch.where(failed, torch.nan, share.nan_to_num(nan=1.0))  # NaN after the end of one that has met
+
+    def _stays(self, flow: Field) -> bool:
+        """Whether pairs that have all met stay so: V = c I with c > 0 draws the two tokens farthest apart together as
+        long as they are at most a right angle apart, and nothing else moves them.
+        """
         value = getattr(flow, "value_scale", None)
-        stays = self.noise is None and value is not None and value > 0 and self.delta <= 1
-        for k in range(0, len(self.times), block):
-            clock = self.times[k : k + block]
-            problem = pose(
-                flow,
-                x,
-                [t - now for t in clock],
-                stepper=self.method(flow, x.dtype),
-                merge=self.merge,
-                noise=self.noise,
-                seed=self.seed,
-            )
-            run = replace(problem, systems=tuple((systems.start + left).tolist())).run()
-            well = torch.tensor([status.ok for status in run.outcome.statuses], device="cpu")
-            states = run.trajectory.states[:, well.to(x.device)]
-            left, x, now = left[well], states[-1], clock[-1]
-            if not len(left):
-                break
-            share = torch.stack([clustering_fraction(each, delta=self.delta) for each in states]).to(
-                "cpu", torch.float64
-            )
-            found[left, k : k + len(clock)] = share.mT
-            if stays:
-                met = share[-1] == 1
-                found[left[met], k + len(clock) :] = 1.0
-                left, x = left[~met], x[~met.to(x.device)]
-                if not len(left):
-                    break
-        return found
+        return self.noise is None and value is not None and value > 0 and self.delta <= 1
+
+
+@dataclass(frozen=True)
+class _AllMet:
+    """All pairs have met at an asked time."""
+
+    delta: float
+    terminal: ClassVar[bool] = True
+    sampled: ClassVar[bool] = True
+
+    def share(self, x: Float[Tensor, "system n d"]) -> Float[Tensor, " system"]:
+        """The share of pairs that have met."""
+        return clustering_fraction(x, delta=self.delta)
+
+    def signal(self, x: Float[Tensor, "system n d"]) -> Float[Tensor, " system"]:
+        """0 where all pairs have met, below it elsewhere."""
+        return self.share(x) - 1
 
 
 def _measured(

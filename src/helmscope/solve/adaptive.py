@@ -40,6 +40,7 @@ class _Running:
     log_error: Float[Tensor, " active"]
     target: Int[Tensor, " active"]
     lost: Bool[Tensor, " active"]  # the last trial met a velocity that is not finite
+    stopped: Bool[Tensor, " active"]  # by a terminal event
     floor: Float[Tensor, " active"]  # the radius below which a residual stream is lost; 0 where states are unit vectors
     flow: Flow
 
@@ -52,26 +53,27 @@ class _Running:
 
 def run_adaptive(
     flow: Flow, x: Float[Tensor, "batch n d"], times: list[float], stepper: AdaptiveStepper, extras: Extras
-) -> tuple[Float[Tensor, "time batch n d"], Outcome]:
-    """States at the asked times; NaN after a system has stopped early, unless it has stopped moving."""
+) -> tuple[Float[Tensor, "time batch *kept"], Outcome]:
+    """What is kept of the states at the asked times; NaN after a system has ended early, unless it is at rest."""
     tol = DEFAULT_TOL[x.dtype] if stepper.tol is None else stepper.tol
     clock = torch.tensor([*times, math.inf], dtype=torch.float64, device=x.device)
-    states = x.new_full((len(times), *x.shape), torch.nan)
     status = [Status.FINISHED] * len(x)
     ended = [times[-1]] * len(x)
     flow, x, _ = extras.merged(flow, x)
+    kept = extras.kept(x)
+    path = kept.new_full((len(times), *kept.shape), torch.nan)
     run = _start(flow, x, tol, stepper.order)
     if times[0] == 0:
-        states[0] = x
+        path[0] = kept
         run.target += 1
+    run.stopped = ~extras.ends(run.systems).isnan()
     attempts, look = 0, FIRST_LOOK
     while True:
         reason = _why_stop(run, attempts, stepper.max_steps, len(times))
         if attempts == look:
             look = look * 5 // 4
             for row, state in _resting(run, times[-1], tol, extras):
-                reason[row] = Status.AT_REST
-                states[int(run.target[row]) :, int(run.systems[row])] = state
+                reason[row] = _hold(run, row, state, clock, path, extras)
         stopping = [s is not None for s in reason]
         for i, t, why in zip(run.systems.tolist(), run.t.tolist(), reason, strict=True):
             if why is not None:
@@ -79,11 +81,11 @@ def run_adaptive(
         if any(stopping):
             run.keep(~torch.tensor(stopping, device=x.device))
         if not len(run.systems):
-            return states, Outcome(tuple(status), tuple(ended))
+            return path, Outcome(tuple(status), tuple(ended))
         attempts += 1
         landed = _step(run, clock, stepper, tol, extras)
         if bool(landed.any()):
-            states[run.target[landed] - 1, run.systems[landed]] = run.x[landed]
+            _keep_landed(run, landed, path, extras)
         if extras.progress is not None:  # reading the time waits for the device
             extras.say(float(run.t.min()) / times[-1])
 
@@ -98,7 +100,8 @@ def _start(flow: Flow, x: Tensor, tol: float, order: int) -> _Running:
     index = torch.arange(count, device=device)
     lost = ~torch.isfinite(first.detach()).all(-1).all(-1)
     floor = NO_RADIUS * flow.field.radius(x.detach()).amax(-1) if flow.is_stream else zeros
-    return _Running(index, x, first, h, zeros, h, zeros, torch.zeros_like(index), lost, floor, flow)
+    stopped = torch.zeros_like(lost)
+    return _Running(index, x, first, h, zeros, h, zeros, torch.zeros_like(index), lost, stopped, floor, flow)
 
 
 def _why_stop(run: _Running, attempts: int, max_steps: int, targets: int) -> list[Status | None]:
@@ -106,27 +109,51 @@ def _why_stop(run: _Running, attempts: int, max_steps: int, targets: int) -> lis
     flat = torch.zeros_like(done)
     if run.flow.is_stream:
         flat = run.flow.field.radius(run.x.detach()).amin(-1) < run.floor
-    if attempts < max_steps and not bool((done | stuck | flat).any()):
+    if attempts < max_steps and not bool((done | run.stopped | stuck | flat).any()):
         return [None] * len(run.systems)
     limit = Status.STEP_LIMIT if attempts >= max_steps else None
     small = [Status.NOT_FINITE if lost else Status.STEP_TOO_SMALL for lost in run.lost.tolist()]
+    flags = (done.tolist(), run.stopped.tolist(), flat.tolist(), stuck.tolist())
     return [
-        Status.FINISHED if d else Status.NO_RADIUS if f else why if s else limit
-        for d, f, s, why in zip(done.tolist(), flat.tolist(), stuck.tolist(), small, strict=True)
+        Status.FINISHED if d else Status.STOPPED if e else Status.NO_RADIUS if f else why if s else limit
+        for d, e, f, s, why in zip(*flags, small, strict=True)
     ]
+
+
+def _keep_landed(run: _Running, landed: Tensor, path: Tensor, extras: Extras) -> None:
+    """Keep the states of the systems that are at an asked time, and look for sampled events there."""
+    systems, x = run.systems[landed], run.x[landed]
+    path[run.target[landed] - 1, systems] = extras.kept(x)
+    if extras.sampled:
+        extras.sample(systems, run.t[landed], x)
+        run.stopped[landed] |= ~extras.ends(systems).isnan()
+
+
+def _hold(run: _Running, row: int, state: Tensor, clock: Tensor, path: Tensor, extras: Extras) -> Status:
+    """Keep a state at rest for all times to come. A sampled event sees it at the next of them."""
+    target, system = run.target[row : row + 1], run.systems[row : row + 1]
+    first = int(target)
+    path[first:, system] = extras.kept(state[None])
+    extras.sample(system, clock[target], state[None])
+    if first + 1 == len(path) or bool(extras.ends(system).isnan()):
+        return Status.AT_REST
+    path[first + 1 :, system] = torch.nan
+    run.t[row] = clock[first]
+    return Status.STOPPED
 
 
 def _resting(run: _Running, last: float, tol: float, extras: Extras) -> Iterator[tuple[int, Tensor]]:
     """The systems that have stopped moving, by their row, and where they stay. Only those are looked at that hardly
-    move, have many steps before them, and have had all their events; none where a derivative goes through the steps,
-    since a start beside an equilibrium would still have one.
+    move, have many steps before them, and have had all their events except sampled ones, which a state at rest can
+    answer; none where a derivative goes through the steps, since a start beside an equilibrium would still have one.
     """
     if not run.flow.on_sphere or differentiated(run.x):
         return
     quiet = run.flow.size(run.x, run.first).amax(-1) <= 4 * tol
     quiet &= (last - run.t) / run.h > WORTHWHILE
     for watch in extras.watches:
-        quiet &= ~watch.times[run.systems].isnan().any(-1)
+        if not watch.sampled:
+            quiet &= ~watch.times[run.systems].isnan().any(-1)
     for row in quiet.nonzero().flatten().tolist():
         alone = torch.tensor([row], device=run.x.device)
         duration = last - float(run.t[row])
@@ -155,8 +182,13 @@ def _step(run: _Running, clock: Tensor, stepper: AdaptiveStepper, tol: float, ex
     run.x = torch.where(pick, trial.states, run.x)
     run.first = torch.where(pick, trial.last, first)
     run.first_h = h
-    landed = good & lands
-    run.t = torch.where(landed, goal, torch.where(good, run.t + h, run.t))
+    landed, end = good & lands, torch.where(good, run.t + h, run.t)
+    if extras.terminal:
+        ended = extras.ends(run.systems)
+        run.stopped = ~ended.isnan()
+        landed &= ~(ended < end)  # what lies behind the event is not part of the path
+        end = torch.where(run.stopped, ended, end)
+    run.t = torch.where(landed, goal, end)
     # a step shortened to land says nothing against the longer one
     grown = h * factor
     run.h = torch.where(good & (h < run.h), torch.maximum(grown, run.h), grown)
@@ -189,7 +221,7 @@ def _see_events(
     stepper: AdaptiveStepper,
     extras: Extras,
 ) -> None:
-    if not extras.watches or not bool(good.any()):
+    if not extras.located or not bool(good.any()):
         return
     place = good.nonzero().flatten()
 
@@ -199,5 +231,4 @@ def _see_events(
         begin = run.t[at][:, None, None]
         return stepper.attempt(run.flow.select(at), run.x[at], duration[:, None, None], begin, first[at] * part).states
 
-    for watch in extras.watches:
-        watch.see(run.systems[place], run.t[place], h[place], end_states[place], inside)
+    extras.see(run.systems[place], run.t[place], h[place], end_states[place], inside)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 
 from helmscope.geometry.linkage import spanning_tree, without_padding
-from helmscope.types import HelmscopeError, real_number
+from helmscope.types import HelmscopeError, real_number, shown
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float
@@ -19,7 +19,12 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class Event(Protocol):
-    """A signal (batch, n, d) -> (batch,) or (batch, m): each component happens when it first reaches 0 from below."""
+    """A signal (batch, n, d) -> (batch,) or (batch, m): each component happens when it first reaches 0 from below.
+
+    An event may have two attributes, both False where it has not. ``terminal``: it ends a system as soon as all its
+    components have happened to it. ``sampled``: it is looked at only at the asked times, which costs one signal for
+    each, and happens at the first of them at which its signal is at least 0; otherwise it is located inside a step.
+    """
 
     def signal(self, x: Float[Tensor, "batch n d"]) -> Tensor:
         """Below 0 before, at least 0 after."""
@@ -29,7 +34,8 @@ class Event(Protocol):
 class HittingTime:
     """All pairs of tokens closer than delta: min_{i,j} <x_i, x_j> >= 1 - delta, as delta - max |x_i - x_j|^2 / 2.
 
-    From an orthonormal start it is the t* of ``hitting_time``.
+    From an orthonormal start it is the t* of ``hitting_time``. With ``terminal`` a system ends when it happens; with
+    ``sampled`` it is looked at only at the asked times (see ``integrate``).
 
     >>> from helmscope.fields.attention import SA
     >>> from helmscope.solve.integrate import integrate
@@ -39,9 +45,13 @@ class HittingTime:
     """
 
     delta: float
+    _: KW_ONLY
+    terminal: bool = False
+    sampled: bool = False
 
     def __post_init__(self) -> None:
         real_number("delta", self.delta, above=0)
+        check_options(self)
 
     def signal(self, x: Float[Tensor, "batch n d"]) -> Float[Tensor, " batch"]:
         """delta - max_ij (1 - <x_i, x_j>)."""
@@ -53,7 +63,8 @@ class HittingTime:
 class ClusterMerge:
     """Clusters merge at scale ``radius`` (radians, single linkage): component k happens when at most k + 1 are left.
 
-    So component 0 is the time of the last merge, and the component n - 2 that of the first.
+    So component 0 is the time of the last merge, and the component n - 2 that of the first. With ``terminal`` a system
+    ends at its last merge; with ``sampled`` merges are looked for only at the asked times (see ``integrate``).
 
     >>> from helmscope.fields.attention import SA
     >>> from helmscope.solve.integrate import integrate
@@ -63,13 +74,25 @@ class ClusterMerge:
     """
 
     radius: float
+    _: KW_ONLY
+    terminal: bool = False
+    sampled: bool = False
 
     def __post_init__(self) -> None:
         real_number("radius", self.radius, above=0)
+        check_options(self)
 
     def signal(self, x: Float[Tensor, "batch n d"]) -> Float[Tensor, "batch n_minus_1"]:
         """radius minus the lengths of the spanning tree's edges, longest first."""
         return self.radius - spanning_tree(x).length.sort(dim=-1, descending=True).values
+
+
+def check_options(event: Event) -> None:
+    """Refuse an event whose ``terminal`` or ``sampled`` is neither True nor False."""
+    for name in ("terminal", "sampled"):
+        value = getattr(event, name, False)
+        if not isinstance(value, bool):
+            raise HelmscopeError(f"{name} is {shown(value)}, but it must be True or False")
 
 
 @dataclass(eq=False)
@@ -90,8 +113,13 @@ class Watch:
         x: Float[Tensor, "batch n d"],
         mask: Bool[Tensor, "batch n"] | None,
         direction: Callable[[Tensor], Tensor],
+        *,
+        asked: bool = True,
     ) -> Watch:
-        """Events that are true at the start have time 0. ``direction`` makes unit vectors of states."""
+        """Events that are true at the start have time 0; sampled ones only where the start is ``asked`` for.
+
+        ``direction`` makes unit vectors of states.
+        """
         seen = direction(x)
         signal = event.signal(seen if mask is None else without_padding(seen, mask))
         if not isinstance(signal, torch.Tensor) or signal.shape[:1] != x.shape[:1]:
@@ -100,8 +128,25 @@ class Watch:
                 f"events holds a {name} whose signal is {signal!r}, but it must be a tensor (batch, ...)"
             )
         level = signal.reshape(len(x), math.prod(signal.shape[1:])).to(torch.float64)
-        times = torch.where(level >= 0, 0.0, torch.nan).to(torch.float64)
+        counts = asked or not getattr(event, "sampled", False)
+        times = torch.where((level >= 0) & counts, 0.0, torch.nan).to(torch.float64)
         return cls(event, mask, direction, level, times, tuple(signal.shape[1:]))
+
+    @property
+    def sampled(self) -> bool:
+        """Whether the event is looked at only at the asked times."""
+        return getattr(self.event, "sampled", False)
+
+    @property
+    def terminal(self) -> bool:
+        """Whether the event ends a system; one without components never happens."""
+        return getattr(self.event, "terminal", False) and self.times.shape[1] > 0
+
+    def sample(self, systems: Tensor, at: Float[Tensor, " active"], states: Float[Tensor, "active n d"]) -> None:
+        """Take in the states of the given systems at an asked time of each."""
+        level, known = self._signal(states, systems), self.times[systems]
+        self.level[systems] = level
+        self.times[systems] = torch.where((level >= 0) & known.isnan(), at[:, None], known)
 
     def see(
         self,

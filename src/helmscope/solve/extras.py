@@ -1,9 +1,10 @@
-"""What happens beside the steps of an integration: events, merging, progress."""
+"""What happens beside the steps of an integration: events, merging, progress, and what is kept of the states."""
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,6 +13,9 @@ from helmscope.fields.merge import merge_close
 from helmscope.solve.events import Watch
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from jaxtyping import Float
     from torch import Tensor
 
     from helmscope.solve.flow import Flow
@@ -20,12 +24,66 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class Extras:
-    """Events to time, the tolerance within which tokens merge (None: never), and who wants to hear of progress."""
+    """Events to time, the tolerance within which tokens merge (None: never), who wants to hear of progress, and what
+    is kept of the states at the asked times (None: the states themselves).
+    """
 
     watches: tuple[Watch, ...] = ()
     merge: float | None = None
     progress: Progress | None = None
+    read: Callable[[Tensor], Tensor] | None = None
     _said: float = field(default=-1.0, init=False)
+
+    def kept(self, x: Float[Tensor, "systems n d"]) -> Tensor:
+        """What is kept of the states at an asked time."""
+        return x if self.read is None else self.read(x)
+
+    @cached_property
+    def terminal(self) -> bool:
+        """Whether some event may end a system."""
+        return any(watch.terminal for watch in self.watches)
+
+    @cached_property
+    def located(self) -> bool:
+        """Whether some event is located inside steps."""
+        return not all(watch.sampled for watch in self.watches)
+
+    @cached_property
+    def sampled(self) -> bool:
+        """Whether some event is looked at only at the asked times."""
+        return any(watch.sampled for watch in self.watches)
+
+    def see(
+        self,
+        systems: Tensor,
+        start: Float[Tensor, " active"],
+        h: Float[Tensor, " active"],
+        end_states: Float[Tensor, "active n d"],
+        inside: Callable[[Tensor, Tensor], Tensor] | None,
+    ) -> None:
+        """Locate events in a step, as ``Watch.see`` does. What a system did after its end does not count."""
+        for watch in self.watches:
+            if not watch.sampled:
+                watch.see(systems, start, h, end_states, inside)
+        if self.terminal:  # one step may bring several events
+            end = self.ends(systems)[:, None]
+            for watch in self.watches:
+                times = watch.times[systems]
+                watch.times[systems] = torch.where(times > end, torch.nan, times)
+
+    def sample(self, systems: Tensor, at: Float[Tensor, " active"], states: Float[Tensor, "active n d"]) -> None:
+        """Look for sampled events in the states of the given systems at an asked time of each."""
+        for watch in self.watches:
+            if watch.sampled:
+                watch.sample(systems, at, states)
+
+    def ends(self, systems: Tensor) -> Float[Tensor, " active"]:
+        """When a terminal event ended each of the systems; NaN for those still under way."""
+        first = torch.full(systems.shape, torch.inf, dtype=torch.float64, device=systems.device)
+        for watch in self.watches:
+            if watch.terminal:
+                first = torch.minimum(first, watch.times[systems].amax(-1).nan_to_num(nan=torch.inf))
+        return torch.where(first.isinf(), torch.nan, first)
 
     def say(self, share: float) -> None:
         """Report the share of the work done, at most ten times a second."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,7 +12,7 @@ import torch
 from helmscope.types import HelmscopeError, Outcome, Status
 
 if TYPE_CHECKING:
-    from jaxtyping import Float
+    from jaxtyping import Float, Int
     from torch import Tensor
 
     from helmscope.solve.extras import Extras
@@ -22,32 +24,120 @@ MOST_STEPS = 1e9
 
 def run_fixed(
     flow: Flow, x: Float[Tensor, "batch n d"], times: list[float], stepper: FixedStepper, extras: Extras
-) -> tuple[Float[Tensor, "time batch n d"], Outcome]:
-    """States at the asked times. Each interval is cut into equal steps of at most h."""
-    states, systems = [], torch.arange(len(x), device=x.device)
+) -> tuple[Float[Tensor, "time batch *kept"], Outcome]:
+    """What is kept of the states at the asked times. Each interval is cut into equal steps of at most h."""
+
+    def step(flow: Flow, x: Tensor, h: Tensor, t: Tensor, systems: Tensor) -> Tensor:
+        return stepper.step(flow, x, h[:, None, None], t[:, None, None])
+
+    return march(flow, x, times, stepper, extras, step, inside=stepper.divisible)
+
+
+def march(
+    flow: Flow,
+    x: Float[Tensor, "batch n d"],
+    times: list[float],
+    stepper: FixedStepper | NoisyStepper,
+    extras: Extras,
+    step: Callable[[Flow, Tensor, Tensor, Tensor, Tensor], Tensor],
+    *,
+    inside: bool,
+) -> tuple[Float[Tensor, "time batch *kept"], Outcome]:
+    """All systems in equal steps to the asked times, those left out that a terminal event has ended.
+
+    ``step(flow, x, h, t, systems)`` carries the given systems over a step; where ``inside`` is True, also over part of
+    one, so that events are located there.
+    """
     flow, x, _ = extras.merged(flow, x)
-    now = 0.0
+    run, path, now = _Marching(flow, x, torch.arange(len(x), device=x.device), extras), _Path(extras.kept(x)), 0.0
     for target in times:
         count = steps_in(target - now, stepper)
         size = (target - now) / max(count, 1)
-        h = torch.full((len(x),), size, dtype=torch.float64, device=x.device)
         for k in range(count):
-            before, x = x, stepper.step(flow, x, h[:, None, None], (now + k * h)[:, None, None])
-            _watch(extras, systems, now + k * h, h, (before, x), flow, stepper)
-            flow, x, _ = extras.merged(flow, x)
+            run.leave()
+            if not len(run.systems):
+                break
+            run.step(now + k * size, size, step, inside=inside)
             extras.say((now + (k + 1) * size) / times[-1])
         now = target
-        states.append(x)
-    return torch.stack(states), outcome_of(states, times)
+        path.keep(run, target)
+    return path.kept(), path.outcome(times, extras)
 
 
-def outcome_of(states: list[Tensor], times: list[float]) -> Outcome:
-    """How systems ended that took fixed steps: at the first asked time where their states are not finite, or well."""
-    finite = torch.stack([torch.isfinite(x.detach()).all(-1).all(-1) for x in states]).cpu()
-    lost = (~finite).int().argmax(0).tolist()  # the first, where there is one
-    well = finite.all(0).tolist()
-    statuses = tuple(Status.FINISHED if ok else Status.NOT_FINITE for ok in well)
-    return Outcome(statuses, tuple(times[-1] if ok else times[i] for ok, i in zip(well, lost, strict=True)))
+@dataclass(eq=False)
+class _Marching:
+    """The systems still under way."""
+
+    flow: Flow
+    x: Float[Tensor, "active n d"]
+    systems: Int[Tensor, " active"]
+    extras: Extras
+
+    def leave(self, before: Float[Tensor, " active"] | None = None) -> None:
+        """Go on without the systems that a terminal event has ended, or has ended ``before`` a time of each."""
+        if not self.extras.terminal:
+            return
+        ends = self.extras.ends(self.systems)
+        ended = ~ends.isnan() if before is None else ends < before
+        if bool(ended.any()):
+            self.flow, self.x, self.systems = self.flow.select(~ended), self.x[~ended], self.systems[~ended]
+
+    def step(self, start: float, size: float, step: Callable[..., Tensor], *, inside: bool) -> None:
+        """One step of size ``size`` from time ``start``; systems that end inside it leave."""
+        h = torch.full((len(self.x),), size, dtype=torch.float64, device=self.x.device)
+        t = torch.full_like(h, start)
+        flow, before, systems = self.flow, self.x, self.systems
+
+        def part(rows: Tensor, duration: Tensor) -> Tensor:
+            return step(flow.select(rows), before[rows], duration, t[rows], systems[rows])
+
+        self.x = step(flow, before, h, t, systems)
+        self.extras.see(systems, t, h, self.x, part if inside else None)
+        self.leave(before=t + h)  # what lies behind the event is not part of the path
+        self.flow, self.x, _ = self.extras.merged(self.flow, self.x)
+
+
+class _Path:
+    """What is kept of the states, one asked time after another; ``start`` is what is kept of the start."""
+
+    def __init__(self, start: Tensor) -> None:
+        self._missing = torch.full_like(start.detach(), torch.nan)
+        self._kept: list[Tensor] = []
+        self._reached: list[Tensor] = []
+        self._lost: list[Tensor] = []
+
+    def keep(self, run: _Marching, target: float) -> None:
+        """Keep the states of the systems under way at the asked time ``target``, and look for sampled events there."""
+        systems, whole = run.systems, len(self._missing)
+        lost = ~torch.isfinite(run.x.detach()).all(-1).all(-1)
+        reached = torch.ones_like(lost)
+        if len(systems) < whole:
+            nobody = lost.new_zeros(whole)
+            lost, reached = nobody.index_copy(0, systems, lost), nobody.index_copy(0, systems, reached)
+        self._lost.append(lost)
+        self._reached.append(reached)
+        if not len(systems):
+            self._kept.append(self._missing)
+            return
+        kept = run.extras.kept(run.x)
+        self._kept.append(kept if len(systems) == whole else self._missing.index_copy(0, systems, kept))
+        if run.extras.sampled:
+            run.extras.sample(systems, torch.full_like(systems, target, dtype=torch.float64), run.x)
+
+    def kept(self) -> Tensor:
+        """All that was kept, (time, systems, ...)."""
+        return torch.stack(self._kept)
+
+    def outcome(self, times: list[float], extras: Extras) -> Outcome:
+        """Lost at the first asked time at which a state is not finite; ended by an event; or carried to the end."""
+        lost, whole = torch.stack(self._lost), self._reached[-1].tolist()
+        first, gone = lost.int().argmax(0).tolist(), lost.any(0).tolist()
+        ends = extras.ends(torch.arange(len(whole), device=lost.device)).tolist()
+        statuses, ended = [], []
+        for k, end in enumerate(ends):
+            statuses.append(Status.NOT_FINITE if gone[k] else Status.FINISHED if whole[k] else Status.STOPPED)
+            ended.append(times[first[k]] if gone[k] else times[-1] if whole[k] else end)
+        return Outcome(tuple(statuses), tuple(ended))
 
 
 def check_grid(times: list[float], stepper: FixedStepper | NoisyStepper) -> None:
@@ -73,21 +163,3 @@ def steps_in(span: float, stepper: FixedStepper | NoisyStepper) -> int:
     """How many equal steps of at most h make up a span; for a map, how many times it is applied."""
     ratio = span / stepper.h
     return math.ceil(ratio - 1e-9) if stepper.divisible else round(ratio)
-
-
-def _watch(
-    extras: Extras,
-    systems: Tensor,
-    start: Tensor,
-    h: Tensor,
-    states: tuple[Tensor, Tensor],
-    flow: Flow,
-    stepper: FixedStepper,
-) -> None:
-    before, after = states
-
-    def inside(rows: Tensor, duration: Tensor) -> Tensor:
-        return stepper.step(flow.select(rows), before[rows], duration[:, None, None], start[rows][:, None, None])
-
-    for watch in extras.watches:
-        watch.see(systems, start, h, after, inside if stepper.divisible else None)

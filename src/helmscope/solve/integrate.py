@@ -11,7 +11,7 @@ from helmscope.fields.field import Field, Space, as_field, check_weights
 from helmscope.fields.noise import Noise
 from helmscope.fields.parameters import flattened
 from helmscope.solve.dormand_prince import DormandPrince
-from helmscope.solve.events import Event
+from helmscope.solve.events import Event, check_options
 from helmscope.solve.fixed import check_grid
 from helmscope.solve.heun import Heun
 from helmscope.solve.layer import Layer
@@ -66,8 +66,12 @@ def integrate(
     ``merge`` carries tokens closer than so many radians as one weighted token, which frees stiff flows from the fast
     rates inside clusters (see ``merge_tokens`` for when that is right). ``weights`` and ``mask`` make the cloud a
     weighted measure with padding.
-    ``events`` are timed, in the ``event_times`` of the result. ``progress`` is called with the share of the work done.
-    A gradient with respect to x0 goes through the steps taken.
+    ``events`` are timed, in the ``event_times`` of the result. An event with ``terminal=True`` ends the systems it
+    happens to, each at its own time, which is 0 where it holds at the start; one with several components, such as
+    ``ClusterMerge``, when the last of them happens. States at later asked times are NaN, later events do not count, and
+    the ``outcome`` of such a system is ``Status.STOPPED``, which is not ok, unless it has reached the last time. An
+    event with ``sampled=True`` is looked at only at the asked times. ``progress`` is called with the share of the work
+    done. A gradient with respect to x0 goes through the steps taken.
 
     ``kernel`` pins how sums over tokens are computed, such as ``Streaming()``; where None it is chosen by device, n, d,
     dtype and gradient. A flow that commutes with rotations carries n < d tokens in R^n, which gives the same.
@@ -118,8 +122,11 @@ def pose(
     noise: Noise | None = None,
     seed: int = 0,
     kernel: Kernel | None = None,
+    stores: bool = True,
 ) -> Problem:
     """Everything ``integrate`` refuses is refused here, before any work is done; the arguments are the same.
+
+    With ``stores=False`` the states at all asked times need not fit the memory: for ``Problem.read``.
 
     >>> from helmscope.fields.attention import SA
     >>> pose(SA(beta=1.0), torch.eye(2), times=[1.0]).run().states.shape
@@ -137,6 +144,7 @@ def pose(
     for event in events:
         if isinstance(event, type) or not isinstance(event, Event):
             raise HelmscopeError(f"events holds {event!r}, but an event has a signal(x), such as HittingTime(1e-3)")
+        check_options(event)
     combined = check_weights(x, weights, mask)
     field.check_size(x)
     if combined is not None and not field.takes_weights:
@@ -144,7 +152,8 @@ def pose(
     _check_merge(merge, field, noise)
     if noise is not None:
         noise.check_size(x)
-    fits_memory(f"times holds {len(clock)} and x0 has shape {tuple(x.shape)}", len(clock) * x.numel())
+    stored = len(clock) * x.numel() if stores else x.numel()
+    fits_memory(f"times holds {len(clock)} and x0 has shape {tuple(x.shape)}", stored)
     count = x[..., 0, 0].numel()
     problem = Problem(
         field=field.with_parameters(flattened(x.shape[:-2])),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,7 +9,7 @@ import torch
 from helmscope.fields.field import Field, Space
 from helmscope.fields.noise import LayerNormChain, Noise
 from helmscope.geometry.sphere import project
-from helmscope.solve.fixed import outcome_of, steps_in
+from helmscope.solve.fixed import march
 from helmscope.types import HelmscopeError, Outcome
 
 if TYPE_CHECKING:
@@ -31,28 +30,22 @@ def run_noisy(
     noise: Noise,
     streams: Streams,
     extras: Extras,
-) -> tuple[Float[Tensor, "time batch n d"], Outcome]:
-    """States at the asked times. Each interval is cut into equal steps of at most h; every step takes the next n k
-    normal numbers of a system (k where the noise is common to its tokens), so a path depends on the asked times.
+) -> tuple[Float[Tensor, "time batch *kept"], Outcome]:
+    """What is kept of the states at the asked times. Each interval is cut into equal steps of at most h; every step
+    takes the next n k normal numbers of a system (k where the noise is common to its tokens), so a path depends on the
+    asked times.
 
     An event happens at the end of a step: between the two ends of one nothing is drawn.
     """
-    states, systems = [], torch.arange(len(x), device=x.device)
     draws, sources = 1 if noise.common else x.shape[-2], noise.sources(x)
-    now = 0.0
-    for target in times:
-        count = steps_in(target - now, stepper)
-        size = (target - now) / max(count, 1)
-        h = torch.full((len(x),), size, dtype=torch.float64, device=x.device)
-        for k in range(count):
-            dw = (math.sqrt(size) * streams.normal(draws, sources)).to(x).expand(-1, x.shape[-2], -1)
-            x = stepper.step(flow, noise, x, h[:, None, None], (now + k * h)[:, None, None], dw)
-            for watch in extras.watches:
-                watch.see(systems, now + k * h, h, x, None)
-            extras.say((now + (k + 1) * size) / times[-1])
-        now = target
-        states.append(x)
-    return torch.stack(states), outcome_of(states, times)
+
+    def step(flow: Flow, x: Tensor, h: Tensor, t: Tensor, systems: Tensor) -> Tensor:
+        if len(systems) < len(streams):
+            streams.keep(systems.tolist())
+        dw = (h.sqrt()[:, None, None] * streams.normal(draws, sources).to(h)).to(x.dtype).expand(-1, x.shape[-2], -1)
+        return stepper.step(flow, noise, x, h[:, None, None], t[:, None, None], dw)
+
+    return march(flow, x, times, stepper, extras, step, inside=False)
 
 
 def check_noise(field: Field, noise: Noise, stepper: NoisyStepper) -> None:

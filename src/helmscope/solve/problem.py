@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -66,27 +67,36 @@ class Problem:
         """Integrate."""
         span = in_span(self)
         inner = self if span is None else span.problem
-        flow = Flow(inner.field, self.weights, origin=self.origin)
-        watches = tuple(Watch.start(event, inner.start.detach(), self.mask, flow.direction) for event in self.events)
-        extras = Extras(watches, self.merge, progress)
-        with using(self.kernel), fitting_threads(inner.field, inner.start):
-            states, outcome = inner._carry(flow, extras)
+        states, outcome, watches = inner._carry(progress)
         if span is not None:
             states = span.lift(states)
             if float(self.times[0]) == self.origin and self.merge is None:
                 states[0] = self.start  # to the bit
-        outcome = replace(outcome, times=tuple(self.origin + t for t in outcome.times))
-        if not outcome.ok:
-            logger.warning("integration stopped early: %s", outcome)
-        extras.say(1.0)
         radius, streams = None, None
-        if flow.is_stream:
+        if self.field.space is Space.STREAM:
             streams = states
             states, radius = self.field.direction(streams), self.field.radius(streams)
         weights = None if self.weights is None else self.weights.detach().unsqueeze(0)
         trajectory = Trajectory(self.times, states, weights=weights, radius=radius, outcome=outcome)
         found = tuple((self.origin + w.times).reshape((*self.batch, *w.shape)) for w in watches)
         return Simulation(trajectory, self, found, streams)
+
+    @full_precision
+    def read(
+        self, look: Callable[[Tensor], Tensor], progress: Progress | None = None
+    ) -> tuple[Float[Tensor, "time systems *kept"], Outcome]:
+        """Integrate, and keep ``look(x)`` (systems, ...) of the states at each asked time instead of the states: its
+        memory does not grow with times n d. ``look`` is given unit vectors (points of R^d where the field lives there).
+
+        >>> from helmscope.fields.attention import SA
+        >>> from helmscope.solve.integrate import pose
+        >>> start = torch.eye(2, dtype=torch.float64).expand(5, 2, 2)
+        >>> seen, _ = pose(SA(beta=0.0), start, times=[0.0, 1.0]).read(lambda x: (x[:, 0] * x[:, 1]).sum(-1))
+        >>> seen.shape, round(float(seen[1, 0]), 9)  # tanh 1
+        (torch.Size([2, 5]), 0.761594156)
+        """
+        kept, outcome, _ = self._carry(progress, lambda x: look(self.field.direction(x)))
+        return kept, outcome
 
     def kernels(self) -> list[str]:
         """The names of the kernels chosen for the sums over tokens at the start: for what an attention field asks, or
@@ -109,15 +119,29 @@ class Problem:
                 flow.move(inner.start, h, h)
         return sorted(names)
 
-    def _carry(self, flow: Flow, extras: Extras) -> tuple[Tensor, Outcome]:
+    def _carry(
+        self, progress: Progress | None, read: Callable[[Tensor], Tensor] | None = None
+    ) -> tuple[Tensor, Outcome, tuple[Watch, ...]]:
+        """What is kept of the states, how the systems ended, and the events as they were seen."""
         clock = (self.times - self.origin).tolist()
-        if isinstance(self.stepper, AdaptiveStepper):
-            return run_adaptive(flow, self.start, clock, self.stepper, extras)
-        if isinstance(self.stepper, NoisyStepper):
-            assert self.noise is not None
-            streams = Streams(self.seed, self.systems)
-            return run_noisy(flow, self.start, clock, self.stepper, self.noise, streams, extras)
-        return run_fixed(flow, self.start, clock, self.stepper, extras)
+        flow = Flow(self.field, self.weights, origin=self.origin)
+        start, asked = self.start.detach(), clock[0] == 0
+        watches = tuple(Watch.start(event, start, self.mask, flow.direction, asked=asked) for event in self.events)
+        extras = Extras(watches, self.merge, progress, read)
+        with using(self.kernel), fitting_threads(self.field, self.start):
+            if isinstance(self.stepper, AdaptiveStepper):
+                kept, outcome = run_adaptive(flow, self.start, clock, self.stepper, extras)
+            elif isinstance(self.stepper, NoisyStepper):
+                assert self.noise is not None
+                streams = Streams(self.seed, self.systems)
+                kept, outcome = run_noisy(flow, self.start, clock, self.stepper, self.noise, streams, extras)
+            else:
+                kept, outcome = run_fixed(flow, self.start, clock, self.stepper, extras)
+        outcome = replace(outcome, times=tuple(self.origin + t for t in outcome.times))
+        if outcome.failed:
+            logger.warning("integration stopped early: %s", outcome)
+        extras.say(1.0)
+        return kept, outcome, watches
 
     def part(self, first: int, last: int) -> Problem:
         """The systems ``first`` to ``last`` - 1 alone; they give, to the bit, what they give in the whole batch.

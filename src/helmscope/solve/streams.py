@@ -41,10 +41,24 @@ class Streams:
         keys = [whole_number("systems", number, at_least=0) for number in numbers]
         sources = [np.random.SeedSequence(seed, spawn_key=(key,)) for key in keys]
         self._streams = [np.random.Generator(np.random.Philox(source)) for source in sources]
+        self._places = list(range(len(keys)))
         self._ahead = torch.empty(len(keys), 0, dtype=torch.float64, device="cpu")
 
     def __len__(self) -> int:
         return len(self._streams)
+
+    def keep(self, places: Iterable[int]) -> None:
+        """Go on with some of the systems at hand, given by their places in ``systems``.
+
+        >>> whole, part = Streams(7, [4, 5, 6]), Streams(7, [6])
+        >>> whole.keep([2])
+        >>> len(whole), bool((whole.normal(4, 2) == part.normal(4, 2)).all())
+        (1, True)
+        """
+        rows = [self._places.index(place) for place in places]
+        self._places = [self._places[row] for row in rows]
+        self._streams = [self._streams[row] for row in rows]
+        self._ahead = self._ahead[rows]
 
     def normal(self, n: int, k: int) -> Float[Tensor, "systems n k"]:
         """The next n k numbers of every system, in float64 on the CPU."""

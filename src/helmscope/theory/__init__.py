@@ -1,4 +1,4 @@
-"""What is known in closed form: how tokens start (``starts``), the equiangular flow and its hitting times
-(``equiangular``), how long two clusters last (``metastable``), the extreme energies (``energy``) and the chances of a
-random start (``probability``). All of it is source 001, "A mathematical perspective on Transformers".
+"""Closed-form theory: random initial states (``starts``), the equiangular flow and its hitting times
+(``equiangular``), the lifetime of two clusters (``metastable``), the extreme energies (``energy``) and probabilities
+for random initial states (``probability``), all from source 001, "A mathematical perspective on Transformers".
 """

@@ -1,4 +1,4 @@
-"""Chances of a random start: n independent uniform points on the sphere S^(d-1) (source 001)."""
+"""Probabilities for a random start: n independent uniform points on the sphere S^(d-1) (source 001)."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from helmscope.types import HelmscopeError, real_number, whole_number
 
 
 def wendel_probability(*, n: int, dim: int) -> float:
-    """Probability that n uniform points lie in one open half-space through the origin (Wendel 1962), n >= 1, dim >= 2,
+    """Probability that n uniform points lie in a common open half-space (Wendel 1962), n >= 1, dim >= 2:
 
-        2^{-(n-1)} sum_{k < dim} C(n-1, k) = I_{1/2}(n - dim, dim)          (regularized incomplete beta function),
+        2^{-(n-1)} sum_{k < dim} C(n-1, k) = I_{1/2}(n - dim, dim)          (regularized incomplete beta function)
 
-    and exactly 1 for n <= dim. Tokens in one half-space cluster at every beta, so 1 - P bounds the starts that may not.
+    with the boundary of the half-space through the origin; exactly 1 for n <= dim. Tokens in a common half-space form
+    one cluster at every beta, so 1 - P bounds the probability of a start that does not.
 
     >>> wendel_probability(n=32, dim=16)
     0.5
@@ -23,7 +24,7 @@ def wendel_probability(*, n: int, dim: int) -> float:
 
 
 def initial_clustering_probability(*, dim: int, delta: float) -> float:
-    """P(<x, y> >= 1 - delta) for two independent uniform points: the share of pairs that are clustered at t = 0.
+    """P(<x, y> >= 1 - delta) for two independent uniform points: the expected fraction of pairs clustered at t = 0.
 
         P = (1/2) I_{1-(1-delta)^2}((dim-1)/2, 1/2)  for delta <= 1, and 1 - P(2 - delta) above;  0 <= delta <= 2.
 
@@ -33,8 +34,8 @@ def initial_clustering_probability(*, dim: int, delta: float) -> float:
     half = (whole_number("dim", dim, at_least=2) - 1) / 2
     delta = real_number("delta", delta, at_least=0)
     if delta > 2:
-        raise HelmscopeError(f"delta is {delta:g}, but 1 - delta must be an inner product: 0 <= delta <= 2")
+        raise HelmscopeError(f"delta is {delta:g}, but 0 <= delta <= 2 must hold, as 1 - delta is an inner product")
     # I_x(a, 1/2) = 1 - I_{1-x}(1/2, a): near the equator x rounds to 1, near the pole 1 - x does
-    below = float(betainc(0.5, half, (1 - delta) ** 2))
-    beyond = 1 - below if below < 0.5 else float(betainc(half, 0.5, delta * (2 - delta)))
-    return beyond / 2 if delta <= 1 else 1 - beyond / 2
+    outside_caps = float(betainc(0.5, half, (1 - delta) ** 2))
+    in_caps = 1 - outside_caps if outside_caps < 0.5 else float(betainc(half, 0.5, delta * (2 - delta)))
+    return in_caps / 2 if delta <= 1 else 1 - in_caps / 2

@@ -1,7 +1,7 @@
-"""Random starts: laws of n tokens on the sphere S^(d-1).
+"""Random starts: distributions of n initial tokens on the sphere S^(d-1).
 
-Every start is drawn in float64 on the CPU and then moved, so that a seed means the same tokens on every device and, up
-to rounding, in every dtype.
+Tokens are sampled in float64 on the CPU and then converted, so that a seed yields the same tokens on every device and,
+up to rounding, in every dtype.
 """
 
 from __future__ import annotations
@@ -22,20 +22,18 @@ if TYPE_CHECKING:
     from jaxtyping import Float
     from torch import Tensor
 
-# torch's CPU generator reads the low 32 bits of a seed: beyond them two seeds would give the same tokens
-
 
 @runtime_checkable
 class Start(Protocol):
-    """A law of n tokens on S^(dim-1)."""
+    """A distribution of n tokens on S^(dim-1)."""
 
     @property
     def n(self) -> int:
-        """How many tokens."""
+        """Number of tokens."""
 
     @property
     def dim(self) -> int:
-        """The dimension d of the space around the sphere."""
+        """Dimension d of the ambient space R^d."""
 
     def sample(
         self,
@@ -45,18 +43,18 @@ class Start(Protocol):
         dtype: torch.dtype = torch.float64,
         device: torch.device | str = "cpu",
     ) -> Tensor:
-        """Tokens of the shape (batch, n, dim), or (n, dim) where batch is None."""
+        """Sample tokens of shape (batch, n, dim), or (n, dim) if ``batch`` is None."""
 
 
-class _Drawn(ABC):
-    """The public ``sample`` over an inner ``draw``."""
+class _Sampler(ABC):
+    """Base class: the public ``sample`` and ``sample_in_span`` in terms of ``draw``."""
 
     n: int
     dim: int
 
     @abstractmethod
     def draw(self, generator: torch.Generator, batch: int) -> Float[Tensor, "batch n dim"]:
-        """``batch`` independent systems in float64 on the CPU, from a CPU generator."""
+        """Sample ``batch`` independent systems in float64 on the CPU, with a CPU generator."""
 
     def sample(
         self,
@@ -66,14 +64,15 @@ class _Drawn(ABC):
         dtype: torch.dtype = torch.float64,
         device: torch.device | str = "cpu",
     ) -> Float[Tensor, "*batch n dim"]:
-        """``batch`` independent systems (batch, n, dim), or one system (n, dim) where ``batch`` is None.
+        """Sample ``batch`` independent systems (batch, n, dim), or one system (n, dim) if ``batch`` is None.
 
-        ``seed`` lies in 0 .. 2^32 - 1 and ``dtype`` is float64 or float32. Everything else is refused.
+        Raises ``HelmscopeError`` unless ``seed`` is in 0 .. 2^32 - 1 and ``dtype`` is float64 or float32. torch's CPU
+        generator reads only the low 32 bits of a seed, so larger seeds would repeat the tokens of smaller ones.
         """
-        return self._sampled(self.draw, self.dim, batch, seed, dtype, device)
+        return self._sample(self.draw, self.dim, batch, seed, dtype, device)
 
     def draw_in_span(self, generator: torch.Generator, batch: int) -> Float[Tensor, "batch n m"]:
-        """As ``draw``, in coordinates of the span of the tokens where dim > n."""
+        """Like ``draw``, but in coordinates of the span of the tokens if dim > n."""
         return in_span(self.draw(generator, batch))
 
     def sample_in_span(
@@ -84,14 +83,15 @@ class _Drawn(ABC):
         dtype: torch.dtype = torch.float64,
         device: torch.device | str = "cpu",
     ) -> Float[Tensor, "*batch n m"]:
-        """As ``sample``, in m = min(n, dim) coordinates: the Gram matrix has the law of that of ``sample``.
+        """Like ``sample``, but in m = min(n, dim) coordinates, with the same distribution of the Gram matrix.
 
-        All that a flow which commutes with rotations can do to n tokens it does in their span, so that such a start
-        serves for any dim. ``Uniform`` draws it by itself, other laws turn the tokens of ``sample`` into their span.
+        A flow that commutes with rotations keeps n tokens in their span, so that m coordinates suffice to simulate it
+        in any dimension. ``Uniform`` samples the coordinates directly; other distributions rotate the tokens of
+        ``sample`` into their span.
         """
-        return self._sampled(self.draw_in_span, min(self.n, self.dim), batch, seed, dtype, device)
+        return self._sample(self.draw_in_span, min(self.n, self.dim), batch, seed, dtype, device)
 
-    def _sampled(
+    def _sample(
         self,
         draw: Callable[[torch.Generator, int], Tensor],
         width: int,
@@ -106,17 +106,18 @@ class _Drawn(ABC):
         if dtype not in NORM_TOLERANCE:
             raise HelmscopeError(f"dtype is {dtype}, but it must be torch.float64 or torch.float32")
         try:
-            place = torch.empty(0, device=device).device
+            target = torch.empty(0, device=device).device
         except (RuntimeError, AssertionError, TypeError) as error:
-            raise HelmscopeError(f"device is {device!r}, but it must name a device that torch finds here") from error
+            raise HelmscopeError(f"device is {device!r}, but it must name a device available to torch") from error
         tokens = draw(torch.Generator("cpu").manual_seed(seed), systems)
-        return (tokens[0] if batch is None else tokens).to(dtype=dtype, device=place)
+        return (tokens[0] if batch is None else tokens).to(dtype=dtype, device=target)
 
 
 def in_span(x: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n m"]:
-    """The tokens in an orthonormal basis of their span: m = min(n, d) coordinates, the same Gram matrix to rounding.
+    """Tokens in an orthonormal basis of their span: m = min(n, d) coordinates, the same Gram matrix up to rounding.
 
-    X^T = Q R makes X = R^T Q^T, and R^T holds the tokens in the basis Q. Tokens in d <= n stay as they are.
+    From X^T = Q R follows X = R^T Q^T, so the rows of R^T are the tokens in the basis Q. If d <= n, x is returned
+    unchanged.
 
     >>> in_span(torch.tensor([[0.0, 0.6, 0.8, 0.0], [0.0, 1.0, 0.0, 0.0]])).shape
     torch.Size([2, 2])
@@ -134,12 +135,12 @@ def _check_size(start: Uniform | VonMisesFisher | Orthonormal) -> None:
 
 
 @dataclass(frozen=True)
-class Uniform(_Drawn):
+class Uniform(_Sampler):
     """n independent tokens, uniform on the sphere: x = g / |g|, g ~ N(0, I).
 
-    ``sample_in_span`` costs for any dim > n what dim = n costs (Bartlett 1933): the Gaussian matrix is G = L Q with Q
-    uniform and L lower triangular, all entries independent, L_ii ~ chi_{dim-i} for i = 0 .. n-1 and L_ij ~ N(0, 1)
-    for j < i; the tokens are the rows of L, normalised.
+    For any dim > n, ``sample_in_span`` costs no more than for dim = n, by Bartlett's decomposition (Bartlett 1933): the
+    Gaussian matrix is G = L Q with Q uniform and L lower triangular, all entries independent, L_ii ~ chi_{dim-i} for
+    i = 0 .. n-1 and L_ij ~ N(0, 1) for j < i; the tokens are the normalized rows of L.
 
     >>> Uniform(n=32, dim=3).sample(batch=16, seed=0).shape
     torch.Size([16, 32, 3])
@@ -154,33 +155,35 @@ class Uniform(_Drawn):
         _check_size(self)
 
     def draw(self, generator: torch.Generator, batch: int) -> Float[Tensor, "batch n dim"]:
-        """``batch`` independent systems in float64 on the CPU, from a CPU generator."""
+        """Sample ``batch`` independent systems in float64 on the CPU, with a CPU generator."""
         return retract(_normal((batch, self.n, self.dim), generator))
 
     def draw_in_span(self, generator: torch.Generator, batch: int) -> Float[Tensor, "batch n m"]:
-        """As ``draw``, in coordinates of the span of the tokens where dim > n, by Bartlett's decomposition."""
+        """Like ``draw``, but in coordinates of the span of the tokens if dim > n, by Bartlett's decomposition."""
         if self.dim <= self.n:
             return self.draw(generator, batch)
-        below = _normal((batch, self.n, self.n), generator).tril(-1)
-        freedom = self.dim - torch.arange(self.n, dtype=torch.float64, device="cpu")
-        # half a chi-square of k degrees is gamma of shape k/2; torch's public gamma takes no generator
-        half = torch._standard_gamma((freedom / 2).expand(batch, -1), generator=generator)
-        return retract(below + torch.diag_embed((2 * half).sqrt()))
+        lower = _normal((batch, self.n, self.n), generator).tril(-1)
+        degrees_of_freedom = self.dim - torch.arange(self.n, dtype=torch.float64, device="cpu")
+        # a chi-squared variable with k degrees of freedom is twice a gamma variable of shape k/2; torch's public gamma
+        # distribution takes no generator
+        gamma = torch._standard_gamma((degrees_of_freedom / 2).expand(batch, -1), generator=generator)
+        return retract(lower + torch.diag_embed((2 * gamma).sqrt()))
 
 
 @dataclass(frozen=True, eq=False)
-class VonMisesFisher(_Drawn):
-    """n independent tokens of density ~ e^{kappa <mean, x>}: uniform at kappa = 0, ever closer to the mean above.
+class VonMisesFisher(_Sampler):
+    """n independent tokens with density ~ e^{kappa <mean, x>}: uniform at kappa = 0, concentrated at the mean as kappa
+    grows.
 
-    ``mean`` is a nonzero tensor (dim,) of which only the direction counts; None is the first axis. Exact for every
-    dim >= 2 and kappa >= 0 (Ulrich 1984; Wood 1994): a uniform point is moved along its great circle through the mean,
-    from the cosine t to the cosine 1 - e,
+    ``mean`` is a nonzero tensor (dim,) of which only the direction matters; None stands for the first axis. Sampling is
+    exact for every dim >= 2 and kappa >= 0 (Ulrich 1984; Wood 1994): a uniform point is moved along its great circle
+    through the mean, from the cosine t to the cosine 1 - e,
 
         e = 2 b / (q + b),   q = (1 + t)/(1 - t),   b = (d - 1)/(2 kappa + sqrt(4 kappa^2 + (d - 1)^2)),
 
-    and kept with a probability proportional to target over proposal, which keeps 65 % of all points or more,
-    whatever kappa and dim. Working with 1 - cosine saves the digits at large kappa; kappa = 0 leaves every point where
-    it is.
+    and accepted with a probability proportional to the ratio of target and proposal density. At least 65 % of all
+    points are accepted for any kappa and dim. Computing with e = 1 - cosine avoids cancellation at large kappa; at
+    kappa = 0 no point is moved.
 
     >>> x = VonMisesFisher(n=1000, dim=3, kappa=100.0, mean=torch.tensor([0.0, 0.0, 2.0])).sample(seed=0)
     >>> bool((x[:, 2] > 0.8).all())
@@ -199,15 +202,16 @@ class VonMisesFisher(_Drawn):
         if mean is None:
             return
         if not isinstance(mean, torch.Tensor) or mean.shape != (self.dim,):
-            shown = f"of shape {tuple(mean.shape)}" if isinstance(mean, torch.Tensor) else f"a {type(mean).__name__}"
-            raise HelmscopeError(f"mean is {shown}, but it must be a tensor of shape ({self.dim},)")
+            is_tensor = isinstance(mean, torch.Tensor)
+            description = f"of shape {tuple(mean.shape)}" if is_tensor else f"a {type(mean).__name__}"
+            raise HelmscopeError(f"mean is {description}, but it must be a tensor of shape ({self.dim},)")
         check_readable("mean", mean)
         if mean.is_complex() or not bool(torch.isfinite(mean).all()) or not bool(mean.any()):
             raise HelmscopeError(f"mean is {mean.tolist()}, but it must be a nonzero vector of finite real numbers")
 
     @property
     def direction(self) -> Float[Tensor, " dim"]:
-        """The mean direction: a unit vector in float64 on the CPU.
+        """Mean direction, a unit vector in float64 on the CPU.
 
         >>> VonMisesFisher(n=1, dim=2, kappa=1.0).direction
         tensor([1., 0.], dtype=torch.float64)
@@ -217,37 +221,39 @@ class VonMisesFisher(_Drawn):
         return retract(self.mean.detach().to(device="cpu", dtype=torch.float64))
 
     def draw(self, generator: torch.Generator, batch: int) -> Float[Tensor, "batch n dim"]:
-        """``batch`` independent systems in float64 on the CPU, from a CPU generator."""
+        """Sample ``batch`` independent systems in float64 on the CPU, with a CPU generator."""
         tokens = torch.empty(batch * self.n, self.dim, dtype=torch.float64, device="cpu")
-        open_rows = torch.arange(len(tokens), device="cpu")
-        while len(open_rows):
-            proposed, log_keep = self._propose(_normal((len(open_rows), self.dim), generator))
-            keep = torch.rand(len(open_rows), dtype=torch.float64, device="cpu", generator=generator).log() <= log_keep
-            tokens[open_rows[keep]] = proposed[keep]
-            open_rows = open_rows[~keep]
+        pending = torch.arange(len(tokens), device="cpu")
+        while len(pending):
+            proposals, log_acceptance = self._propose(_normal((len(pending), self.dim), generator))
+            uniform = torch.rand(len(pending), dtype=torch.float64, device="cpu", generator=generator)
+            accepted = uniform.log() <= log_acceptance
+            tokens[pending[accepted]] = proposals[accepted]
+            pending = pending[~accepted]
         return tokens.view(batch, self.n, self.dim)
 
     @full_precision
     def _propose(self, g: Float[Tensor, "m dim"]) -> tuple[Float[Tensor, "m dim"], Float[Tensor, " m"]]:
-        """The proposals made of Gaussian vectors, and the log of the probability with which each is kept."""
+        """Proposals computed from Gaussian vectors, and the log of the acceptance probability of each."""
         mean, k = self.direction, self.dim - 1
         along = g @ mean
-        side = project(mean, g)
-        norm, side_norm = torch.linalg.vector_norm(g, dim=-1), torch.linalg.vector_norm(side, dim=-1)
+        tangent = project(mean, g)
+        norm, tangent_norm = torch.linalg.vector_norm(g, dim=-1), torch.linalg.vector_norm(tangent, dim=-1)
         b = k / 2 / (self.kappa + math.hypot(self.kappa, k / 2))
-        q = ((norm + along) / side_norm).square()
+        q = ((norm + along) / tangent_norm).square()
         e = 2 * b / (q + b)
-        log_keep = 2 * (self.kappa * b) * (1 / (1 + b) - 1 / (q + b)) + k * torch.log((q + 1) * (1 + b) / (2 * (q + b)))
+        log_tilt = 2 * (self.kappa * b) * (1 / (1 + b) - 1 / (q + b))
+        log_acceptance = log_tilt + k * torch.log((q + 1) * (1 + b) / (2 * (q + b)))
         e = e.unsqueeze(-1)
-        return retract((1 - e) * mean + (e * (2 - e)).sqrt() * retract(side)), log_keep
+        return retract((1 - e) * mean + (e * (2 - e)).sqrt() * retract(tangent)), log_acceptance
 
 
 @dataclass(frozen=True)
-class Orthonormal(_Drawn):
-    """n <= dim orthonormal tokens: the first n rows of a Haar random rotation of R^dim.
+class Orthonormal(_Sampler):
+    """n <= dim orthonormal tokens: the first n rows of a Haar-distributed random rotation of R^dim.
 
-    The frame is the Q of a Gaussian matrix's QR with the diagonal of R made positive (Mezzadri 2007); a full frame
-    turns its last row over where its determinant is -1.
+    The frame is Q from the QR decomposition of a Gaussian matrix, with the diagonal of R made positive (Mezzadri 2007);
+    if n = dim and the determinant is -1, the last row is negated.
 
     >>> x = Orthonormal(n=2, dim=5).sample(seed=0)
     >>> torch.allclose(x @ x.mT, torch.eye(2, dtype=torch.float64))
@@ -263,7 +269,7 @@ class Orthonormal(_Drawn):
             raise HelmscopeError(f"n is {self.n}, but at most dim = {self.dim} tokens can be orthonormal")
 
     def draw(self, generator: torch.Generator, batch: int) -> Float[Tensor, "batch n dim"]:
-        """``batch`` independent systems in float64 on the CPU, from a CPU generator."""
+        """Sample ``batch`` independent systems in float64 on the CPU, with a CPU generator."""
         q, r = torch.linalg.qr(_normal((batch, self.dim, self.n), generator))
         frame: Tensor = (q * r.diagonal(dim1=-2, dim2=-1).sign().unsqueeze(-2)).mT.contiguous()
         if self.n == self.dim:

@@ -29,7 +29,15 @@ from helmscope.types.instrument import (
     start_instruments,
 )
 from helmscope.types.interval import Interval, Region, interval_text, region_text
-from helmscope.types.measurement import COMPANIONS, check_measurement, check_replicates, replicate_axis
+from helmscope.types.measurement import (
+    COMPANIONS,
+    REPLICATES,
+    check_measurement,
+    check_reduced,
+    check_replicates,
+    keeps_replicates,
+    replicate_axis,
+)
 from helmscope.types.progress import Progress, check_progress, part_of
 from helmscope.types.system import System
 from helmscope.types.trajectory import Outcome, Status, Trajectory
@@ -37,6 +45,7 @@ from helmscope.types.verdict import Control, Exhibit, Ruling, Verdict
 
 __all__ = [
     "COMPANIONS",
+    "REPLICATES",
     "AttentionPass",
     "Control",
     "Exhibit",
@@ -59,11 +68,13 @@ __all__ = [
     "Verdict",
     "check_measurement",
     "check_progress",
+    "check_reduced",
     "check_replicates",
     "counted",
     "fits_memory",
     "increasing_times",
     "interval_text",
+    "keeps_replicates",
     "known_name",
     "part_of",
     "real_number",

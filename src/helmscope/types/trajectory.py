@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from helmscope.types.arguments import counted, shown
+from helmscope.types.arguments import counted, known_name, shown
 from helmscope.types.errors import HelmscopeError
+from helmscope.types.measurement import REPLICATES
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -24,6 +25,7 @@ class Status(Enum):
 
     FINISHED = "finished at t={time:.6g}"
     AT_REST = "the state has stopped moving at t={time:.6g}, and is held to the last time"
+    STOPPED = "ended by a terminal event at t={time:.6g}, later states are NaN: leave out terminal=True to go on"
     STEP_LIMIT = (
         "step limit reached at t={time:.6g}: raise max_steps, loosen tol, lower beta, pass merge= to integrate, or "
         "take a stepper of fixed size"
@@ -39,6 +41,11 @@ class Status(Enum):
     def ok(self) -> bool:
         """Whether the states at all asked times are known."""
         return self in (Status.FINISHED, Status.AT_REST)
+
+    @property
+    def failed(self) -> bool:
+        """Whether the integration broke down: states are missing, and no terminal event asked for that."""
+        return not self.ok and self is not Status.STOPPED
 
 
 @dataclass(frozen=True)
@@ -57,13 +64,18 @@ class Outcome:
         """Whether the states of every system at all asked times are known."""
         return all(status.ok for status in self.statuses)
 
+    @property
+    def failed(self) -> bool:
+        """Whether the integration of some system broke down."""
+        return any(status.failed for status in self.statuses)
+
     def __str__(self) -> str:
-        failed = [i for i, status in enumerate(self.statuses) if not status.ok]
-        shown = failed[0] if failed else 0
+        told = [i for i, status in enumerate(self.statuses) if (status.failed if self.failed else not status.ok)]
+        shown = told[0] if told else 0
         text = self.statuses[shown].value.format(time=self.times[shown]) if self.statuses else "no systems"
-        if not failed:
+        if not told:
             return text
-        others = len(failed) - 1
+        others = len(told) - 1
         more = f" (and {others} more system{'s' if others > 1 else ''})" if others else ""
         return f"system {shown} of {len(self.statuses)}: {text}{more}"
 
@@ -76,7 +88,8 @@ class Trajectory:
     half-steps (after attention, after MLP), the batch holds prompts, and ``radius`` is the norm that was divided out.
     ``weights`` >= 0 are what statistics count, (1, batch, token), or (time, batch, token) where they change: 0 for
     padding and for a token left out of a statistic; None counts every token alike. ``tokens`` holds a label for each
-    token where there is one. ``axis`` names the first axis: time, or depth for a model.
+    token where there is one. In Measurements ``axis`` names the first axis, time, or depth for a model, and
+    ``replicate`` the second, system, or prompt for a model.
 
     >>> import torch
     >>> Trajectory(torch.zeros(1), torch.eye(3).expand(1, 2, 3, 3)).states.shape
@@ -90,11 +103,13 @@ class Trajectory:
     tokens: Sequence[Sequence[str]] | None = None
     outcome: Outcome | None = None
     axis: str = "time"
+    replicate: str = "system"
 
     def __post_init__(self) -> None:
         for name in ("times", "states"):
             if not hasattr(getattr(self, name), "shape"):
                 raise HelmscopeError(f"{name} is {shown(getattr(self, name))}, but it must be a tensor")
+        known_name("replicate of a trajectory", self.replicate, REPLICATES)
         shape = tuple(self.states.shape)
         if len(shape) != 4:
             raise HelmscopeError(f"states has shape {shape}, but it must be (time, batch, token, dim)")

@@ -107,8 +107,7 @@ def through_layers(field: SA | USA, x: Tensor) -> Tensor:
 
 def _paths(x: Tensor, query_keys: Tensor, values: Tensor) -> Tensor:
     """The paths of E with a pair of matrices of its own for each start."""
-    fields = [SA(beta=MIDDLE, query_key=b, value=v) for b, v in zip(query_keys, values, strict=True)]
-    return torch.stack([path(field, each) for field, each in zip(fields, x[: len(fields)], strict=True)], -1)
+    return path(SA(beta=MIDDLE, query_key=query_keys, value=values), x[: len(query_keys)])
 
 
 def smallest(energy: Tensor, sign: float | Tensor = 1.0) -> Tensor:
