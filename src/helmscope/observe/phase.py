@@ -23,16 +23,8 @@ from helmscope.solve.published import PublishedEuler
 from helmscope.solve.threads import fitting_threads
 from helmscope.theory.equiangular import EquiangularFlow, hitting_time
 from helmscope.theory.starts import Start, in_span
-from helmscope.types import (
-    HelmscopeError,
-    Progress,
-    check_measurement,
-    check_progress,
-    fits_memory,
-    increasing_times,
-    real_number,
-    whole_number,
-)
+from helmscope.types import HelmscopeError, check_measurement, fits_memory, increasing_times, real_number, whole_number
+from helmscope.types.progress import Progress, check_progress
 
 if TYPE_CHECKING:
     from jaxtyping import Float

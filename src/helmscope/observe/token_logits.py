@@ -69,11 +69,10 @@ def token_logits(
     depths = list(depth) if isinstance(depth, Sequence) else [depth]
     if not depths:
         raise HelmscopeError("depth is empty, but it must hold at least one depth")
-    runners = [_at_depth(recording, each) for each in depths]
     found = []
-    for k, runner in enumerate(runners):
+    for k, each in enumerate(depths):
         part = part_of(tell, k / len(depths), (k + 1) / len(depths))
-        found.append(_picked(runner, ids, places, part))
+        found.append(_picked(_at_depth(recording, each), ids, places, part))
     values = torch.stack(found).double().cpu().numpy()
     dims: tuple[str, ...] = ("depth", "prompt", "position", "token")
     coords: dict[str, Any] = {"prompt": np.arange(len(recording.batch)), "token": labels}
