@@ -272,7 +272,7 @@ from toy_units import manifest, numbers, rest
 units = [Unit("quick", numbers, {"seed": 1})]
 units += [Unit(f"slow-{i}", rest, {"seconds": 600.0 + i, "started": sys.argv[3]}) for i in range(3)]
 engine = Serial() if sys.argv[2] == "serial" else Processes(2)
-run(units, RunFolder(Path(sys.argv[1])), manifest=manifest(), engine=engine, progress="toys")
+run(units, RunFolder(Path(sys.argv[1])), manifest=manifest(), engine=engine, heading="toys")
 """
 
 

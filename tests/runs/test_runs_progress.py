@@ -103,7 +103,7 @@ def test_a_run_says_where_it_stands(tmp_path, capsys, engine):
     assert capsys.readouterr() == ("", "")
     (folder.path / "units" / "numbers-0.json").unlink()
     (folder.path / "units" / "noise-1.bin").unlink()
-    run(mixture(4), folder, manifest=MANIFEST, engine=engine, progress="toys")
+    run(mixture(4), folder, manifest=MANIFEST, engine=engine, heading="toys")
     out, err = capsys.readouterr()
     assert out == ""
     first, second, third = err.splitlines()
@@ -115,7 +115,7 @@ def test_a_run_says_where_it_stands(tmp_path, capsys, engine):
 def test_failed_units_count_as_dealt_with(tmp_path, capsys):
     folder = RunFolder.create(tmp_path / "run")
     with pytest.raises(UnitsFailed):
-        run([Unit("a", divide, {"a": 1, "b": 0})], folder, manifest=MANIFEST, progress="toys")
+        run([Unit("a", divide, {"a": 1, "b": 0})], folder, manifest=MANIFEST, heading="toys")
     assert capsys.readouterr().err.splitlines()[-1].startswith("toys: 1 of 1 units, in ")
 
 
@@ -139,6 +139,6 @@ def closed() -> io.StringIO:
 @pytest.mark.parametrize("stream", [Full, Gone, closed, lambda: None], ids=["full", "gone", "closed", "none"])
 def test_progress_that_cannot_be_written_is_dropped(tmp_path, monkeypatch, capsys, stream):
     monkeypatch.setattr(sys, "stderr", stream())
-    result = run(mixture(3), RunFolder.create(tmp_path / "run"), manifest=MANIFEST, progress="toys")
+    result = run(mixture(3), RunFolder.create(tmp_path / "run"), manifest=MANIFEST, heading="toys")
     assert list(result) == ["numbers-0", "noise-1", "dataset-2"]
     assert capsys.readouterr().out == ""

@@ -115,7 +115,7 @@ def test_exchanged_results_are_named_and_run_again(folder, caplog, capsys, one, 
     engine = counting()
     capsys.readouterr()
     with caplog.at_level(logging.WARNING):
-        run(units, folder, manifest=MANIFEST, engine=engine, progress="toys")
+        run(units, folder, manifest=MANIFEST, engine=engine, heading="toys")
     assert engine.asked == [units[one].name, units[two].name]
     assert contents(folder.path) == before
     said = [
@@ -187,7 +187,7 @@ def test_bad_units_are_refused_before_anything_is_written(folder, units, sentenc
     [
         ({"manifest": {}}, "manifest is a dict, but it must be a Manifest"),
         ({"folder": "run"}, "folder is a str, but it must be a RunFolder"),
-        ({"progress": 3}, "progress is a int, but it must be a str, the heading, or None"),
+        ({"heading": 3}, "heading is a int, but it must be a str or None"),
         ({"fail_fast": "x"}, "fail_fast is a str, but it must be True or False"),
         ({"allow_mixed": 1}, "allow_mixed is a int, but it must be True or False"),
         ({"engine": 4}, "engine is 4, but it must be Serial(), Processes(jobs) or Ray(jobs)"),

@@ -86,7 +86,7 @@ def run(
     *,
     manifest: Manifest | None = None,
     engine: Engine | None = None,
-    progress: str | None = None,
+    heading: str | None = None,
     fail_fast: bool = False,
     allow_mixed: bool = False,
 ) -> RunResult:
@@ -101,7 +101,7 @@ def run(
 
     ``manifest`` says what the run is; where None, the manifest in the folder stands, and a new one holds the command
     line of this process. ``engine`` is ``Serial()`` where None, or ``Processes(jobs)`` or ``Ray(jobs)``; results do not
-    depend on it. ``progress`` is the heading under which it is shown on standard error. Where units raise, the others
+    depend on it. ``heading`` turns on progress on standard error and labels it. Where units raise, the others
     go on and ``UnitsFailed`` is raised at the end, or at once with ``fail_fast``; tracebacks go to the log, and the
     next call tries those units again. Ctrl-C, SIGTERM and SIGHUP stop the workers and end in a KeyboardInterrupt that
     says how to go on.
@@ -118,7 +118,7 @@ def run(
     for name, value, kind in (("folder", folder, RunFolder), ("manifest", now, Manifest)):
         if not isinstance(value, kind):
             raise HelmscopeError(f"{name} is a {type(value).__name__}, but it must be a {kind.__name__}")
-    _check_options(progress, fail_fast=fail_fast, allow_mixed=allow_mixed)
+    _check_options(heading, fail_fast=fail_fast, allow_mixed=allow_mixed)
     asked = _checked(units)
     results, failed = folder.path / RESULTS, dict[str, str]()
     with _terminable(), folder.lock():
@@ -128,10 +128,10 @@ def run(
         if not make_folder(results):
             _clean(results)
         stamps = {unit.name: plan.stamp(unit.name) for unit in asked}
-        done = {name for name, stamp in stamps.items() if _has_result(results, name, stamp, progress)}
+        done = {name for name, stamp in stamps.items() if _has_result(results, name, stamp, heading)}
         left = [unit for unit in asked if unit.name not in done]
-        shown = _shown(progress, total=len(asked), done=len(done), jobs=engine.jobs)
-        with _resumable(folder, progress), shown as tick, closing(engine.attempts(left)) as outcomes:
+        shown = _shown(heading, total=len(asked), done=len(done), jobs=engine.jobs)
+        with _resumable(folder, heading), shown as tick, closing(engine.attempts(left)) as outcomes:
             for outcome in outcomes:
                 if isinstance(outcome, Failed):
                     log.error("unit '%s' failed: %s\n%s", outcome.name, outcome.reason, outcome.trace)
@@ -154,9 +154,9 @@ def _check_engine(engine: object) -> None:
         raise HelmscopeError(f"engine is {engine!r}, but it must be Serial(), Processes(jobs) or Ray(jobs)")
 
 
-def _check_options(progress: object, **switches: object) -> None:
-    if progress is not None and not isinstance(progress, str):
-        raise HelmscopeError(f"progress is a {type(progress).__name__}, but it must be a str, the heading, or None")
+def _check_options(heading: object, **switches: object) -> None:
+    if heading is not None and not isinstance(heading, str):
+        raise HelmscopeError(f"heading is a {type(heading).__name__}, but it must be a str or None")
     for name, value in switches.items():
         if not isinstance(value, bool):
             raise HelmscopeError(f"{name} is a {type(value).__name__}, but it must be True or False")
@@ -191,20 +191,20 @@ def _clean(folder: Path) -> None:
             (folder / name).unlink(missing_ok=True)
 
 
-def _has_result(results: Path, name: str, stamp: str, progress: str | None) -> bool:
+def _has_result(results: Path, name: str, stamp: str, heading: str | None) -> bool:
     faults = {path: fault_of(path, stamp) for path in result_files(results, name)}
     if "" in faults.values():
         return True
     for path, fault in faults.items():
         sentence = f"{path} {fault}: unit '{name}' runs again"
         log.warning("%s", sentence)
-        if progress is not None:
-            say(f"{progress}: {sentence}")
+        if heading is not None:
+            say(f"{heading}: {sentence}")
     return False
 
 
-def _shown(progress: str | None, **counts: int) -> AbstractContextManager[Callable[[], None]]:
-    return nullcontext(lambda: None) if progress is None else counting(progress, **counts)
+def _shown(heading: str | None, **counts: int) -> AbstractContextManager[Callable[[], None]]:
+    return nullcontext(lambda: None) if heading is None else counting(heading, **counts)
 
 
 @contextmanager
@@ -229,13 +229,13 @@ def _terminable() -> Iterator[None]:
 
 
 @contextmanager
-def _resumable(folder: RunFolder, progress: str | None) -> Iterator[None]:
+def _resumable(folder: RunFolder, heading: str | None) -> Iterator[None]:
     """Tells who interrupts the run how to go on. Ray makes a SystemExit of SIGTERM."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit) as error:
         note = f"finished units are kept in {folder.path}, and the same call goes on from there"
         error.add_note(note)
-        if progress is not None:
-            say(f"{progress}: interrupted; {note}")
+        if heading is not None:
+            say(f"{heading}: interrupted; {note}")
         raise
