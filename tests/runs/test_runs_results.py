@@ -43,7 +43,7 @@ def test_a_result_is_that_of_one_unit(tmp_path, value):
         path.read_bytes().replace(STAMP.encode(), OTHER.encode()).replace(bytes.fromhex(STAMP), bytes.fromhex(OTHER))
     )
     path.write_bytes(forged)  # the stamp alone cannot be exchanged
-    assert fault_of(path, OTHER) == "is truncated or damaged, or something else wrote it"
+    assert fault_of(path, OTHER) == "is truncated, damaged or not written by helmscope"
 
 
 def test_no_part_of_a_result_passes_for_the_whole(tmp_path):

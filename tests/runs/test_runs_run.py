@@ -86,7 +86,7 @@ def test_what_is_missing_or_damaged_runs_again(folder, caplog):
     warned = sorted(record.getMessage() for record in caplog.records)
     assert len(warned) == 3
     assert warned[0].endswith(
-        "dataset-2.nc is truncated or damaged, or something else wrote it: unit 'dataset-2' runs again"
+        "dataset-2.nc is truncated, damaged or not written by helmscope: unit 'dataset-2' runs again"
     )
 
 
@@ -258,8 +258,8 @@ def test_fail_fast_stops_at_the_first(folder):
     assert not is_locked(folder.path)
 
 
-def test_a_picture_cannot_take_the_place_of_the_plan(folder):
-    with pytest.raises(HelmscopeError, match=r"name is 'units.json', but the run folder keeps manifest.json, verdict"):
+def test_the_name_of_the_plan_is_reserved(folder):
+    with pytest.raises(HelmscopeError, match=r"name is 'units.json', but manifest.json, verdicts.json, units.json and"):
         folder.write_bytes("units.json", b"")
 
 

@@ -65,12 +65,12 @@ def fault_of(path: Path, stamp: str) -> str:
     """Why a file is not the result of the unit with this stamp, as the end of a sentence; "" where it is.
 
     >>> fault_of(Path("none.json"), "ab" * 32)
-    'is truncated or damaged, or something else wrote it'
+    'is truncated, damaged or not written by helmscope'
     """
     try:
         return "" if _read(path)[1] == stamp else FOREIGN
     except HelmscopeError:
-        return "is truncated or damaged, or something else wrote it"
+        return "is truncated, damaged or not written by helmscope"
 
 
 def result_files(folder: Path, name: str) -> list[Path]:
