@@ -212,16 +212,16 @@ def main() -> None:
     options.add_argument("--betas-count", type=int, default=None)
     options.add_argument("--dims", type=int, nargs="+", default=None)
     options.add_argument("--repeats", type=int, default=3, help="turns on a CPU")
-    given = options.parse_args()
-    for name, value in (PUBLISHED if given.device.startswith("cuda") else ON_CPU).items():
-        if getattr(given, name) is None:
-            setattr(given, name, value)
-    results = new_results("figure3", given)
-    betas, times = grid(given.betas_count)
+    arguments = options.parse_args()
+    for name, value in (PUBLISHED if arguments.device.startswith("cuda") else ON_CPU).items():
+        if getattr(arguments, name) is None:
+            setattr(arguments, name, value)
+    results = new_results("figure3", arguments)
+    betas, times = grid(arguments.betas_count)
     if results.device.type == "cuda":
-        on_gpu(results, given.dims, given.samples, betas, times)
+        on_gpu(results, arguments.dims, arguments.samples, betas, times)
     else:
-        on_cpu(results, given.dims, given.samples, betas, times, given.repeats)
+        on_cpu(results, arguments.dims, arguments.samples, betas, times, arguments.repeats)
     results.finish()
 
 

@@ -81,10 +81,10 @@ def _peak() -> int:
 
 def main() -> None:
     """Measure time in turns, and memory in separate processes."""
-    given = parser(__doc__)
-    given.add_argument("--case", choices=list(CASES), help=argparse.SUPPRESS)
-    given.add_argument("--what", choices=["plain", "record"], help=argparse.SUPPRESS)
-    options = given.parse_args()
+    arguments = parser(__doc__)
+    arguments.add_argument("--case", choices=list(CASES), help=argparse.SUPPRESS)
+    arguments.add_argument("--what", choices=["plain", "record"], help=argparse.SUPPRESS)
+    options = arguments.parse_args()
     if options.case:
         one_process(options.case, options.what)
         return

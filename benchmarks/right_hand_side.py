@@ -224,19 +224,20 @@ def main() -> None:
     options.add_argument("--beta", type=float, default=4.0)
     options.add_argument("--sizes", type=int, nargs="+", default=None, help="numbers of tokens")
     options.add_argument("--dims", type=int, nargs="+", default=None)
-    given = options.parse_args()
-    results = new_results("right_hand_side", given)
+    arguments = options.parse_args()
+    results = new_results("right_hand_side", arguments)
     device = results.device
     with_keops = results.machine["pykeops"] is not None
     cases = CASES[device.type]
-    if given.sizes or given.dims:
-        sizes, dims = (given.sizes or sorted({n for n, _ in cases})), (given.dims or sorted({d for _, d in cases}))
+    if arguments.sizes or arguments.dims:
+        sizes = arguments.sizes or sorted({n for n, _ in cases})
+        dims = arguments.dims or sorted({d for _, d in cases})
         cases = [(n, d) for n in sizes for d in dims]
     for n, d in sorted(cases):
-        one_case(results, n, d, given.beta, with_keops=with_keops)
+        one_case(results, n, d, arguments.beta, with_keops=with_keops)
         results.save()
-    if device.type == "cuda" and not given.sizes:
-        ten_million(results, given.beta)
+    if device.type == "cuda" and not arguments.sizes:
+        ten_million(results, arguments.beta)
     results.finish()
 
 

@@ -115,16 +115,16 @@ def main() -> None:
     options.add_argument("--tokens", type=int, default=65_536, help="of the streaming kernel")
     options.add_argument("--sizes", nargs="*", default=["32x2", "32x8", "32x16", "32x32", "32x64"], help="n x d")
     options.add_argument("--samples", type=int, default=1_024, help="of the fused kernel")
-    given = options.parse_args()
-    results = new_results("tune", given)
-    for d in given.widths:
+    arguments = options.parse_args()
+    results = new_results("tune", arguments)
+    for d in arguments.widths:
         say(f"streaming, d = {d}")
-        results.tables.setdefault("Streaming", []).extend(tune_flash(results, d, given.tokens))
+        results.tables.setdefault("Streaming", []).extend(tune_flash(results, d, arguments.tokens))
         results.save()
-    for size in given.sizes:
+    for size in arguments.sizes:
         say(f"fused, {size}")
         n, d = (int(part) for part in size.split("x"))
-        results.tables.setdefault("Fused", []).extend(tune_fused(results, n, d, given.samples))
+        results.tables.setdefault("Fused", []).extend(tune_fused(results, n, d, arguments.samples))
         results.save()
     results.finish()
 

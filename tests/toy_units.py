@@ -109,16 +109,16 @@ def rest(seconds: float, started: str = "") -> float:
 
 
 class Counting(Serial):
-    """Records which units are run, in ``asked``."""
+    """Records which units are run, in ``started``."""
 
     def attempts(self, units):
-        self.asked.extend(unit.name for unit in units)
+        self.started.extend(unit.name for unit in units)
         return super().attempts(units)
 
-    asked: list[str]
+    started: list[str]
 
 
 def counting(**options: int) -> Counting:
     engine = Counting(**options)
-    object.__setattr__(engine, "asked", [])
+    object.__setattr__(engine, "started", [])
     return engine

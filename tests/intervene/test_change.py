@@ -201,7 +201,7 @@ def test_noise_is_absolute_or_relative_and_depends_on_its_seed_only():
     ("make", "words"),
     [
         (lambda r: Ablate([3]), "layers holds 3, but the model has layers 0 to 2"),
-        (lambda r: Ablate(site=Site.READ), "Ablate is made at one of Site.INPUT, Site.ATTENTION"),
+        (lambda r: Ablate(site=Site.READ), "Ablate must be at one of Site.INPUT, Site.ATTENTION"),
         (lambda r: AblateHead([0]), r"heads is \(\), but it must be a list"),
         (lambda r: AblateHead([0], heads=3), "heads is 3, but it must be a list"),
         (lambda r: AblateHead([0], heads=[1.0]), r"heads is \[1.0\]"),
@@ -269,7 +269,7 @@ def test_an_edit_does_not_depend_on_the_chunks_of_texts():
 def test_a_patch_from_a_resumed_recording_knows_its_depth():
     recording = record(tiny_model("gpt2"), inputs_of("gpt2"))
     later = recording.resume(depth=3, states=recording.trajectory.states[3])
-    with pytest.raises(HelmscopeError, match="source begins at depth 3, but layer 1 asks for 2"):
+    with pytest.raises(HelmscopeError, match="source begins at depth 3, but layer 1 needs 2"):
         recording.under(Patch([1], site=Site.INPUT, source=later))
     again = recording.under(Patch([2], site=Site.INPUT, source=later)).logits()
     assert (again - recording.logits()).abs().max() < 1e-5
@@ -403,11 +403,14 @@ def test_values_that_are_not_edits_or_models_are_refused():
     recording = record(tiny_model("gpt2"), inputs_of("gpt2"))
     with pytest.raises(HelmscopeError, match="a str is given as an edit"):
         recording.under("x")
-    with pytest.raises(HelmscopeError, match="model is a Recording, but parameters"), with_parameters(recording, {}):
+    with (
+        pytest.raises(HelmscopeError, match="model is a Recording, but it must"),
+        with_parameters(recording, {}),
+    ):
         pass
     name = "transformer.h.1.mlp.c_proj.weight"
     with (
-        pytest.raises(HelmscopeError, match=r"gives 'transformer.*' a int"),
+        pytest.raises(HelmscopeError, match=r"^values\['transformer.*'\] is a int"),
         with_parameters(recording.anatomy.model, {name: 3}),
     ):
         pass

@@ -175,8 +175,8 @@ def test_functions_of_a_value_or_of_a_value_and_a_context(function):
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: Edit(Site.READ, None, mixed), "site is <Site.READ: 'read'>, but Edit is made at one of Site.INPUT"),
-        (lambda: Edit("mlp", None, mixed), "site is 'mlp', but Edit is made at one of"),
+        (lambda: Edit(Site.READ, None, mixed), "site is <Site.READ: 'read'>, but Edit must be at one of Site.INPUT"),
+        (lambda: Edit("mlp", None, mixed), "site is 'mlp', but Edit must be at one of"),
         (lambda: Edit(Site.MLP, [7], mixed), "layers holds 7, but the model has layers 0 to 2"),
         (lambda: Edit(Site.MLP, 1, mixed), "layers is 1, but it must be a list"),
         (lambda: Edit(Site.MLP, None, 3), "function is 3, but it must be a function of a value"),
@@ -193,8 +193,8 @@ def test_functions_of_a_value_or_of_a_value_and_a_context(function):
         ),
         (lambda: Edit(Site.WEIGHTS, None, lambda a: a[0]), r"gives \(4, 13, 13\) at Site.WEIGHTS"),
         (lambda: Edit(Site.MASK, None, lambda a: a[0]), r"gives \(1, 13, 13\) at Site.MASK"),
-        (lambda: hs.Perturb(site=Site.WEIGHTS, sigma=1.0), "site is <Site.WEIGHTS.*, but Perturb is made at one of"),
-        (lambda: hs.Replace(site=Site.KEY), "site is <Site.KEY.*, but Replace is made at one of Site.INPUT"),
+        (lambda: hs.Perturb(site=Site.WEIGHTS, sigma=1.0), "site is <Site.WEIGHTS.*, but Perturb must be at one of"),
+        (lambda: hs.Replace(site=Site.KEY), "site is <Site.KEY.*, but Replace must be at one of Site.INPUT"),
     ],
 )
 def test_bad_edits(make, words):
@@ -216,7 +216,7 @@ def test_heads_are_checked_before_the_forward_starts():
 def test_attention_outside_the_registry_cannot_be_edited():
     recording = record(tiny_model("bloom"), inputs_of("bloom"))
     for site in (Site.QUERY, Site.KEY, Site.VALUE, Site.MASK, Site.WEIGHTS, Site.HEADS):
-        with pytest.raises(HelmscopeError, match=f"Edit is made at {site}, but the family of Bloom"):
+        with pytest.raises(HelmscopeError, match=f"site of Edit is {site}, but the family of Bloom"):
             recording.under(Edit(site, None, torch.clone))
 
 

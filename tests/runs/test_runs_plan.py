@@ -227,7 +227,7 @@ def test_editing_the_threads_in_the_plan_invalidates_its_results(folder):
     (folder.path / "units.json").write_text(json.dumps({**plan, "threads": 2}))
     engine = counting(threads=2)
     run(mixture(3), folder, manifest=MANIFEST, engine=engine)
-    assert len(engine.asked) == 3
+    assert len(engine.started) == 3
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "units.json"])

@@ -59,7 +59,7 @@ def test_a_second_call_runs_nothing_and_changes_nothing(folder):
     stamps = {path: path.stat().st_mtime_ns for path in folder.path.rglob("*")}
     engine = counting()
     result = run(mixture(6), folder, manifest=manifest(command=["again"]), engine=engine)
-    assert engine.asked == []
+    assert engine.started == []
     assert len(result) == 6
     assert contents(folder.path) == before
     assert {
@@ -81,7 +81,7 @@ def test_units_with_missing_or_damaged_results_run_again(folder, caplog):
     engine = counting()
     with caplog.at_level(logging.WARNING):
         run(reversed(mixture(6)), folder, manifest=MANIFEST, engine=engine)
-    assert sorted(engine.asked) == ["dataset-2", "noise-1", "numbers-0", "numbers-3"]
+    assert sorted(engine.started) == ["dataset-2", "noise-1", "numbers-0", "numbers-3"]
     assert contents(folder.path) == before
     warned = sorted(record.getMessage() for record in caplog.records)
     assert len(warned) == 3
@@ -116,7 +116,7 @@ def test_exchanged_results_are_named_and_run_again(folder, caplog, capsys, one, 
     capsys.readouterr()
     with caplog.at_level(logging.WARNING):
         run(units, folder, manifest=MANIFEST, engine=engine, heading="toys")
-    assert engine.asked == [units[one].name, units[two].name]
+    assert engine.started == [units[one].name, units[two].name]
     assert contents(folder.path) == before
     messages = [
         f"{path} is the result of another unit or of another run: unit '{path.stem}' runs again"
@@ -139,7 +139,7 @@ def test_a_result_of_another_run_is_not_accepted(tmp_path, begun):
         (here.path / "units" / path.name).write_bytes(path.read_bytes())
     engine = counting()
     run(mixture(3), here, manifest=MANIFEST, engine=engine)
-    assert len(engine.asked) == 3
+    assert len(engine.started) == 3
     assert contents(here.path) == before
 
 
@@ -246,7 +246,7 @@ def test_the_other_units_still_run_and_the_error_names_the_first_failure(folder,
     engine = counting()
     with pytest.raises(UnitsFailed):
         run(FAULTY, folder, manifest=MANIFEST, engine=engine)
-    assert engine.asked == ["bad", "sorry", "wrong", "gone"]
+    assert engine.started == ["bad", "sorry", "wrong", "gone"]
 
 
 def test_fail_fast_stops_at_the_first(folder):

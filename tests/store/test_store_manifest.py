@@ -22,8 +22,8 @@ ABC = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"  # FIPS
 
 
 def manifest(**changed):
-    given = {"seed": 7, "dtype": "float64", "device": "cpu", "threads": 2, "command": ["helmscope", "phase"]}
-    return Manifest.collect(**{**given, "inputs": {"texts": ABC}, "parameters": {"times": (1, 2.5)}, **changed})
+    details = {"seed": 7, "dtype": "float64", "device": "cpu", "threads": 2, "command": ["helmscope", "phase"]}
+    return Manifest.collect(**{**details, "inputs": {"texts": ABC}, "parameters": {"times": (1, 2.5)}, **changed})
 
 
 def test_collect_fills_in_versions_platform_and_time():

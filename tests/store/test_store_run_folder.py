@@ -49,8 +49,8 @@ def run(tmp_path):
 
 
 def manifest():
-    given = {"seed": 0, "dtype": "float64", "device": "cpu", "threads": 1, "command": ["helmscope"]}
-    return Manifest.collect(**given, inputs={}, parameters={})
+    details = {"seed": 0, "dtype": "float64", "device": "cpu", "threads": 1, "command": ["helmscope"]}
+    return Manifest.collect(**details, inputs={}, parameters={})
 
 
 def test_whole_folder_round_trip_without_pickle(run, monkeypatch):

@@ -45,7 +45,7 @@ def teacher():
 
 
 def test_stories_are_cut_out_of_rows(training):
-    word = {each: k for k, each in enumerate(WORDS)}
+    word = {text: k for k, text in enumerate(WORDS)}
     long, longer, short = [word["a"]] * 16, [word["b"]] * 20, [word["c"]] * 15
     rows = [
         [1, *long, 2, *short, 1, *longer],  # the second is too short, the third has no end
@@ -61,7 +61,7 @@ def test_stories_are_cut_out_of_rows(training):
 
 def test_concatenated_stories_have_marks_at_starts_and_cuts(training):
     tokenizer = training.tokenizer.train_tokenizer(["low lower lowest"] * 3, size=270)
-    assert [tokenizer.token_to_id(each) for each in training.recipe.SPECIAL] == [START, CUT, MASK]
+    assert [tokenizer.token_to_id(token) for token in training.recipe.SPECIAL] == [START, CUT, MASK]
     one, other = (tokenizer.encode(text).ids for text in ("low", "a lower é"))
     found = training.tokenizer.concatenate([("low", False), ("a lower é", True), ("low", False)], tokenizer)
     assert found.tolist() == [START, *one, START, *other, CUT, START, *one]
@@ -71,8 +71,8 @@ def test_concatenated_stories_have_marks_at_starts_and_cuts(training):
 
 def test_crops_begin_at_sentences(training):
     names = [f"{first}{last}" for first in "BCDFGKLM" for last in ("ab", "ed", "im", "ol", "un")]
-    told = "{0} runs to lake {1}. {0} sees a dog! {0} has no dog. {0} asks why? "
-    texts = [(12 * told.format(names[k % 40], 1000 + k), False) for k in range(300)]
+    story = "{0} runs to lake {1}. {0} sees a dog! {0} has no dog. {0} asks why? "
+    texts = [(12 * story.format(names[k % 40], 1000 + k), False) for k in range(300)]
     tokenizer = training.tokenizer.train_tokenizer([*(text for text, _ in texts), *50 * names], size=600)
     found = training.tokenizer.crops(texts, tokenizer)
     assert len(found) == len(set(found)) == 128
@@ -142,7 +142,7 @@ def test_a_run_that_is_stopped_after_every_step_ends_the_same(training, name, tm
     assert max(float((first[key] - value).abs().max()) for key, value in whole.model.state_dict().items()) > 1e-4
     snapshots = [path.name for path in sorted(through.glob("snapshot-*"))]
     assert snapshots == [f"snapshot-{step:06d}.safetensors" for step in range(5)]
-    assert all((through / each).read_bytes() == (stopped / each).read_bytes() for each in snapshots)
+    assert all((through / name).read_bytes() == (stopped / name).read_bytes() for name in snapshots)
     check_what_is_written(training, whole)
 
 

@@ -39,7 +39,7 @@ def changed(model: Recording | Anatomy, *edits: AbstractEdit) -> Iterator[Any]:
     """
     anatomy = model.anatomy if isinstance(model, Recording) else model
     if not isinstance(anatomy, Anatomy):
-        raise HelmscopeError(f"model is a {type(model).__name__}, but edits are made under a Recording of it")
+        raise HelmscopeError(f"model is a {type(model).__name__}, but it must be a Recording or an Anatomy")
     with watching(anatomy, edits):
         yield anatomy.model
 
@@ -59,16 +59,16 @@ def with_parameters(model: Any, values: Mapping[str, Tensor]) -> Iterator[Any]:
     [2.0]
     """
     if not isinstance(model, torch.nn.Module):
-        raise HelmscopeError(f"model is a {type(model).__name__}, but parameters are those of a module")
+        raise HelmscopeError(f"model is a {type(model).__name__}, but it must be a torch.nn.Module")
     parameters = dict(model.named_parameters())
     for name, value in values.items():
         if name not in parameters:
             raise HelmscopeError(f"values names the parameter '{name}', but the model has none of that name")
         if not isinstance(value, torch.Tensor):
-            raise HelmscopeError(f"values gives '{name}' a {type(value).__name__}, but it must be a tensor")
+            raise HelmscopeError(f"values['{name}'] is a {type(value).__name__}, but it must be a tensor")
         if parameters[name].shape != value.shape:
-            shapes = f"{tuple(value.shape)}, but the model's has {tuple(parameters[name].shape)}"
-            raise HelmscopeError(f"values gives '{name}' the shape {shapes}")
+            shapes = f"{tuple(value.shape)}, but that of the model has {tuple(parameters[name].shape)}"
+            raise HelmscopeError(f"values['{name}'] has the shape {shapes}")
     before = {name: parameters[name].detach().clone() for name in values}
     try:
         with torch.no_grad():

@@ -34,7 +34,7 @@ class SiteEdit(AbstractEdit):
     def __post_init__(self) -> None:
         if self.site not in self.allowed:
             allowed = ", ".join(str(site) for site in self.allowed)
-            raise HelmscopeError(f"site is {self.site!r}, but {type(self).__name__} is made at one of {allowed}")
+            raise HelmscopeError(f"site is {self.site!r}, but {type(self).__name__} must be at one of {allowed}")
         if self.layers is not None:
             object.__setattr__(self, "layers", whole_numbers("layers", self.layers))
 
@@ -55,7 +55,7 @@ class SiteEdit(AbstractEdit):
                 raise HelmscopeError(f"layers holds {layer}, but the model has layers 0 to {count - 1}")
         if self.site in IN_ATTENTION and not anatomy.tapped:
             raise HelmscopeError(
-                f"{type(self).__name__} is made at {self.site}, but the family of {type(anatomy.model).__name__} does "
+                f"site of {type(self).__name__} is {self.site}, but the family of {type(anatomy.model).__name__} does "
                 "not look up its attention function in the registry: only its states and writes can be edited"
             )
 

@@ -108,7 +108,7 @@ class Patch(StateEdit):
         """Raise ``HelmscopeError`` if the source has another size, starts at a later depth, or kept no writes."""
         super().check(anatomy)
         if not isinstance(self.source, Recording):
-            raise HelmscopeError(f"source is a {type(self.source).__name__}, but a patch comes from a Recording")
+            raise HelmscopeError(f"source is a {type(self.source).__name__}, but it must be a Recording")
         if self.site not in HALVES and f"{self.site.value} write" not in self.source.kept:
             raise HelmscopeError(f"site is {self.site!r}, but source kept no writes: record it with keep=Keep.WRITES")
         layers = len(self.source.anatomy.layers)
@@ -120,7 +120,7 @@ class Patch(StateEdit):
         for layer in filter(self.acts, range(layers)):
             if self.site in HALVES and 2 * layer + HALVES[self.site] < self.source.first:
                 depth = 2 * layer + HALVES[self.site]
-                raise HelmscopeError(f"source begins at depth {self.source.first}, but layer {layer} asks for {depth}")
+                raise HelmscopeError(f"source begins at depth {self.source.first}, but layer {layer} needs {depth}")
 
     def changed(self, value: Tensor, context: Context) -> Tensor:
         """The other recording's state or write."""
