@@ -181,7 +181,7 @@ def test_a_standard_error_that_cannot_be_written_stops_nothing(tmp_path, where):
     done = shell("simulate --n 4 --batch 2 --times 0,1 --out run --json")
     assert done.returncode == 0
     assert json.loads(done.stdout)["ok"] is True
-    assert hs.RunFolder.open(tmp_path / "run").read_results("overview").attrs["n"] == 2
+    assert hs.RunFolder.open(tmp_path / "run").read_results("overview").sizes["system"] == 2
     refused = shell("simulate --n 0")
     assert (refused.returncode, refused.stdout) == (2, "")
 

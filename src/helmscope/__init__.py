@@ -208,9 +208,11 @@ if TYPE_CHECKING:
     from helmscope.solve.rk4 import RK4 as RK4
     from helmscope.solve.simulation import Simulation as Simulation
     from helmscope.solve.stochastic_heun import StochasticHeun as StochasticHeun
+    from helmscope.stats.paired import paired_difference as paired_difference
     from helmscope.stats.power import decisive_effect as decisive_effect
     from helmscope.stats.power import power as power
     from helmscope.stats.reduce import reduce_replicates as reduce_replicates
+    from helmscope.stats.scales import Bounded as Bounded
     from helmscope.stats.scales import FisherZ as FisherZ
     from helmscope.stats.scales import Log as Log
     from helmscope.stats.scales import Plain as Plain
@@ -355,8 +357,9 @@ _HOME = {
     "helmscope.solve.simulation": "Simulation",
     "helmscope.solve.stochastic_heun": "StochasticHeun",
     "helmscope.stats.power": "decisive_effect power",
+    "helmscope.stats.paired": "paired_difference",
     "helmscope.stats.reduce": "reduce_replicates",
-    "helmscope.stats.scales": "FisherZ Log Plain",
+    "helmscope.stats.scales": "Bounded FisherZ Log Plain",
     "helmscope.store.manifest": "Manifest",
     "helmscope.store.run_folder": "RunFolder",
     "helmscope.theory.energy": "energy_max energy_min equiangular_energy",

@@ -19,6 +19,7 @@ from helmscope.fields.attention import SA, USA
 from helmscope.fields.multihead import MultiHead
 from helmscope.fields.multihead_as_printed import MultiHeadAsPrinted
 from helmscope.geometry.sphere import project, retract
+from helmscope.stats.reduce import reduce_replicates
 from helmscope.types import Control, Ruling, Verdict
 
 Velocity = Callable[..., torch.Tensor]
@@ -147,7 +148,7 @@ def test_repulsion_rises_and_falls_by_the_same_rate() -> None:
 
 
 def test_the_curves_show_the_claim() -> None:
-    data = {claim: trial(claim).data for claim in CLAIMS}
+    data = {claim: reduce_replicates(trial(claim).data) for claim in CLAIMS}
     place = data["extremes"].place.values
     assert place[0, 0] == place[0, 1]
     assert (np.diff(place[:, 0]) > 0).all()

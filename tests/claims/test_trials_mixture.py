@@ -19,6 +19,7 @@ from helmscope.geometry.sphere import retract
 from helmscope.observe.mixture import vmf_mixture
 from helmscope.solve.integrate import integrate
 from helmscope.solve.rk4 import RK4
+from helmscope.stats.reduce import reduce_replicates
 from helmscope.types import Ruling
 
 
@@ -51,7 +52,7 @@ def test_it_is_described_and_not_ruled_on(trial):
 
 
 def test_the_picture(trial):
-    data = trial.data
+    data = reduce_replicates(trial.data)
     assert data.attrs["n"] == 32
     assert data.components.dims == data.largest_mass.dims == data.centers.dims == ("time", "beta")
     at = {"time": 8.0, "beta": "beta = 9"}

@@ -23,6 +23,7 @@ from helmscope.claims.trial import Trial, try_claim
 from helmscope.fields.attention import SA
 from helmscope.fields.norms import LayerNorm, RMSNorm
 from helmscope.observe.hull import hull_distance
+from helmscope.stats.reduce import reduce_replicates
 from helmscope.types import Control, Ruling, Verdict
 
 CLAIMS = ("norm-confines", "convex-hull", "radial", "curvature-drift")
@@ -117,14 +118,14 @@ def test_numbers_of_convex_hull() -> None:
     error = seen["relative error of the pushed value's distance, 1 % of its own from the mean"]
     assert error.interval.estimate <= 1e-13
     assert 0.4 < seen["printed"].interval.low < seen["printed"].interval.high < 0.7
-    data = quick("convex-hull").data
+    data = reduce_replicates(quick("convex-hull").data)
     assert float(data.diameter.sel(beta=0.0, mask="full")) <= 1e-14
     assert bool((data.diameter <= 1 + 1e-14).all())
 
 
 def test_numbers_of_radial() -> None:
     """Largest error seen: 8e-16; drawn is 1 / (1 + s^2/eps)."""
-    verdict, data = quick("radial").verdict, quick("radial").data
+    verdict, data = quick("radial").verdict, reduce_replicates(quick("radial").data)
     assert verdict.interval.estimate <= 1e-14
     for norm in ("RMSNorm", "LayerNorm"):
         drawn = data.radial.sel(norm=norm)
@@ -135,7 +136,7 @@ def test_numbers_of_radial() -> None:
 
 def test_numbers_of_curvature_drift() -> None:
     """Largest relative error seen: 2.3e-9, for isotropic noise 2e-10."""
-    verdict, data = quick("curvature-drift").verdict, quick("curvature-drift").data
+    verdict, data = quick("curvature-drift").verdict, reduce_replicates(quick("curvature-drift").data)
     assert verdict.interval.estimate <= 2e-8
     assert controls(verdict)["range of all four for M = nu I, over its size"].interval.estimate <= 1e-9
     for name, c in {"chain": 2, "Stratonovich": 1, "Ito": 0}.items():

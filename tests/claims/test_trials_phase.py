@@ -13,6 +13,7 @@ from helmscope.claims.reading import entry
 from helmscope.claims.registry import Case
 from helmscope.fields.attention import SA
 from helmscope.solve.published import PublishedEuler
+from helmscope.stats.reduce import reduce_replicates
 from helmscope.theory.equiangular import hitting_time
 from helmscope.theory.starts import Uniform
 from helmscope.types import Ruling, Verdict
@@ -39,7 +40,7 @@ def test_the_claim_is_supported_and_every_control_comes_out_as_it_must():
     assert seen.null is not None
     assert all(control.as_expected for control in (seen.null, *seen.also))
     assert 0.004 < seen.interval.estimate < 0.011
-    data = finding.data
+    data = reduce_replicates(finding.data)
     assert data.attrs["n"] == 32
     assert data.sizes == {"beta": 5, "dimension": 4}
     # cells that do not cross by 1.3 t* are marked, and counted as if they had then

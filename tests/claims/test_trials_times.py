@@ -24,6 +24,7 @@ from helmscope.claims.reading import entry
 from helmscope.claims.registry import Case, experiments
 from helmscope.fields.attention import SA, USA
 from helmscope.geometry.sphere import retract
+from helmscope.stats.reduce import reduce_replicates
 from helmscope.theory.metastable import metastable_time_asymptotic
 from helmscope.types import Ruling, Verdict
 
@@ -51,7 +52,7 @@ def test_the_claim_is_supported_and_every_control_comes_out_as_it_must(claim: st
     assert seen.ruling is SUPPORTED, seen.sentence
     assert seen.null is not None
     assert all(control.as_expected for control in (seen.null, *seen.also))
-    assert found(claim).data.attrs["n"] >= 32
+    assert reduce_replicates(found(claim).data).attrs["n"] >= 32
 
 
 @pytest.mark.slow
@@ -90,7 +91,7 @@ def test_every_start_of_every_regime_ends_in_one_cluster() -> None:
     assert [control.interval.estimate for control in seen.also] == [1.0] * 4
     assert all(control.interval.low > 0.89 for control in seen.also)
     assert "stopped 0 of 128 starts with V = +I and 0 of 96 with V = -I" in seen.sentence
-    paths = found("one-cluster").data.clusters.values
+    paths = reduce_replicates(found("one-cluster").data).clusters.values
     assert (np.diff(paths, axis=0) <= 0).all()  # what has met stays together
     assert paths[-1].tolist() == [1.0] * 4
 
@@ -175,7 +176,7 @@ def test_a_run_that_is_too_short_refutes_nothing(monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_merge_times_are_those_of_the_two_cluster_equation() -> None:
-    data = found("metastability").data
+    data = reduce_replicates(found("metastability").data)
     assert abs(data.ratio - 1).max() < 1e-3  # measured 3e-4, the square of the spread
     closed = data.life.sel(time="two-cluster ODE").values
     assert closed == pytest.approx([4.27106768030934, 10.831207009995, 466.710652910029, 279981.160099382], rel=1e-12)
@@ -316,7 +317,7 @@ def test_times_means_and_spread_by_plain_loops() -> None:
 
 
 def test_the_histograms_hold_all_pairs_at_the_stated_mean() -> None:
-    data = found("encoder-decoder").data
+    data = reduce_replicates(found("encoder-decoder").data)
     assert data.share.dims == ("inner_product", "mask")
     assert data.share.sum("inner_product").values == pytest.approx([1.0, 1.0], abs=1e-12)
     means = (data.share * data.inner_product).sum("inner_product").values

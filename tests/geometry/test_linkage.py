@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -13,7 +15,15 @@ from scipy.spatial.distance import squareform
 
 import oracles
 from helmscope.geometry import sphere
-from helmscope.geometry.linkage import clusters, components, pairwise_angles, spanning_tree, without_padding
+from helmscope.geometry.linkage import (
+    clusters,
+    components,
+    pairs_within,
+    pairs_within_chord,
+    pairwise_angles,
+    spanning_tree,
+    without_padding,
+)
 
 F64, F32 = torch.float64, torch.float32
 PROPERTY = settings(max_examples=500, deadline=None, derandomize=True)
@@ -252,3 +262,47 @@ def test_trees_and_clusters_carry_no_gradient():
     x = tokens(2, 5, 3).requires_grad_()
     assert not spanning_tree(x).length.requires_grad
     assert torch.equal(clusters(x, 0.5), clusters(x.detach(), 0.5))
+
+
+# Pairs within a distance ----------------------------------------------------------------------------------------------
+
+
+def hard_pairs(dtype: torch.dtype) -> torch.Tensor:
+    """Clouds with pairs that coincide, are opposite, or lie within rounding of 0.1 radians, with norms that are a bit
+    off; the last cloud has little else."""
+    spread = tokens(3, 24, 7).to(dtype)
+    spread[1, 5:9], spread[1, 9:12] = spread[1, :1], -spread[1, :1]
+    turn = 0.1 + torch.arange(-12, 12, dtype=F64) * torch.finfo(dtype).eps / 8
+    edge = torch.zeros(1, 24, 7, dtype=F64)
+    edge[0, :, 0], edge[0, :, 1] = turn.cos(), turn.sin()
+    edge[0, :8] = torch.eye(7, dtype=F64)[0]
+    return torch.cat([spread, edge.to(dtype)]) * (1 + 1e-7)
+
+
+@pytest.mark.parametrize("dtype", [F64, F32])
+@pytest.mark.parametrize("radius", [0.0, 0.1, 1.3, math.pi, 4.0])
+def test_pairs_within_a_radius_are_those_of_the_angles_to_the_last_bit(radius, dtype):
+    x = hard_pairs(dtype)
+    assert torch.equal(pairs_within(x, radius), pairwise_angles(x) <= radius)
+    assert torch.equal(pairs_within(x[0], radius), pairwise_angles(x[0]) <= radius)
+    chord = 2 * math.sin(min(radius, math.pi) / 2)
+    exact = torch.cdist(x, x, compute_mode="donot_use_mm_for_euclid_dist")
+    assert torch.equal(pairs_within_chord(x, chord), exact <= chord)
+
+
+def test_most_pairs_are_decided_without_their_exact_distance(monkeypatch):
+    x, asked, cdist = tokens(4, 64, 16), [], torch.cdist
+
+    def counting(a, b, **options):
+        asked.append(a.shape[0] * a.shape[-2] * b.shape[-2])
+        return cdist(a, b, **options)
+
+    monkeypatch.setattr(torch, "cdist", counting)
+    pairs_within(x, 0.5)
+    assert sum(asked) < 4 * 64**2 / 10
+
+
+def test_pairs_within_a_radius_can_be_vectorized():
+    x = tokens(3, 6, 4)
+    assert torch.equal(torch.vmap(lambda cloud: pairs_within(cloud, 1.0))(x), pairs_within(x, 1.0))
+    assert torch.equal(torch.vmap(lambda cloud: clusters(cloud, 1.0))(x), clusters(x, 1.0))

@@ -42,7 +42,9 @@ def test_padding_changes_nothing_for_real_tokens(family):
         n = len(alone.batch.tokens[0])
         assert (recording.trajectory.states[:, k, :n] - alone.trajectory.states[:, 0]).abs().max() < 1e-5
     seen = hs.overview(recording, beta=1.0)
-    assert seen.order.shape == (7,)
+    assert seen.order.shape == (7, 3)
+    assert (recording.axis, recording.layer_axis, recording.replicate) == ("depth", "layer", "prompt")
+    assert seen.order.dims == (recording.axis, recording.replicate)
 
 
 def test_inputs_as_a_tokenizer_gives_them():
@@ -244,8 +246,8 @@ def test_padding_and_special_tokens_are_tracked_by_their_weights():
     counted, states = recording.batch.counted, recording.trajectory.states
     alone = [torch.linalg.vector_norm(states[:, k, counted[k]].mean(1), dim=-1) for k in range(2)]
     wanted = torch.stack(alone).mean(0).numpy()
-    assert hs.track(recording, order=hs.order_parameter).order.values == pytest.approx(wanted, abs=1e-6)
-    assert hs.overview(recording, beta=1.0).order.values == pytest.approx(wanted, abs=1e-6)
+    assert hs.track(recording, order=hs.order_parameter).order.mean("prompt").values == pytest.approx(wanted, abs=1e-6)
+    assert hs.overview(recording, beta=1.0).order.mean("prompt").values == pytest.approx(wanted, abs=1e-6)
     with pytest.raises(HelmscopeError, match="order is a function that takes no weights"):
         hs.track(recording, order=lambda x: x.mean(2).norm(dim=-1))
 
@@ -253,11 +255,11 @@ def test_padding_and_special_tokens_are_tracked_by_their_weights():
 def test_the_sink_of_an_encoder_is_its_first_special_token():
     recording = record(tiny_model("bert"), ["a b c", "d e f g h i j"], tokenizer=letters(framed=True))
     seen = hs.kernel_statistics(recording)
-    assert seen.first_token_mass.dims == ("layer", "head")
+    assert seen.first_token_mass.dims == ("layer", "prompt", "head")
     for layer in range(3):
         kernel = recording.kernel(layer=layer)
         by_text = [kernel[k, :, recording.batch.counted[k], 0].mean(-1) for k in range(2)]
-        assert seen.first_token_mass[layer].values == pytest.approx(torch.stack(by_text).mean(0).numpy(), abs=1e-6)
+        assert seen.first_token_mass[layer].values == pytest.approx(torch.stack(by_text).numpy(), abs=1e-6)
 
 
 def test_a_layer_is_asked_for_by_its_name_and_number():
@@ -316,21 +318,25 @@ def test_the_observables_of_a_simulation_serve(family):
     recording = record(tiny_model(family), inputs_of(family))
     path = recording.trajectory
     seen = hs.overview(recording, beta=1.0)
-    assert seen.order.values == pytest.approx(path.states.mean(2).norm(dim=-1).mean(1).numpy(), abs=1e-6)
+    assert seen.order.values == pytest.approx(path.states.mean(2).norm(dim=-1).numpy(), abs=1e-6)
     rows = torch.stack([recording.kernel(layer=layer) for layer in range(3)]).double()
     entropy = torch.special.entr(rows).sum(-1).mean((1, 2, 3))
-    assert hs.kernel_statistics(recording).entropy.mean("head").values == pytest.approx(entropy.numpy(), abs=1e-5)
+    told = hs.kernel_statistics(recording)
+    assert told.entropy.dims == (recording.layer_axis, recording.replicate, "head")
+    assert told.entropy.mean(("head", "prompt")).values == pytest.approx(entropy.numpy(), abs=1e-5)
     drift = hs.drift_and_swirl(recording, derivatives=False)
     points = torch.nn.functional.normalize(recording.points(layer=1), dim=-1)
     force = recording.force(layer=1)(points).norm(dim=-1).mean()
-    assert float(drift.force[1]) == pytest.approx(float(force), rel=1e-5)
+    assert float(drift.force[1].mean()) == pytest.approx(float(force), rel=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("family", ["gpt2", "bert"])
 def test_the_lens_comes_to_what_the_model_says(family, dtype):
     recording = record(tiny_model(family, dtype=dtype), inputs_of(family))
-    seen, digits = hs.lens_divergence(recording), 1e-9 if dtype == torch.float64 else 1e-5
+    kept, digits = hs.lens_divergence(recording), 1e-9 if dtype == torch.float64 else 1e-5
+    assert kept.divergence.dims == ("depth", "prompt")
+    seen = hs.reduce_replicates(kept)
     assert abs(float(seen.divergence[-1])) < 1e-3 * digits
     p, early = (torch.softmax(recording.logits(depth=depth).double(), -1) for depth in (None, 2))
     by_text = torch.nn.functional.kl_div(early.log(), p, reduction="none").sum(-1).mean(-1)
@@ -479,7 +485,7 @@ def test_doctor_on_the_command_line(tmp_path, capsys, monkeypatch):
 def test_a_head_that_transformers_does_not_name(monkeypatch):
     model = tiny_model("gpt2")
     monkeypatch.setattr(type(model), "get_output_embeddings", lambda self: None)
-    assert hs.lens_divergence(record(model, inputs_of("gpt2"))).divergence.shape == (7,)
+    assert hs.lens_divergence(record(model, inputs_of("gpt2"))).divergence.shape == (7, 3)
 
 
 def test_what_is_shown_of_a_recording_is_one_line(tmp_path):

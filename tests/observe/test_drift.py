@@ -51,10 +51,15 @@ def agrees(seen, values, rel=1e-13) -> None:
         assert seen[f"{name}_stderr"].values == pytest.approx(spread, rel=1e-11, abs=1e-14), name
 
 
+def measured(system, **options):
+    """Means, errors and intervals over the systems."""
+    return hs.reduce_replicates(drift_and_swirl(system, **options))
+
+
 @pytest.mark.parametrize("mask", [None, MASK])
 def test_an_mlp_is_the_loop_over_neurons(mask):
     run = hs.integrate(TANH, X, times=TIMES, mask=mask)
-    seen = drift_and_swirl(run)
+    seen = measured(run)
     real = torch.ones(3, 4, dtype=torch.bool) if mask is None else mask
     weights = (W_IN.tolist(), W_OUT.tolist(), B_IN.tolist(), B_OUT.tolist())
 
@@ -76,7 +81,7 @@ def test_an_mlp_is_the_loop_over_neurons(mask):
 
 def test_a_gated_mlp_in_a_block_with_attention():
     run = hs.integrate(Block(hs.SA(2.0), GATED), X, times=TIMES)
-    seen, split = drift_and_swirl(run), helmholtz(GATED)
+    seen, split = measured(run), helmholtz(GATED)
 
     def of_token(listed):
         x = torch.tensor(listed, dtype=F64)
@@ -96,7 +101,7 @@ def test_a_gated_mlp_in_a_block_with_attention():
         for clouds in run.states.tolist()
     ]
     agrees(seen, {"attention_speed": np.array(speeds)})
-    without = drift_and_swirl(run, derivatives=False)
+    without = measured(run, derivatives=False)
     assert set(seen.data_vars) - set(without.data_vars) == {
         f"{name}{end}" for name in ("swirl_index", "surface_divergence") for end in ("", "_stderr", "_low", "_high")
     }
@@ -106,7 +111,7 @@ def test_a_gated_mlp_in_a_block_with_attention():
 def test_weights_reach_attention():
     mass = torch.tensor([1.0, 3.0, 0.5, 0.0], dtype=F64)
     run = hs.integrate(Block(hs.SA(2.0), TANH), X, times=[0.0], weights=mass)
-    seen = drift_and_swirl(run, derivatives=False)
+    seen = measured(run, derivatives=False)
     speed = (hs.SA(2.0)(X, weights=mass).norm(dim=-1) @ mass).mean() / mass.sum()
     assert seen.attention_speed.item() == pytest.approx(speed.item(), rel=1e-14)
 
@@ -117,7 +122,7 @@ def test_a_residual_stream_has_the_force_on_its_directions():
     block = Block(hs.SA(2.0), TANH, placement=PreNorm(attention_norm=soft, mlp_norm=norm))
     y = 3 * X
     run = hs.integrate(block, y, times=[0.0])
-    seen = drift_and_swirl(run)
+    seen = measured(run)
     f = TANH(norm(y))
     assert seen.force.item() == pytest.approx(f.norm(dim=-1).mean().item(), rel=1e-13)
     a = hs.sphere.project(X, hs.SA(2.0).ambient(soft(y)))
@@ -128,7 +133,7 @@ def test_under_a_layer_the_mlp_is_read_between_the_halves():
     """And speeds are those of a layer of size 1, whatever its size."""
     block = Block(hs.SA(2.0), TANH)
     run = hs.integrate(block, X, times=[0.0, 0.5], stepper=hs.Layer(0.5))
-    seen = drift_and_swirl(run, derivatives=False)
+    seen = measured(run, derivatives=False)
     middle = hs.sphere.retract(X + 0.5 * hs.SA(2.0).ambient(X))
     assert seen.force[0].item() == pytest.approx(TANH(middle).norm(dim=-1).mean().item(), rel=1e-13)
     speed = hs.SA(2.0)(X).norm(dim=-1).mean()
@@ -139,7 +144,7 @@ def test_the_norm_before_the_mlp_says_where_the_force_is_read():
     """LayerNorm before attention removes the mean, which RMSNorm before the MLP keeps."""
     placement = PreNorm(attention_norm=LayerNorm(), mlp_norm=RMSNorm())
     y = 3 * X + 1
-    seen = drift_and_swirl(hs.integrate(Block(hs.SA(2.0), TANH, placement=placement), y, times=[0.0]))
+    seen = measured(hs.integrate(Block(hs.SA(2.0), TANH, placement=placement), y, times=[0.0]))
     assert seen.force.item() == pytest.approx(TANH(RMSNorm()(y)).norm(dim=-1).mean().item(), rel=1e-13)
 
 
@@ -151,7 +156,7 @@ def linear(matrix):
 def test_closed_forms_of_linear_forces():
     """For M = [[a, -b], [b, a]]: |f| = sqrt(a^2 + b^2), swirl index b^2 / (a^2 + b^2), U = a / 2, div_S(Pf) = 0."""
     x = hs.Uniform(5, 2).sample(2, seed=1)
-    seen = drift_and_swirl(hs.integrate(linear([[3.0, -4.0], [4.0, 3.0]]), x, times=[0.0]))
+    seen = measured(hs.integrate(linear([[3.0, -4.0], [4.0, 3.0]]), x, times=[0.0]))
     exact = {"force": 5, "tangential_speed": 4, "radial_force": 3, "potential": 1.5, "gradient": 3, "swirl": 4}
     exact |= {"swirl_index": 0.64, "swirl_fraction_as_printed": 0.64, "surface_divergence": 0, "harmonic": 0}
     for name, value in exact.items():
@@ -170,7 +175,7 @@ def test_the_printed_fraction_belongs_to_the_weights_and_the_index_to_the_functi
     assert (by_eigen(x) - x.flip(-1)).abs().max() < 1e-15
     fractions = []
     for mlp in (by_axes, by_eigen):
-        seen = drift_and_swirl(hs.integrate(mlp, x, times=[0.0]))
+        seen = measured(hs.integrate(mlp, x, times=[0.0]))
         fractions.append(seen.swirl_fraction_as_printed.item())
         assert seen.swirl_index.item() < 1e-30
     assert fractions == pytest.approx([1.0, 0.0], abs=1e-15)
@@ -184,7 +189,7 @@ def test_no_derivative_no_swirl():
         b_out=torch.ones(2, dtype=F64),
         activation=ReLU(),
     )
-    seen = drift_and_swirl(hs.integrate(off, torch.eye(2, dtype=F64)[None], times=[0.0]))
+    seen = measured(hs.integrate(off, torch.eye(2, dtype=F64)[None], times=[0.0]))
     assert seen.swirl_index.item() == 0
     assert seen.surface_divergence.item() == pytest.approx(-1.0)
     assert math.isnan(seen.force_stderr.item())

@@ -104,7 +104,8 @@ def test_clustering_probability_of_the_start_is_the_closed_form():
     """4,096 systems: 0.014300 +- 0.000083 against (1/2) I_{1-(1-delta)^2}(1/2, 1/2) = 0.014236."""
     expected = hs.initial_clustering_probability(dim=2, delta=1e-3)
     assert expected == pytest.approx(0.014236437406239559, rel=1e-12)
-    seen = hs.clustering_probability(trajectory(hs.Uniform(32, 2).sample(4096, seed=0)[None]), delta=1e-3)
+    kept = hs.clustering_probability(trajectory(hs.Uniform(32, 2).sample(4096, seed=0)[None]), delta=1e-3)
+    seen = hs.reduce_replicates(kept)
     value, error = seen.probability.item(), seen.probability_stderr.item()
     assert error < 0.02 * expected
     assert abs(value - expected) < 4 * error
@@ -114,7 +115,7 @@ def test_clustering_probability_of_the_start_is_the_closed_form():
 def test_the_stated_error_is_the_spread_of_repetitions():
     """400 experiments of 32 systems whose pairs hang together, so that counting pairs as independent would not do."""
     x = hs.VonMisesFisher(32, 2, kappa=2.0).sample(400 * 32, seed=1).reshape(400, 32, 32, 2)
-    seen = hs.clustering_probability(trajectory(x), delta=1e-2)
+    seen = hs.reduce_replicates(hs.clustering_probability(trajectory(x), delta=1e-2))
     values, stated = seen.probability.values, seen.probability_stderr.values
     spread = values.std(ddof=1)
     # a standard deviation of 400 values has a relative error of 1 / sqrt(800) = 3.5 %
@@ -127,7 +128,7 @@ def test_the_stated_error_is_the_spread_of_repetitions():
 
 def test_clustering_probability_honours_the_mask():
     x, mask = hs.Uniform(6, 2).sample(5, seed=2), random_mask(5, 6)
-    seen = hs.clustering_probability(trajectory(x[None].expand(2, 5, 6, 2), mask), delta=0.5)
+    seen = hs.reduce_replicates(hs.clustering_probability(trajectory(x[None].expand(2, 5, 6, 2), mask), delta=0.5))
     loops = [oracles.clustering_fraction(real(*pair), 0.5) for pair in zip(x, mask, strict=True)]
     assert seen.probability.values == pytest.approx([np.mean(loops)] * 2, rel=1e-14, abs=0)
     assert seen.probability_stderr.values == pytest.approx([np.std(loops, ddof=1) / math.sqrt(5)] * 2, rel=1e-14, abs=0)
@@ -140,7 +141,7 @@ def test_clustering_probability_honours_the_mask():
 @pytest.mark.parametrize(("n", "d"), SIZES)
 def test_histogram_is_the_loop(n, d, bins):
     states = hs.Uniform(n, d).sample(6, seed=n).reshape(2, 3, n, d)
-    seen = hs.inner_product_histogram(trajectory(states), bins=bins)
+    seen = hs.reduce_replicates(hs.inner_product_histogram(trajectory(states), bins=bins))
     edges = np.linspace(-1, 1, bins + 1).tolist()
     loops = np.array([[oracles.histogram(cloud, edges) for cloud in row] for row in states.tolist()])
     assert seen.share.dims == ("time", "inner_product")
@@ -152,7 +153,7 @@ def test_histogram_is_the_loop(n, d, bins):
 
 def test_histogram_honours_the_mask():
     x, mask = hs.Uniform(6, 3).sample(4, seed=2), random_mask(4, 6)
-    seen = hs.inner_product_histogram(trajectory(x[None], mask), bins=10)
+    seen = hs.reduce_replicates(hs.inner_product_histogram(trajectory(x[None], mask), bins=10))
     edges = np.linspace(-1, 1, 11).tolist()
     loops = np.array([oracles.histogram(real(*pair), edges) for pair in zip(x, mask, strict=True)])
     assert np.abs(seen.share.values[0] - loops.mean(0)).max() < 1e-15
@@ -162,7 +163,7 @@ def test_histogram_honours_the_mask():
 def test_inner_products_of_minus_one_zero_and_one_fall_where_they_belong(bins):
     """Bins are closed on the left, so 0 opens the upper half; the last bin holds 1."""
     x = torch.stack([E[0], E[0], -E[0], E[1]])  # ordered pairs: +1 twice, -1 four times, 0 six times
-    share = hs.inner_product_histogram(trajectory(x[None, None]), bins=bins).share.values[0]
+    share = hs.inner_product_histogram(trajectory(x[None, None]), bins=bins).share.values[0, 0]
     expected = np.zeros(bins)
     expected[0] += 4 / 12
     expected[bins // 2] += 6 / 12
@@ -178,7 +179,7 @@ def test_an_inner_product_at_an_edge_opens_the_upper_bin(bins):
     first = torch.tensor([1.0, 0.0], dtype=F64).expand(bins - 1, 2)
     x = torch.stack([first, torch.stack([height, (1 - height**2).sqrt()], -1)], -2)
     assert torch.equal((x[:, 0] * x[:, 1]).sum(-1), height)
-    share = hs.inner_product_histogram(trajectory(x[:, None]), bins=bins).share.values
+    share = hs.inner_product_histogram(trajectory(x[:, None]), bins=bins).share.values[:, 0]
     loops = [oracles.histogram(cloud, edges.tolist()) for cloud in x.tolist()]
     assert np.array_equal(share.argmax(-1), np.argmax(loops, -1))
 
@@ -220,7 +221,7 @@ def test_pairs_count_by_the_product_of_their_weights():
     path = hs.Trajectory(
         torch.zeros(2), x.expand(2, 1, 5, 3), torch.stack([weights, torch.ones(5, dtype=F64)])[:, None]
     )
-    seen = hs.inner_product_histogram(path, bins=2).share[:, 0].values
+    seen = hs.inner_product_histogram(path, bins=2).share[:, 0, 0].values
     assert seen[0] == pytest.approx(below, rel=1e-14)
     assert seen[1] == pytest.approx(oracles.histogram(x.tolist(), [-1.0, 0.0, 1.0])[0], rel=1e-14)
 

@@ -57,6 +57,7 @@ class Attending:
     trajectory: hs.Trajectory
     kernels: list[torch.Tensor]
     visible: torch.Tensor | None = None
+    axis, layer_axis, replicate = "time", "time", "system"
 
     @property
     def layers(self):
@@ -77,7 +78,9 @@ class Attending:
     def replay(self, *instruments):
         """One system at a time."""
         path, batch = self.trajectory, self.trajectory.states.shape[1]
-        start_instruments(self, instruments, ReplayPlan(self.layers, "time", path.times.numpy(), "system", batch))
+        start_instruments(
+            self, instruments, ReplayPlan(self.layers, self.layer_axis, path.times.numpy(), self.replicate, batch)
+        )
         for row in range(batch):
             rows = slice(row, row + 1)
             weights = None if path.weights is None else path.weights[0, rows]
@@ -103,10 +106,15 @@ def test_every_quantity_is_the_loop(name):
         assert row_mass(k).mean().item() == pytest.approx(system["row_mass"], rel=1e-15, abs=0)
 
 
+def measured(system):
+    """Means, errors and intervals over the systems."""
+    return hs.reduce_replicates(kernel_statistics(system))
+
+
 @pytest.mark.parametrize("name", FIELDS)
 def test_statistics_over_systems_are_the_loops(name):
     run = hs.integrate(FIELDS[name], X, times=[0.0, 0.5])
-    seen = kernel_statistics(run)
+    seen = measured(run)
     loops = [[oracles.kernel_system(k, [True] * 5) for k in run.kernel(layer=layer).tolist()] for layer in range(2)]
     assert set(seen.data_vars) == {f"{q}{end}" for q in loops[0][0] for end in ("", "_stderr", "_low", "_high")}
     for quantity in loops[0][0]:
@@ -123,7 +131,7 @@ def test_padding_is_no_query_and_heads_have_an_axis():
     kernels = [torch.rand(4, 2, 5, 5, dtype=F64, generator=draw) * MASK[:, None, None, :] for _ in range(3)]
     kernels[1][0, 1, 2] = 0.0  # a query that sees nobody
     path = hs.Trajectory(torch.arange(3.0), X.expand(3, 4, 5, 3), weights=MASK.double()[None])
-    seen = kernel_statistics(Attending(path, kernels, MASK))
+    seen = measured(Attending(path, kernels, MASK))
     for step, kernel in enumerate(kernels):
         for head in range(2):
             loops = [oracles.kernel_system(k[head].tolist(), m.tolist()) for k, m in zip(kernel, MASK, strict=True)]
@@ -139,16 +147,16 @@ def test_a_token_that_no_statistic_counts_may_still_be_the_sink():
     """As [CLS] is: attention sees it, so that it is a key, but it is no query of which a mean is taken."""
     kernel = torch.tensor([[1.0, 0.0, 0.0], [0.7, 0.3, 0.0], [0.5, 0.1, 0.4]], dtype=F64).expand(1, 3, 3)
     weights = torch.tensor([[[0.0, 1.0, 3.0]]], dtype=F64)
-    seen = kernel_statistics(Attending(hs.Trajectory(torch.zeros(1), X[None, :1, :3], weights), [kernel]))
+    seen = measured(Attending(hs.Trajectory(torch.zeros(1), X[None, :1, :3], weights), [kernel]))
     assert seen.first_token_mass.item() == pytest.approx((0.7 + 3 * 0.5) / 4, rel=1e-15)
     assert seen.bistochastic_defect.item() == pytest.approx(1.2, rel=1e-15)  # the column of the sink, 2.2
 
 
 def test_heads_of_a_field_are_seen_one_by_one():
     heads = [hs.SA(1.0), hs.SA(9.0, query_key=B)]
-    together = kernel_statistics(hs.integrate(MultiHead(heads), X, times=[0.0]))
+    together = measured(hs.integrate(MultiHead(heads), X, times=[0.0]))
     for h, head in enumerate(heads):
-        alone = kernel_statistics(hs.integrate(head, X, times=[0.0]))
+        alone = measured(hs.integrate(head, X, times=[0.0]))
         for quantity in alone.data_vars:
             assert together[quantity].values[0, h] == pytest.approx(alone[quantity].values[0], rel=1e-12, abs=1e-15)
 

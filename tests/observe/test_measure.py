@@ -56,8 +56,8 @@ def test_without_names_it_takes_what_the_system_can_serve():
 def test_replicates_are_kept_until_they_are_reduced():
     seen = hs.measure(RUN, hs.KernelStatistics(), hs.DriftAndSwirl())
     assert seen["kernel_statistics"].entropy.dims == ("time", "system")
-    xr.testing.assert_identical(hs.reduce_replicates(seen["kernel_statistics"]), hs.kernel_statistics(RUN))
-    xr.testing.assert_identical(hs.reduce_replicates(seen["drift_and_swirl"]), hs.drift_and_swirl(RUN))
+    xr.testing.assert_identical(seen["kernel_statistics"], hs.kernel_statistics(RUN))
+    xr.testing.assert_identical(seen["drift_and_swirl"], hs.drift_and_swirl(RUN))
 
 
 @pytest.mark.parametrize(

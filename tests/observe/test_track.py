@@ -1,4 +1,4 @@
-"""Means and standard errors over systems against NumPy, and the overview, number by number."""
+"""Quantities of every system, their means and standard errors against NumPy, and the overview, number by number."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 import helmscope as hs
 import oracles
-from helmscope.observe.track import mean_and_stderr, token_weights
+from helmscope.observe.track import token_weights, with_bounds, with_replicates
 
 F64 = torch.float64
 TIMES = torch.tensor([0.0, 0.5, 2.0], dtype=F64)
@@ -41,16 +41,27 @@ def by_loops(function, trajectory: hs.Trajectory) -> tuple[np.ndarray, np.ndarra
 # Tracking -------------------------------------------------------------------------------------------------------------
 
 
-def test_track_is_the_mean_and_its_standard_error():
-    seen = hs.track(PLAIN, first=lambda x: x[..., 0, 0], square=lambda x: x[..., 1, 2] ** 2)
+def test_track_keeps_every_system_and_reduces_to_the_mean_and_its_standard_error():
+    kept = hs.track(PLAIN, first=lambda x: x[..., 0, 0], square=lambda x: x[..., 1, 2] ** 2)
     values = STATES[..., 0, 0].numpy()
+    assert kept.first.dims == ("time", "system")
+    assert np.array_equal(kept.first.values, values)
+    assert kept.time.values.tolist() == TIMES.tolist()
+    assert kept.system.values.tolist() == [0, 1, 2, 3]
+    assert hs.check_measurement(kept) is kept
+    seen = hs.reduce_replicates(kept)
     assert np.abs(seen.first.values - values.mean(1)).max() < 1e-15
     assert np.abs(seen.first_stderr.values - values.std(1, ddof=1) / 2).max() < 1e-15
     assert np.abs(seen.square.values - (STATES[..., 1, 2] ** 2).numpy().mean(1)).max() < 1e-15
     assert seen.first.dims == ("time",)
-    assert seen.time.values.tolist() == TIMES.tolist()
     assert seen.attrs == {"n": 4}
-    assert hs.check_measurement(seen) is seen
+
+
+def test_the_axes_are_those_that_the_trajectory_names():
+    path = hs.Trajectory(TIMES, STATES, axis="depth", replicate="prompt")
+    seen = hs.track(path, order=hs.order_parameter)
+    assert seen.order.dims == ("depth", "prompt")
+    assert hs.overview(path, beta=1.0).share.dims == ("depth", "prompt", "inner_product")
 
 
 def test_track_takes_whole_numbers_single_precision_and_gradients():
@@ -59,6 +70,7 @@ def test_track_takes_whole_numbers_single_precision_and_gradients():
         hs.Trajectory(TIMES, states), count=lambda x: hs.cluster_count(x, radius=0.3), order=hs.order_parameter
     )
     assert seen["count"].dtype == seen.order.dtype == np.float64
+    seen = hs.reduce_replicates(seen)
     loops, errors = by_loops(SIMPLE["clusters"], PLAIN)
     assert np.abs(seen["count"].values - loops).max() < 1e-15
     assert np.abs(seen.count_stderr.values - errors).max() < 1e-15
@@ -71,21 +83,22 @@ def test_a_weighted_simulation_is_tracked_and_looked_over_by_its_weights():
         np.mean([oracles.order_parameter(cloud, weights.tolist()) for cloud in clouds.tolist()])
         for clouds in run.trajectory.states
     ]
-    assert hs.track(run, order=hs.order_parameter).order.values == pytest.approx(wanted, rel=1e-14)
-    assert hs.overview(run, beta=2.0).order.values == pytest.approx(wanted, rel=1e-14)
+    assert hs.track(run, order=hs.order_parameter).order.mean("system").values == pytest.approx(wanted, rel=1e-14)
+    assert hs.overview(run, beta=2.0).order.mean("system").values == pytest.approx(wanted, rel=1e-14)
     plain = hs.overview(hs.Trajectory(run.times, run.trajectory.states), beta=2.0)
-    assert abs(float(plain.order[0]) - wanted[0]) > 0.05
+    assert abs(float(plain.order[0].mean()) - wanted[0]) > 0.05
 
 
 def test_one_system_has_no_standard_error():
-    seen = hs.track(hs.Trajectory(TIMES, STATES[:, :1]), order=hs.order_parameter)
+    seen = hs.reduce_replicates(hs.track(hs.Trajectory(TIMES, STATES[:, :1]), order=hs.order_parameter))
     assert np.isfinite(seen.order.values).all()
     assert np.isnan(seen.order_stderr.values).all()
     assert seen.attrs["n"] == 1
 
 
 def test_an_axis_behind_the_systems():
-    seen = mean_and_stderr({"x": STATES[:, :, 0]}, {"time": TIMES, "axis": [10.0, 20.0, 30.0]})
+    axes = {"time": TIMES, "system": range(4), "axis": [10.0, 20.0, 30.0]}
+    seen = hs.reduce_replicates(with_replicates({"x": STATES[:, :, 0]}, axes))
     assert seen.x.dims == seen.x_stderr.dims == ("time", "axis")
     assert seen.axis.values.tolist() == [10.0, 20.0, 30.0]
     assert np.abs(seen.x.values - STATES[:, :, 0].numpy().mean(1)).max() < 1e-15
@@ -97,14 +110,14 @@ def test_an_axis_behind_the_systems():
     [
         (
             lambda: hs.track(PLAIN, a=lambda x: x[:, 0, 0, 0]),
-            r"a has shape \(3,\).*axes \(time, system\) of sizes \[3\]",
+            r"a has shape \(3,\).*axes \(time, system\) of sizes \(3, 4\)",
         ),
         (lambda: hs.track(PLAIN, a=lambda x: x[..., 0]), r"a has shape \(3, 4, 5\).*\(time, system\)"),
         (lambda: hs.track(PLAIN, a=lambda x: x.mean()), r"a has shape \(\).*\(time, system\)"),
         (lambda: hs.track(PLAIN, a_stderr=lambda x: x[..., 0, 0]), "'a_stderr' but no 'a'"),
         (
-            lambda: mean_and_stderr({"a": STATES[:, :, 0]}, {"time": TIMES, "axis": np.zeros(2)}),
-            r"a has shape \(3, 4, 3\).*\(time, system, axis\) of sizes \[3, 2\]",
+            lambda: with_replicates({"a": STATES[:, :, 0]}, {"time": TIMES, "system": range(4), "axis": np.zeros(2)}),
+            r"a has shape \(3, 4, 3\).*\(time, system, axis\) of sizes \(3, 4, 2\)",
         ),
         (lambda: hs.track(PADDED, a=lambda x: x[..., 0, 0]), "a is a function that takes no weights.*padding"),
         (lambda: token_weights(STATES, PADDING[:3]), r"weights .*\(3, 5\).*\(3, 4, 5\)"),
@@ -130,7 +143,11 @@ def test_states_of_a_system_that_stopped_are_refused():
 
 @pytest.mark.parametrize("trajectory", [PLAIN, PADDED], ids=["plain", "padded"])
 def test_overview_number_by_number(trajectory):
-    seen = hs.overview(trajectory, beta=3.0, delta=0.2, radius=0.3, bins=7)
+    kept = hs.overview(trajectory, beta=3.0, delta=0.2, radius=0.3, bins=7)
+    assert set(kept.data_vars) == {*SIMPLE, "share"}
+    assert all(kept[name].dims[:2] == ("time", "system") for name in kept.data_vars)
+    assert hs.check_measurement(kept) is kept
+    seen = hs.reduce_replicates(kept)
     for name, function in SIMPLE.items():
         means, errors = by_loops(function, trajectory)
         assert seen[name].values == pytest.approx(means, rel=1e-13, abs=1e-14), name
@@ -141,7 +158,6 @@ def test_overview_number_by_number(trajectory):
         assert seen.share.values[:, k] == pytest.approx(means, rel=1e-13, abs=1e-15)
         assert seen.share_stderr.values[:, k] == pytest.approx(errors, rel=1e-12, abs=1e-15)
     assert seen.attrs == {"n": 4, "beta": 3.0, "delta": 0.2, "radius": 0.3, "every": 1}
-    assert hs.check_measurement(seen) is seen
 
 
 def test_overview_keeps_the_times_and_leaves_out_an_infinite_energy():
@@ -149,12 +165,35 @@ def test_overview_keeps_the_times_and_leaves_out_an_infinite_energy():
     assert seen.time.values.tolist() == TIMES.tolist()
     assert set(SIMPLE) - {"energy"} <= set(seen.data_vars)
     assert "energy" not in seen
-    assert seen.sizes == {"time": 3, "inner_product": 50}
+    assert seen.sizes == {"time": 3, "system": 4, "inner_product": 50}
 
 
 def test_overview_of_one_system():
-    seen = hs.overview(hs.Trajectory(TIMES, STATES[:, :1]), beta=1.0)
-    assert all(np.isnan(seen[name].values).all() == name.endswith("_stderr") for name in seen.data_vars)
+    seen = hs.reduce_replicates(hs.overview(hs.Trajectory(TIMES, STATES[:, :1]), beta=1.0))
+    ends = ("_stderr", "_low", "_high")
+    assert all(np.isnan(seen[name].values).all() == name.endswith(ends) for name in seen.data_vars)
+
+
+def test_intervals_of_the_overview_stay_where_the_quantities_are():
+    """Three clouds, orthogonal, in one point, and in between: the whole intervals leave the bounds."""
+    axes = torch.eye(3, dtype=F64)
+    clouds = torch.stack([axes, axes[0].expand(3, 3), STATES[-1, 0, :3]])
+    kept = hs.overview(hs.Trajectory(TIMES[:1], clouds[None]), beta=1.0)
+    cut, whole = hs.reduce_replicates(kept), hs.reduce_replicates(kept, scale=hs.Plain())
+    bounds = dict.fromkeys(("probability", "share", "order"), (0.0, 1.0)) | {"mean_inner_product": (-1.0, 1.0)}
+    bounds |= {"clusters": (1.0, math.inf), "entropy_rank": (1.0, math.inf), "energy": (0.0, math.inf)}
+    assert set(bounds) == set(kept.data_vars)
+    assert float(whole.probability_low.squeeze()) < 0
+    assert float(whole.probability_high.squeeze()) > 1
+    for name, (low, high) in bounds.items():
+        assert (cut[f"{name}_low"] >= low).all(), name
+        assert (cut[f"{name}_high"] <= high).all(), name
+        assert np.array_equal(cut[name], whole[name])
+
+
+def test_bounds_that_a_measurement_lacks_are_passed_over():
+    seen = with_bounds(hs.track(PLAIN, order=hs.order_parameter), {"order": (0.0, math.inf), "rank": (1.0, 2.0)})
+    assert seen.order.attrs == {"valid_min": 0.0}
 
 
 @pytest.mark.parametrize(

@@ -16,28 +16,33 @@ from helmscope.plots.style import STYLE, new_figure, png, styled
 TIMES = [0.0, 0.5, 1.0, 2.0]
 START = hs.Uniform(6, 3).sample(4, seed=0)
 TRAJECTORY = hs.integrate(hs.SA(2.0), START, TIMES).trajectory
-SEEN = hs.overview(TRAJECTORY, beta=2.0, delta=0.01, radius=0.2)
+KEPT = hs.overview(TRAJECTORY, beta=2.0, delta=0.01, radius=0.2)
+SEEN = hs.reduce_replicates(KEPT)
 PANELS = {0: ["probability", "order"], 1: ["clusters", "entropy_rank"], 2: ["energy"]}
 
 
-def test_curves_are_the_measurement():
-    axes = hs.overview_figure(SEEN).axes
+@pytest.mark.parametrize("given", [KEPT, SEEN], ids=["with replicates", "reduced"])
+def test_curves_are_the_measurement(given):
+    axes = hs.overview_figure(given).axes
     for panel, names in PANELS.items():
         assert len(axes[panel].lines) == len(axes[panel].collections) == len(names)
         for line, band, name in zip(axes[panel].lines, axes[panel].collections, names, strict=True):
             assert np.array_equal(line.get_xdata(), TIMES)
             assert np.array_equal(line.get_ydata(), SEEN[name].values)
             corners = {tuple(corner) for corner in band.get_paths()[0].vertices}
-            value, error = SEEN[name].values, SEEN[f"{name}_stderr"].values
-            for bound in (value - 2 * error, value + 2 * error):
-                assert set(zip(TIMES, bound, strict=True)) <= corners
+            for end in ("_low", "_high"):
+                assert set(zip(TIMES, SEEN[f"{name}{end}"].values, strict=True)) <= corners
     (mesh,) = axes[3].collections
     assert np.array_equal(mesh.get_array(), np.sqrt(SEEN.share.values.T))
 
 
 def test_words_on_the_picture():
-    figure = hs.overview_figure(SEEN, title="SA")
-    assert figure.get_suptitle() == "SA   (4 systems; bands: two standard errors)"
+    figure = hs.overview_figure(KEPT, title="SA")
+    assert figure.get_suptitle() == "SA   (4 systems; bands: 95 % interval)"
+    assert hs.overview_figure(SEEN, title="SA").get_suptitle() == "SA   (4 replicates; bands: 95 % interval)"
+    errors = SEEN.drop_vars([name for name in SEEN.data_vars if name.endswith(("_low", "_high"))])
+    told = hs.overview_figure(errors, title="SA").get_suptitle()
+    assert told == "SA   (4 replicates; bands: two standard errors)"
     legends = [text.get_text() for panel in figure.axes[:3] for text in panel.get_legend().get_texts()]
     assert legends == [
         *("P(<x,y> >= 1 - 0.01)", "order parameter |mean x|"),
@@ -71,7 +76,7 @@ def test_without_energy_that_panel_is_empty():
 def test_one_system_has_curves_without_bands():
     one = hs.overview(hs.Trajectory(TRAJECTORY.times, TRAJECTORY.states[:, :1]), beta=2.0)
     figure = hs.overview_figure(one)
-    assert np.array_equal(figure.axes[1].lines[0].get_ydata(), one.clusters.values)
+    assert np.array_equal(figure.axes[1].lines[0].get_ydata(), one.clusters.values[:, 0])
     assert png(figure)[:4] == b"\x89PNG"
 
 
@@ -80,7 +85,7 @@ def test_one_time_has_a_histogram_with_its_own_axes():
     panel = hs.overview_figure(seen).axes[3]
     (line,) = panel.lines
     assert np.array_equal(line.get_xdata(), seen.inner_product.values)
-    assert np.array_equal(line.get_ydata(), seen.share.values[0])
+    assert np.array_equal(line.get_ydata(), hs.reduce_replicates(seen).share.values[0])
     assert panel.get_xlabel() == "<x_i, x_j>"
     assert "share" in panel.get_ylabel()
 
@@ -123,8 +128,10 @@ def test_what_is_no_measurement_is_refused_with_one_sentence():
 
 
 def test_the_picture_of_a_model_is_over_depth():
-    path = hs.Trajectory(torch.arange(3.0), TRAJECTORY.states[:3], axis="depth")
-    axes = hs.overview_figure(hs.overview(path, beta=2.0)).axes
+    path = hs.Trajectory(torch.arange(3.0), TRAJECTORY.states[:3], axis="depth", replicate="prompt")
+    figure = hs.overview_figure(hs.overview(path, beta=2.0), title="A")
+    axes = figure.axes
+    assert "(4 prompts;" in figure.get_suptitle()
     assert {panel.get_xlabel() for panel in axes[:4]} == {"depth (half-layers)"}
     assert axes[0].lines[0].get_xdata().tolist() == [0.0, 1.0, 2.0]
 

@@ -9,8 +9,8 @@ import pytest
 import xarray as xr
 
 from helmscope.stats.intervals import mean_interval
-from helmscope.stats.reduce import reduce_replicates
-from helmscope.stats.scales import FisherZ, Log, Plain
+from helmscope.stats.reduce import reduce_replicates, reduced
+from helmscope.stats.scales import Bounded, FisherZ, Log, Plain
 from helmscope.types import HelmscopeError, check_measurement
 from support.refusal import refused
 
@@ -78,7 +78,7 @@ def test_labels_and_coordinates_are_kept_and_the_replicates_are_gone():
     seen = reduce_replicates(data)
     assert data.identical(before)
     assert seen.attrs == {"model": "A", "n": 8}
-    assert seen.share.attrs == {"long_name": "share of mass", "scale": "log", "n": 8}
+    assert seen.share.attrs == {"long_name": "share of mass", "scale": "log", "n": 8, "band": "95 % interval"}
     assert seen.share_null.attrs == {"long_name": "of the twins"}
     assert set(seen.coords) == {"layer", "beta", "kind"}
     assert seen.layer.values.tolist() == [0, 6, 12]
@@ -101,6 +101,13 @@ def test_one_value_has_no_spread_and_none_has_no_mean():
     assert np.isnan(alone.a_stderr)
 
 
+def test_a_quantity_without_any_value_has_neither_a_mean_nor_an_interval():
+    seen = reduce_replicates(xr.Dataset({"a": ("seed", [NAN, NAN]), "b": ("seed", [1.0, 2.0])}))
+    assert all(np.isnan(seen[f"a{end}"]) for end in ("", "_low", "_high", "_stderr"))
+    assert (seen.attrs["n"], seen.a.attrs["n"], seen.b.attrs["n"]) == (2, 0, 2)
+    assert check_measurement(seen) is seen
+
+
 def test_the_axis_may_be_chosen_and_whole_numbers_are_numbers():
     data = xr.Dataset({"count": (("prompt", "layer"), [[1, 2], [3, 6]])})
     assert reduce_replicates(data)["count"].values.tolist() == [2.0, 4.0]
@@ -121,7 +128,6 @@ def test_many_entries_are_reduced_at_once():
     [
         (lambda: reduce_replicates(xr.Dataset({"a": ("time", [1.0])})), "its replicate axis must be one of prompt"),
         (lambda: reduce_replicates(xr.Dataset({"a": ("seed", np.zeros(0))})), "0 replicates along 'seed'"),
-        (lambda: reduce_replicates(xr.Dataset({"a": ("seed", [NAN, NAN])})), "'a' is NaN for every replicate"),
         (lambda: reduce_replicates(xr.Dataset({"a": ("seed", [1.0, math.inf])})), "'a' is inf at seed 1, but it must"),
         (
             lambda: reduce_replicates(xr.Dataset({"a": (("layer", "seed"), [[1.0, 0.0]])}), scale=Log()),
@@ -141,3 +147,66 @@ def test_a_null_outside_the_scale_is_refused_by_its_own_name():
     data = xr.Dataset({"a": ("seed", [1.0, 2.0]), "a_null": ("seed", [0.0, 1.0])})
     with pytest.raises(HelmscopeError, match="'a_null' is 0 at seed 0"):
         reduce_replicates(data, scale=Log())
+
+
+# Bounds, ranges, and either form --------------------------------------------------------------------------------------
+
+
+def test_the_interval_of_a_share_stays_in_0_to_1_and_nothing_else_changes():
+    values = np.array([[0.0, 0.2, 1.0, 0.5], [0.1, 0.3, 0.9, 0.5], [0.9, 0.4, 0.2, 0.5]])
+    plain = xr.Dataset({"share": (("seed", "layer"), values)})
+    seen = reduce_replicates(plain.assign(share=plain.share.assign_attrs(valid_min=0.0, valid_max=1.0)))
+    before = reduce_replicates(plain)
+    assert before.share_low[0] < 0
+    assert before.share_high[2] > 1
+    for end in ("", "_stderr"):
+        assert np.array_equal(seen[f"share{end}"], before[f"share{end}"])
+    assert np.array_equal(seen.share_low, np.clip(before.share_low, 0, 1))
+    assert np.array_equal(seen.share_high, np.clip(before.share_high, 0, 1))
+    one = mean_interval(values[:, 0], scale=Bounded((0.0, 1.0)))
+    assert (one.low, one.high) == (0.0, 1.0)
+    assert one.estimate == mean_interval(values[:, 0]).estimate
+
+
+def test_one_bound_is_enough_and_a_scale_that_is_given_comes_before_it():
+    data = xr.Dataset({"rank": ("seed", [1.0, 1.1, 3.0], {"valid_min": 1.0})})
+    assert float(reduce_replicates(data).rank_low) == 1.0
+    assert float(reduce_replicates(data, scale=Plain()).rank_low) < 1.0
+
+
+def test_a_share_may_leave_its_bounds_by_rounding_alone():
+    barely = xr.Dataset({"order": ("seed", [1.0000001, 0.9999], {"valid_max": 1.0})})
+    assert float(reduce_replicates(barely).order) == pytest.approx(0.99995005, rel=1e-14)
+    above = xr.Dataset({"order": ("seed", [1.5, 0.5], {"valid_min": 0.0, "valid_max": 1.0})})
+    refused(lambda: reduce_replicates(above), "'order' is 1.5 at seed 0, but it must be a finite number in [0, 1], or")
+
+
+def test_a_bounded_interval_covers_as_often_as_the_whole_one():
+    """Of uniform shares at n = 3, whose whole intervals often leave [0, 1]."""
+    draws = np.random.default_rng(0).uniform(0, 1, (3, 4000))
+    seen = reduce_replicates(xr.Dataset({"share": (("seed", "draw"), draws)}))
+    cut = reduce_replicates(xr.Dataset({"share": (("seed", "draw"), draws, {"valid_min": 0.0, "valid_max": 1.0})}))
+    covers = [((each.share_low <= 0.5) & (each.share_high >= 0.5)).values for each in (seen, cut)]
+    assert np.array_equal(*covers)
+    assert (seen.share_low < 0).mean() > 0.2
+
+
+def test_a_summary_by_the_range_is_the_median_with_the_smallest_and_the_largest():
+    values = np.array([[1e-9, 0.0], [1.0, NAN], [1e-3, 4.0], [1e3, 2.0]])
+    data = xr.Dataset({"error": (("seed", "h"), values, {"summary": "range", "long_name": "error"})})
+    seen = reduce_replicates(data)
+    assert set(seen.data_vars) == {"error", "error_low", "error_high"}
+    assert seen.error.values.tolist() == [(1.0 + 1e-3) / 2, 2.0]
+    assert seen.error_low.values.tolist() == [1e-9, 0.0]
+    assert seen.error_high.values.tolist() == [1e3, 4.0]
+    assert seen.error.attrs == {"summary": "range", "long_name": "error", "n": 3, "band": "range about the median"}
+    data.error.attrs["summary"] = "rnge"
+    refused(lambda: reduce_replicates(data), "'rnge'")
+
+
+def test_what_is_reduced_stays_as_it_is_and_what_is_not_becomes_so():
+    data = measured()
+    seen = reduced(data)
+    assert seen.identical(reduce_replicates(data))
+    assert reduced(seen) is seen
+    refused(lambda: reduced(xr.Dataset({"a": 1.0}, attrs={"n": 2})), "'a' has neither 'a_stderr'")

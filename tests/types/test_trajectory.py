@@ -81,5 +81,6 @@ def test_trajectory_refuses(given, said):
 def test_a_simulation_is_a_system_and_a_trajectory_is_not():
     simulation = hs.integrate(hs.SA(1.0), torch.eye(2, dtype=torch.float64), [1.0])
     assert isinstance(simulation, hs.System)
+    assert (simulation.axis, simulation.layer_axis, simulation.replicate) == ("time", "time", "system")
     assert not isinstance(simulation.trajectory, hs.System)
     assert not isinstance(simulation, hs.Instrument)

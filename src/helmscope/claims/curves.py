@@ -7,22 +7,32 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from helmscope.types import HelmscopeError, check_measurement
+from helmscope.types import HelmscopeError, check_replicates
 
 if TYPE_CHECKING:
     import xarray as xr
 
 
-def curve(name: str, values: Any, axes: Mapping[str, Sequence[Any]], *, label: str, log: bool = False) -> xr.Dataset:
-    """The Measurement NAME of values (replicate, *axes): mean and standard error over the replicates, or with ``log``,
-    for positive numbers over several decades, the median with the smallest and the largest.
+def curve(
+    name: str,
+    values: Any,
+    axes: Mapping[str, Sequence[Any]],
+    *,
+    label: str,
+    log: bool = False,
+    over: str = "system",
+) -> xr.Dataset:
+    """The Measurement NAME of values (replicate, *axes), with its replicates along the axis ``over``: system, prompt,
+    seed or group. It is drawn with the mean and its interval, or with ``log``, for numbers >= 0 over several decades,
+    with the median and the range.
 
-    The first axis is drawn along the picture, a second one as a family of curves. ``label`` says what is drawn. Join
-    several with ``xarray.merge``.
+    The first of ``axes`` is drawn along the picture, a second one as a family of curves. ``label`` says what is drawn.
+    Join several with ``xarray.merge(..., join="outer")``; where they have different numbers of replicates, those that
+    are missing are NaN and are left out.
 
     >>> seen = curve("energy", [[1.0, 2.0], [3.0, 4.0]], {"time": [0.0, 1.0]}, label="energy E")
-    >>> seen.energy.values.tolist(), seen.energy_stderr.values.tolist(), seen.attrs["n"]
-    ([2.0, 3.0], [1.0, 1.0], 2)
+    >>> seen.energy.dims, seen.energy.values.tolist()
+    (('system', 'time'), [[1.0, 2.0], [3.0, 4.0]])
     """
     import xarray as xr
 
@@ -32,15 +42,6 @@ def curve(name: str, values: Any, axes: Mapping[str, Sequence[Any]], *, label: s
         raise HelmscopeError(
             f"{name} has shape {numbers.shape}, but it must be (replicates, {', '.join(map(str, shape))}), two or more"
         )
-    n = len(numbers)
-    if log:
-        parts = {"": np.median(numbers, 0), "_low": numbers.min(0), "_high": numbers.max(0)}
-    else:
-        parts = {"": numbers.mean(0), "_stderr": numbers.std(0, ddof=1) / n**0.5}
-    data = xr.Dataset(
-        {f"{name}{end}": (tuple(axes), part) for end, part in parts.items()},
-        {axis: list(at) for axis, at in axes.items()},
-        {"n": n},
-    )
-    data[name].attrs = {"long_name": label, "n": n, "scale": "log" if log else "linear"}
-    return check_measurement(data)
+    told = {"long_name": label, "scale": "log", "summary": "range"} if log else {"long_name": label, "scale": "linear"}
+    coords = {over: np.arange(len(numbers)), **{axis: list(at) for axis, at in axes.items()}}
+    return check_replicates(xr.Dataset({name: ((over, *axes), numbers, told)}, coords), over)

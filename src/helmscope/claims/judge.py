@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 from helmscope.claims.entry import Entry, Ground
 from helmscope.claims.finding import Check, Finding, Weighed
-from helmscope.types import Control, HelmscopeError, Region, Ruling, Verdict, check_measurement, interval_text
+from helmscope.stats.reduce import reduced
+from helmscope.types import Control, HelmscopeError, Region, Ruling, Verdict, interval_text
 
 LEAST_REPLICATES = 32
 
@@ -28,7 +29,7 @@ def judge(entry: Entry, finding: Finding, *, subject: str = "") -> Verdict:
     """
     if not isinstance(finding, Finding):
         raise HelmscopeError(f"experiment of '{entry.id}' gave a {type(finding).__name__}, but it must give a Finding")
-    check_measurement(finding.data)
+    reduced(finding.data)  # a picture that cannot be drawn is refused here, not in a report after many trials
     weighed = finding.evidence.weigh(entry.region)
     null = _control(finding.null, entry.region)
     printed = None if finding.printed is None else _control(finding.printed, entry.region)

@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Trial:
-    """A verdict, and the Measurement of its experiment.
+    """A verdict, and the Measurement of its experiment, with its replicates: ``hs.reduce_replicates(trial.data)`` is
+    what a picture shows of it.
 
     >>> from helmscope.types import Region, Ruling
     >>> Trial(Verdict("rate", Ruling.IMPOSSIBLE, None, Region(text="1"), "", ""), data=None).verdict.claim
@@ -239,7 +240,8 @@ def _received(data: dict[str, Any]) -> Subject:
 
 def _read(dataset: xr.Dataset) -> Trial:
     (verdict,) = decode_verdicts(str(dataset.attrs["verdict"]).encode(), "verdict of a trial")
-    return Trial(verdict, dataset.drop_attrs(deep=False).assign_attrs(n=dataset.attrs["n"]))
+    attributes = {name: value for name, value in dataset.attrs.items() if name != "verdict"}
+    return Trial(verdict, dataset.drop_attrs(deep=False).assign_attrs(attributes))
 
 
 def registered(claim: str, folder: str | Path | None) -> Registered:

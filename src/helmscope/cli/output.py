@@ -118,7 +118,12 @@ def _say_plainly(report: dict[str, Any]) -> None:
 
 
 def listed(measured: xr.Dataset) -> dict[str, Any]:
-    """Curves over time as plain lists; JSON has neither NaN nor infinity, so what is not a number is null."""
+    """Curves over time, reduced over the systems, as plain lists; JSON has neither NaN nor infinity, so what is not a
+    number is null.
+    """
+    from helmscope.stats.reduce import reduced
+
+    measured = reduced(measured)
 
     def plain(name: str) -> list[float | None]:
         return [v if math.isfinite(v) else None for v in measured[name].values.tolist()]

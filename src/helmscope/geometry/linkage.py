@@ -6,15 +6,21 @@ all tree edges longer than r are cut. Kruskal's order of the edges is the order 
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from helmscope.geometry.arithmetic import full_precision, vectorized
 from helmscope.geometry.sphere import angle_from_chords
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
     from torch import Tensor
+
+EXACT = "donot_use_mm_for_euclid_dist"  # the matrix-product form of cdist cannot see below 1e-8
+PASSING = 1 << 22  # coordinates of pairs that are looked at one by one, at a time
 
 
 class SpanningTree(NamedTuple):
@@ -32,9 +38,53 @@ def pairwise_angles(x: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n n
     tensor([[0.0000, 1.5708],
             [1.5708, 0.0000]])
     """
-    exact = "donot_use_mm_for_euclid_dist"  # the matrix-product form of cdist cannot see below 1e-8
-    apart, across = torch.cdist(x, x, compute_mode=exact), torch.cdist(x, -x, compute_mode=exact)
-    return angle_from_chords(apart, across)
+    return _angles(x, x)
+
+
+def pairs_within(x: Float[Tensor, "*batch n d"], radius: float) -> Bool[Tensor, "*batch n n"]:
+    """Which tokens are at most ``radius`` radians apart: pairwise_angles(x) <= radius, faster.
+
+    >>> pairs_within(torch.tensor([[1.0, 0.0], [0.0, 1.0]]), 1.5)
+    tensor([[ True, False],
+            [False,  True]])
+    """
+    return _decided(x.detach(), 2 * math.sin(min(radius, math.pi) / 2), lambda a, b: _angles(a, b) <= radius)
+
+
+def pairs_within_chord(x: Float[Tensor, "*batch n d"], chord: float) -> Bool[Tensor, "*batch n n"]:
+    """Which tokens have |x_i - x_j| <= ``chord``.
+
+    >>> pairs_within_chord(torch.tensor([[1.0, 0.0], [0.0, 1.0]]), 1.5)
+    tensor([[True, True],
+            [True, True]])
+    """
+    return _decided(x.detach(), chord, lambda a, b: torch.cdist(a, b, compute_mode=EXACT) <= chord)
+
+
+def _angles(x: Tensor, y: Tensor) -> Tensor:
+    return angle_from_chords(torch.cdist(x, y, compute_mode=EXACT), torch.cdist(x, -y, compute_mode=EXACT))
+
+
+@full_precision
+def _decided(x: Tensor, chord: float, exact: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    """exact(x, x), a condition |x_i - x_j| <= chord whose rounding is that of the dtype of x: read off inner products,
+    which are fast, wherever rounding cannot change the answer, and asked for at the other pairs alone.
+    """
+    if vectorized(x):
+        return exact(x, x)
+    clouds = x.reshape(-1, *x.shape[-2:])
+    wide = clouds.to(torch.float64)  # no setting of torch makes these products coarser
+    size = wide.square().sum(-1)
+    beyond = torch.baddbmm(size.unsqueeze(-1) + size.unsqueeze(-2), wide, wide.mT, alpha=-2).sub_(chord**2)
+    # |x - y|^2 of the condition and of this sum are rounded to (4 d + 16) eps; norms that are not 1 move an angle
+    off = float((size - 1).abs().amax()) if size.numel() else 0.0
+    doubt = 8 * (x.shape[-1] + 2) * torch.finfo(x.dtype).eps + 2 * off * chord**2
+    near, unsure = beyond <= 0, (beyond.abs_() <= doubt).nonzero()
+    if len(unsure) > near.numel() // 8:
+        return exact(x, x)
+    for cloud, i, j in (part.unbind(-1) for part in torch.split(unsure, max(1, PASSING // x.shape[-1]))):
+        near[cloud, i, j] = exact(clouds[cloud, i].unsqueeze(-2), clouds[cloud, j].unsqueeze(-2))[:, 0, 0]
+    return near.view(*x.shape[:-1], x.shape[-2])
 
 
 def spanning_tree(x: Float[Tensor, "*batch n d"]) -> SpanningTree:
@@ -77,12 +127,13 @@ def components(adjacent: Tensor) -> Int[Tensor, "*batch n"]:
     index = torch.arange(n, device=adjacent.device)
     linked = adjacent | adjacent.mT | torch.eye(n, dtype=torch.bool, device=adjacent.device)
     label = index.expand(adjacent.shape[:-1])
-    while True:
+    for _ in range(n):
         lower = torch.where(linked, label.unsqueeze(-2), n).amin(-1)
         lower = lower.gather(-1, lower)  # a chain of m nodes takes about log m rounds instead of m
-        if torch.equal(lower, label):
-            return label.contiguous()
+        if not vectorized(lower) and torch.equal(lower, label):
+            break
         label = lower
+    return label.contiguous()
 
 
 def clusters(x: Float[Tensor, "*batch n d"], radius: float) -> Int[Tensor, "*batch n"]:
@@ -92,7 +143,7 @@ def clusters(x: Float[Tensor, "*batch n d"], radius: float) -> Int[Tensor, "*bat
     >>> clusters(torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 0.0]]), radius=0.1)
     tensor([0, 1, 0])
     """
-    return components(pairwise_angles(x.detach()) <= radius)
+    return components(pairs_within(x, radius))
 
 
 def without_padding(x: Float[Tensor, "*batch n d"], real: Bool[Tensor, "*batch n"]) -> Float[Tensor, "*batch n d"]:

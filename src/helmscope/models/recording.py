@@ -108,7 +108,23 @@ class Recording:
         stream, counted = self.residual, self.batch.counted
         times = torch.arange(self.first, self.first + len(stream.radius), dtype=torch.float64, device="cpu")
         weights = None if counted is None else counted.to(stream.radius).unsqueeze(0)
-        return Trajectory(times, stream.direction, weights, stream.radius, self.batch.tokens, axis="depth")
+        path = Trajectory(times, stream.direction, weights, stream.radius, self.batch.tokens)
+        return replace(path, axis=self.axis, replicate=self.replicate)
+
+    @property
+    def axis(self) -> str:
+        """The axis of the states: depth, in half-layers."""
+        return "depth"
+
+    @property
+    def layer_axis(self) -> str:
+        """The axis of the mechanisms."""
+        return "layer"
+
+    @property
+    def replicate(self) -> str:
+        """The axis of the replicates: the texts."""
+        return "prompt"
 
     @cached_property
     def on_sphere(self) -> Trajectory:

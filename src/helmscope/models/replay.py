@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 def replay(recording: Recording, instruments: Sequence[Instrument]) -> dict[str, xr.Dataset]:
     """Show a recording to instruments by one forward of its model; see ``Recording.replay``."""
     layers = recording.layers
-    plan = ReplayPlan(layers, "layer", list(layers), "prompt", len(recording.batch))
+    plan = ReplayPlan(layers, recording.layer_axis, list(layers), recording.replicate, len(recording.batch))
     needs = start_instruments(recording, instruments, plan)
     if instruments:
         try:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from helmscope.geometry.linkage import spanning_tree, without_padding
+from helmscope.geometry.linkage import clusters, spanning_tree, without_padding
 from helmscope.geometry.sphere import check_tokens
 from helmscope.observe.track import token_weights
 from helmscope.types import HelmscopeError, real_number
@@ -27,7 +27,8 @@ def cluster_count(
     """
     radius = real_number("radius", radius, at_least=0)
     counted = token_weights(check_tokens(x), weights) > 0
-    return 1 + (spanning_tree(without_padding(x, counted)).length > radius).sum(-1)
+    label = clusters(without_padding(x, counted), radius)
+    return (label == torch.arange(x.shape[-2], device=x.device)).sum(-1)  # one token of a cluster has its own index
 
 
 @dataclass(frozen=True, eq=False)

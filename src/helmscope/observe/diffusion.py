@@ -26,7 +26,7 @@ from helmscope.geometry.sphere import check_tokens
 from helmscope.kernels.dense import matrix_product
 from helmscope.observe.generator import check_points
 from helmscope.observe.kernel import check_kernel, laws
-from helmscope.types import HelmscopeError, check_measurement
+from helmscope.types import HelmscopeError, check_reduced
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -118,7 +118,8 @@ def context_covariance(increments: Float[Tensor, "contexts n d"]) -> xr.Dataset:
 
     ``increments[c, i]`` is what happened to token i in context c; token i must stand at the same place in all of them.
     Gives ``drift`` (token, row), the mean of Delta, and ``covariance`` (token, row, column), unbiased and centred, each
-    with its standard error over the contexts: that of the covariance is the first order in 1 / sqrt(contexts).
+    with its standard error over the contexts: that of the covariance is the first order in 1 / sqrt(contexts). It is
+    reduced over the contexts, because a covariance belongs to all of them together.
 
     >>> moves = torch.tensor([[[1.0, 0.0]], [[-1.0, 0.0]]])
     >>> seen = context_covariance(moves)
@@ -144,7 +145,7 @@ def context_covariance(increments: Float[Tensor, "contexts n d"]) -> xr.Dataset:
         "covariance": (("token", "row", "column"), (covariance / 2).numpy()),
         "covariance_stderr": (("token", "row", "column"), (spread / 2).numpy()),
     }
-    return check_measurement(xr.Dataset(data, attrs={"n": n}))
+    return check_reduced(xr.Dataset(data, attrs={"n": n}))
 
 
 @full_precision

@@ -20,8 +20,7 @@ from helmscope.fields.hodge_jacobian import jacobian_split
 from helmscope.fields.mlp import MLP, GatedMLP
 from helmscope.geometry.arithmetic import full_precision
 from helmscope.geometry.sphere import check_tokens, project
-from helmscope.observe.track import check_system, token_mean, token_weights
-from helmscope.stats.reduce import reduce_replicates
+from helmscope.observe.track import AT_LEAST_0, SHARE, check_system, token_mean, token_weights, with_bounds
 from helmscope.types import HelmscopeError, Instrument, Needs
 
 if TYPE_CHECKING:
@@ -30,6 +29,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from helmscope.types import AttentionPass, MlpPass, Moment, System
+
+
+LENGTHS = ("force", "tangential_speed", "gradient", "swirl", "harmonic", "attention_speed")
+BOUNDS = {**dict.fromkeys((*LENGTHS, "swirl_fraction_as_printed"), AT_LEAST_0), "swirl_index": SHARE}
 
 
 class DriftAndSwirl(Instrument):
@@ -91,19 +94,23 @@ class DriftAndSwirl(Instrument):
         means = {name: token_mean(value, weights) for name, value in seen.items()}
         self.keep(moment, {**means, "swirl_fraction_as_printed": fraction})
 
+    def result(self) -> xr.Dataset:
+        """The quantities of every layer and replicate."""
+        return with_bounds(super().result(), BOUNDS)
+
 
 def drift_and_swirl(system: System, *, derivatives: bool = True) -> xr.Dataset:
-    """``DriftAndSwirl`` of a system with mean, standard error and interval over its replicates, by one replay.
+    """``DriftAndSwirl`` of a system, with its replicates, by one replay.
 
     >>> from helmscope.fields.activations import Identity
     >>> from helmscope.solve.integrate import integrate
     >>> turn = MLP(w_in=torch.eye(2), w_out=torch.tensor([[0.0, -1.0], [1.0, 0.0]]), activation=Identity())
     >>> seen = drift_and_swirl(integrate(turn, torch.eye(2), times=[0.0, 1.0]))
     >>> seen.tangential_speed.values.round(6).tolist(), seen.swirl_index.values.round(6).tolist()
-    ([1.0, 1.0], [1.0, 1.0])
+    ([[1.0], [1.0]], [[1.0], [1.0]])
     """
     instrument = DriftAndSwirl(derivatives=derivatives)
-    return reduce_replicates(check_system(system).replay(instrument)[instrument.name])
+    return check_system(system).replay(instrument)[instrument.name]
 
 
 def _unit(points: Tensor | None, weights: Tensor, name: str) -> Tensor:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import xarray as xr
 
-from helmscope.types import HelmscopeError, check_measurement
+from helmscope.stats.reduce import band, reduced
+from helmscope.types import HelmscopeError, check_reduced
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -17,11 +18,15 @@ if TYPE_CHECKING:
 def half_time(diagram: xr.Dataset) -> xr.Dataset:
     """t_half, the first time at which the probability reaches 1/2, for each beta (and each further axis).
 
-    Linear between the times of the diagram, which is a guess: ``half_time_low`` is the last time before P + 2 stderr
-    reaches 1/2, ``_high`` the first at which P - 2 stderr has, so that the interval is never narrower than the grid. A
-    row that does not reach 1/2, or is past it at its first time > 0, is ``censored``: half_time is NaN and the interval
-    is what is known, up to infinity or down to 0. ``relative_error`` = t_half / t* - 1, with its interval, NaN where
-    there is no ``curve``.
+    Linear between the times of the diagram, which is a guess: ``half_time_low`` is the last time before the upper edge
+    of the band about P reaches 1/2, ``_high`` the first at which the lower edge has, so that the interval is never
+    narrower than the grid. The band is ``probability_low`` to ``_high``, or where there are none, as in a phase
+    diagram, two standard errors. The diagram is a reduced one, because its time belongs to the probability over all
+    samples; one with replicates is reduced first.
+
+    A row that does not reach 1/2, or is past it at its first time > 0, is ``censored``: half_time is NaN and the
+    interval is what is known, up to infinity or down to 0. ``relative_error`` = t_half / t* - 1, with its interval, NaN
+    where there is no ``curve``.
 
     >>> made = {"probability": (("beta", "time"), [[0.0, 1.0]]), "probability_stderr": (("beta", "time"), [[0.0, 0.1]])}
     >>> made = xr.Dataset(made, {"beta": [1.0], "time": [0.0, 8.0], "curve": ("beta", [5.0])}, {"n": 9})
@@ -29,7 +34,8 @@ def half_time(diagram: xr.Dataset) -> xr.Dataset:
     >>> float(found.half_time[0]), float(found.half_time_high[0]), round(float(found.relative_error[0]), 9)
     (4.0, 8.0, -0.2)
     """
-    if "probability" not in check_measurement(diagram) or "time" not in diagram.probability.dims:
+    diagram = reduced(diagram)
+    if "probability" not in diagram or "time" not in diagram.probability.dims:
         raise HelmscopeError("diagram has no 'probability' over time, but it must be one that phase_diagram() gives")
     clock = diagram.time.values.astype(np.float64)
 
@@ -43,9 +49,9 @@ def half_time(diagram: xr.Dataset) -> xr.Dataset:
         )
         return found
 
-    band = 2 * diagram.probability_stderr
-    low, middle, high = (reaches(diagram.probability + shift, k) for k, shift in enumerate((band, 0.0, -band)))
-    unknown = (diagram.probability + band).isnull().any("time")  # nothing was carried, or one sample alone
+    lower, upper = band(diagram, "probability")
+    low, middle, high = (reaches(edge, k) for k, edge in enumerate((upper, diagram.probability, lower)))
+    unknown = upper.isnull().any("time")  # nothing was carried, or one sample alone
     began = middle <= clock[0] if clock[0] > 0 else middle < 0
     censored = began | ~np.isfinite(middle)
     low = low.where(np.isfinite(low), clock[-1])
@@ -57,7 +63,7 @@ def half_time(diagram: xr.Dataset) -> xr.Dataset:
         }
         data |= relative
     found = xr.Dataset(data, attrs={key: diagram.attrs[key] for key in ("n", "delta", "flow") if key in diagram.attrs})
-    return check_measurement(found.assign_coords(censored=censored))
+    return check_reduced(found.assign_coords(censored=censored))
 
 
 def _crossing(clock: Float[np.ndarray, " time"], p: Float[np.ndarray, " time"]) -> tuple[float, float, float]:

@@ -12,8 +12,9 @@ import torch
 import xarray as xr
 
 from helmscope.geometry.arithmetic import full_precision
+from helmscope.geometry.linkage import pairs_within_chord
 from helmscope.geometry.sphere import check_tokens
-from helmscope.observe.track import mean_and_stderr, state_axis, token_weights, trajectory_of
+from helmscope.observe.track import SHARE, state_axes, token_weights, trajectory_of, with_bounds, with_replicates
 from helmscope.types import System, Trajectory, fits_memory, real_number, whole_number
 
 if TYPE_CHECKING:
@@ -46,37 +47,36 @@ def clustering_fraction(
     """
     delta = real_number("delta", delta, at_least=0)
     m = token_weights(check_tokens(x), weights)
-    distance = torch.cdist(x, x, compute_mode="donot_use_mm_for_euclid_dist")
-    distance.diagonal(dim1=-2, dim2=-1).fill_(torch.inf)
-    close = (distance <= math.sqrt(2 * delta)).to(x.dtype)
+    close = pairs_within_chord(x, math.sqrt(2 * delta)).to(x.dtype)
+    close.diagonal(dim1=-2, dim2=-1).zero_()
     return (m * (close * m.unsqueeze(-2)).sum(-1)).sum(-1) / _pairs(m)
 
 
 def clustering_probability(trajectory: Trajectory | System, *, delta: float) -> xr.Dataset:
     """The probability that two tokens have met, P(<x_i, x_j> >= 1 - delta), over time (source 001, figure 3).
 
-    Estimated by the mean ``clustering_fraction``; its standard error comes from the systems, since the pairs of one
-    system are not independent.
+    Each system gives its ``clustering_fraction``, and their mean estimates the probability. Its standard error is that
+    over the systems, since the pairs of one system are not independent: ``reduce_replicates`` gives both.
 
     >>> seen = clustering_probability(Trajectory(torch.zeros(1), torch.eye(2).expand(1, 3, 2, 2)), delta=1e-3)
-    >>> float(seen.probability[0]), seen.attrs["n"]
-    (0.0, 3)
+    >>> seen.probability.dims, seen.probability.values.tolist()
+    (('time', 'system'), [[0.0, 0.0, 0.0]])
     """
     path = trajectory_of(trajectory)
     share = clustering_fraction(path.states, delta=delta, weights=path.weights)
-    dataset = mean_and_stderr({"probability": share}, state_axis(path))
-    return dataset.assign_attrs(delta=delta)
+    seen = with_replicates({"probability": share}, state_axes(path))
+    return with_bounds(seen, {"probability": SHARE}).assign_attrs(delta=delta)
 
 
 @full_precision
 def inner_product_histogram(trajectory: Trajectory | System, *, bins: int = 100) -> xr.Dataset:
-    """Histogram of <x_i, x_j>, i != j, on [-1, 1] at each time: the share of pairs in each bin, averaged over systems.
+    """Histogram of <x_i, x_j>, i != j, on [-1, 1] for each system at each time: the share of its pairs in each bin.
 
     Bins are closed on the left, the last one on both sides.
 
-    >>> seen = inner_product_histogram(Trajectory(torch.zeros(1), torch.eye(2).expand(1, 3, 2, 2)), bins=3)
-    >>> seen.share[0].values.tolist()
-    [0.0, 1.0, 0.0]
+    >>> seen = inner_product_histogram(Trajectory(torch.zeros(1), torch.eye(2).expand(1, 2, 2, 2)), bins=3)
+    >>> seen.share.dims, seen.share[0].values.tolist()
+    (('time', 'system', 'inner_product'), [[0.0, 1.0, 0.0], [0.0, 1.0, 0.0]])
     """
     bins = whole_number("bins", bins, at_least=1)
     fits_memory(f"bins is {bins}", bins)
@@ -90,7 +90,8 @@ def inner_product_histogram(trajectory: Trajectory | System, *, bins: int = 100)
     counts = torch.zeros(*x.shape[:2], bins, dtype=x.dtype, device=x.device)
     counts.scatter_add_(-1, index.flatten(-2), pairs.flatten(-2))
     share = counts / counts.sum(-1, keepdim=True)
-    return mean_and_stderr({"share": share}, {**state_axis(path), "inner_product": (edges[1:] + edges[:-1]) / 2})
+    axes = {**state_axes(path), "inner_product": (edges[1:] + edges[:-1]) / 2}
+    return with_bounds(with_replicates({"share": share}, axes), {"share": SHARE})
 
 
 def _pairs(m: Float[Tensor, "*batch n"]) -> Float[Tensor, "*batch"]:

@@ -13,8 +13,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from helmscope.observe.track import check_system, token_mean, token_weights
-from helmscope.stats.reduce import reduce_replicates
+from helmscope.observe.track import (
+    AT_LEAST_0,
+    AT_LEAST_1,
+    SHARE,
+    check_system,
+    token_mean,
+    token_weights,
+    with_bounds,
+)
 from helmscope.types import HelmscopeError, Instrument, Needs
 
 if TYPE_CHECKING:
@@ -210,6 +217,13 @@ def visible_tokens(
     return visible.expand(kernel.shape[:-1])
 
 
+BOUNDS = {
+    **dict.fromkeys(("row_mass", "entropy", "bistochastic_defect"), AT_LEAST_0),
+    **dict.fromkeys(("largest_weight", "first_token_mass", "future_mass", "symmetry_defect"), SHARE),
+    "effective_keys": AT_LEAST_1,
+}
+
+
 class KernelStatistics(Instrument):
     """The quantities above in every layer (at every time of a simulation), and for every head where there are several:
     ``row_mass``, ``entropy``, ``effective_keys``, ``largest_weight``, ``first_token_mass``, ``future_mass``,
@@ -241,19 +255,22 @@ class KernelStatistics(Instrument):
         weights = token_weights(passed.state, moment.weights)
         self.keep(moment, _statistics(kernel, weights.to(kernel), moment.visible))
 
+    def result(self) -> xr.Dataset:
+        """The statistics of every head (or of the one there is), layer and replicate."""
+        return with_bounds(super().result(), BOUNDS)
+
 
 def kernel_statistics(system: System) -> xr.Dataset:
-    """``KernelStatistics`` of a system with mean, standard error and interval over its replicates, by one replay. A
-    system without attention is refused.
+    """``KernelStatistics`` of a system, with its replicates, by one replay. A system without attention is refused.
 
     >>> from helmscope.fields.attention import SA
     >>> from helmscope.solve.integrate import integrate
     >>> seen = kernel_statistics(integrate(SA(beta=0.0), torch.eye(3), times=[0.0, 1.0]))
-    >>> seen.effective_keys.values.round(6).tolist(), seen.attrs["n"]
-    ([3.0, 3.0], 1)
+    >>> seen.effective_keys.values.round(6).tolist()
+    [[3.0], [3.0]]
     """
     instrument = KernelStatistics()
-    return reduce_replicates(check_system(system).replay(instrument)[instrument.name])
+    return check_system(system).replay(instrument)[instrument.name]
 
 
 def _statistics(kernel: Tensor, weights: Tensor, visible: Tensor | None) -> dict[str, Tensor]:

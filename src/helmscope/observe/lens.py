@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 
-from helmscope.observe.track import mean_and_stderr, state_axis, token_weights
+from helmscope.observe.track import AT_LEAST_0, state_axes, token_weights, with_bounds, with_replicates
 from helmscope.types import HelmscopeError, Trajectory
 
 if TYPE_CHECKING:
@@ -31,8 +31,7 @@ class Speaks(Protocol):
 
 
 def lens_divergence(system: Speaks) -> xr.Dataset:
-    """Along depth, for each text the mean over its tokens by their weights, then mean and standard error over texts, in
-    nats:
+    """For each text at each depth, the mean over its tokens by their weights, in nats, of
 
         ``divergence``  KL(p | p_t) = sum_w p(w) log p(w) / p_t(w)      ``entropy``  -sum_w p_t(w) log p_t(w)
 
@@ -62,7 +61,8 @@ def lens_divergence(system: Speaks) -> xr.Dataset:
             values = m.new_zeros(2, *m.shape)
             values[:, here] = _per_token(final, system.logits(depth=depth, rows=rows)[here]).cpu()
             found[:, step, rows] = (values * m).sum(-1) / m.sum(-1)
-    return mean_and_stderr({"divergence": found[0], "entropy": found[1]}, state_axis(path))
+    seen = {"divergence": found[0], "entropy": found[1]}
+    return with_bounds(with_replicates(seen, state_axes(path)), dict.fromkeys(seen, AT_LEAST_0))
 
 
 def _per_token(final: Float[Tensor, "token w"], early: Float[Tensor, "token w"]) -> Float[Tensor, "2 token"]:

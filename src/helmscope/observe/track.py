@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
@@ -11,30 +12,32 @@ import torch
 import xarray as xr
 
 from helmscope.fields.field import check_weights
-from helmscope.types import HelmscopeError, System, Trajectory, check_measurement
+from helmscope.types import HelmscopeError, System, Trajectory, check_replicates
 
 if TYPE_CHECKING:
     from jaxtyping import Float
     from numpy.typing import ArrayLike
     from torch import Tensor
 
+SHARE, AT_LEAST_0, AT_LEAST_1 = (0.0, 1.0), (0.0, math.inf), (1.0, math.inf)  # bounds of quantities
+
 
 def track(trajectory: Trajectory | System, **quantities: Callable[..., Tensor]) -> xr.Dataset:
-    """Mean and standard error over the systems, at each time, of functions f(x, weights=...) of tokens (time, batch, n,
-    d) with a value (time, batch).
+    """The Measurement of functions f(x, weights=...) of tokens (time, batch, n, d) with a value (time, batch): every
+    system at every time, with the axes (time, system), or (depth, prompt) for a recording.
 
     The weights of the trajectory, in which padding has weight 0, are passed to every function; one that takes none is
-    refused where there are any, so that no call counts padding by accident. The systems are the replicates: n is their
-    number. With one system there is no standard error (NaN). Where a system stopped early its states are NaN, which
-    observables refuse: cut the trajectory first.
+    refused where there are any, so that no call counts padding by accident. The systems are the replicates:
+    ``reduce_replicates`` gives means with intervals, and ``paired_difference`` compares two models prompt by prompt.
+    Where a system stopped early its states are NaN, which observables refuse: cut the trajectory first.
 
     >>> from helmscope.observe.order import order_parameter
     >>> seen = track(Trajectory(torch.zeros(1), torch.eye(2).expand(1, 3, 2, 2)), order=order_parameter)
-    >>> round(float(seen.order[0]), 4), float(seen.order_stderr[0]), seen.attrs["n"]
-    (0.7071, 0.0, 3)
+    >>> seen.order.dims, seen.order.values.round(4).tolist()
+    (('time', 'system'), [[0.7071, 0.7071, 0.7071]])
     """
     path = trajectory_of(trajectory)
-    return mean_and_stderr({name: _value(name, f, path) for name, f in quantities.items()}, state_axis(path))
+    return with_replicates({name: _value(name, f, path) for name, f in quantities.items()}, state_axes(path))
 
 
 def _value(name: str, function: Callable[..., Tensor], path: Trajectory) -> Tensor:
@@ -65,39 +68,52 @@ def trajectory_of(seen: object) -> Trajectory:
     return path
 
 
-def mean_and_stderr(values: Mapping[str, Tensor], axes: Mapping[str, ArrayLike]) -> xr.Dataset:
-    """The Measurement of per-system values, whose axes are the first of ``axes``, the systems, then the rest of
-    ``axes``, which gives each axis its name and coordinates.
+def with_replicates(values: Mapping[str, Tensor], axes: Mapping[str, ArrayLike]) -> xr.Dataset:
+    """The Measurement, in float64, of values whose axes have the names and coordinates ``axes``, the replicates among
+    them.
 
-    >>> seen = mean_and_stderr({"mass": torch.tensor([[1.0, 3.0]])}, {"layer": [0]})
-    >>> float(seen.mass[0]), float(seen.mass_stderr[0]), seen.attrs["n"]
-    (2.0, 1.0, 2)
+    >>> with_replicates({"mass": torch.tensor([[0.1, 0.3]])}, {"layer": [0], "prompt": [0, 1]}).mass.dims
+    ('layer', 'prompt')
     """
-    sizes = [len(np.asarray(axis)) for axis in axes.values()]
-    count, data = 0, {}
+    coords = {name: np.asarray(axis) for name, axis in axes.items()}
+    sizes, data = tuple(len(axis) for axis in coords.values()), {}
     for name, value in values.items():
-        shape = tuple(value.shape)
-        count = shape[1] if len(shape) > 1 else 0
-        if shape != (sizes[0], count, *sizes[1:]):
-            first, *others = axes
-            wanted = ", ".join((first, "system", *others))
-            raise HelmscopeError(f"{name} has shape {shape}, but it must have the axes ({wanted}) of sizes {sizes}")
-        if not count:
-            raise HelmscopeError("trajectory has a batch of 0 systems, but a mean over systems needs at least one")
-        value = value.detach().to(torch.float64).cpu()
-        spread = value.std(1, correction=1) if count > 1 else torch.full_like(value[:, 0], torch.nan)
-        data[name] = (tuple(axes), value.mean(1).numpy())
-        data[f"{name}_stderr"] = (tuple(axes), (spread / count**0.5).numpy())
-    return check_measurement(xr.Dataset(data, {name: np.asarray(axis) for name, axis in axes.items()}, {"n": count}))
+        if tuple(value.shape) != sizes:
+            wanted = ", ".join(axes)
+            raise HelmscopeError(
+                f"{name} has shape {tuple(value.shape)}, but it must have the axes ({wanted}) of sizes {sizes}"
+            )
+        data[name] = (tuple(axes), value.detach().to("cpu", torch.float64).numpy())
+    return check_replicates(xr.Dataset(data, coords))
 
 
-def state_axis(path: Trajectory) -> dict[str, np.ndarray]:
-    """The name and the coordinates of a trajectory's first axis.
+def with_bounds(measurement: xr.Dataset, bounds: Mapping[str, tuple[float, float]]) -> xr.Dataset:
+    """The Measurement with the bounds between which its quantities lie by definition as attributes ``valid_min`` and
+    ``valid_max``: intervals that ``reduce_replicates`` makes do not leave them. Names that it lacks are passed over.
 
-    >>> state_axis(Trajectory(torch.tensor([0.5]), torch.eye(2).expand(1, 1, 2, 2)))
-    {'time': array([0.5], dtype=float32)}
+    >>> seen = xr.Dataset({"mass": ("prompt", [0.1, 0.3])})
+    >>> with_bounds(seen, {"mass": SHARE, "rank": AT_LEAST_1}).mass.attrs
+    {'valid_min': 0.0, 'valid_max': 1.0}
     """
-    return {path.axis: path.times.cpu().numpy()}
+    told = {
+        name: {end: at for end, at in zip(("valid_min", "valid_max"), ends, strict=True) if math.isfinite(at)}
+        for name, ends in bounds.items()
+    }
+    return measurement.assign(
+        {name: measurement[name].assign_attrs(told[name]) for name in told if name in measurement}
+    )
+
+
+def state_axes(path: Trajectory) -> dict[str, np.ndarray]:
+    """The names and the coordinates of a trajectory's first two axes: time or depth, and the replicates.
+
+    >>> state_axes(Trajectory(torch.tensor([0.5]), torch.eye(2).expand(1, 3, 2, 2)))
+    {'time': array([0.5], dtype=float32), 'system': array([0, 1, 2])}
+    """
+    count = path.states.shape[1]
+    if not count:
+        raise HelmscopeError(f"trajectory has a batch of 0 {path.replicate}s, but a Measurement needs at least one")
+    return {path.axis: path.times.cpu().numpy(), path.replicate: np.arange(count)}
 
 
 def token_weights(

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from helmscope.plots.measured import axis_name, bands, heading, label, plain
+from helmscope.plots.measured import axis_name, heading, label, plain
 from helmscope.plots.style import COLORS
+from helmscope.stats.reduce import band, reduced
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -20,7 +21,7 @@ def draw_grid(place: SubFigure, data: xr.Dataset, name: str) -> None:
     """NAME (x, column, row) as a panel for each column and row, on the same axes along a row, with its band,
     NAME_null dotted, and a log axis where the attribute scale asks for it.
 
-    What is not finite is not drawn.
+    Replicates are reduced first. What is not finite is not drawn.
 
     >>> import xarray as xr
     >>> from matplotlib.figure import Figure
@@ -31,10 +32,11 @@ def draw_grid(place: SubFigure, data: xr.Dataset, name: str) -> None:
     >>> len(figure.subfigs[0].axes)
     2
     """
+    data = reduced(data)
     value = data[name]
     along, columns, rows = value.dims
     x = np.asarray(value[along].values, dtype=np.float64)
-    low, high = (part.transpose(*value.dims).values for part in bands(data, name))
+    low, high = (part.transpose(*value.dims).values for part in band(data, name))
     null = data[f"{name}_null"].broadcast_like(value).transpose(*value.dims).values if f"{name}_null" in data else None
     panels = place.subplots(value.sizes[rows], value.sizes[columns], squeeze=False, sharex=True, sharey="row")
     for i, row in enumerate(value[rows].values):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from helmscope.plots.style import COLORS
+from helmscope.stats.reduce import band, band_text, reduced
 from helmscope.types import COMPANIONS, HelmscopeError
 
 if TYPE_CHECKING:
@@ -31,8 +32,8 @@ def variables(data: xr.Dataset) -> list[str]:
 
 
 def draw_variable(panel: Axes, data: xr.Dataset, name: str) -> None:
-    """NAME over its first axis, further axes as a family of curves, with its band (NAME_stderr: two standard errors;
-    NAME_low, NAME_high: their range) and NAME_null dotted, on a panel of about eight inches.
+    """NAME over its first axis, further axes as a family of curves, with its band (NAME_low to NAME_high, else two
+    standard errors) and NAME_null dotted, on a panel of about eight inches. Replicates are reduced first.
 
     An axis of words is one of categories. The attribute scale = "log" asks for a log axis; an axis of positive numbers
     over more than two decades is one. What is not finite is not drawn; what is no number is refused.
@@ -44,8 +45,9 @@ def draw_variable(panel: Axes, data: xr.Dataset, name: str) -> None:
     >>> panel.lines[0].get_ydata()
     array([0.5])
     """
+    data = reduced(data)
     value = data[name]
-    numbers, low, high = (_numbers(each, name) for each in (value, *bands(data, name)))
+    numbers, low, high = (_numbers(each, name) for each in (value, *band(data, name)))
     x, words = _along(value)
     if value.attrs.get("scale") == "log" and bool((numbers > 0).any()):
         panel.set_yscale("log")
@@ -74,7 +76,8 @@ def draw_variable(panel: Axes, data: xr.Dataset, name: str) -> None:
 
 
 def heading(data: xr.Dataset, name: str) -> list[str]:
-    """The lines above a panel: what is drawn, what the band is, and a line for each row of the legend.
+    """The lines above a panel of a reduced Measurement: what is drawn, what the band is, and a line for each row of the
+    legend.
 
     >>> import xarray as xr
     >>> heading(xr.Dataset({"order": 0.5, "order_stderr": 0.1}, attrs={"n": 16}), "order")
@@ -83,12 +86,11 @@ def heading(data: xr.Dataset, name: str) -> list[str]:
     value = data[name]
     n = int(value.attrs["n"] if "n" in value.attrs else data.attrs["n"])
     mark = "band" if _along(value)[1] is None else "bar"
-    band = "two standard errors" if f"{name}_stderr" in data else "low to high"
     dotted = "; dotted: null" if f"{name}_null" in data else ""
     words = textwrap.wrap(str(value.attrs.get("long_name", name)), LETTERS)
     labels = _labels(value)
     legend = [""] * -(-len(labels) // _columns(labels)) if _has_legend(value, labels) else []
-    return [*words, f"n = {n:,}; {mark}: {band}{dotted}", *legend]
+    return [*words, f"n = {n:,}; {mark}: {band_text(data, name)}{dotted}", *legend]
 
 
 def plain(text: str) -> str:
@@ -135,20 +137,6 @@ def _head(panel: Axes, data: xr.Dataset, name: str, labels: list[str]) -> None:
 
 def _columns(labels: list[str]) -> int:
     return max(1, min(len(labels), LETTERS // (max(map(len, labels), default=0) + 6)))
-
-
-def bands(data: xr.Dataset, name: str) -> tuple[xr.DataArray, xr.DataArray]:
-    """The lower and the upper edge of the band of a variable.
-
-    >>> import xarray as xr
-    >>> [float(edge) for edge in bands(xr.Dataset({"order": 0.5, "order_stderr": 0.1}, attrs={"n": 16}), "order")]
-    [0.3, 0.7]
-    """
-    dims = data[name].dims
-    if f"{name}_stderr" in data:
-        error = data[f"{name}_stderr"].transpose(*dims)
-        return data[name] - 2 * error, data[name] + 2 * error
-    return data[f"{name}_low"].transpose(*dims), data[f"{name}_high"].transpose(*dims)
 
 
 def _numbers(value: xr.DataArray, name: str) -> Any:

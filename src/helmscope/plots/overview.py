@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from helmscope.plots.style import COLORS, new_figure, styled
-from helmscope.types import HelmscopeError
+from helmscope.stats.reduce import band, band_text, reduced
+from helmscope.types import HelmscopeError, keeps_replicates, replicate_axis
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -17,7 +18,8 @@ def overview_figure(measurement: xr.Dataset, *, title: str = "") -> Figure:
     """``observe.overview`` as four panels over time or depth: meeting and order, clusters and rank, energy, inner
     products.
 
-    Bands are two standard errors over the systems.
+    Bands are 95 % intervals of the mean over the systems; of a Measurement that was reduced without intervals, two
+    standard errors.
 
     >>> import torch
     >>> from helmscope.observe.overview import overview
@@ -34,6 +36,10 @@ def overview_figure(measurement: xr.Dataset, *, title: str = "") -> Figure:
         raise HelmscopeError(
             f"measurement lacks {sorted(missing) or 'share'}, but it must be one that overview() gives"
         )
+    of = f"{replicate_axis(measurement)}s" if keeps_replicates(measurement) else "replicates"
+    measurement = reduced(measurement)
+    if title:
+        title = f"{title}   ({measurement.attrs['n']} {of}; bands: {band_text(measurement, 'order')})"
     with styled():
         return _drawn(measurement, title)
 
@@ -55,7 +61,7 @@ def _drawn(measurement: xr.Dataset, title: str) -> Figure:
             panel.legend(loc="best")
     _heat_map(figure, products, measurement)
     if title:
-        figure.suptitle(f"{title}   ({measurement.attrs['n']} systems; bands: two standard errors)", fontsize=10)
+        figure.suptitle(title, fontsize=10)
     return figure
 
 
@@ -66,9 +72,9 @@ def _axis(measurement: xr.Dataset) -> tuple[str, str]:
 
 def _curve(panel: Axes, measurement: xr.Dataset, name: str, label: str, color: str) -> None:
     time, value = measurement[_axis(measurement)[0]].values, measurement[name].values
-    error = measurement[f"{name}_stderr"].values
+    low, high = (edge.values for edge in band(measurement, name))
     panel.plot(time, value, color=color, label=label)
-    panel.fill_between(time, value - 2 * error, value + 2 * error, color=color, alpha=0.2, linewidth=0)
+    panel.fill_between(time, low, high, color=color, alpha=0.2, linewidth=0)
 
 
 def _heat_map(figure: Figure, panel: Axes, measurement: xr.Dataset) -> None:

@@ -11,7 +11,8 @@ import numpy as np
 from helmscope.observe.half_time import half_time
 from helmscope.plots.measured import plain
 from helmscope.plots.style import styled
-from helmscope.types import HelmscopeError, MissingExtra, check_measurement
+from helmscope.stats.reduce import reduced
+from helmscope.types import HelmscopeError, MissingExtra
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -59,6 +60,7 @@ def phase_figure(data: xr.Dataset, *, title: str = "") -> Figure:
     >>> len(phase_figure(made).axes)  # the panel and its color scale
     2
     """
+    data = reduced(data)
     slices = _slices(data)
     with styled():
         return _drawn(slices, data, title)
@@ -75,6 +77,7 @@ def phase_page(data: xr.Dataset, *, title: str = "") -> str:
     >>> phase_page(made, title="<b>").count("<title>&lt;b&gt;</title>")
     1
     """
+    data = reduced(data)
     slices = _slices(data)
     try:
         import plotly.graph_objects as go
@@ -118,7 +121,7 @@ def phase_page(data: xr.Dataset, *, title: str = "") -> str:
 
 def _slices(data: xr.Dataset) -> list[xr.Dataset]:
     """One Dataset over (beta, time) for each dim, with ``difference`` where there is a published one."""
-    if OURS not in check_measurement(data) or not {"beta", "time"} <= set(data[OURS].dims) <= {"dim", "beta", "time"}:
+    if OURS not in data or not {"beta", "time"} <= set(data[OURS].dims) <= {"dim", "beta", "time"}:
         raise HelmscopeError("data has no 'probability' over beta and time, but it must be what phase_diagram() gives")
     if PUBLISHED in data:
         data = data.assign(difference=data[PUBLISHED] - data[OURS])

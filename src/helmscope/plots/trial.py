@@ -13,12 +13,12 @@ import numpy as np
 from helmscope.plots.grid import draw_grid, grid_height, is_grid
 from helmscope.plots.measured import draw_variable, heading, plain, variables
 from helmscope.plots.style import COLORS, styled
+from helmscope.stats.reduce import reduced
 from helmscope.types import (
     HelmscopeError,
     Interval,
     Region,
     Verdict,
-    check_measurement,
     interval_text,
     region_text,
 )
@@ -126,8 +126,9 @@ def trial_figure(verdict: Verdict, data: xr.Dataset) -> Figure:
     where numbers around 0 span decades, else linear. An end at infinity is an arrow at the edge.
 
     Below: each variable over its first axis, further axes as a family of curves (one over three axes as a grid of small
-    panels), with bands (NAME_stderr: two standard errors; NAME_low, NAME_high: their range) and NAME_null dashed. The
-    attribute scale = "log" asks for a log axis, long_name is the label. Refuses what is no Verdict or no Measurement.
+    panels), with bands (NAME_low to NAME_high, else two standard errors) and NAME_null dotted; replicates are reduced
+    first. The attribute scale = "log" asks for a log axis, long_name is the label. Refuses what is no Verdict or no
+    Measurement.
 
     >>> import xarray as xr
     >>> from helmscope.types import Ruling
@@ -139,7 +140,7 @@ def trial_figure(verdict: Verdict, data: xr.Dataset) -> Figure:
     """
     if not isinstance(verdict, Verdict):
         raise HelmscopeError(f"verdict is a {type(verdict).__name__}, but it must be a Verdict")
-    check_measurement(data)
+    data = reduced(data)
     with styled():
         return _drawn(verdict, data)
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from helmscope.plots.measured import axis_name, variables
 from helmscope.plots.style import svg
 from helmscope.plots.trial import MOST_PANELS, trial_figure
+from helmscope.stats.reduce import reduced
 from helmscope.types import (
     Control,
     HelmscopeError,
@@ -154,8 +155,8 @@ def _card(entry: Entry, trial: Trial | None, arguments: str) -> _Card:
     command = f"helmscope claims test {shlex.quote(entry.id)}{arguments}"
     if trial is None:
         return _Card(entry, source, UNTRIED, entry.region.text, command)
-    verdict = trial.verdict
-    picture = base64.b64encode(svg(trial_figure(verdict, trial.data))).decode()
+    verdict, data = trial.verdict, reduced(trial.data)
+    picture = base64.b64encode(svg(trial_figure(verdict, data))).decode()
     return _Card(
         entry,
         source,
@@ -165,7 +166,7 @@ def _card(entry: Entry, trial: Trial | None, arguments: str) -> _Card:
         verdict=verdict,
         lines=tuple(_line(role, judged, verdict) for role, judged in _roles(verdict)),
         picture=f"data:image/svg+xml;base64,{picture}",
-        alt=_alt_text(verdict, trial.data),
+        alt=_alt_text(verdict, data),
     )
 
 

@@ -57,7 +57,8 @@ def replay(
     {}
     """
     systems, n = simulation.trajectory.states.shape[1:3]
-    plan = ReplayPlan(simulation.layers, "time", simulation.times.cpu().numpy(), "system", systems)
+    coordinates = simulation.times.cpu().numpy()
+    plan = ReplayPlan(simulation.layers, simulation.layer_axis, coordinates, simulation.replicate, systems)
     needs = start_instruments(simulation, instruments, plan)
     size = max(1, CHUNK // n**2) if batch_size is None else whole_number("batch_size", batch_size, at_least=1)
     with torch.no_grad():

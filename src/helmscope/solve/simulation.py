@@ -67,6 +67,21 @@ class Simulation:
         return self.problem.field
 
     @property
+    def axis(self) -> str:
+        """The axis of the states: time."""
+        return self.trajectory.axis
+
+    @property
+    def layer_axis(self) -> str:
+        """The axis of the mechanisms: time as well, since there is one at every stored time."""
+        return self.axis
+
+    @property
+    def replicate(self) -> str:
+        """The axis of the replicates: the independent systems."""
+        return self.trajectory.replicate
+
+    @property
     def layers(self) -> range:
         """One layer per stored time: the mechanism as it is then."""
         return range(len(self.times))

@@ -103,7 +103,8 @@ def _about(scale: Scale, center: float, down: float, up: float, raw: float, n: i
     if down == up == 0:
         return Interval(raw, raw, raw, n)
     estimate = scale.back(center)  # bootstrap quantiles may lie on one side, and rounding too
-    return Interval(estimate, min(estimate, scale.back(center - down)), max(estimate, scale.back(center + up)), n)
+    low, high = (float(scale.cut(np.asarray(scale.back(end)))) for end in (center - down, center + up))
+    return Interval(estimate, min(estimate, low), max(estimate, high), n)
 
 
 def tail(confidence: float) -> float:

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import math
+import warnings
+from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 from scipy import special
 
 from helmscope.stats.intervals import tail
-from helmscope.stats.replicates import check_scale, first_value, moments, numbers, outside
-from helmscope.stats.scales import PLAIN, Scale
-from helmscope.types import HelmscopeError, check_measurement, check_replicates, replicate_axis
+from helmscope.stats.replicates import check_scale, first_value, moments, numbers
+from helmscope.stats.scales import PLAIN, Bounded, Scale
+from helmscope.types import (
+    HelmscopeError,
+    check_reduced,
+    check_replicates,
+    keeps_replicates,
+    known_name,
+    replicate_axis,
+)
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -18,9 +28,11 @@ if TYPE_CHECKING:
 
     Numbers = NDArray[np.float64]
 
+MEAN, RANGE = "mean", "range"
+
 
 def reduce_replicates(
-    measurement: xr.Dataset, *, over: str | None = None, scale: Scale = PLAIN, confidence: float = 0.95
+    measurement: xr.Dataset, *, over: str | None = None, scale: Scale | None = None, confidence: float = 0.95
 ) -> xr.Dataset:
     """The Measurement over the replicates of another: NAME, the mean on the scale, NAME_low and NAME_high, Student's
     interval of it, NAME_stderr, and NAME_null, the mean of the null, where there is one.
@@ -29,8 +41,14 @@ def reduce_replicates(
     ``mean_interval`` gives of its replicates; NAME_stderr is in units of NAME, to first order where the scale is not
     plain. A replicate that is NaN has no value there and is left out. Where one value remains there is no spread:
     NAME_stderr, NAME_low and NAME_high are NaN. Attribute n of the Dataset is the number of replicates, attribute n of
-    NAME the smallest number of values behind any of its entries that have one. Other attributes, and coordinates
-    without the replicate axis, are kept. Refuses numbers outside the scale's domain, and a NAME without any value.
+    NAME the smallest number of values behind any of its entries that have one, and 0 where none has. Attribute band of
+    NAME says in words what lies between NAME_low and NAME_high. Other attributes, and coordinates without the replicate
+    axis, are kept. Refuses numbers outside the scale's domain.
+
+    Attributes of NAME say how it is reduced. ``valid_min`` and ``valid_max``, as for a share, are bounds that it has by
+    definition: where no ``scale`` is given, its scale is ``Bounded``. ``summary`` is "range" for quantities that spread
+    over decades and may be 0, where no mean tells much: NAME is then the median of the replicates, NAME_low the
+    smallest and NAME_high the largest, and there is no NAME_stderr.
 
     >>> import xarray as xr
     >>> mass = xr.DataArray([[1.0, 5.0], [2.0, 5.0], [3.0, np.nan]], dims=("prompt", "layer"))
@@ -43,40 +61,87 @@ def reduce_replicates(
     import xarray as xr
 
     axis = replicate_axis(check_replicates(measurement, over), over)
-    check_scale(scale)
-    size, data = measurement.sizes[axis], {}
+    if scale is not None:
+        check_scale(scale)
+    beyond, size, data = tail(confidence), measurement.sizes[axis], {}
     if size < 1:
         raise HelmscopeError(f"measurement has 0 replicates along '{axis}', but a mean needs at least one")
     for name, value in measurement.data_vars.items():
         if axis not in value.dims:  # a null that is one number for all replicates
             data[name] = value.variable
             continue
-        x = _values(str(name), value.transpose(axis, ...), scale)
         dims = tuple(dim for dim in value.dims if dim != axis)
-        parts = _student(x, scale, tail(confidence))
+        used = _scale_of(value) if scale is None else scale
+        x = numbers(str(name), value.transpose(axis, ...).values)
+        is_range = known_name(f"summary of '{name}'", value.attrs.get("summary", MEAN), (MEAN, RANGE)) == RANGE
+        if not is_range:
+            _check_domain(str(name), x, (axis, *dims), used)
+        parts = _range(x) if is_range else _student(x, used, beyond)
         if str(name).endswith("_null"):
             data[name] = xr.Variable(dims, parts[""], value.attrs)
             continue
-        n = _fewest(str(name), x)
         data |= {f"{name}{end}": xr.Variable(dims, part) for end, part in parts.items()}
-        data[name].attrs = {**value.attrs, "n": n}
+        band = "range about the median" if is_range else f"{100 * confidence:g} % interval"
+        data[name].attrs = {**value.attrs, "n": _fewest(x), "band": band}
     coords = {name: coord for name, coord in measurement.coords.items() if axis not in coord.dims}
-    return check_measurement(xr.Dataset(data, coords, {**measurement.attrs, "n": size}))
+    return check_reduced(xr.Dataset(data, coords, {**measurement.attrs, "n": size}))
 
 
-def _values(name: str, value: xr.DataArray, scale: Scale) -> Numbers:
-    """The numbers of a variable, whose first axis is that of the replicates."""
-    x = numbers(name, value.values)
-    bad = outside(x, scale)
+def reduced(measurement: xr.Dataset) -> xr.Dataset:
+    """``reduce_replicates`` of a Measurement that keeps its replicates; one that is reduced already comes back as it
+    is. What is no Measurement is refused.
+
+    >>> import xarray as xr
+    >>> seen = reduced(xr.Dataset({"order": ("system", [0.2, 0.4])}))
+    >>> round(float(seen.order), 12), reduced(seen) is seen
+    (0.3, True)
+    """
+    return reduce_replicates(measurement) if keeps_replicates(measurement) else check_reduced(measurement)
+
+
+def band(measurement: xr.Dataset, name: str) -> tuple[xr.DataArray, xr.DataArray]:
+    """The lower and the upper edge of the band about NAME in a reduced Measurement: NAME_low and NAME_high where they
+    are there, else two standard errors to either side.
+
+    >>> import xarray as xr
+    >>> [float(edge) for edge in band(xr.Dataset({"order": 0.5, "order_stderr": 0.1}, attrs={"n": 16}), "order")]
+    [0.3, 0.7]
+    """
+    value = measurement[name]
+    if f"{name}_low" in measurement and f"{name}_high" in measurement:
+        low, high = (measurement[f"{name}{end}"].transpose(*value.dims) for end in ("_low", "_high"))
+        return low, high
+    error = measurement[f"{name}_stderr"].transpose(*value.dims)
+    return value - 2 * error, value + 2 * error
+
+
+def band_text(measurement: xr.Dataset, name: str) -> str:
+    """What ``band`` is, in words.
+
+    >>> import xarray as xr
+    >>> band_text(xr.Dataset({"order": 0.5, "order_stderr": 0.1}, attrs={"n": 16}), "order")
+    'two standard errors'
+    """
+    if f"{name}_low" in measurement and f"{name}_high" in measurement:
+        return str(measurement[name].attrs.get("band", "low to high"))
+    return "two standard errors"
+
+
+def _scale_of(value: xr.DataArray) -> Scale:
+    """The scale of the bounds that a variable's attributes give."""
+    low, high = float(value.attrs.get("valid_min", -math.inf)), float(value.attrs.get("valid_max", math.inf))
+    return Bounded((low, high)) if math.isfinite(low) or math.isfinite(high) else PLAIN
+
+
+def _check_domain(name: str, x: Numbers, dims: Sequence[Hashable], scale: Scale) -> None:
+    bad = scale.excludes(x)
     if bool(bad.any()):
         at = tuple(int(k) for k in np.argwhere(bad)[0])
-        where = ", ".join(f"{dim} {k}" for dim, k in zip(value.dims, at, strict=True))
-        low, high = scale.domain
+        where = ", ".join(f"{dim} {k}" for dim, k in zip(dims, at, strict=True))
         raise HelmscopeError(
-            f"'{name}' is {x[at]:g} at {where}, but it must be a finite number in ({low:g}, {high:g}), or NaN where "
+            f"'{name}' is {x[at]:g} at {where}, but it must be a finite number in {scale.domain_text}, or NaN where "
             "there is no value"
         )
-    return x
 
 
 def _student(x: Numbers, scale: Scale, beyond: float) -> dict[str, Numbers]:
@@ -86,14 +151,19 @@ def _student(x: Numbers, scale: Scale, beyond: float) -> dict[str, Numbers]:
     reach = -special.stdtrit(n - 1, beyond)[entry.reshape(error.shape)] * error  # NaN for one value, as its error is
     # what has no width comes back as it went in, without the rounding of the two maps
     estimate = np.where(error > 0, scale.back_all(mean), first_value(x))
-    low = np.where(error == 0, estimate, np.minimum(estimate, scale.back_all(mean - reach)))
-    high = np.where(error == 0, estimate, np.maximum(estimate, scale.back_all(mean + reach)))
+    low = np.where(error == 0, estimate, np.minimum(estimate, scale.cut(scale.back_all(mean - reach))))
+    high = np.where(error == 0, estimate, np.maximum(estimate, scale.cut(scale.back_all(mean + reach))))
     return {"": estimate, "_low": low, "_high": high, "_stderr": error * scale.slope(estimate)}
 
 
-def _fewest(name: str, x: Numbers) -> int:
-    """The smallest number of values behind an entry that has one."""
+def _range(x: Numbers) -> dict[str, Numbers]:
+    """Median, smallest and largest over the first axis, by the ends of their names."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # an entry without any value has the median NaN
+        return {"": np.nanmedian(x, 0), "_low": np.nanmin(x, 0), "_high": np.nanmax(x, 0)}
+
+
+def _fewest(x: Numbers) -> int:
+    """The smallest number of values behind an entry that has one; 0 where none has."""
     n = (~np.isnan(x)).sum(0)
-    if n.size and not n.any():
-        raise HelmscopeError(f"'{name}' is NaN for every replicate, but a mean needs at least one value")
-    return int(n[n > 0].min()) if n.size else len(x)
+    return int(n[n > 0].min(initial=len(x))) if n.any() or not n.size else 0

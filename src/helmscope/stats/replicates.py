@@ -41,10 +41,10 @@ def replicate_vector(name: str, values: ArrayLike, scale: Scale) -> Numbers:
     x = numbers(name, values)
     if x.ndim != 1 or x.size < 2:
         raise HelmscopeError(f"{name} has shape {x.shape}, but it must be a vector of at least 2 replicates")
-    bad = ~np.isfinite(x) | outside(x, scale)
+    bad = ~np.isfinite(x) | scale.excludes(x)
     if bool(bad.any()):
-        at, (low, high) = int(bad.argmax()), scale.domain
-        raise HelmscopeError(f"{name}[{at}] is {x[at]:g}, but it must be a finite number in ({low:g}, {high:g})")
+        at = int(bad.argmax())
+        raise HelmscopeError(f"{name}[{at}] is {x[at]:g}, but it must be a finite number in {scale.domain_text}")
     return x
 
 
@@ -55,18 +55,7 @@ def check_scale(scale: Scale) -> None:
     >>> check_scale(PLAIN)
     """
     if not isinstance(scale, Scale):
-        raise HelmscopeError(f"scale is {scale!r}, but it must be Plain(), Log() or FisherZ()")
-
-
-def outside(x: Numbers, scale: Scale) -> NDArray[np.bool_]:
-    """Which numbers are infinite or leave the scale's domain; NaN does neither.
-
-    >>> from helmscope.stats.scales import Log
-    >>> outside(np.array([1.0, 0.0, np.inf, np.nan]), Log()).tolist()
-    [False, True, True, False]
-    """
-    low, high = scale.domain
-    return (x <= low) | (x >= high) | np.isinf(x)
+        raise HelmscopeError(f"scale is {scale!r}, but it must be Plain(), Log(), FisherZ() or Bounded((0, 1))")
 
 
 def moments(x: Numbers, scale: Scale) -> tuple[Numbers, Numbers]:

@@ -104,7 +104,7 @@ class RunFolder:
         return decode_verdicts(self._read(VERDICTS), str(self.path / VERDICTS))
 
     def write_results(self, name: str, measurement: xr.Dataset) -> None:
-        """Write a Measurement (``check_measurement``) to NAME.nc. Equal Datasets give equal bytes."""
+        """Write a Measurement, with its replicates or reduced, to NAME.nc. Equal Datasets give equal bytes."""
         self.write_data(name, check_measurement(as_dataset(measurement)))
 
     def write_data(self, name: str, dataset: xr.Dataset) -> None:

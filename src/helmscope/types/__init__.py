@@ -28,13 +28,22 @@ from helmscope.types.instrument import (
     start_instruments,
 )
 from helmscope.types.interval import Interval, Region, interval_text, region_text
-from helmscope.types.measurement import COMPANIONS, check_measurement, check_replicates, replicate_axis
+from helmscope.types.measurement import (
+    COMPANIONS,
+    REPLICATES,
+    check_measurement,
+    check_reduced,
+    check_replicates,
+    keeps_replicates,
+    replicate_axis,
+)
 from helmscope.types.system import System
 from helmscope.types.trajectory import Outcome, Status, Trajectory
 from helmscope.types.verdict import Control, Exhibit, Ruling, Verdict
 
 __all__ = [
     "COMPANIONS",
+    "REPLICATES",
     "AttentionPass",
     "Control",
     "Exhibit",
@@ -55,10 +64,12 @@ __all__ = [
     "Trajectory",
     "Verdict",
     "check_measurement",
+    "check_reduced",
     "check_replicates",
     "fits_memory",
     "increasing_times",
     "interval_text",
+    "keeps_replicates",
     "known_name",
     "real_number",
     "region_text",

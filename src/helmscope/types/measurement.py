@@ -10,7 +10,8 @@ from helmscope.types.errors import HelmscopeError
 if TYPE_CHECKING:
     import xarray as xr
 
-COMPANIONS = ("_stderr", "_low", "_high", "_null")
+_OF_REDUCED = ("_stderr", "_low", "_high")
+COMPANIONS = (*_OF_REDUCED, "_null")
 REPLICATES = ("prompt", "system", "seed", "group")  # what a replicate can be; a layer is one where these are absent
 
 
@@ -61,14 +62,45 @@ def check_replicates(dataset: xr.Dataset, over: str | None = None) -> xr.Dataset
     return dataset
 
 
+def keeps_replicates(dataset: xr.Dataset) -> bool:
+    """Whether a Measurement still holds its replicates: it has a replicate axis and no standard errors or intervals.
+
+    >>> import xarray as xr
+    >>> keeps_replicates(xr.Dataset({"rank": ("prompt", [3.0, 4.0])}))
+    True
+    >>> keeps_replicates(xr.Dataset({"rank": 3.5, "rank_stderr": 0.5}, attrs={"n": 2}))
+    False
+    """
+    if not hasattr(dataset, "data_vars"):
+        raise HelmscopeError(f"dataset is a {type(dataset).__name__}, but a Measurement is an xarray Dataset")
+    is_reduced = any(str(name).endswith(_OF_REDUCED) for name in dataset.data_vars)
+    return not is_reduced and any(axis in dataset.dims for axis in (*REPLICATES, "layer"))
+
+
 def check_measurement(dataset: xr.Dataset) -> xr.Dataset:
-    """The Measurement rule: every NAME has NAME_stderr, or NAME_low and NAME_high; NAME_null where there is one; and
-    the attribute n says how many replicates stand behind it (on the variable, else on the Dataset).
+    """The Measurement rule, for a Dataset in either form: ``check_replicates`` where it keeps its replicates, else
+    ``check_reduced``.
 
     Returns the Dataset unchanged, so that it can close a function; refuses a Dataset that breaks the rule.
 
     >>> import xarray as xr
     >>> check_measurement(xr.Dataset({"order": 0.5, "order_stderr": 0.1}, attrs={"n": 16})).attrs["n"]
+    16
+    >>> check_measurement(xr.Dataset({"order": ("system", [0.4, 0.6])})).sizes["system"]
+    2
+    """
+    return check_replicates(dataset) if keeps_replicates(dataset) else check_reduced(dataset)
+
+
+def check_reduced(dataset: xr.Dataset) -> xr.Dataset:
+    """The rule of a Measurement that was reduced over its replicates: every NAME has NAME_stderr, or NAME_low and
+    NAME_high; NAME_null where there is one; and the attribute n says how many replicates are behind it (on the
+    variable, else on the Dataset). It is 0 only where NAME has no value at all.
+
+    Returns the Dataset unchanged, so that it can close a function; refuses a Dataset that breaks the rule.
+
+    >>> import xarray as xr
+    >>> check_reduced(xr.Dataset({"order": 0.5, "order_stderr": 0.1}, attrs={"n": 16})).attrs["n"]
     16
     """
     if not hasattr(dataset, "data_vars"):
@@ -87,13 +119,13 @@ def check_measurement(dataset: xr.Dataset) -> xr.Dataset:
         n = dataset[name].attrs.get("n", dataset.attrs.get("n"))
         if n is None:
             raise HelmscopeError(f"measurement '{name}' has no attribute n, the number of replicates")
-        whole_number(f"attribute n of measurement '{name}'", n, at_least=1)
+        whole_number(f"attribute n of measurement '{name}'", n, at_least=int(bool(dataset[name].notnull().any())))
         _check_companions(dataset, name)
     return dataset
 
 
 def _check_companions(dataset: xr.Dataset, name: str) -> None:
-    for end in ("_stderr", "_low", "_high"):
+    for end in _OF_REDUCED:
         other = dataset.get(f"{name}{end}")
         if other is not None and set(other.dims) != set(dataset[name].dims):
             raise HelmscopeError(f"'{name}{end}' has axes {other.dims}, but '{name}' has {dataset[name].dims}")

@@ -19,12 +19,25 @@ class System(Protocol):
     """A trajectory with the mechanism that made it. Simulations and recordings are Systems; nobody asks which.
 
     Mechanisms are asked for by layer and states by depth. A simulation has one layer per stored time, whose index is
-    the depth; a model of L layers has the depths 0 to 2 L in half-layers.
+    the depth; a model of L layers has the depths 0 to 2 L in half-layers. The system names the axes that its
+    Measurements have.
     """
 
     @property
     def trajectory(self) -> Trajectory:
         """What the tokens did."""
+
+    @property
+    def axis(self) -> str:
+        """The axis of its states: ``time`` for a simulation, ``depth`` (in half-layers) for a recording."""
+
+    @property
+    def layer_axis(self) -> str:
+        """The axis of its mechanisms: ``time`` for a simulation, ``layer`` for a recording."""
+
+    @property
+    def replicate(self) -> str:
+        """The axis of its replicates: ``system`` for a simulation, ``prompt`` for a recording."""
 
     @property
     def layers(self) -> range:

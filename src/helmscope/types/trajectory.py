@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from helmscope.types.arguments import shown
+from helmscope.types.arguments import known_name, shown
 from helmscope.types.errors import HelmscopeError
+from helmscope.types.measurement import REPLICATES
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -76,7 +77,8 @@ class Trajectory:
     half-steps (after attention, after MLP), the batch holds prompts, and ``radius`` is the norm that was divided out.
     ``weights`` >= 0 are what statistics count, (1, batch, token), or (time, batch, token) where they change: 0 for
     padding and for a token left out of a statistic; None counts every token alike. ``tokens`` holds a label for each
-    token where there is one. ``axis`` names the first axis: time, or depth for a model.
+    token where there is one. In Measurements ``axis`` names the first axis, time, or depth for a model, and
+    ``replicate`` the second, system, or prompt for a model.
 
     >>> import torch
     >>> Trajectory(torch.zeros(1), torch.eye(3).expand(1, 2, 3, 3)).states.shape
@@ -90,11 +92,13 @@ class Trajectory:
     tokens: Sequence[Sequence[str]] | None = None
     outcome: Outcome | None = None
     axis: str = "time"
+    replicate: str = "system"
 
     def __post_init__(self) -> None:
         for name in ("times", "states"):
             if not hasattr(getattr(self, name), "shape"):
                 raise HelmscopeError(f"{name} is {shown(getattr(self, name))}, but it must be a tensor")
+        known_name("replicate of a trajectory", self.replicate, REPLICATES)
         shape = tuple(self.states.shape)
         if len(shape) != 4:
             raise HelmscopeError(f"states has shape {shape}, but it must be (time, batch, token, dim)")

@@ -70,7 +70,7 @@ def convex_hull(case: Case) -> Finding:
             "distance of the farthest value pushed out by 1 %, over the largest value norm",
             Identity(pushed, "distance"),
         ),
-        data=xr.merge([far, wide], combine_attrs="override"),
+        data=xr.merge([far, wide], join="outer"),
         printed=Check(
             "attention expands: diameter of the outputs over that of the values",
             Replicates(diameter.mean(1), "heads"),

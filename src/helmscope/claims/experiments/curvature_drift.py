@@ -227,4 +227,4 @@ def _drawn(clouds: dict[int, Seen], count: int) -> xr.Dataset:
     c = curve("c", torch.stack(fits, 1), {"d": DIMS, "process": NAMES}, label="c of the drift -c PMx")
     axes = {"step": STEPS, "one_step_of": NAMES[:3]}
     miss = curve("miss", torch.cat(misses), axes, label="relative error of one step for L phi", log=True)
-    return xr.merge([c, miss], combine_attrs="override")
+    return xr.merge([c, miss], join="outer")

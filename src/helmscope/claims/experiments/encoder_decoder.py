@@ -137,7 +137,7 @@ def _drawn(full: _Path, causal: _Path) -> xr.Dataset:
         inner_product_histogram(Trajectory(torch.zeros(1), run.states[None]), bins=BINS).isel(time=0, drop=True)
         for run in (full, causal)
     ]
-    both = xr.concat(seen, xr.DataArray(list(MASKS), dims="mask", name="mask")).transpose("inner_product", "mask")
-    both.share.attrs = {"long_name": f"share of pairs, at the mean {LEVEL:g}", "n": seen[0].attrs["n"]}
+    both = xr.concat(seen, xr.DataArray(list(MASKS), dims="mask", name="mask")).transpose(..., "inner_product", "mask")
+    both.share.attrs |= {"long_name": f"share of pairs, at the mean {LEVEL:g}"}
     mean = curve("mean", means, {"time": TIMES, "mask": MASKS}, label="mean inner product")
-    return xr.merge([mean, both], combine_attrs="drop_conflicts")
+    return xr.merge([mean, both], join="outer")

@@ -104,7 +104,7 @@ def _drawn(times: Tensor, ratios: Tensor) -> xr.Dataset:
     )
     axes = {"beta": BETAS, "gamma0": GAMMAS}
     seen = curve("ratio", ratios.permute(2, 0, 1), axes, label="measured time over that of the two-cluster ODE")
-    return xr.merge([lives, seen], combine_attrs="drop_conflicts")
+    return xr.merge([lives, seen], join="outer")
 
 
 @dataclass(frozen=True)

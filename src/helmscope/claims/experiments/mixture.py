@@ -104,7 +104,7 @@ def _drawn(start: VMFMixture, later: VMFMixture) -> xr.Dataset:
     for name, label in DRAWN.items():
         values = torch.cat([first[name].expand(len(BETAS), 1, -1), rest[name]], 1)  # (beta, time, start)
         curves.append(curve(name, values.permute(2, 1, 0), axes, label=label))
-    return xr.merge(curves, combine_attrs="drop_conflicts")
+    return xr.merge(curves, join="outer")
 
 
 def _numbers(fitted: VMFMixture) -> dict[str, Tensor]:

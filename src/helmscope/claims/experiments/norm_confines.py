@@ -189,4 +189,4 @@ def _drawn(largest: Tensor, bare: list[Tensor]) -> xr.Dataset:
     radius = curve("radius", largest, {"layer": layers, "place": PLACES}, label=label, log=True)
     values = {"layer": layers, "value": VALUES}
     without = curve("without_norm", torch.stack(bare, -1), values, label=f"{label}, without norm", log=True)
-    return xr.merge([radius, without], combine_attrs="override")
+    return xr.merge([radius, without], join="outer")

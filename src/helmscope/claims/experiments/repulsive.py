@@ -72,7 +72,7 @@ def repulsive(case: Case) -> Finding:
                 curve("energy", energy, axes, label="F as printed"),
                 curve("angle", smallest, axes, label="smallest angle between two tokens (rad)"),
             ],
-            combine_attrs="drop_conflicts",
+            join="outer",
         ),
         remark=f"From t = 0 to {TIMES[-1]:g} the median of the smallest angle goes from {middle[0, 0]:.2g} rad to "
         f"{middle[-1, 0]:.2g} under V = +I and to {middle[-1, 1]:.2g} under V = -I.",

@@ -95,7 +95,7 @@ def _picture(gaps: Tensor, clock: Tensor, middles: Tensor) -> xr.Dataset:
         curve("left", left, {"time": clock.tolist(), "flow": names}, label=LEFT, log=True),
         curve("pace", paces, {"window": middles.tolist(), "flow": names}, label=PACE),
     )
-    return xr.merge(drawn, combine_attrs="drop_conflicts")
+    return xr.merge(drawn, join="outer")
 
 
 def disorder(field: SA | USA, x: Tensor, clock: Tensor) -> Tensor:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import xarray as xr
 from torch import Tensor
 
+from helmscope.claims.curves import curve
 from helmscope.claims.finding import Check, Described, EveryLayer, Finding, Replicates
 from helmscope.claims.registry import Case, experiment
 from helmscope.fields.attention import SA
@@ -227,7 +228,8 @@ def _flow(path: Trajectory, end: int) -> Trajectory:
 
 
 def _drawn(runs: list[_Run], flow: _Cloud, histograms: xr.Dataset) -> xr.Dataset:
-    """Means and shares over depth: the models, the mean of their twins, and beside the means the flow."""
+    """Means and shares of each prompt over depth: the models, the mean of their twins, and beside the means the flow,
+    which has some of the prompts."""
     models = {}
     for run in runs:
         models[run.name] = [run.cloud]
@@ -240,19 +242,17 @@ def _drawn(runs: list[_Run], flow: _Cloud, histograms: xr.Dataset) -> xr.Dataset
         "share": f"share of inner products above {LEVEL} (the flow's goes to 1)",
         "share_centred": f"share of inner products above {LEVEL}, {centred}",
     }
-    n, depth = runs[0].prompts, max(run.cloud.depths for run in runs)
-    data: dict[str, xr.Variable] = {}
+    prompts, depth = max(run.prompts for run in runs), max(run.cloud.depths for run in runs)
+    found = [histograms]
     for name, long_name in words.items():
         dim, curves = ("subject", subjects) if name == "mean" else ("model", models)
-        values = np.full((2, depth, len(curves)), np.nan)
+        values = np.full((prompts, depth, len(curves)), np.nan)
         for k, several in enumerate(curves.values()):
             each = np.mean([getattr(cloud, name) for cloud in several], 0)
-            values[:, : len(each), k] = each.mean(1), each.std(1, ddof=1) / each.shape[1] ** 0.5
-        data[name] = xr.Variable(("half_step", dim), values[0], {"long_name": long_name, "n": n})
-        data[f"{name}_stderr"] = xr.Variable(("half_step", dim), values[1])
-    axes = {"half_step": np.arange(depth), "subject": list(subjects), "model": list(models)}
-    found = xr.Dataset(data, axes, {"n": n})
-    return xr.merge([found, histograms], combine_attrs="drop_conflicts").assign_attrs(n=n)
+            values[: each.shape[1], : len(each), k] = each.T
+        axes: dict[str, list[Any]] = {"half_step": list(range(depth)), dim: list(curves)}
+        found.append(curve(name, values, axes, label=long_name, over="prompt"))
+    return xr.merge([*found[1:], found[0]], join="outer")
 
 
 def _figure_one(run: _Run, flow: Trajectory) -> xr.Dataset:
@@ -268,13 +268,13 @@ def _figure_one(run: _Run, flow: Trajectory) -> xr.Dataset:
     for seen, last in rows.values():
         at = [round(last * k / (COLUMNS - 1)) for k in range(COLUMNS)]
         part = _without_first(Trajectory(torch.linspace(0, 1, COLUMNS), seen.states[at], seen.weights))
-        found.append(inner_product_histogram(part, bins=BINS).drop_attrs(deep=False))
-    both = xr.concat(found, xr.DataArray(list(rows), dims="what", name="what"))
-    both = both.rename(time="depth").assign_coords(depth=np.round(np.linspace(0, 1, COLUMNS), 2))
-    both = both.transpose("inner_product", "depth", "what").rename(share="histogram", share_stderr="histogram_stderr")
+        found.append(inner_product_histogram(replace(part, replicate="prompt"), bins=BINS))
+    both = xr.concat(found, xr.DataArray(list(rows), dims="what", name="what"), join="outer")
+    both = both.rename(time="depth", share="histogram")
+    both = both.assign_coords(depth=np.round(np.linspace(0, 1, COLUMNS), 2))
     words = f"{run.name} model: share of pairs in {BINS} bins over depth (figure 1); below, the flow ({FLOWS} prompts)"
-    both.histogram.attrs = {"long_name": words, "n": path.states.shape[1]}
-    return both
+    both.histogram.attrs |= {"long_name": words}
+    return both.transpose("prompt", "inner_product", "depth", "what")
 
 
 def _remark(runs: list[_Run]) -> str:

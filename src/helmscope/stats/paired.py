@@ -1,0 +1,58 @@
+"""Two Measurements on the same replicates, such as two models on the same prompts."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from helmscope.types import HelmscopeError, check_replicates, replicate_axis
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+
+def paired_difference(first: xr.Dataset, second: xr.Dataset) -> xr.Dataset:
+    """The Measurement first - second, replicate by replicate; ``reduce_replicates`` gives its mean with a paired
+    interval, which is narrower than that of two separate means where the replicates go up and down together.
+
+    Both must hold the same quantities at the same coordinates along every axis, the replicates among them: a pair is
+    the same prompt, or the same start. NAME_null is left out. Attributes are those of ``first``, with the bounds of a
+    difference: that of two shares lies in [-1, 1]. (A plain ``first - second`` would keep the bounds of ``first``, and
+    leave out replicates that ``second`` lacks without a word.)
+
+    >>> import xarray as xr
+    >>> one, two = (xr.Dataset({"width": ("prompt", values)}) for values in ([3.0, 5.0], [2.0, 4.5]))
+    >>> paired_difference(one, two).width.values.tolist()
+    [1.0, 0.5]
+    """
+    import xarray as xr
+
+    axes = [replicate_axis(check_replicates(each)) for each in (first, second)]
+    if axes[0] != axes[1]:
+        raise HelmscopeError(f"second has replicates along '{axes[1]}', but those of first lie along '{axes[0]}'")
+    names, others = (
+        [str(name) for name in each.data_vars if not str(name).endswith("_null")] for each in (first, second)
+    )
+    if set(names) != set(others):
+        raise HelmscopeError(f"second holds {sorted(others)}, but pairs need the quantities of first, {sorted(names)}")
+    try:
+        first, second = xr.align(first[names], second[names], join="exact")
+    except ValueError:
+        raise HelmscopeError(
+            f"second has sizes {dict(second.sizes)}, but pairs need the coordinates of first, of sizes "
+            f"{dict(first.sizes)}, along every axis"
+        ) from None
+    data = {
+        name: (first[name] - second[name]).drop_attrs().assign_attrs(_attributes(first[name], second[name]))
+        for name in names
+    }
+    return check_replicates(xr.Dataset(data, attrs=first.attrs))
+
+
+def _attributes(first: xr.DataArray, second: xr.DataArray) -> dict[str, object]:
+    """Those of the first, with the bounds of a difference."""
+    ends = (("valid_min", -math.inf), ("valid_max", math.inf))
+    (low, high), (other_low, other_high) = ([each.attrs.get(*end) for end in ends] for each in (first, second))
+    bounds = {"valid_min": low - other_high, "valid_max": high - other_low}
+    kept = {name: value for name, value in first.attrs.items() if name not in bounds}
+    return kept | {name: float(end) for name, end in bounds.items() if math.isfinite(end)}
