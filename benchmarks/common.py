@@ -1,4 +1,4 @@
-"""What every benchmark shares: fair timing, the facts of the machine, tables and JSON."""
+"""Helpers of all benchmarks: fair timing, the description of the machine, tables and JSON."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 HERE = Path(__file__).parent
-TURNS, BUDGET_S = 5, 2.0  # of one candidate: this often, or until it has used this time
-TURN_S, TURN_RUNS = 0.02, 50  # a short call is run again within its turn, until it has used this time
+TURNS, BUDGET_S = 5, 2.0  # per candidate: this many turns, or until it has used this much time
+TURN_S, TURN_RUNS = 0.02, 50  # a short call is repeated within its turn, up to this much time or this many runs
 CHECKED_ROWS = 256
 
 Row = dict[str, Any]
@@ -40,18 +40,18 @@ class Timing:
 
     @property
     def columns(self) -> Row:
-        """As the columns of a table."""
+        """The values as columns of a table."""
         return {"median_s": self.median, "low_s": self.low, "high_s": self.high, "runs": self.runs}
 
 
 def timing(seconds: Iterable[float], *, scale: float = 1.0) -> Timing:
-    """The summary of some runs; ``scale`` is for a call that did only a part of the work."""
-    all_of_them = [scale * value for value in seconds]
-    return Timing(median(all_of_them), min(all_of_them), max(all_of_them), len(all_of_them))
+    """Summarize the times of some runs, multiplied by ``scale`` for a call that did only part of the work."""
+    scaled = [scale * value for value in seconds]
+    return Timing(median(scaled), min(scaled), max(scaled), len(scaled))
 
 
 def seconds(call: Callable[[], object], device: torch.device) -> float:
-    """Time of one call: between two CUDA events on a GPU, by the clock elsewhere."""
+    """Time of one call: between two CUDA events on a GPU, wall-clock time elsewhere."""
     if device.type != "cuda":
         begin = time.perf_counter()
         call()
@@ -71,38 +71,38 @@ def interleaved(
     *,
     budget_s: float = BUDGET_S,
 ) -> tuple[dict[str, list[float]], dict[str, str]]:
-    """Seconds of each candidate, run in turns A B C A B C so that a drift of the machine meets all alike, and what
-    went wrong with those that failed.
+    """Seconds of each candidate, run in turns A B C A B C so that drift of the machine affects all of them equally, and
+    the errors of those that failed.
 
-    The first turn warms up, compiles, and is not counted.
+    The first turn is a warm-up, in which kernels are compiled; it is not counted.
     """
     runs: dict[str, list[float]] = {}
     failed: dict[str, str] = {}
     for name, call in candidates.items():
         try:
             seconds(call, device)
-        except Exception as error:  # one broken candidate must not cost the numbers of the others; the table names it
+        except Exception as error:  # a broken candidate must not prevent timing the others; the table names it
             failed[name] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
             say(f"  {name} failed: {failed[name]}")
         else:
             runs[name] = []
     for _ in range(TURNS):
-        for name, lasted in runs.items():
-            if sum(lasted) < budget_s:
-                lasted += _turn(candidates[name], device)
+        for name, times in runs.items():
+            if sum(times) < budget_s:
+                times += _turn(candidates[name], device)
     return runs, failed
 
 
 def _turn(call: Callable[[], object], device: torch.device) -> list[float]:
-    """One run, or some of a short call."""
-    lasted = [seconds(call, device)]
-    while sum(lasted) < TURN_S and len(lasted) < TURN_RUNS:
-        lasted.append(seconds(call, device))
-    return lasted
+    """The times of one run, or of several if the call is short."""
+    times = [seconds(call, device)]
+    while sum(times) < TURN_S and len(times) < TURN_RUNS:
+        times.append(seconds(call, device))
+    return times
 
 
 def power_law(sizes: Iterable[float], times: Iterable[float]) -> tuple[float, float]:
-    """The exponent p of time ~ size^p by least squares on the logarithms, and its standard error."""
+    """The exponent p in time ~ size^p, by least squares on the logarithms, and its standard error."""
     x, y = ([math.log(value) for value in values] for values in (sizes, times))
     mean_x, mean_y = sum(x) / len(x), sum(y) / len(y)
     spread = sum((a - mean_x) ** 2 for a in x)
@@ -112,21 +112,21 @@ def power_law(sizes: Iterable[float], times: Iterable[float]) -> tuple[float, fl
 
 
 def unit_vectors(*shape: int, device: torch.device, dtype: torch.dtype, seed: int = 0) -> Tensor:
-    """Uniform points on the sphere, drawn on the device."""
+    """Uniform random points on the sphere, sampled on the device."""
     generator = torch.Generator(device).manual_seed(seed)
-    drawn = torch.randn(shape, generator=generator, device=device, dtype=torch.float64)
-    return torch.nn.functional.normalize(drawn, dim=-1).to(dtype)
+    gaussian = torch.randn(shape, generator=generator, device=device, dtype=torch.float64)
+    return torch.nn.functional.normalize(gaussian, dim=-1).to(dtype)
 
 
-def relative_error(found: Tensor, exact: Tensor) -> float:
-    """|found - exact| / |exact| over all entries; infinite where anything is not finite."""
-    error = float(torch.linalg.vector_norm(found.double() - exact) / torch.linalg.vector_norm(exact))
+def relative_error(computed: Tensor, exact: Tensor) -> float:
+    """|computed - exact| / |exact| over all entries; infinite if any entry is not finite."""
+    error = float(torch.linalg.vector_norm(computed.double() - exact) / torch.linalg.vector_norm(exact))
     return error if math.isfinite(error) else math.inf
 
 
 @dataclass(eq=False)
-class Record:
-    """What one benchmark found: tables to read, ``measures`` to hold against the targets, every single run."""
+class Results:
+    """The results of one benchmark: tables, ``measures`` to compare with the targets, and every single timing."""
 
     script: str
     device: torch.device
@@ -138,12 +138,12 @@ class Record:
     runs: list[Row] = field(default_factory=list)
     finished: bool = False
 
-    def keep(self, name: Row, found: Timing, **more: object) -> None:
-        """One timing with all that belongs to it."""
-        self.runs.append({**name, **found.columns, **more})
+    def keep(self, name: Row, measured: Timing, **more: object) -> None:
+        """Store one timing, with its labels."""
+        self.runs.append({**name, **measured.columns, **more})
 
     def save(self) -> None:
-        """Write the JSON file, after every part, so that a stopped run keeps what it had."""
+        """Write the JSON file; called after every part, so that an interrupted benchmark keeps its results."""
         self.out.mkdir(parents=True, exist_ok=True)
         content = {
             "script": self.script,
@@ -167,24 +167,24 @@ class Record:
 
 
 def parser(about: str) -> argparse.ArgumentParser:
-    """The options that every benchmark has."""
-    made = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    made.add_argument("--out", type=Path, default=HERE / "out", help="folder of the JSON files")
-    made.add_argument("--commit", default=None, help="what is measured, where git cannot say")
-    return made
+    """An argument parser with the options that every benchmark has."""
+    options = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    options.add_argument("--out", type=Path, default=HERE / "out", help="folder for the JSON files")
+    options.add_argument("--commit", default=None, help="the commit to record if git is not available")
+    return options
 
 
-def record(script: str, options: argparse.Namespace) -> Record:
-    """An empty record for the machine and the options at hand."""
+def new_results(script: str, options: argparse.Namespace) -> Results:
+    """Empty results for this machine and these options."""
     torch.backends.cuda.matmul.allow_tf32 = False
     device = known_device(options.device)
     settings = {k: v for k, v in vars(options).items() if k not in ("device", "out", "commit")}
-    return Record(script, device, options.out, machine(device, options.commit), settings)
+    return Results(script, device, options.out, machine(device, options.commit), settings)
 
 
 def known_device(name: str) -> torch.device:
-    """A device that is there, or one sentence."""
+    """The named device; exits with one sentence if it is not available."""
     try:
         device = torch.device(name)
         torch.empty(0, device=device)
@@ -194,7 +194,7 @@ def known_device(name: str) -> torch.device:
 
 
 def machine(device: torch.device, commit: str | None) -> Row:
-    """The facts without which a number means nothing."""
+    """Hardware, versions and commit."""
     gpu = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
@@ -236,7 +236,7 @@ def _version(package: str) -> str | None:
 
 
 def markdown(rows: list[Row]) -> str:
-    """A table in columns, for a terminal and for a page alike; the columns are the keys of all rows."""
+    """A Markdown table with aligned columns; the columns are the keys of all rows."""
     names = list(dict.fromkeys(name for row in rows for name in row))
     cells = [names, *([shown(row.get(name)) for name in names] for row in rows)]
     widths = [max(len(line[i]) for line in cells) for i in range(len(names))]
@@ -246,7 +246,7 @@ def markdown(rows: list[Row]) -> str:
 
 
 def shown(value: object) -> str:
-    """A number to three digits; nothing for None."""
+    """A value as text: floats to three digits, None as an empty string."""
     if value is None:
         return ""
     if isinstance(value, bool) or not isinstance(value, float):
@@ -259,12 +259,12 @@ def shown(value: object) -> str:
 
 
 def say(line: str) -> None:
-    """A line of progress."""
+    """Print a line of progress."""
     print(line, flush=True)
 
 
 def free_memory(device: torch.device) -> None:
-    """Give back what earlier candidates held, so that the next one meets an empty machine."""
+    """Free the memory of earlier candidates, so that the next one starts with an empty device."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

@@ -1,8 +1,8 @@
-"""How the time of every kernel grows with n and with d: time ~ n^p and time ~ d^q.
+"""How the run time of every kernel scales with n and d: time ~ n^p and time ~ d^q.
 
-The exponents come from least squares on the logarithms of the medians, with their standard errors; all sizes of one
-line are run in turns. float32 on a GPU, float64 on a CPU, beta = 4. The fused kernel carries many systems of 32 tokens
-over 20 intervals of time: its line over ``systems`` is that of their number.
+The exponents are least-squares fits to the logarithms of the medians, with standard errors; all sizes of one series are
+timed in turns. float32 on a GPU, float64 on a CPU, beta = 4. The fused kernel integrates many systems of 32 tokens over
+20 time intervals; its series over ``systems`` varies their number.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from common import Record, free_memory, interleaved, parser, power_law, record, say, shown, timing, unit_vectors
+from common import Results, free_memory, interleaved, new_results, parser, power_law, say, shown, timing, unit_vectors
 
 from helmscope.kernels.dense import Dense
 from helmscope.kernels.flash import Flash
@@ -27,13 +27,13 @@ Prepare = Callable[[int, torch.device], Callable[[], object]]  # a size and a de
 
 @dataclass(frozen=True, eq=False)
 class Line:
-    """A kernel over one size that varies."""
+    """A series of timings of one kernel over one size."""
 
     kernel: str
     along: str
     sizes: tuple[int, ...]
     prepare: Prepare
-    measure: str | None = None  # the name under which a target asks for the exponent
+    measure: str | None = None  # the name of the exponent in the targets
 
 
 def powers(first: int, last: int) -> tuple[int, ...]:
@@ -42,14 +42,14 @@ def powers(first: int, last: int) -> tuple[int, ...]:
 
 
 def over_n(kernel: Kernel, sizes: tuple[int, ...], d: int) -> Line:
-    """One right-hand side of n tokens."""
+    """The time of one right-hand side over n."""
     measure = f"exponent of harmonic in n, d={d}" if isinstance(kernel, Harmonic) else None
     name = f"{type(kernel).__name__}, d = {d}"
     return Line(name, "n", sizes, lambda n, device: _sum(kernel, n, d, device), measure)
 
 
 def over_d(kernel: Kernel, n: int, sizes: tuple[int, ...]) -> Line:
-    """One right-hand side in dimension d."""
+    """The time of one right-hand side over d."""
     name = f"{type(kernel).__name__}, n = {n:,}"
     return Line(name, "d", sizes, lambda d, device: _sum(kernel, n, d, device))
 
@@ -61,7 +61,7 @@ def _sum(kernel: Kernel, n: int, d: int, device: torch.device) -> Callable[[], o
 
 
 def _fused(systems: int, d: int, device: torch.device) -> Callable[[], object]:
-    """``stop`` is off, so that all systems cost the same."""
+    """A call of the fused kernel; ``stop=False``, so that all systems cost the same."""
     x = unit_vectors(systems, 32, d, device=device, dtype=torch.float32)
     beta, steps = torch.tensor([BETA], device=device), torch.ones(1, dtype=torch.int32, device=device)
     times = torch.linspace(0, 3, 21, dtype=torch.float64).tolist()
@@ -94,37 +94,38 @@ LINES = {
 }
 
 
-def follow(record: Record, line: Line) -> None:
-    """One line: its times, its exponent."""
+def follow(results: Results, line: Line) -> None:
+    """Time one series and fit its exponent."""
     say(f"{line.kernel}: {line.along} = {', '.join(f'{size:,}' for size in line.sizes)}")
-    free_memory(record.device)
-    calls = {str(size): line.prepare(size, record.device) for size in line.sizes}
-    runs, failed = interleaved(calls, record.device)
-    found = {int(size): timing(lasted) for size, lasted in runs.items()}
-    for size, one in found.items():
-        record.keep({"line": line.kernel, line.along: size}, one)
-    exponent, error = power_law(found, [one.median for one in found.values()]) if len(found) > 1 else (None, None)
+    free_memory(results.device)
+    calls = {str(size): line.prepare(size, results.device) for size in line.sizes}
+    runs, failed = interleaved(calls, results.device)
+    timings = {int(size): timing(times) for size, times in runs.items()}
+    for size, measured in timings.items():
+        results.keep({"line": line.kernel, line.along: size}, measured)
+    medians = [measured.median for measured in timings.values()]
+    exponent, error = power_law(timings, medians) if len(medians) > 1 else (None, None)
     row = {
         "kernel": line.kernel,
         "against": line.along,
         "sizes": f"{line.sizes[0]:,} .. {line.sizes[-1]:,}",
-        "ms": " ".join(shown(one.median * 1e3) for one in found.values()),
+        "ms": " ".join(shown(measured.median * 1e3) for measured in timings.values()),
         "exponent": exponent,
         "standard error": error,
         "failed": ", ".join(failed),
     }
-    record.tables.setdefault(f"Growth of the time, beta = {BETA:g}", []).append(row)
+    results.tables.setdefault(f"Growth of the time, beta = {BETA:g}", []).append(row)
     if line.measure is not None and exponent is not None and not failed:
-        record.measures[line.measure] = exponent
+        results.measures[line.measure] = exponent
 
 
 def main() -> None:
-    """All lines of the machine at hand."""
-    found = record("growth", parser(__doc__).parse_args())
-    for line in LINES[found.device.type]:
-        follow(found, line)
-        found.save()
-    found.finish()
+    """Time all series for this device."""
+    results = new_results("growth", parser(__doc__).parse_args())
+    for line in LINES[results.device.type]:
+        follow(results, line)
+        results.save()
+    results.finish()
 
 
 if __name__ == "__main__":

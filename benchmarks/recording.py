@@ -1,10 +1,10 @@
-"""What recording costs beside a plain eager forward of the same texts: time and memory.
+"""The cost of recording compared with a plain eager forward of the same texts: time and memory.
 
-    time      a GPT-2 of 12 layers of width 192; ``record`` with its certificate, and the recorded forward alone
-    memory    the same, and a GPT-2 of its full size on one text of 1,024 tokens; each in a process of its own, the peak
-              of the resident memory over that of a plain forward
+    time      a GPT-2 with 12 layers of width 192; ``record`` with its certificate, and the recorded forward alone
+    memory    the same, and a full-size GPT-2 on one text of 1,024 tokens; the peak resident memory beyond that of a
+              plain forward, each measured in a separate process
 
-On a CPU. Random weights: what they are makes no difference to the cost.
+On a CPU, with random weights, whose values do not affect the cost.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import interleaved, parser, record, timing
+from common import interleaved, new_results, parser, timing
 
 import helmscope as hs
 from helmscope.models.recorder import Recorder
@@ -26,10 +26,10 @@ from helmscope.models.recorder import Recorder
 SMALL = {"vocab_size": 4_096, "n_embd": 192, "n_layer": 12, "n_head": 6, "n_positions": 256}
 FULL = {"vocab_size": 50_257, "n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1_024}
 CASES = {"small": (SMALL, 64, 256), "full": (FULL, 1, 1_024)}
-PART = 16  # texts at a time
+PART = 16  # texts per batch
 
 
-def made(case: str) -> tuple[Any, torch.Tensor]:
+def model_and_ids(case: str) -> tuple[Any, torch.Tensor]:
     """The model of a case, and its token ids."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -41,26 +41,26 @@ def made(case: str) -> tuple[Any, torch.Tensor]:
 
 
 def plain(model: Any, ids: torch.Tensor) -> None:
-    """The forward that everybody knows, some texts at a time."""
+    """The model's plain forward, batch by batch."""
     with torch.no_grad():
         for first in range(0, len(ids), PART):
             model(input_ids=ids[first : first + PART], use_cache=False)
 
 
 def peak(case: str, what: str) -> dict[str, float]:
-    """Bytes at the peak of a process that does one thing, and those of the trajectory."""
-    words = [sys.executable, __file__, "--case", case, "--what", what]
-    done = subprocess.run(words, capture_output=True, text=True, check=True)
-    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    """The peak memory of a process that does one of the two, and the size of the trajectory, in bytes."""
+    command = [sys.executable, __file__, "--case", case, "--what", what]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    printed: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return printed
 
 
 def one_process(case: str, what: str) -> None:
-    """Do it, and print the peak."""
-    model, ids = made(case)
+    """Run the plain or the recorded forward in this process, and print the peak memory."""
+    model, ids = model_and_ids(case)
     plain(model, ids[:1, :8])
     size = 0
-    _forget_peak()
+    _reset_peak()
     if what == "plain":
         plain(model, ids)
     else:
@@ -70,7 +70,7 @@ def one_process(case: str, what: str) -> None:
     print(json.dumps({"peak": _peak(), "trajectory": size}))
 
 
-def _forget_peak() -> None:
+def _reset_peak() -> None:
     Path("/proc/self/clear_refs").write_text("5")
 
 
@@ -80,17 +80,17 @@ def _peak() -> int:
 
 
 def main() -> None:
-    """Time in turns, memory in processes."""
-    given = parser(__doc__)
-    given.add_argument("--case", choices=list(CASES), help=argparse.SUPPRESS)
-    given.add_argument("--what", choices=["plain", "record"], help=argparse.SUPPRESS)
-    options = given.parse_args()
+    """Measure time in turns, and memory in separate processes."""
+    arguments = parser(__doc__)
+    arguments.add_argument("--case", choices=list(CASES), help=argparse.SUPPRESS)
+    arguments.add_argument("--what", choices=["plain", "record"], help=argparse.SUPPRESS)
+    options = arguments.parse_args()
     if options.case:
         one_process(options.case, options.what)
         return
     options.device = "cpu"
-    found = record("recording", options)
-    model, ids = made("small")
+    results = new_results("recording", options)
+    model, ids = model_and_ids("small")
     recording = hs.record(model, ids, batch_size=PART)
     runs, _ = interleaved(
         {
@@ -98,17 +98,17 @@ def main() -> None:
             "record, with its certificate": partial(hs.record, model, ids, batch_size=PART),
             "recorded forward alone": lambda: recording.runner.forward(Recorder(recording.anatomy, len(ids))),
         },
-        found.device,
+        results.device,
         budget_s=30,
     )
     base = timing(runs["plain eager forward"]).median
-    rows = found.tables.setdefault("Time: 12 layers of width 192, 64 texts of 256 tokens", [])
-    for name, lasted in runs.items():
-        one = timing(lasted)
+    rows = results.tables.setdefault("Time: 12 layers of width 192, 64 texts of 256 tokens", [])
+    for name, times in runs.items():
+        one = timing(times)
         rows.append({"what": name, "median s": one.median, "of plain": one.median / base, "runs": one.runs})
-        found.keep({"what": name}, one)
-    found.measures["record / plain"] = timing(runs["record, with its certificate"]).median / base
-    table = found.tables.setdefault("Memory at the peak", [])
+        results.keep({"what": name}, one)
+    results.measures["record / plain"] = timing(runs["record, with its certificate"]).median / base
+    table = results.tables.setdefault("Memory at the peak", [])
     for case, (_, texts, tokens) in CASES.items():
         ours, theirs = peak(case, "record"), peak(case, "plain")
         more = ours["peak"] - theirs["peak"]
@@ -121,9 +121,9 @@ def main() -> None:
                 "trajectory MB": ours["trajectory"] / 1e6,
             }
         )
-        found.measures[f"more bytes, {case}"] = more
-        found.measures[f"more bytes / trajectory, {case}"] = more / ours["trajectory"]
-    found.finish()
+        results.measures[f"more bytes, {case}"] = more
+        results.measures[f"more bytes / trajectory, {case}"] = more / ours["trajectory"]
+    results.finish()
 
 
 if __name__ == "__main__":

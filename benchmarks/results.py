@@ -1,4 +1,4 @@
-"""The tables of RESULTS.md from the JSON files of the benchmarks: ``python benchmarks/results.py [FOLDER ...]``."""
+"""Print the tables of RESULTS.md from the JSON files of benchmarks: ``python benchmarks/results.py [FOLDER ...]``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HOLDS = {"<=": operator.le, ">=": operator.ge, "<": operator.lt}
 
 @dataclass(frozen=True)
 class Target:
-    """What a measure of a benchmark must reach."""
+    """A bound that a measure of a benchmark must satisfy."""
 
     what: str
     script: str
@@ -25,15 +25,15 @@ class Target:
     sense: str
     bound: float
 
-    def row(self, found: dict[str, Any] | None) -> dict[str, object]:
-        """The target beside what was measured."""
-        value = None if found is None else found["measures"].get(self.measure)
+    def row(self, benchmark: dict[str, Any] | None) -> dict[str, object]:
+        """The row of the table: the target and the measured value."""
+        value = None if benchmark is None else benchmark["measures"].get(self.measure)
         verdict = "not measured" if value is None else "met" if HOLDS[self.sense](value, self.bound) else "**not met**"
         return {"target": self.what, "asked": f"{self.sense} {shown(self.bound)}", "measured": value, "": verdict}
 
 
 def _gpu_sums() -> list[Target]:
-    """One right-hand side at n = 65,536 against SDPA in float32, and its error."""
+    """Targets for one right-hand side at n = 65,536 in float32: speed relative to SDPA, and error."""
     times = [
         Target(f"n=65,536, d={d}: times SDPA", "right_hand_side", "cuda", f"sdpa / ours, n=65536, d={d}", ">=", ratio)
         for d, ratio in ((3, 100.0), (16, 4.0), (64, 2.5), (128, 2.0))
@@ -48,21 +48,21 @@ def _gpu_sums() -> list[Target]:
 
 
 def _cpu_sums() -> list[Target]:
-    """One core, float64: the pinned kernel against naive, and its error."""
-    asked = (
+    """Targets for the pinned kernels on one core in float64: speed relative to naive, and error."""
+    cases = (
         ("harmonic on S^2", 4_096, 3, 10.0),
         ("harmonic on S^2", 65_536, 3, 250.0),
         ("harmonic on S^1", 4_096, 2, 80.0),
         ("streaming", 8_192, 16, 4.0),
     )
-    found = []
-    for kernel, n, d, ratio in asked:
-        place, what = f"n={n}, d={d}", f"{kernel}, n={n:,}, d={d}"
-        found.append(Target(f"{what}: times naive", "right_hand_side", "cpu", f"naive / pinned, {place}", ">=", ratio))
-        found.append(
-            Target(f"{what}: error of e^beta", "right_hand_side", "cpu", f"error of pinned, {place}", "<=", 1e-9)
+    targets = []
+    for kernel, n, d, ratio in cases:
+        size, what = f"n={n}, d={d}", f"{kernel}, n={n:,}, d={d}"
+        targets.append(Target(f"{what}: times naive", "right_hand_side", "cpu", f"naive / pinned, {size}", ">=", ratio))
+        targets.append(
+            Target(f"{what}: error of e^beta", "right_hand_side", "cpu", f"error of pinned, {size}", "<=", 1e-9)
         )
-    return found
+    return targets
 
 
 TARGETS = [
@@ -77,7 +77,7 @@ TARGETS = [
         1.0,
     ),
     *_gpu_sums(),
-    Target("n=10^7 on S^2: seconds a step", "right_hand_side", "cuda", "seconds a step, n=10^7, d=3", "<", 0.1),
+    Target("n=10^7 on S^2: seconds per step", "right_hand_side", "cuda", "seconds per step, n=10^7, d=3", "<", 0.1),
     Target(
         "memory beyond n=2,048, in units of n x n",
         "right_hand_side",
@@ -110,36 +110,36 @@ TARGETS = [
 ]
 
 
-def place(found: dict[str, Any]) -> str:
-    """Where and on what a benchmark ran, in one line."""
-    facts = found["machine"]
+def environment(benchmark: dict[str, Any]) -> str:
+    """The hardware, versions, commit and date of a benchmark, in one line."""
+    facts = benchmark["machine"]
     where = facts["gpu"] or f"{facts['cpu']}, {facts['threads']} of {facts['cores']} cores"
     versions = ", ".join(f"{name} {facts[name]}" for name in ("python", "torch", "triton", "pykeops") if facts[name])
     return f"{where}; {versions}; commit {facts['commit']}; {facts['date']}"
 
 
 def render(files: list[Path]) -> str:
-    """The page's tables: the targets first, then every table with its machine."""
-    everything = [json.loads(path.read_text()) for path in files]
-    for path, found in zip(files, everything, strict=True):
-        if "with changes" in found["machine"]["commit"]:
+    """All tables in Markdown: first the targets, then the tables of every benchmark with its machine."""
+    benchmarks = [json.loads(path.read_text()) for path in files]
+    for path, benchmark in zip(files, benchmarks, strict=True):
+        if "with changes" in benchmark["machine"]["commit"]:
             raise SystemExit(f"{path} was measured on a tree with uncommitted changes: commit, and measure again")
-        if not found.get("finished", True):
-            raise SystemExit(f"{path} is what an interrupted benchmark left: let it run to its end")
-    by_name = {(found["script"], found["device"]): found for found in everything}
+        if not benchmark.get("finished", True):
+            raise SystemExit(f"{path} is from an interrupted benchmark: run it again to its end")
+    by_name = {(benchmark["script"], benchmark["device"]): benchmark for benchmark in benchmarks}
     device_names = {"cuda": "GPU", "cpu": "CPU"}
     rows = [{"on": device_names[t.device], **t.row(by_name.get((t.script, t.device)))} for t in TARGETS]
     parts = ["## Targets", markdown(rows)]
-    for found in everything:
-        parts.append(f"## {found['script']}, {device_names[found['device']]}")
-        parts.append(f"{place(found)}.")
-        for title, table in found["tables"].items():
+    for benchmark in benchmarks:
+        parts.append(f"## {benchmark['script']}, {device_names[benchmark['device']]}")
+        parts.append(f"{environment(benchmark)}.")
+        for title, table in benchmark["tables"].items():
             parts += [f"### {title}", markdown(table)]
     return "\n\n".join(parts)
 
 
 def main() -> None:
-    """Print the tables of all JSON files in the folders given, by default benchmarks/out."""
+    """Print the tables of all JSON files in the given folders, by default benchmarks/out."""
     folders = [Path(word) for word in sys.argv[1:]] or [HERE / "out"]
     files = sorted(path for folder in folders for path in folder.glob("*.json"))
     print(render(files) if files else f"no JSON file in {', '.join(map(str, folders))}: run make bench first")

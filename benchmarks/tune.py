@@ -1,9 +1,9 @@
-"""Which cut of the work is fastest on this GPU: the blocks, warps and stages of the streaming kernel for every width of
-vectors, and sums or products and warps of the fused kernel for every size.
+"""Tune the GPU kernels: blocks, warps and stages of the streaming kernel for every vector width; sums or products, and
+warps, of the fused kernel for every size.
 
-The streaming kernel takes one mean at beta = 4, beside which stand the errors against float64 of the mean and of its
-tangent part, on some rows. The fused kernel takes a panel, 90 betas by RK4 in 199 steps; its candidates must agree
-on the clustering probability, whose largest difference from the choice stands beside.
+The streaming kernel computes one mean at beta = 4; the table has the errors against float64 of the mean and of its
+tangent part, on some rows. The fused kernel computes a panel, 90 betas by RK4 in 199 steps; its candidates must agree
+on the clustering probability, and the table has the largest difference from the current choice.
 
     python benchmarks/tune.py [--widths 16 64] [--sizes 32x2 32x64]
 
@@ -18,7 +18,18 @@ from itertools import product
 from typing import TypeVar
 
 import torch
-from common import CHECKED_ROWS, Record, Row, interleaved, parser, record, relative_error, say, timing, unit_vectors
+from common import (
+    CHECKED_ROWS,
+    Results,
+    Row,
+    interleaved,
+    new_results,
+    parser,
+    relative_error,
+    say,
+    timing,
+    unit_vectors,
+)
 from torch import Tensor
 
 from helmscope.kernels import fused
@@ -31,11 +42,11 @@ BETA = 4.0
 BETAS, TIMES, DELTA = torch.linspace(0.1, 9, 90, dtype=torch.float64), torch.linspace(0, 30, 200).tolist(), 1e-3
 
 
-def tune_flash(found: Record, d: int, n: int) -> list[Row]:
-    """Blocks of 64 and 128 queries around the choice for one width."""
-    x = unit_vectors(n, d, device=found.device, dtype=torch.float32)
+def tune_flash(results: Results, d: int, n: int) -> list[Row]:
+    """Time blocks of 64 and 128 queries, with variations around the current choice for one width."""
+    x = unit_vectors(n, d, device=results.device, dtype=torch.float32)
     request = Request(BETA * x, x, x, skip_self=True, beta=BETA)
-    rows = torch.linspace(0, n - 1, CHECKED_ROWS, device=found.device).long()
+    rows = torch.linspace(0, n - 1, CHECKED_ROWS, device=results.device).long()
     tokens = x.double()
     shares = torch.softmax(BETA * tokens[rows] @ tokens.T, -1).scatter(1, rows[:, None], 0.0)
     exact = shares @ tokens
@@ -59,12 +70,12 @@ def tune_flash(found: Record, d: int, n: int) -> list[Row]:
             "tangent": relative_error(tangent(mean), tangent(exact)),
         }
 
-    return compare(found, chosen, calls, columns, {"n": n, "d": d})
+    return compare(results, chosen, calls, columns, {"n": n, "d": d})
 
 
-def tune_fused(found: Record, n: int, d: int, samples: int) -> list[Row]:
-    """Sums where there are few coordinates, products, and some warps."""
-    x0 = unit_vectors(samples, n, d, device=found.device, dtype=torch.float32)
+def tune_fused(results: Results, n: int, d: int, samples: int) -> list[Row]:
+    """Time sums (in low dimensions) and products, with several numbers of warps."""
+    x0 = unit_vectors(samples, n, d, device=results.device, dtype=torch.float32)
     flows = fused._flows(n, TIMES, BETAS, torch.ones(len(BETAS), dtype=torch.int64), None, True)
     task = fused.Task(flows, 4, normalized=True, causal=False, near=1 - DELTA, stop=True, keep_states=False)
     chosen = fused.tuning(n, d)
@@ -80,42 +91,42 @@ def tune_fused(found: Record, n: int, d: int, samples: int) -> list[Row]:
     def columns(way: fused.Tuning) -> Row:
         return {**vars(way), "apart": float((probability(way) - wanted).abs().max())}
 
-    return compare(found, chosen, calls, columns, {"n": n, "d": d, "samples": samples})
+    return compare(results, chosen, calls, columns, {"n": n, "d": d, "samples": samples})
 
 
 def compare(
-    found: Record, chosen: Way, calls: dict[Way, Callable[[], object]], columns: Callable[[Way], Row], size: Row
+    results: Results, chosen: Way, calls: dict[Way, Callable[[], object]], columns: Callable[[Way], Row], size: Row
 ) -> list[Row]:
-    """The candidates that this device can run, fastest first."""
+    """A table of the candidates that this device can run, fastest first."""
     named = {str(way): way for way in calls}
-    runs, _ = interleaved({name: calls[way] for name, way in named.items()}, found.device)
+    runs, _ = interleaved({name: calls[way] for name, way in named.items()}, results.device)
     table = []
-    for name, lasted in sorted(runs.items(), key=lambda run: timing(run[1]).median):
-        found.keep({"way": name, **size}, timing(lasted))
+    for name, times in sorted(runs.items(), key=lambda run: timing(run[1]).median):
+        results.keep({"way": name, **size}, timing(times))
         mark = "*" if named[name] == chosen else ""
-        table.append({**size, "": mark, "ms": 1e3 * timing(lasted).median, **columns(named[name])})
+        table.append({**size, "": mark, "ms": 1e3 * timing(times).median, **columns(named[name])})
     return table
 
 
 def main() -> None:
-    """Two tables."""
+    """Tune both kernels."""
     options = parser(__doc__)
     options.add_argument("--widths", type=int, nargs="*", default=list(_PLANS), help="of vectors: " + str(list(_PLANS)))
     options.add_argument("--tokens", type=int, default=65_536, help="of the streaming kernel")
     options.add_argument("--sizes", nargs="*", default=["32x2", "32x8", "32x16", "32x32", "32x64"], help="n x d")
     options.add_argument("--samples", type=int, default=1_024, help="of the fused kernel")
-    given = options.parse_args()
-    found = record("tune", given)
-    for d in given.widths:
+    arguments = options.parse_args()
+    results = new_results("tune", arguments)
+    for d in arguments.widths:
         say(f"streaming, d = {d}")
-        found.tables.setdefault("Streaming", []).extend(tune_flash(found, d, given.tokens))
-        found.save()
-    for size in given.sizes:
+        results.tables.setdefault("Streaming", []).extend(tune_flash(results, d, arguments.tokens))
+        results.save()
+    for size in arguments.sizes:
         say(f"fused, {size}")
         n, d = (int(part) for part in size.split("x"))
-        found.tables.setdefault("Fused", []).extend(tune_fused(found, n, d, given.samples))
-        found.save()
-    found.finish()
+        results.tables.setdefault("Fused", []).extend(tune_fused(results, n, d, arguments.samples))
+        results.save()
+    results.finish()
 
 
 if __name__ == "__main__":

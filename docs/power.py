@@ -1,11 +1,11 @@
-"""Power of the rules of evidence on planted effects: writes power.json and power.svg beside itself.
+"""Measure the power of the rules of evidence on planted effects; writes power.json and power.svg to this folder.
 
     python docs/power.py
 
-A replicate vector of n numbers has its true mean ``effect`` standard deviations inside the bound of a one-sided region.
-``supported`` is the share of 4,000 such vectors whose verdict is right, ``refuted`` the share of vectors planted as far
-outside whose verdict is. At effect 0 both are shares of false verdicts. Shares of successes are planted at .9 + effect
-against a bound of .9.
+A vector of n replicates has its true mean ``effect`` standard deviations inside the bound of a one-sided region.
+``supported`` is the share of 4,000 such vectors that are ruled supported; ``refuted`` is the share of vectors with the
+mean equally far outside that are ruled refuted. At effect 0 both are rates of false verdicts. Success rates are planted
+at .9 + effect against a bound of .9.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ Draw = Callable[[np.random.Generator, float, int], Interval]
 
 
 def normal(rng: np.random.Generator, effect: float, n: int) -> Interval:
-    """Normal replicates, Student's interval; the bound is 0."""
+    """Normal replicates with Student's t interval; the bound is 0."""
     return mean_interval(effect + rng.standard_normal(n))
 
 
 def heavy(rng: np.random.Generator, effect: float, n: int) -> Interval:
-    """t3 replicates, Student's interval; the effect is in their standard deviation, sqrt 3."""
+    """t3 replicates with Student's t interval; the effect is in units of their standard deviation, sqrt(3)."""
     return mean_interval(effect * 3**0.5 + rng.standard_t(3, n))
 
 
 def skewed(rng: np.random.Generator, effect: float, n: int) -> Interval:
-    """Lognormal(1) replicates on the plain scale, bootstrap-t; their mean is moved to the effect."""
-    spread = ((np.e - 1) * np.e) ** 0.5
-    return bootstrap_t(np.exp(rng.standard_normal(n)) - np.e**0.5 + effect * spread, seed=int(rng.integers(2**32)))
+    """Lognormal(1) replicates on the plain scale with the bootstrap-t interval, shifted to the planted mean."""
+    deviation = ((np.e - 1) * np.e) ** 0.5
+    return bootstrap_t(np.exp(rng.standard_normal(n)) - np.e**0.5 + effect * deviation, seed=int(rng.integers(2**32)))
 
 
 def share(rng: np.random.Generator, effect: float, n: int) -> Interval:
-    """Successes, Clopper and Pearson's interval; the bound is .9."""
+    """Counts of successes with the Clopper-Pearson interval; the bound is .9."""
     return proportion_interval(int(rng.binomial(n, 0.9 + effect)), n)
 
 
@@ -61,7 +61,7 @@ LAWS: dict[str, tuple[Draw, float, tuple[float, ...], int]] = {
 
 
 def shares(law: str, effect: float, n: int, *, vectors: int, seed: int) -> tuple[float, float]:
-    """Shares of right verdicts: supported where the effect is planted inside, refuted where it is outside."""
+    """The shares of correct verdicts: supported when the mean is planted inside, refuted when it is outside."""
     draw, bound, *_ = LAWS[law]
     rng = np.random.default_rng([seed, n, round(1000 * effect), list(LAWS).index(law)])
     region = Region(text="", low=bound)
@@ -71,7 +71,7 @@ def shares(law: str, effect: float, n: int, *, vectors: int, seed: int) -> tuple
 
 
 def main() -> None:
-    """All curves, and their picture."""
+    """Compute all curves and plot them."""
     curves = []
     for law, (_, _, effects, vectors) in LAWS.items():
         for n in SIZES:

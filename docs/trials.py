@@ -1,4 +1,4 @@
-"""What each packaged trial can see: writes trials.md beside itself, from one run of them all.
+"""Run all packaged trials and write their results and power to trials.md in this folder.
 
 python docs/trials.py
 """
@@ -21,49 +21,49 @@ from helmscope.stats.power import decisive_effect
 from helmscope.stats.scales import PLAIN
 from helmscope.types import Region, Ruling, interval_text
 
-HEAD = """# The trials and what they can see
+HEADER = """# The trials and their power
 
-One run with seed 0, in full. *Sees* is the power of the trial: the planted effect that it decides in 9 of 10 runs, in
-units of its statistic (from the spread of its replicates, `helmscope.decisive_effect`); of an identity, the share of
-inputs that may break it and still escape in 1 of 10 runs; of a share of starts, the true share that is supported in 9
-of 10. It is the power of the statistic alone: the controls must hold too, and to refute one case of several Holm asks
-for more. `power.svg` has the curves behind it.
+One full run with seed 0. *Detects* is the effect that the trial decides with a power of 90 %, in units of its statistic
+(from the spread of its replicates, `helmscope.decisive_effect`); for an identity, the share of inputs that may violate
+it and go undetected in 10 % of runs; for a success rate over starts, the true rate that is supported in 90 % of runs.
+It is the power of the statistic alone: the controls must hold too, and to refute one of several cases, Holm's
+correction requires more. `power.svg` shows the curves.
 
-| claim | statistic [interval], n | ruling | printed form | sees |
+| claim | statistic [interval], n | ruling | printed form | detects |
 |---|---|---|---|---|
 """
 
 
-def seen(evidence: Evidence, region: Region) -> str:
-    """The effect that a trial decides with a chance of .9."""
+def detectable_effect(evidence: Evidence, region: Region) -> str:
+    """The effect that a trial decides with a power of .9, in words."""
     if isinstance(evidence, Identity):
         n = np.asarray(evidence.errors).size
         return f"an error beyond the bound at {100 * (1 - 0.1 ** (1 / n)):.2g} % of the inputs"
     if isinstance(evidence, Count):
-        return f"a share of {_share(evidence.n, float(region.low or 0)):.3g} against the bound {region.low:g}"
+        return f"a share of {_decisive_rate(evidence.n, float(region.low or 0)):.3g} against the bound {region.low:g}"
     if isinstance(evidence, Paired):
-        return f"{_gap(evidence.differences, evidence):.2g} from 0"
+        return f"{_decisive_distance(evidence.differences, evidence):.2g} from 0"
     if isinstance(evidence, Described):
-        return f"a difference of {_gap(evidence.values, evidence):.2g}"
+        return f"a difference of {_decisive_distance(evidence.values, evidence):.2g}"
     if isinstance(evidence, Replicates):
-        return f"{_gap(evidence.values, evidence):.2g} from the bound"
+        return f"{_decisive_distance(evidence.values, evidence):.2g} from the bound"
     if isinstance(evidence, EveryLayer | SomeLayer):
-        widest = max(_gap(layer, evidence) for layer in evidence.samples)
+        widest = max(_decisive_distance(layer, evidence) for layer in evidence.samples)
         return f"{widest:.2g} from the bound, in each of {len(evidence.samples)}"
     raise TypeError(type(evidence))
 
 
-def _gap(values: object, evidence: object) -> float:
-    """The decisive effect in units of the statistic, on the scale of the evidence mapped back around the mean."""
+def _decisive_distance(values: object, evidence: object) -> float:
+    """The decisive effect in units of the statistic: on the scale of the evidence, mapped back around the mean."""
     scale = getattr(evidence, "scale", PLAIN)
-    numbers = scale.forward(np.asarray(values, dtype=float))
-    interval = mean_interval(numbers)
-    reach = decisive_effect(interval.n) * float(numbers.std(ddof=1))
-    return float(scale.back(interval.estimate + reach) - scale.back(interval.estimate))
+    scaled = scale.forward(np.asarray(values, dtype=float))
+    interval = mean_interval(scaled)
+    distance = decisive_effect(interval.n) * float(scaled.std(ddof=1))
+    return float(scale.back(interval.estimate + distance) - scale.back(interval.estimate))
 
 
-def _share(n: int, bound: float) -> float:
-    """The least true share at which Clopper and Pearson's lower end is at or above the bound with chance .9."""
+def _decisive_rate(n: int, bound: float) -> float:
+    """The smallest true success rate at which the Clopper-Pearson lower limit reaches the bound with probability .9."""
     needed = next((k for k in range(n + 1) if k and special.betaincinv(k, n - k + 1, 0.025) >= bound), None)
     return math.nan if needed is None else float(special.betaincinv(needed, n - needed + 1, 0.9))
 
@@ -72,17 +72,17 @@ def line(entry: Entry, tried: Registered) -> str:
     """One row of the table."""
     finding = tried.function(tried.case())
     verdict = judge(entry, finding)
-    number = interval_text(verdict.interval) + ("" if verdict.interval is None else f", {verdict.interval.n:,}")
+    statistic = interval_text(verdict.interval) + ("" if verdict.interval is None else f", {verdict.interval.n:,}")
     printed = "" if verdict.printed is None else verdict.printed.ruling.value
-    power = "" if verdict.ruling is Ruling.IMPOSSIBLE else seen(finding.evidence, entry.region)
-    return f"| {entry.id} | {number} | {verdict.ruling.value} | {printed} | {power} |\n"
+    effect = "" if verdict.ruling is Ruling.IMPOSSIBLE else detectable_effect(finding.evidence, entry.region)
+    return f"| {entry.id} | {statistic} | {verdict.ruling.value} | {printed} | {effect} |\n"
 
 
 def main() -> None:
-    """The table of all packaged trials."""
+    """Write the table of all packaged trials."""
     entries = read_catalogue()
     rows = [line(entries[claim], tried) for claim, tried in experiments().items()]
-    (Path(__file__).parent / "trials.md").write_text(HEAD + "".join(rows))
+    (Path(__file__).parent / "trials.md").write_text(HEADER + "".join(rows))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""The only way in which tests start processes: with default signals, and none of them outlives its block.
+"""The only way for tests to start processes: with default signal handlers, and killed at the end of their block.
 
-Each child leads a session of its own, and its whole process group, workers included, is killed when the block ends: by
-a failed assertion, a timeout, Ctrl-C, or because the test process itself was killed.
+Each child leads a new session, and its whole process group, workers included, is killed however the block ends: by a
+failed assertion, a timeout, Ctrl-C, or because the test process itself was killed.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from typing import Any
 
 Command = Sequence[str | Path]
 
-# A shell that outlives the test process: it learns the group, and kills it unless a second line says that it is gone.
+# A shell that outlives the test process: it reads the process group, and kills it unless a second line arrives.
 GUARD = 'read -r group && { read -r _ || kill -s KILL -- "-$group"; }'
 
 
 @contextmanager
 def child(command: Command, **options: Any) -> Iterator[subprocess.Popen[Any]]:
-    """A process that is killed with its whole group at the end of the block. The options are those of ``Popen``."""
+    """Context manager: start a process, and kill its whole group at the end of the block. Takes ``Popen``'s options."""
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL, "bufsize": 0}
     with subprocess.Popen(["sh", "-c", GUARD], start_new_session=True, **pipes) as guard:
-        with _nothing_ignored():
+        with _default_signals():
             process = subprocess.Popen(command, start_new_session=True, **options)
         with process:
             try:
@@ -44,7 +44,7 @@ def child(command: Command, **options: Any) -> Iterator[subprocess.Popen[Any]]:
 def run_child(
     command: Command, *, check: bool = False, timeout: float = 120.0, **options: Any
 ) -> subprocess.CompletedProcess[str]:
-    """Like ``subprocess.run`` with what it printed as text, but nothing of it is left after a timeout."""
+    """Like ``subprocess.run`` with captured text output, but no process survives a timeout."""
     with child(command, **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True} | options) as process:
         out, err = process.communicate(timeout=timeout)
     assert process.returncode == 0 or not check, err
@@ -52,12 +52,12 @@ def run_child(
 
 
 def run_python(code: str, *arguments: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
-    """``run_child`` for a program in one string."""
+    """``run_child`` for Python code in a string."""
     return run_child([sys.executable, "-c", code, *arguments], **options)
 
 
 def with_tests_on_path() -> dict[str, str]:
-    """The environment of a child that imports what the tests share."""
+    """The environment for a child that imports helpers from tests/."""
     paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
 
@@ -65,40 +65,40 @@ def with_tests_on_path() -> dict[str, str]:
 def wait_for(
     condition: Callable[[], object], process: subprocess.Popen[Any] | None = None, seconds: float = 60.0
 ) -> None:
-    """Waits until the condition holds, and fails when the process ends before or the time is up."""
+    """Wait until the condition holds; fails if the process ends first or the time is up."""
     deadline = time.monotonic() + seconds
     while True:
         running = process is None or process.poll() is None
         if condition():
             return
-        assert running, f"the process left with {process.returncode} too early"
+        assert running, f"the process exited with {process.returncode} too early"
         assert time.monotonic() < deadline, f"still waiting after {seconds} s"
         time.sleep(0.005)
 
 
 def is_alive(process: int) -> bool:
-    """Whether a process runs. A killed one may stay as a zombie until its new parent collects it."""
+    """Whether a process is running. A killed one may remain a zombie until its new parent reaps it."""
     return _state(process)[0] not in "ZX"
 
 
 def alive_in_session(leader: int) -> list[int]:
-    """The processes that run in the session of a child, itself included."""
+    """The running processes in the session of a child, including the child."""
     processes = [int(name) for name in os.listdir("/proc") if name.isdecimal()]
     return [process for process in processes if _state(process)[3] == str(leader) and is_alive(process)]
 
 
 def end_workers() -> None:
-    """Ends the workers that joblib keeps in this process for its next call."""
+    """Shut down the workers that joblib keeps for the next call in this process."""
     loky = sys.modules.get("joblib.externals.loky.reusable_executor")
-    if loky is not None and loky._executor is not None:  # its public function would start a pool where there is none
+    if loky is not None and loky._executor is not None:  # its public function would start a pool if there is none
         loky._executor.shutdown(wait=True, kill_workers=True)
 
 
 @contextmanager
-def _nothing_ignored() -> Iterator[None]:
-    """Lets a child start with default signals where this process ignores some, as under ``nohup`` or in the background
-    of a script. What is ignored stays so in a child, but a handler does not, and this one does nothing here. ``Popen``
-    restores SIGPIPE by itself.
+def _default_signals() -> Iterator[None]:
+    """Let a child start with default signal handlers even if this process ignores some, as under ``nohup`` or in the
+    background of a script. A child inherits ignored signals but not handlers, so this sets a handler that does nothing.
+    ``Popen`` restores SIGPIPE by itself.
     """
     numbers = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGQUIT)
     ignored = [number for number in numbers if signal.getsignal(number) == signal.SIG_IGN]
@@ -112,7 +112,7 @@ def _nothing_ignored() -> Iterator[None]:
 
 
 def _state(process: int) -> list[str]:
-    """Its state, parent, group and session as /proc has them."""
+    """State, parent, group and session of a process, from /proc."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[:4]
     except (FileNotFoundError, ProcessLookupError):

@@ -1,8 +1,8 @@
-"""Kills a process that runs units, at every call that changes files and at random moments; looks at what each left.
+"""Kill a process that runs units, at every call that changes files and at random moments, and check the files it left.
 
     python tests/killing.py FOLDER KILLS SEED
 
-Prints what it counted as JSON. A program of its own, because it forks: it imports ``store`` and ``runs``, but no torch
+Prints its counts as JSON. It is a separate program because it forks: it imports ``store`` and ``runs``, but no torch
 and nothing that starts threads.
 """
 
@@ -29,8 +29,8 @@ MANIFEST = manifest()
 CALLS = ("open", "fsync", "replace", "mkdir", "unlink")
 
 
-def forked(folder: RunFolder, units: list[Unit], last: int = 0) -> int:
-    """A process that runs the units and leaves with 0, or kills itself at its ``last`` call that changes files."""
+def fork_run(folder: RunFolder, units: list[Unit], last: int = 0) -> int:
+    """Start a process that runs the units and exits with 0, or kills itself at its ``last`` call that changes files."""
     process = os.fork()
     if process == 0:
         try:
@@ -67,7 +67,7 @@ def kill_at(last: int) -> None:
 
 
 def slow_write(path: Path, data: bytes) -> None:
-    """In four pieces, as on a slow disk, so that kills land inside it on any."""
+    """Write in four pieces, as a slow disk does, so that some kills happen during a write."""
     with path.open("wb", buffering=0) as file:
         for start in range(0, len(data), -(-len(data) // 4)):
             file.write(data[start : start - (-len(data) // 4)])
@@ -75,7 +75,7 @@ def slow_write(path: Path, data: bytes) -> None:
 
 
 class Watch:
-    """What the kills left behind in one folder."""
+    """Counts of what the kills left in one folder."""
 
     def __init__(self, root: Path, units: list[Unit]) -> None:
         self.units, self.folder = units, RunFolder(root / "killed")
@@ -84,25 +84,25 @@ class Watch:
         self.expected = results(calm.path)
         self.counts = dict.fromkeys(("kills", "torn", "foreign", "temporaries", "completed", "unequal"), 0)
         self.states = set()
-        self.afresh()
+        self.reset()
 
-    def afresh(self) -> None:
+    def reset(self) -> None:
         shutil.rmtree(self.folder.path, ignore_errors=True)
         RunFolder.create(self.folder.path)
 
-    def look(self) -> None:
-        """After a kill: files with a final name are whole and right; others are temporaries or the lock."""
+    def check(self) -> None:
+        """After a kill: files with a final name are complete and correct; others are temporary files or the lock."""
         self.counts["kills"] += 1
         temporaries = []
         for path in (path for path in self.folder.path.rglob("*") if path.is_file()):
             if is_temporary(path.name):
                 temporaries.append((path.name[:-13], path.stat().st_size))
-            elif not self.is_right(path):
+            elif not self.is_correct(path):
                 self.counts["torn" if path.name in {*self.expected, "manifest.json", "units.json"} else "foreign"] += 1
         self.counts["temporaries"] += len(temporaries)
         self.states.add((self.done(), *temporaries))
 
-    def is_right(self, path: Path) -> bool:
+    def is_correct(self, path: Path) -> bool:
         if path.parent.name == "units":
             return path.read_bytes() == self.expected.get(path.name)
         if path.name == "manifest.json":
@@ -115,50 +115,50 @@ class Watch:
         return sum(not is_temporary(name) for name in results(self.folder.path))
 
     def finish(self) -> None:
-        """The run is complete: its files are those of the run that nobody disturbed, and nothing is left over."""
+        """After a complete run: its files equal those of the undisturbed run, and there are no others."""
         self.counts["completed"] += 1
         self.counts["unequal"] += results(self.folder.path) != self.expected
         self.counts["foreign"] += set(os.listdir(self.folder.path)) != {"manifest.json", "units.json", "units"}
-        self.afresh()
+        self.reset()
 
     def report(self) -> dict[str, int]:
-        return {**self.counts, "states": len(self.states), "progress": len({state[0] for state in self.states})}
+        return {**self.counts, "states": len(self.states), "stages": len({state[0] for state in self.states})}
 
 
 def at_every_call(root: Path) -> dict[str, int]:
     """One kill at every call that changes files, and a resume after each."""
     watch = Watch(root, mixture(3))
     for last in count(1):
-        _, status = os.waitpid(forked(watch.folder, watch.units, last), 0)
+        _, status = os.waitpid(fork_run(watch.folder, watch.units, last), 0)
         if not os.WIFSIGNALED(status):
             assert os.waitstatus_to_exitcode(status) == 0
             return watch.report()
-        watch.look()
+        watch.check()
         run(watch.units, watch.folder, manifest=MANIFEST)
         watch.finish()
     raise AssertionError
 
 
 def duration(watch: Watch) -> float:
-    """Seconds of a run that nobody disturbs."""
-    begun = time.monotonic()
-    os.waitpid(forked(watch.folder, watch.units), 0)
-    seconds = time.monotonic() - begun
+    """Seconds that an undisturbed run takes."""
+    started = time.monotonic()
+    os.waitpid(fork_run(watch.folder, watch.units), 0)
+    seconds = time.monotonic() - started
     watch.finish()
     return seconds
 
 
 def at_random(root: Path, kills: int, seed: int) -> dict[str, int]:
-    """Kills at random moments; each later process goes on where the killed one was, until the run is complete."""
+    """Kills at random moments; each new process resumes where the killed one stopped, until the run is complete."""
     rng, watch = random.Random(seed), Watch(root, mixture(12, size=300_000))
     length = min(duration(watch) for _ in range(4))
     while watch.counts["kills"] < kills:
-        process = forked(watch.folder, watch.units)
+        process = fork_run(watch.folder, watch.units)
         time.sleep(rng.uniform(0, 0.6 * length))
         os.kill(process, signal.SIGKILL)
         _, status = os.waitpid(process, 0)
         if os.WIFSIGNALED(status):
-            watch.look()
+            watch.check()
         else:
             assert os.waitstatus_to_exitcode(status) == 0
             watch.finish()

@@ -12,13 +12,13 @@ from model_families import FAMILIES, PAIRS, inputs_of, pair_inputs, tiny_model
 PAGE = Path(__file__).parents[1] / "docs" / "families.md"
 HEAD = """# Families of models, and what can be measured on them
 
-Written by `tests/model_coverage.py` from tiny random models of transformers; a test fails where it is out of date.
-Every line of a certificate held in float32 and float64. A family that is not listed may well work: the topology is
-found by algebra, not by name, and `helmscope doctor` says what holds.
+Written by `tests/model_coverage.py` from tiny random models of transformers; a test fails if it is out of date. All
+lines of their certificates hold in float32 and float64. A family that is not listed may well work: the topology is
+identified by algebra, not by name, and `helmscope doctor` reports what holds.
 
-- **sphere**: LayerNorm removes the token mean, so that directions live on S^(d-2); RMSNorm leaves S^(d-1).
-- **q, k, v**: "yes" where the family looks its attention up in the registry, and they can be changed; "seen" where they
-  are found among its matrix products, and checked; else only the weights are known.
+- **sphere**: LayerNorm removes the token mean, so that directions are on S^(d-2); with RMSNorm they are on S^(d-1).
+- **q, k, v**: "yes" if the family looks up its attention function in the registry, so that they can be edited; "seen"
+  if they are found among its matrix products, and checked; otherwise only the attention weights are known.
 - **MLP**: the field that equals the module, with its norm folded in.
 
 An encoder-decoder model is recorded as two stacks, which have a line each.
@@ -29,7 +29,7 @@ An encoder-decoder model is recorded as two stacks, which have a line each.
 
 
 def coverage_row(family: str, recording: Recording) -> str:
-    """One family in words."""
+    """The row of one family."""
     certificate: Certificate = recording.certificate
     anatomy = recording.anatomy
     force = recording.force(layer=0)

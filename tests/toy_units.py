@@ -44,7 +44,7 @@ def product(seed: int, size: int) -> bytes:
 
 
 def received(values: np.ndarray) -> list[object]:
-    """How an array arrives."""
+    """How an array is passed to a unit: its type, whether it is writable, and its sum."""
     return [type(values).__name__, values.flags.writeable, float(values.sum())]
 
 
@@ -67,7 +67,7 @@ def mixture(count: int, size: int = 1000) -> list[Unit]:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """The bytes of every file under a folder, by its path in there."""
+    """The bytes of every file under a folder, by relative path."""
     return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
@@ -92,7 +92,7 @@ def leave() -> None:
 
 
 def hoard(size: int) -> int:
-    """Asks for memory without touching it."""
+    """Allocate memory without touching it."""
     return np.empty(size, np.uint8).nbytes
 
 
@@ -101,7 +101,7 @@ def complain(text: str) -> None:
 
 
 def rest(seconds: float, started: str = "") -> float:
-    """Sleeps, and tells by a file of its process's number that it has begun."""
+    """Sleep, after creating a file in ``started`` whose name is the process id."""
     if started:
         Path(started, str(os.getpid())).touch()
     time.sleep(seconds)
@@ -109,16 +109,16 @@ def rest(seconds: float, started: str = "") -> float:
 
 
 class Counting(Serial):
-    """Notes which units are run."""
+    """Records which units are run, in ``started``."""
 
     def attempts(self, units):
-        self.asked.extend(unit.name for unit in units)
+        self.started.extend(unit.name for unit in units)
         return super().attempts(units)
 
-    asked: list[str]
+    started: list[str]
 
 
 def counting(**options: int) -> Counting:
     engine = Counting(**options)
-    object.__setattr__(engine, "asked", [])
+    object.__setattr__(engine, "started", [])
     return engine

@@ -1,8 +1,8 @@
-"""Put what was trained into the box: weights, tokenizer, cards, texts, validation windows, the history of training.
+"""Copy what was trained into the box: weights, tokenizer, cards, texts, validation windows, training history.
 
     python training/gather.py
 
-Every card holds numbers that were measured on the weights as they are shipped, on this machine.
+The numbers on every card are measured on the shipped weights, on this machine.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import xarray as xr
-from evaluate import loaded, samples, validation_loss
+from evaluate import load, samples, validation_loss
 from recipe import BOX, CONTEXT, OUT, RECIPES, SPECIAL, Recipe
 from safetensors.numpy import load_file
 
@@ -34,21 +34,21 @@ SAMPLES = 20
 
 
 def history(folder: Path) -> xr.Dataset:
-    """The snapshots of one model over training steps, and its losses."""
+    """The snapshots of one model over training steps, and its loss curves."""
     paths = sorted(folder.glob("snapshot-*.safetensors"))
     steps = [int(path.stem.removeprefix("snapshot-")) for path in paths]
-    parts = [load_file(path) for path in paths]
-    found = xr.Dataset(coords={"step": ("step", steps, {"long_name": "training step"})})
+    snapshots = [load_file(path) for path in paths]
+    data = xr.Dataset(coords={"step": ("step", steps, {"long_name": "training step"})})
     for name, (*dims, label) in DIMS.items():
-        found[name] = (("step", *dims), np.stack([part[name] for part in parts]), {"long_name": label})
+        data[name] = (("step", *dims), np.stack([snapshot[name] for snapshot in snapshots]), {"long_name": label})
     curve = json.loads((folder / "final" / "training.json").read_text())["curve"]
-    found["training_loss"] = ("looked", [row[1] for row in curve], {"long_name": "mean loss since the last look, nats"})
-    found["validation_loss"] = ("looked", [row[2] for row in curve], {"long_name": "validation loss, nats"})
-    return found.assign_coords(looked=("looked", [row[0] for row in curve], {"long_name": "training step"}))
+    data["training_loss"] = ("looked", [row[1] for row in curve], {"long_name": "mean loss since the last look, nats"})
+    data["validation_loss"] = ("looked", [row[2] for row in curve], {"long_name": "validation loss, nats"})
+    return data.assign_coords(looked=("looked", [row[0] for row in curve], {"long_name": "training step"}))
 
 
 def write_tokenizer(source: Path, folder: Path) -> None:
-    """The tokenizer as transformers reads it."""
+    """Write the tokenizer in the format that transformers loads."""
     shutil.copy(source, folder / "tokenizer.json")
     start, cut, mask = SPECIAL
     config = {
@@ -62,14 +62,14 @@ def write_tokenizer(source: Path, folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=1) + "\n")
 
 
-def card(recipe: Recipe, facts: dict[str, Any], told: list[str], digest: str, data: dict[str, Any]) -> str:
-    """The model card."""
+def card(recipe: Recipe, facts: dict[str, Any], texts: list[str], digest: str, data: dict[str, Any]) -> str:
+    """The model card, with ``texts`` as samples."""
     kind = (
         f"ALBERT: one post-norm block called {recipe.layers} times, both directions, masked-language-model head"
         if recipe.tied
         else f"GPT-2: {recipe.layers} layers, causal"
     )
-    what = "a fifth of the tokens hidden" if recipe.tied else "every next token"
+    targets = "a fifth of the tokens hidden" if recipe.tied else "every next token"
     lines = [
         f"# {recipe.name}",
         "",
@@ -78,22 +78,23 @@ def card(recipe: Recipe, facts: dict[str, Any], told: list[str], digest: str, da
         "",
         "| | |",
         "|---|---|",
-        f"| validation loss | {facts['loss']:.4f} nats a token ({what}; 512 windows of 256 tokens, float32 on a CPU) |",
+        f"| validation loss | {facts['loss']:.4f} nats per token ({targets}; 512 windows of 256 tokens, float32 on a "
+        "CPU) |",
         f"| training | {recipe.steps:,} steps of {recipe.batch} x 256 tokens, seed {recipe.seed}; AdamW (0.9, 0.95), "
         f"decay {recipe.decay}, peak {recipe.peak:g}, warm-up {recipe.warmup}, cosine to 0, clip 1; "
-        f"{facts['device']}, torch {facts['torch']}, {facts['seconds']:.0f} s beside two others |",
+        f"{facts['device']}, torch {facts['torch']}, {facts['seconds']:.0f} s, in parallel with two others |",
         f"| model.safetensors | sha256 {digest} |",
         f"| data | {data['tokens']:,} tokens, {data['stories']:,} short stories ({data['cut']:,} of them cut off at "
-        f"256 tokens of the teacher), sha256 of train.npy, which holds them, {data['sha256']} |",
+        f"256 tokens of the teacher), sha256 of train.npy {data['sha256']} |",
         "",
         "The stories were sampled at temperature 1 from stories15M of llama2.c (MIT), a Llama of 15 million parameters",
-        "trained on TinyStories (Eldan and Li 2023, arXiv:2305.07759). They are simple English of a small vocabulary,",
-        "often incoherent, and all that this model knows. It is made for looking into, not for use. MIT, as helmscope.",
+        "trained on TinyStories (Eldan and Li 2023, arXiv:2305.07759). They use simple English and a small vocabulary,",
+        "are often incoherent, and are the only training data. The model is for study, not for use. MIT, as helmscope.",
         "",
-        f"`python training/evaluate.py {recipe.name} --samples {SAMPLES}` gives the loss and what follows:",
+        f"`python training/evaluate.py {recipe.name} --samples {SAMPLES}` prints the loss and these samples:",
         "",
     ]
-    lines += [f"{k}. {' '.join(text.split())}" for k, text in enumerate(told, 1)]
+    lines += [f"{k}. {' '.join(text.split())}" for k, text in enumerate(texts, 1)]
     return "\n".join(lines) + "\n"
 
 
@@ -115,13 +116,13 @@ def main() -> None:
         for file in ("config.json", "model.safetensors"):
             shutil.copy(out / name / "final" / file, folder / file)
         write_tokenizer(out / "tokenizer.json", folder)
-        model, tokenizer = loaded(folder)
+        model, tokenizer = load(folder)
         facts = json.loads((out / name / "final" / "training.json").read_text())
         facts["loss"] = validation_loss(model, np.load(box / "validation.npy"))
         facts["parameters"] = sum(value.numel() for value in model.parameters())
         digest = hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
-        told = samples(name, model, tokenizer, box, SAMPLES)
-        (folder / "README.md").write_text(card(recipe, facts, told, digest, data))
+        texts = samples(name, model, tokenizer, box, SAMPLES)
+        (folder / "README.md").write_text(card(recipe, facts, texts, digest, data))
         print(name, facts["loss"], digest)
     tree = xr.DataTree.from_dict({name: history(out / name) for name in RECIPES})
     tree.to_netcdf(box / "training.nc", engine="h5netcdf")

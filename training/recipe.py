@@ -1,4 +1,4 @@
-"""What is trained: three models on one pile of stories with one tokenizer."""
+"""The recipes of the three models, which share one dataset of stories and one tokenizer."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 OUT = Path(__file__).parent / "out"
 BOX = Path(__file__).parents[1] / "src" / "helmscope" / "models" / "box"
 VOCABULARY, CONTEXT, WIDTH, HEADS = 4_096, 256, 192, 6
-START, CUT, MASK = 0, 1, 2  # token ids: before every story; where one was cut off, never a target; hidden from a model
+START, CUT, MASK = 0, 1, 2  # token ids: start of a story; cut-off story, never a target; replacement of masked tokens
 IDS = {"bos_token_id": START, "eos_token_id": START, "pad_token_id": CUT}
 SPECIAL = ("<|endoftext|>", "<pad>", "<mask>")
-HIDDEN_SHARE = 0.2  # of the tokens, for the model that fills gaps
+HIDDEN_SHARE = 0.2  # of the tokens, for the masked language model
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How one model is trained. ``tied``: one block called ``layers`` times, in both directions, filling gaps."""
+    """How one model is trained. ``tied``: a masked language model with one block, applied ``layers`` times."""
 
     name: str
     seed: int
@@ -30,7 +30,7 @@ class Recipe:
     decay: float = 0.1
 
     def model(self, **sizes: int) -> Any:
-        """The model with random weights that follow from the seed; ``sizes`` go over those of the box."""
+        """The model with random weights from the seed; ``sizes`` override those of the box."""
         import torch
 
         torch.manual_seed(self.seed)
@@ -56,12 +56,12 @@ def _causal(layers: int, sizes: dict[str, int]) -> Any:
         "n_layer": layers,
         **sizes,
     }
-    still = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-    return GPT2LMHeadModel(GPT2Config(**config, **still, **IDS, activation_function="gelu"))
+    no_dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    return GPT2LMHeadModel(GPT2Config(**config, **no_dropout, **IDS, activation_function="gelu"))
 
 
 def _tied(layers: int, sizes: dict[str, int]) -> Any:
-    """ALBERT: one post-norm block, called again and again."""
+    """ALBERT: one post-norm block, applied repeatedly."""
     from transformers import AlbertConfig, AlbertForMaskedLM
 
     config = {
@@ -74,5 +74,5 @@ def _tied(layers: int, sizes: dict[str, int]) -> Any:
         "num_hidden_layers": layers,
         **sizes,
     }
-    still = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout_prob"), 0.0)
-    return AlbertForMaskedLM(AlbertConfig(**config, **still, **IDS, hidden_act="gelu", type_vocab_size=1))
+    no_dropout = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout_prob"), 0.0)
+    return AlbertForMaskedLM(AlbertConfig(**config, **no_dropout, **IDS, hidden_act="gelu", type_vocab_size=1))

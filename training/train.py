@@ -2,9 +2,9 @@
 
     python training/train.py A [--minutes 8]
 
-AdamW, a short warm-up and a cosine to 0, bfloat16 on a GPU. A job that is stopped, or whose time is up, goes on from
-its last state; a finished one writes ``training/out/A/final`` and says its losses. At twelve steps, spaced evenly in
-their logarithm, ``measures`` are taken on the texts in the box.
+AdamW with a short warm-up and a cosine schedule to 0, bfloat16 on a GPU. A job that was stopped, or whose time was up,
+resumes from its last saved state; a finished one writes ``training/out/A/final`` and prints its losses. At twelve
+steps, evenly spaced in their logarithm, ``measures`` are computed on the texts in the box.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from pathlib import Path
 import numpy as np
 import torch
 from evaluate import validation_loss
-from measures import measured
+from measures import measure
 from recipe import CONTEXT, CUT, HIDDEN_SHARE, MASK, OUT, RECIPES, START, VOCABULARY, Recipe
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 SNAPSHOTS = 12
-EVERY = 500  # steps between looks at the validation loss, and between saved states
+EVERY = 500  # steps between evaluations of the validation loss, and between saved states
 
 
 class Trainer:
-    """A model, its optimizer and its random numbers at one step."""
+    """The state of training at one step: model, optimizer and random generator."""
 
     def __init__(self, recipe: Recipe, tokens: np.ndarray, folder: Path, device: str, **sizes: int) -> None:
         self.recipe, self.folder, self.device = recipe, folder, device
@@ -47,7 +47,7 @@ class Trainer:
         self.loss = torch.compile(self._loss) if device == "cuda" else self._loss
 
     def rate(self) -> float:
-        """The learning rate of the step to come."""
+        """The learning rate of the next step."""
         recipe = self.recipe
         if self.step < recipe.warmup:
             return recipe.peak * (self.step + 1) / recipe.warmup
@@ -55,7 +55,7 @@ class Trainer:
         return recipe.peak * 0.5 * (1 + math.cos(math.pi * done))
 
     def windows(self) -> Tensor:
-        """Random windows of the stream of stories."""
+        """A batch of random windows of the training tokens."""
         width = CONTEXT + 1
         starts = torch.randint(
             len(self.tokens) - width, (self.recipe.batch, 1), generator=self.generator, device=self.device
@@ -63,11 +63,10 @@ class Trainer:
         return self.tokens[starts + torch.arange(width, device=self.device)].long()
 
     def advance(self) -> Tensor:
-        """One step; its loss."""
+        """Take one optimizer step and return its loss."""
         windows = self.windows()
         if self.recipe.tied:
-            targets = windows[:, :-1]
-            inputs, targets = self._with_gaps(targets)
+            inputs, targets = self._mask_tokens(windows[:, :-1])
         else:
             inputs, targets = windows[:, :-1], windows[:, 1:].masked_fill(windows[:, 1:] == CUT, -100)
         for group in self.optimizer.param_groups:
@@ -80,14 +79,14 @@ class Trainer:
         self.step += 1
         return loss.detach()
 
-    def _with_gaps(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """A fifth of the tokens are targets: 8 in 10 of them hidden, 1 in 10 another token, 1 in 10 as it is."""
-        chance = torch.rand(tokens.shape, generator=self.generator, device=self.device) / HIDDEN_SHARE
-        other = torch.randint(VOCABULARY, tokens.shape, generator=self.generator, device=self.device)
-        wanted = (chance < 1) & (tokens != START) & (tokens != CUT)
-        inputs = torch.where(wanted & (chance < 0.8), MASK, tokens)
-        inputs = torch.where(wanted & (chance > 0.9), other, inputs)
-        return inputs, tokens.masked_fill(~wanted, -100)
+    def _mask_tokens(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Inputs and targets: a fifth of the tokens are targets, 80 % of them masked, 10 % replaced, 10 % unchanged."""
+        uniform = torch.rand(tokens.shape, generator=self.generator, device=self.device) / HIDDEN_SHARE
+        replacement = torch.randint(VOCABULARY, tokens.shape, generator=self.generator, device=self.device)
+        is_target = (uniform < 1) & (tokens != START) & (tokens != CUT)
+        inputs = torch.where(is_target & (uniform < 0.8), MASK, tokens)
+        inputs = torch.where(is_target & (uniform > 0.9), replacement, inputs)
+        return inputs, tokens.masked_fill(~is_target, -100)
 
     def _loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
         with torch.autocast(self.device, torch.bfloat16, enabled=self.device == "cuda"):
@@ -95,7 +94,7 @@ class Trainer:
         return cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=-100)
 
     def save(self) -> None:
-        """The state from which ``load`` goes on, to the bit."""
+        """Save the state from which ``load`` resumes exactly."""
         moments = {
             f"{kind}.{name}": self.optimizer.state[value][kind]
             for name, value in self.model.named_parameters()
@@ -103,24 +102,24 @@ class Trainer:
             if value in self.optimizer.state
         }
         values = {f"value.{name}": value.detach() for name, value in self.model.named_parameters()}
-        half = self.folder / "state.half"
-        save_file({**values, **moments, "generator": self.generator.get_state()}, half, metadata=self._facts())
-        half.rename(self.folder / "state.safetensors")
+        partial_file = self.folder / "state.partial"
+        save_file({**values, **moments, "generator": self.generator.get_state()}, partial_file, self._metadata())
+        partial_file.rename(self.folder / "state.safetensors")
 
-    def _facts(self) -> dict[str, str]:
+    def _metadata(self) -> dict[str, str]:
         return {"step": str(self.step), "curve": json.dumps(self.curve), "seconds": str(self.seconds)}
 
     def load(self) -> None:
-        """Go on from the last state, where there is one."""
+        """Load the last saved state, if there is one."""
         from safetensors import safe_open
 
         path = self.folder / "state.safetensors"
         if not path.exists():
             return
         with safe_open(path, "pt") as file:
-            facts = file.metadata()
-        self.step, self.curve = int(facts["step"]), [tuple(row) for row in json.loads(facts["curve"])]
-        self.seconds = float(facts["seconds"])
+            metadata = file.metadata()
+        self.step, self.curve = int(metadata["step"]), [tuple(row) for row in json.loads(metadata["curve"])]
+        self.seconds = float(metadata["seconds"])
         state = load_file(path, device=self.device)
         self.generator.set_state(state["generator"].cpu())
         with torch.no_grad():
@@ -132,38 +131,38 @@ class Trainer:
 
 
 def snapshot_steps(steps: int) -> list[int]:
-    """0, 1 and on to the last, evenly in the logarithm."""
-    return [0, *sorted({round(each) for each in np.geomspace(1, steps, SNAPSHOTS - 1)})]
+    """0 and the steps from 1 to the last, evenly spaced in the logarithm."""
+    return [0, *sorted({round(step) for step in np.geomspace(1, steps, SNAPSHOTS - 1)})]
 
 
-def trained(trainer: Trainer, valid: np.ndarray, texts: Tensor, minutes: float) -> bool:
-    """Step until the end or until time is up; whether it is the end."""
+def train(trainer: Trainer, valid: np.ndarray, texts: Tensor, minutes: float) -> bool:
+    """Train until the last step or until the time is up; returns whether training is finished."""
     trainer.folder.mkdir(parents=True, exist_ok=True)
     trainer.load()
-    snapshots, begun, before, losses = snapshot_steps(trainer.recipe.steps), time.monotonic(), trainer.seconds, []
+    snapshots, started, before, losses = snapshot_steps(trainer.recipe.steps), time.monotonic(), trainer.seconds, []
     while True:
         step = trainer.step
         snapshot = trainer.folder / f"snapshot-{step:06d}.safetensors"
         if step in snapshots and not snapshot.exists():
             trainer.model.eval()
-            save_file(measured(trainer.model, texts.to(trainer.device)), snapshot)
+            save_file(measure(trainer.model, texts.to(trainer.device)), snapshot)
             trainer.model.train()
-        trainer.seconds = before + time.monotonic() - begun
-        over = bool(losses) and trainer.seconds - before > 60 * minutes
-        if losses and (step % EVERY == 0 or step == trainer.recipe.steps or over):
-            seen = validation_loss(trainer.model, valid, autocast=trainer.device == "cuda")
+        trainer.seconds = before + time.monotonic() - started
+        time_is_up = bool(losses) and trainer.seconds - before > 60 * minutes
+        if losses and (step % EVERY == 0 or step == trainer.recipe.steps or time_is_up):
+            valid_loss = validation_loss(trainer.model, valid, autocast=trainer.device == "cuda")
             mean = float(torch.stack(losses).mean())
-            trainer.curve.append((step, mean, seen))
-            print(f"{trainer.recipe.name} {step} {mean:.4f} {seen:.4f} {trainer.seconds:.0f} s", flush=True)
+            trainer.curve.append((step, mean, valid_loss))
+            print(f"{trainer.recipe.name} {step} {mean:.4f} {valid_loss:.4f} {trainer.seconds:.0f} s", flush=True)
             losses = []
             trainer.save()
-        if step == trainer.recipe.steps or over:
+        if step == trainer.recipe.steps or time_is_up:
             return step == trainer.recipe.steps
         losses.append(trainer.advance())
 
 
 def finish(trainer: Trainer) -> None:
-    """The weights in bfloat16, and what was done."""
+    """Write the weights in bfloat16, and how they were trained."""
     final = trainer.folder / "final"
     trainer.model.to(torch.bfloat16).save_pretrained(final)
     facts = {
@@ -182,14 +181,14 @@ def finish(trainer: Trainer) -> None:
 
 
 def main() -> None:
-    """One model of the box."""
+    """Train one model of the box."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", choices=list(RECIPES))
     parser.add_argument("--minutes", type=float, default=8.0)
     parser.add_argument("--out", type=Path, default=OUT)
     parser.add_argument("--steps", type=int)
     parser.add_argument("--peak", type=float)
-    parser.add_argument("--folder", help="where its states go; by default the model's name")
+    parser.add_argument("--folder", help="where to save its states; default: the model's name")
     options = parser.parse_args()
     torch.set_float32_matmul_precision("high")
     recipe = RECIPES[options.model]
@@ -197,14 +196,14 @@ def main() -> None:
     tokens, valid = np.load(options.out / "train.npy"), np.load(options.out / "valid.npy")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     trainer = Trainer(recipe, tokens, options.out / (options.folder or recipe.name), device)
-    if trained(trainer, valid, texts_in(options.out), options.minutes):
+    if train(trainer, valid, box_text_ids(options.out), options.minutes):
         finish(trainer)
     else:
-        print("time is up: run again to go on")
+        print("time is up: run again to resume")
 
 
-def texts_in(folder: Path) -> Tensor:
-    """Token ids of the texts in the box."""
+def box_text_ids(folder: Path) -> Tensor:
+    """The token ids of the texts in the box."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))

@@ -1,4 +1,4 @@
-"""Changes to a forward against the same forward by hand, and the model as it was afterwards."""
+"""Edits of a forward against the same forward written by hand; afterwards the model is unchanged."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def case(request):
 
 
 def gpt2_by_hand(model, ids, skip):
-    """GPT-2 spelled out, with some half-layers left out."""
+    """GPT-2 written out, without the half-layers in ``skip``."""
     trunk, heads = model.transformer, 4
     with torch.no_grad():
         x = trunk.wte(ids) + trunk.wpe(torch.arange(ids.shape[1]))
@@ -65,7 +65,7 @@ def test_ablations_by_hand():
     assert (found - outputs(model, "gpt2")).abs().max() > 1e-5
 
 
-def test_the_same_in_and_nothing_changes(case):
+def test_edits_that_put_back_the_same_values_change_nothing(case):
     family, _, recording = case
     plain = recording.logits()
     size = plain.abs().max()
@@ -77,8 +77,8 @@ def test_the_same_in_and_nothing_changes(case):
     if recording.anatomy.tapped:
         assert (recording.under(Reweigh()).logits() - plain).abs().max() <= 2e-6 * size
         assert torch.equal(recording.under(Perturb(sigma=0.0)).logits(), plain)
-        nobody = torch.zeros(3, 13, dtype=torch.bool)
-        assert torch.equal(recording.under(MaskKeys(keys=nobody)).logits(), plain)
+        no_keys = torch.zeros(3, 13, dtype=torch.bool)
+        assert torch.equal(recording.under(MaskKeys(keys=no_keys)).logits(), plain)
 
 
 def test_writes_of_another_recording(case):
@@ -91,20 +91,20 @@ def test_writes_of_another_recording(case):
         assert (wanted - recording.logits()).abs().max() > 1e-5
 
 
-def test_a_replaced_state_is_there(case):
+def test_a_replaced_state_is_recorded(case):
     _, _, recording = case
     new = torch.randn(3, 13, 32, generator=torch.Generator().manual_seed(3))
     tokens = torch.zeros(3, 13, dtype=torch.bool)
     tokens[:, 4:6] = True
     for site, depth in ((Site.INPUT, 2), (Site.MIDDLE, 3), (Site.OUTPUT, 4)):
-        seen = recording.under(Replace([1], site=site, value=new, tokens=tokens))
-        state = seen.stream(depth=depth)
+        edited = recording.under(Replace([1], site=site, value=new, tokens=tokens))
+        state = edited.stream(depth=depth)
         assert (state[tokens] - new[tokens]).abs().max() < 1e-5, site
         assert (state[~tokens] - recording.stream(depth=depth)[~tokens]).abs().max() < 1e-5
-        assert (seen.logits() - recording.logits()).abs().max() > 1e-4
+        assert (edited.logits() - recording.logits()).abs().max() > 1e-4
 
 
-def test_frozen_tokens_stay(case):
+def test_frozen_tokens_do_not_change(case):
     _, _, recording = case
     frozen = torch.ones(3, 13, dtype=torch.bool)
     frozen[:, 5] = False
@@ -133,12 +133,12 @@ def test_masked_keys_get_no_weight(family):
     kernel = recording.under(MaskKeys(keys=first)).kernel(layer=1)
     assert torch.isfinite(kernel).all()
     if recording.certificate["causality"].ok:
-        assert kernel.triu(1).abs().max() == 0  # a first token that nobody may see still sees itself alone
+        assert kernel.triu(1).abs().max() == 0  # a masked first token still attends only to itself
         assert (kernel[:, :, 0, 0] == recording.kernel(layer=1)[:, :, 0, 0]).all()
 
 
 @pytest.mark.parametrize("site", [Site.QUERY, Site.KEY, Site.VALUE, Site.MIDDLE, Site.MLP])
-def test_noise_is_repeatable_and_of_its_size(site):
+def test_noise_is_repeatable_and_grows_with_its_scale(site):
     model = tiny_model("llama")
     recording = record(model, inputs_of("llama"))
     plain = recording.logits()
@@ -150,7 +150,7 @@ def test_noise_is_repeatable_and_of_its_size(site):
     assert 0 < (once - plain).norm() < (stronger - plain).norm()
 
 
-def test_the_model_is_as_it_was_after_an_exception(case):
+def test_the_model_is_restored_after_an_exception(case):
     family, model, recording = case
     before, own = outputs(model, family), model.config._attn_implementation
     changes = [Ablate(site=Site.MLP)] + ([Perturb(relative=0.1)] if recording.anatomy.tapped else [])
@@ -167,7 +167,7 @@ def test_the_model_is_as_it_was_after_an_exception(case):
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
-def test_parameters_come_back_to_the_bit():
+def test_parameters_are_restored_exactly():
     model = tiny_model("gpt2")
     name = "transformer.h.1.mlp.c_proj.weight"
     before, value = outputs(model, "gpt2"), dict(model.named_parameters())[name]
@@ -184,8 +184,8 @@ def test_parameters_come_back_to_the_bit():
     assert torch.equal(outputs(model, "gpt2"), before)
 
 
-def test_noise_is_absolute_or_relative_and_follows_from_its_seed_alone():
-    """As source 003 prints it, sigma is the standard deviation of what is added, whatever the size of the part."""
+def test_noise_is_absolute_or_relative_and_depends_on_its_seed_only():
+    """As source 003 prints it, sigma is the standard deviation of the noise, whatever the size of the keys."""
     recording = record(tiny_model("gpt2"), inputs_of("gpt2"), keep=Keep.KEYS)
     keys = recording.kept["key"]
     for change, size in (
@@ -201,7 +201,7 @@ def test_noise_is_absolute_or_relative_and_follows_from_its_seed_alone():
     ("make", "words"),
     [
         (lambda r: Ablate([3]), "layers holds 3, but the model has layers 0 to 2"),
-        (lambda r: Ablate(site=Site.READ), "Ablate is made at one of Site.INPUT, Site.ATTENTION"),
+        (lambda r: Ablate(site=Site.READ), "Ablate must be at one of Site.INPUT, Site.ATTENTION"),
         (lambda r: AblateHead([0]), r"heads is \(\), but it must be a list"),
         (lambda r: AblateHead([0], heads=3), "heads is 3, but it must be a list"),
         (lambda r: AblateHead([0], heads=[1.0]), r"heads is \[1.0\]"),
@@ -237,7 +237,7 @@ def test_bad_changes(make, words):
         outputs(model, "gpt2")
 
 
-def test_nested_changes_all_hold(case):
+def test_nested_edits_all_apply(case):
     family, _, recording = case
     tapped = recording.anatomy.tapped
     head = AblateHead([0], heads=[0, 1]) if tapped else Ablate([0], site=Site.ATTENTION)
@@ -252,7 +252,7 @@ def test_nested_changes_all_hold(case):
     assert (both - alone).abs().max() > 1e-4 * both.abs().max()
 
 
-def test_a_change_forgets_which_texts_were_under_way():
+def test_an_edit_does_not_depend_on_the_chunks_of_texts():
     model = tiny_model("gpt2")
     recording = record(model, inputs_of("gpt2"), batch_size=2)
     tokens = torch.zeros(3, 13, dtype=torch.bool)
@@ -269,7 +269,7 @@ def test_a_change_forgets_which_texts_were_under_way():
 def test_a_patch_from_a_resumed_recording_knows_its_depth():
     recording = record(tiny_model("gpt2"), inputs_of("gpt2"))
     later = recording.resume(depth=3, states=recording.trajectory.states[3])
-    with pytest.raises(HelmscopeError, match="source begins at depth 3, but layer 1 asks for 2"):
+    with pytest.raises(HelmscopeError, match="source begins at depth 3, but layer 1 needs 2"):
         recording.under(Patch([1], site=Site.INPUT, source=later))
     again = recording.under(Patch([2], site=Site.INPUT, source=later)).logits()
     assert (again - recording.logits()).abs().max() < 1e-5
@@ -298,17 +298,17 @@ def test_threads_wait_for_each_other():
     assert model.config._attn_implementation == own
 
 
-def test_a_family_that_hides_its_attention_says_so():
+def test_editing_attention_outside_the_registry_is_an_error():
     model = tiny_model("bloom")
     recording = record(model, inputs_of("bloom"))
     with (
-        pytest.raises(HelmscopeError, match="does not look its attention up"),
+        pytest.raises(HelmscopeError, match="does not look up its attention function in the registry"),
         changed(recording, Perturb(relative=0.1)),
     ):
         pass
 
 
-def test_nothing_is_recorded_while_a_change_is_attached():
+def test_nothing_can_be_recorded_within_changed():
     from helmscope.models.doctor import doctor
 
     model, ids = tiny_model("gpt2"), inputs_of("gpt2")
@@ -332,27 +332,27 @@ def test_nothing_is_recorded_while_a_change_is_attached():
     assert torch.equal(record(model, ids).trajectory.states, recording.trajectory.states)
 
 
-def test_a_changed_recording_says_what_was_changed(case):
+def test_the_recording_of_an_edited_run_names_its_edits(case):
     _, _, recording = case
     states, new = recording.trajectory.states, torch.randn(32, generator=torch.Generator().manual_seed(3))
     tokens = torch.zeros(3, 13, dtype=torch.bool)
     tokens[:, 3] = True
     for site in (Site.INPUT, Site.ATTENTION, Site.MIDDLE, Site.MLP, Site.OUTPUT):
         for change in (Ablate([1], site=site), Add(site=site, value=new), Replace([2], site=site, value=new)):
-            seen = recording.under(change)
-            assert seen.certificate["edits"].ok is None
-            assert "every other line of the unchanged model" in seen.certificate["edits"].says
-            assert seen.certificate["residual"].ok is (None if site is Site.OUTPUT else True), (change, site)
+            edited = recording.under(change)
+            assert edited.certificate["edits"].ok is None
+            assert "every other line of the unchanged model" in edited.certificate["edits"].says
+            assert edited.certificate["residual"].ok is (None if site is Site.OUTPUT else True), (change, site)
     for step in range(7):
         for frozen in (None, tokens):
             assert recording.resume(depth=step, states=states[step].roll(1, 1), frozen=frozen).certificate.ok
-    told = (
+    manifest = (
         recording.under(Replace([1], value=new, tokens=tokens))
         .resume(depth=2, states=states[2], frozen=tokens)
         .manifest()
     )
-    assert told.parameters["first"] == 2
-    first, second = told.parameters["edits"]
+    assert manifest.parameters["first"] == 2
+    first, second = manifest.parameters["edits"]
     assert first.startswith("Replace(layers=[1], tokens=<bool (3, 13) sha256 ")
     assert "value=<float32 (32,) sha256 " in first
     assert second.startswith("PutState(depth=2, states=<float32 (3, 13, 32) sha256 ")
@@ -361,7 +361,7 @@ def test_a_changed_recording_says_what_was_changed(case):
     assert "edits" not in {line.name for line in recording.certificate.lines}
 
 
-def test_a_block_whose_sum_does_not_hold_under_a_change_is_said(monkeypatch):
+def test_the_certificate_reports_a_wrong_residual_sum_under_an_edit(monkeypatch):
     from helmscope.models.recorder import Recorder
 
     recording, honest = record(tiny_model("gpt2"), inputs_of("gpt2")), Recorder.state
@@ -371,7 +371,7 @@ def test_a_block_whose_sum_does_not_hold_under_a_change_is_said(monkeypatch):
     assert recording.under(Ablate([0])).certificate["residual"].ok is False
 
 
-def test_changes_are_shown_in_a_line():
+def test_the_repr_of_an_edit_is_one_line():
     recording = record(tiny_model("gpt2"), inputs_of("gpt2"))
     many = torch.ones(3, 13, dtype=torch.bool)
     for change, shown in [
@@ -388,7 +388,7 @@ def test_changes_are_shown_in_a_line():
     assert repr(Add(value=torch.ones(2))) != repr(Add(value=torch.zeros(2)))
 
 
-def test_writes_of_a_changed_run_are_kept(case):
+def test_writes_of_an_edited_run_are_kept(case):
     _, _, recording = case
     off = recording.under(Ablate([0], site=Site.ATTENTION), keep=Keep.WRITES | Keep.WEIGHTS)
     assert torch.equal(off.kept["weights"][1], recording.under(Ablate([0], site=Site.ATTENTION)).kernel(layer=1))
@@ -399,15 +399,18 @@ def test_writes_of_a_changed_run_are_kept(case):
     assert later.kept["mlp write"].shape == (3, 3, 13, 32)
 
 
-def test_what_is_no_change_and_no_model_is_refused():
+def test_values_that_are_not_edits_or_models_are_refused():
     recording = record(tiny_model("gpt2"), inputs_of("gpt2"))
     with pytest.raises(HelmscopeError, match="a str is given as an edit"):
         recording.under("x")
-    with pytest.raises(HelmscopeError, match="model is a Recording, but parameters"), with_parameters(recording, {}):
+    with (
+        pytest.raises(HelmscopeError, match="model is a Recording, but it must"),
+        with_parameters(recording, {}),
+    ):
         pass
     name = "transformer.h.1.mlp.c_proj.weight"
     with (
-        pytest.raises(HelmscopeError, match=r"gives 'transformer.*' a int"),
+        pytest.raises(HelmscopeError, match=r"^values\['transformer.*'\] is a int"),
         with_parameters(recording.anatomy.model, {name: 3}),
     ):
         pass

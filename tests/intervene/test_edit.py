@@ -1,4 +1,4 @@
-"""Edits by plain functions against PyTorch hooks written by hand, their context, and gradients through them."""
+"""Edits by plain functions against hand-written PyTorch hooks, their context, and gradients through them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from helmscope.models.watch import OF_CROSS, Context, Site
 from helmscope.types import HelmscopeError
 from model_families import inputs_of, tiny_model
 
-# the modules of layer 1: block, what writes for attention, what writes for the MLP, what gives the values
+# the modules of layer 1: block, the one that outputs the attention write, the MLP write, the values
 MODULES = {
     "gpt2": ("transformer.h.1", "attn", "mlp", None),
     "llama": ("model.layers.1", "self_attn", "mlp", "self_attn.v_proj"),
@@ -28,12 +28,12 @@ MODULES = {
 
 
 def mixed(value):
-    """Something that no linear algebra of ours could reach by accident."""
+    """A nonlinear function that no edit could reproduce by accident."""
     return 0.5 * value + 0.25 * value.roll(1, 1).tanh()
 
 
 def by_hooks(model, family, site):
-    """The logits when ``mixed`` is put in by a hook on the module itself."""
+    """The logits when a hook on the module itself applies ``mixed``."""
     path, attention, mlp, values = MODULES[family]
     block = model.get_submodule(path)
 
@@ -59,7 +59,7 @@ def by_hooks(model, family, site):
 
 
 @pytest.mark.parametrize("family", sorted(MODULES))
-def test_a_function_does_what_a_hook_by_hand_does(family):
+def test_a_function_does_what_a_hand_written_hook_does(family):
     model = tiny_model(family)
     recording = record(model, inputs_of(family))
     plain = recording.logits()
@@ -95,22 +95,22 @@ def test_weights_mask_and_heads_by_hand():
     assert (kernel.sum(-1) - 1).abs().max() < 1e-6
 
 
-def test_none_leaves_everything_to_the_bit():
+def test_a_function_that_returns_none_changes_nothing():
     recording = record(tiny_model("llama"), inputs_of("llama"))
     for site in Site:
         if site not in (Site.READ, Site.CLOSE) and site not in OF_CROSS:
             assert torch.equal(recording.under(Edit(site, None, lambda value: None)).logits(), recording.logits())
 
 
-def test_the_context_says_where_an_edit_is():
+def test_the_context_says_where_an_edit_is_applied():
     ids = inputs_of("gpt2")
     mask = torch.ones_like(ids)
     mask[2, 9:] = 0
     recording = record(tiny_model("gpt2"), {"input_ids": ids, "attention_mask": mask}, batch_size=2)
-    seen = []
+    contexts = []
 
     def note(value, context):
-        seen.append((context.site, context.layer, context.rows, context.texts))
+        contexts.append((context.site, context.layer, context.rows, context.texts))
         assert context.visible.tolist() == mask[context.rows].bool().tolist()
         assert context.weights.tolist() == mask[context.rows].float().tolist()
         with pytest.raises(dataclasses.FrozenInstanceError):
@@ -119,14 +119,14 @@ def test_the_context_says_where_an_edit_is():
     edits = [Edit(Site.MLP, [0, 2], note), Edit(Site.KEY, [1], note)]
     recording.runner.under(*edits).forward()
     expected = [(Site.MLP, 0), (Site.KEY, 1), (Site.MLP, 2)]
-    assert seen == [(*where, rows, 3) for rows in (slice(0, 2), slice(2, 3)) for where in expected]
+    assert contexts == [(*where, rows, 3) for rows in (slice(0, 2), slice(2, 3)) for where in expected]
     assert all(vars(edit).keys() == {"site", "layers", "function", "takes_context"} for edit in edits)
     with pytest.raises(dataclasses.FrozenInstanceError):
         edits[0].rows = slice(0, 1)
 
 
-def test_edits_attached_from_outside_know_the_texts_too():
-    """Noise under ``changed`` is that of the text's number in the batch, however many texts run at a time."""
+def test_edits_under_changed_know_the_texts_too():
+    """Noise under ``changed`` depends on the index of the text in the batch, not on the size of the chunks."""
     recording = record(tiny_model("gpt2"), inputs_of("gpt2"), batch_size=2)
     noise = hs.Perturb(relative=0.5, seed=2)
     with hs.changed(recording, noise):
@@ -134,7 +134,7 @@ def test_edits_attached_from_outside_know_the_texts_too():
     assert (inside - recording.under(noise).logits()).abs().max() < 1e-6
 
 
-def test_random_numbers_follow_from_seed_layer_and_text():
+def test_random_numbers_depend_on_seed_layer_and_text():
     context = Context(site=Site.MLP, layer=2, rows=slice(3, 5), texts=8)
     drawn = context.normal(torch.zeros(2, 3, 4, dtype=torch.float64), seed=7)
     for k, text in enumerate((3, 4)):
@@ -166,7 +166,7 @@ def default_context(value, context=None):
         default_context,
     ],
 )
-def test_functions_of_a_value_or_of_it_and_a_context(function):
+def test_functions_of_a_value_or_of_a_value_and_a_context(function):
     recording = record(tiny_model("gpt2"), inputs_of("gpt2"))
     wanted = recording.under(Edit(Site.MLP, [1], lambda write: 2 * write)).logits()
     assert torch.equal(recording.under(Edit(Site.MLP, [1], function)).logits(), wanted)
@@ -175,8 +175,8 @@ def test_functions_of_a_value_or_of_it_and_a_context(function):
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: Edit(Site.READ, None, mixed), "site is <Site.READ: 'read'>, but Edit is made at one of Site.INPUT"),
-        (lambda: Edit("mlp", None, mixed), "site is 'mlp', but Edit is made at one of"),
+        (lambda: Edit(Site.READ, None, mixed), "site is <Site.READ: 'read'>, but Edit must be at one of Site.INPUT"),
+        (lambda: Edit("mlp", None, mixed), "site is 'mlp', but Edit must be at one of"),
         (lambda: Edit(Site.MLP, [7], mixed), "layers holds 7, but the model has layers 0 to 2"),
         (lambda: Edit(Site.MLP, 1, mixed), "layers is 1, but it must be a list"),
         (lambda: Edit(Site.MLP, None, 3), "function is 3, but it must be a function of a value"),
@@ -193,8 +193,8 @@ def test_functions_of_a_value_or_of_it_and_a_context(function):
         ),
         (lambda: Edit(Site.WEIGHTS, None, lambda a: a[0]), r"gives \(4, 13, 13\) at Site.WEIGHTS"),
         (lambda: Edit(Site.MASK, None, lambda a: a[0]), r"gives \(1, 13, 13\) at Site.MASK"),
-        (lambda: hs.Perturb(site=Site.WEIGHTS, sigma=1.0), "site is <Site.WEIGHTS.*, but Perturb is made at one of"),
-        (lambda: hs.Replace(site=Site.KEY), "site is <Site.KEY.*, but Replace is made at one of Site.INPUT"),
+        (lambda: hs.Perturb(site=Site.WEIGHTS, sigma=1.0), "site is <Site.WEIGHTS.*, but Perturb must be at one of"),
+        (lambda: hs.Replace(site=Site.KEY), "site is <Site.KEY.*, but Replace must be at one of Site.INPUT"),
     ],
 )
 def test_bad_edits(make, words):
@@ -203,7 +203,7 @@ def test_bad_edits(make, words):
         recording.under(make())
 
 
-def test_heads_are_checked_before_the_forward_begins():
+def test_heads_are_checked_before_the_forward_starts():
     recording = record(tiny_model("gpt2"), inputs_of("gpt2"))
     begun = []
     handle = recording.anatomy.model.register_forward_pre_hook(lambda *_: begun.append(1))
@@ -213,20 +213,20 @@ def test_heads_are_checked_before_the_forward_begins():
     assert not begun
 
 
-def test_the_inside_of_a_hidden_attention_cannot_be_edited():
+def test_attention_outside_the_registry_cannot_be_edited():
     recording = record(tiny_model("bloom"), inputs_of("bloom"))
     for site in (Site.QUERY, Site.KEY, Site.VALUE, Site.MASK, Site.WEIGHTS, Site.HEADS):
-        with pytest.raises(HelmscopeError, match=f"Edit is made at {site}, but the family of Bloom"):
+        with pytest.raises(HelmscopeError, match=f"site of Edit is {site}, but the family of Bloom"):
             recording.under(Edit(site, None, torch.clone))
 
 
 def scalar(logits):
-    """A number that depends on all of them."""
+    """A scalar that depends on all logits."""
     return (logits.softmax(-1) * torch.linspace(-1, 1, logits.shape[-1], dtype=logits.dtype)).sum()
 
 
 def finite_difference(function, x, direction, step=1e-3):
-    """Of fourth order, so that the step can be long enough for small derivatives."""
+    """Fourth-order central difference, so that the step can be large enough for small derivatives."""
     with torch.no_grad():
         near, far = (function(x + h * direction) - function(x - h * direction) for h in (step, 2 * step))
         return (8 * near - far) / (12 * step)
@@ -235,7 +235,7 @@ def finite_difference(function, x, direction, step=1e-3):
 @pytest.mark.parametrize(
     "site", [Site.INPUT, Site.ATTENTION, Site.MIDDLE, Site.MLP, Site.OUTPUT, Site.QUERY, Site.VALUE, Site.WEIGHTS]
 )
-def test_gradients_by_what_an_edit_adds(site):
+def test_gradients_with_respect_to_what_an_edit_adds(site):
     recording = record(tiny_model("gpt2", dtype=torch.float64), inputs_of("gpt2"), batch_size=2)
     generator = torch.Generator().manual_seed(0)
     size = {Site.QUERY: 8, Site.VALUE: 8, Site.WEIGHTS: 13}.get(site, 32)
@@ -254,30 +254,32 @@ def test_gradients_by_what_an_edit_adds(site):
     assert not number(at).requires_grad
 
 
-def test_gradients_by_logits_by_states_and_by_the_lens():
+def test_gradients_of_logits_states_and_lens():
     recording = record(tiny_model("gpt2", dtype=torch.float64), inputs_of("gpt2"), batch_size=2)
     generator = torch.Generator().manual_seed(0)
     direction = torch.randn(32, generator=generator, dtype=torch.float64)
-    asked = [
-        lambda seen, **options: scalar(seen.logits(**options)),
-        lambda seen, **options: scalar(seen.logits(rows=slice(1, 3), **options)),
-        lambda seen, **options: scalar(seen.logits(depth=5, **options)),
-        lambda seen, **options: seen.stream(depth=6, **options).sin().sum(),
-        lambda seen, **options: seen.stream(depth=3, **options).sin().sum(),
+    functions = [
+        lambda edited, **options: scalar(edited.logits(**options)),
+        lambda edited, **options: scalar(edited.logits(rows=slice(1, 3), **options)),
+        lambda edited, **options: scalar(edited.logits(depth=5, **options)),
+        lambda edited, **options: edited.stream(depth=6, **options).sin().sum(),
+        lambda edited, **options: edited.stream(depth=3, **options).sin().sum(),
     ]
-    for ask in asked:
+    for function in functions:
         vector = torch.zeros(32, dtype=torch.float64, requires_grad=True)
         changed = recording.under(hs.Add([0], site=Site.MIDDLE, value=vector))
-        (gradient,) = torch.autograd.grad(ask(changed, gradients=True), vector)
+        (gradient,) = torch.autograd.grad(function(changed, gradients=True), vector)
         wanted = finite_difference(
-            lambda v, ask=ask: ask(recording.under(hs.Add([0], site=Site.MIDDLE, value=v))), vector.detach(), direction
+            lambda v, function=function: function(recording.under(hs.Add([0], site=Site.MIDDLE, value=v))),
+            vector.detach(),
+            direction,
         )
         assert float(gradient @ direction) == pytest.approx(float(wanted), rel=1e-6)
         assert not changed.logits().requires_grad
         assert not changed.trajectory.states.requires_grad
 
 
-def test_gradients_by_the_states_to_go_on_from():
+def test_gradients_with_respect_to_the_states_to_resume_from():
     recording = record(tiny_model("gpt2", dtype=torch.float64), inputs_of("gpt2"), batch_size=2)
     states = recording.trajectory.states[3].clone().requires_grad_()
     generator = torch.Generator().manual_seed(0)
@@ -296,7 +298,7 @@ def test_gradients_by_the_states_to_go_on_from():
     assert float((last * direction).sum()) == pytest.approx(float(wanted), rel=1e-6)
 
 
-def test_states_with_gradients_are_those_that_were_recorded():
+def test_states_with_gradients_equal_the_recorded_ones():
     for family in ("gpt2", "gpt_neox", "bert"):
         recording = record(tiny_model(family), inputs_of(family), batch_size=2)
         for depth in range(7):

@@ -1,4 +1,4 @@
-"""The page holds every claim and all of its verdict, escaped, in one file that asks for nothing."""
+"""The report shows every claim and its whole verdict, escaped, in one self-contained file."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Element:
     children: list[Element | str] = field(default_factory=list)
 
     def all(self, tag: str) -> list[Element]:
-        """Every element of a tag below, in the page's order."""
+        """All descendants with this tag, in document order."""
         below = [child for child in self.children if isinstance(child, Element)]
         return [hit for child in below for hit in ([child] if child.tag == tag else []) + child.all(tag)]
 
@@ -47,7 +47,7 @@ class Element:
 
 
 class Tree(HTMLParser):
-    """The page as elements; a tag that closes nothing fails."""
+    """Parse the page into elements; fails on an unmatched closing tag."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ def text() -> str:
     return page(CATALOGUE, trials, seed=7, quick=True)
 
 
-def test_every_claim_is_there_once_tried_ones_first_by_source_and_id(text):
+def test_every_claim_appears_once_with_tried_claims_first_sorted_by_source_and_id(text):
     found = cards(text)
     assert set(found) == set(CATALOGUE)
     names = list(found)
@@ -134,7 +134,7 @@ def test_a_tried_claim_shows_all_of_its_verdict(text):
         assert row[7] == "yes"
 
 
-def test_the_picture_is_inside_and_told_in_words(text):
+def test_the_figure_is_embedded_and_has_an_alternative_text(text):
     (image,) = cards(text)["kuramoto"].all("img")
     kind, _, data = image.attrs["src"].partition(",")
     assert kind == "data:image/svg+xml;base64"
@@ -145,9 +145,9 @@ def test_the_picture_is_inside_and_told_in_words(text):
     assert alt.endswith(" Below: largest |difference of angular velocity| over beta and against.")
 
 
-def test_a_failed_control_an_impossible_premise_and_an_untried_claim_are_told(text):
+def test_a_failed_control_an_impossible_premise_and_an_untried_claim_are_shown(text):
     found = cards(text)
-    assert "no: refuted was due" in found["rate"].text
+    assert "no: refuted was expected" in found["rate"].text
     assert "as printed e^-beta" in found["rate"].text
     assert CATALOGUE["rate"].printed in found["rate"].text
     assert "premise impossible here" in found["no-mean-drift"].text
@@ -173,7 +173,7 @@ def test_the_summary_counts_and_links(text):
     ids = {element.attrs.get("id") for tag in ("article", "h2") for element in root.all(tag)}
     assert {link.attrs["href"][1:] for link in root.all("a")} <= ids
     intro = root.all("header")[0].text
-    assert "3 of 56 claims tried with seed 7, quickly" in intro
+    assert "3 of 56 claims tried with seed 7, in quick mode" in intro
     assert "helmscope report --seed 7 --quick" in intro
     assert hs.__version__ in intro
     assert len(root.all("ol")[0].all("li")) == 5
@@ -199,7 +199,7 @@ def test_it_loads_nothing_and_runs_nothing(text):
     assert "https://" not in text
 
 
-def test_a_hostile_entry_of_a_user_s_catalogue_is_only_text():
+def test_a_hostile_entry_of_a_users_catalogue_is_escaped():
     fields = dict.fromkeys(("statement", "source", "printed", "corrected", "experiment", "statistic", "null"), NASTY)
     entry = Entry(id=NASTY, decided=(Ground.MODEL,), region=Region(text=NASTY), version=1, **fields)
     seen, region = Interval(1.0, 0.5, 1.5, n=3), Region(text=NASTY)
@@ -222,7 +222,7 @@ def test_a_hostile_entry_of_a_user_s_catalogue_is_only_text():
     assert tree(untried).all("script") == tree(untried).all("img") == []
 
 
-def test_a_user_s_catalogue_has_its_own_sources_and_commands():
+def test_a_users_catalogue_has_its_own_sources_and_commands():
     entry = msgspec.structs.replace(CATALOGUE["rate"], id="my-rate", source="my notes", printed="", corrected="")
     trial = Trial(replace(KURAMOTO.verdict, claim="my-rate"), KURAMOTO.data)
     card = cards(page({"my-rate": entry}, [trial], seed=3, folder="my claims"))["my-rate"]
@@ -231,7 +231,7 @@ def test_a_user_s_catalogue_has_its_own_sources_and_commands():
     assert "As printed" not in card.text
 
 
-def test_the_page_is_well_formed_for_readers_of_every_kind(text):
+def test_the_page_is_well_formed_and_accessible(text):
     root = tree(text)
     assert text.startswith("<!DOCTYPE html>")
     assert root.all("html")[0].attrs["lang"] == "en"
@@ -253,7 +253,7 @@ def luminance(color: str) -> float:
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
 
-def test_colors_have_the_contrast_of_wcag_aa_light_and_dark(text):
+def test_light_and_dark_colors_have_wcag_aa_contrast(text):
     palettes = [dict(re.findall(r"--([\w-]+): (#\w{6})", root)) for root in re.findall(r":root \{(.*?)\}", text, re.S)]
     assert len(palettes) == 2
     for palette in palettes:
@@ -275,12 +275,12 @@ def test_equal_input_gives_equal_bytes_in_another_process_too():
         "text = page(read_catalogue(), [try_claim('kuramoto', quick=True)])\n"
         "print(hashlib.sha256(text.encode()).hexdigest())"
     )
-    told = run_python(code, check=True).stdout.strip()
-    assert told == hashlib.sha256(page(CATALOGUE, [KURAMOTO]).encode()).hexdigest()
+    digest = run_python(code, check=True).stdout.strip()
+    assert digest == hashlib.sha256(page(CATALOGUE, [KURAMOTO]).encode()).hexdigest()
 
 
 def test_twenty_pictures_stay_below_four_megabytes(text):
-    """Three are in the text, and seventeen more like the largest would make 2.5 MB."""
+    """The text contains three figures; with seventeen more of the largest size it would be 2.5 MB."""
     pictures = [len(card.all("img")[0].attrs["src"]) for card in cards(text).values() if card.all("img")]
     assert len(pictures) == 3
     assert len(text.encode()) + 17 * max(pictures) < 4e6

@@ -1,4 +1,4 @@
-"""What stands on disk after kills, full disks and read-only folders: whole files, and a run that goes on."""
+"""After kills, full disks and read-only folders, the files on disk are complete and the run can be resumed."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_every_file_is_written_synced_renamed_and_its_folder_synced(folder, monk
 
 
 class Failing:
-    """The ``last`` call of the operating system that changes files fails; a write leaves half of its bytes."""
+    """Makes the ``last`` system call that changes files fail; a failing write leaves half of its bytes."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, number: int, last: int) -> None:
         self.number, self.last, self.calls = number, last, 0
@@ -94,7 +94,7 @@ class Failing:
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS], ids=["full", "read-only"])
-def test_a_disk_that_fails_at_any_call_is_one_sentence_and_tears_nothing(tmp_path, number):
+def test_a_disk_failure_at_any_call_is_one_sentence_and_leaves_no_partial_file(tmp_path, number):
     calm = RunFolder.create(tmp_path / "calm")
     run(mixture(3), calm, manifest=MANIFEST)
     expected = results(calm.path)
@@ -119,12 +119,12 @@ def test_a_disk_that_fails_at_any_call_is_one_sentence_and_tears_nothing(tmp_pat
         assert sorted(os.listdir(folder.path)) == ["manifest.json", "units", "units.json"]
         if failing.calls < last:
             break
-    # all but one: when only the lock's file cannot be removed any more, the run is complete
+    # all but one: if only removing the lock file fails, the run is already complete
     assert (refused, last - 1) == (43, 44)
 
 
 def test_a_file_that_outgrows_the_disk_keeps_the_others(folder):
-    """The kernel itself refuses the large file, midway."""
+    """The operating system refuses the large file while it is written."""
     code = (
         "import resource, sys\n"
         "from pathlib import Path\n"
@@ -157,16 +157,16 @@ def kills(folder: Path, number: int, seed: int) -> dict[str, dict[str, int]]:
 
 
 @pytest.mark.parametrize("number", [150, pytest.param(1000, marks=pytest.mark.slow)])
-def test_kills_at_any_moment_tear_nothing_and_the_run_goes_on_to_the_same_bytes(tmp_path, number):
-    seen = kills(tmp_path, number, seed=number)
-    for counted in seen.values():
+def test_kills_at_any_moment_leave_no_partial_file_and_resuming_gives_the_same_bytes(tmp_path, number):
+    counts = kills(tmp_path, number, seed=number)
+    for counted in counts.values():
         assert (counted["torn"], counted["foreign"], counted["unequal"]) == (0, 0, 0)
-    # one at each call that changes files: half of the moments have a temporary, empty, half full or full
-    assert (seen["calls"]["kills"], seen["calls"]["completed"], seen["calls"]["temporaries"]) == (40, 40, 20)
-    assert (seen["calls"]["progress"], seen["calls"]["states"]) == (4, 14)
-    # the others came before the first result, late, and everywhere between
-    assert seen["random"]["kills"] == number
-    assert seen["random"]["completed"] >= number / 50
-    assert seen["random"]["progress"] >= 8
-    assert seen["random"]["states"] >= 16
-    assert seen["random"]["temporaries"] >= number / 10
+    # one kill at each call that changes files: half of them leave a temporary file, empty, half written or complete
+    assert (counts["calls"]["kills"], counts["calls"]["completed"], counts["calls"]["temporaries"]) == (40, 40, 20)
+    assert (counts["calls"]["stages"], counts["calls"]["states"]) == (4, 14)
+    # the random kills are spread over the whole run
+    assert counts["random"]["kills"] == number
+    assert counts["random"]["completed"] >= number / 50
+    assert counts["random"]["stages"] >= 8
+    assert counts["random"]["states"] >= 16
+    assert counts["random"]["temporaries"] >= number / 10

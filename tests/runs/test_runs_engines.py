@@ -1,4 +1,4 @@
-"""Engines: equal bytes from each, limits of threads and memory, processes that die, and interruptions."""
+"""Engines: equal bytes from each, limits on threads and memory, processes that die, and interruptions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import torch
 from children import alive_in_session, child, is_alive, run_python, wait_for, with_tests_on_path
 from helmscope.runs import Processes, Serial, Unit, UnitsFailed, parse_size, run
 from helmscope.runs.attempt import attempt
-from helmscope.runs.limits import FLOOR, VARIABLES, Limits, _in_use, _thread_pools
+from helmscope.runs.limits import FLOOR, VARIABLES, Limits, _bytes_in_use, _thread_controls
 from helmscope.runs.processes import DIED
 from helmscope.store import RunFolder, is_locked
 from helmscope.types import HelmscopeError, MissingExtra
@@ -50,7 +50,7 @@ def folder(tmp_path):
 
 
 def test_processes_give_the_bytes_of_serial(tmp_path):
-    large = np.random.default_rng(0).normal(size=(600, 600))  # joblib would send it as a read-only file
+    large = np.random.default_rng(0).normal(size=(600, 600))  # joblib would pass it as a read-only memory map
     units = [
         *mixture(12),
         *(Unit(f"product-{i}", product, {"seed": i, "size": 300}) for i in range(3)),
@@ -58,7 +58,7 @@ def test_processes_give_the_bytes_of_serial(tmp_path):
         Unit("large", received, {"values": large}),
     ]
     folders = {}
-    with Limits(threads=2).applied():  # whatever this process uses, units get their own number
+    with Limits(threads=2).applied():  # the threads of this process do not affect those of the units
         for name, engine in {"serial": Serial(), "processes": Processes(2)}.items():
             folders[name] = RunFolder.create(tmp_path / name)
             result = run(units, folders[name], manifest=MANIFEST, engine=engine)
@@ -67,7 +67,7 @@ def test_processes_give_the_bytes_of_serial(tmp_path):
     assert len(results(folders["serial"].path)) == 17
 
 
-def test_an_engine_may_finish_what_another_began(tmp_path):
+def test_one_engine_can_finish_the_run_of_another(tmp_path):
     calm, begun = RunFolder.create(tmp_path / "calm"), RunFolder.create(tmp_path / "begun")
     run(mixture(6), calm, manifest=MANIFEST)
     run(mixture(6), begun, manifest=MANIFEST)
@@ -80,11 +80,11 @@ def test_an_engine_may_finish_what_another_began(tmp_path):
 # Threads --------------------------------------------------------------------------------------------------------------
 
 
-def test_the_number_of_threads_is_that_of_the_engine_and_is_given_back(monkeypatch):
+def test_the_number_of_threads_is_set_and_restored(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     monkeypatch.delenv("MKL_NUM_THREADS", raising=False)
     environment = dict(os.environ)
-    pools = list(_thread_pools())
+    pools = list(_thread_controls())
     assert len(pools) >= 2  # torch, and the OpenBLAS of NumPy
     before = [get() for get, _ in pools]
     for threads in (1, 2):
@@ -96,7 +96,7 @@ def test_the_number_of_threads_is_that_of_the_engine_and_is_given_back(monkeypat
         assert dict(os.environ) == environment
 
 
-def test_threads_change_the_last_bits_which_is_why_they_are_fixed():
+def test_the_number_of_threads_changes_the_last_bits():
     unit = Unit("a", product, {"seed": 0, "size": 700})
     one, again, two = (attempt(unit, Limits(threads=threads)).data for threads in (1, 1, 2))
     assert one == again
@@ -107,9 +107,9 @@ def test_threads_change_the_last_bits_which_is_why_they_are_fixed():
 # Memory ---------------------------------------------------------------------------------------------------------------
 
 
-def test_serial_limits_memory_and_gives_it_back(folder):
+def test_serial_limits_memory_and_restores_the_limit(folder):
     before = resource.getrlimit(resource.RLIMIT_DATA)
-    limit = _in_use() + 10**9
+    limit = _bytes_in_use() + 10**9
     units = [Unit("large", hoard, {"size": 2 * 10**9}), Unit("small", hoard, {"size": 10**6})]
     with pytest.raises(UnitsFailed) as caught:
         run(units, folder, manifest=MANIFEST, engine=Serial(max_memory=limit))
@@ -139,7 +139,7 @@ def test_processes_share_memory(folder):
         OSError(errno.ENOMEM, "no room", "x.so"),
     ],
 )
-def test_every_way_to_say_that_memory_ran_out_is_understood(monkeypatch, error):
+def test_every_kind_of_memory_error_is_recognized(monkeypatch, error):
     def failing(*arguments):
         try:
             raise error
@@ -151,19 +151,19 @@ def test_every_way_to_say_that_memory_ran_out_is_understood(monkeypatch, error):
     assert attempt(unit, Limits()).reason == "memory ran out: lower jobs or make the unit smaller"
 
 
-def test_torch_s_own_error_is_understood():
-    unit = Unit("a", torch_product, {"seed": 0, "size": 20_000})  # 3.2 GB a matrix
-    assert attempt(unit, Limits(max_memory=_in_use() + 10**9)).reason.startswith("it needs more memory than its ")
+def test_the_memory_error_of_torch_is_recognized():
+    unit = Unit("a", torch_product, {"seed": 0, "size": 20_000})  # 3.2 GB per matrix
+    assert attempt(unit, Limits(max_memory=_bytes_in_use() + 10**9)).reason.startswith("it needs more memory than its ")
 
 
 @pytest.mark.parametrize("error", [ModuleNotFoundError("No module named 'h5py'"), SystemError("returned NULL")])
-def test_a_failed_import_is_lack_of_memory_near_the_limit_alone(monkeypatch, error):
+def test_a_failed_import_counts_as_lack_of_memory_only_near_the_limit(monkeypatch, error):
     def failing(*arguments):
         raise HelmscopeError("cannot keep the result: x") from error
 
     monkeypatch.setattr(sys.modules["helmscope.runs.attempt"], "encode_result", failing)
     unit = Unit("a", divide, {"a": 1, "b": 2})
-    used = _in_use()
+    used = _bytes_in_use()
     assert attempt(unit, Limits(max_memory=used + used // 2)).reason.startswith("it needs more memory than its ")
     for limits in (Limits(), Limits(max_memory=3 * used)):
         assert attempt(unit, limits).reason == "cannot keep the result: x"
@@ -198,13 +198,13 @@ def test_other_sizes_are_refused(text):
         (lambda: Serial(max_memory="4GB"), "max_memory is '4GB', but it must be a whole number >= 1"),
         (
             lambda: Serial(max_memory=FLOOR - 1),
-            "max_memory is 63999999 bytes and jobs is 1, but each job needs at least 64 MB, what Python with NumPy "
-            "takes: raise max_memory",
+            "max_memory is 63999999 bytes and jobs is 1, but each job needs at least 64 MB for Python "
+            "and NumPy alone: raise max_memory",
         ),
         (
             lambda: Processes(4, max_memory=10**8),
-            "max_memory is 100000000 bytes and jobs is 4, but each job needs at least 64 MB, what Python with NumPy "
-            "takes: lower jobs or raise max_memory",
+            "max_memory is 100000000 bytes and jobs is 4, but each job needs at least 64 MB for Python "
+            "and NumPy alone: lower jobs or raise max_memory",
         ),
     ],
 )
@@ -214,7 +214,7 @@ def test_bad_engines_are_refused(make, sentence):
     assert str(caught.value) == sentence
 
 
-def test_a_missing_package_is_said_before_any_work(monkeypatch):
+def test_a_missing_package_is_reported_before_any_work(monkeypatch):
     monkeypatch.setitem(sys.modules, "joblib", None)
     with pytest.raises(MissingExtra, match=r"joblib is not installed, and this needs it: pip install 'helmscope\[clus"):
         Processes(2)
@@ -236,7 +236,7 @@ def test_an_error_of_several_lines_is_one_sentence(text, reason):
 
 
 @pytest.mark.parametrize("jobs", [1, 2])
-def test_a_unit_that_kills_its_process_is_named_and_the_others_are_done(folder, jobs):
+def test_a_unit_that_kills_its_process_is_named_and_the_others_complete(folder, jobs):
     units = [*mixture(4), Unit("die", die), *(Unit(f"later-{i}", numbers, {"seed": i}) for i in range(4))]
     with pytest.raises(UnitsFailed) as caught:
         run(units, folder, manifest=MANIFEST, engine=Processes(jobs))
@@ -244,7 +244,7 @@ def test_a_unit_that_kills_its_process_is_named_and_the_others_are_done(folder, 
     assert caught.value.result["later-3"] == numbers(3)
 
 
-def test_a_unit_that_dies_under_a_limit_is_told_of_it(folder):
+def test_the_error_of_a_unit_that_dies_mentions_the_memory_limit(folder):
     with pytest.raises(UnitsFailed) as caught:
         run([Unit("die", die)], folder, manifest=MANIFEST, engine=Processes(1, max_memory=10**9))
     assert caught.value.result.failed == {"die": f"{DIED} or raise max_memory"}
@@ -272,12 +272,12 @@ from toy_units import manifest, numbers, rest
 units = [Unit("quick", numbers, {"seed": 1})]
 units += [Unit(f"slow-{i}", rest, {"seconds": 600.0 + i, "started": sys.argv[3]}) for i in range(3)]
 engine = Serial() if sys.argv[2] == "serial" else Processes(2)
-run(units, RunFolder(Path(sys.argv[1])), manifest=manifest(), engine=engine, progress="toys")
+run(units, RunFolder(Path(sys.argv[1])), manifest=manifest(), engine=engine, heading="toys")
 """
 
 
 def assert_gone(started: Path) -> None:
-    """The processes that told of themselves have ended, at once or within seconds."""
+    """Wait until the processes that registered in ``started`` have ended."""
     wait_for(lambda: not any(is_alive(int(process)) for process in os.listdir(started)), seconds=20)
 
 
@@ -293,19 +293,19 @@ def test_an_interrupted_run_keeps_its_results_and_leaves_no_process(folder, tmp_
     with open(tmp_path / "stderr", "w") as stderr, child(command, stderr=stderr, env=with_tests_on_path()) as process:
         wait_for(lambda: len(os.listdir(started)) >= slow and quick.exists(), process)
         if number in (signal.SIGINT, signal.SIGHUP):
-            os.killpg(process.pid, number)  # a terminal sends Ctrl-C and its end to the workers too
+            os.killpg(process.pid, number)  # a terminal sends SIGINT and SIGHUP to the workers too
         else:
             process.send_signal(number)
         assert process.wait(60) == (-signal.SIGKILL if number == signal.SIGKILL else -signal.SIGINT)
         wait_for(lambda: not alive_in_session(process.pid), seconds=20)
     assert not is_locked(folder.path)
     assert os.listdir(folder.path / "units") == ["quick.json"]
-    said = (tmp_path / "stderr").read_text()
-    note = f"finished units are kept in {folder.path}, and the same call goes on from there"
+    printed = (tmp_path / "stderr").read_text()
+    note = f"finished units are kept in {folder.path}, and the same call resumes the run"
     if number != signal.SIGKILL:
-        assert f"\ntoys: interrupted; {note}\nTraceback" in said
-        assert f"\n{note}\n" in said
-        assert said.count("Traceback") == 1
+        assert f"\ntoys: interrupted; {note}\nTraceback" in printed
+        assert f"\n{note}\n" in printed
+        assert printed.count("Traceback") == 1
 
 
 IDLE = """
@@ -319,8 +319,8 @@ run([unit], RunFolder(Path(sys.argv[1])), manifest=manifest(), engine=Processes(
 """
 
 
-def test_a_worker_without_work_ends_with_a_killed_run(folder, tmp_path):
-    """``Processes(1)`` keeps a second worker, which never gets a unit here."""
+def test_an_idle_worker_ends_when_the_run_is_killed(folder, tmp_path):
+    """``Processes(1)`` has a second worker, which never gets a unit here."""
     (tmp_path / "started").mkdir()
     command = [sys.executable, "-c", IDLE, folder.path, tmp_path / "started"]
     with child(command, env=with_tests_on_path()) as process:
@@ -330,14 +330,14 @@ def test_a_worker_without_work_ends_with_a_killed_run(folder, tmp_path):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
-def test_a_handler_of_the_caller_stays(folder, on_signal, number):
-    seen = []
-    on_signal(number, lambda *arguments: seen.append(arguments))
+def test_a_signal_handler_of_the_caller_is_kept(folder, on_signal, number):
+    received_signals = []
+    on_signal(number, lambda *arguments: received_signals.append(arguments))
     run([Unit("a", os.kill, {})], folder, manifest=MANIFEST, engine=Signaling(number=number))
-    assert len(seen) == 1
+    assert len(received_signals) == 1
 
 
-def test_a_run_under_nohup_ignores_that_the_terminal_goes_away(folder, on_signal):
+def test_a_run_under_nohup_ignores_sighup(folder, on_signal):
     on_signal(signal.SIGHUP, signal.SIG_IGN)
     assert len(run([Unit("a", os.kill, {})], folder, manifest=MANIFEST, engine=Signaling(number=signal.SIGHUP))) == 1
     assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
@@ -345,7 +345,7 @@ def test_a_run_under_nohup_ignores_that_the_terminal_goes_away(folder, on_signal
 
 @dataclass(frozen=True)
 class Signaling(Serial):
-    """Sends a signal to this process in the middle of the work."""
+    """Sends a signal to this process during the run."""
 
     number: signal.Signals = signal.SIGTERM
 
@@ -355,11 +355,11 @@ class Signaling(Serial):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
-def test_a_signal_is_an_interrupt_and_its_handler_is_given_back(folder, on_signal, number):
+def test_a_signal_interrupts_the_run_and_its_handler_is_restored(folder, on_signal, number):
     on_signal(number, signal.SIG_DFL)
     with pytest.raises(KeyboardInterrupt) as caught:
         run(mixture(3), folder, manifest=MANIFEST, engine=Signaling(number=number))
-    assert caught.value.__notes__ == [f"finished units are kept in {folder.path}, and the same call goes on from there"]
+    assert caught.value.__notes__ == [f"finished units are kept in {folder.path}, and the same call resumes the run"]
     assert signal.getsignal(number) == signal.SIG_DFL
 
 
@@ -376,6 +376,6 @@ if __name__ == "__main__":
 """
 
 
-def test_a_hang_up_does_not_reach_the_tracker_of_shared_resources():
-    """Its death would bury the end of a run under complaints. SIGHUP is the first bit of what it ignores."""
+def test_the_resource_tracker_ignores_sighup():
+    """If it died, its warnings would bury the last messages of a run. SIGHUP is the lowest bit of SigIgn."""
     assert run_python(TRACKER, check=True).stdout == "1\n"

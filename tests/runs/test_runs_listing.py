@@ -1,4 +1,4 @@
-"""``list_runs``: what there is, in every state it can be in."""
+"""``list_runs``: runs in every possible state."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_every_state(tmp_path):
     assert all((run.reason != "") == (run.state is State.DAMAGED) for run in listed)
 
 
-def test_looking_changes_nothing(tmp_path):
+def test_listing_changes_nothing(tmp_path):
     folder = begun(tmp_path, "a", 0)
     run(mixture(3), folder, manifest=manifest())
     (folder.path / ".lock").write_text("process 1 on nowhere")
@@ -86,7 +86,7 @@ def test_looking_changes_nothing(tmp_path):
     assert sorted(os.listdir(folder.path)) == before
 
 
-def test_a_folder_that_vanishes_meanwhile_is_no_error(tmp_path, monkeypatch):
+def test_a_folder_that_vanishes_meanwhile_is_not_an_error(tmp_path, monkeypatch):
     folder = begun(tmp_path, "a", 0)
     read = RunFolder.read_manifest
 
@@ -95,12 +95,12 @@ def test_a_folder_that_vanishes_meanwhile_is_no_error(tmp_path, monkeypatch):
         return read(self)
 
     monkeypatch.setattr(RunFolder, "read_manifest", vanishing)
-    (seen,) = list_runs(tmp_path)
-    assert seen.state is State.DAMAGED
-    assert seen.reason.endswith("manifest.json: No such file or directory")
+    (listed,) = list_runs(tmp_path)
+    assert listed.state is State.DAMAGED
+    assert listed.reason.endswith("manifest.json: No such file or directory")
 
 
-def test_no_folder_is_one_sentence(tmp_path):
+def test_a_missing_folder_is_one_sentence(tmp_path):
     with pytest.raises(HelmscopeError, match=r"^cannot read .*/none: No such file or directory$"):
         list_runs(tmp_path / "none")
     with pytest.raises(HelmscopeError, match=r"^root is a int, but it must be a path, as a str or a Path$"):

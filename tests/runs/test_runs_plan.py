@@ -1,4 +1,4 @@
-"""Which runs go on: the same units, the same manifest, the same circumstances, in a folder whose parts agree."""
+"""Resuming requires the same units, the same manifest and the same conditions, in a folder with consistent files."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def folder(tmp_path):
     ("units", "sentence"),
     [
         (mixture(4), r"unit 'numbers-3' is not in .*/run/units.json: repeat the same units, or take a new folder"),
-        (mixture(2), r"unit 'dataset-2' is not asked for, but stands in .*/run/units.json: repeat the same units, or"),
+        (mixture(2), r"unit 'dataset-2' is missing, but it is in .*/run/units.json: repeat the same units, or"),
         (mixture(3, size=999), r"unit 'noise-1' has another function or other parameters than in .*/run/units.json: "),
         ([*mixture(2), Unit("dataset-2", numbers, {"seed": 2})], r"unit 'dataset-2' has another function or other par"),
     ],
@@ -62,7 +62,7 @@ def changed(**versions: str):
     ],
     ids=["numpy", "torch", "helmscope", "python", "platform", "threads", "two"],
 )
-def test_other_circumstances_are_refused_unless_allowed(folder, now, engine, difference):
+def test_other_versions_and_threads_are_refused_unless_allowed(folder, now, engine, difference):
     run(mixture(3), folder, manifest=MANIFEST)
     before = contents(folder.path)
     with pytest.raises(HelmscopeError) as caught:
@@ -89,7 +89,7 @@ def test_another_cpu_is_refused(folder, monkeypatch):
     assert f"was begun with CPU {here} (now Z80), so that results may differ" in str(caught.value)
 
 
-def test_a_package_installed_or_removed_since_is_no_reason_to_refuse(folder):
+def test_a_package_installed_or_removed_since_does_not_matter(folder):
     run(mixture(3), folder, manifest=MANIFEST)
     more, fewer = changed(ray="2.60.0"), replace(MANIFEST, packages={"numpy": MANIFEST.packages["numpy"]})
     for now in (more, fewer, replace(MANIFEST, created="2025-01-31T12:00:00+00:00", command=["again"])):
@@ -123,23 +123,23 @@ def test_another_manifest_is_refused(folder, change, difference):
     assert contents(folder.path) == before
 
 
-def test_where_versions_changed_computed_inputs_may_too(folder):
+def test_if_versions_changed_computed_inputs_may_change_too(folder):
     run(mixture(3), folder, manifest=BEGUN)
     now = replace(BEGUN, python="4.0", inputs={"texts": HASH[::-1]})
     with pytest.raises(HelmscopeError, match=r"python .* \(now 4.0\) and input 'texts' .*, so that results may differ"):
         run(mixture(3), folder, manifest=now)
     run(mixture(3), folder, manifest=now, allow_mixed=True)
-    assert [each[:13] for each in read_plan(folder).mixed] == ["input 'texts'", f"python {MANIFEST.python}"[:13]]
+    assert [change[:13] for change in read_plan(folder).mixed] == ["input 'texts'", f"python {MANIFEST.python}"[:13]]
 
 
-def test_without_a_manifest_that_of_the_folder_stands(folder):
+def test_without_a_manifest_that_of_the_folder_is_kept(folder):
     run(mixture(3), folder, manifest=replace(BEGUN, seed=8))
     before = contents(folder.path)
     assert len(run(mixture(3), folder)) == 3
     assert contents(folder.path) == before
 
 
-def test_a_run_killed_before_its_plan_was_written_goes_on(folder):
+def test_a_run_killed_before_its_plan_was_written_is_resumed(folder):
     folder.write_manifest(BEGUN)
     with pytest.raises(HelmscopeError, match=r"was begun with parameter 'beta' 4.0 \(now 1.0\)"):
         run(mixture(3), folder, manifest=replace(BEGUN, parameters={"beta": 1.0}))
@@ -147,7 +147,7 @@ def test_a_run_killed_before_its_plan_was_written_goes_on(folder):
     assert len(run(mixture(3), folder, manifest=BEGUN)) == 3
 
 
-# Folders whose parts disagree -----------------------------------------------------------------------------------------
+# Inconsistent folders -------------------------------------------------------------------------------------------------
 
 
 def without(name: str):
@@ -186,7 +186,7 @@ def edited(name: str, old: str, new: str):
     ],
 )
 @pytest.mark.parametrize("allow_mixed", [False, True])
-def test_parts_that_disagree_are_named_and_nothing_is_touched(folder, damage, how, allow_mixed):
+def test_inconsistent_files_are_named_and_nothing_is_changed(folder, damage, how, allow_mixed):
     run(mixture(3), folder, manifest=BEGUN)
     damage(folder.path)
     before = contents(folder.path)
@@ -213,7 +213,7 @@ def test_a_plan_or_a_manifest_of_another_run_is_refused(tmp_path):
 
 
 def test_the_manifest_may_gain_parameters(folder):
-    """Such as the kernel that was used, which shows only at the end."""
+    """Such as the kernel that was used, which is known only at the end."""
     run(mixture(3), folder, manifest=BEGUN)
     folder.write_manifest(replace(BEGUN, parameters={**BEGUN.parameters, "kernel": "Dense"}))
     before = contents(folder.path)
@@ -221,17 +221,17 @@ def test_the_manifest_may_gain_parameters(folder):
     assert contents(folder.path) == before
 
 
-def test_other_threads_in_the_plan_do_not_make_its_results_those_of_such_a_run(folder):
+def test_editing_the_threads_in_the_plan_invalidates_its_results(folder):
     run(mixture(3), folder, manifest=MANIFEST)
     plan = json.loads((folder.path / "units.json").read_text())
     (folder.path / "units.json").write_text(json.dumps({**plan, "threads": 2}))
     engine = counting(threads=2)
     run(mixture(3), folder, manifest=MANIFEST, engine=engine)
-    assert len(engine.asked) == 3
+    assert len(engine.started) == 3
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "units.json"])
-def test_a_damaged_record_is_refused_by_its_name(folder, name):
+def test_the_error_names_a_damaged_file(folder, name):
     run(mixture(3), folder, manifest=MANIFEST)
     (folder.path / name).write_text('{"units": 3')
     with pytest.raises(HelmscopeError, match=f"/run/{name} is not valid JSON: "):

@@ -1,4 +1,4 @@
-"""Progress: plain lines where nobody watches, a bar on a terminal, an estimate from the first units."""
+"""Progress: a bar on a terminal, plain lines elsewhere, with an estimate of the time left."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
 
 @pytest.fixture
 def clock(monkeypatch):
-    """A clock that is moved by hand."""
+    """A clock that the test sets."""
     now = [0.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
     return now
 
 
 def shown(screen: Terminal) -> list[str]:
-    """What a terminal would show over time, without colors and movements."""
+    """The lines that a terminal would show over time, without colors and cursor movements."""
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen.getvalue())
     return [line.strip() for line in re.split(r"[\r\n]+", text) if line.strip()]
 
 
-def test_plain_lines_say_the_first_estimate_and_every_tenth(clock, capsys):
+def test_plain_lines_report_the_first_unit_and_every_tenth(clock, capsys):
     with counting("sweep", total=40, done=4, jobs=1) as tick:
         for _ in range(36):
             clock[0] += 20.0
@@ -71,8 +71,8 @@ def test_a_bar_on_a_terminal(clock, monkeypatch):
     assert re.fullmatch(r"sweep ━+ 4 of 4 units, in 6\.0 h", lines[-1])
 
 
-def test_the_estimate_counts_with_jobs_at_a_time():
-    # 8 units of 10 s on 4 processes: one is done, the other three are about to be
+def test_the_estimate_accounts_for_parallel_jobs():
+    # 8 units of 10 s on 4 processes: one is done, the other three are about to finish
     assert remaining(10.0, done=1, left=7, jobs=4) == 17.5
     assert remaining(10.0, done=4, left=4, jobs=4) == 10.0
     # fewer units than processes
@@ -97,13 +97,13 @@ def test_durations(seconds, spoken):
 
 
 @pytest.mark.parametrize("engine", [None, Processes(2)], ids=["serial", "processes"])
-def test_a_run_says_where_it_stands(tmp_path, capsys, engine):
+def test_a_run_reports_its_progress(tmp_path, capsys, engine):
     folder = RunFolder.create(tmp_path / "run")
     run(mixture(4), folder, manifest=MANIFEST, engine=engine)
     assert capsys.readouterr() == ("", "")
     (folder.path / "units" / "numbers-0.json").unlink()
     (folder.path / "units" / "noise-1.bin").unlink()
-    run(mixture(4), folder, manifest=MANIFEST, engine=engine, progress="toys")
+    run(mixture(4), folder, manifest=MANIFEST, engine=engine, heading="toys")
     out, err = capsys.readouterr()
     assert out == ""
     first, second, third = err.splitlines()
@@ -112,10 +112,10 @@ def test_a_run_says_where_it_stands(tmp_path, capsys, engine):
     assert re.fullmatch(r"toys: 4 of 4 units, in \d+ s", third)
 
 
-def test_failed_units_count_as_dealt_with(tmp_path, capsys):
+def test_failed_units_count_as_processed(tmp_path, capsys):
     folder = RunFolder.create(tmp_path / "run")
     with pytest.raises(UnitsFailed):
-        run([Unit("a", divide, {"a": 1, "b": 0})], folder, manifest=MANIFEST, progress="toys")
+        run([Unit("a", divide, {"a": 1, "b": 0})], folder, manifest=MANIFEST, heading="toys")
     assert capsys.readouterr().err.splitlines()[-1].startswith("toys: 1 of 1 unit, in ")
 
 
@@ -139,7 +139,7 @@ def closed() -> io.StringIO:
 @pytest.mark.parametrize("stream", [Full, Gone, closed, lambda: None], ids=["full", "gone", "closed", "none"])
 def test_progress_that_cannot_be_written_is_dropped(tmp_path, monkeypatch, capsys, stream):
     monkeypatch.setattr(sys, "stderr", stream())
-    result = run(mixture(3), RunFolder.create(tmp_path / "run"), manifest=MANIFEST, progress="toys")
+    result = run(mixture(3), RunFolder.create(tmp_path / "run"), manifest=MANIFEST, heading="toys")
     assert list(result) == ["numbers-0", "noise-1", "dataset-2"]
     assert capsys.readouterr().out == ""
 

@@ -1,4 +1,4 @@
-"""Ray: the engine of a cluster, here on one machine. Without ray only what can be said without it."""
+"""The engine Ray, here on one machine; the tests that need ray are slow."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from toy_units import die, divide, manifest, mixture, product, results
 MANIFEST = manifest()
 
 
-def test_a_missing_package_is_said_before_any_work(monkeypatch):
+def test_a_missing_package_is_reported_before_any_work(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(MissingExtra, match=r"ray is not installed, and this needs it: pip install 'helmscope\[cluster"):
         Ray(2)
@@ -39,7 +39,7 @@ def test_bad_input_is_refused(options, sentence):
 
 @pytest.fixture
 def ray():
-    """Every test of it ends what it has begun."""
+    """Ray, disconnected before and after each test."""
     import ray
 
     assert not ray.is_initialized()
@@ -77,7 +77,7 @@ def test_units_that_fail_or_die_are_named_and_a_running_ray_is_left_running(tmp_
 
 @pytest.mark.slow
 def test_a_cluster_is_joined_by_its_address(tmp_path, ray):
-    """Its workers do not find the toys, as a package that is missing on a cluster: said of each unit."""
+    """Its workers cannot import toy_units, like a package that is missing on a cluster: those units fail."""
     from ray.cluster_utils import Cluster
 
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})

@@ -1,4 +1,4 @@
-"""Results as files: whole or refused, and those of one unit alone."""
+"""Files of results: valid or refused, and tied to one unit."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ STAMP, OTHER = "ab" * 32, "cd" * 32
     ids=repr,
 )
 def test_plain_results_round_trip(tmp_path, value):
-    ending, content = encode_result(value)
-    path = tmp_path / f"a{ending}"
-    path.write_bytes(stamped(ending, content, STAMP))
+    suffix, content = encode_result(value)
+    path = tmp_path / f"a{suffix}"
+    path.write_bytes(stamped(suffix, content, STAMP))
     assert fault_of(path, STAMP) == ""
     assert repr(read_result(path, STAMP)) == repr(value)
-    assert encode_result(read_result(path, STAMP)) == (ending, content)
+    assert encode_result(read_result(path, STAMP)) == (suffix, content)
 
 
 @pytest.mark.parametrize("value", [[0.5], b"", bytes(100), dataset(0)], ids=["json", "empty", "bin", "nc"])
-def test_a_result_is_that_of_one_unit(tmp_path, value):
-    ending, content = encode_result(value)
-    path = tmp_path / f"a{ending}"
-    path.write_bytes(stamped(ending, content, STAMP))
+def test_a_result_belongs_to_one_unit(tmp_path, value):
+    suffix, content = encode_result(value)
+    path = tmp_path / f"a{suffix}"
+    path.write_bytes(stamped(suffix, content, STAMP))
     assert fault_of(path, OTHER) == "is the result of another unit or of another run"
     with pytest.raises(HelmscopeError) as caught:
         read_result(path, OTHER)
@@ -42,25 +42,25 @@ def test_a_result_is_that_of_one_unit(tmp_path, value):
     forged = (
         path.read_bytes().replace(STAMP.encode(), OTHER.encode()).replace(bytes.fromhex(STAMP), bytes.fromhex(OTHER))
     )
-    path.write_bytes(forged)  # the stamp alone cannot be exchanged
-    assert fault_of(path, OTHER) == "is truncated or damaged, or something else wrote it"
+    path.write_bytes(forged)  # replacing the stamp breaks the checksum
+    assert fault_of(path, OTHER) == "is truncated, damaged or not written by helmscope"
 
 
-def test_no_part_of_a_result_passes_for_the_whole(tmp_path):
+def test_truncated_and_damaged_results_are_detected(tmp_path):
     rng = np.random.default_rng(0)
     for value in (numbers(0), noise(0, 300), dataset(0)):
-        ending, whole = encode_result(value)
-        data = stamped(ending, whole, STAMP)
-        path = tmp_path / f"a{ending}"
+        suffix, whole = encode_result(value)
+        data = stamped(suffix, whole, STAMP)
+        path = tmp_path / f"a{suffix}"
         cuts = {*range(40), *range(len(data) - 40, len(data)), *rng.integers(0, len(data), 40).tolist()}
         broken = [data[:cut] for cut in cuts]
         for place in rng.integers(0, len(data), 60).tolist():
             broken.append(data[:place] + bytes([data[place] ^ 1 << rng.integers(8)]) + data[place + 1 :])
         for content in (*broken, data + b"x", b"{}", b"[]", b'{"result": 1, "sha256": "ab"}'):
             path.write_bytes(content)
-            # white space is no part of a JSON value, and such a file still holds the result
+            # changed whitespace does not change a JSON value: such a file still holds the result
             if not fault_of(path, STAMP):
-                assert ending == ".json"
+                assert suffix == ".json"
                 assert read_result(path, STAMP) == value
                 assert json.loads(content) == json.loads(data)
             else:
@@ -77,6 +77,6 @@ def test_no_part_of_a_result_passes_for_the_whole(tmp_path):
         (xr.Dataset(attrs={"a": None}), "cannot keep the result: "),
     ],
 )
-def test_result_that_no_file_could_hold_is_refused(value, sentence):
+def test_a_result_that_cannot_be_stored_is_refused(value, sentence):
     with pytest.raises(HelmscopeError, match=f"^{sentence}"):
         encode_result(value)

@@ -30,7 +30,7 @@ def folder(tmp_path):
 # Results --------------------------------------------------------------------------------------------------------------
 
 
-def test_results_come_back_as_they_were(folder):
+def test_results_round_trip(folder):
     result = run(mixture(3), folder, manifest=MANIFEST)
     assert result["numbers-0"] == numbers(0)
     assert result["noise-1"] == noise(1, 1000)
@@ -59,7 +59,7 @@ def test_a_second_call_runs_nothing_and_changes_nothing(folder):
     stamps = {path: path.stat().st_mtime_ns for path in folder.path.rglob("*")}
     engine = counting()
     result = run(mixture(6), folder, manifest=manifest(command=["again"]), engine=engine)
-    assert engine.asked == []
+    assert engine.started == []
     assert len(result) == 6
     assert contents(folder.path) == before
     assert {
@@ -67,7 +67,7 @@ def test_a_second_call_runs_nothing_and_changes_nothing(folder):
     }.items() <= stamps.items()
 
 
-def test_what_is_missing_or_damaged_runs_again(folder, caplog):
+def test_units_with_missing_or_damaged_results_run_again(folder, caplog):
     run(mixture(6), folder, manifest=MANIFEST)
     before = contents(folder.path)
     units = folder.path / "units"
@@ -81,12 +81,12 @@ def test_what_is_missing_or_damaged_runs_again(folder, caplog):
     engine = counting()
     with caplog.at_level(logging.WARNING):
         run(reversed(mixture(6)), folder, manifest=MANIFEST, engine=engine)
-    assert sorted(engine.asked) == ["dataset-2", "noise-1", "numbers-0", "numbers-3"]
+    assert sorted(engine.started) == ["dataset-2", "noise-1", "numbers-0", "numbers-3"]
     assert contents(folder.path) == before
     warned = sorted(record.getMessage() for record in caplog.records)
     assert len(warned) == 3
     assert warned[0].endswith(
-        "dataset-2.nc is truncated or damaged, or something else wrote it: unit 'dataset-2' runs again"
+        "dataset-2.nc is truncated, damaged or not written by helmscope: unit 'dataset-2' runs again"
     )
 
 
@@ -94,7 +94,7 @@ def test_a_result_damaged_since_is_one_sentence(folder):
     result = run(mixture(3), folder, manifest=MANIFEST)
     (folder.path / "units" / "noise-1.bin").write_bytes(b"torn")
     with pytest.raises(
-        HelmscopeError, match=r"^unit 'noise-1' no longer has a whole result in .*/run/units: run it ag"
+        HelmscopeError, match=r"^unit 'noise-1' no longer has a valid result in .*/run/units: run it ag"
     ):
         result["noise-1"]
 
@@ -115,22 +115,22 @@ def test_exchanged_results_are_named_and_run_again(folder, caplog, capsys, one, 
     engine = counting()
     capsys.readouterr()
     with caplog.at_level(logging.WARNING):
-        run(units, folder, manifest=MANIFEST, engine=engine, progress="toys")
-    assert engine.asked == [units[one].name, units[two].name]
+        run(units, folder, manifest=MANIFEST, engine=engine, heading="toys")
+    assert engine.started == [units[one].name, units[two].name]
     assert contents(folder.path) == before
-    said = [
+    messages = [
         f"{path} is the result of another unit or of another run: unit '{path.stem}' runs again"
         for path in (first, second)
     ]
-    assert [record.getMessage() for record in caplog.records] == said
+    assert [record.getMessage() for record in caplog.records] == messages
     assert [line for line in capsys.readouterr().err.splitlines() if "another" in line] == [
-        f"toys: {sentence}" for sentence in said
+        f"toys: {message}" for message in messages
     ]
 
 
 @pytest.mark.parametrize("begun", [replace(MANIFEST, seed=8), replace(MANIFEST, packages={"numpy": "0.1"})])
-def test_a_result_of_another_run_is_not_taken(tmp_path, begun):
-    """Also where the unit is the same: it was made with another seed or by other versions."""
+def test_a_result_of_another_run_is_not_accepted(tmp_path, begun):
+    """Even for the same unit: it was computed with another seed or by other versions."""
     here, there = RunFolder(tmp_path / "here"), RunFolder(tmp_path / "there")
     for folder, what in ((here, MANIFEST), (there, begun)):
         run(mixture(3), RunFolder.create(folder.path), manifest=what)
@@ -139,7 +139,7 @@ def test_a_result_of_another_run_is_not_taken(tmp_path, begun):
         (here.path / "units" / path.name).write_bytes(path.read_bytes())
     engine = counting()
     run(mixture(3), here, manifest=MANIFEST, engine=engine)
-    assert len(engine.asked) == 3
+    assert len(engine.started) == 3
     assert contents(here.path) == before
 
 
@@ -149,7 +149,7 @@ def test_a_result_exchanged_since_is_refused(folder):
     with pytest.raises(HelmscopeError) as caught:
         result["noise-4"]
     assert str(caught.value) == (
-        f"unit 'noise-4' no longer has a whole result in {folder.path}/units: run it again, because noise-4.bin is the "
+        f"unit 'noise-4' no longer has a valid result in {folder.path}/units: run it again, because noise-4.bin is the "
         "result of another unit or of another run"
     )
 
@@ -157,7 +157,7 @@ def test_a_result_exchanged_since_is_refused(folder):
 def test_two_runs_at_different_times_are_byte_equal(tmp_path):
     first, second = RunFolder.create(tmp_path / "a"), RunFolder.create(tmp_path / "b")
     run(mixture(3), first, manifest=MANIFEST)
-    time.sleep(1.1)  # HDF5 can store times of change, in seconds
+    time.sleep(1.1)  # HDF5 can store modification times, in seconds
     run(mixture(3), second, manifest=manifest())
     assert results(first.path) == results(second.path)
     assert (first.path / "units.json").read_bytes() == (second.path / "units.json").read_bytes()
@@ -187,7 +187,7 @@ def test_bad_units_are_refused_before_anything_is_written(folder, units, sentenc
     [
         ({"manifest": {}}, "manifest is a dict, but it must be a Manifest"),
         ({"folder": "run"}, "folder is a str, but it must be a RunFolder"),
-        ({"progress": 3}, "progress is a int, but it must be a str, the heading, or None"),
+        ({"heading": 3}, "heading is a int, but it must be a str or None"),
         ({"fail_fast": "x"}, "fail_fast is a str, but it must be True or False"),
         ({"allow_mixed": 1}, "allow_mixed is a int, but it must be True or False"),
         ({"engine": 4}, "engine is 4, but it must be Serial(), Processes(jobs) or Ray(jobs)"),
@@ -201,8 +201,8 @@ def test_other_bad_input(folder, options, sentence):
     assert os.listdir(folder.path) == []
 
 
-def test_a_run_may_live_in_a_thread(folder):
-    """Where no signal handler can be set."""
+def test_a_run_works_in_a_thread(folder):
+    """In which no signal handler can be set."""
     with ThreadPoolExecutor(1) as pool:
         assert len(pool.submit(run, mixture(3), folder, manifest=MANIFEST).result()) == 3
 
@@ -225,7 +225,7 @@ FAULTY = [
 ]
 
 
-def test_the_others_go_on_and_one_sentence_names_the_first(folder, caplog):
+def test_the_other_units_still_run_and_the_error_names_the_first_failure(folder, caplog):
     with pytest.raises(UnitsFailed) as caught:
         run(FAULTY, folder, manifest=MANIFEST)
     results = folder.path / "units"
@@ -246,7 +246,7 @@ def test_the_others_go_on_and_one_sentence_names_the_first(folder, caplog):
     engine = counting()
     with pytest.raises(UnitsFailed):
         run(FAULTY, folder, manifest=MANIFEST, engine=engine)
-    assert engine.asked == ["bad", "sorry", "wrong", "gone"]
+    assert engine.started == ["bad", "sorry", "wrong", "gone"]
 
 
 def test_fail_fast_stops_at_the_first(folder):
@@ -258,8 +258,8 @@ def test_fail_fast_stops_at_the_first(folder):
     assert not is_locked(folder.path)
 
 
-def test_a_picture_cannot_take_the_place_of_the_plan(folder):
-    with pytest.raises(HelmscopeError, match=r"name is 'units.json', but the run folder keeps manifest.json, verdict"):
+def test_the_name_of_the_plan_is_reserved(folder):
+    with pytest.raises(HelmscopeError, match=r"name is 'units.json', but manifest.json, verdicts.json, units.json"):
         folder.write_bytes("units.json", b"")
 
 

@@ -1,4 +1,4 @@
-"""Units: what they take, and that their keys tell them apart."""
+"""Units: what they accept, and that different units have different keys."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_a_copy_has_the_same_key(value):
         (torch.tensor(1j).conj(), torch.tensor(complex(0, -1))),
     ],
 )
-def test_the_same_value_otherwise_laid_out_has_the_same_key(one, two):
+def test_the_key_does_not_depend_on_the_memory_layout(one, two):
     assert key(one) == key(two)
 
 
@@ -95,7 +95,7 @@ def test_the_key_is_that_of_function_and_parameters_not_of_the_name():
     assert Unit("a", numbers, {"seed": 1}).key == Unit("b", numbers, {"seed": 1}).key
     assert Unit("a", numbers, {"seed": 1}).key != Unit("a", noise, {"seed": 1}).key
     assert Unit("a", partial(noise, 1), {"size": 2}).key != Unit("a", noise, {"seed": 1, "size": 2}).key
-    # keys stand in run folders: a change of their making would make every earlier run another one
+    # keys are stored in run folders: if they were computed differently, no earlier run could be resumed
     assert Unit("a", numbers, {"seed": 1}).key[:8] == "9a34c293"
 
 
@@ -116,13 +116,13 @@ class Hidden:
         (np.random.default_rng(0), "a of parameters of unit 'u' is a random Generator, whose state units would share"),
         (Hidden(np.random.default_rng(0)), "rng of a of parameters of unit 'u' is a random Generator, whose state"),
         ({1: 2}, "a key of a of parameters of unit 'u' is a int, but it must be a str"),
-        (lambda: 1, "a of parameters of unit 'u' is <lambda>, but it must be something that can be pickled"),
-        ([threading.Lock()], "item 0 of a of parameters of unit 'u' is lock, but it must be something"),
-        (np.array([{}]), "a of parameters of unit 'u' is a ndarray of object, but it must hold plain numbers densely"),
-        (torch.eye(2).to_sparse(), "a of parameters of unit 'u' is a Tensor of torch.float32, but it must hold plain"),
+        (lambda: 1, "a of parameters of unit 'u' is <lambda>, but it must be picklable"),
+        ([threading.Lock()], "item 0 of a of parameters of unit 'u' is lock, but it must be picklable"),
+        (np.array([{}]), "a of parameters of unit 'u' is a ndarray of object, but it must be a dense array of plain"),
+        (torch.eye(2).to_sparse(), "a of parameters of unit 'u' is a Tensor of torch.float32, but it must be a dense"),
     ],
 )
-def test_parameters_that_cannot_travel_are_refused(value, sentence):
+def test_parameters_that_cannot_be_pickled_are_refused(value, sentence):
     with pytest.raises(HelmscopeError) as caught:
         Unit("u", divide, {"a": value})
     assert str(caught.value).replace(f"{__name__}.", "test_runs_unit.").startswith(sentence)
@@ -130,15 +130,15 @@ def test_parameters_that_cannot_travel_are_refused(value, sentence):
 
 
 @pytest.mark.parametrize("function", [lambda: 1, inner(), partial(inner())])
-def test_functions_that_another_process_would_not_find_are_refused(function):
+def test_functions_that_another_process_cannot_import_are_refused(function):
     with pytest.raises(
-        HelmscopeError, match=r"^(item 0 of )?function of unit 'u' is .+, but it must be something that can be pickled"
+        HelmscopeError, match=r"^(item 0 of )?function of unit 'u' is .+, but it must be picklable, to be sent to"
     ):
         Unit("u", function)
 
 
 class Plain:
-    """No dataclass, but picklable."""
+    """Picklable, but not a dataclass."""
 
     def __init__(self, factor: float) -> None:
         self.factor = factor
@@ -147,7 +147,7 @@ class Plain:
         return self.factor * a
 
 
-def test_any_picklable_callable_has_a_key_of_its_value():
+def test_the_key_of_a_picklable_callable_depends_on_its_state():
     assert Unit("u", Plain(2.0).times).key == Unit("u", Plain(2.0).times).key != Unit("u", Plain(3.0).times).key
     assert Unit("u", Scaled(2.0).__call__).key != Unit("u", Scaled(3.0).__call__).key
     assert Unit("u", divide, {"a": Plain(2.0)}).key == Unit("u", divide, {"a": Plain(2.0)}).key

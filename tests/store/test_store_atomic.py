@@ -15,7 +15,7 @@ from helmscope.types import HelmscopeError
 
 @pytest.fixture
 def calls(monkeypatch):
-    """The order in which files and folders are synced and renamed, with what the temporary held when synced."""
+    """The fsync and rename calls in order, with the content of the temporary file at the time of its fsync."""
     made = []
     fsync, replace = os.fsync, os.replace
 
@@ -51,12 +51,12 @@ def test_write_then_sync_then_rename_then_sync_of_the_folder(tmp_path, calls):
     assert os.listdir(tmp_path) == ["a.json"]
 
 
-def test_new_folders_are_synced_into_the_folder_above(tmp_path, calls):
+def test_the_parents_of_new_folders_are_synced(tmp_path, calls):
     assert make_folder(tmp_path / "a" / "b")
     assert calls == [("fsync", tmp_path, None), ("fsync", tmp_path / "a", None)]
 
 
-def test_file_gets_the_rights_that_the_umask_leaves(tmp_path):
+def test_file_permissions_follow_the_umask(tmp_path):
     before = os.umask(0o027)
     try:
         write_bytes(tmp_path / "a", b"")
@@ -66,7 +66,7 @@ def test_file_gets_the_rights_that_the_umask_leaves(tmp_path):
 
 
 @pytest.mark.parametrize("error", [RuntimeError("midway"), KeyboardInterrupt()])
-def test_exception_in_the_middle_leaves_the_old_file_alone(tmp_path, error):
+def test_exception_inside_the_block_keeps_the_old_file(tmp_path, error):
     target = tmp_path / "a"
     target.write_bytes(b"old")
     with pytest.raises(type(error)), replacing(target) as temporary:  # noqa: PT012
@@ -115,7 +115,7 @@ def test_folder_that_cannot_be_used_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("kind", [os.mkdir, os.mkfifo])
-def test_target_that_is_no_regular_file_is_refused_and_kept(tmp_path, kind):
+def test_target_that_is_not_a_regular_file_is_refused_and_kept(tmp_path, kind):
     target = tmp_path / "a"
     kind(target)
     with pytest.raises(HelmscopeError, match=r"cannot write .*/a: it is not a regular file$"):
@@ -151,7 +151,7 @@ def test_other_names_are_not_temporaries(name):
     assert not is_temporary(name)
 
 
-def test_the_first_line_of_an_error_and_more_where_it_announces_more():
+def test_one_line_is_the_first_line_and_the_rest_if_it_ends_in_a_colon():
     assert one_line(ValueError("first\nsecond:\nthird")) == "first"
     assert one_line(ValueError("\n \nfirst:\n\n  second\nthird")) == "first: second third"
     assert one_line(ValueError()) == ""

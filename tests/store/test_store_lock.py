@@ -1,4 +1,4 @@
-"""One process at a time in a run folder, whatever becomes of it."""
+"""Only one process at a time holds the lock of a run folder, however the process ends."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from children import child
 from helmscope.store import RunFolder, is_locked, locked
 from helmscope.types import HelmscopeError
 
-# counts in a file, without care, and looks whether somebody else is inside
+# increments a counter in a file without synchronization, and counts how often another process is in the same section
 VISITS = """
 import os, sys, time
 from contextlib import nullcontext, suppress
@@ -33,7 +33,7 @@ for _ in range(rounds):
             overlaps += 1
         with open(folder + "/count") as file:
             count = int(file.read() or 0)
-        time.sleep(0)  # here the others get their chance
+        time.sleep(0)  # yield to the other processes
         with open(folder + "/count", "w") as file:
             file.write(str(count + 1))
         with suppress(FileNotFoundError):
@@ -43,7 +43,7 @@ print(overlaps)
 
 
 def visits(folder: Path, how: str, *, processes: int, rounds: int) -> tuple[int, int]:
-    """How often processes met inside, and what they counted together."""
+    """How often processes overlapped in the critical section, and the final value of their shared counter."""
     (folder / "count").write_text("0")
     command = [sys.executable, "-c", VISITS, folder, str(rounds), how]
     with ExitStack() as stack:
@@ -52,15 +52,15 @@ def visits(folder: Path, how: str, *, processes: int, rounds: int) -> tuple[int,
     return overlaps, int((folder / "count").read_text())
 
 
-def test_eight_processes_never_meet(tmp_path):
+def test_eight_processes_never_overlap(tmp_path):
     assert visits(tmp_path, "locked", processes=8, rounds=500) == (0, 4000)
     assert sorted(os.listdir(tmp_path)) == ["count"]
 
 
-def test_they_would_meet_without_the_lock(tmp_path):
+def test_processes_overlap_without_the_lock(tmp_path):
     overlaps, count = visits(tmp_path, "free", processes=8, rounds=100)
     assert overlaps > 0
-    assert count != 800  # less, or more where a number was read while it was written
+    assert count != 800  # less, or more if a number was read while it was being written
 
 
 @pytest.fixture
@@ -78,7 +78,7 @@ with locked(sys.argv[1]):
         yield process
 
 
-def test_held_folder_is_refused_with_its_holder(tmp_path, holder):
+def test_the_error_on_a_locked_folder_names_the_holder(tmp_path, holder):
     assert is_locked(tmp_path)
     with pytest.raises(HelmscopeError) as caught, RunFolder(tmp_path).lock():
         pytest.fail("two hold one lock")
@@ -87,7 +87,7 @@ def test_held_folder_is_refused_with_its_holder(tmp_path, holder):
     assert os.listdir(tmp_path) == [".lock"]
 
 
-def test_killed_holder_lets_go(tmp_path, holder):
+def test_killing_the_holder_releases_the_lock(tmp_path, holder):
     holder.kill()
     holder.wait()
     assert os.listdir(tmp_path) == [".lock"]
@@ -98,7 +98,7 @@ def test_killed_holder_lets_go(tmp_path, holder):
     assert os.listdir(tmp_path) == []
 
 
-def test_waiting_gets_it_when_the_holder_leaves(tmp_path, holder):
+def test_waiting_acquires_the_lock_when_the_holder_ends(tmp_path, holder):
     code = "import sys\nfrom helmscope.store import locked\nwith locked(sys.argv[1], wait=True):\n    print('in')"
     with child([sys.executable, "-c", code, tmp_path], stdout=PIPE, text=True) as waiting:
         with pytest.raises(TimeoutExpired):
@@ -108,8 +108,8 @@ def test_waiting_gets_it_when_the_holder_leaves(tmp_path, holder):
     assert os.listdir(tmp_path) == []
 
 
-def test_looking_does_not_refuse_a_run(tmp_path):
-    """is_locked takes the lock for an instant."""
+def test_is_locked_does_not_make_a_run_fail(tmp_path):
+    """is_locked holds a shared lock for an instant."""
     descriptor = os.open(tmp_path / ".lock", os.O_CREAT | os.O_RDWR)
     fcntl.flock(descriptor, fcntl.LOCK_SH)
     code = (
@@ -125,7 +125,7 @@ def test_looking_does_not_refuse_a_run(tmp_path):
         assert process.stdout.read() == "in\n"
 
 
-def test_exception_inside_lets_go(tmp_path):
+def test_an_exception_releases_the_lock(tmp_path):
     with pytest.raises(RuntimeError), locked(tmp_path):
         raise RuntimeError
     assert not is_locked(tmp_path)
@@ -133,7 +133,7 @@ def test_exception_inside_lets_go(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["open", "ftruncate", "pwrite"])
-def test_disk_that_takes_no_lock_is_one_sentence(tmp_path, monkeypatch, name):
+def test_failing_system_call_is_one_sentence(tmp_path, monkeypatch, name):
     def failing(*arguments):
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
@@ -145,7 +145,7 @@ def test_disk_that_takes_no_lock_is_one_sentence(tmp_path, monkeypatch, name):
     assert not is_locked(tmp_path)
 
 
-def test_folder_that_is_not_there_is_one_sentence(tmp_path):
+def test_missing_folder_is_one_sentence(tmp_path):
     with (
         pytest.raises(HelmscopeError, match=r"cannot lock .*/none: No such file or directory$"),
         locked(tmp_path / "none"),
@@ -153,12 +153,12 @@ def test_folder_that_is_not_there_is_one_sentence(tmp_path):
         pytest.fail("locked")
 
 
-def test_a_killed_run_s_lock_does_not_make_a_folder_used(tmp_path):
+def test_a_folder_with_only_the_lock_of_a_killed_run_counts_as_empty(tmp_path):
     (tmp_path / ".lock").write_text("process 1 on nowhere")
     assert RunFolder.create(tmp_path) == RunFolder(tmp_path)
 
 
-# A .lock that is somebody else's --------------------------------------------------------------------------------------
+# A .lock that helmscope did not write ---------------------------------------------------------------------------------
 
 WORK = "years of work"
 
@@ -192,14 +192,14 @@ def pipe(folder: Path, thesis: Path) -> None:
     [
         (linked, "a symbolic link"),
         (dangling, "a symbolic link"),
-        (second_name, "a file that has another name too"),
-        (own_content, "a file with other content than a lock has"),
-        (long_content, "a file with other content than a lock has"),
+        (second_name, "a file with a second hard link"),
+        (own_content, "a file with other content"),
+        (long_content, "a file with other content"),
         (pipe, "not a regular file"),
     ],
 )
 @pytest.mark.parametrize("wait", [False, True])
-def test_what_is_no_lock_is_refused_and_stays_as_it_is(tmp_path, make, what, wait):
+def test_a_file_that_is_not_a_lock_is_refused_and_left_unchanged(tmp_path, make, what, wait):
     thesis, folder = tmp_path / "thesis.txt", tmp_path / "run"
     thesis.write_text(WORK)
     folder.mkdir()
@@ -208,7 +208,7 @@ def test_what_is_no_lock_is_refused_and_stays_as_it_is(tmp_path, make, what, wai
     with pytest.raises(HelmscopeError) as caught, locked(folder, wait=wait):
         pytest.fail("locked")
     assert str(caught.value) == (
-        f"cannot lock {folder}: {folder}/.lock is {what}, but a lock is a file of its own: move it away"
+        f"cannot lock {folder}: {folder}/.lock is {what}, but it must be a lock file that helmscope wrote: move it away"
     )
     after = os.lstat(folder / ".lock")
     assert (after.st_ino, after.st_size, after.st_mtime_ns) == (before.st_ino, before.st_size, before.st_mtime_ns)
@@ -217,16 +217,16 @@ def test_what_is_no_lock_is_refused_and_stays_as_it_is(tmp_path, make, what, wai
 
 
 @pytest.mark.parametrize("make", [linked, dangling, pipe])
-def test_looking_at_what_is_no_lock_neither_follows_nor_waits(tmp_path, make):
+def test_is_locked_neither_follows_a_link_nor_blocks_on_a_pipe(tmp_path, make):
     (tmp_path / "thesis.txt").write_text(WORK)
     make(tmp_path, tmp_path / "thesis.txt")
     with pytest.raises(
-        HelmscopeError, match=r"/\.lock is (a symbolic link|not a regular file), but a lock is a file of"
+        HelmscopeError, match=r"/\.lock is (a symbolic link|not a regular file), but it must be a lock file"
     ):
         is_locked(tmp_path)
 
 
-def test_a_lock_that_another_file_replaced_meanwhile_stays(tmp_path):
+def test_a_file_that_replaced_the_lock_is_not_removed(tmp_path):
     with locked(tmp_path):
         (tmp_path / ".lock").unlink()
         (tmp_path / ".lock").write_text(WORK)
@@ -241,7 +241,7 @@ def test_a_lock_that_another_file_replaced_meanwhile_stays(tmp_path):
         ("", "another process"),
     ],
 )
-def test_the_holder_is_named_in_printable_words(tmp_path, content, who):
+def test_the_name_of_the_holder_is_escaped(tmp_path, content, who):
     (tmp_path / ".lock").write_text(content)
     with open(tmp_path / ".lock") as held:
         fcntl.flock(held, fcntl.LOCK_EX)

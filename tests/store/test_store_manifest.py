@@ -22,11 +22,11 @@ ABC = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"  # FIPS
 
 
 def manifest(**changed):
-    given = {"seed": 7, "dtype": "float64", "device": "cpu", "threads": 2, "command": ["helmscope", "phase"]}
-    return Manifest.collect(**{**given, "inputs": {"texts": ABC}, "parameters": {"times": (1, 2.5)}, **changed})
+    details = {"seed": 7, "dtype": "float64", "device": "cpu", "threads": 2, "command": ["helmscope", "phase"]}
+    return Manifest.collect(**{**details, "inputs": {"texts": ABC}, "parameters": {"times": (1, 2.5)}, **changed})
 
 
-def test_collect_says_where_and_when():
+def test_collect_fills_in_versions_platform_and_time():
     one = manifest()
     assert one.helmscope == helmscope.__version__
     assert one.python == platform.python_version()
@@ -56,7 +56,7 @@ def test_dependencies_are_those_of_the_project_file():
     assert sorted(DEPENDENCIES) == sorted(re.match(r"[\w-]+", line)[0] for line in lines)
 
 
-def test_json_round_trip_and_its_spelling():
+def test_json_round_trip_is_canonical():
     one = manifest(parameters={"b": "é", "a": 1})
     data = one.to_json()
     assert Manifest.from_json(data) == one
@@ -83,7 +83,7 @@ JSON = st.recursive(
 @given(st.dictionaries(st.text(), JSON, max_size=3))
 def test_parameters_round_trip(parameters):
     again = Manifest.from_json(replace(_ONE, parameters=parameters).to_json())
-    # the text tells 1, 1.0 and True apart, which are equal in Python
+    # compared as text, because 1, 1.0 and True are equal in Python
     assert json.dumps(again.parameters, sort_keys=True) == json.dumps(parameters, sort_keys=True)
 
 
@@ -103,7 +103,7 @@ def test_parameters_round_trip(parameters):
         ({"parameters": {"a": {"b": object()}}}, "b of a of parameters is a object, but it must be made of"),
     ],
 )
-def test_wrong_value_is_refused_by_its_name(change, sentence):
+def test_the_error_names_the_wrong_value(change, sentence):
     with pytest.raises(HelmscopeError) as caught:
         manifest(**change)
     assert str(caught.value).startswith(sentence)
@@ -128,8 +128,8 @@ def edited(**changes):
         (edited(created="2025-01-31T12:00:00+01:00"), "created of m.json is '2025-01-31T12:00:00+01:00', but it must"),
         (edited(packages={"a": 1}), "a of packages of m.json is a int, but it must be a str"),
         (b"[]", "m.json is a list, but it must be an object with named values"),
-        (b'{"seed": NaN}', "m.json is not valid JSON: NaN is no JSON number"),
-        (b'{"seed": 1, "seed": 2}', "m.json is not valid JSON: the key 'seed' stands twice"),
+        (b'{"seed": NaN}', "m.json is not valid JSON: NaN is not a JSON number"),
+        (b'{"seed": 1, "seed": 2}', "m.json is not valid JSON: the key 'seed' appears twice"),
         (_ONE.to_json()[:50], "m.json is not valid JSON: "),
         (b"\xff", "m.json is not valid JSON: "),
         (b"[" * 100_000, "m.json is not valid JSON: "),
@@ -143,7 +143,7 @@ def test_strict_decoding(data, sentence):
     assert "\n" not in str(caught.value)
 
 
-def test_later_changes_of_the_caller_do_not_reach_the_manifest():
+def test_the_manifest_copies_its_parameters():
     parameters = {"betas": [1.0]}
     one = manifest(parameters=parameters)
     parameters["betas"].append(2.0)

@@ -1,4 +1,4 @@
-"""What a terminal would obey is shown instead."""
+"""Characters that a terminal would interpret are escaped."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from helmscope.types import HelmscopeError
         ("\udcff.txt", r"\udcff.txt"),
     ],
 )
-def test_what_does_not_print_is_written_as_an_escape(text, shown):
+def test_non_printable_characters_are_escaped(text, shown):
     assert printable(text) == shown
     assert printable(shown) == shown
 
@@ -38,7 +38,7 @@ def test_no_control_or_format_character_is_left():
 @pytest.mark.parametrize(
     "change", [{"se\x1bed": 1}, {"created": "\x9b"}, {"inputs": {"\x1b": "\x1b"}}, {"packages": {"\n": 1}}]
 )
-def test_what_a_manifest_holds_reaches_no_error_unescaped(change):
+def test_errors_escape_the_content_of_a_manifest(change):
     details = {"seed": 0, "dtype": "float64", "device": "cpu", "threads": 1, "command": []}
     raw = json.loads(Manifest.collect(**details, inputs={}, parameters={}).to_json())
     with pytest.raises(HelmscopeError) as caught:

@@ -50,8 +50,8 @@ def run(tmp_path):
 
 
 def manifest():
-    given = {"seed": 0, "dtype": "float64", "device": "cpu", "threads": 1, "command": ["helmscope"]}
-    return Manifest.collect(**given, inputs={}, parameters={})
+    details = {"seed": 0, "dtype": "float64", "device": "cpu", "threads": 1, "command": ["helmscope"]}
+    return Manifest.collect(**details, inputs={}, parameters={})
 
 
 def test_whole_folder_round_trip_without_pickle(run, monkeypatch):
@@ -77,9 +77,9 @@ def test_whole_folder_round_trip_without_pickle(run, monkeypatch):
     assert sorted(os.listdir(run.path)) == ["energy.nc", "energy.png", "manifest.json", "states.nc", "verdicts.json"]
 
 
-def test_two_writes_of_one_dataset_are_byte_equal(run):
+def test_equal_datasets_are_written_as_equal_bytes(run):
     run.write_data("a", DATA)
-    time.sleep(1.1)  # HDF5 can store times of change, in seconds
+    time.sleep(1.1)  # HDF5 can store modification times, in seconds
     run.write_data("b", DATA)
     run.write_data("c", run.read_results("a"))
     first = (run.path / "a.nc").read_bytes()
@@ -93,14 +93,14 @@ def test_encoding_of_another_file_does_not_round_the_values(run):
     assert run.read_results("states").identical(DATA)
 
 
-def test_other_readers_of_netcdf_open_the_file(run):
+def test_other_netcdf_readers_open_the_file(run):
     run.write_data("states", DATA)
     assert xr.load_dataset(run.path / "states.nc", engine="h5netcdf").identical(DATA)
     with h5py.File(run.path / "states.nc") as file:
         assert np.array_equal(file["states"][:], DATA["states"].values)
 
 
-def test_reading_closes_the_file_and_keeps_nothing_of_it(run):
+def test_reading_closes_the_file_and_does_not_cache_it(run):
     run.write_data("a", DATA)
     before = os.listdir("/proc/self/fd")
     first = run.read_results("a")
@@ -151,7 +151,7 @@ def test_damaged_file_is_one_sentence(run):
     run.write_data("a", DATA)
     for data in list(damaged((run.path / "a.nc").read_bytes())):
         (run.path / "a.nc").write_bytes(data)
-        with pytest.raises(HelmscopeError, match=r"^cannot read .*/a\.nc: it is truncated or damaged, or something"):
+        with pytest.raises(HelmscopeError, match=r"^cannot read .*/a\.nc: it is truncated, damaged or not written"):
             run.read_results("a")
 
 
@@ -203,15 +203,15 @@ def test_hostile_name_is_refused_everywhere(run, name):
 
 
 @pytest.mark.parametrize("name", ["a", "A-1_b.c", "_x", "7", "x" * 200])
-def test_plain_name_is_taken(run, name):
+def test_plain_name_is_accepted(run, name):
     run.write_data(name, MEASUREMENT)
     assert run.results() == (name,)
     assert run.read_results(name).identical(MEASUREMENT)
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "verdicts.json", "phase.nc"])
-def test_pictures_cannot_take_the_place_of_records(run, name):
-    with pytest.raises(HelmscopeError, match=f"name is '{name}', but the run folder keeps"):
+def test_reserved_names_are_refused(run, name):
+    with pytest.raises(HelmscopeError, match=f"^name is '{name}', but manifest.json, .* are reserved$"):
         run.write_bytes(name, b"")
 
 
@@ -226,7 +226,7 @@ def test_create_refuses_a_folder_that_holds_files(tmp_path):
     assert (tmp_path / "thesis.tex").read_text() == "mine"
 
 
-def test_create_takes_an_empty_folder_or_what_a_killed_run_left(tmp_path):
+def test_create_accepts_an_empty_folder_or_the_remains_of_a_killed_run(tmp_path):
     assert RunFolder.create(tmp_path) == RunFolder(tmp_path)
     (tmp_path / ".manifest.json.0a1b2c3d.tmp").write_bytes(b"{")
     assert RunFolder.create(tmp_path) == RunFolder(tmp_path)
@@ -243,13 +243,13 @@ def test_create_takes_an_empty_folder_or_what_a_killed_run_left(tmp_path):
     ids=["new", "create", "open", "itself"],
 )
 @pytest.mark.parametrize("value", [3, None, b"run"], ids=repr)
-def test_what_is_no_path_is_one_sentence(name, make, value):
+def test_a_value_that_is_not_a_path_is_one_sentence(name, make, value):
     with pytest.raises(HelmscopeError) as caught:
         make(value)
     assert str(caught.value) == f"{name} is a {type(value).__name__}, but it must be a path, as a str or a Path"
 
 
-def test_a_folder_by_its_name(run):
+def test_a_folder_given_as_a_str(run):
     run.write_manifest(manifest())
     named = RunFolder(str(run.path))
     assert (named, hash(named), named.path) == (run, hash(run), run.path)
@@ -265,7 +265,7 @@ def test_open_needs_a_manifest(run):
     assert RunFolder.open(str(run.path)) == run
 
 
-def test_missing_or_broken_record_is_named(run):
+def test_the_error_names_a_missing_or_broken_file(run):
     with pytest.raises(HelmscopeError, match=r"cannot read .*/verdicts.json: No such file or directory$"):
         run.read_verdicts()
     (run.path / "manifest.json").write_text("{")
@@ -326,7 +326,7 @@ def test_the_controls_of_a_verdict_round_trip():
 
 
 def test_verdicts_read_as_nested_objects():
-    """Nobody but a reader of the file relies on this, and such readers there are: the schema is public."""
+    """The schema of verdicts.json is public: other programs read it."""
     (raw,) = json.loads(encode_verdicts([replace(VERDICT, interval=Interval(0.1, -math.inf, 0.3, n=12))]))
     assert raw["interval"] == {"estimate": 0.1, "low": "-inf", "high": 0.3, "n": 12}
     assert raw["region"] == {"text": "slope > 0", "low": None, "high": None}
@@ -334,7 +334,7 @@ def test_verdicts_read_as_nested_objects():
 
 
 def verdicts(**changes):
-    """VERDICT as JSON, with other values for keys of its own, or for keys of ``interval`` or ``region``."""
+    """VERDICT as JSON with some of its values changed, or those of its ``interval`` or ``region``."""
     raw = {**asdict(VERDICT), "ruling": "supported"}
     for name, change in changes.items():
         raw[name] = {**raw[name], **change} if isinstance(change, dict) and name in ("interval", "region") else change

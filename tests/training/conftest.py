@@ -1,4 +1,4 @@
-"""The folder ``training/`` as its own commands see it, and not a moment longer."""
+"""Imports the modules of ``training/`` as its commands do, for one test module at a time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FOLDER = Path(__file__).parents[2] / "training"
 
 @pytest.fixture(scope="module")
 def training():
-    """Its modules by name. They find each other by bare names such as ``data``, which nobody else is to find."""
+    """The modules of ``training/``. They import each other by bare names such as ``data``, hidden from other tests."""
     names = sorted(path.stem for path in FOLDER.glob("*.py"))
     with pytest.MonkeyPatch.context() as patch:
         for name in names:

@@ -1,4 +1,4 @@
-"""What ``training/`` says of the models in the box: their cards, and its plain measures against recordings."""
+"""The models in the box against ``training/``: their cards, and its plain measures against recordings."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def card(name):
 
 
 def loss_and_model(training, name, count):
-    model, words = training.evaluate.loaded(hs.box_folder(name))
+    model, words = training.evaluate.load(hs.box_folder(name))
     windows = np.load(training.recipe.BOX / "validation.npy")
     assert windows.shape == (512, 257)
     return training.evaluate.validation_loss(model, windows[:count]), model, words
@@ -34,21 +34,21 @@ def test_the_loss_of_the_first_windows(training, name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LOSSES)
 def test_the_loss_and_the_samples_of_the_card(training, name):
-    found, model, words = loss_and_model(training, name, None)
-    said = float(re.search(r"^\| validation loss \| ([\d.]+) nats", card(name), re.M).group(1))
-    assert found == pytest.approx(said, abs=1e-4)
-    told = training.evaluate.samples(name, model, words, training.recipe.BOX, 20)
-    assert [" ".join(text.split()) for text in told] == re.findall(r"^\d+\. (.*)$", card(name), re.M)
+    loss, model, words = loss_and_model(training, name, None)
+    loss_on_card = float(re.search(r"^\| validation loss \| ([\d.]+) nats", card(name), re.M).group(1))
+    assert loss == pytest.approx(loss_on_card, abs=1e-4)
+    texts = training.evaluate.samples(name, model, words, training.recipe.BOX, 20)
+    assert [" ".join(text.split()) for text in texts] == re.findall(r"^\d+\. (.*)$", card(name), re.M)
 
 
 @pytest.mark.parametrize("name", ["A", "tied"])
 def test_plain_measures_and_observables_agree(training, name):
-    """Two ways to the same numbers in float32: hooks on the modules, and a recording. Measured: 2e-7 at most, and equal
-    shares, in which rounding may carry one pair of tokens or a dozen neurons over the threshold."""
+    """The same quantities in float32 from hooks on the modules and from a recording. Measured: they differ by at most
+    2e-7, and the shares are equal; rounding may move one pair of tokens or a dozen neurons across the threshold."""
     words = tf.AutoTokenizer.from_pretrained(hs.box_folder(name))
     ids = torch.tensor(words(hs.box_texts()[:4])["input_ids"])
-    model = training.evaluate.loaded(hs.box_folder(name))[0]
-    wanted = {key: value.double() for key, value in training.measures.measured(model, ids).items()}
+    model = training.evaluate.load(hs.box_folder(name))[0]
+    wanted = {key: value.double() for key, value in training.measures.measure(model, ids).items()}
     recording = hs.record(model, ids, keep=hs.Keep.WEIGHTS)
     path, layers = recording.trajectory, recording.layers
     states = path.states[::2]
@@ -57,14 +57,14 @@ def test_plain_measures_and_observables_agree(training, name):
         "inner_product": hs.mean_inner_product(states).mean(-1),
         "share_above": hs.clustering_fraction(states, delta=0.1).mean(-1),
         "entropy": torch.stack([hs.row_entropy(recording.kernel(layer=layer)).mean((0, 2)) for layer in layers]),
-        "gate_sparsity": torch.stack([shut(recording, layer) for layer in layers]),
+        "gate_sparsity": torch.stack([negative_share(recording, layer) for layer in layers]),
     }
     for key, value in found.items():
         off = ((value - wanted[key]).abs() / wanted[key].clamp(min=1.0)).max()
         assert off < (3.2e-5 if key in ("share_above", "gate_sparsity") else 1e-6), (key, off)
 
 
-def shut(recording, layer):
+def negative_share(recording, layer):
     """The share of pre-activations below 0, from the MLP as a field."""
     force = recording.force(layer=layer)
     return (recording.points(layer=layer) @ force.w_in.mT + force.b_in < 0).double().mean()

@@ -26,7 +26,7 @@ WORDS = ["<unk>", "<s>", "</s>", "\ufffd", *"abcdefghijklmnopqrstuvwxyz"]
 
 
 def tokens_of(count, seed=0):
-    """A stream in which every eighth token or so is special."""
+    """Random tokens, about every eighth of them special."""
     rng = np.random.default_rng(seed)
     tokens = rng.integers(3, 4096, count)
     return np.where(rng.random(count) < 0.12, rng.integers(0, 2, count), tokens).astype(np.int16)
@@ -45,12 +45,12 @@ def teacher():
 
 
 def test_stories_are_cut_out_of_rows(training):
-    word = {each: k for k, each in enumerate(WORDS)}
+    word = {text: k for k, text in enumerate(WORDS)}
     long, longer, short = [word["a"]] * 16, [word["b"]] * 20, [word["c"]] * 15
     rows = [
         [1, *long, 2, *short, 1, *longer],  # the second is too short, the third has no end
         [1, *longer, 1, *long, 1],  # nothing is cut off
-        [1, *short, word["\ufffd"], 1, *short, *long],  # the first holds what is no character
+        [1, *short, word["\ufffd"], 1, *short, *long],  # the first contains an invalid character
     ]
     width = max(map(len, rows))
     rows = [np.array(row + [1] * (width - len(row)) if row[-1] == 1 else row) for row in rows]
@@ -59,11 +59,11 @@ def test_stories_are_cut_out_of_rows(training):
     assert found == [[(a, False), (b, True)], [(b, False), (a, False)], [(f"{c} {a}", True)]]
 
 
-def test_a_stream_marks_starts_and_cuts(training):
-    tokenizer = training.tokenizer.learnt(["low lower lowest"] * 3, size=270)
-    assert [tokenizer.token_to_id(each) for each in training.recipe.SPECIAL] == [START, CUT, MASK]
+def test_concatenated_stories_have_marks_at_starts_and_cuts(training):
+    tokenizer = training.tokenizer.train_tokenizer(["low lower lowest"] * 3, size=270)
+    assert [tokenizer.token_to_id(token) for token in training.recipe.SPECIAL] == [START, CUT, MASK]
     one, other = (tokenizer.encode(text).ids for text in ("low", "a lower é"))
-    found = training.tokenizer.stream([("low", False), ("a lower é", True), ("low", False)], tokenizer)
+    found = training.tokenizer.concatenate([("low", False), ("a lower é", True), ("low", False)], tokenizer)
     assert found.tolist() == [START, *one, START, *other, CUT, START, *one]
     assert found.dtype == np.int16
     assert tokenizer.decode(other) == "a lower é"
@@ -71,9 +71,9 @@ def test_a_stream_marks_starts_and_cuts(training):
 
 def test_crops_begin_at_sentences(training):
     names = [f"{first}{last}" for first in "BCDFGKLM" for last in ("ab", "ed", "im", "ol", "un")]
-    told = "{0} runs to lake {1}. {0} sees a dog! {0} has no dog. {0} asks why? "
-    texts = [(12 * told.format(names[k % 40], 1000 + k), False) for k in range(300)]
-    tokenizer = training.tokenizer.learnt([*(text for text, _ in texts), *50 * names], size=600)
+    story = "{0} runs to lake {1}. {0} sees a dog! {0} has no dog. {0} asks why? "
+    texts = [(12 * story.format(names[k % 40], 1000 + k), False) for k in range(300)]
+    tokenizer = training.tokenizer.train_tokenizer([*(text for text, _ in texts), *50 * names], size=600)
     found = training.tokenizer.crops(texts, tokenizer)
     assert len(found) == len(set(found)) == 128
     codes = [tokenizer.encode(text).ids for text in found]
@@ -87,7 +87,7 @@ def test_crops_begin_at_sentences(training):
     assert set(befores) == {". ", "! ", "? "}
     assert found == training.tokenizer.crops(texts, tokenizer)
     assert found != training.tokenizer.crops(texts, tokenizer, seed=1)
-    with pytest.raises(AssertionError, match="texts are long enough, 128 are wanted"):
+    with pytest.raises(AssertionError, match="texts are long enough, 128 are needed"):
         training.tokenizer.crops(texts[:40], tokenizer)
 
 
@@ -100,26 +100,26 @@ def llama():
 
 
 def test_samples_of_the_teacher(training, llama):
-    found = training.data.sampled(llama, 3, seed=5)
+    found = training.data.sample_rows(llama, 3, seed=5)
     assert found.shape == (3, 256)
     assert (found[:, 0] == 1).all()
-    assert torch.equal(found, training.data.sampled(llama, 3, seed=5))
-    assert not torch.equal(found, training.data.sampled(llama, 3, seed=6))
+    assert torch.equal(found, training.data.sample_rows(llama, 3, seed=5))
+    assert not torch.equal(found, training.data.sample_rows(llama, 3, seed=6))
 
 
-def test_the_law_of_the_samples(training, llama, monkeypatch):
-    """Second and third token jointly, against the softmax of the teacher without a cache."""
+def test_the_distribution_of_the_samples(training, llama, monkeypatch):
+    """The joint distribution of the second and third token, against the softmax of the teacher without a cache."""
     monkeypatch.setattr(training.data, "TEACHER_CONTEXT", 3)
-    found = training.data.sampled(llama, 20_000, seed=0)
+    found = training.data.sample_rows(llama, 20_000, seed=0)
     with torch.no_grad():
         pairs = torch.tensor([[1, second] for second in range(7)])
         laws = torch.softmax(llama(input_ids=pairs).logits.double(), -1)
     joint = (laws[0, 0, :, None] * laws[:, 1]).flatten().numpy()
     counts = np.bincount((7 * found[:, 1] + found[:, 2]).numpy(), minlength=49)
-    seen = joint * 20_000 >= 5
-    assert seen.sum() > 20
-    counts = [*counts[seen], counts[~seen].sum()]
-    assert chisquare(counts, [*(20_000 * joint[seen]), 20_000 * joint[~seen].sum()]).pvalue > 0.01
+    frequent = joint * 20_000 >= 5
+    assert frequent.sum() > 20
+    counts = [*counts[frequent], counts[~frequent].sum()]
+    assert chisquare(counts, [*(20_000 * joint[frequent]), 20_000 * joint[~frequent].sum()]).pvalue > 0.01
     assert chisquare(counts, np.full(len(counts), 20_000 / len(counts))).pvalue < 1e-12
 
 
@@ -128,12 +128,12 @@ def test_a_run_that_is_stopped_after_every_step_ends_the_same(training, name, tm
     valid, texts = tokens_of(2 * 257, seed=1).reshape(2, 257), torch.arange(3, 35).reshape(2, 16)
     through, stopped = tmp_path / "through", tmp_path / "stopped"
     whole = trainer_of(training, name, through)
-    assert training.train.trained(whole, valid, texts, minutes=1e9)
+    assert training.train.train(whole, valid, texts, minutes=1e9)
     ends = []
     for _ in range(whole.recipe.steps):
         torch.manual_seed(len(ends))  # nothing may depend on the global generator
         last = trainer_of(training, name, stopped)
-        ends.append(training.train.trained(last, valid, texts, minutes=0))
+        ends.append(training.train.train(last, valid, texts, minutes=0))
     assert ends == [False, False, False, True]
     assert [row[0] for row in last.curve] == [1, 2, 3, 4]
     for (key, one), other in zip(whole.model.state_dict().items(), last.model.state_dict().values(), strict=True):
@@ -142,12 +142,12 @@ def test_a_run_that_is_stopped_after_every_step_ends_the_same(training, name, tm
     assert max(float((first[key] - value).abs().max()) for key, value in whole.model.state_dict().items()) > 1e-4
     snapshots = [path.name for path in sorted(through.glob("snapshot-*"))]
     assert snapshots == [f"snapshot-{step:06d}.safetensors" for step in range(5)]
-    assert all((through / each).read_bytes() == (stopped / each).read_bytes() for each in snapshots)
+    assert all((through / name).read_bytes() == (stopped / name).read_bytes() for name in snapshots)
     check_what_is_written(training, whole)
 
 
 def check_what_is_written(training, trainer):
-    """The weights rounded to bfloat16, and the history as it comes into the box."""
+    """The weights are rounded to bfloat16, and the history has what the box ships."""
     values = {key: value.clone() for key, value in trainer.model.named_parameters()}
     training.train.finish(trainer)
     again = type(trainer.model).from_pretrained(trainer.folder / "final")
@@ -168,17 +168,17 @@ def test_the_learning_rate(training, tmp_path):
     assert rates == pytest.approx([0.2, 1.0, 2.0, 2.0, 1.0, end, 0.0], abs=1e-12)
 
 
-def test_snapshots_are_even_in_the_logarithm(training):
+def test_snapshots_are_evenly_spaced_in_the_logarithm(training):
     for name, recipe in training.recipe.RECIPES.items():
         assert training.train.snapshot_steps(recipe.steps) == hs.training_history(name).step.values.tolist()
 
 
 def test_targets_of_the_causal_model_are_next_tokens(training, tmp_path):
-    trainer, heard = trainer_of(training, "A", tmp_path), []
-    plain = trainer.loss
-    trainer.loss = lambda *given: heard.append(given) or plain(*given)
+    trainer, calls = trainer_of(training, "A", tmp_path), []
+    loss = trainer.loss
+    trainer.loss = lambda *arguments: calls.append(arguments) or loss(*arguments)
     trainer.advance()
-    ((inputs, targets),) = heard
+    ((inputs, targets),) = calls
     assert inputs.shape == targets.shape == (2, 256)
     stream = tokens_of(5000)
     for row, wanted in zip(inputs.tolist(), targets.tolist(), strict=True):
@@ -190,10 +190,10 @@ def test_targets_of_the_causal_model_are_next_tokens(training, tmp_path):
 
 
 def test_targets_of_the_tied_model_are_a_fifth(training, tmp_path):
-    """8 in 10 of them hidden, 1 in 10 another, 1 in 10 as it is; within four standard errors."""
+    """80 % of them masked, 10 % replaced, 10 % unchanged, within four standard errors."""
     trainer = trainer_of(training, "tied", tmp_path)
     tokens = torch.from_numpy(tokens_of(100 * 256)).long().reshape(100, 256)
-    inputs, targets = trainer._with_gaps(tokens)
+    inputs, targets = trainer._mask_tokens(tokens)
     wanted, allowed = targets != -100, (tokens != START) & (tokens != CUT)
     assert torch.equal(targets[wanted], tokens[wanted])
     assert not (wanted & ~allowed).any()
@@ -239,9 +239,9 @@ def test_measures_against_loops(training, name):
         for value in model.parameters():
             value.add_(0.3 * torch.randn(value.shape, generator=torch.Generator().manual_seed(value.numel())))
     ids = torch.tensor([[5, 6, 7, 5, 9], [3, 3, 4, 8, 2]])
-    found = {key: value.double().numpy() for key, value in training.measures.measured(model, ids).items()}
+    found = {key: value.double().numpy() for key, value in training.measures.measure(model, ids).items()}
     model.set_attn_implementation("eager")
-    if name == "A":  # the last of the hidden states has the last norm behind it
+    if name == "A":  # the final norm is applied to the last hidden state
         model.transformer.ln_f = torch.nn.Identity()
     with torch.no_grad():
         out = model(input_ids=ids, output_attentions=True, output_hidden_states=True)
@@ -267,7 +267,7 @@ def cosine(one, other):
 
 
 def cloud(states):
-    """Lengths without the mean, and the inner products of all pairs of one text."""
+    """Norms of the centered tokens, and the cosines of all pairs within a text."""
     lengths, inner = [], []
     for text in states:
         tokens = [token - sum(token) / len(token) for token in text]
@@ -277,7 +277,7 @@ def cloud(states):
 
 
 def neurons(model, name):
-    """What each neuron reads and writes, a block at a time."""
+    """What each neuron reads and writes, block by block."""
     weights = {key: value.detach().double().numpy() for key, value in model.named_parameters()}
     if name == "A":
         stems = [f"transformer.h.{k}.mlp" for k in range(2)]
@@ -287,7 +287,7 @@ def neurons(model, name):
 
 
 def test_nothing_of_helmscope_is_used(training):
-    """Or its measures would be no second opinion."""
+    """Otherwise its measures would not be an independent check."""
     for name, module in vars(training).items():
         assert not re.search(r"^\s*(from|import) helmscope", Path(module.__file__).read_text(), re.M), name
 
@@ -298,4 +298,4 @@ def test_the_tokenizer_is_shipped_as_it_is_written(training, tmp_path):
     for file in ("tokenizer.json", "tokenizer_config.json"):
         assert (tmp_path / file).read_bytes() == (hs.box_folder("A") / file).read_bytes()
     (tmp_path / "texts.json").write_text(json.dumps(hs.box_texts()[:3]))
-    assert training.train.texts_in(tmp_path).shape == (3, 128)
+    assert training.train.box_text_ids(tmp_path).shape == (3, 128)

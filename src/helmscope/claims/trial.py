@@ -102,7 +102,7 @@ def run_trials(
     other: Subject | None = None,
     manifest: Manifest | None = None,
     engine: Engine | None = None,
-    progress: str | None = None,
+    heading: str | None = None,
     allow_mixed: bool = False,
 ) -> list[Trial]:
     """``try_claim`` for several claims, as units of work in a run folder, which also gets verdicts.json; resumed,
@@ -132,7 +132,7 @@ def run_trials(
         here = _tried_here(cases)
         used = engine if engine is None or not here else _OneProcess(engine, here)
         try:
-            result = run(units, to, manifest=manifest, engine=used, progress=progress, allow_mixed=allow_mixed)
+            result = run(units, to, manifest=manifest, engine=used, heading=heading, allow_mixed=allow_mixed)
         except UnitsFailed as error:
             failed, result = error, error.result
     trials = [_read(result[name]) for name in result]

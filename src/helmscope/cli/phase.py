@@ -213,7 +213,7 @@ def _carried_out(
     parameters = {key: each for key, each in asked.items() if key not in places}
     manifest = manifest_of(**places, threads=engine.threads, inputs={}, parameters=parameters)
     with resumable(manifest, folder):
-        result = run(units, folder, manifest=manifest, engine=engine, progress="phase diagram", allow_mixed=allow_mixed)
+        result = run(units, folder, manifest=manifest, engine=engine, heading="phase diagram", allow_mixed=allow_mixed)
     data = _joined([result[name] for name in result])
     begun = folder.read_manifest()
     used = {key: data.attrs[key] for key in ("kernel", "stepper", *(("dtype",) if begun.dtype == AUTO else ()))}

@@ -198,7 +198,7 @@ def _run(units: list[Unit], folder: RunFolder, manifest: Manifest, engine: Engin
     from helmscope.runs.run import run
 
     with resumable(manifest, folder):
-        return run(units, folder, manifest=manifest, engine=engine, progress="integrating", allow_mixed=allow_mixed)
+        return run(units, folder, manifest=manifest, engine=engine, heading="integrating", allow_mixed=allow_mixed)
 
 
 def _joined(problem: Problem, result: RunResult) -> Trajectory:

@@ -114,7 +114,7 @@ def carry_out(
                 other=on.other,
                 manifest=manifest,
                 engine=engine,
-                progress="trying claims",
+                heading="trying claims",
                 allow_mixed=allow_mixed,
             )
     except TrialsFailed as error:

@@ -1,1 +1,1 @@
-"""Edit the forward of a real model, and leave the model as it was."""
+"""Edits of a model's forward pass, which leave the model itself unchanged."""

@@ -1,5 +1,5 @@
-"""Edits inside attention: of query, key and value (``Perturb``, which takes states and writes too), of the weights
-(``Reweigh``), of single heads (``AblateHead``) and single keys (``MaskKeys``).
+"""Edits inside attention: noise on queries, keys and values (``Perturb``, also on states and writes), changed attention
+weights (``Reweigh``), ablated heads (``AblateHead``) and masked keys (``MaskKeys``).
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Perturb(SiteEdit):
-    """Gaussian noise on query, key or value, or on a state or write: of standard deviation ``sigma``, as source 003
-    prints it, or of ``relative`` times the root mean square of the value over a text in the layer. One of the two is
-    given.
+    """Add Gaussian noise to queries, keys or values, or to a state or write. Its standard deviation is ``sigma``, as
+    source 003 prints it, or ``relative`` times the root mean square of the tensor over each text in the layer; exactly
+    one of the two must be given.
 
-    The noise follows from ``seed``, the layer and the number of the text, in every forward, in every process and
-    however many texts run at a time. Two edits need different seeds for their noise to be independent.
+    The noise depends only on ``seed``, the layer and the index of the text, not on the process or the batch size. Two
+    edits need different seeds for their noise to be independent.
 
     >>> Perturb(site=Site.KEY, relative=0.1, seed=1)
     Perturb(site=Site.KEY, relative=0.1, seed=1)
@@ -57,18 +57,19 @@ class Perturb(SiteEdit):
         object.__setattr__(self, name, real_number(name, size, at_least=0))
 
     def new(self, value: Tensor, context: Context) -> Tensor:
-        """With noise."""
+        """The value plus noise."""
         if self.relative is None:
-            size = torch.tensor(self.sigma, device="cpu").to(value)
+            scale = torch.tensor(self.sigma, device="cpu").to(value)
         else:
-            of_text = tuple(range(1, value.ndim))
-            size = self.relative * value.float().square().mean(of_text, keepdim=True).sqrt().to(value)
-        return value + size * context.normal(value, seed=self.seed)
+            axes_of_text = tuple(range(1, value.ndim))
+            scale = self.relative * value.float().square().mean(axes_of_text, keepdim=True).sqrt().to(value)
+        return value + scale * context.normal(value, seed=self.seed)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Reweigh(SiteEdit):
-    """The attention weights (rows, heads, n, n) of a layer go through ``function``; the output follows from them.
+    """Replace the attention weights (rows, heads, n, n) of a layer by ``function(weights)``; the output of attention is
+    computed from the new weights.
 
     >>> Reweigh([0], function=torch.clone)
     Reweigh(layers=[0])
@@ -84,7 +85,7 @@ class Reweigh(SiteEdit):
             raise HelmscopeError(f"function is {self.function!r:.60}, but it must be a function of the weights")
 
     def new(self, value: Tensor, context: Context) -> Tensor:
-        """Other weights."""
+        """The new weights."""
         return self.function(value)
 
 
@@ -118,7 +119,7 @@ class AblateHead(SiteEdit):
         object.__setattr__(self, "heads", whole_numbers("heads", self.heads))
 
     def check(self, anatomy: Anatomy) -> None:
-        """Refuse heads that a layer does not have."""
+        """Raise ``HelmscopeError`` if a layer does not have one of the heads."""
         super().check(anatomy)
         for number, layer in enumerate(anatomy.layers):
             if layer.heads is not None and self.acts(number) and max(self.heads) >= layer.heads:
@@ -126,7 +127,7 @@ class AblateHead(SiteEdit):
                 raise HelmscopeError(f"heads holds {max(self.heads)}, but layer {number} has heads 0 to {last}")
 
     def new(self, value: Tensor, context: Context) -> Tensor:
-        """Without these heads."""
+        """The value with these heads set to 0."""
         kept = torch.ones(value.shape[2], 1, dtype=torch.bool, device=value.device)
         kept[list(self.heads)] = False
         return torch.where(kept, value, 0.0)
@@ -134,8 +135,8 @@ class AblateHead(SiteEdit):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class MaskKeys(SiteEdit):
-    """No other token sees the tokens where ``keys`` (batch, n) is True; a token always sees itself. One that would see
-    nobody sees what it saw before.
+    """Mask the tokens where ``keys`` (batch, n) is True, so that no other token attends to them; a token may always
+    attend to itself. A token that would be left with nothing to attend to keeps its original mask.
 
     >>> MaskKeys(keys=torch.tensor([[True, False]])).acts(0)
     True
@@ -146,18 +147,18 @@ class MaskKeys(SiteEdit):
     site = Site.MASK
 
     def check(self, anatomy: Anatomy) -> None:
-        """Refuse a mask that is none."""
+        """Raise ``HelmscopeError`` unless ``keys`` is a boolean tensor."""
         super().check(anatomy)
         if not isinstance(self.keys, torch.Tensor) or self.keys.dtype != torch.bool:
             raise HelmscopeError(f"keys is {type(self.keys).__name__}, but it must be a tensor of bool (batch, n)")
 
     def new(self, value: Tensor, context: Context) -> Tensor:
-        """A stricter mask."""
+        """The mask with these keys masked as well."""
         assert self.keys is not None
-        n, least = value.shape[-1], torch.finfo(value.dtype).min
-        others = ~torch.eye(n, dtype=torch.bool, device=value.device)
+        n, masked = value.shape[-1], torch.finfo(value.dtype).min
+        off_diagonal = ~torch.eye(n, dtype=torch.bool, device=value.device)
         like = value.new_empty(context.rows.stop - context.rows.start, n)
-        hidden = mask_rows("keys", self.keys, context, like)[:, None, None, :] & others
-        seen = (value > least / 2) & ~hidden
-        blind = ~seen.any(-1, keepdim=True)
-        return torch.where(hidden & ~blind, least, value)
+        hidden = mask_rows("keys", self.keys, context, like)[:, None, None, :] & off_diagonal
+        visible = (value > masked / 2) & ~hidden
+        keeps_a_key = visible.any(-1, keepdim=True)
+        return torch.where(hidden & keeps_a_key, masked, value)

@@ -1,4 +1,4 @@
-"""Run a model of one's own under edits, or with other parameters, and have it back as it was."""
+"""Context managers that run a model under edits, or with other parameters, and restore it afterwards."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 @contextmanager
 def changed(model: Recording | Anatomy, *edits: AbstractEdit) -> Iterator[Any]:
-    """Inside, every forward of the model runs under the edits; afterwards it is as it was, whatever happened.
+    """Context manager: within it, every forward of the model runs under the edits; the model is always restored.
 
-    Gives the model itself, to be called. No recording is made inside, which would not know of the edits:
-    ``recording.under`` makes it.
+    Yields the model itself, ready to be called. Recording it within the block raises ``HelmscopeError``, because the
+    recording would not know of the edits: use ``recording.under`` for that.
 
     >>> from transformers import GPT2Config, GPT2LMHeadModel
     >>> sizes = {"vocab_size": 9, "n_embd": 8, "n_layer": 2, "n_head": 2, "n_positions": 16}
@@ -39,17 +39,19 @@ def changed(model: Recording | Anatomy, *edits: AbstractEdit) -> Iterator[Any]:
     """
     anatomy = model.anatomy if isinstance(model, Recording) else model
     if not isinstance(anatomy, Anatomy):
-        raise HelmscopeError(f"model is a {type(model).__name__}, but edits are made under a Recording of it")
+        raise HelmscopeError(f"model is a {type(model).__name__}, but it must be a Recording or an Anatomy")
     with watching(anatomy, edits):
         yield anatomy.model
 
 
 @contextmanager
 def with_parameters(model: Any, values: Mapping[str, Tensor]) -> Iterator[Any]:
-    """Inside, the named parameters of a model are these; afterwards they are what they were, to the bit.
+    """Context manager: within it, the named parameters of a model have these values; the old values are always restored
+    exactly.
 
-    That is a model of its own, and may be recorded; what asks it again (``kernel``, ``force``, ``logits``, ``resume``,
-    ``under``) is to be called inside as well. Record the model itself: a ``Loaded`` names the hashes of its files.
+    The changed model may be recorded. Methods of the recording that run the model again (``kernel``, ``force``,
+    ``logits``, ``resume``, ``under``) must be called within the block too. Record the model itself, not a ``Loaded``,
+    which refers to the hashes of the unchanged files.
 
     >>> line = torch.nn.Linear(1, 1, bias=False)
     >>> with with_parameters(line, {"weight": torch.tensor([[2.0]])}):
@@ -57,23 +59,23 @@ def with_parameters(model: Any, values: Mapping[str, Tensor]) -> Iterator[Any]:
     [2.0]
     """
     if not isinstance(model, torch.nn.Module):
-        raise HelmscopeError(f"model is a {type(model).__name__}, but parameters are those of a module")
-    known = dict(model.named_parameters())
+        raise HelmscopeError(f"model is a {type(model).__name__}, but it must be a torch.nn.Module")
+    parameters = dict(model.named_parameters())
     for name, value in values.items():
-        if name not in known:
+        if name not in parameters:
             raise HelmscopeError(f"values names the parameter '{name}', but the model has none of that name")
         if not isinstance(value, torch.Tensor):
-            raise HelmscopeError(f"values gives '{name}' a {type(value).__name__}, but it must be a tensor")
-        if known[name].shape != value.shape:
-            shapes = f"{tuple(value.shape)}, but the model's has {tuple(known[name].shape)}"
-            raise HelmscopeError(f"values gives '{name}' the shape {shapes}")
-    before = {name: known[name].detach().clone() for name in values}
+            raise HelmscopeError(f"values['{name}'] is a {type(value).__name__}, but it must be a tensor")
+        if parameters[name].shape != value.shape:
+            shapes = f"{tuple(value.shape)}, but that of the model has {tuple(parameters[name].shape)}"
+            raise HelmscopeError(f"values['{name}'] has the shape {shapes}")
+    before = {name: parameters[name].detach().clone() for name in values}
     try:
         with torch.no_grad():
             for name, value in values.items():
-                known[name].copy_(value)
+                parameters[name].copy_(value)
         yield model
     finally:
         with torch.no_grad():
             for name, value in before.items():
-                known[name].copy_(value)
+                parameters[name].copy_(value)

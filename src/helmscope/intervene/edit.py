@@ -1,7 +1,7 @@
-"""``Edit``: any function in the place of what passes at a site of a model; what all edits share.
+"""``Edit``, which applies any function to the tensor at a site of a model, and ``SiteEdit``, the base of all edits.
 
-Every edit is frozen and told where it is by the ``Context`` that is passed to it. ``layers`` None means all layers.
-Edits are checked against the model before the forward begins; ``changed`` and ``Recording.under`` apply them.
+Every edit is frozen; the ``Context`` passed to it says where it is applied. ``layers=None`` means all layers. Edits are
+checked against the model before the forward starts; ``changed`` and ``Recording.under`` apply them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ANYWHERE = (*EDITABLE_STATES, *(site for site in Site if site in IN_ATTENTION))
 
 
 class SiteEdit(AbstractEdit):
-    """What all edits share that act at one ``site`` and in some ``layers``."""
+    """Base of the edits that act at one ``site``, in all or some ``layers``."""
 
     allowed: ClassVar[tuple[Site, ...]] = ANYWHERE
     site: Site
@@ -34,22 +34,22 @@ class SiteEdit(AbstractEdit):
     def __post_init__(self) -> None:
         if self.site not in self.allowed:
             allowed = ", ".join(str(site) for site in self.allowed)
-            raise HelmscopeError(f"site is {self.site!r}, but {type(self).__name__} is made at one of {allowed}")
+            raise HelmscopeError(f"site is {self.site!r}, but {type(self).__name__} must be at one of {allowed}")
         if self.layers is not None:
             object.__setattr__(self, "layers", whole_numbers("layers", self.layers))
 
     @property
     def sites(self) -> frozenset[Site]:
-        """The one site."""
+        """The site, as a set of one."""
         return frozenset({self.site})
 
     def acts(self, layer: int) -> bool:
-        """Whether a layer is changed."""
+        """Whether the edit applies to a layer."""
         return self.layers is None or layer in self.layers
 
     def check(self, anatomy: Anatomy) -> None:
-        """Refuse layers and cross-attention that the model does not have, and a family whose attention cannot be
-        changed.
+        """Raise ``HelmscopeError`` if the model lacks one of the layers or cross-attention, or its attention cannot be
+        edited.
         """
         count = len(anatomy.layers)
         for layer in self.layers or ():
@@ -62,22 +62,22 @@ class SiteEdit(AbstractEdit):
             )
         if self.site in IN_ATTENTION and not anatomy.tapped:
             raise HelmscopeError(
-                f"{type(self).__name__} is made at {self.site}, but the family of {type(anatomy.model).__name__} does "
-                "not look its attention up: its states and writes can be edited, the inside of its attention cannot"
+                f"site of {type(self).__name__} is {self.site}, but the family of {type(anatomy.model).__name__} does "
+                "not look up its attention function in the registry: only its states and writes can be edited"
             )
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Edit(SiteEdit):
-    """``function(value)`` or ``function(value, context)`` takes the place of what passes at ``site`` in ``layers``;
-    where the function gives None, the value stays.
+    """Replace the value at ``site`` in ``layers`` by ``function(value)`` or ``function(value, context)``; if the
+    function returns None, the value is unchanged.
 
     Values are (rows, n, d) at Site.INPUT, ATTENTION, MIDDLE, MLP and OUTPUT; (rows, heads, n, r) at QUERY, KEY and
-    VALUE; (rows, heads, n, n) at WEIGHTS, from which the output follows; (rows, n, heads, r) at HEADS; at MASK what
-    broadcasts to (rows, heads, n, n). In a decoder that reads an encoder of m tokens they are (rows, n, d) at CROSS and
-    CROSS_MIDDLE, and at CROSS_QUERY to CROSS_HEADS as above with m keys. Rows are the texts under way,
-    ``context.rows`` of the batch. The function is handed the context if its second argument has no default or is called
-    ``context``. The repr names the function, and cannot tell two of the same name apart.
+    VALUE; (rows, heads, n, n) at WEIGHTS, from which the output is computed; (rows, n, heads, r) at HEADS; and
+    broadcastable to (rows, heads, n, n) at MASK. In a decoder that reads an encoder of m tokens they are (rows, n, d)
+    at CROSS and CROSS_MIDDLE, and at CROSS_QUERY to CROSS_HEADS as above with m keys. Rows are the texts of the current
+    chunk, ``context.rows`` of the batch. The context is passed if the second argument of the function has no default or
+    is called ``context``. The repr names the function, so functions of the same name look alike.
 
     >>> half = Edit(Site.MLP, [1], lambda write: 0.5 * write)
     >>> half
@@ -105,38 +105,38 @@ class Edit(SiteEdit):
         object.__setattr__(self, "takes_context", _takes_context(self.function))
 
     def new(self, value: Tensor, context: Context) -> Tensor | None:
-        """What the function gives."""
+        """The return value of the function."""
         return self.function(value, context) if self.takes_context else self.function(value)
 
 
 def _takes_context(function: Any) -> bool:
-    """Whether a function is to be called with the context beside the value."""
+    """Whether a function is to be called with the context as second argument."""
     if not callable(function):
         raise HelmscopeError(
             f"function is {function!r:.60}, but it must be a function of a value, or of a value and a Context"
         )
     try:
-        given = inspect.signature(function).parameters.values()
-    except ValueError:  # functions written in C need not tell
+        parameters = inspect.signature(function).parameters.values()
+    except ValueError:  # functions written in C need not have a signature
         return False
-    by_place = [each for each in given if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
-    needed = [each for each in by_place if each.default is each.empty]
-    any_number = any(each.kind is each.VAR_POSITIONAL for each in given)
-    by_name = [each.name for each in given if each.kind is each.KEYWORD_ONLY and each.default is each.empty]
-    if len(needed) > 2 or by_name or not (by_place or any_number):
+    positional = [one for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
+    required = [one for one in positional if one.default is one.empty]
+    takes_any_number = any(one.kind is one.VAR_POSITIONAL for one in parameters)
+    required_by_keyword = [one for one in parameters if one.kind is one.KEYWORD_ONLY and one.default is one.empty]
+    if len(required) > 2 or required_by_keyword or not (positional or takes_any_number):
         raise HelmscopeError(
             f"function is {getattr(function, '__qualname__', function)!s:.60} with the arguments "
-            f"({', '.join(map(str, given))}), but it must take a value, or a value and a Context"
+            f"({', '.join(map(str, parameters))}), but it must take a value, or a value and a Context"
         )
-    return len(needed) == 2 or (len(by_place) > 1 and by_place[1].name == "context")
+    return len(required) == 2 or (len(positional) > 1 and positional[1].name == "context")
 
 
 def whole_numbers(name: str, value: Any) -> tuple[int, ...]:
-    """Layers or heads by their numbers."""
+    """Indices of layers or heads as a tuple; raises ``HelmscopeError`` unless they are whole numbers >= 0."""
     try:
-        found = tuple(-1 if isinstance(each, bool) else operator.index(each) for each in value)
+        indices = tuple(-1 if isinstance(index, bool) else operator.index(index) for index in value)
     except TypeError:
-        found = ()
-    if not found or min(found) < 0:
+        indices = ()
+    if not indices or min(indices) < 0:
         raise HelmscopeError(f"{name} is {value!r:.60}, but it must be a list of whole numbers >= 0 such as [0, 3]")
-    return found
+    return indices

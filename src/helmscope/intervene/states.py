@@ -1,5 +1,6 @@
 """Edits of states and writes (Site.INPUT, ATTENTION, MIDDLE, MLP, OUTPUT, and CROSS and CROSS_MIDDLE of a decoder):
-``Ablate`` makes them 0, ``Replace`` another value, ``Add`` adds one, ``Patch`` takes them from another recording.
+``Ablate`` sets them to 0, ``Replace`` to a given value, ``Patch`` to those of another recording, and ``Add`` adds a
+value.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class StateEdit(SiteEdit):
-    """An edit of a state or a write, at some tokens: ``tokens`` (batch, n), all where None."""
+    """Base of the edits of a state or a write, at the tokens where ``tokens`` (batch, n) is True; None means all."""
 
     allowed = EDITABLE_STATES
     layers: Sequence[int] | None = None
@@ -34,7 +35,7 @@ class StateEdit(SiteEdit):
     tokens: Bool[Tensor, "batch n"] | None = None
 
     def new(self, value: Tensor, context: Context) -> Tensor:
-        """The changed value, at the tokens that are meant."""
+        """The value, changed at the chosen tokens."""
         changed = self.changed(value, context)
         if self.tokens is None:
             return changed
@@ -42,25 +43,25 @@ class StateEdit(SiteEdit):
 
     @abstractmethod
     def changed(self, value: Tensor, context: Context) -> Tensor:
-        """What takes the place of a value."""
+        """The value that replaces the old one, for all tokens."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Ablate(StateEdit):
-    """A write is 0, so that the half-layer does nothing (post-norm: but its norm); a state is 0.
+    """Set a state or a write to 0. Without its write a half-layer does nothing (in post-norm models, only its norm).
 
     >>> Ablate([3], site=Site.ATTENTION)
     Ablate(layers=[3], site=Site.ATTENTION)
     """
 
     def changed(self, value: Tensor, context: Context) -> Tensor:
-        """0."""
+        """Zeros."""
         return torch.zeros_like(value)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Replace(StateEdit):
-    """A state or write becomes ``value``, which broadcasts to (batch, n, d).
+    """Replace a state or write by ``value``, which broadcasts to (batch, n, d).
 
     >>> from helmscope.models.watch import Chunk
     >>> Replace(site=Site.INPUT, value=2.0).new(torch.zeros(1, 1, 2), Chunk.whole(1).at(Site.INPUT, layer=0))
@@ -76,9 +77,9 @@ class Replace(StateEdit):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Add(StateEdit):
-    """``value``, which broadcasts to (batch, n, d), is added to a state or write: steering by a vector.
+    """Add ``value``, which broadcasts to (batch, n, d), to a state or write: steering by a vector.
 
-    Its gradient is that of what ``recording.under(...).logits(gradients=True)`` gives.
+    ``recording.under(...).logits(gradients=True)`` is differentiable with respect to ``value``.
 
     >>> from helmscope.models.watch import Chunk
     >>> Add(value=torch.tensor([1.0, 0.0])).new(torch.ones(1, 1, 2), Chunk.whole(1).at(Site.MLP, layer=0))
@@ -94,7 +95,8 @@ class Add(StateEdit):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Patch(StateEdit):
-    """States or writes are those of another recording of as many tokens; writes if it kept them, ``Keep.WRITES``.
+    """Replace states or writes by those of another recording with the same number of tokens. To patch writes, make that
+    recording with ``keep=Keep.WRITES``.
 
     >>> Patch([1], site=Site.MIDDLE).layers
     (1,)
@@ -103,10 +105,10 @@ class Patch(StateEdit):
     source: Recording | None = None
 
     def check(self, anatomy: Anatomy) -> None:
-        """Refuse a source of another size, one that begins later, or one that has not kept what is asked of it."""
+        """Raise ``HelmscopeError`` if the source has another size, starts at a later depth, or kept no writes."""
         super().check(anatomy)
         if not isinstance(self.source, Recording):
-            raise HelmscopeError(f"source is a {type(self.source).__name__}, but a patch comes from a Recording")
+            raise HelmscopeError(f"source is a {type(self.source).__name__}, but it must be a Recording")
         if self.site in LEADS_TO and f"{self.site.value} write" not in self.source.kept:
             raise HelmscopeError(f"site is {self.site!r}, but source kept no writes: record it with keep=Keep.WRITES")
         layers, depths = len(self.source.anatomy.layers), self.source.anatomy.depths
@@ -120,7 +122,7 @@ class Patch(StateEdit):
         for layer in filter(self.acts, range(layers)):
             depth = self.source.first if self.site in LEADS_TO else depths.at(layer, self.site)
             if depth < self.source.first:
-                raise HelmscopeError(f"source begins at depth {self.source.first}, but layer {layer} asks for {depth}")
+                raise HelmscopeError(f"source begins at depth {self.source.first}, but layer {layer} needs {depth}")
 
     def changed(self, value: Tensor, context: Context) -> Tensor:
         """The other recording's state or write."""
@@ -136,22 +138,22 @@ class Patch(StateEdit):
 
 
 def mask_rows(name: str, mask: Bool[Tensor, "batch n"], context: Context, like: Tensor) -> Bool[Tensor, "rows n"]:
-    """The part of a mask over the whole batch that belongs to the texts under way, which are ``like``'s (rows, n)."""
-    part = mask[context.rows].to(like.device) if isinstance(mask, torch.Tensor) else torch.empty(0)
-    if part.shape != like.shape[:2] or len(mask) != context.texts or part.dtype != torch.bool:
+    """The rows of a mask over the batch for the texts of the current chunk; they must be (rows, n) as in ``like``."""
+    rows = mask[context.rows].to(like.device) if isinstance(mask, torch.Tensor) else torch.empty(0)
+    if rows.shape != like.shape[:2] or len(mask) != context.texts or rows.dtype != torch.bool:
         shown = f"of {mask.dtype} {tuple(mask.shape)}" if isinstance(mask, torch.Tensor) else type(mask).__name__
-        wanted = f"it must be a tensor of bool of shape ({context.texts}, {like.shape[1]})"
-        raise HelmscopeError(f"{name} is {shown}, but {wanted}")
-    return part
+        allowed = f"it must be a tensor of bool of shape ({context.texts}, {like.shape[1]})"
+        raise HelmscopeError(f"{name} is {shown}, but {allowed}")
+    return rows
 
 
 def _value_rows(value: Tensor | float, context: Context, like: Tensor) -> Tensor:
-    """A value for the texts under way: it broadcasts to them, or has a row for each text of the batch."""
+    """``value`` expanded to the texts of the current chunk; it has one row per text of the batch, or broadcasts."""
     try:
         tensor = torch.as_tensor(value).to(like)
-        by_text = tensor.ndim == 3 and len(tensor) == context.texts
-        return (tensor[context.rows] if by_text else tensor).expand_as(like)
+        row_per_text = tensor.ndim == 3 and len(tensor) == context.texts
+        return (tensor[context.rows] if row_per_text else tensor).expand_as(like)
     except (RuntimeError, TypeError) as error:
         shown = tuple(value.shape) if isinstance(value, torch.Tensor) else repr(value)[:40]
-        wanted = f"it must broadcast to states of shape {(context.texts, *like.shape[1:])}"
-        raise HelmscopeError(f"value is {shown}, but {wanted}") from error
+        allowed = f"it must broadcast to states of shape {(context.texts, *like.shape[1:])}"
+        raise HelmscopeError(f"value is {shown}, but {allowed}") from error

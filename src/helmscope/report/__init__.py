@@ -1,1 +1,1 @@
-"""Verdicts as one HTML file that needs nothing else. Needs the extra ``report``."""
+"""A self-contained HTML report of claims and their verdicts. Needs the extra ``report``."""

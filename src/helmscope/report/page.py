@@ -1,4 +1,4 @@
-"""The page of all claims: what each says, how it was tried, and what came of it."""
+"""The HTML report: every claim, how it was tried, and its verdict."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ SOURCES = {
 
 @dataclass(frozen=True)
 class _Badge:
-    """A ruling as a label, told by its words and its sign before its color."""
+    """The label of a ruling: text and symbol, so that it does not rely on color alone."""
 
     key: str
     text: str
@@ -62,7 +62,7 @@ UNTRIED = _Badge("untried", "not yet tried", "\u2013")
 
 @dataclass(frozen=True)
 class _Line:
-    """One line of a claim's table: the statistic itself, or a control."""
+    """One row of a claim's table: the statistic itself, or a control."""
 
     role: str
     what: str
@@ -100,11 +100,12 @@ def page(
     options: Sequence[str] = (),
     title: str = "Claims on trial",
 ) -> str:
-    """One HTML document on every claim of a catalogue, tried or not; equal input gives equal text.
+    """Render one HTML document with every claim of a catalogue, tried or not; equal input gives equal text.
 
-    It loads nothing and runs nothing: the pictures are in it, and its policy forbids the rest. Seed, ``quick`` and
-    ``folder``, a user's own catalogue, stand in the commands that reproduce the trials, and so do ``options``, further
-    words such as --model A. A trial of an unknown claim and a second trial of one claim are refused.
+    The document is self-contained: figures are embedded, there are no scripts, and its content security policy forbids
+    loading anything. ``seed``, ``quick``, ``folder`` (a user's catalogue) and ``options`` (further command-line words,
+    such as --model A) appear in the commands that reproduce the trials. Raises ``HelmscopeError`` for a trial of an
+    unknown claim and for a second trial of the same claim.
 
     >>> from helmscope.claims.reading import read_catalogue
     >>> text = page(read_catalogue(), [])
@@ -112,9 +113,9 @@ def page(
     (56, False)
     """
     whole_number("seed", seed, at_least=0)
-    words = f" --seed {seed}{' --quick' if quick else ''}"
-    words += "" if folder is None else f" --from {shlex.quote(str(folder))}"
-    words += f" {shlex.join(options)}" if options else ""
+    arguments = f" --seed {seed}{' --quick' if quick else ''}"
+    arguments += "" if folder is None else f" --from {shlex.quote(str(folder))}"
+    arguments += f" {shlex.join(options)}" if options else ""
     tried: dict[str, Trial] = {}
     for trial in trials:
         claim = known_name("claim of a trial", trial.verdict.claim, entries)
@@ -122,7 +123,7 @@ def page(
             raise HelmscopeError(f"trials holds claim '{claim}' twice, but a page shows one trial of a claim")
         tried[claim] = trial
     ordered = sorted(entries.values(), key=lambda entry: (entry.source, entry.id))
-    cards = [_card(entry, tried.get(entry.id), words) for entry in ordered]
+    cards = [_card(entry, tried.get(entry.id), arguments) for entry in ordered]
     badges = [*BADGES.values(), UNTRIED]
     return _template().render(
         title=title,
@@ -132,7 +133,7 @@ def page(
         seed=seed,
         quick=quick,
         version=sys.modules["helmscope"].__version__,
-        command=f"helmscope report{words}",
+        command=f"helmscope report{arguments}",
     )
 
 
@@ -142,16 +143,16 @@ def _template() -> jinja2.Template:
     except ImportError:
         raise MissingExtra("jinja2", "report") from None
     loader = jinja2.PackageLoader("helmscope.report")
-    house = jinja2.Environment(
+    environment = jinja2.Environment(
         loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    return house.get_template("report.html")
+    return environment.get_template("report.html")
 
 
-def _card(entry: Entry, trial: Trial | None, options: str) -> _Card:
+def _card(entry: Entry, trial: Trial | None, arguments: str) -> _Card:
     name = SOURCES.get(entry.source)
     source = entry.source if name is None else f"{entry.source} {name}"
-    command = f"helmscope claims test {shlex.quote(entry.id)}{options}"
+    command = f"helmscope claims test {shlex.quote(entry.id)}{arguments}"
     if trial is None:
         return _Card(entry, source, UNTRIED, entry.region.text, command)
     verdict, data = trial.verdict, reduced(trial.data)
@@ -163,45 +164,46 @@ def _card(entry: Entry, trial: Trial | None, options: str) -> _Card:
         f"{verdict.region.text} ({region_text(verdict.region)})",
         command,
         verdict=verdict,
-        lines=tuple(_line(*each, verdict) for each in _roles(verdict)),
+        lines=tuple(_line(role, judged, verdict) for role, judged in _roles(verdict)),
         picture=f"data:image/svg+xml;base64,{picture}",
-        alt=_alt(verdict, data),
+        alt=_alt_text(verdict, data),
     )
 
 
 def _roles(verdict: Verdict) -> list[tuple[str, Verdict | Control]]:
-    named: list[tuple[str, Verdict | Control | None]] = [
+    """The verdict and its controls, each with its label."""
+    labeled: list[tuple[str, Verdict | Control | None]] = [
         ("the claim", verdict),
         ("null", verdict.null),
         ("as printed", verdict.printed),
         *(("also", control) for control in verdict.also),
     ]
-    return [(role, of) for role, of in named if of is not None]
+    return [(role, judged) for role, judged in labeled if judged is not None]
 
 
-def _line(role: str, of: Verdict | Control, verdict: Verdict) -> _Line:
-    """The words of a region are shown where it is not the claim's own."""
-    value, _, ends = interval_text(of.interval).partition(" [")
+def _line(role: str, judged: Verdict | Control, verdict: Verdict) -> _Line:
+    """One row of the table; a region is described in words only if it is not that of the claim."""
+    value, _, ends = interval_text(judged.interval).partition(" [")
     what, expected = "its statistic", ""
-    if isinstance(of, Control):
-        what, expected = of.what, "yes" if of.as_expected else f"no: {of.expected.value} was due"
-    words = of.region.text if of.region.text != verdict.region.text else ""
+    if isinstance(judged, Control):
+        what, expected = judged.what, "yes" if judged.as_expected else f"no: {judged.expected.value} was expected"
+    words = judged.region.text if judged.region.text != verdict.region.text else ""
     bracket = f"[{ends}" if ends else ""
-    n = "" if of.interval is None else f"{of.interval.n:,}"
-    return _Line(role, what, value, bracket, n, region_text(of.region), words, BADGES[of.ruling], expected)
+    n = "" if judged.interval is None else f"{judged.interval.n:,}"
+    return _Line(role, what, value, bracket, n, region_text(judged.region), words, BADGES[judged.ruling], expected)
 
 
-def _alt(verdict: Verdict, data: xr.Dataset) -> str:
-    """What the picture shows, for those who do not see it."""
-    told = [
-        f"{role}{f' ({of.what})' if isinstance(of, Control) else ''} {interval_text(of.interval)}"
-        for role, of in _roles(verdict)
-        if of.region.ends == verdict.region.ends
+def _alt_text(verdict: Verdict, data: xr.Dataset) -> str:
+    """The figure in words, for screen readers."""
+    intervals = [
+        f"{role}{f' ({judged.what})' if isinstance(judged, Control) else ''} {interval_text(judged.interval)}"
+        for role, judged in _roles(verdict)
+        if judged.region.ends == verdict.region.ends
     ]
-    drawn = []
+    panels = []
     for name in variables(data)[:MOST_PANELS]:
         value = data[name]
         over = " over " + " and ".join(axis_name(value, dim) for dim in value.dims) if value.ndim else ""
-        drawn.append(f"{value.attrs.get('long_name', name)}{over}")
-    below = f" Below: {'; '.join(drawn)}." if drawn else ""
-    return f"Intervals on the region, {region_text(verdict.region)}: {'; '.join(told)}.{below}"
+        panels.append(f"{value.attrs.get('long_name', name)}{over}")
+    below = f" Below: {'; '.join(panels)}." if panels else ""
+    return f"Intervals on the region, {region_text(verdict.region)}: {'; '.join(intervals)}.{below}"

@@ -1,4 +1,6 @@
-"""Units of work -> an engine -> store, with progress and resume. Knows nothing of what a unit computes; no torch."""
+"""Run units of work on an engine and store their results, with progress and resume. Independent of what a unit
+computes; no torch.
+"""
 
 from helmscope.runs.limits import parse_size
 from helmscope.runs.listing import RunSummary, State, list_runs

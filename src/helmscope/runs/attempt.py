@@ -1,4 +1,4 @@
-"""One try at one unit: what a worker does, in whichever process, and what it hands back."""
+"""One attempt at one unit: what a worker does, in any process, and the outcome it returns."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from helmscope.types import HelmscopeError, MissingExtra
 
 @dataclass(frozen=True)
 class Done:
-    """The result of the unit ``name``: the ending of its file, and the bytes of its content.
+    """The result of the unit ``name``: the suffix of its file, and the content as bytes.
 
-    >>> Done("mean", ".json", b"{}").ending
+    >>> Done("mean", ".json", b"{}").suffix
     '.json'
     """
 
     name: str
-    ending: str
+    suffix: str
     data: bytes
 
 
 @dataclass(frozen=True)
 class Failed:
-    """Why the unit ``name`` has no result, in one sentence, and where it went wrong.
+    """The failure of the unit ``name``: the reason in one sentence, and the traceback.
 
     >>> Failed("mean", "ZeroDivisionError: division by zero").trace
     ''
@@ -46,22 +46,23 @@ Outcomes = Generator[Done | Failed, None, None]
 
 
 class Engine(Protocol):
-    """Where units run. ``jobs`` is how many at a time, ``threads`` what each may use."""
+    """What runs units: ``Serial``, ``Processes`` or ``Ray``."""
 
     @property
     def jobs(self) -> int:
-        """Units at a time."""
+        """The number of units that run at a time."""
 
     @property
     def threads(self) -> int:
-        """Threads of one unit."""
+        """The number of threads of each unit."""
 
     def attempts(self, units: Sequence[Unit]) -> Outcomes:
-        """One outcome for every unit, as they come. Closing the iterator stops the workers."""
+        """Run the units and yield one outcome for each as it completes. Closing the generator stops the workers."""
 
 
 def attempt(unit: Unit, limits: Limits) -> Done | Failed:
-    """Runs a unit under its limits. Whatever the unit raises becomes its outcome, but for an interrupt, which goes on.
+    """Run a unit within its limits. An exception of the unit becomes its outcome, except KeyboardInterrupt, which
+    propagates.
 
     >>> import statistics
     >>> attempt(Unit("mean", statistics.fmean, {"data": []}), Limits()).reason
@@ -75,7 +76,7 @@ def attempt(unit: Unit, limits: Limits) -> Done | Failed:
 
 
 def require(package: str) -> None:
-    """Refuses an engine whose package is not installed, before any work.
+    """Raise ``MissingExtra`` if a package that an engine needs is not installed.
 
     >>> require("json")
     """
@@ -84,26 +85,26 @@ def require(package: str) -> None:
 
 
 def described(error: BaseException) -> str:
-    """The type of an error and what it says, in one line.
+    """The type and message of an error, in one line.
 
     >>> described(KeyError("a"))
     "KeyError: 'a'"
     """
-    said = one_line(error)
-    return f"{type(error).__name__}: {said}" if said else type(error).__name__
+    message = one_line(error)
+    return f"{type(error).__name__}: {message}" if message else type(error).__name__
 
 
 def _reason(error: BaseException, limits: Limits) -> str:
-    if _is_of_memory(error, near=limits.are_near()):
-        return limits.exceeded()
+    if _is_memory_error(error, near_limit=limits.nearly_reached()):
+        return limits.exceeded_message()
     return str(error) if isinstance(error, HelmscopeError) else described(error)
 
 
-def _is_of_memory(error: BaseException | None, *, near: bool) -> bool:
-    """torch, the loader of libraries and HDF5 each have their own words for a MemoryError; and ``near`` the limit,
-    packages that load only in part are said to be missing or to lack a name, or nothing is said.
+def _is_memory_error(error: BaseException | None, *, near_limit: bool) -> bool:
+    """Whether an error means that memory ran out. torch, the dynamic linker and HDF5 each phrase it differently; near
+    the limit, packages that load only partly raise an ImportError or a SystemError without mentioning memory.
     """
-    words = (
+    phrases = (
         "can't allocate memory",
         "cannot allocate memory",
         "out of memory",
@@ -113,7 +114,7 @@ def _is_of_memory(error: BaseException | None, *, near: bool) -> bool:
     return error is not None and (
         isinstance(error, MemoryError)
         or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
-        or (near and isinstance(error, ImportError | SystemError))
-        or any(word in str(error).lower() for word in words)
-        or _is_of_memory(error.__cause__, near=near)
+        or (near_limit and isinstance(error, ImportError | SystemError))
+        or any(phrase in str(error).lower() for phrase in phrases)
+        or _is_memory_error(error.__cause__, near_limit=near_limit)
     )

@@ -1,4 +1,4 @@
-"""The threads and the memory that one unit may use, whichever process it runs in."""
+"""Limits on the threads and the memory of a unit, in whichever process it runs."""
 
 from __future__ import annotations
 
@@ -14,27 +14,28 @@ from dataclasses import dataclass
 from helmscope.types import HelmscopeError, whole_number
 
 VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-FLOOR = 64 * 10**6  # bytes; an interpreter with NumPy holds 48 MB, and one with less cannot even say what it lacks
+FLOOR = 64 * 10**6  # bytes; Python with NumPy uses 48 MB, and with less it cannot even report that memory ran out
 SIZES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 
 def parse_size(name: str, size: str) -> int:
-    """Bytes of a size such as 500MB, 4GB or 2GiB; a number alone is bytes. Anything else is refused under ``name``.
+    """Parse a size such as 500MB, 4GB or 2GiB into bytes; a plain number is bytes. Raises a ``HelmscopeError`` that
+    names the argument ``name`` otherwise.
 
     >>> parse_size("max_memory", "4GB"), parse_size("max_memory", "1.5 GiB")
     (4000000000, 1610612736)
     """
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([kmgt]i?)?b?", size.strip(), re.IGNORECASE)
-    number = int(float(match[1]) * SIZES[(match[2] or "").lower()]) if match else 0
-    if number < 1:
+    count = int(float(match[1]) * SIZES[(match[2] or "").lower()]) if match else 0
+    if count < 1:
         raise HelmscopeError(f"{name} is '{size[:80]}', but it must be a size such as 500MB, 4GB or 2GiB")
-    return number
+    return count
 
 
 @dataclass(frozen=True)
 class Limits:
-    """``threads`` for each unit, and ``max_memory`` bytes (None: no limit) shared equally by ``jobs`` units at a time;
-    a share below 64 MB is refused.
+    """``threads`` per unit, and ``max_memory`` bytes (None: no limit) divided equally among the ``jobs`` units that run
+    at a time. Raises ``HelmscopeError`` if that leaves less than 64 MB per unit.
 
     The number of threads is fixed because it changes the last bits of matrix products.
 
@@ -55,34 +56,34 @@ class Limits:
             remedy = "lower jobs or raise max_memory" if self.jobs > 1 else "raise max_memory"
             raise HelmscopeError(
                 f"max_memory is {self.max_memory} bytes and jobs is {self.jobs}, but each job needs at least "
-                f"{FLOOR // 10**6} MB, what Python with NumPy takes: {remedy}"
+                f"{FLOOR // 10**6} MB for Python and NumPy alone: {remedy}"
             )
 
     @property
     def share(self) -> int | None:
-        """Bytes for one unit, together with the interpreter and the libraries of its process."""
+        """Bytes that one unit may use, including the interpreter and the libraries of its process."""
         return None if self.max_memory is None else self.max_memory // self.jobs
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Holds this process to the limits while the block runs; more memory is then a MemoryError. A library that the
-        block is the first to import keeps its number of threads.
+        """Context manager: enforce the limits on this process; allocating more memory raises MemoryError. A library
+        that is first imported in the block keeps this number of threads afterwards.
         """
-        with _environment(str(self.threads)), _pools(self.threads), _memory(self.share):
+        with _thread_variables(str(self.threads)), _thread_pools(self.threads), _memory_limit(self.share):
             yield
 
-    def are_near(self) -> bool:
-        """Whether this process now holds more than half of its share.
+    def nearly_reached(self) -> bool:
+        """Whether this process uses more than half of its share.
 
-        >>> Limits().are_near(), Limits(max_memory=10**15).are_near()
+        >>> Limits().nearly_reached(), Limits(max_memory=10**15).nearly_reached()
         (False, False)
         """
-        return self.share is not None and _in_use() > self.share / 2
+        return self.share is not None and _bytes_in_use() > self.share / 2
 
-    def exceeded(self) -> str:
-        """What to say of a unit that wanted more memory.
+    def exceeded_message(self) -> str:
+        """The reason for the failure of a unit that needed more memory.
 
-        >>> Limits(max_memory=4 * 10**9, jobs=2).exceeded()
+        >>> Limits(max_memory=4 * 10**9, jobs=2).exceeded_message()
         'it needs more memory than its 2000 MB, which is max_memory over 2 jobs: lower jobs or raise max_memory'
         """
         if self.share is None:
@@ -92,8 +93,8 @@ class Limits:
 
 
 @contextmanager
-def _environment(threads: str) -> Iterator[None]:
-    """For libraries that are not loaded yet."""
+def _thread_variables(threads: str) -> Iterator[None]:
+    """Set the environment variables that libraries read when they are loaded."""
     before = {name: os.environ.get(name) for name in VARIABLES}
     os.environ.update(dict.fromkeys(VARIABLES, threads))
     try:
@@ -107,40 +108,40 @@ def _environment(threads: str) -> Iterator[None]:
 
 
 @contextmanager
-def _pools(threads: int) -> Iterator[None]:
-    """For libraries that are loaded, and no longer read the environment."""
-    pools = [(put, get()) for get, put in _thread_pools()]
-    for put, _ in pools:
-        put(threads)
+def _thread_pools(threads: int) -> Iterator[None]:
+    """Resize the thread pools of libraries that are already loaded and no longer read the environment."""
+    pools = [(set_threads, get_threads()) for get_threads, set_threads in _thread_controls()]
+    for set_threads, _ in pools:
+        set_threads(threads)
     try:
         yield
     finally:
-        for put, before in pools:
-            put(before)
+        for set_threads, before in pools:
+            set_threads(before)
 
 
-def _thread_pools() -> Iterator[tuple[Callable[[], int], Callable[[int], None]]]:
-    """How to ask torch and every OpenBLAS in this process for its number of threads, and how to set it."""
+def _thread_controls() -> Iterator[tuple[Callable[[], int], Callable[[int], None]]]:
+    """Getter and setter of the number of threads, for torch and for every OpenBLAS loaded in this process."""
     torch = sys.modules.get("torch")
     if torch is not None:
         yield torch.get_num_threads, torch.set_num_threads
     with open("/proc/self/maps") as maps:
         loaded = set(re.findall(r"/.*/[^/\n]*openblas[^/\n]*\.so[^/ \n]*$", maps.read(), re.MULTILINE))
     for library in map(ctypes.CDLL, sorted(loaded)):
-        # as it calls itself, and as the wheels of NumPy and SciPy rename it
+        # OpenBLAS's own name, and those in the wheels of NumPy and SciPy
         for name in ("openblas_{}_num_threads", "scipy_openblas_{}_num_threads", "scipy_openblas_{}_num_threads64_"):
             if hasattr(library, name.format("set")):
                 yield getattr(library, name.format("get")), getattr(library, name.format("set"))
 
 
-def _in_use() -> int:
-    """Bytes of this process that RLIMIT_DATA counts."""
+def _bytes_in_use() -> int:
+    """The memory of this process that RLIMIT_DATA counts."""
     with open("/proc/self/status") as status:
         return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmData"))
 
 
 @contextmanager
-def _memory(share: int | None) -> Iterator[None]:
+def _memory_limit(share: int | None) -> Iterator[None]:
     if share is None:
         yield
         return

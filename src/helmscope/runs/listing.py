@@ -1,4 +1,4 @@
-"""``list_runs``: what earlier runs there are, and how they ended."""
+"""``list_runs``: the runs in a folder and their states."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from helmscope.types import HelmscopeError
 
 
 class State(Enum):
-    """How a run stands.
+    """The state of a run.
 
     >>> State("complete").name
     'COMPLETE'
@@ -30,8 +30,8 @@ class State(Enum):
 
 @dataclass(frozen=True)
 class RunSummary:
-    """One run folder: its path, when it was created (UTC in ISO 8601) and by which command, how many of its units have
-    a result (0 of 0 where it had none), and its state; ``reason`` says what is damaged.
+    """One run folder: its path and state, when (UTC in ISO 8601) and by which command it was created, and how many of
+    its units have a result (0 of 0 if it has no units); ``reason`` says what is damaged.
 
     >>> RunSummary(Path("runs/phase-20250131-120000"), State.INTERRUPTED, done=3, total=8).name
     'phase-20250131-120000'
@@ -52,11 +52,11 @@ class RunSummary:
 
 
 def list_runs(root: str | os.PathLike[str]) -> list[RunSummary]:
-    """The run folders in ``root``, oldest first. A folder without a manifest is none of ours and is left out; one whose
-    records cannot be read, or contradict each other, is listed as damaged, with the reason.
+    """The run folders in ``root``, oldest first. Folders without a manifest are skipped; a run whose files cannot be
+    read or contradict each other is listed as damaged, with the reason.
 
-    A run with units is complete when each has a result, one without when it holds any result. Running means that a
-    process holds the folder's lock.
+    A run with units is complete when every unit has a result; a run without units, when it has any result. A run is
+    running while a process holds its lock.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as root:
@@ -66,16 +66,17 @@ def list_runs(root: str | os.PathLike[str]) -> list[RunSummary]:
     path = as_path("root", root)
     with explained(f"read {path}"):
         folders = [entry for entry in path.iterdir() if (entry / MANIFEST).is_file()]
-    return sorted(map(_summary, folders), key=lambda run: (run.created, run.name))
+    return sorted(map(_summarize, folders), key=lambda run: (run.created, run.name))
 
 
-def _summary(path: Path) -> RunSummary:
+def _summarize(path: Path) -> RunSummary:
     folder = RunFolder(path)
     try:
         with explained(f"read {path}"):
             running = is_locked(path)
-        found, plan = read_parts(folder)
-        manifest = folder.read_manifest() if found is None else found
+        manifest, plan = read_parts(folder)
+        if manifest is None:
+            manifest = folder.read_manifest()
         units = {} if plan is None else plan.units
         done = sum(bool(result_files(path / RESULTS, name)) for name in units)
         finished = done == len(units) if units else bool(folder.results()) or (path / VERDICTS).is_file()

@@ -1,4 +1,4 @@
-"""The machines of a Ray cluster, or this one by Ray."""
+"""``Ray``: the engine that runs units on a Ray cluster, or on this machine through Ray."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from helmscope.types import HelmscopeError
 
 @dataclass(frozen=True)
 class Ray:
-    """Runs ``jobs`` units at a time, each with ``threads`` threads, on the Ray cluster at ``address``; where that is
-    None, on one that lives on this machine for the time of the run. A Ray that already runs in this process is used as
-    it is, and left running.
+    """Engine that runs ``jobs`` units at a time, each with ``threads`` threads, on the Ray cluster at ``address``; if
+    that is None, on a local one that exists for the duration of the run. If this process is already connected to Ray,
+    that connection is used and left open.
 
-    The workers need this package in the same version, and results equal to the bit need equal CPUs. Memory is for Ray
-    to watch. Needs ray, of the extra ``cluster``.
+    The workers need the same version of this package, and bitwise equal results need equal CPUs. Memory is not limited
+    here but by Ray. Needs ray, from the extra ``cluster``.
 
     >>> Ray(0)
     Traceback (most recent call last):
@@ -44,7 +44,7 @@ class Ray:
         require("ray")
 
     def attempts(self, units: Sequence[Unit]) -> Outcomes:
-        """The outcomes, in the order in which they come."""
+        """Run the units and yield their outcomes as they complete."""
         import ray
 
         started = not ray.is_initialized()
@@ -60,10 +60,10 @@ class Ray:
         import ray
 
         if self.address is not None:
-            _check_answers(self.address)
+            _check_reachable(self.address)
             ray.init(self.address)
             return
-        # the workers import what this process can
+        # so that the workers can import what this process can
         paths = os.pathsep.join(path or os.curdir for path in sys.path)
         ray.init(
             "local",
@@ -95,8 +95,8 @@ class Ray:
                 ray.cancel(reference, force=True)
 
 
-def _check_answers(address: str) -> None:
-    """Ray itself would try for minutes."""
+def _check_reachable(address: str) -> None:
+    """Fail early: Ray itself would try for minutes."""
     match = re.fullmatch(r"(?:ray://)?\[?([^\[\]/]+)\]?:([0-9]+)", address)
     try:
         if match:
@@ -110,7 +110,7 @@ def _check_answers(address: str) -> None:
 
 
 def _reason(error: Exception) -> str:
-    """A task that could not even begin says why in its last line."""
+    """The reason for a failure; that of a task that could not start is in the last line of the error."""
     import ray
 
     return str(error).splitlines()[-1] if isinstance(error, ray.exceptions.RayTaskError) else described(error)

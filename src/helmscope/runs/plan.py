@@ -1,4 +1,4 @@
-"""units.json: what a run is made of and under which circumstances it was begun, so that it can go on later."""
+"""units.json: the units of a run and the conditions under which it was started, so that it can be resumed."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ MISSING = object()
 
 @dataclass(frozen=True)
 class Plan:
-    """The key of every unit by its name, the identity of the manifest that the run was begun with, and what that does
-    not say of the machine: CPU and threads of a unit. ``mixed`` names the circumstances that changed on the way, where
-    that was allowed.
+    """The units of a run by name, each with its key; the identity of the manifest that the run was started with; and
+    what else affects the last bits of a result: the CPU and the threads per unit. ``mixed`` lists the conditions that
+    changed between calls, if that was allowed.
 
     >>> Plan(units={"mean": "ab" * 32}, manifest={"seed": 0}, cpu="x86_64", threads=1).stamp("mean")[:8]
     'a4f13c8d'
@@ -38,24 +38,26 @@ class Plan:
     mixed: Sequence[str] = ()
 
     def stamp(self, name: str) -> str:
-        """SHA-256 of a unit and its run: what a result carries, so that no other is taken for it. Runs begun with
-        equal manifests, but for time and command line, on equal machines have it in common.
+        """SHA-256 of a unit and its run, stored with the result so that no other result is mistaken for it. It is the
+        same for runs on equal machines whose manifests differ only in time and command line.
         """
-        return hash_bytes(encode([self._run, name, self.units[name]], "the stamp"))
+        return hash_bytes(encode([self._run_hash, name, self.units[name]], "the stamp"))
 
     @cached_property
-    def _run(self) -> str:
+    def _run_hash(self) -> str:
         return hash_bytes(encode([self.manifest, self.cpu, self.threads], "the run"))
 
 
 def begin(
     folder: RunFolder, manifest: Manifest, plan: Plan, *, allow_mixed: bool = False, any_manifest: bool = False
 ) -> Plan:
-    """The plan that holds for ``folder``: in a folder without one, ``plan``, which is written with the manifest.
+    """Start or resume a run: write ``manifest`` and ``plan`` to a new ``folder``, or check them against those that it
+    was started with. Returns the plan that is in effect.
 
-    A folder that has them must have been begun with the same units and, unless ``any_manifest``, the same seed, dtype,
-    device, inputs and parameters; and unless ``allow_mixed`` under the same versions, CPU and threads, for results
-    equal to the last bit. Where these have changed, inputs that were computed may differ in their last bits too.
+    Raises ``HelmscopeError`` unless the folder was started with the same units and, unless ``any_manifest``, the same
+    seed, dtype, device, inputs and parameters; and, unless ``allow_mixed``, with the same versions, CPU and threads,
+    which results that are equal to the last bit need. If those changed, computed inputs may change in their last bits
+    too.
 
     >>> import tempfile
     >>> details = dict(seed=0, dtype="float64", device="cpu", threads=1, command=[], inputs={}, parameters={})
@@ -65,19 +67,19 @@ def begin(
     ...     begin(RunFolder(path), manifest, plan) == read_plan(RunFolder(path))
     True
     """
-    found, planned = read_parts(folder)
-    if found is None:
+    stored_manifest, stored_plan = read_parts(folder)
+    if stored_manifest is None:
         folder.write_manifest(manifest)
-    begun = manifest if found is None else found
-    earlier = replace(plan, manifest=begun.identity) if planned is None else planned
+    first = manifest if stored_manifest is None else stored_manifest
+    earlier = replace(plan, manifest=first.identity) if stored_plan is None else stored_plan
     _check_units(plan.units, earlier.units, folder.path / UNITS)
-    changed = [*_changes(begun, manifest), *_changes_of_machine(earlier, plan)]
+    changed = [*_version_changes(first, manifest), *_machine_changes(earlier, plan)]
     if not any_manifest:
-        asked, inputs = _changes_of_manifest(earlier.manifest, manifest.identity)
-        if asked or (inputs and not changed):
+        settings, inputs = _manifest_changes(earlier.manifest, manifest.identity)
+        if settings or (inputs and not changed):
             raise HelmscopeError(
-                f"{folder.path} was begun with {' and '.join(asked + inputs)}: repeat what it was begun with, or take "
-                "a new folder"
+                f"{folder.path} was begun with {' and '.join(settings + inputs)}: repeat what it was begun with, or "
+                "take a new folder"
             )
         changed += inputs
     if changed and not allow_mixed:
@@ -85,17 +87,17 @@ def begin(
             f"{folder.path} was begun with {' and '.join(changed)}, so that results may differ in their last bits: go "
             "back to what it was, take a new folder, or set allow_mixed (--allow-mixed)"
         )
-    now = replace(earlier, mixed=sorted({*earlier.mixed, *changed}))
-    if now != planned:
-        write_bytes(folder.path / UNITS, encode(asdict(now), UNITS))
-    return now
+    current = replace(earlier, mixed=sorted({*earlier.mixed, *changed}))
+    if current != stored_plan:
+        write_bytes(folder.path / UNITS, encode(asdict(current), UNITS))
+    return current
 
 
 def read_parts(folder: RunFolder) -> tuple[Manifest | None, Plan | None]:
-    """Manifest and plan of a folder, as far as it has them; a folder whose parts disagree is refused.
+    """The manifest and the plan of a folder, each None if missing; raises ``HelmscopeError`` if they are inconsistent.
 
-    The manifest is written first, then the plan, then results: a run that was killed may lack the later ones, never an
-    earlier one. The manifest may have gained parameters since, such as the kernel that was used.
+    The manifest is written first, then the plan, then the results: a killed run may lack later parts, but never an
+    earlier one. Parameters may be added to the manifest later, such as the kernel that was used.
 
     >>> read_parts(RunFolder("no-such-folder"))
     (None, None)
@@ -104,21 +106,23 @@ def read_parts(folder: RunFolder) -> tuple[Manifest | None, Plan | None]:
     if has_plan and not has_manifest:
         raise _disagreement(folder, f"{UNITS} is there, but {MANIFEST} is missing")
     if not has_plan:
-        for name in _results(folder.path / RESULTS):
+        for name in _result_names(folder.path / RESULTS):
             raise _disagreement(folder, f"{RESULTS} holds the result {name!r}, but {UNITS} is missing")
     manifest = folder.read_manifest() if has_manifest else None
     plan = read_plan(folder) if has_plan else None
     if manifest is not None and plan is not None:
-        for (field, inner), recorded, stands in _differences(plan.manifest, manifest.identity):
-            if field == "parameters" and recorded is MISSING:
+        for (field, key), planned, written in _differences(plan.manifest, manifest.identity):
+            if field == "parameters" and planned is MISSING:
                 continue
-            what = _label(field, inner)
-            raise _disagreement(folder, f"{what} is {_shown(stands)} in {MANIFEST}, but {_shown(recorded)} in {UNITS}")
+            what = _label(field, key)
+            raise _disagreement(
+                folder, f"{what} is {_short_repr(written)} in {MANIFEST}, but {_short_repr(planned)} in {UNITS}"
+            )
     return manifest, plan
 
 
 def read_plan(folder: RunFolder) -> Plan:
-    """The plan of a folder, decoded strictly.
+    """Read units.json; raises ``HelmscopeError`` if it is missing or invalid.
 
     >>> read_plan(RunFolder("no-such-folder"))
     Traceback (most recent call last):
@@ -131,7 +135,7 @@ def read_plan(folder: RunFolder) -> Plan:
 
 
 def cpu() -> str:
-    """Model and abilities of the CPU, by which libraries choose their code, and so the last bits.
+    """Model and instruction sets of the CPU, by which libraries choose their code and thus the last bits of results.
 
     >>> cpu() == cpu() != ""
     True
@@ -141,110 +145,112 @@ def cpu() -> str:
         for line in file:
             key, _, value = line.partition(":")
             lines.setdefault(key.strip(), value.strip())
-    abilities = lines.get("flags") or lines.get("Features") or ""
-    return f"{lines.get('model name') or platform.machine()} ({hash_bytes(abilities.encode())[:8]})"
+    features = lines.get("flags") or lines.get("Features") or ""
+    return f"{lines.get('model name') or platform.machine()} ({hash_bytes(features.encode())[:8]})"
 
 
-def _results(folder: Path) -> list[str]:
+def _result_names(folder: Path) -> list[str]:
     with explained(f"read {folder}"):
         return sorted(name for name in os.listdir(folder) if not is_temporary(name)) if folder.is_dir() else []
 
 
-def _disagreement(folder: RunFolder, how: str) -> HelmscopeError:
-    return HelmscopeError(f"the parts of {folder.path} disagree: {how}: put back what was there, or take a new folder")
+def _disagreement(folder: RunFolder, reason: str) -> HelmscopeError:
+    return HelmscopeError(
+        f"the parts of {folder.path} disagree: {reason}: put back what was there, or take a new folder"
+    )
 
 
-def _check_units(asked: Mapping[str, str], planned: Mapping[str, str], path: Path) -> None:
-    for name in sorted({*asked, *planned}):
+def _check_units(requested: Mapping[str, str], planned: Mapping[str, str], path: Path) -> None:
+    for name in sorted({*requested, *planned}):
         if name not in planned:
             reason = "is not in"
-        elif name not in asked:
-            reason = "is not asked for, but stands in"
-        elif asked[name] != planned[name]:
+        elif name not in requested:
+            reason = "is missing, but it is in"
+        elif requested[name] != planned[name]:
             reason = "has another function or other parameters than in"
         else:
             continue
         raise HelmscopeError(f"unit {name!r} {reason} {path}: repeat the same units, or take a new folder")
 
 
-def _changes(begun: Manifest, now: Manifest) -> list[str]:
-    """A package that only one of the two has cannot have been used by both."""
-    pairs = {name: (getattr(begun, name), getattr(now, name)) for name in ("helmscope", "python", "platform")}
-    pairs |= {name: (version, now.packages.get(name, version)) for name, version in begun.packages.items()}
+def _version_changes(first: Manifest, current: Manifest) -> list[str]:
+    """A package that only one of the two lists is skipped, because it cannot have been used by both."""
+    pairs = {name: (getattr(first, name), getattr(current, name)) for name in ("helmscope", "python", "platform")}
+    pairs |= {name: (version, current.packages.get(name, version)) for name, version in first.packages.items()}
     return [f"{name} {old} (now {new})" for name, (old, new) in pairs.items() if old != new]
 
 
-def _changes_of_machine(begun: Plan, now: Plan) -> list[str]:
-    pairs = {"CPU": (begun.cpu, now.cpu), "threads": (begun.threads, now.threads)}
+def _machine_changes(first: Plan, current: Plan) -> list[str]:
+    pairs = {"CPU": (first.cpu, current.cpu), "threads": (first.threads, current.threads)}
     return [f"{name} {old} (now {new})" for name, (old, new) in pairs.items() if old != new]
 
 
-def _changes_of_manifest(begun: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-    """What else is asked for than at the beginning, and which inputs are others; versions are not looked at."""
+def _manifest_changes(first: Mapping[str, Any], current: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+    """The changes of settings (seed, dtype, device, parameters), and those of inputs; versions are ignored."""
     changes: dict[str, list[str]] = {field: [] for field in ("seed", "dtype", "device", "parameters", "inputs")}
-    for (field, inner), old, new in _differences(begun, now):
+    for (field, key), old, new in _differences(first, current):
         if field in changes:
-            changes[field].append(f"{_label(field, inner)} {_shown(old)} (now {_shown(new)})")
+            changes[field].append(f"{_label(field, key)} {_short_repr(old)} (now {_short_repr(new)})")
     inputs = changes.pop("inputs")
-    return [change for some in changes.values() for change in some], inputs
+    return [change for of_field in changes.values() for change in of_field], inputs
 
 
 def _differences(
     one: Mapping[str, Any], two: Mapping[str, Any]
 ) -> Iterator[tuple[tuple[str, str | None], object, object]]:
-    """Place and both values of what the identities of two manifests do not have in common."""
-    first, second = _flat(one), _flat(two)
+    """Field, key and both values wherever the identities of two manifests differ."""
+    first, second = _flatten(one), _flatten(two)
     for place in {**first, **second}:
         pair = first.get(place, MISSING), second.get(place, MISSING)
         if pair[0] != pair[1]:
             yield place, *pair
 
 
-def _flat(identity: Mapping[str, Any]) -> dict[tuple[str, str | None], object]:
-    """By field of the manifest, and name within it where the field is a mapping."""
+def _flatten(identity: Mapping[str, Any]) -> dict[tuple[str, str | None], object]:
+    """Values by field of the manifest and, if the field is a mapping, by key; otherwise the key is None."""
     flat: dict[tuple[str, str | None], object] = {}
     for field, value in identity.items():
         if isinstance(value, Mapping):
-            flat |= {(field, inner): item for inner, item in value.items()}
+            flat |= {(field, key): item for key, item in value.items()}
         else:
             flat[field, None] = value
     return flat
 
 
-def _label(field: str, inner: str | None) -> str:
-    return field if inner is None else f"{field.removesuffix('s')} {inner!r}"
+def _label(field: str, key: str | None) -> str:
+    return field if key is None else f"{field.removesuffix('s')} {key!r}"
 
 
-def _shown(value: object) -> str:
+def _short_repr(value: object) -> str:
     if value is MISSING:
         return "missing"
-    written = repr(value)
-    return written if len(written) <= 60 else f"{written[:57]}..."
+    full = repr(value)
+    return full if len(full) <= 60 else f"{full[:57]}..."
 
 
-def _strings(name: str, value: object) -> Mapping[str, str]:
+def _read_strings(name: str, value: object) -> Mapping[str, str]:
     if not isinstance(value, dict):
         raise HelmscopeError(f"{name} is a {type(value).__name__}, but it must be an object with named values")
     return {key: text(f"{printable(key)} of {name}", item) for key, item in value.items()}
 
 
-def _sentences(name: str, value: object) -> list[str]:
+def _read_string_list(name: str, value: object) -> list[str]:
     if not isinstance(value, list):
         raise HelmscopeError(f"{name} is a {type(value).__name__}, but it must be a list")
     return [text(f"item {i} of {name}", item) for i, item in enumerate(value)]
 
 
-def _identity(name: str, value: object) -> Mapping[str, Any]:
+def _read_identity(name: str, value: object) -> Mapping[str, Any]:
     if not isinstance(value, dict):
         raise HelmscopeError(f"{name} is a {type(value).__name__}, but it must be an object with named values")
-    known: dict[str, Any] = plain(name, value)
-    return known
+    identity: dict[str, Any] = plain(name, value)
+    return identity
 
 
 _READERS: dict[str, Reader] = {
-    "units": _strings,
-    "manifest": _identity,
+    "units": _read_strings,
+    "manifest": _read_identity,
     "cpu": text,
     "threads": partial(whole_number, at_least=1),
-    "mixed": _sentences,
+    "mixed": _read_string_list,
 }

@@ -1,4 +1,4 @@
-"""Several processes of one machine, by joblib."""
+"""``Processes``: the engine that runs units in several processes of this machine, with joblib."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from helmscope.runs.attempt import Done, Failed, Outcomes, attempt, require
 from helmscope.runs.limits import Limits
 from helmscope.runs.unit import Unit
 
-DIED = "its process died, also when it ran alone: the system was out of memory or a library crashed, so make it smaller"
-PATIENCE_S = 1_000_000  # of a worker without work
+DIED = "its process died, also when run alone: the system was out of memory or a library crashed, so make it smaller"
+IDLE_TIMEOUT_S = 1_000_000
 
 
 @dataclass(frozen=True)
 class Processes:
-    """Runs ``jobs`` units at a time, each in a process of its own with ``threads`` threads. ``max_memory`` bytes are
-    for all of them together; a unit that wants more than its share fails with a sentence that says so.
+    """Engine that runs ``jobs`` units at a time, each in a separate process with ``threads`` threads. ``max_memory``
+    bytes are divided equally among them; a unit that needs more than its share fails with a message that says so.
 
-    When a process is killed, the units it may have been at are tried again one by one, so that the one at fault is
-    named and the others are done. Needs joblib, of the extra ``cluster``.
+    If a process is killed, the units that may have been running in it are retried one by one, so that the culprit is
+    named and the others complete. Needs joblib, from the extra ``cluster``.
 
     >>> Processes(2, max_memory=4 * 10**9).jobs
     2
@@ -45,49 +45,49 @@ class Processes:
         return Limits(threads=self.threads, max_memory=self.max_memory, jobs=self.jobs)
 
     def attempts(self, units: Sequence[Unit]) -> Outcomes:
-        """The outcomes, in the order in which they come."""
-        left = {unit.name: unit for unit in units}
-        while left:
-            begun: list[str] = []
+        """Run the units and yield their outcomes as they complete."""
+        pending = {unit.name: unit for unit in units}
+        while pending:
+            started: list[str] = []
             try:
-                with _closing(self._parallel(list(left.values()), self.jobs, begun)) as outcomes:
+                with _closing(self._parallel(list(pending.values()), self.jobs, started)) as outcomes:
                     for outcome in outcomes:
-                        del left[outcome.name]
+                        del pending[outcome.name]
                         yield outcome
             except BrokenProcessPool:
-                for name in [name for name in begun if name in left]:
-                    yield self._alone(left.pop(name))
+                for name in [name for name in started if name in pending]:
+                    yield self._retry_alone(pending.pop(name))
 
-    def _alone(self, unit: Unit) -> Done | Failed:
+    def _retry_alone(self, unit: Unit) -> Done | Failed:
         try:
             with _closing(self._parallel([unit], 1, [])) as outcomes:
                 return next(outcomes)
         except BrokenProcessPool as error:
             return Failed(unit.name, DIED if self.max_memory is None else f"{DIED} or raise max_memory", str(error))
 
-    def _parallel(self, units: Sequence[Unit], jobs: int, begun: list[str]) -> Outcomes:
+    def _parallel(self, units: Sequence[Unit], jobs: int, started: list[str]) -> Outcomes:
         import joblib
 
         def tasks() -> Iterator[object]:
             for unit in units:
-                begun.append(unit.name)
+                started.append(unit.name)
                 yield joblib.delayed(attempt)(unit, self._limits)
 
-        _start_tracker()
-        # a worker that leaves for idleness just as the next run begins would leave that run waiting for ever
-        options = {"idle_worker_timeout": PATIENCE_S, "initializer": _end_with, "initargs": (os.getpid(),)}
+        _start_resource_tracker()
+        # if a worker exited after idling just as the next run starts, that run would wait forever
+        options = {"idle_worker_timeout": IDLE_TIMEOUT_S, "initializer": _exit_with_parent, "initargs": (os.getpid(),)}
         with joblib.parallel_config(backend="loky", inner_max_num_threads=self.threads, **options):
-            # joblib would run a single job in this process, which a fault would then end: 2 processes, 1 of them idle;
-            # max_nbytes: large arrays reach the unit as they are, not as read-only files
+            # at least 2 processes, one of them idle: joblib would run a single job in this process, which would then
+            # die with it; max_nbytes=None passes large arrays as they are, not as read-only memory maps
             parallel = joblib.Parallel(
                 max(2, jobs), return_as="generator_unordered", pre_dispatch=jobs, batch_size=1, max_nbytes=None
             )
         yield from parallel(tasks())
 
 
-def _start_tracker() -> None:
-    """Starts loky's tracker of shared resources deaf to a hang-up, as it is to Ctrl-C: where it died with the terminal,
-    the end of a run would be buried under its complaints. Only the main thread may change what a signal does.
+def _start_resource_tracker() -> None:
+    """Start loky's resource tracker with SIGHUP ignored, as it already ignores Ctrl-C: if it died with the terminal,
+    its warnings would bury the last messages of a run. Only the main thread may change signal handlers.
     """
     from joblib.externals.loky.backend.resource_tracker import ensure_running
 
@@ -102,7 +102,7 @@ def _start_tracker() -> None:
 
 @contextmanager
 def _closing(outcomes: Outcomes) -> Iterator[Outcomes]:
-    """Stops the workers at the end, without joblib's warning of results that were not used."""
+    """Stop the workers at the end of the block, without joblib's warning about unused results."""
     try:
         yield outcomes
     finally:
@@ -111,9 +111,9 @@ def _closing(outcomes: Outcomes) -> Iterator[Outcomes]:
             outcomes.close()
 
 
-def _end_with(parent: int) -> None:
-    """Lets a worker end when its parent was killed, busy or idle: nobody waits for its unit, which the next call may
-    already run a second time.
+def _exit_with_parent(parent: int) -> None:
+    """Make a worker exit, busy or idle, when its parent was killed: nothing waits for its unit, which a later call may
+    already be running again.
     """
 
     def watch() -> None:

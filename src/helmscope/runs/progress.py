@@ -1,4 +1,4 @@
-"""Progress on standard error: a bar on a terminal, plain lines elsewhere, and nothing where it cannot be written."""
+"""Progress on standard error: a bar on a terminal, plain lines elsewhere, and nothing if writing fails."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ BAR = 30  # characters
 
 @contextmanager
 def counting(what: str, *, total: int, done: int, jobs: int) -> Iterator[Callable[[], None]]:
-    """Says how many units there are and how many are done, then yields a function to call after each further one: it
-    moves a bar on a terminal, and elsewhere says the first estimate of the time left and a line every tenth.
+    """Context manager: print how many units there are and how many are done, and yield a function to call after each
+    further unit. On a terminal it advances a bar; elsewhere it prints a line after the first unit and after each tenth
+    of the total, with an estimate of the time left.
 
     >>> from contextlib import redirect_stderr
     >>> with redirect_stderr(sys.stdout), counting("sweep", total=4, done=2, jobs=1) as tick:
@@ -59,8 +60,8 @@ def counting(what: str, *, total: int, done: int, jobs: int) -> Iterator[Callabl
 
 
 def remaining(seconds: float, *, done: int, left: int, jobs: int) -> float:
-    """Seconds until ``left`` more units are done, when ``done`` of them took ``seconds``, ``jobs`` at a time. While
-    fewer than ``jobs`` are done, the others at work are taken to be as far.
+    """Estimate the seconds until ``left`` more units are done, if ``done`` took ``seconds``, ``jobs`` at a time. While
+    fewer than ``jobs`` are done, the running ones are assumed to be about to finish too.
 
     >>> remaining(10.0, done=1, left=7, jobs=4), remaining(20.0, done=8, left=4, jobs=4)
     (17.5, 10.0)
@@ -75,8 +76,8 @@ def _spoken(seconds: float) -> str:
 
 
 def say(line: str) -> None:
-    """Prints a line on standard error; one that cannot be written there is dropped, because the work is worth more.
-    What it quotes from files may hold characters that a terminal obeys; they are written as escapes.
+    """Print a line on standard error, with non-printable characters escaped. A line that cannot be written is dropped,
+    so that the work goes on.
 
     >>> from contextlib import redirect_stderr
     >>> with redirect_stderr(sys.stdout):
@@ -87,7 +88,7 @@ def say(line: str) -> None:
 
 
 class _Forgiving:
-    """Standard error as it is now, without its failures: full, hung up, closed, or None where a process has none."""
+    """The current standard error with write errors suppressed: disk full, terminal closed, stream closed, or None."""
 
     def __init__(self) -> None:
         self.stream = sys.stderr
@@ -117,7 +118,7 @@ def _drawn(what: str, total: int, done: int) -> Iterator[Callable[[float, str], 
     from rich.progress import BarColumn, Progress, TextColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[note]}"))
-    # what the work prints on standard output is a result, and stays there
+    # standard output is for results
     with Progress(*columns, console=Console(file=cast("IO[str]", _Forgiving())), redirect_stdout=False) as progress:
         task = progress.add_task(what, total=total, completed=done, note="")
         yield lambda value, note: progress.update(task, completed=value, note=note)

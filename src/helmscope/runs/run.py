@@ -1,4 +1,4 @@
-"""``run``: units of work -> engine -> run folder, and on from where an earlier call was stopped."""
+"""``run``: run units on an engine, store their results in a run folder, and resume where an earlier call stopped."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RunResult:
-    """The results of a run by the names of their units: ``result["mean"]`` reads that file when it is asked for.
+    """The results of a run by unit name: ``result["mean"]`` reads the file of the unit "mean" on access.
 
-    ``done`` are the names with a result, in the order of the units, each with the stamp that its file must bear;
-    ``failed`` says of others why they have none. A file that was damaged or exchanged since is refused, and an unknown
-    name offers the nearest.
+    ``done`` maps the units with a result, in order, to the stamp that the file must have; ``failed`` maps the others to
+    the reason of their failure. Access raises ``HelmscopeError`` if the name is unknown, or if the file was damaged or
+    replaced.
 
     >>> RunResult(Path("units"), {"mean": "ab" * 32}, {})["maen"]
     Traceback (most recent call last):
@@ -45,17 +45,17 @@ class RunResult:
     failed: Mapping[str, str]
 
     def __getitem__(self, name: str) -> Any:
-        """The Dataset, bytes or plain data that the unit gave."""
+        """The Dataset, bytes or plain data that the unit returned."""
         known_name("unit", name, self.done)
         faults = {path: fault_of(path, self.done[name]) for path in result_files(self.folder, name)}
         for path, fault in faults.items():
             if not fault:
                 return read_result(path, self.done[name])
-        why = "".join(f", because {path.name} {fault}" for path, fault in faults.items())
-        raise HelmscopeError(f"unit '{name}' no longer has a whole result in {self.folder}: run it again{why}")
+        reasons = "".join(f", because {path.name} {fault}" for path, fault in faults.items())
+        raise HelmscopeError(f"unit '{name}' no longer has a valid result in {self.folder}: run it again{reasons}")
 
     def keys(self) -> tuple[str, ...]:
-        """The names with a result, so that ``dict(result)`` reads them all."""
+        """The names of the units with a result, so that ``dict(result)`` reads them all."""
         return tuple(self.done)
 
     def __iter__(self) -> Iterator[str]:
@@ -66,7 +66,7 @@ class RunResult:
 
 
 class UnitsFailed(HelmscopeError):
-    """Some units raised; one sentence names the first. ``result`` holds the others.
+    """Raised when units failed; the message names the first. ``result`` holds the results of the others.
 
     >>> str(UnitsFailed(RunResult(Path("units"), {"a": "ab" * 32}, {"b": "ZeroDivisionError: division by zero"})))
     "unit 'b' failed: ZeroDivisionError: division by zero; 1 result is kept in units"
@@ -86,25 +86,26 @@ def run(
     *,
     manifest: Manifest | None = None,
     engine: Engine | None = None,
-    progress: str | None = None,
+    heading: str | None = None,
     fail_fast: bool = False,
     allow_mixed: bool = False,
 ) -> RunResult:
-    """Runs every unit that has no result in ``folder`` yet, and gives the results of all.
+    """Run every unit that has no result in ``folder`` yet, and return the results of all.
 
-    This process alone writes, each result as it comes, whole or not at all, to FOLDER/units/NAME.nc, .json or .bin; so
-    a run that was killed at any moment goes on with the same call, to files equal byte by byte to those of a run that
-    nobody disturbed. That needs the same units and the same manifest (but for time and command line), and the versions,
-    CPU and threads that manifest.json and units.json recorded at the first call; other units and another manifest are
-    refused, and other circumstances unless ``allow_mixed``. So is a folder whose files contradict each other. A result
-    that is damaged, or is that of another unit or run, is named and computed again. The folder is locked meanwhile.
+    Only this process writes: each result as it completes, atomically, to FOLDER/units/NAME.nc, .json or .bin. A run
+    that was killed at any moment is therefore resumed by the same call, and its files are equal byte for byte to those
+    of an uninterrupted run. That requires the same units, the same manifest (except time and command line), and the
+    versions, CPU and threads of the first call, which manifest.json and units.json record. Raises ``HelmscopeError``
+    if units or manifest differ, if versions, CPU or threads differ (unless ``allow_mixed``), and if the files of the
+    folder contradict each other. A result that is damaged, or belongs to another unit or run, is reported and computed
+    again. The folder is locked during the run.
 
-    ``manifest`` says what the run is; where None, the manifest in the folder stands, and a new one holds the command
-    line of this process. ``engine`` is ``Serial()`` where None, or ``Processes(jobs)`` or ``Ray(jobs)``; results do not
-    depend on it. ``progress`` is the heading under which it is shown on standard error. Where units raise, the others
-    go on and ``UnitsFailed`` is raised at the end, or at once with ``fail_fast``; tracebacks go to the log, and the
-    next call tries those units again. Ctrl-C, SIGTERM and SIGHUP stop the workers and end in a KeyboardInterrupt that
-    says how to go on.
+    ``manifest`` describes the run; None keeps the manifest of the folder, or writes a new one with the command line of
+    this process. ``engine`` is ``Serial()`` by default, or ``Processes(jobs)`` or ``Ray(jobs)``; results do not depend
+    on it. ``heading`` turns on progress on standard error and labels it. If units raise, the others still run and
+    ``UnitsFailed`` is raised at the end, or immediately with ``fail_fast``; tracebacks go to the log, and the next call
+    retries those units. Ctrl-C, SIGTERM and SIGHUP stop the workers and raise a KeyboardInterrupt whose note explains
+    how to resume.
 
     >>> import statistics, tempfile
     >>> units = [Unit(f"mean-{n}", statistics.fmean, {"data": list(range(n))}) for n in (2, 4)]
@@ -118,20 +119,20 @@ def run(
     for name, value, kind in (("folder", folder, RunFolder), ("manifest", now, Manifest)):
         if not isinstance(value, kind):
             raise HelmscopeError(f"{name} is a {type(value).__name__}, but it must be a {kind.__name__}")
-    _check_options(progress, fail_fast=fail_fast, allow_mixed=allow_mixed)
-    asked = _checked(units)
+    _check_options(heading, fail_fast=fail_fast, allow_mixed=allow_mixed)
+    requested = _check_units(units)
     results, failed = folder.path / RESULTS, dict[str, str]()
-    with _terminable(), folder.lock():
-        _clean(folder.path)
-        plan = Plan({unit.name: unit.key for unit in asked}, now.identity, cpu(), engine.threads)
+    with _signals_interrupt(), folder.lock():
+        _remove_temporaries(folder.path)
+        plan = Plan({unit.name: unit.key for unit in requested}, now.identity, cpu(), engine.threads)
         plan = begin(folder, now, plan, allow_mixed=allow_mixed, any_manifest=manifest is None)
         if not make_folder(results):
-            _clean(results)
-        stamps = {unit.name: plan.stamp(unit.name) for unit in asked}
-        done = {name for name, stamp in stamps.items() if _has_result(results, name, stamp, progress)}
-        left = [unit for unit in asked if unit.name not in done]
-        shown = _shown(progress, total=len(asked), done=len(done), jobs=engine.jobs)
-        with _resumable(folder, progress), shown as tick, closing(engine.attempts(left)) as outcomes:
+            _remove_temporaries(results)
+        stamps = {unit.name: plan.stamp(unit.name) for unit in requested}
+        done = {name for name, stamp in stamps.items() if _has_result(results, name, stamp, heading)}
+        pending = [unit for unit in requested if unit.name not in done]
+        progress = _progress(heading, total=len(requested), done=len(done), jobs=engine.jobs)
+        with _explain_resuming(folder, heading), progress as tick, closing(engine.attempts(pending)) as outcomes:
             for outcome in outcomes:
                 if isinstance(outcome, Failed):
                     log.error("unit '%s' failed: %s\n%s", outcome.name, outcome.reason, outcome.trace)
@@ -139,8 +140,8 @@ def run(
                     if fail_fast:
                         break
                 else:
-                    data = stamped(outcome.ending, outcome.data, stamps[outcome.name])
-                    write_bytes(results / f"{outcome.name}{outcome.ending}", data)
+                    data = stamped(outcome.suffix, outcome.data, stamps[outcome.name])
+                    write_bytes(results / f"{outcome.name}{outcome.suffix}", data)
                     done.add(outcome.name)
                 tick()
     result = RunResult(results, {name: stamp for name, stamp in stamps.items() if name in done}, failed)
@@ -154,88 +155,88 @@ def _check_engine(engine: object) -> None:
         raise HelmscopeError(f"engine is {engine!r}, but it must be Serial(), Processes(jobs) or Ray(jobs)")
 
 
-def _check_options(progress: object, **switches: object) -> None:
-    if progress is not None and not isinstance(progress, str):
-        raise HelmscopeError(f"progress is a {type(progress).__name__}, but it must be a str, the heading, or None")
+def _check_options(heading: object, **switches: object) -> None:
+    if heading is not None and not isinstance(heading, str):
+        raise HelmscopeError(f"heading is a {type(heading).__name__}, but it must be a str or None")
     for name, value in switches.items():
         if not isinstance(value, bool):
             raise HelmscopeError(f"{name} is a {type(value).__name__}, but it must be True or False")
 
 
 def _manifest_of_process(threads: int) -> Manifest:
-    """For callers who keep no manifest; seeds and dtypes are then among the parameters of the units."""
+    """The manifest for callers that pass none; seeds and dtypes are then among the parameters of the units."""
     details: dict[str, Any] = {"seed": 0, "dtype": "float64", "device": "cpu", "inputs": {}, "parameters": {}}
     return Manifest.collect(command=sys.argv, threads=threads, **details)
 
 
-def _checked(units: Iterable[Unit]) -> Sequence[Unit]:
+def _check_units(units: Iterable[Unit]) -> Sequence[Unit]:
     if not isinstance(units, Iterable):
         raise HelmscopeError(f"units is a {type(units).__name__}, but it must be a list of Units")
-    asked = list(units)
+    requested = list(units)
     names = set[str]()
-    for i, unit in enumerate(asked):
+    for i, unit in enumerate(requested):
         if not isinstance(unit, Unit):
             raise HelmscopeError(f"units[{i}] is a {type(unit).__name__}, but it must be a Unit")
         if unit.name in names:
             raise HelmscopeError(f"units[{i}] has the name '{unit.name}' of an earlier one, but names must differ")
         names.add(unit.name)
-    if not asked:
+    if not requested:
         raise HelmscopeError("units is empty, but a run needs at least one unit")
-    return asked
+    return requested
 
 
-def _clean(folder: Path) -> None:
-    """Removes what killed runs left behind; only who holds the lock may."""
+def _remove_temporaries(folder: Path) -> None:
+    """Remove the temporary files of killed runs; only the holder of the lock may do so."""
     with explained(f"clean {folder}"):
         for name in filter(is_temporary, os.listdir(folder)):
             (folder / name).unlink(missing_ok=True)
 
 
-def _has_result(results: Path, name: str, stamp: str, progress: str | None) -> bool:
+def _has_result(results: Path, name: str, stamp: str, heading: str | None) -> bool:
     faults = {path: fault_of(path, stamp) for path in result_files(results, name)}
     if "" in faults.values():
         return True
     for path, fault in faults.items():
-        sentence = f"{path} {fault}: unit '{name}' runs again"
-        log.warning("%s", sentence)
-        if progress is not None:
-            say(f"{progress}: {sentence}")
+        message = f"{path} {fault}: unit '{name}' runs again"
+        log.warning("%s", message)
+        if heading is not None:
+            say(f"{heading}: {message}")
     return False
 
 
-def _shown(progress: str | None, **counts: int) -> AbstractContextManager[Callable[[], None]]:
-    return nullcontext(lambda: None) if progress is None else counting(progress, **counts)
+def _progress(heading: str | None, **counts: int) -> AbstractContextManager[Callable[[], None]]:
+    return nullcontext(lambda: None) if heading is None else counting(heading, **counts)
 
 
 @contextmanager
-def _terminable() -> Iterator[None]:
-    """Lets SIGTERM, and SIGHUP of a terminal that goes away, stop the run as Ctrl-C does. A handler of the caller's
-    stays, and so does nohup's; only the main thread may set one.
+def _signals_interrupt() -> Iterator[None]:
+    """Make SIGTERM, and SIGHUP from a closed terminal, stop the run as Ctrl-C does. Handlers set by the caller or by
+    nohup are left alone; only the main thread may set handlers.
     """
-    free = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) == signal.SIG_DFL]
+    unhandled = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) == signal.SIG_DFL]
     if threading.current_thread() is not threading.main_thread():
-        free = []
+        unhandled = []
 
     def stop(number: int, frame: object) -> None:
         raise KeyboardInterrupt("terminated")
 
-    for number in free:
+    for number in unhandled:
         signal.signal(number, stop)
     try:
         yield
     finally:
-        for number in free:
+        for number in unhandled:
             signal.signal(number, signal.SIG_DFL)
 
 
 @contextmanager
-def _resumable(folder: RunFolder, progress: str | None) -> Iterator[None]:
-    """Tells who interrupts the run how to go on. Ray makes a SystemExit of SIGTERM."""
+def _explain_resuming(folder: RunFolder, heading: str | None) -> Iterator[None]:
+    """Add to an interrupt a note on how to resume. Ray turns SIGTERM into a SystemExit."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit) as error:
-        note = f"finished units are kept in {folder.path}, and the same call goes on from there"
+        note = f"finished units are kept in {folder.path}, and the same call resumes the run"
         error.add_note(note)
-        if progress is not None:
-            say(f"{progress}: interrupted; {note}")
+        if heading is not None:
+            say(f"{heading}: interrupted; {note}")
         raise

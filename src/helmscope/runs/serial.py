@@ -1,4 +1,4 @@
-"""The engine without workers."""
+"""``Serial``: the engine that runs units in this process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from helmscope.runs.unit import Unit
 
 @dataclass(frozen=True)
 class Serial:
-    """Runs unit after unit in this process, each with ``threads`` threads and at most ``max_memory`` bytes.
+    """Engine that runs units one after another in this process, with ``threads`` threads and at most ``max_memory``
+    bytes.
 
     >>> Serial().jobs, Serial(max_memory=10**9).max_memory
     (1, 1000000000)
@@ -26,7 +27,7 @@ class Serial:
 
     @property
     def jobs(self) -> int:
-        """One unit at a time."""
+        """Always 1."""
         return 1
 
     @property
@@ -34,5 +35,5 @@ class Serial:
         return Limits(threads=self.threads, max_memory=self.max_memory)
 
     def attempts(self, units: Sequence[Unit]) -> Outcomes:
-        """The outcomes, in the order of the units."""
+        """Run the units and yield their outcomes in order."""
         return (attempt(unit, self._limits) for unit in units)

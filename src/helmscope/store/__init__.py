@@ -1,4 +1,4 @@
-"""The only writer of files: run folders with manifest and lock, results as netCDF, verdicts as JSON. Needs no torch."""
+"""Run folders on disk: manifest, lock, netCDF results, JSON verdicts. The only package that writes files; no torch."""
 
 from helmscope.store.atomic import replacing, write_bytes
 from helmscope.store.lock import is_locked, locked

@@ -1,7 +1,7 @@
-"""The one way to disk: write a temporary file beside the target, sync it, rename it, sync the folder.
+"""Atomic writes: write a temporary file next to the target, sync it, rename it, sync the folder.
 
-A reader sees the old file or the new one, never a part, also after a power cut. A process killed midway leaves a
-``.NAME.XXXXXXXX.tmp`` behind, which nothing here reads.
+A reader sees either the old file or the new one, never a partial file, even after a power failure. A process killed
+midway leaves a file ``.NAME.XXXXXXXX.tmp``, which nothing reads.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from helmscope.types import HelmscopeError, shown
 
 @contextmanager
 def explained(action: str) -> Iterator[None]:
-    """Turns an OSError into one sentence, "cannot ACTION: REASON".
+    """Context manager that turns an OSError into a ``HelmscopeError`` "cannot ACTION: REASON".
 
     >>> with explained("read x.json"):
     ...     open("/no/such/folder/x.json")
@@ -33,7 +33,7 @@ def explained(action: str) -> Iterator[None]:
 
 
 def one_line(error: BaseException) -> str:
-    r"""What an error says in its first line that is not empty; where that ends in a colon, what follows too, up to 200
+    r"""The first non-empty line of an error's message; if it ends in a colon, also the lines after it, shortened to 200
     characters.
 
     >>> one_line(ValueError("\nbad shapes:\n  (2, 3)\n  (4,)")), one_line(ValueError("bad shapes\nhelp"))
@@ -44,7 +44,7 @@ def one_line(error: BaseException) -> str:
 
 
 def as_path(name: str, value: str | os.PathLike[str]) -> Path:
-    """``value`` as a path, or a ``HelmscopeError`` that names the argument.
+    """Convert ``value`` to a Path; raises a ``HelmscopeError`` that names the argument if that is impossible.
 
     >>> as_path("root", 3)
     Traceback (most recent call last):
@@ -61,10 +61,10 @@ def as_path(name: str, value: str | os.PathLike[str]) -> Path:
 
 @contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Yields an empty temporary file in the folder of ``path``; when the block ends it takes the place of ``path``.
+    """Context manager: yields an empty temporary file, which replaces ``path`` atomically when the block ends.
 
-    If the block raises, or the disk is full, the temporary is removed and the old file stays. A target that is not a
-    regular file (a folder, a device) is refused before anything is written. OSErrors become a ``HelmscopeError``.
+    If the block raises, or the disk is full, the temporary file is removed and the old file stays. Raises
+    ``HelmscopeError`` if ``path`` exists and is not a regular file, before anything is written, and for any OSError.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -75,7 +75,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     """
     path = Path(path)
     with explained(f"write {path}"):
-        # without this a superuser's rename would put a plain file in the place of /dev/null
+        # otherwise a rename by the superuser would replace /dev/null with a regular file
         if path.exists() and not path.is_file():
             raise HelmscopeError(f"cannot write {path}: it is not a regular file")
         temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
@@ -91,7 +91,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def write_bytes(path: str | os.PathLike[str], data: bytes | memoryview) -> None:
-    """Puts ``data`` in the place of ``path``, whole or not at all; fails as ``replacing`` does.
+    """Write ``data`` to ``path`` atomically; raises what ``replacing`` raises.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -104,8 +104,8 @@ def write_bytes(path: str | os.PathLike[str], data: bytes | memoryview) -> None:
 
 
 def make_folder(path: Path) -> bool:
-    """Makes a folder and its missing parents, each synced into the one above. False where ``path`` already exists:
-    of two processes that ask for one name, exactly one is told True.
+    """Create a folder and its missing parents, syncing each to disk. Returns False if ``path`` already exists: of
+    several processes that create the same folder, exactly one gets True.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -126,7 +126,7 @@ def make_folder(path: Path) -> bool:
 
 
 def sync(path: Path) -> None:
-    """Waits until the file or folder ``path`` is on disk; raises OSError.
+    """Flush the file or folder ``path`` to disk (fsync); raises OSError.
 
     >>> sync(Path("."))
     """
@@ -138,7 +138,7 @@ def sync(path: Path) -> None:
 
 
 def is_temporary(name: str) -> bool:
-    """Whether a file name is that of a temporary which ``replacing`` made, and a killed process may have left.
+    """Whether a file name is that of a temporary file of ``replacing``, such as a killed process leaves.
 
     >>> is_temporary(".phase.nc.0a1b2c3d.tmp"), is_temporary("phase.nc")
     (True, False)

@@ -1,4 +1,4 @@
-"""One writer at a time: a lock that the kernel lets go of when its holder ends, in whatever way."""
+"""A lock on a folder, for one writer at a time; the kernel releases it however its holder ends."""
 
 from __future__ import annotations
 
@@ -18,17 +18,19 @@ from helmscope.store.printable import printable
 from helmscope.types import HelmscopeError
 
 LOCK = ".lock"
-PATIENCE = 0.2  # seconds; is_locked holds the lock of others for an instant, which must not refuse a run
+PATIENCE = 0.2  # seconds; is_locked holds a shared lock for an instant, which must not make a run fail
 _HOLDER = re.compile(rb"process [0-9]{1,20} on [^\r\n]{0,255}")
 
 
 @contextmanager
 def locked(folder: str | os.PathLike[str], *, wait: bool = False) -> Iterator[None]:
-    """Holds ``folder`` for this process by flock(2) on FOLDER/.lock; of all processes on the machine one at a time.
+    """Context manager: hold an exclusive lock on ``folder``, by flock(2) on FOLDER/.lock, against other processes of
+    this machine.
 
-    While another holds it, ``wait=True`` waits, else it is refused with the holder's process number and machine. The
-    kernel frees the lock of a killed process; the file, which may then stay, means nothing by itself. A ``.lock`` that
-    no process of ours made, such as a link or a file with other content, is refused and stays as it is.
+    If another process holds it, ``wait=True`` waits; otherwise a ``HelmscopeError`` names the holder's process id and
+    machine. The kernel releases the lock of a killed process; the file may then remain, and has no effect. If ``.lock``
+    was not written by this package (a symbolic link, a file with other content), ``HelmscopeError`` is raised and the
+    file is left unchanged.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -47,15 +49,16 @@ def locked(folder: str | os.PathLike[str], *, wait: bool = False) -> Iterator[No
             os.pwrite(descriptor, f"process {os.getpid()} on {platform.node()}".encode(), 0)
         yield
     finally:
-        # removed while still held; whoever waits on the removed file sees that and opens the next one
+        # remove the file while still holding it; a process that waits on the removed file notices and opens the next
         with suppress(OSError):
-            if _is_file_of(descriptor, path):
+            if _is_open_at(descriptor, path):
                 path.unlink()
         os.close(descriptor)
 
 
 def is_locked(folder: str | os.PathLike[str]) -> bool:
-    """Whether some process holds ``folder`` now. A ``.lock`` that is not a regular file is refused.
+    """Whether a process currently holds the lock of ``folder``. Raises ``HelmscopeError`` if ``.lock`` is not a regular
+    file.
 
     >>> is_locked(".")
     False
@@ -65,7 +68,7 @@ def is_locked(folder: str | os.PathLike[str]) -> bool:
     except FileNotFoundError:
         return False
     try:
-        return not _obtained(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return not _try_flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     finally:
         os.close(descriptor)
 
@@ -75,9 +78,9 @@ def _acquire(path: Path, wait: bool) -> int:
     while True:
         descriptor = _open(path, os.O_RDWR | os.O_CREAT)
         try:
-            if _obtained(descriptor, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB):
-                if _is_file_of(descriptor, path):
-                    _check_ours(descriptor, path)
+            if _try_flock(descriptor, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB):
+                if _is_open_at(descriptor, path):
+                    _check_lock_file(descriptor, path)
                     return descriptor
             elif time.monotonic() > deadline:
                 holder = _holder(descriptor) or "another process"
@@ -90,48 +93,51 @@ def _acquire(path: Path, wait: bool) -> int:
         os.close(descriptor)
 
 
-def _open(path: Path, how: int) -> int:
-    """Opens the regular file ``path``; a link is not followed, and a pipe does not block."""
+def _open(path: Path, flags: int) -> int:
+    """Open the regular file ``path`` without following a symbolic link or blocking on a pipe."""
     try:
-        descriptor = os.open(path, how | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
     except OSError as error:
         if error.errno == errno.ELOOP:
-            raise _not_ours(path, "a symbolic link") from None
+            raise _not_a_lock(path, "a symbolic link") from None
         raise
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise _not_ours(path, "not a regular file")
+        raise _not_a_lock(path, "not a regular file")
     return descriptor
 
 
-def _check_ours(descriptor: int, path: Path) -> None:
-    """What is about to be overwritten and removed must be a lock: new, or left by a process that was killed."""
-    found = os.fstat(descriptor)
-    if found.st_nlink > 1:
-        raise _not_ours(path, "a file that has another name too")
-    if found.st_size > 0 and not _holder(descriptor):
-        raise _not_ours(path, "a file with other content than a lock has")
+def _check_lock_file(descriptor: int, path: Path) -> None:
+    """The file will be overwritten and removed, so it must be a lock: new, or left by a process that was killed."""
+    status = os.fstat(descriptor)
+    if status.st_nlink > 1:
+        raise _not_a_lock(path, "a file with a second hard link")
+    if status.st_size > 0 and not _holder(descriptor):
+        raise _not_a_lock(path, "a file with other content")
 
 
-def _not_ours(path: Path, what: str) -> HelmscopeError:
-    return HelmscopeError(f"cannot lock {path.parent}: {path} is {what}, but a lock is a file of its own: move it away")
+def _not_a_lock(path: Path, what: str) -> HelmscopeError:
+    return HelmscopeError(
+        f"cannot lock {path.parent}: {path} is {what}, but it must be a lock file that helmscope wrote: move it away"
+    )
 
 
 def _holder(descriptor: int) -> str:
-    """Who wrote the lock; "" where it does not say."""
-    said = os.pread(descriptor, 400, 0)  # more than a lock ever holds
-    return printable(said.decode(errors="replace")) if _HOLDER.fullmatch(said) else ""
+    """The holder that the lock file names; "" if it names none."""
+    content = os.pread(descriptor, 400, 0)  # longer than any lock file
+    return printable(content.decode(errors="replace")) if _HOLDER.fullmatch(content) else ""
 
 
-def _obtained(descriptor: int, how: int) -> bool:
+def _try_flock(descriptor: int, operation: int) -> bool:
     try:
-        fcntl.flock(descriptor, how)
+        fcntl.flock(descriptor, operation)
     except BlockingIOError:
         return False
     return True
 
 
-def _is_file_of(descriptor: int, path: Path) -> bool:
+def _is_open_at(descriptor: int, path: Path) -> bool:
+    """Whether ``path`` still is the open file."""
     try:
         return os.path.samestat(os.fstat(descriptor), os.lstat(path))
     except FileNotFoundError:

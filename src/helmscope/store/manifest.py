@@ -1,4 +1,4 @@
-"""What a run was: enough to repeat it, and to say on which inputs."""
+"""The manifest of a run: versions, platform, seed, inputs and parameters, enough to repeat it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from helmscope.store.printable import printable
 from helmscope.store.strict_json import Reader, decode, encode, plain, record, text
 from helmscope.types import HelmscopeError, whole_number
 
-# a literal, because the code also runs from a source tree, where there is no metadata of our own to read it from
+# a literal, because the code also runs from a source tree, which has no package metadata to read it from
 DEPENDENCIES = (
     *("h5netcdf", "h5py", "jaxtyping", "jinja2", "joblib", "matplotlib", "msgspec", "numpy", "plotly", "POT", "ray"),
     *("rich", "safetensors", "scipy", "torch", "transformers", "typer", "xarray"),
@@ -36,7 +36,7 @@ def hash_bytes(data: bytes) -> str:
 
 
 def hash_file(path: str | os.PathLike[str]) -> str:
-    """SHA-256 of a file's bytes in hexadecimal, read in blocks; a file that cannot be read is a ``HelmscopeError``.
+    """SHA-256 of a file's bytes in hexadecimal, read in blocks; raises ``HelmscopeError`` if it cannot be read.
 
     >>> hash_file("/dev/null") == hash_bytes(b"")
     True
@@ -47,11 +47,11 @@ def hash_file(path: str | os.PathLike[str]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """The circumstances of one run. ``collect`` fills in what the machine knows.
+    """Everything that determines one run. ``collect`` fills in versions, platform and time.
 
-    ``packages`` holds the versions of the direct dependencies that are installed, ``created`` is UTC in ISO 8601,
-    ``command`` the command line word by word, ``inputs`` a SHA-256 for each named input, ``parameters`` whatever JSON
-    can hold (tuples become lists). A value of the wrong kind is refused by its name.
+    ``packages`` maps each installed direct dependency to its version, ``created`` is UTC in ISO 8601, ``command`` is
+    the command line as a list of words, ``inputs`` maps each input to its SHA-256, and ``parameters`` is any JSON data
+    (tuples become lists). Raises a ``HelmscopeError`` that names the field if a value has the wrong type.
     """
 
     helmscope: str
@@ -83,7 +83,7 @@ class Manifest:
         inputs: Mapping[str, str],
         parameters: Mapping[str, Any],
     ) -> Manifest:
-        """The manifest of a run that starts now, on this machine.
+        """The manifest of a run that starts now on this machine.
 
         >>> run = dict(seed=0, dtype="float64", device="cpu", threads=1, command=["helmscope", "phase"])
         >>> manifest = Manifest.collect(**run, inputs={"texts": hash_bytes(b"hello")}, parameters={"beta": 4.0})
@@ -93,7 +93,7 @@ class Manifest:
         return cls(
             helmscope=sys.modules["helmscope"].__version__,
             python=platform.python_version(),
-            packages=_installed(),
+            packages=_installed_versions(),
             platform=platform.platform(),
             created=datetime.now(UTC).isoformat(timespec="seconds"),
             command=command,
@@ -107,7 +107,7 @@ class Manifest:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """All but the time and the command line: two runs that have it in common give equal results.
+        """All fields except time and command line: two runs with equal identities have equal results.
 
         >>> run = dict(seed=7, dtype="float64", device="cpu", threads=1, inputs={}, parameters={})
         >>> one, two = (Manifest.collect(**run, command=["helmscope", word]) for word in ("phase", "report"))
@@ -117,18 +117,18 @@ class Manifest:
         return {key: value for key, value in asdict(self).items() if key not in ("created", "command")}
 
     def to_json(self) -> bytes:
-        """The manifest as JSON; equal manifests give equal bytes."""
+        """Encode as JSON; equal manifests give equal bytes."""
         return encode(asdict(self), "manifest")
 
     @classmethod
     def from_json(cls, data: bytes, what: str = "manifest") -> Manifest:
-        """The manifest that ``to_json`` wrote. An unknown or missing key, or a wrong type, is refused by its name;
-        ``what`` says in that sentence where it stood.
+        """Decode the JSON of ``to_json``. Raises a ``HelmscopeError`` that names an unknown or missing key, or a value
+        of the wrong type; ``what`` is the name of the source in that error.
         """
         return cls(**record(decode(data, what), _READERS, what))
 
 
-def _installed() -> dict[str, str]:
+def _installed_versions() -> dict[str, str]:
     versions = {}
     for name in DEPENDENCIES:
         try:
@@ -138,25 +138,25 @@ def _installed() -> dict[str, str]:
     return versions
 
 
-def _words(name: str, value: object) -> tuple[str, ...]:
+def _read_words(name: str, value: object) -> tuple[str, ...]:
     if not isinstance(value, list | tuple):
         raise HelmscopeError(f"{name} is a {type(value).__name__}, but it must be a list of str")
     return tuple(text(f"item {i} of {name}", word) for i, word in enumerate(value))
 
 
-def _mapping(name: str, value: object) -> dict[str, Any]:
+def _read_mapping(name: str, value: object) -> dict[str, Any]:
     if not isinstance(value, Mapping):
         raise HelmscopeError(f"{name} is a {type(value).__name__}, but it must be a mapping from str")
     copy: dict[str, Any] = plain(name, value)
     return copy
 
 
-def _texts(name: str, value: object) -> dict[str, str]:
-    return {key: text(f"{printable(key)} of {name}", item) for key, item in _mapping(name, value).items()}
+def _read_strings(name: str, value: object) -> dict[str, str]:
+    return {key: text(f"{printable(key)} of {name}", item) for key, item in _read_mapping(name, value).items()}
 
 
-def _hashes(name: str, value: object) -> dict[str, str]:
-    hashes = _texts(name, value)
+def _read_hashes(name: str, value: object) -> dict[str, str]:
+    hashes = _read_strings(name, value)
     for key, item in hashes.items():
         if not re.fullmatch("[0-9a-f]{64}", item):
             raise HelmscopeError(
@@ -165,30 +165,30 @@ def _hashes(name: str, value: object) -> dict[str, str]:
     return hashes
 
 
-def _instant(name: str, value: object) -> str:
-    written = text(name, value)
+def _read_utc_time(name: str, value: object) -> str:
+    timestamp = text(name, value)
     try:
-        utc = datetime.fromisoformat(written).utcoffset() == timedelta(0)
+        is_utc = datetime.fromisoformat(timestamp).utcoffset() == timedelta(0)
     except ValueError:
-        utc = False
-    if not utc:
+        is_utc = False
+    if not is_utc:
         raise HelmscopeError(
-            f"{name} is {written[:80]!r}, but it must be a time in UTC, such as 2025-01-31T12:00:00+00:00"
+            f"{name} is {timestamp[:80]!r}, but it must be a time in UTC, such as 2025-01-31T12:00:00+00:00"
         )
-    return written
+    return timestamp
 
 
 _READERS: dict[str, Reader] = {
     "helmscope": text,
     "python": text,
-    "packages": _texts,
+    "packages": _read_strings,
     "platform": text,
-    "created": _instant,
-    "command": _words,
+    "created": _read_utc_time,
+    "command": _read_words,
     "seed": partial(whole_number, at_least=0),
     "dtype": text,
     "device": text,
     "threads": partial(whole_number, at_least=1),
-    "inputs": _hashes,
-    "parameters": _mapping,
+    "inputs": _read_hashes,
+    "parameters": _read_mapping,
 }

@@ -1,5 +1,5 @@
-"""The folder of one run: manifest.json, verdicts.json, NAME.nc for each result, and pictures; with units of work also
-units.json and units/.
+"""The folder of one run: manifest.json, verdicts.json, one NAME.nc per result, and figures; if the run consists of
+units, also units.json and units/.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ UNITS = "units.json"
 
 @dataclass(frozen=True, init=False)
 class RunFolder:
-    """A folder that one run writes into and everybody reads. Made by ``new`` or ``create``, found again by ``open``;
-    ``RunFolder(path)`` alone looks at nothing.
+    """The folder that one run writes to. ``new`` and ``create`` make one, ``open`` opens that of an earlier run;
+    ``RunFolder(path)`` by itself does not access the disk.
 
-    Every write is atomic (``replacing``) and may be repeated; a later one of the same name takes the place of the
-    earlier. Names hold letters, digits, ".", "_" and "-", so that no name leads out of the folder.
+    Every write is atomic (``replacing``), and a second write under the same name replaces the first. Names consist of
+    letters, digits, ".", "_" and "-", so that no name points outside the folder.
 
     >>> import tempfile
     >>> import xarray as xr
@@ -54,69 +54,69 @@ class RunFolder:
 
     @classmethod
     def new(cls, root: str | os.PathLike[str], what: str) -> RunFolder:
-        """A new folder ROOT/WHAT-YYYYmmdd-HHMMSS (UTC), with -2, -3, ... behind it where that name is taken. Two
-        processes never get the same one.
+        """Make a new folder ROOT/WHAT-YYYYmmdd-HHMMSS (UTC), with the suffix -2, -3, ... if that name is taken. Two
+        processes never get the same folder.
         """
         stem = f"{file_name(what)}-{datetime.now(UTC):%Y%m%d-%H%M%S}"
-        above = as_path("root", root)
+        parent = as_path("root", root)
         names = (stem if i == 1 else f"{stem}-{i}" for i in count(1))
-        return cls(next(path for path in (above / name for name in names) if make_folder(path)))
+        return cls(next(path for path in (parent / name for name in names) if make_folder(path)))
 
     @classmethod
     def create(cls, path: str | os.PathLike[str]) -> RunFolder:
-        """The folder ``path``, made if it is not there. One that already holds files is refused: they are the
-        user's. Temporaries and the lock of a killed process do not count.
+        """Make the folder ``path`` unless it exists. Raises ``HelmscopeError`` if it already contains files, other than
+        temporary files and the lock of a killed process.
         """
         path = as_path("path", path)
         if not make_folder(path):
             with explained(f"use {path} as a run folder"):
-                held = sorted(name for name in os.listdir(path) if not is_temporary(name) and name != LOCK)
-            if held:
-                raise HelmscopeError(f"{path} already holds '{held[0]}', but a new run needs an empty or a new folder")
+                files = sorted(name for name in os.listdir(path) if not is_temporary(name) and name != LOCK)
+            if files:
+                raise HelmscopeError(f"{path} already holds '{files[0]}', but a new run needs an empty or a new folder")
         return cls(path)
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> RunFolder:
-        """The folder of an earlier run, known by its manifest."""
+        """Open the folder of an earlier run; raises ``HelmscopeError`` if it has no manifest."""
         path = as_path("path", path)
         if not (path / MANIFEST).is_file():
             raise HelmscopeError(f"{path} is not a run folder: there is no {MANIFEST} in it")
         return cls(path)
 
     def lock(self, *, wait: bool = False) -> AbstractContextManager[None]:
-        """Keeps other processes out while the block runs; ``locked`` says how."""
+        """Context manager: lock the folder against other processes (see ``locked``)."""
         return locked(self.path, wait=wait)
 
     def write_manifest(self, manifest: Manifest) -> None:
-        """Writes manifest.json."""
+        """Write manifest.json."""
         write_bytes(self.path / MANIFEST, manifest.to_json())
 
     def read_manifest(self) -> Manifest:
-        """The manifest, decoded strictly."""
+        """Read manifest.json; raises ``HelmscopeError`` if it is missing or invalid."""
         return Manifest.from_json(self._read(MANIFEST), str(self.path / MANIFEST))
 
     def write_verdicts(self, verdicts: Sequence[Verdict]) -> None:
-        """Writes verdicts.json, in the order given."""
+        """Write verdicts.json, in the order given."""
         write_bytes(self.path / VERDICTS, encode_verdicts(verdicts))
 
     def read_verdicts(self) -> tuple[Verdict, ...]:
-        """The verdicts, decoded strictly."""
+        """Read verdicts.json; raises ``HelmscopeError`` if it is missing or invalid."""
         return decode_verdicts(self._read(VERDICTS), str(self.path / VERDICTS))
 
     def write_results(self, name: str, measurement: xr.Dataset) -> None:
-        """Writes NAME.nc, a Measurement, with its replicates or reduced. Equal Datasets give equal bytes."""
+        """Write a Measurement, with its replicates or reduced, to NAME.nc. Equal Datasets give equal bytes."""
         self.write_data(name, check_measurement(as_dataset(measurement)))
 
     def write_data(self, name: str, dataset: xr.Dataset) -> None:
-        """Writes NAME.nc, any Dataset that netCDF can hold, such as a trajectory: the netCDF file, which every reader
-        of netCDF opens, and behind its end 32 bytes that such a reader ignores, the SHA-256 of all before.
+        """Write any Dataset that netCDF can represent, such as a trajectory, to NAME.nc. Its SHA-256, 32 bytes, is
+        appended to the netCDF data; netCDF readers ignore it.
         """
         path = self.path / f"{file_name(name)}.nc"
         write_bytes(path, seal(encode_netcdf(dataset, f"write {path}")))
 
     def read_results(self, name: str) -> xr.Dataset:
-        """The Dataset of NAME.nc, in memory, with the file closed. An unknown name offers the nearest; a file whose
-        checksum does not fit is refused before HDF5 sees it, which may never return from a damaged file.
+        """Load the Dataset of NAME.nc into memory and close the file. Raises ``HelmscopeError`` if the name is unknown
+        or the checksum is wrong; the latter is checked first, because HDF5 may hang on a damaged file.
         """
         known_name(f"result in {self.path}", file_name(name), self.results())
         path = self.path / f"{name}.nc"
@@ -124,16 +124,16 @@ class RunFolder:
         return load_netcdf(path)
 
     def results(self) -> tuple[str, ...]:
-        """The names that ``read_results`` knows, sorted."""
+        """The names that ``read_results`` accepts, sorted."""
         with explained(f"read {self.path}"):
-            found = [name.removesuffix(".nc") for name in os.listdir(self.path) if name.endswith(".nc")]
-        return tuple(sorted(name for name in found if _NAME.fullmatch(name)))
+            names = [name.removesuffix(".nc") for name in os.listdir(self.path) if name.endswith(".nc")]
+        return tuple(sorted(name for name in names if _NAME.fullmatch(name)))
 
     def write_bytes(self, name: str, data: bytes) -> None:
-        """Writes a file of any other kind, such as a picture, under its full name."""
-        kept = (MANIFEST, VERDICTS, UNITS)
-        if file_name(name) in kept or name.endswith(".nc"):
-            raise HelmscopeError(f"name is '{name}', but the run folder keeps {', '.join(kept)} and *.nc to itself")
+        """Write a file of any other kind, such as a figure, under its full name."""
+        reserved = (MANIFEST, VERDICTS, UNITS)
+        if file_name(name) in reserved or name.endswith(".nc"):
+            raise HelmscopeError(f"name is '{name}', but {', '.join(reserved)} and *.nc are reserved")
         write_bytes(self.path / name, data)
 
     def _read(self, name: str) -> bytes:
@@ -141,12 +141,12 @@ class RunFolder:
             return (self.path / name).read_bytes()
 
 
-# 200 characters leave room for the ending and for the temporary's name within the 255 bytes of a file name
+# 200 characters leave room for the suffix and for the name of the temporary file within the 255 bytes of a file name
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
 
 
 def file_name(name: str) -> str:
-    """``name`` if it may stand in a file's name and leads nowhere else.
+    """``name`` if it is valid as part of a file name; raises ``HelmscopeError`` otherwise.
 
     >>> file_name("beta-4.0")
     'beta-4.0'

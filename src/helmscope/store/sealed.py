@@ -1,4 +1,4 @@
-"""Files with a checksum at their end, so that one which is torn or damaged is never taken for a result."""
+"""Files with a trailing checksum, so that a truncated or damaged file is never mistaken for a result."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def seal(*parts: bytes | memoryview) -> bytes:
-    """The parts one after the other, with their SHA-256, 32 bytes, behind them.
+    """Concatenate the parts and append their SHA-256 (32 bytes).
 
     >>> len(seal(b"abc")), seal(b"a", b"bc") == seal(b"abc")
     (35, True)
@@ -26,7 +26,7 @@ def seal(*parts: bytes | memoryview) -> bytes:
 
 
 def read_sealed(path: Path) -> memoryview:
-    """The data of a file that ``seal`` closed; a file that is torn, damaged or not of this kind is refused.
+    """Read a file written with ``seal`` and return its data; raises ``HelmscopeError`` if the checksum is wrong.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -37,21 +37,21 @@ def read_sealed(path: Path) -> memoryview:
     with explained(f"read {path}"):
         data = memoryview(path.read_bytes())
     if hashlib.sha256(data[:-32]).digest() != data[-32:]:
-        raise HelmscopeError(f"cannot read {path}: it is truncated or damaged, or something else wrote it")
+        raise HelmscopeError(f"cannot read {path}: it is truncated, damaged or not written by helmscope")
     return data[:-32]
 
 
 def encode_netcdf(dataset: xr.Dataset, action: str) -> bytes | memoryview:
-    """A netCDF file in memory; equal Datasets give equal bytes. What netCDF cannot hold is refused with
-    "cannot ACTION: REASON".
+    """Encode a Dataset as a netCDF file in memory; equal Datasets give equal bytes. Raises ``HelmscopeError``
+    "cannot ACTION: REASON" if netCDF cannot represent it.
 
     >>> import xarray as xr
     >>> bytes(encode_netcdf(xr.Dataset({"energy": 0.5}), "keep the energy")[1:4])
     b'HDF'
     """
     checked = as_dataset(dataset)
-    # in memory, because HDF5 that writes to a full disk ends the process with a segmentation fault; without the
-    # encoding of the file a Dataset came from, which would round its values or change the bytes
+    # in memory, because HDF5 crashes the process with a segmentation fault when it writes to a full disk; without the
+    # encoding of the file that the Dataset was read from, which would round its values or change the bytes
     try:
         return checked.drop_encoding().to_netcdf(engine="h5netcdf")
     except Exception as error:
@@ -59,8 +59,8 @@ def encode_netcdf(dataset: xr.Dataset, action: str) -> bytes | memoryview:
 
 
 def load_netcdf(path: Path) -> xr.Dataset:
-    """The Dataset of a netCDF file whose seal was checked, in memory, with the file closed. HDF5 ignores what stands
-    behind the end of its data.
+    """Load a netCDF file, whose checksum was already verified, into memory and close it. HDF5 ignores the bytes after
+    the end of its data.
 
     >>> load_netcdf(Path("none.nc"))
     Traceback (most recent call last):
@@ -75,7 +75,7 @@ def load_netcdf(path: Path) -> xr.Dataset:
 
 
 def as_dataset(value: xr.Dataset) -> xr.Dataset:
-    """``value`` if it is a Dataset.
+    """``value`` if it is an xarray Dataset; raises ``HelmscopeError`` otherwise.
 
     >>> as_dataset({"energy": 0.5})
     Traceback (most recent call last):

@@ -1,4 +1,4 @@
-"""JSON with one spelling on the way out and no tolerance on the way in."""
+"""Canonical JSON encoding and strict decoding."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ Reader = Callable[[str, object], Any]
 
 
 def encode(value: object, what: str) -> bytes:
-    """``value`` as UTF-8 JSON: sorted keys, indent 2, a newline at the end; equal values give equal bytes.
+    """Encode ``value`` as UTF-8 JSON: sorted keys, indent 2, a newline at the end; equal values give equal bytes.
 
-    NaN, infinity and every type that JSON does not know are refused, with ``what`` as the name. A file name that is
-    not UTF-8 reaches Python as lone surrogates; they are written as \\\\udcXX escapes and read back as they were.
+    Raises a ``HelmscopeError`` that names ``what`` for NaN, infinity and types that JSON does not have. A file name
+    that is not UTF-8 reaches Python as lone surrogates; they are written as \\\\udcXX escapes and decoded unchanged.
 
     >>> encode({"b": 1, "a": "é"}, "numbers").decode()
     '{\\n  "a": "é",\\n  "b": 1\\n}\\n'
@@ -30,33 +30,33 @@ def encode(value: object, what: str) -> bytes:
 
 
 def decode(data: bytes, what: str) -> object:
-    """The value of UTF-8 JSON. Refused, with ``what`` as its name: broken text, a key that stands twice, NaN.
+    """Decode UTF-8 JSON. Raises a ``HelmscopeError`` that names ``what`` for invalid JSON, repeated keys and NaN.
 
     >>> decode(b'{"a": 1, "a": 2}', "manifest.json")
     Traceback (most recent call last):
-    helmscope.types.HelmscopeError: manifest.json is not valid JSON: the key 'a' stands twice
+    helmscope.types.HelmscopeError: manifest.json is not valid JSON: the key 'a' appears twice
     """
     try:
-        return json.loads(data.decode("utf-8"), object_pairs_hook=_once, parse_constant=_no_constant)
+        return json.loads(data.decode("utf-8"), object_pairs_hook=_unique_keys, parse_constant=_reject_constant)
     except (ValueError, RecursionError) as error:
         raise HelmscopeError(f"{what} is not valid JSON: {error}") from error
 
 
-def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    seen: dict[str, object] = {}
+def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    decoded: dict[str, object] = {}
     for key, value in pairs:
-        if key in seen:
-            raise ValueError(f"the key {key!r} stands twice")
-        seen[key] = value
-    return seen
+        if key in decoded:
+            raise ValueError(f"the key {key!r} appears twice")
+        decoded[key] = value
+    return decoded
 
 
-def _no_constant(text: str) -> None:
-    raise ValueError(f"{text} is no JSON number")
+def _reject_constant(text: str) -> None:
+    raise ValueError(f"{text} is not a JSON number")
 
 
 def record(raw: object, readers: Mapping[str, Reader], what: str) -> dict[str, Any]:
-    """The values of a JSON object that must have exactly the keys of ``readers``, each passed through its reader.
+    """The values of a JSON object, each converted by its reader; the keys must be exactly those of ``readers``.
 
     >>> record({"nmae": "a"}, {"name": text}, "x.json")
     Traceback (most recent call last):
@@ -73,7 +73,7 @@ def record(raw: object, readers: Mapping[str, Reader], what: str) -> dict[str, A
 
 
 def text(name: str, value: object) -> str:
-    """``value`` if it is a str.
+    """``value`` if it is a str; raises ``HelmscopeError`` otherwise.
 
     >>> text("device", "cpu")
     'cpu'
@@ -84,8 +84,8 @@ def text(name: str, value: object) -> str:
 
 
 def plain(name: str, value: object) -> Any:
-    """A copy of ``value`` that JSON gives back unchanged: None, bool, int, finite float, str, lists and mappings with
-    str keys, at any depth. A tuple becomes a list.
+    """A copy of ``value`` that survives a JSON round trip unchanged: None, bool, int, finite float, str, lists and
+    mappings with str keys, nested to any depth; a tuple becomes a list. Raises ``HelmscopeError`` for other types.
 
     >>> plain("parameters", {"times": (1, 2.5)})
     {'times': [1, 2.5]}
