@@ -1,5 +1,6 @@
 """Edits inside attention: of query, key and value (``Perturb``, which takes states and writes too), of the weights
-(``Reweigh``), of single heads (``AblateHead``) and single keys (``MaskKeys``).
+(``Reweigh``), of single heads (``AblateHead``) and single keys (``MaskKeys``). All but the last are made in
+cross-attention too, by their ``site``.
 """
 
 from __future__ import annotations
@@ -68,15 +69,17 @@ class Perturb(SiteEdit):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Reweigh(SiteEdit):
-    """The attention weights (rows, heads, n, n) of a layer go through ``function``; the output follows from them.
+    """The attention weights (rows, heads, n, n) of a layer go through ``function``; the output follows from them. At
+    Site.CROSS_WEIGHTS they are those of cross-attention, (rows, heads, n, m).
 
     >>> Reweigh([0], function=torch.clone)
     Reweigh(layers=[0])
     """
 
+    allowed = (Site.WEIGHTS, Site.CROSS_WEIGHTS)
     layers: Sequence[int] | None = None
     function: Callable[[Tensor], Tensor] = torch.clone
-    site = Site.WEIGHTS
+    site: Site = Site.WEIGHTS
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -90,15 +93,17 @@ class Reweigh(SiteEdit):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class AblateHead(SiteEdit):
-    """What some heads read is 0: they write nothing but the output matrix's bias.
+    """What some heads read is 0: they write nothing but the output matrix's bias. At Site.CROSS_HEADS they are heads of
+    cross-attention.
 
     >>> AblateHead([2], heads=[0, 5])
     AblateHead(layers=[2], heads=[0, 5])
     """
 
+    allowed = (Site.HEADS, Site.CROSS_HEADS)
     layers: Sequence[int] | None = None
     heads: Sequence[int] = ()
-    site = Site.HEADS
+    site: Site = Site.HEADS
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -108,9 +113,9 @@ class AblateHead(SiteEdit):
         """Refuse heads that a layer does not have."""
         super().check(anatomy)
         for number, layer in enumerate(anatomy.layers):
-            if layer.heads is not None and self.acts(number) and max(self.heads) >= layer.heads:
-                last = layer.heads - 1
-                raise HelmscopeError(f"heads holds {max(self.heads)}, but layer {number} has heads 0 to {last}")
+            count = layer.heads if self.site is Site.HEADS else layer.cross_heads
+            if count is not None and self.acts(number) and max(self.heads) >= count:
+                raise HelmscopeError(f"heads holds {max(self.heads)}, but layer {number} has heads 0 to {count - 1}")
 
     def new(self, value: Tensor, context: Context) -> Tensor:
         """Without these heads."""
