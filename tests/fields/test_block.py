@@ -378,6 +378,10 @@ def test_an_mlp_alone_is_a_field():
         (lambda: Block(SA(beta=1.0), torch.nn.Linear(2, 2)), "mlp is .*but it must be an MLP or a GatedMLP"),
         (lambda: Block(SA(beta=1.0), relu_mlp(), placement=PostNorm), "placement is .*such as PreNorm"),
         (lambda: Block(SA(beta=1.0), relu_mlp(), parallel=1), "parallel is 1, but it must be True or False"),
+        (
+            lambda: Block(SA(beta=1.0), relu_mlp()).write(Half.CROSS, tokens(N, D)),
+            "half is Half.CROSS, but .*two halves",
+        ),
         (lambda: PreNorm(mlp_norm=torch.nn.LayerNorm(3)), "mlp_norm is .*UnitNorm"),
         (lambda: NGPT(attention_rate=-1.0), "attention_rate is -1.0, but it must be a finite number >= 0"),
         (lambda: NGPT(mlp_rate=torch.tensor([1.0, math.nan])), "an entry of mlp_rate is nan"),

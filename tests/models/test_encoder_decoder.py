@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers as tf
 
+from helmscope.intervene.attention import AblateHead, Perturb, Reweigh
 from helmscope.intervene.change import changed
 from helmscope.intervene.edit import Edit
 from helmscope.intervene.states import Ablate, Add, Patch
@@ -238,6 +239,19 @@ def test_edits_inside_cross_attention(family):
     same = recording.under(Edit(Site.CROSS_HEADS, [2], lambda heads: value.transpose(1, 2)))
     assert (same.logits() - alone.logits()).abs().max() <= 1e-12 * alone.logits().abs().max()
     assert torch.equal(recording.under(Edit(Site.CROSS_KEY, None, lambda key: None)).logits(), recording.logits())
+    # heads and weights by the edits that have names
+    keep = torch.tensor([1.0, 0.0, 1.0, 1.0], dtype=F64)[:, None]
+    ablated = recording.under(AblateHead([1], heads=[1], site=Site.CROSS_HEADS))
+    by_hand = recording.under(Edit(Site.CROSS_HEADS, [1], lambda heads: keep * heads))
+    assert torch.equal(ablated.logits(), by_hand.logits())
+    even = recording.under(
+        Reweigh([0], function=lambda rows: rows.new_full(rows.shape, 1 / 11), site=Site.CROSS_WEIGHTS)
+    )
+    assert (even.cross_kernel(layer=0) - 1 / 11).abs().max() <= 1e-15
+    noisy = recording.under(Perturb([0], site=Site.CROSS_QUERY, sigma=1.0))
+    assert (noisy.cross_kernel(layer=0) - recording.cross_kernel(layer=0)).abs().max() > 1e-3
+    with pytest.raises(HelmscopeError, match="heads holds 4, but layer 0 has heads 0 to 3"):
+        recording.under(AblateHead([0], heads=[4], site=Site.CROSS_HEADS))
 
 
 @pytest.mark.parametrize("family", TWO)

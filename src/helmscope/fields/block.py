@@ -134,6 +134,8 @@ class Block(Field):
         self, half: Half, y: Float[Tensor, "*batch n d"], weights: Tensor | None = None, *, t: Time = 0.0
     ) -> Float[Tensor, "*batch n d"]:
         """What one half adds to the state y."""
+        if half is Half.CROSS:
+            raise HelmscopeError("half is Half.CROSS, but a simulated block has two halves: ATTENTION and MLP")
         part = self.attention if half is Half.ATTENTION else self.mlp
         return self.placement.write(half, part.ambient(self.placement.read(half, y), t=t, weights=weights), y)
 

@@ -1,5 +1,6 @@
 """Edits inside attention: noise on queries, keys and values (``Perturb``, also on states and writes), changed attention
-weights (``Reweigh``), ablated heads (``AblateHead``) and masked keys (``MaskKeys``).
+weights (``Reweigh``), ablated heads (``AblateHead``) and masked keys (``MaskKeys``). All but the last also edit
+cross-attention, by their ``site``.
 """
 
 from __future__ import annotations
@@ -69,15 +70,16 @@ class Perturb(SiteEdit):
 @dataclass(frozen=True, eq=False, repr=False)
 class Reweigh(SiteEdit):
     """Replace the attention weights (rows, heads, n, n) of a layer by ``function(weights)``; the output of attention is
-    computed from the new weights.
+    computed from the new weights. At Site.CROSS_WEIGHTS they are those of cross-attention, (rows, heads, n, m).
 
     >>> Reweigh([0], function=torch.clone)
     Reweigh(layers=[0])
     """
 
+    allowed = (Site.WEIGHTS, Site.CROSS_WEIGHTS)
     layers: Sequence[int] | None = None
     function: Callable[[Tensor], Tensor] = torch.clone
-    site = Site.WEIGHTS
+    site: Site = Site.WEIGHTS
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -91,8 +93,8 @@ class Reweigh(SiteEdit):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class AblateHead(SiteEdit):
-    """What some heads read is 0: they write nothing but the output matrix's bias. A single head may be given by
-    ``layer`` and ``head``, as ``head("L2H5")`` names it.
+    """Set the output of some heads to 0, so that they write only the bias of the output matrix. At Site.CROSS_HEADS they
+    are heads of cross-attention. A single head may be given by ``layer`` and ``head``, as ``head("L2H5")`` names it.
 
     >>> AblateHead([2], heads=[0, 5])
     AblateHead(layers=[2], heads=[0, 5])
@@ -100,11 +102,12 @@ class AblateHead(SiteEdit):
     AblateHead(layers=[2], heads=[5])
     """
 
+    allowed = (Site.HEADS, Site.CROSS_HEADS)
     layers: Sequence[int] | None = None
     heads: Sequence[int] = ()
+    site: Site = Site.HEADS
     layer: InitVar[int | None] = None
     head: InitVar[int | None] = None
-    site = Site.HEADS
 
     def __post_init__(self, layer: int | None, head: int | None) -> None:
         for one, number, several, given in (
@@ -122,9 +125,9 @@ class AblateHead(SiteEdit):
         """Raise ``HelmscopeError`` if a layer does not have one of the heads."""
         super().check(anatomy)
         for number, layer in enumerate(anatomy.layers):
-            if layer.heads is not None and self.acts(number) and max(self.heads) >= layer.heads:
-                last = layer.heads - 1
-                raise HelmscopeError(f"heads holds {max(self.heads)}, but layer {number} has heads 0 to {last}")
+            count = layer.heads if self.site is Site.HEADS else layer.cross_heads
+            if count is not None and self.acts(number) and max(self.heads) >= count:
+                raise HelmscopeError(f"heads holds {max(self.heads)}, but layer {number} has heads 0 to {count - 1}")
 
     def new(self, value: Tensor, context: Context) -> Tensor:
         """The value with these heads set to 0."""

@@ -16,7 +16,7 @@ from torch import nn
 
 from helmscope.geometry.arithmetic import full_precision
 from helmscope.models.overhear import Overhearing, rows_of_weights
-from helmscope.models.stacks import stacks_of
+from helmscope.models.stacks import Stacks, stacks_of
 from helmscope.models.tap import Attended, Call, can_be_tapped, tapped
 from helmscope.types import HelmscopeError
 
@@ -111,7 +111,7 @@ def _forward(model: Any, inputs: Mapping[str, Tensor], overhearing: Overhearing 
         for block in blocks:
             stack.enter_context(_hooked(block, found, overhearing))
         memory = None if stacks is None else stack.enter_context(output_of(stacks.encoder))
-        stack.enter_context(tapped(model, _Ear(found, None if stacks is None else stacks.encoder)))
+        stack.enter_context(tapped(model, _Ear(found, stacks)))
         if overhearing is not None:
             stack.enter_context(overhearing)
         more = {} if overhearing is None else {"output_attentions": True}
@@ -219,9 +219,12 @@ def _stray(call: Call) -> HelmscopeError:
 class _Ear:
     """Notes the attention of the block that is under way; that of the encoder is left to the encoder."""
 
-    def __init__(self, found: list[LayerProbe], encoder: nn.Module | None) -> None:
+    def __init__(self, found: list[LayerProbe], stacks: Stacks | None) -> None:
         self.found = found
-        self.elsewhere = set() if encoder is None else {id(module) for module in encoder.modules()}
+        self.elsewhere = set[int]()
+        if stacks is not None:  # what both stacks use cannot be told apart, and is refused as attention out of place
+            encoder, decoder = ({id(part) for part in each.modules()} for each in (stacks.encoder, stacks.decoder))
+            self.elsewhere = encoder - decoder
 
     def before(self, call: Call) -> Call:
         return call
