@@ -96,7 +96,7 @@ def choose(request: Request) -> Kernel:
 
 
 def _best(request: Request) -> Kernel:
-    if request.key.shape[-2] <= MOST_STORED or request.settle is not None:
+    if request.tokens <= MOST_STORED or request.settle is not None:
         return _DENSE
     if _HARMONIC.lacks(request) is None and _HARMONIC.pays(request):
         return _HARMONIC

@@ -27,7 +27,7 @@ class Dense:
 
     def refuses(self, request: Request) -> str | None:
         """It stores n x n pairs."""
-        n = request.key.shape[-2]
+        n = request.tokens
         if n > MOST_STORED and request.settle is None:
             return f"n is {n}, and it stores the n x n pairs of at most {MOST_STORED} tokens: take Streaming()"
         return None
@@ -63,12 +63,12 @@ def raw_logits(request: Request) -> Float[Tensor, "*batch n n"]:
 @full_precision
 def logits(
     query: Float[Tensor, "*batch n d"],
-    key: Float[Tensor, "*batch n d"],
+    key: Float[Tensor, "*batch m d"],
     *,
-    bias: Float[Tensor, "n n"] | None = None,
+    bias: Float[Tensor, "n m"] | None = None,
     causal: bool = False,
-    weights: Float[Tensor, "*batch n"] | None = None,
-) -> Float[Tensor, "*batch n n"]:
+    weights: Float[Tensor, "*batch m"] | None = None,
+) -> Float[Tensor, "*batch n m"]:
     """l_ij = <query_i, key_j> + bias_ij, and -inf where token i does not see token j: later tokens under a causal
     mask, tokens of weight 0.
 
@@ -108,10 +108,10 @@ def _later(n: int, device: torch.device) -> Bool[Tensor, "n n"]:
 
 
 def attention_sum(
-    pairs: Float[Tensor, "*batch n n"],
-    value: Float[Tensor, "*batch n d"],
+    pairs: Float[Tensor, "*batch n m"],
+    value: Float[Tensor, "*batch m d"],
     *,
-    weights: Float[Tensor, "*batch n"] | None = None,
+    weights: Float[Tensor, "*batch m"] | None = None,
     skip_self: bool | Bool[Tensor, "*heads 1 1"] = False,
 ) -> AttentionSum:
     """Sum m_j e^{l_ij} v_j over the keys j, and m_j e^{l_ij}, for logits ``pairs`` and weights m (1 where None).
@@ -124,24 +124,26 @@ def attention_sum(
     tensor([[2.],
             [2.]])
     """
+    if skip_self is False:
+        terms, shift = _terms(pairs, weights, 0.0)
+        return AttentionSum(_product(terms, value), shift, terms.sum(-1, keepdim=True), shift)
     own = pairs.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
-    summed = pairs
-    if skip_self is not False:
-        itself = torch.eye(pairs.shape[-1], dtype=torch.bool, device=pairs.device)
-        summed = pairs.masked_fill(itself & skip_self, -torch.inf)
-    # the scales are constants to autograd: they cancel, so the gradient is exact without them
-    highest = summed.detach().amax(-1, keepdim=True)
     own_level = own.detach()
+    itself = torch.eye(pairs.shape[-1], dtype=torch.bool, device=pairs.device)
     floor = torch.where(own_level > -torch.inf, own_level, 0.0)
-    shift = torch.where(highest > -torch.inf, highest, floor)
-    terms = torch.exp(summed - shift)
+    terms, shift = _terms(pairs.masked_fill(itself & skip_self, -torch.inf), weights, floor)
+    mass_shift = torch.maximum(shift, own_level)
+    own_mass = torch.exp(own - mass_shift) * skip_self
     if weights is not None:
-        terms = terms * weights.unsqueeze(-2)
-    mass, mass_shift = terms.sum(-1, keepdim=True), shift
-    if skip_self is not False:
-        mass_shift = torch.maximum(shift, own_level)
-        own_mass = torch.exp(own - mass_shift) * skip_self
-        if weights is not None:
-            own_mass = own_mass * weights.unsqueeze(-1)
-        mass = mass * torch.exp(shift - mass_shift) + own_mass
+        own_mass = own_mass * weights.unsqueeze(-1)
+    mass = terms.sum(-1, keepdim=True) * torch.exp(shift - mass_shift) + own_mass
     return AttentionSum(_product(terms, value), shift, mass, mass_shift)
+
+
+def _terms(pairs: Tensor, weights: Tensor | None, floor: Tensor | float) -> tuple[Tensor, Tensor]:
+    """m_j e^{l_ij - shift_i} and the shift, the highest logit, or ``floor`` where a query sees no key."""
+    # the scales are constants to autograd: they cancel, so the gradient is exact without them
+    highest = pairs.detach().amax(-1, keepdim=True)
+    shift = torch.where(highest > -torch.inf, highest, floor)
+    terms = torch.exp(pairs - shift)
+    return terms if weights is None else terms * weights.unsqueeze(-2), shift

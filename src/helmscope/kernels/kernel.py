@@ -53,13 +53,15 @@ class Request:
     e^{beta (1 - <x_i, x_j>)} times larger than the others and would swallow their digits. It may differ among heads.
     ``beta`` is given where query = beta key and value = key; kernels that need unit vectors look.
     ``settle`` is what a field makes of the whole matrix of logits before it is summed; few kernels can.
+    Queries may be those of another cloud, n tokens that see m others: then no token is its own key, and ``causal``,
+    ``skip_self`` and ``beta`` are left as they are.
     """
 
     query: Float[Tensor, "*batch n r"]
-    key: Float[Tensor, "*batch n r"]
-    value: Float[Tensor, "*batch n d"]
-    weights: Float[Tensor, "*batch n"] | None = None
-    bias: Float[Tensor, "*heads n n"] | None = None
+    key: Float[Tensor, "*batch m r"]
+    value: Float[Tensor, "*batch m d"]
+    weights: Float[Tensor, "*batch m"] | None = None
+    bias: Float[Tensor, "*heads n m"] | None = None
     causal: bool = False
     skip_self: bool | Bool[Tensor, "*heads 1 1"] = False
     beta: float | None = None
@@ -71,9 +73,14 @@ class Request:
         given = (self.query, self.key, self.value, self.weights, self.bias)
         return [part for part in given if part is not None]
 
+    @property
+    def tokens(self) -> int:
+        """How many there are, of the larger cloud where there are two."""
+        return max(self.query.shape[-2], self.key.shape[-2])
+
     def system(self, batch: torch.Size, k: int) -> Request:
         """System number ``k`` of a batch alone, without batch axes, and ``skip_self`` a bool."""
-        n = self.query.shape[-2]
+        n, m = self.query.shape[-2], self.key.shape[-2]
         at = tuple(int(i) for i in torch.unravel_index(torch.tensor(k, device="cpu"), batch)) if batch else ()
         skip = self.skip_self
         return replace(
@@ -81,8 +88,8 @@ class Request:
             query=self.query[at],
             key=self.key[at],
             value=self.value[at],
-            weights=None if self.weights is None else self.weights.expand(*batch, n)[at],
-            bias=None if self.bias is None else self.bias.expand(*batch, n, n)[at],
+            weights=None if self.weights is None else self.weights.expand(*batch, m)[at],
+            bias=None if self.bias is None else self.bias.expand(*batch, n, m)[at],
             skip_self=skip if isinstance(skip, bool) else bool(skip.expand(*batch, 1, 1)[at]),
         )
 

@@ -67,13 +67,12 @@ class Streaming:
     def _one(self, given: Request) -> AttentionSum:
         """One system: no batch axes, and ``skip_self`` a bool."""
         block = BLOCK.get(given.query.device.type, BLOCK["cpu"]) if self.block is None else self.block
-        own = (given.query * given.key).sum(-1, keepdim=True)
-        own = own if given.bias is None else own + given.bias.diagonal().unsqueeze(-1)
-        ones = torch.ones_like(own)
+        ones = torch.ones_like(given.key[:, :1])
         mass = ones if given.weights is None else given.weights.unsqueeze(-1)
-        hidden = torch.where(mass == 0, NOTHING, 0.0).to(own)
+        hidden = torch.where(mass == 0, NOTHING, 0.0).to(ones)
+        own = _own(given) + hidden if given.skip_self else torch.full_like(given.query[:, :1], NOTHING)
         shift = _shift(given, own.detach(), hidden, block)
-        query = torch.cat([given.query, -shift, ones], -1)
+        query = torch.cat([given.query, -shift, torch.ones_like(shift)], -1)
         key = torch.cat([given.key, ones, hidden], -1).mT.contiguous()
         value = mass * torch.cat([given.value, ones], -1)
         again = given.needs_gradient and not transformed()
@@ -85,9 +84,15 @@ class Streaming:
         total, others = found[:, :-1], found[:, -1:]
         if not given.skip_self:
             return AttentionSum(total, shift, others, shift)
-        mass_shift = torch.maximum(shift, (own + hidden).detach())
-        seen = others * torch.exp(shift - mass_shift) + mass * torch.exp(own + hidden - mass_shift)
+        mass_shift = torch.maximum(shift, own.detach())
+        seen = others * torch.exp(shift - mass_shift) + mass * torch.exp(own - mass_shift)
         return AttentionSum(total, shift, seen, mass_shift)
+
+
+def _own(given: Request) -> Float[Tensor, "n 1"]:
+    """l_ii, the logit of every token for itself."""
+    own = (given.query * given.key).sum(-1, keepdim=True)
+    return own if given.bias is None else own + given.bias.diagonal().unsqueeze(-1)
 
 
 def _shift(given: Request, own: Tensor, hidden: Tensor, block: tuple[int, int]) -> Float[Tensor, "n 1"]:
@@ -99,7 +104,7 @@ def _shift(given: Request, own: Tensor, hidden: Tensor, block: tuple[int, int]) 
         bound: Tensor = torch.linalg.vector_norm(query, dim=-1, keepdim=True) * longest
         if bool(2 * bound.amax() <= RANGE[query.dtype]):
             return bound
-    query = torch.cat([query, torch.ones_like(own)], -1)
+    query = torch.cat([query, torch.ones_like(query[:, :1])], -1)
     key = torch.cat([key, hidden], -1).mT.contiguous()
     tops = []
     for rows in _parts(len(query), block[0]):
@@ -108,7 +113,7 @@ def _shift(given: Request, own: Tensor, hidden: Tensor, block: tuple[int, int]) 
             top = torch.maximum(top, _levels(query[rows], key, given, rows, columns).amax(-1, keepdim=True))
         tops.append(top)
     highest = torch.cat(tops)
-    floor = torch.where(own + hidden > NOTHING / 2, own, 0.0)  # of a token that sees nobody else
+    floor = torch.where(own > NOTHING / 2, own, 0.0)  # of a token that sees nobody else
     return torch.where(highest < NOTHING / 2, floor, highest)  # NaN stays
 
 
