@@ -9,8 +9,14 @@ import torch
 
 import helmscope as hs
 from attention_cases import normal, tokens
+from helmscope.fields.field import as_field
 from helmscope.fields.lowrank import LowRank
 from helmscope.fields.multihead import MultiHead
+from helmscope.kernels.choose import token_sum, using
+from helmscope.kernels.dense import Dense
+from helmscope.kernels.flash import Flash
+from helmscope.kernels.kernel import Request
+from helmscope.kernels.streaming import Streaming
 from helmscope.types import HelmscopeError
 
 F64 = torch.float64
@@ -152,3 +158,117 @@ def test_bad_input_is_refused_with_one_sentence(call, said):
     with pytest.raises(HelmscopeError, match=said) as caught:
         call()
     assert "\n" not in str(caught.value)
+
+
+# A second cloud through the kernels -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("n", "m"), [(2_100, 5), (7, 2_100)])
+def test_large_clouds_store_no_pairs_and_give_the_loops(n, m):
+    x, y = tokens(n, 4), tokens(m, 4, seed=1)
+    weights = (normal(m, seed=3) + 1).clamp(min=0)
+    field = hs.CrossAttention(3.0, y, query_key=B, value=V, context_weights=weights)
+    with using() as kernels:
+        seen = field.ambient(x[None])[0]
+    assert kernels == {"Streaming"}
+    rows = x[[0, n // 2, n - 1]]
+    logits = [[3.0 * dot((B.mT @ i).tolist(), j.tolist()) for j in y] for i in rows]
+    expected = softmax_by_loops(logits, (y @ V.mT).tolist(), weights.tolist())
+    assert (seen[[0, n // 2, n - 1]] - expected).abs().max() < 1e-12  # measured 1e-15
+
+
+@pytest.mark.parametrize("kernel", [Dense(), Streaming(), Streaming(block=(2, 3))])
+@pytest.mark.parametrize(("n", "m"), [(5, 7), (7, 5)])
+def test_every_kernel_takes_a_second_cloud(kernel, n, m):
+    """Weights, one of them 0, and a bias that hides all keys from the first query, in a batch."""
+    query, key, value = normal(2, n, 4, seed=1), normal(2, m, 4, seed=2), normal(2, m, 3, seed=3)
+    weights = torch.tensor([1.0, 2.0, 0.0, 0.5, 1.0, 1.0, 3.0], dtype=F64)[:m]
+    bias = normal(n, m, seed=4)
+    bias[0] = -math.inf
+    with using(kernel):
+        sums = token_sum(Request(query, key, value, weights=weights, bias=bias))
+    assert sums.mean[:, 0].abs().max() == 0
+    for k in range(2):
+        logits = [[dot(i.tolist(), j.tolist()) for j in key[k]] for i in query[k]]
+        shifted = (torch.tensor(logits, dtype=F64) + bias)[1:].tolist()
+        expected = softmax_by_loops(shifted, value[k].tolist(), weights.tolist())
+        assert (sums.mean[k, 1:] - expected).abs().max() < 1e-12  # measured 1e-15
+        mass = [math.log(sum(w * math.exp(z) for w, z in zip(weights.tolist(), row, strict=True))) for row in shifted]
+        assert sums.log_mass[k, 1:, 0].tolist() == pytest.approx(mass, rel=1e-12)
+
+
+@pytest.mark.parametrize("kernel", [Dense(), Streaming()])
+def test_a_second_cloud_has_its_gradient(kernel):
+    x, y = tokens(3, 4), tokens(5, 4, seed=1)
+
+    def f(x, y, b):
+        with using(kernel):
+            return hs.CrossAttention(2.0, y, query_key=b).ambient(x[None])
+
+    given = [each.clone().requires_grad_() for each in (x, y, B)]
+    assert torch.autograd.gradcheck(f, given)
+
+
+def test_flash_takes_one_cloud():
+    x = torch.zeros(4, 3)
+    assert Flash().refuses(Request(x, x[:2], x[:2])) == "it takes queries and keys of one cloud"
+
+
+# One field per layer: scales, maps, and a field behind its method -----------------------------------------------------
+
+
+def test_layers_whose_velocity_leaves_the_dtype_have_displacements():
+    """e^97 is no float32, but the displacement over 1e-43 is; each system by the layer at its own time."""
+    x = torch.stack([tokens(3, 4), tokens(3, 4, seed=1)]).float()
+    x[:, 1] = torch.nn.functional.normalize(x[:, 0] + 0.1 * x[:, 2], dim=-1)
+    layers = [hs.USA(beta=100.0), hs.SA(beta=1.0), hs.USA(beta=98.0)]
+    field, h = hs.Depthwise(layers), torch.full((2, 1, 1), 1e-43, dtype=F64)
+    assert not layers[0].velocity(x).isfinite().all()
+    assert torch.equal(field.displacement(x, h, t=0.5), layers[0].displacement(x, h))
+    times = torch.tensor([2.5, 0.5], dtype=F64)[:, None, None]
+    each = field.displacement(x, h, t=times)
+    assert torch.equal(each[:1], layers[2].displacement(x[:1], h[:1]))
+    assert torch.equal(each[1:], layers[0].displacement(x[1:], h[1:]))
+    assert each.isfinite().all()
+    assert each.abs().max() > 1e-6
+
+
+def test_layers_whose_velocity_leaves_the_dtype_are_integrated():
+    x = torch.stack([tokens(3, 4), tokens(3, 4, seed=1)]).float()
+    x[:, 1] = torch.nn.functional.normalize(x[:, 0] + 0.1 * x[:, 2], dim=-1)
+    stepper = hs.DormandPrince()
+    alone = hs.integrate(hs.USA(beta=100.0), x, [3e-44], stepper=stepper)
+    stack = hs.integrate(hs.Depthwise([hs.USA(beta=100.0), hs.SA(beta=1.0)]), x, [3e-44], stepper=stepper)
+    assert stack.outcome.ok
+    torch.testing.assert_close(stack.states, alone.states, rtol=0, atol=1e-5)
+    assert not torch.equal(stack.states[-1], x)
+
+
+def test_a_map_has_no_velocity_wherever_it_stands():
+    mlp = hs.MLP(w_in=torch.eye(4, dtype=F64), w_out=torch.eye(4, dtype=F64), activation=hs.activations.ReLU())
+    block = hs.Block(hs.SA(beta=1.0), mlp, placement=hs.PostNorm(attention_norm=hs.LayerNorm()))
+    assert block.only_layers
+    for field in (block, hs.Depthwise([block, block])):
+        with pytest.raises(HelmscopeError, match=rf"^field is {field.name}, a map that .* no velocity: call layer$"):
+            field(tokens(3, 4))
+
+
+def test_a_field_is_known_behind_its_velocity():
+    class Half(hs.SA):
+        def velocity(self, x, weights=None, *, t=0.0):
+            return super().velocity(x, weights, t=t) / 2
+
+        @property
+        def whole(self):
+            return super().velocity
+
+    field = hs.SA(beta=1.0)
+    assert as_field(field.velocity) is field
+    assert as_field(field.__call__) is field
+    assert as_field(field.velocity).autonomous
+    assert as_field(Half(beta=1.0).whole) is not field
+    plain = as_field(Half(beta=1.0).whole)
+    x = tokens(3, 4)
+    torch.testing.assert_close(plain.velocity(x), field.velocity(x))  # not what the subclass makes of it
+    far = hs.integrate(field.velocity, x, [1e5])
+    assert far.outcome.statuses == (hs.Status.AT_REST,)

@@ -123,6 +123,11 @@ def test_the_largest_matrix_of_a_field(field, shape, entries):
     assert largest_matrix(field, torch.empty(shape, device="meta")) == entries
 
 
+def test_the_largest_matrix_of_two_clouds_has_the_pairs_of_both():
+    field = hs.CrossAttention(1.0, hs.Uniform(n=50, dim=3).sample(seed=0))
+    assert largest_matrix(field, torch.empty(2, 4, 3, device="meta")) == 2 * 4 * 50
+
+
 def test_pieces_of_phase_diagrams_are_small():
     from helmscope.observe.phase import PAIRS
 

@@ -271,11 +271,10 @@ class USA(Attention):
         total = project(x, self._valued(sums.total) / total_weight(x, weights))
         return ScaledVelocity(total, scale_of_nothing(sums.total, sums.shift))
 
-    def displacement(
-        self, x: Float[Tensor, "*batch n d"], h: Tensor, weights: Tensor | None = None, *, t: Time = 0.0
-    ) -> Float[Tensor, "*batch n d"]:
-        """h f(x), finite though the velocity may not be."""
-        return self.scaled(x, weights=weights).over(h)
+    @property
+    def overflows(self) -> bool:
+        """e^beta may leave the dtype."""
+        return True
 
     def velocity(
         self, x: Float[Tensor, "*batch n d"], weights: Tensor | None = None, *, t: Time = 0.0
@@ -301,14 +300,15 @@ class USA(Attention):
         return f"beta is {shown(self.beta)}, and the velocity leaves {x.dtype}: call .scaled(x) for it with a log scale"
 
 
-def softmax_kernel(pairs: Float[Tensor, "*batch n n"], weights: Tensor | None) -> Float[Tensor, "*batch n n"]:
+def softmax_kernel(pairs: Float[Tensor, "*batch n m"], weights: Tensor | None) -> Float[Tensor, "*batch n m"]:
     """p_ij = m_j e^{l_ij} / Z_i of logits; rows sum to 1, to 0 where all logits are -inf.
 
     >>> softmax_kernel(torch.zeros(2, 2), torch.tensor([1.0, 3.0]))
     tensor([[0.2500, 0.7500],
             [0.2500, 0.7500]])
     """
-    one_hot = torch.eye(pairs.shape[-1], dtype=pairs.dtype, device=pairs.device).expand_as(pairs)
+    keys = pairs.shape[-1]
+    one_hot = torch.eye(keys, dtype=pairs.dtype, device=pairs.device).expand(*pairs.shape[:-2], keys, keys)
     return attention_sum(pairs, one_hot, weights=weights).mean
 
 

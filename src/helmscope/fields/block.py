@@ -23,7 +23,7 @@ from helmscope.geometry.sphere import project
 from helmscope.types import HelmscopeError
 
 if TYPE_CHECKING:
-    from jaxtyping import Bool, Float
+    from jaxtyping import Float
     from torch import Tensor
 
     from helmscope.fields.field import Time
@@ -95,21 +95,6 @@ class Block(Field):
     def force(self) -> MLP | GatedMLP:
         """The MLP as a force on unit vectors, with the gain and bias of the norm that it reads folded in."""
         return self.placement.force(self.mlp)
-
-    def __call__(
-        self,
-        x: Float[Tensor, "*batch n d"],
-        *,
-        t: Time = 0.0,
-        weights: Float[Tensor, "*batch n"] | None = None,
-        mask: Bool[Tensor, "*batch n"] | None = None,
-    ) -> Float[Tensor, "*batch n d"]:
-        """The velocity of every token, tangent where the state is unit vectors. Bad input is a ``HelmscopeError``."""
-        if self.only_layers:
-            raise HelmscopeError(
-                "placement is PostNorm with a norm other than UnitNorm(): a map, which has no velocity; call layer"
-            )
-        return super().__call__(x, t=t, weights=weights, mask=mask)
 
     def check_size(self, x: Float[Tensor, "*batch n d"]) -> None:
         """Refuse tokens that do not fit the attention, the MLP or a norm."""

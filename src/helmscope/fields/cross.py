@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from helmscope.fields.attention import check_matrix
+from helmscope.fields.attention import check_matrix, softmax_kernel
 from helmscope.fields.field import Field, check_weights
 from helmscope.fields.lowrank import LowRank, as_dense, query_and_key
 from helmscope.fields.parameters import number_or_tensor, over_tokens
-from helmscope.geometry.arithmetic import full_precision
 from helmscope.geometry.sphere import project
-from helmscope.kernels.dense import matrix_product
+from helmscope.kernels.choose import token_sum
+from helmscope.kernels.dense import matrix_product, settled_logits
+from helmscope.kernels.kernel import Request
 from helmscope.types import HelmscopeError
 
 if TYPE_CHECKING:
@@ -32,8 +33,9 @@ class CrossAttention(Field):
     """x_i' = P_{x_i} sum_j p_ij V y_j, with the tokens y_j of ``context`` (*batch, m, d) held fixed and weighted by
     ``context_weights`` (*batch, m).
 
-    The tokens x do not see each other. ``beta``, ``query_key`` and ``value`` as in ``SA``. It stores the n x m pairs.
-    Refuses a context of another dimension, or without a token of positive weight.
+    The tokens x do not see each other. ``beta``, ``query_key`` and ``value`` as in ``SA``. Sums over the context go
+    through ``kernels/``: where either cloud has more than 2,048 tokens no n x m is stored. Refuses a context of another
+    dimension, or without a token of positive weight.
 
     >>> north = torch.tensor([[0.0, 1.0]])
     >>> CrossAttention(beta=1.0, context=north)(torch.tensor([[1.0, 0.0]]))
@@ -80,21 +82,23 @@ class CrossAttention(Field):
                 raise HelmscopeError(f"{name} has shape {tuple(given.shape)}, but tokens have dimension {d}")
         super().check_size(x)
 
-    @full_precision
-    def shares(self, x: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n m"]:
-        """p_ij, the weight of context token j for token i; rows sum to 1."""
+    def request(self, x: Float[Tensor, "*batch n d"]) -> Request:
+        """The sum over the context that makes the velocity."""
         y = self.context.to(x).expand(*x.shape[:-2], *self.context.shape[-2:])
         query, key = query_and_key(x, self.query_key)[0], query_and_key(y, self.query_key)[1]
-        logits = (over_tokens(self.beta, x) * query) @ key.mT
-        if self.context_weights is not None:
-            logits = logits + torch.log(self.context_weights.to(x)).unsqueeze(-2)
-        return torch.softmax(logits, -1)
+        weights = None if self.context_weights is None else self.context_weights.to(x)
+        return Request(over_tokens(self.beta, x) * query, key, y, weights=weights)
+
+    def shares(self, x: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n m"]:
+        """p_ij, the weight of context token j for token i; rows sum to 1. All n x m of them are stored."""
+        request = self.request(x)
+        return softmax_kernel(settled_logits(request), request.weights)
 
     def ambient(
         self, x: Float[Tensor, "*batch n d"], weights: Tensor | None = None, *, t: Time = 0.0
     ) -> Float[Tensor, "*batch n d"]:
         """sum_j p_ij V y_j, before projection; weights of the tokens x do not matter."""
-        mean = matrix_product(self.shares(x), self.context.to(x))
+        mean = token_sum(self.request(x)).mean
         return mean if self.value is None else matrix_product(mean, as_dense(self.value, x).mT)
 
     def velocity(

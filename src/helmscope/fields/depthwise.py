@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from helmscope.fields.field import Field, Space
+from helmscope.fields.field import Field, ScaledVelocity, Space
 from helmscope.fields.parameters import selected
 from helmscope.types import HelmscopeError
 
@@ -90,6 +90,21 @@ class Depthwise(Field):
         """f_{floor t}(x, t)."""
         return self._each(x, weights, t, lambda layer, y, m, s: layer.velocity(y, m, t=s))
 
+    def scaled(self, x: Float[Tensor, "*batch n d"], weights: Tensor | None = None, *, t: Time = 0.0) -> ScaledVelocity:
+        """The velocity of the layer at time t, with the log scale that it has."""
+
+        def both(layer: Field, y: Tensor, m: Tensor | None, s: Time) -> Tensor:
+            found = layer.scaled(y, m, t=s)
+            return torch.cat([found.direction, found.log_scale], -1)
+
+        found = self._each(x, weights, t, both)
+        return ScaledVelocity(found[..., :-1], found[..., -1:])
+
+    @property
+    def overflows(self) -> bool:
+        """Whether the velocity of a layer may leave the dtype."""
+        return any(layer.overflows for layer in self.layers)
+
     def ambient(
         self, x: Float[Tensor, "*batch n d"], weights: Tensor | None = None, *, t: Time = 0.0
     ) -> Float[Tensor, "*batch n d"]:
@@ -127,10 +142,10 @@ class Depthwise(Field):
         """Every system by the layer at its own time."""
         if not isinstance(t, torch.Tensor) or t.numel() == 1 or bool((t == t.flatten()[0]).all()):
             return call(self.at(float(t if not isinstance(t, torch.Tensor) else t.flatten()[0])), x, weights, t)
-        out, times = torch.empty_like(x), t.flatten()
-        index = (times + 1e-9).long().clamp(0, len(self.layers) - 1)
-        for number in sorted(set(index.tolist())):
-            rows = (index == number).nonzero().flatten()
-            layer = self.layers[number].with_parameters(selected(rows))
-            out[rows] = call(layer, x[rows], None if weights is None else weights[rows], t[rows])
-        return out
+        index = (t.flatten() + 1e-9).long().clamp(0, len(self.layers) - 1)
+        groups = [(index == number).nonzero().flatten() for number in sorted(set(index.tolist()))]
+        parts = []
+        for rows in groups:
+            layer = self.layers[int(index[rows[0]])].with_parameters(selected(rows))
+            parts.append(call(layer, x[rows], None if weights is None else weights[rows], t[rows]))
+        return torch.cat(parts)[torch.cat(groups).argsort()]

@@ -97,6 +97,11 @@ class Field(ABC):
         return True
 
     @property
+    def overflows(self) -> bool:
+        """Whether the velocity may leave the dtype: then displacements are made of ``scaled``, which a field has."""
+        return False
+
+    @property
     def only_layers(self) -> bool:
         """Whether the field is a map without a flow: its norm changes the state even where nothing is added."""
         return False
@@ -110,8 +115,10 @@ class Field(ABC):
         mask: Bool[Tensor, "*batch n"] | None = None,
     ) -> Float[Tensor, "*batch n d"]:
         """The velocity of every token at time ``t``. ``weights`` m_j >= 0 make the cloud a measure; ``mask`` is False
-        at padding, which nobody attends to. Bad input is a ``HelmscopeError``.
+        at padding, which nobody attends to. Bad input, and a map without a velocity, is a ``HelmscopeError``.
         """
+        if self.only_layers:
+            raise HelmscopeError(f"field is {self.name}, a map that has layers and no velocity: call layer")
         self.check_size(check_states(self, x, "x"))
         combined = check_weights(x, weights, mask)
         if combined is not None and not self.takes_weights:
@@ -146,6 +153,8 @@ class Field(ABC):
         self, x: Float[Tensor, "*batch n d"], h: Tensor, weights: Tensor | None = None, *, t: Time = 0.0
     ) -> Float[Tensor, "*batch n d"]:
         """h f(x, t), h (*batch, 1, 1); finite where it is, though the velocity may not be. Unchecked."""
+        if self.overflows:
+            return self.scaled(x, t=t, weights=weights).over(h)
         return h.to(x.dtype) * self.velocity(x, t=t, weights=weights)
 
     def layer(
@@ -298,11 +307,15 @@ class PlainField(Field):
 
 
 def as_field(field: object) -> Field:
-    """A field as it is, a function of tokens as a ``PlainField``; anything else is refused.
+    """A field as it is, also where its ``velocity`` is given; a function of tokens as a ``PlainField``; anything else
+    is refused.
 
     >>> as_field(torch.zeros_like).takes_weights
     False
     """
+    owner = getattr(field, "__self__", None)
+    if isinstance(owner, Field) and field in (owner.velocity, owner.__call__):
+        return owner
     return field if isinstance(field, Field) else PlainField(field)  # type: ignore[arg-type]
 
 

@@ -144,11 +144,10 @@ class MultiHead(Field):
         total = self._together(parts)
         return ScaledVelocity(project(x, total), scale_of_nothing(total, shift))
 
-    def displacement(
-        self, x: Float[Tensor, "*batch n d"], h: Tensor, weights: Tensor | None = None, *, t: Time = 0.0
-    ) -> Float[Tensor, "*batch n d"]:
-        """h f(x), finite though the velocity may not be."""
-        return self.scaled(x, weights=weights).over(h)
+    @property
+    def overflows(self) -> bool:
+        """Whether e^beta may leave the dtype: it does not where weights sum to 1."""
+        return not self.normalized
 
     def velocity(
         self, x: Float[Tensor, "*batch n d"], weights: Tensor | None = None, *, t: Time = 0.0

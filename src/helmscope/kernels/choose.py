@@ -99,7 +99,7 @@ def choose(request: Request) -> Kernel:
 
 
 def _best_kernel(request: Request) -> Kernel:
-    if request.key.shape[-2] <= MAX_DENSE_TOKENS or request.settle is not None:
+    if request.tokens <= MAX_DENSE_TOKENS or request.settle is not None:
         return _DENSE
     if _HARMONIC.refuses_without_values(request) is None and _HARMONIC.is_faster(request):
         return _HARMONIC

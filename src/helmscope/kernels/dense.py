@@ -27,7 +27,7 @@ class Dense:
 
     def refuses(self, request: Request) -> str | None:
         """Why it does not support a request; None if it does."""
-        n = request.key.shape[-2]
+        n = request.tokens
         if n > MAX_DENSE_TOKENS and request.settle is None:
             return f"n is {n}, and it stores n x n pairs for at most {MAX_DENSE_TOKENS} tokens: use Streaming()"
         return None
@@ -62,12 +62,12 @@ def raw_logits(request: Request) -> Float[Tensor, "*batch n n"]:
 @full_precision
 def logits(
     query: Float[Tensor, "*batch n d"],
-    key: Float[Tensor, "*batch n d"],
+    key: Float[Tensor, "*batch m d"],
     *,
-    bias: Float[Tensor, "n n"] | None = None,
+    bias: Float[Tensor, "n m"] | None = None,
     causal: bool = False,
-    weights: Float[Tensor, "*batch n"] | None = None,
-) -> Float[Tensor, "*batch n n"]:
+    weights: Float[Tensor, "*batch m"] | None = None,
+) -> Float[Tensor, "*batch n m"]:
     """Logits l_ij = <query_i, key_j> + bias_ij, and -inf where token i does not attend to token j: for later tokens
     under a causal mask and for tokens of weight 0.
 
@@ -109,10 +109,10 @@ def _causal_mask(n: int, device: torch.device) -> Bool[Tensor, "n n"]:
 
 
 def attention_sum(
-    pairs: Float[Tensor, "*batch n n"],
-    value: Float[Tensor, "*batch n d"],
+    pairs: Float[Tensor, "*batch n m"],
+    value: Float[Tensor, "*batch m d"],
     *,
-    weights: Float[Tensor, "*batch n"] | None = None,
+    weights: Float[Tensor, "*batch m"] | None = None,
     skip_self: bool | Bool[Tensor, "*heads 1 1"] = False,
 ) -> AttentionSum:
     """Sums of m_j e^{l_ij} v_j and of m_j e^{l_ij} over the keys j, for logits ``pairs`` and weights m (all 1 if None).
@@ -125,24 +125,26 @@ def attention_sum(
     tensor([[2.],
             [2.]])
     """
+    if skip_self is False:
+        terms, shift = _terms(pairs, weights, 0.0)
+        return AttentionSum(_product(terms, value), shift, terms.sum(-1, keepdim=True), shift)
     self_logit = pairs.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
-    summed = pairs
-    if skip_self is not False:
-        diagonal = torch.eye(pairs.shape[-1], dtype=torch.bool, device=pairs.device)
-        summed = pairs.masked_fill(diagonal & skip_self, -torch.inf)
-    # the shifts are detached: they cancel, so the gradient is exact without them
-    highest = summed.detach().amax(-1, keepdim=True)
     self_shift = self_logit.detach()
-    fallback = torch.where(self_shift > -torch.inf, self_shift, 0.0)  # for a token with no other visible key
-    shift = torch.where(highest > -torch.inf, highest, fallback)
-    terms = torch.exp(summed - shift)
+    diagonal = torch.eye(pairs.shape[-1], dtype=torch.bool, device=pairs.device)
+    fallback = torch.where(self_shift > -torch.inf, self_shift, 0.0)
+    terms, shift = _terms(pairs.masked_fill(diagonal & skip_self, -torch.inf), weights, fallback)
+    mass_shift = torch.maximum(shift, self_shift)
+    self_mass = torch.exp(self_logit - mass_shift) * skip_self
     if weights is not None:
-        terms = terms * weights.unsqueeze(-2)
-    mass, mass_shift = terms.sum(-1, keepdim=True), shift
-    if skip_self is not False:
-        mass_shift = torch.maximum(shift, self_shift)
-        self_mass = torch.exp(self_logit - mass_shift) * skip_self
-        if weights is not None:
-            self_mass = self_mass * weights.unsqueeze(-1)
-        mass = mass * torch.exp(shift - mass_shift) + self_mass
+        self_mass = self_mass * weights.unsqueeze(-1)
+    mass = terms.sum(-1, keepdim=True) * torch.exp(shift - mass_shift) + self_mass
     return AttentionSum(_product(terms, value), shift, mass, mass_shift)
+
+
+def _terms(pairs: Tensor, weights: Tensor | None, fallback: Tensor | float) -> tuple[Tensor, Tensor]:
+    """m_j e^{l_ij - shift_i} and the shift: the highest logit, or ``fallback`` for a query with no visible key."""
+    # the shifts are detached: they cancel, so the gradient is exact without them
+    highest = pairs.detach().amax(-1, keepdim=True)
+    shift = torch.where(highest > -torch.inf, highest, fallback)
+    terms = torch.exp(pairs - shift)
+    return terms if weights is None else terms * weights.unsqueeze(-2), shift

@@ -100,6 +100,8 @@ class Flash:
             return f"it takes vectors of at most {_MAX_WIDTH} coordinates, and these have {width}"
         if (request.key.shape[-2] + _MAX_WIDTH) * _padded_width(width) > 2**31:  # with rows padded to whole blocks
             return f"it takes fewer than 2^31 numbers per system, and there are {request.key.shape[-2]} tokens"
+        if request.query.shape[-2] != request.key.shape[-2]:
+            return "it takes queries and keys of one cloud"
         if request.bias is not None:
             return "it takes no bias"
         if request.settle is not None:

@@ -53,13 +53,15 @@ class Request:
     e^{beta (1 - <x_i, x_j>)} times larger than the others and would absorb their digits. It may differ between heads.
     ``beta`` is set if query = beta key and value = key; kernels for unit vectors check the norms themselves.
     ``settle`` is an optional transformation of the whole matrix of logits before it is summed; few kernels support it.
+    Queries may belong to another cloud, n tokens that attend to m others: then no token is its own key, and ``causal``,
+    ``skip_self`` and ``beta`` keep their defaults.
     """
 
     query: Float[Tensor, "*batch n r"]
-    key: Float[Tensor, "*batch n r"]
-    value: Float[Tensor, "*batch n d"]
-    weights: Float[Tensor, "*batch n"] | None = None
-    bias: Float[Tensor, "*heads n n"] | None = None
+    key: Float[Tensor, "*batch m r"]
+    value: Float[Tensor, "*batch m d"]
+    weights: Float[Tensor, "*batch m"] | None = None
+    bias: Float[Tensor, "*heads n m"] | None = None
     causal: bool = False
     skip_self: bool | Bool[Tensor, "*heads 1 1"] = False
     beta: float | None = None
@@ -71,9 +73,14 @@ class Request:
         candidates = (self.query, self.key, self.value, self.weights, self.bias)
         return [tensor for tensor in candidates if tensor is not None]
 
+    @property
+    def tokens(self) -> int:
+        """The number of tokens, of the larger cloud if there are two."""
+        return max(self.query.shape[-2], self.key.shape[-2])
+
     def system(self, batch: torch.Size, k: int) -> Request:
         """System ``k`` of a flattened batch as a request without batch axes, with ``skip_self`` as a bool."""
-        n = self.query.shape[-2]
+        n, m = self.query.shape[-2], self.key.shape[-2]
         index = tuple(int(i) for i in torch.unravel_index(torch.tensor(k, device="cpu"), batch)) if batch else ()
         skip = self.skip_self
         return replace(
@@ -81,8 +88,8 @@ class Request:
             query=self.query[index],
             key=self.key[index],
             value=self.value[index],
-            weights=None if self.weights is None else self.weights.expand(*batch, n)[index],
-            bias=None if self.bias is None else self.bias.expand(*batch, n, n)[index],
+            weights=None if self.weights is None else self.weights.expand(*batch, m)[index],
+            bias=None if self.bias is None else self.bias.expand(*batch, n, m)[index],
             skip_self=skip if isinstance(skip, bool) else bool(skip.expand(*batch, 1, 1)[index]),
         )
 

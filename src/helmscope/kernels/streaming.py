@@ -70,13 +70,14 @@ class Streaming:
         """The sums of one system: a request without batch axes, with ``skip_self`` as a bool."""
         device = request.query.device.type
         block = DEFAULT_BLOCK.get(device, DEFAULT_BLOCK["cpu"]) if self.block is None else self.block
-        self_logit = (request.query * request.key).sum(-1, keepdim=True)
-        self_logit = self_logit if request.bias is None else self_logit + request.bias.diagonal().unsqueeze(-1)
-        ones = torch.ones_like(self_logit)
+        ones = torch.ones_like(request.key[:, :1])
         weights = ones if request.weights is None else request.weights.unsqueeze(-1)
-        hidden = torch.where(weights == 0, HIDDEN_LOGIT, 0.0).to(self_logit)
-        shift = _shift(request, self_logit.detach(), hidden, block)
-        query = torch.cat([request.query, -shift, ones], -1)
+        hidden = torch.where(weights == 0, HIDDEN_LOGIT, 0.0).to(ones)
+        own = (
+            _self_logit(request) + hidden if request.skip_self else torch.full_like(request.query[:, :1], HIDDEN_LOGIT)
+        )
+        shift = _shift(request, own.detach(), hidden, block)
+        query = torch.cat([request.query, -shift, torch.ones_like(shift)], -1)
         key = torch.cat([request.key, ones, hidden], -1).mT.contiguous()
         value = weights * torch.cat([request.value, ones], -1)
         recompute = request.needs_gradient and not transformed()
@@ -90,9 +91,15 @@ class Streaming:
         total, mass = sums[:, :-1], sums[:, -1:]
         if not request.skip_self:
             return AttentionSum(total, shift, mass, shift)
-        mass_shift = torch.maximum(shift, (self_logit + hidden).detach())
-        mass = mass * torch.exp(shift - mass_shift) + weights * torch.exp(self_logit + hidden - mass_shift)
+        mass_shift = torch.maximum(shift, own.detach())
+        mass = mass * torch.exp(shift - mass_shift) + weights * torch.exp(own - mass_shift)
         return AttentionSum(total, shift, mass, mass_shift)
+
+
+def _self_logit(request: Request) -> Float[Tensor, "n 1"]:
+    """The logit l_ii of every token for itself."""
+    logit = (request.query * request.key).sum(-1, keepdim=True)
+    return logit if request.bias is None else logit + request.bias.diagonal().unsqueeze(-1)
 
 
 def _shift(request: Request, self_logit: Tensor, hidden: Tensor, block: tuple[int, int]) -> Float[Tensor, "n 1"]:
@@ -104,7 +111,7 @@ def _shift(request: Request, self_logit: Tensor, hidden: Tensor, block: tuple[in
         bound: Tensor = torch.linalg.vector_norm(query, dim=-1, keepdim=True) * longest
         if bool(2 * bound.amax() <= MAX_EXPONENT[query.dtype]):
             return bound
-    query = torch.cat([query, torch.ones_like(self_logit)], -1)
+    query = torch.cat([query, torch.ones_like(query[:, :1])], -1)
     key = torch.cat([key, hidden], -1).mT.contiguous()
     row_maxima = []
     for rows in _blocks(len(query), block[0]):
@@ -114,7 +121,7 @@ def _shift(request: Request, self_logit: Tensor, hidden: Tensor, block: tuple[in
             highest = torch.maximum(highest, logits.amax(-1, keepdim=True))
         row_maxima.append(highest)
     maximum = torch.cat(row_maxima)
-    fallback = torch.where(self_logit + hidden > HIDDEN_LOGIT / 2, self_logit, 0.0)  # if no other key is visible
+    fallback = torch.where(self_logit > HIDDEN_LOGIT / 2, self_logit, 0.0)  # if no other key is visible
     return torch.where(maximum < HIDDEN_LOGIT / 2, fallback, maximum)  # NaN is kept
 
 

@@ -61,7 +61,8 @@ def integrate(
     ``Hardmax``, gets ``Heun(0.01)``: where tokens slide along a jump no step meets a tolerance. A system that cannot
     reach its last time keeps NaN from there on, and ``outcome`` says why and what would help. One that has stopped
     moving under an adaptive stepper ends there, and its later states are that one: no token would move by more than the
-    tolerance in the time that remains, and no disturbance grow (``solve/rest.py``).
+    tolerance in the time that remains, and no disturbance grow (``solve/rest.py``). Steps of fixed size are taken up to
+    the last time, at rest or not: a terminal event such as ``ClusterMerge(radius, terminal=True)`` can end them.
 
     ``merge`` carries tokens closer than so many radians as one weighted token, which frees stiff flows from the fast
     rates inside clusters (see ``merge_tokens`` for when that is right). ``weights`` and ``mask`` make the cloud a

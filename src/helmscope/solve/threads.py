@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from helmscope.fields.block import Block
+from helmscope.fields.cross import CrossAttention
 from helmscope.fields.mlp import Force
 from helmscope.fields.multihead import MultiHead
 from helmscope.fields.multihead_as_printed import MultiHeadAsPrinted
@@ -51,8 +52,8 @@ def fitting_threads(field: object, x: Float[Tensor, "*batch n d"]) -> Iterator[N
 
 
 def largest_matrix(field: object, x: Float[Tensor, "*batch n d"]) -> int:
-    """Entries of the largest matrix that one evaluation of a field at x fills: the pairs of tokens, of every head, or
-    the neurons of every token. A field that is not ours is taken to look at pairs.
+    """Entries of the largest matrix that one evaluation of a field at x fills: the pairs of tokens (with those of
+    a second cloud), of every head, or the neurons of every token. A field that is not ours is taken to look at pairs.
 
     >>> from helmscope.fields.attention import SA
     >>> largest_matrix(SA(beta=1.0), torch.ones(16, 32, 3)), largest_matrix(MultiHead([SA(1.0)] * 4), torch.ones(32, 3))
@@ -64,6 +65,8 @@ def largest_matrix(field: object, x: Float[Tensor, "*batch n d"]) -> int:
     width = n
     if isinstance(field, Force):
         width = field.hidden
+    elif isinstance(field, CrossAttention):
+        width = field.context.shape[-2]
     elif isinstance(field, MultiHead | MultiHeadAsPrinted):
         width = len(field.heads) * n
     return x.shape[:-1].numel() * max(width, d)
