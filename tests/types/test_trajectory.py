@@ -84,3 +84,10 @@ def test_a_simulation_is_a_system_and_a_trajectory_is_not():
     assert (simulation.axis, simulation.layer_axis, simulation.replicate) == ("time", "time", "system")
     assert not isinstance(simulation.trajectory, hs.System)
     assert not isinstance(simulation, hs.Instrument)
+
+
+def test_the_replicates_have_a_known_name():
+    states = torch.eye(3).expand(1, 2, 3, 3)
+    assert hs.Trajectory(torch.zeros(1), states).replicate == "system"
+    with pytest.raises(hs.HelmscopeError, match=r"replicate of a trajectory 'promt': did you mean 'prompt'\?"):
+        hs.Trajectory(torch.zeros(1), states, replicate="promt")
