@@ -123,6 +123,7 @@ if TYPE_CHECKING:
     from helmscope.observe.clusters import MergeTree as MergeTree
     from helmscope.observe.clusters import cluster_count as cluster_count
     from helmscope.observe.clusters import merge_tree as merge_tree
+    from helmscope.observe.diagram import PhaseDiagram as PhaseDiagram
     from helmscope.observe.diffusion import anisotropy as anisotropy
     from helmscope.observe.diffusion import context_covariance as context_covariance
     from helmscope.observe.diffusion import diffusivity as diffusivity
@@ -179,9 +180,12 @@ if TYPE_CHECKING:
     from helmscope.observe.rank import residual_frobenius as residual_frobenius
     from helmscope.observe.rank import stable_rank as stable_rank
     from helmscope.observe.track import track as track
+    from helmscope.plots.depth import depth_figure as depth_figure
+    from helmscope.plots.draw import plot as plot
     from helmscope.plots.overview import overview_figure as overview_figure
     from helmscope.plots.phase import phase_figure as phase_figure
     from helmscope.plots.phase import phase_page as phase_page
+    from helmscope.plots.tokens import tokens_figure as tokens_figure
     from helmscope.plots.trial import trial_figure as trial_figure
     from helmscope.runs.listing import RunSummary as RunSummary
     from helmscope.runs.listing import list_runs as list_runs
@@ -216,6 +220,7 @@ if TYPE_CHECKING:
     from helmscope.stats.scales import FisherZ as FisherZ
     from helmscope.stats.scales import Log as Log
     from helmscope.stats.scales import Plain as Plain
+    from helmscope.stats.summary import summary as summary
     from helmscope.store.manifest import Manifest as Manifest
     from helmscope.store.run_folder import RunFolder as RunFolder
     from helmscope.theory.energy import energy_max as energy_max
@@ -306,6 +311,7 @@ _HOME = {
         "anisotropy context_covariance diffusivity diffusivity_as_printed independent_draws_covariance "
         "random_value_covariance shared_draw_covariance token_sampling_covariance"
     ),
+    "helmscope.observe.diagram": "PhaseDiagram",
     "helmscope.observe.drift": "DriftAndSwirl drift_and_swirl",
     "helmscope.observe.energy": (
         "gaussian_energy_as_printed interaction_energy interaction_energy_rate interaction_energy_sum "
@@ -332,8 +338,11 @@ _HOME = {
         "entropy_rank nuclear_rank numerical_rank participation_ratio residual_composite residual_frobenius stable_rank"
     ),
     "helmscope.observe.track": "track",
+    "helmscope.plots.depth": "depth_figure",
+    "helmscope.plots.draw": "plot",
     "helmscope.plots.overview": "overview_figure",
     "helmscope.plots.phase": "phase_figure phase_page",
+    "helmscope.plots.tokens": "tokens_figure",
     "helmscope.plots.trial": "trial_figure",
     "helmscope.runs.listing": "RunSummary list_runs",
     "helmscope.runs.on_ray": "Ray",
@@ -360,6 +369,7 @@ _HOME = {
     "helmscope.stats.paired": "paired_difference",
     "helmscope.stats.reduce": "reduce_replicates",
     "helmscope.stats.scales": "Bounded FisherZ Log Plain",
+    "helmscope.stats.summary": "summary",
     "helmscope.store.manifest": "Manifest",
     "helmscope.store.run_folder": "RunFolder",
     "helmscope.theory.energy": "energy_max energy_min equiangular_energy",

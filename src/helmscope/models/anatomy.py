@@ -15,6 +15,7 @@ from helmscope.models.probe import LayerProbe, no_cache, probe
 from helmscope.models.sphere import embedding_norm
 from helmscope.models.tap import can_be_tapped
 from helmscope.models.topology import Kind, Wiring, find_wiring
+from helmscope.types import count
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -84,8 +85,8 @@ class Anatomy:
 
     def __str__(self) -> str:
         kinds = list(dict.fromkeys(str(layer.wiring) for layer in self.layers))
-        tied = "" if len(self.blocks) == len(self.layers) else f" of {len(self.blocks)} tied block"
-        return f"{', '.join(kinds)}; {len(self.layers)} layers{tied}, width {self.dim}"
+        tied = "" if len(self.blocks) == len(self.layers) else f" of {count(len(self.blocks), 'tied block')}"
+        return f"{', '.join(kinds)}; {count(len(self.layers), 'layer')}{tied}, width {self.dim}"
 
 
 def dissect(model: Any, inputs: Mapping[str, Tensor]) -> tuple[Anatomy, list[LayerProbe]]:

@@ -22,7 +22,7 @@ from helmscope.models.sphere import on_sphere
 from helmscope.models.topology import Kind
 from helmscope.models.watch import Site, bytes_of
 from helmscope.store.manifest import Manifest, hash_bytes
-from helmscope.types import HelmscopeError, Trajectory
+from helmscope.types import HelmscopeError, Plottable, Trajectory, count, joined, one_line_repr, shortened, table
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Recording:
+class Recording(Plottable):
     """A model on some texts. ``trajectory`` holds the residual stream over depth in half-layers: 0 is the first block's
     input, 2 l + 1 the state of layer l between attention and MLP (virtual in a parallel block), 2 l + 2 its output.
 
@@ -58,7 +58,7 @@ class Recording:
     >>> from helmscope.models.record import record
     >>> recording = record(model, torch.tensor([[1, 2, 3, 4]]))
     >>> recording
-    <Recording of gpt2: sequential pre-norm; 2 layers, width 8; 1 texts x 4 tokens (73e200e2b048); certificate ok>
+    <Recording of gpt2: sequential pre-norm; 2 layers, width 8; 1 text x 4 tokens (73e200e2b048); certificate ok>
     >>> recording.resume(depth=2, states=recording.trajectory.states[2]).trajectory.times
     tensor([2., 3., 4.], dtype=torch.float64)
     >>> recording.kernel(layer=0).shape
@@ -74,12 +74,26 @@ class Recording:
     kept: Mapping[str, Tensor] = field(default_factory=dict)
 
     def __repr__(self) -> str:
-        failed = [line.name for line in self.certificate.lines if line.ok is False]
-        texts = f"{len(self.batch)} texts x {self.residual.radius.shape[-1]} tokens ({self._texts_hash()[:12]})"
-        parts = [str(self.anatomy), texts, f"certificate fails: {', '.join(failed)}" if failed else "certificate ok"]
+        parts = [str(self.anatomy), self._who(), f"certificate {self.certificate.short}"]
         parts += [f"from depth {self.first}"] if self.first else []
         parts += [f"under {', '.join(map(repr, self.edits))}"] if self.edits else []
-        return f"<Recording of {self.origin.family}: {'; '.join(parts)}>"
+        return one_line_repr(f"Recording of {self.origin.family}: {'; '.join(parts)}")
+
+    def _repr_html_(self) -> str:
+        depths = len(self.residual.radius)
+        rows = [
+            ("model", f"{self.origin.name} ({self.origin.family}), {self.origin.dtype} on {self.origin.device}"),
+            ("architecture", str(self.anatomy)),
+            ("texts", self._who()),
+            ("depths", f"{count(depths, 'depth')}, {self.first} to {self.first + depths - 1}, in half-layers"),
+            *(("edit", repr(edit)) for edit in self.edits),
+            *([] if self.batch.tokens is None else [("first text", shortened(" ".join(self.batch.tokens[0]), 160))]),
+        ]
+        return joined(table(f"Recording of {self.origin.family}", rows), self.certificate._repr_html_())
+
+    def _who(self) -> str:
+        tokens = self.residual.radius.shape[-1]
+        return f"{count(len(self.batch), 'text')} x {count(tokens, 'token')} ({self._texts_hash()[:12]})"
 
     def _texts_hash(self) -> str:
         return hash_bytes(b"".join(map(bytes_of, self.batch.inputs.values())))

@@ -14,6 +14,7 @@ import xarray as xr
 
 from helmscope.fields.field import Field, Space, as_field
 from helmscope.kernels.choose import pinned, using
+from helmscope.observe.diagram import PhaseDiagram
 from helmscope.observe.fused_shares import FusedShares
 from helmscope.observe.inner_products import clustering_fraction
 from helmscope.solve.dormand_prince import DormandPrince
@@ -59,7 +60,7 @@ def phase_diagram(
     noise: Noise | None = None,
     merge: float | None = None,
     progress: Progress | None = None,
-) -> xr.Dataset:
+) -> PhaseDiagram:
     """P(<x_i, x_j> >= 1 - delta) over (beta, time), estimated from ``samples`` starts: source 001, figure 3.
 
     ``field`` is any callable beta -> field: SA, USA, ``lambda beta: SA(beta, causal=True)``. ``probability_stderr`` is
@@ -74,7 +75,7 @@ def phase_diagram(
     None (float32: 1e-5; with noise ``EulerMaruyama(0.02)``; a field that jumps: that of ``integrate``). ``dtype`` is
     float64 where None; SA and USA with multiples of I go to the fused kernel on a CUDA device, in float32, unless a
     method, a kernel or float64 is asked for. The attributes say what was
-    done.
+    done, and ``plot()`` draws the diagram.
 
     >>> from helmscope.fields.attention import SA
     >>> from helmscope.theory.starts import Uniform
@@ -100,7 +101,7 @@ def phase_diagram(
     fused = sweep.fused(flows)
     shares = sweep.shares(flows, progress) if fused is None else fused.shares(progress)
     seen = _measured(sweep, flows, sweep.times, shares, "probability")
-    return seen if fused is None else seen.assign_attrs(fused.told)
+    return PhaseDiagram.of(seen if fused is None else seen.assign_attrs(fused.told))
 
 
 def published_probability(

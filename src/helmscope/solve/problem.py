@@ -26,7 +26,7 @@ from helmscope.solve.stepper import AdaptiveStepper, NoisyStepper, Stepper
 from helmscope.solve.streams import Streams
 from helmscope.solve.symmetry import in_span
 from helmscope.solve.threads import fitting_threads
-from helmscope.types import HelmscopeError, Outcome, Trajectory, shown, whole_number
+from helmscope.types import HelmscopeError, Outcome, Trajectory, brief, count, one_line_repr, shown, whole_number
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(frozen=True, eq=False, kw_only=True, repr=False)
 class Problem:
     """Field, start, times and method, checked; made by ``pose``. Independent systems lie along the first axis.
 
@@ -60,6 +60,11 @@ class Problem:
     seed: int = 0
     origin: float = 0.0  # the time of the start
     kernel: Kernel | None = None
+
+    def __repr__(self) -> str:
+        systems, tokens, dim = self.start.shape
+        who = f"{count(systems, 'system')} x {count(tokens, 'token')}, dimension {dim}"
+        return one_line_repr(f"Problem of {brief(self.field)}: {who}; {count(len(self.times), 'time')}")
 
     @full_precision
     def run(self, progress: Progress | None = None) -> Simulation:

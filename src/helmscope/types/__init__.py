@@ -15,6 +15,7 @@ from helmscope.types.arguments import (
     shown,
     whole_number,
 )
+from helmscope.types.display import Plottable, brief, count, joined, one_line_repr, picture, shortened, table
 from helmscope.types.errors import HelmscopeError, MissingExtra
 from helmscope.types.instrument import (
     AttentionPass,
@@ -56,6 +57,7 @@ __all__ = [
     "Moment",
     "Needs",
     "Outcome",
+    "Plottable",
     "Region",
     "ReplayPlan",
     "Ruling",
@@ -63,20 +65,27 @@ __all__ = [
     "System",
     "Trajectory",
     "Verdict",
+    "brief",
     "check_measurement",
     "check_reduced",
     "check_replicates",
+    "count",
     "fits_memory",
     "increasing_times",
     "interval_text",
+    "joined",
     "keeps_replicates",
     "known_name",
+    "one_line_repr",
+    "picture",
     "real_number",
     "region_text",
     "replicate_axis",
     "results",
     "seed_number",
+    "shortened",
     "shown",
     "start_instruments",
+    "table",
     "whole_number",
 ]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
 from helmscope.types.arguments import known_name, shown
+from helmscope.types.display import Plottable, count, one_line_repr
 from helmscope.types.errors import HelmscopeError
 from helmscope.types.measurement import REPLICATES
 
@@ -42,12 +44,14 @@ class Status(Enum):
         return self in (Status.FINISHED, Status.AT_REST)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Outcome:
     """How every system of a batch ended: one status and one last time a system.
 
     >>> str(Outcome((Status.FINISHED, Status.STEP_LIMIT), (10.0, 3.2)))
     'system 1 of 2: step limit reached at t=3.2: raise max_steps, loosen tol, lower beta, ...'
+    >>> Outcome((Status.FINISHED, Status.STEP_LIMIT), (10.0, 3.2))
+    <Outcome of 2 systems: 1 finished, 1 step limit>
     """
 
     statuses: tuple[Status, ...]
@@ -57,6 +61,21 @@ class Outcome:
     def ok(self) -> bool:
         """Whether the states of every system at all asked times are known."""
         return all(status.ok for status in self.statuses)
+
+    @property
+    def short(self) -> str:
+        """How the systems ended in a few words, without the remedy.
+
+        >>> Outcome((Status.FINISHED, Status.FINISHED), (10.0, 10.0)).short
+        'finished'
+        """
+        ends = Counter(status.name.lower().replace("_", " ") for status in self.statuses)
+        if len(ends) == 1:
+            return next(iter(ends))
+        return ", ".join(f"{number:,} {end}" for end, number in ends.items()) or "no systems"
+
+    def __repr__(self) -> str:
+        return one_line_repr(f"Outcome of {count(len(self.statuses), 'system')}: {self.short}")
 
     def __str__(self) -> str:
         failed = [i for i, status in enumerate(self.statuses) if not status.ok]
@@ -69,8 +88,8 @@ class Outcome:
         return f"system {shown} of {len(self.statuses)}: {text}{more}"
 
 
-@dataclass(frozen=True, eq=False)
-class Trajectory:
+@dataclass(frozen=True, eq=False, repr=False)
+class Trajectory(Plottable):
     """States on the sphere over time: (time, batch, token, dim), each state a unit vector.
 
     For a simulation, time is the flow's time and the batch holds independent systems. For a model, time is depth in
@@ -83,6 +102,8 @@ class Trajectory:
     >>> import torch
     >>> Trajectory(torch.zeros(1), torch.eye(3).expand(1, 2, 3, 3)).states.shape
     torch.Size([1, 2, 3, 3])
+    >>> Trajectory(torch.arange(5.0), torch.eye(3).expand(5, 2, 3, 3), axis="depth")
+    <Trajectory: 2 texts x 3 tokens, dimension 3; 5 depths, 0 to 4>
     """
 
     times: Float[Tensor, " time"]
@@ -116,3 +137,29 @@ class Trajectory:
             raise HelmscopeError("weights holds a number below 0 or NaN, but every weight must be >= 0")
         if self.tokens is not None and [len(row) for row in self.tokens] != [shape[2]] * shape[1]:
             raise HelmscopeError(f"tokens must hold {shape[2]} labels for each of {shape[1]} systems")
+
+    @property
+    def when(self) -> str:
+        """The stored times or depths in words.
+
+        >>> import torch
+        >>> Trajectory(torch.tensor([0.0, 10.0]), torch.eye(3).expand(2, 1, 3, 3)).when
+        '2 times, 0 to 10'
+        """
+        number = len(self.times)
+        ends = dict.fromkeys(f"{float(self.times[k]):g}" for k in ((0, -1) if number else ()))
+        return ", ".join(filter(None, (count(number, self.axis), " to ".join(ends))))
+
+    @property
+    def who(self) -> str:
+        """The systems or texts, and their tokens, in words.
+
+        >>> import torch
+        >>> Trajectory(torch.zeros(1), torch.eye(3).expand(1, 1, 3, 3)).who
+        '1 system x 3 tokens'
+        """
+        _, batch, tokens, _ = self.states.shape
+        return f"{count(batch, 'text' if self.axis == 'depth' else 'system')} x {count(tokens, 'token')}"
+
+    def __repr__(self) -> str:
+        return one_line_repr(f"Trajectory: {self.who}, dimension {self.states.shape[-1]}; {self.when}")

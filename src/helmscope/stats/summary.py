@@ -1,0 +1,131 @@
+"""A Measurement as a small table to read: estimates with their intervals."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from helmscope.stats.reduce import reduce_replicates
+from helmscope.types import (
+    COMPANIONS,
+    HelmscopeError,
+    Interval,
+    check_measurement,
+    count,
+    interval_text,
+    one_line_repr,
+    table,
+)
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+FEW = 8  # entries of a variable that are all shown; of more, the first and the last along each axis
+HEAD = ("variable", "at", "estimate", "n", "null")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One entry of a variable in words."""
+
+    variable: str
+    at: str
+    estimate: str
+    n: str
+    null: str
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """The row as ``HEAD`` names it."""
+        return self.variable, self.at, self.estimate, self.n, self.null
+
+
+@dataclass(frozen=True, repr=False)
+class Summary:
+    """The rows of a table: prints as text, and shows itself as HTML in a notebook."""
+
+    rows: tuple[Row, ...]
+    note: str
+
+    def __repr__(self) -> str:
+        names = list(dict.fromkeys(row.variable for row in self.rows))
+        return one_line_repr(f"Summary of {count(len(names), 'variable')}: {', '.join(names)}")
+
+    def __str__(self) -> str:
+        lines = [HEAD, *(row.cells for row in self.rows)]
+        widths = [max(len(line[k]) for line in lines) for k in range(len(HEAD))]
+        text = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
+        return "\n".join(line.rstrip() for line in [*text, self.note])
+
+    def _repr_html_(self) -> str:
+        return table("", [row.cells for row in self.rows], head=HEAD, note=self.note)
+
+
+def summary(measurement: xr.Dataset) -> Summary:
+    """Estimate, interval, number of replicates and null of every variable of a Measurement, as a table.
+
+    A Measurement that keeps its replicates is reduced over them first, by ``reduce_replicates``. Of a variable with
+    more than 8 entries, those at the first and the last place along each axis are shown. Refuses what is not a
+    Measurement.
+
+    >>> import xarray as xr
+    >>> print(summary(xr.Dataset({"rank": (("time", "system"), [[4.0, 6.0, 5.0]]), "rank_null": 3.0}, {"time": [2.0]})))
+    variable  at        estimate        n  null
+    rank      time = 2  5 [2.52, 7.48]  3  3
+    in brackets: the interval of the mean over 3 replicates
+    """
+    if not hasattr(measurement, "data_vars"):
+        raise HelmscopeError(f"measurement is a {type(measurement).__name__}, but it must be an xarray Dataset")
+    names = [str(name) for name in measurement.data_vars if not str(name).endswith(COMPANIONS)]
+    if not names:
+        raise HelmscopeError("measurement has no variables, but a summary needs at least one")
+    reduced = any(f"{name}{end}" in measurement for name in names for end in ("_stderr", "_low"))
+    data = check_measurement(measurement) if reduced else reduce_replicates(measurement)
+    rows = tuple(row for name in names for row in _rows(data, name))
+    return Summary(rows, _note(data, names))
+
+
+def _note(data: xr.Dataset, names: list[str]) -> str:
+    kinds = {f"{name}_low" in data for name in names}
+    n = f" over {count(int(data.attrs['n']), 'replicate')}" if "n" in data.attrs else ""
+    if kinds == {True}:
+        return f"in brackets: the interval of the mean{n}"
+    bars = "two standard errors to either side" if kinds == {False} else "the interval, or two standard errors"
+    return f"in brackets: {bars}{n}"
+
+
+def _rows(data: xr.Dataset, name: str) -> list[Row]:
+    value = data[name]
+    ends = [range(size) if value.size <= FEW else sorted({0, size - 1}) for size in value.shape]
+    n = int(value.attrs["n"] if "n" in value.attrs else data.attrs["n"])
+    rows = []
+    for place in itertools.product(*ends):
+        at: dict[Any, int] = dict(zip(value.dims, place, strict=True))
+        null = data.get(f"{name}_null")
+        known = None if null is None else null.isel({dim: k for dim, k in at.items() if dim in null.dims})
+        null_text = "" if known is None else f"{float(known):.4g}" if known.size == 1 else "varies"
+        rows.append(Row(name, _where(value, at), _estimate(data, name, at), f"{n:,}", null_text))
+    return rows
+
+
+def _where(value: xr.DataArray, at: dict[Any, int]) -> str:
+    """The coordinates of an entry in words."""
+    told = []
+    for dim, k in at.items():
+        place = value[dim].values[k]
+        told.append(f"{dim} = {place:.6g}" if value[dim].dtype.kind in "fiu" else f"{dim} {place}")
+    return ", ".join(told)
+
+
+def _estimate(data: xr.Dataset, name: str, at: dict[Any, int]) -> str:
+    value = float(data[name].isel(at))
+    if f"{name}_low" in data:
+        low, high = (float(data[f"{name}{end}"].isel(at)) for end in ("_low", "_high"))
+    else:
+        error = float(data[f"{name}_stderr"].isel(at))
+        low, high = value - 2 * error, value + 2 * error
+    if not math.isfinite(value) or math.isnan(low) or math.isnan(high):  # one replicate has no interval
+        return f"{value:.4g}"
+    return interval_text(Interval(value, low, high, n=1))
