@@ -87,9 +87,16 @@ class Recording(Plottable):
             ("texts", self._who()),
             ("depths", f"{count(depths, 'depth')}, {self.first} to {self.first + depths - 1}, in half-layers"),
             *(("edit", repr(edit)) for edit in self.edits),
-            *([] if self.batch.tokens is None else [("first text", shortened(" ".join(self.batch.tokens[0]), 160))]),
+            *([] if self.batch.tokens is None else [("first text", self._first_text())]),
         ]
         return joined(table(f"Recording of {self.origin.family}", rows), self.certificate._repr_html_())
+
+    def _first_text(self) -> str:
+        """The tokens of the first text without padding, apart, and without the marks of a space before them."""
+        tokens, seen = self.batch.tokens, self.batch.visible
+        assert tokens is not None
+        shown = [token for k, token in enumerate(tokens[0]) if seen is None or bool(seen[0, k])]
+        return shortened(" ".join(token.lstrip("\u0120\u2581") for token in shown), 160)
 
     def _who(self) -> str:
         tokens = self.residual.radius.shape[-1]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from helmscope.stats.reduce import reduce_replicates
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     import xarray as xr
 
 FEW = 8  # entries of a variable that are all shown; of more, the first and the last along each axis
-HEAD = ("variable", "at", "estimate", "n", "null")
 
 
 @dataclass(frozen=True)
@@ -36,11 +35,6 @@ class Row:
     n: str
     null: str
 
-    @property
-    def cells(self) -> tuple[str, ...]:
-        """The row as ``HEAD`` names it."""
-        return self.variable, self.at, self.estimate, self.n, self.null
-
 
 @dataclass(frozen=True, repr=False)
 class Summary:
@@ -49,18 +43,29 @@ class Summary:
     rows: tuple[Row, ...]
     note: str
 
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The names of the columns; those in which all rows are empty are left out."""
+        names = [each.name for each in fields(Row)]
+        return tuple(name for name in names if any(getattr(row, name) for row in self.rows))
+
+    @property
+    def cells(self) -> list[tuple[str, ...]]:
+        """The rows as ``columns`` names them."""
+        return [tuple(getattr(row, name) for name in self.columns) for row in self.rows]
+
     def __repr__(self) -> str:
         names = list(dict.fromkeys(row.variable for row in self.rows))
         return one_line_repr(f"Summary of {count(len(names), 'variable')}: {', '.join(names)}")
 
     def __str__(self) -> str:
-        lines = [HEAD, *(row.cells for row in self.rows)]
-        widths = [max(len(line[k]) for line in lines) for k in range(len(HEAD))]
+        lines = [self.columns, *self.cells]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         text = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
         return "\n".join(line.rstrip() for line in [*text, self.note])
 
     def _repr_html_(self) -> str:
-        return table("", [row.cells for row in self.rows], head=HEAD, note=self.note)
+        return table("", self.cells, head=self.columns, note=self.note)
 
 
 def summary(measurement: xr.Dataset) -> Summary:
@@ -74,7 +79,7 @@ def summary(measurement: xr.Dataset) -> Summary:
     >>> print(summary(xr.Dataset({"rank": (("time", "system"), [[4.0, 6.0, 5.0]]), "rank_null": 3.0}, {"time": [2.0]})))
     variable  at        estimate        n  null
     rank      time = 2  5 [2.52, 7.48]  3  3
-    in brackets: the interval of the mean over 3 replicates
+    in brackets: the interval
     """
     if not hasattr(measurement, "data_vars"):
         raise HelmscopeError(f"measurement is a {type(measurement).__name__}, but it must be an xarray Dataset")
@@ -89,11 +94,11 @@ def summary(measurement: xr.Dataset) -> Summary:
 
 def _note(data: xr.Dataset, names: list[str]) -> str:
     kinds = {f"{name}_low" in data for name in names}
-    n = f" over {count(int(data.attrs['n']), 'replicate')}" if "n" in data.attrs else ""
     if kinds == {True}:
-        return f"in brackets: the interval of the mean{n}"
-    bars = "two standard errors to either side" if kinds == {False} else "the interval, or two standard errors"
-    return f"in brackets: {bars}{n}"
+        return "in brackets: the interval"
+    if kinds == {False}:
+        return "in brackets: two standard errors to either side"
+    return "in brackets: the interval, or two standard errors to either side where there is none"
 
 
 def _rows(data: xr.Dataset, name: str) -> list[Row]:
@@ -115,7 +120,7 @@ def _where(value: xr.DataArray, at: dict[Any, int]) -> str:
     told = []
     for dim, k in at.items():
         place = value[dim].values[k]
-        told.append(f"{dim} = {place:.6g}" if value[dim].dtype.kind in "fiu" else f"{dim} {place}")
+        told.append(f"{dim} = {place:.6g}" if value[dim].dtype.kind in "fiu" else f"{dim} = {place}")
     return ", ".join(told)
 
 

@@ -100,13 +100,18 @@ class Verdict:
     def _repr_html_(self) -> str:
         named = [("null", self.null), ("as printed", self.printed), *(("also", part) for part in self.also)]
         rows = [
-            ("ruling", self.short),
+            *([("verdict", self.sentence)] if self.sentence else []),
+            *(
+                []
+                if self.interval is None
+                else [("statistic", f"{interval_text(self.interval)}, n = {self.interval.n:,}")]
+            ),
             ("region", ": ".join(filter(None, (region_text(self.region), self.region.text)))),
             *((name, _control_text(control)) for name, control in named if control is not None),
             *((name, text) for name, text in (("where", self.where), ("subject", self.subject)) if text),
             *((exhibit.title, exhibit.text) for exhibit in self.exhibits),
         ]
-        return table(f"{self.claim}: {self.ruling.value}", [("", self.sentence), *rows] if self.sentence else rows)
+        return table(f"{self.claim}: {self.ruling.value}", rows)
 
 
 def _control_text(control: Control) -> str:
