@@ -44,7 +44,7 @@ def test_axes_say_depth_and_curves_are_the_means_over_texts():
 def test_the_title_names_the_model_and_the_texts():
     words = recording().plot().get_suptitle()
     assert "sequential pre-norm; 2 layers, width 8" in words
-    assert "mean over 3 texts, band: " in words
+    assert "mean over 3 prompts, band: " in words
     assert recording().plot(title="mine $5").get_suptitle().startswith("mine \\$5\n")
 
 
@@ -60,8 +60,10 @@ def test_padding_counts_nowhere():
     weights[:, :, 3] = 0
     states, radius = path.states.clone(), path.radius.clone()
     states[:, :, 3], radius[:, :, 3] = path.states[:, :, 0], 1e6
-    padded = hs.Trajectory(path.times, states, weights, radius, axis="depth")
-    short = hs.Trajectory(path.times, path.states[:, :, :3], None, path.radius[:, :, :3], axis="depth")
+    padded = hs.Trajectory(path.times, states, weights, radius, axis="depth", replicate="prompt")
+    short = hs.Trajectory(
+        path.times, path.states[:, :, :3], None, path.radius[:, :, :3], axis="depth", replicate="prompt"
+    )
     for ours, theirs in zip(hs.depth_figure(padded).axes, hs.depth_figure(short).axes, strict=True):
         for one, other in zip(values(ours), values(theirs), strict=True):
             assert np.allclose(one, other, atol=1e-5)
@@ -71,22 +73,24 @@ def test_texts_that_are_not_finite_are_left_out():
     path = recording().trajectory
     states = path.states.clone()
     states[1, 0] = torch.nan
-    figure = hs.depth_figure(hs.Trajectory(path.times, states, axis="depth"))
-    assert "mean over 2 texts" in figure.get_suptitle()
-    lost = hs.Trajectory(path.times, torch.full_like(states, torch.nan), axis="depth")
-    refused(lambda: hs.depth_figure(lost), "no text whose states are all finite")
+    figure = hs.depth_figure(hs.Trajectory(path.times, states, axis="depth", replicate="prompt"))
+    assert "mean over 2 prompts" in figure.get_suptitle()
+    lost = hs.Trajectory(path.times, torch.full_like(states, torch.nan), axis="depth", replicate="prompt")
+    refused(lambda: hs.depth_figure(lost), "no prompt whose states are all finite")
     refused(lambda: hs.depth_figure(3), "trajectory is a int")
 
 
 def test_one_text_has_no_interval():
     path = recording().trajectory
-    one = hs.Trajectory(path.times, path.states[:, :1], radius=path.radius[:, :1], axis="depth")
-    assert hs.depth_figure(one).get_suptitle() == "1 text: no interval"
+    one = hs.Trajectory(path.times, path.states[:, :1], radius=path.radius[:, :1], axis="depth", replicate="prompt")
+    assert hs.depth_figure(one).get_suptitle() == "1 prompt: no interval"
 
 
 def test_a_radius_that_grows_by_decades_has_a_log_axis():
     path = recording().trajectory
     radius = torch.logspace(0, 3, 5)[:, None, None].expand(5, 3, 4)
-    *_, panel = hs.depth_figure(hs.Trajectory(path.times, path.states, radius=radius, axis="depth")).axes
+    *_, panel = hs.depth_figure(
+        hs.Trajectory(path.times, path.states, radius=radius, axis="depth", replicate="prompt")
+    ).axes
     assert panel.get_yscale() == "log"
     assert values(panel)[0] == pytest.approx(radius[:, 0, 0].tolist(), rel=1e-5)

@@ -22,7 +22,7 @@ DATA = xr.Dataset({"slope": ("beta", [1.0, 1.2]), "slope_stderr": ("beta", [0.1,
 REGION = hs.Region(text="within .1", low=0.9, high=1.1)
 VERDICT = hs.Verdict("rate", hs.Ruling.SUPPORTED, hs.Interval(1.0, 0.99, 1.01, n=20), REGION, "", "")
 DIAGRAM = hs.phase_diagram(hs.SA, betas=[1, 4], times=[0, 4, 9], start=hs.Uniform(4, 8), samples=3)
-DEEP = hs.Trajectory(torch.arange(3.0), torch.eye(4).expand(3, 2, 4, 4), axis="depth")
+DEEP = hs.Trajectory(torch.arange(3.0), torch.eye(4).expand(3, 2, 4, 4), axis="depth", replicate="prompt")
 PICTURES = {
     "simulation": SIM.plot,
     "depth": lambda: hs.depth_figure(DEEP),

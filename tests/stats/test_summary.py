@@ -25,7 +25,7 @@ def test_estimates_with_two_standard_errors():
         ["variable", "at", "estimate", "n", "null"],
         ["order", "time", "=", "0", "0.5", "[0.3,", "0.7]", "1,234", "-0.5"],
         ["order", "time", "=", "1", "1.5", "[1.3,", "1.7]", "1,234", "-1.5"],
-        ["in", "brackets:", "two", "standard", "errors", "to", "either", "side"],
+        ["in", "brackets:", "two", "standard", "errors"],
     ]
 
 
@@ -38,7 +38,7 @@ def test_replicates_are_reduced_first():
         assert row.estimate == f"{2.0 + 4 * k:g} [{done.rank_low.values[k]:.3g}, {done.rank_high.values[k]:.3g}]"
         assert (row.n, row.null) == ("3", "2")
     assert hs.summary(kept) == hs.summary(done)
-    assert hs.summary(done).note == "in brackets: the interval"
+    assert hs.summary(done).note == "in brackets: 95 % interval"
 
 
 def test_of_many_entries_the_first_and_the_last_are_shown():
@@ -66,7 +66,7 @@ def test_both_kinds_of_intervals_in_one_table():
     data = reduced().assign(x=0.5, x_low=0.4, x_high=0.75)
     seen = hs.summary(data)
     assert seen.rows[-1].estimate == "0.5 [0.4, 0.75]"
-    assert "the interval, or two standard errors" in seen.note
+    assert seen.note == "in brackets: two standard errors, low to high"
 
 
 def test_without_nulls_there_is_no_column_for_them():

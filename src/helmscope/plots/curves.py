@@ -10,11 +10,12 @@ import torch
 
 from helmscope.observe.inner_products import mean_inner_product
 from helmscope.observe.order import order_parameter
+from helmscope.observe.overview import BOUNDS
 from helmscope.observe.rank import entropy_rank
-from helmscope.observe.track import token_mean, token_weights, track
+from helmscope.observe.track import AT_LEAST_0, token_mean, token_weights, track, with_bounds
 from helmscope.plots.style import COLORS
-from helmscope.stats.reduce import reduce_replicates
-from helmscope.types import Trajectory, count
+from helmscope.stats.reduce import band, band_text, reduced
+from helmscope.types import COMPANIONS, Trajectory, count
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -38,6 +39,7 @@ CLUSTERING = Curves(
     {"mean_inner_product": mean_inner_product, "order": order_parameter},
     {"mean_inner_product": "mean inner product", "order": "order parameter |mean x|"},
 )
+LENGTHS = dict.fromkeys(("radius", "spread", "size"), AT_LEAST_0)
 RANK = Curves("effective rank (entropy)", {"entropy_rank": entropy_rank})
 
 
@@ -112,10 +114,8 @@ def measured(path: Trajectory, curves: Sequence[Curves]) -> xr.Dataset:
     (0.7071, 3)
     """
     seen = track(path, **{name: each for one in curves for name, each in one.quantities.items()})
-    kept = [name for one in curves for name in one.quantities if not bool(seen[name].isnull().all())]
-    if all(f"{name}_stderr" in seen for name in kept):
-        return seen[[*kept, *(f"{name}_stderr" for name in kept)]]
-    return reduce_replicates(seen[kept])
+    kept = seen[[name for name in seen.data_vars if bool(seen[name].notnull().any())]]
+    return reduced(with_bounds(kept, {**BOUNDS, **LENGTHS}))
 
 
 def draw_curves(
@@ -158,19 +158,18 @@ def state_label(axis: str) -> str:
     return {"depth": "depth (half-layers)", "time": "time t"}.get(axis, axis)
 
 
-def band_words(seen: xr.Dataset, what: str) -> str:
+def band_words(seen: xr.Dataset, replicate: str) -> str:
     """What lines and bands are, for a caption.
 
     >>> seen = measured(Trajectory(torch.zeros(1), torch.eye(2).expand(1, 3, 2, 2)), [CLUSTERING])
-    >>> band_words(seen, "system").startswith("mean over 3 systems, ")
-    True
+    >>> band_words(seen, "system")
+    'mean over 3 systems, band: 95 % interval'
     """
     n = int(seen.attrs["n"])
     if n == 1:
-        return f"1 {what}: no interval"
-    name = next(iter(seen.data_vars), "")
-    band = "95 % interval" if f"{name}_low" in seen else "two standard errors"
-    return f"mean over {count(n, what)}, band: {band}"
+        return f"1 {replicate}: no interval"
+    bands = dict.fromkeys(band_text(seen, str(name)) for name in seen.data_vars if not str(name).endswith(COMPANIONS))
+    return f"mean over {count(n, replicate)}, band: {', '.join(bands)}"
 
 
 def _draw_one(panel: Axes, name: str, label: str, color: str, seen: xr.Dataset | None, one: xr.Dataset | None) -> None:
@@ -178,7 +177,7 @@ def _draw_one(panel: Axes, name: str, label: str, color: str, seen: xr.Dataset |
     if seen is not None and name in seen:
         value = seen[name]
         x, y = value[value.dims[0]].values, value.values
-        low, high = _band(seen, name)
+        low, high = (edge.values for edge in band(seen, name))
         marker = "o" if len(x) == 1 else ""
         panel.plot(x, y, color=color, label=label, marker=marker, markersize=4)
         panel.fill_between(x, low, high, color=color, alpha=0.2, linewidth=0)
@@ -190,13 +189,6 @@ def _draw_one(panel: Axes, name: str, label: str, color: str, seen: xr.Dataset |
         told = label if seen is None or name not in seen else "_one"
         style: Any = {"color": color, "linestyle": "--", "linewidth": 0.9, "marker": "x" if len(value) == 1 else ""}
         panel.plot(value[value.dims[0]].values, value.values, label=told, **style)
-
-
-def _band(seen: xr.Dataset, name: str) -> tuple[Any, Any]:
-    if f"{name}_low" in seen:
-        return seen[f"{name}_low"].values, seen[f"{name}_high"].values
-    error = seen[f"{name}_stderr"].values
-    return seen[name].values - 2 * error, seen[name].values + 2 * error
 
 
 def _known(path: Trajectory) -> Tensor:

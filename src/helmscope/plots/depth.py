@@ -17,9 +17,9 @@ WIDTH, HEIGHT = 3.3, 3.0  # inches of a panel
 
 def depth_figure(trajectory: Trajectory, *, title: str = "") -> Figure:
     """Mean inner product and order parameter, effective rank, and mean radius of the tokens over depth: the mean over
-    texts and its interval.
+    prompts and its interval.
 
-    Tokens count by the weights of the trajectory: padding and special tokens do not. Texts with states that are not
+    Tokens count by the weights of the trajectory: padding and special tokens do not. Prompts with states that are not
     finite are left out, and refused where there is no other.
 
     >>> import torch
@@ -31,12 +31,12 @@ def depth_figure(trajectory: Trajectory, *, title: str = "") -> Figure:
         raise HelmscopeError(f"trajectory is a {type(trajectory).__name__}, but it must be a Trajectory")
     path = complete(trajectory)
     if path is None:
-        raise HelmscopeError("trajectory has no text whose states are all finite, and there is nothing to draw")
+        raise HelmscopeError("trajectory has no prompt whose states are all finite, and there is nothing to draw")
     curves = [CLUSTERING, RANK, *radius_curves(path)]
     seen = measured(path, curves)
     with styled():
         figure, panels = new_figure(1, len(curves), width=WIDTH * len(curves), height=HEIGHT)
         draw_curves(panels, curves, seen)
-        words = band_words(seen, "text" if path.axis == "depth" else "system")
+        words = band_words(seen, path.replicate)
         figure.suptitle(plain(f"{title}\n{words}" if title else words), fontsize=9)
     return figure

@@ -146,7 +146,6 @@ def _drawn(path: Trajectory, cloud: _Cloud, view: tuple[float, float], title: st
 def _draw_below(bottom: SubFigure, path: Trajectory, cloud: _Cloud) -> None:
     """The curves of all systems, and of the one that is drawn above."""
     whole, one = complete(path), single(path, cloud.system)
-    kind = "text" if path.axis == "depth" else "system"
 
     def curves(part: Trajectory) -> list[Curves]:
         return [CLUSTERING if cloud.on_sphere else FLAT, *radius_curves(part)]
@@ -156,10 +155,10 @@ def _draw_below(bottom: SubFigure, path: Trajectory, cloud: _Cloud) -> None:
     shown = curves(path)
     panels = bottom.subplots(1, len(shown), squeeze=False)[0]
     draw_curves(panels, shown, seen, alone, path.times[cloud.steps].tolist())
-    words = [] if seen is None else [band_words(seen, kind)]
-    words += [] if alone is None else [f"dashed: {kind} {cloud.system}"]
+    words = [] if seen is None else [band_words(seen, path.replicate)]
+    words += [] if alone is None else [f"dashed: {path.replicate} {cloud.system}"]
     early = path.states.shape[1] - (0 if whole is None else whole.states.shape[1])
-    words += [f"{count(early, kind)} stopped early and left out"] if early else []
+    words += [f"{count(early, path.replicate)} stopped early and left out"] if early else []
     bottom.suptitle("; ".join(words), fontsize=8.5, x=0.01, ha="left")
 
 
@@ -169,8 +168,7 @@ def _moment(path: Trajectory, step: int) -> str:
 
 def _caption(path: Trajectory, cloud: _Cloud, how: str) -> str:
     batch, total = path.states.shape[1], path.states.shape[2]
-    kind = "text" if path.axis == "depth" else "system"
-    which = f"{kind} {cloud.system} of {batch:,}, " if batch > 1 else ""
+    which = f"{path.replicate} {cloud.system} of {batch:,}, " if batch > 1 else ""
     drawn = count(len(cloud.numbers), "token")
     if cloud.every > 1:
         drawn = f"{drawn} (1 in {cloud.every} of {total:,})"

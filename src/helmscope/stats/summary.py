@@ -7,12 +7,11 @@ import math
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from helmscope.stats.reduce import reduce_replicates
+from helmscope.stats.reduce import band, band_text, reduced
 from helmscope.types import (
     COMPANIONS,
     HelmscopeError,
     Interval,
-    check_measurement,
     count,
     interval_text,
     one_line_repr,
@@ -79,26 +78,16 @@ def summary(measurement: xr.Dataset) -> Summary:
     >>> print(summary(xr.Dataset({"rank": (("time", "system"), [[4.0, 6.0, 5.0]]), "rank_null": 3.0}, {"time": [2.0]})))
     variable  at        estimate        n  null
     rank      time = 2  5 [2.52, 7.48]  3  3
-    in brackets: the interval
+    in brackets: 95 % interval
     """
     if not hasattr(measurement, "data_vars"):
         raise HelmscopeError(f"measurement is a {type(measurement).__name__}, but it must be an xarray Dataset")
     names = [str(name) for name in measurement.data_vars if not str(name).endswith(COMPANIONS)]
     if not names:
         raise HelmscopeError("measurement has no variables, but a summary needs at least one")
-    reduced = any(f"{name}{end}" in measurement for name in names for end in ("_stderr", "_low"))
-    data = check_measurement(measurement) if reduced else reduce_replicates(measurement)
+    data = reduced(measurement)
     rows = tuple(row for name in names for row in _rows(data, name))
-    return Summary(rows, _note(data, names))
-
-
-def _note(data: xr.Dataset, names: list[str]) -> str:
-    kinds = {f"{name}_low" in data for name in names}
-    if kinds == {True}:
-        return "in brackets: the interval"
-    if kinds == {False}:
-        return "in brackets: two standard errors to either side"
-    return "in brackets: the interval, or two standard errors to either side where there is none"
+    return Summary(rows, f"in brackets: {', '.join(dict.fromkeys(band_text(data, name) for name in names))}")
 
 
 def _rows(data: xr.Dataset, name: str) -> list[Row]:
@@ -126,11 +115,7 @@ def _where(value: xr.DataArray, at: dict[Any, int]) -> str:
 
 def _estimate(data: xr.Dataset, name: str, at: dict[Any, int]) -> str:
     value = float(data[name].isel(at))
-    if f"{name}_low" in data:
-        low, high = (float(data[f"{name}{end}"].isel(at)) for end in ("_low", "_high"))
-    else:
-        error = float(data[f"{name}_stderr"].isel(at))
-        low, high = value - 2 * error, value + 2 * error
+    low, high = (float(edge.isel(at)) for edge in band(data, name))
     if not math.isfinite(value) or math.isnan(low) or math.isnan(high):  # one replicate has no interval
         return f"{value:.4g}"
     return interval_text(Interval(value, low, high, n=1))

@@ -102,8 +102,8 @@ class Trajectory(Plottable):
     >>> import torch
     >>> Trajectory(torch.zeros(1), torch.eye(3).expand(1, 2, 3, 3)).states.shape
     torch.Size([1, 2, 3, 3])
-    >>> Trajectory(torch.arange(5.0), torch.eye(3).expand(5, 2, 3, 3), axis="depth")
-    <Trajectory: 2 texts x 3 tokens, dimension 3; 5 depths, 0 to 4>
+    >>> Trajectory(torch.arange(5.0), torch.eye(3).expand(5, 2, 3, 3), axis="depth", replicate="prompt")
+    <Trajectory: 2 prompts x 3 tokens, dimension 3; 5 depths, 0 to 4>
     """
 
     times: Float[Tensor, " time"]
@@ -152,14 +152,14 @@ class Trajectory(Plottable):
 
     @property
     def who(self) -> str:
-        """The systems or texts, and their tokens, in words.
+        """The systems or prompts, and their tokens, in words.
 
         >>> import torch
         >>> Trajectory(torch.zeros(1), torch.eye(3).expand(1, 1, 3, 3)).who
         '1 system x 3 tokens'
         """
         _, batch, tokens, _ = self.states.shape
-        return f"{count(batch, 'text' if self.axis == 'depth' else 'system')} x {count(tokens, 'token')}"
+        return f"{count(batch, self.replicate)} x {count(tokens, 'token')}"
 
     def __repr__(self) -> str:
         return one_line_repr(f"Trajectory: {self.who}, dimension {self.states.shape[-1]}; {self.when}")
