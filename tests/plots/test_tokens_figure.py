@@ -153,6 +153,14 @@ def test_curves_are_the_measurement_of_all_systems():
     assert [line.get_xdata()[0] for line in panel.lines if line.get_label() == "_mark"] == sim.times.tolist()
 
 
+def test_clustering_has_a_linear_axis_however_small_it_starts():
+    states = torch.eye(30, dtype=torch.float64)[:3].repeat(2, 2, 1, 1)
+    states[0] = torch.nn.functional.normalize(states[0] + 1e-3, dim=-1)
+    states[1] = states[1, :, :1]
+    (panel,) = curves(hs.Trajectory(torch.arange(2.0), states).plot())
+    assert panel.get_yscale() == "linear"
+
+
 def test_a_residual_stream_shows_its_radius_too():
     block = hs.Block(hs.SA(1.0), hs.MLP(w_in=torch.eye(3), w_out=torch.eye(3)), placement=hs.PreNorm())
     deep = hs.integrate(block, 3 * hs.Uniform(6, 3).sample(2, seed=0), [0.0, 1.0])

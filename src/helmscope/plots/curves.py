@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from torch import Tensor
 
-DECADES = 20.0  # positive numbers that differ by more than this factor are drawn on a log axis
+DECADES = 20.0  # lengths that differ by more than this factor are drawn on a log axis
 
 
 @dataclass(frozen=True)
@@ -181,8 +181,7 @@ def _draw_one(panel: Axes, name: str, label: str, color: str, seen: xr.Dataset |
         marker = "o" if len(x) == 1 else ""
         panel.plot(x, y, color=color, label=label, marker=marker, markersize=4)
         panel.fill_between(x, low, high, color=color, alpha=0.2, linewidth=0)
-        positive = y[y > 0]
-        if len(positive) == len(y) and y.max() > DECADES * y.min():
+        if name in LENGTHS and y.min() > 0 and y.max() > DECADES * y.min():
             panel.set_yscale("log")
     if one is not None and name in one:
         value = one[name]
