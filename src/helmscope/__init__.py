@@ -180,12 +180,10 @@ if TYPE_CHECKING:
     from helmscope.observe.rank import residual_frobenius as residual_frobenius
     from helmscope.observe.rank import stable_rank as stable_rank
     from helmscope.observe.track import track as track
-    from helmscope.plots.depth import depth_figure as depth_figure
     from helmscope.plots.draw import plot as plot
     from helmscope.plots.overview import overview_figure as overview_figure
     from helmscope.plots.phase import phase_figure as phase_figure
     from helmscope.plots.phase import phase_page as phase_page
-    from helmscope.plots.tokens import tokens_figure as tokens_figure
     from helmscope.plots.trial import trial_figure as trial_figure
     from helmscope.runs.listing import RunSummary as RunSummary
     from helmscope.runs.listing import list_runs as list_runs
@@ -338,11 +336,9 @@ _HOME = {
         "entropy_rank nuclear_rank numerical_rank participation_ratio residual_composite residual_frobenius stable_rank"
     ),
     "helmscope.observe.track": "track",
-    "helmscope.plots.depth": "depth_figure",
     "helmscope.plots.draw": "plot",
     "helmscope.plots.overview": "overview_figure",
     "helmscope.plots.phase": "phase_figure phase_page",
-    "helmscope.plots.tokens": "tokens_figure",
     "helmscope.plots.trial": "trial_figure",
     "helmscope.runs.listing": "RunSummary list_runs",
     "helmscope.runs.on_ray": "Ray",

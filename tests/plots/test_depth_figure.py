@@ -10,6 +10,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import helmscope as hs
+from helmscope.plots.depth import depth_figure
 from support.refusal import refused
 
 
@@ -64,7 +65,7 @@ def test_padding_counts_nowhere():
     short = hs.Trajectory(
         path.times, path.states[:, :, :3], None, path.radius[:, :, :3], axis="depth", replicate="prompt"
     )
-    for ours, theirs in zip(hs.depth_figure(padded).axes, hs.depth_figure(short).axes, strict=True):
+    for ours, theirs in zip(depth_figure(padded).axes, depth_figure(short).axes, strict=True):
         for one, other in zip(values(ours), values(theirs), strict=True):
             assert np.allclose(one, other, atol=1e-5)
 
@@ -73,23 +74,23 @@ def test_texts_that_are_not_finite_are_left_out():
     path = recording().trajectory
     states = path.states.clone()
     states[1, 0] = torch.nan
-    figure = hs.depth_figure(hs.Trajectory(path.times, states, axis="depth", replicate="prompt"))
+    figure = depth_figure(hs.Trajectory(path.times, states, axis="depth", replicate="prompt"))
     assert "mean over 2 prompts" in figure.get_suptitle()
     lost = hs.Trajectory(path.times, torch.full_like(states, torch.nan), axis="depth", replicate="prompt")
-    refused(lambda: hs.depth_figure(lost), "no prompt whose states are all finite")
-    refused(lambda: hs.depth_figure(3), "trajectory is a int")
+    refused(lambda: depth_figure(lost), "no prompt whose states are all finite")
+    refused(lambda: depth_figure(3), "trajectory is a int")
 
 
 def test_one_text_has_no_interval():
     path = recording().trajectory
     one = hs.Trajectory(path.times, path.states[:, :1], radius=path.radius[:, :1], axis="depth", replicate="prompt")
-    assert hs.depth_figure(one).get_suptitle() == "1 prompt: no interval"
+    assert depth_figure(one).get_suptitle() == "1 prompt: no interval"
 
 
 def test_a_radius_that_grows_by_decades_has_a_log_axis():
     path = recording().trajectory
     radius = torch.logspace(0, 3, 5)[:, None, None].expand(5, 3, 4)
-    *_, panel = hs.depth_figure(
+    *_, panel = depth_figure(
         hs.Trajectory(path.times, path.states, radius=radius, axis="depth", replicate="prompt")
     ).axes
     assert panel.get_yscale() == "log"

@@ -12,6 +12,7 @@ import xarray as xr
 
 import helmscope as hs
 from children import run_python
+from helmscope.plots.depth import depth_figure
 from helmscope.plots.figure import Figure
 from helmscope.plots.style import new_figure
 from support.refusal import refused
@@ -25,7 +26,7 @@ DIAGRAM = hs.phase_diagram(hs.SA, betas=[1, 4], times=[0, 4, 9], start=hs.Unifor
 DEEP = hs.Trajectory(torch.arange(3.0), torch.eye(4).expand(3, 2, 4, 4), axis="depth", replicate="prompt")
 PICTURES = {
     "simulation": SIM.plot,
-    "depth": lambda: hs.depth_figure(DEEP),
+    "depth": lambda: depth_figure(DEEP),
     "overview": lambda: hs.overview_figure(hs.overview(SIM, beta=2.0)),
     "phase": DIAGRAM.plot,
     "trial": hs.Trial(VERDICT, DATA).plot,

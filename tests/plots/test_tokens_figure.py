@@ -13,6 +13,7 @@ from helmscope.plots import tokens
 from helmscope.plots.curves import complete, measured, single, spread_and_size
 from helmscope.plots.projection import orthographic
 from helmscope.plots.style import png
+from helmscope.plots.tokens import tokens_figure
 from support.refusal import refused
 
 
@@ -247,7 +248,7 @@ def test_what_cannot_be_drawn_is_refused():
     refused(lambda: path.plot(panels=0), "panels is 0")
     refused(lambda: path.plot(view=3.0), "view is 3.0", "azimuth")
     refused(lambda: path.plot(view=(0, "up")), "view[1] is 'up'")
-    refused(lambda: hs.tokens_figure(run(2)), "trajectory is a Simulation")
+    refused(lambda: tokens_figure(run(2)), "trajectory is a Simulation")
     lost = hs.Trajectory(torch.zeros(1), torch.full((1, 1, 3, 2), torch.nan))
     refused(lost.plot, "system 0 has no token")
     refused(hs.Trajectory(torch.zeros(1), torch.zeros(1, 0, 3, 2)).plot, "states has shape (1, 0, 3, 2)")
