@@ -200,6 +200,11 @@ def test_statistics_need_no_torch() -> None:
     run_python(code, check=True)
 
 
+def test_trials_load_neither_torch_nor_pictures_until_they_need_them() -> None:
+    code = "import sys, helmscope.claims.trial; assert not {'torch', 'matplotlib'} & set(sys.modules)"
+    run_python(code, check=True)
+
+
 def requirements(lines: list[str]) -> set[str]:
     names = {re.split(r"[<>=!~;\[ ]", line)[0].lower() for line in lines}
     return names - {"helmscope"}

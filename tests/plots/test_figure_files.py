@@ -15,6 +15,7 @@ from children import run_python
 from helmscope.plots.depth import depth_figure
 from helmscope.plots.figure import Figure
 from helmscope.plots.style import new_figure
+from helmscope.types import Plottable
 from support.refusal import refused
 
 MAGIC = {"png": b"\x89PNG\r\n\x1a\n", "svg": b"<?xml", "pdf": b"%PDF-"}
@@ -42,6 +43,17 @@ def test_every_picture_is_our_figure_and_saves_itself(name, tmp_path):
         figure.save(tmp_path / f"a.{ending}")
         assert (tmp_path / f"a.{ending}").read_bytes().startswith(magic)
     assert sorted(os.listdir(tmp_path)) == ["a.pdf", "a.png", "a.svg"]
+
+
+def test_a_trial_is_drawn_by_hs_plot_too():
+    assert hs.plot(hs.Trial(VERDICT, DATA)).get_suptitle() == "rate: supported"
+
+
+def test_a_type_without_a_picture_is_refused():
+    class Odd(Plottable):
+        pass
+
+    refused(Odd().plot, "object to plot is a Odd")
 
 
 def test_equal_pictures_are_equal_files_without_a_date(tmp_path):

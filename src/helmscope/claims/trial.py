@@ -15,8 +15,6 @@ from helmscope.claims.judge import judge
 from helmscope.claims.reading import read_catalogue
 from helmscope.claims.registry import Case, Experiment, Registered, code_file, experiments
 from helmscope.models.subject import Subject
-from helmscope.plots.draw import plot
-from helmscope.plots.trial import trial_figure
 from helmscope.runs.attempt import described
 from helmscope.runs.run import RunResult, UnitsFailed, run
 from helmscope.runs.serial import Serial
@@ -63,10 +61,11 @@ class Trial(Plottable):
         parts += [summary(self.data)._repr_html_()] if self._variables else []
         return joined(*parts)
 
+    def plot(self, **options: Any) -> Figure:
+        """The statistic on its region, and what was measured: ``trial_figure``, which takes no options."""
+        from helmscope.plots.trial import trial_figure  # here, since listing claims needs no pictures
 
-@plot.register(Trial)
-def _plot_trial(shown: Trial) -> Figure:
-    return trial_figure(shown.verdict, shown.data)
+        return trial_figure(self.verdict, self.data, **options)
 
 
 def try_claim(

@@ -11,7 +11,7 @@ from helmscope.plots.depth import depth_figure
 from helmscope.plots.phase import phase_figure
 from helmscope.plots.tokens import tokens_figure
 from helmscope.solve.simulation import Simulation
-from helmscope.types import HelmscopeError, Trajectory, brief
+from helmscope.types import HelmscopeError, Plottable, Trajectory, brief
 
 if TYPE_CHECKING:
     from helmscope.plots.figure import Figure
@@ -40,6 +40,14 @@ def plot(shown: object, **options: Any) -> Figure:
         f"object to plot is a {type(shown).__name__}, but it must be a Simulation, a Trajectory, a Recording, a "
         "PhaseDiagram or a Trial"
     )
+
+
+@plot.register(Plottable)
+def _own(shown: Plottable, **options: Any) -> Figure:
+    """A type of a room below this one, which this module cannot import, brings a ``plot`` of its own."""
+    if type(shown).plot is Plottable.plot:
+        raise HelmscopeError(f"object to plot is a {type(shown).__name__}, but no picture of it is known")
+    return shown.plot(**options)
 
 
 @plot.register(Trajectory)

@@ -115,8 +115,11 @@ class _Cloud:
 
 
 def _checked_view(view: tuple[float, float] | None, cloud: _Cloud) -> tuple[float, float]:
+    globe = cloud.on_sphere and cloud.dim == 3
     if view is None:
-        return facing(cloud.points[-1]) if cloud.on_sphere and cloud.dim == 3 else (0.0, 0.0)
+        return facing(cloud.points[-1]) if globe else (0.0, 0.0)
+    if not globe:
+        raise HelmscopeError(f"view is {view!r}, but only unit vectors in d = 3 are drawn on a globe: leave it out")
     if not isinstance(view, tuple | list) or len(view) != 2:
         raise HelmscopeError(f"view is {view!r}, but it must be (azimuth, elevation) in degrees")
     azimuth, elevation = (real_number(f"view[{i}]", each) for i, each in enumerate(view))
