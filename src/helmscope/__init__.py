@@ -124,6 +124,7 @@ if TYPE_CHECKING:
     from helmscope.observe.clusters import MergeTree as MergeTree
     from helmscope.observe.clusters import cluster_count as cluster_count
     from helmscope.observe.clusters import merge_tree as merge_tree
+    from helmscope.observe.diagram import PhaseDiagram as PhaseDiagram
     from helmscope.observe.diffusion import anisotropy as anisotropy
     from helmscope.observe.diffusion import context_covariance as context_covariance
     from helmscope.observe.diffusion import diffusivity as diffusivity
@@ -185,6 +186,7 @@ if TYPE_CHECKING:
     from helmscope.observe.rank import stable_rank as stable_rank
     from helmscope.observe.token_logits import token_logits as token_logits
     from helmscope.observe.track import track as track
+    from helmscope.plots.draw import plot as plot
     from helmscope.plots.overview import overview_figure as overview_figure
     from helmscope.plots.phase import phase_figure as phase_figure
     from helmscope.plots.phase import phase_page as phase_page
@@ -223,6 +225,7 @@ if TYPE_CHECKING:
     from helmscope.stats.scales import FisherZ as FisherZ
     from helmscope.stats.scales import Log as Log
     from helmscope.stats.scales import Plain as Plain
+    from helmscope.stats.summary import summary as summary
     from helmscope.store.manifest import Manifest as Manifest
     from helmscope.store.run_folder import RunFolder as RunFolder
     from helmscope.theory.energy import energy_max as energy_max
@@ -314,6 +317,7 @@ _HOME = {
         "anisotropy context_covariance diffusivity diffusivity_as_printed independent_draws_covariance "
         "random_value_covariance shared_draw_covariance token_sampling_covariance"
     ),
+    "helmscope.observe.diagram": "PhaseDiagram",
     "helmscope.observe.drift": "DriftAndSwirl drift_and_swirl",
     "helmscope.observe.energy": (
         "gaussian_energy_as_printed interaction_energy interaction_energy_rate interaction_energy_sum "
@@ -342,6 +346,7 @@ _HOME = {
     ),
     "helmscope.observe.token_logits": "token_logits",
     "helmscope.observe.track": "track",
+    "helmscope.plots.draw": "plot",
     "helmscope.plots.overview": "overview_figure",
     "helmscope.plots.phase": "phase_figure phase_page",
     "helmscope.plots.trial": "trial_figure",
@@ -371,6 +376,7 @@ _HOME = {
     "helmscope.stats.paired": "paired_difference",
     "helmscope.stats.reduce": "reduce_replicates",
     "helmscope.stats.scales": "Bounded FisherZ Log Plain",
+    "helmscope.stats.summary": "summary",
     "helmscope.store.manifest": "Manifest",
     "helmscope.store.run_folder": "RunFolder",
     "helmscope.theory.energy": "energy_max energy_min equiangular_energy",

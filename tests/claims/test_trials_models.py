@@ -146,7 +146,7 @@ def test_the_models_in_the_box(short: Finding) -> None:
     assert list(data.subject.values)[:4] == ["A", "A untrained", "tied", "tied untrained"]
     assert data["mean"].sel(subject="tied").notnull().sum() == 97
     by_flow = short.data["mean"].sel(subject=data.subject.values[-1], half_step=0)
-    assert by_flow.notnull().sum() == tokens_cluster.FLOWS
+    assert by_flow.notnull().sum() == 2  # it starts from some of the prompts, here two
 
 
 def test_the_mean_inner_product_of_a_against_its_own_hidden_states(short: Finding) -> None:
@@ -162,5 +162,5 @@ def test_the_mean_inner_product_of_a_against_its_own_hidden_states(short: Findin
         n = len(x)
         means.append((np.sum(x @ x.T) - n) / (n * (n - 1)))
     seen = short.data["mean"].sel(subject="A", half_step=12).values
-    assert seen == pytest.approx(means, rel=1e-4)
+    assert seen == pytest.approx(means, abs=1e-5)
     assert seen.mean() == pytest.approx(np.mean(means), rel=1e-5)

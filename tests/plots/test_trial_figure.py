@@ -13,6 +13,7 @@ import xarray as xr
 from helmscope.plots.measured import draw_variable
 from helmscope.plots.style import new_figure, png, svg
 from helmscope.plots.trial import Around, Linear, Log, choose_axis, trial_figure
+from helmscope.stats.reduce import reduce_replicates
 from helmscope.types import Control, HelmscopeError, Interval, Region, Ruling, Verdict
 
 INF, NAN = math.inf, math.nan
@@ -331,3 +332,19 @@ def test_three_axes_are_a_grid_of_small_panels():
     filled, band = panels[5].collections
     assert filled.get_datalim(panels[5].transData).y1 == numbers[:, 2, 1].max()
     assert band.get_datalim(panels[5].transData).y1 == pytest.approx(numbers[:, 2, 1].max() + 0.2)
+
+
+def test_the_band_is_the_interval_where_there_is_one_and_replicates_are_reduced_first():
+    kept = xr.Dataset({"share": (("system", "time"), np.array([[0.1, 0.2], [0.2, 0.6], [0.6, 0.9]]))}, {"time": [0, 1]})
+    seen = reduce_replicates(kept)
+    for given in (kept, seen):
+        panel = panel_of(given, "share")
+        assert np.array_equal(panel.lines[0].get_ydata(), seen.share.values)
+        corners = {tuple(corner) for corner in panel.collections[0].get_paths()[0].vertices}
+        for end in ("_low", "_high"):
+            assert set(zip([0.0, 1.0], seen[f"share{end}"].values, strict=True)) <= corners
+        assert "n = 3; band: 95 % interval" in panel.get_title(loc="left")
+    errors = panel_of(seen.drop_vars(["share_low", "share_high"]), "share")
+    assert "band: two standard errors" in errors.get_title(loc="left")
+    curves = len(trial_figure(verdict(0.9, 1.0), kept).axes)
+    assert curves == len(trial_figure(verdict(0.9, 1.0), seen).axes) == 2

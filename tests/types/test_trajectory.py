@@ -98,3 +98,10 @@ def test_an_end_that_was_asked_for_is_not_ok_and_not_a_failure():
     broken = hs.Outcome((stopped, limit), (2.5, 3.0))
     assert broken.failed
     assert str(broken).startswith("system 1 of 2: step limit reached at t=3")
+
+
+def test_the_replicates_have_a_known_name():
+    states = torch.eye(3).expand(1, 2, 3, 3)
+    assert hs.Trajectory(torch.zeros(1), states).replicate == "system"
+    with pytest.raises(hs.HelmscopeError, match=r"replicate of a trajectory 'promt': did you mean 'prompt'\?"):
+        hs.Trajectory(torch.zeros(1), states, replicate="promt")

@@ -19,30 +19,53 @@ from helmscope.runs.attempt import described
 from helmscope.runs.run import RunResult, UnitsFailed, run
 from helmscope.runs.serial import Serial
 from helmscope.runs.unit import Unit
+from helmscope.stats.summary import summary
 from helmscope.store.manifest import hash_file
 from helmscope.store.verdicts import decode_verdicts, encode_verdicts
-from helmscope.types import HelmscopeError, Verdict, known_name
+from helmscope.types import COMPANIONS, HelmscopeError, Plottable, Verdict, counted, joined, known_name, one_line_repr
 
 if TYPE_CHECKING:
     import xarray as xr
 
+    from helmscope.plots.figure import Figure
     from helmscope.runs.attempt import Engine, Outcomes
     from helmscope.store.manifest import Manifest
     from helmscope.store.run_folder import RunFolder
 
 
-@dataclass(frozen=True, eq=False)
-class Trial:
+@dataclass(frozen=True, eq=False, repr=False)
+class Trial(Plottable):
     """A verdict, and the Measurement of its experiment, with its replicates: ``hs.reduce_replicates(trial.data)`` is
-    what a picture shows of it.
+    what a picture shows of it. ``plot()`` is that picture.
 
+    >>> import xarray as xr
     >>> from helmscope.types import Region, Ruling
-    >>> Trial(Verdict("rate", Ruling.IMPOSSIBLE, None, Region(text="1"), "", ""), data=None).verdict.claim
-    'rate'
+    >>> data = xr.Dataset({"slope": 1.0, "slope_stderr": 0.1}, attrs={"n": 20})
+    >>> Trial(Verdict("rate", Ruling.IMPOSSIBLE, None, Region(text="1"), "", ""), data)
+    <Trial of rate: premise impossible here; 1 variable measured>
     """
 
     verdict: Verdict
     data: xr.Dataset
+
+    @property
+    def _variables(self) -> list[str]:
+        return [str(name) for name in self.data.data_vars if not str(name).endswith(COMPANIONS)]
+
+    def __repr__(self) -> str:
+        measured = counted(len(self._variables), "variable")
+        return one_line_repr(f"Trial of {self.verdict.claim}: {self.verdict.short}; {measured} measured")
+
+    def _repr_html_(self) -> str:
+        parts = [self.verdict._repr_html_()]
+        parts += [summary(self.data)._repr_html_()] if self._variables else []
+        return joined(*parts)
+
+    def plot(self, **options: Any) -> Figure:
+        """The statistic on its region, and what was measured: ``trial_figure``, which takes no options."""
+        from helmscope.plots.trial import trial_figure  # here, since listing claims needs no pictures
+
+        return trial_figure(self.verdict, self.data, **options)
 
 
 def try_claim(

@@ -93,8 +93,9 @@ class Reweigh(SiteEdit):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class AblateHead(SiteEdit):
-    """Set the output of some heads to 0, so that they write only the bias of the output matrix. At Site.CROSS_HEADS they
-    are heads of cross-attention. A single head may be given by ``layer`` and ``head``, as ``head("L2H5")`` names it.
+    """Set the output of some heads to 0, so that they write only the bias of the output matrix. At Site.CROSS_HEADS
+    these are heads of cross-attention. A single head may be given by ``layer`` and ``head``, as ``head("L2H5")`` names
+    it.
 
     >>> AblateHead([2], heads=[0, 5])
     AblateHead(layers=[2], heads=[0, 5])

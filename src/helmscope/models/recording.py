@@ -23,7 +23,17 @@ from helmscope.models.sphere import on_sphere
 from helmscope.models.topology import Kind
 from helmscope.models.watch import Site, bytes_of
 from helmscope.store.manifest import Manifest, hash_bytes
-from helmscope.types import Half, HelmscopeError, Trajectory, counted
+from helmscope.types import (
+    Half,
+    HelmscopeError,
+    Plottable,
+    Trajectory,
+    counted,
+    joined,
+    one_line_repr,
+    shortened,
+    table,
+)
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -42,7 +52,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Recording:
+class Recording(Plottable):
     """A model on some texts. ``trajectory`` holds the residual stream over depth in half-layers: 0 is the first block's
     input, 2 l + 1 the state of layer l between attention and MLP (virtual in a parallel block), 2 l + 2 its output.
 
@@ -82,15 +92,39 @@ class Recording:
     encoder: Recording | None = None
 
     def __repr__(self) -> str:
-        failed = [line.name for line in self.certificate.lines if line.ok is False]
-        texts, tokens = counted(len(self.batch), "text"), counted(self.residual.radius.shape[-1], "token")
-        texts = f"{texts} x {tokens} ({self._texts_hash()[:12]})"
-        parts = [str(self.anatomy), texts, f"certificate fails: {', '.join(failed)}" if failed else "certificate ok"]
+        parts = [str(self.anatomy), self._who(), f"certificate {self.certificate.short}"]
         parts += [f"from depth {self.first}"] if self.first else []
         parts += [f"under {', '.join(map(repr, self.edits))}"] if self.edits else []
-        behind = () if self.encoder is None else self.encoder.edits
-        parts += [f"with its encoder under {', '.join(map(repr, behind))}"] if behind else []
-        return f"<Recording of {self.origin.family}: {'; '.join(parts)}>"
+        parts += [f"with its encoder under {', '.join(map(repr, self._encoder_edits))}"] if self._encoder_edits else []
+        return one_line_repr(f"Recording of {self.origin.family}: {'; '.join(parts)}")
+
+    def _repr_html_(self) -> str:
+        depths = len(self.residual.radius)
+        rows = [
+            ("model", f"{self.origin.name} ({self.origin.family}), {self.origin.dtype} on {self.origin.device}"),
+            ("architecture", str(self.anatomy)),
+            ("texts", self._who()),
+            ("depths", f"{counted(depths, 'depth')}, {self.first} to {self.first + depths - 1}, in half-layers"),
+            *(("edit", repr(edit)) for edit in self.edits),
+            *(("edit of the encoder", repr(edit)) for edit in self._encoder_edits),
+            *([] if self.batch.tokens is None else [("first text", self._first_text())]),
+        ]
+        return joined(table(f"Recording of {self.origin.family}", rows), self.certificate._repr_html_())
+
+    @property
+    def _encoder_edits(self) -> tuple[AbstractEdit, ...]:
+        return () if self.encoder is None else self.encoder.edits
+
+    def _first_text(self) -> str:
+        """The tokens of the first text without padding, apart, and without the marks of a space before them."""
+        tokens, seen = self.batch.tokens, self.batch.visible
+        assert tokens is not None
+        shown = [token for k, token in enumerate(tokens[0]) if seen is None or bool(seen[0, k])]
+        return shortened(" ".join(token.lstrip("\u0120\u2581") for token in shown), 160)
+
+    def _who(self) -> str:
+        tokens = self.residual.radius.shape[-1]
+        return f"{counted(len(self.batch), 'text')} x {counted(tokens, 'token')} ({self._texts_hash()[:12]})"
 
     def _texts_hash(self) -> str:
         return hash_bytes(b"".join(map(bytes_of, self.batch.inputs.values())))

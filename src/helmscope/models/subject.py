@@ -27,7 +27,7 @@ from helmscope.models.identity import (
 from helmscope.models.premise import Premise, Simulated
 from helmscope.models.shelf import ById, Shelf, model_bytes, stream_bytes
 from helmscope.stats.replicates import halves
-from helmscope.types import HelmscopeError, counted, shown, whole_number
+from helmscope.types import HelmscopeError, counted, one_line_repr, shown, whole_number
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -147,8 +147,8 @@ class Subject:
         return Subject(self.model, self.asked_texts, tokenizer=self.asked_tokenizer, loops=loops, **options)
 
     def __repr__(self) -> str:
-        said = "simulation" if self.is_simulation else f"{self.name}: {counted(len(self.texts), 'text')}"
-        return f"<Subject {said}>"
+        texts = "" if self.is_simulation else f": {counted(len(self.texts), 'text')}"
+        return one_line_repr(f"Subject {self.name}{texts}")
 
     def __enter__(self) -> Subject:
         return self

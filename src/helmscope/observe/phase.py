@@ -14,6 +14,7 @@ import xarray as xr
 
 from helmscope.fields.field import Field, as_field
 from helmscope.kernels.choose import pinned, using
+from helmscope.observe.diagram import PhaseDiagram
 from helmscope.observe.fused_shares import FusedShares
 from helmscope.observe.inner_products import clustering_fraction
 from helmscope.solve.dormand_prince import DormandPrince
@@ -58,7 +59,7 @@ def phase_diagram(
     noise: Noise | None = None,
     merge: float | None = None,
     progress: Progress | None = None,
-) -> xr.Dataset:
+) -> PhaseDiagram:
     """P(<x_i, x_j> >= 1 - delta) over (beta, time), estimated from ``samples`` starts: source 001, figure 3.
 
     ``field`` is any callable beta -> field: SA, USA, ``lambda beta: SA(beta, causal=True)``. ``probability_stderr`` is
@@ -73,7 +74,7 @@ def phase_diagram(
     on. ``stepper`` is ``DormandPrince(tol=1e-6)`` where None (float32: 1e-5; with noise ``EulerMaruyama(0.02)``; a
     field that jumps: that of ``integrate``). ``dtype`` is float64 where None; SA and USA with multiples of I go to the
     fused kernel on a CUDA device, in float32, unless a method, a kernel or float64 is asked for. The attributes say
-    what was done.
+    what was done, and ``plot()`` draws the diagram. Samples are not kept: of so many cells that would be a lot.
 
     >>> from helmscope.fields.attention import SA
     >>> from helmscope.theory.starts import Uniform
@@ -98,7 +99,7 @@ def phase_diagram(
     fused = sweep.fused(flows)
     shares = sweep.shares(flows, progress) if fused is None else fused.shares(progress)
     seen = _measured(sweep, flows, sweep.times, shares, "probability")
-    return seen if fused is None else seen.assign_attrs(fused.told)
+    return PhaseDiagram.of(seen if fused is None else seen.assign_attrs(fused.told))
 
 
 def published_probability(

@@ -1,1 +1,1 @@
-"""Measurements as figures, in one style. Needs the extra ``report``."""
+"""Objects and Measurements as figures, in one style. Needs the extra ``report``."""

@@ -11,7 +11,8 @@ from helmscope.types import HelmscopeError, keeps_replicates, replicate_axis
 if TYPE_CHECKING:
     import xarray as xr
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+
+    from helmscope.plots.figure import Figure
 
 
 def overview_figure(measurement: xr.Dataset, *, title: str = "") -> Figure:

@@ -10,14 +10,15 @@ import numpy as np
 
 from helmscope.observe.half_time import half_time
 from helmscope.plots.measured import plain
-from helmscope.plots.style import styled
+from helmscope.plots.style import blank_figure, styled
 from helmscope.stats.reduce import reduced
 from helmscope.types import HelmscopeError, MissingExtra
 
 if TYPE_CHECKING:
     import xarray as xr
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+
+    from helmscope.plots.figure import Figure
 
 ACROSS = 3  # panels in a row
 WIDTH, HEIGHT, HEAD = 3.4, 2.7, 0.75  # inches
@@ -188,12 +189,10 @@ def _extent(data: xr.Dataset) -> float:
 
 
 def _drawn(slices: list[xr.Dataset], data: xr.Dataset, title: str) -> Figure:
-    from matplotlib.figure import Figure
-
     panels = [(each, name) for each in slices for name in _variables(each)]
     columns = _columns(slices)
     rows = math.ceil(len(panels) / columns)
-    figure = Figure(figsize=(max(WIDTH * columns + 0.6, 5.2), HEIGHT * rows + HEAD), layout="constrained")
+    figure = blank_figure(max(WIDTH * columns + 0.6, 5.2), HEIGHT * rows + HEAD)
     axes = list(figure.subplots(rows, columns, squeeze=False).flat)
     for spare in axes[len(panels) :]:
         spare.set_axis_off()

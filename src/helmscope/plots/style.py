@@ -11,7 +11,9 @@ from helmscope.types import MissingExtra
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure as Base
+
+    from helmscope.plots.figure import Figure
 
 STYLE: dict[Any, Any] = {
     "figure.dpi": 110,
@@ -26,6 +28,18 @@ STYLE: dict[Any, Any] = {
 COLORS = ("#1f4e79", "#c55a11", "#548235", "#7f6000", "#7030a0")
 
 
+def blank_figure(width: float, height: float) -> Figure:
+    """A figure of a size in inches, without panels, that needs no screen. Draw on it inside ``styled()``.
+
+    >>> blank_figure(4.0, 3.0).axes
+    []
+    """
+    with styled():
+        from helmscope.plots.figure import Figure
+
+        return Figure(figsize=(width, height), layout="constrained")
+
+
 def new_figure(rows: int, columns: int, *, width: float = 9.0, height: float = 6.0) -> tuple[Figure, list[Axes]]:
     """An empty figure that needs no screen, and its panels in reading order. Draw on it inside ``styled()``.
 
@@ -34,9 +48,7 @@ def new_figure(rows: int, columns: int, *, width: float = 9.0, height: float = 6
     2
     """
     with styled():
-        from matplotlib.figure import Figure
-
-        figure = Figure(figsize=(width, height), layout="constrained")
+        figure = blank_figure(width, height)
         return figure, list(figure.subplots(rows, columns, squeeze=False).flat)
 
 
@@ -55,7 +67,7 @@ def styled() -> Iterator[None]:
         yield
 
 
-def png(figure: Figure) -> bytes:
+def png(figure: Base) -> bytes:
     """The figure as a PNG file, byte for byte the same for the same figure.
 
     >>> png(new_figure(1, 1)[0])[:4]
@@ -67,7 +79,7 @@ def png(figure: Figure) -> bytes:
     return buffer.getvalue()
 
 
-def svg(figure: Figure) -> bytes:
+def svg(figure: Base) -> bytes:
     """The figure as an SVG file with its letters as shapes, byte for byte the same for the same figure, whose layout
     stays as it is from then on.
 
@@ -76,11 +88,30 @@ def svg(figure: Figure) -> bytes:
     """
     import matplotlib as mpl
 
-    figure.draw_without_rendering()
-    figure.set_layout_engine(
-        "none"
-    )  # settled: once more would move it in the last digit, and names in the file are hashes
+    _settle(figure)
     buffer = io.BytesIO()
     with mpl.rc_context({"svg.hashsalt": "helmscope", "svg.fonttype": "path"}):
         figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
     return buffer.getvalue()
+
+
+def pdf(figure: Base) -> bytes:
+    """The figure as a PDF file with its fonts embedded, byte for byte the same for the same figure, whose layout stays
+    as it is from then on.
+
+    >>> pdf(new_figure(1, 1)[0])[:5]
+    b'%PDF-'
+    """
+    import matplotlib as mpl
+
+    _settle(figure)
+    buffer = io.BytesIO()
+    with mpl.rc_context({"pdf.fonttype": 42}):  # TrueType, whose text can be selected and edited
+        figure.savefig(buffer, format="pdf", metadata={"CreationDate": None, "Creator": None, "Producer": None})
+    return buffer.getvalue()
+
+
+def _settle(figure: Base) -> None:
+    """Fixes the layout: another pass would move it in the last digit, which a vector file writes down."""
+    figure.draw_without_rendering()
+    figure.set_layout_engine("none")

@@ -12,7 +12,7 @@ import numpy as np
 
 from helmscope.plots.grid import draw_grid, grid_height, is_grid
 from helmscope.plots.measured import draw_variable, heading, plain, variables
-from helmscope.plots.style import COLORS, styled
+from helmscope.plots.style import COLORS, blank_figure, styled
 from helmscope.stats.reduce import reduced
 from helmscope.types import (
     HelmscopeError,
@@ -26,7 +26,8 @@ from helmscope.types import (
 if TYPE_CHECKING:
     import xarray as xr
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+
+    from helmscope.plots.figure import Figure
 
 MOST_PANELS = 5
 WIDTH, ROW, PANEL, LINE = 8.0, 0.5, 2.1, 0.18  # inches
@@ -155,12 +156,10 @@ def tick(number: float) -> str:
 
 
 def _drawn(verdict: Verdict, data: xr.Dataset) -> Figure:
-    from matplotlib.figure import Figure
-
     rows, names = _rows(verdict), variables(data)
     shown = names[:MOST_PANELS]
     heights = [ROW * len(rows) + 0.7, *(_height(data, name) for name in shown)]
-    figure = Figure(figsize=(WIDTH, sum(heights) + 0.4), layout="constrained")
+    figure = blank_figure(WIDTH, sum(heights) + 0.4)
     more = f"   ({len(names) - len(shown)} more measured, not drawn)" if len(names) > len(shown) else ""
     figure.suptitle(plain(f"{verdict.claim}: {verdict.ruling.value}{more}"), fontsize=10, fontweight="bold")
     # each panel is a figure of its own: a color scale beside one narrows no other

@@ -27,7 +27,17 @@ from helmscope.solve.stepper import AdaptiveStepper, NoisyStepper, Stepper
 from helmscope.solve.streams import Streams
 from helmscope.solve.symmetry import in_span
 from helmscope.solve.threads import fitting_threads
-from helmscope.types import HelmscopeError, Outcome, Progress, Trajectory, shown, whole_number
+from helmscope.types import (
+    HelmscopeError,
+    Outcome,
+    Progress,
+    Trajectory,
+    brief,
+    counted,
+    one_line_repr,
+    shown,
+    whole_number,
+)
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float
@@ -39,7 +49,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(frozen=True, eq=False, kw_only=True, repr=False)
 class Problem:
     """Field, start, times and method, checked; made by ``pose``. Independent systems lie along the first axis.
 
@@ -61,6 +71,11 @@ class Problem:
     seed: int = 0
     origin: float = 0.0  # the time of the start
     kernel: Kernel | None = None
+
+    def __repr__(self) -> str:
+        systems, tokens, dim = self.start.shape
+        who = f"{counted(systems, 'system')} x {counted(tokens, 'token')}, dimension {dim}"
+        return one_line_repr(f"Problem of {brief(self.field)}: {who}; {counted(len(self.times), 'time')}")
 
     @full_precision
     def run(self, progress: Progress | None = None) -> Simulation:

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from helmscope.fields.block import Block
-from helmscope.fields.field import Field
+from helmscope.fields.field import Field, Space
 from helmscope.fields.mlp import MLP, GatedMLP
 from helmscope.solve.replay import refusal, replay
-from helmscope.types import Outcome, Trajectory
+from helmscope.types import Outcome, Plottable, Trajectory, brief, one_line_repr, table
 
 if TYPE_CHECKING:
     import torch
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from helmscope.types import Instrument, Progress
 
 
-@dataclass(frozen=True, eq=False)
-class Simulation:
+@dataclass(frozen=True, eq=False, repr=False)
+class Simulation(Plottable):
     """Tokens carried by a field: the trajectory, how it ended, and the mechanism, so that it can go on.
 
     ``states`` has the shape of the start behind the time axis: (time, *batch, n, d). ``event_times`` holds, for each
@@ -33,6 +33,8 @@ class Simulation:
     >>> from helmscope.fields.attention import SA
     >>> from helmscope.solve.integrate import integrate
     >>> run = integrate(SA(beta=0.0), torch.eye(2), times=[0.0, 1.0, 2.0])
+    >>> run
+    <Simulation of SA(beta=0): 1 system x 2 tokens in S^1; 3 times, 0 to 2; finished>
     >>> run.states.shape, run.kernel(layer=0)[0, 0].tolist(), str(run.outcome)
     (torch.Size([3, 2, 2]), [0.5, 0.5], 'finished at t=2')
     >>> run.resume(depth=1, states=run.trajectory.states[1]).times
@@ -43,6 +45,33 @@ class Simulation:
     problem: Problem
     event_times: tuple[Tensor, ...] = ()
     streams: Float[Tensor, "time batch n d"] | None = None
+
+    @property
+    def _where(self) -> str:
+        """The space that the tokens live in."""
+        dim = self.trajectory.states.shape[-1]
+        names = {Space.SPHERE: f"S^{dim - 1}", Space.STREAM: f"a residual stream in R^{dim}", Space.FLAT: f"R^{dim}"}
+        return names[self.field.space]
+
+    def __repr__(self) -> str:
+        path = self.trajectory
+        what = f"{path.who} in {self._where}; {path.when}; {self.outcome.short}"
+        return one_line_repr(f"Simulation of {brief(self.field)}: {what}")
+
+    def _repr_html_(self) -> str:
+        path, problem = self.trajectory, self.problem
+        rows = [
+            ("tokens", f"{path.who} in {self._where}"),
+            ("times", path.when),
+            ("method", brief(problem.stepper)),
+            *([] if problem.noise is None else [("noise", f"{brief(problem.noise)}, seed {problem.seed}")]),
+            ("outcome", str(self.outcome)),
+            *(
+                (brief(event), f"happened to {int(times.isfinite().sum()):,} of {times.numel():,}")
+                for event, times in zip(problem.events, self.event_times, strict=True)
+            ),
+        ]
+        return table(f"Simulation of {brief(self.field)}", rows)
 
     @property
     def times(self) -> Float[Tensor, " time"]:

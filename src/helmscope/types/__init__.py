@@ -16,6 +16,7 @@ from helmscope.types.arguments import (
     shown,
     whole_number,
 )
+from helmscope.types.display import Plottable, brief, joined, one_line_repr, picture, shortened, table
 from helmscope.types.errors import HelmscopeError, MissingExtra
 from helmscope.types.instrument import (
     AttentionPass,
@@ -60,6 +61,7 @@ __all__ = [
     "Moment",
     "Needs",
     "Outcome",
+    "Plottable",
     "Progress",
     "Region",
     "ReplayPlan",
@@ -68,6 +70,7 @@ __all__ = [
     "System",
     "Trajectory",
     "Verdict",
+    "brief",
     "check_measurement",
     "check_progress",
     "check_reduced",
@@ -76,15 +79,20 @@ __all__ = [
     "fits_memory",
     "increasing_times",
     "interval_text",
+    "joined",
     "keeps_replicates",
     "known_name",
+    "one_line_repr",
     "part_of",
+    "picture",
     "real_number",
     "region_text",
     "replicate_axis",
     "results",
     "seed_number",
+    "shortened",
     "shown",
     "start_instruments",
+    "table",
     "whole_number",
 ]

@@ -114,12 +114,12 @@ def known_name(what: str, name: str, allowed: Iterable[str]) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """A number of things, in the singular where it is one.
+    """A number with its noun in the singular or the plural.
 
-    >>> counted(1, "text"), counted(2, "text"), counted(0, "edit")
-    ('1 text', '2 texts', '0 edits')
+    >>> counted(1, "text"), counted(2, "text"), counted(1024, "system")
+    ('1 text', '2 texts', '1,024 systems')
     """
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def shown(value: object) -> str:

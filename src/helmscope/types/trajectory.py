@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
 from helmscope.types.arguments import counted, known_name, shown
+from helmscope.types.display import Plottable, one_line_repr
 from helmscope.types.errors import HelmscopeError
 from helmscope.types.measurement import REPLICATES
 
@@ -48,12 +50,14 @@ class Status(Enum):
         return not self.ok and self is not Status.STOPPED
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Outcome:
     """How every system of a batch ended: one status and one last time a system.
 
     >>> str(Outcome((Status.FINISHED, Status.STEP_LIMIT), (10.0, 3.2)))
     'system 1 of 2: step limit reached at t=3.2: raise max_steps, loosen tol, lower beta, ...'
+    >>> Outcome((Status.FINISHED, Status.STEP_LIMIT), (10.0, 3.2))
+    <Outcome of 2 systems: 1 finished, 1 step limit>
     """
 
     statuses: tuple[Status, ...]
@@ -69,6 +73,21 @@ class Outcome:
         """Whether the integration of some system broke down."""
         return any(status.failed for status in self.statuses)
 
+    @property
+    def short(self) -> str:
+        """How the systems ended in a few words, without the remedy.
+
+        >>> Outcome((Status.FINISHED, Status.FINISHED), (10.0, 10.0)).short
+        'finished'
+        """
+        ends = Counter(status.name.lower().replace("_", " ") for status in self.statuses)
+        if len(ends) == 1:
+            return next(iter(ends))
+        return ", ".join(f"{number:,} {end}" for end, number in ends.items()) or "no systems"
+
+    def __repr__(self) -> str:
+        return one_line_repr(f"Outcome of {counted(len(self.statuses), 'system')}: {self.short}")
+
     def __str__(self) -> str:
         told = [i for i, status in enumerate(self.statuses) if (status.failed if self.failed else not status.ok)]
         shown = told[0] if told else 0
@@ -80,8 +99,8 @@ class Outcome:
         return f"system {shown} of {len(self.statuses)}: {text}{more}"
 
 
-@dataclass(frozen=True, eq=False)
-class Trajectory:
+@dataclass(frozen=True, eq=False, repr=False)
+class Trajectory(Plottable):
     """States on the sphere over time: (time, batch, token, dim), each state a unit vector.
 
     For a simulation, time is the flow's time and the batch holds independent systems. For a model, time is depth in
@@ -94,6 +113,8 @@ class Trajectory:
     >>> import torch
     >>> Trajectory(torch.zeros(1), torch.eye(3).expand(1, 2, 3, 3)).states.shape
     torch.Size([1, 2, 3, 3])
+    >>> Trajectory(torch.arange(5.0), torch.eye(3).expand(5, 2, 3, 3), axis="depth", replicate="prompt")
+    <Trajectory: 2 prompts x 3 tokens, dimension 3; 5 depths, 0 to 4>
     """
 
     times: Float[Tensor, " time"]
@@ -129,3 +150,29 @@ class Trajectory:
             raise HelmscopeError(
                 f"tokens must hold {counted(shape[2], 'label')} for each of {counted(shape[1], 'system')}"
             )
+
+    @property
+    def when(self) -> str:
+        """The stored times or depths in words.
+
+        >>> import torch
+        >>> Trajectory(torch.tensor([0.0, 10.0]), torch.eye(3).expand(2, 1, 3, 3)).when
+        '2 times, 0 to 10'
+        """
+        number = len(self.times)
+        ends = dict.fromkeys(f"{float(self.times[k]):g}" for k in ((0, -1) if number else ()))
+        return ", ".join(filter(None, (counted(number, self.axis), " to ".join(ends))))
+
+    @property
+    def who(self) -> str:
+        """The systems or prompts, and their tokens, in words.
+
+        >>> import torch
+        >>> Trajectory(torch.zeros(1), torch.eye(3).expand(1, 1, 3, 3)).who
+        '1 system x 3 tokens'
+        """
+        _, batch, tokens, _ = self.states.shape
+        return f"{counted(batch, self.replicate)} x {counted(tokens, 'token')}"
+
+    def __repr__(self) -> str:
+        return one_line_repr(f"Trajectory: {self.who}, dimension {self.states.shape[-1]}; {self.when}")

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from helmscope.types.interval import Interval, Region
+from helmscope.types.display import one_line_repr, table
+from helmscope.types.interval import Interval, Region, interval_text, region_text
 
 
 class Ruling(Enum):
@@ -58,7 +59,7 @@ class Exhibit:
     text: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Verdict:
     """A ruling on one claim: the interval of its statistic (None where the premise cannot hold), the region frozen
     before the run, the hash of the catalogue entry, and the sentence a reader needs; then where the claim was tried
@@ -66,8 +67,8 @@ class Verdict:
     ``subject`` is the name of what was put on trial and, of a model, the hash of its weights and texts.
 
     >>> seen, region = Interval(1.0, 0.99, 1.01, n=20), Region(text="1 within .1", low=0.9, high=1.1)
-    >>> Verdict("rate", Ruling.SUPPORTED, seen, region, "c0ffee", "SA has rate 1.").interval.estimate
-    1.0
+    >>> Verdict("rate", Ruling.SUPPORTED, seen, region, "c0ffee", "SA has rate 1.")
+    <Verdict on rate: supported, 1 [0.99, 1.01], n = 20>
     """
 
     claim: str
@@ -82,3 +83,38 @@ class Verdict:
     also: tuple[Control, ...] = ()
     exhibits: tuple[Exhibit, ...] = ()
     subject: str = ""
+
+    @property
+    def short(self) -> str:
+        """The ruling with the number that it rests on.
+
+        >>> Verdict("rate", Ruling.IMPOSSIBLE, None, Region(text="1 within .1"), "", "").short
+        'premise impossible here'
+        """
+        seen = self.interval
+        return self.ruling.value if seen is None else f"{self.ruling.value}, {interval_text(seen)}, n = {seen.n:,}"
+
+    def __repr__(self) -> str:
+        return one_line_repr(f"Verdict on {self.claim}: {self.short}{f'; {self.subject}' if self.subject else ''}")
+
+    def _repr_html_(self) -> str:
+        named = [("null", self.null), ("as printed", self.printed), *(("also", part) for part in self.also)]
+        rows = [
+            *([("verdict", self.sentence)] if self.sentence else []),
+            *(
+                []
+                if self.interval is None
+                else [("statistic", f"{interval_text(self.interval)}, n = {self.interval.n:,}")]
+            ),
+            ("region", ": ".join(filter(None, (region_text(self.region), self.region.text)))),
+            *((name, _control_text(control)) for name, control in named if control is not None),
+            *((name, text) for name, text in (("where", self.where), ("subject", self.subject)) if text),
+            *((exhibit.title, exhibit.text) for exhibit in self.exhibits),
+        ]
+        return table(f"{self.claim}: {self.ruling.value}", rows)
+
+
+def _control_text(control: Control) -> str:
+    """What was tried, what came out, and what should have."""
+    due = "as expected" if control.as_expected else f"expected: {control.expected.value}"
+    return f"{control.what}: {control.ruling.value} ({due}), {interval_text(control.interval)}"

@@ -1,0 +1,121 @@
+"""A Measurement as a small table to read: estimates with their intervals."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+from helmscope.stats.reduce import band, band_text, reduced
+from helmscope.types import (
+    COMPANIONS,
+    HelmscopeError,
+    Interval,
+    counted,
+    interval_text,
+    one_line_repr,
+    table,
+)
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+FEW = 8  # entries of a variable that are all shown; of more, the first and the last along each axis
+
+
+@dataclass(frozen=True)
+class Row:
+    """One entry of a variable in words."""
+
+    variable: str
+    at: str
+    estimate: str
+    n: str
+    null: str
+
+
+@dataclass(frozen=True, repr=False)
+class Summary:
+    """The rows of a table: prints as text, and shows itself as HTML in a notebook."""
+
+    rows: tuple[Row, ...]
+    note: str
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The names of the columns; those in which all rows are empty are left out."""
+        names = [each.name for each in fields(Row)]
+        return tuple(name for name in names if any(getattr(row, name) for row in self.rows))
+
+    @property
+    def cells(self) -> list[tuple[str, ...]]:
+        """The rows as ``columns`` names them."""
+        return [tuple(getattr(row, name) for name in self.columns) for row in self.rows]
+
+    def __repr__(self) -> str:
+        names = list(dict.fromkeys(row.variable for row in self.rows))
+        return one_line_repr(f"Summary of {counted(len(names), 'variable')}: {', '.join(names)}")
+
+    def __str__(self) -> str:
+        lines = [self.columns, *self.cells]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        text = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
+        return "\n".join(line.rstrip() for line in [*text, self.note])
+
+    def _repr_html_(self) -> str:
+        return table("", self.cells, head=self.columns, note=self.note)
+
+
+def summary(measurement: xr.Dataset) -> Summary:
+    """Estimate, interval, number of replicates and null of every variable of a Measurement, as a table.
+
+    A Measurement that keeps its replicates is reduced over them first, by ``reduce_replicates``. Of a variable with
+    more than 8 entries, those at the first and the last place along each axis are shown. Refuses what is not a
+    Measurement.
+
+    >>> import xarray as xr
+    >>> print(summary(xr.Dataset({"rank": (("time", "system"), [[4.0, 6.0, 5.0]]), "rank_null": 3.0}, {"time": [2.0]})))
+    variable  at        estimate        n  null
+    rank      time = 2  5 [2.52, 7.48]  3  3
+    in brackets: 95 % interval
+    """
+    if not hasattr(measurement, "data_vars"):
+        raise HelmscopeError(f"measurement is a {type(measurement).__name__}, but it must be an xarray Dataset")
+    names = [str(name) for name in measurement.data_vars if not str(name).endswith(COMPANIONS)]
+    if not names:
+        raise HelmscopeError("measurement has no variables, but a summary needs at least one")
+    data = reduced(measurement)
+    rows = tuple(row for name in names for row in _rows(data, name))
+    return Summary(rows, f"in brackets: {', '.join(dict.fromkeys(band_text(data, name) for name in names))}")
+
+
+def _rows(data: xr.Dataset, name: str) -> list[Row]:
+    value = data[name]
+    ends = [range(size) if value.size <= FEW else sorted({0, size - 1}) for size in value.shape]
+    n = int(value.attrs["n"] if "n" in value.attrs else data.attrs["n"])
+    rows = []
+    for place in itertools.product(*ends):
+        at: dict[Any, int] = dict(zip(value.dims, place, strict=True))
+        null = data.get(f"{name}_null")
+        known = None if null is None else null.isel({dim: k for dim, k in at.items() if dim in null.dims})
+        null_text = "" if known is None else f"{float(known):.4g}" if known.size == 1 else "varies"
+        rows.append(Row(name, _where(value, at), _estimate(data, name, at), f"{n:,}", null_text))
+    return rows
+
+
+def _where(value: xr.DataArray, at: dict[Any, int]) -> str:
+    """The coordinates of an entry in words."""
+    told = []
+    for dim, k in at.items():
+        place = value[dim].values[k]
+        told.append(f"{dim} = {place:.6g}" if value[dim].dtype.kind in "fiu" else f"{dim} = {place}")
+    return ", ".join(told)
+
+
+def _estimate(data: xr.Dataset, name: str, at: dict[Any, int]) -> str:
+    value = float(data[name].isel(at))
+    low, high = (float(edge.isel(at)) for edge in band(data, name))
+    if not math.isfinite(value) or math.isnan(low) or math.isnan(high):  # one replicate has no interval
+        return f"{value:.4g}"
+    return interval_text(Interval(value, low, high, n=1))

@@ -1,0 +1,82 @@
+"""Every object in a real notebook: what Jupyter shows of it, once, and without an error."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import nbformat
+
+from children import run_python
+
+FIRST = """
+import torch, xarray as xr, helmscope as hs
+sim = hs.integrate(hs.SA(beta=4.0), hs.Uniform(n=12, dim=3).sample(3, seed=0), times=[0, 4])
+recording = hs.record("A", ["Once upon a time there was a cat.", "One day a dog ran <script>alert(1)</script>"])
+diagram = hs.phase_diagram(hs.SA, betas=[1, 4], times=[0, 4, 9], start=hs.Uniform(4, 8), samples=3)
+trial = hs.try_claim("kuramoto", quick=True)
+"""
+TABLE, PICTURE, TEXT = "text/html", "image/png", "text/plain"
+CELLS = {
+    "sim": TABLE,
+    "recording": TABLE,
+    "recording.certificate": TABLE,
+    "trial": TABLE,
+    "trial.verdict": TABLE,
+    "diagram": TABLE,
+    "hs.summary(hs.overview(sim, beta=4.0))": TABLE,
+    "sim.plot()": PICTURE,
+    "recording.plot()": PICTURE,
+    "hs.plot(diagram)": PICTURE,
+    "trial.plot()": PICTURE,
+    "import matplotlib.pyplot as plt\nsim.trajectory.plot(system=1)": PICTURE,  # pyplot shows its own figures itself
+    "sim.trajectory": TEXT,
+    "sim.outcome": TEXT,
+    "hs.Subject('A', ['one text'])": TEXT,
+    "hs.Interval(0.5, 0.4, 0.6, n=3)": TEXT,
+}
+# In a process of its own, with the kernel started by the same interpreter, whatever is registered on the machine.
+RUN = """
+import sys
+import nbclient, nbformat
+from jupyter_client.kernelspec import KernelSpec
+from jupyter_client.manager import KernelManager
+
+class ThisPython(KernelManager):
+    @property
+    def kernel_spec(self):
+        command = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+        return KernelSpec(argv=command, language="python", display_name="this Python")
+
+path = sys.argv[1]
+notebook = nbformat.read(path, as_version=4)
+nbclient.NotebookClient(notebook, timeout=120, kernel_manager_class=ThisPython).execute()
+nbformat.write(notebook, path)
+"""
+
+
+def executed(folder: Path) -> dict[str, list[Any]]:
+    """The outputs of each cell of one notebook that was run from top to bottom, without an error."""
+    path = folder / "shown.ipynb"
+    cells = [nbformat.v4.new_code_cell(source) for source in (FIRST, *CELLS)]
+    nbformat.write(nbformat.v4.new_notebook(cells=cells), path)
+    homes = {name: str(folder) for name in ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR")}
+    run_python(RUN, path, check=True, timeout=240.0, env={**os.environ, **homes})
+    return {cell.source: cell.outputs for cell in nbformat.read(path, as_version=4).cells}
+
+
+def test_every_object_is_shown_once(tmp_path):
+    """One test for all, so that the notebook is run once, however many workers there are."""
+    shown = executed(tmp_path)
+    assert {output.output_type for output in shown[FIRST]} <= {"stream"}  # transformers warns there
+    for source, kind in CELLS.items():
+        (output,) = shown[source]
+        assert output.output_type == "execute_result", source
+        assert set(output.data) == {TEXT, kind}, source
+        if kind == TABLE:
+            assert "<script" not in output.data[TABLE], source
+            assert "<table" in output.data[TABLE] or "xr-wrap" in output.data[TABLE], source
+        if source != "diagram":
+            assert "\n" not in output.data[TEXT], source
+            assert len(output.data[TEXT]) <= 200, source

@@ -1,0 +1,222 @@
+"""Every object shows itself in one line, and in a notebook as a table that escapes whatever it holds."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from functools import cache
+from html.parser import HTMLParser
+
+import pytest
+import torch
+import xarray as xr
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import helmscope as hs
+from helmscope.types import brief, counted, shortened, table
+
+EVIL = "<script>alert(1)</script>"
+SEEN, REGION = hs.Interval(1.0, 0.99, 1.01, n=20), hs.Region(text="1 within .1", low=0.9, high=1.1)
+NULL = hs.Control(f"V = -I {EVIL}", hs.Ruling.REFUTED, hs.Ruling.REFUTED, SEEN, REGION)
+VERDICT = hs.Verdict(
+    claim="rate",
+    ruling=hs.Ruling.SUPPORTED,
+    interval=SEEN,
+    region=REGION,
+    entry_hash="c0ffee",
+    sentence=f"The rate is 1. {EVIL}",
+    where=f"here {EVIL}",
+    null=NULL,
+    printed=replace(NULL, ruling=hs.Ruling.SUPPORTED),
+    also=(NULL,),
+    exhibits=(hs.Exhibit(f"title {EVIL}", f"text {EVIL}"),),
+    subject=f"model {EVIL}",
+)
+DATA = xr.Dataset(
+    {"slope": ("kind", [1.0, 2.0]), "slope_stderr": ("kind", [0.1, 0.1]), "slope_null": ("kind", [0.0, 0.0])},
+    {"kind": [EVIL, "plain"]},
+    {"n": 20},
+)
+
+
+@cache
+def simulation(systems: int = 16, tokens: int = 32, dim: int = 3, times: tuple[float, ...] = (0.0, 1.0, 10.0)):
+    start = hs.Uniform(tokens, dim).sample(systems, seed=0)
+    return hs.integrate(hs.SA(beta=4.0), start, list(times))
+
+
+@cache
+def recording(texts: int = 2):
+    sizes = {"vocab_size": 9, "n_embd": 8, "n_layer": 2, "n_head": 2, "n_positions": 16}
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
+    return hs.record(model, torch.arange(8).reshape(2, 4)[:texts])
+
+
+OBJECTS = {
+    "simulation": simulation,
+    "block": lambda: hs.integrate(
+        hs.Block(hs.SA(1.0), hs.MLP(w_in=torch.ones(9, 3), w_out=torch.ones(3, 9)), placement=hs.PreNorm()),
+        torch.eye(3),
+        [0.0, 0.1],
+    ),
+    "trajectory": lambda: simulation().trajectory,
+    "problem": lambda: simulation().problem,
+    "outcome": lambda: simulation().outcome,
+    "recording": recording,
+    "edited": lambda: recording().under(*[hs.Ablate([1]), hs.Add(value=torch.ones(8))] * 5),
+    "certificate": lambda: recording().certificate,
+    "verdict": lambda: VERDICT,
+    "trial": lambda: hs.Trial(VERDICT, DATA),
+    "subject": lambda: hs.Subject("A", ["one text"]),
+    "interval": lambda: SEEN,
+    "summary": lambda: hs.summary(DATA),
+}
+
+
+@pytest.mark.parametrize("name", OBJECTS)
+def test_a_repr_is_one_line_without_tensors(name):
+    text = repr(OBJECTS[name]())
+    assert "\n" not in text
+    assert len(text) <= 200
+    assert "tensor(" not in text
+    assert not re.search(r"0x[0-9a-f]{6,}", text)
+
+
+def test_the_words_of_a_repr():
+    assert repr(simulation()) == (
+        "<Simulation of SA(beta=4): 16 systems x 32 tokens in S^2; 3 times, 0 to 10; finished>"
+    )
+    alone = hs.integrate(hs.SA(beta=1.0, value=-torch.eye(3)), torch.eye(3)[:1], [2.5])
+    assert repr(alone) == (
+        "<Simulation of SA(beta=1, value=<3 x 3>): 1 system x 1 token in S^2; 1 time, 2.5; finished>"
+    )
+    assert repr(simulation().trajectory) == "<Trajectory: 16 systems x 32 tokens, dimension 3; 3 times, 0 to 10>"
+    assert repr(VERDICT).startswith("<Verdict on rate: supported, 1 [0.99, 1.01], n = 20; model ")
+    assert repr(hs.Trial(VERDICT, DATA)) == ("<Trial of rate: supported, 1 [0.99, 1.01], n = 20; 1 variable measured>")
+    assert repr(hs.Subject("A", ["one"])) == "<Subject A: 1 text>"
+    assert repr(hs.Subject("A", ["one", "two"])) == "<Subject A: 2 texts>"
+    assert "; 2 texts x 4 tokens (" in repr(recording())
+    assert "; 1 text x 4 tokens (" in repr(recording(1))
+    assert repr(recording().certificate) == f"<Certificate: {len(recording().certificate.lines)} checks, ok>"
+    ends = (hs.Status.FINISHED, hs.Status.AT_REST, hs.Status.STEP_LIMIT, hs.Status.STEP_LIMIT)
+    assert repr(hs.Outcome(ends, (1.0,) * 4)) == "<Outcome of 4 systems: 1 finished, 1 at rest, 2 step limit>"
+    assert repr(hs.Outcome((), ())) == "<Outcome of 0 systems: no systems>"
+    assert repr(hs.Outcome((hs.Status.AT_REST,), (1.0,))) == "<Outcome of 1 system: at rest>"
+
+
+def test_where_the_tokens_of_a_simulation_live():
+    tokens = torch.eye(3, dtype=torch.float64)
+    mlp = hs.MLP(w_in=torch.eye(3), w_out=torch.eye(3))
+    for placement, where in ((hs.PreNorm(), "a residual stream in R^3"), (hs.NoNorm(), "R^3"), (hs.PostNorm(), "S^2")):
+        run = hs.integrate(hs.Block(hs.SA(1.0), mlp, placement=placement), tokens, [0.0, 0.1])
+        assert f"tokens in {where}; " in repr(run)
+
+
+class _Tags(HTMLParser):
+    """The tags of a text, each closed in its turn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.seen: set[str] = set()
+        self.style = ""
+
+    def handle_starttag(self, tag, attrs):
+        self.open.append(tag)
+        self.seen.add(tag)
+        assert {name for name, _ in attrs} <= {"style"}
+        self.style += "".join(value for _, value in attrs)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+HTML = {name: OBJECTS[name] for name in ("simulation", "recording", "certificate", "verdict", "trial", "summary")}
+
+
+@pytest.mark.parametrize("name", HTML)
+def test_html_is_a_plain_table_for_dark_and_light_notebooks(name):
+    text = HTML[name]()._repr_html_()
+    tags = _Tags()
+    tags.feed(text)
+    assert tags.open == []
+    assert tags.seen == {"div", "table", "tr", "td"} | ({"th"} if "<th" in text else set())
+    assert "background" not in tags.style
+    assert not re.search(r"(?<!-)color *:", tags.style)
+    assert len(text) < 20_000
+
+
+def test_html_escapes_what_others_wrote():
+    for shown in (VERDICT, hs.Trial(VERDICT, DATA), hs.summary(DATA)):
+        text = shown._repr_html_()
+        assert "<script" not in text
+        assert "&lt;script&gt;alert(1)&lt;/script&gt;" in text
+    seen = recording()
+    labels = tuple((EVIL,) * 4 for _ in range(2))
+    planted = replace(
+        seen,
+        origin=replace(seen.origin, name=EVIL, family=f"gpt2 {EVIL}"),
+        runner=replace(seen.runner, batch=replace(seen.batch, tokens=labels)),
+        certificate=seen.certificate.with_line(replace(seen.certificate.lines[0], says=EVIL)),
+    )
+    text = planted._repr_html_()
+    assert "<script" not in text
+    assert text.count("&lt;script&gt;") == 3 + 1 + 4  # name and family twice; a line of the certificate; four labels
+
+
+def test_html_says_what_matters():
+    text = simulation()._repr_html_()
+    for words in ("Simulation of SA(beta=4)", "16 systems x 32 tokens in S^2", "3 times, 0 to 10", "finished at t=10"):
+        assert words in text
+    noisy = hs.integrate(
+        hs.SA(1.0), torch.eye(3), [0.0, 0.1], noise=hs.IsotropicNoise(nu=0.1), stepper=hs.EulerMaruyama(0.05), seed=7
+    )
+    assert "IsotropicNoise(nu=0.1), seed 7" in noisy._repr_html_()
+    met = hs.integrate(hs.USA(4.0), torch.eye(2).repeat(3, 1, 1), [2.0], events=[hs.HittingTime(1e-3)])
+    assert "happened to 3 of 3" in met._repr_html_()
+    text = VERDICT._repr_html_()
+    for words in ("rate: supported", "1 [0.99, 1.01], n = 20", "0.9 to 1.1: 1 within .1", "expected: refuted"):
+        assert words in text
+    text = recording()._repr_html_()
+    for words in ("5 depths, 0 to 4, in half-layers", "Certificate: ok", "pre-norm; 2 layers, width 8"):
+        assert words in text
+    failed = hs.Certificate((replace(recording().certificate.lines[0], ok=False),))
+    assert repr(failed).startswith("<Certificate: 1 check, fails: ")
+    assert "FAIL" in failed._repr_html_()
+
+
+def test_a_trial_without_variables_still_shows_its_verdict():
+    bare = hs.Trial(VERDICT, xr.Dataset(attrs={"n": 1}))
+    assert repr(bare).endswith("; 0 variables measured>")
+    assert bare._repr_html_().count("<table") == 1
+
+
+@dataclass
+class Odd:
+    values: tuple[float, ...]
+    word: str = "plain"
+    other: object = None
+
+
+def test_a_value_in_a_few_words():
+    assert brief(hs.SA(beta=torch.tensor(4.0))) == "SA(beta=4)"
+    assert brief(hs.SA(beta=torch.ones(16, 1, 1))) == "SA(beta=<16 x 1 x 1>)"
+    assert brief(Odd((1.0, 2.0, 3.0, 4.0))) == "Odd(values=[1, 2, 3, ... 4 in all])"
+    assert brief(Odd((), "other", len)) == "Odd(values=[], word='other', other=len)"
+    assert brief(hs.PlainField(lambda x: x)) == "PlainField(function=<lambda>)"
+    assert brief(Odd((), other=object())) == "Odd(values=[], other=object)"
+    assert brief(Odd((), other=hs.Ruling.REFUTED)) == "Odd(values=[], other=REFUTED)"
+    assert len(brief(Odd((), "x" * 500))) == 72
+    assert shortened("a\n b", 10) == "a b"
+
+
+def test_counting_words():
+    assert [counted(n, "token") for n in (0, 1, 2, 10**6)] == ["0 tokens", "1 token", "2 tokens", "1,000,000 tokens"]
+
+
+def test_a_table_holds_its_rows():
+    text = table("head", [("a", 1), ("b", 2)], head=("name", "number"), note="below")
+    assert [text.count(f"<{tag}") for tag in ("table", "tr", "td", "th")] == [1, 3, 4, 2]
+    assert re.sub(r"<[^>]*>", " ", text).split() == ["head", "name", "number", "a", "1", "b", "2", "below"]
+    assert "<table" not in table("alone", [])
