@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from children import alive_in_session, child, is_alive, run_python, wait_for, with_tests_on_path
-from helmscope.runs import Processes, Serial, Unit, UnitsFailed, parse_size, run
+from helmscope.runs import Processes, Ray, Serial, Unit, UnitsFailed, parse_size, run
 from helmscope.runs.attempt import attempt
 from helmscope.runs.limits import FLOOR, VARIABLES, Limits, _in_use, _thread_pools
 from helmscope.runs.processes import DIED
@@ -215,9 +215,10 @@ def test_bad_engines_are_refused(make, sentence):
 
 
 def test_a_missing_package_is_said_before_any_work(monkeypatch):
-    monkeypatch.setitem(sys.modules, "joblib", None)
-    with pytest.raises(MissingExtra, match=r"joblib is not installed, and this needs it: pip install 'helmscope\[clus"):
-        Processes(2)
+    monkeypatch.setitem(sys.modules, "ray", None)
+    said = r"ray is not installed, and this needs it: pip install 'helmscope\[cluster\]', in a clone '\.\[cluster\]'$"
+    with pytest.raises(MissingExtra, match=said):
+        Ray(2)
 
 
 @pytest.mark.parametrize(
@@ -301,7 +302,7 @@ def test_an_interrupted_run_keeps_its_results_and_leaves_no_process(folder, tmp_
     assert not is_locked(folder.path)
     assert os.listdir(folder.path / "units") == ["quick.json"]
     said = (tmp_path / "stderr").read_text()
-    note = f"finished units are kept in {folder.path}, and the same call goes on from there"
+    note = f"finished units are kept in {folder.path}, where a run of the same units goes on"
     if number != signal.SIGKILL:
         assert f"\ntoys: interrupted; {note}\nTraceback" in said
         assert f"\n{note}\n" in said
@@ -359,7 +360,9 @@ def test_a_signal_is_an_interrupt_and_its_handler_is_given_back(folder, on_signa
     on_signal(number, signal.SIG_DFL)
     with pytest.raises(KeyboardInterrupt) as caught:
         run(mixture(3), folder, manifest=MANIFEST, engine=Signaling(number=number))
-    assert caught.value.__notes__ == [f"finished units are kept in {folder.path}, and the same call goes on from there"]
+    assert caught.value.__notes__ == [
+        f"finished units are kept in {folder.path}, where a run of the same units goes on"
+    ]
     assert signal.getsignal(number) == signal.SIG_DFL
 
 

@@ -27,7 +27,7 @@ from helmscope.models.identity import (
 from helmscope.models.premise import Premise, Simulated
 from helmscope.models.shelf import ById, Shelf, model_bytes, stream_bytes
 from helmscope.stats.replicates import halves
-from helmscope.types import HelmscopeError, shown, whole_number
+from helmscope.types import HelmscopeError, counted, shown, whole_number
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -146,7 +146,11 @@ class Subject:
         return Subject(self.model, self.asked_texts, tokenizer=self.asked_tokenizer, loops=loops, **options)
 
     def __repr__(self) -> str:
-        return "<Subject simulation>" if self.is_simulation else f"<Subject {self.name}: {len(self.texts)} texts>"
+        return (
+            "<Subject simulation>"
+            if self.is_simulation
+            else f"<Subject {self.name}: {counted(len(self.texts), 'text')}>"
+        )
 
     def __enter__(self) -> Subject:
         return self

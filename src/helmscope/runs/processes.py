@@ -12,7 +12,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from helmscope.runs.attempt import Done, Failed, Outcomes, attempt, require
+from helmscope.runs.attempt import Done, Failed, Outcomes, attempt
 from helmscope.runs.limits import Limits
 from helmscope.runs.unit import Unit
 
@@ -26,7 +26,7 @@ class Processes:
     for all of them together; a unit that wants more than its share fails with a sentence that says so.
 
     When a process is killed, the units it may have been at are tried again one by one, so that the one at fault is
-    named and the others are done. Needs joblib, of the extra ``cluster``.
+    named and the others are done.
 
     >>> Processes(2, max_memory=4 * 10**9).jobs
     2
@@ -38,7 +38,6 @@ class Processes:
 
     def __post_init__(self) -> None:
         _ = self._limits
-        require("joblib")
 
     @property
     def _limits(self) -> Limits:

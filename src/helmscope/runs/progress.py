@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 from typing import IO, Any, cast
 
 from helmscope.store.printable import printable
+from helmscope.types import counted
 
 
 @contextmanager
@@ -29,11 +30,11 @@ def counting(what: str, *, total: int, done: int, jobs: int) -> Iterator[Callabl
     def note() -> str:
         seconds = time.monotonic() - started
         if finished == total:
-            return f"{finished} of {total} units, in {_spoken(seconds)}"
+            return f"{finished} of {counted(total, 'unit')}, in {_spoken(seconds)}"
         left = remaining(seconds, done=finished - done, left=total - finished, jobs=jobs)
-        return f"{finished} of {total} units, about {_spoken(left)} left"
+        return f"{finished} of {counted(total, 'unit')}, about {_spoken(left)} left"
 
-    say(f"{what}: {total} units, {done} of them done before")
+    say(f"{what}: {counted(total, 'unit')}, {done} of them done before")
     if _is_terminal():
         with _drawn(what, total, done) as draw:
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from helmscope.runs.attempt import Engine, Failed
+from helmscope.runs.attempt import Engine, Failed, check_engine
 from helmscope.runs.plan import RESULTS, Plan, begin, cpu
 from helmscope.runs.progress import counting, say
 from helmscope.runs.results import fault_of, read_result, result_files, stamped
@@ -113,7 +113,7 @@ def run(
     {'mean-2': 0.5, 'mean-4': 1.5}
     """
     engine = Serial() if engine is None else engine
-    _check_engine(engine)
+    check_engine(engine)
     now = _manifest_of_process(engine.threads) if manifest is None else manifest
     for name, value, kind in (("folder", folder, RunFolder), ("manifest", now, Manifest)):
         if not isinstance(value, kind):
@@ -147,11 +147,6 @@ def run(
     if failed:
         raise UnitsFailed(result)
     return result
-
-
-def _check_engine(engine: object) -> None:
-    if isinstance(engine, type) or not hasattr(engine, "attempts"):
-        raise HelmscopeError(f"engine is {engine!r}, but it must be Serial(), Processes(jobs) or Ray(jobs)")
 
 
 def _check_options(progress: object, **switches: object) -> None:
@@ -234,7 +229,7 @@ def _resumable(folder: RunFolder, progress: str | None) -> Iterator[None]:
     try:
         yield
     except (KeyboardInterrupt, SystemExit) as error:
-        note = f"finished units are kept in {folder.path}, and the same call goes on from there"
+        note = f"finished units are kept in {folder.path}, where a run of the same units goes on"
         error.add_note(note)
         if progress is not None:
             say(f"{progress}: interrupted; {note}")

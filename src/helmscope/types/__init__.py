@@ -7,6 +7,7 @@ a statistic against a ``Region``.
 """
 
 from helmscope.types.arguments import (
+    counted,
     fits_memory,
     increasing_times,
     known_name,
@@ -56,6 +57,7 @@ __all__ = [
     "Verdict",
     "check_measurement",
     "check_replicates",
+    "counted",
     "fits_memory",
     "increasing_times",
     "interval_text",

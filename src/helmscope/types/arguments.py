@@ -10,6 +10,8 @@ from collections.abc import Iterable, Sequence
 
 from helmscope.types.errors import HelmscopeError
 
+MOST_OFFERED = 24  # names in a sentence that already offers one
+
 
 def real_number(name: str, value: object, *, at_least: float = -math.inf, above: float = -math.inf) -> float:
     """``value`` as a finite float within its bound, or a ``HelmscopeError`` that names the argument.
@@ -93,7 +95,8 @@ def increasing_times(times: object) -> list[float]:
 
 
 def known_name(what: str, name: str, allowed: Iterable[str]) -> str:
-    """``name`` if it is allowed, or a ``HelmscopeError`` that offers the nearest one.
+    """``name`` if it is allowed, or a ``HelmscopeError`` that offers the nearest one, and the others unless they are
+    many.
 
     >>> known_name("field", "sa", ["sa", "usa"])
     'sa'
@@ -103,7 +106,18 @@ def known_name(what: str, name: str, allowed: Iterable[str]) -> str:
         return name
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.4)
     hint = f"did you mean '{near[0]}'?" if near else "there is no such name."
+    if near and len(names) > MOST_OFFERED:
+        raise HelmscopeError(f"unknown {what} '{name}': {hint}")
     raise HelmscopeError(f"unknown {what} '{name}': {hint} Allowed: {', '.join(names)}")
+
+
+def counted(count: int, noun: str) -> str:
+    """A number of things, in the singular or the plural.
+
+    >>> counted(1, "text"), counted(2048, "text")
+    ('1 text', '2048 texts')
+    """
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def shown(value: object) -> str:
