@@ -136,6 +136,27 @@ def test_ranges_defaults_and_huge_dimensions(helmscope):
     assert hs.RunFolder.open("c").read_results("phase").dim.values.tolist() == [2]
 
 
+@pytest.mark.usefixtures("no_pictures")
+def test_an_infinite_end_of_an_interval_is_not_null(helmscope):
+    """P does not reach 1/2 by t = 0.1: the half-time lies anywhere above."""
+    words = (*SMALL, "--dims", "9", "--betas", "4", "--times", "0,0.1", "--no-published", "--json")
+    report = strict(helmscope(*words)[1])
+    assert (report["half_time"], report["half_time_high"]) == ([[None]], [["inf"]])
+    assert report["half_time_low"] == [[0.1]]
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_the_curve_is_known_between_the_asked_betas(helmscope):
+    helmscope(*SMALL, "--out", "run")
+    stored = hs.RunFolder.open("run").read_results("phase")
+    beta = stored.fine_beta.values
+    assert (len(beta), beta[0], beta[-1]) == (201, 1.0, 4.0)
+    assert stored.fine_curve.values[100] == hs.hitting_time(hs.SA(beta[100]), n=4, delta=1e-3)
+    assert stored.fine_curve.values[[0, -1]].tolist() == stored.curve.values.tolist()
+    helmscope(*SMALL, "--causal", "--out", "causal")
+    assert "fine_curve" not in hs.RunFolder.open("causal").read_results("phase").coords
+
+
 def test_without_the_extras_the_numbers_still_stand(helmscope, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setitem(sys.modules, "plotly.graph_objects", None)

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 LIBRARIES = 450_000_000  # bytes of a process that has imported torch, SciPy, xarray and matplotlib
 FEW = 4  # systems of a sample
 PATIENCE_S = 2.0  # of all samples of an estimate together, about
+PICTURES_S = 1.0
 WEEK_S = 604_800.0
 QUICKER = 2.0  # as all trials together were, measured
 
@@ -68,7 +69,7 @@ def phase_cost(spec: Phase) -> Estimate:
         if size not in of_size:
             logs = [math.log(_row_seconds(spec, dim, size, betas[k], patience)) for k in picks]
             of_size[size] = float(np.exp(np.interp(range(len(betas)), picks, logs)).sum())
-    return Estimate(work, sum(of_size[size] for size in carried.values()), memory)
+    return Estimate(work, sum(of_size[size] for size in carried.values()) + PICTURES_S, memory)
 
 
 def simulation_cost(spec: Simulate) -> Estimate:
@@ -85,12 +86,13 @@ def simulation_cost(spec: Simulate) -> Estimate:
         replace(few, times=few.times.new_tensor(times)).run()
 
     seconds = _whole(carry, clock, PATIENCE_S, step=spec.step)
-    whole_units, rest = divmod(spec.batch, size)
+    full, rest = divmod(spec.batch, size)
+    units = {size: full, rest: min(rest, 1)}
     one = _step_seconds(few)
-    units = [(size, whole_units), (rest, min(rest, 1))]
-    scale = sum(count * _step_seconds(problem.part(0, systems)) / one for systems, count in units if count)
-    looks = len(clock) * spec.batch * _look_seconds(spec, few)
-    return Estimate(work, seconds * scale + looks, memory)
+    steps = sum(count * _step_seconds(problem.part(0, systems)) / one for systems, count in units.items() if count)
+    posing = _seconds(spec.problem) * sum(units.values())
+    looking = _overview_seconds(spec, problem, len(clock))
+    return Estimate(work, seconds * steps + posing + looking + PICTURES_S, memory)
 
 
 def trials_cost(spec: Trials, claims: Sequence[str]) -> Estimate:
@@ -126,6 +128,7 @@ def _whole(
     """Seconds that ``carry`` would take for all times: as measured, or from where patience ended at the last pace."""
     last, before, earlier, spent = clock[-1], 0.0, 0.0, 0.0
     carry([0.0])  # what the first call alone takes
+    nothing = _seconds(lambda: carry([0.0]))
     for share in (4.0**-k for k in range(10, -1, -1)):
         end = last * share
         if step is not None:  # a layer has no part
@@ -137,7 +140,7 @@ def _whole(
         spent += took
         if end == last:
             return took
-        if 4 * took + spent > patience:
+        if 4 * took + spent > patience and took > 4 * nothing:  # else the pace would be that of setting out
             pace = max(took - before, 0.0) / (end - earlier)
             return took + pace * (last - end)
         before, earlier = took, end
@@ -154,20 +157,27 @@ def _step_seconds(problem: Problem) -> float:
     return min(_seconds(short.run) for _ in range(3)) / 4
 
 
-def _look_seconds(spec: Simulate, few: Problem) -> float:
-    """The overview of one system at one time."""
+def _overview_seconds(spec: Simulate, problem: Problem, times: int) -> float:
+    """The overview of all systems at so many times, from that of the start at one and at a few."""
     from helmscope.observe.overview import overview
     from helmscope.types import Trajectory
 
-    cloud = Trajectory(few.times.new_zeros(1), few.start.unsqueeze(0))
-    overview(cloud, beta=spec.beta)
-    return _seconds(lambda: overview(cloud, beta=spec.beta)) / len(few.start)
+    def look(count: int) -> float:
+        clock = problem.times.new_tensor(range(count))
+        cloud = Trajectory(clock, problem.start.expand(count, *problem.start.shape))
+        return _seconds(lambda: overview(cloud, beta=spec.beta, delta=spec.delta, radius=spec.radius))
+
+    look(1)
+    first = look(1)
+    few = min(FEW, times)
+    return first if few == 1 else first + max(0.0, look(few) - first) / (few - 1) * (times - 1)
 
 
 def _seconds(work: Callable[[], object]) -> float:
-    begun = time.perf_counter()
+    """Of this process alone: what else the machine does is none of the work's time."""
+    begun = time.process_time()
     work()
-    return time.perf_counter() - begun
+    return time.process_time() - begun
 
 
 def _phase_bytes(spec: Phase) -> int:
@@ -181,11 +191,11 @@ def _phase_bytes(spec: Phase) -> int:
 
 
 def _simulation_bytes(spec: Simulate, times: int) -> int:
-    """The states, four times over where they are joined and written, and the pairs of a unit or of an overview."""
+    """The states, four times over where they are joined and written, and the pairs of all of them, for the overview."""
     from helmscope.observe.overview import MOST_PAIRED
 
-    paired = min(spec.n, MOST_PAIRED)
-    return LIBRARIES + 8 * (4 * spec.batch * times * spec.n * spec.dim + 6 * spec.batch * paired**2)
+    paired = -(-spec.n // -(-spec.n // MOST_PAIRED))
+    return LIBRARIES + 8 * spec.batch * times * (4 * spec.n * spec.dim + 5 * paired**2)
 
 
 def _spoken(seconds: float) -> str:
