@@ -116,7 +116,7 @@ def test_failed_units_count_as_dealt_with(tmp_path, capsys):
     folder = RunFolder.create(tmp_path / "run")
     with pytest.raises(UnitsFailed):
         run([Unit("a", divide, {"a": 1, "b": 0})], folder, manifest=MANIFEST, progress="toys")
-    assert capsys.readouterr().err.splitlines()[-1].startswith("toys: 1 of 1 units, in ")
+    assert capsys.readouterr().err.splitlines()[-1].startswith("toys: 1 of 1 unit, in ")
 
 
 class Full(io.StringIO):

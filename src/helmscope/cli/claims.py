@@ -109,21 +109,13 @@ def try_claims(
     as_json: AsJson = False,
 ) -> None:
     """Put claims on trial: run their experiments and judge what they find by the frozen regions."""
-    from helmscope.cli.options import engine_of
+    given = locals()
+    from helmscope.cli.options import engine_of, spec_of
     from helmscope.cli.output import carry_out
     from helmscope.jobs import Trials
 
     engine = engine_of(jobs, max_memory, threads, ray)
-    spec = Trials(
-        claims=tuple(claim or ()),
-        quick=quick,
-        folder=folder,
-        model=model,
-        texts=texts,
-        other=other,
-        truncate=truncate,
-        seed=seed,
-    )
+    spec = spec_of(Trials, given | {"claims": claim or []})
     carry_out(spec, engine, out=out, resume=resume, allow_mixed=allow_mixed, as_json=as_json)
 
 

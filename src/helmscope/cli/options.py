@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
 from helmscope.types import HelmscopeError, whole_number
 
 if TYPE_CHECKING:
+    from helmscope.jobs import Spec
     from helmscope.runs.attempt import Engine
+
+S = TypeVar("S", bound="Spec")
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")]
@@ -62,6 +66,11 @@ def engine_of(jobs: int, max_memory: str | None, threads: int, ray: str | None) 
     if whole_number("jobs", jobs, at_least=1) == 1:
         return Serial(max_memory=limit, threads=threads)
     return Processes(jobs, max_memory=limit, threads=threads)
+
+
+def spec_of(kind: type[S], given: Mapping[str, Any]) -> S:
+    """The spec whose fields are among the values of a verb's flags."""
+    return kind(**{name: given[name] for name in kind.__struct_fields__ if name in given})
 
 
 def numbers_of(text: str | None) -> Any:

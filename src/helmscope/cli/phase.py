@@ -67,26 +67,12 @@ def phase(
 
     helmscope phase --dims 2,8,32,128,512,1024 --betas 0.1:9:90 --times 0:30:200 --samples 1024 --published
     """
-    from helmscope.cli.options import engine_of, numbers_of
+    given = locals()
+    from helmscope.cli.options import engine_of, numbers_of, spec_of
     from helmscope.cli.output import carry_out
     from helmscope.jobs import Phase
 
     engine = engine_of(jobs, max_memory, threads, ray)
-    spec = Phase(
-        field=field,
-        value=value,
-        causal=causal,
-        nu=nu,
-        spectrum=numbers_of(spectrum),
-        n=n,
-        dims=numbers_of(dims),
-        betas=numbers_of(betas),
-        times=numbers_of(times),
-        samples=samples,
-        delta=delta,
-        published=published,
-        seed=seed,
-        dtype=dtype,
-        device=device,
-    )
+    lists = {name: numbers_of(given[name]) for name in ("spectrum", "dims", "betas", "times")}
+    spec = spec_of(Phase, given | lists)
     carry_out(spec, engine, out=out, resume=resume, allow_mixed=allow_mixed, as_json=as_json)

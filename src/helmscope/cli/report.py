@@ -41,10 +41,11 @@ def report(
     as_json: Annotated[bool, typer.Option("--json", help="Print the verdicts as JSON.")] = False,
 ) -> None:
     """Try every claim that has an experiment and write report.html, one file that needs nothing else."""
-    from helmscope.cli.options import engine_of
+    given = locals()
+    from helmscope.cli.options import engine_of, spec_of
     from helmscope.cli.output import carry_out
     from helmscope.jobs import Report
 
     engine = engine_of(jobs, max_memory, threads, ray)
-    spec = Report(quick=quick, folder=folder, model=model, texts=texts, other=other, truncate=truncate, seed=seed)
+    spec = spec_of(Report, given)
     carry_out(spec, engine, out=out, resume=resume, allow_mixed=allow_mixed, as_json=as_json)

@@ -69,33 +69,11 @@ def simulate(
     as_json: AsJson = False,
 ) -> None:
     """Integrate self-attention on the sphere; write a run folder with numbers, states and a picture."""
-    from helmscope.cli.options import engine_of, numbers_of
+    given = locals()
+    from helmscope.cli.options import engine_of, numbers_of, spec_of
     from helmscope.cli.output import carry_out
     from helmscope.jobs import Simulate
 
-    spec = Simulate(
-        field=field,
-        beta=beta,
-        value=value,
-        causal=causal,
-        nu=nu,
-        start=start,
-        n=n,
-        dim=dim,
-        kappa=kappa,
-        batch=batch,
-        times=numbers_of(times),
-        stepper=stepper,
-        step=step,
-        tol=tol,
-        merge=merge,
-        kernel=kernel,
-        delta=delta,
-        radius=radius,
-        chunk=chunk,
-        seed=seed,
-        dtype=dtype,
-        device=device,
-    )
+    spec = spec_of(Simulate, given | {"times": numbers_of(times)})
     engine = engine_of(jobs, max_memory, threads, ray)
     carry_out(spec, engine, out=out, resume=resume, allow_mixed=allow_mixed, as_json=as_json)

@@ -3,6 +3,10 @@
 Time: a few systems are carried over longer and longer parts of the asked times, until the end or until that has taken
 long enough; what is left is taken to go on at the pace of the last part. A step of the whole batch is timed against one
 of those few. Memory: what the arrays take that are alive at once, and the libraries.
+
+Over 14 simulations and diagrams that took 1 to 21 s, the time was 0.6 to 2.4 times the true one and the memory within
+16 %. A sample that ends long before the last time knows the pace of the beginning alone: for USA at beta = 9 to t = 1000
+it says ten times too much.
 """
 
 from __future__ import annotations
@@ -30,7 +34,6 @@ FEW = 4  # systems of a sample
 PATIENCE_S = 2.0  # of all samples of an estimate together, about
 PICTURES_S = 1.0
 WEEK_S = 604_800.0
-QUICKER = 2.0  # as all trials together were, measured
 
 
 @dataclass(frozen=True)
@@ -96,12 +99,12 @@ def simulation_cost(spec: Simulate) -> Estimate:
 
 
 def trials_cost(spec: Trials, claims: Sequence[str]) -> Estimate:
-    """The time of trials, from what their experiments declare."""
+    """The time of trials, from what their experiments declare; quick ones may take less."""
     from helmscope.claims.registry import experiments
 
     known = experiments(spec.folder)
     work = f"{counted(len(claims), 'quick trial' if spec.quick else 'trial')}"
-    return Estimate(work, sum(known[claim].seconds for claim in claims) / (QUICKER if spec.quick else 1))
+    return Estimate(work, sum(known[claim].seconds for claim in claims))
 
 
 def _row_seconds(spec: Phase, dim: int, size: int, beta: float, patience: float) -> float:
