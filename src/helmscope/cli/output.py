@@ -20,21 +20,21 @@ def carry_out(
     spec: Spec, engine: Engine, *, out: str | None, resume: bool, allow_mixed: bool, as_json: bool = False
 ) -> None:
     """Runs a spec and prints what came of it."""
-    from helmscope import jobs
     from helmscope.cli.results import show
+    from helmscope.jobs import Trials, run
     from helmscope.jobs.run import Interrupted
     from helmscope.jobs.trials import code_that_runs
     from helmscope.runs.progress import say
 
     if out == "":
         raise HelmscopeError("out is '', but it must name a new or an empty folder")
-    notice = code_that_runs(spec) if isinstance(spec, jobs.Trials) else ""
+    notice = code_that_runs(spec) if isinstance(spec, Trials) else ""
     if notice:
         say(notice)
     command = ["helmscope", *sys.argv[1:]]
     options = {"resume": resume, "allow_mixed": allow_mixed}
     try:
-        result = jobs.run(spec, folder=out, engine=engine, progress=True, command=command, **options)
+        result = run(spec, folder=out, engine=engine, progress=True, command=command, **options)
     except Interrupted as error:
         say(_going_on(command, error.folder.path))
         raise

@@ -18,18 +18,18 @@ if TYPE_CHECKING:
 
 def show(result: Result, *, as_json: bool) -> None:
     """Prints a result. One that did not come to its end leaves with exit code 1, failed experiments with 2."""
-    from helmscope import jobs
     from helmscope.cli.phase_table import show_phase
+    from helmscope.jobs import PhaseResult, ReportResult, SimulationResult, TrialsResult
 
-    if isinstance(result, jobs.SimulationResult):
+    if isinstance(result, SimulationResult):
         _show_simulation(result, as_json)
-    elif isinstance(result, jobs.PhaseResult):
+    elif isinstance(result, PhaseResult):
         show_phase(result, as_json)
-    elif isinstance(result, jobs.ReportResult):
+    elif isinstance(result, ReportResult):
         _show_report(result, as_json)
-    elif isinstance(result, jobs.TrialsResult):
+    elif isinstance(result, TrialsResult):
         _show_trials(result, as_json)
-    if isinstance(result, jobs.TrialsResult) and result.failed is not None:
+    if isinstance(result, TrialsResult) and result.failed is not None:
         raise result.failed
     if not result.ok:
         raise typer.Exit(1)

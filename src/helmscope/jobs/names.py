@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from helmscope.types import HelmscopeError, known_name
+from helmscope.types import HelmscopeError, fits_memory, known_name
 
 if TYPE_CHECKING:
     import torch
@@ -117,8 +117,6 @@ def value_matrix(value: float, dim: int) -> torch.Tensor | None:
     (True, [[-1.0, -0.0], [-0.0, -1.0]])
     """
     import torch
-
-    from helmscope.types import fits_memory
 
     if value == 1:
         return None

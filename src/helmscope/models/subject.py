@@ -146,11 +146,8 @@ class Subject:
         return Subject(self.model, self.asked_texts, tokenizer=self.asked_tokenizer, loops=loops, **options)
 
     def __repr__(self) -> str:
-        return (
-            "<Subject simulation>"
-            if self.is_simulation
-            else f"<Subject {self.name}: {counted(len(self.texts), 'text')}>"
-        )
+        texts = "" if self.is_simulation else f": {counted(len(self.texts), 'text')}"
+        return f"<Subject {self.name}{texts}>"
 
     def __enter__(self) -> Subject:
         return self
