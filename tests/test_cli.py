@@ -20,7 +20,7 @@ from children import child, run_child, run_python, wait_for
 
 COMMAND = Path(sys.executable).parent / "helmscope"
 SMALL = ("--n", "4", "--batch", "2", "--times", "0,0.5,1", "--beta", "2", "--seed", "7")
-FILES = ["manifest.json", "overview.nc", "overview.png", "trajectory.nc", "units", "units.json"]
+FILES = ["manifest.json", "overview.nc", "overview.png", "spec.toml", "trajectory.nc", "units", "units.json"]
 
 
 def process(*words: str, folder: Path) -> CompletedProcess[str]:
@@ -79,7 +79,7 @@ def test_the_manifest_says_how_to_repeat_the_run(helmscope):
     assert (manifest.seed, manifest.dtype, manifest.device) == (7, "float64", "cpu")
     assert manifest.threads == 1
     assert manifest.helmscope == hs.__version__
-    given = {"beta": 2.0, "value": -0.5, "causal": True, "n": 4, "batch": 2, "times": "0,0.5,1"}
+    given = {"beta": 2.0, "value": -0.5, "causal": True, "n": 4, "batch": 2, "times": [0.0, 0.5, 1.0]}
     chosen = {"field": "sa", "start": "uniform", "stepper": None, "dim": 3, "kappa": None, "step": None}
     defaults = {"nu": 0.0, "chunk": None, "tol": None, "merge": None, "delta": 1e-3, "radius": 0.1}
     assert dict(manifest.parameters) == given | chosen | defaults | {"kernel": "auto", "kernels": "Dense"}
@@ -95,7 +95,7 @@ def test_the_same_seed_gives_the_same_bytes_in_any_process(helmscope, tmp_path):
     assert strict(other.stdout)["folder"] == "second"
     assert all(line.startswith("integrating: ") for line in other.stderr.splitlines())
     assert helmscope("simulate", *SMALL[:-1], "8", "--out", "third")[0] == 0
-    for name in (*FILES[1:4], "units/systems-000001.nc"):
+    for name in (*FILES[1:5], "units/systems-000001.nc"):
         first, second, third = ((tmp_path / run / name).read_bytes() for run in ("first", "second", "third"))
         assert first == second != third
 
@@ -181,7 +181,7 @@ def test_small_runs_succeed_in_words_and_in_json(helmscope, words):
 def test_an_energy_beyond_float64_is_not_json_infinity(helmscope):
     code, out, _ = helmscope("simulate", *SMALL, "--beta", "800", "--out", "run", "--json")
     assert code == 0
-    assert strict(out)["measured"]["energy"]["value"] == [None] * 3
+    assert strict(out)["measured"]["energy"]["value"] == ["inf"] * 3
 
 
 def test_a_run_that_cannot_finish_says_why_and_exits_1(helmscope, tmp_path):
@@ -192,14 +192,14 @@ def test_a_run_that_cannot_finish_says_why_and_exits_1(helmscope, tmp_path):
     assert report["outcome"].startswith("system 0 of 2: step size fell below rounding at t=")
     assert "lower beta" in report["outcome"]
     assert "Traceback" not in err
-    assert sorted(os.listdir(tmp_path / "run")) == ["manifest.json", "trajectory.nc", "units", "units.json"]
+    assert sorted(os.listdir(tmp_path / "run")) == [name for name in FILES if not name.startswith("overview")]
     states = hs.RunFolder.open("run").read_results("trajectory").states.values
     assert np.isfinite(states[0]).all()
     assert np.isnan(states[-1]).all()
 
 
 def test_a_step_limit_exits_1(helmscope, monkeypatch):
-    monkeypatch.setattr("helmscope.cli.options.stepper_named", lambda name, **options: hs.DormandPrince(max_steps=2))
+    monkeypatch.setattr("helmscope.jobs.simulate.stepper_of", lambda spec: hs.DormandPrince(max_steps=2))
     code, out, _ = helmscope("simulate", *SMALL, "--out", "run")
     assert code == 1
     assert "step limit reached at t=" in out
@@ -238,13 +238,13 @@ REFUSED = {
     "--start vmf --kappa -1": "kappa is -1.0",
     "--start orthonormal --n 4 --dim 3": "n is 4",
     "--start vmf --kappa nan": "kappa is nan",
-    "--kappa 2": "kappa is 2.0, but the start 'uniform' has no concentration: add --start vmf",
+    "--kappa 2": "kappa is 2.0, but the start 'uniform' has no concentration: choose the start 'vmf'",
     "--start orthonormal --dim 6 --kappa 1": "kappa is 1.0, but the start 'orthonormal' has no concentration",
-    "--step 0.1": "step is 0.1, but the adaptive stepper chooses its own: add --stepper, such as rk4",
+    "--step 0.1": "step is 0.1, but the adaptive stepper chooses its own: name another stepper, such as rk4",
     "--stepper adaptive --step 0.1": "step is 0.1, but the adaptive stepper chooses its own",
     "--stepper rk4 --step 0": "step is 0.0",
     "--stepper rk4 --step nan": "step is nan",
-    "--stepper rk4 --tol 1e-5": "tol is 1e-05, but the stepper 'rk4' takes steps of fixed size: give --step instead",
+    "--stepper rk4 --tol 1e-5": "tol is 1e-05, but the stepper 'rk4' takes steps of fixed size: give step instead",
     "--nu 0.1 --tol 1e-5": "tol is 1e-05, but the stepper 'euler-maruyama' takes steps of fixed size",
     "--allow-mixed": "allow_mixed is given, but it is for a run that is resumed: add --resume",
     "--batch 1000000000000": "batch is 1000000000000, n is 4 and dim is 3, but that makes 9.6e+04 GB",
@@ -263,7 +263,7 @@ REFUSED = {
     "--nu -1": "nu is -1.0",
     "--nu nan": "nu is nan",
     "--nu 0.1 --stepper rk4": "'rk4' and nu is 0.1, but noise needs euler-maruyama, stochastic-heun or noisy-layer",
-    "--stepper euler-maruyama": "stepper is 'euler-maruyama', but it is for noise: add --nu, such as --nu 0.1",
+    "--stepper euler-maruyama": "stepper is 'euler-maruyama', but it is for noise: set nu, such as nu = 0.1",
     "--nu abc": "Invalid value 'abc' for '--nu': ",
     "--jobs 1.5": "Invalid value '1.5' for '--jobs': ",
     "--nu 0.1 --merge 0.1": "merge is 0.1",
@@ -356,15 +356,20 @@ def test_version_and_help(helmscope):
 def test_an_interrupt_is_one_sentence_and_leaves_whole_files(tmp_path: Path) -> None:
     command = [COMMAND, "simulate", "--field", "usa", "--beta", "9", "--times", "0,1000", "--out", "run"]
     with child(command, cwd=tmp_path, stderr=PIPE, stdout=PIPE, text=True) as process:
-        wait_for((tmp_path / "run" / "manifest.json").exists, process)
+        wait_for((tmp_path / "run" / "units.json").exists, process)
         time.sleep(0.5)
         process.send_signal(signal.SIGINT)
         _, stderr = process.communicate(timeout=60)
     assert process.returncode == 130
     assert stderr.splitlines()[-1].startswith("helmscope: interrupted")
     assert "Traceback" not in stderr
-    assert sorted(os.listdir(tmp_path / "run")) == ["manifest.json", "units", "units.json"]
-    assert any("--out run --resume" in line for line in stderr.splitlines())
+    assert sorted(os.listdir(tmp_path / "run")) == ["manifest.json", "spec.toml", "units", "units.json"]
+    said = stderr.splitlines()[-3:]
+    assert said == [
+        "integrating: interrupted; finished units are kept in run, where a run of the same units goes on",
+        "go on with: helmscope simulate --field usa --beta 9 --times 0,1000 --out run --resume",
+        "helmscope: interrupted; what was written before is whole",
+    ]
 
 
 def test_many_tokens_are_summed_without_their_pairs(helmscope):

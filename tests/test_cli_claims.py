@@ -59,7 +59,7 @@ def test_a_trial_in_words_and_as_json_to_the_same_bytes(helmscope, tmp_path):
     assert code == 0
     assert out.startswith("kuramoto: true by construction\n    True by construction: ")
     assert "\nradial: true by construction\n" in out
-    assert err.startswith("2 trials, a few seconds\n")
+    assert err.startswith("2 quick trials: roughly ")
     assert err.endswith("folder: one\n")
     assert [verdict.claim for verdict in RunFolder.open(tmp_path / "one").read_verdicts()] == ["kuramoto", "radial"]
     twice = [helmscope("claims", "test", "kuramoto", "--quick", "--json", "--seed", "3")[1] for _ in range(2)]

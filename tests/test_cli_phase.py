@@ -15,14 +15,14 @@ import torch
 
 import helmscope as hs
 from children import child, wait_for
-from helmscope.cli.phase import phase_part
+from helmscope.jobs.phase import phase_unit
 from helmscope.observe.half_time import half_time
 from helmscope.observe.phase import phase_diagram, published_probability
 
 COMMAND = Path(sys.executable).parent / "helmscope"
 SMALL = ("phase", "--n", "4", "--dims", "3,9", "--betas", "1,4", "--times", "0,2,4", "--samples", "3", "--seed", "7")
 CASE = {"betas": [1.0, 4.0], "times": [0.0, 2.0, 4.0], "samples": 3, "seed": 7}
-FILES = ["half-time.nc", "manifest.json", "phase.html", "phase.nc", "phase.png", "units", "units.json"]
+FILES = ["half-time.nc", "manifest.json", "phase.html", "phase.nc", "phase.png", "spec.toml", "units", "units.json"]
 
 
 @pytest.fixture
@@ -81,9 +81,9 @@ def test_the_manifest_says_what_was_used(helmscope):
     helmscope(*SMALL, "--value", "-1", "--out", "run")
     manifest = hs.RunFolder.open("run").read_manifest()
     assert (manifest.seed, manifest.dtype, manifest.device, manifest.threads) == (7, "float64", "cpu", 1)
-    given = {"n": 4, "dims": [3, 9], "betas": "1,4", "times": "0,2,4", "samples": 3, "value": -1.0, "published": True}
+    given = {"n": 4, "dims": [3, 9], "betas": [1.0, 4.0], "times": [0.0, 2.0, 4.0], "samples": 3}
     used = {"kernel": "Dense", "stepper": "DormandPrince(tol=1e-06, max_steps=200000)", "field": "sa"}
-    rest = {"causal": False, "nu": 0.0, "spectrum": None, "delta": 1e-3}
+    rest = {"value": -1.0, "published": True, "causal": False, "nu": 0.0, "spectrum": None, "delta": 1e-3}
     assert dict(manifest.parameters) == given | used | rest
 
 
@@ -136,6 +136,27 @@ def test_ranges_defaults_and_huge_dimensions(helmscope):
     assert hs.RunFolder.open("c").read_results("phase").dim.values.tolist() == [2]
 
 
+@pytest.mark.usefixtures("no_pictures")
+def test_an_infinite_end_of_an_interval_is_not_null(helmscope):
+    """P does not reach 1/2 by t = 0.1: the half-time lies anywhere above."""
+    words = (*SMALL, "--dims", "9", "--betas", "4", "--times", "0,0.1", "--no-published", "--json")
+    report = strict(helmscope(*words)[1])
+    assert (report["half_time"], report["half_time_high"]) == ([[None]], [["inf"]])
+    assert report["half_time_low"] == [[0.1]]
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_the_curve_is_known_between_the_asked_betas(helmscope):
+    helmscope(*SMALL, "--out", "run")
+    stored = hs.RunFolder.open("run").read_results("phase")
+    beta = stored.fine_beta.values
+    assert (len(beta), beta[0], beta[-1]) == (201, 1.0, 4.0)
+    assert stored.fine_curve.values[100] == hs.hitting_time(hs.SA(beta[100]), n=4, delta=1e-3)
+    assert stored.fine_curve.values[[0, -1]].tolist() == stored.curve.values.tolist()
+    helmscope(*SMALL, "--causal", "--out", "causal")
+    assert "fine_curve" not in hs.RunFolder.open("causal").read_results("phase").coords
+
+
 def test_without_the_extras_the_numbers_still_stand(helmscope, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setitem(sys.modules, "plotly.graph_objects", None)
@@ -157,7 +178,7 @@ def test_samples_that_are_lost_exit_1_with_the_rest(helmscope):
     assert report["probability"][0][1] == [None, None]
     assert None not in report["probability"][0][0]
     assert "3 samples could not be carried to the end" in err
-    assert err.splitlines()[0] == "2 rows of 3 samples: more than a week on one core"
+    assert err.splitlines()[0].startswith("2 rows of 3 samples: roughly ")
 
 
 # Runs that go on ------------------------------------------------------------------------------------------------------
@@ -189,7 +210,7 @@ def test_jobs_do_not_change_a_bit_and_a_finished_run_resumes_to_itself(helmscope
     assert contents(tmp_path / "serial") == before
     code, out, err = helmscope(*SMALL, "--samples", "4", "--out", "serial", "--resume")
     assert (code, out) == (2, "")
-    assert "has another function or other parameters" in err
+    assert "serial was begun with samples 3 (now 4): repeat what it was begun with, or take a new folder" in err
     path = tmp_path / "serial" / "manifest.json"
     path.write_text(path.read_text().replace('"seed": 7', '"seed": 99'))
     code, out, err = helmscope(*SMALL, "--out", "serial", "--resume")
@@ -200,7 +221,7 @@ def test_jobs_do_not_change_a_bit_and_a_finished_run_resumes_to_itself(helmscope
 @pytest.mark.usefixtures("no_pictures")
 def test_a_dtype_that_units_choose_is_added_to_the_manifest(helmscope, tmp_path, monkeypatch):
     """As on a GPU, where it shows only when a unit runs."""
-    monkeypatch.setattr(sys.modules["helmscope.cli.phase"], "_usual_dtype", lambda device: "auto")
+    monkeypatch.setattr("helmscope.jobs.phase.usual_dtype", lambda device: "auto")
     assert helmscope(*SMALL, "--no-published", "--out", "run")[0] == 0
     manifest = hs.RunFolder("run").read_manifest()
     assert (manifest.dtype, manifest.parameters["dtype"]) == ("auto", "float64")
@@ -210,9 +231,10 @@ def test_a_dtype_that_units_choose_is_added_to_the_manifest(helmscope, tmp_path,
 
 
 def test_a_unit_is_a_block_of_the_diagram():
-    physics = {"field": "sa", "value": 1.0, "causal": False, "nu": 0.0, "spectrum": None, "n": 4, "times": "0,2,4"}
-    physics |= {"samples": 3, "delta": 1e-3, "published": False, "seed": 7, "dtype": None, "device": "cpu"}
-    part = phase_part(3, [4.0], physics)
+    physics = {"field": "sa", "value": 1.0, "causal": False, "nu": 0.0, "spectrum": None, "n": 4}
+    physics |= {"times": (0.0, 2.0, 4.0), "samples": 3, "delta": 1e-3, "published": False}
+    physics |= {"seed": 7, "dtype": None, "device": "cpu"}
+    part = phase_unit(3, [4.0], physics)
     whole = phase_diagram(hs.SA, start=hs.Uniform(4, 3), **CASE)
     assert np.array_equal(part.probability.values[0], whole.probability.values[1])
 
@@ -226,20 +248,21 @@ REFUSED = {
     "--nu -1": "nu is -1.0",
     "--nu 0.1 --published": "nu is 0.1, but the published scheme knows no noise",
     "--spectrum 1,2": "spectrum has 2 eigenvalues, but in dimension 3 B has 3",
-    "--spectrum 1,x,2": "spectrum is 'x'",
+    "--spectrum 1,x,2": "spectrum[1] is 'x'",
     "--n 1": "n of start is 1, but a pair needs two tokens",
     "--n 0": "n is 0",
-    "--dims 1": "dims is 1",
-    "--dims 3,x": "dims is 'x'",
-    "--dims 3,3": "dims is '3,3'",
+    "--dims 1": "dims[0] is 1",
+    "--dims 3,x": "dims[1] is 'x'",
+    "--dims 3,3": "dims is [3, 3]",
     "--betas -1": "betas[0] is -1",
     "--betas 2,1": "betas[1] is 1",
-    "--betas x": "betas is 'x'",
+    "--betas x": "betas[0] is 'x'",
     "--betas 1:2": "betas is '1:2'",
     "--betas 1:2:1": "betas is '1:2:1'",
     "--times 3,2": "times[1] is 2 after 3",
     "--times 0:1": "times is '0:1'",
     "--samples 0": "samples is 0",
+    "--samples 1000000000000": "samples is 1000000000000, n is 4 and times holds 3, but that makes",
     "--delta -1": "delta is -1.0",
     "--seed -1": "seed is -1",
     "--dtype float46": "unknown dtype 'float46': did you mean 'float64'?",

@@ -19,7 +19,7 @@ TRIED = ["kuramoto", "radial"]
 @pytest.fixture
 def two_trials(monkeypatch):
     """Two trials stand for all: the others are tried elsewhere."""
-    monkeypatch.setattr("helmscope.cli.trials.asked_claims", lambda claims, folder, **_: list(TRIED))
+    monkeypatch.setattr("helmscope.jobs.trials.asked_claims", lambda spec, on: list(TRIED))
 
 
 @pytest.mark.usefixtures("two_trials")
@@ -27,7 +27,7 @@ def test_one_page_with_every_claim(helmscope, tmp_path):
     code, out, err = helmscope("report", "--quick", "--out", "page")
     assert code == 0
     assert out == "2 true by construction\nreport: page/report.html\n"
-    assert err.startswith("2 trials, a few seconds\n")
+    assert err.startswith("2 quick trials: roughly ")
     html = (tmp_path / "page" / "report.html").read_text()
     assert sorted(re.findall(r'data-claim="([^"]+)"', html)) == sorted(read_catalogue())
     assert html.count("data:image/svg+xml;base64,") == 2
@@ -60,5 +60,5 @@ def test_what_is_missing_is_said_before_the_work(helmscope, tmp_path, monkeypatc
     monkeypatch.setattr("helmscope.report.page.page", missing)
     code, out, err = helmscope("report")
     assert (code, out) == (2, "")
-    assert err == "helmscope: jinja2 is not installed, and this needs it: pip install 'helmscope[report]'\n"
+    assert err == f"helmscope: {MissingExtra('jinja2', 'report')}\n"
     assert list(tmp_path.iterdir()) == []

@@ -69,7 +69,7 @@ def test_a_run_that_is_there_is_not_taken_for_a_new_one(helmscope, tmp_path):
     assert err == "helmscope: run holds an earlier run: add --resume to go on with it, or name a new folder\n"
     code, _, err = helmscope(*WORDS, "--beta", "3", "--out", "run", "--resume")
     assert code == 2
-    assert "unit 'systems-000000' has another function or other parameters than in run/units.json" in err
+    assert "run was begun with beta 4.0 (now 3.0): repeat what it was begun with, or take a new folder" in err
     code, _, err = helmscope(*WORDS, "--threads", "2", "--out", "run", "--resume")
     assert code == 2
     assert "threads 1 (now 2)" in err
@@ -117,7 +117,7 @@ def test_a_folder_whose_parts_disagree_does_not_go_on(helmscope, tmp_path):
     manifest_edited(tmp_path / "run", seed=0)
     code, out, err = helmscope(*WORDS, "--beta", "1", "--delta", "0.5", "--out", "run", "--resume")
     assert (code, out) == (2, "")
-    assert "run was begun with parameter 'delta' 0.001 (now 0.5): repeat what it was begun with" in err
+    assert "run was begun with delta 0.001 (now 0.5): repeat what it was begun with" in err
     assert helmscope(*WORDS, "--beta", "1", "--out", "run", "--resume")[0] == 0
 
 

@@ -26,7 +26,7 @@ def tiny(tmp_path, monkeypatch):
 def test_a_claim_on_a_model_in_a_folder(helmscope, tmp_path, tiny):
     code, out, err = helmscope("claims", "test", *tiny, "--out", "one")
     assert code == 0, err
-    assert err.startswith("1 trial, ")
+    assert err.startswith("1 quick trial: ")
     subject = Subject(tmp_path / "tiny", ROWS)
     assert out.startswith("tokens-cluster: ")
     assert f"    subject: tiny (sha256 {subject.identity})\n" in out
@@ -71,10 +71,11 @@ def test_texts_without_a_pair_of_tokens_are_refused(helmscope, tmp_path, tiny):
 
 def test_texts_one_on_each_line(helmscope, tmp_path):
     (tmp_path / "lines.txt").write_text("Once upon a time\n\n  The cat sat on a mat.  \n")
-    from helmscope.cli.subjects import on_trial
+    from helmscope.jobs import Trials
+    from helmscope.jobs.texts import on_trial
 
     helmscope("claims", "list")  # which goes into the folder
-    on = on_trial("A", "lines.txt", "B", True)
+    on = on_trial(Trials(model="A", texts="lines.txt", other="B", truncate=True))
     assert on.subject == Subject("A", ["Once upon a time", "The cat sat on a mat."], truncate=True)
     assert on.other == Subject("B", on.subject.texts, truncate=True)
     assert on.words == ("--model", "A", "--texts", "lines.txt", "--other", "B", "--truncate")
@@ -84,7 +85,7 @@ def test_texts_one_on_each_line(helmscope, tmp_path):
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["--texts", "x.txt"], "texts is given, but no model: add --model A, a folder or a Hub id"),
+        (["--texts", "x.txt"], "texts is given, but no model: name it too, as A, a folder or a Hub id"),
         (["--other", "B"], "other is given, but no model"),
         (["--truncate"], "truncate is given, but no model"),
         (["--model", ""], "model is '', but it must be a name"),

@@ -180,7 +180,9 @@ def test_an_unknown_export_offers_the_nearest() -> None:
         _ = hs.integrat
 
 
-@pytest.mark.parametrize("module", ["helmscope", "helmscope.types", "helmscope.store", "helmscope.cli"])
+@pytest.mark.parametrize(
+    "module", ["helmscope", "helmscope.types", "helmscope.store", "helmscope.jobs", "helmscope.cli"]
+)
 def test_importing_stays_light(module: str) -> None:
     """No torch, no xarray, and no environment, seed or handler touched."""
     code = (

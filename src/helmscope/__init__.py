@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0.dev0"
 
 if TYPE_CHECKING:
+    from helmscope import jobs as jobs
     from helmscope.claims.curves import curve as curve
     from helmscope.claims.entry import Entry as Entry
     from helmscope.claims.entry import Ground as Ground
@@ -258,6 +259,7 @@ if TYPE_CHECKING:
 
 # where each name lives; a test keeps it equal to the list above, which is for type checkers and readers
 _HOME = {
+    "helmscope": "jobs",
     "helmscope.claims.curves": "curve",
     "helmscope.claims.entry": "Entry Ground",
     "helmscope.claims.finding": (
@@ -401,7 +403,7 @@ def __getattr__(name: str) -> object:
         near = difflib.get_close_matches(name, _EXPORTS, n=1)
         hint = f": did you mean '{near[0]}'?" if near else ""
         raise AttributeError(f"module 'helmscope' has no attribute '{name}'{hint}")
-    if home in ("helmscope.fields", "helmscope.geometry"):  # a module
+    if home in ("helmscope", "helmscope.fields", "helmscope.geometry"):  # a module
         return importlib.import_module(f"{home}.{name}")
     return getattr(importlib.import_module(home), name)
 

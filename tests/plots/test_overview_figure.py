@@ -12,6 +12,7 @@ import torch
 
 import helmscope as hs
 from helmscope.plots.style import STYLE, new_figure, png, styled
+from helmscope.types import MissingExtra
 
 TIMES = [0.0, 0.5, 1.0, 2.0]
 START = hs.Uniform(6, 3).sample(4, seed=0)
@@ -111,7 +112,7 @@ def test_without_matplotlib_one_sentence_says_how_to_get_it(monkeypatch):
     for call in (lambda: hs.overview_figure(SEEN), lambda: new_figure(1, 1), lambda: styled().__enter__()):
         with pytest.raises(hs.HelmscopeError) as caught:
             call()
-        assert str(caught.value) == ("matplotlib is not installed, and this needs it: pip install 'helmscope[report]'")
+        assert str(caught.value) == str(MissingExtra("matplotlib", "report"))
 
 
 def test_another_measurement_is_refused_with_one_sentence():

@@ -11,6 +11,7 @@ import xarray as xr
 
 import helmscope as hs
 from helmscope.observe.half_time import half_time
+from helmscope.observe.hitting_curve import hitting_curve
 from helmscope.observe.phase import phase_diagram, published_probability
 from helmscope.plots.phase import phase_figure, phase_page
 from helmscope.plots.style import png
@@ -49,6 +50,19 @@ def test_a_panel_holds_the_probabilities_and_the_lines():
     assert all(np.array_equal(line.get_ydata(), CASE["betas"]) for line in panel.lines)
     error = float(ONE.probability_stderr.max())
     assert panel.get_title() == f"d = 40\nstandard error <= {error:.2g}"
+
+
+def test_a_fine_curve_is_drawn_where_there_is_one():
+    """A curve through three betas would be two chords."""
+    fine = hitting_curve(hs.SA, betas=CASE["betas"], n=6, delta=0.05)
+    (panel,) = meshes(phase_figure(ONE.assign_coords(fine.coords)))
+    (curve,) = [line for line in panel.lines if line.get_label() == "t*(beta), closed form"]
+    assert set(CASE["betas"]) < set(curve.get_ydata())
+    assert len(curve.get_ydata()) > 200
+    exact = [hs.hitting_time(hs.SA(beta), n=6, delta=0.05) for beta in curve.get_ydata()[::50]]
+    assert curve.get_xdata()[::50].tolist() == exact
+    assert len(meshes(phase_figure(OURS.assign_coords(fine.coords)))) == 2
+    assert phase_page(OURS.assign_coords(fine.coords)).count("Plotly.newPlot") == 1
 
 
 def test_the_published_scheme_stands_beside_ours_with_the_difference():

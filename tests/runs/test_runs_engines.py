@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from children import alive_in_session, child, is_alive, run_python, wait_for, with_tests_on_path
-from helmscope.runs import Processes, Serial, Unit, UnitsFailed, parse_size, run
+from helmscope.runs import Processes, Ray, Serial, Unit, UnitsFailed, parse_size, run
 from helmscope.runs.attempt import attempt
 from helmscope.runs.limits import FLOOR, VARIABLES, Limits, _bytes_in_use, _thread_controls
 from helmscope.runs.processes import DIED
@@ -214,10 +214,11 @@ def test_bad_engines_are_refused(make, sentence):
     assert str(caught.value) == sentence
 
 
-def test_a_missing_package_is_reported_before_any_work(monkeypatch):
-    monkeypatch.setitem(sys.modules, "joblib", None)
-    with pytest.raises(MissingExtra, match=r"joblib is not installed, and this needs it: pip install 'helmscope\[clus"):
-        Processes(2)
+def test_a_missing_package_is_said_before_any_work(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    said = r"ray is not installed, and this needs it: pip install 'helmscope\[cluster\]', in a clone '\.\[cluster\]'$"
+    with pytest.raises(MissingExtra, match=said):
+        Ray(2)
 
 
 @pytest.mark.parametrize(
@@ -301,7 +302,7 @@ def test_an_interrupted_run_keeps_its_results_and_leaves_no_process(folder, tmp_
     assert not is_locked(folder.path)
     assert os.listdir(folder.path / "units") == ["quick.json"]
     printed = (tmp_path / "stderr").read_text()
-    note = f"finished units are kept in {folder.path}, and the same call resumes the run"
+    note = f"finished units are kept in {folder.path}, and a run of the same units resumes there"
     if number != signal.SIGKILL:
         assert f"\ntoys: interrupted; {note}\nTraceback" in printed
         assert f"\n{note}\n" in printed
@@ -359,7 +360,8 @@ def test_a_signal_interrupts_the_run_and_its_handler_is_restored(folder, on_sign
     on_signal(number, signal.SIG_DFL)
     with pytest.raises(KeyboardInterrupt) as caught:
         run(mixture(3), folder, manifest=MANIFEST, engine=Signaling(number=number))
-    assert caught.value.__notes__ == [f"finished units are kept in {folder.path}, and the same call resumes the run"]
+    note = f"finished units are kept in {folder.path}, and a run of the same units resumes there"
+    assert caught.value.__notes__ == [note]
     assert signal.getsignal(number) == signal.SIG_DFL
 
 

@@ -209,10 +209,19 @@ def test_plain_name_is_accepted(run, name):
     assert run.read_results(name).identical(MEASUREMENT)
 
 
-@pytest.mark.parametrize("name", ["manifest.json", "verdicts.json", "phase.nc"])
+@pytest.mark.parametrize("name", ["manifest.json", "verdicts.json", "spec.toml", "phase.nc"])
 def test_reserved_names_are_refused(run, name):
     with pytest.raises(HelmscopeError, match=f"^name is '{name}', but manifest.json, .* are reserved$"):
         run.write_bytes(name, b"")
+
+
+def test_a_spec_is_kept_as_text(run):
+    assert not run.has_spec()
+    run.write_spec('job = "é"\n')
+    assert (run.has_spec(), run.read_spec()) == (True, 'job = "é"\n')
+    (run.path / "spec.toml").write_bytes(b"\xff")
+    with pytest.raises(HelmscopeError, match=r"^cannot read .*/spec\.toml: it is not UTF-8 text$"):
+        run.read_spec()
 
 
 def test_create_refuses_a_folder_that_holds_files(tmp_path):

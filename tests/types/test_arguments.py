@@ -49,7 +49,8 @@ def test_a_refusal_is_a_value_error_and_a_missing_extra_says_how_to_get_it():
     assert issubclass(hs.HelmscopeError, ValueError)
     error = MissingExtra("plotly", "report")
     assert isinstance(error, hs.HelmscopeError)
-    assert str(error) == "plotly is not installed, and this needs it: pip install 'helmscope[report]'"
+    said = "plotly is not installed, and this needs it: pip install 'helmscope[report]', in a clone '.[report]'"
+    assert str(error) == said
 
 
 @pytest.mark.parametrize(
@@ -179,3 +180,12 @@ def test_known_name_offers_the_nearest():
     text = refused(lambda: known_name("start", "zzz", allowed), "unknown start 'zzz'", "orthonormal, uniform, vmf")
     assert "did you mean" not in text
     assert "name Allowed" not in text  # two sentences without a stop between them
+    many = [f"claim-{k}" for k in range(56)]
+    assert refused(lambda: known_name("claim", "clam-7", many)) == "unknown claim 'clam-7': did you mean 'claim-7'?"
+    with pytest.raises(hs.HelmscopeError, match=r"there is no such name\. Allowed: claim-0, .*, claim-9$"):
+        known_name("claim", "!!!", many)
+
+
+def test_one_thing_is_counted_in_the_singular():
+    assert [counted(count, "unit") for count in (0, 1, 2)] == ["0 units", "1 unit", "2 units"]
+    assert repr(hs.Subject("A", ["Once"])) == "<Subject A: 1 text>"

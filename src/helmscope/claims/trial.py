@@ -144,14 +144,10 @@ def run_trials(
     if isinstance(claims, str) or not isinstance(claims, Sequence):
         raise HelmscopeError(f"claims is a {type(claims).__name__}, but it must be a list of ids, such as ['rate']")
     place = None if folder is None else str(Path(folder).resolve())
-    asked: dict[str, Any] = {"seed": Case(seed, quick).seed, "quick": quick, "folder": place}
     cases = {claim: registered(claim, place).case(seed, quick=quick, subject=subject, other=other) for claim in claims}
     failed = None
     with _sent(subject=subject, other=other) as given:
-        asked |= given
-        units = [
-            Unit(claim, trial_unit, {"claim": claim, "sources": sources(claim, place), **asked}) for claim in claims
-        ]
+        units = _units(claims, place, seed=seed, quick=quick, given=given)
         here = _tried_here(cases)
         used = engine if engine is None or not here else _OneProcess(engine, here)
         try:
@@ -163,6 +159,32 @@ def run_trials(
     if failed is not None:
         raise TrialsFailed(result, trials) from failed
     return trials
+
+
+def trial_units(
+    claims: Sequence[str],
+    *,
+    seed: int = 0,
+    quick: bool = False,
+    folder: str | Path | None = None,
+    subject: Subject | None = None,
+    other: Subject | None = None,
+) -> list[Unit]:
+    """The units of work of ``run_trials``.
+
+    >>> [unit.name for unit in trial_units(["kuramoto", "radial"])]
+    ['kuramoto', 'radial']
+    """
+    place = None if folder is None else str(Path(folder).resolve())
+    with _sent(subject=subject, other=other) as given:
+        return _units(claims, place, seed=seed, quick=quick, given=given)
+
+
+def _units(
+    claims: Sequence[str], folder: str | None, *, seed: int, quick: bool, given: dict[str, dict[str, Any]]
+) -> list[Unit]:
+    asked = {"seed": Case(seed, quick).seed, "quick": quick, "folder": folder, **given}
+    return [Unit(claim, trial_unit, {"claim": claim, "sources": sources(claim, folder), **asked}) for claim in claims]
 
 
 def sources(claim: str, folder: str | None) -> dict[str, str]:

@@ -16,6 +16,7 @@ from helmscope.cli.claims import claims
 from helmscope.cli.doctor import doctor
 from helmscope.cli.phase import phase
 from helmscope.cli.report import report
+from helmscope.cli.run import run
 from helmscope.cli.runs import runs
 from helmscope.cli.simulate import simulate
 from helmscope.types import HelmscopeError
@@ -29,7 +30,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for verb in (report, simulate, phase, doctor, runs):
+for verb in (report, simulate, phase, run, doctor, runs):
     app.command()(verb)
 app.add_typer(claims)
 
@@ -43,7 +44,7 @@ def main() -> None:
         if sys.stdout is not None:  # it is None where a process has none
             sys.stdout.flush()
         if code == INTERRUPTED:
-            _say("interrupted; what was written before is whole, and --resume goes on with a run")
+            _say("interrupted; what was written before is whole")
         _leave(code)
     except HelmscopeError as error:
         sentence = str(error)
@@ -85,10 +86,26 @@ def _print_version(asked: bool) -> None:
         raise typer.Exit
 
 
+def _print_completion(shell: str | None) -> None:
+    if shell is not None:
+        from helmscope.cli.completion import completion_script
+
+        print(completion_script(shell, typer.main.get_command(app)), end="")
+        raise typer.Exit
+
+
 @app.callback()
 def _root(
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and leave.")
     ] = False,
+    completion: Annotated[
+        str | None,
+        typer.Option(
+            callback=_print_completion,
+            is_eager=True,
+            help='Print a completion script for bash, zsh or fish: eval "$(helmscope --completion bash)".',
+        ),
+    ] = None,
 ) -> None:
     """A laboratory for the dynamics of transformers."""

@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 import json
-import textwrap
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from helmscope.cli.subjects import Model, Other, Texts, Truncate
-from helmscope.cli.trials import AllowMixed, From, Jobs, MaxMemory, OnRay, Quick, Resume, Seed, Threads
+from helmscope.cli.options import (
+    AllowMixed,
+    From,
+    Jobs,
+    MaxMemory,
+    Model,
+    OnRay,
+    Other,
+    Quick,
+    Resume,
+    Texts,
+    Threads,
+    TrialSeed,
+    Truncate,
+)
+from helmscope.cli.results import block
 
 if TYPE_CHECKING:
     from helmscope.claims.entry import Entry
@@ -39,7 +52,7 @@ def list_claims(folder: Listed = None, as_json: AsJson = False) -> None:
     for entry in entries.values():
         state = "helmscope claims test" if entry.id in tried else NOT_YET
         print(f"{entry.id}  (source {printable(entry.source)}, by {' and '.join(entry.decided)}; {state})")
-        print(_block(entry.statement))
+        print(block(entry.statement))
 
 
 @claims.command("show")
@@ -73,7 +86,7 @@ def show_claim(
     }
     for name, text in parts.items():
         if text:
-            print(f"{name}:\n{_block(str(text))}")
+            print(f"{name}:\n{block(str(text))}")
 
 
 @claims.command("test")
@@ -85,7 +98,7 @@ def try_claims(
     other: Other = None,
     truncate: Truncate = False,
     quick: Quick = False,
-    seed: Seed = 0,
+    seed: TrialSeed = 0,
     threads: Threads = 1,
     jobs: Jobs = 1,
     max_memory: MaxMemory = None,
@@ -96,30 +109,14 @@ def try_claims(
     as_json: AsJson = False,
 ) -> None:
     """Put claims on trial: run their experiments and judge what they find by the frozen regions."""
-    from helmscope.cli.options import engine_of
-    from helmscope.cli.output import run_folder
-    from helmscope.cli.subjects import identified, on_trial
-    from helmscope.cli.trials import asked_claims, carry_out, plain_verdicts
-    from helmscope.runs.progress import say
-    from helmscope.store.printable import printable
+    given = locals()
+    from helmscope.cli.options import engine_of, spec_of
+    from helmscope.cli.output import carry_out
+    from helmscope.jobs import Trials
 
     engine = engine_of(jobs, max_memory, threads, ray)
-    on = on_trial(model, texts, other, truncate)
-    asked = asked_claims(claim or [], folder, seed=seed, on=on)
-    identified(on)
-    run = run_folder("claims", out, resume=resume, allow_mixed=allow_mixed)
-    trials, failed = carry_out(
-        asked, run, engine, folder=folder, seed=seed, quick=quick, allow_mixed=allow_mixed, on=on
-    )
-    if as_json:  # nothing in it depends on time or place: the same seed gives the same bytes
-        print(json.dumps({"seed": seed, "quick": quick, "verdicts": plain_verdicts(trials)}, indent=2))
-    else:
-        for verdict in (trial.verdict for trial in trials):
-            print(f"{printable(verdict.claim)}: {verdict.ruling.value}\n{_block(verdict.sentence)}")
-            print(_block(f"subject: {verdict.subject}"))
-    say(f"folder: {run.path}")
-    if failed is not None:
-        raise failed
+    spec = spec_of(Trials, given | {"claims": claim or []})
+    carry_out(spec, engine, out=out, resume=resume, allow_mixed=allow_mixed, as_json=as_json)
 
 
 def _tried(folder: str | None) -> dict[str, Registered]:
@@ -136,10 +133,3 @@ def _record(entry: Entry, tried: dict[str, Registered]) -> dict[str, object]:
     usual = " and ".join(each.name for each in found.usual)
     subjects = f"{' or '.join(found.subjects)} (usually {usual})"
     return {**entry.content, "hash": entry.hash, "trial": f"helmscope claims test {entry.id}", "subjects": subjects}
-
-
-def _block(text: str) -> str:
-    from helmscope.store.printable import printable
-
-    shown = printable(" ".join(text.split()))
-    return textwrap.fill(shown, width=100, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False)

@@ -23,7 +23,7 @@ def doctor(
     """Can this model be believed? Its certificate, line by line, and what a full measurement would cost."""
     from dataclasses import asdict
 
-    from helmscope.cli.options import device_named, model_dtype_named
+    from helmscope.jobs.names import MODEL_DTYPES, usable_device
     from helmscope.models.doctor import doctor as examine
     from helmscope.store.printable import printable
 
@@ -32,8 +32,8 @@ def doctor(
         texts=texts,
         tokens=tokens,
         revision=revision,
-        dtype=None if dtype is None else model_dtype_named(dtype),
-        device=device_named(device),
+        dtype=None if dtype is None else MODEL_DTYPES.load(dtype),
+        device=usable_device(device),
         offline=offline,
     )
     ok = found.ok

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import os
 import shlex
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from helmscope.types import HelmscopeError
+from helmscope.types import HelmscopeError, counted
 
 if TYPE_CHECKING:
     from helmscope.runs.listing import RunSummary
@@ -36,7 +37,7 @@ def runs(
 
 def _lines(run: RunSummary) -> list[str]:
     record = _record(run)
-    units = f"{run.done} of {run.total} units" if run.total else "no units"
+    units = f"{run.done} of {counted(run.total, 'unit')}" if run.total else "no units"
     lines = [f"{run.name}  {run.state.value}, {units}  {run.created}"]
     lines.append(f"    {run.reason or shlex.join(run.command)}")
     if record["resume"]:
@@ -46,6 +47,24 @@ def _lines(run: RunSummary) -> list[str]:
     return lines
 
 
+def _command(run: RunSummary) -> Sequence[str]:
+    """What began a run; of one that Python began, the verb that carries out its spec, unless that runs a user's code,
+    which a pasted line is to show.
+    """
+    from helmscope.cli.output import RESUMABLE
+    from helmscope.jobs import read
+    from helmscope.store.run_folder import SPEC
+
+    ours = run.command[:1] == ("helmscope",) and run.command[1:2] and run.command[1] in RESUMABLE
+    if ours or not (run.path / SPEC).is_file():
+        return run.command
+    try:
+        runs_code = read(run.path).fields.get("folder") is not None
+    except HelmscopeError:
+        return run.command
+    return run.command if runs_code else ("helmscope", "run")
+
+
 def _record(run: RunSummary) -> dict[str, object]:
     from helmscope.cli.output import resume_line
     from helmscope.runs.listing import State
@@ -53,7 +72,7 @@ def _record(run: RunSummary) -> dict[str, object]:
     resume, refused = "", ""
     if run.state is State.INTERRUPTED and run.total > 0:
         try:
-            resume = resume_line(run.command, run.path)
+            resume = resume_line(_command(run), run.path)
         except HelmscopeError as error:
             refused = str(error)
     return {

@@ -128,7 +128,7 @@ def _slices(data: xr.Dataset) -> list[xr.Dataset]:
         data = data.assign(difference=data[PUBLISHED] - data[OURS])
     each = [data.sel(dim=dim) for dim in data.dim.values] if "dim" in data.dims else [data]
     each = [one.assign_attrs(dim=int(one.dim)) if "dim" in one.coords else one for one in each]
-    return [one.transpose("beta", "time") for one in each]
+    return [one.transpose("beta", "time", ...) for one in each]
 
 
 def _variables(data: xr.Dataset) -> list[str]:
@@ -166,8 +166,9 @@ def _lines(data: xr.Dataset) -> list[tuple[str, Any, Any, str, str]]:
     if np.isfinite(half).any():
         lines.append((HALF, half, beta, "dot", "#ffffff"))
     if "curve" in data.coords and np.isfinite(data.curve.values).any():
-        curve = data.curve.values
-        lines.append((CURVE, curve, beta, "solid", "#ff3b30"))
+        fine = "fine_curve" in data.coords  # between the asked betas too
+        curve = (data.fine_curve.values, data.fine_beta.values) if fine else (data.curve.values, beta)
+        lines.append((CURVE, *curve, "solid", "#ff3b30"))
     return lines
 
 

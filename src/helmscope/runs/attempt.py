@@ -75,6 +75,17 @@ def attempt(unit: Unit, limits: Limits) -> Done | Failed:
         return Failed(unit.name, _reason(error, limits), traceback.format_exc())
 
 
+def check_engine(engine: object) -> None:
+    """Refuses what cannot run units.
+
+    >>> check_engine("processes")
+    Traceback (most recent call last):
+    helmscope.types.HelmscopeError: engine is 'processes', but it must be Serial(), Processes(jobs) or Ray(jobs)
+    """
+    if isinstance(engine, type) or not hasattr(engine, "attempts"):
+        raise HelmscopeError(f"engine is {engine!r}, but it must be Serial(), Processes(jobs) or Ray(jobs)")
+
+
 def require(package: str) -> None:
     """Raise ``MissingExtra`` if a package that an engine needs is not installed.
 

@@ -12,7 +12,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from helmscope.runs.attempt import Done, Failed, Outcomes, attempt, require
+from helmscope.runs.attempt import Done, Failed, Outcomes, attempt
 from helmscope.runs.limits import Limits
 from helmscope.runs.unit import Unit
 
@@ -26,7 +26,7 @@ class Processes:
     bytes are divided equally among them; a unit that needs more than its share fails with a message that says so.
 
     If a process is killed, the units that may have been running in it are retried one by one, so that the culprit is
-    named and the others complete. Needs joblib, from the extra ``cluster``.
+    named and the others complete.
 
     >>> Processes(2, max_memory=4 * 10**9).jobs
     2
@@ -38,7 +38,6 @@ class Processes:
 
     def __post_init__(self) -> None:
         _ = self._limits
-        require("joblib")
 
     @property
     def _limits(self) -> Limits:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from helmscope.runs.attempt import Engine, Failed
+from helmscope.runs.attempt import Engine, Failed, check_engine
 from helmscope.runs.plan import RESULTS, Plan, begin, cpu
 from helmscope.runs.progress import counting, say
 from helmscope.runs.results import fault_of, read_result, result_files, stamped
@@ -114,7 +114,7 @@ def run(
     {'mean-2': 0.5, 'mean-4': 1.5}
     """
     engine = Serial() if engine is None else engine
-    _check_engine(engine)
+    check_engine(engine)
     now = _manifest_of_process(engine.threads) if manifest is None else manifest
     for name, value, kind in (("folder", folder, RunFolder), ("manifest", now, Manifest)):
         if not isinstance(value, kind):
@@ -148,11 +148,6 @@ def run(
     if failed:
         raise UnitsFailed(result)
     return result
-
-
-def _check_engine(engine: object) -> None:
-    if isinstance(engine, type) or not hasattr(engine, "attempts"):
-        raise HelmscopeError(f"engine is {engine!r}, but it must be Serial(), Processes(jobs) or Ray(jobs)")
 
 
 def _check_options(heading: object, **switches: object) -> None:
@@ -235,7 +230,7 @@ def _explain_resuming(folder: RunFolder, heading: str | None) -> Iterator[None]:
     try:
         yield
     except (KeyboardInterrupt, SystemExit) as error:
-        note = f"finished units are kept in {folder.path}, and the same call resumes the run"
+        note = f"finished units are kept in {folder.path}, and a run of the same units resumes there"
         error.add_note(note)
         if heading is not None:
             say(f"{heading}: interrupted; {note}")

@@ -1,5 +1,5 @@
 """The folder of one run: manifest.json, verdicts.json, one NAME.nc per result, and figures; if the run consists of
-units, also units.json and units/.
+units, also units.json and units/, and for a job its spec.toml.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 MANIFEST = "manifest.json"
 VERDICTS = "verdicts.json"
 UNITS = "units.json"
+SPEC = "spec.toml"
 
 
 @dataclass(frozen=True, init=False)
@@ -95,6 +96,21 @@ class RunFolder:
         """Read manifest.json; raises ``HelmscopeError`` if it is missing or invalid."""
         return Manifest.from_json(self._read(MANIFEST), str(self.path / MANIFEST))
 
+    def write_spec(self, text: str) -> None:
+        """Writes spec.toml, what the run was asked for."""
+        write_bytes(self.path / SPEC, text.encode())
+
+    def has_spec(self) -> bool:
+        """Whether there is a spec.toml."""
+        return (self.path / SPEC).is_file()
+
+    def read_spec(self) -> str:
+        """The text of spec.toml, which is for ``helmscope.jobs`` to decode."""
+        try:
+            return self._read(SPEC).decode()
+        except UnicodeDecodeError:
+            raise HelmscopeError(f"cannot read {self.path / SPEC}: it is not UTF-8 text") from None
+
     def write_verdicts(self, verdicts: Sequence[Verdict]) -> None:
         """Write verdicts.json, in the order given."""
         write_bytes(self.path / VERDICTS, encode_verdicts(verdicts))
@@ -131,7 +147,7 @@ class RunFolder:
 
     def write_bytes(self, name: str, data: bytes) -> None:
         """Write a file of any other kind, such as a figure, under its full name."""
-        reserved = (MANIFEST, VERDICTS, UNITS)
+        reserved = (MANIFEST, VERDICTS, UNITS, SPEC)
         if file_name(name) in reserved or name.endswith(".nc"):
             raise HelmscopeError(f"name is '{name}', but {', '.join(reserved)} and *.nc are reserved")
         write_bytes(self.path / name, data)

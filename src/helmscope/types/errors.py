@@ -17,10 +17,12 @@ class MissingExtra(HelmscopeError):
     """An optional dependency is not installed; the sentence holds the pip line that brings it.
 
     >>> str(MissingExtra("plotly", "report"))
-    "plotly is not installed, and this needs it: pip install 'helmscope[report]'"
+    "plotly is not installed, and this needs it: pip install 'helmscope[report]', in a clone '.[report]'"
     """
 
     __module__ = "helmscope.types"
 
     def __init__(self, package: str, extra: str) -> None:
-        super().__init__(f"{package} is not installed, and this needs it: pip install 'helmscope[{extra}]'")
+        super().__init__(
+            f"{package} is not installed, and this needs it: pip install 'helmscope[{extra}]', in a clone '.[{extra}]'"
+        )

@@ -1,0 +1,46 @@
+"""What can be asked for, as data: a spec -> units of work -> one result.
+
+``Simulate``, ``Phase``, ``Trials`` and ``Report`` say what is wanted, seed, dtype and device included; ``run`` carries
+it out in a run folder, ``estimate`` says beforehand what it costs, and ``read`` and ``write`` keep it as TOML. The
+command line does nothing else: every verb makes a spec of its flags. Importing it loads no torch.
+
+>>> import tempfile
+>>> import helmscope as hs
+>>> spec = hs.jobs.Simulate(beta=9.0, n=8, batch=2, times=[0, 1])
+>>> with tempfile.TemporaryDirectory() as root:
+...     hs.jobs.write(spec, f"{root}/spec.toml")
+...     result = hs.jobs.run(hs.jobs.read(f"{root}/spec.toml"), folder=f"{root}/run")
+...     hs.jobs.read(f"{root}/run") == spec
+True
+>>> str(result.outcome)
+'finished at t=1'
+"""
+
+from helmscope.jobs.cost import Estimate
+from helmscope.jobs.job import Result
+from helmscope.jobs.phase import Phase, PhaseResult
+from helmscope.jobs.report import Report, ReportResult
+from helmscope.jobs.run import estimate, run
+from helmscope.jobs.simulate import Simulate, SimulationResult
+from helmscope.jobs.spec import Spec, from_data, read, to_toml, write
+from helmscope.jobs.trials import Trials, TrialsResult
+
+__all__ = [
+    "Estimate",
+    "Phase",
+    "PhaseResult",
+    "Report",
+    "ReportResult",
+    "Result",
+    "Simulate",
+    "SimulationResult",
+    "Spec",
+    "Trials",
+    "TrialsResult",
+    "estimate",
+    "from_data",
+    "read",
+    "run",
+    "to_toml",
+    "write",
+]

@@ -1,0 +1,124 @@
+"""The words that stand for objects in a spec and on the command line: one registry for both.
+
+Inside the library behaviour is chosen by objects, ``RK4(0.1)``; only what is typed or written in TOML has names.
+Nothing is imported before an object is asked for.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from helmscope.types import HelmscopeError, fits_memory, known_name
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class Names:
+    """Names of one kind of object, each with the place it is imported from, "module:object".
+
+    >>> STEPPERS.check("rk5")
+    Traceback (most recent call last):
+    helmscope.types.HelmscopeError: unknown stepper 'rk5': did you mean 'rk4'? Allowed: ...
+    >>> FIELDS.load("sa").__name__
+    'SA'
+    """
+
+    what: str
+    places: Mapping[str, str]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.places)
+
+    def check(self, name: object) -> str:
+        """``name`` if it is one of them; an unknown one is refused, with the nearest."""
+        if not isinstance(name, str):
+            raise HelmscopeError(f"{self.what} is a {type(name).__name__}, but it must be one of {', '.join(self)}")
+        return known_name(self.what, name, self.places)
+
+    def load(self, name: str) -> Any:
+        """The object of that name."""
+        module, _, thing = self.places[self.check(name)].partition(":")
+        return getattr(importlib.import_module(module), thing)
+
+
+FIELDS = Names(
+    "field",
+    {
+        "sa": "helmscope.fields.attention:SA",
+        "usa": "helmscope.fields.attention:USA",
+        "sinkhorn": "helmscope.fields.sinkhorn:SinkhornAttention",
+    },
+)
+STARTS = Names(
+    "start",
+    {
+        "uniform": "helmscope.theory.starts:Uniform",
+        "vmf": "helmscope.theory.starts:VonMisesFisher",
+        "orthonormal": "helmscope.theory.starts:Orthonormal",
+    },
+)
+STEPPERS = Names(
+    "stepper",
+    {
+        "adaptive": "helmscope.solve.dormand_prince:DormandPrince",
+        "euler": "helmscope.solve.euler:ProjectedEuler",
+        "heun": "helmscope.solve.heun:Heun",
+        "rk4": "helmscope.solve.rk4:RK4",
+        "geodesic-euler": "helmscope.solve.geodesic_euler:GeodesicEuler",
+        "geodesic-heun": "helmscope.solve.geodesic_heun:GeodesicHeun",
+        "geodesic-rk4": "helmscope.solve.geodesic_rk4:GeodesicRK4",
+        "layer": "helmscope.solve.layer:Layer",
+        "published": "helmscope.solve.published:PublishedEuler",
+        "euler-maruyama": "helmscope.solve.euler_maruyama:EulerMaruyama",
+        "stochastic-heun": "helmscope.solve.stochastic_heun:StochasticHeun",
+        "noisy-layer": "helmscope.solve.noisy_layer:NoisyLayer",
+    },
+)
+NOISY_STEPPERS = ("euler-maruyama", "stochastic-heun", "noisy-layer")
+AUTO = "auto"
+KERNELS = Names(
+    "kernel",
+    {
+        AUTO: "",
+        "dense": "helmscope.kernels.dense:Dense",
+        "streaming": "helmscope.kernels.streaming:Streaming",
+        "harmonic": "helmscope.kernels.harmonic:Harmonic",
+        "flash": "helmscope.kernels.flash:Flash",
+    },
+)
+DTYPES = Names("dtype", {"float64": "torch:float64", "float32": "torch:float32"})
+MODEL_DTYPES = Names("dtype", {**DTYPES.places, "bfloat16": "torch:bfloat16", "float16": "torch:float16"})
+
+
+def usable_device(name: str) -> str:
+    """``name`` if torch can use that device here.
+
+    >>> usable_device("cpu")
+    'cpu'
+    """
+    import torch
+
+    try:
+        torch.zeros(1, device=name).cpu()
+    except (RuntimeError, AssertionError, NotImplementedError):
+        raise HelmscopeError(f"device is '{name}', but torch cannot use it here: cpu always works") from None
+    return name
+
+
+def value_matrix(value: float, dim: int) -> torch.Tensor | None:
+    """V = value I in so many dimensions; None stands for I, and one that no memory holds is refused.
+
+    >>> value_matrix(1.0, 3) is None, value_matrix(-1.0, 2).tolist()
+    (True, [[-1.0, -0.0], [-0.0, -1.0]])
+    """
+    import torch
+
+    if value == 1:
+        return None
+    fits_memory(f"value is {value:g} and dim is {dim}", dim * dim)
+    return value * torch.eye(dim, dtype=torch.float64, device="cpu")

@@ -1,0 +1,207 @@
+"""Jobs as Python users run them: the numbers of the command line, resumed after an interrupt, refused when changed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from subprocess import PIPE
+
+import numpy as np
+import pytest
+
+import helmscope as hs
+from children import child, wait_for, with_tests_on_path
+from helmscope.jobs import Phase, Report, Simulate, Trials
+from helmscope.jobs.run import Interrupted
+from support.refusal import refused
+
+SIMULATE = Simulate(n=4, batch=4, times=[0, 0.5, 1], beta=2, seed=7)
+PHASE = Phase(n=4, dims=[3, 9], betas=[1, 4], times=[0, 2, 4], samples=3, seed=7)
+TRIALS = Trials(claims=["kuramoto"], quick=True, seed=3)
+WORDS = {
+    "simulate": (SIMULATE, "simulate --n 4 --batch 4 --times 0,0.5,1 --beta 2 --seed 7"),
+    "phase": (PHASE, "phase --n 4 --dims 3,9 --betas 1,4 --times 0,2,4 --samples 3 --seed 7"),
+    "trials": (TRIALS, "claims test kuramoto --quick --seed 3"),
+}
+
+
+@pytest.fixture
+def no_pictures(monkeypatch):
+    """Drawing takes most of the time of a small run."""
+    monkeypatch.setattr("helmscope.plots.style.png", lambda figure: b"")
+    monkeypatch.setattr("helmscope.plots.phase.phase_figure", lambda data: None)
+    monkeypatch.setattr("helmscope.plots.phase.phase_page", lambda data: "")
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file by its path but the manifest, which holds the time."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != "manifest.json")
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+@pytest.mark.parametrize("name", WORDS)
+@pytest.mark.usefixtures("no_pictures")
+def test_python_the_verb_and_a_file_write_the_same_bytes(helmscope, tmp_path, name):
+    spec, words = WORDS[name]
+    assert hs.jobs.run(spec, folder=tmp_path / "python").ok
+    assert helmscope(*words.split(), "--out", "verb", "--json")[0] == 0
+    hs.jobs.write(spec, "spec.toml")
+    code, out, err = helmscope("run", "spec.toml", "--out", "file", "--json")
+    assert code == 0, err
+    assert contents(tmp_path / "python") == contents(tmp_path / "verb") == contents(tmp_path / "file")
+    assert hs.jobs.read("python") == spec
+    said = helmscope(*words.split(), "--out", "again", "--json")[1]
+    assert json.loads(out) == json.loads(said.replace('"again', '"file'))
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_a_simulation_gives_its_numbers(tmp_path):
+    result = hs.jobs.run(SIMULATE, folder=tmp_path / "run")
+    expected = hs.integrate(hs.SA(2.0), hs.Uniform(4, 3).sample(4, seed=7), [0.0, 0.5, 1.0])
+    assert np.array_equal(result.trajectory.states.numpy(), expected.states.numpy())
+    assert result.overview.equals(hs.overview(expected, beta=2.0))
+    assert (result.ok, str(result.outcome), result.notes) == (True, "finished at t=1", ())
+    assert result.picture == tmp_path / "run" / "overview.png"
+    assert [unit.name for unit in SIMULATE.units()] == [f"systems-{k:06d}" for k in range(4)]
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_a_phase_diagram_gives_its_numbers(tmp_path):
+    result = hs.jobs.run(PHASE, folder=tmp_path / "run", engine=hs.Processes(2))
+    case = {"betas": [1.0, 4.0], "times": [0.0, 2.0, 4.0], "samples": 3, "seed": 7}
+    seen = hs.phase_diagram(hs.SA, start=hs.Uniform(4, 9), **case)
+    assert np.array_equal(result.diagram.probability.sel(dim=9).values, seen.probability.values)
+    assert (result.ok, result.lost) == (True, 0)
+    assert result.half_time.equals(hs.half_time(result.diagram))
+
+
+def test_trials_and_a_report_give_verdicts(tmp_path):
+    result = hs.jobs.run(Report(claims=["kuramoto"], quick=True, seed=3), folder=tmp_path / "run")
+    assert [verdict.claim for verdict in result.verdicts] == ["kuramoto"]
+    assert result.verdicts[0] == hs.try_claim("kuramoto", quick=True, seed=3).verdict
+    assert 'data-claim="kuramoto"' in result.page.read_text()
+    assert hs.RunFolder.open(tmp_path / "run").read_verdicts() == tuple(result.verdicts)
+
+
+def test_without_a_folder_it_makes_one(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = hs.jobs.run(TRIALS)
+    (name,) = os.listdir("runs")
+    assert name.startswith("claims-")
+    assert str(result.folder.path) == f"runs/{name}"
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_another_spec_does_not_go_on(tmp_path):
+    where = tmp_path / "run"
+    hs.jobs.run(SIMULATE, folder=where)
+    before = contents(where)
+    changed = Simulate(n=4, batch=4, times=[0, 0.5, 1], beta=3, delta=0.5, seed=8)
+    said = refused(lambda: hs.jobs.run(changed, folder=where, resume=True))
+    assert said.startswith(f"{where} was begun with beta 2.0 (now 3.0) and delta 0.001 (now 0.5) and seed 7 (now 8): ")
+    refused(lambda: hs.jobs.run(PHASE, folder=where, resume=True), "was begun with job simulate (now phase)")
+    refused(lambda: hs.jobs.run(SIMULATE, folder=where), "holds an earlier run: add --resume")
+    refused(lambda: hs.jobs.run(SIMULATE, resume=True), "resume is given, but not which run", "folder=")
+    refused(lambda: hs.jobs.run(SIMULATE, folder=where, allow_mixed=True), "allow_mixed is given")
+    assert contents(where) == before
+    assert hs.jobs.run(SIMULATE, folder=where, resume=True).ok
+    assert contents(where) == before
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_a_run_killed_when_it_had_a_manifest_alone_gets_its_spec(tmp_path):
+    hs.jobs.run(SIMULATE, folder=tmp_path / "run")
+    whole = contents(tmp_path / "run")
+    for name in [*whole, "units"]:
+        path = tmp_path / "run" / name
+        path.rmdir() if path.is_dir() else path.unlink()
+    assert os.listdir(tmp_path / "run") == ["manifest.json"]
+    hs.jobs.run(SIMULATE, folder=tmp_path / "run", resume=True)
+    assert contents(tmp_path / "run") == whole
+
+
+def test_bad_arguments_are_refused(tmp_path):
+    where = {"folder": tmp_path / "run"}
+    refused(lambda: hs.jobs.run("simulate", **where), "spec is 'simulate', but it must be a spec of helmscope.jobs")
+    refused(lambda: hs.jobs.run(SIMULATE, engine="serial", **where), "engine is 'serial', but it must be Serial()")
+    refused(
+        lambda: hs.jobs.run(SIMULATE, show_progress="bar", **where),
+        "show_progress is 'bar', but it must be True or False",
+    )
+    refused(lambda: hs.jobs.estimate(None), "spec is None, but it must be a spec of helmscope.jobs")
+    assert os.listdir(tmp_path) == []
+
+
+# Interrupts -----------------------------------------------------------------------------------------------------------
+
+SLOW = Simulate(n=24, batch=8, chunk=1, times=[0, 1], nu=0.2, step=0.002)
+PROGRAM = """
+import sys, helmscope as hs
+hs.jobs.run(hs.jobs.read(sys.argv[1]), folder=sys.argv[2])
+"""
+
+
+@pytest.mark.usefixtures("no_picture")
+def test_an_interrupted_job_goes_on_to_the_same_bytes(helmscope, tmp_path):
+    """From Python, and by the line that ``helmscope runs`` offers."""
+    hs.jobs.write(SLOW, tmp_path / "slow.toml")
+    hs.jobs.run(SLOW, folder=tmp_path / "undisturbed")
+    units = tmp_path / "runs" / "a" / "units"
+    command = [sys.executable, "-c", PROGRAM, "slow.toml", "runs/a"]
+    with child(command, cwd=tmp_path, stderr=PIPE, text=True, env=with_tests_on_path()) as process:
+        wait_for(lambda: len(list(units.glob("*.nc"))) >= 2, process)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    assert "what was done is kept in runs/a: run(read('runs/a'), folder='runs/a', resume=True) goes on with it" in err
+    done = len(list(units.glob("*.nc")))
+    assert 2 <= done < 8
+    (run,) = json.loads(helmscope("runs", "--json")[1])["runs"]
+    assert (run["state"], run["resume"]) == ("interrupted", "helmscope run --out runs/a --resume")
+    code, _, err = helmscope(*run["resume"].split()[1:])
+    assert code == 0, err
+    assert f"8 units, {done} of them done before" in err
+    assert contents(tmp_path / "runs" / "a") == contents(tmp_path / "undisturbed")
+
+
+def test_an_interrupt_names_the_folder(tmp_path, monkeypatch):
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("helmscope.jobs.simulate.SimulateJob.carry_out", stop)
+    with pytest.raises(Interrupted) as caught:
+        hs.jobs.run(SIMULATE, folder=tmp_path / "run")
+    assert caught.value.folder.path == tmp_path / "run"
+    assert hs.jobs.read(tmp_path / "run") == SIMULATE
+
+
+# The verb -------------------------------------------------------------------------------------------------------------
+
+
+def test_the_verb_refuses_in_one_sentence(helmscope, tmp_path):
+    (tmp_path / "bad.toml").write_text('job = "simulate"\nbta = 1\n')
+    for words, sentence in (
+        (["bad.toml"], "unknown field of bad.toml 'bta': did you mean 'beta'?"),
+        (["none.toml"], "cannot read none.toml: No such file or directory"),
+        ([], "spec is missing, but it must name a TOML file, or --out with --resume the folder of a run"),
+        (["--resume", "--out", "nowhere"], "cannot read nowhere: No such file or directory"),
+    ):
+        code, out, err = helmscope("run", *words)
+        assert (code, out, err.count("\n")) == (2, "", 1)
+        assert sentence in err
+    assert os.listdir(tmp_path) == ["bad.toml"]
+
+
+def test_code_of_ones_own_is_not_offered_for_pasting(helmscope, tmp_path):
+    """A spec names the folder whose code it runs, and a pasted line would not show it."""
+    folder = hs.RunFolder.create(tmp_path / "runs" / "a")
+    hs.run([hs.Unit("one", os.getcwd)], folder)
+    (folder.path / "units" / "one.json").unlink()
+    folder.write_spec(hs.jobs.to_toml(Trials(folder="evil")))
+    (run,) = json.loads(helmscope("runs", "--json")[1])["runs"]
+    assert (run["resume"], run["resume_refused"] != "") == ("", True)
+    folder.write_spec(hs.jobs.to_toml(Trials()))
+    (run,) = json.loads(helmscope("runs", "--json")[1])["runs"]
+    assert run["resume"] == "helmscope run --out runs/a --resume"

@@ -1,0 +1,203 @@
+"""Specs: one plain form for every request, TOML that gives it back, and one sentence for what is refused."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import helmscope as hs
+from children import run_python
+from helmscope.jobs import Phase, Report, Simulate, Spec, Trials, from_data, read, to_toml, write
+from helmscope.jobs import names as registry
+from helmscope.jobs.spec import from_toml
+from support.refusal import refused
+
+GOLDEN = Path(__file__).parent / "golden"
+KINDS = {"simulate": Simulate, "phase": Phase, "trials": Trials, "report": Report}
+
+
+# TOML -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in GOLDEN.glob("*.toml")))
+def test_the_documented_format(name: str) -> None:
+    """Each file says every field of its spec, in the order in which it is written, and is read back as it stands."""
+    path = GOLDEN / f"{name}.toml"
+    spec = read(path)
+    assert type(spec) is KINDS[name]
+    plain = [line.partition("#")[0].rstrip() for line in path.read_text().splitlines()]
+    assert to_toml(spec).splitlines() == [line for line in plain if line]
+    assert list(tomllib.loads(to_toml(spec))) == ["job", *spec.__struct_fields__] or name == "simulate"
+    left_out = set(spec.__struct_fields__) - set(tomllib.loads(to_toml(spec)))
+    assert left_out <= {"step"}  # which the adaptive stepper of the simulation has none of
+
+
+def test_every_job_is_documented() -> None:
+    assert {path.stem for path in GOLDEN.glob("*.toml")} == set(KINDS)
+
+
+finite = st.floats(0, 1e6, allow_nan=False)
+grids = st.one_of(
+    st.lists(finite, min_size=1, max_size=5, unique=True).map(sorted),
+    st.tuples(st.integers(0, 5), st.integers(6, 99), st.integers(2, 9)).map(lambda ends: ":".join(map(str, ends))),
+)
+seeds = st.integers(0, 2**32 - 1)
+words = st.text(min_size=1).filter(lambda text: text.strip() and text.isprintable())
+paths = st.one_of(st.none(), st.text(st.characters(exclude_categories=["Cs"]), min_size=1).filter(str.strip))
+simulations = st.builds(
+    Simulate,
+    field=st.sampled_from(sorted(registry.FIELDS)),
+    beta=finite,
+    value=st.floats(-9, 9),
+    causal=st.booleans(),
+    n=st.integers(1, 10**6),
+    dim=st.integers(2, 10**6),
+    batch=st.integers(1, 10**6),
+    times=grids,
+    tol=st.one_of(st.none(), st.floats(1e-12, 1)),
+    merge=st.one_of(st.none(), finite),
+    chunk=st.one_of(st.none(), st.integers(1, 99)),
+    seed=seeds,
+    dtype=st.sampled_from(["float64", "float32"]),
+)
+phases = st.builds(
+    Phase,
+    nu=st.sampled_from([0.0, 0.25]),
+    dims=st.one_of(st.none(), st.lists(st.integers(2, 999), min_size=1, max_size=4, unique=True)),
+    betas=grids,
+    times=grids,
+    samples=st.integers(1, 10**9),
+    seed=seeds,
+)
+fields_of_trials = {
+    "claims": st.lists(words, max_size=4),
+    "quick": st.booleans(),
+    "folder": paths,
+    "model": st.just("A"),
+    "texts": paths,
+    "other": paths,
+    "truncate": st.booleans(),
+    "seed": seeds,
+}
+
+
+@given(st.one_of(simulations, phases, st.builds(Trials, **fields_of_trials), st.builds(Report, **fields_of_trials)))
+def test_toml_gives_back_every_spec(spec: Spec) -> None:
+    assert from_toml(to_toml(spec)) == spec
+    data = {"job": spec.job, **msgspec.structs.asdict(spec)}
+    assert from_data(data) == spec
+    assert from_data(msgspec.json.decode(msgspec.json.encode(data))) == spec
+
+
+def test_files_and_run_folders_are_read(tmp_path: Path) -> None:
+    spec = Trials(claims=["rate"], folder='a "quoted"\n\x7f\\folder')
+    write(spec, tmp_path / "spec.toml")
+    assert read(tmp_path / "spec.toml") == read(tmp_path) == spec
+    refused(lambda: read(tmp_path / "none.toml"), "cannot read", "none.toml", "No such file")
+    (tmp_path / "latin.toml").write_bytes(b'job = "\xe9"')
+    refused(lambda: read(tmp_path / "latin.toml"), "latin.toml is not UTF-8 text")
+    refused(lambda: to_toml(Trials(folder="\udcff")), "folder of the trials spec", "UTF-8")
+
+
+def test_equal_requests_are_equal_specs() -> None:
+    assert Simulate(times=[0, 1], n=8) == Simulate(times=(0.0, 1.0), n=8.0)
+    assert Simulate(start="vmf") == Simulate(start="vmf", kappa=1)
+    assert Simulate(nu=0.1).step == 0.05
+    assert Phase(spectrum=[1, 2, 3]) == Phase(spectrum=(1.0, 2.0, 3.0), dims=[3])
+    assert Phase() == Phase(dims=[8, 32], published=True)
+    assert Phase(nu=0.1).published is Phase(field="usa").published is False
+    assert Trials(claims=["rate", "rate"]) == Trials(claims=("rate",))
+    with pytest.raises(AttributeError):
+        Simulate().beta = 3.0
+
+
+def test_a_schema_for_forms() -> None:
+    """What a web page needs to ask for a spec."""
+    schema = msgspec.json.schema(Simulate)["$defs"]["Simulate"]
+    assert schema["properties"]["beta"] == {"type": "number", "default": 4.0}
+    assert schema["additionalProperties"] is False
+
+
+# Refusals -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("beta = ", "x.toml is not TOML: "),
+        ("beta = 1", "job of x.toml is missing, but it must be one of phase, report, simulate, trials"),
+        ("job = 3", "job of x.toml is 3, but it must be one of"),
+        ('job = "simulat"', "unknown job of x.toml 'simulat': did you mean 'simulate'?"),
+        ('job = "simulate"\nbta = 1', "unknown field of x.toml 'bta': did you mean 'beta'?"),
+        ('job = "simulate"\nbeta = "hot"', "x.toml is refused: beta is 'hot', but it must be a finite number >= 0"),
+        ('job = "simulate"\nbeta = nan', "x.toml is refused: beta is nan"),
+        ('job = "simulate"\nversion = 2', "version is 2, but this helmscope reads version 1 of the format only"),
+        ('job = "phase"\n[field]\nname = 1', "field is a dict, but it must be one of sa, usa, sinkhorn"),
+        ('job = "trials"\nclaims = "rate"', "claims is 'rate', but it must be a list"),
+    ],
+)
+def test_bad_toml_is_one_sentence(text: str, sentence: str) -> None:
+    assert sentence in refused(lambda: from_toml(text, "x.toml"), sentence.split(",")[0][:40])
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "sentence"),
+    [
+        (Simulate, {"n": 2.5}, "n is 2.5, but it must be a whole number >= 1"),
+        (Simulate, {"causal": 1}, "causal is 1, but it must be true or false"),
+        (Simulate, {"field": "sb"}, "unknown field 'sb': did you mean 'sa'?"),
+        (Simulate, {"stepper": "rk5"}, "unknown stepper 'rk5': did you mean 'rk4'?"),
+        (Simulate, {"times": "0:1"}, "times is '0:1', but it must be numbers such as 0,1,5 or a range FROM:TO:COUNT"),
+        (Simulate, {"times": "0:1:" + "9" * 5000}, "with COUNT from 2 to 1000000"),
+        (Simulate, {"times": 3}, "times is 3, but it must be a list"),
+        (Simulate, {"device": ""}, "device is '', but it must be a text that is not empty"),
+        (Simulate, {"nu": 0.1, "stepper": "rk4"}, "noise needs euler-maruyama, stochastic-heun or noisy-layer"),
+        (Phase, {"dims": []}, "dims is [], but it must hold at least 1 of them"),
+        (Phase, {"betas": [2, 1]}, "betas[1] is 1 after 2, but betas must increase"),
+        (Phase, {"spectrum": [1, 2], "dims": [3]}, "spectrum has 2 eigenvalues, but in dimension 3 B has 3"),
+        (Phase, {"nu": 1, "published": True}, "nu is 1, but the published scheme knows no noise"),
+        (Trials, {"texts": "a.txt"}, "texts is given, but no model: name it too"),
+        (Trials, {"seed": -1}, "seed is -1, but it must be a whole number >= 0"),
+        (Report, {"claims": ["rate", 3]}, "claims[1] is 3, but it must be a text that is not empty"),
+    ],
+)
+def test_bad_values_are_refused_by_name(kind: type[Spec], values: dict[str, object], sentence: str) -> None:
+    assert sentence in refused(lambda: kind(**values))
+
+
+def test_what_only_the_work_shows_is_refused_before_a_folder_is_made(tmp_path: Path) -> None:
+    where = tmp_path / "run"
+    for spec, sentence in (
+        (Simulate(start="orthonormal", n=4, dim=3), "n is 4, but at most dim = 3 tokens can be orthonormal"),
+        (Simulate(device="nosuch"), "device is 'nosuch', but torch cannot use it here"),
+        (Phase(samples=10**12), "samples is 1000000000000, n is 32 and times holds 61, but that makes"),
+        (Trials(claims=["kuramto"]), "unknown claim 'kuramto': did you mean 'kuramoto'?"),
+        (Trials(model="A", texts="none.txt"), "texts is 'none.txt', but it cannot be read"),
+    ):
+        assert sentence in refused(lambda spec=spec: hs.jobs.run(spec, folder=where))
+    assert not where.exists()
+
+
+def test_an_unknown_claim_offers_one_near_it_or_the_list() -> None:
+    near = refused(lambda: Trials(claims=["kuramto"]).prepare())
+    assert near == "unknown claim 'kuramto': did you mean 'kuramoto'?"
+    with pytest.raises(hs.HelmscopeError, match=r"there is no such name\. Allowed: .*kuramoto, .*rate"):
+        Trials(claims=["!!!"]).prepare()
+
+
+# The registry ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("names", [registry.FIELDS, registry.STARTS, registry.STEPPERS, registry.MODEL_DTYPES])
+def test_every_name_leads_to_its_object(names: registry.Names) -> None:
+    assert len({id(names.load(name)) for name in names}) == len(list(names))
+
+
+def test_importing_jobs_loads_no_torch() -> None:
+    code = "import sys, helmscope as hs; hs.jobs.Simulate(beta=1.0); print({'torch', 'scipy'} & set(sys.modules))"
+    assert run_python(code, check=True).stdout.strip() == "set()"
