@@ -13,14 +13,14 @@ from common import Results, new_results, parser, relative_error, say, unit_vecto
 from torch import Tensor
 
 import helmscope as hs
+from helmscope.kernels.blockwise import Blockwise
 from helmscope.kernels.dense import Dense
 from helmscope.kernels.flash import Flash
 from helmscope.kernels.fused import fused_clustering, fused_refuses
 from helmscope.kernels.harmonic import Harmonic
 from helmscope.kernels.kernel import Kernel, Request
-from helmscope.kernels.streaming import Streaming
 
-KERNELS: tuple[Kernel, ...] = (Dense(), Streaming(), Harmonic(), Flash())
+KERNELS: tuple[Kernel, ...] = (Dense(), Blockwise(), Harmonic(), Flash())
 BETAS = (0.0, 1.0, 4.0, 9.0, 50.0, 500.0)
 # on a GPU, no n for which Triton would compile a specialized kernel (1 and multiples of 16), which would take minutes
 SIZES = {"cpu": (1, 2, 3, 64, 257, 1_000), "cuda": (2, 3, 257, 1_000, 4_099)}
@@ -109,7 +109,7 @@ def fused_row(results: Results) -> None:
                 )
                 assert fused.states is not None
                 worst = max(worst, float((fused.states[0].double() - run.states[-1]).abs().max()))
-                met = (hs.clustering_fraction(run.states, delta=1e-3).mT * fused.pairs).round()
+                met = (hs.observe.clustering_fraction(run.states, delta=1e-3).mT * fused.pairs).round()
                 wrong = max(wrong, int((fused.met[0] - met).abs().max()))
             name = f"{field.__name__}{', causal' if causal else ''}"
             row = {"field": name, "beta": beta, "largest error of a coordinate": worst, "pairs counted wrongly": wrong}

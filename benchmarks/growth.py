@@ -14,12 +14,12 @@ from functools import partial
 import torch
 from common import Results, free_memory, interleaved, new_results, parser, power_law, say, shown, timing, unit_vectors
 
+from helmscope.kernels.blockwise import Blockwise
 from helmscope.kernels.dense import Dense
 from helmscope.kernels.flash import Flash
 from helmscope.kernels.fused import fused_clustering
 from helmscope.kernels.harmonic import Harmonic
 from helmscope.kernels.kernel import Kernel, Request
-from helmscope.kernels.streaming import Streaming
 
 BETA = 4.0
 Prepare = Callable[[int, torch.device], Callable[[], object]]  # a size and a device -> the call to be timed
@@ -73,16 +73,16 @@ LINES = {
     "cpu": (
         over_n(Dense(), powers(8, 11), 16),
         over_d(Dense(), 1_024, WIDTHS),
-        over_n(Streaming(), powers(10, 13), 16),
-        over_d(Streaming(), 4_096, WIDTHS),
+        over_n(Blockwise(), powers(10, 13), 16),
+        over_d(Blockwise(), 4_096, WIDTHS),
         over_n(Harmonic(), powers(12, 18), 2),
         over_n(Harmonic(), powers(12, 17), 3),
     ),
     "cuda": (
         over_n(Dense(), powers(8, 11), 16),
         over_d(Dense(), 2_048, WIDTHS),
-        over_n(Streaming(), powers(13, 16), 16),
-        over_d(Streaming(), 32_768, WIDTHS),
+        over_n(Blockwise(), powers(13, 16), 16),
+        over_d(Blockwise(), 32_768, WIDTHS),
         over_n(Flash(), powers(14, 17), 16),
         over_n(Flash(), powers(14, 17), 128),
         over_d(Flash(), 65_536, WIDTHS),

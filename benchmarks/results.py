@@ -53,7 +53,7 @@ def _cpu_sums() -> list[Target]:
         ("harmonic on S^2", 4_096, 3, 10.0),
         ("harmonic on S^2", 65_536, 3, 250.0),
         ("harmonic on S^1", 4_096, 2, 80.0),
-        ("streaming", 8_192, 16, 4.0),
+        ("blockwise", 8_192, 16, 4.0),
     )
     targets = []
     for kernel, n, d, ratio in cases:

@@ -34,10 +34,10 @@ from common import (
 )
 from torch import Tensor
 
+from helmscope.kernels.blockwise import Blockwise
 from helmscope.kernels.choose import choose, token_sum
 from helmscope.kernels.harmonic import Harmonic
 from helmscope.kernels.kernel import Kernel, Request
-from helmscope.kernels.streaming import Streaming
 
 CASES = {
     "cpu": [(n, d) for n in (4_096, 16_384, 65_536) for d in (2, 3, 16, 64, 128)] + [(8_192, 16)],
@@ -51,7 +51,7 @@ PINNED: dict[tuple[int, int], Kernel] = {
     (4_096, 2): Harmonic(tol=1e-9),
     (4_096, 3): Harmonic(tol=1e-9),
     (65_536, 3): Harmonic(tol=1e-9),
-    (8_192, 16): Streaming(),
+    (8_192, 16): Blockwise(),
 }
 LARGE = 10_000_000
 

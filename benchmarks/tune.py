@@ -119,7 +119,7 @@ def main() -> None:
     results = new_results("tune", arguments)
     for d in arguments.widths:
         say(f"streaming, d = {d}")
-        results.tables.setdefault("Streaming", []).extend(tune_flash(results, d, arguments.tokens))
+        results.tables.setdefault("Blockwise", []).extend(tune_flash(results, d, arguments.tokens))
         results.save()
     for size in arguments.sizes:
         say(f"fused, {size}")

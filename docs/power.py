@@ -18,7 +18,7 @@ import numpy as np
 
 from helmscope.plots.style import COLORS, new_figure, styled, svg
 from helmscope.stats.intervals import bootstrap_t, mean_interval, proportion_interval
-from helmscope.stats.power import power
+from helmscope.stats.power import detection_power
 from helmscope.stats.ruling import rule
 from helmscope.types import Interval, Region, Ruling
 
@@ -87,7 +87,7 @@ def main() -> None:
                 panel.plot(curve["effect"], curve["supported"], color=color, label=f"n = {curve['n']}")
                 panel.plot(curve["effect"], curve["refuted"], color=color, linestyle="--")
                 if draw is normal:
-                    exact = [power(effect, curve["n"]) for effect in curve["effect"]]
+                    exact = [detection_power(effect, curve["n"]) for effect in curve["effect"]]
                     panel.plot(curve["effect"], exact, "o", color=color, markersize=3)
             unit = "true share - .9" if draw is share else "planted effect, in standard deviations"
             panel.set(title=law, ylim=(-0.02, 1.02), xlabel=unit, ylabel="share of right verdicts")

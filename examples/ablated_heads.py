@@ -6,15 +6,15 @@ from pathlib import Path
 import helmscope as hs
 
 folder = Path(sys.argv[1] if len(sys.argv) > 1 else ".")
-recording = hs.record("B", [text[:120] for text in hs.box_texts()[:8]])
+recording = hs.record("B", [text[:120] for text in hs.models.box_texts()[:8]])
 plain = hs.reduce_replicates(hs.next_token_loss(recording))
 print(f"loss {float(plain.loss):.3f} nats, a uniform guess has {float(plain.loss_null):.3f}")
 
-seen = hs.ablation_loss(recording, progress=hs.ProgressBar("ablating heads"))
+seen = hs.observe.ablation_loss(recording, progress=hs.runs.ProgressBar("ablating heads"))
 mean = hs.reduce_replicates(seen)  # over prompts, with intervals
 for layer in mean.layer.values:
     print(f"layer {layer:2d}:", *(f"{value:+.3f}" for value in mean.increase.sel(layer=layer).values))
-one = mean.sel(**hs.head("L0H4"))
+one = mean.sel(**hs.models.parse_head("L0H4"))
 low, high = float(one.increase_low), float(one.increase_high)
 print(f"without L0H4 the loss is higher by {float(one.increase):.3f}, 95 % interval {low:.3f} .. {high:.3f}")
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import helmscope as hs
 
 folder = Path(__file__).parent / "claim"
-entry = hs.read_catalogue(folder)["tokens-gather"]
+entry = hs.claims.read_catalogue(folder)["tokens-gather"]
 print(entry.statement, entry.region.text)
 
 trial = hs.try_claim("tokens-gather", folder=folder, quick=True)  # runs the Python files in that folder

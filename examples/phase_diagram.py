@@ -13,12 +13,12 @@ seen = hs.phase_diagram(
     start=hs.Uniform(n=32, dim=128),
     samples=8,
     seed=0,
-    progress=hs.ProgressBar("phase diagram"),
+    progress=hs.runs.ProgressBar("phase diagram"),
 )
-half = hs.half_time(seen)
+half = hs.observe.half_time(seen)
 for beta in (1, 4):
     theory, found = float(seen.curve.sel(beta=beta)), float(half.half_time.sel(beta=beta))
     print(f"beta = {beta}: half of all pairs have met at t = {found:.2f}, tokens at right angles at {theory:.2f}")
 
-hs.phase_figure(seen, title="SA").savefig(folder / "phase.pdf")
+hs.plots.phase_figure(seen, title="SA").savefig(folder / "phase.pdf")
 print("drawn in", folder / "phase.pdf")

@@ -2,8 +2,8 @@
 
 import helmscope as hs
 
-texts = [text[:200] for text in hs.box_texts()[:8]]
-bar = hs.ProgressBar("recording")
+texts = [text[:200] for text in hs.models.box_texts()[:8]]
+bar = hs.runs.ProgressBar("recording")
 
 
 def similarity(model):
@@ -13,7 +13,7 @@ def similarity(model):
 
 
 trained = similarity("A")
-twins = [similarity(hs.untrained_twin("A", seed=seed)) for seed in (1, 2)]
+twins = [similarity(hs.models.untrained_twin("A", seed=seed)) for seed in (1, 2)]
 print("depth  trained  untrained twins")
 for depth in range(0, len(trained), 4):
     print(f"{depth:5d}  {trained[depth]:7.3f}  " + "  ".join(f"{twin[depth]:.3f}" for twin in twins))

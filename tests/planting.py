@@ -30,7 +30,7 @@ import pytest
 import torch
 
 from helmscope.kernels.choose import token_sum
-from helmscope.kernels.dense import settled_logits
+from helmscope.kernels.dense import transformed_logits
 from helmscope.kernels.kernel import AttentionSum, Request
 from helmscope.types import HelmscopeError
 
@@ -223,7 +223,7 @@ def wrong_answer(change: Callable[..., torch.Tensor], *kinds: type, names: Seque
 
 def wrong_request(change: Callable[[Request], Request]) -> Plant:
     """Kernels that are request for ``change(request)``."""
-    return Plant(lambda right, request: right(change(request)), token_sum, settled_logits)
+    return Plant(lambda right, request: right(change(request)), token_sum, transformed_logits)
 
 
 def wrong_sum(change: Callable[[AttentionSum, Request], AttentionSum]) -> Plant:
@@ -245,7 +245,7 @@ def terms(request: Request) -> torch.Tensor:
 
 def own_mass(result: AttentionSum, request: Request, *, weighted: bool = True) -> torch.Tensor:
     """m_i e^{l_ii - mass_shift_i}: what token i adds to its own mass."""
-    own = torch.exp(settled_logits(request).diagonal(dim1=-2, dim2=-1).unsqueeze(-1) - result.mass_shift)
+    own = torch.exp(transformed_logits(request).diagonal(dim1=-2, dim2=-1).unsqueeze(-1) - result.mass_shift)
     return own * request.weights.unsqueeze(-1) if weighted and request.weights is not None else own
 
 

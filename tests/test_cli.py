@@ -53,7 +53,7 @@ def test_a_run_gives_the_library_s_numbers(helmscope, tmp_path):
     simulation = by_library()
     kept = hs.overview(simulation.trajectory, beta=2.0)
     seen = hs.reduce_replicates(kept)
-    run = hs.RunFolder.open("run")
+    run = hs.store.RunFolder.open("run")
     states = run.read_results("trajectory")
     assert states.states.dims == ("time", "system", "token", "axis")
     assert np.array_equal(states.states.values, simulation.states.numpy())
@@ -74,7 +74,7 @@ def test_a_run_gives_the_library_s_numbers(helmscope, tmp_path):
 @pytest.mark.usefixtures("no_picture")
 def test_the_manifest_says_how_to_repeat_the_run(helmscope):
     helmscope("simulate", *SMALL, "--causal", "--value", "-0.5", "--out", "run")
-    manifest = hs.RunFolder.open("run").read_manifest()
+    manifest = hs.store.RunFolder.open("run").read_manifest()
     assert manifest.command == ("helmscope", "simulate", *SMALL, "--causal", "--value", "-0.5", "--out", "run")
     assert (manifest.seed, manifest.dtype, manifest.device) == (7, "float64", "cpu")
     assert manifest.threads == 1
@@ -110,14 +110,14 @@ def test_the_same_seed_gives_the_same_bytes_in_any_process(helmscope, tmp_path):
         (["--tol", "1e-5"], hs.SA(2.0), hs.Uniform(4, 3), {"stepper": hs.DormandPrince(tol=1e-5)}),
         (["--start", "vmf", "--kappa", "5"], hs.SA(2.0), hs.VonMisesFisher(4, 3, kappa=5.0), {}),
         (["--start", "orthonormal", "--dim", "6"], hs.SA(2.0), hs.Orthonormal(4, 6), {}),
-        (["--stepper", "euler"], hs.SA(2.0), hs.Uniform(4, 3), {"stepper": hs.ProjectedEuler(0.05)}),
-        (["--stepper", "heun"], hs.SA(2.0), hs.Uniform(4, 3), {"stepper": hs.Heun(0.05)}),
+        (["--stepper", "euler"], hs.SA(2.0), hs.Uniform(4, 3), {"stepper": hs.solve.ProjectedEuler(0.05)}),
+        (["--stepper", "heun"], hs.SA(2.0), hs.Uniform(4, 3), {"stepper": hs.solve.Heun(0.05)}),
         (["--stepper", "rk4", "--step", "0.1"], hs.SA(2.0), hs.Uniform(4, 3), {"stepper": hs.RK4(0.1)}),
-        (["--stepper", "geodesic-euler"], hs.SA(2.0), hs.Uniform(4, 3), {"stepper": hs.GeodesicEuler(0.05)}),
-        (["--stepper", "geodesic-heun"], hs.SA(2.0), hs.Uniform(4, 3), {"stepper": hs.GeodesicHeun(0.05)}),
-        (["--stepper", "geodesic-rk4"], hs.SA(2.0), hs.Uniform(4, 3), {"stepper": hs.GeodesicRK4(0.05)}),
+        (["--stepper", "geodesic-euler"], hs.SA(2.0), hs.Uniform(4, 3), {"stepper": hs.solve.GeodesicEuler(0.05)}),
+        (["--stepper", "geodesic-heun"], hs.SA(2.0), hs.Uniform(4, 3), {"stepper": hs.solve.GeodesicHeun(0.05)}),
+        (["--stepper", "geodesic-rk4"], hs.SA(2.0), hs.Uniform(4, 3), {"stepper": hs.solve.GeodesicRK4(0.05)}),
         (["--stepper", "layer", "--step", "0.5"], hs.SA(2.0), hs.Uniform(4, 3), {"stepper": hs.Layer(0.5)}),
-        (["--stepper", "published"], hs.SA(2.0), hs.Uniform(4, 3), {"stepper": hs.PublishedEuler(0.05)}),
+        (["--stepper", "published"], hs.SA(2.0), hs.Uniform(4, 3), {"stepper": hs.solve.PublishedEuler(0.05)}),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -125,7 +125,7 @@ def test_the_same_seed_gives_the_same_bytes_in_any_process(helmscope, tmp_path):
 def test_every_option_reaches_the_library(helmscope, words, field, start, options):
     assert helmscope("simulate", *SMALL, *words, "--out", "run")[0] == 0
     expected = hs.integrate(field, start.sample(2, seed=7), [0.0, 0.5, 1.0], **options).states.numpy()
-    assert np.array_equal(hs.RunFolder.open("run").read_results("trajectory").states.values, expected)
+    assert np.array_equal(hs.store.RunFolder.open("run").read_results("trajectory").states.values, expected)
 
 
 @pytest.mark.usefixtures("no_picture")
@@ -133,12 +133,12 @@ def test_dtype_delta_radius_and_a_range_of_times(helmscope):
     helmscope(
         "simulate", *SMALL, "--times", "0:2:5", "--dtype", "float32", "--delta", "0.5", "--radius", "1", "--out", "a"
     )
-    states = hs.RunFolder.open("a").read_results("trajectory")
+    states = hs.store.RunFolder.open("a").read_results("trajectory")
     assert states.states.dtype == np.float32
     assert states.time.values.tolist() == [0.0, 0.5, 1.0, 1.5, 2.0]
-    seen = hs.RunFolder.open("a").read_results("overview")
+    seen = hs.store.RunFolder.open("a").read_results("overview")
     cloud = torch.tensor(states.states.values)
-    assert seen.probability.values.tolist() == hs.clustering_fraction(cloud, delta=0.5).double().tolist()
+    assert seen.probability.values.tolist() == hs.observe.clustering_fraction(cloud, delta=0.5).double().tolist()
     assert seen.clusters.values.tolist() == hs.cluster_count(cloud, radius=1.0).double().tolist()
 
 
@@ -193,7 +193,7 @@ def test_a_run_that_cannot_finish_says_why_and_exits_1(helmscope, tmp_path):
     assert "lower beta" in report["outcome"]
     assert "Traceback" not in err
     assert sorted(os.listdir(tmp_path / "run")) == [name for name in FILES if not name.startswith("overview")]
-    states = hs.RunFolder.open("run").read_results("trajectory").states.values
+    states = hs.store.RunFolder.open("run").read_results("trajectory").states.values
     assert np.isfinite(states[0]).all()
     assert np.isnan(states[-1]).all()
 
@@ -373,11 +373,11 @@ def test_an_interrupt_is_one_sentence_and_leaves_whole_files(tmp_path: Path) -> 
 
 
 def test_many_tokens_are_summed_without_their_pairs(helmscope):
-    for kernel, name in (("auto", "Harmonic"), ("streaming", "Streaming")):
+    for kernel, name in (("auto", "Harmonic"), ("blockwise", "Blockwise")):
         words = ("--n", "2500", "--batch", "1", "--times", "0,0.05", "--kernel", kernel, "--out", name)
         code, out, _ = helmscope("simulate", *words, "--json")
         assert code == 0
-        assert hs.RunFolder.open(name).read_manifest().parameters["kernels"] == name
+        assert hs.store.RunFolder.open(name).read_manifest().parameters["kernels"] == name
         assert strict(out)["measured"]["order"]["value"][0] < 0.1
 
 

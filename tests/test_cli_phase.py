@@ -16,7 +16,7 @@ import torch
 import helmscope as hs
 from children import child, wait_for
 from helmscope.jobs.phase import phase_unit
-from helmscope.observe.half_time import half_time
+from helmscope.observe.half_times import half_time
 from helmscope.observe.phase import phase_diagram, published_probability
 
 COMMAND = Path(sys.executable).parent / "helmscope"
@@ -55,7 +55,7 @@ def test_a_run_gives_the_library_s_numbers(helmscope, tmp_path):
     assert sorted(os.listdir(tmp_path / "run")) == FILES
     assert err.splitlines()[0].startswith("4 rows of 3 samples: roughly ")
     assert "phase diagram: 4 of 4 units" in err
-    stored = hs.RunFolder.open("run").read_results("phase")
+    stored = hs.store.RunFolder.open("run").read_results("phase")
     assert stored.probability.dims == ("dim", "beta", "time")
     assert (stored.attrs["n"], stored.attrs["kernel"], "dim" in stored.attrs) == (3, "Dense", False)
     for dim in (3, 9):
@@ -67,7 +67,7 @@ def test_a_run_gives_the_library_s_numbers(helmscope, tmp_path):
             assert np.array_equal(here[name].values, seen[name].values)
             assert report[name][(3, 9).index(dim)] == seen[name].values.tolist()
         assert np.array_equal(here.curve.values, seen.curve.values)
-    half = hs.RunFolder.open("run").read_results("half-time")
+    half = hs.store.RunFolder.open("run").read_results("half-time")
     assert half.equals(half_time(stored))
     assert report["dims"] == [3, 9]
     assert (report["betas"], report["times"], report["samples"]) == ([1.0, 4.0], [0.0, 2.0, 4.0], 3)
@@ -79,7 +79,7 @@ def test_a_run_gives_the_library_s_numbers(helmscope, tmp_path):
 @pytest.mark.usefixtures("no_pictures")
 def test_the_manifest_says_what_was_used(helmscope):
     helmscope(*SMALL, "--value", "-1", "--out", "run")
-    manifest = hs.RunFolder.open("run").read_manifest()
+    manifest = hs.store.RunFolder.open("run").read_manifest()
     assert (manifest.seed, manifest.dtype, manifest.device, manifest.threads) == (7, "float64", "cpu", 1)
     given = {"n": 4, "dims": [3, 9], "betas": [1.0, 4.0], "times": [0.0, 2.0, 4.0], "samples": 3}
     used = {"kernel": "Dense", "stepper": "DormandPrince(tol=1e-06, max_steps=200000)", "field": "sa"}
@@ -108,7 +108,7 @@ OPTIONS = {
     "--value -1": (lambda beta: hs.SA(beta, value=-torch.eye(3)), {}),
     "--causal": (lambda beta: hs.SA(beta, causal=True), {}),
     "--spectrum 1,0.5,0.25": (lambda beta: hs.SA(beta, query_key=METRIC), {}),
-    "--nu 0.05": (hs.SA, {"noise": hs.IsotropicNoise(0.05)}),
+    "--nu 0.05": (hs.SA, {"noise": hs.noise.IsotropicNoise(0.05)}),
     "--delta 0.3": (hs.SA, {"delta": 0.3}),
 }
 
@@ -119,7 +119,7 @@ def test_every_option_reaches_the_library(helmscope, words):
     field, options = OPTIONS[words]
     assert helmscope(*SMALL, "--dim", "3", *words.split(), "--out", "run")[0] == 0
     seen = phase_diagram(field, start=hs.Uniform(4, 3), **CASE, **options)
-    stored = hs.RunFolder.open("run").read_results("phase")
+    stored = hs.store.RunFolder.open("run").read_results("phase")
     assert np.array_equal(stored.probability.values[0], seen.probability.values)
     assert ("probability_published" in stored) == (words.split()[0] not in ("--field", "--nu"))
 
@@ -133,7 +133,7 @@ def test_ranges_defaults_and_huge_dimensions(helmscope):
     assert "probability_published" not in report
     assert helmscope(*SMALL, "--spectrum", "1,0.5,0.25", "--dims", "3", "--out", "b")[0] == 0
     assert helmscope("phase", "--n", "3", "--samples", "2", "--spectrum", "1,2", "--times", "0,1", "--out", "c")[0] == 0
-    assert hs.RunFolder.open("c").read_results("phase").dim.values.tolist() == [2]
+    assert hs.store.RunFolder.open("c").read_results("phase").dim.values.tolist() == [2]
 
 
 @pytest.mark.usefixtures("no_pictures")
@@ -148,13 +148,13 @@ def test_an_infinite_end_of_an_interval_is_not_null(helmscope):
 @pytest.mark.usefixtures("no_pictures")
 def test_the_curve_is_known_between_the_asked_betas(helmscope):
     helmscope(*SMALL, "--out", "run")
-    stored = hs.RunFolder.open("run").read_results("phase")
+    stored = hs.store.RunFolder.open("run").read_results("phase")
     beta = stored.fine_beta.values
     assert (len(beta), beta[0], beta[-1]) == (201, 1.0, 4.0)
     assert stored.fine_curve.values[100] == hs.hitting_time(hs.SA(beta[100]), n=4, delta=1e-3)
     assert stored.fine_curve.values[[0, -1]].tolist() == stored.curve.values.tolist()
     helmscope(*SMALL, "--causal", "--out", "causal")
-    assert "fine_curve" not in hs.RunFolder.open("causal").read_results("phase").coords
+    assert "fine_curve" not in hs.store.RunFolder.open("causal").read_results("phase").coords
 
 
 def test_without_the_extras_the_numbers_still_stand(helmscope, monkeypatch, tmp_path):
@@ -223,7 +223,7 @@ def test_a_dtype_that_units_choose_is_added_to_the_manifest(helmscope, tmp_path,
     """As on a GPU, where it shows only when a unit runs."""
     monkeypatch.setattr("helmscope.jobs.phase.usual_dtype", lambda device: "auto")
     assert helmscope(*SMALL, "--no-published", "--out", "run")[0] == 0
-    manifest = hs.RunFolder("run").read_manifest()
+    manifest = hs.store.RunFolder("run").read_manifest()
     assert (manifest.dtype, manifest.parameters["dtype"]) == ("auto", "float64")
     before = (tmp_path / "run" / "manifest.json").read_bytes()
     assert helmscope(*SMALL, "--no-published", "--out", "run", "--resume")[0] == 0

@@ -57,7 +57,7 @@ def test_jobs_and_chunks_do_not_change_a_bit(helmscope, tmp_path):
     assert helmscope(*WORDS, "--jobs", "2", "--max-memory", "8GB", "--out", "parallel")[0] == 0
     assert contents(tmp_path / "serial") == contents(tmp_path / "parallel")
     assert helmscope(*WORDS, "--chunk", "5", "--out", "coarse")[0] == 0
-    whole, coarse = (hs.RunFolder.open(name).read_results("trajectory") for name in ("serial", "coarse"))
+    whole, coarse = (hs.store.RunFolder.open(name).read_results("trajectory") for name in ("serial", "coarse"))
     assert whole.identical(coarse)
 
 
@@ -151,7 +151,7 @@ def test_resume_needs_to_know_which(helmscope, tmp_path):
 
 def test_two_at_once_are_one_too_many(helmscope, tmp_path):
     helmscope(*WORDS, "--out", "run")
-    with hs.RunFolder.open("run").lock():
+    with hs.store.RunFolder.open("run").lock():
         code, _, err = helmscope(*WORDS, "--out", "run", "--resume")
     assert code == 2
     assert f"run is in use by process {os.getpid()}" in err
@@ -181,7 +181,7 @@ def test_a_standard_error_that_cannot_be_written_stops_nothing(tmp_path, where):
     done = shell("simulate --n 4 --batch 2 --times 0,1 --out run --json")
     assert done.returncode == 0
     assert json.loads(done.stdout)["ok"] is True
-    assert hs.RunFolder.open(tmp_path / "run").read_results("overview").sizes["system"] == 2
+    assert hs.store.RunFolder.open(tmp_path / "run").read_results("overview").sizes["system"] == 2
     refused = shell("simulate --n 0")
     assert (refused.returncode, refused.stdout) == (2, "")
 
@@ -211,8 +211,8 @@ EVIL = "\x1b]0;pwned\x07\x9b31m\u202e\nrm -rf ~"
 @pytest.fixture
 def stopped(tmp_path):
     """An interrupted run."""
-    folder = hs.RunFolder.create(tmp_path / "runs" / "a")
-    hs.run([hs.Unit(name, statistics.fmean, {"data": [1, 2]}) for name in ("one", "two")], folder)
+    folder = hs.store.RunFolder.create(tmp_path / "runs" / "a")
+    hs.runs.run([hs.runs.Unit(name, statistics.fmean, {"data": [1, 2]}) for name in ("one", "two")], folder)
     (folder.path / "units" / "one.json").unlink()
     return folder.path
 

@@ -28,28 +28,28 @@ FIELDS = {
     "general": hs.SA(2.0, query_key=MATRIX, value=MATRIX.mT.contiguous(), bias=BIAS, causal=True),
 }
 STEPPERS = [
-    *(hs.DormandPrince(), hs.ProjectedEuler(0.1), hs.Heun(0.1), hs.RK4(0.1), hs.GeodesicEuler(0.1)),
-    *(hs.GeodesicHeun(0.1), hs.GeodesicRK4(0.1), hs.Layer(0.5), hs.PublishedEuler(0.1)),
+    *(hs.DormandPrince(), hs.solve.ProjectedEuler(0.1), hs.solve.Heun(0.1), hs.RK4(0.1), hs.solve.GeodesicEuler(0.1)),
+    *(hs.solve.GeodesicHeun(0.1), hs.solve.GeodesicRK4(0.1), hs.Layer(0.5), hs.solve.PublishedEuler(0.1)),
 ]
 OBSERVABLES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "energy": lambda x: hs.interaction_energy(x, beta=2.0),
-    "log energy": lambda x: hs.log_interaction_energy(x, beta=2.0),
-    "energy rate": lambda x: hs.interaction_energy_rate(x, FIELDS["general"]),
-    "printed energy": lambda x: hs.gaussian_energy_as_printed(x, beta=2.0),
+    "log energy": lambda x: hs.observe.log_interaction_energy(x, beta=2.0),
+    "energy rate": lambda x: hs.observe.interaction_energy_rate(x, FIELDS["general"]),
+    "printed energy": lambda x: hs.observe.gaussian_energy_as_printed(x, beta=2.0),
     "mean inner product": hs.mean_inner_product,
-    "clustering fraction": lambda x: hs.clustering_fraction(x, delta=0.3),
+    "clustering fraction": lambda x: hs.observe.clustering_fraction(x, delta=0.3),
     "cluster count": lambda x: hs.cluster_count(x, radius=0.5),
-    "merge heights": lambda x: hs.merge_tree(x).height,
+    "merge heights": lambda x: hs.observe.merge_tree(x).height,
     "order": hs.order_parameter,
-    "entropy rank": hs.entropy_rank,
-    "residual": hs.residual_composite,
+    "entropy rank": hs.rank.entropy_rank,
+    "residual": hs.rank.residual_composite,
     "angle": lambda x: hs.sphere.angle(x, x.flip(-2)),
     "log": lambda x: hs.sphere.log(x, x.flip(-2)),
     "transport": lambda x: hs.sphere.transport(x, x.roll(1, -2), hs.sphere.project(x, x.flip(-1))),
     "basis": hs.sphere.tangent_basis,
-    "laplacian": lambda x: hs.surface.laplacian(lambda y: torch.sin(y[..., 0]) * y[..., 1], x),
-    "harmonics": lambda x: hs.harmonics.spherical_harmonics(x, 6),
-    "merging": lambda x: hs.merge_tokens(x, 0.6).states,
+    "laplacian": lambda x: hs.geometry.surface.laplacian(lambda y: torch.sin(y[..., 0]) * y[..., 1], x),
+    "harmonics": lambda x: hs.geometry.harmonics.spherical_harmonics(x, 6),
+    "merging": lambda x: hs.fields.merge_tokens(x, 0.6).states,
 }
 
 
@@ -71,7 +71,7 @@ def test_fields(name: str, device: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(("device", "dtype"), PLACES)
 @pytest.mark.parametrize("stepper", STEPPERS, ids=lambda s: type(s).__name__)
 def test_integration(stepper: object, device: str, dtype: torch.dtype) -> None:
-    options = {"stepper": stepper, "events": [hs.HittingTime(0.5), hs.ClusterMerge(0.3)], "merge": 1e-4}
+    options = {"stepper": stepper, "events": [hs.solve.HittingTime(0.5), hs.solve.ClusterMerge(0.3)], "merge": 1e-4}
     wanted = hs.integrate(FIELDS["usa"], X, [0.0, 1.0, 2.0], **options)
     got = hs.integrate(FIELDS["usa"], X.to(device, dtype), [0.0, 1.0, 2.0], **options)
     check_same(got.states, wanted.states, device, dtype, FLOW_BOUND)

@@ -20,15 +20,15 @@ def test_a_recording(family, device):
     again = found.resume(depth=3, states=found.trajectory.states[3])
     assert (again.logits() - found.logits()).abs().max() < 1e-5 * found.logits().abs().max()
     if found.anatomy.tapped:
-        off = found.under(hs.AblateHead([1], heads=[0])).logits()
-        assert (off.cpu() - wanted.under(hs.AblateHead([1], heads=[0])).logits()).abs().max() < 1e-4
+        off = found.under(hs.intervene.AblateHead([1], heads=[0])).logits()
+        assert (off.cpu() - wanted.under(hs.intervene.AblateHead([1], heads=[0])).logits()).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_losses_and_chosen_logits(device):
     ids = inputs_of("gpt2")
     wanted, found = (hs.record(tiny_model("gpt2").to(place), ids, batch_size=2) for place in ("cpu", device))
-    for measured in (hs.next_token_loss, hs.ablation_loss):
+    for measured in (hs.next_token_loss, hs.observe.ablation_loss):
         assert float(abs(measured(found).loss - measured(wanted).loss).max()) < 1e-5
     chosen = [hs.token_logits(each, [3, 7], depth=[2, 6]).logit for each in (found, wanted)]
     assert float(abs(chosen[0] - chosen[1]).max()) < 1e-4

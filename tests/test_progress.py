@@ -14,25 +14,29 @@ RUN = hs.integrate(hs.SA(2.0), hs.Uniform(5, 3).sample(4, seed=0), times=[0.0, 0
 PHASE = {"betas": [1, 4], "times": [0, 1], "start": hs.Uniform(n=4, dim=3), "samples": 4}
 LONG = {
     "record": lambda progress: hs.record(MODEL, IDS, batch_size=1, progress=progress),
-    "under": lambda progress: RECORDING.under(hs.Ablate([1]), progress=progress),
-    "replay of a model": lambda progress: RECORDING.replay(hs.KernelStatistics(), progress=progress),
-    "replay of a simulation": lambda progress: RUN.replay(hs.KernelStatistics(), batch_size=2, progress=progress),
+    "under": lambda progress: RECORDING.under(hs.intervene.Ablate([1]), progress=progress),
+    "replay of a model": lambda progress: RECORDING.replay(hs.kernel.KernelStatistics(), progress=progress),
+    "replay of a simulation": lambda progress: RUN.replay(
+        hs.kernel.KernelStatistics(), batch_size=2, progress=progress
+    ),
     "measure": lambda progress: hs.measure(RECORDING, progress=progress),
     "track": lambda progress: hs.track(
-        RUN, order=hs.order_parameter, rank=hs.entropy_rank, inner=hs.mean_inner_product, progress=progress
+        RUN, order=hs.order_parameter, rank=hs.rank.entropy_rank, inner=hs.mean_inner_product, progress=progress
     ),
     "overview": lambda progress: hs.overview(RECORDING, beta=1.0, progress=progress),
     "lens_divergence": lambda progress: hs.lens_divergence(RECORDING, progress=progress),
     "next_token_loss": lambda progress: hs.next_token_loss(RECORDING, progress=progress),
-    "token_loss": lambda progress: hs.token_loss(RECORDING, progress=progress),
-    "loss_under": lambda progress: hs.loss_under(RECORDING, {"cut": hs.Ablate([1])}, progress=progress),
-    "ablation_loss": lambda progress: hs.ablation_loss(RECORDING, progress=progress),
+    "token_loss": lambda progress: hs.observe.token_loss(RECORDING, progress=progress),
+    "loss_under": lambda progress: hs.observe.loss_under(
+        RECORDING, {"cut": hs.intervene.Ablate([1])}, progress=progress
+    ),
+    "ablation_loss": lambda progress: hs.observe.ablation_loss(RECORDING, progress=progress),
     "token_logits": lambda progress: hs.token_logits(RECORDING, [3], depth=[0, 6], progress=progress),
     "integrate": lambda progress: hs.integrate(
         hs.SA(2.0), torch.eye(3), times=[1.0, 2.0, 3.0], stepper=hs.RK4(h=1.0), progress=progress
     ),
     "phase_diagram": lambda progress: hs.phase_diagram(hs.SA, **PHASE, progress=progress),
-    "published_probability": lambda progress: hs.published_probability(hs.SA, **PHASE, progress=progress),
+    "published_probability": lambda progress: hs.observe.published_probability(hs.SA, **PHASE, progress=progress),
 }
 
 

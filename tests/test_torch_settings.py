@@ -44,10 +44,10 @@ def along_first_axis(x: torch.Tensor) -> torch.Tensor:
 FIELDS: dict[str, Callable[[], object]] = {
     "SA": lambda: hs.SA(beta=4.0),
     "SA with all options": lambda: hs.SA(
-        beta=4.0, query_key=normal(3, 3), value=normal(3, 3, seed=1), causal=True, bias=hs.alibi(6, 0.5)
+        beta=4.0, query_key=normal(3, 3), value=normal(3, 3, seed=1), causal=True, bias=hs.fields.alibi_bias(6, 0.5)
     ),
     "USA": lambda: hs.USA(beta=2.0),
-    "low rank": lambda: hs.SA(beta=1.0, query_key=hs.LowRank(normal(3, 2), normal(3, 2, seed=1))),
+    "low rank": lambda: hs.SA(beta=1.0, query_key=hs.fields.LowRank(normal(3, 2), normal(3, 2, seed=1))),
     "Hardmax": lambda: hs.Hardmax(query_key=normal(3, 3)),
     "Sinkhorn": lambda: hs.SinkhornAttention(beta=2.0),
     "MultiHead": heads,
@@ -62,39 +62,45 @@ CALLS: dict[str, Callable[[], object]] = {
     "integrate a callable": lambda: flow(lambda x: x @ normal(3, 3).to(x)).states,
     "integrate with noise": lambda: (
         flow(
-            hs.SA(beta=4.0), noise=hs.MatrixNoise(torch.diag(normal(3).square())), stepper=hs.EulerMaruyama(0.1)
+            hs.SA(beta=4.0),
+            noise=hs.noise.MatrixNoise(torch.diag(normal(3).square())),
+            stepper=hs.solve.EulerMaruyama(0.1),
         ).states
     ),
-    "integrate a stream": lambda: flow(hs.Block(heads(), mlp(), placement=hs.PreNorm()), 2 * tokens()).streams,
-    "events": lambda: flow(hs.SA(beta=1.0), events=[hs.ClusterMerge(0.5)]).event_times[0],
+    "integrate a stream": lambda: flow(hs.Block(heads(), mlp(), placement=hs.fields.PreNorm()), 2 * tokens()).streams,
+    "events": lambda: flow(hs.SA(beta=1.0), events=[hs.solve.ClusterMerge(0.5)]).event_times[0],
     "resume": lambda: flow(hs.SA(beta=4.0)).resume(depth=0, states=tokens().flip(-1)).states,
     "kernel": lambda: flow(hs.SA(beta=4.0)).kernel(layer=1),
     "velocity": lambda: heads().velocity(tokens()),
-    "streaming": lambda: flow(hs.SA(beta=4.0), kernel=hs.Streaming()).states,
+    "blockwise": lambda: flow(hs.SA(beta=4.0), kernel=hs.kernels.Blockwise()).states,
     "harmonic": lambda: hs.SA(beta=4.0)(tokens(2049, 3, None)),
     "harmonic on the circle": lambda: hs.SA(beta=4.0)(tokens(2049, 2, None)),
     "phase_diagram": lambda: hs.phase_diagram(
         hs.SA, betas=[1, 4], times=[0, 2], start=hs.Uniform(n=6, dim=9), samples=4, dtype=F32, stepper=hs.RK4(0.1)
     ),
     "helmholtz": lambda: torch.stack([hs.helmholtz(gated()).gradient(tokens()), hs.helmholtz(mlp()).swirl(tokens())]),
-    "hodge_gaussian": lambda: hs.hodge_gaussian(mlp()).gradient(tokens()),
-    "hodge_sphere": lambda: hs.hodge_sphere(mlp()).gradient(tokens()),
-    "hodge_linear": lambda: hs.hodge_linear(normal(3, 3), torch.diag(normal(3).square())).swirl,
-    "jacobian_split": lambda: hs.jacobian_split(mlp(), tokens()).symmetric,
-    "merge_tokens": lambda: hs.merge_tokens(tokens(), 0.3).states,
-    "fold": lambda: hs.LayerNorm(bias=normal(3)).fold(normal(4, 3))[1],
-    "surface": lambda: hs.surface.hessian(along_first_axis, tokens()),
-    "jacobian_spectrum": lambda: hs.jacobian_spectrum(hs.SA(beta=4.0), tokens()).singular_values,
-    "generator": lambda: hs.generator(heads(), along_first_axis, tokens(), noise=hs.IsotropicNoise(0.1)),
-    "ambient_generator": lambda: hs.ambient_generator(normal(3), normal(3, 3), along_first_axis, tokens()),
-    "context_covariance": lambda: hs.context_covariance(tokens(12)),
-    "token_sampling_covariance": lambda: hs.token_sampling_covariance(hs.SA(beta=1.0).kernel(tokens()), tokens()),
+    "gaussian_hodge_split": lambda: hs.fields.gaussian_hodge_split(mlp()).gradient(tokens()),
+    "sphere_hodge_split": lambda: hs.fields.sphere_hodge_split(mlp()).gradient(tokens()),
+    "linear_hodge_split": lambda: hs.fields.linear_hodge_split(normal(3, 3), torch.diag(normal(3).square())).swirl,
+    "jacobian_split": lambda: hs.fields.jacobian_split(mlp(), tokens()).symmetric,
+    "merge_tokens": lambda: hs.fields.merge_tokens(tokens(), 0.3).states,
+    "fold": lambda: hs.fields.LayerNorm(bias=normal(3)).fold(normal(4, 3))[1],
+    "surface": lambda: hs.geometry.surface.hessian(along_first_axis, tokens()),
+    "jacobian_spectrum": lambda: hs.observe.jacobian_spectrum(hs.SA(beta=4.0), tokens()).singular_values,
+    "generator": lambda: hs.observe.sphere_generator(
+        heads(), along_first_axis, tokens(), noise=hs.noise.IsotropicNoise(0.1)
+    ),
+    "ambient_generator": lambda: hs.observe.ambient_generator(normal(3), normal(3, 3), along_first_axis, tokens()),
+    "context_covariance": lambda: hs.observe.context_covariance(tokens(12)),
+    "token_sampling_covariance": lambda: hs.observe.token_sampling_covariance(
+        hs.SA(beta=1.0).kernel(tokens()), tokens()
+    ),
     "drift_and_swirl": lambda: hs.drift_and_swirl(flow(mlp())),
     "kernel_statistics": lambda: hs.kernel_statistics(flow(hs.SA(beta=4.0))),
     "overview": lambda: hs.overview(flow(hs.SA(beta=4.0)), beta=4.0),
-    "inner_product_histogram": lambda: hs.inner_product_histogram(flow(hs.SA(beta=4.0)), bins=64),
+    "inner_product_histogram": lambda: hs.observe.inner_product_histogram(flow(hs.SA(beta=4.0)), bins=64),
     "interaction_energy": lambda: hs.interaction_energy(tokens(), beta=4.0),
-    "vmf_mixture": lambda: hs.vmf_mixture(tokens(12, 3, None)).centers,
+    "vmf_mixture": lambda: hs.observe.vmf_mixture(tokens(12, 3, None)).centers,
 }
 CASES = {name: (lambda make=make: make()(tokens())) for name, make in FIELDS.items()} | CALLS
 
@@ -126,8 +132,8 @@ STARTS = {
     "VonMisesFisher": lambda: hs.VonMisesFisher(n=4, dim=3, kappa=2.0).sample(batch=2, seed=0),
     "Orthonormal": lambda: hs.Orthonormal(n=3, dim=5).sample(batch=2, seed=0),
     "equiangular": lambda: hs.equiangular(hs.SA(beta=4.0), n=32, times=[1, 3]),
-    "equiangular_rate": lambda: hs.equiangular_rate(hs.SA(beta=4.0), n=32, gamma=0.1),
-    "merge_tree": lambda: hs.merge_tree(tokens(6, 3, None)).linkage(),
+    "equiangular_rate": lambda: hs.theory.equiangular_rate(hs.SA(beta=4.0), n=32, gamma=0.1),
+    "merge_tree": lambda: hs.observe.merge_tree(tokens(6, 3, None)).linkage(),
 }
 
 
@@ -145,10 +151,10 @@ def test_a_default_device_without_values_changes_no_bit(call):
         ("x", lambda: hs.SA(beta=1.0)(torch.eye(3))),
         ("x0", lambda: hs.integrate(hs.SA(beta=1.0), torch.eye(3), [1.0])),
         ("value", lambda: hs.SA(beta=1.0, value=torch.eye(3))),
-        ("left", lambda: hs.LowRank(torch.eye(3), torch.eye(3))),
+        ("left", lambda: hs.fields.LowRank(torch.eye(3), torch.eye(3))),
         ("w_in", lambda: hs.MLP(w_in=torch.eye(3), w_out=torch.eye(3))),
-        ("gain", lambda: hs.RMSNorm(gain=torch.ones(3))),
-        ("m", lambda: hs.MatrixNoise(torch.eye(3))),
+        ("gain", lambda: hs.fields.RMSNorm(gain=torch.ones(3))),
+        ("m", lambda: hs.noise.MatrixNoise(torch.eye(3))),
         ("mean", lambda: hs.VonMisesFisher(n=2, dim=3, kappa=1.0, mean=torch.ones(3))),
         ("weights", lambda: hs.SA(beta=1.0)(tokens(), weights=torch.ones(2, 6))),
         ("mask", lambda: hs.SA(beta=1.0)(tokens(), mask=torch.ones(6, dtype=torch.bool))),

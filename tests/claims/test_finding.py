@@ -19,7 +19,7 @@ from helmscope.claims.finding import (
     SomeLayer,
 )
 from helmscope.stats.intervals import bootstrap_t, mean_interval
-from helmscope.stats.scales import Log
+from helmscope.stats.scales import LogScale
 from helmscope.types import HelmscopeError, Region, Ruling
 
 ABOVE = Region(text="above 0", low=0.0)
@@ -48,7 +48,7 @@ def test_replicates(center: float, ruling: Ruling) -> None:
 
 def test_replicates_on_a_scale_and_skewed() -> None:
     x = np.exp(around(1.0))
-    assert Replicates(x, scale=Log()).weigh(ABOVE).interval == mean_interval(x, scale=Log())
+    assert Replicates(x, scale=LogScale()).weigh(ABOVE).interval == mean_interval(x, scale=LogScale())
     assert Replicates(x, skewed=True).weigh(ABOVE).interval == bootstrap_t(x)
 
 
@@ -124,7 +124,9 @@ def test_the_layer_shown_is_the_one_that_decided() -> None:
 
 def test_the_sample_size_of_layers_is_that_of_their_scale() -> None:
     x, region = np.exp(around(-0.5)), Region(text="at least .5", low=0.5)
-    assert EveryLayer([x], scale=Log()).weigh(region).enough == Replicates(x, scale=Log()).weigh(region).enough
+    assert (
+        EveryLayer([x], scale=LogScale()).weigh(region).enough == Replicates(x, scale=LogScale()).weigh(region).enough
+    )
 
 
 @pytest.mark.parametrize(
@@ -152,7 +154,7 @@ def test_the_sample_size_of_layers_is_that_of_their_scale() -> None:
         (lambda: Replicates([1j, 2j]).weigh(ABOVE), "values is a list, but it must hold real numbers alone"),
         (
             lambda: Replicates([1.0, 2.0], scale="log").weigh(ABOVE),
-            "scale is 'log', but it must be Plain(), Log(), FisherZ()",
+            "scale is 'log', but it must be LinearScale(), LogScale(), FisherZScale()",
         ),
         (lambda: EveryLayer(None).weigh(ABOVE), "samples is None, but it must hold one vector of replicates per"),
     ],

@@ -66,10 +66,10 @@ def written(folder: Path, code: str, *, claim: str = "planted-true") -> Path:
 TWICE = """
 import helmscope as hs
 
-@hs.experiment("registry-claim")
+@hs.claims.experiment("registry-claim")
 def f(case): ...
 
-@hs.experiment("registry-claim")
+@hs.claims.experiment("registry-claim")
 def g(case): ...
 """
 
@@ -78,7 +78,7 @@ FACTORY = """
 import helmscope as hs
 
 def make():
-    @hs.experiment("registry-claim")
+    @hs.claims.experiment("registry-claim")
     def f(case): ...
 
 make(), make()
@@ -90,14 +90,23 @@ make(), make()
     [
         ("1 / 0", "mine.py cannot be run: ZeroDivisionError: division by zero"),
         ("def f(:", "mine.py cannot be run: SyntaxError"),
-        ("import helmscope as hs\n@hs.experiment('other')\ndef f(case): ...", "unknown claim of an experiment 'other'"),
+        (
+            "import helmscope as hs\n@hs.claims.experiment('other')\ndef f(case): ...",
+            "unknown claim of an experiment 'other'",
+        ),
         ("raise SystemExit(3)", "mine.py cannot be run: SystemExit: 3"),
-        ("import helmscope as hs\n@hs.experiment(3)\ndef f(case): ...", "claim is a int, but it must be an id"),
-        ("import helmscope as hs\n@hs.experiment\ndef f(case): ...", "claim is a function, but it must be an id"),
-        ("import helmscope as hs\nhs.experiment('registry-claim')(3)", "is a int, but it must be a function"),
+        ("import helmscope as hs\n@hs.claims.experiment(3)\ndef f(case): ...", "claim is a int, but it must be an id"),
+        (
+            "import helmscope as hs\n@hs.claims.experiment\ndef f(case): ...",
+            "claim is a function, but it must be an id",
+        ),
+        ("import helmscope as hs\nhs.claims.experiment('registry-claim')(3)", "is a int, but it must be a function"),
         (FACTORY, "claim 'registry-claim' has two experiments, make"),
         (TWICE, "claim 'registry-claim' has two experiments, f \\(mine.py, line 4\\) and g \\(mine.py, line 7\\), but"),
-        ("import helmscope as hs\n@hs.experiment('a', seconds=0)\ndef f(case): ...", "seconds is 0, but it must be"),
+        (
+            "import helmscope as hs\n@hs.claims.experiment('a', seconds=0)\ndef f(case): ...",
+            "seconds is 0, but it must be",
+        ),
     ],
 )
 def test_what_is_wrong_with_a_users_file_is_said(tmp_path: Path, code: str, sentence: str) -> None:
@@ -115,20 +124,20 @@ def test_a_users_folder_knows_its_own_claims_alone(tmp_path: Path) -> None:
 def test_a_file_may_import_its_neighbor(tmp_path: Path) -> None:
     (tmp_path / "neighbor_of_mine.py").write_text("SECONDS = 7.0")
     code = "import helmscope as hs\nfrom neighbor_of_mine import SECONDS\n"
-    code += "@hs.experiment('registry-claim', seconds=SECONDS)\ndef f(case): ..."
+    code += "@hs.claims.experiment('registry-claim', seconds=SECONDS)\ndef f(case): ..."
     assert experiments(written(tmp_path, code, claim="registry-claim"))["registry-claim"].seconds == 7.0
 
 
 def test_functions_of_one_name_do_not_displace_each_other(tmp_path: Path) -> None:
     code = "import helmscope as hs\n" + "".join(
-        f"@hs.experiment('{claim}')\ndef f(case): ...\n" for claim in ("one-claim", "other-claim")
+        f"@hs.claims.experiment('{claim}')\ndef f(case): ...\n" for claim in ("one-claim", "other-claim")
     )
     written(tmp_path, code, claim="one-claim")
     assert list(experiments(written(tmp_path, code, claim="other-claim"))) == ["one-claim", "other-claim"]
 
 
 def test_a_file_that_changed_is_run_again(tmp_path: Path) -> None:
-    code = "import helmscope as hs\n@hs.experiment('registry-claim', seconds={})\ndef f(case): ..."
+    code = "import helmscope as hs\n@hs.claims.experiment('registry-claim', seconds={})\ndef f(case): ..."
     for seconds in (2.0, 3.0):
         folder = written(tmp_path, code.format(seconds), claim="registry-claim")
         assert experiments(folder)["registry-claim"].seconds == seconds
@@ -142,7 +151,7 @@ def test_a_packaged_claim_is_one_entry_and_one_function(tmp_path: Path) -> None:
     shutil.copytree(FOLDER.parents[1], house, ignore=shutil.ignore_patterns("__pycache__"))
     text = (PLANTED / "planted-true.toml").read_text()
     (house / "claims" / "catalogue" / "planted-true.toml").write_text(text)
-    code = (PLANTED / "planted.py").read_text().split('@hs.experiment("planted-false")')[0]
+    code = (PLANTED / "planted.py").read_text().split('@hs.claims.experiment("planted-false")')[0]
     (house / "claims" / "experiments" / "planted_true.py").write_text(code)
     asked = "from helmscope.claims.trial import try_claim; print(try_claim('planted-true').verdict.ruling.value)"
     done = run_python(asked, check=True, env={"PYTHONPATH": str(tmp_path)})

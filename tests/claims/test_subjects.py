@@ -12,7 +12,7 @@ from helmscope.claims.registry import Case, experiments
 from helmscope.claims.trial import _received, run_trials, trial_unit, try_claim
 from helmscope.models import record as recording_module
 from helmscope.models import subject as home
-from helmscope.models.shelf import Shelf
+from helmscope.models.cache import RecordingCache
 from helmscope.models.subject import Subject
 from helmscope.runs.processes import Processes
 from helmscope.store.run_folder import RunFolder
@@ -27,18 +27,19 @@ import helmscope as hs
 def finding(case):
     radius = case.subject.recording.trajectory.radius
     growth = (radius[-1] - radius[0]).mean(-1)
-    data = hs.curve("growth", growth[:, None], {"end": [0]}, label="growth of the radius")
-    evidence = hs.Replicates(growth, of="prompts")
-    return hs.Finding(evidence=evidence, null=hs.Check("none", hs.Replicates(0 * growth)), data=data)
+    data = hs.claims.curve("growth", growth[:, None], {"end": [0]}, label="growth of the radius")
+    evidence = hs.claims.Replicates(growth, of="prompts")
+    null = hs.claims.Check("none", hs.claims.Replicates(0 * growth))
+    return hs.claims.Finding(evidence=evidence, null=null, data=data)
 
-@hs.experiment("planted-true", subjects=("model", "simulation"), usual=(USUAL,))
+@hs.claims.experiment("planted-true", subjects=("model", "simulation"), usual=(USUAL,))
 def one(case):
     why = None if case.subject.is_simulation else case.subject.needs(causal=True)
     if case.subject.is_simulation or why is not None:
-        return hs.Finding.impossible(why or "nothing was simulated")
+        return hs.claims.Finding.impossible(why or "nothing was simulated")
     return finding(case)
 
-@hs.experiment("planted-false", subjects=("model",))
+@hs.claims.experiment("planted-false", subjects=("model",))
 def two(case):
     return finding(case)
 """
@@ -54,7 +55,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return record(loaded, texts, **options)
 
     monkeypatch.setattr(recording_module, "record", counting)
-    monkeypatch.setattr(home, "_SHELF", Shelf())
+    monkeypatch.setattr(home, "_SHELF", RecordingCache())
     return made
 
 
@@ -178,7 +179,7 @@ def test_what_each_claim_is_usually_tried_on() -> None:
 )
 def test_an_experiment_says_what_it_can_be_tried_on(options: dict[str, Any], sentence: str) -> None:
     with pytest.raises(HelmscopeError, match=sentence):
-        hs.experiment("a", **options)(lambda case: None)
+        hs.claims.experiment("a", **options)(lambda case: None)
 
 
 def test_two_subjects_of_one_name_are_told_apart(tmp_path: Path) -> None:

@@ -18,10 +18,10 @@ from helmscope.claims.reading import entry
 from helmscope.claims.registry import Case, experiments
 from helmscope.geometry.sphere import retract
 from helmscope.models.boxed import box_texts
+from helmscope.models.cache import RecordingCache
 from helmscope.models.certificate import Certificate, Line
 from helmscope.models.depths import Depths
 from helmscope.models.load import load
-from helmscope.models.shelf import Shelf
 from helmscope.models.subject import Subject
 from helmscope.models.texts import Batch
 from helmscope.stats.reduce import reduce_replicates
@@ -62,7 +62,7 @@ class Planted:
 
 def tried(monkeypatch: pytest.MonkeyPatch, trained: float, untrained: float, subject: Subject | None = None) -> Any:
     monkeypatch.setattr("helmscope.models.record.record", Planted(trained, untrained))
-    monkeypatch.setattr("helmscope.models.subject._SHELF", Shelf())  # what is planted must not outlive the test
+    monkeypatch.setattr("helmscope.models.subject._SHELF", RecordingCache())
     case = experiments()["tokens-cluster"].case(0, quick=True, subject=subject)
     return judge(entry("tokens-cluster"), tokens_cluster.tokens_cluster(case))
 

@@ -10,7 +10,7 @@ import torch
 import attention_family_oracles as family
 from attention_cases import F64, tokens
 from attention_family_cases import assert_oracle
-from helmscope.fields.alibi import alibi, alibi_slopes
+from helmscope.fields.alibi import alibi_bias, alibi_slopes
 from helmscope.fields.attention import SA, USA
 from helmscope.fields.hardmax import Hardmax
 from helmscope.fields.sinkhorn import SinkhornAttention
@@ -20,7 +20,7 @@ from helmscope.types import HelmscopeError
 @pytest.mark.parametrize("n", [1, 2, 7])
 @pytest.mark.parametrize("slope", [0.0, 0.25, 3.0])
 def test_loops(n, slope):
-    bias = alibi(n, slope)
+    bias = alibi_bias(n, slope)
     assert bias.dtype == F64
     assert torch.equal(bias, torch.tensor(family.alibi(n, slope), dtype=F64))
     for field in (SA(2.0, bias=bias, causal=True), USA(2.0, bias=bias), Hardmax(bias=bias)):
@@ -30,10 +30,10 @@ def test_loops(n, slope):
 
 def test_it_prefers_near_tokens():
     """At beta = 0 the causal weights are a geometric sequence of ratio e^{-slope}."""
-    kernel = SA(0.0, bias=alibi(5, 0.7), causal=True).kernel(tokens(5, 3))
+    kernel = SA(0.0, bias=alibi_bias(5, 0.7), causal=True).kernel(tokens(5, 3))
     ratios = kernel[4, :4] / kernel[4, 1:]
     assert (ratios - math.exp(-0.7)).abs().max() < 1e-15
-    assert torch.equal(SA(1.0, bias=alibi(5, 0.0)).kernel(tokens(5, 3)), SA(1.0).kernel(tokens(5, 3)))
+    assert torch.equal(SA(1.0, bias=alibi_bias(5, 0.0)).kernel(tokens(5, 3)), SA(1.0).kernel(tokens(5, 3)))
 
 
 def test_slopes():
@@ -49,16 +49,16 @@ def test_slopes():
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: alibi(0, 1.0), ["n is 0", ">= 1"]),
-        (lambda: alibi(2.5, 1.0), ["n is 2.5"]),
-        (lambda: alibi(3, -1.0), ["slope is -1.0", ">= 0"]),
-        (lambda: alibi(3, math.nan), ["slope is nan"]),
-        (lambda: alibi(3, "steep"), ["slope is 'steep'"]),
-        (lambda: alibi(10**7, 1.0), ["n is 10000000, but that makes 8e+05 GB"]),
+        (lambda: alibi_bias(0, 1.0), ["n is 0", ">= 1"]),
+        (lambda: alibi_bias(2.5, 1.0), ["n is 2.5"]),
+        (lambda: alibi_bias(3, -1.0), ["slope is -1.0", ">= 0"]),
+        (lambda: alibi_bias(3, math.nan), ["slope is nan"]),
+        (lambda: alibi_bias(3, "steep"), ["slope is 'steep'"]),
+        (lambda: alibi_bias(10**7, 1.0), ["n is 10000000, but that makes 8e+05 GB"]),
         (lambda: alibi_slopes(0), ["heads is 0", ">= 1"]),
         (lambda: alibi_slopes(10**12), ["heads is 1000000000000, but that makes 8e+03 GB"]),
         (lambda: alibi_slopes(1.5), ["heads is 1.5"]),
-        (lambda: SA(1.0, bias=alibi(4, 1.0))(tokens(5, 3)), ["bias", "(4, 4)", "(5, 5)"]),
+        (lambda: SA(1.0, bias=alibi_bias(4, 1.0))(tokens(5, 3)), ["bias", "(4, 4)", "(5, 5)"]),
     ],
 )
 def test_refusals(call, words):

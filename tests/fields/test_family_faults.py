@@ -19,7 +19,7 @@ import attention_family_oracles as family
 import helmscope as hs
 from attention_cases import F64, listed, measure, normal, tokens
 from helmscope.fields import sinkhorn
-from helmscope.fields.alibi import alibi
+from helmscope.fields.alibi import alibi_bias
 from helmscope.fields.attention import SA, USA
 from helmscope.fields.hardmax import Hardmax
 from helmscope.fields.lowrank import LowRank
@@ -57,18 +57,18 @@ def wrong_heads(change, **options):
     return misread(MultiHead, heads=lambda heads: [change(head, heads[0]) for head in heads], **options)
 
 
-def wrong_settling(kind, change):
-    """A field that makes ``change(settle, pairs, m)`` of its logits, where ``settle`` is right."""
+def wrong_transform(kind, change):
+    """A field that makes ``change(transform_logits, pairs, m)`` of its logits, where ``transform_logits`` is right."""
 
     def settled(request: Request) -> Request:
-        return replace(request, settle=lambda pairs, m: change(request.settle, pairs, m))
+        return replace(request, transform_logits=lambda pairs, m: change(request.transform_logits, pairs, m))
 
     return wrong_request(settled).during(kind)
 
 
-def potential(settle, pairs, m):
+def potential(transform_logits, pairs, m):
     """g_j for every pair (i, j)."""
-    return torch.where(pairs > -torch.inf, settle(pairs, m) - pairs, 0.0)
+    return torch.where(pairs > -torch.inf, transform_logits(pairs, m) - pairs, 0.0)
 
 
 def skipping_self():
@@ -181,35 +181,41 @@ FAULTS = {
         "attention",
         skipping_self().during(*ONE_HEAD, names=MOTION, where=lambda field: isinstance(field.value, LowRank)),
     ),
-    "settling forgotten": Fault("attention", wrong_request(lambda request: replace(request, settle=None))),
+    "settling forgotten": Fault("attention", wrong_request(lambda request: replace(request, transform_logits=None))),
     "hardmax takes the least": Fault(
         "hardmax",
-        wrong_settling(Hardmax, lambda settle, pairs, m: settle(torch.where(pairs > -torch.inf, -pairs, pairs), m)),
+        wrong_transform(
+            Hardmax,
+            lambda honest, pairs, m: honest(torch.where(pairs > -torch.inf, -pairs, pairs), m),
+        ),
     ),
-    "hardmax over queries": Fault("hardmax", wrong_settling(Hardmax, lambda settle, pairs, m: settle(pairs.mT, m).mT)),
+    "hardmax over queries": Fault("hardmax", wrong_transform(Hardmax, lambda honest, pairs, m: honest(pairs.mT, m).mT)),
     "hardmax keeps logits": Fault(
         "hardmax",
-        wrong_settling(Hardmax, lambda settle, pairs, m: torch.where(settle(pairs, m) == 0, pairs, -torch.inf)),
+        wrong_transform(Hardmax, lambda honest, pairs, m: torch.where(honest(pairs, m) == 0, pairs, -torch.inf)),
     ),
     "no tolerance of ties": Fault("hardmax", misread(Hardmax, tie=lambda tie: 0.0)),
     "ties too wide": Fault("hardmax", misread(Hardmax, tie=lambda tie: 0.1 if tie is None else tie)),
     "potential negative": Fault(
-        "sinkhorn", wrong_settling(SinkhornAttention, lambda settle, pairs, m: pairs - potential(settle, pairs, m))
+        "sinkhorn",
+        wrong_transform(SinkhornAttention, lambda honest, pairs, m: pairs - potential(honest, pairs, m)),
     ),
     "potential on queries": Fault(
-        "sinkhorn", wrong_settling(SinkhornAttention, lambda settle, pairs, m: pairs + potential(settle, pairs, m).mT)
+        "sinkhorn",
+        wrong_transform(SinkhornAttention, lambda honest, pairs, m: pairs + potential(honest, pairs, m).mT),
     ),
     "last step uphill": Fault("sinkhorn", last_step(-1)),
     "columns of sum 1 for any weights": Fault(
         "sinkhorn",
-        wrong_settling(
-            SinkhornAttention, lambda settle, pairs, m: settle(pairs, None if m is None else (m > 0).to(pairs))
+        wrong_transform(
+            SinkhornAttention,
+            lambda honest, pairs, m: honest(pairs, None if m is None else (m > 0).to(pairs)),
         ),
     ),
     "no convergence needed": Fault("sinkhorn", Plant(found_after_one_sweep, (SinkhornAttention, ["solve"]))),
     "sweep without half of the weights": Fault("sinkhorn", Rewrite(sinkhorn, whole_logarithm), "refused"),
-    "alibi rises": Fault("alibi", Plant(lambda right, n, slope: -right(n, slope), alibi)),
-    "alibi squared": Fault("alibi", Plant(lambda right, n, slope: -(right(n, slope) ** 2) / slope, alibi)),
+    "alibi rises": Fault("alibi", Plant(lambda right, n, slope: -right(n, slope), alibi_bias)),
+    "alibi squared": Fault("alibi", Plant(lambda right, n, slope: -(right(n, slope) ** 2) / slope, alibi_bias)),
     "sum of heads for their mean": Fault(
         "multihead",
         Plant(
@@ -286,7 +292,7 @@ def fields_of_one_head(n: int, d: int) -> list[object]:
     tied[:, 0] = 0.1 + 0.2
     return [
         SA(1.5, query_key=thin, value=narrow, causal=True),
-        USA(1.5, query_key=thin, value=thin, bias=hs.alibi(n, 0.4)),
+        USA(1.5, query_key=thin, value=thin, bias=hs.fields.alibi_bias(n, 0.4)),
         Hardmax(query_key=dense, value=value, causal=True),
         Hardmax(query_key=dense, bias=normal(n, n, seed=7)),
         Hardmax(query_key=torch.zeros(d, d, dtype=F64), value=thin, bias=tied),
@@ -359,7 +365,7 @@ def agrees_with_oracle() -> bool:
             pairs.append((MultiHeadAsPrinted(field.heads, mlps).ambient(x, weights=weights), inside))
             if not all(close(*pair) for pair in pairs):
                 return False
-    return close(hs.alibi(n, 0.4), family.alibi(n, 0.4)) and dense_weights_agree(d)
+    return close(hs.fields.alibi_bias(n, 0.4), family.alibi(n, 0.4)) and dense_weights_agree(d)
 
 
 def test_the_code_as_it_is_passes():

@@ -17,7 +17,7 @@ import oracles
 from attention_cases import F64, listed, normal, tokens
 from helmscope.fields.attention import SA, USA
 from helmscope.geometry.sphere import project
-from helmscope.kernels.dense import raw_logits
+from helmscope.kernels.dense import untransformed_logits
 from helmscope.kernels.kernel import AttentionSum, Request
 from planting import (
     ANSWERS,
@@ -119,7 +119,7 @@ def softmax_over_queries(result: AttentionSum, request: Request) -> AttentionSum
 
 
 def unseen_key_sets_the_scale(result: AttentionSum, request: Request) -> AttentionSum:
-    top = raw_logits(replace(request, weights=None)).amax(-1, keepdim=True)
+    top = untransformed_logits(replace(request, weights=None)).amax(-1, keepdim=True)
     total, mass = result.total * torch.exp(result.shift - top), result.mass * torch.exp(result.mass_shift - top)
     return AttentionSum(total, top, mass, top)
 

@@ -13,7 +13,7 @@ from attention_family_cases import assert_oracle
 from helmscope.fields.attention import SA
 from helmscope.fields.field import Field, check_weights
 from helmscope.fields.hardmax import Hardmax
-from helmscope.kernels.dense import raw_logits
+from helmscope.kernels.dense import untransformed_logits
 from helmscope.theory.equiangular import EquiangularFlow
 from helmscope.types import HelmscopeError
 
@@ -31,7 +31,7 @@ def test_loop_oracle(names):
 
 def gap_of(field, x, weights):
     """Least distance of the greatest logit of a query from the next one, over the queries."""
-    pairs = raw_logits(field.request(x, weights, tangent=False))
+    pairs = untransformed_logits(field.request(x, weights, tangent=False))
     ordered = pairs.sort(-1, descending=True).values
     return (ordered[..., 0] - ordered[..., 1]).min().item()
 

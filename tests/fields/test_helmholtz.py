@@ -13,7 +13,7 @@ from torch.func import jacrev, vmap
 import mlp_oracles as oracles
 from helmscope.fields import activations
 from helmscope.fields.activations import GELU, Identity, ReLU, Sigmoid, SiLU
-from helmscope.fields.helmholtz import Split, helmholtz, helmholtz_as_printed
+from helmscope.fields.helmholtz import HelmholtzSplit, helmholtz, helmholtz_as_printed
 from helmscope.fields.mlp import MLP, GatedMLP
 from helmscope.geometry import surface
 from helmscope.geometry.sphere import retract
@@ -82,7 +82,7 @@ def test_two_hundred_random_mlps(block):
     for seed in range(50 * block, 50 * block + 50):
         mlp, x = random_mlp(seed)
         split = helmholtz(mlp)
-        assert isinstance(split, Split)
+        assert isinstance(split, HelmholtzSplit)
         assert size(split.gradient(x) - gradient_of(split.potential, x)) < 1e-12
         assert size(divergence(split.swirl, x)) < 1e-12
         assert size(mlp(x) - total(split, x)) < 1e-12

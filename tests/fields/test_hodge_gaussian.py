@@ -18,7 +18,7 @@ import torch
 from helmscope.fields import activations
 from helmscope.fields.activations import Activation
 from helmscope.fields.helmholtz import helmholtz
-from helmscope.fields.hodge_gaussian import hodge_gaussian, hodge_linear
+from helmscope.fields.hodge_gaussian import gaussian_hodge_split, linear_hodge_split
 from helmscope.fields.mlp import MLP, GatedMLP
 from helmscope.types import HelmscopeError
 
@@ -80,7 +80,9 @@ SHARES = [
 @pytest.mark.parametrize(("activation", "share"), SHARES)
 def test_swirl_share_of_a_neuron_that_is_all_swirl_by_weights(activation, share):
     mlp = one_neuron(activation)
-    assert hodge_gaussian(mlp).share() == pytest.approx(share, abs=2e-14)  # 1.4e-14 for tanh, whose oracle ends there
+    assert gaussian_hodge_split(mlp).share() == pytest.approx(
+        share, abs=2e-14
+    )  # 1.4e-14 for tanh, whose oracle ends there
     if not isinstance(activation, Square):
         x = normal_points(4, 3)
         assert torch.equal(helmholtz(mlp).swirl(x), mlp(x))
@@ -99,7 +101,7 @@ def exact_relu_share(corner):
 def test_relu_share_keeps_its_digits_where_the_neuron_hardly_fires(corner):
     exact = exact_relu_share(corner)
     for length in (1e-7, 1.0, 1e5):
-        share = hodge_gaussian(one_neuron(activations.ReLU(), length, -corner * length)).share()
+        share = gaussian_hodge_split(one_neuron(activations.ReLU(), length, -corner * length)).share()
         assert share == pytest.approx(exact, rel=1e-13)
 
 
@@ -107,7 +109,7 @@ def test_relu_share_keeps_its_digits_where_the_neuron_hardly_fires(corner):
 @pytest.mark.parametrize("dim", [2, 5])
 def test_parts_add_up_and_are_what_they_say(activation, dim):
     mlp = random_mlp(7, dim, activation, length=2.0)
-    split, x = hodge_gaussian(mlp), normal_points(50, dim).requires_grad_(True)
+    split, x = gaussian_hodge_split(mlp), normal_points(50, dim).requires_grad_(True)
     gradient, swirl = split.gradient(x), split.swirl(x)
     scale = mlp(x).abs().max().item()
     assert (gradient + swirl + split.harmonic(x) - mlp(x)).abs().max() < 2e-15 * scale
@@ -138,7 +140,7 @@ def polar_rule(directions):
 
 def test_many_relu_neurons_are_orthogonal_to_every_gradient_by_quadrature():
     mlp = random_mlp(6, 2, activations.ReLU(), bias=False)
-    split = hodge_gaussian(mlp)
+    split = gaussian_hodge_split(mlp)
     x, mass = polar_rule(split.neurons.direction)
     assert mass.sum().item() == pytest.approx(1, abs=1e-14)
     gradient, swirl, force = split.gradient(x), split.swirl(x), mlp(x)
@@ -176,7 +178,7 @@ def test_share_and_gradient_are_the_least_squares_fit():
     force = (root * mlp(points).numpy()).ravel()
     solution, *_ = np.linalg.lstsq(matrix, force, rcond=None)
     left = force - matrix @ solution
-    split = hodge_gaussian(mlp)
+    split = gaussian_hodge_split(mlp)
     assert split.share(tolerance=1e-11) == pytest.approx(left @ left / (force @ force), abs=1e-11)
     ours = (root * split.swirl(points).numpy()).ravel()
     assert np.linalg.norm(ours - left) < 1e-7 * np.linalg.norm(force)  # what degree 30 leaves
@@ -185,7 +187,7 @@ def test_share_and_gradient_are_the_least_squares_fit():
 @pytest.mark.parametrize("activation", [activations.ReLU(), activations.GELU()])
 def test_share_by_monte_carlo_in_three_dimensions(activation):
     mlp = random_mlp(20, 3, activation, length=2.0, seed=4)
-    split, x = hodge_gaussian(mlp), normal_points(60_000, 3)
+    split, x = gaussian_hodge_split(mlp), normal_points(60_000, 3)
     gradient, swirl, force = split.gradient(x), split.swirl(x), mlp(x)
     swirls, forces, mixed = swirl.square().sum(-1), force.square().sum(-1), (gradient * swirl).sum(-1)
     share = split.share()
@@ -201,7 +203,7 @@ def test_parallel_rows_are_summed_without_a_series():
     sign = torch.tensor([[1.0], [-1.0]], dtype=F64)
     for rows, out in ((axes, axes.flip(0)), (eigen, sign * eigen)):
         mlp = MLP(w_in=torch.cat([rows, -rows]), w_out=torch.cat([out, -out]).mT, activation=activations.ReLU())
-        split = hodge_gaussian(mlp)
+        split = gaussian_hodge_split(mlp)
         assert split.share() < 1e-14
         assert (split.gradient(x) - x.flip(-1)).abs().max() < 5e-15
     both = MLP(  # the difference of the two
@@ -209,9 +211,9 @@ def test_parallel_rows_are_summed_without_a_series():
         w_out=torch.cat([axes.flip(0), -axes.flip(0), -sign * eigen, sign * eigen]).mT,
         activation=activations.ReLU(),
     )
-    assert hodge_gaussian(both).swirl(x).abs().max() < 5e-15
+    assert gaussian_hodge_split(both).swirl(x).abs().max() < 5e-15
     with pytest.raises(HelmscopeError, match="0 to rounding, but a share needs a force"):
-        hodge_gaussian(both).share()
+        gaussian_hodge_split(both).share()
 
 
 def test_share_of_opposite_neurons_with_biases():
@@ -233,7 +235,7 @@ def test_share_of_opposite_neurons_with_biases():
         )
 
     explained = mean(lambda t: psi(t) ** 2) - mean(psi) ** 2
-    assert hodge_gaussian(mlp).share() == pytest.approx(1 - explained / mean(lambda t: phi(t) ** 2), abs=1e-12)
+    assert gaussian_hodge_split(mlp).share() == pytest.approx(1 - explained / mean(lambda t: phi(t) ** 2), abs=1e-12)
 
 
 def test_constants_are_gradients():
@@ -253,7 +255,7 @@ def test_constants_are_gradients():
         activation=activations.GELU(),
     )
     x = normal_points(5, 3)
-    one, two = hodge_gaussian(dead), hodge_gaussian(same)
+    one, two = gaussian_hodge_split(dead), gaussian_hodge_split(same)
     assert (one.gradient(x) - two.gradient(x)).abs().max() < 1e-14
     assert (one.swirl(x) - two.swirl(x)).abs().max() < 1e-14
     assert one.share() == pytest.approx(two.share(), abs=1e-14)
@@ -266,29 +268,31 @@ def test_constants_are_gradients():
         b_out=torch.tensor([0.0, 3.0, 4.0], dtype=F64),
         activation=activations.ReLU(),
     )
-    assert hodge_gaussian(shifted).share() == pytest.approx(3 / 16 / (0.5 + 6 / math.sqrt(2 * math.pi) + 25), abs=1e-15)
+    assert gaussian_hodge_split(shifted).share() == pytest.approx(
+        3 / 16 / (0.5 + 6 / math.sqrt(2 * math.pi) + 25), abs=1e-15
+    )
     only = MLP(
         w_in=torch.zeros(2, 3),
         w_out=torch.ones(3, 2),
         b_out=torch.tensor([1.0, 2.0, 3.0]),
         activation=activations.ReLU(),
     )
-    assert hodge_gaussian(only).share() == 0
-    assert torch.equal(hodge_gaussian(only).gradient(x), torch.tensor([1.0, 2.0, 3.0], dtype=F64).expand(5, 3))
+    assert gaussian_hodge_split(only).share() == 0
+    assert torch.equal(gaussian_hodge_split(only).gradient(x), torch.tensor([1.0, 2.0, 3.0], dtype=F64).expand(5, 3))
 
 
 @pytest.mark.parametrize("length", [1e-160, 1e-9, 1e-3])
 def test_tiny_rows_are_nearly_constants(length):
     mlp = one_neuron(activations.SiLU(), length, 1.5, out=(1.0, 2.0, 3.0))
     x = normal_points(6, 3)
-    split = hodge_gaussian(mlp)
+    split = gaussian_hodge_split(mlp)
     assert split.swirl(x).abs().max() < 10 * length + 1e-14
     assert (split.gradient(x) + split.swirl(x) - mlp(x)).abs().max() < 5e-15
 
 
 def test_shapes_dtypes_batches_and_transforms():
     mlp = random_mlp(6, 3, activations.GELU())
-    split, x = hodge_gaussian(mlp), normal_points(4, 5, 3)
+    split, x = gaussian_hodge_split(mlp), normal_points(4, 5, 3)
     assert split.potential(x).shape == (4, 5)
     assert split.gradient(x).shape == split.swirl(x).shape == (4, 5, 3)
     for method in (split.potential, split.gradient, split.swirl):
@@ -302,7 +306,7 @@ def test_shapes_dtypes_batches_and_transforms():
     assert torch.autograd.gradcheck(split.swirl, (x[0].clone().requires_grad_(True),))
     # at the very edge of two panels the derivative is still there
     origin = torch.zeros(3, dtype=F64)
-    unbiased = hodge_gaussian(random_mlp(6, 3, activations.GELU(), bias=False))
+    unbiased = gaussian_hodge_split(random_mlp(6, 3, activations.GELU(), bias=False))
     assert (torch.func.grad(unbiased.potential)(origin) - unbiased.gradient(origin)).abs().max() < 1e-13
     assert split.gradient(torch.full((3,), torch.nan, dtype=F64)).isnan().all()
 
@@ -313,7 +317,7 @@ def test_an_activation_of_your_own():
             return torch.where(z > 0, z, z / 10)
 
     # E[phi h] = Var psi
-    split = hodge_gaussian(one_neuron(Leaky(), 2.0))
+    split = gaussian_hodge_split(one_neuron(Leaky(), 2.0))
     psi2, mean, square = 3 / 8 * (1 + 1 / 100), (1 + 1 / 10) / 4, (1 + 1 / 100) / 2  # psi = z^2/2 above, z^2/20 below
     assert split.share() == pytest.approx(1 - (psi2 - mean**2) / square, abs=1e-14)
     with pytest.raises(HelmscopeError, match="no table of its potential"):
@@ -323,20 +327,20 @@ def test_an_activation_of_your_own():
 def test_refusals():
     gated = GatedMLP(w_gate=torch.eye(3), w_up=torch.eye(3), w_out=torch.eye(3))
     with pytest.raises(HelmscopeError, match="mlp is a GatedMLP, but it must be an MLP: a gated neuron is quadratic"):
-        hodge_gaussian(gated)
+        gaussian_hodge_split(gated)
     with pytest.raises(HelmscopeError, match=r"^mlp is a NoneType, but it must be an MLP$"):
-        hodge_gaussian(None)
+        gaussian_hodge_split(None)
     with pytest.raises(
         HelmscopeError, match=r"^activation is Sine, .* smooth apart from a corner at 0 and not oscillate: the profile"
     ):
-        hodge_gaussian(one_neuron(Sine()))
+        gaussian_hodge_split(one_neuron(Sine()))
     with pytest.raises(HelmscopeError, match="smooth apart from a corner"):
-        hodge_gaussian(one_neuron(HardTanh(), offset=0.3))
+        gaussian_hodge_split(one_neuron(HardTanh(), offset=0.3))
     with pytest.raises(HelmscopeError, match=r"E\|f\|\^2 = 0.0e\+00"):
-        hodge_gaussian(one_neuron(activations.ReLU(), out=(0.0, 0.0, 0.0))).share()
+        gaussian_hodge_split(one_neuron(activations.ReLU(), out=(0.0, 0.0, 0.0))).share()
     with pytest.raises(HelmscopeError, match="0 to rounding"):
-        hodge_gaussian(one_neuron(activations.GELU(), 1.0, -40.0)).share()
-    split = hodge_gaussian(random_mlp(8, 2, activations.ReLU()))
+        gaussian_hodge_split(one_neuron(activations.GELU(), 1.0, -40.0)).share()
+    split = gaussian_hodge_split(random_mlp(8, 2, activations.ReLU()))
     for tolerance in (0.0, -1.0, "x"):
         with pytest.raises(HelmscopeError, match="tolerance is"):
             split.share(tolerance=tolerance)
@@ -348,12 +352,12 @@ def test_refusals():
         activation=activations.ReLU(),
     )
     with pytest.raises(HelmscopeError, match="tolerance is 1e-12, but for this mlp it must be at least"):
-        hodge_gaussian(near).share(tolerance=1e-12)
-    assert 0 < hodge_gaussian(near).share() < 1
+        gaussian_hodge_split(near).share(tolerance=1e-12)
+    assert 0 < gaussian_hodge_split(near).share() < 1
 
 
 def test_linear_force_under_any_normal_law():
-    split = hodge_linear(
+    split = linear_hodge_split(
         torch.tensor([[0.0, 1.0], [0.0, 0.0]], dtype=F64), torch.diag(torch.tensor([1.0, 4.0], dtype=F64))
     )
     assert (split.symmetric - torch.tensor([[0.0, 0.8], [0.8, 0.0]], dtype=F64)).abs().max() < 1e-16
@@ -361,19 +365,19 @@ def test_linear_force_under_any_normal_law():
     for seed, dim in ((0, 1), (1, 3), (2, 6)):
         m, root = normal_points(dim, dim, seed=seed), normal_points(dim, dim, seed=seed + 9)
         c = root @ root.mT + 0.1 * torch.eye(dim, dtype=F64)
-        split = hodge_linear(m, c)
+        split = linear_hodge_split(m, c)
         s = scipy.linalg.solve_sylvester(c.numpy(), c.numpy(), (m @ c + c @ m.mT).numpy())
         assert np.abs(split.symmetric.numpy() - s).max() < 1e-12
         assert (split.symmetric + split.swirl - m).abs().max() < 1e-15
         assert abs(torch.trace(split.symmetric @ c @ split.swirl.mT).item()) < 1e-12  # orthogonal
         assert (split.swirl @ c + (split.swirl @ c).mT).abs().max() < 1e-12  # div(rho R) = 0
     m = normal_points(3, 3)
-    linear = hodge_linear(m, torch.eye(3, dtype=F64))
+    linear = linear_hodge_split(m, torch.eye(3, dtype=F64))
     mlp = MLP(w_in=torch.eye(3, dtype=F64), w_out=m, activation=activations.Identity())
-    split, x = hodge_gaussian(mlp), normal_points(4, 3)
+    split, x = gaussian_hodge_split(mlp), normal_points(4, 3)
     assert split.share() == pytest.approx(linear.share, abs=1e-14)
     assert (split.gradient(x) - x @ linear.symmetric).abs().max() < 1e-14
-    assert math.isnan(hodge_linear(torch.zeros(2, 2), torch.eye(2)).share)
+    assert math.isnan(linear_hodge_split(torch.zeros(2, 2), torch.eye(2)).share)
 
 
 @pytest.mark.parametrize(
@@ -391,4 +395,4 @@ def test_linear_force_under_any_normal_law():
 )
 def test_linear_refusals(matrix, covariance, words):
     with pytest.raises(HelmscopeError, match=words):
-        hodge_linear(matrix, covariance)
+        linear_hodge_split(matrix, covariance)

@@ -14,8 +14,8 @@ import torch
 from helmscope.fields import activations
 from helmscope.fields.activations import Activation
 from helmscope.fields.helmholtz import helmholtz
-from helmscope.fields.hodge_gaussian import hodge_gaussian
-from helmscope.fields.hodge_sphere import hodge_sphere
+from helmscope.fields.hodge_gaussian import gaussian_hodge_split
+from helmscope.fields.hodge_sphere import sphere_hodge_split
 from helmscope.fields.mlp import MLP, GatedMLP
 from helmscope.geometry import surface
 from helmscope.geometry.harmonics import gegenbauer_c, spherical_harmonics, zonal_quadrature
@@ -45,7 +45,7 @@ def unit_points(*shape, seed=1) -> torch.Tensor:
 
 def profile(mlp, t):
     """h and dh/dt at t = e.x; the table's variable is sqrt d t."""
-    split = hodge_sphere(mlp)
+    split = sphere_hodge_split(mlp)
     z = split.radius * torch.as_tensor(t, dtype=F64)
     value, slope = split.profiles(z, torch.zeros_like(z, dtype=torch.long))
     return value, split.radius * slope
@@ -53,7 +53,7 @@ def profile(mlp, t):
 
 @pytest.mark.parametrize("dim", [2, 3, 4, 17, 512])
 def test_share_of_a_linear_neuron(dim):
-    assert hodge_sphere(one_neuron(activations.Identity(), dim)).share() == pytest.approx(
+    assert sphere_hodge_split(one_neuron(activations.Identity(), dim)).share() == pytest.approx(
         (dim + 2) / (2 * (dim + 1)), abs=1e-15
     )
 
@@ -61,7 +61,7 @@ def test_share_of_a_linear_neuron(dim):
 @pytest.mark.parametrize(("dim", "share"), [(3, 25 / 64), (4, 2 / 5), (5, 77 / 192)])
 @pytest.mark.parametrize("length", [1e-6, 1.0, 1e4])
 def test_share_of_a_relu_neuron(dim, share, length):
-    assert hodge_sphere(one_neuron(activations.ReLU(), dim, length)).share() == pytest.approx(share, abs=1e-15)
+    assert sphere_hodge_split(one_neuron(activations.ReLU(), dim, length)).share() == pytest.approx(share, abs=1e-15)
 
 
 def relu_share(dim, degrees):
@@ -88,7 +88,7 @@ def relu_share(dim, degrees):
 def test_share_of_a_relu_neuron_by_its_degrees(dim, degrees, bound):
     """The bounds are what the series leaves. d = 512: 0.375485898917774, where source 000-3 (d) has 0.375496."""
     assert relu_share(3, 200) == pytest.approx(25 / 64, abs=1e-15)
-    share = hodge_sphere(one_neuron(activations.ReLU(), dim)).share()
+    share = sphere_hodge_split(one_neuron(activations.ReLU(), dim)).share()
     assert share == pytest.approx(relu_share(dim, degrees), abs=bound)
     if dim == 512:
         assert share == pytest.approx(0.375485898917774, abs=1e-14)
@@ -97,7 +97,7 @@ def test_share_of_a_relu_neuron_by_its_degrees(dim, degrees, bound):
 def test_the_silu_example_in_six_dimensions():
     """Source 000-3 (d) 3: Lap_S u = div_S(P f) at each point, and the share .5565691525 is that of |v| = 1, c = 0."""
     mlp = one_neuron(activations.SiLU(), 6)
-    split, x = hodge_sphere(mlp), unit_points(20, 6)
+    split, x = sphere_hodge_split(mlp), unit_points(20, 6)
     assert split.share() == pytest.approx(0.5565691525, abs=5e-11)
     assert (surface.laplacian(split.potential, x) - surface.divergence(mlp.ambient, x)).abs().max() < 1e-12
 
@@ -157,7 +157,7 @@ def test_profiles_against_the_gegenbauer_series(dim):
 @pytest.mark.parametrize("dim", [2, 3, 8])
 def test_parts_are_tangent_add_up_and_are_what_they_say(activation, dim):
     mlp = random_mlp(7, dim, activation)
-    split, x = hodge_sphere(mlp), unit_points(30, dim)
+    split, x = sphere_hodge_split(mlp), unit_points(30, dim)
     gradient, rest = split.gradient(x), split.swirl(x) + split.harmonic(x)
     scale = mlp(x).abs().max().item()
     assert (gradient + rest - mlp.velocity(x)).abs().max() < 3e-15 * scale
@@ -189,7 +189,7 @@ def test_many_neurons_against_spherical_harmonics():
     """E|grad_S u|^2 = sum_lm l (l + 1) u_lm^2 / 4 pi with -l (l + 1) u_lm = int Y_lm div_S(P f); all by quadrature."""
     mlp = random_mlp(9, 3, activations.GELU(), length=1.0)
     mlp.w_in[7:] = torch.stack([-1.3 * mlp.w_in[0], 0.8 * mlp.w_in[1]])  # opposite, and parallel
-    split, (x, mass) = hodge_sphere(mlp), sphere_rule(48)
+    split, (x, mass) = sphere_hodge_split(mlp), sphere_rule(48)
     force, gradient, swirl = mlp.velocity(x), split.gradient(x), split.swirl(x)
     total = (mass * force.square().sum(-1)).sum().item()
     assert abs((mass * (gradient * swirl).sum(-1)).sum().item()) < 1e-13 * total
@@ -213,7 +213,7 @@ def test_many_neurons_against_spherical_harmonics():
 )
 def test_share_by_monte_carlo(activation, dim):
     mlp = random_mlp(20, dim, activation, seed=4)
-    split, x = hodge_sphere(mlp), unit_points(40_000, dim)
+    split, x = sphere_hodge_split(mlp), unit_points(40_000, dim)
     gradient, swirl, force = split.gradient(x), split.swirl(x), mlp.velocity(x)
     share = split.share()
     for sample in ((gradient * swirl).sum(-1), swirl.square().sum(-1) - share * force.square().sum(-1)):
@@ -226,7 +226,7 @@ def test_on_the_circle_the_rest_is_a_rotation():
     x = torch.stack([angle.cos(), angle.sin()], -1)
     turn = torch.stack([-x[:, 1], x[:, 0]], -1)
     along = (mlp(x) * turn).sum(-1)
-    split, few = hodge_sphere(mlp), x[::9973]
+    split, few = sphere_hodge_split(mlp), x[::9973]
     rotation = along.mean()
     assert (split.harmonic(few) - rotation * turn[::9973]).abs().max() < 1e-9  # 2e-10: the mean over corners
     assert (split.gradient(few) - (along - rotation)[::9973, None] * turn[::9973]).abs().max() < 1e-9
@@ -240,27 +240,27 @@ def test_constants_are_gradients():
     dead = MLP(
         w_in=torch.zeros(1, 3, dtype=F64), w_out=b[:, None], b_in=torch.tensor([3.0]), activation=activations.ReLU()
     )
-    split, x = hodge_sphere(dead), unit_points(6, 3)
+    split, x = sphere_hodge_split(dead), unit_points(6, 3)
     assert (split.gradient(x) - project(retract(x), 3 * b)).abs().max() < 1e-15
     assert split.swirl(x).abs().max() == 0
     assert split.share() == 0
     # one linear neuron x_1 e_2 and a constant: E|P f|^2 = 4/15 + 2/3 |b|^2, E[P f_1] = 0, E|R|^2 = 1/6
     linear = one_neuron(activations.Identity(), 3)
     shifted = MLP(w_in=linear.w_in, w_out=linear.w_out, b_out=b, activation=activations.Identity())
-    assert hodge_sphere(shifted).share() == pytest.approx(1 / 6 / (4 / 15 + 2 / 3 * 5.25), abs=1e-15)
+    assert sphere_hodge_split(shifted).share() == pytest.approx(1 / 6 / (4 / 15 + 2 / 3 * 5.25), abs=1e-15)
     # and of a relu neuron E[P f_1] = r E[phi (1 - (1 - t^2)/2)] = r (1/8 + 1/16)
     relu = MLP(w_in=linear.w_in, w_out=linear.w_out, b_out=b, activation=activations.ReLU())
     energy = 2 / 15  # half of the linear one
-    assert hodge_sphere(relu).share() == pytest.approx(
+    assert sphere_hodge_split(relu).share() == pytest.approx(
         25 / 64 * energy / (energy + 2 * -2 * 3 / 16 + 2 / 3 * 5.25), abs=1e-15
     )
 
 
 def test_high_dimensions_tend_to_gauss_space():
     """|v| = sqrt d on the unit sphere, as |v| = 1 on that of radius sqrt d; the difference falls like 1/d."""
-    limit = hodge_gaussian(one_neuron(activations.GELU(), 3, offset=0.4)).share()
+    limit = gaussian_hodge_split(one_neuron(activations.GELU(), 3, offset=0.4)).share()
     gaps = [
-        abs(hodge_sphere(one_neuron(activations.GELU(), d, math.sqrt(d), 0.4)).share() - limit) * d
+        abs(sphere_hodge_split(one_neuron(activations.GELU(), d, math.sqrt(d), 0.4)).share() - limit) * d
         for d in (500, 1000, 2000)
     ]
     assert gaps == pytest.approx([gaps[-1]] * 3, rel=0.01)
@@ -269,7 +269,7 @@ def test_high_dimensions_tend_to_gauss_space():
 
 def test_poles_shapes_dtypes_and_batches():
     mlp = random_mlp(6, 4, activations.SiLU())
-    split, x = hodge_sphere(mlp), unit_points(3, 5, 4)
+    split, x = sphere_hodge_split(mlp), unit_points(3, 5, 4)
     for method in (split.potential, split.gradient, split.swirl):
         assert torch.equal(method(x)[1], method(x[1:2])[0])
         single = method(x.float())
@@ -286,7 +286,7 @@ def test_poles_shapes_dtypes_and_batches():
 @pytest.mark.parametrize("dim", [2, 5])
 def test_parts_are_those_of_the_direction(dim):
     """Measured: equal to the bit at twice the length, within 6e-15 at the others."""
-    split, x = hodge_sphere(random_mlp(6, dim, activations.GELU())), unit_points(20, dim)
+    split, x = sphere_hodge_split(random_mlp(6, dim, activations.GELU())), unit_points(20, dim)
     for method in (split.potential, split.gradient, split.swirl, split.harmonic):
         for length in (2.0, 0.3, 1e-200, 1e200):
             assert (method(length * x) - method(x)).abs().max() < 1e-14
@@ -306,18 +306,18 @@ def test_refusals():
 
     gated = GatedMLP(w_gate=torch.eye(3), w_up=torch.eye(3), w_out=torch.eye(3))
     with pytest.raises(HelmscopeError, match="mlp is a GatedMLP, but it must be an MLP"):
-        hodge_sphere(gated)
+        sphere_hodge_split(gated)
     with pytest.raises(HelmscopeError, match=r"^mlp is a int, but it must be an MLP$"):
-        hodge_sphere(3)
+        sphere_hodge_split(3)
     with pytest.raises(HelmscopeError, match="dimension d=1, but a sphere needs d >= 2"):
-        hodge_sphere(MLP(w_in=torch.ones(2, 1), w_out=torch.ones(1, 2)))
+        sphere_hodge_split(MLP(w_in=torch.ones(2, 1), w_out=torch.ones(1, 2)))
     for activation in (HardTanh(), Step()):
         with pytest.raises(HelmscopeError, match="smooth apart from a corner at 0"):
-            hodge_sphere(one_neuron(activation, 3, 2.0, 0.3))
+            sphere_hodge_split(one_neuron(activation, 3, 2.0, 0.3))
     with pytest.raises(HelmscopeError, match="0 to rounding"):
-        hodge_sphere(one_neuron(activations.ReLU(), 3, 1.0, -2.0)).share()
+        sphere_hodge_split(one_neuron(activations.ReLU(), 3, 1.0, -2.0)).share()
     for method in ("potential", "gradient", "swirl", "harmonic"):
         with pytest.raises(HelmscopeError, match="x is a list"):
-            getattr(hodge_sphere(one_neuron(activations.ReLU(), 3)), method)([1.0, 0.0, 0.0])
+            getattr(sphere_hodge_split(one_neuron(activations.ReLU(), 3)), method)([1.0, 0.0, 0.0])
     with pytest.raises(HelmscopeError, match="tolerance is -1"):
-        hodge_sphere(one_neuron(activations.ReLU(), 3)).share(tolerance=-1.0)
+        sphere_hodge_split(one_neuron(activations.ReLU(), 3)).share(tolerance=-1.0)

@@ -11,7 +11,7 @@ import torch
 import helmscope.fields.multihead as module
 from attention_cases import F32, F64, INF, NAN, measure, normal, rotation, tokens
 from attention_family_cases import KINDS, assert_multihead_oracle, force, heads_of, thin
-from helmscope.fields.alibi import alibi, alibi_slopes
+from helmscope.fields.alibi import alibi_bias, alibi_slopes
 from helmscope.fields.attention import SA, USA
 from helmscope.fields.field import Field
 from helmscope.fields.hardmax import Hardmax
@@ -137,7 +137,7 @@ def test_weights_that_do_not_fit(shapes, words):
 def test_alibi_heads():
     """The published layer: one slope a head, causal."""
     n = 5
-    heads = [SA(1.0, bias=alibi(n, slope), causal=True) for slope in alibi_slopes(4)]
+    heads = [SA(1.0, bias=alibi_bias(n, slope), causal=True) for slope in alibi_slopes(4)]
     assert_multihead_oracle(MultiHead(heads, scale=1.0), tokens(n, 3), {})
 
 

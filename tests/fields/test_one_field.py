@@ -66,9 +66,9 @@ def test_32_systems_with_parameters_of_their_own_are_32_calls(name):
 def test_32_systems_integrate_as_32_runs_do(name, stepper):
     """Adaptive systems end at different steps, and the field goes on with the parameters of those that are left."""
     made, times = FIELDS[name], [0.3, 1.0]
-    whole = hs.integrate(made(ALL), X, times, stepper=stepper, events=[hs.HittingTime(1.5)])
+    whole = hs.integrate(made(ALL), X, times, stepper=stepper, events=[hs.solve.HittingTime(1.5)])
     for k in range(0, MANY, 5):
-        alone = hs.integrate(made(k), X[k], times, stepper=stepper, events=[hs.HittingTime(1.5)])
+        alone = hs.integrate(made(k), X[k], times, stepper=stepper, events=[hs.solve.HittingTime(1.5)])
         assert (whole.states[:, k] - alone.states).abs().max() <= 1e-12
         torch.testing.assert_close(whole.event_times[0][k], alone.event_times[0], rtol=0, atol=1e-9, equal_nan=True)
     part = whole.problem.part(3, 7).run()
@@ -115,12 +115,12 @@ def test_a_gradient_by_the_weights_of_an_mlp_and_by_beta_of_the_energy():
 # Time -----------------------------------------------------------------------------------------------------------------
 
 ORDERS = {
-    "ProjectedEuler": (hs.ProjectedEuler, 1),
-    "Heun": (hs.Heun, 2),
+    "ProjectedEuler": (hs.solve.ProjectedEuler, 1),
+    "Heun": (hs.solve.Heun, 2),
     "RK4": (hs.RK4, 4),
-    "GeodesicEuler": (hs.GeodesicEuler, 1),
-    "GeodesicHeun": (hs.GeodesicHeun, 2),
-    "GeodesicRK4": (hs.GeodesicRK4, 4),
+    "GeodesicEuler": (hs.solve.GeodesicEuler, 1),
+    "GeodesicHeun": (hs.solve.GeodesicHeun, 2),
+    "GeodesicRK4": (hs.solve.GeodesicRK4, 4),
 }
 
 
@@ -215,7 +215,7 @@ def test_a_block_without_norms_lives_in_r_d():
     with pytest.raises(HelmscopeError, match=r"x0 is \(3,\), but it must be a tensor of points"):
         hs.integrate(block, y[0], [1.0])
     with pytest.raises(HelmscopeError, match="follows great circles, but the states of this field are points of R"):
-        hs.integrate(block, y, [1.0], stepper=hs.GeodesicRK4(0.1))
+        hs.integrate(block, y, [1.0], stepper=hs.solve.GeodesicRK4(0.1))
 
 
 def test_a_function_that_is_none_is_refused_at_the_door():

@@ -12,11 +12,11 @@ from attention_cases import normal, tokens
 from helmscope.fields.field import as_field
 from helmscope.fields.lowrank import LowRank
 from helmscope.fields.multihead import MultiHead
-from helmscope.kernels.choose import token_sum, using
+from helmscope.kernels.blockwise import Blockwise
+from helmscope.kernels.choose import token_sum, using_kernel
 from helmscope.kernels.dense import Dense
 from helmscope.kernels.flash import Flash
 from helmscope.kernels.kernel import Request
-from helmscope.kernels.streaming import Streaming
 from helmscope.types import HelmscopeError
 
 F64 = torch.float64
@@ -53,7 +53,7 @@ def test_rotary_positions_are_the_loops(causal):
         [beta * dot(a, b) if j <= i or not causal else -math.inf for j, b in enumerate(k)] for i, a in enumerate(q)
     ]
     wanted = softmax_by_loops(logits, (x @ V.mT).tolist())
-    field = hs.SA(beta, query_key=B, value=V, causal=causal, positions=hs.Rotary(base=100.0))
+    field = hs.SA(beta, query_key=B, value=V, causal=causal, positions=hs.fields.Rotary(base=100.0))
     assert (field.ambient(x[None])[0] - wanted).abs().max() < 1e-13
     assert not field.exchangeable
     assert not field.isotropic
@@ -66,12 +66,12 @@ def test_rotary_positions_are_those_of_llama():
     angle = torch.arange(7, dtype=F64)[:, None] * 10_000.0 ** (-torch.arange(0, 8, 2, dtype=F64) / 8)
     cos, sin = (torch.cat([part, part], -1)[None] for part in (angle.cos(), angle.sin()))
     wanted = apply_rotary_pos_emb(q, q, cos, sin)[0]
-    assert (hs.Rotary().turned(q) - wanted).abs().max() < 1e-14
+    assert (hs.fields.Rotary().turned(q) - wanted).abs().max() < 1e-14
 
 
 def test_rotary_logits_depend_on_the_distance_alone():
     x = tokens(1, 4).expand(6, 4)
-    kernel = hs.SA(2.0, query_key=B, positions=hs.Rotary(10.0)).kernel(x[None])[0]
+    kernel = hs.SA(2.0, query_key=B, positions=hs.fields.Rotary(10.0)).kernel(x[None])[0]
     ratio = kernel / kernel.diagonal().unsqueeze(-1)
     for shift in range(-3, 4):
         band = ratio.diagonal(shift)
@@ -83,10 +83,12 @@ def test_additive_positions_are_the_loops():
     z = (x + table[:5]).tolist()
     logits = [[beta * dot(a, b) for b in z] for a in (torch.tensor(z, dtype=F64) @ B).tolist()]
     wanted = softmax_by_loops(logits, x.tolist())
-    assert (hs.SA(beta, query_key=B, positions=hs.Additive(table)).ambient(x[None])[0] - wanted).abs().max() < 1e-13
+    assert (
+        hs.SA(beta, query_key=B, positions=hs.fields.Additive(table)).ambient(x[None])[0] - wanted
+    ).abs().max() < 1e-13
 
 
-@pytest.mark.parametrize("positions", [hs.Rotary(50.0), hs.Additive(normal(5, 4, seed=6))])
+@pytest.mark.parametrize("positions", [hs.fields.Rotary(50.0), hs.fields.Additive(normal(5, 4, seed=6))])
 def test_heads_share_their_positions(positions):
     x, thin = tokens(3, 5, 4), LowRank(normal(4, 2, seed=7), normal(4, 2, seed=8))
     heads = [hs.SA(beta, query_key=thin, value=V, positions=positions) for beta in (0.5, 2.0)]
@@ -125,17 +127,17 @@ def test_contexts_of_their_own():
 def test_one_field_per_layer():
     x = tokens(3, 5, 4)
     fields = [hs.SA(1.0, value=V), hs.SA(3.0, query_key=B), hs.SA(0.5)]
-    stack = hs.integrate(hs.Depthwise(fields), x, [0, 1, 2, 3], stepper=hs.Layer()).states
+    stack = hs.integrate(hs.fields.Depthwise(fields), x, [0, 1, 2, 3], stepper=hs.Layer()).states
     state = x
     for k, field in enumerate(fields):
         state = hs.integrate(field, state, [1], stepper=hs.Layer()).states[-1]
         assert (stack[k + 1] - state).abs().max() < 1e-14
-    flow = hs.integrate(hs.Depthwise(fields), x, [0.5, 3.0], stepper=hs.DormandPrince(1e-10)).states[-1]
+    flow = hs.integrate(hs.fields.Depthwise(fields), x, [0.5, 3.0], stepper=hs.DormandPrince(1e-10)).states[-1]
     state = x
     for field in fields:
         state = hs.integrate(field, state, [1.0], stepper=hs.DormandPrince(1e-10)).states[-1]
     assert (flow - state).abs().max() < 1e-7  # 5e-9: steps across the jumps
-    run = hs.integrate(hs.Depthwise(fields), x, [0.5, 1.5])
+    run = hs.integrate(hs.fields.Depthwise(fields), x, [0.5, 1.5])
     assert torch.equal(run.kernel(layer=1), fields[1].kernel(run.trajectory.states[1]))
 
 
@@ -143,15 +145,18 @@ def test_one_field_per_layer():
     ("call", "said"),
     [
         (lambda: hs.SA(1.0, positions="rotary"), "positions is 'rotary'"),
-        (lambda: hs.SA(1.0, positions=hs.Rotary())(tokens(2, 3)), "queries have dimension 3.*even"),
-        (lambda: hs.SA(1.0, positions=hs.Additive(torch.zeros(2, 4)))(tokens(3, 4)), r"table has shape \(2, 4\)"),
-        (lambda: hs.Additive(torch.zeros(2)), r"table is \(2,\)"),
-        (lambda: hs.Rotary(0.0), "base is 0.0"),
+        (lambda: hs.SA(1.0, positions=hs.fields.Rotary())(tokens(2, 3)), "queries have dimension 3.*even"),
+        (
+            lambda: hs.SA(1.0, positions=hs.fields.Additive(torch.zeros(2, 4)))(tokens(3, 4)),
+            r"table has shape \(2, 4\)",
+        ),
+        (lambda: hs.fields.Additive(torch.zeros(2)), r"table is \(2,\)"),
+        (lambda: hs.fields.Rotary(0.0), "base is 0.0"),
         (lambda: hs.CrossAttention(1.0, torch.zeros(3)), r"context is \(3,\)"),
         (lambda: hs.CrossAttention(1.0, tokens(2, 4))(tokens(3, 3)), r"context has shape \(2, 4\)"),
         (lambda: hs.CrossAttention(1.0, tokens(2, 4), context_weights=torch.zeros(2)), "without any token"),
-        (lambda: hs.Depthwise([]), r"layers is \[\]"),
-        (lambda: hs.Depthwise([3]), r"layers is \[3\]"),
+        (lambda: hs.fields.Depthwise([]), r"layers is \[\]"),
+        (lambda: hs.fields.Depthwise([3]), r"layers is \[3\]"),
     ],
 )
 def test_bad_input_is_refused_with_one_sentence(call, said):
@@ -168,16 +173,16 @@ def test_large_clouds_store_no_pairs_and_give_the_loops(n, m):
     x, y = tokens(n, 4), tokens(m, 4, seed=1)
     weights = (normal(m, seed=3) + 1).clamp(min=0)
     field = hs.CrossAttention(3.0, y, query_key=B, value=V, context_weights=weights)
-    with using() as kernels:
+    with using_kernel() as kernels:
         seen = field.ambient(x[None])[0]
-    assert kernels == {"Streaming"}
+    assert kernels == {"Blockwise"}
     rows = x[[0, n // 2, n - 1]]
     logits = [[3.0 * dot((B.mT @ i).tolist(), j.tolist()) for j in y] for i in rows]
     expected = softmax_by_loops(logits, (y @ V.mT).tolist(), weights.tolist())
     assert (seen[[0, n // 2, n - 1]] - expected).abs().max() < 1e-12  # measured 1e-15
 
 
-@pytest.mark.parametrize("kernel", [Dense(), Streaming(), Streaming(block=(2, 3))])
+@pytest.mark.parametrize("kernel", [Dense(), Blockwise(), Blockwise(block=(2, 3))])
 @pytest.mark.parametrize(("n", "m"), [(5, 7), (7, 5)])
 def test_every_kernel_takes_a_second_cloud(kernel, n, m):
     """Weights, one of them 0, and a bias that hides all keys from the first query, in a batch."""
@@ -185,7 +190,7 @@ def test_every_kernel_takes_a_second_cloud(kernel, n, m):
     weights = torch.tensor([1.0, 2.0, 0.0, 0.5, 1.0, 1.0, 3.0], dtype=F64)[:m]
     bias = normal(n, m, seed=4)
     bias[0] = -math.inf
-    with using(kernel):
+    with using_kernel(kernel):
         sums = token_sum(Request(query, key, value, weights=weights, bias=bias))
     assert sums.mean[:, 0].abs().max() == 0
     for k in range(2):
@@ -197,12 +202,12 @@ def test_every_kernel_takes_a_second_cloud(kernel, n, m):
         assert sums.log_mass[k, 1:, 0].tolist() == pytest.approx(mass, rel=1e-12)
 
 
-@pytest.mark.parametrize("kernel", [Dense(), Streaming()])
+@pytest.mark.parametrize("kernel", [Dense(), Blockwise()])
 def test_a_second_cloud_has_its_gradient(kernel):
     x, y = tokens(3, 4), tokens(5, 4, seed=1)
 
     def f(x, y, b):
-        with using(kernel):
+        with using_kernel(kernel):
             return hs.CrossAttention(2.0, y, query_key=b).ambient(x[None])
 
     given = [each.clone().requires_grad_() for each in (x, y, B)]
@@ -222,7 +227,7 @@ def test_layers_whose_velocity_leaves_the_dtype_have_displacements():
     x = torch.stack([tokens(3, 4), tokens(3, 4, seed=1)]).float()
     x[:, 1] = torch.nn.functional.normalize(x[:, 0] + 0.1 * x[:, 2], dim=-1)
     layers = [hs.USA(beta=100.0), hs.SA(beta=1.0), hs.USA(beta=98.0)]
-    field, h = hs.Depthwise(layers), torch.full((2, 1, 1), 1e-43, dtype=F64)
+    field, h = hs.fields.Depthwise(layers), torch.full((2, 1, 1), 1e-43, dtype=F64)
     assert not layers[0].velocity(x).isfinite().all()
     assert torch.equal(field.displacement(x, h, t=0.5), layers[0].displacement(x, h))
     times = torch.tensor([2.5, 0.5], dtype=F64)[:, None, None]
@@ -238,7 +243,7 @@ def test_layers_whose_velocity_leaves_the_dtype_are_integrated():
     x[:, 1] = torch.nn.functional.normalize(x[:, 0] + 0.1 * x[:, 2], dim=-1)
     stepper = hs.DormandPrince()
     alone = hs.integrate(hs.USA(beta=100.0), x, [3e-44], stepper=stepper)
-    stack = hs.integrate(hs.Depthwise([hs.USA(beta=100.0), hs.SA(beta=1.0)]), x, [3e-44], stepper=stepper)
+    stack = hs.integrate(hs.fields.Depthwise([hs.USA(beta=100.0), hs.SA(beta=1.0)]), x, [3e-44], stepper=stepper)
     assert stack.outcome.ok
     torch.testing.assert_close(stack.states, alone.states, rtol=0, atol=1e-5)
     assert not torch.equal(stack.states[-1], x)
@@ -246,9 +251,9 @@ def test_layers_whose_velocity_leaves_the_dtype_are_integrated():
 
 def test_a_map_has_no_velocity_wherever_it_stands():
     mlp = hs.MLP(w_in=torch.eye(4, dtype=F64), w_out=torch.eye(4, dtype=F64), activation=hs.activations.ReLU())
-    block = hs.Block(hs.SA(beta=1.0), mlp, placement=hs.PostNorm(attention_norm=hs.LayerNorm()))
+    block = hs.Block(hs.SA(beta=1.0), mlp, placement=hs.fields.PostNorm(attention_norm=hs.fields.LayerNorm()))
     assert block.only_layers
-    for field in (block, hs.Depthwise([block, block])):
+    for field in (block, hs.fields.Depthwise([block, block])):
         with pytest.raises(HelmscopeError, match=rf"^field is {field.name}, a map that .* no velocity: call layer$"):
             field(tokens(3, 4))
 
@@ -271,4 +276,4 @@ def test_a_field_is_known_behind_its_velocity():
     x = tokens(3, 4)
     torch.testing.assert_close(plain.velocity(x), field.velocity(x))  # not what the subclass makes of it
     far = hs.integrate(field.velocity, x, [1e5])
-    assert far.outcome.statuses == (hs.Status.AT_REST,)
+    assert far.outcome.statuses == (hs.types.Status.AT_REST,)

@@ -17,12 +17,12 @@ import oracles
 from helmscope.geometry import sphere
 from helmscope.geometry.linkage import (
     clusters,
+    collapse_padding,
     components,
     pairs_within,
     pairs_within_chord,
     pairwise_angles,
     spanning_tree,
-    without_padding,
 )
 
 F64, F32 = torch.float64, torch.float32
@@ -203,7 +203,7 @@ def test_clusters_are_the_components_of_the_tree_without_its_longer_edges():
 
 def test_padding_adds_no_cluster_and_no_tree_length():
     x, batch_real = tokens(3, 6, 3), torch.rand(3, 6, generator=torch.Generator().manual_seed(0)) < 0.6
-    for cloud, real, filled in zip(x, batch_real, without_padding(x, batch_real), strict=True):
+    for cloud, real, filled in zip(x, batch_real, collapse_padding(x, batch_real), strict=True):
         assert torch.equal(filled[real], cloud[real])
         assert torch.equal(filled[~real], cloud[real][:1].expand(int((~real).sum()), 3))
         assert spanning_tree(filled).length.sort().values.tolist()[-int(real.sum()) + 1 :] == (

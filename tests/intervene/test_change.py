@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from helmscope.intervene.attention import AblateHead, MaskKeys, Perturb, Reweigh
-from helmscope.intervene.change import changed, with_parameters
+from helmscope.intervene.change import edited, with_parameters
 from helmscope.intervene.states import Ablate, Add, Patch, Replace
 from helmscope.models.keep import Keep
 from helmscope.models.record import record
@@ -56,10 +56,10 @@ def test_ablations_by_hand():
     recording = record(model, ids)
     for site in (Site.ATTENTION, Site.MLP):
         for layer in range(3):
-            with changed(recording, Ablate([layer], site=site)):
+            with edited(recording, Ablate([layer], site=site)):
                 found = outputs(model, "gpt2")
             assert (found - gpt2_by_hand(model, ids, {(site, layer)})).abs().max() < 1e-6
-    with changed(recording, AblateHead([1], heads=[0, 2])):
+    with edited(recording, AblateHead([1], heads=[0, 2])):
         found = outputs(model, "gpt2")
     assert (found - gpt2_by_hand(model, ids, {("head", 1, 0), ("head", 1, 2)})).abs().max() < 1e-6
     assert (found - outputs(model, "gpt2")).abs().max() > 1e-5
@@ -156,7 +156,7 @@ def test_the_model_is_restored_after_an_exception(case):
     changes = [Ablate(site=Site.MLP)] + ([Perturb(relative=0.1)] if recording.anatomy.tapped else [])
 
     def interrupted():
-        with changed(recording, *changes):
+        with edited(recording, *changes):
             outputs(model, family)
             raise RuntimeError("in the middle")
 
@@ -233,7 +233,7 @@ def test_noise_is_absolute_or_relative_and_depends_on_its_seed_only():
 def test_bad_changes(make, words):
     model = tiny_model("gpt2")
     recording = record(model, inputs_of("gpt2"))
-    with pytest.raises(HelmscopeError, match=words), changed(recording, make(recording)):
+    with pytest.raises(HelmscopeError, match=words), edited(recording, make(recording)):
         outputs(model, "gpt2")
 
 
@@ -243,10 +243,10 @@ def test_nested_edits_all_apply(case):
     head = AblateHead([0], heads=[0, 1]) if tapped else Ablate([0], site=Site.ATTENTION)
     push = Add([2], site=Site.MLP, value=torch.linspace(-1, 1, 32))  # a constant would be lost in a LayerNorm
     both, alone = recording.under(head, push).logits(), recording.under(head).logits()
-    with changed(recording, head), changed(recording, push) as model:
+    with edited(recording, head), edited(recording, push) as model:
         found = outputs(model, family)
     assert (found - both).abs().max() < 1e-5 * both.abs().max()
-    with changed(recording, head):
+    with edited(recording, head):
         inside = recording.logits()
     assert (inside - alone).abs().max() < 1e-5 * both.abs().max()
     assert (both - alone).abs().max() > 1e-4 * both.abs().max()
@@ -259,7 +259,7 @@ def test_an_edit_does_not_depend_on_the_chunks_of_texts():
     tokens[0] = True
     change = Replace([0], site=Site.MLP, tokens=tokens, value=torch.ones(32))
     wanted = recording.under(change).logits()
-    with changed(recording, change):
+    with edited(recording, change):
         assert (outputs(model, "gpt2") - wanted).abs().max() < 1e-5
     whole = record(model, inputs_of("gpt2"), batch_size=3)
     noise = Perturb(relative=0.5, seed=2)
@@ -303,21 +303,21 @@ def test_editing_attention_outside_the_registry_is_an_error():
     recording = record(model, inputs_of("bloom"))
     with (
         pytest.raises(HelmscopeError, match="does not look up its attention function in the registry"),
-        changed(recording, Perturb(relative=0.1)),
+        edited(recording, Perturb(relative=0.1)),
     ):
         pass
 
 
 def test_nothing_can_be_recorded_within_changed():
-    from helmscope.models.doctor import doctor
+    from helmscope.models.doctor import diagnose
 
     model, ids = tiny_model("gpt2"), inputs_of("gpt2")
     recording = record(model, ids)
-    with changed(recording, Ablate([2])):
+    with edited(recording, Ablate([2])):
         for make in (
             lambda: record(model, ids),
             lambda: record(model.transformer, ids),
-            lambda: doctor(model),
+            lambda: diagnose(model),
             lambda: recording.under(Ablate([1])),
             lambda: recording.resume(depth=2, states=recording.trajectory.states[2]),
         ):

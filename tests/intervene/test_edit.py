@@ -79,7 +79,7 @@ def test_a_function_does_what_a_hand_written_hook_does(family):
 
 def test_weights_mask_and_heads_by_hand():
     model = tiny_model("gpt2")
-    recording = record(model, inputs_of("gpt2"), keep=hs.Keep.VALUES)
+    recording = record(model, inputs_of("gpt2"), keep=hs.models.Keep.VALUES)
     even = torch.ones(13, 13).tril() / torch.arange(1, 14).unsqueeze(-1)
     changed = recording.under(Edit(Site.WEIGHTS, [0], lambda weights: even.expand_as(weights)))
     assert torch.equal(changed.kernel(layer=0), even.expand(3, 4, 13, 13))
@@ -128,8 +128,8 @@ def test_the_context_says_where_an_edit_is_applied():
 def test_edits_under_changed_know_the_texts_too():
     """Noise under ``changed`` depends on the index of the text in the batch, not on the size of the chunks."""
     recording = record(tiny_model("gpt2"), inputs_of("gpt2"), batch_size=2)
-    noise = hs.Perturb(relative=0.5, seed=2)
-    with hs.changed(recording, noise):
+    noise = hs.intervene.Perturb(relative=0.5, seed=2)
+    with hs.intervene.edited(recording, noise):
         inside = recording.logits()
     assert (inside - recording.under(noise).logits()).abs().max() < 1e-6
 
@@ -193,8 +193,11 @@ def test_functions_of_a_value_or_of_a_value_and_a_context(function):
         ),
         (lambda: Edit(Site.WEIGHTS, None, lambda a: a[0]), r"gives \(4, 13, 13\) at Site.WEIGHTS"),
         (lambda: Edit(Site.MASK, None, lambda a: a[0]), r"gives \(1, 13, 13\) at Site.MASK"),
-        (lambda: hs.Perturb(site=Site.WEIGHTS, sigma=1.0), "site is <Site.WEIGHTS.*, but Perturb must be at one of"),
-        (lambda: hs.Replace(site=Site.KEY), "site is <Site.KEY.*, but Replace must be at one of Site.INPUT"),
+        (
+            lambda: hs.intervene.Perturb(site=Site.WEIGHTS, sigma=1.0),
+            "site is <Site.WEIGHTS.*, but Perturb must be at one of",
+        ),
+        (lambda: hs.intervene.Replace(site=Site.KEY), "site is <Site.KEY.*, but Replace must be at one of Site.INPUT"),
     ],
 )
 def test_bad_edits(make, words):
@@ -208,7 +211,7 @@ def test_heads_are_checked_before_the_forward_starts():
     begun = []
     handle = recording.anatomy.model.register_forward_pre_hook(lambda *_: begun.append(1))
     with pytest.raises(HelmscopeError, match="heads holds 4, but layer 2 has heads 0 to 3"):
-        recording.under(hs.AblateHead([2], heads=[0, 4]))
+        recording.under(hs.intervene.AblateHead([2], heads=[0, 4]))
     handle.remove()
     assert not begun
 
@@ -267,10 +270,10 @@ def test_gradients_of_logits_states_and_lens():
     ]
     for function in functions:
         vector = torch.zeros(32, dtype=torch.float64, requires_grad=True)
-        changed = recording.under(hs.Add([0], site=Site.MIDDLE, value=vector))
+        changed = recording.under(hs.intervene.Add([0], site=Site.MIDDLE, value=vector))
         (gradient,) = torch.autograd.grad(function(changed, gradients=True), vector)
         wanted = finite_difference(
-            lambda v, function=function: function(recording.under(hs.Add([0], site=Site.MIDDLE, value=v))),
+            lambda v, function=function: function(recording.under(hs.intervene.Add([0], site=Site.MIDDLE, value=v))),
             vector.detach(),
             direction,
         )

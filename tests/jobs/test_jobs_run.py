@@ -70,12 +70,12 @@ def test_a_simulation_gives_its_numbers(tmp_path):
 
 @pytest.mark.usefixtures("no_pictures")
 def test_a_phase_diagram_gives_its_numbers(tmp_path):
-    result = hs.jobs.run(PHASE, folder=tmp_path / "run", engine=hs.Processes(2))
+    result = hs.jobs.run(PHASE, folder=tmp_path / "run", engine=hs.runs.Processes(2))
     case = {"betas": [1.0, 4.0], "times": [0.0, 2.0, 4.0], "samples": 3, "seed": 7}
     seen = hs.phase_diagram(hs.SA, start=hs.Uniform(4, 9), **case)
     assert np.array_equal(result.diagram.probability.sel(dim=9).values, seen.probability.values)
     assert (result.ok, result.lost) == (True, 0)
-    assert result.half_time.equals(hs.half_time(result.diagram))
+    assert result.half_time.equals(hs.observe.half_time(result.diagram))
 
 
 def test_trials_and_a_report_give_verdicts(tmp_path):
@@ -83,7 +83,7 @@ def test_trials_and_a_report_give_verdicts(tmp_path):
     assert [verdict.claim for verdict in result.verdicts] == ["kuramoto"]
     assert result.verdicts[0] == hs.try_claim("kuramoto", quick=True, seed=3).verdict
     assert 'data-claim="kuramoto"' in result.page.read_text()
-    assert hs.RunFolder.open(tmp_path / "run").read_verdicts() == tuple(result.verdicts)
+    assert hs.store.RunFolder.open(tmp_path / "run").read_verdicts() == tuple(result.verdicts)
 
 
 def test_without_a_folder_it_makes_one(tmp_path, monkeypatch):
@@ -196,8 +196,8 @@ def test_the_verb_refuses_in_one_sentence(helmscope, tmp_path):
 
 def test_code_of_ones_own_is_not_offered_for_pasting(helmscope, tmp_path):
     """A spec names the folder whose code it runs, and a pasted line would not show it."""
-    folder = hs.RunFolder.create(tmp_path / "runs" / "a")
-    hs.run([hs.Unit("one", os.getcwd)], folder)
+    folder = hs.store.RunFolder.create(tmp_path / "runs" / "a")
+    hs.runs.run([hs.runs.Unit("one", os.getcwd)], folder)
     (folder.path / "units" / "one.json").unlink()
     folder.write_spec(hs.jobs.to_toml(Trials(folder="evil")))
     (run,) = json.loads(helmscope("runs", "--json")[1])["runs"]

@@ -12,7 +12,7 @@ import torch
 
 from children import run_python
 from helmscope.fields.attention import SA
-from helmscope.kernels.choose import using
+from helmscope.kernels.choose import using_kernel
 from helmscope.kernels.dense import attention_sum, logits
 from helmscope.kernels.flash import Flash, Plan
 from helmscope.kernels.kernel import AttentionSum, Kernel, Request
@@ -137,7 +137,7 @@ def test_values_of_any_size(size):
 def test_velocity_of_tokens_off_the_sphere():
     x = 2 * unit(70, 5)
     want = SA(2.0).ambient(x.double())
-    with using(Flash()) as used:
+    with using_kernel(Flash()) as used:
         assert relative_error(SA(2.0).ambient(x.to(DEVICE)).cpu(), want) <= 3e-6
     assert used == {"Flash"}
 
@@ -320,7 +320,7 @@ def test_unsupported_requests(monkeypatch):
         ),
         (replace(supported, bias=torch.zeros(4, 4)), "it takes no bias"),
         (
-            replace(supported, settle=lambda pairs, weights: pairs),
+            replace(supported, transform_logits=lambda pairs, weights: pairs),
             "it never stores the whole matrix of logits, which this field needs",
         ),
         (

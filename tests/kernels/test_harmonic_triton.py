@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from helmscope.kernels.choose import token_sum, using
+from helmscope.kernels.choose import token_sum, using_kernel
 from helmscope.kernels.dense import Dense
 from helmscope.kernels.harmonic import Harmonic, harmonic_degree
 from helmscope.kernels.harmonic_gpu import Partition, gpu_sums
@@ -122,16 +122,16 @@ def test_inaccurate_systems_are_the_same_as_without_the_gpu_diagnostics(d: int, 
 def test_the_dispatcher_falls_back_to_pairwise_sums_for_inaccurate_systems(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("helmscope.kernels.choose.MAX_DENSE_TOKENS", 16)
     x = cloud(200, 2, batch=2)
-    for isolated, names in ((False, {"Harmonic"}), (True, {"Harmonic", "Flash" if DEVICE == "cuda" else "Streaming"})):
+    for isolated, names in ((False, {"Harmonic"}), (True, {"Harmonic", "Flash" if DEVICE == "cuda" else "Blockwise"})):
         if isolated:
             x[1] = torch.nn.functional.normalize(x[1] * 0.01 + torch.eye(2)[0], dim=-1)
             x[1, 3] = -torch.eye(2)[0]
         y = x.to(DEVICE)
-        with using() as used:
+        with using_kernel() as used:
             sums = token_sum(Request(4 * y, y, y, beta=4.0, skip_self=True))
         assert used == names
         expected = Dense().sum(Request(*(4 * x.double(), x.double(), x.double()), beta=4.0, skip_self=True)).mean
         assert sums.shift.shape == (2, 200, 1)
         error = (sums.mean.cpu() - expected).abs().amax((1, 2))
         assert float(error[0]) < 5e-7
-        assert float(error[1]) < 2e-6  # Streaming in float32 has 1e-6
+        assert float(error[1]) < 2e-6  # Blockwise in float32 has 1e-6

@@ -20,7 +20,7 @@ from helmscope.models.boxed import BOX, FIRST, MODELS
 from helmscope.observe.kernel import row_entropy
 from helmscope.types import HelmscopeError
 
-FEW = hs.box_texts()[:4]
+FEW = hs.models.box_texts()[:4]
 LAYERS = {"A": 12, "B": 12, "tied": 24}
 # how far what is shipped (bfloat16, recorded in float32) is from the last step of training (float32 weights, whose
 # products a GPU took in TF32), on all 128 texts: relative in the radius, absolute in the rest; measured in that order
@@ -44,7 +44,7 @@ def whole():
 class Entropy(hs.Instrument):
     """Of the attention rows, mean over tokens."""
 
-    name, needs = "entropy", hs.Needs.KERNEL
+    name, needs = "entropy", hs.types.Needs.KERNEL
 
     def attention(self, moment, passed):
         self.keep(moment, {"entropy": row_entropy(passed.kernel.double()).mean(-1)})
@@ -64,7 +64,7 @@ def streams(recording):
 
 def check_history(name, found):
     """Near the last step, and at least ten times nearer to it than to the one before."""
-    history = hs.training_history(name)
+    history = hs.models.training_history(name)
     for key, value in found.items():
         last, before = history[key].values[-1].astype(float), history[key].values[-2].astype(float)
         scale = last if key == "radius" else 1.0
@@ -99,7 +99,9 @@ def test_tied_goes_on_to_48(recorded):
     assert deep.trajectory.states.shape == (97, 4, 128, 192)
     assert torch.equal(deep.trajectory.states[:49], recorded["tied"].trajectory.states)
     assert (deep.stream(depth=96) - deep.stream(depth=94)).abs().max() > 1e-3
-    model = tf.AutoModelForMaskedLM.from_pretrained(hs.box_folder("tied"), num_hidden_layers=48, dtype=torch.float32)
+    model = tf.AutoModelForMaskedLM.from_pretrained(
+        hs.models.box_folder("tied"), num_hidden_layers=48, dtype=torch.float32
+    )
     with torch.no_grad():
         states = model(**deep.batch.inputs, output_hidden_states=True).hidden_states
     assert len(states) == 49
@@ -123,7 +125,7 @@ def test_what_load_refuses(options, said):
 
 
 def test_names_that_are_not_in_the_box():
-    for ask in (hs.box_folder, hs.training_history):
+    for ask in (hs.models.box_folder, hs.models.training_history):
         with pytest.raises(HelmscopeError, match="unknown model 'Tied': did you mean 'tied'"):
             ask("Tied")
         with pytest.raises(HelmscopeError, match="Allowed: A, B, tied"):
@@ -136,8 +138,8 @@ def test_record_alone_takes_the_first_model_and_the_texts_in_the_box(whole):
     assert whole.origin.name == "A"
     assert whole.trajectory.states.shape == (25, 128, 128, 192)
     assert whole.batch.counted.all()
-    words = tf.AutoTokenizer.from_pretrained(hs.box_folder("A"))
-    assert words.batch_decode(whole.batch.inputs["input_ids"]) == hs.box_texts()
+    words = tf.AutoTokenizer.from_pretrained(hs.models.box_folder("A"))
+    assert words.batch_decode(whole.batch.inputs["input_ids"]) == hs.models.box_texts()
 
 
 def test_where_training_ended_is_what_is_recorded(whole):
@@ -154,7 +156,7 @@ def test_where_training_ended_is_what_is_recorded_attention_too(name):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_history_of_training(name):
-    history, layers = hs.training_history(name), LAYERS[name]
+    history, layers = hs.models.training_history(name), LAYERS[name]
     steps = history.step.values
     assert len(steps) == 12
     assert steps[0] == 0
@@ -181,8 +183,8 @@ def test_a_and_b_say_different_things(recorded):
 
 def test_the_tokenizer_is_one():
     for file in ("tokenizer.json", "tokenizer_config.json"):
-        assert len({(hs.box_folder(name) / file).read_bytes() for name in MODELS}) == 1
-    words = tf.AutoTokenizer.from_pretrained(hs.box_folder("B"))
+        assert len({(hs.models.box_folder(name) / file).read_bytes() for name in MODELS}) == 1
+    words = tf.AutoTokenizer.from_pretrained(hs.models.box_folder("B"))
     assert len(words) == 4096
     assert (words.bos_token_id, words.eos_token_id, words.pad_token_id, words.mask_token_id) == (0, 0, 1, 2)
 
@@ -203,7 +205,7 @@ def test_every_string_comes_back():
         )
         for _ in range(10_000)
     ]
-    words = tf.AutoTokenizer.from_pretrained(hs.box_folder("A"))
+    words = tf.AutoTokenizer.from_pretrained(hs.models.box_folder("A"))
     codes = words(strings)["input_ids"]
     assert words.batch_decode(codes) == strings
     # the three special tokens and the 256 bytes come first; 13 bytes stand in no UTF-8
@@ -211,8 +213,8 @@ def test_every_string_comes_back():
 
 
 def test_the_texts_in_the_box():
-    texts = hs.box_texts()
-    words = tf.AutoTokenizer.from_pretrained(hs.box_folder("A"))
+    texts = hs.models.box_texts()
+    words = tf.AutoTokenizer.from_pretrained(hs.models.box_folder("A"))
     codes = words(texts)["input_ids"]
     assert len(texts) == len(set(texts)) == 128
     assert {len(row) for row in codes} == {128}
@@ -225,7 +227,7 @@ def test_the_texts_in_the_box():
 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_card_is_of_these_weights(name):
-    folder = hs.box_folder(name)
+    folder = hs.models.box_folder(name)
     card = (folder / "README.md").read_text(encoding="utf-8")
     digest = hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
     assert f"| model.safetensors | sha256 {digest} |" in card
@@ -245,7 +247,7 @@ def test_the_box_is_small():
 
 def test_a_folder_of_the_same_name_is_meant_by_its_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    shutil.copytree(hs.box_folder("B"), tmp_path / "A")
-    wanted = hashlib.sha256((hs.box_folder("B") / "model.safetensors").read_bytes()).hexdigest()
+    shutil.copytree(hs.models.box_folder("B"), tmp_path / "A")
+    wanted = hashlib.sha256((hs.models.box_folder("B") / "model.safetensors").read_bytes()).hexdigest()
     for source, same in (("./A", True), (Path("./A"), True), ("A", False)):
         assert (hs.load(source).origin.hashes["model.safetensors"] == wanted) is same

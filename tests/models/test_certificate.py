@@ -10,7 +10,7 @@ import transformers as tf
 
 import helmscope as hs
 from helmscope.models import certify
-from helmscope.models.anatomy import dissect
+from helmscope.models.anatomy import find_anatomy
 from helmscope.models.record import record
 from helmscope.models.tap import Attended
 from helmscope.types import HelmscopeError
@@ -34,7 +34,7 @@ def test_half_precision_is_read_too(family, dtype, monkeypatch):
 def test_faults_of_attention_are_caught(family, monkeypatch):
     """Weights of the neighbouring head, rows of another sum, and a mask that is lost."""
     model, ids = tiny_model(family), inputs_of(family)
-    anatomy, seen = dissect(model, {"input_ids": ids})
+    anatomy, seen = find_anatomy(model, {"input_ids": ids})
     heard = [layer.attention[1].weights for layer in seen]
     assert certify.heads_line(anatomy, seen).ok
     assert certify.attention_lines(anatomy, seen, heard, causal=False)[0].ok
@@ -55,11 +55,13 @@ def test_faults_of_attention_are_caught(family, monkeypatch):
 @pytest.mark.parametrize("depth", range(7))
 def test_a_wrong_state_is_caught_at_every_depth(family, depth, monkeypatch):
     """States of the neighbouring token, written down at one depth."""
-    from helmscope.models.recorder import Stream
+    from helmscope.models.recorder import ResidualStream
 
-    honest = Stream.put
+    honest = ResidualStream.put
     monkeypatch.setattr(
-        Stream, "put", lambda self, at, rows, value: honest(self, at, rows, value.roll(1, 1) if at == depth else value)
+        ResidualStream,
+        "put",
+        lambda self, at, rows, value: honest(self, at, rows, value.roll(1, 1) if at == depth else value),
     )
     recording = record(tiny_model(family), inputs_of(family))
     assert recording.certificate["states"].ok is False
@@ -125,7 +127,7 @@ def test_a_lost_mask_is_caught(family, monkeypatch):
 @pytest.mark.parametrize("family", CLASSES)
 def test_a_wrong_force_is_caught(family):
     model, ids = tiny_model(family), inputs_of(family)
-    anatomy, seen = dissect(model, {"input_ids": ids})
+    anatomy, seen = find_anatomy(model, {"input_ids": ids})
     line, forces = certify.mlp_line(anatomy, seen)
     assert line.ok
     assert len(forces) == 3

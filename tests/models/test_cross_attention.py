@@ -7,10 +7,10 @@ import pytest
 import torch
 
 import helmscope as hs
-from helmscope.models.anatomy import dissect
+from helmscope.models.anatomy import find_anatomy
 from helmscope.models.certify_cross import cross_lines
 from helmscope.models.record import record
-from helmscope.models.recorder import Recorder, Stream
+from helmscope.models.recorder import Recorder, ResidualStream
 from helmscope.models.tap import Attended
 from helmscope.models.watch import Site
 from helmscope.types import Half, HelmscopeError
@@ -18,15 +18,21 @@ from model_families import PAIRS, inputs_of, pair_inputs, tiny_model
 
 F64 = torch.float64
 TWO = ("t5-relu", "bart")
-EVERYTHING = hs.Keep.QUERIES | hs.Keep.KEYS | hs.Keep.VALUES | hs.Keep.WEIGHTS | hs.Keep.WRITES
+EVERYTHING = (
+    hs.models.Keep.QUERIES
+    | hs.models.Keep.KEYS
+    | hs.models.Keep.VALUES
+    | hs.models.Keep.WEIGHTS
+    | hs.models.Keep.WRITES
+)
 
 
 class Everything(hs.Instrument):
     """Keeps all that passes, by its half."""
 
-    name, needs = "everything", ~hs.Needs.NOTHING
+    name, needs = "everything", ~hs.types.Needs.NOTHING
 
-    def __init__(self, needs=~hs.Needs.NOTHING):
+    def __init__(self, needs=~hs.types.Needs.NOTHING):
         self.needs, self.seen = needs, []
 
     def attention(self, moment, passed):
@@ -89,22 +95,22 @@ def test_a_replay_shows_cross_attention_as_a_half_of_its_own(family, batch_size)
 
 def test_nothing_is_shown_that_is_not_needed():
     recording = record(tiny_model("bart"), pair_inputs())
-    only = Everything(hs.Needs.CROSS_KERNEL)
+    only = Everything(hs.types.Needs.CROSS_KERNEL)
     recording.replay(only)
     assert {moment.half for moment, _ in only.seen} == {Half.CROSS}
     assert all(passed.write is None and passed.query is None for _, passed in only.seen)
-    old = Everything(hs.Needs.KERNEL | hs.Needs.MLP_WRITE)
+    old = Everything(hs.types.Needs.KERNEL | hs.types.Needs.MLP_WRITE)
     recording.replay(old)
     assert {moment.half for moment, _ in old.seen} == {Half.ATTENTION, Half.MLP}
     with pytest.raises(HelmscopeError, match="everything kept nothing: this system has no half that it looks at"):
-        record(tiny_model("gpt2"), inputs_of("gpt2")).replay(Everything(hs.Needs.CROSS_KERNEL))
+        record(tiny_model("gpt2"), inputs_of("gpt2")).replay(Everything(hs.types.Needs.CROSS_KERNEL))
 
 
 @pytest.mark.parametrize("family", TWO)
 def test_what_takes_a_system_takes_both_stacks(family):
     recording = record(tiny_model(family), pair_inputs(), batch_size=2)
     for each, steps in ((recording, 3), (recording.encoder, 2)):
-        assert isinstance(each, hs.System)
+        assert isinstance(each, hs.types.System)
         tracked = hs.track(each.trajectory, product=hs.mean_inner_product)
         assert tracked.sizes["depth"] == 3 * steps + 1
         assert hs.overview(each, beta=1.0).sizes["depth"] == 3 * steps + 1
@@ -143,7 +149,7 @@ def test_a_lost_mask_is_caught(family, monkeypatch):
 @pytest.mark.parametrize("family", TWO)
 def test_faults_of_cross_attention_are_caught(family):
     model, inputs = tiny_model(family), pair_inputs()
-    anatomy, seen = dissect(model, inputs)
+    anatomy, seen = find_anatomy(model, inputs)
     heard = [layer.cross[1].weights for layer in seen]
 
     def failing(listened=heard):
@@ -168,13 +174,13 @@ def test_faults_of_cross_attention_are_caught(family):
 @pytest.mark.parametrize("depth", range(10))
 @pytest.mark.parametrize("family", TWO)
 def test_a_wrong_state_is_caught_at_every_depth(family, depth, monkeypatch):
-    honest = Stream.put
+    honest = ResidualStream.put
 
     def careless(self, at, rows, value):
         deceived = self.radius.shape[0] == 10 and at == depth  # of the decoder, whose neighbours it takes
         return honest(self, at, rows, value.roll(1, 1) if deceived else value)
 
-    monkeypatch.setattr(Stream, "put", careless)
+    monkeypatch.setattr(ResidualStream, "put", careless)
     recording = record(tiny_model(family), pair_inputs())
     assert recording.encoder.certificate.ok
     assert recording.certificate["states"].ok is False
@@ -229,7 +235,7 @@ def test_an_encoder_decoder_model_on_trial_and_at_the_doctor(family):
     assert twin.certificate.ok
     encoder = hs.Subject(model.get_encoder(), ids.tolist())
     assert encoder.needs("cross_kernel").endswith("has no cross-attention")
-    found = hs.doctor(model, texts=10, tokens=16)
+    found = hs.models.diagnose(model, texts=10, tokens=16)
     assert found.ok
     assert "\nits encoder\nok    topology" in str(found)
     assert found.trajectory_bytes == (10 + 7) * 10 * 16 * (32 + 2) * 4

@@ -11,7 +11,7 @@ import torch
 import transformers as tf
 
 from helmscope.intervene.attention import AblateHead, Perturb, Reweigh
-from helmscope.intervene.change import changed
+from helmscope.intervene.change import edited
 from helmscope.intervene.edit import Edit
 from helmscope.intervene.states import Ablate, Add, Patch
 from helmscope.models.hooks import watching
@@ -377,7 +377,7 @@ def test_threads_that_want_encoder_and_decoder_do_not_wait_for_each_other():
     wanted, found = recording.logits(), []
 
     def nested():
-        with changed(recording.encoder, Edit(Site.MLP, [0], lambda write: None)):
+        with edited(recording.encoder, Edit(Site.MLP, [0], lambda write: None)):
             found.append(recording.logits())
 
     threads = [Thread(target=target, daemon=True) for target in (nested, lambda: found.append(recording.logits())) * 4]

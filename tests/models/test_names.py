@@ -14,8 +14,10 @@ from model_families import inputs_of, tiny_model
 def test_a_head_by_its_name_in_a_measurement_and_in_an_edit(name):
     recording = record(tiny_model("gpt2"), inputs_of("gpt2"))
     seen = hs.kernel_statistics(recording)
-    assert float(seen.sel(**hs.head(name)).entropy.mean()) == float(seen.entropy.isel(layer=2, head=3).mean())
-    assert repr(hs.AblateHead(**hs.head(name))) == "AblateHead(layers=[2], heads=[3])"
+    assert float(seen.sel(**hs.models.parse_head(name)).entropy.mean()) == float(
+        seen.entropy.isel(layer=2, head=3).mean()
+    )
+    assert repr(hs.intervene.AblateHead(**hs.models.parse_head(name))) == "AblateHead(layers=[2], heads=[3])"
 
 
 @pytest.mark.parametrize(
@@ -23,16 +25,16 @@ def test_a_head_by_its_name_in_a_measurement_and_in_an_edit(name):
 )
 def test_what_names_no_head_is_refused(name):
     with pytest.raises(HelmscopeError, match=r"name is .*, but a head is named by layer and head, such as 'L3H5' or"):
-        hs.head(name)
+        hs.models.parse_head(name)
 
 
 def test_one_head_and_several_are_not_given_at_once():
     with pytest.raises(HelmscopeError, match="layer is 1 and layers is given too, but one of them says which"):
-        hs.AblateHead([1], heads=[2], layer=1)
+        hs.intervene.AblateHead([1], heads=[2], layer=1)
     with pytest.raises(HelmscopeError, match="head is 0 and heads is given too"):
-        hs.AblateHead([1], heads=[2], head=0)
+        hs.intervene.AblateHead([1], heads=[2], head=0)
     with pytest.raises(HelmscopeError, match="head is -1, but it must be a whole number >= 0"):
-        hs.AblateHead(layer=0, head=-1)
+        hs.intervene.AblateHead(layer=0, head=-1)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ def convolutions():
 def test_a_model_of_convolutions(convolutions):
     said = r"ResNetStage blocks read tensors of shape \(2, 8, \d+, \d+\), but only models of tokens"
     with pytest.raises(HelmscopeError, match=said):
-        hs.doctor(convolutions)
+        hs.models.diagnose(convolutions)
     with pytest.raises(HelmscopeError, match=said):
         hs.record(convolutions, torch.randn(2, 3, 32, 32))
 
@@ -37,11 +37,11 @@ def test_a_model_that_hears():
     convolution = {"conv_dim": (8,), "conv_kernel": (4,), "conv_stride": (4,), "num_feat_extract_layers": 1}
     model = tf.Wav2Vec2Model(tf.Wav2Vec2Config(**sizes, **convolution, num_conv_pos_embedding_groups=2)).eval()
     with pytest.raises(HelmscopeError, match="which takes input_values, but it has no table of embeddings"):
-        hs.doctor(model)
+        hs.models.diagnose(model)
 
 
 def test_images_of_two_sides():
     """A size that is given as height and width."""
     model = tiny_model("vit")
     model.config.image_size = (16, 16)
-    assert hs.doctor(model).certificate.ok
+    assert hs.models.diagnose(model).certificate.ok

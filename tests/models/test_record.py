@@ -73,7 +73,7 @@ def test_a_key_can_be_drawn_from_the_kernel_of_a_float64_llama():
     exact = kernel / kernel.sum(-1, keepdim=True)
     mean = exact @ x
     wanted = torch.einsum("bij,bjd,bje->bide", exact, x, x) - torch.einsum("bid,bie->bide", mean, mean)
-    assert (hs.token_sampling_covariance(kernel, x) - wanted / 2).abs().max() < 1e-12
+    assert (hs.observe.token_sampling_covariance(kernel, x) - wanted / 2).abs().max() < 1e-12
 
 
 def test_holes_in_an_attention_mask_stay_where_they_are():
@@ -149,9 +149,9 @@ def test_one_of_a_kind_is_singular():
     recording = record(model, ["a b"], tokenizer=words)
     assert "3 layers, width 32; 1 text x 2 tokens" in repr(recording)
     assert "1 text x 1 token " in repr(record(model, ["a"], tokenizer=words))
-    assert repr(recording.runner.under(hs.Ablate())).endswith("1 text, 16 at a time; 1 edit>")
+    assert repr(recording.runner.under(hs.intervene.Ablate())).endswith("1 text, 16 at a time; 1 edit>")
     assert repr(hs.Subject("A", ["a"])) == "<Subject A: 1 text>"
-    assert "to record 1 text of 1 token: " in str(hs.doctor(model, texts=1, tokens=1))
+    assert "to record 1 text of 1 token: " in str(hs.models.diagnose(model, texts=1, tokens=1))
     with pytest.raises(HelmscopeError, match="texts holds 1 different prompt, but two halves need at least 4"):
         _ = hs.Subject("A", ["Lily"]).test
 
@@ -173,9 +173,9 @@ def test_a_default_device_without_values_does_no_harm():
     torch.set_default_device("meta")
     try:
         found = record(model, ids)
-        noisy = found.under(hs.Perturb(site=hs.Site.KEY, sigma=0.1))
-        assert hs.untrained_twin(model, seed=1).model.device.type == "cpu"
-        assert hs.doctor(model, texts=1, tokens=4).certificate.ok
+        noisy = found.under(hs.intervene.Perturb(site=hs.Site.KEY, sigma=0.1))
+        assert hs.models.untrained_twin(model, seed=1).model.device.type == "cpu"
+        assert hs.models.diagnose(model, texts=1, tokens=4).certificate.ok
     finally:
         torch.set_default_device(None)
     assert torch.equal(found.trajectory.states, wanted.trajectory.states)
@@ -278,7 +278,7 @@ def test_the_sink_of_an_encoder_is_its_first_special_token():
 
 def test_a_layer_is_asked_for_by_its_name_and_number():
     """A loop over layers reads every layer once, as edits count them."""
-    recording = record(tiny_model("gpt2"), inputs_of("gpt2"), keep=hs.Keep.WEIGHTS)
+    recording = record(tiny_model("gpt2"), inputs_of("gpt2"), keep=hs.models.Keep.WEIGHTS)
     for layer in recording.layers:
         assert torch.equal(recording.kernel(layer=layer), recording.kept["weights"][layer])
     with pytest.raises(TypeError):
@@ -364,7 +364,7 @@ def test_the_lens_comes_to_what_the_model_says(family, dtype):
 class Entropy(hs.Instrument):
     """The mean entropy of the rows, by layer, prompt and head."""
 
-    name, needs = "entropy", hs.Needs.KERNEL | hs.Needs.QKV
+    name, needs = "entropy", hs.types.Needs.KERNEL | hs.types.Needs.QKV
 
     def attention(self, moment, passed):
         assert passed.query.shape[-1] == passed.key.shape[-1]
@@ -374,7 +374,13 @@ class Entropy(hs.Instrument):
 
 def test_instruments_see_what_is_kept():
     model, ids = tiny_model("llama"), inputs_of("llama")
-    everything = hs.Keep.QUERIES | hs.Keep.KEYS | hs.Keep.VALUES | hs.Keep.WEIGHTS | hs.Keep.WRITES
+    everything = (
+        hs.models.Keep.QUERIES
+        | hs.models.Keep.KEYS
+        | hs.models.Keep.VALUES
+        | hs.models.Keep.WEIGHTS
+        | hs.models.Keep.WRITES
+    )
     recording = record(model, ids, keep=everything, batch_size=2)
     kept = recording.kept
     assert {name: tuple(value.shape) for name, value in kept.items()} == {
@@ -416,13 +422,13 @@ def test_a_family_that_cannot_be_overheard_says_what_it_hides():
     with pytest.raises(HelmscopeError, match=r"replay is not given out.*hides q, k and v"):
         recording.replay(Entropy())
     with pytest.raises(HelmscopeError, match="shows its attention weights alone"):
-        record(model, inputs_of("gpt2"), keep=hs.Keep.QUERIES)
-    assert record(model, inputs_of("gpt2"), keep=hs.Keep.WEIGHTS).kept["weights"].shape[0] == 3
+        record(model, inputs_of("gpt2"), keep=hs.models.Keep.QUERIES)
+    assert record(model, inputs_of("gpt2"), keep=hs.models.Keep.WEIGHTS).kept["weights"].shape[0] == 3
 
 
 def test_states_that_are_lost_are_said():
     recording = record(tiny_model("gpt2"), inputs_of("gpt2"))
-    lost = recording.under(hs.Reweigh(function=lambda weights: torch.nan * weights))
+    lost = recording.under(hs.intervene.Reweigh(function=lambda weights: torch.nan * weights))
     assert lost.certificate.ok is False
     with pytest.raises(HelmscopeError, match="not finite"):
         _ = lost.trajectory
@@ -506,10 +512,10 @@ def test_what_is_shown_of_a_recording_is_one_line(tmp_path):
     tiny_model("gpt2").save_pretrained(tmp_path)
     loaded = hs.load(tmp_path)
     recording = record(loaded, inputs_of("gpt2"))
-    shown = repr(recording.under(hs.Ablate([1])).resume(depth=2, states=recording.trajectory.states[2]))
+    shown = repr(recording.under(hs.intervene.Ablate([1])).resume(depth=2, states=recording.trajectory.states[2]))
     assert shown.startswith("<Recording of gpt2: sequential pre-norm; 3 layers, width 32; 3 texts x 13 tokens (")
     assert "certificate ok; from depth 2; under Ablate(layers=[1]), PutState(depth=2, states=" in shown
-    failed = recording.under(hs.Reweigh(function=lambda weights: torch.nan * weights))
+    failed = recording.under(hs.intervene.Reweigh(function=lambda weights: torch.nan * weights))
     assert "certificate fails: finite, residual; under Reweigh" in repr(failed)
     for thing in (recording, failed, recording.anatomy, recording.anatomy.layers[0], recording.residual, loaded):
         assert "\n" not in repr(thing)
@@ -525,7 +531,7 @@ def test_the_lens_goes_by_blocks_of_texts_and_tokens(monkeypatch):
     recording = record(tiny_model("gpt2"), texts, tokenizer=words)
     tokens = torch.zeros(3, 9, dtype=torch.bool)
     tokens[1, 2] = True
-    recording = recording.under(hs.Add([1], value=torch.linspace(-1, 1, 32), tokens=tokens))
+    recording = recording.under(hs.intervene.Add([1], value=torch.linspace(-1, 1, 32), tokens=tokens))
     recording = recording.resume(depth=2, states=recording.trajectory.states[2])
     asked, honest = [], type(recording).logits
 
@@ -576,15 +582,15 @@ def test_a_tokenizer_that_fails_is_said():
 
 def test_a_damaged_tokenizer_is_said(tmp_path):
     tiny_model("gpt2").save_pretrained(tmp_path)
-    assert "random tokens: there is no tokenizer" in str(hs.doctor(tmp_path, tokens=100))
+    assert "random tokens: there is no tokenizer" in str(hs.models.diagnose(tmp_path, tokens=100))
     letters(framed=False).save_pretrained(tmp_path)
-    assert "\ntried on sentences by " in str(hs.doctor(tmp_path))
+    assert "\ntried on sentences by " in str(hs.models.diagnose(tmp_path))
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(
         HelmscopeError, match=r"texts are strings, but its tokenizer could not be read \(tokenizer.json: "
     ):
         record(tmp_path, ["a"])
-    told = str(hs.doctor(tmp_path, texts=3, tokens=100))
+    told = str(hs.models.diagnose(tmp_path, texts=3, tokens=100))
     assert "tried on random tokens: the tokenizer could not be read (tokenizer.json: " in told
     assert "to record 3 texts of 64 tokens (100 are cut to the model's context): about " in told
-    assert "cut to" not in str(hs.doctor(tmp_path, tokens=64))
+    assert "cut to" not in str(hs.models.diagnose(tmp_path, tokens=64))

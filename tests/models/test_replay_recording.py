@@ -14,7 +14,13 @@ from helmscope.types import Half
 from model_families import inputs_of, tiny_model
 
 F64 = torch.float64
-EVERYTHING = hs.Keep.QUERIES | hs.Keep.KEYS | hs.Keep.VALUES | hs.Keep.WEIGHTS | hs.Keep.WRITES
+EVERYTHING = (
+    hs.models.Keep.QUERIES
+    | hs.models.Keep.KEYS
+    | hs.models.Keep.VALUES
+    | hs.models.Keep.WEIGHTS
+    | hs.models.Keep.WRITES
+)
 PADDED = {
     "input_ids": torch.tensor([[5, 6, 7, 0, 0], [8, 9, 10, 11, 12], [3, 4, 5, 6, 0]]),
     "attention_mask": torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1], [1, 1, 1, 1, 0]]),
@@ -25,7 +31,7 @@ class Everything(hs.Instrument):
     """Keeps all that passes."""
 
     name = "everything"
-    needs = ~hs.Needs.NOTHING
+    needs = ~hs.types.Needs.NOTHING
 
     def __init__(self, needs=None):
         self.needs = self.needs if needs is None else needs
@@ -109,7 +115,7 @@ def test_all_streaming_instruments_take_one_forward_per_chunk():
 @pytest.mark.parametrize("family", ["gpt2", "gpt_neox", "bert"])
 def test_the_size_of_the_chunks_changes_nothing(family):
     model = tiny_model(family, dtype=F64)
-    instruments = hs.KernelStatistics(), hs.DriftAndSwirl()
+    instruments = hs.kernel.KernelStatistics(), hs.observe.DriftAndSwirl()
     whole = record(model, PADDED).replay(*instruments)
     for size in (1, 2):
         for name, seen in record(model, PADDED, batch_size=size).replay(*instruments).items():
@@ -122,9 +128,9 @@ def test_the_size_of_the_chunks_changes_nothing(family):
 def test_padding_is_neither_counted_nor_seen(family):
     """The numbers of a prompt are those that it has alone."""
     model = tiny_model(family, dtype=F64)
-    instruments = hs.KernelStatistics(), hs.DriftAndSwirl(derivatives=False)
+    instruments = hs.kernel.KernelStatistics(), hs.observe.DriftAndSwirl(derivatives=False)
     recording = record(model, PADDED)
-    together, told = recording.replay(*instruments), Everything(hs.Needs.ATTENTION)
+    together, told = recording.replay(*instruments), Everything(hs.types.Needs.ATTENTION)
     recording.replay(told)
     for moment, _ in told.seen:
         assert torch.equal(moment.weights > 0, recording.batch.counted)
@@ -149,12 +155,14 @@ def same_blocks():
         for linear in (first.attn.c_attn, first.attn.c_proj):
             linear.bias.zero_()
         second.load_state_dict(first.state_dict())
-    norms = [hs.LayerNorm(gain=n.weight.detach(), bias=n.bias.detach(), eps=n.eps) for n in (first.ln_1, first.ln_2)]
+    norms = [
+        hs.fields.LayerNorm(gain=n.weight.detach(), bias=n.bias.detach(), eps=n.eps) for n in (first.ln_1, first.ln_2)
+    ]
     query, key, value = first.attn.c_attn.weight.detach().split(8, 1)
     attention = hs.SA(
         8**-0.5, query_key=query @ key.T, value=(value @ first.attn.c_proj.weight.detach()).T, causal=True
     )
-    return model, attention, hs.PreNorm(attention_norm=norms[0], mlp_norm=norms[1])
+    return model, attention, hs.fields.PreNorm(attention_norm=norms[0], mlp_norm=norms[1])
 
 
 def test_a_simulation_and_a_recording_of_the_same_model_have_the_same_numbers():
@@ -163,7 +171,7 @@ def test_a_simulation_and_a_recording_of_the_same_model_have_the_same_numbers():
     block = hs.Block(attention, recording.forces[0].force, placement=placement)
     simulation = hs.integrate(block, recording.stream(depth=0), times=[0.0, 1.0, 2.0], stepper=hs.Layer())
     assert (simulation.stream(depth=2) - recording.stream(depth=4)).abs().max() < 1e-11
-    instruments = hs.KernelStatistics(), hs.DriftAndSwirl()
+    instruments = hs.kernel.KernelStatistics(), hs.observe.DriftAndSwirl()
     recorded, simulated = recording.replay(*instruments), simulation.replay(*instruments)
     for name, seen in recorded.items():
         assert set(seen) == set(simulated[name])
@@ -184,15 +192,15 @@ def test_a_resumed_recording_shows_its_own_layers():
         if layer is not None:
             alike(instrument.put_together(Half.MLP, "point")[-1], again.points(layer=layer), 1e-12)
     middle = recording.resume(depth=3, states=states[3].flip(1))
-    instrument = Everything(hs.Needs.MLP)
+    instrument = Everything(hs.types.Needs.MLP)
     middle.replay(instrument)
     alike(instrument.put_together(Half.MLP, "direction")[0], states[3].flip(1), 1e-12)
 
 
 def test_a_change_is_seen():
     recording = record(tiny_model("gpt2"), inputs_of("gpt2"))
-    instrument = Everything(hs.Needs.ATTENTION_WRITE)
-    recording.under(hs.Ablate([1], site=hs.Site.ATTENTION)).replay(instrument)
+    instrument = Everything(hs.types.Needs.ATTENTION_WRITE)
+    recording.under(hs.intervene.Ablate([1], site=hs.Site.ATTENTION)).replay(instrument)
     sizes = instrument.put_together(Half.ATTENTION, "write").abs().amax((1, 2, 3))
     assert (sizes > 0).tolist() == [True, False, True]
 
@@ -207,19 +215,19 @@ def hiding():
 
 def test_a_family_that_hides_q_k_and_v_shows_the_rest():
     recording = record(hiding(), inputs_of("gpt2"))
-    instrument = Everything(hs.Needs.KERNEL | hs.Needs.ATTENTION_WRITE)
+    instrument = Everything(hs.types.Needs.KERNEL | hs.types.Needs.ATTENTION_WRITE)
     recording.replay(instrument)
     alike(instrument.put_together(Half.ATTENTION, "kernel")[1], recording.kernel(layer=1), 1e-6)
     assert all(passed.query is passed.key is passed.value is None for _, passed in instrument.seen)
     with pytest.raises(hs.HelmscopeError, match=r"^replay is not given out.*hides q, k and v"):
-        recording.replay(hs.KernelStatistics(), Everything(hs.Needs.QKV))
+        recording.replay(hs.kernel.KernelStatistics(), Everything(hs.types.Needs.QKV))
 
 
 @pytest.mark.parametrize(
     ("family", "said"),
     [
         ("olmo2", "system has in layer 0 an MLP without a norm before it, but drift_and_swirl needs one"),
-        ("mixtral", r"system has a Mixture as force\(layer=0\), but drift and swirl need a plain MLP"),
+        ("mixtral", r"system has a MixtureOfExperts as force\(layer=0\), but drift and swirl need a plain MLP"),
     ],
 )
 def test_a_model_that_an_instrument_does_not_fit(family, said):
@@ -236,8 +244,8 @@ def test_a_fault_of_an_instrument_is_its_own():
 
     recording = record(tiny_model("gpt2"), inputs_of("gpt2"))
     with pytest.raises(KeyError, match="no such thing"):
-        recording.replay(Faulty(hs.Needs.ATTENTION))
-    recording.replay(hs.KernelStatistics())  # and the model is as it was
+        recording.replay(Faulty(hs.types.Needs.ATTENTION))
+    recording.replay(hs.kernel.KernelStatistics())  # and the model is as it was
 
 
 def test_half_precision_is_shown_in_single():

@@ -47,7 +47,7 @@ class Log(Observer):
 
 @pytest.fixture(scope="module")
 def recording():
-    return record(tiny_model("gpt2"), inputs_of("gpt2"), batch_size=2, keep=hs.Keep.KEYS | hs.Keep.WRITES)
+    return record(tiny_model("gpt2"), inputs_of("gpt2"), batch_size=2, keep=hs.models.Keep.KEYS | hs.models.Keep.WRITES)
 
 
 def test_an_observer_is_told_where_it_is_chunk_by_chunk(recording):
@@ -77,7 +77,7 @@ def test_observers_see_what_edits_leave_and_change_nothing(recording):
     assert torch.equal(torch.cat(changed.keys), 2 * torch.cat(log.keys))
     kernel = recording.under(edits[0]).kernel(layer=1)
     assert torch.equal(torch.cat(changed.weights), kernel.roll(1, 1))
-    alone = recording.under(*edits[:2], keep=hs.Keep.WRITES).kept["mlp write"][1]
+    alone = recording.under(*edits[:2], keep=hs.models.Keep.WRITES).kept["mlp write"][1]
     assert torch.equal(torch.cat(changed.writes), 3 * alone)
 
 
@@ -127,7 +127,7 @@ def test_gradients_reach_what_observers_see(recording):
             seen.append(value)
 
     vector = torch.zeros(32, requires_grad=True)
-    runner = recording.runner.under(hs.Add([0], value=vector))
+    runner = recording.runner.under(hs.intervene.Add([0], value=vector))
     runner.forward(Last())
     assert not any(value.requires_grad for value in seen)
     seen.clear()

@@ -92,7 +92,7 @@ def test_gains_near_zero_are_not_divided_by(family):
 
 
 def test_the_force_at_its_points_is_what_the_mlp_writes_under_small_gains():
-    recording = record(small_gains("bert"), inputs_of("bert"), keep=hs.Keep.WRITES)
+    recording = record(small_gains("bert"), inputs_of("bert"), keep=hs.models.Keep.WRITES)
     for layer in recording.layers:
         found = recording.force(layer=layer).ambient(recording.points(layer=layer))
         wanted = recording.kept["mlp write"][layer]
@@ -104,7 +104,7 @@ def test_an_edited_state_is_unfolded_where_its_gain_allows():
     model = small_gains("bert")
     recording = record(model, inputs_of("bert"))
     push = torch.linspace(-0.3, 0.4, 32, dtype=torch.float64)
-    pushed = recording.under(hs.Add([1], site=hs.Site.MIDDLE, value=push))
+    pushed = recording.under(hs.intervene.Add([1], site=hs.Site.MIDDLE, value=push))
     norm = recording.anatomy.layers[1].mlp_norm
     core = recording.on_sphere.radius[3].unsqueeze(-1) * recording.on_sphere.states[3]
     moved = core + torch.where(norm.gain.abs() > 1e-3, push / norm.gain, 0.0)

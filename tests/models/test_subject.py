@@ -11,7 +11,7 @@ import transformers as tf
 import helmscope as hs
 from helmscope.models import record as recording_module
 from helmscope.models import subject as home
-from helmscope.models.shelf import Shelf
+from helmscope.models.cache import RecordingCache
 from helmscope.models.subject import Subject
 from helmscope.runs.unit import Unit
 from helmscope.types import HelmscopeError
@@ -23,7 +23,7 @@ ROWS = [[k % 90 + 3, (7 * k) % 90 + 3, 5, k % 11 + 3, 9, 11] for k in range(12)]
 @pytest.fixture(autouse=True)
 def shelf(monkeypatch):
     """A shelf of one's own, so that no test finds what another has made."""
-    own = Shelf()
+    own = RecordingCache()
     monkeypatch.setattr(home, "_SHELF", own)
     return own
 
@@ -93,7 +93,7 @@ def test_the_tokenizer_matters_by_the_ids_it_gives():
 
 def test_the_default_is_model_a_on_the_texts_in_the_box():
     assert hs.Subject() == Subject("A") != Subject("B")
-    assert Subject().texts == tuple(hs.box_texts())
+    assert Subject().texts == tuple(hs.models.box_texts())
     assert repr(Subject()) == "<Subject A: 128 texts>"
     assert Subject().label == f"A (sha256 {Subject().identity})"
 
@@ -167,7 +167,7 @@ def test_twins_are_those_of_the_series_and_have_no_training():
     subject = Subject(tiny_model("gpt2"), ROWS)
     twins = list(subject.twins(2, seed=1))
     assert list(subject.twins(1, seed=1)) == twins[:1]
-    wanted = hs.untrained_twin(subject.loaded, seed=hs.Case(seed=1).stream(1))
+    wanted = hs.models.untrained_twin(subject.loaded, seed=hs.claims.Case(seed=1).seed_for(1))
     for name, value in twins[1].model.state_dict().items():
         assert torch.equal(value, wanted.model.state_dict()[name])
     (recorded,) = subject.twin_recordings(1, seed=1, texts=ROWS[:3])
@@ -190,7 +190,7 @@ def test_a_premise_that_cannot_hold_is_one_sentence():
     assert sentence.startswith("the claim needs a head over a vocabulary, but GPT2Model does not have it: ")
     assert "causal" in Subject(tiny_model("gpt2"), [[5], [6]]).needs(causal=True)
     assert "needs a model" in Subject.simulation().needs()
-    finding = hs.Finding.impossible(sentence)
+    finding = hs.claims.Finding.impossible(sentence)
     assert finding.evidence.reason == sentence
     with pytest.raises(HelmscopeError, match="unknown part of a recording 'heads'"):
         causal.needs("heads")

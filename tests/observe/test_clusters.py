@@ -64,7 +64,7 @@ def test_a_chain_is_one_cluster_and_the_radius_counts_as_close():
     chain = circle(*(0.1 * k for k in range(12)))
     assert hs.cluster_count(chain, radius=0.1 + 1e-12).item() == 1
     assert hs.cluster_count(chain, radius=0.1 - 1e-12).item() == 12
-    right_angle = hs.merge_tree(circle(0.0, math.pi / 2)).height.item()
+    right_angle = hs.observe.merge_tree(circle(0.0, math.pi / 2)).height.item()
     assert hs.cluster_count(circle(0.0, math.pi / 2), radius=right_angle).item() == 1
     assert hs.cluster_count(circle(0.3, 0.3, 0.3), radius=0.0).item() == 1
 
@@ -81,7 +81,7 @@ def test_count_sees_the_smallest_distances():
 @pytest.mark.parametrize(("n", "d"), SIZES)
 def test_heights_are_the_loop(n, d):
     x = hs.Uniform(n, d).sample(6, seed=n)
-    tree = hs.merge_tree(x)
+    tree = hs.observe.merge_tree(x)
     loops = np.array([oracles.merge_heights(cloud) for cloud in x.tolist()])
     assert tree.height.shape == tree.left.shape == tree.right.shape == (6, n - 1)
     assert np.abs(tree.height.numpy() - loops).max(initial=0.0) < 1e-15
@@ -93,8 +93,8 @@ def test_heights_are_the_loop(n, d):
 @pytest.mark.parametrize(("n", "d"), SIZES[1:])
 def test_linkage_is_that_of_scipy(n, d):
     for cloud in hs.Uniform(n, d).sample(5, seed=10 + n):
-        ours = hs.merge_tree(cloud).linkage().numpy()
-        distances = squareform(hs.linkage.pairwise_angles(cloud).numpy(), checks=False)
+        ours = hs.observe.merge_tree(cloud).linkage().numpy()
+        distances = squareform(hs.geometry.linkage.pairwise_angles(cloud).numpy(), checks=False)
         theirs = hierarchy.linkage(distances, method="single")
         assert np.array_equal(ours[:, [0, 1, 3]], theirs[:, [0, 1, 3]])
         assert np.abs(ours[:, 2] - theirs[:, 2]).max() < 1e-15
@@ -105,7 +105,7 @@ def test_linkage_is_that_of_scipy(n, d):
 
 
 def test_a_circle_by_hand():
-    tree = hs.merge_tree(circle(0.0, 1.0, 1.1, 3.0))
+    tree = hs.observe.merge_tree(circle(0.0, 1.0, 1.1, 3.0))
     assert tree.height.tolist() == pytest.approx([0.1, 1.0, 1.9], rel=0, abs=1e-15)
     assert tree.linkage().tolist() == [
         [1.0, 2.0, pytest.approx(0.1), 2.0],
@@ -116,13 +116,13 @@ def test_a_circle_by_hand():
 
 def test_coincident_and_antipodal_tokens():
     e = torch.eye(2, dtype=F64)
-    tree = hs.merge_tree(torch.stack([e[0], e[0], -e[0]]))
+    tree = hs.observe.merge_tree(torch.stack([e[0], e[0], -e[0]]))
     assert tree.height.tolist() == [0.0, math.pi]
     assert tree.linkage()[:, 3].tolist() == [2.0, 3.0]
 
 
 def test_one_token_has_an_empty_tree():
-    tree = hs.merge_tree(circle(0.3))
+    tree = hs.observe.merge_tree(circle(0.3))
     assert tree.height.shape == (0,)
     assert tree.linkage().shape == (0, 4)
     assert hs.cluster_count(circle(0.3), radius=0.1).item() == 1
@@ -137,12 +137,12 @@ NOBODY = torch.zeros(4, dtype=torch.bool)
 @pytest.mark.parametrize(
     ("call", "said"),
     [
-        (lambda: hs.merge_tree(X).linkage(), r"height has shape \(2, 3\).*one cloud"),
+        (lambda: hs.observe.merge_tree(X).linkage(), r"height has shape \(2, 3\).*one cloud"),
         (lambda: hs.cluster_count(X, radius=-0.1), r"radius is -0\.1.*>= 0"),
         (lambda: hs.cluster_count(X, radius=math.nan), "radius is nan.*finite"),
         (lambda: hs.cluster_count(2 * X, radius=0.1), "x holds a token of norm 2.*unit sphere"),
-        (lambda: hs.merge_tree(2 * X), "x holds a token of norm 2.*unit sphere"),
-        (lambda: hs.merge_tree(X.tolist()), "x is a list.*tensor"),
+        (lambda: hs.observe.merge_tree(2 * X), "x holds a token of norm 2.*unit sphere"),
+        (lambda: hs.observe.merge_tree(X.tolist()), "x is a list.*tensor"),
         (lambda: hs.cluster_count(X, radius=0.1, weights=-torch.ones(4)), "weights holds the entry -1.*>= 0"),
         (lambda: hs.cluster_count(X, radius=0.1, weights=[True] * 4), "weights .*list.*tensor"),
         (lambda: hs.cluster_count(X, radius=0.1, weights=NOBODY), "weights .*without any"),

@@ -16,7 +16,7 @@ SEEN = hs.phase_diagram(hs.SA, betas=[1, 4], times=[0, 4, 9], start=hs.Uniform(4
 
 
 def test_it_is_a_dataset_and_stays_a_diagram():
-    assert isinstance(SEEN, hs.PhaseDiagram)
+    assert isinstance(SEEN, hs.observe.PhaseDiagram)
     assert isinstance(SEEN, xr.Dataset)
     again = [
         SEEN.sel(beta=[1.0]),
@@ -29,18 +29,20 @@ def test_it_is_a_dataset_and_stays_a_diagram():
         pickle.loads(pickle.dumps(SEEN)),
         xr.concat([SEEN.isel(beta=[0]), SEEN.isel(beta=[1])], "beta"),
     ]
-    assert {type(each) for each in again} == {hs.PhaseDiagram}
-    assert hs.check_measurement(SEEN) is SEEN
-    assert hs.half_time(SEEN).half_time.shape == (2,)
+    assert {type(each) for each in again} == {hs.observe.PhaseDiagram}
+    assert hs.types.check_measurement(SEEN) is SEEN
+    assert hs.observe.half_time(SEEN).half_time.shape == (2,)
 
 
 def test_it_is_written_and_read_as_any_dataset(tmp_path):
-    folder = hs.RunFolder.new(tmp_path, "diagram")
+    folder = hs.store.RunFolder.new(tmp_path, "diagram")
     folder.write_results("phase", SEEN)
     read = folder.read_results("phase")
     assert type(read) is xr.Dataset
     assert read.equals(SEEN)
-    assert np.array_equal(hs.PhaseDiagram.of(read).plot().axes[0].collections[0].get_array(), SEEN.probability.values)
+    assert np.array_equal(
+        hs.observe.PhaseDiagram.of(read).plot().axes[0].collections[0].get_array(), SEEN.probability.values
+    )
 
 
 def test_its_picture_is_the_heat_map():
@@ -63,6 +65,6 @@ def test_it_prints_as_xarray_does():
 
 def test_the_same_data_from_either_type():
     plain = xr.Dataset(SEEN.data_vars, SEEN.coords, SEEN.attrs)
-    assert hs.PhaseDiagram.of(plain).identical(SEEN)
+    assert hs.observe.PhaseDiagram.of(plain).identical(SEEN)
     with pytest.raises(AttributeError):
         SEEN.anything = 3

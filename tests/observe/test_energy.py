@@ -47,7 +47,9 @@ def test_energy_is_the_double_sum(n, d, beta, asymmetric):
     loops = [oracles.interaction_energy(cloud, beta, rows(b)) for cloud in x.tolist()]
     close(hs.interaction_energy(x, beta=beta, query_key=b), loops, rel=1e-14)
     logs = [math.log(energy) for energy in loops]
-    assert hs.log_interaction_energy(x, beta=beta, query_key=b).tolist() == pytest.approx(logs, rel=0, abs=1e-13)
+    assert hs.observe.log_interaction_energy(x, beta=beta, query_key=b).tolist() == pytest.approx(
+        logs, rel=0, abs=1e-13
+    )
 
 
 @pytest.mark.parametrize("weights", [None, WEIGHTS])
@@ -58,7 +60,7 @@ def test_energy_of_a_weighted_cloud_with_padding(weights, mask, query_key):
     options = {"query_key": query_key, "weights": combined(weights, mask)}
     loops = [oracles.interaction_energy(cloud, 2.0, rows(query_key), rows(weights), rows(mask)) for cloud in x.tolist()]
     close(hs.interaction_energy(x, beta=2.0, **options), loops, rel=1e-14)
-    close(torch.exp(hs.log_interaction_energy(x, beta=2.0, **options)), loops, rel=1e-14)
+    close(torch.exp(hs.observe.log_interaction_energy(x, beta=2.0, **options)), loops, rel=1e-14)
 
 
 def test_padding_and_weight_zero_are_absence_and_a_weight_is_a_multiplicity():
@@ -79,12 +81,12 @@ def test_a_batch_of_any_shape_is_its_clouds_one_by_one():
     x = hs.Uniform(5, 4).sample(6, seed=1).reshape(2, 3, 5, 4)
     weights = normal(2, 3, 5, seed=2).abs()
     together = hs.interaction_energy(x, beta=3.0, weights=weights)
-    rate = hs.interaction_energy_rate(x, hs.SA(3.0), weights=weights)
+    rate = hs.observe.interaction_energy_rate(x, hs.SA(3.0), weights=weights)
     for a in range(2):
         for b in range(3):
             alone = hs.interaction_energy(x[a, b], beta=3.0, weights=weights[a, b])
             assert together[a, b].item() == pytest.approx(alone.item(), rel=1e-15, abs=0)
-            alone = hs.interaction_energy_rate(x[a, b], hs.SA(3.0), weights=weights[a, b])
+            alone = hs.observe.interaction_energy_rate(x[a, b], hs.SA(3.0), weights=weights[a, b])
             assert rate[a, b].item() == pytest.approx(alone.item(), rel=1e-13, abs=0)
 
 
@@ -100,14 +102,14 @@ def test_log_energy_with_fifty_digits(beta, weights, query_key):
         gram = cloud * matrix * cloud.T
         total = mpmath.fsum(m[i] * m[j] * mpmath.exp(beta * gram[i, j]) for i in range(4) for j in range(4))
         exact = float(mpmath.log(total / (2 * mpmath.mpf(beta) * mpmath.fsum(m) ** 2)))
-    measured = hs.log_interaction_energy(x, beta=beta, weights=weights, query_key=query_key).item()
+    measured = hs.observe.log_interaction_energy(x, beta=beta, weights=weights, query_key=query_key).item()
     assert measured == pytest.approx(exact, rel=1e-14, abs=1e-14)
 
 
 def test_beyond_the_dtype_the_energy_is_infinite_and_its_logarithm_is_not():
     x = hs.Uniform(4, 3).sample(2, seed=5)
     assert hs.interaction_energy(x, beta=1000.0).tolist() == [math.inf, math.inf]
-    assert torch.isfinite(hs.log_interaction_energy(x, beta=1000.0)).all()
+    assert torch.isfinite(hs.observe.log_interaction_energy(x, beta=1000.0)).all()
 
 
 @pytest.mark.parametrize("beta", [300.0, 400.0, 1000.0])
@@ -116,14 +118,17 @@ def test_padding_does_not_set_the_scale(beta):
     x = torch.tensor([[1.0, 0.0], [-1.0, 0.0]], dtype=F64)
     options = {"beta": beta, "query_key": -torch.eye(2), "weights": torch.tensor([True, False])}
     exact = -beta - math.log(2 * beta)  # E = e^-beta / (2 beta)
-    assert hs.log_interaction_energy(x, **options).item() == pytest.approx(exact, rel=1e-15, abs=0)
+    assert hs.observe.log_interaction_energy(x, **options).item() == pytest.approx(exact, rel=1e-15, abs=0)
 
 
 @pytest.mark.parametrize("beta", [0.1, 1.0, 9.0])
 @pytest.mark.parametrize(("n", "d"), SIZES)
 def test_energy_of_points_and_the_printed_gaussian(n, d, beta):
     x = hs.Uniform(n, d).sample(6, seed=n)
-    sums, gaussian = hs.interaction_energy_sum(x, beta=beta), hs.gaussian_energy_as_printed(x, beta=beta)
+    sums, gaussian = (
+        hs.observe.interaction_energy_sum(x, beta=beta),
+        hs.observe.gaussian_energy_as_printed(x, beta=beta),
+    )
     close(sums, [oracles.energy_sum(cloud, beta) for cloud in x.tolist()], rel=1e-14)
     close(gaussian, [oracles.gaussian_energy(cloud, beta) for cloud in x.tolist()], rel=1e-14)
     close(gaussian, (beta * math.exp(-beta) * sums).tolist(), rel=2e-14)  # F = beta e^-beta E_sum
@@ -136,7 +141,7 @@ def test_closed_forms():
         orthonormal = (math.exp(beta) + n - 1) / (2 * beta * n)
         close(hs.interaction_energy(start, beta=beta), [orthonormal] * 3, rel=1e-14)
         one = start[:, :1].expand(3, n, 32)
-        close(hs.interaction_energy(one, beta=beta), [hs.energy_max(beta=beta)] * 3, rel=1e-14)
+        close(hs.interaction_energy(one, beta=beta), [hs.theory.energy_max(beta=beta)] * 3, rel=1e-14)
     thirds = torch.arange(3, dtype=F64) * (2 * math.pi / 3)
     triangle = torch.stack([thirds.cos(), thirds.sin()], -1)
     assert hs.interaction_energy(triangle, beta=1.0).item() == pytest.approx(0.6552238579807187, rel=1e-15, abs=0)
@@ -145,15 +150,15 @@ def test_closed_forms():
 @pytest.mark.parametrize(("d", "beta"), [(2, 1.0), (3, 4.0), (8, 9.0), (64, 0.1)])
 def test_energy_lies_between_its_extremes(d, beta):
     energy = hs.interaction_energy(hs.Uniform(12, d).sample(200, seed=d), beta=beta)
-    assert (energy > hs.energy_min(beta=beta, dim=d)).all()
-    assert (energy < hs.energy_max(beta=beta)).all()
+    assert (energy > hs.theory.energy_min(beta=beta, dim=d)).all()
+    assert (energy < hs.theory.energy_max(beta=beta)).all()
 
 
 def test_the_least_energy_is_approached_by_a_full_circle():
     angles = torch.arange(60, dtype=F64) * (2 * math.pi / 60)
     circle = torch.stack([angles.cos(), angles.sin()], -1)
     energy = hs.interaction_energy(circle, beta=4.0).item()
-    assert energy == pytest.approx(hs.energy_min(beta=4.0, dim=2), rel=1e-14, abs=0)
+    assert energy == pytest.approx(hs.theory.energy_min(beta=4.0, dim=2), rel=1e-14, abs=0)
 
 
 # Its rate -------------------------------------------------------------------------------------------------------------
@@ -184,7 +189,7 @@ def test_rate_is_the_double_sum(kind, name, weights, mask):
         oracles.interaction_energy_rate(cloud, velocity(cloud, beta, **listed, **m), beta, listed.get("query_key"), **m)
         for cloud in x.tolist()
     ]
-    measured = hs.interaction_energy_rate(x, kind(beta, **given), weights=combined(weights, mask))
+    measured = hs.observe.interaction_energy_rate(x, kind(beta, **given), weights=combined(weights, mask))
     # measured 2e-15 of the largest rate
     assert measured.tolist() == pytest.approx(loops, rel=0, abs=2e-14 * max(1.0, *map(abs, loops)))
 
@@ -198,9 +203,9 @@ def test_rate_is_the_weighted_speed(sign, beta):
     z = torch.exp(beta * x @ x.mT).sum(-1)
     sa, usa = hs.SA(beta, value=value), hs.USA(beta, value=value)
     expected = sign * (z / n * sa(x).square().sum(-1)).mean(-1)
-    close(hs.interaction_energy_rate(x, sa), expected.tolist(), rel=2e-14)
+    close(hs.observe.interaction_energy_rate(x, sa), expected.tolist(), rel=2e-14)
     expected = sign * usa(x).square().sum(-1).mean(-1)
-    close(hs.interaction_energy_rate(x, usa), expected.tolist(), rel=2e-14)
+    close(hs.observe.interaction_energy_rate(x, usa), expected.tolist(), rel=2e-14)
     assert (sign * expected > 0).all()
 
 
@@ -214,7 +219,7 @@ def test_rate_sums_up_to_the_change_along_the_flow(kind, name):
     nodes, node_weights = np.polynomial.legendre.leggauss(12)
     times = [*(end * (nodes + 1) / 2), end]
     states = hs.integrate(field, x0, times, stepper=hs.DormandPrince(tol=1e-12)).states
-    rates = hs.interaction_energy_rate(states[:-1], field)
+    rates = hs.observe.interaction_energy_rate(states[:-1], field)
     area = (torch.tensor(node_weights * end / 2)[:, None] * rates).sum(0)
     change = hs.interaction_energy(states[-1], beta=1.0, query_key=given.get("query_key"))
     change = change - hs.interaction_energy(x0, beta=1.0, query_key=given.get("query_key"))
@@ -226,8 +231,8 @@ def test_monotone_with_value_equal_to_a_symmetric_query_key():
     b = (B + B.mT) / 2
     x = hs.Uniform(6, 3).sample(1000, seed=2)
     for kind in (hs.SA, hs.USA):
-        assert (hs.interaction_energy_rate(x, kind(1.0, query_key=b, value=b)) > 0).all()
-        assert (hs.interaction_energy_rate(x, kind(1.0, query_key=b, value=-b)) < 0).all()
+        assert (hs.observe.interaction_energy_rate(x, kind(1.0, query_key=b, value=b)) > 0).all()
+        assert (hs.observe.interaction_energy_rate(x, kind(1.0, query_key=b, value=-b)) < 0).all()
 
 
 def test_not_monotone_with_unrelated_matrices():
@@ -237,15 +242,17 @@ def test_not_monotone_with_unrelated_matrices():
     """
     x = hs.Uniform(6, 3).sample(1000, seed=0)
     b, v = normal(1000, 3, 3, seed=1), normal(1000, 3, 3, seed=2)
-    rates = [hs.interaction_energy_rate(x[k], hs.SA(1.0, query_key=b[k], value=v[k])).item() for k in range(1000)]
+    rates = [
+        hs.observe.interaction_energy_rate(x[k], hs.SA(1.0, query_key=b[k], value=v[k])).item() for k in range(1000)
+    ]
     share = sum(rate < 0 for rate in rates) / 1000
     error = math.sqrt(share * (1 - share) / 1000)
     assert error == pytest.approx(0.0158, abs=1e-4)
     assert abs(share - 0.48) < 2 * error
     assert abs(share - 0.5) < 2 * error
     for kind in (hs.SA, hs.USA):
-        one = hs.interaction_energy_rate(x, kind(1.0, query_key=b[0], value=v[0]))
-        other = hs.interaction_energy_rate(x, kind(1.0, query_key=b[0], value=-v[0]))
+        one = hs.observe.interaction_energy_rate(x, kind(1.0, query_key=b[0], value=v[0]))
+        other = hs.observe.interaction_energy_rate(x, kind(1.0, query_key=b[0], value=-v[0]))
         assert torch.equal(one, -other)
 
 
@@ -255,18 +262,20 @@ def test_attraction_climbs_the_energy_that_is_printed_as_repulsive():
         for sign in (1.0, -1.0):
             field = kind(2.0, value=sign * torch.eye(3, dtype=F64))
             states = hs.integrate(field, start, [0.0, 0.1, 0.2, 0.4]).states
-            assert (sign * hs.gaussian_energy_as_printed(states, beta=2.0).diff(dim=0) > 0).all()
+            assert (sign * hs.observe.gaussian_energy_as_printed(states, beta=2.0).diff(dim=0) > 0).all()
 
 
 # Gradients ------------------------------------------------------------------------------------------------------------
 
 ENERGIES = {
     "energy": lambda x, **options: hs.interaction_energy(x, beta=2.0, **options),
-    "log": lambda x, **options: hs.log_interaction_energy(x, beta=2.0, **options),
-    "sum": lambda x: hs.interaction_energy_sum(x, beta=2.0),
-    "gaussian": lambda x: hs.gaussian_energy_as_printed(x, beta=2.0),
-    "sa rate": lambda x, **options: hs.interaction_energy_rate(x, hs.SA(2.0), **options),
-    "usa rate": lambda x, **options: hs.interaction_energy_rate(x, hs.USA(2.0, query_key=B, value=V), **options),
+    "log": lambda x, **options: hs.observe.log_interaction_energy(x, beta=2.0, **options),
+    "sum": lambda x: hs.observe.interaction_energy_sum(x, beta=2.0),
+    "gaussian": lambda x: hs.observe.gaussian_energy_as_printed(x, beta=2.0),
+    "sa rate": lambda x, **options: hs.observe.interaction_energy_rate(x, hs.SA(2.0), **options),
+    "usa rate": lambda x, **options: hs.observe.interaction_energy_rate(
+        x, hs.USA(2.0, query_key=B, value=V), **options
+    ),
 }
 
 
@@ -286,7 +295,7 @@ def test_gradients_of_weights(name):
 def test_gradient_of_the_query_key():
     x, b = hs.Uniform(4, 3).sample(2, seed=1), B.clone().requires_grad_()
     assert torch.autograd.gradcheck(lambda b: hs.interaction_energy(x, beta=2.0, query_key=b), b)
-    assert torch.autograd.gradcheck(lambda b: hs.log_interaction_energy(x, beta=2.0, query_key=b), b)
+    assert torch.autograd.gradcheck(lambda b: hs.observe.log_interaction_energy(x, beta=2.0, query_key=b), b)
 
 
 @pytest.mark.parametrize("name", ENERGIES)
@@ -320,24 +329,27 @@ X = hs.Uniform(4, 3).sample(2, seed=0)
     [
         *(
             (lambda f=f: f(X, beta=0.0), r"beta is 0\.0.*> 0")
-            for f in (hs.interaction_energy, hs.log_interaction_energy)
+            for f in (hs.interaction_energy, hs.observe.log_interaction_energy)
         ),
-        (lambda: hs.interaction_energy_sum(X, beta=-1.0), r"beta is -1\.0.*> 0"),
+        (lambda: hs.observe.interaction_energy_sum(X, beta=-1.0), r"beta is -1\.0.*> 0"),
         (lambda: hs.interaction_energy(X, beta=math.nan), "beta is nan.*finite"),
         (lambda: hs.interaction_energy(X, beta="warm"), "beta is 'warm'.*number"),
-        (lambda: hs.gaussian_energy_as_printed(X, beta=-0.5), r"beta is -0\.5.*>= 0"),
-        (lambda: hs.interaction_energy_rate(X, hs.SA(0.0)), r"beta is 0\.0.*> 0"),
-        (lambda: hs.interaction_energy_rate(X, hs.SA), "field is .*SA, USA or SinkhornAttention"),
-        (lambda: hs.interaction_energy_rate(X, hs.SA(1.0, value=torch.eye(4))), r"value has shape \(4, 4\).*\(3, 3\)"),
+        (lambda: hs.observe.gaussian_energy_as_printed(X, beta=-0.5), r"beta is -0\.5.*>= 0"),
+        (lambda: hs.observe.interaction_energy_rate(X, hs.SA(0.0)), r"beta is 0\.0.*> 0"),
+        (lambda: hs.observe.interaction_energy_rate(X, hs.SA), "field is .*SA, USA or SinkhornAttention"),
+        (
+            lambda: hs.observe.interaction_energy_rate(X, hs.SA(1.0, value=torch.eye(4))),
+            r"value has shape \(4, 4\).*\(3, 3\)",
+        ),
         (lambda: hs.interaction_energy(2 * X, beta=1.0), "x holds a token of norm 2.*unit sphere"),
-        (lambda: hs.gaussian_energy_as_printed(2 * X, beta=1.0), "x holds a token of norm 2.*unit sphere"),
+        (lambda: hs.observe.gaussian_energy_as_printed(2 * X, beta=1.0), "x holds a token of norm 2.*unit sphere"),
         (lambda: hs.interaction_energy([[1.0, 0.0]], beta=1.0), "x is a list.*tensor"),
-        (lambda: hs.interaction_energy_sum([[1.0, 0.0]], beta=1.0), "x is a list.*tensor"),
+        (lambda: hs.observe.interaction_energy_sum([[1.0, 0.0]], beta=1.0), "x is a list.*tensor"),
         (lambda: hs.interaction_energy(X, beta=1.0, weights=torch.ones(3)), r"weights is \(3,\).*\(2, 4\)"),
         (lambda: hs.interaction_energy(X, beta=1.0, weights=-torch.ones(4)), "weights holds.*>= 0"),
         (lambda: hs.interaction_energy(X, beta=1.0, weights=torch.zeros(4, dtype=torch.bool)), "leave.*positive"),
         (lambda: hs.interaction_energy(X, beta=1.0, query_key=torch.eye(4)), r"query_key .*\(4, 4\).*\(3, 3\)"),
-        (lambda: hs.log_interaction_energy(X, beta=1.0, query_key=[[1.0]]), "query_key .*list.*tensor"),
+        (lambda: hs.observe.log_interaction_energy(X, beta=1.0, query_key=[[1.0]]), "query_key .*list.*tensor"),
         (lambda: hs.interaction_energy(X, beta=1.0, query_key=torch.full((3, 3), math.nan)), "query_key .*nan.*finite"),
     ],
 )

@@ -25,7 +25,13 @@ from helmscope.fields.noise import (
 )
 from helmscope.fields.placement import PreNorm
 from helmscope.geometry import surface
-from helmscope.observe.generator import ambient_generator, check_points, discrete_generator, generator, tangent_velocity
+from helmscope.observe.generator import (
+    ambient_generator,
+    check_points,
+    discrete_generator,
+    sphere_generator,
+    tangent_velocity,
+)
 
 F64 = torch.float64
 DRAW = torch.Generator().manual_seed(0)
@@ -58,7 +64,7 @@ def wavy_of_digits(x):
 
 @pytest.mark.parametrize("process", PROCESSES, ids=lambda p: type(p).__name__)
 def test_generator_is_the_derivative_along_great_circles(process):
-    ours = generator(hs.SA(2.0), wavy, X, noise=MatrixNoise(M, process=process))
+    ours = sphere_generator(hs.SA(2.0), wavy, X, noise=MatrixNoise(M, process=process))
     for s, i in product(range(2), range(4)):
         x = X[s, i]
         pull = (M @ x) - (x @ M @ x) * x
@@ -70,17 +76,17 @@ def test_generator_is_the_derivative_along_great_circles(process):
 
 def test_without_noise_it_is_the_rate_along_the_flow():
     for field in (hs.SA(2.0), hs.USA(1.0, causal=True)):
-        rate = generator(field, wavy, X)
+        rate = sphere_generator(field, wavy, X)
         h = 1e-3
         ahead, behind = (X + t * field(X) for t in (h, -h))
         centred = (wavy(hs.sphere.retract(ahead)) - wavy(hs.sphere.retract(behind))) / (2 * h)
         assert (rate - centred).abs().max() < 1e-5
     weights = torch.tensor([1.0, 2.0, 0.0, 0.5], dtype=F64)
-    weighted = generator(hs.SA(2.0), wavy, X, weights=weights)
+    weighted = sphere_generator(hs.SA(2.0), wavy, X, weights=weights)
     velocity = hs.SA(2.0)(X, weights=weights)
     assert torch.equal(weighted, (velocity * surface.gradient(wavy, X)).sum(-1))
     # a plain callable is projected
-    ambient = generator(lambda x: x + velocity, wavy, X)
+    ambient = sphere_generator(lambda x: x + velocity, wavy, X)
     assert (ambient - weighted).abs().max() < 1e-15
     assert (tangent_velocity(lambda x: x + velocity, X)(X) - velocity).abs().max() < 1e-15
 
@@ -93,15 +99,17 @@ def test_digits_of_the_four_processes(process):
     """Source 000-5: M = diag(1, 2, 3) at (1, 1, 1)/sqrt 3, phi = x_1."""
     x = torch.ones(1, 3, dtype=F64) / math.sqrt(3)
     noise = MatrixNoise(torch.diag(torch.tensor([1.0, 2.0, 3.0], dtype=F64)), process=process)
-    value = generator(still, lambda x: x[..., 0], x, noise=noise).item()
+    value = sphere_generator(still, lambda x: x[..., 0], x, noise=noise).item()
     assert value == pytest.approx(DIGITS[process] / math.sqrt(3), rel=1e-15)
 
 
 def test_isotropic_noise_is_the_laplacian():
     for process in PROCESSES:
-        ours = generator(still, wavy, X, noise=IsotropicNoise(0.7, process=process))
+        ours = sphere_generator(still, wavy, X, noise=IsotropicNoise(0.7, process=process))
         assert (ours - 0.7 * surface.laplacian(wavy, X)).abs().max() < 5e-15
-    zonal = generator(still, lambda x: 3 * x[..., 0] ** 2 - 1, X, noise=IsotropicNoise(0.7))  # degree 2: -k (k + d - 2)
+    zonal = sphere_generator(
+        still, lambda x: 3 * x[..., 0] ** 2 - 1, X, noise=IsotropicNoise(0.7)
+    )  # degree 2: -k (k + d - 2)
     assert (zonal + 0.7 * 6 * (3 * X[..., 0] ** 2 - 1)).abs().max() < 1e-14
 
 
@@ -147,7 +155,7 @@ def test_deterministic_layer():
 
     def error(eps):
         layer = discrete_generator(lambda y: hs.sphere.retract(y + eps * f), probe, x, epsilon=eps)
-        return ((layer - generator(lambda y: f.expand_as(y), probe, x)) / eps).item()
+        return ((layer - sphere_generator(lambda y: f.expand_as(y), probe, x)) / eps).item()
 
     h = 2.0**-9
     limit = (error(h) - 6 * error(h / 2) + 8 * error(h / 4)) / 3
@@ -179,10 +187,10 @@ def test_gradients():
     x = X[:1].clone().requires_grad_()
     noise = MatrixNoise(M)
     assert torch.autograd.gradcheck(
-        lambda y: generator(hs.SA(2.0), wavy, hs.sphere.retract(y), noise=noise), x, atol=1e-5
+        lambda y: sphere_generator(hs.SA(2.0), wavy, hs.sphere.retract(y), noise=noise), x, atol=1e-5
     )
     assert torch.autograd.gradcheck(lambda y: ambient_generator(y, M, wavy, y), x)
-    assert not generator(hs.SA(2.0), wavy, X, noise=noise).requires_grad
+    assert not sphere_generator(hs.SA(2.0), wavy, X, noise=noise).requires_grad
 
 
 MLP_TURN = MLP(w_in=torch.eye(3), w_out=torch.eye(3))
@@ -191,19 +199,19 @@ MLP_TURN = MLP(w_in=torch.eye(3), w_out=torch.eye(3))
 @pytest.mark.parametrize(
     ("call", "said"),
     [
-        (lambda: generator(hs.SA, wavy, X), "field is .*SA.*must be a field"),
-        (lambda: generator(3.0, wavy, X), "field is 3.0"),
-        (lambda: generator(hs.SA(1.0), wavy, 2 * X), "norm 2"),
-        (lambda: generator(hs.SA(1.0), wavy, X, noise=0.1), "noise is 0.1.*IsotropicNoise"),
-        (lambda: generator(hs.SA(1.0), wavy, X, noise=MatrixNoise(torch.eye(2))), r"m has shape \(2, 2\)"),
-        (lambda: generator(hs.SA(1.0, value=torch.ones(2, 2)), wavy, X), r"value has shape \(2, 2\)"),
-        (lambda: generator(still, wavy, X, weights=torch.ones(4)), "weights is given.*function"),
-        (lambda: generator(hs.SA(1.0), wavy, X, weights=torch.ones(3)), r"weights is \(3,\)"),
-        (lambda: generator(hs.SA(1.0), lambda x: x, X), r"^probe gives shape \(2, 4, 3\)"),
-        (lambda: generator(hs.SA(1.0), lambda x: x, X, noise=MatrixNoise(M)), r"^probe gives shape \(2, 4, 3\)"),
-        (lambda: generator(hs.SA(1.0), lambda x: 3.0, X), "^probe gives a float at points.*one number"),
-        (lambda: generator(hs.SA(1.0), 3, X), "^probe is a int, but it must be a callable"),
-        (lambda: generator(hs.SA(1.0), X, X), "^probe is a Tensor, but it must be a callable"),
+        (lambda: sphere_generator(hs.SA, wavy, X), "field is .*SA.*must be a field"),
+        (lambda: sphere_generator(3.0, wavy, X), "field is 3.0"),
+        (lambda: sphere_generator(hs.SA(1.0), wavy, 2 * X), "norm 2"),
+        (lambda: sphere_generator(hs.SA(1.0), wavy, X, noise=0.1), "noise is 0.1.*IsotropicNoise"),
+        (lambda: sphere_generator(hs.SA(1.0), wavy, X, noise=MatrixNoise(torch.eye(2))), r"m has shape \(2, 2\)"),
+        (lambda: sphere_generator(hs.SA(1.0, value=torch.ones(2, 2)), wavy, X), r"value has shape \(2, 2\)"),
+        (lambda: sphere_generator(still, wavy, X, weights=torch.ones(4)), "weights is given.*function"),
+        (lambda: sphere_generator(hs.SA(1.0), wavy, X, weights=torch.ones(3)), r"weights is \(3,\)"),
+        (lambda: sphere_generator(hs.SA(1.0), lambda x: x, X), r"^probe gives shape \(2, 4, 3\)"),
+        (lambda: sphere_generator(hs.SA(1.0), lambda x: x, X, noise=MatrixNoise(M)), r"^probe gives shape \(2, 4, 3\)"),
+        (lambda: sphere_generator(hs.SA(1.0), lambda x: 3.0, X), "^probe gives a float at points.*one number"),
+        (lambda: sphere_generator(hs.SA(1.0), 3, X), "^probe is a int, but it must be a callable"),
+        (lambda: sphere_generator(hs.SA(1.0), X, X), "^probe is a Tensor, but it must be a callable"),
         (lambda: ambient_generator(X, M, 3, X), "^probe is a int, but it must be a callable"),
         (lambda: ambient_generator(X, M, lambda x: 3.0, X), "^probe gives a float"),
         (lambda: ambient_generator(X, M, lambda x: x[..., 0] > 0, X), "^probe gives torch.bool"),
@@ -213,7 +221,10 @@ MLP_TURN = MLP(w_in=torch.eye(3), w_out=torch.eye(3))
             r"^probe is a \w+, but it must be a callable",
         ),
         (lambda: discrete_generator(3, wavy, X, epsilon=0.1), "^layer is a int, but it must be a callable"),
-        (lambda: generator(Block(hs.SA(1.0), MLP_TURN, placement=PreNorm()), wavy, X), "residual stream.*sphere"),
+        (
+            lambda: sphere_generator(Block(hs.SA(1.0), MLP_TURN, placement=PreNorm()), wavy, X),
+            "residual stream.*sphere",
+        ),
         (lambda: tangent_velocity(lambda x: x[..., :2], X)(X), "gives .*2, 4, 2"),
         (lambda: ambient_generator(X, M, lambda x: x, X), r"probe gives shape \(2, 4, 3\).*one number"),
         (lambda: ambient_generator(X, M[:2], wavy, X), r"sigma has shape \(2, 3\)"),

@@ -68,19 +68,23 @@ def test_clustering_fraction_is_the_loop(n, d, delta):
     x[:, 1] = x[:, 0]
     loops = [oracles.clustering_fraction(cloud, delta) for cloud in x.tolist()]
     if delta > 0:  # the loop's inner product of two equal tokens may round below 1
-        assert hs.clustering_fraction(x, delta=delta).tolist() == pytest.approx(loops, rel=1e-15, abs=0)
+        assert hs.observe.clustering_fraction(x, delta=delta).tolist() == pytest.approx(loops, rel=1e-15, abs=0)
         loops = [oracles.clustering_fraction(real(*pair), delta) for pair in zip(x, mask, strict=True)]
-        assert hs.clustering_fraction(x, delta=delta, weights=mask).tolist() == pytest.approx(loops, rel=1e-15, abs=0)
+        assert hs.observe.clustering_fraction(x, delta=delta, weights=mask).tolist() == pytest.approx(
+            loops, rel=1e-15, abs=0
+        )
     else:
-        assert hs.clustering_fraction(x, delta=delta).tolist() == pytest.approx([2 / (n * n - n)] * 8, rel=1e-15)
+        assert hs.observe.clustering_fraction(x, delta=delta).tolist() == pytest.approx(
+            [2 / (n * n - n)] * 8, rel=1e-15
+        )
 
 
 def test_clustering_fraction_sees_pairs_that_an_inner_product_cannot():
     # 1 - cos(1e-9) = 5e-19 is far below the rounding of 1
     angles = torch.tensor([0.0, 1e-9, 3e-9], dtype=F64)
     x = torch.stack([angles.cos(), angles.sin()], -1)
-    assert hs.clustering_fraction(x, delta=6e-19).item() == pytest.approx(1 / 3)
-    assert hs.clustering_fraction(x, delta=1e-20).item() == 0
+    assert hs.observe.clustering_fraction(x, delta=6e-19).item() == pytest.approx(1 / 3)
+    assert hs.observe.clustering_fraction(x, delta=1e-20).item() == 0
 
 
 @pytest.mark.parametrize(
@@ -94,7 +98,7 @@ def test_clustering_fraction_sees_pairs_that_an_inner_product_cannot():
 )
 def test_a_pair_exactly_at_the_threshold_has_met(x, delta, share):
     assert oracles.clustering_fraction(x.tolist(), delta) == share
-    assert hs.clustering_fraction(x, delta=delta).item() == share
+    assert hs.observe.clustering_fraction(x, delta=delta).item() == share
 
 
 # The clustering probability -------------------------------------------------------------------------------------------
@@ -102,7 +106,7 @@ def test_a_pair_exactly_at_the_threshold_has_met(x, delta, share):
 
 def test_clustering_probability_of_the_start_is_the_closed_form():
     """4,096 systems: 0.014300 +- 0.000083 against (1/2) I_{1-(1-delta)^2}(1/2, 1/2) = 0.014236."""
-    expected = hs.initial_clustering_probability(dim=2, delta=1e-3)
+    expected = hs.theory.initial_clustering_probability(dim=2, delta=1e-3)
     assert expected == pytest.approx(0.014236437406239559, rel=1e-12)
     kept = hs.clustering_probability(trajectory(hs.Uniform(32, 2).sample(4096, seed=0)[None]), delta=1e-3)
     seen = hs.reduce_replicates(kept)
@@ -141,7 +145,7 @@ def test_clustering_probability_honours_the_mask():
 @pytest.mark.parametrize(("n", "d"), SIZES)
 def test_histogram_is_the_loop(n, d, bins):
     states = hs.Uniform(n, d).sample(6, seed=n).reshape(2, 3, n, d)
-    seen = hs.reduce_replicates(hs.inner_product_histogram(trajectory(states), bins=bins))
+    seen = hs.reduce_replicates(hs.observe.inner_product_histogram(trajectory(states), bins=bins))
     edges = np.linspace(-1, 1, bins + 1).tolist()
     loops = np.array([[oracles.histogram(cloud, edges) for cloud in row] for row in states.tolist()])
     assert seen.share.dims == ("time", "inner_product")
@@ -153,7 +157,7 @@ def test_histogram_is_the_loop(n, d, bins):
 
 def test_histogram_honours_the_mask():
     x, mask = hs.Uniform(6, 3).sample(4, seed=2), random_mask(4, 6)
-    seen = hs.reduce_replicates(hs.inner_product_histogram(trajectory(x[None], mask), bins=10))
+    seen = hs.reduce_replicates(hs.observe.inner_product_histogram(trajectory(x[None], mask), bins=10))
     edges = np.linspace(-1, 1, 11).tolist()
     loops = np.array([oracles.histogram(real(*pair), edges) for pair in zip(x, mask, strict=True)])
     assert np.abs(seen.share.values[0] - loops.mean(0)).max() < 1e-15
@@ -163,7 +167,7 @@ def test_histogram_honours_the_mask():
 def test_inner_products_of_minus_one_zero_and_one_fall_where_they_belong(bins):
     """Bins are closed on the left, so 0 opens the upper half; the last bin holds 1."""
     x = torch.stack([E[0], E[0], -E[0], E[1]])  # ordered pairs: +1 twice, -1 four times, 0 six times
-    share = hs.inner_product_histogram(trajectory(x[None, None]), bins=bins).share.values[0, 0]
+    share = hs.observe.inner_product_histogram(trajectory(x[None, None]), bins=bins).share.values[0, 0]
     expected = np.zeros(bins)
     expected[0] += 4 / 12
     expected[bins // 2] += 6 / 12
@@ -179,7 +183,7 @@ def test_an_inner_product_at_an_edge_opens_the_upper_bin(bins):
     first = torch.tensor([1.0, 0.0], dtype=F64).expand(bins - 1, 2)
     x = torch.stack([first, torch.stack([height, (1 - height**2).sqrt()], -1)], -2)
     assert torch.equal((x[:, 0] * x[:, 1]).sum(-1), height)
-    share = hs.inner_product_histogram(trajectory(x[:, None]), bins=bins).share.values[:, 0]
+    share = hs.observe.inner_product_histogram(trajectory(x[:, None]), bins=bins).share.values[:, 0]
     loops = [oracles.histogram(cloud, edges.tolist()) for cloud in x.tolist()]
     assert np.array_equal(share.argmax(-1), np.argmax(loops, -1))
 
@@ -217,11 +221,13 @@ def test_pairs_count_by_the_product_of_their_weights():
     below = math.fsum(w for w, inner in pairs if inner < 0) / whole
     for scale in (1.0, 7.0):
         assert hs.mean_inner_product(x, weights=scale * weights).item() == pytest.approx(mean, rel=1e-14)
-        assert hs.clustering_fraction(x, delta=0.7, weights=scale * weights).item() == pytest.approx(close, rel=1e-14)
+        assert hs.observe.clustering_fraction(x, delta=0.7, weights=scale * weights).item() == pytest.approx(
+            close, rel=1e-14
+        )
     path = hs.Trajectory(
         torch.zeros(2), x.expand(2, 1, 5, 3), torch.stack([weights, torch.ones(5, dtype=F64)])[:, None]
     )
-    seen = hs.inner_product_histogram(path, bins=2).share[:, 0, 0].values
+    seen = hs.observe.inner_product_histogram(path, bins=2).share[:, 0, 0].values
     assert seen[0] == pytest.approx(below, rel=1e-14)
     assert seen[1] == pytest.approx(oracles.histogram(x.tolist(), [-1.0, 0.0, 1.0])[0], rel=1e-14)
 
@@ -245,16 +251,16 @@ def test_gradients(function):
 @pytest.mark.parametrize(
     ("call", "said"),
     [
-        (lambda: hs.clustering_fraction(X, delta=-1e-3), r"delta is -0\.001.*>= 0"),
-        (lambda: hs.clustering_fraction(X, delta=math.nan), "delta is nan.*finite"),
+        (lambda: hs.observe.clustering_fraction(X, delta=-1e-3), r"delta is -0\.001.*>= 0"),
+        (lambda: hs.observe.clustering_fraction(X, delta=math.nan), "delta is nan.*finite"),
         (lambda: hs.clustering_probability(trajectory(X[None]), delta=-1.0), r"delta is -1\.0.*>= 0"),
-        (lambda: hs.inner_product_histogram(trajectory(X[None]), bins=0), "bins is 0.*>= 1"),
-        (lambda: hs.inner_product_histogram(trajectory(X[None]), bins=2.5), r"bins is 2\.5.*whole"),
+        (lambda: hs.observe.inner_product_histogram(trajectory(X[None]), bins=0), "bins is 0.*>= 1"),
+        (lambda: hs.observe.inner_product_histogram(trajectory(X[None]), bins=2.5), r"bins is 2\.5.*whole"),
         (lambda: hs.mean_inner_product(3 * X), "x holds a token of norm 3.*unit sphere"),
         (lambda: hs.order_parameter(3 * X), "x holds a token of norm 3.*unit sphere"),
         (lambda: hs.mean_inner_product(X, weights=-torch.ones(4)), "weights holds the entry -1.*>= 0"),
         (lambda: hs.mean_inner_product(X, weights=torch.ones(3, dtype=torch.bool)), r"weights .*\(3,\).*\(2, 4\)"),
-        (lambda: hs.clustering_fraction(X, delta=0.1, weights=[True] * 4), "weights .*list.*tensor"),
+        (lambda: hs.observe.clustering_fraction(X, delta=0.1, weights=[True] * 4), "weights .*list.*tensor"),
         (lambda: hs.order_parameter(X, weights=torch.ones(2, 3)), r"weights is \(2, 3\).*\(2, 4\)"),
     ],
 )

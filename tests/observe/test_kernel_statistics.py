@@ -86,7 +86,7 @@ class Attending:
             weights = None if path.weights is None else path.weights[0, rows]
             visible = None if self.visible is None else self.visible[rows]
             for layer, kernel in enumerate(self.kernels):
-                moment = Moment(layer, hs.Half.ATTENTION, float(layer), rows, weights, visible)
+                moment = Moment(layer, hs.types.Half.ATTENTION, float(layer), rows, weights, visible)
                 state = path.states[layer, rows]
                 for instrument in instruments:
                     instrument.attention(moment, AttentionPass(state, state, kernel[rows]))

@@ -77,7 +77,7 @@ def test_tokens_against_a_plain_loop():
     mask = torch.ones_like(IDS)
     mask[0, 5], mask[1, 8:] = 0, 0
     recording = record(model, {"input_ids": IDS, "attention_mask": mask}, batch_size=2)
-    found = hs.token_loss(recording)
+    found = hs.observe.token_loss(recording)
     wanted = loop_over_tokens(recording.logits().tolist(), IDS.tolist(), mask.tolist(), mask.tolist())
     assert found.dims == ("prompt", "token")
     assert np.isnan(found.values[0, 4:8]).tolist() == [False, True, True, False]
@@ -90,7 +90,7 @@ def test_tokens_against_a_plain_loop():
 def test_special_tokens_are_read_but_not_scored():
     model, words = tiny_model("gpt2", dtype=torch.float64), letters(framed=True)
     recording = record(model, ["a b c", "d e f g", "h"], tokenizer=words)
-    found = hs.token_loss(recording)
+    found = hs.observe.token_loss(recording)
     assert found.label.values[0, :5].tolist() == ["[CLS]", "a", "b", "c", "[SEP]"]
     assert found.notnull().values.tolist() == [[0, 1, 1, 1, 0, 0], [0, 1, 1, 1, 1, 0], [0, 1, 0, 0, 0, 0]]
     ids = recording.batch.inputs["input_ids"]
@@ -123,7 +123,7 @@ def test_a_text_without_a_prediction_is_nan_and_all_of_them_are_refused():
 )
 def test_models_that_do_not_predict_the_next_token_are_refused(family, says):
     recording = record(tiny_model(family), inputs_of(family))
-    for refused in (hs.next_token_loss, hs.token_loss, hs.ablation_loss):
+    for refused in (hs.next_token_loss, hs.observe.token_loss, hs.observe.ablation_loss):
         with pytest.raises(HelmscopeError, match=says):
             refused(recording)
 
@@ -138,7 +138,7 @@ def test_a_model_without_its_head_and_what_is_no_recording_are_refused():
 
 def test_logits_pass_a_few_at_a_time(monkeypatch):
     recording = record(tiny_model("gpt2"), IDS)
-    whole, asked, outputs = hs.token_loss(recording), [], Runner.outputs
+    whole, asked, outputs = hs.observe.token_loss(recording), [], Runner.outputs
 
     def spied(self, *observers, rows=slice(None), **options):
         asked.append(rows)
@@ -148,7 +148,7 @@ def test_logits_pass_a_few_at_a_time(monkeypatch):
     monkeypatch.setattr(module, "PASSING", 2 * 13 * 96)
     monkeypatch.setattr(module, "WORKED", 5 * 96)
     shares = []
-    found = hs.token_loss(recording, progress=shares.append)
+    found = hs.observe.token_loss(recording, progress=shares.append)
     assert asked == [slice(0, 2), slice(2, 3)]
     assert shares == [2 / 3, 1.0]
     assert np.nanmax(np.abs(found.values - whole.values)) < 1e-6
@@ -169,7 +169,7 @@ def test_the_loss_without_each_head_by_hand():
     model = tiny_model("gpt2", dtype=torch.float64)
     recording = record(model, padded("right"), batch_size=2)
     shares = []
-    seen = hs.ablation_loss(recording, progress=shares.append)
+    seen = hs.observe.ablation_loss(recording, progress=shares.append)
     assert seen.loss.dims == ("layer", "head", "prompt")
     plain = losses_of_transformers(model)[1]
     for layer in range(3):
@@ -177,13 +177,13 @@ def test_the_loss_without_each_head_by_hand():
             handle = heads_off_by_hand(model, layer, head)
             wanted = losses_of_transformers(model)[1]
             handle.remove()
-            one = seen.sel(**hs.head(f"L{layer}H{head}"))
+            one = seen.sel(**hs.models.parse_head(f"L{layer}H{head}"))
             np.testing.assert_allclose(one.loss.values, wanted, rtol=0, atol=1e-12)
             np.testing.assert_allclose(one.increase.values, wanted - plain, rtol=0, atol=1e-12)
     assert np.abs(seen.increase.values).min() > 1e-6
     assert shares[-1] == 1.0
     assert shares == sorted(shares)
-    assert hs.ablation_loss(recording, layers=["transformer.h.2"]).equals(seen.sel(layer=[2]))
+    assert hs.observe.ablation_loss(recording, layers=["transformer.h.2"]).equals(seen.sel(layer=[2]))
 
 
 @pytest.mark.parametrize("family", CAUSAL)
@@ -191,14 +191,14 @@ def test_a_sweep_gives_the_bits_of_single_runs(family):
     """In families whose layers can be left out, and in others; parallel blocks, experts, norms behind the halves."""
     recording = record(tiny_model(family), IDS, batch_size=2)
     edits = {
-        "write": hs.Ablate([2], site=hs.Site.ATTENTION),
+        "write": hs.intervene.Ablate([2], site=hs.Site.ATTENTION),
         "input": hs.Edit(hs.Site.INPUT, [1], lambda state: state.roll(1, -1)),
-        "both": [hs.Ablate([1]), hs.Edit(hs.Site.OUTPUT, [2], lambda state: 1.5 * state)],
+        "both": [hs.intervene.Ablate([1]), hs.Edit(hs.Site.OUTPUT, [2], lambda state: 1.5 * state)],
         "none": hs.Edit(hs.Site.MLP, [1], torch.clone),
     }
     if recording.anatomy.tapped:
-        edits["head"] = hs.AblateHead(layer=2, head=3)
-    seen = hs.loss_under(recording, edits)
+        edits["head"] = hs.intervene.AblateHead(layer=2, head=3)
+    seen = hs.observe.loss_under(recording, edits)
     assert seen.edit.values.tolist() == list(edits)
     for name, edit in edits.items():
         alone = hs.next_token_loss(recording.under(*(edit if isinstance(edit, list) else [edit])))
@@ -212,13 +212,15 @@ def test_a_sweep_gives_the_bits_of_single_runs(family):
 def test_a_sweep_under_edits_of_the_recording_itself():
     """What is put in is what those edits left."""
     recording = record(tiny_model("gpt2"), IDS, batch_size=2)
-    base = recording.under(hs.Edit(hs.Site.INPUT, None, lambda state: 1.1 * state), hs.Perturb([0], relative=0.1))
-    cut = hs.AblateHead(layer=1, head=0)
-    seen = hs.loss_under(base, {"cut": cut})
+    base = recording.under(
+        hs.Edit(hs.Site.INPUT, None, lambda state: 1.1 * state), hs.intervene.Perturb([0], relative=0.1)
+    )
+    cut = hs.intervene.AblateHead(layer=1, head=0)
+    seen = hs.observe.loss_under(base, {"cut": cut})
     assert seen.loss.values[0].tolist() == hs.next_token_loss(base.under(cut)).loss.values.tolist()
     later = base.resume(depth=3, states=base.trajectory.states[3].flip(0))
-    assert hs.loss_under(later, {"cut": cut}).increase.values.tolist() == [[0.0] * 3]
-    assert hs.ablation_loss(later).layer.values.tolist() == [1, 2]
+    assert hs.observe.loss_under(later, {"cut": cut}).increase.values.tolist() == [[0.0] * 3]
+    assert hs.observe.ablation_loss(later).layer.values.tolist() == [1, 2]
 
 
 def test_layers_before_the_first_edited_one_run_once():
@@ -227,7 +229,7 @@ def test_layers_before_the_first_edited_one_run_once():
     ran = []
     for number, block in enumerate(model.transformer.h):
         block.mlp.register_forward_pre_hook(lambda module, args, number=number: ran.append(number))
-    hs.loss_under(recording, {"a": hs.AblateHead(layer=2, head=0), "b": hs.Ablate([1])})
+    hs.observe.loss_under(recording, {"a": hs.intervene.AblateHead(layer=2, head=0), "b": hs.intervene.Ablate([1])})
     assert ran == [0, 1, 2, 2, 1, 2]
 
 
@@ -235,16 +237,16 @@ def test_layers_before_the_first_edited_one_run_once():
     ("edits", "says"),
     [
         ({}, "edits is {}, but it must be a mapping of names to edits, with at least one"),
-        ([hs.Ablate()], "edits is .*, but it must be a mapping of names"),
+        ([hs.intervene.Ablate()], "edits is .*, but it must be a mapping of names"),
         ({"a": 3}, "a int is given as an edit"),
-        ({"a": hs.AblateHead(layer=1, head=9)}, "heads holds 9, but layer 1 has heads 0 to 3"),
+        ({"a": hs.intervene.AblateHead(layer=1, head=9)}, "heads holds 9, but layer 1 has heads 0 to 3"),
     ],
 )
 def test_edits_that_cannot_be_made_are_refused_before_anything_runs(edits, says, monkeypatch):
     recording = record(tiny_model("gpt2"), IDS)
     monkeypatch.setattr(Runner, "outputs", None)
     with pytest.raises(HelmscopeError, match=says):
-        hs.loss_under(recording, edits)
+        hs.observe.loss_under(recording, edits)
 
 
 @pytest.mark.parametrize(
@@ -257,7 +259,7 @@ def test_edits_that_cannot_be_made_are_refused_before_anything_runs(edits, says,
 )
 def test_layers_that_are_not_there_are_refused(layers, says):
     with pytest.raises(HelmscopeError, match=says):
-        hs.ablation_loss(record(tiny_model("gpt2"), IDS), layers=layers)
+        hs.observe.ablation_loss(record(tiny_model("gpt2"), IDS), layers=layers)
 
 
 def test_heads_that_cannot_be_seen_are_refused():
@@ -265,4 +267,4 @@ def test_heads_that_cannot_be_seen_are_refused():
     layers = tuple(replace(layer, heads=None) for layer in recording.anatomy.layers)
     runner = replace(recording.runner, anatomy=replace(recording.anatomy, layers=layers))
     with pytest.raises(HelmscopeError, match="layer 0 hides its heads"):
-        hs.ablation_loss(replace(recording, runner=runner))
+        hs.observe.ablation_loss(replace(recording, runner=runner))

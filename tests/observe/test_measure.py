@@ -27,14 +27,14 @@ def test_what_only_looks_takes_no_forward():
 
 def test_many_instruments_take_one_replay(monkeypatch):
     class Peaks(hs.Instrument):
-        name, needs = "peaks", hs.Needs.KERNEL
+        name, needs = "peaks", hs.types.Needs.KERNEL
 
         def attention(self, moment, passed):
             self.keep(moment, {"peak": passed.kernel.amax((-1, -2))})
 
     plain, layers = hs.SA.kernel, []
     monkeypatch.setattr(hs.SA, "kernel", lambda *given, **named: layers.append(1) or plain(*given, **named))
-    seen = hs.measure(RUN, hs.KernelStatistics(), hs.DriftAndSwirl(), Peaks())
+    seen = hs.measure(RUN, hs.kernel.KernelStatistics(), hs.observe.DriftAndSwirl(), Peaks())
     assert len(layers) == 2
     assert list(seen) == ["kernel_statistics", "drift_and_swirl", "peaks"]
     wanted = torch.stack([RUN.kernel(layer=layer).amax((-1, -2)) for layer in (0, 1)])
@@ -46,7 +46,9 @@ def test_without_names_it_takes_what_the_system_can_serve():
     assert set(hs.measure(RUN)) == {"kernel_statistics", "drift_and_swirl"}
     assert set(hs.measure(hs.integrate(hs.SA(1.0), X, times=[0.0]))) == {"kernel_statistics"}
     assert set(hs.measure(hs.integrate(MLP, X, times=[0.0]))) == {"drift_and_swirl"}
-    long = hs.Block(hs.SA(2.0), MLP, placement=hs.PostNorm(attention_norm=hs.RMSNorm(), mlp_norm=hs.RMSNorm()))
+    long = hs.Block(
+        hs.SA(2.0), MLP, placement=hs.fields.PostNorm(attention_norm=hs.fields.RMSNorm(), mlp_norm=hs.fields.RMSNorm())
+    )
     layered = hs.integrate(long, 3**0.5 * X, times=[0.0, 1.0], stepper=hs.Layer())
     assert set(hs.measure(layered)) == {"kernel_statistics"}
     with pytest.raises(hs.HelmscopeError, match="reads no unit vectors, but drift_and_swirl needs one that does"):
@@ -54,7 +56,7 @@ def test_without_names_it_takes_what_the_system_can_serve():
 
 
 def test_replicates_are_kept_until_they_are_reduced():
-    seen = hs.measure(RUN, hs.KernelStatistics(), hs.DriftAndSwirl())
+    seen = hs.measure(RUN, hs.kernel.KernelStatistics(), hs.observe.DriftAndSwirl())
     assert seen["kernel_statistics"].entropy.dims == ("time", "system")
     xr.testing.assert_identical(seen["kernel_statistics"], hs.kernel_statistics(RUN))
     xr.testing.assert_identical(seen["drift_and_swirl"], hs.drift_and_swirl(RUN))
@@ -64,9 +66,9 @@ def test_replicates_are_kept_until_they_are_reduced():
     ("call", "said"),
     [
         (lambda: hs.measure(RUN.trajectory), "system is Trajectory.*System"),
-        (lambda: hs.measure(RUN, hs.KernelStatistics), "instruments holds KernelStatistics"),
+        (lambda: hs.measure(RUN, hs.kernel.KernelStatistics), "instruments holds KernelStatistics"),
         (lambda: hs.measure(hs.integrate(torch.zeros_like, X, times=[0.0])), "system can serve no instrument: field"),
-        (lambda: hs.measure(hs.integrate(MLP, X, times=[0.0]), hs.KernelStatistics()), "attention fields only"),
+        (lambda: hs.measure(hs.integrate(MLP, X, times=[0.0]), hs.kernel.KernelStatistics()), "attention fields only"),
     ],
 )
 def test_bad_input_is_refused_with_one_sentence(call, said):

@@ -17,7 +17,7 @@ import helmscope as hs
 from figure_three_table import TIMES, check_table
 from helmscope.observe import phase as module
 from helmscope.observe.fused_shares import FusedShares
-from helmscope.observe.half_time import half_time
+from helmscope.observe.half_times import half_time
 from helmscope.observe.phase import phase_diagram, published_probability
 from helmscope.theory.probability import initial_clustering_probability
 
@@ -177,7 +177,7 @@ def test_where_the_flow_does_not_commute_all_dimensions_are_carried():
     metric = torch.diag(torch.linspace(0.5, 1.0, 7, dtype=torch.float64))
     case = {"betas": [1.0], "times": [1.0], "start": hs.Uniform(4, 7), "samples": 2}
     assert phase_diagram(lambda beta: hs.SA(beta, query_key=metric), **case).attrs["carried_in"] == 7
-    noise = hs.IsotropicNoise(0.1)
+    noise = hs.noise.IsotropicNoise(0.1)
     assert phase_diagram(hs.SA, noise=noise, **case).attrs["carried_in"] == 7
     assert phase_diagram(hs.SA, **case).attrs["carried_in"] == 4
 
@@ -190,14 +190,14 @@ def test_systems_that_have_met_end_and_it_changes_nothing(monkeypatch):
 
     def spy(flow, x, times, **options):
         seen_at.append(len(times))
-        return pose(flow, x, times, **options)
+        return make_problem(flow, x, times, **options)
 
     def count(x, **options):
         looked.append(len(x))
         return clustering_fraction(x, **options)
 
-    pose, clustering_fraction = module.pose, module.clustering_fraction
-    monkeypatch.setattr(module, "pose", spy)
+    make_problem, clustering_fraction = module.make_problem, module.clustering_fraction
+    monkeypatch.setattr(module, "make_problem", spy)
     case = SMALL | {"betas": [0.5], "times": np.linspace(0, 12, 25), "samples": 12}
     seen = phase_diagram(hs.SA, **case)
     assert seen_at == [25]  # one integration, not one for each block of times
@@ -217,13 +217,13 @@ def test_where_met_pairs_may_part_nothing_ends(monkeypatch):
 
     def spy(flow, x, times, **options):
         asked.append(options["events"])
-        return pose(flow, x, times, **options)
+        return make_problem(flow, x, times, **options)
 
-    pose = module.pose
-    monkeypatch.setattr(module, "pose", spy)
+    make_problem = module.make_problem
+    monkeypatch.setattr(module, "make_problem", spy)
     phase_diagram(lambda beta: hs.SA(beta, value=-torch.eye(3)), **SMALL, samples=2)
     phase_diagram(hs.SA, **SMALL | {"delta": 1.5}, samples=2)
-    phase_diagram(hs.SA, **SMALL, samples=2, noise=hs.IsotropicNoise(0.1))
+    phase_diagram(hs.SA, **SMALL, samples=2, noise=hs.noise.IsotropicNoise(0.1))
     assert asked == [[]] * 6
 
 
@@ -266,11 +266,11 @@ def test_the_tolerance_is_fine_enough():
 
 
 def test_noise_is_that_of_integrate_and_chunks_do_not_matter(monkeypatch):
-    noise = hs.IsotropicNoise(0.05)
+    noise = hs.noise.IsotropicNoise(0.05)
     seen = phase_diagram(hs.SA, **SMALL, samples=5, seed=4, noise=noise)
     x = SMALL["start"].sample(5, seed=4)
     for k, beta in enumerate(SMALL["betas"]):
-        stepper = hs.EulerMaruyama(0.02)
+        stepper = hs.solve.EulerMaruyama(0.02)
         run = hs.integrate(hs.SA(beta), x, SMALL["times"], stepper=stepper, noise=noise, seed=4)
         expected = hs.clustering_probability(run, delta=0.1)
         assert np.allclose(seen.probability[k].values, expected.probability.values, rtol=0, atol=1e-15)
@@ -336,7 +336,7 @@ def test_what_the_fused_kernel_is_asked_for():
     assert of(hs.USA(20.0)) is None
     assert of(hs.SA(1.0, query_key=-eye)) is None
     assert of(hs.SA(1.0), hs.USA(1.0)) is None
-    with hs.using(hs.Dense()):
+    with hs.kernels.using_kernel(hs.kernels.Dense()):
         start = hs.Uniform(4, 3)
         seen = phase_diagram(hs.SA, betas=[1], times=[1], start=start, samples=2, dtype=torch.float32)
     assert seen.attrs["kernel"] == "Dense"
@@ -391,7 +391,7 @@ def test_what_it_says_of_itself(tmp_path):
     told = {"n": 4, "tokens": 5, "dim": 3, "delta": 0.1, "flow": "SA", "seed": 0, "kernel": "Dense", "dtype": "float64"}
     assert told.items() <= seen.attrs.items()
     assert seen.probability.dims == ("beta", "time")
-    run = hs.RunFolder.create(tmp_path / "run")
+    run = hs.store.RunFolder.create(tmp_path / "run")
     run.write_results("phase", seen)
     assert run.read_results("phase").identical(seen)
     value = phase_diagram(lambda beta: hs.USA(beta, causal=True, value=-2 * torch.eye(3)), **SMALL, samples=1)
@@ -422,7 +422,7 @@ REFUSED = [
     ({"field": lambda beta: hs.SA(beta, value=torch.eye(2))}, "value has shape"),
     ({"field": lambda beta: hs.SA(beta, value=torch.eye(2)), "dtype": torch.float32}, "value has shape"),
     ({"stepper": 3}, "stepper is 3"),
-    ({"stepper": hs.EulerMaruyama(0.1)}, "EulerMaruyama needs noise"),
+    ({"stepper": hs.solve.EulerMaruyama(0.1)}, "EulerMaruyama needs noise"),
     ({"noise": 0.1}, "noise is 0.1"),
 ]
 

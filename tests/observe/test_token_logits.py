@@ -63,7 +63,7 @@ def test_the_lens_and_edits():
     assert shares[-1] == 1.0
     one = hs.token_logits(recording, [7, 3], depth=4, position=0)
     assert one.logit.values.tolist() == seen.logit.sel(depth=4, position=0).values.tolist()
-    cut = hs.token_logits(recording.under(hs.AblateHead(layer=1, head=2)), [7]).logit
+    cut = hs.token_logits(recording.under(hs.intervene.AblateHead(layer=1, head=2)), [7]).logit
     assert (cut.values != hs.token_logits(recording, [7]).logit.values).all()
 
 

@@ -48,7 +48,7 @@ def test_track_keeps_every_system_and_reduces_to_the_mean_and_its_standard_error
     assert np.array_equal(kept.first.values, values)
     assert kept.time.values.tolist() == TIMES.tolist()
     assert kept.system.values.tolist() == [0, 1, 2, 3]
-    assert hs.check_measurement(kept) is kept
+    assert hs.types.check_measurement(kept) is kept
     seen = hs.reduce_replicates(kept)
     assert np.abs(seen.first.values - values.mean(1)).max() < 1e-15
     assert np.abs(seen.first_stderr.values - values.std(1, ddof=1) / 2).max() < 1e-15
@@ -146,7 +146,7 @@ def test_overview_number_by_number(trajectory):
     kept = hs.overview(trajectory, beta=3.0, delta=0.2, radius=0.3, bins=7)
     assert set(kept.data_vars) == {*SIMPLE, "share"}
     assert all(kept[name].dims[:2] == ("time", "system") for name in kept.data_vars)
-    assert hs.check_measurement(kept) is kept
+    assert hs.types.check_measurement(kept) is kept
     seen = hs.reduce_replicates(kept)
     for name, function in SIMPLE.items():
         means, errors = by_loops(function, trajectory)
@@ -179,7 +179,7 @@ def test_intervals_of_the_overview_stay_where_the_quantities_are():
     axes = torch.eye(3, dtype=F64)
     clouds = torch.stack([axes, axes[0].expand(3, 3), STATES[-1, 0, :3]])
     kept = hs.overview(hs.Trajectory(TIMES[:1], clouds[None]), beta=1.0)
-    cut, whole = hs.reduce_replicates(kept), hs.reduce_replicates(kept, scale=hs.Plain())
+    cut, whole = hs.reduce_replicates(kept), hs.reduce_replicates(kept, scale=hs.stats.LinearScale())
     bounds = dict.fromkeys(("probability", "share", "order"), (0.0, 1.0)) | {"mean_inner_product": (-1.0, 1.0)}
     bounds |= {"clusters": (1.0, math.inf), "entropy_rank": (1.0, math.inf), "energy": (0.0, math.inf)}
     assert set(bounds) == set(kept.data_vars)
@@ -218,7 +218,7 @@ def test_a_simulation_serves_where_a_trajectory_does_and_nothing_else():
     for observe in (
         lambda seen: hs.overview(seen, beta=1.0),
         lambda seen: hs.clustering_probability(seen, delta=0.1),
-        lambda seen: hs.inner_product_histogram(seen),
+        lambda seen: hs.observe.inner_product_histogram(seen),
         lambda seen: hs.track(seen, order=hs.order_parameter),
     ):
         assert observe(run).identical(observe(run.trajectory))

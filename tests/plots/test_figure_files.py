@@ -21,16 +21,16 @@ from support.refusal import refused
 MAGIC = {"png": b"\x89PNG\r\n\x1a\n", "svg": b"<?xml", "pdf": b"%PDF-"}
 SIM = hs.integrate(hs.SA(2.0), hs.Uniform(6, 3).sample(3, seed=0), [0.0, 1.0])
 DATA = xr.Dataset({"slope": ("beta", [1.0, 1.2]), "slope_stderr": ("beta", [0.1, 0.1])}, attrs={"n": 20})
-REGION = hs.Region(text="within .1", low=0.9, high=1.1)
-VERDICT = hs.Verdict("rate", hs.Ruling.SUPPORTED, hs.Interval(1.0, 0.99, 1.01, n=20), REGION, "", "")
+REGION = hs.types.Region(text="within .1", low=0.9, high=1.1)
+VERDICT = hs.Verdict("rate", hs.types.Ruling.SUPPORTED, hs.Interval(1.0, 0.99, 1.01, n=20), REGION, "", "")
 DIAGRAM = hs.phase_diagram(hs.SA, betas=[1, 4], times=[0, 4, 9], start=hs.Uniform(4, 8), samples=3)
 DEEP = hs.Trajectory(torch.arange(3.0), torch.eye(4).expand(3, 2, 4, 4), axis="depth", replicate="prompt")
 PICTURES = {
     "simulation": SIM.plot,
     "depth": lambda: depth_figure(DEEP),
-    "overview": lambda: hs.overview_figure(hs.overview(SIM, beta=2.0)),
+    "overview": lambda: hs.plots.overview_figure(hs.overview(SIM, beta=2.0)),
     "phase": DIAGRAM.plot,
-    "trial": hs.Trial(VERDICT, DATA).plot,
+    "trial": hs.claims.Trial(VERDICT, DATA).plot,
 }
 
 
@@ -46,7 +46,7 @@ def test_every_picture_is_our_figure_and_saves_itself(name, tmp_path):
 
 
 def test_a_trial_is_drawn_by_hs_plot_too():
-    assert hs.plot(hs.Trial(VERDICT, DATA)).get_suptitle() == "rate: supported"
+    assert hs.plot(hs.claims.Trial(VERDICT, DATA)).get_suptitle() == "rate: supported"
 
 
 def test_a_type_without_a_picture_is_refused():

@@ -24,7 +24,7 @@ PANELS = {0: ["probability", "order"], 1: ["clusters", "entropy_rank"], 2: ["ene
 
 @pytest.mark.parametrize("given", [KEPT, SEEN], ids=["with replicates", "reduced"])
 def test_curves_are_the_measurement(given):
-    axes = hs.overview_figure(given).axes
+    axes = hs.plots.overview_figure(given).axes
     for panel, names in PANELS.items():
         assert len(axes[panel].lines) == len(axes[panel].collections) == len(names)
         for line, band, name in zip(axes[panel].lines, axes[panel].collections, names, strict=True):
@@ -38,11 +38,11 @@ def test_curves_are_the_measurement(given):
 
 
 def test_words_on_the_picture():
-    figure = hs.overview_figure(KEPT, title="SA")
+    figure = hs.plots.overview_figure(KEPT, title="SA")
     assert figure.get_suptitle() == "SA   (4 systems; bands: 95 % interval)"
-    assert hs.overview_figure(SEEN, title="SA").get_suptitle() == "SA   (4 replicates; bands: 95 % interval)"
+    assert hs.plots.overview_figure(SEEN, title="SA").get_suptitle() == "SA   (4 replicates; bands: 95 % interval)"
     errors = SEEN.drop_vars([name for name in SEEN.data_vars if name.endswith(("_low", "_high"))])
-    told = hs.overview_figure(errors, title="SA").get_suptitle()
+    told = hs.plots.overview_figure(errors, title="SA").get_suptitle()
     assert told == "SA   (4 replicates; bands: two standard errors)"
     legends = [text.get_text() for panel in figure.axes[:3] for text in panel.get_legend().get_texts()]
     assert legends == [
@@ -51,24 +51,24 @@ def test_words_on_the_picture():
         "interaction energy, beta = 2",
     ]
     assert [panel.get_xlabel() for panel in figure.axes[:4]] == ["time t"] * 4
-    assert hs.overview_figure(SEEN).get_suptitle() == ""
+    assert hs.plots.overview_figure(SEEN).get_suptitle() == ""
 
 
 def test_the_file_is_a_png_and_the_same_for_the_same_measurement():
-    data = png(hs.overview_figure(SEEN, title="SA"))
-    assert data == png(hs.overview_figure(SEEN, title="SA"))
-    assert data != png(hs.overview_figure(SEEN, title="USA"))
+    data = png(hs.plots.overview_figure(SEEN, title="SA"))
+    assert data == png(hs.plots.overview_figure(SEEN, title="SA"))
+    assert data != png(hs.plots.overview_figure(SEEN, title="USA"))
     assert data[:8] == b"\x89PNG\r\n\x1a\n"
     assert struct.unpack(">II", data[16:24]) == (990, 660)  # 9 x 6 inches at 110 dots an inch
 
 
 def test_one_figure_written_twice_gives_one_file():
-    figure = hs.overview_figure(SEEN)
+    figure = hs.plots.overview_figure(SEEN)
     assert png(figure) == png(figure)
 
 
 def test_without_energy_that_panel_is_empty():
-    figure = hs.overview_figure(hs.overview(TRAJECTORY, beta=0.0))
+    figure = hs.plots.overview_figure(hs.overview(TRAJECTORY, beta=0.0))
     assert len(figure.axes[2].lines) == 0
     assert figure.axes[2].get_legend() is None
     assert png(figure)[:4] == b"\x89PNG"
@@ -76,14 +76,14 @@ def test_without_energy_that_panel_is_empty():
 
 def test_one_system_has_curves_without_bands():
     one = hs.overview(hs.Trajectory(TRAJECTORY.times, TRAJECTORY.states[:, :1]), beta=2.0)
-    figure = hs.overview_figure(one)
+    figure = hs.plots.overview_figure(one)
     assert np.array_equal(figure.axes[1].lines[0].get_ydata(), one.clusters.values[:, 0])
     assert png(figure)[:4] == b"\x89PNG"
 
 
 def test_one_time_has_a_histogram_with_its_own_axes():
     seen = hs.overview(hs.Trajectory(TRAJECTORY.times[:1], TRAJECTORY.states[:1]), beta=2.0)
-    panel = hs.overview_figure(seen).axes[3]
+    panel = hs.plots.overview_figure(seen).axes[3]
     (line,) = panel.lines
     assert np.array_equal(line.get_xdata(), seen.inner_product.values)
     assert np.array_equal(line.get_ydata(), hs.reduce_replicates(seen).share.values[0])
@@ -93,23 +93,23 @@ def test_one_time_has_a_histogram_with_its_own_axes():
 
 def test_one_token_has_no_pairs_and_still_a_picture():
     seen = hs.overview(hs.Trajectory(TRAJECTORY.times, TRAJECTORY.states[:, :, :1]), beta=2.0)
-    assert png(hs.overview_figure(seen))[:4] == b"\x89PNG"
+    assert png(hs.plots.overview_figure(seen))[:4] == b"\x89PNG"
 
 
 def test_the_style_is_ours_inside_and_the_user_s_outside():
     before = dict(mpl.rcParams)
-    figure = hs.overview_figure(SEEN)
+    figure = hs.plots.overview_figure(SEEN)
     assert not figure.axes[0].spines["top"].get_visible()
     assert figure.axes[0].lines[0].get_linewidth() == STYLE["lines.linewidth"]
     with mpl.rc_context({"lines.linewidth": 9.0, "axes.spines.top": True}):
-        assert png(hs.overview_figure(SEEN)) == png(figure)
+        assert png(hs.plots.overview_figure(SEEN)) == png(figure)
     assert dict(mpl.rcParams) == before
     assert len(new_figure(2, 3)[1]) == 6
 
 
 def test_without_matplotlib_one_sentence_says_how_to_get_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    for call in (lambda: hs.overview_figure(SEEN), lambda: new_figure(1, 1), lambda: styled().__enter__()):
+    for call in (lambda: hs.plots.overview_figure(SEEN), lambda: new_figure(1, 1), lambda: styled().__enter__()):
         with pytest.raises(hs.HelmscopeError) as caught:
             call()
         assert str(caught.value) == str(MissingExtra("matplotlib", "report"))
@@ -118,19 +118,19 @@ def test_without_matplotlib_one_sentence_says_how_to_get_it(monkeypatch):
 def test_another_measurement_is_refused_with_one_sentence():
     other = hs.track(TRAJECTORY, order=hs.order_parameter)
     with pytest.raises(hs.HelmscopeError, match=r"measurement .*overview") as caught:
-        hs.overview_figure(other)
+        hs.plots.overview_figure(other)
     assert "\n" not in str(caught.value)
 
 
 def test_what_is_no_measurement_is_refused_with_one_sentence():
     for given in (hs.integrate(hs.SA(2.0), START, TIMES), TRAJECTORY, None, 3.0):
         with pytest.raises(hs.HelmscopeError, match=rf"^measurement is a {type(given).__name__}, but it must be"):
-            hs.overview_figure(given)
+            hs.plots.overview_figure(given)
 
 
 def test_the_picture_of_a_model_is_over_depth():
     path = hs.Trajectory(torch.arange(3.0), TRAJECTORY.states[:3], axis="depth", replicate="prompt")
-    figure = hs.overview_figure(hs.overview(path, beta=2.0), title="A")
+    figure = hs.plots.overview_figure(hs.overview(path, beta=2.0), title="A")
     axes = figure.axes
     assert "(4 prompts;" in figure.get_suptitle()
     assert {panel.get_xlabel() for panel in axes[:4]} == {"depth (half-layers)"}
@@ -139,5 +139,5 @@ def test_the_picture_of_a_model_is_over_depth():
 
 def test_a_figure_of_single_precision_states():
     single = hs.integrate(hs.SA(2.0), START.to(torch.float32), TIMES).trajectory
-    line = hs.overview_figure(hs.overview(single, beta=2.0)).axes[0].lines[1]
+    line = hs.plots.overview_figure(hs.overview(single, beta=2.0)).axes[0].lines[1]
     assert np.abs(line.get_ydata() - SEEN.order.values).max() < 1e-4

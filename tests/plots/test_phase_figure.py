@@ -10,7 +10,7 @@ import pytest
 import xarray as xr
 
 import helmscope as hs
-from helmscope.observe.half_time import half_time
+from helmscope.observe.half_times import half_time
 from helmscope.observe.hitting_curve import hitting_curve
 from helmscope.observe.phase import phase_diagram, published_probability
 from helmscope.plots.phase import phase_figure, phase_page

@@ -163,7 +163,7 @@ def test_clustering_has_a_linear_axis_however_small_it_starts():
 
 
 def test_a_residual_stream_shows_its_radius_too():
-    block = hs.Block(hs.SA(1.0), hs.MLP(w_in=torch.eye(3), w_out=torch.eye(3)), placement=hs.PreNorm())
+    block = hs.Block(hs.SA(1.0), hs.MLP(w_in=torch.eye(3), w_out=torch.eye(3)), placement=hs.fields.PreNorm())
     deep = hs.integrate(block, 3 * hs.Uniform(6, 3).sample(2, seed=0), [0.0, 1.0])
     figure = deep.plot()
     clustering, radius = curves(figure)
@@ -193,7 +193,7 @@ def test_points_of_flat_space_share_their_axes(dim):
 
 
 def test_a_flat_simulation_is_drawn():
-    block = hs.Block(hs.SA(1.0), hs.MLP(w_in=torch.eye(3), w_out=-torch.eye(3)), placement=hs.NoNorm())
+    block = hs.Block(hs.SA(1.0), hs.MLP(w_in=torch.eye(3), w_out=-torch.eye(3)), placement=hs.fields.NoNorm())
     flat = hs.integrate(block, 2 * hs.Uniform(6, 3).sample(2, seed=0), [0.0, 0.5])
     assert "of the variance" in flat.plot().axes[0].figure.get_suptitle()
 

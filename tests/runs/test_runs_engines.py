@@ -372,7 +372,8 @@ from joblib.externals.loky.backend.resource_tracker import _resource_tracker
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as root:
-        hs.run([hs.Unit("a", statistics.fmean, {"data": [1]})], hs.RunFolder.new(root, "a"), engine=hs.Processes(2))
+        unit = hs.runs.Unit("a", statistics.fmean, {"data": [1]})
+        hs.runs.run([unit], hs.store.RunFolder.new(root, "a"), engine=hs.runs.Processes(2))
         status = open(f"/proc/{_resource_tracker._pid}/status").read()
     print(int(status.split("SigIgn:")[1].split()[0], 16) & 1)
 """

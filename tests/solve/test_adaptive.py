@@ -228,7 +228,7 @@ def test_step_limit_names_the_remedy():
     x0 = torch.stack([circle(0.0, 2.0), circle(0.0, 1.0)])
     sim = hs.integrate(hs.USA(beta=6.0), x0, [1e-4, 0.5, 1.0], stepper=hs.DormandPrince(max_steps=30))
     done, stopped = sim.outcome.statuses
-    assert (done, stopped) == (hs.Status.FINISHED, hs.Status.STEP_LIMIT)
+    assert (done, stopped) == (hs.types.Status.FINISHED, hs.types.Status.STEP_LIMIT)
     assert not sim.outcome.ok
     assert 1e-4 < sim.outcome.times[1] < 0.5
     text = str(sim.outcome)
@@ -246,7 +246,7 @@ def test_velocity_that_is_not_finite():
         return torch.where(x[:, :1, 1:] > 0.5, torch.nan, 1.0) * x.flip(-1)
 
     sim = hs.integrate(bad, torch.stack([circle(0.0, 1.0), circle(1.0, 2.0)]), [0.0, 0.1])
-    assert sim.outcome.statuses == (hs.Status.FINISHED, hs.Status.NOT_FINITE)
+    assert sim.outcome.statuses == (hs.types.Status.FINISHED, hs.types.Status.NOT_FINITE)
     assert str(sim.outcome).startswith("system 1 of 2: velocity is not finite at t=0: lower beta")
     assert sim.states[1, 0].isfinite().all()
     assert sim.states[1, 1].isnan().all()
@@ -260,7 +260,7 @@ def test_velocity_that_blows_up_in_finite_time():
         return torch.cat([-x[..., 1:], x[..., :1]], -1) / (2 * (1 - theta))
 
     sim = hs.integrate(bad, circle(0.0), [0.75, 2.0])
-    assert sim.outcome.statuses == (hs.Status.STEP_TOO_SMALL,)
+    assert sim.outcome.statuses == (hs.types.Status.STEP_TOO_SMALL,)
     assert sim.outcome.times[0] == pytest.approx(1.0, abs=1e-8)
     assert str(sim.outcome).startswith("system 0 of 1: step size fell below rounding at t=1: use float64, loosen tol")
     assert angles(sim.states[0]) == pytest.approx([0.5], rel=0, abs=1e-9)
@@ -287,7 +287,7 @@ FIELDS = {
     "causal": hs.SA(beta=1.0, causal=True),
     "matrices": hs.SA(beta=1.0, query_key=_matrix(1), value=_matrix(2)),
 }
-ADAPTIVE, FIXED = hs.DormandPrince(), [hs.RK4(h=0.2), hs.GeodesicHeun(h=0.2), hs.GeodesicRK4(h=0.2)]
+ADAPTIVE, FIXED = hs.DormandPrince(), [hs.RK4(h=0.2), hs.solve.GeodesicHeun(h=0.2), hs.solve.GeodesicRK4(h=0.2)]
 CASES = [
     *itertools.product(["SA", "USA", "causal"], [2, 5, 32], [2, 3, 17], [ADAPTIVE], [None]),
     *itertools.product(["SA", "USA", "causal"], [5, 32], [3, 17], FIXED, [None]),
@@ -298,7 +298,7 @@ CASES = [
 
 def run(field, x, stepper, merge):
     """States with the batch in front, and event times."""
-    events = [hs.HittingTime(1.0), *([hs.ClusterMerge(0.5)] if x.shape[-2] <= 5 else [])]
+    events = [hs.solve.HittingTime(1.0), *([hs.solve.ClusterMerge(0.5)] if x.shape[-2] <= 5 else [])]
     sim = hs.integrate(FIELDS[field], x, [0.2, 0.5], stepper=stepper, events=events, merge=merge)
     return [sim.states.movedim(0, -3), *sim.event_times]
 

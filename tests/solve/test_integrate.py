@@ -18,13 +18,13 @@ BATCH = hs.Uniform(n=4, dim=3).sample(batch=6, seed=1)
 STEPPERS = [
     None,
     hs.RK4(h=0.1),
-    hs.Heun(h=0.1),
-    hs.ProjectedEuler(h=0.1),
-    hs.GeodesicEuler(h=0.1),
-    hs.GeodesicHeun(h=0.1),
-    hs.GeodesicRK4(h=0.1),
+    hs.solve.Heun(h=0.1),
+    hs.solve.ProjectedEuler(h=0.1),
+    hs.solve.GeodesicEuler(h=0.1),
+    hs.solve.GeodesicHeun(h=0.1),
+    hs.solve.GeodesicRK4(h=0.1),
     hs.Layer(h=0.1),
-    hs.PublishedEuler(h=0.1),
+    hs.solve.PublishedEuler(h=0.1),
 ]
 
 
@@ -85,7 +85,7 @@ def test_one_token_stands_still():
 
 def test_a_simulation_is_a_system():
     sim = hs.integrate(hs.SA(beta=2.0), BATCH, [0, 1.0])
-    assert isinstance(sim, hs.System)
+    assert isinstance(sim, hs.types.System)
     assert isinstance(sim, hs.Simulation)
     assert isinstance(sim.trajectory, hs.Trajectory)
     assert sim.force(layer=0) is None
@@ -125,10 +125,10 @@ def test_resume_gives_the_rest(x0, stepper):
 
 
 def test_resume_from_changed_states():
-    sim = hs.integrate(hs.SA(beta=4.0), BATCH, [0.5, 1.0, 2.0], events=[hs.HittingTime(0.5)])
+    sim = hs.integrate(hs.SA(beta=4.0), BATCH, [0.5, 1.0, 2.0], events=[hs.solve.HittingTime(0.5)])
     changed = BATCH.flip(0)
     rest = sim.resume(depth=1, states=changed)
-    fresh = hs.integrate(hs.SA(beta=4.0), changed, [0.0, 1.0], events=[hs.HittingTime(0.5)])
+    fresh = hs.integrate(hs.SA(beta=4.0), changed, [0.0, 1.0], events=[hs.solve.HittingTime(0.5)])
     assert torch.equal(rest.states, fresh.states)
     torch.testing.assert_close(rest.event_times[0], 1.0 + fresh.event_times[0], rtol=0, atol=1e-15, equal_nan=True)
 
@@ -184,7 +184,7 @@ def test_progress_rises_to_one():
 def test_progress_is_not_told_too_often():
     shares = []
     start = time.monotonic()
-    hs.integrate(hs.SA(beta=1.0), X0, [1.0], stepper=hs.ProjectedEuler(h=1e-3), progress=shares.append)
+    hs.integrate(hs.SA(beta=1.0), X0, [1.0], stepper=hs.solve.ProjectedEuler(h=1e-3), progress=shares.append)
     assert 2 <= len(shares) <= 4 + 10 * (time.monotonic() - start)
 
 
@@ -214,7 +214,7 @@ def test_an_early_stop_is_logged(caplog):
 
 
 @pytest.mark.parametrize("field", [hs.SA(beta=2.0), hs.USA(beta=1.0), lambda x: x @ torch.ones(3, 3, dtype=F64).triu()])
-@pytest.mark.parametrize("stepper", [hs.RK4(h=0.1), hs.GeodesicRK4(h=0.1), hs.DormandPrince(tol=1e-13)])
+@pytest.mark.parametrize("stepper", [hs.RK4(h=0.1), hs.solve.GeodesicRK4(h=0.1), hs.DormandPrince(tol=1e-13)])
 def test_gradient_with_respect_to_the_start(field, stepper):
     """d/ds L(x(1)) from N(x0 + s v) at s = 0: autograd against a difference of fourth order."""
     generator = torch.Generator().manual_seed(0)
@@ -222,7 +222,7 @@ def test_gradient_with_respect_to_the_start(field, stepper):
     v = hs.sphere.project(X0, torch.randn(4, 3, dtype=F64, generator=generator))
 
     def loss(x):
-        events = [hs.HittingTime(0.5), hs.ClusterMerge(0.5)]
+        events = [hs.solve.HittingTime(0.5), hs.solve.ClusterMerge(0.5)]
         return (loss_weights * hs.integrate(field, x, [0.4, 1.0], stepper=stepper, events=events).states).sum()
 
     x0 = X0.clone().requires_grad_()
@@ -236,7 +236,7 @@ def test_gradient_with_respect_to_the_start(field, stepper):
 # Fields, padding, weights ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stepper", [None, hs.RK4(h=0.05), hs.GeodesicRK4(h=0.05)])
+@pytest.mark.parametrize("stepper", [None, hs.RK4(h=0.05), hs.solve.GeodesicRK4(h=0.05)])
 def test_a_plain_callable_is_projected(stepper):
     """x' = P_x a turns a token towards a: tan(theta / 2) falls like e^{-t}."""
     a = torch.tensor([0.0, 0.6, 0.8], dtype=F64)
@@ -265,7 +265,7 @@ def test_padding_changes_nothing(field, stepper):
 @pytest.mark.parametrize("field", [hs.SA(beta=4.0), hs.USA(beta=2.0)])
 @pytest.mark.parametrize(
     ("stepper", "bound"),
-    [(None, 1e-12), *((make(h=0.25), 1e-13) for make in (hs.Heun, hs.RK4, hs.GeodesicRK4, hs.Layer))],
+    [(None, 1e-12), *((make(h=0.25), 1e-13) for make in (hs.solve.Heun, hs.RK4, hs.solve.GeodesicRK4, hs.Layer))],
 )
 def test_weight_two_is_two_tokens(field, stepper, bound):
     weights = torch.tensor([1.0, 2.0, 1.0, 3.0], dtype=F64)
@@ -283,7 +283,7 @@ def test_weights_of_each_system():
     assert torch.equal(states[1, 1], one)
 
 
-@pytest.mark.parametrize("stepper", [None, hs.RK4(h=0.5), hs.GeodesicRK4(h=0.5)])
+@pytest.mark.parametrize("stepper", [None, hs.RK4(h=0.5), hs.solve.GeodesicRK4(h=0.5)])
 def test_a_callable_may_call_a_field_that_checks_its_tokens(stepper):
     mixed = hs.integrate(lambda x: hs.USA(beta=2.0)(x) / 2, X0, [4.0], stepper=stepper).states
     plain = hs.integrate(lambda x: hs.USA(beta=2.0).velocity(x) / 2, X0, [4.0], stepper=stepper).states
@@ -305,7 +305,7 @@ def test_tokens_just_off_the_sphere_are_put_back_and_others_keep_their_bits():
 
 
 def test_events_may_come_from_a_generator():
-    seen = hs.integrate(hs.SA(beta=0.0), X0, [30.0], events=(hs.HittingTime(d) for d in (1e-1, 1e-3))).event_times
+    seen = hs.integrate(hs.SA(beta=0.0), X0, [30.0], events=(hs.solve.HittingTime(d) for d in (1e-1, 1e-3))).event_times
     assert 0 < seen[0] < seen[1] < 30
 
 
@@ -317,7 +317,7 @@ class NoSignal:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"events": hs.HittingTime(1e-3)}, "events is HittingTime.*list"),
+        ({"events": hs.solve.HittingTime(1e-3)}, "events is HittingTime.*list"),
         ({"events": None}, "events is None.*list"),
         ({"events": [NoSignal()]}, "NoSignal whose signal is 1.0"),
         ({"merge": 0.6}, "merge is 0.6.*0.5"),

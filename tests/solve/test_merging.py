@@ -85,7 +85,7 @@ def test_stiff_usa_far_beyond_what_steps_alone_can_reach(attempts):
     assert (looser - sim.states).abs().max() <= 1e-12  # measured 1.2e-13
 
 
-@pytest.mark.parametrize("stepper", [hs.RK4(h=0.1), hs.GeodesicRK4(h=0.1)])
+@pytest.mark.parametrize("stepper", [hs.RK4(h=0.1), hs.solve.GeodesicRK4(h=0.1)])
 def test_fixed_steppers_merge_too(stepper):
     x0 = hs.Uniform(n=6, dim=3).sample(batch=2, seed=1)
     plain = hs.integrate(hs.SA(beta=1.0), x0, [2.0, 30.0], stepper=stepper).states
@@ -111,7 +111,7 @@ def test_merge_zero_joins_coinciding_tokens_only(flows):
 def test_events_are_those_of_the_unmerged_flow():
     """Two clusters form at once and meet late; each has been one token for long by then."""
     x0 = circle(0.0, 0.1, 0.2, 2.0, 2.1, 2.2)
-    events = [hs.HittingTime(0.5), hs.ClusterMerge(0.5)]
+    events = [hs.solve.HittingTime(0.5), hs.solve.ClusterMerge(0.5)]
     plain = hs.integrate(hs.SA(beta=4.0), x0, [16.0, 45.0], events=events)
     merged = hs.integrate(hs.SA(beta=4.0), x0, [16.0, 45.0], events=events, merge=1e-6)
     assert len(merged.states[0].unique(dim=0)) == 2

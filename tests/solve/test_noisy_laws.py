@@ -33,8 +33,8 @@ from helmscope.solve.euler_maruyama import EulerMaruyama
 from helmscope.solve.flow import Flow
 from helmscope.solve.integrate import integrate
 from helmscope.solve.noisy_layer import NoisyLayer
+from helmscope.solve.random_source import RandomSource
 from helmscope.solve.stochastic_heun import StochasticHeun
-from helmscope.solve.streams import Streams
 
 F64 = torch.float64
 FACTORS = {LayerNormChain(): -2, Stratonovich(): -1, Ito(): 0, DivergenceForm(): -2}  # beta / (P M x) for d = 2
@@ -163,7 +163,7 @@ def test_strong_order_one_half(stepper, process) -> None:
 
 
 def test_streams_are_independent_and_normal() -> None:
-    draws = torch.cat([Streams(seed, range(50)).normal(1, 4000)[:, 0] for seed in range(4)])
+    draws = torch.cat([RandomSource(seed, range(50)).normal(1, 4000)[:, 0] for seed in range(4)])
     correlation = torch.corrcoef(draws) - torch.eye(200)
     assert correlation.abs().max() < 5.5 / math.sqrt(4000)  # 19,900 pairs
     assert abs(float(draws.mean())) < 4 / math.sqrt(8e5)

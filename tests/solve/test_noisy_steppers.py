@@ -1,4 +1,4 @@
-"""Streams of noise, one step of every noisy stepper, bits, residual streams, and what is refused."""
+"""RandomSource of noise, one step of every noisy stepper, bits, residual streams, and what is refused."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from helmscope.solve.euler_maruyama import EulerMaruyama
 from helmscope.solve.events import HittingTime
 from helmscope.solve.flow import Flow
 from helmscope.solve.heun import Heun
-from helmscope.solve.integrate import integrate, pose
+from helmscope.solve.integrate import integrate, make_problem
 from helmscope.solve.layer import Layer
 from helmscope.solve.noisy import check_noise
 from helmscope.solve.noisy_layer import NoisyLayer
+from helmscope.solve.random_source import RandomSource
 from helmscope.solve.stochastic_heun import StochasticHeun
-from helmscope.solve.streams import Streams
 from helmscope.theory.starts import Uniform
 from helmscope.types import HelmscopeError, Status
 
@@ -48,11 +48,11 @@ def tilted(d: int = 3) -> torch.Tensor:
     return a @ a.T / (4 * d)
 
 
-# Streams --------------------------------------------------------------------------------------------------------------
+# RandomSource -------------------------------------------------------------------------------------------------------
 
 
 def test_streams_are_those_of_numpy() -> None:
-    streams = Streams(11, [4, 0])
+    streams = RandomSource(11, [4, 0])
     drawn = torch.cat([streams.normal(3, 2).reshape(2, -1) for _ in range(5)], 1)
     for row, system in zip(drawn, (4, 0), strict=True):
         philox = np.random.Philox(np.random.SeedSequence(11, spawn_key=(system,)))
@@ -62,27 +62,27 @@ def test_streams_are_those_of_numpy() -> None:
 
 def test_streams_do_not_depend_on_how_they_are_drawn() -> None:
     """Neither on the batch, nor the order, nor the portions; also past the numbers drawn ahead."""
-    whole, parts = Streams(3, range(2000)), Streams(3, [1999, 7])
+    whole, parts = RandomSource(3, range(2000)), RandomSource(3, [1999, 7])
     big = torch.cat([whole.normal(25, 40)[[1999, 7]].reshape(2, -1) for _ in range(7)], 1)
     small = torch.cat([parts.normal(7, 10).reshape(2, -1) for _ in range(100)], 1)
     assert torch.equal(big, small)
 
 
 def test_renewed_seeds() -> None:
-    again = [Streams.renewed(0, index, None) for index in range(100)]
-    assert len({0, *again, *(Streams.renewed(1, index, None) for index in range(100))}) == 201
+    again = [RandomSource.renewed(0, index, None) for index in range(100)]
+    assert len({0, *again, *(RandomSource.renewed(1, index, None) for index in range(100))}) == 201
     generator = torch.Generator().manual_seed(1)
-    first, second = (Streams.renewed(0, 0, generator) for _ in range(2))
-    assert second != first == Streams.renewed(5, 9, torch.Generator().manual_seed(1))
+    first, second = (RandomSource.renewed(0, 0, generator) for _ in range(2))
+    assert second != first == RandomSource.renewed(5, 9, torch.Generator().manual_seed(1))
 
 
 @pytest.mark.parametrize(
     ("make", "sentence"),
     [
-        (lambda: Streams(-1, [0]), "seed is -1, but it must be a whole number >= 0"),
-        (lambda: Streams(0.5, [0]), "seed is 0.5, but it must be a whole number >= 0"),
-        (lambda: Streams(0, [-1]), "systems is -1, but it must be a whole number >= 0"),
-        (lambda: Streams(0, 8), "systems is 8, but it must hold the systems' numbers, such as range(8)"),
+        (lambda: RandomSource(-1, [0]), "seed is -1, but it must be a whole number >= 0"),
+        (lambda: RandomSource(0.5, [0]), "seed is 0.5, but it must be a whole number >= 0"),
+        (lambda: RandomSource(0, [-1]), "systems is -1, but it must be a whole number >= 0"),
+        (lambda: RandomSource(0, 8), "systems is 8, but it must hold the systems' numbers, such as range(8)"),
     ],
 )
 def test_refusals_of_streams(make, sentence) -> None:
@@ -225,14 +225,16 @@ def test_a_system_does_not_depend_on_its_batch(stepper, noise) -> None:
     if stepper is NoisyLayer:
         noise = replace(noise, process=LayerNormChain())
     x0 = Uniform(n=5, dim=3).sample(6, seed=3)
-    whole = pose(SA(beta=1.5), x0, [0.2, 0.5], stepper=stepper(0.05), noise=noise, seed=9)
+    whole = make_problem(SA(beta=1.5), x0, [0.2, 0.5], stepper=stepper(0.05), noise=noise, seed=9)
     states = whole.run().states
     split = torch.cat([whole.part(a, b).run().states for a, b in ((0, 1), (1, 4), (4, 6))], 1)
     assert torch.equal(states, split)
     order = (3, 5, 0, 2, 4, 1)
     shuffled = replace(whole, start=whole.start[list(order)], systems=order)
     assert torch.equal(states[:, order], shuffled.run().states)
-    assert not torch.equal(states, pose(SA(beta=1.5), x0, [0.2, 0.5], stepper=stepper(0.05), noise=noise).run().states)
+    assert not torch.equal(
+        states, make_problem(SA(beta=1.5), x0, [0.2, 0.5], stepper=stepper(0.05), noise=noise).run().states
+    )
     assert (states.norm(dim=-1) - 1).abs().max() < 1e-15
 
 
@@ -251,7 +253,7 @@ def test_dw_has_the_asked_steps() -> None:
     x0 = torch.tensor([[[1.0, 0.0]]], dtype=F64)
     noise = IsotropicNoise(0.5)
     run = integrate(torch.zeros_like, x0, [0.3, 0.55], stepper=EulerMaruyama(0.1), noise=noise, seed=4).states[:, 0, 0]
-    numbers, angle, seen = Streams(4, [0]), 0.0, []
+    numbers, angle, seen = RandomSource(4, [0]), 0.0, []
     for h in [0.1] * 3 + [0.25 / 3] * 3:
         z = numbers.normal(1, 2)[0, 0]
         angle += math.atan(math.sqrt(h) * float(z[1] * math.cos(angle) - z[0] * math.sin(angle)))
@@ -333,7 +335,7 @@ def test_noise_is_added_to_a_residual_stream(stepper) -> None:
     g = (0.1, -0.2, 0.3)
     noise = MatrixNoise(tilted())
     run = integrate(Stream(g), y0, [0.5], stepper=stepper(0.1), noise=noise, seed=3)
-    streams = Streams(3, range(4))
+    streams = RandomSource(3, range(4))
     w = math.sqrt(0.1) * sum(streams.normal(2, 3) for _ in range(5))
     expected = y0 + 0.5 * torch.tensor(g, dtype=F64) + w @ noise.root
     assert (run.trajectory.radius[0].unsqueeze(-1) * run.states[0] - expected).abs().max() < 5e-15

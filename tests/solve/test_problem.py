@@ -19,7 +19,7 @@ from helmscope.solve.dormand_prince import DormandPrince
 from helmscope.solve.euler_maruyama import EulerMaruyama
 from helmscope.solve.events import HittingTime
 from helmscope.solve.heun import Heun
-from helmscope.solve.integrate import integrate, pose
+from helmscope.solve.integrate import integrate, make_problem
 from helmscope.solve.layer import Layer
 from helmscope.solve.noisy_layer import NoisyLayer
 from helmscope.solve.stochastic_heun import StochasticHeun
@@ -42,7 +42,7 @@ MLP_3 = MLP(w_in=normal(6, 3), w_out=normal(3, 6, seed=1), activation=SiLU())
     ],
 )
 def test_a_part_of_the_batch_gives_the_bits_of_the_whole(options):
-    whole = pose(
+    whole = make_problem(
         SA(beta=3.0), X, [0.5, 1.0], events=[HittingTime(0.3)], **measure(["weights", "mask"], 5, 4), **options
     )
     run = whole.run()
@@ -57,7 +57,7 @@ def test_a_part_of_the_batch_gives_the_bits_of_the_whole(options):
 @pytest.mark.parametrize(("first", "last"), [(-1, 2), (2, 2), (3, 2), (0, 6), (0, 1.5), (None, 3)])
 def test_a_part_that_is_not_there_is_refused(first, last):
     with pytest.raises(HelmscopeError, match=r"first is|last is|part is"):
-        pose(SA(beta=3.0), X, [1.0]).part(first, last)
+        make_problem(SA(beta=3.0), X, [1.0]).part(first, last)
 
 
 def noisy(seed, x=X, **options):
@@ -90,9 +90,9 @@ def test_a_field_that_jumps_is_carried_by_fixed_steps(matrix):
     """The farthest attracts, or some other: tokens slide along jumps, where SA of large beta goes too, to O(h)."""
     hard = Hardmax(query_key=matrix)
     for field in (hard, MultiHead([hard, hard]), Block(hard, MLP_3), MultiHeadAsPrinted([hard], [MLP_3])):
-        assert pose(field, X, [1.0]).stepper == Heun(0.01)
-    assert isinstance(pose(SA(beta=1.0), X, [1.0]).stepper, DormandPrince)
-    assert isinstance(pose(hard, X, [1.0], stepper=DormandPrince()).stepper, DormandPrince)
+        assert make_problem(field, X, [1.0]).stepper == Heun(0.01)
+    assert isinstance(make_problem(SA(beta=1.0), X, [1.0]).stepper, DormandPrince)
+    assert isinstance(make_problem(hard, X, [1.0], stepper=DormandPrince()).stepper, DormandPrince)
     run = integrate(hard, X, [1.0])
     assert run.outcome.ok
     near = integrate(SA(beta=2000.0, query_key=matrix), X, [1.0], stepper=Heun(0.001)).states
@@ -149,4 +149,4 @@ PRE = Block(SA(beta=1.0), MLP_3, placement=PreNorm())
 )
 def test_what_does_not_fit_is_refused_before_any_step(field, options, sentence):
     with pytest.raises(HelmscopeError, match=sentence):
-        pose(field, X, [1.0], **options)
+        make_problem(field, X, [1.0], **options)

@@ -28,7 +28,7 @@ class Everything(hs.Instrument):
     """Keeps all that passes, by layer and half, and the number of tokens of each system."""
 
     name = "everything"
-    needs = ~hs.Needs.NOTHING
+    needs = ~hs.types.Needs.NOTHING
 
     def __init__(self, needs=None):
         self.needs = self.needs if needs is None else needs
@@ -49,7 +49,7 @@ def shown(run, needs=None):
     return {(moment.layer, moment.half): (moment, passed) for moment, passed in instrument.seen}
 
 
-ATTENTION = hs.Needs.KERNEL | hs.Needs.QKV | hs.Needs.ATTENTION_WRITE
+ATTENTION = hs.types.Needs.KERNEL | hs.types.Needs.QKV | hs.types.Needs.ATTENTION_WRITE
 
 
 @pytest.mark.parametrize("field", [SA, hs.USA(1.0, query_key=B), HEADS, hs.SA(2.0, causal=True)])
@@ -71,7 +71,10 @@ def test_the_kernel_follows_from_query_and_key_and_the_write_from_the_values(fie
 
 
 @pytest.mark.parametrize("parallel", [False, True])
-@pytest.mark.parametrize("placement", [hs.PostNorm(), hs.PreNorm(mlp_norm=hs.RMSNorm()), hs.SandwichNorm(), hs.NGPT()])
+@pytest.mark.parametrize(
+    "placement",
+    [hs.fields.PostNorm(), hs.fields.PreNorm(mlp_norm=hs.fields.RMSNorm()), hs.fields.SandwichNorm(), hs.fields.NGPT()],
+)
 def test_both_halves_of_a_flow_read_the_stored_state(placement, parallel):
     block = hs.Block(HEADS, MLP, placement=placement, parallel=parallel)
     run = hs.integrate(block, X, times=[0.0, 0.3])
@@ -89,7 +92,7 @@ def test_both_halves_of_a_flow_read_the_stored_state(placement, parallel):
             assert (passed.point.norm(dim=-1) - 1).abs().max() < 1e-14
 
 
-@pytest.mark.parametrize("placement", [hs.PostNorm(), hs.PreNorm(), hs.NGPT(attention_rate=0.5)])
+@pytest.mark.parametrize("placement", [hs.fields.PostNorm(), hs.fields.PreNorm(), hs.fields.NGPT(attention_rate=0.5)])
 @pytest.mark.parametrize("parallel", [False, True])
 def test_the_writes_of_a_layer_lead_to_the_next_state(placement, parallel):
     """Under Layer(h) writes are increments, and the MLP of a sequential block reads the state between the halves."""
@@ -109,8 +112,8 @@ def test_the_writes_of_a_layer_lead_to_the_next_state(placement, parallel):
 
 
 def test_the_noisy_layer_shows_increments_of_one_state():
-    noise = hs.IsotropicNoise(nu=1e-30)
-    run = hs.integrate(hs.Block(SA, MLP), X, times=[0.0, 0.5], noise=noise, stepper=hs.NoisyLayer(0.5))
+    noise = hs.noise.IsotropicNoise(nu=1e-30)
+    run = hs.integrate(hs.Block(SA, MLP), X, times=[0.0, 0.5], noise=noise, stepper=hs.solve.NoisyLayer(0.5))
     seen = shown(run)
     total = run.states[0] + sum(seen[0, half][1].write for half in HALVES)
     assert (hs.sphere.retract(total) - run.states[1]).abs().max() < 1e-13
@@ -118,11 +121,11 @@ def test_the_noisy_layer_shows_increments_of_one_state():
 
 @pytest.mark.parametrize(
     ("field", "stepper"),
-    [(SA, None), (hs.Block(HEADS, MLP, placement=hs.PreNorm()), None), (hs.Block(SA, MLP), hs.Layer(0.25))],
+    [(SA, None), (hs.Block(HEADS, MLP, placement=hs.fields.PreNorm()), None), (hs.Block(SA, MLP), hs.Layer(0.25))],
 )
 def test_the_size_of_the_chunks_changes_nothing(field, stepper):
     run = hs.integrate(field, X, times=[0.0, 0.5], stepper=stepper, weights=MASS)
-    instruments = [hs.KernelStatistics()] + [hs.DriftAndSwirl()] * isinstance(field, hs.Block)
+    instruments = [hs.kernel.KernelStatistics()] + [hs.observe.DriftAndSwirl()] * isinstance(field, hs.Block)
     whole = run.replay(*instruments)
     assert whole["kernel_statistics"].sizes["system"] == 4
     for size in (1, 2, 3, 100):
@@ -134,7 +137,7 @@ def test_the_size_of_the_chunks_changes_nothing(field, stepper):
 
 def test_an_instrument_is_told_what_statistics_count_and_what_attention_sees():
     run = hs.integrate(SA, X, times=[0.0, 1.0], weights=MASS)
-    instrument = Everything(hs.Needs.ATTENTION)
+    instrument = Everything(hs.types.Needs.ATTENTION)
     run.replay(instrument, batch_size=3)
     assert [(moment.layer, moment.rows) for moment, _ in instrument.seen] == [
         (layer, rows) for rows in (slice(0, 3), slice(3, 4)) for layer in (0, 1)
@@ -150,15 +153,17 @@ def test_nothing_is_computed_that_nobody_needs(monkeypatch):
     asked = []
     monkeypatch.setattr(hs.Simulation, "kernel", lambda self, layer: asked.append(layer))
     monkeypatch.setattr(hs.Block, "write", lambda *given: asked.append(given))
-    run.replay(Everything(hs.Needs.ATTENTION | hs.Needs.FORCE))
+    run.replay(Everything(hs.types.Needs.ATTENTION | hs.types.Needs.FORCE))
     assert asked == []
 
 
 def test_a_half_that_is_not_there_is_not_shown():
-    assert {half for _, half in shown(hs.integrate(SA, X, times=[0.0]), hs.Needs.ATTENTION | hs.Needs.MLP)} == {
-        Half.ATTENTION
-    }
-    alone = shown(hs.integrate(MLP, X, times=[0.0]), hs.Needs.ATTENTION | hs.Needs.FORCE | hs.Needs.MLP_WRITE)
+    assert {
+        half for _, half in shown(hs.integrate(SA, X, times=[0.0]), hs.types.Needs.ATTENTION | hs.types.Needs.MLP)
+    } == {Half.ATTENTION}
+    alone = shown(
+        hs.integrate(MLP, X, times=[0.0]), hs.types.Needs.ATTENTION | hs.types.Needs.FORCE | hs.types.Needs.MLP_WRITE
+    )
     ((moment, passed),) = alone.values()
     assert moment.half is Half.MLP
     assert torch.equal(passed.write, MLP(X))
@@ -166,7 +171,7 @@ def test_a_half_that_is_not_there_is_not_shown():
 
 class Plain(hs.Instrument):
     name = "plain"
-    needs = hs.Needs.KERNEL
+    needs = hs.types.Needs.KERNEL
 
 
 @pytest.mark.parametrize(
@@ -177,10 +182,13 @@ class Plain(hs.Instrument):
         (lambda run: run.replay(Plain(), Plain()), "instruments holds 2 named 'plain', but each needs its own name"),
         (lambda run: run.replay(Plain()), "instrument plain kept nothing"),
         (lambda run: run.replay(Everything(ATTENTION), batch_size=0), "batch_size is 0"),
-        (lambda run: run.replay(hs.DriftAndSwirl()), r"no MLP: force\(layer=0\) is None, but drift_and_swirl needs"),
+        (
+            lambda run: run.replay(hs.observe.DriftAndSwirl()),
+            r"no MLP: force\(layer=0\) is None, but drift_and_swirl needs",
+        ),
         (lambda run: Plain().result(), "instrument plain has seen no replay"),
         (
-            lambda run: hs.integrate(torch.zeros_like, X, times=[0.0]).replay(Everything(hs.Needs.QKV)),
+            lambda run: hs.integrate(torch.zeros_like, X, times=[0.0]).replay(Everything(hs.types.Needs.QKV)),
             "field is .* but everything needs query, key and value",
         ),
     ],

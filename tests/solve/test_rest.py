@@ -16,7 +16,7 @@ from helmscope.solve.rest import MOST_COORDINATES, resting_state
 F64 = torch.float64
 AT_0 = torch.zeros(1, 1, 1, dtype=F64)
 I3 = torch.eye(3, dtype=F64)
-STOPPED, FINISHED = hs.Status.AT_REST, hs.Status.FINISHED
+STOPPED, FINISHED = hs.types.Status.AT_REST, hs.types.Status.FINISHED
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -63,7 +63,7 @@ def test_a_cluster_ends_its_run_at_once():
     assert str(sim.outcome).startswith(f"the state has stopped moving at t={sim.outcome.times[0]:.6g}, and is held")
     assert sim.outcome.times[0] < 1e3
     assert torch.equal(sim.states[1], sim.states[2])
-    assert hs.linkage.pairwise_angles(sim.states[2]).max() <= 1e-15
+    assert hs.geometry.linkage.pairwise_angles(sim.states[2]).max() <= 1e-15
 
 
 @pytest.mark.parametrize("dtype", [F64, torch.float32])
@@ -113,7 +113,7 @@ def rests(field: object, x: torch.Tensor, duration: float, *, h: float = 1.0, to
 @pytest.mark.parametrize("gamma", [-0.5, 0.0, 0.5])
 def test_metastable_clusters_are_not_at_rest(beta, gamma):
     """They move by e^{beta (gamma - 1)} in a unit of time, and within each cluster everything contracts at rate 1."""
-    time = hs.metastable_time(hs.SA(beta=beta), gamma0=gamma)
+    time = hs.theory.metastable_time(hs.SA(beta=beta), gamma0=gamma)
     assert not rests(hs.SA(beta=beta), two_clusters(gamma), time)
     assert not rests(hs.SA(beta=beta), two_clusters(gamma), time / 1e3)
 
@@ -197,10 +197,10 @@ def test_a_field_that_jumps_has_no_derivative():
 
 def test_events_to_come_keep_a_run_going(monkeypatch):
     monkeypatch.setattr(adaptive, "WORTHWHILE", 50)
-    x0, late = start(4), hs.HittingTime(1e-30)
+    x0, late = start(4), hs.solve.HittingTime(1e-30)
     field, times = hs.SA(beta=1.0), [400.0]
-    assert hs.integrate(field, x0, times, events=[hs.HittingTime(1e-3)]).outcome.statuses == (STOPPED,)
-    assert hs.integrate(field, x0, times, events=[hs.HittingTime(1e-3), late]).outcome.statuses == (FINISHED,)
+    assert hs.integrate(field, x0, times, events=[hs.solve.HittingTime(1e-3)]).outcome.statuses == (STOPPED,)
+    assert hs.integrate(field, x0, times, events=[hs.solve.HittingTime(1e-3), late]).outcome.statuses == (FINISHED,)
 
 
 def test_a_gradient_goes_through_all_steps(monkeypatch):
@@ -221,8 +221,8 @@ def test_a_gradient_goes_through_all_steps(monkeypatch):
 
 
 def test_noise_never_rests():
-    noise = hs.IsotropicNoise(nu=1e-12)
-    sim = hs.integrate(hs.SA(beta=1.0), start(2), [2e3], noise=noise, stepper=hs.EulerMaruyama(1.0))
+    noise = hs.noise.IsotropicNoise(nu=1e-12)
+    sim = hs.integrate(hs.SA(beta=1.0), start(2), [2e3], noise=noise, stepper=hs.solve.EulerMaruyama(1.0))
     assert sim.outcome.statuses == (FINISHED,)
 
 

@@ -17,18 +17,25 @@ from helmscope.solve.flow import Flow
 
 F64 = torch.float64
 AT_0 = torch.zeros(1, 1, 1, dtype=F64)
-MAPS = [hs.Layer, hs.PublishedEuler]
-DIVISIBLE = [hs.ProjectedEuler, hs.Heun, hs.RK4, hs.GeodesicEuler, hs.GeodesicHeun, hs.GeodesicRK4]
+MAPS = [hs.Layer, hs.solve.PublishedEuler]
+DIVISIBLE = [
+    hs.solve.ProjectedEuler,
+    hs.solve.Heun,
+    hs.RK4,
+    hs.solve.GeodesicEuler,
+    hs.solve.GeodesicHeun,
+    hs.solve.GeodesicRK4,
+]
 FIXED = DIVISIBLE + MAPS
 ORDERS = {
-    hs.ProjectedEuler: 1,
-    hs.GeodesicEuler: 1,
+    hs.solve.ProjectedEuler: 1,
+    hs.solve.GeodesicEuler: 1,
     hs.Layer: 1,
-    hs.PublishedEuler: 1,
-    hs.Heun: 2,
-    hs.GeodesicHeun: 2,
+    hs.solve.PublishedEuler: 1,
+    hs.solve.Heun: 2,
+    hs.solve.GeodesicHeun: 2,
     hs.RK4: 4,
-    hs.GeodesicRK4: 4,
+    hs.solve.GeodesicRK4: 4,
     hs.DormandPrince: 5,
 }
 # steps over t = 1: few enough that the error stands above rounding, many enough that its leading term rules
@@ -168,12 +175,12 @@ def geodesic_rk4(x):
 @pytest.mark.parametrize(
     ("stepper", "by_hand"),
     [
-        (hs.ProjectedEuler, euler),
-        (hs.Heun, heun),
+        (hs.solve.ProjectedEuler, euler),
+        (hs.solve.Heun, heun),
         (hs.RK4, rk4),
-        (hs.GeodesicEuler, geodesic_euler),
-        (hs.GeodesicHeun, geodesic_heun),
-        (hs.GeodesicRK4, geodesic_rk4),
+        (hs.solve.GeodesicEuler, geodesic_euler),
+        (hs.solve.GeodesicHeun, geodesic_heun),
+        (hs.solve.GeodesicRK4, geodesic_rk4),
     ],
 )
 def test_one_step_by_hand(stepper, by_hand):
@@ -234,9 +241,9 @@ def test_several_layers_are_the_layer_repeated():
 @pytest.mark.parametrize(
     ("stepper", "rate", "printed"),
     [
-        (hs.PublishedEuler, math.log(1.1) / 0.1, 0.953),
+        (hs.solve.PublishedEuler, math.log(1.1) / 0.1, 0.953),
         (hs.Layer, math.log(1.1) / 0.1, 0.953),
-        (hs.ProjectedEuler, -math.log(0.9) / 0.1, 1.054),
+        (hs.solve.ProjectedEuler, -math.log(0.9) / 0.1, 1.054),
         (hs.RK4, -math.log(1 - 0.1 + 0.1**2 / 2 - 0.1**3 / 6 + 0.1**4 / 24) / 0.1, 1.000),
     ],
 )

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import helmscope as hs
-from helmscope.solve.integrate import pose
+from helmscope.solve.integrate import make_problem
 from helmscope.solve.symmetry import in_span
 
 F64 = torch.float64
@@ -19,7 +19,7 @@ FIELDS = {
     "scaled": hs.USA(beta=1.0, query_key=0.5 * EYE, value=2 * EYE),
     "keys repel": hs.SA(beta=2.0, query_key=-EYE),
     "causal": hs.SA(beta=3.0, causal=True),
-    "bias": hs.SA(beta=3.0, bias=hs.alibi(N, 0.3)),
+    "bias": hs.SA(beta=3.0, bias=hs.fields.alibi_bias(N, 0.3)),
     "bistochastic": hs.SinkhornAttention(beta=2.0),
     "hardmax": hs.Hardmax(query_key=-EYE),
     "heads": hs.MultiHead([hs.SA(beta=1.0), hs.SA(beta=4.0, value=-0.5 * EYE)]),
@@ -32,7 +32,7 @@ def start(batch: int = 3, n: int = N, d: int = D) -> torch.Tensor:
 
 def both(monkeypatch, *args, **options):
     """The run in the span of its start, and the same in all dimensions."""
-    problem = pose(*args, **options)
+    problem = make_problem(*args, **options)
     assert in_span(problem) is not None
     ours = problem.run()
     monkeypatch.setattr("helmscope.solve.problem.in_span", lambda problem: None)
@@ -56,7 +56,14 @@ def test_every_field(name, monkeypatch):
 
 @pytest.mark.parametrize(
     "stepper",
-    [hs.DormandPrince(), hs.Heun(0.1), hs.RK4(0.1), hs.GeodesicRK4(0.1), hs.PublishedEuler(0.1), hs.Layer(0.1)],
+    [
+        hs.DormandPrince(),
+        hs.solve.Heun(0.1),
+        hs.RK4(0.1),
+        hs.solve.GeodesicRK4(0.1),
+        hs.solve.PublishedEuler(0.1),
+        hs.Layer(0.1),
+    ],
     ids=lambda stepper: type(stepper).__name__,
 )
 def test_every_kind_of_stepper(stepper, monkeypatch):
@@ -67,7 +74,7 @@ def test_every_kind_of_stepper(stepper, monkeypatch):
 def test_weights_mask_merging_and_events(monkeypatch):
     weights = torch.tensor([1.0, 2.0, 0.5, 0.0, 1.0], dtype=F64)
     mask = torch.tensor([True, True, True, True, False])
-    events = [hs.HittingTime(1e-3), hs.ClusterMerge(0.1)]
+    events = [hs.solve.HittingTime(1e-3), hs.solve.ClusterMerge(0.1)]
     ours, full = both(
         monkeypatch, hs.SA(beta=2.0), start(), [0.0, 30.0], weights=weights, mask=mask, merge=1e-3, events=events
     )
@@ -93,7 +100,7 @@ def test_equal_tokens_stay_equal_where_they_repel():
     x = start(batch=1, n=6, d=20)
     x[:, 1] = x[:, 0]
     field = hs.SA(beta=4.0, value=-torch.eye(20, dtype=F64))
-    assert in_span(pose(field, x, [1.0])) is not None
+    assert in_span(make_problem(field, x, [1.0])) is not None
     late = hs.integrate(field, x, [60.0]).states[-1, 0]
     assert torch.equal(late[0], late[1])
     assert (late[0] - late[2]).norm() > 0.1
@@ -140,7 +147,7 @@ def test_a_million_dimensions_meet_the_closed_form():
 
 
 def test_bits_do_not_depend_on_the_batch():
-    problem = pose(hs.SA(beta=4.0), start(7), [0.5, 2.0])
+    problem = make_problem(hs.SA(beta=4.0), start(7), [0.5, 2.0])
     whole = problem.run().states
     for first, last in ((0, 1), (2, 5), (6, 7)):
         assert torch.equal(problem.part(first, last).run().states, whole[:, first:last])
@@ -165,19 +172,19 @@ class Height:
         (hs.SA(beta=1.0, query_key=torch.diag(torch.arange(1.0, D + 1))), {}),
         (hs.SA(beta=1.0, value=torch.diag(torch.arange(1.0, D + 1))), {}),
         (hs.SA(beta=1.0), {"events": [Height()]}),
-        (hs.SA(beta=1.0), {"noise": hs.IsotropicNoise(0.1), "stepper": hs.EulerMaruyama(0.1)}),
+        (hs.SA(beta=1.0), {"noise": hs.noise.IsotropicNoise(0.1), "stepper": hs.solve.EulerMaruyama(0.1)}),
         (lambda x: 0 * x, {}),
     ],
     ids=["B", "V", "event", "noise", "plain"],
 )
 def test_left_in_all_dimensions(field, options):
-    assert in_span(pose(field, start(), [1.0], **options)) is None
+    assert in_span(make_problem(field, start(), [1.0], **options)) is None
 
 
 def test_a_gradient_stays_in_all_dimensions():
     x = start().requires_grad_()
-    assert in_span(pose(hs.SA(beta=1.0), x, [1.0])) is None
+    assert in_span(make_problem(hs.SA(beta=1.0), x, [1.0])) is None
     hs.integrate(hs.SA(beta=1.0), x, [1.0]).states.sum().backward()
     assert torch.isfinite(x.grad).all()
-    assert in_span(pose(hs.SA(beta=1.0), start(n=D), [1.0])) is None
-    assert in_span(pose(hs.SA(beta=1.0), start(n=1), [1.0])) is None
+    assert in_span(make_problem(hs.SA(beta=1.0), start(n=D), [1.0])) is None
+    assert in_span(make_problem(hs.SA(beta=1.0), start(n=1), [1.0])) is None

@@ -16,7 +16,7 @@ from scipy import stats
 
 from helmscope.stats.intervals import bootstrap_t, mean_interval, proportion_interval
 from helmscope.stats.ruling import rule, rule_every, rule_some
-from helmscope.stats.scales import FisherZ, Log, Plain
+from helmscope.stats.scales import FisherZScale, LinearScale, LogScale
 from helmscope.types import Interval, Region, Ruling
 from support.regions import above, below
 
@@ -40,10 +40,10 @@ def lognormal(rng: np.random.Generator) -> Vector:
 
 
 LAWS = {
-    "normal": (normal, partial(mean_interval, scale=Plain()), 0.0),
-    "lognormal": (lognormal, partial(mean_interval, scale=Log()), 1.0),
-    "t3": (lambda rng: rng.standard_t(3, N), partial(mean_interval, scale=Plain()), 0.0),
-    "cosines": (lambda rng: np.tanh(rng.normal(1, 0.5, N)), partial(mean_interval, scale=FisherZ()), math.tanh(1)),
+    "normal": (normal, partial(mean_interval, scale=LinearScale()), 0.0),
+    "lognormal": (lognormal, partial(mean_interval, scale=LogScale()), 1.0),
+    "t3": (lambda rng: rng.standard_t(3, N), partial(mean_interval, scale=LinearScale()), 0.0),
+    "cosines": (lambda rng: np.tanh(rng.normal(1, 0.5, N)), partial(mean_interval, scale=FisherZScale()), math.tanh(1)),
     **{
         f"count-{p}": (lambda rng, p=p: rng.random(N) < p, lambda x: proportion_interval(int(x.sum()), N), p)
         for p in (0.1, 0.5, 0.9)

@@ -9,7 +9,7 @@ import pytest
 from scipy import stats
 
 from helmscope.stats.intervals import bootstrap_t, jackknife_interval, mean_interval, proportion_interval
-from helmscope.stats.scales import FisherZ, Log, Plain
+from helmscope.stats.scales import FisherZScale, LinearScale, LogScale
 from helmscope.types import HelmscopeError, Interval
 
 Vector = np.ndarray
@@ -18,7 +18,7 @@ Vector = np.ndarray
 @pytest.mark.parametrize("confidence", [0.5, 0.95, 0.999])
 @pytest.mark.parametrize(
     ("scale", "forward", "back"),
-    [(Plain(), float, float), (Log(), math.log, math.exp), (FisherZ(), math.atanh, math.tanh)],
+    [(LinearScale(), float, float), (LogScale(), math.log, math.exp), (FisherZScale(), math.atanh, math.tanh)],
 )
 def test_the_mean_interval_is_scipys_on_the_scale(scale, forward, back, confidence):
     values = np.random.default_rng(3).uniform(0.1, 0.9, 17)
@@ -30,7 +30,7 @@ def test_the_mean_interval_is_scipys_on_the_scale(scale, forward, back, confiden
 
 
 @pytest.mark.parametrize("method", [mean_interval, bootstrap_t])
-@pytest.mark.parametrize("scale", [Plain(), Log(), FisherZ()])
+@pytest.mark.parametrize("scale", [LinearScale(), LogScale(), FisherZScale()])
 def test_equal_replicates_come_back_unrounded(method, scale):
     assert method([0.1] * 49, scale=scale) == Interval(0.1, 0.1, 0.1, 49)
 
@@ -69,10 +69,10 @@ def test_clopper_pearson_is_scipys_and_solves_the_binomial_tails():
             assert k == n or stats.binom.cdf(k, n, ours.high) == pytest.approx(0.05, rel=1e-9)
 
 
-@pytest.mark.parametrize("scale", [Plain(), Log()])
+@pytest.mark.parametrize("scale", [LinearScale(), LogScale()])
 def test_the_jackknife_of_a_mean_is_student(scale):
     x = np.random.default_rng(1).uniform(1, 2, 9).tolist()
-    center = (lambda v: float(np.mean(v))) if isinstance(scale, Plain) else stats.gmean
+    center = (lambda v: float(np.mean(v))) if isinstance(scale, LinearScale) else stats.gmean
     ours, student = jackknife_interval(center, x, scale=scale), mean_interval(x, scale=scale)
     assert (ours.low, ours.estimate, ours.high) == pytest.approx(
         (student.low, student.estimate, student.high), rel=1e-12
@@ -101,8 +101,8 @@ def test_the_jackknife_of_a_variance_is_the_closed_form_and_sees_no_replicate_tw
         (lambda: mean_interval([1.0, math.nan]), r"values\[1\] is nan"),
         (lambda: mean_interval([1.0, math.inf]), r"values\[1\] is inf"),
         (lambda: mean_interval([[1.0], [1.0, 2.0]]), "values is a list"),
-        (lambda: mean_interval([1.0, 0.0], scale=Log()), r"values\[1\] is 0, but it must be .* in \(0, inf\)"),
-        (lambda: bootstrap_t([-1.0, 0.0], scale=FisherZ()), r"values\[0\] is -1, but it must be .* in \(-1, 1\)"),
+        (lambda: mean_interval([1.0, 0.0], scale=LogScale()), r"values\[1\] is 0, but it must be .* in \(0, inf\)"),
+        (lambda: bootstrap_t([-1.0, 0.0], scale=FisherZScale()), r"values\[0\] is -1, but it must be .* in \(-1, 1\)"),
         (lambda: mean_interval([-1.7e308, 1.7e308]), "range must not overflow"),
         (lambda: mean_interval([1.0, 2.0], confidence=1.0), "confidence is 1,"),
         (lambda: mean_interval([1.0, 2.0], confidence=math.nan), "confidence is nan"),

@@ -75,9 +75,9 @@ def test_what_has_no_pairs_is_refused(second, said):
 
 
 def test_a_trained_model_and_its_untrained_twin_prompt_by_prompt():
-    texts = [" ".join(text.split()[:6]) for text in hs.box_texts()[:4]]
+    texts = [" ".join(text.split()[:6]) for text in hs.models.box_texts()[:4]]
     trained = hs.load("A")
-    pair = [hs.record(model, texts) for model in (trained, hs.untrained_twin(trained, seed=1))]
+    pair = [hs.record(model, texts) for model in (trained, hs.models.untrained_twin(trained, seed=1))]
     tracked = [hs.track(recording, order=hs.order_parameter) for recording in pair]
     kept = paired_difference(*tracked)
     assert kept.order.dims == ("depth", "prompt")

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from scipy import integrate, stats
 
-from helmscope.stats.power import decisive_effect, power
+from helmscope.stats.power import decisive_effect, detection_power
 from helmscope.types import HelmscopeError
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -29,17 +29,17 @@ def test_the_closed_form_is_the_integral_over_the_standard_deviation(n: int, eff
 
     center = math.sqrt(n - 1)
     value = integrate.quad(part, 0, center + 12, points=[center], epsabs=1e-13, epsrel=1e-13)[0]
-    assert power(effect, n) == pytest.approx(value, abs=1e-10)
+    assert detection_power(effect, n) == pytest.approx(value, abs=1e-10)
 
 
 def test_no_effect_is_a_false_verdict_on_one_side() -> None:
-    assert power(0.0, 32) == pytest.approx(0.025, abs=1e-12)
+    assert detection_power(0.0, 32) == pytest.approx(0.025, abs=1e-12)
 
 
 @pytest.mark.parametrize("n", [2, 32, 1000])
 def test_the_decisive_effect_inverts_the_power(n: int) -> None:
     for chance in (0.5, 0.9, 0.99):
-        assert power(decisive_effect(n, chance=chance), n) == pytest.approx(chance, abs=1e-9)
+        assert detection_power(decisive_effect(n, chance=chance), n) == pytest.approx(chance, abs=1e-9)
     with pytest.raises(HelmscopeError, match=r"chance is 0\.01, but it must lie between 0.025 and 1"):
         decisive_effect(n, chance=0.01)
 
@@ -60,7 +60,7 @@ def test_stored_curves_can_be_made_again(curve: dict) -> None:
 
 @pytest.mark.parametrize("curve", [c for c in CURVES if c["law"].startswith("normal")], ids=lambda c: str(c["n"]))
 def test_stored_curves_of_the_normal_law_are_the_closed_form(curve: dict) -> None:
-    exact = np.array([power(effect, curve["n"]) for effect in curve["effect"]])
+    exact = np.array([detection_power(effect, curve["n"]) for effect in curve["effect"]])
     error = np.sqrt(exact * (1 - exact) / curve["vectors"])
     for side in ("supported", "refuted"):
         assert np.all(np.abs(np.array(curve[side]) - exact) < 4.5 * error + 1e-9)

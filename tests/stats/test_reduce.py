@@ -10,7 +10,7 @@ import xarray as xr
 
 from helmscope.stats.intervals import mean_interval
 from helmscope.stats.reduce import reduce_replicates, reduced
-from helmscope.stats.scales import Bounded, FisherZ, Log, Plain
+from helmscope.stats.scales import Bounded, FisherZScale, LinearScale, LogScale
 from helmscope.types import HelmscopeError, check_measurement
 from support.refusal import refused
 
@@ -39,7 +39,7 @@ def measured(*, missing: bool = False) -> xr.Dataset:
 
 @pytest.mark.parametrize("confidence", [0.95, 0.5])
 @pytest.mark.parametrize("missing", [False, True])
-@pytest.mark.parametrize("scale", [Plain(), Log(), FisherZ()], ids=lambda scale: type(scale).__name__)
+@pytest.mark.parametrize("scale", [LinearScale(), LogScale(), FisherZScale()], ids=lambda scale: type(scale).__name__)
 def test_every_entry_is_the_interval_of_its_replicates(scale, missing, confidence):
     data = measured(missing=missing)
     seen = reduce_replicates(data, scale=scale, confidence=confidence)
@@ -66,7 +66,7 @@ def test_the_standard_error_is_in_units_of_the_quantity():
     assert plain.share_stderr.values == pytest.approx(data.share.std("prompt", ddof=1).values / 8**0.5, rel=1e-13)
     # to first order the half-width is t standard errors, on every scale
     narrow = data[["share"]] * 1e-4 + 0.5
-    for scale in (Plain(), Log(), FisherZ()):
+    for scale in (LinearScale(), LogScale(), FisherZScale()):
         seen = reduce_replicates(narrow, scale=scale)
         half = (seen.share_high - seen.share_low) / 2
         assert half.values == pytest.approx(2.3646242510102993 * seen.share_stderr.values, rel=1e-4)
@@ -89,7 +89,7 @@ def test_labels_and_coordinates_are_kept_and_the_replicates_are_gone():
 
 def test_one_value_has_no_spread_and_none_has_no_mean():
     values = np.array([[1.0, 4.0, NAN, 7.0], [NAN, 5.0, NAN, 7.0], [NAN, 9.0, NAN, 7.0]])
-    seen = reduce_replicates(xr.Dataset({"a": (("seed", "layer"), values)}), scale=Log())
+    seen = reduce_replicates(xr.Dataset({"a": (("seed", "layer"), values)}), scale=LogScale())
     assert np.array_equal(np.isnan(seen.a), [False, False, True, False])
     assert float(seen.a[0]) == 1.0
     for end in ("_stderr", "_low", "_high"):
@@ -130,7 +130,7 @@ def test_many_entries_are_reduced_at_once():
         (lambda: reduce_replicates(xr.Dataset({"a": ("seed", np.zeros(0))})), "0 replicates along 'seed'"),
         (lambda: reduce_replicates(xr.Dataset({"a": ("seed", [1.0, math.inf])})), "'a' is inf at seed 1, but it must"),
         (
-            lambda: reduce_replicates(xr.Dataset({"a": (("layer", "seed"), [[1.0, 0.0]])}), scale=Log()),
+            lambda: reduce_replicates(xr.Dataset({"a": (("layer", "seed"), [[1.0, 0.0]])}), scale=LogScale()),
             "'a' is 0 at seed 1, layer 0, but it must be a finite number in (0, inf), or NaN where there is no value",
         ),
         (lambda: reduce_replicates(xr.Dataset({"a": ("seed", [1.0])}), scale="log"), "scale is 'log', but it must be"),
@@ -146,7 +146,7 @@ def test_refusals_are_one_sentence(make, said):
 def test_a_null_outside_the_scale_is_refused_by_its_own_name():
     data = xr.Dataset({"a": ("seed", [1.0, 2.0]), "a_null": ("seed", [0.0, 1.0])})
     with pytest.raises(HelmscopeError, match="'a_null' is 0 at seed 0"):
-        reduce_replicates(data, scale=Log())
+        reduce_replicates(data, scale=LogScale())
 
 
 # Bounds, ranges, and either form --------------------------------------------------------------------------------------
@@ -171,7 +171,7 @@ def test_the_interval_of_a_share_stays_in_0_to_1_and_nothing_else_changes():
 def test_one_bound_is_enough_and_a_scale_that_is_given_comes_before_it():
     data = xr.Dataset({"rank": ("seed", [1.0, 1.1, 3.0], {"valid_min": 1.0})})
     assert float(reduce_replicates(data).rank_low) == 1.0
-    assert float(reduce_replicates(data, scale=Plain()).rank_low) < 1.0
+    assert float(reduce_replicates(data, scale=LinearScale()).rank_low) < 1.0
 
 
 def test_a_share_may_leave_its_bounds_by_rounding_alone():

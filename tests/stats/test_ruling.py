@@ -10,7 +10,7 @@ from scipy import stats
 
 from helmscope.stats.intervals import mean_interval, proportion_interval
 from helmscope.stats.ruling import rule, rule_every, rule_some, sample_size
-from helmscope.stats.scales import FisherZ, Log, Plain
+from helmscope.stats.scales import FisherZScale, LinearScale, LogScale
 from helmscope.types import HelmscopeError, Interval, Region, Ruling
 from support.regions import above, below
 
@@ -51,9 +51,11 @@ def test_sample_size(interval, region, n):
 
 def test_sample_size_on_its_scale():
     interval = Interval(1.0, math.exp(-0.4), math.exp(0.4), 8)
-    assert sample_size(interval, above(math.exp(-0.2)), scale=Log()) == 32
-    assert sample_size(interval, Region(text="", low=-1, high=math.exp(0.1)), scale=Log()) == 128
-    assert sample_size(Interval(0.0, -0.9, 0.9, 8), above(math.tanh(math.atanh(0.9) / 3) * -1), scale=FisherZ()) == 72
+    assert sample_size(interval, above(math.exp(-0.2)), scale=LogScale()) == 32
+    assert sample_size(interval, Region(text="", low=-1, high=math.exp(0.1)), scale=LogScale()) == 128
+    assert (
+        sample_size(Interval(0.0, -0.9, 0.9, 8), above(math.tanh(math.atanh(0.9) / 3) * -1), scale=FisherZScale()) == 72
+    )
 
 
 def test_the_sample_size_decides_when_the_interval_shrinks():
@@ -95,7 +97,7 @@ def test_layers_follow_holm_adjusted_intervals():
     assert rule_every([many - 9, many - 9, many - 9, few], above(0)).named == (0, 1, 2, 3)
 
 
-@pytest.mark.parametrize("scale", [Plain(), Log()])
+@pytest.mark.parametrize("scale", [LinearScale(), LogScale()])
 def test_named_layers_are_those_whose_adjusted_interval_lies_outside(scale):
     rng = np.random.default_rng(6)
     samples = [np.exp(rng.normal(0.12 * i - 0.5, 0.5, N)) for i in range(9)]

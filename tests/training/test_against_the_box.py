@@ -16,11 +16,11 @@ LOSSES = {"A": 1.442327, "B": 1.422710, "tied": 1.236702}  # of the first window
 
 
 def card(name):
-    return (hs.box_folder(name) / "README.md").read_text(encoding="utf-8")
+    return (hs.models.box_folder(name) / "README.md").read_text(encoding="utf-8")
 
 
 def loss_and_model(training, name, count):
-    model, words = training.evaluate.load(hs.box_folder(name))
+    model, words = training.evaluate.load(hs.models.box_folder(name))
     windows = np.load(training.recipe.BOX / "validation.npy")
     assert windows.shape == (512, 257)
     return training.evaluate.validation_loss(model, windows[:count]), model, words
@@ -45,18 +45,18 @@ def test_the_loss_and_the_samples_of_the_card(training, name):
 def test_plain_measures_and_observables_agree(training, name):
     """The same quantities in float32 from hooks on the modules and from a recording. Measured: they differ by at most
     2e-7, and the shares are equal; rounding may move one pair of tokens or a dozen neurons across the threshold."""
-    words = tf.AutoTokenizer.from_pretrained(hs.box_folder(name))
-    ids = torch.tensor(words(hs.box_texts()[:4])["input_ids"])
-    model = training.evaluate.load(hs.box_folder(name))[0]
+    words = tf.AutoTokenizer.from_pretrained(hs.models.box_folder(name))
+    ids = torch.tensor(words(hs.models.box_texts()[:4])["input_ids"])
+    model = training.evaluate.load(hs.models.box_folder(name))[0]
     wanted = {key: value.double() for key, value in training.measures.measure(model, ids).items()}
-    recording = hs.record(model, ids, keep=hs.Keep.WEIGHTS)
+    recording = hs.record(model, ids, keep=hs.models.Keep.WEIGHTS)
     path, layers = recording.trajectory, recording.layers
     states = path.states[::2]
     found = {
         "radius": path.radius[::2].mean((1, 2)),
         "inner_product": hs.mean_inner_product(states).mean(-1),
-        "share_above": hs.clustering_fraction(states, delta=0.1).mean(-1),
-        "entropy": torch.stack([hs.row_entropy(recording.kernel(layer=layer)).mean((0, 2)) for layer in layers]),
+        "share_above": hs.observe.clustering_fraction(states, delta=0.1).mean(-1),
+        "entropy": torch.stack([hs.kernel.row_entropy(recording.kernel(layer=layer)).mean((0, 2)) for layer in layers]),
         "gate_sparsity": torch.stack([negative_share(recording, layer) for layer in layers]),
     }
     for key, value in found.items():

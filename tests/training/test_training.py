@@ -170,7 +170,7 @@ def test_the_learning_rate(training, tmp_path):
 
 def test_snapshots_are_evenly_spaced_in_the_logarithm(training):
     for name, recipe in training.recipe.RECIPES.items():
-        assert training.train.snapshot_steps(recipe.steps) == hs.training_history(name).step.values.tolist()
+        assert training.train.snapshot_steps(recipe.steps) == hs.models.training_history(name).step.values.tolist()
 
 
 def test_targets_of_the_causal_model_are_next_tokens(training, tmp_path):
@@ -293,9 +293,9 @@ def test_nothing_of_helmscope_is_used(training):
 
 
 def test_the_tokenizer_is_shipped_as_it_is_written(training, tmp_path):
-    source = hs.box_folder("A") / "tokenizer.json"
+    source = hs.models.box_folder("A") / "tokenizer.json"
     training.gather.write_tokenizer(source, tmp_path)
     for file in ("tokenizer.json", "tokenizer_config.json"):
-        assert (tmp_path / file).read_bytes() == (hs.box_folder("A") / file).read_bytes()
-    (tmp_path / "texts.json").write_text(json.dumps(hs.box_texts()[:3]))
+        assert (tmp_path / file).read_bytes() == (hs.models.box_folder("A") / file).read_bytes()
+    (tmp_path / "texts.json").write_text(json.dumps(hs.models.box_texts()[:3]))
     assert training.train.box_text_ids(tmp_path).shape == (3, 128)

@@ -16,20 +16,20 @@ import helmscope as hs
 from helmscope.types import brief, counted, shortened, table
 
 EVIL = "<script>alert(1)</script>"
-SEEN, REGION = hs.Interval(1.0, 0.99, 1.01, n=20), hs.Region(text="1 within .1", low=0.9, high=1.1)
-NULL = hs.Control(f"V = -I {EVIL}", hs.Ruling.REFUTED, hs.Ruling.REFUTED, SEEN, REGION)
+SEEN, REGION = hs.Interval(1.0, 0.99, 1.01, n=20), hs.types.Region(text="1 within .1", low=0.9, high=1.1)
+NULL = hs.types.Control(f"V = -I {EVIL}", hs.types.Ruling.REFUTED, hs.types.Ruling.REFUTED, SEEN, REGION)
 VERDICT = hs.Verdict(
     claim="rate",
-    ruling=hs.Ruling.SUPPORTED,
+    ruling=hs.types.Ruling.SUPPORTED,
     interval=SEEN,
     region=REGION,
     entry_hash="c0ffee",
     sentence=f"The rate is 1. {EVIL}",
     where=f"here {EVIL}",
     null=NULL,
-    printed=replace(NULL, ruling=hs.Ruling.SUPPORTED),
+    printed=replace(NULL, ruling=hs.types.Ruling.SUPPORTED),
     also=(NULL,),
-    exhibits=(hs.Exhibit(f"title {EVIL}", f"text {EVIL}"),),
+    exhibits=(hs.types.Exhibit(f"title {EVIL}", f"text {EVIL}"),),
     subject=f"model {EVIL}",
 )
 DATA = xr.Dataset(
@@ -56,7 +56,7 @@ def recording(texts: int = 2):
 OBJECTS = {
     "simulation": simulation,
     "block": lambda: hs.integrate(
-        hs.Block(hs.SA(1.0), hs.MLP(w_in=torch.ones(9, 3), w_out=torch.ones(3, 9)), placement=hs.PreNorm()),
+        hs.Block(hs.SA(1.0), hs.MLP(w_in=torch.ones(9, 3), w_out=torch.ones(3, 9)), placement=hs.fields.PreNorm()),
         torch.eye(3),
         [0.0, 0.1],
     ),
@@ -64,10 +64,10 @@ OBJECTS = {
     "problem": lambda: simulation().problem,
     "outcome": lambda: simulation().outcome,
     "recording": recording,
-    "edited": lambda: recording().under(*[hs.Ablate([1]), hs.Add(value=torch.ones(8))] * 5),
+    "edited": lambda: recording().under(*[hs.intervene.Ablate([1]), hs.intervene.Add(value=torch.ones(8))] * 5),
     "certificate": lambda: recording().certificate,
     "verdict": lambda: VERDICT,
-    "trial": lambda: hs.Trial(VERDICT, DATA),
+    "trial": lambda: hs.claims.Trial(VERDICT, DATA),
     "subject": lambda: hs.Subject("A", ["one text"]),
     "interval": lambda: SEEN,
     "summary": lambda: hs.summary(DATA),
@@ -93,22 +93,28 @@ def test_the_words_of_a_repr():
     )
     assert repr(simulation().trajectory) == "<Trajectory: 16 systems x 32 tokens, dimension 3; 3 times, 0 to 10>"
     assert repr(VERDICT).startswith("<Verdict on rate: supported, 1 [0.99, 1.01], n = 20; model ")
-    assert repr(hs.Trial(VERDICT, DATA)) == ("<Trial of rate: supported, 1 [0.99, 1.01], n = 20; 1 variable measured>")
+    assert repr(hs.claims.Trial(VERDICT, DATA)) == (
+        "<Trial of rate: supported, 1 [0.99, 1.01], n = 20; 1 variable measured>"
+    )
     assert repr(hs.Subject("A", ["one"])) == "<Subject A: 1 text>"
     assert repr(hs.Subject("A", ["one", "two"])) == "<Subject A: 2 texts>"
     assert "; 2 texts x 4 tokens (" in repr(recording())
     assert "; 1 text x 4 tokens (" in repr(recording(1))
     assert repr(recording().certificate) == f"<Certificate: {len(recording().certificate.lines)} checks, ok>"
-    ends = (hs.Status.FINISHED, hs.Status.AT_REST, hs.Status.STEP_LIMIT, hs.Status.STEP_LIMIT)
-    assert repr(hs.Outcome(ends, (1.0,) * 4)) == "<Outcome of 4 systems: 1 finished, 1 at rest, 2 step limit>"
-    assert repr(hs.Outcome((), ())) == "<Outcome of 0 systems: no systems>"
-    assert repr(hs.Outcome((hs.Status.AT_REST,), (1.0,))) == "<Outcome of 1 system: at rest>"
+    ends = (hs.types.Status.FINISHED, hs.types.Status.AT_REST, hs.types.Status.STEP_LIMIT, hs.types.Status.STEP_LIMIT)
+    assert repr(hs.types.Outcome(ends, (1.0,) * 4)) == "<Outcome of 4 systems: 1 finished, 1 at rest, 2 step limit>"
+    assert repr(hs.types.Outcome((), ())) == "<Outcome of 0 systems: no systems>"
+    assert repr(hs.types.Outcome((hs.types.Status.AT_REST,), (1.0,))) == "<Outcome of 1 system: at rest>"
 
 
 def test_where_the_tokens_of_a_simulation_live():
     tokens = torch.eye(3, dtype=torch.float64)
     mlp = hs.MLP(w_in=torch.eye(3), w_out=torch.eye(3))
-    for placement, where in ((hs.PreNorm(), "a residual stream in R^3"), (hs.NoNorm(), "R^3"), (hs.PostNorm(), "S^2")):
+    for placement, where in (
+        (hs.fields.PreNorm(), "a residual stream in R^3"),
+        (hs.fields.NoNorm(), "R^3"),
+        (hs.fields.PostNorm(), "S^2"),
+    ):
         run = hs.integrate(hs.Block(hs.SA(1.0), mlp, placement=placement), tokens, [0.0, 0.1])
         assert f"tokens in {where}; " in repr(run)
 
@@ -148,7 +154,7 @@ def test_html_is_a_plain_table_for_dark_and_light_notebooks(name):
 
 
 def test_html_escapes_what_others_wrote():
-    for shown in (VERDICT, hs.Trial(VERDICT, DATA), hs.summary(DATA)):
+    for shown in (VERDICT, hs.claims.Trial(VERDICT, DATA), hs.summary(DATA)):
         text = shown._repr_html_()
         assert "<script" not in text
         assert "&lt;script&gt;alert(1)&lt;/script&gt;" in text
@@ -170,10 +176,15 @@ def test_html_says_what_matters():
     for words in ("Simulation of SA(beta=4)", "16 systems x 32 tokens in S^2", "3 times, 0 to 10", "finished at t=10"):
         assert words in text
     noisy = hs.integrate(
-        hs.SA(1.0), torch.eye(3), [0.0, 0.1], noise=hs.IsotropicNoise(nu=0.1), stepper=hs.EulerMaruyama(0.05), seed=7
+        hs.SA(1.0),
+        torch.eye(3),
+        [0.0, 0.1],
+        noise=hs.noise.IsotropicNoise(nu=0.1),
+        stepper=hs.solve.EulerMaruyama(0.05),
+        seed=7,
     )
     assert "IsotropicNoise(nu=0.1), seed 7" in noisy._repr_html_()
-    met = hs.integrate(hs.USA(4.0), torch.eye(2).repeat(3, 1, 1), [2.0], events=[hs.HittingTime(1e-3)])
+    met = hs.integrate(hs.USA(4.0), torch.eye(2).repeat(3, 1, 1), [2.0], events=[hs.solve.HittingTime(1e-3)])
     assert "happened to 3 of 3" in met._repr_html_()
     text = VERDICT._repr_html_()
     for words in ("rate: supported", "1 [0.99, 1.01], n = 20", "0.9 to 1.1: 1 within .1", "expected: refuted"):
@@ -181,13 +192,13 @@ def test_html_says_what_matters():
     text = recording()._repr_html_()
     for words in ("5 depths, 0 to 4, in half-layers", "Certificate: ok", "pre-norm; 2 layers, width 8"):
         assert words in text
-    failed = hs.Certificate((replace(recording().certificate.lines[0], ok=False),))
+    failed = hs.models.Certificate((replace(recording().certificate.lines[0], ok=False),))
     assert repr(failed).startswith("<Certificate: 1 check, fails: ")
     assert "FAIL" in failed._repr_html_()
 
 
 def test_a_trial_without_variables_still_shows_its_verdict():
-    bare = hs.Trial(VERDICT, xr.Dataset(attrs={"n": 1}))
+    bare = hs.claims.Trial(VERDICT, xr.Dataset(attrs={"n": 1}))
     assert repr(bare).endswith("; 0 variables measured>")
     assert bare._repr_html_().count("<table") == 1
 
@@ -204,9 +215,9 @@ def test_a_value_in_a_few_words():
     assert brief(hs.SA(beta=torch.ones(16, 1, 1))) == "SA(beta=<16 x 1 x 1>)"
     assert brief(Odd((1.0, 2.0, 3.0, 4.0))) == "Odd(values=[1, 2, 3, ... 4 in all])"
     assert brief(Odd((), "other", len)) == "Odd(values=[], word='other', other=len)"
-    assert brief(hs.PlainField(lambda x: x)) == "PlainField(function=<lambda>)"
+    assert brief(hs.fields.PlainField(lambda x: x)) == "PlainField(function=<lambda>)"
     assert brief(Odd((), other=object())) == "Odd(values=[], other=object)"
-    assert brief(Odd((), other=hs.Ruling.REFUTED)) == "Odd(values=[], other=REFUTED)"
+    assert brief(Odd((), other=hs.types.Ruling.REFUTED)) == "Odd(values=[], other=REFUTED)"
     assert len(brief(Odd((), "x" * 500))) == 72
     assert shortened("a\n b", 10) == "a b"
 

@@ -14,7 +14,7 @@ PLAN = ReplayPlan(range(2, 5), "layer", [2, 3, 4], "prompt", 3)
 
 class Numbers(hs.Instrument):
     name = "numbers"
-    needs = hs.Needs.ATTENTION
+    needs = hs.types.Needs.ATTENTION
 
 
 def moment(layer, start, stop):
@@ -67,7 +67,7 @@ def test_axes_have_names():
 
 def test_an_instrument_has_a_name_and_needs():
     class Nameless(hs.Instrument):
-        needs = hs.Needs.KERNEL
+        needs = hs.types.Needs.KERNEL
 
     with pytest.raises(TypeError, match="abstract"):
         Nameless()

@@ -39,14 +39,14 @@ def measurement(n: object = 8, on_variable: bool = False, **variables: object) -
     ],
 )
 def test_check_measurement_gives_back_what_keeps_the_rule(dataset):
-    assert hs.check_measurement(dataset) is dataset
+    assert hs.types.check_measurement(dataset) is dataset
 
 
 def test_axes_may_stand_in_another_order():
     dataset = xr.Dataset(
         {"a": (("time", "head"), np.ones((2, 3))), "a_stderr": (("head", "time"), np.ones((3, 2)))}, attrs={"n": 2}
     )
-    assert hs.check_measurement(dataset) is dataset
+    assert hs.types.check_measurement(dataset) is dataset
 
 
 @pytest.mark.parametrize(
@@ -73,13 +73,13 @@ def test_axes_may_stand_in_another_order():
     ],
 )
 def test_check_measurement_refuses(dataset, said):
-    refused(lambda: hs.check_measurement(dataset), said)
+    refused(lambda: hs.types.check_measurement(dataset), said)
 
 
 def test_n_of_a_variable_stands_before_that_of_the_dataset():
     dataset = measurement(a=[1, 2], a_stderr=[0, 0], n=3)
     dataset["a"].attrs["n"] = 0
-    refused(lambda: hs.check_measurement(dataset), "attribute n of measurement 'a' is 0")
+    refused(lambda: hs.types.check_measurement(dataset), "attribute n of measurement 'a' is 0")
 
 
 def kept(**axes: tuple[str, ...]) -> xr.Dataset:

@@ -15,32 +15,37 @@ TIMES = torch.tensor([0.0, 1.0])
 
 
 def test_outcome_names_the_first_failure_and_its_remedy():
-    done, limit, small, lost = hs.Status.FINISHED, hs.Status.STEP_LIMIT, hs.Status.STEP_TOO_SMALL, hs.Status.NOT_FINITE
-    good = hs.Outcome((done, done), (10.0, 10.0))
+    done, limit, small, lost = (
+        hs.types.Status.FINISHED,
+        hs.types.Status.STEP_LIMIT,
+        hs.types.Status.STEP_TOO_SMALL,
+        hs.types.Status.NOT_FINITE,
+    )
+    good = hs.types.Outcome((done, done), (10.0, 10.0))
     assert good.ok
     assert str(good) == "finished at t=10"
-    bad = hs.Outcome((done, small, lost, limit), (10.0, 0.123456789, 2.0, 3.0))
+    bad = hs.types.Outcome((done, small, lost, limit), (10.0, 0.123456789, 2.0, 3.0))
     assert not bad.ok
     assert str(bad) == (
         "system 1 of 4: step size fell below rounding at t=0.123457: use float64, loosen tol, lower beta or pass "
         "merge= (and 2 more systems)"
     )
-    assert "max_steps" in str(hs.Outcome((limit,), (1.0,)))
-    assert str(hs.Outcome((lost,), (2.0,))) == (
+    assert "max_steps" in str(hs.types.Outcome((limit,), (1.0,)))
+    assert str(hs.types.Outcome((lost,), (2.0,))) == (
         "system 0 of 1: velocity is not finite at t=2: lower beta or use float64"
     )
-    assert [status for status in hs.Status if status.ok] == [done, hs.Status.AT_REST]
-    assert all("{time" in status.value for status in hs.Status)
+    assert [status for status in hs.types.Status if status.ok] == [done, hs.types.Status.AT_REST]
+    assert all("{time" in status.value for status in hs.types.Status)
 
 
 def test_one_more_failed_system_is_not_many():
-    text = str(hs.Outcome((hs.Status.NOT_FINITE,) * 2, (1.0, 1.0)))
+    text = str(hs.types.Outcome((hs.types.Status.NOT_FINITE,) * 2, (1.0, 1.0)))
     assert "1 more system)" in text
 
 
 def test_no_systems_is_an_outcome():
-    assert hs.Outcome((), ()).ok
-    assert str(hs.Outcome((), ())) == "no systems"
+    assert hs.types.Outcome((), ()).ok
+    assert str(hs.types.Outcome((), ())) == "no systems"
 
 
 def test_trajectory_takes_everything_that_fits():
@@ -50,7 +55,7 @@ def test_trajectory_takes_everything_that_fits():
         weights=torch.ones(1, 4, 3),
         radius=torch.ones(2, 4, 3),
         tokens=[["a", "b", "c"]] * 4,
-        outcome=hs.Outcome((), ()),
+        outcome=hs.types.Outcome((), ()),
     )
     assert whole.states is STATES
     with pytest.raises(FrozenInstanceError):
@@ -80,22 +85,22 @@ def test_trajectory_refuses(given, said):
 
 def test_a_simulation_is_a_system_and_a_trajectory_is_not():
     simulation = hs.integrate(hs.SA(1.0), torch.eye(2, dtype=torch.float64), [1.0])
-    assert isinstance(simulation, hs.System)
+    assert isinstance(simulation, hs.types.System)
     assert (simulation.axis, simulation.layer_axis, simulation.replicate) == ("time", "time", "system")
-    assert not isinstance(simulation.trajectory, hs.System)
+    assert not isinstance(simulation.trajectory, hs.types.System)
     assert not isinstance(simulation, hs.Instrument)
 
 
 def test_an_end_that_was_asked_for_is_not_ok_and_not_a_failure():
-    done, stopped, limit = hs.Status.FINISHED, hs.Status.STOPPED, hs.Status.STEP_LIMIT
-    ended = hs.Outcome((done, stopped, stopped), (9.0, 2.5, 3.0))
+    done, stopped, limit = hs.types.Status.FINISHED, hs.types.Status.STOPPED, hs.types.Status.STEP_LIMIT
+    ended = hs.types.Outcome((done, stopped, stopped), (9.0, 2.5, 3.0))
     assert not ended.ok
     assert not ended.failed
     assert str(ended) == (
         "system 1 of 3: ended by a terminal event at t=2.5, later states are NaN: leave out terminal=True to go on "
         "(and 1 more system)"
     )
-    broken = hs.Outcome((stopped, limit), (2.5, 3.0))
+    broken = hs.types.Outcome((stopped, limit), (2.5, 3.0))
     assert broken.failed
     assert str(broken).startswith("system 1 of 2: step limit reached at t=3")
 

@@ -24,9 +24,15 @@ INF, NAN = math.inf, math.nan
         (lambda: hs.Interval(INF, 0.0, INF, 4), "estimate is inf, but it must be a finite number"),
         (lambda: hs.Interval(1.0, None, 3.0, 4), "the interval is [None, 3.0]"),
         (lambda: hs.Interval(1.0, 0.0, 3.0, 0), "n is 0, but it must be a whole number >= 1"),
-        (lambda: hs.Region(text="x", low=2.0, high=1.0), "region is [2.0, 1.0], but its bounds must be finite and"),
-        (lambda: hs.Region(text="x", low="a"), "region is [a, None], but its bounds must be finite and low <= high"),
-        (lambda: hs.Region(text="x", high=INF), "region is [None, inf], but its bounds must be finite"),
+        (
+            lambda: hs.types.Region(text="x", low=2.0, high=1.0),
+            "region is [2.0, 1.0], but its bounds must be finite and",
+        ),
+        (
+            lambda: hs.types.Region(text="x", low="a"),
+            "region is [a, None], but its bounds must be finite and low <= high",
+        ),
+        (lambda: hs.types.Region(text="x", high=INF), "region is [None, inf], but its bounds must be finite"),
     ],
 )
 def test_what_is_no_interval_or_no_region_is_refused(make, words):
@@ -38,10 +44,14 @@ def test_an_interval_takes_numbers_of_numpy_and_infinite_ends():
 
 
 def test_the_ends_of_a_region():
-    assert hs.Region(text="", low=0.9, high=1.1).ends == (0.9, 1.1)
-    assert hs.Region(text="", high=1e-12).ends == (-INF, 1e-12)
-    assert hs.Region(text="").ends == (-INF, INF)
-    assert [hs.Region(text="", **bound).bounded for bound in ({}, {"low": 0.0}, {"high": 0.0})] == [False, True, True]
+    assert hs.types.Region(text="", low=0.9, high=1.1).ends == (0.9, 1.1)
+    assert hs.types.Region(text="", high=1e-12).ends == (-INF, 1e-12)
+    assert hs.types.Region(text="").ends == (-INF, INF)
+    assert [hs.types.Region(text="", **bound).bounded for bound in ({}, {"low": 0.0}, {"high": 0.0})] == [
+        False,
+        True,
+        True,
+    ]
 
 
 def test_intervals_and_regions_in_figures():
@@ -49,17 +59,17 @@ def test_intervals_and_regions_in_figures():
     assert interval_text(hs.Interval(0.5, -INF, INF, 2)) == "0.5 [-inf, inf]"
     assert interval_text(hs.Interval(3.3e-16, 0.0, 3.3e-16, 1_000)) == "3.3e-16 [0, 3.3e-16]"
     assert interval_text(None) == "no interval"
-    assert region_text(hs.Region(text="described")) == "no bounds"
-    assert region_text(hs.Region(text="", low=0.999999, high=1.000001)) == "0.999999 to 1.000001"
+    assert region_text(hs.types.Region(text="described")) == "no bounds"
+    assert region_text(hs.types.Region(text="", low=0.999999, high=1.000001)) == "0.999999 to 1.000001"
 
 
 def test_a_verdict_holds_what_a_reader_needs_and_does_not_change():
-    seen, region = hs.Interval(0.1, -0.2, 0.3, 12), hs.Region(text="slope > 0", low=0.0)
-    verdict = hs.Verdict("c1", hs.Ruling.SUPPORTED, seen, region, "ab12", "The slope is 0.1.")
+    seen, region = hs.Interval(0.1, -0.2, 0.3, 12), hs.types.Region(text="slope > 0", low=0.0)
+    verdict = hs.Verdict("c1", hs.types.Ruling.SUPPORTED, seen, region, "ab12", "The slope is 0.1.")
     assert (verdict.interval.estimate, verdict.region.low) == (0.1, 0.0)
     assert verdict == hs.Verdict(**{item.name: getattr(verdict, item.name) for item in fields(verdict)})
     with pytest.raises(FrozenInstanceError):
-        verdict.ruling = hs.Ruling.REFUTED
-    assert [ruling.value for ruling in hs.Ruling] == [
+        verdict.ruling = hs.types.Ruling.REFUTED
+    assert [ruling.value for ruling in hs.types.Ruling] == [
         *("supported", "refuted", "inconclusive", "true by construction", "premise impossible here"),
     ]

@@ -78,10 +78,10 @@ class Case:
         """How many replicates: ``full``, or ``quick`` where the run is."""
         return quick if self.quick else full
 
-    def stream(self, number: int) -> int:
+    def seed_for(self, number: int) -> int:
         """A seed for one of several independent draws of an experiment, told apart by ``number``.
 
-        >>> Case(seed=1).stream(0) == Case(seed=1).stream(1)
+        >>> Case(seed=1).seed_for(0) == Case(seed=1).seed_for(1)
         False
         """
         number = whole_number("number", number, at_least=0)
@@ -95,7 +95,7 @@ class Case:
         """
         import torch
 
-        generator = torch.Generator().manual_seed(self.stream(stream))
+        generator = torch.Generator().manual_seed(self.seed_for(stream))
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
 

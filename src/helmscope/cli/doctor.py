@@ -24,10 +24,10 @@ def doctor(
     from dataclasses import asdict
 
     from helmscope.jobs.names import MODEL_DTYPES, usable_device
-    from helmscope.models.doctor import doctor as examine
+    from helmscope.models.doctor import diagnose
     from helmscope.store.printable import printable
 
-    found = examine(
+    found = diagnose(
         model,
         texts=texts,
         tokens=tokens,

@@ -49,7 +49,7 @@ def simulate(
     tol: Annotated[float | None, typer.Option(help="Local error of the adaptive stepper.")] = None,
     merge: Annotated[float | None, typer.Option(help="Merge tokens closer than so many radians.")] = None,
     kernel: Annotated[
-        str, typer.Option(help="How sums over tokens are computed: auto, dense, streaming, harmonic or flash.")
+        str, typer.Option(help="How sums over tokens are computed: auto, dense, blockwise, harmonic or flash.")
     ] = "auto",
     delta: Delta = 1e-3,
     radius: Annotated[float, typer.Option(help="Scale of the cluster count, in radians.")] = 0.1,

@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def alibi(n: int, slope: float) -> Float[Tensor, "n n"]:
+def alibi_bias(n: int, slope: float) -> Float[Tensor, "n n"]:
     """The bias -slope |i - j| of n tokens, slope >= 0: nearer tokens count more.
 
     With ``causal=True`` it is ALiBi as published, without a mask its symmetric form. Refuses n < 1 and a slope that is
     negative or not finite.
 
-    >>> alibi(3, 0.5)[2]
+    >>> alibi_bias(3, 0.5)[2]
     tensor([-1.0000, -0.5000, -0.0000], dtype=torch.float64)
     """
     n = whole_number("n", n, at_least=1)

@@ -26,10 +26,10 @@ from helmscope.fields.field import Field, ScaledVelocity
 from helmscope.fields.lowrank import LowRank, query_and_key
 from helmscope.fields.parameters import is_moving, number_or_tensor, over_tokens, shown
 from helmscope.fields.positions import Positions
-from helmscope.geometry.arithmetic import check_readable, every
+from helmscope.geometry.arithmetic import check_dense_values, every
 from helmscope.geometry.sphere import project
 from helmscope.kernels.choose import token_sum
-from helmscope.kernels.dense import attention_sum, matrix_product, settled_logits
+from helmscope.kernels.dense import attention_sum, matrix_product, transformed_logits
 from helmscope.kernels.kernel import AttentionSum, Request
 from helmscope.types import HelmscopeError
 
@@ -108,7 +108,9 @@ class Attention(Field):
             self.positions.check_size(x, self.query_key.rank if isinstance(self.query_key, LowRank) else d)
         super().check_size(x)
 
-    def settle(self, pairs: Float[Tensor, "*batch n n"], weights: Tensor | None) -> Float[Tensor, "*batch n n"]:
+    def transform_logits(
+        self, pairs: Float[Tensor, "*batch n n"], weights: Tensor | None
+    ) -> Float[Tensor, "*batch n n"]:
         """What this field makes of raw logits before they are summed: nothing, unless it says so."""
         return pairs
 
@@ -133,7 +135,7 @@ class Attention(Field):
             causal=self.causal,
             skip_self=tangent and self.value_scale is not None,  # then V x_i is parallel to x_i
             beta=None if thin else self.unit_beta,
-            settle=self.settles,
+            transform_logits=self.logit_transform,
         )
 
     def _query_and_key(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -151,15 +153,15 @@ class Attention(Field):
         return factor * scale
 
     @property
-    def settles(self) -> Callable[[Tensor, Tensor | None], Tensor] | None:
-        """``settle``, where this field has one of its own."""
-        return None if type(self).settle is Attention.settle else self.settle
+    def logit_transform(self) -> Callable[[Tensor, Tensor | None], Tensor] | None:
+        """``transform_logits``, where this field has one of its own."""
+        return None if type(self).transform_logits is Attention.transform_logits else self.transform_logits
 
     def _sum(self, x: Tensor, weights: Tensor | None, *, tangent: bool) -> AttentionSum:
         return token_sum(self.request(x, weights, tangent=tangent))
 
     def _logits(self, x: Tensor, weights: Tensor | None) -> Tensor:
-        return settled_logits(self.request(x, weights, tangent=False))
+        return transformed_logits(self.request(x, weights, tangent=False))
 
     def _valued(self, total: Tensor) -> Tensor:
         """V applied to a sum of tokens: V sum_j w_j x_j = sum_j w_j V x_j. A V of low rank was applied by half."""
@@ -269,7 +271,7 @@ class USA(Attention):
         """
         sums = self._sum(x, weights, tangent=True)
         total = project(x, self._valued(sums.total) / total_weight(x, weights))
-        return ScaledVelocity(total, scale_of_nothing(sums.total, sums.shift))
+        return ScaledVelocity(total, finite_log_scale(sums.total, sums.shift))
 
     @property
     def overflows(self) -> bool:
@@ -325,11 +327,11 @@ def sum_kernel(pairs: Float[Tensor, "*batch n n"], weights: Tensor | None) -> Fl
     return terms / total_weight(pairs, weights)
 
 
-def scale_of_nothing(total: Float[Tensor, "*batch n d"], shift: Float[Tensor, "*batch n 1"]) -> Tensor:
+def finite_log_scale(total: Float[Tensor, "*batch n d"], shift: Float[Tensor, "*batch n 1"]) -> Tensor:
     """A log scale that the dtype holds where the total is 0: there e^shift 0 would be NaN. Its own where it is small,
     as the total may be 0 by cancellation and have a derivative.
 
-    >>> scale_of_nothing(torch.tensor([[0.0], [0.5]]), torch.tensor([[900.0], [900.0]]))
+    >>> finite_log_scale(torch.tensor([[0.0], [0.5]]), torch.tensor([[900.0], [900.0]]))
     tensor([[ 80.],
             [900.]])
     """
@@ -371,7 +373,7 @@ def check_matrix(name: str, matrix: object, *, floor: bool) -> None:
         raise HelmscopeError(f"{name} is {given}, but it must be a square matrix as a torch tensor")
     if not matrix.dtype.is_floating_point:
         raise HelmscopeError(f"{name} has dtype {matrix.dtype}, but it must hold floating-point numbers")
-    check_readable(name, matrix)
+    check_dense_values(name, matrix)
     entries = matrix.detach()
     good = (entries < torch.inf) & ~entries.isnan() if floor else torch.isfinite(entries)
     if not every(good):

@@ -17,7 +17,7 @@ from helmscope.fields.lowrank import LowRank, as_dense, query_and_key
 from helmscope.fields.parameters import number_or_tensor, over_tokens
 from helmscope.geometry.sphere import project
 from helmscope.kernels.choose import token_sum
-from helmscope.kernels.dense import matrix_product, settled_logits
+from helmscope.kernels.dense import matrix_product, transformed_logits
 from helmscope.kernels.kernel import Request
 from helmscope.types import HelmscopeError
 
@@ -92,7 +92,7 @@ class CrossAttention(Field):
     def shares(self, x: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n m"]:
         """p_ij, the weight of context token j for token i; rows sum to 1. All n x m of them are stored."""
         request = self.request(x)
-        return softmax_kernel(settled_logits(request), request.weights)
+        return softmax_kernel(transformed_logits(request), request.weights)
 
     def ambient(
         self, x: Float[Tensor, "*batch n d"], weights: Tensor | None = None, *, t: Time = 0.0

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 import torch
 
 from helmscope.fields.parameters import Change, copy_with
-from helmscope.geometry.arithmetic import check_readable, every
+from helmscope.geometry.arithmetic import check_dense_values, every
 from helmscope.geometry.sphere import check_tokens, project, retract
 from helmscope.types import HelmscopeError
 
@@ -352,7 +352,7 @@ def check_states(field: Field, x: object, name: str, *, normalize: bool = False)
     if not isinstance(x, torch.Tensor) or x.ndim < 2 or 0 in x.shape[-2:]:
         given = tuple(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__
         raise HelmscopeError(f"{name} is {given}, but it must be a tensor of points (..., n, d)")
-    check_readable(name, x)
+    check_dense_values(name, x)
     if x.dtype not in (torch.float64, torch.float32) or not every(torch.isfinite(x.detach())):
         raise HelmscopeError(
             f"{name} holds {x.dtype}, but it must hold finite numbers of torch.float64 or torch.float32"
@@ -377,7 +377,7 @@ def check_weights(
                 f"{name} is {shown}, but it must be a tensor of shape {tuple(x.shape[:-1])} or ({x.shape[-2]},)"
             )
         if given is not None:
-            check_readable(name, given)
+            check_dense_values(name, given)
     if mask is not None and mask.dtype != torch.bool:
         raise HelmscopeError(f"mask has dtype {mask.dtype}, but it must be torch.bool, True at real tokens")
     if weights is None and mask is None:

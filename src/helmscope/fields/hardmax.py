@@ -57,7 +57,9 @@ class Hardmax(Softmax):
         """1: there is no temperature."""
         return 1.0
 
-    def settle(self, pairs: Float[Tensor, "*batch n n"], weights: Tensor | None) -> Float[Tensor, "*batch n n"]:
+    def transform_logits(
+        self, pairs: Float[Tensor, "*batch n n"], weights: Tensor | None
+    ) -> Float[Tensor, "*batch n n"]:
         """0 at the keys of greatest logit, -inf at the others."""
         tie = TIE[pairs.dtype] if self.tie is None else self.tie
         best = pairs.detach()

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def helmholtz(mlp: MLP | GatedMLP) -> Split:
+def helmholtz(mlp: MLP | GatedMLP) -> HelmholtzSplit:
     """The exact split f = grad U + R + harmonic with div R = 0 (source 000-3 (a), (b); formulas above).
 
     ``split.dead`` lists the neurons that are constants (v = 0; gated: g = u = 0); they stand in the harmonic part with
@@ -56,7 +56,7 @@ def helmholtz(mlp: MLP | GatedMLP) -> Split:
     return _Gated(mlp)
 
 
-def helmholtz_as_printed(mlp: MLP | GatedMLP) -> Split:
+def helmholtz_as_printed(mlp: MLP | GatedMLP) -> HelmholtzSplit:
     """The split as source 000 prints it, for comparison; wrong as below. ``swirl`` = f - gradient - harmonic.
 
     Ungated: a = w.v without |v|^2, so that div R != 0 unless every |v| = 1. Gated: U = sum_j a psi(z) t and
@@ -81,7 +81,7 @@ def _check_mlp(mlp: object) -> None:
 
 
 @dataclass(frozen=True, eq=False)
-class Split(ABC):
+class HelmholtzSplit(ABC):
     """An MLP in three parts, f = gradient + swirl + harmonic to rounding; made by ``helmholtz``.
 
     Methods take points (..., d) of float64 or float32 and refuse others. They do not read values: they serve within
@@ -128,7 +128,7 @@ class Split(ABC):
 
 
 @dataclass(frozen=True, eq=False)
-class _Ungated(Split):
+class _Ungated(HelmholtzSplit):
     mlp: MLP
 
     def potential(self, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch"]:
@@ -149,7 +149,7 @@ class _Ungated(Split):
 
 
 @dataclass(frozen=True, eq=False)
-class _Gated(Split):
+class _Gated(HelmholtzSplit):
     mlp: GatedMLP
 
     def potential(self, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch"]:
@@ -210,7 +210,7 @@ class _GatedRows:
 
 
 @dataclass(frozen=True, eq=False)
-class _AsPrinted(Split):
+class _AsPrinted(HelmholtzSplit):
     def potential(self, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch"]:
         mlp = self.mlp
         mlp.check_points(x)

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 PARALLEL = 1e-13  # 1 - |q| up to which two rows count as one direction, for which the sum over n may not converge
 
 
-def hodge_gaussian(mlp: MLP) -> HodgeSplit:
+def gaussian_hodge_split(mlp: MLP) -> HodgeSplit:
     """The orthogonal split f = grad U + R of an ungated MLP under x ~ N(0, I), with div(rho R) = 0 (equations above).
 
     Constants (b_out, and neurons with v = 0) are gradients and stand in ``gradient``: for this measure no other field
@@ -47,7 +47,7 @@ def hodge_gaussian(mlp: MLP) -> HodgeSplit:
 
     >>> from helmscope.fields.activations import ReLU
     >>> mlp = MLP(w_in=torch.tensor([[1.0, 0.0]]), w_out=torch.tensor([[0.0], [1.0]]), activation=ReLU())
-    >>> split = hodge_gaussian(mlp)
+    >>> split = gaussian_hodge_split(mlp)
     >>> round(split.share(), 12)
     0.375
     >>> split.gradient(torch.tensor([0.0, 1.0]))  # e h'(0) + r h(0)
@@ -59,14 +59,14 @@ def hodge_gaussian(mlp: MLP) -> HodgeSplit:
 
 @dataclass(frozen=True, eq=False)
 class HodgeSplit:
-    """A force in orthogonal parts, f = gradient + swirl + harmonic to rounding; made by ``hodge_gaussian``.
+    """A force in orthogonal parts, f = gradient + swirl + harmonic to rounding; made by ``gaussian_hodge_split``.
 
     Methods take points (..., d) of float64 or float32, work in float64 and return the dtype of x. They do not read
     values and can be differentiated, by ``torch.func`` too. Memory: points times neurons, and about 25 kB a neuron.
 
     >>> from helmscope.fields.activations import Identity
     >>> turn = MLP(w_in=torch.eye(2), w_out=torch.tensor([[1.0, -3.0], [3.0, 1.0]]), activation=Identity())
-    >>> split, x = hodge_gaussian(turn), torch.tensor([1.0, 2.0])
+    >>> split, x = gaussian_hodge_split(turn), torch.tensor([1.0, 2.0])
     >>> split.potential(x), split.gradient(x), split.swirl(x), round(split.share(), 12)
     (tensor(2.5000), tensor([1., 2.]), tensor([-6.,  3.]), 0.9)
     """
@@ -208,9 +208,10 @@ def _numbers(z: Float[Tensor, "*batch hidden"]) -> Int[Tensor, "*batch hidden"]:
 
 @dataclass(frozen=True, eq=False)
 class LinearHodge:
-    """M = S + (M - S): the gradient part S x of a linear force, its swirl and the share of that; by ``hodge_linear``.
+    """M = S + (M - S): the gradient part S x of a linear force, its swirl and the share of that; from
+    ``linear_hodge_split``.
 
-    >>> hodge_linear(torch.tensor([[1.0, 2.0], [0.0, 1.0]]), torch.eye(2)).swirl
+    >>> linear_hodge_split(torch.tensor([[1.0, 2.0], [0.0, 1.0]]), torch.eye(2)).swirl
     tensor([[ 0.,  1.],
             [-1.,  0.]])
     """
@@ -221,7 +222,7 @@ class LinearHodge:
 
 
 @full_precision
-def hodge_linear(matrix: Float[Tensor, "d d"], covariance: Float[Tensor, "d d"]) -> LinearHodge:
+def linear_hodge_split(matrix: Float[Tensor, "d d"], covariance: Float[Tensor, "d d"]) -> LinearHodge:
     """The orthogonal split of the linear force M x under x ~ N(0, C): S symmetric, with (source 000-3 (d) 2)
 
         S C + C S = M C + C M^T,    share = tr((M - S) C (M - S)^T) / tr(M C M^T) in [0, 1], NaN for M = 0.
@@ -229,7 +230,7 @@ def hodge_linear(matrix: Float[Tensor, "d d"], covariance: Float[Tensor, "d d"])
     That is div(rho (M - S) x) = 0: C^-1 (M - S) is antisymmetric. In the eigenbasis of C it is one division. C must be
     symmetric and positive definite.
 
-    >>> split = hodge_linear(torch.tensor([[0.0, 1.0], [0.0, 0.0]]), torch.diag(torch.tensor([1.0, 4.0])))
+    >>> split = linear_hodge_split(torch.tensor([[0.0, 1.0], [0.0, 0.0]]), torch.diag(torch.tensor([1.0, 4.0])))
     >>> split.symmetric, round(split.share, 6)
     (tensor([[0.0000, 0.8000],
             [0.8000, 0.0000]]), 0.2)

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from helmscope.fields.mlp import MLP
 
 
-def hodge_sphere(mlp: MLP) -> SphereSplit:
+def sphere_hodge_split(mlp: MLP) -> SphereSplit:
     """The orthogonal split P f = grad_S u + R, div_S R = 0, of an ungated MLP on S^(d-1), d >= 2 (equations above).
 
     Constants (b_out, and neurons with v = 0) are gradients: P b = grad_S(b.x). For d >= 3 no field is a gradient and
@@ -45,7 +45,7 @@ def hodge_sphere(mlp: MLP) -> SphereSplit:
     >>> from helmscope.fields.activations import ReLU
     >>> from helmscope.fields.mlp import MLP
     >>> one, two = torch.eye(3)[:1], torch.eye(3)[1:2]
-    >>> split = hodge_sphere(MLP(w_in=one, w_out=two.mT, activation=ReLU()))
+    >>> split = sphere_hodge_split(MLP(w_in=one, w_out=two.mT, activation=ReLU()))
     >>> round(split.share(), 12)  # 25/64
     0.390625
     >>> x = torch.tensor([0.6, 0.0, 0.8])
@@ -61,7 +61,7 @@ def hodge_sphere(mlp: MLP) -> SphereSplit:
 
 @dataclass(frozen=True, eq=False)
 class SphereSplit(HodgeSplit):
-    """P f in orthogonal tangent fields, gradient + swirl + harmonic; made by ``hodge_sphere``.
+    """P f in orthogonal tangent fields, gradient + swirl + harmonic; made by ``sphere_hodge_split``.
 
     Methods act on the direction x/|x|: at 2 x, or at any other length, they give what they give at the unit vector. The
     zero vector has no direction, and what depends on it is NaN there.
@@ -73,7 +73,7 @@ class SphereSplit(HodgeSplit):
     >>> from helmscope.fields.activations import Identity
     >>> from helmscope.fields.mlp import MLP
     >>> shear = MLP(w_in=torch.eye(2)[:1], w_out=torch.eye(2)[:, 1:], activation=Identity())  # f(x) = (0, x_1)
-    >>> split, x = hodge_sphere(shear), torch.tensor([1.0, 0.0])
+    >>> split, x = sphere_hodge_split(shear), torch.tensor([1.0, 0.0])
     >>> split.gradient(x), split.swirl(x), split.harmonic(x), round(split.share(), 12)
     (tensor([0.0000, 0.5000]), tensor([0., 0.]), tensor([0.0000, 0.5000]), 0.666666666667)
     """

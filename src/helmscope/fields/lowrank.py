@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from helmscope.fields.parameters import Change, copy_with
-from helmscope.geometry.arithmetic import check_readable, every, full_precision
+from helmscope.geometry.arithmetic import check_dense_values, every, full_precision
 from helmscope.kernels.dense import matrix_product
 from helmscope.types import HelmscopeError
 
@@ -99,7 +99,7 @@ def _check_factor(name: str, factor: object) -> None:
         raise HelmscopeError(f"{name} is {given}, but it must be a torch tensor of shape (d, r) with r >= 1")
     if not factor.dtype.is_floating_point:
         raise HelmscopeError(f"{name} has dtype {factor.dtype}, but it must hold floating-point numbers")
-    check_readable(name, factor)
+    check_dense_values(name, factor)
     entries = factor.detach()
     good = torch.isfinite(entries)
     if not every(good):

@@ -20,7 +20,7 @@ import torch
 from helmscope.fields import activations
 from helmscope.fields.activations import GELU, Activation, SiLU
 from helmscope.fields.field import Field
-from helmscope.geometry.arithmetic import check_readable, every
+from helmscope.geometry.arithmetic import check_dense_values, every
 from helmscope.geometry.sphere import project
 from helmscope.kernels.dense import matrix_product
 from helmscope.types import HelmscopeError
@@ -211,7 +211,7 @@ def _check_parameter(name: str, value: object, shape: tuple[int, ...], asked: st
         raise HelmscopeError(f"{name} is a {type(value).__name__}, but it must be a torch tensor of shape {shape}")
     if tuple(value.shape[-len(shape) :]) != shape:
         raise HelmscopeError(f"{name} has shape {tuple(value.shape)}, but {asked} asks for {shape}")
-    check_readable(name, value)
+    check_dense_values(name, value)
     if value.dtype not in PARAMETERS:
         allowed = ", ".join(str(dtype) for dtype in PARAMETERS)
         raise HelmscopeError(f"{name} has dtype {value.dtype}, but it must be one of {allowed}")

@@ -20,7 +20,7 @@ from torch.nn.functional import pad
 from helmscope.fields.attention import (
     SA,
     Attention,
-    scale_of_nothing,
+    finite_log_scale,
     softmax_kernel,
     sum_kernel,
     total_weight,
@@ -31,8 +31,8 @@ from helmscope.fields.positions import Rotary
 from helmscope.geometry.arithmetic import full_precision
 from helmscope.geometry.sphere import project
 from helmscope.kernels.choose import token_sum
-from helmscope.kernels.dense import matrix_product, settled_logits
-from helmscope.kernels.kernel import Request, sees_somebody
+from helmscope.kernels.dense import matrix_product, transformed_logits
+from helmscope.kernels.kernel import Request, has_visible_key
 from helmscope.types import HelmscopeError, real_number
 
 if TYPE_CHECKING:
@@ -142,7 +142,7 @@ class MultiHead(Field):
         """
         parts, shift = self._parts(x, weights, tangent=True)
         total = self._together(parts)
-        return ScaledVelocity(project(x, total), scale_of_nothing(total, shift))
+        return ScaledVelocity(project(x, total), finite_log_scale(total, shift))
 
     @property
     def overflows(self) -> bool:
@@ -162,7 +162,7 @@ class MultiHead(Field):
         """The sum over heads before projection: what a layer adds to the residual stream."""
         parts, shift = self._parts(x, weights, tangent=False)
         total = self._together(parts)
-        return total if self.normalized else torch.exp(scale_of_nothing(total, shift)) * total
+        return total if self.normalized else torch.exp(finite_log_scale(total, shift)) * total
 
     def outputs(
         self, x: Float[Tensor, "*batch n d"], weights: Tensor | None = None, *, t: Time = 0.0
@@ -179,7 +179,7 @@ class MultiHead(Field):
     ) -> Float[Tensor, "*batch heads n n"]:
         """The weight of key j for query i in each head: outputs_hi = sum_j kernel_hij V_h x_j."""
         request = self.request(x, weights, tangent=False)
-        return (softmax_kernel if self.normalized else sum_kernel)(settled_logits(request), request.weights)
+        return (softmax_kernel if self.normalized else sum_kernel)(transformed_logits(request), request.weights)
 
     def restricted(self, dim: int) -> MultiHead | None:
         """The same flow on R^dim, where all heads commute with rotations; else None."""
@@ -193,7 +193,7 @@ class MultiHead(Field):
         if self.normalized:
             return sums.mean, torch.zeros_like(x[..., :1])
         # a head that sees nobody must not set the scale of the others
-        shift = torch.where(sees_somebody(request), sums.shift, -torch.inf)
+        shift = torch.where(has_visible_key(request), sums.shift, -torch.inf)
         top = shift.amax(-3)
         top = torch.where(top > -torch.inf, top, 0.0)
         parts = torch.exp(shift - top.unsqueeze(-3)) * sums.total / total_weight(request.value, request.weights)
@@ -218,7 +218,7 @@ class MultiHead(Field):
             bias=self._bias(x),
             causal=first.causal,
             skip_self=self._skip_self(x) if tangent else False,
-            settle=first.settles,
+            transform_logits=first.logit_transform,
         )
 
     @staticmethod

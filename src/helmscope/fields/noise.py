@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.func import jvp
 
-from helmscope.geometry.arithmetic import check_readable, full_precision
+from helmscope.geometry.arithmetic import check_dense_values, full_precision
 from helmscope.geometry.sphere import project
 from helmscope.kernels.dense import matrix_product
 from helmscope.types import HelmscopeError, real_number
@@ -351,7 +351,7 @@ def _symmetric(m: object) -> Float[Tensor, "d d"]:
         raise HelmscopeError(f"m is {given}, but it must be a square matrix as a torch tensor")
     if not m.dtype.is_floating_point:
         raise HelmscopeError(f"m has dtype {m.dtype}, but it must hold floating-point numbers")
-    check_readable("m", m)
+    check_dense_values("m", m)
     entries = m.detach().to(torch.float64)
     bad = entries[~torch.isfinite(entries)]
     if len(bad):

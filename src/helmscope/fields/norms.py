@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from helmscope.geometry.arithmetic import check_readable, every, full_precision
+from helmscope.geometry.arithmetic import check_dense_values, every, full_precision
 from helmscope.geometry.retraction import length
 from helmscope.geometry.sphere import retract
 from helmscope.types import HelmscopeError, real_number, whole_number
@@ -273,7 +273,7 @@ def _check_vector(name: str, vector: object) -> None:
         raise HelmscopeError(f"{name} is {shown}, but it must be a torch tensor of shape (d,)")
     if not vector.dtype.is_floating_point:
         raise HelmscopeError(f"{name} has dtype {vector.dtype}, but it must hold floating-point numbers")
-    check_readable(name, vector)
+    check_dense_values(name, vector)
     entries = vector.detach()
     good = torch.isfinite(entries)
     if not every(good):

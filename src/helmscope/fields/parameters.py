@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from helmscope.geometry.arithmetic import check_readable, every, vectorized
+from helmscope.geometry.arithmetic import check_dense_values, every, is_vmapped
 from helmscope.types import HelmscopeError, real_number
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def number_or_tensor(
     """
     if not isinstance(value, torch.Tensor) or not (value.ndim or is_moving(value)):
         return real_number(name, value, at_least=at_least, above=above)
-    check_readable(name, value)
+    check_dense_values(name, value)
     if not value.dtype.is_floating_point:
         raise HelmscopeError(f"{name} has dtype {value.dtype}, but it must hold floating-point numbers")
     entries = value.detach()
@@ -57,7 +57,7 @@ def is_moving(value: Tensor) -> bool:
     """
     tangent = torch.autograd.forward_ad.unpack_dual(value).tangent  # type: ignore[no-untyped-call]
     wrapped = torch._C._functorch.is_functorch_wrapped_tensor(value)
-    return value.requires_grad or tangent is not None or wrapped or vectorized(value)
+    return value.requires_grad or tangent is not None or wrapped or is_vmapped(value)
 
 
 def over_tokens(value: float | Tensor, like: Float[Tensor, "*batch n d"]) -> float | Tensor:

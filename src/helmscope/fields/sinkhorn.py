@@ -21,7 +21,7 @@ import torch
 from helmscope.fields.attention import Softmax, softmax_kernel
 from helmscope.fields.parameters import number_or_tensor
 from helmscope.geometry.arithmetic import full_precision
-from helmscope.kernels.dense import raw_logits
+from helmscope.kernels.dense import untransformed_logits
 from helmscope.types import HelmscopeError, real_number, whole_number
 
 if TYPE_CHECKING:
@@ -78,7 +78,9 @@ class SinkhornAttention(Softmax):
         """beta."""
         return self.beta
 
-    def settle(self, pairs: Float[Tensor, "*batch n n"], weights: Tensor | None) -> Float[Tensor, "*batch n n"]:
+    def transform_logits(
+        self, pairs: Float[Tensor, "*batch n n"], weights: Tensor | None
+    ) -> Float[Tensor, "*batch n n"]:
         """l_ij + g_j, whose softmax is the scaled kernel; NaN in systems where g was not found."""
         m = _measure(pairs, weights)
         dual = self.solve(pairs, weights)
@@ -94,7 +96,7 @@ class SinkhornAttention(Softmax):
         return Dual(*_Solver.apply(*parts))  # type: ignore[no-untyped-call]
 
     def complaint(self, x: Tensor, weights: Tensor | None) -> str:
-        dual = self.solve(raw_logits(self.request(x, weights, tangent=False)), weights)
+        dual = self.solve(untransformed_logits(self.request(x, weights, tangent=False)), weights)
         if bool(dual.found.all()):
             return super().complaint(x, weights)
         error = float(dual.error[~dual.found][0])

@@ -2,3 +2,18 @@
 (``retraction``), surface calculus (``surface``), spherical harmonics (``harmonics``) and single-linkage clustering
 (``linkage``). ``arithmetic`` guards computations against global torch settings.
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from helmscope.types.lazy import lazy_exports
+
+if TYPE_CHECKING:
+    from helmscope.geometry import harmonics as harmonics
+    from helmscope.geometry import linkage as linkage
+    from helmscope.geometry import retraction as retraction
+    from helmscope.geometry import sphere as sphere
+    from helmscope.geometry import surface as surface
+
+__getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

@@ -47,12 +47,12 @@ def full_precision(function: Callable[Params, Result]) -> Callable[Params, Resul
     return run
 
 
-def check_readable(name: str, tensor: Tensor) -> None:
+def check_dense_values(name: str, tensor: Tensor) -> None:
     """Raise ``HelmscopeError`` unless ``tensor`` is dense and holds values.
 
     Tensors on the meta device hold none; new tensors are created there after ``torch.set_default_device("meta")``.
 
-    >>> check_readable("x", torch.ones(2))
+    >>> check_dense_values("x", torch.ones(2))
     """
     if tensor.layout != torch.strided or tensor.is_meta:
         raise HelmscopeError(
@@ -70,13 +70,13 @@ def every(condition: Tensor) -> bool:
     >>> torch.vmap(lambda x: x if every(x > 1) else -x)(torch.tensor([0.0, 2.0]))
     tensor([0., 2.])
     """
-    return vectorized(condition) or bool(condition.all())
+    return is_vmapped(condition) or bool(condition.all())
 
 
-def vectorized(x: Tensor) -> bool:
+def is_vmapped(x: Tensor) -> bool:
     """Whether x is batched by ``torch.vmap`` at some level of nested transforms, so that its values cannot be read.
 
-    >>> vectorized(torch.ones(2)), torch.func.grad(lambda x: x if vectorized(x) else 2 * x)(torch.tensor(1.0)).item()
+    >>> is_vmapped(torch.ones(2)), torch.func.grad(lambda x: x if is_vmapped(x) else 2 * x)(torch.tensor(1.0)).item()
     (False, 2.0)
     """
     functorch = torch._C._functorch

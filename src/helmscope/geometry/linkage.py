@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from helmscope.geometry.arithmetic import full_precision, vectorized
+from helmscope.geometry.arithmetic import full_precision, is_vmapped
 from helmscope.geometry.sphere import angle_from_chords
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def _decided(x: Tensor, chord: float, exact: Callable[[Tensor, Tensor], Tensor])
     """exact(x, x), a condition |x_i - x_j| <= chord whose rounding is that of the dtype of x: read off inner products,
     which are fast, wherever rounding cannot change the answer, and asked for at the other pairs alone.
     """
-    if vectorized(x):
+    if is_vmapped(x):
         return exact(x, x)
     clouds = x.reshape(-1, *x.shape[-2:])
     wide = clouds.to(torch.float64)  # no setting of torch makes these products coarser
@@ -132,7 +132,7 @@ def components(adjacent: Tensor) -> Int[Tensor, "*batch n"]:
     for _ in range(n):
         lower = torch.where(linked, label.unsqueeze(-2), n).amin(-1)
         lower = lower.gather(-1, lower)  # a chain of m nodes takes about log m rounds instead of m
-        if not vectorized(lower) and torch.equal(lower, label):
+        if not is_vmapped(lower) and torch.equal(lower, label):
             break
         label = lower
     return label.contiguous()
@@ -148,12 +148,12 @@ def clusters(x: Float[Tensor, "*batch n d"], radius: float) -> Int[Tensor, "*bat
     return components(pairs_within(x, radius))
 
 
-def without_padding(x: Float[Tensor, "*batch n d"], real: Bool[Tensor, "*batch n"]) -> Float[Tensor, "*batch n d"]:
+def collapse_padding(x: Float[Tensor, "*batch n d"], real: Bool[Tensor, "*batch n"]) -> Float[Tensor, "*batch n d"]:
     """Clouds with padding tokens moved onto the first real token, where they add no cluster and no tree length.
 
     ``real`` is False for padding tokens.
 
-    >>> without_padding(torch.eye(2), torch.tensor([True, False]))
+    >>> collapse_padding(torch.eye(2), torch.tensor([True, False]))
     tensor([[1., 0.],
             [1., 0.]])
     """

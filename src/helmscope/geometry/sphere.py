@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from helmscope.geometry.arithmetic import check_readable, every
+from helmscope.geometry.arithmetic import check_dense_values, every
 from helmscope.types import HelmscopeError, real_number
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def check_tokens(x: object, *, name: str = "x", normalize: bool = False) -> Floa
     """
     if not isinstance(x, torch.Tensor):
         raise HelmscopeError(f"{name} is a {type(x).__name__}, but it must be a torch tensor of shape (..., n, d)")
-    check_readable(name, x)
+    check_dense_values(name, x)
     if x.dtype not in NORM_TOLERANCE:
         raise HelmscopeError(f"{name} has dtype {x.dtype}, but it must be torch.float64 or torch.float32")
     if x.ndim < 2 or x.shape[-2] < 1:

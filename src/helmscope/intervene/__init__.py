@@ -1,1 +1,22 @@
 """Edits of a model's forward pass, which leave the model itself unchanged."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from helmscope.types.lazy import lazy_exports
+
+if TYPE_CHECKING:
+    from helmscope.intervene.attention import AblateHead as AblateHead
+    from helmscope.intervene.attention import MaskKeys as MaskKeys
+    from helmscope.intervene.attention import Perturb as Perturb
+    from helmscope.intervene.attention import Reweigh as Reweigh
+    from helmscope.intervene.change import edited as edited
+    from helmscope.intervene.change import with_parameters as with_parameters
+    from helmscope.intervene.edit import Edit as Edit
+    from helmscope.intervene.states import Ablate as Ablate
+    from helmscope.intervene.states import Add as Add
+    from helmscope.intervene.states import Patch as Patch
+    from helmscope.intervene.states import Replace as Replace
+
+__getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

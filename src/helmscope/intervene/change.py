@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def changed(model: Recording | Anatomy, *edits: AbstractEdit) -> Iterator[Any]:
+def edited(model: Recording | Anatomy, *edits: AbstractEdit) -> Iterator[Any]:
     """Context manager: within it, every forward of the model runs under the edits; the model is always restored.
 
     Yields the model itself, ready to be called. Recording it within the block raises ``HelmscopeError``, because the
@@ -33,7 +33,7 @@ def changed(model: Recording | Anatomy, *edits: AbstractEdit) -> Iterator[Any]:
     >>> from helmscope.models.record import record
     >>> from helmscope.models.watch import Site
     >>> recording = record(model, torch.tensor([[1, 2, 3, 4]]))
-    >>> with changed(recording, Ablate(site=Site.ATTENTION), Ablate(site=Site.MLP)) as bare:
+    >>> with edited(recording, Ablate(site=Site.ATTENTION), Ablate(site=Site.MLP)) as bare:
     ...     bare(torch.tensor([[1, 2, 3, 4]])).logits.shape
     torch.Size([1, 4, 9])
     """

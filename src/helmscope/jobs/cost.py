@@ -110,7 +110,7 @@ def trials_cost(spec: Trials, claims: Sequence[str]) -> Estimate:
 def _row_seconds(spec: Phase, dim: int, size: int, beta: float, patience: float) -> float:
     """One beta in one dimension, with all samples."""
     from helmscope.observe.phase import PAIRS
-    from helmscope.solve.integrate import pose
+    from helmscope.solve.integrate import make_problem
     from helmscope.theory.starts import Uniform
 
     little: dict[str, Any] = {"dims": (dim,), "betas": (beta,), "samples": min(FEW, spec.samples)}
@@ -120,7 +120,7 @@ def _row_seconds(spec: Phase, dim: int, size: int, beta: float, patience: float)
 
     seconds = _whole(carry, checks.spread("times", spec.times), patience)
     together = max(1, min(spec.samples, PAIRS["cpu"] // spec.n**2))  # so many phase_diagram carries at once
-    problem = pose(spec.flow(dim)(beta), Uniform(spec.n, size).sample(together), [1.0])
+    problem = make_problem(spec.flow(dim)(beta), Uniform(spec.n, size).sample(together), [1.0])
     scale = _step_seconds(problem) / _step_seconds(problem.part(0, min(FEW, together)))
     return max(1e-6, seconds * scale * spec.samples / together)
 

@@ -86,7 +86,7 @@ KERNELS = Names(
     {
         AUTO: "",
         "dense": "helmscope.kernels.dense:Dense",
-        "streaming": "helmscope.kernels.streaming:Streaming",
+        "blockwise": "helmscope.kernels.blockwise:Blockwise",
         "harmonic": "helmscope.kernels.harmonic:Harmonic",
         "flash": "helmscope.kernels.flash:Flash",
     },

@@ -230,7 +230,7 @@ class PhaseJob(Job):
         """Runs the units, joins them to one diagram, and writes phase.nc, half-time.nc, phase.png and phase.html. What
         was used is added to the manifest.
         """
-        from helmscope.observe.half_time import half_time
+        from helmscope.observe.half_times import half_time
         from helmscope.plots import style
         from helmscope.plots.phase import phase_figure, phase_page
 

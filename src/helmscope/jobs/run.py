@@ -56,7 +56,7 @@ def run(
     ``resume`` it is that of an earlier run, which goes on from where it was stopped; a run that was begun with another
     spec is refused, and so are other versions, CPUs and threads unless ``allow_mixed``. ``engine`` is ``Serial()``
     where None, or ``Processes(jobs)`` or ``Ray(jobs)``; results do not depend on it. ``show_progress`` prints
-    progress on standard error. ``command`` is what the manifest says the run was begun by, the command line of this process where
+    progress on standard error. ``command`` is the command line that the manifest holds, that of this process where
     None. What can be refused is refused before a folder is made.
 
     >>> import tempfile

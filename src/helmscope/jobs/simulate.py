@@ -157,14 +157,14 @@ class Simulate(Spec, frozen=True, kw_only=True, tag="simulate"):
         torch.Size([2, 4, 3])
         """
         from helmscope.fields.noise import IsotropicNoise
-        from helmscope.solve.integrate import pose
+        from helmscope.solve.integrate import make_problem
 
         dtype, device = names.DTYPES.load(self.dtype), names.usable_device(self.device)
         matrix = names.value_matrix(self.value, self.dim)
         flow = names.FIELDS.load(self.field)(self.beta, value=matrix, causal=self.causal)
         concentration = () if self.kappa is None else (self.kappa,)
         start = names.STARTS.load(self.start)(self.n, self.dim, *concentration)
-        return pose(
+        return make_problem(
             flow,
             start.sample(self.batch, seed=self.seed, dtype=dtype, device=device),
             checks.spread("times", self.times),

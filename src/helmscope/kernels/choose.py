@@ -3,7 +3,7 @@
     n <= 2,048, or a field that needs the whole matrix of logits      Dense
     on the circle or S^2, if the harmonic series is short             Harmonic (inaccurate systems: as below)
     float32 on a CUDA device, no gradient, no bias                    Flash
-    everything else                                                   Streaming
+    everything else                                                   Blockwise
 
 The choice depends on device, n, d, dtype, gradient and, where a harmonic series is too inaccurate, on the system
 itself; never on timings, so that it is the same in every run. A caller can pin one kernel for all sums with ``using``.
@@ -16,17 +16,17 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
+from helmscope.kernels.blockwise import Blockwise
 from helmscope.kernels.dense import Dense
 from helmscope.kernels.flash import Flash
 from helmscope.kernels.harmonic import Harmonic
 from helmscope.kernels.kernel import MAX_DENSE_TOKENS, AttentionSum, Kernel
-from helmscope.kernels.streaming import Streaming
 from helmscope.types import HelmscopeError
 
 if TYPE_CHECKING:
     from helmscope.kernels.kernel import Request
 
-_DENSE, _STREAMING, _HARMONIC, _FLASH = Dense(), Streaming(), Harmonic(), Flash()
+_DENSE, _STREAMING, _HARMONIC, _FLASH = Dense(), Blockwise(), Harmonic(), Flash()
 _pinned: ContextVar[Kernel | None] = ContextVar("pinned", default=None)
 _used: ContextVar[set[str] | None] = ContextVar("used", default=None)
 
@@ -85,7 +85,7 @@ def choose(request: Request) -> Kernel:
     >>> from helmscope.kernels.kernel import Request
     >>> x = torch.nn.functional.normalize(torch.randn(4096, 3), dim=-1)
     >>> choose(Request(4 * x, x, x, beta=4.0)), choose(Request(4 * x, x, x, causal=True))
-    (Harmonic(tol=None), Streaming(block=None))
+    (Harmonic(tol=None), Blockwise(block=None))
     """
     kernel = _pinned.get()
     if kernel is None:
@@ -99,7 +99,7 @@ def choose(request: Request) -> Kernel:
 
 
 def _best_kernel(request: Request) -> Kernel:
-    if request.tokens <= MAX_DENSE_TOKENS or request.settle is not None:
+    if request.tokens <= MAX_DENSE_TOKENS or request.transform_logits is not None:
         return _DENSE
     if _HARMONIC.refuses_without_values(request) is None and _HARMONIC.is_faster(request):
         return _HARMONIC
@@ -111,7 +111,7 @@ def _pairwise_kernel(request: Request) -> Kernel:
 
 
 @contextmanager
-def using(kernel: Kernel | None = None) -> Iterator[set[str]]:
+def using_kernel(kernel: Kernel | None = None) -> Iterator[set[str]]:
     """Context manager: within it, every attention sum is computed by ``kernel``, and the yielded set collects the names
     of the kernels used.
 
@@ -120,14 +120,14 @@ def using(kernel: Kernel | None = None) -> Iterator[set[str]]:
     >>> import torch
     >>> from helmscope.kernels.kernel import Request
     >>> x = torch.eye(2)
-    >>> with using(Streaming()) as names:
+    >>> with using_kernel(Blockwise()) as names:
     ...     _ = token_sum(Request(x, x, x))
     >>> names
-    {'Streaming'}
+    {'Blockwise'}
     """
     if kernel is not None and (isinstance(kernel, type) or not isinstance(kernel, Kernel)):
         raise HelmscopeError(
-            f"kernel is {kernel!r}, but it must be a kernel such as Dense(), Streaming(), Harmonic() or Flash()"
+            f"kernel is {kernel!r}, but it must be a kernel such as Dense(), Blockwise(), Harmonic() or Flash()"
         )
     used: set[str] = set()
     outer = _used.get()

@@ -28,31 +28,32 @@ class Dense:
     def refuses(self, request: Request) -> str | None:
         """Why it does not support a request; None if it does."""
         n = request.tokens
-        if n > MAX_DENSE_TOKENS and request.settle is None:
-            return f"n is {n}, and it stores n x n pairs for at most {MAX_DENSE_TOKENS} tokens: use Streaming()"
+        if n > MAX_DENSE_TOKENS and request.transform_logits is None:
+            return f"n is {n}, and it stores n x n pairs for at most {MAX_DENSE_TOKENS} tokens: use Blockwise()"
         return None
 
     def sum(self, request: Request) -> AttentionSum:
         """Compute the sums; the request is not checked. Supports all derivatives and functorch transforms."""
-        pairs = settled_logits(request)
+        pairs = transformed_logits(request)
         return attention_sum(pairs, request.value, weights=request.weights, skip_self=request.skip_self)
 
 
-def settled_logits(request: Request) -> Float[Tensor, "*batch n n"]:
-    """Matrix of logits, -inf where token i does not attend to token j, after the field's transformation ``settle``.
+def transformed_logits(request: Request) -> Float[Tensor, "*batch n n"]:
+    """Matrix of logits, -inf where token i does not attend to token j, after ``request.transform_logits``.
 
-    >>> settled_logits(Request(torch.eye(2), torch.eye(2), torch.eye(2), settle=lambda pairs, weights: -pairs))
+    >>> eye = torch.eye(2)
+    >>> transformed_logits(Request(eye, eye, eye, transform_logits=lambda pairs, weights: -pairs))
     tensor([[-1., -0.],
             [-0., -1.]])
     """
-    pairs = raw_logits(request)
-    return pairs if request.settle is None else request.settle(pairs, request.weights)
+    pairs = untransformed_logits(request)
+    return pairs if request.transform_logits is None else request.transform_logits(pairs, request.weights)
 
 
-def raw_logits(request: Request) -> Float[Tensor, "*batch n n"]:
-    """Matrix of logits before the field's transformation ``settle``.
+def untransformed_logits(request: Request) -> Float[Tensor, "*batch n n"]:
+    """Matrix of logits before ``request.transform_logits``.
 
-    >>> raw_logits(Request(torch.eye(2), torch.eye(2), torch.eye(2), causal=True))
+    >>> untransformed_logits(Request(torch.eye(2), torch.eye(2), torch.eye(2), causal=True))
     tensor([[1., -inf],
             [0., 1.]])
     """

@@ -104,7 +104,7 @@ class Flash:
             return "it takes queries and keys of one cloud"
         if request.bias is not None:
             return "it takes no bias"
-        if request.settle is not None:
+        if request.transform_logits is not None:
             return "it never stores the whole matrix of logits, which this field needs"
         if not isinstance(request.skip_self, bool):
             return "it omits a token's own term for all heads or for none"

@@ -76,12 +76,18 @@ class Harmonic:
     def refuses_without_values(self, request: Request) -> str | None:
         """Like ``refuses``, but without reading tensor values, for which a GPU would have to synchronize."""
         x, beta = request.key, request.beta
-        if beta is None or beta < 0 or request.causal or request.bias is not None or request.settle is not None:
+        if (
+            beta is None
+            or beta < 0
+            or request.causal
+            or request.bias is not None
+            or request.transform_logits is not None
+        ):
             return "the series is for e^{beta <x, y>} with beta >= 0 over all pairs, without causal mask and bias"
         if x.shape[-1] not in (2, 3):
             return f"tokens have dimension {x.shape[-1]}, and the series is for the circle and S^2, dimension 2 and 3"
         if request.needs_gradient:
-            return "the series has no gradient: use Streaming()"
+            return "the series has no gradient: use Blockwise()"
         if not isinstance(request.skip_self, bool):
             return "it omits a token's own term for all heads or for none"
         if self.degree(request) > MAX_DEGREE:

@@ -52,7 +52,7 @@ class Request:
     tangent space at x_i and for which v_i is parallel to x_i: the term would vanish in exact arithmetic, but is
     e^{beta (1 - <x_i, x_j>)} times larger than the others and would absorb their digits. It may differ between heads.
     ``beta`` is set if query = beta key and value = key; kernels for unit vectors check the norms themselves.
-    ``settle`` is an optional transformation of the whole matrix of logits before it is summed; few kernels support it.
+    ``transform_logits`` changes the whole matrix of logits before it is summed; few kernels support that.
     Queries may belong to another cloud, n tokens that attend to m others: then no token is its own key, and ``causal``,
     ``skip_self`` and ``beta`` keep their defaults.
     """
@@ -65,7 +65,7 @@ class Request:
     causal: bool = False
     skip_self: bool | Bool[Tensor, "*heads 1 1"] = False
     beta: float | None = None
-    settle: Callable[[Tensor, Tensor | None], Tensor] | None = None
+    transform_logits: Callable[[Tensor, Tensor | None], Tensor] | None = None
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -107,12 +107,12 @@ class Request:
         return any(tangent is not None for tangent in tangents)
 
 
-def sees_somebody(request: Request) -> Bool[Tensor, "*batch n 1"]:
+def has_visible_key(request: Request) -> Bool[Tensor, "*batch n 1"]:
     """Whether the sum of token i has at least one term: a j of positive weight that neither the causal mask nor the
     bias hides, other than i itself if ``skip_self``.
 
     >>> x = torch.eye(2)
-    >>> sees_somebody(Request(x, x, x, causal=True, skip_self=True)).squeeze(-1)
+    >>> has_visible_key(Request(x, x, x, causal=True, skip_self=True)).squeeze(-1)
     tensor([False,  True])
     """
     n, device = request.query.shape[-2], request.query.device
@@ -140,10 +140,10 @@ def transformed() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
-def differentiated(x: Tensor) -> bool:
+def may_be_differentiated(x: Tensor) -> bool:
     """Whether results computed from x may be differentiated: in backward mode, in forward mode or by a transform.
 
-    >>> differentiated(torch.ones(2)), differentiated(torch.ones(2, requires_grad=True))
+    >>> may_be_differentiated(torch.ones(2)), may_be_differentiated(torch.ones(2, requires_grad=True))
     (False, True)
     """
     return x.requires_grad or transformed() or torch.autograd.forward_ad._current_level >= 0

@@ -113,7 +113,7 @@ class Anatomy:
         return f"{', '.join(kinds)}; {counted(len(self.layers), 'layer')}{tied}, width {self.dim}"
 
 
-def dissect(model: Any, inputs: Mapping[str, Tensor]) -> tuple[Anatomy, list[LayerProbe]]:
+def find_anatomy(model: Any, inputs: Mapping[str, Tensor]) -> tuple[Anatomy, list[LayerProbe]]:
     """Find the anatomy of a model from one forward of a few tokens, and give what was seen on the way."""
     seen = probe(model, inputs)
     check_finite(model, inputs, seen)

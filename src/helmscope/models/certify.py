@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from helmscope.models.certificate import Line
-from helmscope.models.experts import ForceBehindNorm
+from helmscope.models.experts import ForceAfterNorm
 from helmscope.models.mlp_reading import affine_of, matrix_of, read_mlp
 from helmscope.models.probe import run
 from helmscope.models.tap import head_outputs, plainly_eager
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from helmscope.models.anatomy import Anatomy, Layer
     from helmscope.models.probe import LayerProbe
-    from helmscope.models.recorder import Stream
+    from helmscope.models.recorder import ResidualStream
     from helmscope.models.tap import Attended, Call
 
 BOUNDS = {torch.float64: 1e-10, torch.float32: 1e-5}
@@ -54,7 +54,7 @@ def finite_line(radius: Tensor) -> Line:
     return Line("finite", good, says, blocks=("trajectory", "resume"))
 
 
-def states_line(stream: Stream, anatomy: Anatomy, seen: list[LayerProbe]) -> Line:
+def states_line(stream: ResidualStream, anatomy: Anatomy, seen: list[LayerProbe]) -> Line:
     """What a recorder wrote down of the probed tokens against what their modules showed: every depth."""
     gaps = []
     for number, (layer, found) in enumerate(zip(anatomy.layers, seen, strict=True)):
@@ -187,16 +187,16 @@ def _rescales(module: nn.Module) -> bool:
     return bool(own) and all(value.ndim <= 1 for value in own)
 
 
-def mlp_line(anatomy: Anatomy, seen: list[LayerProbe]) -> tuple[Line, tuple[ForceBehindNorm | None, ...]]:
+def mlp_line(anatomy: Anatomy, seen: list[LayerProbe]) -> tuple[Line, tuple[ForceAfterNorm | None, ...]]:
     """The MLPs as fields, and how well they give what the modules gave."""
-    forces: list[ForceBehindNorm | None] = []
+    forces: list[ForceAfterNorm | None] = []
     gaps, most = [], bound(seen[0].pre.dtype)
     for layer, found in zip(anatomy.layers, seen, strict=True):
         read = read_mlp(found, layer.wiring)
         if read is None or (layer.wiring.mlp_norm is not None and layer.mlp_norm is None):
             forces.append(None)
             continue
-        force = ForceBehindNorm(read.force, layer.mlp_norm, layer.wiring.scale(Site.MLP))
+        force = ForceAfterNorm(read.force, layer.mlp_norm, layer.wiring.scale(Site.MLP))
         wanted = force.scale * read.written.double()
         gaps.append(relative(force.folded().ambient(mlp_points(layer, found, read.read)), wanted))
         if _in_single(layer, found):

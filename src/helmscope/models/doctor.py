@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from helmscope.models.load import Loaded, loaded_once
+from helmscope.models.load import Loaded, ensure_loaded
 from helmscope.models.probe import vocabulary_size
 from helmscope.models.record import record
 from helmscope.models.recorder import Recorder
@@ -64,7 +64,7 @@ class Diagnosis:
         return f"{where}\ntried on {self.tried}\n{self.certificate}\n{encoder}{cost}"
 
 
-def doctor(
+def diagnose(
     model: Any, *, texts: int = 128, tokens: int = 128, batch_size: int = 16, tokenizer: Any = None, **options: Any
 ) -> Diagnosis:
     """Certify a model on a few sentences, and say what recording ``texts`` texts of ``tokens`` tokens would take.
@@ -75,12 +75,12 @@ def doctor(
     >>> from transformers import GPT2Config, GPT2LMHeadModel
     >>> sizes = {"vocab_size": 9, "n_embd": 8, "n_layer": 2, "n_head": 2, "n_positions": 16}
     >>> model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
-    >>> doctor(model, texts=10, tokens=16).trajectory_bytes
+    >>> diagnose(model, texts=10, tokens=16).trajectory_bytes
     32000
     """
     for name, number in (("texts", texts), ("tokens", tokens), ("batch_size", batch_size)):
         whole_number(name, number, at_least=1)
-    loaded = loaded_once(model, tokenizer=tokenizer, **options)
+    loaded = ensure_loaded(model, tokenizer=tokenizer, **options)
     limit = context_length(loaded.model)
     asked, tokens = tokens, tokens if limit is None else min(tokens, limit)
     subject, tried = _subject(loaded)

@@ -59,7 +59,7 @@ def folded(force: Any, norm: Norm | None, scale: float = 1.0) -> Any:
     >>> folded(plain, None, 0.5)(torch.tensor([1.0, 2.0]))
     tensor([0.5000, 1.0000])
     """
-    if isinstance(force, Mixture):
+    if isinstance(force, MixtureOfExperts):
         return replace(force, experts=tuple(folded(each, norm, scale) for each in force.experts), norm=norm)
     if isinstance(force, ClampedGatedMLP) and norm is not None:
         root = force.dim**0.5
@@ -73,12 +73,12 @@ def folded(force: Any, norm: Norm | None, scale: float = 1.0) -> Any:
 
 
 @dataclass(frozen=True, eq=False)
-class ForceBehindNorm:
+class ForceAfterNorm:
     """A force as the model has it, the norm before it and the residual multiplier: folded when it is asked for, since
     a folded one is a copy of the weights.
     """
 
-    force: Force | Mixture
+    force: Force | MixtureOfExperts
     norm: Norm | None
     scale: float
 
@@ -88,14 +88,14 @@ class ForceBehindNorm:
 
 
 @dataclass(frozen=True, eq=False)
-class Mixture:
+class MixtureOfExperts:
     """f(x) = sum_k p_k(x) f_{e_k}(x); ``route`` gives p and e at what it reads, which is ``norm`` of x where there is
     one.
 
     >>> from helmscope.fields.activations import Identity
     >>> one = GatedMLP(w_gate=torch.eye(2), w_up=torch.eye(2), w_out=torch.eye(2), activation=Identity())
     >>> always = lambda x: (torch.full((len(x), 1), 0.5), torch.zeros(len(x), 1, dtype=torch.long))
-    >>> Mixture((one,), always)(torch.tensor([[1.0, 2.0]]))
+    >>> MixtureOfExperts((one,), always)(torch.tensor([[1.0, 2.0]]))
     tensor([[0.5000, 2.0000]])
     """
 
@@ -136,7 +136,9 @@ class Mixture:
         return total
 
 
-def read_experts(calls: list[Seen], written: Seen, known: list[Activation]) -> tuple[Mixture, Tensor, Tensor] | None:
+def read_experts(
+    calls: list[Seen], written: Seen, known: list[Activation]
+) -> tuple[MixtureOfExperts, Tensor, Tensor] | None:
     """The experts behind a write: a module with one matrix an expert, stacked, beside a router that returns weights and
     numbers; with what they read and wrote. None where there is no such thing.
     """
@@ -176,16 +178,16 @@ def _routed(module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor] | None:
     return (shares[0], whole[0]) if shares else None
 
 
-def _fitting(call: Seen, written: Seen, route: Route, known: list[Activation]) -> Mixture | None:
+def _fitting(call: Seen, written: Seen, route: Route, known: list[Activation]) -> MixtureOfExperts | None:
     """The reading of the stacked matrices under which one token's mixture is what the module wrote for it."""
     assert call.input is not None
     assert written.output is not None
     d = call.input.shape[-1]
     x, wanted = call.input.reshape(-1, d)[:1], written.output.reshape(-1, d)[:1].double()
     for experts in _readings(call.module, known):
-        found = Mixture(experts, route).ambient(x.double())
+        found = MixtureOfExperts(experts, route).ambient(x.double())
         if float((found - wanted).norm()) <= 1e-5 * float(wanted.norm()):
-            return Mixture(experts, route)
+            return MixtureOfExperts(experts, route)
     return None
 
 

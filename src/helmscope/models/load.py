@@ -18,7 +18,7 @@ from helmscope.models.boxed import MODELS, local_folder
 from helmscope.models.checkpoint import check_folder
 from helmscope.models.library import quiet, transformers_library
 from helmscope.models.norm_reading import epsilon_of
-from helmscope.models.words import read_tokenizer
+from helmscope.models.tokenizer import read_tokenizer
 from helmscope.store.atomic import one_line
 from helmscope.types import HelmscopeError, counted, known_name, whole_number
 
@@ -157,7 +157,7 @@ def _loop(model: Any, loops: int) -> None:
     config.num_hidden_layers = loops
 
 
-def loaded_once(model: Any, *, tokenizer: Any = None, **options: Any) -> Loaded:
+def ensure_loaded(model: Any, *, tokenizer: Any = None, **options: Any) -> Loaded:
     """``load``, but for a model that is ``Loaded`` already."""
     _check_options(options)
     if not isinstance(model, Loaded):

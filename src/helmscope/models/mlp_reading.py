@@ -20,7 +20,7 @@ import torch
 from helmscope.fields import activations
 from helmscope.fields.activations import Activation
 from helmscope.fields.mlp import MLP, GatedMLP
-from helmscope.models.experts import Mixture, read_experts
+from helmscope.models.experts import MixtureOfExperts, read_experts
 from helmscope.models.probe import equal
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ Affine = tuple["Tensor", "Tensor | None"]
 class ReadMLP:
     """The force of an MLP before its norm is folded in, what it read, and what its last matrix gave."""
 
-    force: Force | Mixture
+    force: Force | MixtureOfExperts
     read: Float[Tensor, "batch n d"]
     written: Float[Tensor, "batch n d"]
 

@@ -11,15 +11,15 @@ if TYPE_CHECKING:
     from helmscope.models.anatomy import Anatomy
 
 
-def head(name: str) -> dict[str, int]:
+def parse_head(name: str) -> dict[str, int]:
     """Layer and head of a name such as "L3H5" or "3.5", both counted from 0: to select one head from a Measurement,
-    ``seen.sel(**head("L3H5"))``, or to ablate it, ``AblateHead(**head("L3H5"))``.
+    ``seen.sel(**parse_head("L3H5"))``, or to ablate it, ``AblateHead(**parse_head("L3H5"))``.
 
-    >>> head("L3H5")
+    >>> parse_head("L3H5")
     {'layer': 3, 'head': 5}
-    >>> head("3.5") == head("l3h5") == head("L3H5")
+    >>> parse_head("3.5") == parse_head("l3h5") == parse_head("L3H5")
     True
-    >>> head("H5")
+    >>> parse_head("H5")
     Traceback (most recent call last):
     helmscope.types.HelmscopeError: name is 'H5', but a head is named by layer and head, such as 'L3H5' or '3.5'
     """

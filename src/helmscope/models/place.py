@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from helmscope.models.anatomy import Anatomy
-    from helmscope.models.recorder import Stream
+    from helmscope.models.recorder import ResidualStream
     from helmscope.models.watch import Context
 
 
@@ -25,7 +25,7 @@ class FrozenTokens:
     """Tokens that stay where they were: ``mask`` says which, ``stream`` where, from the depth ``first`` on."""
 
     mask: Bool[Tensor, "batch n"]
-    stream: Stream
+    stream: ResidualStream
     first: int
 
     def __repr__(self) -> str:

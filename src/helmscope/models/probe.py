@@ -111,7 +111,7 @@ def _forward(model: Any, inputs: Mapping[str, Tensor], overhearing: Overhearing 
         for block in blocks:
             stack.enter_context(_hooked(block, found, overhearing))
         memory = None if stacks is None else stack.enter_context(output_of(stacks.encoder))
-        stack.enter_context(tapped(model, _Ear(found, stacks)))
+        stack.enter_context(tapped(model, _AttentionListener(found, stacks)))
         if overhearing is not None:
             stack.enter_context(overhearing)
         more = {} if overhearing is None else {"output_attentions": True}
@@ -216,7 +216,7 @@ def _stray(call: Call) -> HelmscopeError:
     )
 
 
-class _Ear:
+class _AttentionListener:
     """Notes the attention of the block that is under way; that of the encoder is left to the encoder."""
 
     def __init__(self, found: list[LayerProbe], stacks: Stacks | None) -> None:

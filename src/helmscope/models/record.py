@@ -10,13 +10,13 @@ import torch
 
 from helmscope.geometry.arithmetic import full_precision
 from helmscope.models import certify
-from helmscope.models.anatomy import Anatomy, dissect
+from helmscope.models.anatomy import Anatomy, find_anatomy
 from helmscope.models.boxed import FIRST, box_texts
 from helmscope.models.certificate import Certificate, Line
 from helmscope.models.certify_cross import cross_lines
 from helmscope.models.hooks import held_unwatched, watching
 from helmscope.models.keep import Keep, Keeper
-from helmscope.models.load import Loaded, loaded_once
+from helmscope.models.load import Loaded, ensure_loaded
 from helmscope.models.place import PutState
 from helmscope.models.probe import no_cache, output_of, run, trunk_of, vocabulary_size
 from helmscope.models.recorder import Recorder
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from helmscope.models.probe import LayerProbe
-    from helmscope.models.recorder import Stream
+    from helmscope.models.recorder import ResidualStream
 
 PROBED_TEXTS, PROBED_TOKENS = 2, 24
 
@@ -77,7 +77,7 @@ def record(
     """
     whole_number("batch_size", batch_size, at_least=1)
     check_progress(progress)
-    loaded = loaded_once(model, tokenizer=tokenizer, **options)
+    loaded = ensure_loaded(model, tokenizer=tokenizer, **options)
     stacks = stacks_of(loaded.model)
     if stacks is not None:
         share_lock(stacks.encoder, loaded.model)
@@ -106,7 +106,7 @@ def _recorded(
     longest = _longest(batch, loaded.model)
     # before anything else: some families change themselves for good when they see a short text
     untouched = _last_states(loaded.model, longest, no_cache(loaded.model))
-    anatomy, seen = dissect(loaded.model, _probed(batch, loaded.model))
+    anatomy, seen = find_anatomy(loaded.model, _probed(batch, loaded.model))
     with watching(anatomy, observers=[Recorder(anatomy, 1)]):
         off = certify.relative(_last_states(loaded.model, longest, anatomy.options), untouched)
     line, forces = certify.mlp_line(anatomy, seen)
@@ -232,7 +232,7 @@ def _lines(anatomy: Anatomy, seen: list[LayerProbe], batch: Batch, off: float) -
     return [*lines, *(line for line in more if line is not None)]
 
 
-def _lens_line(anatomy: Anatomy, stream: Stream, inputs: dict[str, Tensor], wanted: Tensor) -> Line:
+def _lens_line(anatomy: Anatomy, stream: ResidualStream, inputs: dict[str, Tensor], wanted: Tensor) -> Line:
     """The last state, put back, gives the model's output."""
     depth = anatomy.depths.last
     put = PutState(depth, stream.at(depth), anatomy)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(eq=False, repr=False)
-class Stream:
+class ResidualStream:
     """A residual stream y over depth as y = radius direction + mean 1, where ``mean`` is None unless norms remove it.
 
     Depth counts sub-steps of layers (``Depths``): 0 is the first block's input, and each half of a layer leads to the
@@ -35,10 +35,10 @@ class Stream:
 
     def __repr__(self) -> str:
         depth, batch, n, d = self.direction.shape
-        return f"<Stream: {depth} depths, {counted(batch, 'text')} x {counted(n, 'token')}, width {d}>"
+        return f"<ResidualStream: {depth} depths, {counted(batch, 'text')} x {counted(n, 'token')}, width {d}>"
 
     @classmethod
-    def empty(cls, anatomy: Anatomy, batch: int, n: int, like: Tensor) -> Stream:
+    def empty(cls, anatomy: Anatomy, batch: int, n: int, like: Tensor) -> ResidualStream:
         """Room for all depths."""
         dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
         depth = anatomy.depths.last + 1
@@ -64,9 +64,11 @@ class Stream:
             none[0], none[1] = math.sqrt(0.5), -math.sqrt(0.5)
             place[radius == 0] = none
 
-    def since(self, depth: int) -> Stream:
+    def since(self, depth: int) -> ResidualStream:
         """The stream from a depth on."""
-        return Stream(self.direction[depth:], self.radius[depth:], None if self.mean is None else self.mean[depth:])
+        return ResidualStream(
+            self.direction[depth:], self.radius[depth:], None if self.mean is None else self.mean[depth:]
+        )
 
     def at(self, depth: int) -> Float[Tensor, "batch n d"]:
         """The state as it is."""
@@ -75,19 +77,19 @@ class Stream:
 
 
 class Recorder(Observer):
-    """Writes every state into a ``Stream`` that it makes when it sees the first one; ``errors`` holds for each layer
-    the largest error of its residual identities at a token, relative to the state.
+    """Writes every state into a ``ResidualStream``, allocated at the first state; ``errors`` holds for each layer the
+    largest error of its residual identities at a token, relative to the state.
     """
 
     def __init__(self, anatomy: Anatomy, batch: int) -> None:
         self.anatomy, self.batch = anatomy, batch
-        self.stream: Stream | None = None
+        self.stream: ResidualStream | None = None
         self.errors: Float[Tensor, " layer"] | None = None
         without = set() if anatomy.post_norm else {Site.ATTENTION, Site.CROSS, Site.CLOSE}
         self.sites = STATES_AND_WRITES - without - (set() if anatomy.has_cross else OF_CROSS)
         self._sum = torch.empty(0, device="cpu")  # what the next state to be compared should be
 
-    def recorded(self) -> tuple[Stream, Float[Tensor, " layer"]]:
+    def recorded(self) -> tuple[ResidualStream, Float[Tensor, " layer"]]:
         """The stream and the errors, once a forward has run."""
         assert self.stream is not None
         assert self.errors is not None
@@ -97,7 +99,7 @@ class Recorder(Observer):
         """Take in what passes. A sum is formed at once: some families add to a write in place later."""
         post_norm = self.anatomy.layers[layer].wiring.kind is Kind.POST_NORM
         if self.stream is None or self.errors is None:
-            self.stream = Stream.empty(self.anatomy, self.batch, value.shape[1], value)
+            self.stream = ResidualStream.empty(self.anatomy, self.batch, value.shape[1], value)
             self.errors = torch.zeros(len(self.anatomy.layers), dtype=torch.float64, device=value.device)
         depths = self.anatomy.depths
         if site in depths.states:

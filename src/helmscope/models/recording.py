@@ -42,9 +42,9 @@ if TYPE_CHECKING:
 
     from helmscope.models.anatomy import Anatomy
     from helmscope.models.certificate import Certificate
-    from helmscope.models.experts import ForceBehindNorm
+    from helmscope.models.experts import ForceAfterNorm
     from helmscope.models.load import Origin
-    from helmscope.models.recorder import Stream
+    from helmscope.models.recorder import ResidualStream
     from helmscope.models.runner import Runner
     from helmscope.models.texts import Batch
     from helmscope.models.watch import AbstractEdit
@@ -82,10 +82,10 @@ class Recording(Plottable):
     """
 
     runner: Runner
-    residual: Stream
+    residual: ResidualStream
     certificate: Certificate
     origin: Origin
-    forces: tuple[ForceBehindNorm | None, ...]
+    forces: tuple[ForceAfterNorm | None, ...]
     first: int = 0
     kept: Mapping[str, Tensor] = field(default_factory=dict)
     tokenizer: Any = None
@@ -352,7 +352,7 @@ class Recording(Plottable):
         certificate = self._certified_again(runner, stream, errors)
         return replace(self, runner=runner, residual=stream, certificate=certificate, first=first, kept=keeper.kept)
 
-    def _certified_again(self, runner: Runner, stream: Stream, errors: Float[Tensor, " layer"]) -> Certificate:
+    def _certified_again(self, runner: Runner, stream: ResidualStream, errors: Float[Tensor, " layer"]) -> Certificate:
         """The certificate with what a run under edits shows anew, and a line that says which lines it leaves."""
         certificate = self.certificate.with_line(finite_line(stream.radius))
         count = len(runner.edits) + (0 if runner.encoder is None else len(runner.encoder.edits))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from helmscope.models.recorder import Stream
+from helmscope.models.recorder import ResidualStream
 from helmscope.models.sphere import unfolded, wide
 from helmscope.models.topology import Kind
 from helmscope.models.watch import READ_AT, Observer, Site
@@ -230,7 +230,7 @@ class _Showing(Observer):
         """The unit vectors of a state, as the trajectory has them."""
         radius = torch.empty_like(state[..., 0]).unsqueeze(0)
         mean = torch.empty_like(radius) if self.anatomy.centered else None
-        room = Stream(torch.empty_like(state).unsqueeze(0), radius, mean)
+        room = ResidualStream(torch.empty_like(state).unsqueeze(0), radius, mean)
         room.put(0, slice(None), state)
         return room.direction[0]
 

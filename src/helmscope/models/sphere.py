@@ -13,7 +13,7 @@ import torch
 
 from helmscope.models.norm_reading import read_norm
 from helmscope.models.probe import equal, no_cache, run
-from helmscope.models.recorder import Stream
+from helmscope.models.recorder import ResidualStream
 from helmscope.models.tap import held
 from helmscope.models.topology import Kind
 from helmscope.models.watch import READ_AT, Observer, Site
@@ -59,7 +59,7 @@ def embedding_norm(
     return None
 
 
-def on_sphere(recording: Recording) -> Stream:
+def on_sphere(recording: Recording) -> ResidualStream:
     """The states of a post-norm recording without gains and biases, by one more run of the model.
 
     A state that an edit put in is not what its norm gave: there y - b is divided by the gain, coordinate by
@@ -88,7 +88,7 @@ class _Cores(Observer):
         self.anatomy, self.batch = anatomy, batch
         states = {*anatomy.depths.states, Site.OUTPUT}
         self.sites = frozenset(states | {read for state, read in READ_AT.items() if state in states})
-        self.stream: Stream | None = None
+        self.stream: ResidualStream | None = None
         self._core: Tensor | None = None
 
     def embedded(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -101,7 +101,7 @@ class _Cores(Observer):
         """Take in what a norm reads, or write down the state that it gave."""
         own, depths = self.anatomy.layers[layer], self.anatomy.depths
         if self.stream is None:
-            self.stream = Stream.empty(self.anatomy, self.batch, value.shape[1], value)
+            self.stream = ResidualStream.empty(self.anatomy, self.batch, value.shape[1], value)
         if site in READ_AT.values():
             norm = next(own.state_norms[state] for state, read in READ_AT.items() if read is site)
             post_norm = own.wiring.kind is Kind.POST_NORM

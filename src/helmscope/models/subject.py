@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from helmscope.models.boxed import FIRST, box_texts, is_boxed, local_folder
+from helmscope.models.cache import ById, RecordingCache, model_bytes, stream_bytes
 from helmscope.models.identity import (
     Prompt,
     as_inputs,
@@ -25,7 +26,6 @@ from helmscope.models.identity import (
     wiring_of,
 )
 from helmscope.models.premise import Premise, Simulated
-from helmscope.models.shelf import ById, Shelf, model_bytes, stream_bytes
 from helmscope.stats.replicates import halves
 from helmscope.types import HelmscopeError, counted, one_line_repr, shown, whole_number
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 TWINS = 5
 PROBED = 2  # texts on which the certificate is asked what the model can do
-_SHELF = Shelf()
+_SHELF = RecordingCache()
 
 
 @dataclass(frozen=True, init=False, repr=False)
@@ -222,9 +222,9 @@ class Subject:
     @cached_property
     def _held(self) -> Loaded:
         """A model that is in memory already."""
-        from helmscope.models.load import loaded_once
+        from helmscope.models.load import ensure_loaded
 
-        loaded = loaded_once(self.model)
+        loaded = ensure_loaded(self.model)
         return loaded if self.asked_tokenizer is None else replace(loaded, tokenizer=self.asked_tokenizer)
 
     @property

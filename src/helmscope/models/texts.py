@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from helmscope.models.probe import trunk_of, vocabulary_size
-from helmscope.models.words import encode
+from helmscope.models.tokenizer import encode
 from helmscope.types import HelmscopeError, counted
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from helmscope.models.load import Loaded, loaded_once, origin_of
+from helmscope.models.load import Loaded, ensure_loaded, origin_of
 from helmscope.types import seed_number, whole_number
 
 
@@ -23,7 +23,7 @@ def untrained_twin(model: Any, *, seed: int) -> Loaded:
     ('untrained twin of tied, seed 1', 24)
     """
     seed = seed_number(seed)
-    loaded = loaded_once(model)
+    loaded = ensure_loaded(model)
     trained = loaded.model
     with torch.random.fork_rng(), torch.device("cpu"):
         torch.manual_seed(seed)

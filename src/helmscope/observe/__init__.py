@@ -2,3 +2,74 @@
 
 Functions of tokens take (*batch, n, d) and reduce the last two axes; ``track`` turns them into Measurements over time.
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from helmscope.types.lazy import lazy_exports
+
+if TYPE_CHECKING:
+    from helmscope.observe.clusters import MergeTree as MergeTree
+    from helmscope.observe.clusters import cluster_count as cluster_count
+    from helmscope.observe.clusters import merge_tree as merge_tree
+    from helmscope.observe.diagram import PhaseDiagram as PhaseDiagram
+    from helmscope.observe.diffusion import anisotropy as anisotropy
+    from helmscope.observe.diffusion import context_covariance as context_covariance
+    from helmscope.observe.diffusion import diffusivity as diffusivity
+    from helmscope.observe.diffusion import diffusivity_as_printed as diffusivity_as_printed
+    from helmscope.observe.diffusion import independent_draws_covariance as independent_draws_covariance
+    from helmscope.observe.diffusion import random_value_covariance as random_value_covariance
+    from helmscope.observe.diffusion import shared_draw_covariance as shared_draw_covariance
+    from helmscope.observe.diffusion import token_sampling_covariance as token_sampling_covariance
+    from helmscope.observe.drift import DriftAndSwirl as DriftAndSwirl
+    from helmscope.observe.drift import drift_and_swirl as drift_and_swirl
+    from helmscope.observe.energy import gaussian_energy_as_printed as gaussian_energy_as_printed
+    from helmscope.observe.energy import interaction_energy as interaction_energy
+    from helmscope.observe.energy import interaction_energy_rate as interaction_energy_rate
+    from helmscope.observe.energy import interaction_energy_sum as interaction_energy_sum
+    from helmscope.observe.energy import log_interaction_energy as log_interaction_energy
+    from helmscope.observe.generator import ambient_generator as ambient_generator
+    from helmscope.observe.generator import discrete_generator as discrete_generator
+    from helmscope.observe.generator import sphere_generator as sphere_generator
+    from helmscope.observe.half_times import half_time as half_time
+    from helmscope.observe.hull import hull_distance as hull_distance
+    from helmscope.observe.inner_products import clustering_fraction as clustering_fraction
+    from helmscope.observe.inner_products import clustering_probability as clustering_probability
+    from helmscope.observe.inner_products import inner_product_histogram as inner_product_histogram
+    from helmscope.observe.inner_products import mean_inner_product as mean_inner_product
+    from helmscope.observe.jacobian import JacobianSpectrum as JacobianSpectrum
+    from helmscope.observe.jacobian import jacobian_spectrum as jacobian_spectrum
+    from helmscope.observe.kernel import KernelStatistics as KernelStatistics
+    from helmscope.observe.kernel import bistochastic_defect as bistochastic_defect
+    from helmscope.observe.kernel import effective_keys as effective_keys
+    from helmscope.observe.kernel import first_token_mass as first_token_mass
+    from helmscope.observe.kernel import future_mass as future_mass
+    from helmscope.observe.kernel import kernel_statistics as kernel_statistics
+    from helmscope.observe.kernel import largest_weight as largest_weight
+    from helmscope.observe.kernel import normalized_rows as normalized_rows
+    from helmscope.observe.kernel import received_mass as received_mass
+    from helmscope.observe.kernel import row_entropy as row_entropy
+    from helmscope.observe.kernel import row_mass as row_mass
+    from helmscope.observe.kernel import symmetry_defect as symmetry_defect
+    from helmscope.observe.lens import lens_divergence as lens_divergence
+    from helmscope.observe.loss import ablation_loss as ablation_loss
+    from helmscope.observe.loss import loss_under as loss_under
+    from helmscope.observe.loss import next_token_loss as next_token_loss
+    from helmscope.observe.loss import token_loss as token_loss
+    from helmscope.observe.mixture import VMFMixture as VMFMixture
+    from helmscope.observe.mixture import vmf_concentration as vmf_concentration
+    from helmscope.observe.mixture import vmf_log_density as vmf_log_density
+    from helmscope.observe.mixture import vmf_mixture as vmf_mixture
+    from helmscope.observe.order import order_parameter as order_parameter
+    from helmscope.observe.phase import phase_diagram as phase_diagram
+    from helmscope.observe.phase import published_probability as published_probability
+    from helmscope.observe.rank import entropy_rank as entropy_rank
+    from helmscope.observe.rank import nuclear_rank as nuclear_rank
+    from helmscope.observe.rank import numerical_rank as numerical_rank
+    from helmscope.observe.rank import participation_ratio as participation_ratio
+    from helmscope.observe.rank import residual_composite as residual_composite
+    from helmscope.observe.rank import residual_frobenius as residual_frobenius
+    from helmscope.observe.rank import stable_rank as stable_rank
+
+__getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

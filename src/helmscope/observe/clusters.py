@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from helmscope.geometry.linkage import clusters, spanning_tree, without_padding
+from helmscope.geometry.linkage import clusters, collapse_padding, spanning_tree
 from helmscope.geometry.sphere import check_tokens
 from helmscope.observe.track import token_weights
 from helmscope.types import HelmscopeError, real_number
@@ -27,7 +27,7 @@ def cluster_count(
     """
     radius = real_number("radius", radius, at_least=0)
     counted = token_weights(check_tokens(x), weights) > 0
-    label = clusters(without_padding(x, counted), radius)
+    label = clusters(collapse_padding(x, counted), radius)
     return (label == torch.arange(x.shape[-2], device=x.device)).sum(-1)  # one token of a cluster has its own index
 
 

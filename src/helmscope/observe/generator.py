@@ -33,7 +33,7 @@ Velocity = Callable[["Tensor"], "Tensor"]
 
 
 @full_precision
-def generator(
+def sphere_generator(
     field: Field | Callable[..., Tensor],
     probe: Probe,
     x: Float[Tensor, "*batch n d"],
@@ -48,7 +48,7 @@ def generator(
     does not give one number at each point.
 
     >>> turn = lambda x: torch.stack([-x[..., 1], x[..., 0]], -1)
-    >>> generator(turn, lambda x: x[..., 1] ** 2, torch.tensor([[0.6, 0.8]]))  # 2 x_1 x_2
+    >>> sphere_generator(turn, lambda x: x[..., 1] ** 2, torch.tensor([[0.6, 0.8]]))  # 2 x_1 x_2
     tensor([0.9600])
     """
     velocity = tangent_velocity(field, x, weights)(x)

@@ -19,7 +19,7 @@ WORKED = 1 << 18  # those that are summed at a time: what a cache holds
 
 
 @runtime_checkable
-class Speaks(Protocol):
+class HasLogits(Protocol):
     """A system with a head: what it makes of the state at a depth, or of its last one."""
 
     @property
@@ -30,7 +30,7 @@ class Speaks(Protocol):
         """The head's logits (batch, n, vocabulary), of the texts ``rows``."""
 
 
-def lens_divergence(system: Speaks, *, progress: Progress | None = None) -> xr.Dataset:
+def lens_divergence(system: HasLogits, *, progress: Progress | None = None) -> xr.Dataset:
     """For each text at each depth, the mean over its tokens by their weights, in nats, of
 
         ``divergence``  KL(p | p_t) = sum_w p(w) log p(w) / p_t(w)      ``entropy``  -sum_w p_t(w) log p_t(w)
@@ -44,7 +44,7 @@ def lens_divergence(system: Speaks, *, progress: Progress | None = None) -> xr.D
       ...
     helmscope.types.HelmscopeError: system is a Identity, but a lens needs a head: a Recording of a language model
     """
-    if not isinstance(system, Speaks):
+    if not isinstance(system, HasLogits):
         raise HelmscopeError(
             f"system is a {type(system).__name__}, but a lens needs a head: a Recording of a language model"
         )

@@ -13,13 +13,13 @@ import torch
 import xarray as xr
 
 from helmscope.fields.field import Field, as_field
-from helmscope.kernels.choose import pinned, using
+from helmscope.kernels.choose import pinned, using_kernel
 from helmscope.observe.diagram import PhaseDiagram
 from helmscope.observe.fused_shares import FusedShares
 from helmscope.observe.inner_products import clustering_fraction
 from helmscope.solve.dormand_prince import DormandPrince
 from helmscope.solve.euler_maruyama import EulerMaruyama
-from helmscope.solve.integrate import pose
+from helmscope.solve.integrate import make_problem
 from helmscope.solve.published import PublishedEuler
 from helmscope.solve.threads import fitting_threads
 from helmscope.theory.equiangular import EquiangularFlow, hitting_time
@@ -206,7 +206,7 @@ class _Sweep:
 
     @classmethod
     def checked(cls, **given: Any) -> _Sweep:
-        """Refuses what cannot be a diagram; ``sample`` and ``pose`` refuse the rest."""
+        """Refuses what cannot be a diagram; ``sample`` and ``make_problem`` refuse the rest."""
         start = given["start"]
         if isinstance(start, type) or not isinstance(start, Start):
             shown = start.__name__ if isinstance(start, type) else f"a {type(start).__name__}"
@@ -283,7 +283,7 @@ class _Sweep:
     def _carried(self, flow: Field, x: Tensor, systems: range) -> Float[Tensor, "sample time"]:
         """Shares of the samples ``systems``. One whose pairs have all met, and will stay so, is carried no further."""
         met = _AllMet(self.delta)
-        problem = pose(
+        problem = make_problem(
             flow,
             x[systems.start : systems.stop],
             self.times,
@@ -332,7 +332,7 @@ def _measured(
     name: str,
 ) -> xr.Dataset:
     """Mean and standard error over the samples that were not lost."""
-    with using() as kernels:
+    with using_kernel() as kernels:
         rows = [_row(share) for share in shares]
     mean, stderr = (torch.cat([row[k] for row in rows]).numpy() for k in (0, 1))
     lost = torch.cat([row[2] for row in rows])

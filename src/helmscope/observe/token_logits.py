@@ -17,7 +17,7 @@ from helmscope.models.head import few_logits, has_linear_head
 from helmscope.models.place import PutState
 from helmscope.models.probe import vocabulary_size
 from helmscope.models.recording import Recording
-from helmscope.models.words import encode
+from helmscope.models.tokenizer import encode
 from helmscope.observe.loss import PASSING
 from helmscope.types import HelmscopeError, check_progress, check_replicates, counted, part_of, shown, whole_number
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from helmscope.observe.half_time import half_time
+from helmscope.observe.half_times import half_time
 from helmscope.plots.measured import plain
 from helmscope.plots.style import blank_figure, styled
 from helmscope.stats.reduce import reduced

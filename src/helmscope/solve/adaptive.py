@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from helmscope.kernels.kernel import differentiated
+from helmscope.kernels.kernel import may_be_differentiated
 from helmscope.solve.rest import resting_state
 from helmscope.types import Outcome, Status
 
@@ -147,7 +147,7 @@ def _resting(run: _Running, last: float, tol: float, extras: Extras) -> Iterator
     move, have many steps before them, and have had all their events except sampled ones, which a state at rest can
     answer; none where a derivative goes through the steps, since a start beside an equilibrium would still have one.
     """
-    if not run.flow.on_sphere or differentiated(run.x):
+    if not run.flow.on_sphere or may_be_differentiated(run.x):
         return
     quiet = run.flow.size(run.x, run.first).amax(-1) <= 4 * tol
     quiet &= (last - run.t) / run.h > WORTHWHILE

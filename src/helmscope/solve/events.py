@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 
-from helmscope.geometry.linkage import spanning_tree, without_padding
+from helmscope.geometry.linkage import collapse_padding, spanning_tree
 from helmscope.types import HelmscopeError, real_number, shown
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ class Watch:
         ``direction`` makes unit vectors of states.
         """
         seen = direction(x)
-        signal = event.signal(seen if mask is None else without_padding(seen, mask))
+        signal = event.signal(seen if mask is None else collapse_padding(seen, mask))
         if not isinstance(signal, torch.Tensor) or signal.shape[:1] != x.shape[:1]:
             name = type(event).__name__
             raise HelmscopeError(
@@ -179,7 +179,7 @@ class Watch:
 
     def _signal(self, states: Tensor, systems: Tensor) -> Float[Tensor, "active m"]:
         seen = self.direction(states.detach())
-        seen = seen if self.mask is None else without_padding(seen, self.mask[systems])
+        seen = seen if self.mask is None else collapse_padding(seen, self.mask[systems])
         return self.event.signal(seen).reshape(len(seen), self.level.shape[1]).to(torch.float64)
 
 

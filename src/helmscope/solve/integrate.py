@@ -74,7 +74,7 @@ def integrate(
     event with ``sampled=True`` is looked at only at the asked times. ``progress`` is called with the share of the work
     done. A gradient with respect to x0 goes through the steps taken.
 
-    ``kernel`` pins how sums over tokens are computed, such as ``Streaming()``; where None it is chosen by device, n, d,
+    ``kernel`` pins how sums over tokens are computed, such as ``Blockwise()``; where None it is chosen by device, n, d,
     dtype and gradient. A flow that commutes with rotations carries n < d tokens in R^n, which gives the same.
 
     ``noise`` makes it a stochastic flow, carried by a stepper made for one, such as ``EulerMaruyama(h=0.01)``; system k
@@ -92,7 +92,7 @@ def integrate(
     0.761594156
     """
     check_progress(progress)
-    problem = pose(
+    problem = make_problem(
         field,
         x0,
         times,
@@ -109,7 +109,7 @@ def integrate(
     return problem.run(progress)
 
 
-def pose(
+def make_problem(
     field: Field | Callable[..., Tensor],
     x0: Float[Tensor, "*batch n d"],
     times: Sequence[float],
@@ -130,7 +130,7 @@ def pose(
     With ``stores=False`` the states at all asked times need not fit the memory: for ``Problem.read``.
 
     >>> from helmscope.fields.attention import SA
-    >>> pose(SA(beta=1.0), torch.eye(2), times=[1.0]).run().states.shape
+    >>> make_problem(SA(beta=1.0), torch.eye(2), times=[1.0]).run().states.shape
     torch.Size([1, 2, 2])
     """
     if not isinstance(normalize, bool):

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
     from helmscope.solve.extras import Extras
     from helmscope.solve.flow import Flow
+    from helmscope.solve.random_source import RandomSource
     from helmscope.solve.stepper import NoisyStepper
-    from helmscope.solve.streams import Streams
 
 
 def run_noisy(
@@ -28,7 +28,7 @@ def run_noisy(
     times: list[float],
     stepper: NoisyStepper,
     noise: Noise,
-    streams: Streams,
+    streams: RandomSource,
     extras: Extras,
 ) -> tuple[Float[Tensor, "time batch *kept"], Outcome]:
     """What is kept of the states at the asked times. Each interval is cut into equal steps of at most h; every step

@@ -15,16 +15,16 @@ from helmscope.fields.multihead import MultiHead
 from helmscope.fields.parameters import selected
 from helmscope.geometry.arithmetic import full_precision
 from helmscope.geometry.sphere import check_tokens, retract
-from helmscope.kernels.choose import choose, using
+from helmscope.kernels.choose import choose, using_kernel
 from helmscope.solve.adaptive import run_adaptive
 from helmscope.solve.events import Event, Watch
 from helmscope.solve.extras import Extras
 from helmscope.solve.fixed import run_fixed
 from helmscope.solve.flow import Flow
 from helmscope.solve.noisy import run_noisy
+from helmscope.solve.random_source import RandomSource
 from helmscope.solve.simulation import Simulation
 from helmscope.solve.stepper import AdaptiveStepper, NoisyStepper, Stepper
-from helmscope.solve.streams import Streams
 from helmscope.solve.symmetry import in_span
 from helmscope.solve.threads import fitting_threads
 from helmscope.types import (
@@ -51,7 +51,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False, kw_only=True, repr=False)
 class Problem:
-    """Field, start, times and method, checked; made by ``pose``. Independent systems lie along the first axis.
+    """Field, start, times and method, checked; made by ``make_problem``. Independent systems lie along the first axis.
 
     ``systems`` are the numbers of the systems in the batch that was posed: they key the noise, so that a ``part`` of
     the batch gives the bits that the whole gives.
@@ -104,9 +104,9 @@ class Problem:
         memory does not grow with times n d. ``look`` is given unit vectors (points of R^d where the field lives there).
 
         >>> from helmscope.fields.attention import SA
-        >>> from helmscope.solve.integrate import pose
+        >>> from helmscope.solve.integrate import make_problem
         >>> start = torch.eye(2, dtype=torch.float64).expand(5, 2, 2)
-        >>> seen, _ = pose(SA(beta=0.0), start, times=[0.0, 1.0]).read(lambda x: (x[:, 0] * x[:, 1]).sum(-1))
+        >>> seen, _ = make_problem(SA(beta=0.0), start, times=[0.0, 1.0]).read(lambda x: (x[:, 0] * x[:, 1]).sum(-1))
         >>> seen.shape, round(float(seen[1, 0]), 9)  # tanh 1
         (torch.Size([2, 5]), 0.761594156)
         """
@@ -118,8 +118,8 @@ class Problem:
         for one displacement of the first system. Refused where the pinned kernel cannot serve.
 
         >>> from helmscope.fields.attention import SA
-        >>> from helmscope.solve.integrate import pose
-        >>> pose(SA(beta=1.0), torch.eye(2), times=[1.0]).kernels()
+        >>> from helmscope.solve.integrate import make_problem
+        >>> make_problem(SA(beta=1.0), torch.eye(2), times=[1.0]).kernels()
         ['Dense']
         """
         first = self.part(0, 1)
@@ -127,7 +127,7 @@ class Problem:
         inner = first if span is None else span.problem
         flow = Flow(inner.field, inner.weights)
         h = torch.zeros(1, 1, 1, dtype=torch.float64, device=inner.start.device)
-        with using(self.kernel) as names:
+        with using_kernel(self.kernel) as names:
             if isinstance(inner.field, Attention | MultiHead):
                 choose(inner.field.request(inner.start, inner.weights, tangent=True))
             else:
@@ -143,12 +143,12 @@ class Problem:
         start, asked = self.start.detach(), clock[0] == 0
         watches = tuple(Watch.start(event, start, self.mask, flow.direction, asked=asked) for event in self.events)
         extras = Extras(watches, self.merge, progress, read)
-        with using(self.kernel), fitting_threads(self.field, self.start):
+        with using_kernel(self.kernel), fitting_threads(self.field, self.start):
             if isinstance(self.stepper, AdaptiveStepper):
                 kept, outcome = run_adaptive(flow, self.start, clock, self.stepper, extras)
             elif isinstance(self.stepper, NoisyStepper):
                 assert self.noise is not None
-                streams = Streams(self.seed, self.systems)
+                streams = RandomSource(self.seed, self.systems)
                 kept, outcome = run_noisy(flow, self.start, clock, self.stepper, self.noise, streams, extras)
             else:
                 kept, outcome = run_fixed(flow, self.start, clock, self.stepper, extras)
@@ -162,8 +162,8 @@ class Problem:
         """The systems ``first`` to ``last`` - 1 alone; they give, to the bit, what they give in the whole batch.
 
         >>> from helmscope.fields.attention import SA
-        >>> from helmscope.solve.integrate import pose
-        >>> whole = pose(SA(beta=1.0), torch.eye(2, dtype=torch.float64).expand(5, 2, 2), times=[1.0])
+        >>> from helmscope.solve.integrate import make_problem
+        >>> whole = make_problem(SA(beta=1.0), torch.eye(2, dtype=torch.float64).expand(5, 2, 2), times=[1.0])
         >>> bool((whole.part(3, 5).run().states == whole.run().states[:, 3:5]).all())
         True
         """
@@ -208,7 +208,7 @@ class Problem:
         if self.field.space is Space.STREAM:
             x = stream + self.field.radius(stream).unsqueeze(-1) * (x - self.field.direction(stream))
         times = self.times[index:]
-        seed = Streams.renewed(self.seed, index, generator)
+        seed = RandomSource.renewed(self.seed, index, generator)
         return replace(self, start=x, times=times, origin=float(times[0]), seed=seed)
 
 

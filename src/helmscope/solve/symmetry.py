@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from helmscope.geometry.arithmetic import full_precision
-from helmscope.kernels.kernel import differentiated
+from helmscope.kernels.kernel import may_be_differentiated
 from helmscope.solve.events import ClusterMerge, HittingTime
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def in_span(problem: Problem) -> Span | None:
     start = problem.start
     n, d = start.shape[-2:]
     known = all(isinstance(event, HittingTime | ClusterMerge) for event in problem.events)
-    if not 1 < n < d or problem.noise is not None or differentiated(start) or not known:
+    if not 1 < n < d or problem.noise is not None or may_be_differentiated(start) or not known:
         return None
     field = problem.field.restricted(n)
     if field is None:

@@ -1,8 +1,26 @@
 """Statistics: numbers in, ``Interval`` out. Intervals, scales, paired tests, jackknife, Holm, rulings, power; no torch.
 
 Replicates are prompts or seeds, never tokens of one prompt. An interval is computed on the scale where replicates are
-closest to normal (``Log`` for positive quantities, ``FisherZ`` for cosines) and mapped back, so what it covers is the
-mean on that scale: the geometric mean under ``Log``, tanh E artanh c under ``FisherZ``. ``Bounded`` cuts the interval
-of a quantity that has known bounds, such as a share. Student t is the default; ``bootstrap_t`` is for skewed replicates
-that no scale makes symmetric.
+closest to normal (``LogScale`` for positive quantities, ``FisherZScale`` for cosines) and mapped back, so what it
+covers is the mean on that scale: the geometric mean under ``LogScale``, tanh E artanh c under ``FisherZScale``.
+``Bounded`` cuts the interval of a quantity that has known bounds, such as a share. Student t is the default;
+``bootstrap_t`` is for skewed replicates that no scale makes symmetric.
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from helmscope.types.lazy import lazy_exports
+
+if TYPE_CHECKING:
+    from helmscope.stats.paired import paired_difference as paired_difference
+    from helmscope.stats.power import decisive_effect as decisive_effect
+    from helmscope.stats.power import detection_power as detection_power
+    from helmscope.stats.reduce import reduce_replicates as reduce_replicates
+    from helmscope.stats.scales import Bounded as Bounded
+    from helmscope.stats.scales import FisherZScale as FisherZScale
+    from helmscope.stats.scales import LinearScale as LinearScale
+    from helmscope.stats.scales import LogScale as LogScale
+
+__getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

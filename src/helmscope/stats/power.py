@@ -9,7 +9,7 @@ from scipy import optimize, special
 from helmscope.types import HelmscopeError, real_number, whole_number
 
 
-def power(effect: float, n: int) -> float:
+def detection_power(effect: float, n: int) -> float:
     """The chance that Student's 95 % interval from n normal replicates lies wholly on the true side of a bound, where
     the truth is ``effect`` standard deviations of a replicate away from it: P(T > t), T noncentral t with n - 1
     degrees and noncentrality effect sqrt n, t the .975 quantile of Student's t.
@@ -17,7 +17,7 @@ def power(effect: float, n: int) -> float:
     At effect 0 it is the chance of a false verdict, 2.5 % on each side. Exact for one bound; a second one further away
     than the interval is wide changes nothing.
 
-    >>> round(power(0.0, n=32), 6), round(power(0.6, n=32), 3)
+    >>> round(detection_power(0.0, n=32), 6), round(detection_power(0.6, n=32), 3)
     (0.025, 0.908)
     """
     n = whole_number("n", n, at_least=2)
@@ -37,6 +37,6 @@ def decisive_effect(n: int, *, chance: float = 0.9) -> float:
     if not 0.025 < real_number("chance", chance) < 1:
         raise HelmscopeError(f"chance is {chance:g}, but it must lie between 0.025 and 1")
     far = 1.0
-    while power(far, n) < chance:
+    while detection_power(far, n) < chance:
         far *= 2.0
-    return float(optimize.brentq(lambda effect: power(effect, n) - chance, 0.0, far, xtol=1e-12))
+    return float(optimize.brentq(lambda effect: detection_power(effect, n) - chance, 0.0, far, xtol=1e-12))

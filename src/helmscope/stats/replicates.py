@@ -55,7 +55,9 @@ def check_scale(scale: Scale) -> None:
     >>> check_scale(PLAIN)
     """
     if not isinstance(scale, Scale):
-        raise HelmscopeError(f"scale is {scale!r}, but it must be Plain(), Log(), FisherZ() or Bounded((0, 1))")
+        raise HelmscopeError(
+            f"scale is {scale!r}, but it must be LinearScale(), LogScale(), FisherZScale() or Bounded((0, 1))"
+        )
 
 
 def moments(x: Numbers, scale: Scale) -> tuple[Numbers, Numbers]:

@@ -28,7 +28,7 @@ class Scale:
     def excludes(self, x: Numbers) -> NDArray[np.bool_]:
         """Which numbers are infinite or outside the domain; NaN is neither.
 
-        >>> Log().excludes(np.array([1.0, 0.0, np.inf, np.nan])).tolist()
+        >>> LogScale().excludes(np.array([1.0, 0.0, np.inf, np.nan])).tolist()
         [False, True, True, False]
         """
         low, high = self.domain
@@ -56,18 +56,18 @@ class Scale:
         return end
 
 
-class Plain(Scale):
+class LinearScale(Scale):
     """The numbers as they are.
 
-    >>> Plain().back(2.0)
+    >>> LinearScale().back(2.0)
     2.0
     """
 
 
-class Log(Scale):
+class LogScale(Scale):
     """log x, for positive quantities; the mean on it is the log of the geometric mean.
 
-    >>> Log().back(Log().forward(np.array([1.0, 10.0, 100.0])).mean())
+    >>> LogScale().back(LogScale().forward(np.array([1.0, 10.0, 100.0])).mean())
     10.0...
     """
 
@@ -88,10 +88,10 @@ class Log(Scale):
         return x
 
 
-class FisherZ(Scale):
+class FisherZScale(Scale):
     """artanh c, for cosines and correlations, |c| < 1.
 
-    >>> round(FisherZ().back(FisherZ().forward(np.array([0.0, 0.8])).mean()), 12)
+    >>> round(FisherZScale().back(FisherZScale().forward(np.array([0.0, 0.8])).mean()), 12)
     0.5
     """
 
@@ -148,4 +148,4 @@ class Bounded(Scale):
         return np.clip(end, *self.domain)
 
 
-PLAIN = Plain()
+PLAIN = LinearScale()

@@ -2,3 +2,25 @@
 (``equiangular``), the lifetime of two clusters (``metastable``), the extreme energies (``energy``) and probabilities
 for random initial states (``probability``), all from source 001, "A mathematical perspective on Transformers".
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from helmscope.types.lazy import lazy_exports
+
+if TYPE_CHECKING:
+    from helmscope.theory.energy import energy_max as energy_max
+    from helmscope.theory.energy import energy_min as energy_min
+    from helmscope.theory.energy import equiangular_energy as equiangular_energy
+    from helmscope.theory.equiangular import equiangular_rate as equiangular_rate
+    from helmscope.theory.equiangular import hitting_time as hitting_time
+    from helmscope.theory.metastable import metastable_time as metastable_time
+    from helmscope.theory.metastable import metastable_time_asymptotic as metastable_time_asymptotic
+    from helmscope.theory.probability import initial_clustering_probability as initial_clustering_probability
+    from helmscope.theory.probability import wendel_probability as wendel_probability
+    from helmscope.theory.starts import Orthonormal as Orthonormal
+    from helmscope.theory.starts import Uniform as Uniform
+    from helmscope.theory.starts import VonMisesFisher as VonMisesFisher
+
+__getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

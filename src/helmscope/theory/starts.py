@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 
-from helmscope.geometry.arithmetic import check_readable, full_precision
+from helmscope.geometry.arithmetic import check_dense_values, full_precision
 from helmscope.geometry.sphere import NORM_TOLERANCE, project, retract
 from helmscope.types import HelmscopeError, fits_memory, real_number, seed_number, whole_number
 
@@ -205,7 +205,7 @@ class VonMisesFisher(_Sampler):
             is_tensor = isinstance(mean, torch.Tensor)
             description = f"of shape {tuple(mean.shape)}" if is_tensor else f"a {type(mean).__name__}"
             raise HelmscopeError(f"mean is {description}, but it must be a tensor of shape ({self.dim},)")
-        check_readable("mean", mean)
+        check_dense_values("mean", mean)
         if mean.is_complex() or not bool(torch.isfinite(mean).all()) or not bool(mean.any()):
             raise HelmscopeError(f"mean is {mean.tolist()}, but it must be a nonzero vector of finite real numbers")
 

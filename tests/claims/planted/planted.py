@@ -3,18 +3,18 @@
 import helmscope as hs
 
 
-def trial(case: hs.Case, mean: float) -> hs.Finding:
+def trial(case: hs.claims.Case, mean: float) -> hs.claims.Finding:
     x = mean + case.normal(case.count(128, quick=32), stream=0)
-    null = hs.Check("mean -2", hs.Replicates(case.normal(len(x), stream=1) - 2))
-    data = hs.curve("value", x[:, None], {"mean": [mean]}, label="value of a replicate")
-    return hs.Finding(evidence=hs.Replicates(x), null=null, data=data)
+    null = hs.claims.Check("mean -2", hs.claims.Replicates(case.normal(len(x), stream=1) - 2))
+    data = hs.claims.curve("value", x[:, None], {"mean": [mean]}, label="value of a replicate")
+    return hs.claims.Finding(evidence=hs.claims.Replicates(x), null=null, data=data)
 
 
-@hs.experiment("planted-true")
-def planted_true(case: hs.Case) -> hs.Finding:
+@hs.claims.experiment("planted-true")
+def planted_true(case: hs.claims.Case) -> hs.claims.Finding:
     return trial(case, 0.6)
 
 
-@hs.experiment("planted-false")
-def planted_false(case: hs.Case) -> hs.Finding:
+@hs.claims.experiment("planted-false")
+def planted_false(case: hs.claims.Case) -> hs.claims.Finding:
     return trial(case, -0.6)

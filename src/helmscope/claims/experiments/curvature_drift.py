@@ -13,7 +13,7 @@ from helmscope.claims.finding import Check, Finding, Identity
 from helmscope.claims.registry import Case, experiment
 from helmscope.fields.noise import DivergenceForm, Ito, LayerNormChain, MatrixNoise, Stratonovich
 from helmscope.geometry import sphere, surface
-from helmscope.observe.generator import discrete_generator, generator
+from helmscope.observe.generator import discrete_generator, sphere_generator
 from helmscope.types import Region, Ruling
 
 if TYPE_CHECKING:
@@ -155,7 +155,9 @@ def _look(m: Tensor, x: Tensor, phi: Callable[[Tensor], Tensor]) -> Seen:
     steps = torch.stack(rates)
     form = surface.divergence(lambda y: surface.gradient(phi, y) @ m, x)
     slope, curvature, pull = surface.gradient(phi, x), surface.hessian(phi, x), sphere.project(x, x @ m)
-    still = [generator(torch.zeros_like, phi, x, noise=MatrixNoise(m, process=each)) for each in PROCESSES.values()]
+    still = [
+        sphere_generator(torch.zeros_like, phi, x, noise=MatrixNoise(m, process=each)) for each in PROCESSES.values()
+    ]
     return Seen(
         measured=torch.cat([_richardson(steps), form[:, None]], -1),
         library=torch.stack(still, -1),

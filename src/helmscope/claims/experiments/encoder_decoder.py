@@ -16,7 +16,7 @@ from helmscope.geometry.sphere import retract
 from helmscope.observe.inner_products import inner_product_histogram, mean_inner_product
 from helmscope.solve.dormand_prince import DormandPrince
 from helmscope.solve.integrate import integrate
-from helmscope.stats.scales import Log
+from helmscope.stats.scales import LogScale
 from helmscope.types import Region, Ruling, Trajectory
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def encoder_decoder(case: Case) -> Finding:
             ),
             Check(
                 "standard deviation of the inner products at equal mean, causal over full",
-                Replicates(spreads[1] / spreads[0], "starts", scale=Log()),
+                Replicates(spreads[1] / spreads[0], "starts", scale=LogScale()),
                 Ruling.SUPPORTED,
                 WIDER,
             ),

@@ -15,7 +15,7 @@ from helmscope.fields.attention import SA, USA
 from helmscope.geometry.sphere import project, retract
 from helmscope.solve.integrate import integrate
 from helmscope.solve.rk4 import RK4
-from helmscope.stats.scales import Log
+from helmscope.stats.scales import LogScale
 from helmscope.theory.equiangular import equiangular_rate
 from helmscope.theory.starts import Orthonormal
 from helmscope.types import Ruling
@@ -48,7 +48,7 @@ def finite_time(case: Case) -> Finding:
     is carried by the same solver: a planted field, at a random pace for each frame, along which 1 - gamma is e^-2pt.
     """
     starts = case.count(128, quick=64)
-    x = Orthonormal(n=TOKENS, dim=DIM).sample(starts, seed=case.stream(0))
+    x = Orthonormal(n=TOKENS, dim=DIM).sample(starts, seed=case.seed_for(0))
     looks = [LOOK * k for k in range(round(LENGTH / LOOK) + 1)]
     clock = torch.tensor(looks, dtype=torch.float64)
     beta = COLDEST * torch.special.ndtr(case.normal(starts, stream=1))
@@ -61,15 +61,15 @@ def finite_time(case: Case) -> Finding:
     paths = {name: gaps(field, x[:DRAWN], clock * _unit(field), _unit(field)) for name, field in FLOWS.items()}
     deep = [float((decay_rate(clock, each, DEEP) / decay_rate(clock, each, EARLY)).mean()) for each in paths.values()]
     return Finding(
-        evidence=SomeLayer(ratios, "frames with a beta of their own", ("SA", "USA"), Log()),
+        evidence=SomeLayer(ratios, "frames with a beta of their own", ("SA", "USA"), LogScale()),
         null=Check(
             "decay rate at 1e-12 over that at 1e-3, a planted field with exactly exponential decay",
-            Replicates(decay, "frames", Log()),
+            Replicates(decay, "frames", LogScale()),
         ),
         also=(
             Check(
                 "decay rate at 1e-12 over that at 1e-3, a planted arrival (T - t)^p with random p >= 1",
-                Replicates(arrival, "powers", Log()),
+                Replicates(arrival, "powers", LogScale()),
                 Ruling.SUPPORTED,
             ),
         ),

@@ -9,7 +9,7 @@ import torch
 from helmscope.claims.curves import curve
 from helmscope.claims.finding import Check, Finding, Identity
 from helmscope.claims.registry import Case, experiment
-from helmscope.fields.alibi import alibi
+from helmscope.fields.alibi import alibi_bias
 from helmscope.fields.attention import SA, USA
 from helmscope.geometry.sphere import project, retract
 
@@ -43,7 +43,7 @@ def measure_flow(case: Case) -> Finding:
             qk, v = square[:, b, m]
             sa, usa = SA(beta, query_key=qk, value=v), USA(beta, query_key=qk, value=v)
             causal = SA(beta, query_key=qk, value=v, causal=True)
-            biased = SA(beta, query_key=qk, value=v, bias=alibi(TOKENS, SLOPE))
+            biased = SA(beta, query_key=qk, value=v, bias=alibi_bias(TOKENS, SLOPE))
             pairs = [torch.maximum(_permuted(sa, x, turn), _permuted(usa, x, turn))]
             pairs.append(torch.maximum(_repeated(sa, x, counts), _repeated(usa, x, counts)))
             pairs += [_permuted(causal, x, turn), _permuted(biased, x, turn)]

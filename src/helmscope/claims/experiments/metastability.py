@@ -16,7 +16,7 @@ from helmscope.fields.attention import SA
 from helmscope.geometry.sphere import retract
 from helmscope.solve.dormand_prince import DormandPrince
 from helmscope.solve.integrate import integrate
-from helmscope.stats.scales import Log
+from helmscope.stats.scales import LogScale
 from helmscope.theory.metastable import metastable_time, metastable_time_asymptotic
 from helmscope.types import Region, Ruling
 
@@ -85,7 +85,7 @@ def metastability(case: Case) -> Finding:
 
 
 def _every(samples: Sequence[Tensor] | Tensor, names: list[str]) -> EveryLayer:
-    return EveryLayer(list(samples), "starts", names, scale=Log())
+    return EveryLayer(list(samples), "starts", names, scale=LogScale())
 
 
 def _drawn(times: Tensor, ratios: Tensor) -> xr.Dataset:

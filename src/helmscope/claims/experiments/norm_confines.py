@@ -16,7 +16,7 @@ from helmscope.fields.block import Block
 from helmscope.fields.mlp import MLP
 from helmscope.fields.norms import LayerNorm, RMSNorm, UnitNorm
 from helmscope.fields.placement import Half, PostNorm, PreNorm
-from helmscope.stats.scales import Log
+from helmscope.stats.scales import LogScale
 from helmscope.types import Region, Ruling
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ def _parts(exact: Tensor, top: Tensor, growth: list[Tensor]) -> tuple[Check, ...
         ),
         Check(
             "factor of the radius a layer without the norm, V = -I",
-            Replicates(growth[1][:, 1], "starts", scale=Log()),
+            Replicates(growth[1][:, 1], "starts", scale=LogScale()),
             region=GROWS,
         ),
         Check(
@@ -165,7 +165,7 @@ def _growth(largest: list[Tensor]) -> Tensor:
 
 
 def _every(growth: list[Tensor], place: int, names: tuple[str, ...]) -> EveryLayer:
-    return EveryLayer([each[:, place] for each in growth], "starts", names, scale=Log())
+    return EveryLayer([each[:, place] for each in growth], "starts", names, scale=LogScale())
 
 
 def _average(case: Case, stream: int, sign: float | None, starts: int) -> Tensor:

@@ -14,7 +14,7 @@ from helmscope.fields.attention import SA
 from helmscope.observe.inner_products import clustering_fraction
 from helmscope.solve.dormand_prince import DormandPrince
 from helmscope.solve.integrate import integrate
-from helmscope.stats.scales import Log
+from helmscope.stats.scales import LogScale
 from helmscope.theory.equiangular import hitting_time
 from helmscope.theory.starts import Uniform
 from helmscope.types import Region, Ruling
@@ -54,7 +54,7 @@ def phase_curve(case: Case) -> Finding:
     clocks = [hitting_time(SA(beta), n=TOKENS, delta=DELTA) for beta in BETAS]
     times = torch.stack(
         [
-            _half_times(Uniform(TOKENS, dim).sample_in_span(starts, seed=case.stream(k)), clocks)
+            _half_times(Uniform(TOKENS, dim).sample_in_span(starts, seed=case.seed_for(k)), clocks)
             for k, dim in enumerate(DIMS)
         ]
     )  # (dimension, beta, start), infinite where censored
@@ -72,7 +72,7 @@ def phase_curve(case: Case) -> Finding:
         also=(
             Check(
                 "largest relative error over that in the dimension before",
-                EveryLayer(ratios, "starts", [f"d = {dim:,}" for dim in DIMS[1:]], Log()),
+                EveryLayer(ratios, "starts", [f"d = {dim:,}" for dim in DIMS[1:]], LogScale()),
                 Ruling.SUPPORTED,
                 FALLS,
             ),

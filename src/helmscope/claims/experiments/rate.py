@@ -14,7 +14,7 @@ from helmscope.fields.attention import SA, USA
 from helmscope.geometry import sphere
 from helmscope.solve.integrate import integrate
 from helmscope.solve.rk4 import RK4
-from helmscope.stats.scales import Log
+from helmscope.stats.scales import LogScale
 from helmscope.types import Region, Ruling
 
 if TYPE_CHECKING:
@@ -57,27 +57,27 @@ def rate(case: Case) -> Finding:
     found = [farthest(tokens / math.exp(-beta)) for beta, tokens in slow.items()]
     means = [tokens.mean(-1) for (_, _, n), (tokens, _) in zip(cells, seen, strict=True) if n == SIZES[-1]]
     return Finding(
-        evidence=EveryLayer([farthest(each) for each in ratios], "starts", names, Log()),
+        evidence=EveryLayer([farthest(each) for each in ratios], "starts", names, LogScale()),
         null=Check(
             "rate over the corrected rate 1, planted flow with the printed rate (SA, V = e^-beta I), at every beta > 0",
-            SomeLayer([farthest(each) for each in slow.values()], "starts", scale=Log()),
+            SomeLayer([farthest(each) for each in slow.values()], "starts", scale=LogScale()),
         ),
         printed=Check(
-            "rate over the printed rate e^-beta, at every beta > 0", SomeLayer(over_printed, "starts", scale=Log())
+            "rate over the printed rate e^-beta, at every beta > 0", SomeLayer(over_printed, "starts", scale=LogScale())
         ),
         also=(
             Check(
                 "rate over the printed rate e^-beta, planted flow with the printed rate, at every beta > 0",
-                EveryLayer(found, "starts", scale=Log()),
+                EveryLayer(found, "starts", scale=LogScale()),
                 Ruling.SUPPORTED,
                 PRINTED,
             ),
             Check(
                 "rate of 1 - <x_i, x_j> over 2 (SA), 2 e^beta (USA)",
-                EveryLayer([farthest(each) for each in doubled], "starts", scale=Log()),
+                EveryLayer([farthest(each) for each in doubled], "starts", scale=LogScale()),
                 Ruling.SUPPORTED,
             ),
-            Check(f"rate of SA made faster by {FASTER:g}, over 1", Replicates(farthest(faster), "starts", Log())),
+            Check(f"rate of SA made faster by {FASTER:g}, over 1", Replicates(farthest(faster), "starts", LogScale())),
         ),
         data=_picture(torch.stack(means, -1)),
         remark=(

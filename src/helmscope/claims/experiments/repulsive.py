@@ -16,7 +16,7 @@ from helmscope.geometry.sphere import angle, retract
 from helmscope.observe.energy import gaussian_energy_as_printed, interaction_energy_sum
 from helmscope.solve.integrate import integrate
 from helmscope.solve.rk4 import RK4
-from helmscope.stats.scales import Log
+from helmscope.stats.scales import LogScale
 from helmscope.types import Region, Ruling
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def repulsive(case: Case) -> Finding:
             ),
             Check(
                 f"smallest angle between two tokens at t = {TIMES[-1]:g}, in rad, V = +I",
-                Replicates(smallest[:, -1, 0], "starts", Log()),
+                Replicates(smallest[:, -1, 0], "starts", LogScale()),
                 Ruling.SUPPORTED,
                 MET,
             ),

@@ -15,7 +15,7 @@ from helmscope.fields.attention import SA, USA
 from helmscope.geometry import sphere
 from helmscope.solve.integrate import integrate
 from helmscope.solve.rk4 import RK4
-from helmscope.stats.scales import Log
+from helmscope.stats.scales import LogScale
 from helmscope.types import Region, Ruling
 
 if TYPE_CHECKING:
@@ -55,24 +55,26 @@ def steady_order(case: Case) -> Finding:
     faster = disorder(SA(beta=1.0, value=(1 + FASTER) * torch.eye(DIM, dtype=torch.float64)), x, clock)
     shown = (cells.index((SA, DRAWN)), cells.index((USA, DRAWN)))
     return Finding(
-        evidence=EveryLayer([farthest(each) for each in ratios], "starts", tried, Log()),
+        evidence=EveryLayer([farthest(each) for each in ratios], "starts", tried, LogScale()),
         null=Check(
-            "slope over -2 of a planted pace that grows with time", Replicates(farthest(pace(growing)), "starts", Log())
+            "slope over -2 of a planted pace that grows with time",
+            Replicates(farthest(pace(growing)), "starts", LogScale()),
         ),
         also=(
             Check(
                 "a reading of ours, a pace proportional to time: growth of the pace over that of time",
-                SomeLayer(growth, "starts", scale=Log()),
+                SomeLayer(growth, "starts", scale=LogScale()),
                 region=IN_TIME,
             ),
             Check(
                 "pace of the last window over that of the first",
-                EveryLayer([each[-1] / each[0] for each in ratios], "starts", scale=Log()),
+                EveryLayer([each[-1] / each[0] for each in ratios], "starts", scale=LogScale()),
                 Ruling.SUPPORTED,
                 STEADY,
             ),
             Check(
-                f"slope over -2 of SA made faster by {FASTER:g}", Replicates(farthest(pace(faster)), "starts", Log())
+                f"slope over -2 of SA made faster by {FASTER:g}",
+                Replicates(farthest(pace(faster)), "starts", LogScale()),
             ),
         ),
         data=_picture(torch.stack([*(paths[k] for k in shown), growing], -1), clock, middles),

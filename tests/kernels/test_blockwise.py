@@ -1,4 +1,4 @@
-"""Streaming sums agree with dense sums in value and gradient; the dispatcher chooses the documented kernel."""
+"""Blockwise sums agree with dense sums in value and gradient; the dispatcher chooses the documented kernel."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import torch
 
 import helmscope as hs
 from helmscope.kernels import kernel as kernel_module
-from helmscope.kernels.choose import choose, token_sum, using
+from helmscope.kernels.blockwise import Blockwise
+from helmscope.kernels.choose import choose, token_sum, using_kernel
 from helmscope.kernels.dense import Dense
 from helmscope.kernels.flash import Flash
 from helmscope.kernels.harmonic import Harmonic
-from helmscope.kernels.kernel import AttentionSum, Request, sees_somebody
-from helmscope.kernels.streaming import Streaming
-from helmscope.solve.integrate import pose
+from helmscope.kernels.kernel import AttentionSum, Request, has_visible_key
+from helmscope.solve.integrate import make_problem
 from helmscope.types import HelmscopeError
 from kernel_cases import F64, random_request
 
@@ -46,7 +46,7 @@ def test_300_random_shapes(start):
     for seed in range(start, start + 50):
         request = random_request(seed)
         # logits of 500 have rounding errors of 500 eps
-        assert_agrees(Streaming((7 + seed % 30, 5 + seed % 41)).sum(request), request, 1e-12)
+        assert_agrees(Blockwise((7 + seed % 30, 5 + seed % 41)).sum(request), request, 1e-12)
 
 
 def gradients(sums: AttentionSum, request: Request, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -68,7 +68,7 @@ def test_300_random_gradients(start):
         inputs = {name: getattr(request, name).clone().requires_grad_() for name in names}
         request = replace(request, **inputs)
         leaves = list(inputs.values())
-        streaming = gradients(Streaming((7 + seed % 30, 5 + seed % 41)).sum(request), request, leaves)
+        streaming = gradients(Blockwise((7 + seed % 30, 5 + seed % 41)).sum(request), request, leaves)
         dense = gradients(Dense().sum(request), request, leaves)
         for got, expected in zip(streaming, dense, strict=True):
             assert (got - expected).abs().max() <= 1e-11 * max(1.0, float(expected.abs().max())), seed
@@ -79,7 +79,7 @@ def test_gradient_of_the_bias():
     n = request.query.shape[-2]
     bias = torch.randn(n, n, dtype=F64, generator=torch.Generator().manual_seed(0)).requires_grad_()
     request = replace(request, bias=bias, beta=None)
-    (got,) = gradients(Streaming((7, 5)).sum(request), request, [bias])
+    (got,) = gradients(Blockwise((7, 5)).sum(request), request, [bias])
     (expected,) = gradients(Dense().sum(request), request, [bias])
     assert (got - expected).abs().max() <= 1e-12
 
@@ -92,7 +92,7 @@ def test_forward_mode_and_functorch_derivatives():
 
     expected = torch.func.jacfwd(lambda x: mean(Dense(), x))(x)
     for transform in (torch.func.jacfwd, torch.func.jacrev):
-        got = transform(lambda x: mean(Streaming((4, 5)), x))(x)
+        got = transform(lambda x: mean(Blockwise((4, 5)), x))(x)
         assert (got - expected).abs().max() < 1e-14
 
 
@@ -103,7 +103,7 @@ def test_against_a_plain_loop(skip_self):
 
     x = hs.Uniform(n=5, dim=3).sample(seed=1)
     m = [1.0, 0.0, 2.0, 0.5, 1.0]
-    sums = Streaming((2, 3)).sum(Request(3 * x, x, x, weights=torch.tensor(m, dtype=F64), skip_self=skip_self))
+    sums = Blockwise((2, 3)).sum(Request(3 * x, x, x, weights=torch.tensor(m, dtype=F64), skip_self=skip_self))
     for i in range(5):
         terms = [m[j] * math.exp(3 * float(x[i] @ x[j])) for j in range(5)]
         z = sum(terms)
@@ -154,17 +154,17 @@ def tokens(n: int, d: int, dtype=F64) -> torch.Tensor:
         (hs.SA(beta=4.0), 2_049, 2, "Harmonic"),
         (hs.USA(beta=4.0), 2_049, 3, "Harmonic"),
         (hs.SA(beta=400.0), 2_049, 2, "Harmonic"),
-        (hs.SA(beta=400.0), 2_049, 3, "Streaming"),  # a long series
-        (hs.SA(beta=4.0, causal=True), 2_049, 3, "Streaming"),
-        (hs.SA(beta=4.0), 2_049, 16, "Streaming"),
+        (hs.SA(beta=400.0), 2_049, 3, "Blockwise"),  # a long series
+        (hs.SA(beta=4.0, causal=True), 2_049, 3, "Blockwise"),
+        (hs.SA(beta=4.0), 2_049, 16, "Blockwise"),
         (hs.SA(beta=4.0, value=-torch.eye(3)), 2_049, 3, "Harmonic"),
-        (hs.SA(beta=4.0, query_key=torch.diag(torch.tensor([1.0, 2.0, 3.0]))), 2_049, 3, "Streaming"),
-        (hs.MultiHead([hs.SA(beta=4.0), hs.SA(beta=1.0)]), 2_049, 3, "Streaming"),
+        (hs.SA(beta=4.0, query_key=torch.diag(torch.tensor([1.0, 2.0, 3.0]))), 2_049, 3, "Blockwise"),
+        (hs.MultiHead([hs.SA(beta=4.0), hs.SA(beta=1.0)]), 2_049, 3, "Blockwise"),
         (hs.Hardmax(), 2_049, 3, "Dense"),
     ],
 )
 def test_the_dispatcher_chooses_the_documented_kernel(field, n, d, name):
-    assert pose(field, tokens(n, d), [1.0]).kernels() == [name]
+    assert make_problem(field, tokens(n, d), [1.0]).kernels() == [name]
 
 
 def test_a_gradient_changes_the_choice():
@@ -172,7 +172,7 @@ def test_a_gradient_changes_the_choice():
     assert isinstance(choose(Request(4 * x, x, x, beta=4.0)), Harmonic)
     y = x.clone().requires_grad_()
     request = Request(4 * y, y, y, beta=4.0)
-    assert isinstance(choose(request), Streaming)
+    assert isinstance(choose(request), Blockwise)
     with torch.no_grad():
         assert isinstance(choose(request), Harmonic)
 
@@ -185,7 +185,7 @@ def test_fields_agree_with_dense_sums_beyond_the_dense_limit(field, d, monkeypat
     monkeypatch.setattr(kernel_module, "MAX_DENSE_TOKENS", 10**9)
     monkeypatch.setattr("helmscope.kernels.choose.MAX_DENSE_TOKENS", 10**9)
     expected = field(beta=3.0)(x)
-    assert pose(field(beta=3.0), x, [1.0]).kernels() == ["Dense"]
+    assert make_problem(field(beta=3.0), x, [1.0]).kernels() == ["Dense"]
     assert (got - expected).abs().max() <= 1e-12 * max(1.0, float(expected.abs().max()))
 
 
@@ -196,7 +196,7 @@ def test_sa_and_usa_at_any_beta(n, beta):
     x = tokens(n, 5)
     sa, usa = hs.SA(beta), hs.USA(beta, causal=True)
     dense_sa, dense_usa = sa.velocity(x), usa.scaled(x)
-    with using(Streaming((16, 8))):
+    with using_kernel(Blockwise((16, 8))):
         streaming_sa, streaming_usa = sa.velocity(x), usa.scaled(x)
     assert torch.isfinite(streaming_sa).all()
     assert (streaming_sa - dense_sa).abs().max() <= 1e-12 * (1 + beta)
@@ -209,7 +209,7 @@ def test_a_pinned_kernel_is_used_and_reported():
     x = tokens(20, 3)
     field = hs.SA(beta=2.0)
     runs = {}
-    for kernel in (None, Dense(), Streaming(), Harmonic()):
+    for kernel in (None, Dense(), Blockwise(), Harmonic()):
         run = hs.integrate(field, x, [1.0], kernel=kernel)
         assert run.problem.kernel is kernel
         runs[type(kernel).__name__] = run.states
@@ -217,11 +217,11 @@ def test_a_pinned_kernel_is_used_and_reported():
         assert (states - runs["NoneType"]).abs().max() < 1e-9
     assert torch.equal(runs["Dense"], runs["NoneType"])
     assert not torch.equal(runs["Harmonic"], runs["NoneType"])
-    with using(Streaming()) as outer:
+    with using_kernel(Blockwise()) as outer:
         hs.integrate(field, x, [0.1])  # kernel=None keeps the outer pinned kernel
-        with using(Dense()) as inner:
+        with using_kernel(Dense()) as inner:
             field(x)
-    assert (outer, inner) == ({"Streaming", "Dense"}, {"Dense"})
+    assert (outer, inner) == ({"Blockwise", "Dense"}, {"Dense"})
 
 
 @pytest.mark.parametrize(
@@ -231,7 +231,7 @@ def test_a_pinned_kernel_is_used_and_reported():
         (Harmonic(), hs.SA(beta=1.0), 4, 4, "but tokens have dimension 4"),
         (Harmonic(), hs.SA(beta=1.0, causal=True), 4, 3, "without causal mask and bias"),
         (Harmonic(), hs.SA(beta=1e4), 4, 3, "degree above 256"),
-        (Streaming(), hs.Hardmax(), 4, 3, "never stores the whole matrix of logits"),
+        (Blockwise(), hs.Hardmax(), 4, 3, "never stores the whole matrix of logits"),
         (Flash(), hs.SA(beta=1.0), 4, 3, "kernel is Flash("),
         ("dense", hs.SA(beta=1.0), 4, 3, "kernel is 'dense', but it must be a kernel such as Dense()"),
         (Dense, hs.SA(beta=1.0), 4, 3, "it must be a kernel such as Dense()"),
@@ -247,14 +247,14 @@ def test_integrate_raises_if_the_kernel_does_not_support_the_field(kernel, field
 @pytest.mark.parametrize("block", [(0, 1), (1,), 5, (2, 1.5)])
 def test_bad_blocks_raise(block):
     with pytest.raises(HelmscopeError, match="block"):
-        Streaming(block)
+        Blockwise(block)
 
 
 def test_a_nan_affects_only_its_system():
     x = hs.Uniform(n=40, dim=4).sample(batch=3, seed=0)
     with_nan = x.clone()
     with_nan[1, 7, 2] = torch.nan
-    for kernel in (Dense(), Streaming((16, 16))):
+    for kernel in (Dense(), Blockwise((16, 16))):
         clean, got = (kernel.sum(Request(4 * y, y, y, skip_self=True)).mean for y in (x, with_nan))
         assert torch.equal(clean[[0, 2]], got[[0, 2]])
         assert got[1].isnan().all(-1).all()
@@ -284,13 +284,13 @@ def test_isolated_tokens_keep_their_digits(beta, d, dtype):
     bound = 1e-9 if dtype == F64 else 2e-5 * beta
     for field, options in ((hs.SA(beta), {}), (hs.SA(beta), {"mask": mask}), (hs.USA(beta), {})):
         got = field(x, **options).double()
-        with using(Streaming()):
+        with using_kernel(Blockwise()):
             expected = field(x.double(), **options)
         assert ((got - expected).norm(dim=-1) / expected.norm(dim=-1))[:2].max() < bound
     mixed = torch.stack([x, hs.Uniform(2_100, d).sample(seed=0, dtype=dtype)])
-    with using() as names:
+    with using_kernel() as names:
         batched = hs.SA(4.0).velocity(mixed)
-    assert names == {"Harmonic", "Streaming"}
+    assert names == {"Harmonic", "Blockwise"}
     assert torch.equal(batched[0], hs.SA(4.0).velocity(mixed[:1])[0])
     assert torch.equal(batched[1], hs.SA(4.0).velocity(mixed[1:])[0])
 
@@ -317,9 +317,9 @@ def test_a_system_off_the_sphere_is_summed_pair_by_pair(d, weighted):
     x[2, 5] = torch.nan
     weights = torch.linspace(0.5, 1, 2_100, dtype=F64) if weighted else None
     request = Request(2 * x, x, x, weights=weights, beta=2.0)
-    with using() as names:
+    with using_kernel() as names:
         sums = token_sum(request)
-    assert names == {"Harmonic", "Streaming"}
+    assert names == {"Harmonic", "Blockwise"}
     for k in range(2):
         system = AttentionSum(*(getattr(sums, part.name)[k] for part in fields(sums)))
         assert_agrees(system, request.system(torch.Size([3]), k), 1e-11)
@@ -330,7 +330,7 @@ def test_sees_somebody_agrees_with_dense_sums():
     for seed in range(60):
         request = random_request(seed)
         counting = replace(request, query=0 * request.query, key=0 * request.key, value=torch.ones_like(request.value))
-        assert torch.equal(sees_somebody(request), Dense().sum(counting).total[..., :1] > 0), seed
+        assert torch.equal(has_visible_key(request), Dense().sum(counting).total[..., :1] > 0), seed
 
 
 def test_the_tensors_of_a_request():

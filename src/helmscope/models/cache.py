@@ -16,11 +16,11 @@ Key = tuple[Any, ...]
 MOST_BYTES = 1 << 30
 
 
-class Shelf:
+class RecordingCache:
     """A bounded cache. When all values together exceed ``most`` bytes, those that were asked for least recently are
     dropped. One that is larger by itself is kept until another one is to be made.
 
-    >>> shelf = Shelf(most=10)
+    >>> shelf = RecordingCache(most=10)
     >>> [shelf.get((key,), lambda: key.upper(), size=lambda _: 6) for key in "aba"]
     ['A', 'B', 'A']
     >>> ("b",) in shelf

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processor
 
 import helmscope as hs
 from helmscope.models.record import record
-from helmscope.models.words import MOST_GROWTH, growth
+from helmscope.models.tokenizer import MOST_GROWTH, growth
 from helmscope.types import HelmscopeError
 from model_families import tiny_model
 
@@ -137,7 +137,7 @@ def test_rules_of_a_tokenizer_in_memory_are_read_too():
 
 
 def test_a_file_that_is_too_long(tmp_path, monkeypatch):
-    monkeypatch.setattr("helmscope.models.words.MOST_BYTES", 100)
+    monkeypatch.setattr("helmscope.models.tokenizer.MOST_BYTES", 100)
     assert "bytes, but at most 100 are read" in hs.load(folder_with(tmp_path)).why
 
 

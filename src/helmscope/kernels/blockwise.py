@@ -32,14 +32,14 @@ HIDDEN_LOGIT = -1e30  # its exponential is 0; finite, because -inf would turn in
 
 
 @dataclass(frozen=True)
-class Streaming:
+class Blockwise:
     """Kernel that sums block by block, on every device, with every mask, bias and derivative.
 
     A gradient costs one more pass, because blocks are recomputed in the backward pass. ``block`` is (queries, keys) per
     block; None chooses a fast size for the device. The rounding of a sum depends on ``block``, but not on the batch.
 
     >>> x = torch.eye(2)
-    >>> Streaming().sum(Request(0.0 * x, x, x)).mean
+    >>> Blockwise().sum(Request(0.0 * x, x, x)).mean
     tensor([[0.5000, 0.5000],
             [0.5000, 0.5000]])
     """
@@ -56,7 +56,11 @@ class Streaming:
 
     def refuses(self, request: Request) -> str | None:
         """Why it does not support a request; None if it does."""
-        return None if request.settle is None else "it never stores the whole matrix of logits, which this field needs"
+        return (
+            None
+            if request.transform_logits is None
+            else "it never stores the whole matrix of logits, which this field needs"
+        )
 
     def sum(self, request: Request) -> AttentionSum:
         """Compute the sums; the request is not checked."""

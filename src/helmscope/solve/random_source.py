@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 _BATCH, _SYSTEM = 2**22, 2**12
 
 
-class Streams:
+class RandomSource:
     """Standard normal numbers, an independent stream for every system, keyed by (``seed``, the system's number).
 
     A system's numbers depend on nothing else: not on the batch it runs in, its place there, how many are drawn at a
     time, the dtype or the device. They come from numpy's Philox generator in float64 on the CPU. ``systems`` holds the
     numbers of the systems at hand, so that part of a batch can be run alone.
 
-    >>> whole, part = Streams(7, range(3)), Streams(7, [2])
+    >>> whole, part = RandomSource(7, range(3)), RandomSource(7, [2])
     >>> bool((whole.normal(4, 2)[2] == part.normal(4, 2)[0]).all())
     True
     """
@@ -50,7 +50,7 @@ class Streams:
     def keep(self, places: Iterable[int]) -> None:
         """Go on with some of the systems at hand, given by their places in ``systems``.
 
-        >>> whole, part = Streams(7, [4, 5, 6]), Streams(7, [6])
+        >>> whole, part = RandomSource(7, [4, 5, 6]), RandomSource(7, [6])
         >>> whole.keep([2])
         >>> len(whole), bool((whole.normal(4, 2) == part.normal(4, 2)).all())
         (1, True)
@@ -81,7 +81,7 @@ class Streams:
         """A seed for a run that goes on from time index ``index`` with numbers not seen before: from ``generator``
         where there is one, else fixed by ``seed`` and ``index``.
 
-        >>> Streams.renewed(0, 3, None) == Streams.renewed(0, 3, None) != Streams.renewed(0, 4, None)
+        >>> RandomSource.renewed(0, 3, None) == RandomSource.renewed(0, 3, None) != RandomSource.renewed(0, 4, None)
         True
         """
         if generator is not None:
