@@ -12,9 +12,9 @@ os.environ.setdefault("MKL_CBWR", "AUTO")  # which MKL reads when it is first us
 import pytest
 import torch
 
-from children import end_workers
 from helmscope import cli
 from helmscope.kernels import flash
+from support.children import end_workers
 
 if not torch.cuda.is_available():  # before anything imports triton: GPU kernels run under its interpreter
     os.environ.setdefault("TRITON_INTERPRET", "1")

@@ -9,10 +9,10 @@ import sys
 
 import pytest
 
-from children import alive_in_session, child, end_workers, is_alive, run_child, wait_for, with_tests_on_path
 from helmscope.runs import Processes, Unit, run
 from helmscope.store import RunFolder
-from toy_units import manifest
+from support.children import alive_in_session, child, end_workers, is_alive, run_child, wait_for, with_tests_on_path
+from support.toy_units import manifest
 
 FAMILY = ["sh", "-c", "sleep 600 & sleep 600 & wait"]
 
@@ -57,7 +57,7 @@ def test_a_child_that_takes_too_long_is_gone(tmp_path):
 def test_children_end_with_a_test_process_that_is_killed():
     code = (
         "import os, signal\n"
-        "from children import alive_in_session, child, wait_for\n"
+        "from support.children import alive_in_session, child, wait_for\n"
         f"with child({FAMILY}) as process:\n"
         "    wait_for(lambda: len(alive_in_session(process.pid)) == 3, process)\n"
         "    print(process.pid, flush=True)\n"

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 import helmscope as hs
-from figure_three_table import TIMES, check_table
 from helmscope.kernels.choose import choose, token_sum, using_kernel
 from helmscope.kernels.fused import fused_clustering
 from helmscope.kernels.kernel import AttentionSum, Request
-from kernel_cases import random_request
+from support.figure_three_table import TIMES, check_table
+from support.kernel_cases import random_request
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 DTYPES = (torch.float64, torch.float32)

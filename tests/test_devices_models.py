@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import helmscope as hs
-from model_families import CLASSES, inputs_of, tiny_model
+from support.model_families import CLASSES, inputs_of, tiny_model
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 

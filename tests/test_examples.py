@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import xarray as xr
 
-from children import run_child
+from support.children import run_child
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 

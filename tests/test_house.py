@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 
 import helmscope as hs
-from children import run_python
+from support.children import run_python
 
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "helmscope"
@@ -281,4 +281,4 @@ def test_tests_start_processes_through_children_alone() -> None:
     alone = {"children.py", "killing.py"}
     paths = [path for path in (ROOT / "tests").rglob("*.py") if path.name not in alone]
     assert [fault for path in paths for fault in starting(path)] == []
-    assert starting(ROOT / "tests" / "children.py") != []
+    assert starting(ROOT / "tests" / "support" / "children.py") != []

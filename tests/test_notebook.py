@@ -8,7 +8,7 @@ from typing import Any
 
 import nbformat
 
-from children import run_python
+from support.children import run_python
 
 FIRST = """
 import torch, xarray as xr, helmscope as hs

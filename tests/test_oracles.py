@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-import oracles
+from support import oracles
 
 BOTH = [oracles.sa_velocity, oracles.usa_velocity]
 ASYMMETRIC = [[0.9, 0.7, -0.2], [-0.4, 0.3, 0.5], [0.1, -0.8, 1.1]]

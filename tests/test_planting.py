@@ -14,7 +14,7 @@ from helmscope.fields.multihead import MultiHead
 from helmscope.geometry.sphere import project
 from helmscope.kernels.kernel import AttentionSum
 from helmscope.types import HelmscopeError
-from planting import MOTION, Plant, Rewrite, misread, outcome, wrong_answer, wrong_request, wrong_sum
+from support.planting import MOTION, Plant, Rewrite, misread, outcome, wrong_answer, wrong_request, wrong_sum
 
 X = torch.eye(2, dtype=torch.float64)
 TOY = """

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import helmscope as hs
-from model_families import inputs_of, tiny_model
+from support.model_families import inputs_of, tiny_model
 
 MODEL, IDS = tiny_model("gpt2"), inputs_of("gpt2")
 RECORDING = hs.record(MODEL, IDS, batch_size=1)

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 
-from children import run_python
 from helmscope.claims import reading
 from helmscope.claims.entry import Entry, Ground, parse_entry
 from helmscope.claims.reading import entry, read_catalogue
 from helmscope.claims.trial import run_trials
 from helmscope.store.run_folder import RunFolder
 from helmscope.types import HelmscopeError, Region
+from support.children import run_python
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 import helmscope as hs
-from children import run_python
 from helmscope.claims import experiments as package
 from helmscope.claims.reading import read_catalogue
 from helmscope.claims.registry import Case, experiments
 from helmscope.types import HelmscopeError
+from support.children import run_python
 
 PLANTED = Path(__file__).parent / "planted"
 FOLDER = Path(package.__file__).parent

@@ -17,7 +17,7 @@ from helmscope.models.subject import Subject
 from helmscope.runs.processes import Processes
 from helmscope.store.run_folder import RunFolder
 from helmscope.types import HelmscopeError, Ruling
-from model_families import tiny_model
+from support.model_families import tiny_model
 
 PLANTED = Path(__file__).parent / "planted"
 ROWS = [[k % 90 + 3, (7 * k) % 90 + 3, 5, k % 11 + 3, 9, 11] for k in range(8)]

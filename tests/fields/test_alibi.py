@@ -7,14 +7,14 @@ import math
 import pytest
 import torch
 
-import attention_family_oracles as family
-from attention_cases import F64, tokens
-from attention_family_cases import assert_oracle
+import support.attention_family_oracles as family
 from helmscope.fields.alibi import alibi_bias, alibi_slopes
 from helmscope.fields.attention import SA, USA
 from helmscope.fields.hardmax import Hardmax
 from helmscope.fields.sinkhorn import SinkhornAttention
 from helmscope.types import HelmscopeError
+from support.attention_cases import F64, tokens
+from support.attention_family_cases import assert_oracle
 
 
 @pytest.mark.parametrize("n", [1, 2, 7])

@@ -10,7 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attention_cases import (
+from helmscope.fields.attention import SA, USA
+from helmscope.fields.field import Field, ScaledVelocity
+from helmscope.geometry.sphere import project, retract
+from helmscope.types import HelmscopeError
+from support.attention_cases import (
     BOTH,
     COMBINATIONS,
     F32,
@@ -27,10 +31,6 @@ from attention_cases import (
     rotation,
     tokens,
 )
-from helmscope.fields.attention import SA, USA
-from helmscope.fields.field import Field, ScaledVelocity
-from helmscope.geometry.sphere import project, retract
-from helmscope.types import HelmscopeError
 
 # ---- oracles
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from attention_cases import (
+from helmscope.fields.attention import USA
+from helmscope.geometry.sphere import project
+from support.attention_cases import (
     BOTH,
     COMBINATIONS,
     F64,
@@ -14,8 +16,6 @@ from attention_cases import (
     parameters,
     tokens,
 )
-from helmscope.fields.attention import USA
-from helmscope.geometry.sphere import project
 
 # torch itself calls it when it first differentiates forward
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from attention_cases import (
+from helmscope.types import HelmscopeError, shown
+from support.attention_cases import (
     BOTH,
     INF,
     NAN,
     tokens,
 )
-from helmscope.types import HelmscopeError, shown
 
 
 def assert_refused(call, *words):

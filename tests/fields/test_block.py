@@ -9,8 +9,6 @@ import pytest
 import torch
 from scipy.integrate import solve_ivp
 
-import oracles
-from attention_cases import normal, tokens
 from helmscope.fields.activations import GELU, Identity, ReLU, SiLU
 from helmscope.fields.attention import SA, USA
 from helmscope.fields.block import Block
@@ -26,6 +24,8 @@ from helmscope.solve.integrate import integrate
 from helmscope.solve.layer import Layer
 from helmscope.solve.rk4 import RK4
 from helmscope.types import HelmscopeError, Status
+from support import oracles
+from support.attention_cases import normal, tokens
 
 F64 = torch.float64
 N, D, HIDDEN = 5, 4, 7

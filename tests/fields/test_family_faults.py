@@ -15,9 +15,8 @@ import pytest
 import torch
 from torch.nn.functional import pad
 
-import attention_family_oracles as family
 import helmscope as hs
-from attention_cases import F64, listed, measure, normal, tokens
+import support.attention_family_oracles as family
 from helmscope.fields import sinkhorn
 from helmscope.fields.alibi import alibi_bias
 from helmscope.fields.attention import SA, USA
@@ -27,7 +26,8 @@ from helmscope.fields.multihead import MultiHead
 from helmscope.fields.multihead_as_printed import MultiHeadAsPrinted
 from helmscope.fields.sinkhorn import SinkhornAttention
 from helmscope.kernels.kernel import AttentionSum, Request
-from planting import (
+from support.attention_cases import F64, listed, measure, normal, tokens
+from support.planting import (
     MOTION,
     Plant,
     Rewrite,

@@ -13,13 +13,13 @@ from typing import NamedTuple
 import pytest
 import torch
 
-import oracles
-from attention_cases import F64, listed, normal, tokens
 from helmscope.fields.attention import SA, USA
 from helmscope.geometry.sphere import project
 from helmscope.kernels.dense import untransformed_logits
 from helmscope.kernels.kernel import AttentionSum, Request
-from planting import (
+from support import oracles
+from support.attention_cases import F64, listed, normal, tokens
+from support.planting import (
     ANSWERS,
     MOTION,
     Plant,

@@ -8,14 +8,14 @@ from itertools import product
 import pytest
 import torch
 
-from attention_cases import COMBINATIONS, F32, F64, circle, measure, normal, parameters, rotation, tokens
-from attention_family_cases import assert_oracle
 from helmscope.fields.attention import SA
 from helmscope.fields.field import Field, check_weights
 from helmscope.fields.hardmax import Hardmax
 from helmscope.kernels.dense import untransformed_logits
 from helmscope.theory.equiangular import EquiangularFlow
 from helmscope.types import HelmscopeError
+from support.attention_cases import COMBINATIONS, F32, F64, circle, measure, normal, parameters, rotation, tokens
+from support.attention_family_cases import assert_oracle
 
 # torch itself calls it when it first differentiates forward
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")

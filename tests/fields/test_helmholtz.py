@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.func import jacrev, vmap
 
-import mlp_oracles as oracles
+import support.mlp_oracles as oracles
 from helmscope.fields import activations
 from helmscope.fields.activations import GELU, Identity, ReLU, Sigmoid, SiLU
 from helmscope.fields.helmholtz import HelmholtzSplit, helmholtz, helmholtz_as_printed

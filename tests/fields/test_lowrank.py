@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-import attention_family_oracles as family
-from attention_cases import F32, F64, INF, NAN, measure, normal, parameters, tokens
-from attention_family_cases import KINDS, assert_oracle, thin
+import support.attention_family_oracles as family
 from helmscope.fields.attention import SA
 from helmscope.fields.lowrank import LowRank, as_dense, query_and_key
 from helmscope.types import HelmscopeError
+from support.attention_cases import F32, F64, INF, NAN, measure, normal, parameters, tokens
+from support.attention_family_cases import KINDS, assert_oracle, thin
 
 # torch itself calls it when it first differentiates forward
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")

@@ -7,11 +7,11 @@ import math
 import pytest
 import torch
 
-import oracles
 from helmscope.fields.attention import SA, USA
 from helmscope.fields.merge import merge_tokens
 from helmscope.geometry.sphere import retract
 from helmscope.types import HelmscopeError
+from support import oracles
 
 F32, F64 = torch.float32, torch.float64
 

@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 import torch
 
-import mlp_oracles as oracles
+import support.mlp_oracles as oracles
 from helmscope.fields import activations
 from helmscope.fields.activations import GELU, Activation, GELUTanh, Identity, ReLU, SiLU, SquaredReLU, Tanh
 from helmscope.fields.field import Field

@@ -9,8 +9,6 @@ import pytest
 import torch
 
 import helmscope.fields.multihead as module
-from attention_cases import F32, F64, INF, NAN, measure, normal, rotation, tokens
-from attention_family_cases import KINDS, assert_multihead_oracle, force, heads_of, thin
 from helmscope.fields.alibi import alibi_bias, alibi_slopes
 from helmscope.fields.attention import SA, USA
 from helmscope.fields.field import Field
@@ -21,6 +19,8 @@ from helmscope.fields.multihead_as_printed import MultiHeadAsPrinted
 from helmscope.fields.sinkhorn import SinkhornAttention
 from helmscope.geometry.sphere import project, retract
 from helmscope.types import HelmscopeError
+from support.attention_cases import F32, F64, INF, NAN, measure, normal, rotation, tokens
+from support.attention_family_cases import KINDS, assert_multihead_oracle, force, heads_of, thin
 
 # torch itself calls it when it first differentiates forward
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")

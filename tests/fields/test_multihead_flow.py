@@ -7,10 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-import attention_family_oracles as family
-import oracles
-from attention_cases import F32, F64, listed, measure, normal, tokens
-from attention_family_cases import KINDS, force, heads_of, tensor
+import support.attention_family_oracles as family
 from helmscope.fields.activations import Identity
 from helmscope.fields.attention import SA, USA
 from helmscope.fields.field import check_weights
@@ -19,6 +16,9 @@ from helmscope.fields.multihead import MultiHead
 from helmscope.fields.multihead_as_printed import MultiHeadAsPrinted
 from helmscope.geometry.sphere import project, retract
 from helmscope.types import HelmscopeError
+from support import oracles
+from support.attention_cases import F32, F64, listed, measure, normal, tokens
+from support.attention_family_cases import KINDS, force, heads_of, tensor
 
 # ---- gradient flow or not (source 002)
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import helmscope as hs
-from attention_cases import normal, tokens
 from helmscope.fields.activations import Tanh
 from helmscope.fields.field import Field, PlainField, Space
 from helmscope.fields.lowrank import LowRank
@@ -19,6 +18,7 @@ from helmscope.fields.sinkhorn import SinkhornAttention
 from helmscope.solve.flow import Flow
 from helmscope.solve.rest import resting_state
 from helmscope.types import HelmscopeError
+from support.attention_cases import normal, tokens
 
 F64 = torch.float64
 MANY = 32

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import helmscope as hs
-from attention_cases import normal, tokens
 from helmscope.fields.field import as_field
 from helmscope.fields.lowrank import LowRank
 from helmscope.fields.multihead import MultiHead
@@ -18,6 +17,7 @@ from helmscope.kernels.dense import Dense
 from helmscope.kernels.flash import Flash
 from helmscope.kernels.kernel import Request
 from helmscope.types import HelmscopeError
+from support.attention_cases import normal, tokens
 
 F64 = torch.float64
 B, V = normal(4, 4, seed=1), normal(4, 4, seed=2)

@@ -8,9 +8,7 @@ from itertools import product
 import pytest
 import torch
 
-import attention_family_oracles as family
-from attention_cases import F32, F64, INF, NAN, measure, normal, parameters, rotation, tokens
-from attention_family_cases import assert_oracle
+import support.attention_family_oracles as family
 from helmscope.fields.attention import SA
 from helmscope.fields.field import Field
 from helmscope.fields.lowrank import LowRank
@@ -19,6 +17,8 @@ from helmscope.geometry.sphere import project, retract
 from helmscope.solve.integrate import integrate
 from helmscope.theory.equiangular import equiangular
 from helmscope.types import HelmscopeError
+from support.attention_cases import F32, F64, INF, NAN, measure, normal, parameters, rotation, tokens
+from support.attention_family_cases import assert_oracle
 
 # torch itself calls it when it first differentiates forward
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")

@@ -13,7 +13,6 @@ from scipy.cluster.hierarchy import linkage
 from scipy.sparse.csgraph import connected_components, minimum_spanning_tree
 from scipy.spatial.distance import squareform
 
-import oracles
 from helmscope.geometry import sphere
 from helmscope.geometry.linkage import (
     clusters,
@@ -24,6 +23,7 @@ from helmscope.geometry.linkage import (
     pairwise_angles,
     spanning_tree,
 )
+from support import oracles
 
 F64, F32 = torch.float64, torch.float32
 PROPERTY = settings(max_examples=500, deadline=None, derandomize=True)

@@ -12,7 +12,7 @@ from helmscope.models.keep import Keep
 from helmscope.models.record import record
 from helmscope.models.watch import Site
 from helmscope.types import HelmscopeError
-from model_families import CLASSES, inputs_of, tiny_model
+from support.model_families import CLASSES, inputs_of, tiny_model
 
 FIRST_NOISE = [0.40669912, 1.14922528]  # Philox of NumPy's SeedSequence(4, spawn_key=(1, 0)): layer 1, text 0
 TAPPED = [family for family in CLASSES if family != "bloom"]

@@ -14,7 +14,7 @@ from helmscope.intervene.edit import Edit
 from helmscope.models.record import record
 from helmscope.models.watch import OF_CROSS, Context, Site
 from helmscope.types import HelmscopeError
-from model_families import inputs_of, tiny_model
+from support.model_families import inputs_of, tiny_model
 
 # the modules of layer 1: block, the one that outputs the attention write, the MLP write, the values
 MODULES = {

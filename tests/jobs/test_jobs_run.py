@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 import helmscope as hs
-from children import child, wait_for, with_tests_on_path
 from helmscope.jobs import Phase, Report, Simulate, Trials
 from helmscope.jobs.run import Interrupted
+from support.children import child, wait_for, with_tests_on_path
 from support.refusal import refused
 
 SIMULATE = Simulate(n=4, batch=4, times=[0, 0.5, 1], beta=2, seed=7)

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import helmscope as hs
-from children import run_python
 from helmscope.jobs import Phase, Report, Simulate, Spec, Trials, from_data, read, to_toml, write
 from helmscope.jobs import names as registry
 from helmscope.jobs.spec import from_toml
+from support.children import run_python
 from support.refusal import refused
 
 GOLDEN = Path(__file__).parent / "golden"

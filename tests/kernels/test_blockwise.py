@@ -17,7 +17,7 @@ from helmscope.kernels.harmonic import Harmonic
 from helmscope.kernels.kernel import AttentionSum, Request, has_visible_key
 from helmscope.solve.integrate import make_problem
 from helmscope.types import HelmscopeError
-from kernel_cases import F64, random_request
+from support.kernel_cases import F64, random_request
 
 
 def rescaled(sums: AttentionSum, reference: AttentionSum) -> tuple[torch.Tensor, torch.Tensor]:

@@ -10,13 +10,13 @@ import mpmath
 import pytest
 import torch
 
-from children import run_python
 from helmscope.fields.attention import SA
 from helmscope.kernels.choose import using_kernel
 from helmscope.kernels.dense import attention_sum, logits
 from helmscope.kernels.flash import Flash, Plan
 from helmscope.kernels.kernel import AttentionSum, Kernel, Request
-from kernel_cases import random_request
+from support.children import run_python
+from support.kernel_cases import random_request
 
 SIZES = (1, 64, 130)
 WIDTHS = (2, 16, 17, 64, 100, 130)  # every plan

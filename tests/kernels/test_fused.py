@@ -9,7 +9,6 @@ import math
 import pytest
 import torch
 
-from children import run_python
 from helmscope.fields.attention import SA, USA, Attention
 from helmscope.geometry.sphere import retract
 from helmscope.kernels import fused
@@ -19,6 +18,7 @@ from helmscope.solve.heun import Heun
 from helmscope.solve.integrate import integrate
 from helmscope.solve.rk4 import RK4
 from helmscope.types import HelmscopeError
+from support.children import run_python
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -20,7 +20,7 @@ from helmscope.kernels.harmonic_matrix import matrix_sums
 from helmscope.kernels.harmonic_series import circle_series
 from helmscope.theory.energy import energy_min
 from helmscope.types import HelmscopeError
-from kernel_cases import random_request
+from support.kernel_cases import random_request
 
 BETAS = (0.0, 1e-3, 0.5, 1.0, 4.0, 9.0, 50.0)
 

@@ -14,7 +14,7 @@ from helmscope.models.anatomy import find_anatomy
 from helmscope.models.record import record
 from helmscope.models.tap import Attended
 from helmscope.types import HelmscopeError
-from model_families import CLASSES, inputs_of, tiny_model
+from support.model_families import CLASSES, inputs_of, tiny_model
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

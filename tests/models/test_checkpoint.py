@@ -13,7 +13,7 @@ from helmscope.models.checkpoint import check_file, check_folder
 from helmscope.models.load import load, load_all
 from helmscope.models.record import record
 from helmscope.types import HelmscopeError
-from model_families import inputs_of, tiny_model
+from support.model_families import inputs_of, tiny_model
 
 
 @pytest.fixture

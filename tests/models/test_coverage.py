@@ -1,6 +1,6 @@
 """The table in the docs says what the models say."""
 
-from model_coverage import PAGE, coverage_page
+from support.model_coverage import PAGE, coverage_page
 
 
 def test_the_table_is_up_to_date():

@@ -14,7 +14,7 @@ from helmscope.models.recorder import Recorder, ResidualStream
 from helmscope.models.tap import Attended
 from helmscope.models.watch import Site
 from helmscope.types import Half, HelmscopeError
-from model_families import PAIRS, inputs_of, pair_inputs, tiny_model
+from support.model_families import PAIRS, inputs_of, pair_inputs, tiny_model
 
 F64 = torch.float64
 TWO = ("t5-relu", "bart")

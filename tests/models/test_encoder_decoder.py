@@ -19,7 +19,7 @@ from helmscope.models.keep import Keep
 from helmscope.models.record import record
 from helmscope.models.watch import Observer, Site
 from helmscope.types import HelmscopeError
-from model_families import PAIRS, inputs_of, pair_inputs, tiny_model
+from support.model_families import PAIRS, inputs_of, pair_inputs, tiny_model
 
 F64 = torch.float64
 T5_LIKE = ("t5-relu", "t5-gated")

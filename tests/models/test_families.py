@@ -9,7 +9,7 @@ from helmscope.models.hooks import watching
 from helmscope.models.keep import Keep
 from helmscope.models.record import record
 from helmscope.models.watch import Observer, Site
-from model_families import CLASSES, FAMILIES, inputs_of, tiny_model
+from support.model_families import CLASSES, FAMILIES, inputs_of, tiny_model
 
 OUTSIDE = ("gptj", "bloom", "falcon", "mpnet")  # families outside the registry, whose attention is overheard
 TOPOLOGY = {

@@ -7,7 +7,7 @@ import pytest
 import helmscope as hs
 from helmscope.models.record import record
 from helmscope.types import HelmscopeError
-from model_families import inputs_of, tiny_model
+from support.model_families import inputs_of, tiny_model
 
 
 @pytest.mark.parametrize("name", ["L2H3", "l2h3", "2.3", "L02H3"])

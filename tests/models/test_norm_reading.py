@@ -10,7 +10,7 @@ from helmscope.models.load import load
 from helmscope.models.norm_reading import read_norm
 from helmscope.models.record import record
 from helmscope.types import HelmscopeError
-from model_families import inputs_of, tiny_model
+from support.model_families import inputs_of, tiny_model
 
 
 def norms(model):

@@ -7,7 +7,7 @@ import torch
 
 from helmscope.models.record import record
 from helmscope.types import HelmscopeError
-from model_families import inputs_of, tiny_model
+from support.model_families import inputs_of, tiny_model
 
 
 @pytest.mark.parametrize(

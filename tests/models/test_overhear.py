@@ -9,7 +9,7 @@ import transformers as tf
 from helmscope.models.keep import Keep
 from helmscope.models.record import record
 from helmscope.types import Instrument, Needs
-from model_families import inputs_of, tiny_model
+from support.model_families import inputs_of, tiny_model
 
 EVERYTHING = Keep.QUERIES | Keep.KEYS | Keep.VALUES | Keep.WEIGHTS | Keep.WRITES
 

@@ -8,7 +8,7 @@ import transformers as tf
 
 import helmscope as hs
 from helmscope.types import HelmscopeError
-from model_families import inputs_of, tiny_model
+from support.model_families import inputs_of, tiny_model
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import xarray as xr
 import helmscope as hs
 from helmscope.models.record import record
 from helmscope.types import HelmscopeError
-from model_families import inputs_of, letters, tiny_model
+from support.model_families import inputs_of, letters, tiny_model
 
 
 @pytest.mark.parametrize("family", ["gpt2", "bert", "roberta", "llama", "bloom"])

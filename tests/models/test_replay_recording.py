@@ -11,7 +11,7 @@ import helmscope as hs
 from helmscope.models.record import record
 from helmscope.models.topology import Kind
 from helmscope.types import Half
-from model_families import inputs_of, tiny_model
+from support.model_families import inputs_of, tiny_model
 
 F64 = torch.float64
 EVERYTHING = (

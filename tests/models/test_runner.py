@@ -11,7 +11,7 @@ import helmscope as hs
 from helmscope.models.record import record
 from helmscope.models.watch import Observer, Site
 from helmscope.types import HelmscopeError
-from model_families import inputs_of, tiny_model
+from support.model_families import inputs_of, tiny_model
 
 
 class Log(Observer):

@@ -10,7 +10,7 @@ from helmscope.models.load import load
 from helmscope.models.record import record
 from helmscope.models.twin import untrained_twin
 from helmscope.types import HelmscopeError
-from model_families import inputs_of, tiny_model
+from support.model_families import inputs_of, tiny_model
 
 
 @pytest.mark.parametrize("family", ["bert", "albert", "distilbert"])

@@ -15,7 +15,7 @@ from helmscope.models.cache import RecordingCache
 from helmscope.models.subject import Subject
 from helmscope.runs.unit import Unit
 from helmscope.types import HelmscopeError
-from model_families import tiny_model
+from support.model_families import tiny_model
 
 ROWS = [[k % 90 + 3, (7 * k) % 90 + 3, 5, k % 11 + 3, 9, 11] for k in range(12)]
 

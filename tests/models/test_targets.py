@@ -11,7 +11,7 @@ import helmscope as hs
 from helmscope.models.record import record
 from helmscope.models.targets import prepare_inputs
 from helmscope.types import HelmscopeError
-from model_families import BART, inputs_of, pair_inputs, tiny_model
+from support.model_families import BART, inputs_of, pair_inputs, tiny_model
 
 IDS = torch.tensor([[5, 6, 7, 8, 2], [9, 10, 2, 0, 0]])
 MASK = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])

@@ -13,7 +13,7 @@ import helmscope as hs
 from helmscope.models.record import record
 from helmscope.models.tokenizer import MOST_GROWTH, growth
 from helmscope.types import HelmscopeError
-from model_families import tiny_model
+from support.model_families import tiny_model
 
 PLAIN = {
     "version": "1.0",

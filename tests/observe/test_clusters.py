@@ -11,7 +11,7 @@ import torch
 from scipy.spatial.distance import squareform
 
 import helmscope as hs
-import oracles
+from support import oracles
 
 F64 = torch.float64
 SIZES = [(1, 3), (2, 2), (7, 2), (12, 3), (9, 16)]

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import helmscope as hs
-import mechanism_oracles as oracles
+import support.mechanism_oracles as oracles
 from helmscope.fields.lowrank import LowRank
 from helmscope.fields.sinkhorn import SinkhornAttention
 from helmscope.geometry import surface

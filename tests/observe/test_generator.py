@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import helmscope as hs
-import mechanism_oracles as oracles
-import oracles as attention_oracles
+import support.mechanism_oracles as oracles
+import support.oracles as attention_oracles
 from helmscope.fields.block import Block
 from helmscope.fields.mlp import MLP
 from helmscope.fields.noise import (

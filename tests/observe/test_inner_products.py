@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import helmscope as hs
-import oracles
+from support import oracles
 
 F64 = torch.float64
 SIZES = [(2, 2), (5, 3), (4, 8), (9, 2)]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import helmscope as hs
-import mechanism_oracles as oracles
+import support.mechanism_oracles as oracles
 from helmscope.fields.activations import Tanh
 from helmscope.fields.block import Block
 from helmscope.fields.mlp import MLP

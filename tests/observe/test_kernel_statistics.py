@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import helmscope as hs
-import mechanism_oracles as oracles
+import support.mechanism_oracles as oracles
 from helmscope.fields.multihead import MultiHead
 from helmscope.fields.sinkhorn import SinkhornAttention
 from helmscope.observe.kernel import (

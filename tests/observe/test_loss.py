@@ -14,7 +14,7 @@ from helmscope.models.record import record
 from helmscope.models.runner import Runner
 from helmscope.observe import loss as module
 from helmscope.types import HelmscopeError
-from model_families import inputs_of, letters, tiny_model
+from support.model_families import inputs_of, letters, tiny_model
 
 IDS = inputs_of("gpt2")
 LENGTHS = (13, 4, 9)

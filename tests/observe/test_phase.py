@@ -14,12 +14,12 @@ import xarray as xr
 from scipy.integrate import solve_ivp
 
 import helmscope as hs
-from figure_three_table import TIMES, check_table
 from helmscope.observe import phase as module
 from helmscope.observe.fused_shares import FusedShares
 from helmscope.observe.half_times import half_time
 from helmscope.observe.phase import phase_diagram, published_probability
 from helmscope.theory.probability import initial_clustering_probability
+from support.figure_three_table import TIMES, check_table
 
 SMALL = {"betas": [0.5, 3.0], "times": [0.0, 1.0, 2.0, 4.0], "start": hs.Uniform(n=5, dim=3), "delta": 0.1}
 

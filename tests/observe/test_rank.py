@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import helmscope as hs
-import oracles
+from support import oracles
 
 F64 = torch.float64
 SIZES = [(1, 3), (2, 2), (3, 6), (6, 3)]

@@ -10,7 +10,7 @@ import helmscope as hs
 from helmscope.models import head
 from helmscope.models.record import record
 from helmscope.types import HelmscopeError
-from model_families import inputs_of, letters, tiny_model
+from support.model_families import inputs_of, letters, tiny_model
 
 IDS = inputs_of("gpt2")
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import helmscope as hs
-import oracles
 from helmscope.observe.track import token_weights, with_bounds, with_replicates
+from support import oracles
 
 F64 = torch.float64
 TIMES = torch.tensor([0.0, 0.5, 2.0], dtype=F64)

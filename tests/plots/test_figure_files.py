@@ -11,11 +11,11 @@ import torch
 import xarray as xr
 
 import helmscope as hs
-from children import run_python
 from helmscope.plots.depth import depth_figure
 from helmscope.plots.figure import Figure
 from helmscope.plots.style import new_figure
 from helmscope.types import Plottable
+from support.children import run_python
 from support.refusal import refused
 
 MAGIC = {"png": b"\x89PNG\r\n\x1a\n", "svg": b"<?xml", "pdf": b"%PDF-"}

@@ -14,7 +14,6 @@ import pytest
 import xarray as xr
 
 import helmscope as hs
-from children import run_python
 from helmscope.claims.entry import Entry, Ground
 from helmscope.claims.reading import read_catalogue
 from helmscope.claims.trial import Trial, try_claim
@@ -22,6 +21,7 @@ from helmscope.plots.style import svg
 from helmscope.plots.trial import trial_figure
 from helmscope.report.page import SOURCES, page
 from helmscope.types import Control, Exhibit, HelmscopeError, Interval, Region, Ruling, Verdict, region_text
+from support.children import run_python
 
 CATALOGUE = read_catalogue()
 KURAMOTO = try_claim("kuramoto", quick=True)

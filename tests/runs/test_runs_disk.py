@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from children import run_child, run_python, with_tests_on_path
 from helmscope.runs import run
 from helmscope.store import RunFolder, is_locked
 from helmscope.store.atomic import is_temporary
 from helmscope.types import HelmscopeError
-from toy_units import manifest, mixture, results
+from support.children import run_child, run_python, with_tests_on_path
+from support.toy_units import manifest, mixture, results
 
 MANIFEST = manifest()
 
@@ -130,7 +130,7 @@ def test_a_file_that_outgrows_the_disk_keeps_the_others(folder):
         "from pathlib import Path\n"
         "from helmscope.runs import run\n"
         "from helmscope.store import RunFolder\n"
-        "from toy_units import manifest, mixture\n"
+        "from support.toy_units import manifest, mixture\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n"
         "try:\n"
         "    run(mixture(6, size=200_000), RunFolder(Path(sys.argv[1])), manifest=manifest())\n"
@@ -148,9 +148,9 @@ def test_a_file_that_outgrows_the_disk_keeps_the_others(folder):
 
 
 def kills(folder: Path, number: int, seed: int) -> dict[str, dict[str, int]]:
-    program = Path(__file__).parents[1] / "killing.py"
+    program = Path(__file__).parents[1] / "support" / "killing.py"
     command = [sys.executable, "-W", "error", program, folder, str(number), str(seed)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment = {**with_tests_on_path(), "OMP_NUM_THREADS": "1"}
     done = run_child(command, timeout=1200, env=environment)
     assert done.stderr == ""
     return json.loads(done.stdout)

@@ -15,14 +15,14 @@ import numpy as np
 import pytest
 import torch
 
-from children import alive_in_session, child, is_alive, run_python, wait_for, with_tests_on_path
 from helmscope.runs import Processes, Ray, Serial, Unit, UnitsFailed, parse_size, run
 from helmscope.runs.attempt import attempt
 from helmscope.runs.limits import FLOOR, VARIABLES, Limits, _bytes_in_use, _thread_controls
 from helmscope.runs.processes import DIED
 from helmscope.store import RunFolder, is_locked
 from helmscope.types import HelmscopeError, MissingExtra
-from toy_units import (
+from support.children import alive_in_session, child, is_alive, run_python, wait_for, with_tests_on_path
+from support.toy_units import (
     complain,
     die,
     divide,
@@ -269,7 +269,7 @@ import sys
 from pathlib import Path
 from helmscope.runs import Processes, Serial, Unit, run
 from helmscope.store import RunFolder
-from toy_units import manifest, numbers, rest
+from support.toy_units import manifest, numbers, rest
 units = [Unit("quick", numbers, {"seed": 1})]
 units += [Unit(f"slow-{i}", rest, {"seconds": 600.0 + i, "started": sys.argv[3]}) for i in range(3)]
 engine = Serial() if sys.argv[2] == "serial" else Processes(2)
@@ -314,7 +314,7 @@ import sys
 from pathlib import Path
 from helmscope.runs import Processes, Unit, run
 from helmscope.store import RunFolder
-from toy_units import manifest, rest
+from support.toy_units import manifest, rest
 unit = Unit("slow", rest, {"seconds": 600.0, "started": sys.argv[2]})
 run([unit], RunFolder(Path(sys.argv[1])), manifest=manifest(), engine=Processes(1))
 """

@@ -13,7 +13,7 @@ import xarray as xr
 from helmscope.runs import RunSummary, State, Unit, UnitsFailed, list_runs, run
 from helmscope.store import RunFolder
 from helmscope.types import HelmscopeError
-from toy_units import divide, manifest, mixture
+from support.toy_units import divide, manifest, mixture
 
 DAYS = [f"2025-01-0{day}T12:00:00+00:00" for day in range(1, 9)]
 

@@ -14,7 +14,7 @@ from helmscope.runs import Serial, Unit, run
 from helmscope.runs.plan import read_plan
 from helmscope.store import RunFolder
 from helmscope.types import HelmscopeError
-from toy_units import contents, counting, manifest, mixture, numbers
+from support.toy_units import contents, counting, manifest, mixture, numbers
 
 MANIFEST = manifest()
 

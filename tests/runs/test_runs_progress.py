@@ -12,7 +12,7 @@ import pytest
 from helmscope.runs import Processes, Unit, UnitsFailed, progress, run
 from helmscope.runs.progress import ProgressBar, counting, remaining
 from helmscope.store import RunFolder
-from toy_units import divide, manifest, mixture
+from support.toy_units import divide, manifest, mixture
 
 MANIFEST = manifest()
 

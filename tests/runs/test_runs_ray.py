@@ -12,7 +12,7 @@ import pytest
 from helmscope.runs import Ray, Serial, Unit, UnitsFailed, run
 from helmscope.store import RunFolder
 from helmscope.types import HelmscopeError, MissingExtra
-from toy_units import die, divide, manifest, mixture, product, results
+from support.toy_units import die, divide, manifest, mixture, product, results
 
 MANIFEST = manifest()
 
@@ -77,7 +77,7 @@ def test_units_that_fail_or_die_are_named_and_a_running_ray_is_left_running(tmp_
 
 @pytest.mark.slow
 def test_a_cluster_is_joined_by_its_address(tmp_path, ray):
-    """Its workers cannot import toy_units, like a package that is missing on a cluster: those units fail."""
+    """Its workers cannot import support.toy_units, like a package that is missing on a cluster: those units fail."""
     from ray.cluster_utils import Cluster
 
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
@@ -88,7 +88,7 @@ def test_a_cluster_is_joined_by_its_address(tmp_path, ray):
             run(units, folder, manifest=MANIFEST, engine=Ray(2, cluster.address))
         assert caught.value.result["mean"] == 1.5
         assert caught.value.result.failed == {
-            "numbers-0": "Ray lost it: ModuleNotFoundError: No module named 'toy_units'"
+            "numbers-0": "Ray lost it: ModuleNotFoundError: No module named 'support'"
         }
         assert not ray.is_initialized()
     finally:

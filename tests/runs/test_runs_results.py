@@ -11,7 +11,7 @@ import xarray as xr
 
 from helmscope.runs.results import encode_result, fault_of, read_result, stamped
 from helmscope.types import HelmscopeError
-from toy_units import dataset, noise, numbers
+from support.toy_units import dataset, noise, numbers
 
 STAMP, OTHER = "ab" * 32, "cd" * 32
 

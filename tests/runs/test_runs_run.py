@@ -13,11 +13,23 @@ from pathlib import Path
 import pytest
 import xarray as xr
 
-from children import run_python
 from helmscope.runs import Serial, Unit, UnitsFailed, run
 from helmscope.store import RunFolder, is_locked
 from helmscope.types import HelmscopeError
-from toy_units import contents, counting, dataset, divide, leave, manifest, mixture, noise, numbers, refuse, results
+from support.children import run_python
+from support.toy_units import (
+    contents,
+    counting,
+    dataset,
+    divide,
+    leave,
+    manifest,
+    mixture,
+    noise,
+    numbers,
+    refuse,
+    results,
+)
 
 MANIFEST = manifest()
 

@@ -19,7 +19,7 @@ from helmscope.fields.attention import SA, USA
 from helmscope.runs import Unit
 from helmscope.theory.starts import Uniform
 from helmscope.types import HelmscopeError
-from toy_units import divide, noise, numbers
+from support.toy_units import divide, noise, numbers
 
 
 class Color(Enum):

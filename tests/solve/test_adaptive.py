@@ -11,7 +11,7 @@ import torch
 from scipy.integrate import solve_ivp
 
 import helmscope as hs
-import oracles
+from support import oracles
 
 F64 = torch.float64
 

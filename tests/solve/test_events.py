@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import helmscope as hs
-import oracles
+from support import oracles
 
 F64 = torch.float64
 TIGHT = hs.DormandPrince(tol=1e-12)

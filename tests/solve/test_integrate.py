@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import helmscope as hs
-import oracles
+from support import oracles
 
 F64 = torch.float64
 X0 = hs.Uniform(n=4, dim=3).sample(seed=0)

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import helmscope as hs
-import oracles
 from helmscope.solve.extras import Extras
+from support import oracles
 
 F64 = torch.float64
 

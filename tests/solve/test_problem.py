@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from attention_cases import measure, normal, tokens
 from helmscope.fields.activations import SiLU
 from helmscope.fields.attention import SA
 from helmscope.fields.block import Block
@@ -24,6 +23,7 @@ from helmscope.solve.layer import Layer
 from helmscope.solve.noisy_layer import NoisyLayer
 from helmscope.solve.stochastic_heun import StochasticHeun
 from helmscope.types import HelmscopeError
+from support.attention_cases import measure, normal, tokens
 
 F64 = torch.float64
 X = tokens(5, 4, 3, seed=2)

@@ -11,9 +11,9 @@ import torch
 from scipy.integrate import RK45, solve_ivp
 
 import helmscope as hs
-import oracles
 from helmscope.fields.field import as_field
 from helmscope.solve.flow import Flow
+from support import oracles
 
 F64 = torch.float64
 AT_0 = torch.zeros(1, 1, 1, dtype=F64)

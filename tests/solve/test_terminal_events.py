@@ -11,8 +11,8 @@ import torch
 from scipy.integrate import solve_ivp
 
 import helmscope as hs
-import oracles
 from helmscope.solve.integrate import make_problem
+from support import oracles
 
 F64 = torch.float64
 

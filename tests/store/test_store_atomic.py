@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from children import run_python
 from helmscope.store import atomic, replacing, write_bytes
 from helmscope.store.atomic import is_temporary, make_folder, one_line
 from helmscope.types import HelmscopeError
+from support.children import run_python
 
 
 @pytest.fixture

@@ -14,9 +14,9 @@ from subprocess import PIPE, TimeoutExpired
 
 import pytest
 
-from children import child
 from helmscope.store import RunFolder, is_locked, locked
 from helmscope.types import HelmscopeError
+from support.children import child
 
 # increments a counter in a file without synchronization, and counts how often another process is in the same section
 VISITS = """

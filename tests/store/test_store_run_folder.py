@@ -16,11 +16,11 @@ import xarray as xr
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from children import run_python
 from helmscope.runs import list_runs
 from helmscope.store import Manifest, RunFolder, run_folder
 from helmscope.store.verdicts import decode_verdicts, encode_verdicts
 from helmscope.types import Control, Exhibit, HelmscopeError, Interval, Region, Ruling, Verdict
+from support.children import run_python
 
 MEASUREMENT = xr.Dataset(
     {"energy": ("time", [0.1, math.nan], {"n": 16, "units": "seconds"}), "energy_stderr": ("time", [0.01, math.inf])},

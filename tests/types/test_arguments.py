@@ -12,7 +12,6 @@ import torch
 
 import helmscope as hs
 import helmscope.types
-from children import run_python
 from helmscope.types import (
     HelmscopeError,
     MissingExtra,
@@ -23,6 +22,7 @@ from helmscope.types import (
     real_number,
     whole_number,
 )
+from support.children import run_python
 from support.refusal import refused
 
 NAN, INF = math.nan, math.inf

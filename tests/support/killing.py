@@ -1,6 +1,6 @@
 """Kill a process that runs units, at every call that changes files and at random moments, and check the files it left.
 
-    python tests/killing.py FOLDER KILLS SEED
+    python tests/support/killing.py FOLDER KILLS SEED
 
 Prints its counts as JSON. It is a separate program because it forks: it imports ``store`` and ``runs``, but no torch
 and nothing that starts threads.
@@ -23,7 +23,7 @@ from helmscope.runs import Unit, run
 from helmscope.runs.plan import read_plan
 from helmscope.store import RunFolder
 from helmscope.store.atomic import is_temporary
-from toy_units import manifest, mixture, results
+from support.toy_units import manifest, mixture, results
 
 MANIFEST = manifest()
 CALLS = ("open", "fsync", "replace", "mkdir", "unlink")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from children import run_child
+from support.children import run_child
 
 
 def test_the_module_is_the_command():

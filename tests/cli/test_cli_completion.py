@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from typer.main import get_command
 
-from children import run_child
 from helmscope.claims.reading import read_catalogue
 from helmscope.cli import app
 from helmscope.cli.completion import completion_script
+from support.children import run_child
 
 ASK = """
 source "$1"; shift

@@ -9,7 +9,7 @@ import pytest
 
 from helmscope.models.subject import Subject
 from helmscope.store.run_folder import RunFolder
-from model_families import tiny_model
+from support.model_families import tiny_model
 
 ROWS = [[k % 90 + 3, (7 * k) % 90 + 3, 5, k % 11 + 3, 9, 11] for k in range(32)]
 

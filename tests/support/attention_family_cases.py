@@ -6,8 +6,7 @@ import math
 
 import torch
 
-import attention_family_oracles as family
-from attention_cases import F64, listed, normal
+import support.attention_family_oracles as family
 from helmscope.fields.activations import Tanh
 from helmscope.fields.attention import SA, USA
 from helmscope.fields.field import check_weights
@@ -15,6 +14,7 @@ from helmscope.fields.hardmax import Hardmax
 from helmscope.fields.lowrank import LowRank
 from helmscope.fields.mlp import MLP
 from helmscope.fields.sinkhorn import SinkhornAttention
+from support.attention_cases import F64, listed, normal
 
 KINDS = {
     "sa": SA,

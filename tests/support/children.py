@@ -58,7 +58,7 @@ def run_python(code: str, *arguments: str | Path, **options: Any) -> subprocess.
 
 def with_tests_on_path() -> dict[str, str]:
     """The environment for a child that imports helpers from tests/."""
-    paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
 
 

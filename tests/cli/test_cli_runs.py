@@ -13,7 +13,7 @@ from subprocess import DEVNULL, CompletedProcess
 import pytest
 
 import helmscope as hs
-from children import child, run_child, wait_for
+from support.children import child, run_child, wait_for
 
 pytestmark = pytest.mark.usefixtures("no_picture")
 COMMAND = Path(sys.executable).parent / "helmscope"

@@ -1,4 +1,6 @@
-"""The table of families in the docs, from recordings of tiny models: ``python tests/model_coverage.py`` writes it."""
+"""The table of families in the docs, from recordings of tiny models; ``python tests/support/model_coverage.py`` writes
+it, with tests/ on PYTHONPATH.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +9,13 @@ from pathlib import Path
 from helmscope.models.certificate import Certificate
 from helmscope.models.record import record
 from helmscope.models.recording import Recording
-from model_families import FAMILIES, PAIRS, inputs_of, pair_inputs, tiny_model
+from support.model_families import FAMILIES, PAIRS, inputs_of, pair_inputs, tiny_model
 
-PAGE = Path(__file__).parents[1] / "docs" / "families.md"
+PAGE = Path(__file__).parents[2] / "docs" / "families.md"
 HEAD = """# Families of models, and what can be measured on them
 
-Written by `tests/model_coverage.py` from tiny random models of transformers; a test fails if it is out of date. All
-lines of their certificates hold in float32 and float64. A family that is not listed may well work: the topology is
+Written by `tests/support/model_coverage.py` from tiny random models of transformers; a test fails if it is out of date.
+All lines of their certificates hold in float32 and float64. A family that is not listed may well work: the topology is
 identified by algebra, not by name, and `helmscope doctor` reports what holds.
 
 - **sphere**: LayerNorm removes the token mean, so that directions are on S^(d-2); with RMSNorm they are on S^(d-1).

@@ -12,7 +12,7 @@ from helmscope.claims.reading import read_catalogue
 from helmscope.store.run_folder import RunFolder
 from helmscope.types import MissingExtra
 
-PLANTED = Path(__file__).parent / "claims" / "planted"
+PLANTED = Path(__file__).parents[1] / "claims" / "planted"
 TRIED = ["kuramoto", "radial"]
 
 

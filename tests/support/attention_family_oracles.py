@@ -12,8 +12,8 @@ from typing import Any
 
 import mpmath
 
-import oracles
-from oracles import Extra, Mask, Matrix, Vector, Weights
+from support import oracles
+from support.oracles import Extra, Mask, Matrix, Vector, Weights
 
 
 def product(left: Matrix, right: Matrix) -> Matrix:

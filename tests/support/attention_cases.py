@@ -8,10 +8,10 @@ import mpmath
 import pytest
 import torch
 
-import oracles
 from helmscope.fields.attention import SA, USA
 from helmscope.fields.field import check_weights
 from helmscope.geometry.sphere import retract
+from support import oracles
 
 F32, F64 = torch.float32, torch.float64
 INF, NAN = math.inf, math.nan

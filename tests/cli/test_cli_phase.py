@@ -14,10 +14,10 @@ import pytest
 import torch
 
 import helmscope as hs
-from children import child, wait_for
 from helmscope.jobs.phase import phase_unit
 from helmscope.observe.half_times import half_time
 from helmscope.observe.phase import phase_diagram, published_probability
+from support.children import child, wait_for
 
 COMMAND = Path(sys.executable).parent / "helmscope"
 SMALL = ("phase", "--n", "4", "--dims", "3,9", "--betas", "1,4", "--times", "0,2,4", "--samples", "3", "--seed", "7")

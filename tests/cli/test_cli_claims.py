@@ -12,7 +12,7 @@ from helmscope.claims.reading import read_catalogue
 from helmscope.claims.registry import experiments
 from helmscope.store.run_folder import RunFolder
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PLANTED = ROOT / "tests" / "claims" / "planted"
 
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import helmscope as hs
-from children import child, run_child, run_python, wait_for
+from support.children import child, run_child, run_python, wait_for
 
 COMMAND = Path(sys.executable).parent / "helmscope"
 SMALL = ("--n", "4", "--batch", "2", "--times", "0,0.5,1", "--beta", "2", "--seed", "7")

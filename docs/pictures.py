@@ -1,0 +1,9 @@
+"""The picture of the README: ``python docs/pictures.py`` draws docs/clustering.png."""
+
+from pathlib import Path
+
+import helmscope as hs
+
+tokens = hs.Uniform(n=32, dim=3).sample(batch=16, seed=0)
+sim = hs.integrate(hs.SA(beta=4.0), tokens, times=[0, 2, 4, 6, 10, 60])
+sim.plot().save(Path(__file__).parent / "clustering.png")
