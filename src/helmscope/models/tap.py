@@ -152,6 +152,10 @@ def tapped(model: Any, listener: Listener | None) -> Iterator[None]:
             if registered:
                 _register()
                 model.set_attn_implementation(NAME)
+                # before transformers 5.18 a stack with a copy of its model's configuration, as in T5, is not reached
+                for part in model.modules():
+                    if type(getattr(part, "config", None)) is type(model.config):
+                        part.config._attn_implementation_internal = NAME
             yield
         finally:
             _listener.reset(token)
