@@ -75,7 +75,8 @@ def own_states(family, model, inputs):
 @pytest.fixture(scope="module", params=sorted(PAIRS))
 def recorded(request):
     model = tiny_model(request.param, dtype=F64)
-    model.set_attn_implementation("eager")
+    for part in (model, model.get_encoder(), model.get_decoder()):  # transformers 5.17 does not reach the stacks of T5
+        part.set_attn_implementation("eager")
     return request.param, model, record(model, pair_inputs(), batch_size=2)
 
 
@@ -279,7 +280,7 @@ def test_an_edit_of_the_encoder_changes_the_decoder_as_a_hook_by_hand(family):
         for depth, state in enumerate(states):
             assert (each.stream(depth=depth) - state).abs().max() <= 1e-12 * state.abs().max()
     assert (edited.logits() - logits).abs().max() <= 1e-12 * logits.abs().max()
-    assert "with its encoder under Edit(site=Site.MLP, layers=[1]" in repr(edited)
+    assert "edit of the encoder" in edited._repr_html_()
     assert len(edited.manifest().parameters["encoder edits"]) == 1
     assert edited.certificate["edits"].says.startswith("2 made")
     assert torch.equal(record(model, inputs, batch_size=2).logits(), recording.logits())  # the model is as it was
