@@ -272,7 +272,7 @@ def test_noise_is_that_of_integrate_and_chunks_do_not_matter(monkeypatch):
     for k, beta in enumerate(SMALL["betas"]):
         stepper = hs.solve.EulerMaruyama(0.02)
         run = hs.integrate(hs.SA(beta), x, SMALL["times"], stepper=stepper, noise=noise, seed=4)
-        expected = hs.clustering_probability(run, delta=0.1)
+        expected = hs.reduce_replicates(hs.clustering_probability(run, delta=0.1))
         assert np.allclose(seen.probability[k].values, expected.probability.values, rtol=0, atol=1e-15)
         assert np.allclose(seen.probability_stderr[k].values, expected.probability_stderr.values, rtol=0, atol=1e-15)
     assert seen.curve.isnull().all()
@@ -283,7 +283,7 @@ def test_noise_is_that_of_integrate_and_chunks_do_not_matter(monkeypatch):
 def test_a_field_that_jumps_has_the_stepper_of_integrate():
     seen = phase_diagram(lambda beta: hs.Hardmax(), **SMALL | {"betas": [0.0]}, samples=2)
     run = hs.integrate(hs.Hardmax(), SMALL["start"].sample(2), SMALL["times"])
-    expected = hs.clustering_probability(run, delta=0.1).probability.values
+    expected = hs.clustering_probability(run, delta=0.1).probability.mean("system").values
     assert np.array_equal(seen.probability[0].values, expected)
     assert seen.attrs["stepper"] == "that of integrate"
 
@@ -364,7 +364,7 @@ def test_a_sample_that_cannot_be_carried_is_counted_named_and_left_out(caplog):
     assert f"beta = 3: 1 of 6 samples are lost: [{which}]" in caplog.text
     rest = torch.tensor([i for i in range(6) if i != which])
     run = hs.integrate(hs.SA(3.0), start[rest], SMALL["times"])
-    expected = hs.clustering_probability(run, delta=0.1)
+    expected = hs.reduce_replicates(hs.clustering_probability(run, delta=0.1))
     assert np.allclose(seen.probability[1].values, expected.probability.values, rtol=0, atol=1e-12)
     assert np.allclose(seen.probability_stderr[1].values, expected.probability_stderr.values, rtol=0, atol=1e-12)
 
