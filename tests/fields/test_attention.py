@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helmscope.fields.attention import SA, USA
-from helmscope.fields.field import Field, ScaledVelocity
+from helmscope.fields.field import Field
+from helmscope.fields.scaled_velocity import ScaledVelocity
 from helmscope.geometry.sphere import project, retract
 from helmscope.types import HelmscopeError
 from support.attention_cases import (

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from helmscope.fields.attention import SA
-from helmscope.fields.field import Field, check_weights
+from helmscope.fields.field import Field
 from helmscope.fields.hardmax import Hardmax
+from helmscope.fields.weights import check_weights
 from helmscope.kernels.dense import untransformed_logits
 from helmscope.theory.equiangular import EquiangularFlow
 from helmscope.types import HelmscopeError

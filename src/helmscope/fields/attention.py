@@ -22,10 +22,11 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from helmscope.fields.field import Field, ScaledVelocity
+from helmscope.fields.field import Field
 from helmscope.fields.lowrank import LowRank, query_and_key
 from helmscope.fields.parameters import is_moving, number_or_tensor, over_tokens, shown
 from helmscope.fields.positions import Positions
+from helmscope.fields.scaled_velocity import ScaledVelocity
 from helmscope.geometry.arithmetic import check_dense_values, every
 from helmscope.geometry.sphere import project
 from helmscope.kernels.choose import token_sum

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from helmscope.fields.attention import check_matrix, softmax_kernel
-from helmscope.fields.field import Field, check_weights
+from helmscope.fields.field import Field
 from helmscope.fields.lowrank import LowRank, as_dense, query_and_key
 from helmscope.fields.parameters import number_or_tensor, over_tokens
+from helmscope.fields.weights import check_weights
 from helmscope.geometry.sphere import project
 from helmscope.kernels.choose import token_sum
 from helmscope.kernels.dense import matrix_product, transformed_logits

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from helmscope.fields.field import Field, ScaledVelocity, Space
+from helmscope.fields.field import Field, Space
 from helmscope.fields.parameters import selected
+from helmscope.fields.scaled_velocity import ScaledVelocity
 from helmscope.types import HelmscopeError
 
 if TYPE_CHECKING:

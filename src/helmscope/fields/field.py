@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 import torch
 
 from helmscope.fields.parameters import Change, copy_with
+from helmscope.fields.scaled_velocity import ScaledVelocity
+from helmscope.fields.weights import check_weights
 from helmscope.geometry.arithmetic import check_dense_values, every
 from helmscope.geometry.sphere import check_tokens, project, retract
 from helmscope.types import HelmscopeError
@@ -319,28 +321,6 @@ def as_field(field: object) -> Field:
     return field if isinstance(field, Field) else PlainField(field)  # type: ignore[arg-type]
 
 
-@dataclass(frozen=True, eq=False)
-class ScaledVelocity:
-    """A velocity too large for its dtype: e^{log_scale} times ``direction``, one log scale per token.
-
-    >>> ScaledVelocity(torch.ones(1, 2), torch.full((1, 1), 100.0)).over(1e-43)
-    tensor([[2.6881, 2.6881]])
-    """
-
-    direction: Float[Tensor, "*batch n d"]
-    log_scale: Float[Tensor, "*batch n 1"]
-
-    def over(self, duration: Tensor | float) -> Float[Tensor, "*batch n d"]:
-        """The displacement ``duration`` >= 0 times velocity, finite where the product is, though the velocity is not.
-
-        >>> ScaledVelocity(torch.ones(1, 2), torch.full((1, 1), 1000.0)).over(0.0)
-        tensor([[0., 0.]])
-        """
-        duration = torch.as_tensor(duration, dtype=torch.float64, device=self.direction.device)
-        factor = torch.exp(torch.log(duration) + self.log_scale.to(torch.float64))
-        return (factor * self.direction.to(torch.float64)).to(self.direction.dtype)
-
-
 def check_states(field: Field, x: object, name: str, *, normalize: bool = False) -> Float[Tensor, "*batch n d"]:
     """States as a field takes them: unit vectors, a residual stream of any radius but 0, or any points of R^d."""
     if field.space is Space.SPHERE:
@@ -358,45 +338,3 @@ def check_states(field: Field, x: object, name: str, *, normalize: bool = False)
             f"{name} holds {x.dtype}, but it must hold finite numbers of torch.float64 or torch.float32"
         )
     return x
-
-
-def check_weights(
-    x: Float[Tensor, "*batch n d"],
-    weights: Float[Tensor, "*batch n"] | None,
-    mask: Bool[Tensor, "*batch n"] | None = None,
-) -> Float[Tensor, "*batch n"] | None:
-    """Token weights and key padding as one: the weight of a padded token is 0. None where every weight is 1.
-
-    >>> check_weights(torch.eye(2), None, torch.tensor([True, False]))
-    tensor([1., 0.])
-    """
-    for name, given in (("weights", weights), ("mask", mask)):
-        if given is not None and (not isinstance(given, torch.Tensor) or not _fits(given.shape, x.shape[:-1])):
-            shown = tuple(given.shape) if isinstance(given, torch.Tensor) else type(given).__name__
-            raise HelmscopeError(
-                f"{name} is {shown}, but it must be a tensor of shape {tuple(x.shape[:-1])} or ({x.shape[-2]},)"
-            )
-        if given is not None:
-            check_dense_values(name, given)
-    if mask is not None and mask.dtype != torch.bool:
-        raise HelmscopeError(f"mask has dtype {mask.dtype}, but it must be torch.bool, True at real tokens")
-    if weights is None and mask is None:
-        return None
-    combined = torch.ones(x.shape[:-1], dtype=x.dtype, device=x.device) if weights is None else weights.to(x)
-    good = (combined == 0) | ((combined >= 1e-30) & (combined <= 1e30))  # far from where sums leave float32
-    if not every(good):
-        bad = combined[~good][0].item()
-        raise HelmscopeError(
-            f"weights holds the entry {bad:g}, but every weight must be finite and >= 0 (0, or 1e-30 to 1e30)"
-        )
-    combined = combined if mask is None else combined * mask.to(x)
-    if not every(combined.sum(-1) > 0):
-        raise HelmscopeError("weights and mask leave a system without any token of positive weight")
-    return combined.expand(x.shape[:-1])
-
-
-def _fits(shape: torch.Size, tokens: torch.Size) -> bool:
-    """One entry per token: of every system, or the same along the leading axes, which are missing or of length 1."""
-    if not 0 < len(shape) <= len(tokens) or shape[-1] != tokens[-1]:
-        return False
-    return all(own in (1, wanted) for own, wanted in zip(reversed(shape), reversed(tokens), strict=False))

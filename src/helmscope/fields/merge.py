@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from helmscope.fields.field import check_weights
+from helmscope.fields.weights import check_weights
 from helmscope.geometry.arithmetic import full_precision
 from helmscope.geometry.linkage import components, pairwise_angles
 from helmscope.geometry.sphere import check_tokens, retract

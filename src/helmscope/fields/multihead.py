@@ -25,9 +25,10 @@ from helmscope.fields.attention import (
     sum_kernel,
     total_weight,
 )
-from helmscope.fields.field import Field, ScaledVelocity
+from helmscope.fields.field import Field
 from helmscope.fields.lowrank import LowRank, as_dense
 from helmscope.fields.positions import Rotary
+from helmscope.fields.scaled_velocity import ScaledVelocity
 from helmscope.geometry.arithmetic import full_precision
 from helmscope.geometry.sphere import project
 from helmscope.kernels.choose import token_sum
