@@ -346,13 +346,13 @@ def test_sigmoid_far_out():
 
 
 def test_tables_first_asked_for_in_inference_mode():
-    activations._decay.cache_clear()
+    activations._tail_integrals.cache_clear()
     with torch.inference_mode():
         SiLU().potential(torch.ones(1))
     z = tensor(1.0).requires_grad_()
     SiLU().potential(z).backward()
     assert torch.equal(z.grad, SiLU()(z))
-    activations._decay.cache_clear()
+    activations._tail_integrals.cache_clear()
     assert vmap(grad(SiLU().potential))(tensor(1.0)) == SiLU()(tensor(1.0))
 
 

@@ -26,7 +26,7 @@ ALL = [
 def profile(activation, z, length=1.0, offset=0.0):
     """h and h' of one neuron."""
     row, bias = torch.tensor([[length, 0.0]], dtype=F64), torch.tensor([offset], dtype=F64)
-    neurons = Neurons.of(MLP(w_in=row, w_out=row.mT, b_in=bias, activation=activation), radius=1.0)
+    neurons = Neurons.from_mlp(MLP(w_in=row, w_out=row.mT, b_in=bias, activation=activation), radius=1.0)
     z = torch.as_tensor(z, dtype=F64)
     return Profiles.solve(Law(0.0), neurons)(z, torch.zeros_like(z, dtype=torch.long))
 
