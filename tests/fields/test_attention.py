@@ -167,7 +167,7 @@ def test_scaled_velocity(dtype, beta, bound):
         assert scaled.direction.dtype == scaled.log_scale.dtype == dtype
         assert scaled.direction.abs().max() < 1
         assert max(relative_errors(scaled.direction, exact_velocity(USA, beta, x), scaled.log_scale)) < bound
-        with pytest.raises(HelmscopeError, match=r"beta is \d+, and the velocity leaves torch.float.*\.scaled"):
+        with pytest.raises(HelmscopeError, match=r"beta is \d+, and the velocity overflows torch.float.*\.scaled"):
             USA(beta)(x)
 
 

@@ -373,8 +373,8 @@ def test_an_mlp_alone_is_a_field():
 @pytest.mark.parametrize(
     ("make", "sentence"),
     [
-        (lambda: Block(SA, relu_mlp()), "attention is SA, but it must be a field that attends"),
-        (lambda: Block(relu_mlp(), relu_mlp()), "attention is MLP, but it must be a field that attends"),
+        (lambda: Block(SA, relu_mlp()), "attention is SA, but it must be an attention field"),
+        (lambda: Block(relu_mlp(), relu_mlp()), "attention is MLP, but it must be an attention field"),
         (lambda: Block(SA(beta=1.0), torch.nn.Linear(2, 2)), "mlp is .*but it must be an MLP or a GatedMLP"),
         (lambda: Block(SA(beta=1.0), relu_mlp(), placement=PostNorm), "placement is .*such as PreNorm"),
         (lambda: Block(SA(beta=1.0), relu_mlp(), parallel=1), "parallel is 1, but it must be True or False"),
@@ -385,7 +385,7 @@ def test_an_mlp_alone_is_a_field():
         (lambda: PreNorm(mlp_norm=torch.nn.LayerNorm(3)), "mlp_norm is .*UnitNorm"),
         (lambda: NGPT(attention_rate=-1.0), "attention_rate is -1.0, but it must be a finite number >= 0"),
         (lambda: NGPT(mlp_rate=torch.tensor([1.0, math.nan])), "an entry of mlp_rate is nan"),
-        (lambda: NGPT(attention_norm=RMSNorm()), "attention_norm is RMSNorm.*keeps unit vectors"),
+        (lambda: NGPT(attention_norm=RMSNorm()), "attention_norm is RMSNorm.*must be UnitNorm"),
         (lambda: SandwichNorm(mlp_out=3), "mlp_out is 3, but it must be a norm"),
         (lambda: Block(SA(beta=1.0), relu_mlp())(tokens(N, 3)), "need"),
         (lambda: Block(SA(beta=1.0), relu_mlp())(2 * tokens(N, D)), "norm 2"),

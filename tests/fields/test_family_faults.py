@@ -97,7 +97,7 @@ def last_step(sign):
 
 def found_after_one_sweep(right, field, *given, **named):
     dual = right(replace(field, max_sweeps=1), *given, **named)
-    return dual._replace(found=torch.ones_like(dual.found))
+    return dual._replace(converged=torch.ones_like(dual.converged))
 
 
 def whole_logarithm(node: ast.AST) -> ast.AST | None:

@@ -174,5 +174,5 @@ def test_bad_tie(tie):
 
 def test_an_infinite_velocity_is_refused():
     field = Hardmax(query_key=-torch.eye(2), value=torch.full((2, 2), 1e308, dtype=F64))
-    with pytest.raises(HelmscopeError, match=r"velocity leaves torch.float64: take smaller value"):
+    with pytest.raises(HelmscopeError, match=r"velocity overflows torch.float64: use a smaller value"):
         field(circle(torch.tensor([0.7, 0.8], dtype=F64)))

@@ -214,10 +214,10 @@ def test_the_own_term_swallows_nothing(kind):
 
 
 def test_scaled_heads_of_usa():
-    """e^1000 leaves the dtype; the direction does not, and small heads vanish beside large ones."""
+    """e^1000 overflows; the direction does not, and small heads vanish beside large ones."""
     x = retract(tokens(4, 3) + 2 * tokens(3, seed=9))
     heads = [USA(1000.0), USA(3.0, value=normal(3, 3))]
-    with pytest.raises(HelmscopeError, match=r"in heads\[0\] beta is 1000, and the velocity leaves.*\.scaled"):
+    with pytest.raises(HelmscopeError, match=r"in heads\[0\] beta is 1000, and the velocity overflows.*\.scaled"):
         MultiHead(heads)(x)
     scaled, alone = MultiHead(heads, scale=1.0).scaled(x), USA(1000.0).scaled(x)
     assert torch.allclose(scaled.direction, alone.direction, rtol=1e-12, atol=0)
@@ -282,7 +282,7 @@ def test_what_it_is():
         (SA(1.0), ["heads", "is SA,", "sequence"]),
         ("SA", ["heads", "str"]),
         ([SA(1.0, value=torch.eye(3)), 2], ["heads", "[SA, int]"]),
-        ([SA(1.0), USA(1.0)], ["heads[1]", "USA", "SA", "one kind"]),
+        ([SA(1.0), USA(1.0)], ["heads[1]", "USA", "SA", "one class"]),
         ([SA(1.0), SA(1.0), SA(1.0, causal=True)], ["heads[2]", "causal=True", "causal=False"]),
         ([Hardmax(), Hardmax(tie=0.1)], ["heads[1]", "tie=0.1", "tie=None"]),
         ([SinkhornAttention(1.0), SinkhornAttention(1.0, tol=1e-3)], ["heads[1]", "tol=0.001"]),

@@ -323,8 +323,8 @@ def test_float32_stays_float32(make) -> None:
         ),
         (
             lambda: MatrixNoise(torch.tensor([[1.0, 2.0], [2.0, 1.0]])),
-            "m has the eigenvalue -1, but it must be positive semi-definite: beside the greatest one, 3, only -1.1e-05 "
-            "and above passes for rounding in torch.float32",
+            "m has the eigenvalue -1, but it must be positive semi-definite: next to the largest, 3, only -1.1e-05 "
+            "and above counts as rounding error in torch.float32",
         ),
         (
             lambda: MatrixNoise(torch.ones(2, 3)),
@@ -345,24 +345,24 @@ def test_float32_stays_float32(make) -> None:
         ),
         (
             lambda: StateNoise(3.0),
-            "sigma is 3.0, but it must be a callable (..., n, d) -> (..., n, d, k): for a constant use MatrixNoise or "
-            "IsotropicNoise",
+            "sigma is 3.0, but it must be a callable (..., n, d) -> (..., n, d, k): for constant noise use "
+            "MatrixNoise or IsotropicNoise",
         ),
         (
             lambda: StateNoise(lambda x: x).check_size(torch.eye(3)),
-            "sigma gives (3, 3) for tokens of shape (3, 3), but it must be (3, 3, k)",
+            "sigma returns (3, 3) for tokens of shape (3, 3), but it must be (3, 3, k)",
         ),
         (
             lambda: StateNoise(lambda x: torch.zeros(3, 3, 0)).check_size(torch.eye(3)),
-            "sigma gives (3, 3, 0) for tokens of shape (3, 3), but it must be (3, 3, k)",
+            "sigma returns (3, 3, 0) for tokens of shape (3, 3), but it must be (3, 3, k)",
         ),
         (
             lambda: StateNoise(lambda x: None).check_size(torch.eye(3)),
-            "sigma gives NoneType for tokens of shape (3, 3), but it must be (3, 3, k)",
+            "sigma returns NoneType for tokens of shape (3, 3), but it must be (3, 3, k)",
         ),
         (
             lambda: StateNoise(lambda x: torch.full((3, 3, 1), torch.nan)).check_size(torch.eye(3)),
-            "sigma gives the entry nan, but every entry must be finite",
+            "sigma returns the entry nan, but every entry must be finite",
         ),
     ],
 )

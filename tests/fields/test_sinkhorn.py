@@ -315,14 +315,16 @@ def test_weights_that_no_coupling_has():
 
 def test_too_few_sweeps():
     field = SinkhornAttention(100.0, query_key=normal(3, 3), max_sweeps=2)
-    with pytest.raises(HelmscopeError, match=r"max_sweeps is 2, but the scaling is not found.* error of 0\.\d+: raise"):
+    with pytest.raises(
+        HelmscopeError, match=r"max_sweeps is 2, but the scaling has not converged.* error of 0\.\d+: raise"
+    ):
         field(tokens(6, 3))
     assert torch.isfinite(SinkhornAttention(100.0, query_key=normal(3, 3))(tokens(6, 3))).all()
 
 
 def test_an_infinite_velocity_is_refused():
     field = SinkhornAttention(1.0, value=torch.full((2, 2), 1e308, dtype=F64))
-    with pytest.raises(HelmscopeError, match=r"velocity leaves torch.float64"):
+    with pytest.raises(HelmscopeError, match=r"velocity overflows torch.float64"):
         field(retract(torch.tensor([[1.0, 1.1], [1.0, 0.9]], dtype=F64)))
 
 

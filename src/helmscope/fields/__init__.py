@@ -1,4 +1,4 @@
-"""Right-hand sides: a field is a callable that gives every token its tangent velocity."""
+"""Right-hand sides of the dynamics: a field is a callable that returns the tangent velocity of every token."""
 
 from __future__ import annotations
 

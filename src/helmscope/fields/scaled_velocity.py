@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class ScaledVelocity:
-    """A velocity too large for its dtype: e^{log_scale} times ``direction``, one log scale per token.
+    """A velocity that may overflow its dtype, as e^{log_scale} times ``direction``, with one log scale per token.
 
     >>> ScaledVelocity(torch.ones(1, 2), torch.full((1, 1), 100.0)).over(1e-43)
     tensor([[2.6881, 2.6881]])
@@ -24,7 +24,7 @@ class ScaledVelocity:
     log_scale: Float[Tensor, "*batch n 1"]
 
     def over(self, duration: Tensor | float) -> Float[Tensor, "*batch n d"]:
-        """The displacement ``duration`` >= 0 times velocity, finite where the product is, though the velocity is not.
+        """The displacement, ``duration`` >= 0 times the velocity, which may be finite where the velocity overflows.
 
         >>> ScaledVelocity(torch.ones(1, 2), torch.full((1, 1), 1000.0)).over(0.0)
         tensor([[0., 0.]])
