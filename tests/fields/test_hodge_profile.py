@@ -32,7 +32,7 @@ def profile(activation, z, length=1.0, offset=0.0):
 
 
 @pytest.mark.parametrize("dim", [2, 3, 4, 9, 100, math.inf])
-def test_laws_have_their_moments_and_polynomials(dim):
+def test_moments_and_orthogonal_polynomials_of_the_laws(dim):
     """E z^2 = 1, E z^4 = 3 d/(d + 2); orthonormal polynomials, of Hermite in the limit."""
     law = Law(1 / dim)
     edges = torch.linspace(-min(law.reach, 12.0), min(law.reach, 12.0), 25, dtype=F64)[None]

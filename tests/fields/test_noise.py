@@ -230,7 +230,7 @@ def mixing(x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("common", [False, True])
-def test_a_sigma_that_sees_other_tokens(common) -> None:
+def test_a_sigma_that_depends_on_other_tokens(common) -> None:
     """By central differences of A_k = P sigma_k: one token moves under noise of its own, all under common noise."""
     x = points(2, 4, 3)
     noise = StateNoise(mixing, common=common, process=Stratonovich())
@@ -267,7 +267,7 @@ NOISES = [
 
 @pytest.mark.parametrize("make", NOISES)
 @pytest.mark.parametrize("process", PROCESSES)
-def test_a_system_alone_has_the_bits_of_the_batch(make, process) -> None:
+def test_a_system_does_not_depend_on_its_batch_to_the_bit(make, process) -> None:
     noise = make(process)
     x = points(7, 5, 3)
     dw = torch.randn(7, 5, noise.sources(x), dtype=F64, generator=torch.Generator().manual_seed(1))
@@ -372,7 +372,7 @@ def test_refusals(make, sentence) -> None:
     assert str(error.value) == sentence
 
 
-def test_rounding_is_no_asymmetry() -> None:
+def test_rounding_does_not_count_as_asymmetry() -> None:
     a = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
     for scale in (1e-20, 1.0, 1e20):
         noise = MatrixNoise(scale * (a @ a.T + torch.randn(64, 64) * 1e-5))

@@ -25,7 +25,7 @@ import torch
 
 from helmscope.fields.field import Field
 from helmscope.fields.lowrank import LowRank, query_and_key
-from helmscope.fields.parameters import is_moving, number_or_tensor, over_tokens, shown
+from helmscope.fields.parameters import is_moving, number_or_tensor, over_tokens, shape_or_type, shown
 from helmscope.fields.positions import Positions
 from helmscope.fields.scaled_velocity import ScaledVelocity
 from helmscope.geometry.arithmetic import check_dense_values, every
@@ -375,8 +375,7 @@ def check_matrix(name: str, matrix: object, *, floor: bool) -> None:
         return
     right_ndim = isinstance(matrix, torch.Tensor) and (matrix.ndim == 2 or (matrix.ndim > 2 and not floor))
     if not right_ndim or not isinstance(matrix, torch.Tensor) or not matrix.shape[-1] == matrix.shape[-2] > 0:
-        given = tuple(matrix.shape) if isinstance(matrix, torch.Tensor) else type(matrix).__name__
-        raise HelmscopeError(f"{name} is {given}, but it must be a square matrix as a torch tensor")
+        raise HelmscopeError(f"{name} is {shape_or_type(matrix)}, but it must be a square matrix as a torch tensor")
     if not matrix.dtype.is_floating_point:
         raise HelmscopeError(f"{name} has dtype {matrix.dtype}, but it must hold floating-point numbers")
     check_dense_values(name, matrix)

@@ -14,7 +14,7 @@ import torch
 from helmscope.fields.attention import check_matrix, softmax_kernel
 from helmscope.fields.field import Field
 from helmscope.fields.lowrank import LowRank, as_dense, query_and_key
-from helmscope.fields.parameters import number_or_tensor, over_tokens
+from helmscope.fields.parameters import number_or_tensor, over_tokens, shape_or_type
 from helmscope.fields.weights import check_weights
 from helmscope.geometry.sphere import project
 from helmscope.kernels.choose import token_sum
@@ -62,8 +62,7 @@ class CrossAttention(Field):
         object.__setattr__(self, "beta", number_or_tensor("beta", self.beta, at_least=0))
         y = self.context
         if not isinstance(y, torch.Tensor) or y.ndim < 2 or 0 in y.shape or not y.is_floating_point():
-            given = tuple(y.shape) if isinstance(y, torch.Tensor) else type(y).__name__
-            raise HelmscopeError(f"context is {given}, but it must be a float tensor of tokens (..., m, d)")
+            raise HelmscopeError(f"context is {shape_or_type(y)}, but it must be a float tensor of tokens (..., m, d)")
         for name in ("query_key", "value"):
             if not isinstance(getattr(self, name), LowRank):  # which checks its factors itself
                 check_matrix(name, getattr(self, name), floor=False)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 
-from helmscope.fields.parameters import Change, copy_with
+from helmscope.fields.parameters import Change, copy_with, shape_or_type
 from helmscope.fields.scaled_velocity import ScaledVelocity
 from helmscope.fields.weights import check_weights
 from helmscope.geometry.arithmetic import check_dense_values, every
@@ -314,9 +314,9 @@ class PlainField(Field):
         with torch.no_grad():
             velocity = self.ambient(x)
         if not isinstance(velocity, torch.Tensor) or velocity.shape != x.shape:
-            given = tuple(velocity.shape) if isinstance(velocity, torch.Tensor) else type(velocity).__name__
             raise HelmscopeError(
-                f"field returns {given} for tokens of shape {tuple(x.shape)}, but a velocity must have the same shape"
+                f"field returns {shape_or_type(velocity)} for tokens of shape {tuple(x.shape)}, but a velocity must "
+                "have the same shape"
             )
 
 
@@ -346,8 +346,7 @@ def check_states(field: Field, x: object, name: str, *, normalize: bool = False)
         assert isinstance(x, torch.Tensor)
         return x
     if not isinstance(x, torch.Tensor) or x.ndim < 2 or 0 in x.shape[-2:]:
-        given = tuple(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__
-        raise HelmscopeError(f"{name} is {given}, but it must be a tensor of points (..., n, d)")
+        raise HelmscopeError(f"{name} is {shape_or_type(x)}, but it must be a tensor of points (..., n, d)")
     check_dense_values(name, x)
     if x.dtype not in (torch.float64, torch.float32) or not every(torch.isfinite(x.detach())):
         raise HelmscopeError(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from helmscope.fields.parameters import Change, copy_with
+from helmscope.fields.parameters import Change, copy_with, shape_or_type
 from helmscope.geometry.arithmetic import check_dense_values, every, full_precision
 from helmscope.kernels.dense import matrix_product
 from helmscope.types import HelmscopeError
@@ -95,8 +95,9 @@ def as_dense(matrix: Tensor | LowRank | None, like: Float[Tensor, "*batch n d"])
 
 def _check_factor(name: str, factor: object) -> None:
     if not isinstance(factor, torch.Tensor) or factor.ndim < 2 or 0 in factor.shape:
-        given = tuple(factor.shape) if isinstance(factor, torch.Tensor) else type(factor).__name__
-        raise HelmscopeError(f"{name} is {given}, but it must be a torch tensor of shape (d, r) with r >= 1")
+        raise HelmscopeError(
+            f"{name} is {shape_or_type(factor)}, but it must be a torch tensor of shape (d, r) with r >= 1"
+        )
     if not factor.dtype.is_floating_point:
         raise HelmscopeError(f"{name} has dtype {factor.dtype}, but it must hold floating-point numbers")
     check_dense_values(name, factor)

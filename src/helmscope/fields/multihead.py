@@ -27,6 +27,7 @@ from helmscope.fields.attention import (
 )
 from helmscope.fields.field import Field
 from helmscope.fields.lowrank import LowRank, as_dense
+from helmscope.fields.parameters import shape_or_type
 from helmscope.fields.positions import Rotary
 from helmscope.fields.scaled_velocity import ScaledVelocity
 from helmscope.geometry.arithmetic import full_precision
@@ -350,8 +351,9 @@ def _check_head_weights(query: object, key: object, value: object, out: object) 
     shapes: dict[str, tuple[int, ...]] = {}
     for name, part in arguments.items():
         if not isinstance(part, torch.Tensor) or part.ndim != 3 or 0 in part.shape:
-            given = tuple(part.shape) if isinstance(part, torch.Tensor) else type(part).__name__
-            raise HelmscopeError(f"{name} is {given}, but it must be a torch tensor with axes (heads, ., .)")
+            raise HelmscopeError(
+                f"{name} is {shape_or_type(part)}, but it must be a torch tensor with axes (heads, ., .)"
+            )
         shapes[name] = tuple(part.shape)
     (heads, dh, d), (kv, dv, _) = shapes["query"], shapes["value"]
     if heads % kv:

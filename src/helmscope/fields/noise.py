@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.func import jvp
 
+from helmscope.fields.parameters import shape_or_type
 from helmscope.geometry.arithmetic import check_dense_values, full_precision
 from helmscope.geometry.sphere import project
 from helmscope.kernels.dense import matrix_product
@@ -292,9 +293,10 @@ class StateNoise(Noise):
         with torch.no_grad():
             value = self.sigma(x)
         if not isinstance(value, torch.Tensor) or value.shape[:-1] != x.shape or not value.shape[-1:].numel():
-            given = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
             wanted = f"({', '.join(str(size) for size in x.shape)}, k)"
-            raise HelmscopeError(f"sigma returns {given} for tokens of shape {tuple(x.shape)}, but it must be {wanted}")
+            raise HelmscopeError(
+                f"sigma returns {shape_or_type(value)} for tokens of shape {tuple(x.shape)}, but it must be {wanted}"
+            )
         bad = value[~torch.isfinite(value)]
         if len(bad):
             raise HelmscopeError(f"sigma returns the entry {bad[0].item()}, but every entry must be finite")

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from helmscope.fields.parameters import shape_or_type
 from helmscope.geometry.arithmetic import check_dense_values, every, full_precision
 from helmscope.geometry.retraction import length
 from helmscope.geometry.sphere import retract
@@ -92,8 +93,9 @@ class Norm(ABC):
         _check_float_tensor("w", w, 2)
         self.check_size(w, name="w")
         if b is not None and (not isinstance(b, torch.Tensor) or b.shape != w.shape[:-1]):
-            shown = tuple(b.shape) if isinstance(b, torch.Tensor) else type(b).__name__
-            raise HelmscopeError(f"b is {shown}, but w of shape {tuple(w.shape)} requires {tuple(w.shape[:-1])}")
+            raise HelmscopeError(
+                f"b is {shape_or_type(b)}, but w of shape {tuple(w.shape)} requires {tuple(w.shape[:-1])}"
+            )
         shift = torch.zeros_like(w[..., 0]) if b is None else b.to(w)
         shift = shift if self.bias is None else shift + w @ self.bias.to(w)
         return (w if self.gain is None else w * self.gain.to(w)), shift

@@ -98,6 +98,15 @@ def selected(which: Tensor) -> Change:
     return lambda value, axes: value[which]
 
 
+def shape_or_type(value: object) -> str:
+    """The shape of a tensor, or the type of anything else, for error messages.
+
+    >>> shape_or_type(torch.ones(2, 3)), shape_or_type([1.0])
+    ('(2, 3)', 'list')
+    """
+    return str(tuple(value.shape)) if isinstance(value, torch.Tensor) else type(value).__name__
+
+
 def shown(value: object) -> str:
     """A short description of a parameter for error messages.
 

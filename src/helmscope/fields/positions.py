@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from helmscope.fields.parameters import shape_or_type
 from helmscope.types import HelmscopeError, real_number
 
 if TYPE_CHECKING:
@@ -51,8 +52,7 @@ class Additive(Positions):
 
     def __post_init__(self) -> None:
         if not isinstance(self.table, torch.Tensor) or self.table.ndim != 2 or not self.table.is_floating_point():
-            shown = tuple(self.table.shape) if isinstance(self.table, torch.Tensor) else type(self.table).__name__
-            raise HelmscopeError(f"table is {shown}, but it must be a float tensor of shape (n, d)")
+            raise HelmscopeError(f"table is {shape_or_type(self.table)}, but it must be a float tensor of shape (n, d)")
 
     def tokens(self, x: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n d"]:
         """x_i + p_i."""

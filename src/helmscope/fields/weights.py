@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from helmscope.fields.parameters import shape_or_type
 from helmscope.geometry.arithmetic import check_dense_values, every
 from helmscope.types import HelmscopeError
 
@@ -22,28 +23,26 @@ def check_weights(
     """The weight m_j >= 0 of every token: ``weights``, set to 0 where ``mask`` is False. None if neither is given.
 
     The tokens x_j with these weights are the measure sum_j m_j delta_{x_j}. Raises ``HelmscopeError`` for a shape that
-    does not fit x, a mask that is not boolean, a weight that is negative or outside 1e-30 to 1e30, and a system without
+    does not fit x, a mask that is not boolean, a weight other than 0 outside 1e-30 to 1e30, and a system without
     positive weight.
 
     >>> check_weights(torch.eye(2), None, torch.tensor([True, False]))
     tensor([1., 0.])
     """
-    for name, given in (("weights", weights), ("mask", mask)):
-        if given is not None and (not isinstance(given, torch.Tensor) or not _broadcasts_to(given.shape, x.shape[:-1])):
-            shown = tuple(given.shape) if isinstance(given, torch.Tensor) else type(given).__name__
+    for name, value in (("weights", weights), ("mask", mask)):
+        if value is not None and (not isinstance(value, torch.Tensor) or not _broadcasts_to(value.shape, x.shape[:-1])):
             raise HelmscopeError(
-                f"{name} is {shown}, but it must be a tensor of shape {tuple(x.shape[:-1])} or ({x.shape[-2]},)"
+                f"{name} is {shape_or_type(value)}, but it must be a tensor of shape {tuple(x.shape[:-1])} or "
+                f"({x.shape[-2]},)"
             )
-        if given is not None:
-            check_dense_values(name, given)
+        if value is not None:
+            check_dense_values(name, value)
     if mask is not None and mask.dtype != torch.bool:
         raise HelmscopeError(f"mask has dtype {mask.dtype}, but it must be torch.bool, True at real tokens")
     if weights is None and mask is None:
         return None
     combined = torch.ones(x.shape[:-1], dtype=x.dtype, device=x.device) if weights is None else weights.to(x)
-    good = (combined == 0) | (
-        (combined >= 1e-30) & (combined <= 1e30)
-    )  # so that sums and products of weights stay within float32
+    good = (combined == 0) | ((combined >= 1e-30) & (combined <= 1e30))  # so that sums stay well within float32
     if not every(good):
         bad = combined[~good][0].item()
         raise HelmscopeError(
