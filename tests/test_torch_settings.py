@@ -121,7 +121,7 @@ def test_autocast_changes_no_bit(call):
 
 def test_autocast_is_as_it_was_after_an_error():
     with torch.autocast("cpu"):
-        with pytest.raises(hs.HelmscopeError, match="field gives"):
+        with pytest.raises(hs.HelmscopeError, match="field returns"):
             hs.integrate(lambda x: x[..., :2], tokens(), [1.0])
         assert (torch.ones(1, 1) @ torch.ones(1, 1)).dtype == torch.bfloat16
 

@@ -18,7 +18,7 @@ from helmscope.claims.experiments import energy_rises, finite_time, rate, steady
 from helmscope.claims.registry import Case
 from helmscope.claims.trial import try_claim
 from helmscope.fields.attention import SA, USA
-from helmscope.fields.field import ScaledVelocity
+from helmscope.fields.scaled_velocity import ScaledVelocity
 from helmscope.geometry.sphere import retract
 from helmscope.observe.inner_products import mean_inner_product
 from helmscope.solve.heun import Heun

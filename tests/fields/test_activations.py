@@ -272,7 +272,7 @@ def test_shapes():
 
 @every
 @pytest.mark.parametrize("dtype", [F32, F64])
-def test_bits_do_not_depend_on_the_place(act, dtype):
+def test_bits_do_not_depend_on_the_position(act, dtype):
     z = torch.randn(71, dtype=dtype, generator=torch.Generator().manual_seed(0))
     z = z * torch.tensor([0.1, 1.0, 8.0], dtype=dtype).repeat(24)[:71]
     beside = torch.stack([z, -z], 1)[:, 0]
@@ -345,14 +345,14 @@ def test_sigmoid_far_out():
         assert not vmap(function)(tensor(800, -800, 3e4, -3e4)).any()
 
 
-def test_tables_first_asked_for_in_inference_mode():
-    activations._decay.cache_clear()
+def test_tables_first_computed_in_inference_mode():
+    activations._tail_integrals.cache_clear()
     with torch.inference_mode():
         SiLU().potential(torch.ones(1))
     z = tensor(1.0).requires_grad_()
     SiLU().potential(z).backward()
     assert torch.equal(z.grad, SiLU()(z))
-    activations._decay.cache_clear()
+    activations._tail_integrals.cache_clear()
     assert vmap(grad(SiLU().potential))(tensor(1.0)) == SiLU()(tensor(1.0))
 
 
@@ -364,7 +364,7 @@ class Softplus(Activation):
         return torch.log1p(torch.exp(z))
 
 
-def test_own_activation():
+def test_a_custom_activation():
     act, z = Softplus(), tensor(-1.0, 0.5).requires_grad_()
     assert (act.slope(z) - torch.sigmoid(z)).abs().max() < 2e-16
     (curvature,) = torch.autograd.grad(act.slope(z).sum(), z)

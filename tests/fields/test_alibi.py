@@ -28,7 +28,7 @@ def test_loops(n, slope):
     assert_oracle(SinkhornAttention(2.0, bias=bias), tokens(n, 3), {})
 
 
-def test_it_prefers_near_tokens():
+def test_it_favors_nearby_tokens():
     """At beta = 0 the causal weights are a geometric sequence of ratio e^{-slope}."""
     kernel = SA(0.0, bias=alibi_bias(5, 0.7), causal=True).kernel(tokens(5, 3))
     ratios = kernel[4, :4] / kernel[4, 1:]

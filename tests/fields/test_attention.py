@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helmscope.fields.attention import SA, USA
-from helmscope.fields.field import Field, ScaledVelocity
+from helmscope.fields.field import Field
+from helmscope.fields.scaled_velocity import ScaledVelocity
 from helmscope.geometry.sphere import project, retract
 from helmscope.types import HelmscopeError
 from support.attention_cases import (
@@ -60,7 +61,7 @@ def test_loop_oracle_of_any_combination(kind, names, n, d, beta, seed):
 
 @BOTH
 @pytest.mark.parametrize("names", COMBINATIONS, ids="+".join)
-def test_members_of_a_batch_are_the_systems_alone(kind, names):
+def test_batched_systems_equal_single_systems(kind, names):
     x = tokens(2, 3, 4, 3)
     field, given = kind(4.0, **parameters(names, 4, 3)), measure(names, 2, 3, 4)
     together = field(x, **given)
@@ -166,11 +167,11 @@ def test_scaled_velocity(dtype, beta, bound):
         assert scaled.direction.dtype == scaled.log_scale.dtype == dtype
         assert scaled.direction.abs().max() < 1
         assert max(relative_errors(scaled.direction, exact_velocity(USA, beta, x), scaled.log_scale)) < bound
-        with pytest.raises(HelmscopeError, match=r"beta is \d+, and the velocity leaves torch.float.*\.scaled"):
+        with pytest.raises(HelmscopeError, match=r"beta is \d+, and the velocity overflows torch.float.*\.scaled"):
             USA(beta)(x)
 
 
-def test_scaled_velocity_of_ordinary_size_is_the_velocity():
+def test_scaled_velocity_of_moderate_size_is_the_velocity():
     x, weights = tokens(2, 4, 3), normal(2, 4).abs()
     scaled = USA(4.0).scaled(x, weights)
     assert torch.allclose(scaled.log_scale.exp() * scaled.direction, USA(4.0)(x, weights=weights), rtol=1e-15, atol=0)
@@ -191,7 +192,7 @@ def test_displacement_is_finite_where_the_product_is(dtype):
 
 
 @pytest.mark.parametrize("names", [[], ["causal"], ["minus"]], ids="+".join)
-def test_usa_is_refused_only_where_it_leaves_the_dtype(names):
+def test_usa_raises_only_where_it_overflows(names):
     """Orthogonal tokens move at the rate 1/n whatever beta is, and .scaled keeps them under any mask."""
     x = torch.eye(3, dtype=F64)
     field, calm = (USA(beta, **parameters(names, 3, 3)) for beta in (1000.0, 1.0))
@@ -324,7 +325,7 @@ def test_a_system_does_not_depend_on_its_batch_to_the_bit(kind, names, dtype):
             assert (together[b] - bare).abs().max() < 20 * size, (n, d)
 
 
-def test_a_bare_cloud_has_the_bits_of_a_batch_of_one():
+def test_a_single_cloud_equals_a_batch_of_one_to_the_bit():
     field, x = SA(beta=3.0, query_key=normal(7, 7), value=normal(7, 7, seed=1)), tokens(40, 9, 7, seed=2)
     weights = normal(40, 9, seed=3).abs() + 0.1
     together, weighted = field(x), field(x, weights=weights)

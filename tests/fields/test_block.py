@@ -175,7 +175,7 @@ def test_layer_and_flow_against_loops(name, parallel, mlp):
         assert (block.velocity(x) - moved).abs().max() < 1e-12
 
 
-def test_the_layer_is_what_torch_calls_one():
+def test_the_layer_equals_a_layer_of_torch():
     """A GPT-2 half-block from torch's own pieces: layer_norm, softmax attention, gelu."""
     heads = SA(beta=1.0 / math.sqrt(D), causal=True)
     mlp = MLP(w_in=normal(HIDDEN, D), w_out=normal(D, HIDDEN, seed=1), b_in=normal(HIDDEN, seed=2), activation=GELU())
@@ -192,7 +192,7 @@ def test_the_layer_is_what_torch_calls_one():
 
 
 @pytest.mark.parametrize("name", [name for name in PLACEMENTS if name != "post real"])
-def test_layers_tend_to_the_flow(name):
+def test_layers_converge_to_the_flow(name):
     """Sequential and parallel layers of size h reach the same flow, with an error of order h."""
     block = Block(SA(beta=1.0), relu_mlp(), placement=PLACEMENTS[name])
     x = tokens(N, D, seed=2)
@@ -261,7 +261,7 @@ def test_radius_sets_the_tolerance():
     assert (8 * small.trajectory.radius - large.trajectory.radius).abs().max() < 1e-10
 
 
-def test_a_stream_resumes_with_its_radius_and_knows_its_kernel():
+def test_a_stream_resumes_with_its_radius_and_has_a_kernel():
     block = Block(
         SA(beta=2.0), gated(), placement=PreNorm(mlp_norm=RMSNorm(eps=1e-3), attention_norm=RMSNorm(eps=1e-3))
     )
@@ -275,7 +275,7 @@ def test_a_stream_resumes_with_its_radius_and_knows_its_kernel():
     assert (run.kernel(layer=0) - SA(beta=2.0).kernel(seen)).abs().max() < 1e-14
 
 
-def test_what_the_norm_before_attention_does_not_see_is_kept():
+def test_what_the_norm_before_attention_removes_is_kept():
     """LayerNorm removes the mean, which an RMSNorm before the MLP reads."""
     norms = {"attention_norm": LayerNorm(), "mlp_norm": RMSNorm()}
     block = Block(SA(beta=1.5), gated(), placement=PreNorm(**norms))
@@ -291,7 +291,7 @@ def test_what_the_norm_before_attention_does_not_see_is_kept():
     assert (other.stream(depth=0).mean(-1) - run.stream(depth=1).mean(-1)).abs().max() < 1e-14
 
 
-def test_a_stream_that_falls_to_zero_stops_there_and_says_so():
+def test_a_stream_that_reaches_zero_stops_and_reports_it():
     """y' = -y/|y| ends at t = |y_0|, where no direction is left."""
     inward = MLP(w_in=torch.eye(D, dtype=F64), w_out=-torch.eye(D, dtype=F64), activation=Identity())
     nothing = SA(beta=0.0, value=torch.zeros(D, D, dtype=F64))
@@ -303,7 +303,7 @@ def test_a_stream_that_falls_to_zero_stops_there_and_says_so():
     assert run.trajectory.radius[1, 1].isnan().all()
 
 
-def test_events_see_directions():
+def test_events_receive_directions():
     """Two tokens of different radius that attend: the hitting time is that of their directions."""
     block = Block(
         SA(beta=0.0), MLP(w_in=torch.zeros(1, 2), w_out=torch.zeros(2, 1), activation=ReLU()), placement=PreNorm()
@@ -315,7 +315,7 @@ def test_events_see_directions():
     assert abs(float(at[0] @ at[1]) - 0.99) < 1e-8
 
 
-def test_layernorm_streams_lie_on_the_smaller_sphere():
+def test_layernorm_streams_are_on_the_smaller_sphere():
     block = Block(SA(beta=1.0), gated(), placement=PreNorm(attention_norm=LayerNorm(), mlp_norm=LayerNorm()))
     run = integrate(block, normal(2, N, D, seed=9) + 3, [0.0, 1.0])
     assert run.states.sum(-1).abs().max() < 1e-14
@@ -323,7 +323,7 @@ def test_layernorm_streams_lie_on_the_smaller_sphere():
 
 
 @pytest.mark.parametrize("name", PLACEMENTS)
-def test_a_block_alone_and_in_a_batch_gives_the_same_bits(name):
+def test_a_block_does_not_depend_on_its_batch_to_the_bit(name):
     block = Block(SA(beta=1.0), gated(), placement=PLACEMENTS[name])
     x = tokens(4, N, D, seed=10)
     stepper = Layer(0.5) if block.only_layers else None
@@ -358,7 +358,7 @@ def test_the_force_of_a_simulation():
         run.force(layer=2)
 
 
-def test_an_mlp_alone_is_a_field():
+def test_an_mlp_is_a_field():
     mlp = gated()
     x = tokens(2, N, D, seed=3)
     fine = integrate(mlp, x, [1.0], stepper=DormandPrince(tol=1e-11)).states
@@ -373,8 +373,8 @@ def test_an_mlp_alone_is_a_field():
 @pytest.mark.parametrize(
     ("make", "sentence"),
     [
-        (lambda: Block(SA, relu_mlp()), "attention is SA, but it must be a field that attends"),
-        (lambda: Block(relu_mlp(), relu_mlp()), "attention is MLP, but it must be a field that attends"),
+        (lambda: Block(SA, relu_mlp()), "attention is SA, but it must be an attention field"),
+        (lambda: Block(relu_mlp(), relu_mlp()), "attention is MLP, but it must be an attention field"),
         (lambda: Block(SA(beta=1.0), torch.nn.Linear(2, 2)), "mlp is .*but it must be an MLP or a GatedMLP"),
         (lambda: Block(SA(beta=1.0), relu_mlp(), placement=PostNorm), "placement is .*such as PreNorm"),
         (lambda: Block(SA(beta=1.0), relu_mlp(), parallel=1), "parallel is 1, but it must be True or False"),
@@ -385,11 +385,11 @@ def test_an_mlp_alone_is_a_field():
         (lambda: PreNorm(mlp_norm=torch.nn.LayerNorm(3)), "mlp_norm is .*UnitNorm"),
         (lambda: NGPT(attention_rate=-1.0), "attention_rate is -1.0, but it must be a finite number >= 0"),
         (lambda: NGPT(mlp_rate=torch.tensor([1.0, math.nan])), "an entry of mlp_rate is nan"),
-        (lambda: NGPT(attention_norm=RMSNorm()), "attention_norm is RMSNorm.*keeps unit vectors"),
+        (lambda: NGPT(attention_norm=RMSNorm()), "attention_norm is RMSNorm.*must be UnitNorm"),
         (lambda: SandwichNorm(mlp_out=3), "mlp_out is 3, but it must be a norm"),
         (lambda: Block(SA(beta=1.0), relu_mlp())(tokens(N, 3)), "need"),
         (lambda: Block(SA(beta=1.0), relu_mlp())(2 * tokens(N, D)), "norm 2"),
-        (lambda: Block(SA(beta=1.0), relu_mlp(), placement=PLACEMENTS["post real"])(tokens(N, D)), "a map"),
+        (lambda: Block(SA(beta=1.0), relu_mlp(), placement=PLACEMENTS["post real"])(tokens(N, D)), "a discrete map"),
         (lambda: Block(SA(beta=1.0), relu_mlp(), placement=NGPT(mlp_rate=torch.ones(2)))(tokens(N, D)), "mlp_rate has"),
         (
             lambda: integrate(Block(SA(beta=1.0), relu_mlp(), placement=PLACEMENTS["post real"]), tokens(N, D), [1.0]),

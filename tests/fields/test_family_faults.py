@@ -97,7 +97,7 @@ def last_step(sign):
 
 def found_after_one_sweep(right, field, *given, **named):
     dual = right(replace(field, max_sweeps=1), *given, **named)
-    return dual._replace(found=torch.ones_like(dual.found))
+    return dual._replace(converged=torch.ones_like(dual.converged))
 
 
 def whole_logarithm(node: ast.AST) -> ast.AST | None:
@@ -368,7 +368,7 @@ def agrees_with_oracle() -> bool:
     return close(hs.fields.alibi_bias(n, 0.4), family.alibi(n, 0.4)) and dense_weights_agree(d)
 
 
-def test_the_code_as_it_is_passes():
+def test_the_unchanged_code_passes():
     assert agrees_with_oracle()
 
 
@@ -377,11 +377,11 @@ def test_oracle_catches(name):
     assert outcome(FAULTS[name].plant, agrees_with_oracle) == FAULTS[name].found
 
 
-def test_a_last_step_downhill_mends_the_potential():
+def test_the_last_newton_step_corrects_the_potential():
     """So it is the sign alone that the oracle sees in "last step uphill"."""
     assert outcome(last_step(1), agrees_with_oracle) == "missed"
 
 
-def test_faults_are_in_every_part():
+def test_every_part_has_planted_faults():
     assert {fault.part for fault in FAULTS.values()} == set(PARTS)
     assert len(FAULTS) == 38

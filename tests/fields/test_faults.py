@@ -267,7 +267,7 @@ def keeps_invariants() -> bool:
     return True
 
 
-def test_the_code_as_it_is_passes():
+def test_the_unchanged_code_passes():
     assert agrees_with_oracle()
     assert keeps_invariants()
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from helmscope.fields.attention import SA
-from helmscope.fields.field import Field, check_weights
+from helmscope.fields.field import Field
 from helmscope.fields.hardmax import Hardmax
+from helmscope.fields.weights import check_weights
 from helmscope.kernels.dense import untransformed_logits
 from helmscope.theory.equiangular import EquiangularFlow
 from helmscope.types import HelmscopeError
@@ -109,7 +110,7 @@ def test_rounding_breaks_no_tie(dtype):
 
 
 @pytest.mark.parametrize("given", [{}, {"query_key": 2 * torch.eye(3)}, {"causal": True}, {"value": -torch.eye(3)}])
-def test_with_an_isotropic_query_key_every_token_rests(given):
+def test_with_an_isotropic_query_key_no_token_moves(given):
     x = tokens(3, 7, 3)
     assert torch.equal(Hardmax(**given)(x), torch.zeros_like(x))
     assert torch.equal(Hardmax(**given).kernel(x), torch.eye(7, dtype=F64).expand(3, 7, 7))
@@ -137,7 +138,7 @@ def test_derivatives(names):
     assert (forward - backward).abs().max() < 1e-15
 
 
-def test_a_tie_and_a_blind_token_have_finite_gradients():
+def test_a_tie_and_a_token_without_visible_keys_have_finite_gradients():
     x = torch.eye(3, dtype=F64).requires_grad_()
     bias = torch.zeros(3, 3, dtype=F64)
     bias[2] = -math.inf
@@ -157,7 +158,7 @@ def test_a_system_does_not_depend_on_its_batch_to_the_bit(dtype):
             assert torch.equal(together[b], field(x[b : b + 1])[0]), (n, d)
 
 
-def test_what_it_is():
+def test_properties_of_the_field():
     field = Hardmax()
     assert isinstance(field, Field)
     assert field.attends
@@ -173,5 +174,5 @@ def test_bad_tie(tie):
 
 def test_an_infinite_velocity_is_refused():
     field = Hardmax(query_key=-torch.eye(2), value=torch.full((2, 2), 1e308, dtype=F64))
-    with pytest.raises(HelmscopeError, match=r"velocity leaves torch.float64: take smaller value"):
+    with pytest.raises(HelmscopeError, match=r"velocity overflows torch.float64: use a smaller value"):
         field(circle(torch.tensor([0.7, 0.8], dtype=F64)))

@@ -297,7 +297,7 @@ def swap(kind):
     return [pair for v, w in pairs for pair in ((v, w), (tuple(-e for e in v), tuple(-e for e in w)))]
 
 
-def test_the_split_belongs_to_the_weights():
+def test_the_split_depends_on_the_weights():
     x = normal(20, 2)
     eigen, axes = (helmholtz(neuron(ReLU(), *swap(kind))) for kind in ("eigen", "axes"))
     for split in (eigen, axes):

@@ -107,7 +107,7 @@ def test_relu_share_keeps_its_digits_where_the_neuron_hardly_fires(corner):
 
 @pytest.mark.parametrize("activation", ALL)
 @pytest.mark.parametrize("dim", [2, 5])
-def test_parts_add_up_and_are_what_they_say(activation, dim):
+def test_parts_add_up_and_have_their_defining_properties(activation, dim):
     mlp = random_mlp(7, dim, activation, length=2.0)
     split, x = gaussian_hodge_split(mlp), normal_points(50, dim).requires_grad_(True)
     gradient, swirl = split.gradient(x), split.swirl(x)
@@ -311,7 +311,7 @@ def test_shapes_dtypes_batches_and_transforms():
     assert split.gradient(torch.full((3,), torch.nan, dtype=F64)).isnan().all()
 
 
-def test_an_activation_of_your_own():
+def test_a_custom_activation():
     class Leaky(Activation):
         def __call__(self, z):
             return torch.where(z > 0, z, z / 10)

@@ -45,7 +45,7 @@ def test_the_parts_of_an_mlp_are_sums_over_its_neurons():
                 assert split.antisymmetric[p, i, j].item() == pytest.approx((df - transposed) / 2, abs=4e-15)
 
 
-def test_the_index_of_what_is_known():
+def test_the_index_of_known_cases():
     turn = torch.tensor([[0.0, -2.0], [2.0, 0.0]], dtype=F64)
     x = points(6, 2)
     assert torch.equal(jacobian_split(lambda y: y @ turn.mT, x).swirl_index, torch.ones(6, dtype=F64))
@@ -68,7 +68,7 @@ def test_the_index_of_two_weightings_of_one_function_is_one():
         assert (split.symmetric - axes.flip(0)).abs().max() < 1e-15
 
 
-def test_no_slope_has_no_index_and_small_ones_have():
+def test_a_zero_jacobian_has_no_index_and_a_small_one_has():
     assert jacobian_split(torch.zeros_like, points(3, 2)).swirl_index.isnan().all()
     for size in (1e-200, 1e200):
         shear = size * torch.tensor([[0.0, 1.0], [0.0, 0.0]], dtype=F64)
@@ -87,7 +87,7 @@ def test_the_parts_of_a_matrix(seed, dim):
     assert 0 <= split.swirl_index.item() <= 1
 
 
-def test_points_do_not_see_each_other():
+def test_points_do_not_interact():
     mlp, x = random_mlp(4, 3), points(2, 5, 3)
     together = jacobian_split(mlp, x)
     assert together.symmetric.shape == (2, 5, 3, 3)
@@ -127,12 +127,12 @@ def test_the_index_can_be_differentiated():
         (lambda x: x, [1.0, 2.0], "x is list"),
         (lambda x: x, torch.zeros(2, 2, dtype=torch.long), "x is torch.int64"),
         (lambda x: x, torch.tensor(1.0), "shape \\(\\)"),
-        (lambda x: x.sum(-1), torch.zeros(3, 2), "force gives shape \\(3,\\)"),
-        (lambda x: 3.0, torch.zeros(3, 2), "force gives a float at points"),
+        (lambda x: x.sum(-1), torch.zeros(3, 2), "force returns shape \\(3,\\)"),
+        (lambda x: 3.0, torch.zeros(3, 2), "force returns a float at points"),
         (3.0, torch.zeros(3, 2), "force is a float, but it must be a callable"),
         (torch.eye(2), torch.zeros(3, 2), "force is a Tensor, but it must be a callable"),
         (MLP, torch.zeros(3, 2), r"force is a \w+, but it must be a callable"),
-        (SA(1.0), torch.eye(2), "force is a SA, which mixes points, but it must act on each point by itself"),
+        (SA(1.0), torch.eye(2), "force is a SA, which mixes points, but it must act on each point separately"),
         (SA(1.0).velocity, torch.eye(2), "force is a SA, which mixes points"),
         (Block(SA(1.0), random_mlp(3, 2)), torch.eye(2), "force is a Block, which mixes points"),
     ],

@@ -26,13 +26,13 @@ ALL = [
 def profile(activation, z, length=1.0, offset=0.0):
     """h and h' of one neuron."""
     row, bias = torch.tensor([[length, 0.0]], dtype=F64), torch.tensor([offset], dtype=F64)
-    neurons = Neurons.of(MLP(w_in=row, w_out=row.mT, b_in=bias, activation=activation), radius=1.0)
+    neurons = Neurons.from_mlp(MLP(w_in=row, w_out=row.mT, b_in=bias, activation=activation), radius=1.0)
     z = torch.as_tensor(z, dtype=F64)
     return Profiles.solve(Law(0.0), neurons)(z, torch.zeros_like(z, dtype=torch.long))
 
 
 @pytest.mark.parametrize("dim", [2, 3, 4, 9, 100, math.inf])
-def test_laws_have_their_moments_and_polynomials(dim):
+def test_moments_and_orthogonal_polynomials_of_the_laws(dim):
     """E z^2 = 1, E z^4 = 3 d/(d + 2); orthonormal polynomials, of Hermite in the limit."""
     law = Law(1 / dim)
     edges = torch.linspace(-min(law.reach, 12.0), min(law.reach, 12.0), 25, dtype=F64)[None]

@@ -155,7 +155,7 @@ def test_profiles_against_the_gegenbauer_series(dim):
     "activation", [activations.ReLU(), activations.SquaredReLU(), activations.GELU(), activations.GELUTanh()]
 )
 @pytest.mark.parametrize("dim", [2, 3, 8])
-def test_parts_are_tangent_add_up_and_are_what_they_say(activation, dim):
+def test_parts_are_tangent_add_up_and_have_their_defining_properties(activation, dim):
     mlp = random_mlp(7, dim, activation)
     split, x = sphere_hodge_split(mlp), unit_points(30, dim)
     gradient, rest = split.gradient(x), split.swirl(x) + split.harmonic(x)
@@ -256,7 +256,7 @@ def test_constants_are_gradients():
     )
 
 
-def test_high_dimensions_tend_to_gauss_space():
+def test_high_dimensions_converge_to_gauss_space():
     """|v| = sqrt d on the unit sphere, as |v| = 1 on that of radius sqrt d; the difference falls like 1/d."""
     limit = gaussian_hodge_split(one_neuron(activations.GELU(), 3, offset=0.4)).share()
     gaps = [

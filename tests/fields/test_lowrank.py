@@ -29,7 +29,7 @@ def test_the_matrix_is_the_product(r):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("r", [1, 2, 6])
 @pytest.mark.parametrize("names", [["query_key"], ["value"], ["query_key", "value"]], ids="+".join)
-def test_thin_is_dense(kind, r, names):
+def test_low_rank_equals_dense(kind, r, names):
     """Measured 3e-15 of the greatest value."""
     for seed in range(5):
         x, given = tokens(2, 5, 4, seed=seed), measure(["weights", "mask"], 2, 5, seed=seed)

@@ -44,7 +44,7 @@ def test_merge_oracle(d, tolerance):
         assert merged.leader.tolist() == oracles.cluster_labels(x.tolist(), tolerance)
 
 
-def test_leader_weights_and_places():
+def test_leaders_weights_and_states():
     x = circle(0.0, 2.0, 0.1, 2.1, -2.0)
     weights = torch.tensor([1.0, 2.0, 3.0, 0.5, 4.0], dtype=F64)
     merged = merge_tokens(x, 0.15, weights=weights)
@@ -58,14 +58,14 @@ def test_leader_weights_and_places():
     assert (states[0] - mean).abs().max() < 2e-16
 
 
-def test_without_weights_every_token_counts_one():
+def test_without_weights_every_token_has_weight_one():
     x = tokens(4, 3)[[0, 1, 0, 2, 0]]
     merged = merge_tokens(x, 0)
     assert merged.weights.tolist() == [3.0, 1.0, 0.0, 1.0, 0.0]
     assert (merged.states - x).abs().max() < 2e-16
 
 
-def test_tolerance_zero_merges_equal_tokens_alone():
+def test_tolerance_zero_merges_only_equal_tokens():
     near = circle(0.5, 0.5 + 1e-15, 0.5)
     assert merge_tokens(near, 0.0).leader.tolist() == [0, 1, 0]
     assert merge_tokens(near, 1e-14).leader.tolist() == [0, 0, 0]
@@ -80,7 +80,7 @@ def test_a_chain_is_one_cluster():
     assert merge_tokens(long, 0.11).leader.tolist() == [0] * 7
 
 
-def test_tokens_without_weight_are_left_alone():
+def test_tokens_without_weight_are_not_merged():
     """They neither merge nor link: two tokens that meet through one of weight 0 alone do not meet."""
     x = circle(0.0, 0.1, 0.2)
     weights = torch.tensor([1.0, 0.0, 2.0], dtype=F64)
@@ -93,7 +93,7 @@ def test_tokens_without_weight_are_left_alone():
 
 
 @pytest.mark.parametrize("dtype", [F32, F64])
-def test_lone_tokens_keep_their_bits(dtype):
+def test_tokens_that_are_not_merged_are_unchanged_to_the_bit(dtype):
     x = tokens(6, 3).to(dtype)
     x[4] = x[2]
     merged = merge_tokens(x, 1e-3, weights=torch.rand(6, generator=torch.Generator().manual_seed(0)) + 0.1)
@@ -112,7 +112,7 @@ def test_merging_twice_changes_nothing_more():
     assert torch.equal(twice.weights, once.weights)
 
 
-def test_members_of_a_batch_are_merged_alone():
+def test_clouds_of_a_batch_are_merged_separately():
     x = tokens(2, 3, 6, 2)
     weights = normal(2, 3, 6).abs()
     weights[0, 1, 2] = 0

@@ -274,7 +274,7 @@ def test_bad_size_for_the_solver():
     assert "(..., 3)" in message
 
 
-def test_a_force_that_leaves_the_dtype_is_refused():
+def test_a_force_that_overflows_is_refused():
     mlp = MLP(w_in=torch.eye(2), w_out=torch.eye(2), activation=SquaredReLU())
     message = refusal(lambda: mlp(torch.tensor([1e30, 0.0])))
     assert "1e+30" in message
@@ -376,7 +376,7 @@ def test_an_activation_without_table_is_refused_at_once(gated):
             make(build(tensors(3, 2, gated), Sine()))
 
 
-def test_half_a_table_serves_the_ungated_split():
+def test_the_ungated_split_needs_only_the_first_antiderivative():
     mlp, x = build(tensors(3, 2, gated=False), HalfKnown()), normal(4, 2)
     split = helmholtz(mlp)
     slope = torch.func.vmap(torch.func.grad(split.potential))(x)

@@ -40,7 +40,7 @@ def test_loop_oracle(kind, make, names):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_members_of_a_batch_are_the_systems_alone(kind):
+def test_batched_systems_equal_single_systems(kind):
     x, field = tokens(2, 3, 4, 3), MultiHead(heads_of(kind, "dense", 4, 3))
     given = measure(["weights", "mask"], 2, 3, 4)
     together = field(x, **given)
@@ -69,7 +69,7 @@ def test_it_is_the_sum_of_its_heads(kind):
 
 
 @pytest.mark.parametrize("make", ["plain", "dense", "thin"])
-def test_heads_are_one_axis_and_no_loop(make, monkeypatch):
+def test_heads_are_an_axis_not_a_loop(make, monkeypatch):
     calls = []
 
     def counted(request):
@@ -82,7 +82,7 @@ def test_heads_are_one_axis_and_no_loop(make, monkeypatch):
     assert calls == [(2, 12, 4)]
 
 
-def test_ranks_of_heads_stay_thin(monkeypatch):
+def test_low_rank_heads_are_not_expanded(monkeypatch):
     seen = []
     original = module.token_sum
     monkeypatch.setattr(module, "token_sum", lambda request: seen.append(request.value.shape) or original(request))
@@ -204,7 +204,7 @@ def test_single_precision():
 
 
 @pytest.mark.parametrize("kind", ["sa", "usa"])
-def test_the_own_term_swallows_nothing(kind):
+def test_the_own_term_does_not_cancel_the_others(kind):
     """Metastable tokens at beta = 40, all V_h = c_h I: every digit stays."""
     x = torch.eye(2, dtype=F64)
     field = MultiHead([KINDS[kind](40.0), KINDS[kind](41.0, value=2 * torch.eye(2))])
@@ -214,10 +214,10 @@ def test_the_own_term_swallows_nothing(kind):
 
 
 def test_scaled_heads_of_usa():
-    """e^1000 leaves the dtype; the direction does not, and small heads vanish beside large ones."""
+    """e^1000 overflows; the direction does not, and small heads vanish beside large ones."""
     x = retract(tokens(4, 3) + 2 * tokens(3, seed=9))
     heads = [USA(1000.0), USA(3.0, value=normal(3, 3))]
-    with pytest.raises(HelmscopeError, match=r"in heads\[0\] beta is 1000, and the velocity leaves.*\.scaled"):
+    with pytest.raises(HelmscopeError, match=r"in heads\[0\] beta is 1000, and the velocity overflows.*\.scaled"):
         MultiHead(heads)(x)
     scaled, alone = MultiHead(heads, scale=1.0).scaled(x), USA(1000.0).scaled(x)
     assert torch.allclose(scaled.direction, alone.direction, rtol=1e-12, atol=0)
@@ -228,7 +228,7 @@ def test_scaled_heads_of_usa():
     assert torch.equal(MultiHead([SA(1.0)]).scaled(x).log_scale, torch.zeros(4, 1, dtype=F64))
 
 
-def test_a_blind_head_does_not_set_the_scale():
+def test_a_head_without_visible_keys_does_not_set_the_scale():
     """Head 0 sees each token itself alone, at e^900; head 1 sees the others at e^0."""
     hidden = torch.full((3, 3), -INF, dtype=F64).fill_diagonal_(0.0)
     heads = [USA(900.0, bias=hidden), USA(0.0)]
@@ -262,7 +262,7 @@ def test_equivariance_and_padding():
     assert (padded[:5] - field(x)).abs().max() < 1e-14
 
 
-def test_what_it_is():
+def test_properties_of_the_field():
     for field in (MultiHead([SA(1.0)]), MultiHeadAsPrinted([SA(1.0)], [force(3, 2, 0)[0]])):
         assert isinstance(field, Field)
         assert field.attends
@@ -282,7 +282,7 @@ def test_what_it_is():
         (SA(1.0), ["heads", "is SA,", "sequence"]),
         ("SA", ["heads", "str"]),
         ([SA(1.0, value=torch.eye(3)), 2], ["heads", "[SA, int]"]),
-        ([SA(1.0), USA(1.0)], ["heads[1]", "USA", "SA", "one kind"]),
+        ([SA(1.0), USA(1.0)], ["heads[1]", "USA", "SA", "one class"]),
         ([SA(1.0), SA(1.0), SA(1.0, causal=True)], ["heads[2]", "causal=True", "causal=False"]),
         ([Hardmax(), Hardmax(tie=0.1)], ["heads[1]", "tie=0.1", "tie=None"]),
         ([SinkhornAttention(1.0), SinkhornAttention(1.0, tol=1e-3)], ["heads[1]", "tol=0.001"]),

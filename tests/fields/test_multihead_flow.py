@@ -10,10 +10,10 @@ import torch
 import support.attention_family_oracles as family
 from helmscope.fields.activations import Identity
 from helmscope.fields.attention import SA, USA
-from helmscope.fields.field import check_weights
 from helmscope.fields.mlp import MLP
 from helmscope.fields.multihead import MultiHead
 from helmscope.fields.multihead_as_printed import MultiHeadAsPrinted
+from helmscope.fields.weights import check_weights
 from helmscope.geometry.sphere import project, retract
 from helmscope.types import HelmscopeError
 from support import oracles

@@ -230,7 +230,7 @@ def mixing(x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("common", [False, True])
-def test_a_sigma_that_sees_other_tokens(common) -> None:
+def test_a_sigma_that_depends_on_other_tokens(common) -> None:
     """By central differences of A_k = P sigma_k: one token moves under noise of its own, all under common noise."""
     x = points(2, 4, 3)
     noise = StateNoise(mixing, common=common, process=Stratonovich())
@@ -267,7 +267,7 @@ NOISES = [
 
 @pytest.mark.parametrize("make", NOISES)
 @pytest.mark.parametrize("process", PROCESSES)
-def test_a_system_alone_has_the_bits_of_the_batch(make, process) -> None:
+def test_a_system_does_not_depend_on_its_batch_to_the_bit(make, process) -> None:
     noise = make(process)
     x = points(7, 5, 3)
     dw = torch.randn(7, 5, noise.sources(x), dtype=F64, generator=torch.Generator().manual_seed(1))
@@ -323,8 +323,8 @@ def test_float32_stays_float32(make) -> None:
         ),
         (
             lambda: MatrixNoise(torch.tensor([[1.0, 2.0], [2.0, 1.0]])),
-            "m has the eigenvalue -1, but it must be positive semi-definite: beside the greatest one, 3, only -1.1e-05 "
-            "and above passes for rounding in torch.float32",
+            "m has the eigenvalue -1, but it must be positive semi-definite: next to the largest, 3, only -1.1e-05 "
+            "and above counts as rounding error in torch.float32",
         ),
         (
             lambda: MatrixNoise(torch.ones(2, 3)),
@@ -345,24 +345,24 @@ def test_float32_stays_float32(make) -> None:
         ),
         (
             lambda: StateNoise(3.0),
-            "sigma is 3.0, but it must be a callable (..., n, d) -> (..., n, d, k): for a constant use MatrixNoise or "
-            "IsotropicNoise",
+            "sigma is 3.0, but it must be a callable (..., n, d) -> (..., n, d, k): for constant noise use "
+            "MatrixNoise or IsotropicNoise",
         ),
         (
             lambda: StateNoise(lambda x: x).check_size(torch.eye(3)),
-            "sigma gives (3, 3) for tokens of shape (3, 3), but it must be (3, 3, k)",
+            "sigma returns (3, 3) for tokens of shape (3, 3), but it must be (3, 3, k)",
         ),
         (
             lambda: StateNoise(lambda x: torch.zeros(3, 3, 0)).check_size(torch.eye(3)),
-            "sigma gives (3, 3, 0) for tokens of shape (3, 3), but it must be (3, 3, k)",
+            "sigma returns (3, 3, 0) for tokens of shape (3, 3), but it must be (3, 3, k)",
         ),
         (
             lambda: StateNoise(lambda x: None).check_size(torch.eye(3)),
-            "sigma gives NoneType for tokens of shape (3, 3), but it must be (3, 3, k)",
+            "sigma returns NoneType for tokens of shape (3, 3), but it must be (3, 3, k)",
         ),
         (
             lambda: StateNoise(lambda x: torch.full((3, 3, 1), torch.nan)).check_size(torch.eye(3)),
-            "sigma gives the entry nan, but every entry must be finite",
+            "sigma returns the entry nan, but every entry must be finite",
         ),
     ],
 )
@@ -372,7 +372,7 @@ def test_refusals(make, sentence) -> None:
     assert str(error.value) == sentence
 
 
-def test_rounding_is_no_asymmetry() -> None:
+def test_rounding_does_not_count_as_asymmetry() -> None:
     a = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
     for scale in (1e-20, 1.0, 1e20):
         noise = MatrixNoise(scale * (a @ a.T + torch.randn(64, 64) * 1e-5))

@@ -156,7 +156,7 @@ def test_images(d):
 
 
 @EVERY
-def test_radius_and_direction_are_polar_coordinates_of_what_the_norm_sees(norm):
+def test_radius_and_direction_are_polar_coordinates_of_the_normalized_part(norm):
     y, norm = 3 * random(50, 6) + 1, norm(6)
     direction, radius = norm.direction(y), norm.radius(y)
     centered = y - y.mean(-1, keepdim=True) if isinstance(norm, LayerNorm) else y
@@ -233,7 +233,7 @@ def test_eigenvalues(eps, d):
         assert ulps(UnitNorm().jacobian(y) @ y, F64) <= 1  # 0.88
 
 
-def test_jacobian_where_there_is_no_direction_and_far_out():
+def test_jacobian_at_vectors_without_direction_and_at_huge_ones():
     """At C y = 0 it is G C / sqrt(eps); it scales as 1 / |y| where the squares of y leave the dtype."""
     g, y = gain(4), torch.full((4,), 0.1, dtype=F64)
     center = torch.eye(4, dtype=F64) - 0.25
@@ -296,7 +296,7 @@ def test_gradients_in_y_gain_and_bias(kind, eps):
 
 
 @pytest.mark.parametrize("kind", [RMSNorm, LayerNorm])
-def test_gradients_at_no_direction_are_those_of_the_closed_form(kind):
+def test_gradients_at_vectors_without_direction_match_the_closed_form(kind):
     y = torch.full((4,), 0.3 if kind is LayerNorm else 0.0, dtype=F64)
     norm = kind(gain=gain(4), eps=1e-2)
     for derivative in (torch.func.jacrev, torch.func.jacfwd):
@@ -317,7 +317,7 @@ def test_autograd_transforms(norm):
 @EVERY
 @pytest.mark.parametrize("dtype", [F64, F32])
 @pytest.mark.parametrize("d", [2, 3, 8, 33, 257])
-def test_a_system_alone_and_in_a_batch_give_the_same_bits(norm, dtype, d):
+def test_a_system_does_not_depend_on_its_batch_to_the_bit(norm, dtype, d):
     norm, y = norm(d), random(11, 5, d, dtype=dtype) + 1
     for method in (norm, norm.radius, norm.direction, norm.jacobian):
         together = method(y)
@@ -356,7 +356,7 @@ def test_effective_beta_of_the_identity_is_the_root_of_d():
 
 ONES, FLAT = torch.ones(3, dtype=F64), torch.ones(4)
 VECTOR, FLOATS = "but it must be a torch tensor of shape (d,)", "but it must be a torch tensor of float64 or float32"
-THREE = "of shape (3,) asks for (..., 3)"
+THREE = "of shape (3,) requires (..., 3)"
 
 
 @pytest.mark.parametrize(
@@ -380,8 +380,8 @@ THREE = "of shape (3,) asks for (..., 3)"
         (lambda: LayerNorm(bias=ONES).jacobian(FLAT), f"y has shape (4,), but bias {THREE}"),
         (lambda: RMSNorm(gain=ONES).fold(torch.ones(2, 4)), f"w has shape (2, 4), but gain {THREE}"),
         (lambda: UnitNorm().fold(FLAT), "w has shape (4,), but it must be (..., k, d) with d >= 1"),
-        (lambda: UnitNorm().fold(torch.ones(2, 4), ONES), "b is (3,), but w of shape (2, 4) asks for (2,)"),
-        (lambda: UnitNorm().fold(torch.ones(2, 4), 1.0), "b is float, but w of shape (2, 4) asks for (2,)"),
+        (lambda: UnitNorm().fold(torch.ones(2, 4), ONES), "b is (3,), but w of shape (2, 4) requires (2,)"),
+        (lambda: UnitNorm().fold(torch.ones(2, 4), 1.0), "b is float, but w of shape (2, 4) requires (2,)"),
         (lambda: effective_beta(0, 4), "dim is 0, but it must be a whole number >= 1"),
         (lambda: effective_beta(4, 2.5), "head_dim is 2.5, but it must be a whole number >= 1"),
         (lambda: effective_beta(4, 4, scale=-1.0), "scale is -1.0, but it must be a finite number >= 0"),
@@ -394,6 +394,6 @@ def test_refusals(call, sentence):
 
 
 @pytest.mark.parametrize("call", [lambda: LayerNorm(ONES), lambda: RMSNorm(bias=ONES), lambda: UnitNorm(eps=0.1)])
-def test_options_are_named_and_each_norm_has_its_own(call):
+def test_options_are_keyword_only_and_differ_by_norm(call):
     with pytest.raises(TypeError):
         call()

@@ -50,7 +50,7 @@ FIELDS = {
 
 
 @pytest.mark.parametrize("name", FIELDS)
-def test_32_systems_with_parameters_of_their_own_are_32_calls(name):
+def test_32_systems_with_separate_parameters_equal_32_calls(name):
     made = FIELDS[name]
     whole = made(ALL)
     assert whole.batch == (MANY,)
@@ -156,7 +156,7 @@ def test_a_field_that_depends_on_time_meets_the_order_of_its_stepper(name):
     assert slopes[-1] == pytest.approx(order, abs=0.1)
 
 
-def test_adaptive_steps_know_the_time_of_every_system():
+def test_adaptive_steps_use_the_time_of_every_system():
     x = tokens(3, 1, 2)
     seen = hs.integrate(Turning(), x, [0.4, 2.0]).states
     first = torch.atan2(x[:, 0, 1], x[:, 0, 0])
@@ -165,13 +165,13 @@ def test_adaptive_steps_know_the_time_of_every_system():
         assert (state[:, 0] - torch.stack([wanted.cos(), wanted.sin()], -1)).abs().max() < 1e-8
 
 
-def test_a_resumed_run_goes_on_with_the_clock():
+def test_a_resumed_run_continues_in_time():
     whole = hs.integrate(Turning(), tokens(2, 1, 2), [0.5, 1.5, 2.0])
     rest = whole.resume(depth=1, states=whole.trajectory.states[1])
     assert (rest.states[-1] - whole.states[-1]).abs().max() < 1e-8
 
 
-def test_a_plain_function_may_take_the_time():
+def test_a_plain_function_may_depend_on_time():
     x = tokens(2, 3, 2)
     by_class = hs.integrate(Turning(), x, [1.0]).states
     by_function = hs.integrate(lambda x, t: Turning().velocity(x, t=t), x, [1.0]).states
@@ -193,7 +193,7 @@ def test_a_state_at_rest_now_may_be_moved_later():
 # Where states live ----------------------------------------------------------------------------------------------------
 
 
-def test_a_block_without_norms_lives_in_r_d():
+def test_states_of_a_block_without_norms_are_points_of_r_d():
     """y' = mean of the tokens + M y has a closed form: beta = 0, and the MLP is linear."""
     from scipy.linalg import expm
 
@@ -218,7 +218,7 @@ def test_a_block_without_norms_lives_in_r_d():
         hs.integrate(block, y, [1.0], stepper=hs.solve.GeodesicRK4(0.1))
 
 
-def test_a_function_that_is_none_is_refused_at_the_door():
+def test_a_field_that_is_not_callable_is_refused():
     for bad in (3, hs.SA, None):
         with pytest.raises(HelmscopeError, match=r"^field is .*, but it must be a field such as SA"):
             hs.integrate(bad, tokens(2, 2), [1.0])

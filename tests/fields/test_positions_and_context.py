@@ -46,7 +46,7 @@ def dot(a, b):
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_rotary_positions_are_the_loops(causal):
+def test_rotary_positions_against_loops(causal):
     x, beta = tokens(5, 4), 1.7
     q, k = turned_by_loops((x @ B).tolist(), 100.0), turned_by_loops(x.tolist(), 100.0)
     logits = [
@@ -78,7 +78,7 @@ def test_rotary_logits_depend_on_the_distance_alone():
         assert (band - band[0]).abs().max() < 1e-12
 
 
-def test_additive_positions_are_the_loops():
+def test_additive_positions_against_loops():
     x, table, beta = tokens(5, 4), normal(7, 4, seed=4), 0.8
     z = (x + table[:5]).tolist()
     logits = [[beta * dot(a, b) for b in z] for a in (torch.tensor(z, dtype=F64) @ B).tolist()]
@@ -96,7 +96,7 @@ def test_heads_share_their_positions(positions):
     assert (MultiHead(heads).velocity(x) - wanted).abs().max() < 1e-13
 
 
-def test_a_second_cloud_is_the_loops():
+def test_a_second_cloud_against_loops():
     x, y, m = tokens(3, 4), tokens(6, 4, seed=5), [1.0, 2.0, 0.0, 0.5, 1.0, 3.0]
     beta = 1.3
     logits = [[beta * dot(a, b) for b in y.tolist()] for a in (x @ B).tolist()]
@@ -116,7 +116,7 @@ def test_tokens_gather_where_one_context_token_is():
     assert (after - before * math.exp(-1.5)).abs().max() < 1e-8
 
 
-def test_contexts_of_their_own():
+def test_one_context_per_system():
     x, y = tokens(4, 5, 3), tokens(4, 2, 3, seed=9)
     whole = hs.integrate(hs.CrossAttention(2.0, y), x, [0.7]).states[-1]
     for k in range(4):
@@ -169,7 +169,7 @@ def test_bad_input_is_refused_with_one_sentence(call, said):
 
 
 @pytest.mark.parametrize(("n", "m"), [(2_100, 5), (7, 2_100)])
-def test_large_clouds_store_no_pairs_and_give_the_loops(n, m):
+def test_large_clouds_store_no_pairs_and_match_loops(n, m):
     x, y = tokens(n, 4), tokens(m, 4, seed=1)
     weights = (normal(m, seed=3) + 1).clamp(min=0)
     field = hs.CrossAttention(3.0, y, query_key=B, value=V, context_weights=weights)
@@ -222,7 +222,7 @@ def test_flash_takes_one_cloud():
 # One field per layer: scales, maps, and a field behind its method -----------------------------------------------------
 
 
-def test_layers_whose_velocity_leaves_the_dtype_have_displacements():
+def test_layers_whose_velocity_overflows_have_displacements():
     """e^97 is no float32, but the displacement over 1e-43 is; each system by the layer at its own time."""
     x = torch.stack([tokens(3, 4), tokens(3, 4, seed=1)]).float()
     x[:, 1] = torch.nn.functional.normalize(x[:, 0] + 0.1 * x[:, 2], dim=-1)
@@ -238,7 +238,7 @@ def test_layers_whose_velocity_leaves_the_dtype_have_displacements():
     assert each.abs().max() > 1e-6
 
 
-def test_layers_whose_velocity_leaves_the_dtype_are_integrated():
+def test_layers_whose_velocity_overflows_are_integrated():
     x = torch.stack([tokens(3, 4), tokens(3, 4, seed=1)]).float()
     x[:, 1] = torch.nn.functional.normalize(x[:, 0] + 0.1 * x[:, 2], dim=-1)
     stepper = hs.DormandPrince()
@@ -249,16 +249,16 @@ def test_layers_whose_velocity_leaves_the_dtype_are_integrated():
     assert not torch.equal(stack.states[-1], x)
 
 
-def test_a_map_has_no_velocity_wherever_it_stands():
+def test_a_discrete_map_has_no_velocity_in_any_position():
     mlp = hs.MLP(w_in=torch.eye(4, dtype=F64), w_out=torch.eye(4, dtype=F64), activation=hs.activations.ReLU())
     block = hs.Block(hs.SA(beta=1.0), mlp, placement=hs.fields.PostNorm(attention_norm=hs.fields.LayerNorm()))
     assert block.only_layers
     for field in (block, hs.fields.Depthwise([block, block])):
-        with pytest.raises(HelmscopeError, match=rf"^field is {field.name}, a map that .* no velocity: call layer$"):
+        with pytest.raises(HelmscopeError, match=rf"^field is {field.name}, a discrete map that has no velocity: call layer$"):
             field(tokens(3, 4))
 
 
-def test_a_field_is_known_behind_its_velocity():
+def test_a_field_is_recovered_from_its_bound_velocity():
     class Half(hs.SA):
         def velocity(self, x, weights=None, *, t=0.0):
             return super().velocity(x, weights, t=t) / 2

@@ -113,7 +113,7 @@ def test_the_mean_drift_vanishes_and_the_velocities_do_not():
     assert (uniform(x) - project(x, x.mean(0).expand_as(x))).abs().max() < 1e-15
 
 
-def test_a_causal_kernel_crawls_to_the_identity():
+def test_a_causal_kernel_converges_slowly_to_the_identity():
     """The numbers of 000-11: uniform causal attention of 32 tokens after 10, 1,000 sweeps (200,000 give 0.99958)."""
     ten, thousand = family.causal_crawl(32, [10, 1000])
     assert ten == pytest.approx(0.3944093, abs=1e-7)
@@ -209,7 +209,7 @@ def test_gradients_at_degenerate_points():
     assert jacobian[..., 0].abs().max() > 0.01
 
 
-def test_the_last_step_makes_the_derivative():
+def test_the_last_step_determines_the_derivative():
     """A loose tolerance stops early; the step after it still squares the error and gives the derivative."""
     x, b = tokens(5, 3), normal(3, 3)
     tight, loose = (SinkhornAttention(2.0, query_key=b, tol=tol) for tol in (1e-13, 1e-5))
@@ -264,7 +264,7 @@ def test_single_precision():
     assert (kernel.sum(-2) - 1).abs().max() < 2e-5
 
 
-def test_what_it_is():
+def test_properties_of_the_field():
     field = SinkhornAttention(1.0)
     assert isinstance(field, Field)
     assert field.attends
@@ -301,7 +301,7 @@ def test_a_pattern_without_a_scaling(name):
         assert torch.isfinite(field.velocity(tokens(3, 3), padded)[1:]).all()
 
 
-def test_weights_that_no_coupling_has():
+def test_weights_without_a_coupling():
     """Nobody sees itself, and token 0 is heavier than all others together: its mass has nowhere to go."""
     field = SinkhornAttention(1.0, bias=torch.zeros(3, 3, dtype=F64).fill_diagonal_(-INF), max_sweeps=50)
     x = tokens(2, 3, 3)
@@ -315,14 +315,16 @@ def test_weights_that_no_coupling_has():
 
 def test_too_few_sweeps():
     field = SinkhornAttention(100.0, query_key=normal(3, 3), max_sweeps=2)
-    with pytest.raises(HelmscopeError, match=r"max_sweeps is 2, but the scaling is not found.* error of 0\.\d+: raise"):
+    with pytest.raises(
+        HelmscopeError, match=r"max_sweeps is 2, but the scaling has not converged.* error of 0\.\d+: raise"
+    ):
         field(tokens(6, 3))
     assert torch.isfinite(SinkhornAttention(100.0, query_key=normal(3, 3))(tokens(6, 3))).all()
 
 
 def test_an_infinite_velocity_is_refused():
     field = SinkhornAttention(1.0, value=torch.full((2, 2), 1e308, dtype=F64))
-    with pytest.raises(HelmscopeError, match=r"velocity leaves torch.float64"):
+    with pytest.raises(HelmscopeError, match=r"velocity overflows torch.float64"):
         field(retract(torch.tensor([[1.0, 1.1], [1.0, 0.9]], dtype=F64)))
 
 

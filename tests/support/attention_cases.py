@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from helmscope.fields.attention import SA, USA
-from helmscope.fields.field import check_weights
+from helmscope.fields.weights import check_weights
 from helmscope.geometry.sphere import retract
 from support import oracles
 

@@ -9,11 +9,11 @@ import torch
 import support.attention_family_oracles as family
 from helmscope.fields.activations import Tanh
 from helmscope.fields.attention import SA, USA
-from helmscope.fields.field import check_weights
 from helmscope.fields.hardmax import Hardmax
 from helmscope.fields.lowrank import LowRank
 from helmscope.fields.mlp import MLP
 from helmscope.fields.sinkhorn import SinkhornAttention
+from helmscope.fields.weights import check_weights
 from support.attention_cases import F64, listed, normal
 
 KINDS = {

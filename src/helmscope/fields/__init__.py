@@ -1,4 +1,4 @@
-"""Right-hand sides: a field is a callable that gives every token its tangent velocity."""
+"""Right-hand sides of the dynamics: a field is a callable that returns the tangent velocity of every token."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from helmscope.fields.depthwise import Depthwise as Depthwise
     from helmscope.fields.field import Field as Field
     from helmscope.fields.field import PlainField as PlainField
-    from helmscope.fields.field import ScaledVelocity as ScaledVelocity
     from helmscope.fields.field import Space as Space
     from helmscope.fields.hardmax import Hardmax as Hardmax
     from helmscope.fields.helmholtz import HelmholtzSplit as HelmholtzSplit
@@ -53,6 +52,7 @@ if TYPE_CHECKING:
     from helmscope.fields.placement import SandwichNorm as SandwichNorm
     from helmscope.fields.positions import Additive as Additive
     from helmscope.fields.positions import Rotary as Rotary
+    from helmscope.fields.scaled_velocity import ScaledVelocity as ScaledVelocity
     from helmscope.fields.sinkhorn import SinkhornAttention as SinkhornAttention
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

@@ -1,12 +1,12 @@
-"""Activations s(z) with all that the Helmholtz split of an MLP asks of them (source 000-3).
+"""Activations s(z) with the derivative and the two antiderivatives that the Helmholtz split needs (source 000-3).
 
     psi(z) = int_0^z s,    Psi(z) = int_0^z psi,    psi(0) = Psi(0) = 0
 
-The constants are part of the definition: in a gated MLP they add constant vectors to the gradient part. Every function
-is elementwise and keeps the dtype; psi and Psi are computed in float64, to 1e-15 of their value at every z, small and
-large. d Psi/dz is psi, d psi/dz is s and ds/dz is the slope, to the bit, under autograd and torch.func.
+The constants of integration matter: in a gated MLP they add constant vectors to the gradient part. Every function is
+elementwise and keeps the dtype; psi and Psi are computed in float64 to a relative accuracy of 1e-15 at every z. Under
+autograd and torch.func d Psi/dz is exactly psi, d psi/dz is exactly s and ds/dz is exactly the slope.
 
-torch's own sigmoid, silu and gelu are not used: on a CPU their last bit depends on the element's place in the tensor.
+torch.sigmoid, silu and gelu are not used: on a CPU their last bit depends on the position of the element in the tensor.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ if TYPE_CHECKING:
 
 
 class Activation(ABC):
-    """A function s: R -> R, elementwise on float tensors. A subclass of yours needs ``__call__`` alone.
+    """Base class of activations s: R -> R, applied elementwise to float tensors. A subclass must define ``__call__``.
 
-    Then ``slope`` comes from autograd, and ``potential`` and ``double_potential`` refuse until you override them.
+    ``slope`` then defaults to autograd, and ``potential`` and ``double_potential`` raise ``HelmscopeError`` unless they
+    are overridden.
 
     >>> class Sine(Activation):
     ...     def __call__(self, z):
@@ -44,28 +45,31 @@ class Activation(ABC):
         """s(z)."""
 
     def potential(self, z: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-        """psi(z) = int_0^z s, or a ``HelmscopeError`` where the activation does not know it."""
+        """psi(z) = int_0^z s. Raises ``HelmscopeError`` if the activation does not define it."""
         raise self._unknown("potential", "s")
 
     def double_potential(self, z: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-        """Psi(z) = int_0^z psi, or a ``HelmscopeError`` where the activation does not know it."""
+        """Psi(z) = int_0^z psi. Raises ``HelmscopeError`` if the activation does not define it."""
         raise self._unknown("double_potential", "its potential")
 
     def slope(self, z: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
         """s'(z)."""
-        pulled = torch.func.vjp(self, z)
-        slope: Tensor = pulled[1](torch.ones_like(pulled[0]))[0]
+        value, pull_back = torch.func.vjp(self, z)[:2]
+        slope: Tensor = pull_back(torch.ones_like(value))[0]
         return slope
 
     def _unknown(self, method: str, integrand: str) -> HelmscopeError:
         return HelmscopeError(
             f"activation {type(self).__name__} has no table of its {method}: "
-            f"implement {method}(z), the integral of {integrand} from 0 to z, or take an activation that has one"
+            f"implement {method}(z), the integral of {integrand} from 0 to z, or use an activation that has one"
         )
 
 
-class _Chain(Activation):
-    """Psi, psi, s and the slope, each the derivative of the one before. Inputs of ``_psi``, ``_double`` are float64."""
+class _DerivativeChain(Activation):
+    """Base class of activations that define Psi, psi, s and the slope, each the exact derivative of the one before.
+
+    ``_psi`` and ``_double_psi`` receive float64 tensors.
+    """
 
     def __call__(self, z: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
         return with_derivative(z, self._value, self.slope)
@@ -74,7 +78,7 @@ class _Chain(Activation):
         return with_derivative(z, lambda u: self._psi(u.double()).to(u.dtype), self)
 
     def double_potential(self, z: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-        return with_derivative(z, lambda u: self._double(u.double()).to(u.dtype), self.potential)
+        return with_derivative(z, lambda u: self._double_psi(u.double()).to(u.dtype), self.potential)
 
     @abstractmethod
     def slope(self, z: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]: ...
@@ -86,11 +90,11 @@ class _Chain(Activation):
     def _psi(self, z: Tensor) -> Tensor: ...
 
     @abstractmethod
-    def _double(self, z: Tensor) -> Tensor: ...
+    def _double_psi(self, z: Tensor) -> Tensor: ...
 
 
 @dataclass(frozen=True)
-class Identity(_Chain):
+class Identity(_DerivativeChain):
     """s = z, psi = z^2/2, Psi = z^3/6.
 
     >>> Identity().double_potential(torch.tensor([6.0]))
@@ -107,12 +111,12 @@ class Identity(_Chain):
     def _psi(self, z: Tensor) -> Tensor:
         return _monomial(z, 2)
 
-    def _double(self, z: Tensor) -> Tensor:
+    def _double_psi(self, z: Tensor) -> Tensor:
         return _monomial(z, 3)
 
 
 @dataclass(frozen=True)
-class ReLU(_Chain):
+class ReLU(_DerivativeChain):
     """s = z_+, psi = z_+^2/2, Psi = z_+^3/6.
 
     >>> ReLU().potential(torch.tensor([-2.0, 2.0]))
@@ -120,7 +124,7 @@ class ReLU(_Chain):
     """
 
     def slope(self, z: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-        """1 for z > 0, else 0; at the corner z = 0 the subgradient 0, as torch has it."""
+        """1 for z > 0, else 0; at the corner z = 0 the subgradient 0, as in torch."""
         return with_derivative(z, lambda u: (u > 0).to(u.dtype), torch.zeros_like)
 
     def _value(self, z: Tensor) -> Tensor:
@@ -129,12 +133,12 @@ class ReLU(_Chain):
     def _psi(self, z: Tensor) -> Tensor:
         return _monomial(torch.relu(z), 2)
 
-    def _double(self, z: Tensor) -> Tensor:
+    def _double_psi(self, z: Tensor) -> Tensor:
         return _monomial(torch.relu(z), 3)
 
 
 @dataclass(frozen=True)
-class SquaredReLU(_Chain):
+class SquaredReLU(_DerivativeChain):
     """s = z_+^2, psi = z_+^3/3, Psi = z_+^4/12 (So et al. 2021, arXiv:2109.08668).
 
     >>> SquaredReLU().potential(torch.tensor([-3.0, 3.0]))
@@ -151,12 +155,12 @@ class SquaredReLU(_Chain):
     def _psi(self, z: Tensor) -> Tensor:
         return 2 * _monomial(torch.relu(z), 3)
 
-    def _double(self, z: Tensor) -> Tensor:
+    def _double_psi(self, z: Tensor) -> Tensor:
         return 2 * _monomial(torch.relu(z), 4)
 
 
 @dataclass(frozen=True)
-class Tanh(_Chain):
+class Tanh(_DerivativeChain):
     """s = tanh z, psi = log cosh z, Psi = z^2/2 - z log 2 + Li2(-e^(-2z))/2 + pi^2/24 for z >= 0, and odd.
 
     >>> Tanh().potential(torch.tensor([-1.0, 1.0], dtype=torch.float64))
@@ -164,40 +168,40 @@ class Tanh(_Chain):
     """
 
     def slope(self, z: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-        """1 / cosh^2 z, not as 1 - tanh^2, which loses its digits at large z."""
+        """1 / cosh^2 z, not computed as 1 - tanh^2, which cancels at large z."""
         return 4 * sigmoid(2 * z) * sigmoid(-2 * z)
 
     def _value(self, z: Tensor) -> Tensor:
         return torch.tanh(z)
 
     def _psi(self, z: Tensor) -> Tensor:
-        return _log_cosh(z.device).once(z.abs())
+        return _tanh_integrals(z.device).once(z.abs())
 
-    def _double(self, z: Tensor) -> Tensor:
-        return torch.copysign(_log_cosh(z.device).twice(z.abs()), z)
+    def _double_psi(self, z: Tensor) -> Tensor:
+        return torch.copysign(_tanh_integrals(z.device).twice(z.abs()), z)
 
 
-class _Gate(_Chain):
+class _GatedPower(_DerivativeChain):
     """s(z) = z^p c(z) with a gate c that rises from 0 to 1 and c(z) + c(-z) = 1.
 
-    With m(a) = a^p c(-a), which decays, s(-a) = (-1)^p m(a) and s(a) = a^p - m(a) for a >= 0. So the antiderivatives
-    P and Q of m give psi and Psi on both sides, and nothing cancels: they are at most half of those of a^p.
+    With m(a) = a^p c(-a), which decays, s(-a) = (-1)^p m(a) and s(a) = a^p - m(a) for a >= 0. So psi and Psi follow on
+    both sides from the antiderivatives P and Q of m, without cancellation: P and Q are at most half of those of a^p.
     """
 
     power: ClassVar[int] = 1
-    cut: ClassVar[float]  # a whole number by which m has decayed below rounding
+    cut: ClassVar[float]  # an integer beyond which m is below rounding error
 
     def _value(self, z: Tensor) -> Tensor:
         return math.prod([z] * self.power, start=self._gate(z))
 
     def _psi(self, z: Tensor) -> Tensor:
-        left = _decay(self, z.device).once(z.abs())
-        return torch.where(z < 0, left if self.power else -left, _monomial(z, self.power + 1) - left)
+        tail = _tail_integrals(self, z.device).once(z.abs())
+        return torch.where(z < 0, tail if self.power else -tail, _monomial(z, self.power + 1) - tail)
 
-    def _double(self, z: Tensor) -> Tensor:
-        # z = inf would be inf - inf; 1e150 is past all that matters beside the monomial
-        left = _decay(self, z.device).twice(torch.maximum(-z, z.clamp(max=1e150)))
-        return torch.where(z < 0, -left if self.power else left, _monomial(z, self.power + 2) - left)
+    def _double_psi(self, z: Tensor) -> Tensor:
+        # clamped, because z = inf would give inf - inf; beyond 1e150 the tail is negligible next to the monomial
+        tail = _tail_integrals(self, z.device).twice(torch.maximum(-z, z.clamp(max=1e150)))
+        return torch.where(z < 0, -tail if self.power else tail, _monomial(z, self.power + 2) - tail)
 
     @abstractmethod
     def _gate(self, z: Tensor) -> Tensor:
@@ -205,7 +209,7 @@ class _Gate(_Chain):
 
 
 @dataclass(frozen=True)
-class Sigmoid(_Gate):
+class Sigmoid(_GatedPower):
     """s = 1 / (1 + e^(-z)), psi = log(1 + e^z) - log 2, Psi = -Li2(-e^z) - pi^2/12 - z log 2.
 
     >>> Sigmoid().potential(torch.tensor([-torch.inf, 0.0, 1.0]))
@@ -224,7 +228,7 @@ class Sigmoid(_Gate):
 
 
 @dataclass(frozen=True)
-class SiLU(_Gate):
+class SiLU(_GatedPower):
     """s = z sigma(z), sigma the sigmoid; psi = z log(1 + e^z) + Li2(-e^z) + pi^2/12, which tends to pi^2/12 at -inf;
     Psi = -z Li2(-e^z) + 2 Li3(-e^z) + pi^2 z/12 + (3/2) zeta(3).
 
@@ -243,7 +247,7 @@ class SiLU(_Gate):
 
 
 @dataclass(frozen=True)
-class GELU(_Gate):
+class GELU(_GatedPower):
     """s = z Phi(z), Phi the normal distribution function and phi its density; psi = [(z^2 - 1) Phi + z phi]/2 + 1/4,
     which tends to 1/4 at -inf; Psi = [(z^3 - 3z) Phi + (z^2 - 4) phi]/6 + z/4 + (2/3)/sqrt(2 pi).
 
@@ -262,9 +266,9 @@ class GELU(_Gate):
 
 
 @dataclass(frozen=True)
-class GELUTanh(_Gate):
+class GELUTanh(_GatedPower):
     """s = (z/2) (1 + tanh y) = z sigma(2y) with y = sqrt(2/pi) (z + 0.044715 z^3) (Hendrycks & Gimpel 2016,
-    arXiv:1606.08415). psi and Psi are not elementary; psi is within 4.1424e-4 of that of GELU.
+    arXiv:1606.08415). psi and Psi are not elementary; psi differs from that of GELU by at most 4.1424e-4.
 
     >>> GELUTanh().potential(torch.tensor([-1.0, 0.0, 1.0]))
     tensor([0.1291, 0.0000, 0.3709])
@@ -274,7 +278,7 @@ class GELUTanh(_Gate):
 
     def slope(self, z: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
         """sigma(2y) (1 + 2 z y' sigma(-2y))."""
-        z = z.clamp(-30, 30)  # the slope is 0 or 1 from there, and z^3 may be infinite
+        z = z.clamp(-30, 30)  # beyond which the slope is 0 or 1 and z^3 may overflow
         rate = 2 * math.sqrt(2 / math.pi) * (1 + 3 * 0.044715 * z * z)
         return self._gate(z) * (1 + z * rate * self._gate(-z))
 
@@ -283,7 +287,7 @@ class GELUTanh(_Gate):
 
 
 @dataclass(frozen=True)
-class QuickGELU(_Chain):
+class QuickGELU(_DerivativeChain):
     """s = z sigma(q z) with q = 1.702, which is SiLU(q z)/q; so psi = psi_SiLU(q z)/q^2 and Psi = Psi_SiLU(q z)/q^3.
 
     >>> QuickGELU().potential(torch.tensor([-1.0, 0.0, 1.0]))
@@ -292,19 +296,19 @@ class QuickGELU(_Chain):
 
     def slope(self, z: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
         """The slope of SiLU at q z."""
-        return SiLU().slope(_QUICK * z)
+        return SiLU().slope(_QUICK_SLOPE * z)
 
     def _value(self, z: Tensor) -> Tensor:
-        return z * sigmoid(_QUICK * z)
+        return z * sigmoid(_QUICK_SLOPE * z)
 
     def _psi(self, z: Tensor) -> Tensor:
-        return SiLU()._psi(_QUICK * z) / _QUICK**2
+        return SiLU()._psi(_QUICK_SLOPE * z) / _QUICK_SLOPE**2
 
-    def _double(self, z: Tensor) -> Tensor:
-        return SiLU()._double(_QUICK * z) / _QUICK**3
+    def _double_psi(self, z: Tensor) -> Tensor:
+        return SiLU()._double_psi(_QUICK_SLOPE * z) / _QUICK_SLOPE**3
 
 
-_QUICK = 1.702
+_QUICK_SLOPE = 1.702
 
 _NAMES: dict[str, type[Activation]] = {
     "relu": ReLU,
@@ -316,15 +320,16 @@ _NAMES: dict[str, type[Activation]] = {
     "gelu": GELU,
     "gelu_new": GELUTanh,
     "gelu_pytorch_tanh": GELUTanh,
-    "gelu_fast": GELUTanh,  # its sqrt(2/pi) is cut after ten digits
+    "gelu_fast": GELUTanh,  # which truncates sqrt(2/pi) to ten digits
     "quick_gelu": QuickGELU,
     "linear": Identity,
 }
 
 
 def named(name: str) -> Activation:
-    """The activation that Hugging Face configurations call ``name`` in ``hidden_act``; an unknown name is a
-    ``HelmscopeError`` that offers the nearest.
+    """The activation with this name in Hugging Face configurations (``hidden_act``).
+
+    Raises ``HelmscopeError`` for an unknown name and suggests the closest one.
 
     >>> named("gelu_new")
     GELUTanh()
@@ -333,33 +338,33 @@ def named(name: str) -> Activation:
 
 
 def sigmoid(z: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """1 / (1 + e^(-z)), to rounding relative to its value on both sides, and infinitely differentiable.
+    """1 / (1 + e^(-z)), accurate to a relative rounding error for z of either sign, and infinitely differentiable.
 
     >>> sigmoid(torch.tensor([-100.0, 0.0]))
     tensor([3.7835e-44, 5.0000e-01])
     """
-    return with_derivative(z, _sigmoid, lambda u: sigmoid(u) * sigmoid(-u))
+    return with_derivative(z, _sigmoid_value, lambda u: sigmoid(u) * sigmoid(-u))
 
 
-def _sigmoid(z: Tensor) -> Tensor:
+def _sigmoid_value(z: Tensor) -> Tensor:
     small = torch.exp(-z.abs())
     return torch.where(z < 0, small, 1.0) / (1 + small)
 
 
 def _monomial(z: Tensor, n: int) -> Tensor:
-    """z^n / n!, the n-fold antiderivative of 1, by multiplication: torch.pow depends on the place in the tensor."""
+    """z^n / n!, the n-fold antiderivative of 1, by multiplication: rounding in torch.pow depends on the position."""
     return math.prod([z] * (n - 1), start=z) / math.factorial(n)
 
 
 @functools.cache
-def _decay(activation: _Gate, device: torch.device) -> Antiderivatives:
-    """The table of m(a) = a^p c(-a)."""
+def _tail_integrals(activation: _GatedPower, device: torch.device) -> Antiderivatives:
+    """The table of antiderivatives of m(a) = a^p c(-a)."""
     return tabulate(
         lambda a: activation._gate(-a), power=activation.power, cut=activation.cut, limit=0.0, device=device
     )
 
 
 @functools.cache
-def _log_cosh(device: torch.device) -> Antiderivatives:
-    """The table of m(a) = tanh a."""
+def _tanh_integrals(device: torch.device) -> Antiderivatives:
+    """The table of antiderivatives of m(a) = tanh a."""
     return tabulate(lambda a: torch.tanh(a) / a, power=1, cut=20.0, limit=1.0, device=device)

@@ -1,4 +1,4 @@
-"""ALiBi: a bias on logits that falls linearly with the distance of positions (Press, Smith & Lewis 2022,
+"""ALiBi: a bias of the logits that decreases linearly with the distance of positions (Press, Smith & Lewis 2022,
 arXiv:2108.12409).
 """
 
@@ -16,25 +16,25 @@ if TYPE_CHECKING:
 
 
 def alibi_bias(n: int, slope: float) -> Float[Tensor, "n n"]:
-    """The bias -slope |i - j| of n tokens, slope >= 0: nearer tokens count more.
+    """The bias -slope |i - j| for n tokens, (n, n), slope >= 0: nearby tokens get more weight.
 
-    With ``causal=True`` it is ALiBi as published, without a mask its symmetric form. Refuses n < 1 and a slope that is
-    negative or not finite.
+    With ``causal=True`` it is ALiBi as published, without a mask its symmetric form. Raises ``HelmscopeError`` for
+    n < 1 and for a slope that is negative or not finite.
 
     >>> alibi_bias(3, 0.5)[2]
     tensor([-1.0000, -0.5000, -0.0000], dtype=torch.float64)
     """
     n = whole_number("n", n, at_least=1)
     fits_memory(f"n is {n}", n * n)
-    places = torch.arange(n, dtype=torch.float64, device="cpu")
-    return -real_number("slope", slope, at_least=0) * (places[:, None] - places).abs()
+    positions = torch.arange(n, dtype=torch.float64, device="cpu")
+    return -real_number("slope", slope, at_least=0) * (positions[:, None] - positions).abs()
 
 
 def alibi_slopes(heads: int) -> tuple[float, ...]:
-    """One slope a head: 2^(-8 k / heads), k = 1 to heads, the geometric sequence that ends at 1/256.
+    """One slope per head: 2^(-8 k / heads), k = 1 to heads, the geometric sequence that ends at 1/256.
 
-    For numbers of heads that are no powers of two the formula is the same. (Published code interleaves two sequences
-    there; pass your own slopes to ``alibi`` to follow it.) Refuses heads < 1.
+    The formula is the same if the number of heads is not a power of two. (Published code interleaves two sequences
+    then; pass other slopes to ``alibi_bias`` to reproduce it.) Raises ``HelmscopeError`` for heads < 1.
 
     >>> alibi_slopes(4)
     (0.25, 0.0625, 0.015625, 0.00390625)

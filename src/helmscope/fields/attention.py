@@ -1,15 +1,16 @@
-"""Self-attention on the sphere (source 001): the softmax flow SA and the unnormalised flow USA, and what they share
-with the other attention fields.
+"""Self-attention on the sphere (source 001): the softmax flow SA, the unnormalized flow USA, and their common base
+classes with the other attention fields.
 
     logits   l_ij = beta x_i^T B x_j + bias_ij          B = query_key, I where None
     SA       x_i' = P_{x_i} sum_j  m_j e^{l_ij} V x_j / Z_i,    Z_i = sum_j m_j e^{l_ij}
     USA      x_i' = P_{x_i} sum_j  m_j e^{l_ij} V x_j / M,      M = sum_j m_j  (1/n where all weights are 1)
 
-Sums run over the keys that token i sees: all of weight > 0, or those with j <= i under a causal mask. M counts all
-tokens of the system, seen or not, so a causal USA flow of the first token is not faster than that of the last.
+Sums run over the keys that token i attends to: those of positive weight, and under a causal mask only those with
+j <= i. M counts all tokens of the system, masked or not, so that under a causal USA flow the first token is not faster
+than the last.
 
-A field of the softmax kind differs from SA in what it makes of the logits alone: ``Hardmax`` keeps the greatest,
-``SinkhornAttention`` adds potentials, ``MultiHead`` gives them an axis of heads.
+The other softmax fields differ from SA only in how they transform the logits: ``Hardmax`` keeps the largest,
+``SinkhornAttention`` adds potentials, ``MultiHead`` adds an axis of heads.
 """
 
 from __future__ import annotations
@@ -22,10 +23,11 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from helmscope.fields.field import Field, ScaledVelocity
+from helmscope.fields.field import Field
 from helmscope.fields.lowrank import LowRank, query_and_key
-from helmscope.fields.parameters import is_moving, number_or_tensor, over_tokens, shown
+from helmscope.fields.parameters import is_moving, number_or_tensor, over_tokens, shape_or_type, shown
 from helmscope.fields.positions import Positions
+from helmscope.fields.scaled_velocity import ScaledVelocity
 from helmscope.geometry.arithmetic import check_dense_values, every
 from helmscope.geometry.sphere import project
 from helmscope.kernels.choose import token_sum
@@ -44,7 +46,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Attention(Field):
-    """What all fields of one head share: the parameters of the logits and the values."""
+    """Base class of attention fields with one head: the parameters of the logits and the values."""
 
     parameters: ClassVar[Mapping[str, int]] = {"query_key": 2, "value": 2}
     normalized: ClassVar[bool]
@@ -59,45 +61,45 @@ class Attention(Field):
         if not isinstance(self.causal, bool):
             raise HelmscopeError(f"causal is {self.causal!r}, but it must be True or False")
         for name in ("query_key", "value"):
-            if not isinstance(getattr(self, name), LowRank):  # it has checked itself
+            if not isinstance(getattr(self, name), LowRank):  # which checks its factors itself
                 check_matrix(name, getattr(self, name), floor=False)
         check_matrix("bias", self.bias, floor=True)
         if self.positions is not None and not isinstance(self.positions, Positions):
             raise HelmscopeError(f"positions is {self.positions!r:.60}, but it must be Rotary() or Additive(table)")
-        _ = self.batch  # refused where batch axes do not fit together
+        _ = self.batch  # raises if batch axes do not broadcast
 
     @property
     @abstractmethod
     def factor(self) -> float | Tensor:
-        """What multiplies x_i^T B x_j in the logits."""
+        """The factor of x_i^T B x_j in the logits."""
 
     @property
     def attends(self) -> bool:
-        """Whether the field has a kernel."""
+        """True: the field has a kernel."""
         return True
 
     @cached_property
     def value_scale(self) -> float | None:
-        """c where V = c I exactly (1 where no value is given), else None."""
-        return _scale_of(self.value)
+        """c if V = c I exactly (1 if ``value`` is None), else None."""
+        return _identity_multiple(self.value)
 
     @cached_property
     def logit_scale(self) -> float | None:
-        """c where B = c I exactly (1 where no query_key is given), else None."""
-        return _scale_of(self.query_key)
+        """c if B = c I exactly (1 if ``query_key`` is None), else None."""
+        return _identity_multiple(self.query_key)
 
     @property
     def exchangeable(self) -> bool:
-        """Whether tokens can be relabelled, and so merged: no causal mask, no bias, no positions."""
+        """Whether the flow commutes with permutations of the tokens: no causal mask, no bias, no positions."""
         return not self.causal and self.bias is None and self.positions is None
 
     @property
     def isotropic(self) -> bool:
-        """Whether the flow is that of Q = K = V = I with full attention, for which theory has closed forms."""
+        """Whether the flow is that of Q = K = V = I with full attention, which has closed forms (``theory``)."""
         return self.exchangeable and self.value_scale == 1 and self.logit_scale == 1
 
     def check_size(self, x: Float[Tensor, "*batch n d"]) -> None:
-        """Refuse tokens that do not fit the matrices of this field."""
+        """Raise ``HelmscopeError`` unless the shape of the tokens fits the matrices of this field."""
         n, d = x.shape[-2:]
         for name, size in (("query_key", d), ("value", d), ("bias", n)):
             matrix = getattr(self, name)
@@ -111,11 +113,11 @@ class Attention(Field):
     def transform_logits(
         self, pairs: Float[Tensor, "*batch n n"], weights: Tensor | None
     ) -> Float[Tensor, "*batch n n"]:
-        """What this field makes of raw logits before they are summed: nothing, unless it says so."""
+        """Transform the logits before the softmax; the identity unless a subclass overrides it."""
         return pairs
 
     def restricted(self, dim: int) -> Self | None:
-        """The same flow on R^dim, where it commutes with rotations because B and V are multiples of I; else None."""
+        """The same flow on R^dim if it commutes with rotations, as it does if B and V are multiples of I; else None."""
         b, v = self.logit_scale, self.value_scale
         if b is None or v is None or self.positions is not None:
             return None
@@ -123,9 +125,9 @@ class Attention(Field):
         return replace(self, query_key=None if b == 1 else b * eye, value=None if v == 1 else v * eye)
 
     def request(self, x: Float[Tensor, "*batch n d"], weights: Tensor | None = None, *, tangent: bool) -> Request:
-        """The sum that makes the velocity; ``tangent`` where it will be projected."""
+        """The request for the attention sum; ``tangent`` if the result will be projected to the tangent space."""
         query, key = self._query_and_key(x)
-        thin = isinstance(self.value, LowRank)
+        low_rank = isinstance(self.value, LowRank)
         return Request(
             over_tokens(self.factor, x) * query,
             key,
@@ -134,7 +136,7 @@ class Attention(Field):
             bias=None if self.bias is None else self.bias.to(x),
             causal=self.causal,
             skip_self=tangent and self.value_scale is not None,  # then V x_i is parallel to x_i
-            beta=None if thin else self.unit_beta,
+            beta=None if low_rank else self.unit_beta,
             transform_logits=self.logit_transform,
         )
 
@@ -146,7 +148,7 @@ class Attention(Field):
 
     @property
     def unit_beta(self) -> float | None:
-        """c where the logits are c <x_i, x_j> with a number c, else None."""
+        """c if the logits are c <x_i, x_j> with a plain number c, else None."""
         factor, scale = self.factor, self.logit_scale
         if scale is None or self.positions is not None or isinstance(factor, torch.Tensor):
             return None
@@ -154,7 +156,7 @@ class Attention(Field):
 
     @property
     def logit_transform(self) -> Callable[[Tensor, Tensor | None], Tensor] | None:
-        """``transform_logits``, where this field has one of its own."""
+        """``transform_logits`` if this class overrides it, else None."""
         return None if type(self).transform_logits is Attention.transform_logits else self.transform_logits
 
     def _sum(self, x: Tensor, weights: Tensor | None, *, tangent: bool) -> AttentionSum:
@@ -163,8 +165,8 @@ class Attention(Field):
     def _logits(self, x: Tensor, weights: Tensor | None) -> Tensor:
         return transformed_logits(self.request(x, weights, tangent=False))
 
-    def _valued(self, total: Tensor) -> Tensor:
-        """V applied to a sum of tokens: V sum_j w_j x_j = sum_j w_j V x_j. A V of low rank was applied by half."""
+    def _apply_value(self, total: Tensor) -> Tensor:
+        """V sum_j w_j x_j, given the sum. For a low-rank V = L R^T the sum is over R^T x_j, and L is applied."""
         if self.value_scale is not None:
             return self.value_scale * total
         if isinstance(self.value, LowRank):
@@ -173,11 +175,11 @@ class Attention(Field):
         return matrix_product(total, self.value.to(total).mT)
 
     def complaint(self, x: Tensor, weights: Tensor | None) -> str:
-        return f"the velocity leaves {x.dtype}: take smaller value or weights"
+        return f"the velocity overflows {x.dtype}: use a smaller value or smaller weights"
 
 
 class Softmax(Attention):
-    """Fields whose weights sum to 1 over the keys: x_i' = P_{x_i} sum_j m_j e^{l_ij} V x_j / Z_i."""
+    """Base class of attention fields with normalized weights: x_i' = P_{x_i} sum_j m_j e^{l_ij} V x_j / Z_i."""
 
     normalized: ClassVar[bool] = True
 
@@ -185,18 +187,18 @@ class Softmax(Attention):
         self, x: Float[Tensor, "*batch n d"], weights: Tensor | None = None, *, t: Time = 0.0
     ) -> Float[Tensor, "*batch n d"]:
         """The tangent velocity, unchecked: for inner loops and autograd transforms."""
-        return project(x, self._valued(self._sum(x, weights, tangent=True).mean))
+        return project(x, self._apply_value(self._sum(x, weights, tangent=True).mean))
 
     def ambient(
         self, x: Float[Tensor, "*batch n d"], weights: Tensor | None = None, *, t: Time = 0.0
     ) -> Float[Tensor, "*batch n d"]:
-        """The softmax average of V x_j before projection: what a layer adds to the residual stream."""
-        return self._valued(self._sum(x, weights, tangent=False).mean)
+        """The softmax average of V x_j before projection, which is what a layer adds to the residual stream."""
+        return self._apply_value(self._sum(x, weights, tangent=False).mean)
 
     def kernel(
         self, x: Float[Tensor, "*batch n d"], weights: Tensor | None = None, *, t: Time = 0.0
     ) -> Float[Tensor, "*batch n n"]:
-        """Attention weights p_ij; rows sum to 1 (to 0 for a query that sees no key)."""
+        """Attention weights p_ij; rows sum to 1 (to 0 for a query without a visible key)."""
         return softmax_kernel(self._logits(x, weights), weights)
 
 
@@ -204,11 +206,12 @@ class Softmax(Attention):
 class SA(Softmax):
     """Softmax self-attention, x_i' = P_{x_i} sum_j m_j e^{l_ij} V x_j / Z_i (source 001; logits as above).
 
-    ``beta`` >= 0 is the inverse temperature; beta, B and V may be tensors with a gradient, and may have batch axes, a
-    value per system. ``value=-torch.eye(d)`` gives the repulsive flow. For V = +-B symmetric it
-    is the gradient flow of the interaction energy in the metric weighted by Z, and only there; not in the flat metric.
-    ``query_key`` and ``value`` may be ``LowRank``; ``bias=alibi(n, slope)`` prefers near tokens, and ``positions``,
-    ``Rotary()`` or ``Additive(table)``, enter queries and keys.
+    ``beta`` >= 0 is the inverse temperature; beta, B and V may be tensors with a gradient, and may have batch axes, one
+    value per system. ``value=-torch.eye(d)`` is the repulsive flow. For symmetric V = +-B it is the gradient flow of
+    the interaction energy in the metric weighted by Z, but not in the flat metric. ``query_key`` and ``value`` may be
+    ``LowRank``; ``bias=alibi_bias(n, slope)`` favors nearby tokens, and ``positions``, which is ``Rotary()`` or
+    ``Additive(table)``, acts on queries and keys. Raises ``HelmscopeError`` for parameters that are not finite, not
+    square or do not fit each other.
 
     >>> x = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
     >>> SA(beta=0.0)(x)
@@ -235,10 +238,11 @@ class SA(Softmax):
 
 @dataclass(frozen=True, eq=False)
 class USA(Attention):
-    """Unnormalised self-attention, x_i' = P_{x_i} (1/M) sum_j m_j e^{l_ij} V x_j (source 001; logits as above).
+    """Unnormalized self-attention, x_i' = P_{x_i} (1/M) sum_j m_j e^{l_ij} V x_j (source 001; logits as above).
 
-    The Wasserstein gradient flow of the interaction energy for V = B = I. Rates grow like e^beta; where that leaves
-    the dtype, calling it is refused and ``scaled`` gives the velocity with a log scale.
+    The Wasserstein gradient flow of the interaction energy for V = B = I. Parameters as in ``SA``. Velocities grow like
+    e^beta; where that overflows, calling the field raises ``HelmscopeError``, while ``scaled`` returns the velocity
+    with a log scale.
 
     >>> x = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
     >>> USA(beta=1.0)(x)
@@ -262,7 +266,7 @@ class USA(Attention):
         return self.beta
 
     def scaled(self, x: Float[Tensor, "*batch n d"], weights: Tensor | None = None, *, t: Time = 0.0) -> ScaledVelocity:
-        """The velocity as e^{log_scale} times a direction of ordinary size, for any beta.
+        """The velocity as e^{log_scale} times a direction of moderate size, for any beta.
 
         >>> x = torch.tensor([[1.0, 0.0], [0.6, 0.8]])
         >>> USA(beta=1000.0).scaled(x).log_scale
@@ -270,40 +274,40 @@ class USA(Attention):
                 [600.]])
         """
         sums = self._sum(x, weights, tangent=True)
-        total = project(x, self._valued(sums.total) / total_weight(x, weights))
+        total = project(x, self._apply_value(sums.total) / total_weight(x, weights))
         return ScaledVelocity(total, finite_log_scale(sums.total, sums.shift))
 
     @property
     def overflows(self) -> bool:
-        """e^beta may leave the dtype."""
+        """True: e^beta may overflow."""
         return True
 
     def velocity(
         self, x: Float[Tensor, "*batch n d"], weights: Tensor | None = None, *, t: Time = 0.0
     ) -> Float[Tensor, "*batch n d"]:
-        """The tangent velocity, unchecked: infinite or NaN where it leaves the dtype."""
+        """The tangent velocity, unchecked: infinite or NaN where it overflows."""
         scaled = self.scaled(x, weights=weights)
         return torch.exp(scaled.log_scale) * scaled.direction
 
     def ambient(
         self, x: Float[Tensor, "*batch n d"], weights: Tensor | None = None, *, t: Time = 0.0
     ) -> Float[Tensor, "*batch n d"]:
-        """The sum before projection: what a layer adds to the residual stream."""
+        """The sum before projection, which is what a layer adds to the residual stream."""
         sums = self._sum(x, weights, tangent=False)
-        return self._valued(torch.exp(sums.shift) * sums.total) / total_weight(x, weights)
+        return self._apply_value(torch.exp(sums.shift) * sums.total) / total_weight(x, weights)
 
     def kernel(
         self, x: Float[Tensor, "*batch n d"], weights: Tensor | None = None, *, t: Time = 0.0
     ) -> Float[Tensor, "*batch n n"]:
-        """Unnormalised weights m_j e^{l_ij} / M."""
+        """Unnormalized weights m_j e^{l_ij} / M."""
         return sum_kernel(self._logits(x, weights), weights)
 
     def complaint(self, x: Tensor, weights: Tensor | None) -> str:
-        return f"beta is {shown(self.beta)}, and the velocity leaves {x.dtype}: call .scaled(x) for it with a log scale"
+        return f"beta is {shown(self.beta)}, and the velocity overflows {x.dtype}: call .scaled(x) for a log scale"
 
 
 def softmax_kernel(pairs: Float[Tensor, "*batch n m"], weights: Tensor | None) -> Float[Tensor, "*batch n m"]:
-    """p_ij = m_j e^{l_ij} / Z_i of logits; rows sum to 1, to 0 where all logits are -inf.
+    """Attention weights p_ij = m_j e^{l_ij} / Z_i from logits l; rows sum to 1, or to 0 if all their logits are -inf.
 
     >>> softmax_kernel(torch.zeros(2, 2), torch.tensor([1.0, 3.0]))
     tensor([[0.2500, 0.7500],
@@ -315,7 +319,7 @@ def softmax_kernel(pairs: Float[Tensor, "*batch n m"], weights: Tensor | None) -
 
 
 def sum_kernel(pairs: Float[Tensor, "*batch n n"], weights: Tensor | None) -> Float[Tensor, "*batch n n"]:
-    """m_j e^{l_ij} / M of logits.
+    """Unnormalized attention weights m_j e^{l_ij} / M from logits l.
 
     >>> sum_kernel(torch.zeros(2, 2), None)
     tensor([[0.5000, 0.5000],
@@ -328,19 +332,20 @@ def sum_kernel(pairs: Float[Tensor, "*batch n n"], weights: Tensor | None) -> Fl
 
 
 def finite_log_scale(total: Float[Tensor, "*batch n d"], shift: Float[Tensor, "*batch n 1"]) -> Tensor:
-    """A log scale that the dtype holds where the total is 0: there e^shift 0 would be NaN. Its own where it is small,
-    as the total may be 0 by cancellation and have a derivative.
+    """The log scale ``shift``, clamped to 80 where the total is 0, so that e^shift times 0 is 0 and not NaN.
+
+    A smaller shift is kept even there: the total may be 0 by cancellation and still have a derivative.
 
     >>> finite_log_scale(torch.tensor([[0.0], [0.5]]), torch.tensor([[900.0], [900.0]]))
     tensor([[ 80.],
             [900.]])
     """
-    nothing = (total.detach() == 0).all(-1, keepdim=True)
-    return torch.where(nothing, shift.clamp(max=80.0), shift)
+    vanishes = (total.detach() == 0).all(-1, keepdim=True)
+    return torch.where(vanishes, shift.clamp(max=80.0), shift)
 
 
 def total_weight(x: Float[Tensor, "*batch n d"], weights: Tensor | None) -> Tensor | float:
-    """M = sum_j m_j of each system, n where weights is None.
+    """The total weight M = sum_j m_j of each system; n if ``weights`` is None.
 
     >>> total_weight(torch.eye(2), None)
     2.0
@@ -348,8 +353,8 @@ def total_weight(x: Float[Tensor, "*batch n d"], weights: Tensor | None) -> Tens
     return float(x.shape[-2]) if weights is None else weights.sum(-1)[..., None, None]
 
 
-def _scale_of(matrix: Tensor | LowRank | None) -> float | None:
-    """c where the matrix is c I exactly; a matrix that is differentiated or vectorized is never taken for a number."""
+def _identity_multiple(matrix: Tensor | LowRank | None) -> float | None:
+    """c if the matrix is c I exactly, else None; always None for a matrix that is differentiated or vectorized."""
     if matrix is None:
         return 1.0
     if isinstance(matrix, LowRank):
@@ -362,15 +367,15 @@ def _scale_of(matrix: Tensor | LowRank | None) -> float | None:
 
 
 def check_matrix(name: str, matrix: object, *, floor: bool) -> None:
-    """A square matrix of finite floats, or one per system; ``floor`` allows -inf entries, which hide a key, and no
-    batch axes.
+    """Raise ``HelmscopeError`` unless the argument is None or a square matrix of finite floats, or one per system.
+
+    ``floor`` allows entries -inf, which mask a key, but no batch axes.
     """
     if matrix is None:
         return
-    plain = isinstance(matrix, torch.Tensor) and (matrix.ndim == 2 or (matrix.ndim > 2 and not floor))
-    if not plain or not isinstance(matrix, torch.Tensor) or not matrix.shape[-1] == matrix.shape[-2] > 0:
-        given = tuple(matrix.shape) if isinstance(matrix, torch.Tensor) else type(matrix).__name__
-        raise HelmscopeError(f"{name} is {given}, but it must be a square matrix as a torch tensor")
+    right_ndim = isinstance(matrix, torch.Tensor) and (matrix.ndim == 2 or (matrix.ndim > 2 and not floor))
+    if not right_ndim or not isinstance(matrix, torch.Tensor) or not matrix.shape[-1] == matrix.shape[-2] > 0:
+        raise HelmscopeError(f"{name} is {shape_or_type(matrix)}, but it must be a square matrix as a torch tensor")
     if not matrix.dtype.is_floating_point:
         raise HelmscopeError(f"{name} has dtype {matrix.dtype}, but it must hold floating-point numbers")
     check_dense_values(name, matrix)

@@ -1,13 +1,13 @@
-"""Attention and MLP together: the transformer block, as a flow and as the layer it is.
+"""The transformer block, attention and MLP, as a flow and as a discrete layer.
 
-A block writes twice, once a half: attention mixes the tokens, the MLP moves each of them.
+A block has two halves, each of which writes to the state: attention mixes the tokens, the MLP acts on each of them.
 
     sequential   y <- close_A(y + h a(y)),  then  y <- close_M(y + h m(y))
     parallel     y <- close_A(y + h (a(y) + m(y)))
 
-with a(y) = write_A(attention(read_A y)), m(y) = write_M(mlp(read_M y)); ``read``, ``write`` and ``close`` say where the
-norms stand (``fields/placement.py``). As a flow, h -> 0, both orders are y' = a(y) + m(y): what separates them is the
-commutator, of order h a layer (source 000-8). The printed form of source 002, with the MLP inside the projection of
+with a(y) = write_A(attention(read_A y)), m(y) = write_M(mlp(read_M y)); ``read``, ``write`` and ``close`` depend on
+the placement of the norms (``fields/placement.py``). As a flow, h -> 0, both are y' = a(y) + m(y); they differ by the
+commutator, of order h per layer (source 000-8). The form that source 002 prints, with the MLP inside the projection of
 attention, is ``MultiHeadAsPrinted``.
 """
 
@@ -34,10 +34,11 @@ class Block(Field):
     """A transformer block: x' = P (attention(x) + mlp(x)) with post-norm, y' = attention(N y) + mlp(N y) with pre-norm
     (sources 000 and 002).
 
-    ``placement`` says where the norms stand: ``PostNorm()``, ``PreNorm()``, ``SandwichNorm()``, ``NGPT()`` or
-    ``NoNorm()``, under which states are any points of R^d; with
-    ``parallel`` both halves read the same state. ``stepper=Layer()`` runs the discrete block. With pre-norm and
-    sandwich the state is the residual stream y, and a trajectory holds its direction and its radius.
+    ``placement`` is the placement of the norms: ``PostNorm()``, ``PreNorm()``, ``SandwichNorm()``, ``NGPT()`` or
+    ``NoNorm()``, under which states are any points of R^d. If ``parallel``, both halves read the same state.
+    ``stepper=Layer()`` runs the discrete block. With pre-norm and sandwich norm the state is the residual stream y, and
+    a trajectory stores its direction and its radius. Raises ``HelmscopeError`` unless ``attention`` is an attention
+    field, ``mlp`` an MLP and ``placement`` a placement.
 
     >>> import torch
     >>> from helmscope.fields.activations import ReLU
@@ -58,7 +59,7 @@ class Block(Field):
     def __post_init__(self) -> None:
         if not isinstance(self.attention, Field) or not self.attention.attends:
             name = getattr(self.attention, "__name__", type(self.attention).__name__)
-            raise HelmscopeError(f"attention is {name}, but it must be a field that attends, such as SA(beta=4.0)")
+            raise HelmscopeError(f"attention is {name}, but it must be an attention field such as SA(beta=4.0)")
         if not isinstance(self.mlp, MLP | GatedMLP):
             raise HelmscopeError(f"mlp is {self.mlp!r}, but it must be an MLP or a GatedMLP")
         if not isinstance(self.placement, Placement):
@@ -68,36 +69,36 @@ class Block(Field):
 
     @property
     def space(self) -> Space:
-        """Unit vectors, a residual stream, or points of R^d where there are no norms."""
+        """Unit vectors, a residual stream, or points of R^d, depending on the placement of the norms."""
         return self.placement.space
 
     @property
     def attends(self) -> bool:
-        """Whether the field has a kernel."""
+        """True: the field has a kernel."""
         return True
 
     @property
     def continuous(self) -> bool:
-        """Whether the velocity is continuous, as that of every attention but hardmax is."""
+        """Whether the velocity is continuous, as it is for all attention fields but ``Hardmax``."""
         return self.attention.continuous
 
     @property
     def only_layers(self) -> bool:
-        """Whether the block is a map and no flow: its norm changes the state even where nothing is added."""
+        """Whether the block is a discrete map without a flow: its norm changes the state even if nothing is added."""
         return self.placement.only_layers
 
     @property
     def exchangeable(self) -> bool:
-        """Whether tokens can be relabelled, and so merged."""
+        """Whether the flow commutes with permutations of the tokens."""
         return self.attention.exchangeable
 
     @property
     def force(self) -> MLP | GatedMLP:
-        """The MLP as a force on unit vectors, with the gain and bias of the norm that it reads folded in."""
+        """The MLP as a force on unit vectors, with the gain and bias of the norm before it folded in."""
         return self.placement.force(self.mlp)
 
     def check_size(self, x: Float[Tensor, "*batch n d"]) -> None:
-        """Refuse tokens that do not fit the attention, the MLP or a norm."""
+        """Raise ``HelmscopeError`` unless the tokens fit the attention, the MLP and the norms."""
         for part in (self.attention, self.mlp, self.placement):
             part.check_size(x)
         super().check_size(x)
@@ -105,20 +106,20 @@ class Block(Field):
     def velocity(
         self, x: Float[Tensor, "*batch n d"], weights: Tensor | None = None, *, t: Time = 0.0
     ) -> Float[Tensor, "*batch n d"]:
-        """a(x) + m(x), tangent where the state is unit vectors; unchecked."""
+        """a(x) + m(x), projected if states are unit vectors; unchecked."""
         total = self.ambient(x, t=t, weights=weights)
         return project(x, total) if self.space is Space.SPHERE else total
 
     def ambient(
         self, x: Float[Tensor, "*batch n d"], weights: Tensor | None = None, *, t: Time = 0.0
     ) -> Float[Tensor, "*batch n d"]:
-        """a(x) + m(x), what the block writes, before projection."""
+        """a(x) + m(x), the write of the block before projection."""
         return self.write(Half.ATTENTION, x, t=t, weights=weights) + self.write(Half.MLP, x, t=t, weights=weights)
 
     def write(
         self, half: Half, y: Float[Tensor, "*batch n d"], weights: Tensor | None = None, *, t: Time = 0.0
     ) -> Float[Tensor, "*batch n d"]:
-        """What one half adds to the state y."""
+        """The write of one half: its increment of the state y. Raises ``HelmscopeError`` for ``Half.CROSS``."""
         if half is Half.CROSS:
             raise HelmscopeError("half is Half.CROSS, but a simulated block has two halves: ATTENTION and MLP")
         part = self.attention if half is Half.ATTENTION else self.mlp
@@ -127,7 +128,7 @@ class Block(Field):
     def layer(
         self, x: Float[Tensor, "*batch n d"], h: Tensor | float = 1.0, weights: Tensor | None = None, *, t: Time = 0.0
     ) -> Float[Tensor, "*batch n d"]:
-        """The discrete block with writes scaled by h: one layer."""
+        """The state after one discrete block, with writes scaled by h."""
         if self.parallel:
             return self.placement.close(Half.ATTENTION, x + h * self.ambient(x, t=t, weights=weights))
         for half in (Half.ATTENTION, Half.MLP):
@@ -137,17 +138,17 @@ class Block(Field):
     def kernel(
         self, x: Float[Tensor, "*batch n d"], weights: Tensor | None = None, *, t: Time = 0.0
     ) -> Float[Tensor, "*batch n n"]:
-        """The attention kernel at state x."""
+        """The attention kernel at the state x."""
         return self.attention.kernel(self.placement.read(Half.ATTENTION, x), t=t, weights=weights)
 
     def direction(self, y: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n d"]:
-        """The state as unit vectors: what the norm before attention divides out is gone."""
+        """The direction of the residual stream, as the norm before attention computes it; other states unchanged."""
         if self.space is not Space.STREAM:
             return y
         return self.placement.norm(Half.ATTENTION).direction(y)
 
     def radius(self, y: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n"]:
-        """The length of the state that the norm before attention divides out."""
+        """The length of the state, for a residual stream the one that the norm before attention divides out."""
         if self.space is not Space.STREAM:
             return super().radius(y)
         return self.placement.norm(Half.ATTENTION).radius(y)

@@ -1,4 +1,4 @@
-"""Attention to a second cloud (cross-attention): the tokens of a decoder see those of an encoder.
+"""Cross-attention: attention to a second cloud, as the tokens of a decoder attend to those of an encoder.
 
 x_i' = P_{x_i} sum_j p_ij V y_j,     p_ij = m_j e^{beta x_i^T B y_j} / sum_k m_k e^{beta x_i^T B y_k}
 """
@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from helmscope.fields.attention import check_matrix, softmax_kernel
-from helmscope.fields.field import Field, check_weights
+from helmscope.fields.field import Field
 from helmscope.fields.lowrank import LowRank, as_dense, query_and_key
-from helmscope.fields.parameters import number_or_tensor, over_tokens
+from helmscope.fields.parameters import number_or_tensor, over_tokens, shape_or_type
+from helmscope.fields.weights import check_weights
 from helmscope.geometry.sphere import project
 from helmscope.kernels.choose import token_sum
 from helmscope.kernels.dense import matrix_product, transformed_logits
@@ -33,9 +34,10 @@ class CrossAttention(Field):
     """x_i' = P_{x_i} sum_j p_ij V y_j, with the tokens y_j of ``context`` (*batch, m, d) held fixed and weighted by
     ``context_weights`` (*batch, m).
 
-    The tokens x do not see each other. ``beta``, ``query_key`` and ``value`` as in ``SA``. Sums over the context go
-    through ``kernels/``: where either cloud has more than 2,048 tokens no n x m is stored. Refuses a context of another
-    dimension, or without a token of positive weight.
+    The tokens x do not attend to each other. ``beta``, ``query_key`` and ``value`` as in ``SA``. Sums over the context
+    are computed by ``kernels/``: if either cloud has more than 2,048 tokens, no n x m matrix is stored. Raises
+    ``HelmscopeError`` for a context without a token of positive weight, and when called for tokens of another
+    dimension.
 
     >>> north = torch.tensor([[0.0, 1.0]])
     >>> CrossAttention(beta=1.0, context=north)(torch.tensor([[1.0, 0.0]]))
@@ -60,49 +62,48 @@ class CrossAttention(Field):
         object.__setattr__(self, "beta", number_or_tensor("beta", self.beta, at_least=0))
         y = self.context
         if not isinstance(y, torch.Tensor) or y.ndim < 2 or 0 in y.shape or not y.is_floating_point():
-            given = tuple(y.shape) if isinstance(y, torch.Tensor) else type(y).__name__
-            raise HelmscopeError(f"context is {given}, but it must be a float tensor of tokens (..., m, d)")
+            raise HelmscopeError(f"context is {shape_or_type(y)}, but it must be a float tensor of tokens (..., m, d)")
         for name in ("query_key", "value"):
-            if not isinstance(getattr(self, name), LowRank):  # it has checked itself
+            if not isinstance(getattr(self, name), LowRank):  # which checks its factors itself
                 check_matrix(name, getattr(self, name), floor=False)
         check_weights(y, self.context_weights)
-        _ = self.batch  # refused where batch axes do not fit together
+        _ = self.batch  # raises if batch axes do not broadcast
 
     @property
     def exchangeable(self) -> bool:
-        """Tokens do not see each other, so they can be relabelled."""
+        """True: tokens do not interact."""
         return True
 
     def check_size(self, x: Float[Tensor, "*batch n d"]) -> None:
-        """Refuse tokens of another dimension."""
+        """Raise ``HelmscopeError`` unless the tokens have the dimension of the context and the matrices."""
         d = x.shape[-1]
         for name in ("context", "query_key", "value"):
-            given = getattr(self, name)
-            if given is not None and given.shape[-1] != d:
-                raise HelmscopeError(f"{name} has shape {tuple(given.shape)}, but tokens have dimension {d}")
+            parameter = getattr(self, name)
+            if parameter is not None and parameter.shape[-1] != d:
+                raise HelmscopeError(f"{name} has shape {tuple(parameter.shape)}, but tokens have dimension {d}")
         super().check_size(x)
 
     def request(self, x: Float[Tensor, "*batch n d"]) -> Request:
-        """The sum over the context that makes the velocity."""
+        """The request for the attention sum over the context."""
         y = self.context.to(x).expand(*x.shape[:-2], *self.context.shape[-2:])
         query, key = query_and_key(x, self.query_key)[0], query_and_key(y, self.query_key)[1]
         weights = None if self.context_weights is None else self.context_weights.to(x)
         return Request(over_tokens(self.beta, x) * query, key, y, weights=weights)
 
     def shares(self, x: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n m"]:
-        """p_ij, the weight of context token j for token i; rows sum to 1. All n x m of them are stored."""
+        """The attention weights p_ij of context token j for token i, (*batch, n, m); rows sum to 1."""
         request = self.request(x)
         return softmax_kernel(transformed_logits(request), request.weights)
 
     def ambient(
         self, x: Float[Tensor, "*batch n d"], weights: Tensor | None = None, *, t: Time = 0.0
     ) -> Float[Tensor, "*batch n d"]:
-        """sum_j p_ij V y_j, before projection; weights of the tokens x do not matter."""
+        """sum_j p_ij V y_j, before projection; ``weights`` of the tokens x are ignored."""
         mean = token_sum(self.request(x)).mean
         return mean if self.value is None else matrix_product(mean, as_dense(self.value, x).mT)
 
     def velocity(
         self, x: Float[Tensor, "*batch n d"], weights: Tensor | None = None, *, t: Time = 0.0
     ) -> Float[Tensor, "*batch n d"]:
-        """The tangential part."""
+        """The tangential part of the sum, unchecked."""
         return project(x, self.ambient(x))

@@ -1,4 +1,4 @@
-"""One field per layer: the mechanism changes with depth, as that of a real transformer does."""
+"""One field per layer: a mechanism that changes with depth, as in a real transformer."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from helmscope.fields.field import Field, ScaledVelocity, Space
+from helmscope.fields.field import Field, Space
 from helmscope.fields.parameters import selected
+from helmscope.fields.scaled_velocity import ScaledVelocity
 from helmscope.types import HelmscopeError
 
 if TYPE_CHECKING:
@@ -23,10 +24,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Depthwise(Field):
-    """Field k acts for k <= t < k + 1, the first one before and the last one after: x' = f_{floor t}(x, t).
+    """A sequence of fields, of which field k acts for k <= t < k + 1: x' = f_{floor t}(x, t). The first one also acts
+    before, the last one also after.
 
-    Under ``Layer()`` it is a stack of layers with weights of their own. The velocity jumps at whole times, so
-    ``integrate`` takes fixed steps unless told otherwise. All fields must live in the same space.
+    Under the stepper ``Layer()`` it is a stack of layers with separate weights. The velocity jumps at integer times, so
+    ``integrate`` uses fixed steps by default. Raises ``HelmscopeError`` unless ``layers`` is a nonempty sequence of
+    fields on the same space.
 
     >>> from helmscope.fields.attention import SA
     >>> Depthwise([SA(beta=0.0), SA(beta=4.0)]).at(1.5).beta
@@ -42,45 +45,45 @@ class Depthwise(Field):
         if not layers or not all(isinstance(layer, Field) for layer in layers):
             raise HelmscopeError(f"layers is {self.layers!r:.80}, but it must be a sequence of fields")
         if len({layer.space for layer in layers}) > 1:
-            raise HelmscopeError("layers live in different spaces, but the states of all must be of one kind")
+            raise HelmscopeError("layers have different spaces, but all must have the same")
         object.__setattr__(self, "layers", layers)
 
     def at(self, t: float) -> Field:
-        """The field that acts at a time. A time below a whole one by rounding alone counts as that one."""
+        """The field that acts at time t. A time that is below an integer only by rounding counts as that integer."""
         return self.layers[min(max(int(t + 1e-9), 0), len(self.layers) - 1)]
 
     @property
     def space(self) -> Space:
-        """Where the states of all layers live."""
+        """The space of the states of all layers."""
         return self.layers[0].space
 
     @property
     def continuous(self) -> bool:
-        """The velocity jumps from layer to layer."""
+        """Whether there is only one layer, and its velocity is continuous."""
         return len(self.layers) == 1 and self.layers[0].continuous
 
     @property
     def autonomous(self) -> bool:
-        """Whether there is one layer alone."""
+        """Whether there is only one layer, and its velocity does not depend on time."""
         return len(self.layers) == 1 and self.layers[0].autonomous
 
     @property
     def exchangeable(self) -> bool:
-        """Whether all layers are."""
+        """Whether all layers commute with permutations of the tokens."""
         return all(layer.exchangeable for layer in self.layers)
 
     @property
     def attends(self) -> bool:
-        """Whether all layers do."""
+        """Whether all layers have a kernel."""
         return all(layer.attends for layer in self.layers)
 
     @property
     def only_layers(self) -> bool:
-        """Whether a layer is a map without a flow."""
+        """Whether any layer is a discrete map without a flow."""
         return any(layer.only_layers for layer in self.layers)
 
     def check_size(self, x: Float[Tensor, "*batch n d"]) -> None:
-        """Refuse tokens that do not fit a layer."""
+        """Raise ``HelmscopeError`` unless the tokens fit all layers."""
         for layer in self.layers:
             layer.check_size(x)
 
@@ -88,64 +91,64 @@ class Depthwise(Field):
         self, x: Float[Tensor, "*batch n d"], weights: Tensor | None = None, *, t: Time = 0.0
     ) -> Float[Tensor, "*batch n d"]:
         """f_{floor t}(x, t)."""
-        return self._each(x, weights, t, lambda layer, y, m, s: layer.velocity(y, m, t=s))
+        return self._by_layer(x, weights, t, lambda layer, y, m, s: layer.velocity(y, m, t=s))
 
     def scaled(self, x: Float[Tensor, "*batch n d"], weights: Tensor | None = None, *, t: Time = 0.0) -> ScaledVelocity:
-        """The velocity of the layer at time t, with the log scale that it has."""
+        """The velocity of the layer at time t, with its log scale."""
 
-        def both(layer: Field, y: Tensor, m: Tensor | None, s: Time) -> Tensor:
-            found = layer.scaled(y, m, t=s)
-            return torch.cat([found.direction, found.log_scale], -1)
+        def direction_and_scale(layer: Field, y: Tensor, m: Tensor | None, s: Time) -> Tensor:
+            scaled = layer.scaled(y, m, t=s)
+            return torch.cat([scaled.direction, scaled.log_scale], -1)
 
-        found = self._each(x, weights, t, both)
-        return ScaledVelocity(found[..., :-1], found[..., -1:])
+        combined = self._by_layer(x, weights, t, direction_and_scale)
+        return ScaledVelocity(combined[..., :-1], combined[..., -1:])
 
     @property
     def overflows(self) -> bool:
-        """Whether the velocity of a layer may leave the dtype."""
+        """Whether the velocity of any layer may overflow."""
         return any(layer.overflows for layer in self.layers)
 
     def ambient(
         self, x: Float[Tensor, "*batch n d"], weights: Tensor | None = None, *, t: Time = 0.0
     ) -> Float[Tensor, "*batch n d"]:
-        """What the layer adds, before projection."""
-        return self._each(x, weights, t, lambda layer, y, m, s: layer.ambient(y, m, t=s))
+        """The write of the layer at time t, before projection."""
+        return self._by_layer(x, weights, t, lambda layer, y, m, s: layer.ambient(y, m, t=s))
 
     def layer(
         self, x: Float[Tensor, "*batch n d"], h: Tensor | float = 1.0, weights: Tensor | None = None, *, t: Time = 0.0
     ) -> Float[Tensor, "*batch n d"]:
-        """The discrete layer that stands at time t, the same for all systems."""
+        """The state after the discrete layer at time t, which is the same for all systems."""
         now = float(t.flatten()[0]) if isinstance(t, torch.Tensor) else t
         return self.at(now).layer(x, h, weights, t=t)
 
     def kernel(
         self, x: Float[Tensor, "*batch n d"], weights: Tensor | None = None, *, t: Time = 0.0
     ) -> Float[Tensor, "*batch n n"]:
-        """The kernel of the layer at time t, which must be one number."""
+        """The kernel of the layer at time t, which must be a single number."""
         return self.at(float(t)).kernel(x, weights, t=t)
 
     def direction(self, y: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n d"]:
-        """As the first layer reads the state."""
+        """The direction of the state as the first layer reads it."""
         return self.layers[0].direction(y)
 
     def radius(self, y: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n"]:
-        """As the first layer measures the state."""
+        """The length of the state as the first layer measures it."""
         return self.layers[0].radius(y)
 
-    def _each(
+    def _by_layer(
         self,
         x: Tensor,
         weights: Tensor | None,
         t: Time,
         call: Callable[[Field, Tensor, Tensor | None, Time], Tensor],
     ) -> Tensor:
-        """Every system by the layer at its own time."""
+        """Apply ``call`` to every system with the layer at its time."""
         if not isinstance(t, torch.Tensor) or t.numel() == 1 or bool((t == t.flatten()[0]).all()):
             return call(self.at(float(t if not isinstance(t, torch.Tensor) else t.flatten()[0])), x, weights, t)
         index = (t.flatten() + 1e-9).long().clamp(0, len(self.layers) - 1)
-        groups = [(index == number).nonzero().flatten() for number in sorted(set(index.tolist()))]
-        parts = []
+        groups = [(index == layer).nonzero().flatten() for layer in sorted(set(index.tolist()))]
+        results = []
         for rows in groups:
-            layer = self.layers[int(index[rows[0]])].with_parameters(selected(rows))
-            parts.append(call(layer, x[rows], None if weights is None else weights[rows], t[rows]))
-        return torch.cat(parts)[torch.cat(groups).argsort()]
+            field = self.layers[int(index[rows[0]])].with_parameters(selected(rows))
+            results.append(call(field, x[rows], None if weights is None else weights[rows], t[rows]))
+        return torch.cat(results)[torch.cat(groups).argsort()]

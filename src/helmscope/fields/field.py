@@ -1,7 +1,7 @@
-"""What a field is to the rest of the house: x' = f(x, t) for tokens x with weights.
+"""The interface of all fields: x' = f(x, t) for tokens x with weights.
 
-Subclasses say what they are by properties with defaults; nobody asks which class a field has. Calling a field checks
-its input. Everything else is the functional core: unchecked, differentiable, and what inner loops and training use.
+Subclasses describe themselves by properties with defaults, so that no other code has to test the class of a field.
+Calling a field checks its input. All other methods are unchecked and differentiable, for inner loops and training.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 
-from helmscope.fields.parameters import Change, copy_with
+from helmscope.fields.parameters import Change, copy_with, shape_or_type
+from helmscope.fields.scaled_velocity import ScaledVelocity
+from helmscope.fields.weights import check_weights
 from helmscope.geometry.arithmetic import check_dense_values, every
 from helmscope.geometry.sphere import check_tokens, project, retract
 from helmscope.types import HelmscopeError
@@ -24,27 +26,28 @@ if TYPE_CHECKING:
     from jaxtyping import Bool, Float
     from torch import Tensor
 
-    Time = float | Tensor  # of all systems, or (*batch, 1, 1)
+    Time = float | Tensor  # the same for all systems, or (*batch, 1, 1)
 
 
 class Space(Enum):
-    """Where the states of a field live.
+    """The space in which the states of a field are defined.
 
     >>> [space.value for space in Space]
     ['unit vectors', 'a residual stream', 'points of R^d']
     """
 
     SPHERE = "unit vectors"
-    STREAM = "a residual stream"  # seen through a norm: its direction and its radius are what is measured
+    STREAM = "a residual stream"  # read through a norm: its direction and radius are measured separately
     FLAT = "points of R^d"
 
 
 class Field(ABC):
-    """The velocity of every token: (*batch, n, d) -> (*batch, n, d), tangent at each token where states are unit
-    vectors.
+    """Base class of all fields: the velocity of every token, (*batch, n, d) -> (*batch, n, d), tangent at each token
+    where states are unit vectors.
 
-    A subclass implements ``velocity``, and overrides what is not as these defaults say: ``parameters`` names its
-    parameters with the number of axes that one system's value has, ``parts`` the fields that it is made of.
+    A subclass implements ``velocity`` and overrides the properties whose defaults do not describe it. ``parameters``
+    maps the name of each parameter to the number of axes of its value for one system; ``parts`` names the attributes
+    that hold fields.
 
     >>> class Turn(Field):
     ...     def velocity(self, x, weights=None, *, t=0.0):
@@ -58,12 +61,12 @@ class Field(ABC):
 
     @property
     def name(self) -> str:
-        """What an error calls this field."""
+        """The name of this field in error messages."""
         return type(self).__name__
 
     @property
     def space(self) -> Space:
-        """Where states live."""
+        """The space of the states; the unit sphere by default."""
         return Space.SPHERE
 
     @property
@@ -78,17 +81,17 @@ class Field(ABC):
 
     @property
     def exchangeable(self) -> bool:
-        """Whether tokens can be relabelled, and so merged."""
+        """Whether the flow commutes with permutations of the tokens, so that coinciding tokens can be merged."""
         return False
 
     @property
     def isotropic(self) -> bool:
-        """Whether this is the flow of Q = K = V = I with full attention, for which theory has closed forms."""
+        """Whether this is the flow of Q = K = V = I with full attention, which has closed forms (``theory``)."""
         return False
 
     @property
     def attends(self) -> bool:
-        """Whether the field has a kernel: tokens see each other."""
+        """Whether tokens attend to each other, so that the field has a kernel."""
         return False
 
     @property
@@ -98,12 +101,12 @@ class Field(ABC):
 
     @property
     def overflows(self) -> bool:
-        """Whether the velocity may leave the dtype: then displacements are made of ``scaled``, which a field has."""
+        """Whether the velocity may overflow its dtype; displacements are then computed from ``scaled``."""
         return False
 
     @property
     def only_layers(self) -> bool:
-        """Whether the field is a map without a flow: its norm changes the state even where nothing is added."""
+        """Whether the field is a discrete map without a flow: its norm changes the state even if nothing is added."""
         return False
 
     def __call__(
@@ -114,18 +117,22 @@ class Field(ABC):
         weights: Float[Tensor, "*batch n"] | None = None,
         mask: Bool[Tensor, "*batch n"] | None = None,
     ) -> Float[Tensor, "*batch n d"]:
-        """The velocity of every token at time ``t``. ``weights`` m_j >= 0 make the cloud a measure; ``mask`` is False
-        at padding, which nobody attends to. Bad input, and a map without a velocity, is a ``HelmscopeError``.
+        """The velocity of every token at time ``t``, with checks of the input and of the result.
+
+        Tokens with ``weights`` m_j >= 0 are a measure; ``mask`` is False at padding, which gets weight 0. Raises
+        ``HelmscopeError`` for bad input, for a field without a velocity, and if the velocity is not finite.
         """
         if self.only_layers:
-            raise HelmscopeError(f"field is {self.name}, a map that has layers and no velocity: call layer")
+            raise HelmscopeError(f"field is {self.name}, a discrete map that has no velocity: call layer")
         self.check_size(check_states(self, x, "x"))
         combined = check_weights(x, weights, mask)
         if combined is not None and not self.takes_weights:
-            raise HelmscopeError(f"weights or mask is given, but the field {self.name} takes none")
-        if x.ndim == 2:  # as a batch of one: torch multiplies a single matrix in another way, with other last bits
-            alone = None if combined is None else combined.unsqueeze(0)
-            velocity = self.velocity(x.unsqueeze(0), t=t, weights=alone).squeeze(0)
+            raise HelmscopeError(f"weights or mask is given, but the field {self.name} does not take weights")
+        if (
+            x.ndim == 2
+        ):  # as a batch of one: torch multiplies a single matrix by another algorithm, which rounds differently
+            batched = None if combined is None else combined.unsqueeze(0)
+            velocity = self.velocity(x.unsqueeze(0), t=t, weights=batched).squeeze(0)
         else:
             velocity = self.velocity(x, t=t, weights=combined)
         if not every(torch.isfinite(velocity.detach())):
@@ -141,18 +148,18 @@ class Field(ABC):
     def ambient(
         self, x: Float[Tensor, "*batch n d"], weights: Tensor | None = None, *, t: Time = 0.0
     ) -> Float[Tensor, "*batch n d"]:
-        """The velocity before projection, what a layer adds to the residual stream; unchecked."""
+        """The velocity before projection, which is what a layer adds to the residual stream; unchecked."""
         return self.velocity(x, t=t, weights=weights)
 
     def scaled(self, x: Float[Tensor, "*batch n d"], weights: Tensor | None = None, *, t: Time = 0.0) -> ScaledVelocity:
-        """The velocity as e^{log_scale} times a direction, for fields whose velocity can leave the dtype; unchecked."""
+        """The velocity as e^{log_scale} times a direction, for fields whose velocity may overflow; unchecked."""
         velocity = self.velocity(x, t=t, weights=weights)
         return ScaledVelocity(velocity, torch.zeros_like(velocity[..., :1]))
 
     def displacement(
         self, x: Float[Tensor, "*batch n d"], h: Tensor, weights: Tensor | None = None, *, t: Time = 0.0
     ) -> Float[Tensor, "*batch n d"]:
-        """h f(x, t), h (*batch, 1, 1); finite where it is, though the velocity may not be. Unchecked."""
+        """h f(x, t) with h (*batch, 1, 1), without overflow of the velocity itself; unchecked."""
         if self.overflows:
             return self.scaled(x, t=t, weights=weights).over(h)
         return h.to(x.dtype) * self.velocity(x, t=t, weights=weights)
@@ -160,36 +167,39 @@ class Field(ABC):
     def layer(
         self, x: Float[Tensor, "*batch n d"], h: Tensor | float = 1.0, weights: Tensor | None = None, *, t: Time = 0.0
     ) -> Float[Tensor, "*batch n d"]:
-        """The state one discrete layer of size h later: N(x + h f), with f before projection; unchecked."""
+        """The state after one discrete layer of step size h: N(x + h f), with f before projection; unchecked."""
         after = x + h * self.ambient(x, t=t, weights=weights)
         return retract(after) if self.space is Space.SPHERE else after
 
     def kernel(
         self, x: Float[Tensor, "*batch n d"], weights: Tensor | None = None, *, t: Time = 0.0
     ) -> Float[Tensor, "*batch n n"]:
-        """The weight of key j for query i: (*batch, n, n), for several heads (*batch, heads, n, n)."""
+        """The attention weight of key j for query i: (*batch, n, n), or (*batch, heads, n, n) for several heads.
+
+        Raises ``HelmscopeError`` for fields without attention.
+        """
         raise HelmscopeError(f"field is {self.name}, but a kernel is defined for attention fields only")
 
     def check_size(self, x: Float[Tensor, "*batch n d"]) -> None:
-        """Refuse tokens that do not fit the parameters of this field."""
-        own, lead = self.batch, x.shape[:-2]
+        """Raise ``HelmscopeError`` unless the shape of the tokens fits the parameters of this field."""
+        batch, lead = self.batch, x.shape[:-2]
         try:
-            fits = torch.broadcast_shapes(own, lead) == lead  # type: ignore[no-untyped-call]
+            fits = torch.broadcast_shapes(batch, lead) == lead  # type: ignore[no-untyped-call]
         except RuntimeError:
             fits = False
         if not fits:
             raise HelmscopeError(
-                f"the parameters of {type(self).__name__} have the batch axes {tuple(own)}, but tokens of shape "
+                f"the parameters of {type(self).__name__} have the batch axes {tuple(batch)}, but tokens of shape "
                 f"{tuple(x.shape)} have {tuple(lead)}"
             )
 
     def direction(self, y: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n d"]:
-        """The unit vectors of a residual stream, as its norm makes them; other states are what they are."""
+        """The directions of a residual stream, as its norm computes them; other states are returned unchanged."""
         return y
 
     def radius(self, y: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n"]:
-        """The length of a state that a step is measured by: 1 for unit vectors, at least 1 for points of R^d, and of a
-        residual stream the length that its norm divides out.
+        """The length relative to which the error of a step is measured: 1 for unit vectors, max(1, |y|) for points of
+        R^d, and for a residual stream the length that its norm divides out.
         """
         if self.space is Space.FLAT:
             length: Tensor = torch.linalg.vector_norm(y, dim=-1)
@@ -197,33 +207,33 @@ class Field(ABC):
         return torch.ones_like(y[..., 0])
 
     def restricted(self, dim: int) -> Field | None:
-        """The same flow on R^dim, where it commutes with rotations; else None."""
+        """The same flow on R^dim if it commutes with rotations, else None."""
         return None
 
     def complaint(self, x: Tensor, weights: Tensor | None) -> str:
-        """Why the velocity is not finite, and the remedy."""
-        return f"the velocity of {type(self).__name__} leaves {x.dtype}: take smaller parameters or weights"
+        """The error message for a velocity that is not finite: the cause and the remedy."""
+        return f"the velocity of {type(self).__name__} overflows {x.dtype}: use smaller parameters or weights"
 
     @property
     def batch(self) -> torch.Size:
-        """The batch axes of the parameters, broadcast."""
+        """The broadcast batch axes of the parameters."""
         shapes: list[torch.Size] = []
 
-        def look(value: Tensor, axes: int) -> Tensor:
+        def record_shape(value: Tensor, axes: int) -> Tensor:
             shapes.append(value.shape[: value.ndim - axes])
             return value
 
-        self.with_parameters(look)
+        self.with_parameters(record_shape)
         try:
             return torch.Size(torch.broadcast_shapes(*shapes))  # type: ignore[no-untyped-call]
         except RuntimeError:
             raise HelmscopeError(
                 f"the parameters of {type(self).__name__} have batch axes {[tuple(shape) for shape in shapes]}, which "
-                "do not fit together"
+                "do not broadcast"
             ) from None
 
     def with_parameters(self, change: Change) -> Self:
-        """This field with every parameter that has batch axes changed; unchecked."""
+        """This field with ``change(value, axes)`` applied to every parameter that has batch axes; unchecked."""
         values: dict[str, Any] = {}
         for name, axes in self.parameters.items():
             value = getattr(self, name)
@@ -236,20 +246,24 @@ class Field(ABC):
             if isinstance(part, Field):
                 values[name] = part.with_parameters(change)
             else:
-                values[name] = tuple(each.with_parameters(change) if isinstance(each, Field) else each for each in part)
-        same = all(_same(getattr(self, name), value) for name, value in values.items())
-        return self if same else copy_with(self, values)
+                values[name] = tuple(item.with_parameters(change) if isinstance(item, Field) else item for item in part)
+        unchanged = all(_identical(getattr(self, name), value) for name, value in values.items())
+        return self if unchanged else copy_with(self, values)
 
 
-def _same(old: object, new: object) -> bool:
+def _identical(old: object, new: object) -> bool:
+    """Whether two values, or all entries of two tuples, are the same objects."""
     if isinstance(old, tuple) and isinstance(new, tuple):
-        return all(one is other for one, other in zip(old, new, strict=True))
+        return all(a is b for a, b in zip(old, new, strict=True))
     return old is new
 
 
 @dataclass(frozen=True, eq=False)
 class PlainField(Field):
-    """A function of tokens, f(x) or f(x, t=...), as a field on the sphere: its tangential part is the velocity.
+    """A plain function of tokens, f(x) or f(x, t=...), as a field on the sphere whose velocity is its tangential part.
+
+    The function maps (*batch, n, d) to the same shape. Raises ``HelmscopeError`` if it is not callable, and when called
+    if it returns another shape.
 
     >>> PlainField(lambda x, t: t * x.flip(-1))(torch.tensor([[1.0, 0.0]]), t=2.0)
     tensor([[0., 2.]])
@@ -264,51 +278,51 @@ class PlainField(Field):
             )
         try:
             names = inspect.signature(self.function).parameters
-        except (TypeError, ValueError):  # of a built-in
+        except (TypeError, ValueError):  # built-ins may have no signature
             names = {}  # type: ignore[assignment]
         object.__setattr__(self, "_timed", "t" in names)
 
     @property
     def name(self) -> str:
-        """What kind of function it is."""
+        """The type of the wrapped function."""
         return type(self.function).__name__
 
     @property
     def autonomous(self) -> bool:
-        """Whether the function takes no time."""
+        """Whether the function has no argument ``t``."""
         return not self._timed  # type: ignore[attr-defined]
 
     @property
     def takes_weights(self) -> bool:
-        """A plain function sees the points alone."""
+        """False: a plain function takes only the points."""
         return False
 
     def ambient(
         self, x: Float[Tensor, "*batch n d"], weights: Tensor | None = None, *, t: Time = 0.0
     ) -> Float[Tensor, "*batch n d"]:
-        """The function as it is."""
+        """The value of the function, unchecked."""
         return self.function(x, t=t) if self._timed else self.function(x)  # type: ignore[attr-defined]
 
     def velocity(
         self, x: Float[Tensor, "*batch n d"], weights: Tensor | None = None, *, t: Time = 0.0
     ) -> Float[Tensor, "*batch n d"]:
-        """Its tangential part."""
+        """The tangential part of the function, unchecked."""
         return project(x, self.ambient(x, t=t))
 
     def check_size(self, x: Float[Tensor, "*batch n d"]) -> None:
-        """Refuse a function that does not give a velocity for each of these tokens."""
+        """Raise ``HelmscopeError`` unless the function returns one vector per token."""
         with torch.no_grad():
             velocity = self.ambient(x)
         if not isinstance(velocity, torch.Tensor) or velocity.shape != x.shape:
-            given = tuple(velocity.shape) if isinstance(velocity, torch.Tensor) else type(velocity).__name__
             raise HelmscopeError(
-                f"field gives {given} for tokens of shape {tuple(x.shape)}, but a velocity has their shape"
+                f"field returns {shape_or_type(velocity)} for tokens of shape {tuple(x.shape)}, but a velocity must "
+                "have the same shape"
             )
 
 
 def as_field(field: object) -> Field:
-    """A field as it is, also where its ``velocity`` is given; a function of tokens as a ``PlainField``; anything else
-    is refused.
+    """Convert the argument to a field: a field, or the field of a bound ``velocity``, is returned unchanged, and a
+    function of tokens becomes a ``PlainField``. Raises ``HelmscopeError`` for anything else.
 
     >>> as_field(torch.zeros_like).takes_weights
     False
@@ -319,30 +333,12 @@ def as_field(field: object) -> Field:
     return field if isinstance(field, Field) else PlainField(field)  # type: ignore[arg-type]
 
 
-@dataclass(frozen=True, eq=False)
-class ScaledVelocity:
-    """A velocity too large for its dtype: e^{log_scale} times ``direction``, one log scale per token.
-
-    >>> ScaledVelocity(torch.ones(1, 2), torch.full((1, 1), 100.0)).over(1e-43)
-    tensor([[2.6881, 2.6881]])
-    """
-
-    direction: Float[Tensor, "*batch n d"]
-    log_scale: Float[Tensor, "*batch n 1"]
-
-    def over(self, duration: Tensor | float) -> Float[Tensor, "*batch n d"]:
-        """The displacement ``duration`` >= 0 times velocity, finite where the product is, though the velocity is not.
-
-        >>> ScaledVelocity(torch.ones(1, 2), torch.full((1, 1), 1000.0)).over(0.0)
-        tensor([[0., 0.]])
-        """
-        duration = torch.as_tensor(duration, dtype=torch.float64, device=self.direction.device)
-        factor = torch.exp(torch.log(duration) + self.log_scale.to(torch.float64))
-        return (factor * self.direction.to(torch.float64)).to(self.direction.dtype)
-
-
 def check_states(field: Field, x: object, name: str, *, normalize: bool = False) -> Float[Tensor, "*batch n d"]:
-    """States as a field takes them: unit vectors, a residual stream of any radius but 0, or any points of R^d."""
+    """Return ``x`` if it has valid states of the field, else raise ``HelmscopeError``.
+
+    Depending on ``field.space`` these are unit vectors (with ``normalize``, vectors of any nonzero length, which are
+    normalized), a residual stream of nonzero radius, or finite points of R^d.
+    """
     if field.space is Space.SPHERE:
         return check_tokens(x, name=name, normalize=normalize)
     if field.space is Space.STREAM:
@@ -350,53 +346,10 @@ def check_states(field: Field, x: object, name: str, *, normalize: bool = False)
         assert isinstance(x, torch.Tensor)
         return x
     if not isinstance(x, torch.Tensor) or x.ndim < 2 or 0 in x.shape[-2:]:
-        given = tuple(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__
-        raise HelmscopeError(f"{name} is {given}, but it must be a tensor of points (..., n, d)")
+        raise HelmscopeError(f"{name} is {shape_or_type(x)}, but it must be a tensor of points (..., n, d)")
     check_dense_values(name, x)
     if x.dtype not in (torch.float64, torch.float32) or not every(torch.isfinite(x.detach())):
         raise HelmscopeError(
             f"{name} holds {x.dtype}, but it must hold finite numbers of torch.float64 or torch.float32"
         )
     return x
-
-
-def check_weights(
-    x: Float[Tensor, "*batch n d"],
-    weights: Float[Tensor, "*batch n"] | None,
-    mask: Bool[Tensor, "*batch n"] | None = None,
-) -> Float[Tensor, "*batch n"] | None:
-    """Token weights and key padding as one: the weight of a padded token is 0. None where every weight is 1.
-
-    >>> check_weights(torch.eye(2), None, torch.tensor([True, False]))
-    tensor([1., 0.])
-    """
-    for name, given in (("weights", weights), ("mask", mask)):
-        if given is not None and (not isinstance(given, torch.Tensor) or not _fits(given.shape, x.shape[:-1])):
-            shown = tuple(given.shape) if isinstance(given, torch.Tensor) else type(given).__name__
-            raise HelmscopeError(
-                f"{name} is {shown}, but it must be a tensor of shape {tuple(x.shape[:-1])} or ({x.shape[-2]},)"
-            )
-        if given is not None:
-            check_dense_values(name, given)
-    if mask is not None and mask.dtype != torch.bool:
-        raise HelmscopeError(f"mask has dtype {mask.dtype}, but it must be torch.bool, True at real tokens")
-    if weights is None and mask is None:
-        return None
-    combined = torch.ones(x.shape[:-1], dtype=x.dtype, device=x.device) if weights is None else weights.to(x)
-    good = (combined == 0) | ((combined >= 1e-30) & (combined <= 1e30))  # far from where sums leave float32
-    if not every(good):
-        bad = combined[~good][0].item()
-        raise HelmscopeError(
-            f"weights holds the entry {bad:g}, but every weight must be finite and >= 0 (0, or 1e-30 to 1e30)"
-        )
-    combined = combined if mask is None else combined * mask.to(x)
-    if not every(combined.sum(-1) > 0):
-        raise HelmscopeError("weights and mask leave a system without any token of positive weight")
-    return combined.expand(x.shape[:-1])
-
-
-def _fits(shape: torch.Size, tokens: torch.Size) -> bool:
-    """One entry per token: of every system, or the same along the leading axes, which are missing or of length 1."""
-    if not 0 < len(shape) <= len(tokens) or shape[-1] != tokens[-1]:
-        return False
-    return all(own in (1, wanted) for own, wanted in zip(reversed(shape), reversed(tokens), strict=False))

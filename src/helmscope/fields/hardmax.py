@@ -1,4 +1,4 @@
-"""Hardmax attention: every token follows the keys it likes best, and no others."""
+"""Hardmax attention: every token attends only to the keys with the largest logit."""
 
 from __future__ import annotations
 
@@ -14,22 +14,23 @@ if TYPE_CHECKING:
     from jaxtyping import Float
     from torch import Tensor
 
-# above the rounding of an inner product of unit vectors, far below a difference that means something
+# above the rounding error of an inner product of unit vectors, far below meaningful differences
 TIE = {torch.float64: 1e-12, torch.float32: 1e-5}
 
 
 @dataclass(frozen=True, eq=False)
 class Hardmax(Softmax):
     """x_i' = P_{x_i} V sum_{j in A_i} m_j x_j / sum_{j in A_i} m_j,  A_i = {j : l_ij >= max_k l_ik - tie},
-    l_ij = x_i^T B x_j + bias_ij: what source 001's SA becomes as beta goes to infinity.
+    l_ij = x_i^T B x_j + bias_ij: the limit of SA (source 001) as beta tends to infinity.
 
-    The limit of ``SA(beta, bias=beta * bias)`` at the rate e^{-beta gap}, gap the distance of the greatest logit from
-    the next. Keys within ``tie`` >= 0 of the greatest count as equally good and are averaged by their weights; without
-    a value it is 1e-12 in float64 and 1e-5 in float32, which is rounding for logits of order 1.
+    ``SA(beta, bias=beta * bias)`` converges to it at the rate e^{-beta gap}, where gap is the difference between the
+    largest and the second largest logit. Keys within ``tie`` >= 0 of the largest logit are averaged by their weights;
+    the default is 1e-12 in float64 and 1e-5 in float32, about rounding error for logits of order 1.
 
-    With B = I a token sees none above itself, <x_i, x_j> <= 1, so it attends to itself and rests: the flow moves only
-    under another B or a bias. The velocity jumps where the best key changes, and tokens slide along such jumps, where
-    an adaptive stepper never ends: ``integrate`` takes fixed steps. The derivative is that with A_i held fixed.
+    With B = I every token attends to itself, since <x_i, x_j> <= 1, and does not move: motion needs another B or a
+    bias. The velocity jumps where the largest key changes, and tokens slide along such discontinuities, where an
+    adaptive stepper would not terminate: ``integrate`` uses fixed steps. Derivatives are computed with A_i held fixed.
+    Raises ``HelmscopeError`` for a negative tie; other parameters as in ``SA``.
 
     >>> x = torch.tensor([[1.0, 0.0], [0.6, 0.8]])
     >>> Hardmax(query_key=-torch.eye(2))(x)  # the farthest token attracts
@@ -49,7 +50,7 @@ class Hardmax(Softmax):
 
     @property
     def continuous(self) -> bool:
-        """The velocity jumps where the best key changes."""
+        """False: the velocity jumps where the key with the largest logit changes."""
         return False
 
     @property
@@ -60,8 +61,8 @@ class Hardmax(Softmax):
     def transform_logits(
         self, pairs: Float[Tensor, "*batch n n"], weights: Tensor | None
     ) -> Float[Tensor, "*batch n n"]:
-        """0 at the keys of greatest logit, -inf at the others."""
+        """0 at the keys with the largest logit, -inf at the others."""
         tie = TIE[pairs.dtype] if self.tie is None else self.tie
-        best = pairs.detach()
-        chosen = (best >= best.amax(-1, keepdim=True) - tie) & (best > -torch.inf)
-        return torch.where(chosen, 0.0, -torch.inf).to(pairs.dtype)
+        logits = pairs.detach()
+        largest = (logits >= logits.amax(-1, keepdim=True) - tie) & (logits > -torch.inf)
+        return torch.where(largest, 0.0, -torch.inf).to(pairs.dtype)

@@ -9,10 +9,10 @@ Gated, with z = g.x + c, t = u.x + e, n = g/|g|, alpha = w.g / |g|^2, kappa = (w
     U = sum_j alpha psi(z) t + kappa Psi(z),     grad U = sum_j alpha s(z) t g + (alpha u + kappa g) psi(z),
     R = sum_j w s(z) t - grad U
 
-psi(z) = int_0^z s and Psi(z) = int_0^z psi. That both vanish at 0 is part of the gated split: another constant would
-move a constant vector from R to grad U. The split belongs to the weights and not to the function: two MLPs with the
-same f may have different R, and grad U and R are not orthogonal. Without divergence means in R^d: on the sphere, P R
-has one (``geometry.surface.divergence``).
+psi(z) = int_0^z s and Psi(z) = int_0^z psi. That both vanish at 0 is part of the definition in the gated case: another
+constant would move a constant vector from R to grad U. The split depends on the weights and not only on the function:
+two MLPs with the same f may have different R, and grad U and R are not orthogonal. R is divergence-free in R^d; on the
+sphere P R has a divergence in general (``geometry.surface.divergence``).
 """
 
 from __future__ import annotations
@@ -34,13 +34,14 @@ if TYPE_CHECKING:
 def helmholtz(mlp: MLP | GatedMLP) -> HelmholtzSplit:
     """The exact split f = grad U + R + harmonic with div R = 0 (source 000-3 (a), (b); formulas above).
 
-    ``split.dead`` lists the neurons that are constants (v = 0; gated: g = u = 0); they stand in the harmonic part with
-    b_out. A gated neuron with g = 0 but u != 0 is s(c) times a linear neuron with row u and is split as one. An
-    activation without psi (gated: or Psi) is refused here, not later.
+    ``split.dead`` lists the neurons that are constant (v = 0; gated: g = u = 0); they belong to the harmonic part,
+    together with b_out. A gated neuron with g = 0 but u != 0 is s(c) times a linear neuron with row u and is split like
+    one. Raises ``HelmscopeError`` if ``mlp`` is not an MLP, has batch axes, or has an activation without psi (gated:
+    or Psi).
 
-    Where a row is tiny beside its bias, U is of the order psi(c)/|v|, and gated also grad U and R, of opposite signs:
-    such is the split, but their sum loses digits. Below |g| = 1e-150 (1e-19 in float32) take ``gradient`` and not
-    autograd of ``potential``, which passes through 1/|g|^2.
+    If a row is tiny compared with its bias, U is of order psi(c)/|v|; in the gated case so are grad U and R, with
+    opposite signs, and their sum loses digits. For |g| below 1e-150 (1e-19 in float32) use ``gradient`` instead of
+    differentiating ``potential``, which divides by |g|^2.
 
     >>> from helmscope.fields.activations import ReLU
     >>> split = helmholtz(MLP(w_in=torch.eye(2), w_out=torch.eye(2).flip(0), activation=ReLU()))
@@ -51,16 +52,16 @@ def helmholtz(mlp: MLP | GatedMLP) -> HelmholtzSplit:
     origin = torch.zeros(1, dtype=torch.float64, device="cpu")
     mlp.activation.potential(origin)
     if isinstance(mlp, MLP):
-        return _Ungated(mlp)
+        return _UngatedSplit(mlp)
     mlp.activation.double_potential(origin)
-    return _Gated(mlp)
+    return _GatedSplit(mlp)
 
 
 def helmholtz_as_printed(mlp: MLP | GatedMLP) -> HelmholtzSplit:
-    """The split as source 000 prints it, for comparison; wrong as below. ``swirl`` = f - gradient - harmonic.
+    """The split as source 000 prints it, for comparison; it is wrong, as follows. ``swirl`` = f - gradient - harmonic.
 
     Ungated: a = w.v without |v|^2, so that div R != 0 unless every |v| = 1. Gated: U = sum_j a psi(z) t and
-    "grad U" = sum_j a s(z) t g with a = w.g / |g|^2, which is no gradient, and div R != 0; a = 0 where g = 0.
+    "grad U" = sum_j a s(z) t g with a = w.g / |g|^2, which is not a gradient, and div R != 0; a = 0 where g = 0.
 
     >>> from helmscope.fields.activations import Identity
     >>> double = MLP(w_in=2 * torch.eye(2), w_out=torch.eye(2), activation=Identity())  # f(x) = 2 x, all gradient
@@ -70,22 +71,22 @@ def helmholtz_as_printed(mlp: MLP | GatedMLP) -> HelmholtzSplit:
     """
     _check_mlp(mlp)
     mlp.activation.potential(torch.zeros(1, dtype=torch.float64, device="cpu"))
-    return _AsPrinted(mlp)
+    return _SplitAsPrinted(mlp)
 
 
 def _check_mlp(mlp: object) -> None:
     if not isinstance(mlp, MLP | GatedMLP):
         raise HelmscopeError(f"mlp is a {type(mlp).__name__}, but it must be an MLP or a GatedMLP")
     if mlp.batch:
-        raise HelmscopeError(f"mlp has the batch axes {tuple(mlp.batch)}, but one MLP is split at a time")
+        raise HelmscopeError(f"mlp has the batch axes {tuple(mlp.batch)}, but only one MLP can be split at a time")
 
 
 @dataclass(frozen=True, eq=False)
 class HelmholtzSplit(ABC):
-    """An MLP in three parts, f = gradient + swirl + harmonic to rounding; made by ``helmholtz``.
+    """The three parts of an MLP, f = gradient + swirl + harmonic to rounding; returned by ``helmholtz``.
 
-    Methods take points (..., d) of float64 or float32 and refuse others. They do not read values: they serve within
-    ``torch.func``, and are NaN where x is. Memory is linear in points times neurons.
+    Methods take points (..., d) of float64 or float32 and raise ``HelmscopeError`` for others. They do not depend on
+    values, so they work under ``torch.func``, and return NaN where x is NaN. Memory is linear in points times neurons.
 
     >>> from helmscope.fields.activations import Identity
     >>> turn = MLP(w_in=torch.eye(2), w_out=torch.tensor([[1.0, -3.0], [3.0, 1.0]]), activation=Identity())
@@ -98,12 +99,12 @@ class HelmholtzSplit(ABC):
 
     @property
     def dead(self) -> Int[Tensor, " dead"]:
-        """Indices of the neurons that are constants: v = 0, or g = u = 0 where gated."""
+        """Indices of the neurons that are constant: v = 0, or g = u = 0 if gated."""
         return self._is_dead(torch.zeros((), dtype=torch.float64, device="cpu")).nonzero().squeeze(-1)
 
     @abstractmethod
     def potential(self, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch"]:
-        """U(x); the force climbs it, so the energy is V = -U."""
+        """U(x). The force points uphill, so the energy is V = -U."""
 
     @abstractmethod
     def gradient(self, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
@@ -111,24 +112,24 @@ class HelmholtzSplit(ABC):
 
     @abstractmethod
     def swirl(self, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
-        """R(x), without divergence in R^d."""
+        """R(x), which is divergence-free in R^d."""
 
     def harmonic(self, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
-        """b_out and the dead neurons: a constant, both gradient and without divergence, so neither's."""
+        """b_out and the dead neurons: a constant, which is both a gradient and divergence-free."""
         self.mlp.check_points(x)
         at_origin = self.mlp.neurons(x.new_zeros(self.mlp.dim))
         constants = torch.where(self._is_dead(x), at_origin, 0.0)
         return affine(constants, self.mlp.w_out, self.mlp.b_out).expand_as(x)
 
     def _is_dead(self, like: Tensor) -> Bool[Tensor, " hidden"]:
-        """In the dtype of ``like``, as a row may vanish in the cast."""
+        """Which neurons are constant, in the dtype of ``like``: a row may underflow to 0 in the cast."""
         if isinstance(self.mlp, GatedMLP):
             return ~(self.mlp.w_gate.to(like).any(-1) | self.mlp.w_up.to(like).any(-1))
         return ~self.mlp.w_in.to(like).any(-1)
 
 
 @dataclass(frozen=True, eq=False)
-class _Ungated(HelmholtzSplit):
+class _UngatedSplit(HelmholtzSplit):
     mlp: MLP
 
     def potential(self, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch"]:
@@ -140,56 +141,56 @@ class _Ungated(HelmholtzSplit):
     def gradient(self, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
         self.mlp.check_points(x)
         direction, _ = _polar(self.mlp.w_in.to(x))
-        return linear(self.mlp.neurons(x), _lengthwise(self.mlp, direction))
+        return linear(self.mlp.neurons(x), _parallel_part(self.mlp, direction))
 
     def swirl(self, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
         self.mlp.check_points(x)
         direction, _ = _polar(self.mlp.w_in.to(x))
-        return linear(self.mlp.neurons(x), _crosswise(self.mlp, direction))
+        return linear(self.mlp.neurons(x), _perpendicular_part(self.mlp, direction))
 
 
 @dataclass(frozen=True, eq=False)
-class _Gated(HelmholtzSplit):
+class _GatedSplit(HelmholtzSplit):
     mlp: GatedMLP
 
     def potential(self, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch"]:
         self.mlp.check_points(x)
-        act, z, t = self.mlp.activation, *self._affine(x)
-        rows = _GatedRows.of(self.mlp, x)
-        # a neuron without gate is s(c) times a linear one, whose potential is (w.n) t^2 / (2 |u|)
+        act, z, t = self.mlp.activation, *self._gate_and_up(x)
+        rows = _GatedRows.from_mlp(self.mlp, x)
+        # a neuron with g = 0 is s(c) times a linear one, whose potential is (w.n) t^2 / (2 |u|)
         first = torch.where(rows.gated, act.potential(z) / rows.length, act(z) * t / (2 * rows.up_length))
-        second = act.double_potential(z) / rows.length / rows.length  # |g|^2 may leave the dtype, the quotient not
+        second = act.double_potential(z) / rows.length / rows.length  # |g|^2 may overflow where the quotient does not
         return _weighted_sum(first * t, rows.along) + _weighted_sum(second, rows.bend)
 
     def gradient(self, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
         self.mlp.check_points(x)
-        neurons, rows, tilted = self._parts(x)
-        return linear(neurons, _lengthwise(self.mlp, rows.direction)) + tilted
+        neurons, rows, transfer = self._neurons_rows_transfer(x)
+        return linear(neurons, _parallel_part(self.mlp, rows.direction)) + transfer
 
     def swirl(self, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
         self.mlp.check_points(x)
-        neurons, rows, tilted = self._parts(x)
-        return linear(neurons, _crosswise(self.mlp, rows.direction)) - tilted
+        neurons, rows, transfer = self._neurons_rows_transfer(x)
+        return linear(neurons, _perpendicular_part(self.mlp, rows.direction)) - transfer
 
-    def _affine(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """z and t."""
+    def _gate_and_up(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """z = g.x + c and t = u.x + e of every neuron."""
         return affine(x, self.mlp.w_gate, self.mlp.b_gate), affine(x, self.mlp.w_up, self.mlp.b_up)
 
-    def _parts(self, x: Tensor) -> tuple[Tensor, _GatedRows, Tensor]:
-        """s(z) t; the rows; and sum_j (alpha u + kappa g) psi(z), which goes from R to grad U."""
-        z, t = self._affine(x)
-        rows = _GatedRows.of(self.mlp, x)
-        tilt = torch.where(
+    def _neurons_rows_transfer(self, x: Tensor) -> tuple[Tensor, _GatedRows, Tensor]:
+        """s(z) t; the rows; and sum_j (alpha u + kappa g) psi(z), which is moved from R to grad U."""
+        z, t = self._gate_and_up(x)
+        rows = _GatedRows.from_mlp(self.mlp, x)
+        weight = torch.where(
             rows.gated[:, None], rows.along[:, None] * self.mlp.w_up.to(x) + rows.bend[:, None] * rows.direction, 0.0
         )
-        return self.mlp.activation(z) * t, rows, linear(self.mlp.activation.potential(z) / rows.length, tilt)
+        return self.mlp.activation(z) * t, rows, linear(self.mlp.activation.potential(z) / rows.length, weight)
 
 
 @dataclass(frozen=True, eq=False)
 class _GatedRows:
-    """Each neuron by the row that steers it: the direction of g, or of u where g = 0; and the lengths |g| and |u|.
+    """The direction of g, or of u where g = 0, of each neuron, and the lengths |g| and |u|.
 
-    alpha = along / |g| and kappa = bend / |g|^2 are not formed: they may overflow where their use does not.
+    alpha = along / |g| and kappa = bend / |g|^2 are not computed: they may overflow where their products do not.
     """
 
     gated: Bool[Tensor, " hidden"]
@@ -200,7 +201,7 @@ class _GatedRows:
     bend: Float[Tensor, " hidden"]
 
     @staticmethod
-    def of(mlp: GatedMLP, x: Tensor) -> _GatedRows:
+    def from_mlp(mlp: GatedMLP, x: Tensor) -> _GatedRows:
         up, gated = mlp.w_up.to(x), mlp.w_gate.to(x).any(-1)
         (gate_direction, length), (up_direction, up_length) = _polar(mlp.w_gate.to(x)), _polar(up)
         direction = torch.where(gated[:, None], gate_direction, up_direction)
@@ -210,7 +211,7 @@ class _GatedRows:
 
 
 @dataclass(frozen=True, eq=False)
-class _AsPrinted(HelmholtzSplit):
+class _SplitAsPrinted(HelmholtzSplit):
     def potential(self, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch"]:
         mlp = self.mlp
         mlp.check_points(x)
@@ -224,7 +225,7 @@ class _AsPrinted(HelmholtzSplit):
         mlp = self.mlp
         mlp.check_points(x)
         rows = mlp.w_in.to(x) if isinstance(mlp, MLP) else _polar(mlp.w_gate.to(x))[0]
-        return linear(mlp.neurons(x), _lengthwise(mlp, rows))
+        return linear(mlp.neurons(x), _parallel_part(mlp, rows))
 
     def swirl(self, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
         self.mlp.check_points(x)
@@ -232,8 +233,8 @@ class _AsPrinted(HelmholtzSplit):
 
 
 def _polar(rows: Float[Tensor, "hidden d"]) -> tuple[Float[Tensor, "hidden d"], Float[Tensor, " hidden"]]:
-    """Directions and lengths; a zero row has direction 0 and length 1. A scale is divided out first, as the square of
-    1e-160 is 0.
+    """Directions and lengths of rows; a zero row has direction 0 and length 1. Rows are first divided by a scale,
+    because the square of 1e-160 is 0.
     """
     scale = rows.detach().abs().amax(-1)
     scale = torch.where(scale > 0, scale, 1.0)
@@ -244,21 +245,21 @@ def _polar(rows: Float[Tensor, "hidden d"]) -> tuple[Float[Tensor, "hidden d"], 
 
 
 def _along(mlp: MLP | GatedMLP, rows: Float[Tensor, "hidden d"]) -> Float[Tensor, " hidden"]:
-    """w_j.row_j"""
+    """The inner products w_j.row_j."""
     return (mlp.w_out.to(rows).mT * rows).sum(-1)
 
 
-def _lengthwise(mlp: MLP | GatedMLP, rows: Float[Tensor, "hidden d"]) -> Float[Tensor, "hidden d"]:
-    """(w.row) row: for a unit row, the part of w along it."""
+def _parallel_part(mlp: MLP | GatedMLP, rows: Float[Tensor, "hidden d"]) -> Float[Tensor, "hidden d"]:
+    """(w.row) row; for a unit row, the component of w along it."""
     return _along(mlp, rows)[:, None] * rows
 
 
-def _crosswise(mlp: MLP | GatedMLP, direction: Float[Tensor, "hidden d"]) -> Float[Tensor, "hidden d"]:
-    """r = w - (w.n) n, and 0 where the neuron is dead and has no direction."""
-    rest = mlp.w_out.to(direction).mT - _lengthwise(mlp, direction)
-    return torch.where(direction.any(-1, keepdim=True), rest, 0.0)
+def _perpendicular_part(mlp: MLP | GatedMLP, direction: Float[Tensor, "hidden d"]) -> Float[Tensor, "hidden d"]:
+    """r = w - (w.n) n; 0 for a dead neuron, which has no direction."""
+    perpendicular = mlp.w_out.to(direction).mT - _parallel_part(mlp, direction)
+    return torch.where(direction.any(-1, keepdim=True), perpendicular, 0.0)
 
 
 def _weighted_sum(values: Float[Tensor, "*batch hidden"], weights: Float[Tensor, " hidden"]) -> Float[Tensor, "*batch"]:
-    """Not as a product with one column, whose bits depend on the batch."""
+    """sum_j weights_j values_j, not as a product with one column, whose rounding depends on the batch."""
     return (values * weights).sum(-1)

@@ -1,15 +1,17 @@
-"""The Hodge split for normally distributed inputs: unique and orthogonal (source 000-3 (d) 2).
+"""The Hodge split of an MLP for normally distributed inputs, which is unique and orthogonal (source 000-3 (d) 2).
 
 For rho = N(0, I) the best gradient U = argmin E|f - grad U|^2 leaves R = f - grad U with div(rho R) = 0, and
 E|f|^2 = E|grad U|^2 + E|R|^2. For a neuron w s(v.x + c) = w phi(z), z = e.x, e = v/|v|, w = alpha e + r with r
-perpendicular to e, the part alpha is a gradient; so is, in part, the part r, which ``helmholtz`` takes for swirl:
+perpendicular to e, the part along e is a gradient. The part along r, all of which ``helmholtz`` counts as swirl, is
+partly a gradient too:
 
     U = alpha int phi + (r.x) h(z),    grad U = alpha e phi + r h + e (r.x) h',    h'' - z h' - h = -phi
 
-N(0, I) is the limit k -> 0 of the sphere of radius sqrt d and curvature k = 1/d, where grad U is projected and all else
-stays (``hodge_profile``); what follows serves both. Energies are sums over pairs of neurons and degrees n: c_jn are the
-coefficients of phi_j in the orthonormal polynomials of z (Hermite's for k = 0), F_jn and H_jn those of int phi_j and
-int h_j, and P_n, P_n(1) = 1, the zonal polynomials (q^n for k = 0) at q = e_j.e_k. With m = n (1 + (n - 2) k)
+N(0, I) is the limit k -> 0 of the sphere of radius sqrt d and curvature k = 1/d, where grad U is projected and the rest
+is the same (``hodge_profile``); the following holds for both. Energies are sums over pairs of neurons and degrees n:
+c_jn are the coefficients of phi_j in the orthonormal polynomials of z (Hermite polynomials for k = 0), F_jn and H_jn
+those of int phi_j and int h_j, and P_n, with P_n(1) = 1, the zonal polynomials (q^n for k = 0) at q = e_j.e_k. With
+m = n (1 + (n - 2) k)
 
     E|grad U|^2 = sum m (alpha_j F_jn + H_jn r_j.d/de_j) (alpha_k F_kn + H_kn r_k.d/de_k) P_n(q)
     E|R|^2 = sum c_jn c_kn [(r_j.r_k) (m P_n - k q P_n') - (r_j.e_k)(r_k.e_j) (k q P_n'' + (1 - 2k) P_n')] / (m+1-3k)
@@ -34,16 +36,16 @@ if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
     from torch import Tensor
 
-PARALLEL = 1e-13  # 1 - |q| up to which two rows count as one direction, for which the sum over n may not converge
+PARALLEL = 1e-13  # rows with 1 - |q| below this are treated as parallel: for them the sum over n may not converge
 
 
 def gaussian_hodge_split(mlp: MLP) -> HodgeSplit:
     """The orthogonal split f = grad U + R of an ungated MLP under x ~ N(0, I), with div(rho R) = 0 (equations above).
 
-    Constants (b_out, and neurons with v = 0) are gradients and stand in ``gradient``: for this measure no other field
-    is a gradient and free of divergence at once, and ``harmonic`` is 0. Profiles are accurate to about 1e-14 for
-    |e.x| <= 1024 and NaN beyond. Parameters are read once, without their gradients. Refused: a gated MLP; an activation
-    that is not smooth apart from a corner at 0, or oscillates.
+    Constants (b_out, and neurons with v = 0) are gradients and belong to ``gradient``; for this measure no nonzero
+    field is both a gradient and divergence-free, and ``harmonic`` is 0. Profiles are accurate to about 1e-14 for
+    |e.x| <= 1024 and NaN beyond. Parameters are read once, without their gradients. Raises ``HelmscopeError`` for a
+    gated MLP, and for an activation that oscillates or is not smooth apart from a corner at 0.
 
     >>> from helmscope.fields.activations import ReLU
     >>> mlp = MLP(w_in=torch.tensor([[1.0, 0.0]]), w_out=torch.tensor([[0.0], [1.0]]), activation=ReLU())
@@ -53,16 +55,17 @@ def gaussian_hodge_split(mlp: MLP) -> HodgeSplit:
     >>> split.gradient(torch.tensor([0.0, 1.0]))  # e h'(0) + r h(0)
     tensor([0.2500, 0.3133])
     """
-    neurons = Neurons.of(check_ungated(mlp), radius=1.0)
+    neurons = Neurons.from_mlp(check_ungated(mlp), radius=1.0)
     return HodgeSplit(mlp, 1.0, neurons, Profiles.solve(Law(0.0), neurons))
 
 
 @dataclass(frozen=True, eq=False)
 class HodgeSplit:
-    """A force in orthogonal parts, f = gradient + swirl + harmonic to rounding; made by ``gaussian_hodge_split``.
+    """The orthogonal parts of a force, f = gradient + swirl + harmonic to rounding, from ``gaussian_hodge_split``.
 
-    Methods take points (..., d) of float64 or float32, work in float64 and return the dtype of x. They do not read
-    values and can be differentiated, by ``torch.func`` too. Memory: points times neurons, and about 25 kB a neuron.
+    Methods take points (..., d) of float64 or float32, compute in float64 and return the dtype of x. They do not depend
+    on values, so they work under ``torch.func``, and can be differentiated. Memory: points times neurons, and about
+    25 kB per neuron.
 
     >>> from helmscope.fields.activations import Identity
     >>> turn = MLP(w_in=torch.eye(2), w_out=torch.tensor([[1.0, -3.0], [3.0, 1.0]]), activation=Identity())
@@ -77,139 +80,144 @@ class HodgeSplit:
     profiles: Profiles
 
     def potential(self, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch"]:
-        """U(x), up to a constant; refused for an activation that does not know its ``potential``."""
+        """U(x), up to a constant. Raises ``HelmscopeError`` if the activation does not define its ``potential``."""
         point, z, height = self._coordinates(x)
         n = self.neurons.to(z)
-        value, _ = self.profiles(z, _numbers(z))
+        value, _ = self.profiles(z, _neuron_indices(z))
         terms = n.along * (n.activation.potential(n.length * z + n.offset) / n.length) + height * value
         return ((terms.sum(-1) + (point * n.constant).sum(-1)) / self.radius).to(x)
 
     def gradient(self, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
-        """grad U(x), with the constants."""
-        return self._parts(x)[0].to(x)
+        """grad U(x), including the constants."""
+        return self._gradient_and_swirl(x)[0].to(x)
 
     def swirl(self, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
-        """R(x), free of divergence for the measure."""
-        return self._parts(x)[1].to(x)
+        """R(x), with div(rho R) = 0 for the density rho of the measure."""
+        return self._gradient_and_swirl(x)[1].to(x)
 
     def harmonic(self, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
-        """What is a gradient and free of divergence at once."""
+        """The part that is both a gradient and divergence-free: 0."""
         self.mlp.check_points(x)
         return torch.zeros_like(x)
 
     @full_precision
     def share(self, *, tolerance: float = 1e-6) -> float:
-        """E|R|^2 / E|f|^2, the share of f that no potential explains, in [0, 1]; constants count in f.
+        """E|R|^2 / E|f|^2, the share of f that no potential explains, in [0, 1]; f includes its constants.
 
-        Exact to rounding for one neuron and for parallel rows. For other rows the sum over n stops where Schwarz's
-        inequality leaves less than ``tolerance`` to come; smooth activations give far more digits. Refused where 4096
-        degrees do not do (corners and nearly parallel rows), and where f = 0. Time and memory grow like hidden^2.
+        Exact to rounding for one neuron and for parallel rows. Otherwise the sum over n is truncated when the
+        Cauchy-Schwarz inequality bounds the remainder by ``tolerance``; for smooth activations the error is much
+        smaller. Raises ``HelmscopeError`` if 4096 degrees do not suffice (corners and nearly parallel rows) and if
+        f = 0. Time and memory grow like hidden^2.
         """
         tolerance = real_number("tolerance", tolerance, above=0)
         cosine = self.neurons.direction @ self.neurons.direction.mT
-        same = cosine.abs() > 1 - PARALLEL
-        exact = self._parallel(cosine, *same.nonzero(as_tuple=True))
-        for degrees in (64, 512, 4096):  # each sets its own quadrature
-            (total, swirl, size), rest = exact, 0.0
-            for grown, turned, rest in self._apart(cosine, ~same, degrees):
-                total, swirl = total + grown, swirl + turned
-                if rest <= tolerance * total:
+        parallel = cosine.abs() > 1 - PARALLEL
+        exact = self._parallel_energies(cosine, *parallel.nonzero(as_tuple=True))
+        for degrees in (64, 512, 4096):  # from scratch each time, because the quadrature depends on the degree
+            (total, swirl, size), remainder = exact, 0.0
+            for total_term, swirl_term, remainder in self._energy_terms(cosine, ~parallel, degrees):
+                total, swirl = total + total_term, swirl + swirl_term
+                if remainder <= tolerance * total:
                     break
-            if rest <= tolerance * total:
+            if remainder <= tolerance * total:
                 break
         if not total > 1e-12 * size:
             raise HelmscopeError(f"mlp has E|f|^2 = {total:.1e}, which is 0 to rounding, but a share needs a force")
-        if rest > tolerance * total:
-            raise HelmscopeError(f"tolerance is {tolerance:g}, but for this mlp it must be at least {rest / total:.1e}")
+        if remainder > tolerance * total:
+            smallest = remainder / total
+            raise HelmscopeError(f"tolerance is {tolerance:g}, but for this mlp it must be at least {smallest:.1e}")
         return min(max(swirl / total, 0.0), 1.0)
 
     def _coordinates(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The point radius x in float64, its z = e.point, and r.point."""
+        """The point radius x in float64, and for each neuron z = e.point and r.point."""
         self.mlp.check_points(x)
         point = self.radius * x.double()
         n = self.neurons.to(point)
-        reach = self.profiles.law.reach  # which a unit vector leaves by rounding only
+        reach = self.profiles.law.reach  # which a unit vector exceeds only by rounding
         z = linear(point, n.direction.mT)
         return point, z.clamp(-reach, reach) if self.profiles.law.curvature else z, linear(point, n.across.mT)
 
-    def _parts(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def _gradient_and_swirl(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """grad U and R, before projection."""
         _, z, height = self._coordinates(x)
         n = self.neurons.to(z)
-        value, slope = self.profiles(z, _numbers(z))
+        value, slope = self.profiles(z, _neuron_indices(z))
         phi, bend = n.activation(n.length * z + n.offset), height * slope
         gradient = linear(n.along * phi + bend, n.direction) + linear(value, n.across) + n.constant
         return gradient, linear(phi - value, n.across) - linear(bend, n.direction)
 
     @full_precision
-    def _parallel(self, cosine: Tensor, first: Tensor, second: Tensor) -> tuple[float, float, float]:
-        """E<f_i, f_j> and E<R_i, R_j> over pairs of one direction, with the constants; and the size of the terms."""
+    def _parallel_energies(self, cosine: Tensor, first: Tensor, second: Tensor) -> tuple[float, float, float]:
+        """E<f_i, f_j> and E<R_i, R_j> summed over pairs of parallel neurons, with the constants; and the sum of the
+        E|f_i|^2, to which rounding errors are relative.
+        """
         n, law, k = self.neurons, self.profiles.law, self.profiles.law.curvature
         line = self.profiles.line
         total = (1 - k) * float(n.constant @ n.constant)
-        # a neuron that hardly ever fires, 1e-15 of its argument in the mean, has profiles of few digits
+        # profiles of neurons that are almost never active, on average 1e-15 of their argument, have few correct digits
         size = total + 1e-18 * float(((n.length + n.offset.abs())[:, None] * n.out).square().sum())
         swirl = 0.0
         for i, j in zip(torch.split(first, 256), torch.split(second, 256), strict=True):
-            sign, alike = cosine[i, j].sign(), i == j
+            sign, diagonal = cosine[i, j].sign(), i == j
             z, mass = law.quadrature(torch.cat([line[i], sign[:, None] * line[j]], -1).sort(-1).values)
-            opposite = sign[:, None] * z
-            here, there = mass * n.phi(z, i), n.phi(opposite, j)
-            value, slope = self.profiles(opposite, j[:, None].expand_as(z))
+            signed = sign[:, None] * z
+            phi_i, phi_j = mass * n.phi(z, i), n.phi(signed, j)  # the first with the weights of the quadrature
+            value, slope = self.profiles(signed, j[:, None].expand_as(z))
             p = 1 - k * z * z
-            part = k * p / (1 - k)  # E[(r.x)^2 | z] / (|r|^2 radius^2)
-            lengths, across = sign * n.along[i] * n.along[j], (n.across[i] * n.across[j]).sum(-1)
-            energy = lengths * (here * p * there).sum(-1) + across * (here * (1 - part) * there).sum(-1)
-            turned = across * (here * ((1 - part) * (there - value) + part * opposite * slope)).sum(-1)
-            mean = (n.along[i] * (here * p).sum(-1))[:, None] * n.direction[i]
-            mean = mean + (here * (1 - part)).sum(-1)[:, None] * n.across[i]  # E[P f_i]
-            total += float(energy.sum() + 2 * (mean[alike] @ n.constant).sum())
-            size, swirl = size + float(energy[alike].sum()), swirl + float(turned.sum())
+            moment = k * p / (1 - k)  # E[(r.x)^2 | z] / (|r|^2 radius^2)
+            along, across = sign * n.along[i] * n.along[j], (n.across[i] * n.across[j]).sum(-1)
+            energy = along * (phi_i * p * phi_j).sum(-1) + across * (phi_i * (1 - moment) * phi_j).sum(-1)
+            swirl_energy = across * (phi_i * ((1 - moment) * (phi_j - value) + moment * signed * slope)).sum(-1)
+            mean = (n.along[i] * (phi_i * p).sum(-1))[:, None] * n.direction[i]
+            mean = mean + (phi_i * (1 - moment)).sum(-1)[:, None] * n.across[i]  # E[P f_i]
+            total += float(energy.sum() + 2 * (mean[diagonal] @ n.constant).sum())
+            size, swirl = size + float(energy[diagonal].sum()), swirl + float(swirl_energy.sum())
         return total, swirl, size
 
-    def _apart(
-        self, cosine: Tensor, apart: Bool[Tensor, "hidden hidden"], degrees: int
+    def _energy_terms(
+        self, cosine: Tensor, pairs: Bool[Tensor, "hidden hidden"], degrees: int
     ) -> Iterator[tuple[float, float, float]]:
-        """The terms n = 1..degrees over all other pairs, of E|f|^2 and of E|R|^2, each with a bound on what is left."""
-        if not bool(apart.any()):
+        """The terms n = 1..degrees of E|f|^2 and E|R|^2, summed over ``pairs``, each with a bound on the remainder."""
+        if not bool(pairs.any()):
             return
         n, law, k = self.neurons, self.profiles.law, self.profiles.law.curvature
         size = torch.linalg.vector_norm(n.out, dim=-1)
-        cross, across = n.direction @ n.across.mT * apart, n.across @ n.across.mT * apart
-        both = cross * cross.mT
+        cross, across = n.direction @ n.across.mT * pairs, n.across @ n.across.mT * pairs
+        cross_product = cross * cross.mT
         zero, one = torch.zeros_like(cosine), torch.ones_like(cosine)
-        last, zonal = torch.stack([one, zero, zero]), torch.stack([cosine, one, zero])  # P_n, P_n', P_n''
+        previous, zonal = torch.stack([one, zero, zero]), torch.stack([cosine, one, zero])  # P_n, P_n', P_n''
         coefficients = n.coefficients(law, self.profiles.line, degrees + 1)
-        (below, left), (c, left_next) = next(coefficients), next(coefficients)
-        for degree, (above, left_above) in enumerate(coefficients, 1):
+        (below, rest), (c, rest_next) = next(coefficients), next(coefficients)
+        for degree, (above, rest_above) in enumerate(coefficients, 1):
             growth = 1 + (degree - 2) * k
             m, lift, drop = degree * growth, law.jacobi(degree) / degree, law.jacobi(degree + 1) * k / growth
             f, h = n.along * (lift * below - drop * above), lift / degree * below + drop * k / growth * above
-            slopes = across * zonal[1] + both * zonal[2]
-            grown = m * float(f @ (apart * zonal[0]) @ f + 2 * f @ (cross * zonal[1]) @ h + h @ slopes @ h)
+            slopes = across * zonal[1] + cross_product * zonal[2]
+            gradient = m * float(f @ (pairs * zonal[0]) @ f + 2 * f @ (cross * zonal[1]) @ h + h @ slopes @ h)
             turn = across * (m * zonal[0] - k * cosine * zonal[1])
-            turn = turn - both * (k * cosine * zonal[2] + (1 - 2 * k) * zonal[1])
-            turn = turn / (m + 1 - 3 * k) if degree > 1 else (across * cosine - both) / 2  # 0/0 on the circle
-            turned, tail = float(c @ turn @ c), size * left
-            # |w_j||w_k| bounds a term of E|f|^2, 5/4 of that one of E|R|^2, each times |P_n|, which falls with n
+            turn = turn - cross_product * (k * cosine * zonal[2] + (1 - 2 * k) * zonal[1])
+            turn = turn / (m + 1 - 3 * k) if degree > 1 else (across * cosine - cross_product) / 2  # 0/0 on the circle
+            swirl, tail = float(c @ turn @ c), size * rest
+            # |w_j||w_k| bounds a term of E|f|^2, 5/4 of that a term of E|R|^2, each times |P_n|, which decreases with n
             yield (
-                grown + turned,
-                turned,
-                9 / 4 * float(tail @ (apart * torch.maximum(zonal[0].abs(), last[0].abs())) @ tail),
+                gradient + swirl,
+                swirl,
+                9 / 4 * float(tail @ (pairs * torch.maximum(zonal[0].abs(), previous[0].abs())) @ tail),
             )
             shifted = torch.stack([zero, zonal[0], 2 * zonal[1]])
-            ahead = ((1 + (2 * degree - 2) * k) * (cosine * zonal + shifted) - degree * k * last) / growth
-            (below, left), (c, left_next), (last, zonal) = (c, left_next), (above, left_above), (zonal, ahead)
+            following = ((1 + (2 * degree - 2) * k) * (cosine * zonal + shifted) - degree * k * previous) / growth
+            (below, rest), (c, rest_next), (previous, zonal) = (c, rest_next), (above, rest_above), (zonal, following)
 
 
-def _numbers(z: Float[Tensor, "*batch hidden"]) -> Int[Tensor, "*batch hidden"]:
+def _neuron_indices(z: Float[Tensor, "*batch hidden"]) -> Int[Tensor, "*batch hidden"]:
+    """0 to hidden - 1 along the last axis, expanded to the shape of z."""
     return torch.arange(z.shape[-1], device=z.device).expand_as(z)
 
 
 @dataclass(frozen=True, eq=False)
 class LinearHodge:
-    """M = S + (M - S): the gradient part S x of a linear force, its swirl and the share of that; from
-    ``linear_hodge_split``.
+    """The split M = S + (M - S) of a linear force into its gradient part S x and its swirl, with the share of the swirl
+    in the energy; returned by ``linear_hodge_split``.
 
     >>> linear_hodge_split(torch.tensor([[1.0, 2.0], [0.0, 1.0]]), torch.eye(2)).swirl
     tensor([[ 0.,  1.],
@@ -227,8 +235,8 @@ def linear_hodge_split(matrix: Float[Tensor, "d d"], covariance: Float[Tensor, "
 
         S C + C S = M C + C M^T,    share = tr((M - S) C (M - S)^T) / tr(M C M^T) in [0, 1], NaN for M = 0.
 
-    That is div(rho (M - S) x) = 0: C^-1 (M - S) is antisymmetric. In the eigenbasis of C it is one division. C must be
-    symmetric and positive definite.
+    Equivalently div(rho (M - S) x) = 0, or C^-1 (M - S) is antisymmetric. It is solved in the eigenbasis of C. Raises
+    ``HelmscopeError`` unless M and C are finite square matrices of the same size and C is symmetric positive definite.
 
     >>> split = linear_hodge_split(torch.tensor([[0.0, 1.0], [0.0, 0.0]]), torch.diag(torch.tensor([1.0, 4.0])))
     >>> split.symmetric, round(split.share, 6)
@@ -240,22 +248,22 @@ def linear_hodge_split(matrix: Float[Tensor, "d d"], covariance: Float[Tensor, "
             raise HelmscopeError(f"{name} is a {type(value).__name__}, but it must be a square float tensor")
         if value.shape != (matrix.shape[0], matrix.shape[0]) or not bool(torch.isfinite(value).all()):
             raise HelmscopeError(
-                f"{name} has shape {tuple(value.shape)}, but both must be finite and square, of one size"
+                f"{name} has shape {tuple(value.shape)}, but both must be finite and square, of the same size"
             )
     m, c = matrix.double(), covariance.double()
     eigenvalue, basis = torch.linalg.eigh((c + c.mT) / 2)
     smallest, largest = float(eigenvalue[0]), float(eigenvalue[-1])
-    apart = (c - c.mT).abs()
-    if float(apart.max()) > 1e-6 * float(eigenvalue.abs().max()):
-        i, j = divmod(int(apart.argmax()), len(c))
+    asymmetry = (c - c.mT).abs()
+    if float(asymmetry.max()) > 1e-6 * float(eigenvalue.abs().max()):
+        i, j = divmod(int(asymmetry.argmax()), len(c))
         raise HelmscopeError(
-            f"covariance is asymmetric, by {float(apart.max()):g} at ({i}, {j}), but it must be symmetric and positive "
-            "definite"
+            f"covariance is asymmetric, by {float(asymmetry.max()):g} at ({i}, {j}), but it must be symmetric and "
+            "positive definite"
         )
     if not smallest > 1e-14 * largest:
         raise HelmscopeError(f"covariance has smallest eigenvalue {smallest:g}, but it must be positive definite")
-    turned = basis.mT @ m @ basis * eigenvalue
-    symmetric = basis @ ((turned + turned.mT) / (eigenvalue + eigenvalue[:, None])) @ basis.mT
+    rotated = basis.mT @ m @ basis * eigenvalue
+    symmetric = basis @ ((rotated + rotated.mT) / (eigenvalue + eigenvalue[:, None])) @ basis.mT
     swirl = m - symmetric
     share = (swirl @ c * swirl).sum() / (m @ c * m).sum()
     return LinearHodge(symmetric.to(matrix), swirl.to(matrix), float(share))

@@ -1,4 +1,6 @@
-"""The Jacobian of a force, symmetric and antisymmetric part: is it conservative at a point? (source 000-3 (d) 1)"""
+"""The symmetric and antisymmetric part of the Jacobian of a force, which show whether it is locally conservative
+(source 000-3 (d) 1).
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class JacobianSplit:
-    """Df = S + A at each point; made by ``jacobian_split``.
+    """The split Df = S + A of a Jacobian at each point; returned by ``jacobian_split``.
 
     >>> JacobianSplit(torch.eye(2), torch.zeros(2, 2)).swirl_index
     tensor(0.)
@@ -30,8 +32,8 @@ class JacobianSplit:
 
     @property
     def swirl_index(self) -> Float[Tensor, "*batch"]:
-        """|A|^2 / |Df|^2 in Frobenius norms, in [0, 1]: 0 where f is conservative nearby to first order, 1 where it
-        turns only. NaN where Df = 0: there f has neither.
+        """|A|^2 / |Df|^2 in Frobenius norms, in [0, 1]: 0 if f is conservative to first order around the point, 1 if it
+        is a pure rotation. NaN if Df = 0.
 
         >>> jacobian_split(lambda x: x.flip(-1) * torch.tensor([1.0, 0.0]), torch.zeros(2)).swirl_index  # a shear
         tensor(0.5000)
@@ -49,9 +51,10 @@ def jacobian_split(
 ) -> JacobianSplit:
     """S = (Df + Df^T)/2 and A = (Df - Df^T)/2, Df_ij = d f_i / d x_j, of a force at each point of x.
 
-    f is a gradient on a ball iff A = 0 on it; free of divergence (tr S = 0) does not mean S = 0. ``force`` acts on the
-    last axis and must not mix points: an MLP, not attention, which is refused. It is evaluated once, and the d rows of
-    Df come by reverse mode, dense: d^2 numbers a point.
+    f is a gradient on a ball iff A = 0 on it; a divergence-free f has tr S = 0, but not always S = 0. ``force`` acts on
+    the last axis and must not mix points: it may be an MLP, but not attention. It is evaluated once, and the d rows
+    of Df are computed by reverse-mode differentiation, d^2 numbers per point. Raises ``HelmscopeError`` for attention,
+    for a force that is not callable or returns another shape, and if x is not a float tensor.
 
     >>> split = jacobian_split(lambda x: torch.stack([x[..., 0] - x[..., 1], x[..., 0]], -1), torch.zeros(5, 2))
     >>> split.antisymmetric[0]
@@ -65,26 +68,26 @@ def jacobian_split(
         raise HelmscopeError(f"x is {given}, but it must be a float tensor of points (..., d)")
     if isinstance(force, type) or not callable(force):
         raise HelmscopeError(
-            f"force is a {type(force).__name__}, but it must be a callable (..., d) -> (..., d), as an MLP"
+            f"force is a {type(force).__name__}, but it must be a callable (..., d) -> (..., d), such as an MLP"
         )
-    owner = getattr(force, "__self__", force)  # of attention.velocity too
+    owner = getattr(force, "__self__", force)  # also for bound methods such as attention.velocity
     if isinstance(owner, Field) and owner.attends:
         raise HelmscopeError(
-            f"force is a {type(owner).__name__}, which mixes points, but it must act on each point by itself, as an MLP"
+            f"force is a {type(owner).__name__}, which mixes points, but it must act on each point separately"
         )
 
-    def checked(y: Tensor) -> Tensor:
+    def checked_force(y: Tensor) -> Tensor:
         value = force(y)
         if not isinstance(value, torch.Tensor) or value.shape != x.shape:
             given = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
             raise HelmscopeError(
-                f"force gives {given} at points of shape {tuple(x.shape)}, but a force gives a vector at each point"
+                f"force returns {given} at points of shape {tuple(x.shape)}, but it must return one vector per point"
             )
         return value
 
-    value, pull = torch.func.vjp(checked, x)[:2]
+    value, pull_back = torch.func.vjp(checked_force, x)[:2]
     axes = torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)
-    at_once = max(1, 2**22 // max(1, x.numel()))  # a force has several times more numbers inside than x
-    (rows,) = torch.func.vmap(lambda axis: pull(axis.expand_as(value)), chunk_size=at_once)(axes)
+    chunk_size = max(1, 2**22 // max(1, x.numel()))  # small, because a force has more intermediate values than x
+    (rows,) = torch.func.vmap(lambda axis: pull_back(axis.expand_as(value)), chunk_size=chunk_size)(axes)
     jacobian = rows.movedim(0, -2)
     return JacobianSplit((jacobian + jacobian.mT) / 2, (jacobian - jacobian.mT) / 2)

@@ -1,18 +1,18 @@
-"""The Hodge split on the sphere with its uniform measure: unique and orthogonal (source 000-3 (d) 3).
+"""The Hodge split of an MLP on the sphere with uniform measure, which is unique and orthogonal (source 000-3 (d) 3).
 
 The tangential part P f of a force on S^(d-1) is grad_S u + R with div_S R = 0: u solves Lap_S u = div_S(P f), which
-leaves a constant open, and E<grad_S u, R> = 0. For a neuron w s(v.x + c) = w phi(t), t = e.x, e = v/|v|, with
+determines it up to a constant, and E<grad_S u, R> = 0. For a neuron w s(v.x + c) = w phi(t), t = e.x, e = v/|v|, with
 w = alpha e + r and r perpendicular to e:
 
     u = alpha int phi + (r.x) h(t),    (1 - t^2) h'' - (d + 1) t h' - (d - 1) h = -(t phi' + (d - 1) phi)
     grad_S u = P [alpha e phi + r h + e (r.x) h'],    R = P [r (phi - h) - e (r.x) h']
 
-In degrees, h = sum_n g_n C_n^(d/2)(t) / ((n + 1)(n + d - 1)) with the Gegenbauer coefficients g_n of the right side
-but for its sign. Where phi has a corner that converges slowly, so h comes from its equation, to rounding
-(``hodge_profile``). In the variable sqrt d t everything tends to the split of Gauss space as d grows.
+As a series, h = sum_n g_n C_n^(d/2)(t) / ((n + 1)(n + d - 1)) with the Gegenbauer coefficients g_n of
+t phi' + (d - 1) phi. If phi has a corner, the series converges slowly, so h is computed from its equation, to rounding
+(``hodge_profile``). In the variable sqrt d t the split tends to that of Gauss space as d grows.
 
-Free of divergence in R^d is not free of it on the sphere, and conversely (source 000-3 (e)): R is not the swirl of
-``helmholtz``, projected.
+A field that is divergence-free in R^d need not be so on the sphere, and conversely (source 000-3 (e)): R is not the
+projected swirl of ``helmholtz``.
 """
 
 from __future__ import annotations
@@ -36,10 +36,11 @@ if TYPE_CHECKING:
 def sphere_hodge_split(mlp: MLP) -> SphereSplit:
     """The orthogonal split P f = grad_S u + R, div_S R = 0, of an ungated MLP on S^(d-1), d >= 2 (equations above).
 
-    Constants (b_out, and neurons with v = 0) are gradients: P b = grad_S(b.x). For d >= 3 no field is a gradient and
-    free of divergence at once; on the circle the rotation c (-x_2, x_1) is locally one, and all of R: it is the
-    ``harmonic`` part there, and ``swirl`` is 0. Profiles are accurate to about 1e-14. Parameters are read once, without
-    their gradients. Refused: a gated MLP; an activation that is not smooth apart from a corner at 0.
+    Constants (b_out, and neurons with v = 0) are gradients: P b = grad_S(b.x). For d >= 3 no nonzero field is both a
+    gradient and divergence-free. On the circle R is a rotation c (-x_2, x_1), which is locally a gradient: there it is
+    the ``harmonic`` part, and ``swirl`` is 0. Profiles are accurate to about 1e-14. Parameters are read once, without
+    their gradients. Raises ``HelmscopeError`` for a gated MLP, for d < 2, and for an activation that oscillates or is
+    not smooth apart from a corner at 0.
 
     >>> import torch
     >>> from helmscope.fields.activations import ReLU
@@ -55,19 +56,18 @@ def sphere_hodge_split(mlp: MLP) -> SphereSplit:
     radius = math.sqrt(check_ungated(mlp).dim)
     if mlp.dim < 2:
         raise HelmscopeError(f"mlp has dimension d={mlp.dim}, but a sphere needs d >= 2")
-    neurons = Neurons.of(mlp, radius=radius)
+    neurons = Neurons.from_mlp(mlp, radius=radius)
     return SphereSplit(mlp, radius, neurons, Profiles.solve(Law(1 / mlp.dim), neurons))
 
 
 @dataclass(frozen=True, eq=False)
 class SphereSplit(HodgeSplit):
-    """P f in orthogonal tangent fields, gradient + swirl + harmonic; made by ``sphere_hodge_split``.
+    """The orthogonal tangent fields P f = gradient + swirl + harmonic; returned by ``sphere_hodge_split``.
 
-    Methods act on the direction x/|x|: at 2 x, or at any other length, they give what they give at the unit vector. The
-    zero vector has no direction, and what depends on it is NaN there.
+    Methods depend only on the direction x/|x|; at the zero vector, which has none, they return NaN.
 
-    ``share`` is E|R|^2 / E|P f|^2, on the circle with the harmonic part for R. Of rows that are not parallel, what the
-    sum over degrees leaves is estimated: the zonal polynomials of two degrees stand for those of all higher ones.
+    ``share`` is E|R|^2 / E|P f|^2; on the circle R is the harmonic part. For rows that are not parallel the remainder
+    of the sum over degrees is estimated: zonal polynomials of higher degrees are taken to be at most the last two.
 
     >>> import torch
     >>> from helmscope.fields.activations import Identity
@@ -79,20 +79,20 @@ class SphereSplit(HodgeSplit):
     """
 
     def swirl(self, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
-        """R(x), tangent and free of surface divergence; 0 on the circle."""
+        """R(x), tangent and without surface divergence; 0 on the circle."""
         return super().harmonic(x) if self.mlp.dim == 2 else super().swirl(x)
 
     def harmonic(self, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
-        """0, but on the circle the rotation c (-x_2, x_1)."""
+        """The rotation c (-x_2, x_1) on the circle, 0 for d >= 3."""
         return super().swirl(x) if self.mlp.dim == 2 else super().harmonic(x)
 
     def _coordinates(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Those of the direction of x."""
+        """The coordinates of the direction of x."""
         self.mlp.check_points(x)
         return super()._coordinates(retract(x.double()))
 
-    def _parts(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def _gradient_and_swirl(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """grad_S u and R."""
-        gradient, rest = super()._parts(x)
+        gradient, swirl = super()._gradient_and_swirl(x)
         direction = retract(x.double())
-        return project(direction, gradient), project(direction, rest)
+        return project(direction, gradient), project(direction, swirl)

@@ -1,7 +1,7 @@
-"""Matrices of a head: a d x d tensor, or a product of two thin ones, as real heads have.
+"""Matrices of a head: a d x d tensor, or a low-rank product of two factors, as in real heads.
 
 A head of dimension r has x^T Q^T K y = (Q x).(K y) with Q, K of shape (r, d): its d x d matrix has rank r and need not
-be formed.
+be computed.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from helmscope.fields.parameters import Change, copy_with
+from helmscope.fields.parameters import Change, copy_with, shape_or_type
 from helmscope.geometry.arithmetic import check_dense_values, every, full_precision
 from helmscope.kernels.dense import matrix_product
 from helmscope.types import HelmscopeError
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 class LowRank:
     """The d x d matrix left @ right^T, ``left`` and ``right`` of shape (d, r): x^T M y = (left^T x).(right^T y).
 
-    Stands wherever an attention field takes ``query_key`` or ``value``; with batch axes before d it is a matrix per
+    Can be passed as ``query_key`` or ``value`` of any attention field; with batch axes before d it is one matrix per
     system. A head with query and key weights Q, K (r, d) has ``query_key = LowRank(Q.mT, K.mT)``; one with value and
-    output weights V (r, d), O (d, r) has ``value = LowRank(O, V.mT)``. With it logits cost O(n d r + n^2 r) instead of
-    O(n d^2 + n^2 d). Refuses factors of different shapes, r < 1, and entries that are not finite.
+    output weights V (r, d), O (d, r) has ``value = LowRank(O, V.mT)``. Logits then cost O(n d r + n^2 r) instead of
+    O(n d^2 + n^2 d). Raises ``HelmscopeError`` for factors of different shapes, r < 1, and entries that are not finite.
 
     >>> LowRank(torch.tensor([[1.0], [2.0]]), torch.tensor([[3.0], [4.0]])).dense()
     tensor([[3., 4.],
@@ -42,8 +42,8 @@ class LowRank:
         for name in ("left", "right"):
             _check_factor(name, getattr(self, name))
         if self.left.shape != self.right.shape:
-            given = f"left has shape {tuple(self.left.shape)} and right {tuple(self.right.shape)}"
-            raise HelmscopeError(f"{given}, but both must be the same (d, r)")
+            shapes = f"left has shape {tuple(self.left.shape)} and right {tuple(self.right.shape)}"
+            raise HelmscopeError(f"{shapes}, but both must have the same shape (d, r)")
 
     @property
     def shape(self) -> torch.Size:
@@ -52,23 +52,23 @@ class LowRank:
 
     @property
     def rank(self) -> int:
-        """r, the number of columns: the rank of the matrix is at most this."""
+        """The number r of columns, which bounds the rank of the matrix."""
         return self.left.shape[-1]
 
     def with_parameters(self, change: Change) -> LowRank:
-        """This matrix with factors that have batch axes changed; unchecked."""
+        """This matrix with ``change`` applied to its factors if they have batch axes; unchecked."""
         if self.left.ndim == 2:
             return self
         return copy_with(self, {"left": change(self.left, 2), "right": change(self.right, 2)})
 
     @full_precision
     def dense(self) -> Float[Tensor, "d d"]:
-        """The matrix, multiplied out."""
+        """The product left @ right^T."""
         return self.left @ self.right.to(self.left).mT
 
 
 def query_and_key(x: Float[Tensor, "*batch n d"], matrix: Tensor | LowRank | None) -> tuple[Tensor, Tensor]:
-    """Vectors q_i, k_j with <q_i, k_j> = x_i^T B x_j, as short as B allows; B = I where None.
+    """Queries q_i and keys k_j with <q_i, k_j> = x_i^T B x_j, of dimension r if B is ``LowRank``; B = I if None.
 
     >>> query_and_key(torch.eye(2), LowRank(torch.ones(2, 1), torch.ones(2, 1)))[0]
     tensor([[1.],
@@ -82,7 +82,7 @@ def query_and_key(x: Float[Tensor, "*batch n d"], matrix: Tensor | LowRank | Non
 
 
 def as_dense(matrix: Tensor | LowRank | None, like: Float[Tensor, "*batch n d"]) -> Float[Tensor, "d d"]:
-    """The matrix multiplied out, with the dtype and device of ``like``; I where None.
+    """The dense matrix with the dtype and device of ``like``; I if None.
 
     >>> as_dense(None, torch.ones(1, 2))
     tensor([[1., 0.],
@@ -95,8 +95,9 @@ def as_dense(matrix: Tensor | LowRank | None, like: Float[Tensor, "*batch n d"])
 
 def _check_factor(name: str, factor: object) -> None:
     if not isinstance(factor, torch.Tensor) or factor.ndim < 2 or 0 in factor.shape:
-        given = tuple(factor.shape) if isinstance(factor, torch.Tensor) else type(factor).__name__
-        raise HelmscopeError(f"{name} is {given}, but it must be a torch tensor of shape (d, r) with r >= 1")
+        raise HelmscopeError(
+            f"{name} is {shape_or_type(factor)}, but it must be a torch tensor of shape (d, r) with r >= 1"
+        )
     if not factor.dtype.is_floating_point:
         raise HelmscopeError(f"{name} has dtype {factor.dtype}, but it must hold floating-point numbers")
     check_dense_values(name, factor)

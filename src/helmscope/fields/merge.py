@@ -1,8 +1,9 @@
-"""Tokens that have met, as one weighted token.
+"""Merge tokens that have met into one weighted token.
 
-Two tokens at one point move together for ever in an exchangeable field, and m_1 + m_2 at that point acts on the others
-as the two did. So a cluster can be carried as one token of its weight. That is exact at distance 0, an error of the
-order of the tolerance where near tokens attract (V = +I), and wrong where they repel.
+Two tokens at the same point stay together forever in an exchangeable field, and one token of weight m_1 + m_2 there has
+the same effect on the others. So a cluster can be represented by one token with its total weight. This is exact at
+distance 0, has an error of the order of the tolerance if nearby tokens attract each other (V = +I), and is wrong if
+they repel each other.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from helmscope.fields.field import check_weights
+from helmscope.fields.weights import check_weights
 from helmscope.geometry.arithmetic import full_precision
 from helmscope.geometry.linkage import components, pairwise_angles
 from helmscope.geometry.sphere import check_tokens, retract
@@ -25,8 +26,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Merged:
-    """Clouds in which close tokens were merged, in their old shape: token i stands where token ``leader[i]`` stands,
-    and its weight is 0 unless it is the leader, which carries the weight of the whole cluster.
+    """Clouds in which close tokens have been merged, in their original shape: token i has the state of token
+    ``leader[i]``, and weight 0 unless it is the leader, which has the weight of the whole cluster.
 
     >>> merge_tokens(torch.tensor([[1.0, 0.0], [1.0, 0.0]]), 1e-6).weights
     tensor([2., 0.])
@@ -37,22 +38,23 @@ class Merged:
     leader: Int[Tensor, "*batch n"]
 
     def distinct(self) -> tuple[Float[Tensor, "k d"], Float[Tensor, " k"]]:
-        """The k distinct tokens of one cloud and their weights."""
+        """The k distinct tokens of a single cloud and their weights. Raises ``HelmscopeError`` for several clouds."""
         if self.leader.ndim != 1:
             raise HelmscopeError(
-                f"states has shape {tuple(self.states.shape)}, but distinct() needs one cloud (n, d), as clouds of a "
-                "batch keep different numbers of tokens"
+                f"states has shape {tuple(self.states.shape)}, but distinct() needs a single cloud (n, d), because the "
+                "clouds of a batch have different numbers of distinct tokens"
             )
-        kept = self.leader == torch.arange(len(self.leader), device=self.leader.device)
-        return self.states[kept], self.weights[kept]
+        is_leader = self.leader == torch.arange(len(self.leader), device=self.leader.device)
+        return self.states[is_leader], self.weights[is_leader]
 
 
 def merge_tokens(
     x: Float[Tensor, "*batch n d"], tolerance: float, *, weights: Float[Tensor, "*batch n"] | None = None
 ) -> Merged:
-    """Merge tokens joined by steps of at most ``tolerance`` radians into one at their weighted mean direction.
+    """Merge tokens that are linked by steps of at most ``tolerance`` radians into one at their weighted mean direction.
 
-    Tokens of weight 0 are left alone.
+    Tokens of weight 0 are not merged. Raises ``HelmscopeError`` for a negative tolerance, and if a cluster extends
+    around the sphere so that it has no mean direction.
 
     >>> x = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 0.0]])
     >>> merge_tokens(x, 1e-6).distinct()
@@ -60,24 +62,24 @@ def merge_tokens(
             [0., 1.]]), tensor([2., 1.]))
     """
     tolerance = real_number("tolerance", tolerance, at_least=0)
-    given = check_weights(check_tokens(x), weights, None)
-    return merge_close(x, torch.ones_like(x[..., 0]) if given is None else given, tolerance)
+    checked = check_weights(check_tokens(x), weights, None)
+    return merge_close(x, torch.ones_like(x[..., 0]) if checked is None else checked, tolerance)
 
 
 @full_precision
 def merge_close(x: Tensor, weights: Tensor, tolerance: float) -> Merged:
     """``merge_tokens``, unchecked."""
-    heavy = weights > 0
-    close = (pairwise_angles(x.detach()) <= tolerance) & heavy.unsqueeze(-1) & heavy.unsqueeze(-2)
+    weighted = weights > 0
+    close = (pairwise_angles(x.detach()) <= tolerance) & weighted.unsqueeze(-1) & weighted.unsqueeze(-2)
     leader = components(close)
     member = (leader.unsqueeze(-2) == torch.arange(x.shape[-2], device=x.device).unsqueeze(-1)).to(x)
     mass = member @ weights.unsqueeze(-1)
     total = member @ (weights.unsqueeze(-1) * x)
-    alone = member.sum(-1, keepdim=True) <= 1  # a token alone keeps its very bits
-    spread = torch.linalg.vector_norm(total.detach(), dim=-1, keepdim=True) < 1e-6 * mass
-    if bool((spread & ~alone).any()):
+    alone = member.sum(-1, keepdim=True) <= 1  # a token that is not merged keeps its state exactly
+    undirected = torch.linalg.vector_norm(total.detach(), dim=-1, keepdim=True) < 1e-6 * mass
+    if bool((undirected & ~alone).any()):
         raise HelmscopeError(
-            f"tolerance is {tolerance:g}, but it chains tokens right around the sphere: they have no mean direction"
+            f"tolerance is {tolerance:g}, but it links tokens all around the sphere, which have no mean direction"
         )
     states = torch.where(alone, x, retract(torch.where(alone, x, total)))
     index = leader.unsqueeze(-1).expand_as(x)

@@ -1,10 +1,10 @@
-"""The feed-forward layer as a force on R^d (source 000-3), defined at every point and not only on the sphere:
+"""The MLP of a transformer as a force on R^d (source 000-3), defined everywhere and not only on the sphere:
 
     MLP         f(x) = sum_j w_j s(v_j.x + c_j) + b
     GatedMLP    f(x) = sum_j w_j s(g_j.x + c_j) (u_j.x + e_j) + b
 
 v_j, g_j, u_j are the rows of ``w_in``, ``w_gate``, ``w_up``; w_j the columns of ``w_out``; c_j, e_j, b the biases, 0
-where None. Each token feels the force by itself: tokens do not see each other.
+if None. The force acts on each token separately.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ PARAMETERS = (*POINTS, torch.float16, torch.bfloat16)
 
 
 class Force(Field):
-    """What MLP and GatedMLP share. Parameters are cast to the dtype and device of the points, may require grad, and may
-    have batch axes: one MLP per system. As a field on the sphere it moves tokens by its tangential part.
+    """Base class of MLP and GatedMLP. Parameters are cast to the dtype and device of the points, may require gradients,
+    and may have batch axes, one MLP per system. As a field on the sphere its velocity is its tangential part.
     """
 
     w_out: Float[Tensor, "dim hidden"]
@@ -45,7 +45,7 @@ class Force(Field):
 
     @property
     def dim(self) -> int:
-        """d of the space R^d on which the force acts."""
+        """The dimension d of the space R^d on which the force acts."""
         return self.w_out.shape[-2]
 
     @property
@@ -55,28 +55,33 @@ class Force(Field):
 
     @property
     def exchangeable(self) -> bool:
-        """Tokens do not see each other, so they can be relabelled."""
+        """True: the force acts on each token separately."""
         return True
 
     def __call__(self, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:  # type: ignore[override]
-        """The force f(x) at any points of R^d, not projected. Bad input is a ``HelmscopeError``."""
+        """The force f(x) at any points of R^d, not projected.
+
+        Raises ``HelmscopeError`` for points of another dimension or dtype, and if x or f(x) is not finite.
+        """
         self.check_points(x)
         if not every(torch.isfinite(x.detach())):
             raise HelmscopeError("x holds NaN or infinite entries, but every point must be finite")
         force = self.ambient(x)
         if not every(torch.isfinite(force.detach())):
-            reach = float(x.detach().abs().max())
-            raise HelmscopeError(f"x holds entries up to {reach:g}, and the force there leaves {x.dtype}: scale x down")
+            largest = float(x.detach().abs().max())
+            raise HelmscopeError(
+                f"x holds entries up to {largest:g}, where the force overflows {x.dtype}: scale x down"
+            )
         return force
 
     @abstractmethod
     def neurons(self, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch hidden"]:
-        """What ``w_out`` multiplies, unchecked: s(w_in x + b_in), times w_up x + b_up where gated."""
+        """The activations of the hidden layer, unchecked: s(w_in x + b_in), or s(w_gate x + b_gate) (w_up x + b_up)."""
 
     def ambient(
         self, x: Float[Tensor, "*batch d"], weights: Float[Tensor, "*batch"] | None = None, *, t: Time = 0.0
     ) -> Float[Tensor, "*batch d"]:
-        """The force f(x), unchecked: for inner loops and autograd transforms. ``weights`` of tokens do not matter."""
+        """The force f(x), unchecked: for inner loops and autograd transforms. Token ``weights`` are ignored."""
         return affine(self.neurons(x), self.w_out, self.b_out)
 
     def velocity(
@@ -86,14 +91,14 @@ class Force(Field):
         return project(x, self.ambient(x))
 
     def check_size(self, x: Float[Tensor, "*batch d"]) -> None:
-        """Refuse points of another dimension than the parameters have."""
+        """Raise ``HelmscopeError`` unless the points have the dimension of the parameters."""
         if x.ndim < 1 or x.shape[-1] != self.dim:
             raise HelmscopeError(f"x has shape {tuple(x.shape)}, but the parameters need (..., {self.dim})")
         if self.batch:
             super().check_size(x)
 
     def check_points(self, x: object) -> None:
-        """Refuse what is not a float tensor (..., dim). Reads no values, so it serves within torch.func too."""
+        """Raise ``HelmscopeError`` unless x is a float tensor (..., dim). Values are not read, so torch.func works."""
         if not isinstance(x, torch.Tensor):
             raise HelmscopeError(f"x is a {type(x).__name__}, but it must be a torch tensor of shape (..., {self.dim})")
         if x.dtype not in POINTS:
@@ -106,7 +111,8 @@ class MLP(Force):
     """f(x) = w_out s(w_in x + b_in) + b_out (source 000-3 (a)), at any x of R^d.
 
     ``w_in`` (hidden, dim) has rows v_j, ``w_out`` (dim, hidden) columns w_j. A row v_j = 0 is allowed: that neuron is
-    a constant. Calling gives the ambient force, ``velocity`` its tangential part; ``helmholtz`` splits it.
+    constant. Calling returns the ambient force, ``velocity`` its tangential part; ``helmholtz`` splits it. Raises
+    ``HelmscopeError`` for parameters that are not finite floats or do not fit each other.
 
     >>> from helmscope.fields.activations import ReLU
     >>> MLP(w_in=torch.eye(2), w_out=2 * torch.eye(2), activation=ReLU())(torch.tensor([3.0, -1.0]))
@@ -122,13 +128,13 @@ class MLP(Force):
     activation: Activation = field(default_factory=GELU)
 
     def __post_init__(self) -> None:
-        hidden, dim = _check_first("w_in", self.w_in)
-        asked = f"w_in of shape {(hidden, dim)}"
-        _check_parameter("w_out", self.w_out, (dim, hidden), asked)
-        _check_bias("b_in", self.b_in, hidden, asked)
-        _check_bias("b_out", self.b_out, dim, asked)
+        hidden, dim = _check_input_matrix("w_in", self.w_in)
+        source = f"w_in of shape {(hidden, dim)}"
+        _check_parameter("w_out", self.w_out, (dim, hidden), source)
+        _check_bias("b_in", self.b_in, hidden, source)
+        _check_bias("b_out", self.b_out, dim, source)
         _check_activation(self.activation)
-        _ = self.batch  # refused where batch axes do not fit together
+        _ = self.batch  # raises if batch axes do not broadcast
 
     def neurons(self, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch hidden"]:
         """s(w_in x + b_in), unchecked."""
@@ -140,7 +146,8 @@ class GatedMLP(Force):
     """f(x) = w_out [ s(w_gate x + b_gate) * (w_up x + b_up) ] + b_out (source 000-3 (b)), at any x of R^d.
 
     ``w_gate`` (hidden, dim) has rows g_j, ``w_up`` (hidden, dim) rows u_j, ``w_out`` (dim, hidden) columns w_j; any
-    row may be 0. Calling gives the ambient force, ``velocity`` its tangential part; ``helmholtz`` splits it.
+    row may be 0. Calling returns the ambient force, ``velocity`` its tangential part; ``helmholtz`` splits it. Raises
+    ``HelmscopeError`` for parameters that are not finite floats or do not fit each other.
 
     >>> from helmscope.fields.activations import ReLU
     >>> one = torch.eye(2)
@@ -159,15 +166,15 @@ class GatedMLP(Force):
     activation: Activation = field(default_factory=SiLU)
 
     def __post_init__(self) -> None:
-        hidden, dim = _check_first("w_gate", self.w_gate)
-        asked = f"w_gate of shape {(hidden, dim)}"
-        _check_parameter("w_up", self.w_up, (hidden, dim), asked)
-        _check_parameter("w_out", self.w_out, (dim, hidden), asked)
-        _check_bias("b_gate", self.b_gate, hidden, asked)
-        _check_bias("b_up", self.b_up, hidden, asked)
-        _check_bias("b_out", self.b_out, dim, asked)
+        hidden, dim = _check_input_matrix("w_gate", self.w_gate)
+        source = f"w_gate of shape {(hidden, dim)}"
+        _check_parameter("w_up", self.w_up, (hidden, dim), source)
+        _check_parameter("w_out", self.w_out, (dim, hidden), source)
+        _check_bias("b_gate", self.b_gate, hidden, source)
+        _check_bias("b_up", self.b_up, hidden, source)
+        _check_bias("b_out", self.b_out, dim, source)
         _check_activation(self.activation)
-        _ = self.batch  # refused where batch axes do not fit together
+        _ = self.batch  # raises if batch axes do not broadcast
 
     def neurons(self, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch hidden"]:
         """s(w_gate x + b_gate) * (w_up x + b_up), unchecked."""
@@ -177,7 +184,7 @@ class GatedMLP(Force):
 def affine(
     x: Float[Tensor, "*batch d"], weight: Float[Tensor, "k d"], bias: Float[Tensor, " k"] | None
 ) -> Float[Tensor, "*batch k"]:
-    """W x + b at each point, in the dtype of x; to the bit the same for a system alone and in a batch.
+    """W x + b at each point, in the dtype of x; bitwise the same for a system alone and in a batch.
 
     >>> affine(torch.ones(2), torch.eye(2), torch.tensor([0.0, 1.0]))
     tensor([1., 2.])
@@ -189,7 +196,7 @@ def affine(
 
 
 def linear(x: Float[Tensor, "*batch d"], matrix: Float[Tensor, "d k"]) -> Float[Tensor, "*batch k"]:
-    """x @ matrix as ``matrix_product`` has it, for a single point too.
+    """x @ matrix by ``matrix_product``, also for a single point.
 
     >>> linear(torch.ones(2), torch.eye(2))
     tensor([1., 1.])
@@ -197,8 +204,8 @@ def linear(x: Float[Tensor, "*batch d"], matrix: Float[Tensor, "d k"]) -> Float[
     return matrix_product(x, matrix) if x.ndim > 1 else matrix_product(x[None], matrix)[0]
 
 
-def _check_first(name: str, value: object) -> tuple[int, int]:
-    """(hidden, dim) of the matrix that sets the sizes."""
+def _check_input_matrix(name: str, value: object) -> tuple[int, int]:
+    """(hidden, dim) of the matrix that defines the sizes. Raises ``HelmscopeError`` if it is not a valid parameter."""
     if not isinstance(value, torch.Tensor) or value.ndim < 2 or 0 in value.shape:
         given = f"has shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"is a {type(value).__name__}"
         raise HelmscopeError(f"{name} {given}, but it must be a torch tensor (hidden, dim) with hidden, dim >= 1")
@@ -206,11 +213,11 @@ def _check_first(name: str, value: object) -> tuple[int, int]:
     return value.shape[-2], value.shape[-1]
 
 
-def _check_parameter(name: str, value: object, shape: tuple[int, ...], asked: str) -> None:
+def _check_parameter(name: str, value: object, shape: tuple[int, ...], source: str) -> None:
     if not isinstance(value, torch.Tensor):
         raise HelmscopeError(f"{name} is a {type(value).__name__}, but it must be a torch tensor of shape {shape}")
     if tuple(value.shape[-len(shape) :]) != shape:
-        raise HelmscopeError(f"{name} has shape {tuple(value.shape)}, but {asked} asks for {shape}")
+        raise HelmscopeError(f"{name} has shape {tuple(value.shape)}, but {source} requires {shape}")
     check_dense_values(name, value)
     if value.dtype not in PARAMETERS:
         allowed = ", ".join(str(dtype) for dtype in PARAMETERS)
@@ -221,17 +228,17 @@ def _check_parameter(name: str, value: object, shape: tuple[int, ...], asked: st
         raise HelmscopeError(f"{name} holds the entry {entries[~good][0].item()}, but every entry must be finite")
 
 
-def _check_bias(name: str, value: object, size: int, asked: str) -> None:
+def _check_bias(name: str, value: object, size: int, source: str) -> None:
     if value is not None:
-        _check_parameter(name, value, (size,), asked)
+        _check_parameter(name, value, (size,), source)
 
 
 def _check_activation(activation: object) -> None:
     if not isinstance(activation, Activation):
         known = (kind for kind in vars(activations).values() if isinstance(kind, type) and issubclass(kind, Activation))
         allowed = ", ".join(sorted(f"{kind.__name__}()" for kind in known if not inspect.isabstract(kind)))
-        plain = type(activation).__repr__ is object.__repr__  # which shows an address
-        value = f"a {type(activation).__name__}" if plain else " ".join(repr(activation).split())[:80]
+        default_repr = type(activation).__repr__ is object.__repr__  # which would show a memory address
+        value = f"a {type(activation).__name__}" if default_repr else " ".join(repr(activation).split())[:80]
         shown = getattr(activation, "__name__", value)
         raise HelmscopeError(
             f"activation is {shown}, but it must be one of {allowed} or an instance of your own subclass of Activation"

@@ -1,4 +1,4 @@
-"""Heads with an MLP inside the projection of each, as source 002 prints them."""
+"""Multi-head attention with an MLP inside the projection of each head, as source 002 prints it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 import torch
 
 from helmscope.fields.field import Field
-from helmscope.fields.multihead import MultiHead, checked_heads, kinds
+from helmscope.fields.multihead import MultiHead, check_heads, type_names
 from helmscope.geometry.sphere import project
 from helmscope.types import HelmscopeError
 
@@ -23,21 +23,22 @@ if TYPE_CHECKING:
 
 
 class PointwiseForce(Protocol):
-    """A force on R^d that acts on each token alone, such as ``MLP``."""
+    """A force on R^d that acts on each token separately, such as ``MLP``."""
 
     def ambient(self, x: Tensor, /) -> Tensor:
         """The force at every point, unchecked."""
 
     def check_size(self, x: Tensor, /) -> None:
-        """Refuse points of another dimension."""
+        """Raise ``HelmscopeError`` for points of another dimension."""
 
 
 @dataclass(frozen=True, eq=False)
 class MultiHeadAsPrinted(Field):
     """x_i' = (1/K) sum_h P_{x_i} MLP_h(V_h sum_j p^h_ij x_j), as source 002 prints it: the MLP inside the projection.
 
-    A transformer adds the MLP to the stream after attention (``Block``). Printed so, the flow is no gradient flow, not
-    even for heads of USA with V_h = B_h symmetric. ``heads`` as in ``MultiHead``, ``mlps`` one for each of them.
+    A transformer instead adds the MLP to the residual stream after attention (``Block``). The flow as printed is not a
+    gradient flow, even for USA heads with symmetric V_h = B_h. ``heads`` as in ``MultiHead``; ``mlps``, one per head.
+    Raises ``HelmscopeError`` for invalid heads, and unless there is one force per head.
 
     >>> from helmscope.fields.activations import ReLU
     >>> from helmscope.fields.attention import SA
@@ -54,18 +55,20 @@ class MultiHeadAsPrinted(Field):
     mlps: Sequence[PointwiseForce]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "heads", checked_heads(self.heads))
+        object.__setattr__(self, "heads", check_heads(self.heads))
         if not isinstance(self.mlps, Sequence) or not all(hasattr(mlp, "ambient") for mlp in self.mlps):
-            raise HelmscopeError(f"mlps is {kinds(self.mlps)}, but it must be a sequence of forces such as MLP(...)")
+            raise HelmscopeError(
+                f"mlps is {type_names(self.mlps)}, but it must be a sequence of forces such as MLP(...)"
+            )
         object.__setattr__(self, "mlps", tuple(self.mlps))
         if len(self.mlps) != len(self.heads):
             raise HelmscopeError(
-                f"mlps holds {len(self.mlps)} of them for {len(self.heads)} heads, but each head needs one"
+                f"mlps has {len(self.mlps)} entries for {len(self.heads)} heads, but there must be one per head"
             )
 
     @property
     def attends(self) -> bool:
-        """Whether the field has a kernel."""
+        """True: the field has a kernel."""
         return True
 
     @cached_property
@@ -75,16 +78,16 @@ class MultiHeadAsPrinted(Field):
 
     @property
     def exchangeable(self) -> bool:
-        """Whether tokens can be relabelled, and so merged: no causal mask, no bias."""
+        """Whether the flow commutes with permutations of the tokens: no causal mask, no bias, no positions."""
         return self.attention.exchangeable
 
     @property
     def continuous(self) -> bool:
-        """Whether the velocity is continuous, as that of all heads but hardmax is."""
+        """Whether the velocity is continuous, as it is for all heads but ``Hardmax``."""
         return self.attention.continuous
 
     def check_size(self, x: Float[Tensor, "*batch n d"]) -> None:
-        """Refuse tokens that do not fit the heads or the MLPs."""
+        """Raise ``HelmscopeError`` unless the shape of the tokens fits the heads and the MLPs."""
         self.attention.check_size(x)
         for mlp in self.mlps:
             mlp.check_size(x)
@@ -101,17 +104,17 @@ class MultiHeadAsPrinted(Field):
         """The mean of the MLPs' forces before projection."""
         outputs = self.attention.outputs(x, weights=weights).unbind(-3)
         total = torch.zeros_like(x)
-        for mlp, output in zip(self.mlps, outputs, strict=True):  # they may differ in size
+        for mlp, output in zip(self.mlps, outputs, strict=True):  # a loop, because their hidden sizes may differ
             total = total + mlp.ambient(output)
         return total / len(self.mlps)
 
     def kernel(
         self, x: Float[Tensor, "*batch n d"], weights: Tensor | None = None, *, t: Time = 0.0
     ) -> Float[Tensor, "*batch heads n n"]:
-        """The weight of key j for query i in each head."""
+        """The attention weight of key j for query i in each head."""
         return self.attention.kernel(x, weights=weights)
 
     def complaint(self, x: Tensor, weights: Tensor | None) -> str:
         if not bool(torch.isfinite(self.attention.outputs(x, weights=weights).detach()).all()):
             return self.attention.complaint(x, weights)
-        return f"mlps hold such large entries that the velocity leaves {x.dtype}: take smaller ones"
+        return f"mlps hold such large entries that the velocity overflows {x.dtype}: use smaller ones"

@@ -1,18 +1,18 @@
-"""Noise on tokens, and which stochastic process it makes of a flow on the sphere (source 000-5).
+"""Noise on tokens, and the stochastic processes on the sphere that it defines together with a flow (source 000-5).
 
-A token x sees k Brownian motions W through sigma(x), d x k. With M = sigma sigma^T / 2 and P = I - x x^T, every process
-here has the generator, one token at a time,
+A token x is driven by k Brownian motions W through sigma(x), d x k. With M = sigma sigma^T / 2 and P = I - x x^T,
+every process here has, for each token, the generator
 
     L phi = <P f + beta, grad_S phi> + tr(P M P Hess_S phi),
 
-and the processes differ in the tangential drift beta alone. For constant sigma, with Sigma = P M P, f = 0, beta and the
+and the processes differ only in the tangential drift beta. For constant sigma, with Sigma = P M P, f = 0, beta and the
 forward equation d_t rho = div_S(Sigma grad_S rho) - c div_S(rho P M x) are
 
     process                                                       beta        c
     LayerNormChain   x' = N(x + eps f + sigma dW), eps -> 0       -2 P M x    d - 2
     Stratonovich     dX = P f dt + P sigma o dW                   -P M x      d - 1
     Ito              dX = P f dt + P sigma dW - tr(P M) X dt      0           d
-    DivergenceForm   the one with c = 0                           -d P M x    0
+    DivergenceForm   defined by c = 0                             -d P M x    0
 
 For M = nu I all of them are Brownian motion with the generator nu Lap_S. Source 000 prints the Stratonovich equation
 with the forward equation of the divergence form; a layer with noise is neither.
@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.func import jvp
 
+from helmscope.fields.parameters import shape_or_type
 from helmscope.geometry.arithmetic import check_dense_values, full_precision
 from helmscope.geometry.sphere import project
 from helmscope.kernels.dense import matrix_product
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
 
 
 class Process(ABC):
-    """What the noise makes of a flow: the drift beta that it adds to P f in the generator above.
+    """Base class of processes: the drift beta that noise adds to P f in the generator above.
 
     >>> isinstance(IsotropicNoise(0.1).process, LayerNormChain)
     True
@@ -61,8 +62,8 @@ class Process(ABC):
 class LayerNormChain(Process):
     """The limit of x' = N(x + eps f + sigma dW), which is what a layer does: beta = -2 P M(x) x, for every sigma(x).
 
-    N shortens a step that leaves the sphere outward and stretches one that goes inward (000-1: -<x, d> P d). Constant
-    noise leaves the circle's uniform law as it is.
+    N shortens the tangential part of a step that points outward and lengthens that of one that points inward (000-1:
+    -<x, d> P d). Under constant noise the uniform distribution on the circle is stationary.
 
     >>> x = torch.tensor([[0.6, 0.8]])
     >>> LayerNormChain().drift(MatrixNoise(torch.diag(torch.tensor([2.0, 1.0]))), x)
@@ -104,7 +105,7 @@ class Ito(Process):
 @dataclass(frozen=True)
 class DivergenceForm(Process):
     """The process whose forward equation is d_t rho = div_S(Sigma grad_S rho) - div_S(rho P f), Sigma = P M P:
-    beta = div_S Sigma, which is -d P M x where sigma is constant. The uniform law is stationary where P f = 0.
+    beta = div_S Sigma, which is -d P M x where sigma is constant. The uniform distribution is stationary if P f = 0.
 
     >>> x = torch.tensor([[0.6, 0.8]])
     >>> DivergenceForm().drift(MatrixNoise(torch.diag(torch.tensor([2.0, 1.0]))), x)
@@ -121,8 +122,10 @@ class DivergenceForm(Process):
 
 @dataclass(frozen=True, eq=False)
 class Noise(ABC):
-    """sigma(x) for every token. ``common`` draws one Brownian motion for all tokens of a system instead of one each;
-    ``process`` says what the noise makes of the flow.
+    """Base class of noises: sigma(x) for every token, and the process that it drives.
+
+    With ``common`` all tokens of a system share one Brownian motion instead of having independent ones. ``process``
+    defines the drift that the noise adds.
 
     >>> noise = IsotropicNoise(0.1, common=True, process=Ito())
     >>> noise.common, noise.process
@@ -140,11 +143,11 @@ class Noise(ABC):
 
     @abstractmethod
     def check_size(self, x: Float[Tensor, "*batch n d"]) -> None:
-        """Refuse tokens that do not fit."""
+        """Raise ``HelmscopeError`` unless the shape of the tokens fits this noise."""
 
     @abstractmethod
     def sources(self, x: Float[Tensor, "*batch n d"]) -> int:
-        """The number k of Brownian motions that a token sees."""
+        """The number k of Brownian motions that drive a token."""
 
     @abstractmethod
     def kick(self, x: Float[Tensor, "*batch n d"], dw: Float[Tensor, "*batch n k"]) -> Float[Tensor, "*batch n d"]:
@@ -152,26 +155,27 @@ class Noise(ABC):
 
     @abstractmethod
     def matrix(self, x: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n d d"]:
-        """M(x) = sigma sigma^T / 2: the increment over dt has the covariance 2 M dt."""
+        """M(x) = sigma sigma^T / 2; an increment over dt has covariance 2 M dt."""
 
     @abstractmethod
     def drag(self, x: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n d"]:
         """M(x) x."""
 
     def self_transport(self, x: Float[Tensor, "*batch n d"], *, on_sphere: bool = True) -> Float[Tensor, "*batch n d"]:
-        """(1/2) sum_k D sigma_k[P sigma_k]; on a residual stream without P. 0 where sigma is constant."""
+        """(1/2) sum_k D sigma_k[P sigma_k], without P unless ``on_sphere``. 0 if sigma is constant."""
         return torch.zeros_like(x)
 
     def divergence(self, x: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n d"]:
-        """sum_m D M[P e_m] e_m, the tangential divergence of M's rows. 0 where sigma is constant."""
+        """sum_m D M[P e_m] e_m, the tangential divergence of the rows of M. 0 if sigma is constant."""
         return torch.zeros_like(x)
 
 
 @dataclass(frozen=True)
 class IsotropicNoise(Noise):
-    """M = nu I, sigma = sqrt(2 nu) I, nu >= 0: Brownian motion with the generator nu Lap_S, whatever the process.
+    """M = nu I, sigma = sqrt(2 nu) I, nu >= 0: Brownian motion with the generator nu Lap_S, under every process.
 
-    E<a, X_t> = e^{-nu (d-1) t} <a, x0> and harmonics of degree k decay as e^{-nu k (k+d-2) t} (without a field).
+    Without a field E<a, X_t> = e^{-nu (d-1) t} <a, x0>, and harmonics of degree k decay as e^{-nu k (k+d-2) t}. Raises
+    ``HelmscopeError`` unless nu is finite and >= 0.
 
     >>> IsotropicNoise(0.5).kick(torch.tensor([[1.0, 0.0]]), torch.tensor([[0.1, 0.2]]))
     tensor([[0.1000, 0.2000]])
@@ -184,7 +188,7 @@ class IsotropicNoise(Noise):
         object.__setattr__(self, "nu", real_number("nu", self.nu, at_least=0))
 
     def check_size(self, x: Float[Tensor, "*batch n d"]) -> None:
-        """All tokens fit."""
+        """Accept tokens of any shape."""
 
     def sources(self, x: Float[Tensor, "*batch n d"]) -> int:
         """d."""
@@ -205,8 +209,10 @@ class IsotropicNoise(Noise):
 
 @dataclass(frozen=True, eq=False)
 class MatrixNoise(Noise):
-    """A constant symmetric positive semi-definite M: the increment over dt has the covariance 2 M dt, as sigma is the
-    symmetric square root of 2 M. The matrix is a constant: no gradient goes to it.
+    """Noise with a constant symmetric positive semi-definite M (d, d): an increment over dt has covariance 2 M dt.
+
+    sigma is the symmetric square root of 2 M. No gradients are propagated to the matrix. Raises ``HelmscopeError`` if M
+    is not square, finite, symmetric and positive semi-definite up to rounding.
 
     >>> noise = MatrixNoise(torch.diag(torch.tensor([2.0, 0.5])))
     >>> noise.kick(torch.tensor([[1.0, 0.0]]), torch.tensor([[0.1, 0.1]]))
@@ -219,20 +225,20 @@ class MatrixNoise(Noise):
     @full_precision
     def __post_init__(self) -> None:
         super().__post_init__()
-        m = _symmetric(self.m)
+        m = _check_symmetric(self.m)
         values, vectors = torch.linalg.eigh(m)
         low, high = float(values[0]), float(values.abs().amax())
-        allowed = -_tolerance(self.m) * high
+        allowed = -_rounding_tolerance(self.m) * high
         if low < allowed:
             raise HelmscopeError(
-                f"m has the eigenvalue {low:.6g}, but it must be positive semi-definite: beside the greatest one, "
-                f"{high:.6g}, only {allowed:.2g} and above passes for rounding in {self.m.dtype}"
+                f"m has the eigenvalue {low:.6g}, but it must be positive semi-definite: next to the largest, "
+                f"{high:.6g}, only {allowed:.2g} and above counts as rounding error in {self.m.dtype}"
             )
         object.__setattr__(self, "m", m)
         object.__setattr__(self, "root", vectors * (2 * values.clamp(min=0)).sqrt() @ vectors.mT)
 
     def check_size(self, x: Float[Tensor, "*batch n d"]) -> None:
-        """Refuse tokens of another dimension."""
+        """Raise ``HelmscopeError`` unless the tokens have the dimension of M."""
         if x.shape[-1] != len(self.m):
             given, wanted = tuple(self.m.shape), (x.shape[-1],) * 2
             raise HelmscopeError(f"m has shape {given}, but tokens of shape {tuple(x.shape)} need {wanted}")
@@ -256,13 +262,15 @@ class MatrixNoise(Noise):
 
 @dataclass(frozen=True, eq=False)
 class StateNoise(Noise):
-    """sigma(x) as a callable, (*batch, n, d) -> (*batch, n, d, k), of any leading axes: what a token sees may depend on
-    where it is, and on the other tokens.
+    """State-dependent noise: sigma(x) as a callable (*batch, n, d) -> (*batch, n, d, k), for any leading axes.
 
-    Where a process asks for derivatives of sigma, they are exact, by ``torch.func``, along the sphere only: each
-    token's own under noise of its own, and for Stratonovich under ``common`` noise, which moves all tokens at once,
-    those with respect to all of them. They cost k (Stratonovich) or d (DivergenceForm) calls of sigma on n copies of
-    the systems.
+    The noise of a token may depend on its position and on the other tokens.
+
+    If the process needs derivatives of sigma, they are exact, by ``torch.func``, and along the sphere only: with
+    respect to each token itself under independent noise, and with respect to all tokens for Stratonovich under
+    ``common`` noise, which moves all of them at once. They cost k (Stratonovich) or d (DivergenceForm) calls of sigma
+    on n copies of the systems. Raises ``HelmscopeError`` if sigma is not callable, and when it is used if it returns
+    another shape or entries that are not finite.
 
     >>> noise = StateNoise(lambda x: x[..., :1, None] * torch.eye(2))  # x_1 I
     >>> noise.matrix(torch.tensor([[0.6, 0.8]]))
@@ -276,76 +284,77 @@ class StateNoise(Noise):
         super().__post_init__()
         if isinstance(self.sigma, type) or not callable(self.sigma):
             raise HelmscopeError(
-                f"sigma is {self.sigma!r}, but it must be a callable (..., n, d) -> (..., n, d, k): for a constant "
+                f"sigma is {self.sigma!r}, but it must be a callable (..., n, d) -> (..., n, d, k): for constant noise "
                 "use MatrixNoise or IsotropicNoise"
             )
 
     def check_size(self, x: Float[Tensor, "*batch n d"]) -> None:
-        """Refuse a sigma that gives something else than a finite tensor (..., n, d, k) at x."""
+        """Raise ``HelmscopeError`` unless sigma(x) is a finite tensor (..., n, d, k)."""
         with torch.no_grad():
             value = self.sigma(x)
         if not isinstance(value, torch.Tensor) or value.shape[:-1] != x.shape or not value.shape[-1:].numel():
-            given = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
             wanted = f"({', '.join(str(size) for size in x.shape)}, k)"
-            raise HelmscopeError(f"sigma gives {given} for tokens of shape {tuple(x.shape)}, but it must be {wanted}")
+            raise HelmscopeError(
+                f"sigma returns {shape_or_type(value)} for tokens of shape {tuple(x.shape)}, but it must be {wanted}"
+            )
         bad = value[~torch.isfinite(value)]
         if len(bad):
-            raise HelmscopeError(f"sigma gives the entry {bad[0].item()}, but every entry must be finite")
+            raise HelmscopeError(f"sigma returns the entry {bad[0].item()}, but every entry must be finite")
 
     def sources(self, x: Float[Tensor, "*batch n d"]) -> int:
-        """The last axis of sigma(x)."""
+        """The length of the last axis of sigma(x)."""
         with torch.no_grad():
             return self.sigma(x).shape[-1]
 
     def kick(self, x: Float[Tensor, "*batch n d"], dw: Float[Tensor, "*batch n k"]) -> Float[Tensor, "*batch n d"]:
         """sigma(x) dw."""
-        return (self._at(x) * dw.unsqueeze(-2)).sum(-1)
+        return (self._sigma_at(x) * dw.unsqueeze(-2)).sum(-1)
 
     @full_precision
     def matrix(self, x: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n d d"]:
         """sigma sigma^T / 2."""
-        sigma = self._at(x)
+        sigma = self._sigma_at(x)
         return sigma @ sigma.mT / 2
 
     def drag(self, x: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n d"]:
         """sigma (sigma^T x) / 2."""
-        sigma = self._at(x)
+        sigma = self._sigma_at(x)
         return (sigma * (sigma * x.unsqueeze(-1)).sum(-2, keepdim=True)).sum(-1) / 2
 
     def self_transport(self, x: Float[Tensor, "*batch n d"], *, on_sphere: bool = True) -> Float[Tensor, "*batch n d"]:
-        """(1/2) sum_k D sigma_k[P sigma_k]; on a residual stream without P."""
-        columns = self._at(x).movedim(-1, 0)
+        """(1/2) sum_k D sigma_k[P sigma_k], without P unless ``on_sphere``."""
+        columns = self._sigma_at(x).movedim(-1, 0)
         columns = project(x, columns) if on_sphere else columns
-        change = self._together if self.common else self._alone
-        parts = [change(self._at, x, v)[..., k] for k, v in enumerate(columns)]
-        return torch.stack(parts).sum(0) / 2
+        derivative = self._joint_derivative if self.common else self._own_derivative
+        terms = [derivative(self._sigma_at, x, v)[..., k] for k, v in enumerate(columns)]
+        return torch.stack(terms).sum(0) / 2
 
     def divergence(self, x: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n d"]:
         """sum_m D M[P e_m] e_m."""
         axes = torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)
-        parts = [self._alone(self.matrix, x, project(x, e.expand_as(x)))[..., m] for m, e in enumerate(axes)]
-        return torch.stack(parts).sum(0)
+        terms = [self._own_derivative(self.matrix, x, project(x, e.expand_as(x)))[..., m] for m, e in enumerate(axes)]
+        return torch.stack(terms).sum(0)
 
-    def _at(self, x: Tensor) -> Tensor:
+    def _sigma_at(self, x: Tensor) -> Tensor:
         return self.sigma(x).to(x)
 
     @staticmethod
-    def _together(f: Callable[[Tensor], Tensor], x: Tensor, v: Tensor) -> Tensor:
-        """Df[v]: how every token's value changes as all tokens move by v."""
-        change: Tensor = jvp(f, (x,), (v,))[1]
-        return change
+    def _joint_derivative(f: Callable[[Tensor], Tensor], x: Tensor, v: Tensor) -> Tensor:
+        """Df[v]: the derivative of every token's value as all tokens move along v."""
+        derivative: Tensor = jvp(f, (x,), (v,))[1]
+        return derivative
 
     @staticmethod
-    def _alone(f: Callable[[Tensor], Tensor], x: Tensor, v: Tensor) -> Tensor:
-        """D_i f_i[v_i]: how each token's value changes as that token moves and the others stay; one copy a token."""
+    def _own_derivative(f: Callable[[Tensor], Tensor], x: Tensor, v: Tensor) -> Tensor:
+        """D_i f_i[v_i]: the derivative of each token's value as only that token moves; one copy of x per token."""
         n = x.shape[-2]
-        mover = torch.eye(n, dtype=x.dtype, device=x.device).reshape(n, *(1,) * (x.ndim - 2), n, 1)
-        change: Tensor = jvp(f, (x.expand(n, *x.shape).clone(),), (mover * v,))[1]
-        return change.diagonal(dim1=0, dim2=x.ndim - 1).movedim(-1, x.ndim - 2)
+        moving = torch.eye(n, dtype=x.dtype, device=x.device).reshape(n, *(1,) * (x.ndim - 2), n, 1)
+        derivative: Tensor = jvp(f, (x.expand(n, *x.shape).clone(),), (moving * v,))[1]
+        return derivative.diagonal(dim1=0, dim2=x.ndim - 1).movedim(-1, x.ndim - 2)
 
 
-def _symmetric(m: object) -> Float[Tensor, "d d"]:
-    """The matrix in float64, checked, without what rounding left of asymmetry."""
+def _check_symmetric(m: object) -> Float[Tensor, "d d"]:
+    """The matrix in float64, exactly symmetric; ``HelmscopeError`` if it is not symmetric up to rounding."""
     if not isinstance(m, torch.Tensor) or m.ndim != 2 or not m.shape[0] == m.shape[1] > 0:
         given = f"a tensor of shape {tuple(m.shape)}" if isinstance(m, torch.Tensor) else f"a {type(m).__name__}"
         raise HelmscopeError(f"m is {given}, but it must be a square matrix as a torch tensor")
@@ -356,16 +365,16 @@ def _symmetric(m: object) -> Float[Tensor, "d d"]:
     bad = entries[~torch.isfinite(entries)]
     if len(bad):
         raise HelmscopeError(f"m holds the entry {bad[0].item()}, but every entry must be finite")
-    apart = (entries - entries.mT).abs()
-    if bool((apart > _tolerance(m) * entries.abs().amax()).any()):
-        i, j = divmod(int(apart.argmax()), len(m))
+    asymmetry = (entries - entries.mT).abs()
+    if bool((asymmetry > _rounding_tolerance(m) * entries.abs().amax()).any()):
+        i, j = divmod(int(asymmetry.argmax()), len(m))
         raise HelmscopeError(
-            f"m differs from its transpose by {apart.amax().item():.6g} at ({i}, {j}), but it must be symmetric"
+            f"m differs from its transpose by {asymmetry.amax().item():.6g} at ({i}, {j}), but it must be symmetric"
         )
     return (entries + entries.mT) / 2
 
 
-def _tolerance(m: Tensor) -> float:
-    """How far from symmetric and semi-definite rounding may bring a product such as A A^T, relative to its size."""
-    # float16 and bfloat16 would reach 1 by that rule, and a matrix of any signs pass
+def _rounding_tolerance(m: Tensor) -> float:
+    """The relative deviation from symmetric and semi-definite that rounding may cause in a product such as A A^T."""
+    # capped, because in float16 and bfloat16 it would reach 1, and a matrix of any signs would pass
     return min(16 * len(m) * torch.finfo(m.dtype).eps, 1 / 64)

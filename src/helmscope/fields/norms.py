@@ -1,12 +1,12 @@
-"""The norms of transformers as they really are, over the last axis (source 000-1).
+"""The norms of transformers, with gain, bias and epsilon, over the last axis (source 000-1).
 
     UnitNorm     y / |y|                                 onto the sphere S^(d-1)
     RMSNorm      G y / sqrt(|y|^2 / d + eps)             onto the ellipsoid sqrt(d) G S^(d-1) where eps = 0
     LayerNorm    G C y / sqrt(|C y|^2 / d + eps) + b     onto sqrt(d) G S^(d-2) + b, S^(d-2) the sphere in 1-perp
 
-with G = diag(gain) and C = I - 1 1^T / d, which removes the mean. Gain and bias folded into the weights that follow
-(``fold``) leave a state that lies on a sphere. Without eps a vector that has no direction (y = 0, for LayerNorm a
-constant y) gives NaN; with eps it gives the bias. A NaN or infinite entry makes its whole vector NaN.
+with G = diag(gain) and C = I - 1 1^T / d, which removes the mean. Once gain and bias are folded into the weights that
+follow (``fold``), the normalized state is on a sphere. A vector without a direction (y = 0, for LayerNorm a constant y)
+is mapped to NaN if eps = 0 and to the bias if eps > 0. A NaN or infinite entry makes its whole vector NaN.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from helmscope.fields.parameters import shape_or_type
 from helmscope.geometry.arithmetic import check_dense_values, every, full_precision
 from helmscope.geometry.retraction import length
 from helmscope.geometry.sphere import retract
@@ -29,10 +30,9 @@ if TYPE_CHECKING:
 
 
 class Norm(ABC):
-    """A norm over the last axis: what ``UnitNorm``, ``RMSNorm`` and ``LayerNorm`` share.
+    """Base class of ``UnitNorm``, ``RMSNorm`` and ``LayerNorm``: a norm over the last axis.
 
-    A norm looks at shapes and dtype of what it is given, never at values, and so goes through every transform of
-    torch.func.
+    Norms check the shape and dtype of their input but not its values, so they work under all torch.func transforms.
 
     >>> norm = LayerNorm()
     >>> norm.radius(torch.tensor([4.0, 10.0, 10.0, 4.0])), norm.direction(torch.tensor([4.0, 10.0, 10.0, 4.0]))
@@ -56,23 +56,23 @@ class Norm(ABC):
 
     @abstractmethod
     def jacobian(self, y: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d d"]:
-        """The derivative at y in closed form: row i holds that of entry i of the result."""
+        """The derivative at y in closed form: row i is the gradient of entry i of the result."""
 
     @abstractmethod
     def core(self) -> Norm:
-        """This norm without gain and bias, whose values lie on a sphere where eps = 0."""
+        """This norm without gain and bias, whose values are on a sphere if eps = 0."""
 
     @abstractmethod
     def part(self, y: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
         """The part of y that is normalized: y itself, or C y for LayerNorm."""
 
     def radius(self, y: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch"]:
-        """The norm that is divided out to reach the unit sphere: |y|, or |C y| for LayerNorm. No eps enters."""
+        """The length that is divided out: |y|, or |C y| for LayerNorm; without eps."""
         self.check_size(y)
         return length(self.part(y))
 
     def direction(self, y: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
-        """The point of the unit sphere that y stands for: y / |y|, or C y / |C y| for LayerNorm. No eps enters."""
+        """The unit vector y / |y|, or C y / |C y| for LayerNorm; without eps."""
         self.check_size(y)
         return retract(self.part(y))
 
@@ -80,31 +80,33 @@ class Norm(ABC):
     def fold(
         self, w: Float[Tensor, "*heads k d"], b: Float[Tensor, "*heads k"] | None = None
     ) -> tuple[Float[Tensor, "*heads k d"], Float[Tensor, "*heads k"]]:
-        """Weights and bias (w', b') that act on the core as (w, b) act on this norm:
+        """Fold gain and bias into the weights that follow: (w', b') act on the core as (w, b) act on this norm,
 
             w' core(y) + b' = w norm(y) + b,      w' = w G,   b' = b + w bias.
 
-        b' is 0 where there is neither b nor bias. The result has the dtype and device of w.
+        b' is 0 if there is neither b nor bias. The result has the dtype and device of w. Raises ``HelmscopeError`` for
+        shapes that do not fit.
 
         >>> LayerNorm(gain=torch.tensor([1.0, 2.0]), bias=torch.tensor([0.0, 0.5])).fold(torch.ones(1, 2))
         (tensor([[1., 2.]]), tensor([0.5000]))
         """
-        _check_values("w", w, 2)
+        _check_float_tensor("w", w, 2)
         self.check_size(w, name="w")
         if b is not None and (not isinstance(b, torch.Tensor) or b.shape != w.shape[:-1]):
-            shown = tuple(b.shape) if isinstance(b, torch.Tensor) else type(b).__name__
-            raise HelmscopeError(f"b is {shown}, but w of shape {tuple(w.shape)} asks for {tuple(w.shape[:-1])}")
+            raise HelmscopeError(
+                f"b is {shape_or_type(b)}, but w of shape {tuple(w.shape)} requires {tuple(w.shape[:-1])}"
+            )
         shift = torch.zeros_like(w[..., 0]) if b is None else b.to(w)
         shift = shift if self.bias is None else shift + w @ self.bias.to(w)
         return (w if self.gain is None else w * self.gain.to(w)), shift
 
     def check_size(self, y: Float[Tensor, "*batch d"], *, name: str = "y") -> None:
-        """Refuse what is no float tensor, or has another last axis than gain and bias."""
-        _check_values(name, y, 1)
-        for of, vector in (("gain", self.gain), ("bias", self.bias)):
+        """Raise ``HelmscopeError`` unless y is a float tensor whose last axis fits gain and bias."""
+        _check_float_tensor(name, y, 1)
+        for parameter, vector in (("gain", self.gain), ("bias", self.bias)):
             if vector is not None and vector.shape != y.shape[-1:]:
                 raise HelmscopeError(
-                    f"{name} has shape {tuple(y.shape)}, but {of} of shape {tuple(vector.shape)} asks for "
+                    f"{name} has shape {tuple(y.shape)}, but {parameter} of shape {tuple(vector.shape)} requires "
                     f"(..., {len(vector)})"
                 )
 
@@ -113,7 +115,7 @@ class Norm(ABC):
 class UnitNorm(Norm):
     """N(y) = y / |y|, the norm of the theory (source 000-1). Jacobian (I - x x^T) / |y| with x = N(y), of rank d - 1.
 
-    It has no gain, bias or eps; y = 0 gives NaN.
+    It has no gain, bias or eps; y = 0 is mapped to NaN.
 
     >>> UnitNorm()(torch.tensor([3.0, 4.0]))
     tensor([0.6000, 0.8000])
@@ -145,9 +147,10 @@ class UnitNorm(Norm):
 class RMSNorm(Norm):
     """G y / sqrt(s^2 + eps), s^2 = |y|^2 / d (source 000-1; Zhang and Sennrich 2019, arXiv:1910.07467).
 
-    Equal to ``torch.nn.functional.rms_norm``. Its Jacobian (s^2 + eps)^(-1/2) G (I - x x^T s^2 / (s^2 + eps)) takes the
-    radial direction x = y / |y| to G x eps / (s^2 + eps)^(3/2), which is 0 only where eps = 0. ``gain`` (d,) is 1 where
-    None. At y = 0 the norm is 0 where eps > 0 and NaN where eps = 0.
+    Equal to ``torch.nn.functional.rms_norm``. Its Jacobian (s^2 + eps)^(-1/2) G (I - x x^T s^2 / (s^2 + eps)) maps the
+    radial direction x = y / |y| to G x eps / (s^2 + eps)^(3/2), which is 0 only if eps = 0. ``gain`` (d,) defaults to
+    1. At y = 0 the norm is 0 if eps > 0 and NaN if eps = 0. Raises ``HelmscopeError`` for a gain that is not a finite
+    vector and for eps < 0.
 
     >>> RMSNorm(gain=torch.tensor([1.0, 2.0]))(torch.tensor([3.0, 3.0]))
     tensor([1., 2.])
@@ -165,7 +168,7 @@ class RMSNorm(Norm):
     def jacobian(self, y: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d d"]:
         """(s^2 + eps)^(-1/2) G (I - x x^T s^2 / (s^2 + eps))."""
         self.check_size(y)
-        return _derivative(y, _identity(y), self)
+        return _jacobian(y, _identity(y), self)
 
     def core(self) -> RMSNorm:
         """y / sqrt(|y|^2 / d + eps)."""
@@ -181,8 +184,9 @@ class LayerNorm(Norm):
     """G C y / sqrt(s^2 + eps) + bias, s^2 = |C y|^2 / d (source 000-1; Ba, Kiros and Hinton 2016, arXiv:1607.06450).
 
     Equal to ``torch.nn.functional.layer_norm``. Its Jacobian (s^2 + eps)^(-1/2) G (C - x x^T s^2 / (s^2 + eps)),
-    x = C y / |C y|, has rank d - 2 where eps = 0: neither the mean nor the length of C y matters. ``gain`` (d,) is 1
-    and ``bias`` (d,) 0 where None. At a constant y the norm is the bias where eps > 0 and NaN where eps = 0.
+    x = C y / |C y|, has rank d - 2 if eps = 0: neither the mean nor the length of C y matters. ``gain`` (d,) defaults
+    to 1 and ``bias`` (d,) to 0. At a constant y the norm is the bias if eps > 0 and NaN if eps = 0. Raises
+    ``HelmscopeError`` for a gain or bias that is not a finite vector, for unequal shapes and for eps < 0.
 
     >>> LayerNorm(bias=torch.tensor([0.0, 0.5]))(torch.tensor([1.0, 7.0]))
     tensor([-1.0000,  1.5000])
@@ -200,7 +204,7 @@ class LayerNorm(Norm):
     def jacobian(self, y: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d d"]:
         """(s^2 + eps)^(-1/2) G (C - x x^T s^2 / (s^2 + eps))."""
         self.check_size(y)
-        return _derivative(self.part(y), _identity(y) - 1 / y.shape[-1], self)
+        return _jacobian(self.part(y), _identity(y) - 1 / y.shape[-1], self)
 
     def core(self) -> LayerNorm:
         """C y / sqrt(|C y|^2 / d + eps)."""
@@ -209,7 +213,7 @@ class LayerNorm(Norm):
     def part(self, y: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
         """C y = y - mean(y)."""
         centered = y - y.mean(-1, keepdim=True)
-        # again: the first mean is rounded, and of a constant y that rounding would pass for a direction
+        # twice, because the first mean is rounded, and for a constant y that error would look like a direction
         return centered - centered.mean(-1, keepdim=True)
 
 
@@ -217,7 +221,8 @@ def effective_beta(dim: int, head_dim: int, *, scale: float = 1.0) -> float:
     """The inverse temperature on the unit sphere of a layer whose tokens have norm sqrt(d) and whose logits are
     q.k / sqrt(d_head) (source 000-1): beta = scale d / sqrt(d_head).
 
-    ``scale`` >= 0 is that of W_Q^T W_K. Q = K = I with d_head = d gives sqrt(d).
+    ``scale`` >= 0 is the scale of W_Q^T W_K. With Q = K = I and d_head = d, beta = sqrt(d). Raises ``HelmscopeError``
+    for dimensions below 1 and a negative scale.
 
     >>> effective_beta(64, 64)
     8.0
@@ -226,9 +231,9 @@ def effective_beta(dim: int, head_dim: int, *, scale: float = 1.0) -> float:
     return real_number("scale", scale, at_least=0) * dim / math.sqrt(head_dim)
 
 
-def _divided(c: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """u, r, m with u / r = c / sqrt(|c|^2 / d + eps) and u = c / m: the scale m keeps the squares of tiny and huge
-    vectors in the dtype. It is a constant to autograd: it cancels, so the gradient is exact without it.
+def _rescaled(c: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """u, r, m with u / r = c / sqrt(|c|^2 / d + eps) and u = c / m, where the scale m prevents the squares of tiny and
+    huge vectors from underflow and overflow. m is a constant to autograd: it cancels, so the gradient is exact.
     """
     scale = c.detach().abs().amax(-1, keepdim=True).clamp_min(math.sqrt(eps))
     scale = torch.where((scale > 1e-12) & (scale < 1e12), 1.0, scale)
@@ -237,16 +242,18 @@ def _divided(c: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _normalized(c: Tensor, norm: Norm) -> Tensor:
-    unit, size, _ = _divided(c, norm.eps)
+    """G c / sqrt(|c|^2 / d + eps) + bias, for the part c of the input that is normalized."""
+    unit, size, _ = _rescaled(c, norm.eps)
     result = unit / size
     result = result if norm.gain is None else norm.gain.to(c) * result
     return result if norm.bias is None else result + norm.bias.to(c)
 
 
-def _derivative(c: Tensor, centering: Tensor, norm: Norm) -> Tensor:
-    unit, size, scale = _divided(c, norm.eps)
+def _jacobian(c: Tensor, centering: Tensor, norm: Norm) -> Tensor:
+    """The derivative of ``_normalized`` with respect to y, where c = centering y."""
+    unit, size, scale = _rescaled(c, norm.eps)
     x = unit / size
-    # x x^T / d = xhat xhat^T s^2 / (s^2 + eps), defined at c = 0 too
+    # x x^T / d = xhat xhat^T s^2 / (s^2 + eps), which is also defined at c = 0
     result = (centering - x.unsqueeze(-1) * x.unsqueeze(-2) / c.shape[-1]) / size.unsqueeze(-1) / scale.unsqueeze(-1)
     return result if norm.gain is None else norm.gain.to(c).unsqueeze(-1) * result
 
@@ -255,7 +262,8 @@ def _identity(y: Tensor) -> Tensor:
     return torch.eye(y.shape[-1], dtype=y.dtype, device=y.device)
 
 
-def _check_values(name: str, y: object, ndim: int) -> None:
+def _check_float_tensor(name: str, y: object, ndim: int) -> None:
+    """Raise ``HelmscopeError`` unless y is a float tensor of at least ``ndim`` axes."""
     if not isinstance(y, torch.Tensor) or y.dtype not in (torch.float64, torch.float32):
         shown = f"a tensor of {y.dtype}" if isinstance(y, torch.Tensor) else f"a {type(y).__name__}"
         raise HelmscopeError(f"{name} is {shown}, but it must be a torch tensor of float64 or float32")
@@ -265,7 +273,7 @@ def _check_values(name: str, y: object, ndim: int) -> None:
 
 
 def _check_vector(name: str, vector: object) -> None:
-    """A vector of finite floats, or None."""
+    """Raise ``HelmscopeError`` unless the argument is None or a vector of finite floats."""
     if vector is None:
         return
     if not isinstance(vector, torch.Tensor) or vector.ndim != 1 or len(vector) < 1:

@@ -1,7 +1,7 @@
-"""Parameters of fields: numbers, tensors that may require a gradient, and tensors with batch axes, a value per system.
+"""Parameters of fields: numbers, tensors that may require gradients, and tensors with batch axes, one value per system.
 
-A parameter of one system has a fixed number of axes, 0 for beta and 2 for a matrix; whatever stands before them are
-batch axes, aligned with those of the tokens.
+The parameter of one system has a fixed number of axes, 0 for beta and 2 for a matrix; all axes before them are batch
+axes, which broadcast with those of the tokens.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ Holder = TypeVar("Holder")
 def number_or_tensor(
     name: str, value: object, *, at_least: float = -math.inf, above: float = -math.inf
 ) -> float | Tensor:
-    """``value`` as a float, or as the tensor it is where it has batch axes or a derivative; refused by its name.
+    """``value`` as a float, or unchanged if it is a tensor with batch axes or a derivative.
+
+    Raises ``HelmscopeError``, which names the argument, unless all values are finite, >= at_least and > above.
 
     >>> number_or_tensor("beta", torch.tensor(4.0), at_least=0)
     4.0
@@ -50,7 +52,7 @@ def number_or_tensor(
 
 
 def is_moving(value: Tensor) -> bool:
-    """Whether a tensor is differentiated or vectorized, so that it must not be taken for the number it holds.
+    """Whether a tensor is differentiated or vectorized, so that it must not be converted to a number.
 
     >>> is_moving(torch.ones(1)), is_moving(torch.ones(1, requires_grad=True))
     (False, True)
@@ -61,7 +63,7 @@ def is_moving(value: Tensor) -> bool:
 
 
 def over_tokens(value: float | Tensor, like: Float[Tensor, "*batch n d"]) -> float | Tensor:
-    """A number per system as a factor of (*batch, n, d) tensors.
+    """One value per system, shaped as a factor of (*batch, n, d) tensors.
 
     >>> over_tokens(torch.tensor([1.0, 4.0]), torch.ones(2, 3, 3)).shape
     torch.Size([2, 1, 1])
@@ -70,10 +72,10 @@ def over_tokens(value: float | Tensor, like: Float[Tensor, "*batch n d"]) -> flo
 
 
 def copy_with(holder: Holder, values: dict[str, Any]) -> Holder:
-    """A copy of a frozen dataclass with other values, unchecked and without what it has cached."""
+    """A copy of a frozen dataclass with some values replaced, unchecked and without its cached properties."""
     new = copy.copy(holder)
-    kept = {item.name for item in fields(holder)}  # type: ignore[arg-type]
-    for name in set(vars(new)) - kept:
+    names = {item.name for item in fields(holder)}  # type: ignore[arg-type]
+    for name in set(vars(new)) - names:
         object.__delattr__(new, name)
     for name, value in values.items():
         object.__setattr__(new, name, value)
@@ -81,7 +83,7 @@ def copy_with(holder: Holder, values: dict[str, Any]) -> Holder:
 
 
 def flattened(batch: torch.Size) -> Change:
-    """The change that expands batch axes to ``batch`` and makes one of them.
+    """The change of parameters that expands their batch axes to ``batch`` and flattens them into one.
 
     >>> flattened(torch.Size([2, 3]))(torch.ones(3, 4, 4), 2).shape
     torch.Size([6, 4, 4])
@@ -92,12 +94,21 @@ def flattened(batch: torch.Size) -> Change:
 
 
 def selected(which: Tensor) -> Change:
-    """The change that keeps some of the systems along the one batch axis."""
+    """The change of parameters that selects systems along the only batch axis."""
     return lambda value, axes: value[which]
 
 
+def shape_or_type(value: object) -> str:
+    """The shape of a tensor, or the type of anything else, for error messages.
+
+    >>> shape_or_type(torch.ones(2, 3)), shape_or_type([1.0])
+    ('(2, 3)', 'list')
+    """
+    return str(tuple(value.shape)) if isinstance(value, torch.Tensor) else type(value).__name__
+
+
 def shown(value: object) -> str:
-    """A parameter in a few characters.
+    """A short description of a parameter for error messages.
 
     >>> shown(4.0), shown(torch.ones(2, 3))
     ('4', 'a tensor of shape (2, 3)')

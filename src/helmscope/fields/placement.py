@@ -1,4 +1,4 @@
-"""Where the norms of a block stand. Each half (attention, MLP) reads, writes and closes:
+"""The placement of the norms in a block. Each half (attention, MLP) has three functions, read, write and close:
 
     placement   read        write             close     state
     post        y           f                 N         unit vectors (a map without flow where N has gain or bias)
@@ -7,8 +7,8 @@
     nGPT        y           rate (N f - y)    y / |y|   unit vectors
     none        y           f                 y         points of R^d
 
-so that half maps y to close(y + h write(f(read y), y)). Sources: post-norm is that of source 001; for pre-norm the
-direction x = y/|y| obeys x' = P f / |y| and the radius |y|' = <x, f> (source 000-1); sandwich and peri-norm
+so that a half maps y to close(y + h write(f(read y), y)). Sources: post-norm as in source 001; for pre-norm the
+direction x = y/|y| satisfies x' = P f / |y| and the radius |y|' = <x, f> (source 000-1); sandwich and peri-norm
 arXiv:2105.13290, arXiv:2502.02732; nGPT arXiv:2410.01131.
 """
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Placement(ABC):
-    """Where norms stand; ``attention_norm`` and ``mlp_norm`` are y/|y| unless given, so that they stay unit vectors."""
+    """Base class of placements; ``attention_norm`` and ``mlp_norm`` default to y/|y|, which returns unit vectors."""
 
     attention_norm: Norm = field(default_factory=UnitNorm, kw_only=True)
     mlp_norm: Norm = field(default_factory=UnitNorm, kw_only=True)
@@ -45,35 +45,35 @@ class Placement(ABC):
 
     @property
     def only_layers(self) -> bool:
-        """Whether the block is a map and no flow."""
+        """Whether the block is a discrete map without a flow."""
         return False
 
     @property
     @abstractmethod
     def space(self) -> Space:
-        """Where the state lives."""
+        """The space of the state."""
 
     def norm(self, half: Half) -> Norm:
         """The norm of one half."""
         return self.attention_norm if half is Half.ATTENTION else self.mlp_norm
 
     def check_size(self, x: Float[Tensor, "*batch n d"]) -> None:
-        """Refuse tokens that do not fit the gain or bias of a norm."""
+        """Raise ``HelmscopeError`` unless the tokens fit the gain and bias of the norms."""
         for half in (Half.ATTENTION, Half.MLP):
             self.norm(half).check_size(x, name=f"x at {half.value}_norm")
 
     def read(self, half: Half, y: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n d"]:
-        """What the half sees of the state."""
+        """The input of the half, given the state."""
         return y
 
     def write(
         self, half: Half, out: Float[Tensor, "*batch n d"], y: Float[Tensor, "*batch n d"]
     ) -> Float[Tensor, "*batch n d"]:
-        """What the half adds to the state, given its output."""
+        """The increment of the state, given the output of the half."""
         return out
 
     def close(self, half: Half, y: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n d"]:
-        """What follows the sum."""
+        """The new state, given the sum of the state and the increment."""
         return y
 
     def force(self, mlp: MLP | GatedMLP) -> MLP | GatedMLP:
@@ -83,10 +83,11 @@ class Placement(ABC):
 
 @dataclass(frozen=True, eq=False)
 class PostNorm(Placement):
-    """x <- N(x + h f(x)): source 001, and the first transformers.
+    """Post-norm, x <- N(x + h f(x)), as in source 001 and in the first transformers.
 
-    With y/|y| the state is unit vectors and the flow is x' = P f(x). A real norm with gain, bias or epsilon moves the
-    state even where f = 0: then the block is a map, and only ``Layer`` runs it.
+    With y/|y| states are unit vectors and the flow is x' = P f(x). A norm with gain, bias or epsilon changes the state
+    even if f = 0: then the block is a discrete map, which only the stepper ``Layer`` runs. Raises ``HelmscopeError``
+    for norms of another type.
 
     >>> PostNorm().space.value
     'unit vectors'
@@ -94,22 +95,24 @@ class PostNorm(Placement):
 
     @property
     def space(self) -> Space:
-        """Unit vectors where both norms are y/|y|."""
+        """Unit vectors if both norms are y/|y|, else a residual stream."""
         return Space.STREAM if self.only_layers else Space.SPHERE
 
     @property
     def only_layers(self) -> bool:
-        """Whether a norm is not y/|y|."""
+        """Whether one of the norms is not y/|y|."""
         return not all(isinstance(self.norm(half), UnitNorm) for half in (Half.ATTENTION, Half.MLP))
 
     def close(self, half: Half, y: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n d"]:
-        """The norm."""
+        """The normalized sum."""
         return self.norm(half)(y)
 
 
 @dataclass(frozen=True, eq=False)
 class PreNorm(Placement):
-    """y <- y + h f(N y): GPT-2 and after. The radius |y| is a state: it sets the pace of the direction, 1 / |y|.
+    """Pre-norm, y <- y + h f(N y), as in GPT-2 and later models.
+
+    The radius |y| is part of the state: the direction moves at a speed proportional to 1 / |y|.
 
     >>> PreNorm().space.value
     'a residual stream'
@@ -117,21 +120,22 @@ class PreNorm(Placement):
 
     @property
     def space(self) -> Space:
-        """The state is a residual stream."""
+        """A residual stream."""
         return Space.STREAM
 
     def read(self, half: Half, y: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n d"]:
-        """The normed stream."""
+        """The normalized residual stream."""
         return self.norm(half)(y)
 
     def force(self, mlp: MLP | GatedMLP) -> MLP | GatedMLP:
-        """The MLP with gain and bias of its norm folded in: exact where the norm has no epsilon."""
+        """The MLP with gain and bias of its norm folded in; exact if the norm has no epsilon."""
         return folded(mlp, self.mlp_norm)
 
 
 @dataclass(frozen=True, eq=False)
 class SandwichNorm(PreNorm):
-    """y <- y + h N_out f(N_in y): a norm on both sides of each half (peri-norm), so that every write has one size.
+    """Sandwich norm or peri-norm, y <- y + h N_out f(N_in y): a norm before and after each half, so that all increments
+    have the same size.
 
     >>> SandwichNorm().attention_out(torch.tensor([3.0, 4.0]))
     tensor([0.6000, 0.8000])
@@ -146,7 +150,7 @@ class SandwichNorm(PreNorm):
             _check_norm(name, getattr(self, name))
 
     def check_size(self, x: Float[Tensor, "*batch n d"]) -> None:
-        """Refuse tokens that do not fit one of the four norms."""
+        """Raise ``HelmscopeError`` unless the tokens fit all four norms."""
         super().check_size(x)
         self.attention_out.check_size(x, name="x at attention_out")
         self.mlp_out.check_size(x, name="x at mlp_out")
@@ -154,13 +158,13 @@ class SandwichNorm(PreNorm):
     def write(
         self, half: Half, out: Float[Tensor, "*batch n d"], y: Float[Tensor, "*batch n d"]
     ) -> Float[Tensor, "*batch n d"]:
-        """The normed output."""
+        """The normalized output."""
         return (self.attention_out if half is Half.ATTENTION else self.mlp_out)(out)
 
 
 @dataclass(frozen=True, eq=False)
 class NoNorm(Placement):
-    """y <- y + h f(y): the residual stream of source 002 without norms, in R^d. Given norms are not used.
+    """No norms, y <- y + h f(y): the residual stream of source 002, in R^d. Norms that are passed are not used.
 
     >>> NoNorm().space.value
     'points of R^d'
@@ -168,15 +172,16 @@ class NoNorm(Placement):
 
     @property
     def space(self) -> Space:
-        """The state is any points of R^d."""
+        """All of R^d."""
         return Space.FLAT
 
 
 @dataclass(frozen=True, eq=False)
 class NGPT(Placement):
-    """x <- N(x + h rate (N f(x) - x)): steps on the sphere towards the normed output, as in nGPT.
+    """The placement of nGPT, x <- N(x + h rate (N f(x) - x)): steps on the sphere towards the normalized output.
 
-    ``attention_rate`` and ``mlp_rate`` are numbers or one number a dimension. As a flow, x' = P [rate (N f(x) - x)].
+    ``attention_rate`` and ``mlp_rate`` are numbers >= 0, or tensors (d,) with one rate per dimension. As a flow,
+    x' = P [rate (N f(x) - x)]. Raises ``HelmscopeError`` for norms other than y/|y| and for negative rates.
 
     >>> NGPT(attention_rate=0.5).space.value
     'unit vectors'
@@ -189,17 +194,17 @@ class NGPT(Placement):
         super().__post_init__()
         for name in ("attention_norm", "mlp_norm"):
             if not isinstance(getattr(self, name), UnitNorm):
-                raise HelmscopeError(f"{name} is {getattr(self, name)!r}, but nGPT keeps unit vectors: UnitNorm()")
+                raise HelmscopeError(f"{name} is {getattr(self, name)!r}, but for nGPT it must be UnitNorm()")
         for name in ("attention_rate", "mlp_rate"):
             _check_rate(name, getattr(self, name))
 
     @property
     def space(self) -> Space:
-        """The state is unit vectors."""
+        """Unit vectors."""
         return Space.SPHERE
 
     def check_size(self, x: Float[Tensor, "*batch n d"]) -> None:
-        """Refuse tokens that do not fit a rate."""
+        """Raise ``HelmscopeError`` unless the tokens fit the rates."""
         for name in ("attention_rate", "mlp_rate"):
             rate = getattr(self, name)
             if isinstance(rate, torch.Tensor) and rate.ndim and rate.shape != x.shape[-1:]:
@@ -208,18 +213,18 @@ class NGPT(Placement):
     def write(
         self, half: Half, out: Float[Tensor, "*batch n d"], y: Float[Tensor, "*batch n d"]
     ) -> Float[Tensor, "*batch n d"]:
-        """From the state towards the normed output."""
+        """The step from the state towards the normalized output."""
         rate = self.attention_rate if half is Half.ATTENTION else self.mlp_rate
         return (rate.to(y) if isinstance(rate, torch.Tensor) else rate) * (retract(out) - y)
 
     def close(self, half: Half, y: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n d"]:
-        """Back to the sphere."""
+        """The sum, normalized to the sphere."""
         return retract(y)
 
 
 def folded(mlp: MLP | GatedMLP, norm: Norm) -> MLP | GatedMLP:
     """The MLP g with g(x) = mlp(norm(x)) at unit vectors x (in the subspace 1-perp for LayerNorm): gain, bias and the
-    factor sqrt(d) of the norm go into the weights that read. Exact where the norm has no epsilon.
+    factor sqrt(d) of the norm are folded into the input weights. Exact if the norm has no epsilon.
 
     >>> from helmscope.fields.norms import RMSNorm
     >>> mlp = MLP(w_in=torch.eye(2), w_out=torch.eye(2))

@@ -1,9 +1,9 @@
-"""Positions of tokens in attention: what they change in queries and keys, and so in the logits alone.
+"""Positions of tokens in attention: they act on queries and keys, and so only on the logits.
 
     additive   l_ij = beta (x_i + p_i)^T B (x_j + p_j)         one vector p_i per position
-    rotary     l_ij = beta (R_i q_i)^T (R_j k_j),  q^T k = x^T B y     R_i turns pairs of coordinates by i theta_k
+    rotary     l_ij = beta (R_i q_i)^T (R_j k_j),  q^T k = x^T B y     R_i rotates pairs of coordinates by i theta_k
 
-Rotary logits depend on i - j alone beside q_i and k_j (Su et al. 2021, arXiv:2104.09864).
+Rotary logits depend on the positions only through i - j (Su et al. 2021, arXiv:2104.09864).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from helmscope.fields.parameters import shape_or_type
 from helmscope.types import HelmscopeError, real_number
 
 if TYPE_CHECKING:
@@ -22,24 +23,26 @@ if TYPE_CHECKING:
 
 
 class Positions(ABC):
-    """How positions enter queries and keys."""
+    """Base class of positions: how they act on queries and keys."""
 
     def tokens(self, x: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n d"]:
-        """What queries and keys are made of."""
+        """The tokens from which queries and keys are computed."""
         return x
 
     def turned(self, q: Float[Tensor, "*batch n r"]) -> Float[Tensor, "*batch n r"]:
-        """A query or key at its position."""
+        """Queries or keys (*batch, n, r), transformed by their positions."""
         return q
 
     @abstractmethod
     def check_size(self, x: Float[Tensor, "*batch n d"], rank: int) -> None:
-        """Refuse tokens, or queries of dimension ``rank``, that do not fit."""
+        """Raise ``HelmscopeError`` unless the tokens, and queries of dimension ``rank``, fit."""
 
 
 @dataclass(frozen=True, eq=False)
 class Additive(Positions):
-    """``table`` (n, d) holds the vector that is added to the token at each position, in queries and keys.
+    """Additive positions: row i of ``table`` (n, d) is added to token i before queries and keys are computed.
+
+    Raises ``HelmscopeError`` unless ``table`` is a float matrix, and when used for more than n tokens.
 
     >>> Additive(torch.zeros(4, 3)).tokens(torch.ones(2, 3)).shape
     torch.Size([2, 3])
@@ -49,15 +52,14 @@ class Additive(Positions):
 
     def __post_init__(self) -> None:
         if not isinstance(self.table, torch.Tensor) or self.table.ndim != 2 or not self.table.is_floating_point():
-            shown = tuple(self.table.shape) if isinstance(self.table, torch.Tensor) else type(self.table).__name__
-            raise HelmscopeError(f"table is {shown}, but it must be a float tensor of shape (n, d)")
+            raise HelmscopeError(f"table is {shape_or_type(self.table)}, but it must be a float tensor of shape (n, d)")
 
     def tokens(self, x: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n d"]:
         """x_i + p_i."""
         return x + self.table[: x.shape[-2]].to(x)
 
     def check_size(self, x: Float[Tensor, "*batch n d"], rank: int) -> None:
-        """Refuse more tokens than there are positions, and another dimension."""
+        """Raise ``HelmscopeError`` for more tokens than positions, or another dimension."""
         n, d = x.shape[-2:]
         if self.table.shape[0] < n or self.table.shape[1] != d:
             given = tuple(self.table.shape)
@@ -66,8 +68,8 @@ class Additive(Positions):
 
 @dataclass(frozen=True)
 class Rotary(Positions):
-    """R_i turns coordinates (k, k + r/2) of a query or key of even dimension r by the angle i base^(-2 k / r), as Llama
-    has it.
+    """Rotary positions: R_i rotates coordinates (k, k + r/2) of a query or key of even dimension r by the angle
+    i base^(-2 k / r), as in Llama. Raises ``HelmscopeError`` unless ``base`` > 0, and when used for odd r.
 
     >>> Rotary().turned(torch.tensor([[1.0, 0.0], [1.0, 0.0]]))
     tensor([[1.0000, 0.0000],
@@ -89,6 +91,8 @@ class Rotary(Positions):
         return torch.cat([left * cos - right * sin, right * cos + left * sin], -1)
 
     def check_size(self, x: Float[Tensor, "*batch n d"], rank: int) -> None:
-        """Refuse an odd dimension."""
+        """Raise ``HelmscopeError`` if the dimension of the queries is odd."""
         if rank % 2:
-            raise HelmscopeError(f"queries have dimension {rank}, but rotary positions turn pairs: it must be even")
+            raise HelmscopeError(
+                f"queries have dimension {rank}, but for rotary positions, which rotate pairs, it must be even"
+            )

@@ -1,10 +1,10 @@
-"""Sinkhorn attention: softmax over keys and over queries at once, so that attention moves no mass (source 000-2,
+"""Sinkhorn attention: softmax over keys and over queries at once, so that the kernel is bistochastic (source 000-2,
 000-11; Sander, Ablin, Blondel & Peyre 2022, arXiv:2110.11773).
 
     p_ij = m_j e^{l_ij + f_i + g_j},     sum_j p_ij = 1,     sum_i m_i p_ij = m_j.
 
-Given g, the rows fix f: p is the softmax of l_ij + g_j. So Sinkhorn attention is SA with one more bias on each key, and
-g alone has to be found. It minimizes a convex function, the dual
+Given g, the row sums determine f: p is the softmax of l_ij + g_j. So Sinkhorn attention is SA with an additional bias
+on each key, and only g is unknown. It minimizes a convex function, the dual
 
     phi(g) = sum_i m_i log sum_j m_j e^{l_ij + g_j} - sum_j m_j g_j,     d phi / d g_j = sum_i m_i p_ij - m_j.
 """
@@ -35,19 +35,20 @@ class SinkhornAttention(Softmax):
     rows sum to 1, and columns weighted by m reproduce m (source 000-2), so that m_i p_ij couples the measure with
     itself.
 
-    Tokens of weight 0 attend and are not attended to. The scaling is found in the log domain by rounds of one Sinkhorn
-    sweep and one damped Newton step on the dual, at most ``max_sweeps`` of them, until the marginal error sum_j |sum_i
-    m_i p_ij - m_j| / sum_j m_j is at most ``tol`` or 16 units of rounding and the step at most 0.1. One more Newton
-    step, its matrix held constant, brings it to rounding and makes first derivatives exact, those of the implicit
-    function; second derivatives are not. A step solves n equations, O(n^3); with B = I about 5 to 10 rounds serve at
-    any beta, with a general B about 50 at beta = 100. Where no scaling is found the velocity is NaN, and calling the
-    field is refused. Digits are those of p beside 1: an entry of 1e-13 has no relative accuracy.
+    Tokens of weight 0 attend but are not attended to. The scaling is computed in the log domain by alternating one
+    Sinkhorn sweep and one damped Newton step on the dual, at most ``max_sweeps`` times, until the marginal error
+    sum_j |sum_i m_i p_ij - m_j| / sum_j m_j is at most ``tol`` or 16 units of rounding and the step at most 0.1. One
+    more Newton step, with its matrix held constant, reduces the error to rounding and makes first derivatives exact, by
+    the implicit function theorem; second derivatives are not exact. A step solves n equations, O(n^3); with B = I about
+    5 to 10 iterations suffice at any beta, with a general B about 50 at beta = 100. The accuracy of p is absolute: an
+    entry of 1e-13 has no relative accuracy.
 
-    ``causal=True`` is refused: the only lower-triangular kernel with rows and columns of sum 1 is the identity. So is,
-    at the call, a bias with entries -inf that leaves a pair visible which lies on no cycle of visible pairs, because
-    such a pair must carry no mass.
+    Raises ``HelmscopeError`` for ``causal=True``, because the only lower-triangular kernel with rows and columns of sum
+    1 is the identity. Calling the field raises ``HelmscopeError`` if the iteration does not converge (``velocity`` is
+    NaN then), or if entries -inf of the bias leave a visible pair that is on no cycle of visible pairs: its weight
+    would have to be 0.
 
-    At equal angles, and so for two tokens, it is SA: ``equiangular`` and ``metastable_time`` hold for it.
+    At equal angles, and so for two tokens, it equals SA: ``equiangular`` and ``metastable_time`` apply to it.
 
     >>> x = torch.tensor([[1.0, 0.0], [0.6, 0.8], [0.0, 1.0]])
     >>> SinkhornAttention(beta=2.0).kernel(x).sum(-2).round(decimals=6)
@@ -70,7 +71,7 @@ class SinkhornAttention(Softmax):
         super().__post_init__()
         if self.causal:
             raise HelmscopeError(
-                "causal is True, but the only causal bistochastic kernel is the identity, where nobody moves: take SA"
+                "causal is True, but the only causal bistochastic kernel is the identity, where no token moves: use SA"
             )
 
     @property
@@ -81,47 +82,47 @@ class SinkhornAttention(Softmax):
     def transform_logits(
         self, pairs: Float[Tensor, "*batch n n"], weights: Tensor | None
     ) -> Float[Tensor, "*batch n n"]:
-        """l_ij + g_j, whose softmax is the scaled kernel; NaN in systems where g was not found."""
-        m = _measure(pairs, weights)
+        """l_ij + g_j, whose softmax is the scaled kernel; NaN in systems where the iteration did not converge."""
+        m = _normalized_weights(pairs, weights)
         dual = self.solve(pairs, weights)
-        # one Newton step from a constant: its value is the root, its derivative the implicit one
+        # one Newton step from a constant: its value is the root, its derivative that of the implicit function
         kernel = softmax_kernel(pairs + dual.potential.unsqueeze(-2), weights)
         excess = (m.unsqueeze(-2) * kernel.mT.contiguous()).sum(-1) - m
         potential = dual.potential - (dual.response * excess.unsqueeze(-2)).sum(-1)
-        return (pairs + potential.unsqueeze(-2)).masked_fill(~dual.found[..., None, None], torch.nan)
+        return (pairs + potential.unsqueeze(-2)).masked_fill(~dual.converged[..., None, None], torch.nan)
 
     def solve(self, pairs: Float[Tensor, "*batch n n"], weights: Tensor | None) -> Dual:
-        """The potential of each system for its logits, a constant to autograd."""
-        parts = (pairs.detach(), _measure(pairs, weights).detach(), self.tol, self.max_sweeps)
-        return Dual(*_Solver.apply(*parts))  # type: ignore[no-untyped-call]
+        """The dual potential of each system for its logits; a constant to autograd."""
+        arguments = (pairs.detach(), _normalized_weights(pairs, weights).detach(), self.tol, self.max_sweeps)
+        return Dual(*_Solver.apply(*arguments))  # type: ignore[no-untyped-call]
 
     def complaint(self, x: Tensor, weights: Tensor | None) -> str:
         dual = self.solve(untransformed_logits(self.request(x, weights, tangent=False)), weights)
-        if bool(dual.found.all()):
+        if bool(dual.converged.all()):
             return super().complaint(x, weights)
-        error = float(dual.error[~dual.found][0])
+        error = float(dual.error[~dual.converged][0])
         if math.isinf(error):
             return (
-                "bias holds entries -inf such that no kernel with rows and columns of sum 1 gives weight to every pair "
-                "it leaves visible: each must lie on a cycle of visible pairs, and each token see one"
+                "bias holds entries -inf such that no kernel with rows and columns of sum 1 has positive weight at all "
+                "visible pairs: each must be on a cycle of visible pairs, and each token must attend to at least one"
             )
         return (
-            f"max_sweeps is {self.max_sweeps}, but the scaling is not found by then, with a marginal error of "
-            f"{error:.3g}: raise max_sweeps or tol, lower beta, or let bias hide fewer pairs"
+            f"max_sweeps is {self.max_sweeps}, but the scaling has not converged by then, with a marginal error of "
+            f"{error:.3g}: raise max_sweeps or tol, lower beta, or mask fewer pairs by bias"
         )
 
 
 class Dual(NamedTuple):
-    """The dual problem of each system, solved or given up."""
+    """The solution of the dual problem of each system, with its error and whether the iteration converged."""
 
     potential: Float[Tensor, "*batch n"]
-    response: Float[Tensor, "*batch n n"]  # inverse of the curvature of phi, made regular
-    error: Float[Tensor, "*batch"]  # of the marginal; infinite where the pattern of -inf allows no scaling
-    found: Bool[Tensor, "*batch"]
+    response: Float[Tensor, "*batch n n"]  # inverse of the regularized Hessian of phi
+    error: Float[Tensor, "*batch"]  # of the marginal; infinite if the pattern of -inf admits no scaling
+    converged: Bool[Tensor, "*batch"]
 
 
 class _Solver(torch.autograd.Function):
-    """The rounds as one step, closed to autograd; for ``vmap`` they have one more axis of systems."""
+    """The whole iteration as one non-differentiable function; under ``vmap`` it has one more axis of systems."""
 
     @staticmethod
     def forward(pairs: Tensor, m: Tensor, tol: float, max_sweeps: int) -> Dual:
@@ -133,105 +134,106 @@ class _Solver(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, pairs: Tensor, m: Tensor, tol: float, max_sweeps: int) -> Any:
-        many = [
-            part.expand(info.batch_size, *part.shape) if dim is None else part.movedim(dim, 0)
-            for part, dim in ((pairs, in_dims[0]), (m, in_dims[1]))
+        batched = [
+            value.expand(info.batch_size, *value.shape) if dim is None else value.movedim(dim, 0)
+            for value, dim in ((pairs, in_dims[0]), (m, in_dims[1]))
         ]
-        return _Solver.apply(*many, tol, max_sweeps), (0, 0, 0, 0)  # type: ignore[no-untyped-call]
+        return _Solver.apply(*batched, tol, max_sweeps), (0, 0, 0, 0)  # type: ignore[no-untyped-call]
 
 
 def _solve(pairs: Tensor, m: Tensor, tol: float, max_sweeps: int) -> Dual:
-    """Rounds of a sweep and a damped Newton step. Both lower phi, so they converge where a scaling exists; the sweep is
-    quick far from the minimum, Newton near it, also where a sweep crawls (large beta: clusters that hardly talk).
+    """Alternate a sweep and a damped Newton step. Both decrease phi, so they converge if a scaling exists. The sweep is
+    fast far from the minimum, Newton near it, also where sweeps are slow (large beta: clusters that hardly interact).
     """
     scaling = _Scaling(pairs, m)
-    found = ~scaling.possible  # as good as found: nothing to do
+    done = ~scaling.possible  # nothing to solve there
     g = torch.zeros_like(m)
     for _ in range(max_sweeps):
         swept = scaling.columns(scaling.rows(g))
-        g = torch.where(found.unsqueeze(-1), g, swept)
-        misfit, curvature, error = scaling.look(g)
-        step = -scaling.per_root * torch.linalg.solve_ex(curvature, misfit.unsqueeze(-1)).result.squeeze(-1)
+        g = torch.where(done.unsqueeze(-1), g, swept)
+        misfit, hessian, error = scaling.evaluate(g)
+        step = -scaling.per_root * torch.linalg.solve_ex(hessian, misfit.unsqueeze(-1)).result.squeeze(-1)
         width = step.amax(-1) - step.amin(-1)
-        found = found | ((error <= (16 * _rounding(g)).clamp(min=tol)) & (width <= 0.1))
-        if bool((found | ~torch.isfinite(error)).all()):  # what is not finite stays so
+        done = done | ((error <= (16 * _rounding_error(g)).clamp(min=tol)) & (width <= 0.1))
+        if bool((done | ~torch.isfinite(error)).all()):  # systems that are not finite stay so
             break
-        # along a step of width w the curvature of phi grows at most like e^w: log(1 + w) of it still goes down
-        share = torch.where(width > 0, torch.log1p(width) / width, 1.0)
-        g = torch.where(found.unsqueeze(-1), g, g + share.unsqueeze(-1) * step)
-    _, curvature, error = scaling.look(g)
-    inverse = torch.linalg.inv_ex(curvature).inverse
+        # along a step of width w the Hessian of phi grows at most like e^w: a length of log(1 + w) still decreases phi
+        damping = torch.where(width > 0, torch.log1p(width) / width, 1.0)
+        g = torch.where(done.unsqueeze(-1), g, g + damping.unsqueeze(-1) * step)
+    _, hessian, error = scaling.evaluate(g)
+    inverse = torch.linalg.inv_ex(hessian).inverse
     response = scaling.per_root.unsqueeze(-1) * inverse * scaling.per_root.unsqueeze(-2)
-    return Dual(g, response, torch.where(scaling.possible, error, torch.inf), found & scaling.possible)
+    return Dual(g, response, torch.where(scaling.possible, error, torch.inf), done & scaling.possible)
 
 
-def _rounding(g: Tensor) -> Tensor:
-    """Of the marginal: beside a large potential it is larger."""
+def _rounding_error(g: Tensor) -> Tensor:
+    """The rounding error of the marginal, which grows with the potential."""
     return torch.finfo(g.dtype).eps * (1 + g.abs().amax(-1))
 
 
 class _Scaling:
-    """a_ij = sqrt(m_i / m_j) p_ij = e^{level_ij + f_i + g_j} among the tokens of positive weight: in this form rows and
-    columns look the same, and weights of any size have no part in the condition of the equations. Sums over queries run
-    along the last axis of a transposed copy: the last bit of a sum along strides depends on the batch.
+    """a_ij = sqrt(m_i / m_j) p_ij = e^{level_ij + f_i + g_j} among the tokens of positive weight. In this form rows and
+    columns are alike, and the size of the weights does not affect the condition number. Sums over queries run along
+    the last axis of a transposed copy, because the rounding of a strided sum depends on the batch.
     """
 
     def __init__(self, pairs: Tensor, m: Tensor) -> None:
         self.real = m > 0
-        self.half = torch.where(self.real, m, 1.0).log() / 2
+        self.half_log = torch.where(self.real, m, 1.0).log() / 2
         self.root = m.sqrt()
         self.per_root = 1 / torch.where(self.real, self.root, 1.0)
-        seen = pairs.masked_fill(~(self.real.unsqueeze(-1) & self.real.unsqueeze(-2)), -torch.inf)
-        self.possible = _possible(seen > -torch.inf, self.real)
-        top = seen.amax(-1, keepdim=True)  # f takes it up, and large logits keep their digits
-        self.level = seen - torch.where(top > -torch.inf, top, 0.0) + self.half.unsqueeze(-1) + self.half.unsqueeze(-2)
-        self.across = self.level.mT.contiguous()
+        visible = pairs.masked_fill(~(self.real.unsqueeze(-1) & self.real.unsqueeze(-2)), -torch.inf)
+        self.possible = _scaling_exists(visible > -torch.inf, self.real)
+        top = visible.amax(-1, keepdim=True)  # absorbed by f, so that large logits do not lose digits
+        self.level = visible - torch.where(top > -torch.inf, top, 0.0)
+        self.level = self.level + self.half_log.unsqueeze(-1) + self.half_log.unsqueeze(-2)
+        self.level_transposed = self.level.mT.contiguous()
 
     def rows(self, g: Tensor) -> Tensor:
-        """f, such that rows of p sum to 1."""
-        return self._other(self.level, g)
+        """The f for which rows of p sum to 1, given g."""
+        return self._balancing_potential(self.level, g)
 
     def columns(self, f: Tensor) -> Tensor:
-        """g, such that columns of p reproduce m."""
-        return self._other(self.across, f)
+        """The g for which weighted columns of p sum to m, given f."""
+        return self._balancing_potential(self.level_transposed, f)
 
-    def _other(self, level: Tensor, potential: Tensor) -> Tensor:
-        total = torch.logsumexp(level + (potential + self.half).unsqueeze(-2), -1)
-        return torch.where(self.real, self.half - total, 0.0)
+    def _balancing_potential(self, level: Tensor, potential: Tensor) -> Tensor:
+        total = torch.logsumexp(level + (potential + self.half_log).unsqueeze(-2), -1)
+        return torch.where(self.real, self.half_log - total, 0.0)
 
     @full_precision
-    def look(self, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(sum_i m_i p_ij - m_j) / sqrt(m_j), the curvature of phi in the coordinates sqrt(m_j) g_j, made regular, and
-        the marginal error.
+    def evaluate(self, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(sum_i m_i p_ij - m_j) / sqrt(m_j), the regularized Hessian of phi in the coordinates sqrt(m_j) g_j, and the
+        marginal error.
         """
-        a = torch.exp(self.across + self.rows(g).unsqueeze(-2) + g.unsqueeze(-1))
+        a = torch.exp(self.level_transposed + self.rows(g).unsqueeze(-2) + g.unsqueeze(-1))
         column = (self.root.unsqueeze(-2) * a).sum(-1)
         misfit = column - self.root
-        share = torch.where(self.real, column * self.per_root, 1.0)
-        # a constant added to g changes nothing, and one for each of clusters that hardly talk next to nothing: rounding
-        # must not decide on them
+        ratio = torch.where(self.real, column * self.per_root, 1.0)
+        # phi does not change if a constant is added to g, and hardly if a different one is added to each of several
+        # clusters that hardly interact: without regularization rounding would determine these constants
         constant = self.root.unsqueeze(-1) * self.root.unsqueeze(-2)
-        curvature = torch.diag_embed(share + 1000 * _rounding(g).unsqueeze(-1)) - a @ a.mT + constant
-        return misfit, curvature, (self.root * misfit).abs().sum(-1)
+        hessian = torch.diag_embed(ratio + 1000 * _rounding_error(g).unsqueeze(-1)) - a @ a.mT + constant
+        return misfit, hessian, (self.root * misfit).abs().sum(-1)
 
 
-def _measure(pairs: Tensor, weights: Tensor | None) -> Tensor:
-    """Weights as shares of 1. A weight of 0 has no derivative: nobody sees that token."""
+def _normalized_weights(pairs: Tensor, weights: Tensor | None) -> Tensor:
+    """Weights normalized to sum 1. A weight of 0 has no derivative, since that token is not attended to."""
     m = torch.ones_like(pairs[..., 0]) if weights is None else weights.expand(pairs.shape[:-1])
     return torch.where(m > 0, m / m.sum(-1, keepdim=True), 0.0)
 
 
 @full_precision
-def _possible(seen: Tensor, real: Tensor) -> Tensor:
-    """Whether every visible pair may carry mass. What flows from i to j must flow back, as every token gives as much as
-    it gets: the pair lies on a cycle. And every token gives something.
+def _scaling_exists(visible: Tensor, real: Tensor) -> Tensor:
+    """Whether a bistochastic kernel with positive weight at every visible pair exists. Mass that flows from i to j must
+    flow back, because rows and columns have equal sums: every pair must be on a cycle, and every row must be nonempty.
     """
-    if bool((seen | ~(real.unsqueeze(-1) & real.unsqueeze(-2))).all()):
+    if bool((visible | ~(real.unsqueeze(-1) & real.unsqueeze(-2))).all()):
         return real.any(-1)
-    n = seen.shape[-1]
-    reach = seen | torch.eye(n, dtype=torch.bool, device=seen.device)
+    n = visible.shape[-1]
+    reachable = visible | torch.eye(n, dtype=torch.bool, device=visible.device)
     for _ in range(max(1, math.ceil(math.log2(n)))):
-        reach = (reach.float() @ reach.float()) > 0
-    one_way = (seen & ~reach.mT).any(-1).any(-1)
-    silent = (real & ~seen.any(-1)).any(-1)
-    return ~(one_way | silent)
+        reachable = (reachable.float() @ reachable.float()) > 0
+    one_way = (visible & ~reachable.mT).any(-1).any(-1)
+    empty_row = (real & ~visible.any(-1)).any(-1)
+    return ~(one_way | empty_row)

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from helmscope.fields.attention import SA, USA
-from helmscope.fields.field import check_weights
 from helmscope.fields.lowrank import LowRank, as_dense, query_and_key
 from helmscope.fields.parameters import number_or_tensor, over_tokens
 from helmscope.fields.sinkhorn import SinkhornAttention
+from helmscope.fields.weights import check_weights
 from helmscope.geometry.sphere import check_tokens
 from helmscope.kernels.choose import token_sum
 from helmscope.kernels.dense import matrix_product

@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from helmscope.fields.field import Field, Space, as_field, check_weights
+from helmscope.fields.field import Field, Space, as_field
 from helmscope.fields.noise import Noise
+from helmscope.fields.weights import check_weights
 from helmscope.geometry.arithmetic import full_precision
 from helmscope.geometry.sphere import check_tokens
 from helmscope.geometry.surface import gradient, hessian

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 import xarray as xr
 
-from helmscope.fields.field import check_weights
+from helmscope.fields.weights import check_weights
 from helmscope.types import HelmscopeError, Progress, System, Trajectory, check_progress, check_replicates
 
 if TYPE_CHECKING:

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from helmscope.fields.field import Field, Space, as_field, check_weights
+from helmscope.fields.field import Field, Space, as_field
 from helmscope.fields.noise import Noise
 from helmscope.fields.parameters import flattened
+from helmscope.fields.weights import check_weights
 from helmscope.solve.dormand_prince import DormandPrince
 from helmscope.solve.events import Event, check_options
 from helmscope.solve.fixed import check_grid
