@@ -32,10 +32,9 @@ from helmscope.types import (
     Progress,
     ReplayPlan,
     check_progress,
-    results,
-    start_instruments,
     whole_number,
 )
+from helmscope.types.instrument import results, start_instruments
 
 if TYPE_CHECKING:
     import xarray as xr

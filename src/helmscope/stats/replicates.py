@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from helmscope.stats.scales import Scale
-from helmscope.types import HelmscopeError, whole_number
+from helmscope.types import HelmscopeError, type_with_article, whole_number
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
@@ -26,7 +26,7 @@ def numbers(name: str, values: ArrayLike) -> Numbers:
         if raw.dtype.kind not in "iuf":
             raise TypeError
     except (TypeError, ValueError, RuntimeError):
-        raise HelmscopeError(f"{name} is a {type(values).__name__}, but it must hold real numbers alone") from None
+        raise HelmscopeError(f"{name} is {type_with_article(values)}, but it must hold real numbers alone") from None
     return raw.astype(np.float64)
 
 

@@ -9,14 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 from helmscope.stats.reduce import band, band_text, reduced
 from helmscope.types import (
-    COMPANIONS,
     HelmscopeError,
     Interval,
     counted,
     interval_text,
     one_line_repr,
     table,
+    type_with_article,
 )
+from helmscope.types.measurement import COMPANIONS
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -81,7 +82,7 @@ def summary(measurement: xr.Dataset) -> Summary:
     in brackets: 95 % interval
     """
     if not hasattr(measurement, "data_vars"):
-        raise HelmscopeError(f"measurement is a {type(measurement).__name__}, but it must be an xarray Dataset")
+        raise HelmscopeError(f"measurement is {type_with_article(measurement)}, but it must be an xarray Dataset")
     names = [str(name) for name in measurement.data_vars if not str(name).endswith(COMPANIONS)]
     if not names:
         raise HelmscopeError("measurement has no variables, but a summary needs at least one")
