@@ -150,8 +150,8 @@ def test_the_sample_size_of_layers_is_that_of_their_scale() -> None:
             "remark is a int, but it must be a str",
         ),
         (lambda: Impossible(""), "reason is '', but it must be a text that says why"),
-        (lambda: Replicates("abc").weigh(ABOVE), "values is a str, but it must hold real numbers alone"),
-        (lambda: Replicates([1j, 2j]).weigh(ABOVE), "values is a list, but it must hold real numbers alone"),
+        (lambda: Replicates("abc").weigh(ABOVE), "values is a str, but it must hold real numbers only"),
+        (lambda: Replicates([1j, 2j]).weigh(ABOVE), "values is a list, but it must hold real numbers only"),
         (
             lambda: Replicates([1.0, 2.0], scale="log").weigh(ABOVE),
             "scale is 'log', but it must be LinearScale(), LogScale(), FisherZScale()",

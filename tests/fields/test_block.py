@@ -354,7 +354,7 @@ def test_the_force_of_a_simulation():
     run = integrate(block, 3 * x, [0.0, 0.1])
     written = block.write(Half.MLP, run.stream(depth=1))
     assert (run.force(layer=1)(run.trajectory.states[1]) - written).abs().max() < 1e-13
-    with pytest.raises(HelmscopeError, match="stored times number 0 to 1"):
+    with pytest.raises(HelmscopeError, match="stored times are numbered 0 to 1"):
         run.force(layer=2)
 
 
@@ -393,7 +393,7 @@ def test_an_mlp_is_a_field():
         (lambda: Block(SA(beta=1.0), relu_mlp(), placement=NGPT(mlp_rate=torch.ones(2)))(tokens(N, D)), "mlp_rate has"),
         (
             lambda: integrate(Block(SA(beta=1.0), relu_mlp(), placement=PLACEMENTS["post real"]), tokens(N, D), [1.0]),
-            r"DormandPrince.*is a map and no flow.*use Layer\(\)",
+            r"DormandPrince.*is a map, not a flow.*use Layer\(\)",
         ),
         (
             lambda: integrate(

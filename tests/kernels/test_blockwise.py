@@ -235,7 +235,7 @@ def test_a_pinned_kernel_is_used_and_reported():
         (Flash(), hs.SA(beta=1.0), 4, 3, "kernel is Flash("),
         ("dense", hs.SA(beta=1.0), 4, 3, "kernel is 'dense', but it must be a kernel such as Dense()"),
         (Dense, hs.SA(beta=1.0), 4, 3, "it must be a kernel such as Dense()"),
-        (Dense(), lambda x: 0 * x, 4, 3, "sums over no tokens"),
+        (Dense(), lambda x: 0 * x, 4, 3, "does not sum over tokens"),
     ],
 )
 def test_integrate_raises_if_the_kernel_does_not_support_the_field(kernel, field, n, d, message):

@@ -102,7 +102,7 @@ def test_nothing_is_shown_that_is_not_needed():
     old = Everything(hs.types.Needs.KERNEL | hs.types.Needs.MLP_WRITE)
     recording.replay(old)
     assert {moment.half for moment, _ in old.seen} == {Half.ATTENTION, Half.MLP}
-    with pytest.raises(HelmscopeError, match="everything kept nothing: this system has no half that it looks at"):
+    with pytest.raises(HelmscopeError, match="everything kept nothing: this system has no half that it measures"):
         record(tiny_model("gpt2"), inputs_of("gpt2")).replay(Everything(hs.types.Needs.CROSS_KERNEL))
 
 

@@ -27,7 +27,8 @@ from helmscope.observe.kernel import (
     row_mass,
     symmetry_defect,
 )
-from helmscope.types import AttentionPass, Moment, ReplayPlan, results, start_instruments
+from helmscope.types import AttentionPass, Moment, ReplayPlan
+from helmscope.types.instrument import results, start_instruments
 
 F64 = torch.float64
 X = hs.Uniform(5, 3).sample(4, seed=0)

@@ -51,7 +51,7 @@ def test_without_names_it_takes_what_the_system_can_serve():
     )
     layered = hs.integrate(long, 3**0.5 * X, times=[0.0, 1.0], stepper=hs.Layer())
     assert set(hs.measure(layered)) == {"kernel_statistics"}
-    with pytest.raises(hs.HelmscopeError, match="reads no unit vectors, but drift_and_swirl needs one that does"):
+    with pytest.raises(hs.HelmscopeError, match="does not read unit vectors, but drift_and_swirl needs one that does"):
         hs.drift_and_swirl(layered)
 
 

@@ -103,5 +103,5 @@ def test_a_folder_that_vanishes_meanwhile_is_not_an_error(tmp_path, monkeypatch)
 def test_a_missing_folder_is_one_sentence(tmp_path):
     with pytest.raises(HelmscopeError, match=r"^cannot read .*/none: No such file or directory$"):
         list_runs(tmp_path / "none")
-    with pytest.raises(HelmscopeError, match=r"^root is a int, but it must be a path, as a str or a Path$"):
+    with pytest.raises(HelmscopeError, match=r"^root is an int, but it must be a path, as a str or a Path$"):
         list_runs(3)

@@ -72,8 +72,8 @@ def test_truncated_and_damaged_results_are_detected(tmp_path):
     ("value", "sentence"),
     [
         (math.nan, "the result is nan, but it must be made of None, bool, int, finite float, str, list and dict"),
-        ({"a": [object()]}, "item 0 of a of the result is a object, but it must be made of"),
-        (np.int64(3), "the result is a int64, but it must be made of"),
+        ({"a": [object()]}, "item 0 of a of the result is an object, but it must be made of"),
+        (np.int64(3), "the result is an int64, but it must be made of"),
         (xr.Dataset(attrs={"a": None}), "cannot keep the result: "),
     ],
 )

@@ -115,7 +115,7 @@ class Hidden:
     [
         (np.random.default_rng(0), "a of parameters of unit 'u' is a random Generator, whose state units would share"),
         (Hidden(np.random.default_rng(0)), "rng of a of parameters of unit 'u' is a random Generator, whose state"),
-        ({1: 2}, "a key of a of parameters of unit 'u' is a int, but it must be a str"),
+        ({1: 2}, "a key of a of parameters of unit 'u' is an int, but it must be a str"),
         (lambda: 1, "a of parameters of unit 'u' is <lambda>, but it must be picklable"),
         ([threading.Lock()], "item 0 of a of parameters of unit 'u' is lock, but it must be picklable"),
         (np.array([{}]), "a of parameters of unit 'u' is a ndarray of object, but it must be a dense array of plain"),

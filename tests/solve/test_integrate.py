@@ -341,7 +341,7 @@ def test_what_a_new_user_tried_is_refused_with_one_sentence(options, words):
 def test_time_indices_are_checked(step):
     run = hs.integrate(hs.SA(beta=1.0), X0, [0.5, 1.0])
     for ask in (lambda k: run.kernel(layer=k), lambda k: run.resume(depth=k, states=X0)):
-        with pytest.raises(hs.HelmscopeError, match=r"^(layer|depth) is .*stored times number 0 to 1"):
+        with pytest.raises(hs.HelmscopeError, match=r"^(layer|depth) is .*stored times are numbered 0 to 1"):
             ask(step)
 
 

@@ -35,14 +35,14 @@ def attempts(monkeypatch):
 def flows(monkeypatch):
     """Keeps the flow after every look for tokens that have met."""
     seen = []
-    merged = Extras.merged
+    merged = Extras.merge_tokens
 
     def kept(self, flow, x):
         result = merged(self, flow, x)
         seen.append((result[0], result[1]))
         return result
 
-    monkeypatch.setattr(Extras, "merged", kept)
+    monkeypatch.setattr(Extras, "merge_tokens", kept)
     return seen
 
 

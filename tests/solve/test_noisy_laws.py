@@ -171,7 +171,7 @@ def test_streams_are_independent_and_normal() -> None:
     assert abs(float((draws**4).mean()) - 3) < 4 * math.sqrt(96 / 8e5)
 
 
-def test_common_noise_moves_tokens_together() -> None:
+def test_common_noise_moves_tokens_follow_leaders() -> None:
     """Equal tokens stay equal under common noise and part under noise of their own; systems part under both."""
     x0 = torch.tensor([1.0, 0.0, 0.0], dtype=F64).expand(3, 4, 3)
     for stepper in (EulerMaruyama, StochasticHeun, NoisyLayer):

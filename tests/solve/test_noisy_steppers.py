@@ -69,11 +69,11 @@ def test_streams_do_not_depend_on_how_they_are_drawn() -> None:
 
 
 def test_renewed_seeds() -> None:
-    again = [RandomSource.renewed(0, index, None) for index in range(100)]
-    assert len({0, *again, *(RandomSource.renewed(1, index, None) for index in range(100))}) == 201
+    again = [RandomSource.continuation_seed(0, index, None) for index in range(100)]
+    assert len({0, *again, *(RandomSource.continuation_seed(1, index, None) for index in range(100))}) == 201
     generator = torch.Generator().manual_seed(1)
-    first, second = (RandomSource.renewed(0, 0, generator) for _ in range(2))
-    assert second != first == RandomSource.renewed(5, 9, torch.Generator().manual_seed(1))
+    first, second = (RandomSource.continuation_seed(0, 0, generator) for _ in range(2))
+    assert second != first == RandomSource.continuation_seed(5, 9, torch.Generator().manual_seed(1))
 
 
 @pytest.mark.parametrize(
@@ -373,15 +373,15 @@ def test_the_layer_is_one_process_only(process) -> None:
     with pytest.raises(HelmscopeError) as error:
         NoisyLayer(0.1).check(noise)
     assert str(error.value) == (
-        f"process is {process!r}, but NoisyLayer is the layer-norm chain itself: take LayerNormChain(), or another "
+        f"process is {process!r}, but NoisyLayer simulates the layer-norm chain only: use LayerNormChain(), or another "
         "stepper such as EulerMaruyama(h)"
     )
     for stepper in (EulerMaruyama(0.1), StochasticHeun(0.1)):
         with pytest.raises(HelmscopeError) as error:
             check_noise(Stream(), noise, stepper)
         assert str(error.value) == (
-            f"process is {process!r}, but noise is added to a residual stream as it is, and its directions are then "
-            "LayerNormChain()"
+            f"process is {process!r}, but noise is added to a residual stream without projection, and its directions "
+            "then follow LayerNormChain()"
         )
 
 

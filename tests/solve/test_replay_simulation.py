@@ -186,7 +186,7 @@ class Plain(hs.Instrument):
             lambda run: run.replay(hs.observe.DriftAndSwirl()),
             r"no MLP: force\(layer=0\) is None, but drift_and_swirl needs",
         ),
-        (lambda run: Plain().result(), "instrument plain has seen no replay"),
+        (lambda run: Plain().result(), "instrument plain has no plan before its first replay"),
         (
             lambda run: hs.integrate(torch.zeros_like, X, times=[0.0]).replay(Everything(hs.types.Needs.QKV)),
             "field is .* but everything needs query, key and value",

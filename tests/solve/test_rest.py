@@ -73,10 +73,10 @@ def test_the_state_that_is_held_is_where_the_flow_ends(field, dtype, monkeypatch
     sim = hs.integrate(field, x0, [1e5], normalize=True)
     assert sim.outcome.statuses == (STOPPED,)
     x = sim.states[-1].to(F64)
-    moved = Flow(as_field(field)).move(x[None], torch.ones(1, 1, 1, dtype=F64), AT_0)[0]
+    moved = Flow(as_field(field)).displacement(x[None], torch.ones(1, 1, 1, dtype=F64), AT_0)[0]
     speed = hs.sphere.project(x, moved).norm(dim=-1).max()
     assert speed <= (1e-14 if dtype == F64 else 1e-6)
-    monkeypatch.setattr(adaptive, "FIRST_LOOK", -1)  # never
+    monkeypatch.setattr(adaptive, "FIRST_REST_CHECK", -1)  # never
     worked = hs.integrate(field, x0, [sim.outcome.times[0] + 40.0], normalize=True)
     assert worked.outcome.statuses == (FINISHED,)
     assert (worked.states[-1] - sim.states[-1]).abs().max() <= (2e-9 if dtype == F64 else 2e-5)
@@ -86,7 +86,7 @@ def test_where_nothing_rests_no_bit_changes(monkeypatch):
     x0, times = hs.Uniform(n=8, dim=3).sample(batch=3, seed=0), [1.0, 30.0, 600.0]
     looked = hs.integrate(hs.SA(beta=4.0), x0, times)
     assert set(looked.outcome.statuses) == {FINISHED}
-    monkeypatch.setattr(adaptive, "FIRST_LOOK", -1)  # never
+    monkeypatch.setattr(adaptive, "FIRST_REST_CHECK", -1)  # never
     assert torch.equal(looked.states, hs.integrate(hs.SA(beta=4.0), x0, times).states)
 
 
@@ -196,7 +196,7 @@ def test_a_field_that_jumps_has_no_derivative():
 
 
 def test_events_to_come_keep_a_run_going(monkeypatch):
-    monkeypatch.setattr(adaptive, "WORTHWHILE", 50)
+    monkeypatch.setattr(adaptive, "MIN_STEPS_SAVED", 50)
     x0, late = start(4), hs.solve.HittingTime(1e-30)
     field, times = hs.SA(beta=1.0), [400.0]
     assert hs.integrate(field, x0, times, events=[hs.solve.HittingTime(1e-3)]).outcome.statuses == (STOPPED,)
@@ -205,8 +205,8 @@ def test_events_to_come_keep_a_run_going(monkeypatch):
 
 def test_a_gradient_goes_through_all_steps(monkeypatch):
     """A start beside an equilibrium rests, what a shift of it does is still to come: e^{-t}."""
-    monkeypatch.setattr(adaptive, "FIRST_LOOK", 1)
-    monkeypatch.setattr(adaptive, "WORTHWHILE", 0)
+    monkeypatch.setattr(adaptive, "FIRST_REST_CHECK", 1)
+    monkeypatch.setattr(adaptive, "MIN_STEPS_SAVED", 0)
 
     def down(x: torch.Tensor) -> torch.Tensor:
         return -x[..., 1:] * torch.stack([-x[..., 1], x[..., 0]], -1)

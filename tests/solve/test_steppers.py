@@ -83,7 +83,7 @@ def at_one(stepper, field, steps: int) -> torch.Tensor:
     if stepper is not hs.DormandPrince:
         return hs.integrate(field, x, [1.0], stepper=stepper(h=1 / steps)).states[-1]
     flow, h = Flow(as_field(field)), torch.full((20, 1, 1), 1 / steps, dtype=F64)
-    first = flow.move(x, h, 0 * h)
+    first = flow.displacement(x, h, 0 * h)
     for k in range(steps):
         x, first, _ = hs.DormandPrince().attempt(flow, x, h, k * h, first)
     return x

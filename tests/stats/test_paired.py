@@ -65,9 +65,9 @@ def test_a_null_is_left_out():
     [
         (TWO.isel(prompt=slice(8)), "second has sizes {'layer': 3, 'prompt': 8}, but pairs need the coordinates of"),
         (TWO.assign_coords(layer=[0, 1, 3]), "but pairs need the coordinates of first"),
-        (TWO.rename(prompt="seed"), "second has replicates along 'seed', but those of first lie along 'prompt'"),
+        (TWO.rename(prompt="seed"), "second has replicates along 'seed', but those of first are along 'prompt'"),
         (TWO.rename(width="order"), "second holds ['order'], but pairs need the quantities of first, ['width']"),
-        (reduce_replicates(TWO), "it must hold the values alone"),
+        (reduce_replicates(TWO), "must hold values only"),
     ],
 )
 def test_what_has_no_pairs_is_refused(second, said):

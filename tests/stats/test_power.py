@@ -40,7 +40,7 @@ def test_no_effect_is_a_false_verdict_on_one_side() -> None:
 def test_the_decisive_effect_inverts_the_power(n: int) -> None:
     for chance in (0.5, 0.9, 0.99):
         assert detection_power(decisive_effect(n, chance=chance), n) == pytest.approx(chance, abs=1e-9)
-    with pytest.raises(HelmscopeError, match=r"chance is 0\.01, but it must lie between 0.025 and 1"):
+    with pytest.raises(HelmscopeError, match=r"chance is 0\.01, but it must be between 0.025 and 1"):
         decisive_effect(n, chance=0.01)
 
 

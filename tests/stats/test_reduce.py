@@ -135,7 +135,7 @@ def test_many_entries_are_reduced_at_once():
         ),
         (lambda: reduce_replicates(xr.Dataset({"a": ("seed", [1.0])}), scale="log"), "scale is 'log', but it must be"),
         (lambda: reduce_replicates(xr.Dataset({"a": ("seed", [1.0])}), confidence=1), "confidence is 1, but it must"),
-        (lambda: reduce_replicates(xr.Dataset({"a": ("seed", [True])})), "it must hold real numbers alone"),
+        (lambda: reduce_replicates(xr.Dataset({"a": ("seed", [True])})), "it must hold real numbers only"),
         (lambda: reduce_replicates(xr.Dataset({"a": ("seed", [-1e308, 1e308])}) * 1.7), "range must not overflow"),
     ],
 )

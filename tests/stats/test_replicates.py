@@ -37,7 +37,7 @@ def test_numbers_come_from_python_numpy_and_torch():
         assert numbers("values", values).tolist() == [1.0, 2.0]
         assert numbers("values", values).dtype == np.float64
     for values in ("ab", [True, False], [1j], [None], [[1.0], [1.0, 2.0]]):
-        with pytest.raises(HelmscopeError, match=r"values is a .*, but it must hold real numbers alone"):
+        with pytest.raises(HelmscopeError, match=r"values is an? .*, but it must hold real numbers only"):
             numbers("values", values)
 
 

@@ -7,6 +7,7 @@ import pytest
 import xarray as xr
 
 import helmscope as hs
+from helmscope.types import type_with_article
 from support.refusal import refused
 
 
@@ -84,7 +85,7 @@ def test_one_line_and_html():
 
 @pytest.mark.parametrize("given", [3, None, "order"])
 def test_what_is_no_measurement_is_refused(given):
-    refused(lambda: hs.summary(given), f"measurement is a {type(given).__name__}")
+    refused(lambda: hs.summary(given), f"measurement is {type_with_article(given)}")
 
 
 def test_an_empty_or_broken_measurement_is_refused():

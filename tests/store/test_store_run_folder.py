@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from helmscope.runs import list_runs
 from helmscope.store import Manifest, RunFolder, run_folder
 from helmscope.store.verdicts import decode_verdicts, encode_verdicts
-from helmscope.types import Control, Exhibit, HelmscopeError, Interval, Region, Ruling, Verdict
+from helmscope.types import Control, Exhibit, HelmscopeError, Interval, Region, Ruling, Verdict, type_with_article
 from support.children import run_python
 
 MEASUREMENT = xr.Dataset(
@@ -255,7 +255,7 @@ def test_create_accepts_an_empty_folder_or_the_remains_of_a_killed_run(tmp_path)
 def test_a_value_that_is_not_a_path_is_one_sentence(name, make, value):
     with pytest.raises(HelmscopeError) as caught:
         make(value)
-    assert str(caught.value) == f"{name} is a {type(value).__name__}, but it must be a path, as a str or a Path"
+    assert str(caught.value) == f"{name} is {type_with_article(value)}, but it must be a path, as a str or a Path"
 
 
 def test_a_folder_given_as_a_str(run):
@@ -370,7 +370,7 @@ def verdicts(**changes):
         (verdicts(region={"low": 1, "high": 0}), "region of v.json[0] cannot be read: region is [1.0, 0.0], but its"),
         (b'[{"claim": "a"}]', "v.json[0] has no key 'ruling', but it must have claim, ruling, interval, region"),
         (b"{}", "v.json is a dict, but it must be a list of verdicts"),
-        (b"[3]", "v.json[0] is a int, but it must be an object with named values"),
+        (b"[3]", "v.json[0] is an int, but it must be an object with named values"),
     ],
 )
 def test_verdicts_are_decoded_strictly(data, sentence):

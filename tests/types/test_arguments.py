@@ -20,6 +20,7 @@ from helmscope.types import (
     increasing_times,
     known_name,
     real_number,
+    type_with_article,
     whole_number,
 )
 from support.children import run_python
@@ -189,3 +190,15 @@ def test_known_name_offers_the_nearest():
 def test_one_thing_is_counted_in_the_singular():
     assert [counted(count, "unit") for count in (0, 1, 2)] == ["0 units", "1 unit", "2 units"]
     assert repr(hs.Subject("A", ["Once"])) == "<Subject A: 1 text>"
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        *(("int", "an int"), ("str", "a str"), ("object", "an object"), ("NoneType", "a NoneType"), ("Unit", "a Unit")),
+        *(("ndarray", "an ndarray"), ("MLP", "an MLP"), ("SA", "an SA"), ("USA", "a USA"), ("RK4", "an RK4")),
+        *(("LlamaModel", "a LlamaModel"), ("Heun", "a Heun"), ("EulerMaruyama", "an EulerMaruyama")),
+    ],
+)
+def test_types_are_named_with_their_article(name: str, expected: str):
+    assert type_with_article(type(name, (), {})()) == expected

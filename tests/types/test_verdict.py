@@ -18,8 +18,8 @@ INF, NAN = math.inf, math.nan
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: hs.Interval(1.0, 2.0, 3.0, 4), "the interval is [2.0, 3.0], but it must hold 1.0"),
-        (lambda: hs.Interval(1.0, NAN, 3.0, 4), "must hold 1.0"),
+        (lambda: hs.Interval(1.0, 2.0, 3.0, 4), "the interval is [2.0, 3.0], but it must contain the estimate 1.0"),
+        (lambda: hs.Interval(1.0, NAN, 3.0, 4), "must contain the estimate 1.0"),
         (lambda: hs.Interval(NAN, 0.0, 3.0, 4), "estimate is nan, but it must be a finite number"),
         (lambda: hs.Interval(INF, 0.0, INF, 4), "estimate is inf, but it must be a finite number"),
         (lambda: hs.Interval(1.0, None, 3.0, 4), "the interval is [None, 3.0]"),
@@ -57,6 +57,7 @@ def test_the_ends_of_a_region():
 def test_intervals_and_regions_in_figures():
     assert interval_text(hs.Interval(1.00000012, 1.0000001, 1.00000014, 32)) == "1.00000012 [1.0000001, 1.00000014]"
     assert interval_text(hs.Interval(0.5, -INF, INF, 2)) == "0.5 [-inf, inf]"
+    assert interval_text(hs.Interval(0.0, -1e308, 1e308, 2)) == "0 [-1e+308, 1e+308]"
     assert interval_text(hs.Interval(3.3e-16, 0.0, 3.3e-16, 1_000)) == "3.3e-16 [0, 3.3e-16]"
     assert interval_text(None) == "no interval"
     assert region_text(hs.types.Region(text="described")) == "no bounds"

@@ -22,7 +22,8 @@ from helmscope.runs.unit import Unit
 from helmscope.stats.summary import summary
 from helmscope.store.manifest import hash_file
 from helmscope.store.verdicts import decode_verdicts, encode_verdicts
-from helmscope.types import COMPANIONS, HelmscopeError, Plottable, Verdict, counted, joined, known_name, one_line_repr
+from helmscope.types import HelmscopeError, Plottable, Verdict, counted, joined, known_name, one_line_repr
+from helmscope.types.measurement import COMPANIONS
 
 if TYPE_CHECKING:
     import xarray as xr

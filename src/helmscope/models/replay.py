@@ -23,9 +23,8 @@ from helmscope.types import (
     Needs,
     Progress,
     ReplayPlan,
-    results,
-    start_instruments,
 )
+from helmscope.types.instrument import results, start_instruments
 
 if TYPE_CHECKING:
     from collections.abc import Callable

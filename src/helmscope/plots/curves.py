@@ -15,7 +15,8 @@ from helmscope.observe.rank import entropy_rank
 from helmscope.observe.track import AT_LEAST_0, token_mean, token_weights, track, with_bounds
 from helmscope.plots.style import COLORS
 from helmscope.stats.reduce import band, band_text, reduced
-from helmscope.types import COMPANIONS, Trajectory, counted
+from helmscope.types import Trajectory, counted
+from helmscope.types.measurement import COMPANIONS
 
 if TYPE_CHECKING:
     import xarray as xr

@@ -10,7 +10,8 @@ import numpy as np
 
 from helmscope.plots.style import COLORS
 from helmscope.stats.reduce import band, band_text, reduced
-from helmscope.types import COMPANIONS, HelmscopeError
+from helmscope.types import HelmscopeError
+from helmscope.types.measurement import COMPANIONS
 
 if TYPE_CHECKING:
     import xarray as xr

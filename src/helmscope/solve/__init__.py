@@ -1,4 +1,4 @@
-"""From a field and a start to a Simulation: steppers (one file each, each states its order) and ``integrate``."""
+"""Numerical integration: ``integrate`` turns a field and initial states into a Simulation; each stepper has a file."""
 
 from __future__ import annotations
 

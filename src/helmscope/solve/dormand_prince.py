@@ -1,4 +1,4 @@
-"""The embedded pair of Dormand and Prince, projected."""
+"""The embedded Runge-Kutta pair of Dormand and Prince, projected to the sphere."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ STAGES = (
     (9017 / 3168, -355 / 33, 46732 / 5247, 49 / 176, -5103 / 18656),
     (35 / 384, 0.0, 500 / 1113, 125 / 192, -2187 / 6784, 11 / 84),
 )
-NODES = (1 / 5, 3 / 10, 4 / 5, 8 / 9, 1.0, 1.0)  # the share of the step at which each stage looks
+NODES = (1 / 5, 3 / 10, 4 / 5, 8 / 9, 1.0, 1.0)  # the fraction of the step at which each stage is evaluated
 # weights of order 5 minus weights of order 4
 ERROR = (71 / 57600, 0.0, -71 / 16695, 71 / 1920, -17253 / 339200, 22 / 525, -1 / 40)
 
 
 @dataclass(frozen=True)
 class DormandPrince(AdaptiveStepper):
-    """Adaptive Runge-Kutta of order 5 with an error estimate of order 4, for the field f(x / |x|) of R^d.
+    """Adaptive Runge-Kutta method of order 5 with an error estimate of order 4, for the field f(x / |x|) of R^d.
 
     ``tol`` bounds the local error of every token in each step (None: 1e-9 in float64, 1e-5 in float32), ``max_steps``
-    the trial steps of one system.
+    the trial steps of one system. Raises ``HelmscopeError`` unless tol > 0 and max_steps >= 1.
 
     >>> import torch
     >>> from helmscope.fields.attention import SA
@@ -44,11 +44,11 @@ class DormandPrince(AdaptiveStepper):
     order: ClassVar[int] = 5
 
     def attempt(self, flow: Flow, x: Tensor, h: Tensor, t: Tensor, first: Tensor) -> Attempt:
-        """One trial step. Its last displacement is taken at the new state, so it can open the next step."""
+        """One trial step. Its last stage is evaluated at the new state, and is the first stage of the next step."""
         k = [first]
         for row, node in zip(STAGES, NODES, strict=True):
-            y = flow.land(x + _combine(row, k))
-            k.append(flow.move(y, h, t + node * h))
+            y = flow.retract(x + _combine(row, k))
+            k.append(flow.displacement(y, h, t + node * h))
         return Attempt(y, k[-1], _combine(ERROR, k))
 
 

@@ -1,4 +1,4 @@
-"""Projected Euler."""
+"""The projected Euler method."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ProjectedEuler(FixedStepper):
-    """x' = N(x + h P_x f(x)), order 1.
+    """The projected Euler method x' = N(x + h P_x f(x)), order 1.
 
-    Near a cluster it contracts faster than the flow: 1.054 a unit of time at h = 0.1 where SA has rate 1.
+    Near a cluster it contracts faster than the flow: with rate 1.054 at h = 0.1 for SA, whose rate is 1.
 
     >>> import torch
     >>> from helmscope.fields.attention import SA
@@ -31,4 +31,4 @@ class ProjectedEuler(FixedStepper):
 
     def step(self, flow: Flow, x: Tensor, h: Tensor, t: Tensor) -> Tensor:
         """One step."""
-        return flow.land(x + flow.move(x, h, t))
+        return flow.retract(x + flow.displacement(x, h, t))

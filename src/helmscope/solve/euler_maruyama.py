@@ -1,4 +1,4 @@
-"""Euler-Maruyama on the sphere."""
+"""The Euler-Maruyama method on the sphere."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class EulerMaruyama(NoisyStepper):
-    """x' = N(x + h (P f + beta) + P sigma dW), beta the drift of the noise's process; weak order 1, strong order 1/2.
+    """The Euler-Maruyama method x' = N(x + h (P f + beta) + P sigma dW), weak order 1 and strong order 1/2, where beta
+    is the drift of the noise's process.
 
-    The increment p is tangent, and for such N(x + p) = x + p - |p|^2 x / 2 + O(|p|^3) has no tangential term of second
-    order (source 000-1 with <x, d> = 0): the retraction adds no drift, and beta has to be all of it.
+    The increment p is tangent, so that N(x + p) = x + p - |p|^2 x / 2 + O(|p|^3) has no tangential term of second order
+    (source 000-1 with <x, d> = 0): the retraction adds no drift, and beta is the whole drift.
 
     >>> import torch
     >>> from helmscope.fields.noise import IsotropicNoise
@@ -37,4 +38,4 @@ class EulerMaruyama(NoisyStepper):
 
     def step(self, flow: Flow, noise: Noise, x: Tensor, h: Tensor, t: Tensor, dw: Tensor) -> Tensor:
         """One step."""
-        return flow.land(x + flow.move(x, h, t) + noise_drift(flow, noise, x, h) + kick(flow, noise, x, dw))
+        return flow.retract(x + flow.displacement(x, h, t) + noise_drift(flow, noise, x, h) + kick(flow, noise, x, dw))

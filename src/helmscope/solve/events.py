@@ -1,4 +1,4 @@
-"""Events: when something first happens to a system, located to the accuracy of the stepper."""
+"""Events: the first time that a condition holds for a system, located to the accuracy of the stepper."""
 
 from __future__ import annotations
 
@@ -19,28 +19,31 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class Event(Protocol):
-    """A signal (batch, n, d) -> (batch,) or (batch, m): each component happens when it first reaches 0 from below.
+    """Interface of events: a signal (batch, n, d) -> (batch,) or (batch, m), each component of which happens when it
+    first reaches 0 from below.
 
-    An event may have two attributes, both False where it has not. ``terminal``: it ends a system as soon as all its
-    components have happened to it. ``sampled``: it is looked at only at the asked times, which costs one signal for
-    each, and happens at the first of them at which its signal is at least 0; otherwise it is located inside a step.
+    An event may have two attributes, which default to False. ``terminal``: a system ends as soon as all components have
+    happened to it. ``sampled``: the event is evaluated only at the requested times, once for each, and happens at the
+    first of them at which its signal is at least 0; otherwise it is located within a step.
     """
 
     def signal(self, x: Float[Tensor, "batch n d"]) -> Tensor:
-        """Below 0 before, at least 0 after."""
+        """Negative before the event, nonnegative after it."""
 
 
 @dataclass(frozen=True)
 class HittingTime:
-    """All pairs of tokens closer than delta: min_{i,j} <x_i, x_j> >= 1 - delta, as delta - max |x_i - x_j|^2 / 2.
+    """Event: all pairs of tokens have met, min_{i,j} <x_i, x_j> >= 1 - delta; its signal is
+    delta - max |x_i - x_j|^2 / 2.
 
     From an orthonormal start it is the t* of ``hitting_time``. With ``terminal`` a system ends when it happens; with
-    ``sampled`` it is looked at only at the asked times (see ``integrate``).
+    ``sampled`` it is evaluated only at the requested times (see ``integrate``). Raises ``HelmscopeError`` unless
+    delta > 0.
 
     >>> from helmscope.fields.attention import SA
     >>> from helmscope.solve.integrate import integrate
-    >>> seen = integrate(SA(beta=0.0), torch.eye(2, dtype=torch.float64), [4.0], events=[HittingTime(1e-3)])
-    >>> round(float(seen.event_times[0]), 6)  # artanh 0.999
+    >>> run = integrate(SA(beta=0.0), torch.eye(2, dtype=torch.float64), [4.0], events=[HittingTime(1e-3)])
+    >>> round(float(run.event_times[0]), 6)  # artanh 0.999
     3.800201
     """
 
@@ -55,21 +58,23 @@ class HittingTime:
 
     def signal(self, x: Float[Tensor, "batch n d"]) -> Float[Tensor, " batch"]:
         """delta - max_ij (1 - <x_i, x_j>)."""
-        apart = torch.cdist(x, x, compute_mode="donot_use_mm_for_euclid_dist").amax((-1, -2))
-        return self.delta - apart * apart / 2
+        distance = torch.cdist(x, x, compute_mode="donot_use_mm_for_euclid_dist").amax((-1, -2))
+        return self.delta - distance * distance / 2
 
 
 @dataclass(frozen=True)
 class ClusterMerge:
-    """Clusters merge at scale ``radius`` (radians, single linkage): component k happens when at most k + 1 are left.
+    """Event: clusters merge at scale ``radius`` (radians, single linkage); component k happens when at most k + 1 are
+    left.
 
-    So component 0 is the time of the last merge, and the component n - 2 that of the first. With ``terminal`` a system
-    ends at its last merge; with ``sampled`` merges are looked for only at the asked times (see ``integrate``).
+    So component 0 is the time of the last merge, and component n - 2 that of the first. With ``terminal`` a system ends
+    at its last merge; with ``sampled`` merges are detected only at the requested times (see ``integrate``). Raises
+    ``HelmscopeError`` unless radius > 0.
 
     >>> from helmscope.fields.attention import SA
     >>> from helmscope.solve.integrate import integrate
-    >>> seen = integrate(SA(beta=0.0), torch.eye(2, dtype=torch.float64), [4.0], events=[ClusterMerge(0.1)])
-    >>> round(float(seen.event_times[0][0]), 6)  # artanh cos 0.1
+    >>> run = integrate(SA(beta=0.0), torch.eye(2, dtype=torch.float64), [4.0], events=[ClusterMerge(0.1)])
+    >>> round(float(run.event_times[0][0]), 6)  # artanh cos 0.1
     2.994898
     """
 
@@ -88,7 +93,7 @@ class ClusterMerge:
 
 
 def check_options(event: Event) -> None:
-    """Refuse an event whose ``terminal`` or ``sampled`` is neither True nor False."""
+    """Raise ``HelmscopeError`` unless ``terminal`` and ``sampled`` of an event are True or False."""
     for name in ("terminal", "sampled"):
         value = getattr(event, name, False)
         if not isinstance(value, bool):
@@ -97,7 +102,7 @@ def check_options(event: Event) -> None:
 
 @dataclass(eq=False)
 class Watch:
-    """Event times of a batch as it runs: NaN until an event happens. Padding is no token to an event."""
+    """The times of one event for a batch during an integration: NaN until it happens. Events ignore padding."""
 
     event: Event
     mask: Bool[Tensor, "batch n"] | None
@@ -114,41 +119,42 @@ class Watch:
         mask: Bool[Tensor, "batch n"] | None,
         direction: Callable[[Tensor], Tensor],
         *,
-        asked: bool = True,
+        requested: bool = True,
     ) -> Watch:
-        """Events that are true at the start have time 0; sampled ones only where the start is ``asked`` for.
+        """Start at the initial states. If the event holds there its time is 0, unless it is sampled and time 0 is not
+        ``requested``.
 
-        ``direction`` makes unit vectors of states.
+        ``direction`` converts states to unit vectors.
         """
-        seen = direction(x)
-        signal = event.signal(seen if mask is None else collapse_padding(seen, mask))
+        points = direction(x)
+        signal = event.signal(points if mask is None else collapse_padding(points, mask))
         if not isinstance(signal, torch.Tensor) or signal.shape[:1] != x.shape[:1]:
             name = type(event).__name__
             raise HelmscopeError(
                 f"events holds a {name} whose signal is {signal!r}, but it must be a tensor (batch, ...)"
             )
         level = signal.reshape(len(x), math.prod(signal.shape[1:])).to(torch.float64)
-        counts = asked or not getattr(event, "sampled", False)
+        counts = requested or not getattr(event, "sampled", False)
         times = torch.where((level >= 0) & counts, 0.0, torch.nan).to(torch.float64)
         return cls(event, mask, direction, level, times, tuple(signal.shape[1:]))
 
     @property
     def sampled(self) -> bool:
-        """Whether the event is looked at only at the asked times."""
+        """Whether the event is evaluated only at the requested times."""
         return getattr(self.event, "sampled", False)
 
     @property
     def terminal(self) -> bool:
-        """Whether the event ends a system; one without components never happens."""
+        """Whether the event ends a system; an event without components never happens."""
         return getattr(self.event, "terminal", False) and self.times.shape[1] > 0
 
     def sample(self, systems: Tensor, at: Float[Tensor, " active"], states: Float[Tensor, "active n d"]) -> None:
-        """Take in the states of the given systems at an asked time of each."""
+        """Evaluate a sampled event for the given systems, each at a requested time."""
         level, known = self._signal(states, systems), self.times[systems]
         self.level[systems] = level
         self.times[systems] = torch.where((level >= 0) & known.isnan(), at[:, None], known)
 
-    def see(
+    def locate(
         self,
         systems: Tensor,
         start: Float[Tensor, " active"],
@@ -156,11 +162,11 @@ class Watch:
         end_states: Float[Tensor, "active n d"],
         inside: Callable[[Tensor, Tensor], Tensor] | None,
     ) -> None:
-        """Take in an accepted step of the given systems from time ``start`` over ``h``.
+        """Locate the event in an accepted step of the given systems from time ``start`` over ``h``.
 
-        ``inside(rows, durations)`` gives the states of those rows (places among the given systems) after part of the
-        step: an event is located by the stepper itself and so with its accuracy. None: the step is a map without an
-        inside, and what it brings happens at its end.
+        ``inside(rows, durations)`` returns the states of those rows (positions among the given systems) after part of
+        the step, computed by the stepper, so that the event is located to its accuracy. None: the step is a map that
+        cannot be subdivided, and events happen at its end.
         """
         before, after = self.level[systems], self._signal(end_states, systems)
         self.level[systems] = after
@@ -178,17 +184,17 @@ class Watch:
         self.times[systems[rows], parts] = start[rows] + share * h[rows]
 
     def _signal(self, states: Tensor, systems: Tensor) -> Float[Tensor, "active m"]:
-        seen = self.direction(states.detach())
-        seen = seen if self.mask is None else collapse_padding(seen, self.mask[systems])
-        return self.event.signal(seen).reshape(len(seen), self.level.shape[1]).to(torch.float64)
+        points = self.direction(states.detach())
+        points = points if self.mask is None else collapse_padding(points, self.mask[systems])
+        return self.event.signal(points).reshape(len(points), self.level.shape[1]).to(torch.float64)
 
 
 def _root(signal: Callable[[Tensor], Tensor], low_value: Tensor, high_value: Tensor) -> Tensor:
-    """Where in (0, 1] each signal reaches 0, by Chandrupatla's method (1997): inverse quadratic interpolation where
-    that is safe, bisection elsewhere, so that a signal that jumps is located too.
+    """The point in (0, 1] where each signal reaches 0, by Chandrupatla's method (1997): inverse quadratic interpolation
+    where that is safe, otherwise bisection, so that a jump of the signal is located too.
 
-    The answer is the end of the last bracket where the signal is not below 0, though it may be 0 long after. A row that
-    has converged is frozen: its result must not depend on how long the others take.
+    Returns the end of the last bracket at which the signal is >= 0. A row that has converged is frozen, so that its
+    result does not depend on how long the others take.
     """
     a, fa = torch.ones_like(high_value), high_value
     b, fb = torch.zeros_like(low_value), low_value

@@ -1,4 +1,4 @@
-"""What happens beside the steps of an integration: events, merging, progress, and what is kept of the states."""
+"""What an integration does besides stepping: events, merging, progress, and storing values at the requested times."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class Extras:
-    """Events to time, the tolerance within which tokens merge (None: never), who wants to hear of progress, and what
-    is kept of the states at the asked times (None: the states themselves).
+    """The events, the angle within which tokens merge (None: never), the progress callback, and the function ``read``
+    of the states that is stored at the requested times (None: the states themselves).
     """
 
     watches: tuple[Watch, ...] = ()
     merge: float | None = None
     progress: Progress | None = None
     read: Callable[[Tensor], Tensor] | None = None
-    _said: float = field(default=-1.0, init=False)
+    _reported_at: float = field(default=-1.0, init=False)
 
-    def kept(self, x: Float[Tensor, "systems n d"]) -> Tensor:
-        """What is kept of the states at an asked time."""
+    def stored_values(self, x: Float[Tensor, "systems n d"]) -> Tensor:
+        """The values to store for states at a requested time."""
         return x if self.read is None else self.read(x)
 
     @cached_property
@@ -45,15 +45,15 @@ class Extras:
 
     @cached_property
     def located(self) -> bool:
-        """Whether some event is located inside steps."""
+        """Whether some event is located within steps."""
         return not all(watch.sampled for watch in self.watches)
 
     @cached_property
     def sampled(self) -> bool:
-        """Whether some event is looked at only at the asked times."""
+        """Whether some event is evaluated only at the requested times."""
         return any(watch.sampled for watch in self.watches)
 
-    def see(
+    def locate_events(
         self,
         systems: Tensor,
         start: Float[Tensor, " active"],
@@ -61,49 +61,49 @@ class Extras:
         end_states: Float[Tensor, "active n d"],
         inside: Callable[[Tensor, Tensor], Tensor] | None,
     ) -> None:
-        """Locate events in a step, as ``Watch.see`` does. What a system did after its end does not count."""
+        """Locate events in a step, as ``Watch.locate`` does, and discard those after the end of a system."""
         for watch in self.watches:
             if not watch.sampled:
-                watch.see(systems, start, h, end_states, inside)
-        if self.terminal:  # one step may bring several events
-            end = self.ends(systems)[:, None]
+                watch.locate(systems, start, h, end_states, inside)
+        if self.terminal:  # several events may happen in one step
+            end = self.end_times(systems)[:, None]
             for watch in self.watches:
                 times = watch.times[systems]
                 watch.times[systems] = torch.where(times > end, torch.nan, times)
 
-    def sample(self, systems: Tensor, at: Float[Tensor, " active"], states: Float[Tensor, "active n d"]) -> None:
-        """Look for sampled events in the states of the given systems at an asked time of each."""
+    def sample_events(self, systems: Tensor, at: Float[Tensor, " active"], states: Float[Tensor, "active n d"]) -> None:
+        """Evaluate sampled events for the given systems, each at a requested time."""
         for watch in self.watches:
             if watch.sampled:
                 watch.sample(systems, at, states)
 
-    def ends(self, systems: Tensor) -> Float[Tensor, " active"]:
-        """When a terminal event ended each of the systems; NaN for those still under way."""
+    def end_times(self, systems: Tensor) -> Float[Tensor, " active"]:
+        """The time at which a terminal event ended each of the systems; NaN if none did."""
         first = torch.full(systems.shape, torch.inf, dtype=torch.float64, device=systems.device)
         for watch in self.watches:
             if watch.terminal:
                 first = torch.minimum(first, watch.times[systems].amax(-1).nan_to_num(nan=torch.inf))
         return torch.where(first.isinf(), torch.nan, first)
 
-    def say(self, share: float) -> None:
-        """Report the share of the work done, at most ten times a second."""
+    def report(self, share: float) -> None:
+        """Call ``progress`` with the share of the work done, at most ten times per second."""
         now = time.monotonic()
-        if self.progress is not None and (share >= 1 or now - self._said > 0.1):
-            self._said = now
+        if self.progress is not None and (share >= 1 or now - self._reported_at > 0.1):
+            self._reported_at = now
             self.progress(share)
 
-    def merged(self, flow: Flow, x: Tensor) -> tuple[Flow, Tensor, Tensor | None]:
-        """Merge tokens that have met: the flow and states after it, and which systems changed (None: none did)."""
+    def merge_tokens(self, flow: Flow, x: Tensor) -> tuple[Flow, Tensor, Tensor | None]:
+        """Merge tokens that have met; returns the flow, the states, and a mask of the systems that changed, or None."""
         if self.merge is None:
             return flow, x, None
         n = x.shape[-2]
-        alone = torch.arange(n, device=x.device).expand(x.shape[:-1])
+        unmerged = torch.arange(n, device=x.device).expand(x.shape[:-1])
         weights = torch.ones_like(x[..., 0]) if flow.weights is None else flow.weights
-        leader = alone if flow.leader is None else flow.leader
+        leader = unmerged if flow.leader is None else flow.leader
         result = merge_close(x, weights, self.merge)
-        changed = (result.leader != alone).any(-1)
+        changed = (result.leader != unmerged).any(-1)
         if not bool(changed.any()):
             return flow, x, None
-        leader = result.leader.gather(-1, leader)  # who followed a token that now follows another
+        leader = result.leader.gather(-1, leader)  # tokens that followed a leader which now follows another
         states = result.states.gather(-2, leader.unsqueeze(-1).expand_as(x))
         return replace(flow, weights=result.weights, leader=leader), states, changed

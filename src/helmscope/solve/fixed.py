@@ -25,15 +25,17 @@ MOST_STEPS = 1e9
 def run_fixed(
     flow: Flow, x: Float[Tensor, "batch n d"], times: list[float], stepper: FixedStepper, extras: Extras
 ) -> tuple[Float[Tensor, "time batch *kept"], Outcome]:
-    """What is kept of the states at the asked times. Each interval is cut into equal steps of at most h."""
+    """The stored values at the requested times, and how the systems ended. Each interval between requested times is
+    divided into equal steps of at most h.
+    """
 
     def step(flow: Flow, x: Tensor, h: Tensor, t: Tensor, systems: Tensor) -> Tensor:
         return stepper.step(flow, x, h[:, None, None], t[:, None, None])
 
-    return march(flow, x, times, stepper, extras, step, inside=stepper.divisible)
+    return run_steps(flow, x, times, stepper, extras, step, inside=stepper.divisible)
 
 
-def march(
+def run_steps(
     flow: Flow,
     x: Float[Tensor, "batch n d"],
     times: list[float],
@@ -43,47 +45,48 @@ def march(
     *,
     inside: bool,
 ) -> tuple[Float[Tensor, "time batch *kept"], Outcome]:
-    """All systems in equal steps to the asked times, those left out that a terminal event has ended.
+    """Integrate all systems in equal steps to the requested times, or to a terminal event.
 
-    ``step(flow, x, h, t, systems)`` carries the given systems over a step; where ``inside`` is True, also over part of
-    one, so that events are located there.
+    ``step(flow, x, h, t, systems)`` advances the given systems by one step; if ``inside`` is True it can also advance
+    them by part of one, so that events are located within steps.
     """
-    flow, x, _ = extras.merged(flow, x)
-    run, path, now = _Marching(flow, x, torch.arange(len(x), device=x.device), extras), _Path(extras.kept(x)), 0.0
+    flow, x, _ = extras.merge_tokens(flow, x)
+    run = _ActiveSystems(flow, x, torch.arange(len(x), device=x.device), extras)
+    path, now = _Path(extras.stored_values(x)), 0.0
     for target in times:
         count = steps_in(target - now, stepper)
         size = (target - now) / max(count, 1)
         for k in range(count):
-            run.leave()
+            run.drop_ended()
             if not len(run.systems):
                 break
             run.step(now + k * size, size, step, inside=inside)
-            extras.say((now + (k + 1) * size) / times[-1])
+            extras.report((now + (k + 1) * size) / times[-1])
         now = target
-        path.keep(run, target)
-    return path.kept(), path.outcome(times, extras)
+        path.store(run, target)
+    return path.values(), path.outcome(times, extras)
 
 
 @dataclass(eq=False)
-class _Marching:
-    """The systems still under way."""
+class _ActiveSystems:
+    """The systems that are still being integrated."""
 
     flow: Flow
     x: Float[Tensor, "active n d"]
     systems: Int[Tensor, " active"]
     extras: Extras
 
-    def leave(self, before: Float[Tensor, " active"] | None = None) -> None:
-        """Go on without the systems that a terminal event has ended, or has ended ``before`` a time of each."""
+    def drop_ended(self, before: Float[Tensor, " active"] | None = None) -> None:
+        """Remove the systems that a terminal event has ended, or has ended ``before`` a time given for each."""
         if not self.extras.terminal:
             return
-        ends = self.extras.ends(self.systems)
+        ends = self.extras.end_times(self.systems)
         ended = ~ends.isnan() if before is None else ends < before
         if bool(ended.any()):
             self.flow, self.x, self.systems = self.flow.select(~ended), self.x[~ended], self.systems[~ended]
 
     def step(self, start: float, size: float, step: Callable[..., Tensor], *, inside: bool) -> None:
-        """One step of size ``size`` from time ``start``; systems that end inside it leave."""
+        """One step of size ``size`` from time ``start``; systems that end within it are removed."""
         h = torch.full((len(self.x),), size, dtype=torch.float64, device=self.x.device)
         t = torch.full_like(h, start)
         flow, before, systems = self.flow, self.x, self.systems
@@ -92,13 +95,13 @@ class _Marching:
             return step(flow.select(rows), before[rows], duration, t[rows], systems[rows])
 
         self.x = step(flow, before, h, t, systems)
-        self.extras.see(systems, t, h, self.x, part if inside else None)
-        self.leave(before=t + h)  # what lies behind the event is not part of the path
-        self.flow, self.x, _ = self.extras.merged(self.flow, self.x)
+        self.extras.locate_events(systems, t, h, self.x, part if inside else None)
+        self.drop_ended(before=t + h)  # the path ends at the event
+        self.flow, self.x, _ = self.extras.merge_tokens(self.flow, self.x)
 
 
 class _Path:
-    """What is kept of the states, one asked time after another; ``start`` is what is kept of the start."""
+    """The stored values, one requested time after another; ``start`` are those of the initial states."""
 
     def __init__(self, start: Tensor) -> None:
         self._missing = torch.full_like(start.detach(), torch.nan)
@@ -106,33 +109,33 @@ class _Path:
         self._reached: list[Tensor] = []
         self._lost: list[Tensor] = []
 
-    def keep(self, run: _Marching, target: float) -> None:
-        """Keep the states of the systems under way at the asked time ``target``, and look for sampled events there."""
+    def store(self, run: _ActiveSystems, target: float) -> None:
+        """Store the values of the active systems at the requested time ``target``, and evaluate sampled events."""
         systems, whole = run.systems, len(self._missing)
         lost = ~torch.isfinite(run.x.detach()).all(-1).all(-1)
         reached = torch.ones_like(lost)
         if len(systems) < whole:
-            nobody = lost.new_zeros(whole)
-            lost, reached = nobody.index_copy(0, systems, lost), nobody.index_copy(0, systems, reached)
+            none = lost.new_zeros(whole)
+            lost, reached = none.index_copy(0, systems, lost), none.index_copy(0, systems, reached)
         self._lost.append(lost)
         self._reached.append(reached)
         if not len(systems):
             self._kept.append(self._missing)
             return
-        kept = run.extras.kept(run.x)
+        kept = run.extras.stored_values(run.x)
         self._kept.append(kept if len(systems) == whole else self._missing.index_copy(0, systems, kept))
         if run.extras.sampled:
-            run.extras.sample(systems, torch.full_like(systems, target, dtype=torch.float64), run.x)
+            run.extras.sample_events(systems, torch.full_like(systems, target, dtype=torch.float64), run.x)
 
-    def kept(self) -> Tensor:
-        """All that was kept, (time, systems, ...)."""
+    def values(self) -> Tensor:
+        """All stored values, (time, systems, ...)."""
         return torch.stack(self._kept)
 
     def outcome(self, times: list[float], extras: Extras) -> Outcome:
-        """Lost at the first asked time at which a state is not finite; ended by an event; or carried to the end."""
+        """Not finite from the first requested time at which a state is not; stopped by an event; or finished."""
         lost, whole = torch.stack(self._lost), self._reached[-1].tolist()
         first, gone = lost.int().argmax(0).tolist(), lost.any(0).tolist()
-        ends = extras.ends(torch.arange(len(whole), device=lost.device)).tolist()
+        ends = extras.end_times(torch.arange(len(whole), device=lost.device)).tolist()
         statuses, ended = [], []
         for k, end in enumerate(ends):
             statuses.append(Status.NOT_FINITE if gone[k] else Status.FINISHED if whole[k] else Status.STOPPED)
@@ -141,13 +144,13 @@ class _Path:
 
 
 def check_grid(times: list[float], stepper: FixedStepper | NoisyStepper) -> None:
-    """Refuse times that are no multiples of the step of a map, which cannot be cut, and more steps than anyone waits
-    for.
+    """Raise ``HelmscopeError`` if the times need too many steps, or if the stepper is a map, which has no fractional
+    steps, and they are not multiples of its step size.
     """
     count = times[-1] / stepper.h
     if count > MOST_STEPS:
         raise HelmscopeError(
-            f"h is {stepper.h:g}, but to reach t={times[-1]:g} takes {count:.0e} steps: take a larger h, for at most "
+            f"h is {stepper.h:g}, but reaching t={times[-1]:g} takes {count:.0e} steps: use a larger h, for at most "
             f"{MOST_STEPS:.0e} steps"
         )
     for t in times:
@@ -160,6 +163,6 @@ def check_grid(times: list[float], stepper: FixedStepper | NoisyStepper) -> None
 
 
 def steps_in(span: float, stepper: FixedStepper | NoisyStepper) -> int:
-    """How many equal steps of at most h make up a span; for a map, how many times it is applied."""
+    """The number of equal steps of at most h in a time span; for a map, the number of times it is applied."""
     ratio = span / stepper.h
     return math.ceil(ratio - 1e-9) if stepper.divisible else round(ratio)

@@ -1,4 +1,4 @@
-"""Euler along geodesics."""
+"""The Euler method along geodesics."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class GeodesicEuler(FixedStepper):
-    """x' = exp_x(h f(x)), order 1: the token moves the whole step along one great circle at constant speed.
+    """The geodesic Euler method x' = exp_x(h f(x)), order 1: in each step a token moves along one great circle.
 
     >>> import torch
     >>> from helmscope.fields.attention import SA
@@ -30,5 +30,5 @@ class GeodesicEuler(FixedStepper):
     geodesic: ClassVar[bool] = True
 
     def step(self, flow: Flow, x: Tensor, h: Tensor, t: Tensor) -> Tensor:
-        """One step; the retraction removes rounding only."""
-        return retract(exp(x, flow.move(x, h, t)))
+        """One step; the retraction only removes rounding errors."""
+        return retract(exp(x, flow.displacement(x, h, t)))

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class GeodesicHeun(FixedStepper):
-    """Heun for the coordinate u = log_x, u' = (d exp_x)_u^{-1} f(exp_x u), order 2.
+    """Heun's method for the coordinate u = log_x, u' = (d exp_x)_u^{-1} f(exp_x u), order 2.
 
-    A token moves less than pi a step.
+    A token must move by less than pi per step.
 
     >>> import torch
     >>> from helmscope.fields.attention import SA
@@ -33,6 +33,6 @@ class GeodesicHeun(FixedStepper):
 
     def step(self, flow: Flow, x: Tensor, h: Tensor, t: Tensor) -> Tensor:
         """One step."""
-        k1 = flow.move(x, h, t)
-        k2 = pull_back(x, k1, flow.move(retract(exp(x, k1)), h, t + h))
+        k1 = flow.displacement(x, h, t)
+        k2 = pull_back(x, k1, flow.displacement(retract(exp(x, k1)), h, t + h))
         return retract(exp(x, (k1 + k2) / 2))

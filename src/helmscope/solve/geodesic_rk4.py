@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class GeodesicRK4(FixedStepper):
-    """RK4 for the coordinate u = log_x, u' = (d exp_x)_u^{-1} f(exp_x u), order 4: every stage lies on the sphere.
+    """RK4 for the coordinate u = log_x, u' = (d exp_x)_u^{-1} f(exp_x u), order 4: every stage is on the sphere.
 
-    A token moves less than pi a step.
+    A token must move by less than pi per step.
 
     >>> import torch
     >>> from helmscope.fields.attention import SA
@@ -33,7 +33,7 @@ class GeodesicRK4(FixedStepper):
 
     def step(self, flow: Flow, x: Tensor, h: Tensor, t: Tensor) -> Tensor:
         """One step."""
-        k1 = flow.move(x, h, t)
+        k1 = flow.displacement(x, h, t)
         k2 = self._stage(flow, x, k1 / 2, h, t + h / 2)
         k3 = self._stage(flow, x, k2 / 2, h, t + h / 2)
         k4 = self._stage(flow, x, k3, h, t + h)
@@ -41,4 +41,4 @@ class GeodesicRK4(FixedStepper):
 
     @staticmethod
     def _stage(flow: Flow, x: Tensor, u: Tensor, h: Tensor, t: Tensor) -> Tensor:
-        return pull_back(x, u, flow.move(retract(exp(x, u)), h, t))
+        return pull_back(x, u, flow.displacement(retract(exp(x, u)), h, t))

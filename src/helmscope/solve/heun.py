@@ -1,4 +1,4 @@
-"""Heun's method, projected."""
+"""Heun's method, projected to the sphere."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Heun(FixedStepper):
-    """y = N(x + h f(x)),  x' = N(x + h (f(x) + f(y)) / 2), order 2.
+    """Heun's method, projected: y = N(x + h f(x)),  x' = N(x + h (f(x) + f(y)) / 2), order 2.
 
     >>> import torch
     >>> from helmscope.fields.attention import SA
@@ -29,6 +29,6 @@ class Heun(FixedStepper):
 
     def step(self, flow: Flow, x: Tensor, h: Tensor, t: Tensor) -> Tensor:
         """One step."""
-        k1 = flow.move(x, h, t)
-        k2 = flow.move(flow.land(x + k1), h, t + h)
-        return flow.land(x + (k1 + k2) / 2)
+        k1 = flow.displacement(x, h, t)
+        k2 = flow.displacement(flow.retract(x + k1), h, t + h)
+        return flow.retract(x + (k1 + k2) / 2)

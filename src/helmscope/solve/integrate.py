@@ -1,4 +1,4 @@
-"""``integrate``: from a field and a start to a Simulation."""
+"""``integrate``: numerical integration of a field from initial states."""
 
 from __future__ import annotations
 
@@ -53,38 +53,42 @@ def integrate(
     kernel: Kernel | None = None,
     progress: Progress | None = None,
 ) -> Simulation:
-    """Carry tokens by x' = f(x, t) from time 0, on the sphere or where the field's states live, and look at them at
-    ``times``.
+    """Integrate x' = f(x, t) from x0 at time 0 and return the states at ``times``.
 
-    ``field`` is a field, or a function of tokens f(x) or f(x, t=...). Its parameters may have gradients, which go
-    through the steps taken as that of x0 does, and batch axes: a value per system.
-    ``stepper`` is ``DormandPrince()`` where None: adaptive, local error 1e-9 in float64. A field that jumps,
-    ``Hardmax``, gets ``Heun(0.01)``: where tokens slide along a jump no step meets a tolerance. A system that cannot
-    reach its last time keeps NaN from there on, and ``outcome`` says why and what would help. One that has stopped
-    moving under an adaptive stepper ends there, and its later states are that one: no token would move by more than the
-    tolerance in the time that remains, and no disturbance grow (``solve/rest.py``). Steps of fixed size are taken up to
-    the last time, at rest or not: a terminal event such as ``ClusterMerge(radius, terminal=True)`` can end them.
+    The states are on the sphere, or in the field's own state space. ``field`` is a field, or a function f(x) or
+    f(x, t=...) of the tokens. Its parameters may have batch axes, with one value per system. Gradients with respect to
+    the parameters and x0 are those of the steps taken.
 
-    ``merge`` carries tokens closer than so many radians as one weighted token, which frees stiff flows from the fast
-    rates inside clusters (see ``merge_tokens`` for when that is right). ``weights`` and ``mask`` make the cloud a
-    weighted measure with padding.
-    ``events`` are timed, in the ``event_times`` of the result. An event with ``terminal=True`` ends the systems it
-    happens to, each at its own time, which is 0 where it holds at the start; one with several components, such as
-    ``ClusterMerge``, when the last of them happens. States at later asked times are NaN, later events do not count, and
-    the ``outcome`` of such a system is ``Status.STOPPED``, which is not ok, unless it has reached the last time. An
-    event with ``sampled=True`` is looked at only at the asked times. ``progress`` is called with the share of the work
-    done. A gradient with respect to x0 goes through the steps taken.
+    ``stepper`` defaults to ``DormandPrince()``: adaptive, local error 1e-9 in float64. For a discontinuous field,
+    ``Hardmax``, the default is ``Heun(0.01)``, because no step size meets a tolerance where tokens slide along a
+    discontinuity. If a system cannot reach the last time, its states are NaN from there on, and ``outcome`` gives the
+    reason and a remedy. Under an adaptive stepper a system that has stopped moving is not integrated further, and its
+    later states are equal: no token would move by more than the tolerance in the remaining time, and no perturbation
+    would grow (``solve/rest.py``). Fixed steps are taken up to the last time in any case, unless a terminal event such
+    as ``ClusterMerge(radius, terminal=True)`` ends them.
 
-    ``kernel`` pins how sums over tokens are computed, such as ``Blockwise()``; where None it is chosen by device, n, d,
-    dtype and gradient. A flow that commutes with rotations carries n < d tokens in R^n, which gives the same.
+    ``merge`` replaces tokens within so many radians of each other by one weighted token, which removes the fast rates
+    within clusters from stiff flows (see ``merge_tokens`` for when that is valid). ``weights`` and ``mask`` make the
+    cloud a weighted measure with padding. ``normalize=True`` scales x0 to unit vectors.
 
-    ``noise`` makes it a stochastic flow, carried by a stepper made for one, such as ``EulerMaruyama(h=0.01)``; system k
-    draws from a stream of its own, keyed by ``seed`` and k; each interval between asked times is cut into equal steps,
-    so that asking for a time off the grid of h changes the path. A field whose state is a residual stream (a block with
-    pre-norm) takes x0 of any radius, and the trajectory holds directions and ``radius``.
+    The times of ``events`` are in ``event_times`` of the result. An event with ``terminal=True`` ends the systems to
+    which it happens, each at its own time, which is 0 if it holds at the start; if it has several components, as
+    ``ClusterMerge`` does, when the last of them happens. States at later requested times are NaN, later events do not
+    count, and the ``outcome`` of such a system is ``Status.STOPPED``, which is not ok, unless it has reached the last
+    time. An event with ``sampled=True`` is evaluated only at the requested times. ``progress`` is called with the share
+    of the work done.
 
-    A system's result does not depend, to the bit on a CPU, on the batch it runs in. On some processors MKL keeps that
-    promise only with MKL_CBWR=AUTO in the environment, which the command line sets by itself.
+    ``kernel`` fixes how sums over tokens are computed, such as ``Blockwise()``; by default it is chosen by device, n,
+    d, dtype and gradient. A flow that commutes with rotations is integrated in R^n if n < d, with the same result.
+
+    ``noise`` makes the flow stochastic and needs a stepper for it, such as ``EulerMaruyama(h=0.01)``. System k has its
+    own random stream, keyed by ``seed`` and k. Each interval between requested times is divided into equal steps, so
+    that requesting a time that is not a multiple of h changes the path. If the field's state is a residual stream (a
+    pre-norm block), x0 may have any radius, and the trajectory holds directions and ``radius``.
+
+    On a CPU the result of a system does not depend on its batch, not even by rounding. On some processors MKL ensures
+    this only with MKL_CBWR=AUTO in the environment, which the command line sets. Raises ``HelmscopeError`` for invalid
+    arguments before any work is done.
 
     >>> from helmscope.fields.attention import SA
     >>> x0 = torch.tensor([[1.0, 0.0], [0.0, 1.0]], dtype=torch.float64)
@@ -126,9 +130,10 @@ def make_problem(
     kernel: Kernel | None = None,
     stores: bool = True,
 ) -> Problem:
-    """Everything ``integrate`` refuses is refused here, before any work is done; the arguments are the same.
+    """Check the arguments of ``integrate`` and return the problem to be solved; raises ``HelmscopeError`` for all
+    invalid arguments, before any work is done.
 
-    With ``stores=False`` the states at all asked times need not fit the memory: for ``Problem.read``.
+    With ``stores=False`` the states at all requested times need not fit in memory, for use with ``Problem.read``.
 
     >>> from helmscope.fields.attention import SA
     >>> make_problem(SA(beta=1.0), torch.eye(2), times=[1.0]).run().states.shape
@@ -142,7 +147,7 @@ def make_problem(
     stepper = _check_stepper(stepper, field, noise)
     if not isinstance(stepper, AdaptiveStepper):
         check_grid(clock, stepper)
-    events = _listed(events)
+    events = _as_tuple(events)
     for event in events:
         if isinstance(event, type) or not isinstance(event, Event):
             raise HelmscopeError(f"events holds {event!r}, but an event has a signal(x), such as HittingTime(1e-3)")
@@ -150,7 +155,7 @@ def make_problem(
     combined = check_weights(x, weights, mask)
     field.check_size(x)
     if combined is not None and not field.takes_weights:
-        raise HelmscopeError(f"weights or mask is given, but the field {field.name} knows no token weights")
+        raise HelmscopeError(f"weights or mask is given, but the field {field.name} does not take token weights")
     _check_merge(merge, field, noise)
     if noise is not None:
         noise.check_size(x)
@@ -178,13 +183,13 @@ def make_problem(
 
 
 def _check_kernel(problem: Problem) -> None:
-    """Refuse a kernel that cannot serve, or that nobody asks."""
+    """Raise ``HelmscopeError`` if the kernel cannot compute the sums over tokens, or if there are none."""
     if not problem.kernels():
         name = type(problem.field).__name__
-        raise HelmscopeError(f"kernel is {problem.kernel!r}, but this {name} sums over no tokens: leave it out")
+        raise HelmscopeError(f"kernel is {problem.kernel!r}, but this {name} does not sum over tokens: leave it out")
 
 
-def _listed(events: Iterable[Event]) -> tuple[Event, ...]:
+def _as_tuple(events: Iterable[Event]) -> tuple[Event, ...]:
     try:
         return tuple(events)
     except TypeError:
@@ -194,7 +199,7 @@ def _listed(events: Iterable[Event]) -> tuple[Event, ...]:
 
 
 def _check_stepper(stepper: Stepper | None, field: Field, noise: Noise | None) -> Stepper:
-    """The stepper, the default where None; refused where it cannot carry this field or this noise."""
+    """The stepper or its default; raises ``HelmscopeError`` if it cannot integrate this field or this noise."""
     if noise is not None and not isinstance(noise, Noise):
         raise HelmscopeError(f"noise is {noise!r}, but it must be a noise such as IsotropicNoise(nu=0.1)")
     if stepper is None and noise is None:
@@ -207,7 +212,7 @@ def _check_stepper(stepper: Stepper | None, field: Field, noise: Noise | None) -
         allowed = (
             f"{name} needs noise=, such as IsotropicNoise(nu=0.1)"
             if noise is None
-            else "noise needs a stepper made for it, such as EulerMaruyama(h=0.01)"
+            else "noise needs a stochastic stepper, such as EulerMaruyama(h=0.01)"
         )
         raise HelmscopeError(f"stepper is {stepper!r} and noise is {noise!r}, but {allowed}")
     if isinstance(stepper, NoisyStepper) and noise is not None:
@@ -218,8 +223,8 @@ def _check_stepper(stepper: Stepper | None, field: Field, noise: Noise | None) -
         )
     if field.only_layers and not isinstance(stepper, Layer):
         raise HelmscopeError(
-            f"stepper is {name}, but this {type(field).__name__} is a map and no flow (its norm changes the state "
-            "even where nothing is added): use Layer()"
+            f"stepper is {name}, but this {type(field).__name__} is a map, not a flow (its norm changes the state "
+            "even if nothing is added): use Layer()"
         )
     return stepper
 
@@ -228,10 +233,10 @@ def _check_merge(merge: float | None, field: Field, noise: Noise | None) -> None
     if merge is None:
         return
     if real_number("merge", merge, at_least=0) > 0.5:
-        raise HelmscopeError(f"merge is {merge:g}, but tokens that far apart have not met: take at most 0.5 radians")
+        raise HelmscopeError(f"merge is {merge:g}, but tokens that far apart have not met: use at most 0.5 radians")
     if noise is not None or field.space is not Space.SPHERE:
         raise HelmscopeError(
-            f"merge is {merge:g}, but tokens that met part again under noise or with radii of their own"
+            f"merge is {merge:g}, but under noise or with individual radii tokens that met separate again"
         )
     if not field.exchangeable:
         raise HelmscopeError(

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Layer(FixedStepper):
-    """x' = N(x + h f(x)) with f before projection: for h = 1 a post-norm transformer layer; time counts h a layer.
+    """One discrete layer x' = N(x + h f(x)) with f before projection: for h = 1 a post-norm transformer layer. Each
+    layer advances the time by h.
 
     As a method for the flow its order is 1: N(x + h f) = x + h P f - h^2 [<x, f> P f + |P f|^2 x / 2] + O(h^3)
     (source 000-1), and the term <x, f> P f delays it.

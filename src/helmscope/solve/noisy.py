@@ -1,4 +1,4 @@
-"""Integration of a flow with noise, with a fixed step size."""
+"""Integration of a stochastic flow with a fixed step size."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from helmscope.fields.field import Field, Space
 from helmscope.fields.noise import LayerNormChain, Noise
 from helmscope.geometry.sphere import project
-from helmscope.solve.fixed import march
+from helmscope.solve.fixed import run_steps
 from helmscope.types import HelmscopeError, Outcome
 
 if TYPE_CHECKING:
@@ -31,11 +31,11 @@ def run_noisy(
     streams: RandomSource,
     extras: Extras,
 ) -> tuple[Float[Tensor, "time batch *kept"], Outcome]:
-    """What is kept of the states at the asked times. Each interval is cut into equal steps of at most h; every step
-    takes the next n k normal numbers of a system (k where the noise is common to its tokens), so a path depends on the
-    asked times.
+    """The stored values at the requested times, and how the systems ended. Each interval between requested times is
+    divided into equal steps of at most h; every step uses the next n k normal numbers of a system (k if the noise is
+    common to its tokens), so a path depends on the requested times.
 
-    An event happens at the end of a step: between the two ends of one nothing is drawn.
+    An event happens at the end of a step, because the noise is not sampled within it.
     """
     draws, sources = 1 if noise.common else x.shape[-2], noise.sources(x)
 
@@ -45,11 +45,12 @@ def run_noisy(
         dw = (h.sqrt()[:, None, None] * streams.normal(draws, sources).to(h)).to(x.dtype).expand(-1, x.shape[-2], -1)
         return stepper.step(flow, noise, x, h[:, None, None], t[:, None, None], dw)
 
-    return march(flow, x, times, stepper, extras, step, inside=False)
+    return run_steps(flow, x, times, stepper, extras, step, inside=False)
 
 
 def check_noise(field: Field, noise: Noise, stepper: NoisyStepper) -> None:
-    """Refuse a process that the stepper does not simulate, or that a residual stream does not have.
+    """Raise ``HelmscopeError`` if the stepper does not simulate the noise's process, or if the field's states are a
+    residual stream and the process is not defined there.
 
     >>> from helmscope.fields.noise import IsotropicNoise
     >>> from helmscope.solve.euler_maruyama import EulerMaruyama
@@ -59,17 +60,17 @@ def check_noise(field: Field, noise: Noise, stepper: NoisyStepper) -> None:
     stepper.check(noise)
     if field.space is Space.STREAM and not isinstance(noise.process, LayerNormChain):
         raise HelmscopeError(
-            f"process is {noise.process!r}, but noise is added to a residual stream as it is, and its directions are "
-            "then LayerNormChain()"
+            f"process is {noise.process!r}, but noise is added to a residual stream without projection, and its "
+            "directions then follow LayerNormChain()"
         )
 
 
 def kick(flow: Flow, noise: Noise, x: Float[Tensor, "batch n d"], dw: Tensor) -> Float[Tensor, "batch n d"]:
-    """P sigma dW where states are unit vectors, sigma dW on a residual stream."""
+    """The random displacement: P sigma dW if states are unit vectors, sigma dW on a residual stream."""
     step = noise.kick(x, dw)
     return project(x, step) if flow.on_sphere else step
 
 
 def noise_drift(flow: Flow, noise: Noise, x: Float[Tensor, "batch n d"], h: Tensor) -> Float[Tensor, "batch n d"]:
-    """h beta where states are unit vectors, 0 on a residual stream."""
+    """The displacement by the drift of the noise: h beta if states are unit vectors, 0 on a residual stream."""
     return h.to(x.dtype) * noise.process.drift(noise, x) if flow.on_sphere else torch.zeros_like(x)

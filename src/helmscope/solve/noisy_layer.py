@@ -18,10 +18,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class NoisyLayer(NoisyStepper):
-    """x' = N(x + h f + sigma dW), f and sigma dW before projection: a post-norm layer with noise; time counts h each.
+    """One noisy layer x' = N(x + h f + sigma dW), with f and sigma dW before projection: a post-norm layer with noise.
+    Each layer advances the time by h.
 
-    As h -> 0 it is the process ``LayerNormChain`` with weak order 1 and strong order 1/2, and no other: refused for
-    those. On a residual stream the layer is y + h f + sigma dW. A plain callable is its own f.
+    As h -> 0 it converges to the process ``LayerNormChain`` with weak order 1 and strong order 1/2; ``integrate``
+    raises ``HelmscopeError`` for other processes. On a residual stream the layer is y + h f + sigma dW. A plain
+    callable is its own f.
 
     >>> import torch
     >>> from helmscope.fields.noise import IsotropicNoise
@@ -38,13 +40,13 @@ class NoisyLayer(NoisyStepper):
     divisible: ClassVar[bool] = False
 
     def check(self, noise: Noise) -> None:
-        """Refuse every process but the layer-norm chain."""
+        """Raise ``HelmscopeError`` for any process other than the layer-norm chain."""
         if not isinstance(noise.process, LayerNormChain):
             raise HelmscopeError(
-                f"process is {noise.process!r}, but NoisyLayer is the layer-norm chain itself: take LayerNormChain(), "
-                "or another stepper such as EulerMaruyama(h)"
+                f"process is {noise.process!r}, but NoisyLayer simulates the layer-norm chain only: use "
+                "LayerNormChain(), or another stepper such as EulerMaruyama(h)"
             )
 
     def step(self, flow: Flow, noise: Noise, x: Tensor, h: Tensor, t: Tensor, dw: Tensor) -> Tensor:
         """One layer."""
-        return flow.land(x + flow.move_ambient(x, h, t) + noise.kick(x, dw))
+        return flow.retract(x + flow.ambient_displacement(x, h, t) + noise.kick(x, dw))

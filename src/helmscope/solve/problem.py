@@ -1,4 +1,4 @@
-"""An integration that has passed all checks and waits to be run."""
+"""A problem whose arguments have been checked, ready to be integrated."""
 
 from __future__ import annotations
 
@@ -51,10 +51,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False, kw_only=True, repr=False)
 class Problem:
-    """Field, start, times and method, checked; made by ``make_problem``. Independent systems lie along the first axis.
+    """Field, initial states, times and method, with checked values; made by ``make_problem``. The first axis holds
+    independent systems.
 
-    ``systems`` are the numbers of the systems in the batch that was posed: they key the noise, so that a ``part`` of
-    the batch gives the bits that the whole gives.
+    ``systems`` are the numbers of the systems in the original batch. They key the noise, so that a ``part`` of the
+    batch gives exactly the result that the whole batch gives.
     """
 
     field: Field
@@ -69,7 +70,7 @@ class Problem:
     mask: Bool[Tensor, "systems n"] | None = None
     noise: Noise | None = None
     seed: int = 0
-    origin: float = 0.0  # the time of the start
+    origin: float = 0.0  # the initial time
     kernel: Kernel | None = None
 
     def __repr__(self) -> str:
@@ -79,43 +80,45 @@ class Problem:
 
     @full_precision
     def run(self, progress: Progress | None = None) -> Simulation:
-        """Integrate."""
+        """Integrate and return the Simulation; ``progress`` is called with the share of the work done."""
         span = in_span(self)
         inner = self if span is None else span.problem
-        states, outcome, watches = inner._carry(progress)
+        states, outcome, watches = inner._integrate(progress)
         if span is not None:
             states = span.lift(states)
             if float(self.times[0]) == self.origin and self.merge is None:
-                states[0] = self.start  # to the bit
+                states[0] = self.start  # without the rounding of the lift
         radius, streams = None, None
         if self.field.space is Space.STREAM:
             streams = states
             states, radius = self.field.direction(streams), self.field.radius(streams)
         weights = None if self.weights is None else self.weights.detach().unsqueeze(0)
         trajectory = Trajectory(self.times, states, weights=weights, radius=radius, outcome=outcome)
-        found = tuple((self.origin + w.times).reshape((*self.batch, *w.shape)) for w in watches)
-        return Simulation(trajectory, self, found, streams)
+        event_times = tuple((self.origin + w.times).reshape((*self.batch, *w.shape)) for w in watches)
+        return Simulation(trajectory, self, event_times, streams)
 
     @full_precision
     def read(
-        self, look: Callable[[Tensor], Tensor], progress: Progress | None = None
+        self, statistic: Callable[[Tensor], Tensor], progress: Progress | None = None
     ) -> tuple[Float[Tensor, "time systems *kept"], Outcome]:
-        """Integrate, and keep ``look(x)`` (systems, ...) of the states at each asked time instead of the states: its
-        memory does not grow with times n d. ``look`` is given unit vectors (points of R^d where the field lives there).
+        """Integrate, and return ``statistic(x)``, (systems, ...), at each requested time instead of the states, so that
+        the memory does not grow with times n d; and how the systems ended. ``statistic`` takes unit vectors, (systems,
+        n, d), or points of R^d if these are the field's states.
 
         >>> from helmscope.fields.attention import SA
         >>> from helmscope.solve.integrate import make_problem
         >>> start = torch.eye(2, dtype=torch.float64).expand(5, 2, 2)
-        >>> seen, _ = make_problem(SA(beta=0.0), start, times=[0.0, 1.0]).read(lambda x: (x[:, 0] * x[:, 1]).sum(-1))
-        >>> seen.shape, round(float(seen[1, 0]), 9)  # tanh 1
+        >>> problem = make_problem(SA(beta=0.0), start, times=[0.0, 1.0])
+        >>> cosines, _ = problem.read(lambda x: (x[:, 0] * x[:, 1]).sum(-1))
+        >>> cosines.shape, round(float(cosines[1, 0]), 9)  # tanh 1
         (torch.Size([2, 5]), 0.761594156)
         """
-        kept, outcome, _ = self._carry(progress, lambda x: look(self.field.direction(x)))
+        kept, outcome, _ = self._integrate(progress, lambda x: statistic(self.field.direction(x)))
         return kept, outcome
 
     def kernels(self) -> list[str]:
-        """The names of the kernels chosen for the sums over tokens at the start: for what an attention field asks, or
-        for one displacement of the first system. Refused where the pinned kernel cannot serve.
+        """The names of the kernels that compute the sums over tokens: of an attention field, or in one displacement of
+        the first system. Raises ``HelmscopeError`` if the kernel was fixed and cannot compute them.
 
         >>> from helmscope.fields.attention import SA
         >>> from helmscope.solve.integrate import make_problem
@@ -131,17 +134,19 @@ class Problem:
             if isinstance(inner.field, Attention | MultiHead):
                 choose(inner.field.request(inner.start, inner.weights, tangent=True))
             else:
-                flow.move(inner.start, h, h)
+                flow.displacement(inner.start, h, h)
         return sorted(names)
 
-    def _carry(
+    def _integrate(
         self, progress: Progress | None, read: Callable[[Tensor], Tensor] | None = None
     ) -> tuple[Tensor, Outcome, tuple[Watch, ...]]:
-        """What is kept of the states, how the systems ended, and the events as they were seen."""
+        """The stored values, how the systems ended, and the times of the events."""
         clock = (self.times - self.origin).tolist()
         flow = Flow(self.field, self.weights, origin=self.origin)
-        start, asked = self.start.detach(), clock[0] == 0
-        watches = tuple(Watch.start(event, start, self.mask, flow.direction, asked=asked) for event in self.events)
+        start, requested = self.start.detach(), clock[0] == 0
+        watches = tuple(
+            Watch.start(event, start, self.mask, flow.direction, requested=requested) for event in self.events
+        )
         extras = Extras(watches, self.merge, progress, read)
         with using_kernel(self.kernel), fitting_threads(self.field, self.start):
             if isinstance(self.stepper, AdaptiveStepper):
@@ -155,11 +160,12 @@ class Problem:
         outcome = replace(outcome, times=tuple(self.origin + t for t in outcome.times))
         if outcome.failed:
             logger.warning("integration stopped early: %s", outcome)
-        extras.say(1.0)
+        extras.report(1.0)
         return kept, outcome, watches
 
     def part(self, first: int, last: int) -> Problem:
-        """The systems ``first`` to ``last`` - 1 alone; they give, to the bit, what they give in the whole batch.
+        """The problem for the systems ``first`` to ``last`` - 1 alone; their results are exactly those in the whole
+        batch. Raises ``HelmscopeError`` unless 0 <= first < last <= the number of systems.
 
         >>> from helmscope.fields.attention import SA
         >>> from helmscope.solve.integrate import make_problem
@@ -183,23 +189,25 @@ class Problem:
         )
 
     def time_index(self, number: object, name: str) -> int:
-        """``number``, an argument of that ``name``, as an index into the times; negative ones count from the end."""
+        """``number`` as an index into the times, where negative ones count from the end; raises a ``HelmscopeError``
+        that names the argument ``name`` if there is no such time.
+        """
         last = len(self.times) - 1
         if isinstance(number, bool) or not isinstance(number, int) or not -last - 1 <= number <= last:
-            raise HelmscopeError(f"{name} is {shown(number)}, but the run has stored times number 0 to {last}")
+            raise HelmscopeError(f"{name} is {shown(number)}, but the stored times are numbered 0 to {last}")
         return number % len(self.times)
 
-    def again(
+    def continued(
         self, depth: int, states: Float[Tensor, "*batch n d"], stream: Tensor, generator: torch.Generator | None
     ) -> Problem:
-        """The same from the stored time number ``depth`` on, with other states, and with noise not seen before.
+        """The same problem from the stored time number ``depth`` on, with other states and new noise.
 
-        Of a residual stream, ``stream``, the direction is changed alone: it keeps its radius and what its norm does not
-        see, such as the mean under LayerNorm.
+        For a residual stream, ``stream``, only the direction is replaced: it keeps its radius and what its norm
+        ignores, such as the mean under LayerNorm.
         """
         if self.field.space is Space.FLAT:
             x = check_states(self.field, states, "states")
-        else:  # of a residual stream, directions
+        else:  # for a residual stream, these are directions
             x = on_the_sphere(check_tokens(states, name="states"))
         if x.shape not in ((*self.batch, *self.start.shape[-2:]), self.start.shape):
             raise HelmscopeError(f"states has shape {tuple(x.shape)}, but the systems have {tuple(self.start.shape)}")
@@ -208,12 +216,12 @@ class Problem:
         if self.field.space is Space.STREAM:
             x = stream + self.field.radius(stream).unsqueeze(-1) * (x - self.field.direction(stream))
         times = self.times[index:]
-        seed = RandomSource.renewed(self.seed, index, generator)
+        seed = RandomSource.continuation_seed(self.seed, index, generator)
         return replace(self, start=x, times=times, origin=float(times[0]), seed=seed)
 
 
 def on_the_sphere(x: Tensor) -> Tensor:
-    """Tokens off the sphere by more than rounding but too little to be refused are put back; others keep their bits.
+    """Project tokens to the sphere that are off it by more than rounding; others are unchanged.
 
     >>> on_the_sphere(torch.tensor([[1.0, 0.0], [0.0, 1.00001]]))
     tensor([[1., 0.],
@@ -224,7 +232,8 @@ def on_the_sphere(x: Tensor) -> Tensor:
 
 
 def check_start(field: Field, x0: object, *, normalize: bool) -> Float[Tensor, "*batch n d"]:
-    """Tokens as ``integrate`` takes them: unit vectors, or a residual stream of any radius where the field has one.
+    """The initial states, checked and if necessary normalized: unit vectors, or a residual stream of any radius if that
+    is the field's state. Raises ``HelmscopeError`` if they are invalid.
 
     >>> from helmscope.fields.field import as_field
     >>> check_start(as_field(torch.zeros_like), torch.tensor([[3.0, 4.0]]), normalize=True)

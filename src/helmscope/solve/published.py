@@ -1,4 +1,4 @@
-"""The scheme behind the published pictures."""
+"""The scheme used for published figures."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PublishedEuler(FixedStepper):
-    """Forward Euler without tangent projection, then renormalise: x' = (x + h f) / |x + h f|, order 1.
+    """Forward Euler without tangent projection, then normalization: x' = (x + h f) / |x + h f|, order 1.
 
-    What the authors of arXiv:2312.10794 ran for figure 3, with h = 0.1. It is ``Layer`` read as a discretisation, and a
-    biased one: near a cluster it contracts by 1/(1 + h) a step, 0.953 a unit of time where the flow has rate 1, so its
-    curves are late. Kept to reproduce those pictures; use it for nothing else.
+    The scheme that the authors of arXiv:2312.10794 used for figure 3, with h = 0.1. It is ``Layer`` as a
+    discretization, and a biased one: near a cluster it contracts by 1/(1 + h) per step, with rate 0.953 where the flow
+    has rate 1, so its curves lag behind. Kept only to reproduce those figures.
 
     >>> import torch
     >>> from helmscope.fields.attention import SA
@@ -35,4 +35,4 @@ class PublishedEuler(FixedStepper):
 
     def step(self, flow: Flow, x: Tensor, h: Tensor, t: Tensor) -> Tensor:
         """One step."""
-        return flow.land(x + flow.move_ambient(x, h, t))
+        return flow.retract(x + flow.ambient_displacement(x, h, t))

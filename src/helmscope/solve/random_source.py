@@ -1,4 +1,4 @@
-"""Random numbers for a batch of systems, a stream for each."""
+"""Random numbers for a batch of systems, with one random stream per system."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ if TYPE_CHECKING:
     from jaxtyping import Float
     from torch import Tensor
 
-# numbers drawn ahead in one go: for the whole batch, and at most for one system
+# numbers to generate at a time: for the whole batch, and at most for one system
 _BATCH, _SYSTEM = 2**22, 2**12
 
 
 class RandomSource:
-    """Standard normal numbers, an independent stream for every system, keyed by (``seed``, the system's number).
+    """Standard normal numbers, with an independent random stream per system, keyed by (``seed``, the system's number).
 
-    A system's numbers depend on nothing else: not on the batch it runs in, its place there, how many are drawn at a
-    time, the dtype or the device. They come from numpy's Philox generator in float64 on the CPU. ``systems`` holds the
-    numbers of the systems at hand, so that part of a batch can be run alone.
+    A system's numbers depend on nothing else: not on its batch or position there, on how many are generated at a time,
+    on the dtype or the device. They come from NumPy's Philox generator in float64 on the CPU. ``systems`` holds the
+    numbers of the systems, so that part of a batch can be run alone. Raises ``HelmscopeError`` if the seed or a
+    system's number is not a nonnegative integer.
 
     >>> whole, part = RandomSource(7, range(3)), RandomSource(7, [2])
     >>> bool((whole.normal(4, 2)[2] == part.normal(4, 2)[0]).all())
@@ -48,7 +49,7 @@ class RandomSource:
         return len(self._streams)
 
     def keep(self, places: Iterable[int]) -> None:
-        """Go on with some of the systems at hand, given by their places in ``systems``.
+        """Continue with some of the systems, given by their positions in ``systems``.
 
         >>> whole, part = RandomSource(7, [4, 5, 6]), RandomSource(7, [6])
         >>> whole.keep([2])
@@ -69,7 +70,7 @@ class RandomSource:
         return taken.reshape(len(self), n, k)
 
     def _draw(self, least: int) -> Tensor:
-        """At least so many numbers a system, and many more where they are few: a call costs as much as 100 numbers."""
+        """At least ``least`` numbers per system, more if that is few: a call costs as much as 100 numbers."""
         size = max(least, min(_SYSTEM, _BATCH // max(len(self), 1)))
         fresh = np.empty((len(self), size))
         for stream, row in zip(self._streams, fresh, strict=True):
@@ -77,14 +78,15 @@ class RandomSource:
         return torch.from_numpy(fresh)
 
     @staticmethod
-    def renewed(seed: int, index: int, generator: torch.Generator | None) -> int:
-        """A seed for a run that goes on from time index ``index`` with numbers not seen before: from ``generator``
-        where there is one, else fixed by ``seed`` and ``index``.
+    def continuation_seed(seed: int, index: int, generator: torch.Generator | None) -> int:
+        """A seed for a run that continues from time index ``index`` with new random numbers: sampled from
+        ``generator`` if given, otherwise determined by ``seed`` and ``index``.
 
-        >>> RandomSource.renewed(0, 3, None) == RandomSource.renewed(0, 3, None) != RandomSource.renewed(0, 4, None)
+        >>> seeds = [RandomSource.continuation_seed(0, index, None) for index in (3, 3, 4)]
+        >>> seeds[0] == seeds[1] != seeds[2]
         True
         """
         if generator is not None:
             return int(torch.randint(2**62, (), generator=generator, device=generator.device))
-        # two words, where a system's key has one: no stream is met again
+        # a key of two words, because the keys of systems have one: no stream is used twice
         return int(np.random.SeedSequence(seed, spawn_key=(index, 1)).generate_state(1, np.uint64)[0])

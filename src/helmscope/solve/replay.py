@@ -1,7 +1,7 @@
-"""A simulation shown to instruments, layer by layer: layer k is the mechanism at stored time k.
+"""Replay of a simulation for instruments, layer by layer: layer k is the mechanism at stored time k.
 
-Both halves of a flow read state k. Under ``Layer()`` a sequential block is run again from state k, and its MLP reads
-the state between the halves.
+Both halves of a flow read state k. Under ``Layer()`` a sequential block is evaluated again at state k, and its MLP
+reads the state between the halves.
 """
 
 from __future__ import annotations
@@ -32,10 +32,9 @@ from helmscope.types import (
     Progress,
     ReplayPlan,
     check_progress,
-    results,
-    start_instruments,
     whole_number,
 )
+from helmscope.types.instrument import results, start_instruments
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -44,7 +43,7 @@ if TYPE_CHECKING:
     from helmscope.fields.field import Field
     from helmscope.solve.simulation import Simulation
 
-CHUNK = 1 << 24  # entries of a kernel that are held at a time: 128 MiB in float64
+CHUNK = 1 << 24  # entries of a kernel in memory at a time: 128 MiB in float64
 
 
 @full_precision
@@ -55,7 +54,7 @@ def replay(
     batch_size: int | None = None,
     progress: Progress | None = None,
 ) -> dict[str, xr.Dataset]:
-    """Show a simulation to instruments, ``batch_size`` systems at a time; see ``Simulation.replay``.
+    """Replay a simulation for instruments, ``batch_size`` systems at a time; see ``Simulation.replay``.
 
     >>> from helmscope.fields.attention import SA
     >>> from helmscope.solve.integrate import integrate
@@ -67,28 +66,28 @@ def replay(
     plan = ReplayPlan(simulation.layers, simulation.layer_axis, coordinates, simulation.replicate, systems)
     needs = start_instruments(simulation, instruments, plan)
     size = max(1, CHUNK // n**2) if batch_size is None else whole_number("batch_size", batch_size, at_least=1)
-    tell = check_progress(progress)
+    report = check_progress(progress)
     with torch.no_grad():
         for begin in range(0, systems, size):
             rows = slice(begin, min(begin + size, systems))
-            part = _part(simulation, rows)
+            part = _select_systems(simulation, rows)
             for layer in simulation.layers if instruments else ():
-                _Showing(part, layer, rows, needs).to(instruments)
+                _LayerView(part, layer, rows, needs).show_to(instruments)
                 share = (simulation.layers.index(layer) + 1) / len(simulation.layers)
-                tell((begin + share * (rows.stop - begin)) / systems)
+                report((begin + share * (rows.stop - begin)) / systems)
     return results(instruments)
 
 
 def refusal(simulation: Simulation, instrument: Instrument) -> str | None:
-    """Why an instrument cannot be used on this simulation; None where it can.
+    """Why an instrument cannot be used on this simulation, in one sentence; None if it can.
 
     >>> from helmscope.fields.attention import SA
     >>> from helmscope.solve.integrate import integrate
     >>> from helmscope.types import Instrument
-    >>> class Looks(Instrument):
-    ...     name, needs = "looks", Needs.FORCE
-    >>> refusal(integrate(SA(beta=0.0), torch.eye(2), times=[0.0]), Looks())
-    'system has no MLP: force(layer=0) is None, but looks needs one: that of a Block, or an MLP itself'
+    >>> class Probe(Instrument):
+    ...     name, needs = "probe", Needs.FORCE
+    >>> refusal(integrate(SA(beta=0.0), torch.eye(2), times=[0.0]), Probe())
+    'system has no MLP: force(layer=0) is None, but probe needs one: that of a Block, or an MLP itself'
     """
     field, name = simulation.field, type(simulation.field).__name__
     attention = attention_of(field)
@@ -102,12 +101,12 @@ def refusal(simulation: Simulation, instrument: Instrument) -> str | None:
             "itself"
         )
     if Needs.FORCE in instrument.needs and not _reads_unit_vectors(simulation):
-        return f"system has an MLP that reads no unit vectors, but {instrument.name} needs one that does"
+        return f"system has an MLP that does not read unit vectors, but {instrument.name} needs one that does"
     return instrument.refusal(simulation)
 
 
 def _reads_unit_vectors(simulation: Simulation) -> bool:
-    """Whether the force is that on unit vectors: behind a norm, or where states are unit vectors."""
+    """Whether the MLP acts on unit vectors: after a norm, or because the states are unit vectors."""
     field = simulation.field
     if isinstance(field, Block) and isinstance(field.placement, PreNorm):
         return True
@@ -116,7 +115,7 @@ def _reads_unit_vectors(simulation: Simulation) -> bool:
 
 
 def attention_of(field: Field) -> Field | None:
-    """The part of a field that attends: that of a block, or the field itself; None where none does.
+    """The attention of a field: that of a block, or the field itself; None if it has none.
 
     >>> from helmscope.fields.field import PlainField
     >>> attention_of(PlainField(torch.zeros_like)) is None
@@ -127,12 +126,12 @@ def attention_of(field: Field) -> Field | None:
     return field if field.attends else None
 
 
-def _part(simulation: Simulation, rows: slice) -> Simulation:
-    """Some systems of a simulation alone."""
+def _select_systems(simulation: Simulation, rows: slice) -> Simulation:
+    """The simulation of some of its systems."""
     path = simulation.trajectory
     if rows == slice(0, path.states.shape[1]):
         return simulation
-    few = replace(
+    selected = replace(
         path,
         states=path.states[:, rows],
         weights=None if path.weights is None else path.weights[:, rows],
@@ -143,7 +142,7 @@ def _part(simulation: Simulation, rows: slice) -> Simulation:
     streams = None if simulation.streams is None else simulation.streams[:, rows]
     return replace(
         simulation,
-        trajectory=few,
+        trajectory=selected,
         problem=simulation.problem.part(rows.start, rows.stop),
         event_times=(),
         streams=streams,
@@ -151,8 +150,8 @@ def _part(simulation: Simulation, rows: slice) -> Simulation:
 
 
 @dataclass(frozen=True, eq=False)
-class _Showing:
-    """One layer of some systems, ``rows`` of the whole batch, and what is needed of it."""
+class _LayerView:
+    """One layer of some systems, ``rows`` of the whole batch, with what the instruments need of it."""
 
     simulation: Simulation
     layer: int
@@ -161,7 +160,7 @@ class _Showing:
 
     @property
     def step(self) -> float | None:
-        """The size of a layer, None in a flow."""
+        """The step size of a layer; None for a flow."""
         stepper = self.simulation.problem.stepper
         return stepper.h if isinstance(stepper, Layer | NoisyLayer) else None
 
@@ -169,23 +168,23 @@ class _Showing:
     def state(self) -> Tensor:
         return self.simulation.stream(depth=self.layer).detach()
 
-    def to(self, instruments: Sequence[Instrument]) -> None:
-        """Show both halves, as far as there are such, to whoever needs them."""
+    def show_to(self, instruments: Sequence[Instrument]) -> None:
+        """Pass both halves, as far as they exist, to the instruments that need them."""
         if self.needs.attention_half and attention_of(self.simulation.field) is not None:
-            passed = self._attention()
-            for each in instruments:
-                if each.needs.attention_half:
-                    each.attention(self._moment(Half.ATTENTION), passed)
+            attention_pass = self._attention()
+            for instrument in instruments:
+                if instrument.needs.attention_half:
+                    instrument.attention(self._moment(Half.ATTENTION), attention_pass)
         if self.needs.mlp_half and self.simulation.force(layer=self.layer) is not None:
-            through = self._mlp()
-            for each in instruments:
-                if each.needs.mlp_half:
-                    each.mlp(self._moment(Half.MLP), through)
+            mlp_pass = self._mlp()
+            for instrument in instruments:
+                if instrument.needs.mlp_half:
+                    instrument.mlp(self._moment(Half.MLP), mlp_pass)
 
     def _moment(self, half: Half) -> Moment:
         weights, time = self.simulation.trajectory.weights, float(self.simulation.times[self.layer])
-        counted = None if weights is None else weights[self.layer if len(weights) > 1 else 0]
-        return Moment(self.layer, half, time, self.rows, counted, self.simulation.visible, self.step)
+        now = None if weights is None else weights[self.layer if len(weights) > 1 else 0]
+        return Moment(self.layer, half, time, self.rows, now, self.simulation.visible, self.step)
 
     def _attention(self) -> AttentionPass:
         needs, attention, state = self.needs, attention_of(self.simulation.field), self.state
@@ -211,7 +210,7 @@ class _Showing:
         return field.placement.close(Half.ATTENTION, state + self._write(Half.ATTENTION, state))
 
     def _write(self, half: Half, state: Tensor) -> Tensor:
-        """What a half adds to the state: a velocity, or under ``Layer(h)`` h times that."""
+        """What a half adds to the state: a velocity, or under ``Layer(h)`` h times the velocity."""
         field, weights = self.simulation.field, self.simulation.problem.weights
         t = float(self.simulation.times[self.layer])
         if isinstance(field, Block):
@@ -221,17 +220,17 @@ class _Showing:
         return write if self.step is None else self.step * write
 
     def _projections(self, attention: Field | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Query, key and value: logits are <query, key> and bias, and the kernel averages the values."""
+        """Queries, keys and values: logits are <query, key> plus bias, and the kernel averages the values."""
         assert isinstance(attention, Attention | MultiHead)
         field, x = self.simulation.field, self.state
         x = field.placement.read(Half.ATTENTION, x) if isinstance(field, Block) else x
         request = attention.request(x, None, tangent=False)
         if isinstance(attention, Attention):
-            return request.query, request.key, _valued(attention, x)
-        return request.query, request.key, torch.stack([_valued(head, x) for head in attention.heads], -3)
+            return request.query, request.key, _values(attention, x)
+        return request.query, request.key, torch.stack([_values(head, x) for head in attention.heads], -3)
 
 
-def _valued(head: Attention, x: Tensor) -> Tensor:
+def _values(head: Attention, x: Tensor) -> Tensor:
     """V x_j of one head."""
     if head.value_scale is not None:
         return head.value_scale * x

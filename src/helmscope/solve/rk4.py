@@ -1,4 +1,4 @@
-"""The classical Runge-Kutta method, projected."""
+"""The classical Runge-Kutta method, projected to the sphere."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RK4(FixedStepper):
-    """The classical four stages, each retracted to the sphere, order 4: the method for the field f(x / |x|) of R^d.
+    """The classical Runge-Kutta method with every stage retracted to the sphere, order 4: the method for the field
+    f(x / |x|) of R^d.
 
     >>> import torch
     >>> from helmscope.fields.attention import SA
@@ -29,8 +30,8 @@ class RK4(FixedStepper):
 
     def step(self, flow: Flow, x: Tensor, h: Tensor, t: Tensor) -> Tensor:
         """One step."""
-        k1 = flow.move(x, h, t)
-        k2 = flow.move(flow.land(x + k1 / 2), h, t + h / 2)
-        k3 = flow.move(flow.land(x + k2 / 2), h, t + h / 2)
-        k4 = flow.move(flow.land(x + k3), h, t + h)
-        return flow.land(x + (k1 + 2 * k2 + 2 * k3 + k4) / 6)
+        k1 = flow.displacement(x, h, t)
+        k2 = flow.displacement(flow.retract(x + k1 / 2), h, t + h / 2)
+        k3 = flow.displacement(flow.retract(x + k2 / 2), h, t + h / 2)
+        k4 = flow.displacement(flow.retract(x + k3), h, t + h)
+        return flow.retract(x + (k1 + 2 * k2 + 2 * k3 + k4) / 6)

@@ -1,4 +1,4 @@
-"""What an integration gives back: a System."""
+"""The result of an integration: a System."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Simulation(Plottable):
-    """Tokens carried by a field: the trajectory, how it ended, and the mechanism, so that it can go on.
+    """The result of an integration: the trajectory, how it ended, and the mechanism, so that it can be resumed.
 
-    ``states`` has the shape of the start behind the time axis: (time, *batch, n, d). ``event_times`` holds, for each
-    event asked for, the first time it happened to each system (NaN: never). ``streams`` are the states of a residual
-    stream as they are: direction and radius in the trajectory are what the norm before attention makes of them.
+    ``states`` has shape (time, *batch, n, d). ``event_times`` holds, for each event, the first time it happened to each
+    system (NaN: never). ``streams`` is the residual stream itself, if the field has one; the trajectory holds its
+    direction and radius under the norm before attention.
 
     >>> import torch
     >>> from helmscope.fields.attention import SA
@@ -48,7 +48,7 @@ class Simulation(Plottable):
 
     @property
     def _where(self) -> str:
-        """The space that the tokens live in."""
+        """The state space, as text."""
         dim = self.trajectory.states.shape[-1]
         names = {Space.SPHERE: f"S^{dim - 1}", Space.STREAM: f"a residual stream in R^{dim}", Space.FLAT: f"R^{dim}"}
         return names[self.field.space]
@@ -75,49 +75,49 @@ class Simulation(Plottable):
 
     @property
     def times(self) -> Float[Tensor, " time"]:
-        """The asked times."""
+        """The requested times."""
         return self.trajectory.times
 
     @property
     def states(self) -> Float[Tensor, "time *batch n d"]:
-        """The tokens at the asked times."""
+        """The tokens at the requested times."""
         states = self.trajectory.states
         return states.reshape(len(states), *self.problem.batch, *states.shape[-2:])
 
     @property
     def outcome(self) -> Outcome:
-        """How the systems ended; its text names the remedy."""
+        """How the systems ended; its text includes a remedy if one failed."""
         assert self.trajectory.outcome is not None
         return self.trajectory.outcome
 
     @property
     def field(self) -> Field:
-        """What carries the tokens."""
+        """The field that was integrated."""
         return self.problem.field
 
     @property
     def axis(self) -> str:
-        """The axis of the states: time."""
+        """Name of the axis of the states: time."""
         return self.trajectory.axis
 
     @property
     def layer_axis(self) -> str:
-        """The axis of the mechanisms: time as well, since there is one at every stored time."""
+        """Name of the axis of the mechanisms: time as well, because there is one at every stored time."""
         return self.axis
 
     @property
     def replicate(self) -> str:
-        """The axis of the replicates: the independent systems."""
+        """Name of the axis of the replicates: the independent systems."""
         return self.trajectory.replicate
 
     @property
     def layers(self) -> range:
-        """One layer per stored time: the mechanism as it is then."""
+        """One layer per stored time: the mechanism at that time."""
         return range(len(self.times))
 
     @property
     def visible(self) -> Bool[Tensor, "batch n"] | None:
-        """The tokens of positive weight, which attention sees; None where all are."""
+        """The tokens of positive weight, which can be attended to; None if all can."""
         return None if self.problem.weights is None else self.problem.weights > 0
 
     def kernel(self, *, layer: int) -> Float[Tensor, "batch *heads n n"]:
@@ -126,14 +126,14 @@ class Simulation(Plottable):
         return self.field.kernel(self.stream(depth=index), t=float(self.times[index]), weights=self.problem.weights)
 
     def stream(self, *, depth: int) -> Float[Tensor, "batch n d"]:
-        """The states at the stored time number ``depth`` as they are: the residual stream, or the unit vectors."""
+        """The states at the stored time number ``depth``: the residual stream if there is one, or unit vectors."""
         states = self.trajectory.states if self.streams is None else self.streams
         return states[self.problem.time_index(depth, "depth")]
 
     def force(self, *, layer: int) -> Field | None:
-        """The MLP as a force on unit vectors: that of a block, or the field itself where it is one; else None.
+        """The MLP as a force on unit vectors: that of a block, or the field itself if it is an MLP; otherwise None.
 
-        It is the same at every time; ``layer`` is there because a recorded model has one MLP per layer.
+        It is the same at every time; ``layer`` is an argument because a recorded model has one MLP per layer.
         """
         self.problem.time_index(layer, "layer")
         if isinstance(self.field, MLP | GatedMLP):
@@ -143,25 +143,26 @@ class Simulation(Plottable):
     def resume(
         self, *, depth: int, states: Float[Tensor, "batch n d"], generator: torch.Generator | None = None
     ) -> Simulation:
-        """Integrate again from the stored time number ``depth`` with other states; the times stay those of the whole
+        """Integrate again from the stored time number ``depth`` with other states; the times remain those of the whole
         run.
 
-        Of a residual stream the direction is changed alone. Under noise the increments are new ones: drawn from
-        ``generator`` where there is one, else fixed by the seed of the run and ``depth``.
+        For a residual stream only the direction is replaced. Under noise the increments are new: sampled from
+        ``generator`` if given, otherwise determined by the seed of the run and ``depth``.
         """
-        return self.problem.again(depth, states, self.stream(depth=depth), generator).run()
+        return self.problem.continued(depth, states, self.stream(depth=depth), generator).run()
 
     def refusal(self, instrument: Instrument) -> str | None:
-        """Why the instrument cannot be used on this simulation, in one sentence; None where it can."""
+        """Why the instrument cannot be used on this simulation, in one sentence; None if it can."""
         return refusal(self, instrument)
 
     def replay(
         self, *instruments: Instrument, batch_size: int | None = None, progress: Progress | None = None
     ) -> dict[str, xr.Dataset]:
-        """Show the mechanism at every stored time to instruments, ``batch_size`` systems at a time (as many as fit a
-        modest memory where None), and give their Measurements by name, with the axes ``time`` and ``system``.
+        """Show the mechanism at every stored time to instruments and return their Measurements by name, with the axes
+        ``time`` and ``system``.
 
-        A field of one head has no axis ``head``. Writes are velocities, and under ``Layer(h)`` increments. ``progress``
-        is called with the share of the work done.
+        ``batch_size`` is the number of systems at a time; by default kernels take at most 128 MiB. A field of one head
+        has no axis ``head``. Writes are velocities, and under ``Layer(h)`` increments. ``progress`` is called with the
+        share of the work done.
         """
         return replay(self, instruments, batch_size=batch_size, progress=progress)

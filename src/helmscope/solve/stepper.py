@@ -1,4 +1,4 @@
-"""What a stepper is to ``integrate``: a step of fixed size, or an embedded pair that chooses its own."""
+"""Base classes of steppers: fixed step size, adaptive step size, and stochastic flows."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 class FixedStepper(ABC):
     """A one-step method of step size ``h`` and order ``order``: global error O(h^order).
 
-    Where ``divisible`` is False the method is a map rather than a discretisation: its step cannot be shortened to meet
-    an asked time, so times must be multiples of h. Where ``geodesic`` is True it follows great circles, and so needs
+    If ``divisible`` is False the method is a map rather than a discretization: its step cannot be shortened to reach a
+    requested time, so times must be multiples of h. If ``geodesic`` is True it follows great circles, and so needs
     states on the sphere.
     """
 
@@ -35,11 +35,11 @@ class FixedStepper(ABC):
 
     @abstractmethod
     def step(self, flow: Flow, x: Tensor, h: Float[Tensor, "batch 1 1"], t: Float[Tensor, "batch 1 1"]) -> Tensor:
-        """The states one step later than ``t``."""
+        """The states after one step of size h from time t."""
 
 
 class Attempt(NamedTuple):
-    """One trial step: where it leads, the displacement at its end, and an estimate of its error."""
+    """One trial step: the new states, the displacement there, and an estimate of the error."""
 
     states: Float[Tensor, "batch n d"]
     last: Float[Tensor, "batch n d"]
@@ -48,7 +48,7 @@ class Attempt(NamedTuple):
 
 @dataclass(frozen=True)
 class AdaptiveStepper(ABC):
-    """An embedded pair of order ``order``, with a step size for every system of a batch.
+    """An embedded pair of order ``order``, with a separate step size for every system of a batch.
 
     ``tol`` bounds the local error of every token in each step (None: 1e-9 in float64, 1e-5 in float32); ``max_steps``
     the trial steps of one system.
@@ -70,10 +70,10 @@ class AdaptiveStepper(ABC):
 
 @dataclass(frozen=True)
 class NoisyStepper(ABC):
-    """A one-step method of step size ``h`` for a flow with noise.
+    """A one-step method of step size ``h`` for a stochastic flow.
 
-    ``weak_order`` is that of the error of expectations, ``strong_order`` that of the mean distance between paths driven
-    by one Brownian motion (0: the method is not driven by it). ``divisible`` as in ``FixedStepper``.
+    ``weak_order`` is the order of the error of expectations, ``strong_order`` that of the mean distance between paths
+    driven by the same Brownian motion (0: the method is not driven by it). ``divisible`` as in ``FixedStepper``.
     """
 
     h: float
@@ -84,12 +84,12 @@ class NoisyStepper(ABC):
     def __post_init__(self) -> None:
         real_number("h", self.h, above=0)
 
-    def check(self, noise: Noise) -> None:  # noqa: B027  most methods take every noise
-        """Refuse a noise that this method does not simulate."""
+    def check(self, noise: Noise) -> None:  # noqa: B027  most methods simulate every noise
+        """Raise ``HelmscopeError`` if this method does not simulate the noise."""
 
     @abstractmethod
     def step(self, flow: Flow, noise: Noise, x: Tensor, h: Tensor, t: Tensor, dw: Tensor) -> Tensor:
-        """The states one step later; ``dw`` (batch, n, k) holds the Brownian increments over h, N(0, h)."""
+        """The states after one step; ``dw`` (batch, n, k) holds the Brownian increments over h, N(0, h)."""
 
 
 Stepper = FixedStepper | AdaptiveStepper | NoisyStepper

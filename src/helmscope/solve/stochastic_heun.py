@@ -1,4 +1,4 @@
-"""Heun's method for a flow with noise."""
+"""Heun's method for a stochastic flow."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StochasticHeun(NoisyStepper):
-    """y = N(x + a(x)),  x' = N(x + (a(x) + a(y)) / 2),   a(x) = h (P f + beta - beta_S) + P sigma dW;
+    """The stochastic Heun method y = N(x + a(x)),  x' = N(x + (a(x) + a(y)) / 2), where
+    a(x) = h (P f + beta - beta_S) + P sigma dW; weak order 1, strong order 1/2 (1 if the columns of P sigma commute, 2
+    without noise).
 
-    weak order 1, strong order 1/2 (1 where the columns of P sigma commute; 2 without noise).
-
-    Averaging over both ends integrates in the sense of Stratonovich, which brings the drift beta_S by itself; beta is
-    that of the noise's process. For the process ``Stratonovich`` no derivative of sigma is needed.
+    Averaging over both ends of a step approximates the Stratonovich integral, which contains the drift beta_S; beta is
+    the drift of the noise's process. For the process ``Stratonovich`` no derivative of sigma is needed.
 
     >>> import torch
     >>> from helmscope.fields.noise import IsotropicNoise
@@ -41,13 +41,13 @@ class StochasticHeun(NoisyStepper):
     def step(self, flow: Flow, noise: Noise, x: Tensor, h: Tensor, t: Tensor, dw: Tensor) -> Tensor:
         """One step."""
         first = _increment(flow, noise, x, h, t, dw)
-        second = _increment(flow, noise, flow.land(x + first), h, t + h, dw)
-        return flow.land(x + (first + second) / 2)
+        second = _increment(flow, noise, flow.retract(x + first), h, t + h, dw)
+        return flow.retract(x + (first + second) / 2)
 
 
 def _increment(flow: Flow, noise: Noise, x: Tensor, h: Tensor, t: Tensor, dw: Tensor) -> Tensor:
-    step = flow.move(x, h, t) + kick(flow, noise, x, dw)
+    step = flow.displacement(x, h, t) + kick(flow, noise, x, dw)
     if isinstance(noise.process, Stratonovich):
         return step  # beta = beta_S
-    own = Stratonovich().drift(noise, x) if flow.on_sphere else noise.self_transport(x, on_sphere=False)
-    return step + noise_drift(flow, noise, x, h) - h.to(x.dtype) * own
+    implied_drift = Stratonovich().drift(noise, x) if flow.on_sphere else noise.self_transport(x, on_sphere=False)
+    return step + noise_drift(flow, noise, x, h) - h.to(x.dtype) * implied_drift

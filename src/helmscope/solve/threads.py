@@ -1,4 +1,4 @@
-"""How many threads of the CPU a run uses."""
+"""The number of CPU threads of a run."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ if TYPE_CHECKING:
     from jaxtyping import Float
     from torch import Tensor
 
-SMALL = 2**18  # entries of a matrix that one core fills in a few milliseconds, while its cache still holds them
+SMALL = 2**18  # entries of a matrix that fits in the cache of one core and takes it a few milliseconds
 
 
 @contextmanager
 def fitting_threads(field: object, x: Float[Tensor, "*batch n d"]) -> Iterator[None]:
-    """One thread inside for small systems on a CPU, else as many as the caller has set, whose number is restored
-    afterwards, also after an error.
+    """Context manager: within it, torch uses one thread for small batches on a CPU, and otherwise as many as the caller
+    has set. The number is restored afterwards, also after an error.
 
-    A small system is a batch whose largest matrix has at most 2^18 entries: 256 systems of 32 tokens, or one of 512.
-    Its sums take less time than it takes several threads to meet, and where other work keeps a core busy they wait for
-    each other hundreds of times longer than they compute. The size alone decides, never a timing, so that a run is the
-    same again; and with one thread its bits do not depend on how many the caller has.
+    A batch is small if its largest matrix has at most 2^18 entries: 256 systems of 32 tokens, or one of 512. Its sums
+    take less time than the synchronization of several threads; if other work keeps a core busy, threads wait for each
+    other hundreds of times longer than they compute. Only the size decides, never a timing, so that runs are
+    repeatable; and with one thread the rounding does not depend on the caller's number of threads.
 
-    torch keeps the number for each Python thread: others that compute already keep theirs. A Python thread whose very
-    first computation falls inside takes over the 1, and keeps it until it calls ``torch.set_num_threads``; that costs
-    it time and no digits.
+    torch stores the number per Python thread, so other threads that have already used torch keep theirs. A Python
+    thread that first uses torch within the context inherits the 1, and keeps it until it calls
+    ``torch.set_num_threads``; that affects its speed, not its results.
 
     >>> from helmscope.fields.attention import SA
     >>> with fitting_threads(SA(beta=1.0), torch.eye(3)):
@@ -52,8 +52,8 @@ def fitting_threads(field: object, x: Float[Tensor, "*batch n d"]) -> Iterator[N
 
 
 def largest_matrix(field: object, x: Float[Tensor, "*batch n d"]) -> int:
-    """Entries of the largest matrix that one evaluation of a field at x fills: the pairs of tokens (with those of
-    a second cloud), of every head, or the neurons of every token. A field that is not ours is taken to look at pairs.
+    """The number of entries of the largest matrix in one evaluation of a field at x: pairs of tokens (or of tokens with
+    those of a second cloud) for every head, or hidden units for every token. Unknown fields are assumed to use pairs.
 
     >>> from helmscope.fields.attention import SA
     >>> largest_matrix(SA(beta=1.0), torch.ones(16, 32, 3)), largest_matrix(MultiHead([SA(1.0)] * 4), torch.ones(32, 3))

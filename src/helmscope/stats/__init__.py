@@ -1,9 +1,9 @@
-"""Statistics: numbers in, ``Interval`` out. Intervals, scales, paired tests, jackknife, Holm, rulings, power; no torch.
+"""Statistics of replicates: intervals, scales, paired tests, jackknife, Holm's correction, rulings, power; no torch.
 
-Replicates are prompts or seeds, never tokens of one prompt. An interval is computed on the scale where replicates are
-closest to normal (``LogScale`` for positive quantities, ``FisherZScale`` for cosines) and mapped back, so what it
-covers is the mean on that scale: the geometric mean under ``LogScale``, tanh E artanh c under ``FisherZScale``.
-``Bounded`` cuts the interval of a quantity that has known bounds, such as a share. Student t is the default;
+Replicates are prompts or seeds, never the tokens of one prompt. An interval is computed on the scale on which
+replicates are closest to normal (``LogScale`` for positive quantities, ``FisherZScale`` for cosines) and mapped back,
+so it covers the mean on that scale: the geometric mean under ``LogScale``, tanh E artanh c under ``FisherZScale``.
+``Bounded`` clips the interval of a quantity with known bounds, such as a share. Student's t is the default;
 ``bootstrap_t`` is for skewed replicates that no scale makes symmetric.
 """
 

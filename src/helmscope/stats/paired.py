@@ -1,4 +1,4 @@
-"""Two Measurements on the same replicates, such as two models on the same prompts."""
+"""Differences of two Measurements on the same replicates, such as two models on the same prompts."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ if TYPE_CHECKING:
 
 
 def paired_difference(first: xr.Dataset, second: xr.Dataset) -> xr.Dataset:
-    """The Measurement first - second, replicate by replicate; ``reduce_replicates`` gives its mean with a paired
-    interval, which is narrower than that of two separate means where the replicates go up and down together.
+    """The Measurement first - second, replicate by replicate.
 
-    Both must hold the same quantities at the same coordinates along every axis, the replicates among them: a pair is
-    the same prompt, or the same start. NAME_null is left out. Attributes are those of ``first``, with the bounds of a
-    difference: that of two shares lies in [-1, 1]. (A plain ``first - second`` would keep the bounds of ``first``, and
-    leave out replicates that ``second`` lacks without a word.)
+    ``reduce_replicates`` of the result gives a paired interval, which is narrower than for two separate means if the
+    replicates are positively correlated. Both must have the same variables and the same coordinates along every axis,
+    including the replicate axis: a pair is the same prompt, or the same start. NAME_null is dropped. Attributes are
+    those of ``first``, with the bounds of a difference: that of two shares is in [-1, 1]. (A plain ``first - second``
+    would keep the bounds of ``first``, and silently drop replicates that are missing in ``second``.) Raises
+    ``HelmscopeError`` if the two do not match.
 
     >>> import xarray as xr
     >>> one, two = (xr.Dataset({"width": ("prompt", values)}) for values in ([3.0, 5.0], [2.0, 4.5]))
@@ -27,11 +28,11 @@ def paired_difference(first: xr.Dataset, second: xr.Dataset) -> xr.Dataset:
     """
     import xarray as xr
 
-    axes = [replicate_axis(check_replicates(each)) for each in (first, second)]
+    axes = [replicate_axis(check_replicates(dataset)) for dataset in (first, second)]
     if axes[0] != axes[1]:
-        raise HelmscopeError(f"second has replicates along '{axes[1]}', but those of first lie along '{axes[0]}'")
+        raise HelmscopeError(f"second has replicates along '{axes[1]}', but those of first are along '{axes[0]}'")
     names, others = (
-        [str(name) for name in each.data_vars if not str(name).endswith("_null")] for each in (first, second)
+        [str(name) for name in dataset.data_vars if not str(name).endswith("_null")] for dataset in (first, second)
     )
     if set(names) != set(others):
         raise HelmscopeError(f"second holds {sorted(others)}, but pairs need the quantities of first, {sorted(names)}")
@@ -50,9 +51,9 @@ def paired_difference(first: xr.Dataset, second: xr.Dataset) -> xr.Dataset:
 
 
 def _attributes(first: xr.DataArray, second: xr.DataArray) -> dict[str, object]:
-    """Those of the first, with the bounds of a difference."""
+    """The attributes of the first, with the bounds of a difference."""
     ends = (("valid_min", -math.inf), ("valid_max", math.inf))
-    (low, high), (other_low, other_high) = ([each.attrs.get(*end) for end in ends] for each in (first, second))
+    (low, high), (other_low, other_high) = ([variable.attrs.get(*end) for end in ends] for variable in (first, second))
     bounds = {"valid_min": low - other_high, "valid_max": high - other_low}
     kept = {name: value for name, value in first.attrs.items() if name not in bounds}
     return kept | {name: float(end) for name, end in bounds.items() if math.isfinite(end)}

@@ -1,4 +1,4 @@
-"""How far from a bound the truth must lie for a trial to decide."""
+"""Statistical power of a trial: how far from a bound the truth must be for a decision."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from helmscope.types import HelmscopeError, real_number, whole_number
 
 
 def detection_power(effect: float, n: int) -> float:
-    """The chance that Student's 95 % interval from n normal replicates lies wholly on the true side of a bound, where
-    the truth is ``effect`` standard deviations of a replicate away from it: P(T > t), T noncentral t with n - 1
-    degrees and noncentrality effect sqrt n, t the .975 quantile of Student's t.
+    """The probability that Student's 95 % interval from n normal replicates is entirely on the correct side of a bound,
+    if the true mean is ``effect`` standard deviations of a replicate away from it: P(T > t), with T noncentral t with
+    n - 1 degrees of freedom and noncentrality effect sqrt n, and t the .975 quantile of Student's t.
 
-    At effect 0 it is the chance of a false verdict, 2.5 % on each side. Exact for one bound; a second one further away
-    than the interval is wide changes nothing.
+    For effect 0 it is the probability of a false verdict, 2.5 % on each side. Exact for one bound; a second bound
+    matters only if it is closer than the width of the interval. Raises ``HelmscopeError`` if effect < 0 or n < 2.
 
     >>> round(detection_power(0.0, n=32), 6), round(detection_power(0.6, n=32), 3)
     (0.025, 0.908)
@@ -26,17 +26,17 @@ def detection_power(effect: float, n: int) -> float:
 
 
 def decisive_effect(n: int, *, chance: float = 0.9) -> float:
-    """The least effect, in standard deviations of a replicate, that n replicates decide with this chance.
+    """The smallest effect, in standard deviations of a replicate, that n replicates detect with probability ``chance``.
 
-    A chance outside (.025, 1) is refused.
+    Raises ``HelmscopeError`` unless .025 < chance < 1 and n >= 2.
 
     >>> round(decisive_effect(32), 3)
     0.592
     """
     n = whole_number("n", n, at_least=2)
     if not 0.025 < real_number("chance", chance) < 1:
-        raise HelmscopeError(f"chance is {chance:g}, but it must lie between 0.025 and 1")
-    far = 1.0
-    while detection_power(far, n) < chance:
-        far *= 2.0
-    return float(optimize.brentq(lambda effect: detection_power(effect, n) - chance, 0.0, far, xtol=1e-12))
+        raise HelmscopeError(f"chance is {chance:g}, but it must be between 0.025 and 1")
+    upper = 1.0
+    while detection_power(upper, n) < chance:
+        upper *= 2.0
+    return float(optimize.brentq(lambda effect: detection_power(effect, n) - chance, 0.0, upper, xtol=1e-12))

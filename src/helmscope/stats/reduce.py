@@ -1,4 +1,4 @@
-"""From a Measurement with its replicates to one with intervals."""
+"""Reduction of a Measurement over its replicates to means with confidence intervals."""
 
 from __future__ import annotations
 
@@ -34,28 +34,27 @@ MEAN, RANGE = "mean", "range"
 def reduce_replicates(
     measurement: xr.Dataset, *, over: str | None = None, scale: Scale | None = None, confidence: float = 0.95
 ) -> xr.Dataset:
-    """The Measurement over the replicates of another: NAME, the mean on the scale, NAME_low and NAME_high, Student's
-    interval of it, NAME_stderr, and NAME_null, the mean of the null, where there is one.
+    """Reduce a Measurement over its replicates: NAME becomes the mean on the scale, NAME_low and NAME_high are its
+    Student interval, NAME_stderr its standard error, and NAME_null, if present, the mean of the null.
 
-    The replicate axis is ``over``, or found by its name as ``types.replicate_axis`` says. Each entry is what
-    ``mean_interval`` gives of its replicates; NAME_stderr is in units of NAME, to first order where the scale is not
-    plain. A replicate that is NaN has no value there and is left out. Where one value remains there is no spread:
-    NAME_stderr, NAME_low and NAME_high are NaN. Attribute n of the Dataset is the number of replicates, attribute n of
-    NAME the smallest number of values behind any of its entries that have one, and 0 where none has. Attribute band of
-    NAME says in words what lies between NAME_low and NAME_high. Other attributes, and coordinates without the replicate
-    axis, are kept. Refuses numbers outside the scale's domain.
+    The replicate axis is ``over`` or, by default, found by name (``types.replicate_axis``). Each entry is computed as
+    by ``mean_interval``; NAME_stderr is in units of NAME, to first order if the scale is not linear. NaN replicates are
+    left out. If only one value remains, NAME_stderr, NAME_low and NAME_high are NaN. Attribute n of the Dataset is the
+    number of replicates; attribute n of NAME is the smallest number of values of any entry that has one, and 0 if none
+    has. Attribute band of NAME describes NAME_low and NAME_high in words. Other attributes, and coordinates without the
+    replicate axis, are kept. Raises ``HelmscopeError`` for values outside the scale's domain.
 
-    Attributes of NAME say how it is reduced. ``valid_min`` and ``valid_max``, as for a share, are bounds that it has by
-    definition: where no ``scale`` is given, its scale is ``Bounded``. ``summary`` is "range" for quantities that spread
-    over decades and may be 0, where no mean tells much: NAME is then the median of the replicates, NAME_low the
-    smallest and NAME_high the largest, and there is no NAME_stderr.
+    Attributes of NAME control its reduction. ``valid_min`` and ``valid_max``, as for a share, are bounds that hold by
+    definition: unless ``scale`` is given, its scale is ``Bounded``. ``summary`` is "range" for quantities that vary
+    over orders of magnitude and may be 0, for which a mean is not informative: NAME is then the median of the
+    replicates, NAME_low their minimum, NAME_high their maximum, and there is no NAME_stderr.
 
     >>> import xarray as xr
     >>> mass = xr.DataArray([[1.0, 5.0], [2.0, 5.0], [3.0, np.nan]], dims=("prompt", "layer"))
-    >>> seen = reduce_replicates(xr.Dataset({"mass": mass}))
-    >>> seen.mass.values.tolist(), seen.mass_stderr.values.round(4).tolist()
+    >>> means = reduce_replicates(xr.Dataset({"mass": mass}))
+    >>> means.mass.values.tolist(), means.mass_stderr.values.round(4).tolist()
     ([2.0, 5.0], [0.5774, 0.0])
-    >>> seen.attrs["n"], seen.mass.attrs["n"]
+    >>> means.attrs["n"], means.mass.attrs["n"]
     (3, 2)
     """
     import xarray as xr
@@ -63,45 +62,45 @@ def reduce_replicates(
     axis = replicate_axis(check_replicates(measurement, over), over)
     if scale is not None:
         check_scale(scale)
-    beyond, size, data = tail(confidence), measurement.sizes[axis], {}
+    alpha, size, data = tail(confidence), measurement.sizes[axis], {}
     if size < 1:
         raise HelmscopeError(f"measurement has 0 replicates along '{axis}', but a mean needs at least one")
     for name, value in measurement.data_vars.items():
-        if axis not in value.dims:  # a null that is one number for all replicates
+        if axis not in value.dims:  # a null that all replicates share
             data[name] = value.variable
             continue
         dims = tuple(dim for dim in value.dims if dim != axis)
-        used = _scale_of(value) if scale is None else scale
+        used = _default_scale(value) if scale is None else scale
         x = numbers(str(name), value.transpose(axis, ...).values)
         is_range = known_name(f"summary of '{name}'", value.attrs.get("summary", MEAN), (MEAN, RANGE)) == RANGE
         if not is_range:
             _check_domain(str(name), x, (axis, *dims), used)
-        parts = _range(x) if is_range else _student(x, used, beyond)
+        statistics = _range(x) if is_range else _student(x, used, alpha)
         if str(name).endswith("_null"):
-            data[name] = xr.Variable(dims, parts[""], value.attrs)
+            data[name] = xr.Variable(dims, statistics[""], value.attrs)
             continue
-        data |= {f"{name}{end}": xr.Variable(dims, part) for end, part in parts.items()}
+        data |= {f"{name}{suffix}": xr.Variable(dims, entry) for suffix, entry in statistics.items()}
         band = "range about the median" if is_range else f"{100 * confidence:g} % interval"
-        data[name].attrs = {**value.attrs, "n": _fewest(x), "band": band}
+        data[name].attrs = {**value.attrs, "n": _smallest_count(x), "band": band}
     coords = {name: coord for name, coord in measurement.coords.items() if axis not in coord.dims}
     return check_reduced(xr.Dataset(data, coords, {**measurement.attrs, "n": size}))
 
 
 def reduced(measurement: xr.Dataset) -> xr.Dataset:
-    """``reduce_replicates`` of a Measurement that keeps its replicates; one that is reduced already comes back as it
-    is. What is no Measurement is refused.
+    """``reduce_replicates`` of a Measurement with replicates; one that is already reduced is returned unchanged. Raises
+    ``HelmscopeError`` unless it is a Measurement.
 
     >>> import xarray as xr
-    >>> seen = reduced(xr.Dataset({"order": ("system", [0.2, 0.4])}))
-    >>> round(float(seen.order), 12), reduced(seen) is seen
+    >>> means = reduced(xr.Dataset({"order": ("system", [0.2, 0.4])}))
+    >>> round(float(means.order), 12), reduced(means) is means
     (0.3, True)
     """
     return reduce_replicates(measurement) if keeps_replicates(measurement) else check_reduced(measurement)
 
 
 def band(measurement: xr.Dataset, name: str) -> tuple[xr.DataArray, xr.DataArray]:
-    """The lower and the upper edge of the band about NAME in a reduced Measurement: NAME_low and NAME_high where they
-    are there, else two standard errors to either side.
+    """The lower and upper edge of the error band of NAME in a reduced Measurement: NAME_low and NAME_high if present,
+    otherwise two standard errors on either side.
 
     >>> import xarray as xr
     >>> [float(edge) for edge in band(xr.Dataset({"order": 0.5, "order_stderr": 0.1}, attrs={"n": 16}), "order")]
@@ -116,7 +115,7 @@ def band(measurement: xr.Dataset, name: str) -> tuple[xr.DataArray, xr.DataArray
 
 
 def band_text(measurement: xr.Dataset, name: str) -> str:
-    """What ``band`` is, in words.
+    """A description of the error band that ``band`` returns.
 
     >>> import xarray as xr
     >>> band_text(xr.Dataset({"order": 0.5, "order_stderr": 0.1}, attrs={"n": 16}), "order")
@@ -127,8 +126,8 @@ def band_text(measurement: xr.Dataset, name: str) -> str:
     return "two standard errors"
 
 
-def _scale_of(value: xr.DataArray) -> Scale:
-    """The scale of the bounds that a variable's attributes give."""
+def _default_scale(value: xr.DataArray) -> Scale:
+    """``Bounded`` if the variable's attributes have bounds, otherwise linear."""
     low, high = float(value.attrs.get("valid_min", -math.inf)), float(value.attrs.get("valid_max", math.inf))
     return Bounded((low, high)) if math.isfinite(low) or math.isfinite(high) else PLAIN
 
@@ -144,26 +143,26 @@ def _check_domain(name: str, x: Numbers, dims: Sequence[Hashable], scale: Scale)
         )
 
 
-def _student(x: Numbers, scale: Scale, beyond: float) -> dict[str, Numbers]:
-    """Mean, Student's interval and standard error over the first axis, by the ends of their names."""
+def _student(x: Numbers, scale: Scale, alpha: float) -> dict[str, Numbers]:
+    """Mean, Student's interval and standard error over the first axis, by name suffix."""
     mean, error = moments(x, scale)
-    n, entry = np.unique((~np.isnan(x)).sum(0), return_inverse=True)  # a quantile takes long, and few are different
-    reach = -special.stdtrit(n - 1, beyond)[entry.reshape(error.shape)] * error  # NaN for one value, as its error is
-    # what has no width comes back as it went in, without the rounding of the two maps
+    n, entry = np.unique((~np.isnan(x)).sum(0), return_inverse=True)  # quantiles are slow, and few differ
+    margin = -special.stdtrit(n - 1, alpha)[entry.reshape(error.shape)] * error  # NaN if there is only one value
+    # equal replicates are returned exactly, without the rounding of the two maps
     estimate = np.where(error > 0, scale.back_all(mean), first_value(x))
-    low = np.where(error == 0, estimate, np.minimum(estimate, scale.cut(scale.back_all(mean - reach))))
-    high = np.where(error == 0, estimate, np.maximum(estimate, scale.cut(scale.back_all(mean + reach))))
+    low = np.where(error == 0, estimate, np.minimum(estimate, scale.cut(scale.back_all(mean - margin))))
+    high = np.where(error == 0, estimate, np.maximum(estimate, scale.cut(scale.back_all(mean + margin))))
     return {"": estimate, "_low": low, "_high": high, "_stderr": error * scale.slope(estimate)}
 
 
 def _range(x: Numbers) -> dict[str, Numbers]:
-    """Median, smallest and largest over the first axis, by the ends of their names."""
+    """Median, minimum and maximum over the first axis, by name suffix."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # an entry without any value has the median NaN
+        warnings.simplefilter("ignore", RuntimeWarning)  # NumPy warns if all values of an entry are NaN
         return {"": np.nanmedian(x, 0), "_low": np.nanmin(x, 0), "_high": np.nanmax(x, 0)}
 
 
-def _fewest(x: Numbers) -> int:
-    """The smallest number of values behind an entry that has one; 0 where none has."""
+def _smallest_count(x: Numbers) -> int:
+    """The smallest number of values of any entry that has one; 0 if none has."""
     n = (~np.isnan(x)).sum(0)
     return int(n[n > 0].min(initial=len(x))) if n.any() or not n.size else 0

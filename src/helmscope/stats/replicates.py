@@ -1,4 +1,4 @@
-"""Replicates: checked, averaged on a scale, split into halves."""
+"""Replicates: checks, means on a scale, and random halves."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from helmscope.stats.scales import Scale
-from helmscope.types import HelmscopeError, whole_number
+from helmscope.types import HelmscopeError, type_with_article, whole_number
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 
 def numbers(name: str, values: ArrayLike) -> Numbers:
-    """``values``, of Python, NumPy or torch, as float64; anything but real numbers is refused by name.
+    """``values``, from Python, NumPy or torch, as a float64 array; raises ``HelmscopeError`` unless all are real
+    numbers.
 
     >>> numbers("values", [1, 2])
     array([1., 2.])
@@ -26,12 +27,13 @@ def numbers(name: str, values: ArrayLike) -> Numbers:
         if raw.dtype.kind not in "iuf":
             raise TypeError
     except (TypeError, ValueError, RuntimeError):
-        raise HelmscopeError(f"{name} is a {type(values).__name__}, but it must hold real numbers alone") from None
+        raise HelmscopeError(f"{name} is {type_with_article(values)}, but it must hold real numbers only") from None
     return raw.astype(np.float64)
 
 
 def replicate_vector(name: str, values: ArrayLike, scale: Scale) -> Numbers:
-    """``values`` as a vector of at least two finite numbers in the scale's domain; anything else is refused by name.
+    """``values`` as a float64 vector; raises ``HelmscopeError`` unless it has at least two entries, all finite and in
+    the scale's domain.
 
     >>> from helmscope.stats.scales import PLAIN
     >>> replicate_vector("values", [1, 2], PLAIN)
@@ -49,7 +51,7 @@ def replicate_vector(name: str, values: ArrayLike, scale: Scale) -> Numbers:
 
 
 def check_scale(scale: Scale) -> None:
-    """Refuse what is not a scale.
+    """Raise ``HelmscopeError`` unless ``scale`` is a scale.
 
     >>> from helmscope.stats.scales import PLAIN
     >>> check_scale(PLAIN)
@@ -61,30 +63,32 @@ def check_scale(scale: Scale) -> None:
 
 
 def moments(x: Numbers, scale: Scale) -> tuple[Numbers, Numbers]:
-    """The mean over the first axis, on the scale, and its standard error, which rounding neither lifts from 0 nor lets
-    underflow to it. NaN is left out; without values the mean is NaN, with fewer than two the standard error is.
+    """The mean over the first axis, on the scale, and its standard error, which is 0 exactly if all values are equal.
+
+    NaN is left out; the mean of no values is NaN, and so is the standard error of fewer than two. Raises
+    ``HelmscopeError`` if the range of the values overflows.
 
     >>> from helmscope.stats.scales import PLAIN
     >>> moments(np.array([[1.0, 5.0], [3.0, np.nan]]), PLAIN)
     (array([2., 5.]), array([ 1., nan]))
     """
-    y, there = scale.forward(x), ~np.isnan(x)
-    n = there.sum(0)
+    y, present = scale.forward(x), ~np.isnan(x)
+    n = present.sum(0)
     first = first_value(y)
     with np.errstate(over="ignore"):
         spread = np.fmax.reduce(y) - np.fmin.reduce(y)
     if bool(np.isinf(spread).any()):
         low, high = np.nanmin(x), np.nanmax(x)
-        raise HelmscopeError(f"replicates lie between {low:g} and {high:g}, but their range must not overflow")
-    unit = np.where(there, (y - first) / np.where(spread > 0, spread, 1.0), 0.0)
+        raise HelmscopeError(f"replicates are between {low:g} and {high:g}, but their range must not overflow")
+    unit = np.where(present, (y - first) / np.where(spread > 0, spread, 1.0), 0.0)
     mean = unit.sum(0) / np.maximum(n, 1)
-    with np.errstate(invalid="ignore", divide="ignore"):  # one value has no spread: 0 / 0
-        deviation = np.sqrt(np.where(there, (unit - mean) ** 2, 0.0).sum(0) / np.maximum(n - 1, 0))
+    with np.errstate(invalid="ignore", divide="ignore"):  # 0 / 0 for a single value
+        deviation = np.sqrt(np.where(present, (unit - mean) ** 2, 0.0).sum(0) / np.maximum(n - 1, 0))
         return first + spread * mean, spread * deviation / np.sqrt(n)
 
 
 def first_value(x: Numbers) -> Numbers:
-    """The first value along the first axis that is not NaN, and NaN where there is none.
+    """The first value along the first axis that is not NaN; NaN if there is none.
 
     >>> first_value(np.array([[np.nan, 5.0], [3.0, 7.0]]))
     array([3., 5.])
@@ -94,8 +98,8 @@ def first_value(x: Numbers) -> Numbers:
 
 
 def halves(n: int, *, seed: int = 0) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Two random disjoint halves of range(n), sorted: choose on the first, test on the second, which is the larger
-    where n is odd. n < 4 is refused, for a test needs two replicates.
+    """Two random disjoint halves of range(n), each sorted: one to choose a hypothesis on, one to test it on, which is
+    the larger if n is odd. Raises ``HelmscopeError`` if n < 4, because a test needs two replicates.
 
     >>> sorted(np.concatenate(halves(6)).tolist())
     [0, 1, 2, 3, 4, 5]

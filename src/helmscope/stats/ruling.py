@@ -1,4 +1,4 @@
-"""What an interval says of a region, for one statistic and over layers."""
+"""Rulings: compare confidence intervals with a region, for one statistic or over layers."""
 
 from __future__ import annotations
 
@@ -21,9 +21,11 @@ if TYPE_CHECKING:
 
 
 def rule(interval: Interval, region: Region) -> Ruling:
-    """Supported if the whole interval lies in [low, high], refuted if the whole lies outside, else inconclusive.
+    """Supported if the interval is inside the region [low, high], refuted if the two are disjoint, otherwise
+    inconclusive.
 
-    The region is closed: a strict bound x > a is low = nextafter(a, inf). A region without bounds is refused.
+    The region is closed: a strict bound x > a is low = nextafter(a, inf). Raises ``HelmscopeError`` for a region
+    without bounds.
 
     >>> rule(Interval(0.5, 0.4, 0.7, n=32), Region(text="at least .3", low=0.3)).value
     'supported'
@@ -37,9 +39,10 @@ def rule(interval: Interval, region: Region) -> Ruling:
 
 
 def sample_size(interval: Interval, region: Region, *, scale: Scale = PLAIN) -> int | None:
-    """The least m >= n (half-width / distance to the bound)^2, which would decide: half-widths fall as 1 / sqrt m.
+    """The number of replicates that would make the ruling conclusive: the smallest m >= n (half-width / distance to the
+    bound)^2, because half-widths decrease as 1 / sqrt m.
 
-    The interval's own n where it decides already; None where the estimate sits on a bound or an end is infinite.
+    Returns the interval's n if it is conclusive already; None if the estimate is on a bound or an endpoint is infinite.
 
     >>> sample_size(Interval(0.5, 0.3, 0.7, n=32), Region(text="at least .4", low=0.4))
     128
@@ -52,17 +55,17 @@ def sample_size(interval: Interval, region: Region, *, scale: Scale = PLAIN) -> 
     sides = [(down, estimate - low), (up, high - estimate)]
     if not low <= estimate <= high:
         sides = [(up, low - estimate) if estimate < low else (down, estimate - high)]
-    # a side without width needs nothing, and one that starts on its bound never ends
-    ratios = [reach / gap if gap > 0 and reach < math.inf else math.inf for reach, gap in sides if reach > 0]
+    # a side of width 0 needs no more replicates, and an estimate on the bound is never decided
+    ratios = [width / gap if gap > 0 and width < math.inf else math.inf for width, gap in sides if width > 0]
     ratio = max(ratios, default=math.inf)
-    # 1e-9: (.2 / .1)^2 is not 4 in floating point, and nobody should run one more prompt for that
+    # 1e-9: (.2 / .1)^2 exceeds 4 by rounding, which must not ask for one more replicate
     return max(interval.n + 1, math.ceil(interval.n * ratio**2 * (1 - 1e-9))) if ratio < 1e150 else None
 
 
 @dataclass(frozen=True)
 class Layers:
-    """A ruling over layers, the interval of each layer (not adjusted), and the layers that Holm's rule names: those
-    outside the region for "every layer", those inside for "some layer".
+    """A ruling over layers, the interval of each layer (not adjusted), and the layers that are significant under Holm's
+    correction: those outside the region for ``rule_every``, those inside for ``rule_some``.
 
     >>> Layers(Ruling.REFUTED, (Interval(1.0, 0.9, 1.1, n=32),), (0,)).named
     (0,)
@@ -74,11 +77,11 @@ class Layers:
 
 
 def rule_every(samples: Sequence[ArrayLike], region: Region, *, scale: Scale = PLAIN) -> Layers:
-    """Whether every layer lies in the region: supported if each 95 % interval lies in it, refuted if one Holm-adjusted
-    interval lies outside, else inconclusive. ``samples`` holds one vector of replicates per layer.
+    """Whether every layer is in the region: supported if each 95 % interval is inside, refuted if at least one
+    Holm-adjusted interval is outside, otherwise inconclusive. ``samples`` holds one vector of replicates per layer.
 
-    A layer's p-value is the least alpha at which its 1 - alpha Student interval lies outside. An empty sequence is
-    refused.
+    The p-value of a layer is the smallest alpha at which its 1 - alpha Student interval is outside. Raises
+    ``HelmscopeError`` for an empty sequence.
 
     >>> rule_every([[1.0, 1.1, 0.9], [-5.0, -5.1, -4.9]], Region(text="above 0", low=0.0)).named
     (1,)
@@ -87,8 +90,8 @@ def rule_every(samples: Sequence[ArrayLike], region: Region, *, scale: Scale = P
 
 
 def rule_some(samples: Sequence[ArrayLike], region: Region, *, scale: Scale = PLAIN) -> Layers:
-    """Whether some layer lies in the region: supported if one Holm-adjusted interval lies in it, refuted if each 95 %
-    interval lies outside, else inconclusive; p-values and refusals as in ``rule_every``.
+    """Whether some layer is in the region: supported if at least one Holm-adjusted interval is inside, refuted if each
+    95 % interval is outside, otherwise inconclusive; p-values and errors as in ``rule_every``.
 
     >>> rule_some([[1.0, 1.1, 0.9], [-5.0, -5.1, -4.9]], Region(text="above 0", low=0.0)).named
     (0,)
@@ -103,7 +106,7 @@ def _bounds(region: Region) -> tuple[float, float]:
 
 
 def _over_layers(samples: Sequence[ArrayLike], region: Region, scale: Scale, one: Ruling, every: Ruling) -> Layers:
-    """The ruling ``one`` where Holm finds it for one layer, ``every`` where each interval gives it."""
+    """The ruling ``one`` if some layer is significant under Holm's correction, ``every`` if all intervals agree."""
     if not hasattr(samples, "__len__") or len(samples) < 1:
         raise HelmscopeError(f"samples is {samples!r:.80}, but it must hold one vector of replicates per layer")
     low, high = scale.forward(np.array(_bounds(region))).tolist()

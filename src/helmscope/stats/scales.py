@@ -17,16 +17,19 @@ if TYPE_CHECKING:
 
 
 class Scale:
-    """A strictly increasing map y = forward(x) on which replicates are averaged, with its open domain. ``forward``
-    takes the ends of the domain, and what lies beyond them, to -inf and inf; ``back`` is the inverse for one number,
-    and ``back_all`` for an array, which NumPy may round to another last bit. ``slope`` is the derivative dx/dy at x,
-    which turns a small error on the scale into one of x. ``Bounded`` alone has a closed domain, and maps nothing.
+    """Base class of scales: a strictly increasing map y = forward(x), with an open domain, on which replicates are
+    averaged.
+
+    ``forward`` maps the endpoints of the domain, and values beyond them, to -inf and inf; ``back`` is the inverse for
+    one number, and ``back_all`` for an array, where NumPy may round differently. ``slope`` is the derivative dx/dy at
+    x, which converts a small error on the scale to one of x. Only ``Bounded`` has a closed domain; its map is the
+    identity.
     """
 
     domain: tuple[float, float] = (-math.inf, math.inf)
 
     def excludes(self, x: Numbers) -> NDArray[np.bool_]:
-        """Which numbers are infinite or outside the domain; NaN is neither.
+        """A mask of the numbers that are infinite or outside the domain; False for NaN.
 
         >>> LogScale().excludes(np.array([1.0, 0.0, np.inf, np.nan])).tolist()
         [False, True, True, False]
@@ -36,7 +39,7 @@ class Scale:
 
     @property
     def domain_text(self) -> str:
-        """The domain as a mathematician writes it."""
+        """The domain in interval notation."""
         return "({:g}, {:g})".format(*self.domain)
 
     def forward(self, x: Numbers) -> Numbers:
@@ -52,12 +55,12 @@ class Scale:
         return np.ones_like(x)
 
     def cut(self, end: Numbers) -> Numbers:
-        """The end of an interval, no farther out than the quantity can be."""
+        """An endpoint of an interval, clipped to the possible values of the quantity."""
         return end
 
 
 class LinearScale(Scale):
-    """The numbers as they are.
+    """The identity: replicates are averaged as they are.
 
     >>> LinearScale().back(2.0)
     2.0
@@ -111,18 +114,19 @@ class FisherZScale(Scale):
         return 1.0 - x * x
 
 
-ROUNDING = 1e-3  # a share may be off by its rounding, an order by the norms of its tokens; a larger excess is a mistake
+ROUNDING = 1e-3  # tolerated excess, from the rounding of a share or of token norms; a larger one is a mistake
 
 
 @dataclass(frozen=True)
 class Bounded(Scale):
-    """The numbers as they are, with intervals cut to a closed ``domain`` in which the quantity lies by definition, such
+    """The identity, with intervals clipped to the closed ``domain`` of a quantity that is bounded by definition, such
     as [0, 1] for a share.
 
-    Cutting is exact: the true mean lies in the domain, so the shorter interval covers it exactly when the whole one
-    does, and the mean and its standard error are those of the plain scale. A logit would instead refuse the shares 0
-    and 1, and average something other than shares; Wilson's interval is for counts of independent trials, and the
-    pairs of tokens behind one share are not independent.
+    Clipping does not change the coverage: the true mean is in the domain, so the clipped interval covers it if and only
+    if the unclipped one does; the mean and its standard error are those of the linear scale. A logit, in contrast, is
+    undefined for the shares 0 and 1, and averages something other than shares; Wilson's interval is for counts of
+    independent trials, and the pairs of tokens that make up a share are not independent. Raises ``HelmscopeError``
+    unless the lower bound is below the upper one.
 
     >>> from helmscope.stats.intervals import mean_interval
     >>> mean_interval([0.0, 0.1, 0.9], scale=Bounded((0.0, 1.0)))

@@ -1,4 +1,4 @@
-"""A Measurement as a small table to read: estimates with their intervals."""
+"""A Measurement as a small text or HTML table: estimates with their intervals."""
 
 from __future__ import annotations
 
@@ -9,24 +9,25 @@ from typing import TYPE_CHECKING, Any
 
 from helmscope.stats.reduce import band, band_text, reduced
 from helmscope.types import (
-    COMPANIONS,
     HelmscopeError,
     Interval,
     counted,
     interval_text,
     one_line_repr,
     table,
+    type_with_article,
 )
+from helmscope.types.measurement import COMPANIONS
 
 if TYPE_CHECKING:
     import xarray as xr
 
-FEW = 8  # entries of a variable that are all shown; of more, the first and the last along each axis
+FEW = 8  # variables with more entries are shown at the first and last place along each axis only
 
 
 @dataclass(frozen=True)
 class Row:
-    """One entry of a variable in words."""
+    """One entry of a variable, as text."""
 
     variable: str
     at: str
@@ -37,20 +38,20 @@ class Row:
 
 @dataclass(frozen=True, repr=False)
 class Summary:
-    """The rows of a table: prints as text, and shows itself as HTML in a notebook."""
+    """A table of estimates: prints as text, and as HTML in a notebook."""
 
     rows: tuple[Row, ...]
     note: str
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The names of the columns; those in which all rows are empty are left out."""
-        names = [each.name for each in fields(Row)]
+        """The names of the columns that are not empty."""
+        names = [field.name for field in fields(Row)]
         return tuple(name for name in names if any(getattr(row, name) for row in self.rows))
 
     @property
     def cells(self) -> list[tuple[str, ...]]:
-        """The rows as ``columns`` names them."""
+        """The cells of each row, in the order of ``columns``."""
         return [tuple(getattr(row, name) for name in self.columns) for row in self.rows]
 
     def __repr__(self) -> str:
@@ -70,9 +71,8 @@ class Summary:
 def summary(measurement: xr.Dataset) -> Summary:
     """Estimate, interval, number of replicates and null of every variable of a Measurement, as a table.
 
-    A Measurement that keeps its replicates is reduced over them first, by ``reduce_replicates``. Of a variable with
-    more than 8 entries, those at the first and the last place along each axis are shown. Refuses what is not a
-    Measurement.
+    A Measurement with replicates is first reduced by ``reduce_replicates``. A variable with more than 8 entries is
+    shown at the first and last place along each axis only. Raises ``HelmscopeError`` unless it is a Measurement.
 
     >>> import xarray as xr
     >>> print(summary(xr.Dataset({"rank": (("time", "system"), [[4.0, 6.0, 5.0]]), "rank_null": 3.0}, {"time": [2.0]})))
@@ -81,7 +81,7 @@ def summary(measurement: xr.Dataset) -> Summary:
     in brackets: 95 % interval
     """
     if not hasattr(measurement, "data_vars"):
-        raise HelmscopeError(f"measurement is a {type(measurement).__name__}, but it must be an xarray Dataset")
+        raise HelmscopeError(f"measurement is {type_with_article(measurement)}, but it must be an xarray Dataset")
     names = [str(name) for name in measurement.data_vars if not str(name).endswith(COMPANIONS)]
     if not names:
         raise HelmscopeError("measurement has no variables, but a summary needs at least one")
@@ -98,24 +98,24 @@ def _rows(data: xr.Dataset, name: str) -> list[Row]:
     for place in itertools.product(*ends):
         at: dict[Any, int] = dict(zip(value.dims, place, strict=True))
         null = data.get(f"{name}_null")
-        known = None if null is None else null.isel({dim: k for dim, k in at.items() if dim in null.dims})
-        null_text = "" if known is None else f"{float(known):.4g}" if known.size == 1 else "varies"
+        null_here = None if null is None else null.isel({dim: k for dim, k in at.items() if dim in null.dims})
+        null_text = "" if null_here is None else f"{float(null_here):.4g}" if null_here.size == 1 else "varies"
         rows.append(Row(name, _where(value, at), _estimate(data, name, at), f"{n:,}", null_text))
     return rows
 
 
 def _where(value: xr.DataArray, at: dict[Any, int]) -> str:
-    """The coordinates of an entry in words."""
-    told = []
+    """The coordinates of an entry, as text."""
+    coordinates = []
     for dim, k in at.items():
         place = value[dim].values[k]
-        told.append(f"{dim} = {place:.6g}" if value[dim].dtype.kind in "fiu" else f"{dim} = {place}")
-    return ", ".join(told)
+        coordinates.append(f"{dim} = {place:.6g}" if value[dim].dtype.kind in "fiu" else f"{dim} = {place}")
+    return ", ".join(coordinates)
 
 
 def _estimate(data: xr.Dataset, name: str, at: dict[Any, int]) -> str:
     value = float(data[name].isel(at))
     low, high = (float(edge.isel(at)) for edge in band(data, name))
-    if not math.isfinite(value) or math.isnan(low) or math.isnan(high):  # one replicate has no interval
+    if not math.isfinite(value) or math.isnan(low) or math.isnan(high):  # a single replicate has no interval
         return f"{value:.4g}"
     return interval_text(Interval(value, low, high, n=1))

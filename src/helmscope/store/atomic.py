@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from helmscope.types import HelmscopeError, shown
+from helmscope.types import HelmscopeError, shown, type_with_article
 
 
 @contextmanager
@@ -48,12 +48,14 @@ def as_path(name: str, value: str | os.PathLike[str]) -> Path:
 
     >>> as_path("root", 3)
     Traceback (most recent call last):
-    helmscope.types.HelmscopeError: root is a int, but it must be a path, as a str or a Path
+    helmscope.types.HelmscopeError: root is an int, but it must be a path, as a str or a Path
     """
     try:
         path = Path(value)
     except TypeError:
-        raise HelmscopeError(f"{name} is a {type(value).__name__}, but it must be a path, as a str or a Path") from None
+        raise HelmscopeError(
+            f"{name} is {type_with_article(value)}, but it must be a path, as a str or a Path"
+        ) from None
     if "\0" in str(path):
         raise HelmscopeError(f"{name} is {shown(str(path))}, but a path must not hold the character NUL")
     return path

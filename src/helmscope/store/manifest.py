@@ -17,7 +17,7 @@ from typing import Any
 from helmscope.store.atomic import explained
 from helmscope.store.printable import printable
 from helmscope.store.strict_json import Reader, decode, encode, plain, record, text
-from helmscope.types import HelmscopeError, whole_number
+from helmscope.types import HelmscopeError, type_with_article, whole_number
 
 # a literal, because the code also runs from a source tree, which has no package metadata to read it from
 DEPENDENCIES = (
@@ -52,6 +52,10 @@ class Manifest:
     ``packages`` maps each installed direct dependency to its version, ``created`` is UTC in ISO 8601, ``command`` is
     the command line as a list of words, ``inputs`` maps each input to its SHA-256, and ``parameters`` is any JSON data
     (tuples become lists). Raises a ``HelmscopeError`` that names the field if a value has the wrong type.
+
+    >>> run = dict(seed=0, dtype="float64", device="cpu", threads=1, command=["helmscope", "phase"])
+    >>> Manifest.collect(**run, inputs={}, parameters={"times": (1, 2)}).parameters
+    {'times': [1, 2]}
     """
 
     helmscope: str
@@ -140,13 +144,13 @@ def _installed_versions() -> dict[str, str]:
 
 def _read_words(name: str, value: object) -> tuple[str, ...]:
     if not isinstance(value, list | tuple):
-        raise HelmscopeError(f"{name} is a {type(value).__name__}, but it must be a list of str")
+        raise HelmscopeError(f"{name} is {type_with_article(value)}, but it must be a list of str")
     return tuple(text(f"item {i} of {name}", word) for i, word in enumerate(value))
 
 
 def _read_mapping(name: str, value: object) -> dict[str, Any]:
     if not isinstance(value, Mapping):
-        raise HelmscopeError(f"{name} is a {type(value).__name__}, but it must be a mapping from str")
+        raise HelmscopeError(f"{name} is {type_with_article(value)}, but it must be a mapping from str")
     copy: dict[str, Any] = plain(name, value)
     return copy
 

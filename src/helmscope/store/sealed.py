@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from helmscope.store.atomic import explained, one_line
-from helmscope.types import HelmscopeError
+from helmscope.types import HelmscopeError, type_with_article
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -84,5 +84,5 @@ def as_dataset(value: xr.Dataset) -> xr.Dataset:
     import xarray as xr
 
     if not isinstance(value, xr.Dataset):
-        raise HelmscopeError(f"dataset is a {type(value).__name__}, but it must be an xarray Dataset")
+        raise HelmscopeError(f"dataset is {type_with_article(value)}, but it must be an xarray Dataset")
     return value

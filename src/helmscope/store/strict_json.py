@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from helmscope.store.printable import printable
-from helmscope.types import HelmscopeError, known_name
+from helmscope.types import HelmscopeError, known_name, type_with_article
 
 Reader = Callable[[str, object], Any]
 
@@ -63,7 +63,7 @@ def record(raw: object, readers: Mapping[str, Reader], what: str) -> dict[str, A
     helmscope.types.HelmscopeError: unknown key of x.json 'nmae': did you mean 'name'? Allowed: name
     """
     if not isinstance(raw, dict):
-        raise HelmscopeError(f"{what} is a {type(raw).__name__}, but it must be an object with named values")
+        raise HelmscopeError(f"{what} is {type_with_article(raw)}, but it must be an object with named values")
     for key in raw:
         known_name(f"key of {what}", printable(key), readers)
     missing = [key for key in readers if key not in raw]
@@ -79,7 +79,7 @@ def text(name: str, value: object) -> str:
     'cpu'
     """
     if not isinstance(value, str):
-        raise HelmscopeError(f"{name} is a {type(value).__name__}, but it must be a str")
+        raise HelmscopeError(f"{name} is {type_with_article(value)}, but it must be a str")
     return value
 
 
@@ -99,5 +99,5 @@ def plain(name: str, value: object) -> Any:
         return float(value)
     if value is None or isinstance(value, bool | int | str):
         return value
-    shown = value if isinstance(value, float) else f"a {type(value).__name__}"
+    shown = value if isinstance(value, float) else type_with_article(value)
     raise HelmscopeError(f"{name} is {shown}, but it must be made of None, bool, int, finite float, str, list and dict")

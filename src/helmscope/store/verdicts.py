@@ -22,6 +22,7 @@ from helmscope.types import (
     Verdict,
     known_name,
     real_number,
+    type_with_article,
     whole_number,
 )
 
@@ -52,7 +53,7 @@ def decode_verdicts(data: bytes, what: str = "verdicts") -> tuple[Verdict, ...]:
     """
     raw = decode(data, what)
     if not isinstance(raw, list):
-        raise HelmscopeError(f"{what} is a {type(raw).__name__}, but it must be a list of verdicts")
+        raise HelmscopeError(f"{what} is {type_with_article(raw)}, but it must be a list of verdicts")
     return tuple(Verdict(**record(item, _READERS, f"{what}[{i}]")) for i, item in enumerate(raw))
 
 
@@ -108,14 +109,14 @@ def _read_optional_control(name: str, value: object) -> Control | None:
 
 def _read_exhibits(name: str, value: object) -> tuple[Exhibit, ...]:
     if not isinstance(value, list):
-        raise HelmscopeError(f"{name} is a {type(value).__name__}, but it must be a list of exhibits")
+        raise HelmscopeError(f"{name} is {type_with_article(value)}, but it must be a list of exhibits")
     readers: dict[str, Reader] = {"title": text, "text": text}
     return tuple(Exhibit(**record(item, readers, f"item {i} of {name}")) for i, item in enumerate(value))
 
 
 def _read_controls(name: str, value: object) -> tuple[Control, ...]:
     if not isinstance(value, list):
-        raise HelmscopeError(f"{name} is a {type(value).__name__}, but it must be a list of controls")
+        raise HelmscopeError(f"{name} is {type_with_article(value)}, but it must be a list of controls")
     return tuple(_read_control(f"item {i} of {name}", item) for i, item in enumerate(value))
 
 

@@ -1,9 +1,9 @@
-"""The types that every room of the house shares, and the errors. Imports nothing of ours, no torch and no msgspec.
+"""The types and errors that all packages of helmscope share. Imports none of the other packages, torch or msgspec.
 
-``Trajectory`` is where theory and model meet: a simulation and a recorded transformer both give one, so every
-observable runs on both. ``System`` is a trajectory with the mechanism that made it, replayed for any ``Instrument``. A
-Measurement is an xarray Dataset that keeps the rules of ``types.measurement``; a ``Verdict`` holds the ``Interval`` of
-a statistic against a ``Region``.
+``Trajectory`` is what theory and models have in common: a simulation and a recorded transformer both produce one, so
+every observable runs on both. ``System`` is a trajectory with the mechanism that produced it, which can be replayed for
+any ``Instrument``. A Measurement is an xarray Dataset that satisfies the rules of ``types.measurement``; a ``Verdict``
+compares the ``Interval`` of a statistic with a ``Region``.
 """
 
 from helmscope.types.arguments import (
@@ -14,6 +14,7 @@ from helmscope.types.arguments import (
     real_number,
     seed_number,
     shown,
+    type_with_article,
     whole_number,
 )
 from helmscope.types.display import Plottable, brief, joined, one_line_repr, picture, shortened, table
@@ -27,13 +28,9 @@ from helmscope.types.instrument import (
     Moment,
     Needs,
     ReplayPlan,
-    results,
-    start_instruments,
 )
 from helmscope.types.interval import Interval, Region, interval_text, region_text
 from helmscope.types.measurement import (
-    COMPANIONS,
-    REPLICATES,
     check_measurement,
     check_reduced,
     check_replicates,
@@ -46,8 +43,6 @@ from helmscope.types.trajectory import Outcome, Status, Trajectory
 from helmscope.types.verdict import Control, Exhibit, Ruling, Verdict
 
 __all__ = [
-    "COMPANIONS",
-    "REPLICATES",
     "AttentionPass",
     "Control",
     "CrossPass",
@@ -88,11 +83,10 @@ __all__ = [
     "real_number",
     "region_text",
     "replicate_axis",
-    "results",
     "seed_number",
     "shortened",
     "shown",
-    "start_instruments",
     "table",
+    "type_with_article",
     "whole_number",
 ]

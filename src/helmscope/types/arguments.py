@@ -1,4 +1,4 @@
-"""Checks of plain arguments: each gives the value in its plain form, or refuses it by name."""
+"""Checks of plain arguments: each returns the converted value or raises a ``HelmscopeError`` naming the argument."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from collections.abc import Iterable, Sequence
 
 from helmscope.types.errors import HelmscopeError
 
-FEW_NAMES = 16  # which are listed beside the nearest one
+FEW_NAMES = 16  # up to this many allowed names are listed, even if one is close
 
 
 def real_number(name: str, value: object, *, at_least: float = -math.inf, above: float = -math.inf) -> float:
-    """``value`` as a finite float within its bound, or a ``HelmscopeError`` that names the argument.
+    """``value`` as a finite float within its bound; raises a ``HelmscopeError`` that names the argument otherwise.
 
     >>> real_number("beta", 4)
     4.0
@@ -30,8 +30,9 @@ def real_number(name: str, value: object, *, at_least: float = -math.inf, above:
 
 
 def whole_number(name: str, value: object, *, at_least: int, below: int = 2**63) -> int:
-    """``value`` as an int of at least ``at_least`` and below a power of 2, or a ``HelmscopeError`` that names the
-    argument; 2^63 is where the sizes of tensors end.
+    """``value`` as an int in [``at_least``, ``below``); raises a ``HelmscopeError`` that names the argument otherwise.
+
+    ``below`` must be a power of 2; the default 2^63 is the limit for sizes of tensors.
 
     >>> whole_number("n", 32, at_least=1)
     32
@@ -50,7 +51,7 @@ def whole_number(name: str, value: object, *, at_least: int, below: int = 2**63)
 
 
 def seed_number(value: object) -> int:
-    """``value`` as a seed, 0 .. 2^32 - 1, or a ``HelmscopeError``.
+    """``value`` as a seed, 0 to 2^32 - 1; raises ``HelmscopeError`` otherwise.
 
     >>> seed_number(7)
     7
@@ -59,7 +60,8 @@ def seed_number(value: object) -> int:
 
 
 def fits_memory(given: str, numbers: int) -> None:
-    """Refuse to make so many numbers of 8 bytes if this machine cannot hold them; ``given`` begins the sentence.
+    """Raise ``HelmscopeError`` if this machine's memory cannot hold so many 8-byte numbers; ``given`` describes the
+    arguments that ask for them and begins the error message.
 
     >>> fits_memory("n is 10^9 and dim is 10^9", 10**18)
     Traceback (most recent call last):
@@ -72,12 +74,13 @@ def fits_memory(given: str, numbers: int) -> None:
 
 
 def _is_not_numeric(value: object) -> bool:
-    """True and False, of Python, NumPy or torch, and text: float() takes them, a reader would not."""
+    """Whether a value is a bool of Python, NumPy or torch, or text: float() accepts these, but they are mistakes."""
     return isinstance(value, bool | str | bytes) or "bool" in str(getattr(value, "dtype", ""))
 
 
 def increasing_times(times: object) -> list[float]:
-    """``times`` as floats: at least one, finite, not negative, strictly increasing; else a ``HelmscopeError``.
+    """``times`` as a list of floats; raises ``HelmscopeError`` unless there is at least one and they are finite,
+    nonnegative and strictly increasing.
 
     >>> increasing_times([1, 5, 10])
     [1.0, 5.0, 10.0]
@@ -95,8 +98,9 @@ def increasing_times(times: object) -> list[float]:
 
 
 def known_name(what: str, name: str, allowed: Iterable[str]) -> str:
-    """``name`` if it is allowed, or a ``HelmscopeError`` that offers the nearest one, and lists all where none is near
-    or they are few.
+    """``name`` if it is allowed; raises ``HelmscopeError`` otherwise.
+
+    The error suggests the closest allowed name, and lists all of them if none is close or there are few.
 
     >>> known_name("field", "sa", ["sa", "usa"])
     'sa'
@@ -107,14 +111,14 @@ def known_name(what: str, name: str, allowed: Iterable[str]) -> str:
     names = sorted(allowed)
     if name in names:
         return name
-    near = difflib.get_close_matches(name, names, n=1, cutoff=0.4 if len(names) <= FEW_NAMES else 0.6)
-    hint = f"did you mean '{near[0]}'?" if near else "there is no such name."
-    listed = "" if near and len(names) > FEW_NAMES else f" Allowed: {', '.join(names)}"
-    raise HelmscopeError(f"unknown {what} '{name}': {hint}{listed}")
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.4 if len(names) <= FEW_NAMES else 0.6)
+    hint = f"did you mean '{close[0]}'?" if close else "there is no such name."
+    listing = "" if close and len(names) > FEW_NAMES else f" Allowed: {', '.join(names)}"
+    raise HelmscopeError(f"unknown {what} '{name}': {hint}{listing}")
 
 
 def counted(number: int, noun: str) -> str:
-    """A number with its noun in the singular or the plural.
+    """A count with its noun in the singular or the plural.
 
     >>> counted(1, "text"), counted(2, "text"), counted(1024, "system")
     ('1 text', '2 texts', '1,024 systems')
@@ -123,12 +127,23 @@ def counted(number: int, noun: str) -> str:
 
 
 def shown(value: object) -> str:
-    """``value`` as an error shows it: its repr on one line, cut to 80 characters.
+    """``value`` as error messages print it: its repr on one line, cut to 80 characters.
 
     >>> shown([1.0, 2.0]), shown(10**5000)
     ('[1.0, 2.0]', 'a whole number of 16610 bits')
     """
-    if isinstance(value, int) and value.bit_length() > 14_000:  # Python writes out no int of more than 4,300 digits
+    if isinstance(value, int) and value.bit_length() > 14_000:  # Python does not print ints of more than 4,300 digits
         return f"a whole number of {value.bit_length()} bits"
     text = re.sub(r"\s+", " ", repr(value))
     return text if len(text) <= 80 else text[:77] + "..."
+
+
+def type_with_article(value: object) -> str:
+    """The name of a value's type with its indefinite article, for error messages.
+
+    >>> type_with_article(3), type_with_article("text"), type_with_article(None)
+    ('an int', 'a str', 'a NoneType')
+    """
+    name = type(value).__name__
+    # by sound: vowels other than u (a Unit), ndarray, and acronyms such as MLP or RK4
+    return f"{'an' if re.match('[AEIOaeio]|nd|[FHLMNRSX][A-Z]', name) else 'a'} {name}"

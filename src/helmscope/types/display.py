@@ -1,7 +1,7 @@
-"""How objects show themselves: one line for ``repr``, small HTML tables for notebooks, and ``plot`` for pictures.
+"""How objects are displayed: a one-line ``repr``, small HTML tables for notebooks, and ``plot``.
 
-Everything here works on plain strings. ``picture`` is the one place in the package that reaches for a room below its
-own, and it does so only when somebody asks for a picture.
+Everything here works on plain strings. ``picture`` is the only function that imports from a higher-level package, and
+it does so only when called.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LONGEST_LINE = 200
 LONGEST_FIELD = 72
 MOST_ITEMS = 3
 
-# Only borders and padding: the colors are the notebook's own, whether it is dark or light.
+# borders and padding only, so that a dark or light notebook keeps its own colors
 _CELL = "padding: 0.15em 0.9em 0.15em 0; text-align: left; vertical-align: top"
 _HEAD = f"{_CELL}; font-weight: bold; border-bottom: 1px solid currentColor"
 _NAME = f"{_CELL}; font-weight: bold; white-space: nowrap"
@@ -29,7 +29,7 @@ _TEXT = f"{_CELL}; max-width: 50em; white-space: pre-wrap; overflow-wrap: anywhe
 
 
 def picture(shown: object, **options: Any) -> Figure:
-    """What ``hs.plot`` draws of an object.
+    """The figure that ``hs.plot`` draws of an object; raises ``HelmscopeError`` for types it cannot plot.
 
     >>> import torch
     >>> from helmscope.types import Trajectory
@@ -41,20 +41,27 @@ def picture(shown: object, **options: Any) -> Figure:
 
 
 class Plottable:
-    """An object that ``hs.plot`` can draw."""
+    """Base class of objects that ``hs.plot`` can draw: adds the method ``plot``.
+
+    >>> import torch
+    >>> from helmscope.types import Trajectory
+    >>> path = Trajectory(torch.zeros(1), torch.eye(2).expand(1, 1, 2, 2))
+    >>> isinstance(path, Plottable), len(path.plot().axes)
+    (True, 3)
+    """
 
     __slots__ = ()
 
     def plot(self, **options: Any) -> Figure:
-        """The picture of this object, as ``hs.plot`` gives it; the options are those listed there.
+        """The figure that ``hs.plot`` draws of this object; the options are those of ``hs.plot``.
 
-        It shows itself in a notebook, and ``save("picture.pdf")`` writes it as PNG, SVG or PDF.
+        A notebook displays it, and its method ``save("picture.pdf")`` writes PNG, SVG or PDF.
         """
         return picture(self, **options)
 
 
 def shortened(text: str, limit: int) -> str:
-    """``text`` on one line of at most ``limit`` characters; what is cut off is told by dots.
+    """``text`` on one line of at most ``limit`` characters, with "..." in place of what is cut off.
 
     >>> shortened("two\\nlines", 80), shortened("a long line", 8)
     ('two lines', 'a lon...')
@@ -64,7 +71,7 @@ def shortened(text: str, limit: int) -> str:
 
 
 def one_line_repr(text: str) -> str:
-    """What ``repr`` gives of an object that cannot be written as code.
+    """The ``repr`` of an object that cannot be written as code: ``text`` in angle brackets, on one line.
 
     >>> one_line_repr("Subject A: 1 text")
     '<Subject A: 1 text>'
@@ -73,7 +80,8 @@ def one_line_repr(text: str) -> str:
 
 
 def brief(value: Any, limit: int = LONGEST_FIELD) -> str:
-    """A value in a few words: of a dataclass what differs from its defaults, of a tensor its shape.
+    """A short description of a value: for a dataclass the fields that differ from their defaults, for a tensor its
+    shape.
 
     >>> from helmscope.fields.attention import SA
     >>> import torch
@@ -96,33 +104,33 @@ def _brief(value: Any) -> str:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return _brief_dataclass(value)
     if isinstance(value, list | tuple):
-        few = [_brief(each) for each in value[:MOST_ITEMS]]
-        return f"[{', '.join(few)}{f', ... {len(value)} in all' if len(value) > len(few) else ''}]"
+        items = [_brief(item) for item in value[:MOST_ITEMS]]
+        return f"[{', '.join(items)}{f', ... {len(value)} in all' if len(value) > len(items) else ''}]"
     if isinstance(value, str):
         return repr(value)
     return str(getattr(value, "__qualname__", type(value).__name__)).rpartition(".")[2]
 
 
 def _brief_dataclass(value: Any) -> str:
-    shown = [each for each in dataclasses.fields(value) if each.repr]
-    # a field without a default comes first, as it does in a call: what an object is, before what is special about it
-    shown.sort(key=lambda each: each.default is not dataclasses.MISSING)
-    pairs = [(each, getattr(value, each.name)) for each in shown]
-    told = [f"{each.name}={_brief(given)}" for each, given in pairs if not _is_default(given, each)]
-    return f"{type(value).__name__}({', '.join(told)})"
+    fields = [field for field in dataclasses.fields(value) if field.repr]
+    # required fields first, as in a call, even if a base class declares optional ones before them
+    fields.sort(key=lambda field: field.default is not dataclasses.MISSING)
+    pairs = [(field, getattr(value, field.name)) for field in fields]
+    arguments = [f"{field.name}={_brief(item)}" for field, item in pairs if not _is_default(item, field)]
+    return f"{type(value).__name__}({', '.join(arguments)})"
 
 
-def _is_default(given: Any, field: dataclasses.Field[Any]) -> bool:
-    plain = isinstance(given, bool | int | float | str | Enum)
+def _is_default(value: Any, field: dataclasses.Field[Any]) -> bool:
+    plain = isinstance(value, bool | int | float | str | Enum)
     if field.default_factory is not dataclasses.MISSING and not plain:
-        return type(given) is type(field.default_factory()) and _brief(given) == _brief(field.default_factory())
-    return given is field.default or (plain and given == field.default)
+        return type(value) is type(field.default_factory()) and _brief(value) == _brief(field.default_factory())
+    return value is field.default or (plain and value == field.default)
 
 
 def table(title: str, rows: Iterable[Sequence[object]], *, head: Sequence[str] = (), note: str = "") -> str:
-    """Rows of text as a small HTML table without colors or scripts; everything in it is escaped.
+    """A small HTML table without colors or scripts; all text is escaped.
 
-    ``title`` stands above it and ``note`` below. Where there is no ``head``, the first column holds names.
+    ``title`` is printed above it and ``note`` below. Without a ``head`` the first column holds the names of the rows.
 
     >>> "&lt;script&gt;" in table("", [("label", "<script>")]), "<script>" in table("<script>", [])
     (True, False)
@@ -130,10 +138,10 @@ def table(title: str, rows: Iterable[Sequence[object]], *, head: Sequence[str] =
     parts = []
     if title:
         parts.append(f'<div style="font-weight: bold">{html.escape(title)}</div>')
-    body = [_row("th", [(_HEAD, each) for each in head])] if head else []
+    body = [_row("th", [(_HEAD, cell) for cell in head])] if head else []
     for row in rows:
         first, *others = row
-        body.append(_row("td", [(_TEXT if head else _NAME, first), *((_TEXT, each) for each in others)]))
+        body.append(_row("td", [(_TEXT if head else _NAME, first), *((_TEXT, cell) for cell in others)]))
     if body:
         parts.append(f'<table style="border-collapse: collapse">{"".join(body)}</table>')
     if note:
@@ -147,7 +155,7 @@ def _row(tag: str, cells: Iterable[tuple[str, object]]) -> str:
 
 
 def joined(*parts: str) -> str:
-    """Several pieces of HTML below one another.
+    """Several pieces of HTML, one below the other, in one ``div``.
 
     >>> joined("<div>a</div>", "<div>b</div>")
     '<div><div>a</div><div>b</div></div>'

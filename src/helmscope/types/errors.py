@@ -4,17 +4,17 @@ from __future__ import annotations
 
 
 class HelmscopeError(ValueError):
-    """Every refusal of bad input: one sentence that names the argument, the value and what is allowed.
+    """Raised for every bad input; the message is one sentence that names the argument, its value and what is allowed.
 
     >>> issubclass(HelmscopeError, ValueError)
     True
     """
 
-    __module__ = "helmscope.types"  # the name that tracebacks show is the one to import it by
+    __module__ = "helmscope.types"  # so that tracebacks show where to import it from
 
 
 class MissingExtra(HelmscopeError):
-    """An optional dependency is not installed; the sentence holds the pip line that brings it.
+    """Raised when an optional dependency is not installed; the message holds the pip command that installs it.
 
     >>> str(MissingExtra("plotly", "report"))
     "plotly is not installed, and this needs it: pip install 'helmscope[report]', in a clone '.[report]'"

@@ -1,9 +1,9 @@
-"""What passes through a system while it is replayed, and the instruments that measure it.
+"""Instruments: measurements that are taken while a system is replayed.
 
-A replay shows every layer of a system once, a chunk of its replicates at a time: first the attention half, then the
-cross-attention of a decoder that reads an encoder, then the MLP half, where there are such. An ``Instrument`` says what
-it needs to be shown, keeps a small result of each chunk, and gives a Measurement that keeps its replicates. A replay
-computes nothing that no instrument needs.
+A replay shows every layer of a system once, one chunk of its replicates at a time: the attention half, then the
+cross-attention of a decoder that reads an encoder, then the MLP half, as far as the layer has them. An ``Instrument``
+declares what it needs, keeps a small result of each chunk, and returns a Measurement with replicates. A replay computes
+only what some instrument needs.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class Half(Enum):
-    """The two halves of a block, and between them the cross-attention of a decoder that reads an encoder.
+    """The halves of a block: attention, the cross-attention of a decoder that reads an encoder, and the MLP.
 
     >>> [half.value for half in Half]
     ['attention', 'cross', 'mlp']
@@ -41,13 +41,14 @@ class Half(Enum):
 
 
 class Needs(Flag):
-    """What an instrument needs to be shown.
+    """What an instrument needs from a replay.
 
-    ``ATTENTION`` and ``MLP`` are the states that a half reads, ``ATTENTION_WRITE`` and ``MLP_WRITE`` what it writes:
-    shown wherever the system has that half. ``KERNEL`` (the attention weights), ``QKV`` (query, key and value) and
-    ``FORCE`` (the MLP as a field on unit vectors) are required: a system that cannot show them refuses the instrument.
-    ``CROSS`` (the states that cross-attention reads, and those of the encoder that it attends to), ``CROSS_KERNEL``,
-    ``CROSS_QKV`` and ``CROSS_WRITE`` are shown wherever a layer has cross-attention; most systems have none.
+    ``ATTENTION`` and ``MLP`` are the states that a half reads, ``ATTENTION_WRITE`` and ``MLP_WRITE`` what it writes;
+    they are optional, and passed for every layer that has this half. ``KERNEL`` (the attention weights), ``QKV``
+    (queries, keys and values) and ``FORCE`` (the MLP as a field on unit vectors) are required: replaying a system that
+    cannot provide them raises ``HelmscopeError``. ``CROSS`` (the states that cross-attention reads, and those of the
+    encoder that it attends to), ``CROSS_KERNEL``, ``CROSS_QKV`` and ``CROSS_WRITE`` are passed for every layer with
+    cross-attention; most systems have none.
 
     >>> Needs.KERNEL in Needs.KERNEL | Needs.MLP_WRITE
     True
@@ -68,24 +69,24 @@ class Needs(Flag):
 
     @property
     def attention_half(self) -> bool:
-        """Whether anything of the attention half is asked for."""
+        """Whether anything of the attention half is needed."""
         return bool(self & (Needs.ATTENTION | Needs.KERNEL | Needs.QKV | Needs.ATTENTION_WRITE))
 
     @property
     def cross_half(self) -> bool:
-        """Whether anything of cross-attention is asked for."""
+        """Whether anything of cross-attention is needed."""
         return bool(self & (Needs.CROSS | Needs.CROSS_KERNEL | Needs.CROSS_QKV | Needs.CROSS_WRITE))
 
     @property
     def mlp_half(self) -> bool:
-        """Whether anything of the MLP half is asked for."""
+        """Whether anything of the MLP half is needed."""
         return bool(self & (Needs.MLP | Needs.FORCE | Needs.MLP_WRITE))
 
 
 @dataclass(frozen=True, eq=False)
 class ReplayPlan:
-    """What a replay is about to show: ``layers``, whose mechanisms lie along the axis named ``axis`` at
-    ``coordinates``, for a number of ``replicates`` along the axis ``replicate``.
+    """The extent of a replay: its ``layers``, the name ``axis`` of their axis and their ``coordinates`` on it, and the
+    name ``replicate`` of the replicate axis with the number of ``replicates``.
 
     >>> ReplayPlan(range(1), axis="layer", coordinates=[0], replicate="prompt", replicates=3).replicates
     3
@@ -100,13 +101,13 @@ class ReplayPlan:
 
 @dataclass(frozen=True, eq=False)
 class Moment:
-    """Where in a replay a chunk passes.
+    """The position of a chunk within a replay.
 
-    ``layer`` and ``half`` say which mechanism it is. ``time`` is the time of the state that this half reads: the time
-    of a simulation, the depth of a recording. ``rows`` are the replicates of the chunk, ``weights`` what
-    statistics count of their tokens (None: all alike), ``visible`` what attention sees of them (None: all). ``step``
-    is None in a flow, whose writes are velocities; in a layer writes are increments, and ``step`` is its size h: 1 in
-    a model, and for ``Layer(h)`` the factor h that the increments contain.
+    ``layer`` and ``half`` identify the mechanism. ``time`` is the position of the state that this half reads: the time
+    of a simulation, the depth of a recording. ``rows`` are the replicates of the chunk, ``weights`` the weights of
+    their tokens in statistics (None: equal), ``visible`` the tokens that can be attended to (None: all). ``step`` is
+    None in a flow, whose writes are velocities; in a layer, writes are increments and ``step`` is its size h: 1 in a
+    model, and for ``Layer(h)`` the factor h that the increments contain.
 
     >>> Moment(0, Half.MLP, 0.0, slice(0, 2), step=1.0).is_increment
     True
@@ -122,19 +123,23 @@ class Moment:
 
     @property
     def is_increment(self) -> bool:
-        """Whether a write is what the state is increased by, and not a velocity."""
+        """Whether writes are increments of the state rather than velocities."""
         return self.step is not None
 
 
 @dataclass(frozen=True, eq=False)
 class AttentionPass:
-    """What passes through the attention half of a layer; None where no instrument needs it.
+    """The tensors of the attention half of one layer; those that no instrument needs are None.
 
     ``state`` is the state that the half reads, before any norm, and ``direction`` its unit vectors as in the
-    trajectory. ``kernel`` has rows of attention weights, with an axis of heads where the system has one: a simulated
-    field of a single head has none. ``query``, ``key`` and ``value`` are None where the mechanism does not show them;
-    in a model keys and values may have fewer heads than queries. ``write`` is what the half adds to the state, before
-    any projection to the sphere. Tensors are valid during the call alone.
+    trajectory. ``kernel`` has rows of attention weights, and an axis of heads unless the system is a simulated field of
+    a single head. In a model keys and values may have fewer heads than queries. ``write`` is what the half adds to the
+    state, before any projection to the sphere. Tensors are valid only during the call.
+
+    >>> import torch
+    >>> x = torch.eye(2).expand(1, 2, 2)
+    >>> AttentionPass(state=3 * x, direction=x).kernel is None
+    True
     """
 
     state: Float[Tensor, "rows n d"]
@@ -148,14 +153,19 @@ class AttentionPass:
 
 @dataclass(frozen=True, eq=False)
 class CrossPass:
-    """What passes through the cross-attention of a layer, by which a decoder reads its encoder; None where no
-    instrument needs it.
+    """The tensors of the cross-attention of one layer, by which a decoder reads its encoder; those that no instrument
+    needs are None.
 
     ``state`` is the state that it reads, before any norm, and ``direction`` its unit vectors. ``memory`` holds the
-    encoder's last states, which it attends to; ``memory_weights`` is what statistics count of the encoder's tokens
-    (None: all alike), ``memory_visible`` which of them can be seen (None: all). ``kernel`` has for each token of the
-    decoder a row of weights of the encoder's m tokens; ``query`` is the decoder's, ``key`` and ``value`` are the
-    encoder's. ``write`` is what cross-attention adds to the state. Tensors are valid during the call alone.
+    encoder's last states, which it attends to; ``memory_weights`` are the weights of the encoder's tokens in statistics
+    (None: equal), ``memory_visible`` the ones that can be attended to (None: all). ``kernel`` has for each token of the
+    decoder a row of weights of the encoder's m tokens; queries come from the decoder, keys and values from the encoder.
+    ``write`` is what cross-attention adds to the state. Tensors are valid only during the call.
+
+    >>> import torch
+    >>> x = torch.eye(2).expand(1, 2, 2)
+    >>> CrossPass(state=3 * x, direction=x, memory=torch.ones(1, 5, 4)).memory.shape
+    torch.Size([1, 5, 4])
     """
 
     state: Float[Tensor, "rows n d"]
@@ -172,12 +182,17 @@ class CrossPass:
 
 @dataclass(frozen=True, eq=False)
 class MlpPass:
-    """What passes through the MLP half of a layer; None where no instrument needs it.
+    """The tensors of the MLP half of one layer; those that no instrument needs are None.
 
     ``state`` is the state that the half reads, before any norm, and ``direction`` its unit vectors. ``force`` is the
-    MLP as a field with its norm folded in, and ``point`` where it gives what the MLP gave: unit vectors up to the
-    epsilon of the norm. ``write`` is what the half adds to the state, before any projection to the sphere. Tensors are
-    valid during the call alone.
+    MLP as a field with its norm folded in, and ``point`` where it must be evaluated to reproduce the MLP's output: unit
+    vectors up to the epsilon of the norm. ``write`` is what the half adds to the state, before any projection to the
+    sphere. Tensors are valid only during the call.
+
+    >>> import torch
+    >>> x = torch.eye(2).expand(1, 2, 2)
+    >>> MlpPass(state=3 * x, direction=x, write=torch.zeros_like(x)).write.shape
+    torch.Size([1, 2, 2])
     """
 
     state: Float[Tensor, "rows n d"]
@@ -188,12 +203,13 @@ class MlpPass:
 
 
 class Instrument(ABC):
-    """Measures what passes while a system is replayed; ``system.replay(...)`` and ``hs.measure`` take instruments.
+    """Base class for what measures a system during a replay; ``system.replay(...)`` and ``hs.measure`` take
+    instruments.
 
-    A subclass has a ``name`` and says what it ``needs``. It implements ``attention``, ``cross`` and ``mlp``, or some
-    of them, and there calls ``keep`` with numbers of each replicate of the chunk. Kept numbers are put together by
-    their replicate, so that the size of the chunks changes nothing. An instrument can be used again: every replay
-    starts it afresh.
+    A subclass defines its ``name`` and its ``needs``, and implements one or more of ``attention``, ``cross`` and
+    ``mlp``, which call ``keep`` with one value or array per replicate of the chunk. The values are assembled by
+    replicate, so that the result does not depend on the chunk size. An instrument can be reused: every replay resets
+    it.
 
     >>> import torch
     >>> from helmscope.fields.attention import SA
@@ -202,8 +218,9 @@ class Instrument(ABC):
     ...     name, needs = "peaks", Needs.KERNEL
     ...     def attention(self, moment, passed):
     ...         self.keep(moment, {"peak": passed.kernel.amax((-1, -2))})
-    >>> seen = integrate(SA(beta=0.0), torch.eye(2).expand(3, 2, 2), times=[0.0, 1.0]).replay(Peaks())["peaks"]
-    >>> seen.peak.dims, seen.peak.values.tolist()
+    >>> run = integrate(SA(beta=0.0), torch.eye(2).expand(3, 2, 2), times=[0.0, 1.0])
+    >>> peak = run.replay(Peaks())["peaks"].peak
+    >>> peak.dims, peak.values.tolist()
     (('time', 'system'), [[0.5, 0.5, 0.5], [0.5, 0.5, 0.5]])
     """
 
@@ -213,46 +230,49 @@ class Instrument(ABC):
     @property
     @abstractmethod
     def name(self) -> str:
-        """What its Measurement is called among those of a replay."""
+        """The key of its Measurement in the result of a replay."""
 
     @property
     @abstractmethod
     def needs(self) -> Needs:
-        """What it needs to be shown."""
+        """What it needs from a replay."""
 
     @property
     def forwards(self) -> int:
-        """How many forwards of a model it takes beside the replay: none where it only looks at what passes."""
+        """The number of forward passes of a model that it runs in addition to the replay; 0 by default."""
         return 0
 
     @property
     def plan(self) -> ReplayPlan:
-        """What the replay that it was last used in shows."""
+        """The plan of its latest replay; raises ``HelmscopeError`` before the first one."""
         if self._plan is None:
-            raise HelmscopeError(f"instrument {self.name} has seen no replay: give it to system.replay first")
+            raise HelmscopeError(
+                f"instrument {self.name} has no plan before its first replay: pass it to system.replay"
+            )
         return self._plan
 
     def refusal(self, system: System) -> str | None:
-        """Why the system is not one for this instrument, in one sentence; None where it is, ``needs`` provided."""
+        """Why this instrument cannot be used on the system beyond its ``needs``, in one sentence; None if it can."""
         return None
 
     def start(self, plan: ReplayPlan) -> None:
-        """Forget earlier replays: another one begins."""
+        """Start a new replay and discard the values of earlier ones."""
         self._plan, self._kept = plan, {}
 
-    def attention(self, moment: Moment, passed: AttentionPass) -> None:  # noqa: B027 - it may need one half alone
-        """Take in what passes through an attention half."""
+    def attention(self, moment: Moment, passed: AttentionPass) -> None:  # noqa: B027 - some need one half only
+        """Process one chunk of an attention half."""
 
     def cross(self, moment: Moment, passed: CrossPass) -> None:  # noqa: B027 - the same
-        """Take in what passes through cross-attention."""
+        """Process one chunk of cross-attention."""
 
     def mlp(self, moment: Moment, passed: MlpPass) -> None:  # noqa: B027 - the same
-        """Take in what passes through an MLP half."""
+        """Process one chunk of an MLP half."""
 
     def keep(self, moment: Moment, values: Mapping[str, Tensor], axes: Sequence[str] = ("head",)) -> None:
-        """Keep, by their names, one value per replicate of the chunk, or an array per replicate with the axes ``axes``.
+        """Keep, by name, one value per replicate of the chunk, or one array per replicate with the axes ``axes``.
 
-        A value without further axes needs no names, so that one call serves systems with heads and without.
+        ``axes`` is ignored for plain values, so that the same call works for systems with heads and without. Raises
+        ``HelmscopeError`` if the shape does not match.
         """
         count = moment.rows.stop - moment.rows.start
         for name, value in values.items():
@@ -267,15 +287,17 @@ class Instrument(ABC):
             kept.chunks.append((moment.layer, moment.rows, array))
 
     def result(self) -> xr.Dataset:
-        """The Measurement of all that was kept, with its replicates: (layer or time, prompt or system, further axes).
-        It is NaN where nothing was kept, as in a layer that lacks the half, or a head that its layer lacks.
+        """The Measurement of all kept values, with axes (layer or time, prompt or system, further axes).
+
+        Entries for which nothing was kept are NaN, such as those of layers without this half, or of heads that a layer
+        does not have. Raises ``HelmscopeError`` if nothing was kept at all.
         """
         import numpy as np
         import xarray as xr
 
         plan, sizes = self.plan, dict[str, int]()
         if not self._kept:
-            raise HelmscopeError(f"instrument {self.name} kept nothing: this system has no half that it looks at")
+            raise HelmscopeError(f"instrument {self.name} kept nothing: this system has no half that it measures")
         for kept in self._kept.values():
             for _, _, array in kept.chunks:
                 for axis, size in zip(kept.axes, array.shape[1:], strict=True):
@@ -283,24 +305,27 @@ class Instrument(ABC):
         data = {}
         for name, kept in self._kept.items():
             shape = (len(plan.layers), plan.replicates, *(sizes[axis] for axis in kept.axes))
-            whole = np.full(shape, np.nan)
+            values = np.full(shape, np.nan)
             for layer, rows, array in kept.chunks:
-                whole[plan.layers.index(layer), rows][tuple(slice(size) for size in array.shape)] = array
-            data[name] = ((plan.axis, plan.replicate, *kept.axes), whole)
+                values[plan.layers.index(layer), rows][tuple(slice(size) for size in array.shape)] = array
+            data[name] = ((plan.axis, plan.replicate, *kept.axes), values)
         coords = {plan.axis: np.asarray(plan.coordinates), plan.replicate: np.arange(plan.replicates)}
         return xr.Dataset(data, coords | {axis: np.arange(size) for axis, size in sizes.items()})
 
 
 @dataclass(frozen=True, eq=False)
 class _Kept:
-    """The numbers of one name: the names of their axes behind that of the replicates, and the chunks."""
+    """The kept values of one name: their axes after the replicate axis, and the chunks as (layer, rows, values)."""
 
     axes: tuple[str, ...]
     chunks: list[tuple[int, slice, NDArray[np.float64]]]
 
 
 def start_instruments(system: System, instruments: Sequence[Instrument], plan: ReplayPlan) -> Needs:
-    """Check instruments, start them for a replay of the system, and give what they need together.
+    """Check the instruments, start them for a replay of the system, and return the union of their needs.
+
+    Raises ``HelmscopeError`` if one is not an Instrument, if two have the same name, or if one cannot be used on the
+    system.
 
     >>> start_instruments(None, [], ReplayPlan(range(1), "layer", [0], "prompt", 1))
     <Needs.NOTHING: 0>
@@ -327,7 +352,7 @@ def start_instruments(system: System, instruments: Sequence[Instrument], plan: R
 
 
 def results(instruments: Sequence[Instrument]) -> dict[str, xr.Dataset]:
-    """The Measurements of instruments at the end of a replay, by their names.
+    """The Measurements of the instruments after a replay, by name.
 
     >>> results([])
     {}

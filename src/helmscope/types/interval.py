@@ -1,4 +1,4 @@
-"""An estimate with its interval, and the region that it is held against."""
+"""An estimate with its confidence interval, and the region that it is compared with."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from helmscope.types.errors import HelmscopeError
 
 @dataclass(frozen=True)
 class Interval:
-    """An estimate from n replicates with its interval, low <= estimate <= high. The ends may be infinite; NaN is
-    refused.
+    """An estimate from n replicates with its confidence interval, low <= estimate <= high. The endpoints may be
+    infinite; raises ``HelmscopeError`` for NaN.
 
     >>> Interval(0.5, 0.4, 0.7, n=32).high
     0.7
@@ -28,15 +28,18 @@ class Interval:
         real_number("estimate", self.estimate)
         numeric = isinstance(self.low, Real) and isinstance(self.high, Real)
         if not numeric or not self.low <= self.estimate <= self.high:
-            raise HelmscopeError(f"the interval is [{self.low}, {self.high}], but it must hold {self.estimate}")
+            raise HelmscopeError(
+                f"the interval is [{self.low}, {self.high}], but it must contain the estimate {self.estimate}"
+            )
         whole_number("n", self.n, at_least=1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Region:
-    """The region that supports a claim: in words, and as the interval [low, high] of its statistic where it is one.
+    """The region that supports a claim: in words, and as a closed interval [low, high] for its statistic.
 
-    None means that there is no bound on that side; both are None where no interval of one number expresses the region.
+    None means that there is no bound on that side; both are None if the region is not an interval. Raises
+    ``HelmscopeError`` unless the bounds are finite and low <= high.
 
     >>> Region(text="at least half", low=0.5).high is None
     True
@@ -63,7 +66,7 @@ class Region:
 
     @property
     def ends(self) -> tuple[float, float]:
-        """Both bounds as numbers, infinite where there is none.
+        """Both bounds as numbers; a missing one is infinite.
 
         >>> Region(text="at least half", low=0.5).ends
         (0.5, inf)
@@ -72,7 +75,7 @@ class Region:
 
 
 def interval_text(interval: Interval | None) -> str:
-    """An estimate with its interval, with enough digits to tell the ends apart, at least three.
+    """An estimate with its interval as text, with at least three digits and enough to distinguish the endpoints.
 
     >>> interval_text(Interval(1.00000012, 1.0000001, 1.00000014, n=32))
     '1.00000012 [1.0000001, 1.00000014]'
@@ -81,13 +84,14 @@ def interval_text(interval: Interval | None) -> str:
     """
     if interval is None:
         return "no interval"
-    size, apart = max(abs(interval.low), abs(interval.high)), interval.high - interval.low
-    digits = 3 if not (apart > 0 and math.isfinite(size)) else min(12, max(3, 2 + math.ceil(math.log10(size / apart))))
+    size, width = max(abs(interval.low), abs(interval.high)), interval.high - interval.low
+    # an infinite width needs no more digits: an endpoint is infinite, or the width overflows
+    digits = min(12, max(3, 2 + math.ceil(math.log10(size / width)))) if 0 < width < math.inf else 3
     return f"{interval.estimate:.{digits}g} [{interval.low:.{digits}g}, {interval.high:.{digits}g}]"
 
 
 def region_text(region: Region) -> str:
-    """The bounds of a region in figures.
+    """The bounds of a region as text.
 
     >>> region_text(Region(text="", low=0.9, high=1.1)), region_text(Region(text="", high=1e-12))
     ('0.9 to 1.1', 'at most 1e-12')

@@ -1,49 +1,52 @@
-"""The rules of a Measurement: an xarray Dataset, with its replicates or reduced over them."""
+"""The rules for a Measurement: an xarray Dataset, with its replicates or reduced over them."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from helmscope.types.arguments import known_name, whole_number
+from helmscope.types.arguments import known_name, type_with_article, whole_number
 from helmscope.types.errors import HelmscopeError
 
 if TYPE_CHECKING:
     import xarray as xr
 
-_OF_REDUCED = ("_stderr", "_low", "_high")
-COMPANIONS = (*_OF_REDUCED, "_null")
-REPLICATES = ("prompt", "system", "seed", "group")  # what a replicate can be; a layer is one where these are absent
+_REDUCED = ("_stderr", "_low", "_high")
+COMPANIONS = (*_REDUCED, "_null")  # suffixes of the variables that accompany a variable NAME
+REPLICATES = ("prompt", "system", "seed", "group")  # replicate axes; without one of these, layers are the replicates
 
 
 def replicate_axis(dataset: xr.Dataset, over: str | None = None) -> str:
-    """The replicate axis of a Dataset: ``over``, which must be one of its axes, or by its name ``prompt``, ``system``,
-    ``seed`` or ``group``. ``layer`` is the replicate axis where there is none of those, and else an axis like others.
+    """The name of the replicate axis of a Dataset.
 
-    Refuses a Dataset without a replicate axis, and one with several where ``over`` does not choose.
+    This is ``over`` if given, which must be one of its axes; otherwise the axis named ``prompt``, ``system``, ``seed``
+    or ``group``, or ``layer`` if it has none of these. Raises ``HelmscopeError`` if there is no replicate axis, or if
+    there are several and ``over`` is None.
 
     >>> import xarray as xr
     >>> replicate_axis(xr.Dataset({"rank": (("layer", "prompt"), [[3.0, 4.0]])}))
     'prompt'
     """
     if not hasattr(dataset, "data_vars"):
-        raise HelmscopeError(f"dataset is a {type(dataset).__name__}, but a Measurement is an xarray Dataset")
+        raise HelmscopeError(f"dataset is {type_with_article(dataset)}, but a Measurement is an xarray Dataset")
     axes = [str(axis) for axis in dataset.dims]
     if over is not None:
         return known_name("axis of the measurement", str(over), axes)
-    found = [axis for axis in REPLICATES if axis in axes] or [axis for axis in axes if axis == "layer"]
-    if not found:
+    candidates = [axis for axis in REPLICATES if axis in axes] or [axis for axis in axes if axis == "layer"]
+    if not candidates:
         allowed = ", ".join((*REPLICATES, "layer"))
         raise HelmscopeError(f"measurement has the axes {axes}, but its replicate axis must be one of {allowed}")
-    if len(found) > 1:
-        raise HelmscopeError(f"measurement has the replicate axes {found}, but it must have one: choose it with over=")
-    return found[0]
+    if len(candidates) > 1:
+        raise HelmscopeError(
+            f"measurement has the replicate axes {candidates}, but it must have one: choose it with over="
+        )
+    return candidates[0]
 
 
 def check_replicates(dataset: xr.Dataset, over: str | None = None) -> xr.Dataset:
-    """The rule of a Measurement that keeps its replicates, before ``stats.reduce`` makes intervals of them: every NAME
-    has the replicate axis, and its one companion is NAME_null, with or without that axis.
+    """Check a Measurement that keeps its replicates, as it is before ``reduce_replicates``: every NAME has the
+    replicate axis, and its only companion is NAME_null, with or without that axis.
 
-    Returns the Dataset unchanged, so that it can close a function; refuses a Dataset that breaks the rule.
+    Returns the Dataset unchanged; raises ``HelmscopeError`` if it breaks this rule.
 
     >>> import xarray as xr
     >>> check_replicates(xr.Dataset({"rank": ("prompt", [3.0, 4.0]), "rank_null": 5.0})).sizes["prompt"]
@@ -56,14 +59,15 @@ def check_replicates(dataset: xr.Dataset, over: str | None = None) -> xr.Dataset
         if end is not None and name.removesuffix(end) not in names:
             raise HelmscopeError(f"measurement has '{name}' but no '{name.removesuffix(end)}' that it belongs to")
         if end not in (None, "_null"):
-            raise HelmscopeError(f"measurement has '{name}', but with its replicates it must hold the values alone")
+            raise HelmscopeError(f"measurement has '{name}', but a Measurement with replicates must hold values only")
         if end is None and axis not in dataset[name].dims:
             raise HelmscopeError(f"'{name}' has axes {dataset[name].dims}, but its replicate axis must be '{axis}'")
     return dataset
 
 
 def keeps_replicates(dataset: xr.Dataset) -> bool:
-    """Whether a Measurement still holds its replicates: it has a replicate axis and no standard errors or intervals.
+    """Whether a Measurement keeps its replicates: it has a replicate axis and no standard errors or intervals. Raises
+    ``HelmscopeError`` unless it is an xarray Dataset.
 
     >>> import xarray as xr
     >>> keeps_replicates(xr.Dataset({"rank": ("prompt", [3.0, 4.0])}))
@@ -72,16 +76,16 @@ def keeps_replicates(dataset: xr.Dataset) -> bool:
     False
     """
     if not hasattr(dataset, "data_vars"):
-        raise HelmscopeError(f"dataset is a {type(dataset).__name__}, but a Measurement is an xarray Dataset")
-    is_reduced = any(str(name).endswith(_OF_REDUCED) for name in dataset.data_vars)
+        raise HelmscopeError(f"dataset is {type_with_article(dataset)}, but a Measurement is an xarray Dataset")
+    is_reduced = any(str(name).endswith(_REDUCED) for name in dataset.data_vars)
     return not is_reduced and any(axis in dataset.dims for axis in (*REPLICATES, "layer"))
 
 
 def check_measurement(dataset: xr.Dataset) -> xr.Dataset:
-    """The Measurement rule, for a Dataset in either form: ``check_replicates`` where it keeps its replicates, else
+    """Check a Measurement in either form: by ``check_replicates`` if it keeps its replicates, otherwise by
     ``check_reduced``.
 
-    Returns the Dataset unchanged, so that it can close a function; refuses a Dataset that breaks the rule.
+    Returns the Dataset unchanged; raises ``HelmscopeError`` if it breaks the rules.
 
     >>> import xarray as xr
     >>> check_measurement(xr.Dataset({"order": 0.5, "order_stderr": 0.1}, attrs={"n": 16})).attrs["n"]
@@ -93,18 +97,18 @@ def check_measurement(dataset: xr.Dataset) -> xr.Dataset:
 
 
 def check_reduced(dataset: xr.Dataset) -> xr.Dataset:
-    """The rule of a Measurement that was reduced over its replicates: every NAME has NAME_stderr, or NAME_low and
-    NAME_high; NAME_null where there is one; and the attribute n says how many replicates are behind it (on the
-    variable, else on the Dataset). It is 0 only where NAME has no value at all.
+    """Check a Measurement that was reduced over its replicates: every NAME has NAME_stderr, or NAME_low and NAME_high,
+    optionally NAME_null, and an attribute n, the number of replicates (on the variable or on the Dataset), which is 0
+    only if all values of NAME are NaN.
 
-    Returns the Dataset unchanged, so that it can close a function; refuses a Dataset that breaks the rule.
+    Returns the Dataset unchanged; raises ``HelmscopeError`` if it breaks this rule.
 
     >>> import xarray as xr
     >>> check_reduced(xr.Dataset({"order": 0.5, "order_stderr": 0.1}, attrs={"n": 16})).attrs["n"]
     16
     """
     if not hasattr(dataset, "data_vars"):
-        raise HelmscopeError(f"dataset is a {type(dataset).__name__}, but a Measurement is an xarray Dataset")
+        raise HelmscopeError(f"dataset is {type_with_article(dataset)}, but a Measurement is an xarray Dataset")
     names = [str(name) for name in dataset.data_vars]
     for name in names:
         base = next((name.removesuffix(end) for end in COMPANIONS if name.endswith(end)), None)
@@ -125,14 +129,16 @@ def check_reduced(dataset: xr.Dataset) -> xr.Dataset:
 
 
 def _check_companions(dataset: xr.Dataset, name: str) -> None:
-    for end in _OF_REDUCED:
+    for end in _REDUCED:
         other = dataset.get(f"{name}{end}")
         if other is not None and set(other.dims) != set(dataset[name].dims):
             raise HelmscopeError(f"'{name}{end}' has axes {other.dims}, but '{name}' has {dataset[name].dims}")
     if f"{name}_stderr" in dataset and bool((dataset[f"{name}_stderr"] < 0).any()):
         raise HelmscopeError(f"'{name}_stderr' holds a negative value, but a standard error is >= 0")
     if f"{name}_low" in dataset and f"{name}_high" in dataset:
-        # a NaN compares as False, so an undefined estimate does not read as crossed
-        crossed = (dataset[f"{name}_low"] > dataset[name]) | (dataset[name] > dataset[f"{name}_high"])
-        if bool(crossed.any()):
-            raise HelmscopeError(f"'{name}' leaves its own interval '{name}_low'..'{name}_high'")
+        # comparisons with NaN are False, so an undefined estimate passes
+        outside = (dataset[f"{name}_low"] > dataset[name]) | (dataset[name] > dataset[f"{name}_high"])
+        if bool(outside.any()):
+            raise HelmscopeError(
+                f"'{name}' is outside its interval, but it must be between '{name}_low' and '{name}_high'"
+            )

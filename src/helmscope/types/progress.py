@@ -1,18 +1,30 @@
-"""How a long call says how far it has come: it calls ``progress`` with the share of the work done, from 0 to 1."""
+"""Progress of long calls: they call ``progress`` with the share of the work done, from 0 to 1."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import cast
+from typing import Protocol, cast
 
 from helmscope.types.arguments import shown
 from helmscope.types.errors import HelmscopeError
 
-Progress = Callable[[float], None]
+
+class Progress(Protocol):
+    """A callback that takes the share of the work done, from 0 to 1; any such callable will do.
+
+    >>> import torch
+    >>> from helmscope.fields.attention import SA
+    >>> from helmscope.solve.integrate import integrate
+    >>> shares = []
+    >>> _ = integrate(SA(beta=1.0), torch.eye(2), times=[1.0], progress=shares.append)
+    >>> shares[-1]
+    1.0
+    """
+
+    def __call__(self, share: float, /) -> None: ...
 
 
 def check_progress(progress: object) -> Progress:
-    """``progress``, or a function that does nothing where it is None; anything that cannot be called is refused.
+    """``progress``, or a function that does nothing if it is None; raises ``HelmscopeError`` if it is not callable.
 
     >>> check_progress(None)(0.5)
     >>> check_progress("bar")
@@ -29,7 +41,7 @@ def check_progress(progress: object) -> Progress:
 
 
 def part_of(progress: Progress, begin: float, end: float) -> Progress:
-    """What a part of the work reports to: its share from 0 to 1 is the share from ``begin`` to ``end`` of the whole.
+    """The callback for a part of the work: it maps shares from 0 to 1 to shares from ``begin`` to ``end`` of the whole.
 
     >>> part_of(print, 0.5, 1.0)(0.5)
     0.75

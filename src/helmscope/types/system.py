@@ -1,4 +1,4 @@
-"""What a system must offer."""
+"""The interface of a system."""
 
 from __future__ import annotations
 
@@ -17,50 +17,59 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class System(Protocol):
-    """A trajectory with the mechanism that made it. Simulations and recordings are Systems; nobody asks which.
+    """A trajectory with the mechanism that produced it. Simulations and recordings implement this interface, and
+    whatever takes a System works with both.
 
-    Mechanisms are asked for by layer and states by depth. A simulation has one layer per stored time, whose index is
-    the depth; a model of L layers has the depths 0 to 2 L in half-layers, and a decoder that reads an encoder 0 to 3 L.
-    The system names the axes that its Measurements have.
+    Mechanisms are addressed by layer and states by depth. A simulation has one layer per stored time, whose index is
+    also the depth; a model of L layers has the depths 0 to 2 L in half-layers, and a decoder that reads an encoder 0 to
+    3 L. The system names the axes of its Measurements.
+
+    >>> import torch
+    >>> from helmscope.fields.attention import SA
+    >>> from helmscope.solve.integrate import integrate
+    >>> run = integrate(SA(beta=0.0), torch.eye(2), times=[0.0, 1.0])
+    >>> isinstance(run, System), run.layers, run.replicate
+    (True, range(0, 2), 'system')
     """
 
     @property
     def trajectory(self) -> Trajectory:
-        """What the tokens did."""
+        """The states of the tokens over time or depth."""
 
     @property
     def axis(self) -> str:
-        """The axis of its states: ``time`` for a simulation, ``depth`` (in half-layers) for a recording."""
+        """Name of the axis of its states: ``time`` for a simulation, ``depth`` (in half-layers) for a recording."""
 
     @property
     def layer_axis(self) -> str:
-        """The axis of its mechanisms: ``time`` for a simulation, ``layer`` for a recording."""
+        """Name of the axis of its mechanisms: ``time`` for a simulation, ``layer`` for a recording."""
 
     @property
     def replicate(self) -> str:
-        """The axis of its replicates: ``system`` for a simulation, ``prompt`` for a recording."""
+        """Name of the axis of its replicates: ``system`` for a simulation, ``prompt`` for a recording."""
 
     @property
     def layers(self) -> range:
-        """The layers whose mechanism can be asked for."""
+        """The layers that ``kernel`` and ``force`` accept."""
 
     @property
     def visible(self) -> Bool[Tensor, "batch token"] | None:
-        """The tokens that attention sees, whatever statistics count; None where it sees all."""
+        """The tokens that can be attended to, whether or not statistics count them; None if all can."""
 
     def kernel(self, *, layer: int) -> Tensor:
         """The attention kernel of a layer: row i holds the weights of the keys that token i attends to."""
 
     def force(self, *, layer: int) -> object | None:
-        """The MLP of a layer as a field, or None where there is none."""
+        """The MLP of a layer as a field; None if there is none."""
 
     def resume(self, *, depth: int, states: Tensor, generator: torch.Generator | None = None) -> System:
-        """Continue from a depth with changed states, (batch, token, dim)."""
+        """Run again from a depth with other states, (batch, token, dim)."""
 
     def refusal(self, instrument: Instrument) -> str | None:
-        """Why the instrument cannot be used on this system, in one sentence; None where it can."""
+        """Why the instrument cannot be used on this system, in one sentence; None if it can."""
 
     def replay(self, *instruments: Instrument, progress: Progress | None = None) -> dict[str, xr.Dataset]:
-        """Show every layer once to all instruments, and give their Measurements, with their replicates, by name;
+        """Show every layer once to all instruments and return their Measurements, with replicates, by name.
+
         ``progress`` is called with the share of the work done.
         """

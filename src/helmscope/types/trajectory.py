@@ -1,4 +1,4 @@
-"""Where theory and model meet: a simulation and a recorded transformer both give a Trajectory."""
+"""States over time or depth: simulations and recorded transformers both produce a Trajectory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Status(Enum):
-    """How the integration of one system ended; the value is the message, with its remedy.
+    """How the integration of one system ended; the value is the message, with a remedy.
 
     >>> Status.FINISHED.value.format(time=10.0)
     'finished at t=10'
@@ -41,18 +41,18 @@ class Status(Enum):
 
     @property
     def ok(self) -> bool:
-        """Whether the states at all asked times are known."""
+        """Whether the states at all requested times are known."""
         return self in (Status.FINISHED, Status.AT_REST)
 
     @property
     def failed(self) -> bool:
-        """Whether the integration broke down: states are missing, and no terminal event asked for that."""
+        """Whether the integration failed: states are missing, and not because of a terminal event."""
         return not self.ok and self is not Status.STOPPED
 
 
 @dataclass(frozen=True, repr=False)
 class Outcome:
-    """How every system of a batch ended: one status and one last time a system.
+    """How the integration of a batch ended: one status and one final time per system.
 
     >>> str(Outcome((Status.FINISHED, Status.STEP_LIMIT), (10.0, 3.2)))
     'system 1 of 2: step limit reached at t=3.2: raise max_steps, loosen tol, lower beta, ...'
@@ -65,17 +65,17 @@ class Outcome:
 
     @property
     def ok(self) -> bool:
-        """Whether the states of every system at all asked times are known."""
+        """Whether the states of every system at all requested times are known."""
         return all(status.ok for status in self.statuses)
 
     @property
     def failed(self) -> bool:
-        """Whether the integration of some system broke down."""
+        """Whether the integration of some system failed."""
         return any(status.failed for status in self.statuses)
 
     @property
     def short(self) -> str:
-        """How the systems ended in a few words, without the remedy.
+        """How the systems ended, in a few words and without a remedy.
 
         >>> Outcome((Status.FINISHED, Status.FINISHED), (10.0, 10.0)).short
         'finished'
@@ -89,26 +89,26 @@ class Outcome:
         return one_line_repr(f"Outcome of {counted(len(self.statuses), 'system')}: {self.short}")
 
     def __str__(self) -> str:
-        told = [i for i, status in enumerate(self.statuses) if (status.failed if self.failed else not status.ok)]
-        shown = told[0] if told else 0
-        text = self.statuses[shown].value.format(time=self.times[shown]) if self.statuses else "no systems"
-        if not told:
+        unfinished = [i for i, status in enumerate(self.statuses) if (status.failed if self.failed else not status.ok)]
+        first = unfinished[0] if unfinished else 0
+        text = self.statuses[first].value.format(time=self.times[first]) if self.statuses else "no systems"
+        if not unfinished:
             return text
-        others = len(told) - 1
+        others = len(unfinished) - 1
         more = f" (and {others} more system{'s' if others > 1 else ''})" if others else ""
-        return f"system {shown} of {len(self.statuses)}: {text}{more}"
+        return f"system {first} of {len(self.statuses)}: {text}{more}"
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Trajectory(Plottable):
     """States on the sphere over time: (time, batch, token, dim), each state a unit vector.
 
-    For a simulation, time is the flow's time and the batch holds independent systems. For a model, time is depth in
-    half-steps (after attention, after MLP), the batch holds prompts, and ``radius`` is the norm that was divided out.
-    ``weights`` >= 0 are what statistics count, (1, batch, token), or (time, batch, token) where they change: 0 for
-    padding and for a token left out of a statistic; None counts every token alike. ``tokens`` holds a label for each
-    token where there is one. In Measurements ``axis`` names the first axis, time, or depth for a model, and
-    ``replicate`` the second, system, or prompt for a model.
+    For a simulation, time is the time of the flow and the batch holds independent systems. For a model, time is the
+    depth in half-layers (after attention, after MLP), the batch holds prompts, and ``radius`` is the norm that was
+    divided out. ``weights`` >= 0 are the weights of the tokens in statistics, (1, batch, token), or (time, batch,
+    token) if they change: 0 for padding and for tokens left out; None means equal weights. ``tokens`` optionally holds
+    a label per token. In Measurements ``axis`` names the first axis, time, or depth for a model, and ``replicate`` the
+    second, system, or prompt for a model. Raises ``HelmscopeError`` if shapes do not match or a weight is negative.
 
     >>> import torch
     >>> Trajectory(torch.zeros(1), torch.eye(3).expand(1, 2, 3, 3)).states.shape
@@ -134,16 +134,16 @@ class Trajectory(Plottable):
         shape = tuple(self.states.shape)
         if len(shape) != 4:
             raise HelmscopeError(f"states has shape {shape}, but it must be (time, batch, token, dim)")
-        still = self.weights is not None and tuple(self.weights.shape)[:1] == (1,)
+        constant = self.weights is not None and tuple(self.weights.shape)[:1] == (1,)
         expected = {
             "times": shape[:1],
-            "weights": (1, *shape[1:3]) if still else shape[:3],
+            "weights": (1, *shape[1:3]) if constant else shape[:3],
             "radius": shape[:3],
         }
         for name, wanted in expected.items():
             value = getattr(self, name)
             if value is not None and tuple(value.shape) != wanted:
-                raise HelmscopeError(f"{name} has shape {tuple(value.shape)}, but states asks for {wanted}")
+                raise HelmscopeError(f"{name} has shape {tuple(value.shape)}, but to match states it must be {wanted}")
         if self.weights is not None and not bool((self.weights >= 0).all()):
             raise HelmscopeError("weights holds a number below 0 or NaN, but every weight must be >= 0")
         if self.tokens is not None and [len(row) for row in self.tokens] != [shape[2]] * shape[1]:
@@ -153,7 +153,7 @@ class Trajectory(Plottable):
 
     @property
     def when(self) -> str:
-        """The stored times or depths in words.
+        """The number and range of the stored times or depths, as text.
 
         >>> import torch
         >>> Trajectory(torch.tensor([0.0, 10.0]), torch.eye(3).expand(2, 1, 3, 3)).when
@@ -165,7 +165,7 @@ class Trajectory(Plottable):
 
     @property
     def who(self) -> str:
-        """The systems or prompts, and their tokens, in words.
+        """The number of systems or prompts and of their tokens, as text.
 
         >>> import torch
         >>> Trajectory(torch.zeros(1), torch.eye(3).expand(1, 1, 3, 3)).who

@@ -1,4 +1,4 @@
-"""What a trial says of a claim, and what that rests on."""
+"""Verdicts: the outcome of the trial of a claim, with its evidence."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from helmscope.types.interval import Interval, Region, interval_text, region_tex
 
 
 class Ruling(Enum):
-    """What a trial can say of a claim.
+    """The possible outcomes of a trial.
 
     >>> Ruling("refuted").name
     'REFUTED'
@@ -25,13 +25,13 @@ class Ruling(Enum):
 
 @dataclass(frozen=True)
 class Control:
-    """A case whose answer is known: the null of a claim, or what its source prints where that is wrong.
+    """A case with a known answer, judged beside the claim: its null, or an error of the source, as printed.
 
-    ``what`` says what was tried and ``expected`` how it must come out; a trial whose control comes out otherwise
-    proves nothing. ``interval`` is None where there was nothing to measure.
+    ``what`` describes the case and ``expected`` is the ruling that it must get; if ``ruling`` differs, the trial proves
+    nothing. ``interval`` is None if there was nothing to measure.
 
-    >>> seen, region = Interval(0.0, 0.0, 0.1, n=32), Region(text="at least .9", low=0.9)
-    >>> Control("V = -I", Ruling.REFUTED, Ruling.REFUTED, seen, region).as_expected
+    >>> interval, region = Interval(0.0, 0.0, 0.1, n=32), Region(text="at least .9", low=0.9)
+    >>> Control("V = -I", Ruling.REFUTED, Ruling.REFUTED, interval, region).as_expected
     True
     """
 
@@ -43,13 +43,13 @@ class Control:
 
     @property
     def as_expected(self) -> bool:
-        """Whether the trial could tell this case from the claim."""
+        """Whether the ruling is the expected one, so that the trial can distinguish this case from the claim."""
         return self.ruling is self.expected
 
 
 @dataclass(frozen=True)
 class Exhibit:
-    """Something that a trial rests on, word for word, such as the checks that its subject has passed.
+    """A piece of evidence quoted verbatim in a verdict, such as the checks that its subject passed.
 
     >>> Exhibit("the model", "rows sum to 1").title
     'the model'
@@ -61,13 +61,16 @@ class Exhibit:
 
 @dataclass(frozen=True, repr=False)
 class Verdict:
-    """A ruling on one claim: the interval of its statistic (None where the premise cannot hold), the region frozen
-    before the run, the hash of the catalogue entry, and the sentence a reader needs; then where the claim was tried
-    (the coordinates), the null, what the source prints where that is wrong, further parts of the claim, and exhibits.
-    ``subject`` is the name of what was put on trial and, of a model, the hash of its weights and texts.
+    """The ruling on one claim, with its evidence.
 
-    >>> seen, region = Interval(1.0, 0.99, 1.01, n=20), Region(text="1 within .1", low=0.9, high=1.1)
-    >>> Verdict("rate", Ruling.SUPPORTED, seen, region, "c0ffee", "SA has rate 1.")
+    ``interval`` is that of the claim's statistic (None if the premise cannot hold), ``region`` was fixed before the
+    run, ``entry_hash`` is the hash of the catalogue entry, and ``sentence`` states the result for a reader. ``where``
+    holds the coordinates of the statistic, ``null`` the null, ``printed`` an erroneous statement of the source as
+    printed, ``also`` further parts of the claim. ``subject`` is the name of what was put on trial and, for a model, the
+    hash of its weights and texts.
+
+    >>> interval, region = Interval(1.0, 0.99, 1.01, n=20), Region(text="1 within .1", low=0.9, high=1.1)
+    >>> Verdict("rate", Ruling.SUPPORTED, interval, region, "c0ffee", "SA has rate 1.")
     <Verdict on rate: supported, 1 [0.99, 1.01], n = 20>
     """
 
@@ -86,19 +89,20 @@ class Verdict:
 
     @property
     def short(self) -> str:
-        """The ruling with the number that it rests on.
+        """The ruling with the interval that it is based on, as text.
 
         >>> Verdict("rate", Ruling.IMPOSSIBLE, None, Region(text="1 within .1"), "", "").short
         'premise impossible here'
         """
-        seen = self.interval
-        return self.ruling.value if seen is None else f"{self.ruling.value}, {interval_text(seen)}, n = {seen.n:,}"
+        if self.interval is None:
+            return self.ruling.value
+        return f"{self.ruling.value}, {interval_text(self.interval)}, n = {self.interval.n:,}"
 
     def __repr__(self) -> str:
         return one_line_repr(f"Verdict on {self.claim}: {self.short}{f'; {self.subject}' if self.subject else ''}")
 
     def _repr_html_(self) -> str:
-        named = [("null", self.null), ("as printed", self.printed), *(("also", part) for part in self.also)]
+        controls = [("null", self.null), ("as printed", self.printed), *(("also", part) for part in self.also)]
         rows = [
             *([("verdict", self.sentence)] if self.sentence else []),
             *(
@@ -107,7 +111,7 @@ class Verdict:
                 else [("statistic", f"{interval_text(self.interval)}, n = {self.interval.n:,}")]
             ),
             ("region", ": ".join(filter(None, (region_text(self.region), self.region.text)))),
-            *((name, _control_text(control)) for name, control in named if control is not None),
+            *((name, _control_text(control)) for name, control in controls if control is not None),
             *((name, text) for name, text in (("where", self.where), ("subject", self.subject)) if text),
             *((exhibit.title, exhibit.text) for exhibit in self.exhibits),
         ]
@@ -115,6 +119,6 @@ class Verdict:
 
 
 def _control_text(control: Control) -> str:
-    """What was tried, what came out, and what should have."""
-    due = "as expected" if control.as_expected else f"expected: {control.expected.value}"
-    return f"{control.what}: {control.ruling.value} ({due}), {interval_text(control.interval)}"
+    """The case, its ruling and the expected ruling."""
+    expectation = "as expected" if control.as_expected else f"expected: {control.expected.value}"
+    return f"{control.what}: {control.ruling.value} ({expectation}), {interval_text(control.interval)}"
