@@ -250,7 +250,7 @@ SQUARE = torch.zeros(4, 2)
     ("points", "values", "mask", "words"),
     [
         ([[1.0, 2.0]], SQUARE, None, "points is a list, but it must be a torch tensor"),
-        (torch.zeros(2), SQUARE, None, r"points has shape \(2,\), but it must be \(..., how many, d\)"),
+        (torch.zeros(2), SQUARE, None, r"points has shape \(2,\), but it must be \(..., number of points, d\)"),
         (torch.zeros(3, 2), torch.zeros(2), None, r"values has shape \(2,\), but it must be"),
         (
             torch.zeros(3, 2),

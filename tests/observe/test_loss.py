@@ -109,7 +109,9 @@ def test_a_text_without_a_prediction_is_nan_and_all_of_them_are_refused():
     seen = hs.next_token_loss(record(model, ["a", "b c"], tokenizer=words))
     assert np.isnan(seen.loss.values).tolist() == [True, False]
     assert hs.reduce_replicates(seen).loss.attrs["n"] == 1
-    with pytest.raises(HelmscopeError, match="needs a text with two or more tokens that count, but texts contains none"):
+    with pytest.raises(
+        HelmscopeError, match="needs a text with two or more tokens that count, but texts contains none"
+    ):
         hs.next_token_loss(record(model, ["a", "b"], tokenizer=words))
 
 
