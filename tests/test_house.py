@@ -105,8 +105,13 @@ PRODUCTS = {"addmm", "baddbmm", "bmm", "einsum", "matmul", "mm", "tensordot"}
 FACTORIES = {"arange", "as_tensor", "empty", "eye", "full", "linspace", "ones", "rand", "randint", "randn", "tensor"}
 FACTORIES |= {"zeros"}
 # what multiplies arrays of NumPy, and a part of a decorated function
-SAFE = {"equiangular._decay_integral", "hodge_gaussian._energy_terms", "hodge_profile._chebyshev", "hull._to_origin"}
-SAFE |= {"jacobian._lowered", "surface.hessian"}
+SAFE = {
+    "equiangular._decay_integral",
+    "hodge_gaussian._energy_terms",
+    "hodge_profile._chebyshev",
+    "hull._distance_from_origin",
+}
+SAFE |= {"jacobian._deflated", "surface.hessian"}
 
 
 def called_of_torch(node: ast.AST) -> str:

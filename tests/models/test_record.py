@@ -542,8 +542,8 @@ def test_the_lens_goes_by_blocks_of_texts_and_tokens(monkeypatch):
     monkeypatch.setattr(type(recording), "logits", seen_logits)
     once = hs.lens_divergence(recording)
     assert set(asked) == {1, 3}
-    monkeypatch.setattr(lens, "PASSING", 96 * 9)
-    monkeypatch.setattr(lens, "WORKED", 96 * 2)
+    monkeypatch.setattr(lens, "LOGITS_PER_FORWARD", 96 * 9)
+    monkeypatch.setattr(lens, "LOGITS_PER_SUM", 96 * 2)
     asked.clear()
     again = hs.lens_divergence(recording)
     assert set(asked) == {1}

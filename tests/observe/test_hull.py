@@ -250,7 +250,7 @@ SQUARE = torch.zeros(4, 2)
     ("points", "values", "mask", "words"),
     [
         ([[1.0, 2.0]], SQUARE, None, "points is a list, but it must be a torch tensor"),
-        (torch.zeros(2), SQUARE, None, r"points has shape \(2,\), but it must be \(..., how many, d\)"),
+        (torch.zeros(2), SQUARE, None, r"points has shape \(2,\), but it must be \(..., number of points, d\)"),
         (torch.zeros(3, 2), torch.zeros(2), None, r"values has shape \(2,\), but it must be"),
         (
             torch.zeros(3, 2),
@@ -265,7 +265,12 @@ SQUARE = torch.zeros(4, 2)
         (torch.zeros(3, 2), SQUARE, torch.ones(3, 4), r"mask is torch.float32 of \(3, 4\), but it must be .* booleans"),
         (torch.zeros(3, 2), SQUARE, torch.ones(4, 3) > 0, r"mask is torch.bool of \(4, 3\), but .* shape \(3, 4\)"),
         (torch.zeros(3, 2), SQUARE, [True], "mask is a list, but it must be a torch tensor of booleans"),
-        (torch.zeros(1, 2), SQUARE, torch.ones(1, 4) < 0, "mask leaves a point without any value, but the hull of no"),
+        (
+            torch.zeros(1, 2),
+            SQUARE,
+            torch.ones(1, 4) < 0,
+            "mask leaves a point without any value, but every point needs",
+        ),
     ],
 )
 def test_refusals(points: object, values: object, mask: object, words: str) -> None:

@@ -109,7 +109,9 @@ def test_a_text_without_a_prediction_is_nan_and_all_of_them_are_refused():
     seen = hs.next_token_loss(record(model, ["a", "b c"], tokenizer=words))
     assert np.isnan(seen.loss.values).tolist() == [True, False]
     assert hs.reduce_replicates(seen).loss.attrs["n"] == 1
-    with pytest.raises(HelmscopeError, match="needs a text of two tokens or more that count, but texts holds none"):
+    with pytest.raises(
+        HelmscopeError, match="needs a text with two or more tokens that count, but texts contains none"
+    ):
         hs.next_token_loss(record(model, ["a", "b"], tokenizer=words))
 
 
@@ -118,7 +120,7 @@ def test_a_text_without_a_prediction_is_nan_and_all_of_them_are_refused():
     [
         ("bert", "the loss of the next token needs attention that is causal, but that of BertForMaskedLM looks both"),
         ("albert", "needs attention that is causal, but that of AlbertForMaskedLM looks both ways"),
-        ("vit", "needs a language model of one stream of tokens, but ViTModel is none"),
+        ("vit", "needs a language model with a single stream of tokens, but ViTModel is not one"),
     ],
 )
 def test_models_that_do_not_predict_the_next_token_are_refused(family, says):
@@ -132,7 +134,7 @@ def test_a_model_without_its_head_and_what_is_no_recording_are_refused():
     trunk = record(tiny_model("gpt2").transformer, IDS)
     with pytest.raises(HelmscopeError, match="needs a head over a vocabulary, but GPT2Model does not have it"):
         hs.next_token_loss(trunk)
-    with pytest.raises(HelmscopeError, match="recording is a GPT2LMHeadModel, but the loss is that of a Recording"):
+    with pytest.raises(HelmscopeError, match="recording is a GPT2LMHeadModel, but it must be a Recording"):
         hs.next_token_loss(tiny_model("gpt2"))
 
 
@@ -145,8 +147,8 @@ def test_logits_pass_a_few_at_a_time(monkeypatch):
         return outputs(self, *observers, rows=rows, **options)
 
     monkeypatch.setattr(Runner, "outputs", spied)
-    monkeypatch.setattr(module, "PASSING", 2 * 13 * 96)
-    monkeypatch.setattr(module, "WORKED", 5 * 96)
+    monkeypatch.setattr(module, "LOGITS_PER_FORWARD", 2 * 13 * 96)
+    monkeypatch.setattr(module, "LOGITS_PER_SUM", 5 * 96)
     shares = []
     found = hs.observe.token_loss(recording, progress=shares.append)
     assert asked == [slice(0, 2), slice(2, 3)]

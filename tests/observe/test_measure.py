@@ -67,7 +67,10 @@ def test_replicates_are_kept_until_they_are_reduced():
     [
         (lambda: hs.measure(RUN.trajectory), "system is Trajectory.*System"),
         (lambda: hs.measure(RUN, hs.kernel.KernelStatistics), "instruments holds KernelStatistics"),
-        (lambda: hs.measure(hs.integrate(torch.zeros_like, X, times=[0.0])), "system can serve no instrument: field"),
+        (
+            lambda: hs.measure(hs.integrate(torch.zeros_like, X, times=[0.0])),
+            "system supports no streaming instrument: field",
+        ),
         (lambda: hs.measure(hs.integrate(MLP, X, times=[0.0]), hs.kernel.KernelStatistics()), "attention fields only"),
     ],
 )

@@ -109,8 +109,8 @@ def test_concentration_solves_its_equation(d):
 @pytest.mark.parametrize("d", [2, 3, 16, 64])
 def test_the_table_of_the_inner_loop_is_the_equation(d):
     kappas = np.geomspace(0.1, 1e9, 500)
-    exact = home._polar(kappas, d)
-    seen, log_mass = home._law(exact.spread, d, 0.0, math.inf)
+    exact = home._polar_integrals(kappas, d)
+    seen, log_mass = home._kappa_and_log_mass(exact.spread, d, 0.0, math.inf)
     assert np.abs(seen / kappas - 1).max() < 1e-11
     assert np.abs(log_mass - exact.log_mass).max() < 1e-10
 
@@ -152,8 +152,8 @@ def test_a_step_is_that_of_plain_loops(d):
     x = planted(d, 40, 1)[0].numpy()
     weights, kappas, centers = np.array([0.3, 0.7]), np.array([20.0, 4.0]), x[[0, 30]]
     likelihood, new = one_step_by_loops(x, weights, centers, kappas)
-    fit = home._Fit(weights[None], centers[None], kappas[None], home._polar(kappas, d).log_mass[None])
-    ours, seen = home._step(x[None], fit, 1e-6, math.inf)
+    fit = home._Fit(weights[None], centers[None], kappas[None], home._polar_integrals(kappas, d).log_mass[None])
+    ours, seen = home._em_step(x[None], fit, 1e-6, math.inf)
     assert seen[0] == pytest.approx(likelihood, abs=1e-9)
     for k, (w, mu, kappa) in enumerate(new):
         assert ours.weights[0, k] == pytest.approx(w, rel=1e-11)
@@ -164,14 +164,14 @@ def test_a_step_is_that_of_plain_loops(d):
 @pytest.mark.parametrize("d", [2, 3, 16])
 @pytest.mark.parametrize("kappa_max", [10.0, 1e3, 1e6])
 def test_no_step_lowers_the_likelihood(monkeypatch, d, kappa_max):
-    gains, step = [], home._step
+    gains, step = [], home._em_step
 
     def watched(x, fit, floor, bound):
         new, before = step(x, fit, floor, bound)
         gains.append((step(x, new, floor, bound)[1] - before).min())
         return new, before
 
-    monkeypatch.setattr(home, "_step", watched)
+    monkeypatch.setattr(home, "_em_step", watched)
     vmf_mixture(torch.stack([hs.Uniform(30, d).sample(seed=1), planted(d, 30, 2)[0]]), kappa_max=kappa_max, most=5)
     assert len(gains) > 60
     assert min(gains) > -1e-11  # measured: -3e-13, the rounding of a sum of 30 logs
@@ -272,14 +272,14 @@ X = hs.Uniform(4, 3).sample(2, seed=0)
         (lambda: vmf_mixture(2 * X, most=2), "x holds a token of norm 2.*unit sphere"),
         (lambda: vmf_mixture(X.tolist(), most=2), "x is a list.*tensor"),
         (lambda: vmf_mixture(X, most=2).log_density(2 * X), "x holds a token of norm 2"),
-        (lambda: vmf_log_density(X, X[:, 0], -1.0), r"kappa is -1, but.*0 \.\. 1e\+12"),
-        (lambda: vmf_log_density(X, X[:, 0], torch.tensor([1.0, math.nan])), r"kappa is nan, but.*0 \.\. 1e\+12"),
+        (lambda: vmf_log_density(X, X[:, 0], -1.0), r"kappa is -1, but.*\[0, 1e\+12\]"),
+        (lambda: vmf_log_density(X, X[:, 0], torch.tensor([1.0, math.nan])), r"kappa is nan, but.*\[0, 1e\+12\]"),
         (lambda: vmf_log_density(X, X[:, 0], "1"), "kappa is '1'.*finite number"),
         (lambda: vmf_log_density(X, 2 * X[:, 0], 1.0), "center holds a token of norm 2"),
         (lambda: vmf_log_density(X, [1.0, 0.0, 0.0], 1.0), "center is a list.*tensor"),
         (lambda: vmf_log_density(X, circle(0.0)[0], 1.0), "center has 2 coordinates.*tokens have 3"),
-        (lambda: vmf_concentration(0.0, dim=3), r"spread is 0, but it must lie in 3e-12 \.\. 1"),
-        (lambda: vmf_concentration(1.1, dim=3), r"spread is 1\.1, but it must lie"),
+        (lambda: vmf_concentration(0.0, dim=3), r"spread is 0, but it must be in \[3e-12, 1\]"),
+        (lambda: vmf_concentration(1.1, dim=3), r"spread is 1\.1, but it must be in"),
         (lambda: vmf_concentration(0.5, dim=1), "dim is 1.*>= 2"),
     ],
 )

@@ -204,7 +204,7 @@ def test_systems_that_have_met_end_and_it_changes_nothing(monkeypatch):
     monkeypatch.setattr(module, "clustering_fraction", count)
     phase_diagram(hs.SA, **case)
     shorter = sum(looked)
-    monkeypatch.setattr(module._Sweep, "_stays", lambda sweep, flow: False)
+    monkeypatch.setattr(module._Sweep, "_meeting_is_final", lambda sweep, flow: False)
     looked.clear()
     assert np.array_equal(phase_diagram(hs.SA, **case).probability.values, seen.probability.values)
     assert shorter < sum(looked)
@@ -283,9 +283,9 @@ def test_noise_is_that_of_integrate_and_chunks_do_not_matter(monkeypatch):
 def test_a_field_that_jumps_has_the_stepper_of_integrate():
     seen = phase_diagram(lambda beta: hs.Hardmax(), **SMALL | {"betas": [0.0]}, samples=2)
     run = hs.integrate(hs.Hardmax(), SMALL["start"].sample(2), SMALL["times"])
-    expected = hs.clustering_probability(run, delta=0.1).probability.mean("system").values
+    expected = hs.reduce_replicates(hs.clustering_probability(run, delta=0.1)).probability.values
     assert np.array_equal(seen.probability[0].values, expected)
-    assert seen.attrs["stepper"] == "that of integrate"
+    assert seen.attrs["stepper"] == "default of integrate"
 
 
 def test_merging_reaches_the_integrator():
@@ -403,7 +403,7 @@ def test_what_it_says_of_itself(tmp_path):
 REFUSED = [
     ({"field": 4.0}, "field is a float"),
     ({"field": hs.SA(1.0)}, "field is a SA, but it must be a callable beta -> field"),
-    ({"field": lambda beta: 3}, "field gives 3 at beta = 0.5"),
+    ({"field": lambda beta: 3}, "field returns 3 at beta = 0.5"),
     ({"betas": []}, "betas is"),
     ({"betas": 3.0}, "betas is 3.0"),
     ({"betas": [1, -1]}, r"betas\[1\] is -1"),

@@ -80,9 +80,9 @@ def test_tokens_by_their_text():
 @pytest.mark.parametrize(
     ("tokens", "options", "says"),
     [
-        (["a b"], {}, r"tokens holds 'a b', which the tokenizer cuts into \['a', 'b'\], but it must be one token"),
-        (["?"], {}, r"tokens holds '\?', but the tokenizer does not know it"),
-        ([""], {}, r"tokens holds '', which the tokenizer cuts into \[\], but"),
+        (["a b"], {}, r"tokens holds 'a b', which the tokenizer splits into \['a', 'b'\], but it must be one token"),
+        (["?"], {}, r"tokens holds '\?', but it must be in the tokenizer's vocabulary"),
+        ([""], {}, r"tokens holds '', which the tokenizer splits into \[\], but"),
         ("a", {}, "tokens is 'a', but it must be a list of at least one"),
         ([], {}, r"tokens is \[\], but it must be a list of at least one"),
         ([96], {}, "id in tokens is 96, but the model has the tokens 0 to 95"),
@@ -102,7 +102,7 @@ def test_what_cannot_be_chosen_is_refused(tokens, options, says):
 
 
 def test_models_without_words_are_refused():
-    with pytest.raises(HelmscopeError, match="but the recording has no tokenizer: give token ids"):
+    with pytest.raises(HelmscopeError, match="but the recording has no tokenizer: pass token ids"):
         hs.token_logits(record(tiny_model("gpt2"), IDS), ["a"])
     with pytest.raises(HelmscopeError, match="GPT2Model has no head over a vocabulary"):
         hs.token_logits(record(tiny_model("gpt2").transformer, IDS), [1])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from helmscope.plots.projection import ELEVATION, MOST_ROWS, Principal, facing, orthographic
+from helmscope.plots.projection import ELEVATION, MOST_ROWS, PrincipalPlane, facing, orthographic
 
 AXES = np.eye(3)
 
@@ -53,12 +53,12 @@ def test_a_cloud_is_faced():
 
 
 def test_the_principal_plane_of_known_clouds():
-    plane = Principal.of(np.diag([2.0, 3.0, 1.0, 0.5]), centered=False)
+    plane = PrincipalPlane.of(np.diag([2.0, 3.0, 1.0, 0.5]), centered=False)
     assert np.allclose(plane.directions, np.eye(4)[:, [1, 0]], atol=1e-12)
     assert plane.share == pytest.approx(13 / 14.25, rel=1e-12)
     assert np.allclose(plane.place(np.array([1.0, 2.0, 3.0, 4.0])), [2.0, 1.0])
     cloud = 7 + np.array([[2.0, 0, 0], [-2, 0, 0], [0, 1, 0], [0, -1, 0], [0, 0, 0.5], [0, 0, -0.5]])
-    plane = Principal.of(cloud, centered=True)
+    plane = PrincipalPlane.of(cloud, centered=True)
     assert np.allclose(np.abs(plane.directions), np.eye(3)[:, :2], atol=1e-12)
     assert plane.share == pytest.approx(10 / 10.5, rel=1e-12)
     assert np.allclose(plane.place(np.full(3, 7.0)), 0)
@@ -67,22 +67,22 @@ def test_the_principal_plane_of_known_clouds():
 def test_a_direction_points_to_where_the_cloud_is():
     for sign in (1.0, -1.0):
         cloud = sign * np.array([[1.0, 0.1, 0.0], [1.0, -0.1, 0.05], [0.9, 0.0, 0.0]])
-        plane = Principal.of(cloud, centered=False)
+        plane = PrincipalPlane.of(cloud, centered=False)
         assert (plane.place(cloud)[:, 0] > 0).all()
 
 
 def test_one_point_and_coinciding_points_have_a_plane():
-    one = Principal.of(np.array([[0.6, 0.8, 0.0, 0.0]]), centered=False)
+    one = PrincipalPlane.of(np.array([[0.6, 0.8, 0.0, 0.0]]), centered=False)
     assert np.allclose(one.place(np.array([[0.6, 0.8, 0.0, 0.0]])), [[1.0, 0.0]])
     assert one.share == pytest.approx(1.0)
-    still = Principal.of(np.ones((4, 5)), centered=True)
+    still = PrincipalPlane.of(np.ones((4, 5)), centered=True)
     assert still.share == 1.0
     assert np.allclose(still.place(np.ones((4, 5))), 0)
 
 
 def test_many_points_are_thinned_for_the_directions_only():
     points = np.random.default_rng(1).normal(size=(3 * MOST_ROWS, 4)) * [5.0, 3.0, 1.0, 0.1]
-    plane = Principal.of(points, centered=False)
+    plane = PrincipalPlane.of(points, centered=False)
     assert np.abs(plane.directions[[0, 1], [0, 1]]).min() > 0.99
     inside = np.square(points @ plane.directions).sum() / np.square(points).sum()
     assert plane.share == pytest.approx(inside, rel=1e-12)

@@ -231,7 +231,7 @@ def test_a_trajectory_over_depth_says_so():
     path = hs.Trajectory(torch.arange(3.0), torch.eye(4).expand(3, 2, 4, 4), axis="depth", replicate="prompt")
     figure = path.plot()
     assert [panel.get_title() for panel in panels(figure)] == ["depth 0", "depth 1", "depth 2"]
-    assert curves(figure)[0].get_xlabel() == "depth (half-layers)"
+    assert curves(figure)[0].get_xlabel() == "depth (layer sub-steps)"
     assert figure.axes[0].figure.get_suptitle().startswith("prompt 0 of 2, 4 tokens")
 
 

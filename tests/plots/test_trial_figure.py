@@ -12,7 +12,7 @@ import xarray as xr
 
 from helmscope.plots.measured import draw_variable
 from helmscope.plots.style import new_figure, png, svg
-from helmscope.plots.trial import Around, Linear, Log, choose_axis, trial_figure
+from helmscope.plots.trial import LinearAxis, LogAxis, SymmetricLogAxis, choose_axis, trial_figure
 from helmscope.stats.reduce import reduce_replicates
 from helmscope.types import Control, HelmscopeError, Interval, Region, Ruling, Verdict
 
@@ -43,7 +43,9 @@ def drawn_intervals(panel):
 
 
 def dots(panel, marker="o"):
-    return [line.get_xdata()[0] for line in panel.lines if line.get_label() == "_dot" and line.get_marker() == marker]
+    return [
+        line.get_xdata()[0] for line in panel.lines if line.get_label() == "_marker" and line.get_marker() == marker
+    ]
 
 
 def words(figure):
@@ -76,14 +78,14 @@ def test_rows_are_the_statistic_and_the_controls_of_the_same_region():
         *("as printed: 2 beta", "2 [1.9, 2.1], n = 32", "also: USA", "1.025 [1, 1.05], n = 32"),
     ]
     title = panel.get_title(loc="left")
-    assert title == "the statistic on its region (shaded: 0.9 to 1.1; 1 control with another region not drawn)"
+    assert title == "the statistic and its region (shaded: 0.9 to 1.1; 1 control with another region not shown)"
     assert figure.get_suptitle() == "my-claim: supported"
 
 
 def test_without_bounds_nothing_is_shaded():
     (panel,) = trial_figure(verdict(0.98, 1.02, (-INF, INF)), NOTHING).axes
     assert len(panel.patches) == 0
-    assert panel.get_title(loc="left") == "the statistic on its region (no bounds)"
+    assert panel.get_title(loc="left") == "the statistic and its region (no bounds)"
 
 
 def test_a_control_of_another_region_is_not_on_this_axis():
@@ -99,7 +101,7 @@ def test_an_error_below_a_bound_has_a_log_axis_and_zeros_lie_on_its_stated_floor
     assert panel.get_xscale() == "log"
     assert drawn_intervals(panel)["the claim"] == (1e-17, 4e-16)
     assert drawn_intervals(panel)["null: wrong"] == (1e-5, 0.3)
-    assert panel.get_xlabel() == "statistic (log axis; 0, and all below 1e-17, is drawn at 1e-17)"
+    assert panel.get_xlabel() == "statistic (log axis; values below 1e-17 are plotted at 1e-17)"
     left, right = panel.get_xlim()
     (shaded,) = panel.patches
     assert left < 1e-17 < 0.3 < right
@@ -130,19 +132,19 @@ def test_a_narrow_region_shows_tiny_deviations_and_factors_of_a_thousand():
 @pytest.mark.parametrize(
     ("low", "high", "intervals", "kind"),
     [
-        (-INF, INF, [(1e-9, 1e9)], Linear),
-        (0.9, 1.1, [(0.95, 1.0), (2.0, 2.2)], Linear),
-        (0.9, 1.1, [(0.95, 1.0), (20.0, 22.0)], Around),
-        (1.0, 1.0, [(0.95, 1.0)], Around),
-        (0.0, INF, [(0.1, 0.2), (-0.3, -0.1)], Linear),
-        (0.0, INF, [(0.1, 0.2), (-1e-6, 1e-6), (50.0, 60.0)], Around),
-        (-INF, 0.0, [(-1e-5, 0.0), (3.0, 4.0)], Around),
-        (0.9, INF, [(0.95, 1.0), (0.0, 0.1)], Linear),
-        (2.0, INF, [(1.0, 1.0), (1e5, 1e6)], Log),
-        (0.9, INF, [(0.95, 1.0), (-1e6, -1e5)], Around),
-        (-INF, 0.1, [(3.0, 5.0)], Log),
-        (-INF, 0.1, [(-0.2, 0.05)], Linear),
-        (-INF, 0.1, [], Log),
+        (-INF, INF, [(1e-9, 1e9)], LinearAxis),
+        (0.9, 1.1, [(0.95, 1.0), (2.0, 2.2)], LinearAxis),
+        (0.9, 1.1, [(0.95, 1.0), (20.0, 22.0)], SymmetricLogAxis),
+        (1.0, 1.0, [(0.95, 1.0)], SymmetricLogAxis),
+        (0.0, INF, [(0.1, 0.2), (-0.3, -0.1)], LinearAxis),
+        (0.0, INF, [(0.1, 0.2), (-1e-6, 1e-6), (50.0, 60.0)], SymmetricLogAxis),
+        (-INF, 0.0, [(-1e-5, 0.0), (3.0, 4.0)], SymmetricLogAxis),
+        (0.9, INF, [(0.95, 1.0), (0.0, 0.1)], LinearAxis),
+        (2.0, INF, [(1.0, 1.0), (1e5, 1e6)], LogAxis),
+        (0.9, INF, [(0.95, 1.0), (-1e6, -1e5)], SymmetricLogAxis),
+        (-INF, 0.1, [(3.0, 5.0)], LogAxis),
+        (-INF, 0.1, [(-0.2, 0.05)], LinearAxis),
+        (-INF, 0.1, [], LogAxis),
     ],
 )
 def test_the_axis_follows_from_region_and_numbers(low, high, intervals, kind):
@@ -272,7 +274,7 @@ def test_five_variables_at_most_are_drawn_and_the_rest_is_said():
     data = xr.Dataset({f"{name}{end}": 1.0 for name in names for end in ("", "_stderr")}, attrs={"n": 8})
     figure = trial_figure(verdict(0.9, 1.0), data)
     assert [panel.get_title(loc="left").split("\n")[0] for panel in figure.axes[1:]] == ["a", "b", "c", "d", "e"]
-    assert figure.get_suptitle() == "my-claim: supported   (1 more measured, not drawn)"
+    assert figure.get_suptitle() == "my-claim: supported   (1 variable not shown)"
 
 
 def test_the_same_input_gives_the_same_bytes_and_another_gives_others():
@@ -308,7 +310,7 @@ def test_what_is_no_verdict_or_no_measurement_is_refused_with_one_sentence(monke
         (
             verdict(0, 1),
             complex_numbers,
-            "^measurement 'root' holds complex128, but a picture shows real numbers only$",
+            "^measurement 'root' holds complex128, but only real numbers can be plotted$",
         ),
     ):
         with pytest.raises(HelmscopeError, match=message) as caught:

@@ -1,4 +1,4 @@
-"""What can be read off tokens and systems: pure functions, one quantity one file.
+"""Observables of tokens and instruments for systems, one file per quantity.
 
 Functions of tokens take (*batch, n, d) and reduce the last two axes; ``track`` turns them into Measurements over time.
 """

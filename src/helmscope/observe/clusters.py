@@ -1,4 +1,4 @@
-"""How many clusters there are, and in which order they merge as the scale grows (single linkage on the sphere)."""
+"""Single-linkage clusters on the sphere: their number, and the order in which they merge as the radius grows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 def cluster_count(
     x: Float[Tensor, "*batch n d"], *, radius: float, weights: Float[Tensor, "*batch n"] | None = None
 ) -> Int[Tensor, "*batch"]:
-    """Number of clusters of the tokens of positive weight: those joined by steps of at most ``radius`` radians are one.
+    """Number of single-linkage clusters among the tokens of positive weight of each cloud.
+
+    Tokens connected by steps of at most ``radius`` >= 0 radians form one cluster.
 
     >>> cluster_count(torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]]), radius=0.1)
     tensor(2)
@@ -33,8 +35,10 @@ def cluster_count(
 
 @dataclass(frozen=True, eq=False)
 class MergeTree:
-    """The merges of a cloud, closest first: merge k joins the clusters of tokens ``left[k]`` and ``right[k]``, which
-    are ``height[k]`` apart. Heights carry no gradient.
+    """Single-linkage merges of each cloud in order of increasing distance.
+
+    Merge k joins the clusters of the tokens ``left[k]`` and ``right[k]`` at geodesic distance ``height[k]``. Heights
+    have no gradient.
 
     >>> merge_tree(torch.eye(2)).linkage().tolist() == [[0.0, 1.0, float(merge_tree(torch.eye(2)).height), 2.0]]
     True
@@ -45,7 +49,9 @@ class MergeTree:
     right: Int[Tensor, "*batch n_minus_1"]
 
     def linkage(self) -> Float[Tensor, "n_minus_1 4"]:
-        """One cloud's tree as SciPy writes it: rows (cluster, cluster, height, size), new clusters numbered from n."""
+        """The tree of one cloud as a SciPy linkage matrix: rows (cluster, cluster, height, size), new clusters numbered
+        from n. Raises HelmscopeError for a batch of trees.
+        """
         if self.height.ndim != 1:
             raise HelmscopeError(
                 f"height has shape {tuple(self.height.shape)}, but linkage() needs the tree of one cloud"
@@ -57,13 +63,13 @@ class MergeTree:
         ):
             a, b = sorted((label[i], label[j]))
             size.append(size[a] + size[b])
-            label = [n + k if own in (a, b) else own for own in label]
+            label = [n + k if current in (a, b) else current for current in label]
             rows.append([float(a), float(b), height, float(size[-1])])
         return torch.tensor(rows, dtype=torch.float64, device="cpu").reshape(n - 1, 4)
 
 
 def merge_tree(x: Float[Tensor, "*batch n d"]) -> MergeTree:
-    """Single-linkage tree of each cloud by geodesic distance.
+    """Single-linkage tree of each cloud (..., n, d) by geodesic distance.
 
     >>> circle = torch.tensor([0.0, 1.0, 1.1])
     >>> merge_tree(torch.stack([circle.cos(), circle.sin()], -1)).height
@@ -71,4 +77,4 @@ def merge_tree(x: Float[Tensor, "*batch n d"]) -> MergeTree:
     """
     tree = spanning_tree(check_tokens(x))
     order = tree.length.sort(dim=-1, stable=True).indices
-    return MergeTree(*(part.gather(-1, order) for part in (tree.length, tree.parent, tree.child)))
+    return MergeTree(*(values.gather(-1, order) for values in (tree.length, tree.parent, tree.child)))

@@ -1,4 +1,4 @@
-"""The type of a phase diagram."""
+"""The type of phase diagrams, a Dataset that can be plotted."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ if TYPE_CHECKING:
 
 
 class PhaseDiagram(xr.Dataset):  # type: ignore[no-untyped-call]
-    """What ``phase_diagram`` gives: an xarray Dataset whose ``plot()`` is the heat map of its probabilities.
+    """The result of ``phase_diagram``: an xarray Dataset whose ``plot()`` returns a heat map of its probabilities.
 
-    Selecting, assigning and concatenating keep the type, and files are written and read as those of any Dataset; what
-    was read from one is a PhaseDiagram again by ``PhaseDiagram.of``.
+    Selecting, assigning and concatenating keep the type. Files are written and read like those of any Dataset;
+    ``PhaseDiagram.of`` converts a Dataset that was read from a file.
 
-    >>> made = xr.Dataset({"probability": (("beta", "time"), [[0.0, 1.0]])}, {"beta": [1.0], "time": [0.0, 9.0]})
-    >>> diagram = PhaseDiagram.of(made)
-    >>> isinstance(diagram.sel(beta=1.0), PhaseDiagram), diagram.identical(made)
+    >>> data = xr.Dataset({"probability": (("beta", "time"), [[0.0, 1.0]])}, {"beta": [1.0], "time": [0.0, 9.0]})
+    >>> diagram = PhaseDiagram.of(data)
+    >>> isinstance(diagram.sel(beta=1.0), PhaseDiagram), diagram.identical(data)
     (True, True)
     """
 
@@ -31,7 +31,7 @@ class PhaseDiagram(xr.Dataset):  # type: ignore[no-untyped-call]
         """The same data as a PhaseDiagram."""
         return cls(data.data_vars, data.coords, data.attrs)
 
-    # in the place of xarray's accessor, which cannot draw these heat maps
+    # replaces xarray's accessor, which cannot plot these heat maps
     def plot(self, **options: Any) -> Figure:  # type: ignore[override]
-        """Heat maps over time and beta; the options are those of ``phase_figure``."""
+        """Heat maps over time and beta; options are passed to ``phase_figure``."""
         return picture(self, **options)

@@ -1,16 +1,16 @@
-"""In which sense attention diffuses: the covariances that go by that name, each by its own (source 000-2).
+"""Covariances that have been called the diffusion of attention, each under its own name (source 000-2).
 
     m_i = sum_j P_ij x_j,    Cov_P(i) = sum_j P_ij (x_j - m_i)(x_j - m_i)^T,    Sigma = (1/2) Cov(increment) / dt
 
-(A) ``token_sampling_covariance``: one key J ~ P_i is drawn, x' = x + sqrt(eps) W_V (x_J - m_i) + eps b. Then
-    Sigma_A = (1/2) W_V Cov_P(i) W_V^T exactly. No central limit theorem is at work; averaging k draws divides by k.
+(A) ``token_sampling_covariance``: one key J ~ P_i is sampled, x' = x + sqrt(eps) W_V (x_J - m_i) + eps b. Then
+    Sigma_A = (1/2) W_V Cov_P(i) W_V^T exactly, without a central limit theorem; averaging k samples divides it by k.
 (B) ``random_value_covariance``: the values are random and the weights are not, as in a sum of many small terms.
-(C) ``context_covariance``: what different contexts do to a token at one place, measured.
+(C) ``context_covariance``: the variation of a token's increment over contexts, measured.
 
-Real attention is none of (A), (B): given its tokens it is deterministic, its conditional covariance is 0 and its
-generator W_V m_i . grad alone. A deterministic meaning of Cov_P is D_q m = beta Cov_P for a query q; and for a doubly
-stochastic kernel Cov(x) = Cov(m) + mean_i Cov_P(i), so attention *contracts* by what (A) adds. With V = +I and
-beta -> infinity the flow is the backward heat equation, X = (1/beta) grad log rho.
+Real attention is neither (A) nor (B): given its tokens it is deterministic, so its conditional covariance is 0 and its
+generator is W_V m_i . grad alone. Deterministic interpretations of Cov_P are D_q m = beta Cov_P for a query q, and, for
+a doubly stochastic kernel, Cov(x) = Cov(m) + mean_i Cov_P(i): attention *contracts* by as much as (A) adds. With V = +I
+and beta -> infinity the flow is the backward heat equation, X = (1/beta) grad log rho.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from helmscope.geometry.arithmetic import full_precision
 from helmscope.geometry.sphere import check_tokens
 from helmscope.kernels.dense import matrix_product
 from helmscope.observe.generator import check_points
-from helmscope.observe.kernel import check_kernel, laws
+from helmscope.observe.kernel import attention_distributions, check_kernel
 from helmscope.types import HelmscopeError, check_reduced, counted
 
 if TYPE_CHECKING:
@@ -39,10 +39,11 @@ if TYPE_CHECKING:
 def token_sampling_covariance(
     kernel: Float[Tensor, "*batch n n"], x: Float[Tensor, "*batch n d"], value: Matrix | None = None
 ) -> Float[Tensor, "*batch n k k"]:
-    """Mode (A): Sigma_A = (1/2) W_V Cov_P(i) W_V^T for each query i, W_V = ``value``: k x d, ``LowRank``, I where None.
+    """Covariance (A) of sampling one key: Sigma_A = (1/2) W_V Cov_P(i) W_V^T for each query i.
 
-    The generator's second-order term where one key is drawn, and only there. Tokens may be any points of R^d; rows of
-    the kernel must sum to 1 (normalize USA's first), or to 0 for a query that sees no key, which does not move. The
+    W_V = ``value`` is a k x d matrix or a ``LowRank``, by default I. Sigma_A is the second-order term of the generator
+    if one key is sampled, and only then. Tokens may be any points of R^d. Raises HelmscopeError unless rows of the
+    kernel sum to 1 (normalize those of USA first), or to 0 for a query that attends to no key and does not move. The
     rank is at most min(n - 1, rank of W_V). Memory grows as n^2 k + n k^2.
 
     >>> half = torch.full((2, 2), 0.5)
@@ -50,7 +51,7 @@ def token_sampling_covariance(
     tensor([[0.5000, 0.0000],
             [0.0000, 0.0000]])
     """
-    p, values = _drawn(kernel, x, value)
+    p, values = _distributions_and_values(kernel, x, value)
     return _second_moment(p, values, p @ values) / 2
 
 
@@ -58,24 +59,26 @@ def token_sampling_covariance(
 def random_value_covariance(
     kernel: Float[Tensor, "*batch n n"], x: Float[Tensor, "*batch n d"], value: Matrix | None = None
 ) -> Float[Tensor, "*batch n k k"]:
-    """Mode (B): (1/2) W_V [sum_j P_ij^2 (x_j - m_i)(x_j - m_i)^T] W_V^T for each query i.
+    """Covariance (B) of random values: (1/2) W_V [sum_j P_ij^2 (x_j - m_i)(x_j - m_i)^T] W_V^T for each query i.
 
-    The covariance of a weighted mean of random values, of size Cov / n_eff: what a central limit theorem would speak
-    of, if the greatest weight vanished (see ``largest_weight``). Arguments as in ``token_sampling_covariance``.
+    This is the covariance of a weighted mean of random values, of size Cov / n_eff; a central limit theorem would apply
+    if the largest weight vanished (see ``largest_weight``). Arguments and errors as in ``token_sampling_covariance``.
 
     >>> half = torch.full((2, 2), 0.5)
     >>> random_value_covariance(half, torch.tensor([[1.0, 0.0], [-1.0, 0.0]]))[0]
     tensor([[0.2500, 0.0000],
             [0.0000, 0.0000]])
     """
-    p, values = _drawn(kernel, x, value)
+    p, values = _distributions_and_values(kernel, x, value)
     return _second_moment(p * p, values, p @ values) / 2
 
 
 def independent_draws_covariance(
     kernel: Float[Tensor, "*batch heads n n"], x: Float[Tensor, "*batch n d"], value: Float[Tensor, "heads k d"]
 ) -> Float[Tensor, "*batch n k k"]:
-    """Mode (A) of several heads that draw independently: sum_h (1/2) B_h Cov_{P^h}(i) B_h^T, B_h = W_O^h W_V^h.
+    """Covariance (A) of several heads that sample keys independently: sum_h (1/2) B_h Cov_{P^h}(i) B_h^T.
+
+    ``value`` holds B_h = W_O^h W_V^h. Raises HelmscopeError unless ``kernel`` has one matrix per head.
 
     >>> half = torch.full((2, 2, 2), 0.5)
     >>> values = torch.eye(2).expand(2, 2, 2)
@@ -85,24 +88,24 @@ def independent_draws_covariance(
     """
     heads = _check_heads(value)
     if not isinstance(kernel, torch.Tensor) or kernel.ndim < 3 or kernel.shape[-3] != heads:
-        given = tuple(kernel.shape) if isinstance(kernel, torch.Tensor) else type(kernel).__name__
+        actual = tuple(kernel.shape) if isinstance(kernel, torch.Tensor) else type(kernel).__name__
         raise HelmscopeError(
-            f"kernel is {given}, but value has {counted(heads, 'head')}: it must be (..., {heads}, n, n)"
+            f"kernel is {actual}, but value has {counted(heads, 'head')}: it must be (..., {heads}, n, n)"
         )
-    parts = [token_sampling_covariance(kernel.select(-3, h), x, value[h]) for h in range(heads)]
-    return torch.stack(parts).sum(0)
+    per_head = [token_sampling_covariance(kernel.select(-3, h), x, value[h]) for h in range(heads)]
+    return torch.stack(per_head).sum(0)
 
 
 def shared_draw_covariance(
     kernel: Float[Tensor, "*batch n n"], x: Float[Tensor, "*batch n d"], value: Float[Tensor, "heads k d"]
 ) -> Float[Tensor, "*batch n k k"]:
-    """Mode (A) of several heads that share one draw J ~ P_i: the increment is sum_h B_h (x_J - m_i), so
+    """Covariance (A) of several heads that share one sampled key J ~ P_i: the increment is sum_h B_h (x_J - m_i), so
 
         Sigma = (1/2) (sum_h B_h) Cov_P (sum_h B_h)^T = sum_h Sigma_h + (1/2) sum_{h != g} B_h Cov_P B_g^T.
 
-    The cross terms may take away as well as add. There is one ``kernel`` for all heads, and must be: x_J has the mean
-    m^h of head h only if J ~ P^h, so heads that attend differently cannot share a draw. (They could share the random
-    number behind it, but the covariance would then depend on the order of the tokens.)
+    The cross terms may be positive or negative. All heads must have the same ``kernel``: x_J has the mean m^h of head h
+    only if J ~ P^h, so heads with different weights cannot share a sample. (They could share the random number from
+    which it is computed, but the covariance would then depend on the order of the tokens.)
 
     >>> half = torch.full((2, 2), 0.5)
     >>> values = torch.stack([torch.eye(2), -torch.eye(2)])
@@ -116,16 +119,17 @@ def shared_draw_covariance(
 
 @full_precision
 def context_covariance(increments: Float[Tensor, "contexts n d"]) -> xr.Dataset:
-    """Mode (C): (1/2) Cov(Delta | x_i = x) over contexts, measured: the noise that surroundings are to a token.
+    """Covariance (C) over contexts, measured: (1/2) Cov(Delta | x_i = x), the context as noise on a token.
 
-    ``increments[c, i]`` is what happened to token i in context c; token i must stand at the same place in all of them.
-    Gives ``drift`` (token, row), the mean of Delta, and ``covariance`` (token, row, column), unbiased and centred, each
-    with its standard error over the contexts: that of the covariance is the first order in 1 / sqrt(contexts). It is
-    reduced over the contexts, because a covariance belongs to all of them together.
+    ``increments[c, i]`` is the increment of token i in context c; the state of token i must be the same in all
+    contexts. Returns ``drift`` (token, row), the mean of Delta, and ``covariance`` (token, row, column), unbiased and
+    centered, each with its standard error over contexts (for the covariance to first order in 1 / sqrt(contexts)). The
+    result is reduced, because a covariance is a property of all contexts together. Raises HelmscopeError for fewer than
+    two.
 
-    >>> moves = torch.tensor([[[1.0, 0.0]], [[-1.0, 0.0]]])
-    >>> seen = context_covariance(moves)
-    >>> seen.covariance.values[0].tolist(), seen.attrs["n"]
+    >>> increments = torch.tensor([[[1.0, 0.0]], [[-1.0, 0.0]]])
+    >>> measured = context_covariance(increments)
+    >>> measured.covariance.values[0].tolist(), measured.attrs["n"]
     ([[1.0, 0.0], [0.0, 0.0]], 2)
     """
     check_points(increments, name="increments")
@@ -133,37 +137,37 @@ def context_covariance(increments: Float[Tensor, "contexts n d"]) -> xr.Dataset:
         raise HelmscopeError(
             f"increments has shape {tuple(increments.shape)}, but it must be (contexts, n, d) with contexts >= 2"
         )
-    moves = increments.detach().to(torch.float64).cpu()
-    n = len(moves)
-    mean = moves.mean(0)
-    off = (moves - mean).movedim(0, -1)  # (token, row, context)
-    covariance = off @ off.mT / (n - 1)
-    # the covariance is the mean of n / (n - 1) off_a off_b: its error is that of a mean
-    squares = off**2 @ (off**2).mT * (n / (n - 1)) ** 2 / n
-    spread = ((squares - covariance**2).clamp(min=0) / (n - 1)).sqrt()
+    increments = increments.detach().to(torch.float64).cpu()
+    n = len(increments)
+    mean = increments.mean(0)
+    deviation = (increments - mean).movedim(0, -1)  # (token, row, context)
+    covariance = deviation @ deviation.mT / (n - 1)
+    # the covariance is the mean over contexts of n / (n - 1) deviation_a deviation_b: its error is that of a mean
+    squares = deviation**2 @ (deviation**2).mT * (n / (n - 1)) ** 2 / n
+    stderr = ((squares - covariance**2).clamp(min=0) / (n - 1)).sqrt()
     data = {
         "drift": (("token", "row"), mean.numpy()),
-        "drift_stderr": (("token", "row"), (moves.std(0, correction=1) / n**0.5).numpy()),
+        "drift_stderr": (("token", "row"), (increments.std(0, correction=1) / n**0.5).numpy()),
         "covariance": (("token", "row", "column"), (covariance / 2).numpy()),
-        "covariance_stderr": (("token", "row", "column"), (spread / 2).numpy()),
+        "covariance_stderr": (("token", "row", "column"), (stderr / 2).numpy()),
     }
     return check_reduced(xr.Dataset(data, attrs={"n": n}))
 
 
 @full_precision
 def diffusivity(sigma: Float[Tensor, "*batch n d d"], x: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n"]:
-    """nu = tr(P Sigma P) / (d - 1): the isotropic noise on the sphere of the same strength (source 000-2).
+    """Diffusivity nu = tr(P Sigma P) / (d - 1): that of isotropic noise on the sphere of equal strength (source 000-2).
 
     >>> diffusivity(torch.diag(torch.tensor([1.0, 2.0, 4.0])).expand(1, 3, 3), torch.tensor([[1.0, 0.0, 0.0]]))
     tensor([3.])
     """
-    across = _check_sigma(sigma, check_tokens(x))
-    along = (x * (across @ x.unsqueeze(-1)).squeeze(-1)).sum(-1)
-    return (_trace(across) - along) / (x.shape[-1] - 1)
+    sigma = _check_sigma(sigma, check_tokens(x))
+    radial = (x * (sigma @ x.unsqueeze(-1)).squeeze(-1)).sum(-1)
+    return (_trace(sigma) - radial) / (x.shape[-1] - 1)
 
 
 def diffusivity_as_printed(sigma: Float[Tensor, "*batch n d d"]) -> Float[Tensor, "*batch n"]:
-    """tr Sigma / d, as source 000 prints nu: on the sphere it counts the radial direction, in which nothing spreads.
+    """Diffusivity tr Sigma / d as printed in source 000, which on the sphere wrongly includes the radial direction.
 
     >>> diffusivity_as_printed(torch.diag(torch.tensor([1.0, 2.0, 6.0])).expand(1, 3, 3))
     tensor([3.])
@@ -174,8 +178,8 @@ def diffusivity_as_printed(sigma: Float[Tensor, "*batch n d d"]) -> Float[Tensor
 
 @full_precision
 def anisotropy(sigma: Float[Tensor, "*batch n d d"], x: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n"]:
-    """tr(S^2) / (tr S)^2 of S = P Sigma P: 1 / (d - 1) where noise is isotropic on the tangent space, 1 where it has
-    one direction; NaN where there is none.
+    """Anisotropy tr(S^2) / (tr S)^2 of S = P Sigma P: 1 / (d - 1) for isotropic noise on the tangent space, 1 for noise
+    in a single direction, NaN for none.
 
     >>> anisotropy(torch.eye(3).expand(1, 3, 3), torch.tensor([[1.0, 0.0, 0.0]]))
     tensor([0.5000])
@@ -187,8 +191,8 @@ def anisotropy(sigma: Float[Tensor, "*batch n d d"], x: Float[Tensor, "*batch n 
     return (tangent * tangent.mT).sum((-1, -2)) / (trace * trace)
 
 
-def _drawn(kernel: Tensor, x: Tensor, value: Matrix | None) -> tuple[Tensor, Tensor]:
-    """The laws of the draws and the values W_V x_j that are drawn."""
+def _distributions_and_values(kernel: Tensor, x: Tensor, value: Matrix | None) -> tuple[Tensor, Tensor]:
+    """The distributions over keys and the values W_V x_j that are sampled."""
     check_points(check_kernel(kernel))
     check_points(x)
     if x.ndim < 2 or kernel.dtype != x.dtype or kernel.shape != (*x.shape[:-1], x.shape[-2]):
@@ -196,7 +200,7 @@ def _drawn(kernel: Tensor, x: Tensor, value: Matrix | None) -> tuple[Tensor, Ten
             f"kernel has shape {tuple(kernel.shape)} and dtype {kernel.dtype}, but tokens of shape {tuple(x.shape)} "
             f"and dtype {x.dtype} need (..., n, n)"
         )
-    p = laws(kernel)
+    p = attention_distributions(kernel)
     if value is None:
         return p, x
     value = check_points(value.dense() if isinstance(value, LowRank) else value, name="value")
@@ -207,9 +211,9 @@ def _drawn(kernel: Tensor, x: Tensor, value: Matrix | None) -> tuple[Tensor, Ten
 
 @full_precision
 def _second_moment(weight: Tensor, values: Tensor, mean: Tensor) -> Tensor:
-    """sum_j weight_ij (v_j - m_i)(v_j - m_i)^T: centred before it is squared, so that no digits cancel."""
-    off = values.unsqueeze(-3) - mean.unsqueeze(-2)
-    moment = (weight.unsqueeze(-1) * off).mT @ off
+    """sum_j weight_ij (v_j - m_i)(v_j - m_i)^T, centered before squaring to avoid cancellation."""
+    deviation = values.unsqueeze(-3) - mean.unsqueeze(-2)
+    moment = (weight.unsqueeze(-1) * deviation).mT @ deviation
     return (moment + moment.mT) / 2
 
 

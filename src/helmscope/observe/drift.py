@@ -1,4 +1,4 @@
-"""What the MLP does to tokens on their way: its drift, its potential and its swirl.
+"""The action of the MLP on tokens: its drift, its potential and its swirl.
 
 For a force f = grad U + R + harmonic (source 000-3; ``helmholtz``) at unit vectors x, with Df = S + A its symmetric and
 antisymmetric parts:
@@ -6,7 +6,8 @@ antisymmetric parts:
     tangential part P f,  radial part <x, f>,  swirl index |A|_F^2 / |Df|_F^2,
     div_S(P f) = tr Df - x^T Df x - (d - 1) <x, f>.
 
-grad U and R belong to the weights: other weights for the same f give others. The swirl index belongs to f.
+grad U and R depend on the weights, not on f alone: different weights that define the same f can have different ones.
+The swirl index depends only on f.
 """
 
 from __future__ import annotations
@@ -36,18 +37,18 @@ BOUNDS = {**dict.fromkeys((*LENGTHS, "swirl_fraction_as_printed"), AT_LEAST_0), 
 
 
 class DriftAndSwirl(Instrument):
-    """The MLP's force along a trajectory: the mean over the tokens of each system by their weights, in each layer (at
-    each time of a simulation).
+    """Instrument: the MLP's force in each layer (at each time of a simulation), averaged over the tokens of each system
+    by their weights.
 
     ``force`` |f|, ``tangential_speed`` |P f|, ``radial_force`` <x, f>, ``potential`` U, ``gradient`` |grad U|,
     ``swirl`` |R|, ``harmonic`` |f - grad U - R|; ``swirl_fraction_as_printed`` = sum |R|^2 / sum |f|^2 over the tokens
-    of a system, which is no share: it depends on the weights behind f and can exceed 1 (source 000-3 (c)). With
-    ``derivatives`` also ``swirl_index`` |A|^2 / |Df|^2 in [0, 1] (0 where Df = 0) and ``surface_divergence``
-    div_S(P f), at the cost of d derivatives of f. Where there is attention also ``attention_speed`` |P a|, with a what
-    attention writes, a norm behind it included, in a layer of size 1.
+    of a system, which is not a fraction: it depends on the weights that define f and can exceed 1 (source 000-3 (c)).
+    With ``derivatives`` also ``swirl_index`` |A|^2 / |Df|^2 in [0, 1] (0 where Df = 0) and ``surface_divergence``
+    div_S(P f), at the cost of d derivatives of f. Where there is attention also ``attention_speed`` |P a|, with a the
+    write of attention (after a norm, if one follows) for a layer of step size 1.
 
-    f is the MLP as a force on unit vectors, ``system.force``, at what the MLP reads: under ``Layer()`` the state
-    between the halves of a sequential block. A system without an MLP is refused.
+    f is the MLP as a force on unit vectors, ``system.force``, evaluated at the input of the MLP: under ``Layer()`` the
+    state between the halves of a sequential block. Raises HelmscopeError for a system without an MLP.
 
     >>> from helmscope.fields.activations import Identity
     >>> from helmscope.solve.integrate import integrate
@@ -69,7 +70,7 @@ class DriftAndSwirl(Instrument):
         return f"DriftAndSwirl(derivatives={self.derivatives})"
 
     def refusal(self, system: System) -> str | None:
-        """A potential is that of an MLP or a gated MLP, not of a mixture of experts."""
+        """Why a system cannot be measured: only an MLP or a gated MLP has a potential, a mixture of experts has not."""
         for layer in system.layers:
             kind = type(system.force(layer=layer))
             if not issubclass(kind, MLP | GatedMLP):
@@ -77,21 +78,21 @@ class DriftAndSwirl(Instrument):
         return None
 
     def attention(self, moment: Moment, passed: AttentionPass) -> None:
-        """Take in what attention writes."""
+        """Records the speed of the write of attention."""
         assert passed.write is not None
         speed = torch.linalg.vector_norm(project(passed.direction, passed.write), dim=-1)
         speed = speed if moment.step is None else speed / moment.step
         self.keep(moment, {"attention_speed": token_mean(speed, token_weights(passed.state, moment.weights))})
 
     def mlp(self, moment: Moment, passed: MlpPass) -> None:
-        """Take in the force at the points that the MLP reads."""
+        """Records the force at the inputs of the MLP."""
         force, weights = passed.force, token_weights(passed.state, moment.weights)
-        x = _unit(passed.point, weights, name=f"points of layer {moment.layer}")
-        seen = _pointwise(force, x)
+        x = _unit_points(passed.point, weights, name=f"points of layer {moment.layer}")
+        quantities = _force_quantities(force, x)
         if self.derivatives:
-            seen |= _derived(force, x)
-        fraction = _ratio_of_sums(seen["swirl"], seen["force"], weights)
-        means = {name: token_mean(value, weights) for name, value in seen.items()}
+            quantities |= _jacobian_quantities(force, x)
+        fraction = _ratio_of_squared_sums(quantities["swirl"], quantities["force"], weights)
+        means = {name: token_mean(value, weights) for name, value in quantities.items()}
         self.keep(moment, {**means, "swirl_fraction_as_printed": fraction})
 
     def result(self) -> xr.Dataset:
@@ -100,22 +101,24 @@ class DriftAndSwirl(Instrument):
 
 
 def drift_and_swirl(system: System, *, derivatives: bool = True) -> xr.Dataset:
-    """``DriftAndSwirl`` of a system, with its replicates, by one replay.
+    """Force, potential and swirl of a system's MLPs, with replicates: ``DriftAndSwirl`` by one replay.
+
+    Arguments, quantities and errors are those of ``DriftAndSwirl``.
 
     >>> from helmscope.fields.activations import Identity
     >>> from helmscope.solve.integrate import integrate
     >>> turn = MLP(w_in=torch.eye(2), w_out=torch.tensor([[0.0, -1.0], [1.0, 0.0]]), activation=Identity())
-    >>> seen = drift_and_swirl(integrate(turn, torch.eye(2), times=[0.0, 1.0]))
-    >>> seen.tangential_speed.values.round(6).tolist(), seen.swirl_index.values.round(6).tolist()
+    >>> measured = drift_and_swirl(integrate(turn, torch.eye(2), times=[0.0, 1.0]))
+    >>> measured.tangential_speed.values.round(6).tolist(), measured.swirl_index.values.round(6).tolist()
     ([[1.0], [1.0]], [[1.0], [1.0]])
     """
     instrument = DriftAndSwirl(derivatives=derivatives)
     return check_system(system).replay(instrument)[instrument.name]
 
 
-def _unit(points: Tensor | None, weights: Tensor, name: str) -> Tensor:
-    """Where the force is read, as unit vectors. Tokens that do not count, such as padding, may have no direction: they
-    stand at the first axis.
+def _unit_points(points: Tensor | None, weights: Tensor, name: str) -> Tensor:
+    """The points at which the force is evaluated, as unit vectors. Tokens of weight 0, such as padding, may have no
+    direction: they are replaced by the first basis vector.
     """
     assert points is not None
     axis = torch.zeros_like(points)
@@ -131,8 +134,8 @@ def _unit(points: Tensor | None, weights: Tensor, name: str) -> Tensor:
     return check_tokens(unit, name=name)
 
 
-def _pointwise(mlp: MLP | GatedMLP, x: Tensor) -> dict[str, Float[Tensor, "batch n"]]:
-    """Quantities of each token that need no derivative."""
+def _force_quantities(mlp: MLP | GatedMLP, x: Tensor) -> dict[str, Float[Tensor, "batch n"]]:
+    """Quantities of each token that do not need derivatives."""
     f, split = mlp(x), helmholtz(mlp)
     vectors = {
         "force": f,
@@ -146,8 +149,8 @@ def _pointwise(mlp: MLP | GatedMLP, x: Tensor) -> dict[str, Float[Tensor, "batch
 
 
 @full_precision
-def _derived(mlp: MLP | GatedMLP, x: Tensor) -> dict[str, Float[Tensor, "batch n"]]:
-    """Quantities of each token that need Df, one system at a time: Df has n d^2 entries."""
+def _jacobian_quantities(mlp: MLP | GatedMLP, x: Tensor) -> dict[str, Float[Tensor, "batch n"]]:
+    """Quantities of each token that need Df, computed for one system at a time, since Df has n d^2 entries."""
     index, divergence = [], []
     for cloud in x:
         split = jacobian_split(mlp.ambient, cloud)
@@ -158,6 +161,6 @@ def _derived(mlp: MLP | GatedMLP, x: Tensor) -> dict[str, Float[Tensor, "batch n
     return {"swirl_index": torch.stack(index), "surface_divergence": torch.stack(divergence)}
 
 
-def _ratio_of_sums(part: Tensor, whole: Tensor, weights: Tensor) -> Tensor:
-    part, whole = (torch.where(weights > 0, weights * value * value, 0.0) for value in (part, whole))
-    return part.sum(-1) / whole.sum(-1)
+def _ratio_of_squared_sums(numerator: Tensor, denominator: Tensor, weights: Tensor) -> Tensor:
+    above, below = (torch.where(weights > 0, weights * value * value, 0.0) for value in (numerator, denominator))
+    return above.sum(-1) / below.sum(-1)

@@ -2,8 +2,8 @@
 
     E(x) = 1/(2 beta M^2) sum_ij m_i m_j e^{beta x_i^T B x_j},     M = sum_i m_i
 
-with m = 1 and B = I unless said otherwise: the energy of the empirical measure. SA and USA with V = B symmetric climb
-it, with V = -B they descend; for unrelated B and V it is not monotone.
+with m = 1 and B = I by default: the energy of the empirical measure. SA and USA with V = B symmetric increase it, with
+V = -B they decrease it; for unrelated B and V it is not monotone.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-Tempered = SA | USA | SinkhornAttention  # fields with a beta
+FieldWithBeta = SA | USA | SinkhornAttention
 
 
-class _Level(NamedTuple):
-    """sum_ij m_i m_j e^{l_ij} / M^2 = e^{top} share."""
+class _ScaledSum(NamedTuple):
+    """sum_ij m_i m_j e^{l_ij} / M^2 = e^{log_scale} mantissa."""
 
-    share: Float[Tensor, "*batch"]
-    top: Float[Tensor, "*batch"]
+    mantissa: Float[Tensor, "*batch"]
+    log_scale: Float[Tensor, "*batch"]
 
 
 def interaction_energy(
@@ -45,16 +45,17 @@ def interaction_energy(
     query_key: Float[Tensor, "d d"] | LowRank | None = None,
     weights: Float[Tensor, "*batch n"] | None = None,
 ) -> Float[Tensor, "*batch"]:
-    """E_beta with 1/n^2, beta > 0. On the sphere it lies between ``energy_min`` and ``energy_max``.
+    """Interaction energy E_beta of each cloud, with the factor 1/n^2, beta > 0.
 
-    Infinite where e^beta leaves the dtype: use ``log_interaction_energy`` there.
+    On the sphere it is between ``energy_min`` and ``energy_max``. Infinite where e^beta overflows the dtype: use
+    ``log_interaction_energy`` there. Raises HelmscopeError for beta <= 0 and for x that is not on the sphere.
 
     >>> interaction_energy(torch.eye(2), beta=1.0)  # (e + 1) / 4
     tensor(0.9296)
     """
     beta = number_or_tensor("beta", beta, above=0)
-    level = _level(x, SA(beta, query_key=query_key), check_weights(check_tokens(x), weights))
-    return torch.exp(level.top) * level.share / (2 * beta)
+    scaled = _scaled_sum(x, SA(beta, query_key=query_key), check_weights(check_tokens(x), weights))
+    return torch.exp(scaled.log_scale) * scaled.mantissa / (2 * beta)
 
 
 def log_interaction_energy(
@@ -64,18 +65,18 @@ def log_interaction_energy(
     query_key: Float[Tensor, "d d"] | LowRank | None = None,
     weights: Float[Tensor, "*batch n"] | None = None,
 ) -> Float[Tensor, "*batch"]:
-    """log E_beta, finite for every beta > 0.
+    """Logarithm of the interaction energy E_beta of each cloud, finite for every beta > 0.
 
     >>> log_interaction_energy(torch.eye(2), beta=1000.0)  # log (e^1000 / 4000)
     tensor(991.7059)
     """
     beta = number_or_tensor("beta", beta, above=0)
-    level = _level(x, SA(beta, query_key=query_key), check_weights(check_tokens(x), weights))
-    return level.top + torch.log(level.share / (2 * beta))
+    scaled = _scaled_sum(x, SA(beta, query_key=query_key), check_weights(check_tokens(x), weights))
+    return scaled.log_scale + torch.log(scaled.mantissa / (2 * beta))
 
 
 def interaction_energy_sum(x: Float[Tensor, "*batch n d"], *, beta: float) -> Float[Tensor, "*batch"]:
-    """E_sum = 1/(2 beta) sum_ij e^{beta <x_i, x_j>} = n^2 E: the energy of points instead of their measure.
+    """Interaction energy without the factor 1/n^2: E_sum = 1/(2 beta) sum_ij e^{beta <x_i, x_j>} = n^2 E.
 
     >>> interaction_energy_sum(torch.eye(2), beta=1.0)  # e + 1
     tensor(3.7183)
@@ -84,9 +85,10 @@ def interaction_energy_sum(x: Float[Tensor, "*batch n d"], *, beta: float) -> Fl
 
 
 def gaussian_energy_as_printed(x: Float[Tensor, "*batch n d"], *, beta: float) -> Float[Tensor, "*batch"]:
-    """F = 1/2 sum_ij e^{-(beta/2) |x_i - x_j|^2}, which source 002 prints as a *repulsive* energy.
+    """Gaussian energy F = 1/2 sum_ij e^{-(beta/2) |x_i - x_j|^2}, which source 002 prints as a *repulsive* energy.
 
-    On the unit sphere F = beta e^{-beta} E_sum, so the flow with V = +I climbs it: it attracts. Repulsion is V = -I.
+    On the unit sphere F = beta e^{-beta} E_sum, so the flow with V = +I increases it: it is attractive. The repulsive
+    flow has V = -I.
 
     >>> gaussian_energy_as_printed(torch.eye(2), beta=1.0)  # 1 + e^-1
     tensor(1.3679)
@@ -99,25 +101,25 @@ def gaussian_energy_as_printed(x: Float[Tensor, "*batch n d"], *, beta: float) -
 
 def interaction_energy_rate(
     x: Float[Tensor, "*batch n d"],
-    field: Tempered,
+    field: FieldWithBeta,
     *,
     weights: Float[Tensor, "*batch n"] | None = None,
 ) -> Float[Tensor, "*batch"]:
-    """dE/dt along an attention field, E with the field's own beta and B:
+    """Rate dE/dt of the interaction energy along an attention field, with the beta and B of the field:
 
         dE/dt = 1/(2 M^2) sum_ij m_i m_j e^{beta x_i^T B x_j} (x_i'^T B x_j + x_i^T B x_j').
 
-    For V = B = I it equals (1/n) sum_i (Z_i / n) |x_i'|^2 under SA and (1/n) sum_i |x_i'|^2 under USA; for V = -I,
-    minus that. Mask and bias of the field act on the velocities alone: E has neither. Not finite where e^beta leaves
-    the dtype.
+    For V = B = I it equals (1/n) sum_i (Z_i / n) |x_i'|^2 under SA and (1/n) sum_i |x_i'|^2 under USA; for V = -I, the
+    negative of these. Mask and bias of the field affect only the velocities, not E. Not finite where e^beta overflows
+    the dtype. Raises HelmscopeError unless ``field`` is SA, USA or SinkhornAttention.
 
     >>> from helmscope.fields.attention import USA
     >>> interaction_energy_rate(torch.eye(2), USA(beta=1.0))
     tensor(0.2500)
     """
-    if not isinstance(field, Tempered):
+    if not isinstance(field, FieldWithBeta):
         raise HelmscopeError(
-            f"field is {type(field).__name__}, but the energy's rate needs an attention field with a beta, SA, USA or "
+            f"field is {type(field).__name__}, but it must be an attention field with a beta: SA, USA or "
             "SinkhornAttention"
         )
     number_or_tensor("beta", field.beta, above=0)
@@ -127,7 +129,7 @@ def interaction_energy_rate(
     b = as_dense(field.query_key, x)
     query, key = query_and_key(x, field.query_key)
     query = over_tokens(field.beta, x) * query
-    shares = _shares(x, combined)
+    shares = _relative_weights(x, combined)
     beta = field.unit_beta
     along = token_sum(Request(query, key, x, weights=combined, beta=beta))  # sum_j m_j e^{l_ij} x_j
     back = along if beta is not None else token_sum(Request(key, query, x, weights=combined))  # sum_i m_i e^{l_ij} x_i
@@ -138,13 +140,13 @@ def interaction_energy_rate(
     return (shares * rates).sum(-1) / (2 * (x.shape[-2] if combined is None else combined.sum(-1)))
 
 
-def _shares(x: Tensor, weights: Tensor | None) -> Tensor:
+def _relative_weights(x: Tensor, weights: Tensor | None) -> Tensor:
     """m_i / M."""
     return torch.full_like(x[..., 0], 1 / x.shape[-2]) if weights is None else weights / weights.sum(-1, keepdim=True)
 
 
-def _level(x: Tensor, field: Tempered, weights: Tensor | None) -> _Level:
-    """The sum in E for the beta and B of a field; its mask, bias and value play no part."""
+def _scaled_sum(x: Tensor, field: FieldWithBeta, weights: Tensor | None) -> _ScaledSum:
+    """The sum in E for the beta and B of a field; its mask, bias and value are not used."""
     field.check_size(x)
     query, key = query_and_key(x, field.query_key)
     sums = token_sum(
@@ -156,10 +158,10 @@ def _level(x: Tensor, field: Tempered, weights: Tensor | None) -> _Level:
             beta=field.unit_beta,
         )
     )
-    shares = _shares(x, weights)
-    # a token of weight 0 may not set the scale
-    level = torch.where(shares > 0, sums.mass_shift.squeeze(-1), -torch.inf)
-    top = level.amax(-1, keepdim=True)
-    mass = sums.mass.squeeze(-1) * torch.exp(level - top)
-    total = (shares * mass).sum(-1) / (x.shape[-2] if weights is None else weights.sum(-1))
-    return _Level(total, top.squeeze(-1))
+    shares = _relative_weights(x, weights)
+    # tokens of weight 0 must not determine the scale
+    log_scales = torch.where(shares > 0, sums.mass_shift.squeeze(-1), -torch.inf)
+    largest = log_scales.amax(-1, keepdim=True)
+    mass = sums.mass.squeeze(-1) * torch.exp(log_scales - largest)
+    mantissa = (shares * mass).sum(-1) / (x.shape[-2] if weights is None else weights.sum(-1))
+    return _ScaledSum(mantissa, largest.squeeze(-1))

@@ -1,13 +1,13 @@
-"""The generator of a flow, applied to a probe: how fast the mean of phi(x) changes where a token is now.
+"""The generator of a flow, applied to a probe phi: the rate of change of the mean of phi(x) from a given state.
 
 On the sphere (source 000-5) and in R^d (section 0 of source 000's conventions):
 
     L phi = <P f + beta, grad_S phi> + tr(P M P Hess_S phi)        L phi = b.grad phi + Sigma:Hess phi
 
-with M = sigma sigma^T / 2 and beta the drift that comes with the noise, which differs from process to process. A
-deterministic layer has no second-order term: feeding the covariance Sigma_A of token sampling for it fails by exactly
-Sigma_A:Hess phi (source 000-8). A probe takes points (..., d) to numbers (...), each point on its own; linear and
-quadratic ones see too little to tell generators apart.
+with M = sigma sigma^T / 2 and beta the drift due to the noise, which depends on the process. A deterministic layer has
+no second-order term: using the covariance Sigma_A of token sampling instead gives an error of exactly Sigma_A:Hess phi
+(source 000-8). A probe maps points (..., d) to numbers (...), each point independently; linear and quadratic probes
+cannot distinguish all generators.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ def sphere_generator(
     noise: Noise | None = None,
     weights: Float[Tensor, "*batch n"] | None = None,
 ) -> Float[Tensor, "*batch n"]:
-    """L phi at each token: <P f + beta, grad_S phi> + tr(P M P Hess_S phi), tokens on the sphere (source 000-5).
+    """Generator on the sphere at each token: L phi = <P f + beta, grad_S phi> + tr(P M P Hess_S phi) (source 000-5).
 
-    ``noise`` brings M(x) and, by its process, the drift beta; without it the flow is deterministic, L phi is the rate
-    of phi along it. Exact for smooth probes, by autograd; a residual stream in R^d is refused, and so is a probe that
-    does not give one number at each point.
+    ``noise`` defines M(x) and, through its process, the drift beta; without it the flow is deterministic and L phi is
+    the rate of phi along it. Exact for smooth probes, by autograd. Raises HelmscopeError for a field on R^d, such as a
+    residual stream, and for a probe that does not return one number per point.
 
     >>> turn = lambda x: torch.stack([-x[..., 1], x[..., 0]], -1)
     >>> sphere_generator(turn, lambda x: x[..., 1] ** 2, torch.tensor([[0.6, 0.8]]))  # 2 x_1 x_2
     tensor([0.9600])
     """
     velocity = tangent_velocity(field, x, weights)(x)
-    slope = gradient(lambda y: _numbers(probe, y), x)
+    slope = gradient(lambda y: _probe_values(probe, y), x)
     if noise is None:
         return (velocity * slope).sum(-1)
     if isinstance(noise, type) or not isinstance(noise, Noise):
@@ -71,30 +71,31 @@ def ambient_generator(
     probe: Probe,
     x: Float[Tensor, "*batch d"],
 ) -> Float[Tensor, "*batch"]:
-    """L phi = b.grad phi + Sigma:Hess phi at points x of R^d, Sigma = (1/2) Cov(increment) / dt (source 000-2).
+    """Generator in R^d at points x: L phi = b.grad phi + Sigma:Hess phi, Sigma = (1/2) Cov(increment) / dt.
 
-    ``drift`` b and ``sigma`` broadcast over the points. The cost is d gradients of the probe.
+    ``drift`` b and ``sigma`` broadcast over the points (source 000-2). The cost is d gradients of the probe. Raises
+    HelmscopeError for shapes that do not fit.
 
-    >>> at = torch.tensor([2.0, 3.0])
-    >>> ambient_generator(torch.tensor([1.0, 0.0]), torch.eye(2), lambda x: x[..., 0] ** 3, at)  # 3 x^2 + 6 x
+    >>> point = torch.tensor([2.0, 3.0])
+    >>> ambient_generator(torch.tensor([1.0, 0.0]), torch.eye(2), lambda x: x[..., 0] ** 3, point)  # 3 x^2 + 6 x
     tensor(24.)
     """
     check_points(x)
-    for name, given, tail in (("drift", drift, x.shape[-1:]), ("sigma", sigma, x.shape[-1:] * 2)):
-        check_points(given, name=name)
+    for name, tensor, tail in (("drift", drift, x.shape[-1:]), ("sigma", sigma, x.shape[-1:] * 2)):
+        check_points(tensor, name=name)
         wanted = (*x.shape[:-1], *tail)
-        if given.dtype != x.dtype or not _broadcasts(tuple(given.shape), wanted, len(tail)):
+        if tensor.dtype != x.dtype or not _broadcasts(tuple(tensor.shape), wanted, len(tail)):
             raise HelmscopeError(
-                f"{name} has shape {tuple(given.shape)} and dtype {given.dtype}, but points of shape "
+                f"{name} has shape {tuple(tensor.shape)} and dtype {tensor.dtype}, but points of shape "
                 f"{tuple(x.shape)} and dtype {x.dtype} need {wanted}"
             )
-    _numbers(probe, x)
-    # points do not see each other, so the gradient of the sum is the gradient at each
+    _probe_values(probe, x)
+    # the probe treats points independently, so the gradient of the sum consists of the gradients at the points
     slope = torch.func.grad(lambda y: probe(y).sum())
     total: Tensor = (drift * slope(x)).sum(-1)
-    at = x.contiguous()  # forward mode writes to it
+    points = x.contiguous()  # forward mode writes to it
     for axis in torch.eye(x.shape[-1], dtype=x.dtype, device=x.device):
-        curvature = torch.func.jvp(slope, (at,), (axis.expand_as(x).contiguous(),))[1]
+        curvature = torch.func.jvp(slope, (points,), (axis.expand_as(x).contiguous(),))[1]
         total = total + ((sigma @ axis) * curvature).sum(-1)
     return total
 
@@ -102,13 +103,14 @@ def ambient_generator(
 def discrete_generator(
     layer: Callable[[Tensor], Tensor], probe: Probe, x: Float[Tensor, "*batch d"], *, epsilon: float
 ) -> Float[Tensor, "*batch"]:
-    """(phi(layer(x)) - phi(x)) / epsilon: what one layer of size epsilon > 0 does, the counterpart of L phi.
+    """Difference quotient (phi(layer(x)) - phi(x)) / epsilon of one layer with step size epsilon > 0.
 
-    For the sphere layer N(x + epsilon f) it differs from L phi by epsilon [(1/2) Hess_S phi(P f, P f) - <x, f>
-    <grad phi, P f>] + O(epsilon^2) (source 000-8). Below epsilon ~ 1e-8 rounding takes over.
+    It is the discrete counterpart of L phi. For the sphere layer N(x + epsilon f) it differs from L phi by
+    epsilon [(1/2) Hess_S phi(P f, P f) - <x, f> <grad phi, P f>] + O(epsilon^2) (source 000-8). Below epsilon ~ 1e-8
+    rounding dominates. Raises HelmscopeError unless ``layer`` preserves the shape of x.
 
-    >>> at = torch.tensor([2.0, 3.0])
-    >>> discrete_generator(lambda x: x + 0.5, lambda x: x[..., 0] ** 2, at, epsilon=0.5)
+    >>> point = torch.tensor([2.0, 3.0])
+    >>> discrete_generator(lambda x: x + 0.5, lambda x: x[..., 0] ** 2, point, epsilon=0.5)
     tensor(4.5000)
     """
     epsilon = real_number("epsilon", epsilon, above=0)
@@ -117,16 +119,18 @@ def discrete_generator(
         raise HelmscopeError(f"layer is a {type(layer).__name__}, but it must be a callable (..., d) -> (..., d)")
     after = layer(x)
     if not isinstance(after, torch.Tensor) or after.shape != x.shape:
-        given = tuple(after.shape) if isinstance(after, torch.Tensor) else type(after).__name__
-        raise HelmscopeError(f"layer gives {given} for points of shape {tuple(x.shape)}, but a layer keeps the shape")
-    return (_numbers(probe, after) - _numbers(probe, x)) / epsilon
+        actual = tuple(after.shape) if isinstance(after, torch.Tensor) else type(after).__name__
+        raise HelmscopeError(f"layer returns {actual} for points of shape {tuple(x.shape)}, but it must keep the shape")
+    return (_probe_values(probe, after) - _probe_values(probe, x)) / epsilon
 
 
 def tangent_velocity(
     field: Field | Callable[..., Tensor], x: Float[Tensor, "*batch n d"], weights: Tensor | None = None
 ) -> Velocity:
-    """The unchecked tangent velocity of a field as a function of tokens shaped like x, once x, the weights and the
-    field have passed their checks.
+    """The tangent velocity of a field as a function of tokens shaped like x, without further checks.
+
+    x, the weights and the field are checked here. Raises HelmscopeError for a field on R^d, or weights that the field
+    does not support.
 
     >>> from helmscope.fields.attention import SA
     >>> tangent_velocity(SA(beta=0.0), torch.eye(2))(torch.eye(2))
@@ -140,13 +144,13 @@ def tangent_velocity(
         raise HelmscopeError(f"field is a {name} on {field.space.value}, but this needs a field on the sphere")
     field.check_size(x)
     if weights is not None and not field.takes_weights:
-        raise HelmscopeError(f"weights is given, but the field {name} knows no token weights")
+        raise HelmscopeError(f"weights is given, but the field {name} does not support token weights")
     combined = check_weights(x, weights)
     return lambda y: field.velocity(y, weights=None if combined is None else combined.expand(y.shape[:-1]))
 
 
 def check_points(x: object, *, name: str = "x") -> Float[Tensor, "*batch d"]:
-    """Points of R^d as they may enter: a finite tensor (..., d) of float64 or float32; else a ``HelmscopeError``.
+    """Returns x; raises HelmscopeError unless it is a finite tensor (..., d) of float64 or float32.
 
     >>> check_points(torch.zeros(2)).shape
     torch.Size([2])
@@ -163,23 +167,23 @@ def check_points(x: object, *, name: str = "x") -> Float[Tensor, "*batch d"]:
 
 
 def _broadcasts(shape: tuple[int, ...], wanted: tuple[int, ...], tail: int) -> bool:
-    """Whether the last axes agree exactly and the leading ones broadcast to those wanted."""
+    """Whether the last ``tail`` axes agree exactly and the leading ones broadcast to those wanted."""
     if len(shape) > len(wanted) or shape[-tail:] != wanted[-tail:]:
         return False
-    lead = zip(reversed(shape[:-tail]), reversed(wanted[:-tail]), strict=False)
-    return all(size in (1, full) for size, full in lead)
+    leading = zip(reversed(shape[:-tail]), reversed(wanted[:-tail]), strict=False)
+    return all(size in (1, full) for size, full in leading)
 
 
-def _numbers(probe: Probe, x: Tensor) -> Tensor:
-    """The probe at x, checked."""
+def _probe_values(probe: Probe, x: Tensor) -> Tensor:
+    """The values of the probe at x, checked."""
     if isinstance(probe, type) or not callable(probe):
         raise HelmscopeError(f"probe is a {type(probe).__name__}, but it must be a callable (..., d) -> (...)")
     value = probe(x)
     if not isinstance(value, torch.Tensor) or value.shape != x.shape[:-1]:
-        given = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
+        actual = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
         raise HelmscopeError(
-            f"probe gives {given} at points of shape {tuple(x.shape)}, but a probe gives one number at each point"
+            f"probe returns {actual} at points of shape {tuple(x.shape)}, but it must return one number per point"
         )
     if not value.is_floating_point():
-        raise HelmscopeError(f"probe gives {value.dtype}, but a probe gives floating-point numbers")
+        raise HelmscopeError(f"probe returns {value.dtype}, but it must return floating-point numbers")
     return value

@@ -1,4 +1,4 @@
-"""The curve t*(beta), closely enough spaced to be drawn."""
+"""The curve t*(beta) on a grid that is fine enough to plot."""
 
 from __future__ import annotations
 
@@ -19,9 +19,11 @@ POINTS = 201
 
 
 def hitting_curve(field: Callable[[float], Field], *, betas: Sequence[float], n: int, delta: float) -> xr.Dataset:
-    """t*(beta), when n tokens at right angles pass 1 - delta, from the least to the largest of ``betas``: coordinates
-    ``fine_curve`` over ``fine_beta``, for ``diagram.assign_coords``. The asked betas are among the fine ones; NaN where
-    the flow has no closed form or the time leaves float64.
+    """Hitting time t*(beta) of n orthogonal tokens on a fine grid from the smallest to the largest of ``betas``.
+
+    Returns the coordinates ``fine_curve`` over ``fine_beta``, for ``diagram.assign_coords``: the time at which inner
+    products reach 1 - delta. The grid includes ``betas``; values are NaN where the flow has no closed form or the time
+    overflows float64.
 
     >>> from helmscope.fields.attention import SA
     >>> curve = hitting_curve(SA, betas=[1, 9], n=32, delta=1e-3)
@@ -29,11 +31,11 @@ def hitting_curve(field: Callable[[float], Field], *, betas: Sequence[float], n:
     (True, True)
     """
     fine = np.unique(np.concatenate([np.linspace(min(betas), max(betas), POINTS), np.asarray(betas, dtype=float)]))
-    times = [_time(field(float(beta)), n, delta) for beta in fine]
+    times = [_hitting_time(field(float(beta)), n, delta) for beta in fine]
     return xr.Dataset(coords={"fine_beta": fine, "fine_curve": ("fine_beta", times)})
 
 
-def _time(flow: Field, n: int, delta: float) -> float:
+def _hitting_time(flow: Field, n: int, delta: float) -> float:
     if not isinstance(flow, EquiangularFlow) or not flow.isotropic:
         return math.nan
     try:

@@ -1,5 +1,5 @@
 """Inner products <x_i, x_j> of different tokens: their histogram (source 001, figure 1) and the clustering probability
-(figure 3). The pair i, j counts m_i m_j, the product of its tokens' weights.
+(figure 3). The pair i, j has weight m_i m_j, the product of the weights of its tokens.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ if TYPE_CHECKING:
 def mean_inner_product(
     x: Float[Tensor, "*batch n d"], *, weights: Float[Tensor, "*batch n"] | None = None
 ) -> Float[Tensor, "*batch"]:
-    """Mean of <x_i, x_j> over pairs i != j, sum m_i m_j <x_i, x_j> / sum m_i m_j; NaN where there is no pair.
+    """Mean inner product over pairs i != j of each cloud, sum m_i m_j <x_i, x_j> / sum m_i m_j; NaN without any pair.
 
     >>> mean_inner_product(torch.eye(2))
     tensor(0.)
     """
     m = token_weights(check_tokens(x), weights)
     weighted = m.unsqueeze(-1) * x
-    # sum_ij m_i m_j <x_i, x_j> = |sum_i m_i x_i|^2: no pair is looked at
+    # sum_ij m_i m_j <x_i, x_j> = |sum_i m_i x_i|^2 avoids the n^2 pairs
     all_pairs = weighted.sum(-2).square().sum(-1)
-    return (all_pairs - weighted.square().sum((-1, -2))) / _pairs(m)
+    return (all_pairs - weighted.square().sum((-1, -2))) / _total_pair_weight(m)
 
 
 def clustering_fraction(
     x: Float[Tensor, "*batch n d"], *, delta: float, weights: Float[Tensor, "*batch n"] | None = None
 ) -> Float[Tensor, "*batch"]:
-    """Share of the pairs i != j with <x_i, x_j> >= 1 - delta, read off |x_i - x_j|^2 <= 2 delta.
+    """Share of pairs i != j of each cloud that have met, <x_i, x_j> >= 1 - delta, computed as |x_i - x_j|^2 <= 2 delta.
 
     >>> clustering_fraction(torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]]), delta=1e-3)
     tensor(0.3333)
@@ -49,33 +49,35 @@ def clustering_fraction(
     m = token_weights(check_tokens(x), weights)
     close = pairs_within_chord(x, math.sqrt(2 * delta)).to(x.dtype)
     close.diagonal(dim1=-2, dim2=-1).zero_()
-    return (m * (close * m.unsqueeze(-2)).sum(-1)).sum(-1) / _pairs(m)
+    return (m * (close * m.unsqueeze(-2)).sum(-1)).sum(-1) / _total_pair_weight(m)
 
 
 def clustering_probability(trajectory: Trajectory | System, *, delta: float) -> xr.Dataset:
-    """The probability that two tokens have met, P(<x_i, x_j> >= 1 - delta), over time (source 001, figure 3).
+    """Probability over time that two tokens have met, P(<x_i, x_j> >= 1 - delta) (source 001, figure 3).
 
-    Each system gives its ``clustering_fraction``, and their mean estimates the probability. Its standard error is that
-    over the systems, since the pairs of one system are not independent: ``reduce_replicates`` gives both.
+    ``probability`` (time, system) is the ``clustering_fraction`` of each system, whose mean over systems estimates the
+    probability. The standard error is over systems, since pairs of the same system are not independent;
+    ``reduce_replicates`` returns both. Raises HelmscopeError for delta < 0.
 
-    >>> seen = clustering_probability(Trajectory(torch.zeros(1), torch.eye(2).expand(1, 3, 2, 2)), delta=1e-3)
-    >>> seen.probability.dims, seen.probability.values.tolist()
+    >>> measured = clustering_probability(Trajectory(torch.zeros(1), torch.eye(2).expand(1, 3, 2, 2)), delta=1e-3)
+    >>> measured.probability.dims, measured.probability.values.tolist()
     (('time', 'system'), [[0.0, 0.0, 0.0]])
     """
     path = trajectory_of(trajectory)
     share = clustering_fraction(path.states, delta=delta, weights=path.weights)
-    seen = with_replicates({"probability": share}, state_axes(path))
-    return with_bounds(seen, {"probability": SHARE}).assign_attrs(delta=delta)
+    measurement = with_replicates({"probability": share}, state_axes(path))
+    return with_bounds(measurement, {"probability": SHARE}).assign_attrs(delta=delta)
 
 
 @full_precision
 def inner_product_histogram(trajectory: Trajectory | System, *, bins: int = 100) -> xr.Dataset:
     """Histogram of <x_i, x_j>, i != j, on [-1, 1] for each system at each time: the share of its pairs in each bin.
 
-    Bins are closed on the left, the last one on both sides.
+    ``share`` is along (time, system, inner_product), the latter with the bin centers. Bins are closed on the left, the
+    last one on both sides.
 
-    >>> seen = inner_product_histogram(Trajectory(torch.zeros(1), torch.eye(2).expand(1, 2, 2, 2)), bins=3)
-    >>> seen.share.dims, seen.share[0].values.tolist()
+    >>> histogram = inner_product_histogram(Trajectory(torch.zeros(1), torch.eye(2).expand(1, 2, 2, 2)), bins=3)
+    >>> histogram.share.dims, histogram.share[0].values.tolist()
     (('time', 'system', 'inner_product'), [[0.0, 1.0, 0.0], [0.0, 1.0, 0.0]])
     """
     bins = whole_number("bins", bins, at_least=1)
@@ -94,6 +96,6 @@ def inner_product_histogram(trajectory: Trajectory | System, *, bins: int = 100)
     return with_bounds(with_replicates({"share": share}, axes), {"share": SHARE})
 
 
-def _pairs(m: Float[Tensor, "*batch n"]) -> Float[Tensor, "*batch"]:
-    """sum of m_i m_j over i != j."""
+def _total_pair_weight(m: Float[Tensor, "*batch n"]) -> Float[Tensor, "*batch"]:
+    """Sum of m_i m_j over i != j."""
     return m.sum(-1).square() - m.square().sum(-1)

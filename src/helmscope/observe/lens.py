@@ -1,4 +1,4 @@
-"""What a model would say if it stopped early: the lens, and how far it is from what the model says in the end."""
+"""The logit lens: predictions from the states at earlier depths, and how far they are from the final prediction."""
 
 from __future__ import annotations
 
@@ -14,30 +14,31 @@ if TYPE_CHECKING:
     from jaxtyping import Float
     from torch import Tensor
 
-PASSING = 1 << 22  # logits that the head gives at a time
-WORKED = 1 << 18  # those that are summed at a time: what a cache holds
+LOGITS_PER_FORWARD = 1 << 22  # logits that the head may return at a time
+LOGITS_PER_SUM = 1 << 18  # logits that are summed at a time, which fit in a cache
 
 
 @runtime_checkable
 class HasLogits(Protocol):
-    """A system with a head: what it makes of the state at a depth, or of its last one."""
+    """A system with a head, which maps the state at a depth (by default the last one) to logits."""
 
     @property
     def trajectory(self) -> Trajectory:
-        """What the tokens did."""
+        """The states of the tokens."""
 
     def logits(self, *, depth: int | None = None, rows: slice = slice(None)) -> Tensor:
-        """The head's logits (batch, n, vocabulary), of the texts ``rows``."""
+        """The head's logits (batch, n, vocabulary) for the texts ``rows``."""
 
 
 def lens_divergence(system: HasLogits, *, progress: Progress | None = None) -> xr.Dataset:
-    """For each text at each depth, the mean over its tokens by their weights, in nats, of
+    """Divergence of the logit lens at each depth from the model's prediction, and its entropy, for each text in nats:
 
         ``divergence``  KL(p | p_t) = sum_w p(w) log p(w) / p_t(w)      ``entropy``  -sum_w p_t(w) log p_t(w)
 
-    with p_t the softmax of what the head makes of the state at depth t, p that of the model itself. Zero at the last
-    depth. Logits are of the model's dtype, float32 at least, and pass some texts at a time; sums are float64. A system
-    without a head over a vocabulary is refused. ``progress`` is called with the share of the work done.
+    averaged over tokens by their weights, along (depth, prompt). p_t is the softmax of the head applied to the state at
+    depth t, p that of the model itself, so the divergence is 0 at the last depth. Logits have the model's dtype, at
+    least float32, and are computed for a few texts at a time; sums are float64. Raises HelmscopeError for a system
+    without a head over a vocabulary. ``progress`` is called with the share of the work done.
 
     >>> lens_divergence(torch.nn.Identity())
     Traceback (most recent call last):
@@ -48,32 +49,32 @@ def lens_divergence(system: HasLogits, *, progress: Progress | None = None) -> x
         raise HelmscopeError(
             f"system is a {type(system).__name__}, but a lens needs a head: a Recording of a language model"
         )
-    path, tell = system.trajectory, check_progress(progress)
+    path, progress = system.trajectory, check_progress(progress)
     weights = token_weights(path.states[0], None if path.weights is None else path.weights[0]).double().cpu()
     counted, depths, texts = weights > 0, [int(depth) for depth in path.times], len(weights)
-    size = max(1, PASSING // system.logits(depth=depths[0], rows=slice(0, 1)).numel())
-    found = torch.empty(2, len(depths), texts, dtype=torch.float64, device="cpu")
+    size = max(1, LOGITS_PER_FORWARD // system.logits(depth=depths[0], rows=slice(0, 1)).numel())
+    means = torch.empty(2, len(depths), texts, dtype=torch.float64, device="cpu")
     for begin in range(0, texts, size):
         rows = slice(begin, begin + size)
-        here, m = counted[rows], weights[rows]
-        final = system.logits(rows=rows)[here]
+        mask, m = counted[rows], weights[rows]
+        final = system.logits(rows=rows)[mask]
         for step, depth in enumerate(depths):
             values = m.new_zeros(2, *m.shape)
-            values[:, here] = _per_token(final, system.logits(depth=depth, rows=rows)[here]).cpu()
-            found[:, step, rows] = (values * m).sum(-1) / m.sum(-1)
-            tell((begin + (step + 1) / len(depths) * len(m)) / texts)
-    seen = {"divergence": found[0], "entropy": found[1]}
-    return with_bounds(with_replicates(seen, state_axes(path)), dict.fromkeys(seen, AT_LEAST_0))
+            values[:, mask] = _per_token(final, system.logits(depth=depth, rows=rows)[mask]).cpu()
+            means[:, step, rows] = (values * m).sum(-1) / m.sum(-1)
+            progress((begin + (step + 1) / len(depths) * len(m)) / texts)
+    quantities = {"divergence": means[0], "entropy": means[1]}
+    return with_bounds(with_replicates(quantities, state_axes(path)), dict.fromkeys(quantities, AT_LEAST_0))
 
 
 def _per_token(final: Float[Tensor, "token w"], early: Float[Tensor, "token w"]) -> Float[Tensor, "2 token"]:
-    """KL(p | p_t) and the entropy of p_t, some tokens at a time."""
-    wide, found = torch.float64 if final.dtype == torch.float64 else torch.float32, []
-    size = max(1, WORKED // final.shape[-1])
-    for one, other in zip(torch.split(final, size), torch.split(early, size), strict=True):
-        log_p, log_t = (torch.log_softmax(part, -1, dtype=wide) for part in (one, other))
+    """KL(p | p_t) and the entropy of p_t for each token, computed for a few tokens at a time."""
+    dtype, chunks = torch.float64 if final.dtype == torch.float64 else torch.float32, []
+    size = max(1, LOGITS_PER_SUM // final.shape[-1])
+    for final_chunk, early_chunk in zip(torch.split(final, size), torch.split(early, size), strict=True):
+        log_p, log_t = (torch.log_softmax(logits, -1, dtype=dtype) for logits in (final_chunk, early_chunk))
         p, t = log_p.exp(), log_t.exp()
-        # sum (t - p) is 0 but for rounding, and takes that of the two normalizations away
-        parts = (p * (log_p - log_t) + (t - p), -t * log_t)
-        found.append(torch.stack([part.sum(-1, dtype=torch.float64) for part in parts]))
-    return torch.cat(found, 1)
+        # sum (t - p) is 0 up to rounding, and cancels the rounding errors of the two normalizations
+        terms = (p * (log_p - log_t) + (t - p), -t * log_t)
+        chunks.append(torch.stack([term.sum(-1, dtype=torch.float64) for term in terms]))
+    return torch.cat(chunks, 1)

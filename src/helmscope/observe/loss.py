@@ -1,11 +1,11 @@
-"""How well a causal language model predicts the next token, by itself and under edits.
+"""Next-token loss of a causal language model, unmodified and under edits.
 
-    loss of token t  =  -log p(token t | tokens before t)        in nats, read off the logits at position t - 1
+    loss of token t  =  -log p(token t | tokens before t)        in nats, from the logits at position t - 1
 
-It counts by the weight that statistics give token t, and only where token t - 1 is visible: neither padding nor special
-tokens count as predictions. So an end-of-text token that the tokenizer adds is not scored, though the model was trained
-to predict it, while the first word behind a beginning-of-text token is. Without a tokenizer no token is known to be
-special, and all are scored but the first.
+A token is scored with its statistical weight, and only where token t - 1 is visible: padding and special tokens are not
+scored. An end-of-text token that the tokenizer adds is therefore not scored, although the model was trained to predict
+it, while the first word after a beginning-of-text token is. Without a tokenizer no token is known to be special, and
+all tokens but the first are scored.
 """
 
 from __future__ import annotations
@@ -33,30 +33,31 @@ if TYPE_CHECKING:
     from helmscope.models.runner import Runner
     from helmscope.types import Progress
 
-PASSING = 1 << 24  # logits that the model gives at a time
-WORKED = 1 << 16  # those that are summed at a time: what a cache holds
+LOGITS_PER_FORWARD = 1 << 24  # logits that one forward of the model may return
+LOGITS_PER_SUM = 1 << 16  # logits that are summed at a time in float64, which fit in a cache
 
 
 def next_token_loss(recording: Recording, *, progress: Progress | None = None) -> xr.Dataset:
-    """The mean loss of each prompt in nats, over the tokens that are predicted and by their weights: ``loss`` along
-    ``prompt``, with ``loss_null``, the loss log |V| of a guess that is uniform over the vocabulary. The coordinate
-    ``predicted`` holds the weight behind each mean.
+    """Mean next-token loss of each prompt in nats: ``loss`` along ``prompt``, averaged by the weights of the tokens.
 
-    The model is run once more under the edits of the recording, a few texts at a time, so that the logits of all texts
-    are never in memory together; sums are float64, while transformers reports its own loss in float32. The loss is NaN
-    for a prompt of which no token is predicted. Models that are not causal or have no head over a vocabulary are
-    refused. ``progress`` is called with the share of the texts done.
+    ``loss_null`` is the loss log |V| of a uniform guess over the vocabulary. The coordinate ``predicted`` holds the
+    total weight of the scored tokens of each prompt; the loss of a prompt without any is NaN.
+
+    Runs the model once more under the edits of the recording, a few texts at a time, so that the logits of all texts
+    are never in memory together. Sums are float64, whereas transformers computes its loss in float32. Raises
+    HelmscopeError for models that are not causal or have no head over a vocabulary. ``progress`` is called with the
+    share of the texts done.
 
     >>> from transformers import GPT2Config, GPT2LMHeadModel
     >>> from helmscope.models.record import record
     >>> sizes = {"vocab_size": 9, "n_embd": 8, "n_layer": 2, "n_head": 2, "n_positions": 16}
     >>> model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
     >>> recording = record(model, torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]]))
-    >>> seen = next_token_loss(recording)
-    >>> seen.loss.dims, seen.predicted.values.tolist(), round(float(seen.loss_null), 3)
+    >>> measured = next_token_loss(recording)
+    >>> measured.loss.dims, measured.predicted.values.tolist(), round(float(measured.loss_null), 3)
     (('prompt',), [3.0, 3.0], 2.197)
-    >>> cut = next_token_loss(recording.under(AblateHead(layer=0, head=1)))
-    >>> bool((cut.loss != seen.loss).all())
+    >>> ablated = next_token_loss(recording.under(AblateHead(layer=0, head=1)))
+    >>> bool((ablated.loss != measured.loss).all())
     True
     """
     scoring = _Scoring(recording)
@@ -66,17 +67,18 @@ def next_token_loss(recording: Recording, *, progress: Progress | None = None) -
 
 
 def token_loss(recording: Recording, *, progress: Progress | None = None) -> xr.DataArray:
-    """The loss of every token in nats, (prompt, token), NaN where a token is not predicted: the first one of each text,
-    special tokens, padding. The coordinate ``label``, (prompt, token), holds the tokens as they are written.
+    """Next-token loss of every token in nats, (prompt, token), NaN where a token is not scored.
 
-    The mean of a prompt by the weights of its tokens is what ``next_token_loss`` gives; arguments as there.
+    Not scored are the first token of each text, special tokens and padding. The coordinate ``label``, (prompt, token),
+    holds the text of each token. The mean of a prompt by the weights of its tokens equals ``next_token_loss``, whose
+    arguments and errors also apply here.
 
     >>> from transformers import GPT2Config, GPT2LMHeadModel
     >>> from helmscope.models.record import record
     >>> sizes = {"vocab_size": 9, "n_embd": 8, "n_layer": 2, "n_head": 2, "n_positions": 16}
     >>> model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
-    >>> seen = token_loss(record(model, torch.tensor([[1, 2, 3, 4]])))
-    >>> seen.label.values.tolist(), seen.notnull().values.tolist()
+    >>> losses = token_loss(record(model, torch.tensor([[1, 2, 3, 4]])))
+    >>> losses.label.values.tolist(), losses.notnull().values.tolist()
     ([['1', '2', '3', '4']], [[False, True, True, True]])
     """
     scoring = _Scoring(recording)
@@ -93,11 +95,12 @@ def loss_under(
     *,
     progress: Progress | None = None,
 ) -> xr.Dataset:
-    """The loss of each prompt under each edit, or list of edits, by its name: ``loss`` along (edit, prompt), and
-    ``increase``, how much higher it is than without them, prompt by prompt.
+    """Next-token loss of each prompt under each of several named edits (or lists of edits): ``loss`` (edit, prompt).
 
-    Each takes one forward, which starts at the first layer that is changed: the layers before it are not run again, and
-    the result is to the bit that of ``next_token_loss(recording.under(edit))``. Arguments and refusals as there.
+    ``increase`` is how much higher the loss is than without the edit, for each prompt. Each edit takes one forward from
+    the first layer that it changes; earlier layers are not run again. The result equals
+    ``next_token_loss(recording.under(edit))`` bit for bit, and its requirements on the recording apply here too.
+    ``edits`` maps names to edits and must not be empty.
 
     >>> from transformers import GPT2Config, GPT2LMHeadModel
     >>> from helmscope.intervene.states import Ablate
@@ -106,34 +109,35 @@ def loss_under(
     >>> model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
     >>> recording = record(model, torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]]))
     >>> edits = {"no MLP": Ablate([1]), "no layer": [Ablate([1]), Ablate([1], site=Site.ATTENTION)]}
-    >>> seen = loss_under(recording, edits)
-    >>> seen.increase.dims, seen.edit.values.tolist()
+    >>> measured = loss_under(recording, edits)
+    >>> measured.increase.dims, measured.edit.values.tolist()
     (('edit', 'prompt'), ['no MLP', 'no layer'])
     """
     if not isinstance(edits, Mapping) or not edits:
         raise HelmscopeError(f"edits is {shown(edits)}, but it must be a mapping of names to edits, with at least one")
-    several = {str(name): tuple(each) if isinstance(each, Sequence) else (each,) for name, each in edits.items()}
+    edit_lists = {str(name): tuple(edit) if isinstance(edit, Sequence) else (edit,) for name, edit in edits.items()}
     scoring = _Scoring(recording)
-    means = scoring.means_under(list(several.values()), check_progress(progress))
-    return _differences(means, scoring, {"edit": list(several)})
+    means = scoring.means_under(list(edit_lists.values()), check_progress(progress))
+    return _loss_and_increase(means, scoring, {"edit": list(edit_lists)})
 
 
 def ablation_loss(
     recording: Recording, *, layers: Sequence[int] | None = None, progress: Progress | None = None
 ) -> xr.Dataset:
-    """The loss of each prompt with one head ablated, for every head: ``loss`` along (layer, head, prompt), and
-    ``increase``, how much higher it is than with all heads, prompt by prompt. ``layers`` None takes all layers.
+    """Next-token loss of each prompt with a single head ablated, for every head: ``loss`` along (layer, head, prompt).
 
-    An ablated head reads 0, as under ``AblateHead``. Each head takes one forward, from its layer on; where a layer has
-    fewer heads than another the rest is NaN. ``reduce_replicates(seen)`` gives means over prompts with their intervals,
-    ``seen.sel(**head("L1H0"))`` one head. Arguments and refusals as those of ``next_token_loss``.
+    ``increase`` is how much higher the loss is than with all heads, for each prompt. ``layers`` defaults to all layers.
+    The output of an ablated head is 0, as under ``AblateHead``. Each head takes one forward, from its layer on. Where a
+    layer has fewer heads than another, the remaining entries are NaN. ``reduce_replicates(measured)`` returns means
+    over prompts with their intervals, ``measured.sel(**head("L1H0"))`` one head. Raises HelmscopeError where
+    ``next_token_loss`` does, and for a layer whose heads cannot be separated.
 
     >>> from transformers import GPT2Config, GPT2LMHeadModel
     >>> from helmscope.models.record import record
     >>> sizes = {"vocab_size": 9, "n_embd": 8, "n_layer": 2, "n_head": 2, "n_positions": 16}
     >>> model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
-    >>> seen = ablation_loss(record(model, torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]])))
-    >>> dict(seen.increase.sizes)
+    >>> measured = ablation_loss(record(model, torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]])))
+    >>> dict(measured.increase.sizes)
     {'layer': 2, 'head': 2, 'prompt': 2}
     """
     scoring = _Scoring(recording)
@@ -143,19 +147,19 @@ def ablation_loss(
     heads = {layer: recording.anatomy.layers[layer].heads for layer in numbers}
     for layer, count in heads.items():
         if count is None:
-            raise HelmscopeError(f"layer {layer} hides its heads, but only heads that can be seen can be ablated")
+            raise HelmscopeError(f"layer {layer} hides its heads, but only heads that can be separated can be ablated")
     places = [(row, head) for row, layer in enumerate(numbers) for head in range(heads[layer] or 0)]
     edits = [(AblateHead(layer=numbers[row], head=head),) for row, head in places]
-    found = scoring.means_under(edits, check_progress(progress))
-    means = np.full((len(numbers), max(filter(None, heads.values())), found.shape[-1]), np.nan)
-    for (row, head), values in zip(places, found[1:], strict=True):
+    baseline, *ablated = scoring.means_under(edits, check_progress(progress))
+    means = np.full((len(numbers), max(filter(None, heads.values())), len(baseline)), np.nan)
+    for (row, head), values in zip(places, ablated, strict=True):
         means[row, head] = values
     axes = {"layer": list(numbers), "head": list(range(means.shape[1]))}
-    return _differences(np.concatenate([found[:1], means.reshape(-1, found.shape[-1])]), scoring, axes)
+    return _loss_and_increase(np.concatenate([baseline[None], means.reshape(-1, len(baseline))]), scoring, axes)
 
 
-def _differences(means: np.ndarray, scoring: _Scoring, axes: Mapping[str, list[Any]]) -> xr.Dataset:
-    """The Measurement of means of each prompt, without edits and then under each of those along ``axes``."""
+def _loss_and_increase(means: np.ndarray, scoring: _Scoring, axes: Mapping[str, list[Any]]) -> xr.Dataset:
+    """The Measurement of mean losses: ``means[0]`` without edits, ``means[1:]`` under the edits along ``axes``."""
     dims, shape = (*axes, "prompt"), (*map(len, axes.values()), means.shape[-1])
     data = {
         "loss": (dims, means[1:].reshape(shape)),
@@ -167,84 +171,83 @@ def _differences(means: np.ndarray, scoring: _Scoring, axes: Mapping[str, list[A
 
 
 class _Scoring:
-    """The texts of a recording as predictions: ``weights`` (batch, n), by how much each token counts as one, and their
-    losses by the logits of the model.
-    """
+    """Computes the losses of the texts of a recording; ``weights`` (batch, n) holds the weight of each scored token."""
 
     def __init__(self, recording: Recording) -> None:
         if not isinstance(recording, Recording):
-            raise HelmscopeError(f"recording is a {type(recording).__name__}, but the loss is that of a Recording")
+            raise HelmscopeError(f"recording is a {type(recording).__name__}, but it must be a Recording")
         self.runner, batch = recording.runner, recording.batch
         self.weights = _weights(recording)
         self.ids = batch.inputs["input_ids"].cpu()
         self.coords = {"prompt": np.arange(len(batch)), "predicted": ("prompt", self.weights.sum(-1).numpy())}
-        self._words = vocabulary_size(self.runner.model)
+        self._vocabulary = vocabulary_size(self.runner.model)
 
     @property
     def null(self) -> float:
         """The loss of a uniform guess."""
-        return math.log(self._words)
+        return math.log(self._vocabulary)
 
     def chunks(self) -> Iterator[slice]:
-        """As many texts at a time as the runner takes, and fewer where their logits would be many."""
+        """Chunks of texts: as many as the runner allows, and fewer where their logits would take too much memory."""
         texts, n = self.weights.shape
-        size = max(1, min(self.runner.batch_size, PASSING // (n * self._words)))
+        size = max(1, min(self.runner.batch_size, LOGITS_PER_FORWARD // (n * self._vocabulary)))
         for begin in range(0, texts, size):
             yield slice(begin, min(begin + size, texts))
 
-    def losses(self, tell: Progress) -> Float[Tensor, "batch n"]:
-        """The loss of every token, NaN where it does not count."""
-        found = []
+    def losses(self, progress: Progress) -> Float[Tensor, "batch n"]:
+        """The loss of every token, NaN where it is not scored."""
+        chunks = []
         for rows in self.chunks():
-            found.append(self._of_tokens(self.runner, rows))
-            tell(rows.stop / len(self.weights))
-        return torch.cat(found)
+            chunks.append(self._token_losses(self.runner, rows))
+            progress(rows.stop / len(self.weights))
+        return torch.cat(chunks)
 
     def means(self, losses: Float[Tensor, "rows n"], rows: slice = slice(None)) -> np.ndarray:
-        """The mean of each text by the weights of its tokens, NaN where none counts."""
+        """The mean of each text by the weights of its tokens, NaN where no token is scored."""
         weights = self.weights[rows]
         total = torch.where(weights > 0, weights * losses, 0.0).sum(-1)
         return (total / weights.sum(-1)).numpy()
 
-    def means_under(self, several: Sequence[tuple[AbstractEdit, ...]], tell: Progress) -> np.ndarray:
-        """The mean of each text without and then under each of several edits: (1 + edits, batch)."""
+    def means_under(self, edit_lists: Sequence[tuple[AbstractEdit, ...]], progress: Progress) -> np.ndarray:
+        """Mean losses (1 + edit lists, batch): without edits, then under each list of edits."""
         layers = len(self.runner.anatomy.layers)
-        for edits in several:
-            self.runner.under(*edits)  # which refuses what does not fit, before anything runs
-        begins = [next((k for k in range(layers) if _acts(edits, k)), layers - 1) for edits in several]
-        found = np.empty((1 + len(several), len(self.weights)))
+        for edits in edit_lists:
+            self.runner.under(*edits)  # raises for edits that do not fit the model, before anything is run
+        begins = [next((k for k in range(layers) if _acts(edits, k)), layers - 1) for edits in edit_lists]
+        means = np.empty((1 + len(edit_lists), len(self.weights)))
         for rows in self.chunks():
-            inputs = _Inputs(begins)
-            found[0, rows] = self.means(self._of_tokens(self.runner, rows, inputs), rows)
-            for k, (layer, edits) in enumerate(zip(begins, several, strict=True), start=1):
+            inputs = _LayerInputs(begins)
+            means[0, rows] = self.means(self._token_losses(self.runner, rows, inputs), rows)
+            for k, (layer, edits) in enumerate(zip(begins, edit_lists, strict=True), start=1):
                 put = PutInput(layer, inputs.states[layer], rows)
-                found[k, rows] = self.means(self._of_tokens(self.runner.under(put, *edits), rows), rows)
-                share = (k + 1) / len(found)
-                tell((rows.start + share * (rows.stop - rows.start)) / len(self.weights))
-        return found
+                means[k, rows] = self.means(self._token_losses(self.runner.under(put, *edits), rows), rows)
+                share = (k + 1) / len(means)
+                progress((rows.start + share * (rows.stop - rows.start)) / len(self.weights))
+        return means
 
-    def _of_tokens(self, runner: Runner, rows: slice, *observers: Observer) -> Float[Tensor, "rows n"]:
-        """The losses of the tokens of some texts, a few at a time in float64."""
+    def _token_losses(self, runner: Runner, rows: slice, *observers: Observer) -> Float[Tensor, "rows n"]:
+        """The losses of the tokens of some texts, computed for a few tokens at a time in float64."""
         logits, ids = runner.outputs(*observers, rows=rows), self.ids[rows]
-        self._words = logits.shape[-1]
-        if int(ids.max()) >= self._words:
+        self._vocabulary = logits.shape[-1]
+        if int(ids.max()) >= self._vocabulary:
             raise HelmscopeError(
-                f"texts give the token id {int(ids.max())}, but the model predicts tokens 0 to {self._words - 1} alone"
+                f"texts contain the token id {int(ids.max())}, but the model predicts only tokens 0 to "
+                f"{self._vocabulary - 1}"
             )
-        found = torch.full(ids.shape, torch.nan, dtype=torch.float64, device="cpu")
-        for part in torch.split((self.weights[rows] > 0).nonzero(), max(1, WORKED // self._words)):
-            text, token = part.unbind(-1)
+        losses = torch.full(ids.shape, torch.nan, dtype=torch.float64, device="cpu")
+        for chunk in torch.split((self.weights[rows] > 0).nonzero(), max(1, LOGITS_PER_SUM // self._vocabulary)):
+            text, token = chunk.unbind(-1)
             scores = logits[text.to(logits.device), token.to(logits.device) - 1].double()
             target = scores.gather(-1, ids[text, token].to(scores.device).unsqueeze(-1)).squeeze(-1)
-            found[text, token] = (torch.logsumexp(scores, -1) - target).cpu()
-        return found
+            losses[text, token] = (torch.logsumexp(scores, -1) - target).cpu()
+        return losses
 
 
 def _weights(recording: Recording) -> Float[Tensor, "batch n"]:
-    """By how much each token counts as a prediction. A model that does not predict the next token is refused."""
+    """The weight of each token as a prediction; raises HelmscopeError for a model that does not predict next tokens."""
     asker, model, batch = "the loss of the next token", recording.origin.name, recording.batch
     if "input_ids" not in batch.inputs or getattr(recording.anatomy.model.config, "is_encoder_decoder", False):
-        raise HelmscopeError(f"{asker} needs a language model of one stream of tokens, but {model} is none")
+        raise HelmscopeError(f"{asker} needs a language model with a single stream of tokens, but {model} is not one")
     counted, visible = batch.counted, batch.visible
     weights = torch.ones(batch.inputs["input_ids"].shape, dtype=torch.float64, device="cpu")
     weights = weights if counted is None else counted.cpu().double()
@@ -252,7 +255,7 @@ def _weights(recording: Recording) -> Float[Tensor, "batch n"]:
     if visible is not None:
         weights[:, 1:] *= visible[:, :-1].cpu()
     if not bool(weights.any()):
-        raise HelmscopeError(f"{asker} needs a text of two tokens or more that count, but texts holds none")
+        raise HelmscopeError(f"{asker} needs a text with two or more tokens that count, but texts contains none")
     recording.certificate.require("lens")
     why = Premise(causal=True, head=True).unmet(recording.certificate, model, asker)
     if why is not None:
@@ -264,8 +267,8 @@ def _acts(edits: Sequence[AbstractEdit], layer: int) -> bool:
     return any(edit.acts(layer) for edit in edits)
 
 
-class _Inputs(Observer):
-    """Keeps what some layers read, as it is."""
+class _LayerInputs(Observer):
+    """Stores the inputs of some layers."""
 
     sites = frozenset({Site.INPUT})
 
@@ -274,6 +277,6 @@ class _Inputs(Observer):
         self.states: dict[int, Tensor] = {}
 
     def state(self, site: Site, layer: int, value: Tensor) -> None:
-        """A copy, since some families add to a state in place later."""
+        """Stores a copy, since some model families add to a state in place later."""
         if layer in self.layers:
             self.states[layer] = value.clone()

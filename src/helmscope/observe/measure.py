@@ -1,4 +1,4 @@
-"""Many instruments, one replay."""
+"""Measurements of many instruments from a single replay."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ if TYPE_CHECKING:
 
 
 def streaming_instruments() -> list[Instrument]:
-    """New objects of all instruments of this library that take no forward beside the replay. Derivatives of the MLP,
-    d of them at every token, are left to ``DriftAndSwirl()``.
+    """New instances of all instruments of this library that need no forward besides the replay.
+
+    Derivatives of the MLP, d of them at every token, are not included: use ``DriftAndSwirl()``.
 
     >>> [instrument.name for instrument in streaming_instruments()]
     ['kernel_statistics', 'drift_and_swirl']
@@ -24,23 +25,24 @@ def streaming_instruments() -> list[Instrument]:
 
 
 def measure(system: System, *instruments: Instrument, progress: Progress | None = None) -> dict[str, xr.Dataset]:
-    """The Measurements of many instruments by their names, with their replicates, from one replay of the system: one
-    forward of a model for each chunk of its prompts. ``reduce_replicates`` makes means with intervals of each.
+    """Measurements of many instruments from a single replay of the system, by the names of the instruments.
 
-    Without instruments it takes every streaming one that the system can serve; one that is named and that the system
-    cannot serve is refused. ``progress`` is called with the share of the work done.
+    A replay of a model is one forward for each chunk of its prompts. The Measurements keep their replicates;
+    ``reduce_replicates`` turns each into means with intervals. Without instruments, all streaming instruments that the
+    system supports are used. Raises HelmscopeError for an instrument that the system does not support. ``progress`` is
+    called with the share of the work done.
 
     >>> import torch
     >>> from helmscope.fields.attention import SA
     >>> from helmscope.solve.integrate import integrate
-    >>> seen = measure(integrate(SA(beta=0.0), torch.eye(3).expand(2, 3, 3), times=[0.0, 1.0]))
-    >>> list(seen), seen["kernel_statistics"].row_mass.dims
+    >>> measured = measure(integrate(SA(beta=0.0), torch.eye(3).expand(2, 3, 3), times=[0.0, 1.0]))
+    >>> list(measured), measured["kernel_statistics"].row_mass.dims
     (['kernel_statistics'], ('time', 'system'))
     """
     if instruments:
         return check_system(system).replay(*instruments, progress=progress)
-    reasons = {each: check_system(system).refusal(each) for each in streaming_instruments()}
-    fitting = [each for each, reason in reasons.items() if reason is None]
-    if not fitting:
-        raise HelmscopeError(f"system can serve no instrument: {'; '.join(filter(None, reasons.values()))}")
-    return system.replay(*fitting, progress=progress)
+    reasons = {instrument: check_system(system).refusal(instrument) for instrument in streaming_instruments()}
+    supported = [instrument for instrument, reason in reasons.items() if reason is None]
+    if not supported:
+        raise HelmscopeError(f"system supports no streaming instrument: {'; '.join(filter(None, reasons.values()))}")
+    return system.replay(*supported, progress=progress)

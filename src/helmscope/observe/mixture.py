@@ -1,8 +1,8 @@
-"""Mixtures of von Mises-Fisher laws fitted to the tokens of a cloud: how many clusters, how heavy, where, how tight.
+"""Mixtures of von Mises-Fisher distributions fitted to a cloud of tokens: number, weights, centers and concentrations.
 
-The law on S^(d-1) has a density proportional to e^{kappa <mu, x>}: uniform at kappa = 0, about a Gaussian of variance
-1/kappa around mu where kappa is large. Its mean is A_d(kappa) mu, A_d = I_{d/2} / I_{d/2-1}. Everything here is written
-in the spread s = 1 - A and in 1 - <mu, x> = |x - mu|^2 / 2, which keep their digits where kappa is large.
+The distribution on S^(d-1) has a density proportional to e^{kappa <mu, x>}: uniform at kappa = 0, approximately a
+Gaussian of variance 1/kappa around mu for large kappa. Its mean is A_d(kappa) mu, A_d = I_{d/2} / I_{d/2-1}. All
+formulas use the spread s = 1 - A and 1 - <mu, x> = |x - mu|^2 / 2, which avoid cancellation for large kappa.
 """
 
 from __future__ import annotations
@@ -29,16 +29,19 @@ if TYPE_CHECKING:
 
     Array = NDArray[np.float64]
 
-KAPPA_LIMIT = 1e12  # float64 places a token to 1e-16: a narrower law would rest on rounding
+KAPPA_LIMIT = 1e12  # a token in float64 is accurate to 1e-16: a narrower distribution would be determined by rounding
 CHUNK = 256  # clouds at a time, which bounds the memory
-SHORT, LONG, GAIN = 20, 500, 1e-6  # steps of a trial climb and of the last one; the gain a token that ends a climb
+TRIAL_STEPS, FINAL_STEPS = 20, 500  # EM steps from each start, and from the best of them
+MINIMAL_GAIN = 1e-6  # EM stops once a step raises the log-likelihood by less than this per token
 
 
 @dataclass(frozen=True, eq=False)
 class VMFMixture:
-    """One mixture a cloud. ``count`` components, the heaviest first; rows of ``weights``, ``centers`` and ``kappas``
-    beyond them are 0. A kappa equal to kappa_max is bound by it: the tokens are tighter, or one. ``bic[..., k-1]`` is
-    that of the best mixture found with k components, the least one at k = count.
+    """Fitted mixtures, one per cloud, of ``count`` components in order of decreasing weight.
+
+    Rows of ``weights``, ``centers`` and ``kappas`` beyond ``count`` are 0. A kappa equal to kappa_max is limited by
+    that bound: the tokens are more concentrated, or there is only one. ``bic[..., k-1]`` is the BIC of the best mixture
+    found with k components, smallest at k = count.
 
     >>> x = torch.tensor([[1.0, 0.0], [1.0, 0.0], [1.0, 0.0], [0.0, 1.0], [0.0, 1.0]], dtype=torch.float64)
     >>> fitted = vmf_mixture(x, most=3)
@@ -54,37 +57,39 @@ class VMFMixture:
     bic: Float[Tensor, "*batch most"]
 
     def log_density(self, x: Float[Tensor, "*batch m d"]) -> Float[Tensor, "*batch m"]:
-        """log sum_k w_k f(x; mu_k, kappa_k), by the surface measure, at points of the sphere.
+        """Log density log sum_k w_k f(x; mu_k, kappa_k) at points of the sphere, with respect to the surface measure.
 
         >>> x = torch.eye(3, dtype=torch.float64)
-        >>> seen = vmf_mixture(x, most=1)
-        >>> bool((seen.log_density(x).sum() - seen.log_likelihood).abs() < 1e-12)
+        >>> fitted = vmf_mixture(x, most=1)
+        >>> bool((fitted.log_density(x).sum() - fitted.log_likelihood).abs() < 1e-12)
         True
         """
-        points, kappas = _units(x), self.kappas.numpy()
-        log_masses = _polar(kappas, points.shape[-1]).log_mass
+        points, kappas = _as_unit_vectors(x), self.kappas.numpy()
+        log_masses = _polar_integrals(kappas, points.shape[-1]).log_mass
         fit = _Fit(self.weights.numpy(), self.centers.numpy(), kappas, log_masses)
-        return torch.from_numpy(_logsumexp(_components(points, fit)))
+        return torch.from_numpy(_logsumexp(_log_components(points, fit)))
 
 
 def vmf_mixture(
     x: Float[Tensor, "*batch n d"], *, most: int = 8, kappa_max: float = 1e3, starts: int = 4, seed: int = 0
 ) -> VMFMixture:
-    """The mixture sum_k w_k f(x; mu_k, kappa_k), kappa_k <= ``kappa_max``, of at most ``most`` <= n components that has
-    the least
+    """Fits a von Mises-Fisher mixture sum_k w_k f(x; mu_k, kappa_k) to each cloud, selecting the number of components.
+
+    Of the mixtures with at most ``most`` <= n components and kappa_k <= ``kappa_max`` it returns the one of smallest
 
         BIC = -2 sum_i log sum_k w_k f(x_i) + p log n,   p = k (d + 1) - 1   (k - 1 weights, k centers, k kappas).
 
-    Without ``kappa_max`` the likelihood is unbounded: a component on one token, or on equal ones, gains without end as
-    its kappa grows. The bound is a part of the definition, the resolution of the count: clusters tighter than about
-    1/sqrt(kappa_max) radians are points, and two closer than a few of these are one.
+    Without ``kappa_max`` the likelihood is unbounded: that of a component on a single token, or on equal tokens, grows
+    with kappa without limit. The bound is part of the definition and sets the resolution: clusters narrower than about
+    1/sqrt(kappa_max) radians count as points, and clusters closer than a few times that as one.
 
     Each number of components is fitted by expectation maximization (Banerjee, Dhillon, Ghosh & Sra 2005) from
-    ``starts`` draws of k-means++ centers (Arthur & Vassilvitskii 2007) with one kappa for all; 20 steps from each, then
-    up to 500 from the best. That finds a local maximum, in float64 on the CPU, without gradient. Tokens are put into an
-    order of their own first, so that their order cannot matter; equal seeds give equal mixtures.
+    ``starts`` samples of k-means++ centers (Arthur & Vassilvitskii 2007) with a common kappa: 20 steps from each, then
+    up to 500 from the best. This finds a local maximum, in float64 on the CPU, without gradients. Tokens are sorted
+    first, so that the result does not depend on their order; equal seeds return equal mixtures. Raises HelmscopeError
+    for arguments outside their range and for x that is not on the sphere.
 
-    A component is no cluster: one cluster that is not von Mises-Fisher may take two.
+    Components are not clusters: a cluster that is not von Mises-Fisher may need two components.
 
     >>> from helmscope.theory.starts import VonMisesFisher
     >>> north = VonMisesFisher(n=40, dim=3, kappa=50.0).sample(seed=0)
@@ -92,7 +97,7 @@ def vmf_mixture(
     >>> fitted.count.item(), round(fitted.weights[0].item(), 2)
     (2, 0.67)
     """
-    tokens = _units(x)
+    tokens = _as_unit_vectors(x)
     n, dim = tokens.shape[-2:]
     most = whole_number("most", most, at_least=1)
     if most > n:
@@ -103,106 +108,109 @@ def vmf_mixture(
         raise HelmscopeError(f"kappa_max is {kappa_max:g}, but it must be at most {KAPPA_LIMIT:g}")
     starts = whole_number("starts", starts, at_least=1)
     fits_memory(f"starts is {starts} and most is {most}", starts * most)
-    chance = np.random.default_rng(whole_number("seed", seed, at_least=0)).random((starts, most))
+    uniforms = np.random.default_rng(whole_number("seed", seed, at_least=0)).random((starts, most))
     clouds = np.stack([cloud[np.lexsort(cloud.T)] for cloud in tokens.reshape(-1, n, dim)])
-    parts = [_chosen(clouds[i : i + CHUNK], float(kappa_max), chance) for i in range(0, len(clouds), CHUNK)]
+    chunks = [_select_by_bic(clouds[i : i + CHUNK], float(kappa_max), uniforms) for i in range(0, len(clouds), CHUNK)]
     batch = x.shape[:-2]
-    fields = (torch.from_numpy(np.concatenate(each)) for each in zip(*parts, strict=True))
+    fields = (torch.from_numpy(np.concatenate(values)) for values in zip(*chunks, strict=True))
     return VMFMixture(*(field.reshape((*batch, *field.shape[1:])) for field in fields))
 
 
 def vmf_log_density(
     x: Float[Tensor, "*batch n d"], center: Float[Tensor, "*batch d"], kappa: Float[Tensor, "*batch"] | float
 ) -> Float[Tensor, "*batch n"]:
-    """log of the von Mises-Fisher density by the surface measure, in float64,
+    """Log of the von Mises-Fisher density with respect to the surface measure, in float64,
 
         -kappa |x - mu|^2 / 2 - log int e^{-kappa (1 - <mu, y>)} dy,   0 <= kappa <= 1e12, |mu| = 1, d >= 2,
 
-    exact to rounding for every d and kappa.
+    exact up to rounding for every d and kappa. Raises HelmscopeError for arguments outside this domain.
 
     >>> x = torch.eye(3, dtype=torch.float64)
     >>> round(vmf_log_density(x, x[0], 0.0)[1].item(), 12) == round(-math.log(4 * math.pi), 12)
     True
     """
-    tokens = _units(x)
-    mu = _units(center.unsqueeze(-2) if isinstance(center, torch.Tensor) else center, name="center")
+    tokens = _as_unit_vectors(x)
+    mu = _as_unit_vectors(center.unsqueeze(-2) if isinstance(center, torch.Tensor) else center, name="center")
     if tokens.shape[-1] != mu.shape[-1]:
         raise HelmscopeError(f"center has {mu.shape[-1]} coordinates, but the tokens have {tokens.shape[-1]}")
-    kappas = _between("kappa", kappa, 0.0, KAPPA_LIMIT)[..., None]
-    fit = _Fit(np.ones_like(kappas), mu, kappas, _polar(kappas, tokens.shape[-1]).log_mass)
-    return torch.from_numpy(_components(tokens, fit)[..., 0])
+    kappas = _check_range("kappa", kappa, 0.0, KAPPA_LIMIT)[..., None]
+    fit = _Fit(np.ones_like(kappas), mu, kappas, _polar_integrals(kappas, tokens.shape[-1]).log_mass)
+    return torch.from_numpy(_log_components(tokens, fit)[..., 0])
 
 
 def vmf_concentration(spread: Float[Tensor, "*batch"] | float, *, dim: int) -> Float[Tensor, "*batch"]:
-    """kappa with 1 - A_d(kappa) = ``spread``: the most likely one for tokens whose mean has the length 1 - spread.
+    """Maximum-likelihood concentration kappa for tokens whose mean has length 1 - spread: 1 - A_d(kappa) = ``spread``.
 
-    dim / 1e12 <= spread <= 1, kappa = 0 at 1 and inf at 0. Newton's method, to rounding. It asks for the spread and not
-    for the length, which keeps no digits of tight clouds.
+    dim / 1e12 <= spread <= 1, else HelmscopeError; kappa is 0 at spread 1 and tends to infinity as spread tends to 0.
+    Newton's method, exact up to rounding. The argument is the spread rather than the length of the mean, which loses
+    all digits for concentrated clouds.
 
     >>> round(vmf_concentration(1 - (1 / math.tanh(2.0) - 1 / 2.0), dim=3).item(), 12)  # A_3 = coth kappa - 1/kappa
     2.0
     """
     dim = whole_number("dim", dim, at_least=2)
-    return torch.from_numpy(_concentration(_between("spread", spread, dim / KAPPA_LIMIT, 1.0), dim))
+    return torch.from_numpy(_concentration(_check_range("spread", spread, dim / KAPPA_LIMIT, 1.0), dim))
 
 
-class _Polar(NamedTuple):
-    """log int e^{-kappa (1 - <mu, y>)} dy over the sphere, and mean and variance of 1 - <mu, y> under the law."""
+class _PolarIntegrals(NamedTuple):
+    """log int e^{-kappa (1 - <mu, y>)} dy over the sphere, and mean and variance of 1 - <mu, y>."""
 
     log_mass: Array
     spread: Array
     variance: Array
 
 
-def _polar(kappa: Array, dim: int) -> _Polar:
-    """With <mu, y> = tanh z the integrals are area(S^(d-2)) int e^{-kappa (1 - tanh z)} cosh(z)^{1-d} dz: analytic,
-    with one peak and exponential tails, where the trapezoidal rule is exact to rounding, and sums of positive terms.
+def _polar_integrals(kappa: Array, dim: int) -> _PolarIntegrals:
+    """With <mu, y> = tanh z the integrals are area(S^(d-2)) int e^{-kappa (1 - tanh z)} cosh(z)^{1-d} dz. The integrand
+    is analytic and positive with one peak and exponential tails, so the trapezoidal rule is exact up to rounding.
     """
     step, reach = 0.3 / math.sqrt(dim + 8), 40 / (dim - 1) + 10 / math.sqrt(dim - 1)
     z = np.arcsinh(2 * kappa / (dim - 1))[..., None] / 2 + np.arange(-reach, reach, step)
-    apart = 2 / (1 + np.exp(2 * z))
+    one_minus_cosine = 2 / (1 + np.exp(2 * z))
     size = np.abs(z)
     log_cosh = size + np.log1p(np.exp(-2 * size)) - math.log(2)
-    log = -(dim - 1) * log_cosh - kappa[..., None] * apart
+    log = -(dim - 1) * log_cosh - kappa[..., None] * one_minus_cosine
     top = log.max(-1, keepdims=True)
     weight = np.exp(log - top)
     total = weight.sum(-1)
-    spread = (weight * apart).sum(-1) / total
-    variance = (weight * (apart - spread[..., None]) ** 2).sum(-1) / total
+    spread = (weight * one_minus_cosine).sum(-1) / total
+    variance = (weight * (one_minus_cosine - spread[..., None]) ** 2).sum(-1) / total
     log_area = math.log(2) + (dim - 1) / 2 * math.log(math.pi) - float(gammaln((dim - 1) / 2))
-    return _Polar(np.log(step * total) + top[..., 0] + log_area, spread, variance)
+    return _PolarIntegrals(np.log(step * total) + top[..., 0] + log_area, spread, variance)
 
 
 def _concentration(spread: Array, dim: int) -> Array:
-    """Newton's method climbs from below the root without passing it, since A is concave."""
-    kappa = np.asarray((1 - spread) * (dim - 1) / (spread * (2 - spread)))  # below: d - 1 stands for a number up to d
+    """Newton's method from below the root, which it cannot overshoot, since A is concave."""
+    kappa = np.asarray((1 - spread) * (dim - 1) / (spread * (2 - spread)))  # below the root: see _spline for d - 1
     for _ in range(30):
-        at = _polar(kappa, dim)
+        at = _polar_integrals(kappa, dim)
         change = (at.spread - spread) / at.variance
         kappa = np.asarray(np.maximum(kappa + change, 0.0))
-        if bool((np.abs(change) <= 1e-9 * kappa).all()):  # the next change would be the square of that
+        if bool((np.abs(change) <= 1e-9 * kappa).all()):  # convergence is quadratic: the next change is below rounding
             break
     return kappa
 
 
 @functools.lru_cache(maxsize=32)
-def _table(dim: int) -> CubicSpline:
-    """kappa s (2 - s) / (1 - s), between d - 1 and d, and log_mass - (d-1)/2 log(s (2 - s)): smooth for 0 <= s <= 1.
+def _spline(dim: int) -> CubicSpline:
+    """Spline in s of kappa s (2 - s) / (1 - s), between d - 1 and d, and log_mass - (d-1)/2 log(s (2 - s)), which are
+    smooth for 0 <= s <= 1.
 
-    The inner loop reads kappa here, within 1e-11.
+    EM evaluates kappa from this spline, with an error below 1e-11.
     """
 
     def exact(spread: Array, which: int) -> Array:
         kappa, width = _concentration(spread, dim), spread * (2 - spread)
-        return (kappa * width / (1 - spread), _polar(kappa, dim).log_mass - (dim - 1) / 2 * np.log(width))[which]
+        log_mass = _polar_integrals(kappa, dim).log_mass
+        return (kappa * width / (1 - spread), log_mass - (dim - 1) / 2 * np.log(width))[which]
 
     grid = np.linspace(0, 1, 2049)
-    # by Chebyshev points, which leave out the ends, where the forms are 0/0
+    # Chebyshev points exclude the ends, where both expressions are 0/0
     return CubicSpline(grid, np.stack([Chebyshev.interpolate(exact, 100, [0, 1], (i,))(grid) for i in (0, 1)], -1))
 
 
 class _Fit(NamedTuple):
-    """Mixtures of one number of components, one a row."""
+    """Mixtures with the same number of components, one per row."""
 
     weights: Array
     centers: Array
@@ -210,74 +218,74 @@ class _Fit(NamedTuple):
     log_masses: Array
 
     def rows(self, which: NDArray[np.intp]) -> _Fit:
-        return _Fit(*(part[which] for part in self))
+        return _Fit(*(values[which] for values in self))
 
 
-def _chosen(x: Array, kappa_max: float, chance: Array) -> tuple[NDArray[np.generic], ...]:
-    """Fields of the result for each cloud: of the fits of 1 .. most components the one with the least BIC."""
+def _select_by_bic(x: Array, kappa_max: float, uniforms: Array) -> tuple[NDArray[np.generic], ...]:
+    """Fields of the result for each cloud: the fit with 1 .. most components that has the smallest BIC."""
     clouds, n, dim = x.shape
-    most = chance.shape[1]
-    seeds = np.stack([_seeds(x, row) for row in chance], 1)
-    fits = [_fitted(x, seeds[:, : 1 if k == 1 else None, :k], kappa_max) for k in range(1, most + 1)]
-    likelihood = np.stack([_logsumexp(_components(x, fit)).sum(-1) for fit in fits], -1)
+    most = uniforms.shape[1]
+    seeds = np.stack([_kmeans_plus_plus(x, row) for row in uniforms], 1)
+    fits = [_fit_components(x, seeds[:, : 1 if k == 1 else None, :k], kappa_max) for k in range(1, most + 1)]
+    likelihood = np.stack([_logsumexp(_log_components(x, fit)).sum(-1) for fit in fits], -1)
     bic = (np.arange(1, most + 1) * (dim + 1) - 1) * math.log(n) - 2 * likelihood
     best = bic.argmin(-1)
     weights, centers, kappas = np.zeros((clouds, most)), np.zeros((clouds, most, dim)), np.zeros((clouds, most))
     for i, k in enumerate(best):
-        heaviest = np.argsort(-fits[k].weights[i], kind="stable")
-        for whole, part in zip((weights, centers, kappas), fits[k], strict=False):
-            whole[i, : k + 1] = part[i, heaviest]
+        order = np.argsort(-fits[k].weights[i], kind="stable")
+        for padded, values in zip((weights, centers, kappas), fits[k], strict=False):
+            padded[i, : k + 1] = values[i, order]
     return best + 1, weights, centers, kappas, likelihood[np.arange(clouds), best], bic
 
 
-def _seeds(x: Array, chance: Array) -> Array:
-    """k-means++: each next center is a token drawn with a chance proportional to its squared distance to the nearest
-    center so far, by the same random numbers for every cloud."""
-    chosen, rows = [x[:, int(chance[0] * x.shape[1])]], np.arange(len(x))
+def _kmeans_plus_plus(x: Array, uniforms: Array) -> Array:
+    """k-means++: each next center is a token sampled with probability proportional to its squared distance from the
+    nearest center so far, using the same random numbers for every cloud."""
+    centers, rows = [x[:, int(uniforms[0] * x.shape[1])]], np.arange(len(x))
     nearest = np.full(x.shape[:2], np.inf)
-    for number in chance[1:]:
-        nearest = np.minimum(nearest, ((x - chosen[-1][:, None]) ** 2).sum(-1))
+    for uniform in uniforms[1:]:
+        nearest = np.minimum(nearest, ((x - centers[-1][:, None]) ** 2).sum(-1))
         total = nearest.cumsum(-1)
-        chosen.append(x[rows, (total <= number * total[:, -1:]).sum(-1) % x.shape[1]])
-    return np.stack(chosen, 1)
+        centers.append(x[rows, (total <= uniform * total[:, -1:]).sum(-1) % x.shape[1]])
+    return np.stack(centers, 1)
 
 
 @full_precision
-def _fitted(x: Array, seeds: Array, kappa_max: float) -> _Fit:
-    """The best of the climbs from seeds (cloud, start, component, d), for each cloud."""
+def _fit_components(x: Array, seeds: Array, kappa_max: float) -> _Fit:
+    """The best EM fit from the centers ``seeds`` (cloud, start, component, d), for each cloud."""
     clouds, starts, k, dim = seeds.shape
-    floor = float(_polar(np.asarray(kappa_max), dim).spread)
+    floor = float(_polar_integrals(np.asarray(kappa_max), dim).spread)
     centers = seeds.reshape(-1, k, dim)
-    many = np.repeat(x, starts, 0)
-    common = (1 - many @ centers.mT).min(-1).mean(-1)[:, None].repeat(k, 1)
-    begun = _Fit(np.full((len(many), k), 1 / k), centers, *_law(common, dim, floor, kappa_max))
-    tried, reached = _climb(many, begun, floor, kappa_max, SHORT)
-    best = reached.reshape(clouds, starts).argmax(-1) + starts * np.arange(clouds)
-    return _climb(x, tried.rows(best), floor, kappa_max, LONG)[0]
+    repeated = np.repeat(x, starts, 0)
+    common = (1 - repeated @ centers.mT).min(-1).mean(-1)[:, None].repeat(k, 1)
+    initial = _Fit(np.full((len(repeated), k), 1 / k), centers, *_kappa_and_log_mass(common, dim, floor, kappa_max))
+    trials, likelihood = _run_em(repeated, initial, floor, kappa_max, TRIAL_STEPS)
+    best = likelihood.reshape(clouds, starts).argmax(-1) + starts * np.arange(clouds)
+    return _run_em(x, trials.rows(best), floor, kappa_max, FINAL_STEPS)[0]
 
 
-def _climb(x: Array, fit: _Fit, floor: float, kappa_max: float, steps: int) -> tuple[_Fit, Array]:
-    """Steps of expectation maximization, and the log-likelihood before the last; rows that stand still are left."""
-    done = _Fit(*(part.copy() for part in fit))
-    reached = np.full(len(x), -np.inf)
+def _run_em(x: Array, fit: _Fit, floor: float, kappa_max: float, steps: int) -> tuple[_Fit, Array]:
+    """Mixtures after up to ``steps`` EM steps, fewer where they converge, and the log-likelihood before the last."""
+    result = _Fit(*(values.copy() for values in fit))
+    likelihood = np.full(len(x), -np.inf)
     live = np.arange(len(x))
     for _ in range(steps):
-        fit, now = _step(x, fit, floor, kappa_max)
-        moving = now - reached[live] > GAIN * x.shape[1]
-        reached[live] = now
-        for whole, part in zip(done, fit, strict=True):
-            whole[live] = part
-        if not bool(moving.all()):
-            keep = np.flatnonzero(moving)
+        fit, current = _em_step(x, fit, floor, kappa_max)
+        improving = current - likelihood[live] > MINIMAL_GAIN * x.shape[1]
+        likelihood[live] = current
+        for stored, values in zip(result, fit, strict=True):
+            stored[live] = values
+        if not bool(improving.all()):
+            keep = np.flatnonzero(improving)
             x, fit, live = x[keep], fit.rows(keep), live[keep]
         if not len(live):
             break
-    return done, reached
+    return result, likelihood
 
 
 @full_precision
-def _step(x: Array, fit: _Fit, floor: float, kappa_max: float) -> tuple[_Fit, Array]:
-    """The next mixtures, and the log-likelihood of these ones."""
+def _em_step(x: Array, fit: _Fit, floor: float, kappa_max: float) -> tuple[_Fit, Array]:
+    """The mixtures after one EM step, and the log-likelihood before it."""
     n, dim = x.shape[-2:]
     with np.errstate(divide="ignore"):
         offset = np.log(fit.weights) - fit.kappas - fit.log_masses
@@ -287,23 +295,23 @@ def _step(x: Array, fit: _Fit, floor: float, kappa_max: float) -> tuple[_Fit, Ar
     total = share.sum(-2, keepdims=True)
     likelihood = (np.log(total) + top).sum((-1, -2))
     share /= total
-    mass, pull = share.sum(-1), share @ x
-    length = np.sqrt((pull**2).sum(-1))
-    held = length > 1e-12 * np.maximum(mass, 1e-300)  # a component without tokens, or without a mean, stays in place
-    centers = np.where(held[..., None], pull / np.where(held, length, 1.0)[..., None], fit.centers)
+    mass, moment = share.sum(-1), share @ x
+    length = np.sqrt((moment**2).sum(-1))
+    defined = length > 1e-12 * np.maximum(mass, 1e-300)  # a component without tokens or with mean 0 keeps its center
+    centers = np.where(defined[..., None], moment / np.where(defined, length, 1.0)[..., None], fit.centers)
     spread = 1 - np.minimum(length / np.maximum(mass, 1e-300), 1.0)
-    return _Fit(mass / n, centers, *_law(spread, dim, floor, kappa_max)), likelihood
+    return _Fit(mass / n, centers, *_kappa_and_log_mass(spread, dim, floor, kappa_max)), likelihood
 
 
-def _law(spread: Array, dim: int, floor: float, kappa_max: float) -> tuple[Array, Array]:
-    """kappa and log_mass of laws of these spreads, which are floored where kappa would pass its bound."""
+def _kappa_and_log_mass(spread: Array, dim: int, floor: float, kappa_max: float) -> tuple[Array, Array]:
+    """kappa and log_mass for each spread, with kappa at most kappa_max, which is reached at the spread ``floor``."""
     s = np.maximum(spread, floor)
-    width, table = s * (2 - s), _table(dim)(s)
-    kappa = np.where(spread <= floor, kappa_max, table[..., 0] * (1 - s) / width)
-    return kappa, table[..., 1] + (dim - 1) / 2 * np.log(width)
+    width, smooth = s * (2 - s), _spline(dim)(s)
+    kappa = np.where(spread <= floor, kappa_max, smooth[..., 0] * (1 - s) / width)
+    return kappa, smooth[..., 1] + (dim - 1) / 2 * np.log(width)
 
 
-def _components(x: Array, fit: _Fit) -> Array:
+def _log_components(x: Array, fit: _Fit) -> Array:
     """log(w_k f(x_i; mu_k, kappa_k)), (..., token, component)."""
     chord = ((x[..., :, None, :] - fit.centers[..., None, :, :]) ** 2).sum(-1)
     with np.errstate(divide="ignore"):
@@ -318,18 +326,18 @@ def _logsumexp(log: Array) -> Array:
     return total
 
 
-def _units(x: object, *, name: str = "x") -> Array:
-    """Tokens in float64, of norm 1 to its rounding also where they came as float32."""
+def _as_unit_vectors(x: object, *, name: str = "x") -> Array:
+    """Tokens in float64, normalized again, since float32 tokens have norm 1 only up to float32 rounding."""
     tokens = check_tokens(x, name=name).detach().to(device="cpu", dtype=torch.float64)
-    numbers: Array = retract(tokens).numpy()
-    return numbers
+    units: Array = retract(tokens).numpy()
+    return units
 
 
-def _between(name: str, value: Tensor | float, low: float, high: float) -> Array:
+def _check_range(name: str, value: Tensor | float, low: float, high: float) -> Array:
     if not isinstance(value, torch.Tensor):
         value = torch.tensor(real_number(name, value), dtype=torch.float64, device="cpu")
     numbers: Array = value.detach().to(device="cpu", dtype=torch.float64).numpy()
     inside = (numbers >= low) & (numbers <= high)
     if not bool(inside.all()):
-        raise HelmscopeError(f"{name} is {numbers[~inside].flat[0]:g}, but it must lie in {low:g} .. {high:g}")
+        raise HelmscopeError(f"{name} is {numbers[~inside].flat[0]:g}, but it must be in [{low:g}, {high:g}]")
     return numbers

@@ -19,7 +19,9 @@ def order_parameter(
     *,
     weights: Float[Tensor, "*batch n"] | None = None,
 ) -> Float[Tensor, "*batch"]:
-    """R = |sum_i m_i x_i| / sum_i m_i: 1 for one cluster, 0 for a balanced cloud; Kuramoto's in d = 2.
+    """Order parameter R = |sum_i m_i x_i| / sum_i m_i of each cloud, the length of the mean token.
+
+    It is 1 where all tokens agree and 0 for a balanced cloud; in d = 2 it is that of Kuramoto.
 
     >>> order_parameter(torch.tensor([[1.0, 0.0], [0.0, 1.0]]))
     tensor(0.7071)

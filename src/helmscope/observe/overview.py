@@ -1,4 +1,4 @@
-"""The first look at a trajectory."""
+"""The standard set of observables of a trajectory."""
 
 from __future__ import annotations
 
@@ -37,35 +37,35 @@ def overview(
     progress: Progress | None = None,
 ) -> xr.Dataset:
     """Clustering probability, order, clusters, rank, energy and histogram of inner products of every system over time.
-    ``reduce_replicates`` gives means with intervals, and ``overview_figure`` draws them.
 
-    ``beta`` is that of the energy, which is left out at beta = 0, where it is infinite, and NaN where it overflows.
-    Tokens count by the weights of the trajectory. Of more than 2,048 tokens, pairs and clusters are those of every
-    k-th, with the least k that leaves so few; the attribute ``every`` is k. ``progress`` is called with the share of
-    the observables done.
+    The result has the axes (time, system), or (depth, prompt) for a recording; ``reduce_replicates`` returns means with
+    intervals, and ``overview_figure`` plots them. ``beta`` >= 0 is that of the energy, which is omitted at beta = 0,
+    where it is infinite, and NaN where it overflows. Tokens count by the weights of the trajectory. With more than
+    2,048 tokens, pairs and clusters are computed for every k-th token, with the smallest k that leaves at most 2,048;
+    the attribute ``every`` is k. ``progress`` is called with the share of the observables done.
 
     >>> import torch
-    >>> seen = overview(Trajectory(torch.zeros(1), torch.eye(3).expand(1, 2, 3, 3)), beta=1.0)
-    >>> seen.clusters.values.tolist(), seen.probability.values.tolist()
+    >>> measured = overview(Trajectory(torch.zeros(1), torch.eye(3).expand(1, 2, 3, 3)), beta=1.0)
+    >>> measured.clusters.values.tolist(), measured.probability.values.tolist()
     ([[3.0, 3.0]], [[0.0, 0.0]])
     """
     beta, trajectory = real_number("beta", beta, at_least=0), trajectory_of(trajectory)
     every = -(-trajectory.states.shape[-2] // MOST_PAIRED)
-    few, tell = _every(trajectory, every), check_progress(progress)
-    asked: list[Callable[[], xr.Dataset]] = [
-        partial(clustering_probability, few, delta=delta),
-        partial(track, few, clusters=partial(cluster_count, radius=radius)),
+    thinned, progress = _thin_tokens(trajectory, every), check_progress(progress)
+    computations: list[Callable[[], xr.Dataset]] = [
+        partial(clustering_probability, thinned, delta=delta),
+        partial(track, thinned, clusters=partial(cluster_count, radius=radius)),
         partial(track, trajectory, order=order_parameter, mean_inner_product=mean_inner_product),
         partial(track, trajectory, entropy_rank=entropy_rank),
-        partial(inner_product_histogram, few, bins=bins),
+        partial(inner_product_histogram, thinned, bins=bins),
     ]
     if beta > 0:
-        asked.append(partial(_finite_energy, trajectory, beta))
-    parts = []
-    for measured in asked:
-        parts.append(measured())
-        tell(len(parts) / len(asked))
-    merged = xr.merge(parts, combine_attrs="no_conflicts")
+        computations.append(partial(_finite_energy, trajectory, beta))
+    measurements = []
+    for compute in computations:
+        measurements.append(compute())
+        progress(len(measurements) / len(computations))
+    merged = xr.merge(measurements, combine_attrs="no_conflicts")
     return with_bounds(merged, BOUNDS).assign_attrs(beta=beta, delta=delta, radius=radius, every=every)
 
 
@@ -75,7 +75,7 @@ def _finite_energy(path: Trajectory, beta: float) -> xr.Dataset:
     return energy.where(np.isfinite(energy))
 
 
-def _every(path: Trajectory, k: int) -> Trajectory:
-    """Every k-th token."""
+def _thin_tokens(path: Trajectory, k: int) -> Trajectory:
+    """The trajectory of every k-th token."""
     weights = None if path.weights is None else path.weights[..., ::k]
     return replace(path, states=path.states[:, :, ::k], weights=weights, radius=None, tokens=None)

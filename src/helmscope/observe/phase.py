@@ -36,11 +36,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# measured for beta <= 9, d = 2, 8, 32 and 48 samples: no cell differs from that of 1e-9; at 1e-5 some do by 8e-5, which
-# is still far below the standard errors there, 1e-2
+# measured for beta <= 9, d = 2, 8, 32 and 48 samples: every cell equals that at tolerance 1e-9; at 1e-5 some differ by
+# 8e-5, still far below their standard errors of about 1e-2
 TOL = 1e-6
 NOISY_STEP = 0.02
-PAIRS = {"cpu": 2**18}  # entries of the matrices of pairs carried at once, which fit a cache
+PAIRS = {"cpu": 2**18}  # entries of the pair matrices integrated at once, which fit in a cache
 PAIRS_ELSEWHERE = 2**24
 
 
@@ -60,26 +60,26 @@ def phase_diagram(
     merge: float | None = None,
     progress: Progress | None = None,
 ) -> PhaseDiagram:
-    """P(<x_i, x_j> >= 1 - delta) over (beta, time), estimated from ``samples`` starts: source 001, figure 3.
+    """Estimates the clustering probability P(<x_i, x_j> >= 1 - delta) over (beta, time) (source 001, figure 3).
 
-    ``field`` is any callable beta -> field: SA, USA, ``lambda beta: SA(beta, causal=True)``. ``probability_stderr`` is
-    over samples, since the pairs of one are not independent. All betas see the same starts (and the same noise), so
-    the cells of one time are correlated over beta. The coordinate ``curve`` holds t*(beta), when tokens at right angles
-    pass 1 - delta, in closed form where there is one, else NaN; ``lost`` counts the samples that could not be carried
-    to the end: they are left out of their whole row and named in the log.
+    ``field`` is any callable beta -> field: SA, USA, ``lambda beta: SA(beta, causal=True)``. The standard error is over
+    the ``samples`` starts, since pairs of the same sample are not independent. All betas use the same starts and the
+    same noise, so cells at one time are correlated over beta. The coordinate ``curve`` is t*(beta), the time at which
+    orthogonal tokens reach 1 - delta, where it has a closed form, else NaN; ``lost`` counts the samples whose
+    integration failed: they are excluded from their entire row and listed in the log. Bad input: HelmscopeError.
 
-    Without noise, a flow that commutes with rotations is carried in the span of its tokens, from
-    ``start.sample_in_span``: any dim > n costs what dim = n costs; and where V = c I with c > 0, a system whose pairs
-    have all met at an asked time stays so (delta <= 1): a terminal event ends it there, and its share is 1 from then
-    on. ``stepper`` is ``DormandPrince(tol=1e-6)`` where None (float32: 1e-5; with noise ``EulerMaruyama(0.02)``; a
-    field that jumps: that of ``integrate``). ``dtype`` is float64 where None; SA and USA with multiples of I go to the
-    fused kernel on a CUDA device, in float32, unless a method, a kernel or float64 is asked for. The attributes say
-    what was done, and ``plot()`` draws the diagram. Samples are not kept: of so many cells that would be a lot.
+    Without noise, a flow that commutes with rotations is integrated in the span of its tokens, starting from
+    ``start.sample_in_span``: any dim > n costs as much as dim = n. Where V = c I with c > 0 and delta <= 1, pairs that
+    have all met stay together, so a terminal event ends the system at the first requested time at which they have, and
+    its share is 1 from then on. ``stepper`` defaults to ``DormandPrince(tol=1e-6)`` (1e-5 in float32; with noise
+    ``EulerMaruyama(0.02)``; for a discontinuous field the default of ``integrate``), ``dtype`` to float64. On CUDA, SA
+    and USA whose matrices are multiples of I use the fused float32 kernel unless a stepper, kernel or float64 is
+    specified. The attributes record the method. Only mean and standard error are stored, not individual samples.
 
     >>> from helmscope.fields.attention import SA
     >>> from helmscope.theory.starts import Uniform
-    >>> seen = phase_diagram(SA, betas=[0, 1], times=[0, 9], start=Uniform(n=4, dim=64), samples=8)
-    >>> seen.probability.dims, seen.probability.values.tolist()
+    >>> diagram = phase_diagram(SA, betas=[0, 1], times=[0, 9], start=Uniform(n=4, dim=64), samples=8)
+    >>> diagram.probability.dims, diagram.probability.values.tolist()
     (('beta', 'time'), [[0.0, 1.0], [0.0, 1.0]])
     """
     sweep = _Sweep.checked(
@@ -95,11 +95,11 @@ def phase_diagram(
         merge=merge,
     )
     check_progress(progress)
-    flows = _flows(field, betas)
+    flows = _fields_by_beta(field, betas)
     fused = sweep.fused(flows)
     shares = sweep.shares(flows, progress) if fused is None else fused.shares(progress)
-    seen = _measured(sweep, flows, sweep.times, shares, "probability")
-    return PhaseDiagram.of(seen if fused is None else seen.assign_attrs(fused.told))
+    diagram = _measurement(sweep, flows, sweep.times, shares, "probability")
+    return PhaseDiagram.of(diagram if fused is None else diagram.assign_attrs(fused.method_attributes))
 
 
 def published_probability(
@@ -115,22 +115,23 @@ def published_probability(
     dtype: torch.dtype | None = None,
     progress: Progress | None = None,
 ) -> xr.Dataset:
-    """What the scheme behind the published figure 3 gives from the same starts: ``probability_published``.
+    """Clustering probability by the scheme of the published figure 3, from the same starts: ``probability_published``.
 
-    ``PublishedEuler(0.1)``: forward Euler without tangent projection, then renormalise, as in the script of
-    arXiv:2312.10794. It is a map, so each sample is looked at at multiples of 0.1, and linearly between them. Arguments
-    as those of ``phase_diagram``; ``data.assign(published.data_vars)`` lays the two side by side.
+    ``PublishedEuler(0.1)``: forward Euler without tangent projection, then normalization, as in the script of
+    arXiv:2312.10794. The scheme has states at multiples of 0.1 only; shares at other times are interpolated linearly.
+    Arguments and errors are those of ``phase_diagram``, and the result has the same axes (beta, time);
+    ``diagram.assign(published.data_vars)`` combines the two.
 
     >>> from helmscope.fields.attention import SA
     >>> from helmscope.theory.starts import Uniform
-    >>> seen = published_probability(SA, betas=[1], times=[9.05], start=Uniform(n=4, dim=64), samples=8)
-    >>> float(seen.probability_published[0, 0])
+    >>> published = published_probability(SA, betas=[1], times=[9.05], start=Uniform(n=4, dim=64), samples=8)
+    >>> float(published.probability_published[0, 0])
     1.0
     """
     scheme = PublishedEuler(0.1)
-    asked = np.array(increasing_times(times))
-    # the quotient of a multiple of 0.1 lies within rounding of a whole number
-    ticks = asked / scheme.h
+    requested = np.array(increasing_times(times))
+    # times that are multiples of 0.1 must not be interpolated because of rounding
+    ticks = requested / scheme.h
     ticks = np.where(np.abs(ticks - ticks.round()) < 1e-9, ticks.round(), ticks)
     whole = np.unique(np.concatenate([np.floor(ticks), np.ceil(ticks)]))
     sweep = _Sweep.checked(
@@ -146,19 +147,19 @@ def published_probability(
         merge=None,
     )
     check_progress(progress)
-    flows = _flows(field, betas)
+    flows = _fields_by_beta(field, betas)
     below, above = (torch.from_numpy(np.searchsorted(whole, side)) for side in (np.floor(ticks), np.ceil(ticks)))
     weight = torch.from_numpy(ticks - np.floor(ticks))
-    between = ((1 - weight) * share[..., below] + weight * share[..., above] for share in sweep.shares(flows, progress))
-    return _measured(sweep, flows, asked.tolist(), between, "probability_published")
+    shares = ((1 - weight) * share[..., below] + weight * share[..., above] for share in sweep.shares(flows, progress))
+    return _measurement(sweep, flows, requested.tolist(), shares, "probability_published")
 
 
-def _flows(field: object, betas: object) -> dict[float, Field]:
-    """The field at every beta; what is no callable beta -> field is refused."""
-    listed = betas.tolist() if hasattr(betas, "tolist") else betas
-    if not isinstance(listed, Sequence) or isinstance(listed, str | bytes) or not listed:
+def _fields_by_beta(field: object, betas: object) -> dict[float, Field]:
+    """The field at every beta; raises HelmscopeError unless ``field`` is a callable beta -> field."""
+    sequence = betas.tolist() if hasattr(betas, "tolist") else betas
+    if not isinstance(sequence, Sequence) or isinstance(sequence, str | bytes) or not sequence:
         raise HelmscopeError(f"betas is {betas!r}, but it must be a sequence of at least one number, such as [1, 4, 9]")
-    values = [real_number(f"betas[{i}]", beta, at_least=0) for i, beta in enumerate(listed)]
+    values = [real_number(f"betas[{i}]", beta, at_least=0) for i, beta in enumerate(sequence)]
     for i in range(1, len(values)):
         if values[i] <= values[i - 1]:
             raise HelmscopeError(f"betas[{i}] is {values[i]:g} after {values[i - 1]:g}, but betas must increase")
@@ -167,31 +168,31 @@ def _flows(field: object, betas: object) -> dict[float, Field]:
     flows = {beta: field(beta) for beta in values}
     for beta, flow in flows.items():
         if isinstance(flow, type) or not callable(flow):
-            raise HelmscopeError(f"field gives {flow!r} at beta = {beta:g}, but it must give a field such as SA(beta)")
+            raise HelmscopeError(f"field returns {flow!r} at beta = {beta:g}, but it must return a field like SA(beta)")
     return {beta: as_field(flow) for beta, flow in flows.items()}
 
 
-def _check_either(flow: Field, *shapes: tuple[int, int]) -> None:
-    """Refuse a flow that fits tokens of none of the shapes; the first one speaks."""
-    said: list[HelmscopeError] = []
+def _check_any_shape(flow: Field, *shapes: tuple[int, int]) -> None:
+    """Raises the error for the first shape unless the flow accepts tokens of at least one of the shapes."""
+    errors: list[HelmscopeError] = []
     for shape in shapes:
         try:
-            return flow.check_size(torch.empty((), device="meta").expand(shape))  # which has no size of its own
+            return flow.check_size(torch.empty((), device="meta").expand(shape))  # a meta tensor takes no memory
         except HelmscopeError as error:
-            said.append(error)
-    raise said[0]
+            errors.append(error)
+    raise errors[0]
 
 
-def _delta(delta: object) -> float:
-    found = real_number("delta", delta, at_least=0)
-    if found > 2:
-        raise HelmscopeError(f"delta is {found:g}, but inner products lie between -1 and 1: take at most 2")
-    return found
+def _check_delta(delta: object) -> float:
+    value = real_number("delta", delta, at_least=0)
+    if value > 2:
+        raise HelmscopeError(f"delta is {value:g}, but it must be at most 2: inner products are between -1 and 1")
+    return value
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class _Sweep:
-    """What every beta of a diagram shares."""
+    """The arguments that all betas of a diagram have in common."""
 
     times: list[float]
     start: Start
@@ -205,51 +206,51 @@ class _Sweep:
     merge: float | None
 
     @classmethod
-    def checked(cls, **given: Any) -> _Sweep:
-        """Refuses what cannot be a diagram; ``sample`` and ``make_problem`` refuse the rest."""
-        start = given["start"]
+    def checked(cls, **arguments: Any) -> _Sweep:
+        """Checks what ``sample`` and ``make_problem`` do not check later."""
+        start = arguments["start"]
         if isinstance(start, type) or not isinstance(start, Start):
             shown = start.__name__ if isinstance(start, type) else f"a {type(start).__name__}"
-            raise HelmscopeError(f"start is {shown}, but it must be a law of tokens such as Uniform(n=32, dim=128)")
+            raise HelmscopeError(f"start is {shown}, but it must be a distribution such as Uniform(n=32, dim=128)")
         if start.n < 2:
             raise HelmscopeError(f"n of start is {start.n}, but a pair needs two tokens")
-        times, samples = increasing_times(given["times"]), whole_number("samples", given["samples"], at_least=1)
-        numbers = samples * max(start.n * min(start.n, start.dim), len(times))
-        fits_memory(f"samples is {samples}, n of start is {start.n} and times holds {len(times)}", numbers)
-        return cls(**given | {"times": times, "samples": samples, "delta": _delta(given["delta"])})
+        times, samples = increasing_times(arguments["times"]), whole_number("samples", arguments["samples"], at_least=1)
+        entries = samples * max(start.n * min(start.n, start.dim), len(times))
+        fits_memory(f"samples is {samples}, n of start is {start.n} and times has {len(times)} entries", entries)
+        return cls(**arguments | {"times": times, "samples": samples, "delta": _check_delta(arguments["delta"])})
 
     def shares(
         self, flows: dict[float, Field], progress: Progress | None
     ) -> Iterator[Float[Tensor, "beta sample time"]]:
-        """Share of pairs that have met in each sample, for some betas after others; NaN where a sample was lost."""
+        """Share of pairs that have met in each sample, one beta at a time; NaN where a sample was lost."""
         starts: dict[bool, Tensor] = {}
         for done, flow in enumerate(flows.values()):
-            small = self.in_span(flow)
-            spanned = small is not None
+            restricted = self.in_span(flow)
+            spanned = restricted is not None
             if spanned not in starts:
                 starts[spanned] = self.tokens(spanned=spanned, dtype=self.dtype or torch.float64)
             x = starts[spanned]
             size = max(1, PAIRS.get(x.device.type, PAIRS_ELSEWHERE) // self.start.n**2)
-            parts = []
+            chunks = []
             for first in range(0, len(x), size):
                 systems = range(first, min(first + size, len(x)))
-                carried = flow if small is None else small
-                with fitting_threads(carried, x[first : systems.stop]):  # for the pairs that are looked at, too
-                    parts.append(self._carried(carried, x, systems))
+                integrated = flow if restricted is None else restricted
+                with fitting_threads(integrated, x[first : systems.stop]):  # also covers counting the pairs
+                    chunks.append(self._integrate_shares(integrated, x, systems))
                 if progress is not None:
                     progress((done + systems.stop / len(x)) / len(flows))
-            yield torch.cat(parts).unsqueeze(0)
+            yield torch.cat(chunks).unsqueeze(0)
 
     def fused(self, flows: dict[float, Field]) -> FusedShares | None:
-        """All flows by the fused kernel, where it serves them in the precision and by the method asked for."""
+        """All flows by the fused kernel, or None where it does not support them or the requested method."""
         dtype = self.dtype or (torch.float32 if str(self.device).startswith("cuda") else torch.float64)
-        asked = (self.stepper, self.noise, self.merge, pinned())
-        if dtype != torch.float32 or any(each is not None for each in asked):
+        requested = (self.stepper, self.noise, self.merge, pinned())
+        if dtype != torch.float32 or any(choice is not None for choice in requested):
             return None
-        small = {self.in_span(flow) is not None for flow in flows.values()}
-        if len(small) > 1:
+        spans = {self.in_span(flow) is not None for flow in flows.values()}
+        if len(spans) > 1:
             return None
-        spanned = small.pop()
+        spanned = spans.pop()
         x = self.tokens(spanned=spanned, dtype=dtype)
         for flow in flows.values():
             if not spanned:
@@ -259,36 +260,37 @@ class _Sweep:
     def in_span(self, flow: Field) -> Field | None:
         """The flow on R^n where it commutes with rotations and dim > n; else None."""
         n, dim = self.start.n, self.start.dim
-        small = None if self.noise is not None or dim <= n else flow.restricted(n)
-        if small is not None:
-            _check_either(flow, (n, dim), (n, n))  # V = c I may be given on R^n, as in a million dimensions it must be
-        return small
+        restricted = None if self.noise is not None or dim <= n else flow.restricted(n)
+        if restricted is not None:
+            _check_any_shape(flow, (n, dim), (n, n))  # V = c I may be n x n: dim x dim may not fit into memory
+        return restricted
 
     def tokens(self, *, spanned: bool, dtype: torch.dtype) -> Float[Tensor, "sample n d"]:
         """The starts of all samples."""
-        place: Any = {"seed": self.seed, "dtype": dtype, "device": self.device}
-        if not spanned:
-            return self.start.sample(self.samples, **place)
-        law = getattr(self.start, "sample_in_span", None)
-        return in_span(self.start.sample(self.samples, **place)) if law is None else law(self.samples, **place)
+        options: Any = {"seed": self.seed, "dtype": dtype, "device": self.device}
+        sample_in_span: Callable[..., Tensor] | None = getattr(self.start, "sample_in_span", None) if spanned else None
+        if sample_in_span is not None:
+            return sample_in_span(self.samples, **options)
+        x = self.start.sample(self.samples, **options)
+        return in_span(x) if spanned else x
 
     def method(self, flow: Field, dtype: torch.dtype) -> Stepper | None:
-        """The stepper asked for, or that of a phase diagram; None leaves it to ``integrate``."""
+        """The requested stepper, or the default of a phase diagram; None means the default of ``integrate``."""
         if self.stepper is not None or (self.noise is None and not flow.continuous):
             return self.stepper
         if self.noise is not None:
             return EulerMaruyama(NOISY_STEP)
         return DormandPrince(tol=TOL if dtype == torch.float64 else None)
 
-    def _carried(self, flow: Field, x: Tensor, systems: range) -> Float[Tensor, "sample time"]:
-        """Shares of the samples ``systems``. One whose pairs have all met, and will stay so, is carried no further."""
+    def _integrate_shares(self, flow: Field, x: Tensor, systems: range) -> Float[Tensor, "sample time"]:
+        """Shares of the samples ``systems``. A system ends once all its pairs have met and cannot separate again."""
         met = _AllMet(self.delta)
         problem = make_problem(
             flow,
             x[systems.start : systems.stop],
             self.times,
             stepper=self.method(flow, x.dtype),
-            events=[met] if self._stays(flow) else [],
+            events=[met] if self._meeting_is_final(flow) else [],
             merge=self.merge,
             noise=self.noise,
             seed=self.seed,
@@ -297,11 +299,11 @@ class _Sweep:
         share, outcome = replace(problem, systems=tuple(systems)).read(met.share)
         share = share.to("cpu", torch.float64).mT
         failed = torch.tensor([[status.failed] for status in outcome.statuses], device="cpu")
-        return torch.where(failed, torch.nan, share.nan_to_num(nan=1.0))  # NaN after the end of one that has met
+        return torch.where(failed, torch.nan, share.nan_to_num(nan=1.0))  # NaN: ended early, all pairs have met
 
-    def _stays(self, flow: Field) -> bool:
-        """Whether pairs that have all met stay so: V = c I with c > 0 draws the two tokens farthest apart together as
-        long as they are at most a right angle apart, and nothing else moves them.
+    def _meeting_is_final(self, flow: Field) -> bool:
+        """Whether pairs that have all met stay together: V = c I with c > 0 attracts the two most distant tokens to
+        each other as long as their angle is at most 90 degrees, and there is no noise.
         """
         value = getattr(flow, "value_scale", None)
         return self.noise is None and value is not None and value > 0 and self.delta <= 1
@@ -309,7 +311,7 @@ class _Sweep:
 
 @dataclass(frozen=True)
 class _AllMet:
-    """All pairs have met at an asked time."""
+    """Event: all pairs have met at a requested time."""
 
     delta: float
     terminal: ClassVar[bool] = True
@@ -320,11 +322,11 @@ class _AllMet:
         return clustering_fraction(x, delta=self.delta)
 
     def signal(self, x: Float[Tensor, "system n d"]) -> Float[Tensor, " system"]:
-        """0 where all pairs have met, below it elsewhere."""
+        """0 where all pairs have met, negative elsewhere."""
         return self.share(x) - 1
 
 
-def _measured(
+def _measurement(
     sweep: _Sweep,
     flows: dict[float, Field],
     times: list[float],
@@ -333,52 +335,51 @@ def _measured(
 ) -> xr.Dataset:
     """Mean and standard error over the samples that were not lost."""
     with using_kernel() as kernels:
-        rows = [_row(share) for share in shares]
+        rows = [_mean_and_stderr(share) for share in shares]
     mean, stderr = (torch.cat([row[k] for row in rows]).numpy() for k in (0, 1))
     lost = torch.cat([row[2] for row in rows])
-    for beta, gone in zip(flows, lost, strict=True):
-        if bool(gone.any()):
-            which = gone.nonzero().flatten().tolist()
-            logger.warning("beta = %g: %d of %d samples are lost: %s", beta, len(which), len(gone), which)
+    for beta, is_lost in zip(flows, lost, strict=True):
+        if bool(is_lost.any()):
+            indices = is_lost.nonzero().flatten().tolist()
+            logger.warning("beta = %g: %d of %d samples are lost: %s", beta, len(indices), len(is_lost), indices)
     axes, long_name = ("beta", "time"), f"P(<x_i, x_j> >= 1 - {sweep.delta:g})"
     data = {name: (axes, mean, {"long_name": long_name}), f"{name}_stderr": (axes, stderr)}
-    curve = ("beta", [_curve(flow, sweep) for flow in flows.values()])
+    curve = ("beta", [_hitting_time(flow, sweep) for flow in flows.values()])
     coords = {"beta": list(flows), "time": times, "curve": curve, "lost": ("beta", lost.sum(-1).numpy())}
-    told = _told(sweep, next(iter(flows.values())), kernels)
-    told["flow"] = " / ".join(dict.fromkeys(_flow_name(flow, sweep.noise) for flow in flows.values()))
-    return check_measurement(xr.Dataset(data, coords, told))
+    attributes = _attributes(sweep, next(iter(flows.values())), kernels)
+    attributes["flow"] = " / ".join(dict.fromkeys(_flow_name(flow, sweep.noise) for flow in flows.values()))
+    return check_measurement(xr.Dataset(data, coords, attributes))
 
 
-def _row(share: Float[Tensor, "beta sample time"]) -> tuple[Tensor, Tensor, Tensor]:
+def _mean_and_stderr(share: Float[Tensor, "beta sample time"]) -> tuple[Tensor, Tensor, Tensor]:
     """Mean and standard error (beta, time), and which samples are lost (beta, sample), on the CPU."""
     lost = torch.isnan(share).any(-1)
-    kept = (~lost).sum(-1, keepdim=True).to(share.dtype)
-    mean = share.masked_fill(lost.unsqueeze(-1), 0.0).sum(1) / kept
-    off = (share - mean.unsqueeze(1)).masked_fill(lost.unsqueeze(-1), 0.0)
-    stderr = (off.square().sum(1) / (kept - 1) / kept).sqrt()  # of one sample 0/0: there is none
+    count = (~lost).sum(-1, keepdim=True).to(share.dtype)
+    mean = share.masked_fill(lost.unsqueeze(-1), 0.0).sum(1) / count
+    deviation = (share - mean.unsqueeze(1)).masked_fill(lost.unsqueeze(-1), 0.0)
+    stderr = (deviation.square().sum(1) / (count - 1) / count).sqrt()  # NaN (0/0) for a single sample
     return mean.cpu(), stderr.cpu(), lost.cpu()
 
 
-def _told(sweep: _Sweep, flow: Field, kernels: set[str]) -> dict[str, Any]:
-    """What was asked, and how it was done."""
-    small = sweep.in_span(flow)
-    dtype, carried = sweep.dtype or torch.float64, sweep.start.dim if small is None else sweep.start.n
+def _attributes(sweep: _Sweep, flow: Field, kernels: set[str]) -> dict[str, Any]:
+    """The arguments and the method, for the attributes of the diagram."""
+    dtype, spanned = sweep.dtype or torch.float64, sweep.in_span(flow) is not None
     stepper = sweep.method(flow, dtype)
     return {
         "n": sweep.samples,
         "tokens": sweep.start.n,
         "dim": sweep.start.dim,
-        "carried_in": carried,
+        "carried_in": sweep.start.n if spanned else sweep.start.dim,
         "delta": sweep.delta,
         "seed": sweep.seed,
         "dtype": str(dtype).removeprefix("torch."),
-        "stepper": "that of integrate" if stepper is None else repr(stepper),
+        "stepper": "default of integrate" if stepper is None else repr(stepper),
         "kernel": ", ".join(sorted(kernels)) or "none",
     }
 
 
-def _curve(flow: Field, sweep: _Sweep) -> float:
-    """t*, NaN where the flow has no closed form or the time leaves float64."""
+def _hitting_time(flow: Field, sweep: _Sweep) -> float:
+    """t*, NaN where the flow has no closed form or the time overflows float64."""
     if not isinstance(flow, EquiangularFlow) or not flow.isotropic or sweep.noise is not None:
         return math.nan
     try:
@@ -388,7 +389,7 @@ def _curve(flow: Field, sweep: _Sweep) -> float:
 
 
 def _flow_name(flow: Field, noise: Noise | None) -> str:
-    """The field's class and what sets it apart from Q = K = V = I."""
+    """The field's class and how it differs from Q = K = V = I."""
     value = getattr(flow, "value_scale", 1.0)
     words = [type(flow).__name__]
     words += ["causal"] if getattr(flow, "causal", False) else []

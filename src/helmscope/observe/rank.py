@@ -1,7 +1,7 @@
-"""How many directions a cloud of tokens fills, and how far it is from one point: each public definition by its name.
+"""Effective rank of a cloud of tokens, and its distance from a single point, in several definitions.
 
-X is the n x d matrix of tokens with singular values s_1 >= s_2 >= ...; xbar its mean row. A token of weight m counts m
-times: its row is sqrt(m) x in X, and one of weight 0 is a row of zeros.
+X is the n x d matrix of tokens with singular values s_1 >= s_2 >= ...; xbar is its mean row. A token of weight m counts
+m times: its row in X is sqrt(m) x, a row of zeros for weight 0. Raises HelmscopeError for x that is not on the sphere.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def entropy_rank(
     x: Float[Tensor, "*batch n d"], *, weights: Float[Tensor, "*batch n"] | None = None
 ) -> Float[Tensor, "*batch"]:
-    """exp(-sum p log p), p = s / sum s: the effective rank of Roy & Vetterli (2007).
+    """Effective rank exp(-sum p log p), p = s / sum s, of each cloud (Roy & Vetterli 2007).
 
     >>> entropy_rank(torch.eye(3))
     tensor(3.)
@@ -37,7 +37,7 @@ def entropy_rank(
 def participation_ratio(
     x: Float[Tensor, "*batch n d"], *, weights: Float[Tensor, "*batch n"] | None = None
 ) -> Float[Tensor, "*batch"]:
-    """(sum s^2)^2 / sum s^4: the effective number of eigenvalues of X^T X.
+    """Participation ratio (sum s^2)^2 / sum s^4 of each cloud: the effective number of eigenvalues of X^T X.
 
     >>> participation_ratio(torch.eye(3))
     tensor(3.)
@@ -49,7 +49,7 @@ def participation_ratio(
 def stable_rank(
     x: Float[Tensor, "*batch n d"], *, weights: Float[Tensor, "*batch n"] | None = None
 ) -> Float[Tensor, "*batch"]:
-    """|X|_F^2 / |X|_2^2 = sum s^2 / s_1^2 (Rudelson & Vershynin 2007).
+    """Stable rank |X|_F^2 / |X|_2^2 = sum s^2 / s_1^2 of each cloud (Rudelson & Vershynin 2007).
 
     >>> stable_rank(torch.eye(3))
     tensor(3.)
@@ -61,7 +61,7 @@ def stable_rank(
 def nuclear_rank(
     x: Float[Tensor, "*batch n d"], *, weights: Float[Tensor, "*batch n"] | None = None
 ) -> Float[Tensor, "*batch"]:
-    """|X|_* / |X|_2 = sum s / s_1.
+    """Nuclear rank |X|_* / |X|_2 = sum s / s_1 of each cloud.
 
     >>> nuclear_rank(torch.eye(3))
     tensor(3.)
@@ -73,7 +73,7 @@ def nuclear_rank(
 def numerical_rank(
     x: Float[Tensor, "*batch n d"], *, tol: float, weights: Float[Tensor, "*batch n"] | None = None
 ) -> Int[Tensor, "*batch"]:
-    """Number of singular values above ``tol`` s_1.
+    """Numerical rank of each cloud: the number of singular values above ``tol`` s_1.
 
     >>> numerical_rank(torch.eye(3), tol=1e-6)
     tensor(3)
@@ -86,7 +86,7 @@ def numerical_rank(
 def residual_frobenius(
     x: Float[Tensor, "*batch n d"], *, relative: bool = False, weights: Float[Tensor, "*batch n"] | None = None
 ) -> Float[Tensor, "*batch"]:
-    """|X - 1 xbar^T|_F, 0 for one cluster; ``relative`` divides by |X|_F.
+    """Distance |X - 1 xbar^T|_F of each cloud from its mean, 0 for a single point; ``relative`` divides by |X|_F.
 
     >>> residual_frobenius(torch.eye(2))
     tensor(1.)
@@ -99,25 +99,25 @@ def residual_frobenius(
 def residual_composite(
     x: Float[Tensor, "*batch n d"], *, relative: bool = False, weights: Float[Tensor, "*batch n"] | None = None
 ) -> Float[Tensor, "*batch"]:
-    """sqrt(|R|_1 |R|_inf) of R = X - 1 xbar^T: the rank-collapse residual of Dong, Cordonnier & Loukas (2021,
-    arXiv:2103.03404) with the mean as the row taken out; ``relative`` divides by the same norm of X.
+    """Rank-collapse residual sqrt(|R|_1 |R|_inf) of R = X - 1 xbar^T for each cloud (Dong, Cordonnier & Loukas 2021,
+    arXiv:2103.03404, here with the mean as the subtracted row); ``relative`` divides by the same norm of X.
 
-    |.|_1 is the largest column sum of absolute values, in which a token counts by its weight; |.|_inf is the largest
-    row sum, over tokens of positive weight.
+    |.|_1 is the largest column sum of absolute values, weighted by token; |.|_inf is the largest row sum, over tokens
+    of positive weight.
 
     >>> residual_composite(torch.eye(2))
     tensor(1.)
     """
     m, residual = _residual(x, weights)
-    size = _composite(residual, m)
-    return size / _composite(x, m) if relative else size
+    size = _composite_norm(residual, m)
+    return size / _composite_norm(x, m) if relative else size
 
 
-def _composite(matrix: Tensor, m: Tensor) -> Tensor:
+def _composite_norm(matrix: Tensor, m: Tensor) -> Tensor:
     absolute = torch.where(m > 0, matrix.abs(), 0.0)
     columns, rows = (m * absolute).sum(-2).amax(-1), absolute.sum(-1).amax(-1)
     product = columns * rows
-    # sqrt has an infinite slope at 0: one cluster gets the subgradient 0
+    # sqrt has an infinite slope at 0: for a single point the gradient is set to 0
     return torch.where(product > 0, torch.sqrt(torch.where(product > 0, product, 1.0)), 0.0)
 
 

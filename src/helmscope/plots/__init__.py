@@ -1,4 +1,4 @@
-"""Objects and Measurements as figures, in one style. Needs the extra ``report``."""
+"""Figures of objects and Measurements, in one style. Needs the extra ``report``."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ DECADES = 20.0  # lengths that differ by more than this factor are drawn on a lo
 
 @dataclass(frozen=True)
 class Curves:
-    """One panel: its title, the functions of tokens to draw by name, and what the legend calls each."""
+    """One panel: its title, functions of tokens by name, and the label of each in the legend."""
 
     title: str
     quantities: Mapping[str, Callable[..., Tensor]]
@@ -45,7 +45,7 @@ RANK = Curves("effective rank (entropy)", {"entropy_rank": entropy_rank})
 
 
 def radius_curves(path: Trajectory) -> list[Curves]:
-    """The mean radius of the tokens of each system, where the trajectory has radii.
+    """The panel of the mean radius of the tokens, if the trajectory has radii.
 
     >>> radius_curves(Trajectory(torch.zeros(1), torch.eye(2).expand(1, 1, 2, 2)))
     []
@@ -61,15 +61,15 @@ def radius_curves(path: Trajectory) -> list[Curves]:
 
 
 def spread_and_size(x: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Of points of R^d, the root mean square of their distances from their mean, and of their lengths.
+    """Root mean square of the distances of points of R^d from their mean, and of their lengths.
 
-    >>> [float(each) for each in spread_and_size(torch.tensor([[3.0, 1.0], [3.0, -1.0]]))]
+    >>> [float(value) for value in spread_and_size(torch.tensor([[3.0, 1.0], [3.0, -1.0]]))]
     [1.0, 3.16227...]
     """
     m = token_weights(x, weights)
     center = (m.unsqueeze(-1) * x).sum(-2, keepdim=True) / m.sum(-1)[..., None, None]
-    far, size = ((each.square().sum(-1) * m).sum(-1) / m.sum(-1) for each in (x - center, x))
-    return far.sqrt(), size.sqrt()
+    spread, size = ((points.square().sum(-1) * m).sum(-1) / m.sum(-1) for points in (x - center, x))
+    return spread.sqrt(), size.sqrt()
 
 
 FLAT = Curves(
@@ -83,123 +83,125 @@ FLAT = Curves(
 
 
 def complete(path: Trajectory) -> Trajectory | None:
-    """The systems whose states are known at all times; None where there is none.
+    """The systems whose states are finite at all times; None if there are none.
 
     >>> states = torch.eye(2).repeat(2, 3, 1, 1)
     >>> states[1, 0] = torch.nan
     >>> complete(Trajectory(torch.arange(2.0), states))
     <Trajectory: 2 systems x 2 tokens, dimension 2; 2 times, 0 to 1>
     """
-    known = _known(path)
+    known = _finite_states(path)
     systems = known.all(0)
-    return _part(path, torch.ones_like(known[:, 0]), systems) if bool(systems.any()) else None
+    return _select(path, torch.ones_like(known[:, 0]), systems) if bool(systems.any()) else None
 
 
 def single(path: Trajectory, system: int) -> Trajectory:
-    """One system at the times when its states are known.
+    """One system at the times at which its states are finite.
 
     >>> single(Trajectory(torch.arange(2.0), torch.eye(2).repeat(2, 3, 1, 1)), 1)
     <Trajectory: 1 system x 2 tokens, dimension 2; 2 times, 0 to 1>
     """
-    known = _known(path)
-    return _part(path, known[:, system], torch.arange(known.shape[1], device=known.device) == system)
+    known = _finite_states(path)
+    return _select(path, known[:, system], torch.arange(known.shape[1], device=known.device) == system)
 
 
 def measured(path: Trajectory, curves: Sequence[Curves]) -> xr.Dataset:
-    """The mean over systems of all quantities, with its interval.
+    """The mean of all quantities over systems, with its interval.
 
-    A quantity without any value, such as a mean over pairs of one token, is left out.
+    A quantity without any value, such as the mean over pairs of a single token, is omitted.
 
-    >>> seen = measured(Trajectory(torch.zeros(1), torch.eye(2).expand(1, 3, 2, 2)), [CLUSTERING])
-    >>> round(float(seen.order[0]), 4), seen.attrs["n"]
+    >>> means = measured(Trajectory(torch.zeros(1), torch.eye(2).expand(1, 3, 2, 2)), [CLUSTERING])
+    >>> round(float(means.order[0]), 4), means.attrs["n"]
     (0.7071, 3)
     """
-    functions: dict[str, Any] = {name: each for one in curves for name, each in one.quantities.items()}
-    seen = track(path, **functions)
-    kept = seen[[name for name in seen.data_vars if bool(seen[name].notnull().any())]]
+    functions: dict[str, Any] = {name: function for panel in curves for name, function in panel.quantities.items()}
+    tracked = track(path, **functions)
+    kept = tracked[[name for name in tracked.data_vars if bool(tracked[name].notnull().any())]]
     return reduced(with_bounds(kept, {**BOUNDS, **LENGTHS}))
 
 
 def draw_curves(
     panels: Sequence[Axes],
     curves: Sequence[Curves],
-    seen: xr.Dataset | None,
-    one: xr.Dataset | None = None,
+    means: xr.Dataset | None,
+    single_system: xr.Dataset | None = None,
     marks: Sequence[float] = (),
 ) -> None:
-    """Each of ``curves`` on a panel: ``seen`` with its band, ``one`` dashed, thin lines at the times ``marks``.
+    """Draws each of ``curves`` on a panel: ``means`` with bands, ``single_system`` dashed, thin lines at ``marks``.
 
     >>> from helmscope.plots.style import new_figure
     >>> path = Trajectory(torch.arange(2.0), torch.eye(2).expand(2, 3, 2, 2), axis="depth")
     >>> _, panels = new_figure(1, 1)
     >>> draw_curves(panels, [CLUSTERING], measured(path, [CLUSTERING]))
     >>> panels[0].get_xlabel(), len(panels[0].lines)
-    ('depth (half-layers)', 2)
+    ('depth (layer sub-steps)', 2)
     """
-    for panel, each in zip(panels, curves, strict=True):
+    for panel, content in zip(panels, curves, strict=True):
         for mark in marks:
             panel.axvline(mark, color="#c3c7cd", linewidth=0.7, zorder=0, label="_mark")
-        for name, color in zip(each.quantities, COLORS, strict=False):
-            _draw_one(panel, name, each.labels.get(name, name), color, seen, one)
-        axis = next((str(next(iter(shown.dims))) for shown in (seen, one) if shown is not None), "time")
+        for name, color in zip(content.quantities, COLORS, strict=False):
+            _draw_quantity(panel, name, content.labels.get(name, name), color, means, single_system)
+        axis = next((str(next(iter(data.dims))) for data in (means, single_system) if data is not None), "time")
         panel.set(xlabel=state_label(axis))
-        if each.labels and panel.get_legend_handles_labels()[0]:
-            # above the panel, where it hides no curve
+        if content.labels and panel.get_legend_handles_labels()[0]:
+            # above the panel, so that it does not cover the curves
             place: Any = {"loc": "lower left", "bbox_to_anchor": (0, 1), "borderaxespad": 0.2, "borderpad": 0}
             panel.legend(ncols=2 if len(panels) == 1 else 1, fontsize=8, **place)
         else:
-            panel.set_title(each.title, loc="left", fontsize=9)
+            panel.set_title(content.title, loc="left", fontsize=9)
 
 
 def state_label(axis: str) -> str:
-    """What the axis of the states is called on a picture.
+    """Label of the axis of the states. A layer has two sub-steps, or three in the decoder of an encoder-decoder model.
 
     >>> state_label("depth"), state_label("time")
-    ('depth (half-layers)', 'time t')
+    ('depth (layer sub-steps)', 'time t')
     """
-    return {"depth": "depth (half-layers)", "time": "time t"}.get(axis, axis)
+    return {"depth": "depth (layer sub-steps)", "time": "time t"}.get(axis, axis)
 
 
-def band_words(seen: xr.Dataset, replicate: str) -> str:
-    """What lines and bands are, for a caption.
+def describe_bands(means: xr.Dataset, replicate: str) -> str:
+    """Description of lines and bands for a caption.
 
-    >>> seen = measured(Trajectory(torch.zeros(1), torch.eye(2).expand(1, 3, 2, 2)), [CLUSTERING])
-    >>> band_words(seen, "system")
+    >>> means = measured(Trajectory(torch.zeros(1), torch.eye(2).expand(1, 3, 2, 2)), [CLUSTERING])
+    >>> describe_bands(means, "system")
     'mean over 3 systems, band: 95 % interval'
     """
-    n = int(seen.attrs["n"])
+    n = int(means.attrs["n"])
     if n == 1:
         return f"1 {replicate}: no interval"
-    bands = dict.fromkeys(band_text(seen, str(name)) for name in seen.data_vars if not str(name).endswith(COMPANIONS))
+    bands = dict.fromkeys(band_text(means, str(name)) for name in means.data_vars if not str(name).endswith(COMPANIONS))
     return f"mean over {counted(n, replicate)}, band: {', '.join(bands)}"
 
 
-def _draw_one(panel: Axes, name: str, label: str, color: str, seen: xr.Dataset | None, one: xr.Dataset | None) -> None:
-    """One quantity: the mean with its band, and a single system dashed."""
-    if seen is not None and name in seen:
-        value = seen[name]
+def _draw_quantity(
+    panel: Axes, name: str, label: str, color: str, means: xr.Dataset | None, single_system: xr.Dataset | None
+) -> None:
+    """Draws one quantity: the mean with its band, and the single system dashed."""
+    if means is not None and name in means:
+        value = means[name]
         x, y = value[value.dims[0]].values, value.values
-        low, high = (edge.values for edge in band(seen, name))
+        low, high = (edge.values for edge in band(means, name))
         marker = "o" if len(x) == 1 else ""
         panel.plot(x, y, color=color, label=label, marker=marker, markersize=4)
         panel.fill_between(x, low, high, color=color, alpha=0.2, linewidth=0)
         if name in LENGTHS and y.min() > 0 and y.max() > DECADES * y.min():
             panel.set_yscale("log")
-    if one is not None and name in one:
-        value = one[name]
-        told = label if seen is None or name not in seen else "_one"
+    if single_system is not None and name in single_system:
+        value = single_system[name]
+        legend_label = label if means is None or name not in means else "_one"
         style: Any = {"color": color, "linestyle": "--", "linewidth": 0.9, "marker": "x" if len(value) == 1 else ""}
-        panel.plot(value[value.dims[0]].values, value.values, label=told, **style)
+        panel.plot(value[value.dims[0]].values, value.values, label=legend_label, **style)
 
 
-def _known(path: Trajectory) -> Tensor:
-    """Where every token that counts has a state, (time, batch)."""
-    known = torch.isfinite(path.states).all(-1)
-    return (known if path.weights is None else known | (path.weights <= 0)).all(-1)
+def _finite_states(path: Trajectory) -> Tensor:
+    """Where the states of all tokens of positive weight are finite, (time, batch)."""
+    finite = torch.isfinite(path.states).all(-1)
+    return (finite if path.weights is None else finite | (path.weights <= 0)).all(-1)
 
 
-def _part(path: Trajectory, times: Tensor, systems: Tensor) -> Trajectory:
-    """Some times of some systems."""
+def _select(path: Trajectory, times: Tensor, systems: Tensor) -> Trajectory:
+    """The trajectory at some times, for some systems."""
     weights = path.weights
     if weights is not None:
         weights = weights[:, systems] if len(weights) == 1 else weights[times][:, systems]

@@ -1,4 +1,4 @@
-"""One function that draws whatever can be drawn: which picture belongs to which type."""
+"""The function ``plot``, which selects the figure by the type of its argument."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 
 @singledispatch
 def plot(shown: object, **options: Any) -> Figure:
-    """The picture of an object, which shows itself in a notebook; ``save("x.pdf")`` writes PNG, SVG or PDF.
+    """Figure of an object, displayed automatically in a notebook; its ``save("x.pdf")`` writes PNG, SVG or PDF.
 
     - a ``Simulation`` or a ``Trajectory``: its tokens at a few times (``tokens_figure``: ``system``, ``panels``,
       ``view``, ``title``);
     - a ``Recording``: clustering, rank and radius over depth (``depth_figure``: ``title``);
     - a ``PhaseDiagram``: heat maps (``phase_figure``: ``title``);
-    - a ``Trial``: its statistic on its region and what was measured (``trial_figure``).
+    - a ``Trial``: its statistic with its region, and the measured variables (``trial_figure``).
 
-    Each of these also has it as its method ``plot``. Anything else is refused.
+    These types also have a method ``plot``. Raises HelmscopeError for any other object.
 
     >>> import torch
     >>> from helmscope.fields.attention import SA
@@ -43,10 +43,10 @@ def plot(shown: object, **options: Any) -> Figure:
 
 
 @plot.register(Plottable)
-def _own(shown: Plottable, **options: Any) -> Figure:
-    """A type of a room below this one, which this module cannot import, brings a ``plot`` of its own."""
+def _plottable(shown: Plottable, **options: Any) -> Figure:
+    """Types in rooms below this one, which this module cannot import, override ``plot``."""
     if type(shown).plot is Plottable.plot:
-        raise HelmscopeError(f"object to plot is a {type(shown).__name__}, but no picture of it is known")
+        raise HelmscopeError(f"object to plot is a {type(shown).__name__}, but no figure is defined for it")
     return shown.plot(**options)
 
 

@@ -1,4 +1,4 @@
-"""The figure that every picture here is drawn on: it shows itself in a notebook, and saves itself."""
+"""The figure type of all plots, which can be displayed in a notebook and saved to a file."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ else:
 
 
 class Figure(Base):
-    """A matplotlib figure that belongs to no window and to no pyplot, so that a notebook shows it exactly once.
+    """A matplotlib figure that is not managed by pyplot, so that a notebook displays it exactly once.
 
     >>> import tempfile
     >>> from pathlib import Path
@@ -33,16 +33,16 @@ class Figure(Base):
     """
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the figure as PNG, SVG or PDF, whichever ``path`` ends in, whole or not at all.
+        """Writes the figure as PNG, SVG or PDF, selected by the suffix of ``path``, atomically.
 
-        The same figure gives the same bytes: no file holds a date. Any other ending is refused.
+        Equal figures give equal bytes, since the files contain no date. Raises HelmscopeError for any other suffix.
         """
         target = as_path("path", path)
-        # looked up when they are needed, so that a test can put another one in their place
+        # looked up on each call, so that a test can replace them
         encoders: dict[str, Callable[[Base], bytes]] = {".png": style.png, ".svg": style.svg, ".pdf": style.pdf}
         encode = encoders.get(target.suffix.lower())
         if encode is None:
-            raise HelmscopeError(f"path is '{target}', but a picture is saved as one of {', '.join(encoders)}")
+            raise HelmscopeError(f"path is '{target}', but it must end in one of {', '.join(encoders)}")
         write_bytes(target, encode(self))
 
     def _repr_png_(self) -> bytes:

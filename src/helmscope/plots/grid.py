@@ -1,4 +1,4 @@
-"""A variable over three axes as small multiples: the second axis gives the columns, the third the rows."""
+"""Small multiples of a variable over three axes: columns along the second axis, rows along the third."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ ROW = 1.3  # inches
 
 
 def draw_grid(place: SubFigure, data: xr.Dataset, name: str) -> None:
-    """NAME (x, column, row) as a panel for each column and row, on the same axes along a row, with its band,
-    NAME_null dotted, and a log axis where the attribute scale asks for it.
+    """Plots NAME (x, column, row) as a grid of panels, which share their axes along a row.
 
-    Replicates are reduced first. What is not finite is not drawn.
+    Each panel shows the values with their band, and NAME_null dotted. The attribute scale = "log" selects a log axis.
+    Replicates are reduced first. Values that are not finite are not plotted.
 
     >>> import xarray as xr
     >>> from matplotlib.figure import Figure
@@ -36,7 +36,7 @@ def draw_grid(place: SubFigure, data: xr.Dataset, name: str) -> None:
     value = data[name]
     along, columns, rows = value.dims
     x = np.asarray(value[along].values, dtype=np.float64)
-    low, high = (part.transpose(*value.dims).values for part in band(data, name))
+    low, high = (edge.transpose(*value.dims).values for edge in band(data, name))
     null = data[f"{name}_null"].broadcast_like(value).transpose(*value.dims).values if f"{name}_null" in data else None
     panels = place.subplots(value.sizes[rows], value.sizes[columns], squeeze=False, sharex=True, sharey="row")
     for i, row in enumerate(value[rows].values):
@@ -58,7 +58,7 @@ def draw_grid(place: SubFigure, data: xr.Dataset, name: str) -> None:
 
 
 def is_grid(value: xr.DataArray) -> bool:
-    """Whether a variable is drawn as a grid: three axes, numbers along the first.
+    """Whether a variable is plotted as a grid: it has three axes, the first of them numeric.
 
     >>> import xarray as xr
     >>> is_grid(xr.DataArray(np.zeros((2, 3, 2)))), is_grid(xr.DataArray(np.zeros((2, 3))))
@@ -68,7 +68,7 @@ def is_grid(value: xr.DataArray) -> bool:
 
 
 def grid_height(value: xr.DataArray) -> float:
-    """The inches that the rows of a grid take.
+    """The height of the rows of a grid in inches.
 
     >>> import xarray as xr
     >>> grid_height(xr.DataArray(np.zeros((2, 3, 2))))

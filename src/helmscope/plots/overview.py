@@ -1,9 +1,10 @@
-"""The picture of one trajectory."""
+"""The figure of an overview of a trajectory."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from helmscope.plots.curves import state_label
 from helmscope.plots.style import COLORS, new_figure, styled
 from helmscope.stats.reduce import band, band_text, reduced
 from helmscope.types import HelmscopeError, keeps_replicates, replicate_axis
@@ -16,11 +17,11 @@ if TYPE_CHECKING:
 
 
 def overview_figure(measurement: xr.Dataset, *, title: str = "") -> Figure:
-    """``observe.overview`` as four panels over time or depth: meeting and order, clusters and rank, energy, inner
-    products.
+    """Figure of an ``overview`` in four panels over time or depth: clustering probability and order, clusters and rank,
+    energy, inner products.
 
-    Bands are 95 % intervals of the mean over the systems; of a Measurement that was reduced without intervals, two
-    standard errors.
+    Bands are 95 % intervals of the mean over systems, or two standard errors for a Measurement that was reduced without
+    intervals. Raises HelmscopeError unless ``measurement`` is a result of ``overview``.
 
     >>> import torch
     >>> from helmscope.observe.overview import overview
@@ -31,21 +32,19 @@ def overview_figure(measurement: xr.Dataset, *, title: str = "") -> Figure:
     """
     attributes, variables = getattr(measurement, "attrs", None), getattr(measurement, "data_vars", None)
     if attributes is None or variables is None:
-        raise HelmscopeError(f"measurement is a {type(measurement).__name__}, but it must be what overview() gives")
+        raise HelmscopeError(f"measurement is a {type(measurement).__name__}, but it must be a result of overview()")
     missing = {"delta", "radius", "beta"} - set(attributes)
     if missing or "share" not in variables:
-        raise HelmscopeError(
-            f"measurement lacks {sorted(missing) or 'share'}, but it must be one that overview() gives"
-        )
-    of = f"{replicate_axis(measurement)}s" if keeps_replicates(measurement) else "replicates"
+        raise HelmscopeError(f"measurement lacks {sorted(missing) or 'share'}, but it must be a result of overview()")
+    replicates = f"{replicate_axis(measurement)}s" if keeps_replicates(measurement) else "replicates"
     measurement = reduced(measurement)
     if title:
-        title = f"{title}   ({measurement.attrs['n']} {of}; bands: {band_text(measurement, 'order')})"
+        title = f"{title}   ({measurement.attrs['n']} {replicates}; bands: {band_text(measurement, 'order')})"
     with styled():
-        return _drawn(measurement, title)
+        return _draw_figure(measurement, title)
 
 
-def _drawn(measurement: xr.Dataset, title: str) -> Figure:
+def _draw_figure(measurement: xr.Dataset, title: str) -> Figure:
     figure, (meeting, clusters, energy, products) = new_figure(2, 2)
     _curve(meeting, measurement, "probability", f"P(<x,y> >= 1 - {measurement.attrs['delta']:g})", COLORS[0])
     _curve(meeting, measurement, "order", "order parameter |mean x|", COLORS[1])
@@ -57,7 +56,7 @@ def _drawn(measurement: xr.Dataset, title: str) -> Figure:
         _curve(energy, measurement, "energy", f"interaction energy, beta = {measurement.attrs['beta']:g}", COLORS[3])
     energy.set(title="does the energy rise?")
     for panel in (meeting, clusters, energy):
-        panel.set(xlabel=_axis(measurement)[1])
+        panel.set(xlabel=_state_axis(measurement)[1])
         if panel.get_legend_handles_labels()[0]:
             panel.legend(loc="best")
     _heat_map(figure, products, measurement)
@@ -66,20 +65,21 @@ def _drawn(measurement: xr.Dataset, title: str) -> Figure:
     return figure
 
 
-def _axis(measurement: xr.Dataset) -> tuple[str, str]:
+def _state_axis(measurement: xr.Dataset) -> tuple[str, str]:
     """The axis of the states and its label."""
-    return ("depth", "depth (half-layers)") if "depth" in measurement.dims else ("time", "time t")
+    axis = "depth" if "depth" in measurement.dims else "time"
+    return axis, state_label(axis)
 
 
 def _curve(panel: Axes, measurement: xr.Dataset, name: str, label: str, color: str) -> None:
-    time, value = measurement[_axis(measurement)[0]].values, measurement[name].values
+    time, value = measurement[_state_axis(measurement)[0]].values, measurement[name].values
     low, high = (edge.values for edge in band(measurement, name))
     panel.plot(time, value, color=color, label=label)
     panel.fill_between(time, low, high, color=color, alpha=0.2, linewidth=0)
 
 
 def _heat_map(figure: Figure, panel: Axes, measurement: xr.Dataset) -> None:
-    axis, label = _axis(measurement)
+    axis, label = _state_axis(measurement)
     share = measurement["share"].transpose("inner_product", axis)
     if share.sizes[axis] > 1:
         image = panel.pcolormesh(

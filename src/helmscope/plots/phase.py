@@ -1,4 +1,4 @@
-"""Phase diagrams as pictures: heat maps of the clustering probability, with the curve t*(beta) laid over."""
+"""Figures of phase diagrams: heat maps of the clustering probability, overlaid with the curve t*(beta)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from helmscope.plots.figure import Figure
 
-ACROSS = 3  # panels in a row
+ACROSS = 3  # most panels in a row
 WIDTH, HEIGHT, HEAD = 3.4, 2.7, 0.75  # inches
 OURS, PUBLISHED = "probability", "probability_published"
 CURVE = "t*(beta), closed form"
@@ -49,33 +49,36 @@ p {{ margin: .25rem 0; color: #4d5660; max-width: 60rem; }}
 
 
 def phase_figure(data: xr.Dataset, *, title: str = "") -> Figure:
-    """``phase_diagram`` as heat maps over time and beta, one for each dim, with t*(beta) and the line P = 1/2.
+    """Figure of a phase diagram: heat maps over time and beta, one for each dim, with t*(beta) and the line P = 1/2.
 
-    ``data`` is over (beta, time), or over (dim, beta, time). Where it holds ``probability_published``, each dim has a
-    row: ours, the published scheme's, and theirs minus ours. The title of a panel says its largest standard error.
+    ``data`` is over (beta, time), or over (dim, beta, time). If it contains ``probability_published``, each dim has a
+    row of three panels: ours, published, and published minus ours. The title of a panel gives its largest standard
+    error. Raises HelmscopeError unless ``data`` has ``probability`` over these axes.
 
     >>> import xarray as xr
     >>> axes = ("beta", "time")
-    >>> made = {"probability": (axes, [[0.0, 1.0], [0.0, 0.2]]), "probability_stderr": (axes, [[0.0, 0.0], [0.0, 0.1]])}
-    >>> made = xr.Dataset(made, {"beta": [1.0, 4.0], "time": [0.0, 8.0]}, {"n": 9, "delta": 1e-3, "tokens": 32})
-    >>> len(phase_figure(made).axes)  # the panel and its color scale
+    >>> data = {"probability": (axes, [[0.0, 1.0], [0.0, 0.2]]), "probability_stderr": (axes, [[0.0, 0.0], [0.0, 0.1]])}
+    >>> diagram = xr.Dataset(data, {"beta": [1.0, 4.0], "time": [0.0, 8.0]}, {"n": 9, "delta": 1e-3, "tokens": 32})
+    >>> len(phase_figure(diagram).axes)  # the panel and its color scale
     2
     """
     data = reduced(data)
     slices = _slices(data)
     with styled():
-        return _drawn(slices, data, title)
+        return _draw_figure(slices, data, title)
 
 
 def phase_page(data: xr.Dataset, *, title: str = "") -> str:
-    """The same heat maps as one HTML file that answers the pointer with P, its standard error and t*, and
-    loads nothing. Needs plotly, whose code is in the file (5 MB).
+    """Interactive HTML page of a phase diagram, whose tooltips show P, its standard error and t*.
+
+    The heat maps and errors are those of ``phase_figure``. The page is a single file of 5 MB that contains the code of
+    plotly and loads nothing else. Raises MissingExtra if plotly is not installed.
 
     >>> import xarray as xr
     >>> axes = ("beta", "time")
-    >>> made = {"probability": (axes, [[0.0, 1.0], [0.0, 0.2]]), "probability_stderr": (axes, [[0.0, 0.0], [0.0, 0.1]])}
-    >>> made = xr.Dataset(made, {"beta": [1.0, 4.0], "time": [0.0, 8.0]}, {"n": 9, "delta": 1e-3, "tokens": 32})
-    >>> phase_page(made, title="<b>").count("<title>&lt;b&gt;</title>")
+    >>> data = {"probability": (axes, [[0.0, 1.0], [0.0, 0.2]]), "probability_stderr": (axes, [[0.0, 0.0], [0.0, 0.1]])}
+    >>> diagram = xr.Dataset(data, {"beta": [1.0, 4.0], "time": [0.0, 8.0]}, {"n": 9, "delta": 1e-3, "tokens": 32})
+    >>> phase_page(diagram, title="<b>").count("<title>&lt;b&gt;</title>")
     1
     """
     data = reduced(data)
@@ -86,18 +89,18 @@ def phase_page(data: xr.Dataset, *, title: str = "") -> str:
     except ImportError:
         raise MissingExtra("plotly", "report") from None
     columns = _columns(slices)
-    rows = math.ceil(sum(len(_variables(each)) for each in slices) / columns)
-    panels = [(each, name) for each in slices for name in _variables(each)]
-    heads = [html.escape(_head(*panel)).replace("\n", "<br>") for panel in panels]
-    figure = make_subplots(rows, columns, subplot_titles=heads, vertical_spacing=0.35 / (rows + 1))
-    for at, (each, name) in enumerate(panels):
-        place = {"row": at // columns + 1, "col": at % columns + 1}
-        figure.add_trace(_heat(go, each, name), **place)
-        for label, time, beta, dash, color in _lines(each):
+    panels = [(part, name) for part in slices for name in _variables(part)]
+    rows = math.ceil(len(panels) / columns)
+    titles = [html.escape(_panel_title(*panel)).replace("\n", "<br>") for panel in panels]
+    figure = make_subplots(rows, columns, subplot_titles=titles, vertical_spacing=0.35 / (rows + 1))
+    for index, (part, name) in enumerate(panels):
+        place = {"row": index // columns + 1, "col": index % columns + 1}
+        figure.add_trace(_heat_map_trace(go, part, name), **place)
+        for label, time, beta, dash, color in _overlay_lines(part):
             line = {"color": _line_color(name, color), "dash": dash, "width": 2}
-            told = {"showlegend": at == 0, "legendgroup": label, "name": label, "hoverinfo": "skip"}
-            figure.add_trace(go.Scatter(x=time, y=beta, mode="lines", line=line, **told), **place)
-        span = (_edges(each.time.values), _edges(each.beta.values))
+            options = {"showlegend": index == 0, "legendgroup": label, "name": label, "hoverinfo": "skip"}
+            figure.add_trace(go.Scatter(x=time, y=beta, mode="lines", line=line, **options), **place)
+        span = (_edges(part.time.values), _edges(part.beta.values))
         figure.update_xaxes(title_text="time t", range=span[0][[0, -1]].tolist(), **place)
         figure.update_yaxes(title_text="beta", range=span[1][[0, -1]].tolist(), **place)
     height = 380 * rows + 80
@@ -117,18 +120,18 @@ def phase_page(data: xr.Dataset, *, title: str = "") -> str:
     )
     figure.update_annotations(font_size=12)
     drawn = figure.to_html(full_html=False, include_plotlyjs=True, div_id="phase")
-    return _PAGE.format(title=html.escape(title or _title(data)), text=html.escape(_words(data)), figure=drawn)
+    return _PAGE.format(title=html.escape(title or _title(data)), text=html.escape(_describe_run(data)), figure=drawn)
 
 
 def _slices(data: xr.Dataset) -> list[xr.Dataset]:
-    """One Dataset over (beta, time) for each dim, with ``difference`` where there is a published one."""
+    """One Dataset over (beta, time) for each dim, with ``difference`` if there is a published probability."""
     if OURS not in data or not {"beta", "time"} <= set(data[OURS].dims) <= {"dim", "beta", "time"}:
-        raise HelmscopeError("data has no 'probability' over beta and time, but it must be what phase_diagram() gives")
+        raise HelmscopeError("data has no 'probability' over beta and time, but it must be a result of phase_diagram()")
     if PUBLISHED in data:
         data = data.assign(difference=data[PUBLISHED] - data[OURS])
-    each = [data.sel(dim=dim) for dim in data.dim.values] if "dim" in data.dims else [data]
-    each = [one.assign_attrs(dim=int(one.dim)) if "dim" in one.coords else one for one in each]
-    return [one.transpose("beta", "time", ...) for one in each]
+    parts = [data.sel(dim=dim) for dim in data.dim.values] if "dim" in data.dims else [data]
+    parts = [part.assign_attrs(dim=int(part.dim)) if "dim" in part.coords else part for part in parts]
+    return [part.transpose("beta", "time", ...) for part in parts]
 
 
 def _variables(data: xr.Dataset) -> list[str]:
@@ -139,41 +142,41 @@ def _columns(slices: list[xr.Dataset]) -> int:
     return min(ACROSS, len(slices) * len(_variables(slices[0])))
 
 
-def _head(data: xr.Dataset, name: str) -> str:
-    """What a panel shows, and how sure it is."""
+def _panel_title(data: xr.Dataset, name: str) -> str:
+    """The contents of a panel and its largest standard error."""
     dim = f"d = {data.attrs['dim']:,}" if "dim" in data.attrs else ""
     if name == "difference":
         return f"{dim}: published minus ours".removeprefix(": ") + "\n"
     which = "" if PUBLISHED not in data else "ours" if name == OURS else "published"
     error = float(data[f"{name}_stderr"].max())
-    sure = f"standard error <= {error:.2g}" if math.isfinite(error) else "no standard error"
-    return "\n".join(filter(None, (": ".join(filter(None, (dim, which))), sure)))
+    accuracy = f"standard error <= {error:.2g}" if math.isfinite(error) else "no standard error"
+    return "\n".join(filter(None, (": ".join(filter(None, (dim, which))), accuracy)))
 
 
 def _title(data: xr.Dataset) -> str:
     return f"{data.attrs.get('flow', 'Phase diagram')}: probability P that two tokens have met"
 
 
-def _words(data: xr.Dataset) -> str:
-    known = {"tokens": "{} tokens", "delta": "met: <x, y> >= 1 - {:g}", "n": "{:,} samples", "seed": "seed {}"}
-    return ", ".join(text.format(data.attrs[key]) for key, text in known.items() if key in data.attrs)
+def _describe_run(data: xr.Dataset) -> str:
+    templates = {"tokens": "{} tokens", "delta": "met: <x, y> >= 1 - {:g}", "n": "{:,} samples", "seed": "seed {}"}
+    return ", ".join(text.format(data.attrs[key]) for key, text in templates.items() if key in data.attrs)
 
 
-def _lines(data: xr.Dataset) -> list[tuple[str, Any, Any, str, str]]:
+def _overlay_lines(data: xr.Dataset) -> list[tuple[str, Any, Any, str, str]]:
     """Label, times, betas, dash and color of the lines over a heat map."""
     beta, lines = data.beta.values, []
     half = half_time(data[[OURS, f"{OURS}_stderr"]]).half_time.values
     if np.isfinite(half).any():
         lines.append((HALF, half, beta, "dot", "#ffffff"))
     if "curve" in data.coords and np.isfinite(data.curve.values).any():
-        fine = "fine_curve" in data.coords  # between the asked betas too
+        fine = "fine_curve" in data.coords  # a finer grid than the betas of the diagram
         curve = (data.fine_curve.values, data.fine_beta.values) if fine else (data.curve.values, beta)
         lines.append((CURVE, *curve, "solid", "#ff3b30"))
     return lines
 
 
 def _line_color(name: str, color: str) -> str:
-    """White is not seen on a map of differences."""
+    """Black instead of white on a map of differences, where white would be invisible."""
     return "#000000" if name == "difference" and color == "#ffffff" else color
 
 
@@ -189,8 +192,8 @@ def _extent(data: xr.Dataset) -> float:
     return max(1e-6, float(np.nanmax(np.abs(data["difference"].values), initial=0.0)))
 
 
-def _drawn(slices: list[xr.Dataset], data: xr.Dataset, title: str) -> Figure:
-    panels = [(each, name) for each in slices for name in _variables(each)]
+def _draw_figure(slices: list[xr.Dataset], data: xr.Dataset, title: str) -> Figure:
+    panels = [(part, name) for part in slices for name in _variables(part)]
     columns = _columns(slices)
     rows = math.ceil(len(panels) / columns)
     figure = blank_figure(max(WIDTH * columns + 0.6, 5.2), HEIGHT * rows + HEAD)
@@ -199,48 +202,49 @@ def _drawn(slices: list[xr.Dataset], data: xr.Dataset, title: str) -> Figure:
         spare.set_axis_off()
     images: dict[str, Any] = {}
     most = max((_extent(each) for each in slices if "difference" in each), default=1.0)
-    for panel, (each, name) in zip(axes, panels, strict=False):
+    for panel, (part, name) in zip(axes, panels, strict=False):
         scale: Any = {"cmap": "viridis", "vmin": 0, "vmax": 1}
         if name == "difference":
             scale = {"cmap": "RdBu_r", "vmin": -most, "vmax": most}
-        images["difference" if name == "difference" else OURS] = _panel(panel, each, name, scale)
+        images["difference" if name == "difference" else OURS] = _draw_panel(panel, part, name, scale)
     shrink = min(0.9, 2 / rows)
-    drawn = [panel for panel, (_, name) in zip(axes, panels, strict=False) if name != "difference"]
-    figure.colorbar(images[OURS], ax=drawn, label="probability P", shrink=shrink)
+    probabilities = [panel for panel, (_, name) in zip(axes, panels, strict=False) if name != "difference"]
+    figure.colorbar(images[OURS], ax=probabilities, label="probability P", shrink=shrink)
     if "difference" in images:
-        others = [panel for panel, (_, name) in zip(axes, panels, strict=False) if name == "difference"]
-        figure.colorbar(images["difference"], ax=others, label="published minus ours", shrink=shrink)
+        differences = [panel for panel, (_, name) in zip(axes, panels, strict=False) if name == "difference"]
+        figure.colorbar(images["difference"], ax=differences, label="published minus ours", shrink=shrink)
     lines = axes[0].get_legend_handles_labels()
     if lines[0]:
         legend = figure.legend(*lines, loc="outside lower center", ncols=2, frameon=True, facecolor="#9aa5b1")
         legend.get_frame().set_linewidth(0)
-    figure.suptitle(plain(f"{title or _title(data)}\n{_words(data)}"), fontsize=9)
+    figure.suptitle(plain(f"{title or _title(data)}\n{_describe_run(data)}"), fontsize=9)
     return figure
 
 
-def _panel(panel: Axes, data: xr.Dataset, name: str, scale: dict[str, Any]) -> Any:
-    """One heat map with its lines."""
+def _draw_panel(panel: Axes, data: xr.Dataset, name: str, scale: dict[str, Any]) -> Any:
+    """Draws one heat map with its lines."""
     time, beta = _edges(data.time.values), _edges(data.beta.values)
     image = panel.pcolormesh(time, beta, data[name].values, rasterized=True, **scale)
     styles = {"dot": ":", "solid": "-"}
-    for label, at, of, dash, color in _lines(data):
-        panel.plot(at, of, color=_line_color(name, color), linestyle=styles[dash], linewidth=1.4, label=label)
+    for label, times, betas, dash, color in _overlay_lines(data):
+        panel.plot(times, betas, color=_line_color(name, color), linestyle=styles[dash], linewidth=1.4, label=label)
     panel.grid(False)
     panel.set(xlim=(time[0], time[-1]), ylim=(beta[0], beta[-1]), xlabel="time t", ylabel="beta")
-    panel.set_title(plain(_head(data, name)), fontsize=8.5)
+    panel.set_title(plain(_panel_title(data, name)), fontsize=8.5)
     return image
 
 
-def _heat(go: Any, data: xr.Dataset, name: str) -> Any:
-    """One heat map that answers the pointer."""
+def _heat_map_trace(go: Any, data: xr.Dataset, name: str) -> Any:
+    """One heat map with tooltips."""
     value = data[name].values
     curve = data.curve.values if "curve" in data.coords else np.full(len(data.beta), np.nan)
-    stars = np.where(np.isfinite(curve), [f"{t:.4g}" for t in curve], "no closed form")
-    known = data[f"{name}_stderr"].values if f"{name}_stderr" in data else np.full(value.shape, np.nan)
-    errors = np.where(np.isfinite(known), np.char.add("+- ", np.char.mod("%.2g", known)), "")
-    custom = np.stack([errors, np.broadcast_to(stars[:, None], value.shape)], axis=-1)
-    what = "published minus ours" if name == "difference" else "P"
-    told = f"t = %{{x:.4g}}, beta = %{{y:.4g}}<br>{what} = %{{z:.4f}} %{{customdata[0]}}<br>t* = %{{customdata[1]}}"
+    hitting_times = np.where(np.isfinite(curve), [f"{t:.4g}" for t in curve], "no closed form")
+    stderr = data[f"{name}_stderr"].values if f"{name}_stderr" in data else np.full(value.shape, np.nan)
+    errors = np.where(np.isfinite(stderr), np.char.add("+- ", np.char.mod("%.2g", stderr)), "")
+    custom = np.stack([errors, np.broadcast_to(hitting_times[:, None], value.shape)], axis=-1)
+    quantity = "published minus ours" if name == "difference" else "P"
+    position, times = "t = %{x:.4g}, beta = %{y:.4g}", "t* = %{customdata[1]}"
+    tooltip = f"{position}<br>{quantity} = %{{z:.4f}} %{{customdata[0]}}<br>{times}"
     scale = {"coloraxis": "coloraxis2" if name == "difference" else "coloraxis"}
     place = {"x": data.time.values, "y": data.beta.values, "z": value, "customdata": custom}
-    return go.Heatmap(**place, hovertemplate=f"{told}<extra></extra>", **scale)
+    return go.Heatmap(**place, hovertemplate=f"{tooltip}<extra></extra>", **scale)

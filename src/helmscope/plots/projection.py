@@ -1,4 +1,4 @@
-"""From tokens in R^d to points of the plane: the circle as it is, the sphere as a globe, more dimensions projected."""
+"""Projections of tokens in R^d to the plane: orthographic for the sphere, principal directions for more dimensions."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import numpy as np
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    Numbers = NDArray[np.float64]
+    Floats = NDArray[np.float64]
 
-ELEVATION = 20.0  # degrees above the equator: high enough to see parallels as ellipses
-MOST_ROWS = 1024  # tokens from which principal directions are found
+ELEVATION = 20.0  # degrees above the equator: high enough to show parallels as ellipses
+MOST_ROWS = 1024  # most tokens from which principal directions are computed
 
 
-def orthographic(points: Numbers, *, azimuth: float = 0.0, elevation: float = 0.0) -> tuple[Numbers, NDArray[np.bool_]]:
-    """Points of the unit sphere as seen from far away above (azimuth, elevation), in degrees: (..., 3) to places in
-    the unit disc, (..., 2), and whether each lies on the hemisphere that faces the viewer.
+def orthographic(points: Floats, *, azimuth: float = 0.0, elevation: float = 0.0) -> tuple[Floats, NDArray[np.bool_]]:
+    """Orthographic projection of points (..., 3) of the unit sphere, seen from (azimuth, elevation) in degrees.
 
-    The viewer of (0, 0) looks along -x_1: x_2 points to the right and x_3 up.
+    Returns points (..., 2) of the unit disc, and whether each is on the hemisphere that faces the viewer. The line of
+    sight of (0, 0) is -x_1: x_2 points to the right and x_3 up.
 
     >>> place, front = orthographic(np.array([[0.0, 0.0, 1.0], [1.0, 0.0, 0.0], [-1.0, 0.0, 0.0]]))
     >>> place.tolist(), front.tolist()
@@ -34,9 +34,9 @@ def orthographic(points: Numbers, *, azimuth: float = 0.0, elevation: float = 0.
     return place, (points * toward).sum(-1) >= 0
 
 
-def facing(points: Numbers) -> tuple[float, float]:
-    """The view from which the mean of the points is in front: its azimuth in whole degrees, and a fixed elevation,
-    above or below the equator as the mean is.
+def facing(points: Floats) -> tuple[float, float]:
+    """The view (azimuth, elevation) with the mean of the points in front: its azimuth in whole degrees, and a fixed
+    elevation on its side of the equator.
 
     >>> facing(np.array([[0.0, 1.0, -0.1]]))
     (90.0, -20.0)
@@ -46,38 +46,38 @@ def facing(points: Numbers) -> tuple[float, float]:
 
 
 @dataclass(frozen=True, eq=False)
-class Principal:
+class PrincipalPlane:
     """The plane of the two leading principal directions of a cloud: ``directions`` (d, 2), orthonormal, and ``share``,
-    how much of the cloud's squared length (after ``center`` is taken away) lies in that plane.
+    the share of the cloud's squared length (after subtracting ``center``) in that plane.
     """
 
-    directions: Numbers
-    center: Numbers
+    directions: Floats
+    center: Floats
     share: float
 
     @classmethod
-    def of(cls, cloud: Numbers, *, centered: bool) -> Principal:
-        """The plane of a cloud (points, d). Each direction is signed so that the cloud lies more on its positive side.
+    def of(cls, cloud: Floats, *, centered: bool) -> PrincipalPlane:
+        """The plane of a cloud (points, d). Signs are chosen so that most of the cloud is on the positive side.
 
-        Where the cloud has many points, directions are those of every k-th; the share is that of all.
+        For a cloud of many points the directions are computed from every k-th; the share is that of all points.
 
-        >>> plane = Principal.of(np.diag([3.0, 4.0, 1.0]), centered=False)
+        >>> plane = PrincipalPlane.of(np.diag([3.0, 4.0, 1.0]), centered=False)
         >>> np.abs(plane.directions.T).round(6).tolist(), round(plane.share, 6)
         ([[0.0, 1.0, 0.0], [1.0, 0.0, 0.0]], 0.961538)
         """
         center = cloud.mean(0) if centered else np.zeros(cloud.shape[-1])
-        rest = cloud - center
-        some = rest[:: -(-len(rest) // MOST_ROWS)]
-        _, _, rows = np.linalg.svd(some, full_matrices=False)
+        deviation = cloud - center
+        thinned = deviation[:: -(-len(deviation) // MOST_ROWS)]
+        _, _, rows = np.linalg.svd(thinned, full_matrices=False)
         directions = np.zeros((cloud.shape[-1], 2))
         directions[:, : min(2, len(rows))] = rows[:2].T
-        side = (some * 1.0 if not centered else some**3).sum(0) @ directions  # a centered cloud has the sum 0
+        side = (thinned * 1.0 if not centered else thinned**3).sum(0) @ directions  # a centered cloud has the sum 0
         directions = directions * np.where(side < 0, -1.0, 1.0)
-        whole = float(np.square(rest).sum())
-        share = float(np.square(rest @ directions).sum()) / whole if whole > 0 else 1.0
+        total = float(np.square(deviation).sum())
+        share = float(np.square(deviation @ directions).sum()) / total if total > 0 else 1.0
         return cls(directions, center, min(share, 1.0))
 
-    def place(self, points: Numbers) -> Numbers:
-        """Points of R^d in the plane, (..., 2)."""
-        placed: Numbers = (points - self.center) @ self.directions
-        return placed
+    def place(self, points: Floats) -> Floats:
+        """Coordinates (..., 2) of points of R^d in the plane."""
+        coordinates: Floats = (points - self.center) @ self.directions
+        return coordinates

@@ -1,4 +1,4 @@
-"""The one style of all static figures, and how a figure becomes a file's bytes."""
+"""The common style of all static figures, and their encoding as PNG, SVG and PDF."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ COLORS = ("#1f4e79", "#c55a11", "#548235", "#7f6000", "#7030a0")
 
 
 def blank_figure(width: float, height: float) -> Figure:
-    """A figure of a size in inches, without panels, that needs no screen. Draw on it inside ``styled()``.
+    """A figure without panels, of a size in inches, that needs no display. Draw on it within ``styled()``.
 
     >>> blank_figure(4.0, 3.0).axes
     []
@@ -41,7 +41,7 @@ def blank_figure(width: float, height: float) -> Figure:
 
 
 def new_figure(rows: int, columns: int, *, width: float = 9.0, height: float = 6.0) -> tuple[Figure, list[Axes]]:
-    """An empty figure that needs no screen, and its panels in reading order. Draw on it inside ``styled()``.
+    """An empty figure that needs no display, and its panels in reading order. Draw on it within ``styled()``.
 
     >>> figure, panels = new_figure(1, 2)
     >>> len(panels)
@@ -54,7 +54,7 @@ def new_figure(rows: int, columns: int, *, width: float = 9.0, height: float = 6
 
 @contextmanager
 def styled() -> Iterator[None]:
-    """Whatever is drawn inside is drawn in our style.
+    """Context manager: within it, matplotlib uses the style of helmscope. Raises MissingExtra without matplotlib.
 
     >>> with styled():
     ...     figure, panels = new_figure(1, 1)
@@ -68,27 +68,26 @@ def styled() -> Iterator[None]:
 
 
 def png(figure: Base) -> bytes:
-    """The figure as a PNG file, byte for byte the same for the same figure.
+    """Encodes the figure as PNG; equal figures give equal bytes.
 
     >>> png(new_figure(1, 1)[0])[:4]
     b'\\x89PNG'
     """
-    figure.draw_without_rendering()  # the layout settles on the first drawing: a second file must not differ
+    figure.draw_without_rendering()  # the layout changes in the first pass: without this, a second file would differ
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", metadata={"Software": None})
     return buffer.getvalue()
 
 
 def svg(figure: Base) -> bytes:
-    """The figure as an SVG file with its letters as shapes, byte for byte the same for the same figure, whose layout
-    stays as it is from then on.
+    """Encodes the figure as SVG with text as paths; equal figures give equal bytes. Freezes the layout of the figure.
 
     >>> svg(new_figure(1, 1)[0])[:5]
     b'<?xml'
     """
     import matplotlib as mpl
 
-    _settle(figure)
+    _freeze_layout(figure)
     buffer = io.BytesIO()
     with mpl.rc_context({"svg.hashsalt": "helmscope", "svg.fonttype": "path"}):
         figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
@@ -96,22 +95,21 @@ def svg(figure: Base) -> bytes:
 
 
 def pdf(figure: Base) -> bytes:
-    """The figure as a PDF file with its fonts embedded, byte for byte the same for the same figure, whose layout stays
-    as it is from then on.
+    """Encodes the figure as PDF with embedded fonts; equal figures give equal bytes. Freezes the layout of the figure.
 
     >>> pdf(new_figure(1, 1)[0])[:5]
     b'%PDF-'
     """
     import matplotlib as mpl
 
-    _settle(figure)
+    _freeze_layout(figure)
     buffer = io.BytesIO()
     with mpl.rc_context({"pdf.fonttype": 42}):  # TrueType, whose text can be selected and edited
         figure.savefig(buffer, format="pdf", metadata={"CreationDate": None, "Creator": None, "Producer": None})
     return buffer.getvalue()
 
 
-def _settle(figure: Base) -> None:
-    """Fixes the layout: another pass would move it in the last digit, which a vector file writes down."""
+def _freeze_layout(figure: Base) -> None:
+    """Fixes the layout: another pass would change the last digits of positions, which a vector file contains."""
     figure.draw_without_rendering()
     figure.set_layout_engine("none")

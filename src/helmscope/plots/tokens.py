@@ -1,4 +1,4 @@
-"""Tokens at a few times, side by side, and how far they have clustered: the picture of a simulation (source 001)."""
+"""The figure of a simulation: tokens at a few times, side by side, and curves of their clustering (source 001)."""
 
 from __future__ import annotations
 
@@ -9,9 +9,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from helmscope.plots.curves import CLUSTERING, FLAT, band_words, complete, draw_curves, measured, radius_curves, single
+from helmscope.plots.curves import (
+    CLUSTERING,
+    FLAT,
+    complete,
+    describe_bands,
+    draw_curves,
+    measured,
+    radius_curves,
+    single,
+)
 from helmscope.plots.measured import plain
-from helmscope.plots.projection import Principal, facing, orthographic
+from helmscope.plots.projection import PrincipalPlane, facing, orthographic
 from helmscope.plots.style import blank_figure, styled
 from helmscope.types import HelmscopeError, Trajectory, counted, real_number, whole_number
 
@@ -23,13 +32,13 @@ if TYPE_CHECKING:
     from helmscope.plots.curves import Curves
     from helmscope.plots.figure import Figure
 
-    Numbers = NDArray[np.float64]
+    Floats = NDArray[np.float64]
 
 MOST_PANELS, ACROSS = 6, 3
-MOST_TOKENS = 2_000  # drawn in one panel
+MOST_TOKENS = 2_000  # plotted in one panel
 PANEL, CURVES, SIDE = 2.6, 2.3, 0.9  # inches
 GRAY, PALE = "#8a8f98", "#c3c7cd"
-NEAR_ONE = 1e-3  # lengths this near to 1 are those of unit vectors in any precision
+NORM_TOLERANCE = 1e-3  # of unit vectors in any precision
 
 
 def tokens_figure(
@@ -40,19 +49,19 @@ def tokens_figure(
     view: tuple[float, float] | None = None,
     title: str = "",
 ) -> Figure:
-    """The tokens of one system at the first, the last and evenly chosen stored times between them, at most ``panels``;
-    below, the curves of all systems over time.
+    """Figure of the tokens of one system at up to ``panels`` evenly chosen stored times, with curves of all systems.
 
-    Unit vectors in d = 2 are drawn on the circle, in d = 3 on a globe seen from ``view``, (azimuth, elevation) in
-    degrees, filled on the near hemisphere and hollow on the far one; where ``view`` is None, the last mean of the
-    tokens is in front. In more dimensions they are projected on the two leading principal directions of all that is
-    drawn, and points of R^d on the plane of largest variance; the title says which share is seen. The color of a token
-    is its number; its area grows with its weight, and one of weight 0 is not drawn. Of more than 2,000 tokens every
-    k-th is drawn.
+    The first and the last time are included. Unit vectors in d = 2 are plotted on the circle, in d = 3 on a globe seen
+    from ``view``, (azimuth, elevation) in degrees, filled on the near hemisphere and hollow on the far one; by default
+    the final mean of the tokens is in front. In higher dimensions they are projected on the two leading principal
+    directions of all plotted points, and points of R^d on the plane of largest variance; the title gives the share of
+    the squared length or variance in that plane. The color of a token is its index; its area grows with its weight, and
+    tokens of weight 0 are not plotted. With more than 2,000 tokens only every k-th is plotted.
 
-    The curves are the mean inner product and the order parameter (in R^d the spread and the size), and the radius of a
-    residual stream: mean over systems and its interval, the drawn system dashed. Systems that stopped early are left
-    out of the mean.
+    The curves below are the mean inner product and the order parameter (in R^d the spread and the size), and the radius
+    of a residual stream: the mean over systems with its interval, and the plotted system dashed. Systems that stopped
+    early are excluded from the mean. Raises HelmscopeError for a system without finite states, and for a ``view`` of
+    tokens that are not on a globe.
 
     >>> states = torch.eye(3).expand(4, 2, 3, 3)
     >>> figure = tokens_figure(Trajectory(torch.arange(4.0), states))
@@ -62,71 +71,70 @@ def tokens_figure(
     if not isinstance(trajectory, Trajectory):
         raise HelmscopeError(f"trajectory is a {type(trajectory).__name__}, but it must be a Trajectory")
     if not all(trajectory.states.shape):
-        raise HelmscopeError(f"states has shape {tuple(trajectory.states.shape)}, but a picture needs tokens to draw")
+        raise HelmscopeError(f"states has shape {tuple(trajectory.states.shape)}, but no axis may be empty")
     number = whole_number("system", system, at_least=0)
     if number >= trajectory.states.shape[1]:
         last = trajectory.states.shape[1] - 1
         raise HelmscopeError(f"system is {number}, but the trajectory has the systems 0 to {last}")
     cloud = _Cloud.of(trajectory, number, whole_number("panels", panels, at_least=1))
     with styled():
-        return _drawn(trajectory, cloud, _checked_view(view, cloud), title)
+        return _draw_figure(trajectory, cloud, _check_view(view, cloud), title)
 
 
 @dataclass(frozen=True, eq=False)
 class _Cloud:
-    """What is drawn of one system: (panel, token, dim), with the numbers and the weights of the tokens."""
+    """The plotted points of one system, (panel, token, dim), with the indices and the weights of the tokens."""
 
     system: int
     steps: list[int]
-    points: Numbers
-    weights: Numbers
+    points: Floats
+    weights: Floats
     numbers: NDArray[np.int64]
     every: int
     on_sphere: bool
 
     @classmethod
     def of(cls, path: Trajectory, system: int, panels: int) -> _Cloud:
-        """Tokens of positive weight at some time, thinned, at times when all states are known."""
+        """Tokens whose weight is positive at some time, thinned, at times at which all their states are finite."""
         states = path.states[:, system].detach()
         weights = torch.ones_like(states[..., 0]) if path.weights is None else path.weights[:, system].detach()
         counted = (weights > 0).any(0).nonzero().flatten()
-        known = torch.isfinite(states[:, counted]).all(-1).all(-1).nonzero().flatten().tolist()
-        if not known or not len(counted):
+        finite = torch.isfinite(states[:, counted]).all(-1).all(-1).nonzero().flatten().tolist()
+        if not finite or not len(counted):
             raise HelmscopeError(f"system {system} has no token of positive weight with finite states to draw")
-        picked = np.linspace(0, len(known) - 1, min(panels, len(known)))
-        steps = [known[round(each)] for each in picked]
+        steps = [finite[round(index)] for index in np.linspace(0, len(finite) - 1, min(panels, len(finite)))]
         every = -(-len(counted) // MOST_TOKENS)
         kept = counted[::every]
         points = states[steps][:, kept].cpu().double().numpy()
         shares = weights.expand(len(states), -1)[steps][:, kept].cpu().double().numpy()
-        near = bool((np.abs(np.linalg.norm(points, axis=-1) - 1) < NEAR_ONE).all()) and points.shape[-1] > 1
-        return cls(system, steps, points, shares, kept.cpu().numpy(), every, near)
+        unit = bool((np.abs(np.linalg.norm(points, axis=-1) - 1) < NORM_TOLERANCE).all())
+        return cls(system, steps, points, shares, kept.cpu().numpy(), every, unit and points.shape[-1] > 1)
 
     @property
     def dim(self) -> int:
         return int(self.points.shape[-1])
 
-    def areas(self, panel: int) -> Numbers:
-        """The area of each mark in points^2; 0 for a token that has no weight at that time."""
-        plain = 28.0 if len(self.numbers) <= 64 else 13.0 if len(self.numbers) <= 400 else 5.0
+    def areas(self, panel: int) -> Floats:
+        """The area of each marker in points^2; 0 for a token of weight 0 at that time."""
+        standard = 28.0 if len(self.numbers) <= 64 else 13.0 if len(self.numbers) <= 400 else 5.0
         weights = self.weights[panel]
         typical = weights[weights > 0].mean() if (weights > 0).any() else 1.0
-        return np.where(weights > 0, plain * np.clip(weights / typical, 0.3, 4.0), 0.0)
+        return np.where(weights > 0, standard * np.clip(weights / typical, 0.3, 4.0), 0.0)
 
 
-def _checked_view(view: tuple[float, float] | None, cloud: _Cloud) -> tuple[float, float]:
+def _check_view(view: tuple[float, float] | None, cloud: _Cloud) -> tuple[float, float]:
     globe = cloud.on_sphere and cloud.dim == 3
     if view is None:
         return facing(cloud.points[-1]) if globe else (0.0, 0.0)
     if not globe:
-        raise HelmscopeError(f"view is {view!r}, but only unit vectors in d = 3 are drawn on a globe: leave it out")
+        raise HelmscopeError(f"view is {view!r}, but only unit vectors in d = 3 are plotted on a globe: omit it")
     if not isinstance(view, tuple | list) or len(view) != 2:
         raise HelmscopeError(f"view is {view!r}, but it must be (azimuth, elevation) in degrees")
-    azimuth, elevation = (real_number(f"view[{i}]", each) for i, each in enumerate(view))
+    azimuth, elevation = (real_number(f"view[{i}]", angle) for i, angle in enumerate(view))
     return azimuth, elevation
 
 
-def _drawn(path: Trajectory, cloud: _Cloud, view: tuple[float, float], title: str) -> Figure:
+def _draw_figure(path: Trajectory, cloud: _Cloud, view: tuple[float, float], title: str) -> Figure:
     columns = 2 if len(cloud.steps) == 4 else min(len(cloud.steps), ACROSS)
     rows = math.ceil(len(cloud.steps) / columns)
     above = 0.3 + PANEL * rows
@@ -137,39 +145,39 @@ def _drawn(path: Trajectory, cloud: _Cloud, view: tuple[float, float], title: st
     axes = list(top.subplots(rows, columns, squeeze=False).flat)
     for spare in axes[len(cloud.steps) :]:
         spare.set_axis_off()
-    how = _draw_panels(axes[: len(cloud.steps)], cloud, view)
+    projection = _draw_panels(axes[: len(cloud.steps)], cloud, view)
     for panel, step in zip(axes, cloud.steps, strict=False):
-        panel.set_title(_moment(path, step), fontsize=9)
-    _color_scale(side, cloud)
-    top.suptitle(plain("\n".join([*([title] if title else []), _caption(path, cloud, how)])), fontsize=9)
-    _draw_below(bottom, path, cloud)
+        panel.set_title(_panel_title(path, step), fontsize=9)
+    _draw_color_scale(side, cloud)
+    top.suptitle(plain("\n".join([*([title] if title else []), _caption(path, cloud, projection)])), fontsize=9)
+    _draw_mean_curves(bottom, path, cloud)
     return figure
 
 
-def _draw_below(bottom: SubFigure, path: Trajectory, cloud: _Cloud) -> None:
-    """The curves of all systems, and of the one that is drawn above."""
-    whole, one = complete(path), single(path, cloud.system)
+def _draw_mean_curves(bottom: SubFigure, path: Trajectory, cloud: _Cloud) -> None:
+    """Draws the mean curves of all systems, and those of the system plotted above."""
+    all_systems, one_system = complete(path), single(path, cloud.system)
 
-    def curves(part: Trajectory) -> list[Curves]:
-        return [CLUSTERING if cloud.on_sphere else FLAT, *radius_curves(part)]
+    def curves(selected: Trajectory) -> list[Curves]:
+        return [CLUSTERING if cloud.on_sphere else FLAT, *radius_curves(selected)]
 
-    seen = None if whole is None else measured(whole, curves(whole))
-    alone = measured(one, curves(one)) if path.states.shape[1] > 1 or seen is None else None
-    shown = curves(path)
-    panels = bottom.subplots(1, len(shown), squeeze=False)[0]
-    draw_curves(panels, shown, seen, alone, path.times[cloud.steps].tolist())
-    words = [] if seen is None else [band_words(seen, path.replicate)]
-    words += [] if alone is None else [f"dashed: {path.replicate} {cloud.system}"]
-    early = path.states.shape[1] - (0 if whole is None else whole.states.shape[1])
-    words += [f"{counted(early, path.replicate)} stopped early and left out"] if early else []
-    bottom.suptitle("; ".join(words), fontsize=8.5, x=0.01, ha="left")
+    means = None if all_systems is None else measured(all_systems, curves(all_systems))
+    dashed = measured(one_system, curves(one_system)) if path.states.shape[1] > 1 or means is None else None
+    contents = curves(path)
+    panels = bottom.subplots(1, len(contents), squeeze=False)[0]
+    draw_curves(panels, contents, means, dashed, path.times[cloud.steps].tolist())
+    notes = [] if means is None else [describe_bands(means, path.replicate)]
+    notes += [] if dashed is None else [f"dashed: {path.replicate} {cloud.system}"]
+    stopped = path.states.shape[1] - (0 if all_systems is None else all_systems.states.shape[1])
+    notes += [f"{counted(stopped, path.replicate)} stopped early and left out"] if stopped else []
+    bottom.suptitle("; ".join(notes), fontsize=8.5, x=0.01, ha="left")
 
 
-def _moment(path: Trajectory, step: int) -> str:
+def _panel_title(path: Trajectory, step: int) -> str:
     return f"{'depth' if path.axis == 'depth' else 't ='} {float(path.times[step]):g}"
 
 
-def _caption(path: Trajectory, cloud: _Cloud, how: str) -> str:
+def _caption(path: Trajectory, cloud: _Cloud, projection: str) -> str:
     batch, total = path.states.shape[1], path.states.shape[2]
     which = f"{path.replicate} {cloud.system} of {batch:,}, " if batch > 1 else ""
     drawn = counted(len(cloud.numbers), "token")
@@ -177,66 +185,66 @@ def _caption(path: Trajectory, cloud: _Cloud, how: str) -> str:
         drawn = f"{drawn} (1 in {cloud.every} of {total:,})"
     elif len(cloud.numbers) < total:
         drawn = f"{drawn} of positive weight, of {total:,}"
-    return f"{which}{drawn}\n{how}"
+    return f"{which}{drawn}\n{projection}"
 
 
 def _draw_panels(axes: list[Axes], cloud: _Cloud, view: tuple[float, float]) -> str:
-    """Draws every panel, and says in words how points were made of tokens."""
+    """Draws every panel and returns a description of the projection."""
     if not cloud.on_sphere:
         return _draw_flat(axes, cloud)
     front = np.ones(cloud.points.shape[:2], dtype=bool)
     if cloud.dim == 2:
-        places, how = cloud.points, "on the unit circle"
+        places, description = cloud.points, "on the unit circle"
     elif cloud.dim == 3:
         places, front = orthographic(cloud.points, azimuth=view[0], elevation=view[1])
-        how = f"on the unit sphere, seen from azimuth {view[0]:g}°, elevation {view[1]:g}°; hollow: far side"
+        description = f"on the unit sphere, seen from azimuth {view[0]:g}°, elevation {view[1]:g}°; hollow: far side"
     else:
-        plane = Principal.of(cloud.points.reshape(-1, cloud.dim), centered=False)
+        plane = PrincipalPlane.of(cloud.points.reshape(-1, cloud.dim), centered=False)
         places = plane.place(cloud.points)
-        how = f"projected on 2 principal directions of {cloud.dim:,}: {plane.share:.0%} of the squared length"
+        description = f"projected on 2 principal directions of {cloud.dim:,}: {plane.share:.0%} of the squared length"
     for index, panel in enumerate(axes):
         _outline(panel, view if cloud.dim == 3 else None)
         _scatter(panel, places[index], front[index], cloud, index)
         panel.set(xlim=(-1.12, 1.12), ylim=(-1.12, 1.12), aspect="equal")
         panel.set_axis_off()
-    return how
+    return description
 
 
 def _draw_flat(axes: list[Axes], cloud: _Cloud) -> str:
     """Points of R^d on equal axes, the same in all panels."""
     if cloud.dim <= 2:
         places = np.concatenate([cloud.points, np.zeros_like(cloud.points)], -1)[..., :2]
-        how = f"in R^{cloud.dim}"
+        description = f"in R^{cloud.dim}"
     else:
-        plane = Principal.of(cloud.points.reshape(-1, cloud.dim), centered=True)
+        plane = PrincipalPlane.of(cloud.points.reshape(-1, cloud.dim), centered=True)
         places = plane.place(cloud.points)
-        how = f"projected on 2 principal directions of {cloud.dim:,}: {plane.share:.0%} of the variance"
+        description = f"projected on 2 principal directions of {cloud.dim:,}: {plane.share:.0%} of the variance"
     low, high = places.min((0, 1)), places.max((0, 1))
     middle, half = (low + high) / 2, 0.56 * max(float((high - low).max()), 1e-9)
     for index, panel in enumerate(axes):
         _scatter(panel, places[index], np.ones(len(places[index]), dtype=bool), cloud, index)
         panel.set(xlim=(middle[0] - half, middle[0] + half), ylim=(middle[1] - half, middle[1] + half), aspect="equal")
         panel.label_outer()
-    return how
+    return description
 
 
-def _scatter(panel: Axes, places: Numbers, front: NDArray[np.bool_], cloud: _Cloud, index: int) -> None:
-    """The far tokens hollow and below, the near ones filled."""
+def _scatter(panel: Axes, places: Floats, front: NDArray[np.bool_], cloud: _Cloud, index: int) -> None:
+    """Plots tokens on the far side as hollow markers, those on the near side filled and on top."""
     from matplotlib import colormaps
 
     areas = cloud.areas(index)
     tint = colormaps["viridis"](0.9 * cloud.numbers / max(int(cloud.numbers[-1]), 1))
-    many = len(places) > 500  # a vector file of so many marks opens slowly
+    many = len(places) > 500  # vector files with so many markers open slowly
     for near in (False, True):
-        seen = (areas > 0) & (front if near else ~front)
-        style: Any = {"facecolors": tint[seen]} if near else {"facecolors": "none", "edgecolors": tint[seen]}
+        mask = (areas > 0) & (front if near else ~front)
+        style: Any = {"facecolors": tint[mask]} if near else {"facecolors": "none", "edgecolors": tint[mask]}
         style |= {"linewidths": 0.0 if near else 0.7, "alpha": 0.85 if near else 0.6, "rasterized": many}
-        marks = panel.scatter(places[seen, 0], places[seen, 1], s=areas[seen], zorder=3 if near else 2, **style)
+        marks = panel.scatter(places[mask, 0], places[mask, 1], s=areas[mask], zorder=3 if near else 2, **style)
         marks.set_gid("near" if near else "far")
 
 
 def _outline(panel: Axes, view: tuple[float, float] | None) -> None:
-    """The unit circle; with a ``view``, meridians and parallels of the globe too, those behind it dotted."""
+    """Draws the unit circle and, with a ``view``, meridians and parallels of the globe, dotted on the far side."""
     turn = np.linspace(0, 2 * np.pi, 181)
     panel.plot(np.cos(turn), np.sin(turn), color=GRAY, linewidth=0.9, zorder=1)
     if view is None:
@@ -256,8 +264,8 @@ def _outline(panel: Axes, view: tuple[float, float] | None) -> None:
         panel.plot(*near.T, color=PALE, linewidth=0.5, zorder=0)
 
 
-def _color_scale(place: SubFigure, cloud: _Cloud) -> None:
-    """Which color is which token, on panels of its own: beside others it would disturb their equal axes."""
+def _draw_color_scale(place: SubFigure, cloud: _Cloud) -> None:
+    """Draws the color scale of the tokens in a separate subfigure, where it does not disturb the equal axes."""
     from matplotlib import colormaps
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import ListedColormap, Normalize
