@@ -65,7 +65,7 @@ def test_a_wrong_state_is_caught_at_every_depth(family, depth, monkeypatch):
     )
     recording = record(tiny_model(family), inputs_of(family))
     assert recording.certificate["states"].ok is False
-    with pytest.raises(HelmscopeError, match="trajectory is not given out"):
+    with pytest.raises(HelmscopeError, match="trajectory is not available"):
         _ = recording.trajectory
 
 
@@ -81,7 +81,7 @@ def test_wrong_heads_on_the_way_to_a_kernel_are_caught(family, monkeypatch):
     )
     recording = record(tiny_model(family), inputs_of(family))
     assert recording.certificate["records"].ok is False
-    with pytest.raises(HelmscopeError, match="kernel is not given out"):
+    with pytest.raises(HelmscopeError, match="kernel is not available"):
         recording.kernel(layer=0)
 
 
@@ -120,7 +120,7 @@ def test_a_lost_mask_is_caught(family, monkeypatch):
     monkeypatch.setattr(tap, "_register", careless)
     recording = record(tiny_model(family), inputs_of(family))
     assert recording.certificate["causality"].ok is False
-    with pytest.raises(HelmscopeError, match="kernel is not given out"):
+    with pytest.raises(HelmscopeError, match="kernel is not available"):
         recording.kernel(layer=0)
 
 
@@ -151,7 +151,7 @@ def test_a_lens_needs_a_head_over_the_vocabulary():
         assert recording.certificate["head"].ok is None
         assert recording.logits().shape == shape
         for ask in (lambda r=recording: r.logits(depth=2), lambda r=recording: hs.lens_divergence(r)):
-            with pytest.raises(HelmscopeError, match=f"{kind.__name__} has no head over a vocabulary: it gives"):
+            with pytest.raises(HelmscopeError, match=f"{kind.__name__} has no head over a vocabulary: its output has"):
                 ask()
     square = tf.BertModel(tf.BertConfig(**sizes | {"vocab_size": 32}, num_attention_heads=4)).eval()
     assert record(square, ids % 32).certificate["head"].ok is None  # its width is that of a vocabulary

@@ -186,7 +186,7 @@ def test_a_wrong_tensor_of_the_right_shape_is_caught(family, site, monkeypatch):
     assert recording.certificate.ok != seen
     if seen:
         assert recording.certificate["residual"].ok is False
-        with pytest.raises(ValueError, match="trajectory is not given out"):
+        with pytest.raises(ValueError, match="trajectory is not available"):
             _ = recording.trajectory
 
 

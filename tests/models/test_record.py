@@ -123,7 +123,7 @@ def test_an_encoder_padded_to_its_full_length_looks_both_ways():
         given = words(["a b c"], padding="max_length", max_length=40, return_tensors="pt", return_token_type_ids=False)
         line = record(model, given, tokenizer=words).certificate["causality"]
         assert line.ok is (None if family == "bert" else True)
-        assert line.says == ("attention looks both ways" if family == "bert" else "no weight on later tokens")
+        assert line.says == ("attention is bidirectional" if family == "bert" else "no weight on later tokens")
 
 
 @pytest.mark.parametrize(
@@ -419,7 +419,7 @@ def test_a_family_that_cannot_be_overheard_says_what_it_hides():
     recording = record(model, inputs_of("gpt2"))
     assert recording.certificate.ok
     assert recording.certificate["heads"].ok is None
-    with pytest.raises(HelmscopeError, match=r"replay is not given out.*hides q, k and v"):
+    with pytest.raises(HelmscopeError, match=r"replay is not available.*hides q, k and v"):
         recording.replay(Entropy())
     with pytest.raises(HelmscopeError, match="shows its attention weights alone"):
         record(model, inputs_of("gpt2"), keep=hs.models.Keep.QUERIES)
