@@ -153,21 +153,21 @@ def test_folders_that_are_refused(folder, tmp_path):
     with pytest.raises(HelmscopeError, match=r"holds .* bytes of tensors"):
         check_folder(folder)
     for name, why in [
-        ("no-such-name/anywhere", "'s local cache alone: leave out offline"),
+        ("no-such-name/anywhere", "'s local cache: leave out offline"),
         ("no such name", ": Repo id must"),
         ("a/b/c", ": Repo id must"),
         ("x" * 5000, ": Repo id must"),
     ]:
-        with pytest.raises(HelmscopeError, match=f"could not be had from the Hub{why}"):
+        with pytest.raises(HelmscopeError, match=f"could not be loaded from the Hub{why}"):
             load(name, offline=True)
-    with pytest.raises(HelmscopeError, match=r"only a model on the Hub has revisions: give the folder"):
+    with pytest.raises(HelmscopeError, match=r"only a model on the Hub has revisions: pass the folder"):
         load(folder, revision="step1")
     for sources, revisions, name in (
         ("a/b", (None,), "sources"),
         (folder, (None,), "sources"),
         (["a"], "x", "revisions"),
     ):
-        with pytest.raises(HelmscopeError, match=f"{name} is .* but it must be a list of them"):
+        with pytest.raises(HelmscopeError, match=f"{name} is .* but it must be a list, even"):
             load_all(sources, revisions=revisions)
     with pytest.raises(HelmscopeError, match="unknown option 'foo'"):
         load_all(["a"], foo=1)
@@ -388,7 +388,7 @@ def test_a_pooler_that_the_files_lack(tmp_path):
     assert trunk.pooler is None
     loaded = load(tmp_path)
     assert loaded.model.pooler is None
-    assert "lack its head, 'pooler.dense.bias' and 1 more: it is read without" in loaded.origin.note
+    assert "lack its head, 'pooler.dense.bias' and 1 more: it is loaded without" in loaded.origin.note
     assert record(loaded, inputs_of("bert")).certificate.ok
 
 

@@ -237,5 +237,5 @@ def test_an_encoder_decoder_model_on_trial_and_at_the_doctor(family):
     assert encoder.needs("cross_kernel").endswith("has no cross-attention")
     found = hs.models.diagnose(model, texts=10, tokens=16)
     assert found.ok
-    assert "\nits encoder\nok    topology" in str(found)
+    assert "\nencoder\nok    topology" in str(found)
     assert found.trajectory_bytes == (10 + 7) * 10 * 16 * (32 + 2) * 4

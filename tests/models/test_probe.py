@@ -28,7 +28,7 @@ def test_a_model_of_convolutions(convolutions):
 @pytest.mark.parametrize("family", ["vit", "resnet"])
 def test_token_ids_for_a_model_that_sees(family, convolutions):
     model = convolutions if family == "resnet" else tiny_model(family)
-    with pytest.raises(HelmscopeError, match="which takes pixel_values, but it has no table of embeddings of token"):
+    with pytest.raises(HelmscopeError, match="which takes pixel_values, but it has no embedding table of token"):
         hs.record(model, inputs_of("gpt2"))
 
 
@@ -36,7 +36,7 @@ def test_a_model_that_hears():
     sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
     convolution = {"conv_dim": (8,), "conv_kernel": (4,), "conv_stride": (4,), "num_feat_extract_layers": 1}
     model = tf.Wav2Vec2Model(tf.Wav2Vec2Config(**sizes, **convolution, num_conv_pos_embedding_groups=2)).eval()
-    with pytest.raises(HelmscopeError, match="which takes input_values, but it has no table of embeddings"):
+    with pytest.raises(HelmscopeError, match="which takes input_values, but it has no embedding table"):
         hs.models.diagnose(model)
 
 

@@ -584,13 +584,13 @@ def test_a_damaged_tokenizer_is_said(tmp_path):
     tiny_model("gpt2").save_pretrained(tmp_path)
     assert "random tokens: there is no tokenizer" in str(hs.models.diagnose(tmp_path, tokens=100))
     letters(framed=False).save_pretrained(tmp_path)
-    assert "\ntried on sentences by " in str(hs.models.diagnose(tmp_path))
+    assert "\nchecked on sentences tokenized by " in str(hs.models.diagnose(tmp_path))
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(
         HelmscopeError, match=r"texts are strings, but its tokenizer could not be read \(tokenizer.json: "
     ):
         record(tmp_path, ["a"])
     told = str(hs.models.diagnose(tmp_path, texts=3, tokens=100))
-    assert "tried on random tokens: the tokenizer could not be read (tokenizer.json: " in told
-    assert "to record 3 texts of 64 tokens (100 are cut to the model's context): about " in told
-    assert "cut to" not in str(hs.models.diagnose(tmp_path, tokens=64))
+    assert "checked on random tokens: the tokenizer could not be read (tokenizer.json: " in told
+    assert "to record 3 texts of 64 tokens (100 are truncated to the model's context): about " in told
+    assert "truncated to" not in str(hs.models.diagnose(tmp_path, tokens=64))
