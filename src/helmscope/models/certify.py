@@ -178,7 +178,7 @@ def heads_line(anatomy: Anatomy, probes: list[LayerProbe]) -> Line:
 def heads_gap(probe: LayerProbe, attention: tuple[Call, Attended], matrix_path: str, write_path: str) -> float:
     """The error of sum_h A_h V_h W_O^h + b as the output of the projection, and of that as the write of attention."""
     call, result = attention
-    calls = {seen.path: seen for seen in reversed(probe.calls)}  # the first call of each path
+    calls = {made.path: made for made in reversed(probe.calls)}  # the first call of each path
     matrix, write = calls[matrix_path], calls[write_path]
     weight, bias = affine_of(matrix.module)
     assert matrix.output is not None

@@ -66,7 +66,7 @@ class LayerProbe:
     attention: tuple[Call, Attended] | None = None
     cross: tuple[Call, Attended] | None = None
     memory: Float[Tensor, "batch m e"] | None = None  # the encoder output that cross-attention reads
-    attention_calls: list[tuple[Call, Attended]] = field(default_factory=list)  # by the registry, not yet told apart
+    attention_calls: list[tuple[Call, Attended]] = field(default_factory=list)  # as the registry reports them
     overheard: bool = False  # whether attention was recorded though the family is not in the registry
 
 

@@ -119,7 +119,7 @@ def find_wiring(layer: LayerProbe, number: int = 0) -> Wiring:
     identities = _BlockIdentities(layer)
     if not identities.from_attention:
         raise HelmscopeError(
-            f"model has a {type(layer.block).__name__} at layer {number} whose attention cannot be observed, "
+            f"model has a {type(layer.block).__name__} at layer {number} without observable attention, "
             "neither in the attention registry of transformers nor by output_attentions: transformers can return its "
             "hidden states, which can be measured as a Trajectory, but there are no half-layers, kernels or forces"
         )
