@@ -464,7 +464,9 @@ def test_an_encoder_with_its_decoder_is_refused_where_it_cannot_be_heard():
 
 def test_a_family_without_attention_is_refused():
     config = tf.MambaConfig(vocab_size=96, hidden_size=32, num_hidden_layers=2, state_size=4)
-    with pytest.raises(HelmscopeError, match=r"MambaBlock at layer 0 without observable attention.*measured as a Trajectory"):
+    with pytest.raises(
+        HelmscopeError, match=r"MambaBlock at layer 0 without observable attention.*measured as a Trajectory"
+    ):
         record(tf.MambaForCausalLM(config).eval(), inputs_of("gpt2"))
 
 
