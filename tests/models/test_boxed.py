@@ -37,12 +37,12 @@ def recorded():
 
 @pytest.fixture(scope="module")
 def whole():
-    """What nothing but ``hs.record()`` gives."""
+    """The recording by ``hs.record()`` without arguments."""
     return hs.record()
 
 
 class Entropy(hs.Instrument):
-    """Of the attention rows, mean over tokens."""
+    """Entropy of the attention rows, mean over tokens."""
 
     name, needs = "entropy", hs.types.Needs.KERNEL
 
@@ -74,7 +74,7 @@ def check_history(name, found):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_certificate_has_nothing_to_say_against_it(recorded, name):
+def test_the_certificate_is_ok(recorded, name):
     recording = recorded[name]
     assert recording.certificate.ok
     assert len(recording.layers) == LAYERS[name]
@@ -91,8 +91,8 @@ def test_a_certificate_has_nothing_to_say_against_it(recorded, name):
     assert recording.forces[0].folded().activation == hs.activations.GELU()
 
 
-def test_tied_goes_on_to_48(recorded):
-    """Against transformers itself, whose configuration says 48, and against the first 24."""
+def test_the_tied_block_can_be_called_48_times(recorded):
+    """Compared with transformers configured for 48 layers, and with the first 24."""
     deep = hs.record("tied", FEW, loops=48)
     assert deep.certificate.ok
     assert str(deep.anatomy) == "post-norm; 48 layers of 1 tied block, width 192"
@@ -110,7 +110,7 @@ def test_tied_goes_on_to_48(recorded):
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"source": "A", "loops": 3}, "loops is 3, but only a model of one tied block, such as 'tied', can be looped"),
         ({"source": "tied", "loops": 0}, "loops is 0, but it must be a whole number >= 1"),
@@ -119,20 +119,20 @@ def test_tied_goes_on_to_48(recorded):
         ({"source": "C", "offline": True}, "model is 'C', but it is neither a folder nor in the box (A, B, tied),"),
     ],
 )
-def test_what_load_refuses(options, said):
-    with pytest.raises(HelmscopeError, match=re.escape(said)):
+def test_load_rejects_invalid_options(options, message):
+    with pytest.raises(HelmscopeError, match=re.escape(message)):
         hs.load(**options)
 
 
-def test_names_that_are_not_in_the_box():
-    for ask in (hs.models.box_folder, hs.models.training_history):
+def test_unknown_names_raise():
+    for function in (hs.models.box_folder, hs.models.training_history):
         with pytest.raises(HelmscopeError, match="unknown model 'Tied': did you mean 'tied'"):
-            ask("Tied")
+            function("Tied")
         with pytest.raises(HelmscopeError, match="Allowed: A, B, tied"):
-            ask("../A")
+            function("../A")
 
 
-def test_record_alone_takes_the_first_model_and_the_texts_in_the_box(whole):
+def test_record_without_arguments_takes_the_first_model_and_the_texts_in_the_box(whole):
     assert inspect.signature(hs.record).parameters["model"].default == FIRST == "A"
     assert whole.certificate.ok
     assert whole.origin.name == "A"
@@ -142,13 +142,13 @@ def test_record_alone_takes_the_first_model_and_the_texts_in_the_box(whole):
     assert words.batch_decode(whole.batch.inputs["input_ids"]) == hs.models.box_texts()
 
 
-def test_where_training_ended_is_what_is_recorded(whole):
+def test_the_recording_matches_the_last_training_step(whole):
     check_history("A", streams(whole))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
-def test_where_training_ended_is_what_is_recorded_attention_too(name):
+def test_attention_matches_the_last_training_step(name):
     recording = hs.record(name)
     entropy = recording.replay(Entropy())["entropy"].entropy.mean("prompt").values
     check_history(name, {**streams(recording), "entropy": entropy})
@@ -172,8 +172,8 @@ def test_the_history_of_training(name):
     assert np.abs(at_first - even).max() < 0.01
 
 
-def test_a_and_b_say_different_things(recorded):
-    """Mean KL of the next token's laws: 0.145 and 0.149 nats, measured."""
+def test_a_and_b_predict_differently(recorded):
+    """The mean KL divergence of their next-token distributions was measured as 0.145 and 0.149 nats."""
     says = {name: torch.log_softmax(recorded[name].logits().double(), -1) for name in ("A", "B")}
     for one, other in (("A", "B"), ("B", "A")):
         apart = (says[one].exp() * (says[one] - says[other])).sum(-1)
@@ -181,7 +181,7 @@ def test_a_and_b_say_different_things(recorded):
         assert apart.mean() > 0.01
 
 
-def test_the_tokenizer_is_one():
+def test_all_models_share_one_tokenizer():
     for file in ("tokenizer.json", "tokenizer_config.json"):
         assert len({(hs.models.box_folder(name) / file).read_bytes() for name in MODELS}) == 1
     words = tf.AutoTokenizer.from_pretrained(hs.models.box_folder("B"))
@@ -189,7 +189,7 @@ def test_the_tokenizer_is_one():
     assert (words.bos_token_id, words.eos_token_id, words.pad_token_id, words.mask_token_id) == (0, 0, 1, 2)
 
 
-def test_every_string_comes_back():
+def test_every_string_survives_a_round_trip():
     """10,000 of all planes of Unicode, controls, emoji, spaces and the special tokens' own text; surrogates, which are
     no characters, have no bytes in UTF-8."""
     rng = random.Random(0)
@@ -245,7 +245,7 @@ def test_the_box_is_small():
     assert sum(path.stat().st_size for path in BOX.rglob("*") if path.is_file()) < 30e6
 
 
-def test_a_folder_of_the_same_name_is_meant_by_its_path(tmp_path, monkeypatch):
+def test_a_folder_of_the_same_name_is_loaded_by_its_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     shutil.copytree(hs.models.box_folder("B"), tmp_path / "A")
     wanted = hashlib.sha256((hs.models.box_folder("B") / "model.safetensors").read_bytes()).hexdigest()

@@ -19,7 +19,7 @@ from support.model_families import CLASSES, inputs_of, tiny_model
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("family", CLASSES)
-def test_half_precision_is_read_too(family, dtype, monkeypatch):
+def test_half_precision_is_certified(family, dtype, monkeypatch):
     monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)  # its bfloat16 kills the process on some machines
     recording = record(tiny_model(family, dtype=dtype), inputs_of(family))
     print(recording.certificate)
@@ -32,7 +32,7 @@ def test_half_precision_is_read_too(family, dtype, monkeypatch):
 
 @pytest.mark.parametrize("family", [family for family in CLASSES if family != "bloom"])
 def test_faults_of_attention_are_caught(family, monkeypatch):
-    """Weights of the neighbouring head, rows of another sum, and a mask that is lost."""
+    """Weights of the neighbouring head, rows with another sum, and a lost mask."""
     model, ids = tiny_model(family), inputs_of(family)
     anatomy, seen = find_anatomy(model, {"input_ids": ids})
     heard = [layer.attention[1].weights for layer in seen]
@@ -54,7 +54,7 @@ def test_faults_of_attention_are_caught(family, monkeypatch):
 @pytest.mark.parametrize("family", CLASSES)
 @pytest.mark.parametrize("depth", range(7))
 def test_a_wrong_state_is_caught_at_every_depth(family, depth, monkeypatch):
-    """States of the neighbouring token, written down at one depth."""
+    """States of the neighbouring token, recorded at one depth."""
     from helmscope.models.recorder import ResidualStream
 
     honest = ResidualStream.put
@@ -65,12 +65,12 @@ def test_a_wrong_state_is_caught_at_every_depth(family, depth, monkeypatch):
     )
     recording = record(tiny_model(family), inputs_of(family))
     assert recording.certificate["states"].ok is False
-    with pytest.raises(HelmscopeError, match="trajectory is not given out"):
+    with pytest.raises(HelmscopeError, match="trajectory is not available"):
         _ = recording.trajectory
 
 
 @pytest.mark.parametrize("family", [family for family in CLASSES if family != "bloom"])
-def test_wrong_heads_on_the_way_to_a_kernel_are_caught(family, monkeypatch):
+def test_wrong_heads_of_the_observer_are_caught(family, monkeypatch):
     from helmscope.models.hooks import _Passage
 
     honest = _Passage.after
@@ -81,11 +81,11 @@ def test_wrong_heads_on_the_way_to_a_kernel_are_caught(family, monkeypatch):
     )
     recording = record(tiny_model(family), inputs_of(family))
     assert recording.certificate["records"].ok is False
-    with pytest.raises(HelmscopeError, match="kernel is not given out"):
+    with pytest.raises(HelmscopeError, match="kernel is not available"):
         recording.kernel(layer=0)
 
 
-def test_a_layer_scale_is_no_fault_of_the_heads():
+def test_a_layer_scale_does_not_fail_the_heads_check():
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 16, "patch_size": 4}
     model = tf.Dinov2Model(tf.Dinov2Config(**sizes, layerscale_value=0.5)).eval()
     recording = record(model, inputs_of("vit"))
@@ -95,7 +95,7 @@ def test_a_layer_scale_is_no_fault_of_the_heads():
 
 
 def test_attention_that_a_family_computes_in_two_ways(tmp_path):
-    """Falcon with ALiBi: its own sdpa and eager differ by more than rounding, and the certificate says what to do."""
+    """Falcon with ALiBi: its own sdpa and eager differ by more than rounding, and the certificate names the remedy."""
     sizes = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "alibi": True}
     torch.manual_seed(0)
     tf.FalconForCausalLM(tf.FalconConfig(**sizes, bos_token_id=1, eos_token_id=2)).save_pretrained(tmp_path)
@@ -120,7 +120,7 @@ def test_a_lost_mask_is_caught(family, monkeypatch):
     monkeypatch.setattr(tap, "_register", careless)
     recording = record(tiny_model(family), inputs_of(family))
     assert recording.certificate["causality"].ok is False
-    with pytest.raises(HelmscopeError, match="kernel is not given out"):
+    with pytest.raises(HelmscopeError, match="kernel is not available"):
         recording.kernel(layer=0)
 
 
@@ -151,7 +151,7 @@ def test_a_lens_needs_a_head_over_the_vocabulary():
         assert recording.certificate["head"].ok is None
         assert recording.logits().shape == shape
         for ask in (lambda r=recording: r.logits(depth=2), lambda r=recording: hs.lens_divergence(r)):
-            with pytest.raises(HelmscopeError, match=f"{kind.__name__} has no head over a vocabulary: it gives"):
+            with pytest.raises(HelmscopeError, match=f"{kind.__name__} has no head over a vocabulary: its output has"):
                 ask()
     square = tf.BertModel(tf.BertConfig(**sizes | {"vocab_size": 32}, num_attention_heads=4)).eval()
     assert record(square, ids % 32).certificate["head"].ok is None  # its width is that of a vocabulary

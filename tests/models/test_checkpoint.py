@@ -27,7 +27,7 @@ def file_with(path, header: bytes, body: bytes = b"", length: int | None = None)
     return path
 
 
-def test_a_good_file(tmp_path):
+def test_a_valid_file(tmp_path):
     save_file({"a": torch.zeros(2, 3), "b": torch.ones(4, dtype=torch.bfloat16)}, tmp_path / "x.safetensors")
     assert set(check_file(tmp_path / "x.safetensors")) == {"a", "b"}
 
@@ -61,7 +61,7 @@ def tensor(**changes):
         json.dumps({"a": tensor() | {"more": 1}}).encode(),
     ],
 )
-def test_bad_headers(tmp_path, header):
+def test_invalid_headers(tmp_path, header):
     with pytest.raises(HelmscopeError, match="file"):
         check_file(file_with(tmp_path / "x.safetensors", header, b"\0" * 4))
 
@@ -73,7 +73,7 @@ def test_a_header_longer_than_its_file(tmp_path, length):
 
 
 def test_ten_thousand_fuzzed_headers(tmp_path):
-    """Bytes changed, cut out, doubled: either the file is still what it says, or one of our errors."""
+    """Bytes changed, removed or repeated: either the file is still valid or ``HelmscopeError`` is raised."""
     whole = {f"t{k}": torch.zeros(3, k + 1) for k in range(4)}
     path = tmp_path / "x.safetensors"
     save_file(whole, path)
@@ -100,7 +100,7 @@ def test_ten_thousand_fuzzed_headers(tmp_path):
     assert refused > 9_000
 
 
-def test_a_folder_loads_and_says_where_it_came_from(folder):
+def test_a_folder_loads_with_its_origin(folder):
     loaded = load(folder)
     assert set(loaded.origin.hashes) == {"model.safetensors"}
     assert (loaded.origin.family, loaded.origin.attention, loaded.tokenizer) == ("gpt2", "sdpa", None)
@@ -123,7 +123,7 @@ def test_a_model_in_memory():
         load(3)
 
 
-def test_numbers_that_are_none_are_named(folder):
+def test_the_error_names_a_tensor_with_nan(folder):
     model = tiny_model("gpt2")
     with torch.no_grad():
         model.transformer.h[1].ln_1.weight[3] = torch.nan
@@ -134,7 +134,7 @@ def test_numbers_that_are_none_are_named(folder):
         load(folder)
 
 
-def test_folders_that_are_refused(folder, tmp_path):
+def test_invalid_folders_raise(folder, tmp_path):
     missing = tmp_path / "missing"
     model = tiny_model("gpt2")
     state = {k: v.clone() for k, v in model.state_dict().items() if "h.2.mlp" not in k and k != "lm_head.weight"}
@@ -143,38 +143,38 @@ def test_folders_that_are_refused(folder, tmp_path):
     with pytest.raises(HelmscopeError, match=r"lack the tensor 'transformer\.h\.2\.mlp"):
         load(missing)
     (missing / "model.safetensors").rename(missing / "pytorch_model.bin")
-    with pytest.raises(HelmscopeError, match=r"pickled weights only.*convert them"):
+    with pytest.raises(HelmscopeError, match=r"only pickled weights.*convert them"):
         load(missing)
     (missing / "pytorch_model.bin").unlink()
-    with pytest.raises(HelmscopeError, match="no file of weights"):
+    with pytest.raises(HelmscopeError, match="no weight files"):
         load(missing)
     cut = folder / "model.safetensors"
     cut.write_bytes(cut.read_bytes()[:-10])
     with pytest.raises(HelmscopeError, match=r"holds .* bytes of tensors"):
         check_folder(folder)
     for name, why in [
-        ("no-such-name/anywhere", "'s local cache alone: leave out offline"),
+        ("no-such-name/anywhere", "'s local cache: leave out offline"),
         ("no such name", ": Repo id must"),
         ("a/b/c", ": Repo id must"),
         ("x" * 5000, ": Repo id must"),
     ]:
-        with pytest.raises(HelmscopeError, match=f"could not be had from the Hub{why}"):
+        with pytest.raises(HelmscopeError, match=f"could not be loaded from the Hub{why}"):
             load(name, offline=True)
-    with pytest.raises(HelmscopeError, match=r"only a model on the Hub has revisions: give the folder"):
+    with pytest.raises(HelmscopeError, match=r"only a model on the Hub has revisions: pass the folder"):
         load(folder, revision="step1")
     for sources, revisions, name in (
         ("a/b", (None,), "sources"),
         (folder, (None,), "sources"),
         (["a"], "x", "revisions"),
     ):
-        with pytest.raises(HelmscopeError, match=f"{name} is .* but it must be a list of them"):
+        with pytest.raises(HelmscopeError, match=f"{name} is .* but it must be a list, even"):
             load_all(sources, revisions=revisions)
     with pytest.raises(HelmscopeError, match="unknown option 'foo'"):
         load_all(["a"], foo=1)
 
 
-def test_the_hub_is_read_from_its_cache(tmp_path, monkeypatch):
-    """The layout of the Hub's cache, made by hand: two revisions of one model."""
+def test_models_are_loaded_from_the_hub_cache(tmp_path, monkeypatch):
+    """The layout of the Hub's cache, written by the test: two revisions of one model."""
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
@@ -212,20 +212,20 @@ def test_code_in_a_repository_is_not_run(folder):
         b'{"weight_map": {"a": "%s"}}' % (b"x" * 5000),  # longer than a file system can take
     ],
 )
-def test_an_index_of_files_elsewhere_is_refused(folder, index):
+def test_an_index_that_lists_missing_files_raises(folder, index):
     (folder / "model.safetensors.index.json").write_bytes(index)
-    with pytest.raises(HelmscopeError, match=r"weight_map|is not beside it"):
+    with pytest.raises(HelmscopeError, match=r"weight_map|is not in its folder"):
         load(folder)
 
 
-def test_a_tensor_of_another_shape_is_named(folder):
+def test_the_error_names_a_tensor_of_wrong_shape(folder):
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"n_inner": 40}))
     with pytest.raises(HelmscopeError, match=r"mlp\.c_"):
         load(folder)
 
 
-def test_pickles_are_converted_with_their_head(folder):
+def test_the_suggested_conversion_of_pickles_keeps_the_head(folder):
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     config = json.loads((folder / "config.json").read_text())
     for named, kind in [
@@ -246,8 +246,8 @@ def test_pickles_are_converted_with_their_head(folder):
 
 
 @pytest.mark.parametrize("whole", [True, False])
-def test_more_layers_than_the_configuration_says(folder, whole):
-    """In the files of a whole model and of its trunk alone; tensors that belong to no layer are let be."""
+def test_more_layers_in_the_files_than_in_the_configuration(folder, whole):
+    """In the files of a full model and of its trunk; tensors outside the layers are ignored."""
     model = tiny_model("gpt2")
     (model if whole else model.transformer).save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text())
@@ -264,7 +264,7 @@ def test_more_layers_than_the_configuration_says(folder, whole):
 
 
 def configured(folder, family, **changes):
-    """A folder of a model whose config.json says something else."""
+    """A model folder with a modified config.json."""
     tiny_model(family).save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | changes))
@@ -272,7 +272,7 @@ def configured(folder, family, **changes):
 
 
 @pytest.mark.parametrize(
-    ("family", "changes", "said"),
+    ("family", "changes", "message"),
     [
         ("gpt2", {"n_layer": 10**9}, r"n_layer = 1000000000, but it may be at most 10,000, and the files hold"),
         ("albert", {"num_hidden_layers": 10**9}, "num_hidden_layers = 1000000000, but it may be at most"),
@@ -295,9 +295,9 @@ def configured(folder, family, **changes):
         ("mixtral", {"num_local_experts": 10**9}, r"asks for more than [\d,]+ numbers"),
     ],
 )
-def test_a_configuration_that_asks_for_more_than_the_files_hold(tmp_path, family, changes, said):
-    """Nothing of that size is built: none of these would fit into memory, or end."""
-    with pytest.raises(HelmscopeError, match=said):
+def test_a_configuration_that_requests_more_than_the_files_hold(tmp_path, family, changes, message):
+    """Nothing of that size may be allocated: none of these would fit into memory, or finish."""
+    with pytest.raises(HelmscopeError, match=message):
         load(configured(tmp_path, family, **changes))
 
 
@@ -309,8 +309,8 @@ def test_a_tied_block_may_be_called_more_often_than_the_files_have_layers(tmp_pa
     ("dtype", "shown"), [(torch.int8, "I8"), (torch.uint8, "U8"), (torch.float8_e4m3fn, "F8_E4M3")]
 )
 @pytest.mark.parametrize("config", [{}, {"quantization_config": {"quant_method": "unheard-of"}}])
-def test_quantized_weights_are_refused(tmp_path, dtype, shown, config):
-    """transformers would take the codes for the weights, and the scale for nothing."""
+def test_quantized_weights_raise(tmp_path, dtype, shown, config):
+    """transformers would use the codes as weights and ignore the scale."""
     folder, name = configured(tmp_path, "llama", **config), "model.layers.0.mlp.up_proj.weight"
     state = load_file(folder / "model.safetensors")
     scale = state[name].abs().max() / 100
@@ -321,7 +321,7 @@ def test_quantized_weights_are_refused(tmp_path, dtype, shown, config):
 
 
 @pytest.mark.parametrize("scale", ["weight_scale", "weight_scale_inv", "weight.SCB", "scales"])
-def test_a_scale_that_nobody_applies_is_refused(folder, scale):
+def test_a_scale_that_is_not_applied_raises(folder, scale):
     state = load_file(folder / "model.safetensors")
     name = f"transformer.h.0.mlp.c_fc.{scale}"
     save_file(state | {name: torch.ones(1)}, folder / "model.safetensors", metadata={"format": "pt"})
@@ -329,15 +329,15 @@ def test_a_scale_that_nobody_applies_is_refused(folder, scale):
         load(folder)
 
 
-def test_whole_numbers_that_are_no_weights_are_let_be(folder):
-    """Masks and positions, which older checkpoints keep beside their weights."""
+def test_integer_tensors_that_are_not_weights_are_ignored(folder):
+    """Masks and positions, which older checkpoints store with their weights."""
     state = load_file(folder / "model.safetensors")
     more = {"transformer.h.0.attn.bias": torch.ones(1, 1, 8, 8, dtype=torch.uint8), "position_ids": torch.arange(8)}
     save_file(state | more, folder / "model.safetensors", metadata={"format": "pt"})
     assert load(folder).origin.note is None
 
 
-def test_quantized_weights_in_memory_are_refused():
+def test_quantized_weights_in_memory_raise():
     model = tiny_model("gpt2")
     matrix = model.transformer.h[0].mlp.c_fc
     matrix.weight = torch.nn.Parameter(matrix.weight.detach().to(torch.float8_e4m3fn), requires_grad=False)
@@ -346,8 +346,8 @@ def test_quantized_weights_in_memory_are_refused():
 
 
 @pytest.mark.parametrize("family", ["mpnet", "bert", "gpt_neox"])
-def test_a_head_that_the_files_lack(tmp_path, family):
-    """As in popular sentence encoders: the files of a trunk under the name of a whole model."""
+def test_a_head_missing_from_the_files(tmp_path, family):
+    """As in popular sentence encoders: the files of a trunk, while config.json names the full model."""
     whole = tiny_model(family)
     whole.base_model.save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
@@ -366,8 +366,8 @@ def test_a_head_that_the_files_lack(tmp_path, family):
     assert all(line.name != "files" for line in wanted.certificate.lines)
 
 
-def test_a_tensor_that_is_missing_from_the_trunk_is_named(tmp_path):
-    """Though the head is missing too."""
+def test_the_error_names_a_tensor_missing_from_the_trunk(tmp_path):
+    """Even if the head is missing too."""
     trunk = tiny_model("mpnet").base_model
     trunk.config.architectures = ["MPNetForMaskedLM"]
     trunk.config.save_pretrained(tmp_path)
@@ -381,18 +381,18 @@ def test_a_tensor_that_is_missing_from_the_trunk_is_named(tmp_path):
         load(tmp_path)
 
 
-def test_a_pooler_that_the_files_lack(tmp_path):
+def test_a_pooler_missing_from_the_files(tmp_path):
     trunk = tiny_model("bert").base_model
     trunk.config.architectures = ["BertModel"]
     trunk.save_pretrained(tmp_path)
     assert trunk.pooler is None
     loaded = load(tmp_path)
     assert loaded.model.pooler is None
-    assert "lack its head, 'pooler.dense.bias' and 1 more: it is read without" in loaded.origin.note
+    assert "lack its head, 'pooler.dense.bias' and 1 more: it is loaded without" in loaded.origin.note
     assert record(loaded, inputs_of("bert")).certificate.ok
 
 
-def test_a_load_is_silent_and_leaves_transformers_as_it_was(folder, capfd):
+def test_loading_is_silent_and_restores_the_logging_of_transformers(folder, capfd):
     from transformers.utils import logging
 
     state = {k: v.clone() for k, v in tiny_model("gpt2").state_dict().items() if k != "lm_head.weight"}

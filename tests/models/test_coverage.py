@@ -1,4 +1,4 @@
-"""The table in the docs says what the models say."""
+"""The table of families in the docs agrees with the models."""
 
 from support.model_coverage import PAGE, coverage_page
 

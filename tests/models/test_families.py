@@ -1,4 +1,4 @@
-"""Every family: what a recording says of a model holds, checked against the model's own forward."""
+"""Every family: a recording agrees with the model's own forward pass."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ def test_the_certificate(recorded):
 
 
 def hidden_states(model, ids):
-    """The inputs of the blocks by the model's own account; its last one is after the final norm and left out."""
+    """The inputs of the blocks as the model reports them, without the last one, which is after the final norm."""
     name = "pixel_values" if ids.is_floating_point() else "input_ids"
     with torch.no_grad():
         return model(**{name: ids}, output_hidden_states=True).hidden_states[:-1]
 
 
-def test_the_states_are_the_models_own(recorded):
+def test_the_states_agree_with_the_model(recorded):
     family, model, recording = recorded
     own = torch.stack(hidden_states(model, inputs_of(family)))
     path = recording.trajectory
@@ -83,7 +83,7 @@ class Everything(Observer):
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-def test_logits_are_bit_equal_with_and_without(recorded, implementation):
+def test_logits_are_bit_identical_with_and_without_hooks(recorded, implementation):
     family, model, recording = recorded
     if family in (*OUTSIDE, "gpt_oss", "gemma2"):  # whose own is the only one
         implementation = model.config._attn_implementation
@@ -171,7 +171,7 @@ def test_in_double_precision(family):
 @pytest.mark.parametrize("family", CLASSES)
 @pytest.mark.parametrize("site", [Site.ATTENTION, Site.MLP, Site.MIDDLE])
 def test_a_wrong_tensor_of_the_right_shape_is_caught(family, site, monkeypatch):
-    """A recorder that is shown another write, or another mid state, than the model's."""
+    """A recorder receives another write, or another mid state, than that of the model."""
     from helmscope.models.recorder import Recorder
 
     honest = Recorder.state
@@ -186,12 +186,12 @@ def test_a_wrong_tensor_of_the_right_shape_is_caught(family, site, monkeypatch):
     assert recording.certificate.ok != seen
     if seen:
         assert recording.certificate["residual"].ok is False
-        with pytest.raises(ValueError, match="trajectory is not given out"):
+        with pytest.raises(ValueError, match="trajectory is not available"):
             _ = recording.trajectory
 
 
-def test_the_longest_text_is_compared_whole_with_the_model_as_it_came():
-    """BigBird leaves sparse attention for good at the sight of a short text: what is recorded then is another model."""
+def test_the_longest_text_is_compared_in_full_with_the_original_model():
+    """BigBird switches off sparse attention permanently on a short text, so that another model would be recorded."""
     from transformers import BigBirdConfig, BigBirdModel
 
     sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}

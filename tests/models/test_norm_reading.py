@@ -14,7 +14,7 @@ from support.model_families import inputs_of, tiny_model
 
 
 def norms(model):
-    """The norms before the MLPs: what was read, and the module."""
+    """The norms before the MLPs as they were read, with their modules."""
     return [
         (layer.mlp_norm, layer.part(layer.wiring.mlp_norm)) for layer in record(model, inputs_of("gpt2")).anatomy.layers
     ]
@@ -22,7 +22,7 @@ def norms(model):
 
 @pytest.mark.parametrize("family", ["llama", "t5", "bert", "gpt2"])
 def test_a_gain_in_double_precision_is_the_parameter(family):
-    """Some of these norms compute in float32 inside, and show no more than seven digits."""
+    """Some of these norms compute in float32, so that their outputs have seven digits only."""
     for read, module in norms(tiny_model(family, dtype=torch.float64)):
         assert torch.equal(read.gain, module.weight.detach())
         if isinstance(read, LayerNorm):
@@ -40,7 +40,7 @@ def test_a_gain_in_half_precision_is_the_parameter():
 
 
 class Exponential(torch.nn.Module):
-    """A norm whose gain is no parameter of it."""
+    """A norm whose gain is not a parameter."""
 
     def __init__(self, d):
         super().__init__()
@@ -51,7 +51,7 @@ class Exponential(torch.nn.Module):
 
 
 @pytest.mark.parametrize("d", [8, 9])
-def test_a_gain_that_no_parameter_holds_is_read_off_the_images(d):
+def test_a_gain_that_is_not_a_parameter_is_estimated(d):
     read = read_norm(Exponential(d), torch.ones(1, d))
     assert isinstance(read, RMSNorm)
     assert read.eps == 0
@@ -60,7 +60,7 @@ def test_a_gain_that_no_parameter_holds_is_read_off_the_images(d):
 
 @pytest.mark.parametrize("d", [8, 9])
 def test_a_norm_without_epsilon(d):
-    """Which gives NaN for the vector 0."""
+    """Such a norm returns NaN for the vector 0."""
     module = torch.nn.LayerNorm(d, eps=0.0)
     with torch.no_grad():
         module.weight.copy_(torch.linspace(0.5, 2, d))
@@ -70,14 +70,14 @@ def test_a_norm_without_epsilon(d):
     assert torch.equal(read.bias, module.bias.detach())
 
 
-def test_what_is_no_norm_is_none():
+def test_other_modules_are_not_norms():
     assert read_norm(torch.nn.Linear(8, 8), torch.ones(1, 8)) is None
     assert read_norm(torch.nn.Tanh(), torch.ones(1, 8)) is None
     assert read_norm(torch.nn.Linear(8, 4), torch.ones(1, 8)) is None
 
 
 @pytest.mark.parametrize("eps", [-1e-5, -10.0, float("nan"), float("inf")])
-def test_an_epsilon_that_cannot_be_is_named(eps):
+def test_the_error_names_an_invalid_epsilon(eps):
     model = tiny_model("llama")
     model.model.layers[1].post_attention_layernorm.variance_epsilon = eps
     with pytest.raises(

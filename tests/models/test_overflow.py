@@ -24,12 +24,12 @@ def test_the_module_and_the_weight_are_named(family, path):
     model = tiny_model(family)
     with torch.no_grad():
         model.get_submodule(path).weight *= 1e32
-    said = rf"NaN or too large for float32, first in '{path}' \(\w+\); its largest weight is \S+e\+3\d, in '{path}\."
-    with pytest.raises(HelmscopeError, match=said):
+    message = rf"NaN or too large for float32, first in '{path}' \(\w+\); its largest weight is \S+e\+3\d, in '{path}\."
+    with pytest.raises(HelmscopeError, match=message):
         record(model, inputs_of(family))
 
 
-def test_half_precision_is_told_of_float32():
+def test_the_error_suggests_float32_for_half_precision():
     model = tiny_model("llama", dtype=torch.float16)
     with torch.no_grad():
         model.model.layers[0].mlp.up_proj.weight *= 1e4
@@ -41,8 +41,8 @@ def test_half_precision_is_told_of_float32():
         record(model, inputs_of("llama"))
 
 
-def test_large_queries_are_no_overflow():
-    """Attention then looks at one token alone, and every state is finite."""
+def test_large_queries_are_not_an_overflow():
+    """Attention is then concentrated on one token, and every state is finite."""
     model = tiny_model("bert")
     with torch.no_grad():
         model.bert.encoder.layer[0].attention.self.query.weight.fill_(1e30)

@@ -123,7 +123,7 @@ def test_an_encoder_padded_to_its_full_length_looks_both_ways():
         given = words(["a b c"], padding="max_length", max_length=40, return_tensors="pt", return_token_type_ids=False)
         line = record(model, given, tokenizer=words).certificate["causality"]
         assert line.ok is (None if family == "bert" else True)
-        assert line.says == ("attention looks both ways" if family == "bert" else "no weight on later tokens")
+        assert line.says == ("attention is bidirectional" if family == "bert" else "no weight on later tokens")
 
 
 @pytest.mark.parametrize(
@@ -419,7 +419,7 @@ def test_a_family_that_cannot_be_overheard_says_what_it_hides():
     recording = record(model, inputs_of("gpt2"))
     assert recording.certificate.ok
     assert recording.certificate["heads"].ok is None
-    with pytest.raises(HelmscopeError, match=r"replay is not given out.*hides q, k and v"):
+    with pytest.raises(HelmscopeError, match=r"replay is not available.*hides q, k and v"):
         recording.replay(Entropy())
     with pytest.raises(HelmscopeError, match="shows its attention weights alone"):
         record(model, inputs_of("gpt2"), keep=hs.models.Keep.QUERIES)
@@ -464,7 +464,9 @@ def test_an_encoder_with_its_decoder_is_refused_where_it_cannot_be_heard():
 
 def test_a_family_without_attention_is_refused():
     config = tf.MambaConfig(vocab_size=96, hidden_size=32, num_hidden_layers=2, state_size=4)
-    with pytest.raises(HelmscopeError, match=r"MambaBlock at layer 0 without attention.*measured as a Trajectory"):
+    with pytest.raises(
+        HelmscopeError, match=r"MambaBlock at layer 0 without observable attention.*measured as a Trajectory"
+    ):
         record(tf.MambaForCausalLM(config).eval(), inputs_of("gpt2"))
 
 
@@ -584,13 +586,13 @@ def test_a_damaged_tokenizer_is_said(tmp_path):
     tiny_model("gpt2").save_pretrained(tmp_path)
     assert "random tokens: there is no tokenizer" in str(hs.models.diagnose(tmp_path, tokens=100))
     letters(framed=False).save_pretrained(tmp_path)
-    assert "\ntried on sentences by " in str(hs.models.diagnose(tmp_path))
+    assert "\nchecked on sentences tokenized by " in str(hs.models.diagnose(tmp_path))
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(
         HelmscopeError, match=r"texts are strings, but its tokenizer could not be read \(tokenizer.json: "
     ):
         record(tmp_path, ["a"])
     told = str(hs.models.diagnose(tmp_path, texts=3, tokens=100))
-    assert "tried on random tokens: the tokenizer could not be read (tokenizer.json: " in told
-    assert "to record 3 texts of 64 tokens (100 are cut to the model's context): about " in told
-    assert "cut to" not in str(hs.models.diagnose(tmp_path, tokens=64))
+    assert "checked on random tokens: the tokenizer could not be read (tokenizer.json: " in told
+    assert "to record 3 texts of 64 tokens (100 are truncated to the model's context): about " in told
+    assert "truncated to" not in str(hs.models.diagnose(tmp_path, tokens=64))

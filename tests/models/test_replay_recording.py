@@ -219,7 +219,7 @@ def test_a_family_that_hides_q_k_and_v_shows_the_rest():
     recording.replay(instrument)
     alike(instrument.put_together(Half.ATTENTION, "kernel")[1], recording.kernel(layer=1), 1e-6)
     assert all(passed.query is passed.key is passed.value is None for _, passed in instrument.seen)
-    with pytest.raises(hs.HelmscopeError, match=r"^replay is not given out.*hides q, k and v"):
+    with pytest.raises(hs.HelmscopeError, match=r"^replay is not available.*hides q, k and v"):
         recording.replay(hs.kernel.KernelStatistics(), Everything(hs.types.Needs.QKV))
 
 

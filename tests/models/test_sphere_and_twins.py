@@ -14,8 +14,8 @@ from support.model_families import inputs_of, tiny_model
 
 
 @pytest.mark.parametrize("family", ["bert", "albert", "distilbert"])
-def test_on_the_sphere_a_post_norm_state_is_the_direction_of_what_its_norm_read(family):
-    """Gain and bias away, LayerNorm gives the centered direction of its input, whatever they are."""
+def test_on_the_sphere_a_post_norm_state_is_the_direction_of_the_input_of_its_norm(family):
+    """Without gain and bias, LayerNorm returns the centered direction of its input, whatever their values."""
     model = tiny_model(family)
     norms = [part for part in model.modules() if isinstance(part, torch.nn.LayerNorm)]
     with torch.no_grad():
@@ -57,7 +57,7 @@ def small_gains(family, dtype=torch.float64):
 
 
 def read_by_norms(recording, modules):
-    """What the norms read, by hooks of our own, as unit vectors without their mean."""
+    """The inputs of the norms, from separate hooks, as centered unit vectors."""
     read = []
     handles = [part.register_forward_pre_hook(lambda _, args: read.append(args[0].clone())) for part in modules]
     recording.runner.forward()
@@ -100,7 +100,7 @@ def test_the_force_at_its_points_is_what_the_mlp_writes_under_small_gains():
 
 
 def test_an_edited_state_is_unfolded_where_its_gain_allows():
-    """Under a push the state is no longer what its norm gave; coordinates with a gain are divided by it."""
+    """Under a push the state is not the output of its norm; it is divided by the gain where that is not negligible."""
     model = small_gains("bert")
     recording = record(model, inputs_of("bert"))
     push = torch.linspace(-0.3, 0.4, 32, dtype=torch.float64)

@@ -29,7 +29,7 @@ PLAIN = {
 
 
 def folder_with(folder, **parts):
-    """A model's folder with a tokenizer.json by hand."""
+    """A model folder with a handwritten tokenizer.json."""
     tiny_model("gpt2").save_pretrained(folder)
     (folder / "tokenizer.json").write_text(json.dumps(PLAIN | parts))
     (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
@@ -37,7 +37,7 @@ def folder_with(folder, **parts):
 
 
 def charsmap(*texts: str) -> dict:
-    """A table of SentencePiece whose index is empty."""
+    """A SentencePiece table with an empty index."""
     table = (4).to_bytes(4, "little") + bytes(4) + b"".join(text.encode() + b"\0" for text in texts)
     return {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(table).decode()}
 
@@ -46,7 +46,7 @@ def times(count: int) -> dict:
     return {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * count}
 
 
-def test_a_plain_one_is_read(tmp_path):
+def test_a_plain_tokenizer_is_read(tmp_path):
     assert record(folder_with(tmp_path), ["a b a"]).batch.tokens == (("a", "b", "a"),)
 
 
@@ -57,8 +57,8 @@ def test_a_plain_one_is_read(tmp_path):
         {"model": {"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": ["a b"], "continuing_subword_prefix": "##"}},
     ],
 )
-def test_a_panic_while_it_is_read(tmp_path, parts):
-    """The model is there all the same, and takes token ids."""
+def test_a_panic_while_reading_the_tokenizer(tmp_path, parts):
+    """The model is loaded all the same and can be run on token ids."""
     loaded = hs.load(folder_with(tmp_path, **parts))
     assert loaded.tokenizer is None
     assert loaded.why.startswith("tokenizer.json: ")
@@ -121,18 +121,18 @@ def test_a_panic_on_the_texts(tmp_path, parts):
         },
     ],
 )
-def test_rules_that_grow_beyond_all_bounds(tmp_path, parts):
+def test_rules_that_expand_without_bound_raise(tmp_path, parts):
     loaded = hs.load(folder_with(tmp_path, **parts))
-    assert "tokens of one character, but at most 2,000 are allowed" in loaded.why
-    with pytest.raises(HelmscopeError, match=r"its rules can make \S+ tokens of one character, but at most 2,000"):
+    assert "tokens, but at most 2,000 are allowed" in loaded.why
+    with pytest.raises(HelmscopeError, match=r"its rules can expand one character into \S+ tokens, but at most 2,000"):
         record(loaded, ["a b"])
 
 
-def test_rules_of_a_tokenizer_in_memory_are_read_too():
+def test_rules_of_a_tokenizer_in_memory_are_checked_too():
     made = Tokenizer(models.WordLevel({"a": 0, "[UNK]": 1}, unk_token="[UNK]"))
     made.normalizer = normalizers.Sequence([normalizers.Replace("a", "a" * 100)] * 5)
     words = tf.PreTrainedTokenizerFast(tokenizer_object=made, unk_token="[UNK]")
-    with pytest.raises(HelmscopeError, match=r"fails on these texts: its rules can make 1e\+10 tokens of one"):
+    with pytest.raises(HelmscopeError, match=r"fails on these texts: its rules can expand one character into 1e\+10"):
         record(tiny_model("gpt2"), ["a"], tokenizer=words)
 
 
@@ -142,7 +142,7 @@ def test_a_file_that_is_too_long(tmp_path, monkeypatch):
 
 
 def test_the_rules_in_use_are_far_from_the_bound(tmp_path):
-    """ALBERT, T5 and RoBERTa in what matters."""
+    """The rules of ALBERT, T5 and RoBERTa that expand texts."""
     albert = [
         {"type": "Replace", "pattern": {"String": "``"}, "content": '"'},
         *({"type": kind} for kind in ("NFKD", "StripAccents", "Lowercase")),
@@ -164,13 +164,13 @@ def test_the_rules_in_use_are_far_from_the_bound(tmp_path):
 
 
 def test_a_folder_without_a_tokenizer_gets_none(tmp_path):
-    """transformers would make one of a few special tokens, and every text would be unknown."""
+    """transformers would build one with a few special tokens, to which every text is unknown."""
     tiny_model("albert").save_pretrained(tmp_path)
     loaded = hs.load(tmp_path)
     assert (loaded.tokenizer, loaded.why) == (None, None)
 
 
-def test_whoever_stops_a_run_stops_it():
+def test_an_interrupt_is_not_swallowed():
     class Stopped:
         pad_token_id = 0
 

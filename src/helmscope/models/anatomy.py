@@ -1,6 +1,4 @@
-"""A model and what was found in it: its layers in the order of their calls, where their tensors pass, which sphere its
-tokens live on.
-"""
+"""The structure of a model: its layers in call order, the modules behind each tensor, and the sphere of its states."""
 
 from __future__ import annotations
 
@@ -28,15 +26,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Layer:
-    """One call of a block; tied layers are calls of one module. ``plain``: the block returns a tensor alone."""
+    """One call of a block; tied layers are calls of the same module. ``plain``: the block returns a single tensor."""
 
     block: nn.Module
     wiring: Wiring
     plain: bool
     attention_norm: Norm | None
     mlp_norm: Norm | None
-    close_norm: Norm | None = None  # of a post-norm block, that which gives its output
-    heads: int | None = None  # None where attention cannot be heard
+    close_norm: Norm | None = None  # in a post-norm block, the norm that computes its output
+    heads: int | None = None  # None if attention cannot be observed
     cross_norm: Norm | None = None
     cross_heads: int | None = None
 
@@ -44,25 +42,27 @@ class Layer:
         return f"<Layer of {type(self.block).__name__}: {self.wiring}>"
 
     def part(self, path: str) -> nn.Module:
-        """A module of the block by its path."""
+        """The submodule of the block at a path."""
         return self.block.get_submodule(path)
 
     @property
     def state_norms(self) -> dict[Site, Norm | None]:
-        """In a post-norm block, the norms that give its states: each is the norm that the next half reads through."""
+        """In a post-norm block, the norm that computes each state, through which the next half reads it."""
         between = {} if self.wiring.cross is None else {Site.CROSS_MIDDLE: self.mlp_norm}
-        behind_attention = self.mlp_norm if self.wiring.cross is None else self.cross_norm
-        return {Site.MIDDLE: behind_attention, **between, Site.OUTPUT: self.close_norm}
+        after_attention = self.mlp_norm if self.wiring.cross is None else self.cross_norm
+        return {Site.MIDDLE: after_attention, **between, Site.OUTPUT: self.close_norm}
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Anatomy:
-    """The layers of a model; of an encoder-decoder model those of its decoder, which read the states of ``encoder``,
-    a model with an anatomy of its own. ``centered``: its norms remove the token mean, so that its sphere is S^(d-2).
-    ``embedding_norm`` of a post-norm model is the norm that gives the first block's input, with its module.
+    """The layers of a model and its width.
 
-    ``tapped``: its family is in the registry of attention, so that q, k, v and weights can be seen and changed;
-    ``overheard``: it is not, but they can be seen.
+    For an encoder-decoder model these are the layers of the decoder, which read the states of ``encoder``, a model with
+    a separate anatomy. ``centered``: the norms subtract the mean over coordinates, so that the sphere is S^(d-2).
+    ``embedding_norm``: in a post-norm model, the norm that computes the input of the first block, with its module.
+
+    ``tapped``: the family is in the attention registry of transformers, so that q, k, v and the weights can be recorded
+    and edited; ``overheard``: it is not, but they can still be recorded.
     """
 
     model: Any
@@ -76,7 +76,7 @@ class Anatomy:
 
     @property
     def depths(self) -> Depths:
-        """Which state lies at which depth."""
+        """The depth of every state."""
         return Depths(len(self.layers), cross=self.has_cross)
 
     @property
@@ -86,7 +86,7 @@ class Anatomy:
 
     @property
     def post_norm(self) -> bool:
-        """Whether states are what norms gave."""
+        """Whether the states of some layer are outputs of norms."""
         return any(layer.wiring.kind is Kind.POST_NORM for layer in self.layers)
 
     @property
@@ -96,12 +96,12 @@ class Anatomy:
 
     @property
     def can_skip(self) -> bool:
-        """Whether a layer can be left out of a forward: blocks that return their state alone, and are not tied."""
+        """Whether a layer can be skipped in a forward pass: blocks return a single tensor and are not tied."""
         return all(layer.plain for layer in self.layers) and len(self.blocks) == len(self.layers)
 
     @property
     def options(self) -> dict[str, bool]:
-        """What a forward is told beside its inputs."""
+        """Keyword arguments of the forward pass besides its inputs."""
         return no_cache(self.model) | ({} if self.tapped else {"output_attentions": True})
 
     def __repr__(self) -> str:
@@ -114,10 +114,14 @@ class Anatomy:
 
 
 def find_anatomy(model: Any, inputs: Mapping[str, Tensor]) -> tuple[Anatomy, list[LayerProbe]]:
-    """Find the anatomy of a model from one forward of a few tokens, and give what was seen on the way."""
-    seen = probe(model, inputs)
-    check_finite(model, inputs, seen)
-    layers = tuple(_layer(layer, number) for number, layer in enumerate(seen))
+    """Find the anatomy of a model from one forward pass over a few tokens; returns it with the probe of every layer.
+
+    Raises ``HelmscopeError`` if states overflow, if a block has no known residual topology, or if only some of the
+    layers have cross-attention.
+    """
+    probes = probe(model, inputs)
+    check_finite(model, inputs, probes)
+    layers = tuple(_find_layer(layer, number) for number, layer in enumerate(probes))
     crossing = [layer.wiring.cross is not None for layer in layers]
     if len(set(crossing)) > 1:
         raise HelmscopeError(
@@ -130,24 +134,24 @@ def find_anatomy(model: Any, inputs: Mapping[str, Tensor]) -> tuple[Anatomy, lis
         for norm in (layer.attention_norm, layer.cross_norm, layer.mlp_norm)
         if norm is not None
     ]
-    if not norms and layers[0].wiring.sandwich:  # no norm before the halves, but one behind each
-        behind = read_norm(layers[0].part(layers[0].wiring.attention), seen[0].pre)
-        norms = [] if behind is None else [behind]
+    if not norms and layers[0].wiring.sandwich:  # the norms come after the halves
+        after = read_norm(layers[0].part(layers[0].wiring.attention), probes[0].pre)
+        norms = [] if after is None else [after]
     centered = any(isinstance(norm, LayerNorm) for norm in norms)
-    overheard = all(layer.overheard for layer in seen)
+    overheard = all(layer.overheard for layer in probes)
     stacks = stacks_of(model)
-    anatomy = Anatomy(model, layers, seen[0].pre.shape[-1], centered, can_be_tapped(model), overheard)
+    anatomy = Anatomy(model, layers, probes[0].pre.shape[-1], centered, can_be_tapped(model), overheard)
     anatomy = anatomy if stacks is None else replace(anatomy, encoder=stacks.encoder)
     if anatomy.post_norm:
-        anatomy = replace(anatomy, embedding_norm=embedding_norm(model, anatomy.blocks, inputs, seen[0].pre))
-    return anatomy, seen
+        anatomy = replace(anatomy, embedding_norm=embedding_norm(model, anatomy.blocks, inputs, probes[0].pre))
+    return anatomy, probes
 
 
-def _layer(seen: LayerProbe, number: int) -> Layer:
-    wiring = find_wiring(seen, number)
+def _find_layer(layer: LayerProbe, number: int) -> Layer:
+    wiring = find_wiring(layer, number)
     attention, cross, mlp, close = (
-        None if path is None else read_norm(seen.block.get_submodule(path), seen.pre)
+        None if path is None else read_norm(layer.block.get_submodule(path), layer.pre)
         for path in (wiring.attention_norm, wiring.cross_norm, wiring.mlp_norm, wiring.close)
     )
-    heads, cross_heads = (None if each is None else each[0].query.shape[1] for each in (seen.attention, seen.cross))
-    return Layer(seen.block, wiring, seen.plain, attention, mlp, close, heads, cross, cross_heads)
+    heads, cross_heads = (None if pair is None else pair[0].query.shape[1] for pair in (layer.attention, layer.cross))
+    return Layer(layer.block, wiring, layer.plain, attention, mlp, close, heads, cross, cross_heads)

@@ -1,8 +1,8 @@
-"""What config.json asks for against what the files hold, before anything of that size is built.
+"""Checks of config.json against the weight files, before anything of the requested size is allocated.
 
-A configuration is a few bytes that can ask for any number of layers and for weights of any size. So its depth is
+A few bytes of configuration can request any number of layers and weights of any size. So the number of layers is
 compared with a bound before transformers reads it, and the model is built once on the meta device, where tensors have
-a shape and no memory, until it has more weights than the files could ever fill.
+a shape but no memory; the build stops as soon as it has more weights than the files could fill.
 """
 
 from __future__ import annotations
@@ -29,14 +29,15 @@ if TYPE_CHECKING:
 
     from helmscope.models.checkpoint import Files
 
-# The words of a configuration for what transformers makes in a loop, and the most that is allowed of each. A tied block
-# may be called far more often than the files have layers.
+# Configuration keys that transformers turns into a loop, and the largest value allowed for each. The bound is not the
+# number of layers in the files, since a tied block may be called far more often.
 MOST = (
     (re.compile(r"(^|_)(layers|depths?|blocks|groups|stages)(_|$)|(^|_)(n|num)_layer$"), 10_000),
     (re.compile(r"(^|_)labels$"), 2_000_000),
 )
-# How much larger than its files a model may be. While it is built every weight counts, though several may come to share
-# one tensor of the files; once they are tied only a head can be missing. Codes of 4 bits lie eight to a number.
+# How many times larger than its files a model may be. During the build every weight counts, though several may later
+# share one tensor of the files; once they are tied only a head can be missing. Eight 4-bit codes are packed into one
+# stored number.
 GROWING, GROWN, PACKED = 4, 2, 8
 MORE_NUMBERS = 2**27
 TENSORS_PER_TENSOR, MORE_TENSORS = 16, 1_000
@@ -46,14 +47,14 @@ SCALE = re.compile(r"(^|[._])(weight_scale(_inv)?|weight_zero_point|SCB|scales|q
 
 
 def check_config(folder: Path, files: Files) -> None:
-    """Refuse a config.json that asks for more layers than anybody builds."""
+    """Raise ``HelmscopeError`` if config.json requests an implausible number of layers or labels."""
     try:
         config = json.loads((folder / "config.json").read_bytes())
     except (OSError, ValueError, RecursionError):
-        return  # which transformers says better
+        return  # transformers reports it in more detail
     for name, value in _whole_numbers(config):
-        for words, most in MOST:
-            if words.search(name) and value > most:
+        for key, most in MOST:
+            if key.search(name) and value > most:
                 raise HelmscopeError(
                     f"model is in '{folder}', whose config.json has {name} = {value}, but it may be at most {most:,}, "
                     f"and the files hold {len(files.tensors):,} tensors"
@@ -72,20 +73,20 @@ def _whole_numbers(value: Any, name: str = "") -> Iterator[tuple[str, int]]:
 
 
 def check_blueprint(kind: Any, config: Any, folder: Path, files: Files, *, quantized: bool) -> None:
-    """Refuse a configuration that asks for far more weights than the files hold."""
-    held = files.numbers * (PACKED if quantized else 1)
+    """Raise ``HelmscopeError`` if the configuration requests far more weights than the files hold."""
+    stored = files.numbers * (PACKED if quantized else 1)
     most_tensors = TENSORS_PER_TENSOR * len(files.tensors) + MORE_TENSORS
     try:
-        with torch.device("meta"), _counted(GROWING * held + MORE_NUMBERS, most_tensors):
+        with torch.device("meta"), _limit_size(GROWING * stored + MORE_NUMBERS, most_tensors):
             model = kind(copy.deepcopy(config))
-        if sum(value.numel() for value in model.parameters()) > GROWN * held + MORE_NUMBERS:
-            raise _TooLargeError(f"{GROWN * held + MORE_NUMBERS:,} numbers")
+        if sum(value.numel() for value in model.parameters()) > GROWN * stored + MORE_NUMBERS:
+            raise _TooLargeError(f"{GROWN * stored + MORE_NUMBERS:,} numbers")
     except _TooLargeError as error:
         raise HelmscopeError(
             f"model is in '{folder}', whose config.json asks for more than {error}, but its files hold "
             f"{files.numbers:,} numbers in {len(files.tensors):,} tensors"
         ) from error
-    except Exception:  # the load itself meets it again, and says what it is
+    except Exception:  # loading the model raises it again and reports it
         return
 
 
@@ -94,8 +95,8 @@ class _TooLargeError(Exception):
 
 
 @contextmanager
-def _counted(most_numbers: int, most_tensors: int) -> Iterator[None]:
-    """Inside, this thread builds no module with more weights than that."""
+def _limit_size(most_numbers: int, most_tensors: int) -> Iterator[None]:
+    """Context manager: within it, this thread raises ``_TooLargeError`` once the modules it builds exceed a limit."""
     numbers, tensors, thread = 0, 0, threading.get_ident()
 
     def count(module: nn.Module, name: str, value: Tensor | nn.Module | None) -> None:
@@ -103,7 +104,7 @@ def _counted(most_numbers: int, most_tensors: int) -> Iterator[None]:
         if value is None or threading.get_ident() != thread:
             return
         tensors += 1
-        if isinstance(value, torch.Tensor):  # a mask of bits is a quarter of as many numbers
+        if isinstance(value, torch.Tensor):  # count in units of float32: a boolean mask takes a quarter
             numbers += value.numel() * value.element_size() // 4 if value.element_size() < 4 else value.numel()
         if numbers > most_numbers:
             raise _TooLargeError(f"{most_numbers:,} numbers")
@@ -124,20 +125,20 @@ def _counted(most_numbers: int, most_tensors: int) -> Iterator[None]:
 
 def is_quantized(config: Any) -> bool:
     """Whether transformers has a quantizer for the weights, which applies their scales."""
-    told = getattr(config, "quantization_config", None)
-    return told is not None and bool(transformers_library().quantizers.AutoHfQuantizer.supports_quant_method(told))
+    method = getattr(config, "quantization_config", None)
+    return method is not None and bool(transformers_library().quantizers.AutoHfQuantizer.supports_quant_method(method))
 
 
 def check_dtypes(model: Any, unexpected: Iterable[str], folder: Path, files: Files, *, quantized: bool) -> None:
-    """Refuse weights that are stored as whole numbers or in 8 bits, and a scale of weights that nobody applied.
+    """Raise ``HelmscopeError`` if weights are stored as integers or in 8 bits, or if a scale was not applied to them.
 
-    What a quantizer of transformers has read is left to it, as long as it took all scales.
+    The dtype is not checked where a quantizer of transformers has read the weights, as long as it used all scales.
     """
-    trunk = f"{model.base_model_prefix}."  # which the files of a trunk leave out, and those of a whole model have
-    own = {name for name, _ in model.named_parameters()}
+    trunk = f"{model.base_model_prefix}."  # a prefix that only the files of a full model have
+    parameters = {name for name, _ in model.named_parameters()}
     for name, value in sorted(files.tensors.items()):
-        taken = name.endswith("weight") or not own.isdisjoint((name, trunk + name, name.removeprefix(trunk)))
-        if taken and value["dtype"] not in FLOATS and not quantized:
+        is_weight = name.endswith("weight") or not parameters.isdisjoint((name, trunk + name, name.removeprefix(trunk)))
+        if is_weight and value["dtype"] not in FLOATS and not quantized:
             raise HelmscopeError(
                 f"model is in '{folder}', whose files hold the tensor '{name}' as {value['dtype']}, but weights must "
                 "be F64, F32, F16 or BF16: load a copy that is not quantized"

@@ -1,9 +1,9 @@
-"""The models in the box, trained for this package: no network, no download.
+"""The models in the box: small models trained for this package and installed with it, so that nothing is downloaded.
 
-    A, B    GPT-2 of 12 layers of width 192, the same stories and tokenizer, different seeds
-    tied    ALBERT: one post-norm block called 24 times, full attention, filling gaps in the same stories
+    A, B    GPT-2, 12 layers of width 192; trained on the same stories with the same tokenizer, different seeds
+    tied    ALBERT: one post-norm block called 24 times, full attention; trained to fill gaps in the same stories
 
-Their cards lie beside their weights; ``training/`` in the repository made them.
+Their model cards are stored beside their weights; ``training/`` in the repository trained them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ FIRST = MODELS[0]
 
 
 def box_folder(model: str) -> Path:
-    """The folder of a model in the box, in the layout of transformers, with its card README.md.
+    """The folder of a model in the box, in the layout of transformers, with its model card README.md.
+
+    ``model`` is "A", "B" or "tied"; any other name raises ``HelmscopeError``.
 
     >>> sorted(path.name for path in box_folder("A").iterdir())[:2]
     ['README.md', 'config.json']
@@ -32,7 +34,7 @@ def box_folder(model: str) -> Path:
 
 
 def is_boxed(model: object) -> bool:
-    """Whether a name is that of a model in the box. Path("A") is a folder, though its text is "A".
+    """Whether ``model`` is the name of a model in the box; ``Path("A")`` is a folder, not a name.
 
     >>> is_boxed("A"), is_boxed(Path("A"))
     (True, False)
@@ -41,7 +43,7 @@ def is_boxed(model: object) -> bool:
 
 
 def local_folder(model: str | Path) -> Path | None:
-    """The folder that a name stands for, in the box or on this machine; None for a model on the Hub.
+    """The folder of a model in the box or on this machine; None for a model on the Hub.
 
     >>> local_folder("A") == box_folder("A"), local_folder("no/such-model")
     (True, None)
@@ -49,28 +51,30 @@ def local_folder(model: str | Path) -> Path | None:
     folder = box_folder(str(model)) if is_boxed(model) else Path(model)
     try:
         return folder if folder.is_dir() else None
-    except (OSError, ValueError):  # a name that no file could have
+    except (OSError, ValueError):  # not a valid file name
         return None
 
 
 def box_texts() -> list[str]:
-    """128 texts of 128 tokens each, no more than four with the same first token.
+    """The texts in the box: 128 texts of 128 tokens each, at most four of which share their first token.
 
-    Every one begins at a random sentence start of a story that no model in the box was trained on. The stories were
+    Each begins at a random sentence start of a story that no model in the box was trained on. The stories were
     sampled from stories15M of llama2.c (MIT), which was trained on TinyStories (Eldan and Li 2023, arXiv:2305.07759);
-    they are free under the license of this package.
+    they come under the license of this package.
 
     >>> len(box_texts())
     128
     """
-    found: list[str] = json.loads((BOX / "texts.json").read_text(encoding="utf-8"))
-    return found
+    texts: list[str] = json.loads((BOX / "texts.json").read_text(encoding="utf-8"))
+    return texts
 
 
 def training_history(model: str) -> xr.Dataset:
-    """How the dynamics of a model in the box arose: at twelve training steps, spaced evenly in their logarithm,
-    coherence and alignment of the MLPs' weights, gate sparsity, radius, attention entropy and clustering by layer, on
-    the texts in the box; and the losses.
+    """Measurements of a model in the box during its training, at twelve steps evenly spaced in their logarithm.
+
+    The Dataset has coherence and alignment of the MLPs' weights, gate sparsity, radius, attention entropy and
+    clustering per layer, on the texts in the box, and the losses. ``model`` is "A", "B" or "tied"; any other name
+    raises ``HelmscopeError``.
 
     >>> dict(training_history("tied").sizes)["layer"]
     24

@@ -1,6 +1,6 @@
-"""Why a recording can be believed: one line for each identity that was checked, with its number and its bound.
+"""The certificate of a recording: one line per identity that was checked, with the error found and its bound.
 
-A line that fails blocks what depends on it: whoever asks for it gets the line's own sentence.
+A failed check blocks the parts of the recording that depend on it: access raises an error with the line's text.
 """
 
 from __future__ import annotations
@@ -12,9 +12,11 @@ from helmscope.types import HelmscopeError, counted, one_line_repr, table
 
 @dataclass(frozen=True)
 class Line:
-    """One check: ``ok`` is None for what cannot be measured on this model, and ``says`` why.
+    """One check of a certificate.
 
-    ``blocks`` are the parts of a recording that are not given out where the check failed.
+    ``says`` is the statement that was checked. ``ok`` is None if the check does not apply to this model, and ``says``
+    then gives the reason. ``value`` is the error found and ``bound`` the largest that is allowed. ``blocks`` are the
+    parts of a recording that are unavailable unless ``ok`` is True.
     """
 
     name: str
@@ -26,25 +28,27 @@ class Line:
 
     @property
     def word(self) -> str:
-        """The result in one word."""
+        """The result as one word: ok, FAIL or -."""
         return {True: "ok", False: "FAIL", None: "-"}[self.ok]
 
     @property
     def number(self) -> str:
-        """The number beside its bound."""
+        """The value and its bound as text, such as "1.0e-07 <= 1.0e-05"; empty if there is no value."""
         if self.value is None:
             return ""
         return f"{self.value:.1e}" + ("" if self.bound is None else f" {'<=' if self.ok else '>'} {self.bound:.1e}")
 
     @classmethod
     def held(cls, name: str, value: float, bound: float, says: str, blocks: tuple[str, ...]) -> Line:
-        """A number that must not exceed its bound; NaN does."""
+        """A check that ``value`` is at most ``bound``; NaN fails."""
         return cls(name, bool(value <= bound), says, value, bound, blocks)
 
 
 @dataclass(frozen=True, repr=False)
 class Certificate:
-    """All lines; prints as a table.
+    """The checks behind a recording; prints as a table with one line per check.
+
+    ``certificate["residual"]`` is the line of that name, ``certificate.ok`` whether no check failed.
 
     >>> Certificate((Line.held("residual", 1e-7, 1e-5, "pre + a + m = post", ("trajectory",)),))
     <Certificate: 1 check, ok>
@@ -61,7 +65,7 @@ class Certificate:
         return all(line.ok is not False for line in self.lines)
 
     def with_line(self, new: Line) -> Certificate:
-        """With one line more, in place of an older one of its name."""
+        """A copy with ``new`` appended, replacing a line of the same name."""
         return Certificate((*(line for line in self.lines if line.name != new.name), new))
 
     def __getitem__(self, name: str) -> Line:
@@ -69,7 +73,7 @@ class Certificate:
 
     @property
     def short(self) -> str:
-        """Whether all is well, or which checks failed."""
+        """A summary: "ok", or the names of the failed checks."""
         failed = [line.name for line in self.lines if line.ok is False]
         return f"fails: {', '.join(failed)}" if failed else "ok"
 
@@ -82,11 +86,11 @@ class Certificate:
 
     def _repr_html_(self) -> str:
         rows = [(line.word, line.name, line.number, line.says) for line in self.lines]
-        return table(f"Certificate: {self.short}", rows, head=("", "check", "number", "what was checked"))
+        return table(f"Certificate: {self.short}", rows, head=("", "check", "value and bound", "what was checked"))
 
     def require(self, part: str) -> None:
-        """Refuse a part of the recording that a failed or impossible check stands for."""
+        """Raise ``HelmscopeError`` if a part of the recording depends on a check that failed or does not apply."""
         for line in self.lines:
             if part in line.blocks and line.ok is not True:
-                verb = "failed" if line.ok is False else "is not possible on this model"
-                raise HelmscopeError(f"{part} is not given out, because the check '{line.name}' {verb}: {line.says}")
+                verb = "failed" if line.ok is False else "does not apply to this model"
+                raise HelmscopeError(f"{part} is not available, because the check '{line.name}' {verb}: {line.says}")

@@ -1,4 +1,4 @@
-"""The files of a checkpoint before anybody trusts them: safetensors headers read with care, pickles refused."""
+"""Validation of checkpoint files before they are loaded: safetensors headers are checked, pickles rejected."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from helmscope.types import HelmscopeError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-MOST_HEADER = 100_000_000  # bytes, the bound of the format itself
+MOST_HEADER = 100_000_000  # bytes, the limit of the format itself
 SIZES = {
     **dict.fromkeys(("F64", "I64", "U64"), 8),
     **dict.fromkeys(("F32", "I32", "U32"), 4),
@@ -26,43 +26,44 @@ PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 @dataclass(frozen=True, eq=False)
 class Files:
-    """The files of weights in a model's folder: a SHA-256 for each, and dtype, shape and place of every tensor."""
+    """The weight files in a model's folder: the SHA-256 of each, and dtype, shape and offsets of every tensor."""
 
     hashes: Mapping[str, str]
     tensors: Mapping[str, Mapping[str, Any]]
 
     @property
     def numbers(self) -> int:
-        """How many numbers the tensors hold."""
+        """The total number of entries of all tensors."""
         return sum(math.prod(value["shape"]) for value in self.tensors.values())
 
 
 def check_folder(folder: Path) -> Files:
-    """What the files of weights in a model's folder hold; what is wrong with them is one sentence."""
+    """Check the weight files in a model's folder and list their tensors; an invalid one raises ``HelmscopeError``."""
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         pickled = sorted(path.name for pattern in PICKLES for path in folder.glob(pattern))
         if pickled:
             kind = _saved_class(folder)
             raise HelmscopeError(
-                f"model folder '{folder}' has pickled weights only ('{pickled[0]}'), which can run code when they are "
-                f'read: convert them where you trust them, python -c "from transformers import {kind}; '
+                f"model folder '{folder}' has only pickled weights ('{pickled[0]}'), which can run code when "
+                f'loaded: if you trust them, convert them by python -c "from transformers import {kind}; '
                 f"{kind}.from_pretrained('{folder}').save_pretrained('NEW_FOLDER')\""
             )
-        raise HelmscopeError(f"model folder '{folder}' has no file of weights, but it must hold *.safetensors")
+        raise HelmscopeError(f"model folder '{folder}' has no weight files, but it must contain *.safetensors")
     tensors: dict[str, Any] = {}
     for path in files:
         if not path.is_file():
-            raise HelmscopeError(f"model folder '{folder}' has '{path.name}', which is no file that can be read")
+            raise HelmscopeError(f"model folder '{folder}' has '{path.name}', which is not a readable file")
         tensors |= check_file(path)
     for path in folder.glob("*.safetensors.index.json"):
-        _check_index(path, {each.name for each in files})
+        _check_index(path, {file.name for file in files})
     return Files({path.name: hash_file(path) for path in files}, tensors)
 
 
 def _saved_class(folder: Path) -> str:
-    """The class that config.json says the weights were saved from, else that of language models; for a line of shell,
-    and so never anything but a name.
+    """The class that config.json names as that of the saved weights, else AutoModelForCausalLM.
+
+    It goes into a shell command that the user may copy, so it is always a plain identifier.
     """
     try:
         name = json.loads((folder / "config.json").read_bytes())["architectures"][0]
@@ -71,39 +72,39 @@ def _saved_class(folder: Path) -> str:
     return name if isinstance(name, str) and name.isascii() and name.isidentifier() else "AutoModelForCausalLM"
 
 
-def _check_index(path: Path, beside: set[str]) -> None:
-    """The list of a model in several files names files beside it, and no others. Names are compared, never opened: a
-    name may be longer than the file system can take.
+def _check_index(path: Path, present: set[str]) -> None:
+    """Raise ``HelmscopeError`` if the index of a sharded model lists a file that is not ``present`` in its folder.
+
+    Names are compared, not opened: a name may be longer than the file system allows.
     """
     try:
-        parts = json.loads(path.read_bytes())["weight_map"]
-        names = set(parts.values())
+        names = set(json.loads(path.read_bytes())["weight_map"].values())
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise HelmscopeError(f"file '{path}' has no weight_map from tensors to files") from error
     for name in sorted(map(str, names)):
-        if name not in beside:
-            raise HelmscopeError(f"file '{path}' speaks of the file '{name:.80}', which is not beside it")
+        if name not in present:
+            raise HelmscopeError(f"file '{path}' lists the file '{name:.80}', which is not in its folder")
 
 
 def check_file(path: Path) -> Mapping[str, Any]:
-    """The header of a safetensors file: eight bytes of length, JSON, then the tensors without gap or overlap.
+    """Check the header of a safetensors file and return its tensors: dtype, shape and data_offsets by name.
 
-    Whatever is not so is a ``HelmscopeError`` that names the file and the tensor; nothing is allocated on the word of
-    the file alone.
+    The format is eight bytes of length, JSON, then the tensors without gap or overlap. Anything else raises
+    ``HelmscopeError``, which names the file and the tensor. No memory is allocated by a size that only the file claims.
     """
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > min(MOST_HEADER, size - 8):
             raise HelmscopeError(
-                f"file '{path}' is cut short or no safetensors file: its header would have {length} bytes"
+                f"file '{path}' is cut short or not a safetensors file: its header would have {length} bytes"
             )
         text = file.read(length)
     try:
-        header = json.loads(text.decode("utf-8"), object_pairs_hook=_without_repeats)
+        header = json.loads(text.decode("utf-8"), object_pairs_hook=_reject_duplicates)
     except (ValueError, RecursionError) as error:
         raise HelmscopeError(
-            f"file '{path}' has a header that is no JSON object: {' '.join(str(error).split())[:120]}"
+            f"file '{path}' has a header that is not a JSON object: {' '.join(str(error).split())[:120]}"
         ) from error
     if not isinstance(header, dict):
         raise HelmscopeError(
@@ -118,38 +119,39 @@ def check_file(path: Path) -> Mapping[str, Any]:
         end = stop
     if end != size - 8 - length:
         raise HelmscopeError(
-            f"file '{path}' holds {size - 8 - length} bytes of tensors, but its header speaks of {end}"
+            f"file '{path}' holds {size - 8 - length} bytes of tensors, but its header describes {end}"
         )
     return tensors
 
 
 def _span(path: Path, name: str, value: Any) -> tuple[int, int, str]:
-    """Where a tensor lies, if it is what it says."""
-    what = f"file '{path}' describes the tensor '{name:.80}'"
+    """The bytes of a tensor, (begin, end, name), after a check of its description."""
+    description = f"file '{path}' describes the tensor '{name:.80}'"
     if not isinstance(value, dict) or set(value) != {"dtype", "shape", "data_offsets"}:
-        raise HelmscopeError(f"{what} without dtype, shape and data_offsets")
+        raise HelmscopeError(f"{description} without dtype, shape and data_offsets")
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
     if dtype not in SIZES if isinstance(dtype, str) else True:
-        raise HelmscopeError(f"{what} with the dtype {dtype!r:.40}, which is not known")
-    if not _counts(shape) or not _counts(offsets) or len(offsets) != 2:
+        raise HelmscopeError(f"{description} with the dtype {dtype!r:.40}, which is unknown")
+    if not _is_sizes(shape) or not _is_sizes(offsets) or len(offsets) != 2:
         raise HelmscopeError(
-            f"{what} with shape {shape!r:.60} and data_offsets {offsets!r:.60}, which must be whole numbers"
+            f"{description} with shape {shape!r:.60} and data_offsets {offsets!r:.60}, which must be whole numbers"
         )
     count = SIZES[dtype]
     for extent in shape:
         count *= extent
     if offsets[1] - offsets[0] != count:
-        raise HelmscopeError(f"{what} as {count} bytes in a span of {offsets[1] - offsets[0]}")
+        raise HelmscopeError(f"{description} as {count} bytes in a span of {offsets[1] - offsets[0]}")
     return offsets[0], offsets[1], name
 
 
-def _counts(value: Any) -> bool:
-    whole = isinstance(value, list) and len(value) <= 64
-    return whole and all(type(each) is int and 0 <= each < 2**63 for each in value)
+def _is_sizes(value: Any) -> bool:
+    """Whether a value is a short list of non-negative 64-bit integers."""
+    is_short_list = isinstance(value, list) and len(value) <= 64
+    return is_short_list and all(type(size) is int and 0 <= size < 2**63 for size in value)
 
 
-def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise ValueError("a name stands there twice")
-    return found
+def _reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    unique = dict(pairs)
+    if len(unique) < len(pairs):
+        raise ValueError("a name occurs twice")
+    return unique

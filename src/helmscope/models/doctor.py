@@ -1,4 +1,4 @@
-"""What can be measured on a model, and what it would cost, before anything is measured."""
+"""The diagnosis of a model: which checks hold on it, and what recording it would cost."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from helmscope.models.load import Origin
     from helmscope.models.recording import Recording
 
-IMAGE = 64  # pixels a side, where the model does not say
+IMAGE = 64  # pixels per side, if the configuration does not give the size
 TEXTS = (
     "The lighthouse keeper counted the waves until the storm let go of the coast.",
     "Two rivers meet below the old mill, and the slower one keeps its colour for a mile.",
@@ -30,9 +30,11 @@ TEXTS = (
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The certificate on a few sentences, and the cost of recording ``texts`` texts of ``tokens`` tokens: seconds, and
-    bytes of the trajectory, of the weights of the model, and of one layer's attention while it passes. ``asked`` are
-    the tokens that were asked for, where the context holds fewer; ``tried`` says what the certificate was made on.
+    """The certificate of a model on a few sentences, and the cost of recording ``texts`` texts of ``tokens`` tokens.
+
+    The cost is ``seconds`` of time, and bytes of memory for the trajectory, for the weights of the model, and for the
+    attention of one layer during the run (``passing_bytes``). ``asked`` is the requested number of tokens, of which
+    ``tokens`` fit into the model's context; ``tried`` describes the inputs of the certificate. Prints as a report.
     """
 
     origin: Origin
@@ -45,32 +47,33 @@ class Diagnosis:
     trajectory_bytes: int
     model_bytes: int
     passing_bytes: int
-    encoder: Certificate | None = None  # of an encoder-decoder model
+    encoder: Certificate | None = None  # for an encoder-decoder model
 
     @property
     def ok(self) -> bool:
-        """Whether no check failed, of the encoder either."""
+        """Whether no check failed, including those of an encoder."""
         return self.certificate.ok and (self.encoder is None or self.encoder.ok)
 
     def __str__(self) -> str:
         where = f"{self.origin.name} ({self.origin.family}, {self.origin.dtype}, {self.origin.device})"
-        cut = f" ({self.asked} are cut to the model's context)" if self.asked > self.tokens else ""
+        cut = f" ({self.asked} are truncated to the model's context)" if self.asked > self.tokens else ""
         cost = (
             f"to record {counted(self.texts, 'text')} of {counted(self.tokens, 'token')}{cut}: about "
-            f"{self.seconds:.3g} s and {(self.trajectory_bytes + self.passing_bytes) / 1e6:,.0f} MB beside the model's "
+            f"{self.seconds:.3g} s and {(self.trajectory_bytes + self.passing_bytes) / 1e6:,.0f} MB plus the model's "
             f"{self.model_bytes / 1e6:,.0f} MB"
         )
-        encoder = "" if self.encoder is None else f"its encoder\n{self.encoder}\n"
-        return f"{where}\ntried on {self.tried}\n{self.certificate}\n{encoder}{cost}"
+        encoder = "" if self.encoder is None else f"encoder\n{self.encoder}\n"
+        return f"{where}\nchecked on {self.tried}\n{self.certificate}\n{encoder}{cost}"
 
 
 def diagnose(
     model: Any, *, texts: int = 128, tokens: int = 128, batch_size: int = 16, tokenizer: Any = None, **options: Any
 ) -> Diagnosis:
-    """Certify a model on a few sentences, and say what recording ``texts`` texts of ``tokens`` tokens would take.
+    """Certify a model on a few sentences and estimate the cost of recording ``texts`` texts of ``tokens`` tokens.
 
-    The time is that of one recorded forward of a text of that length, and so a guess for a batch. A model without a
-    tokenizer is tried on random tokens, one that sees on random images. ``options`` are those of ``load``.
+    The time is extrapolated from one text of that length, so it is a rough estimate for batches. A model without a
+    tokenizer is run on random tokens, a vision model on random images. ``model`` is anything that ``load`` accepts, and
+    ``options`` are those of ``load``. Raises ``HelmscopeError`` if the model cannot be loaded or run.
 
     >>> from transformers import GPT2Config, GPT2LMHeadModel
     >>> sizes = {"vocab_size": 9, "n_embd": 8, "n_layer": 2, "n_head": 2, "n_positions": 16}
@@ -83,11 +86,11 @@ def diagnose(
     loaded = ensure_loaded(model, tokenizer=tokenizer, **options)
     limit = context_length(loaded.model)
     asked, tokens = tokens, tokens if limit is None else min(tokens, limit)
-    subject, tried = _subject(loaded)
-    recording = record(loaded, subject)
+    inputs, tried = _trial_inputs(loaded)
+    recording = record(loaded, inputs)
     stream, encoder = recording.residual, recording.encoder
     stacks = [recording.anatomy, *([] if encoder is None else [encoder.anatomy])]
-    seconds = _seconds(recording, tokens)
+    seconds = _seconds_per_text(recording, tokens)
     size = stream.direction.element_size()
     heads = getattr(loaded.model.config, "num_attention_heads", 1) or 1
     return Diagnosis(
@@ -98,15 +101,15 @@ def diagnose(
         asked=asked,
         tried=tried,
         seconds=seconds * texts,
-        trajectory_bytes=sum((each.depths.last + 1) * texts * tokens * (each.dim + 2) * size for each in stacks),
+        trajectory_bytes=sum((stack.depths.last + 1) * texts * tokens * (stack.dim + 2) * size for stack in stacks),
         model_bytes=sum(value.numel() * value.element_size() for value in loaded.model.parameters()),
         passing_bytes=2 * min(batch_size, texts) * heads * tokens * tokens * size,
         encoder=None if encoder is None else encoder.certificate,
     )
 
 
-def _subject(loaded: Loaded) -> tuple[Any, str]:
-    """Sentences, random tokens or random images, and which of them."""
+def _trial_inputs(loaded: Loaded) -> tuple[Any, str]:
+    """Sentences, random tokens or random images, with a description of which."""
     generator = torch.Generator("cpu").manual_seed(0)
     model = loaded.model
     if getattr(model, "main_input_name", "") == "pixel_values":
@@ -116,24 +119,24 @@ def _subject(loaded: Loaded) -> tuple[Any, str]:
             2, model.config.num_channels, height, width, generator=generator, device="cpu"
         ), "random images"
     if loaded.tokenizer is not None:
-        return list(TEXTS), f"sentences by {type(loaded.tokenizer).__name__}"
+        return list(TEXTS), f"sentences tokenized by {type(loaded.tokenizer).__name__}"
     most = min(24, context_length(model) or 24)
-    why = "there is no tokenizer" if loaded.why is None else f"the tokenizer could not be read ({loaded.why})"
+    reason = "there is no tokenizer" if loaded.why is None else f"the tokenizer could not be read ({loaded.why})"
     ids = torch.randint(vocabulary_size(model), (3, most), generator=generator, device="cpu")
-    return ids, f"random tokens: {why}"
+    return ids, f"random tokens: {reason}"
 
 
-def _seconds(recording: Recording, tokens: int) -> float:
-    """Of one recorded text, by the faster of two forwards."""
+def _seconds_per_text(recording: Recording, tokens: int) -> float:
+    """The time to record one text: the faster of two forward passes."""
     inputs = recording.batch.rows(slice(0, 1)).inputs
     names = [side.ids_name for side in (recording.batch, recording.batch.source) if side is not None]
     if names[0] in inputs:
         count = vocabulary_size(recording.anatomy.model)
-        drawn = torch.Generator("cpu").manual_seed(0)
-        inputs = {name: torch.randint(count, (1, tokens), generator=drawn, device="cpu") for name in names}
-    alone, lasted = replace(recording.runner, batch=Batch(inputs), encoder=None), []
+        generator = torch.Generator("cpu").manual_seed(0)
+        inputs = {name: torch.randint(count, (1, tokens), generator=generator, device="cpu") for name in names}
+    runner, durations = replace(recording.runner, batch=Batch(inputs), encoder=None), []
     for _ in range(2):
-        begun = time.perf_counter()
-        alone.forward(Recorder(recording.anatomy, 1))
-        lasted.append(time.perf_counter() - begun)
-    return min(lasted)
+        start = time.perf_counter()
+        runner.forward(Recorder(recording.anatomy, 1))
+        durations.append(time.perf_counter() - start)
+    return min(durations)

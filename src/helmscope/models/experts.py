@@ -1,4 +1,4 @@
-"""A mixture of experts as a force: f(x) = sum_k p_k(x) f_{e_k}(x) over the experts that a router picks at x."""
+"""A mixture of experts as a force: f(x) = sum_k p_k(x) f_{e_k}(x) over the experts that a router selects at x."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from helmscope.fields.norms import Norm
-    from helmscope.models.probe import Seen
+    from helmscope.models.probe import ModuleCall
 
 Route = Callable[["Tensor"], tuple["Tensor", "Tensor"]]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ClampedGatedMLP(Force):
-    """f(x) = w_out [ s(min(g, limit)) * (1 + clamp(u, -limit, limit)) ] + b_out, g and u the two affine maps of x: the
-    experts of gpt-oss.
+    """The experts of gpt-oss: f(x) = w_out [ s(min(g, limit)) * (1 + clamp(u, -limit, limit)) ] + b_out with the affine
+    maps g = w_gate x + b_gate and u = w_up x + b_up.
 
     >>> one = torch.eye(2)
     >>> ClampedGatedMLP(w_gate=one, w_up=one, w_out=one, limit=7.0)(torch.tensor([0.0, 10.0]))
@@ -44,14 +44,15 @@ class ClampedGatedMLP(Force):
     activation: Activation = field(default_factory=QuickGELU)
 
     def neurons(self, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch hidden"]:
-        """What ``w_out`` multiplies, unchecked."""
+        """The hidden activations, which ``w_out`` multiplies; without input checks."""
         gate = affine(x, self.w_gate, self.b_gate).clamp(max=self.limit)
         return self.activation(gate) * (1 + affine(x, self.w_up, self.b_up).clamp(-self.limit, self.limit))
 
 
 def folded(force: Any, norm: Norm | None, scale: float = 1.0) -> Any:
-    """A force behind a norm and times a residual multiplier, as a force on x = core(z) / sqrt(d): gain, bias and
-    sqrt(d) go into the weights that read, the multiplier into those that write.
+    """Fold a norm and a residual multiplier ``scale`` into a force, which then acts on x = core(z) / sqrt(d).
+
+    Gain, bias and sqrt(d) of the norm go into the input weights, the multiplier into the output weights.
 
     >>> from helmscope.fields.mlp import MLP
     >>> from helmscope.fields.activations import Identity
@@ -60,7 +61,7 @@ def folded(force: Any, norm: Norm | None, scale: float = 1.0) -> Any:
     tensor([0.5000, 1.0000])
     """
     if isinstance(force, MixtureOfExperts):
-        return replace(force, experts=tuple(folded(each, norm, scale) for each in force.experts), norm=norm)
+        return replace(force, experts=tuple(folded(expert, norm, scale) for expert in force.experts), norm=norm)
     if isinstance(force, ClampedGatedMLP) and norm is not None:
         root = force.dim**0.5
         (gate, b_gate), (up, b_up) = norm.fold(force.w_gate, force.b_gate), norm.fold(force.w_up, force.b_up)
@@ -74,8 +75,9 @@ def folded(force: Any, norm: Norm | None, scale: float = 1.0) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class ForceAfterNorm:
-    """A force as the model has it, the norm before it and the residual multiplier: folded when it is asked for, since
-    a folded one is a copy of the weights.
+    """A force with the model's weights, the norm before it and the residual multiplier.
+
+    They are folded together only on demand, since a folded force holds a copy of the weights.
     """
 
     force: Force | MixtureOfExperts
@@ -83,14 +85,16 @@ class ForceAfterNorm:
     scale: float
 
     def folded(self) -> Any:
-        """The force on x = core(z) / sqrt(d)."""
+        """The force as a function of x = core(z) / sqrt(d)."""
         return folded(self.force, self.norm, self.scale)
 
 
 @dataclass(frozen=True, eq=False)
 class MixtureOfExperts:
-    """f(x) = sum_k p_k(x) f_{e_k}(x); ``route`` gives p and e at what it reads, which is ``norm`` of x where there is
-    one.
+    """The force f(x) = sum_k p_k(x) f_{e_k}(x) of a mixture of experts.
+
+    ``route`` maps states (n, d) to the weights p and the indices e of the selected experts, both (n, k). With a
+    ``norm``, x is core(z) / sqrt(d), and ``route`` is evaluated at the norm of z.
 
     >>> from helmscope.fields.activations import Identity
     >>> one = GatedMLP(w_gate=torch.eye(2), w_up=torch.eye(2), w_out=torch.eye(2), activation=Identity())
@@ -108,105 +112,109 @@ class MixtureOfExperts:
         """d of the space R^d on which the force acts."""
         return self.experts[0].dim
 
-    def picked(self, x: Float[Tensor, "*batch d"]) -> tuple[Float[Tensor, "*batch k"], Int[Tensor, "*batch k"]]:
-        """The weights and the numbers of the experts at x."""
+    def select(self, x: Float[Tensor, "*batch d"]) -> tuple[Float[Tensor, "*batch k"], Int[Tensor, "*batch k"]]:
+        """The weights and the indices of the experts that the router selects at x."""
         if self.norm is None:
             read = x
-        else:  # x is the core over sqrt(d): what the norm's gain and bias make of it
+        else:  # undo x = core(z) / sqrt(d), and apply the norm's gain and bias
             read = x * x.shape[-1] ** 0.5
             read = read if self.norm.gain is None else read * self.norm.gain.to(x)
             read = read if self.norm.bias is None else read + self.norm.bias.to(x)
-        shares, numbers = self.route(read.reshape(-1, read.shape[-1]))
-        return shares.reshape(*x.shape[:-1], -1), numbers.reshape(*x.shape[:-1], -1)
+        weights, experts = self.route(read.reshape(-1, read.shape[-1]))
+        return weights.reshape(*x.shape[:-1], -1), experts.reshape(*x.shape[:-1], -1)
 
     def __call__(self, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
-        """The force at any points."""
+        """The force at points x of shape (..., d)."""
         return self.ambient(x)
 
     def ambient(
         self, x: Float[Tensor, "*batch d"], weights: Tensor | None = None, *, t: float = 0.0
     ) -> Float[Tensor, "*batch d"]:
-        """The force, unchecked."""
-        shares, numbers = self.picked(x)
+        """The force at x, without input checks; ``weights`` and ``t`` are ignored."""
+        shares, indices = self.select(x)
         total = torch.zeros_like(x)
-        for number in sorted(set(numbers.flatten().tolist())):
-            share = torch.where(numbers == number, shares.to(x), 0.0).sum(-1)
-            at = share != 0
-            total[at] += share[at].unsqueeze(-1) * self.experts[number].ambient(x[at])
+        for index in sorted(set(indices.flatten().tolist())):
+            share = torch.where(indices == index, shares.to(x), 0.0).sum(-1)
+            active = share != 0
+            total[active] += share[active].unsqueeze(-1) * self.experts[index].ambient(x[active])
         return total
 
 
 def read_experts(
-    calls: list[Seen], written: Seen, known: list[Activation]
+    calls: list[ModuleCall], written: ModuleCall, known: list[Activation]
 ) -> tuple[MixtureOfExperts, Tensor, Tensor] | None:
-    """The experts behind a write: a module with one matrix an expert, stacked, beside a router that returns weights and
-    numbers; with what they read and wrote. None where there is no such thing.
+    """The mixture of experts that computes a write, with its input and output; None if there is none.
+
+    It is recognized by a module with two stacks of matrices, one matrix per expert, and a router with the same input
+    that returns weights and indices of experts.
     """
     for call in calls:
         stacks = [p.detach() for p in call.module.parameters(recurse=False) if p.ndim == 3]
         if len(stacks) == 2 and call.input is not None and equal(call.output, written.output):
-            route = _router(calls, call.input)
-            mixture = None if route is None else _fitting(call, written, route, known)
+            route = _find_router(calls, call.input)
+            mixture = None if route is None else _fit_experts(call, written, route, known)
             return None if mixture is None or written.output is None else (mixture, call.input, written.output)
     return None
 
 
-def _router(calls: list[Seen], x: Tensor) -> Route | None:
-    """The module that gives weights and numbers of experts at x."""
+def _find_router(calls: list[ModuleCall], x: Tensor) -> Route | None:
+    """The router that returns weights and indices of experts at x; None if there is none."""
     for call in calls:
-        if len(call.outputs) == 2 and len(call.inputs) == 1 and equal(call.input, x):
-            found = _routed(call.module, x)
-            if found is not None:
-                return lambda y, module=call.module: _at_own_precision(module, y)  # type: ignore[misc]
+        looks_like_router = len(call.outputs) == 2 and len(call.inputs) == 1 and equal(call.input, x)
+        if looks_like_router and _call_router(call.module, x) is not None:
+            return lambda y, module=call.module: _route_in_own_dtype(module, y)  # type: ignore[misc]
     return None
 
 
-def _at_own_precision(module: nn.Module, y: Tensor) -> tuple[Tensor, Tensor]:
-    own = next(module.parameters())
-    found = _routed(module, y.to(own.dtype))
-    assert found is not None
-    return found
+def _route_in_own_dtype(module: nn.Module, y: Tensor) -> tuple[Tensor, Tensor]:
+    parameter = next(module.parameters())
+    routed = _call_router(module, y.to(parameter.dtype))
+    assert routed is not None
+    return routed
 
 
-def _routed(module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor] | None:
+def _call_router(module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Weights and indices among the outputs of a module at x; None if it does not return both."""
     with torch.no_grad():
         out = module(x)
-    whole = [each for each in out if isinstance(each, torch.Tensor) and not each.is_floating_point()]
-    if not whole:
+    indices = [value for value in out if isinstance(value, torch.Tensor) and not value.is_floating_point()]
+    if not indices:
         return None
-    shares = [each for each in out if each.is_floating_point() and each.shape == whole[0].shape]
-    return (shares[0], whole[0]) if shares else None
+    weights = [value for value in out if value.is_floating_point() and value.shape == indices[0].shape]
+    return (weights[0], indices[0]) if weights else None
 
 
-def _fitting(call: Seen, written: Seen, route: Route, known: list[Activation]) -> MixtureOfExperts | None:
-    """The reading of the stacked matrices under which one token's mixture is what the module wrote for it."""
+def _fit_experts(
+    call: ModuleCall, written: ModuleCall, route: Route, known: list[Activation]
+) -> MixtureOfExperts | None:
+    """The layout of the stacked matrices for which the mixture reproduces the module's output on one token."""
     assert call.input is not None
     assert written.output is not None
     d = call.input.shape[-1]
-    x, wanted = call.input.reshape(-1, d)[:1], written.output.reshape(-1, d)[:1].double()
-    for experts in _readings(call.module, known):
-        found = MixtureOfExperts(experts, route).ambient(x.double())
-        if float((found - wanted).norm()) <= 1e-5 * float(wanted.norm()):
+    x, expected = call.input.reshape(-1, d)[:1], written.output.reshape(-1, d)[:1].double()
+    for experts in _expert_layouts(call.module, known):
+        output = MixtureOfExperts(experts, route).ambient(x.double())
+        if float((output - expected).norm()) <= 1e-5 * float(expected.norm()):
             return MixtureOfExperts(experts, route)
     return None
 
 
-def _readings(module: nn.Module, known: list[Activation]) -> Iterator[tuple[Force, ...]]:
-    """Every way to read two stacks of matrices as gated experts: which axis is the state's, whether gate and up stand
-    side by side or take turns, with or without bounds.
+def _expert_layouts(module: nn.Module, known: list[Activation]) -> Iterator[tuple[Force, ...]]:
+    """All interpretations of two stacks of matrices as gated experts: which axis belongs to the state, whether the rows
+    of gate and up are consecutive or interleaved, with or without clamping.
     """
     stacks = [p.detach() for p in module.parameters(recurse=False) if p.ndim == 3]
     biases = [p.detach() for p in module.parameters(recurse=False) if p.ndim == 2]
     first, last = sorted(stacks, key=lambda p: -p.numel())
     limit = getattr(module, "limit", None)
-    for transposed, turns, clamped in product((False, True), repeat=3):
+    for transposed, interleaved, clamped in product((False, True), repeat=3):
         w_in, w_out = (p.mT if transposed else p for p in (first, last))  # (expert, 2 hidden, d), (expert, d, hidden)
         if w_in.shape[1] != 2 * w_out.shape[2] or w_in.shape[2] != w_out.shape[1] or (clamped and limit is None):
             continue
         b_in = next((b for b in biases if b.shape[1] == w_in.shape[1]), None)
         b_out = next((b for b in biases if b.shape[1] == w_out.shape[1] and b is not b_in), None)
         half = w_out.shape[2]
-        gate, up = (slice(0, None, 2), slice(1, None, 2)) if turns else (slice(half), slice(half, None))
+        gate, up = (slice(0, None, 2), slice(1, None, 2)) if interleaved else (slice(half), slice(half, None))
         bounds = {"limit": float(limit)} if clamped and limit is not None else {}
         for activation in [QuickGELU()] if clamped else known:
             kind: Any = ClampedGatedMLP if clamped else GatedMLP

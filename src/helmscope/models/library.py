@@ -1,4 +1,4 @@
-"""The library transformers: an extra that may be missing, and talks a lot while it loads."""
+"""Access to the transformers library, an optional dependency, and a way to silence its output."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from helmscope.types import MissingExtra
 
 
 def transformers_library() -> Any:
-    """The package, or the sentence that says how to install it."""
+    """The transformers package; raises ``MissingExtra`` if it is not installed."""
     try:
         import transformers
     except ImportError as error:
@@ -20,7 +20,10 @@ def transformers_library() -> Any:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Inside, transformers draws no progress bar and reports nothing of a load: it is judged here. Then as before."""
+    """Context manager: within it, transformers shows no progress bars and logs errors only.
+
+    What it would report about a load is checked and raised here instead.
+    """
     logging = transformers_library().utils.logging
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     try:

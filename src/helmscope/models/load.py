@@ -1,4 +1,4 @@
-"""A model from the Hub, from a folder or from memory: safetensors only, never remote code."""
+"""Loading of models from the Hub, a folder or memory: only safetensors, never remote code."""
 
 from __future__ import annotations
 
@@ -28,13 +28,15 @@ if TYPE_CHECKING:
     from helmscope.models.checkpoint import Files
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-WANTED = ("*.safetensors", "*.json", "*.txt", "*.model")  # of a repository: no pickles, no code
+WANTED = ("*.safetensors", "*.json", "*.txt", "*.model")  # files downloaded from a repository: no pickles, no code
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a model came from: its name, revision (the Hub's commit), a SHA-256 for each file of weights, and how its
-    attention is computed when nobody records. ``note`` says what the files lack of the model that config.json names.
+    """The origin of a model: its name, revision (a commit on the Hub), SHA-256 of each weight file, dtype and device.
+
+    ``attention`` is the implementation used outside of recordings. ``note`` names what is missing in the files of the
+    model that config.json describes; None if nothing is.
 
     >>> Origin("gpt2", "gpt2", None, {}, "sdpa", "float32", "cpu", "5.22.2").attention
     'sdpa'
@@ -53,8 +55,9 @@ class Origin:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Loaded:
-    """A model in eval mode, its tokenizer where there is one, and its origin; ``why`` a tokenizer that lies beside the
-    model could not be read.
+    """A model in eval mode, with its tokenizer (None if there is none) and its origin.
+
+    ``why`` is the reason why the tokenizer in the model's folder could not be read; None if it could, or there is none.
 
     >>> Loaded.__match_args__
     ('model', 'tokenizer', 'origin', 'why')
@@ -66,9 +69,9 @@ class Loaded:
     why: str | None = None
 
     def __repr__(self) -> str:
-        words = "no tokenizer" if self.tokenizer is None else type(self.tokenizer).__name__
+        tokenizer = "no tokenizer" if self.tokenizer is None else type(self.tokenizer).__name__
         origin = self.origin
-        return f"<Loaded {origin.name}: {type(self.model).__name__}, {words}, {origin.dtype} on {origin.device}>"
+        return f"<Loaded {origin.name}: {type(self.model).__name__}, {tokenizer}, {origin.dtype} on {origin.device}>"
 
 
 def load(
@@ -83,17 +86,18 @@ def load(
     loops: int | None = None,
     offline: bool = False,
 ) -> Loaded:
-    """A model in the box ("A", "B", "tied"), by its Hub id or folder, or one that is in memory already.
+    """Load a model from the box ("A", "B", "tied"), from the Hub, from a folder, or take one that is in memory.
 
-    Only safetensors are read, and no code of the repository is ever run. ``offline`` looks at local files alone.
-    ``dtype``, ``device``, ``device_map`` and ``attention`` ("eager", "sdpa") are those of transformers; where no dtype
-    is given it is float32 on a CPU, whose half precision is slow and coarse, else that of the files. ``loops`` calls
-    the one block of a tied model so many times. A folder that is named as a model in the box is meant by "./A". A model
-    in memory is put into eval mode, else nothing of it is changed. Where the files lack nothing but the head that
-    config.json names, the model without its head is loaded, and ``origin.note`` says so. Refused in one sentence: a
-    folder without weights, with pickled weights only, with a damaged file, with quantized weights, with NaN or infinity
-    in a tensor, with a config.json that asks for far more than the files hold, of a family that transformers does not
-    know.
+    Only safetensors are read, and no code from the repository is ever run. ``offline`` uses only local files.
+    ``dtype``, ``device``, ``device_map`` and ``attention`` ("eager", "sdpa") are those of transformers; the default
+    dtype is float32 on a CPU, where half precision is slow and coarse, else that of the files. ``loops`` is the number
+    of times that the block of a tied model is called. "./A" is a folder that has the name of a model in the box. A
+    model in memory is put into eval mode and otherwise not changed. If only the head that config.json names is missing
+    from the files, the model is loaded without it, and ``origin.note`` says so.
+
+    Raises ``HelmscopeError`` for a folder without weights, with only pickled weights, a damaged file, quantized
+    weights, NaN or infinity in a tensor, a config.json that requests far more than the files hold, or an unknown
+    family.
 
     >>> load("no/such-model", offline=True)
     Traceback (most recent call last):
@@ -104,7 +108,7 @@ def load(
     if isinstance(source, torch.nn.Module):
         if not isinstance(source, transformers.PreTrainedModel):
             raise HelmscopeError(f"model is a {type(source).__name__}, but it must be a transformers PreTrainedModel")
-        given = {
+        options = {
             "revision": revision,
             "dtype": dtype,
             "device": device,
@@ -112,22 +116,20 @@ def load(
             "attention": attention,
             "loops": loops,
         }
-        for name, value in given.items():
+        for name, value in options.items():
             if value is not None:
-                raise HelmscopeError(
-                    f"{name} is {value!r}, but the model is in memory already, where nothing is changed"
-                )
-        _check_numbers(source)
+                raise HelmscopeError(f"{name} is {value!r}, but the model is in memory already and is not changed")
+        _check_weights(source)
         return Loaded(source.eval(), tokenizer, origin_of(source, type(source).__name__))
     if not isinstance(source, str | Path):
         raise HelmscopeError(
-            f"model is a {type(source).__name__}, but it must be a name, a folder or a model; of several take load_all"
+            f"model is a {type(source).__name__}, but it must be a name, a folder or a model; use load_all for several"
         )
     local = local_folder(source)
     if revision is not None and local is not None:
         raise HelmscopeError(
             f"revision is {revision!r}, but '{source}' is a folder or in the box, and only a model on the Hub has "
-            "revisions: give the folder of that checkpoint, and no revision"
+            "revisions: pass the folder of that checkpoint instead"
         )
     folder = _from_hub(str(source), revision, offline) if local is None else local
     files = check_folder(folder)
@@ -139,17 +141,17 @@ def load(
             model = model.to(device)
         except (RuntimeError, AssertionError) as error:
             raise HelmscopeError(f"device is '{device}', but torch cannot use it here: {one_line(error)}") from error
-    _check_numbers(model)
+    _check_weights(model)
     if loops is not None:
-        _loop(model, loops)
+        _set_loops(model, loops)
     commit = folder.name if local is None else None
-    words, why = (tokenizer, None) if tokenizer is not None else read_tokenizer(folder)
+    tokenizer, why = (tokenizer, None) if tokenizer is not None else read_tokenizer(folder)
     origin = replace(origin_of(model, str(source), commit, files.hashes), note=note)
-    return Loaded(model.eval(), words, origin, why)
+    return Loaded(model.eval(), tokenizer, origin, why)
 
 
-def _loop(model: Any, loops: int) -> None:
-    """Have a tied block called another number of times."""
+def _set_loops(model: Any, loops: int) -> None:
+    """Set the number of times that the block of a tied model is called."""
     config = model.config
     whole_number("loops", loops, at_least=1)
     if getattr(config, "num_hidden_groups", None) != 1:
@@ -158,12 +160,12 @@ def _loop(model: Any, loops: int) -> None:
 
 
 def ensure_loaded(model: Any, *, tokenizer: Any = None, **options: Any) -> Loaded:
-    """``load``, but for a model that is ``Loaded`` already."""
+    """``load(model)``; a model that is already ``Loaded`` is returned unchanged."""
     _check_options(options)
     if not isinstance(model, Loaded):
         return load(model, tokenizer=tokenizer, **options)
     if options:
-        raise HelmscopeError(f"{sorted(options)[0]} is given, but the model is loaded already: pass it to load")
+        raise HelmscopeError(f"{sorted(options)[0]} is given, but the model is already loaded: pass it to load")
     return model
 
 
@@ -173,39 +175,42 @@ def _check_options(options: Mapping[str, Any]) -> None:
 
 
 def load_all(sources: Sequence[Any], *, revisions: Sequence[str | None] = (None,), **options: Any) -> Iterator[Loaded]:
-    """Models one after another, such as the checkpoints of a training: every source at every revision.
+    """Load several models one after another, such as training checkpoints: every source at every revision.
+
+    Returns an iterator, so that only one model need be in memory. ``options`` are those of ``load``, whose errors are
+    raised when the iterator reaches the model.
 
     >>> [loaded.origin.name for loaded in load_all([])]
     []
     """
     for name, several in (("sources", sources), ("revisions", revisions)):
         if isinstance(several, str | Path) or not isinstance(several, Iterable):
-            raise HelmscopeError(f"{name} is {several!r:.80}, but it must be a list of them, even for one alone")
+            raise HelmscopeError(f"{name} is {several!r:.80}, but it must be a list, even of one element")
     _check_options(options)
     return (load(source, revision=revision, **options) for source in sources for revision in revisions)
 
 
 def _from_hub(name: str, revision: str | None, offline: bool) -> Path:
-    """The files of a model on the Hub in the local cache, in a folder that is named by the commit."""
+    """Download a model from the Hub to the local cache; returns its folder, whose name is the commit."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
 
     try:
-        found = snapshot_download(name, revision=revision, local_files_only=offline, allow_patterns=list(WANTED))
+        folder = snapshot_download(name, revision=revision, local_files_only=offline, allow_patterns=list(WANTED))
     except (OSError, ValueError, HFValidationError) as error:
         absent = offline and not isinstance(error, HFValidationError)
-        why = "'s local cache alone: leave out offline to ask the Hub itself" if absent else f": {one_line(error)}"
+        why = "'s local cache: leave out offline to download it" if absent else f": {one_line(error)}"
         raise HelmscopeError(
-            f"model is '{name}', but it is neither a folder nor in the box ({', '.join(MODELS)}), and could not be had "
-            f"from the Hub{why}"
+            f"model is '{name}', but it is neither a folder nor in the box ({', '.join(MODELS)}), and could not be "
+            f"loaded from the Hub{why}"
         ) from error
-    return Path(str(found))
+    return Path(str(folder))
 
 
 def _from_folder(
     folder: Path, files: Files, dtype: torch.dtype | str, places: dict[str, Any]
 ) -> tuple[Any, str | None]:
-    """The model, and what its files lack where it can do without."""
+    """Load the model of a folder; returns it with a note on a missing head, None if nothing is missing."""
     transformers = transformers_library()
     options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     places = {name: value for name, value in places.items() if value is not None}
@@ -216,17 +221,17 @@ def _from_folder(
             kind, quantized = _class_of(config), is_quantized(config)
             check_blueprint(kind, config, folder, files, quantized=quantized)
             options |= {"config": config, "dtype": dtype, "use_safetensors": True}
-            options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # which are named below
+            options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # reported below
             model, info = kind.from_pretrained(folder, **options, **places)
     except HelmscopeError:
         raise
-    except Exception as error:  # whatever a damaged configuration makes transformers stumble over
+    except Exception as error:  # a damaged configuration can raise anything
         raise HelmscopeError(f"model is in '{folder}', but it could not be loaded: {one_line(error)}") from error
     check_dtypes(model, info["unexpected_keys"], folder, files, quantized=quantized)
     wrong = sorted(str(key[0] if isinstance(key, tuple) else key) for key in info.get("mismatched_keys") or ())
     if wrong:
         raise HelmscopeError(
-            f"model is in '{folder}', but the tensor '{wrong[0]}' has another shape than config.json asks"
+            f"model is in '{folder}', but the tensor '{wrong[0]}' has a different shape than config.json requests"
         )
     _check_depth(model, info["unexpected_keys"], folder)
     missing = sorted(set(info["missing_keys"]) - set(model.all_tied_weights_keys or ()))
@@ -234,38 +239,39 @@ def _from_folder(
 
 
 def _without_head(model: Any, missing: list[str], folder: Path) -> tuple[Any, str]:
-    """The part of a model that its files hold, and a sentence on the rest, where nothing but a head is missing: what
-    lies behind the trunk, or the trunk's own pooler. No block reads either.
+    """The model without its head or pooler, whose weights are missing, and a note on it.
+
+    No block reads the head or the pooler. Raises ``HelmscopeError`` if any other weight is missing.
     """
     trunk, whole = model.base_model, type(model).__name__
     prefix = f"{model.base_model_prefix}." if trunk is not model else ""
-    behind = [name for name in missing if prefix and not name.startswith(prefix)]
+    head = [name for name in missing if prefix and not name.startswith(prefix)]
     pooler = [name for name in missing if name.startswith(f"{prefix}pooler.")]
     pooler = pooler if "add_pooling_layer" in inspect.signature(type(trunk)).parameters else []
-    needed = sorted(set(missing) - {*behind, *pooler})
+    needed = sorted(set(missing) - {*head, *pooler})
     if needed:
-        raise HelmscopeError(f"model is in '{folder}', but its files lack the tensor {_first_of(needed)}")
+        raise HelmscopeError(f"model is in '{folder}', but its files lack the tensor {_name_first(needed)}")
     if pooler:
-        trunk.pooler = None  # as add_pooling_layer=False leaves it
-    says = f"config.json names a {whole}, but the files lack its head, {_first_of(missing)}: "
-    if not behind:
-        return model, f"{says}it is read without"
-    return trunk, f"{says}its {type(trunk).__name__} alone is read"
+        trunk.pooler = None  # as with add_pooling_layer=False
+    note = f"config.json names a {whole}, but the files lack its head, {_name_first(missing)}: "
+    if not head:
+        return model, f"{note}it is loaded without"
+    return trunk, f"{note}only its {type(trunk).__name__} is loaded"
 
 
-def _first_of(names: list[str]) -> str:
+def _name_first(names: list[str]) -> str:
     return f"'{names[0]}'" + (f" and {len(names) - 1} more" if len(names) > 1 else "")
 
 
 def _check_depth(model: Any, unexpected: Iterable[str], folder: Path) -> None:
-    """Refuse files that hold more layers than the model has; other tensors that nobody asked for are let be."""
+    """Raise ``HelmscopeError`` if the files hold more layers than the model; other unused tensors are ignored."""
     lengths = {path: len(part) for path, part in model.named_modules() if isinstance(part, torch.nn.ModuleList)}
-    trunk = f"{model.base_model_prefix}."  # which the files of a trunk leave out, and those of a whole model have
+    trunk = f"{model.base_model_prefix}."  # a prefix that only the files of a full model have
     for name in sorted(unexpected):
-        for found in re.finditer(r"\.(\d+)\.", name):
-            stem = name[: found.start()]
+        for match in re.finditer(r"\.(\d+)\.", name):
+            stem = name[: match.start()]
             for path in (stem, trunk + stem, stem.removeprefix(trunk)):
-                if int(found.group(1)) >= lengths.get(path, math.inf):
+                if int(match.group(1)) >= lengths.get(path, math.inf):
                     raise HelmscopeError(
                         f"model is in '{folder}', whose files hold the tensor '{name}', but by config.json '{path}' "
                         f"has {counted(lengths[path], 'layer')}"
@@ -273,23 +279,24 @@ def _check_depth(model: Any, unexpected: Iterable[str], folder: Path) -> None:
 
 
 def _class_of(config: Any) -> Any:
-    """The class that the checkpoint was saved from where transformers has it, else a language model, else the trunk."""
+    """The class that saved the checkpoint if transformers has it, else a language model, else one without a head."""
     transformers = transformers_library()
     for name in config.architectures or ():
         named = getattr(transformers, name, None)
         if isinstance(named, type) and issubclass(named, transformers.PreTrainedModel):
             return named
     autos = [transformers.AutoModelForCausalLM, transformers.AutoModelForMaskedLM, transformers.AutoModel]
-    if getattr(config, "is_encoder_decoder", False):  # else transformers would take the decoder for a model
+    if getattr(config, "is_encoder_decoder", False):  # else transformers would load only the decoder
         autos.insert(0, transformers.AutoModelForSeq2SeqLM)
     for auto in autos:
         if type(config) in auto._model_mapping:
-            found = auto._model_mapping[type(config)]
-            return found[0] if isinstance(found, tuple | list) else found
+            kind = auto._model_mapping[type(config)]
+            return kind[0] if isinstance(kind, tuple | list) else kind
     raise HelmscopeError(f"model is of the family '{config.model_type}', but transformers has no model class for it")
 
 
-def _check_numbers(model: Any) -> None:
+def _check_weights(model: Any) -> None:
+    """Raise ``HelmscopeError`` if a weight is quantized or not finite, or if the epsilon of a norm is invalid."""
     for name, value in model.named_parameters():
         if value.dtype not in DTYPES:
             kind = str(value.dtype).removeprefix("torch.")
@@ -298,7 +305,7 @@ def _check_numbers(model: Any) -> None:
                 "load a copy that is not quantized"
             )
         if not value.is_meta and not bool(torch.isfinite(value.detach()).all()):
-            raise HelmscopeError(f"model has NaN or infinite numbers in the tensor '{name}', but all must be finite")
+            raise HelmscopeError(f"model has NaN or infinity in the tensor '{name}', but all weights must be finite")
     for name, module in model.named_modules():
         eps = epsilon_of(module)
         if eps is not None and not 0 <= eps < math.inf:
@@ -308,7 +315,7 @@ def _check_numbers(model: Any) -> None:
 def origin_of(
     model: Any, name: str, revision: str | None = None, hashes: Mapping[str, str] = MappingProxyType({})
 ) -> Origin:
-    """What a manifest says of a model."""
+    """The ``Origin`` of a loaded model."""
     weight = next(model.parameters())
     return Origin(
         name=name,

@@ -1,12 +1,12 @@
-"""The MLP of a layer as a ``fields`` object, read off what its modules showed, with the norm before it folded in.
+"""The MLP of a layer as an object of ``fields``, identified from the probe, with the norm before it folded in.
 
-With R what the MLP reads, and h what its last matrix reads,
+With R the input of the MLP and h the input of its last matrix,
 
     ungated   h = s(W R + c)                    gated   h = s(G R + c) * (U R + e)
 
-where the matrices are separate modules or two parts of one. Which activation, which part is the gate: what holds on the
-tensors that were seen decides. Gain, bias and the factor sqrt(d) of the norm N are folded in, so that the field acts on
-x = core(z) / sqrt(d), which is the unit vector of z but for the norm's epsilon.
+where the matrices are separate modules or two parts of one. The activation and the gate are those for which the
+equation holds on the recorded tensors. Gain, bias and the factor sqrt(d) of the norm N are folded in, so that the field
+acts on x = core(z) / sqrt(d), which is the unit vector of z up to the norm's epsilon.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from helmscope.fields.mlp import Force
-    from helmscope.models.probe import LayerProbe, Seen
+    from helmscope.models.probe import LayerProbe, ModuleCall
     from helmscope.models.topology import Wiring
 
 Affine = tuple["Tensor", "Tensor | None"]
@@ -36,7 +36,7 @@ Affine = tuple["Tensor", "Tensor | None"]
 
 @dataclass(frozen=True, eq=False)
 class ReadMLP:
-    """The force of an MLP before its norm is folded in, what it read, and what its last matrix gave."""
+    """The force of an MLP before its norm is folded in, its input, and the output of its last matrix."""
 
     force: Force | MixtureOfExperts
     read: Float[Tensor, "batch n d"]
@@ -44,45 +44,45 @@ class ReadMLP:
 
 
 def read_mlp(layer: LayerProbe, wiring: Wiring) -> ReadMLP | None:
-    """The MLP that ``wiring.mlp`` writes, or None where it is of no kind that is known here."""
+    """The MLP whose write is the output of ``wiring.mlp``; None if it is of an unknown kind."""
     calls = [call for call in layer.calls if call.path]
     written = _before_norm(calls, wiring)
     known = _known_activations(calls)
-    found = read_experts(calls, written, known)
+    experts = read_experts(calls, written, known)
     shape = layer.pre.shape
-    if found is not None:
-        mixture, read, out = found
+    if experts is not None:
+        mixture, read, out = experts
         return ReadMLP(mixture, read.reshape(shape), out.reshape(shape))
     last = _last_matrix(calls, written, layer.pre)
     if last is None or last.input is None or last.output is None:
         return None
-    attending = [each[0].module for each in (layer.attention, layer.cross) if each is not None]
-    own = {id(module) for each in attending for module in each.modules()}
-    firsts = _first_matrices([call for call in calls if id(call.module) not in own], last, layer.pre.shape[-1])
+    attention = [pair[0].module for pair in (layer.attention, layer.cross) if pair is not None]
+    in_attention = {id(part) for module in attention for part in module.modules()}
+    firsts = _first_matrices([call for call in calls if id(call.module) not in in_attention], last, layer.pre.shape[-1])
     if not firsts or firsts[0].input is None:
         return None
-    force = _force(firsts, last, known)
+    force = _fit_force(firsts, last, known)
     if force is None:
         return None
     return ReadMLP(force, firsts[0].input.reshape(shape), last.output.reshape(shape))
 
 
-def _before_norm(calls: list[Seen], wiring: Wiring) -> Seen:
-    """The module whose output is the MLP's, before a norm behind it."""
+def _before_norm(calls: list[ModuleCall], wiring: Wiring) -> ModuleCall:
+    """The call whose output is that of the MLP, before the norm that follows it in a sandwich block."""
     write = next(call for call in calls if call.path == wiring.mlp)
     if not wiring.sandwich:
         return write
     return next(call for call in calls if call is not write and equal(call.output, write.input))
 
 
-def _last_matrix(calls: list[Seen], written: Seen, pre: Tensor) -> Seen | None:
-    """The matrix whose output is the write."""
-    found = [call for call in calls if matrix_of(call.module) is not None and equal(call.output, written.output)]
-    return found[-1] if found else None
+def _last_matrix(calls: list[ModuleCall], written: ModuleCall, pre: Tensor) -> ModuleCall | None:
+    """The call of the matrix whose output is the write; None if there is none."""
+    matrices = [call for call in calls if matrix_of(call.module) is not None and equal(call.output, written.output)]
+    return matrices[-1] if matrices else None
 
 
-def _first_matrices(calls: list[Seen], last: Seen, dim: int) -> list[Seen]:
-    """The matrices from R^d that were called just before the last one, and read the same state."""
+def _first_matrices(calls: list[ModuleCall], last: ModuleCall, dim: int) -> list[ModuleCall]:
+    """The calls of the matrices on R^d that come before the last one and read the same state."""
     assert last.input is not None
     width = last.input.shape[-1]
     before = [call for call in calls[: calls.index(last)] if matrix_of(call.module) is not None]
@@ -92,8 +92,8 @@ def _first_matrices(calls: list[Seen], last: Seen, dim: int) -> list[Seen]:
     return same[-2:]
 
 
-def _force(firsts: list[Seen], last: Seen, known: list[Activation]) -> Force | None:
-    """The field whose neurons are what the last matrix read."""
+def _fit_force(firsts: list[ModuleCall], last: ModuleCall, known: list[Activation]) -> Force | None:
+    """The field whose hidden activations equal the input of the last matrix; None if there is none."""
     w_out, b_out = affine_of(last.module)
     assert last.input is not None
     assert firsts[0].input is not None
@@ -123,25 +123,26 @@ def _force(firsts: list[Seen], last: Seen, known: list[Activation]) -> Force | N
     wide = x.double()
     errors = [float((force.neurons(wide) - neurons.double()).norm()) for force in forces]
     best = min(range(len(forces)), key=errors.__getitem__)
-    return forces[best] if errors[best] <= _rounding(x) * float(neurons.double().norm()) else None
+    return forces[best] if errors[best] <= _fit_tolerance(x) * float(neurons.double().norm()) else None
 
 
-def _rounding(x: Tensor) -> float:
+def _fit_tolerance(x: Tensor) -> float:
     return 1e-5 if x.dtype in (torch.float32, torch.float64) else 3e-2
 
 
-def _known_activations(calls: list[Seen]) -> list[Activation]:
-    """Our activations that some module without parameters shows on a grid; all of them where none does."""
-    ours = all_activations()
+def _known_activations(calls: list[ModuleCall]) -> list[Activation]:
+    """The activations of ``fields`` that equal some module without parameters on a grid; all of them if none does."""
+    candidates = all_activations()
     grid = torch.linspace(-6, 6, 241, device="cpu")
-    found = []
+    matching = []
     for module in {id(call.module): call.module for call in calls}.values():
         if next(module.parameters(), None) is None and not list(module.children()):
-            found += [ours[k] for k in _shown_on(module, grid, ours)]
-    return found or ours
+            matching += _equal_on_grid(module, grid, candidates)
+    return matching or candidates
 
 
-def _shown_on(module: nn.Module, grid: Tensor, ours: list[Activation]) -> list[int]:
+def _equal_on_grid(module: nn.Module, grid: Tensor, candidates: list[Activation]) -> list[Activation]:
+    """The candidates that equal a module on the grid."""
     try:
         with torch.no_grad():
             image = module(grid)
@@ -149,17 +150,17 @@ def _shown_on(module: nn.Module, grid: Tensor, ours: list[Activation]) -> list[i
         return []
     if not isinstance(image, torch.Tensor) or image.shape != grid.shape or torch.equal(image, grid):
         return []
-    return [k for k, each in enumerate(ours) if float((each(grid) - image).abs().max()) <= 1e-5]
+    return [candidate for candidate in candidates if float((candidate(grid) - image).abs().max()) <= 1e-5]
 
 
 def all_activations() -> list[Activation]:
-    """One of every activation of ``fields``."""
+    """One instance of every activation of ``fields``."""
     kinds = [kind for kind in vars(activations).values() if isinstance(kind, type) and issubclass(kind, Activation)]
     return [kind() for kind in kinds if not inspect.isabstract(kind) and not kind.__name__.startswith("_")]
 
 
 def matrix_of(module: nn.Module) -> Float[Tensor, "out in"] | None:
-    """The matrix of a linear module, rows of outputs, or None where the module is none."""
+    """The matrix (out, in) of a linear module; None if the module is not linear."""
     weight = getattr(module, "weight", None)
     if not isinstance(weight, torch.Tensor) or weight.ndim != 2 or isinstance(module, torch.nn.Embedding):
         return None
@@ -167,7 +168,7 @@ def matrix_of(module: nn.Module) -> Float[Tensor, "out in"] | None:
 
 
 def affine_of(module: nn.Module) -> Affine:
-    """Matrix and bias of a linear module, apart from autograd."""
+    """Matrix and bias of a linear module, detached from autograd."""
     weight, bias = matrix_of(module), getattr(module, "bias", None)
     assert weight is not None
     return weight.float() if weight.dtype not in _EXACT else weight, None if bias is None else bias.detach()

@@ -1,4 +1,4 @@
-"""A norm module of a real model as a ``fields.Norm``, read off its values: no class name is asked."""
+"""A norm module of a real model as a ``fields.Norm``, identified by its values and not by its class name."""
 
 from __future__ import annotations
 
@@ -18,52 +18,53 @@ EPSILONS = ("eps", "variance_epsilon", "epsilon", "layer_norm_epsilon")
 
 
 def read_norm(module: nn.Module, like: Tensor) -> Norm | None:
-    """Gain, bias and eps of a norm over vectors like the rows of ``like``; None where the module is no such norm.
+    """The norm that a module computes on vectors like the rows of ``like``, (..., d); None if the module is not a norm.
 
-    A vector s of signs whose mean is 0 is normalized to itself over sqrt(1 + eps), and so the images of s and -s show
-    bias and gain; an s of odd length has one 0, which a second one covers. Many norms compute in float32 whatever the
-    model's dtype is: where a parameter of the module, or 1 plus it, is what the images show, the parameter itself is
-    taken, which has all its digits. That the module and what was read agree on random vectors decides.
+    A vector s of signs with mean 0 is normalized to s / sqrt(1 + eps), so the images of s and -s determine bias and
+    gain; an s of odd length has one entry 0, for which a second, shifted s is used. Many norms compute in float32
+    whatever the model's dtype: if a parameter of the module, or 1 plus it, agrees with the estimate, the parameter is
+    used, which has full precision. The result is accepted if it agrees with the module on random vectors.
 
     >>> norm = read_norm(torch.nn.LayerNorm(4, eps=1e-5), torch.ones(1, 4))
     >>> type(norm).__name__, norm.eps, norm.gain
     ('LayerNorm', 1e-05, tensor([1., 1., 1., 1.]))
     """
     wide = like.dtype if like.dtype in (torch.float32, torch.float64) else torch.float32
-    size = 1e-4 if wide == like.dtype else 3e-2
+    tolerance = 1e-4 if wide == like.dtype else 3e-2
     generator = torch.Generator("cpu").manual_seed(0)
-    drawn = torch.randn(16, like.shape[-1], generator=generator, dtype=torch.float64, device="cpu").to(like)
+    points = torch.randn(16, like.shape[-1], generator=generator, dtype=torch.float64, device="cpu").to(like)
     with torch.no_grad():
         try:
-            image, shifted = module(drawn), module(drawn + 1)
+            image, shifted = module(points), module(points + 1)
         except (RuntimeError, TypeError):
             return None
-        if not isinstance(image, torch.Tensor) or image.shape != drawn.shape:
+        if not isinstance(image, torch.Tensor) or image.shape != points.shape:
             return None
         eps = epsilon_of(module)
-        eps = _epsilon(module, drawn) if eps is None else eps
-        gain, bias = _shown(module, drawn, eps)
+        eps = _estimate_epsilon(module, points) if eps is None else eps
+        gain, bias = _estimate_gain_and_bias(module, points, eps)
     if not bool(torch.isfinite(gain).all() and torch.isfinite(bias).all()):
         return None
-    gain, bias = (_exact(module, seen.to(wide), shifts, size) for seen, shifts in ((gain, (0, 1)), (bias, (0,))))
-    centered = bool((image - shifted).norm() <= size * image.norm())
+    gain = _nearest_parameter(module, gain.to(wide), (0, 1), tolerance)
+    bias = _nearest_parameter(module, bias.to(wide), (0,), tolerance)
+    centered = bool((image - shifted).norm() <= tolerance * image.norm())
     norm = LayerNorm(gain=gain, bias=bias, eps=eps) if centered else RMSNorm(gain=gain, eps=eps)
-    agrees = bool((norm(drawn.to(wide)) - image.to(wide)).norm() <= size * image.norm())
+    agrees = bool((norm(points.to(wide)) - image.to(wide)).norm() <= tolerance * image.norm())
     return norm if agrees else None
 
 
 def epsilon_of(module: nn.Module) -> float | None:
-    """The eps that a norm names; None where it names none.
+    """The epsilon attribute of a norm module; None if it has none.
 
     >>> epsilon_of(torch.nn.LayerNorm(4, eps=1e-5)), epsilon_of(torch.nn.Linear(1, 1))
     (1e-05, None)
     """
-    told = (getattr(module, name, None) for name in EPSILONS)
-    return next((float(value) for value in told if isinstance(value, int | float)), None)
+    values = (getattr(module, name, None) for name in EPSILONS)
+    return next((float(value) for value in values if isinstance(value, int | float)), None)
 
 
 def _signs(like: Tensor) -> Float[Tensor, " d"]:
-    """+1 and -1 in turns, with a 0 at the end of an odd length."""
+    """Alternating +1 and -1, with a final 0 if the length is odd."""
     signs = like.new_ones(like.shape[-1])
     signs[1::2] = -1
     if len(signs) % 2:
@@ -71,39 +72,44 @@ def _signs(like: Tensor) -> Float[Tensor, " d"]:
     return signs
 
 
-def _epsilon(module: nn.Module, like: Tensor) -> float:
-    """The eps of a norm that does not say it, from how much shorter the image of a vector of signs gets when the vector
-    is short: (1 + eps) / (1 + eps / s^2) of it is left, squared.
+def _estimate_epsilon(module: nn.Module, like: Tensor) -> float:
+    """Estimate the epsilon of a norm without such an attribute, from the images of a vector of signs and of s times it.
+
+    The squared length of the second image is (1 + eps) / (1 + eps / s^2) times that of the first.
     """
     signs, short = _signs(like), 1e-2
-    whole, small = (float(_halves(module, s * signs)[0].double().norm()) for s in (1.0, short))
+    whole, small = (float(_odd_and_even(module, s * signs)[0].double().norm()) for s in (1.0, short))
     ratio = (whole / small) ** 2 if small > 0 else 1.0  # (1 + eps / s^2) / (1 + eps)
-    found = (ratio - 1) / (short**-2 - ratio)
-    return found if found > 1e-9 else 0.0
+    epsilon = (ratio - 1) / (short**-2 - ratio)
+    return epsilon if epsilon > 1e-9 else 0.0
 
 
-def _halves(module: nn.Module, x: Float[Tensor, " d"]) -> tuple[Float[Tensor, " d"], Float[Tensor, " d"]]:
-    """The parts of a module's image of x that change sign with x, and that do not."""
-    there, back = module(x[None])[0].detach(), module(-x[None])[0].detach()
-    return (there - back) / 2, (there + back) / 2
+def _odd_and_even(module: nn.Module, x: Float[Tensor, " d"]) -> tuple[Float[Tensor, " d"], Float[Tensor, " d"]]:
+    """The odd and the even part of a module at x."""
+    plus, minus = module(x[None])[0].detach(), module(-x[None])[0].detach()
+    return (plus - minus) / 2, (plus + minus) / 2
 
 
-def _shown(module: nn.Module, like: Tensor, eps: float) -> tuple[Float[Tensor, " d"], Float[Tensor, " d"]]:
-    """Gain and bias as the images of signs show them."""
+def _estimate_gain_and_bias(
+    module: nn.Module, like: Tensor, eps: float
+) -> tuple[Float[Tensor, " d"], Float[Tensor, " d"]]:
+    """Gain and bias from the images of vectors of signs."""
     signs = _signs(like)
-    size = (float((signs * signs).mean()) + eps) ** 0.5
+    rms = (float((signs * signs).mean()) + eps) ** 0.5
     gain = torch.zeros_like(signs)
-    for each in (signs, signs.roll(1)):
-        odd, bias = _halves(module, each)
-        gain = torch.where(each != 0, odd * each * size, gain)
+    for x in (signs, signs.roll(1)):
+        odd, bias = _odd_and_even(module, x)
+        gain = torch.where(x != 0, odd * x * rms, gain)
     return gain, bias
 
 
-def _exact(module: nn.Module, seen: Float[Tensor, " d"], shifts: tuple[int, ...], size: float) -> Float[Tensor, " d"]:
-    """The parameter of the module, plus a shift, that is nearest to what was seen; what was seen where none is near."""
-    own = [value.detach().to(seen) for value in module.parameters(recurse=False) if value.shape == seen.shape]
-    known = [shift + value for value in own for shift in shifts]
-    gaps = [float((value - seen).abs().max()) for value in known]
-    best = min(range(len(known)), key=gaps.__getitem__, default=None)
-    near = best is not None and gaps[best] <= size * float(seen.abs().max())
-    return known[best] if near and best is not None else seen
+def _nearest_parameter(
+    module: nn.Module, estimate: Float[Tensor, " d"], shifts: tuple[int, ...], tolerance: float
+) -> Float[Tensor, " d"]:
+    """The parameter of the module, plus a shift, nearest to the estimate; the estimate itself if none is near."""
+    parameters = [p.detach().to(estimate) for p in module.parameters(recurse=False) if p.shape == estimate.shape]
+    candidates = [shift + value for value in parameters for shift in shifts]
+    gaps = [float((value - estimate).abs().max()) for value in candidates]
+    best = min(range(len(candidates)), key=gaps.__getitem__, default=None)
+    is_near = best is not None and gaps[best] <= tolerance * float(estimate.abs().max())
+    return candidates[best] if is_near and best is not None else estimate

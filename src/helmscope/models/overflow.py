@@ -1,4 +1,4 @@
-"""Where a forward overflows: the first module that makes numbers of its input that float32 cannot hold."""
+"""Location of an overflow: the first module whose output is not finite though its inputs are."""
 
 from __future__ import annotations
 
@@ -17,23 +17,24 @@ if TYPE_CHECKING:
     from helmscope.models.probe import LayerProbe
 
 
-def check_finite(model: Any, inputs: Mapping[str, Tensor], seen: Sequence[LayerProbe]) -> None:
-    """Refuse a model whose states on these inputs overflow, and name the module where that begins and the largest
-    weight: no identity holds between such numbers.
+def check_finite(model: Any, inputs: Mapping[str, Tensor], probes: Sequence[LayerProbe]) -> None:
+    """Raise ``HelmscopeError`` if the states of a model overflow on these inputs: no identity could be checked.
+
+    The error names the first module that overflows and the largest weight.
     """
-    if not any(_overflows((layer.pre, layer.post)) for layer in seen):
+    if not any(_overflows((layer.pre, layer.post)) for layer in probes):
         return
-    found: list[tuple[str, nn.Module]] = []
+    overflowing: list[tuple[str, nn.Module]] = []
 
-    def noting(path: str) -> Any:
-        def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            if not found and _overflows(output) and not any(map(_lost, tensors_in((args, kwargs)))):
-                found.append((path, module))
+    def check_at(path: str) -> Any:
+        def check_output(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            if not overflowing and _overflows(output) and not any(map(_has_nan_or_inf, tensors_in((args, kwargs)))):
+                overflowing.append((path, module))
 
-        return note
+        return check_output
 
     handles = [
-        module.register_forward_hook(noting(path), with_kwargs=True) for path, module in model.named_modules() if path
+        module.register_forward_hook(check_at(path), with_kwargs=True) for path, module in model.named_modules() if path
     ]
     try:
         with plainly_eager(model):
@@ -41,7 +42,11 @@ def check_finite(model: Any, inputs: Mapping[str, Tensor], seen: Sequence[LayerP
     finally:
         for handle in handles:
             handle.remove()
-    where = f"first in '{found[0][0]}' ({type(found[0][1]).__name__})" if found else "where no module alone shows it"
+    if overflowing:
+        path, module = overflowing[0]
+        where = f"first in '{path}' ({type(module).__name__})"
+    else:
+        where = "though no single module is the first to overflow"
     sizes = {name: float(value.detach().abs().max()) for name, value in model.named_parameters() if value.numel()}
     largest = max(sizes, key=sizes.__getitem__)
     kind = str(model.dtype).removeprefix("torch.")
@@ -53,14 +58,14 @@ def check_finite(model: Any, inputs: Mapping[str, Tensor], seen: Sequence[LayerP
 
 
 def _overflows(value: Any) -> bool:
-    """Whether some vector of a call's result has no finite length."""
-    for each in tensors_in(value):
-        wide = each.float() if each.dtype.itemsize < 4 else each
+    """Whether a tensor in the result of a call has a vector, along the last axis, whose norm is not finite."""
+    for tensor in tensors_in(value):
+        wide = tensor.float() if tensor.dtype.itemsize < 4 else tensor
         if not bool(torch.isfinite(torch.linalg.vector_norm(wide, dim=-1) if wide.ndim else wide).all()):
             return True
     return False
 
 
-def _lost(value: Tensor) -> bool:
-    """Whether a tensor holds NaN or infinity; -inf is none, since masks hide tokens with it."""
+def _has_nan_or_inf(value: Tensor) -> bool:
+    """Whether a tensor has an entry NaN or +inf; -inf is allowed, since attention masks contain it."""
     return not bool((value < torch.inf).all())

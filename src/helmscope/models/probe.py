@@ -1,6 +1,7 @@
-"""One short forward in which every module of every block says what went in and what came out.
+"""The probe: one short forward pass that records inputs and outputs of every module in every block.
 
-``topology`` and ``reading`` then find by algebra what is what; no table of names is asked.
+``topology``, ``mlp_reading`` and ``norm_reading`` then identify the modules by identities between these tensors, not by
+their names.
 """
 
 from __future__ import annotations
@@ -26,10 +27,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, eq=False)
-class Seen:
-    """One call of one module: its path in the block, its tensors in and out (the first of a tuple), in the order in
-    which calls ended.
-    """
+class ModuleCall:
+    """One call of a module during the probe: its path in the block, and its floating-point inputs and outputs."""
 
     path: str
     module: nn.Module
@@ -38,40 +37,43 @@ class Seen:
 
     @property
     def depth(self) -> int:
-        """How deep in the block the module stands."""
+        """The nesting level of the module in the block; 1 for a direct child."""
         return self.path.count(".") + 1
 
     @property
     def input(self) -> Tensor | None:
-        """The first tensor that went in."""
+        """The first input tensor."""
         return self.inputs[0] if self.inputs else None
 
     @property
     def output(self) -> Tensor | None:
-        """The first tensor that came out."""
+        """The first output tensor."""
         return self.outputs[0] if self.outputs else None
 
 
 @dataclass(eq=False)
 class LayerProbe:
-    """All that one call of a block showed: its input ``pre``, its output ``post``, every call inside; ``attention``
-    and, in a decoder that reads an encoder, ``cross`` attention.
+    """What the probe recorded of one call of a block: its input ``pre``, its output ``post``, the ``calls`` of its
+    modules in the order in which they returned, its ``attention`` and, in a decoder that reads an encoder, its
+    cross-attention ``cross``.
     """
 
     block: nn.Module
     pre: Float[Tensor, "batch n d"]
     post: Float[Tensor, "batch n d"] | None = None
-    plain: bool = False  # whether the block returns a tensor alone
-    calls: list[Seen] = field(default_factory=list)
+    plain: bool = False  # whether the block returns a single tensor
+    calls: list[ModuleCall] = field(default_factory=list)
     attention: tuple[Call, Attended] | None = None
     cross: tuple[Call, Attended] | None = None
-    memory: Float[Tensor, "batch m e"] | None = None  # what cross-attention reads of the encoder
-    heard: list[tuple[Call, Attended]] = field(default_factory=list)  # as the registry showed it, whichever it is
-    overheard: bool = False  # whether attention is known though the family is not in the registry
+    memory: Float[Tensor, "batch m e"] | None = None  # the encoder output that cross-attention reads
+    attention_calls: list[tuple[Call, Attended]] = field(default_factory=list)  # as the registry reports them
+    overheard: bool = False  # whether attention was recorded though the family is not in the registry
 
 
 def block_class(model: Any) -> type[nn.Module]:
-    """The class of the blocks: what the family itself records as hidden states, else that of the longest ModuleList."""
+    """The class of a model's blocks: the one whose outputs the family records as hidden states, else that of the
+    longest ModuleList; raises ``HelmscopeError`` if there is neither.
+    """
     for part in (model, getattr(model, "base_model", model)):
         recorded = (getattr(part, "_can_record_outputs", None) or {}).get("hidden_states")
         recorded = recorded[0] if isinstance(recorded, list | tuple) else recorded
@@ -80,56 +82,60 @@ def block_class(model: Any) -> type[nn.Module]:
             return kind
     lists = [part for part in model.modules() if isinstance(part, nn.ModuleList) and len(part)]
     if not lists:
-        raise HelmscopeError(f"model is a {type(model).__name__}, but it has no list of blocks that could be read")
+        raise HelmscopeError(f"model is a {type(model).__name__}, but it has no list of blocks")
     return type(max(lists, key=len)[0])
 
 
 def probe(model: Any, inputs: Mapping[str, Tensor]) -> list[LayerProbe]:
-    """One forward of ``inputs`` (those of the model's forward), layer by layer in the order of the calls; of an
-    encoder-decoder model the layers of the decoder.
+    """Run the model once on ``inputs`` (keyword arguments of its forward); returns one probe per layer, in call order.
+
+    For an encoder-decoder model these are the layers of the decoder. Raises ``HelmscopeError`` if the model fails on
+    the inputs, has no blocks that are called, or computes attention outside its blocks.
     """
     if can_be_tapped(model):
-        return _forward(model, inputs)
-    found = _forward(model, inputs, Overhearing())
+        return _probe_forward(model, inputs)
+    layers = _probe_forward(model, inputs, Overhearing())
     checking = Overhearing(checking=True)
-    if all(layer.attention is not None for layer in found):
-        _forward(model, _two_texts(model, inputs), checking)
-    known = checking.forms == [True] * len(found)
-    for layer in found:
+    if all(layer.attention is not None for layer in layers):
+        _probe_forward(model, _two_texts(model, inputs), checking)
+    known = checking.forms == [True] * len(layers)
+    for layer in layers:
         layer.overheard, layer.attention = known, layer.attention if known else None
-    return found
+    return layers
 
 
-def _forward(model: Any, inputs: Mapping[str, Tensor], overhearing: Overhearing | None = None) -> list[LayerProbe]:
-    """What one forward showed; attention of a family that is not in the registry by ``overhearing``."""
-    found: list[LayerProbe] = []
+def _probe_forward(
+    model: Any, inputs: Mapping[str, Tensor], overhearing: Overhearing | None = None
+) -> list[LayerProbe]:
+    """One probed forward pass; ``overhearing`` records the attention of a family that is not in the registry."""
+    layers: list[LayerProbe] = []
     stacks = stacks_of(model)
     part = model if stacks is None else stacks.decoder
     kind = block_class(part)
     blocks = [module for module in part.modules() if isinstance(module, kind)]
     with ExitStack() as stack, torch.no_grad():
         for block in blocks:
-            stack.enter_context(_hooked(block, found, overhearing))
+            stack.enter_context(_record_calls(block, layers, overhearing))
         memory = None if stacks is None else stack.enter_context(output_of(stacks.encoder))
-        stack.enter_context(tapped(model, _AttentionListener(found, stacks)))
+        stack.enter_context(tapped(model, _AttentionRecorder(layers, stacks)))
         if overhearing is not None:
             stack.enter_context(overhearing)
         more = {} if overhearing is None else {"output_attentions": True}
         run(model, inputs, **no_cache(model), **more)
-    if not found:
+    if not layers:
         raise HelmscopeError(f"model is a {type(model).__name__}, but none of its {kind.__name__} blocks was called")
-    for layer in found:
-        _tell_apart(layer, memory[-1] if memory else None)
+    for layer in layers:
+        _assign_attention(layer, memory[-1] if memory else None)
         if layer.pre.ndim != 3:
             raise HelmscopeError(
                 f"model is a {type(model).__name__} whose {kind.__name__} blocks read tensors of shape "
                 f"{tuple(layer.pre.shape)}, but only models of tokens, (batch, n, d), can be recorded"
             )
-    return found
+    return layers
 
 
 def _two_texts(model: Any, inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """The first text, and one of the same length of which no token is the same; two images."""
+    """Two inputs: the first text and one of the same length that differs in every token; or the first two images."""
     if "input_ids" not in inputs:
         return {name: value[:2] for name, value in inputs.items()}
     twice = {name: torch.cat([value[:1], value[:1]]) for name, value in inputs.items()}
@@ -139,8 +145,9 @@ def _two_texts(model: Any, inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]
 
 @full_precision
 def run(model: Any, inputs: Mapping[str, Tensor], *, gradients: bool = False, **options: Any) -> Any:
-    """A forward in the model's own dtype, inside ``torch.autocast`` too, and without gradients unless they are asked
-    for; where the model itself fails, one sentence says so.
+    """The output of one forward pass, in the model's own dtype even inside ``torch.autocast``.
+
+    Without gradients unless ``gradients``. An exception of the model is raised as ``HelmscopeError``.
     """
     try:
         with torch.set_grad_enabled(gradients):
@@ -148,9 +155,9 @@ def run(model: Any, inputs: Mapping[str, Tensor], *, gradients: bool = False, **
     except HelmscopeError:
         raise
     except (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError, NotImplementedError) as error:
-        why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         hint = "; record its encoder alone, model.get_encoder()" if _has_decoder(model) else ""
-        raise HelmscopeError(f"{type(model).__name__} could not be run on these inputs: {why}{hint}") from error
+        raise HelmscopeError(f"{type(model).__name__} could not be run on these inputs: {reason}{hint}") from error
 
 
 def _has_decoder(model: Any) -> bool:
@@ -158,113 +165,116 @@ def _has_decoder(model: Any) -> bool:
 
 
 def trunk_of(model: Any) -> Any:
-    """The model without its head, which gives the last state; the model itself where that cannot be called."""
+    """The model without its head, which returns the last state; the model itself if the trunk takes other inputs."""
     trunk = model.base_model
     takes = inspect.signature(trunk.forward).parameters
     return trunk if getattr(model, "main_input_name", "input_ids") in takes else model
 
 
 def vocabulary_size(model: Any) -> int:
-    """How many token ids a model has embeddings for; a ``HelmscopeError`` where it has none."""
+    """The number of token ids that a model has embeddings for; raises ``HelmscopeError`` if it has none."""
     try:
         table = model.get_input_embeddings()
-    except (NotImplementedError, AttributeError):  # a model of images or sounds alone
+    except (NotImplementedError, AttributeError):  # a model of images or sound
         table = None
     size = getattr(table, "num_embeddings", None)
     if size is None:
         takes = getattr(model, "main_input_name", "other inputs")
         raise HelmscopeError(
-            f"model is a {type(model).__name__}, which takes {takes}, but it has no table of embeddings of token ids"
+            f"model is a {type(model).__name__}, which takes {takes}, but it has no embedding table of token ids"
         )
     return int(size)
 
 
 def no_cache(model: Any) -> dict[str, bool]:
-    """A cache would grow with every call, and costs memory: it is switched off where there is one."""
+    """The argument that switches off the key-value cache, which would grow with every call; empty if there is none."""
     return {"use_cache": False} if hasattr(model.config, "use_cache") else {}
 
 
 @contextmanager
 def output_of(module: nn.Module) -> Iterator[list[Tensor]]:
-    """Inside, a list of the first tensor that each forward of a module gives."""
-    found: list[Tensor] = []
-    handle = module.register_forward_hook(lambda module, args, output: found.append(tensors_in(output)[0]))
+    """Context manager: yields a list to which each forward pass of the module appends its first output tensor."""
+    outputs: list[Tensor] = []
+    handle = module.register_forward_hook(lambda module, args, output: outputs.append(tensors_in(output)[0]))
     try:
-        yield found
+        yield outputs
     finally:
         handle.remove()
 
 
-def _tell_apart(layer: LayerProbe, memory: Tensor | None) -> None:
-    """Of what was heard in a block, cross-attention is what reads the encoder's output, ``memory``."""
-    for call, result in layer.heard:
-        own = [seen for seen in layer.calls if seen.module is call.module]
-        read = [value for seen in own for value in seen.inputs[1:] if equal(value, memory)]
-        crosses = bool(read)
-        if (layer.cross if crosses else layer.attention) is not None:
-            raise _stray(call)
-        if crosses:
-            layer.cross, layer.memory = (call, result), read[0]
+def _assign_attention(layer: LayerProbe, memory: Tensor | None) -> None:
+    """Assign each recorded attention of a block: it is cross-attention if it reads the encoder's output, ``memory``."""
+    for call, result in layer.attention_calls:
+        own_calls = [module_call for module_call in layer.calls if module_call.module is call.module]
+        from_encoder = [value for own in own_calls for value in own.inputs[1:] if equal(value, memory)]
+        is_cross = bool(from_encoder)
+        if (layer.cross if is_cross else layer.attention) is not None:
+            raise _misplaced_attention(call)
+        if is_cross:
+            layer.cross, layer.memory = (call, result), from_encoder[0]
         else:
             layer.attention = (call, result)
 
 
-def _stray(call: Call) -> HelmscopeError:
+def _misplaced_attention(call: Call) -> HelmscopeError:
     return HelmscopeError(
-        f"the model computes attention in {type(call.module).__name__} outside its blocks, or twice in one: of "
-        "several parts record one alone, such as model.get_encoder() or model.model.language_model"
+        f"the model computes attention in {type(call.module).__name__} outside its blocks, or twice in one: "
+        "record one part alone, such as model.get_encoder() or model.model.language_model"
     )
 
 
-class _AttentionListener:
-    """Notes the attention of the block that is under way; that of the encoder is left to the encoder."""
+class _AttentionRecorder:
+    """Records the attention of the block that is running; ignores that of the encoder, which is probed by itself."""
 
-    def __init__(self, found: list[LayerProbe], stacks: Stacks | None) -> None:
-        self.found = found
-        self.elsewhere = set[int]()
-        if stacks is not None:  # what both stacks use cannot be told apart, and is refused as attention out of place
-            encoder, decoder = ({id(part) for part in each.modules()} for each in (stacks.encoder, stacks.decoder))
-            self.elsewhere = encoder - decoder
+    def __init__(self, layers: list[LayerProbe], stacks: Stacks | None) -> None:
+        self.layers = layers
+        self.ignored = set[int]()
+        if stacks is not None:  # modules shared by both stacks are not ignored, and raise as misplaced attention
+            encoder, decoder = ({id(part) for part in stack.modules()} for stack in (stacks.encoder, stacks.decoder))
+            self.ignored = encoder - decoder
 
     def before(self, call: Call) -> Call:
         return call
 
     def after(self, call: Call, result: Attended) -> Attended:
-        if id(call.module) in self.elsewhere:
+        if id(call.module) in self.ignored:
             return result
-        under_way = self.found[-1] if self.found and self.found[-1].post is None else None
-        if under_way is None or call.module not in set(under_way.block.modules()):
-            raise _stray(call)
-        under_way.heard.append((call, result))
+        running = self.layers[-1] if self.layers and self.layers[-1].post is None else None
+        if running is None or call.module not in set(running.block.modules()):
+            raise _misplaced_attention(call)
+        running.attention_calls.append((call, result))
         return result
 
 
 @contextmanager
-def _hooked(block: nn.Module, found: list[LayerProbe], overhearing: Overhearing | None) -> Iterator[None]:
-    """Note the calls of a block and of everything in it. Copies, since some families add to a tensor in place later."""
+def _record_calls(block: nn.Module, layers: list[LayerProbe], overhearing: Overhearing | None) -> Iterator[None]:
+    """Context manager: within it, calls of the block and of its submodules are recorded in ``layers``.
+
+    Tensors are copied, since some families modify them in place afterwards.
+    """
 
     def copies(value: Any) -> tuple[Tensor, ...]:
-        return tuple(each.clone() for each in tensors_in(value))
+        return tuple(tensor.clone() for tensor in tensors_in(value))
 
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        found.append(LayerProbe(module, copies((args, kwargs))[0]))
+        layers.append(LayerProbe(module, copies((args, kwargs))[0]))
 
     def leave(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        found[-1].post, found[-1].plain = copies(output)[0], isinstance(output, torch.Tensor)
+        layers[-1].post, layers[-1].plain = copies(output)[0], isinstance(output, torch.Tensor)
 
-    def inside(path: str) -> Any:
-        def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            layer, seen = found[-1], Seen(path, module, copies((args, kwargs)), copies(output))
-            layer.calls.append(seen)
-            rows = None if overhearing is None else rows_of_weights(seen.outputs, layer.pre.shape[-2])
+    def recorder_of(path: str) -> Any:
+        def record_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            layer, call = layers[-1], ModuleCall(path, module, copies((args, kwargs)), copies(output))
+            layer.calls.append(call)
+            rows = None if overhearing is None else rows_of_weights(call.outputs, layer.pre.shape[-2])
             if overhearing is not None and rows is not None and layer.attention is None:
                 layer.attention = overhearing.taken(module, rows)
 
-        return note
+        return record_call
 
     handles = [block.register_forward_pre_hook(enter, with_kwargs=True)]
     for path, module in block.named_modules():
-        handles.append(module.register_forward_hook(inside(path) if path else leave, with_kwargs=True))
+        handles.append(module.register_forward_hook(recorder_of(path) if path else leave, with_kwargs=True))
     try:
         yield
     finally:
@@ -273,16 +283,16 @@ def _hooked(block: nn.Module, found: list[LayerProbe], overhearing: Overhearing 
 
 
 def tensors_in(value: Any) -> tuple[Tensor, ...]:
-    """The floating-point tensors of a call's arguments or result, in their order."""
+    """The floating-point tensors in the arguments or the result of a call, in order."""
     if isinstance(value, torch.Tensor):
         return (value,) if value.is_floating_point() else ()
     if isinstance(value, Mapping):
         value = tuple(value.values())
     if isinstance(value, tuple | list):
-        return tuple(each for part in value for each in tensors_in(part))
+        return tuple(tensor for part in value for tensor in tensors_in(part))
     return ()
 
 
 def equal(a: Tensor | None, b: Tensor | None) -> bool:
-    """Whether two tensors hold the same numbers in the same order, whatever their shapes."""
+    """Whether two tensors have the same entries in the same order, regardless of their shapes."""
     return a is not None and b is not None and a.numel() == b.numel() and torch.equal(a.flatten(), b.flatten())

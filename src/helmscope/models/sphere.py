@@ -1,8 +1,8 @@
-"""The sphere of a post-norm model: its states without the gain and bias of the norms that gave them.
+"""The states of a post-norm model on the sphere: without the gain and bias of the norms that compute them.
 
-A post-norm state is y = G c + b, where c = core(z) is the norm without gain and bias of what the norm reads. It is c
-that lies on the sphere of the theory. Trained gains have entries near 1e-33, where dividing y - b by the gain would
-read rounding as coordinates; so c is computed from z while the model runs.
+A post-norm state is y = G c + b, where c = core(z) is the norm of its input z without gain and bias. The sphere of the
+theory is that of c. Trained gains have entries near 1e-33, where dividing y - b by the gain would turn rounding errors
+into coordinates; so c is computed from z while the model runs.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ if TYPE_CHECKING:
     from helmscope.models.anatomy import Anatomy
     from helmscope.models.recording import Recording
 
-# a state this far from what its norm gives, relative to its length, was put there by an edit
+# a state whose relative distance to the output of its norm exceeds this was set by an edit
 EDITED = {torch.float64: 1e-6, torch.float32: 1e-4}
 
 
 def embedding_norm(
     model: Any, blocks: list[nn.Module], inputs: Mapping[str, Tensor], first: Float[Tensor, "batch n d"]
 ) -> tuple[nn.Module, Norm] | None:
-    """The norm outside the blocks whose output, ``first``, is the input of the first block, and its module; None where
-    something else gives that input.
+    """The norm outside the blocks that computes ``first``, the input of the first block, with its module; None if that
+    input is not the output of a norm.
     """
     inside = {id(part) for block in blocks for part in block.modules()}
-    found: list[nn.Module] = []
+    candidates: list[nn.Module] = []
 
     def compare(module: nn.Module, args: Any, output: Any) -> None:
         if isinstance(output, torch.Tensor) and output.is_floating_point() and equal(output, first):
-            found.append(module)
+            candidates.append(module)
 
     outside = [part for part in model.modules() if id(part) not in inside and not list(part.children())]
     handles = [part.register_forward_hook(compare) for part in outside]
@@ -52,7 +52,7 @@ def embedding_norm(
     finally:
         for handle in handles:
             handle.remove()
-    for module in found:
+    for module in candidates:
         norm = read_norm(module, first)
         if norm is not None:
             return module, norm
@@ -60,10 +60,10 @@ def embedding_norm(
 
 
 def on_sphere(recording: Recording) -> ResidualStream:
-    """The states of a post-norm recording without gains and biases, by one more run of the model.
+    """The states of a post-norm recording without gains and biases, from one more run of the model.
 
-    A state that an edit put in is not what its norm gave: there y - b is divided by the gain, coordinate by
-    coordinate, where the gain is not lost in rounding, and the others are those of c.
+    A state set by an edit is not the output of its norm. Its coordinates are (y - b) / gain where the gain is not
+    negligible, and those of c elsewhere.
     """
     anatomy = recording.anatomy
     cores = _Cores(anatomy, len(recording.batch))
@@ -80,7 +80,7 @@ def on_sphere(recording: Recording) -> ResidualStream:
 
 
 class _Cores(Observer):
-    """Writes down core(z) for every state, with z what its norm reads."""
+    """Observer that stores core(z) for every state, with z the input of its norm."""
 
     needs_all_layers = True
 
@@ -92,13 +92,13 @@ class _Cores(Observer):
         self._core: Tensor | None = None
 
     def embedded(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Take in what the norm of the embedding reads."""
+        """Forward pre-hook of the embedding norm: compute the core of its input."""
         assert self.anatomy.embedding_norm is not None
         read = args[0] if args else next(iter(kwargs.values()))
         self._core = self.anatomy.embedding_norm[1].core()(wide(read))
 
     def state(self, site: Site, layer: int, value: Tensor) -> None:
-        """Take in what a norm reads, or write down the state that it gave."""
+        """Compute the core of the input of a norm, or store that of the state it outputs."""
         own, depths = self.anatomy.layers[layer], self.anatomy.depths
         if self.stream is None:
             self.stream = ResidualStream.empty(self.anatomy, self.batch, value.shape[1], value)
@@ -120,7 +120,7 @@ class _Cores(Observer):
 
 
 def unfolded(state: Tensor, core: Tensor, norm: Norm) -> Tensor:
-    """c where the state is G c + b, else (state - b) / G where the gain can be divided out."""
+    """The core c if the state is G c + b; else (state - b) / G where the gain is not negligible, and c elsewhere."""
     tolerance, state = EDITED.get(state.dtype, 3e-2), wide(state)
     gain = torch.ones_like(core[0, 0]) if norm.gain is None else norm.gain.to(core)
     bias = torch.zeros_like(gain) if norm.bias is None else norm.bias.to(core)
@@ -129,11 +129,11 @@ def unfolded(state: Tensor, core: Tensor, norm: Norm) -> Tensor:
     edited = off > tolerance * size
     if not bool(edited.any()):
         return core
-    lost = gain.abs() <= 1e-3 * gain.abs().max()
-    divided = torch.where(lost, core, (state - bias) / torch.where(lost, 1.0, gain))
+    negligible = gain.abs() <= 1e-3 * gain.abs().max()
+    divided = torch.where(negligible, core, (state - bias) / torch.where(negligible, 1.0, gain))
     return torch.where(edited, divided, core)
 
 
 def wide(value: Tensor) -> Tensor:
-    """A tensor of half precision as float32, any other as it is."""
+    """A tensor of half precision as float32; any other unchanged."""
     return value.float() if value.dtype.itemsize < 4 else value

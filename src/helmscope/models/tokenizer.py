@@ -1,8 +1,8 @@
-"""The tokenizer beside a model, before anybody trusts it.
+"""The tokenizer stored with a model, with checks of its rules before it runs.
 
-Tokenizers run as native code on rules that the file brings along. A broken rule makes that code panic, which is not an
-``Exception`` in Python. A short chain of rules can make a billion characters of one, and take the whole process down
-before anything can stop it, so the rules are read first. What is not seen here: a regular expression that never ends.
+Tokenizers run as native code on rules from a file. An invalid rule makes that code panic, which is not an ``Exception``
+in Python. A short chain of rules can expand one character into a billion and exhaust the memory of the process, so the
+rules are checked first. Not detected: a regular expression whose matching does not terminate in reasonable time.
 """
 
 from __future__ import annotations
@@ -22,40 +22,45 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.*", "*.model", "tokenizer_config.json")
-MOST_BYTES = 200_000_000  # of a tokenizer.json; large vocabularies take 40 million
-MOST_GROWTH = 2_000  # tokens from one character; the tokenizers in use stay below 400
+MOST_BYTES = 200_000_000  # in a tokenizer.json; large vocabularies take 40 million
+MOST_GROWTH = 2_000  # tokens per character; tokenizers in use stay below 400
 RULES = ("normalizer", "pre_tokenizer", "post_processor")
 
 
 def read_tokenizer(folder: Path) -> tuple[Any | None, str | None]:
-    """The tokenizer beside a model, or why it could not be read; neither where there is none: the model still takes
-    token ids.
+    """The tokenizer in a model's folder and None, or None and the reason why it could not be read.
+
+    Both are None if the folder has no tokenizer: the model can still be run on token ids.
     """
     loader = transformers_library().AutoTokenizer
-    there = [path.name for pattern in FILES for path in sorted(folder.glob(pattern))]
-    if not there:  # or transformers makes an empty one
+    present = [path.name for pattern in FILES for path in sorted(folder.glob(pattern))]
+    if not present:  # transformers would build an empty tokenizer
         return None, None
     try:
         check_file(folder / "tokenizer.json")
         with quiet():
-            found = loader.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        return (found, None) if found.vocab_size else (None, None)
-    except BaseException as error:  # whatever a damaged file makes transformers stumble over; texts will say it
+            tokenizer = loader.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        return (tokenizer, None) if tokenizer.vocab_size else (None, None)
+    except BaseException as error:  # a damaged file can raise anything; it is reported once a text is tokenized
         if not is_failure(error):
             raise
-        return None, f"{there[0]}: {one_line(error)}"
+        return None, f"{present[0]}: {one_line(error)}"
 
 
 def encode(texts: Sequence[str], tokenizer: Any, *, as_targets: bool = False, **options: Any) -> list[list[int]]:
-    """The token ids of every text; a tokenizer that fails, or could grow beyond all bounds, is one sentence. What a
-    decoder is to write may have rules of its own (``as_targets``), such as those of another language.
+    """The token ids of every text; raises ``HelmscopeError`` if the tokenizer fails or its rules could expand too much.
+
+    ``as_targets``: the texts are those of a decoder, for which a tokenizer may have other rules, such as another
+    language.
     """
     try:
         check_rules(_rules_of(tokenizer))
-        apart = as_targets and "text_target" in inspect.signature(tokenizer.__call__).parameters
-        given = [tokenizer(text_target=text, **options) if apart else tokenizer(text, **options) for text in texts]
-        return [list(each["input_ids"]) for each in given]
-    except BaseException as error:  # whatever a tokenizer stumbles over
+        has_targets = as_targets and "text_target" in inspect.signature(tokenizer.__call__).parameters
+        encodings = [
+            tokenizer(text_target=text, **options) if has_targets else tokenizer(text, **options) for text in texts
+        ]
+        return [list(encoding["input_ids"]) for encoding in encodings]
+    except BaseException as error:  # a tokenizer can raise anything
         if not is_failure(error):
             raise
         kind = type(tokenizer).__name__
@@ -63,12 +68,12 @@ def encode(texts: Sequence[str], tokenizer: Any, *, as_targets: bool = False, **
 
 
 def is_failure(error: BaseException) -> bool:
-    """Whether code has failed, in Python or in Rust, and was not told to stop."""
+    """Whether an error is a failure, in Python or in Rust, and not an interrupt."""
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
 def check_file(path: Path) -> None:
-    """Refuse a tokenizer.json that is too long, or whose rules grow beyond ``MOST_GROWTH``."""
+    """Raise ``HelmscopeError`` if a tokenizer.json is too long or its rules expand by more than ``MOST_GROWTH``."""
     if not path.is_file():
         return
     size = path.stat().st_size
@@ -77,25 +82,25 @@ def check_file(path: Path) -> None:
     try:
         content = json.loads(path.read_bytes())
     except (ValueError, RecursionError):
-        return  # which the tokenizer itself says better
+        return  # the tokenizer itself reports it in more detail
     if isinstance(content, dict):
         check_rules([content.get(name) for name in RULES])
 
 
 def check_rules(rules: Sequence[Any]) -> None:
-    """Refuse rules that could make more than ``MOST_GROWTH`` tokens of one character."""
+    """Raise ``HelmscopeError`` if rules could expand one character into more than ``MOST_GROWTH`` tokens."""
     most = math.prod(map(growth, rules))
     if most > MOST_GROWTH:
         raise HelmscopeError(
-            f"its rules can make {most:.3g} tokens of one character, but at most {MOST_GROWTH:,} are allowed"
+            f"its rules can expand one character into {most:.3g} tokens, but at most {MOST_GROWTH:,} are allowed"
         )
 
 
 def growth(rule: Any) -> float:
-    """At most how many characters, or tokens, a rule makes of one: the product over a sequence of rules.
+    """An upper bound of the number of characters or tokens that a rule makes of one character.
 
-    A rule is known by its fields, since older files name no type. What Unicode itself does (lower case, NFKD) is
-    bounded, whatever the file says, and left out.
+    For a sequence of rules it is the product. A rule is recognized by its fields, since older files have no type.
+    Unicode transformations (lower case, NFKD) expand by a bounded factor, whatever the file, and are not counted.
 
     >>> double = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
     >>> growth({"type": "Sequence", "normalizers": [double] * 10})
@@ -103,38 +108,39 @@ def growth(rule: Any) -> float:
     """
     if not isinstance(rule, dict):
         return 1.0
-    inner = [each for part in ("normalizers", "pretokenizers", "processors") for each in _list(rule.get(part))]
-    own = 1.0
+    inner = [step for part in ("normalizers", "pretokenizers", "processors") for step in _as_list(rule.get(part))]
+    factor = 1.0
     if isinstance(rule.get("content"), str):
-        own = _replaced(rule.get("pattern"), len(rule["content"]))
+        factor = _replacement_growth(rule.get("pattern"), len(rule["content"]))
     elif isinstance(rule.get("prepend"), str):
-        own = 1.0 + len(rule["prepend"])
+        factor = 1.0 + len(rule["prepend"])
     elif isinstance(rule.get("precompiled_charsmap"), str):
-        own = _longest_in(rule["precompiled_charsmap"])
+        factor = _longest_replacement(rule["precompiled_charsmap"])
     elif isinstance(rule.get("special_tokens"), dict):
-        own = _framed(_list(rule.get("single")), rule["special_tokens"])
+        factor = _template_growth(_as_list(rule.get("single")), rule["special_tokens"])
     elif rule.get("type") == "ByteLevel" or "add_prefix_space" in rule:
-        own = 4.0  # a character has up to four bytes, each of which becomes one
-    elif isinstance(rule.get("replacement"), str):  # of spaces, with one more in front of the text
-        own = 2.0
-    return own * math.prod(map(growth, inner))
+        factor = 4.0  # a character has up to four bytes, each of which becomes a character
+    elif isinstance(rule.get("replacement"), str):  # replaces spaces, and may put one in front of the text
+        factor = 2.0
+    return factor * math.prod(map(growth, inner))
 
 
-def _list(value: Any) -> list[Any]:
+def _as_list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-def _replaced(pattern: Any, length: int) -> float:
-    """The growth by a replacement of that length: of a fixed text, or of a regular expression, which may match before
-    and behind every character.
+def _replacement_growth(pattern: Any, length: int) -> float:
+    """The growth by a replacement of ``length`` characters, for a fixed text or a regular expression; the latter may
+    match before and after every character.
     """
     fixed = _field(pattern, "String")
     return max(1.0, length / len(fixed)) if isinstance(fixed, str) and fixed else 1.0 + 2 * length
 
 
-def _longest_in(charsmap: str) -> float:
-    """The longest replacement in a table of SentencePiece: the length of its index (4 bytes), the index, texts that end
-    in a zero byte.
+def _longest_replacement(charsmap: str) -> float:
+    """The length of the longest replacement in a SentencePiece table.
+
+    Its format is the length of the index (4 bytes), the index, then texts that end in a zero byte.
     """
     try:
         table = base64.b64decode(charsmap)
@@ -144,12 +150,12 @@ def _longest_in(charsmap: str) -> float:
     return float(max(1, *(len(text.decode("utf-8", "replace")) for text in texts.split(b"\0"))))
 
 
-def _framed(pieces: list[Any], special: Mapping[str, Any]) -> float:
-    """The growth by a template: the text as often as it stands there, and the special tokens around it."""
+def _template_growth(pieces: list[Any], special: Mapping[str, Any]) -> float:
+    """The growth by a template: its number of copies of the text plus its special tokens."""
     total = 0
     for piece in pieces:
-        told = special.get(str(_field(_field(piece, "SpecialToken"), "id")))
-        total += len(_list(_field(told, "ids"))) or 1
+        token = special.get(str(_field(_field(piece, "SpecialToken"), "id")))
+        total += len(_as_list(_field(token, "ids"))) or 1
     return float(max(1, total))
 
 
@@ -158,12 +164,12 @@ def _field(value: Any, name: str) -> Any:
 
 
 def _rules_of(tokenizer: Any) -> list[Any]:
-    """The rules of a tokenizer in memory, as far as they are those of the tokenizers library and not its user's."""
-    inner, found = getattr(tokenizer, "backend_tokenizer", None), []
+    """The rules of a tokenizer in memory, without those that its user wrote in Python."""
+    backend, rules = getattr(tokenizer, "backend_tokenizer", None), []
     for name in RULES:
-        part = getattr(inner, name, None)
+        part = getattr(backend, name, None)
         try:
-            found.append(None if part is None else json.loads(part.__getstate__()))
-        except Exception:  # a rule that is written in Python has no such form
+            rules.append(None if part is None else json.loads(part.__getstate__()))
+        except Exception:  # a rule written in Python cannot be serialized
             continue
-    return found
+    return rules

@@ -1,4 +1,4 @@
-"""Untrained twins: the null of every claim about training."""
+"""Untrained twins of a model: the null for claims about the effect of training."""
 
 from __future__ import annotations
 
@@ -14,8 +14,11 @@ from helmscope.types import seed_number, whole_number
 
 
 def untrained_twin(model: Any, *, seed: int) -> Loaded:
-    """The twin of a model (whatever ``load`` takes): the same configuration with random weights, as its family draws
-    them. Tokenizer, dtype and device are those of the trained one, and the global random numbers stay as they were.
+    """The untrained twin of a model: the same configuration with randomly initialized weights.
+
+    ``model`` is anything that ``load`` accepts. The weights are initialized as the family does it, from ``seed``;
+    tokenizer, dtype and device are those of the trained model, and the global random state is not changed. Raises
+    ``HelmscopeError`` if the model cannot be loaded or ``seed`` is not a whole number.
 
     >>> from helmscope.models.load import load
     >>> twin = untrained_twin(load("tied"), seed=1)
@@ -33,7 +36,7 @@ def untrained_twin(model: Any, *, seed: int) -> Loaded:
 
 
 def twin_seeds(count: int, seed: int) -> list[int]:
-    """Seeds of the first twins of a series, which do not depend on their number: those that ``Case.stream`` draws.
+    """The seeds of ``count`` twins, the same as those of ``Case.stream``; a larger count only appends seeds.
 
     >>> twin_seeds(3, seed=0)[:2] == twin_seeds(2, seed=0)
     True
