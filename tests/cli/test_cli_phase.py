@@ -196,7 +196,7 @@ def test_a_killed_run_goes_on_to_the_same_bytes(helmscope, tmp_path):
     assert 2 <= done < 8
     code, _, err = helmscope(*words, "--out", "run", "--resume")
     assert code == 0
-    assert f"8 units, {done} of them done before" in err
+    assert f"8 units, {done} already done" in err
     assert contents(tmp_path / "run") == contents(tmp_path / "undisturbed")
 
 

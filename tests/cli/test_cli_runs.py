@@ -48,7 +48,7 @@ def test_a_killed_run_goes_on_to_the_same_bytes(helmscope, tmp_path):
     assert line[-3:] == ["--out", "run", "--resume"]
     code, _, err = helmscope(*line[1:])
     assert code == 0
-    assert f"8 units, {done} of them done before" in err
+    assert f"8 units, {done} already done" in err
     assert contents(tmp_path / "run") == contents(tmp_path / "undisturbed")
 
 

@@ -162,7 +162,7 @@ def test_an_interrupted_job_goes_on_to_the_same_bytes(helmscope, tmp_path):
     assert (run["state"], run["resume"]) == ("interrupted", "helmscope run --out runs/a --resume")
     code, _, err = helmscope(*run["resume"].split()[1:])
     assert code == 0, err
-    assert f"8 units, {done} of them done before" in err
+    assert f"8 units, {done} already done" in err
     assert contents(tmp_path / "runs" / "a") == contents(tmp_path / "undisturbed")
 
 

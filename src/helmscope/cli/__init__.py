@@ -44,7 +44,7 @@ def main() -> None:
         if sys.stdout is not None:  # it is None where a process has none
             sys.stdout.flush()
         if code == INTERRUPTED:
-            _say("interrupted; what was written before is whole")
+            _print_error("interrupted; what was written before is whole")
         _leave(code)
     except HelmscopeError as error:
         sentence = str(error)
@@ -52,7 +52,7 @@ def main() -> None:
         sentence = _refusal(error)
     except OSError as error:  # standard output cannot be written
         sentence = f"cannot write: {error.strerror}"
-    _say(sentence)
+    _print_error(sentence)
     _leave(2)
 
 
@@ -67,10 +67,10 @@ def _leave(code: int | None) -> None:
     sys.exit(code)
 
 
-def _say(sentence: str) -> None:
-    from helmscope.runs.progress import say
+def _print_error(sentence: str) -> None:
+    from helmscope.runs.progress import print_status
 
-    say(f"helmscope: {sentence}")
+    print_status(f"helmscope: {sentence}")
 
 
 def _refusal(error: typer.TyperException) -> str:

@@ -24,22 +24,22 @@ def carry_out(
     from helmscope.jobs import Trials, run
     from helmscope.jobs.run import Interrupted
     from helmscope.jobs.trials import code_that_runs
-    from helmscope.runs.progress import say
+    from helmscope.runs.progress import print_status
 
     if out == "":
         raise HelmscopeError("out is '', but it must name a new or an empty folder")
     notice = code_that_runs(spec) if isinstance(spec, Trials) else ""
     if notice:
-        say(notice)
+        print_status(notice)
     command = ["helmscope", *sys.argv[1:]]
     options = {"resume": resume, "allow_mixed": allow_mixed}
     try:
         result = run(spec, folder=out, engine=engine, show_progress=True, command=command, **options)
     except Interrupted as error:
-        say(_going_on(command, error.folder.path))
+        print_status(_going_on(command, error.folder.path))
         raise
     for note in result.notes:
-        say(note)
+        print_status(note)
     show(result, as_json=as_json)
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 def show_phase(result: PhaseResult, as_json: bool) -> None:
     """Prints the diagram, and on standard error how many samples were lost."""
-    from helmscope.runs.progress import say
+    from helmscope.runs.progress import print_status
 
     places = {"picture": result.picture, "page": result.page, "folder": result.folder.path}
     report = {key: str(path) for key, path in places.items() if path is not None}
@@ -29,7 +29,7 @@ def show_phase(result: PhaseResult, as_json: bool) -> None:
         print(*(f"{key}: {path}" for key, path in report.items()), sep="\n")
     if result.lost:
         are = "is" if result.lost == 1 else "are"
-        say(
+        print_status(
             f"{counted(result.lost, 'sample')} could not be carried to the end and {are} left out: see the log, lower "
             "beta or the times"
         )

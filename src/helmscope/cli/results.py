@@ -94,7 +94,7 @@ def _curves(measured: xr.Dataset) -> dict[str, Any]:
 
 
 def _show_trials(result: TrialsResult, as_json: bool) -> None:
-    from helmscope.runs.progress import say
+    from helmscope.runs.progress import print_status
     from helmscope.store.printable import printable
 
     if as_json:  # nothing in it depends on time or place: the same seed gives the same bytes
@@ -103,7 +103,7 @@ def _show_trials(result: TrialsResult, as_json: bool) -> None:
         for verdict in result.verdicts:
             print(f"{printable(verdict.claim)}: {verdict.ruling.value}\n{block(verdict.sentence)}")
             print(block(f"subject: {verdict.subject}"))
-    say(f"folder: {result.folder.path}")
+    print_status(f"folder: {result.folder.path}")
 
 
 def _show_report(result: ReportResult, as_json: bool) -> None:

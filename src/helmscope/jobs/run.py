@@ -11,7 +11,7 @@ from helmscope.jobs.job import Job, Result, Work
 from helmscope.jobs.spec import Spec, check_spec, from_toml, to_toml
 from helmscope.runs.attempt import check_engine
 from helmscope.runs.plan import read_parts
-from helmscope.runs.progress import say
+from helmscope.runs.progress import print_status
 from helmscope.runs.serial import Serial
 from helmscope.store.run_folder import MANIFEST, SPEC, RunFolder
 from helmscope.types import HelmscopeError, shown
@@ -79,7 +79,7 @@ def run(
     place = _opened(job, manifest, folder, resume=resume, allow_mixed=allow_mixed)
     work = Work(folder=place, manifest=manifest, engine=engine, show_progress=show_progress, allow_mixed=allow_mixed)
     if show_progress and job.says_cost:
-        say(str(job.cost()))
+        print_status(str(job.cost()))
     try:
         return job.carry_out(work)
     except KeyboardInterrupt as error:
