@@ -199,7 +199,7 @@ def test_a_run_that_cannot_finish_says_why_and_exits_1(helmscope, tmp_path):
 
 
 def test_a_step_limit_exits_1(helmscope, monkeypatch):
-    monkeypatch.setattr("helmscope.jobs.simulate.stepper_of", lambda spec: hs.DormandPrince(max_steps=2))
+    monkeypatch.setattr("helmscope.jobs.simulate.make_stepper", lambda spec: hs.DormandPrince(max_steps=2))
     code, out, _ = helmscope("simulate", *SMALL, "--out", "run")
     assert code == 1
     assert "step limit reached at t=" in out
@@ -238,15 +238,15 @@ REFUSED = {
     "--start vmf --kappa -1": "kappa is -1.0",
     "--start orthonormal --n 4 --dim 3": "n is 4",
     "--start vmf --kappa nan": "kappa is nan",
-    "--kappa 2": "kappa is 2.0, but the start 'uniform' has no concentration: choose the start 'vmf'",
+    "--kappa 2": "kappa is 2.0, but the start 'uniform' has no concentration: set start to 'vmf'",
     "--start orthonormal --dim 6 --kappa 1": "kappa is 1.0, but the start 'orthonormal' has no concentration",
-    "--step 0.1": "step is 0.1, but the adaptive stepper chooses its own: name another stepper, such as rk4",
+    "--step 0.1": "step is 0.1, but the adaptive stepper chooses its own: use another stepper, such as rk4",
     "--stepper adaptive --step 0.1": "step is 0.1, but the adaptive stepper chooses its own",
     "--stepper rk4 --step 0": "step is 0.0",
     "--stepper rk4 --step nan": "step is nan",
-    "--stepper rk4 --tol 1e-5": "tol is 1e-05, but the stepper 'rk4' takes steps of fixed size: give step instead",
-    "--nu 0.1 --tol 1e-5": "tol is 1e-05, but the stepper 'euler-maruyama' takes steps of fixed size",
-    "--allow-mixed": "allow_mixed is given, but it is for a run that is resumed: add --resume",
+    "--stepper rk4 --tol 1e-5": "tol is 1e-05, but the stepper 'rk4' has a fixed step size: set step instead",
+    "--nu 0.1 --tol 1e-5": "tol is 1e-05, but the stepper 'euler-maruyama' has a fixed step size",
+    "--allow-mixed": "allow_mixed is set, but it applies only to a resumed run: add --resume",
     "--batch 1000000000000": "batch is 1000000000000, n is 4 and dim is 3, but that makes 9.6e+04 GB",
     f"--n 1{'0' * 400}": "000..., but it must be a whole number below 2^63",
     "--dim 10000000 --value 2": "value is 2 and dim is 10000000, but that makes 8e+05 GB",
@@ -262,8 +262,8 @@ REFUSED = {
     "--radius inf": "radius is inf",
     "--nu -1": "nu is -1.0",
     "--nu nan": "nu is nan",
-    "--nu 0.1 --stepper rk4": "'rk4' and nu is 0.1, but noise needs euler-maruyama, stochastic-heun or noisy-layer",
-    "--stepper euler-maruyama": "stepper is 'euler-maruyama', but it is for noise: set nu, such as nu = 0.1",
+    "--nu 0.1 --stepper rk4": "'rk4' and nu is 0.1, but noise requires euler-maruyama, stochastic-heun or noisy-layer",
+    "--stepper euler-maruyama": "stepper is 'euler-maruyama', but it requires noise: set nu, for example nu = 0.1",
     "--nu abc": "Invalid value 'abc' for '--nu': ",
     "--jobs 1.5": "Invalid value '1.5' for '--jobs': ",
     "--nu 0.1 --merge 0.1": "merge is 0.1",
@@ -367,7 +367,7 @@ def test_an_interrupt_is_one_sentence_and_leaves_whole_files(tmp_path: Path) -> 
     said = stderr.splitlines()[-3:]
     assert said == [
         "integrating: interrupted; finished units are kept in run, where a run of the same units goes on",
-        "go on with: helmscope simulate --field usa --beta 9 --times 0,1000 --out run --resume",
+        "resume with: helmscope simulate --field usa --beta 9 --times 0,1000 --out run --resume",
         "helmscope: interrupted; what was written before is whole",
     ]
 

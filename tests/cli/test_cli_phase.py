@@ -177,11 +177,11 @@ def test_samples_that_are_lost_exit_1_with_the_rest(helmscope):
     assert (report["ok"], report["lost"]) == (False, 3)
     assert report["probability"][0][1] == [None, None]
     assert None not in report["probability"][0][0]
-    assert "3 samples could not be carried to the end" in err
+    assert "3 samples could not be integrated to the last time" in err
     assert err.splitlines()[0].startswith("2 rows of 3 samples: roughly ")
 
 
-# Runs that go on ------------------------------------------------------------------------------------------------------
+# Resumed runs ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("no_pictures")
@@ -210,7 +210,7 @@ def test_jobs_do_not_change_a_bit_and_a_finished_run_resumes_to_itself(helmscope
     assert contents(tmp_path / "serial") == before
     code, out, err = helmscope(*SMALL, "--samples", "4", "--out", "serial", "--resume")
     assert (code, out) == (2, "")
-    assert "serial was begun with samples 3 (now 4): repeat what it was begun with, or take a new folder" in err
+    assert "serial was started with samples 3 (now 4): use the original values or choose a new folder" in err
     path = tmp_path / "serial" / "manifest.json"
     path.write_text(path.read_text().replace('"seed": 7', '"seed": 99'))
     code, out, err = helmscope(*SMALL, "--out", "serial", "--resume")
@@ -221,7 +221,7 @@ def test_jobs_do_not_change_a_bit_and_a_finished_run_resumes_to_itself(helmscope
 @pytest.mark.usefixtures("no_pictures")
 def test_a_dtype_that_units_choose_is_added_to_the_manifest(helmscope, tmp_path, monkeypatch):
     """As on a GPU, where it shows only when a unit runs."""
-    monkeypatch.setattr("helmscope.jobs.phase.usual_dtype", lambda device: "auto")
+    monkeypatch.setattr("helmscope.jobs.phase.default_dtype", lambda device: "auto")
     assert helmscope(*SMALL, "--no-published", "--out", "run")[0] == 0
     manifest = hs.store.RunFolder("run").read_manifest()
     assert (manifest.dtype, manifest.parameters["dtype"]) == ("auto", "float64")
@@ -246,8 +246,8 @@ REFUSED = {
     "--field sinkhorn --causal": "the only causal bistochastic kernel is the identity",
     "--value nan": "value is nan",
     "--nu -1": "nu is -1.0",
-    "--nu 0.1 --published": "nu is 0.1, but the published scheme knows no noise",
-    "--spectrum 1,2": "spectrum has 2 eigenvalues, but in dimension 3 B has 3",
+    "--nu 0.1 --published": "nu is 0.1, but the published scheme has no noise",
+    "--spectrum 1,2": "spectrum has 2 eigenvalues, but B has 3 in dimension 3",
     "--spectrum 1,x,2": "spectrum[1] is 'x'",
     "--n 1": "n of start is 1, but a pair needs two tokens",
     "--n 0": "n is 0",
@@ -262,7 +262,7 @@ REFUSED = {
     "--times 3,2": "times[1] is 2 after 3",
     "--times 0:1": "times is '0:1'",
     "--samples 0": "samples is 0",
-    "--samples 1000000000000": "samples is 1000000000000, n is 4 and times holds 3, but that makes",
+    "--samples 1000000000000": "samples is 1000000000000, n is 4 and times has 3 values, but that makes",
     "--delta -1": "delta is -1.0",
     "--seed -1": "seed is -1",
     "--dtype float46": "unknown dtype 'float46': did you mean 'float64'?",
@@ -270,7 +270,7 @@ REFUSED = {
     "--jobs 0": "jobs is 0",
     "--threads 0": "threads is 0",
     "--max-memory lots": "max_memory is 'lots'",
-    "--resume": "resume is given, but not which run",
+    "--resume": "resume is set, but the folder of the run is not",
 }
 
 

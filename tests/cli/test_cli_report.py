@@ -19,7 +19,7 @@ TRIED = ["kuramoto", "radial"]
 @pytest.fixture
 def two_trials(monkeypatch):
     """Two trials stand for all: the others are tried elsewhere."""
-    monkeypatch.setattr("helmscope.jobs.trials.asked_claims", lambda spec, on: list(TRIED))
+    monkeypatch.setattr("helmscope.jobs.trials.claims_to_try", lambda spec, on: list(TRIED))
 
 
 @pytest.mark.usefixtures("two_trials")

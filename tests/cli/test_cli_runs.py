@@ -1,4 +1,4 @@
-"""Runs that go on: --resume, --jobs and ``helmscope runs``."""
+"""Resumed runs: --resume, --jobs and ``helmscope runs``."""
 
 from __future__ import annotations
 
@@ -66,10 +66,10 @@ def test_a_run_that_is_there_is_not_taken_for_a_new_one(helmscope, tmp_path):
     before = contents(tmp_path / "run")
     code, _, err = helmscope(*WORDS, "--out", "run")
     assert code == 2
-    assert err == "helmscope: run holds an earlier run: add --resume to go on with it, or name a new folder\n"
+    assert err == "helmscope: run contains an earlier run: add --resume to continue it, or choose a new folder\n"
     code, _, err = helmscope(*WORDS, "--beta", "3", "--out", "run", "--resume")
     assert code == 2
-    assert "run was begun with beta 4.0 (now 3.0): repeat what it was begun with, or take a new folder" in err
+    assert "run was started with beta 4.0 (now 3.0): use the original values or choose a new folder" in err
     code, _, err = helmscope(*WORDS, "--threads", "2", "--out", "run", "--resume")
     assert code == 2
     assert "threads 1 (now 2)" in err
@@ -117,7 +117,7 @@ def test_a_folder_whose_parts_disagree_does_not_go_on(helmscope, tmp_path):
     manifest_edited(tmp_path / "run", seed=0)
     code, out, err = helmscope(*WORDS, "--beta", "1", "--delta", "0.5", "--out", "run", "--resume")
     assert (code, out) == (2, "")
-    assert "run was begun with delta 0.001 (now 0.5): repeat what it was begun with" in err
+    assert "run was started with delta 0.001 (now 0.5): use the original values" in err
     assert helmscope(*WORDS, "--beta", "1", "--out", "run", "--resume")[0] == 0
 
 
@@ -197,7 +197,7 @@ def test_runs_in_words(helmscope, tmp_path):
     assert code == 0
     assert out.startswith(f"{name}  complete, 8 of 8 units  ")
     assert "simulate --n 6" in out
-    assert "go on with" not in out
+    assert "resume with" not in out
     (tmp_path / "runs" / name / "units" / "systems-000003.nc").unlink()
     code, out, _ = helmscope("runs")
     assert f"--out runs/{name} --resume" in out
@@ -227,7 +227,7 @@ def stopped(tmp_path):
 )
 def test_a_command_to_paste_is_quoted(helmscope, stopped, command, line):
     manifest_edited(stopped, command=command)
-    assert helmscope("runs")[1].splitlines()[2] == f"    go on with: {line}"
+    assert helmscope("runs")[1].splitlines()[2] == f"    resume with: {line}"
     assert json.loads(helmscope("runs", "--json")[1])["runs"][0]["resume"] == line
 
 
@@ -251,7 +251,7 @@ def test_a_hostile_command_is_not_offered(helmscope, stopped, command, why):
     lines = out.splitlines()
     assert len(lines) == 3
     assert all(line.isprintable() for line in lines)
-    assert lines[2].startswith(f"    no command to go on with is offered, because {why}")
+    assert lines[2].startswith(f"    no command to resume it is suggested, because {why}")
     record = json.loads(helmscope("runs", "--json")[1])["runs"][0]
     assert (record["resume"], record["command"]) == ("", command)
     assert record["resume_refused"].startswith(why)

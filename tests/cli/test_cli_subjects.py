@@ -72,22 +72,22 @@ def test_texts_without_a_pair_of_tokens_are_refused(helmscope, tmp_path, tiny):
 def test_texts_one_on_each_line(helmscope, tmp_path):
     (tmp_path / "lines.txt").write_text("Once upon a time\n\n  The cat sat on a mat.  \n")
     from helmscope.jobs import Trials
-    from helmscope.jobs.texts import on_trial
+    from helmscope.jobs.texts import trial_subjects
 
     helmscope("claims", "list")  # which goes into the folder
-    on = on_trial(Trials(model="A", texts="lines.txt", other="B", truncate=True))
+    on = trial_subjects(Trials(model="A", texts="lines.txt", other="B", truncate=True))
     assert on.subject == Subject("A", ["Once upon a time", "The cat sat on a mat."], truncate=True)
     assert on.other == Subject("B", on.subject.texts, truncate=True)
-    assert on.words == ("--model", "A", "--texts", "lines.txt", "--other", "B", "--truncate")
+    assert on.options == ("--model", "A", "--texts", "lines.txt", "--other", "B", "--truncate")
 
 
 @pytest.mark.parametrize("verb", [("claims", "test"), ("report",)])
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["--texts", "x.txt"], "texts is given, but no model: name it too, as A, a folder or a Hub id"),
-        (["--other", "B"], "other is given, but no model"),
-        (["--truncate"], "truncate is given, but no model"),
+        (["--texts", "x.txt"], "texts is set, but model is not: set it to A, B, tied, a folder or a Hub id"),
+        (["--other", "B"], "other is set, but model is not"),
+        (["--truncate"], "truncate is set, but model is not"),
         (["--model", ""], "model is '', but it must be a name"),
         (["--model", "A", "--texts", "nowhere.txt"], "texts is 'nowhere.txt', but it cannot be read: No such file"),
         (["--model", "A", "--texts", "{bad.json}"], "but it is not valid JSON"),

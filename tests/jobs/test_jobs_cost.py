@@ -21,7 +21,7 @@ CASES = {
 def test_an_estimate_is_not_off_by_four(monkeypatch, name):
     """Of the units, in time of this process, which others on the machine do not change."""
     monkeypatch.setattr("helmscope.jobs.cost.PICTURES_S", 0.0)
-    monkeypatch.setattr("helmscope.jobs.cost.PATIENCE_S", 0.5)
+    monkeypatch.setattr("helmscope.jobs.cost.SAMPLING_S", 0.5)
     monkeypatch.setattr("helmscope.jobs.cost._overview_seconds", lambda *_: 0.0)
     spec = CASES[name]
     units, seconds = spec.units(), hs.jobs.estimate(spec).seconds
@@ -42,7 +42,7 @@ def test_the_work_grows_with_what_is_asked():
 
 def test_a_stiff_flow_is_not_carried_to_the_end(monkeypatch):
     """USA at beta = 9 takes some 2,000 steps in a unit of time: a sample of the work stays short."""
-    monkeypatch.setattr("helmscope.jobs.cost.PATIENCE_S", 0.2)
+    monkeypatch.setattr("helmscope.jobs.cost.SAMPLING_S", 0.2)
     begun = time.process_time()
     found = hs.jobs.estimate(Simulate(field="usa", beta=9.0, n=4, batch=1, times=[0, 1000]))
     assert time.process_time() - begun < 10

@@ -100,11 +100,12 @@ def test_another_spec_does_not_go_on(tmp_path):
     hs.jobs.run(SIMULATE, folder=where)
     before = contents(where)
     changed = Simulate(n=4, batch=4, times=[0, 0.5, 1], beta=3, delta=0.5, seed=8)
-    said = refused(lambda: hs.jobs.run(changed, folder=where, resume=True))
-    assert said.startswith(f"{where} was begun with beta 2.0 (now 3.0) and delta 0.001 (now 0.5) and seed 7 (now 8): ")
-    refused(lambda: hs.jobs.run(PHASE, folder=where, resume=True), "was begun with job simulate (now phase)")
-    refused(lambda: hs.jobs.run(SIMULATE, folder=where), "holds an earlier run: add --resume")
-    refused(lambda: hs.jobs.run(SIMULATE, resume=True), "resume is given, but not which run", "folder=")
+    message = refused(lambda: hs.jobs.run(changed, folder=where, resume=True))
+    changes = "beta 2.0 (now 3.0) and delta 0.001 (now 0.5) and seed 7 (now 8)"
+    assert message.startswith(f"{where} was started with {changes}: ")
+    refused(lambda: hs.jobs.run(PHASE, folder=where, resume=True), "was started with job simulate (now phase)")
+    refused(lambda: hs.jobs.run(SIMULATE, folder=where), "contains an earlier run: add --resume")
+    refused(lambda: hs.jobs.run(SIMULATE, resume=True), "resume is set, but the folder of the run is not", "folder=")
     refused(lambda: hs.jobs.run(SIMULATE, folder=where, allow_mixed=True), "allow_mixed is given")
     assert contents(where) == before
     assert hs.jobs.run(SIMULATE, folder=where, resume=True).ok
@@ -155,7 +156,9 @@ def test_an_interrupted_job_goes_on_to_the_same_bytes(helmscope, tmp_path):
         wait_for(lambda: len(list(units.glob("*.nc"))) >= 2, process)
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=60)
-    assert "what was done is kept in runs/a: run(read('runs/a'), folder='runs/a', resume=True) goes on with it" in err
+    assert (
+        "finished units are kept in runs/a: run(read('runs/a'), folder='runs/a', resume=True) continues the run" in err
+    )
     done = len(list(units.glob("*.nc")))
     assert 2 <= done < 8
     (run,) = json.loads(helmscope("runs", "--json")[1])["runs"]
@@ -170,7 +173,7 @@ def test_an_interrupt_names_the_folder(tmp_path, monkeypatch):
     def stop(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("helmscope.jobs.simulate.SimulateJob.carry_out", stop)
+    monkeypatch.setattr("helmscope.jobs.simulate.SimulateJob.execute", stop)
     with pytest.raises(Interrupted) as caught:
         hs.jobs.run(SIMULATE, folder=tmp_path / "run")
     assert caught.value.folder.path == tmp_path / "run"
@@ -185,7 +188,7 @@ def test_the_verb_refuses_in_one_sentence(helmscope, tmp_path):
     for words, sentence in (
         (["bad.toml"], "unknown field of bad.toml 'bta': did you mean 'beta'?"),
         (["none.toml"], "cannot read none.toml: No such file or directory"),
-        ([], "spec is missing, but it must name a TOML file, or --out with --resume the folder of a run"),
+        ([], "spec is missing, but it must be a TOML file; with --resume, --out FOLDER suffices"),
         (["--resume", "--out", "nowhere"], "cannot read nowhere: No such file or directory"),
     ):
         code, out, err = helmscope("run", *words)
