@@ -20,7 +20,7 @@ def doctor(
     offline: Annotated[bool, typer.Option("--offline", help="Use local files only.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
-    """Check whether recordings of a model are exact: print its certificate and the cost of a full measurement."""
+    """Check whether recordings of a model can be trusted: print its certificate and the cost of a measurement."""
     from dataclasses import asdict
 
     from helmscope.jobs.names import MODEL_DTYPES, usable_device
