@@ -1,4 +1,4 @@
-"""``helmscope phase`` as users meet it."""
+"""The command ``helmscope phase``."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ def strict(text: str) -> dict:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Every result by its path; the manifest holds the time."""
+    """Every result by its path, without the manifest, which contains the time."""
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name not in ("manifest.json", ".lock"))
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
-def test_a_run_gives_the_library_s_numbers(helmscope, tmp_path):
+def test_a_run_matches_the_library(helmscope, tmp_path):
     code, out, err = helmscope(*SMALL, "--out", "run", "--json")
     assert code == 0
     report = strict(out)
@@ -77,7 +77,7 @@ def test_a_run_gives_the_library_s_numbers(helmscope, tmp_path):
 
 
 @pytest.mark.usefixtures("no_pictures")
-def test_the_manifest_says_what_was_used(helmscope):
+def test_the_manifest_names_the_methods_used(helmscope):
     helmscope(*SMALL, "--value", "-1", "--out", "run")
     manifest = hs.store.RunFolder.open("run").read_manifest()
     assert (manifest.seed, manifest.dtype, manifest.device, manifest.threads) == (7, "float64", "cpu", 1)
@@ -88,7 +88,7 @@ def test_the_manifest_says_what_was_used(helmscope):
 
 
 @pytest.mark.usefixtures("no_pictures")
-def test_plain_words_and_a_folder_of_its_own(helmscope, tmp_path):
+def test_text_output_and_the_default_folder(helmscope, tmp_path):
     code, out, _ = helmscope(*SMALL)
     assert code == 0
     (folder,) = os.listdir(tmp_path / "runs")
@@ -138,7 +138,7 @@ def test_ranges_defaults_and_huge_dimensions(helmscope):
 
 @pytest.mark.usefixtures("no_pictures")
 def test_an_infinite_end_of_an_interval_is_not_null(helmscope):
-    """P does not reach 1/2 by t = 0.1: the half-time lies anywhere above."""
+    """P does not reach 1/2 by t = 0.1: the half-time is anywhere above."""
     words = (*SMALL, "--dims", "9", "--betas", "4", "--times", "0,0.1", "--no-published", "--json")
     report = strict(helmscope(*words)[1])
     assert (report["half_time"], report["half_time_high"]) == ([[None]], [["inf"]])
@@ -146,7 +146,7 @@ def test_an_infinite_end_of_an_interval_is_not_null(helmscope):
 
 
 @pytest.mark.usefixtures("no_pictures")
-def test_the_curve_is_known_between_the_asked_betas(helmscope):
+def test_the_curve_has_values_between_the_betas(helmscope):
     helmscope(*SMALL, "--out", "run")
     stored = hs.store.RunFolder.open("run").read_results("phase")
     beta = stored.fine_beta.values
@@ -157,7 +157,7 @@ def test_the_curve_is_known_between_the_asked_betas(helmscope):
     assert "fine_curve" not in hs.store.RunFolder.open("causal").read_results("phase").coords
 
 
-def test_without_the_extras_the_numbers_still_stand(helmscope, monkeypatch, tmp_path):
+def test_without_the_extras_the_numbers_are_still_written(helmscope, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setitem(sys.modules, "plotly.graph_objects", None)
     code, out, err = helmscope(*SMALL, "--out", "run", "--json")
@@ -169,7 +169,7 @@ def test_without_the_extras_the_numbers_still_stand(helmscope, monkeypatch, tmp_
 
 
 @pytest.mark.usefixtures("no_pictures")
-def test_samples_that_are_lost_exit_1_with_the_rest(helmscope):
+def test_lost_samples_exit_1_but_the_rest_is_printed(helmscope):
     words = (*SMALL, "--field", "usa", "--betas", "1,800", "--times", "1,2", "--dims", "3")
     code, out, err = helmscope(*words, "--out", "run", "--json")
     assert code == 1
@@ -185,7 +185,7 @@ def test_samples_that_are_lost_exit_1_with_the_rest(helmscope):
 
 
 @pytest.mark.usefixtures("no_pictures")
-def test_a_killed_run_goes_on_to_the_same_bytes(helmscope, tmp_path):
+def test_a_killed_run_resumes_to_the_same_bytes(helmscope, tmp_path):
     words = (*SMALL, "--n", "16", "--betas", "1:9:4", "--times", "0:20:41", "--no-published")
     assert helmscope(*words, "--out", "undisturbed")[0] == 0
     units = tmp_path / "run" / "units"
@@ -201,7 +201,7 @@ def test_a_killed_run_goes_on_to_the_same_bytes(helmscope, tmp_path):
 
 
 @pytest.mark.usefixtures("no_pictures")
-def test_jobs_do_not_change_a_bit_and_a_finished_run_resumes_to_itself(helmscope, tmp_path):
+def test_jobs_do_not_change_the_results_and_a_finished_run_resumes_to_itself(helmscope, tmp_path):
     assert helmscope(*SMALL, "--out", "serial")[0] == 0
     before = contents(tmp_path / "serial")
     assert helmscope(*SMALL, "--jobs", "2", "--out", "parallel")[0] == 0
@@ -220,7 +220,7 @@ def test_jobs_do_not_change_a_bit_and_a_finished_run_resumes_to_itself(helmscope
 
 @pytest.mark.usefixtures("no_pictures")
 def test_a_dtype_that_units_choose_is_added_to_the_manifest(helmscope, tmp_path, monkeypatch):
-    """As on a GPU, where it shows only when a unit runs."""
+    """As on a GPU, where it is known only when a unit runs."""
     monkeypatch.setattr("helmscope.jobs.phase.default_dtype", lambda device: "auto")
     assert helmscope(*SMALL, "--no-published", "--out", "run")[0] == 0
     manifest = hs.store.RunFolder("run").read_manifest()
@@ -292,8 +292,8 @@ def test_help_shows_the_whole_figure(helmscope):
 
 @pytest.mark.usefixtures("no_pictures")
 def test_the_half_time_of_one_sample_has_no_interval(helmscope):
-    asked = ("phase", "--n", "4", "--dims", "3", "--betas", "1", "--times", "0,4,20", "--samples", "1", "--seed", "7")
-    code, out, _ = helmscope(*asked)
+    words = ("phase", "--n", "4", "--dims", "3", "--betas", "1", "--times", "0,4,20", "--samples", "1", "--seed", "7")
+    code, out, _ = helmscope(*words)
     assert code == 0
     assert " of one sample" in out
     assert re.search(r"  \d+(\.\d+)?, no interval$", out, re.M)

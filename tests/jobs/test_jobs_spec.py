@@ -1,4 +1,4 @@
-"""Specs: one plain form for every request, TOML that gives it back, and one sentence for what is refused."""
+"""Specs: one canonical form per job, the round trip through TOML, and error messages."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ KINDS = {"simulate": Simulate, "phase": Phase, "trials": Trials, "report": Repor
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in GOLDEN.glob("*.toml")))
 def test_the_documented_format(name: str) -> None:
-    """Each file says every field of its spec, in the order in which it is written, and is read back as it stands."""
+    """Each file has every field of its spec in the order of writing, and the round trip preserves it."""
     path = GOLDEN / f"{name}.toml"
     spec = read(path)
     assert type(spec) is KINDS[name]
@@ -87,7 +87,7 @@ fields_of_trials = {
 
 
 @given(st.one_of(simulations, phases, st.builds(Trials, **fields_of_trials), st.builds(Report, **fields_of_trials)))
-def test_toml_gives_back_every_spec(spec: Spec) -> None:
+def test_the_round_trip_through_toml_preserves_every_spec(spec: Spec) -> None:
     assert from_toml(to_toml(spec)) == spec
     data = {"job": spec.job, **msgspec.structs.asdict(spec)}
     assert from_data(data) == spec
@@ -104,7 +104,7 @@ def test_files_and_run_folders_are_read(tmp_path: Path) -> None:
     refused(lambda: to_toml(Trials(folder="\udcff")), "folder of the trials spec", "UTF-8")
 
 
-def test_equal_requests_are_equal_specs() -> None:
+def test_equal_jobs_have_equal_specs() -> None:
     assert Simulate(times=[0, 1], n=8) == Simulate(times=(0.0, 1.0), n=8.0)
     assert Simulate(start="vmf") == Simulate(start="vmf", kappa=1)
     assert Simulate(nu=0.1).step == 0.05
@@ -117,7 +117,7 @@ def test_equal_requests_are_equal_specs() -> None:
 
 
 def test_a_schema_for_forms() -> None:
-    """What a web page needs to ask for a spec."""
+    """A web form can be generated from the JSON schema of a spec."""
     schema = msgspec.json.schema(Simulate)["$defs"]["Simulate"]
     assert schema["properties"]["beta"] == {"type": "number", "default": 4.0}
     assert schema["additionalProperties"] is False
@@ -166,11 +166,11 @@ def test_bad_toml_is_one_sentence(text: str, sentence: str) -> None:
         (Report, {"claims": ["rate", 3]}, "claims[1] is 3, but it must be a nonempty string"),
     ],
 )
-def test_bad_values_are_refused_by_name(kind: type[Spec], values: dict[str, object], sentence: str) -> None:
+def test_bad_values_are_rejected_by_name(kind: type[Spec], values: dict[str, object], sentence: str) -> None:
     assert sentence in refused(lambda: kind(**values))
 
 
-def test_what_only_the_work_shows_is_refused_before_a_folder_is_made(tmp_path: Path) -> None:
+def test_errors_of_preparation_occur_before_a_folder_is_created(tmp_path: Path) -> None:
     where = tmp_path / "run"
     for spec, sentence in (
         (Simulate(start="orthonormal", n=4, dim=3), "n is 4, but at most dim = 3 tokens can be orthonormal"),
@@ -183,7 +183,7 @@ def test_what_only_the_work_shows_is_refused_before_a_folder_is_made(tmp_path: P
     assert not where.exists()
 
 
-def test_an_unknown_claim_offers_one_near_it_or_the_list() -> None:
+def test_an_unknown_claim_suggests_the_closest_or_lists_all() -> None:
     near = refused(lambda: Trials(claims=["kuramto"]).prepare())
     assert near == "unknown claim 'kuramto': did you mean 'kuramoto'?"
     with pytest.raises(hs.HelmscopeError, match=r"there is no such name\. Allowed: .*kuramoto, .*rate"):
@@ -194,10 +194,10 @@ def test_an_unknown_claim_offers_one_near_it_or_the_list() -> None:
 
 
 @pytest.mark.parametrize("names", [registry.FIELDS, registry.STARTS, registry.STEPPERS, registry.MODEL_DTYPES])
-def test_every_name_leads_to_its_object(names: registry.Names) -> None:
+def test_every_name_loads_its_object(names: registry.Names) -> None:
     assert len({id(names.load(name)) for name in names}) == len(list(names))
 
 
-def test_importing_jobs_loads_no_torch() -> None:
+def test_importing_jobs_does_not_import_torch() -> None:
     code = "import sys, helmscope as hs; hs.jobs.Simulate(beta=1.0); print({'torch', 'scipy'} & set(sys.modules))"
     assert run_python(code, check=True).stdout.strip() == "set()"
