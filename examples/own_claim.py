@@ -1,4 +1,4 @@
-"""A claim of one's own on trial: its entry and its experiment lie in the folder claim/. python own_claim.py"""
+"""Test your own claim, whose entry and experiment are in the folder claim/. python own_claim.py"""
 
 from pathlib import Path
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import helmscope as hs
 
 folder = Path(sys.argv[1] if len(sys.argv) > 1 else ".")
-seen = hs.phase_diagram(
+diagram = hs.phase_diagram(
     hs.SA,
     betas=[0.5, 1, 2, 3, 4, 5],
     times=[k / 4 for k in range(49)],
@@ -15,10 +15,10 @@ seen = hs.phase_diagram(
     seed=0,
     progress=hs.runs.ProgressBar("phase diagram"),
 )
-half = hs.observe.half_time(seen)
+half = hs.observe.half_time(diagram)
 for beta in (1, 4):
-    theory, found = float(seen.curve.sel(beta=beta)), float(half.half_time.sel(beta=beta))
-    print(f"beta = {beta}: half of all pairs have met at t = {found:.2f}, tokens at right angles at {theory:.2f}")
+    theory, measured = float(diagram.curve.sel(beta=beta)), float(half.half_time.sel(beta=beta))
+    print(f"beta = {beta}: half of all pairs have met at t = {measured:.2f}, orthonormal tokens at t = {theory:.2f}")
 
-hs.plots.phase_figure(seen, title="SA").savefig(folder / "phase.pdf")
-print("drawn in", folder / "phase.pdf")
+hs.plots.phase_figure(diagram, title="SA").savefig(folder / "phase.pdf")
+print("saved to", folder / "phase.pdf")

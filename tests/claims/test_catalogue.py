@@ -305,7 +305,7 @@ def test_the_packaged_files_are_read_once_whatever_is_tried(
     read_catalogue()
     reads: list[str] = []
     monkeypatch.setattr(reading, "_text", lambda file: reads.append(file.name))
-    monkeypatch.setattr("helmscope.jobs.trials.asked_claims", lambda spec, on: ["kuramoto"])
+    monkeypatch.setattr("helmscope.jobs.trials.claims_to_try", lambda spec, on: ["kuramoto"])
     monkeypatch.setattr("helmscope.report.page.trial_figure", lambda verdict, data: None)
     monkeypatch.setattr("helmscope.report.page.svg", lambda figure: b"")
     assert helmscope("report", "--quick")[0] == 0

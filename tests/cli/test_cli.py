@@ -1,4 +1,4 @@
-"""The command line as users meet it: what stands on which stream, in the run folder, and how it refuses."""
+"""The command line: standard output and error, the run folder, and error messages."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def process(*words: str, folder: Path) -> CompletedProcess[str]:
 
 
 def strict(text: str) -> dict:
-    """JSON without NaN and Infinity, which JavaScript and most languages refuse."""
+    """JSON without NaN and Infinity, which most JSON parsers reject."""
 
     def forbidden(word: str) -> None:
         raise AssertionError(f"{word} is not JSON")
@@ -44,7 +44,7 @@ def by_library() -> hs.Simulation:
 # A run ----------------------------------------------------------------------------------------------------------------
 
 
-def test_a_run_gives_the_library_s_numbers(helmscope, tmp_path):
+def test_a_run_matches_the_library(helmscope, tmp_path):
     code, out, err = helmscope("simulate", *SMALL, "--out", "run", "--json")
     assert code == 0
     report = strict(out)
@@ -72,7 +72,7 @@ def test_a_run_gives_the_library_s_numbers(helmscope, tmp_path):
 
 
 @pytest.mark.usefixtures("no_picture")
-def test_the_manifest_says_how_to_repeat_the_run(helmscope):
+def test_the_manifest_has_everything_to_repeat_the_run(helmscope):
     helmscope("simulate", *SMALL, "--causal", "--value", "-0.5", "--out", "run")
     manifest = hs.store.RunFolder.open("run").read_manifest()
     assert manifest.command == ("helmscope", "simulate", *SMALL, "--causal", "--value", "-0.5", "--out", "run")
@@ -87,7 +87,7 @@ def test_the_manifest_says_how_to_repeat_the_run(helmscope):
 
 
 def test_the_same_seed_gives_the_same_bytes_in_any_process(helmscope, tmp_path):
-    """And the command keeps its streams apart: JSON alone on one, progress on the other."""
+    """Standard output has only the JSON, standard error the progress."""
     assert helmscope("simulate", *SMALL, "--out", "first")[0] == 0
     # starting a process takes over a second: times of change, which HDF5 can store, would differ
     other = process("simulate", *SMALL, "--out", "second", "--json", folder=tmp_path)
@@ -142,7 +142,7 @@ def test_dtype_delta_radius_and_a_range_of_times(helmscope):
     assert seen.clusters.values.tolist() == hs.cluster_count(cloud, radius=1.0).double().tolist()
 
 
-def test_plain_words_without_json_in_a_new_folder_of_its_own(helmscope, tmp_path):
+def test_text_output_and_the_default_folder(helmscope, tmp_path):
     code, out, _ = helmscope("simulate", *SMALL)
     assert code == 0
     (folder,) = os.listdir(tmp_path / "runs")
@@ -155,7 +155,7 @@ def test_plain_words_without_json_in_a_new_folder_of_its_own(helmscope, tmp_path
     assert lines[-1] == f"folder: runs/{folder}"
 
 
-def test_without_matplotlib_the_numbers_still_stand(helmscope, monkeypatch, tmp_path):
+def test_without_matplotlib_the_numbers_are_still_written(helmscope, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     code, out, err = helmscope("simulate", *SMALL, "--out", "run", "--json")
     assert code == 0
@@ -168,7 +168,7 @@ def test_without_matplotlib_the_numbers_still_stand(helmscope, monkeypatch, tmp_
 
 
 @pytest.mark.parametrize("words", [["--batch", "1"], ["--n", "1"], ["--times", "0"], ["--beta", "0"]], ids=" ".join)
-def test_small_runs_succeed_in_words_and_in_json(helmscope, words):
+def test_small_runs_succeed_with_text_and_json_output(helmscope, words):
     code, out, _ = helmscope("simulate", *SMALL, *words, "--out", "plain")
     assert code == 0
     assert out.startswith("finished at t=")
@@ -199,7 +199,7 @@ def test_a_run_that_cannot_finish_says_why_and_exits_1(helmscope, tmp_path):
 
 
 def test_a_step_limit_exits_1(helmscope, monkeypatch):
-    monkeypatch.setattr("helmscope.jobs.simulate.stepper_of", lambda spec: hs.DormandPrince(max_steps=2))
+    monkeypatch.setattr("helmscope.jobs.simulate.make_stepper", lambda spec: hs.DormandPrince(max_steps=2))
     code, out, _ = helmscope("simulate", *SMALL, "--out", "run")
     assert code == 1
     assert "step limit reached at t=" in out
@@ -238,15 +238,15 @@ REFUSED = {
     "--start vmf --kappa -1": "kappa is -1.0",
     "--start orthonormal --n 4 --dim 3": "n is 4",
     "--start vmf --kappa nan": "kappa is nan",
-    "--kappa 2": "kappa is 2.0, but the start 'uniform' has no concentration: choose the start 'vmf'",
+    "--kappa 2": "kappa is 2.0, but the start 'uniform' has no concentration: set start to 'vmf'",
     "--start orthonormal --dim 6 --kappa 1": "kappa is 1.0, but the start 'orthonormal' has no concentration",
-    "--step 0.1": "step is 0.1, but the adaptive stepper chooses its own: name another stepper, such as rk4",
+    "--step 0.1": "step is 0.1, but the adaptive stepper chooses its own: use another stepper, such as rk4",
     "--stepper adaptive --step 0.1": "step is 0.1, but the adaptive stepper chooses its own",
     "--stepper rk4 --step 0": "step is 0.0",
     "--stepper rk4 --step nan": "step is nan",
-    "--stepper rk4 --tol 1e-5": "tol is 1e-05, but the stepper 'rk4' takes steps of fixed size: give step instead",
-    "--nu 0.1 --tol 1e-5": "tol is 1e-05, but the stepper 'euler-maruyama' takes steps of fixed size",
-    "--allow-mixed": "allow_mixed is given, but it is for a run that is resumed: add --resume",
+    "--stepper rk4 --tol 1e-5": "tol is 1e-05, but the stepper 'rk4' has a fixed step size: set step instead",
+    "--nu 0.1 --tol 1e-5": "tol is 1e-05, but the stepper 'euler-maruyama' has a fixed step size",
+    "--allow-mixed": "allow_mixed is set, but it applies only to a resumed run: add --resume",
     "--batch 1000000000000": "batch is 1000000000000, n is 4 and dim is 3, but that makes 9.6e+04 GB",
     f"--n 1{'0' * 400}": "000..., but it must be a whole number below 2^63",
     "--dim 10000000 --value 2": "value is 2 and dim is 10000000, but that makes 8e+05 GB",
@@ -262,8 +262,8 @@ REFUSED = {
     "--radius inf": "radius is inf",
     "--nu -1": "nu is -1.0",
     "--nu nan": "nu is nan",
-    "--nu 0.1 --stepper rk4": "'rk4' and nu is 0.1, but noise needs euler-maruyama, stochastic-heun or noisy-layer",
-    "--stepper euler-maruyama": "stepper is 'euler-maruyama', but it is for noise: set nu, such as nu = 0.1",
+    "--nu 0.1 --stepper rk4": "'rk4' and nu is 0.1, but noise requires euler-maruyama, stochastic-heun or noisy-layer",
+    "--stepper euler-maruyama": "stepper is 'euler-maruyama', but it requires noise: set nu, for example nu = 0.1",
     "--nu abc": "Invalid value 'abc' for '--nu': ",
     "--jobs 1.5": "Invalid value '1.5' for '--jobs': ",
     "--nu 0.1 --merge 0.1": "merge is 0.1",
@@ -278,12 +278,12 @@ REFUSED = {
 }
 
 
-def check_refusal(code: object, out: str, err: str, said: str) -> None:
+def check_refusal(code: object, out: str, err: str, sentence: str) -> None:
     assert code == 2
     assert out == ""
     assert len(err.splitlines()) == 1
     assert err.startswith("helmscope: ")
-    assert said in err
+    assert sentence in err
     assert "Traceback" not in err
 
 
@@ -296,13 +296,13 @@ def test_bad_input_is_one_line_exit_2_and_no_folder(helmscope, tmp_path, words):
 
 
 @pytest.mark.parametrize("words", ["--beta x", "--n 2.5", "--nosuch 1", "--beta", "extra"])
-def test_what_the_parser_refuses_looks_the_same(helmscope, tmp_path, words):
+def test_parser_errors_have_the_same_form(helmscope, tmp_path, words):
     check_refusal(*helmscope("simulate", *words.split()), words.split()[0])
     check_refusal(*helmscope("simulat"), "simulat")
     assert os.listdir(tmp_path) == []
 
 
-def test_a_folder_with_files_is_refused_and_left_alone(helmscope, tmp_path):
+def test_a_folder_with_files_is_rejected_and_unchanged(helmscope, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "thesis.tex").write_text("mine")
     check_refusal(*helmscope("simulate", *SMALL, "--out", "run"), "run already holds 'thesis.tex'")
@@ -311,14 +311,14 @@ def test_a_folder_with_files_is_refused_and_left_alone(helmscope, tmp_path):
     assert helmscope("simulate", *SMALL, "--out", "empty")[0] == 0
 
 
-def test_a_file_in_the_place_of_the_folder_is_refused(helmscope, tmp_path):
+def test_a_file_instead_of_a_folder_is_rejected(helmscope, tmp_path):
     (tmp_path / "run").write_text("mine")
     check_refusal(*helmscope("simulate", *SMALL, "--out", "run"), "run")
     check_refusal(*helmscope("simulate", *SMALL, "--out", "run/below"), "run/below")
     assert (tmp_path / "run").read_text() == "mine"
 
 
-def test_the_installed_command_refuses_likewise(tmp_path):
+def test_the_installed_command_rejects_bad_input_too(tmp_path):
     refused = process("simulate", "--beta", "-1", folder=tmp_path)
     check_refusal(
         refused.returncode, refused.stdout, refused.stderr, "beta is -1.0, but it must be a finite number >= 0"
@@ -329,18 +329,18 @@ def test_the_installed_command_refuses_likewise(tmp_path):
 # Help -----------------------------------------------------------------------------------------------------------------
 
 
-def test_help_answers_within_half_a_second(tmp_path):
+def test_help_responds_within_half_a_second(tmp_path):
     took = []
     for _ in range(5):
-        begun = time.perf_counter()
+        started = time.perf_counter()
         answer = process("--help", folder=tmp_path)
-        took.append(time.perf_counter() - begun)
+        took.append(time.perf_counter() - started)
         assert answer.returncode == 0
         assert "simulate" in answer.stdout
     assert min(took) < 0.5
 
 
-def test_help_loads_nothing_heavy():
+def test_help_imports_nothing_heavy():
     code = "import sys, helmscope.cli; print({'torch', 'numpy', 'xarray', 'scipy', 'matplotlib'} & set(sys.modules))"
     answer = run_python(code, check=True)
     assert answer.stdout.strip() == "set()"
@@ -353,7 +353,7 @@ def test_version_and_help(helmscope):
     assert all(option in out for option in ("--beta", "--seed", "--device", "--out", "--json", "--times"))
 
 
-def test_an_interrupt_is_one_sentence_and_leaves_whole_files(tmp_path: Path) -> None:
+def test_an_interrupt_prints_one_sentence_and_leaves_complete_files(tmp_path: Path) -> None:
     command = [COMMAND, "simulate", "--field", "usa", "--beta", "9", "--times", "0,1000", "--out", "run"]
     with child(command, cwd=tmp_path, stderr=PIPE, stdout=PIPE, text=True) as process:
         wait_for((tmp_path / "run" / "units.json").exists, process)
@@ -364,11 +364,11 @@ def test_an_interrupt_is_one_sentence_and_leaves_whole_files(tmp_path: Path) -> 
     assert stderr.splitlines()[-1].startswith("helmscope: interrupted")
     assert "Traceback" not in stderr
     assert sorted(os.listdir(tmp_path / "run")) == ["manifest.json", "spec.toml", "units", "units.json"]
-    said = stderr.splitlines()[-3:]
-    assert said == [
-        "integrating: interrupted; finished units are kept in run, where a run of the same units goes on",
-        "go on with: helmscope simulate --field usa --beta 9 --times 0,1000 --out run --resume",
-        "helmscope: interrupted; what was written before is whole",
+    last_lines = stderr.splitlines()[-3:]
+    assert last_lines == [
+        "integrating: interrupted; finished units are kept in run, and a run of the same units resumes there",
+        "resume with: helmscope simulate --field usa --beta 9 --times 0,1000 --out run --resume",
+        "helmscope: interrupted; all files already written are complete",
     ]
 
 
@@ -381,7 +381,7 @@ def test_many_tokens_are_summed_without_their_pairs(helmscope):
         assert strict(out)["measured"]["order"]["value"][0] < 0.1
 
 
-def test_a_kernel_that_cannot_serve_is_refused(helmscope):
+def test_an_unsuitable_kernel_is_rejected(helmscope):
     code, _, err = helmscope("simulate", *SMALL, "--causal", "--kernel", "harmonic")
     assert code == 2
     assert "kernel is Harmonic(tol=None), but" in err
@@ -400,14 +400,14 @@ def test_a_kernel_that_cannot_serve_is_refused(helmscope):
         ),
     ],
 )
-def test_too_much_is_refused_with_one_sentence(helmscope, words, sentence):
+def test_excessive_sizes_are_rejected_in_one_sentence(helmscope, words, sentence):
     code, out, err = helmscope("simulate", *words)
     assert (code, out) == (2, "")
     assert err.splitlines()[-1].startswith("helmscope: ")
     assert sentence in err.splitlines()[-1]
 
 
-def test_no_words_at_all_show_the_help(helmscope):
+def test_no_arguments_show_the_help(helmscope):
     code, out, err = helmscope()
     assert (code, err) == (0, "")
     assert "simulate" in out

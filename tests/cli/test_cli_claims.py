@@ -1,4 +1,4 @@
-"""``helmscope claims``: the catalogue in words and as JSON."""
+"""``helmscope claims``: the catalogue as text and as JSON."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ def test_show(helmscope, claim):
     assert json.loads(out)["statement"] == entry.statement
 
 
-def test_an_unknown_claim_offers_the_nearest(helmscope):
+def test_an_unknown_claim_suggests_the_closest(helmscope):
     code, out, err = helmscope("claims", "show", "rat")
     assert (code, out) == (2, "")
     assert "did you mean 'rate'?" in err
     assert err.count("\n") == 1
 
 
-def test_a_trial_in_words_and_as_json_to_the_same_bytes(helmscope, tmp_path):
+def test_a_trial_as_text_and_json_with_the_same_bytes(helmscope, tmp_path):
     code, out, err = helmscope("claims", "test", "kuramoto", "radial", "--quick", "--out", "one")
     assert code == 0
     assert out.startswith("kuramoto: true by construction\n    True by construction: ")
@@ -73,7 +73,7 @@ def test_a_trial_in_words_and_as_json_to_the_same_bytes(helmscope, tmp_path):
     assert verdict["region"] == {"text": read_catalogue()["kuramoto"].region.text, "low": None, "high": 1e-12}
 
 
-def test_users_claims_are_run_and_that_is_said(helmscope):
+def test_users_claims_are_run_with_a_notice(helmscope):
     code, out, err = helmscope("claims", "test", "--from", str(PLANTED), "--json")
     assert code == 0
     assert [verdict["ruling"] for verdict in json.loads(out)["verdicts"]] == ["refuted", "supported"]
@@ -81,7 +81,7 @@ def test_users_claims_are_run_and_that_is_said(helmscope):
 
 
 def test_the_claim_of_the_documentation(helmscope, tmp_path):
-    """Twenty lines: an entry and a function, as printed there."""
+    """The entry and the function exactly as documented."""
     text = (ROOT / "docs" / "claims.md").read_text()
     entry = re.search(r"`order/(\S+)`:\n\n```toml\n(.*?)```", text, re.DOTALL)
     code = re.search(r"`order/(\S+)`:\n\n```python\n(.*?)```", text, re.DOTALL)
@@ -104,10 +104,10 @@ def test_the_claim_of_the_documentation(helmscope, tmp_path):
         (["kuramoto", "--jobs", "0"], "jobs is 0, but it must be a whole number >= 1"),
         (["--from", "nowhere"], "folder is 'nowhere', but it must be a folder that holds one ID.toml per claim"),
         (["kuramoto", "--from", str(PLANTED)], "unknown claim 'kuramoto'"),
-        (["kuramoto", "--resume"], "resume is given, but not which run: add --out FOLDER"),
+        (["kuramoto", "--resume"], "resume is set, but the folder of the run is not: add --out FOLDER"),
     ],
 )
-def test_what_is_refused_leaves_nothing_behind(helmscope, tmp_path, words, sentence):
+def test_rejected_input_leaves_no_files(helmscope, tmp_path, words, sentence):
     code, out, err = helmscope("claims", "test", *words)
     assert (code, out) == (2, "")
     assert sentence in err
@@ -122,7 +122,7 @@ def test_a_users_entries_are_listed_without_running_their_code(helmscope):
     assert json.loads(out)["hash"] == read_catalogue(PLANTED)["planted-true"].hash
 
 
-def test_what_a_users_entry_says_is_not_obeyed_by_the_terminal(helmscope, tmp_path):
+def test_control_characters_of_an_entry_are_escaped(helmscope, tmp_path):
     (tmp_path / "mine").mkdir()
     text = (PLANTED / "planted-true.toml").read_text()
     for plain, hostile in (('"planted"', '"a\\u001b[2J\\u202e\\nb"'), ("The mean", "\\u009b31mThe mean")):
@@ -138,7 +138,7 @@ def test_what_a_users_entry_says_is_not_obeyed_by_the_terminal(helmscope, tmp_pa
 
 @pytest.mark.parametrize("verb", [("claims", "test"), ("report",)])
 @pytest.mark.usefixtures("no_picture")
-def test_a_run_goes_on_with_the_same_claims_in_a_folder_whose_parts_agree(helmscope, tmp_path, monkeypatch, verb):
+def test_a_run_resumes_with_the_same_claims_in_a_consistent_folder(helmscope, tmp_path, monkeypatch, verb):
     assert helmscope(*verb, "--from", str(PLANTED), "--out", "run")[0] == 0
     monkeypatch.chdir(PLANTED)
     words = ("--out", str(tmp_path / "run"), "--resume")
@@ -167,7 +167,7 @@ def test_one_bad_experiment_does_not_lose_the_others(helmscope, tmp_path):
     assert "not yet tried" in (tmp_path / "page" / "report.html").read_text()
 
 
-def test_a_folder_without_an_experiment_is_refused(helmscope, tmp_path):
+def test_a_folder_without_an_experiment_is_rejected(helmscope, tmp_path):
     (tmp_path / "mine").mkdir()
     text = (PLANTED / "planted-true.toml").read_text()
     (tmp_path / "mine" / "planted-true.toml").write_text(text)

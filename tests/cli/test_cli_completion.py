@@ -1,4 +1,4 @@
-"""Shell completion: the script that ``helmscope --completion`` prints, asked by a real bash."""
+"""Shell completion: the script of ``helmscope --completion``, run by bash."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def offered(script: Path, *words: str) -> list[str]:
-    """What bash offers for the last word."""
+    """The completions that bash suggests for the last word."""
     command = ["bash", "--norc", "-eu", "-c", ASK, "bash", script, "helmscope", *words]
     return run_child(command, check=True).stdout.split()
 
@@ -48,11 +48,11 @@ def test_bash_completes_verbs_options_and_names(script: Path) -> None:
     assert offered(script, "simulate", "--out", "report", "--see") == ["--seed"]  # no second verb
 
 
-def test_every_option_of_the_parser_is_offered(script: Path) -> None:
+def test_every_option_of_the_parser_is_suggested(script: Path) -> None:
     for name, verb in get_command(app).commands.items():
         if not hasattr(verb, "commands"):
-            asked = {each for param in verb.params for each in (*param.opts, *param.secondary_opts) if each[0] == "-"}
-            assert asked | {"--help"} == set(offered(script, name, "-"))
+            options = {each for param in verb.params for each in (*param.opts, *param.secondary_opts) if each[0] == "-"}
+            assert options | {"--help"} == set(offered(script, name, "-"))
 
 
 def test_the_command_prints_it(helmscope, tmp_path: Path) -> None:

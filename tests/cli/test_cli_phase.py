@@ -1,4 +1,4 @@
-"""``helmscope phase`` as users meet it."""
+"""The command ``helmscope phase``."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ def strict(text: str) -> dict:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Every result by its path; the manifest holds the time."""
+    """Every result by its path, without the manifest, which contains the time."""
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name not in ("manifest.json", ".lock"))
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
-def test_a_run_gives_the_library_s_numbers(helmscope, tmp_path):
+def test_a_run_matches_the_library(helmscope, tmp_path):
     code, out, err = helmscope(*SMALL, "--out", "run", "--json")
     assert code == 0
     report = strict(out)
@@ -77,7 +77,7 @@ def test_a_run_gives_the_library_s_numbers(helmscope, tmp_path):
 
 
 @pytest.mark.usefixtures("no_pictures")
-def test_the_manifest_says_what_was_used(helmscope):
+def test_the_manifest_names_the_methods_used(helmscope):
     helmscope(*SMALL, "--value", "-1", "--out", "run")
     manifest = hs.store.RunFolder.open("run").read_manifest()
     assert (manifest.seed, manifest.dtype, manifest.device, manifest.threads) == (7, "float64", "cpu", 1)
@@ -88,7 +88,7 @@ def test_the_manifest_says_what_was_used(helmscope):
 
 
 @pytest.mark.usefixtures("no_pictures")
-def test_plain_words_and_a_folder_of_its_own(helmscope, tmp_path):
+def test_text_output_and_the_default_folder(helmscope, tmp_path):
     code, out, _ = helmscope(*SMALL)
     assert code == 0
     (folder,) = os.listdir(tmp_path / "runs")
@@ -138,7 +138,7 @@ def test_ranges_defaults_and_huge_dimensions(helmscope):
 
 @pytest.mark.usefixtures("no_pictures")
 def test_an_infinite_end_of_an_interval_is_not_null(helmscope):
-    """P does not reach 1/2 by t = 0.1: the half-time lies anywhere above."""
+    """P does not reach 1/2 by t = 0.1: the half-time is anywhere above."""
     words = (*SMALL, "--dims", "9", "--betas", "4", "--times", "0,0.1", "--no-published", "--json")
     report = strict(helmscope(*words)[1])
     assert (report["half_time"], report["half_time_high"]) == ([[None]], [["inf"]])
@@ -146,7 +146,7 @@ def test_an_infinite_end_of_an_interval_is_not_null(helmscope):
 
 
 @pytest.mark.usefixtures("no_pictures")
-def test_the_curve_is_known_between_the_asked_betas(helmscope):
+def test_the_curve_has_values_between_the_betas(helmscope):
     helmscope(*SMALL, "--out", "run")
     stored = hs.store.RunFolder.open("run").read_results("phase")
     beta = stored.fine_beta.values
@@ -157,7 +157,7 @@ def test_the_curve_is_known_between_the_asked_betas(helmscope):
     assert "fine_curve" not in hs.store.RunFolder.open("causal").read_results("phase").coords
 
 
-def test_without_the_extras_the_numbers_still_stand(helmscope, monkeypatch, tmp_path):
+def test_without_the_extras_the_numbers_are_still_written(helmscope, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setitem(sys.modules, "plotly.graph_objects", None)
     code, out, err = helmscope(*SMALL, "--out", "run", "--json")
@@ -169,7 +169,7 @@ def test_without_the_extras_the_numbers_still_stand(helmscope, monkeypatch, tmp_
 
 
 @pytest.mark.usefixtures("no_pictures")
-def test_samples_that_are_lost_exit_1_with_the_rest(helmscope):
+def test_lost_samples_exit_1_but_the_rest_is_printed(helmscope):
     words = (*SMALL, "--field", "usa", "--betas", "1,800", "--times", "1,2", "--dims", "3")
     code, out, err = helmscope(*words, "--out", "run", "--json")
     assert code == 1
@@ -177,15 +177,15 @@ def test_samples_that_are_lost_exit_1_with_the_rest(helmscope):
     assert (report["ok"], report["lost"]) == (False, 3)
     assert report["probability"][0][1] == [None, None]
     assert None not in report["probability"][0][0]
-    assert "3 samples could not be carried to the end" in err
+    assert "3 samples could not be integrated to the last time" in err
     assert err.splitlines()[0].startswith("2 rows of 3 samples: roughly ")
 
 
-# Runs that go on ------------------------------------------------------------------------------------------------------
+# Resumed runs ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("no_pictures")
-def test_a_killed_run_goes_on_to_the_same_bytes(helmscope, tmp_path):
+def test_a_killed_run_resumes_to_the_same_bytes(helmscope, tmp_path):
     words = (*SMALL, "--n", "16", "--betas", "1:9:4", "--times", "0:20:41", "--no-published")
     assert helmscope(*words, "--out", "undisturbed")[0] == 0
     units = tmp_path / "run" / "units"
@@ -196,12 +196,12 @@ def test_a_killed_run_goes_on_to_the_same_bytes(helmscope, tmp_path):
     assert 2 <= done < 8
     code, _, err = helmscope(*words, "--out", "run", "--resume")
     assert code == 0
-    assert f"8 units, {done} of them done before" in err
+    assert f"8 units, {done} already done" in err
     assert contents(tmp_path / "run") == contents(tmp_path / "undisturbed")
 
 
 @pytest.mark.usefixtures("no_pictures")
-def test_jobs_do_not_change_a_bit_and_a_finished_run_resumes_to_itself(helmscope, tmp_path):
+def test_jobs_do_not_change_the_results_and_a_finished_run_resumes_to_itself(helmscope, tmp_path):
     assert helmscope(*SMALL, "--out", "serial")[0] == 0
     before = contents(tmp_path / "serial")
     assert helmscope(*SMALL, "--jobs", "2", "--out", "parallel")[0] == 0
@@ -210,7 +210,7 @@ def test_jobs_do_not_change_a_bit_and_a_finished_run_resumes_to_itself(helmscope
     assert contents(tmp_path / "serial") == before
     code, out, err = helmscope(*SMALL, "--samples", "4", "--out", "serial", "--resume")
     assert (code, out) == (2, "")
-    assert "serial was begun with samples 3 (now 4): repeat what it was begun with, or take a new folder" in err
+    assert "serial was started with samples 3 (now 4): use the original values or choose a new folder" in err
     path = tmp_path / "serial" / "manifest.json"
     path.write_text(path.read_text().replace('"seed": 7', '"seed": 99'))
     code, out, err = helmscope(*SMALL, "--out", "serial", "--resume")
@@ -220,8 +220,8 @@ def test_jobs_do_not_change_a_bit_and_a_finished_run_resumes_to_itself(helmscope
 
 @pytest.mark.usefixtures("no_pictures")
 def test_a_dtype_that_units_choose_is_added_to_the_manifest(helmscope, tmp_path, monkeypatch):
-    """As on a GPU, where it shows only when a unit runs."""
-    monkeypatch.setattr("helmscope.jobs.phase.usual_dtype", lambda device: "auto")
+    """As on a GPU, where it is known only when a unit runs."""
+    monkeypatch.setattr("helmscope.jobs.phase.default_dtype", lambda device: "auto")
     assert helmscope(*SMALL, "--no-published", "--out", "run")[0] == 0
     manifest = hs.store.RunFolder("run").read_manifest()
     assert (manifest.dtype, manifest.parameters["dtype"]) == ("auto", "float64")
@@ -246,8 +246,8 @@ REFUSED = {
     "--field sinkhorn --causal": "the only causal bistochastic kernel is the identity",
     "--value nan": "value is nan",
     "--nu -1": "nu is -1.0",
-    "--nu 0.1 --published": "nu is 0.1, but the published scheme knows no noise",
-    "--spectrum 1,2": "spectrum has 2 eigenvalues, but in dimension 3 B has 3",
+    "--nu 0.1 --published": "nu is 0.1, but the published scheme has no noise",
+    "--spectrum 1,2": "spectrum has 2 eigenvalues, but B has 3 in dimension 3",
     "--spectrum 1,x,2": "spectrum[1] is 'x'",
     "--n 1": "n of start is 1, but a pair needs two tokens",
     "--n 0": "n is 0",
@@ -262,7 +262,7 @@ REFUSED = {
     "--times 3,2": "times[1] is 2 after 3",
     "--times 0:1": "times is '0:1'",
     "--samples 0": "samples is 0",
-    "--samples 1000000000000": "samples is 1000000000000, n is 4 and times holds 3, but that makes",
+    "--samples 1000000000000": "samples is 1000000000000, n is 4 and times has 3 values, but that makes",
     "--delta -1": "delta is -1.0",
     "--seed -1": "seed is -1",
     "--dtype float46": "unknown dtype 'float46': did you mean 'float64'?",
@@ -270,7 +270,7 @@ REFUSED = {
     "--jobs 0": "jobs is 0",
     "--threads 0": "threads is 0",
     "--max-memory lots": "max_memory is 'lots'",
-    "--resume": "resume is given, but not which run",
+    "--resume": "resume is set, but the folder of the run is not",
 }
 
 
@@ -292,8 +292,8 @@ def test_help_shows_the_whole_figure(helmscope):
 
 @pytest.mark.usefixtures("no_pictures")
 def test_the_half_time_of_one_sample_has_no_interval(helmscope):
-    asked = ("phase", "--n", "4", "--dims", "3", "--betas", "1", "--times", "0,4,20", "--samples", "1", "--seed", "7")
-    code, out, _ = helmscope(*asked)
+    words = ("phase", "--n", "4", "--dims", "3", "--betas", "1", "--times", "0,4,20", "--samples", "1", "--seed", "7")
+    code, out, _ = helmscope(*words)
     assert code == 0
     assert " of one sample" in out
     assert re.search(r"  \d+(\.\d+)?, no interval$", out, re.M)

@@ -18,8 +18,8 @@ TRIED = ["kuramoto", "radial"]
 
 @pytest.fixture
 def two_trials(monkeypatch):
-    """Two trials stand for all: the others are tried elsewhere."""
-    monkeypatch.setattr("helmscope.jobs.trials.asked_claims", lambda spec, on: list(TRIED))
+    """Try only two claims: the others have their own tests."""
+    monkeypatch.setattr("helmscope.jobs.trials.claims_to_try", lambda spec, on: list(TRIED))
 
 
 @pytest.mark.usefixtures("two_trials")
@@ -53,7 +53,7 @@ def test_a_users_claims_have_a_page_too(helmscope, tmp_path):
     assert sorted(re.findall(r'data-claim="([^"]+)"', html)) == ["planted-false", "planted-true"]
 
 
-def test_what_is_missing_is_said_before_the_work(helmscope, tmp_path, monkeypatch):
+def test_missing_packages_are_reported_before_the_work(helmscope, tmp_path, monkeypatch):
     def missing(*_, **__):
         raise MissingExtra("jinja2", "report")
 

@@ -1,4 +1,4 @@
-"""Runs that go on: --resume, --jobs and ``helmscope runs``."""
+"""Resumed runs: --resume, --jobs and ``helmscope runs``."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ WORDS = ("simulate", "--n", "6", "--batch", "8", "--chunk", "1", "--times", "0,1
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Every result by its path; the manifest holds the time."""
+    """Every result by its path, without the manifest, which contains the time."""
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name not in ("manifest.json", ".lock"))
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
 def killed(folder: Path, *words: str, after: int) -> None:
-    """Starts the command and kills it with SIGKILL once so many units are done."""
+    """Start the command and kill it with SIGKILL once this many units are done."""
     with child([COMMAND, *words], cwd=folder, stderr=DEVNULL, stdout=DEVNULL) as process:
         wait_for(lambda: len(list((folder / "run" / "units").glob("*.nc"))) >= after, process)
         process.kill()
 
 
-def test_a_killed_run_goes_on_to_the_same_bytes(helmscope, tmp_path):
+def test_a_killed_run_resumes_to_the_same_bytes(helmscope, tmp_path):
     words = (*WORDS, "--n", "24", "--step", "0.001")
     assert helmscope(*words, "--out", "undisturbed")[0] == 0
     killed(tmp_path, *words, "--out", "run", after=2)
@@ -48,11 +48,11 @@ def test_a_killed_run_goes_on_to_the_same_bytes(helmscope, tmp_path):
     assert line[-3:] == ["--out", "run", "--resume"]
     code, _, err = helmscope(*line[1:])
     assert code == 0
-    assert f"8 units, {done} of them done before" in err
+    assert f"8 units, {done} already done" in err
     assert contents(tmp_path / "run") == contents(tmp_path / "undisturbed")
 
 
-def test_jobs_and_chunks_do_not_change_a_bit(helmscope, tmp_path):
+def test_jobs_and_chunks_do_not_change_the_results(helmscope, tmp_path):
     assert helmscope(*WORDS, "--out", "serial")[0] == 0
     assert helmscope(*WORDS, "--jobs", "2", "--max-memory", "8GB", "--out", "parallel")[0] == 0
     assert contents(tmp_path / "serial") == contents(tmp_path / "parallel")
@@ -61,15 +61,15 @@ def test_jobs_and_chunks_do_not_change_a_bit(helmscope, tmp_path):
     assert whole.identical(coarse)
 
 
-def test_a_run_that_is_there_is_not_taken_for_a_new_one(helmscope, tmp_path):
+def test_an_existing_run_is_not_overwritten(helmscope, tmp_path):
     helmscope(*WORDS, "--out", "run")
     before = contents(tmp_path / "run")
     code, _, err = helmscope(*WORDS, "--out", "run")
     assert code == 2
-    assert err == "helmscope: run holds an earlier run: add --resume to go on with it, or name a new folder\n"
+    assert err == "helmscope: run contains an earlier run: add --resume to continue it, or choose a new folder\n"
     code, _, err = helmscope(*WORDS, "--beta", "3", "--out", "run", "--resume")
     assert code == 2
-    assert "run was begun with beta 4.0 (now 3.0): repeat what it was begun with, or take a new folder" in err
+    assert "run was started with beta 4.0 (now 3.0): use the original values or choose a new folder" in err
     code, _, err = helmscope(*WORDS, "--threads", "2", "--out", "run", "--resume")
     assert code == 2
     assert "threads 1 (now 2)" in err
@@ -94,8 +94,8 @@ def manifest_edited(folder: Path, **changes: object) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
-def test_a_folder_whose_parts_disagree_does_not_go_on(helmscope, tmp_path):
-    """No states of one beta beside the energy of another."""
+def test_an_inconsistent_folder_is_not_resumed(helmscope, tmp_path):
+    """States of one beta are never combined with the energy of another."""
     helmscope(*WORDS, "--beta", "1", "--out", "run")
     plan = (tmp_path / "run" / "units.json").read_bytes()
     (tmp_path / "run" / "units.json").unlink()
@@ -117,11 +117,11 @@ def test_a_folder_whose_parts_disagree_does_not_go_on(helmscope, tmp_path):
     manifest_edited(tmp_path / "run", seed=0)
     code, out, err = helmscope(*WORDS, "--beta", "1", "--delta", "0.5", "--out", "run", "--resume")
     assert (code, out) == (2, "")
-    assert "run was begun with delta 0.001 (now 0.5): repeat what it was begun with" in err
+    assert "run was started with delta 0.001 (now 0.5): use the original values" in err
     assert helmscope(*WORDS, "--beta", "1", "--out", "run", "--resume")[0] == 0
 
 
-def test_exchanged_units_are_named_and_computed_again(helmscope, tmp_path):
+def test_swapped_units_are_reported_and_recomputed(helmscope, tmp_path):
     helmscope(*WORDS, "--out", "run")
     helmscope(*WORDS, "--beta", "1", "--out", "other")
     before = contents(tmp_path / "run")
@@ -139,7 +139,7 @@ def test_exchanged_units_are_named_and_computed_again(helmscope, tmp_path):
     assert contents(tmp_path / "run") == before
 
 
-def test_resume_needs_to_know_which(helmscope, tmp_path):
+def test_resume_needs_a_folder(helmscope, tmp_path):
     code, _, err = helmscope(*WORDS, "--resume")
     assert (code, err.count("\n")) == (2, 1)
     assert "add --out FOLDER" in err
@@ -149,7 +149,7 @@ def test_resume_needs_to_know_which(helmscope, tmp_path):
     assert os.listdir(tmp_path) == []
 
 
-def test_two_at_once_are_one_too_many(helmscope, tmp_path):
+def test_a_locked_folder_is_rejected(helmscope, tmp_path):
     helmscope(*WORDS, "--out", "run")
     with hs.store.RunFolder.open("run").lock():
         code, _, err = helmscope(*WORDS, "--out", "run", "--resume")
@@ -174,7 +174,7 @@ def test_two_processes_on_one_folder_do_not_disturb_each_other(helmscope, tmp_pa
 
 
 @pytest.mark.parametrize("where", ["2>/dev/full", "2>&-"])
-def test_a_standard_error_that_cannot_be_written_stops_nothing(tmp_path, where):
+def test_an_unwritable_standard_error_does_not_stop_the_run(tmp_path, where):
     def shell(words: str) -> CompletedProcess[str]:
         return run_child(["sh", "-c", f"'{COMMAND}' {words} {where}"], cwd=tmp_path)
 
@@ -186,7 +186,7 @@ def test_a_standard_error_that_cannot_be_written_stops_nothing(tmp_path, where):
     assert (refused.returncode, refused.stdout) == (2, "")
 
 
-def test_runs_in_words(helmscope, tmp_path):
+def test_the_list_of_runs(helmscope, tmp_path):
     assert helmscope("runs") == (0, "no runs in runs\n", "")
     code, _, err = helmscope("runs", "elsewhere")
     assert code == 2
@@ -197,7 +197,7 @@ def test_runs_in_words(helmscope, tmp_path):
     assert code == 0
     assert out.startswith(f"{name}  complete, 8 of 8 units  ")
     assert "simulate --n 6" in out
-    assert "go on with" not in out
+    assert "resume with" not in out
     (tmp_path / "runs" / name / "units" / "systems-000003.nc").unlink()
     code, out, _ = helmscope("runs")
     assert f"--out runs/{name} --resume" in out
@@ -227,37 +227,40 @@ def stopped(tmp_path):
 )
 def test_a_command_to_paste_is_quoted(helmscope, stopped, command, line):
     manifest_edited(stopped, command=command)
-    assert helmscope("runs")[1].splitlines()[2] == f"    go on with: {line}"
+    assert helmscope("runs")[1].splitlines()[2] == f"    resume with: {line}"
     assert json.loads(helmscope("runs", "--json")[1])["runs"][0]["resume"] == line
 
 
 @pytest.mark.parametrize(
     ("command", "why"),
     [
-        (["helmscope", "simulate", EVIL], "its command line or its path holds control characters or others that do"),
+        (["helmscope", "simulate", EVIL], "its command line or path contains control characters or other"),
         (
             ["helmscope", "simulate", "\udcff"],
-            "its command line or its path holds control characters or others that do",
+            "its command line or path contains control characters or other",
         ),
-        (["rm", "-rf", "/home/me"], "it was not begun by a command that knows --resume: repeat the call that began it"),
-        (["helmscope", "doctor", "x"], "it was not begun by a command that knows --resume"),
-        ([], "it was not begun by a command that knows --resume"),
+        (
+            ["rm", "-rf", "/home/me"],
+            "it was not started by a command with the option --resume: repeat the original call",
+        ),
+        (["helmscope", "doctor", "x"], "it was not started by a command with the option --resume"),
+        ([], "it was not started by a command with the option --resume"),
     ],
 )
-def test_a_hostile_command_is_not_offered(helmscope, stopped, command, why):
+def test_a_hostile_command_is_not_suggested(helmscope, stopped, command, why):
     manifest_edited(stopped, command=command)
     code, out, _ = helmscope("runs")
     assert code == 0
     lines = out.splitlines()
     assert len(lines) == 3
     assert all(line.isprintable() for line in lines)
-    assert lines[2].startswith(f"    no command to go on with is offered, because {why}")
+    assert lines[2].startswith(f"    no command to resume it is suggested, because {why}")
     record = json.loads(helmscope("runs", "--json")[1])["runs"][0]
     assert (record["resume"], record["command"]) == ("", command)
     assert record["resume_refused"].startswith(why)
 
 
-def test_nothing_that_a_run_folder_holds_is_obeyed_by_the_terminal(helmscope, stopped, tmp_path):
+def test_control_characters_of_a_run_folder_are_escaped(helmscope, stopped, tmp_path):
     manifest_edited(stopped, created="2025-01-31\x1b12:00:00+00:00")  # Python takes any character between them
     (tmp_path / "runs" / "a").rename(tmp_path / "runs" / "\x1b[2J\u202e")
     (tmp_path / "runs" / "b").mkdir()
@@ -282,8 +285,8 @@ def test_memory_is_limited(helmscope):
     assert "lower" in err.splitlines()[-1]
 
 
-def test_libraries_that_do_not_fit_are_said_to_lack_memory(tmp_path):
-    """Not to be missing, as h5netcdf says of an h5py that could not be loaded."""
+def test_libraries_that_do_not_fit_are_a_memory_error(tmp_path):
+    """Not a missing package, as h5netcdf reports if h5py could not be loaded."""
     words = ("simulate", "--n", "4", "--batch", "4", "--times", "0,1", "--max-memory", "100MB")
     done = run_child([COMMAND, *words], cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")

@@ -39,7 +39,7 @@ def test_a_claim_on_a_model_in_a_folder(helmscope, tmp_path, tiny):
     assert manifest.parameters["subject"] == "tiny"
 
 
-def test_a_report_on_a_model_says_so(helmscope, tmp_path, tiny):
+def test_a_report_on_a_model_names_it(helmscope, tmp_path, tiny):
     code, out, err = helmscope("report", *tiny, "--other", "tied model", "--out", "page")
     assert (code, out) == (2, "")
     assert "model is 'tied model'" in err
@@ -62,32 +62,32 @@ def test_a_premise_that_cannot_hold_has_a_page(helmscope, tmp_path, monkeypatch,
     assert "Tiny has no sphere." in (tmp_path / "page" / "report.html").read_text()
 
 
-def test_texts_without_a_pair_of_tokens_are_refused(helmscope, tmp_path, tiny):
+def test_texts_without_a_pair_of_tokens_are_rejected(helmscope, tmp_path, tiny):
     (tmp_path / "short.json").write_text(json.dumps([[5, 6], [7, 8], [9, 10]]))
     code, out, err = helmscope("claims", "test", "--model", "tiny", "--texts", "short.json", "--quick")
     assert (code, out) == (2, "")
     assert "texts[0] has 2 tokens, but the claim needs 3 or more in each" in err
 
 
-def test_texts_one_on_each_line(helmscope, tmp_path):
+def test_texts_one_per_line(helmscope, tmp_path):
     (tmp_path / "lines.txt").write_text("Once upon a time\n\n  The cat sat on a mat.  \n")
     from helmscope.jobs import Trials
-    from helmscope.jobs.texts import on_trial
+    from helmscope.jobs.texts import trial_subjects
 
     helmscope("claims", "list")  # which goes into the folder
-    on = on_trial(Trials(model="A", texts="lines.txt", other="B", truncate=True))
-    assert on.subject == Subject("A", ["Once upon a time", "The cat sat on a mat."], truncate=True)
-    assert on.other == Subject("B", on.subject.texts, truncate=True)
-    assert on.words == ("--model", "A", "--texts", "lines.txt", "--other", "B", "--truncate")
+    subjects = trial_subjects(Trials(model="A", texts="lines.txt", other="B", truncate=True))
+    assert subjects.subject == Subject("A", ["Once upon a time", "The cat sat on a mat."], truncate=True)
+    assert subjects.other == Subject("B", subjects.subject.texts, truncate=True)
+    assert subjects.options == ("--model", "A", "--texts", "lines.txt", "--other", "B", "--truncate")
 
 
 @pytest.mark.parametrize("verb", [("claims", "test"), ("report",)])
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["--texts", "x.txt"], "texts is given, but no model: name it too, as A, a folder or a Hub id"),
-        (["--other", "B"], "other is given, but no model"),
-        (["--truncate"], "truncate is given, but no model"),
+        (["--texts", "x.txt"], "texts is set, but model is not: set it to A, B, tied, a folder or a Hub id"),
+        (["--other", "B"], "other is set, but model is not"),
+        (["--truncate"], "truncate is set, but model is not"),
         (["--model", ""], "model is '', but it must be a name"),
         (["--model", "A", "--texts", "nowhere.txt"], "texts is 'nowhere.txt', but it cannot be read: No such file"),
         (["--model", "A", "--texts", "{bad.json}"], "but it is not valid JSON"),
@@ -98,7 +98,7 @@ def test_texts_one_on_each_line(helmscope, tmp_path):
         (["--model", "A", "--other", "A"], "other is A, but it must be another one than the subject"),
     ],
 )
-def test_bad_subjects_are_refused_in_one_sentence(helmscope, tmp_path, tmp_path_factory, verb, words, sentence):
+def test_bad_subjects_are_rejected_in_one_sentence(helmscope, tmp_path, tmp_path_factory, verb, words, sentence):
     files = tmp_path_factory.mktemp("files")
     texts = {"bad.json": "[", "object.json": "{}", "empty.txt": "\n", "mixed.json": '["One", 2]'}
     for name, text in (texts | {"high.json": "[[999999]]"}).items():
@@ -111,14 +111,14 @@ def test_bad_subjects_are_refused_in_one_sentence(helmscope, tmp_path, tmp_path_
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_claim_that_a_simulation_decides_is_refused_for_a_model(helmscope, tmp_path):
+def test_a_simulated_claim_is_rejected_for_a_model(helmscope, tmp_path):
     code, out, err = helmscope("claims", "test", "rate", "--model", "A", "--quick")
     assert (code, out) == (2, "")
     assert err == ("helmscope: subject of claim 'rate' is A, but this claim can be tried on a simulation only\n")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_show_says_what_a_claim_can_be_tried_on(helmscope):
+def test_show_lists_the_subjects_of_a_claim(helmscope):
     assert "can be tried on:\n    model (usually A and tied)\n" in helmscope("claims", "show", "tokens-cluster")[1]
     assert "can be tried on:\n    simulation (usually simulation)\n" in helmscope("claims", "show", "rate")[1]
     assert "can be tried on" not in helmscope("claims", "show", "breathing")[1]

@@ -1,4 +1,4 @@
-"""Jobs as Python users run them: the numbers of the command line, resumed after an interrupt, refused when changed."""
+"""Jobs run from Python: same results as the command line, resumed after an interrupt, rejected when changed."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def no_pictures(monkeypatch):
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Every file by its path but the manifest, which holds the time."""
+    """Every file by its path, without the manifest, which contains the time."""
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != "manifest.json")
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
@@ -53,12 +53,12 @@ def test_python_the_verb_and_a_file_write_the_same_bytes(helmscope, tmp_path, na
     assert code == 0, err
     assert contents(tmp_path / "python") == contents(tmp_path / "verb") == contents(tmp_path / "file")
     assert hs.jobs.read("python") == spec
-    said = helmscope(*words.split(), "--out", "again", "--json")[1]
-    assert json.loads(out) == json.loads(said.replace('"again', '"file'))
+    output = helmscope(*words.split(), "--out", "again", "--json")[1]
+    assert json.loads(out) == json.loads(output.replace('"again', '"file'))
 
 
 @pytest.mark.usefixtures("no_pictures")
-def test_a_simulation_gives_its_numbers(tmp_path):
+def test_the_result_of_a_simulation(tmp_path):
     result = hs.jobs.run(SIMULATE, folder=tmp_path / "run")
     expected = hs.integrate(hs.SA(2.0), hs.Uniform(4, 3).sample(4, seed=7), [0.0, 0.5, 1.0])
     assert np.array_equal(result.trajectory.states.numpy(), expected.states.numpy())
@@ -69,7 +69,7 @@ def test_a_simulation_gives_its_numbers(tmp_path):
 
 
 @pytest.mark.usefixtures("no_pictures")
-def test_a_phase_diagram_gives_its_numbers(tmp_path):
+def test_the_result_of_a_phase_diagram(tmp_path):
     result = hs.jobs.run(PHASE, folder=tmp_path / "run", engine=hs.runs.Processes(2))
     case = {"betas": [1.0, 4.0], "times": [0.0, 2.0, 4.0], "samples": 3, "seed": 7}
     seen = hs.phase_diagram(hs.SA, start=hs.Uniform(4, 9), **case)
@@ -78,7 +78,7 @@ def test_a_phase_diagram_gives_its_numbers(tmp_path):
     assert result.half_time.equals(hs.observe.half_time(result.diagram))
 
 
-def test_trials_and_a_report_give_verdicts(tmp_path):
+def test_the_results_of_trials_and_a_report(tmp_path):
     result = hs.jobs.run(Report(claims=["kuramoto"], quick=True, seed=3), folder=tmp_path / "run")
     assert [verdict.claim for verdict in result.verdicts] == ["kuramoto"]
     assert result.verdicts[0] == hs.try_claim("kuramoto", quick=True, seed=3).verdict
@@ -86,7 +86,7 @@ def test_trials_and_a_report_give_verdicts(tmp_path):
     assert hs.store.RunFolder.open(tmp_path / "run").read_verdicts() == tuple(result.verdicts)
 
 
-def test_without_a_folder_it_makes_one(tmp_path, monkeypatch):
+def test_the_default_folder_is_created(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     result = hs.jobs.run(TRIALS)
     (name,) = os.listdir("runs")
@@ -95,16 +95,17 @@ def test_without_a_folder_it_makes_one(tmp_path, monkeypatch):
 
 
 @pytest.mark.usefixtures("no_pictures")
-def test_another_spec_does_not_go_on(tmp_path):
+def test_resuming_with_another_spec_is_rejected(tmp_path):
     where = tmp_path / "run"
     hs.jobs.run(SIMULATE, folder=where)
     before = contents(where)
     changed = Simulate(n=4, batch=4, times=[0, 0.5, 1], beta=3, delta=0.5, seed=8)
-    said = refused(lambda: hs.jobs.run(changed, folder=where, resume=True))
-    assert said.startswith(f"{where} was begun with beta 2.0 (now 3.0) and delta 0.001 (now 0.5) and seed 7 (now 8): ")
-    refused(lambda: hs.jobs.run(PHASE, folder=where, resume=True), "was begun with job simulate (now phase)")
-    refused(lambda: hs.jobs.run(SIMULATE, folder=where), "holds an earlier run: add --resume")
-    refused(lambda: hs.jobs.run(SIMULATE, resume=True), "resume is given, but not which run", "folder=")
+    message = refused(lambda: hs.jobs.run(changed, folder=where, resume=True))
+    changes = "beta 2.0 (now 3.0) and delta 0.001 (now 0.5) and seed 7 (now 8)"
+    assert message.startswith(f"{where} was started with {changes}: ")
+    refused(lambda: hs.jobs.run(PHASE, folder=where, resume=True), "was started with job simulate (now phase)")
+    refused(lambda: hs.jobs.run(SIMULATE, folder=where), "contains an earlier run: add --resume")
+    refused(lambda: hs.jobs.run(SIMULATE, resume=True), "resume is set, but the folder of the run is not", "folder=")
     refused(lambda: hs.jobs.run(SIMULATE, folder=where, allow_mixed=True), "allow_mixed is given")
     assert contents(where) == before
     assert hs.jobs.run(SIMULATE, folder=where, resume=True).ok
@@ -112,7 +113,7 @@ def test_another_spec_does_not_go_on(tmp_path):
 
 
 @pytest.mark.usefixtures("no_pictures")
-def test_a_run_killed_when_it_had_a_manifest_alone_gets_its_spec(tmp_path):
+def test_a_run_killed_before_its_spec_was_written_gets_it(tmp_path):
     hs.jobs.run(SIMULATE, folder=tmp_path / "run")
     whole = contents(tmp_path / "run")
     for name in [*whole, "units"]:
@@ -123,7 +124,7 @@ def test_a_run_killed_when_it_had_a_manifest_alone_gets_its_spec(tmp_path):
     assert contents(tmp_path / "run") == whole
 
 
-def test_bad_arguments_are_refused(tmp_path):
+def test_bad_arguments_are_rejected(tmp_path):
     where = {"folder": tmp_path / "run"}
     refused(lambda: hs.jobs.run("simulate", **where), "spec is 'simulate', but it must be a spec of helmscope.jobs")
     refused(lambda: hs.jobs.run(SIMULATE, engine="serial", **where), "engine is 'serial', but it must be Serial()")
@@ -145,8 +146,8 @@ hs.jobs.run(hs.jobs.read(sys.argv[1]), folder=sys.argv[2])
 
 
 @pytest.mark.usefixtures("no_picture")
-def test_an_interrupted_job_goes_on_to_the_same_bytes(helmscope, tmp_path):
-    """From Python, and by the line that ``helmscope runs`` offers."""
+def test_an_interrupted_job_resumes_to_the_same_bytes(helmscope, tmp_path):
+    """From Python, and by the command that ``helmscope runs`` suggests."""
     hs.jobs.write(SLOW, tmp_path / "slow.toml")
     hs.jobs.run(SLOW, folder=tmp_path / "undisturbed")
     units = tmp_path / "runs" / "a" / "units"
@@ -155,14 +156,16 @@ def test_an_interrupted_job_goes_on_to_the_same_bytes(helmscope, tmp_path):
         wait_for(lambda: len(list(units.glob("*.nc"))) >= 2, process)
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=60)
-    assert "what was done is kept in runs/a: run(read('runs/a'), folder='runs/a', resume=True) goes on with it" in err
+    assert (
+        "finished units are kept in runs/a: run(read('runs/a'), folder='runs/a', resume=True) continues the run" in err
+    )
     done = len(list(units.glob("*.nc")))
     assert 2 <= done < 8
     (run,) = json.loads(helmscope("runs", "--json")[1])["runs"]
     assert (run["state"], run["resume"]) == ("interrupted", "helmscope run --out runs/a --resume")
     code, _, err = helmscope(*run["resume"].split()[1:])
     assert code == 0, err
-    assert f"8 units, {done} of them done before" in err
+    assert f"8 units, {done} already done" in err
     assert contents(tmp_path / "runs" / "a") == contents(tmp_path / "undisturbed")
 
 
@@ -170,7 +173,7 @@ def test_an_interrupt_names_the_folder(tmp_path, monkeypatch):
     def stop(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("helmscope.jobs.simulate.SimulateJob.carry_out", stop)
+    monkeypatch.setattr("helmscope.jobs.simulate.SimulateJob.execute", stop)
     with pytest.raises(Interrupted) as caught:
         hs.jobs.run(SIMULATE, folder=tmp_path / "run")
     assert caught.value.folder.path == tmp_path / "run"
@@ -180,12 +183,12 @@ def test_an_interrupt_names_the_folder(tmp_path, monkeypatch):
 # The verb -------------------------------------------------------------------------------------------------------------
 
 
-def test_the_verb_refuses_in_one_sentence(helmscope, tmp_path):
+def test_the_verb_rejects_bad_input_in_one_sentence(helmscope, tmp_path):
     (tmp_path / "bad.toml").write_text('job = "simulate"\nbta = 1\n')
     for words, sentence in (
         (["bad.toml"], "unknown field of bad.toml 'bta': did you mean 'beta'?"),
         (["none.toml"], "cannot read none.toml: No such file or directory"),
-        ([], "spec is missing, but it must name a TOML file, or --out with --resume the folder of a run"),
+        ([], "spec is missing, but it must be a TOML file; with --resume, --out FOLDER suffices"),
         (["--resume", "--out", "nowhere"], "cannot read nowhere: No such file or directory"),
     ):
         code, out, err = helmscope("run", *words)
@@ -194,7 +197,7 @@ def test_the_verb_refuses_in_one_sentence(helmscope, tmp_path):
     assert os.listdir(tmp_path) == ["bad.toml"]
 
 
-def test_code_of_ones_own_is_not_offered_for_pasting(helmscope, tmp_path):
+def test_a_spec_that_runs_code_is_not_suggested_for_pasting(helmscope, tmp_path):
     """A spec names the folder whose code it runs, and a pasted line would not show it."""
     folder = hs.store.RunFolder.create(tmp_path / "runs" / "a")
     hs.runs.run([hs.runs.Unit("one", os.getcwd)], folder)

@@ -1,4 +1,4 @@
-"""Specs: one plain form for every request, TOML that gives it back, and one sentence for what is refused."""
+"""Specs: one canonical form per job, the round trip through TOML, and error messages."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ KINDS = {"simulate": Simulate, "phase": Phase, "trials": Trials, "report": Repor
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in GOLDEN.glob("*.toml")))
 def test_the_documented_format(name: str) -> None:
-    """Each file says every field of its spec, in the order in which it is written, and is read back as it stands."""
+    """Each file has every field of its spec in the order of writing, and the round trip preserves it."""
     path = GOLDEN / f"{name}.toml"
     spec = read(path)
     assert type(spec) is KINDS[name]
@@ -87,7 +87,7 @@ fields_of_trials = {
 
 
 @given(st.one_of(simulations, phases, st.builds(Trials, **fields_of_trials), st.builds(Report, **fields_of_trials)))
-def test_toml_gives_back_every_spec(spec: Spec) -> None:
+def test_the_round_trip_through_toml_preserves_every_spec(spec: Spec) -> None:
     assert from_toml(to_toml(spec)) == spec
     data = {"job": spec.job, **msgspec.structs.asdict(spec)}
     assert from_data(data) == spec
@@ -104,7 +104,7 @@ def test_files_and_run_folders_are_read(tmp_path: Path) -> None:
     refused(lambda: to_toml(Trials(folder="\udcff")), "folder of the trials spec", "UTF-8")
 
 
-def test_equal_requests_are_equal_specs() -> None:
+def test_equal_jobs_have_equal_specs() -> None:
     assert Simulate(times=[0, 1], n=8) == Simulate(times=(0.0, 1.0), n=8.0)
     assert Simulate(start="vmf") == Simulate(start="vmf", kappa=1)
     assert Simulate(nu=0.1).step == 0.05
@@ -117,7 +117,7 @@ def test_equal_requests_are_equal_specs() -> None:
 
 
 def test_a_schema_for_forms() -> None:
-    """What a web page needs to ask for a spec."""
+    """A web form can be generated from the JSON schema of a spec."""
     schema = msgspec.json.schema(Simulate)["$defs"]["Simulate"]
     assert schema["properties"]["beta"] == {"type": "number", "default": 4.0}
     assert schema["additionalProperties"] is False
@@ -134,9 +134,9 @@ def test_a_schema_for_forms() -> None:
         ("job = 3", "job of x.toml is 3, but it must be one of"),
         ('job = "simulat"', "unknown job of x.toml 'simulat': did you mean 'simulate'?"),
         ('job = "simulate"\nbta = 1', "unknown field of x.toml 'bta': did you mean 'beta'?"),
-        ('job = "simulate"\nbeta = "hot"', "x.toml is refused: beta is 'hot', but it must be a finite number >= 0"),
-        ('job = "simulate"\nbeta = nan', "x.toml is refused: beta is nan"),
-        ('job = "simulate"\nversion = 2', "version is 2, but this helmscope reads version 1 of the format only"),
+        ('job = "simulate"\nbeta = "hot"', "x.toml is not valid: beta is 'hot', but it must be a finite number >= 0"),
+        ('job = "simulate"\nbeta = nan', "x.toml is not valid: beta is nan"),
+        ('job = "simulate"\nversion = 2', "version is 2, but this helmscope reads only version 1 of the format"),
         ('job = "phase"\n[field]\nname = 1', "field is a dict, but it must be one of sa, usa, sinkhorn"),
         ('job = "trials"\nclaims = "rate"', "claims is 'rate', but it must be a list"),
     ],
@@ -155,27 +155,27 @@ def test_bad_toml_is_one_sentence(text: str, sentence: str) -> None:
         (Simulate, {"times": "0:1"}, "times is '0:1', but it must be numbers such as 0,1,5 or a range FROM:TO:COUNT"),
         (Simulate, {"times": "0:1:" + "9" * 5000}, "with COUNT from 2 to 1000000"),
         (Simulate, {"times": 3}, "times is 3, but it must be a list"),
-        (Simulate, {"device": ""}, "device is '', but it must be a text that is not empty"),
-        (Simulate, {"nu": 0.1, "stepper": "rk4"}, "noise needs euler-maruyama, stochastic-heun or noisy-layer"),
-        (Phase, {"dims": []}, "dims is [], but it must hold at least 1 of them"),
+        (Simulate, {"device": ""}, "device is '', but it must be a nonempty string"),
+        (Simulate, {"nu": 0.1, "stepper": "rk4"}, "noise requires euler-maruyama, stochastic-heun or noisy-layer"),
+        (Phase, {"dims": []}, "dims is [], but it must have a length of at least 1"),
         (Phase, {"betas": [2, 1]}, "betas[1] is 1 after 2, but betas must increase"),
-        (Phase, {"spectrum": [1, 2], "dims": [3]}, "spectrum has 2 eigenvalues, but in dimension 3 B has 3"),
-        (Phase, {"nu": 1, "published": True}, "nu is 1, but the published scheme knows no noise"),
-        (Trials, {"texts": "a.txt"}, "texts is given, but no model: name it too"),
+        (Phase, {"spectrum": [1, 2], "dims": [3]}, "spectrum has 2 eigenvalues, but B has 3 in dimension 3"),
+        (Phase, {"nu": 1, "published": True}, "nu is 1, but the published scheme has no noise"),
+        (Trials, {"texts": "a.txt"}, "texts is set, but model is not"),
         (Trials, {"seed": -1}, "seed is -1, but it must be a whole number >= 0"),
-        (Report, {"claims": ["rate", 3]}, "claims[1] is 3, but it must be a text that is not empty"),
+        (Report, {"claims": ["rate", 3]}, "claims[1] is 3, but it must be a nonempty string"),
     ],
 )
-def test_bad_values_are_refused_by_name(kind: type[Spec], values: dict[str, object], sentence: str) -> None:
+def test_bad_values_are_rejected_by_name(kind: type[Spec], values: dict[str, object], sentence: str) -> None:
     assert sentence in refused(lambda: kind(**values))
 
 
-def test_what_only_the_work_shows_is_refused_before_a_folder_is_made(tmp_path: Path) -> None:
+def test_errors_of_preparation_occur_before_a_folder_is_created(tmp_path: Path) -> None:
     where = tmp_path / "run"
     for spec, sentence in (
         (Simulate(start="orthonormal", n=4, dim=3), "n is 4, but at most dim = 3 tokens can be orthonormal"),
         (Simulate(device="nosuch"), "device is 'nosuch', but torch cannot use it here"),
-        (Phase(samples=10**12), "samples is 1000000000000, n is 32 and times holds 61, but that makes"),
+        (Phase(samples=10**12), "samples is 1000000000000, n is 32 and times has 61 values, but that makes"),
         (Trials(claims=["kuramto"]), "unknown claim 'kuramto': did you mean 'kuramoto'?"),
         (Trials(model="A", texts="none.txt"), "texts is 'none.txt', but it cannot be read"),
     ):
@@ -183,7 +183,7 @@ def test_what_only_the_work_shows_is_refused_before_a_folder_is_made(tmp_path: P
     assert not where.exists()
 
 
-def test_an_unknown_claim_offers_one_near_it_or_the_list() -> None:
+def test_an_unknown_claim_suggests_the_closest_or_lists_all() -> None:
     near = refused(lambda: Trials(claims=["kuramto"]).prepare())
     assert near == "unknown claim 'kuramto': did you mean 'kuramoto'?"
     with pytest.raises(hs.HelmscopeError, match=r"there is no such name\. Allowed: .*kuramoto, .*rate"):
@@ -194,10 +194,10 @@ def test_an_unknown_claim_offers_one_near_it_or_the_list() -> None:
 
 
 @pytest.mark.parametrize("names", [registry.FIELDS, registry.STARTS, registry.STEPPERS, registry.MODEL_DTYPES])
-def test_every_name_leads_to_its_object(names: registry.Names) -> None:
+def test_every_name_loads_its_object(names: registry.Names) -> None:
     assert len({id(names.load(name)) for name in names}) == len(list(names))
 
 
-def test_importing_jobs_loads_no_torch() -> None:
+def test_importing_jobs_does_not_import_torch() -> None:
     code = "import sys, helmscope as hs; hs.jobs.Simulate(beta=1.0); print({'torch', 'scipy'} & set(sys.modules))"
     assert run_python(code, check=True).stdout.strip() == "set()"

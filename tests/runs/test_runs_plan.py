@@ -68,8 +68,8 @@ def test_other_versions_and_threads_are_refused_unless_allowed(folder, now, engi
     with pytest.raises(HelmscopeError) as caught:
         run(mixture(3), folder, manifest=now, engine=engine)
     assert str(caught.value) == (
-        f"{folder.path} was begun with {difference}, so that results may differ in their last bits: go back to what it "
-        "was, take a new folder, or set allow_mixed (--allow-mixed)"
+        f"{folder.path} was started with {difference}, so that results may differ in their last bits: go back to the "
+        "original, choose a new folder, or set allow_mixed (--allow-mixed)"
     )
     assert contents(folder.path) == before
     assert read_plan(folder).mixed == []
@@ -86,7 +86,7 @@ def test_another_cpu_is_refused(folder, monkeypatch):
     monkeypatch.setattr(sys.modules["helmscope.runs.run"], "cpu", lambda: "Z80")
     with pytest.raises(HelmscopeError) as caught:
         run(mixture(3), folder, manifest=MANIFEST)
-    assert f"was begun with CPU {here} (now Z80), so that results may differ" in str(caught.value)
+    assert f"was started with CPU {here} (now Z80), so that results may differ" in str(caught.value)
 
 
 def test_a_package_installed_or_removed_since_does_not_matter(folder):
@@ -118,7 +118,7 @@ def test_another_manifest_is_refused(folder, change, difference):
     with pytest.raises(HelmscopeError) as caught:
         run(mixture(3), folder, manifest=replace(BEGUN, **change), allow_mixed=True)
     assert str(caught.value) == (
-        f"{folder.path} was begun with {difference}: repeat what it was begun with, or take a new folder"
+        f"{folder.path} was started with {difference}: use the original values or choose a new folder"
     )
     assert contents(folder.path) == before
 
@@ -141,7 +141,7 @@ def test_without_a_manifest_that_of_the_folder_is_kept(folder):
 
 def test_a_run_killed_before_its_plan_was_written_is_resumed(folder):
     folder.write_manifest(BEGUN)
-    with pytest.raises(HelmscopeError, match=r"was begun with parameter 'beta' 4.0 \(now 1.0\)"):
+    with pytest.raises(HelmscopeError, match=r"was started with parameter 'beta' 4.0 \(now 1.0\)"):
         run(mixture(3), folder, manifest=replace(BEGUN, parameters={"beta": 1.0}))
     assert os.listdir(folder.path) == ["manifest.json"]
     assert len(run(mixture(3), folder, manifest=BEGUN)) == 3

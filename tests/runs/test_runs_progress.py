@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from helmscope.runs import Processes, Unit, UnitsFailed, progress, run
-from helmscope.runs.progress import ProgressBar, counting, remaining
+from helmscope.runs.progress import ProgressBar, remaining, unit_progress
 from helmscope.store import RunFolder
 from support.toy_units import divide, manifest, mixture
 
@@ -44,14 +44,14 @@ def shown(screen: Terminal) -> list[str]:
 
 
 def test_plain_lines_report_the_first_unit_and_every_tenth(clock, capsys):
-    with counting("sweep", total=40, done=4, jobs=1) as tick:
+    with unit_progress("sweep", total=40, done=4, jobs=1) as tick:
         for _ in range(36):
             clock[0] += 20.0
             tick()
     out, err = capsys.readouterr()
     assert out == ""
     assert err.splitlines() == [
-        "sweep: 40 units, 4 of them done before",
+        "sweep: 40 units, 4 already done",
         "sweep: 5 of 40 units, about 12 min left",
         *(f"sweep: {done} of 40 units, about {left} left" for done, left in [(8, "11 min"), (12, "9 min")]),
         *(f"sweep: {done} of 40 units, about {left} min left" for done, left in [(16, 8), (20, 7), (24, 5), (28, 4)]),
@@ -62,12 +62,12 @@ def test_plain_lines_report_the_first_unit_and_every_tenth(clock, capsys):
 
 def test_a_bar_on_a_terminal(clock, monkeypatch):
     screen = terminal(monkeypatch)
-    with counting("sweep", total=4, done=1, jobs=1) as tick:
+    with unit_progress("sweep", total=4, done=1, jobs=1) as tick:
         for _ in range(3):
             clock[0] += 7200.0
             tick()
     lines = shown(screen)
-    assert lines[0] == "sweep: 4 units, 1 of them done before"
+    assert lines[0] == "sweep: 4 units, 1 already done"
     assert re.fullmatch(r"sweep ━+ 4 of 4 units, in 6\.0 h", lines[-1])
 
 
@@ -81,7 +81,7 @@ def test_the_estimate_accounts_for_parallel_jobs():
 
 
 @pytest.mark.parametrize(
-    ("seconds", "spoken"),
+    ("seconds", "text"),
     [
         (0.2, "0 s"),
         (59.6, "60 s"),
@@ -92,8 +92,8 @@ def test_the_estimate_accounts_for_parallel_jobs():
         (1e6, "277.8 h"),
     ],
 )
-def test_durations(seconds, spoken):
-    assert progress._spoken(seconds) == spoken
+def test_durations(seconds, text):
+    assert progress._format_duration(seconds) == text
 
 
 @pytest.mark.parametrize("engine", [None, Processes(2)], ids=["serial", "processes"])
@@ -107,7 +107,7 @@ def test_a_run_reports_its_progress(tmp_path, capsys, engine):
     out, err = capsys.readouterr()
     assert out == ""
     first, second, third = err.splitlines()
-    assert first == "toys: 4 units, 2 of them done before"
+    assert first == "toys: 4 units, 2 already done"
     assert re.fullmatch(r"toys: 3 of 4 units, about \d+ s left", second)
     assert re.fullmatch(r"toys: 4 of 4 units, in \d+ s", third)
 
@@ -168,7 +168,7 @@ def test_a_progress_bar_appears_after_two_seconds(clock, monkeypatch, screen):
     assert written.endswith("\n")
 
 
-def test_a_progress_bar_is_drawn_ten_times_a_second_and_begins_again(clock, monkeypatch):
+def test_a_progress_bar_is_drawn_ten_times_per_second_and_restarts(clock, monkeypatch):
     monkeypatch.setattr(sys, "stderr", Terminal())
     bar = ProgressBar(after=0.0)
     for call in range(2):
@@ -181,7 +181,7 @@ def test_a_progress_bar_is_drawn_ten_times_a_second_and_begins_again(clock, monk
 
 
 @pytest.mark.parametrize("stream", [io.StringIO, Full, Gone, closed, lambda: None])
-def test_a_progress_bar_that_nobody_sees_is_silent(clock, monkeypatch, stream):
+def test_a_progress_bar_without_a_terminal_prints_nothing(clock, monkeypatch, stream):
     monkeypatch.setattr(sys, "stderr", stream())
     bar = ProgressBar("recording", after=0.0)
     bar(0.0)

@@ -1,6 +1,6 @@
-"""The command line: verbs only, no mathematics. Results go to standard output, progress to standard error.
+"""The command line: one file per verb, no mathematics. Results go to standard output, progress to standard error.
 
-One file a verb; everything heavy is imported inside it, so that ``helmscope --help`` answers at once.
+Heavy modules are imported inside the verbs, so that ``helmscope --help`` responds at once.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from helmscope.cli.runs import runs
 from helmscope.cli.simulate import simulate
 from helmscope.types import HelmscopeError
 
-INTERRUPTED = 130  # what typer makes of Ctrl-C
+INTERRUPTED = 130  # the exit code of typer after Ctrl-C
 
 app = typer.Typer(
     name="helmscope",
@@ -36,28 +36,28 @@ app.add_typer(claims)
 
 
 def main() -> None:
-    """Entry point of the command ``helmscope``: bad input is one sentence on standard error and exit code 2."""
-    # else the last bits of a matrix product depend on where in memory a system lies, and so on its batch
+    """Entry point of the command ``helmscope``: bad input prints one sentence to standard error and exits with 2."""
+    # otherwise the last bits of a matrix product depend on the memory address of a system, and so on its batch
     os.environ.setdefault("MKL_CBWR", "AUTO")
     try:
         code = app(sys.argv[1:] or ["--help"], standalone_mode=False)
-        if sys.stdout is not None:  # it is None where a process has none
+        if sys.stdout is not None:  # it is None in a process without one
             sys.stdout.flush()
         if code == INTERRUPTED:
-            _say("interrupted; what was written before is whole")
-        _leave(code)
+            _print_error("interrupted; all files already written are complete")
+        _exit(code)
     except HelmscopeError as error:
         sentence = str(error)
-    except typer.TyperException as error:  # what the parser refuses
-        sentence = _refusal(error)
+    except typer.TyperException as error:  # rejected by the parser
+        sentence = _parser_message(error)
     except OSError as error:  # standard output cannot be written
         sentence = f"cannot write: {error.strerror}"
-    _say(sentence)
-    _leave(2)
+    _print_error(sentence)
+    _exit(2)
 
 
-def _leave(code: int | None) -> None:
-    """Exit with this code even where what is still in the buffers cannot be written: Python would say 120."""
+def _exit(code: int | None) -> None:
+    """Exit with this code even if the output buffers cannot be flushed, where Python would exit with 120."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
@@ -67,21 +67,21 @@ def _leave(code: int | None) -> None:
     sys.exit(code)
 
 
-def _say(sentence: str) -> None:
-    from helmscope.runs.progress import say
+def _print_error(sentence: str) -> None:
+    from helmscope.runs.progress import print_status
 
-    say(f"helmscope: {sentence}")
+    print_status(f"helmscope: {sentence}")
 
 
-def _refusal(error: typer.TyperException) -> str:
-    """What the parser says; of a number that is none it leaves out the value, which pydantic knows."""
-    said = error.format_message()
+def _parser_message(error: typer.TyperException) -> str:
+    """The message of the parser, with the invalid value added, which it omits but pydantic reports."""
+    message = error.format_message()
     invalid = getattr(error.__cause__, "errors", None)
-    return said.replace("Invalid value", f"Invalid value {invalid()[0]['input']!r:.80}", 1) if invalid else said
+    return message.replace("Invalid value", f"Invalid value {invalid()[0]['input']!r:.80}", 1) if invalid else message
 
 
-def _print_version(asked: bool) -> None:
-    if asked:
+def _print_version(requested: bool) -> None:
+    if requested:
         print(f"helmscope {sys.modules['helmscope'].__version__}")
         raise typer.Exit
 
@@ -97,7 +97,7 @@ def _print_completion(shell: str | None) -> None:
 @app.callback()
 def _root(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and leave.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
     completion: Annotated[
         str | None,

@@ -1,4 +1,4 @@
-"""``helmscope claims``: the catalogue of claims, and their trials."""
+"""``helmscope claims``: the catalogue of claims and their trials."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from helmscope.cli.options import (
     TrialSeed,
     Truncate,
 )
-from helmscope.cli.results import block
+from helmscope.cli.results import indented
 
 if TYPE_CHECKING:
     from helmscope.claims.entry import Entry
@@ -30,35 +30,37 @@ if TYPE_CHECKING:
 
 claims = typer.Typer(
     name="claims",
-    help="The claims of the theory, and what is known of them.",
+    help="List, show and test the claims of the theory.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
 AsJson = Annotated[bool, typer.Option("--json", help="Print as JSON.")]
-Listed = Annotated[str | None, typer.Option("--from", help="A folder with your own claims, whose entries are read.")]
+EntryFolder = Annotated[
+    str | None, typer.Option("--from", help="Folder with your own claims; only their entries are read.")
+]
 NOT_YET = "not yet tried"
 
 
 @claims.command("list")
-def list_claims(folder: Listed = None, as_json: AsJson = False) -> None:
+def list_claims(folder: EntryFolder = None, as_json: AsJson = False) -> None:
     """List all claims: id, source, how it is decided, whether it can be tried, and the statement."""
     from helmscope.claims.reading import read_catalogue
     from helmscope.store.printable import printable
 
-    entries, tried = read_catalogue(folder), _tried(folder)
+    entries, experiments = read_catalogue(folder), _experiments(folder)
     if as_json:
-        print(json.dumps({"claims": [_record(entry, tried) for entry in entries.values()]}, indent=2))
+        print(json.dumps({"claims": [_as_data(entry, experiments) for entry in entries.values()]}, indent=2))
         return
     for entry in entries.values():
-        state = "helmscope claims test" if entry.id in tried else NOT_YET
+        state = "helmscope claims test" if entry.id in experiments else NOT_YET
         print(f"{entry.id}  (source {printable(entry.source)}, by {' and '.join(entry.decided)}; {state})")
-        print(block(entry.statement))
+        print(indented(entry.statement))
 
 
 @claims.command("show")
 def show_claim(
-    claim: Annotated[str, typer.Argument(help="The id of a claim, as helmscope claims list prints it.")],
-    folder: Listed = None,
+    claim: Annotated[str, typer.Argument(help="Id of a claim, as printed by helmscope claims list.")],
+    folder: EntryFolder = None,
     as_json: AsJson = False,
 ) -> None:
     """Show one claim: what the source prints, the corrected form, the experiment and its frozen region."""
@@ -66,27 +68,28 @@ def show_claim(
     from helmscope.types import known_name
 
     entries = read_catalogue(folder)
-    found, tried = entries[known_name("claim", claim, entries)], _tried(folder)
+    entry = entries[known_name("claim", claim, entries)]
+    data = _as_data(entry, _experiments(folder))
     if as_json:
-        print(json.dumps(_record(found, tried), indent=2))
+        print(json.dumps(data, indent=2))
         return
-    print(f"{found.id}, version {found.version}, entry {found.hash[:12]}")
-    parts = {
-        "statement": found.statement,
-        "source": found.source,
-        "as printed": found.printed,
-        "corrected": found.corrected,
-        "decided by": " and ".join(found.decided),
-        "experiment": found.experiment,
-        "statistic": found.statistic,
-        "null": found.null,
-        "region": found.region.text,
-        "can be tried on": _record(found, tried)["subjects"],
-        "trial": _record(found, tried)["trial"],
+    print(f"{entry.id}, version {entry.version}, entry {entry.hash[:12]}")
+    sections = {
+        "statement": entry.statement,
+        "source": entry.source,
+        "as printed": entry.printed,
+        "corrected": entry.corrected,
+        "decided by": " and ".join(entry.decided),
+        "experiment": entry.experiment,
+        "statistic": entry.statistic,
+        "null": entry.null,
+        "region": entry.region.text,
+        "can be tried on": data["subjects"],
+        "trial": data["trial"],
     }
-    for name, text in parts.items():
+    for name, text in sections.items():
         if text:
-            print(f"{name}:\n{block(str(text))}")
+            print(f"{name}:\n{indented(str(text))}")
 
 
 @claims.command("test")
@@ -108,28 +111,28 @@ def try_claims(
     allow_mixed: AllowMixed = False,
     as_json: AsJson = False,
 ) -> None:
-    """Put claims on trial: run their experiments and judge what they find by the frozen regions."""
-    given = locals()
-    from helmscope.cli.options import engine_of, spec_of
-    from helmscope.cli.output import carry_out
+    """Test claims: run their experiments and compare the results with the frozen regions."""
+    options = locals()
+    from helmscope.cli.options import make_engine, make_spec
+    from helmscope.cli.output import run_and_show
     from helmscope.jobs import Trials
 
-    engine = engine_of(jobs, max_memory, threads, ray)
-    spec = spec_of(Trials, given | {"claims": claim or []})
-    carry_out(spec, engine, out=out, resume=resume, allow_mixed=allow_mixed, as_json=as_json)
+    engine = make_engine(jobs, max_memory, threads, ray)
+    spec = make_spec(Trials, options | {"claims": claim or []})
+    run_and_show(spec, engine, out=out, resume=resume, allow_mixed=allow_mixed, as_json=as_json)
 
 
-def _tried(folder: str | None) -> dict[str, Registered]:
-    """The claims that have an experiment; of a user's folder that is not known without running its code."""
+def _experiments(folder: str | None) -> dict[str, Registered]:
+    """The experiments by claim; none for a user's folder, whose code would have to be run to find them."""
     from helmscope.claims.registry import experiments
 
     return experiments() if folder is None else {}
 
 
-def _record(entry: Entry, tried: dict[str, Registered]) -> dict[str, object]:
-    found = tried.get(entry.id)
-    if found is None:
+def _as_data(entry: Entry, experiments: dict[str, Registered]) -> dict[str, object]:
+    experiment = experiments.get(entry.id)
+    if experiment is None:
         return {**entry.content, "hash": entry.hash, "trial": NOT_YET, "subjects": ""}
-    usual = " and ".join(each.name for each in found.usual)
-    subjects = f"{' or '.join(found.subjects)} (usually {usual})"
+    usual = " and ".join(subject.name for subject in experiment.usual)
+    subjects = f"{' or '.join(experiment.subjects)} (usually {usual})"
     return {**entry.content, "hash": entry.hash, "trial": f"helmscope claims test {entry.id}", "subjects": subjects}

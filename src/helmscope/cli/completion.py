@@ -1,6 +1,6 @@
-"""Completion scripts for shells, made from the parser itself: verbs, options, and the names that options take.
+"""Completion scripts for shells, generated from the parser: verbs, options, and the allowed values of options.
 
-A script holds all words, so that completing starts no Python; after an update it is to be made again.
+A script contains all words, so that completion does not start Python; it must be generated again after an update.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from helmscope.jobs import names
 from helmscope.types import known_name
 
-NAMED: Mapping[str, tuple[str, ...]] = {
+OPTION_VALUES: Mapping[str, tuple[str, ...]] = {
     "--field": tuple(names.FIELDS),
     "--start": tuple(names.STARTS),
     "--stepper": tuple(names.STEPPERS),
@@ -22,12 +22,12 @@ NAMED: Mapping[str, tuple[str, ...]] = {
     "--device": ("cpu", "cuda"),
     "--completion": ("bash", "zsh", "fish"),
 }
-CLAIMS = ("claims show", "claims test")  # the verbs that take ids of claims
+CLAIMS = ("claims show", "claims test")  # verbs that take ids of claims
 
 
 @dataclass(frozen=True)
 class Option:
-    """The spellings of an option, what it does, and whether a value follows."""
+    """An option: its spellings, its help text, and whether it takes a value."""
 
     spellings: tuple[str, ...]
     help: str
@@ -36,29 +36,29 @@ class Option:
 
 @dataclass(frozen=True)
 class Verb:
-    """A verb by its words, such as "claims test"; the program itself has none."""
+    """A verb, where ``path`` is its words, such as "claims test", and "" for the program itself."""
 
     path: str
     help: str
     options: tuple[Option, ...]
-    below: tuple[str, ...]
+    subcommands: tuple[str, ...]
 
 
 def completion_script(shell: str, command: Any) -> str:
-    """The script that completes ``command``, a parser of typer's, in bash, zsh or fish.
+    """The completion script of ``command``, a typer parser, for bash, zsh or fish.
 
     >>> from typer.main import get_command
     >>> from helmscope.cli import app
     >>> "complete -o default -F _helmscope helmscope" in completion_script("bash", get_command(app))
     True
     """
-    makers: dict[str, Callable[[list[Verb]], str]] = {"bash": _bash, "zsh": _zsh, "fish": _fish}
-    return makers[known_name("shell", shell, makers)](_verbs(command))
+    writers: dict[str, Callable[[list[Verb]], str]] = {"bash": _bash, "zsh": _zsh, "fish": _fish}
+    return writers[known_name("shell", shell, writers)](_verbs(command))
 
 
 def _verbs(command: Any, path: str = "") -> list[Verb]:
-    """The command and everything below it."""
-    below: Mapping[str, Any] = getattr(command, "commands", {})
+    """The command and all its subcommands, recursively."""
+    subcommands: Mapping[str, Any] = getattr(command, "commands", {})
     options = [
         Option((*param.opts, *param.secondary_opts), param.help or "", not param.is_flag)
         for param in command.params
@@ -66,32 +66,32 @@ def _verbs(command: Any, path: str = "") -> list[Verb]:
     ]
     options.append(Option(("--help",), "Show this message and exit.", takes_value=False))
     help = (command.help or "").strip().split("\n")[0]
-    verbs = [Verb(path, help, tuple(options), tuple(below))]
-    for name, each in below.items():
-        verbs += _verbs(each, f"{path} {name}".strip())
+    verbs = [Verb(path, help, tuple(options), tuple(subcommands))]
+    for name, subcommand in subcommands.items():
+        verbs += _verbs(subcommand, f"{path} {name}".strip())
     return verbs
 
 
-def _claims() -> tuple[str, ...]:
+def _claim_ids() -> tuple[str, ...]:
     from helmscope.claims.reading import read_catalogue
 
     return tuple(read_catalogue())
 
 
 def _words(verb: Verb) -> list[str]:
-    """What may follow a verb."""
-    words = [*verb.below, *(_claims() if verb.path in CLAIMS else ())]
+    """The words that may follow a verb."""
+    words = [*verb.subcommands, *(_claim_ids() if verb.path in CLAIMS else ())]
     return [*words, *(spelling for option in verb.options for spelling in option.spellings)]
 
 
 def _bash(verbs: list[Verb]) -> str:
-    steps = " | ".join(f'"{verb.path} {name}"' for verb in verbs for name in verb.below)
+    steps = " | ".join(f'"{verb.path} {name}"' for verb in verbs for name in verb.subcommands)
     valued, words = [], []
     for verb in verbs:
-        for option in (each for each in verb.options if each.takes_value):
+        for option in (option for option in verb.options if option.takes_value):
             pattern = " | ".join(f'"{verb.path} {spelling}"' for spelling in option.spellings)
-            known = NAMED.get(option.spellings[0])
-            # without names of its own, -o default completes the value as a file
+            known = OPTION_VALUES.get(option.spellings[0])
+            # a value without a list of names is completed as a file by -o default
             reply = f'COMPREPLY=($(compgen -W "{" ".join(known)}" -- "$current")); ' if known else ""
             valued.append(f"        {pattern}) {reply}return ;;")
         words.append(f'        "{verb.path}") words="{" ".join(_words(verb))}" ;;')
@@ -126,21 +126,21 @@ def _zsh(verbs: list[Verb]) -> str:
 def _fish(verbs: list[Verb]) -> str:
     lines = []
     for verb in verbs:
-        seen = "; and ".join(f"__fish_seen_subcommand_from {name}" for name in verb.path.split())
-        below = f"not __fish_seen_subcommand_from {' '.join(verb.below)}" if verb.below else ""
-        here = f"complete -c helmscope -n {shlex.quote('; and '.join(filter(None, (seen, below))))}"
-        described = {each.path.split()[-1]: each.help for each in verbs if each.path and each.path != verb.path}
-        lines += [f"{here} -f -a {name} -d {_quoted(described.get(name, ''))}" for name in verb.below]
+        after_verb = "; and ".join(f"__fish_seen_subcommand_from {name}" for name in verb.path.split())
+        before_subcommand = f"not __fish_seen_subcommand_from {' '.join(verb.subcommands)}" if verb.subcommands else ""
+        prefix = f"complete -c helmscope -n {shlex.quote('; and '.join(filter(None, (after_verb, before_subcommand))))}"
+        help_texts = {each.path.split()[-1]: each.help for each in verbs if each.path and each.path != verb.path}
+        lines += [f"{prefix} -f -a {name} -d {_fish_quote(help_texts.get(name, ''))}" for name in verb.subcommands]
         if verb.path in CLAIMS:
-            lines.append(f"{here} -f -a {_quoted(' '.join(_claims()))}")
+            lines.append(f"{prefix} -f -a {_fish_quote(' '.join(_claim_ids()))}")
         for option in verb.options:
-            known = NAMED.get(option.spellings[0]) if option.takes_value else None
-            value = f" -x -a {_quoted(' '.join(known))}" if known else " -r" if option.takes_value else ""
+            known = OPTION_VALUES.get(option.spellings[0]) if option.takes_value else None
+            value = f" -x -a {_fish_quote(' '.join(known))}" if known else " -r" if option.takes_value else ""
             spelled = "".join(f" -l {spelling.removeprefix('--')}" for spelling in option.spellings)
-            lines.append(f"{here}{spelled}{value} -d {_quoted(option.help)}")
+            lines.append(f"{prefix}{spelled}{value} -d {_fish_quote(option.help)}")
     return "\n".join([*lines, ""])
 
 
-def _quoted(text: str) -> str:
-    """As fish quotes: only the quote and the backslash are special."""
+def _fish_quote(text: str) -> str:
+    """Quote for fish, where only the quote and the backslash are special."""
     return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"

@@ -9,25 +9,25 @@ import typer
 
 
 def doctor(
-    model: Annotated[str, typer.Argument(help="A folder with safetensors, or the id of a model on the Hub.")],
+    model: Annotated[str, typer.Argument(help="Folder with safetensors files, or the id of a model on the Hub.")],
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit on the Hub.")] = None,
-    texts: Annotated[int, typer.Option(help="Texts of the measurement whose cost is asked for.")] = 128,
-    tokens: Annotated[int, typer.Option(help="Tokens in each of them, at most the model's context.")] = 128,
+    texts: Annotated[int, typer.Option(help="Number of texts of the measurement whose cost is estimated.")] = 128,
+    tokens: Annotated[int, typer.Option(help="Tokens per text, at most the model's context.")] = 128,
     dtype: Annotated[
         str | None, typer.Option(help="float64, float32, bfloat16 or float16 [default: float32 on a CPU].")
     ] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")] = "cpu",
-    offline: Annotated[bool, typer.Option("--offline", help="Look at local files alone.")] = False,
+    offline: Annotated[bool, typer.Option("--offline", help="Use local files only.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
-    """Can this model be believed? Its certificate, line by line, and what a full measurement would cost."""
+    """Check whether recordings of a model can be trusted: print its certificate and the cost of a measurement."""
     from dataclasses import asdict
 
     from helmscope.jobs.names import MODEL_DTYPES, usable_device
     from helmscope.models.doctor import diagnose
     from helmscope.store.printable import printable
 
-    found = diagnose(
+    diagnosis = diagnose(
         model,
         texts=texts,
         tokens=tokens,
@@ -36,10 +36,10 @@ def doctor(
         device=usable_device(device),
         offline=offline,
     )
-    ok = found.ok
+    ok = diagnosis.ok
     if as_json:
-        print(json.dumps({"ok": ok} | asdict(found), indent=2))
-    else:  # names and tokens come from the model's files
-        print(*map(printable, str(found).split("\n")), sep="\n")
+        print(json.dumps({"ok": ok} | asdict(diagnosis), indent=2))
+    else:  # names and tokens from the model's files may contain control characters
+        print(*map(printable, str(diagnosis).split("\n")), sep="\n")
     if not ok:
         raise typer.Exit(1)

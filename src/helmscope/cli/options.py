@@ -1,4 +1,4 @@
-"""The flags that verbs share, and what the words behind them mean."""
+"""The options shared by several verbs, and how their values are parsed."""
 
 from __future__ import annotations
 
@@ -17,42 +17,42 @@ S = TypeVar("S", bound="Spec")
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")]
-Field = Annotated[str, typer.Option(help="sa (softmax), usa (unnormalised) or sinkhorn (bistochastic).")]
-Value = Annotated[float, typer.Option(help="V = value * I; -1 repels.")]
-Causal = Annotated[bool, typer.Option("--causal", help="Token i sees tokens j <= i only.")]
-Nu = Annotated[float, typer.Option(help="Isotropic noise with generator nu Lap; 0 for none.")]
-Tokens = Annotated[int, typer.Option("--n", help="Tokens in a system.")]
+Field = Annotated[str, typer.Option(help="sa (softmax), usa (unnormalized) or sinkhorn (doubly stochastic).")]
+Value = Annotated[float, typer.Option(help="Value matrix V = value * I; negative values repel.")]
+Causal = Annotated[bool, typer.Option("--causal", help="Causal mask: token i attends to tokens j <= i only.")]
+Nu = Annotated[float, typer.Option(help="Strength of isotropic noise, with generator nu * Laplacian; 0 for none.")]
+Tokens = Annotated[int, typer.Option("--n", help="Tokens per system.")]
 Delta = Annotated[float, typer.Option(help="Two tokens have met when <x,y> >= 1 - delta.")]
 
-# of claims
-Quick = Annotated[bool, typer.Option("--quick", help="Fewer replicates, though never under 32.")]
+# options for claims
+Quick = Annotated[bool, typer.Option("--quick", help="Use fewer replicates, but at least 32.")]
 From = Annotated[
     str | None,
-    typer.Option("--from", help="A folder with your own claims: ID.toml each, and Python files, WHICH ARE RUN."),
+    typer.Option("--from", help="Folder with your own claims: one ID.toml per claim, and Python files, WHICH ARE RUN."),
 ]
 Model = Annotated[
     str | None,
-    typer.Option(help="Try the claims on this model: A, B, tied, a folder or a Hub id [default: as each claim says]."),
+    typer.Option(help="Model to test the claims on: A, B, tied, a folder or a Hub id [default: depends on the claim]."),
 ]
 Texts = Annotated[
     str | None,
-    typer.Option(help="Texts for the model: a file with one on each line, or a JSON list [default: those in the box]."),
+    typer.Option(help="Texts for the model: a file with one per line, or a JSON list [default: the packaged texts]."),
 ]
-Other = Annotated[str | None, typer.Option(help="A second model, for claims that take two.")]
-Truncate = Annotated[bool, typer.Option("--truncate", help="Cut texts that are longer than the model's context.")]
-TrialSeed = Annotated[int, typer.Option(help="Seed of every trial.")]
+Other = Annotated[str | None, typer.Option(help="Second model, for claims that compare two.")]
+Truncate = Annotated[bool, typer.Option("--truncate", help="Truncate texts that are longer than the model's context.")]
+TrialSeed = Annotated[int, typer.Option(help="Random seed of the trials.")]
 
-# of runs
-Threads = Annotated[int, typer.Option(help="Threads of one unit of work; small systems use one.")]
-Jobs = Annotated[int, typer.Option(help="Units of work at a time, each in a process of its own.")]
-MaxMemory = Annotated[str | None, typer.Option(help="Memory for all jobs together, such as 4GB.")]
+# options for runs
+Threads = Annotated[int, typer.Option(help="Threads per unit of work; small systems use one.")]
+Jobs = Annotated[int, typer.Option(help="Units of work to run in parallel, each in its own process.")]
+MaxMemory = Annotated[str | None, typer.Option(help="Memory limit for all jobs together, for example 4GB.")]
 OnRay = Annotated[str | None, typer.Option("--ray", help="Run on Ray: local, or the address of a cluster.")]
-Resume = Annotated[bool, typer.Option("--resume", help="Go on with the interrupted run in --out.")]
-AllowMixed = Annotated[bool, typer.Option("--allow-mixed", help="Resume under other versions, threads or CPU.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Resume the interrupted run in --out.")]
+AllowMixed = Annotated[bool, typer.Option("--allow-mixed", help="Allow resuming with other versions, threads or CPU.")]
 
 
-def engine_of(jobs: int, max_memory: str | None, threads: int, ray: str | None) -> Engine:
-    """One process, several where jobs > 1, or Ray."""
+def make_engine(jobs: int, max_memory: str | None, threads: int, ray: str | None) -> Engine:
+    """The engine that these options select: this process, several processes if jobs > 1, or Ray."""
     from helmscope.runs.limits import parse_size
     from helmscope.runs.on_ray import Ray
     from helmscope.runs.processes import Processes
@@ -61,22 +61,22 @@ def engine_of(jobs: int, max_memory: str | None, threads: int, ray: str | None) 
     limit = None if max_memory is None else parse_size("max_memory", max_memory)
     if ray is not None:
         if limit is not None:
-            raise HelmscopeError(f"max_memory is {max_memory}, but with --ray memory is for Ray to watch: leave it out")
+            raise HelmscopeError(f"max_memory is {max_memory}, but with --ray memory is managed by Ray: omit it")
         return Ray(jobs, None if ray == "local" else ray, threads=threads)
     if whole_number("jobs", jobs, at_least=1) == 1:
         return Serial(max_memory=limit, threads=threads)
     return Processes(jobs, max_memory=limit, threads=threads)
 
 
-def spec_of(kind: type[S], given: Mapping[str, Any]) -> S:
-    """The spec whose fields are among the values of a verb's flags."""
-    return kind(**{name: given[name] for name in kind.__struct_fields__ if name in given})
+def make_spec(kind: type[S], options: Mapping[str, Any]) -> S:
+    """The spec whose fields have the values of a verb's options."""
+    return kind(**{name: options[name] for name in kind.__struct_fields__ if name in options})
 
 
-def numbers_of(text: str | None) -> Any:
-    """1,4,9 as numbers; a range FROM:TO:COUNT stays as it is, and so does a word that is not a number, which the spec
-    refuses by name.
+def parse_numbers(text: str | None) -> Any:
+    """Parse numbers such as 1,4,9. A range FROM:TO:COUNT is returned unchanged, and so is a word that is not a number,
+    which the spec then rejects by name.
     """
-    from helmscope.jobs.checks import as_number
+    from helmscope.jobs.checks import parse_number
 
-    return text if text is None or ":" in text else [as_number(word) for word in text.split(",")]
+    return text if text is None or ":" in text else [parse_number(word) for word in text.split(",")]

@@ -1,4 +1,4 @@
-"""From a spec to the terminal: carries it out, says how to go on after Ctrl-C, and shows the result."""
+"""Run a spec from the command line: show the result, or after Ctrl-C how to resume."""
 
 from __future__ import annotations
 
@@ -16,55 +16,55 @@ if TYPE_CHECKING:
 RESUMABLE = ("claims", "phase", "report", "run", "simulate")
 
 
-def carry_out(
+def run_and_show(
     spec: Spec, engine: Engine, *, out: str | None, resume: bool, allow_mixed: bool, as_json: bool = False
 ) -> None:
-    """Runs a spec and prints what came of it."""
+    """Run a spec and print its result."""
     from helmscope.cli.results import show
     from helmscope.jobs import Trials, run
     from helmscope.jobs.run import Interrupted
-    from helmscope.jobs.trials import code_that_runs
-    from helmscope.runs.progress import say
+    from helmscope.jobs.trials import code_notice
+    from helmscope.runs.progress import print_status
 
     if out == "":
-        raise HelmscopeError("out is '', but it must name a new or an empty folder")
-    notice = code_that_runs(spec) if isinstance(spec, Trials) else ""
+        raise HelmscopeError("out is '', but it must be a new or empty folder")
+    notice = code_notice(spec) if isinstance(spec, Trials) else ""
     if notice:
-        say(notice)
+        print_status(notice)
     command = ["helmscope", *sys.argv[1:]]
     options = {"resume": resume, "allow_mixed": allow_mixed}
     try:
         result = run(spec, folder=out, engine=engine, show_progress=True, command=command, **options)
     except Interrupted as error:
-        say(_going_on(command, error.folder.path))
+        print_status(_resume_hint(command, error.folder.path))
         raise
     for note in result.notes:
-        say(note)
+        print_status(note)
     show(result, as_json=as_json)
 
 
-def _going_on(command: Sequence[str], folder: object) -> str:
+def _resume_hint(command: Sequence[str], folder: object) -> str:
     try:
-        return f"go on with: {resume_line(command, folder)}"
+        return f"resume with: {resume_command(command, folder)}"
     except HelmscopeError as error:
-        return f"no command to go on with is offered, because {error}"
+        return f"no command to resume it is suggested, because {error}"
 
 
-def resume_line(command: Sequence[str], folder: object) -> str:
-    """The command that goes on with the run in a folder, quoted for a shell. Commands stand in files, which anybody may
-    have written, and this line will be pasted: a ``HelmscopeError`` says why there is none.
+def resume_command(command: Sequence[str], folder: object) -> str:
+    """The command that resumes the run in a folder, quoted for a shell. The original command comes from a file of
+    unknown origin and this line will be pasted into a shell, so an unsafe one raises a ``HelmscopeError``.
 
-    >>> resume_line(["helmscope", "simulate", "--n", "8"], "runs/a")
+    >>> resume_command(["helmscope", "simulate", "--n", "8"], "runs/a")
     'helmscope simulate --n 8 --out runs/a --resume'
     """
     words = list(command)
     if words[:1] != ["helmscope"] or words[1:2] not in [[verb] for verb in RESUMABLE]:
-        raise HelmscopeError("it was not begun by a command that knows --resume: repeat the call that began it")
+        raise HelmscopeError("it was not started by a command with the option --resume: repeat the original call")
     if "--out" in words:
         at = words.index("--out")
         del words[at : at + 2]
     words = [word for word in words if word != "--resume" and not word.startswith("--out=")]
     words += ["--out", str(folder), "--resume"]
     if not all(word.isprintable() for word in words):
-        raise HelmscopeError("its command line or its path holds control characters or others that do not print")
+        raise HelmscopeError("its command line or path contains control characters or other non-printable characters")
     return shlex.join(words)

@@ -30,7 +30,7 @@ def phase(
     causal: Causal = False,
     nu: Nu = 0.0,
     spectrum: Annotated[
-        str | None, typer.Option(help="Eigenvalues of a symmetric B, dim of them, such as 1,0.5 [default: B = I].")
+        str | None, typer.Option(help="The dim eigenvalues of a symmetric B, for example 1,0.5 [default: B = I].")
     ] = None,
     n: Tokens = 32,
     dims: Annotated[
@@ -38,18 +38,19 @@ def phase(
     ] = None,
     betas: Annotated[str, typer.Option(help="Inverse temperatures: 1,4,9 or FROM:TO:COUNT.")] = "0.1:9:10",
     times: Annotated[str, typer.Option(help="Times: 0,1,5 or FROM:TO:COUNT.")] = "0:30:61",
-    samples: Annotated[int, typer.Option(help="Independent systems behind each probability.")] = 64,
+    samples: Annotated[int, typer.Option(help="Independent systems per probability.")] = 64,
     delta: Delta = 1e-3,
     published: Annotated[
         bool | None,
         typer.Option(
             "--published/--no-published",
-            help="Lay what the published scheme gives beside ours [default: for sa without noise].",
+            help="Add the result of the published scheme [default: for sa without noise].",
         ),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the starts and of the noise.")] = 0,
+    seed: Annotated[int, typer.Option(help="Random seed of starts and noise.")] = 0,
     dtype: Annotated[
-        str | None, typer.Option(help="float64 or float32 [default: float64; on a GPU float32 where a kernel serves].")
+        str | None,
+        typer.Option(help="float64 or float32 [default: float64; on a GPU float32 where a kernel applies]."),
     ] = None,
     device: Device = "cpu",
     threads: Threads = 1,
@@ -61,18 +62,18 @@ def phase(
     allow_mixed: AllowMixed = False,
     as_json: AsJson = False,
 ) -> None:
-    """Have two tokens met? The probability over beta and time, with standard errors and the curve t*(beta).
+    """Compute the probability that two tokens have met, over beta and time, with standard errors and t*(beta).
 
-    As it stands, a quick picture of two dimensions in about a minute. The whole figure 3 of arXiv:2312.10794:
+    The defaults give a coarse diagram of two dimensions in about a minute. Figure 3 of arXiv:2312.10794 in full:
 
     helmscope phase --dims 2,8,32,128,512,1024 --betas 0.1:9:90 --times 0:30:200 --samples 1024 --published
     """
-    given = locals()
-    from helmscope.cli.options import engine_of, numbers_of, spec_of
-    from helmscope.cli.output import carry_out
+    options = locals()
+    from helmscope.cli.options import make_engine, make_spec, parse_numbers
+    from helmscope.cli.output import run_and_show
     from helmscope.jobs import Phase
 
-    engine = engine_of(jobs, max_memory, threads, ray)
-    lists = {name: numbers_of(given[name]) for name in ("spectrum", "dims", "betas", "times")}
-    spec = spec_of(Phase, given | lists)
-    carry_out(spec, engine, out=out, resume=resume, allow_mixed=allow_mixed, as_json=as_json)
+    engine = make_engine(jobs, max_memory, threads, ray)
+    lists = {name: parse_numbers(options[name]) for name in ("spectrum", "dims", "betas", "times")}
+    spec = make_spec(Phase, options | lists)
+    run_and_show(spec, engine, out=out, resume=resume, allow_mixed=allow_mixed, as_json=as_json)

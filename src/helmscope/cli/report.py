@@ -35,17 +35,17 @@ def report(
     jobs: Jobs = 1,
     max_memory: MaxMemory = None,
     ray: OnRay = None,
-    out: Annotated[str | None, typer.Option(help="New folder for it [default: runs/report-DATE-TIME].")] = None,
+    out: Annotated[str | None, typer.Option(help="New run folder [default: runs/report-DATE-TIME].")] = None,
     resume: Resume = False,
     allow_mixed: AllowMixed = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the verdicts as JSON.")] = False,
 ) -> None:
-    """Try every claim that has an experiment and write report.html, one file that needs nothing else."""
-    given = locals()
-    from helmscope.cli.options import engine_of, spec_of
-    from helmscope.cli.output import carry_out
+    """Test every claim that has an experiment and write report.html, one self-contained page."""
+    options = locals()
+    from helmscope.cli.options import make_engine, make_spec
+    from helmscope.cli.output import run_and_show
     from helmscope.jobs import Report
 
-    engine = engine_of(jobs, max_memory, threads, ray)
-    spec = spec_of(Report, given)
-    carry_out(spec, engine, out=out, resume=resume, allow_mixed=allow_mixed, as_json=as_json)
+    engine = make_engine(jobs, max_memory, threads, ray)
+    spec = make_spec(Report, options)
+    run_and_show(spec, engine, out=out, resume=resume, allow_mixed=allow_mixed, as_json=as_json)

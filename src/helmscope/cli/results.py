@@ -1,4 +1,4 @@
-"""Results on standard output: in words, or as JSON."""
+"""Results on standard output, as text or as JSON."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def show(result: Result, *, as_json: bool) -> None:
-    """Prints a result. One that did not come to its end leaves with exit code 1, failed experiments with 2."""
+    """Print a result. The exit code is 1 if it is incomplete, and 2 if experiments failed."""
     from helmscope.cli.phase_table import show_phase
     from helmscope.jobs import PhaseResult, ReportResult, SimulationResult, TrialsResult
 
@@ -35,26 +35,26 @@ def show(result: Result, *, as_json: bool) -> None:
         raise typer.Exit(1)
 
 
-def as_plain(values: Any) -> Any:
-    """Numbers, at any depth of lists, as JSON holds them: an infinite one is the string "inf" or "-inf", as in
-    verdicts.json, and what is not a number is null.
+def json_numbers(values: Any) -> Any:
+    """Nested lists of numbers in a form that JSON can encode: infinities become the strings "inf" and "-inf", as in
+    verdicts.json, and NaN becomes null.
 
-    >>> as_plain([[1.5, float("inf")], [float("-inf"), float("nan")]])
+    >>> json_numbers([[1.5, float("inf")], [float("-inf"), float("nan")]])
     [[1.5, 'inf'], ['-inf', None]]
     """
     if isinstance(values, list):
-        return [as_plain(each) for each in values]
+        return [json_numbers(value) for value in values]
     if math.isinf(values):
         return str(float(values))
     return None if math.isnan(values) else values
 
 
-def block(text: str) -> str:
-    """A paragraph, indented; text from files is made printable."""
+def indented(text: str) -> str:
+    """Wrap and indent a paragraph, with non-printable characters escaped."""
     from helmscope.store.printable import printable
 
-    shown = printable(" ".join(text.split()))
-    return textwrap.fill(shown, width=100, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False)
+    escaped = printable(" ".join(text.split()))
+    return textwrap.fill(escaped, width=100, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False)
 
 
 def _show_simulation(result: SimulationResult, as_json: bool) -> None:
@@ -78,15 +78,14 @@ def _show_simulation(result: SimulationResult, as_json: bool) -> None:
 
 
 def _curves(measured: xr.Dataset) -> dict[str, Any]:
-    """Curves over time, reduced over the systems, as plain lists."""
+    """The curves over time, as means over the systems, as plain lists."""
     from helmscope.stats.reduce import reduced
 
     measured = reduced(measured)
     curves = [str(name) for name in measured.data_vars if measured[name].dims == ("time",)]
+    values = {name: json_numbers(measured[name].values.tolist()) for name in curves}
     rows = {
-        name: {
-            key: as_plain(measured[of].values.tolist()) for key, of in (("value", name), ("stderr", f"{name}_stderr"))
-        }
+        name: {"value": values[name], "stderr": values[f"{name}_stderr"]}
         for name in curves
         if f"{name}_stderr" in curves
     }
@@ -94,33 +93,38 @@ def _curves(measured: xr.Dataset) -> dict[str, Any]:
 
 
 def _show_trials(result: TrialsResult, as_json: bool) -> None:
-    from helmscope.runs.progress import say
+    from helmscope.runs.progress import print_status
     from helmscope.store.printable import printable
 
-    if as_json:  # nothing in it depends on time or place: the same seed gives the same bytes
-        print(json.dumps({**_asked(result), "verdicts": _verdicts(result)}, indent=2))
+    if as_json:  # without dates and paths, so that the same seed gives the same bytes
+        print(json.dumps({**_settings(result), "verdicts": _verdict_data(result)}, indent=2))
     else:
         for verdict in result.verdicts:
-            print(f"{printable(verdict.claim)}: {verdict.ruling.value}\n{block(verdict.sentence)}")
-            print(block(f"subject: {verdict.subject}"))
-    say(f"folder: {result.folder.path}")
+            print(f"{printable(verdict.claim)}: {verdict.ruling.value}\n{indented(verdict.sentence)}")
+            print(indented(f"subject: {verdict.subject}"))
+    print_status(f"folder: {result.folder.path}")
 
 
 def _show_report(result: ReportResult, as_json: bool) -> None:
     counts = Counter(verdict.ruling.value for verdict in result.verdicts)
     if as_json:
-        told = {"report": str(result.page), "folder": str(result.folder.path), **_asked(result), "rulings": counts}
-        print(json.dumps({**told, "verdicts": _verdicts(result)}, indent=2))
+        summary = {
+            "report": str(result.page),
+            "folder": str(result.folder.path),
+            **_settings(result),
+            "rulings": counts,
+        }
+        print(json.dumps({**summary, "verdicts": _verdict_data(result)}, indent=2))
     else:
         print(", ".join(f"{count} {ruling}" for ruling, count in sorted(counts.items())))
         print(f"report: {result.page}")
 
 
-def _asked(result: Result) -> dict[str, Any]:
+def _settings(result: Result) -> dict[str, Any]:
     return {name: result.spec.fields[name] for name in ("seed", "quick")}
 
 
-def _verdicts(result: TrialsResult) -> object:
+def _verdict_data(result: TrialsResult) -> object:
     from helmscope.store.verdicts import encode_verdicts
 
     return json.loads(encode_verdicts(result.verdicts))

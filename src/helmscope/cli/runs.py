@@ -17,39 +17,39 @@ if TYPE_CHECKING:
 
 
 def runs(
-    root: Annotated[str | None, typer.Argument(help="The folder that holds the run folders [default: runs].")] = None,
+    root: Annotated[str | None, typer.Argument(help="Folder that contains the run folders [default: runs].")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the list as JSON.")] = False,
 ) -> None:
-    """List earlier runs, oldest first: how each ended, and how to go on with one that was interrupted."""
+    """List earlier runs, oldest first, with their state and the command that resumes an interrupted one."""
     from helmscope.runs.listing import list_runs
     from helmscope.store.printable import printable
 
-    # without a word about where, a folder that no run has made yet is no mistake
-    found = list_runs(root or "runs") if root is not None or os.path.isdir("runs") else []
+    # the default folder need not exist yet
+    listed = list_runs(root or "runs") if root is not None or os.path.isdir("runs") else []
     if as_json:
-        print(json.dumps({"runs": [_record(run) for run in found]}, indent=2))
-    elif not found:
+        print(json.dumps({"runs": [_as_data(run) for run in listed]}, indent=2))
+    elif not listed:
         print(f"no runs in {root or 'runs'}")
     else:
-        for run in found:
+        for run in listed:
             print(*map(printable, _lines(run)), sep="\n")
 
 
 def _lines(run: RunSummary) -> list[str]:
-    record = _record(run)
+    data = _as_data(run)
     units = f"{run.done} of {counted(run.total, 'unit')}" if run.total else "no units"
     lines = [f"{run.name}  {run.state.value}, {units}  {run.created}"]
     lines.append(f"    {run.reason or shlex.join(run.command)}")
-    if record["resume"]:
-        lines.append(f"    go on with: {record['resume']}")
-    elif record["resume_refused"]:
-        lines.append(f"    no command to go on with is offered, because {record['resume_refused']}")
+    if data["resume"]:
+        lines.append(f"    resume with: {data['resume']}")
+    elif data["resume_refused"]:
+        lines.append(f"    no command to resume it is suggested, because {data['resume_refused']}")
     return lines
 
 
-def _command(run: RunSummary) -> Sequence[str]:
-    """What began a run; of one that Python began, the verb that carries out its spec, unless that runs a user's code,
-    which a pasted line is to show.
+def _original_command(run: RunSummary) -> Sequence[str]:
+    """The command that started a run. For a run started from Python, the verb that runs its spec, unless the spec runs
+    a user's code, which must be visible in a line to paste.
     """
     from helmscope.cli.output import RESUMABLE
     from helmscope.jobs import read
@@ -65,14 +65,14 @@ def _command(run: RunSummary) -> Sequence[str]:
     return run.command if runs_code else ("helmscope", "run")
 
 
-def _record(run: RunSummary) -> dict[str, object]:
-    from helmscope.cli.output import resume_line
+def _as_data(run: RunSummary) -> dict[str, object]:
+    from helmscope.cli.output import resume_command
     from helmscope.runs.listing import State
 
     resume, refused = "", ""
     if run.state is State.INTERRUPTED and run.total > 0:
         try:
-            resume = resume_line(_command(run), run.path)
+            resume = resume_command(_original_command(run), run.path)
         except HelmscopeError as error:
             refused = str(error)
     return {

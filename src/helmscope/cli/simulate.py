@@ -30,12 +30,14 @@ def simulate(
     value: Value = 1.0,
     causal: Causal = False,
     nu: Nu = 0.0,
-    start: Annotated[str, typer.Option(help="uniform, vmf or orthonormal.")] = "uniform",
+    start: Annotated[
+        str, typer.Option(help="Distribution of the start: uniform, vmf (von Mises-Fisher) or orthonormal.")
+    ] = "uniform",
     n: Tokens = 32,
-    dim: Annotated[int, typer.Option(help="Dimension d of the space; tokens lie on S^(d-1).")] = 3,
+    dim: Annotated[int, typer.Option(help="Dimension d of the space; tokens are on S^(d-1).")] = 3,
     kappa: Annotated[float | None, typer.Option(help="Concentration of a vmf start [default: 1].")] = None,
-    batch: Annotated[int, typer.Option(help="Independent systems.")] = 16,
-    times: Annotated[str, typer.Option(help="Times to look at: 0,1,5 or FROM:TO:COUNT.")] = "0:10:101",
+    batch: Annotated[int, typer.Option(help="Number of independent systems.")] = 16,
+    times: Annotated[str, typer.Option(help="Times of the stored states: 0,1,5 or FROM:TO:COUNT.")] = "0:10:101",
     stepper: Annotated[
         str | None,
         typer.Option(
@@ -43,21 +45,19 @@ def simulate(
             "[default], stochastic-heun, noisy-layer."
         ),
     ] = None,
-    step: Annotated[
-        float | None, typer.Option(help="Step size of the steppers that are not adaptive [default: 0.05].")
-    ] = None,
-    tol: Annotated[float | None, typer.Option(help="Local error of the adaptive stepper.")] = None,
-    merge: Annotated[float | None, typer.Option(help="Merge tokens closer than so many radians.")] = None,
+    step: Annotated[float | None, typer.Option(help="Step size of the non-adaptive steppers [default: 0.05].")] = None,
+    tol: Annotated[float | None, typer.Option(help="Local error tolerance of the adaptive stepper.")] = None,
+    merge: Annotated[float | None, typer.Option(help="Merge tokens that are closer than this, in radians.")] = None,
     kernel: Annotated[
         str, typer.Option(help="How sums over tokens are computed: auto, dense, blockwise, harmonic or flash.")
     ] = "auto",
     delta: Delta = 1e-3,
-    radius: Annotated[float, typer.Option(help="Scale of the cluster count, in radians.")] = 0.1,
-    seed: Annotated[int, typer.Option(help="Seed of the start and of the noise.")] = 0,
+    radius: Annotated[float, typer.Option(help="Linkage distance of the cluster count, in radians.")] = 0.1,
+    seed: Annotated[int, typer.Option(help="Random seed of start and noise.")] = 0,
     dtype: Annotated[str, typer.Option(help="float64 or float32.")] = "float64",
     device: Device = "cpu",
     chunk: Annotated[
-        int | None, typer.Option(help="Systems in one unit of work [default: an eighth of the batch].")
+        int | None, typer.Option(help="Systems per unit of work [default: an eighth of the batch].")
     ] = None,
     threads: Threads = 1,
     jobs: Jobs = 1,
@@ -68,12 +68,12 @@ def simulate(
     allow_mixed: AllowMixed = False,
     as_json: AsJson = False,
 ) -> None:
-    """Integrate self-attention on the sphere; write a run folder with numbers, states and a picture."""
-    given = locals()
-    from helmscope.cli.options import engine_of, numbers_of, spec_of
-    from helmscope.cli.output import carry_out
+    """Integrate self-attention on the sphere and write states, measurements and a picture to a run folder."""
+    options = locals()
+    from helmscope.cli.options import make_engine, make_spec, parse_numbers
+    from helmscope.cli.output import run_and_show
     from helmscope.jobs import Simulate
 
-    spec = spec_of(Simulate, given | {"times": numbers_of(times)})
-    engine = engine_of(jobs, max_memory, threads, ray)
-    carry_out(spec, engine, out=out, resume=resume, allow_mixed=allow_mixed, as_json=as_json)
+    spec = make_spec(Simulate, options | {"times": parse_numbers(times)})
+    engine = make_engine(jobs, max_memory, threads, ray)
+    run_and_show(spec, engine, out=out, resume=resume, allow_mixed=allow_mixed, as_json=as_json)

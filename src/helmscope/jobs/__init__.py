@@ -1,8 +1,9 @@
-"""What can be asked for, as data: a spec -> units of work -> one result.
+"""Jobs described by data: a spec -> units of work -> one result.
 
-``Simulate``, ``Phase``, ``Trials`` and ``Report`` say what is wanted, seed, dtype and device included; ``run`` carries
-it out in a run folder, ``estimate`` says beforehand what it costs, and ``read`` and ``write`` keep it as TOML. The
-command line does nothing else: every verb makes a spec of its flags. Importing it loads no torch.
+``Simulate``, ``Phase``, ``Trials`` and ``Report`` are specs: they describe a job completely, including seed, dtype and
+device. ``run`` executes a spec in a run folder, ``estimate`` predicts its cost, and ``read`` and ``write`` convert it
+from and to TOML. Every verb of the command line builds a spec from its options and runs it. Importing this package does
+not import torch.
 
 >>> import tempfile
 >>> import helmscope as hs

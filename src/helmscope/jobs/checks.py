@@ -1,4 +1,4 @@
-"""Checks of the fields of a spec: each gives a field's value in its one plain form, or refuses it by name."""
+"""Checks for the fields of a spec: each returns the value in its canonical form or raises a ``HelmscopeError``."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 from helmscope.types import HelmscopeError, increasing_times, real_number, shown, whole_number
 
 Check = Callable[[str, object], Any]
-MOST_TIMES = 1_000_000
-MOST_BETAS = 100_000
+MAX_TIMES = 1_000_000
+MAX_BETAS = 100_000
 
 
 def number(*, at_least: float = -math.inf, above: float = -math.inf) -> Check:
-    """A finite number within its bound.
+    """Return a check for finite numbers within the bounds.
 
     >>> number(at_least=0)("beta", 4)
     4.0
@@ -23,28 +23,28 @@ def number(*, at_least: float = -math.inf, above: float = -math.inf) -> Check:
     return lambda name, value: real_number(name, value, at_least=at_least, above=above)
 
 
-def whole(at_least: int) -> Check:
-    """A whole number of at least so much.
+def integer(at_least: int) -> Check:
+    """Return a check for integers of at least ``at_least``.
 
-    >>> whole(1)("n", 32)
+    >>> integer(1)("n", 32)
     32
     """
     return lambda name, value: whole_number(name, value, at_least=at_least)
 
 
 def optional(check: Check) -> Check:
-    """None, or what ``check`` allows.
+    """Return a check that accepts None and whatever ``check`` accepts.
 
-    >>> optional(whole(1))("chunk", None) is None
+    >>> optional(integer(1))("chunk", None) is None
     True
     """
     return lambda name, value: None if value is None else check(name, value)
 
 
-def switch(name: str, value: object) -> bool:
-    """True or False.
+def boolean(name: str, value: object) -> bool:
+    """Check for True or False.
 
-    >>> switch("causal", True)
+    >>> boolean("causal", True)
     True
     """
     if not isinstance(value, bool):
@@ -53,30 +53,30 @@ def switch(name: str, value: object) -> bool:
 
 
 def text(name: str, value: object) -> str:
-    """A string that says something.
+    """Check for a string that is not blank.
 
     >>> text("device", "cpu")
     'cpu'
     """
     if not isinstance(value, str) or not value.strip():
-        raise HelmscopeError(f"{name} is {shown(value)}, but it must be a text that is not empty")
+        raise HelmscopeError(f"{name} is {shown(value)}, but it must be a nonempty string")
     return value
 
 
 def path(name: str, value: object) -> str:
-    """A name or a path.
+    """Check for a name or a path.
 
     >>> from pathlib import Path
     >>> path("folder", Path("mine"))
     'mine'
     """
     if not isinstance(value, str | Path) or not str(value).strip():
-        raise HelmscopeError(f"{name} is {shown(value)}, but it must be a name or a path that is not empty")
+        raise HelmscopeError(f"{name} is {shown(value)}, but it must be a nonempty name or path")
     return str(value)
 
 
 def items(name: str, value: object) -> Sequence[object]:
-    """A list or tuple.
+    """Check for a list, tuple or array.
 
     >>> items("dims", [3, 9])
     [3, 9]
@@ -87,68 +87,68 @@ def items(name: str, value: object) -> Sequence[object]:
     return values
 
 
-def each(check: Check, *, least: int = 0) -> Check:
-    """A list of at least so many values, every one of which passes ``check``.
+def list_of(check: Check, *, min_length: int = 0) -> Check:
+    """Return a check for lists of at least ``min_length`` values that all pass ``check``.
 
-    >>> each(whole(2))("dims", [3, 9])
+    >>> list_of(integer(2))("dims", [3, 9])
     (3, 9)
     """
 
     def checked(name: str, value: object) -> tuple[Any, ...]:
-        found = tuple(check(f"{name}[{i}]", item) for i, item in enumerate(items(name, value)))
-        if len(found) < least:
-            raise HelmscopeError(f"{name} is {shown(value)}, but it must hold at least {least} of them")
-        return found
+        values = tuple(check(f"{name}[{i}]", item) for i, item in enumerate(items(name, value)))
+        if len(values) < min_length:
+            raise HelmscopeError(f"{name} is {shown(value)}, but it must have a length of at least {min_length}")
+        return values
 
     return checked
 
 
 def times(name: str, value: object) -> str | tuple[float, ...]:
-    """Increasing times: a list, or a range "FROM:TO:COUNT", which stays as it is written.
+    """Check for increasing times: a list, or a range "FROM:TO:COUNT", which is returned unchanged.
 
     >>> times("times", [0, 1]), times("times", "0:10:101")
     ((0.0, 1.0), '0:10:101')
     """
-    found = increasing_times(spread(name, value, most=MOST_TIMES))
-    return value if isinstance(value, str) else tuple(found)
+    values = increasing_times(expand_range(name, value, max_count=MAX_TIMES))
+    return value if isinstance(value, str) else tuple(values)
 
 
 def betas(name: str, value: object) -> str | tuple[float, ...]:
-    """Increasing inverse temperatures, in the same two forms.
+    """Check for increasing inverse temperatures: a list, or a range "FROM:TO:COUNT", which is returned unchanged.
 
     >>> betas("betas", "0.1:9:90")
     '0.1:9:90'
     """
-    found = each(number(at_least=0), least=1)(name, spread(name, value, most=MOST_BETAS))
-    for i in range(1, len(found)):
-        if found[i] <= found[i - 1]:
-            raise HelmscopeError(f"{name}[{i}] is {found[i]:g} after {found[i - 1]:g}, but {name} must increase")
-    return value if isinstance(value, str) else found
+    values = list_of(number(at_least=0), min_length=1)(name, expand_range(name, value, max_count=MAX_BETAS))
+    for i in range(1, len(values)):
+        if values[i] <= values[i - 1]:
+            raise HelmscopeError(f"{name}[{i}] is {values[i]:g} after {values[i - 1]:g}, but {name} must increase")
+    return value if isinstance(value, str) else values
 
 
-def spread(name: str, value: object, *, most: int = MOST_TIMES) -> list[Any]:
-    """The values of a list, or of a range "FROM:TO:COUNT" with COUNT values, both ends included.
+def expand_range(name: str, value: object, *, max_count: int = MAX_TIMES) -> list[Any]:
+    """The values of a list, or the COUNT evenly spaced values of a range "FROM:TO:COUNT", both ends included.
 
-    >>> spread("times", "0:1:3"), spread("times", (0.0, 5.0))
+    >>> expand_range("times", "0:1:3"), expand_range("times", (0.0, 5.0))
     ([0.0, 0.5, 1.0], [0.0, 5.0])
     """
     if not isinstance(value, str):
         return list(items(name, value))
     parts = value.split(":")
-    if len(parts) != 3 or not _is_count(parts[2]) or not 2 <= int(parts[2]) <= most:
+    if len(parts) != 3 or not _is_count(parts[2]) or not 2 <= int(parts[2]) <= max_count:
         raise HelmscopeError(
             f"{name} is {shown(value)}, but it must be numbers such as 0,1,5 or a range FROM:TO:COUNT such as 0:9:91, "
-            f"with COUNT from 2 to {most}"
+            f"with COUNT from 2 to {max_count}"
         )
-    first, last = (real_number(name, as_number(part)) for part in parts[:2])
+    first, last = (real_number(name, parse_number(part)) for part in parts[:2])
     steps = int(parts[2]) - 1
     return [first + (last - first) * k / steps for k in range(steps + 1)]
 
 
-def as_number(word: str) -> int | float | str:
-    """The number that a word is, or the word itself, for whoever refuses it by name.
+def parse_number(word: str) -> int | float | str:
+    """Parse a number; a word that is not a number is returned unchanged, for a later check to reject by name.
 
-    >>> as_number("3"), as_number("0.5"), as_number("x")
+    >>> parse_number("3"), parse_number("0.5"), parse_number("x")
     (3, 0.5, 'x')
     """
     for kind in (int, float):
@@ -160,5 +160,5 @@ def as_number(word: str) -> int | float | str:
 
 
 def _is_count(word: str) -> bool:
-    """Whether a word is a number that Python reads in an instant, as it does not of thousands of digits."""
+    """Whether a word is an integer short enough to parse: Python is slow on thousands of digits."""
     return word.isascii() and word.isdigit() and len(word) < 20

@@ -1,12 +1,12 @@
-"""What a job will cost, from a short sample of the same work.
+"""Estimate the cost of a job from a short sample of the same work.
 
-Time: a few systems are carried over longer and longer parts of the asked times, until the end or until that has taken
-long enough; what is left is taken to go on at the pace of the last part. A step of the whole batch is timed against one
-of those few. Memory: what the arrays take that are alive at once, and the libraries.
+Time: a few systems are integrated to later and later times, until the last time or until the sample has used up its
+time; the rest is extrapolated at the speed of the last part. The result is scaled by the ratio of the times of one step
+of the whole batch and of those few systems. Memory: the arrays that exist at the same time, and the libraries.
 
-Over 14 simulations and diagrams that took 1 to 21 s, the time was 0.7 to 2.4 times the true one and the memory within
-20 %. A sample that ends long before the last time knows the pace of the beginning alone: for USA at beta = 9 up to
-t = 1000 it says ten times too much.
+For 14 simulations and diagrams that took 1 to 21 s, the estimated time was 0.7 to 2.4 times the true time and the
+memory was within 20 %. A sample that ends long before the last time sees only the speed at the beginning: for USA at
+beta = 9 up to t = 1000 the estimate is ten times too high.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ if TYPE_CHECKING:
     from helmscope.jobs.trials import Trials
     from helmscope.solve.problem import Problem
 
-LIBRARIES = 450_000_000  # bytes of a process that has imported torch, SciPy, xarray and matplotlib
-FEW = 4  # systems of a sample
-PATIENCE_S = 2.0  # of all samples of an estimate together, about
+LIBRARY_BYTES = 450_000_000  # of a process that has imported torch, SciPy, xarray and matplotlib
+SAMPLE_SYSTEMS = 4
+SAMPLING_S = 2.0  # for all samples of an estimate together, approximately
 PICTURES_S = 1.0
 WEEK_S = 604_800.0
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """``work`` says what there is to do; ``seconds`` is how long it takes on one core, and ``bytes`` what a process
-    needs with its libraries; each is None where nothing is known, as the time on a GPU.
+    """The estimated cost of a job: ``work`` describes the work, ``seconds`` is the time on one core, and ``bytes`` the
+    memory of one process with its libraries. Each number is None if it is unknown, as the time on a GPU.
 
     >>> print(Estimate("20 rows of 64 samples", seconds=75.0, bytes=500_000_000))
     20 rows of 64 samples: roughly 75 s on one core, 500 MB
@@ -50,56 +50,56 @@ class Estimate:
     bytes: int | None = None
 
     def __str__(self) -> str:
-        told = [] if self.seconds is None else [f"{_spoken(self.seconds)} on one core"]
-        told += [] if self.bytes is None else [_size(self.bytes)]
-        return f"{self.work}: {', '.join(told)}" if told else self.work
+        costs = [] if self.seconds is None else [f"{_format_duration(self.seconds)} on one core"]
+        costs += [] if self.bytes is None else [_format_size(self.bytes)]
+        return f"{self.work}: {', '.join(costs)}" if costs else self.work
 
 
 def phase_cost(spec: Phase) -> Estimate:
-    """The cost of a phase diagram, from up to three betas in each dimension that differs from the others in cost."""
+    """The cost of a phase diagram, from up to three betas per dimension; dimensions of equal cost are sampled once."""
     import numpy as np
 
-    betas = spec.temperatures
-    work = f"{counted(len(spec.spaces) * len(betas), 'row')} of {counted(spec.samples, 'sample')}"
+    betas = spec.beta_values
+    work = f"{counted(len(spec.dim_values) * len(betas), 'row')} of {counted(spec.samples, 'sample')}"
     memory = _phase_bytes(spec)
     if spec.device != "cpu":
         return Estimate(work, bytes=memory)
-    carried = {dim: dim if spec.nu or spec.spectrum else min(dim, spec.n) for dim in spec.spaces}
+    sizes = {dim: dim if spec.nu or spec.spectrum else min(dim, spec.n) for dim in spec.dim_values}
     picks = sorted({0, len(betas) // 2, len(betas) - 1})
-    patience = PATIENCE_S / (len(picks) * len(set(carried.values())))
-    of_size: dict[int, float] = {}
-    for dim, size in carried.items():
-        if size not in of_size:
-            logs = [math.log(_row_seconds(spec, dim, size, betas[k], patience)) for k in picks]
-            of_size[size] = float(np.exp(np.interp(range(len(betas)), picks, logs)).sum())
-    return Estimate(work, sum(of_size[size] for size in carried.values()) + PICTURES_S, memory)
+    budget = SAMPLING_S / (len(picks) * len(set(sizes.values())))
+    seconds: dict[int, float] = {}
+    for dim, size in sizes.items():
+        if size not in seconds:
+            logs = [math.log(_row_seconds(spec, dim, size, betas[k], budget)) for k in picks]
+            seconds[size] = float(np.exp(np.interp(range(len(betas)), picks, logs)).sum())
+    return Estimate(work, sum(seconds[size] for size in sizes.values()) + PICTURES_S, memory)
 
 
 def simulation_cost(spec: Simulate) -> Estimate:
-    """The cost of a simulation, with that of its overview."""
+    """The cost of a simulation, including its overview."""
     work = f"{counted(spec.batch, 'system')} of {counted(spec.n, 'token')}"
-    clock = checks.spread("times", spec.times)
+    clock = checks.expand_range("times", spec.times)
     memory = _simulation_bytes(spec, len(clock))
     if spec.device != "cpu":
         return Estimate(work, bytes=memory)
     problem, size = spec.problem(), spec.unit_size
-    few = problem.part(0, min(FEW, size))
+    few = problem.part(0, min(SAMPLE_SYSTEMS, size))
 
-    def carry(times: list[float]) -> None:
+    def integrate_to(times: list[float]) -> None:
         replace(few, times=few.times.new_tensor(times)).run()
 
-    seconds = _whole(carry, clock, PATIENCE_S, step=spec.step)
+    seconds = _extrapolate_seconds(integrate_to, clock, SAMPLING_S, step=spec.step)
     full, rest = divmod(spec.batch, size)
     units = {size: full, rest: min(rest, 1)}
     one = _step_seconds(few)
     steps = sum(count * _step_seconds(problem.part(0, systems)) / one for systems, count in units.items() if count)
-    posing = _seconds(spec.problem) * sum(units.values())
-    looking = _overview_seconds(spec, problem, len(clock))
-    return Estimate(work, seconds * steps + posing + looking + PICTURES_S, memory)
+    setup = _seconds(spec.problem) * sum(units.values())
+    measuring = _overview_seconds(spec, problem, len(clock))
+    return Estimate(work, seconds * steps + setup + measuring + PICTURES_S, memory)
 
 
 def trials_cost(spec: Trials, claims: Sequence[str]) -> Estimate:
-    """The time of trials, from what their experiments declare; quick ones may take less."""
+    """The time of trials as declared by their experiments; quick trials may take less."""
     from helmscope.claims.registry import experiments
 
     known = experiments(spec.folder)
@@ -107,51 +107,53 @@ def trials_cost(spec: Trials, claims: Sequence[str]) -> Estimate:
     return Estimate(work, sum(known[claim].seconds for claim in claims))
 
 
-def _row_seconds(spec: Phase, dim: int, size: int, beta: float, patience: float) -> float:
-    """One beta in one dimension, with all samples."""
+def _row_seconds(spec: Phase, dim: int, size: int, beta: float, budget: float) -> float:
+    """Estimated seconds for one beta in one dimension, with all samples."""
     from helmscope.observe.phase import PAIRS
     from helmscope.solve.integrate import make_problem
     from helmscope.theory.starts import Uniform
 
-    little: dict[str, Any] = {"dims": (dim,), "betas": (beta,), "samples": min(FEW, spec.samples)}
+    tiny: dict[str, Any] = {"dims": (dim,), "betas": (beta,), "samples": min(SAMPLE_SYSTEMS, spec.samples)}
 
-    def carry(times: list[float]) -> None:
-        msgspec.structs.replace(spec, **little, times=tuple(times)).diagram(dim)
+    def integrate_to(times: list[float]) -> None:
+        msgspec.structs.replace(spec, **tiny, times=tuple(times)).diagram(dim)
 
-    seconds = _whole(carry, checks.spread("times", spec.times), patience)
-    together = max(1, min(spec.samples, PAIRS["cpu"] // spec.n**2))  # so many phase_diagram carries at once
+    seconds = _extrapolate_seconds(integrate_to, checks.expand_range("times", spec.times), budget)
+    together = max(1, min(spec.samples, PAIRS["cpu"] // spec.n**2))  # systems that phase_diagram integrates at once
     problem = make_problem(spec.flow(dim)(beta), Uniform(spec.n, size).sample(together), [1.0])
-    scale = _step_seconds(problem) / _step_seconds(problem.part(0, min(FEW, together)))
+    scale = _step_seconds(problem) / _step_seconds(problem.part(0, min(SAMPLE_SYSTEMS, together)))
     return max(1e-6, seconds * scale * spec.samples / together)
 
 
-def _whole(
-    carry: Callable[[list[float]], None], clock: list[float], patience: float, *, step: float | None = None
+def _extrapolate_seconds(
+    integrate_to: Callable[[list[float]], None], clock: list[float], budget: float, *, step: float | None = None
 ) -> float:
-    """Seconds that ``carry`` would take for all times: as measured, or from where patience ended at the last pace."""
+    """Estimated seconds of ``integrate_to`` for all times: measured, or extrapolated at the last speed once the budget
+    is used up.
+    """
     last, before, earlier, spent = clock[-1], 0.0, 0.0, 0.0
-    carry([0.0])  # what the first call alone takes
-    nothing = _seconds(lambda: carry([0.0]))
+    integrate_to([0.0])  # the first call takes longer
+    overhead = _seconds(lambda: integrate_to([0.0]))
     for share in (4.0**-k for k in range(10, -1, -1)):
         end = last * share
-        if step is not None:  # a layer has no part
+        if step is not None:  # whole layers only
             end = min(last, math.ceil(end / step) * step)
         if end <= earlier < last:
             continue
-        asked = [t for t in clock if t < end]
-        took = _seconds(partial(carry, [*asked, end]))
+        times = [t for t in clock if t < end]
+        took = _seconds(partial(integrate_to, [*times, end]))
         spent += took
         if end == last:
             return took
-        if 4 * took + spent > patience and took > 4 * nothing:  # else the pace would be that of setting out
-            pace = max(took - before, 0.0) / (end - earlier)
-            return took + pace * (last - end)
+        if 4 * took + spent > budget and took > 4 * overhead:  # else the overhead would dominate the speed
+            rate = max(took - before, 0.0) / (end - earlier)
+            return took + rate * (last - end)
         before, earlier = took, end
     return before
 
 
 def _step_seconds(problem: Problem) -> float:
-    """One step of all systems of a problem, by four stages."""
+    """Seconds of one step of all systems of a problem, with a stepper of four stages."""
     from helmscope.solve.rk4 import RK4
 
     h = 1e-6
@@ -161,47 +163,47 @@ def _step_seconds(problem: Problem) -> float:
 
 
 def _overview_seconds(spec: Simulate, problem: Problem, times: int) -> float:
-    """The overview of all systems at so many times, from that of the start at one and at a few."""
+    """Estimated seconds of the overview at ``times`` times, from that of the start at one and at a few times."""
     from helmscope.observe.overview import overview
     from helmscope.types import Trajectory
 
-    def look(count: int) -> float:
+    def overview_seconds(count: int) -> float:
         clock = problem.times.new_tensor(range(count))
         cloud = Trajectory(clock, problem.start.expand(count, *problem.start.shape))
         return _seconds(lambda: overview(cloud, beta=spec.beta, delta=spec.delta, radius=spec.radius))
 
-    look(1)
-    first = look(1)
-    few = min(FEW, times)
-    return first if few == 1 else first + max(0.0, look(few) - first) / (few - 1) * (times - 1)
+    overview_seconds(1)  # the first call takes longer
+    first = overview_seconds(1)
+    few = min(SAMPLE_SYSTEMS, times)
+    return first if few == 1 else first + max(0.0, overview_seconds(few) - first) / (few - 1) * (times - 1)
 
 
 def _seconds(work: Callable[[], object]) -> float:
-    """Of this process alone: what else the machine does is none of the work's time."""
-    begun = time.process_time()
+    """The processor time of this process, which other load on the machine does not change."""
+    started = time.process_time()
     work()
-    return time.process_time() - begun
+    return time.process_time() - started
 
 
 def _phase_bytes(spec: Phase) -> int:
-    """The starts, the pairs of the samples carried at once, and their shares at all times."""
+    """The starts, the pairs of the samples integrated at once, and their results at all times."""
     from helmscope.observe.phase import PAIRS, PAIRS_ELSEWHERE
 
-    size = max(spec.spaces) if spec.nu or spec.spectrum else min(max(spec.spaces), spec.n)
-    times = len(checks.spread("times", spec.times))
+    size = max(spec.dim_values) if spec.nu or spec.spectrum else min(max(spec.dim_values), spec.n)
+    times = len(checks.expand_range("times", spec.times))
     pairs = max(PAIRS.get(spec.device, PAIRS_ELSEWHERE), spec.n**2)
-    return LIBRARIES + 8 * (spec.samples * (2 * spec.n * size + 2 * times) + 12 * pairs)
+    return LIBRARY_BYTES + 8 * (spec.samples * (2 * spec.n * size + 2 * times) + 12 * pairs)
 
 
 def _simulation_bytes(spec: Simulate, times: int) -> int:
-    """The states, four times over where they are joined and written, and the pairs of all of them, for the overview."""
+    """The states, of which combining and writing take four copies, and all their pairs, for the overview."""
     from helmscope.observe.overview import MOST_PAIRED
 
     paired = -(-spec.n // -(-spec.n // MOST_PAIRED))
-    return LIBRARIES + 8 * spec.batch * times * (4 * spec.n * spec.dim + 5 * paired**2)
+    return LIBRARY_BYTES + 8 * spec.batch * times * (4 * spec.n * spec.dim + 5 * paired**2)
 
 
-def _spoken(seconds: float) -> str:
+def _format_duration(seconds: float) -> str:
     if seconds > WEEK_S:
         return "more than a week"
     if seconds < 100:
@@ -209,5 +211,5 @@ def _spoken(seconds: float) -> str:
     return f"roughly {seconds / 60:.0f} min" if seconds < 6000 else f"roughly {seconds / 3600:.0f} h"
 
 
-def _size(amount: int) -> str:
+def _format_size(amount: int) -> str:
     return f"{amount / 1e9:.1f} GB" if amount >= 1e9 else f"{amount / 1e6:.0f} MB"

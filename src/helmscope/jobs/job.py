@@ -1,4 +1,4 @@
-"""Between a spec and its result: the work, checked and cut into units, and where it is done."""
+"""A job: the checked work of a spec, divided into units, and what it needs to run."""
 
 from __future__ import annotations
 
@@ -21,8 +21,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Result:
-    """What came of a job: the spec that was carried out, the run folder that holds everything, and ``notes``, one
-    sentence for each thing that could not be done, such as a picture without the package that draws it.
+    """The result of a job, the base class of ``SimulationResult``, ``PhaseResult``, ``TrialsResult`` and
+    ``ReportResult``.
+
+    ``spec`` is the spec that was run, ``folder`` the run folder with all files, and ``notes`` has one sentence for each
+    output that could not be produced, such as a picture when matplotlib is not installed.
+
+    >>> import tempfile
+    >>> from helmscope.jobs import Simulate, run
+    >>> with tempfile.TemporaryDirectory() as root:
+    ...     result = run(Simulate(n=4, batch=2, times=[0, 1]), folder=f"{root}/run")
+    >>> isinstance(result, Result), result.ok, result.folder.path.name, result.notes
+    (True, True, 'run', ())
     """
 
     spec: Spec
@@ -31,13 +41,13 @@ class Result:
 
     @property
     def ok(self) -> bool:
-        """Whether all of it was done."""
+        """Whether the job was completed; what that means depends on the kind of job."""
         return True
 
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """Where and how a job is carried out."""
+    """Where and how a job is executed."""
 
     folder: RunFolder
     manifest: Manifest
@@ -48,7 +58,7 @@ class Work:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Job:
-    """A spec that has passed all checks: its units of work, and what the manifest of its run says of it."""
+    """A spec that has passed all checks, with its units of work and the contents of the manifest."""
 
     spec: Spec
     units: list[Unit]
@@ -57,10 +67,10 @@ class Job:
     inputs: Mapping[str, str] = field(default_factory=dict)
     parameters: Mapping[str, Any] = field(default_factory=dict)
 
-    says_cost: ClassVar[bool] = False  # before the work begins, where progress is shown
+    prints_cost: ClassVar[bool] = False  # whether ``run`` prints the estimate before it starts, if it shows progress
 
     def cost(self) -> Estimate:
-        """What it will cost."""
+        """The estimated cost."""
         return self.spec.estimate()
 
     def manifest(self, engine: Engine, command: Sequence[str]) -> Manifest:
@@ -75,12 +85,12 @@ class Job:
             parameters=self.parameters,
         )
 
-    def carry_out(self, work: Work) -> Result:
-        """Runs the units and makes one result of theirs."""
+    def execute(self, work: Work) -> Result:
+        """Run the units and combine their results into one."""
         raise NotImplementedError
 
     def run_units(self, work: Work, heading: str) -> RunResult:
-        """The results of the units; ``heading`` stands before the lines of progress."""
+        """Run the units; ``heading`` starts the lines of progress."""
         return run(
             self.units,
             work.folder,
@@ -92,14 +102,14 @@ class Job:
 
 
 @dataclass
-class Drawings:
-    """The pictures of a run. One that needs a package which is not there becomes a note: the numbers still stand."""
+class PictureWriter:
+    """Writes the pictures of a run. One that needs a missing package becomes a note, and the numbers are kept."""
 
     folder: RunFolder
     notes: list[str] = field(default_factory=list)
 
-    def add(self, what: str, name: str, draw: Callable[[], bytes]) -> Path | None:
-        """The path of the picture, None where it could not be drawn."""
+    def write(self, what: str, name: str, draw: Callable[[], bytes]) -> Path | None:
+        """Write a picture and return its path, or None if it could not be drawn."""
         try:
             self.folder.write_bytes(name, draw())
         except MissingExtra as error:

@@ -1,7 +1,7 @@
-"""The words that stand for objects in a spec and on the command line: one registry for both.
+"""The names of objects in specs and on the command line.
 
-Inside the library behaviour is chosen by objects, ``RK4(0.1)``; only what is typed or written in TOML has names.
-Nothing is imported before an object is asked for.
+Inside the library, behavior is selected by objects such as ``RK4(0.1)``; names exist only for what is typed or written
+in TOML. An object is imported when its name is loaded.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Names:
-    """Names of one kind of object, each with the place it is imported from, "module:object".
+    """The names of one kind of object, each with the location "module:object" it is imported from.
 
     >>> STEPPERS.check("rk5")
     Traceback (most recent call last):
@@ -35,13 +35,13 @@ class Names:
         return iter(self.places)
 
     def check(self, name: object) -> str:
-        """``name`` if it is one of them; an unknown one is refused, with the nearest."""
+        """Return ``name``; an unknown one raises ``HelmscopeError`` with the closest match."""
         if not isinstance(name, str):
             raise HelmscopeError(f"{self.what} is a {type(name).__name__}, but it must be one of {', '.join(self)}")
         return known_name(self.what, name, self.places)
 
     def load(self, name: str) -> Any:
-        """The object of that name."""
+        """Import and return the object of that name."""
         module, _, thing = self.places[self.check(name)].partition(":")
         return getattr(importlib.import_module(module), thing)
 
@@ -96,7 +96,7 @@ MODEL_DTYPES = Names("dtype", {**DTYPES.places, "bfloat16": "torch:bfloat16", "f
 
 
 def usable_device(name: str) -> str:
-    """``name`` if torch can use that device here.
+    """Return ``name`` if torch can use that device, else raise ``HelmscopeError``.
 
     >>> usable_device("cpu")
     'cpu'
@@ -111,7 +111,8 @@ def usable_device(name: str) -> str:
 
 
 def value_matrix(value: float, dim: int) -> torch.Tensor | None:
-    """V = value I in so many dimensions; None stands for I, and one that no memory holds is refused.
+    """The matrix V = value I in ``dim`` dimensions, or None for V = I. Raises ``HelmscopeError`` if it would not fit in
+    memory.
 
     >>> value_matrix(1.0, 3) is None, value_matrix(-1.0, 2).tolist()
     (True, [[-1.0, -0.0], [-0.0, -1.0]])

@@ -1,4 +1,4 @@
-"""A report: every claim on trial, on one page that needs nothing else."""
+"""A report: the trials of all claims on one self-contained page."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ PAGE = "report.html"
 
 
 class Report(Trials, frozen=True, kw_only=True, tag="report"):
-    """Try claims as ``Trials`` does and write report.html, one file on all claims of the catalogue.
+    """Spec for trying claims as ``Trials`` does and writing report.html, one self-contained page about all claims of
+    the catalogue. The fields are those of ``Trials``.
 
     >>> import tempfile
     >>> from helmscope.jobs import run
@@ -30,44 +31,52 @@ class Report(Trials, frozen=True, kw_only=True, tag="report"):
     verb: ClassVar[tuple[str, ...]] = ("report",)
 
     def prepare(self) -> ReportJob:
-        """The trials; what drawing and writing need is missed now, not after the work."""
-        from helmscope.jobs.texts import on_trial
+        """Return the job. What the page needs is imported now, so that a missing package is reported at once."""
+        from helmscope.jobs.texts import trial_subjects
         from helmscope.plots.style import styled
 
-        on = on_trial(self)
-        claims = trials.asked_claims(self, on)
+        subjects = trial_subjects(self)
+        claims = trials.claims_to_try(self, subjects)
         with styled():
-            page_of(self, on.words, [])
-        on.identify()
-        return ReportJob(**trials.prepared(self, claims, on))
+            render_page(self, subjects.options, [])
+        subjects.identify()
+        return ReportJob(**trials.job_arguments(self, claims, subjects))
 
 
-def page_of(spec: Report, words: tuple[str, ...], tried: list[Trial]) -> str:
-    """The page of these trials."""
+def render_page(spec: Report, options: tuple[str, ...], finished: list[Trial]) -> str:
+    """The HTML page of the finished trials."""
     from helmscope.claims.reading import read_catalogue
     from helmscope.report.page import page
 
     entries = read_catalogue(spec.folder)
-    return page(entries, tried, seed=spec.seed, quick=spec.quick, folder=spec.folder, options=words)
+    return page(entries, finished, seed=spec.seed, quick=spec.quick, folder=spec.folder, options=options)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ReportResult(TrialsResult):
-    """The trials, and the page that shows them."""
+    """The result of ``Report``: that of ``Trials``, and the path of the ``page``.
+
+    >>> import tempfile
+    >>> from helmscope.jobs import run
+    >>> with tempfile.TemporaryDirectory() as root:
+    ...     result = run(Report(claims=["kuramoto"], quick=True), folder=f"{root}/run")
+    ...     result.page.read_text().startswith("<!DOCTYPE html>")
+    True
+    """
 
     page: Path
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ReportJob(TrialsJob):
-    """A report that waits to be made."""
+    """A prepared report."""
 
     spec: Report
-    asked: Report
+    original: Report
 
-    def carry_out(self, work: Work) -> ReportResult:
-        """Runs the trials, and writes verdicts.json and report.html."""
-        tried, failed = self.tried(work)
-        work.folder.write_bytes(PAGE, page_of(self.asked, self.on.words, tried).encode())
+    def execute(self, work: Work) -> ReportResult:
+        """Run the trials and write verdicts.json and report.html."""
+        finished, failed = self.run_trials(work)
+        work.folder.write_bytes(PAGE, render_page(self.original, self.subjects.options, finished).encode())
         path = work.folder.path / PAGE
-        return ReportResult(spec=self.spec, folder=work.folder, trials=tried, failed=failed, page=path)
+        return ReportResult(spec=self.spec, folder=work.folder, trials=finished, failed=failed, page=path)

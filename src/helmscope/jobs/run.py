@@ -1,4 +1,4 @@
-"""``run``: a spec -> units of work -> one result, in a run folder that holds the spec it came from."""
+"""``run``: execute a spec in a run folder, which also contains the spec."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from helmscope.jobs.job import Job, Result, Work
 from helmscope.jobs.spec import Spec, check_spec, from_toml, to_toml
 from helmscope.runs.attempt import check_engine
 from helmscope.runs.plan import read_parts
-from helmscope.runs.progress import say
+from helmscope.runs.progress import print_status
 from helmscope.runs.serial import Serial
 from helmscope.store.run_folder import MANIFEST, SPEC, RunFolder
 from helmscope.types import HelmscopeError, shown
@@ -25,16 +25,16 @@ ROOT = "runs"
 
 
 class Interrupted(KeyboardInterrupt):
-    """A job was stopped; ``folder`` holds the units that were done, and its spec.
+    """A job was interrupted; ``folder`` has its spec and the finished units.
 
     >>> str(Interrupted(RunFolder("runs/a")))
-    "what was done is kept in runs/a: run(read('runs/a'), folder='runs/a', resume=True) goes on with it"
+    "finished units are kept in runs/a: run(read('runs/a'), folder='runs/a', resume=True) continues the run"
     """
 
     def __init__(self, folder: RunFolder) -> None:
         place = str(folder.path)
         super().__init__(
-            f"what was done is kept in {place}: run(read({place!r}), folder={place!r}, resume=True) goes on with it"
+            f"finished units are kept in {place}: run(read({place!r}), folder={place!r}, resume=True) continues the run"
         )
         self.folder = folder
 
@@ -49,15 +49,15 @@ def run(
     allow_mixed: bool = False,
     command: Sequence[str] | None = None,
 ) -> Result:
-    """Carries out a spec and gives its result: a ``SimulationResult``, ``PhaseResult``, ``TrialsResult`` or
-    ``ReportResult``. The command line does the same, to the same bytes.
+    """Run a spec and return its result: a ``SimulationResult``, ``PhaseResult``, ``TrialsResult`` or ``ReportResult``.
+    The command line writes the same bytes.
 
-    ``folder`` is a new or an empty one, by default runs/JOB-DATE-TIME; it gets spec.toml beside the results. With
-    ``resume`` it is that of an earlier run, which goes on from where it was stopped; a run that was begun with another
-    spec is refused, and so are other versions, CPUs and threads unless ``allow_mixed``. ``engine`` is ``Serial()``
-    where None, or ``Processes(jobs)`` or ``Ray(jobs)``; results do not depend on it. ``show_progress`` prints
-    progress on standard error. ``command`` is the command line that the manifest holds, that of this process where
-    None. What can be refused is refused before a folder is made.
+    ``folder`` is a new or empty folder, by default runs/JOB-DATE-TIME; spec.toml is written there with the results.
+    With ``resume`` it is the folder of an interrupted run, which is continued; if that run was started with another
+    spec, or with other versions, another CPU or number of threads (unless ``allow_mixed``), a ``HelmscopeError`` says
+    so. ``engine`` is ``Serial()`` (the default), ``Processes(jobs)`` or ``Ray(jobs)``; results do not depend on it.
+    ``show_progress`` prints progress on standard error. ``command`` is the command line stored in the manifest, by
+    default that of this process. Arguments are checked before a folder is created.
 
     >>> import tempfile
     >>> from helmscope.jobs import Phase
@@ -76,19 +76,19 @@ def run(
             raise HelmscopeError(f"{name} is {shown(value)}, but it must be True or False")
     job = spec.prepare()
     manifest = job.manifest(engine, sys.argv if command is None else command)
-    place = _opened(job, manifest, folder, resume=resume, allow_mixed=allow_mixed)
+    place = _open_folder(job, manifest, folder, resume=resume, allow_mixed=allow_mixed)
     work = Work(folder=place, manifest=manifest, engine=engine, show_progress=show_progress, allow_mixed=allow_mixed)
-    if show_progress and job.says_cost:
-        say(str(job.cost()))
+    if show_progress and job.prints_cost:
+        print_status(str(job.cost()))
     try:
-        return job.carry_out(work)
+        return job.execute(work)
     except KeyboardInterrupt as error:
         raise Interrupted(place) from error
 
 
 def estimate(spec: Spec) -> Estimate:
-    """What a spec would cost: seconds on one core and bytes of one process, measured by a short sample of the same work
-    where that is possible. Nothing is written.
+    """Estimate the cost of a spec: seconds on one core and bytes of one process, from a short sample of the same work
+    where possible. Writes nothing.
 
     >>> from helmscope.jobs import Trials
     >>> str(estimate(Trials(claims=["kuramoto"])))
@@ -98,59 +98,61 @@ def estimate(spec: Spec) -> Estimate:
     return spec.estimate()
 
 
-def _opened(
+def _open_folder(
     job: Job, manifest: Manifest, folder: str | os.PathLike[str] | None, *, resume: bool, allow_mixed: bool
 ) -> RunFolder:
-    """A new folder with manifest and spec, or with ``resume`` that of an earlier run."""
+    """Create a folder with manifest and spec or, with ``resume``, open that of an earlier run."""
     if allow_mixed and not resume:
-        raise HelmscopeError("allow_mixed is given, but it is for a run that is resumed: add --resume, or leave it out")
+        raise HelmscopeError("allow_mixed is set, but it applies only to a resumed run: add --resume or omit it")
     if resume:
         if folder is None:
             raise HelmscopeError(
-                "resume is given, but not which run: add --out FOLDER, in Python folder= (helmscope runs lists them)"
+                "resume is set, but the folder of the run is not: add --out FOLDER, or folder= (list: helmscope runs)"
             )
         place = RunFolder.open(folder)
         _check_same(job.spec, place)
         return place
     if folder is not None and os.path.isfile(os.path.join(folder, MANIFEST)):
-        raise _taken(folder)
+        raise _folder_in_use(folder)
     place = RunFolder.new(ROOT, job.spec.verb[0]) if folder is None else RunFolder.create(folder)
     with place.lock():
-        if (place.path / MANIFEST).is_file():  # of a process that was quicker
-            raise _taken(place.path)
+        if (place.path / MANIFEST).is_file():  # another process was faster
+            raise _folder_in_use(place.path)
         place.write_manifest(manifest)
         place.write_spec(to_toml(job.spec))
     return place
 
 
-def _taken(folder: object) -> HelmscopeError:
-    return HelmscopeError(f"{folder} holds an earlier run: add --resume to go on with it, or name a new folder")
+def _folder_in_use(folder: object) -> HelmscopeError:
+    return HelmscopeError(f"{folder} contains an earlier run: add --resume to continue it, or choose a new folder")
 
 
 def _check_same(spec: Spec, folder: RunFolder) -> None:
-    """Refuses to go on with a run that was begun with another spec. Its units.json says so too, but not which field."""
+    """Raise ``HelmscopeError`` if the run was started with another spec. The check of units.json would also fail, but
+    could not name the field.
+    """
     _, plan = read_parts(folder)
     if not folder.has_spec():
-        if plan is None:  # killed when it had written its manifest
+        if plan is None:  # killed right after writing its manifest
             with folder.lock():
                 folder.write_spec(to_toml(spec))
         return
-    begun = from_toml(folder.read_spec(), str(folder.path / SPEC))
-    changes = differences(begun, spec)
+    original = from_toml(folder.read_spec(), str(folder.path / SPEC))
+    changes = changed_fields(original, spec)
     if changes:
         raise HelmscopeError(
-            f"{folder.path} was begun with {' and '.join(changes)}: repeat what it was begun with, or take a new folder"
+            f"{folder.path} was started with {' and '.join(changes)}: use the original values or choose a new folder"
         )
 
 
-def differences(begun: Spec, now: Spec) -> list[str]:
-    """What two specs do not have in common, field by field: NAME OLD (now NEW).
+def changed_fields(original: Spec, current: Spec) -> list[str]:
+    """The fields in which two specs differ, each as "NAME OLD (now NEW)".
 
     >>> from helmscope.jobs import Simulate
-    >>> differences(Simulate(beta=1), Simulate(beta=4, seed=7))
+    >>> changed_fields(Simulate(beta=1), Simulate(beta=4, seed=7))
     ['beta 1.0 (now 4.0)', 'seed 0 (now 7)']
     """
-    if begun.job != now.job:
-        return [f"job {begun.job} (now {now.job})"]
-    old, new = begun.fields, now.fields
+    if original.job != current.job:
+        return [f"job {original.job} (now {current.job})"]
+    old, new = original.fields, current.fields
     return [f"{name} {shown(old[name])} (now {shown(new[name])})" for name in old if old[name] != new[name]]

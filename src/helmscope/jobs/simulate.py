@@ -1,4 +1,4 @@
-"""A simulation: tokens on the sphere under self-attention, looked at at chosen times."""
+"""A simulation: tokens on the sphere under self-attention, with their states at chosen times."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from helmscope.jobs import checks, names
-from helmscope.jobs.checks import Check, number, optional, switch, whole
-from helmscope.jobs.job import Drawings, Job, Result, Work
+from helmscope.jobs.checks import Check, boolean, integer, number, optional
+from helmscope.jobs.job import Job, PictureWriter, Result, Work
 from helmscope.jobs.spec import Spec
 from helmscope.runs.unit import Unit
 from helmscope.types import HelmscopeError, seed_number
@@ -24,19 +24,19 @@ if TYPE_CHECKING:
     from helmscope.solve.stepper import Stepper
     from helmscope.types import Outcome, Trajectory
 
-USUAL_STEP = 0.05
+DEFAULT_STEP = 0.05
 UNITS = 8
-LOOKS = ("delta", "radius", "chunk")  # what is made of the states, and how they are cut into units
+OVERVIEW_FIELDS = ("delta", "radius", "chunk")  # do not affect the states
 
 
 class Simulate(Spec, frozen=True, kw_only=True, tag="simulate"):
-    """Integrate ``batch`` systems of ``n`` tokens in dimension ``dim`` under ``field`` (sa, usa or sinkhorn) with
-    V = ``value`` I, isotropic noise of strength ``nu``, from ``start`` (uniform, vmf with ``kappa``, or orthonormal),
-    and look at them at ``times``: a list, or "FROM:TO:COUNT".
+    """Spec for integrating ``batch`` systems of ``n`` tokens in dimension ``dim`` under ``field`` (sa, usa or sinkhorn)
+    with V = ``value`` I and isotropic noise of strength ``nu``, from ``start`` (uniform, vmf with concentration
+    ``kappa``, or orthonormal), with states at ``times``: a list or "FROM:TO:COUNT".
 
-    ``stepper`` is adaptive where None, with the local error ``tol``, or euler-maruyama where there is noise; the
-    others take ``step``. Tokens closer than ``merge`` are merged. ``delta`` and ``radius`` are those of the overview,
-    and a unit of work holds ``chunk`` systems, an eighth of them where None.
+    ``stepper`` defaults to adaptive, with local error ``tol``, or with noise to euler-maruyama; all others use the step
+    size ``step``. Tokens closer than ``merge`` radians are merged. ``delta`` and ``radius`` are parameters of the
+    overview. A unit of work has ``chunk`` systems, by default an eighth of the batch.
 
     >>> import tempfile
     >>> from helmscope.jobs import run
@@ -74,13 +74,13 @@ class Simulate(Spec, frozen=True, kw_only=True, tag="simulate"):
         "field": lambda _, value: names.FIELDS.check(value),
         "beta": number(at_least=0),
         "value": number(),
-        "causal": switch,
+        "causal": boolean,
         "nu": number(at_least=0),
         "start": lambda _, value: names.STARTS.check(value),
-        "n": whole(1),
-        "dim": whole(2),
+        "n": integer(1),
+        "dim": integer(2),
         "kappa": optional(number(at_least=0)),
-        "batch": whole(1),
+        "batch": integer(1),
         "times": checks.times,
         "stepper": optional(lambda _, value: names.STEPPERS.check(value)),
         "step": optional(number(above=0)),
@@ -89,52 +89,52 @@ class Simulate(Spec, frozen=True, kw_only=True, tag="simulate"):
         "kernel": lambda _, value: names.KERNELS.check(value),
         "delta": number(at_least=0),
         "radius": number(at_least=0),
-        "chunk": optional(whole(1)),
+        "chunk": optional(integer(1)),
         "seed": lambda _, value: seed_number(value),
         "dtype": lambda _, value: names.DTYPES.check(value),
         "device": checks.text,
     }
 
     @property
-    def method(self) -> str:
-        """The name of the stepper, also where it goes unsaid.
+    def stepper_name(self) -> str:
+        """The name of the stepper, with the default filled in.
 
-        >>> Simulate().method, Simulate(nu=0.1).method
+        >>> Simulate().stepper_name, Simulate(nu=0.1).stepper_name
         ('adaptive', 'euler-maruyama')
         """
-        usual = names.NOISY_STEPPERS[0] if self.nu > 0 else "adaptive"
-        return usual if self.stepper is None else self.stepper
+        default = names.NOISY_STEPPERS[0] if self.nu > 0 else "adaptive"
+        return default if self.stepper is None else self.stepper
 
     def _complete(self) -> None:
         if self.start != "vmf" and self.kappa is not None:
             raise HelmscopeError(
-                f"kappa is {self.kappa}, but the start '{self.start}' has no concentration: choose the start 'vmf'"
+                f"kappa is {self.kappa}, but the start '{self.start}' has no concentration: set start to 'vmf'"
             )
         if self.start == "vmf" and self.kappa is None:
             self._set("kappa", 1.0)
-        method, noisy = self.method, ", ".join(names.NOISY_STEPPERS[:2])
+        method, noisy = self.stepper_name, ", ".join(names.NOISY_STEPPERS[:2])
         if method in names.NOISY_STEPPERS and self.nu == 0:
-            raise HelmscopeError(f"stepper is '{method}', but it is for noise: set nu, such as nu = 0.1")
+            raise HelmscopeError(f"stepper is '{method}', but it requires noise: set nu, for example nu = 0.1")
         if method not in names.NOISY_STEPPERS and self.nu > 0:
             raise HelmscopeError(
-                f"stepper is '{method}' and nu is {self.nu:g}, but noise needs {noisy} or {names.NOISY_STEPPERS[2]}"
+                f"stepper is '{method}' and nu is {self.nu:g}, but noise requires {noisy} or {names.NOISY_STEPPERS[2]}"
             )
         if method == "adaptive":
             if self.step is not None:
                 raise HelmscopeError(
-                    f"step is {self.step}, but the adaptive stepper chooses its own: name another stepper, such as rk4"
+                    f"step is {self.step}, but the adaptive stepper chooses its own: use another stepper, such as rk4"
                 )
             return
         if self.tol is not None:
             raise HelmscopeError(
-                f"tol is {self.tol}, but the stepper '{method}' takes steps of fixed size: give step instead"
+                f"tol is {self.tol}, but the stepper '{method}' has a fixed step size: set step instead"
             )
         if self.step is None:
-            self._set("step", USUAL_STEP)
+            self._set("step", DEFAULT_STEP)
 
     @property
     def unit_size(self) -> int:
-        """How many systems a unit of work holds.
+        """The number of systems per unit of work.
 
         >>> Simulate(batch=100).unit_size, Simulate(chunk=5).unit_size
         (13, 5)
@@ -143,15 +143,15 @@ class Simulate(Spec, frozen=True, kw_only=True, tag="simulate"):
 
     @property
     def physics(self) -> dict[str, Any]:
-        """What decides the states: the fields but those of the overview and of the units.
+        """The fields that the states depend on: all except ``delta``, ``radius`` and ``chunk``.
 
         >>> "delta" in Simulate().physics
         False
         """
-        return {name: value for name, value in self.fields.items() if name not in LOOKS}
+        return {name: value for name, value in self.fields.items() if name not in OVERVIEW_FIELDS}
 
     def problem(self) -> Problem:
-        """The integration, checked and ready to run.
+        """The checked integration problem.
 
         >>> Simulate(n=4, batch=2).problem().start.shape
         torch.Size([2, 4, 3])
@@ -167,8 +167,8 @@ class Simulate(Spec, frozen=True, kw_only=True, tag="simulate"):
         return make_problem(
             flow,
             start.sample(self.batch, seed=self.seed, dtype=dtype, device=device),
-            checks.spread("times", self.times),
-            stepper=stepper_of(self),
+            checks.expand_range("times", self.times),
+            stepper=make_stepper(self),
             merge=self.merge,
             noise=IsotropicNoise(self.nu) if self.nu > 0 else None,
             seed=self.seed,
@@ -176,11 +176,11 @@ class Simulate(Spec, frozen=True, kw_only=True, tag="simulate"):
         )
 
     def prepare(self) -> SimulateJob:
-        """The problem and its units; what cannot be integrated is refused."""
+        """Return the job, whose units are chunks of the batch; what cannot be integrated raises ``HelmscopeError``."""
         from helmscope.store.manifest import hash_bytes
 
         problem = self.problem()
-        with enough_memory(n=self.n, batch=1):
+        with explain_memory_error(n=self.n, batch=1):
             kernels = ", ".join(problem.kernels())
         size = self.unit_size
         units = [
@@ -191,43 +191,45 @@ class Simulate(Spec, frozen=True, kw_only=True, tag="simulate"):
             )
             for k in range(0, self.batch, size)
         ]
-        elsewhere = ("seed", "dtype", "device")  # which have places of their own in a manifest
+        own_entries = ("seed", "dtype", "device")  # stored in the manifest itself
         return SimulateJob(
             spec=self,
             units=units,
             dtype=self.dtype,
             device=self.device,
             inputs={"start": hash_bytes(problem.start.cpu().numpy().tobytes())},
-            parameters={k: v for k, v in self.fields.items() if k not in elsewhere} | {"kernels": kernels},
+            parameters={k: v for k, v in self.fields.items() if k not in own_entries} | {"kernels": kernels},
             problem=problem,
         )
 
     def estimate(self) -> Estimate:
-        """Time on one core and memory of one process."""
+        """Estimate the time on one core and the memory of one process."""
         from helmscope.jobs.cost import simulation_cost
 
         return simulation_cost(self)
 
 
-def stepper_of(spec: Simulate) -> Stepper:
-    """The stepper that a spec names.
+def make_stepper(spec: Simulate) -> Stepper:
+    """The stepper of a spec.
 
-    >>> stepper_of(Simulate(stepper="rk4", step=0.1))
+    >>> make_stepper(Simulate(stepper="rk4", step=0.1))
     RK4(h=0.1)
     """
-    made: Stepper = names.STEPPERS.load(spec.method)(spec.tol if spec.method == "adaptive" else spec.step)
-    return made
+    stepper: Stepper = names.STEPPERS.load(spec.stepper_name)(
+        spec.tol if spec.stepper_name == "adaptive" else spec.step
+    )
+    return stepper
 
 
 def simulate_unit(first: int, last: int, physics: dict[str, Any]) -> xr.Dataset:
-    """States of the systems ``first`` to ``last`` - 1, and how each ended: one unit of work. A system's bits do not
-    depend on its unit.
+    """Unit of work: the states of the systems ``first`` to ``last`` - 1, and the status of each at its end. The result
+    of a system does not depend on its unit.
     """
     import xarray as xr
 
     spec = Simulate(**physics)
     problem = spec.problem().part(first, last)
-    with enough_memory(n=spec.n, batch=last - first):
+    with explain_memory_error(n=spec.n, batch=last - first):
         run = problem.run()
     return xr.Dataset(
         {
@@ -241,7 +243,17 @@ def simulate_unit(first: int, last: int, physics: dict[str, Any]) -> xr.Dataset:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class SimulationResult(Result):
-    """States, how the systems ended, the overview (None where one did not reach the end) and its picture."""
+    """The result of ``Simulate``: the ``trajectory`` of states (time, system, token, dim), the ``outcome`` of each
+    system, the ``overview`` (None unless all systems reached the last time), and the path of its ``picture``, None if
+    it could not be drawn.
+
+    >>> import tempfile
+    >>> from helmscope.jobs import run
+    >>> with tempfile.TemporaryDirectory() as root:
+    ...     result = run(Simulate(n=8, batch=2, times=[0, 5]), folder=f"{root}/run")
+    >>> result.ok, result.trajectory.states.shape, "clusters" in result.overview
+    (True, torch.Size([2, 2, 8, 3]), True)
+    """
 
     trajectory: Trajectory
     outcome: Outcome
@@ -250,22 +262,22 @@ class SimulationResult(Result):
 
     @property
     def ok(self) -> bool:
-        """Whether every system reached the end."""
+        """Whether every system reached the last time."""
         return self.outcome.ok
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class SimulateJob(Job):
-    """A simulation that waits to be run."""
+    """A prepared simulation."""
 
     spec: Simulate
     problem: Problem
 
-    def carry_out(self, work: Work) -> SimulationResult:
-        """Runs the units, joins their systems, and writes trajectory.nc, overview.nc and overview.png."""
-        return self._finished(work, *self._joined(self.run_units(work, "integrating")))
+    def execute(self, work: Work) -> SimulationResult:
+        """Run the units, combine their systems, and write trajectory.nc, overview.nc and overview.png."""
+        return self._write_results(work, *self._join_units(self.run_units(work, "integrating")))
 
-    def _finished(self, work: Work, trajectory: Trajectory, outcome: Outcome) -> SimulationResult:
+    def _write_results(self, work: Work, trajectory: Trajectory, outcome: Outcome) -> SimulationResult:
         import xarray as xr
 
         from helmscope.observe.overview import overview
@@ -276,21 +288,21 @@ class SimulateJob(Job):
         spec, folder = self.spec, work.folder
         states = (("time", "system", "token", "axis"), trajectory.states.numpy())
         folder.write_data("trajectory", xr.Dataset({"states": states}, {"time": trajectory.times.numpy()}))
-        made: dict[str, Any] = {"spec": spec, "folder": folder, "trajectory": trajectory, "outcome": outcome}
+        fields: dict[str, Any] = {"spec": spec, "folder": folder, "trajectory": trajectory, "outcome": outcome}
         if not outcome.ok:
-            return SimulationResult(**made)
+            return SimulationResult(**fields)
         bar = ProgressBar("measuring") if work.show_progress else None
         measured = overview(trajectory, beta=spec.beta, delta=spec.delta, radius=spec.radius, progress=bar)
         folder.write_results("overview", measured)
         noisy = f", nu = {spec.nu:g}" if spec.nu else ""
         name = type(self.problem.field).__name__
         title = f"{name}  beta = {spec.beta:g}{noisy}, {spec.n} tokens in dimension {spec.dim}"
-        drawn = Drawings(folder)
-        path = drawn.add("picture", "overview.png", lambda: png(overview_figure(measured, title=title)))
-        return SimulationResult(**made, overview=measured, picture=path, notes=tuple(drawn.notes))
+        pictures = PictureWriter(folder)
+        path = pictures.write("picture", "overview.png", lambda: png(overview_figure(measured, title=title)))
+        return SimulationResult(**fields, overview=measured, picture=path, notes=tuple(pictures.notes))
 
-    def _joined(self, result: RunResult) -> tuple[Trajectory, Outcome]:
-        """The units' systems in one trajectory."""
+    def _join_units(self, result: RunResult) -> tuple[Trajectory, Outcome]:
+        """Combine the systems of all units into one trajectory."""
         import torch
 
         from helmscope.types import Outcome, Status, Trajectory
@@ -303,14 +315,14 @@ class SimulateJob(Job):
 
 
 @contextmanager
-def enough_memory(*, n: int, batch: int) -> Iterator[None]:
-    """torch says in many words that memory ran out; a user needs one sentence."""
+def explain_memory_error(*, n: int, batch: int) -> Iterator[None]:
+    """Context manager: replace torch's out-of-memory error by one sentence that names the arguments to lower."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
         if "alloc" not in str(error) and "out of memory" not in str(error):
             raise
         raise HelmscopeError(
-            f"n is {n} and chunk is {batch}, but {batch * n * n * 8 / 1e9:.3g} GB for each matrix of pairs is more "
-            "than there is: lower n or chunk"
+            f"n is {n} and chunk is {batch}, but {batch * n * n * 8 / 1e9:.3g} GB for each matrix of pairs do not "
+            "fit in memory: lower n or chunk"
         ) from None

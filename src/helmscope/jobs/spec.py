@@ -1,4 +1,4 @@
-"""A spec: what is asked for, as data. ``read`` and ``write`` keep it as TOML; ``prepare`` makes work of it."""
+"""Specs: descriptions of jobs as data. ``read`` and ``write`` convert them from and to TOML."""
 
 from __future__ import annotations
 
@@ -26,9 +26,11 @@ JOB = "job"
 
 
 class Spec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field=JOB):
-    """One thing that can be asked for. Every field has one plain form, so that equal requests are equal specs, and a
-    bad value is refused when the spec is made; what depends on several of them or on this machine is refused by
-    ``prepare``. ``version`` is that of the format.
+    """The description of a job, the base class of ``Simulate``, ``Phase``, ``Trials`` and ``Report``.
+
+    Every field has one canonical form, so that equal jobs have equal specs. A bad value raises a ``HelmscopeError``
+    when the spec is constructed; what depends on the files or the hardware of this machine is checked by ``prepare``.
+    ``version`` is the version of the format.
 
     >>> from helmscope.jobs import Simulate
     >>> Simulate(beta=1, times=[0, 5]) == Simulate(beta=1.0, times=(0.0, 5.0))
@@ -41,12 +43,12 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     version: int = VERSION
 
     checks: ClassVar[Mapping[str, Check]] = {}
-    verb: ClassVar[tuple[str, ...]] = ()  # of the command line, whose first word also begins the names of run folders
+    verb: ClassVar[tuple[str, ...]] = ()  # on the command line; its first word also starts the names of run folders
 
     def __post_init__(self) -> None:
         if isinstance(self.version, bool) or self.version != VERSION:
             raise HelmscopeError(
-                f"version is {shown(self.version)}, but this helmscope reads version {VERSION} of the format only"
+                f"version is {shown(self.version)}, but this helmscope reads only version {VERSION} of the format"
             )
         for name, check in self.checks.items():
             self._set(name, check(name, getattr(self, name)))
@@ -56,7 +58,7 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         msgspec.structs.force_setattr(self, name, value)
 
     def _complete(self) -> None:
-        """Fills in what follows from other fields, and refuses fields that contradict each other."""
+        """Fill in defaults that depend on other fields; raises ``HelmscopeError`` if fields contradict each other."""
 
     @property
     def job(self) -> str:
@@ -79,11 +81,11 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return {name: value for name, value in msgspec.structs.asdict(self).items() if name != "version"}
 
     def prepare(self) -> Job:
-        """The work, with everything checked that can be checked beforehand; nothing is written."""
+        """Check everything that can be checked in advance and return the job. Writes nothing."""
         raise NotImplementedError
 
     def units(self) -> list[Unit]:
-        """The units of work.
+        """The units of work of the job.
 
         >>> from helmscope.jobs import Simulate
         >>> [unit.name for unit in Simulate(n=4, batch=2, times=[0, 1]).units()]
@@ -92,12 +94,12 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return self.prepare().units
 
     def estimate(self) -> Estimate:
-        """What it would cost."""
+        """Estimate the cost of the job."""
         raise NotImplementedError
 
 
 def to_toml(spec: Spec) -> str:
-    """The spec as TOML; fields that are None are left out.
+    """Encode a spec as TOML; fields that are None are omitted.
 
     >>> from helmscope.jobs import Trials
     >>> print(to_toml(Trials(claims=["rate"])), end="")
@@ -113,20 +115,22 @@ def to_toml(spec: Spec) -> str:
 
 
 def from_data(data: Mapping[str, Any], what: str = "the spec") -> Spec:
-    """The spec that a mapping with the key ``job`` describes, such as parsed TOML or JSON. An unknown job, an unknown
-    field and a bad value are each refused in one sentence; ``what`` says where it stood.
+    """Build a spec from a mapping with the key ``job``, such as parsed TOML or JSON. An unknown job, unknown field or
+    bad value raises a ``HelmscopeError``, in which ``what`` names the origin of the data.
 
+    >>> from_data({"job": "simulate", "beta": 1}).beta
+    1.0
     >>> from_data({"job": "simulate", "bta": 1.0})
     Traceback (most recent call last):
-    helmscope.types.HelmscopeError: unknown field of the spec 'bta': did you mean 'beta'? Allowed: ...
+    helmscope.types.HelmscopeError: unknown field of the spec 'bta': did you mean 'beta'?
     """
     if not isinstance(data, Mapping):
         raise HelmscopeError(f"{what} is a {type(data).__name__}, but it must be a mapping from field to value")
-    kinds = {str(kind.__struct_config__.tag): kind for kind in _kinds()}
+    kinds = {str(kind.__struct_config__.tag): kind for kind in _spec_classes()}
     job = data.get(JOB)
     if not isinstance(job, str):
-        said = "is missing" if job is None else f"is {shown(job)}"
-        raise HelmscopeError(f"{JOB} of {what} {said}, but it must be one of {', '.join(sorted(kinds))}")
+        problem = "is missing" if job is None else f"is {shown(job)}"
+        raise HelmscopeError(f"{JOB} of {what} {problem}, but it must be one of {', '.join(sorted(kinds))}")
     kind = kinds[known_name(f"{JOB} of {what}", printable(job), kinds)]
     values = {key: value for key, value in data.items() if key != JOB}
     for key in values:
@@ -135,7 +139,7 @@ def from_data(data: Mapping[str, Any], what: str = "the spec") -> Spec:
 
 
 def from_toml(text: str, what: str = "the spec") -> Spec:
-    """The spec that TOML describes; ``what`` names it where it is refused.
+    """Parse a spec from TOML; ``what`` names the text in error messages.
 
     >>> from_toml('job = "simulate"').beta
     4.0
@@ -147,11 +151,14 @@ def from_toml(text: str, what: str = "the spec") -> Spec:
     try:
         return from_data(data, what)
     except HelmscopeError as error:
-        raise HelmscopeError(str(error) if what in str(error) else f"{what} is refused: {error}") from None
+        raise HelmscopeError(str(error) if what in str(error) else f"{what} is not valid: {error}") from None
 
 
 def read(path: str | os.PathLike[str]) -> Spec:
-    """The spec in a TOML file, or the one that a run folder came from.
+    """Read a spec from a TOML file, or the spec of the run in a run folder.
+
+    A file that cannot be read, is not UTF-8 or TOML, or has an unknown field or a bad value raises a
+    ``HelmscopeError``.
 
     >>> import tempfile
     >>> from helmscope.jobs import Simulate
@@ -172,7 +179,14 @@ def read(path: str | os.PathLike[str]) -> Spec:
 
 
 def write(spec: Spec, path: str | os.PathLike[str]) -> None:
-    """Writes a spec as TOML, whole or not at all; ``read`` gives back an equal one.
+    """Write a spec to a TOML file atomically; ``read`` returns an equal spec.
+
+    >>> import tempfile
+    >>> from helmscope.jobs import Phase
+    >>> with tempfile.TemporaryDirectory() as root:
+    ...     write(Phase(n=8), f"{root}/spec.toml")
+    ...     read(f"{root}/spec.toml") == Phase(n=8)
+    True
 
     >>> write("simulate", "spec.toml")
     Traceback (most recent call last):
@@ -182,7 +196,7 @@ def write(spec: Spec, path: str | os.PathLike[str]) -> None:
 
 
 def check_spec(spec: object) -> None:
-    """Refuses what is not a spec.
+    """Raise ``HelmscopeError`` unless ``spec`` is a spec.
 
     >>> check_spec({"job": "phase"})
     Traceback (most recent call last):
@@ -192,8 +206,8 @@ def check_spec(spec: object) -> None:
         raise HelmscopeError(f"spec is {shown(spec)}, but it must be a spec of helmscope.jobs, such as Simulate()")
 
 
-def _kinds() -> list[type[Spec]]:
-    """The specs that can be read, each from its own file."""
+def _spec_classes() -> list[type[Spec]]:
+    """The kinds of spec that can be read. Imported late, since their files import this one."""
     from helmscope.jobs.phase import Phase
     from helmscope.jobs.report import Report
     from helmscope.jobs.simulate import Simulate

@@ -78,14 +78,14 @@ def begin(
         settings, inputs = _manifest_changes(earlier.manifest, manifest.identity)
         if settings or (inputs and not changed):
             raise HelmscopeError(
-                f"{folder.path} was begun with {' and '.join(settings + inputs)}: repeat what it was begun with, or "
-                "take a new folder"
+                f"{folder.path} was started with {' and '.join(settings + inputs)}: use the original values or "
+                "choose a new folder"
             )
         changed += inputs
     if changed and not allow_mixed:
         raise HelmscopeError(
-            f"{folder.path} was begun with {' and '.join(changed)}, so that results may differ in their last bits: go "
-            "back to what it was, take a new folder, or set allow_mixed (--allow-mixed)"
+            f"{folder.path} was started with {' and '.join(changed)}, so that results may differ in their last bits: "
+            "go back to the original, choose a new folder, or set allow_mixed (--allow-mixed)"
         )
     current = replace(earlier, mixed=sorted({*earlier.mixed, *changed}))
     if current != stored_plan:

@@ -15,7 +15,7 @@ from typing import Any
 
 from helmscope.runs.attempt import Engine, Failed, check_engine
 from helmscope.runs.plan import RESULTS, Plan, begin, cpu
-from helmscope.runs.progress import counting, say
+from helmscope.runs.progress import print_status, unit_progress
 from helmscope.runs.results import fault_of, read_result, result_files, stamped
 from helmscope.runs.serial import Serial
 from helmscope.runs.unit import Unit
@@ -195,12 +195,12 @@ def _has_result(results: Path, name: str, stamp: str, heading: str | None) -> bo
         message = f"{path} {fault}: unit '{name}' runs again"
         log.warning("%s", message)
         if heading is not None:
-            say(f"{heading}: {message}")
+            print_status(f"{heading}: {message}")
     return False
 
 
 def _progress(heading: str | None, **counts: int) -> AbstractContextManager[Callable[[], None]]:
-    return nullcontext(lambda: None) if heading is None else counting(heading, **counts)
+    return nullcontext(lambda: None) if heading is None else unit_progress(heading, **counts)
 
 
 @contextmanager
@@ -233,5 +233,5 @@ def _explain_resuming(folder: RunFolder, heading: str | None) -> Iterator[None]:
         note = f"finished units are kept in {folder.path}, and a run of the same units resumes there"
         error.add_note(note)
         if heading is not None:
-            say(f"{heading}: interrupted; {note}")
+            print_status(f"{heading}: interrupted; {note}")
         raise
