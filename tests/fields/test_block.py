@@ -389,7 +389,7 @@ def test_an_mlp_is_a_field():
         (lambda: SandwichNorm(mlp_out=3), "mlp_out is 3, but it must be a norm"),
         (lambda: Block(SA(beta=1.0), relu_mlp())(tokens(N, 3)), "need"),
         (lambda: Block(SA(beta=1.0), relu_mlp())(2 * tokens(N, D)), "norm 2"),
-        (lambda: Block(SA(beta=1.0), relu_mlp(), placement=PLACEMENTS["post real"])(tokens(N, D)), "a map"),
+        (lambda: Block(SA(beta=1.0), relu_mlp(), placement=PLACEMENTS["post real"])(tokens(N, D)), "a discrete map"),
         (lambda: Block(SA(beta=1.0), relu_mlp(), placement=NGPT(mlp_rate=torch.ones(2)))(tokens(N, D)), "mlp_rate has"),
         (
             lambda: integrate(Block(SA(beta=1.0), relu_mlp(), placement=PLACEMENTS["post real"]), tokens(N, D), [1.0]),
