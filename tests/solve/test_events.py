@@ -1,4 +1,4 @@
-"""Events: hitting times and merges against closed forms, brute force over dense output, and events of one's own."""
+"""Events: hitting times and merges against closed forms, brute force over dense output, and user-defined events."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_true_at_the_start_is_time_zero_and_never_is_nan():
     torch.testing.assert_close(merged, torch.tensor([[0.0], [math.nan]], dtype=F64), equal_nan=True)
 
 
-def test_events_before_the_first_and_after_the_last_asked_time():
+def test_events_before_the_first_and_after_the_last_requested_time():
     x0 = circle(0.0, 1.0)
     time = hs.hitting_time(hs.SA(beta=1.0), n=2, delta=0.1, gamma0=math.cos(1.0))
     for times, expected in (([2 * time], time), ([time / 3, 0.99 * time], math.nan), ([0, time / 2, 2 * time], time)):
@@ -162,7 +162,7 @@ def test_events_do_not_change_the_states():
     assert torch.equal(watched.states, hs.integrate(hs.USA(beta=2.0), x0, [0.5, 2.0]).states)
 
 
-def test_padding_is_no_token_to_an_event():
+def test_events_ignore_padding():
     x0 = hs.Uniform(n=4, dim=3).sample(seed=0)
     events = [hs.solve.HittingTime(1e-2), hs.solve.ClusterMerge(0.1)]
     for mask in ([True, True, True, False], [False, True, True, True]):
@@ -254,6 +254,6 @@ def test_bad_thresholds_are_refused(make, value):
 
 
 @pytest.mark.parametrize("event", [1e-3, "merge", lambda x: x, hs.solve.HittingTime])
-def test_what_is_no_event_is_refused(event):
+def test_invalid_events_raise(event):
     with pytest.raises(hs.HelmscopeError, match=r"^events holds .*, but an event has a signal\(x\)"):
         hs.integrate(hs.SA(beta=1.0), circle(0.0, 1.0), [1.0], events=[event])

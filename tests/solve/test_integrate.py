@@ -1,4 +1,4 @@
-"""``integrate`` as a whole: shapes, times, the System it gives, progress, gradients, padding, weights, bad input."""
+"""``integrate`` as a whole: shapes, times, the System it returns, progress, gradients, padding, weights, bad input."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_time_zero_alone(stepper):
 
 
 @pytest.mark.parametrize("field", [hs.SA(beta=4.0), hs.USA(beta=2.0)])
-def test_other_asked_times_do_not_matter(field):
+def test_other_requested_times_do_not_matter(field):
     alone = hs.integrate(field, BATCH, [2.0]).states[-1]
     for others in ([0, 1.0], [0.3, 0.30001, 1.999999], [k / 10 for k in range(20)]):
         among = hs.integrate(field, BATCH, [*others, 2.0, 2.5]).states[-2]
@@ -74,7 +74,7 @@ def test_times_may_be_any_sequence_of_numbers():
         assert torch.equal(hs.integrate(hs.SA(beta=1.0), X0, times).states, expected)
 
 
-def test_one_token_stands_still():
+def test_a_single_token_does_not_move():
     sim = hs.integrate(hs.USA(beta=9.0), X0[:1], [1.0, 1e6])
     assert sim.outcome.ok
     torch.testing.assert_close(sim.states, X0[:1].expand(2, 1, 3), rtol=0, atol=2e-16)
@@ -181,7 +181,7 @@ def test_progress_rises_to_one():
     assert len(shares) >= 4
 
 
-def test_progress_is_not_told_too_often():
+def test_progress_is_reported_at_a_limited_rate():
     shares = []
     start = time.monotonic()
     hs.integrate(hs.SA(beta=1.0), X0, [1.0], stepper=hs.solve.ProjectedEuler(h=1e-3), progress=shares.append)

@@ -1,4 +1,4 @@
-"""``integrate(merge=...)``: the same trajectories in fewer steps, and the bookkeeping of who follows whom."""
+"""``integrate(merge=...)``: the same trajectories in fewer steps, and the bookkeeping of merged tokens."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def attempts(monkeypatch):
 
 @pytest.fixture
 def flows(monkeypatch):
-    """Keeps the flow after every look for tokens that have met."""
+    """Records the flow after every check for tokens that have met."""
     seen = []
     merged = Extras.merge_tokens
 
@@ -146,7 +146,7 @@ def test_gradient_passes_through_a_merge():
 # Who follows whom -----------------------------------------------------------------------------------------------------
 
 
-def test_followers_stand_where_their_leader_stands_and_weights_are_conserved(flows):
+def test_followers_equal_their_leader_and_weights_are_conserved(flows):
     x0 = hs.Uniform(n=12, dim=3).sample(batch=3, seed=5)
     weights = torch.arange(1.0, 13.0, dtype=F64)
     sim = hs.integrate(hs.SA(beta=4.0), x0, [2.0, 30.0], weights=weights, merge=1e-3)

@@ -1,4 +1,4 @@
-"""RandomSource of noise, one step of every noisy stepper, bits, residual streams, and what is refused."""
+"""RandomSource of noise, one step of every noisy stepper, bitwise repeatability, residual streams, and bad input."""
 
 from __future__ import annotations
 
@@ -248,7 +248,7 @@ def test_float32_sees_the_same_noise() -> None:
     assert (runs[0] - runs[1]).abs().max() < 2e-6
 
 
-def test_dw_has_the_asked_steps() -> None:
+def test_dw_has_the_requested_steps() -> None:
     """A time between two steps shortens them: 3 steps of 0.1 to t = 0.3, then 3 of 0.25/3 to t = 0.55."""
     x0 = torch.tensor([[[1.0, 0.0]]], dtype=F64)
     noise = IsotropicNoise(0.5)
@@ -297,7 +297,7 @@ def test_a_velocity_that_is_not_finite_ends_its_system_only() -> None:
     assert bool(torch.isfinite(run.states[:, 0]).all())
 
 
-def test_progress_is_told() -> None:
+def test_progress_is_reported() -> None:
     told = []
     x0 = torch.tensor([[1.0, 0.0]], dtype=F64)
     integrate(torch.zeros_like, x0, [1.0], stepper=EulerMaruyama(0.1), noise=IsotropicNoise(0.1), progress=told.append)

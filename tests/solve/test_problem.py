@@ -1,4 +1,4 @@
-"""Problems: parts of a batch, noise and its seeds, going on from changed states, and what is refused beforehand."""
+"""Problems: parts of a batch, noise and its seeds, continuing from changed states, and bad input."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_resume_draws_new_noise_that_the_seed_fixes():
 
 
 @pytest.mark.parametrize("matrix", [-torch.eye(3, dtype=F64), normal(3, 3, seed=8)])
-def test_a_field_that_jumps_is_carried_by_fixed_steps(matrix):
+def test_a_discontinuous_field_is_integrated_with_fixed_steps(matrix):
     """The farthest attracts, or some other: tokens slide along jumps, where SA of large beta goes too, to O(h)."""
     hard = Hardmax(query_key=matrix)
     for field in (hard, MultiHead([hard, hard]), Block(hard, MLP_3), MultiHeadAsPrinted([hard], [MLP_3])):
@@ -99,7 +99,7 @@ def test_a_field_that_jumps_is_carried_by_fixed_steps(matrix):
     assert (run.states - near).abs().max() < 0.05
 
 
-def test_noise_of_no_strength_is_no_noise():
+def test_noise_of_strength_0_changes_nothing():
     still = integrate(SA(beta=3.0), X, [1.0], noise=IsotropicNoise(0.0), stepper=StochasticHeun(0.05)).states
     assert (still - integrate(SA(beta=3.0), X, [1.0], stepper=Heun(0.05)).states).abs().max() < 1e-15
 

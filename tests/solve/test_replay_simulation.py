@@ -1,4 +1,4 @@
-"""A simulation shown to instruments: what passes against the fields themselves, in chunks of any size."""
+"""Replay of a simulation: what instruments receive against the fields themselves, in chunks of any size."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_the_size_of_the_chunks_changes_nothing(field, stepper):
                 np.testing.assert_allclose(value.values, whole[name][quantity].values, rtol=0, atol=1e-12)
 
 
-def test_an_instrument_is_told_what_statistics_count_and_what_attention_sees():
+def test_an_instrument_receives_weights_and_visible_tokens():
     run = hs.integrate(SA, X, times=[0.0, 1.0], weights=MASS)
     instrument = Everything(hs.types.Needs.ATTENTION)
     run.replay(instrument, batch_size=3)
@@ -148,7 +148,7 @@ def test_an_instrument_is_told_what_statistics_count_and_what_attention_sees():
         assert passed.kernel is passed.query is passed.write is None  # nobody asked
 
 
-def test_nothing_is_computed_that_nobody_needs(monkeypatch):
+def test_only_what_instruments_need_is_computed(monkeypatch):
     run = hs.integrate(hs.Block(SA, MLP), X, times=[0.0, 1.0])
     asked = []
     monkeypatch.setattr(hs.Simulation, "kernel", lambda self, layer: asked.append(layer))
@@ -200,5 +200,5 @@ def test_bad_input_is_refused_with_one_sentence(call, said):
     assert "\n" not in str(caught.value)
 
 
-def test_a_replay_for_nobody_gives_nothing():
+def test_a_replay_without_instruments_returns_nothing():
     assert hs.integrate(SA, X, times=[0.0]).replay() == {}

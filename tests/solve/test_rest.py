@@ -82,7 +82,7 @@ def test_the_state_that_is_held_is_where_the_flow_ends(field, dtype, monkeypatch
     assert (worked.states[-1] - sim.states[-1]).abs().max() <= (2e-9 if dtype == F64 else 2e-5)
 
 
-def test_where_nothing_rests_no_bit_changes(monkeypatch):
+def test_without_rest_results_are_bitwise_unchanged(monkeypatch):
     x0, times = hs.Uniform(n=8, dim=3).sample(batch=3, seed=0), [1.0, 30.0, 600.0]
     looked = hs.integrate(hs.SA(beta=4.0), x0, times)
     assert set(looked.outcome.statuses) == {FINISHED}
@@ -187,7 +187,7 @@ def test_attracting_tokens_stay_in_their_hull_however_many_and_however_long():
     assert not rests(hs.SA(beta=4.0, value=normal(3, 3)), x, 1e12, tol=1e-8)
 
 
-def test_a_field_that_jumps_has_no_derivative():
+def test_a_discontinuous_field_has_no_derivative():
     x = two_clusters(0.0)
     assert not rests(hs.Hardmax(query_key=-I3), x, 1e3)
 

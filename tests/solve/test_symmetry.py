@@ -1,4 +1,4 @@
-"""n < d tokens whose flow commutes with rotations are carried in R^n: the caller sees no difference."""
+"""n < d tokens whose flow commutes with rotations are integrated in R^n, with the same results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Events that end a system, and events looked at only at the asked times: closed forms, SciPy, alone and in batches."""
+"""Events that end a system, and events evaluated only at the requested times: closed forms, SciPy and batches."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_what_holds_at_the_start_ends_there(name, times):
     assert sim.states.isnan().all(-1).all(-1).any(-1).tolist() == [time > 0 for time in times]
 
 
-def test_an_end_at_the_last_asked_time_is_the_end_of_the_run():
+def test_an_end_at_the_last_requested_time_finishes_the_run():
     x0, event = hs.Uniform(n=4, dim=3).sample(seed=0), hs.solve.HittingTime(1e-2, terminal=True)
     stepper = hs.Layer()
     end = hs.integrate(hs.SA(beta=1.0), x0, [30.0], events=[event], stepper=stepper).event_times[0].item()
@@ -167,7 +167,7 @@ def test_a_terminal_merge_is_the_last_one():
     )  # one token has nothing to merge, and so nothing ends it
 
 
-def test_an_end_that_was_asked_for_is_no_warning(caplog):
+def test_a_terminal_event_does_not_warn(caplog):
     hs.integrate(hs.SA(beta=1.0), circle(0.0, 0.5), [9.0], events=[hs.solve.HittingTime(0.1, terminal=True)])
     assert not caplog.records
 
@@ -187,7 +187,7 @@ def test_a_gradient_passes_states_before_the_end():
 
 
 @pytest.mark.parametrize("name", ENDING)
-def test_a_sampled_event_happens_at_an_asked_time(name):
+def test_a_sampled_event_happens_at_a_requested_time(name):
     x0, times = hs.Uniform(n=4, dim=3).sample(batch=6, seed=0), 0.5 + torch.arange(12, dtype=F64) * 0.5
     free = hs.integrate(hs.SA(beta=2.0), x0, times, events=[hs.solve.HittingTime(0.4, sampled=True)], **ENDING[name])
     tokens = slice(0, 3 if name == "weighted" else 4)
@@ -203,7 +203,7 @@ def test_a_sampled_event_happens_at_an_asked_time(name):
         assert sim.states[~known, k].isnan().all()
 
 
-def test_a_sampled_event_is_asked_once_a_time():
+def test_a_sampled_event_is_evaluated_once_per_time():
     calls = []
 
     class Counted:
@@ -217,7 +217,7 @@ def test_a_sampled_event_is_asked_once_a_time():
     assert calls == [1] * 4  # the start is looked at for the shape of the signal
 
 
-def test_a_sampled_event_that_holds_at_a_start_nobody_asked_for():
+def test_a_sampled_event_that_holds_at_a_start_that_was_not_requested():
     x0, event = circle(0.0, 0.01), hs.solve.HittingTime(0.1, terminal=True, sampled=True)
     sim = hs.integrate(hs.SA(beta=1.0), x0, [1.0, 2.0], events=[event])
     assert sim.event_times[0].item() == 1.0

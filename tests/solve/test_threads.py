@@ -1,4 +1,4 @@
-"""Small systems are carried on one thread, large ones on those of the caller, whose number is restored afterwards."""
+"""Small systems run on one thread, large ones on the caller's threads, whose number is restored afterwards."""
 
 from __future__ import annotations
 

@@ -23,6 +23,6 @@ def test_holm_is_the_step_down_loop():
 
 
 @pytest.mark.parametrize("p_values", [[0.1, 1.1], [math.nan], [], [[0.1]]])
-def test_what_holds_no_p_values_is_refused(p_values):
+def test_invalid_p_values_raise(p_values):
     with pytest.raises(HelmscopeError, match=r"but it must hold at least one number, each in \[0, 1\]"):
         holm(p_values)

@@ -42,7 +42,7 @@ def test_no_square_underflows_or_overflows(unit):
     assert (ours.low / unit, ours.high / unit) == pytest.approx((one.low, one.high), rel=1e-14)
 
 
-def test_bootstrap_t_is_the_loop_it_stands_for():
+def test_bootstrap_t_equals_a_plain_loop():
     x = np.random.default_rng(5).exponential(size=12)
     draws = np.random.default_rng(8).integers(0, 12, (1999, 12))
     ratios = sorted((x[d].mean() - x.mean()) / stats.sem(x[d]) for d in draws)
@@ -79,7 +79,7 @@ def test_the_jackknife_of_a_mean_is_student(scale):
     )
 
 
-def test_the_jackknife_of_a_variance_is_the_closed_form_and_sees_no_replicate_twice():
+def test_the_jackknife_of_a_variance_is_the_closed_form_without_duplicates():
     clouds = [np.full((2, 2), v) for v in (1.0, 2.0, 4.0, 8.0)]
 
     def variance(kept: list[Vector]) -> float:

@@ -44,7 +44,7 @@ def test_pairs_see_what_separate_means_do_not():
     assert (reduce_replicates(paired_difference(ONE, TWO)).width_low > 0).all()
 
 
-def test_the_difference_of_two_shares_lies_between_minus_1_and_1():
+def test_the_difference_of_two_shares_is_between_minus_1_and_1():
     shares = xr.Dataset({"share": ("prompt", [0.0, 0.1, 1.0], {"valid_min": 0.0, "valid_max": 1.0})})
     others = xr.Dataset({"share": ("prompt", [0.9, 0.0, 0.2], {"valid_min": 0.0, "valid_max": 1.0})})
     kept = paired_difference(shares, others)
@@ -70,7 +70,7 @@ def test_a_null_is_left_out():
         (reduce_replicates(TWO), "must hold values only"),
     ],
 )
-def test_what_has_no_pairs_is_refused(second, said):
+def test_measurements_that_do_not_match_raise(second, said):
     refused(lambda: paired_difference(ONE, second), said)
 
 

@@ -1,4 +1,4 @@
-"""Replicates: what is refused, moments with values missing, and halves."""
+"""Replicates: bad input, moments with values missing, and halves."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ def test_layers_follow_holm_adjusted_intervals():
 
 
 @pytest.mark.parametrize("scale", [LinearScale(), LogScale()])
-def test_named_layers_are_those_whose_adjusted_interval_lies_outside(scale):
+def test_named_layers_are_those_whose_adjusted_interval_is_outside(scale):
     rng = np.random.default_rng(6)
     samples = [np.exp(rng.normal(0.12 * i - 0.5, 0.5, N)) for i in range(9)]
     region = Region(text="", low=0.8, high=1.2)

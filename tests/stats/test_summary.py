@@ -84,7 +84,7 @@ def test_one_line_and_html():
 
 
 @pytest.mark.parametrize("given", [3, None, "order"])
-def test_what_is_no_measurement_is_refused(given):
+def test_anything_but_a_measurement_raises(given):
     refused(lambda: hs.summary(given), f"measurement is {type_with_article(given)}")
 
 

@@ -1,4 +1,4 @@
-"""Arguments: what is accepted, what is refused and in which words; and what the types need to be imported."""
+"""Arguments: accepted and rejected values, error messages, and the imports of the types."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_types_need_nothing_that_must_be_installed():
     run_python(code, check=True)
 
 
-def test_errors_are_told_by_the_name_they_are_imported_by():
+def test_tracebacks_show_the_import_path_of_errors():
     for error in (hs.HelmscopeError, MissingExtra):
         assert error.__module__ == "helmscope.types"
         assert getattr(helmscope.types, error.__name__) is error
@@ -104,7 +104,7 @@ def test_whole_number_refuses(value):
 
 
 @pytest.mark.parametrize("value", [2**63, 10**400, 10**5000, 1e300, np.uint64(2**63)], ids=range(5))
-def test_whole_number_refuses_what_no_tensor_can_have(value):
+def test_whole_number_rejects_sizes_beyond_tensors(value):
     refused(lambda: whole_number("n", value, at_least=1), "n is ", "below 2^63 = 9223372036854775808")
     assert whole_number("n", 2**63 - 1, at_least=1) == 2**63 - 1
 

@@ -1,4 +1,4 @@
-"""Every object shows itself in one line, and in a notebook as a table that escapes whatever it holds."""
+"""Every object has a one-line repr, and in a notebook an escaped HTML table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an instrument keeps is put together by replicate and layer, whatever the chunks."""
+"""Values that an instrument keeps are assembled by replicate and layer, for any chunk size."""
 
 from __future__ import annotations
 
