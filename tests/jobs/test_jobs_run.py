@@ -106,7 +106,7 @@ def test_resuming_with_another_spec_is_rejected(tmp_path):
     refused(lambda: hs.jobs.run(PHASE, folder=where, resume=True), "was started with job simulate (now phase)")
     refused(lambda: hs.jobs.run(SIMULATE, folder=where), "contains an earlier run: add --resume")
     refused(lambda: hs.jobs.run(SIMULATE, resume=True), "resume is set, but the folder of the run is not", "folder=")
-    refused(lambda: hs.jobs.run(SIMULATE, folder=where, allow_mixed=True), "allow_mixed is given")
+    refused(lambda: hs.jobs.run(SIMULATE, folder=where, allow_mixed=True), "allow_mixed is set")
     assert contents(where) == before
     assert hs.jobs.run(SIMULATE, folder=where, resume=True).ok
     assert contents(where) == before
