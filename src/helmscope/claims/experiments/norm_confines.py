@@ -15,9 +15,9 @@ from helmscope.fields.attention import SA
 from helmscope.fields.block import Block
 from helmscope.fields.mlp import MLP
 from helmscope.fields.norms import LayerNorm, RMSNorm, UnitNorm
-from helmscope.fields.placement import Half, PostNorm, PreNorm
+from helmscope.fields.placement import PostNorm, PreNorm
 from helmscope.stats.scales import LogScale
-from helmscope.types import Region, Ruling
+from helmscope.types import Half, Region, Ruling
 
 if TYPE_CHECKING:
     from torch import Tensor
