@@ -169,17 +169,29 @@ def test_a_good_text_is_read() -> None:
         ('null = "A coin."', 'nul = "A coin."', "unknown key of mine.toml 'nul': did you mean 'null'?"),
         ("version = 1", "version = 1\nmodule = 'os'", "unknown key of mine.toml 'module'"),
         ("low = 0.5", "lwo = 0.5", "unknown key of region of mine.toml 'lwo': did you mean 'low'?"),
-        ("version = 1", "", "mine.toml is no entry: Object missing required field `version`"),
-        ("version = 1", "version = '1'", "mine.toml is no entry: Expected `int`, got `str` - at `$.version`"),
-        ("version = 1", "version = true", "mine.toml is no entry: Expected `int`, got `bool`"),
+        ("version = 1", "", "mine.toml is not a valid entry: Object missing required field `version`"),
+        ("version = 1", "version = '1'", "mine.toml is not a valid entry: Expected `int`, got `str` - at `$.version`"),
+        ("version = 1", "version = true", "mine.toml is not a valid entry: Expected `int`, got `bool`"),
         ("version = 1", "version = 0", "version of mine.toml is 0, but it must be a whole number >= 1"),
-        ("low = 0.5", "low = 'half'", "mine.toml is no entry: Expected `float | null`, got `str` - at `$.region.low`"),
-        ("low = 0.5", "low = inf", "mine.toml is no entry: region is [inf, None], but its bounds must be finite"),
-        ("low = 0.5", "high = nan", "mine.toml is no entry: region is [None, nan], but its bounds must be finite"),
+        (
+            "low = 0.5",
+            "low = 'half'",
+            "mine.toml is not a valid entry: Expected `float | null`, got `str` - at `$.region.low`",
+        ),
+        (
+            "low = 0.5",
+            "low = inf",
+            "mine.toml is not a valid entry: region is [inf, None], but its bounds must be finite",
+        ),
+        (
+            "low = 0.5",
+            "high = nan",
+            "mine.toml is not a valid entry: region is [None, nan], but its bounds must be finite",
+        ),
         (
             "low = 0.5",
             "low = 2, high = 1",
-            "mine.toml is no entry: region is [2.0, 1.0], but its bounds must be",
+            "mine.toml is not a valid entry: region is [2.0, 1.0], but its bounds must be",
         ),
         ('text = "At least half."', 'text = " "', "region.text of mine.toml is empty"),
         (
@@ -304,7 +316,7 @@ def test_the_packaged_files_are_read_once_whatever_is_tried(
     """In a report too, which asks for entries at every turn."""
     read_catalogue()
     reads: list[str] = []
-    monkeypatch.setattr(reading, "_text", lambda file: reads.append(file.name))
+    monkeypatch.setattr(reading, "_read_text", lambda file: reads.append(file.name))
     monkeypatch.setattr("helmscope.jobs.trials.claims_to_try", lambda spec, on: ["kuramoto"])
     monkeypatch.setattr("helmscope.report.page.trial_figure", lambda verdict, data: None)
     monkeypatch.setattr("helmscope.report.page.svg", lambda figure: b"")

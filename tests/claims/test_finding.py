@@ -1,4 +1,4 @@
-"""Kinds of evidence: each rules as claims are ruled on, and refuses what it cannot weigh."""
+"""Kinds of evidence: each applies its decision rule, and raises for input that it cannot assess."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ def around(center: float, n: int = 32, spread: float = 1.0) -> np.ndarray:
     ("center", "ruling"), [(1.0, Ruling.SUPPORTED), (-1.0, Ruling.REFUTED), (0.1, Ruling.INCONCLUSIVE)]
 )
 def test_replicates(center: float, ruling: Ruling) -> None:
-    weighed = Replicates(around(center), of="starts").weigh(ABOVE)
-    assert weighed.ruling is ruling
-    assert weighed.interval == mean_interval(around(center))
-    assert weighed.how == "from 32 starts"
+    assessment = Replicates(around(center), of="starts").weigh(ABOVE)
+    assert assessment.ruling is ruling
+    assert assessment.interval == mean_interval(around(center))
+    assert assessment.basis == "from 32 starts"
     # the half-width is 2.0395 / sqrt 32 and the distance .1: n (width / distance)^2
-    assert weighed.enough == (416 if ruling is Ruling.INCONCLUSIVE else 32)
+    assert assessment.replicates_needed == (416 if ruling is Ruling.INCONCLUSIVE else 32)
 
 
 def test_replicates_on_a_scale_and_skewed() -> None:
@@ -52,26 +52,26 @@ def test_replicates_on_a_scale_and_skewed() -> None:
     assert Replicates(x, skewed=True).weigh(ABOVE).interval == bootstrap_t(x)
 
 
-def test_a_count_that_may_not_refute() -> None:
+def test_a_count_with_refutes_false_is_never_refuted() -> None:
     region = Region(text="at least .9", low=0.9)
     assert Count(64, 64).weigh(region).ruling is Ruling.SUPPORTED
     assert Count(0, 64).weigh(region).ruling is Ruling.REFUTED
-    weighed = Count(0, 64, refutes=False).weigh(region)
-    assert (weighed.ruling, weighed.enough) == (Ruling.INCONCLUSIVE, None)
+    assessment = Count(0, 64, refutes=False).weigh(region)
+    assert (assessment.ruling, assessment.replicates_needed) == (Ruling.INCONCLUSIVE, None)
     assert Count(64, 64, refutes=False).weigh(region).ruling is Ruling.SUPPORTED
-    assert Count(60, 64, of="starts").weigh(region).how == "from 60 of 64 starts"
+    assert Count(60, 64, of="starts").weigh(region).basis == "from 60 of 64 starts"
 
 
 def test_one_error_beyond_the_bound_refutes_an_identity() -> None:
     errors = np.full(1_000, 1e-15)
-    weighed = Identity(errors).weigh(BOUND)
-    assert weighed.ruling is Ruling.BY_CONSTRUCTION
-    assert (weighed.interval.estimate, weighed.interval.n) == (1e-15, 1_000)
+    assessment = Identity(errors).weigh(BOUND)
+    assert assessment.ruling is Ruling.BY_CONSTRUCTION
+    assert (assessment.interval.estimate, assessment.interval.n) == (1e-15, 1_000)
     errors[17] = 1e-11
-    weighed = Identity(errors).weigh(BOUND)
-    assert weighed.ruling is Ruling.REFUTED
-    assert weighed.interval.high == weighed.interval.estimate == 1e-11
-    assert "1 of them beyond" in weighed.how
+    assessment = Identity(errors).weigh(BOUND)
+    assert assessment.ruling is Ruling.REFUTED
+    assert assessment.interval.high == assessment.interval.estimate == 1e-11
+    assert "1 of them beyond" in assessment.basis
 
 
 @pytest.mark.parametrize(
@@ -83,37 +83,38 @@ def test_one_error_beyond_the_bound_refutes_an_identity() -> None:
         (np.zeros(1_000), ABOVE, "region is 'above 0', but an identity needs one bound, high, for its error"),
     ],
 )
-def test_what_an_identity_refuses(errors: np.ndarray, region: Region, sentence: str) -> None:
-    with pytest.raises(HelmscopeError) as refused:
+def test_invalid_identities_raise(errors: np.ndarray, region: Region, sentence: str) -> None:
+    with pytest.raises(HelmscopeError) as raised:
         Identity(errors).weigh(region)
-    assert str(refused.value) == sentence
+    assert str(raised.value) == sentence
 
 
-def test_paired_differences_support_or_stay_open() -> None:
+def test_paired_differences_are_supported_or_inconclusive() -> None:
     for center in (1.0, -1.0):
-        weighed = Paired(around(center, 12)).weigh(OPEN)
-        assert weighed.ruling is Ruling.SUPPORTED
-        assert "sign flips p = 0.00" in weighed.how
-    weighed = Paired(around(0.1, 12)).weigh(OPEN)
-    assert (weighed.ruling, weighed.enough) == (Ruling.INCONCLUSIVE, 485)  # 12 (2.201 / sqrt 12 / .1)^2
+        assessment = Paired(around(center, 12)).weigh(OPEN)
+        assert assessment.ruling is Ruling.SUPPORTED
+        assert "sign flips p = 0.00" in assessment.basis
+    assessment = Paired(around(0.1, 12)).weigh(OPEN)
+    assert assessment.ruling is Ruling.INCONCLUSIVE
+    assert assessment.replicates_needed == 485  # 12 (2.201 / sqrt 12 / .1)^2
     # five equal differences: Student leaves out 0, but 2 / 2^5 of the sign flips are as extreme
     assert Paired([1.0, 1.1, 0.9, 1.2, 0.8]).weigh(OPEN).ruling is Ruling.INCONCLUSIVE
     assert Paired(np.zeros(12)).weigh(OPEN).ruling is Ruling.INCONCLUSIVE
-    with pytest.raises(HelmscopeError, match="with bounds, but paired differences are held against 0"):
+    with pytest.raises(HelmscopeError, match="with bounds, but paired differences are compared with 0"):
         Paired([1.0, 2.0]).weigh(ABOVE)
 
 
-def test_every_layer_shows_the_one_nearest_to_failing() -> None:
+def test_every_layer_reports_the_layer_nearest_to_failing() -> None:
     good = EveryLayer([around(3.0), around(1.0), around(2.0)]).weigh(ABOVE)
-    assert (good.ruling, good.how) == (Ruling.SUPPORTED, "the worst of 3 cases, layer 1, from 32 seeds each")
+    assert (good.ruling, good.basis) == (Ruling.SUPPORTED, "the worst of 3 cases, layer 1, from 32 seeds each")
     bad = EveryLayer([around(3.0), around(1.0), around(-2.0)]).weigh(ABOVE)
     assert (bad.ruling, bad.interval.estimate) == (Ruling.REFUTED, pytest.approx(-2.0, abs=1e-12))
     open_ = EveryLayer([around(3.0), around(0.1)]).weigh(ABOVE)
-    assert (open_.ruling, open_.enough) == (Ruling.INCONCLUSIVE, 416)
+    assert (open_.ruling, open_.replicates_needed) == (Ruling.INCONCLUSIVE, 416)
 
 
-def test_the_layer_shown_is_the_one_that_decided() -> None:
-    """A wide layer farther out does not refute, and one deeper inside does not support."""
+def test_the_layer_reported_is_the_one_that_decided() -> None:
+    """A layer with a wide interval does not decide, even if its estimate is farther out or deeper inside."""
     refuted = EveryLayer([around(-5.0, spread=50), around(-1.0, spread=0.1)]).weigh(ABOVE)
     assert (refuted.ruling, refuted.interval.estimate) == (Ruling.REFUTED, pytest.approx(-1.0, abs=1e-12))
     supported = SomeLayer([around(5.0, spread=50), around(1.0, spread=0.1)]).weigh(ABOVE)
@@ -122,11 +123,12 @@ def test_the_layer_shown_is_the_one_that_decided() -> None:
     assert (blocked.ruling, blocked.interval.estimate) == (Ruling.INCONCLUSIVE, pytest.approx(0.2, abs=1e-12))
 
 
-def test_the_sample_size_of_layers_is_that_of_their_scale() -> None:
+def test_the_sample_size_of_layers_uses_their_scale() -> None:
     x, region = np.exp(around(-0.5)), Region(text="at least .5", low=0.5)
-    assert (
-        EveryLayer([x], scale=LogScale()).weigh(region).enough == Replicates(x, scale=LogScale()).weigh(region).enough
+    layers, alone = (
+        kind.weigh(region) for kind in (EveryLayer([x], scale=LogScale()), Replicates(x, scale=LogScale()))
     )
+    assert layers.replicates_needed == alone.replicates_needed
 
 
 @pytest.mark.parametrize(
@@ -149,7 +151,7 @@ def test_the_sample_size_of_layers_is_that_of_their_scale() -> None:
             lambda: Finding(evidence=Count(1, 2), null=NULL, data=None, remark=3),
             "remark is a int, but it must be a str",
         ),
-        (lambda: Impossible(""), "reason is '', but it must be a text that says why"),
+        (lambda: Impossible(""), "reason is '', but it must be a text that explains why"),
         (lambda: Replicates("abc").weigh(ABOVE), "values is a str, but it must hold real numbers only"),
         (lambda: Replicates([1j, 2j]).weigh(ABOVE), "values is a list, but it must hold real numbers only"),
         (
@@ -159,39 +161,39 @@ def test_the_sample_size_of_layers_is_that_of_their_scale() -> None:
         (lambda: EveryLayer(None).weigh(ABOVE), "samples is None, but it must hold one vector of replicates per"),
     ],
 )
-def test_rubbish_is_refused_in_one_sentence(make, sentence: str) -> None:
-    with pytest.raises(HelmscopeError) as refused:
+def test_invalid_input_raises_one_sentence(make, sentence: str) -> None:
+    with pytest.raises(HelmscopeError) as raised:
         make()
-    assert str(refused.value).startswith(sentence)
-    assert "\n" not in str(refused.value)
+    assert str(raised.value).startswith(sentence)
+    assert "\n" not in str(raised.value)
 
 
-def test_a_tensor_under_differentiation_is_numbers_too() -> None:
+def test_tensors_that_require_grad_are_accepted() -> None:
     x = torch.tensor([1.0, 1.1, 0.9], requires_grad=True)
     assert Replicates(x).weigh(ABOVE).ruling is Ruling.SUPPORTED
 
 
 def test_layers_may_have_names() -> None:
     named = EveryLayer([around(3.0), around(1.0)], "starts", ("SA", "USA")).weigh(ABOVE)
-    assert named.how == "the worst of 2 cases, USA, from 32 starts each"
+    assert named.basis == "the worst of 2 cases, USA, from 32 starts each"
     with pytest.raises(HelmscopeError, match="must hold one name for each of 2 layers"):
         SomeLayer([around(3.0), around(1.0)], names=("SA",)).weigh(ABOVE)
 
 
-def test_some_layer_shows_the_deepest_in_the_region() -> None:
-    weighed = SomeLayer([around(-3.0), around(1.0), around(-2.0)]).weigh(ABOVE)
-    assert (weighed.ruling, weighed.interval.estimate) == (Ruling.SUPPORTED, pytest.approx(1.0, abs=1e-12))
+def test_some_layer_reports_the_layer_deepest_in_the_region() -> None:
+    assessment = SomeLayer([around(-3.0), around(1.0), around(-2.0)]).weigh(ABOVE)
+    assert (assessment.ruling, assessment.interval.estimate) == (Ruling.SUPPORTED, pytest.approx(1.0, abs=1e-12))
     assert SomeLayer([around(-3.0), around(-1.0)]).weigh(ABOVE).ruling is Ruling.REFUTED
 
 
 def test_a_description_is_never_ruled_on() -> None:
-    weighed = Described(around(5.0)).weigh(OPEN)
-    assert (weighed.ruling, weighed.enough) == (Ruling.INCONCLUSIVE, None)
-    assert weighed.how.endswith("described and not ruled on")
+    assessment = Described(around(5.0)).weigh(OPEN)
+    assert (assessment.ruling, assessment.replicates_needed) == (Ruling.INCONCLUSIVE, None)
+    assert assessment.basis.endswith("described and not ruled on")
     with pytest.raises(HelmscopeError, match="a description is not ruled on"):
         Described(around(5.0)).weigh(ABOVE)
 
 
 def test_an_impossible_premise_has_no_interval() -> None:
-    weighed = Impossible("only the identity is causal and bistochastic").weigh(ABOVE)
-    assert (weighed.ruling, weighed.interval) == (Ruling.IMPOSSIBLE, None)
+    assessment = Impossible("only the identity is causal and bistochastic").weigh(ABOVE)
+    assert (assessment.ruling, assessment.interval) == (Ruling.IMPOSSIBLE, None)

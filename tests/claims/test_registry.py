@@ -1,8 +1,9 @@
-"""Experiments register themselves by id; packaged ones need no list, a user's folder is run and says what is wrong."""
+"""Experiments register themselves by the id of their claim; errors in a user's files are reported."""
 
 from __future__ import annotations
 
 import ast
+import importlib
 from pathlib import Path
 
 import pytest
@@ -24,26 +25,27 @@ TRIED = (
 )
 
 
-def test_all_are_found_without_a_list() -> None:
+def test_packaged_experiments_are_discovered() -> None:
     assert tuple(experiments()) == TRIED
     assert {path.stem for path in FOLDER.glob("*.py")} - {"__init__"} == {claim.replace("-", "_") for claim in TRIED}
 
 
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("[a-z]*.py")), ids=lambda path: path.stem)
-def test_experiments_use_public_names_alone(path: Path) -> None:
-    """Whatever they take from the house, a user can take from ``helmscope`` too."""
+def test_experiments_use_only_public_names(path: Path) -> None:
+    """A user's experiment can import everything that a packaged one does, from ``helmscope`` or one of its rooms."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and str(node.module).startswith("helmscope"):
+            room = importlib.import_module(".".join(str(node.module).split(".")[:2]))
             for alias in node.names:
-                _, room, *rest = str(node.module).split(".")
-                public = [hs, getattr(hs, room), getattr(hs, rest[-1], None) if rest else None]  # such as hs.sphere
-                assert any(hasattr(each, alias.name) for each in public), f"{node.module}.{alias.name}"
+                public = {*dir(hs), *room.__all__}
+                within_public_module = str(node.module).split(".")[-1] in public  # such as geometry.sphere
+                assert alias.name in public or within_public_module, f"{node.module}.{alias.name}"
                 assert not alias.name.startswith("_")
         if isinstance(node, ast.Attribute) and node.attr.startswith("_") and node.attr != "__name__":
             pytest.fail(f"{path.name}:{node.lineno} uses {node.attr}")
 
 
-def test_a_case_draws_from_its_seed_alone() -> None:
+def test_samples_of_a_case_depend_only_on_its_seed() -> None:
     assert torch.equal(Case(3).normal(4, stream=1), Case(3).normal(4, stream=1))
     seeds = {Case(seed).seed_for(k) for seed in range(20) for k in range(20)}
     assert len(seeds) == 400
@@ -57,7 +59,7 @@ def test_a_case_draws_from_its_seed_alone() -> None:
             Case(seed, quick)
 
 
-def written(folder: Path, code: str, *, claim: str = "planted-true") -> Path:
+def write_folder(folder: Path, code: str, *, claim: str = "planted-true") -> Path:
     text = (PLANTED / "planted-true.toml").read_text().replace("planted-true", claim)
     (folder / f"{claim}.toml").write_text(text)
     (folder / "mine.py").write_text(code)
@@ -110,37 +112,37 @@ make(), make()
         ),
     ],
 )
-def test_what_is_wrong_with_a_users_file_is_said(tmp_path: Path, code: str, sentence: str) -> None:
+def test_a_faulty_user_file_raises_one_sentence(tmp_path: Path, code: str, sentence: str) -> None:
     with pytest.raises(HelmscopeError, match=sentence):
-        experiments(written(tmp_path, code, claim="registry-claim"))
+        experiments(write_folder(tmp_path, code, claim="registry-claim"))
 
 
-def test_a_users_folder_knows_its_own_claims_alone(tmp_path: Path) -> None:
+def test_a_users_folder_holds_only_its_own_claims(tmp_path: Path) -> None:
     assert list(experiments(PLANTED)) == ["planted-false", "planted-true"]
     assert "planted-true" not in experiments()
     assert list(read_catalogue(PLANTED)) == ["planted-false", "planted-true"]
-    assert experiments(written(tmp_path, "", claim="silent")) == {}
+    assert experiments(write_folder(tmp_path, "", claim="silent")) == {}
 
 
 def test_a_file_may_import_its_neighbor(tmp_path: Path) -> None:
     (tmp_path / "neighbor_of_mine.py").write_text("SECONDS = 7.0")
     code = "import helmscope as hs\nfrom neighbor_of_mine import SECONDS\n"
     code += "@hs.claims.experiment('registry-claim', seconds=SECONDS)\ndef f(case): ..."
-    assert experiments(written(tmp_path, code, claim="registry-claim"))["registry-claim"].seconds == 7.0
+    assert experiments(write_folder(tmp_path, code, claim="registry-claim"))["registry-claim"].seconds == 7.0
 
 
-def test_functions_of_one_name_do_not_displace_each_other(tmp_path: Path) -> None:
+def test_functions_with_the_same_name_are_both_registered(tmp_path: Path) -> None:
     code = "import helmscope as hs\n" + "".join(
         f"@hs.claims.experiment('{claim}')\ndef f(case): ...\n" for claim in ("one-claim", "other-claim")
     )
-    written(tmp_path, code, claim="one-claim")
-    assert list(experiments(written(tmp_path, code, claim="other-claim"))) == ["one-claim", "other-claim"]
+    write_folder(tmp_path, code, claim="one-claim")
+    assert list(experiments(write_folder(tmp_path, code, claim="other-claim"))) == ["one-claim", "other-claim"]
 
 
 def test_a_file_that_changed_is_run_again(tmp_path: Path) -> None:
     code = "import helmscope as hs\n@hs.claims.experiment('registry-claim', seconds={})\ndef f(case): ..."
     for seconds in (2.0, 3.0):
-        folder = written(tmp_path, code.format(seconds), claim="registry-claim")
+        folder = write_folder(tmp_path, code.format(seconds), claim="registry-claim")
         assert experiments(folder)["registry-claim"].seconds == seconds
 
 
@@ -148,12 +150,12 @@ def test_a_packaged_claim_is_one_entry_and_one_function(tmp_path: Path) -> None:
     """A copy of the package, one TOML and one Python file more: listed, tried and in the catalogue."""
     import shutil
 
-    house = tmp_path / "helmscope"
-    shutil.copytree(FOLDER.parents[1], house, ignore=shutil.ignore_patterns("__pycache__"))
+    copy = tmp_path / "helmscope"
+    shutil.copytree(FOLDER.parents[1], copy, ignore=shutil.ignore_patterns("__pycache__"))
     text = (PLANTED / "planted-true.toml").read_text()
-    (house / "claims" / "catalogue" / "planted-true.toml").write_text(text)
+    (copy / "claims" / "catalogue" / "planted-true.toml").write_text(text)
     code = (PLANTED / "planted.py").read_text().split('@hs.claims.experiment("planted-false")')[0]
-    (house / "claims" / "experiments" / "planted_true.py").write_text(code)
-    asked = "from helmscope.claims.trial import try_claim; print(try_claim('planted-true').verdict.ruling.value)"
-    done = run_python(asked, check=True, env={"PYTHONPATH": str(tmp_path)})
+    (copy / "claims" / "experiments" / "planted_true.py").write_text(code)
+    code = "from helmscope.claims.trial import try_claim; print(try_claim('planted-true').verdict.ruling.value)"
+    done = run_python(code, check=True, env={"PYTHONPATH": str(tmp_path)})
     assert done.stdout == "supported\n"

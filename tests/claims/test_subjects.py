@@ -9,7 +9,7 @@ import pytest
 
 import helmscope as hs
 from helmscope.claims.registry import Case, experiments
-from helmscope.claims.trial import _received, run_trials, trial_unit, try_claim
+from helmscope.claims.trial import _decode_subject, run_trials, trial_unit, try_claim
 from helmscope.models import record as recording_module
 from helmscope.models import subject as home
 from helmscope.models.cache import RecordingCache
@@ -92,7 +92,7 @@ def test_two_claims_on_one_model_record_it_once(
     assert again.data.identical(trials[1].data)
 
 
-def test_one_claim_on_a_model_goes_to_another_process_as_plain_data(
+def test_a_single_claim_on_a_model_runs_in_another_process(
     tmp_path: Path, mine: Path, tiny: Subject, made: list[int]
 ) -> None:
     to = RunFolder.create(tmp_path / "run")
@@ -101,17 +101,17 @@ def test_one_claim_on_a_model_goes_to_another_process_as_plain_data(
     assert trial.verdict == try_claim("planted-true", folder=mine, subject=tiny).verdict
 
 
-def test_a_model_in_memory_is_tried_in_its_own_process_whatever_the_engine(tmp_path: Path, mine: Path) -> None:
+def test_a_model_in_memory_is_tried_in_this_process_whatever_the_engine(tmp_path: Path, mine: Path) -> None:
     subject = Subject(tiny_model("gpt2"), ROWS)
     (trial,) = run_trials(
         ["planted-true"], RunFolder.create(tmp_path / "run"), folder=mine, subject=subject, engine=Processes(2)
     )
     assert trial.verdict.subject == f"GPT2LMHeadModel (sha256 {subject.identity})"
-    with pytest.raises(HelmscopeError, match="is a model in memory, but it can be tried in the process that holds it"):
+    with pytest.raises(HelmscopeError, match="a model in memory, but it can only be tried in the process that"):
         trial_unit("planted-true", {}, 0, False, str(mine), subject={"identity": subject.identity})
 
 
-def test_a_premise_that_cannot_hold(mine: Path) -> None:
+def test_an_impossible_premise_is_reported(mine: Path) -> None:
     trial = try_claim("planted-true", folder=mine, subject=Subject(tiny_model("bert"), ROWS))
     assert trial.verdict.ruling is Ruling.IMPOSSIBLE
     assert trial.verdict.interval is None
@@ -120,7 +120,7 @@ def test_a_premise_that_cannot_hold(mine: Path) -> None:
     assert try_claim("planted-true", folder=mine).verdict.subject == "simulation"
 
 
-def test_a_run_goes_on_with_the_same_model_and_texts_only(tmp_path: Path, mine: Path, tiny: Subject) -> None:
+def test_a_run_resumes_only_with_the_same_model_and_texts(tmp_path: Path, mine: Path, tiny: Subject) -> None:
     to = RunFolder.create(tmp_path / "run")
     first = run_trials(["planted-false"], to, folder=mine, subject=tiny)
     assert run_trials(["planted-false"], to, folder=mine, subject=tiny)[0].verdict == first[0].verdict
@@ -128,10 +128,10 @@ def test_a_run_goes_on_with_the_same_model_and_texts_only(tmp_path: Path, mine: 
         run_trials(["planted-false"], to, folder=mine, subject=Subject(tiny.model, ROWS[:-1]))
     data = {**tiny.as_data(), "identity": "0" * 64}
     with pytest.raises(HelmscopeError, match=r"subject is tiny .*, but when the run began it had the hash 0000"):
-        _received(data)
+        _decode_subject(data)
 
 
-def test_what_a_claim_cannot_be_tried_on_is_refused(tmp_path: Path) -> None:
+def test_unsuitable_subjects_raise(tmp_path: Path) -> None:
     a, tied = Subject("A"), Subject("tied")
     simulated = "subject of claim 'rate' is A, but this claim can be tried on a simulation only"
     with pytest.raises(HelmscopeError, match=simulated):
@@ -144,7 +144,7 @@ def test_what_a_claim_cannot_be_tried_on_is_refused(tmp_path: Path) -> None:
         try_claim("tokens-cluster", subject=Subject.simulation())
     with pytest.raises(HelmscopeError, match="other is given, but subject is not"):
         try_claim("tokens-cluster", other=tied)
-    with pytest.raises(HelmscopeError, match="other is A, but it must be another one than the subject"):
+    with pytest.raises(HelmscopeError, match="other is A, but it must differ from subject"):
         try_claim("tokens-cluster", subject=a, other=Subject("A"))
     with pytest.raises(HelmscopeError, match=r"subject is a str, but it must be a Subject: Subject\('A'\)"):
         try_claim("tokens-cluster", subject="A")
@@ -152,16 +152,16 @@ def test_what_a_claim_cannot_be_tried_on_is_refused(tmp_path: Path) -> None:
         Case(subject=a, other=3)
 
 
-def test_a_second_subject_is_for_claims_that_take_two(mine: Path, tiny: Subject) -> None:
+def test_a_second_subject_raises_unless_the_claim_takes_two(mine: Path, tiny: Subject) -> None:
     with pytest.raises(
         HelmscopeError, match="other of claim 'planted-false' is A, but this claim is tried on one subject"
     ):
         try_claim("planted-false", folder=mine, subject=tiny, other=Subject("A"))
 
 
-def test_what_each_claim_is_usually_tried_on() -> None:
+def test_default_subjects() -> None:
     known = experiments()
-    assert [each.name for each in known["tokens-cluster"].usual] == ["A", "tied"]
+    assert [subject.name for subject in known["tokens-cluster"].usual] == ["A", "tied"]
     assert known["tokens-cluster"].case(3, quick=True) == Case(3, True, Subject("A"), Subject("tied"))
     assert known["rate"].case() == Case()
     assert Case().subject.is_simulation
@@ -177,17 +177,17 @@ def test_what_each_claim_is_usually_tried_on() -> None:
         ({"usual": (Subject("A"),)}, "subject of claim 'a' is A, but this claim can be tried on a simulation only"),
     ],
 )
-def test_an_experiment_says_what_it_can_be_tried_on(options: dict[str, Any], sentence: str) -> None:
+def test_invalid_subjects_of_an_experiment_raise(options: dict[str, Any], sentence: str) -> None:
     with pytest.raises(HelmscopeError, match=sentence):
         hs.claims.experiment("a", **options)(lambda case: None)
 
 
-def test_two_subjects_of_one_name_are_told_apart(tmp_path: Path) -> None:
+def test_two_subjects_with_the_same_name_are_labelled_by_their_hash(tmp_path: Path) -> None:
     for name in ("early", "late"):
         model = tiny_model("gpt2")
         model.transformer.wte.weight.data.mul_(1 if name == "early" else 2)
         model.save_pretrained(tmp_path / name / "model")
     subjects = [Subject(tmp_path / name / "model", ROWS) for name in ("early", "late")]
     names = Case(0, False, *subjects).names
-    assert names == tuple(f"model {each.identity[:8]}" for each in subjects)
+    assert names == tuple(f"model {subject.identity[:8]}" for subject in subjects)
     assert names[0] != names[1]

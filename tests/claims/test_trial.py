@@ -1,4 +1,4 @@
-"""Trials: one call, or many as units of work in a run folder; the same seed gives the same bytes."""
+"""Trials, one at a time or as units of work in a run folder; equal seeds give identical bytes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_the_same_seed_gives_the_same_bytes_whatever_the_engine(tmp_path: Path) 
         assert again.data.identical(trial.data)
 
 
-def test_a_run_goes_on_and_refuses_changed_claims(tmp_path: Path) -> None:
+def test_a_run_resumes_unless_its_claims_have_changed(tmp_path: Path) -> None:
     mine = tmp_path / "mine"
     shutil.copytree(PLANTED, mine, ignore=shutil.ignore_patterns("__pycache__"))
     to = RunFolder.create(tmp_path / "run")
@@ -53,7 +53,7 @@ def test_a_run_goes_on_and_refuses_changed_claims(tmp_path: Path) -> None:
         run_trials(["planted-true"], to, folder=mine)
 
 
-def test_sources_name_the_entry_and_a_users_code() -> None:
+def test_sources_hash_the_entry_and_its_code() -> None:
     packaged = sources("rate", None)
     assert list(packaged) == ["rate.toml", "rate.py"]
     assert packaged["rate.toml"] == entry("rate").hash
@@ -67,7 +67,7 @@ def test_sources_name_the_entry_and_a_users_code() -> None:
         ("breathing", "claim 'breathing' is not yet tried: it has no experiment"),
     ],
 )
-def test_what_cannot_be_tried_is_refused_before_any_work(tmp_path: Path, claim: str, sentence: str) -> None:
+def test_claims_that_cannot_be_tried_raise_before_any_work(tmp_path: Path, claim: str, sentence: str) -> None:
     with pytest.raises(HelmscopeError, match=sentence):
         try_claim(claim)
     with pytest.raises(HelmscopeError, match=sentence):
@@ -85,7 +85,7 @@ def test_claims_must_be_a_list(tmp_path: Path, claims: object) -> None:
         try_claim(None)
 
 
-def test_an_experiment_that_fails_is_told_with_its_line_and_the_others_are_kept(tmp_path: Path, capsys) -> None:
+def test_a_failing_experiment_is_reported_with_its_line_and_the_others_are_kept(tmp_path: Path, capsys) -> None:
     mine = tmp_path / "mine"
     shutil.copytree(PLANTED, mine, ignore=shutil.ignore_patterns("__pycache__"))
     code = (mine / "planted.py").read_text()
@@ -100,8 +100,8 @@ def test_an_experiment_that_fails_is_told_with_its_line_and_the_others_are_kept(
 
 
 @pytest.mark.slow
-def test_all_verdicts_twice_to_the_same_bytes(tmp_path: Path) -> None:
-    """In full, on one process and on two."""
+def test_all_verdicts_are_reproducible_to_the_byte(tmp_path: Path) -> None:
+    """Full runs, with one process and with two."""
     one, two = (RunFolder.create(tmp_path / name) for name in "ab")
     run_trials(list(experiments()), one)
     run_trials(list(experiments()), two, engine=Processes(2))

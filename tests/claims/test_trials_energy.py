@@ -119,7 +119,7 @@ def test_identities_hold_to_rounding_and_their_nulls_fail_by_far() -> None:
     assert control("z-metric", "of USA's Jacobian").interval.estimate < 1e-14
     assert control("repulsive", "E_sum").interval.estimate < 1e-14
     assert control("heads-average", "error of d/dt").interval.estimate < 1e-13
-    assert control("extremes", "uniform law").interval.estimate < 3e-14
+    assert control("extremes", "uniform distribution").interval.estimate < 3e-14
     assert control("extremes", "point mass").interval.estimate < 2e-14
     first, second = (
         control("kuramoto", f"order in beta of the difference, {kind}") for kind in ("without", "with the")

@@ -105,7 +105,7 @@ def failed(seed: int = 0) -> list[bool]:
     """Whether the null, the agreement with single linkage and the comparison of betas fail."""
     verdict = try_claim("mixture", quick=True, seed=seed).verdict
     broken = [not control.as_expected for control in controls(verdict)]
-    assert any(broken) == ("A control failed, so nothing is ruled" in verdict.sentence)
+    assert any(broken) == ("A control failed, so there is no ruling" in verdict.sentence)
     return broken
 
 

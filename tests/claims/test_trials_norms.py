@@ -84,9 +84,9 @@ def test_numbers_of_norm_confines() -> None:
     seen = controls(verdict)
     assert seen["null"].interval.estimate > 1e9
     assert seen["printed"].interval.estimate == 0
-    assert seen["1 less the smallest radius ratio along depth, eps = 0"].interval.estimate <= 1e-14
-    assert seen["factor of the radius a layer without the norm, V = +I and random"].interval.low > 1.5
-    repelled = seen["factor of the radius a layer without the norm, V = -I"]
+    assert seen["1 minus the smallest radius ratio along depth, eps = 0"].interval.estimate <= 1e-14
+    assert seen["growth factor of the radius per layer without the norm, V = +I and random"].interval.low > 1.5
+    repelled = seen["growth factor of the radius per layer without the norm, V = -I"]
     assert 0.96 < repelled.interval.low < repelled.interval.high < 0.99
     assert "the largest radius ratio at 1,536 random inputs" in verdict.sentence
     assert f"{repelled.interval.estimate:.3g} with V = -I" in verdict.sentence
@@ -101,7 +101,9 @@ def test_averages_of_unit_tokens_by_plain_loops() -> None:
             for token in cloud:
                 weights = np.array([math.exp(0.25 * float(token @ other)) for other in cloud])
                 lengths.append(np.linalg.norm(weights @ cloud / weights.sum()))
-        assert norm_confines._shrunk(Case(quick=True), n, 128) == pytest.approx(np.mean(lengths), rel=1e-12)
+        assert norm_confines._unit_average_length(Case(quick=True), n, 128) == pytest.approx(
+            np.mean(lengths), rel=1e-12
+        )
         assert f"{np.mean(lengths):.2g} at n = {n}," in quick("norm-confines").verdict.sentence
         assert np.mean(lengths) == pytest.approx(n**-0.5, rel=0.05)
 
@@ -115,7 +117,7 @@ def test_numbers_of_convex_hull() -> None:
     seen = controls(verdict)
     assert 1e-3 < seen["null"].interval.low < seen["null"].interval.estimate < 0.02
     assert seen["share of pushed values outside"].interval.estimate == 1
-    error = seen["relative error of the pushed value's distance, 1 % of its own from the mean"]
+    error = seen["relative error of the pushed value's distance, which is 1 % of its distance from the mean"]
     assert error.interval.estimate <= 1e-13
     assert 0.4 < seen["printed"].interval.low < seen["printed"].interval.high < 0.7
     data = reduce_replicates(quick("convex-hull").data)
@@ -138,7 +140,10 @@ def test_numbers_of_curvature_drift() -> None:
     """Largest relative error seen: 2.3e-9, for isotropic noise 2e-10."""
     verdict, data = quick("curvature-drift").verdict, reduce_replicates(quick("curvature-drift").data)
     assert verdict.interval.estimate <= 2e-8
-    assert controls(verdict)["range of all four for M = nu I, over its size"].interval.estimate <= 1e-9
+    assert (
+        controls(verdict)["range of all four for M = nu I, over |M| (|grad_S phi| + |Hess_S phi|)"].interval.estimate
+        <= 1e-9
+    )
     for name, c in {"chain": 2, "Stratonovich": 1, "Ito": 0}.items():
         np.testing.assert_allclose(data.c.sel(process=name), c, atol=1e-10)
     np.testing.assert_allclose(data.c.sel(process="divergence form"), data.d, atol=1e-12)
@@ -151,7 +156,7 @@ def test_numbers_of_curvature_drift() -> None:
 
 def test_the_corner_of_theory() -> None:
     root = math.sqrt(3)
-    measured = curvature_drift._corner().measured[0]
+    measured = curvature_drift._at_corner().measured[0]
     assert measured.tolist() == pytest.approx([-2 / root, -root, -4 / root, -1 / root], rel=1e-10)
     for shown in (
         "chain -1.154700538",
@@ -165,7 +170,7 @@ def test_the_corner_of_theory() -> None:
 def test_single_layers_of_theory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Theory's own numbers for eps = 1e-2, 1e-3, 1e-4."""
     monkeypatch.setattr(curvature_drift, "STEPS", (1e-2, 1e-3, 1e-4))
-    chain = curvature_drift._corner().rates[0, :, 0]
+    chain = curvature_drift._at_corner().rates[0, :, 0]
     assert chain.tolist() == pytest.approx([-1.4492, -1.18746, -1.15801], rel=2e-5)
 
 
@@ -181,7 +186,7 @@ def test_the_chain_with_gaussian_noise() -> None:
     assert rates[0] == pytest.approx(-1.1696511, abs=1e-7)
     for order in range(1, 5):
         rates = [b + (b - a) / (2**order - 1) for a, b in itertools.pairwise(rates)]
-    assert rates[0] == pytest.approx(float(curvature_drift._corner().measured[0, 0]), rel=1e-9)
+    assert rates[0] == pytest.approx(float(curvature_drift._at_corner().measured[0, 0]), rel=1e-9)
 
 
 def test_richardsons_rule_on_a_known_series() -> None:
@@ -206,7 +211,7 @@ def test_radial_eigenvalues_in_30_digits(eps: float) -> None:
 def test_outputs_are_the_sums_that_a_linear_program_finds_weights_for() -> None:
     """A causal head by plain loops, and every output among the convex combinations of the values that it sees."""
     case = Case(3)
-    (head, value), x = convex_hull._head(case, 1, 4.0, True, 3, low_rank=False), case.normal(7, 3, stream=0)
+    (head, value), x = convex_hull._random_head(case, 1, 4.0, True, 3, low_rank=False), case.normal(7, 3, stream=0)
     x = x / x.norm(dim=-1, keepdim=True)
     out, values, form = head.ambient(x), (x @ value.mT).numpy(), case.normal(2, 3, 3, stream=1)[0]
     for i in range(7):

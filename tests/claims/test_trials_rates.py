@@ -192,7 +192,7 @@ def test_each_start_has_its_pair_of_matrices_in_one_integration(monkeypatch: pyt
         return integrate(*given, **options)
 
     monkeypatch.setattr(energy_rises, "integrate", spy)
-    seen = energy_rises._paths(x, b, v)
+    seen = energy_rises._energies(x, b, v)
     assert len(calls) == 1
     for k in range(3):
         alone = energy_rises.path(SA(beta=energy_rises.MIDDLE, query_key=b[k], value=v[k]), x[k])
@@ -285,7 +285,7 @@ def test_the_numbers_of_finite_time() -> None:
 def test_a_beta_of_its_own_for_each_start_is_that_field(kind: type[SA] | type[USA]) -> None:
     x = retract(Case().normal(3, 5, 4, stream=0))
     betas = torch.tensor([0.01, 1.0, 3.0], dtype=torch.float64)
-    seen = finite_time.Tempered(kind, betas)(x)
+    seen = finite_time.BetaPerStart(kind, betas)(x)
     for beta, tokens, velocity in zip(betas.tolist(), x, seen, strict=True):
         field = kind(beta=beta)
         unit = 1.0 if field.normalized else math.exp(-beta)
@@ -299,7 +299,7 @@ def test_the_planted_decay_is_exactly_exponential() -> None:
     # slower and for longer, which is a finer step: at step 0.2 RK4 is off where the tangent is steep, at the start
     errors = []
     for slower in (1, 4, 16):
-        seen = finite_time.gaps(finite_time.Fading(pace / slower), x, slower * times.double())
+        seen = finite_time.gaps(finite_time.ExponentialDecay(pace / slower), x, slower * times.double())
         errors.append(float((seen / exact - 1).abs().max()))
     assert errors[0] < 2e-2
     assert errors[1] < errors[0] / 100  # order 4: 256

@@ -119,8 +119,8 @@ def test_angles_carried_by_scipy_end_in_one_cluster_too() -> None:
         weight = np.exp(regime.beta * np.cos(apart))
         return (weight * np.sin(apart)).sum(1) / weight.sum(1)
 
-    seen = one_cluster._carry(SA(beta=regime.beta), x, [1.0, regime.horizon])
-    assert seen.lost == 0
+    seen = one_cluster._count_clusters(SA(beta=regime.beta), x, [1.0, regime.horizon])
+    assert seen.stopped == 0
     assert seen.clusters.tolist() == [[regime.n] * 3, [1] * 3]
     for cloud in x:
         start = torch.atan2(cloud[:, 1], cloud[:, 0]).numpy()
@@ -216,7 +216,7 @@ def test_a_cloud_carried_by_scipy_merges_at_the_same_time() -> None:
         return a @ b / np.linalg.norm(a) / np.linalg.norm(b) - 0.999
 
     met.terminal = True
-    ours, places = metastability._merging(4.0, start)
+    ours, places = metastability._merge_times(4.0, start)
     for time, g0, cloud in zip(ours.tolist(), places.tolist(), start.numpy(), strict=True):
         run = quadrature.solve_ivp(moving, (0, 20), cloud.ravel(), events=met, rtol=1e-10, atol=1e-12, method="DOP853")
         assert time == pytest.approx(run.t_events[0][0], rel=1e-6)
@@ -276,7 +276,7 @@ def test_the_causal_mask_takes_twice_the_time_for_two_tokens() -> None:
     x = torch.stack(
         [torch.eye(1, 2, dtype=torch.float64).expand(4, 2), torch.stack([angles.cos(), angles.sin()], -1)], 1
     )
-    events = [encoder_decoder._Reaches()]
+    events = [encoder_decoder._MeanReached()]
     for beta in (0.0, 1.0):
         full, causal = (
             encoder_decoder.integrate(SA(beta=beta, causal=mask), x, [10.0], events=events).event_times[0]
@@ -348,7 +348,7 @@ def test_runs_that_the_horizon_cuts_off_are_counted(monkeypatch: pytest.MonkeyPa
     middle = float(times.median()) + 0.01
     monkeypatch.setitem(encoder_decoder.HORIZONS, 2.0, middle)
     cut = encoder_decoder._Run.of(SA(beta=2.0, causal=True), x)
-    assert cut.late == int((times > middle).sum()) > 0
+    assert cut.censored == int((times > middle).sum()) > 0
     assert cut.time.numpy() == pytest.approx(times.clamp(max=middle).numpy(), rel=1e-5)
 
 

@@ -95,7 +95,7 @@ def test_texts_one_per_line(helmscope, tmp_path):
         (["--model", "A", "--texts", "{empty.txt}"], "texts is empty, but it must hold at least one text"),
         (["--model", "A", "--texts", "{mixed.json}"], "texts[0] is 'One', but every text must be a string"),
         (["--model", "A", "--texts", "{high.json}"], "texts give the token id 999999, but the model has embeddings"),
-        (["--model", "A", "--other", "A"], "other is A, but it must be another one than the subject"),
+        (["--model", "A", "--other", "A"], "other is A, but it must differ from subject"),
     ],
 )
 def test_bad_subjects_are_rejected_in_one_sentence(helmscope, tmp_path, tmp_path_factory, verb, words, sentence):

@@ -1,4 +1,4 @@
-"""Claims on trial: every statement of the theory as an entry with a region frozen before its first run."""
+"""Claims of the theory and their trials: each claim is a catalogue entry whose region is fixed before its first run."""
 
 from __future__ import annotations
 

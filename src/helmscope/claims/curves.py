@@ -1,4 +1,4 @@
-"""Replicates as Measurements that ``plots.trial`` can draw."""
+"""Builds the Measurements that ``plots.trial`` plots."""
 
 from __future__ import annotations
 
@@ -22,26 +22,28 @@ def curve(
     log: bool = False,
     over: str = "system",
 ) -> xr.Dataset:
-    """The Measurement NAME of values (replicate, *axes), with its replicates along the axis ``over``: system, prompt,
-    seed or group. It is drawn with the mean and its interval, or with ``log``, for numbers >= 0 over several decades,
-    with the median and the range.
+    """A Measurement with one variable, ``name``, from values of shape (replicate, *axes).
 
-    The first of ``axes`` is drawn along the picture, a second one as a family of curves. ``label`` says what is drawn.
-    Join several with ``xarray.merge(..., join="outer")``; where they have different numbers of replicates, those that
-    are missing are NaN and are left out.
+    ``over`` names the replicate axis: system, prompt, seed or group. Plots show the mean with its confidence interval
+    or, with ``log`` (for values >= 0 over several decades), the median with the range. The first of ``axes`` is the
+    horizontal axis, a second one a family of curves; ``label`` describes the values.
 
-    >>> seen = curve("energy", [[1.0, 2.0], [3.0, 4.0]], {"time": [0.0, 1.0]}, label="energy E")
-    >>> seen.energy.dims, seen.energy.values.tolist()
+    Merge several with ``xarray.merge(..., join="outer")``; if their numbers of replicates differ, the missing ones
+    become NaN and are ignored. Values of another shape, or fewer than two replicates, raise HelmscopeError.
+
+    >>> measurement = curve("energy", [[1.0, 2.0], [3.0, 4.0]], {"time": [0.0, 1.0]}, label="energy E")
+    >>> measurement.energy.dims, measurement.energy.values.tolist()
     (('system', 'time'), [[1.0, 2.0], [3.0, 4.0]])
     """
     import xarray as xr
 
-    numbers = np.asarray(values, dtype=np.float64)
+    array = np.asarray(values, dtype=np.float64)
     shape = tuple(len(axis) for axis in axes.values())
-    if numbers.ndim != 1 + len(shape) or numbers.shape[1:] != shape or len(numbers) < 2:
+    if array.ndim != 1 + len(shape) or array.shape[1:] != shape or len(array) < 2:
         raise HelmscopeError(
-            f"{name} has shape {numbers.shape}, but it must be (replicates, {', '.join(map(str, shape))}), two or more"
+            f"{name} has shape {array.shape}, but it must be (replicates, {', '.join(map(str, shape))}) with two or "
+            "more replicates"
         )
-    told = {"long_name": label, "scale": "log", "summary": "range"} if log else {"long_name": label, "scale": "linear"}
-    coords = {over: np.arange(len(numbers)), **{axis: list(at) for axis, at in axes.items()}}
-    return check_replicates(xr.Dataset({name: ((over, *axes), numbers, told)}, coords), over)
+    attrs = {"long_name": label, "scale": "log", "summary": "range"} if log else {"long_name": label, "scale": "linear"}
+    coords = {over: np.arange(len(array)), **{axis: list(ticks) for axis, ticks in axes.items()}}
+    return check_replicates(xr.Dataset({name: ((over, *axes), array, attrs)}, coords), over)

@@ -1,4 +1,4 @@
-"""One claim as data: what it says, what its source prints, how it is tried and which region decides."""
+"""A claim as data: its statement and source, how it is tried, and the region that decides."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MAY_BE_EMPTY = ("printed", "corrected")
 
 
 class Ground(StrEnum):
-    """Where a claim is decided: in a simulation, or on a recorded model.
+    """What a claim is tried on: a simulation, or a recorded model.
 
     >>> Ground("model").name
     'MODEL'
@@ -27,10 +27,10 @@ class Ground(StrEnum):
 
 
 class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One claim of the catalogue; every value is data, and none can name code.
+    """One claim of the catalogue. An entry is pure data and cannot refer to code.
 
-    ``printed`` is what the source prints where that is wrong or incomplete, ``corrected`` the form that holds; both
-    are empty where the source is right as it stands.
+    ``printed`` quotes the source where it is wrong or incomplete, and ``corrected`` is the form that holds; both are
+    empty if the source is correct as printed.
 
     >>> from helmscope.claims.reading import entry
     >>> entry("rate").region.high
@@ -51,7 +51,7 @@ class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
     @property
     def hash(self) -> str:
-        """SHA-256 of ``content`` as JSON with sorted keys: comments, layout and the order of keys do not matter.
+        """SHA-256 of ``content`` as JSON with sorted keys; independent of comments, layout and the order of keys.
 
         >>> from helmscope.claims.reading import entry
         >>> len(entry("rate").hash)
@@ -61,33 +61,33 @@ class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
     @property
     def content(self) -> dict[str, object]:
-        """The entry as JSON holds it; a bound that its region does not have is left out.
+        """The entry as plain data, ready for JSON; a missing bound of its region is left out.
 
         >>> from helmscope.claims.reading import entry
         >>> list(entry("jko-step").content["region"])
         ['text', 'low']
         """
-        plain: dict[str, object] = msgspec.to_builtins(self)
+        builtins: dict[str, object] = msgspec.to_builtins(self)
         bounds = {"low": self.region.low, "high": self.region.high}
         region = {"text": self.region.text, **{name: bound for name, bound in bounds.items() if bound is not None}}
-        return {**plain, "region": region}
+        return {**builtins, "region": region}
 
 
 def parse_entry(text: str, name: str) -> Entry:
-    """The entry in ``text``, the TOML of the file ``name``, whose stem is the claim's id.
+    """Parse the TOML ``text`` of the file ``name``, ID.toml, into an entry.
 
-    A text that is no TOML, an unknown or missing key, a value of the wrong type and an id other than the file's name
-    are each refused in one sentence.
+    Raises HelmscopeError for invalid TOML, for an unknown or missing key, for a value of the wrong type, and for an id
+    that differs from the file name.
 
     >>> parse_entry('id = "rate"', "rate.toml")
     Traceback (most recent call last):
-    helmscope.types.HelmscopeError: rate.toml is no entry: Object missing required field `statement`
+    helmscope.types.HelmscopeError: rate.toml is not a valid entry: Object missing required field `statement`
     """
     try:
         raw = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise HelmscopeError(f"{name} is not TOML: {error}") from None
-    # msgspec passes over unknown keys of a dataclass, such as Region
+    # msgspec ignores unknown keys of a dataclass, such as Region
     allowed = {"": Entry.__struct_fields__, "region of ": [field.name for field in fields(Region)]}
     for (where, keys), table in zip(allowed.items(), (raw, raw.get("region")), strict=True):
         for key in table if isinstance(table, dict) else ():
@@ -99,13 +99,13 @@ def parse_entry(text: str, name: str) -> Entry:
     try:
         entry = msgspec.convert(raw, Entry)
     except msgspec.ValidationError as error:
-        raise HelmscopeError(f"{name} is no entry: {error}") from None
-    _check(entry, name)
+        raise HelmscopeError(f"{name} is not a valid entry: {error}") from None
+    _check_values(entry, name)
     return entry
 
 
-def _check(entry: Entry, name: str) -> None:
-    """What the types alone do not say."""
+def _check_values(entry: Entry, name: str) -> None:
+    """Raise HelmscopeError for values that have the right type but are not allowed."""
     if name != f"{entry.id}.toml":
         raise HelmscopeError(f"id of {name} is '{entry.id}', but it must be the file's name without .toml")
     if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", entry.id):

@@ -1,23 +1,24 @@
-"""From a finding to a verdict: the region decides, the controls may forbid it, a sentence says so."""
+"""Turns the finding of an experiment into a verdict, by the region of the claim and its controls."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from helmscope.claims.entry import Entry, Ground
-from helmscope.claims.finding import Check, Finding, Weighed
+from helmscope.claims.finding import Assessment, Check, Finding
 from helmscope.stats.reduce import reduced
 from helmscope.types import Control, HelmscopeError, Region, Ruling, Verdict, interval_text
 
-LEAST_REPLICATES = 32
+FEW_REPLICATES = 32  # below this, the verdict warns that its interval assumes normality
 
 
 def judge(entry: Entry, finding: Finding, *, subject: str = "") -> Verdict:
-    """The verdict on an entry, by its own frozen region.
+    """The verdict on a claim: its evidence compared with the region that was fixed before the run.
 
-    A null or a printed form that does not come out as it must makes any ruling inconclusive: a trial that cannot tell
-    the null from the claim says nothing. Another part of the claim that comes out otherwise forbids support, but does
-    not save a claim whose statistic is refuted. ``subject`` says what was put on trial.
+    If the null or the printed form does not come out as expected, the ruling is inconclusive, since such a trial cannot
+    distinguish the claim from its null. A further part of the claim that comes out otherwise rules out support, but a
+    refuted claim stays refuted. ``subject`` names what the claim was tried on. Raises HelmscopeError unless ``finding``
+    is a Finding whose data can be plotted.
 
     >>> import xarray as xr
     >>> from helmscope.claims.finding import Count
@@ -28,24 +29,26 @@ def judge(entry: Entry, finding: Finding, *, subject: str = "") -> Verdict:
     'supported'
     """
     if not isinstance(finding, Finding):
-        raise HelmscopeError(f"experiment of '{entry.id}' gave a {type(finding).__name__}, but it must give a Finding")
-    reduced(finding.data)  # a picture that cannot be drawn is refused here, not in a report after many trials
-    weighed = finding.evidence.weigh(entry.region)
+        raise HelmscopeError(
+            f"experiment of '{entry.id}' returned a {type(finding).__name__}, but it must return a Finding"
+        )
+    reduced(finding.data)  # raise for data that cannot be plotted here, not in a report after many trials
+    assessment = finding.evidence.weigh(entry.region)
     null = _control(finding.null, entry.region)
     printed = None if finding.printed is None else _control(finding.printed, entry.region)
     also = tuple(_control(check, entry.region) for check in finding.also)
     controls = [null] if printed is None else [null, printed]
     failed = [control for control in controls if not control.as_expected]
-    if weighed.ruling is not Ruling.REFUTED:
+    if assessment.ruling is not Ruling.REFUTED:
         failed += [part for part in also if not part.as_expected]
-    ruling = Ruling.INCONCLUSIVE if failed else weighed.ruling
+    ruling = Ruling.INCONCLUSIVE if failed else assessment.ruling
     return Verdict(
         claim=entry.id,
         ruling=ruling,
-        interval=weighed.interval,
+        interval=assessment.interval,
         region=entry.region,
         entry_hash=entry.hash,
-        sentence=" ".join(_sentences(ruling, weighed, entry, finding, printed, failed)),
+        sentence=" ".join(_sentences(ruling, assessment, entry, finding, printed, failed)),
         where=finding.where,
         null=null,
         printed=printed,
@@ -55,33 +58,38 @@ def judge(entry: Entry, finding: Finding, *, subject: str = "") -> Verdict:
     )
 
 
-def _control(check: Check, of_entry: Region) -> Control:
-    region = of_entry if check.region is None else check.region
-    weighed = check.evidence.weigh(region)
-    return Control(check.what, weighed.ruling, check.expected, weighed.interval, region)
+def _control(check: Check, default_region: Region) -> Control:
+    region = default_region if check.region is None else check.region
+    assessment = check.evidence.weigh(region)
+    return Control(check.what, assessment.ruling, check.expected, assessment.interval, region)
 
 
 def _sentences(
-    ruling: Ruling, weighed: Weighed, entry: Entry, finding: Finding, printed: Control | None, failed: list[Control]
+    ruling: Ruling,
+    assessment: Assessment,
+    entry: Entry,
+    finding: Finding,
+    printed: Control | None,
+    failed: list[Control],
 ) -> Iterator[str]:
-    """What failed; ruling, number and how it came about; the remark; the printed form; what was not tried."""
+    """Failed controls; the ruling with its interval and basis; the remark; the printed form; what was not tried."""
     if failed:
-        told = [f"{control.what}: {control.ruling.value} where {control.expected.value} was due" for control in failed]
-        yield f"A control failed, so nothing is ruled: {'; '.join(told)}."
-    seen = weighed.interval
-    if seen is None:
-        yield f"{weighed.how[0].upper()}{weighed.how[1:]}."
+        failures = [f"{control.what}: {control.ruling.value}, expected {control.expected.value}" for control in failed]
+        yield f"A control failed, so there is no ruling: {'; '.join(failures)}."
+    interval, basis = assessment.interval, assessment.basis
+    if interval is None:
+        yield f"{basis[0].upper()}{basis[1:]}."
     else:
-        yield f"{ruling.value[0].upper()}{ruling.value[1:]}: {interval_text(seen)}, {weighed.how}."
-        if seen.n < LEAST_REPLICATES:
-            yield f"Fewer than {LEAST_REPLICATES} replicates: the interval rests on their law being normal."
-    if weighed.ruling is Ruling.INCONCLUSIVE and weighed.enough is not None:
-        yield f"About {weighed.enough:,} replicates would decide it."
-    elif weighed.ruling is Ruling.INCONCLUSIVE and entry.region.bounded:
-        yield "No number of replicates is known to decide it."
+        yield f"{ruling.value[0].upper()}{ruling.value[1:]}: {interval_text(interval)}, {basis}."
+        if interval.n < FEW_REPLICATES:
+            yield f"Fewer than {FEW_REPLICATES} replicates: the interval assumes that they are normally distributed."
+    if assessment.ruling is Ruling.INCONCLUSIVE and assessment.replicates_needed is not None:
+        yield f"About {assessment.replicates_needed:,} replicates would decide it."
+    elif assessment.ruling is Ruling.INCONCLUSIVE and entry.region.bounded:
+        yield "No number of replicates is known that would decide it."
     if finding.remark:
         yield finding.remark
     if printed is not None:
         yield f"As printed ({printed.what}): {printed.ruling.value}, {interval_text(printed.interval)}."
     if Ground.MODEL in entry.decided and finding.where.startswith("simulation"):
-        yield "This is the simulation; on a model the claim is not yet tried."
+        yield "Tried in simulation only, not yet on a model."

@@ -1,4 +1,4 @@
-"""Reads a catalogue of claims: the packaged one, or the TOML files of a user's folder."""
+"""Reads the packaged catalogue of claims, or the TOML files of a user's folder."""
 
 from __future__ import annotations
 
@@ -15,61 +15,61 @@ if TYPE_CHECKING:
 
 
 def read_catalogue(folder: str | Path | None = None) -> dict[str, Entry]:
-    """Every entry by id, sorted: the packaged claims, or those of ``folder``, which holds one ID.toml per claim.
+    """All entries by id, in sorted order: the packaged claims, or those of ``folder``, which holds one ID.toml each.
 
-    What else a user's folder holds is not read here; a folder without entries is refused, and so is an id that the
-    packaged catalogue has already. In the packaged catalogue a stray file is refused. The packaged files are read once
-    in a process, those of a folder whenever they are asked for.
+    Other files in a user's folder are ignored. Raises HelmscopeError for a folder without entries, for an id that a
+    packaged claim already has, and for a stray file in the packaged catalogue. The packaged files are read once per
+    process, those of a folder on every call.
 
     >>> len(read_catalogue())
     56
     """
     if folder is None:
-        return dict(_packaged())
+        return dict(_packaged_entries())
     if not isinstance(folder, str | Path):
         raise HelmscopeError(f"folder is a {type(folder).__name__}, but it must be a path")
-    place = Path(folder)
-    if folder == "" or not place.is_dir():
+    path = Path(folder)
+    if folder == "" or not path.is_dir():
         raise HelmscopeError(f"folder is '{folder}', but it must be a folder that holds one ID.toml per claim")
-    entries = _entries(place, [file for file in place.iterdir() if file.name.endswith(".toml")])
+    entries = _read_entries(path, [file for file in path.iterdir() if file.name.endswith(".toml")])
     for id in entries:
-        if id in _packaged():
-            raise HelmscopeError(f"id of {id}.toml in {place} is '{id}', but a packaged claim has that id already")
+        if id in _packaged_entries():
+            raise HelmscopeError(f"id of {id}.toml in {path} is '{id}', but a packaged claim has that id already")
     return entries
 
 
 def entry(id: str) -> Entry:
-    """The packaged entry of one claim; an unknown id is refused with the nearest one.
+    """The packaged entry of a claim; an unknown id raises HelmscopeError that suggests the nearest one.
 
     >>> entry("rate").source
     '001'
     """
-    return _packaged()[known_name("claim", id, _packaged())]
+    return _packaged_entries()[known_name("claim", id, _packaged_entries())]
 
 
 @functools.cache
-def _packaged() -> dict[str, Entry]:
-    place = resources.files("helmscope.claims") / "catalogue"
-    return _entries(place, list(place.iterdir()))
+def _packaged_entries() -> dict[str, Entry]:
+    folder = resources.files("helmscope.claims") / "catalogue"
+    return _read_entries(folder, list(folder.iterdir()))
 
 
-def _entries(place: Traversable, files: list[Traversable]) -> dict[str, Entry]:
+def _read_entries(folder: Traversable, files: list[Traversable]) -> dict[str, Entry]:
     for file in files:
         if not file.is_file() or not file.name.endswith(".toml"):
             raise HelmscopeError(
-                f"'{file.name}' in {place} is a stray file, but a catalogue holds one ID.toml per claim"
+                f"'{file.name}' in {folder} is a stray file, but a catalogue holds one ID.toml per claim"
             )
     if not files:
-        raise HelmscopeError(f"folder is '{place}', but it holds no ID.toml")
-    entries = [_parsed(_text(file), file.name) for file in sorted(files, key=lambda file: file.name)]
+        raise HelmscopeError(f"folder is '{folder}', but it holds no ID.toml")
+    entries = [_parse_cached(_read_text(file), file.name) for file in sorted(files, key=lambda file: file.name)]
     return {entry.id: entry for entry in sorted(entries, key=lambda entry: entry.id)}
 
 
-# by its text, so that a file that has changed is parsed again, whatever its size and time say
-_parsed = functools.lru_cache(maxsize=256)(parse_entry)
+# keyed by the text, so that a changed file is parsed again even if its size and modification time stay the same
+_parse_cached = functools.lru_cache(maxsize=256)(parse_entry)
 
 
-def _text(file: Traversable) -> str:
+def _read_text(file: Traversable) -> str:
     try:
         return file.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError:

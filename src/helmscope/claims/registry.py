@@ -1,4 +1,4 @@
-"""Experiments register themselves by the id of their claim; an entry of the catalogue cannot name one."""
+"""The registry of experiments: each registers itself under the id of its claim, with ``@experiment``."""
 
 from __future__ import annotations
 
@@ -33,8 +33,10 @@ SIMULATION = Subject.simulation()
 
 @dataclass(frozen=True)
 class Case:
-    """How an experiment is run: its seed, whether quickly, with fewer replicates, and on what: ``subject`` is the
-    simulation or a model, ``other`` a second model where there is one.
+    """The conditions of one run of an experiment: its seed, its subject, and whether it is quick (fewer replicates).
+
+    ``subject`` is the simulation or a model, ``other`` an optional second model. Raises HelmscopeError for a seed
+    outside 0 to 2^32 - 1 and for arguments of the wrong type.
 
     >>> Case(quick=True).count(128, quick=32)
     32
@@ -55,7 +57,7 @@ class Case:
 
     @property
     def subjects(self) -> tuple[Subject, ...]:
-        """The subject, and the other one where there is one.
+        """The subject and, if there is one, the other subject.
 
         >>> Case(subject=Subject("A")).subjects
         (<Subject A: 128 texts>,)
@@ -64,22 +66,26 @@ class Case:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Short names of the subjects; where two are the same, each with the beginning of its identity.
+        """Short names of the subjects; if two are equal, each is followed by the first digits of its hash.
 
         >>> Case(subject=Subject("A"), other=Subject("tied")).names
         ('A', 'tied')
         """
-        names = tuple(each.name for each in self.subjects)
+        names = tuple(subject.name for subject in self.subjects)
         if len(set(names)) == len(names):
             return names
-        return tuple(f"{each.name} {each.identity[:8]}" for each in self.subjects)
+        return tuple(f"{subject.name} {subject.identity[:8]}" for subject in self.subjects)
 
     def count(self, full: int, *, quick: int) -> int:
-        """How many replicates: ``full``, or ``quick`` where the run is."""
+        """The number of replicates: ``quick`` in a quick run, else ``full``.
+
+        >>> Case().count(128, quick=32)
+        128
+        """
         return quick if self.quick else full
 
     def seed_for(self, number: int) -> int:
-        """A seed for one of several independent draws of an experiment, told apart by ``number``.
+        """The seed of one of several independent samples of an experiment, numbered from 0.
 
         >>> Case(seed=1).seed_for(0) == Case(seed=1).seed_for(1)
         False
@@ -88,7 +94,7 @@ class Case:
         return int(np.random.SeedSequence([self.seed, number]).generate_state(1)[0])
 
     def normal(self, *shape: int, stream: int) -> Tensor:
-        """Independent standard normal numbers, float64.
+        """A sample of independent standard normal values, float64; each ``stream`` has its own seed.
 
         >>> Case(seed=1).normal(2, 3, stream=0).shape
         torch.Size([2, 3])
@@ -104,8 +110,8 @@ Experiment = Callable[[Case], "Finding"]
 
 @dataclass(frozen=True)
 class Registered:
-    """An experiment, about how many seconds it takes, on what it can be run, and on what it is run where nobody says:
-    one subject, or two.
+    """A registered experiment: its claim, function, approximate duration in seconds, the kinds of subject that it can
+    run on, and its one or two default subjects, ``usual``.
 
     >>> Registered("my-claim", lambda case: None, seconds=2.0).usual
     (<Subject simulation>,)
@@ -120,24 +126,25 @@ class Registered:
     def case(
         self, seed: int = 0, *, quick: bool = False, subject: Subject | None = None, other: Subject | None = None
     ) -> Case:
-        """How it is run on ``subject`` (and ``other``), or on its usual ones where None. What it cannot be run on is
-        refused.
+        """The conditions of a run on ``subject`` (and ``other``), by default on the ``usual`` ones.
+
+        Raises HelmscopeError for a subject that the experiment cannot run on.
 
         >>> Registered("mine", lambda case: None, seconds=2.0).case(subject=Subject("A"))
         Traceback (most recent call last):
         helmscope.types.HelmscopeError: subject of claim 'mine' is A, but this claim can be tried on a simulation only
         """
         if subject is None and other is not None:
-            raise HelmscopeError("other is given, but subject is not: name the first one too")
-        given = [each for each in (subject, other) if each is not None] or self.usual
-        case = Case(seed, quick, *given)
+            raise HelmscopeError("other is given, but subject is not: pass both")
+        chosen = [one for one in (subject, other) if one is not None] or self.usual
+        case = Case(seed, quick, *chosen)
         if case.other is not None and case.other == case.subject:
-            raise HelmscopeError(f"other is {case.other.name}, but it must be another one than the subject")
-        for name, each in zip(("subject", "other"), case.subjects, strict=False):
-            if ground_of(each) not in self.subjects:
+            raise HelmscopeError(f"other is {case.other.name}, but it must differ from subject")
+        for name, tried in zip(("subject", "other"), case.subjects, strict=False):
+            if ground_of(tried) not in self.subjects:
                 allowed = " or ".join(f"a {ground.value}" for ground in self.subjects)
                 raise HelmscopeError(
-                    f"{name} of claim '{self.claim}' is {each.name}, but this claim can be tried on {allowed} only"
+                    f"{name} of claim '{self.claim}' is {tried.name}, but this claim can be tried on {allowed} only"
                 )
         if case.other is not None and len(self.usual) < 2:
             raise HelmscopeError(
@@ -147,7 +154,7 @@ class Registered:
 
 
 def ground_of(subject: Subject) -> Ground:
-    """Whether a subject is a simulation or a model.
+    """The ground of a subject: simulation or model.
 
     >>> ground_of(Subject("A")).value
     'model'
@@ -155,7 +162,7 @@ def ground_of(subject: Subject) -> Ground:
     return Ground.SIMULATION if subject.is_simulation else Ground.MODEL
 
 
-# in the order of their decoration; two folders may hold experiments for claims of the same id
+# in order of registration; not a dict, since two folders may hold claims with the same id
 _REGISTERED: list[Registered] = []
 
 
@@ -166,12 +173,12 @@ def experiment(
     subjects: Iterable[str] = (Ground.SIMULATION,),
     usual: Iterable[Subject] = (),
 ) -> Callable[[Experiment], Experiment]:
-    """Registers the decorated function, Case -> Finding, as the experiment of a claim. ``seconds`` is about how long
-    it takes, to be said beforehand.
+    """Decorator that registers a function, Case -> Finding, as the experiment of a claim.
 
-    ``subjects`` says what it can be run on: "simulation", "model" or both. ``usual`` is what it is run on where nobody
-    says: by default the simulation, or model A where it cannot be simulated. Two of them say that it takes a second
-    subject, ``case.other``.
+    ``seconds`` is its approximate duration, shown before a run. ``subjects`` lists what it can run on: "simulation",
+    "model" or both. ``usual`` holds its default subject: the simulation or, if it runs on models only, model A. Two
+    subjects in ``usual`` declare that it takes a second one, ``case.other``. Raises HelmscopeError for arguments that
+    are not allowed, and unless the decorated object is a function.
 
     >>> @experiment("doctest-claim")
     ... def trial(case): ...
@@ -181,22 +188,22 @@ def experiment(
     if not isinstance(claim, str):
         raise HelmscopeError(f"claim is a {type(claim).__name__}, but it must be an id: @experiment('my-claim')")
     seconds = real_number("seconds", seconds, above=0)
-    grounds, first = _grounds(claim, subjects), _usual(claim, usual)
-    if not first:
-        first = (SIMULATION,) if Ground.SIMULATION in grounds else (Subject(),)
+    grounds, defaults = _check_grounds(claim, subjects), _check_usual(claim, usual)
+    if not defaults:
+        defaults = (SIMULATION,) if Ground.SIMULATION in grounds else (Subject(),)
 
     def register(function: Experiment) -> Experiment:
         if not inspect.isfunction(function):
             raise HelmscopeError(f"experiment of '{claim}' is a {type(function).__name__}, but it must be a function")
-        registered = Registered(claim, function, seconds, grounds, first)
-        registered.case()
+        registered = Registered(claim, function, seconds, grounds, defaults)
+        registered.case()  # raises if the default subjects do not suit
         _REGISTERED.append(registered)
         return function
 
     return register
 
 
-def _grounds(claim: str, subjects: Iterable[str]) -> tuple[Ground, ...]:
+def _check_grounds(claim: str, subjects: Iterable[str]) -> tuple[Ground, ...]:
     if isinstance(subjects, str) or not isinstance(subjects, Iterable):
         raise HelmscopeError(f"subjects of '{claim}' is {subjects!r}, but it must be a tuple such as ('model',)")
     names = [known_name(f"subject of '{claim}'", str(name), [ground.value for ground in Ground]) for name in subjects]
@@ -205,38 +212,40 @@ def _grounds(claim: str, subjects: Iterable[str]) -> tuple[Ground, ...]:
     return tuple(Ground(name) for name in names)
 
 
-def _usual(claim: str, usual: Iterable[Subject]) -> tuple[Subject, ...]:
-    found = tuple(usual) if isinstance(usual, Iterable) else (usual,)
-    if len(found) > 2 or not all(isinstance(each, Subject) for each in found):
-        raise HelmscopeError(f"usual of '{claim}' is {found!r:.80}, but it must hold one Subject or two")
-    return found
+def _check_usual(claim: str, usual: Iterable[Subject]) -> tuple[Subject, ...]:
+    subjects = tuple(usual) if isinstance(usual, Iterable) else (usual,)
+    if len(subjects) > 2 or not all(isinstance(subject, Subject) for subject in subjects):
+        raise HelmscopeError(f"usual of '{claim}' is {subjects!r:.80}, but it must hold one Subject or two")
+    return subjects
 
 
 def experiments(folder: str | Path | None = None) -> dict[str, Registered]:
-    """The experiments by claim, sorted: the packaged ones, or with ``folder`` those of a user's catalogue, **whose
-    Python files are run**. One that no entry of the catalogue asks for is refused, and so are two for one claim.
+    """All experiments by claim, in sorted order: the packaged ones, or those of a user's catalogue in ``folder``,
+    **whose Python files are run**.
+
+    Raises HelmscopeError for an experiment without a catalogue entry, and for two experiments of one claim.
 
     >>> "kuramoto" in experiments()
     True
     """
     entries = read_catalogue(folder)
     if folder is None:
-        modules = _packaged()
+        modules = _import_packaged()
     else:
         modules = [_run_file(path) for path in sorted(Path(folder).resolve().glob("*.py"))]
-    found: dict[str, Registered] = {}
-    for each in _REGISTERED:
-        if each.function.__module__ in modules:
-            known_name("claim of an experiment", each.claim, entries)
-            if each.claim in found:
-                places = f"{_place(found[each.claim].function)} and {_place(each.function)}"
-                raise HelmscopeError(f"claim '{each.claim}' has two experiments, {places}, but it must have one")
-            found[each.claim] = each
-    return dict(sorted(found.items()))
+    by_claim: dict[str, Registered] = {}
+    for registered in _REGISTERED:
+        if registered.function.__module__ in modules:
+            claim = known_name("claim of an experiment", registered.claim, entries)
+            if claim in by_claim:
+                both = f"{_location(by_claim[claim].function)} and {_location(registered.function)}"
+                raise HelmscopeError(f"claim '{claim}' has two experiments, {both}, but it must have one")
+            by_claim[claim] = registered
+    return dict(sorted(by_claim.items()))
 
 
 def code_file(function: Experiment) -> Path:
-    """The file that an experiment stands in.
+    """The source file of an experiment.
 
     >>> code_file(experiments()["rate"].function).name
     'rate.py'
@@ -244,14 +253,14 @@ def code_file(function: Experiment) -> Path:
     return Path(inspect.getfile(function))
 
 
-def _place(function: Experiment) -> str:
+def _location(function: Experiment) -> str:
     return (
         f"{function.__qualname__} ({code_file(function).name}, line {inspect.unwrap(function).__code__.co_firstlineno})"
     )
 
 
-def _packaged() -> list[str]:
-    """The names of the packaged experiments' modules, imported."""
+def _import_packaged() -> list[str]:
+    """Import the modules of the packaged experiments and return their names."""
     package = importlib.import_module("helmscope.claims.experiments")
     names = [f"{package.__name__}.{module.name}" for module in pkgutil.iter_modules(package.__path__)]
     for name in names:
@@ -259,28 +268,28 @@ def _packaged() -> list[str]:
     return names
 
 
-class _FromSource(SourceFileLoader):
-    """Takes no bytecode that Python kept: it is told from its source by size and second, and an edit may change neither
-    of them.
+class _UncachedLoader(SourceFileLoader):
+    """Ignores cached bytecode: Python validates it by the size and the modification time in seconds of its source, and
+    an edit may change neither.
     """
 
     def path_stats(self, path: str) -> Mapping[str, float]:
-        """None: the loader then compiles the source and keeps nothing."""
-        raise OSError(f"{path} is to be compiled")
+        """Raise OSError, so that the loader compiles the source and writes no cache."""
+        raise OSError(f"{path} has no cached bytecode")
 
 
 def _run_file(path: Path) -> str:
-    """The name of the module that a user's file is run as; once in a process, and again where it has changed."""
+    """Run a user's file as a module and return its name; once per process, and again if the file has changed."""
     digest = hash_bytes(f"{path} {hash_file(path)}".encode())
     name = f"helmscope_claims_{digest[:16]}_{path.stem}"
     if name in sys.modules:
         return name
-    spec = importlib.util.spec_from_file_location(name, path, loader=_FromSource(name, str(path)))
+    spec = importlib.util.spec_from_file_location(name, path, loader=_UncachedLoader(name, str(path)))
     if spec is None or spec.loader is None or path.suffix != ".py":
         raise HelmscopeError(f"{path} cannot be run: it must be a Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
-    sys.path.insert(0, str(path.parent))  # so that a file may import its neighbors
+    sys.path.insert(0, str(path.parent))  # so that the file can import its neighbors
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:

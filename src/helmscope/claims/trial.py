@@ -1,4 +1,4 @@
-"""A trial: one claim, its experiment and a seed give a verdict and the numbers to draw."""
+"""Trials: run the experiment of a claim and judge its finding, one claim at a time or many in a run folder."""
 
 from __future__ import annotations
 
@@ -36,8 +36,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Trial(Plottable):
-    """A verdict, and the Measurement of its experiment, with its replicates: ``hs.reduce_replicates(trial.data)`` is
-    what a picture shows of it. ``plot()`` is that picture.
+    """The verdict on a claim, with the Measurement of its experiment and all replicates.
+
+    ``plot()`` shows both; the values that it plots are ``hs.reduce_replicates(trial.data)``.
 
     >>> import xarray as xr
     >>> from helmscope.types import Region, Ruling
@@ -63,8 +64,8 @@ class Trial(Plottable):
         return joined(*parts)
 
     def plot(self, **options: Any) -> Figure:
-        """The statistic on its region, and what was measured: ``trial_figure``, which takes no options."""
-        from helmscope.plots.trial import trial_figure  # here, since listing claims needs no pictures
+        """Plot the statistic with its region, and the measured data: ``trial_figure``, which takes no options."""
+        from helmscope.plots.trial import trial_figure  # deferred, since listing claims needs no plotting
 
         return trial_figure(self.verdict, self.data, **options)
 
@@ -78,31 +79,32 @@ def try_claim(
     subject: Subject | None = None,
     other: Subject | None = None,
 ) -> Trial:
-    """Runs the experiment of one claim and judges what it found, by the entry's frozen region.
+    """Run the experiment of one claim and judge its finding by the region fixed in the catalogue.
 
-    ``subject`` is the model to try it on, ``other`` a second one for claims that take two; where None, what the
-    experiment names itself, which is the simulation for most. ``quick`` takes fewer replicates. With ``folder`` the
-    claim is one of a user's catalogue, and the Python files there are run. Equal seeds give equal verdicts. An unknown
-    claim is refused with the nearest one, and so are one without an experiment and a subject it cannot be tried on.
+    ``subject`` is the model to try it on, ``other`` a second one for claims that take two; the default is chosen by the
+    experiment, and is the simulation for most. ``quick`` uses fewer replicates. With ``folder`` the claim is one of a
+    user's catalogue, and the Python files there are run. Equal seeds give equal verdicts. Raises HelmscopeError for an
+    unknown claim, for one without an experiment, for a subject that it cannot be tried on, and if the experiment fails.
 
     >>> try_claim("kuramoto", quick=True).verdict.ruling.value
     'true by construction'
     """
     Case(seed, quick)
-    tried = registered(claim, folder)
-    case = tried.case(seed, quick=quick, subject=subject, other=other)
-    entry = read_catalogue(folder)[claim]  # before the experiment: what it is judged by was fixed when it began
-    on = " and ".join(each.label for each in case.subjects)
+    chosen = registered(claim, folder)
+    case = chosen.case(seed, quick=quick, subject=subject, other=other)
+    entry = read_catalogue(folder)[claim]  # read before the experiment, which cannot change what it is judged by
+    label = " and ".join(subject.label for subject in case.subjects)
     try:
-        finding = tried.function(case)
+        finding = chosen.function(case)
     except Exception as error:
-        said = str(error) if isinstance(error, HelmscopeError) else described(error)
-        raise HelmscopeError(f"experiment of '{claim}' failed{_line(error, tried.function)}: {said}") from error
-    return Trial(judge(entry, finding, subject=on), finding.data)
+        reason = str(error) if isinstance(error, HelmscopeError) else described(error)
+        line = _failing_line(error, chosen.function)
+        raise HelmscopeError(f"experiment of '{claim}' failed{line}: {reason}") from error
+    return Trial(judge(entry, finding, subject=label), finding.data)
 
 
 class TrialsFailed(UnitsFailed):
-    """Some experiments failed; ``trials`` holds the others, whose verdicts are kept.
+    """Raised when some experiments failed; ``trials`` holds the others, whose verdicts are stored.
 
     >>> from pathlib import Path
     >>> from helmscope.runs.run import RunResult
@@ -129,12 +131,12 @@ def run_trials(
     heading: str | None = None,
     allow_mixed: bool = False,
 ) -> list[Trial]:
-    """``try_claim`` for several claims, as units of work in a run folder, which also gets verdicts.json; resumed,
-    interrupted and spread over processes as ``runs.run`` says. Where experiments fail, the others are tried and their
-    verdicts kept, and ``TrialsFailed`` is raised at the end.
+    """Run ``try_claim`` for several claims, as units of work in the run folder ``to``, and write verdicts.json there.
 
-    Several claims on one model are tried one after another in this process, after those that the engine runs, so that
-    the model is recorded once; and so are all claims on a model in memory.
+    Runs are resumed, interrupted and distributed over processes as in ``runs.run``. If experiments fail, the others
+    still run and their verdicts are stored, and ``TrialsFailed`` is raised at the end. Several claims on one model run
+    one after another in this process, after the engine's units, so that the model is recorded only once; so do all
+    claims on a model in memory. Raises HelmscopeError before any work for a claim or subject that cannot be tried.
 
     >>> import tempfile
     >>> from helmscope.store.run_folder import RunFolder
@@ -144,18 +146,18 @@ def run_trials(
     """
     if isinstance(claims, str) or not isinstance(claims, Sequence):
         raise HelmscopeError(f"claims is a {type(claims).__name__}, but it must be a list of ids, such as ['rate']")
-    place = None if folder is None else str(Path(folder).resolve())
-    cases = {claim: registered(claim, place).case(seed, quick=quick, subject=subject, other=other) for claim in claims}
+    path = None if folder is None else str(Path(folder).resolve())
+    cases = {claim: registered(claim, path).case(seed, quick=quick, subject=subject, other=other) for claim in claims}
     failed = None
-    with _sent(subject=subject, other=other) as given:
-        units = _units(claims, place, seed=seed, quick=quick, given=given)
-        here = _tried_here(cases)
-        used = engine if engine is None or not here else _OneProcess(engine, here)
+    with _subject_parameters(subject=subject, other=other) as subjects:
+        units = _units(claims, path, seed=seed, quick=quick, subjects=subjects)
+        local = _local_claims(cases)
+        mixed = engine if engine is None or not local else _MixedEngine(engine, local)
         try:
-            result = run(units, to, manifest=manifest, engine=used, heading=heading, allow_mixed=allow_mixed)
+            result = run(units, to, manifest=manifest, engine=mixed, heading=heading, allow_mixed=allow_mixed)
         except UnitsFailed as error:
             failed, result = error, error.result
-    trials = [_read(result[name]) for name in result]
+    trials = [_decode_trial(result[name]) for name in result]
     to.write_verdicts([trial.verdict for trial in trials])
     if failed is not None:
         raise TrialsFailed(result, trials) from failed
@@ -171,26 +173,27 @@ def trial_units(
     subject: Subject | None = None,
     other: Subject | None = None,
 ) -> list[Unit]:
-    """The units of work of ``run_trials``.
+    """The units of work that ``run_trials`` runs, one per claim.
 
     >>> [unit.name for unit in trial_units(["kuramoto", "radial"])]
     ['kuramoto', 'radial']
     """
-    place = None if folder is None else str(Path(folder).resolve())
-    with _sent(subject=subject, other=other) as given:
-        return _units(claims, place, seed=seed, quick=quick, given=given)
+    path = None if folder is None else str(Path(folder).resolve())
+    with _subject_parameters(subject=subject, other=other) as subjects:
+        return _units(claims, path, seed=seed, quick=quick, subjects=subjects)
 
 
 def _units(
-    claims: Sequence[str], folder: str | None, *, seed: int, quick: bool, given: dict[str, dict[str, Any]]
+    claims: Sequence[str], folder: str | None, *, seed: int, quick: bool, subjects: dict[str, dict[str, Any]]
 ) -> list[Unit]:
-    asked = {"seed": Case(seed, quick).seed, "quick": quick, "folder": folder, **given}
-    return [Unit(claim, trial_unit, {"claim": claim, "sources": sources(claim, folder), **asked}) for claim in claims]
+    shared = {"seed": Case(seed, quick).seed, "quick": quick, "folder": folder, **subjects}
+    return [Unit(claim, trial_unit, {"claim": claim, "sources": sources(claim, folder), **shared}) for claim in claims]
 
 
 def sources(claim: str, folder: str | None) -> dict[str, str]:
-    """The hash of an entry and those of its code: the file of the experiment, or of a user's folder all Python files.
-    A run goes on only with the same.
+    """The hashes of a claim's entry and code: the file of its experiment, or all Python files of a user's folder.
+
+    A run can only be resumed with the same hashes.
 
     >>> list(sources("rate", None))
     ['rate.toml', 'rate.py']
@@ -209,22 +212,24 @@ def trial_unit(
     subject: dict[str, Any] | None = None,
     other: dict[str, Any] | None = None,
 ) -> xr.Dataset:
-    """One unit of work: the Measurement of a trial, with the verdict as JSON among its attributes. ``sources`` makes
-    the unit another one where an entry or its code has changed, and so do subjects. What an experiment prints goes to
-    standard error.
+    """One unit of work: the Measurement of a trial, with the verdict as JSON in its attributes.
+
+    ``sources`` and the subjects are part of the unit's identity, so that a changed entry, code or model is noticed.
+    Whatever the experiment prints goes to standard error.
     """
-    on = {name: _received(data) for name, data in (("subject", subject), ("other", other)) if data is not None}
+    parameters = {"subject": subject, "other": other}
+    subjects = {name: _decode_subject(data) for name, data in parameters.items() if data is not None}
     with redirect_stdout(sys.stderr):
-        trial = try_claim(claim, seed=seed, quick=quick, folder=folder, **on)
+        trial = try_claim(claim, seed=seed, quick=quick, folder=folder, **subjects)
     return trial.data.assign_attrs(verdict=encode_verdicts([trial.verdict]).decode())
 
 
 @dataclass(frozen=True)
-class _OneProcess:
-    """An engine, but for the units named in ``here``: they run in this process, after the others."""
+class _MixedEngine:
+    """Runs units with ``engine``, and then those named in ``local`` one after another in this process."""
 
     engine: Engine
-    here: frozenset[str]
+    local: frozenset[str]
 
     @property
     def jobs(self) -> int:
@@ -235,63 +240,63 @@ class _OneProcess:
         return self.engine.threads
 
     def attempts(self, units: Sequence[Unit]) -> Outcomes:
-        """Those of the engine, then those in this process."""
-        yield from self.engine.attempts([unit for unit in units if unit.name not in self.here])
+        """The outcomes of the engine's units, then those of the local ones."""
+        yield from self.engine.attempts([unit for unit in units if unit.name not in self.local])
         serial = Serial(max_memory=getattr(self.engine, "max_memory", None), threads=self.threads)
-        yield from serial.attempts([unit for unit in units if unit.name in self.here])
+        yield from serial.attempts([unit for unit in units if unit.name in self.local])
 
 
-def _tried_here(cases: Mapping[str, Case]) -> frozenset[str]:
-    """The claims that share a model with another one, or whose model other processes cannot reach."""
+def _local_claims(cases: Mapping[str, Case]) -> frozenset[str]:
+    """The claims that must run in this process: they share a model, or their model exists only in memory."""
     models = {claim: case.subject for claim, case in cases.items() if not case.subject.is_simulation}
     count = Counter(models.values())
-    alone = {claim for claim in models if not all(each.travels for each in cases[claim].subjects)}
-    return frozenset(alone | {claim for claim, model in models.items() if count[model] > 1})
+    in_memory = {claim for claim in models if not all(subject.travels for subject in cases[claim].subjects)}
+    return frozenset(in_memory | {claim for claim, model in models.items() if count[model] > 1})
 
 
-_IN_MEMORY: dict[str, Subject] = {}  # by identity, while a run tries them
+_IN_MEMORY: dict[str, Subject] = {}  # by identity, for the duration of a run
 
 
 @contextmanager
-def _sent(**subjects: Subject | None) -> Iterator[dict[str, dict[str, Any]]]:
-    """Subjects as parameters of units: plain data and the identity that it must lead to, or the identity alone of what
-    only this process can reach.
+def _subject_parameters(**subjects: Subject | None) -> Iterator[dict[str, dict[str, Any]]]:
+    """Context manager: yields the subjects as parameters of units, each as its identity and plain data; a model that
+    exists only in this process has only its identity, by which ``_decode_subject`` finds it within the context.
     """
-    models = {name: each for name, each in subjects.items() if each is not None}
-    held = {each.identity: each for each in models.values() if not each.travels}
-    _IN_MEMORY.update(held)
+    passed = {name: subject for name, subject in subjects.items() if subject is not None}
+    in_memory = {subject.identity: subject for subject in passed.values() if not subject.travels}
+    _IN_MEMORY.update(in_memory)
     try:
         yield {
-            name: {"identity": each.identity, **(each.as_data() if each.travels else {})}
-            for name, each in models.items()
+            name: {"identity": subject.identity, **(subject.as_data() if subject.travels else {})}
+            for name, subject in passed.items()
         }
     finally:
-        for identity in held:
+        for identity in in_memory:
             _IN_MEMORY.pop(identity, None)
 
 
-def _received(data: dict[str, Any]) -> Subject:
-    """The subject behind a unit's parameters; one that is no longer what it was is refused."""
+def _decode_subject(data: dict[str, Any]) -> Subject:
+    """The subject of a unit's parameters; raises HelmscopeError if it has changed since the run began."""
     identity = data["identity"]
-    plain = {name: value for name, value in data.items() if name != "identity"}
-    if not plain:
+    description = {name: value for name, value in data.items() if name != "identity"}
+    if not description:
         if identity not in _IN_MEMORY:
-            raise HelmscopeError("subject is a model in memory, but it can be tried in the process that holds it only")
+            raise HelmscopeError("subject is a model in memory, but it can only be tried in the process that holds it")
         return _IN_MEMORY[identity]
-    subject = Subject.from_data(plain)
+    subject = Subject.from_data(description)
     if subject.identity != identity:
         raise HelmscopeError(f"subject is {subject.label}, but when the run began it had the hash {identity}")
     return subject
 
 
-def _read(dataset: xr.Dataset) -> Trial:
+def _decode_trial(dataset: xr.Dataset) -> Trial:
     (verdict,) = decode_verdicts(str(dataset.attrs["verdict"]).encode(), "verdict of a trial")
     attributes = {name: value for name, value in dataset.attrs.items() if name != "verdict"}
     return Trial(verdict, dataset.drop_attrs(deep=False).assign_attrs(attributes))
 
 
 def registered(claim: str, folder: str | Path | None) -> Registered:
-    """The experiment of a claim; an unknown claim is refused with the nearest one, and so is one without experiment.
+    """The registered experiment of a claim; raises HelmscopeError if the claim is unknown or has none.
 
     >>> registered("rate", None).claim
     'rate'
@@ -299,14 +304,14 @@ def registered(claim: str, folder: str | Path | None) -> Registered:
     if not isinstance(claim, str):
         raise HelmscopeError(f"claim is a {type(claim).__name__}, but it must be an id, such as 'rate'")
     known_name("claim", claim, read_catalogue(folder))
-    found = experiments(folder).get(claim)
-    if found is None:
+    experiment = experiments(folder).get(claim)
+    if experiment is None:
         raise HelmscopeError(f"claim '{claim}' is not yet tried: it has no experiment")
-    return found
+    return experiment
 
 
-def _line(error: Exception, function: Experiment) -> str:
-    """Where in the experiment's own file it happened."""
+def _failing_line(error: Exception, function: Experiment) -> str:
+    """The line of the experiment's own file at which an error was raised, as text."""
     file = code_file(function)
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == file]
     return f" in {file.name}, line {lines[-1]}" if lines else ""

@@ -1,4 +1,4 @@
-"""convex-hull: a head of attention writes points of the convex hull of its values."""
+"""convex-hull: the outputs of an attention head are in the convex hull of its values."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from helmscope.types import Region, Ruling
 if TYPE_CHECKING:
     from torch import Tensor
 
-SHAPES = ((16, 8), (12, 3), (6, 16))  # tokens and dimensions: a body, a body with many values, a simplex
+SHAPES = ((16, 8), (12, 3), (6, 16))  # (tokens, dimensions): a full-dimensional hull, one with many values, a simplex
 BETAS, CLOUDS, PUSH = (0.0, 1.0, 4.0, 16.0), 16, 1.01
-OUTSIDE = Region(text="More than 99 of 100 lie outside by more than 1e-10.", low=0.99)
+OUTSIDE = Region(text="More than 99 of 100 are outside by more than 1e-10.", low=0.99)
 EXACT = Region(text="The distance is right within a relative error of 1e-10.", high=1e-10)
 EXPANDS = Region(text="Attention expands: the outputs' diameter over the values' is above 1.", low=1.0)
 KINDS = ("head", "head and residual", "sum of two heads", "farthest value pushed out by 1 %")
 
 
-class Seen(NamedTuple):
-    """What one head does in each of its clouds: distances to the hull over the largest value norm (cloud, 4), by
-    ``KINDS``, the largest of the cloud's tokens; the relative error of the last, which is known (cloud,); and the
-    diameter of outputs over that of values (cloud,).
+class HeadStatistics(NamedTuple):
+    """One head on its clouds: for each of ``KINDS`` the largest distance to the hull over the tokens of a cloud, over
+    the largest value norm (cloud, 4); the relative error of the last one, whose exact value is known (cloud,); and
+    the diameter of the outputs divided by that of the values (cloud,).
     """
 
     distance: Tensor
@@ -41,36 +41,38 @@ class Seen(NamedTuple):
 
 @experiment("convex-hull", seconds=5)
 def convex_hull(case: Case) -> Finding:
-    """o_i = sum_j P_ij V x_j with P_ij >= 0 and sum_j P_ij = 1, so o_i lies in conv{V x_j : j seen by i}.
+    """o_i = sum_j P_ij V x_j with P_ij >= 0 and sum_j P_ij = 1, so o_i is in conv{V x_j : j visible to i}.
 
-    Random heads, full and causal, with values of full or low rank, on random clouds. The values V x_j are formed here
-    and the outputs by the head; the distance is that of a quadratic program over all weights, which knows nothing of P.
-    Beside them o_i + x_i, the sum of two heads against the values of both, and the value farthest from the values'
-    mean, pushed out from it by 1 %. That value is in the hull, and the hull in the ball about the mean on which it
-    lies, so that the distance is 1 % of the ball's radius. Diameters are averaged as they are, for at beta = 0 without
-    a mask all outputs coincide and have no logarithm.
+    Random heads, full and causal, with values of full or low rank, on random clouds. The values V x_j are computed here
+    and the outputs by the head; the distance is computed by a quadratic program over all weights, independently of P.
+    Also measured: o_i + x_i; the sum of two heads against the values of both; and the value farthest from the mean
+    value, moved away from the mean by 1 %. That value is in the hull, and the hull is in the ball about the mean whose
+    sphere contains that value, so its distance is 1 % of the ball's radius. Diameters are averaged without logarithms,
+    since at beta = 0 without a mask all outputs coincide.
     """
-    each = case.count(24, quick=8)
-    cells = list(product(BETAS, (False, True), range(each)))
-    heads = [_look(case, k, *cell) for k, cell in enumerate(cells)]
+    per_cell = case.count(24, quick=8)
+    cells = list(product(BETAS, (False, True), range(per_cell)))
+    heads = [_measure_head(case, k, *cell) for k, cell in enumerate(cells)]
     distance = torch.stack([head.distance for head in heads])
     diameter = torch.stack([head.diameter for head in heads])
     error = torch.cat([head.error for head in heads])
-    own, stream, pair, pushed = distance.flatten(0, 1).unbind(-1)
+    alone, residual, pair, pushed = distance.flatten(0, 1).unbind(-1)
     outside = int((pushed > 1e-10).sum())
     by_beta = distance.mean(1).reshape(len(BETAS), -1, len(KINDS)).movedim(1, 0)
-    spread = diameter.mean(1).reshape(len(BETAS), 2, each).movedim(-1, 0)
-    far = curve("distance", by_beta, {"beta": BETAS, "point": KINDS}, label="distance to the hull / largest value norm")
-    wide = curve(
+    spread = diameter.mean(1).reshape(len(BETAS), 2, per_cell).movedim(-1, 0)
+    distances = curve(
+        "distance", by_beta, {"beta": BETAS, "point": KINDS}, label="distance to the hull / largest value norm"
+    )
+    diameters = curve(
         "diameter", spread, {"beta": BETAS, "mask": ("full", "causal")}, label="diameter of outputs / of values"
     )
     return Finding(
-        evidence=Identity(own, "distance"),
+        evidence=Identity(alone, "distance"),
         null=Check(
             "distance of the farthest value pushed out by 1 %, over the largest value norm",
             Identity(pushed, "distance"),
         ),
-        data=xr.merge([far, wide], join="outer"),
+        data=xr.merge([distances, diameters], join="outer"),
         printed=Check(
             "attention expands: diameter of the outputs over that of the values",
             Replicates(diameter.mean(1), "heads"),
@@ -79,12 +81,12 @@ def convex_hull(case: Case) -> Finding:
         also=(
             Check("share of pushed values outside", Count(outside, len(pushed), "clouds"), Ruling.SUPPORTED, OUTSIDE),
             Check(
-                "relative error of the pushed value's distance, 1 % of its own from the mean",
+                "relative error of the pushed value's distance, which is 1 % of its distance from the mean",
                 Identity(error, "relative error"),
                 Ruling.BY_CONSTRUCTION,
                 EXACT,
             ),
-            Check("distance with the residual added, over the largest value norm", Identity(stream, "distance")),
+            Check("distance with the residual added, over the largest value norm", Identity(residual, "distance")),
             Check(
                 "distance of the sum of two heads to the hull of both, over the largest value norm",
                 Identity(pair, "distance"),
@@ -98,38 +100,39 @@ def convex_hull(case: Case) -> Finding:
     )
 
 
-def _look(case: Case, k: int, beta: float, causal: bool, number: int) -> Seen:
+def _measure_head(case: Case, k: int, beta: float, causal: bool, number: int) -> HeadStatistics:
     n, d = SHAPES[number % len(SHAPES)]
     x = retract(case.normal(CLOUDS, n, d, stream=3 * k))
-    first, second = (_head(case, 3 * k + 1 + i, beta, causal, d, low_rank=number % 2 == 1) for i in range(2))
-    (out, values), (more, others) = ((head.ambient(x), x @ v.mT) for head, v in (first, second))
+    first, second = (_random_head(case, 3 * k + 1 + i, beta, causal, d, low_rank=number % 2 == 1) for i in range(2))
+    (out, values), (other_out, other_values) = ((head.ambient(x), x @ v.mT) for head, v in (first, second))
     mask = torch.ones(n, n, dtype=torch.bool).tril() if causal else torch.ones(n, n, dtype=torch.bool)
     mask = mask.expand(CLOUDS, n, n)
     center = values.mean(-2, keepdim=True)
-    away = (values - center).norm(dim=-1, keepdim=True)
-    farthest = values.gather(-2, away.argmax(-2, keepdim=True).expand(-1, 1, d))
-    both = torch.cat([values, others], -2)
-    largest, of_both = (v.norm(dim=-1).amax(-1, keepdim=True) for v in (values, both))
+    from_center = (values - center).norm(dim=-1, keepdim=True)
+    farthest = values.gather(-2, from_center.argmax(-2, keepdim=True).expand(-1, 1, d))
+    both = torch.cat([values, other_values], -2)
+    largest, largest_of_both = (v.norm(dim=-1).amax(-1, keepdim=True) for v in (values, both))
     pushed = hull_distance(center + PUSH * (farthest - center), values)
-    found = (
+    distances = (
         hull_distance(out, values, mask=mask) / largest,
         hull_distance(x + out, values, mask=mask) / largest,
-        hull_distance(out + more, both, mask=torch.cat([mask, mask], -1)) / of_both,
+        hull_distance(out + other_out, both, mask=torch.cat([mask, mask], -1)) / largest_of_both,
         pushed / largest,
     )
-    error = (pushed / ((PUSH - 1) * away.amax(-2)) - 1).abs()[..., 0]
-    return Seen(torch.stack([of.amax(-1) for of in found], -1), error, _diameter(out) / _diameter(values))
+    error = (pushed / ((PUSH - 1) * from_center.amax(-2)) - 1).abs()[..., 0]
+    by_kind = torch.stack([distance.amax(-1) for distance in distances], -1)
+    return HeadStatistics(by_kind, error, _diameter(out) / _diameter(values))
 
 
-def _head(case: Case, stream: int, beta: float, causal: bool, d: int, *, low_rank: bool) -> tuple[SA, Tensor]:
+def _random_head(case: Case, stream: int, beta: float, causal: bool, d: int, *, low_rank: bool) -> tuple[SA, Tensor]:
     """A head with random matrices, and its V."""
-    form, value = case.normal(2, d, d, stream=stream)
+    query_key, value = case.normal(2, d, d, stream=stream)
     if low_rank:
-        half = LowRank(value[:, :2], value[:2].mT)
-        return SA(beta, query_key=form, value=half, causal=causal), half.dense()
-    return SA(beta, query_key=form, value=value, causal=causal), value
+        rank_two = LowRank(value[:, :2], value[:2].mT)
+        return SA(beta, query_key=query_key, value=rank_two, causal=causal), rank_two.dense()
+    return SA(beta, query_key=query_key, value=value, causal=causal), value
 
 
 def _diameter(points: Tensor) -> Tensor:
-    """The largest distance of two points of each cloud."""
+    """The largest distance between two points of each cloud."""
     return torch.cdist(points, points).amax((-1, -2))

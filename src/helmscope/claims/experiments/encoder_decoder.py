@@ -33,11 +33,11 @@ ALIKE = Region(text="The log ratio is 0 within 0.2.", low=-0.2, high=0.2)
 def encoder_decoder(case: Case) -> Finding:
     """x_i' = P sum_{j <= i} e^(beta <x_i, x_j>) x_j / Z_i against the sum over all j, from the same uniform starts.
 
-    Speed: log of the causal over the full time until the mean of <x_i, x_j>, i != j, is 0.9, paired by start, 40 of
-    them at most, so that all sign flips are counted; a start that takes longer than the horizon, 10 or at beta = 2 40,
-    counts with that. Shape: the standard deviation of the inner products at the time when each start has that mean. The
-    null pairs two independent sets of starts, both with the full mask; a bias of 0 in place of the mask hides nothing
-    and must give the full times again.
+    Speed: the log of the causal over the full time until the mean of <x_i, x_j>, i != j, is 0.9, paired by start. There
+    are at most 40 starts, so that all sign flips are enumerated; a start that does not reach 0.9 before the horizon
+    (t = 10, or 40 at beta = 2) is assigned the horizon. Shape: the standard deviation of the inner products at the time
+    when each start has that mean. The null pairs two independent sets of starts, both with the full mask; a bias of 0
+    instead of the mask hides nothing and must reproduce the full times.
     """
     count = case.count(40, quick=32)
     x, y = (retract(case.normal(count, TOKENS, DIM, stream=k)) for k in range(2))
@@ -46,9 +46,12 @@ def encoder_decoder(case: Case) -> Finding:
     paths = [_Path.of(SA(beta=BETA, causal=mask), x, runs[BETA, mask].time) for mask in (False, True)]
     spreads = [_spread(path.states) for path in paths]
     other = _Run.of(SA(beta=BETA), y)
-    nothing = _Run.of(SA(beta=BETA, bias=torch.zeros(TOKENS, TOKENS, dtype=x.dtype)), x)
+    unmasked = _Run.of(SA(beta=BETA, bias=torch.zeros(TOKENS, TOKENS, dtype=x.dtype)), x)
     slower = {beta: (runs[beta, True].time / runs[beta, False].time).log() for beta in HORIZONS}
-    late = [f"{runs[b, False].late + runs[b, True].late} at beta = {b:g} (t = {end:g})" for b, end in HORIZONS.items()]
+    censored = [
+        f"{sum(runs[b, mask].censored for mask in (False, True))} at beta = {b:g} (t = {end:g})"
+        for b, end in HORIZONS.items()
+    ]
     return Finding(
         evidence=Paired(slower[BETA], "starts"),
         null=Check(
@@ -57,16 +60,16 @@ def encoder_decoder(case: Case) -> Finding:
             Ruling.SUPPORTED,
             ALIKE,
         ),
-        data=_drawn(*paths),
+        data=_curves(*paths),
         also=(
             Check(
-                "log of the time with a bias of 0 in place of the mask over the full time",
-                Paired((nothing.time / full.time).log(), "starts"),
+                "log of the time with a bias of 0 instead of the mask over the full time",
+                Paired((unmasked.time / full.time).log(), "starts"),
                 Ruling.INCONCLUSIVE,
             ),
             *(
-                Check(f"log of the causal over the full time, beta = {b:g}", Paired(each, "starts"), Ruling.SUPPORTED)
-                for b, each in slower.items()
+                Check(f"log of the causal over the full time, beta = {b:g}", Paired(ratio, "starts"), Ruling.SUPPORTED)
+                for b, ratio in slower.items()
                 if b != BETA
             ),
             Check(
@@ -80,7 +83,7 @@ def encoder_decoder(case: Case) -> Finding:
             f"The mean inner product reaches {LEVEL:g} at {float(full.time.mean()):.3g} with the full and at "
             f"{float(causal.time.mean()):.3g} with the causal mask; the spread of the inner products there is "
             f"{float(spreads[0].mean()):.2g} and {float(spreads[1].mean()):.2g}. Of the "
-            f"{2 * count} runs at each beta the horizon cut off {', '.join(late)}."
+            f"{2 * count} runs at each beta the horizon cut off {', '.join(censored)}."
         ),
         where=(
             f"simulation on the unit sphere: n = {TOKENS}, d = {DIM}, beta = {BETA:g}, until the mean inner product is "
@@ -90,38 +93,38 @@ def encoder_decoder(case: Case) -> Finding:
 
 
 @dataclass(frozen=True)
-class _Reaches:
-    """The mean inner product is 0.9."""
+class _MeanReached:
+    """Event: the mean inner product reaches 0.9."""
 
     def signal(self, x: Tensor) -> Tensor:
         return mean_inner_product(x) - LEVEL
 
 
 class _Run(NamedTuple):
-    """When each start gets to 0.9, and how many do not before the horizon."""
+    """The time at which each start reaches 0.9, and how many do not before the horizon."""
 
     time: Tensor
-    late: int
+    censored: int
 
     @classmethod
     def of(cls, field: SA, x: Tensor) -> _Run:
         end = HORIZONS[float(field.beta)]
-        seen = integrate(field, x, [end], events=[_Reaches()], stepper=DormandPrince(TOL)).event_times[0]
-        return cls(seen.nan_to_num(end), int(seen.isnan().sum()))
+        times = integrate(field, x, [end], events=[_MeanReached()], stepper=DormandPrince(TOL)).event_times[0]
+        return cls(times.nan_to_num(end), int(times.isnan().sum()))
 
 
 class _Path(NamedTuple):
-    """The mean inner product over time (time, start), and the states of each start at its own time."""
+    """The mean inner product over time (time, start), and the state of each start when its mean is 0.9."""
 
     means: Tensor
     states: Tensor
 
     @classmethod
-    def of(cls, field: SA, x: Tensor, own: Tensor) -> _Path:
-        times = sorted({*TIMES, *own.tolist()})
+    def of(cls, field: SA, x: Tensor, reached: Tensor) -> _Path:
+        times = sorted({*TIMES, *reached.tolist()})
         states = integrate(field, x, times, stepper=DormandPrince(TOL)).states
-        drawn, due = ([times.index(t) for t in each] for each in (TIMES, own.tolist()))
-        return cls(mean_inner_product(states[drawn]), states[due, range(len(x))])
+        on_grid, at_reached = ([times.index(t) for t in chosen] for chosen in (TIMES, reached.tolist()))
+        return cls(mean_inner_product(states[on_grid]), states[at_reached, range(len(x))])
 
 
 def _spread(x: Tensor) -> Tensor:
@@ -130,14 +133,15 @@ def _spread(x: Tensor) -> Tensor:
     return (x @ x.mT)[..., first, second].std(-1)
 
 
-def _drawn(full: _Path, causal: _Path) -> xr.Dataset:
-    """The mean over time, and histograms of the inner products where it is 0.9: (inner product, mask)."""
+def _curves(full: _Path, causal: _Path) -> xr.Dataset:
+    """The mean over time, and histograms of the inner products when it is 0.9: (inner product, mask)."""
     means = torch.stack([full.means, causal.means], -1).transpose(0, 1)
-    seen = [
+    histograms = [
         inner_product_histogram(Trajectory(torch.zeros(1), run.states[None]), bins=BINS).isel(time=0, drop=True)
         for run in (full, causal)
     ]
-    both = xr.concat(seen, xr.DataArray(list(MASKS), dims="mask", name="mask")).transpose(..., "inner_product", "mask")
+    masks = xr.DataArray(list(MASKS), dims="mask", name="mask")
+    both = xr.concat(histograms, masks).transpose(..., "inner_product", "mask")
     both.share.attrs |= {"long_name": f"share of pairs, at the mean {LEVEL:g}"}
     mean = curve("mean", means, {"time": TIMES, "mask": MASKS}, label="mean inner product")
     return xr.merge([mean, both], join="outer")

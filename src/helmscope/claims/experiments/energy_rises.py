@@ -1,4 +1,4 @@
-"""energy-rises: the interaction energy climbs along self-attention with V = +I and falls with V = -I."""
+"""energy-rises: the interaction energy rises along self-attention with V = +I and falls with V = -I."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def energy_rises(case: Case) -> Finding:
     """With V = +-I, Z_i = sum_j e^(beta <x_i, x_j>):  dE/dt = +-(1/n) sum_i (Z_i/n) |x_i'|^2 for SA, without Z_i/n for
     USA. Nothing of the kind holds for unrelated B = Q^T K and V; for V = +-B symmetric the signs hold again.
 
-    Uniform starts, followed for 10 half-steps of 0.1 (USA: 0.1 e^-beta), which ends long before they come to rest. A
-    number a start: the smallest change of E over a half-step, times the sign of V, over the range of E on its path.
-    Whole layers N(x + f(x)) are tried beside them: with V = -I they overshoot at large beta. The identity is held
-    against the gradient of E by automatic differentiation and ``interaction_energy_rate``.
+    Uniform starts, integrated for 10 half-steps of 0.1 (USA: 0.1 e^-beta), long before they converge. The statistic of
+    a start is the smallest change of E over a half-step, times the sign of V, over the range of E on its path. Whole
+    layers N(x + f(x)) are tried as well: with V = -I they overshoot at large beta. The identity is compared with the
+    gradient of E by automatic differentiation and with ``interaction_energy_rate``.
     """
     starts = case.count(256, quick=64)
     x = sphere.retract(case.normal(starts, TOKENS, DIM, stream=0))
@@ -51,15 +51,15 @@ def energy_rises(case: Case) -> Finding:
     layered, repelled = ([through_layers(SA(beta=beta, value=v), x) for beta in BETAS] for v in (EYE, -EYE))
     b, v = case.normal(2, PAIRS, DIM, DIM, stream=1) / DIM**0.5
     symmetric = (b + b.mT) / 2
-    turns = torch.tensor((1.0, -1.0), dtype=torch.float64).repeat(PAIRS // 2)
-    unrelated, related = _paths(x, b, v), _paths(x, symmetric, turns[:, None, None] * symmetric)
+    signs = torch.tensor((1.0, -1.0), dtype=torch.float64).repeat(PAIRS // 2)
+    unrelated, related = _energies(x, b, v), _energies(x, symmetric, signs[:, None, None] * symmetric)
     clouds = sphere.retract(case.normal(CLOUDS, TOKENS, DIM, stream=2))
-    turned = [f"{float((smallest(each, -1.0) < 0).double().mean()):.0%}" for each in repelled]
-    shown = torch.stack([up[1][:, :PAIRS], down[1][:, :PAIRS], unrelated], -1)
-    gained = ((shown - shown[0]) / (shown.amax(0) - shown.amin(0))).transpose(0, 1)
+    overshooting = [f"{float((smallest(energy, -1.0) < 0).double().mean()):.0%}" for energy in repelled]
+    plotted = torch.stack([up[1][:, :PAIRS], down[1][:, :PAIRS], unrelated], -1)
+    gained = ((plotted - plotted[0]) / (plotted.amax(0) - plotted.amin(0))).transpose(0, 1)
     axes = {"time": [STEP * k for k in range(HALF_STEPS + 1)], "flow": ("V = +I", "V = -I", "unrelated B and V")}
     return Finding(
-        evidence=_every(up, 1.0),
+        evidence=_at_every_beta(up, 1.0),
         null=Check(f"{LEAST}, unrelated Q^T K and V for each start", Replicates(smallest(unrelated), "starts")),
         printed=Check(
             "relative error of the identity for dE/dt, softmax with 1/beta and energy with beta",
@@ -67,25 +67,27 @@ def energy_rises(case: Case) -> Finding:
             region=EXACT,
         ),
         also=(
-            Check(f"{LEAST} times -1, V = -I", _every(down, -1.0), Ruling.SUPPORTED),
-            Check("share of starts that rise at every half-step, V = +I", _always(up, 1.0), Ruling.SUPPORTED, SHARE),
-            Check("share of starts that fall at every half-step, V = -I", _always(down, -1.0), Ruling.SUPPORTED, SHARE),
-            Check(f"{LEAST}, USA, V = +I", _every(flat[::2], 1.0), Ruling.SUPPORTED),
-            Check(f"{LEAST} times -1, USA, V = -I", _every(flat[1::2], -1.0), Ruling.SUPPORTED),
+            Check(f"{LEAST} times -1, V = -I", _at_every_beta(down, -1.0), Ruling.SUPPORTED),
+            Check("share of starts that rise at every half-step, V = +I", _monotone(up, 1.0), Ruling.SUPPORTED, SHARE),
+            Check(
+                "share of starts that fall at every half-step, V = -I", _monotone(down, -1.0), Ruling.SUPPORTED, SHARE
+            ),
+            Check(f"{LEAST}, USA, V = +I", _at_every_beta(flat[::2], 1.0), Ruling.SUPPORTED),
+            Check(f"{LEAST} times -1, USA, V = -I", _at_every_beta(flat[1::2], -1.0), Ruling.SUPPORTED),
             Check(
                 f"{LEAST} times the sign, V = +-Q^T K symmetric",
-                Replicates(smallest(related, turns), "starts"),
+                Replicates(smallest(related, signs), "starts"),
                 Ruling.SUPPORTED,
             ),
-            Check(f"whole post-norm layers, {LEAST}, V = +I", _every(layered, 1.0), Ruling.SUPPORTED, WHOLE),
-            Check(f"whole post-norm layers, {LEAST} times -1, V = -I", _every(repelled, -1.0), region=WHOLE),
+            Check(f"whole post-norm layers, {LEAST}, V = +I", _at_every_beta(layered, 1.0), Ruling.SUPPORTED, WHOLE),
+            Check(f"whole post-norm layers, {LEAST} times -1, V = -I", _at_every_beta(repelled, -1.0), region=WHOLE),
             *_identities(clouds),
         ),
         data=curve("gained", gained, axes, label=f"(E - E(0)) / range of E, beta = {MIDDLE:g}"),
         remark=(
             f"Unrelated Q^T K and V: E falls at {float((unrelated.diff(dim=0) < 0).double().mean()):.0%} of the "
             f"half-steps. {LAYERS} whole post-norm layers with V = -I, no small steps: E rises at one or more for "
-            f"{', '.join(turned)} of the starts at beta = {LISTED}."
+            f"{', '.join(overshooting)} of the starts at beta = {LISTED}."
         ),
         where=f"simulation on the unit sphere: n = {TOKENS}, d = {DIM}, beta = {LISTED}; the half-steps of the verdict "
         f"are {HALF_STEPS} steps of {STEP:g} of the flow, RK4",
@@ -93,7 +95,7 @@ def energy_rises(case: Case) -> Finding:
 
 
 def path(field: SA | USA, x: Tensor, unit: float = 1.0) -> Tensor:
-    """E (time, *batch), with the field's own beta and B, at the start and after each half-step."""
+    """E (time, *batch), with the beta and B of the field, at the start and after each half-step."""
     times = [STEP * unit * k for k in range(HALF_STEPS + 1)]
     states = integrate(field, x, times, stepper=RK4(STEP * unit)).states
     return interaction_energy(states, beta=field.beta, query_key=field.query_key)
@@ -105,28 +107,28 @@ def through_layers(field: SA | USA, x: Tensor) -> Tensor:
     return interaction_energy(states, beta=field.beta)
 
 
-def _paths(x: Tensor, query_keys: Tensor, values: Tensor) -> Tensor:
-    """The paths of E with a pair of matrices of its own for each start."""
+def _energies(x: Tensor, query_keys: Tensor, values: Tensor) -> Tensor:
+    """E (time, start) where each start has its own pair of matrices."""
     return path(SA(beta=MIDDLE, query_key=query_keys, value=values), x[: len(query_keys)])
 
 
 def smallest(energy: Tensor, sign: float | Tensor = 1.0) -> Tensor:
-    """The smallest signed change along each path over the range of E on it."""
+    """The smallest signed change of E along each path, over the range of E on that path."""
     return (sign * energy.diff(dim=0)).amin(0) / (energy.amax(0) - energy.amin(0))
 
 
-def _every(paths: list[Tensor], sign: float) -> EveryLayer:
-    return EveryLayer([smallest(each, sign) for each in paths], "starts", [f"beta = {beta:g}" for beta in BETAS])
+def _at_every_beta(energies: list[Tensor], sign: float) -> EveryLayer:
+    return EveryLayer([smallest(energy, sign) for energy in energies], "starts", [f"beta = {beta:g}" for beta in BETAS])
 
 
-def _always(paths: list[Tensor], sign: float) -> Count:
-    """The starts that go with the sign at every half-step and every beta."""
-    good = torch.stack([smallest(each, sign) > 0 for each in paths]).all(0)
-    return Count(int(good.sum()), len(good), "starts")
+def _monotone(energies: list[Tensor], sign: float) -> Count:
+    """The number of starts whose energy changes in the direction of the sign at every half-step and every beta."""
+    monotone = torch.stack([smallest(energy, sign) > 0 for energy in energies]).all(0)
+    return Count(int(monotone.sum()), len(monotone), "starts")
 
 
 def _identities(clouds: Tensor) -> list[Check]:
-    """The identity of dE/dt for each flow that has one: of each cloud the largest error over every beta."""
+    """The identity for dE/dt of each flow that has one: the largest error over beta, per cloud."""
     checks = []
     for name, kind, sign in (("SA, V = +I", SA, 1.0), ("SA, V = -I", SA, -1.0), ("USA, V = +I", USA, 1.0)):
         errors = [error(kind(beta=beta, value=sign * EYE), clouds, beta, sign) for beta in BETAS]
@@ -136,14 +138,14 @@ def _identities(clouds: Tensor) -> list[Check]:
 
 
 def error(field: SA | USA, x: Tensor, beta: float, sign: float = 1.0) -> Tensor:
-    """How far dE_beta/dt and +-(1/n) sum_i (Z_i/n) |x_i'|^2 are apart, relative to the latter."""
+    """The difference between dE_beta/dt and +-(1/n) sum_i (Z_i/n) |x_i'|^2, relative to the latter."""
     tokens = x.clone().requires_grad_()
     (gradient,) = torch.autograd.grad(interaction_energy(tokens, beta=beta).sum(), tokens)
     velocity = field(x)
     exact = (gradient * velocity).sum((-1, -2))
     weight = (field.beta * x @ x.mT).exp().mean(-1) if field.normalized else 1.0
     stated = sign * (weight * velocity.square().sum(-1)).mean(-1)
-    far = (exact - stated).abs()
+    gap = (exact - stated).abs()
     if field.beta == beta:
-        far = torch.maximum(far, (interaction_energy_rate(x, field) - stated).abs())
-    return far / stated.abs()
+        gap = torch.maximum(gap, (interaction_energy_rate(x, field) - stated).abs())
+    return gap / stated.abs()

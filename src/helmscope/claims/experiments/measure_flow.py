@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 DIM, TOKENS, CLOUDS = 6, 10, 16
 BETAS = (0.0, 1.0, 2.0, 4.0)
-SLOPE = 0.5  # of the bias by distance, that of the first of ALiBi's eight heads
+SLOPE = 0.5  # of the bias by distance, as in the first of ALiBi's eight heads
 CASES = ("permuted", "repeated or weighted", "permuted, causal mask", "permuted, bias by position")
 
 
@@ -26,33 +26,33 @@ CASES = ("permuted", "repeated or weighted", "permuted, causal mask", "permuted,
 def measure_flow(case: Case) -> Finding:
     """X[mu](x) = P_x V int e^(beta <Qx, Ky>) y dmu / int e^(beta <Qx, Ky>) dmu, and USA without the quotient.
 
-    Random Q^T K and V, one order and one set of multiplicities 1 to 4 for each. The difference of a cloud is
-    max abs(f - f') / max abs(f): f' of the tokens in another order, put back; or of repeated tokens, against the same
-    tokens once with weights. A number a cloud: the larger of the two, over SA and USA. The printed numerator lacks
-    y, so its quotient is a number, here in every coordinate.
+    Random Q^T K and V, with one permutation and one set of multiplicities 1 to 4 for each. The difference of a cloud is
+    max abs(f - f') / max abs(f), where f' is computed from the permuted tokens and permuted back, or from repeated
+    tokens and compared with weighted ones. The error of a cloud is the larger of the two, over SA and USA. The printed
+    numerator lacks y, so its quotient is a scalar, here used in every coordinate.
     """
     matrices = case.count(64, quick=16)
-    order, pick = (case.normal(len(BETAS), matrices, TOKENS, stream=k).argsort(-1) for k in (0, 1))
+    orders, picks = (case.normal(len(BETAS), matrices, TOKENS, stream=k).argsort(-1) for k in (0, 1))
     square = case.normal(2, len(BETAS), matrices, DIM, DIM, stream=2) / DIM**0.5
     clouds = retract(case.normal(len(BETAS), matrices, CLOUDS, TOKENS, DIM, stream=3))
-    seen: list[list[Tensor]] = [[] for _ in CASES]
+    by_case: list[list[Tensor]] = [[] for _ in CASES]
     printed = []
     for b, beta in enumerate(BETAS):
         for m in range(matrices):
-            x, turn, counts = clouds[b, m], order[b, m], pick[b, m] % 4 + 1
+            x, order, counts = clouds[b, m], orders[b, m], picks[b, m] % 4 + 1
             qk, v = square[:, b, m]
             sa, usa = SA(beta, query_key=qk, value=v), USA(beta, query_key=qk, value=v)
             causal = SA(beta, query_key=qk, value=v, causal=True)
             biased = SA(beta, query_key=qk, value=v, bias=alibi_bias(TOKENS, SLOPE))
-            pairs = [torch.maximum(_permuted(sa, x, turn), _permuted(usa, x, turn))]
-            pairs.append(torch.maximum(_repeated(sa, x, counts), _repeated(usa, x, counts)))
-            pairs += [_permuted(causal, x, turn), _permuted(biased, x, turn)]
-            for part, error in zip(seen, pairs, strict=True):
-                part.append(error)
-            number = sa.kernel(x).sum(-1, keepdim=True)  # the quotient of the two integrals without y
-            printed.append(_difference(sa(x), project(x, number * v.sum(-1))))
-    errors = torch.stack([torch.stack(part) for part in seen])  # (case, field, cloud)
-    broken = errors[2:].median(-1).values.median(-1).values
+            found = [torch.maximum(_permutation_error(sa, x, order), _permutation_error(usa, x, order))]
+            found.append(torch.maximum(_repetition_error(sa, x, counts), _repetition_error(usa, x, counts)))
+            found += [_permutation_error(causal, x, order), _permutation_error(biased, x, order)]
+            for errors_of_case, error in zip(by_case, found, strict=True):
+                errors_of_case.append(error)
+            quotient = sa.kernel(x).sum(-1, keepdim=True)  # of the two integrals, without y
+            printed.append(_difference(sa(x), project(x, quotient * v.sum(-1))))
+    errors = torch.stack([torch.stack(errors_of_case) for errors_of_case in by_case])  # (case, field, cloud)
+    permuted = errors[2:].median(-1).values.median(-1).values
     worst = errors.amax(-1).reshape(len(CASES), len(BETAS), matrices)
     return Finding(
         evidence=Identity(errors[:2].amax(0), "relative difference"),
@@ -66,19 +66,19 @@ def measure_flow(case: Case) -> Finding:
             label=f"largest relative difference over {CLOUDS} clouds",
             log=True,
         ),
-        remark=f"Median break under a permutation: causal mask {broken[0]:.2g}, bias by position {broken[1]:.2g}.",
+        remark=f"Median error under a permutation: causal mask {permuted[0]:.2g}, bias by position {permuted[1]:.2g}.",
         where=f"simulation on the unit sphere: fields at random clouds, n = {TOKENS}, d = {DIM}, "
         f"beta = {', '.join(f'{beta:g}' for beta in BETAS)}, random Q^T K and V; nothing is integrated",
     )
 
 
-def _permuted(field: SA | USA, x: Tensor, order: Tensor) -> Tensor:
+def _permutation_error(field: SA | USA, x: Tensor, order: Tensor) -> Tensor:
     return _difference(field(x), field(x[:, order])[:, order.argsort()])
 
 
-def _repeated(field: SA | USA, x: Tensor, counts: Tensor) -> Tensor:
-    once = field(x, weights=counts.to(x))
-    return _difference(once.repeat_interleave(counts, 1), field(x.repeat_interleave(counts, 1)))
+def _repetition_error(field: SA | USA, x: Tensor, counts: Tensor) -> Tensor:
+    weighted = field(x, weights=counts.to(x))
+    return _difference(weighted.repeat_interleave(counts, 1), field(x.repeat_interleave(counts, 1)))
 
 
 def _difference(velocity: Tensor, other: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""mixture: before the last merging the tokens form a mixture of clusters; this describes it."""
+"""mixture: a description of the mixture of clusters that the tokens form before they all merge."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ STATED = (2, 3)  # beta = 9 at t = 8
 ONE_SUFFICES = Region(text="At least 0.8 of the clouds have one component.", low=0.8)
 AGREES = Region(text="0 within half a component.", low=-0.5, high=0.5)
 MORE = Region(text="At least half a component more.", low=0.5)
-DRAWN = {
+LABELS = {
     "components": "number of components",
     "largest_mass": "largest mass of a component",
     "centers": "|sum w mu| of the centers (1: one center)",
@@ -42,10 +42,10 @@ def mixture(case: Case) -> Finding:
     """sum_k w_k f(x; mu_k, kappa_k), f(x; mu, kappa) ~ e^(kappa <mu, x>), kappa <= 1000, the number of components of 1
     to 8 by the least BIC = -2 log-likelihood + (k (d + 1) - 1) log n.
 
-    SA carries 64 tokens on the circle, uniform at t = 0, at beta = 1, 4, 9, and each start is fitted at t = 0, 1, 2, 4,
-    8, 16. The statistic is the number of components at beta = 9, t = 8. It is held against the number of clusters by
-    single linkage at 0.1 radians, the one at beta = 1, and the fits to uniform tokens. Centers are summed up by
-    |sum_k w_k mu_k|, 1 where all agree.
+    64 tokens on the circle, uniform at t = 0, are integrated under SA at beta = 1, 4, 9, and the mixture is fitted to
+    each start at t = 0, 1, 2, 4, 8, 16. The statistic is the number of components at beta = 9, t = 8. It is compared
+    with the number of clusters by single linkage at 0.1 radians, with that at beta = 1, and with fits to uniform
+    tokens. The centers are summarised by |sum_k w_k mu_k|, which is 1 if all agree.
     """
     x0 = retract(case.normal(case.count(64, quick=32), TOKENS, DIM, stream=0))
     uniform = retract(case.normal(case.count(128, quick=64), TOKENS, DIM, stream=1))
@@ -64,25 +64,25 @@ def mixture(case: Case) -> Finding:
             Ruling.SUPPORTED,
             ONE_SUFFICES,
         ),
-        data=_drawn(start, later),
+        data=_curves(start, later),
         also=(
             Check(
-                f"number of components less that of clusters by single linkage, {at}",
+                f"number of components minus that of clusters by single linkage, {at}",
                 Replicates(stated - linked, "starts"),
                 Ruling.SUPPORTED,
                 AGREES,
             ),
             Check(
-                f"number of components at {at} less that at beta = {BETAS[0]:g}",
+                f"number of components at {at} minus that at beta = {BETAS[0]:g}",
                 Replicates(stated - later.count[0, STATED[1]], "starts"),
                 Ruling.SUPPORTED,
                 MORE,
             ),
         ),
         remark=(
-            f"The number of components at {at}: it goes from {int(stated.min())} to {int(stated.max())}, the largest "
+            f"The number of components at {at} ranges from {int(stated.min())} to {int(stated.max())}, the largest "
             f"mass is {float(later.weights[STATED][:, 0].mean()):.2f} on average, and {float(capped):.0%} of the "
-            f"components are tighter than kappa = {KAPPA_MAX:g}. Of the fits to uniform tokens the largest number is "
+            f"components are tighter than kappa = {KAPPA_MAX:g}. The largest number fitted to uniform tokens is "
             f"{int(null.count.max())}."
         ),
         where=(
@@ -96,18 +96,19 @@ def _states(beta: float, x0: Tensor) -> Tensor:
     return integrate(SA(beta=beta), x0, times=TIMES, stepper=DormandPrince(tol=TOL)).states
 
 
-def _drawn(start: VMFMixture, later: VMFMixture) -> xr.Dataset:
+def _curves(start: VMFMixture, later: VMFMixture) -> xr.Dataset:
     """The number of components, the largest mass and the agreement of the centers, over time by beta."""
     axes = {"time": (0.0, *TIMES), "beta": [f"beta = {beta:g}" for beta in BETAS]}
-    first, rest = _numbers(start), _numbers(later)
+    first, rest = _summaries(start), _summaries(later)
     curves = []
-    for name, label in DRAWN.items():
+    for name, label in LABELS.items():
         values = torch.cat([first[name].expand(len(BETAS), 1, -1), rest[name]], 1)  # (beta, time, start)
         curves.append(curve(name, values.permute(2, 1, 0), axes, label=label))
     return xr.merge(curves, join="outer")
 
 
-def _numbers(fitted: VMFMixture) -> dict[str, Tensor]:
+def _summaries(fitted: VMFMixture) -> dict[str, Tensor]:
+    """The plotted values of each fit, by the names in ``LABELS``."""
     mean = (fitted.weights.unsqueeze(-1) * fitted.centers).sum(-2)
     agreement = torch.linalg.vector_norm(mean, dim=-1)
     return {"components": fitted.count.double(), "largest_mass": fitted.weights[..., 0], "centers": agreement}

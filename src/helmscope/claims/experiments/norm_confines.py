@@ -1,4 +1,4 @@
-"""norm-confines: the radius of tokens along depth, with a norm, without, and before one."""
+"""norm-confines: the radius of tokens along depth, with post-norm, without a norm, and with pre-norm."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from helmscope.fields.attention import SA
 from helmscope.fields.block import Block
 from helmscope.fields.mlp import MLP
 from helmscope.fields.norms import LayerNorm, RMSNorm, UnitNorm
-from helmscope.fields.placement import Half, PostNorm, PreNorm
+from helmscope.fields.placement import PostNorm, PreNorm
 from helmscope.stats.scales import LogScale
-from helmscope.types import Region, Ruling
+from helmscope.types import Half, Region, Ruling
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,13 +30,13 @@ SIGNS = (1.0, -1.0, None)  # V = +I, -I, and a random one in every layer
 VALUES = ("V = +I", "V = -I", "V random")
 PLACES = ("post-norm", "the same without norm", "pre-norm: the stream", "pre-norm: what the norm hands on")
 NO_LESS = Region(text="The smallest radius is 1 within 1e-9.", high=1e-9)
-GROWS = Region(text="The radius grows: its factor a layer is above 1.", low=1.0)
+GROWS = Region(text="The radius grows: its factor per layer is above 1.", low=1.0)
 LONGER = Region(text="The average is longer than its longest value at most starts.", low=0.5)
 SIZES = (2, 8, 32, 128)
 
 
-class Seen(NamedTuple):
-    """Radius over that of the norm's sphere (start, layer, place): the largest and the smallest of the tokens."""
+class Radii(NamedTuple):
+    """The largest and the smallest radius over the tokens, relative to the norm's sphere (start, layer, place)."""
 
     largest: Tensor
     smallest: Tensor
@@ -46,12 +46,12 @@ class Seen(NamedTuple):
 def norm_confines(case: Case) -> Finding:
     """Post-norm y <- N(y + f(y)) has |y| = radius of N's sphere, 1 or sqrt(d), gain and bias folded out; without N,
     y <- y + f(y); with pre-norm y <- y + f(N y), where N y is confined and y is not. f is attention, then an MLP. With
-    V = -I and no norm a token takes an average from itself that is mostly its own: its radius does not grow.
+    V = -I and no norm an average that is mostly the token itself is subtracted from it: its radius does not grow.
 
     Layers of random weights with V = +I, -I or random, under UnitNorm, RMSNorm and LayerNorm, the last with and without
-    eps, from random starts. The softmax average alone, sum_j P_ij V x_j, is held against its longest value |V x_j|: it
-    cannot "increase", which is the half of the print that is tried. It does "decrease": an average of n unit tokens is
-    shorter than they are, by the lengths that the remark gives.
+    eps, from random starts. The softmax average alone, sum_j P_ij V x_j, is compared with its longest value |V x_j|: it
+    cannot "increase", which is the part of the printed statement that is tested. It does "decrease": an average of n
+    unit tokens is shorter than they are, by the lengths given in the remark.
     """
     starts = case.count(256, quick=128)
     norms = _norms(case)
@@ -60,23 +60,23 @@ def norm_confines(case: Case) -> Finding:
     exact = torch.cat([run.smallest[..., 0] for (n, _), run in runs.items() if norms[n].eps == 0])
     top = largest.amax(1)
     growth = [_growth([runs[n, v].largest for n in range(4)]) for v in range(3)]  # (start, place) for each V
-    averages = torch.cat([_average(case, 200 + v, sign, starts) for v, sign in enumerate(SIGNS)])
+    averages = torch.cat([_average_length(case, 200 + v, sign, starts) for v, sign in enumerate(SIGNS)])
     longer = int((averages > 1 + 1e-12).sum())
     final = largest[:, -1].median(0).values
     factors = ", ".join(
         f"{float(f[:, 1].log().mean().exp()):.3g} with {v}" for v, f in zip(VALUES, growth, strict=True)
     )
-    lengths = ", ".join(f"{_shrunk(case, n, starts):.2g} at n = {n}" for n in SIZES)
+    lengths = ", ".join(f"{_unit_average_length(case, n, starts):.2g} at n = {n}" for n in SIZES)
     return Finding(
         evidence=Identity(top[:, 0], "radius ratio"),
         null=Check("largest radius ratio of the same layers without the norm", Identity(top[:, 1], "radius ratio")),
-        data=_drawn(largest, [torch.cat([runs[n, v].largest[..., 1] for n in range(4)]) for v in range(3)]),
+        data=_curves(largest, [torch.cat([runs[n, v].largest[..., 1] for n in range(4)]) for v in range(3)]),
         printed=Check(
             'the half that says "increase": share of starts whose softmax average is longer than its longest value',
             Count(longer, len(averages), "starts"),
             region=LONGER,
         ),
-        also=_parts(exact, top, growth),
+        also=_further_checks(exact, top, growth),
         remark=(
             f"After {DEPTH} layers the median of the largest radius is {float(final[1]):.3g} without the norm and "
             f"{float(final[2]):.3g} in the pre-norm stream. Without the norm a layer multiplies it by {factors}; "
@@ -90,35 +90,38 @@ def norm_confines(case: Case) -> Finding:
     )
 
 
-def _parts(exact: Tensor, top: Tensor, growth: list[Tensor]) -> tuple[Check, ...]:
-    """The radius does not fall either, and what it does without the norm and before one."""
-    held = Ruling.BY_CONSTRUCTION
+def _further_checks(exact: Tensor, top: Tensor, growth: list[Tensor]) -> tuple[Check, ...]:
+    """The radius does not fall under the norm, grows or shrinks without it, and grows in the pre-norm stream."""
     return (
         Check(
-            "1 less the smallest radius ratio along depth, eps = 0",
+            "1 minus the smallest radius ratio along depth, eps = 0",
             Identity((1 - exact.amin(1)).abs(), "shortfall"),
-            held,
+            Ruling.BY_CONSTRUCTION,
             NO_LESS,
         ),
         Check(
-            "factor of the radius a layer without the norm, V = +I and random",
-            _every(growth[::2], 1, VALUES[::2]),
+            "growth factor of the radius per layer without the norm, V = +I and random",
+            _every_value(growth[::2], 1, VALUES[::2]),
             Ruling.SUPPORTED,
             GROWS,
         ),
         Check(
-            "factor of the radius a layer without the norm, V = -I",
+            "growth factor of the radius per layer without the norm, V = -I",
             Replicates(growth[1][:, 1], "starts", scale=LogScale()),
             region=GROWS,
         ),
         Check(
-            "factor of the radius a layer of the pre-norm stream, each V",
-            _every(growth, 2, VALUES),
+            "growth factor of the radius per layer in the pre-norm stream, each V",
+            _every_value(growth, 2, VALUES),
             Ruling.SUPPORTED,
             GROWS,
         ),
         Check("largest radius ratio of the pre-norm stream", Identity(top[:, 2], "radius ratio")),
-        Check("largest radius ratio of what the pre-norm hands on", Identity(top[:, 3], "radius ratio"), held),
+        Check(
+            "largest radius ratio of the pre-norm's output",
+            Identity(top[:, 3], "radius ratio"),
+            Ruling.BY_CONSTRUCTION,
+        ),
     )
 
 
@@ -127,8 +130,8 @@ def _norms(case: Case) -> list[Norm]:
     return [UnitNorm(), RMSNorm(gain=gain), *(LayerNorm(gain=gain, bias=bias, eps=eps) for eps in (0.0, 1e-5))]
 
 
-def _run(case: Case, norm: Norm, stream: int, sign: float | None, starts: int) -> Seen:
-    """The same layers three times, from the same points."""
+def _run(case: Case, norm: Norm, stream: int, sign: float | None, starts: int) -> Radii:
+    """Run the same layers from the same points with post-norm, without a norm and with pre-norm."""
     z = case.normal(starts, TOKENS, DIM, stream=300 + stream)
     after, bare, residual = norm(z), norm.core()(z), norm.core()(z)
     radii = [_radii(norm, after, bare, residual)]
@@ -143,33 +146,33 @@ def _run(case: Case, norm: Norm, stream: int, sign: float | None, starts: int) -
             bare = bare + post.write(half, bare)
         radii.append(_radii(norm, after, bare, residual))
     radius = torch.stack(radii, 1)
-    return Seen(radius.amax(-1), radius.amin(-1))
+    return Radii(radius.amax(-1), radius.amin(-1))
 
 
 def _radii(norm: Norm, after: Tensor, bare: Tensor, residual: Tensor) -> Tensor:
-    """Lengths over the radius of the norm's sphere, (start, place, token)."""
+    """Token lengths relative to the radius of the norm's sphere (start, place, token)."""
     sphere = 1.0 if isinstance(norm, UnitNorm) else DIM**0.5
-    points = _folded_out(norm, after), bare, residual, _folded_out(norm, norm(residual))
+    points = _fold_out(norm, after), bare, residual, _fold_out(norm, norm(residual))
     return torch.stack([point.norm(dim=-1) / sphere for point in points], 1)
 
 
-def _folded_out(norm: Norm, y: Tensor) -> Tensor:
+def _fold_out(norm: Norm, y: Tensor) -> Tensor:
     """(y - bias) / gain."""
     shifted = y if norm.bias is None else y - norm.bias
     return shifted if norm.gain is None else shifted / norm.gain
 
 
 def _growth(largest: list[Tensor]) -> Tensor:
-    """The factor of the radius a layer, by start and place, its geometric mean over the norms."""
-    return torch.stack([(each[:, -1] / each[:, 0]).log() / DEPTH for each in largest]).mean(0).exp()
+    """The growth factor of the radius per layer (start, place), as a geometric mean over the norms."""
+    return torch.stack([(radius[:, -1] / radius[:, 0]).log() / DEPTH for radius in largest]).mean(0).exp()
 
 
-def _every(growth: list[Tensor], place: int, names: tuple[str, ...]) -> EveryLayer:
-    return EveryLayer([each[:, place] for each in growth], "starts", names, scale=LogScale())
+def _every_value(growth: list[Tensor], place: int, names: tuple[str, ...]) -> EveryLayer:
+    return EveryLayer([factor[:, place] for factor in growth], "starts", names, scale=LogScale())
 
 
-def _average(case: Case, stream: int, sign: float | None, starts: int) -> Tensor:
-    """The longest softmax average of each start over its longest value; tokens of any length."""
+def _average_length(case: Case, stream: int, sign: float | None, starts: int) -> Tensor:
+    """The longest softmax average of each start over its longest value; the tokens are not normalized."""
     y, v = case.normal(starts, TOKENS, DIM, stream=stream), case.normal(DIM, DIM, stream=200 + stream)
     value = v / DIM**0.5 if sign is None else sign * torch.eye(DIM, dtype=v.dtype)
     longest: Tensor = (y @ value.mT).norm(dim=-1).amax(-1)
@@ -177,14 +180,14 @@ def _average(case: Case, stream: int, sign: float | None, starts: int) -> Tensor
     return average / longest
 
 
-def _shrunk(case: Case, n: int, starts: int) -> float:
+def _unit_average_length(case: Case, n: int, starts: int) -> float:
     """The mean length of a softmax average of n unit tokens."""
     x = UnitNorm()(case.normal(starts, n, DIM, stream=500 + n))
     return float(SA(BETA).ambient(x).norm(dim=-1).mean())
 
 
-def _drawn(largest: Tensor, bare: list[Tensor]) -> xr.Dataset:
-    """The radius along depth by place, and without the norm by V."""
+def _curves(largest: Tensor, bare: list[Tensor]) -> xr.Dataset:
+    """The radius along depth for each place, and without the norm for each V."""
     layers, label = range(DEPTH + 1), "largest radius over that of the sphere"
     radius = curve("radius", largest, {"layer": layers, "place": PLACES}, label=label, log=True)
     values = {"layer": layers, "value": VALUES}

@@ -1,4 +1,4 @@
-"""one-cluster: from almost every start all tokens gather in one cluster."""
+"""one-cluster: from almost every start all tokens converge to one cluster."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 
 MEET, TRIES = 1e-9, 5_000
 LOG_TIMES = np.linspace(-1.0, 15.0, 25)
-MOST = Region(text="The lower bound of the share is at least 0.8 in this regime alone.", low=0.8)
+MOST = Region(text="The lower bound of the share is at least 0.8 in this regime.", low=0.8)
 
 
 @dataclass(frozen=True)
 class _Regime:
-    """What one theorem speaks of; ``lives`` is its horizon in lives of two clusters, ``repelled`` whether V = -I can be
-    carried that far.
+    """The regime of one theorem. ``lives`` is its horizon in lifetimes of two clusters; ``repelled`` tells whether
+    V = -I can be integrated that far.
     """
 
     beta: float
@@ -44,7 +44,7 @@ class _Regime:
 
     @property
     def horizon(self) -> float:
-        """What two equal clusters take from the inner product -0.99 to 1 - 1e-9, so many times."""
+        """``lives`` times the time that two equal clusters take from the inner product -0.99 to 1 - 1e-9."""
         return self.lives * metastable_time(SA(beta=self.beta), gamma0=-0.99, gamma1=1 - 1e-9)
 
 
@@ -57,11 +57,11 @@ REGIMES = (
 )
 
 
-class _Ends(NamedTuple):
-    """Clusters at each time (time, start), and the starts that ran into the step limit."""
+class _ClusterCounts(NamedTuple):
+    """The number of clusters (time, start), and the number of starts that reached the step limit."""
 
     clusters: Tensor
-    lost: int
+    stopped: int
 
 
 @experiment("one-cluster", seconds=16)
@@ -69,50 +69,50 @@ def one_cluster(case: Case) -> Finding:
     """x_i' = P sum_j e^(beta <x_i, x_j>) V x_j / Z_i, V = I, from uniform starts, in the regime of each of the four
     theorems.
 
-    Tokens closer than 1e-9 are carried as one weighted token, so that the time e^(beta (1 - gamma)) is reached in few
-    steps. The count is taken at the regime's own horizon; the picture goes on to the longest. A run that needs more
-    than 5,000 steps has not ended in one cluster. The null differs by V = -I alone: the same starts, merging, horizon
-    and count; a run of it that needs more steps counts as if it had ended in one cluster, against the null. It leaves
-    out beta = 16, whose horizon of 3e14 is out of reach of V = -I: there the tokens rest apart, and steps stay of
-    order 1. For the sake of the null the horizon at beta = 4 is 2 lives of two clusters and not 10.
+    Tokens closer than 1e-9 are merged into one weighted token, so that the time e^(beta (1 - gamma)) is reached in few
+    steps. Clusters are counted at the horizon of each regime; the plot continues to the longest. A run that needs more
+    than 5,000 steps counts as not in one cluster. The null differs only by V = -I, with the same starts, merging,
+    horizon and count; a run of it that needs more steps counts as one cluster, against the null. It omits beta = 16,
+    whose horizon of 3e14 cannot be reached with V = -I: the tokens come to rest apart, and steps remain of order 1. To
+    keep the null feasible, the horizon at beta = 4 is 2 lifetimes of two clusters instead of 10.
     """
     starts = case.count(192, quick=32)
-    ends, paths, lost, repelled, stuck = [], [], 0, 0, 0
+    in_one, paths, stopped, null_in_one, null_stopped = [], [], 0, 0, 0
     for k, regime in enumerate(REGIMES):
         x = retract(case.normal(starts, regime.n, regime.dim, stream=k))
         times = sorted({*(10.0**LOG_TIMES).tolist(), regime.horizon})
-        seen, at = _carry(SA(beta=regime.beta), x, times), times.index(regime.horizon)
-        ends.append(int((seen.clusters[at] == 1).sum()))
-        lost += seen.lost
-        paths.append(torch.cat([seen.clusters[:at], seen.clusters[at + 1 :]]).mT)
+        counts, at = _count_clusters(SA(beta=regime.beta), x, times), times.index(regime.horizon)
+        in_one.append(int((counts.clusters[at] == 1).sum()))
+        stopped += counts.stopped
+        paths.append(torch.cat([counts.clusters[:at], counts.clusters[at + 1 :]]).mT)
         if regime.repelled:
-            away = SA(beta=regime.beta, value=-torch.eye(regime.dim, dtype=x.dtype))
-            apart = _carry(away, x, [regime.horizon])
-            repelled += int((apart.clusters[-1] == 1).sum())
-            stuck += apart.lost
+            repulsion = SA(beta=regime.beta, value=-torch.eye(regime.dim, dtype=x.dtype))
+            null = _count_clusters(repulsion, x, [regime.horizon])
+            null_in_one += int((null.clusters[-1] == 1).sum())
+            null_stopped += null.stopped
     axes = {"log10 time": LOG_TIMES.tolist(), "regime": [str(regime) for regime in REGIMES]}
     tried = [regime for regime in REGIMES if regime.repelled]
     betas = ", ".join(f"{regime.beta:.3g}" for regime in tried)
     return Finding(
-        evidence=Count(sum(ends), len(REGIMES) * starts, "starts", refutes=False),
+        evidence=Count(sum(in_one), len(REGIMES) * starts, "starts", refutes=False),
         null=Check(
             f"share of starts that end in one cluster with V = -I, beta = {betas}",
-            Count(repelled + stuck, len(tried) * starts, "starts"),
+            Count(null_in_one + null_stopped, len(tried) * starts, "starts"),
         ),
         data=curve("clusters", torch.stack(paths, -1), axes, label="clusters left"),
         also=tuple(
             Check(
                 f"share of starts that end in one cluster, {regime}",
-                Count(end, starts, "starts", refutes=False),
+                Count(count, starts, "starts", refutes=False),
                 Ruling.SUPPORTED,
                 MOST,
             )
-            for regime, end in zip(REGIMES, ends, strict=True)
+            for regime, count in zip(REGIMES, in_one, strict=True)
         ),
         remark=(
             f"Horizons: {'; '.join(f'{regime}: {regime.horizon:.2g}' for regime in REGIMES)}. The step limit stopped "
-            f"{lost} of {len(REGIMES) * starts} starts with V = +I and {stuck} of {len(tried) * starts} with V = -I, "
-            f"which is tried at beta = {betas} alone."
+            f"{stopped} of {len(REGIMES) * starts} starts with V = +I and {null_stopped} of {len(tried) * starts} with "
+            f"V = -I, which is tried only at beta = {betas}."
         ),
         where=(
             f"simulation on the unit sphere: four regimes of beta, n, d, t <= {min(r.horizon for r in REGIMES):.3g} to "
@@ -121,9 +121,9 @@ def one_cluster(case: Case) -> Finding:
     )
 
 
-def _carry(field: SA, x: Tensor, times: list[float]) -> _Ends:
-    """A start that was lost has as many clusters as it began with."""
+def _count_clusters(field: SA, x: Tensor, times: list[float]) -> _ClusterCounts:
+    """Integrate and count clusters; a start that reaches the step limit keeps its initial number of clusters."""
     states = integrate(field, x, times, merge=MEET, stepper=DormandPrince(max_steps=TRIES)).states
-    alive = states.isfinite().all(-1, keepdim=True).all(-2, keepdim=True)
-    clusters = cluster_count(torch.where(alive, states, x), radius=MEET)
-    return _Ends(clusters, int((~alive[-1]).sum()))
+    finished = states.isfinite().all(-1, keepdim=True).all(-2, keepdim=True)
+    clusters = cluster_count(torch.where(finished, states, x), radius=MEET)
+    return _ClusterCounts(clusters, int((~finished[-1]).sum()))

@@ -1,4 +1,4 @@
-"""radial: what a norm layer leaves of the radial direction of its input."""
+"""radial: the radial eigenvalue of a norm layer's Jacobian."""
 
 from __future__ import annotations
 
@@ -24,36 +24,37 @@ DIGITS = Region(text="Equality within a relative error of 1e-6.", high=1e-6)
 NOTHING = Region(text="0 within 1e-12 of the tangential eigenvalue.", high=1e-12)
 
 
-class Seen(NamedTuple):
-    """At inputs (ratio, repeat), over the tangential eigenvalue (s^2 + eps)^(-1/2): the radial eigenvalue <x, J x>,
-    what theory says of it, the length of J x aside from x, the error of J at a tangent, the length of J 1 / sqrt(d).
+class Eigenvalues(NamedTuple):
+    """Values at inputs (ratio, repeat), relative to the tangential eigenvalue (s^2 + eps)^(-1/2): the radial eigenvalue
+    <x, J x> and its theoretical value, the length of the part of J x orthogonal to x, the error of J at a tangent, and
+    the length of J 1 / sqrt(d).
     """
 
     radial: Tensor
     theory: Tensor
-    aside: Tensor
+    orthogonal: Tensor
     tangent: Tensor
     mean: Tensor
 
 
 @experiment("radial", seconds=1)
 def radial(case: Case) -> Finding:
-    """J x = eps / (s^2 + eps)^(3/2) x with x = y / |y|, s^2 = |y|^2 / d, for RMSNorm; for LayerNorm with y less its
-    mean, whose direction J takes to 0. Tangents t keep their direction, J t = (s^2 + eps)^(-1/2) t.
+    """J x = eps / (s^2 + eps)^(3/2) x with x = y / |y|, s^2 = |y|^2 / d, for RMSNorm; for LayerNorm with y minus its
+    mean, whose direction J maps to 0. Tangents t keep their direction, J t = (s^2 + eps)^(-1/2) t.
 
     J is the derivative of the norm itself, by autograd, with a random gain and bias folded out: row i over gain_i.
-    Random y of the size that s^2 / eps asks for, over twelve decades, for several eps and d.
+    Random y scaled to each s^2 / eps, over twelve decades, for several eps and d.
     """
-    each, cells = case.count(64, quick=16), list(product(EPSILONS, DIMS))
-    rms = _joined([_rms(case, k, each, eps, d) for k, (eps, d) in enumerate(cells)])
-    layer = _joined([_layer(case, 100 + k, each, eps, d) for k, (eps, d) in enumerate(cells)])
-    exact = _joined([look(case, 200 + d, 24, 0.0, d) for look, d in product((_rms, _layer), DIMS)])
-    seen = _joined([rms, layer])
-    usual = float(seen.radial[RATIOS.index(1e4)].median())
-    zeros = int((seen.radial.abs() <= 1e-12).sum())
+    repeats, cells = case.count(64, quick=16), list(product(EPSILONS, DIMS))
+    rms = _concatenate([_rms_norm(case, k, repeats, eps, d) for k, (eps, d) in enumerate(cells)])
+    layer = _concatenate([_layer_norm(case, 100 + k, repeats, eps, d) for k, (eps, d) in enumerate(cells)])
+    eps_zero = _concatenate([norm(case, 200 + d, 24, 0.0, d) for norm, d in product((_rms_norm, _layer_norm), DIMS)])
+    both = _concatenate([rms, layer])
+    typical = float(both.radial[RATIOS.index(1e4)].median())
+    zeros = int((both.radial.abs() <= 1e-12).sum())
     return Finding(
-        evidence=Identity((seen.radial - seen.theory).abs()),
-        null=Check("error of the printed value 0, over the tangential eigenvalue", Identity(seen.radial.abs())),
+        evidence=Identity((both.radial - both.theory).abs()),
+        null=Check("error of the printed value 0, over the tangential eigenvalue", Identity(both.radial.abs())),
         data=curve(
             "radial",
             torch.stack([rms.radial.mT, layer.radial.mT], -1),
@@ -62,10 +63,10 @@ def radial(case: Case) -> Finding:
             log=True,
         ),
         printed=Check(
-            "share of inputs with radial eigenvalue 0", Count(zeros, seen.radial.numel(), "inputs"), region=ZERO
+            "share of inputs with radial eigenvalue 0", Count(zeros, both.radial.numel(), "inputs"), region=ZERO
         ),
-        also=_parts(seen, rms, layer, exact),
-        remark=f"At s^2 = 10^4 eps the radial eigenvalue is {usual:.3g} of the tangential one.",
+        also=_further_checks(both, rms, layer, eps_zero),
+        remark=f"At s^2 = 10^4 eps the radial eigenvalue is {typical:.3g} of the tangential one.",
         where=(
             f"simulation: norms of random vectors, d = {', '.join(map(str, DIMS))}, eps = {EPSILONS[0]:g} to "
             f"{EPSILONS[-1]:g}, s^2/eps = {RATIOS[0]:g} to {RATIOS[-1]:g}, gain and bias folded out"
@@ -73,87 +74,94 @@ def radial(case: Case) -> Finding:
     )
 
 
-def _parts(seen: Seen, rms: Seen, layer: Seen, exact: Seen) -> tuple[Check, ...]:
+def _further_checks(
+    both: Eigenvalues, rms: Eigenvalues, layer: Eigenvalues, eps_zero: Eigenvalues
+) -> tuple[Check, ...]:
     """The other directions: tangents, the mean, and the radial one at eps = 0."""
-    held = Ruling.BY_CONSTRUCTION
+    exact = Ruling.BY_CONSTRUCTION
     return (
         Check(
-            "relative error of eps/(s^2+eps) for what the printed 0 misses",
-            Identity((seen.radial / seen.theory - 1).abs(), "relative error"),
-            held,
+            "relative error of eps/(s^2+eps), the radial over the tangential eigenvalue",
+            Identity((both.radial / both.theory - 1).abs(), "relative error"),
+            exact,
             DIGITS,
         ),
-        Check("part of J x aside from x, over the tangential eigenvalue", Identity(seen.aside, "part"), held, NOTHING),
+        Check(
+            "part of J x orthogonal to x, over the tangential eigenvalue",
+            Identity(both.orthogonal, "orthogonal part"),
+            exact,
+            NOTHING,
+        ),
         Check(
             "error of J t = (s^2+eps)^(-1/2) t at tangents, over that eigenvalue",
-            Identity(seen.tangent),
-            held,
+            Identity(both.tangent),
+            exact,
             NOTHING,
         ),
         Check(
-            "what LayerNorm leaves of the mean, over the tangential eigenvalue",
-            Identity(layer.mean, "rest of the mean"),
-            held,
+            "image of the mean direction under LayerNorm, over the tangential eigenvalue",
+            Identity(layer.mean, "image of the mean direction"),
+            exact,
             NOTHING,
         ),
         Check(
-            "what RMSNorm leaves of the mean, over the tangential eigenvalue",
-            Identity(rms.mean, "rest of the mean"),
+            "image of the mean direction under RMSNorm, over the tangential eigenvalue",
+            Identity(rms.mean, "image of the mean direction"),
             region=NOTHING,
         ),
         Check(
             "radial over tangential eigenvalue at eps = 0",
-            Identity(exact.radial.abs(), "eigenvalue"),
-            held,
+            Identity(eps_zero.radial.abs(), "eigenvalue"),
+            exact,
             NOTHING,
         ),
     )
 
 
-def _rms(case: Case, stream: int, each: int, eps: float, d: int) -> Seen:
-    gain, y, t = _draw(case, stream, each, d)
+def _rms_norm(case: Case, stream: int, repeats: int, eps: float, d: int) -> Eigenvalues:
+    gain, y, t = _sample(case, stream, repeats, d)
     norm = RMSNorm(gain=gain, eps=eps)
     y = y * _sizes(eps) / y.square().mean(-1, keepdim=True).sqrt()
-    return _look(vmap(vmap(jacrev(norm)))(y) / gain[:, None], y, t, eps)
+    return _measure(vmap(vmap(jacrev(norm)))(y) / gain[:, None], y, t, eps)
 
 
-def _layer(case: Case, stream: int, each: int, eps: float, d: int) -> Seen:
-    gain, y, t = _draw(case, stream, each, d)
+def _layer_norm(case: Case, stream: int, repeats: int, eps: float, d: int) -> Eigenvalues:
+    gain, y, t = _sample(case, stream, repeats, d)
     norm = LayerNorm(gain=gain, bias=case.normal(d, stream=1_000 + stream), eps=eps)
     y = y * _sizes(eps) / y.std(-1, keepdim=True, correction=0)
     jacobian = vmap(vmap(jacrev(norm)))(y) / gain[:, None]
-    return _look(jacobian, y - y.mean(-1, keepdim=True), t - t.mean(-1, keepdim=True), eps)
+    return _measure(jacobian, y - y.mean(-1, keepdim=True), t - t.mean(-1, keepdim=True), eps)
 
 
-def _draw(case: Case, stream: int, each: int, d: int) -> tuple[Tensor, Tensor, Tensor]:
-    """A positive gain (d,), and vectors y and t (ratio, each, d)."""
-    draws = case.normal(1 + 2 * len(RATIOS) * each, d, stream=stream)
-    y, t = draws[1:].reshape(2, len(RATIOS), each, d)
-    return (draws[0] / 2).exp(), y, t
+def _sample(case: Case, stream: int, repeats: int, d: int) -> tuple[Tensor, Tensor, Tensor]:
+    """A positive gain (d,), and vectors y and t (ratio, repeat, d)."""
+    rows = case.normal(1 + 2 * len(RATIOS) * repeats, d, stream=stream)
+    y, t = rows[1:].reshape(2, len(RATIOS), repeats, d)
+    return (rows[0] / 2).exp(), y, t
 
 
 def _sizes(eps: float) -> Tensor:
-    """s for every ratio; at eps = 0 the ratios are s^2 itself."""
+    """s for every ratio; at eps = 0 the ratios are taken as s^2."""
     return (torch.tensor(RATIOS, dtype=torch.float64) * (eps or 1.0)).sqrt()[:, None, None]
 
 
-def _look(jacobian: Tensor, y: Tensor, t: Tensor, eps: float) -> Seen:
-    """``y`` and ``t`` without mean where the norm removes it."""
+def _measure(jacobian: Tensor, y: Tensor, t: Tensor, eps: float) -> Eigenvalues:
+    """The eigenvalues at ``y``, with a tangent from ``t``; both without their mean if the norm removes it."""
     ones, x = torch.ones_like(y) / y.shape[-1] ** 0.5, y / y.norm(dim=-1, keepdim=True)
     t = t - (t * x).sum(-1, keepdim=True) * x
     t = t / t.norm(dim=-1, keepdim=True)
     s2 = y.square().mean(-1)
-    over = jacobian * (s2 + eps).sqrt()[..., None, None]
-    image, kept, mean = ((over @ v[..., None])[..., 0] for v in (x, t, ones))
+    relative = jacobian * (s2 + eps).sqrt()[..., None, None]
+    image, tangent_image, mean = ((relative @ v[..., None])[..., 0] for v in (x, t, ones))
     along = (x * image).sum(-1)
-    return Seen(
+    return Eigenvalues(
         radial=along,
         theory=eps / (s2 + eps),
-        aside=(image - along[..., None] * x).norm(dim=-1),
-        tangent=(kept - t).norm(dim=-1),
+        orthogonal=(image - along[..., None] * x).norm(dim=-1),
+        tangent=(tangent_image - t).norm(dim=-1),
         mean=mean.norm(dim=-1),
     )
 
 
-def _joined(parts: list[Seen]) -> Seen:
-    return Seen(*(torch.cat(each, 1) for each in zip(*parts, strict=True)))
+def _concatenate(parts: list[Eigenvalues]) -> Eigenvalues:
+    return Eigenvalues(*(torch.cat(field, 1) for field in zip(*parts, strict=True)))

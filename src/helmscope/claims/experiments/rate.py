@@ -1,4 +1,4 @@
-"""rate: near the cluster tokens converge exponentially, at rate 1 under SA and e^beta under USA."""
+"""rate: near a cluster tokens converge exponentially, at rate 1 under SA and e^beta under USA."""
 
 from __future__ import annotations
 
@@ -36,31 +36,31 @@ def rate(case: Case) -> Finding:
     |x_i - x*| falls as e^-t under SA and as e^(-e^beta t) under USA, and 1 - <x_i, x_j> = |x_i - x_j|^2 / 2 twice as
     fast.
 
-    Clusters of size 1e-5, carried by RK4 over 1.2 units of the time 1 / rate; x* is where they are 30 units later. A
-    number a start: the slope of log |x_i - x*| over the corrected rate, at the token where it is farthest from 1.
-    The null is a flow that does have the printed rate, SA with V = e^-beta I: the statistic must tell it apart at every
-    beta > 0, and the check of the printed rate must find it.
+    Clusters of size 1e-5, integrated by RK4 over 1.2 units of the time 1 / rate; x* is their state 30 units later. The
+    statistic of a start is the slope of log |x_i - x*| over the corrected rate, at the token where it is farthest from
+    1. The null is a flow that does have the printed rate, SA with V = e^-beta I: the statistic must distinguish it at
+    every beta > 0, and the check of the printed rate must detect it.
     """
     starts = case.count(128, quick=32)
     cells = [(kind, beta, n) for kind in (SA, USA) for beta in BETAS for n in SIZES]
     names = [f"{kind.__name__}, beta = {beta:g}, n = {n}" for kind, beta, n in cells]
     clusters = {n: _cluster(case.normal(starts, n, DIM, stream=n)) for n in SIZES}
-    due = [corrected(kind(beta=beta)) for kind, beta, _ in cells]
-    seen = [slopes(kind(beta=beta), clusters[n], rate) for (kind, beta, n), rate in zip(cells, due, strict=True)]
+    theory = [corrected(kind(beta=beta)) for kind, beta, _ in cells]
+    measured = [slopes(kind(beta=beta), clusters[n], rate) for (kind, beta, n), rate in zip(cells, theory, strict=True)]
     faster, _ = slopes(SA(beta=1.0, value=(1 + FASTER) * EYE), clusters[SIZES[-1]], 1.0)
-    ratios = [tokens / rate for (tokens, _), rate in zip(seen, due, strict=True)]
-    doubled = [pairs / (2 * rate) for (_, pairs), rate in zip(seen, due, strict=True)]
+    ratios = [tokens / rate for (tokens, _), rate in zip(measured, theory, strict=True)]
+    pair_ratios = [pairs / (2 * rate) for (_, pairs), rate in zip(measured, theory, strict=True)]
     over_printed = [
-        tokens.mean(-1) / math.exp(-beta) for (_, beta, _), (tokens, _) in zip(cells, seen, strict=True) if beta > 0
+        tokens.mean(-1) / math.exp(-beta) for (_, beta, _), (tokens, _) in zip(cells, measured, strict=True) if beta > 0
     ]
-    slow = {beta: _as_printed(beta, clusters[SIZES[-1]]) for beta in BETAS if beta > 0}
-    found = [farthest(tokens / math.exp(-beta)) for beta, tokens in slow.items()]
-    means = [tokens.mean(-1) for (_, _, n), (tokens, _) in zip(cells, seen, strict=True) if n == SIZES[-1]]
+    planted = {beta: _planted_rates(beta, clusters[SIZES[-1]]) for beta in BETAS if beta > 0}
+    planted_over_printed = [farthest(tokens / math.exp(-beta)) for beta, tokens in planted.items()]
+    means = [tokens.mean(-1) for (_, _, n), (tokens, _) in zip(cells, measured, strict=True) if n == SIZES[-1]]
     return Finding(
-        evidence=EveryLayer([farthest(each) for each in ratios], "starts", names, LogScale()),
+        evidence=EveryLayer([farthest(ratio) for ratio in ratios], "starts", names, LogScale()),
         null=Check(
             "rate over the corrected rate 1, planted flow with the printed rate (SA, V = e^-beta I), at every beta > 0",
-            SomeLayer([farthest(each) for each in slow.values()], "starts", scale=LogScale()),
+            SomeLayer([farthest(rate) for rate in planted.values()], "starts", scale=LogScale()),
         ),
         printed=Check(
             "rate over the printed rate e^-beta, at every beta > 0", SomeLayer(over_printed, "starts", scale=LogScale())
@@ -68,29 +68,29 @@ def rate(case: Case) -> Finding:
         also=(
             Check(
                 "rate over the printed rate e^-beta, planted flow with the printed rate, at every beta > 0",
-                EveryLayer(found, "starts", scale=LogScale()),
+                EveryLayer(planted_over_printed, "starts", scale=LogScale()),
                 Ruling.SUPPORTED,
                 PRINTED,
             ),
             Check(
                 "rate of 1 - <x_i, x_j> over 2 (SA), 2 e^beta (USA)",
-                EveryLayer([farthest(each) for each in doubled], "starts", scale=LogScale()),
+                EveryLayer([farthest(ratio) for ratio in pair_ratios], "starts", scale=LogScale()),
                 Ruling.SUPPORTED,
             ),
             Check(f"rate of SA made faster by {FASTER:g}, over 1", Replicates(farthest(faster), "starts", LogScale())),
         ),
-        data=_picture(torch.stack(means, -1)),
+        data=_rate_curves(torch.stack(means, -1)),
         remark=(
             f"Over {len(cells)} combinations of flow, beta and n no token's ratio is farther from 1 than "
-            f"{max(float((each - 1).abs().max()) for each in ratios):.1e}."
+            f"{max(float((ratio - 1).abs().max()) for ratio in ratios):.1e}."
         ),
         where=f"simulation on the unit sphere: clusters of size {SPREAD:g}, n = {', '.join(map(str, SIZES))}, "
         f"d = {DIM}, beta = {LISTED}, t <= {LENGTH:g} / rate, RK4 step {STEP:g} / rate",
     )
 
 
-def _picture(means: Tensor) -> xr.Dataset:
-    """The rates of SA and then of USA at every beta (starts, 2 beta), beside the printed one."""
+def _rate_curves(means: Tensor) -> xr.Dataset:
+    """The rates of SA and of USA at every beta, from means (start, 2 betas), and the printed rate."""
     sa, usa = means.chunk(2, -1)
     printed = (-torch.tensor(BETAS, dtype=torch.float64)).exp().expand_as(sa)
     return curve(
@@ -103,7 +103,7 @@ def _picture(means: Tensor) -> xr.Dataset:
 
 
 def corrected(field: SA | USA) -> float:
-    """1 for SA, e^beta for USA."""
+    """The corrected rate: 1 for SA, e^beta for USA."""
     return 1.0 if field.normalized else math.exp(field.beta)
 
 
@@ -111,14 +111,14 @@ def _cluster(noise: Tensor) -> Tensor:
     return sphere.retract(torch.eye(1, DIM, dtype=torch.float64) + SPREAD * noise)
 
 
-def _as_printed(beta: float, x: Tensor) -> Tensor:
-    """The decay rate of |x_i - x*| (starts, n) along SA with V = e^-beta I, which is as slow as printed."""
-    slow = math.exp(-beta)
-    return slopes(SA(beta=beta, value=slow * EYE), x, slow)[0]
+def _planted_rates(beta: float, x: Tensor) -> Tensor:
+    """The decay rates of |x_i - x*| (starts, n) along SA with V = e^-beta I, which has the printed rate."""
+    printed = math.exp(-beta)
+    return slopes(SA(beta=beta, value=printed * EYE), x, printed)[0]
 
 
 def slopes(field: SA | USA, x: Tensor, rate: float) -> tuple[Tensor, Tensor]:
-    """The decay rates of |x_i - x*| (starts, n) and of |x_i - x_j|^2 / 2 (starts, pairs), seen over 1.2 / rate."""
+    """The decay rates of |x_i - x*| (starts, n) and of |x_i - x_j|^2 / 2 (starts, pairs), measured over 1.2 / rate."""
     unit = 1 / rate
     end = integrate(field, x, [LENGTH * unit], stepper=RK4(STEP * unit)).states[-1]
     rest = integrate(field, end, [REST * unit]).states[-1]
@@ -136,5 +136,5 @@ def _length(difference: Tensor) -> Tensor:
 
 
 def farthest(ratios: Tensor) -> Tensor:
-    """Of each start the ratio farthest from 1."""
+    """The ratio of each start that is farthest from 1."""
     return ratios.gather(-1, (ratios - 1).abs().argmax(-1, keepdim=True)).squeeze(-1)

@@ -31,33 +31,38 @@ SHARP = (
     ("octahedron", 6, 2.0, 200.0, [-1.0] * 3 + [0.0] * 12),
     ("icosahedron", 12, 4.0, 400.0, [-1.0] * 6 + [-ROOT] * 30 + [ROOT] * 30),
 )
-EQUAL = Region(text="Equality within a relative rounding of 1e-12.", high=1e-12)
+EQUAL = Region(text="Equality within a relative 1e-12.", high=1e-12)
 MOST = Region(text="At least 0.8 of the starts, every inner product within 1e-6.", low=0.8)
 MET = Region(text="The closest two tokens are within 1e-3 rad.", high=1e-3)
 
 
 @experiment("repulsive", seconds=2)
 def repulsive(case: Case) -> Finding:
-    """F = 1/2 sum_ij e^(-(beta/2)|x_i - x_j|^2) = beta e^-beta E_sum on the unit sphere; V = +I climbs it, V = -I
-    descends it.
+    """F = 1/2 sum_ij e^(-(beta/2)|x_i - x_j|^2) = beta e^-beta E_sum on the unit sphere; V = +I increases it, V = -I
+    decreases it.
 
     d log F/dt = <grad F, x'> / F at uniform starts on S^2, the gradient by automatic differentiation. The flow with
-    V = -I and 4, 6, 12 tokens is carried to rest and its sorted inner products held against those of tetrahedron,
-    octahedron and icosahedron; under V = +I the smallest angle between two tokens is followed.
+    V = -I and 4, 6, 12 tokens is integrated until it rests, and its sorted inner products are compared with those of
+    the tetrahedron, octahedron and icosahedron; under V = +I the smallest angle between two tokens is recorded.
     """
     starts = case.count(256, quick=64)
     x, other = (retract(case.normal(starts, TOKENS, 3, stream=stream)) for stream in (0, 1))
     paths = {sign: integrate(_flow(BETA, sign), x, TIMES, stepper=RK4(STEP)).states for sign in (1.0, -1.0)}
     energy = torch.stack([gaussian_energy_as_printed(path, beta=BETA).T for path in paths.values()], -1)
     smallest = torch.stack([_smallest_angle(path).T for path in paths.values()], -1)
-    middle = smallest.median(0).values
+    medians = smallest.median(0).values
     axes = {"time": TIMES, "value": ("V = +I", "V = -I")}
     return Finding(
-        evidence=Replicates(_rate(x, 1.0), "starts"),
-        null=Check("d log F/dt along V = -I, other starts", Replicates(_rate(other, -1.0), "starts"), Ruling.SUPPORTED),
+        evidence=Replicates(_log_rate(x, 1.0), "starts"),
+        null=Check(
+            "d log F/dt along V = -I, other starts", Replicates(_log_rate(other, -1.0), "starts"), Ruling.SUPPORTED
+        ),
         also=(
             Check(
-                "relative difference of F and beta e^-beta E_sum", Identity(_same(case)), Ruling.BY_CONSTRUCTION, EQUAL
+                "relative difference between F and beta e^-beta E_sum",
+                Identity(_identity_errors(case)),
+                Ruling.BY_CONSTRUCTION,
+                EQUAL,
             ),
             Check(
                 f"smallest angle between two tokens at t = {TIMES[-1]:g}, in rad, V = +I",
@@ -65,7 +70,7 @@ def repulsive(case: Case) -> Finding:
                 Ruling.SUPPORTED,
                 MET,
             ),
-            *(_reached(case, number, *sharp) for number, sharp in enumerate(SHARP)),
+            *(_reaches_polyhedron(case, number, *sharp) for number, sharp in enumerate(SHARP)),
         ),
         data=xr.merge(
             [
@@ -74,8 +79,8 @@ def repulsive(case: Case) -> Finding:
             ],
             join="outer",
         ),
-        remark=f"From t = 0 to {TIMES[-1]:g} the median of the smallest angle goes from {middle[0, 0]:.2g} rad to "
-        f"{middle[-1, 0]:.2g} under V = +I and to {middle[-1, 1]:.2g} under V = -I.",
+        remark=f"From t = 0 to {TIMES[-1]:g} the median of the smallest angle goes from {medians[0, 0]:.2g} rad to "
+        f"{medians[-1, 0]:.2g} under V = +I and to {medians[-1, 1]:.2g} under V = -I.",
         where=f"simulation on the unit sphere: n = {TOKENS}, d = 3, beta = {BETA:g}, t <= {TIMES[-1]:g}, RK4 step "
         f"{STEP:g}; polyhedra: {'; '.join(f'n = {n}, beta = {b:g}, t = {end:g}' for _, n, b, end, _ in SHARP)}",
     )
@@ -85,15 +90,15 @@ def _flow(beta: float, sign: float) -> SA:
     return SA(beta, value=sign * torch.eye(3, dtype=torch.float64))
 
 
-def _rate(x: Tensor, sign: float) -> Tensor:
-    """d log F/dt along V = sign I, one number a start."""
-    at = x.clone().requires_grad_()
-    energy = gaussian_energy_as_printed(at, beta=BETA)
-    gradient = torch.autograd.grad(energy.sum(), at)[0]
+def _log_rate(x: Tensor, sign: float) -> Tensor:
+    """d log F/dt along V = sign I, one value per start."""
+    tokens = x.clone().requires_grad_()
+    energy = gaussian_energy_as_printed(tokens, beta=BETA)
+    gradient = torch.autograd.grad(energy.sum(), tokens)[0]
     return (gradient * _flow(BETA, sign)(x)).sum((-1, -2)) / energy.detach()
 
 
-def _same(case: Case) -> Tensor:
+def _identity_errors(case: Case) -> Tensor:
     """The relative error of F = beta e^-beta E_sum, at several beta and d."""
     errors = []
     for number, (beta, dim) in enumerate(((0.5, 2), (2.0, 3), (4.0, 8), (9.0, 32))):
@@ -112,8 +117,10 @@ def _smallest_angle(states: Tensor) -> Tensor:
     return angle(*_pairs(states)).amin(-1)
 
 
-def _reached(case: Case, number: int, name: str, n: int, beta: float, end: float, exact: list[float]) -> Check:
-    """How many starts come to rest at a sharp configuration."""
+def _reaches_polyhedron(
+    case: Case, number: int, name: str, n: int, beta: float, end: float, exact: list[float]
+) -> Check:
+    """The share of starts that come to rest at a regular polyhedron."""
     starts = case.count(64, quick=32)
     x = retract(case.normal(starts, n, 3, stream=20 + number))
     left, right = _pairs(integrate(_flow(beta, -1.0), x, [end], stepper=RK4(1.0)).states[-1])

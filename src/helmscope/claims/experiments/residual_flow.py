@@ -32,38 +32,44 @@ NONE = Region(text="The order is 0 within 0.1.", low=-0.1, high=0.1)
 def residual_flow(case: Case) -> Finding:
     """x <- N(x + h f(x)), 1/h times, against x' = P f(x) over a unit of time: the error is C h + O(h^2).
 
-    f is SA at beta = 2; the flow is integrated to a local error of 1e-12. The error of a start is that of its worst
-    token, its order the slope of log error over log h. Without the step the same number of layers is N(x + f(x)). One
-    layer alone against the flow over h has order 2. The block is causal attention and then an MLP, random weights.
+    f is SA at beta = 2; the flow is integrated with a local error of 1e-12. The error of a start is the largest over
+    its tokens, its order the slope of log error over log h. The null applies the same number of layers without their
+    step, N(x + f(x)). A single layer, compared with the flow over time h, has order 2. The block is causal attention
+    followed by an MLP, with random weights.
     """
     x = retract(case.normal(case.count(128, quick=32), TOKENS, DIM, stream=0))
     attention = SA(beta=BETA)
     exact = _flow(attention, x, [TIME])[0]
-    stepped = torch.stack([_apart(_layers(attention, x, h, [TIME])[0], exact) for h in STEPS], -1)
+    stepped = torch.stack([_largest_error(_layers(attention, x, h, [TIME])[0], exact) for h in STEPS], -1)
     counts = [TIME / h for h in STEPS]
-    unstepped = torch.stack([_apart(each, exact) for each in _layers(attention, x, 1.0, counts)], -1)
-    short = [h * TIME for h in reversed(STEPS)]
-    after = reversed(list(_flow(attention, x, short)))
+    unstepped = torch.stack([_largest_error(states, exact) for states in _layers(attention, x, 1.0, counts)], -1)
+    single_steps = [h * TIME for h in reversed(STEPS)]
+    flow_over_h = reversed(list(_flow(attention, x, single_steps)))
     single = torch.stack(
-        [_apart(_layers(attention, x, h, [h])[0], each) for h, each in zip(STEPS, after, strict=True)], -1
+        [_largest_error(_layers(attention, x, h, [h])[0], flow) for h, flow in zip(STEPS, flow_over_h, strict=True)], -1
     )
     block = _block(case)
-    end = _flow(block, x, [TIME])[0]
-    blocks = torch.stack([_apart(_layers(block, x, h, [TIME])[0], end) for h in STEPS], -1)
-    what = ("with its step h", "without it", "one layer alone", "block with MLP")
+    block_flow = _flow(block, x, [TIME])[0]
+    blocks = torch.stack([_largest_error(_layers(block, x, h, [TIME])[0], block_flow) for h in STEPS], -1)
+    layers = ("with its step h", "without it", "one layer alone", "block with MLP")
     errors = torch.stack([stepped, unstepped, single, blocks], -1)
     return Finding(
         evidence=Replicates(_order(stepped), "starts"),
         null=Check(
             "order in h of layers without their step h", Replicates(_order(unstepped), "starts"), Ruling.SUPPORTED, NONE
         ),
-        data=curve("error", errors, {"h": STEPS, "layers": what}, label="distance of layers and flow", log=True),
+        data=curve("error", errors, {"h": STEPS, "layers": layers}, label="distance of layers and flow", log=True),
         also=(
             Check(
-                "order in h of causal attention and then an MLP", Replicates(_order(blocks), "starts"), Ruling.SUPPORTED
+                "order in h of causal attention followed by an MLP",
+                Replicates(_order(blocks), "starts"),
+                Ruling.SUPPORTED,
             ),
             Check(
-                "order in h of one layer over its own h", Replicates(_order(single), "starts"), Ruling.SUPPORTED, LOCAL
+                "order in h of a single layer over time h",
+                Replicates(_order(single), "starts"),
+                Ruling.SUPPORTED,
+                LOCAL,
             ),
         ),
         remark=f"At h = 1/{1 / STEPS[-1]:.0f} the layers are {float(stepped[:, -1].mean()):.2g} away from the flow.",
@@ -75,7 +81,7 @@ def residual_flow(case: Case) -> Finding:
 
 
 def _block(case: Case) -> Block:
-    """A block with Gaussian weights, scaled so that each map keeps lengths on average."""
+    """A block with Gaussian weights, scaled so that each map preserves lengths on average."""
     query_key, value = case.normal(2, DIM, DIM, stream=1) / math.sqrt(DIM)
     w_in = case.normal(4 * DIM, DIM, stream=2) / math.sqrt(DIM)
     w_out = case.normal(DIM, 4 * DIM, stream=3) / math.sqrt(4 * DIM)
@@ -90,14 +96,14 @@ def _layers(field: SA | Block, x: Tensor, h: float, times: list[float]) -> Tenso
     return integrate(field, x, times, stepper=Layer(h)).states
 
 
-def _apart(states: Tensor, flow: Tensor) -> Tensor:
-    """The distance of the worst token of each start."""
+def _largest_error(states: Tensor, flow: Tensor) -> Tensor:
+    """The largest distance over the tokens of each start."""
     lengths: Tensor = torch.linalg.vector_norm(states - flow, dim=-1)
     return lengths.amax(-1)
 
 
 def _order(errors: Tensor) -> Tensor:
-    """The least-squares slope of log error over log h, one a start."""
-    at = torch.tensor(STEPS, dtype=errors.dtype).log()
-    at = at - at.mean()
-    return (errors.log() * at).sum(-1) / at.square().sum()
+    """The least-squares slope of log error over log h, one per start."""
+    log_h = torch.tensor(STEPS, dtype=errors.dtype).log()
+    log_h = log_h - log_h.mean()
+    return (errors.log() * log_h).sum(-1) / log_h.square().sum()

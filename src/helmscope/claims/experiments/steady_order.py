@@ -1,4 +1,4 @@
-"""steady-order: near the cluster the mean inner product goes to 1 at a steady exponential pace."""
+"""steady-order: near a cluster the mean inner product approaches 1 at a constant exponential rate."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from helmscope.types import Region, Ruling
 if TYPE_CHECKING:
     from torch import Tensor
 
-BETAS, DRAWN, TOKENS, DIM = (0.0, 1.0, 4.0, 9.0), 4.0, 16, 8
+BETAS, PLOTTED_BETA, TOKENS, DIM = (0.0, 1.0, 4.0, 9.0), 4.0, 16, 8
 SPREAD = 1e-5  # up to beta = 9 the next order is below 1e-8 of the rate, and rounding far below that
 WINDOWS, WINDOW, STEP = 4, 0.5, 0.05  # in units of the time 1 (SA) or e^-beta (USA)
 FASTER = 1e-5
-IN_TIME = Region(text="The pace grows as time does: the ratio is 1 within 1e-6.", low=0.999999, high=1.000001)
-STEADY = Region(text="The pace stays the same: the ratio is 1 within 1e-6.", low=0.999999, high=1.000001)
+IN_TIME = Region(text="The pace is proportional to time: the ratio is 1 within 1e-6.", low=0.999999, high=1.000001)
+STEADY = Region(text="The pace is constant: the ratio is 1 within 1e-6.", low=0.999999, high=1.000001)
 LEFT = "1 - mean inner product, over its start"
 PACE = "pace over 2 (SA), 2 e^beta (USA)"
 
@@ -34,41 +34,42 @@ PACE = "pace over 2 (SA), 2 e^beta (USA)"
 @experiment("steady-order", seconds=1.4)
 def steady_order(case: Case) -> Finding:
     """log(1 - m), m the mean of <x_i, x_j> over pairs, has the slope -2 under SA and -2 e^beta under USA near the
-    cluster. The printed d/dt ln log M = Theta(t) names an M that is not defined, so it is not computed; a reading of
-    it, a pace proportional to time, -d/dt log(1 - m) = c t, is tried beside the claim.
+    cluster. The printed d/dt ln log M = Theta(t) uses an undefined M, so it is not computed; one interpretation of it,
+    a pace proportional to time, -d/dt log(1 - m) = c t, is tested as a further check.
 
-    Clusters of size 1e-5, where 1 - m is the mean of |x_i - x_j|^2 / 2, over four windows of half a unit of time. A
-    number a start: the slope over a window, over the corrected slope, in the window where it is farthest from 1.
+    Clusters of size 1e-5, where 1 - m is the mean of |x_i - x_j|^2 / 2, over four windows of half a unit of time. The
+    statistic of a start is the slope over a window, over the corrected slope, in the window where it is farthest from
+    1.
     """
     starts = case.count(128, quick=32)
     noise = case.normal(starts, TOKENS, DIM, stream=0)
     x = sphere.retract(torch.eye(1, DIM, dtype=torch.float64) + SPREAD * noise)
     clock = WINDOW * torch.arange(WINDOWS + 1, dtype=torch.float64)
     cells = [(kind, beta) for kind in (SA, USA) for beta in BETAS]
-    tried = [f"{kind.__name__}, beta = {beta:g}" for kind, beta in cells]
+    names = [f"{kind.__name__}, beta = {beta:g}" for kind, beta in cells]
     paths = [disorder(kind(beta=beta), x, clock) for kind, beta in cells]
     ratios = [pace(path) for path in paths]
     middles = (clock[1:] + clock[:-1]) / 2
-    # as fast as it should be in the second window, so that no single look tells it apart
+    # the correct pace in the second window, so that no single window can distinguish it
     growing = paths[0][:1] * (-clock.square() / middles[1]).exp()[:, None]
-    growth = [(each[-1] / each[0]) / (middles[-1] / middles[0]) for each in ratios]
+    growth = [(ratio[-1] / ratio[0]) / (middles[-1] / middles[0]) for ratio in ratios]
     faster = disorder(SA(beta=1.0, value=(1 + FASTER) * torch.eye(DIM, dtype=torch.float64)), x, clock)
-    shown = (cells.index((SA, DRAWN)), cells.index((USA, DRAWN)))
+    plotted = (cells.index((SA, PLOTTED_BETA)), cells.index((USA, PLOTTED_BETA)))
     return Finding(
-        evidence=EveryLayer([farthest(each) for each in ratios], "starts", tried, LogScale()),
+        evidence=EveryLayer([farthest(ratio) for ratio in ratios], "starts", names, LogScale()),
         null=Check(
             "slope over -2 of a planted pace that grows with time",
             Replicates(farthest(pace(growing)), "starts", LogScale()),
         ),
         also=(
             Check(
-                "a reading of ours, a pace proportional to time: growth of the pace over that of time",
+                "one interpretation, a pace proportional to time: growth of the pace over that of time",
                 SomeLayer(growth, "starts", scale=LogScale()),
                 region=IN_TIME,
             ),
             Check(
                 "pace of the last window over that of the first",
-                EveryLayer([each[-1] / each[0] for each in ratios], "starts", scale=LogScale()),
+                EveryLayer([ratio[-1] / ratio[0] for ratio in ratios], "starts", scale=LogScale()),
                 Ruling.SUPPORTED,
                 STEADY,
             ),
@@ -77,11 +78,11 @@ def steady_order(case: Case) -> Finding:
                 Replicates(farthest(pace(faster)), "starts", LogScale()),
             ),
         ),
-        data=_picture(torch.stack([*(paths[k] for k in shown), growing], -1), clock, middles),
+        data=_curves(torch.stack([*(paths[k] for k in plotted), growing], -1), clock, middles),
         remark=(
             f"Over {len(cells)} combinations of flow and beta, {WINDOWS} windows each, no ratio is farther from 1 than "
-            f"{max(float((each - 1).abs().max()) for each in ratios):.1e}. The printed law names an undefined M and is "
-            "not computed."
+            f"{max(float((ratio - 1).abs().max()) for ratio in ratios):.1e}. The printed law uses an undefined M and "
+            "is not computed."
         ),
         where=f"simulation on the unit sphere: clusters of size {SPREAD:g}, n = {TOKENS}, d = {DIM}, "
         f"beta = {', '.join(f'{beta:g}' for beta in BETAS)}, t <= {WINDOWS * WINDOW:g} (USA: in e^-beta), "
@@ -89,23 +90,23 @@ def steady_order(case: Case) -> Finding:
     )
 
 
-def _picture(gaps: Tensor, clock: Tensor, middles: Tensor) -> xr.Dataset:
-    """What is left of 1 - m, and its pace: gaps (time, start, flow)."""
-    names = (f"SA, beta = {DRAWN:g}", f"USA, beta = {DRAWN:g}", "a planted pace that grows")
-    left, paces = (gaps / gaps[:1]).transpose(0, 1), pace(gaps).transpose(0, 1)
-    drawn = (
-        curve("left", left, {"time": clock.tolist(), "flow": names}, label=LEFT, log=True),
+def _curves(gaps: Tensor, clock: Tensor, middles: Tensor) -> xr.Dataset:
+    """1 - m relative to its initial value, and its pace, from gaps (time, start, flow)."""
+    names = (f"SA, beta = {PLOTTED_BETA:g}", f"USA, beta = {PLOTTED_BETA:g}", "a planted pace that grows")
+    remaining, paces = (gaps / gaps[:1]).transpose(0, 1), pace(gaps).transpose(0, 1)
+    curves = (
+        curve("left", remaining, {"time": clock.tolist(), "flow": names}, label=LEFT, log=True),
         curve("pace", paces, {"window": middles.tolist(), "flow": names}, label=PACE),
     )
-    return xr.merge(drawn, join="outer")
+    return xr.merge(curves, join="outer")
 
 
 def disorder(field: SA | USA, x: Tensor, clock: Tensor) -> Tensor:
     """1 - mean inner product (time, start): sum_i |x_i - mean|^2 / (n - 1), which equals the mean over pairs."""
     unit = 1.0 if field.normalized else math.exp(-field.beta)
     states = integrate(field, x, (clock * unit).tolist(), stepper=RK4(STEP * unit)).states
-    apart = states - states.mean(-2, keepdim=True)
-    return apart.square().sum((-1, -2)) / (states.shape[-2] - 1)
+    deviations = states - states.mean(-2, keepdim=True)
+    return deviations.square().sum((-1, -2)) / (states.shape[-2] - 1)
 
 
 def pace(gap: Tensor) -> Tensor:
@@ -114,5 +115,5 @@ def pace(gap: Tensor) -> Tensor:
 
 
 def farthest(ratios: Tensor) -> Tensor:
-    """Of each start the ratio farthest from 1."""
+    """The ratio of each start that is farthest from 1."""
     return ratios.gather(0, (ratios - 1).abs().argmax(0, keepdim=True)).squeeze(0)

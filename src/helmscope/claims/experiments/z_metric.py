@@ -30,28 +30,29 @@ def z_metric(case: Case) -> Finding:
     Z_i = sum_j e^(beta <V x_i, x_j>), x_i' = P(Z_i^-1 sum_j e^(beta <V x_i, x_j>) V x_j); without the 1/Z the flow is
     the gradient in the flat metric.
 
-    Left by automatic differentiation along a random tangent w, right with Z written out here. The error is
-    abs(dE_sum(w) - sum_i Z_i <x_i', w_i>) relative to sum_i abs(Z_i <x_i', w_i>), the sum of the absolute terms on the
-    right, and not to dE_sum(w), which may be near 0 where they cancel; every other form on trial is relative to the
-    absolute terms of its own right side. The Jacobian is the covariant one on the stacked tangent spaces, its asymmetry
-    |J - J^T| / |J| in Frobenius norms.
+    The left side is computed by automatic differentiation along a random tangent w, the right side with Z computed
+    here. The error is abs(dE_sum(w) - sum_i Z_i <x_i', w_i>) relative to sum_i abs(Z_i <x_i', w_i>), the sum of the
+    absolute terms on the right, not to dE_sum(w), which may be near 0 if they cancel; the error of every other form is
+    relative to the absolute terms of its own right side. The Jacobian is the covariant one on the stacked tangent
+    spaces, its asymmetry |J - J^T| / |J| in Frobenius norms.
     """
     matrices = case.count(32, quick=16)
-    right, bare, printed, flat, usa, sa = ([] for _ in range(6))
+    errors, bare, printed, flat, usa, sa = ([] for _ in range(6))
     for beta, v, x, w in _inputs(case, matrices):
         derivative = _derivative(x, v, beta, w)
         z, z_printed = (torch.exp(beta * x @ form @ x.mT).sum(-1) for form in (v, torch.eye(DIM, dtype=x.dtype)))
-        flow = (SA(beta, query_key=v, value=v)(x) * w).sum(-1)
-        sums = TOKENS * (USA(beta, query_key=v, value=v)(x) * w).sum(-1)  # USA divides by n
-        right.append(_error(derivative, z * flow))
-        bare.append(_error(derivative, z * sums))
-        printed.append(_error(derivative, z_printed * sums))
-        flat.append(_error(derivative, sums))
+        normalized = (SA(beta, query_key=v, value=v)(x) * w).sum(-1)
+        unnormalized = TOKENS * (USA(beta, query_key=v, value=v)(x) * w).sum(-1)  # USA divides by n
+        errors.append(_relative_error(derivative, z * normalized))
+        bare.append(_relative_error(derivative, z * unnormalized))
+        printed.append(_relative_error(derivative, z_printed * unnormalized))
+        flat.append(_relative_error(derivative, unnormalized))
         usa.append(asymmetry(USA(beta, query_key=v, value=v), x))
         sa.append(asymmetry(SA(beta, query_key=v, value=v), x))
-    worst = torch.stack([torch.stack(part).amax(-1).reshape(len(BETAS), matrices).T for part in (right, bare, printed)])
+    forms = (errors, bare, printed)
+    worst = torch.stack([torch.stack(form).amax(-1).reshape(len(BETAS), matrices).T for form in forms])
     return Finding(
-        evidence=Identity(torch.cat(right), "error over sum_i |Z_i <x_i', w_i>|"),
+        evidence=Identity(torch.cat(errors), "error over sum_i |Z_i <x_i', w_i>|"),
         null=Check("relative error of dE_sum, Z_i with V, the flow without 1/Z", Identity(torch.cat(bare))),
         printed=Check("relative error of dE_sum, Z_i without V, the flow without 1/Z", Identity(torch.cat(printed))),
         also=(
@@ -76,7 +77,7 @@ def z_metric(case: Case) -> Finding:
 
 
 def _inputs(case: Case, matrices: int) -> Iterator[tuple[float, Tensor, Tensor, Tensor]]:
-    """beta, a symmetric V, clouds, and a tangent at each."""
+    """Yield beta, a symmetric V, clouds, and a random tangent at each token."""
     square = case.normal(len(BETAS), matrices, DIM, DIM, stream=0)
     shape = (len(BETAS), matrices, CLOUDS, TOKENS, DIM)
     clouds = retract(case.normal(*shape, stream=1))
@@ -87,23 +88,25 @@ def _inputs(case: Case, matrices: int) -> Iterator[tuple[float, Tensor, Tensor, 
 
 
 def _derivative(x: Tensor, v: Tensor, beta: float, w: Tensor) -> Tensor:
-    """The derivative of E_sum along w, one number a cloud."""
-    at = x.clone().requires_grad_()
-    energy = TOKENS**2 * interaction_energy(at, beta=beta, query_key=v)
-    return (torch.autograd.grad(energy.sum(), at)[0] * w).sum((-1, -2))
+    """The derivative of E_sum along w, one value per cloud."""
+    tokens = x.clone().requires_grad_()
+    energy = TOKENS**2 * interaction_energy(tokens, beta=beta, query_key=v)
+    return (torch.autograd.grad(energy.sum(), tokens)[0] * w).sum((-1, -2))
 
 
-def _error(derivative: Tensor, terms: Tensor) -> Tensor:
+def _relative_error(derivative: Tensor, terms: Tensor) -> Tensor:
     return (derivative - terms.sum(-1)).abs() / terms.abs().sum(-1)
 
 
 def asymmetry(field: SA | USA, x: Tensor) -> Tensor:
-    """|J - J^T| / |J| of the covariant Jacobian, one number a cloud."""
+    """|J - J^T| / |J| of the covariant Jacobian, one value per cloud."""
     clouds, n, d = x.shape
     basis = tangent_basis(x)
     units = torch.eye(n * (d - 1), dtype=x.dtype).reshape(-1, 1, n, d - 1, 1)
     directions = (basis @ units).squeeze(-1)  # (direction, cloud, n, d)
     change: Tensor = torch.func.jvp(field.velocity, (x.expand_as(directions).contiguous(),), (directions,))[1]
     transposed = (basis.mT @ change.unsqueeze(-1)).reshape(len(units), clouds, -1).transpose(0, 1)
-    size, odd = (matrix.square().sum((-1, -2)).sqrt() for matrix in (transposed, transposed - transposed.mT))
-    return odd / size
+    norm, asymmetric_norm = (
+        matrix.square().sum((-1, -2)).sqrt() for matrix in (transposed, transposed - transposed.mT)
+    )
+    return asymmetric_norm / norm
