@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from helmscope.models.premise import Simulated
 from helmscope.runs.unit import fingerprint
 from helmscope.store.manifest import hash_bytes
 from helmscope.types import HelmscopeError
@@ -58,8 +59,24 @@ def stamp_of(folder: Path, patterns: Sequence[str]) -> tuple[tuple[str, int, int
     return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in found)
 
 
-def check_in_memory(model: Any, **options: Any) -> None:
-    """Refuse what is no model, and options that would change one that is in memory already."""
+def check_model_arguments(
+    model: Any, *, loops: int | None, revision: str | None, device: str | None, truncate: bool
+) -> None:
+    """Raise HelmscopeError unless the arguments of a ``Subject`` have the right types and fit together."""
+    if isinstance(model, str | Path):
+        if not str(model).strip():
+            raise HelmscopeError("model is '', but it must be a name, a folder or a model")
+    elif not isinstance(model, Simulated):
+        _check_in_memory(model, loops=loops, revision=revision, device=device)
+    for name, value in (("revision", revision), ("device", device)):
+        if value is not None and not isinstance(value, str):
+            raise HelmscopeError(f"{name} is {shown(value)}, but it must be a str or None")
+    if not isinstance(truncate, bool):
+        raise HelmscopeError(f"truncate is {shown(truncate)}, but it must be True or False")
+
+
+def _check_in_memory(model: Any, **options: Any) -> None:
+    """Raise HelmscopeError unless ``model`` is a model, and if an option would change it: it is in memory already."""
     from helmscope.models.library import transformers_library
     from helmscope.models.load import Loaded
 

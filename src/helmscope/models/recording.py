@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -16,24 +15,14 @@ from helmscope.models.certify import finite_line, residual_line
 from helmscope.models.hooks import held_unwatched
 from helmscope.models.keep import Keep, Keeper, KeepState, KeepWeights
 from helmscope.models.names import layer_number
-from helmscope.models.place import FrozenTokens, PutState
+from helmscope.models.place import FrozenTokens, PutState, check_states
 from helmscope.models.recorder import Recorder
+from helmscope.models.recording_summary import recording_html, recording_manifest, recording_repr
 from helmscope.models.replay import refusal, replay
 from helmscope.models.sphere import on_sphere
 from helmscope.models.topology import Kind
-from helmscope.models.watch import Site, bytes_of
-from helmscope.store.manifest import Manifest, hash_bytes
-from helmscope.types import (
-    Half,
-    HelmscopeError,
-    Plottable,
-    Trajectory,
-    counted,
-    joined,
-    one_line_repr,
-    shortened,
-    table,
-)
+from helmscope.models.watch import Site
+from helmscope.types import Half, HelmscopeError, Plottable, Trajectory, counted
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -48,6 +37,7 @@ if TYPE_CHECKING:
     from helmscope.models.runner import Runner
     from helmscope.models.texts import Batch
     from helmscope.models.watch import AbstractEdit
+    from helmscope.store.manifest import Manifest
     from helmscope.types import Instrument, Progress
 
 
@@ -92,42 +82,10 @@ class Recording(Plottable):
     encoder: Recording | None = None
 
     def __repr__(self) -> str:
-        parts = [str(self.anatomy), self._who(), f"certificate {self.certificate.short}"]
-        parts += [f"from depth {self.first}"] if self.first else []
-        parts += [f"under {', '.join(map(repr, self.edits))}"] if self.edits else []
-        parts += [f"with its encoder under {', '.join(map(repr, self._encoder_edits))}"] if self._encoder_edits else []
-        return one_line_repr(f"Recording of {self.origin.family}: {'; '.join(parts)}")
+        return recording_repr(self)
 
     def _repr_html_(self) -> str:
-        depths = len(self.residual.radius)
-        rows = [
-            ("model", f"{self.origin.name} ({self.origin.family}), {self.origin.dtype} on {self.origin.device}"),
-            ("architecture", str(self.anatomy)),
-            ("texts", self._who()),
-            ("depths", f"{counted(depths, 'depth')}, {self.first} to {self.first + depths - 1}, in half-layers"),
-            *(("edit", repr(edit)) for edit in self.edits),
-            *(("edit of the encoder", repr(edit)) for edit in self._encoder_edits),
-            *([] if self.batch.tokens is None else [("first text", self._first_text())]),
-        ]
-        return joined(table(f"Recording of {self.origin.family}", rows), self.certificate._repr_html_())
-
-    @property
-    def _encoder_edits(self) -> tuple[AbstractEdit, ...]:
-        return () if self.encoder is None else self.encoder.edits
-
-    def _first_text(self) -> str:
-        """The tokens of the first text without padding, apart, and without the marks of a space before them."""
-        tokens, seen = self.batch.tokens, self.batch.visible
-        assert tokens is not None
-        shown = [token for k, token in enumerate(tokens[0]) if seen is None or bool(seen[0, k])]
-        return shortened(" ".join(token.lstrip("\u0120\u2581") for token in shown), 160)
-
-    def _who(self) -> str:
-        tokens = self.residual.radius.shape[-1]
-        return f"{counted(len(self.batch), 'text')} x {counted(tokens, 'token')} ({self._texts_hash()[:12]})"
-
-    def _texts_hash(self) -> str:
-        return hash_bytes(b"".join(map(bytes_of, self.batch.inputs.values())))
+        return recording_html(self)
 
     @property
     def anatomy(self) -> Anatomy:
@@ -295,7 +253,7 @@ class Recording(Plottable):
         """
         self.certificate.require("resume")
         step = self._step(depth)
-        _check_states(states, self.residual.direction[step], frozen)
+        check_states(states, self.residual.direction[step], frozen)
         radius, mean = self.residual.radius[step], self.residual.mean
         before = [each.frozen for each in self.edits if isinstance(each, PutState)]
         kept = FrozenTokens(frozen, self.residual, self.first) if frozen is not None else before[-1] if before else None
@@ -396,36 +354,4 @@ class Recording(Plottable):
         how attention is computed when nobody records, what was found, what was checked, which edits were made (their
         tensors by shape and hash) and at which depth the trajectory begins.
         """
-        origin = self.origin
-        return Manifest.collect(
-            seed=seed,
-            dtype=origin.dtype,
-            device=origin.device,
-            threads=torch.get_num_threads(),
-            command=sys.argv,
-            inputs={**origin.hashes, "texts": self._texts_hash()},
-            parameters={
-                "model": origin.name,
-                "family": origin.family,
-                "revision": origin.revision,
-                "attention": origin.attention,
-                "topology": str(self.anatomy),
-                "edits": [repr(edit) for edit in self.edits],
-                **({} if self.encoder is None else {"encoder edits": [repr(edit) for edit in self.encoder.edits]}),
-                "first": self.first,
-                "certificate": {line.name: line.ok for line in self.certificate.lines},
-            },
-        )
-
-
-def _check_states(states: Tensor, like: Tensor, frozen: Tensor | None) -> None:
-    """Directions to go on from, and tokens to hold: of the shape of those that are there."""
-    if not isinstance(states, torch.Tensor) or states.shape != like.shape:
-        shown = tuple(states.shape) if isinstance(states, torch.Tensor) else type(states).__name__
-        raise HelmscopeError(f"states is {shown}, but it must be a tensor of shape {tuple(like.shape)}")
-    length = torch.linalg.vector_norm(states.double(), dim=-1)
-    if not bool(((length - 1).abs() <= 1e-3).all()):
-        raise HelmscopeError(f"states has lengths up to {float(length.max()):g}, but directions are unit vectors")
-    if frozen is not None and (not isinstance(frozen, torch.Tensor) or frozen.shape != like.shape[:2]):
-        shown = tuple(frozen.shape) if isinstance(frozen, torch.Tensor) else type(frozen).__name__
-        raise HelmscopeError(f"frozen is {shown}, but it must be a tensor of bool of shape {tuple(like.shape[:2])}")
+        return recording_manifest(self, seed=seed)

@@ -17,7 +17,7 @@ from helmscope.models.cache import ById, RecordingCache, model_bytes, stream_byt
 from helmscope.models.identity import (
     Prompt,
     as_inputs,
-    check_in_memory,
+    check_model_arguments,
     checked_prompts,
     first_of_each,
     hash_of,
@@ -27,7 +27,7 @@ from helmscope.models.identity import (
 )
 from helmscope.models.premise import Premise, Simulated
 from helmscope.stats.replicates import halves
-from helmscope.types import HelmscopeError, counted, one_line_repr, shown, whole_number
+from helmscope.types import HelmscopeError, counted, one_line_repr, whole_number
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -79,16 +79,7 @@ class Subject:
         device: str | None = None,
         truncate: bool = False,
     ) -> None:
-        if isinstance(model, str | Path):
-            if not str(model).strip():
-                raise HelmscopeError("model is '', but it must be a name, a folder or a model")
-        elif not isinstance(model, Simulated):
-            check_in_memory(model, loops=loops, revision=revision, device=device)
-        for name, value in (("revision", revision), ("device", device)):
-            if value is not None and not isinstance(value, str):
-                raise HelmscopeError(f"{name} is {shown(value)}, but it must be a str or None")
-        if not isinstance(truncate, bool):
-            raise HelmscopeError(f"truncate is {shown(truncate)}, but it must be True or False")
+        check_model_arguments(model, loops=loops, revision=revision, device=device, truncate=truncate)
         fields = {
             "model": model,
             "asked_texts": None if texts is None else checked_prompts(texts),
