@@ -226,7 +226,7 @@ def test_a_family_that_hides_q_k_and_v_shows_the_rest():
 @pytest.mark.parametrize(
     ("family", "said"),
     [
-        ("olmo2", "system has in layer 0 an MLP without a norm before it, but drift_and_swirl needs one"),
+        ("olmo2", "system has an MLP without a norm before it in layer 0, but drift_and_swirl needs MLPs"),
         ("mixtral", r"system has a MixtureOfExperts as force\(layer=0\), but drift and swirl need a plain MLP"),
     ],
 )

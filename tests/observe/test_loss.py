@@ -117,7 +117,7 @@ def test_a_text_without_a_prediction_is_nan_and_all_of_them_are_refused():
     ("family", "says"),
     [
         ("bert", "the loss of the next token needs attention that is causal, but that of BertForMaskedLM looks both"),
-        ("albert", "needs attention that is causal, but that of AlbertForMaskedLM looks both ways"),
+        ("albert", "needs attention that is causal, but that of AlbertForMaskedLM is bidirectional"),
         ("vit", "needs a language model of one stream of tokens, but ViTModel is none"),
     ],
 )

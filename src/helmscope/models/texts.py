@@ -65,6 +65,13 @@ class Batch:
         """The input that says which of these tokens are seen."""
         return "attention_mask" if self.source is None else "decoder_attention_mask"
 
+    @property
+    def visible_ids(self) -> tuple[tuple[int, ...], ...]:
+        """The ids of each text of ``input_ids`` without the tokens that attention cannot see."""
+        ids = self.inputs["input_ids"]
+        visible = torch.ones_like(ids, dtype=torch.bool) if self.visible is None else self.visible
+        return tuple(tuple(row[mask].tolist()) for row, mask in zip(ids, visible, strict=True))
+
     def to(self, device: torch.device) -> dict[str, Tensor]:
         """The inputs on a device."""
         return {name: value.to(device) for name, value in self.inputs.items()}
