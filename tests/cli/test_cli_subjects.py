@@ -94,7 +94,7 @@ def test_texts_one_on_each_line(helmscope, tmp_path):
         (["--model", "A", "--texts", "{object.json}"], "the JSON in it must be a list of strings or of rows"),
         (["--model", "A", "--texts", "{empty.txt}"], "texts is empty, but it must hold at least one text"),
         (["--model", "A", "--texts", "{mixed.json}"], "texts[0] is 'One', but texts must be all strings"),
-        (["--model", "A", "--texts", "{high.json}"], "texts give the token id 999999, but the model has embeddings"),
+        (["--model", "A", "--texts", "{high.json}"], "texts contain the token id 999999, but the model has embeddings"),
         (["--model", "A", "--other", "A"], "other is A, but it must be another one than the subject"),
     ],
 )

@@ -96,7 +96,7 @@ def test_holes_in_an_attention_mask_stay_where_they_are():
 
 
 def test_moved_padding_is_compared_with_the_inputs_as_they_came():
-    """GPT-2 counts positions from the padding on, unless it is told: then nothing is moved."""
+    """GPT-2 counts positions from the padding on unless position_ids are passed; then nothing is moved."""
     model = tiny_model("gpt2")
     given = {
         "input_ids": torch.tensor([[0, 0, 5, 6], [1, 2, 3, 4]]),
@@ -408,7 +408,7 @@ def test_instruments_see_what_is_kept():
     assert not plain.kept
 
 
-def test_a_family_that_cannot_be_overheard_says_what_it_hides():
+def test_keys_of_a_family_whose_attention_cannot_be_captured_raise():
     """DeBERTa adds products of content and place to its logits, which are not those of one q and k."""
     sizes = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3}
     places = {"relative_attention": True, "pos_att_type": ["c2p", "p2c"], "max_relative_positions": 16}
@@ -421,7 +421,7 @@ def test_a_family_that_cannot_be_overheard_says_what_it_hides():
     assert recording.certificate["heads"].ok is None
     with pytest.raises(HelmscopeError, match=r"replay is not given out.*hides q, k and v"):
         recording.replay(Entropy())
-    with pytest.raises(HelmscopeError, match="shows its attention weights alone"):
+    with pytest.raises(HelmscopeError, match="returns only its attention weights"):
         record(model, inputs_of("gpt2"), keep=hs.models.Keep.QUERIES)
     assert record(model, inputs_of("gpt2"), keep=hs.models.Keep.WEIGHTS).kept["weights"].shape[0] == 3
 
@@ -449,14 +449,14 @@ def test_a_model_in_training_mode_is_not_run():
         recording.logits()
 
 
-def test_an_encoder_with_its_decoder_is_refused_where_it_cannot_be_heard():
+def test_encoder_decoder_models_whose_attention_cannot_be_recorded_raise():
     sizes = {"d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48}
     sizes |= {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "vocab_size": 96}
     model = tf.MvpForConditionalGeneration(tf.MvpConfig(**sizes, pad_token_id=1)).eval()
-    with pytest.raises(HelmscopeError, match=r"MvpForCond.*in the registry.*record its encoder alone, model\.get_enc"):
+    with pytest.raises(HelmscopeError, match=r"MvpForCond.*attention registry.*record the encoder alone, model\.get_enc"):
         record(model, inputs_of("gpt2"))
     sounds = tf.WhisperConfig(**sizes, num_mel_bins=8, pad_token_id=1, bos_token_id=1, eos_token_id=2)
-    with pytest.raises(HelmscopeError, match=r"Whisper.* encoder reads input_features, but .* on token ids alone"):
+    with pytest.raises(HelmscopeError, match=r"Whisper.* encoder reads input_features, but .* only on token ids"):
         record(tf.WhisperForConditionalGeneration(sounds).eval(), inputs_of("gpt2"))
     bart = tf.BartForConditionalGeneration(tf.BartConfig(**sizes)).eval()
     assert record(bart.get_encoder(), inputs_of("gpt2")).certificate.ok

@@ -257,7 +257,7 @@ def test_a_model_in_memory_is_not_changed():
 def test_texts_that_the_model_cannot_read_are_refused_when_needed(folder):
     with pytest.raises(HelmscopeError, match="texts are strings, but the model came without a tokenizer"):
         Subject(folder, ["One day"]).identity  # noqa: B018
-    with pytest.raises(HelmscopeError, match="texts give the token id 96"):
+    with pytest.raises(HelmscopeError, match="texts contain the token id 96"):
         Subject(folder, [[96]]).recording  # noqa: B018
     with pytest.raises(HelmscopeError, match=r"texts\[0\] has 70 tokens, but the model's context is 64"):
         Subject(folder, [[5] * 70]).recording  # noqa: B018

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from helmscope.geometry.arithmetic import full_precision
-from helmscope.models.overhear import Overhearing, rows_of_weights
+from helmscope.models.qkv_capture import AttentionCapture, find_weights
 from helmscope.models.stacks import Stacks, stacks_of
 from helmscope.models.tap import Attended, Call, can_be_tapped, tapped
 from helmscope.types import HelmscopeError
@@ -90,8 +90,8 @@ def probe(model: Any, inputs: Mapping[str, Tensor]) -> list[LayerProbe]:
     """
     if can_be_tapped(model):
         return _forward(model, inputs)
-    found = _forward(model, inputs, Overhearing())
-    checking = Overhearing(checking=True)
+    found = _forward(model, inputs, AttentionCapture())
+    checking = AttentionCapture(checking=True)
     if all(layer.attention is not None for layer in found):
         _forward(model, _two_texts(model, inputs), checking)
     known = checking.forms == [True] * len(found)
@@ -100,7 +100,7 @@ def probe(model: Any, inputs: Mapping[str, Tensor]) -> list[LayerProbe]:
     return found
 
 
-def _forward(model: Any, inputs: Mapping[str, Tensor], overhearing: Overhearing | None = None) -> list[LayerProbe]:
+def _forward(model: Any, inputs: Mapping[str, Tensor], overhearing: AttentionCapture | None = None) -> list[LayerProbe]:
     """What one forward showed; attention of a family that is not in the registry by ``overhearing``."""
     found: list[LayerProbe] = []
     stacks = stacks_of(model)
@@ -240,7 +240,7 @@ class _AttentionListener:
 
 
 @contextmanager
-def _hooked(block: nn.Module, found: list[LayerProbe], overhearing: Overhearing | None) -> Iterator[None]:
+def _hooked(block: nn.Module, found: list[LayerProbe], overhearing: AttentionCapture | None) -> Iterator[None]:
     """Note the calls of a block and of everything in it. Copies, since some families add to a tensor in place later."""
 
     def copies(value: Any) -> tuple[Tensor, ...]:
@@ -256,9 +256,9 @@ def _hooked(block: nn.Module, found: list[LayerProbe], overhearing: Overhearing 
         def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
             layer, seen = found[-1], Seen(path, module, copies((args, kwargs)), copies(output))
             layer.calls.append(seen)
-            rows = None if overhearing is None else rows_of_weights(seen.outputs, layer.pre.shape[-2])
+            rows = None if overhearing is None else find_weights(seen.outputs, layer.pre.shape[-2])
             if overhearing is not None and rows is not None and layer.attention is None:
-                layer.attention = overhearing.taken(module, rows)
+                layer.attention = overhearing.take(module, rows)
 
         return note
 

@@ -14,7 +14,7 @@ from helmscope.models.anatomy import Anatomy, find_anatomy
 from helmscope.models.boxed import FIRST, box_texts
 from helmscope.models.certificate import Certificate, Line
 from helmscope.models.certify_cross import cross_lines
-from helmscope.models.hooks import held_unwatched, watching
+from helmscope.models.hooks import locked_unedited, watching
 from helmscope.models.keep import Keep, Keeper
 from helmscope.models.load import Loaded, ensure_loaded
 from helmscope.models.place import PutState
@@ -83,7 +83,7 @@ def record(
     stacks = stacks_of(loaded.model)
     if stacks is not None:
         share_lock(stacks.encoder, loaded.model)
-    with held_unwatched(loaded.model):
+    with locked_unedited(loaded.model):
         texts = box_texts() if texts is None else texts
         loaded = replace(loaded, tokenizer=tokenizer or loaded.tokenizer)
         batch = prepare_inputs(

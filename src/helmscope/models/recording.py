@@ -12,7 +12,7 @@ import torch
 
 from helmscope.models.certificate import Line
 from helmscope.models.certify import finite_line, residual_line
-from helmscope.models.hooks import held_unwatched
+from helmscope.models.hooks import locked_unedited
 from helmscope.models.keep import Keep, Keeper, KeepState, KeepWeights
 from helmscope.models.names import layer_number
 from helmscope.models.place import FrozenTokens, PutState, check_states
@@ -305,7 +305,7 @@ class Recording(Plottable):
         """The recording made with another runner of the same texts, from the depth ``first`` on."""
         self.certificate.require("trajectory")
         recorder, keeper = Recorder(runner.anatomy, len(runner.batch)), Keeper(keep, runner.anatomy)
-        with held_unwatched(runner.model):
+        with locked_unedited(runner.model):
             runner.forward(recorder, keeper, progress=progress)
         stream, errors = recorder.recorded()
         stream = stream.since(first)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from helmscope.models.hooks import check_edits, running, watching
+from helmscope.models.hooks import check_edits, current_chunk, watching
 from helmscope.models.probe import run, trunk_of
 from helmscope.models.watch import Chunk
 from helmscope.types import HelmscopeError, Progress, check_progress, counted
@@ -108,7 +108,7 @@ class Runner:
                 with ExitStack() as texts:
                     for runner in (self, self.encoder):
                         if runner is not None:
-                            texts.enter_context(running(runner.model, runner._chunk(part, device)))
+                            texts.enter_context(current_chunk(runner.model, runner._chunk(part, device)))
                     out = run(model, inputs, gradients=gradients, **self.anatomy.options)
                 yield out
                 report((part.stop - start) / (stop - start))

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from helmscope.models.overhear import rows_of_weights
+from helmscope.models.qkv_capture import find_weights
 from helmscope.models.watch import Site
 from helmscope.types import Half, HelmscopeError
 
@@ -197,7 +197,7 @@ class _Algebra:
 
     def gives_weights(self, call: Seen) -> bool:
         """Whether a module returns rows of attention weights beside a state."""
-        rows = rows_of_weights(call.outputs, self.pre.shape[-2])
+        rows = find_weights(call.outputs, self.pre.shape[-2])
         return rows is not None and self.like_state(call.output) is not None
 
     def shallowest(self, choices: list[tuple[Seen, ...]]) -> tuple[Seen, ...] | None:
