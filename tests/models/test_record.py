@@ -453,7 +453,7 @@ def test_encoder_decoder_models_whose_attention_cannot_be_recorded_raise():
     sizes = {"d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48}
     sizes |= {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "vocab_size": 96}
     model = tf.MvpForConditionalGeneration(tf.MvpConfig(**sizes, pad_token_id=1)).eval()
-    with pytest.raises(HelmscopeError, match=r"MvpForCond.*attention registry.*record the encoder alone, model\.get_enc"):
+    with pytest.raises(HelmscopeError, match=r"MvpForCond.*attention registry.*record the encoder alone"):
         record(model, inputs_of("gpt2"))
     sounds = tf.WhisperConfig(**sizes, num_mel_bins=8, pad_token_id=1, bos_token_id=1, eos_token_id=2)
     with pytest.raises(HelmscopeError, match=r"Whisper.* encoder reads input_features, but .* only on token ids"):

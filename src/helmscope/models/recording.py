@@ -173,7 +173,12 @@ class Recording(Plottable):
         return depth - self.first
 
     def stream(self, *, depth: int, gradients: bool = False) -> Float[Tensor, "batch n d"]:
-        """The residual stream at a depth, with its radius and mean; with ``gradients`` recomputed differentiably."""
+        """The residual stream at a depth, with its radius and mean; with ``gradients`` recomputed differentiably.
+
+        >>> from helmscope import record
+        >>> record("A", ["Once upon a time"]).stream(depth=1).shape
+        torch.Size([1, 4, 192])
+        """
         self.certificate.require("trajectory")
         step = self._step(depth)
         if not gradients:
@@ -183,7 +188,13 @@ class Recording(Plottable):
         return torch.cat(keep.states)
 
     def kernel(self, *, layer: int) -> Float[Tensor, "batch heads n n"]:
-        """The attention weights of a layer: those kept by ``keep=``, or else from another run of the model."""
+        """The attention weights of a layer: those kept by ``keep=``, or else from another run of the model.
+
+        >>> from helmscope import record
+        >>> weights = record("A", ["Once upon a time"]).kernel(layer=0)
+        >>> bool(((weights.sum(-1) - 1).abs() < 1e-5).all())
+        True
+        """
         self.certificate.require("kernel")
         layer = self._layer(layer)
         if "weights" in self.kept:
@@ -277,6 +288,13 @@ class Recording(Plottable):
         by ``recording.encoder.under`` or ``recording.encoder.resume``, whose last states the decoder then reads.
 
         Only the lines of the certificate that the run itself can check are renewed; its line ``edits`` names them.
+
+        >>> from helmscope import record
+        >>> from helmscope.models.place import PutState
+        >>> recording = record("A", ["Once upon a time"])
+        >>> state = PutState(0, 0 * recording.stream(depth=0), recording.anatomy)
+        >>> float(recording.under(state).stream(depth=0).abs().max())
+        0.0
         """
         edited_encoder = self._encoder_under(encoder)
         runner = self.runner.under(*edits)
@@ -343,6 +361,12 @@ class Recording(Plottable):
         """The model's logits, or those that its head computes from the state at a depth (the logit lens), for the texts
         ``rows``; with ``gradients`` differentiably. A model without a head over a vocabulary returns its first output,
         and has no lens.
+
+        >>> from helmscope import record
+        >>> recording = record("A", ["Once upon a time"])
+        >>> last = recording.anatomy.depths.last
+        >>> bool((recording.logits(depth=last) - recording.logits()).abs().max() < 1e-4)
+        True
         """
         self.certificate.require("lens")
         if depth is None:
