@@ -226,7 +226,7 @@ def test_a_block_that_writes_nothing_is_read():
     assert torch.equal(recording.trajectory.states[2], recording.trajectory.states[4])
 
 
-def test_a_resumed_recording_hears_its_own_layers():
+def test_a_resumed_recording_has_the_kernels_of_its_layers():
     for family in ("gpt2", "gpt_neox", "albert"):
         recording = record(tiny_model(family), inputs_of(family))
         states = recording.trajectory.states
@@ -426,7 +426,7 @@ def test_keys_of_a_family_whose_attention_cannot_be_captured_raise():
     assert record(model, inputs_of("gpt2"), keep=hs.models.Keep.WEIGHTS).kept["weights"].shape[0] == 3
 
 
-def test_states_that_are_lost_are_said():
+def test_states_that_are_not_finite_or_not_unit_vectors_raise():
     recording = record(tiny_model("gpt2"), inputs_of("gpt2"))
     lost = recording.under(hs.intervene.Reweigh(function=lambda weights: torch.nan * weights))
     assert lost.certificate.ok is False
@@ -569,7 +569,7 @@ def test_special_tokens_do_not_count_however_the_texts_come():
     assert torch.equal(record(loaded, given["input_ids"]).batch.counted, wanted.batch.counted)
 
 
-def test_a_tokenizer_that_fails_is_said():
+def test_a_tokenizer_that_fails_is_named_in_the_error():
     class Broken:
         pad_token_id = 0
 
@@ -580,7 +580,7 @@ def test_a_tokenizer_that_fails_is_said():
         record(tiny_model("gpt2"), ["a"], tokenizer=Broken())
 
 
-def test_a_damaged_tokenizer_is_said(tmp_path):
+def test_a_damaged_tokenizer_is_named_in_the_error(tmp_path):
     tiny_model("gpt2").save_pretrained(tmp_path)
     assert "random tokens: there is no tokenizer" in str(hs.models.diagnose(tmp_path, tokens=100))
     letters(framed=False).save_pretrained(tmp_path)

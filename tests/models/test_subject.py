@@ -1,4 +1,4 @@
-"""A Subject: known by its weights and texts, recorded once, split in halves that never share a prompt."""
+"""A Subject: identified by weights and texts, recorded once, split into halves that never share a prompt."""
 
 from __future__ import annotations
 
