@@ -47,7 +47,7 @@ def two(case):
 
 @pytest.fixture(autouse=True)
 def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The number of texts in every recording that is made in this process, on a shelf of one's own."""
+    """The number of texts in every recording that is made in this process, with an empty cache."""
     made, record = [], recording_module.record
 
     def counting(loaded: Any, texts: Any, **options: Any) -> Any:
@@ -55,7 +55,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return record(loaded, texts, **options)
 
     monkeypatch.setattr(recording_module, "record", counting)
-    monkeypatch.setattr(home, "_SHELF", RecordingCache())
+    monkeypatch.setattr(home, "_CACHE", RecordingCache())
     return made
 
 

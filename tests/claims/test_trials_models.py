@@ -62,7 +62,7 @@ class Planted:
 
 def tried(monkeypatch: pytest.MonkeyPatch, trained: float, untrained: float, subject: Subject | None = None) -> Any:
     monkeypatch.setattr("helmscope.models.record.record", Planted(trained, untrained))
-    monkeypatch.setattr("helmscope.models.subject._SHELF", RecordingCache())
+    monkeypatch.setattr("helmscope.models.subject._CACHE", RecordingCache())
     case = experiments()["tokens-cluster"].case(0, quick=True, subject=subject)
     return judge(entry("tokens-cluster"), tokens_cluster.tokens_cluster(case))
 

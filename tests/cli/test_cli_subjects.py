@@ -93,8 +93,8 @@ def test_texts_one_per_line(helmscope, tmp_path):
         (["--model", "A", "--texts", "{bad.json}"], "but it is not valid JSON"),
         (["--model", "A", "--texts", "{object.json}"], "its JSON must be a list of strings or of rows"),
         (["--model", "A", "--texts", "{empty.txt}"], "texts is empty, but it must hold at least one text"),
-        (["--model", "A", "--texts", "{mixed.json}"], "texts[0] is 'One', but every text must be a string"),
-        (["--model", "A", "--texts", "{high.json}"], "texts give the token id 999999, but the model has embeddings"),
+        (["--model", "A", "--texts", "{mixed.json}"], "texts[0] is 'One', but texts must be all strings"),
+        (["--model", "A", "--texts", "{high.json}"], "texts contain the token id 999999, but the model has embeddings"),
         (["--model", "A", "--other", "A"], "other is A, but it must differ from subject"),
     ],
 )

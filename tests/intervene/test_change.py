@@ -214,7 +214,7 @@ def test_noise_is_absolute_or_relative_and_depends_on_its_seed_only():
         (lambda r: Ablate([True]), r"layers is \[True\]"),
         (lambda r: Ablate(3), "layers is 3"),
         (lambda r: Ablate("01"), "layers is '01'"),
-        (lambda r: "x", "a str is given as an edit"),
+        (lambda r: "x", "an edit is a str"),
         (lambda r: AblateHead([0], heads=[9]), "heads holds 9, but layer 0 has heads 0 to 3"),
         (lambda r: MaskKeys(keys=torch.zeros(3, 13)), "must be a tensor of bool"),
         (lambda r: Patch([0], site=Site.MLP, source=r), "source kept no writes"),
@@ -321,7 +321,7 @@ def test_nothing_can_be_recorded_within_changed():
             lambda: recording.under(Ablate([1])),
             lambda: recording.resume(depth=2, states=recording.trajectory.states[2]),
         ):
-            with pytest.raises(HelmscopeError, match=r"runs under an edit.*leave `changed` first"):
+            with pytest.raises(HelmscopeError, match=r"under an edit, but.*leave `changed` first"):
                 make()
     name = "transformer.h.2.mlp.c_proj.weight"
     with with_parameters(model, {name: torch.zeros_like(dict(model.named_parameters())[name])}):
@@ -341,7 +341,7 @@ def test_the_recording_of_an_edited_run_names_its_edits(case):
         for change in (Ablate([1], site=site), Add(site=site, value=new), Replace([2], site=site, value=new)):
             edited = recording.under(change)
             assert edited.certificate["edits"].ok is None
-            assert "every other line of the unchanged model" in edited.certificate["edits"].says
+            assert "all other lines of the unedited model" in edited.certificate["edits"].says
             assert edited.certificate["residual"].ok is (None if site is Site.OUTPUT else True), (change, site)
     for step in range(7):
         for frozen in (None, tokens):
@@ -401,7 +401,7 @@ def test_writes_of_an_edited_run_are_kept(case):
 
 def test_values_that_are_not_edits_or_models_are_refused():
     recording = record(tiny_model("gpt2"), inputs_of("gpt2"))
-    with pytest.raises(HelmscopeError, match="a str is given as an edit"):
+    with pytest.raises(HelmscopeError, match="an edit is a str"):
         recording.under("x")
     with (
         pytest.raises(HelmscopeError, match="model is a Recording, but it must"),

@@ -186,13 +186,13 @@ def test_functions_of_a_value_or_of_a_value_and_a_context(function):
             lambda: Edit(Site.MLP, None, lambda a, *, b: a),
             r"with the arguments \(a, b\), but it must take",
         ),
-        (lambda: Edit(Site.MLP, None, lambda a: 3), "gives int at Site.MLP, but a tensor of shape"),
+        (lambda: Edit(Site.MLP, None, lambda a: 3), "returns int at Site.MLP, but it must return a tensor of shape"),
         (
             lambda: Edit(Site.MLP, None, lambda a: a[:, :2]),
-            r"gives \(3, 2, 32\) at Site.MLP, but a tensor",
+            r"returns \(3, 2, 32\) at Site.MLP, but it must return a tensor",
         ),
-        (lambda: Edit(Site.WEIGHTS, None, lambda a: a[0]), r"gives \(4, 13, 13\) at Site.WEIGHTS"),
-        (lambda: Edit(Site.MASK, None, lambda a: a[0]), r"gives \(1, 13, 13\) at Site.MASK"),
+        (lambda: Edit(Site.WEIGHTS, None, lambda a: a[0]), r"returns \(4, 13, 13\) at Site.WEIGHTS"),
+        (lambda: Edit(Site.MASK, None, lambda a: a[0]), r"returns \(1, 13, 13\) at Site.MASK"),
         (
             lambda: hs.intervene.Perturb(site=Site.WEIGHTS, sigma=1.0),
             "site is <Site.WEIGHTS.*, but Perturb must be at one of",

@@ -71,11 +71,11 @@ def test_a_wrong_state_is_caught_at_every_depth(family, depth, monkeypatch):
 
 @pytest.mark.parametrize("family", [family for family in CLASSES if family != "bloom"])
 def test_wrong_heads_of_the_observer_are_caught(family, monkeypatch):
-    from helmscope.models.hooks import _Passage
+    from helmscope.models.hooks import _ForwardPass
 
-    honest = _Passage.after
+    honest = _ForwardPass.after
     monkeypatch.setattr(
-        _Passage,
+        _ForwardPass,
         "after",
         lambda self, call, result: honest(self, call, Attended(result.output, result.weights.roll(1, 1))),
     )

@@ -227,7 +227,7 @@ def test_an_encoder_decoder_model_on_trial_and_at_the_doctor(family):
     ids = inputs_of("gpt2", batch=6, n=5)
     subject = hs.Subject(model, ids.tolist())
     assert subject.needs("cross_kernel", "trajectory", causal=True, mlp=True, head=True) is None
-    assert "looks both ways, but that of" in subject.needs(full=True)
+    assert "is bidirectional, but that of" in subject.needs(full=True)
     assert subject.token_ids == tuple(map(tuple, ids.tolist()))
     assert subject.recording.encoder is not None
     assert len(subject.selection) == len(subject.test) == 3

@@ -280,9 +280,10 @@ def test_an_edit_of_the_encoder_changes_the_decoder_as_a_hook_by_hand(family):
         for depth, state in enumerate(states):
             assert (each.stream(depth=depth) - state).abs().max() <= 1e-12 * state.abs().max()
     assert (edited.logits() - logits).abs().max() <= 1e-12 * logits.abs().max()
+    assert "with its encoder under" in repr(edited)  # the repr is cut after about 200 characters
     assert "edit of the encoder" in edited._repr_html_()
     assert len(edited.manifest().parameters["encoder edits"]) == 1
-    assert edited.certificate["edits"].says.startswith("2 made")
+    assert edited.certificate["edits"].says.startswith("2 applied")
     assert torch.equal(record(model, inputs, batch_size=2).logits(), recording.logits())  # the model is as it was
 
 
@@ -344,7 +345,7 @@ def test_frozen_tokens_stay_through_cross_attention():
 def test_what_is_not_there_is_refused():
     plain = record(tiny_model("gpt2"), inputs_of("gpt2"))
     assert plain.encoder is None
-    with pytest.raises(HelmscopeError, match="cross_kernel is of a decoder that reads an encoder, but GPT2LMHead"):
+    with pytest.raises(HelmscopeError, match="cross_kernel needs an encoder-decoder model, but GPT2LMHead"):
         plain.cross_kernel(layer=0)
     with pytest.raises(HelmscopeError, match=r"at Site\.CROSS, but GPT2LMHeadModel has no cross-attention"):
         plain.under(Edit(Site.CROSS, None, torch.clone))

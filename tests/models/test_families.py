@@ -11,7 +11,7 @@ from helmscope.models.record import record
 from helmscope.models.watch import Observer, Site
 from support.model_families import CLASSES, FAMILIES, inputs_of, tiny_model
 
-OUTSIDE = ("gptj", "bloom", "falcon", "mpnet")  # families outside the registry, whose attention is overheard
+OUTSIDE = ("gptj", "bloom", "falcon", "mpnet")  # families outside the registry, whose attention is captured
 TOPOLOGY = {
     "gpt_neox": "parallel pre-norm",
     "cohere": "parallel pre-norm",

@@ -57,7 +57,7 @@ def test_a_layer_by_the_name_of_its_block(family, name):
         ("gpt2", "transformer.h.1.mlp", "but the layers are"),
         ("gpt2", 3, "layer is 3, but this recording has layers 0 to 2"),
         ("gpt2", True, "layer is True, but"),
-        ("albert", "encoder.albert_layer_groups.0.albert_layers.0", "is called 3 times: give the layer's number"),
+        ("albert", "encoder.albert_layer_groups.0.albert_layers.0", "is called 3 times: pass its number"),
     ],
 )
 def test_what_names_no_layer_is_refused(family, name, says):

@@ -96,7 +96,7 @@ def test_holes_in_an_attention_mask_stay_where_they_are():
 
 
 def test_moved_padding_is_compared_with_the_inputs_as_they_came():
-    """GPT-2 counts positions from the padding on, unless it is told: then nothing is moved."""
+    """GPT-2 counts positions from the padding on unless position_ids are passed; then nothing is moved."""
     model = tiny_model("gpt2")
     given = {
         "input_ids": torch.tensor([[0, 0, 5, 6], [1, 2, 3, 4]]),
@@ -226,7 +226,7 @@ def test_a_block_that_writes_nothing_is_read():
     assert torch.equal(recording.trajectory.states[2], recording.trajectory.states[4])
 
 
-def test_a_resumed_recording_hears_its_own_layers():
+def test_a_resumed_recording_has_the_kernels_of_its_layers():
     for family in ("gpt2", "gpt_neox", "albert"):
         recording = record(tiny_model(family), inputs_of(family))
         states = recording.trajectory.states
@@ -408,7 +408,7 @@ def test_instruments_see_what_is_kept():
     assert not plain.kept
 
 
-def test_a_family_that_cannot_be_overheard_says_what_it_hides():
+def test_keys_of_a_family_whose_attention_cannot_be_captured_raise():
     """DeBERTa adds products of content and place to its logits, which are not those of one q and k."""
     sizes = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3}
     places = {"relative_attention": True, "pos_att_type": ["c2p", "p2c"], "max_relative_positions": 16}
@@ -421,12 +421,12 @@ def test_a_family_that_cannot_be_overheard_says_what_it_hides():
     assert recording.certificate["heads"].ok is None
     with pytest.raises(HelmscopeError, match=r"replay is not available.*hides q, k and v"):
         recording.replay(Entropy())
-    with pytest.raises(HelmscopeError, match="shows its attention weights alone"):
+    with pytest.raises(HelmscopeError, match="returns only its attention weights"):
         record(model, inputs_of("gpt2"), keep=hs.models.Keep.QUERIES)
     assert record(model, inputs_of("gpt2"), keep=hs.models.Keep.WEIGHTS).kept["weights"].shape[0] == 3
 
 
-def test_states_that_are_lost_are_said():
+def test_states_that_are_not_finite_or_not_unit_vectors_raise():
     recording = record(tiny_model("gpt2"), inputs_of("gpt2"))
     lost = recording.under(hs.intervene.Reweigh(function=lambda weights: torch.nan * weights))
     assert lost.certificate.ok is False
@@ -449,14 +449,14 @@ def test_a_model_in_training_mode_is_not_run():
         recording.logits()
 
 
-def test_an_encoder_with_its_decoder_is_refused_where_it_cannot_be_heard():
+def test_encoder_decoder_models_whose_attention_cannot_be_recorded_raise():
     sizes = {"d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48}
     sizes |= {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "vocab_size": 96}
     model = tf.MvpForConditionalGeneration(tf.MvpConfig(**sizes, pad_token_id=1)).eval()
-    with pytest.raises(HelmscopeError, match=r"MvpForCond.*in the registry.*record its encoder alone, model\.get_enc"):
+    with pytest.raises(HelmscopeError, match=r"MvpForCond.*attention registry.*record the encoder alone"):
         record(model, inputs_of("gpt2"))
     sounds = tf.WhisperConfig(**sizes, num_mel_bins=8, pad_token_id=1, bos_token_id=1, eos_token_id=2)
-    with pytest.raises(HelmscopeError, match=r"Whisper.* encoder reads input_features, but .* on token ids alone"):
+    with pytest.raises(HelmscopeError, match=r"Whisper.* encoder reads input_features, but .* only on token ids"):
         record(tf.WhisperForConditionalGeneration(sounds).eval(), inputs_of("gpt2"))
     bart = tf.BartForConditionalGeneration(tf.BartConfig(**sizes)).eval()
     assert record(bart.get_encoder(), inputs_of("gpt2")).certificate.ok
@@ -571,7 +571,7 @@ def test_special_tokens_do_not_count_however_the_texts_come():
     assert torch.equal(record(loaded, given["input_ids"]).batch.counted, wanted.batch.counted)
 
 
-def test_a_tokenizer_that_fails_is_said():
+def test_a_tokenizer_that_fails_is_named_in_the_error():
     class Broken:
         pad_token_id = 0
 
@@ -582,7 +582,7 @@ def test_a_tokenizer_that_fails_is_said():
         record(tiny_model("gpt2"), ["a"], tokenizer=Broken())
 
 
-def test_a_damaged_tokenizer_is_said(tmp_path):
+def test_a_damaged_tokenizer_is_named_in_the_error(tmp_path):
     tiny_model("gpt2").save_pretrained(tmp_path)
     assert "random tokens: there is no tokenizer" in str(hs.models.diagnose(tmp_path, tokens=100))
     letters(framed=False).save_pretrained(tmp_path)

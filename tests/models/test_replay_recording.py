@@ -1,4 +1,4 @@
-"""A recording shown to instruments: what passes against what was recorded, by one forward per chunk of prompts."""
+"""Replay of a recording: the values that instruments receive agree with the recorded ones, in one forward per chunk."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PADDED = {
 
 
 class Everything(hs.Instrument):
-    """Keeps all that passes."""
+    """Keeps all values that it receives."""
 
     name = "everything"
     needs = ~hs.types.Needs.NOTHING
@@ -126,7 +126,7 @@ def test_the_size_of_the_chunks_changes_nothing(family):
 
 @pytest.mark.parametrize("family", ["gpt2", "bert", "llama"])
 def test_padding_is_neither_counted_nor_seen(family):
-    """The numbers of a prompt are those that it has alone."""
+    """The values of a prompt do not depend on the other prompts of the batch."""
     model = tiny_model(family, dtype=F64)
     instruments = hs.kernel.KernelStatistics(), hs.observe.DriftAndSwirl(derivatives=False)
     recording = record(model, PADDED)
@@ -180,7 +180,7 @@ def test_a_simulation_and_a_recording_of_the_same_model_have_the_same_numbers():
             np.testing.assert_allclose(value.values.reshape(wanted.shape), wanted, rtol=1e-9, atol=1e-11)
 
 
-def test_a_resumed_recording_shows_its_own_layers():
+def test_a_resumed_recording_replays_its_layers():
     recording = record(tiny_model("bert", dtype=F64), inputs_of("bert"))
     states = recording.trajectory.states
     for depth in (2, 3, 6):
@@ -206,14 +206,14 @@ def test_a_change_is_seen():
 
 
 def hiding():
-    """A DeBERTa, which shows its attention weights alone."""
+    """A DeBERTa, which returns only its attention weights."""
     sizes = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3}
     places = {"relative_attention": True, "pos_att_type": ["c2p", "p2c"], "max_relative_positions": 16}
     torch.manual_seed(0)
     return tf.DebertaModel(tf.DebertaConfig(**sizes, **places, num_attention_heads=4)).eval()
 
 
-def test_a_family_that_hides_q_k_and_v_shows_the_rest():
+def test_a_family_without_q_k_and_v_provides_everything_else():
     recording = record(hiding(), inputs_of("gpt2"))
     instrument = Everything(hs.types.Needs.KERNEL | hs.types.Needs.ATTENTION_WRITE)
     recording.replay(instrument)
@@ -226,7 +226,7 @@ def test_a_family_that_hides_q_k_and_v_shows_the_rest():
 @pytest.mark.parametrize(
     ("family", "said"),
     [
-        ("olmo2", "system has in layer 0 an MLP without a norm before it, but drift_and_swirl needs one"),
+        ("olmo2", "system has an MLP without a norm before it in layer 0, but drift_and_swirl needs MLPs"),
         ("mixtral", r"system has a MixtureOfExperts as force\(layer=0\), but drift and swirl need a plain MLP"),
     ],
 )
@@ -237,7 +237,7 @@ def test_a_model_that_an_instrument_does_not_fit(family, said):
     assert list(hs.measure(recording)) == ["kernel_statistics"]
 
 
-def test_a_fault_of_an_instrument_is_its_own():
+def test_an_exception_of_an_instrument_is_not_reported_as_one_of_the_model():
     class Faulty(Everything):
         def attention(self, moment, passed):
             raise KeyError("no such thing")

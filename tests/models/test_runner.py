@@ -1,4 +1,4 @@
-"""What observers of a runner are told, that they change nothing, and which texts run."""
+"""Observers of a runner: what they receive, that they change nothing, and which texts run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from support.model_families import inputs_of, tiny_model
 
 
 class Log(Observer):
-    """Notes everything it is told, and tries to change it by what it returns."""
+    """Records all calls, and tries to change values by what it returns."""
 
     sites = frozenset({Site.INPUT, Site.MLP})
     sees_attention = True
@@ -50,7 +50,7 @@ def recording():
     return record(tiny_model("gpt2"), inputs_of("gpt2"), batch_size=2, keep=hs.models.Keep.KEYS | hs.models.Keep.WRITES)
 
 
-def test_an_observer_is_told_where_it_is_chunk_by_chunk(recording):
+def test_an_observer_receives_the_rows_of_each_chunk(recording):
     log = Log()
     recording.runner.forward(log)
     expected = []

@@ -1,4 +1,4 @@
-"""A Subject: known by its weights and texts, recorded once, split in halves that never share a prompt."""
+"""A Subject: identified by weights and texts, recorded once, split into halves that never share a prompt."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ ROWS = [[k % 90 + 3, (7 * k) % 90 + 3, 5, k % 11 + 3, 9, 11] for k in range(12)]
 
 
 @pytest.fixture(autouse=True)
-def shelf(monkeypatch):
-    """A shelf of one's own, so that no test finds what another has made."""
-    own = RecordingCache()
-    monkeypatch.setattr(home, "_SHELF", own)
-    return own
+def cache(monkeypatch):
+    """An empty cache for each test."""
+    empty = RecordingCache()
+    monkeypatch.setattr(home, "_CACHE", empty)
+    return empty
 
 
 @pytest.fixture
@@ -110,7 +110,7 @@ def test_halves_are_disjoint_and_stable_and_the_same_for_every_model():
         Subject(tiny_model("gpt2"), [*ROWS[:3], ROWS[0]]).test  # noqa: B018
 
 
-def test_a_model_is_recorded_once_for_all_who_ask(folder, recorded, shelf):
+def test_a_model_is_recorded_once_for_all_subjects(folder, recorded, cache):
     first = Subject(folder, ROWS).recording
     assert Subject(str(folder), ROWS).recording is first
     assert Subject(folder, ROWS).recording_of(ROWS) is first
@@ -121,7 +121,7 @@ def test_a_model_is_recorded_once_for_all_who_ask(folder, recorded, shelf):
     assert recorded == [12, 4, 12, 12]
     with Subject(folder, ROWS) as subject:
         assert subject.recording is first
-    assert len(shelf._held) == 0
+    assert len(cache._values) == 0
     assert Subject(folder, ROWS).recording is not first
 
 
@@ -131,13 +131,13 @@ def test_what_is_recorded_once_is_what_record_gives():
     assert torch.equal(Subject(model, ROWS).recording.trajectory.states, wanted)
 
 
-def test_the_shelf_is_bounded(folder, recorded, shelf):
-    shelf.most = 1
+def test_the_cache_is_bounded(folder, recorded, cache):
+    cache.most = 1
     for _ in range(2):
         Subject(folder, ROWS).recording  # noqa: B018
         Subject(folder, ROWS).recording_of(ROWS[:4])
     assert recorded == [12, 4, 12, 4]
-    assert len(shelf._held) == 1
+    assert len(cache._values) == 1
 
 
 def test_two_models_in_memory_are_not_taken_for_each_other(recorded):
@@ -182,9 +182,9 @@ def test_a_premise_that_cannot_hold_is_one_sentence():
     everything = {"mlp": True, "head": True}
     assert causal.needs("kernel", "on_sphere", causal=True, **everything) is None
     assert full.needs("replay", full=True, **everything) is None
-    both = "the claim needs attention that is causal, but that of BertForMaskedLM looks both ways"
+    both = "the claim needs attention that is causal, but that of BertForMaskedLM is bidirectional"
     assert full.needs(causal=True) == both
-    assert "that looks both ways, but that of GPT2LMHeadModel is causal" in causal.needs(full=True)
+    assert "that is bidirectional, but that of GPT2LMHeadModel is causal" in causal.needs(full=True)
     assert bare.needs(causal=True, mlp=True) is None
     sentence = bare.needs(head=True)
     assert sentence.startswith("the claim needs a head over a vocabulary, but GPT2Model does not have it: ")
@@ -221,7 +221,7 @@ def test_a_simulation_has_no_model():
     assert (nothing.identity, nothing.label, repr(nothing)) == ("simulation", "simulation", "<Subject simulation>")
     nothing.close()
     for name in ("texts", "loaded", "recording", "test", "tokenizer"):
-        with pytest.raises(HelmscopeError, match="of a model, but the subject is a simulation"):
+        with pytest.raises(HelmscopeError, match="needs a model, but the subject is a simulation"):
             getattr(nothing, name)
 
 
@@ -235,7 +235,7 @@ def test_a_simulation_has_no_model():
         (("A", "One text"), {}, "texts is a str, but it must be a list of strings"),
         (("A", []), {}, "texts is empty"),
         (("A", ["One", " "]), {}, r"texts\[1\] is ' ', but a text must not be blank"),
-        (("A", ["One", 3]), {}, r"texts\[0\] is 'One', but every text must be a string, or all rows"),
+        (("A", ["One", 3]), {}, r"texts\[0\] is 'One', but texts must be all strings, or all rows"),
         (("A", [[1, 2], [3]]), {}, r"texts\[1\] has 1 id, but texts\[0\] has 2"),
         (("A", [[1, -2]]), {}, r"texts\[0\] is \[1, -2\]"),
         (("A",), {"loops": 0}, "loops is 0, but it must be a whole number >= 1"),
@@ -257,7 +257,7 @@ def test_a_model_in_memory_is_not_changed():
 def test_texts_that_the_model_cannot_read_are_refused_when_needed(folder):
     with pytest.raises(HelmscopeError, match="texts are strings, but the model came without a tokenizer"):
         Subject(folder, ["One day"]).identity  # noqa: B018
-    with pytest.raises(HelmscopeError, match="texts give the token id 96"):
+    with pytest.raises(HelmscopeError, match="texts contain the token id 96"):
         Subject(folder, [[96]]).recording  # noqa: B018
     with pytest.raises(HelmscopeError, match=r"texts\[0\] has 70 tokens, but the model's context is 64"):
         Subject(folder, [[5] * 70]).recording  # noqa: B018

@@ -115,9 +115,13 @@ def test_what_is_refused():
         ),
         ({"targets": ["a"] * 3}, texts, "targets are strings, but the model came without a tokenizer"),
         ({"targets": []}, texts, "targets is empty, but it must hold at least one text"),
-        ({"targets": torch.full((3, 2), 96)}, texts, "targets give the token id 96, but the model has embeddings 0 to"),
+        (
+            {"targets": torch.full((3, 2), 96)},
+            texts,
+            "targets contain the token id 96, but the model has embeddings 0 to",
+        ),
         ({"targets": torch.ones(3, 65).long()}, texts, r"targets\[0\] has 65 tokens, but the model's context is 64"),
-        ({"targets": inputs_of("gpt2")}, both, "targets is given, but texts names decoder_input_ids too"),
+        ({"targets": inputs_of("gpt2")}, both, "targets is passed, but texts names decoder_input_ids too"),
         ({}, texts | {"labels": texts["input_ids"]}, "texts names labels, .*: pass them as targets"),
         ({}, texts | {"position_ids": texts["input_ids"]}, "texts names 'position_ids', but an encoder-decoder model"),
         ({}, texts | {"decoder_attention_mask": texts["attention_mask"]}, "decoder_attention_mask, but no decoder_inp"),
@@ -131,7 +135,7 @@ def test_what_is_refused():
     for options, given, says in cases:
         with pytest.raises(HelmscopeError, match=says):
             record(model, given, **options)
-    with pytest.raises(HelmscopeError, match="targets is given, but model is a GPT2LMHeadModel, and only an encoder-"):
+    with pytest.raises(HelmscopeError, match="targets is passed, but model is a GPT2LMHeadModel, and only encoder-"):
         record(tiny_model("gpt2"), inputs_of("gpt2"), targets=inputs_of("gpt2"))
     lost = tf.BartModel(tf.BartConfig(**BART | {"decoder_start_token_id": None})).eval()
     with pytest.raises(HelmscopeError, match=r"texts are read .*, but BartModel cannot shift .*start_token_id\)"):

@@ -118,8 +118,8 @@ def test_a_text_without_a_prediction_is_nan_and_all_of_them_are_refused():
 @pytest.mark.parametrize(
     ("family", "says"),
     [
-        ("bert", "the loss of the next token needs attention that is causal, but that of BertForMaskedLM looks both"),
-        ("albert", "needs attention that is causal, but that of AlbertForMaskedLM looks both ways"),
+        ("bert", "the loss of the next token needs attention that is causal, but that of BertForMaskedLM is bidir"),
+        ("albert", "needs attention that is causal, but that of AlbertForMaskedLM is bidirectional"),
         ("vit", "needs a language model with a single stream of tokens, but ViTModel is not one"),
     ],
 )
@@ -240,7 +240,7 @@ def test_layers_before_the_first_edited_one_run_once():
     [
         ({}, "edits is {}, but it must be a mapping of names to edits, with at least one"),
         ([hs.intervene.Ablate()], "edits is .*, but it must be a mapping of names"),
-        ({"a": 3}, "a int is given as an edit"),
+        ({"a": 3}, "an edit is a int"),
         ({"a": hs.intervene.AblateHead(layer=1, head=9)}, "heads holds 9, but layer 1 has heads 0 to 3"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Results that are expensive to make and shared inside a process: the least recently used go first."""
+"""The cache of models and recordings of a process; it evicts the least recently used ones first."""
 
 from __future__ import annotations
 
@@ -17,71 +17,71 @@ MOST_BYTES = 1 << 30
 
 
 class RecordingCache:
-    """A bounded cache. When all values together exceed ``most`` bytes, those that were asked for least recently are
-    dropped. One that is larger by itself is kept until another one is to be made.
+    """A cache bounded by memory. When all values together exceed ``most`` bytes, the least recently used are dropped. A
+    value that exceeds the limit alone is kept until another one is made.
 
-    >>> shelf = RecordingCache(most=10)
-    >>> [shelf.get((key,), lambda: key.upper(), size=lambda _: 6) for key in "aba"]
+    >>> cache = RecordingCache(most=10)
+    >>> [cache.get((key,), lambda: key.upper(), size=lambda _: 6) for key in "aba"]
     ['A', 'B', 'A']
-    >>> ("b",) in shelf
+    >>> ("b",) in cache
     False
     """
 
     def __init__(self, most: int = MOST_BYTES) -> None:
         self.most = most
-        self._held: OrderedDict[Key, tuple[Any, int]] = OrderedDict()
+        self._values: OrderedDict[Key, tuple[Any, int]] = OrderedDict()
 
     def __contains__(self, key: Key) -> bool:
-        return key in self._held
+        return key in self._values
 
     def get(self, key: Key, make: Callable[[], T], size: Callable[[T], int]) -> T:
-        """The value under ``key``, made where it is not there."""
-        if key not in self._held:
-            self._shrink(least=0)  # before the new value needs memory
+        """The value under ``key``, made by ``make`` if it is not in the cache; ``size`` returns its bytes."""
+        if key not in self._values:
+            self._evict(keep=0)  # free memory before the new value needs it
             made = make()
-            self._held[key] = made, size(made)
-        self._held.move_to_end(key)
-        value: T = self._held[key][0]
-        self._shrink(least=1)
+            self._values[key] = made, size(made)
+        self._values.move_to_end(key)
+        value: T = self._values[key][0]
+        self._evict(keep=1)
         return value
 
-    def _shrink(self, least: int) -> None:
-        while len(self._held) > least and sum(size for _, size in self._held.values()) > self.most:
-            self._held.popitem(last=False)
+    def _evict(self, keep: int) -> None:
+        while len(self._values) > keep and sum(size for _, size in self._values.values()) > self.most:
+            self._values.popitem(last=False)
 
     def drop(self, unwanted: Callable[[Key], bool]) -> None:
-        """Forget every value whose key is unwanted."""
-        for key in [key for key in self._held if unwanted(key)]:
-            del self._held[key]
+        """Remove every value for whose key ``unwanted`` is True."""
+        for key in [key for key in self._values if unwanted(key)]:
+            del self._values[key]
 
 
 @dataclass(frozen=True, eq=False)
 class ById:
-    """Something in memory as part of a key: the key holds it, so that its id cannot become that of another.
+    """An object as part of a cache key, compared by identity; the key keeps it alive, so that its id is not reused.
 
     >>> ById([]) == ById([])
     False
     """
 
-    held: Any
+    value: Any
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, ById) and self.held is other.held
+        return isinstance(other, ById) and self.value is other.value
 
     def __hash__(self) -> int:
-        return id(self.held)
+        return id(self.value)
 
 
 def model_bytes(loaded: Loaded) -> int:
-    """The memory of a model's weights."""
-    return sum(value.numel() * value.element_size() for value in loaded.model.parameters())
+    """The bytes of a model's weights."""
+    return sum(weight.numel() * weight.element_size() for weight in loaded.model.parameters())
 
 
 def stream_bytes(recording: Recording) -> int:
-    """The memory of recorded states, those of an encoder included: twice in a post-norm model, which also keeps them
-    without gain and bias.
+    """The bytes of the recorded states, including those of an encoder. They count twice in a post-norm model, whose
+    recording also holds the states without gain and bias.
     """
     stream, copies = recording.residual, 2 if recording.anatomy.post_norm else 1
-    parts = [each for each in (stream.direction, stream.radius, stream.mean) if each is not None]
-    own = copies * sum(each.numel() * each.element_size() for each in parts)
-    return own if recording.encoder is None else own + stream_bytes(recording.encoder)
+    tensors = [tensor for tensor in (stream.direction, stream.radius, stream.mean) if tensor is not None]
+    total = copies * sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    return total if recording.encoder is None else total + stream_bytes(recording.encoder)

@@ -1,4 +1,4 @@
-"""Which state of which layer lies at which depth: the one place that knows how many sub-steps a layer has."""
+"""The correspondence between depths and the states of layers; the only place that knows the sub-steps of a layer."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ STATES_WITH_CROSS = (Site.INPUT, Site.MIDDLE, Site.CROSS_MIDDLE)
 
 @dataclass(frozen=True)
 class Depths:
-    """The depths of ``layers`` layers. A layer has two sub-steps, attention and MLP, or three where it has ``cross``
-    attention between them; depth 0 is the input of the first layer, ``last`` the output of the last one.
+    """The depths of a model with ``layers`` layers. A layer has two sub-steps, attention and MLP; with ``cross`` it
+    has cross-attention between them. Depth 0 is the input of the first layer, ``last`` the output of the last one.
 
     >>> Depths(2).last, Depths(2, cross=True).last
     (4, 6)
@@ -28,7 +28,7 @@ class Depths:
 
     @property
     def states(self) -> tuple[Site, ...]:
-        """The states of a layer in their order, without its output, which is the next layer's input."""
+        """The sites of a layer's states in order, without its output, which is the input of the next layer."""
         return STATES_WITH_CROSS if self.cross else STATES
 
     @property
@@ -46,10 +46,10 @@ class Depths:
         return self.steps * layer + (self.steps if site is Site.OUTPUT else self.states.index(site))
 
     def layer(self, depth: int) -> int:
-        """The layer that reads the state at a depth; the last layer for its own output."""
+        """The layer that reads the state at a depth; for the last depth, the last layer."""
         return min(depth // self.steps, self.layers - 1)
 
     def site(self, depth: int) -> tuple[int, Site]:
-        """The layer and the site at which the state of a depth passes."""
+        """The layer and the site of the state at a depth."""
         layer = self.layer(depth)
         return layer, Site.OUTPUT if depth == self.last else self.states[depth % self.steps]

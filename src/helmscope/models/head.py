@@ -1,4 +1,4 @@
-"""The head of a language model, told to give the logits of a few tokens alone."""
+"""Logits of selected tokens only, by restricting the head of a language model to some of its rows."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from helmscope.models.tap import held
+from helmscope.models.tap import locked
 
 if TYPE_CHECKING:
     from jaxtyping import Int
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 
 def has_linear_head(model: Any) -> bool:
-    """Whether the model names a matrix that its logits come from."""
+    """Whether the model's logits are a linear map of its last states, by ``get_output_embeddings``."""
     return isinstance(model.get_output_embeddings(), nn.Linear)
 
 
 @contextmanager
 def few_logits(model: Any, ids: Int[Tensor, " token"]) -> Iterator[None]:
-    """Inside, the matrix of the head has the rows ``ids`` alone; what the model does to its logits, such as scaling or
-    capping them, it does to those. A model that mixes logits gives something else then: compare one text.
+    """Context manager: within it, the head computes only the logits of the tokens ``ids``. What the model does to each
+    logit, such as scaling or capping, still applies. If it mixes logits the results differ: compare one text.
     """
     head = model.get_output_embeddings()
     ids = ids.to(head.weight.device)
@@ -32,12 +32,12 @@ def few_logits(model: Any, ids: Int[Tensor, " token"]) -> Iterator[None]:
     def forward(state: Tensor) -> Tensor:
         return nn.functional.linear(state, weight, bias)
 
-    with held(model):
-        own = head.__dict__.get("forward")  # one of the instance's, as tools that move weights about set it
+    with locked(model):
+        replaced = head.__dict__.get("forward")  # set on the instance by tools that move weights
         head.forward = forward
         try:
             yield
         finally:
             del head.forward
-            if own is not None:
-                head.forward = own
+            if replaced is not None:
+                head.forward = replaced

@@ -1,6 +1,6 @@
-"""Run a model's forward with edits and observers attached to it: the hooks that find each site.
+"""Forward hooks that apply edits and call observers at every site of a model.
 
-All hooks are gone when ``watching`` ends, whatever happened inside.
+``watching`` removes all hooks when it exits, also after an exception.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from helmscope.models.overhear import Overhearing
 from helmscope.models.probe import tensors_in
-from helmscope.models.tap import Attended, Call, held, tapped
+from helmscope.models.qkv_capture import AttentionCapture
+from helmscope.models.tap import Attended, Call, locked, tapped
 from helmscope.models.topology import Kind
 from helmscope.models.watch import (
     IN_ATTENTION,
@@ -41,9 +41,9 @@ _chunks: ContextVar[Mapping[int, Chunk]] = ContextVar("chunks", default=MappingP
 
 
 @contextmanager
-def running(model: nn.Module, chunk: Chunk) -> Iterator[None]:
-    """Inside, a forward of the model is one of these texts; all edits attached to it know, those of outer contexts too.
-    An encoder and the model that it is part of have chunks of their own.
+def current_chunk(model: nn.Module, chunk: Chunk) -> Iterator[None]:
+    """Context manager: within it, forwards of the model process the texts of ``chunk``, which all edits attached to it
+    receive, those of outer contexts too. An encoder and the model that contains it have separate chunks.
     """
     token = _chunks.set({**_chunks.get(), id(model): chunk})
     try:
@@ -52,9 +52,9 @@ def running(model: nn.Module, chunk: Chunk) -> Iterator[None]:
         _chunks.reset(token)
 
 
-class _Passage:
-    """A forward under way: the number of the layer, its input ``pre``, the ``state`` that the next write is added to,
-    the texts, and everybody who changes or sees a value.
+class _ForwardPass:
+    """The current forward: the number of the layer, its input ``pre``, the ``state`` to which the next write is added,
+    the texts, the edits and the observers.
     """
 
     def __init__(self, anatomy: Anatomy, edits: Sequence[AbstractEdit], observers: Sequence[Observer]) -> None:
@@ -66,301 +66,303 @@ class _Passage:
         self.modules = {id(module) for block in anatomy.blocks for module in block.modules()}
         paths = [(layer, layer.wiring.cross_module) for layer in anatomy.layers]
         self.cross_modules = {id(layer.part(path)) for layer, path in paths if path is not None}
-        hears = any(each.sees_attention or each.sees_cross for each in observers)
-        self.sees_attention = bool(self.wanted & IN_ATTENTION) or hears
-        self.overhearing = Overhearing() if anatomy.overheard and self.sees_attention else None
+        observed = any(each.sees_attention or each.sees_cross for each in observers)
+        self.sees_attention = bool(self.wanted & IN_ATTENTION) or observed
+        self.capture = AttentionCapture() if anatomy.overheard and self.sees_attention else None
 
     @property
     def layer(self) -> Layer:
         return self.anatomy.layers[self.number]
 
-    def enter(self, pre: Tensor) -> None:
-        """The next layer begins, with its input; the first one begins a forward."""
+    def begin_layer(self, pre: Tensor) -> None:
+        """Advance to the next layer, whose input is ``pre``; the first layer also begins a chunk of texts."""
         self.number += 1
         self.pre = self.state = pre
         if self.number == 0:
-            known, texts = _chunks.get().get(id(self.anatomy.model)), len(pre)
-            fits = known is not None and known.rows.stop - known.rows.start == texts
-            self.chunk = known if known is not None and fits else Chunk.whole(texts)
+            chunk, texts = _chunks.get().get(id(self.anatomy.model)), len(pre)
+            fits = chunk is not None and chunk.rows.stop - chunk.rows.start == texts
+            self.chunk = chunk if chunk is not None and fits else Chunk.whole(texts)
             for observer in self.observers:
                 observer.begin(self.chunk)
 
-    def edited(self, site: Site, value: Tensor) -> Tensor | None:
-        """What the edits make of a value, None where all left it alone."""
+    def edit(self, site: Site, value: Tensor) -> Tensor | None:
+        """The value after all edits; None if no edit changed it."""
         changed = None
         for edit in self.edits:
             if site in edit.sites and edit.acts(self.number):
                 old = value if changed is None else changed
                 new = edit.new(old, self.chunk.at(site, self.number))
-                changed = changed if new is None else _fitting(new, old, edit, site)
+                changed = changed if new is None else _checked_replacement(new, old, edit, site)
         return changed
 
-    def passes(self, site: Site, value: Tensor) -> Tensor | None:
-        """What the edits make of a state or write; the observers see it."""
-        changed = self.edited(site, value)
+    def edit_and_observe(self, site: Site, value: Tensor) -> Tensor | None:
+        """Apply the edits to a state or write, and pass the result to the observers; None if no edit changed it."""
+        changed = self.edit(site, value)
         for observer in self.observers:
             if site in observer.sites:
                 observer.state(site, self.number, value if changed is None else changed)
         return changed
 
-    def _of_block(self, call: Call | None) -> bool:
-        """Whether a call comes from a block of this model, and not from another model or another part of it."""
+    def _is_in_block(self, call: Call | None) -> bool:
+        """Whether an attention call comes from a block of this model, not from another model or another part of it."""
         return call is None or id(call.module) in self.modules
 
     def before(self, call: Call) -> Call:
-        """What attention is computed from."""
-        if not self._of_block(call):
+        """The inputs of attention after the edits; the observers receive them."""
+        if not self._is_in_block(call):
             return call
-        crosses = self._crosses(call)
-        for name, site in (IN_CROSS if crosses else IN_SELF).before.items():
+        is_cross = self._is_cross(call)
+        for name, site in (IN_CROSS if is_cross else IN_SELF).before.items():
             if site in self.wanted:
                 old = getattr(call, name)
                 n, m = call.query.shape[-2], call.key.shape[-2]
-                new = self.edited(site, call.query.new_zeros(1, 1, n, m) if old is None else old)
-                given: dict[str, Any] = {} if new is None else {name: new}
-                call = replace(call, **given)
+                new = self.edit(site, call.query.new_zeros(1, 1, n, m) if old is None else old)
+                changes: dict[str, Any] = {} if new is None else {name: new}
+                call = replace(call, **changes)
         for observer in self.observers:
-            if observer.sees_attention and not crosses:
+            if observer.sees_attention and not is_cross:
                 observer.before(self.number, call)
         return call
 
-    def _crosses(self, call: Call | None) -> bool:
-        """Whether a call is cross-attention."""
+    def _is_cross(self, call: Call | None) -> bool:
+        """Whether an attention call is cross-attention."""
         return call is not None and id(call.module) in self.cross_modules
 
     def after(self, call: Call | None, result: Attended) -> Attended:
-        """What attention gave."""
-        if not self._of_block(call):
+        """The results of attention after the edits; the observers receive them."""
+        if not self._is_in_block(call):
             return result
-        crosses = self._crosses(call)
-        inside = IN_CROSS if crosses else IN_SELF
-        if inside.weights in self.wanted and call is not None:
-            weights = self.edited(inside.weights, result.weights)
+        is_cross = self._is_cross(call)
+        sites = IN_CROSS if is_cross else IN_SELF
+        if sites.weights in self.wanted and call is not None:
+            weights = self.edit(sites.weights, result.weights)
             result = result if weights is None else result.with_weights(weights, call)
-        if inside.heads in self.wanted:
-            output = self.edited(inside.heads, result.output)
+        if sites.heads in self.wanted:
+            output = self.edit(sites.heads, result.output)
             result = result if output is None else replace(result, output=output)
         for observer in self.observers:
-            if crosses and observer.sees_cross and call is not None:
+            if is_cross and observer.sees_cross and call is not None:
                 observer.after_cross(self.number, call, result)
-            elif observer.sees_attention and not crosses:
+            elif observer.sees_attention and not is_cross:
                 observer.after(self.number, call, result)
         return result
 
 
-def _fitting(new: Any, old: Tensor, edit: AbstractEdit, site: Site) -> Tensor:
-    """What an edit gave, as a tensor like the one whose place it takes; a mask may have more rows or heads."""
+def _checked_replacement(new: Any, old: Tensor, edit: AbstractEdit, site: Site) -> Tensor:
+    """What an edit returned, in dtype and on the device of the value that it replaces; raises HelmscopeError unless the
+    shape is the same, but a mask may have more rows or heads.
+    """
     shown = tuple(new.shape) if isinstance(new, torch.Tensor) else type(new).__name__
     fits = isinstance(new, torch.Tensor) and new.shape == old.shape
     if site in (Site.MASK, Site.CROSS_MASK) and isinstance(new, torch.Tensor):
         fits = new.ndim == 4 and new.shape[-2:] == old.shape[-2:]
     if not fits:
-        wanted = f"a tensor of shape {tuple(old.shape)} takes the place of what passes there (None: it stays)"
-        raise HelmscopeError(f"{edit!r:.120} gives {shown} at {site}, but {wanted}")
-    fitting: Tensor = new.to(old)
-    return fitting
+        allowed = f"it must return a tensor of shape {tuple(old.shape)} there, or None for no change"
+        raise HelmscopeError(f"{edit!r:.120} returns {shown} at {site}, but {allowed}")
+    replacement: Tensor = new.to(old)
+    return replacement
 
 
 @contextmanager
 def watching(
     anatomy: Anatomy, edits: Sequence[AbstractEdit] = (), observers: Sequence[Observer] = (), *, skip: int = 0
 ) -> Iterator[None]:
-    """Inside, every forward of the model runs under the edits, in their order; each sees what those before it left, and
-    observers what all of them left.
+    """Context manager: within it, every forward of the model runs under the edits, applied in their order, and the
+    observers receive the values after all of them.
 
-    The first ``skip`` layers hand their input on and compute nothing, for an edit that puts another state behind them;
-    where the blocks of a model return more than a state, or are tied, they run all the same. Another thread that wants
-    the same model waits.
+    The first ``skip`` layers return their input and compute nothing, for an edit that puts in a state after them; they
+    run nevertheless if the blocks of the model return more than a state or are tied. Other threads wait for the model.
     """
     check_edits(anatomy, edits)
-    with held(anatomy.model), _hooked(_Passage(anatomy, edits, observers), skip):
+    with locked(anatomy.model), _attached_hooks(_ForwardPass(anatomy, edits, observers), skip):
         yield
 
 
 def check_edits(anatomy: Anatomy, edits: Sequence[AbstractEdit]) -> None:
-    """Refuse what is not an edit, and an edit that does not fit the model."""
+    """Raise HelmscopeError for an object that is not an edit, and for an edit that does not fit the model."""
     for edit in edits:
         if not isinstance(edit, AbstractEdit):
             raise HelmscopeError(
-                f"a {type(edit).__name__} is given as an edit, but it must be an Edit(site, layers, function) or one "
+                f"an edit is a {type(edit).__name__}, but it must be an Edit(site, layers, function) or one "
                 "such as Ablate()"
             )
         edit.check(anatomy)
 
 
 @contextmanager
-def held_unwatched(model: Any) -> Iterator[None]:
-    """Inside, no other thread changes or records the model; refused where this one has an edit attached to it, which
-    a recording would take for the model's own doing.
+def locked_unedited(model: Any) -> Iterator[None]:
+    """Context manager: within it, no other thread changes or records the model. Raises HelmscopeError if an edit is
+    attached to it in this thread, whose effect would be recorded as that of the model.
     """
-    with held(model):
+    with locked(model):
         hooks = (hook for module in model.modules() for hook in module._forward_pre_hooks.values())
         if any(getattr(hook, "__module__", None) == __name__ for hook in hooks):
             raise HelmscopeError(
-                f"model is a {type(model).__name__} that runs under an edit, but only an unchanged one is recorded: "
-                "leave `changed` first, and give the edit to recording.under"
+                f"model is a {type(model).__name__} under an edit, but only an unedited model can be recorded: leave "
+                "`changed` first, and pass the edit to recording.under"
             )
         yield
 
 
 @contextmanager
-def _hooked(passage: _Passage, skip: int) -> Iterator[None]:
-    anatomy = passage.anatomy
+def _attached_hooks(forward: _ForwardPass, skip: int) -> Iterator[None]:
+    anatomy = forward.anatomy
     skipped = [layer.block for layer in anatomy.layers[:skip]] if anatomy.can_skip else []
     handles: list[RemovableHandle] = []
-    own: list[Any] = []
+    replaced: list[Any] = []  # the blocks' own `forward` attributes, which tools that move weights set
 
     def begin(module: nn.Module, args: tuple[Any, ...]) -> None:
-        passage.number = -1
+        forward.number = -1
 
     try:
         for entry in (anatomy.model, anatomy.model.base_model):  # whichever is called
             handles.append(entry.register_forward_pre_hook(begin))
         for block in skipped:
-            own.append(block.__dict__.get("forward"))  # one of the instance's, as tools that move weights about set it
-            block.forward = _hand_on
+            replaced.append(block.__dict__.get("forward"))
+            block.forward = _return_input
         for block in anatomy.blocks:
-            handles += _on_block(block, passage)
+            handles += _hook_block(block, forward)
             first = next(layer for layer in anatomy.layers if layer.block is block)
-            handles += _inside(first, passage)
-        if anatomy.encoder is not None and any(each.sees_cross for each in passage.observers):
-            handles.append(anatomy.encoder.register_forward_hook(_remembered(passage)))
-        with tapped(anatomy.model, passage if passage.sees_attention else None), passage.overhearing or nullcontext():
+            handles += _hook_modules(first, forward)
+        if anatomy.encoder is not None and any(each.sees_cross for each in forward.observers):
+            handles.append(anatomy.encoder.register_forward_hook(_memory_hook(forward)))
+        with tapped(anatomy.model, forward if forward.sees_attention else None), forward.capture or nullcontext():
             yield
     finally:
-        for block, forward in zip(skipped, own, strict=False):
+        for block, block_forward in zip(skipped, replaced, strict=False):
             del block.forward
-            if forward is not None:
-                block.forward = forward
+            if block_forward is not None:
+                block.forward = block_forward
         for handle in handles:
             handle.remove()
 
 
-def _hand_on(*args: Any, **kwargs: Any) -> Tensor:
+def _return_input(*args: Any, **kwargs: Any) -> Tensor:
     return tensors_in((args, kwargs))[0]
 
 
-def _on_block(block: nn.Module, passage: _Passage) -> list[RemovableHandle]:
+def _hook_block(block: nn.Module, forward: _ForwardPass) -> list[RemovableHandle]:
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        passage.enter(tensors_in((args, kwargs))[0])
-        assert passage.pre is not None
-        new = passage.passes(Site.INPUT, passage.pre)
+        forward.begin_layer(tensors_in((args, kwargs))[0])
+        assert forward.pre is not None
+        new = forward.edit_and_observe(Site.INPUT, forward.pre)
         if new is None:
             return None
-        passage.pre = passage.state = new
-        return with_first((args, kwargs), new)
+        forward.pre = forward.state = new
+        return replace_first_tensor((args, kwargs), new)
 
     def leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         value = tensors_in(output)[0]
-        new = passage.passes(Site.OUTPUT, value) if Site.OUTPUT in passage.wanted else None
-        return None if new is None else with_first(output, new)
+        new = forward.edit_and_observe(Site.OUTPUT, value) if Site.OUTPUT in forward.wanted else None
+        return None if new is None else replace_first_tensor(output, new)
 
     return [block.register_forward_pre_hook(enter, with_kwargs=True), block.register_forward_hook(leave)]
 
 
-def _remembered(passage: _Passage) -> Any:
-    """Before the decoder begins, its observers see what the encoder gave."""
+def _memory_hook(forward: _ForwardPass) -> Any:
+    """A hook that passes the encoder's last states to the observers of cross-attention."""
 
     def remember(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        for observer in passage.observers:
+        for observer in forward.observers:
             if observer.sees_cross:
                 observer.memory = tensors_in(output)[0]
 
     return remember
 
 
-def _inside(layer: Layer, passage: _Passage) -> list[RemovableHandle]:
-    """Hooks on the modules of a block that give or read a state, as far as anybody wants it."""
+def _hook_modules(layer: Layer, forward: _ForwardPass) -> list[RemovableHandle]:
+    """Attach hooks to the modules of a block that write or read a state, if an edit or observer uses it."""
     wiring, handles = layer.wiring, []
     post_norm = wiring.kind is Kind.POST_NORM
 
-    def writing(site: Site) -> Any:
-        def written(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-            return _written(output, passage, site, adds=not post_norm)
+    def write_hook(site: Site) -> Any:
+        def on_write(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+            return _process_write(output, forward, site, adds=not post_norm)
 
-        return written
+        return on_write
 
-    def giving(site: Site) -> Any:
-        def given(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-            return passage.passes(site, output)
+    def state_hook(site: Site) -> Any:
+        def on_state(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+            return forward.edit_and_observe(site, output)
 
-        return given
+        return on_state
 
-    def reading(site: Site) -> Any:
-        def read(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            assert passage.pre is not None
-            passage.passes(site, tensors_in((args, kwargs))[0].reshape(passage.pre.shape))
+    def read_hook(site: Site) -> Any:
+        def on_read(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            assert forward.pre is not None
+            forward.edit_and_observe(site, tensors_in((args, kwargs))[0].reshape(forward.pre.shape))
 
-        return read
+        return on_read
 
-    # a state between the halves follows from the writes before it, where no norm gives it
-    between = passage.wanted & {Site.MIDDLE, Site.CROSS_MIDDLE}
+    # a state between the halves is the sum of the writes before it, unless it is the output of a norm
+    between = forward.wanted & {Site.MIDDLE, Site.CROSS_MIDDLE}
     for site, path in wiring.writes.items():
         needed = not post_norm and site is not Site.MLP and _leads_to_one_of(site, between)
-        if site in passage.wanted or needed:
-            handles.append(layer.part(path).register_forward_hook(writing(site)))
+        if site in forward.wanted or needed:
+            handles.append(layer.part(path).register_forward_hook(write_hook(site)))
     for site, path in wiring.joints.items():
         if post_norm and site in between:
-            handles.append(layer.part(path).register_forward_hook(giving(site)))
-        if READ_AT[site] in passage.wanted:
-            handles.append(layer.part(path).register_forward_pre_hook(reading(READ_AT[site]), with_kwargs=True))
-    if wiring.weights is not None and passage.sees_attention:
-        handles.append(layer.part(wiring.weights).register_forward_hook(_overheard(passage)))
+            handles.append(layer.part(path).register_forward_hook(state_hook(site)))
+        if READ_AT[site] in forward.wanted:
+            handles.append(layer.part(path).register_forward_pre_hook(read_hook(READ_AT[site]), with_kwargs=True))
+    if wiring.weights is not None and forward.sees_attention:
+        handles.append(layer.part(wiring.weights).register_forward_hook(_weights_hook(forward)))
     return handles
 
 
 def _leads_to_one_of(write: Site, states: frozenset[Site]) -> bool:
-    """Whether a state is the sum of this write and others."""
+    """Whether the write is a summand of one of the states."""
     return LEADS_TO[write] in states or (write is Site.ATTENTION and Site.CROSS_MIDDLE in states)
 
 
-def _written(output: Any, passage: _Passage, site: Site, *, adds: bool) -> Any:
-    """What a module writes, times the residual multiplier, as the edits leave it. Where it ``adds`` to the state, the
-    state that it leads to passes as well, and another one is reached by another write.
+def _process_write(output: Any, forward: _ForwardPass, site: Site, *, adds: bool) -> Any:
+    """Apply edits and observers to what a module writes, times the residual multiplier. If the write ``adds`` to the
+    state, also to the state after it; a replaced state is reached by changing the write. Returns the new output of the
+    module, None if it is unchanged.
     """
-    given, state = tensors_in(output)[0], passage.state
+    value, state = tensors_in(output)[0], forward.state
     assert state is not None
-    scale = passage.layer.wiring.scale(site)
-    write = given.reshape(state.shape) if scale == 1 else scale * given.reshape(state.shape)
-    changed = passage.passes(site, write) if site in passage.wanted else None
-    if adds and site is not Site.MLP and passage.wanted & {Site.MIDDLE, Site.CROSS_MIDDLE}:
+    scale = forward.layer.wiring.scale(site)
+    write = value.reshape(state.shape) if scale == 1 else scale * value.reshape(state.shape)
+    changed = forward.edit_and_observe(site, write) if site in forward.wanted else None
+    if adds and site is not Site.MLP and forward.wanted & {Site.MIDDLE, Site.CROSS_MIDDLE}:
         reached = state + (write if changed is None else changed)
-        new = passage.passes(LEADS_TO[site], reached)
+        new = forward.edit_and_observe(LEADS_TO[site], reached)
         changed = changed if new is None else new - state
-        passage.state = reached if new is None else new
-    return None if changed is None else with_first(output, (changed / scale).to(given).reshape(given.shape))
+        forward.state = reached if new is None else new
+    return None if changed is None else replace_first_tensor(output, (changed / scale).to(value).reshape(value.shape))
 
 
-def _overheard(passage: _Passage) -> Any:
-    """For a family outside the registry: the rows of weights that its attention module returns, and where they can be
-    overheard query, key and value.
+def _weights_hook(forward: _ForwardPass) -> Any:
+    """A hook for a family outside the registry: it takes the weights that the attention module returns, and query, key
+    and value if they are captured.
     """
 
-    def hear(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def on_attention(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         state, *others = tensors_in(output)
         weights = next(each for each in others if each.ndim == 4 and each.shape[-1] == each.shape[-2])
-        heard = None if passage.overhearing is None else passage.overhearing.taken(module, weights)
-        passage.after(*(heard or (None, Attended(state, weights))))
+        captured = None if forward.capture is None else forward.capture.take(module, weights)
+        forward.after(*(captured or (None, Attended(state, weights))))
 
-    return hear
-
-
-def with_first(value: Any, new: Tensor) -> Any:
-    """A call's arguments or result with its first floating-point tensor replaced."""
-    return _replaced(value, new)[0]
+    return on_attention
 
 
-def _replaced(value: Any, new: Tensor) -> tuple[Any, bool]:
+def replace_first_tensor(value: Any, new: Tensor) -> Any:
+    """The arguments or the result of a call with the first floating-point tensor replaced."""
+    return _replace_first(value, new)[0]
+
+
+def _replace_first(value: Any, new: Tensor) -> tuple[Any, bool]:
     if isinstance(value, torch.Tensor):
         return (new, True) if value.is_floating_point() else (value, False)
     if isinstance(value, dict):
         for key, part in value.items():
-            changed, done = _replaced(part, new)
+            changed, done = _replace_first(part, new)
             if done:
                 return {**value, key: changed}, True
     if isinstance(value, tuple | list):
         for k, part in enumerate(value):
-            changed, done = _replaced(part, new)
+            changed, done = _replace_first(part, new)
             if done:
                 return type(value)([*value[:k], changed, *value[k + 1 :]]), True
     return value, False

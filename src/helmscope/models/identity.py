@@ -1,4 +1,4 @@
-"""By what a model and its texts are known again: hashes of weights, wiring and token ids, and plain prompts."""
+"""The identity of a model and its texts: hashes of weights, configuration and token ids, and prompts as plain data."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from helmscope.models.premise import Simulated
 from helmscope.runs.unit import fingerprint
+from helmscope.stats.replicates import halves
 from helmscope.store.manifest import hash_bytes
 from helmscope.types import HelmscopeError
 from helmscope.types.arguments import counted, shown
@@ -16,7 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Prompt = str | tuple[int, ...]
-# of a configuration: where it came from and how it is run, which do not change what the model is
+# settings that do not change what the model computes: where its configuration came from and how it is run
 INCIDENTAL = ("_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype", "_attn_implementation")
 
 
@@ -40,26 +42,43 @@ def hashed_tensors(tensors: Mapping[str, Tensor]) -> list[object]:
 
 
 def wiring_of(model: Any) -> dict[str, object]:
-    """Class and configuration of a transformers model, which say how its weights are used; where it came from is left
-    out, and so are settings that have their default.
+    """Class and configuration of a transformers model, which determine how its weights are used; its origin and
+    settings that have their default value are left out.
     """
     config = {key: value for key, value in model.config.to_diff_dict().items() if key not in INCIDENTAL}
     return {"class": type(model).__name__, "config": config}
 
 
 def stamp_of(folder: Path, patterns: Sequence[str]) -> tuple[tuple[str, int, int], ...]:
-    """Name, size and time of change of the files in a folder that match a pattern: another stamp, another model.
+    """Name, size and modification time of the files in a folder that match one of the patterns. If it changes, so may
+    the model.
 
     >>> stamp_of(Path("/no/such/folder"), ["*"])
     ()
     """
     files = sorted({path for pattern in patterns for path in folder.glob(pattern)})
-    found = [(path.name, path.stat()) for path in files if path.is_file()]
-    return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in found)
+    stats = [(path.name, path.stat()) for path in files if path.is_file()]
+    return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
 
 
-def check_in_memory(model: Any, **options: Any) -> None:
-    """Refuse what is no model, and options that would change one that is in memory already."""
+def check_model_arguments(
+    model: Any, *, loops: int | None, revision: str | None, device: str | None, truncate: bool
+) -> None:
+    """Raise HelmscopeError unless the arguments of a ``Subject`` have the right types and fit together."""
+    if isinstance(model, str | Path):
+        if not str(model).strip():
+            raise HelmscopeError("model is '', but it must be a name, a folder or a model")
+    elif not isinstance(model, Simulated):
+        _check_in_memory(model, loops=loops, revision=revision, device=device)
+    for name, value in (("revision", revision), ("device", device)):
+        if value is not None and not isinstance(value, str):
+            raise HelmscopeError(f"{name} is {shown(value)}, but it must be a str or None")
+    if not isinstance(truncate, bool):
+        raise HelmscopeError(f"truncate is {shown(truncate)}, but it must be True or False")
+
+
+def _check_in_memory(model: Any, **options: Any) -> None:
+    """Raise HelmscopeError unless ``model`` is a model, and if an option would change it: it is in memory already."""
     from helmscope.models.library import transformers_library
     from helmscope.models.load import Loaded
 
@@ -70,11 +89,11 @@ def check_in_memory(model: Any, **options: Any) -> None:
         )
     for name, value in options.items():
         if value is not None:
-            raise HelmscopeError(f"{name} is {value!r}, but the model is in memory already, where nothing is changed")
+            raise HelmscopeError(f"{name} is {value!r}, but the model is in memory already and is not changed")
 
 
 def checked_prompts(texts: Any) -> tuple[Prompt, ...]:
-    """Texts as a tuple of strings, or of rows of token ids of one length; all else is refused by name.
+    """Texts as a tuple of strings, or of rows of token ids of equal length; raises HelmscopeError otherwise.
 
     >>> checked_prompts([[1, 2], [3, 4]])
     ((1, 2), (3, 4))
@@ -92,30 +111,39 @@ def checked_prompts(texts: Any) -> tuple[Prompt, ...]:
         return tuple(rows)
     for i, row in enumerate(rows):
         if not isinstance(row, list | tuple) or not row or not all(type(k) is int and k >= 0 for k in row):
-            raise HelmscopeError(
-                f"texts[{i}] is {shown(row)}, but every text must be a string, or all rows of ids >= 0"
-            )
+            raise HelmscopeError(f"texts[{i}] is {shown(row)}, but texts must be all strings, or all rows of ids >= 0")
         if len(row) != len(rows[0]):
             raise HelmscopeError(
-                f"texts[{i}] has {counted(len(row), 'id')}, but texts[0] has {len(rows[0])}: rows need one length"
+                f"texts[{i}] has {counted(len(row), 'id')}, but texts[0] has {len(rows[0])}: lengths must be equal"
             )
     return tuple(tuple(row) for row in rows)
 
 
 def as_inputs(prompts: Sequence[Prompt]) -> Any:
-    """Prompts as ``record`` takes them: strings as they are, rows of ids as a tensor."""
+    """Prompts as inputs of ``record``: a list of strings, or rows of ids as a tensor."""
     import torch
 
     return list(prompts) if isinstance(prompts[0], str) else torch.tensor(prompts, device="cpu")
 
 
-def first_of_each(rows: Sequence[object]) -> list[int]:
-    """Where each distinct row stands first.
+def split_prompts(
+    prompts: Sequence[Prompt], token_ids: Sequence[tuple[int, ...]]
+) -> tuple[tuple[Prompt, ...], tuple[Prompt, ...]]:
+    """Split prompts into two random halves; those with the same token ids as an earlier one are left out.
 
-    >>> first_of_each(["a", "b", "a"])
-    [0, 1]
+    The split depends only on the prompts: two models on the same texts, whose prompts are compared in pairs, have the
+    same halves. Raises HelmscopeError if there are fewer than 4 different prompts.
+
+    >>> first, second = split_prompts("abcda", [(1,), (2,), (3,), (4,), (1,)])
+    >>> sorted(first + second)
+    ['a', 'b', 'c', 'd']
     """
-    places: dict[object, int] = {}
-    for k, row in enumerate(rows):
-        places.setdefault(row, k)
-    return list(places.values())
+    by_ids: dict[tuple[int, ...], Prompt] = {}
+    for ids, prompt in zip(token_ids, prompts, strict=True):
+        by_ids.setdefault(ids, prompt)
+    distinct = list(by_ids.values())
+    if len(distinct) < 4:
+        count = counted(len(distinct), "different prompt")
+        raise HelmscopeError(f"texts holds {count}, but two halves need at least 4")
+    first, second = halves(len(distinct), seed=int(hash_of(prompts)[:8], 16))
+    return tuple(distinct[k] for k in first), tuple(distinct[k] for k in second)

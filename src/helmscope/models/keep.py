@@ -1,4 +1,4 @@
-"""What a recording keeps of attention and of the writes, where it is asked to: all else streams past."""
+"""Observers that keep raw tensors of a forward: queries, keys, values, attention weights, writes and states."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 
 class Keep(Flag):
-    """Raw tensors to keep, L of each: weights are (batch, heads, n, n) a layer, which is most of what there is. Of a
-    layer with cross-attention, what belongs to that is kept too, named "cross query", "cross weights" and so on.
+    """Raw tensors that ``record`` keeps for every layer. Weights take most memory: (batch, heads, n, n) per layer. In a
+    layer with cross-attention its tensors are kept too, named "cross query", "cross weights" and so on.
 
     >>> Keep.WEIGHTS in Keep.WEIGHTS | Keep.WRITES
     True
@@ -39,56 +39,56 @@ OF_CALL = {Keep.QUERIES: "query", Keep.KEYS: "key", Keep.VALUES: "value"}
 
 
 class Keeper(Observer):
-    """Keeps raw tensors: ``kept`` maps what was asked for to (layer, ...) lists of the parts of the batch."""
+    """Keeps raw tensors of all layers: ``kept`` maps their names to tensors (layer, batch, ...)."""
 
     def __init__(self, what: Keep, anatomy: Anatomy) -> None:
         if not isinstance(what, Keep):
             raise HelmscopeError(
-                f"keep is {what!r}, but it must be made of Keep.QUERIES, KEYS, VALUES, WEIGHTS and WRITES"
+                f"keep is {what!r}, but it must be a combination of Keep.QUERIES, KEYS, VALUES, WEIGHTS and WRITES"
             )
-        hidden = what & (Keep.QUERIES | Keep.KEYS | Keep.VALUES)
-        if hidden and not (anatomy.tapped or anatomy.overheard):
-            raise HelmscopeError(f"keep is {what!r}, but the model's family shows its attention weights alone")
+        projections = what & (Keep.QUERIES | Keep.KEYS | Keep.VALUES)
+        if projections and not (anatomy.tapped or anatomy.overheard):
+            raise HelmscopeError(f"keep is {what!r}, but the model's family returns only its attention weights")
         self.what, self.layers = what, len(anatomy.layers)
         self.sees_attention = bool(what & ~Keep.WRITES)
         self.sees_cross = self.sees_attention and anatomy.has_cross
-        self.needs_all_layers = bool(what)  # so that every layer has something to keep
+        self.needs_all_layers = bool(what)  # a kept tensor has an entry for every layer
         self.sites = frozenset(anatomy.layers[0].wiring.writes) if Keep.WRITES in what else frozenset()
-        self._parts: dict[str, list[list[Tensor]]] = {}
+        self._chunks: dict[str, list[list[Tensor]]] = {}
 
     def state(self, site: Site, layer: int, value: Tensor) -> None:
         """Keep a write."""
-        self._take(f"{site.value} write", layer, value.clone())
+        self._append(f"{site.value} write", layer, value.clone())
 
     def after(self, layer: int, call: Call | None, result: Attended) -> None:
-        """Keep what attention was computed from and its weights."""
-        self._take_attention("", layer, call, result)
+        """Keep the inputs of attention and its weights."""
+        self._keep_attention("", layer, call, result)
 
     def after_cross(self, layer: int, call: Call, result: Attended) -> None:
-        """The same of cross-attention."""
-        self._take_attention("cross ", layer, call, result)
+        """Keep the inputs of cross-attention and its weights."""
+        self._keep_attention("cross ", layer, call, result)
 
-    def _take_attention(self, prefix: str, layer: int, call: Call | None, result: Attended) -> None:
+    def _keep_attention(self, prefix: str, layer: int, call: Call | None, result: Attended) -> None:
         for flag, name in OF_CALL.items():
             if flag in self.what and call is not None:
-                self._take(prefix + name, layer, getattr(call, name).clone())
+                self._append(prefix + name, layer, getattr(call, name).clone())
         if Keep.WEIGHTS in self.what:
-            self._take(f"{prefix}weights", layer, result.weights.clone())
+            self._append(f"{prefix}weights", layer, result.weights.clone())
 
-    def _take(self, name: str, layer: int, value: Tensor) -> None:
-        self._parts.setdefault(name, [[] for _ in range(self.layers)])[layer].append(value)
+    def _append(self, name: str, layer: int, value: Tensor) -> None:
+        self._chunks.setdefault(name, [[] for _ in range(self.layers)])[layer].append(value)
 
     @property
     def kept(self) -> Mapping[str, Tensor]:
-        """query, key, value, weights, attention write, mlp write: (layer, batch, ...); of cross-attention cross query
-        and so on.
+        """The kept tensors (layer, batch, ...) by name: query, key, value, weights, attention write, mlp write; for
+        cross-attention, cross query and so on.
         """
-        return {name: torch.stack([torch.cat(parts) for parts in layers]) for name, layers in self._parts.items()}
+        return {name: torch.stack([torch.cat(chunks) for chunks in layers]) for name, layers in self._chunks.items()}
 
 
 class KeepWeights(Observer):
-    """Keeps the weights of attention, or of ``cross`` attention, of one layer in float32 or float64: one tensor per
-    chunk of texts.
+    """Keeps the weights of attention, or with ``cross`` of cross-attention, in one layer, in float32 or float64: one
+    tensor per chunk of texts.
     """
 
     def __init__(self, layer: int, *, cross: bool = False) -> None:
@@ -97,18 +97,18 @@ class KeepWeights(Observer):
         self.weights: list[Tensor] = []
 
     def after_cross(self, layer: int, call: Call, result: Attended) -> None:
-        """Keep them where the layer is the one that is wanted."""
+        """Keep the weights if the layer is the chosen one."""
         self.after(layer, call, result)
 
     def after(self, layer: int, call: Call | None, result: Attended) -> None:
-        """Keep them where the layer is the one that is wanted."""
+        """Keep the weights if the layer is the chosen one."""
         if layer == self.layer:
             wide = torch.float64 if result.weights.dtype == torch.float64 else torch.float32
             self.weights.append(result.weights.to(wide))
 
 
 class KeepState(Observer):
-    """Keeps the state at one depth as it passes, with its gradient: one tensor per chunk of texts."""
+    """Keeps the state at one depth, with its autograd graph: one tensor per chunk of texts."""
 
     def __init__(self, depth: int, depths: Depths) -> None:
         self.layer, site = depths.site(depth)
@@ -116,7 +116,7 @@ class KeepState(Observer):
         self.states: list[Tensor] = []
 
     def state(self, site: Site, layer: int, value: Tensor) -> None:
-        """Keep it, in float32 or float64; a copy, since some families add to a state in place later."""
+        """Keep a copy in float32 or float64: some families add to a state in place later."""
         if layer == self.layer:
             wide = torch.float64 if value.dtype == torch.float64 else torch.float32
             self.states.append(value.to(wide, copy=True))

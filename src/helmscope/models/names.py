@@ -12,8 +12,10 @@ if TYPE_CHECKING:
 
 
 def parse_head(name: str) -> dict[str, int]:
-    """Layer and head of a name such as "L3H5" or "3.5", both counted from 0: to select one head from a Measurement,
-    ``seen.sel(**parse_head("L3H5"))``, or to ablate it, ``AblateHead(**parse_head("L3H5"))``.
+    """Parse a name such as "L3H5" or "3.5" into layer and head, both counted from 0.
+
+    For example, ``measurement.sel(**parse_head("L3H5"))`` selects one head of a Measurement, and
+    ``AblateHead(**parse_head("L3H5"))`` ablates it. Raises HelmscopeError for any other name.
 
     >>> parse_head("L3H5")
     {'layer': 3, 'head': 5}
@@ -23,29 +25,30 @@ def parse_head(name: str) -> dict[str, int]:
     Traceback (most recent call last):
     helmscope.types.HelmscopeError: name is 'H5', but a head is named by layer and head, such as 'L3H5' or '3.5'
     """
-    found = (
+    match = (
         re.fullmatch(r"L([0-9]{1,9})H([0-9]{1,9})|([0-9]{1,9})\.([0-9]{1,9})", name, re.I)
         if isinstance(name, str)
         else None
     )
-    if found is None:
+    if match is None:
         raise HelmscopeError(f"name is {shown(name)}, but a head is named by layer and head, such as 'L3H5' or '3.5'")
-    layer, number = (int(group) for group in found.groups() if group is not None)
-    return {"layer": layer, "head": number}
+    layer, head = (int(group) for group in match.groups() if group is not None)
+    return {"layer": layer, "head": head}
 
 
 def layer_number(anatomy: Anatomy, name: object) -> object:
-    """The number of the layer whose block has this name in the model, or without its trunk ("h.3"). What is not a
-    string is returned as it is. Refused: an unknown name, and that of a tied block, which is many layers.
+    """The number of the layer whose block has this name in the model, with or without the prefix of its base model
+    ("transformer.h.3", "h.3"). A value that is not a string is returned unchanged. Raises HelmscopeError for an unknown
+    name, and for that of a tied block, which is several layers.
     """
     if not isinstance(name, str):
         return name
-    trunk = f"{anatomy.model.base_model_prefix}."
+    prefix = f"{anatomy.model.base_model_prefix}."
     paths = {id(module): path for path, module in anatomy.model.named_modules()}
     blocks = [paths[id(layer.block)] for layer in anatomy.layers]
-    found = [k for k, path in enumerate(blocks) if name in (path, path.removeprefix(trunk))]
-    if len(found) > 1:
-        raise HelmscopeError(f"layer is '{name}', but that block is called {len(found)} times: give the layer's number")
-    if not found:
+    layers = [k for k, path in enumerate(blocks) if name in (path, path.removeprefix(prefix))]
+    if len(layers) > 1:
+        raise HelmscopeError(f"layer is '{name}', but that block is called {len(layers)} times: pass its number")
+    if not layers:
         raise HelmscopeError(f"layer is {shown(name)}, but the layers are '{blocks[0]}' to '{blocks[-1]}'")
-    return found[0]
+    return layers[0]

@@ -1,4 +1,4 @@
-"""Put a state into the stream: what ``resume``, the lens and runs that begin at a later layer do."""
+"""Edits that put a state into the residual stream, for ``resume``, the lens and runs that begin at a later layer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from helmscope.models.topology import Kind
 from helmscope.models.watch import AbstractEdit, Site, brief
-from helmscope.types import counted
+from helmscope.types import HelmscopeError, counted
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float
@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class FrozenTokens:
-    """Tokens that stay where they were: ``mask`` says which, ``stream`` where, from the depth ``first`` on."""
+    """Tokens that keep their recorded states: those where ``mask`` is True keep the states in ``stream``, which begins
+    at depth ``first``.
+    """
 
     mask: Bool[Tensor, "batch n"]
     stream: ResidualStream
@@ -34,10 +36,10 @@ class FrozenTokens:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class PutState(AbstractEdit):
-    """The state at one depth is ``states``, or with radius and mean ``radius states + mean 1``; at later depths frozen
-    tokens are put back to where they were.
+    """Replace the state at one depth by ``states``, or with radius and mean by ``radius states + mean 1``; at later
+    depths, reset frozen tokens to their recorded states.
 
-    The sum is formed in each forward anew, so that each has a graph of its own from ``states`` on.
+    The sum is computed in every forward, so that each has its own autograd graph from ``states`` on.
     """
 
     depth: int
@@ -49,15 +51,15 @@ class PutState(AbstractEdit):
 
     @property
     def sites(self) -> frozenset[Site]:
-        """Where states pass; the last block's output is one of them only where it is needed."""
+        """The sites of states; the output of the last block only if it is needed."""
         depths = self.anatomy.depths
         last = self.depth == depths.last or self.frozen is not None
         return frozenset({*depths.states, Site.OUTPUT} if last else depths.states)
 
     @property
     def skip(self) -> int:
-        """How many layers before it make no difference: all, but for a virtual mid state, beside which the MLP still
-        reads the block's input.
+        """All layers before the depth need not run, except for a virtual mid state: the MLP of that layer reads the
+        block's input.
         """
         layers, depths = self.anatomy.layers, self.anatomy.depths
         if self.depth == depths.last:
@@ -67,7 +69,7 @@ class PutState(AbstractEdit):
         return 0 if virtual else layer
 
     def new(self, value: Tensor, context: Context) -> Tensor | None:
-        """The new state at its depth, the old one of frozen tokens beyond."""
+        """The new state at its depth; after it, the recorded states of frozen tokens."""
         site, layer, rows = context.site, context.layer, context.rows
         if site is Site.OUTPUT and layer < len(self.anatomy.layers) - 1:  # the next block's input is the same state
             return None
@@ -76,8 +78,8 @@ class PutState(AbstractEdit):
             return self._state(rows).to(value)
         if self.frozen is None or depth < self.depth:
             return None
-        old = self.frozen.stream.at(depth - self.frozen.first)[rows].to(value)
-        return torch.where(self.frozen.mask[rows].unsqueeze(-1).to(value.device), old, value)
+        recorded = self.frozen.stream.at(depth - self.frozen.first)[rows].to(value)
+        return torch.where(self.frozen.mask[rows].unsqueeze(-1).to(value.device), recorded, value)
 
     def _state(self, rows: slice) -> Tensor:
         state = self.states[rows]
@@ -88,8 +90,8 @@ class PutState(AbstractEdit):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class PutInput(AbstractEdit):
-    """The input of a layer, for the texts ``rows`` alone, is ``state`` as it is: a forward that begins there gives the
-    bits of one that ran all layers before it.
+    """Replace the input of a layer by ``state`` without any arithmetic, for the texts ``rows``: a forward that begins
+    there agrees bit for bit with one that runs all layers before it.
     """
 
     layer: int
@@ -98,19 +100,34 @@ class PutInput(AbstractEdit):
 
     @property
     def sites(self) -> frozenset[Site]:
-        """Where blocks are entered."""
+        """The input of a block."""
         return frozenset({Site.INPUT})
 
     @property
     def skip(self) -> int:
-        """All layers before."""
+        """All layers before this one need not run."""
         return self.layer
 
     def acts(self, layer: int) -> bool:
-        """In one layer."""
+        """Whether ``layer`` is the one whose input is replaced."""
         return layer == self.layer
 
     def new(self, value: Tensor, context: Context) -> Tensor:
-        """The state of the texts under way."""
+        """The rows of the state for the current texts."""
         begin = context.rows.start - self.rows.start
         return self.state[begin : begin + len(value)]
+
+
+def check_states(states: Tensor, like: Tensor, frozen: Tensor | None) -> None:
+    """Raise HelmscopeError unless ``states`` are unit vectors of the shape of ``like``, and ``frozen`` is None or
+    a mask of its tokens.
+    """
+    if not isinstance(states, torch.Tensor) or states.shape != like.shape:
+        shown = tuple(states.shape) if isinstance(states, torch.Tensor) else type(states).__name__
+        raise HelmscopeError(f"states is {shown}, but it must be a tensor of shape {tuple(like.shape)}")
+    length = torch.linalg.vector_norm(states.double(), dim=-1)
+    if not bool(((length - 1).abs() <= 1e-3).all()):
+        raise HelmscopeError(f"states has lengths up to {float(length.max()):g}, but directions are unit vectors")
+    if frozen is not None and (not isinstance(frozen, torch.Tensor) or frozen.shape != like.shape[:2]):
+        shown = tuple(frozen.shape) if isinstance(frozen, torch.Tensor) else type(frozen).__name__
+        raise HelmscopeError(f"frozen is {shown}, but it must be a bool tensor of shape {tuple(like.shape[:2])}")

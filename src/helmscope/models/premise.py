@@ -1,4 +1,4 @@
-"""What a claim needs of a model, asked of the model's certificate."""
+"""The premises of a claim about a model, checked against the certificate of a recording."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ if TYPE_CHECKING:
 
 CROSS = "cross_kernel"
 PARTS = ("trajectory", "resume", "kernel", CROSS, "replay", "lens", "lens over depth", "force", "on_sphere")
-CAUSAL, FULL = "is causal", "looks both ways"
+CAUSAL, FULL = "is causal", "is bidirectional"
 
 
 class Simulated(Enum):
-    """Stands where a model would."""
+    """The model of a subject that has none."""
 
     HERE = "simulation"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Premise:
-    """Causal or full attention, an MLP that can be read, a head over a vocabulary, and parts of a recording that its
-    certificate must give out. An unknown part is refused with the nearest one.
+    """What a claim needs: causal or full attention, an MLP whose weights can be read, a head over a vocabulary, and
+    parts of a recording that its certificate must not block. Raises HelmscopeError for an unknown part.
 
     >>> Premise(parts=("kernels",))
     Traceback (most recent call last):
@@ -46,17 +46,17 @@ class Premise:
             raise HelmscopeError("causal and full are both True, but attention is one or the other")
 
     def unmet(self, certificate: Certificate, name: str, asker: str = "the claim") -> str | None:
-        """The first need of ``asker`` that the model ``name`` does not meet, as a sentence; None where it meets all."""
-        seen = attention_of(certificate)
-        for asked, kind in ((self.causal, CAUSAL), (self.full, FULL)):
-            if asked and seen != kind:
-                return f"{asker} needs attention that {kind}, but that of {name} {seen}"
-        wanted = [("an MLP that can be read", "force")] if self.mlp else []
+        """One sentence on the first need of ``asker`` that the model ``name`` does not meet; None if it meets all."""
+        attention = attention_of(certificate)
+        for needed, kind in ((self.causal, CAUSAL), (self.full, FULL)):
+            if needed and attention != kind:
+                return f"{asker} needs attention that {kind}, but that of {name} {attention}"
+        wanted = [("an MLP whose weights can be read", "force")] if self.mlp else []
         wanted += [("a head over a vocabulary", "lens over depth")] if self.head else []
         wanted += [(f"'{part}' of a recording", part) for part in self.parts]
         for what, part in wanted:
             if part == CROSS and not any(CROSS in line.blocks for line in certificate.lines):
-                return f"the claim needs {what}, but {name} has no cross-attention"
+                return f"{asker} needs {what}, but {name} has no cross-attention"
             for line in certificate.lines:
                 if part in line.blocks and line.ok is not True:
                     return f"{asker} needs {what}, but {name} does not have it: {line.says}"
@@ -64,12 +64,12 @@ class Premise:
 
 
 def attention_of(certificate: Certificate) -> str:
-    """What the certificate says of attention: that it is causal, that it looks both ways, or why it cannot tell."""
+    """What a certificate says about attention: that it is causal, that it is bidirectional, or why neither is known."""
     from helmscope.models.certify import BOTH_WAYS
 
     line = next((line for line in certificate.lines if line.name == "causality"), None)
     if line is None:
-        return "cannot be seen"
+        return "is not recorded"
     if line.ok is None:
-        return FULL if line.says == BOTH_WAYS else f"cannot be told apart: {line.says}"
+        return FULL if line.says == BOTH_WAYS else f"may be either: {line.says}"
     return CAUSAL if line.ok else f"fails its certificate: {line.says}"

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from helmscope.geometry.arithmetic import full_precision
-from helmscope.models.overhear import Overhearing, rows_of_weights
+from helmscope.models.qkv_capture import AttentionCapture, find_weights
 from helmscope.models.stacks import Stacks, stacks_of
 from helmscope.models.tap import Attended, Call, can_be_tapped, tapped
 from helmscope.types import HelmscopeError
@@ -94,8 +94,8 @@ def probe(model: Any, inputs: Mapping[str, Tensor]) -> list[LayerProbe]:
     """
     if can_be_tapped(model):
         return _probe_forward(model, inputs)
-    layers = _probe_forward(model, inputs, Overhearing())
-    checking = Overhearing(checking=True)
+    layers = _probe_forward(model, inputs, AttentionCapture())
+    checking = AttentionCapture(checking=True)
     if all(layer.attention is not None for layer in layers):
         _probe_forward(model, _two_texts(model, inputs), checking)
     known = checking.forms == [True] * len(layers)
@@ -105,7 +105,7 @@ def probe(model: Any, inputs: Mapping[str, Tensor]) -> list[LayerProbe]:
 
 
 def _probe_forward(
-    model: Any, inputs: Mapping[str, Tensor], overhearing: Overhearing | None = None
+    model: Any, inputs: Mapping[str, Tensor], overhearing: AttentionCapture | None = None
 ) -> list[LayerProbe]:
     """One probed forward pass; ``overhearing`` records the attention of a family that is not in the registry."""
     layers: list[LayerProbe] = []
@@ -247,7 +247,7 @@ class _AttentionRecorder:
 
 
 @contextmanager
-def _record_calls(block: nn.Module, layers: list[LayerProbe], overhearing: Overhearing | None) -> Iterator[None]:
+def _record_calls(block: nn.Module, layers: list[LayerProbe], overhearing: AttentionCapture | None) -> Iterator[None]:
     """Context manager: within it, calls of the block and of its submodules are recorded in ``layers``.
 
     Tensors are copied, since some families modify them in place afterwards.
@@ -266,9 +266,9 @@ def _record_calls(block: nn.Module, layers: list[LayerProbe], overhearing: Overh
         def record_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
             layer, call = layers[-1], ModuleCall(path, module, copies((args, kwargs)), copies(output))
             layer.calls.append(call)
-            rows = None if overhearing is None else rows_of_weights(call.outputs, layer.pre.shape[-2])
+            rows = None if overhearing is None else find_weights(call.outputs, layer.pre.shape[-2])
             if overhearing is not None and rows is not None and layer.attention is None:
-                layer.attention = overhearing.taken(module, rows)
+                layer.attention = overhearing.take(module, rows)
 
         return record_call
 

@@ -1,4 +1,4 @@
-"""``record``: a model on some texts, written down and certified."""
+"""``record``: run a model on texts, store its residual stream, and certify the result."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from helmscope.models.anatomy import Anatomy, find_anatomy
 from helmscope.models.boxed import FIRST, box_texts
 from helmscope.models.certificate import Certificate, Line
 from helmscope.models.certify_cross import cross_lines
-from helmscope.models.hooks import held_unwatched, watching
+from helmscope.models.hooks import locked_unedited, watching
 from helmscope.models.keep import Keep, Keeper
 from helmscope.models.load import Loaded, ensure_loaded
 from helmscope.models.place import PutState
@@ -49,23 +49,25 @@ def record(
     progress: Progress | None = None,
     **options: Any,
 ) -> Recording:
-    """Run a model on texts and write its residual stream down, half-layer by half-layer.
+    """Run a model on texts and record its residual stream, half-layer by half-layer.
 
     ``model`` is one in the box ("A", "B", "tied"), a Hub id, a folder, a model in memory or a ``Loaded``; ``options``
-    are those of ``load``. ``texts`` are strings, token ids (batch, n), images, or a mapping of the forward's inputs,
-    such as a tokenizer gives; by default the texts in the box. Padding and, where the tokenizer is known, special
-    tokens take part, but have weight 0: no statistic counts them. Padding on the left is moved to the right, and masks
-    such as ``tokens=`` and ``keys=`` follow ``recording.batch``; tokens hidden inside a text stay where they are.
+    are those of ``load``. ``texts`` are strings, token ids (batch, n), images, or a mapping of inputs of the model's
+    forward, such as a tokenizer returns; by default the texts in the box. Padding and, if the tokenizer is known,
+    special tokens take part in the forward but have weight 0 in statistics. Padding on the left is moved to the right,
+    and masks such as ``tokens=`` and ``keys=`` refer to the tokens as in ``recording.batch``; masked tokens inside a
+    text are not moved.
 
-    Attention runs eager, to the bit; nothing of size n x n is kept unless ``keep`` asks for it. Every recording has a
-    certificate, and a check that fails blocks what depends on it. Refused while an edit is attached to the model:
-    ``recording.under`` records one. ``progress`` is called with the share of the texts done.
+    Attention is computed by the model's own eager code, bit for bit; n x n matrices are stored only on request
+    (``keep``). Every recording has a certificate, and a failed check blocks what depends on it. Raises HelmscopeError
+    if an edit is attached to the model: ``recording.under`` records the effect of edits. ``progress`` is called with
+    the share of the texts done.
 
-    Of an encoder-decoder model (T5, BART) the recording is the decoder's, whose layers have three sub-steps: attention,
-    cross-attention, MLP; ``recording.encoder`` is that of the encoder on the texts. The decoder reads ``targets``, one
-    text or row of ids for each of the texts, shifted right behind its start token as in training; without ``targets``
-    it reads the texts themselves, shifted in the same way. A mapping may hold ``decoder_input_ids``, which are read as
-    they are, and ``decoder_attention_mask``.
+    For an encoder-decoder model (T5, BART) the result is the recording of the decoder, whose layers have three
+    sub-steps: attention, cross-attention, MLP; ``recording.encoder`` is that of the encoder on the texts. The decoder
+    reads ``targets``, one text or row of ids per text, shifted right after its start token as in training; by default
+    they are the texts themselves. A mapping may contain ``decoder_input_ids``, which are not shifted, and
+    ``decoder_attention_mask``.
 
     >>> import torch
     >>> from transformers import GPT2Config, GPT2LMHeadModel
@@ -81,21 +83,22 @@ def record(
     stacks = stacks_of(loaded.model)
     if stacks is not None:
         share_lock(stacks.encoder, loaded.model)
-    with held_unwatched(loaded.model):
+    with locked_unedited(loaded.model):
         texts = box_texts() if texts is None else texts
         loaded = replace(loaded, tokenizer=tokenizer or loaded.tokenizer)
-        words = loaded.tokenizer
-        batch = prepare_inputs(loaded.model, texts, words, targets=targets, truncate=truncate, why=loaded.why)
+        batch = prepare_inputs(
+            loaded.model, texts, loaded.tokenizer, targets=targets, truncate=truncate, why=loaded.why
+        )
         if stacks is None or batch.source is None:
-            return _recorded(loaded, batch, batch_size, keep, progress)
+            return _record_and_certify(loaded, batch, batch_size, keep, progress)
         origin = replace(loaded.origin, family=f"{loaded.origin.family} encoder")
-        part = replace(loaded, model=stacks.encoder, origin=origin)
-        encoder = _recorded(part, batch.source, batch_size, keep, None)
-        return _recorded(loaded, batch, batch_size, keep, progress, encoder)
+        loaded_encoder = replace(loaded, model=stacks.encoder, origin=origin)
+        encoder = _record_and_certify(loaded_encoder, batch.source, batch_size, keep, None)
+        return _record_and_certify(loaded, batch, batch_size, keep, progress, encoder)
 
 
 @full_precision
-def _recorded(
+def _record_and_certify(
     loaded: Loaded,
     batch: Batch,
     batch_size: int,
@@ -103,15 +106,16 @@ def _recorded(
     progress: Progress | None,
     encoder: Recording | None = None,
 ) -> Recording:
-    longest = _longest(batch, loaded.model)
-    # before anything else: some families change themselves for good when they see a short text
+    longest = _longest_text(batch, loaded.model)
+    # before any other forward: some families change permanently when they read a short text
     untouched = _last_states(loaded.model, longest, no_cache(loaded.model))
-    anatomy, seen = find_anatomy(loaded.model, _probed(batch, loaded.model))
+    anatomy, probes = find_anatomy(loaded.model, _probe_inputs(batch, loaded.model))
     with watching(anatomy, observers=[Recorder(anatomy, 1)]):
-        off = certify.relative(_last_states(loaded.model, longest, anatomy.options), untouched)
-    line, forces = certify.mlp_line(anatomy, seen)
-    lines = [*_lines(anatomy, seen, batch, off), line]
-    lines += [each for each in (_padding_line(batch, anatomy),) if each is not None]
+        error = certify.relative(_last_states(loaded.model, longest, anatomy.options), untouched)
+    mlp_line, forces = certify.mlp_line(anatomy, probes)
+    lines = [*_probe_lines(anatomy, probes, batch, error), mlp_line]
+    padding_line = _padding_line(batch, anatomy)
+    lines += [] if padding_line is None else [padding_line]
     runner = Runner(anatomy, batch, batch_size, encoder=None if encoder is None else encoder.runner)
     recorder, keeper = Recorder(anatomy, len(batch)), Keeper(keep, anatomy)
     runner.forward(recorder, keeper, progress=progress)
@@ -134,38 +138,38 @@ def _recorded(
 
 
 def _last_states(model: Any, inputs: Mapping[str, Tensor], options: Mapping[str, bool]) -> Tensor:
-    """What the model gives before its head; of an encoder-decoder model what its decoder gives."""
+    """The states (batch, n, d) that the model, or the decoder of an encoder-decoder model, passes to its head."""
     stacks = stacks_of(model)
     if stacks is None:
         states: Tensor = run(trunk_of(model), inputs, **options)[0]
         return states
-    with output_of(stacks.decoder) as given:
+    with output_of(stacks.decoder) as outputs:
         run(trunk_of(model), inputs, **options)
-    return given[-1]
+    return outputs[-1]
 
 
-def _probed(batch: Batch, model: Any) -> dict[str, Tensor]:
-    """A few tokens of the shortest and the longest text, on the model's device; images whole."""
+def _probe_inputs(batch: Batch, model: Any) -> dict[str, Tensor]:
+    """A few tokens of the shortest and the longest text, or two whole images, on the model's device."""
     device = next(model.parameters()).device
     if batch.ids_name not in batch.inputs:
         return batch.rows(slice(0, PROBED_TEXTS)).to(device)
     sides = [side for side in (batch, batch.source) if side is not None]
-    rows = sorted({row for side in sides for row in _extremes(side)})
-    windows = {name: _window(side, rows) for side in sides for name in (side.ids_name, side.mask_name)}
-    usual = windows[batch.ids_name]
-    return {name: value[rows, windows.get(name, usual)].to(device) for name, value in batch.inputs.items()}
+    rows = sorted({row for side in sides for row in _shortest_and_longest(side)})
+    windows = {name: _probe_window(side, rows) for side in sides for name in (side.ids_name, side.mask_name)}
+    default = windows[batch.ids_name]
+    return {name: value[rows, windows.get(name, default)].to(device) for name, value in batch.inputs.items()}
 
 
-def _extremes(batch: Batch) -> tuple[int, int]:
-    """Which texts are the shortest and the longest; where all have one length, the first and the last."""
+def _shortest_and_longest(batch: Batch) -> tuple[int, int]:
+    """The rows of the shortest and the longest text; the first and the last if all have the same length."""
     if batch.visible is None:
         return 0, len(batch) - 1
     lengths = batch.visible.sum(-1)
     return int(lengths.argmin()), int(lengths.argmax())
 
 
-def _window(batch: Batch, rows: list[int]) -> slice:
-    """The tokens to be probed; padding that was left on the left is passed over."""
+def _probe_window(batch: Batch, rows: list[int]) -> slice:
+    """The positions of the tokens to probe, after any padding that remains on the left."""
     begin = 0
     if batch.visible is not None:
         n = batch.visible.shape[1]
@@ -173,85 +177,87 @@ def _window(batch: Batch, rows: list[int]) -> slice:
     return slice(begin, begin + PROBED_TOKENS)
 
 
-def _longest(batch: Batch, model: Any) -> dict[str, Tensor]:
-    """The longest text, whole, on the model's device."""
+def _longest_text(batch: Batch, model: Any) -> dict[str, Tensor]:
+    """All inputs of the longest text, on the model's device."""
     masks = [side.visible for side in (batch, batch.source) if side is not None and side.visible is not None]
     row = int(torch.stack([mask.sum(-1) for mask in masks]).sum(0).argmax()) if masks else 0
     return batch.rows(slice(row, row + 1)).to(next(model.parameters()).device)
 
 
 def _padding_line(batch: Batch, anatomy: Anatomy) -> Line | None:
-    """Where padding was moved to the right, the last states of the text that had most of it against what the model
-    gives for the inputs as they came.
+    """If padding was moved to the right, compare the last states of the text that had most of it with those for the
+    inputs as passed.
     """
     if batch.given is None:
         return None
     model, options = anatomy.model, no_cache(anatomy.model)
     device = next(anatomy.model.parameters()).device
-    came, ids = _visible_in(batch, batch.given), batch.inputs[batch.ids_name]
-    masks = [came] + ([] if batch.source is None else [_visible_in(batch.source, batch.given)])
+    visible_as_passed, ids = _visible_in(batch, batch.given), batch.inputs[batch.ids_name]
+    masks = [visible_as_passed] + ([] if batch.source is None else [_visible_in(batch.source, batch.given)])
     row = int(torch.stack([mask.int().argmax(-1) for mask in masks]).sum(0).argmax())
-    one = slice(row, row + 1)
-    given = _last_states(model, {name: value[one].to(device) for name, value in batch.given.items()}, options)
-    moved = _last_states(model, batch.rows(one).to(device), options)
-    seen = torch.ones_like(ids, dtype=torch.bool) if batch.visible is None else batch.visible
-    off = certify.relative(moved[seen[one]], given[came[one]])
-    most = certify.bound(moved.dtype, inside=True)
-    if off <= most:
-        return Line("padding", True, "moved from the left to the right, which makes no difference", off, most)
+    text = slice(row, row + 1)
+    as_passed = _last_states(model, {name: value[text].to(device) for name, value in batch.given.items()}, options)
+    moved = _last_states(model, batch.rows(text).to(device), options)
+    visible = torch.ones_like(ids, dtype=torch.bool) if batch.visible is None else batch.visible
+    error = certify.relative(moved[visible[text]], as_passed[visible_as_passed[text]])
+    bound = certify.bound(moved.dtype, inside=True)
+    if error <= bound:
+        return Line("padding", True, "moved from the left to the right, which makes no difference", error, bound)
     says = (
-        f"moved from the left to the right; as the inputs came, the model counts positions from the padding on and its "
-        f"states differ by {off:.1e}: pass position_ids to record that"
+        "moved from the left to the right; for the inputs as passed, the model counts positions from the padding on "
+        f"and its states differ by {error:.1e}: pass position_ids to record that"
     )
     return Line("padding", None, says)
 
 
-def _lines(anatomy: Anatomy, seen: list[LayerProbe], batch: Batch, off: float) -> list[Line]:
-    """All checks on the probed tokens."""
-    inputs = _probed(batch, anatomy.model)
-    recorder = Recorder(anatomy, len(seen[0].pre))
-    hearer = Keeper(Keep.WEIGHTS, anatomy)
-    with watching(anatomy, observers=[recorder, hearer]):
-        recorded = run(anatomy.model, inputs, **anatomy.options)[0]
+def _probe_lines(anatomy: Anatomy, probes: list[LayerProbe], batch: Batch, error: float) -> list[Line]:
+    """The lines of all checks on the probed tokens; ``error`` is that of a recorded forward of the longest text."""
+    inputs = _probe_inputs(batch, anatomy.model)
+    recorder = Recorder(anatomy, len(probes[0].pre))
+    keeper = Keeper(Keep.WEIGHTS, anatomy)
+    with watching(anatomy, observers=[recorder, keeper]):
+        outputs = run(anatomy.model, inputs, **anatomy.options)[0]
     stream, _ = recorder.recorded()
-    heard, crossing = (list(hearer.kept.get(name, ())) for name in ("weights", "cross weights"))
+    weights, cross_weights = (list(keeper.kept.get(name, ())) for name in ("weights", "cross weights"))
+    causal, mask = _is_causal(anatomy, batch, inputs), inputs.get(batch.mask_name)
     lines = [
-        certify.topology_line(anatomy, seen),
-        certify.states_line(stream, anatomy, seen),
-        certify.logits_line(anatomy, inputs, recorded, off),
-        *certify.attention_lines(anatomy, seen, heard, _is_causal(anatomy, batch, inputs), inputs.get(batch.mask_name)),
-        certify.heads_line(anatomy, seen),
-        *([] if batch.source is None else cross_lines(anatomy, seen, crossing, inputs)),
-        _lens_line(anatomy, stream, inputs, recorded),
+        certify.topology_line(anatomy, probes),
+        certify.states_line(stream, anatomy, probes),
+        certify.logits_line(anatomy, inputs, outputs, error),
+        *certify.attention_lines(anatomy, probes, weights, causal, mask),
+        certify.heads_line(anatomy, probes),
+        *([] if batch.source is None else cross_lines(anatomy, probes, cross_weights, inputs)),
+        _lens_line(anatomy, stream, inputs, outputs),
     ]
-    more = (
-        certify.head_line(anatomy, recorded),
+    optional = (
+        certify.head_line(anatomy, outputs),
         certify.virtual_line(anatomy),
-        certify.sphere_line(anatomy, seen),
+        certify.sphere_line(anatomy, probes),
     )
-    return [*lines, *(line for line in more if line is not None)]
+    return [*lines, *(line for line in optional if line is not None)]
 
 
-def _lens_line(anatomy: Anatomy, stream: ResidualStream, inputs: dict[str, Tensor], wanted: Tensor) -> Line:
-    """The last state, put back, gives the model's output."""
+def _lens_line(anatomy: Anatomy, stream: ResidualStream, inputs: dict[str, Tensor], outputs: Tensor) -> Line:
+    """Check that the recorded last state, put back into a forward, reproduces the model's output."""
     depth = anatomy.depths.last
     put = PutState(depth, stream.at(depth), anatomy)
     with watching(anatomy, [put], skip=put.skip):
-        found = run(anatomy.model, inputs, **anatomy.options)[0]
-    off = float((found - wanted).abs().max() / wanted.abs().max())
-    says = "the last state as it was written down gives the model's output"
-    return Line.held("lens", off, certify.bound(wanted.dtype, inside=True), says, ("lens", "resume"))
+        reproduced = run(anatomy.model, inputs, **anatomy.options)[0]
+    error = float((reproduced - outputs).abs().max() / outputs.abs().max())
+    says = "the recorded last state reproduces the model's output"
+    return Line.held("lens", error, certify.bound(outputs.dtype, inside=True), says, ("lens", "resume"))
 
 
 def _visible_in(batch: Batch, inputs: Mapping[str, Tensor]) -> Tensor:
-    """Which tokens of a batch are seen by inputs that have its names."""
+    """The tokens that are visible according to the mask in ``inputs``, which are named as those of the batch."""
     mask = inputs.get(batch.mask_name)
     return torch.ones_like(inputs[batch.ids_name], dtype=torch.bool) if mask is None else mask.bool()
 
 
 def _is_causal(anatomy: Anatomy, batch: Batch, inputs: dict[str, Tensor]) -> bool | None:
-    """Whether another last token leaves the last states before it as they were, in the untouched model; None where that
-    cannot be asked, or where another first token makes no difference to the later ones either. Padding is not asked.
+    """Whether attention is causal in the unmodified model: changing the last token leaves the last states before it
+    unchanged. None if that cannot be tested, or if changing the first token has no effect on the others either. Padding
+    is ignored.
     """
     if batch.ids_name not in inputs:
         return None
@@ -263,14 +269,14 @@ def _is_causal(anatomy: Anatomy, batch: Batch, inputs: dict[str, Tensor]) -> boo
     first, last = visible.int().argmax(1, keepdim=True), n - 1 - visible.flip(1).int().argmax(1, keepdim=True)
     if not bool((first < last).any()):
         return None
-    once = _last_states(anatomy.model, inputs, options)
+    unchanged = _last_states(anatomy.model, inputs, options)
 
-    def moved(at: Tensor) -> float:
-        """How far the other tokens' last states go when the tokens number ``at`` are others."""
-        other = ids.scatter(1, at, (ids.gather(1, at) + 1) % size)
-        twice = _last_states(anatomy.model, inputs | {batch.ids_name: other}, options)
-        others = visible.scatter(1, at, False)
-        return float(((once - twice).abs().amax(-1) * others).max() / once.abs().max())
+    def effect(positions: Tensor) -> float:
+        """The largest relative change of the other tokens' last states when the tokens at ``positions`` change."""
+        changed_ids = ids.scatter(1, positions, (ids.gather(1, positions) + 1) % size)
+        changed = _last_states(anatomy.model, inputs | {batch.ids_name: changed_ids}, options)
+        others = visible.scatter(1, positions, False)
+        return float(((unchanged - changed).abs().amax(-1) * others).max() / unchanged.abs().max())
 
-    by_last, by_first = moved(last), moved(first)
+    by_last, by_first = effect(last), effect(first)
     return None if max(by_last, by_first) <= 1e-6 else by_last <= 1e-4 * by_first

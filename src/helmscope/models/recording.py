@@ -1,9 +1,8 @@
-"""A transformer on some texts as a ``System``: what its tokens did, the mechanism that did it, and a certificate."""
+"""``Recording``: a transformer run on some texts, as a ``System`` with trajectory, mechanism and certificate."""
 
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -13,27 +12,17 @@ import torch
 
 from helmscope.models.certificate import Line
 from helmscope.models.certify import finite_line, residual_line
-from helmscope.models.hooks import held_unwatched
+from helmscope.models.hooks import locked_unedited
 from helmscope.models.keep import Keep, Keeper, KeepState, KeepWeights
 from helmscope.models.names import layer_number
-from helmscope.models.place import FrozenTokens, PutState
+from helmscope.models.place import FrozenTokens, PutState, check_states
 from helmscope.models.recorder import Recorder
+from helmscope.models.recording_summary import recording_html, recording_manifest, recording_repr
 from helmscope.models.replay import refusal, replay
 from helmscope.models.sphere import on_sphere
 from helmscope.models.topology import Kind
-from helmscope.models.watch import Site, bytes_of
-from helmscope.store.manifest import Manifest, hash_bytes
-from helmscope.types import (
-    Half,
-    HelmscopeError,
-    Plottable,
-    Trajectory,
-    counted,
-    joined,
-    one_line_repr,
-    shortened,
-    table,
-)
+from helmscope.models.watch import Site
+from helmscope.types import Half, HelmscopeError, Plottable, Trajectory, counted
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -48,25 +37,27 @@ if TYPE_CHECKING:
     from helmscope.models.runner import Runner
     from helmscope.models.texts import Batch
     from helmscope.models.watch import AbstractEdit
+    from helmscope.store.manifest import Manifest
     from helmscope.types import Instrument, Progress
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Recording(Plottable):
-    """A model on some texts. ``trajectory`` holds the residual stream over depth in half-layers: 0 is the first block's
-    input, 2 l + 1 the state of layer l between attention and MLP (virtual in a parallel block), 2 l + 2 its output.
+    """The run of a model on some texts, made by ``record``. ``trajectory`` holds the residual stream over depth in
+    half-layers: depth 0 is the first block's input, 2 l + 1 the state of layer l between attention and MLP (virtual in
+    a parallel block), 2 l + 2 its output.
 
     The recording of an encoder-decoder model is that of its decoder, whose layers have three sub-steps: depth 3 l + 1
-    is behind attention, 3 l + 2 behind cross-attention, 3 l + 3 behind the MLP. ``encoder`` is the recording of its
-    encoder, whose last states the cross-attention reads; None for other models.
+    is the state after attention, 3 l + 2 after cross-attention, 3 l + 3 after the MLP. ``encoder`` is the recording of
+    the encoder, whose last states the cross-attention reads; None for other models.
 
-    ``first`` is the depth at which the trajectory begins, 0 but for a resumed one; ``edits`` are those under which the
-    model was run. All that needs the model again runs it again under them, by ``runner``. ``tokenizer`` is None where
-    none was given or came with the model.
+    ``first`` is the depth at which the trajectory begins, 0 unless the recording was resumed; ``edits`` are those under
+    which the model was run. Methods that need values that are not stored run the model again under the same edits
+    (``runner``). ``tokenizer`` is None if none was passed or loaded with the model.
 
-    What a recording holds has no gradients. ``logits`` and ``stream`` give them when asked, by running the model again:
-    with ``gradients=True`` they flow to the model's parameters, to the tensors that edits use and to the ``states`` of
-    ``resume``.
+    The stored tensors have no gradients. ``logits`` and ``stream`` compute them on request by running the model again:
+    with ``gradients=True``, gradients flow to the model's parameters, to the tensors that edits use and to the
+    ``states`` of ``resume``.
 
     >>> from transformers import GPT2Config, GPT2LMHeadModel
     >>> sizes = {"vocab_size": 9, "n_embd": 8, "n_layer": 2, "n_head": 2, "n_positions": 16}
@@ -92,62 +83,30 @@ class Recording(Plottable):
     encoder: Recording | None = None
 
     def __repr__(self) -> str:
-        parts = [str(self.anatomy), self._who(), f"certificate {self.certificate.short}"]
-        parts += [f"from depth {self.first}"] if self.first else []
-        parts += [f"under {', '.join(map(repr, self.edits))}"] if self.edits else []
-        parts += [f"with its encoder under {', '.join(map(repr, self._encoder_edits))}"] if self._encoder_edits else []
-        return one_line_repr(f"Recording of {self.origin.family}: {'; '.join(parts)}")
+        return recording_repr(self)
 
     def _repr_html_(self) -> str:
-        depths = len(self.residual.radius)
-        rows = [
-            ("model", f"{self.origin.name} ({self.origin.family}), {self.origin.dtype} on {self.origin.device}"),
-            ("architecture", str(self.anatomy)),
-            ("texts", self._who()),
-            ("depths", f"{counted(depths, 'depth')}, {self.first} to {self.first + depths - 1}, in half-layers"),
-            *(("edit", repr(edit)) for edit in self.edits),
-            *(("edit of the encoder", repr(edit)) for edit in self._encoder_edits),
-            *([] if self.batch.tokens is None else [("first text", self._first_text())]),
-        ]
-        return joined(table(f"Recording of {self.origin.family}", rows), self.certificate._repr_html_())
-
-    @property
-    def _encoder_edits(self) -> tuple[AbstractEdit, ...]:
-        return () if self.encoder is None else self.encoder.edits
-
-    def _first_text(self) -> str:
-        """The tokens of the first text without padding, apart, and without the marks of a space before them."""
-        tokens, seen = self.batch.tokens, self.batch.visible
-        assert tokens is not None
-        shown = [token for k, token in enumerate(tokens[0]) if seen is None or bool(seen[0, k])]
-        return shortened(" ".join(token.lstrip("\u0120\u2581") for token in shown), 160)
-
-    def _who(self) -> str:
-        tokens = self.residual.radius.shape[-1]
-        return f"{counted(len(self.batch), 'text')} x {counted(tokens, 'token')} ({self._texts_hash()[:12]})"
-
-    def _texts_hash(self) -> str:
-        return hash_bytes(b"".join(map(bytes_of, self.batch.inputs.values())))
+        return recording_html(self)
 
     @property
     def anatomy(self) -> Anatomy:
-        """The model, and what was found in it."""
+        """The model and its structure: layers, norms and MLPs, as identified from a forward pass."""
         return self.runner.anatomy
 
     @property
     def batch(self) -> Batch:
-        """The texts as the model reads them."""
+        """The texts as inputs of the model, with their masks."""
         return self.runner.batch
 
     @property
     def edits(self) -> tuple[AbstractEdit, ...]:
-        """The edits under which the model was run, in their order."""
+        """The edits under which the model was run, in the order in which they are applied."""
         return self.runner.edits
 
     @property
     def trajectory(self) -> Trajectory:
-        """What the tokens did: directions, the radius that was divided out, the weights by which tokens count (0 for
-        padding and special tokens).
+        """The states of the tokens over depth: unit vectors (depth, batch, n, d), the radii that were divided out, and
+        the weight of each token in statistics (0 for padding and special tokens).
         """
         self.certificate.require("trajectory")
         stream, counted = self.residual, self.batch.counted
@@ -158,25 +117,25 @@ class Recording(Plottable):
 
     @property
     def axis(self) -> str:
-        """The axis of the states: depth, in half-layers."""
+        """The name of the axis of states: "depth", counted in half-layers."""
         return "depth"
 
     @property
     def layer_axis(self) -> str:
-        """The axis of the mechanisms."""
+        """The name of the axis of mechanisms: "layer"."""
         return "layer"
 
     @property
     def replicate(self) -> str:
-        """The axis of the replicates: the texts."""
+        """The name of the axis of replicates, the texts: "prompt"."""
         return "prompt"
 
     @cached_property
     def on_sphere(self) -> Trajectory:
-        """The trajectory with gain and bias folded out of every state that a norm gave, which is the sphere of the
-        theory; radii are those of the states without gain and bias.
+        """The trajectory on the sphere of the theory: gain and bias are undone in every state that is the output of a
+        norm, and radii are those of the states without gain and bias.
 
-        It differs from ``trajectory`` in a post-norm model only, which is run once more for it.
+        It differs from ``trajectory`` only in a post-norm model, which is run once more to compute it.
         """
         path = self.trajectory
         if not self.anatomy.post_norm:
@@ -187,17 +146,17 @@ class Recording(Plottable):
 
     @property
     def layers(self) -> range:
-        """The layers whose mechanism can be asked for: all, or in a resumed recording those from where it begins."""
+        """The layers whose mechanism is available: all, or in a resumed recording those from its first depth on."""
         count = len(self.anatomy.layers)
         return range(self.anatomy.depths.layer(self.first), count)
 
     def layer(self, name: str | int) -> int:
-        """The number of a layer, from the name of its block in the model, such as "transformer.h.3", or from itself."""
+        """The number of a layer, from the name of its block in the model, such as "transformer.h.3", or its number."""
         return self._layer(layer_number(self.anatomy, name))
 
     @property
     def visible(self) -> Bool[Tensor, "batch n"] | None:
-        """The tokens that attention sees, special ones included; None where it sees all."""
+        """The tokens that attention can see, special tokens included; None if it can see all of them."""
         return self.batch.visible
 
     def _layer(self, layer: object) -> int:
@@ -214,7 +173,12 @@ class Recording(Plottable):
         return depth - self.first
 
     def stream(self, *, depth: int, gradients: bool = False) -> Float[Tensor, "batch n d"]:
-        """The residual stream at a depth as it is; with ``gradients`` by another run of the model, differentiably."""
+        """The residual stream at a depth, with its radius and mean; with ``gradients`` recomputed differentiably.
+
+        >>> from helmscope import record
+        >>> record("A", ["Once upon a time"]).stream(depth=1).shape
+        torch.Size([1, 4, 192])
+        """
         self.certificate.require("trajectory")
         step = self._step(depth)
         if not gradients:
@@ -224,7 +188,13 @@ class Recording(Plottable):
         return torch.cat(keep.states)
 
     def kernel(self, *, layer: int) -> Float[Tensor, "batch heads n n"]:
-        """The attention weights of a layer, kept ones or by another run of the model."""
+        """The attention weights of a layer: those kept by ``keep=``, or else from another run of the model.
+
+        >>> from helmscope import record
+        >>> weights = record("A", ["Once upon a time"]).kernel(layer=0)
+        >>> bool(((weights.sum(-1) - 1).abs() < 1e-5).all())
+        True
+        """
         self.certificate.require("kernel")
         layer = self._layer(layer)
         if "weights" in self.kept:
@@ -234,12 +204,12 @@ class Recording(Plottable):
         return torch.cat(keep.weights)
 
     def cross_kernel(self, *, layer: int) -> Float[Tensor, "batch heads n m"]:
-        """The weights of cross-attention in a layer of a decoder: row i holds those of the encoder's m tokens that
-        token i attends to. Kept ones or by another run of the model.
+        """The cross-attention weights of a layer of a decoder: row i holds the weights with which token i attends to
+        the m tokens of the encoder. They are those kept by ``keep=``, or else from another run of the model.
         """
         if self.encoder is None:
             raise HelmscopeError(
-                f"cross_kernel is of a decoder that reads an encoder, but {type(self.anatomy.model).__name__} is none"
+                f"cross_kernel needs an encoder-decoder model, but {type(self.anatomy.model).__name__} is not one"
             )
         self.certificate.require("cross_kernel")
         layer = self._layer(layer)
@@ -250,29 +220,29 @@ class Recording(Plottable):
         return torch.cat(keep.weights)
 
     def force(self, *, layer: int) -> Any:
-        """The MLP of a layer as a field on unit vectors with gain and bias of its norm folded in, times the residual
-        multiplier. A norm behind the MLP (sandwich) is not part of it.
+        """The MLP of a layer as a field on unit vectors, with gain and bias of its norm folded in, times the residual
+        multiplier. A norm after the MLP (sandwich) is not included.
 
-        What the module computes is its value at ``points``, whatever an edit does to what it writes.
+        Its value at ``points`` is what the module computes, before any edit of what it writes.
         """
         self.certificate.require("force")
         force = self.forces[self._layer(layer)]
-        assert force is not None  # or the certificate would not let us through
+        assert force is not None  # else `require` would have raised
         return force.folded()
 
     def points(self, *, layer: int) -> Float[Tensor, "batch n d"]:
-        """Where ``force`` of the same layer is to be evaluated to give what the MLP gave: core(z) / sqrt(d), with z
-        what its norm reads.
+        """The points at which ``force`` of the same layer equals the output of the MLP: core(z) / sqrt(d), where z is
+        the input of its norm.
 
-        That is the direction of the state that the MLP reads, but for the norm's epsilon; in a post-norm model the
-        direction before gain and bias; in a model without a norm before the MLP the state itself, radius and all.
+        Up to the norm's epsilon, that is the direction of the state that the MLP reads; in a post-norm model, the
+        direction before gain and bias; in a model without a norm before the MLP, the state itself with its radius.
         """
         self.certificate.require("force")
-        own = self.anatomy.layers[self._layer(layer)]
-        kind, norm = own.wiring.kind, own.mlp_norm
-        depth = self.anatomy.depths.at(layer, own.wiring.reads(Half.MLP))
+        structure = self.anatomy.layers[self._layer(layer)]
+        kind, norm = structure.wiring.kind, structure.mlp_norm
+        depth = self.anatomy.depths.at(layer, structure.wiring.reads(Half.MLP))
         if depth < self.first:
-            raise HelmscopeError(f"layer is {layer}, but the recording begins behind what its MLP reads")
+            raise HelmscopeError(f"layer is {layer}, but the recording begins after the state that its MLP reads")
         if norm is None:
             return self.stream(depth=depth)
         if kind is not Kind.POST_NORM:
@@ -289,19 +259,20 @@ class Recording(Plottable):
         generator: torch.Generator | None = None,
         frozen: Bool[Tensor, "batch n"] | None = None,
     ) -> Recording:
-        """Continue from a depth with other directions; radius and mean stay as they were.
+        """Run the model again from a depth on, with other directions there; radii and means are unchanged.
 
-        Tokens where ``frozen`` is True keep the states they had at every later depth, in a further resume too.
+        ``states`` are unit vectors. Tokens where ``frozen`` is True keep their recorded states at every later depth,
+        also if the result is resumed again. The result is a Recording that begins at ``depth``.
         """
         self.certificate.require("resume")
         step = self._step(depth)
-        _check_states(states, self.residual.direction[step], frozen)
+        check_states(states, self.residual.direction[step], frozen)
         radius, mean = self.residual.radius[step], self.residual.mean
-        before = [each.frozen for each in self.edits if isinstance(each, PutState)]
-        kept = FrozenTokens(frozen, self.residual, self.first) if frozen is not None else before[-1] if before else None
-        put = PutState(depth, states, self.anatomy, kept, radius, None if mean is None else mean[step])
-        # what an earlier resume put in lies before this one, and is still read beside a virtual mid state
-        edits = tuple(each for each in self.edits if put.skip == 0 or not isinstance(each, PutState))
+        earlier = [edit.frozen for edit in self.edits if isinstance(edit, PutState)]
+        held = FrozenTokens(frozen, self.residual, self.first) if frozen is not None else (earlier or [None])[-1]
+        put = PutState(depth, states, self.anatomy, held, radius, None if mean is None else mean[step])
+        # the state of an earlier resume is overwritten, except where a virtual mid state is put in: the MLP reads both
+        edits = tuple(edit for edit in self.edits if put.skip == 0 or not isinstance(edit, PutState))
         return self._run_again(replace(self.runner, edits=(*edits, put)), first=depth)
 
     def under(
@@ -311,41 +282,48 @@ class Recording(Plottable):
         keep: Keep = Keep.NOTHING,
         progress: Progress | None = None,
     ) -> Recording:
-        """The same texts with further edits of the forward; ``keep`` and ``progress`` as for ``record``.
+        """Record the same texts under further edits of the forward; ``keep`` and ``progress`` as for ``record``.
 
-        ``encoder`` are further edits of the encoder of an encoder-decoder model, or what ``recording.encoder.under`` or
-        ``recording.encoder.resume`` gave, which takes the encoder's place: the decoder reads what becomes of it.
+        For an encoder-decoder model, ``encoder`` is a sequence of further edits of its encoder, or a recording returned
+        by ``recording.encoder.under`` or ``recording.encoder.resume``, whose last states the decoder then reads.
 
-        Of the certificate only what the run itself shows is taken anew; its line ``edits`` says which lines that are.
+        Only the lines of the certificate that the run itself can check are renewed; its line ``edits`` names them.
+
+        >>> from helmscope import record
+        >>> from helmscope.models.place import PutState
+        >>> recording = record("A", ["Once upon a time"])
+        >>> state = PutState(0, 0 * recording.stream(depth=0), recording.anatomy)
+        >>> float(recording.under(state).stream(depth=0).abs().max())
+        0.0
         """
-        behind = self._encoder_under(encoder)
+        edited_encoder = self._encoder_under(encoder)
         runner = self.runner.under(*edits)
-        runner = runner if behind is None else replace(runner, encoder=behind.runner)
-        return replace(self._run_again(runner, first=self.first, keep=keep, progress=progress), encoder=behind)
+        runner = runner if edited_encoder is None else replace(runner, encoder=edited_encoder.runner)
+        return replace(self._run_again(runner, first=self.first, keep=keep, progress=progress), encoder=edited_encoder)
 
-    def _encoder_under(self, asked: Sequence[AbstractEdit] | Recording) -> Recording | None:
-        """The encoder under further edits, or another recording of it."""
-        if isinstance(asked, Recording):
-            if self.encoder is None or asked.batch is not self.encoder.batch:
+    def _encoder_under(self, change: Sequence[AbstractEdit] | Recording) -> Recording | None:
+        """The recording of the encoder under further edits, or the one that replaces it, checked."""
+        if isinstance(change, Recording):
+            if self.encoder is None or change.batch is not self.encoder.batch:
                 raise HelmscopeError(
                     "encoder is a Recording of another model or of other texts, but it must be made from "
                     "recording.encoder by under or resume"
                 )
-            return asked
-        if asked and self.encoder is None:
+            return change
+        if change and self.encoder is None:
             raise HelmscopeError(
-                f"encoder holds {counted(len(asked), 'edit')}, but {type(self.anatomy.model).__name__} has no encoder "
+                f"encoder holds {counted(len(change), 'edit')}, but {type(self.anatomy.model).__name__} has no encoder "
                 "beside its decoder"
             )
-        return self.encoder if not asked or self.encoder is None else self.encoder.under(*asked)
+        return self.encoder if not change or self.encoder is None else self.encoder.under(*change)
 
     def _run_again(
         self, runner: Runner, *, first: int, keep: Keep = Keep.NOTHING, progress: Progress | None = None
     ) -> Recording:
-        """The recording that another runner of the same texts makes, from the depth ``first`` on."""
+        """The recording made with another runner of the same texts, from the depth ``first`` on."""
         self.certificate.require("trajectory")
         recorder, keeper = Recorder(runner.anatomy, len(runner.batch)), Keeper(keep, runner.anatomy)
-        with held_unwatched(runner.model):
+        with locked_unedited(runner.model):
             runner.forward(recorder, keeper, progress=progress)
         stream, errors = recorder.recorded()
         stream = stream.since(first)
@@ -353,35 +331,42 @@ class Recording(Plottable):
         return replace(self, runner=runner, residual=stream, certificate=certificate, first=first, kept=keeper.kept)
 
     def _certified_again(self, runner: Runner, stream: ResidualStream, errors: Float[Tensor, " layer"]) -> Certificate:
-        """The certificate with what a run under edits shows anew, and a line that says which lines it leaves."""
+        """The certificate with the lines that a run under edits checks again, and a line that says which those are."""
         certificate = self.certificate.with_line(finite_line(stream.radius))
         count = len(runner.edits) + (0 if runner.encoder is None else len(runner.encoder.edits))
         if not count:
             return certificate
         residual = residual_line(errors, runner.model.dtype)
         if any(Site.OUTPUT in edit.sites for edit in runner.edits):
-            residual = Line("residual", None, "a block's output is changed, which is then not the sum of its parts")
-        says = f"{count} made: finite and residual are of this run, every other line of the unchanged model"
+            residual = Line("residual", None, "an edit replaces a block's output, which is then not a sum of writes")
+        says = f"{count} applied: finite and residual are checks of this run, all other lines of the unedited model"
         return certificate.with_line(residual).with_line(Line("edits", None, says))
 
     def refusal(self, instrument: Instrument) -> str | None:
-        """Why the instrument cannot be used on this recording, in one sentence; None where it can."""
+        """One sentence that says why the instrument cannot be used on this recording; None if it can."""
         return refusal(self, instrument)
 
     def replay(self, *instruments: Instrument, progress: Progress | None = None) -> dict[str, xr.Dataset]:
-        """Run the model once more with all instruments attached, and give their Measurements by name, with the axes
-        ``layer``, ``prompt`` and, of what heads do, ``head``. Writes are increments of the residual stream.
+        """Run the model once more with all instruments attached, and return their Measurements by name, with the axes
+        ``layer``, ``prompt`` and, for quantities per head, ``head``. Writes are increments of the residual stream.
 
-        An instrument that needs what the certificate does not give out is refused with its sentence. ``progress`` is
-        called with the share of the texts done.
+        Raises HelmscopeError if an instrument needs something that the certificate blocks. ``progress`` is called with
+        the share of the texts done.
         """
         return replay(self, instruments, progress)
 
     def logits(
         self, *, depth: int | None = None, rows: slice = slice(None), gradients: bool = False
     ) -> Float[Tensor, "batch n vocabulary"]:
-        """What the model's head makes of its last state, or of the state at a depth (the lens), for the texts ``rows``;
-        with ``gradients`` differentiably. Without ``depth``, of a model without such a head, what it returns first.
+        """The model's logits, or those that its head computes from the state at a depth (the logit lens), for the texts
+        ``rows``; with ``gradients`` differentiably. A model without a head over a vocabulary returns its first output,
+        and has no lens.
+
+        >>> from helmscope import record
+        >>> recording = record("A", ["Once upon a time"])
+        >>> last = recording.anatomy.depths.last
+        >>> bool((recording.logits(depth=last) - recording.logits()).abs().max() < 1e-4)
+        True
         """
         self.certificate.require("lens")
         if depth is None:
@@ -392,40 +377,8 @@ class Recording(Plottable):
         return self.runner.under(put).outputs(rows=rows, gradients=gradients)
 
     def manifest(self, *, seed: int = 0) -> Manifest:
-        """What is to be written beside anything measured on this recording: files and their hashes, revision, texts,
-        how attention is computed when nobody records, what was found, what was checked, which edits were made (their
-        tensors by shape and hash) and at which depth the trajectory begins.
+        """The manifest to store with anything measured on this recording: files and their hashes, revision, texts, the
+        model's own attention implementation, its topology, the certificate, the edits (their tensors by shape and hash)
+        and the depth at which the trajectory begins.
         """
-        origin = self.origin
-        return Manifest.collect(
-            seed=seed,
-            dtype=origin.dtype,
-            device=origin.device,
-            threads=torch.get_num_threads(),
-            command=sys.argv,
-            inputs={**origin.hashes, "texts": self._texts_hash()},
-            parameters={
-                "model": origin.name,
-                "family": origin.family,
-                "revision": origin.revision,
-                "attention": origin.attention,
-                "topology": str(self.anatomy),
-                "edits": [repr(edit) for edit in self.edits],
-                **({} if self.encoder is None else {"encoder edits": [repr(edit) for edit in self.encoder.edits]}),
-                "first": self.first,
-                "certificate": {line.name: line.ok for line in self.certificate.lines},
-            },
-        )
-
-
-def _check_states(states: Tensor, like: Tensor, frozen: Tensor | None) -> None:
-    """Directions to go on from, and tokens to hold: of the shape of those that are there."""
-    if not isinstance(states, torch.Tensor) or states.shape != like.shape:
-        shown = tuple(states.shape) if isinstance(states, torch.Tensor) else type(states).__name__
-        raise HelmscopeError(f"states is {shown}, but it must be a tensor of shape {tuple(like.shape)}")
-    length = torch.linalg.vector_norm(states.double(), dim=-1)
-    if not bool(((length - 1).abs() <= 1e-3).all()):
-        raise HelmscopeError(f"states has lengths up to {float(length.max()):g}, but directions are unit vectors")
-    if frozen is not None and (not isinstance(frozen, torch.Tensor) or frozen.shape != like.shape[:2]):
-        shown = tuple(frozen.shape) if isinstance(frozen, torch.Tensor) else type(frozen).__name__
-        raise HelmscopeError(f"frozen is {shown}, but it must be a tensor of bool of shape {tuple(like.shape[:2])}")
+        return recording_manifest(self, seed=seed)

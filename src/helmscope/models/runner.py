@@ -1,4 +1,4 @@
-"""A model on some texts under some edits, ready to be run: the one place where recordings start a forward."""
+"""``Runner``: a model with its texts and edits, the only place where recordings start a forward."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from helmscope.models.hooks import check_edits, running, watching
+from helmscope.models.hooks import check_edits, current_chunk, watching
 from helmscope.models.probe import run, trunk_of
 from helmscope.models.watch import Chunk
 from helmscope.types import HelmscopeError, Progress, check_progress, counted
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Runner:
-    """Runs a model on a batch, ``batch_size`` texts at a time, under ``edits``, and leaves the model as it was. Edits
-    that do not fit the model are refused at once. The runner of a decoder runs its whole model, and the encoder in it
-    under the edits of the runner ``encoder``.
+    """Runs a model on a batch under ``edits``, ``batch_size`` texts at a time, and leaves the model unchanged. Raises
+    HelmscopeError at once if an edit does not fit the model. The runner of a decoder runs its whole model, with the
+    edits of the runner ``encoder`` applied to the encoder.
 
     >>> from transformers import GPT2Config, GPT2LMHeadModel
     >>> sizes = {"vocab_size": 9, "n_embd": 8, "n_layer": 2, "n_head": 2, "n_positions": 16}
@@ -55,11 +55,11 @@ class Runner:
 
     @property
     def model(self) -> Any:
-        """The model itself."""
+        """The model that is run."""
         return self.anatomy.model
 
     def under(self, *edits: AbstractEdit) -> Runner:
-        """The same with further edits."""
+        """A runner of the same model and texts with further edits."""
         return replace(self, edits=(*self.edits, *edits))
 
     def forward(
@@ -69,10 +69,10 @@ class Runner:
         gradients: bool = False,
         progress: Progress | None = None,
     ) -> None:
-        """Run the model without its head on the texts ``rows``, for the observers to see what passes.
+        """Run the model without its head on the texts ``rows``; the observers receive the values.
 
-        With ``gradients`` what they see depends differentiably on the tensors that the edits use. ``progress`` is
-        called with the share of the texts done.
+        With ``gradients`` those depend differentiably on the parameters and on the tensors that the edits use.
+        ``progress`` is called with the share of the texts done.
         """
         for _ in self._chunks(trunk_of(self.model), observers, rows, gradients, progress):
             pass
@@ -80,7 +80,7 @@ class Runner:
     def outputs(
         self, *observers: Observer, rows: slice = slice(None), gradients: bool = False
     ) -> Float[Tensor, "rows n vocabulary"]:
-        """What the whole model, its head included, returns first for the texts ``rows``; ``gradients`` as above."""
+        """The first output of the whole model with its head for the texts ``rows``; ``gradients`` as in ``forward``."""
         return torch.cat([out[0] for out in self._chunks(self.model, observers, rows, gradients, None)])
 
     def _chunks(
@@ -91,10 +91,10 @@ class Runner:
         gradients: bool,
         progress: Progress | None,
     ) -> Iterator[Any]:
-        """What ``model`` returns, chunk of texts by chunk of texts."""
-        tell = check_progress(progress)
+        """Iterate over the outputs of ``model``, one per chunk of texts."""
+        report = check_progress(progress)
         if self.model.training:
-            raise HelmscopeError("the model is in training mode, where every forward is another: call model.eval()")
+            raise HelmscopeError("the model is in training mode, where forwards are random: call model.eval()")
         device = next(self.model.parameters()).device
         start, stop, _ = rows.indices(len(self.batch))
         with ExitStack() as watched:
@@ -108,10 +108,10 @@ class Runner:
                 with ExitStack() as texts:
                     for runner in (self, self.encoder):
                         if runner is not None:
-                            texts.enter_context(running(runner.model, runner._chunk(part, device)))
+                            texts.enter_context(current_chunk(runner.model, runner._chunk(part, device)))
                     out = run(model, inputs, gradients=gradients, **self.anatomy.options)
                 yield out
-                tell((part.stop - start) / (stop - start))
+                report((part.stop - start) / (stop - start))
 
     def _chunk(self, rows: slice, device: torch.device) -> Chunk:
         dtype = torch.float64 if self.model.dtype == torch.float64 else torch.float32
@@ -124,9 +124,9 @@ class Runner:
         )
 
     def _skip(self, observers: tuple[Observer, ...]) -> int:
-        """How many layers need not run: those before a state that is put in. Whoever sees attention does so in the
-        layer in which a mid state is put too, which reads the layers before. An edit in a layer that does not run would
-        have changed nothing behind that state.
+        """The number of first layers that need not run, because a state is put in after them. All must run for
+        observers of attention: in the layer in which a mid state is put in, attention reads the output of the earlier
+        layers. Edits in skipped layers have no effect after that state.
         """
-        needed = any(each.sees_attention or each.sees_cross or each.needs_all_layers for each in observers)
-        return 0 if needed else max((edit.skip for edit in self.edits), default=0)
+        all_needed = any(each.sees_attention or each.sees_cross or each.needs_all_layers for each in observers)
+        return 0 if all_needed else max((edit.skip for edit in self.edits), default=0)

@@ -14,7 +14,7 @@ import torch
 from helmscope.models.norm_reading import read_norm
 from helmscope.models.probe import equal, no_cache, run
 from helmscope.models.recorder import ResidualStream
-from helmscope.models.tap import held
+from helmscope.models.tap import locked
 from helmscope.models.topology import Kind
 from helmscope.models.watch import READ_AT, Observer, Site
 
@@ -67,7 +67,7 @@ def on_sphere(recording: Recording) -> ResidualStream:
     """
     anatomy = recording.anatomy
     cores = _Cores(anatomy, len(recording.batch))
-    with held(anatomy.model):
+    with locked(anatomy.model):
         before = anatomy.embedding_norm
         handle = None if before is None else before[0].register_forward_pre_hook(cores.embedded, with_kwargs=True)
         try:

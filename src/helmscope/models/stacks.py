@@ -1,4 +1,4 @@
-"""The two stacks of an encoder-decoder model, which are recorded one by one."""
+"""The encoder and the decoder of an encoder-decoder model, which are recorded separately."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from helmscope.types import HelmscopeError
 
 @dataclass(frozen=True, eq=False)
 class Stacks:
-    """The encoder and the decoder of a model, as modules. The encoder is a model of its own; the decoder runs with the
-    whole model, whose cross-attention reads what the encoder gives.
+    """The encoder and the decoder of a model, as modules. The encoder can run alone; the decoder runs with the whole
+    model, since its cross-attention reads the last states of the encoder.
     """
 
     encoder: Any
@@ -21,8 +21,8 @@ class Stacks:
 
 
 def stacks_of(model: Any) -> Stacks | None:
-    """The stacks of an encoder-decoder model; None for a model of one stack. Refused is an encoder-decoder model whose
-    cross-attention cannot be heard, or whose encoder reads something else than token ids.
+    """The stacks of an encoder-decoder model; None for other models. Raises HelmscopeError if cross-attention cannot be
+    recorded, or if the encoder reads anything other than token ids.
 
     >>> from transformers import GPT2Config, GPT2Model, T5Config, T5Model
     >>> stacks_of(GPT2Model(GPT2Config(vocab_size=9, n_embd=8, n_layer=1, n_head=2))) is None
@@ -37,15 +37,15 @@ def stacks_of(model: Any) -> Stacks | None:
     if encoder is None or decoder is None or encoder is decoder:
         return None
     name = type(model).__name__
-    takes = getattr(encoder, "main_input_name", "input_ids")
-    if takes != "input_ids":
+    encoder_input = getattr(encoder, "main_input_name", "input_ids")
+    if encoder_input != "input_ids":
         raise HelmscopeError(
-            f"model is a {name}, whose encoder reads {takes}, but an encoder-decoder model is recorded on token ids "
-            "alone"
+            f"model is a {name}, whose encoder reads {encoder_input}, but encoder-decoder models are recorded only "
+            "on token ids"
         )
     if not can_be_tapped(model):
         raise HelmscopeError(
-            f"model is a {name}, an encoder-decoder model that does not look its attention up in the registry of "
-            "transformers, but only there can cross-attention be heard: record its encoder alone, model.get_encoder()"
+            f"model is a {name}, which does not use the attention registry of transformers, but cross-attention can "
+            "be recorded only there: record the encoder alone, model.get_encoder()"
         )
     return Stacks(encoder, decoder)

@@ -1,7 +1,8 @@
-"""What is put on trial: a model with its texts, its untrained twins and the two halves of its prompts; or a simulation.
+"""``Subject``: what a claim is tried on, a model with its texts, untrained twins and two halves of its prompts, or a
+simulation.
 
-A model is loaded and recorded once in a process, and all claims on it share that: models, twins and recordings lie on a
-shelf of bounded size until ``close``. Between processes only the arguments travel, as plain data.
+A model is loaded and recorded once per process for all claims: models, twins and recordings are held in a cache of
+bounded size until ``close``. Only the arguments, as plain data, are sent to other processes.
 """
 
 from __future__ import annotations
@@ -17,17 +18,16 @@ from helmscope.models.cache import ById, RecordingCache, model_bytes, stream_byt
 from helmscope.models.identity import (
     Prompt,
     as_inputs,
-    check_in_memory,
+    check_model_arguments,
     checked_prompts,
-    first_of_each,
     hash_of,
     hashed_tensors,
+    split_prompts,
     stamp_of,
     wiring_of,
 )
 from helmscope.models.premise import Premise, Simulated
-from helmscope.stats.replicates import halves
-from helmscope.types import HelmscopeError, counted, one_line_repr, shown, whole_number
+from helmscope.types import HelmscopeError, counted, one_line_repr, whole_number
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -37,19 +37,19 @@ if TYPE_CHECKING:
     from helmscope.models.texts import Batch
 
 TWINS = 5
-PROBED = 2  # texts on which the certificate is asked what the model can do
-_SHELF = RecordingCache()
+PROBED = 2  # texts that are recorded to check the premises of a claim
+_CACHE = RecordingCache()
 
 
 @dataclass(frozen=True, init=False, repr=False)
 class Subject:
     """A model on trial: one in the box ("A", "B", "tied"), a folder, a Hub id, or a model in memory, which must not
-    change while it is on trial; of an encoder-decoder model its decoder, which is to write the texts again.
+    change while it is on trial. For an encoder-decoder model, its decoder is on trial, with the texts as its targets.
     ``Subject.simulation()`` is the subject of a claim that needs no model.
 
     ``texts`` are strings, or rows of token ids of one length; by default those in the box. ``tokenizer``, ``loops``,
     ``revision`` and ``device`` are those of ``load``, ``truncate`` that of ``record``. Making a subject loads nothing:
-    arguments of the wrong type are refused at once, a model or texts that cannot be used when they are first needed.
+    arguments of the wrong type raise HelmscopeError at once, an unusable model or text only when it is first needed.
 
     >>> subject = Subject("A", ["Once upon a time", "The cat sat", "One day a dog", "Tom was sad"])
     >>> subject
@@ -57,7 +57,7 @@ class Subject:
     >>> sorted(subject.selection + subject.test) == sorted(subject.texts)
     True
     >>> subject.needs(full=True)
-    'the claim needs attention that looks both ways, but that of A is causal'
+    'the claim needs attention that is bidirectional, but that of A is causal'
     """
 
     model: Any
@@ -79,16 +79,7 @@ class Subject:
         device: str | None = None,
         truncate: bool = False,
     ) -> None:
-        if isinstance(model, str | Path):
-            if not str(model).strip():
-                raise HelmscopeError("model is '', but it must be a name, a folder or a model")
-        elif not isinstance(model, Simulated):
-            check_in_memory(model, loops=loops, revision=revision, device=device)
-        for name, value in (("revision", revision), ("device", device)):
-            if value is not None and not isinstance(value, str):
-                raise HelmscopeError(f"{name} is {shown(value)}, but it must be a str or None")
-        if not isinstance(truncate, bool):
-            raise HelmscopeError(f"truncate is {shown(truncate)}, but it must be True or False")
+        check_model_arguments(model, loops=loops, revision=revision, device=device, truncate=truncate)
         fields = {
             "model": model,
             "asked_texts": None if texts is None else checked_prompts(texts),
@@ -103,7 +94,7 @@ class Subject:
 
     @classmethod
     def simulation(cls) -> Subject:
-        """What is simulated rather than recorded.
+        """The subject of claims that are tried on a simulation, without a model.
 
         >>> Subject.simulation().identity
         'simulation'
@@ -112,7 +103,7 @@ class Subject:
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> Subject:
-        """The subject that ``as_data`` describes.
+        """Rebuild the subject that ``as_data`` describes.
 
         >>> Subject.from_data(Subject("tied", loops=3).as_data()) == Subject("tied", loops=3)
         True
@@ -120,8 +111,11 @@ class Subject:
         return cls.simulation() if data["model"] is None else cls(**data)
 
     def as_data(self) -> dict[str, Any]:
-        """The arguments that make this subject again, as plain data for another process. What is in memory only is
-        refused.
+        """The arguments of this subject as plain data, from which another process rebuilds it. Raises HelmscopeError if
+        its model or tokenizer exists in memory only.
+
+        >>> Subject("tied", ["Once upon a time"], loops=3).as_data()["loops"]
+        3
         """
         if self.is_simulation:
             return {"model": None}
@@ -132,13 +126,13 @@ class Subject:
                 "folder with save_pretrained, and name that folder"
             )
         return {
-            "model": str(self._place),
+            "model": str(self._location),
             "texts": None if self.asked_texts is None else list(self.asked_texts),
             **{name: getattr(self, name) for name in ("loops", "revision", "device", "truncate")},
         }
 
     def looped(self, loops: int) -> Subject:
-        """The same subject with its one tied block called so many times.
+        """The same subject with its one tied block called ``loops`` times.
 
         >>> Subject("tied").looped(48)
         <Subject tied, 48 loops: 128 texts>
@@ -157,29 +151,29 @@ class Subject:
         self.close()
 
     def close(self) -> None:
-        """Forget the loaded model, looped or not, its recordings and its twins; whoever holds one keeps it.
+        """Remove the model, its looped variants, recordings and twins from the cache; references to them stay valid.
 
         >>> with Subject("A") as subject:
         ...     subject.name
         'A'
         """
         if not self.is_simulation:
-            place = self._place
-            _SHELF.drop(lambda key: key[0][0] == place)
+            location = self._location
+            _CACHE.drop(lambda key: key[0][0] == location)
 
     @property
     def is_simulation(self) -> bool:
-        """Whether there is no model."""
+        """Whether the subject is a simulation, without a model."""
         return isinstance(self.model, Simulated)
 
     @property
     def travels(self) -> bool:
-        """Whether it can be tried in another process: neither model nor tokenizer is in memory only."""
+        """Whether it can be sent to another process: neither model nor tokenizer exists in memory only."""
         return isinstance(self.model, str | Path | Simulated) and self.asked_tokenizer is None
 
     @property
     def name(self) -> str:
-        """A short name: of a folder its last part, of a model in memory its class."""
+        """A short name: the last part of a folder's path, or the class of a model in memory."""
         if isinstance(self.model, Simulated):
             return self.model.value
         if isinstance(self.model, str | Path):
@@ -191,7 +185,7 @@ class Subject:
 
     @property
     def label(self) -> str:
-        """The name and the identity, as a verdict carries them.
+        """The name and the identity, as verdicts state them.
 
         >>> Subject.simulation().label
         'simulation'
@@ -200,28 +194,28 @@ class Subject:
 
     @property
     def texts(self) -> tuple[Prompt, ...]:
-        """The texts or rows of token ids; those in the box where none were given."""
-        self._need_model("texts")
+        """The texts or rows of token ids; by default the texts in the box."""
+        self._require_model("texts")
         return tuple(box_texts()) if self.asked_texts is None else self.asked_texts
 
     @property
     def loaded(self) -> Loaded:
-        """The model, its tokenizer and its origin; loaded once in a process."""
-        self._need_model("loaded")
+        """The model, its tokenizer and its origin; loaded once per process."""
+        self._require_model("loaded")
         if not isinstance(self.model, str | Path):
-            return self._held
+            return self._loaded_in_memory
         from helmscope.models.load import load
 
         options = {name: getattr(self, name) for name in ("loops", "revision", "device")}
-        key = (self._owner, "loaded")
-        found = _SHELF.get(key, lambda: load(self.model, tokenizer=self.asked_tokenizer, **options), model_bytes)
-        if self.__dict__.setdefault("_hashes", found.origin.hashes) != found.origin.hashes:  # a newer one on the Hub
-            raise self._changed
-        return found
+        key = (self._cache_key, "loaded")
+        loaded = _CACHE.get(key, lambda: load(self.model, tokenizer=self.asked_tokenizer, **options), model_bytes)
+        hashes = loaded.origin.hashes
+        if self.__dict__.setdefault("_hashes", hashes) != hashes:  # a newer version on the Hub
+            raise self._files_changed
+        return loaded
 
     @cached_property
-    def _held(self) -> Loaded:
-        """A model that is in memory already."""
+    def _loaded_in_memory(self) -> Loaded:
         from helmscope.models.load import ensure_loaded
 
         loaded = ensure_loaded(self.model)
@@ -229,42 +223,42 @@ class Subject:
 
     @property
     def tokenizer(self) -> Any:
-        """The tokenizer that was given, or lies beside the model; None where there is none."""
+        """The tokenizer that was passed, or else loaded with the model; None if there is none."""
         return self.loaded.tokenizer
 
     @property
-    def _place(self) -> Hashable:
-        """Where the model is to be found: its name, its folder, or itself."""
+    def _location(self) -> Hashable:
+        """Where the model comes from: its name, its folder, or the model object itself."""
         if not isinstance(self.model, str | Path):
             return ById(self.model)
         folder = local_folder(self.model)
         return str(self.model) if folder is None or is_boxed(self.model) else folder.resolve()
 
     @property
-    def _owner(self) -> tuple[Hashable, ...]:
-        """Under what the shelf keeps what is made of this model. The files of a folder are looked at every time: a
-        subject whose weights changed under it would answer for another model than its identity says.
+    def _cache_key(self) -> tuple[Hashable, ...]:
+        """The first part of all cache keys of this model. The files of a folder are checked every time: if the weights
+        changed, results would belong to another model than the identity of this subject says.
         """
         tokenizer = ById(self.asked_tokenizer)
         if not isinstance(self.model, str | Path):
-            return (self._place, tokenizer, self.weights)
+            return (self._location, tokenizer, self.weights)
         from helmscope.models.load import WANTED
 
         folder = local_folder(self.model)
         stamp = () if folder is None else stamp_of(folder, WANTED)
         if self.__dict__.setdefault("_stamp", stamp) != stamp:
-            raise self._changed
-        return (self._place, tokenizer, self.loops, self.revision, self.device, stamp)
+            raise self._files_changed
+        return (self._location, tokenizer, self.loops, self.revision, self.device, stamp)
 
     @property
-    def _changed(self) -> HelmscopeError:
-        says = "but its files have changed since this subject was first used: make a new one"
-        return HelmscopeError(f"model is '{self.model}', {says}")
+    def _files_changed(self) -> HelmscopeError:
+        reason = "but its files have changed since this subject was first used: make a new one"
+        return HelmscopeError(f"model is '{self.model}', {reason}")
 
     @cached_property
     def weights(self) -> str:
-        """SHA-256 over the hashes of the weights (of the files; of a model in memory, of its tensors) and over class
-        and configuration, which say how the weights are used.
+        """SHA-256 of the weights, class and configuration of the model; weights enter by the hashes of their files, or
+        of the tensors of a model in memory.
         """
         loaded = self.loaded
         hashes: list[Any] = sorted(loaded.origin.hashes.values())
@@ -274,8 +268,8 @@ class Subject:
 
     @cached_property
     def identity(self) -> str:
-        """SHA-256 over ``weights`` and the token ids of the texts; "simulation" where there is no model. Where the
-        files lie and on which device they are run does not change it.
+        """SHA-256 of ``weights`` and the token ids of the texts; "simulation" if there is no model. It depends neither
+        on the location of the files nor on the device.
         """
         if isinstance(self.model, Simulated):
             return self.model.value
@@ -291,24 +285,17 @@ class Subject:
 
     @cached_property
     def token_ids(self) -> tuple[tuple[int, ...], ...]:
-        """The token ids of each text as the model reads them, special tokens included and padding left out.
+        """The token ids of each text as the model reads them, with special tokens and without padding.
 
         >>> len(Subject("A", ["Once upon a time"]).token_ids[0])
         4
         """
-        batch = self._batch.source or self._batch
-        ids = batch.inputs["input_ids"].tolist()
-        if batch.visible is None:
-            return tuple(map(tuple, ids))
-        return tuple(
-            tuple(token for token, seen in zip(row, mask, strict=True) if seen)
-            for row, mask in zip(ids, batch.visible.tolist(), strict=True)
-        )
+        return (self._batch.source or self._batch).visible_ids
 
     @property
     def tied_loops(self) -> int | None:
-        """How often the one tied block of the model is called; None where it has several, or is in memory, where
-        nothing can be changed.
+        """How many times the one tied block of the model is called; None if the model has several blocks, or is in
+        memory, where the number cannot be changed.
 
         >>> Subject("tied").tied_loops, Subject("A").tied_loops
         (24, None)
@@ -319,73 +306,68 @@ class Subject:
 
     @property
     def selection(self) -> tuple[Prompt, ...]:
-        """The half of the prompts on which something may be chosen: a depth, a fitted number."""
+        """The half of the prompts on which choices are made, such as a depth or a fitted parameter."""
         return self._halves[0]
 
     @property
     def test(self) -> tuple[Prompt, ...]:
-        """The other half, on which the choice is tested."""
+        """The other half of the prompts, on which the choice is tested."""
         return self._halves[1]
 
     @cached_property
     def _halves(self) -> tuple[tuple[Prompt, ...], tuple[Prompt, ...]]:
-        """Drawn by the hash of the texts alone: two models on the same texts, whose prompts are compared in pairs, have
-        the same halves. A prompt that the model reads as the same ids as an earlier one is left out.
-        """
-        once = first_of_each(self.token_ids)
-        if len(once) < 4:
-            held = counted(len(once), "different prompt")
-            raise HelmscopeError(f"texts holds {held}, but two halves need at least 4")
-        texts = self.texts
-        first, second = halves(len(once), seed=int(hash_of(texts)[:8], 16))
-        return tuple(texts[once[k]] for k in first), tuple(texts[once[k]] for k in second)
+        return split_prompts(self.texts, self.token_ids)
 
     @property
     def recording(self) -> Recording:
-        """The model on its texts, recorded once in a process."""
+        """The recording of the model on its texts, made once per process."""
         return self.recording_of(self.texts)
 
     def recording_of(self, texts: Any) -> Recording:
-        """The model on other texts or on some of its own, recorded once in a process."""
-        return self._recorded((), lambda: self.loaded, checked_prompts(texts))
+        """The recording of the model on other texts, or on some of its own, made once per process."""
+        return self._cached_recording((), lambda: self.loaded, checked_prompts(texts))
 
     def twins(self, count: int = TWINS, *, seed: int = 0) -> Iterator[Loaded]:
-        """Untrained twins, one after another: the same configuration with random weights. Equal seeds give equal twins,
-        in whatever order and number they are asked for.
+        """Iterate over untrained twins: models of the same configuration with random weights. Twin k of a seed is
+        always the same model, whatever ``count`` is and in whatever order twins are made.
         """
         from helmscope.models.twin import twin_seeds
 
-        for each in twin_seeds(count, seed):
-            yield self._twin(each)
+        for twin_seed in twin_seeds(count, seed):
+            yield self._twin(twin_seed)
 
     def twin_recordings(self, count: int = TWINS, *, seed: int = 0, texts: Any = None) -> Iterator[Recording]:
-        """Recordings of the untrained twins on the same texts, or on ``texts``, one after another."""
+        """Iterate over recordings of the untrained twins, on the same texts or on ``texts``."""
         from helmscope.models.twin import twin_seeds
 
         prompts = self.texts if texts is None else checked_prompts(texts)
-        for each in twin_seeds(count, seed):
-            yield self._recorded((each,), partial(self._twin, each), prompts)
+        for twin_seed in twin_seeds(count, seed):
+            yield self._cached_recording((twin_seed,), partial(self._twin, twin_seed), prompts)
 
     def _twin(self, seed: int) -> Loaded:
         from helmscope.models.twin import untrained_twin
 
         loaded = self.loaded
-        return _SHELF.get((self._owner, "twin", seed), lambda: untrained_twin(loaded, seed=seed), model_bytes)
+        return _CACHE.get((self._cache_key, "twin", seed), lambda: untrained_twin(loaded, seed=seed), model_bytes)
 
-    def _recorded(self, which: tuple[int, ...], loaded: Callable[[], Loaded], prompts: Sequence[Prompt]) -> Recording:
-        """Of the model itself, or of the twin with the seed in ``which``."""
+    def _cached_recording(
+        self, twin: tuple[int, ...], loaded: Callable[[], Loaded], prompts: Sequence[Prompt]
+    ) -> Recording:
+        """The recording of the model, or of the twin whose seed is in ``twin``; ``loaded`` is called if it is made."""
         from helmscope.models.record import record
 
-        key = (self._owner, "recording", which, hash_of(prompts), self.truncate)
-        return _SHELF.get(key, lambda: record(loaded(), as_inputs(prompts), truncate=self.truncate), stream_bytes)
+        key = (self._cache_key, "recording", twin, hash_of(prompts), self.truncate)
+        return _CACHE.get(key, lambda: record(loaded(), as_inputs(prompts), truncate=self.truncate), stream_bytes)
 
     def needs(
         self, *parts: str, causal: bool = False, full: bool = False, mlp: bool = False, head: bool = False
     ) -> str | None:
-        """None, or the sentence why a claim's premise is impossible here: for ``Finding.impossible``.
+        """One sentence that says which premise of a claim this subject does not meet, for ``Finding.impossible``; None
+        if it meets all of them.
 
-        ``causal`` or ``full`` attention, an ``mlp`` that can be read, a ``head`` over a vocabulary, and ``parts`` of a
-        recording that its certificate must give out: trajectory, on_sphere, kernel, replay, resume, lens, force.
+        Premises are ``causal`` or ``full`` attention, an ``mlp`` whose weights can be read, a ``head`` over a
+        vocabulary, and ``parts`` of a recording that its certificate must not block: trajectory, on_sphere, kernel,
+        replay, resume, lens, force.
 
         >>> Subject("A", ["Once upon a time"]).needs("kernel", causal=True, mlp=True, head=True) is None
         True
@@ -395,6 +377,6 @@ class Subject:
             return "the claim needs a model, but the subject is a simulation"
         return premise.unmet(self.recording_of(self.texts[:PROBED]).certificate, self.name)
 
-    def _need_model(self, name: str) -> None:
+    def _require_model(self, name: str) -> None:
         if self.is_simulation:
-            raise HelmscopeError(f"{name} is of a model, but the subject is a simulation")
+            raise HelmscopeError(f"{name} needs a model, but the subject is a simulation")

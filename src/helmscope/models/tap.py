@@ -1,9 +1,9 @@
-"""One attention function for every family of the transformers registry: the family's own eager attention, with somebody
-listening.
+"""One attention function for all families of transformers' attention registry: the family's own eager attention, with
+hooks before and after it.
 
-A model that is ``tapped`` computes what it computes under eager attention, to the bit; whoever listens sees query, key,
-value and weights of every call, and may change them. The mask is registered too: without it a model would silently see
-the future.
+A ``tapped`` model computes the same values as with eager attention, bit for bit; the hook receives query, key, value
+and weights of every call, and may change them. The mask function is registered too: without it a model would silently
+attend to future tokens.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ NAME = "helmscope"
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """What attention is computed from: ``query`` (batch, heads, n, r), ``key`` and ``value`` (batch, kv_heads, n, r),
-    the additive ``mask`` or None, and whatever else the family hands over.
+    """The inputs of an attention call: ``query`` (batch, heads, n, r), ``key`` and ``value`` (batch, kv_heads, n, r),
+    the additive ``mask`` or None, and all other arguments of the family.
     """
 
     module: nn.Module
@@ -44,47 +44,47 @@ class Call:
 
     @property
     def repeats(self) -> int:
-        """How many query heads share a key head."""
+        """The number of query heads per key head."""
         return self.query.shape[1] // self.key.shape[1]
 
     @property
     def head_values(self) -> Float[Tensor, "batch heads n r"]:
-        """The values, one for each query head."""
+        """The values, repeated for each query head."""
         return self.value.repeat_interleave(self.repeats, 1)
 
 
 @dataclass(frozen=True, eq=False)
 class Attended:
-    """What attention gives: ``output`` (batch, n, heads, r) before the output matrix, and the ``weights``."""
+    """The results of attention: ``output`` (batch, n, heads, r) before the output matrix, and the ``weights``."""
 
     output: Float[Tensor, "batch n heads r"]
     weights: Float[Tensor, "batch heads n n"]
 
     def with_weights(self, weights: Float[Tensor, "batch heads n n"], call: Call) -> Attended:
-        """Other weights, and the output that follows from them."""
+        """The results with other weights, and the output computed from them."""
         return Attended(head_outputs(call, weights).transpose(1, 2).contiguous(), weights)
 
 
-class Listener(Protocol):
-    """Hears every attention call."""
+class AttentionHook(Protocol):
+    """Called before and after every attention call."""
 
     def before(self, call: Call) -> Call:
-        """What to compute from."""
+        """The inputs to use instead of ``call``."""
 
     def after(self, call: Call, result: Attended) -> Attended:
-        """What to go on with."""
+        """The results to use instead of ``result``."""
 
 
-_listener: ContextVar[Listener | None] = ContextVar("listener", default=None)
+_current_hook: ContextVar[AttentionHook | None] = ContextVar("attention hook", default=None)
 _locks: WeakKeyDictionary[nn.Module, RLock] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
-class _Both:
-    """An outer listener, then an inner one, as nested contexts want it."""
+class _Chained:
+    """The hook of an outer context, followed by that of an inner one."""
 
-    outer: Listener
-    inner: Listener
+    outer: AttentionHook
+    inner: AttentionHook
 
     def before(self, call: Call) -> Call:
         return self.inner.before(self.outer.before(call))
@@ -96,58 +96,59 @@ class _Both:
 def tapped_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **rest: Any
 ) -> tuple[Tensor, Tensor]:
-    """The family's own eager attention; the listener, if there is one, is asked before and after."""
-    eager, listener = eager_of(module), _listener.get()
+    """The family's own eager attention, with the current hook, if any, called before and after it."""
+    eager, hook = eager_of(module), _current_hook.get()
     call = Call(module, query, key, value, attention_mask, rest)
-    if listener is not None:
-        call = listener.before(call)
+    if hook is not None:
+        call = hook.before(call)
     output, weights = eager(module, call.query, call.key, call.value, call.mask, **rest)
-    if listener is not None:
+    if hook is not None:
         if query.dtype.itemsize < 4:  # rows in half precision sum to 1 within 2e-3 only
             wide = [None if part is None else part.float() for part in (call.query, call.key, call.value, call.mask)]
             weights = eager(module, *wide, **rest)[1]
-        result = listener.after(call, Attended(output, weights))
+        result = hook.after(call, Attended(output, weights))
         output, weights = result.output, result.weights
     return output, weights
 
 
 def eager_of(module: nn.Module) -> Any:
-    """``eager_attention_forward`` of the Python module in which the attention module's class is written."""
+    """The ``eager_attention_forward`` of the Python module that defines the class of an attention module."""
     for kind in type(module).__mro__:
-        found = getattr(sys.modules.get(kind.__module__), "eager_attention_forward", None)
-        if found is not None:
-            return found
-    raise LookupError(f"{type(module).__name__} has no eager_attention_forward beside it")
+        eager = getattr(sys.modules.get(kind.__module__), "eager_attention_forward", None)
+        if eager is not None:
+            return eager
+    raise LookupError(f"{type(module).__name__} has no eager_attention_forward in its Python module")
 
 
 def can_be_tapped(model: Any) -> bool:
-    """Whether the model's family looks its attention up in the registry."""
+    """Whether the model's family takes its attention function from the registry."""
     return bool(model._can_set_attn_implementation())
 
 
 def share_lock(part: nn.Module, whole: nn.Module) -> None:
-    """One lock for an encoder and its model: threads that want both, in whatever order, do not wait for each other."""
+    """Use one lock for an encoder and its model, so that threads that need both cannot deadlock."""
     _locks[part] = _locks.setdefault(whole, RLock())
 
 
 @contextmanager
-def held(model: Any) -> Iterator[None]:
-    """Inside, no other thread changes or records this model: it waits."""
+def locked(model: Any) -> Iterator[None]:
+    """Context manager: within it, other threads wait before they change or record this model."""
     with _locks.setdefault(model, RLock()):
         yield
 
 
 @contextmanager
-def tapped(model: Any, listener: Listener | None) -> Iterator[None]:
-    """Inside, the attention of a model is eager and heard by ``listener``; afterwards the model's own is back.
+def tapped(model: Any, hook: AttentionHook | None) -> Iterator[None]:
+    """Context manager: within it, a model computes eager attention and ``hook`` is called; on exit, the model's own
+    attention is restored.
 
-    A family outside the registry is heard by nobody. It is told to be eager all the same: asked for its weights under
-    another name it may compute them without its mask. Contexts nest, and an outer listener goes on hearing.
+    In a family outside the registry the hook is not called. It is set to eager nevertheless: with another
+    implementation it may return weights computed without its mask. Contexts nest, and outer hooks are still called.
     """
-    registered, outer = can_be_tapped(model), _listener.get()
-    everyone = _Both(outer, listener) if outer is not None and listener is not None else listener or outer
+    registered, outer = can_be_tapped(model), _current_hook.get()
+    chained = _Chained(outer, hook) if outer is not None and hook is not None else hook or outer
     with plainly_eager(model):
-        token = _listener.set(everyone)
+        token = _current_hook.set(chained)
         try:
             if registered:
                 _register()
@@ -158,12 +159,12 @@ def tapped(model: Any, listener: Listener | None) -> Iterator[None]:
                         part.config._attn_implementation_internal = NAME
             yield
         finally:
-            _listener.reset(token)
+            _current_hook.reset(token)
 
 
 @contextmanager
 def plainly_eager(model: Any) -> Iterator[None]:
-    """Inside, a model computes its attention by its own eager code, and nobody hears it; afterwards as before."""
+    """Context manager: within it, a model computes attention by its own eager code, without hooks."""
     before = [(config, config._attn_implementation_internal) for config in _configs(model)]
     try:
         for config, _ in before:
@@ -185,16 +186,16 @@ def _register() -> None:
 
 
 def _configs(model: Any) -> list[Any]:
-    """Every configuration that says how attention is computed: that of the model, and those of its parts."""
-    found = {id(part.config): part.config for part in model.modules() if hasattr(part, "config")}
-    for config in list(found.values()):
+    """All configurations that select an attention implementation: those of the model and of its parts."""
+    configs = {id(part.config): part.config for part in model.modules() if hasattr(part, "config")}
+    for config in list(configs.values()):
         for name in getattr(config, "sub_configs", ()):
             part = getattr(config, name, None)
             if part is not None:
-                found[id(part)] = part
-    return [config for config in found.values() if hasattr(config, "_attn_implementation_internal")]
+                configs[id(part)] = part
+    return [config for config in configs.values() if hasattr(config, "_attn_implementation_internal")]
 
 
 def head_outputs(call: Call, weights: Float[Tensor, "batch heads n n"]) -> Float[Tensor, "batch heads n r"]:
-    """A_h V_h, one for each query head."""
+    """The head outputs A_h V_h for each query head."""
     return torch.matmul(weights.to(call.value.dtype), call.head_values)

@@ -1,5 +1,5 @@
-"""What a model reads. An encoder-decoder model reads two things: the texts in its encoder, and in its decoder the
-targets, shifted right by one so that each token is still to be predicted.
+"""The inputs of any model, encoder-decoder models included: their encoder reads the texts and their decoder the
+targets, shifted right by one, so that each token is predicted from those before it.
 """
 
 from __future__ import annotations
@@ -30,62 +30,63 @@ def prepare_inputs(
     truncate: bool = False,
     why: str | None = None,
 ) -> Batch:
-    """``prepare``, for an encoder-decoder model too: ``targets`` are what its decoder is to write, texts or ids as many
-    as there are texts; by default the texts themselves. A mapping may hold ``decoder_input_ids`` instead, which are
-    read as they are, and ``decoder_attention_mask``.
+    """The batch of a model's inputs: ``prepare``, extended to encoder-decoder models.
+
+    ``targets`` are the texts or ids that the decoder predicts, one per text; by default the texts themselves. Instead,
+    a mapping of inputs may contain ``decoder_input_ids``, which are not shifted, and ``decoder_attention_mask``. Raises
+    HelmscopeError for targets of another model, unknown inputs, and unequal numbers of texts and targets.
     """
     stacks = stacks_of(model)
     options: dict[str, Any] = {"truncate": truncate, "why": why}
     if stacks is None:
         if targets is not None:
             raise HelmscopeError(
-                f"targets is given, but model is a {type(model).__name__}, and only an encoder-decoder model reads them"
+                f"targets is passed, but model is a {type(model).__name__}, and only encoder-decoder models have any"
             )
         return prepare(model, texts, tokenizer, **options)
-    own: dict[str, Any] = {}
+    decoder_inputs: dict[str, Any] = {}
     if isinstance(texts, Mapping):
-        own = {name: value for name, value in texts.items() if name in (IDS, MASK)}
-        texts = {name: value for name, value in texts.items() if name not in own}
-        _check_names(texts, own, targets)
+        decoder_inputs = {name: value for name, value in texts.items() if name in (IDS, MASK)}
+        texts = {name: value for name, value in texts.items() if name not in decoder_inputs}
+        _check_names(texts, decoder_inputs, targets)
     source = prepare(stacks.encoder, texts, tokenizer, **options)
-    if own:
-        named = {"input_ids": own[IDS]} | ({"attention_mask": own[MASK]} if MASK in own else {})
-        read = prepare(stacks.decoder, named, tokenizer, name=IDS, **options)
+    if decoder_inputs:
+        renamed = {"input_ids": IDS, "attention_mask": MASK}
+        named = {name: decoder_inputs[key] for name, key in renamed.items() if key in decoder_inputs}
+        decoded = prepare(stacks.decoder, named, tokenizer, name=IDS, **options)
     elif targets is None:
         strings = not isinstance(texts, torch.Tensor | Mapping)
-        read = _shifted(model, source, tokenizer, "texts", strings=strings)
+        decoded = _shifted(model, source, tokenizer, "texts", strings=strings)
     else:
-        wanted = prepare(stacks.decoder, targets, tokenizer, name="targets", **options)
+        target_batch = prepare(stacks.decoder, targets, tokenizer, name="targets", **options)
         strings = not isinstance(targets, torch.Tensor | Mapping)
-        read = _shifted(model, wanted, tokenizer, "targets", strings=strings)
-    if len(read) != len(source):
-        name = IDS if own else "targets"
-        raise HelmscopeError(f"{name} holds {len(read)} texts, but the encoder reads {len(source)}: one for each")
-    return _joined(source, read)
+        decoded = _shifted(model, target_batch, tokenizer, "targets", strings=strings)
+    if len(decoded) != len(source):
+        name = IDS if decoder_inputs else "targets"
+        raise HelmscopeError(f"{name} holds {len(decoded)} texts, but the encoder reads {len(source)}: one for each")
+    return _join_batches(source, decoded)
 
 
-def _check_names(texts: Mapping[str, Any], own: Mapping[str, Any], targets: Any) -> None:
-    """Refuse inputs that an encoder-decoder model cannot be recorded from."""
+def _check_names(texts: Mapping[str, Any], decoder_inputs: Mapping[str, Any], targets: Any) -> None:
+    """Raise HelmscopeError for inputs on which an encoder-decoder model cannot be recorded."""
     unknown = sorted(set(map(str, texts)) - set(NAMED))
     if "labels" in unknown:
         raise HelmscopeError("texts names labels, with which a model returns its loss first: pass them as targets")
     if unknown:
         raise HelmscopeError(f"texts names '{unknown[0]}', but an encoder-decoder model is recorded on {list(NAMED)}")
-    if own and IDS not in own:
+    if decoder_inputs and IDS not in decoder_inputs:
         raise HelmscopeError(f"texts names {MASK}, but no {IDS}")
-    if MASK in own and len(own[MASK]) != len(own[IDS]):
-        raise HelmscopeError(f"{MASK} holds {len(own[MASK])} rows, but {IDS} holds {len(own[IDS])}: one for each")
-    if own and targets is not None:
-        raise HelmscopeError(f"targets is given, but texts names {IDS} too: the decoder reads one of them")
+    if MASK in decoder_inputs and (rows := len(decoder_inputs[MASK])) != len(decoder_inputs[IDS]):
+        raise HelmscopeError(f"{MASK} holds {rows} rows, but {IDS} holds {len(decoder_inputs[IDS])}: one for each")
+    if decoder_inputs and targets is not None:
+        raise HelmscopeError(f"targets is passed, but texts names {IDS} too: the decoder reads one of them")
 
 
-def _shifted(model: Any, wanted: Batch, tokenizer: Any, name: str, *, strings: bool) -> Batch:
-    """What a decoder reads that is to write these tokens: those before each, in the way of the family."""
-    ids, seen = wanted.inputs["input_ids"], wanted.visible
-    seen = torch.ones_like(ids, dtype=torch.bool) if seen is None else seen
-    rows = [row[mask].tolist() for row, mask in zip(ids, seen, strict=True)]
+def _shifted(model: Any, targets: Batch, tokenizer: Any, name: str, *, strings: bool) -> Batch:
+    """The decoder inputs for these targets: the targets shifted right, in the way of the family."""
+    ids, rows = targets.inputs["input_ids"], targets.visible_ids
     n, pad = max(map(len, rows)), getattr(model.config, "pad_token_id", None)
-    padded = torch.tensor([row + [pad or 0] * (n - len(row)) for row in rows], dtype=ids.dtype, device="cpu")
+    padded = torch.tensor([[*row, *[pad or 0] * (n - len(row))] for row in rows], dtype=ids.dtype, device="cpu")
     visible = torch.arange(n, device="cpu") < torch.tensor([[len(row)] for row in rows], device="cpu")
     shifted = _shift(model, padded, name).masked_fill(~visible, pad or 0)
     labels = labels_of(shifted)
@@ -98,12 +99,14 @@ def _shifted(model: Any, wanted: Batch, tokenizer: Any, name: str, *, strings: b
 
 
 def _shift(model: Any, ids: Tensor, name: str) -> Tensor:
-    """By the family's own function where it has one: some begin with another token than ``decoder_start_token_id``."""
-    own = getattr(model, "prepare_decoder_input_ids_from_labels", None)
+    """Shift ids right by the family's own function if it has one: some begin with another token than
+    ``decoder_start_token_id``.
+    """
+    shift = getattr(model, "prepare_decoder_input_ids_from_labels", None)
     start = getattr(model.config, "decoder_start_token_id", None)
     try:
-        if own is not None:
-            shifted: Tensor = own(ids)
+        if shift is not None:
+            shifted: Tensor = shift(ids)
             return shifted
         if start is None:
             raise ValueError("its configuration has no decoder_start_token_id")
@@ -115,14 +118,14 @@ def _shift(model: Any, ids: Tensor, name: str) -> Tensor:
     return torch.cat([torch.full_like(ids[:, :1], start), ids[:, :-1]], 1)
 
 
-def _joined(source: Batch, read: Batch) -> Batch:
-    """The inputs of the whole model, with the decoder's tokens as those that are looked at."""
+def _join_batches(source: Batch, decoded: Batch) -> Batch:
+    """The batch of the whole model, whose tokens are those of the decoder."""
 
-    def both(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {**first, **{f"decoder_{name}": value for name, value in second.items()}}
+    def both(encoder: Mapping[str, Tensor], decoder: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {**encoder, **{f"decoder_{name}": value for name, value in decoder.items()}}
 
-    came = None
-    if source.given is not None or read.given is not None:
-        came = both(source.given or source.inputs, read.given or read.inputs)
-    inputs = both(source.inputs, read.inputs)
-    return Batch(inputs, read.counted, read.tokens, read.visible, came, source)
+    as_passed = None
+    if source.given is not None or decoded.given is not None:
+        as_passed = both(source.given or source.inputs, decoded.given or decoded.inputs)
+    inputs = both(source.inputs, decoded.inputs)
+    return Batch(inputs, decoded.counted, decoded.tokens, decoded.visible, as_passed, source)

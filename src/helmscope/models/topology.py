@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from helmscope.models.overhear import rows_of_weights
+from helmscope.models.qkv_capture import find_weights
 from helmscope.models.watch import Site
 from helmscope.types import Half, HelmscopeError
 
@@ -201,7 +201,7 @@ class _BlockIdentities:
 
     def returns_weights(self, call: ModuleCall) -> bool:
         """Whether a module returns attention weights besides a state."""
-        rows = rows_of_weights(call.outputs, self.pre.shape[-2])
+        rows = find_weights(call.outputs, self.pre.shape[-2])
         return rows is not None and self.like_state(call.output) is not None
 
     def shallowest(self, choices: list[tuple[ModuleCall, ...]]) -> tuple[ModuleCall, ...] | None:

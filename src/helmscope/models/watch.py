@@ -1,26 +1,26 @@
-"""What passes through a model's forward, and the two ways to take part in it.
+"""Sites: the values of a model's forward that can be edited or observed, and the base classes of edits and observers.
 
     INPUT              the block's input
     ATTENTION          what attention writes
-    MIDDLE             the state behind attention, virtual in a parallel block
-    READ               what the module at the middle reads: the mid state, or of a post-norm block the sum
+    MIDDLE             the state after attention, virtual in a parallel block
+    READ               the input of the module after it: the mid state, or in a post-norm block the sum before the norm
     CROSS              what cross-attention writes, in the decoder of an encoder-decoder model
-    CROSS_MIDDLE       the state behind cross-attention
-    CROSS_READ         what the module there reads, as READ
+    CROSS_MIDDLE       the state after cross-attention
+    CROSS_READ         the input of the module after that, as READ
     MLP                what the MLP writes
-    CLOSE              what the norm at the end of a post-norm block reads
+    CLOSE              the input of the norm at the end of a post-norm block
     OUTPUT             the block's output                                            all of these are (rows, n, d)
-    QUERY, KEY, VALUE  what attention is computed from: (rows, heads, n, r), keys and values (rows, kv_heads, n, r)
-    MASK               what is added to the logits of attention, broadcasts to (rows, heads, n, n); 0 if there is none
+    QUERY, KEY, VALUE  the inputs of attention: (rows, heads, n, r), keys and values (rows, kv_heads, n, r)
+    MASK               added to the logits of attention, broadcasts to (rows, heads, n, n); 0 if there is no mask
     WEIGHTS            the attention weights (rows, heads, n, n)
-    HEADS              what the heads read, before the output matrix: (rows, n, heads, r)
-    CROSS_QUERY, ...   the same six of cross-attention, whose keys and values are those of the encoder's m tokens:
+    HEADS              the outputs of the heads, before the output matrix: (rows, n, heads, r)
+    CROSS_QUERY, ...   the same six for cross-attention, whose keys and values are those of the encoder's m tokens:
                        (rows, kv_heads, m, r), and (rows, heads, n, m) for weights and mask
 
-An edit (``AbstractEdit``) gives what takes the place of a value. It is frozen: where it is, and which texts are under
-way, is passed to it as a ``Context``. An ``Observer`` sees what the edits left and changes nothing; it gathers a
-result, and is told when the next texts begin. READ, CROSS_READ and CLOSE are there to be observed; edits are made at
-the others.
+An edit (``AbstractEdit``) returns a replacement for a value. It is frozen: site, layer and current texts are passed to
+it as a ``Context``. An ``Observer`` receives values after all edits and cannot change them; it collects a
+result, and is notified when the next chunk of texts begins. READ, CROSS_READ and CLOSE can only be observed; the other
+sites can also be edited.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ LONGEST_VALUE = 400  # characters of one value in the repr of an edit
 
 
 class Site(Enum):
-    """Where a value passes.
+    """A place in a block whose value can be observed or edited; the module's docstring lists them with their shapes.
 
     >>> " ".join(site.name for site in Site if "CROSS" not in site.name)
     'INPUT ATTENTION MIDDLE READ MLP CLOSE OUTPUT QUERY KEY VALUE MASK WEIGHTS HEADS'
@@ -80,9 +80,9 @@ class Site(Enum):
 
 
 @dataclass(frozen=True)
-class Inside:
-    """The sites inside an attention: what it is computed from, by the names that a ``Call`` has for it, and what it
-    gives.
+class AttentionSites:
+    """The sites inside an attention module: its inputs, by their names in a ``Call``, its weights and its heads'
+    outputs.
     """
 
     before: Mapping[str, Site]
@@ -91,14 +91,14 @@ class Inside:
 
     @property
     def all(self) -> frozenset[Site]:
-        """All of them."""
+        """All sites of the attention module."""
         return frozenset({*self.before.values(), self.weights, self.heads})
 
 
-IN_SELF = Inside(
+IN_SELF = AttentionSites(
     {"query": Site.QUERY, "key": Site.KEY, "value": Site.VALUE, "mask": Site.MASK}, Site.WEIGHTS, Site.HEADS
 )
-IN_CROSS = Inside(
+IN_CROSS = AttentionSites(
     {"query": Site.CROSS_QUERY, "key": Site.CROSS_KEY, "value": Site.CROSS_VALUE, "mask": Site.CROSS_MASK},
     Site.CROSS_WEIGHTS,
     Site.CROSS_HEADS,
@@ -110,15 +110,16 @@ EDITABLE_STATES = (
     *(Site.INPUT, Site.ATTENTION, Site.MIDDLE, Site.CROSS, Site.CROSS_MIDDLE),
     *(Site.MLP, Site.OUTPUT),
 )
-LEADS_TO = {Site.ATTENTION: Site.MIDDLE, Site.CROSS: Site.CROSS_MIDDLE, Site.MLP: Site.OUTPUT}  # from write to state
+# the state after each write, and the input of the module that computes or reads that state
+LEADS_TO = {Site.ATTENTION: Site.MIDDLE, Site.CROSS: Site.CROSS_MIDDLE, Site.MLP: Site.OUTPUT}
 READ_AT = {Site.MIDDLE: Site.READ, Site.CROSS_MIDDLE: Site.CROSS_READ, Site.OUTPUT: Site.CLOSE}
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Chunk:
-    """The texts of a batch that one forward runs: those numbered ``rows``, of ``texts`` in all. ``weights`` (rows, n)
-    is how much each token counts in statistics and ``visible`` (rows, n) which tokens attention sees; each is None
-    where it is 1 or True everywhere, or not known.
+    """The texts of a batch that one forward processes: ``rows`` out of ``texts`` in all. ``weights`` (rows, n) are the
+    weights of tokens in statistics, and ``visible`` (rows, n) is True at tokens that attention can see; each is None if
+    it is 1 or True everywhere, or unknown.
     """
 
     rows: slice
@@ -128,18 +129,19 @@ class Chunk:
 
     @classmethod
     def whole(cls, texts: int) -> Chunk:
-        """A forward of all texts at once, of which nothing else is known."""
+        """The chunk of a forward of all texts at once, with unknown weights and mask."""
         return cls(rows=slice(0, texts), texts=texts)
 
     def at(self, site: Site, layer: int) -> Context:
-        """The context of a value that passes while these texts run."""
-        given = {"rows": self.rows, "texts": self.texts, "weights": self.weights, "visible": self.visible}
-        return Context(site=site, layer=layer, **given)  # type: ignore[arg-type]
+        """The context of a value at a site of a layer, for these texts."""
+        return Context(
+            site=site, layer=layer, rows=self.rows, texts=self.texts, weights=self.weights, visible=self.visible
+        )
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Context(Chunk):
-    """Where an edit is: at a ``site`` of a ``layer``, while the texts of a ``Chunk`` run.
+    """What an edit knows about the value that it receives: its ``site`` and ``layer``, and the texts (a ``Chunk``).
 
     >>> context = Context(site=Site.MLP, layer=3, rows=slice(4, 6), texts=8)
     >>> torch.arange(8)[context.rows]
@@ -152,28 +154,28 @@ class Context(Chunk):
     layer: int
 
     def generator(self, seed: int, text: int) -> np.random.Generator:
-        """Random numbers that depend on the seed, this layer and the number of the text in the batch, and on nothing
-        else: neither on the chunk, nor on the forward or the process.
+        """A random generator that depends only on the seed, this layer and the index of the text in the batch, not on
+        the chunk, the forward or the process.
         """
         source = np.random.SeedSequence(seed, spawn_key=(self.layer, text))
         return np.random.Generator(np.random.Philox(source))
 
     def normal(self, like: Float[Tensor, "rows ..."], *, seed: int) -> Float[Tensor, "rows ..."]:
-        """Independent standard normal numbers of the shape of ``like``, drawn text by text from ``generator``."""
+        """Independent standard normal samples of the shape of ``like``, one ``generator`` per text."""
         texts = range(self.rows.start, self.rows.stop)
-        drawn = [self.generator(seed, text).standard_normal(tuple(like.shape[1:])) for text in texts]
-        return torch.from_numpy(np.stack(drawn)).to(like)
+        samples = [self.generator(seed, text).standard_normal(tuple(like.shape[1:])) for text in texts]
+        return torch.from_numpy(np.stack(samples)).to(like)
 
 
 class AbstractEdit(ABC):
-    """Gives what takes the place of a value in a forward. Its repr names what it was made of in one line, tensors by
-    their shape and hash: a manifest holds it.
+    """Base class of edits, which replace values in a model's forward. The repr, which manifests store, is one line with
+    the arguments; tensors appear as shape and hash.
     """
 
     def __repr__(self) -> str:
-        given: list[Field[Any]] = [each for each in fields(self) if each.repr] if is_dataclass(self) else []
-        values = [(each, getattr(self, each.name)) for each in given]
-        shown = (f"{each.name}={brief(value)}" for each, value in values if value is not each.default)
+        arguments: list[Field[Any]] = [field for field in fields(self) if field.repr] if is_dataclass(self) else []
+        values = [(field, getattr(self, field.name)) for field in arguments]
+        shown = (f"{field.name}={brief(value)}" for field, value in values if value is not field.default)
         return f"{type(self).__name__}({', '.join(shown)})"
 
     @property
@@ -183,23 +185,24 @@ class AbstractEdit(ABC):
 
     @abstractmethod
     def new(self, value: Tensor, context: Context) -> Tensor | None:
-        """What takes the place of a value, which is valid during the call alone; None leaves it as it is."""
+        """The replacement of a value, or None to leave it unchanged; ``value`` is valid only during the call."""
 
     def acts(self, layer: int) -> bool:
-        """Whether anything is changed in a layer."""
+        """Whether the edit may change a value in a layer."""
         return True
 
     @property
     def skip(self) -> int:
-        """How many of the first layers make no difference to what follows, because a state is put in behind them."""
+        """The number of first layers that need not run, because this edit puts in a state after them."""
         return 0
 
     def check(self, anatomy: Anatomy) -> None:  # noqa: B027 - most edits fit every model
-        """Refuse a model that this edit does not fit, before anything runs."""
+        """Raise HelmscopeError, before anything runs, if this edit does not fit the model."""
 
 
 class Observer:
-    """Sees what passes, as the edits left it, and changes nothing. Values are valid during the call alone.
+    """Base class of observers, which receive values after all edits and do not change them. Values are valid only
+    during the call.
 
     >>> class Lengths(Observer):
     ...     sites = frozenset({Site.OUTPUT})
@@ -211,39 +214,39 @@ class Observer:
     sites: frozenset[Site] = frozenset()  # states and writes for which ``state`` is called
     sees_attention: bool = False  # whether ``before`` and ``after`` are called
     sees_cross: bool = False  # whether ``after_cross`` is called
-    needs_all_layers: bool = False  # whether the layers before a state that is put in must run all the same
+    needs_all_layers: bool = False  # whether layers before a state that is put in must run too
     chunk: Chunk
-    memory: Tensor  # where it sees cross-attention, what the encoder gave: (rows, m, d)
+    memory: Tensor  # the last states of the encoder (rows, m, d); set if ``sees_cross``
 
     @property
     def rows(self) -> slice:
-        """The texts of the batch that are under way."""
+        """The texts of the batch that the current forward processes."""
         return self.chunk.rows
 
     def begin(self, chunk: Chunk) -> None:
-        """The forward of a chunk of texts begins."""
+        """Called when the forward of a chunk of texts begins."""
         self.chunk = chunk
 
     def state(self, site: Site, layer: int, value: Tensor) -> None:
-        """A state or write (rows, n, d)."""
+        """Called with a state or write (rows, n, d) at one of ``sites``."""
 
     def before(self, layer: int, call: Call) -> None:
-        """What attention is about to be computed from; not called for families outside the registry of attention."""
+        """Called with the inputs of attention, except in families outside transformers' attention registry."""
 
     def after(self, layer: int, call: Call | None, result: Attended) -> None:
-        """What attention gave, and what from; ``call`` is None in a family that shows its weights alone."""
+        """Called with the inputs and results of attention; ``call`` is None if a family returns only its weights."""
 
     def after_cross(self, layer: int, call: Call, result: Attended) -> None:
-        """What cross-attention gave, and what from."""
+        """Called with the inputs and results of cross-attention."""
 
 
 def bytes_of(value: Tensor) -> bytes:
-    """The numbers of a tensor, of whatever dtype."""
+    """The raw bytes of a tensor of any dtype."""
     return value.detach().cpu().flatten().contiguous().view(torch.uint8).numpy().tobytes()
 
 
 def brief(value: Any) -> str:
-    """A value in a few words that tell it from another."""
+    """A short repr of a value; tensors appear as dtype, shape and hash."""
     if isinstance(value, torch.Tensor):
         kind = str(value.dtype).removeprefix("torch.")
         return f"<{kind} {tuple(value.shape)} sha256 {hash_bytes(bytes_of(value))[:12]}>"

@@ -1,4 +1,4 @@
-"""q, k and v of families outside the registry against what their own modules give."""
+"""q, k and v captured in families outside the registry agree with the outputs of their modules."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ EVERYTHING = Keep.QUERIES | Keep.KEYS | Keep.VALUES | Keep.WEIGHTS | Keep.WRITES
 
 
 def outputs(model, paths, ids):
-    """What modules give in a forward of their own."""
+    """The outputs of modules in a plain forward."""
     seen = {}
     handles = [
         model.get_submodule(path).register_forward_hook(lambda _, args, out, path=path: seen.update({path: out}))
@@ -71,7 +71,7 @@ def test_an_instrument_sees_them():
     ],
 )
 def test_the_weights_follow_from_them(family, dtype):
-    """Up to a mask and what depends on places alone: rotary positions are in q and k, ALiBi is not."""
+    """Up to a mask and terms that depend on positions only: rotary positions are in q and k, ALiBi is not."""
     kept = record(tiny_model(family, dtype=dtype), inputs_of(family), keep=EVERYTHING).kept
     key = kept["key"].double().repeat_interleave(kept["query"].shape[2] // kept["key"].shape[2], 2)
     logits = kept["query"].double() @ key.mT / 8**0.5
@@ -96,7 +96,7 @@ def test_what_is_computed_stays_as_it_was():
 
 
 def test_logits_of_another_form_are_not_taken_for_those_of_q_and_k():
-    """A cap on the logits: what follows is no softmax of q k^T any more, though the products are the same."""
+    """With a cap on the logits the weights are no longer a softmax of q k^T, though the products are the same."""
     torch.manual_seed(0)
     sizes = {"vocab_size": 96, "hidden_size": 32, "num_layers": 2, "num_heads": 4, "max_position_embeddings": 64}
     special = {"bos_token_id": 1, "eos_token_id": 2}

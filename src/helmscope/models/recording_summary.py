@@ -1,0 +1,92 @@
+"""Summaries of a recording: its one-line repr, its notebook table, and its manifest."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+import torch
+
+from helmscope.models.watch import bytes_of
+from helmscope.store.manifest import Manifest, hash_bytes
+from helmscope.types import counted, joined, one_line_repr, shortened, table
+
+if TYPE_CHECKING:
+    from helmscope.models.recording import Recording
+    from helmscope.models.texts import Batch
+
+SPACE_MARKS = "\u0120\u2581"  # how byte-level BPE and SentencePiece mark a space before a token
+
+
+def recording_repr(recording: Recording) -> str:
+    """The repr of a recording: family, architecture, texts and certificate, and where they apply the first depth and
+    the edits.
+    """
+    parts = [str(recording.anatomy), _texts_summary(recording), f"certificate {recording.certificate.short}"]
+    if recording.first:
+        parts.append(f"from depth {recording.first}")
+    if recording.edits:
+        parts.append(f"under {', '.join(_edit_reprs(recording))}")
+    if encoder_edits := _edit_reprs(recording.encoder):
+        parts.append(f"with its encoder under {', '.join(encoder_edits)}")
+    return one_line_repr(f"Recording of {recording.origin.family}: {'; '.join(parts)}")
+
+
+def recording_html(recording: Recording) -> str:
+    """The notebook table of a recording, followed by that of its certificate."""
+    origin, first, depths = recording.origin, recording.first, len(recording.residual.radius)
+    tokens = recording.batch.tokens
+    rows = [
+        ("model", f"{origin.name} ({origin.family}), {origin.dtype} on {origin.device}"),
+        ("architecture", str(recording.anatomy)),
+        ("texts", _texts_summary(recording)),
+        ("depths", f"{counted(depths, 'depth')}, {first} to {first + depths - 1}, in half-layers"),
+        *(("edit", edit) for edit in _edit_reprs(recording)),
+        *(("edit of the encoder", edit) for edit in _edit_reprs(recording.encoder)),
+        *([] if tokens is None else [("first text", _first_text(recording.batch, tokens[0]))]),
+    ]
+    return joined(table(f"Recording of {origin.family}", rows), recording.certificate._repr_html_())
+
+
+def recording_manifest(recording: Recording, *, seed: int) -> Manifest:
+    """The manifest of a recording; see ``Recording.manifest``."""
+    origin = recording.origin
+    parameters = {
+        "model": origin.name,
+        "family": origin.family,
+        "revision": origin.revision,
+        "attention": origin.attention,
+        "topology": str(recording.anatomy),
+        "edits": _edit_reprs(recording),
+        **({} if recording.encoder is None else {"encoder edits": _edit_reprs(recording.encoder)}),
+        "first": recording.first,
+        "certificate": {line.name: line.ok for line in recording.certificate.lines},
+    }
+    return Manifest.collect(
+        seed=seed,
+        dtype=origin.dtype,
+        device=origin.device,
+        threads=torch.get_num_threads(),
+        command=sys.argv,
+        inputs={**origin.hashes, "texts": _texts_hash(recording.batch)},
+        parameters=parameters,
+    )
+
+
+def _edit_reprs(recording: Recording | None) -> list[str]:
+    return [] if recording is None else [repr(edit) for edit in recording.edits]
+
+
+def _texts_summary(recording: Recording) -> str:
+    batch, tokens = recording.batch, recording.residual.radius.shape[-1]
+    return f"{counted(len(batch), 'text')} x {counted(tokens, 'token')} ({_texts_hash(batch)[:12]})"
+
+
+def _texts_hash(batch: Batch) -> str:
+    return hash_bytes(b"".join(map(bytes_of, batch.inputs.values())))
+
+
+def _first_text(batch: Batch, tokens: tuple[str, ...]) -> str:
+    """The visible tokens of the first text, separated by spaces instead of the tokenizer's marks."""
+    visible = [token for k, token in enumerate(tokens) if batch.visible is None or bool(batch.visible[0, k])]
+    return shortened(" ".join(token.lstrip(SPACE_MARKS) for token in visible), 160)
