@@ -125,7 +125,7 @@ def short() -> Any:
     """The trial itself on the first words of the texts."""
     texts = [" ".join(text.split()[:8]) for text in box_texts()]
     with pytest.MonkeyPatch.context() as patch, Subject("A", texts) as one, Subject("tied", texts) as two:
-        patch.setattr(tokens_cluster, "FLOWS", 2)
+        patch.setattr(tokens_cluster, "FLOW_PROMPTS", 2)
         return tokens_cluster.tokens_cluster(Case(0, quick=True, subject=one, other=two))
 
 

@@ -19,7 +19,7 @@ def tiny(tmp_path, monkeypatch):
     """A folder with a tiny model and a file of token ids; the trial keeps its shape with fewer of everything."""
     tiny_model("gpt2").save_pretrained(tmp_path / "tiny")
     (tmp_path / "rows.json").write_text(json.dumps(ROWS))
-    monkeypatch.setattr("helmscope.claims.experiments.tokens_cluster.FLOWS", 2)
+    monkeypatch.setattr("helmscope.claims.experiments.tokens_cluster.FLOW_PROMPTS", 2)
     return ("--model", "tiny", "--texts", "rows.json", "--quick")
 
 
