@@ -10,7 +10,7 @@ import torch
 
 import helmscope as hs
 from helmscope.fields.activations import Tanh
-from helmscope.fields.field import Field, PlainField, Space
+from helmscope.fields.field import Field, PlainField, Space, as_field
 from helmscope.fields.lowrank import LowRank
 from helmscope.fields.multihead import MultiHead
 from helmscope.fields.placement import NoNorm
@@ -222,3 +222,40 @@ def test_a_field_that_is_not_callable_is_refused():
     for bad in (3, hs.SA, None):
         with pytest.raises(HelmscopeError, match=r"^field is .*, but it must be a field such as SA"):
             hs.integrate(bad, tokens(2, 2), [1.0])
+
+
+@pytest.mark.parametrize("batch", [(), (3,)])
+def test_the_time_of_a_plain_function_is_always_a_tensor(batch):
+    times = []
+
+    def turning(x, t):
+        times.append(t)
+        return torch.cos(t) * x.flip(-1)
+
+    hs.integrate(turning, tokens(*batch, 2, 3), times=[0.0, 0.5])
+    assert all(isinstance(t, torch.Tensor) and t.dtype == F64 for t in times)
+    assert as_field(turning)(tokens(2, 3), t=2.0).shape == (2, 3)
+
+
+class Declared(Field):
+    parameters = ("rate",)
+
+    def velocity(self, x, weights=None, *, t=0.0):
+        return torch.zeros_like(x)
+
+
+class NotADataclass(Declared):
+    parameters = {"rate": 0}  # noqa: RUF012
+    rate = torch.ones(2)
+
+
+@pytest.mark.parametrize(
+    ("field", "sentence"),
+    [
+        (Declared(), r"parameters of Declared is \('rate',\), but it must map the names"),
+        (NotADataclass(), "field NotADataclass declares parameters, but its class is not a frozen dataclass"),
+    ],
+)
+def test_parameters_that_are_declared_wrongly_are_refused(field, sentence):
+    with pytest.raises(HelmscopeError, match=sentence):
+        hs.integrate(field, tokens(2, 2, 3), times=[0.0, 1.0])

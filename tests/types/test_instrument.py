@@ -71,3 +71,14 @@ def test_an_instrument_has_a_name_and_needs():
 
     with pytest.raises(TypeError, match="abstract"):
         Nameless()
+
+
+@pytest.mark.parametrize("shape", [(2, 3), (2, 4, 3)])
+def test_the_mean_over_tokens_leaves_out_padding(shape):
+    values = torch.arange(float(torch.Size(shape).numel())).reshape(shape)
+    weights = torch.tensor([[1.0, 1.0, 0.0], [1.0, 2.0, 1.0]])
+    moment = Moment(0, Half.MLP, 0.0, slice(0, 2), weights=weights)
+    for row, weight in enumerate(weights):
+        wanted = (values[row] * weight).sum(-1) / weight.sum()
+        assert torch.equal(moment.token_mean(values)[row], wanted)
+    assert torch.equal(Moment(0, Half.MLP, 0.0, slice(0, 2)).token_mean(values), values.mean(-1))

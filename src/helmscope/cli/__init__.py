@@ -40,7 +40,10 @@ def main() -> None:
     # otherwise the last bits of a matrix product depend on the memory address of a system, and so on its batch
     os.environ.setdefault("MKL_CBWR", "AUTO")
     try:
-        code = app(sys.argv[1:] or ["--help"], standalone_mode=False)
+        arguments = sys.argv[1:]
+        if arguments in ([], ["claims"]):  # a group of verbs without a verb
+            arguments = [*arguments, "--help"]
+        code = app(arguments, standalone_mode=False)
         if sys.stdout is not None:  # it is None in a process without one
             sys.stdout.flush()
         if code == INTERRUPTED:

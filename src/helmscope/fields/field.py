@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -45,15 +45,24 @@ class Field(ABC):
     """Base class of all fields: the velocity of every token, (*batch, n, d) -> (*batch, n, d), tangent at each token
     where states are unit vectors.
 
-    A subclass implements ``velocity`` and overrides the properties whose defaults do not describe it. ``parameters``
-    maps the name of each parameter to the number of axes of its value for one system; ``parts`` names the attributes
-    that hold fields.
+    A subclass implements ``velocity`` and overrides the properties whose defaults do not describe it. ``t`` is a float
+    if the caller passes one; during a run it is a float64 tensor (batch, 1, 1), one time per system. A field that uses
+    it sets ``autonomous`` to False, or a run may end at a state that is at rest only now. A class with parameters of
+    its own is a frozen dataclass whose ``parameters`` maps their names to the number of axes of one system's value;
+    with more axes than that, a parameter has one value per system. ``parts`` names the attributes that hold fields.
 
-    >>> class Turn(Field):
+    >>> @dataclass(frozen=True, eq=False)
+    ... class Turn(Field):
+    ...     rate: Tensor
+    ...     parameters = {"rate": 0}
+    ...     autonomous = False
     ...     def velocity(self, x, weights=None, *, t=0.0):
-    ...         return torch.stack([-x[..., 1], x[..., 0]], -1)
-    >>> Turn()(torch.tensor([[1.0, 0.0]]))
-    tensor([[-0., 1.]])
+    ...         turned = torch.stack([-x[..., 1], x[..., 0]], -1)
+    ...         return self.rate[..., None, None] * (1 + torch.as_tensor(t)) * turned
+    >>> Turn(torch.tensor([1.0, 2.0]))(torch.tensor([[[1.0, 0.0]], [[1.0, 0.0]]]), t=1.0)
+    tensor([[[-0., 2.]],
+    <BLANKLINE>
+            [[-0., 4.]]])
     """
 
     parameters: ClassVar[Mapping[str, int]] = {}
@@ -216,7 +225,14 @@ class Field(ABC):
 
     @property
     def batch(self) -> torch.Size:
-        """The broadcast batch axes of the parameters."""
+        """The broadcast batch axes of the parameters; raises ``HelmscopeError`` if they are declared wrongly."""
+        if not isinstance(self.parameters, Mapping):
+            raise HelmscopeError(
+                f"parameters of {self.name} is {self.parameters!r}, but it must map the names of parameters to their "
+                "numbers of axes without a batch, such as {'beta': 0}"
+            )
+        if self.parameters and not is_dataclass(self):
+            raise HelmscopeError(f"field {self.name} declares parameters, but its class is not a frozen dataclass")
         shapes: list[torch.Size] = []
 
         def record_shape(value: Tensor, axes: int) -> Tensor:
@@ -262,8 +278,9 @@ def _identical(old: object, new: object) -> bool:
 class PlainField(Field):
     """A plain function of tokens, f(x) or f(x, t=...), as a field on the sphere whose velocity is its tangential part.
 
-    The function maps (*batch, n, d) to the same shape. Raises ``HelmscopeError`` if it is not callable, and when called
-    if it returns another shape.
+    The function maps (*batch, n, d) to the same shape. Its ``t`` is a float64 tensor that broadcasts against x, of
+    shape (batch, 1, 1) during a run, in which every system has its own time. Raises ``HelmscopeError`` if it is not
+    callable, and when called if it returns another shape.
 
     >>> PlainField(lambda x, t: t * x.flip(-1))(torch.tensor([[1.0, 0.0]]), t=2.0)
     tensor([[0., 2.]])
@@ -301,7 +318,9 @@ class PlainField(Field):
         self, x: Float[Tensor, "*batch n d"], weights: Tensor | None = None, *, t: Time = 0.0
     ) -> Float[Tensor, "*batch n d"]:
         """The value of the function, unchecked."""
-        return self.function(x, t=t) if self._timed else self.function(x)  # type: ignore[attr-defined]
+        if not self._timed:  # type: ignore[attr-defined]
+            return self.function(x)
+        return self.function(x, t=torch.as_tensor(t, dtype=torch.float64, device=x.device))
 
     def velocity(
         self, x: Float[Tensor, "*batch n d"], weights: Tensor | None = None, *, t: Time = 0.0
@@ -312,7 +331,7 @@ class PlainField(Field):
     def check_size(self, x: Float[Tensor, "*batch n d"]) -> None:
         """Raise ``HelmscopeError`` unless the function returns one vector per token."""
         with torch.no_grad():
-            velocity = self.ambient(x)
+            velocity = self.ambient(x, t=torch.zeros((*x.shape[:-2], 1, 1), dtype=torch.float64, device=x.device))
         if not isinstance(velocity, torch.Tensor) or velocity.shape != x.shape:
             raise HelmscopeError(
                 f"field returns {shape_or_type(velocity)} for tokens of shape {tuple(x.shape)}, but a velocity must "

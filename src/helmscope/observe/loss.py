@@ -129,7 +129,7 @@ def ablation_loss(
     ``increase`` is how much higher the loss is than with all heads, for each prompt. ``layers`` defaults to all layers.
     The output of an ablated head is 0, as under ``AblateHead``. Each head takes one forward, from its layer on. Where a
     layer has fewer heads than another, the remaining entries are NaN. ``reduce_replicates(measured)`` returns means
-    over prompts with their intervals, ``measured.sel(**head("L1H0"))`` one head. Raises HelmscopeError where
+    over prompts with their intervals, ``measured.sel(**parse_head("L1H0"))`` one head. Raises HelmscopeError where
     ``next_token_loss`` does, and for a layer whose heads cannot be separated.
 
     >>> from transformers import GPT2Config, GPT2LMHeadModel

@@ -126,6 +126,20 @@ class Moment:
         """Whether writes are increments of the state rather than velocities."""
         return self.step is not None
 
+    def token_mean(self, values: Float[Tensor, "rows ... n"]) -> Float[Tensor, "rows ..."]:
+        """The mean over tokens, the last axis, by their weights: padding does not count.
+
+        >>> import torch
+        >>> moment = Moment(0, Half.MLP, 0.0, slice(0, 1), weights=torch.tensor([[1.0, 1.0, 0.0]]))
+        >>> moment.token_mean(torch.tensor([[1.0, 3.0, float("nan")]]))
+        tensor([2.])
+        """
+        if self.weights is None:
+            return values.mean(-1)
+        weights = self.weights.to(values)
+        weights = weights.reshape(len(weights), *(1,) * (values.ndim - 2), -1)
+        return (weights * values.where(weights > 0, 0.0)).sum(-1) / weights.sum(-1)
+
 
 @dataclass(frozen=True, eq=False)
 class AttentionPass:
@@ -208,8 +222,8 @@ class Instrument(ABC):
 
     A subclass defines its ``name`` and its ``needs``, and implements one or more of ``attention``, ``cross`` and
     ``mlp``, which call ``keep`` with one value or array per replicate of the chunk. The values are assembled by
-    replicate, so that the result does not depend on the chunk size. An instrument can be reused: every replay resets
-    it.
+    replicate, so that the result does not depend on the chunk size. Average over tokens with ``moment.token_mean``,
+    which leaves out padding. An instrument can be reused: every replay resets it.
 
     >>> import torch
     >>> from helmscope.fields.attention import SA
@@ -217,7 +231,7 @@ class Instrument(ABC):
     >>> class Peaks(Instrument):
     ...     name, needs = "peaks", Needs.KERNEL
     ...     def attention(self, moment, passed):
-    ...         self.keep(moment, {"peak": passed.kernel.amax((-1, -2))})
+    ...         self.keep(moment, {"peak": moment.token_mean(passed.kernel.amax(-1))})
     >>> run = integrate(SA(beta=0.0), torch.eye(2).expand(3, 2, 2), times=[0.0, 1.0])
     >>> peak = run.replay(Peaks())["peaks"].peak
     >>> peak.dims, peak.values.tolist()
