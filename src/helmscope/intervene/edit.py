@@ -58,7 +58,7 @@ class SiteEdit(AbstractEdit):
         if self.site in OF_CROSS and not anatomy.has_cross:
             raise HelmscopeError(
                 f"{type(self).__name__} is made at {self.site}, but {type(anatomy.model).__name__} has no "
-                "cross-attention: only the decoder of an encoder-decoder model has"
+                "cross-attention: only the decoder of an encoder-decoder model has it"
             )
         if self.site in IN_ATTENTION and not anatomy.tapped:
             raise HelmscopeError(
