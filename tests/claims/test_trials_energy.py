@@ -140,7 +140,7 @@ def test_repulsion_rises_and_falls_by_the_same_rate() -> None:
     verdict = trial("repulsive").verdict
     assert 0.1 < verdict.interval.low < verdict.interval.high < 0.2
     assert -0.2 < verdict.null.interval.low < verdict.null.interval.high < -0.1  # from starts of its own
-    rising, falling = (module("repulsive")._rate(cloud(4, 12, 3), sign) for sign in (1.0, -1.0))
+    rising, falling = (module("repulsive")._log_rate(cloud(4, 12, 3), sign) for sign in (1.0, -1.0))
     assert torch.allclose(rising, -falling, rtol=1e-12)
     for name in ("tetrahedron", "octahedron", "icosahedron"):
         assert control("repulsive", name).interval.estimate == 1.0
@@ -345,18 +345,18 @@ def test_weights_and_repetition_are_told_apart_from_plain_tokens() -> None:
     where = module("measure-flow")
     x, counts = cloud(3, 4, 3), torch.tensor([1, 3, 2, 1])
     field = SA(2.0, query_key=symmetric(3, 5), value=symmetric(3, 6))
-    assert (where._repeated(field, x, counts) < 1e-14).all()
+    assert (where._repetition_error(field, x, counts) < 1e-14).all()
     plain = where._difference(field(x, weights=counts.double()), field(x))
     assert (plain > 1e-2).all()  # so equality above is not for want of an effect
     order = torch.tensor([2, 0, 3, 1])
-    assert (where._permuted(field, x, order) < 1e-14).all()
+    assert (where._permutation_error(field, x, order) < 1e-14).all()
     assert (where._difference(field(x), field(x[:, order])) > 1e-2).all()  # not put back
 
 
 def test_the_rate_of_f_is_the_z_weighted_speed() -> None:
     where = module("repulsive")
     x, beta = cloud(2, 5, 3, seed=7), where.BETA
-    for system, seen in zip(x, where._rate(x, 1.0).tolist(), strict=True):
+    for system, seen in zip(x, where._log_rate(x, 1.0).tolist(), strict=True):
         rows = [[float(a @ b) for b in system] for a in system]
         f = sum(math.exp(beta * (c - 1)) for row in rows for c in row) / 2
         rise = 0.0
@@ -396,7 +396,7 @@ def test_the_rate_of_the_summed_energies_against_central_differences(kind: type[
     velocity = sum(head(x) for head in heads)[0] / 2
     h = 1e-5
     due = (energy(x[0] + h * velocity) - energy(x[0] - h * velocity)) / (2 * h)
-    rate, square, most = module("heads-average")._rates(heads, x)[:, 0].tolist()
+    rate, square, most = module("heads-average")._energy_rates(heads, x)[:, 0].tolist()
     assert rate == pytest.approx(due, rel=1e-7)
     assert square == pytest.approx(float((velocity**2).sum()), rel=1e-13)
     assert rate <= most

@@ -228,7 +228,7 @@ MLP_TURN = MLP(w_in=torch.eye(3), w_out=torch.eye(3))
             lambda: sphere_generator(Block(hs.SA(1.0), MLP_TURN, placement=PreNorm()), wavy, X),
             "residual stream.*sphere",
         ),
-        (lambda: tangent_velocity(lambda x: x[..., :2], X)(X), "gives .*2, 4, 2"),
+        (lambda: tangent_velocity(lambda x: x[..., :2], X)(X), "returns .*2, 4, 2"),
         (lambda: ambient_generator(X, M, lambda x: x, X), r"probe returns shape \(2, 4, 3\).*one number"),
         (lambda: ambient_generator(X, M[:2], wavy, X), r"sigma has shape \(2, 3\)"),
         (lambda: ambient_generator(X[:, :2], M, wavy, X), r"drift has shape \(2, 2, 3\)"),

@@ -390,10 +390,10 @@ def test_verdict_that_could_not_be_read_back_is_not_written(run, name, value):
     assert run.read_verdicts() == (VERDICT,)
 
 
-def test_a_path_with_nul_is_refused(tmp_path):
-    path = f"{tmp_path}/a\0b"
+def test_a_path_with_nul_is_refused():
+    path = "a\0b"
     for ask in (RunFolder, RunFolder.create, RunFolder.open, lambda root: RunFolder.new(root, "x"), list_runs):
         with pytest.raises(
-            HelmscopeError, match=r"^(path|root) is '.*a\\x00b', but a path must not hold the character NUL"
+            HelmscopeError, match=r"^(path|root) is 'a\\x00b', but a path must not hold the character NUL"
         ):
             ask(path)
