@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -57,7 +58,7 @@ class Work:
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Job:
+class Job(ABC):
     """A spec that has passed all checks, with its units of work and the contents of the manifest."""
 
     spec: Spec
@@ -85,9 +86,9 @@ class Job:
             parameters=self.parameters,
         )
 
+    @abstractmethod
     def execute(self, work: Work) -> Result:
         """Run the units and combine their results into one."""
-        raise NotImplementedError
 
     def run_units(self, work: Work, heading: str) -> RunResult:
         """Run the units; ``heading`` starts the lines of progress."""

@@ -16,10 +16,10 @@ def paired_difference(first: xr.Dataset, second: xr.Dataset) -> xr.Dataset:
 
     ``reduce_replicates`` of the result gives a paired interval, which is narrower than for two separate means if the
     replicates are positively correlated. Both must have the same variables and the same coordinates along every axis,
-    including the replicate axis: a pair is the same prompt, or the same start. NAME_null is dropped. Attributes are
-    those of ``first``, with the bounds of a difference: that of two shares is in [-1, 1]. (A plain ``first - second``
-    would keep the bounds of ``first``, and silently drop replicates that are missing in ``second``.) Raises
-    ``HelmscopeError`` if the two do not match.
+    including the replicate axis. Prompts are matched by their number, not by their text: measure both models on the
+    same texts. NAME_null is dropped. Attributes are those of ``first``, with the bounds of a difference: that of two
+    shares is in [-1, 1]. (A plain ``first - second`` would keep the bounds of ``first``, and silently drop replicates
+    that are missing in ``second``.) Raises ``HelmscopeError`` if the two do not match.
 
     >>> import xarray as xr
     >>> one, two = (xr.Dataset({"width": ("prompt", values)}) for values in ([3.0, 5.0], [2.0, 4.5]))
