@@ -1,18 +1,19 @@
-"""A claim as data: its statement and source, how it is tried, and the region that decides."""
+"""A claim as data: its statement and source, how it is tried, and the regions that decide."""
 
 from __future__ import annotations
 
 import hashlib
 import re
 import tomllib
-from dataclasses import fields
+from collections.abc import Iterable, Mapping
 from enum import StrEnum
+from typing import Any
 
 import msgspec
 
-from helmscope.types import HelmscopeError, Region, known_name, whole_number
+from helmscope.types import HelmscopeError, Judgment, Region, Ruling, known_name, whole_number
 
-MAY_BE_EMPTY = ("printed", "corrected")
+Constant = float | int | str | list[float | int | str]
 
 
 class Ground(StrEnum):
@@ -26,76 +27,161 @@ class Ground(StrEnum):
     MODEL = "model"
 
 
-class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class Bounds(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+    """A region in words and its bounds: ``low`` and ``high`` belong to it, ``above`` and ``below`` do not."""
+
+    text: str
+    low: float | None = None
+    high: float | None = None
+    above: float | None = None
+    below: float | None = None
+
+    @property
+    def region(self) -> Region:
+        """The region as the rest of the package uses it."""
+        return Region(text=self.text, low=self.low, high=self.high, above=self.above, below=self.below)
+
+
+class Condition(Bounds, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+    """A quantity and the region in which it must be. A claim holds if all its conditions do; ``on`` restricts a
+    condition to simulations or to models. A condition without bounds is described and not judged.
+
+    >>> Condition(name="slope", statistic="a slope", text="0.5 to 2", low=0.5, high=2.0).region.ends
+    (0.5, 2.0)
+    """
+
+    name: str
+    statistic: str
+    on: Ground | None = None
+
+
+class ControlCase(Bounds, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+    """A case with a known answer. Its bounds are by default those of the condition named ``of``, by default the first.
+
+    ``expected`` lists the rulings that it may get; with any other one the trial proves nothing.
+
+    >>> ControlCase(name="V = -I", text="must fail").expected
+    ('refuted',)
+    """
+
+    name: str
+    expected: tuple[str, ...] = (Ruling.REFUTED.value,)
+    on: Ground | None = None
+    of: str | None = None
+
+
+class PrintedForm(Bounds, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+    """What the source prints, quoted or in our words (``text``), its ``place`` in the source, the ``judgment`` by
+    theory and its ``reason``. Bounds are for a trial that computes it.
+
+    >>> PrintedForm(text="R = O(e^-beta)", place="slide 9", judgment="true, not sharp", reason="1 > e^-beta").judgment
+    'true, not sharp'
+    """
+
+    place: str
+    judgment: str
+    reason: str
+
+
+class Change(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+    """A line of an entry's history: what changed with ``version``, why, and the verdict ``before``; or a ``look`` at
+    the held-back texts, whose verdicts were published.
+
+    >>> Change(version=2, change="the bound is exclusive", reason="0 supported it", before="supported").look
+    ''
+    """
+
+    version: int
+    change: str = ""
+    reason: str = ""
+    before: str = ""
+    look: str = ""
+
+
+class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
     """One claim of the catalogue. An entry is pure data and cannot refer to code.
 
-    ``printed`` quotes the source where it is wrong or incomplete, and ``corrected`` is the form that holds; both are
-    empty if the source is correct as printed.
+    ``source`` is a key of ``claims.sources`` (or free text in a user's catalogue) and ``place`` where the source makes
+    the claim. ``printed`` judges what the source prints, ``corrected`` is the form that holds if that is wrong or
+    incomplete. ``constants`` are the numbers that a trial depends on, such as levels.
 
     >>> from helmscope.claims.reading import entry
-    >>> entry("rate").region.high
+    >>> entry("rate").conditions[0].high
     1.000001
     """
 
     id: str
+    version: int
     statement: str
     source: str
-    printed: str
-    corrected: str
     decided: tuple[Ground, ...]
     experiment: str
-    statistic: str
     null: str
-    region: Region
-    version: int
+    conditions: tuple[Condition, ...]
+    place: str = ""
+    corrected: str = ""
+    printed: PrintedForm | None = None
+    controls: tuple[ControlCase, ...] = ()
+    constants: dict[str, Constant] = msgspec.field(default_factory=dict)
+    history: tuple[Change, ...] = ()
 
     @property
     def hash(self) -> str:
-        """SHA-256 of ``content`` as JSON with sorted keys; independent of comments, layout and the order of keys.
+        """SHA-256 of what decides: ``content`` without its history, as JSON with sorted keys. It is independent of
+        comments, layout and the order of keys.
 
         >>> from helmscope.claims.reading import entry
         >>> len(entry("rate").hash)
         64
         """
-        return hashlib.sha256(msgspec.json.encode(self.content, order="sorted")).hexdigest()
+        content = {name: value for name, value in self.content.items() if name != "history"}
+        return hashlib.sha256(msgspec.json.encode(content, order="sorted")).hexdigest()
 
     @property
-    def content(self) -> dict[str, object]:
-        """The entry as plain data, ready for JSON; a missing bound of its region is left out.
+    def content(self) -> dict[str, Any]:
+        """The entry as plain data, ready for JSON; what is not set is left out.
 
         >>> from helmscope.claims.reading import entry
-        >>> list(entry("jko-step").content["region"])
-        ['text', 'low']
+        >>> entry("rate").content["version"] >= 1
+        True
         """
-        builtins: dict[str, object] = msgspec.to_builtins(self)
-        bounds = {"low": self.region.low, "high": self.region.high}
-        region = {"text": self.region.text, **{name: bound for name, bound in bounds.items() if bound is not None}}
-        return {**builtins, "region": region}
+        builtins: dict[str, Any] = msgspec.to_builtins(self)
+        return builtins
+
+    def conditions_on(self, ground: Ground) -> tuple[Condition, ...]:
+        """The conditions that decide on a simulation, or on a model.
+
+        >>> from helmscope.claims.reading import entry
+        >>> len(entry("rate").conditions_on(Ground.SIMULATION))
+        1
+        """
+        return tuple(condition for condition in self.conditions if condition.on in (None, ground))
+
+    def controls_on(self, ground: Ground) -> tuple[ControlCase, ...]:
+        """The controls of a trial on a simulation, or on a model.
+
+        >>> from helmscope.claims.reading import entry
+        >>> all(control.on in (None, "simulation") for control in entry("rate").controls_on(Ground.SIMULATION))
+        True
+        """
+        return tuple(control for control in self.controls if control.on in (None, ground))
 
 
 def parse_entry(text: str, name: str) -> Entry:
     """Parse the TOML ``text`` of the file ``name``, ID.toml, into an entry.
 
-    Raises HelmscopeError for invalid TOML, for an unknown or missing key, for a value of the wrong type, and for an id
-    that differs from the file name.
+    Raises HelmscopeError for invalid TOML, for an unknown or missing key, for a value of the wrong type, for bounds
+    that contradict each other, and for an id that differs from the file name.
 
     >>> parse_entry('id = "rate"', "rate.toml")
     Traceback (most recent call last):
-    helmscope.types.HelmscopeError: rate.toml is not a valid entry: Object missing required field `statement`
+    helmscope.types.HelmscopeError: rate.toml is not a valid entry: Object missing required field `version`
     """
     try:
         raw = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise HelmscopeError(f"{name} is not TOML: {error}") from None
-    # msgspec ignores unknown keys of a dataclass, such as Region
-    allowed = {"": Entry.__struct_fields__, "region of ": [field.name for field in fields(Region)]}
-    for (where, keys), table in zip(allowed.items(), (raw, raw.get("region")), strict=True):
-        for key in table if isinstance(table, dict) else ():
-            known_name(f"key of {where}{name}", key, keys)
-    decided = raw.get("decided")
-    for ground in decided if isinstance(decided, list) else ():
-        if isinstance(ground, str):
-            known_name(f"ground in decided of {name}", ground, [known.value for known in Ground])
+    _check_keys(raw, name)
     try:
         entry = msgspec.convert(raw, Entry)
     except msgspec.ValidationError as error:
@@ -104,19 +190,69 @@ def parse_entry(text: str, name: str) -> Entry:
     return entry
 
 
+def _check_keys(raw: Mapping[str, Any], name: str) -> None:
+    """Raise HelmscopeError, with the nearest allowed key, for an unknown key or ground."""
+    tables: list[tuple[str, type[msgspec.Struct], Any]] = [
+        ("", Entry, [raw]),
+        ("printed of ", PrintedForm, [raw.get("printed")]),
+    ]
+    kinds = {"conditions": Condition, "controls": ControlCase, "history": Change}
+    tables += [(f"{key} of ", kind, raw.get(key)) for key, kind in kinds.items()]
+    for where, kind, rows in tables:
+        for row in rows if isinstance(rows, list) else ():
+            for key in row if isinstance(row, dict) else ():
+                known_name(f"key of {where}{name}", key, kind.__struct_fields__)
+    grounds = [raw.get("decided")] + [[row.get("on")] for row in raw.get("conditions", []) if isinstance(row, dict)]
+    for values in grounds:
+        for ground in values if isinstance(values, list) else ():
+            if isinstance(ground, str):
+                known_name(f"ground in {name}", ground, [known.value for known in Ground])
+
+
 def _check_values(entry: Entry, name: str) -> None:
     """Raise HelmscopeError for values that have the right type but are not allowed."""
     if name != f"{entry.id}.toml":
         raise HelmscopeError(f"id of {name} is '{entry.id}', but it must be the file's name without .toml")
     if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", entry.id):
         raise HelmscopeError(f"id of {name} must be lower-case words and digits joined by hyphens, such as my-claim")
-    if not entry.region.text.strip():
-        raise HelmscopeError(f"region.text of {name} is empty, but it must be a text")
-    for key in entry.__struct_fields__:
-        value = getattr(entry, key)
-        if isinstance(value, str) and not value.strip() and key not in MAY_BE_EMPTY:
+    for key in ("statement", "source", "experiment", "null"):
+        if not getattr(entry, key).strip():
             raise HelmscopeError(f"{key} of {name} is empty, but it must be a text")
     if not entry.decided or len(set(entry.decided)) < len(entry.decided):
         names = [ground.value for ground in entry.decided]
         raise HelmscopeError(f"decided of {name} is {names}, but it must hold 'simulation', 'model' or both, once each")
     whole_number(f"version of {name}", entry.version, at_least=1)
+    for ground in entry.decided:
+        if not entry.conditions_on(ground):
+            raise HelmscopeError(f"{name} is decided by a {ground.value}, but none of its conditions is on one")
+        _check_distinct(
+            f"conditions on a {ground.value} of {name}", [case.name for case in entry.conditions_on(ground)]
+        )
+        _check_distinct(f"controls on a {ground.value} of {name}", [case.name for case in entry.controls_on(ground)])
+    cases: list[Bounds] = [*entry.conditions, *entry.controls, *([entry.printed] if entry.printed else [])]
+    for case in cases:
+        if not case.text.strip():
+            raise HelmscopeError(
+                f"text of {getattr(case, 'name', 'printed')} in {name} is empty, but it must be a text"
+            )
+        case.region  # raises for bounds that contradict each other
+    conditions = [condition.name for condition in entry.conditions]
+    for control in entry.controls:
+        for ruling in control.expected:
+            known_name(f"expected ruling of {control.name} in {name}", ruling, [known.value for known in Ruling])
+        if control.of is not None:
+            known_name(f"condition of {control.name} in {name}", control.of, conditions)
+    if entry.printed is not None:
+        known_name(f"judgment of {name}", entry.printed.judgment, [known.value for known in Judgment])
+    versions = [change.version for change in entry.history]
+    if versions != sorted(versions) or (versions and versions[-1] > entry.version):
+        raise HelmscopeError(
+            f"history of {name} has versions {versions}, but they must rise to at most {entry.version}"
+        )
+
+
+def _check_distinct(what: str, names: Iterable[str]) -> None:
+    listed = list(names)
+    repeated = next((name for name in listed if listed.count(name) > 1), None)
+    if repeated is not None:
+        raise HelmscopeError(f"{what} hold '{repeated}' twice, but their names must differ")

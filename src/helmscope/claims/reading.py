@@ -22,7 +22,7 @@ def read_catalogue(folder: str | Path | None = None) -> dict[str, Entry]:
     process, those of a folder on every call.
 
     >>> len(read_catalogue())
-    56
+    69
     """
     if folder is None:
         return dict(_packaged_entries())
@@ -42,7 +42,7 @@ def entry(id: str) -> Entry:
     """The packaged entry of a claim; an unknown id raises HelmscopeError that suggests the nearest one.
 
     >>> entry("rate").source
-    '001'
+    'perspective'
     """
     return _packaged_entries()[known_name("claim", id, _packaged_entries())]
 

@@ -11,16 +11,16 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from helmscope.claims.entry import Ground
+from helmscope.claims.entry import Entry, Ground
 from helmscope.claims.reading import read_catalogue
 from helmscope.models.subject import Subject
 from helmscope.runs.attempt import described
 from helmscope.store.manifest import hash_bytes, hash_file
-from helmscope.types import HelmscopeError, known_name, real_number, seed_number, whole_number
+from helmscope.types import HelmscopeError, known_name, real_number, seed_number, type_with_article, whole_number
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,14 +29,16 @@ if TYPE_CHECKING:
 
 
 SIMULATION = Subject.simulation()
+BOX = (Subject("A"), Subject("B"), Subject("tied"))  # the models in the box
 
 
 @dataclass(frozen=True)
 class Case:
     """The conditions of one run of an experiment: its seed, its subject, and whether it is quick (fewer replicates).
 
-    ``subject`` is the simulation or a model, ``other`` an optional second model. Raises HelmscopeError for a seed
-    outside 0 to 2^32 - 1 and for arguments of the wrong type.
+    ``subject`` is the simulation or a model, ``other`` an optional second model; ``entry`` is the catalogue entry of
+    the claim, whose constants the experiment uses. Raises HelmscopeError for a seed outside 0 to 2^32 - 1 and for
+    arguments of the wrong type.
 
     >>> Case(quick=True).count(128, quick=32)
     32
@@ -46,14 +48,35 @@ class Case:
     quick: bool = False
     subject: Subject = SIMULATION
     other: Subject | None = None
+    entry: Entry | None = None
 
     def __post_init__(self) -> None:
         seed_number(self.seed)
         for name, value, kind in (("subject", self.subject, Subject), ("other", self.other, Subject | None)):
             if not isinstance(value, kind):
-                raise HelmscopeError(f"{name} is a {type(value).__name__}, but it must be a Subject: Subject('A')")
+                raise HelmscopeError(f"{name} is {type_with_article(value)}, but it must be a Subject: Subject('A')")
         if not isinstance(self.quick, bool):
             raise HelmscopeError(f"quick is {self.quick!r}, but it must be True or False")
+
+    @property
+    def ground(self) -> Ground:
+        """Whether the subject is a simulation or a model.
+
+        >>> Case().ground.value
+        'simulation'
+        """
+        return ground_of(self.subject)
+
+    def constant(self, name: str) -> Any:
+        """A constant of the catalogue entry: a number, a text or a tuple of them; raises HelmscopeError if the entry
+        has none of that name.
+
+        >>> registered_case("tokens-cluster", subject=Subject("A")).constant("level")
+        0.9
+        """
+        constants = {} if self.entry is None else self.entry.constants
+        value = constants[known_name("constant", name, constants)]
+        return tuple(value) if isinstance(value, list) else value
 
     @property
     def subjects(self) -> tuple[Subject, ...]:
@@ -110,46 +133,67 @@ Experiment = Callable[[Case], "Finding"]
 
 @dataclass(frozen=True)
 class Registered:
-    """A registered experiment: its claim, function, approximate duration in seconds, the kinds of subject that it can
-    run on, and its one or two default subjects, ``usual``.
+    """A registered experiment: its claim, function, approximate duration in seconds on each kind of subject that it can
+    run on, its default subjects, and whether it compares two models.
 
-    >>> Registered("my-claim", lambda case: None, seconds=2.0).usual
+    >>> Registered("my-claim", lambda case: None, {Ground.SIMULATION: 2.0}).defaults
     (<Subject simulation>,)
     """
 
     claim: str
     function: Experiment
-    seconds: float
-    subjects: tuple[Ground, ...] = (Ground.SIMULATION,)
-    usual: tuple[Subject, ...] = (SIMULATION,)
+    seconds: Mapping[Ground, float]
+    defaults: tuple[Subject, ...] = (SIMULATION,)
+    compares: bool = False
+
+    @property
+    def grounds(self) -> tuple[Ground, ...]:
+        """What it can run on: a simulation, models or both."""
+        return tuple(self.seconds)
+
+    def fits(self, subject: Subject) -> bool:
+        """Whether it can run on a subject.
+
+        >>> Registered("my-claim", lambda case: None, {Ground.SIMULATION: 2.0}).fits(Subject("A"))
+        False
+        """
+        return ground_of(subject) in self.grounds
 
     def case(
-        self, seed: int = 0, *, quick: bool = False, subject: Subject | None = None, other: Subject | None = None
+        self,
+        seed: int = 0,
+        *,
+        quick: bool = False,
+        subject: Subject | None = None,
+        other: Subject | None = None,
+        entry: Entry | None = None,
     ) -> Case:
-        """The conditions of a run on ``subject`` (and ``other``), by default on the ``usual`` ones.
+        """The conditions of a run on ``subject`` (and ``other``), by default on the first of ``defaults``.
 
         Raises HelmscopeError for a subject that the experiment cannot run on.
 
-        >>> Registered("mine", lambda case: None, seconds=2.0).case(subject=Subject("A"))
+        >>> Registered("mine", lambda case: None, {Ground.SIMULATION: 2.0}).case(subject=Subject("A"))
         Traceback (most recent call last):
         helmscope.types.HelmscopeError: subject of claim 'mine' is A, but this claim can be tried on a simulation only
         """
         if subject is None and other is not None:
             raise HelmscopeError("other is given, but subject is not: pass both")
-        chosen = [one for one in (subject, other) if one is not None] or self.usual
-        case = Case(seed, quick, *chosen)
+        if subject is None:
+            subject, *more = self.defaults
+            other = more[0] if self.compares else None
+        case = Case(seed, quick, subject, other, entry)
         if case.other is not None and case.other == case.subject:
             raise HelmscopeError(f"other is {case.other.name}, but it must differ from subject")
         for name, tried in zip(("subject", "other"), case.subjects, strict=False):
-            if ground_of(tried) not in self.subjects:
-                allowed = " or ".join(f"a {ground.value}" for ground in self.subjects)
+            if not self.fits(tried):
+                allowed = " or ".join(f"a {ground.value}" for ground in self.grounds)
                 raise HelmscopeError(
                     f"{name} of claim '{self.claim}' is {tried.name}, but this claim can be tried on {allowed} only"
                 )
-        if case.other is not None and len(self.usual) < 2:
-            raise HelmscopeError(
-                f"other of claim '{self.claim}' is {case.other.name}, but this claim is tried on one subject"
-            )
+        if (case.other is not None) != self.compares:
+            wanted = "two subjects: pass other" if self.compares else "one subject"
+            given = "not given" if case.other is None else case.other.name
+            raise HelmscopeError(f"other of claim '{self.claim}' is {given}, but this claim is tried on {wanted}")
         return case
 
 
@@ -169,33 +213,34 @@ _REGISTERED: list[Registered] = []
 def experiment(
     claim: str,
     *,
-    seconds: float = 1.0,
-    subjects: Iterable[str] = (Ground.SIMULATION,),
-    usual: Iterable[Subject] = (),
+    seconds: float | Mapping[str, float] = 1.0,
+    subjects: Iterable[str] = (),
+    defaults: Iterable[Subject] = (),
+    compares: bool = False,
 ) -> Callable[[Experiment], Experiment]:
     """Decorator that registers a function, Case -> Finding, as the experiment of a claim.
 
-    ``seconds`` is its approximate duration, shown before a run. ``subjects`` lists what it can run on: "simulation",
-    "model" or both. ``usual`` holds its default subject: the simulation or, if it runs on models only, model A. Two
-    subjects in ``usual`` declare that it takes a second one, ``case.other``. Raises HelmscopeError for arguments that
-    are not allowed, and unless the decorated object is a function.
+    ``seconds`` is its approximate duration, shown before a run: one number, or one for each kind of subject, such as
+    ``{"simulation": 2, "model": 20}``. ``subjects`` lists what it can run on: "simulation" (the default), "model" or
+    both; the keys of ``seconds`` do the same. Each of ``defaults`` is tried on its own: by default the simulation, and
+    the models A, B and tied in the box. ``compares`` declares that it takes a second model, ``case.other``; the two are
+    then the defaults. Raises HelmscopeError for arguments that are not allowed, and unless the decorated object is a
+    function.
 
-    >>> @experiment("doctest-claim")
+    >>> @experiment("doctest-claim", seconds=2)
     ... def trial(case): ...
     >>> _REGISTERED.pop().seconds
-    1.0
+    {<Ground.SIMULATION: 'simulation'>: 2.0}
     """
     if not isinstance(claim, str):
-        raise HelmscopeError(f"claim is a {type(claim).__name__}, but it must be an id: @experiment('my-claim')")
-    seconds = real_number("seconds", seconds, above=0)
-    grounds, defaults = _check_grounds(claim, subjects), _check_usual(claim, usual)
-    if not defaults:
-        defaults = (SIMULATION,) if Ground.SIMULATION in grounds else (Subject(),)
+        raise HelmscopeError(f"claim is {type_with_article(claim)}, but it must be an id: @experiment('my-claim')")
+    durations = _durations(claim, seconds, subjects)
+    chosen = _check_defaults(claim, defaults, durations, compares)
 
     def register(function: Experiment) -> Experiment:
         if not inspect.isfunction(function):
-            raise HelmscopeError(f"experiment of '{claim}' is a {type(function).__name__}, but it must be a function")
-        registered = Registered(claim, function, seconds, grounds, defaults)
+            raise HelmscopeError(f"experiment of '{claim}' is {type_with_article(function)}, but it must be a function")
+        registered = Registered(claim, function, durations, chosen, compares)
         registered.case()  # raises if the default subjects do not suit
         _REGISTERED.append(registered)
         return function
@@ -203,19 +248,32 @@ def experiment(
     return register
 
 
-def _check_grounds(claim: str, subjects: Iterable[str]) -> tuple[Ground, ...]:
+def _durations(claim: str, seconds: float | Mapping[str, float], subjects: Iterable[str]) -> dict[Ground, float]:
+    """The duration on each kind of subject, simulations first."""
     if isinstance(subjects, str) or not isinstance(subjects, Iterable):
         raise HelmscopeError(f"subjects of '{claim}' is {subjects!r}, but it must be a tuple such as ('model',)")
-    names = [known_name(f"subject of '{claim}'", str(name), [ground.value for ground in Ground]) for name in subjects]
-    if not names or len(set(names)) < len(names):
-        raise HelmscopeError(f"subjects of '{claim}' is {names}, but it must hold 'simulation', 'model' or both")
-    return tuple(Ground(name) for name in names)
+    names = list(seconds) if isinstance(seconds, Mapping) else list(subjects) or [Ground.SIMULATION]
+    known = [ground.value for ground in Ground]
+    grounds = [known_name(f"subject of '{claim}'", str(name), known) for name in names]
+    if not grounds or len(set(grounds)) < len(grounds):
+        raise HelmscopeError(f"subjects of '{claim}' is {grounds}, but it must hold 'simulation', 'model' or both")
+    values = seconds if isinstance(seconds, Mapping) else dict.fromkeys(grounds, seconds)
+    return {ground: real_number("seconds", values[ground], above=0) for ground in Ground if ground.value in grounds}
 
 
-def _check_usual(claim: str, usual: Iterable[Subject]) -> tuple[Subject, ...]:
-    subjects = tuple(usual) if isinstance(usual, Iterable) else (usual,)
-    if len(subjects) > 2 or not all(isinstance(subject, Subject) for subject in subjects):
-        raise HelmscopeError(f"usual of '{claim}' is {subjects!r:.80}, but it must hold one Subject or two")
+def _check_defaults(
+    claim: str, defaults: Iterable[Subject], durations: Mapping[Ground, float], compares: bool
+) -> tuple[Subject, ...]:
+    subjects = tuple(defaults) if isinstance(defaults, Iterable) else (defaults,)
+    if not all(isinstance(subject, Subject) for subject in subjects):
+        raise HelmscopeError(f"defaults of '{claim}' is {subjects!r:.80}, but it must hold Subjects")
+    if not subjects and compares:
+        subjects = BOX[:2]
+    if not subjects:
+        simulated = (SIMULATION,) if Ground.SIMULATION in durations else ()
+        subjects = simulated + (BOX if Ground.MODEL in durations else ())
+    if compares and len(subjects) != 2:
+        raise HelmscopeError(f"defaults of '{claim}' holds {len(subjects)} subjects, but a comparison needs 2")
     return subjects
 
 
@@ -242,6 +300,31 @@ def experiments(folder: str | Path | None = None) -> dict[str, Registered]:
                 raise HelmscopeError(f"claim '{claim}' has two experiments, {both}, but it must have one")
             by_claim[claim] = registered
     return dict(sorted(by_claim.items()))
+
+
+def registered(claim: str, folder: str | Path | None = None) -> Registered:
+    """The registered experiment of a claim; raises HelmscopeError if the claim is unknown or has none.
+
+    >>> registered("rate").claim
+    'rate'
+    """
+    if not isinstance(claim, str):
+        raise HelmscopeError(f"claim is {type_with_article(claim)}, but it must be an id, such as 'rate'")
+    known_name("claim", claim, read_catalogue(folder))
+    chosen = experiments(folder).get(claim)
+    if chosen is None:
+        raise HelmscopeError(f"claim '{claim}' is not yet tried: it has no experiment")
+    return chosen
+
+
+def registered_case(claim: str, seed: int = 0, *, folder: str | Path | None = None, **options: Any) -> Case:
+    """The conditions of a run of a claim's experiment, with its catalogue entry; options are those of
+    ``Registered.case``.
+
+    >>> registered_case("rate", quick=True).entry.id
+    'rate'
+    """
+    return registered(claim, folder).case(seed, entry=read_catalogue(folder)[claim], **options)
 
 
 def code_file(function: Experiment) -> Path:

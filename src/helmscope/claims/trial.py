@@ -1,37 +1,26 @@
-"""Trials: run the experiment of a claim and judge its finding, one claim at a time or many in a run folder."""
+"""Trials: run the experiment of one claim on one subject and judge its finding."""
 
 from __future__ import annotations
 
-import sys
 import traceback
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from helmscope.claims.judge import judge
 from helmscope.claims.reading import read_catalogue
-from helmscope.claims.registry import Case, Experiment, Registered, code_file, experiments
+from helmscope.claims.registry import Case, Experiment, code_file, experiments, registered
 from helmscope.models.subject import Subject
 from helmscope.runs.attempt import described
-from helmscope.runs.run import RunResult, UnitsFailed, run
-from helmscope.runs.serial import Serial
-from helmscope.runs.unit import Unit
 from helmscope.stats.summary import summary
-from helmscope.store.manifest import hash_file
-from helmscope.store.verdicts import decode_verdicts, encode_verdicts
-from helmscope.types import HelmscopeError, Plottable, Verdict, counted, joined, known_name, one_line_repr
+from helmscope.store.manifest import hash_bytes, hash_file
+from helmscope.types import HelmscopeError, Plottable, Provenance, Verdict, counted, joined, one_line_repr
 from helmscope.types.measurement import COMPANIONS
 
 if TYPE_CHECKING:
     import xarray as xr
 
     from helmscope.plots.figure import Figure
-    from helmscope.runs.attempt import Engine, Outcomes
-    from helmscope.store.manifest import Manifest
-    from helmscope.store.run_folder import RunFolder
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -41,9 +30,9 @@ class Trial(Plottable):
     ``plot()`` shows both; the values that it plots are ``hs.reduce_replicates(trial.data)``.
 
     >>> import xarray as xr
-    >>> from helmscope.types import Region, Ruling
+    >>> from helmscope.types import Ruling
     >>> data = xr.Dataset({"slope": 1.0, "slope_stderr": 0.1}, attrs={"n": 20})
-    >>> Trial(Verdict("rate", Ruling.IMPOSSIBLE, None, Region(text="1"), "", ""), data)
+    >>> Trial(Verdict(claim="rate", ruling=Ruling.IMPOSSIBLE), data)
     <Trial of rate: premise impossible here; 1 variable measured>
     """
 
@@ -79,118 +68,39 @@ def try_claim(
     subject: Subject | None = None,
     other: Subject | None = None,
 ) -> Trial:
-    """Run the experiment of one claim and judge its finding by the region fixed in the catalogue.
+    """Run the experiment of one claim on one subject and judge its finding by the regions fixed in the catalogue.
 
-    ``subject`` is the model to try it on, ``other`` a second one for claims that take two; the default is chosen by the
-    experiment, and is the simulation for most. ``quick`` uses fewer replicates. With ``folder`` the claim is one of a
-    user's catalogue, and the Python files there are run. Equal seeds give equal verdicts. Raises HelmscopeError for an
-    unknown claim, for one without an experiment, for a subject that it cannot be tried on, and if the experiment fails.
+    ``subject`` is the simulation or the model to try it on, by default the first default of the experiment; ``other``
+    is a second model, for claims that compare two. ``quick`` uses fewer replicates. With ``folder`` the claim is one of
+    a user's catalogue, and the Python files there are run. Equal seeds give equal verdicts. Raises HelmscopeError for
+    an unknown claim, for one without an experiment, for a subject that it cannot be tried on, and if the experiment
+    fails.
 
     >>> try_claim("kuramoto", quick=True).verdict.ruling.value
     'true by construction'
     """
     Case(seed, quick)
     chosen = registered(claim, folder)
-    case = chosen.case(seed, quick=quick, subject=subject, other=other)
     entry = read_catalogue(folder)[claim]  # read before the experiment, which cannot change what it is judged by
-    label = " and ".join(subject.label for subject in case.subjects)
+    case = chosen.case(seed, quick=quick, subject=subject, other=other, entry=entry)
+    provenance = Provenance(
+        entry=entry.hash,
+        version=entry.version,
+        code=code_hash(claim, folder),
+        weights=" ".join(each.weights for each in case.subjects if not each.is_simulation),
+        texts=" ".join(each.text_hash for each in case.subjects if not each.is_simulation),
+    )
     try:
         finding = chosen.function(case)
     except Exception as error:
         reason = str(error) if isinstance(error, HelmscopeError) else described(error)
         line = _failing_line(error, chosen.function)
         raise HelmscopeError(f"experiment of '{claim}' failed{line}: {reason}") from error
-    return Trial(judge(entry, finding, subject=label), finding.data)
+    label = " and ".join(case.names)
+    return Trial(judge(entry, finding, ground=case.ground, subject=label, provenance=provenance), finding.data)
 
 
-class TrialsFailed(UnitsFailed):
-    """Raised when some experiments failed; ``trials`` holds the others, whose verdicts are stored.
-
-    >>> from pathlib import Path
-    >>> from helmscope.runs.run import RunResult
-    >>> TrialsFailed(RunResult(Path("units"), {}, {"my-claim": "ZeroDivisionError"}), []).trials
-    []
-    """
-
-    def __init__(self, result: RunResult, trials: list[Trial]) -> None:
-        super().__init__(result)
-        self.trials = trials
-
-
-def run_trials(
-    claims: Sequence[str],
-    to: RunFolder,
-    *,
-    seed: int = 0,
-    quick: bool = False,
-    folder: str | Path | None = None,
-    subject: Subject | None = None,
-    other: Subject | None = None,
-    manifest: Manifest | None = None,
-    engine: Engine | None = None,
-    heading: str | None = None,
-    allow_mixed: bool = False,
-) -> list[Trial]:
-    """Run ``try_claim`` for several claims, as units of work in the run folder ``to``, and write verdicts.json there.
-
-    Runs are resumed, interrupted and distributed over processes as in ``runs.run``. If experiments fail, the others
-    still run and their verdicts are stored, and ``TrialsFailed`` is raised at the end. Several claims on one model run
-    one after another in this process, after the engine's units, so that the model is recorded only once; so do all
-    claims on a model in memory. Raises HelmscopeError before any work for a claim or subject that cannot be tried.
-
-    >>> import tempfile
-    >>> from helmscope.store.run_folder import RunFolder
-    >>> with tempfile.TemporaryDirectory() as root:
-    ...     run_trials(["kuramoto"], RunFolder.new(root, "claims"), quick=True)[0].verdict.claim
-    'kuramoto'
-    """
-    if isinstance(claims, str) or not isinstance(claims, Sequence):
-        raise HelmscopeError(f"claims is a {type(claims).__name__}, but it must be a list of ids, such as ['rate']")
-    path = None if folder is None else str(Path(folder).resolve())
-    cases = {claim: registered(claim, path).case(seed, quick=quick, subject=subject, other=other) for claim in claims}
-    failed = None
-    with _subject_parameters(subject=subject, other=other) as subjects:
-        units = _units(claims, path, seed=seed, quick=quick, subjects=subjects)
-        local = _local_claims(cases)
-        mixed = engine if engine is None or not local else _MixedEngine(engine, local)
-        try:
-            result = run(units, to, manifest=manifest, engine=mixed, heading=heading, allow_mixed=allow_mixed)
-        except UnitsFailed as error:
-            failed, result = error, error.result
-    trials = [_decode_trial(result[name]) for name in result]
-    to.write_verdicts([trial.verdict for trial in trials])
-    if failed is not None:
-        raise TrialsFailed(result, trials) from failed
-    return trials
-
-
-def trial_units(
-    claims: Sequence[str],
-    *,
-    seed: int = 0,
-    quick: bool = False,
-    folder: str | Path | None = None,
-    subject: Subject | None = None,
-    other: Subject | None = None,
-) -> list[Unit]:
-    """The units of work that ``run_trials`` runs, one per claim.
-
-    >>> [unit.name for unit in trial_units(["kuramoto", "radial"])]
-    ['kuramoto', 'radial']
-    """
-    path = None if folder is None else str(Path(folder).resolve())
-    with _subject_parameters(subject=subject, other=other) as subjects:
-        return _units(claims, path, seed=seed, quick=quick, subjects=subjects)
-
-
-def _units(
-    claims: Sequence[str], folder: str | None, *, seed: int, quick: bool, subjects: dict[str, dict[str, Any]]
-) -> list[Unit]:
-    shared = {"seed": Case(seed, quick).seed, "quick": quick, "folder": folder, **subjects}
-    return [Unit(claim, trial_unit, {"claim": claim, "sources": sources(claim, folder), **shared}) for claim in claims]
-
-
-def sources(claim: str, folder: str | None) -> dict[str, str]:
+def sources(claim: str, folder: str | Path | None) -> dict[str, str]:
     """The hashes of a claim's entry and code: the file of its experiment, or all Python files of a user's folder.
 
     A run can only be resumed with the same hashes.
@@ -203,111 +113,14 @@ def sources(claim: str, folder: str | None) -> dict[str, str]:
     return {f"{claim}.toml": entry.hash, **{path.name: hash_file(path) for path in code}}
 
 
-def trial_unit(
-    claim: str,
-    sources: dict[str, str],
-    seed: int,
-    quick: bool,
-    folder: str | None,
-    subject: dict[str, Any] | None = None,
-    other: dict[str, Any] | None = None,
-) -> xr.Dataset:
-    """One unit of work: the Measurement of a trial, with the verdict as JSON in its attributes.
+def code_hash(claim: str, folder: str | Path | None) -> str:
+    """SHA-256 of the code of a claim's experiment; the hash of its file, or of the hashes of all files of a folder.
 
-    ``sources`` and the subjects are part of the unit's identity, so that a changed entry, code or model is noticed.
-    Whatever the experiment prints goes to standard error.
+    >>> len(code_hash("rate", None))
+    64
     """
-    parameters = {"subject": subject, "other": other}
-    subjects = {name: _decode_subject(data) for name, data in parameters.items() if data is not None}
-    with redirect_stdout(sys.stderr):
-        trial = try_claim(claim, seed=seed, quick=quick, folder=folder, **subjects)
-    return trial.data.assign_attrs(verdict=encode_verdicts([trial.verdict]).decode())
-
-
-@dataclass(frozen=True)
-class _MixedEngine:
-    """Runs units with ``engine``, and then those named in ``local`` one after another in this process."""
-
-    engine: Engine
-    local: frozenset[str]
-
-    @property
-    def jobs(self) -> int:
-        return self.engine.jobs
-
-    @property
-    def threads(self) -> int:
-        return self.engine.threads
-
-    def attempts(self, units: Sequence[Unit]) -> Outcomes:
-        """The outcomes of the engine's units, then those of the local ones."""
-        yield from self.engine.attempts([unit for unit in units if unit.name not in self.local])
-        serial = Serial(max_memory=getattr(self.engine, "max_memory", None), threads=self.threads)
-        yield from serial.attempts([unit for unit in units if unit.name in self.local])
-
-
-def _local_claims(cases: Mapping[str, Case]) -> frozenset[str]:
-    """The claims that must run in this process: they share a model, or their model exists only in memory."""
-    models = {claim: case.subject for claim, case in cases.items() if not case.subject.is_simulation}
-    count = Counter(models.values())
-    in_memory = {claim for claim in models if not all(subject.travels for subject in cases[claim].subjects)}
-    return frozenset(in_memory | {claim for claim, model in models.items() if count[model] > 1})
-
-
-_IN_MEMORY: dict[str, Subject] = {}  # by identity, for the duration of a run
-
-
-@contextmanager
-def _subject_parameters(**subjects: Subject | None) -> Iterator[dict[str, dict[str, Any]]]:
-    """Context manager: yields the subjects as parameters of units, each as its identity and plain data; a model that
-    exists only in this process has only its identity, by which ``_decode_subject`` finds it within the context.
-    """
-    passed = {name: subject for name, subject in subjects.items() if subject is not None}
-    in_memory = {subject.identity: subject for subject in passed.values() if not subject.travels}
-    _IN_MEMORY.update(in_memory)
-    try:
-        yield {
-            name: {"identity": subject.identity, **(subject.as_data() if subject.travels else {})}
-            for name, subject in passed.items()
-        }
-    finally:
-        for identity in in_memory:
-            _IN_MEMORY.pop(identity, None)
-
-
-def _decode_subject(data: dict[str, Any]) -> Subject:
-    """The subject of a unit's parameters; raises HelmscopeError if it has changed since the run began."""
-    identity = data["identity"]
-    description = {name: value for name, value in data.items() if name != "identity"}
-    if not description:
-        if identity not in _IN_MEMORY:
-            raise HelmscopeError("subject is a model in memory, but it can only be tried in the process that holds it")
-        return _IN_MEMORY[identity]
-    subject = Subject.from_data(description)
-    if subject.identity != identity:
-        raise HelmscopeError(f"subject is {subject.label}, but when the run began it had the hash {identity}")
-    return subject
-
-
-def _decode_trial(dataset: xr.Dataset) -> Trial:
-    (verdict,) = decode_verdicts(str(dataset.attrs["verdict"]).encode(), "verdict of a trial")
-    attributes = {name: value for name, value in dataset.attrs.items() if name != "verdict"}
-    return Trial(verdict, dataset.drop_attrs(deep=False).assign_attrs(attributes))
-
-
-def registered(claim: str, folder: str | Path | None) -> Registered:
-    """The registered experiment of a claim; raises HelmscopeError if the claim is unknown or has none.
-
-    >>> registered("rate", None).claim
-    'rate'
-    """
-    if not isinstance(claim, str):
-        raise HelmscopeError(f"claim is a {type(claim).__name__}, but it must be an id, such as 'rate'")
-    known_name("claim", claim, read_catalogue(folder))
-    experiment = experiments(folder).get(claim)
-    if experiment is None:
-        raise HelmscopeError(f"claim '{claim}' is not yet tried: it has no experiment")
-    return experiment
+    hashes = [digest for name, digest in sources(claim, folder).items() if name.endswith(".py")]
+    return hashes[0] if len(hashes) == 1 else hash_bytes(" ".join(hashes).encode())
 
 
 def _failing_line(error: Exception, function: Experiment) -> str:

@@ -275,6 +275,15 @@ class Subject:
             return self.model.value
         return hash_of([self.weights, hashed_tensors(self._batch.inputs)])
 
+    @cached_property
+    def text_hash(self) -> str:
+        """SHA-256 of the token ids of the texts; "" for a simulation.
+
+        >>> len(Subject("A").text_hash), Subject.simulation().text_hash
+        (64, '')
+        """
+        return "" if self.is_simulation else hash_of(hashed_tensors(self._batch.inputs))
+
     @property
     def _batch(self) -> Batch:
         from helmscope.models.targets import prepare_inputs

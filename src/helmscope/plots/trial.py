@@ -133,9 +133,10 @@ def trial_figure(verdict: Verdict, data: xr.Dataset) -> Figure:
     is the label. Raises HelmscopeError for anything but a Verdict and a Measurement.
 
     >>> import xarray as xr
-    >>> from helmscope.types import Ruling
+    >>> from helmscope.types import Judged, Ruling
     >>> region = Region(text="within .1", low=0.9, high=1.1)
-    >>> verdict = Verdict("rate", Ruling.SUPPORTED, Interval(1.0, 0.99, 1.01, n=20), region, "", "")
+    >>> rate = Judged("rate", region, Interval(1.0, 0.99, 1.01, n=20), Ruling.SUPPORTED)
+    >>> verdict = Verdict(claim="rate", ruling=Ruling.SUPPORTED, conditions=(rate,))
     >>> data = xr.Dataset({"slope": ("beta", [1.0, 1.0]), "slope_stderr": ("beta", [0.1, 0.1])}, attrs={"n": 20})
     >>> len(trial_figure(verdict, data).axes)
     2
@@ -180,18 +181,26 @@ def _panel_height(data: xr.Dataset, name: str) -> float:
     return (grid_height(value) if is_grid(value) else PANEL) + LINE * len(heading(data, name))
 
 
+def _region(verdict: Verdict) -> Region:
+    """The region of the deciding condition; one without bounds if nothing was measured."""
+    return verdict.region or Region(text="nothing was measured")
+
+
 def _rows(verdict: Verdict) -> list[_Row]:
-    rows = [_Row("the claim", COLORS[0], verdict.interval)]
-    named = [("null", GRAY, verdict.null), ("as printed", COLORS[1], verdict.printed)]
-    named += [("also", COLORS[4], control) for control in verdict.also]
-    for name, color, control in named:
-        if control is not None and control.region.ends == verdict.region.ends:
-            rows.append(_Row(f"{name}: {control.what}", color, control.interval))
-    return rows
+    """The conditions of the claim, its controls and the printed form, where they are judged by the same region."""
+    ends = _region(verdict).ends
+    several = len(verdict.conditions) > 1
+    cases = [(f"condition: {case.name}" if several else "the claim", COLORS[0], case) for case in verdict.conditions]
+    cases += [(f"control: {case.name}", GRAY, case) for case in verdict.controls]
+    rows = [_Row(label, color, case.interval) for label, color, case in cases if case.region.ends == ends]
+    printed = verdict.printed
+    if printed is not None and printed.region is not None and printed.region.ends == ends:
+        rows.append(_Row(f"as printed: {printed.text}", COLORS[1], printed.interval))
+    return rows or [_Row("the claim", COLORS[0], None)]
 
 
 def _draw_statistic(panel: Axes, verdict: Verdict, rows: Sequence[_Row]) -> None:
-    region = verdict.region
+    region = _region(verdict)
     intervals = [row.interval for row in rows if row.interval is not None]
     axis = choose_axis(region, intervals)
     axis.configure(panel)
@@ -209,9 +218,8 @@ def _draw_statistic(panel: Axes, verdict: Verdict, rows: Sequence[_Row]) -> None
     panel.set(xlim=edges, ylim=(0.5 - len(rows), 0.5))
     panel.set_yticks([])
     panel.spines["left"].set_visible(False)
-    controls = [control for control in (verdict.null, verdict.printed, *verdict.also) if control is not None]
-    omitted = len(controls) + 1 - len(rows)
-    note = f"; {counted(omitted, 'control')} with another region not shown" if omitted else ""
+    omitted = len(verdict.conditions) + len(verdict.controls) + (verdict.printed is not None) - len(rows)
+    note = f"; {counted(omitted, 'interval')} with another region not shown" if omitted > 0 else ""
     bound = "shaded: " if region.bounded else ""
     text = f"the statistic and its region ({bound}{region_text(region)}{note})"
     panel.set_title(text, loc="left", fontsize=9)

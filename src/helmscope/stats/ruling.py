@@ -21,21 +21,20 @@ if TYPE_CHECKING:
 
 
 def rule(interval: Interval, region: Region) -> Ruling:
-    """Supported if the interval is inside the region [low, high], refuted if the two are disjoint, otherwise
-    inconclusive.
+    """Supported if the whole interval is inside the region, refuted if the two do not touch, otherwise inconclusive.
 
-    The region is closed: a strict bound x > a is low = nextafter(a, inf). Raises ``HelmscopeError`` for a region
-    without bounds.
+    An interval that reaches an exclusive bound, and one of width 0 on a bound, are inconclusive. Raises
+    ``HelmscopeError`` for a region without bounds.
 
     >>> rule(Interval(0.5, 0.4, 0.7, n=32), Region(text="at least .3", low=0.3)).value
     'supported'
+    >>> rule(Interval(0.0, 0.0, 0.0, n=32), Region(text="above 0", above=0.0)).value
+    'inconclusive'
     """
-    low, high = _bounds(region)
-    if low <= interval.low and interval.high <= high:
+    _bounds(region)
+    if region.contains(interval):
         return Ruling.SUPPORTED
-    if interval.high < low or high < interval.low:
-        return Ruling.REFUTED
-    return Ruling.INCONCLUSIVE
+    return Ruling.REFUTED if region.excludes(interval) else Ruling.INCONCLUSIVE
 
 
 def sample_size(interval: Interval, region: Region, *, scale: Scale = PLAIN) -> int | None:
@@ -83,7 +82,7 @@ def rule_every(samples: Sequence[ArrayLike], region: Region, *, scale: Scale = P
     The p-value of a layer is the smallest alpha at which its 1 - alpha Student interval is outside. Raises
     ``HelmscopeError`` for an empty sequence.
 
-    >>> rule_every([[1.0, 1.1, 0.9], [-5.0, -5.1, -4.9]], Region(text="above 0", low=0.0)).named
+    >>> rule_every([[1.0, 1.1, 0.9], [-5.0, -5.1, -4.9]], Region(text="above 0", above=0.0)).named
     (1,)
     """
     return _over_layers(samples, region, scale, Ruling.REFUTED, Ruling.SUPPORTED)
@@ -93,7 +92,7 @@ def rule_some(samples: Sequence[ArrayLike], region: Region, *, scale: Scale = PL
     """Whether some layer is in the region: supported if at least one Holm-adjusted interval is inside, refuted if each
     95 % interval is outside, otherwise inconclusive; p-values and errors as in ``rule_every``.
 
-    >>> rule_some([[1.0, 1.1, 0.9], [-5.0, -5.1, -4.9]], Region(text="above 0", low=0.0)).named
+    >>> rule_some([[1.0, 1.1, 0.9], [-5.0, -5.1, -4.9]], Region(text="above 0", above=0.0)).named
     (0,)
     """
     return _over_layers(samples, region, scale, Ruling.SUPPORTED, Ruling.REFUTED)
@@ -101,7 +100,7 @@ def rule_some(samples: Sequence[ArrayLike], region: Region, *, scale: Scale = PL
 
 def _bounds(region: Region) -> tuple[float, float]:
     if not region.bounded:
-        raise HelmscopeError(f"region is '{region.text}' without bounds, but a ruling needs low, high or both")
+        raise HelmscopeError(f"region is '{region.text}' without bounds, but a ruling needs a bound")
     return region.ends
 
 
@@ -116,7 +115,8 @@ def _over_layers(samples: Sequence[ArrayLike], region: Region, scale: Scale, one
         intervals.append(mean_interval(x, scale=scale))
         mean, error = map(float, moments(x, scale))
         gap = min(mean - low, high - mean)  # at least 0 inside the region, below 0 outside
-        alpha = 2.0 * float(special.stdtr(x.size - 1, -abs(gap) / error)) if error > 0 else 0.0
+        # without spread, a mean off the bound is certain, and one on the bound is no evidence
+        alpha = 2.0 * float(special.stdtr(x.size - 1, -abs(gap) / error)) if error > 0 else float(gap == 0)
         alphas.append(alpha if one is (Ruling.SUPPORTED if gap >= 0 else Ruling.REFUTED) else 1.0)
     named = tuple(np.flatnonzero(holm(alphas) <= 0.05).tolist())
     unanimous = all(rule(interval, region) is every for interval in intervals)

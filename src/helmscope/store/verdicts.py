@@ -17,6 +17,10 @@ from helmscope.types import (
     Exhibit,
     HelmscopeError,
     Interval,
+    Judged,
+    Judgment,
+    Printed,
+    Provenance,
     Region,
     Ruling,
     Verdict,
@@ -34,8 +38,9 @@ def encode_verdicts(verdicts: Sequence[Verdict]) -> bytes:
     """Encode verdicts, in order, as JSON for ``decode_verdicts``; raises ``HelmscopeError`` if a value has the wrong
     type.
 
-    >>> wide = Interval(2.0, -math.inf, math.inf, n=2)
-    >>> verdict = Verdict("c1", Ruling.INCONCLUSIVE, wide, Region(text="t > 1", low=1.0), "ab", "Two are too few.")
+    >>> region = Region(text="t > 1", above=1.0)
+    >>> wide = Judged("t", region, Interval(2.0, -math.inf, math.inf, n=2), Ruling.INCONCLUSIVE)
+    >>> verdict = Verdict(claim="c1", ruling=Ruling.INCONCLUSIVE, conditions=(wide,), sentence="Two are too few.")
     >>> b'"low": "-inf"' in encode_verdicts([verdict])
     True
     """
@@ -62,13 +67,9 @@ def _to_json_data(value: object) -> object:
         return [_to_json_data(item) for item in value]
     if isinstance(value, dict):
         return {key: _to_json_data(item) for key, item in value.items()}
-    if isinstance(value, Ruling):
+    if isinstance(value, Ruling | Judgment):
         return value.value
     return str(float(value)) if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _read_ruling(name: str, value: object) -> Ruling:
-    return Ruling(known_name(name, printable(text(name, value)), [ruling.value for ruling in Ruling]))
 
 
 def _read_endpoint(name: str, value: object) -> float:
@@ -83,14 +84,6 @@ def _read_bound(name: str, value: object) -> float | None:
     return None if value is None else real_number(name, value)
 
 
-def _read_interval(name: str, value: object) -> Interval | None:
-    return None if value is None else _construct(Interval, name, record(value, _INTERVAL, name))
-
-
-def _read_region(name: str, value: object) -> Region:
-    return _construct(Region, name, record(value, _REGION, name))
-
-
 def _construct(kind: Callable[..., T], name: str, fields: dict[str, Any]) -> T:
     """``kind(**fields)``, where fields that are valid one by one may still contradict each other."""
     try:
@@ -99,25 +92,27 @@ def _construct(kind: Callable[..., T], name: str, fields: dict[str, Any]) -> T:
         raise HelmscopeError(f"{name} cannot be read: {error}") from None
 
 
-def _read_control(name: str, value: object) -> Control:
-    return Control(**record(value, _CONTROL, name))
+def _read_optional(read: Reader) -> Reader:
+    return lambda name, value: None if value is None else read(name, value)
 
 
-def _read_optional_control(name: str, value: object) -> Control | None:
-    return None if value is None else _read_control(name, value)
+def _read_each(read: Reader, kind: str) -> Reader:
+    """Reads a list of objects."""
+
+    def read_list(name: str, value: object) -> tuple[Any, ...]:
+        if not isinstance(value, list):
+            raise HelmscopeError(f"{name} is {type_with_article(value)}, but it must be a list of {kind}")
+        return tuple(read(f"item {i} of {name}", item) for i, item in enumerate(value))
+
+    return read_list
 
 
-def _read_exhibits(name: str, value: object) -> tuple[Exhibit, ...]:
-    if not isinstance(value, list):
-        raise HelmscopeError(f"{name} is {type_with_article(value)}, but it must be a list of exhibits")
-    readers: dict[str, Reader] = {"title": text, "text": text}
-    return tuple(Exhibit(**record(item, readers, f"item {i} of {name}")) for i, item in enumerate(value))
+def _read_enum(kind: type[Ruling] | type[Judgment]) -> Reader:
+    return lambda name, value: kind(known_name(name, printable(text(name, value)), [known.value for known in kind]))
 
 
-def _read_controls(name: str, value: object) -> tuple[Control, ...]:
-    if not isinstance(value, list):
-        raise HelmscopeError(f"{name} is {type_with_article(value)}, but it must be a list of controls")
-    return tuple(_read_control(f"item {i} of {name}", item) for i, item in enumerate(value))
+def _read_object(kind: Callable[..., T], readers: dict[str, Reader]) -> Reader:
+    return lambda name, value: _construct(kind, name, record(value, readers, name))
 
 
 _INTERVAL: dict[str, Reader] = {
@@ -126,14 +121,37 @@ _INTERVAL: dict[str, Reader] = {
     "high": _read_endpoint,
     "n": partial(whole_number, at_least=1),
 }
-_REGION: dict[str, Reader] = {"text": text, "low": _read_bound, "high": _read_bound}
-_JUDGED: dict[str, Reader] = {"ruling": _read_ruling, "interval": _read_interval, "region": _read_region}
-_CONTROL: dict[str, Reader] = {"what": text, **_JUDGED, "expected": _read_ruling}
+_REGION: dict[str, Reader] = {"text": text, **dict.fromkeys(("low", "high", "above", "below"), _read_bound)}
+_read_interval = _read_optional(_read_object(Interval, _INTERVAL))
+_read_region = _read_object(Region, _REGION)
+_read_ruling = _read_enum(Ruling)
+_JUDGED: dict[str, Reader] = {
+    "name": text,
+    "region": _read_region,
+    "interval": _read_interval,
+    "ruling": _read_ruling,
+    "basis": text,
+    "replicates_needed": _read_optional(partial(whole_number, at_least=1)),
+}
+_CONTROL: dict[str, Reader] = {**_JUDGED, "expected": _read_each(_read_ruling, "rulings")}
+_PRINTED: dict[str, Reader] = {
+    **dict.fromkeys(("text", "place", "reason"), text),
+    "on_paper": _read_enum(Judgment),
+    "measured": _read_optional(_read_enum(Judgment)),
+    "interval": _read_interval,
+    "region": _read_optional(_read_region),
+}
+_PROVENANCE: dict[str, Reader] = {
+    "version": partial(whole_number, at_least=1),
+    **dict.fromkeys(("entry", "code", "weights", "texts"), text),
+}
 _READERS: dict[str, Reader] = {
-    "claim": text,
-    **_JUDGED,
-    **dict.fromkeys(("entry_hash", "sentence", "where", "subject"), text),
-    **dict.fromkeys(("null", "printed"), _read_optional_control),
-    "also": _read_controls,
-    "exhibits": _read_exhibits,
+    "ruling": _read_ruling,
+    **dict.fromkeys(("claim", "sentence", "where", "subject"), text),
+    "conditions": _read_each(_read_object(Judged, _JUDGED), "conditions"),
+    "controls": _read_each(_read_object(Control, _CONTROL), "controls"),
+    "described": _read_each(_read_object(Judged, _JUDGED), "quantities"),
+    "printed": _read_optional(_read_object(Printed, _PRINTED)),
+    "exhibits": _read_each(_read_object(Exhibit, {"title": text, "text": text}), "exhibits"),
+    "provenance": _read_object(Provenance, _PROVENANCE),
 }

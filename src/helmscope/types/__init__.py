@@ -40,7 +40,7 @@ from helmscope.types.measurement import (
 from helmscope.types.progress import Progress, check_progress, part_of
 from helmscope.types.system import System
 from helmscope.types.trajectory import Outcome, Status, Trajectory
-from helmscope.types.verdict import Control, Exhibit, Ruling, Verdict
+from helmscope.types.verdict import Control, Exhibit, Judged, Judgment, Printed, Provenance, Ruling, Verdict
 
 __all__ = [
     "AttentionPass",
@@ -51,13 +51,17 @@ __all__ = [
     "HelmscopeError",
     "Instrument",
     "Interval",
+    "Judged",
+    "Judgment",
     "MissingExtra",
     "MlpPass",
     "Moment",
     "Needs",
     "Outcome",
     "Plottable",
+    "Printed",
     "Progress",
+    "Provenance",
     "Region",
     "ReplayPlan",
     "Ruling",

@@ -36,24 +36,38 @@ class Interval:
 
 @dataclass(frozen=True, kw_only=True)
 class Region:
-    """The region that supports a claim: in words, and as a closed interval [low, high] for its statistic.
+    """The region that supports a claim: in words, and as an interval for its statistic.
 
-    None means that there is no bound on that side; both are None if the region is not an interval. Raises
-    ``HelmscopeError`` unless the bounds are finite and low <= high.
+    ``low`` and ``high`` are bounds that belong to the region ("at least", "at most"), ``above`` and ``below`` bounds
+    that do not; each side has at most one of them, and a side without one is unbounded. Raises ``HelmscopeError``
+    unless the bounds are finite and in order.
 
-    >>> Region(text="at least half", low=0.5).high is None
-    True
+    >>> Region(text="at least half", low=0.5).ends, Region(text="a growth", above=0.0).ends
+    ((0.5, inf), (0.0, inf))
     """
 
     text: str
     low: float | None = None
     high: float | None = None
+    above: float | None = None
+    below: float | None = None
 
     def __post_init__(self) -> None:
-        bounds = [bound for bound in (self.low, self.high) if bound is not None]
+        for closed, exclusive in (("low", "above"), ("high", "below")):
+            if getattr(self, closed) is not None and getattr(self, exclusive) is not None:
+                raise HelmscopeError(
+                    f"region '{self.text}' has {closed} = {getattr(self, closed)} and {exclusive} = "
+                    f"{getattr(self, exclusive)}, but it must have at most one of the two"
+                )
+        given = [self.low, self.high, self.above, self.below]
+        bounds = [bound for bound in given if bound is not None]
         real = all(isinstance(bound, int | float) and math.isfinite(bound) for bound in bounds)
-        if not real or bounds != sorted(bounds):
-            raise HelmscopeError(f"region is [{self.low}, {self.high}], but its bounds must be finite and low <= high")
+        if not real or self.ends[0] > self.ends[1] or (self.ends[0] == self.ends[1] and not self._closed):
+            raise HelmscopeError(f"region is {region_text(self)}, but its bounds must be finite and in order")
+
+    @property
+    def _closed(self) -> bool:
+        return self.above is None and self.below is None
 
     @property
     def bounded(self) -> bool:
@@ -62,16 +76,52 @@ class Region:
         >>> Region(text="descriptive").bounded
         False
         """
-        return self.low is not None or self.high is not None
+        return any(bound is not None for bound in (self.low, self.high, self.above, self.below))
 
     @property
     def ends(self) -> tuple[float, float]:
-        """Both bounds as numbers; a missing one is infinite.
+        """The lower and the upper bound as numbers, whether they belong to the region or not; a missing one is
+        infinite.
 
-        >>> Region(text="at least half", low=0.5).ends
-        (0.5, inf)
+        >>> Region(text="at most half", high=0.5).ends
+        (-inf, 0.5)
         """
-        return -math.inf if self.low is None else self.low, math.inf if self.high is None else self.high
+        low = self.low if self.above is None else self.above
+        high = self.high if self.below is None else self.below
+        return -math.inf if low is None else low, math.inf if high is None else high
+
+    @property
+    def bounds(self) -> dict[str, float]:
+        """The bounds by name, without the missing ones.
+
+        >>> Region(text="a growth", above=0.0).bounds
+        {'above': 0.0}
+        """
+        named = {"low": self.low, "high": self.high, "above": self.above, "below": self.below}
+        return {name: bound for name, bound in named.items() if bound is not None}
+
+    def contains(self, interval: Interval) -> bool:
+        """Whether the whole interval is inside. An interval of width 0 on a bound is not, even if the bound belongs to
+        the region: something that cannot vary is no evidence.
+
+        >>> Region(text="above 0", above=0.0).contains(Interval(0.0, 0.0, 0.0, n=32))
+        False
+        """
+        low, high = self.ends
+        if interval.low == interval.high and interval.low in (low, high):
+            return False
+        left = interval.low > low if self.above is not None else interval.low >= low
+        right = interval.high < high if self.below is not None else interval.high <= high
+        return left and right
+
+    def excludes(self, interval: Interval) -> bool:
+        """Whether the interval is outside and does not touch the region's bounds.
+
+        >>> Region(text="above 0", above=0.0).excludes(Interval(-1.0, -2.0, 0.0, n=32))
+        False
+        """
+        low, high = self.ends
+        return interval.high < low or high < interval.low
 
 
 def interval_text(interval: Interval | None) -> str:
@@ -95,11 +145,14 @@ def region_text(region: Region) -> str:
 
     >>> region_text(Region(text="", low=0.9, high=1.1)), region_text(Region(text="", high=1e-12))
     ('0.9 to 1.1', 'at most 1e-12')
-    >>> region_text(Region(text="", low=0.0)), region_text(Region(text="described"))
-    ('at least 0', 'no bounds')
+    >>> region_text(Region(text="", above=0.0)), region_text(Region(text="", above=0.0, high=1.0))
+    ('above 0', 'above 0 and at most 1')
+    >>> region_text(Region(text="described"))
+    'no bounds'
     """
-    if not region.bounded:
-        return "no bounds"
-    if region.low is None:
-        return f"at most {region.high:.12g}"
-    return f"at least {region.low:.12g}" if region.high is None else f"{region.low:.12g} to {region.high:.12g}"
+    words = {"low": "at least", "above": "above", "high": "at most", "below": "below"}
+    bounds = region.bounds
+    if set(bounds) == {"low", "high"}:
+        return f"{bounds['low']:.12g} to {bounds['high']:.12g}"
+    parts = [f"{word} {bounds[name]:.12g}" for name, word in words.items() if name in bounds]
+    return " and ".join(parts) or "no bounds"

@@ -21,30 +21,102 @@ class Ruling(Enum):
     INCONCLUSIVE = "inconclusive"
     BY_CONSTRUCTION = "true by construction"
     IMPOSSIBLE = "premise impossible here"
+    DESCRIBED = "described"
+
+
+class Judgment(Enum):
+    """What can be said about a sentence or formula of a source, as printed. A bound that holds and is not attained is
+    true, not sharp.
+
+    >>> Judgment("true, not sharp").name
+    'NOT_SHARP'
+    """
+
+    TRUE = "true"
+    NOT_SHARP = "true, not sharp"
+    FALSE = "false"
+    NOT_TESTABLE = "not testable"
+    UNDECIDED = "not decided"
 
 
 @dataclass(frozen=True)
-class Control:
-    """A case with a known answer, judged beside the claim: its null, or an error of the source, as printed.
+class Judged:
+    """One quantity compared with its region: a condition of a claim, or a quantity that is only described.
 
-    ``what`` describes the case and ``expected`` is the ruling that it must get; if ``ruling`` differs, the trial proves
-    nothing. ``interval`` is None if there was nothing to measure.
+    ``basis`` says in words what the interval is based on; ``interval`` is None if there was nothing to measure, and
+    ``replicates_needed`` is about how many replicates would decide, None where that is not known.
+
+    >>> Judged("growth", Region(text="above 0", above=0.0), Interval(0.5, 0.4, 0.7, n=32), Ruling.SUPPORTED).short
+    'supported, 0.5 [0.4, 0.7], n = 32'
+    """
+
+    name: str
+    region: Region
+    interval: Interval | None
+    ruling: Ruling
+    basis: str = ""
+    replicates_needed: int | None = None
+
+    @property
+    def short(self) -> str:
+        """The ruling with the interval that it is based on, as text."""
+        if self.interval is None:
+            return self.ruling.value
+        return f"{self.ruling.value}, {interval_text(self.interval)}, n = {self.interval.n:,}"
+
+
+@dataclass(frozen=True)
+class Control(Judged):
+    """A case with a known answer, judged beside the claim: if its ruling is not one of ``expected``, the trial proves
+    nothing.
 
     >>> interval, region = Interval(0.0, 0.0, 0.1, n=32), Region(text="at least .9", low=0.9)
-    >>> Control("V = -I", Ruling.REFUTED, Ruling.REFUTED, interval, region).as_expected
+    >>> Control("V = -I", region, interval, Ruling.REFUTED, expected=(Ruling.REFUTED,)).as_expected
     True
     """
 
-    what: str
-    ruling: Ruling
-    expected: Ruling
-    interval: Interval | None
-    region: Region
+    expected: tuple[Ruling, ...] = (Ruling.REFUTED,)
 
     @property
     def as_expected(self) -> bool:
-        """Whether the ruling is the expected one, so that the trial can distinguish this case from the claim."""
-        return self.ruling is self.expected
+        """Whether the ruling is an expected one, so that the trial can distinguish this case from the claim."""
+        return self.ruling in self.expected
+
+    @property
+    def expectation(self) -> str:
+        """The expected rulings as text."""
+        return " or ".join(ruling.value for ruling in self.expected)
+
+
+@dataclass(frozen=True)
+class Printed:
+    """What a source prints, where it was judged apart from the claim: its place, the judgment by theory (``on_paper``)
+    with the reason, and the one ``measured`` in the trial, None if the trial does not compute it.
+
+    >>> Printed("the rate is O(e^-beta)", "slide 9", Judgment.NOT_SHARP, "the rate is 1").measured is None
+    True
+    """
+
+    text: str
+    place: str
+    on_paper: Judgment
+    reason: str
+    measured: Judgment | None = None
+    interval: Interval | None = None
+    region: Region | None = None
+
+    @property
+    def judgment(self) -> Judgment:
+        """The judgment to show: false if it was measured to be false or is false on paper, else the one on paper; as
+        measured where theory has none.
+
+        >>> Printed("", "", Judgment.UNDECIDED, "", measured=Judgment.TRUE).judgment.value
+        'true'
+        """
+        if self.measured is Judgment.FALSE:
+            return self.measured
+        undecided = self.on_paper in (Judgment.UNDECIDED, Judgment.NOT_TESTABLE)
+        return self.measured if undecided and self.measured is not None else self.on_paper
 
 
 @dataclass(frozen=True)
@@ -59,39 +131,74 @@ class Exhibit:
     text: str
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True)
+class Provenance:
+    """The SHA-256 hashes that a verdict depends on: catalogue entry and its version, code of the experiment, weights of
+    the subject, and texts; empty where there is none.
+
+    >>> Provenance(entry="c0ffee", version=2).texts
+    ''
+    """
+
+    entry: str = ""
+    version: int = 1
+    code: str = ""
+    weights: str = ""
+    texts: str = ""
+
+
+@dataclass(frozen=True, repr=False, kw_only=True)
 class Verdict:
-    """The ruling on one claim, with its evidence.
+    """The ruling on one claim for one subject, with its evidence.
 
-    ``interval`` is that of the claim's statistic (None if the premise cannot hold), ``region`` was fixed before the
-    run, ``entry_hash`` is the hash of the catalogue entry, and ``sentence`` states the result for a reader. ``where``
-    holds the coordinates of the statistic, ``null`` the null, ``printed`` an erroneous statement of the source as
-    printed, ``also`` further parts of the claim. ``subject`` is the name of what was put on trial and, for a model, the
-    hash of its weights and texts.
+    ``conditions`` were fixed before the run and all must hold; ``controls`` are cases with a known answer,
+    ``described`` quantities that no region judges, ``printed`` what the source prints. ``sentence`` states the result
+    for a reader, ``where`` the coordinates of the statistic, ``subject`` the name of what was put on trial.
 
-    >>> interval, region = Interval(1.0, 0.99, 1.01, n=20), Region(text="1 within .1", low=0.9, high=1.1)
-    >>> Verdict("rate", Ruling.SUPPORTED, interval, region, "c0ffee", "SA has rate 1.")
-    <Verdict on rate: supported, 1 [0.99, 1.01], n = 20>
+    >>> region = Region(text="1 within .1", low=0.9, high=1.1)
+    >>> rate = Judged("rate", region, Interval(1.0, 0.99, 1.01, n=20), Ruling.SUPPORTED)
+    >>> Verdict(claim="rate", ruling=Ruling.SUPPORTED, conditions=(rate,), subject="simulation")
+    <Verdict on rate: supported, 1 [0.99, 1.01], n = 20; simulation>
     """
 
     claim: str
     ruling: Ruling
-    interval: Interval | None
-    region: Region
-    entry_hash: str
-    sentence: str
+    conditions: tuple[Judged, ...] = ()
+    controls: tuple[Control, ...] = ()
+    described: tuple[Judged, ...] = ()
+    printed: Printed | None = None
+    sentence: str = ""
     where: str = ""
-    null: Control | None = None
-    printed: Control | None = None
-    also: tuple[Control, ...] = ()
     exhibits: tuple[Exhibit, ...] = ()
     subject: str = ""
+    provenance: Provenance = Provenance()
+
+    @property
+    def deciding(self) -> Judged | None:
+        """The condition that decides: the first one with the ruling of the verdict, else the first one; None if nothing
+        was measured.
+
+        >>> Verdict(claim="rate", ruling=Ruling.IMPOSSIBLE).deciding is None
+        True
+        """
+        agreeing = [condition for condition in self.conditions if condition.ruling is self.ruling]
+        return next(iter(agreeing or self.conditions), None)
+
+    @property
+    def interval(self) -> Interval | None:
+        """The interval of the deciding condition."""
+        return None if self.deciding is None else self.deciding.interval
+
+    @property
+    def region(self) -> Region | None:
+        """The region of the deciding condition."""
+        return None if self.deciding is None else self.deciding.region
 
     @property
     def short(self) -> str:
         """The ruling with the interval that it is based on, as text.
 
-        >>> Verdict("rate", Ruling.IMPOSSIBLE, None, Region(text="1 within .1"), "", "").short
+        >>> Verdict(claim="rate", ruling=Ruling.IMPOSSIBLE).short
         'premise impossible here'
         """
         if self.interval is None:
@@ -102,23 +209,28 @@ class Verdict:
         return one_line_repr(f"Verdict on {self.claim}: {self.short}{f'; {self.subject}' if self.subject else ''}")
 
     def _repr_html_(self) -> str:
-        controls = [("null", self.null), ("as printed", self.printed), *(("also", part) for part in self.also)]
         rows = [
             *([("verdict", self.sentence)] if self.sentence else []),
-            *(
-                []
-                if self.interval is None
-                else [("statistic", f"{interval_text(self.interval)}, n = {self.interval.n:,}")]
-            ),
-            ("region", ": ".join(filter(None, (region_text(self.region), self.region.text)))),
-            *((name, _control_text(control)) for name, control in controls if control is not None),
+            *((condition.name, _condition_text(condition)) for condition in self.conditions),
+            *((f"control: {control.name}", _control_text(control)) for control in self.controls),
+            *((quantity.name, interval_text(quantity.interval)) for quantity in self.described),
+            *([("as printed", _printed_text(self.printed))] if self.printed is not None else []),
             *((name, text) for name, text in (("where", self.where), ("subject", self.subject)) if text),
             *((exhibit.title, exhibit.text) for exhibit in self.exhibits),
         ]
         return table(f"{self.claim}: {self.ruling.value}", rows)
 
 
+def _condition_text(condition: Judged) -> str:
+    return f"{condition.short}; region: {region_text(condition.region)}. {condition.region.text}"
+
+
 def _control_text(control: Control) -> str:
-    """The case, its ruling and the expected ruling."""
-    expectation = "as expected" if control.as_expected else f"expected: {control.expected.value}"
-    return f"{control.what}: {control.ruling.value} ({expectation}), {interval_text(control.interval)}"
+    """The ruling and the expected one, with the interval."""
+    expectation = "as expected" if control.as_expected else f"expected: {control.expectation}"
+    return f"{control.ruling.value} ({expectation}), {interval_text(control.interval)}"
+
+
+def _printed_text(printed: Printed) -> str:
+    measured = "" if printed.interval is None else f", {interval_text(printed.interval)}"
+    return f"{printed.judgment.value}{measured}: {printed.text} ({printed.place})"

@@ -8,26 +8,21 @@ from typing import TYPE_CHECKING
 import torch
 
 from helmscope.claims.curves import curve
-from helmscope.claims.finding import Check, EveryLayer, Finding, Replicates, SomeLayer
+from helmscope.claims.evidence import EveryLayer, Replicates, SomeLayer
+from helmscope.claims.finding import Finding
 from helmscope.claims.registry import Case, experiment
 from helmscope.fields.attention import SA, USA
 from helmscope.geometry import sphere
 from helmscope.solve.integrate import integrate
 from helmscope.solve.rk4 import RK4
 from helmscope.stats.scales import LogScale
-from helmscope.types import Region, Ruling
 
 if TYPE_CHECKING:
     import xarray as xr
     from torch import Tensor
 
-BETAS, SIZES, DIM = (0.0, 1.0, 4.0, 9.0), (2, 16), 8
 SPREAD = 1e-5  # up to beta = 9 the next order is below 1e-8 of the rate, and rounding far below that
 LENGTH, STEP, REST = 1.2, 0.04, 30.0  # in units of the time 1 / rate
-FASTER = 1e-5
-EYE = torch.eye(DIM, dtype=torch.float64)
-PRINTED = Region(text="The printed rate within 1e-6: the ratio to e^-beta is 1.", low=0.999999, high=1.000001)
-LISTED = ", ".join(f"{beta:g}" for beta in BETAS)
 
 
 @experiment("rate", seconds=4)
@@ -38,66 +33,56 @@ def rate(case: Case) -> Finding:
 
     Clusters of size 1e-5, integrated by RK4 over 1.2 units of the time 1 / rate; x* is their state 30 units later. The
     statistic of a start is the slope of log |x_i - x*| over the corrected rate, at the token where it is farthest from
-    1. The null is a flow that does have the printed rate, SA with V = e^-beta I: the statistic must distinguish it at
-    every beta > 0, and the check of the printed rate must detect it.
+    1.
     """
+    betas, sizes, dim, excess = (case.constant(name) for name in ("betas", "sizes", "dim", "faster"))
     starts = case.count(128, quick=32)
-    cells = [(kind, beta, n) for kind in (SA, USA) for beta in BETAS for n in SIZES]
+    cells = [(kind, beta, n) for kind in (SA, USA) for beta in betas for n in sizes]
     names = [f"{kind.__name__}, beta = {beta:g}, n = {n}" for kind, beta, n in cells]
-    clusters = {n: _cluster(case.normal(starts, n, DIM, stream=n)) for n in SIZES}
+    clusters = {n: _cluster(case.normal(starts, n, dim, stream=n)) for n in sizes}
+    largest = clusters[sizes[-1]]
     theory = [corrected(kind(beta=beta)) for kind, beta, _ in cells]
     measured = [slopes(kind(beta=beta), clusters[n], rate) for (kind, beta, n), rate in zip(cells, theory, strict=True)]
-    faster, _ = slopes(SA(beta=1.0, value=(1 + FASTER) * EYE), clusters[SIZES[-1]], 1.0)
+    faster, _ = slopes(_scaled(1.0, 1 + excess, dim), largest, 1.0)
     ratios = [tokens / rate for (tokens, _), rate in zip(measured, theory, strict=True)]
     pair_ratios = [pairs / (2 * rate) for (_, pairs), rate in zip(measured, theory, strict=True)]
-    over_printed = [
-        tokens.mean(-1) / math.exp(-beta) for (_, beta, _), (tokens, _) in zip(cells, measured, strict=True) if beta > 0
-    ]
-    planted = {beta: _planted_rates(beta, clusters[SIZES[-1]]) for beta in BETAS if beta > 0}
-    planted_over_printed = [farthest(tokens / math.exp(-beta)) for beta, tokens in planted.items()]
-    means = [tokens.mean(-1) for (_, _, n), (tokens, _) in zip(cells, measured, strict=True) if n == SIZES[-1]]
+    over_bound = [tokens.amin(-1) / math.exp(-beta) for (_, beta, _), (tokens, _) in zip(cells, measured, strict=True)]
+    planted = {beta: slopes(_scaled(beta, math.exp(-beta), dim), largest, math.exp(-beta))[0] for beta in betas if beta}
+    planted_ratios = [farthest(tokens / math.exp(-beta)) for beta, tokens in planted.items()]
+    means = [tokens.mean(-1) for (_, _, n), (tokens, _) in zip(cells, measured, strict=True) if n == sizes[-1]]
     return Finding(
-        evidence=EveryLayer([farthest(ratio) for ratio in ratios], "starts", names, LogScale()),
-        null=Check(
-            "rate over the corrected rate 1, planted flow with the printed rate (SA, V = e^-beta I), at every beta > 0",
-            SomeLayer([farthest(rate) for rate in planted.values()], "starts", scale=LogScale()),
-        ),
-        printed=Check(
-            "rate over the printed rate e^-beta, at every beta > 0", SomeLayer(over_printed, "starts", scale=LogScale())
-        ),
-        also=(
-            Check(
-                "rate over the printed rate e^-beta, planted flow with the printed rate, at every beta > 0",
-                EveryLayer(planted_over_printed, "starts", scale=LogScale()),
-                Ruling.SUPPORTED,
-                PRINTED,
+        evidence={
+            "rate": EveryLayer([farthest(ratio) for ratio in ratios], "starts", names, LogScale()),
+            "rate of pairs": EveryLayer([farthest(ratio) for ratio in pair_ratios], "starts", names, LogScale()),
+        },
+        controls={
+            "planted flow with rate e^-beta": SomeLayer(
+                [farthest(rate) for rate in planted.values()], "starts", scale=LogScale()
             ),
-            Check(
-                "rate of 1 - <x_i, x_j> over 2 (SA), 2 e^beta (USA)",
-                EveryLayer([farthest(ratio) for ratio in pair_ratios], "starts", scale=LogScale()),
-                Ruling.SUPPORTED,
-            ),
-            Check(f"rate of SA made faster by {FASTER:g}, over 1", Replicates(farthest(faster), "starts", LogScale())),
-        ),
-        data=_rate_curves(torch.stack(means, -1)),
+            "planted flow, over e^-beta": EveryLayer(planted_ratios, "starts", scale=LogScale()),
+            "SA made faster by 1e-5": Replicates(farthest(faster), "starts", LogScale()),
+        },
+        printed=EveryLayer(over_bound, "starts", names, LogScale()),
+        data=_rate_curves(torch.stack(means, -1), betas, sizes[-1]),
         remark=(
             f"Over {len(cells)} combinations of flow, beta and n no token's ratio is farther from 1 than "
             f"{max(float((ratio - 1).abs().max()) for ratio in ratios):.1e}."
         ),
-        where=f"simulation on the unit sphere: clusters of size {SPREAD:g}, n = {', '.join(map(str, SIZES))}, "
-        f"d = {DIM}, beta = {LISTED}, t <= {LENGTH:g} / rate, RK4 step {STEP:g} / rate",
+        where=f"simulation on the unit sphere: clusters of size {SPREAD:g}, n = {', '.join(map(str, sizes))}, "
+        f"d = {dim}, beta = {', '.join(f'{beta:g}' for beta in betas)}, t <= {LENGTH:g} / rate, RK4 step "
+        f"{STEP:g} / rate",
     )
 
 
-def _rate_curves(means: Tensor) -> xr.Dataset:
+def _rate_curves(means: Tensor, betas: tuple[float, ...], n: int) -> xr.Dataset:
     """The rates of SA and of USA at every beta, from means (start, 2 betas), and the printed rate."""
     sa, usa = means.chunk(2, -1)
-    printed = (-torch.tensor(BETAS, dtype=torch.float64)).exp().expand_as(sa)
+    printed = (-torch.tensor(betas, dtype=torch.float64)).exp().expand_as(sa)
     return curve(
         "rate",
         torch.stack([sa, usa, printed], -1),
-        {"beta": BETAS, "flow": ("SA", "USA", "e^-beta, as printed")},
-        label=f"rate of |x_i - x*|, n = {SIZES[-1]}",
+        {"beta": betas, "flow": ("SA", "USA", "e^-beta, as printed")},
+        label=f"rate of |x_i - x*|, n = {n}",
         log=True,
     )
 
@@ -108,13 +93,12 @@ def corrected(field: SA | USA) -> float:
 
 
 def _cluster(noise: Tensor) -> Tensor:
-    return sphere.retract(torch.eye(1, DIM, dtype=torch.float64) + SPREAD * noise)
+    return sphere.retract(torch.eye(1, noise.shape[-1], dtype=torch.float64) + SPREAD * noise)
 
 
-def _planted_rates(beta: float, x: Tensor) -> Tensor:
-    """The decay rates of |x_i - x*| (starts, n) along SA with V = e^-beta I, which has the printed rate."""
-    printed = math.exp(-beta)
-    return slopes(SA(beta=beta, value=printed * EYE), x, printed)[0]
+def _scaled(beta: float, factor: float, dim: int) -> SA:
+    """SA with V = factor I, whose rate is ``factor``."""
+    return SA(beta=beta, value=factor * torch.eye(dim, dtype=torch.float64))
 
 
 def slopes(field: SA | USA, x: Tensor, rate: float) -> tuple[Tensor, Tensor]:
