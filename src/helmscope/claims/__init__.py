@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from helmscope.claims.evidence import Replicates as Replicates
     from helmscope.claims.evidence import SomeLayer as SomeLayer
     from helmscope.claims.finding import Finding as Finding
-    from helmscope.claims.run_trials import run_trials as run_trials
     from helmscope.claims.reading import read_catalogue as read_catalogue
     from helmscope.claims.registry import Case as Case
     from helmscope.claims.registry import experiment as experiment
+    from helmscope.claims.run_trials import run_trials as run_trials
     from helmscope.claims.sources import Source as Source
     from helmscope.claims.sources import sources as sources
     from helmscope.claims.trial import Trial as Trial

@@ -196,7 +196,7 @@ def _check_keys(raw: Mapping[str, Any], name: str) -> None:
         ("", Entry, [raw]),
         ("printed of ", PrintedForm, [raw.get("printed")]),
     ]
-    kinds = {"conditions": Condition, "controls": ControlCase, "history": Change}
+    kinds: dict[str, type[msgspec.Struct]] = {"conditions": Condition, "controls": ControlCase, "history": Change}
     tables += [(f"{key} of ", kind, raw.get(key)) for key, kind in kinds.items()]
     for where, kind, rows in tables:
         for row in rows if isinstance(rows, list) else ():
@@ -235,7 +235,7 @@ def _check_values(entry: Entry, name: str) -> None:
             raise HelmscopeError(
                 f"text of {getattr(case, 'name', 'printed')} in {name} is empty, but it must be a text"
             )
-        case.region  # raises for bounds that contradict each other
+        _ = case.region  # raises for bounds that contradict each other
     conditions = [condition.name for condition in entry.conditions]
     for control in entry.controls:
         for ruling in control.expected:

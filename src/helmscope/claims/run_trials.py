@@ -58,7 +58,12 @@ class PlannedTrial:
     @property
     def subjects(self) -> tuple[Subject, ...]:
         """The subject and, if there is one, the other subject."""
-        return (self.subject,) if self.other is None else (self.subject, self.other)
+        return Case(subject=self.subject, other=self.other).subjects
+
+    @property
+    def label(self) -> str:
+        """The subjects as the verdict names them."""
+        return " and ".join(Case(subject=self.subject, other=self.other).names)
 
 
 def plan_trials(
@@ -67,12 +72,14 @@ def plan_trials(
     *,
     other: Subject | None = None,
     folder: str | Path | None = None,
+    held_back: bool = False,
 ) -> list[PlannedTrial]:
     """The trials of some claims on some subjects, by default on those that each experiment names: subject by subject,
     so that each model is recorded once.
 
-    Raises HelmscopeError for an unknown claim, and for a claim that can be tried on none of the subjects; a subject
-    that only some of the claims can be tried on is left out for the others.
+    With ``held_back``, default subjects that are models in the box are tried on the held-back texts. Raises
+    HelmscopeError for an unknown claim, and for a claim that can be tried on none of the subjects; a subject that only
+    some of the claims can be tried on is left out for the others.
 
     >>> [(trial.claim, trial.subject.name) for trial in plan_trials(["rate", "tokens-cluster"])]
     [('rate', 'simulation'), ('tokens-cluster', 'A'), ('tokens-cluster', 'B'), ('tokens-cluster', 'tied')]
@@ -83,10 +90,11 @@ def plan_trials(
     for claim in claims:
         chosen = registered(claim, folder)
         if chosen.compares:
-            case = chosen.case(subject=subjects[0] if subjects else None, other=other)
+            case = chosen.case(subject=subjects[0] if subjects else None, other=other)  # a comparison has one pair
             pairs.append((claim, case.subject, case.other))
             continue
-        fitting = [subject for subject in subjects or chosen.defaults if chosen.fits(subject)]
+        defaults = tuple(subject.held_back() for subject in chosen.defaults) if held_back else chosen.defaults
+        fitting = [subject for subject in subjects or defaults if chosen.fits(subject)]
         if not fitting:
             chosen.case(subject=subjects[0])  # raises: says what the claim can be tried on
         pairs += [(claim, subject, None) for subject in fitting]
@@ -117,20 +125,14 @@ def run_trials(
     quick: bool = False,
     folder: str | Path | None = None,
     subjects: Sequence[Subject] = (),
-    other: Subject | None = None,
-    manifest: Manifest | None = None,
     engine: Engine | None = None,
-    heading: str | None = None,
-    allow_mixed: bool = False,
 ) -> list[Trial]:
     """Run ``try_claim`` for several claims and subjects, as units of work in the run folder ``to``, and write
     verdicts.json there: one verdict for each claim and subject.
 
-    ``subjects`` are by default those that each experiment names. Runs are resumed, interrupted and distributed over
-    processes as in ``runs.run``. If experiments fail, the others still run and their verdicts are stored, and
-    ``TrialsFailed`` is raised at the end. Claims that share a model run one after another in this process, after the
-    engine's units, so that the model is recorded only once; so do all claims on a model in memory. Raises
-    HelmscopeError before any work for a claim or subject that cannot be tried.
+    ``subjects`` are by default those that each experiment names. If experiments fail, the others still run and their
+    verdicts are stored, and ``TrialsFailed`` is raised at the end. Raises HelmscopeError before any work for a claim or
+    subject that cannot be tried.
 
     >>> import tempfile
     >>> from helmscope.store.run_folder import RunFolder
@@ -138,12 +140,33 @@ def run_trials(
     ...     run_trials(["kuramoto"], RunFolder.new(root, "claims"), quick=True)[0].verdict.claim
     'kuramoto'
     """
+    planned = plan_trials(claims, subjects, folder=folder)
+    return run_planned(planned, to, seed=seed, quick=quick, folder=folder, engine=engine)
+
+
+def run_planned(
+    planned: Sequence[PlannedTrial],
+    to: RunFolder,
+    *,
+    seed: int = 0,
+    quick: bool = False,
+    folder: str | Path | None = None,
+    manifest: Manifest | None = None,
+    engine: Engine | None = None,
+    heading: str | None = None,
+    allow_mixed: bool = False,
+) -> list[Trial]:
+    """Run planned trials in a run folder, as ``run_trials`` does.
+
+    Runs are resumed, interrupted and distributed over processes as in ``runs.run``. Claims that share a model run one
+    after another in this process, after the engine's units, so that the model is recorded only once; so do all claims
+    on a model in memory.
+    """
     path = None if folder is None else str(Path(folder).resolve())
-    plan = plan_trials(claims, subjects, other=other, folder=path)
     failed = None
-    with _in_memory(plan):
-        units = _units(plan, path, seed=seed, quick=quick)
-        local = _local_units(plan)
+    with _in_memory(planned):
+        units = _units(planned, path, seed=seed, quick=quick)
+        local = _local_units(planned)
         mixed = engine if engine is None or not local else _MixedEngine(engine, local)
         try:
             result = run(units, to, manifest=manifest, engine=mixed, heading=heading, allow_mixed=allow_mixed)

@@ -52,3 +52,16 @@ def citation(key: str) -> str:
     'my notes'
     """
     return sources()[key].citation if key in sources() else key
+
+
+def short_citation(key: str) -> str:
+    """The identifier of a source where it has a public one, else its title; a key that is not packaged is returned
+    unchanged.
+
+    >>> short_citation("perspective"), short_citation("mean-field-notes")
+    ('arXiv:2312.10794v5', 'Mean-field notes')
+    """
+    if key not in sources():
+        return key
+    source = sources()[key]
+    return source.identifier if source.link else source.title

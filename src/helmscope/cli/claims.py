@@ -12,7 +12,7 @@ from helmscope.cli.options import (
     From,
     Jobs,
     MaxMemory,
-    Model,
+    Models,
     OnRay,
     Other,
     Quick,
@@ -25,7 +25,7 @@ from helmscope.cli.options import (
 from helmscope.cli.results import indented
 
 if TYPE_CHECKING:
-    from helmscope.claims.entry import Entry
+    from helmscope.claims.entry import Condition, Entry
     from helmscope.claims.registry import Registered
 
 claims = typer.Typer(
@@ -45,15 +45,20 @@ NOT_YET = "not yet tried"
 def list_claims(folder: EntryFolder = None, as_json: AsJson = False) -> None:
     """List all claims: id, source, how it is decided, whether it can be tried, and the statement."""
     from helmscope.claims.reading import read_catalogue
+    from helmscope.claims.sources import citation, short_citation
     from helmscope.store.printable import printable
 
     entries, experiments = read_catalogue(folder), _experiments(folder)
     if as_json:
         print(json.dumps({"claims": [_as_data(entry, experiments) for entry in entries.values()]}, indent=2))
         return
+    keys = dict.fromkeys(entry.source for entry in entries.values())
+    print("Sources:")
+    for key in keys:
+        print(indented(f"{short_citation(key)}: {citation(key)}"))
     for entry in entries.values():
-        state = "helmscope claims test" if entry.id in experiments else NOT_YET
-        print(f"{entry.id}  (source {printable(entry.source)}, by {' and '.join(entry.decided)}; {state})")
+        state = "can be tried" if entry.id in experiments else NOT_YET
+        print(f"{entry.id}  ({printable(short_citation(entry.source))}, by {' and '.join(entry.decided)}; {state})")
         print(indented(entry.statement))
 
 
@@ -65,6 +70,7 @@ def show_claim(
 ) -> None:
     """Show one claim: what the source prints, the corrected form, the experiment and its frozen region."""
     from helmscope.claims.reading import read_catalogue
+    from helmscope.claims.sources import citation
     from helmscope.types import known_name
 
     entries = read_catalogue(folder)
@@ -74,16 +80,21 @@ def show_claim(
         print(json.dumps(data, indent=2))
         return
     print(f"{entry.id}, version {entry.version}, entry {entry.hash[:12]}")
+    printed = entry.printed
     sections = {
         "statement": entry.statement,
-        "source": entry.source,
-        "as printed": entry.printed,
+        "source": ", ".join(filter(None, (citation(entry.source), entry.place))),
+        "as printed": ""
+        if printed is None
+        else f"{printed.text} ({printed.place}): {printed.judgment}. {printed.reason}",
         "corrected": entry.corrected,
         "decided by": " and ".join(entry.decided),
         "experiment": entry.experiment,
-        "statistic": entry.statistic,
         "null": entry.null,
-        "region": entry.region.text,
+        **{f"condition {case.name}": _condition_text(case) for case in entry.conditions},
+        **{f"control {case.name}": f"{case.text} Expected: {' or '.join(case.expected)}." for case in entry.controls},
+        "constants": ", ".join(f"{name} = {value}" for name, value in entry.constants.items()),
+        "history": " ".join(f"Version {line.version}: {line.change or line.look}" for line in entry.history),
         "can be tried on": data["subjects"],
         "trial": data["trial"],
     }
@@ -92,11 +103,18 @@ def show_claim(
             print(f"{name}:\n{indented(str(text))}")
 
 
+def _condition_text(case: Condition) -> str:
+    from helmscope.types import region_text
+
+    on = "" if case.on is None else f" On a {case.on.value}."
+    return f"{case.statistic} {case.text} ({region_text(case.region)}).{on}"
+
+
 @claims.command("test")
 def try_claims(
     claim: Annotated[list[str] | None, typer.Argument(help="Ids of claims [default: all that can be tried].")] = None,
     folder: From = None,
-    model: Model = None,
+    model: Models = None,
     texts: Texts = None,
     other: Other = None,
     truncate: Truncate = False,
@@ -118,7 +136,7 @@ def try_claims(
     from helmscope.jobs import Trials
 
     engine = make_engine(jobs, max_memory, threads, ray)
-    spec = make_spec(Trials, options | {"claims": claim or []})
+    spec = make_spec(Trials, options | {"claims": claim or [], "models": model or []})
     run_and_show(spec, engine, out=out, resume=resume, allow_mixed=allow_mixed, as_json=as_json)
 
 
@@ -133,6 +151,6 @@ def _as_data(entry: Entry, experiments: dict[str, Registered]) -> dict[str, obje
     experiment = experiments.get(entry.id)
     if experiment is None:
         return {**entry.content, "hash": entry.hash, "trial": NOT_YET, "subjects": ""}
-    usual = " and ".join(subject.name for subject in experiment.usual)
-    subjects = f"{' or '.join(experiment.subjects)} (usually {usual})"
+    names = ", ".join(subject.name for subject in experiment.defaults)
+    subjects = f"a {' or a '.join(experiment.grounds)} (by default {names})"
     return {**entry.content, "hash": entry.hash, "trial": f"helmscope claims test {entry.id}", "subjects": subjects}

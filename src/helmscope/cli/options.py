@@ -30,9 +30,12 @@ From = Annotated[
     str | None,
     typer.Option("--from", help="Folder with your own claims: one ID.toml per claim, and Python files, WHICH ARE RUN."),
 ]
-Model = Annotated[
-    str | None,
-    typer.Option(help="Model to test the claims on: A, B, tied, a folder or a Hub id [default: depends on the claim]."),
+Models = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--model",
+        help="Model to test the claims on: A, B, tied, a folder or a Hub id; may be repeated [default: by claim].",
+    ),
 ]
 Texts = Annotated[
     str | None,

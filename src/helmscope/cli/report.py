@@ -11,7 +11,6 @@ from helmscope.cli.options import (
     From,
     Jobs,
     MaxMemory,
-    Model,
     OnRay,
     Other,
     Quick,
@@ -24,9 +23,12 @@ from helmscope.cli.options import (
 
 
 def report(
+    model: Annotated[
+        list[str] | None,
+        typer.Argument(help="Models to test the claims on: A, B, tied, folders or Hub ids [default: A, B and tied]."),
+    ] = None,
     quick: Quick = False,
     folder: From = None,
-    model: Model = None,
     texts: Texts = None,
     other: Other = None,
     truncate: Truncate = False,
@@ -40,12 +42,12 @@ def report(
     allow_mixed: AllowMixed = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the verdicts as JSON.")] = False,
 ) -> None:
-    """Test every claim that has an experiment and write report.html, one self-contained page."""
+    """Test every claim that has an experiment, on each model, and write report.html, one self-contained page."""
     options = locals()
     from helmscope.cli.options import make_engine, make_spec
     from helmscope.cli.output import run_and_show
     from helmscope.jobs import Report
 
     engine = make_engine(jobs, max_memory, threads, ray)
-    spec = make_spec(Report, options)
+    spec = make_spec(Report, options | {"models": model or []})
     run_and_show(spec, engine, out=out, resume=resume, allow_mixed=allow_mixed, as_json=as_json)

@@ -24,6 +24,7 @@ from helmscope.jobs import checks
 from helmscope.types import counted
 
 if TYPE_CHECKING:
+    from helmscope.claims.run_trials import PlannedTrial
     from helmscope.jobs.phase import Phase
     from helmscope.jobs.simulate import Simulate
     from helmscope.jobs.trials import Trials
@@ -98,13 +99,13 @@ def simulation_cost(spec: Simulate) -> Estimate:
     return Estimate(work, seconds * steps + setup + measuring + PICTURES_S, memory)
 
 
-def trials_cost(spec: Trials, claims: Sequence[str]) -> Estimate:
+def trials_cost(spec: Trials, planned: Sequence[PlannedTrial]) -> Estimate:
     """The time of trials as declared by their experiments; quick trials may take less."""
-    from helmscope.claims.registry import experiments
+    from helmscope.claims.registry import experiments, ground_of
 
     known = experiments(spec.folder)
-    work = f"{counted(len(claims), 'quick trial' if spec.quick else 'trial')}"
-    return Estimate(work, sum(known[claim].seconds for claim in claims))
+    work = f"{counted(len(planned), 'quick trial' if spec.quick else 'trial')}"
+    return Estimate(work, sum(known[trial.claim].seconds[ground_of(trial.subject)] for trial in planned))
 
 
 def _row_seconds(spec: Phase, dim: int, size: int, beta: float, budget: float) -> float:

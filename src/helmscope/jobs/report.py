@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from helmscope.jobs import trials
 from helmscope.jobs.job import Work
@@ -18,7 +18,7 @@ PAGE = "report.html"
 
 class Report(Trials, frozen=True, kw_only=True, tag="report"):
     """Spec for trying claims as ``Trials`` does and writing report.html, one self-contained page about all claims of
-    the catalogue. The fields are those of ``Trials``.
+    the catalogue. The fields are those of ``Trials``, but the models in the box are tried on the held-back texts.
 
     >>> import tempfile
     >>> from helmscope.jobs import run
@@ -28,6 +28,8 @@ class Report(Trials, frozen=True, kw_only=True, tag="report"):
     ('report.html', 1)
     """
 
+    held_back: bool = True
+
     verb: ClassVar[tuple[str, ...]] = ("report",)
 
     def prepare(self) -> ReportJob:
@@ -36,20 +38,20 @@ class Report(Trials, frozen=True, kw_only=True, tag="report"):
         from helmscope.plots.style import styled
 
         subjects = trial_subjects(self)
-        claims = trials.claims_to_try(self, subjects)
+        planned = trials.plan(self, subjects)
         with styled():
             render_page(self, subjects.options, [])
         subjects.identify()
-        return ReportJob(**trials.job_arguments(self, claims, subjects))
+        return ReportJob(**trials.job_arguments(self, planned, subjects))
 
 
-def render_page(spec: Report, options: tuple[str, ...], finished: list[Trial]) -> str:
-    """The HTML page of the finished trials."""
+def render_page(spec: Report, options: tuple[str, ...], finished: list[Trial], **details: Any) -> str:
+    """The HTML page of the finished trials; ``details`` are further arguments of ``page``."""
     from helmscope.claims.reading import read_catalogue
     from helmscope.report.page import page
 
     entries = read_catalogue(spec.folder)
-    return page(entries, finished, seed=spec.seed, quick=spec.quick, folder=spec.folder, options=options)
+    return page(entries, finished, seed=spec.seed, quick=spec.quick, folder=spec.folder, options=options, **details)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -74,9 +76,16 @@ class ReportJob(TrialsJob):
     spec: Report
     original: Report
 
+    @property
+    def files(self) -> dict[tuple[str, str], str]:
+        """The file with the results of each trial, by claim and subject, relative to the page."""
+        return {(planned.claim, planned.label): f"units/{planned.name}.nc" for planned in self.planned}
+
     def execute(self, work: Work) -> ReportResult:
         """Run the trials and write verdicts.json and report.html."""
         finished, failed = self.run_trials(work)
-        work.folder.write_bytes(PAGE, render_page(self.original, self.subjects.options, finished).encode())
+        details = {"date": work.manifest.created[:10], "files": self.files}
+        text = render_page(self.original, self.subjects.options, finished, **details)
+        work.folder.write_bytes(PAGE, text.encode())
         path = work.folder.path / PAGE
         return ReportResult(spec=self.spec, folder=work.folder, trials=finished, failed=failed, page=path)

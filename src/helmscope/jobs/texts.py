@@ -16,49 +16,53 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TrialSubjects:
-    """The subjects named by a spec, None if it names none, and the command-line options that name them."""
+    """The subjects named by a spec, empty if it names none, and the command-line options that name them."""
 
-    subject: Subject | None = None
+    subjects: tuple[Subject, ...] = ()
     other: Subject | None = None
     texts: str | None = None
     options: tuple[str, ...] = ()
 
     def identify(self) -> None:
         """Load the subjects, so that an unusable model or text raises ``HelmscopeError`` before a folder is created."""
-        for _, subject in self._subjects:
-            if subject is not None:
-                _ = subject.identity
+        for subject in self.named:
+            _ = subject.identity
 
     @property
-    def _subjects(self) -> tuple[tuple[str, Subject | None], ...]:
-        """The subjects by the field of the spec that names them."""
-        return ("model", self.subject), ("other", self.other)
+    def named(self) -> tuple[Subject, ...]:
+        """All subjects, the second model of a comparison last."""
+        return self.subjects if self.other is None else (*self.subjects, self.other)
 
-    def absolute_paths(self) -> dict[str, str | None]:
+    def absolute_paths(self) -> dict[str, Any]:
         """The fields of the spec that name files, as absolute paths."""
-        models = {name: None if each is None else str(each.as_data()["model"]) for name, each in self._subjects}
-        texts = None if self.texts is None else str(Path(self.texts).resolve())
-        return {**models, "texts": texts}
+        models = tuple(str(subject.as_data()["model"]) for subject in self.subjects)
+        other = None if self.other is None else str(self.other.as_data()["model"])
+        return {"models": models, "other": other, "texts": self.texts and str(Path(self.texts).resolve())}
 
 
 def trial_subjects(spec: Trials) -> TrialSubjects:
     """The subjects named by a spec.
 
     >>> from helmscope.jobs.trials import Trials
-    >>> trial_subjects(Trials(model="A")).subject
-    <Subject A: 128 texts>
+    >>> trial_subjects(Trials(models=["A", "tied"])).subjects
+    (<Subject A: 128 texts>, <Subject tied: 128 texts>)
     """
     from helmscope.models.subject import Subject
 
-    if spec.model is None:
+    if not spec.models:
         return TrialSubjects()
     prompts = None if spec.texts is None else read_texts(spec.texts)
-    options: tuple[str, ...] = ("--model", spec.model)
+
+    def subject(model: str) -> Subject:
+        named = Subject(model, prompts, truncate=spec.truncate)
+        return named.held_back() if spec.held_back else named
+
+    options: tuple[str, ...] = tuple(word for model in spec.models for word in ("--model", model))
     for name, value in (("texts", spec.texts), ("other", spec.other)):
         options += () if value is None else (f"--{name}", value)
     options += ("--truncate",) if spec.truncate else ()
-    other = None if spec.other is None else Subject(spec.other, prompts, truncate=spec.truncate)
-    return TrialSubjects(Subject(spec.model, prompts, truncate=spec.truncate), other, spec.texts, options)
+    other = None if spec.other is None else subject(spec.other)
+    return TrialSubjects(tuple(subject(model) for model in spec.models), other, spec.texts, options)
 
 
 def read_texts(name: str) -> list[Any]:

@@ -16,8 +16,8 @@ from helmscope.jobs.spec import Spec
 from helmscope.types import HelmscopeError, known_name, seed_number
 
 if TYPE_CHECKING:
-    from helmscope.claims.registry import Registered
-    from helmscope.claims.trial import Trial, TrialsFailed
+    from helmscope.claims.run_trials import PlannedTrial, TrialsFailed
+    from helmscope.claims.trial import Trial
     from helmscope.jobs.cost import Estimate
     from helmscope.jobs.texts import TrialSubjects
     from helmscope.types import Verdict
@@ -27,9 +27,10 @@ class Trials(Spec, frozen=True, kw_only=True, tag="trials"):
     """Spec for trying ``claims`` (by default all that can be tried) by their experiments.
 
     ``quick`` uses fewer replicates. ``folder`` contains your own claims: one ID.toml per claim, and Python files,
-    **which are run**. ``model`` is the model to try the claims on: "A", "B" or "tied", a folder or a Hub id; by default
-    each claim determines its own. ``texts`` is a file with one text per line or a JSON list; ``truncate`` cuts them to
-    the model's context. ``other`` is a second model, for claims that compare two.
+    **which are run**. ``models`` are the models to try the claims on, one verdict each: "A", "B" or "tied", folders or
+    Hub ids; by default each claim names its own. ``texts`` is a file with one text per line or a JSON list;
+    ``truncate`` cuts them to the model's context. ``held_back`` uses the held-back texts of the models in the box, on
+    which published verdicts are based. ``other`` is a second model, for claims that compare two.
 
     >>> import tempfile
     >>> from helmscope.jobs import run
@@ -42,10 +43,11 @@ class Trials(Spec, frozen=True, kw_only=True, tag="trials"):
     claims: tuple[str, ...] = ()
     quick: bool = False
     folder: str | None = None
-    model: str | None = None
+    models: tuple[str, ...] = ()
     texts: str | None = None
     other: str | None = None
     truncate: bool = False
+    held_back: bool = False
     seed: int = 0
 
     verb: ClassVar[tuple[str, ...]] = ("claims", "test")
@@ -53,56 +55,57 @@ class Trials(Spec, frozen=True, kw_only=True, tag="trials"):
         "claims": lambda name, value: tuple(dict.fromkeys(list_of(checks.text)(name, value))),
         "quick": boolean,
         "folder": optional(checks.path),
-        "model": optional(checks.path),
+        "models": lambda name, value: tuple(dict.fromkeys(list_of(checks.path)(name, value))),
         "texts": optional(checks.path),
         "other": optional(checks.path),
         "truncate": boolean,
+        "held_back": boolean,
         "seed": lambda _, value: seed_number(value),
     }
 
     def _complete(self) -> None:
         needs_model = {"texts": self.texts, "other": self.other, "truncate": self.truncate or None}
         for name, value in needs_model.items():
-            if value is not None and self.model is None:
-                raise HelmscopeError(f"{name} is set, but model is not: set it to A, B, tied, a folder or a Hub id")
+            if value is not None and not self.models:
+                raise HelmscopeError(f"{name} is set, but models is not: name A, B, tied, a folder or a Hub id")
 
     def prepare(self) -> TrialsJob:
         """Return the job; an unusable claim, model or text raises ``HelmscopeError``. Runs the code in ``folder``."""
         from helmscope.jobs.texts import trial_subjects
 
         subjects = trial_subjects(self)
-        claims = claims_to_try(self, subjects)
+        planned = plan(self, subjects)
         subjects.identify()
-        return TrialsJob(**job_arguments(self, claims, subjects))
+        return TrialsJob(**job_arguments(self, planned, subjects))
 
     def estimate(self) -> Estimate:
         """The time on one core, as declared by the experiments. Runs the code in ``folder``."""
         from helmscope.jobs.cost import trials_cost
         from helmscope.jobs.texts import trial_subjects
 
-        return trials_cost(self, claims_to_try(self, trial_subjects(self)))
+        return trials_cost(self, plan(self, trial_subjects(self)))
 
 
-def job_arguments(spec: Trials, claims: list[str], subjects: TrialSubjects) -> dict[str, Any]:
+def job_arguments(spec: Trials, planned: list[PlannedTrial], subjects: TrialSubjects) -> dict[str, Any]:
     """The arguments of ``TrialsJob``. Its spec depends neither on the working directory nor on the order of the claims,
     so that a run can be resumed from anywhere.
     """
-    from helmscope.claims.trial import sources, trial_units
+    from helmscope.claims.run_trials import trial_units
+    from helmscope.claims.trial import sources
 
-    named = {
-        name: each for name, each in (("subject", subjects.subject), ("other", subjects.other)) if each is not None
-    }
     folder = None if spec.folder is None else str(Path(spec.folder).resolve())
+    claims = sorted({trial.claim for trial in planned})
     inputs = {name: digest for claim in claims for name, digest in sources(claim, folder).items()}
-    canonical = {"claims": tuple(sorted(claims)), "folder": folder, **subjects.absolute_paths()}
+    models = {subject.name: subject.identity for trial in planned for subject in trial.subjects}
+    models.pop("simulation", None)
+    canonical = {"claims": tuple(claims), "folder": folder, **subjects.absolute_paths()}
     return {
         "spec": msgspec.structs.replace(spec, **canonical),
-        "units": trial_units(claims, seed=spec.seed, quick=spec.quick, folder=folder, **named),
-        "inputs": inputs | {name: each.identity for name, each in named.items()},
-        "parameters": {"claims": sorted(claims), "quick": spec.quick, "from": folder}
-        | {name: each.name for name, each in named.items()},
+        "units": trial_units(planned, seed=spec.seed, quick=spec.quick, folder=folder),
+        "inputs": inputs | models,
+        "parameters": {"claims": claims, "quick": spec.quick, "from": folder, "subjects": list(models)},
         "original": spec,
-        "claims": claims,
+        "planned": planned,
         "subjects": subjects,
     }
 
@@ -125,41 +128,36 @@ def code_notice(spec: Trials) -> str:
     return f"running the code in {spec.folder}: {files}"
 
 
-def claims_to_try(spec: Trials, subjects: TrialSubjects) -> list[str]:
-    """The claims to try, each once: those named, or all that can be tried on the subjects. A named claim that cannot be
-    tried on them raises ``HelmscopeError``.
+def plan(spec: Trials, subjects: TrialSubjects) -> list[PlannedTrial]:
+    """The trials of a spec: those of the claims that it names, or of all that can be tried, on its models or on those
+    that each claim names. A named claim that can be tried on none of the models raises ``HelmscopeError``.
     """
     from helmscope.claims.reading import read_catalogue
     from helmscope.claims.registry import experiments
-    from helmscope.claims.trial import registered
+    from helmscope.claims.run_trials import plan_trials
 
     entries = read_catalogue(spec.folder)
     for claim in spec.claims:  # before the user's code runs
         known_name("claim", claim, entries)
-    requested = [registered(claim, spec.folder).claim for claim in spec.claims]
     known = experiments(spec.folder)
     if not known:
         raise HelmscopeError(f"folder is '{spec.folder}', but no function in it is decorated with experiment(ID)")
-    chosen = requested or [claim for claim, tried in known.items() if _fits(tried, subjects)]
-    if not chosen:
-        raise HelmscopeError(f"model is '{spec.model}', but no claim can be tried with {' '.join(subjects.options)}")
-    for claim in chosen:
-        known[claim].case(spec.seed, subject=subjects.subject, other=subjects.other)
-    return chosen
-
-
-def _fits(tried: Registered, subjects: TrialSubjects) -> bool:
-    """Whether an experiment can be run on the subjects."""
-    from helmscope.claims.registry import ground_of
-
-    named = [each for each in (subjects.subject, subjects.other) if each is not None]
-    return len(named) <= len(tried.usual) and all(ground_of(each) in tried.subjects for each in named)
+    compares, named = subjects.other is not None, subjects.subjects
+    possible = [
+        claim
+        for claim, tried in known.items()
+        if not named or (tried.compares == compares and any(map(tried.fits, named)))
+    ]
+    claims = list(spec.claims) or possible
+    if not claims:
+        raise HelmscopeError(f"models is {list(spec.models)}, but no claim can be tried on them")
+    return plan_trials(claims, subjects.subjects, other=subjects.other, folder=spec.folder, held_back=spec.held_back)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class TrialsResult(Result):
-    """The result of ``Trials``: ``trials`` in the order of the claims. If experiments failed, ``trials`` has only the
-    others, and ``failed`` is the error that names the failed ones.
+    """The result of ``Trials``: ``trials`` has one trial for each claim and subject. If experiments failed, it has only
+    the others, and ``failed`` is the error that names the failed ones.
 
     >>> import tempfile
     >>> from helmscope.jobs import run
@@ -185,11 +183,11 @@ class TrialsResult(Result):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class TrialsJob(Job):
-    """A prepared job of trials. ``original`` is the spec as the user wrote it, ``claims`` the claims to try."""
+    """A prepared job of trials. ``original`` is the spec as the user wrote it, ``planned`` holds its trials."""
 
     spec: Trials
     original: Trials
-    claims: list[str]
+    planned: list[PlannedTrial]
     subjects: TrialSubjects
 
     prints_cost: ClassVar[bool] = True
@@ -198,7 +196,7 @@ class TrialsJob(Job):
         """The estimated time, without selecting the claims a second time."""
         from helmscope.jobs.cost import trials_cost
 
-        return trials_cost(self.original, self.claims)
+        return trials_cost(self.original, self.planned)
 
     def execute(self, work: Work) -> TrialsResult:
         """Run the trials and write verdicts.json."""
@@ -207,17 +205,15 @@ class TrialsJob(Job):
 
     def run_trials(self, work: Work) -> tuple[list[Trial], TrialsFailed | None]:
         """Run the trials. If experiments failed, return the other trials and the error that names the failed ones."""
-        from helmscope.claims.trial import TrialsFailed, run_trials
+        from helmscope.claims.run_trials import TrialsFailed, run_planned
 
         try:
-            trials = run_trials(
-                self.claims,
+            trials = run_planned(
+                self.planned,
                 work.folder,
                 seed=self.spec.seed,
                 quick=self.spec.quick,
                 folder=self.spec.folder,
-                subject=self.subjects.subject,
-                other=self.subjects.other,
                 manifest=work.manifest,
                 engine=work.engine,
                 heading="trying claims" if work.show_progress else None,

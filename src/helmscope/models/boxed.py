@@ -69,6 +69,19 @@ def box_texts() -> list[str]:
     return texts
 
 
+def held_back_texts() -> list[str]:
+    """The held-back texts in the box: 128 others of 128 tokens each, on which published verdicts are based.
+
+    They were drawn once from the validation windows, with at least 32 distinct first tokens in each half. Regions and
+    experiments are developed on ``box_texts``, so that none was chosen by looking at these.
+
+    >>> len(held_back_texts()), set(held_back_texts()) & set(box_texts())
+    (128, set())
+    """
+    texts: list[str] = json.loads((BOX / "held_back.json").read_text(encoding="utf-8"))
+    return texts
+
+
 def training_history(model: str) -> xr.Dataset:
     """Measurements of a model in the box during its training, at twelve steps evenly spaced in their logarithm.
 

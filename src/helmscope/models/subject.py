@@ -13,7 +13,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from helmscope.models.boxed import FIRST, box_texts, is_boxed, local_folder
+from helmscope.models.boxed import FIRST, box_texts, held_back_texts, is_boxed, local_folder
 from helmscope.models.cache import ById, RecordingCache, model_bytes, stream_bytes
 from helmscope.models.identity import (
     Prompt,
@@ -139,6 +139,18 @@ class Subject:
         """
         options = {name: getattr(self, name) for name in ("revision", "device", "truncate")}
         return Subject(self.model, self.asked_texts, tokenizer=self.asked_tokenizer, loops=loops, **options)
+
+    def held_back(self) -> Subject:
+        """The same model on the held-back texts of the box, on which published verdicts are based, if it is a model in
+        the box with its own texts; otherwise the subject itself.
+
+        >>> Subject("A").held_back().texts[0] in Subject("A").texts
+        False
+        """
+        if self.asked_texts is not None or not is_boxed(self.model):
+            return self
+        options = {name: getattr(self, name) for name in ("loops", "revision", "device", "truncate")}
+        return Subject(self.model, held_back_texts(), tokenizer=self.asked_tokenizer, **options)
 
     def __repr__(self) -> str:
         texts = "" if self.is_simulation else f": {counted(len(self.texts), 'text')}"

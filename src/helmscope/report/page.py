@@ -1,27 +1,30 @@
-"""The HTML report: every claim, how it was tried, and its verdict."""
+"""The HTML report: every claim, how it was tried, and its verdict on each subject."""
 
 from __future__ import annotations
 
 import base64
+import hashlib
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from helmscope.claims.sources import citation, short_citation, sources
 from helmscope.plots.measured import axis_name, variables
 from helmscope.plots.style import svg
 from helmscope.plots.trial import MOST_PANELS, trial_figure
+from helmscope.report.board import BADGES, UNTRIED, Badge, Row, board, expected_false, subjects_of
 from helmscope.stats.reduce import reduced
 from helmscope.types import (
     Control,
-    HelmscopeError,
+    Judged,
     MissingExtra,
-    Ruling,
+    Printed,
     Verdict,
     interval_text,
-    known_name,
     region_text,
     whole_number,
 )
@@ -33,46 +36,34 @@ if TYPE_CHECKING:
     from helmscope.claims.entry import Entry
     from helmscope.claims.trial import Trial
 
-SOURCES = {
-    "000": "The Helmholtz Transformer",
-    "001": "A mathematical perspective on Transformers",
-    "002": "Mean-field notes",
-    "003": "Gradient-shaped additive transport",
-}
-
-
-@dataclass(frozen=True)
-class _Badge:
-    """The label of a ruling: text and symbol, so that it does not rely on color alone."""
-
-    key: str
-    text: str
-    sign: str
-
-
-BADGES = {
-    Ruling.SUPPORTED: _Badge("supported", Ruling.SUPPORTED.value, "\u2713"),
-    Ruling.REFUTED: _Badge("refuted", Ruling.REFUTED.value, "\u2717"),
-    Ruling.INCONCLUSIVE: _Badge("inconclusive", Ruling.INCONCLUSIVE.value, "?"),
-    Ruling.BY_CONSTRUCTION: _Badge("construction", Ruling.BY_CONSTRUCTION.value, "\u2261"),
-    Ruling.IMPOSSIBLE: _Badge("impossible", Ruling.IMPOSSIBLE.value, "\u2205"),
-}
-UNTRIED = _Badge("untried", "not yet tried", "\u2013")
-
 
 @dataclass(frozen=True)
 class _Line:
-    """One row of a claim's table: the statistic itself, or a control."""
+    """One row of the table of a trial: a condition, a control or a described quantity."""
 
     role: str
-    what: str
+    name: str
     value: str
     interval: str
     n: str
     region: str
-    words: str
-    badge: _Badge
-    expected: str
+    text: str
+    badge: Badge
+    expected: str = ""
+
+
+@dataclass(frozen=True)
+class _Case:
+    """One trial of a claim, on one subject."""
+
+    subject: str
+    badge: Badge
+    verdict: Verdict
+    lines: tuple[_Line, ...]
+    picture: str
+    alt: str
+    command: str
+    file: str
 
 
 @dataclass(frozen=True)
@@ -81,13 +72,16 @@ class _Card:
 
     entry: Entry
     source: str
-    badge: _Badge
-    region: str
-    command: str
-    verdict: Verdict | None = None
-    lines: tuple[_Line, ...] = ()
-    picture: str = ""
-    alt: str = ""
+    citation: str
+    link: str
+    sentence: str = ""
+    cases: tuple[_Case, ...] = ()
+    printed: Printed | None = None
+
+    @property
+    def badges(self) -> list[Badge]:
+        """The distinct rulings of its trials, by which the page filters."""
+        return list(dict.fromkeys(case.badge for case in self.cases)) or [UNTRIED]
 
 
 def page(
@@ -99,41 +93,47 @@ def page(
     folder: str | Path | None = None,
     options: Sequence[str] = (),
     title: str = "Claims on trial",
+    date: str = "",
+    files: Mapping[tuple[str, str], str] | None = None,
 ) -> str:
     """Render one HTML document with every claim of a catalogue, tried or not; equal input gives equal text.
 
-    The document is self-contained: figures are embedded, there are no scripts, and its content security policy forbids
-    loading anything. ``seed``, ``quick``, ``folder`` (a user's catalogue) and ``options`` (further command-line words,
-    such as --model A) appear in the commands that reproduce the trials. Raises ``HelmscopeError`` for a trial of an
-    unknown claim and for a second trial of the same claim.
+    The document is self-contained: figures are embedded, its only script filters the claims, and its content security
+    policy forbids loading anything. ``seed``, ``quick``, ``folder`` (a user's catalogue) and ``options`` (further
+    command-line words, such as --model A) appear in the commands that reproduce the trials. ``date`` is shown as given;
+    ``files`` maps claim and subject to the path of the result file, relative to the page. Raises ``HelmscopeError`` for
+    a trial of an unknown claim and for a second trial of the same claim on the same subject.
 
     >>> from helmscope.claims.reading import read_catalogue
     >>> text = page(read_catalogue(), [])
-    >>> text.count("data-claim="), "https:" in text
-    (56, False)
+    >>> text.count("data-claim=") == len(read_catalogue())
+    True
     """
     whole_number("seed", seed, at_least=0)
     arguments = f" --seed {seed}{' --quick' if quick else ''}"
     arguments += "" if folder is None else f" --from {shlex.quote(str(folder))}"
     arguments += f" {shlex.join(options)}" if options else ""
-    tried: dict[str, Trial] = {}
-    for trial in trials:
-        claim = known_name("claim of a trial", trial.verdict.claim, entries)
-        if claim in tried:
-            raise HelmscopeError(f"trials holds claim '{claim}' twice, but a page shows one trial of a claim")
-        tried[claim] = trial
-    ordered = sorted(entries.values(), key=lambda entry: (entry.source, entry.id))
-    cards = [_card(entry, tried.get(entry.id), arguments) for entry in ordered]
+    rows = board(entries, trials)
+    tried = [_card(row.entry, row, arguments, files or {}) for row in rows]
+    done = {row.entry.id for row in rows}
+    untried = [_card(entry) for entry in sorted(entries.values(), key=lambda each: (each.source, each.id))]
     badges = [*BADGES.values(), UNTRIED]
+    verdicts = [trial.verdict for trial in trials]
+    script = (resources.files("helmscope.report") / "templates" / "filter.js").read_text(encoding="utf-8")
     return _template().render(
         title=title,
-        tried=[card for card in cards if card.verdict is not None],
-        untried=[card for card in cards if card.verdict is None],
-        counts=[(badge, sum(card.badge is badge for card in cards)) for badge in badges],
+        tried=tried,
+        untried=[card for card in untried if card.entry.id not in done],
+        subjects=subjects_of(rows),
+        counts=[(badge, sum(BADGES[verdict.ruling] is badge for verdict in verdicts)) for badge in badges[:-1]],
+        expected_false=expected_false(verdicts),
         seed=seed,
         quick=quick,
+        date=date,
         version=sys.modules["helmscope"].__version__,
         command=f"helmscope report{arguments}",
+        script=script,
+        script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
     )
 
 
@@ -149,61 +149,64 @@ def _template() -> jinja2.Template:
     return environment.get_template("report.html")
 
 
-def _card(entry: Entry, trial: Trial | None, arguments: str) -> _Card:
-    name = SOURCES.get(entry.source)
-    source = entry.source if name is None else f"{entry.source} {name}"
-    command = f"helmscope claims test {shlex.quote(entry.id)}{arguments}"
-    if trial is None:
-        return _Card(entry, source, UNTRIED, entry.region.text, command)
+def _card(
+    entry: Entry, row: Row | None = None, arguments: str = "", files: Mapping[tuple[str, str], str] | None = None
+) -> _Card:
+    source = sources().get(entry.source)
+    named = short_citation(entry.source), citation(entry.source), "" if source is None else source.link
+    if row is None:
+        return _Card(entry, *named)
+    cases = tuple(_case(entry, subject, trial, arguments, files or {}) for subject, trial in row.trials.items())
+    printed = next((case.verdict.printed for case in cases if case.verdict.printed is not None), None)
+    return _Card(entry, *named, sentence=row.sentence, cases=cases, printed=printed)
+
+
+def _case(entry: Entry, subject: str, trial: Trial, arguments: str, files: Mapping[tuple[str, str], str]) -> _Case:
     verdict, data = trial.verdict, reduced(trial.data)
     picture = base64.b64encode(svg(trial_figure(verdict, data))).decode()
-    return _Card(
-        entry,
-        source,
+    model = "" if subject == "simulation" or "--model" in arguments else f" --model {shlex.quote(subject)}"
+    return _Case(
+        subject,
         BADGES[verdict.ruling],
-        f"{verdict.region.text} ({region_text(verdict.region)})",
-        command,
-        verdict=verdict,
-        lines=tuple(_line(role, judged, verdict) for role, judged in _roles(verdict)),
+        verdict,
+        lines=tuple(_lines(verdict)),
         picture=f"data:image/svg+xml;base64,{picture}",
         alt=_alt_text(verdict, data),
+        command=f"helmscope claims test {shlex.quote(entry.id)}{arguments}{model}",
+        file=files.get((entry.id, subject), ""),
     )
 
 
-def _roles(verdict: Verdict) -> list[tuple[str, Verdict | Control]]:
-    """The verdict and its controls, each with its label."""
-    labeled: list[tuple[str, Verdict | Control | None]] = [
-        ("the claim", verdict),
-        ("null", verdict.null),
-        ("as printed", verdict.printed),
-        *(("also", control) for control in verdict.also),
-    ]
-    return [(role, judged) for role, judged in labeled if judged is not None]
+def _lines(verdict: Verdict) -> list[_Line]:
+    """The rows of a trial's table."""
+    lines = [_line("condition", condition) for condition in verdict.conditions]
+    lines += [_line("control", control) for control in verdict.controls]
+    lines += [_line("described", quantity) for quantity in verdict.described]
+    return lines
 
 
-def _line(role: str, judged: Verdict | Control, verdict: Verdict) -> _Line:
-    """One row of the table; a region is described in words only if it is not that of the claim."""
+def _line(role: str, judged: Judged) -> _Line:
     value, _, ends = interval_text(judged.interval).partition(" [")
-    what, expected = "its statistic", ""
+    expected = ""
     if isinstance(judged, Control):
-        what, expected = judged.what, "yes" if judged.as_expected else f"no: {judged.expected.value} was expected"
-    words = judged.region.text if judged.region.text != verdict.region.text else ""
-    bracket = f"[{ends}" if ends else ""
+        expected = "yes" if judged.as_expected else f"no: {judged.expectation} was expected"
     n = "" if judged.interval is None else f"{judged.interval.n:,}"
-    return _Line(role, what, value, bracket, n, region_text(judged.region), words, BADGES[judged.ruling], expected)
+    bounds, text = (region_text(judged.region), judged.region.text) if judged.region.bounded else ("", "")
+    bracket = f"[{ends}" if ends else ""
+    return _Line(role, judged.name, value, bracket, n, bounds, text, BADGES[judged.ruling], expected)
 
 
 def _alt_text(verdict: Verdict, data: xr.Dataset) -> str:
     """The figure in words, for screen readers."""
-    intervals = [
-        f"{role}{f' ({judged.what})' if isinstance(judged, Control) else ''} {interval_text(judged.interval)}"
-        for role, judged in _roles(verdict)
-        if judged.region.ends == verdict.region.ends
-    ]
+    ends = None if verdict.region is None else verdict.region.ends
+    judged: list[Judged] = [*verdict.conditions, *verdict.controls]
+    intervals = [f"{case.name} {interval_text(case.interval)}" for case in judged if case.region.ends == ends]
     panels = []
     for name in variables(data)[:MOST_PANELS]:
         value = data[name]
         over = " over " + " and ".join(axis_name(value, dim) for dim in value.dims) if value.ndim else ""
         panels.append(f"{value.attrs.get('long_name', name)}{over}")
     below = f" Below: {'; '.join(panels)}." if panels else ""
+    if verdict.region is None:
+        return f"Nothing was measured.{below}"
     return f"Intervals on the region, {region_text(verdict.region)}: {'; '.join(intervals)}.{below}"
