@@ -6,26 +6,24 @@ import numpy as np
 import pytest
 import torch
 
-from helmscope.claims.finding import (
-    Check,
+from helmscope.claims.evidence import (
     Count,
-    Described,
     EveryLayer,
-    Finding,
     Identity,
     Impossible,
-    Paired,
+    Magnitude,
     Replicates,
     SomeLayer,
 )
+from helmscope.claims.finding import Finding
 from helmscope.stats.intervals import bootstrap_t, mean_interval
 from helmscope.stats.scales import LogScale
 from helmscope.types import HelmscopeError, Region, Ruling
 
-ABOVE = Region(text="above 0", low=0.0)
+ABOVE = Region(text="above 0", above=0.0)
 BOUND = Region(text="within 1e-12", high=1e-12)
-OPEN = Region(text="not 0")
-NULL = Check("V = -I", Count(0, 64))
+UNBOUNDED = Region(text="described")
+MATTERS = Region(text="differs by .1 or more", low=0.1)
 
 
 def around(center: float, n: int = 32, spread: float = 1.0) -> np.ndarray:
@@ -89,19 +87,27 @@ def test_invalid_identities_raise(errors: np.ndarray, region: Region, sentence: 
     assert str(raised.value) == sentence
 
 
-def test_paired_differences_are_supported_or_inconclusive() -> None:
-    for center in (1.0, -1.0):
-        assessment = Paired(around(center, 12)).weigh(OPEN)
-        assert assessment.ruling is Ruling.SUPPORTED
-        assert "sign flips p = 0.00" in assessment.basis
-    assessment = Paired(around(0.1, 12)).weigh(OPEN)
-    assert assessment.ruling is Ruling.INCONCLUSIVE
-    assert assessment.replicates_needed == 485  # 12 (2.201 / sqrt 12 / .1)^2
-    # five equal differences: Student leaves out 0, but 2 / 2^5 of the sign flips are as extreme
-    assert Paired([1.0, 1.1, 0.9, 1.2, 0.8]).weigh(OPEN).ruling is Ruling.INCONCLUSIVE
-    assert Paired(np.zeros(12)).weigh(OPEN).ruling is Ruling.INCONCLUSIVE
-    with pytest.raises(HelmscopeError, match="with bounds, but paired differences are compared with 0"):
-        Paired([1.0, 2.0]).weigh(ABOVE)
+@pytest.mark.parametrize(
+    ("center", "spread", "ruling"),
+    [
+        (1.0, 1.0, Ruling.SUPPORTED),
+        (-1.0, 1.0, Ruling.SUPPORTED),
+        (0.0, 0.1, Ruling.REFUTED),
+        (0.05, 0.05, Ruling.REFUTED),
+        (0.1, 1.0, Ruling.INCONCLUSIVE),
+        (-0.1, 0.1, Ruling.INCONCLUSIVE),
+    ],
+)
+def test_a_difference_that_matters_can_be_supported_and_refuted(center: float, spread: float, ruling: Ruling) -> None:
+    differences = around(center, spread=spread)
+    assessment = Magnitude(differences, of="starts").weigh(MATTERS)
+    signed = mean_interval(differences)
+    assert assessment.ruling is ruling
+    assert assessment.interval.estimate == abs(signed.estimate)
+    assert assessment.interval.high == max(abs(signed.low), abs(signed.high))
+    inside = signed.low <= 0 <= signed.high
+    assert assessment.interval.low == (0.0 if inside else min(abs(signed.low), abs(signed.high)))
+    assert "sign flips p = " in assessment.basis
 
 
 def test_every_layer_reports_the_layer_nearest_to_failing() -> None:
@@ -134,23 +140,17 @@ def test_the_sample_size_of_layers_uses_their_scale() -> None:
 @pytest.mark.parametrize(
     ("make", "sentence"),
     [
-        (lambda: Check("null", 3), "evidence is a int, but it must be an Evidence"),
-        (lambda: Check("null", Count(1, 2), "refuted"), "expected is a str, but it must be a Ruling"),
-        (lambda: Check(3, Count(1, 2)), "what is a int, but it must be a str"),
-        (lambda: Check("x", Count(1, 2), region=3), "region is a int, but it must be a Region | None"),
-        (lambda: Finding(evidence=[1.0], null=NULL, data=None), "evidence is a list, but it must be an Evidence"),
-        (lambda: Finding(evidence=Count, null=NULL, data=None), "evidence is a Count, but it must be an Evidence"),
-        (lambda: Finding(evidence=Count(1, 2), null=None, data=None), "null is a NoneType, but it must be a Check"),
-        (lambda: Finding(evidence=Count(1, 2), null=NULL, data=None, also=NULL), "also is a Check, but it must be a"),
-        (lambda: Finding(evidence=Count(1, 2), null=NULL, data=None, also=(3,)), "also holds a int, but it must hold"),
+        (lambda: Finding(evidence=[1.0], data=None), "evidence is a list, but it must be an Evidence | Mapping"),
+        (lambda: Finding(evidence=Count, data=None), "evidence is a Count, but it must be an Evidence | Mapping"),
+        (lambda: Finding(evidence={"x": 3}, data=None), "evidence['x'] is an int, but it must be evidence, such as"),
+        (lambda: Finding(evidence={3: Count(1, 2)}, data=None), "evidence has the key 3, but its keys must be names"),
+        (lambda: Finding(evidence=Count(1, 2), data=None, controls=Count(1, 2)), "controls is a Count, but it must be"),
         (
-            lambda: Finding(evidence=Count(1, 2), null=NULL, data=None, exhibits=(3,)),
-            "exhibits holds a int, but it must",
+            lambda: Finding(evidence=Count(1, 2), data=None, controls={"x": None}),
+            "controls['x'] is a NoneType, but it must",
         ),
-        (
-            lambda: Finding(evidence=Count(1, 2), null=NULL, data=None, remark=3),
-            "remark is a int, but it must be a str",
-        ),
+        (lambda: Finding(evidence=Count(1, 2), data=None, exhibits=(3,)), "exhibits holds an int, but it must hold"),
+        (lambda: Finding(evidence=Count(1, 2), data=None, remark=3), "remark is an int, but it must be a str"),
         (lambda: Impossible(""), "reason is '', but it must be a text that explains why"),
         (lambda: Replicates("abc").weigh(ABOVE), "values is a str, but it must hold real numbers only"),
         (lambda: Replicates([1j, 2j]).weigh(ABOVE), "values is a list, but it must hold real numbers only"),
@@ -186,12 +186,20 @@ def test_some_layer_reports_the_layer_deepest_in_the_region() -> None:
     assert SomeLayer([around(-3.0), around(-1.0)]).weigh(ABOVE).ruling is Ruling.REFUTED
 
 
-def test_a_description_is_never_ruled_on() -> None:
-    assessment = Described(around(5.0)).weigh(OPEN)
-    assert (assessment.ruling, assessment.replicates_needed) == (Ruling.INCONCLUSIVE, None)
-    assert assessment.basis.endswith("described and not ruled on")
-    with pytest.raises(HelmscopeError, match="a description is not ruled on"):
-        Described(around(5.0)).weigh(ABOVE)
+@pytest.mark.parametrize("evidence", [Replicates(around(5.0)), Count(3, 32), Magnitude(around(5.0))])
+def test_without_bounds_a_quantity_is_described(evidence) -> None:
+    assessment = evidence.weigh(UNBOUNDED)
+    assert (assessment.ruling, assessment.replicates_needed) == (Ruling.DESCRIBED, None)
+    assert assessment.interval is not None
+
+
+def test_values_that_never_vary_support_nothing_on_the_bound() -> None:
+    """Tokens that never move have growth 0 in every prompt: not above 0, and no evidence for "at least 0" either."""
+    still = np.zeros(64)
+    for region in (ABOVE, Region(text="at least 0", low=0.0), Region(text="at most 0", high=0.0)):
+        assert Replicates(still).weigh(region).ruling is Ruling.INCONCLUSIVE
+        assert EveryLayer([still, still]).weigh(region).ruling is Ruling.INCONCLUSIVE
+        assert SomeLayer([still, around(5.0)]).weigh(ABOVE).ruling is Ruling.SUPPORTED
 
 
 def test_an_impossible_premise_has_no_interval() -> None:

@@ -1,4 +1,4 @@
-"""The judge: the region of the entry decides unless a control fails, and the sentence reports why."""
+"""The judge: the regions of the entry decide unless a control fails, and the sentence reports why."""
 
 from __future__ import annotations
 
@@ -6,109 +6,183 @@ import numpy as np
 import pytest
 import xarray as xr
 
-from helmscope.claims.entry import parse_entry
-from helmscope.claims.finding import Check, Count, Described, Finding, Identity, Impossible, Replicates
+from helmscope.claims.entry import Ground, parse_entry
+from helmscope.claims.evidence import Count, Identity, Replicates
+from helmscope.claims.finding import Finding
 from helmscope.claims.judge import judge
-from helmscope.types import HelmscopeError, Region, Ruling
+from helmscope.types import HelmscopeError, Judgment, Region, Ruling
 
-TOML = """
+HEAD = """
 id = "my-claim"
+version = 3
 statement = "s"
 source = "mine"
-printed = ""
-corrected = ""
 decided = ["simulation"]
 experiment = "e"
-statistic = "x"
 null = "n"
-version = 1
-region = { text = "At least 0.9.", low = 0.9 }
 """
-ENTRY = parse_entry(TOML, "my-claim.toml")
+SHARE = """
+[[conditions]]
+name = "share"
+statistic = "x"
+text = "At least 0.9."
+low = 0.9
+"""
+ERROR = """
+[[conditions]]
+name = "error"
+statistic = "y"
+text = "Exact."
+high = 1e-12
+"""
+NULL = """
+[[controls]]
+name = "V = -I"
+text = "It must fail."
+"""
+PRINTED = """
+[printed]
+text = "The share is at most 0.95"
+place = "equation 3"
+judgment = "true, not sharp"
+reason = "It is smaller."
+high = 0.95
+"""
+ENTRY = parse_entry(HEAD + SHARE + NULL, "my-claim.toml")
+BOTH = parse_entry(HEAD + SHARE + ERROR, "my-claim.toml")
 DATA = xr.Dataset({"share": 1.0, "share_stderr": 0.0}, attrs={"n": 64})
-FAILS, HOLDS = Check("V = -I", Count(0, 64)), Count(64, 64, of="starts")
+FAILS, HOLDS = {"V = -I": Count(0, 64)}, Count(64, 64, of="starts")
+SMALL, LARGE = Identity(np.zeros(1_000)), Identity(np.ones(1_000))
 
 
 def test_the_verdict_holds_the_entry_the_region_and_the_interval() -> None:
-    verdict = judge(ENTRY, Finding(evidence=HOLDS, null=FAILS, data=DATA, remark="All 64 met.", where="here"))
+    verdict = judge(ENTRY, Finding(evidence=HOLDS, controls=FAILS, data=DATA, remark="All 64 met.", where="here"))
     assert (verdict.claim, verdict.ruling, verdict.interval.n) == ("my-claim", Ruling.SUPPORTED, 64)
     assert (verdict.interval.estimate, verdict.interval.high) == (1.0, 1.0)
     assert verdict.interval.low == pytest.approx(0.025 ** (1 / 64), abs=1e-12)
-    assert verdict.region == ENTRY.region == Region(text="At least 0.9.", low=0.9)
-    assert (verdict.entry_hash, verdict.where, verdict.printed, verdict.also) == (ENTRY.hash, "here", None, ())
-    assert verdict.null is not None
-    assert (verdict.null.ruling, verdict.null.interval.estimate) == (Ruling.REFUTED, 0.0)
-    assert verdict.null.region == ENTRY.region
+    assert verdict.region == ENTRY.conditions[0].region == Region(text="At least 0.9.", low=0.9)
+    assert (verdict.provenance.entry, verdict.provenance.version) == (ENTRY.hash, 3)
+    assert (verdict.where, verdict.printed, verdict.described) == ("here", None, ())
+    (null,) = verdict.controls
+    assert (null.ruling, null.interval.estimate, null.as_expected) == (Ruling.REFUTED, 0.0, True)
+    assert null.region == Region(text="It must fail.", low=0.9)
     assert verdict.sentence == "Supported: 1 [0.944, 1], from 64 of 64 starts. All 64 met."
 
 
-@pytest.mark.parametrize("place", ["null", "printed"])
-def test_a_failed_control_rules_out_refutation(place: str) -> None:
-    parts = {"null": FAILS, "printed": FAILS} | {place: Check("V = -I", Count(64, 64))}
-    assert judge(ENTRY, Finding(evidence=Count(0, 64), data=DATA, **parts)).ruling is Ruling.INCONCLUSIVE
-
-
-def test_a_refuted_claim_stays_refuted_when_a_further_part_fails() -> None:
-    part = Check("the same at beta = 9", Count(0, 64), Ruling.SUPPORTED)
-    assert judge(ENTRY, Finding(evidence=Count(0, 64), null=FAILS, data=DATA, also=(part,))).ruling is Ruling.REFUTED
-    assert judge(ENTRY, Finding(evidence=HOLDS, null=FAILS, data=DATA, also=(part,))).ruling is Ruling.INCONCLUSIVE
-
-
-def test_a_claim_about_models_tried_in_simulation_says_so() -> None:
-    entry = parse_entry(TOML.replace('["simulation"]', '["simulation", "model"]'), "my-claim.toml")
-    finding = Finding(evidence=HOLDS, null=FAILS, data=DATA, where="simulation on the unit sphere")
-    assert judge(entry, finding).sentence.endswith("Tried in simulation only, not yet on a model.")
-    assert "on a model" not in judge(ENTRY, finding).sentence
-
-
-@pytest.mark.parametrize("place", ["null", "printed", "also"])
-def test_a_failed_control_rules_out_support(place: str) -> None:
-    bad = Check("V = -I", Count(64, 64))
-    parts = {"null": FAILS, "printed": FAILS, "also": (FAILS,)} | {place: (bad,) if place == "also" else bad}
-    verdict = judge(ENTRY, Finding(evidence=HOLDS, data=DATA, **parts))
+@pytest.mark.parametrize("evidence", [HOLDS, Count(0, 64)])
+def test_a_failed_control_rules_out_any_ruling(evidence: Count) -> None:
+    verdict = judge(ENTRY, Finding(evidence=evidence, data=DATA, controls={"V = -I": Count(64, 64)}))
     assert verdict.ruling is Ruling.INCONCLUSIVE
     assert verdict.sentence.startswith(
-        "A control failed, so there is no ruling: V = -I: supported, expected refuted. Inconclusive: 1 [0.944, 1]"
+        "A control failed, so there is no ruling: V = -I: supported, expected refuted. Inconclusive: "
     )
 
 
-def test_a_control_may_have_its_own_region() -> None:
-    small = Check("error", Identity(np.zeros(1_000)), Ruling.BY_CONSTRUCTION, Region(text="exact", high=1e-12))
-    verdict = judge(ENTRY, Finding(evidence=HOLDS, null=FAILS, data=DATA, also=(small,)))
+@pytest.mark.parametrize(
+    ("share", "error", "ruling"),
+    [
+        (HOLDS, SMALL, Ruling.SUPPORTED),
+        (HOLDS, LARGE, Ruling.REFUTED),
+        (Count(0, 64), SMALL, Ruling.REFUTED),
+        (Count(60, 64), SMALL, Ruling.INCONCLUSIVE),
+        (Count(60, 64), LARGE, Ruling.REFUTED),
+    ],
+)
+def test_both_conditions_are_judged(share: Count, error: Identity, ruling: Ruling) -> None:
+    verdict = judge(BOTH, Finding(evidence={"share": share, "error": error}, data=DATA))
+    assert verdict.ruling is ruling
+    assert [condition.name for condition in verdict.conditions] == ["share", "error"]
+    assert "(share): " in verdict.sentence
+    assert "(error): " in verdict.sentence
+
+
+def test_identities_alone_are_true_by_construction() -> None:
+    entry = parse_entry(HEAD + ERROR, "my-claim.toml")
+    assert judge(entry, Finding(evidence=SMALL, data=DATA)).ruling is Ruling.BY_CONSTRUCTION
+
+
+@pytest.mark.parametrize(
+    ("finding", "sentence"),
+    [
+        ({"evidence": HOLDS}, "returned the controls none, but the entry has 'V = -I'"),
+        ({"evidence": HOLDS, "controls": {"V = I": HOLDS}}, "returned the controls 'V = I', but the entry has 'V"),
+        ({"evidence": {"shar": HOLDS}, "controls": FAILS}, "returned the conditions 'shar', but the entry has 'share'"),
+        ({"evidence": HOLDS, "controls": FAILS, "printed": HOLDS}, "tests what is printed, but the entry gives it no"),
+    ],
+)
+def test_conditions_and_controls_are_those_of_the_entry(finding: dict[str, object], sentence: str) -> None:
+    with pytest.raises(HelmscopeError, match=sentence):
+        judge(ENTRY, Finding(data=DATA, **finding))
+
+
+def test_a_control_may_have_its_own_region_and_expectation() -> None:
+    own = 'low = 0.5\nexpected = ["supported", "inconclusive"]\n'
+    entry = parse_entry(HEAD + SHARE + NULL + own, "my-claim.toml")
+    verdict = judge(entry, Finding(evidence=HOLDS, controls={"V = -I": Count(40, 64)}, data=DATA))
     assert verdict.ruling is Ruling.SUPPORTED
-    assert verdict.also[0].region == Region(text="exact", high=1e-12)
+    assert verdict.controls[0].region == Region(text="It must fail.", low=0.5)
+    assert judge(entry, Finding(evidence=HOLDS, controls=FAILS, data=DATA)).ruling is Ruling.INCONCLUSIVE
 
 
-def test_the_sentence_reports_the_printed_form() -> None:
-    printed = Check("rate e^-beta", Replicates([0.1, 0.2, 0.3]))
-    sentence = judge(ENTRY, Finding(evidence=HOLDS, null=FAILS, data=DATA, printed=printed)).sentence
-    assert sentence.endswith("As printed (rate e^-beta): refuted, 0.2 [-0.0484, 0.448].")
+def test_simulation_and_model_have_their_own_conditions() -> None:
+    text = HEAD.replace('["simulation"]', '["simulation", "model"]')
+    text += SHARE + 'on = "simulation"\n' + ERROR + 'on = "model"\n' + NULL + 'on = "simulation"\n'
+    entry = parse_entry(text, "my-claim.toml")
+    assert judge(entry, Finding(evidence=HOLDS, controls=FAILS, data=DATA)).ruling is Ruling.SUPPORTED
+    on_model = judge(entry, Finding(evidence=SMALL, data=DATA), ground=Ground.MODEL)
+    assert (on_model.ruling, on_model.conditions[0].name) == (Ruling.BY_CONSTRUCTION, "error")
+
+
+@pytest.mark.parametrize(
+    ("evidence", "measured", "shown"),
+    [
+        (Count(10, 64), Judgment.TRUE, "true, not sharp"),
+        (Count(64, 64), Judgment.UNDECIDED, "true, not sharp"),
+        (Replicates([1.2, 1.21, 1.22]), Judgment.FALSE, "false"),
+    ],
+)
+def test_what_is_printed_is_judged_apart(evidence: Count, measured: Judgment, shown: str) -> None:
+    entry = parse_entry(HEAD + PRINTED + SHARE, "my-claim.toml")
+    verdict = judge(entry, Finding(evidence=HOLDS, data=DATA, printed=evidence))
+    assert verdict.ruling is Ruling.SUPPORTED  # whatever is printed
+    assert verdict.printed.measured is measured
+    assert verdict.printed.judgment.value == shown
+    assert f"As printed (The share is at most 0.95): {shown}, " in verdict.sentence
+    unmeasured = judge(entry, Finding(evidence=HOLDS, data=DATA)).printed
+    assert (unmeasured.measured, unmeasured.judgment) == (None, Judgment.NOT_SHARP)
 
 
 def test_an_inconclusive_verdict_names_the_sample_size_that_would_decide() -> None:
-    verdict = judge(ENTRY, Finding(evidence=Replicates([0.0, 1.0, 2.0, 3.0]), null=FAILS, data=DATA))
+    verdict = judge(ENTRY, Finding(evidence=Replicates([0.0, 1.0, 2.0, 3.0]), controls=FAILS, data=DATA))
     assert verdict.ruling is Ruling.INCONCLUSIVE
     assert "About 47 replicates would decide it." in verdict.sentence  # 4 (3.1824 x 1.29099 / 2 / .6)^2 = 46.9
-    verdict = judge(ENTRY, Finding(evidence=Count(0, 64, refutes=False), null=FAILS, data=DATA))
+    verdict = judge(ENTRY, Finding(evidence=Count(0, 64, refutes=False), controls=FAILS, data=DATA))
     assert "No number of replicates is known that would decide it." in verdict.sentence
 
 
 def test_descriptions_and_impossible_premises_name_no_sample_size() -> None:
-    entry = parse_entry(TOML.replace(", low = 0.9", ""), "my-claim.toml")
-    null = Check("V = -I", Count(0, 64), region=Region(text="at least .9", low=0.9))
-    verdict = judge(entry, Finding(evidence=Described([3.0, 4.0, 5.0]), null=null, data=DATA))
+    entry = parse_entry((HEAD + SHARE).replace("low = 0.9", ""), "my-claim.toml")
+    verdict = judge(entry, Finding(evidence=Replicates([3.0, 4.0, 5.0]), data=DATA))
+    assert verdict.ruling is Ruling.DESCRIBED
     assert verdict.sentence == (
-        "Inconclusive: 4 [1.52, 6.48], from 3 seeds, described and not ruled on. "
+        "Described: 4 [1.52, 6.48], from 3 seeds. "
         "Fewer than 32 replicates: the interval assumes that they are normally distributed."
     )
-    verdict = judge(entry, Finding(evidence=Impossible("only I is causal and bistochastic"), null=null, data=DATA))
+    verdict = judge(ENTRY, Finding.impossible("only I is causal and bistochastic"))
     assert (verdict.ruling, verdict.interval) == (Ruling.IMPOSSIBLE, None)
     assert verdict.sentence == "Only I is causal and bistochastic."
 
 
+def test_described_quantities_are_reported_and_never_ruled_on() -> None:
+    described = {"mean": Replicates([3.0, 4.0, 5.0])}
+    verdict = judge(ENTRY, Finding(evidence=HOLDS, controls=FAILS, data=DATA, described=described))
+    assert verdict.ruling is Ruling.SUPPORTED
+    assert [(quantity.name, quantity.ruling) for quantity in verdict.described] == [("mean", Ruling.DESCRIBED)]
+
+
 def test_narrow_intervals_are_printed_with_enough_digits() -> None:
     values = 1 + 1e-8 * np.array([1.0, 2.0, 3.0])
-    sentence = judge(ENTRY, Finding(evidence=Replicates(values), null=FAILS, data=DATA)).sentence
+    sentence = judge(ENTRY, Finding(evidence=Replicates(values), controls=FAILS, data=DATA)).sentence
     assert "1.00000002 [0.9999999952, 1.000000045]" in sentence
 
 
@@ -116,4 +190,4 @@ def test_anything_but_a_finding_with_a_measurement_raises() -> None:
     with pytest.raises(HelmscopeError, match="experiment of 'my-claim' returned a float, but it must return a Finding"):
         judge(ENTRY, 0.5)  # type: ignore[arg-type]
     with pytest.raises(HelmscopeError, match="'share' has neither 'share_stderr'"):
-        judge(ENTRY, Finding(evidence=HOLDS, null=FAILS, data=xr.Dataset({"share": 1.0}, attrs={"n": 2})))
+        judge(ENTRY, Finding(evidence=HOLDS, controls=FAILS, data=xr.Dataset({"share": 1.0}, attrs={"n": 2})))

@@ -12,6 +12,7 @@ import torch
 import helmscope as hs
 from helmscope.claims import experiments as package
 from helmscope.claims.reading import read_catalogue
+from helmscope.claims.entry import Ground
 from helmscope.claims.registry import Case, experiments
 from helmscope.types import HelmscopeError
 from support.children import run_python
@@ -98,12 +99,12 @@ make(), make()
             "unknown claim of an experiment 'other'",
         ),
         ("raise SystemExit(3)", "mine.py cannot be run: SystemExit: 3"),
-        ("import helmscope as hs\n@hs.claims.experiment(3)\ndef f(case): ...", "claim is a int, but it must be an id"),
+        ("import helmscope as hs\n@hs.claims.experiment(3)\ndef f(case): ...", "claim is an int, but it must be an id"),
         (
             "import helmscope as hs\n@hs.claims.experiment\ndef f(case): ...",
             "claim is a function, but it must be an id",
         ),
-        ("import helmscope as hs\nhs.claims.experiment('registry-claim')(3)", "is a int, but it must be a function"),
+        ("import helmscope as hs\nhs.claims.experiment('registry-claim')(3)", "is an int, but it must be a function"),
         (FACTORY, "claim 'registry-claim' has two experiments, make"),
         (TWICE, "claim 'registry-claim' has two experiments, f \\(mine.py, line 4\\) and g \\(mine.py, line 7\\), but"),
         (
@@ -128,7 +129,7 @@ def test_a_file_may_import_its_neighbor(tmp_path: Path) -> None:
     (tmp_path / "neighbor_of_mine.py").write_text("SECONDS = 7.0")
     code = "import helmscope as hs\nfrom neighbor_of_mine import SECONDS\n"
     code += "@hs.claims.experiment('registry-claim', seconds=SECONDS)\ndef f(case): ..."
-    assert experiments(write_folder(tmp_path, code, claim="registry-claim"))["registry-claim"].seconds == 7.0
+    assert experiments(write_folder(tmp_path, code, claim="registry-claim"))["registry-claim"].seconds == {Ground.SIMULATION: 7.0}
 
 
 def test_functions_with_the_same_name_are_both_registered(tmp_path: Path) -> None:
@@ -143,7 +144,7 @@ def test_a_file_that_changed_is_run_again(tmp_path: Path) -> None:
     code = "import helmscope as hs\n@hs.claims.experiment('registry-claim', seconds={})\ndef f(case): ..."
     for seconds in (2.0, 3.0):
         folder = write_folder(tmp_path, code.format(seconds), claim="registry-claim")
-        assert experiments(folder)["registry-claim"].seconds == seconds
+        assert experiments(folder)["registry-claim"].seconds == {Ground.SIMULATION: seconds}
 
 
 def test_a_packaged_claim_is_one_entry_and_one_function(tmp_path: Path) -> None:

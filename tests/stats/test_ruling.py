@@ -22,13 +22,25 @@ Vector = np.ndarray
 @pytest.mark.parametrize(
     ("low", "high", "ruling"),
     [
-        *((low, high, SUPPORTED) for low, high in ((1, 2), (1.2, 1.3), (2, 2))),
+        *((low, high, SUPPORTED) for low, high in ((1, 2), (1.2, 1.3), (1.5, 1.5))),
         *((low, high, REFUTED) for low, high in ((2.1, 3), (0, 0.9), (-math.inf, 0.5))),
-        *((low, high, INCONCLUSIVE) for low, high in ((0, 1), (0, 3), (2, 3), (1.5, math.inf))),
+        *((low, high, INCONCLUSIVE) for low, high in ((0, 1), (0, 3), (2, 3), (2, 2), (1, 1), (1.5, math.inf))),
     ],
 )
 def test_rule(low, high, ruling):
     assert rule(Interval(max(low, -9.0), low, high, N), Region(text="", low=1, high=2)) is ruling
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "ruling"),
+    [
+        *((low, high, SUPPORTED) for low, high in ((1.1, 1.9), (1.5, 1.5))),
+        *((low, high, REFUTED) for low, high in ((2.1, 3), (0, 0.9))),
+        *((low, high, INCONCLUSIVE) for low, high in ((1, 2), (1, 1.5), (1.5, 2), (0, 1), (2, 3), (1, 1), (2, 2))),
+    ],
+)
+def test_an_exclusive_bound_must_not_be_touched(low, high, ruling):
+    assert rule(Interval((low + high) / 2, low, high, N), Region(text="", above=1, below=2)) is ruling
 
 
 @pytest.mark.parametrize(
@@ -114,7 +126,8 @@ def test_named_layers_are_those_whose_adjusted_interval_is_outside(scale):
                 break
             left, named = left - hits, named | hits
         assert set(ruler(samples, region, scale=scale).named) == named
-    assert rule_every([[0.1] * 3], above(0.1), scale=scale).ruling is SUPPORTED
+    assert rule_every([[0.1] * 3], above(0.1), scale=scale).ruling is INCONCLUSIVE
+    assert rule_every([[0.1] * 3], above(0.09), scale=scale).ruling is SUPPORTED
     assert rule_every([[0.1] * 3], above(0.11), scale=scale).ruling is REFUTED
 
 

@@ -26,13 +26,15 @@ INF, NAN = math.inf, math.nan
         (lambda: hs.Interval(1.0, 0.0, 3.0, 0), "n is 0, but it must be a whole number >= 1"),
         (
             lambda: hs.types.Region(text="x", low=2.0, high=1.0),
-            "region is [2.0, 1.0], but its bounds must be finite and",
+            "region is 2 to 1, but its bounds must be finite and in order",
         ),
         (
             lambda: hs.types.Region(text="x", low="a"),
-            "region is [a, None], but its bounds must be finite and low <= high",
+            "low of region 'x' is 'a', but it must be a finite number",
         ),
-        (lambda: hs.types.Region(text="x", high=INF), "region is [None, inf], but its bounds must be finite"),
+        (lambda: hs.types.Region(text="x", high=INF), "high of region 'x' is inf, but it must be a finite number"),
+        (lambda: hs.types.Region(text="x", above=1.0, high=1.0), "but its bounds must be finite and in order"),
+        (lambda: hs.types.Region(text="x", low=1.0, above=1.0), "but it must have at most one of the two"),
     ],
 )
 def test_what_is_no_interval_or_no_region_is_refused(make, words):
@@ -64,13 +66,38 @@ def test_intervals_and_regions_in_figures():
     assert region_text(hs.types.Region(text="", low=0.999999, high=1.000001)) == "0.999999 to 1.000001"
 
 
+def test_exclusive_bounds_in_words():
+    assert region_text(hs.types.Region(text="", above=0.0)) == "above 0"
+    assert region_text(hs.types.Region(text="", below=0.5)) == "below 0.5"
+    assert region_text(hs.types.Region(text="", above=0.0, high=1.0)) == "above 0 and at most 1"
+
+
 def test_a_verdict_holds_what_a_reader_needs_and_does_not_change():
-    seen, region = hs.Interval(0.1, -0.2, 0.3, 12), hs.types.Region(text="slope > 0", low=0.0)
-    verdict = hs.Verdict("c1", hs.types.Ruling.SUPPORTED, seen, region, "ab12", "The slope is 0.1.")
-    assert (verdict.interval.estimate, verdict.region.low) == (0.1, 0.0)
+    interval, region = hs.Interval(0.1, 0.05, 0.3, 12), hs.types.Region(text="slope > 0", above=0.0)
+    slope = hs.types.Judged("slope", region, interval, hs.types.Ruling.SUPPORTED)
+    fit = hs.types.Judged("fit", region, interval, hs.types.Ruling.REFUTED)
+    verdict = hs.Verdict(claim="c1", ruling=hs.types.Ruling.REFUTED, conditions=(slope, fit))
+    assert (verdict.interval.estimate, verdict.region.above, verdict.deciding) == (0.1, 0.0, fit)
     assert verdict == hs.Verdict(**{item.name: getattr(verdict, item.name) for item in fields(verdict)})
     with pytest.raises(FrozenInstanceError):
         verdict.ruling = hs.types.Ruling.REFUTED
     assert [ruling.value for ruling in hs.types.Ruling] == [
-        *("supported", "refuted", "inconclusive", "true by construction", "premise impossible here"),
+        *("supported", "refuted", "inconclusive", "true by construction", "premise impossible here", "described"),
     ]
+
+
+@pytest.mark.parametrize(
+    ("on_paper", "measured", "shown"),
+    [
+        ("true, not sharp", None, "true, not sharp"),
+        ("true, not sharp", "true", "true, not sharp"),
+        ("true", "false", "false"),
+        ("false", "not decided", "false"),
+        ("not decided", "true", "true"),
+        ("not testable", None, "not testable"),
+    ],
+)
+def test_the_judgment_of_what_is_printed(on_paper, measured, shown):
+    judgment = hs.types.Judgment
+    printed = hs.types.Printed("", "", judgment(on_paper), "", measured and judgment(measured))
+    assert printed.judgment.value == shown

@@ -83,5 +83,5 @@ def _check_field_types(instance: object, **allowed: Any) -> None:
         if isinstance(value, type) or not isinstance(value, kind):
             expected = getattr(kind, "__name__", re.sub(r"\w+\.", "", str(kind)))  # a union, without its modules
             actual = value.__name__ if isinstance(value, type) else type(value).__name__
-            articles = ["an" if word[0] in "AEIOU" else "a" for word in (actual, expected)]
+            articles = ["an" if word[0] in "AEIOUaeiou" else "a" for word in (actual, expected)]
             raise HelmscopeError(f"{name} is {articles[0]} {actual}, but it must be {articles[1]} {expected}")

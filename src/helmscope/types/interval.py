@@ -59,10 +59,11 @@ class Region:
                     f"region '{self.text}' has {closed} = {getattr(self, closed)} and {exclusive} = "
                     f"{getattr(self, exclusive)}, but it must have at most one of the two"
                 )
-        given = [self.low, self.high, self.above, self.below]
-        bounds = [bound for bound in given if bound is not None]
-        real = all(isinstance(bound, int | float) and math.isfinite(bound) for bound in bounds)
-        if not real or self.ends[0] > self.ends[1] or (self.ends[0] == self.ends[1] and not self._closed):
+        for name, bound in self.bounds.items():
+            if not isinstance(bound, int | float) or not math.isfinite(bound):
+                raise HelmscopeError(f"{name} of region '{self.text}' is {bound!r}, but it must be a finite number")
+        low, high = self.ends
+        if low > high or (low == high and not self._closed):
             raise HelmscopeError(f"region is {region_text(self)}, but its bounds must be finite and in order")
 
     @property

@@ -5,9 +5,9 @@ import helmscope as hs
 
 def trial(case: hs.claims.Case, mean: float) -> hs.claims.Finding:
     x = mean + case.normal(case.count(128, quick=32), stream=0)
-    null = hs.claims.Check("mean -2", hs.claims.Replicates(case.normal(len(x), stream=1) - 2))
+    null = hs.claims.Replicates(case.normal(len(x), stream=1) - 2)
     data = hs.claims.curve("value", x[:, None], {"mean": [mean]}, label="value of a replicate")
-    return hs.claims.Finding(evidence=hs.claims.Replicates(x), null=null, data=data)
+    return hs.claims.Finding(evidence=hs.claims.Replicates(x), controls={"mean -2": null}, data=data)
 
 
 @hs.claims.experiment("planted-true")
