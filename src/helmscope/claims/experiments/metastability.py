@@ -10,7 +10,9 @@ import torch
 import xarray as xr
 
 from helmscope.claims.curves import curve
-from helmscope.claims.finding import Check, EveryLayer, Finding
+from helmscope.claims.evidence import EveryLayer
+from helmscope.claims.finding import Finding
+from helmscope.claims.reading import entry
 from helmscope.claims.registry import Case, experiment
 from helmscope.fields.attention import SA
 from helmscope.geometry.sphere import retract
@@ -18,17 +20,16 @@ from helmscope.solve.dormand_prince import DormandPrince
 from helmscope.solve.integrate import integrate
 from helmscope.stats.scales import LogScale
 from helmscope.theory.metastable import metastable_time, metastable_time_asymptotic
-from helmscope.types import Region, Ruling
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
 
-BETAS, GAMMAS, SIZES = (1.0, 4.0, 9.0, 16.0), (-0.5, 0.0, 0.5), (4, 32)
-DIM, SPREAD, MET, PATIENCE, TOL = 3, 0.01, 0.999, 1.5, 1e-7
-OF_ORDER = Region(text="The measured time is that of the formula within a factor of 1.25.", low=0.8, high=1.25)
-EXPONENT = Region(text="The slope is 1 within 0.15.", low=0.85, high=1.15)
+ENTRY = entry("metastability")
+BETAS, GAMMAS, SIZES = (tuple(ENTRY.constants[name]) for name in ("betas", "gammas", "sizes"))
+DIM, SPREAD, MET = (ENTRY.constants[name] for name in ("dim", "spread", "met"))
+PATIENCE, TOL = 1.5, 1e-7
 
 
 @experiment("metastability", seconds=10)
@@ -55,30 +56,14 @@ def metastability(case: Case) -> Finding:
     names = [f"beta = {beta:g}, gamma0 = {g0:g}" for beta in BETAS for g0 in GAMMAS]
     sizes, gammas = [f"n = {n}" for n in SIZES], [f"gamma0 = {g0:g}" for g0 in GAMMAS]
     return Finding(
-        evidence=_every_case(ratios.flatten(0, 1), names),
-        null=Check(
-            "measured time over that of the two-cluster ODE at beta = 0", _every_case(over_null.flatten(0, 1), names)
-        ),
+        evidence={
+            "merge time": _every_case(ratios.flatten(0, 1), names),
+            "other numbers of tokens": _every_case(by_size, sizes),
+            "order of magnitude": _every_case(times[-1] / _asymptotic_times(BETAS[-1], starts[-1]), gammas),
+            "exponent": EveryLayer(list(_exponent(times, starts[0])), "starts", gammas),
+        },
+        controls={"two-cluster ODE at beta = 0": _every_case(over_null.flatten(0, 1), names)},
         data=_curves(times, ratios),
-        also=(
-            Check(
-                f"measured time over that of the two-cluster ODE at beta = 4, n = {', '.join(map(str, SIZES))}",
-                _every_case(by_size, sizes),
-                Ruling.SUPPORTED,
-            ),
-            Check(
-                f"measured time over e^(beta (1 - g0)) / (2 beta (1 - g0^2)) at beta = {BETAS[-1]:g}",
-                _every_case(times[-1] / _asymptotic_times(BETAS[-1], starts[-1]), gammas),
-                Ruling.SUPPORTED,
-                OF_ORDER,
-            ),
-            Check(
-                f"slope of log(beta time) over beta (1 - g0) from beta = {BETAS[-2]:g} to {BETAS[-1]:g}",
-                EveryLayer(list(_exponent(times, starts[0])), "starts", gammas),
-                Ruling.SUPPORTED,
-                EXPONENT,
-            ),
-        ),
         remark=f"The measured times are between {float(times.min()):.3g} and {float(times.max()):.3g}.",
         where=(
             f"simulation on the unit sphere: two clusters of 8 tokens, d = {DIM}, beta = {BETAS[0]:g} to "

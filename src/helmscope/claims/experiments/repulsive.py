@@ -9,7 +9,9 @@ import torch
 import xarray as xr
 
 from helmscope.claims.curves import curve
-from helmscope.claims.finding import Check, Count, Finding, Identity, Replicates
+from helmscope.claims.evidence import Count, Identity, Replicates
+from helmscope.claims.finding import Finding
+from helmscope.claims.reading import entry
 from helmscope.claims.registry import Case, experiment
 from helmscope.fields.attention import SA
 from helmscope.geometry.sphere import angle, retract
@@ -17,12 +19,12 @@ from helmscope.observe.energy import gaussian_energy_as_printed, interaction_ene
 from helmscope.solve.integrate import integrate
 from helmscope.solve.rk4 import RK4
 from helmscope.stats.scales import LogScale
-from helmscope.types import Region, Ruling
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-TOKENS, BETA, STEP = 12, 2.0, 0.25
+TOKENS, BETA = (entry("repulsive").constants[name] for name in ("tokens", "beta"))
+STEP = 0.25
 TIMES = tuple(float(t) for t in range(21))
 ROOT = 1 / math.sqrt(5)
 # name, tokens, beta, time, and the inner products of all pairs
@@ -31,9 +33,6 @@ SHARP = (
     ("octahedron", 6, 2.0, 200.0, [-1.0] * 3 + [0.0] * 12),
     ("icosahedron", 12, 4.0, 400.0, [-1.0] * 6 + [-ROOT] * 30 + [ROOT] * 30),
 )
-EQUAL = Region(text="Equality within a relative 1e-12.", high=1e-12)
-MOST = Region(text="At least 0.8 of the starts, every inner product within 1e-6.", low=0.8)
-MET = Region(text="The closest two tokens are within 1e-3 rad.", high=1e-3)
 
 
 @experiment("repulsive", seconds=2)
@@ -54,24 +53,12 @@ def repulsive(case: Case) -> Finding:
     axes = {"time": TIMES, "value": ("V = +I", "V = -I")}
     return Finding(
         evidence=Replicates(_log_rate(x, 1.0), "starts"),
-        null=Check(
-            "d log F/dt along V = -I, other starts", Replicates(_log_rate(other, -1.0), "starts"), Ruling.SUPPORTED
-        ),
-        also=(
-            Check(
-                "relative difference between F and beta e^-beta E_sum",
-                Identity(_identity_errors(case)),
-                Ruling.BY_CONSTRUCTION,
-                EQUAL,
-            ),
-            Check(
-                f"smallest angle between two tokens at t = {TIMES[-1]:g}, in rad, V = +I",
-                Replicates(smallest[:, -1, 0], "starts", LogScale()),
-                Ruling.SUPPORTED,
-                MET,
-            ),
-            *(_reaches_polyhedron(case, number, *sharp) for number, sharp in enumerate(SHARP)),
-        ),
+        controls={
+            "V = -I": Replicates(_log_rate(other, -1.0), "starts"),
+            "F and beta e^-beta E_sum": Identity(_identity_errors(case), "relative difference"),
+            "smallest angle, V = +I": Replicates(smallest[:, -1, 0], "starts", LogScale()),
+            **{sharp[0]: _reaches_polyhedron(case, number, *sharp[1:]) for number, sharp in enumerate(SHARP)},
+        },
         data=xr.merge(
             [
                 curve("energy", energy, axes, label="F as printed"),
@@ -117,13 +104,10 @@ def _smallest_angle(states: Tensor) -> Tensor:
     return angle(*_pairs(states)).amin(-1)
 
 
-def _reaches_polyhedron(
-    case: Case, number: int, name: str, n: int, beta: float, end: float, exact: list[float]
-) -> Check:
+def _reaches_polyhedron(case: Case, number: int, n: int, beta: float, end: float, exact: list[float]) -> Count:
     """The share of starts that come to rest at a regular polyhedron."""
     starts = case.count(64, quick=32)
     x = retract(case.normal(starts, n, 3, stream=20 + number))
     left, right = _pairs(integrate(_flow(beta, -1.0), x, [end], stepper=RK4(1.0)).states[-1])
     error = ((left * right).sum(-1).sort(-1).values - torch.tensor(exact, dtype=x.dtype)).abs().amax(-1)
-    what = f"share of starts at rest in the {name}, V = -I, {n} tokens"
-    return Check(what, Count(int((error <= 1e-6).sum()), starts, "starts"), Ruling.SUPPORTED, MOST)
+    return Count(int((error <= 1e-6).sum()), starts, "starts")

@@ -9,19 +9,15 @@ import torch
 from torch.func import jacrev, vmap
 
 from helmscope.claims.curves import curve
-from helmscope.claims.finding import Check, Count, Finding, Identity
+from helmscope.claims.evidence import Count, Identity
+from helmscope.claims.finding import Finding
 from helmscope.claims.registry import Case, experiment
 from helmscope.fields.norms import LayerNorm, RMSNorm
-from helmscope.types import Region, Ruling
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-EPSILONS, DIMS = (1e-12, 1e-8, 1e-5), (4, 8, 64)
 RATIOS = tuple(10.0**k for k in range(-4, 9, 2))  # s^2 / eps
-ZERO = Region(text="The radial eigenvalue is 0 within 1e-12 of the tangential one at most inputs.", low=0.5)
-DIGITS = Region(text="Equality within a relative error of 1e-6.", high=1e-6)
-NOTHING = Region(text="0 within 1e-12 of the tangential eigenvalue.", high=1e-12)
 
 
 class Eigenvalues(NamedTuple):
@@ -45,16 +41,28 @@ def radial(case: Case) -> Finding:
     J is the derivative of the norm itself, by autograd, with a random gain and bias folded out: row i over gain_i.
     Random y scaled to each s^2 / eps, over twelve decades, for several eps and d.
     """
-    repeats, cells = case.count(64, quick=16), list(product(EPSILONS, DIMS))
+    epsilons, dims = case.constant("epsilons"), case.constant("dims")
+    repeats, cells = case.count(64, quick=16), list(product(epsilons, dims))
     rms = _concatenate([_rms_norm(case, k, repeats, eps, d) for k, (eps, d) in enumerate(cells)])
     layer = _concatenate([_layer_norm(case, 100 + k, repeats, eps, d) for k, (eps, d) in enumerate(cells)])
-    eps_zero = _concatenate([norm(case, 200 + d, 24, 0.0, d) for norm, d in product((_rms_norm, _layer_norm), DIMS)])
+    eps_zero = _concatenate([norm(case, 200 + d, 24, 0.0, d) for norm, d in product((_rms_norm, _layer_norm), dims)])
     both = _concatenate([rms, layer])
     typical = float(both.radial[RATIOS.index(1e4)].median())
     zeros = int((both.radial.abs() <= 1e-12).sum())
     return Finding(
-        evidence=Identity((both.radial - both.theory).abs()),
-        null=Check("error of the printed value 0, over the tangential eigenvalue", Identity(both.radial.abs())),
+        evidence={
+            "radial eigenvalue": Identity((both.radial - both.theory).abs()),
+            "relative error": Identity((both.radial / both.theory - 1).abs(), "relative error"),
+            "orthogonal part": Identity(both.orthogonal, "orthogonal part"),
+            "tangents": Identity(both.tangent),
+            "mean direction of LayerNorm": Identity(layer.mean, "image of the mean direction"),
+        },
+        controls={
+            "the value 0": Identity(both.radial.abs()),
+            "mean direction of RMSNorm": Identity(rms.mean, "image of the mean direction"),
+            "eps = 0": Identity(eps_zero.radial.abs(), "eigenvalue"),
+        },
+        printed=Count(zeros, both.radial.numel(), "inputs"),
         data=curve(
             "radial",
             torch.stack([rms.radial.mT, layer.radial.mT], -1),
@@ -62,58 +70,10 @@ def radial(case: Case) -> Finding:
             label="radial over tangential eigenvalue",
             log=True,
         ),
-        printed=Check(
-            "share of inputs with radial eigenvalue 0", Count(zeros, both.radial.numel(), "inputs"), region=ZERO
-        ),
-        also=_further_checks(both, rms, layer, eps_zero),
         remark=f"At s^2 = 10^4 eps the radial eigenvalue is {typical:.3g} of the tangential one.",
         where=(
-            f"simulation: norms of random vectors, d = {', '.join(map(str, DIMS))}, eps = {EPSILONS[0]:g} to "
-            f"{EPSILONS[-1]:g}, s^2/eps = {RATIOS[0]:g} to {RATIOS[-1]:g}, gain and bias folded out"
-        ),
-    )
-
-
-def _further_checks(
-    both: Eigenvalues, rms: Eigenvalues, layer: Eigenvalues, eps_zero: Eigenvalues
-) -> tuple[Check, ...]:
-    """The other directions: tangents, the mean, and the radial one at eps = 0."""
-    exact = Ruling.BY_CONSTRUCTION
-    return (
-        Check(
-            "relative error of eps/(s^2+eps), the radial over the tangential eigenvalue",
-            Identity((both.radial / both.theory - 1).abs(), "relative error"),
-            exact,
-            DIGITS,
-        ),
-        Check(
-            "part of J x orthogonal to x, over the tangential eigenvalue",
-            Identity(both.orthogonal, "orthogonal part"),
-            exact,
-            NOTHING,
-        ),
-        Check(
-            "error of J t = (s^2+eps)^(-1/2) t at tangents, over that eigenvalue",
-            Identity(both.tangent),
-            exact,
-            NOTHING,
-        ),
-        Check(
-            "image of the mean direction under LayerNorm, over the tangential eigenvalue",
-            Identity(layer.mean, "image of the mean direction"),
-            exact,
-            NOTHING,
-        ),
-        Check(
-            "image of the mean direction under RMSNorm, over the tangential eigenvalue",
-            Identity(rms.mean, "image of the mean direction"),
-            region=NOTHING,
-        ),
-        Check(
-            "radial over tangential eigenvalue at eps = 0",
-            Identity(eps_zero.radial.abs(), "eigenvalue"),
-            exact,
-            NOTHING,
+            f"simulation: norms of random vectors, d = {', '.join(map(str, dims))}, eps = {epsilons[0]:g} to "
+            f"{epsilons[-1]:g}, s^2/eps = {RATIOS[0]:g} to {RATIOS[-1]:g}, gain and bias folded out"
         ),
     )
 

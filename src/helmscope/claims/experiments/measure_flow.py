@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from helmscope.claims.curves import curve
-from helmscope.claims.finding import Check, Finding, Identity
+from helmscope.claims.evidence import Identity
+from helmscope.claims.finding import Finding
 from helmscope.claims.registry import Case, experiment
 from helmscope.fields.alibi import alibi_bias
 from helmscope.fields.attention import SA, USA
@@ -16,8 +17,6 @@ from helmscope.geometry.sphere import project, retract
 if TYPE_CHECKING:
     from torch import Tensor
 
-DIM, TOKENS, CLOUDS = 6, 10, 16
-BETAS = (0.0, 1.0, 2.0, 4.0)
 SLOPE = 0.5  # of the bias by distance, as in the first of ALiBi's eight heads
 CASES = ("permuted", "repeated or weighted", "permuted, causal mask", "permuted, bias by position")
 
@@ -31,19 +30,20 @@ def measure_flow(case: Case) -> Finding:
     tokens and compared with weighted ones. The error of a cloud is the larger of the two, over SA and USA. The printed
     numerator lacks y, so its quotient is a scalar, here used in every coordinate.
     """
+    dim, tokens, count, betas = (case.constant(name) for name in ("dim", "tokens", "clouds", "betas"))
     matrices = case.count(64, quick=16)
-    orders, picks = (case.normal(len(BETAS), matrices, TOKENS, stream=k).argsort(-1) for k in (0, 1))
-    square = case.normal(2, len(BETAS), matrices, DIM, DIM, stream=2) / DIM**0.5
-    clouds = retract(case.normal(len(BETAS), matrices, CLOUDS, TOKENS, DIM, stream=3))
+    orders, picks = (case.normal(len(betas), matrices, tokens, stream=k).argsort(-1) for k in (0, 1))
+    square = case.normal(2, len(betas), matrices, dim, dim, stream=2) / dim**0.5
+    clouds = retract(case.normal(len(betas), matrices, count, tokens, dim, stream=3))
     by_case: list[list[Tensor]] = [[] for _ in CASES]
     printed = []
-    for b, beta in enumerate(BETAS):
+    for b, beta in enumerate(betas):
         for m in range(matrices):
             x, order, counts = clouds[b, m], orders[b, m], picks[b, m] % 4 + 1
             qk, v = square[:, b, m]
             sa, usa = SA(beta, query_key=qk, value=v), USA(beta, query_key=qk, value=v)
             causal = SA(beta, query_key=qk, value=v, causal=True)
-            biased = SA(beta, query_key=qk, value=v, bias=alibi_bias(TOKENS, SLOPE))
+            biased = SA(beta, query_key=qk, value=v, bias=alibi_bias(tokens, SLOPE))
             found = [torch.maximum(_permutation_error(sa, x, order), _permutation_error(usa, x, order))]
             found.append(torch.maximum(_repetition_error(sa, x, counts), _repetition_error(usa, x, counts)))
             found += [_permutation_error(causal, x, order), _permutation_error(biased, x, order)]
@@ -53,22 +53,21 @@ def measure_flow(case: Case) -> Finding:
             printed.append(_difference(sa(x), project(x, quotient * v.sum(-1))))
     errors = torch.stack([torch.stack(errors_of_case) for errors_of_case in by_case])  # (case, field, cloud)
     permuted = errors[2:].median(-1).values.median(-1).values
-    worst = errors.amax(-1).reshape(len(CASES), len(BETAS), matrices)
+    worst = errors.amax(-1).reshape(len(CASES), len(betas), matrices)
     return Finding(
         evidence=Identity(errors[:2].amax(0), "relative difference"),
-        null=Check("relative difference of the causal field, permuted", Identity(errors[2])),
-        printed=Check("relative difference of SA from the numerator without y", Identity(torch.cat(printed))),
-        also=(Check("relative difference of SA with a bias by position, permuted", Identity(errors[3])),),
+        controls={"causal mask": Identity(errors[2]), "bias by position": Identity(errors[3])},
+        printed=Identity(torch.cat(printed)),
         data=curve(
             "difference",
             worst.permute(2, 1, 0),
-            {"beta": BETAS, "change": CASES},
-            label=f"largest relative difference over {CLOUDS} clouds",
+            {"beta": betas, "change": CASES},
+            label=f"largest relative difference over {count} clouds",
             log=True,
         ),
         remark=f"Median error under a permutation: causal mask {permuted[0]:.2g}, bias by position {permuted[1]:.2g}.",
-        where=f"simulation on the unit sphere: fields at random clouds, n = {TOKENS}, d = {DIM}, "
-        f"beta = {', '.join(f'{beta:g}' for beta in BETAS)}, random Q^T K and V; nothing is integrated",
+        where=f"simulation on the unit sphere: fields at random clouds, n = {tokens}, d = {dim}, "
+        f"beta = {', '.join(f'{beta:g}' for beta in betas)}, random Q^T K and V; nothing is integrated",
     )
 
 

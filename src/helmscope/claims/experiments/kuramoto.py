@@ -8,19 +8,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from helmscope.claims.curves import curve
-from helmscope.claims.finding import Check, Finding, Identity, Replicates
+from helmscope.claims.evidence import Identity, Replicates
+from helmscope.claims.finding import Finding
 from helmscope.claims.registry import Case, experiment
 from helmscope.fields.attention import SA, USA
-from helmscope.types import Region, Ruling
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-INPUTS, TOKENS = 2_048, 12
-BETAS = (1e-4, 1e-3, 1e-2, 1e-1)
-EQUAL = Region(text="Equality within 1e-12.", high=1e-12)
-FIRST_ORDER = Region(text="The order is 1 within 0.1.", low=0.9, high=1.1)
-SECOND_ORDER = Region(text="The order is 2 within 0.1.", low=1.9, high=2.1)
 _SMALLEST = 5e-324  # keeps the log of a zero difference finite
 
 
@@ -32,48 +27,32 @@ def kuramoto(case: Case) -> Finding:
     Random angles; the angular velocity is the tangential component <(-sin, cos), x'>, and the sums are computed here.
     The order in beta of a difference is the slope of its log between the smallest and the largest beta.
     """
-    theta = torch.pi * case.normal(INPUTS, TOKENS, stream=0)
+    betas, tokens = case.constant("betas"), case.constant("tokens")
+    theta = torch.pi * case.normal(case.constant("inputs"), tokens, stream=0)
     differences = theta[:, None, :] - theta[:, :, None]
     sine, cosine = differences.sin(), differences.cos()
     sums = sine.mean(-1)
     first = (sine * cosine).mean(-1) - sine.mean(-1) * cosine.mean(-1)
     errors = _largest(angular(SA(beta=0.0), theta) - sums)
     unnormalized = _largest(angular(USA(beta=2.0), theta) - ((2.0 * cosine).exp() * sine).mean(-1))
-    deviations = [angular(SA(beta=beta), theta) - sums for beta in BETAS]
-    remainders = [_largest(deviation - beta * first) for beta, deviation in zip(BETAS, deviations, strict=True)]
+    deviations = [angular(SA(beta=beta), theta) - sums for beta in betas]
+    remainders = [_largest(deviation - beta * first) for beta, deviation in zip(betas, deviations, strict=True)]
     without = [_largest(deviation) for deviation in deviations]
     gaps = torch.stack([torch.stack(without, -1), torch.stack(remainders, -1)], -1)
-    axes = {"beta": BETAS, "against": ("the Kuramoto sum", "with the first-order term")}
+    axes = {"beta": betas, "against": ("the Kuramoto sum", "with the first-order term")}
     return Finding(
-        evidence=Identity(errors, "difference of angular velocity"),
-        null=Check(
-            f"difference of SA at beta = {BETAS[1]:g} from the Kuramoto sum, without the first-order term",
-            Identity(without[1]),
-            region=EQUAL,
-        ),
+        evidence={
+            "SA at beta = 0": Identity(errors, "difference of angular velocity"),
+            "USA at beta = 2": Identity(unnormalized, "difference of angular velocity"),
+        },
+        controls={
+            "SA at beta = 1e-3 without the first-order term": Identity(without[betas.index(1e-3)]),
+            "order without the first-order term": Replicates(_order(without, betas), "clouds"),
+            "order of the remainder": Replicates(_order(remainders, betas), "clouds"),
+        },
         data=curve("difference", gaps, axes, label="largest |difference of angular velocity|", log=True),
-        also=(
-            Check(
-                "difference of USA at beta = 2 from the sum for USA",
-                Identity(unnormalized),
-                Ruling.BY_CONSTRUCTION,
-                EQUAL,
-            ),
-            Check(
-                "order in beta of the difference, without the first-order term",
-                Replicates(_order(without), "clouds"),
-                Ruling.SUPPORTED,
-                FIRST_ORDER,
-            ),
-            Check(
-                "order in beta of the difference, with the first-order term",
-                Replicates(_order(remainders), "clouds"),
-                Ruling.SUPPORTED,
-                SECOND_ORDER,
-            ),
-        ),
-        where=f"simulation on the unit circle: fields at random clouds, n = {TOKENS}, d = 2, beta = 0 and "
-        f"{', '.join(f'{beta:g}' for beta in BETAS)}; nothing is integrated",
+        where=f"simulation on the unit circle: fields at random clouds, n = {tokens}, d = 2, beta = 0 and "
+        f"{', '.join(f'{beta:g}' for beta in betas)}; nothing is integrated",
     )
 
 
@@ -83,10 +62,10 @@ def angular(field: SA | USA, theta: Tensor) -> Tensor:
     return (field(x) * torch.stack([-theta.sin(), theta.cos()], -1)).sum(-1)
 
 
-def _order(differences: list[Tensor]) -> Tensor:
+def _order(differences: list[Tensor], betas: tuple[float, ...]) -> Tensor:
     """The order in beta of differences, one vector per beta: the slope of the log from the first beta to the last."""
     first, last = (difference.clamp_min(_SMALLEST).log() for difference in (differences[0], differences[-1]))
-    return (last - first) / math.log(BETAS[-1] / BETAS[0])
+    return (last - first) / math.log(betas[-1] / betas[0])
 
 
 def _largest(difference: Tensor) -> Tensor:
