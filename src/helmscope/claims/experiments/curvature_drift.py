@@ -9,12 +9,13 @@ import torch
 import xarray as xr
 
 from helmscope.claims.curves import curve
-from helmscope.claims.finding import Check, Finding, Identity
+from helmscope.claims.evidence import Identity
+from helmscope.claims.finding import Finding
+from helmscope.claims.reading import entry
 from helmscope.claims.registry import Case, experiment
 from helmscope.fields.noise import DivergenceForm, Ito, LayerNormChain, MatrixNoise, Stratonovich
 from helmscope.geometry import sphere, surface
 from helmscope.observe.generator import discrete_generator, sphere_generator
-from helmscope.types import Region, Ruling
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,10 +31,8 @@ PROCESSES = {
     "divergence form": DivergenceForm(),
 }
 NAMES = tuple(PROCESSES)
-DIMS, POINTS, EVEN = (2, 3, 4, 8), 64, 4
+DIMS, POINTS, EVEN = tuple(entry("curvature-drift").constants["dims"]), 64, 4
 STEPS = tuple(2.0**-k for k in range(9, 15))
-SAME = Region(text="The two are equal within a relative error of 1e-6.", high=1e-6)
-OF_SIZE = Region(text="The four agree within 1e-6 of |M| (|grad_S phi| + |Hess_S phi|).", high=1e-6)
 
 
 class Generators(NamedTuple):
@@ -69,66 +68,29 @@ def curvature_drift(case: Case) -> Finding:
     everywhere = _concatenate([*by_dim.values(), corner])
     above_two = _concatenate([by_dim[d] for d in DIMS if d > 2])
     listed = ", ".join(f"{name} {float(value):.9f}" for name, value in zip(NAMES, corner.measured[0], strict=True))
+    unexplained = torch.maximum(*(_relative_gap(everywhere, 0, other, less_theory=True) for other in (1, 3)))
+    four, to_stratonovich = isotropic.measured, _relative_gap(everywhere, 0, 1)
+    nearer = torch.minimum(_relative_gap(above_two, 0, 1), _relative_gap(above_two, 0, 3))
+    library = _relative(everywhere, everywhere.library - _theory(everywhere))
     return Finding(
-        evidence=Identity(_relative(everywhere, everywhere.measured - _theory(everywhere)), "relative error"),
-        null=Check(
-            "relative difference between the chain and the nearer of Stratonovich and the divergence form, d > 2",
-            _difference(torch.minimum(_relative_gap(above_two, 0, 1), _relative_gap(above_two, 0, 3))),
-            region=SAME,
-        ),
+        evidence={
+            "four generators": Identity(_relative(everywhere, everywhere.measured - _theory(everywhere)), "error"),
+            "differences": Identity(unexplained, "relative error"),
+            "isotropic noise": _difference((four.amax(-1) - four.amin(-1)) / isotropic.size),
+        },
+        controls={
+            "chain and the nearer of the two forms": _difference(nearer),
+            "chain and Stratonovich": _difference(to_stratonovich),
+            "chain and divergence form, d > 2": _difference(_relative_gap(above_two, 0, 3)),
+            "chain and divergence form on the circle": _difference(_relative_gap(by_dim[2], 0, 3)),
+            "generators of the library": Identity(library, "relative error"),
+        },
+        printed=_difference(to_stratonovich),
         data=_curves(by_dim, count),
-        printed=Check(
-            "no curvature drift: relative difference between Stratonovich's generator and Ito's",
-            _difference(_relative_gap(everywhere, 1, 2)),
-            region=SAME,
-        ),
-        also=_further_checks(everywhere, above_two, by_dim[2], isotropic),
         remark=f"At M = diag(1, 2, 3), x = (1, 1, 1)/sqrt(3), phi = x_1: {listed}.",
         where=(
             f"simulation on the unit sphere: random points and noises, d = {', '.join(map(str, DIMS))}, steps of "
             f"1/{1 / STEPS[0]:.0f} to 1/{1 / STEPS[-1]:.0f} to the limit"
-        ),
-    )
-
-
-def _further_checks(
-    everywhere: Generators, above_two: Generators, circle: Generators, isotropic: Generators
-) -> tuple[Check, ...]:
-    """Which of the four generators differ, by how much, and where they agree."""
-    unexplained = torch.maximum(*(_relative_gap(everywhere, 0, other, less_theory=True) for other in (1, 3)))
-    four = isotropic.measured
-    return (
-        Check(
-            "relative difference between the chain and Stratonovich",
-            _difference(_relative_gap(everywhere, 0, 1)),
-            region=SAME,
-        ),
-        Check(
-            "relative difference between the chain and the divergence form, d > 2",
-            _difference(_relative_gap(above_two, 0, 3)),
-            region=SAME,
-        ),
-        Check(
-            "relative error of PMx and (d-2) PMx for these two differences",
-            Identity(unexplained, "relative error"),
-            Ruling.BY_CONSTRUCTION,
-        ),
-        Check(
-            "relative difference between the chain and the divergence form on the circle",
-            _difference(_relative_gap(circle, 0, 3)),
-            Ruling.BY_CONSTRUCTION,
-            SAME,
-        ),
-        Check(
-            "range of all four for M = nu I, over |M| (|grad_S phi| + |Hess_S phi|)",
-            _difference((four.amax(-1) - four.amin(-1)) / isotropic.size),
-            Ruling.BY_CONSTRUCTION,
-            OF_SIZE,
-        ),
-        Check(
-            "relative error of the library's generators",
-            Identity(_relative(everywhere, everywhere.library - _theory(everywhere)), "relative error"),
-            Ruling.BY_CONSTRUCTION,
         ),
     )
 

@@ -9,22 +9,21 @@ import torch
 import xarray as xr
 
 from helmscope.claims.curves import curve
-from helmscope.claims.finding import Check, Count, Finding, Identity, Replicates
+from helmscope.claims.evidence import Count, Identity, Replicates
+from helmscope.claims.finding import Finding
+from helmscope.claims.reading import entry
 from helmscope.claims.registry import Case, experiment
 from helmscope.fields.attention import SA
 from helmscope.fields.lowrank import LowRank
 from helmscope.geometry.sphere import retract
 from helmscope.observe.hull import hull_distance
-from helmscope.types import Region, Ruling
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 SHAPES = ((16, 8), (12, 3), (6, 16))  # (tokens, dimensions): a full-dimensional hull, one with many values, a simplex
-BETAS, CLOUDS, PUSH = (0.0, 1.0, 4.0, 16.0), 16, 1.01
-OUTSIDE = Region(text="More than 99 of 100 are outside by more than 1e-10.", low=0.99)
-EXACT = Region(text="The distance is right within a relative error of 1e-10.", high=1e-10)
-EXPANDS = Region(text="Attention expands: the outputs' diameter over the values' is above 1.", low=1.0)
+CONSTANTS = entry("convex-hull").constants
+BETAS, CLOUDS, PUSH = tuple(CONSTANTS["betas"]), CONSTANTS["clouds"], CONSTANTS["push"]
 KINDS = ("head", "head and residual", "sum of two heads", "farthest value pushed out by 1 %")
 
 
@@ -68,30 +67,15 @@ def convex_hull(case: Case) -> Finding:
     )
     return Finding(
         evidence=Identity(alone, "distance"),
-        null=Check(
-            "distance of the farthest value pushed out by 1 %, over the largest value norm",
-            Identity(pushed, "distance"),
-        ),
+        controls={
+            "farthest value pushed out by 1 %": Identity(pushed, "distance"),
+            "share of pushed values outside": Count(outside, len(pushed), "clouds"),
+            "distance of the pushed value": Identity(error, "relative error"),
+            "with the residual added": Identity(residual, "distance"),
+            "sum of two heads": Identity(pair, "distance"),
+        },
+        described={"diameter of the outputs over that of the values": Replicates(diameter.mean(1), "heads")},
         data=xr.merge([distances, diameters], join="outer"),
-        printed=Check(
-            "attention expands: diameter of the outputs over that of the values",
-            Replicates(diameter.mean(1), "heads"),
-            region=EXPANDS,
-        ),
-        also=(
-            Check("share of pushed values outside", Count(outside, len(pushed), "clouds"), Ruling.SUPPORTED, OUTSIDE),
-            Check(
-                "relative error of the pushed value's distance, which is 1 % of its distance from the mean",
-                Identity(error, "relative error"),
-                Ruling.BY_CONSTRUCTION,
-                EXACT,
-            ),
-            Check("distance with the residual added, over the largest value norm", Identity(residual, "distance")),
-            Check(
-                "distance of the sum of two heads to the hull of both, over the largest value norm",
-                Identity(pair, "distance"),
-            ),
-        ),
         remark=f"The largest diameter of a head's outputs is {float(diameter.max()):.3f} of its values'.",
         where=(
             f"simulation: random heads, (n, d) = {', '.join(map(str, SHAPES))}, beta = {BETAS[0]:g} to {BETAS[-1]:g}, "

@@ -8,7 +8,9 @@ import torch
 import xarray as xr
 
 from helmscope.claims.curves import curve
-from helmscope.claims.finding import Check, Count, Described, Finding, Replicates
+from helmscope.claims.evidence import Count, Replicates
+from helmscope.claims.finding import Finding
+from helmscope.claims.reading import entry
 from helmscope.claims.registry import Case, experiment
 from helmscope.fields.attention import SA
 from helmscope.geometry.sphere import retract
@@ -16,20 +18,17 @@ from helmscope.observe.clusters import cluster_count
 from helmscope.observe.mixture import vmf_mixture
 from helmscope.solve.dormand_prince import DormandPrince
 from helmscope.solve.integrate import integrate
-from helmscope.types import Region, Ruling
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from helmscope.observe.mixture import VMFMixture
 
-TOKENS, DIM, TOL = 64, 2, 1e-6
-BETAS, TIMES = (1.0, 4.0, 9.0), (1.0, 2.0, 4.0, 8.0, 16.0)
-MOST, KAPPA_MAX, RADIUS = 8, 1e3, 0.1
-STATED = (2, 3)  # beta = 9 at t = 8
-ONE_SUFFICES = Region(text="At least 0.8 of the clouds have one component.", low=0.8)
-AGREES = Region(text="0 within half a component.", low=-0.5, high=0.5)
-MORE = Region(text="At least half a component more.", low=0.5)
+CONSTANTS = entry("mixture").constants
+TOKENS, DIM, RADIUS = (CONSTANTS[name] for name in ("tokens", "dim", "radius"))
+BETAS, TIMES = (tuple(CONSTANTS[name]) for name in ("betas", "times"))
+STATED = (BETAS.index(CONSTANTS["beta"]), TIMES.index(CONSTANTS["time"]))
+MOST, KAPPA_MAX, TOL = 8, 1e3, 1e-6
 LABELS = {
     "components": "number of components",
     "largest_mass": "largest mass of a component",
@@ -57,28 +56,13 @@ def mixture(case: Case) -> Finding:
     at = f"beta = {beta:g}, t = {time:g}"
     capped = (later.kappas[STATED] == KAPPA_MAX).sum() / later.count[STATED].sum()
     return Finding(
-        evidence=Described(stated, "starts"),
-        null=Check(
-            f"share of clouds of {TOKENS} uniform tokens with one component",
-            Count(int((null.count == 1).sum()), len(null.count), "clouds"),
-            Ruling.SUPPORTED,
-            ONE_SUFFICES,
-        ),
+        evidence=Replicates(stated, "starts"),
+        controls={
+            "uniform tokens": Count(int((null.count == 1).sum()), len(null.count), "clouds"),
+            "clusters by single linkage": Replicates(stated - linked, "starts"),
+            "components at beta = 1": Replicates(stated - later.count[0, STATED[1]], "starts"),
+        },
         data=_curves(start, later),
-        also=(
-            Check(
-                f"number of components minus that of clusters by single linkage, {at}",
-                Replicates(stated - linked, "starts"),
-                Ruling.SUPPORTED,
-                AGREES,
-            ),
-            Check(
-                f"number of components at {at} minus that at beta = {BETAS[0]:g}",
-                Replicates(stated - later.count[0, STATED[1]], "starts"),
-                Ruling.SUPPORTED,
-                MORE,
-            ),
-        ),
         remark=(
             f"The number of components at {at} ranges from {int(stated.min())} to {int(stated.max())}, the largest "
             f"mass is {float(later.weights[STATED][:, 0].mean()):.2f} on average, and {float(capped):.0%} of the "

@@ -9,7 +9,9 @@ import torch
 import xarray as xr
 
 from helmscope.claims.curves import curve
-from helmscope.claims.finding import Check, Count, EveryLayer, Finding, Identity, Replicates
+from helmscope.claims.evidence import Count, EveryLayer, Identity, Replicates
+from helmscope.claims.finding import Finding
+from helmscope.claims.reading import entry
 from helmscope.claims.registry import Case, experiment
 from helmscope.fields.attention import SA
 from helmscope.fields.block import Block
@@ -17,21 +19,18 @@ from helmscope.fields.mlp import MLP
 from helmscope.fields.norms import LayerNorm, RMSNorm, UnitNorm
 from helmscope.fields.placement import PostNorm, PreNorm
 from helmscope.stats.scales import LogScale
-from helmscope.types import Half, Region, Ruling
+from helmscope.types import Half
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     Norm = UnitNorm | RMSNorm | LayerNorm
 
-TOKENS, DIM, HIDDEN, DEPTH = 8, 16, 32, 24
+TOKENS, DIM, HIDDEN, DEPTH = (entry("norm-confines").constants[name] for name in ("tokens", "dim", "hidden", "depth"))
 BETA = DIM**-0.5
 SIGNS = (1.0, -1.0, None)  # V = +I, -I, and a random one in every layer
 VALUES = ("V = +I", "V = -I", "V random")
 PLACES = ("post-norm", "the same without norm", "pre-norm: the stream", "pre-norm: what the norm hands on")
-NO_LESS = Region(text="The smallest radius is 1 within 1e-9.", high=1e-9)
-GROWS = Region(text="The radius grows: its factor per layer is above 1.", low=1.0)
-LONGER = Region(text="The average is longer than its longest value at most starts.", low=0.5)
 SIZES = (2, 8, 32, 128)
 
 
@@ -50,8 +49,7 @@ def norm_confines(case: Case) -> Finding:
 
     Layers of random weights with V = +I, -I or random, under UnitNorm, RMSNorm and LayerNorm, the last with and without
     eps, from random starts. The softmax average alone, sum_j P_ij V x_j, is compared with its longest value |V x_j|: it
-    cannot "increase", which is the part of the printed statement that is tested. It does "decrease": an average of n
-    unit tokens is shorter than they are, by the lengths given in the remark.
+    cannot grow beyond it, and an average of n unit tokens is shorter than they are, by the lengths given in the remark.
     """
     starts = case.count(256, quick=128)
     norms = _norms(case)
@@ -68,15 +66,20 @@ def norm_confines(case: Case) -> Finding:
     )
     lengths = ", ".join(f"{_unit_average_length(case, n, starts):.2g} at n = {n}" for n in SIZES)
     return Finding(
-        evidence=Identity(top[:, 0], "radius ratio"),
-        null=Check("largest radius ratio of the same layers without the norm", Identity(top[:, 1], "radius ratio")),
+        evidence={
+            "largest radius": Identity(top[:, 0], "radius ratio"),
+            "smallest radius": Identity((1 - exact.amin(1)).abs(), "shortfall"),
+            "output of the pre-norm": Identity(top[:, 3], "radius ratio"),
+        },
+        controls={
+            "without the norm": Identity(top[:, 1], "radius ratio"),
+            "pre-norm stream": Identity(top[:, 2], "radius ratio"),
+            "growth in the pre-norm stream": _every_value(growth, 2, VALUES),
+            "growth without the norm, V = -I": Replicates(growth[1][:, 1], "starts", scale=LogScale()),
+        },
+        described={"share of softmax averages longer than their longest value": Count(longer, len(averages), "starts")},
+        printed=_every_value(growth[::2], 1, VALUES[::2]),
         data=_curves(largest, [torch.cat([runs[n, v].largest[..., 1] for n in range(4)]) for v in range(3)]),
-        printed=Check(
-            'the half that says "increase": share of starts whose softmax average is longer than its longest value',
-            Count(longer, len(averages), "starts"),
-            region=LONGER,
-        ),
-        also=_further_checks(exact, top, growth),
         remark=(
             f"After {DEPTH} layers the median of the largest radius is {float(final[1]):.3g} without the norm and "
             f"{float(final[2]):.3g} in the pre-norm stream. Without the norm a layer multiplies it by {factors}; "
@@ -86,41 +89,6 @@ def norm_confines(case: Case) -> Finding:
         where=(
             f"simulation: n = {TOKENS}, d = {DIM}, beta = {BETA:g}, {DEPTH} layers of attention and MLP, random "
             "weights, gain and bias folded out"
-        ),
-    )
-
-
-def _further_checks(exact: Tensor, top: Tensor, growth: list[Tensor]) -> tuple[Check, ...]:
-    """The radius does not fall under the norm, grows or shrinks without it, and grows in the pre-norm stream."""
-    return (
-        Check(
-            "1 minus the smallest radius ratio along depth, eps = 0",
-            Identity((1 - exact.amin(1)).abs(), "shortfall"),
-            Ruling.BY_CONSTRUCTION,
-            NO_LESS,
-        ),
-        Check(
-            "growth factor of the radius per layer without the norm, V = +I and random",
-            _every_value(growth[::2], 1, VALUES[::2]),
-            Ruling.SUPPORTED,
-            GROWS,
-        ),
-        Check(
-            "growth factor of the radius per layer without the norm, V = -I",
-            Replicates(growth[1][:, 1], "starts", scale=LogScale()),
-            region=GROWS,
-        ),
-        Check(
-            "growth factor of the radius per layer in the pre-norm stream, each V",
-            _every_value(growth, 2, VALUES),
-            Ruling.SUPPORTED,
-            GROWS,
-        ),
-        Check("largest radius ratio of the pre-norm stream", Identity(top[:, 2], "radius ratio")),
-        Check(
-            "largest radius ratio of the pre-norm's output",
-            Identity(top[:, 3], "radius ratio"),
-            Ruling.BY_CONSTRUCTION,
         ),
     )
 
