@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from helmscope.claims.entry import Ground as Ground
     from helmscope.claims.evidence import Count as Count
     from helmscope.claims.evidence import EveryLayer as EveryLayer
+    from helmscope.claims.evidence import EveryMagnitude as EveryMagnitude
     from helmscope.claims.evidence import Identity as Identity
     from helmscope.claims.evidence import Impossible as Impossible
     from helmscope.claims.evidence import Magnitude as Magnitude

@@ -158,6 +158,37 @@ class Magnitude:
 
 
 @dataclass(frozen=True, eq=False)
+class EveryMagnitude:
+    """Signed differences in several cases, all of which must differ by at least some amount, whatever their sign; the
+    case nearest to failing is reported.
+
+    >>> at_least = Region(text="differs by .1 or more", low=0.1)
+    >>> EveryMagnitude([[-1.0, -1.2, -0.9], [0.01, -0.02, 0.01]]).weigh(at_least).ruling.value
+    'refuted'
+    """
+
+    differences: Sequence[ArrayLike]
+    of: str = "seeds"
+    names: Sequence[str] = ()
+
+    def weigh(self, region: Region) -> Assessment:
+        """Refuted if a case is, supported if all are; cases are few, and no correction is made for their number."""
+        assessed = [Magnitude(values, self.of).weigh(region) for values in self.differences]
+        names = self.names or [f"case {k}" for k in range(len(assessed))]
+        for ruling in (Ruling.REFUTED, Ruling.INCONCLUSIVE, Ruling.DESCRIBED, Ruling.SUPPORTED):
+            found = [k for k, each in enumerate(assessed) if each.ruling is ruling]
+            if found:
+                worst = min(found, key=lambda k: _estimate(assessed[k]))
+                basis = f"the worst of {counted(len(assessed), 'case')}, {names[worst]}, {assessed[worst].basis}"
+                return replace(assessed[worst], basis=basis)
+        raise HelmscopeError("differences is empty, but it must hold one vector of differences per case")
+
+
+def _estimate(assessment: Assessment) -> float:
+    return 0.0 if assessment.interval is None else assessment.interval.estimate
+
+
+@dataclass(frozen=True, eq=False)
 class EveryLayer:
     """One vector of replicates per layer, for a claim about every layer; reports the layer nearest to failing.
 

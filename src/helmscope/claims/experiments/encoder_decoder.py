@@ -9,24 +9,25 @@ import torch
 import xarray as xr
 
 from helmscope.claims.curves import curve
-from helmscope.claims.finding import Check, Finding, Paired, Replicates
+from helmscope.claims.evidence import EveryMagnitude, Magnitude, Replicates
+from helmscope.claims.finding import Finding
+from helmscope.claims.reading import entry
 from helmscope.claims.registry import Case, experiment
 from helmscope.fields.attention import SA
 from helmscope.geometry.sphere import retract
 from helmscope.observe.inner_products import inner_product_histogram, mean_inner_product
 from helmscope.solve.dormand_prince import DormandPrince
 from helmscope.solve.integrate import integrate
-from helmscope.stats.scales import LogScale
-from helmscope.types import Region, Ruling, Trajectory
+from helmscope.types import Trajectory
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-TOKENS, DIM, BETA, LEVEL, BINS, TOL = 16, 16, 1.0, 0.9, 40, 1e-6
+CONSTANTS = entry("encoder-decoder").constants
+TOKENS, DIM, LEVEL = (CONSTANTS[name] for name in ("tokens", "dim", "level"))
+BETA, BINS, TOL = 1.0, 40, 1e-6
 TIMES, HORIZONS = tuple(k / 4 for k in range(41)), {0.0: 10.0, 1.0: 10.0, 2.0: 40.0}
 MASKS = ("full", "causal")
-WIDER = Region(text="The spread is larger by a tenth or more.", low=1.1)
-ALIKE = Region(text="The log ratio is 0 within 0.2.", low=-0.2, high=0.2)
 
 
 @experiment("encoder-decoder", seconds=3)
@@ -53,32 +54,15 @@ def encoder_decoder(case: Case) -> Finding:
         for b, end in HORIZONS.items()
     ]
     return Finding(
-        evidence=Paired(slower[BETA], "starts"),
-        null=Check(
-            "log ratio of the times of two sets of starts, both with the full mask",
-            Replicates((other.time / full.time).log(), "starts"),
-            Ruling.SUPPORTED,
-            ALIKE,
-        ),
+        evidence={
+            "speed": EveryMagnitude([slower[beta] for beta in HORIZONS], "starts", [f"beta = {b:g}" for b in HORIZONS]),
+            "shape": Magnitude((spreads[1] / spreads[0]).log(), "starts"),
+        },
+        controls={
+            "two sets of starts, both full": Replicates((other.time / full.time).log(), "starts"),
+            "a bias of 0 instead of the mask": Magnitude((unmasked.time / full.time).log(), "starts"),
+        },
         data=_curves(*paths),
-        also=(
-            Check(
-                "log of the time with a bias of 0 instead of the mask over the full time",
-                Paired((unmasked.time / full.time).log(), "starts"),
-                Ruling.INCONCLUSIVE,
-            ),
-            *(
-                Check(f"log of the causal over the full time, beta = {b:g}", Paired(ratio, "starts"), Ruling.SUPPORTED)
-                for b, ratio in slower.items()
-                if b != BETA
-            ),
-            Check(
-                "standard deviation of the inner products at equal mean, causal over full",
-                Replicates(spreads[1] / spreads[0], "starts", scale=LogScale()),
-                Ruling.SUPPORTED,
-                WIDER,
-            ),
-        ),
         remark=(
             f"The mean inner product reaches {LEVEL:g} at {float(full.time.mean()):.3g} with the full and at "
             f"{float(causal.time.mean()):.3g} with the causal mask; the spread of the inner products there is "
