@@ -73,7 +73,7 @@ BOUNDS = {
     "stable-softmax": [(None, {"low": -0.1, "high": 0.1}), (None, {"below": -0.3})],
     "encoder-decoder": [(None, {"low": 0.1})],
     "mean-field-limit": [(None, {"low": -0.6, "high": -0.4})],
-    "residual-flow": [(S, {"high": 0.1}), (S, {"high": 0.1}), (M, {"high": 0.1})],
+    "residual-flow": [(S, {"high": 0.1}), (M, {"high": 0.1})],
     "sinks-are-anchors": [(None, {"low": 0.95}), (None, {"low": 0.9})],
     "caustics": [(None, {"above": 0.5})],
     "sharp-unstable": [(None, {"above": 1})],
