@@ -13,13 +13,16 @@ import pytest
 import torch
 from scipy.integrate import quad
 
-from helmscope.claims.experiments import finite_time
+from helmscope.claims.experiments import finite_time, steady_order
 from helmscope.claims.reading import entry
 from helmscope.claims.registry import Case
 from helmscope.claims.trial import Trial, try_claim
 from helmscope.fields.attention import SA, USA
 from helmscope.fields.field import Field
+from helmscope.fields.scaled_velocity import ScaledVelocity
 from helmscope.geometry.sphere import retract
+from helmscope.observe.inner_products import mean_inner_product
+from helmscope.solve.heun import Heun
 from helmscope.solve.integrate import integrate
 from helmscope.theory.equiangular import equiangular, hitting_time
 from helmscope.theory.starts import Orthonormal
@@ -27,7 +30,7 @@ from helmscope.types import Control, HelmscopeError, Judged, Ruling, Verdict
 
 F64 = torch.float64
 SUPPORTED, REFUTED, INCONCLUSIVE = Ruling.SUPPORTED, Ruling.REFUTED, Ruling.INCONCLUSIVE
-EXPECTED = {"finite-time": REFUTED}
+EXPECTED = {"finite-time": REFUTED, "steady-order": REFUTED}
 N, DIM, EARLY, LATE = (entry("finite-time").constants[name] for name in ("tokens", "dim", "early", "late"))
 
 
@@ -174,6 +177,8 @@ def test_the_gap_is_the_mean_over_pairs() -> None:
     pairs = [1 - float(x[0, i] @ x[0, j]) for i in range(5) for j in range(5) if i != j]
     start = torch.zeros(1, dtype=F64)
     assert finite_time.gaps(SA(beta=1.0), x, start).item() == pytest.approx(np.mean(pairs), abs=1e-14)
+    assert steady_order.disorder(SA(beta=1.0), x, start).item() == pytest.approx(np.mean(pairs), abs=1e-14)
+    assert 1 - mean_inner_product(x).item() == pytest.approx(np.mean(pairs), abs=1e-14)
 
 
 @pytest.mark.parametrize("power", [1.0, 2.0, 5.0])
@@ -225,3 +230,107 @@ def test_finite_time_detects_faults(
     verdict = try_claim("finite-time", quick=True).verdict
     assert verdict.ruling is ruling
     assert {control.name for control in verdict.controls if not control.as_expected} == failed
+
+
+# steady-order
+
+
+class Fast(SA):
+    """Too fast by a relative 1e-5."""
+
+    def velocity(self, x, weights=None, *, t=0.0):
+        return (1 + 1e-5) * super().velocity(x, weights)
+
+
+class WithoutSelf(USA):
+    """1/(n-1) instead of 1/n."""
+
+    def scaled(self, x, weights=None, *, t=0.0):
+        velocity, n = super().scaled(x, weights), x.shape[-2]
+        return ScaledVelocity(velocity.direction * (n / (n - 1)), velocity.log_scale)
+
+
+class Steady(SA):
+    """A flow with the pace 2 from orthonormal tokens to the cluster, at any beta: SA(beta=0) over (1 + (n-1) m) / n."""
+
+    def velocity(self, x, weights=None, *, t=0.0):
+        scale = 1.0 if self.value is None else self.value[..., :1, :1]
+        return scale * finite_time.ExponentialDecay(torch.ones(x.shape[:-2], dtype=F64)).velocity(x)
+
+
+def test_the_pace_is_steady_in_the_tail_only() -> None:
+    verdict = quick("steady-order").verdict
+    tail, path = verdict.conditions
+    assert (tail.name, tail.ruling, path.name, path.ruling) == ("tail", SUPPORTED, "whole path", REFUTED)
+    assert abs(tail.interval.estimate - 1) < 7e-8  # RK4 with h = 0.05: h^4/120 = 5.2e-8
+    assert named(verdict, "planted pace that grows with time").interval.estimate == pytest.approx(7 / 3, rel=1e-12)
+    assert named(verdict, "SA made faster by 1e-5").interval.estimate == pytest.approx(1.00001, abs=7e-8)
+    assert named(verdict, "planted steady pace").interval.estimate == pytest.approx(1, abs=1e-9)
+    # the pace rises from 2 / (e^beta + n - 1), and from 2 / n, with n = 32 and beta in [0, 4]
+    assert 32 < named(verdict, "largest over smallest pace, SA").interval.low < math.exp(4) + 31
+    assert 32 < named(verdict, "largest over smallest pace, USA").interval.low < 32 * math.exp(4)
+    assert "rises from 0.0234 to 2:" in verdict.sentence
+    assert (verdict.printed.judgment.value, verdict.printed.measured) == ("not testable", None)
+
+
+@pytest.mark.parametrize(("kind", "first", "last"), [(SA, 1 / (math.exp(4) + 31), 1.0), (USA, 1 / 32, math.exp(4))])
+def test_the_pace_runs_from_the_orthogonal_start_to_that_of_the_cluster(kind, first, last) -> None:
+    x = torch.eye(32, dtype=F64)[None]
+    pace = steady_order.path_pace(kind, torch.tensor([4.0], dtype=F64), x, 1e-3)[:, 0]
+    assert pace[0].item() == pytest.approx(2 * first, rel=1e-12)
+    assert pace[-1].item() == pytest.approx(2 * last, rel=0.006)  # to order 1e-3 beta
+    assert pace.diff().min() > 0
+
+
+def test_the_pace_along_the_path_is_the_slope_of_the_log() -> None:
+    """The pace from velocities against the difference quotient of log(1 - m) of a fine run."""
+    x = retract(Case().normal(1, 6, 6, stream=0) + 0.3)
+    pace = steady_order._pace_over_unit_time(SA(beta=2.0), x)[:, 0]
+    h = 1e-3
+    for fraction, expected in zip(steady_order.FRACTIONS[1:], pace[1:].tolist(), strict=True):
+        before, after = integrate(SA(beta=2.0), x, [fraction - h, fraction + h]).states
+        quotient = math.log((1 - mean_inner_product(before)) / (1 - mean_inner_product(after))) / (2 * h)
+        assert quotient == pytest.approx(expected, rel=1e-5)
+
+
+def test_the_pace_of_two_tokens_is_that_of_the_closed_form() -> None:
+    """1 - cos theta with tan(theta/2) = tan(theta0/2) e^-t, also far from the cluster."""
+    theta = 1.0
+    x = torch.tensor([[[1.0, 0.0], [math.cos(theta), math.sin(theta)]]], dtype=F64)
+    clock = steady_order.WINDOW * torch.arange(5, dtype=F64)
+    angles = 2 * torch.atan(math.tan(theta / 2) * (-clock).exp())
+    gap = steady_order.disorder(SA(beta=0.0), x, clock)
+    assert gap[:, 0].tolist() == pytest.approx((1 - angles.cos()).tolist(), rel=1e-6)
+    slopes = (1 - angles.cos()).log().diff() / steady_order.WINDOW
+    assert steady_order.tail_pace(gap)[:, 0].tolist() == pytest.approx((slopes / -2).tolist(), rel=1e-6)
+
+
+@pytest.fixture
+def few_betas(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two values of beta in the tail, and short paths of few tokens."""
+    original = Case.constant
+    replaced = {"betas": (0.0, 4.0), "path_tokens": 8, "largest_beta": 1.0}
+    monkeypatch.setattr(Case, "constant", lambda case, name: replaced.get(name, original(case, name)))
+
+
+@pytest.mark.usefixtures("few_betas")
+@pytest.mark.parametrize(("name", "fault"), [("SA", Fast), ("USA", WithoutSelf), ("RK4", Heun)])
+def test_steady_order_detects_faults(monkeypatch: pytest.MonkeyPatch, name: str, fault: type) -> None:
+    """In the tail; a wrong field also differs from the equiangular ODE."""
+    monkeypatch.setattr(steady_order, name, fault)
+    monkeypatch.setattr(steady_order, "KINDS", (steady_order.SA, steady_order.USA))
+    verdict = try_claim("steady-order", quick=True).verdict
+    tail = verdict.conditions[0]
+    assert named(verdict, "pace of the equiangular ODE").as_expected == (fault is Heun)
+    assert tail.ruling is REFUTED
+    assert abs(tail.interval.estimate - 1) > 5e-6
+
+
+@pytest.mark.usefixtures("few_betas")
+def test_a_flow_that_is_steady_supports_the_claim_but_not_the_equiangular_ode(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(steady_order, "KINDS", (Steady,))
+    verdict = try_claim("steady-order", quick=True).verdict
+    assert [condition.ruling for condition in verdict.conditions] == [SUPPORTED, SUPPORTED]
+    assert named(verdict, "whole path").interval.estimate == pytest.approx(1, abs=1e-6)
+    assert [control.name for control in verdict.controls if not control.as_expected] == ["pace of the equiangular ODE"]
+    assert verdict.ruling is INCONCLUSIVE
