@@ -82,7 +82,7 @@ def test_the_manifest_has_everything_to_repeat_the_run(helmscope):
     given = {"beta": 2.0, "value": -0.5, "causal": True, "n": 4, "batch": 2, "times": [0.0, 0.5, 1.0]}
     chosen = {"field": "sa", "start": "uniform", "stepper": None, "dim": 3, "kappa": None, "step": None}
     defaults = {"nu": 0.0, "chunk": None, "tol": None, "merge": None, "delta": 1e-3, "radius": 0.1}
-    assert dict(manifest.parameters) == given | chosen | defaults | {"kernel": "auto", "kernels": "Dense"}
+    assert dict(manifest.parameters) == given | chosen | defaults | {"summation": "auto", "summations": "Dense"}
     assert set(manifest.inputs) == {"start"}
 
 
@@ -373,19 +373,19 @@ def test_an_interrupt_prints_one_sentence_and_leaves_complete_files(tmp_path: Pa
 
 
 def test_many_tokens_are_summed_without_their_pairs(helmscope):
-    for kernel, name in (("auto", "Harmonic"), ("blockwise", "Blockwise")):
-        words = ("--n", "2500", "--batch", "1", "--times", "0,0.05", "--kernel", kernel, "--out", name)
+    for method, name in (("auto", "Harmonic"), ("blockwise", "Blockwise")):
+        words = ("--n", "2500", "--batch", "1", "--times", "0,0.05", "--summation", method, "--out", name)
         code, out, _ = helmscope("simulate", *words, "--json")
         assert code == 0
-        assert hs.store.RunFolder.open(name).read_manifest().parameters["kernels"] == name
+        assert hs.store.RunFolder.open(name).read_manifest().parameters["summations"] == name
         assert strict(out)["measured"]["order"]["value"][0] < 0.1
 
 
-def test_an_unsuitable_kernel_is_rejected(helmscope):
-    code, _, err = helmscope("simulate", *SMALL, "--causal", "--kernel", "harmonic")
+def test_an_unsuitable_summation_is_rejected(helmscope):
+    code, _, err = helmscope("simulate", *SMALL, "--causal", "--summation", "harmonic")
     assert code == 2
-    assert "kernel is Harmonic(tol=None), but" in err
-    code, _, err = helmscope("simulate", *SMALL, "--kernel", "dens")
+    assert "summation is Harmonic(tol=None), but" in err
+    code, _, err = helmscope("simulate", *SMALL, "--summation", "dens")
     assert (code, "did you mean 'dense'" in err) == (2, True)
 
 

@@ -11,11 +11,11 @@ import helmscope as hs
 from helmscope.fields.field import as_field
 from helmscope.fields.lowrank import LowRank
 from helmscope.fields.multihead import MultiHead
-from helmscope.kernels.blockwise import Blockwise
-from helmscope.kernels.choose import token_sum, using_kernel
-from helmscope.kernels.dense import Dense
-from helmscope.kernels.flash import Flash
-from helmscope.kernels.kernel import Request
+from helmscope.summation.blockwise import Blockwise
+from helmscope.summation.choose import token_sum, using_summation
+from helmscope.summation.dense import Dense
+from helmscope.summation.flash import Flash
+from helmscope.summation.request import Request
 from helmscope.types import HelmscopeError
 from support.attention_cases import normal, tokens
 
@@ -173,7 +173,7 @@ def test_large_clouds_store_no_pairs_and_match_loops(n, m):
     x, y = tokens(n, 4), tokens(m, 4, seed=1)
     weights = (normal(m, seed=3) + 1).clamp(min=0)
     field = hs.CrossAttention(3.0, y, query_key=B, value=V, context_weights=weights)
-    with using_kernel() as kernels:
+    with using_summation() as kernels:
         seen = field.ambient(x[None])[0]
     assert kernels == {"Blockwise"}
     rows = x[[0, n // 2, n - 1]]
@@ -190,7 +190,7 @@ def test_every_kernel_takes_a_second_cloud(kernel, n, m):
     weights = torch.tensor([1.0, 2.0, 0.0, 0.5, 1.0, 1.0, 3.0], dtype=F64)[:m]
     bias = normal(n, m, seed=4)
     bias[0] = -math.inf
-    with using_kernel(kernel):
+    with using_summation(kernel):
         sums = token_sum(Request(query, key, value, weights=weights, bias=bias))
     assert sums.mean[:, 0].abs().max() == 0
     for k in range(2):
@@ -207,7 +207,7 @@ def test_a_second_cloud_has_its_gradient(kernel):
     x, y = tokens(3, 4), tokens(5, 4, seed=1)
 
     def f(x, y, b):
-        with using_kernel(kernel):
+        with using_summation(kernel):
             return hs.CrossAttention(2.0, y, query_key=b).ambient(x[None])
 
     given = [each.clone().requires_grad_() for each in (x, y, B)]

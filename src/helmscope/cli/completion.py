@@ -17,7 +17,7 @@ OPTION_VALUES: Mapping[str, tuple[str, ...]] = {
     "--field": tuple(names.FIELDS),
     "--start": tuple(names.STARTS),
     "--stepper": tuple(names.STEPPERS),
-    "--kernel": tuple(names.KERNELS),
+    "--summation": tuple(names.SUMMATIONS),
     "--dtype": tuple(names.DTYPES),
     "--device": ("cpu", "cuda"),
     "--completion": ("bash", "zsh", "fish"),

@@ -40,7 +40,7 @@ def _as_data(data: xr.Dataset, half: xr.Dataset) -> dict[str, Any]:
     axes = {f"{name}s": data[name].values.tolist() for name in ("dim", "beta", "time")}
     variables = [*data.data_vars.items(), *half.data_vars.items()]
     numbers = {str(name): json_numbers(variable.values.tolist()) for name, variable in variables}
-    attrs = {key: data.attrs[key] for key in ("delta", "tokens", "flow", "seed", "dtype", "stepper", "kernel")}
+    attrs = {key: data.attrs[key] for key in ("delta", "tokens", "flow", "seed", "dtype", "stepper", "summation")}
     curve = {"curve": json_numbers(data.curve.values.tolist()), "censored": half.censored.values.tolist()}
     return attrs | {"samples": data.attrs["n"]} | axes | numbers | curve
 

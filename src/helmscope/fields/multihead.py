@@ -32,9 +32,9 @@ from helmscope.fields.positions import Rotary
 from helmscope.fields.scaled_velocity import ScaledVelocity
 from helmscope.geometry.arithmetic import full_precision
 from helmscope.geometry.sphere import project
-from helmscope.kernels.choose import token_sum
-from helmscope.kernels.dense import matrix_product, transformed_logits
-from helmscope.kernels.kernel import Request, has_visible_key
+from helmscope.summation.choose import token_sum
+from helmscope.summation.dense import matrix_product, transformed_logits
+from helmscope.summation.request import Request, has_visible_key
 from helmscope.types import HelmscopeError, real_number
 
 if TYPE_CHECKING:

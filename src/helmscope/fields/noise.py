@@ -35,7 +35,7 @@ from torch.func import jvp
 from helmscope.fields.parameters import shape_or_type
 from helmscope.geometry.arithmetic import check_dense_values, full_precision
 from helmscope.geometry.sphere import project
-from helmscope.kernels.dense import matrix_product
+from helmscope.summation.dense import matrix_product
 from helmscope.types import HelmscopeError, real_number
 
 if TYPE_CHECKING:

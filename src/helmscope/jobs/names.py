@@ -81,14 +81,14 @@ STEPPERS = Names(
 )
 NOISY_STEPPERS = ("euler-maruyama", "stochastic-heun", "noisy-layer")
 AUTO = "auto"
-KERNELS = Names(
-    "kernel",
+SUMMATIONS = Names(
+    "summation",
     {
         AUTO: "",
-        "dense": "helmscope.kernels.dense:Dense",
-        "blockwise": "helmscope.kernels.blockwise:Blockwise",
-        "harmonic": "helmscope.kernels.harmonic:Harmonic",
-        "flash": "helmscope.kernels.flash:Flash",
+        "dense": "helmscope.summation.dense:Dense",
+        "blockwise": "helmscope.summation.blockwise:Blockwise",
+        "harmonic": "helmscope.summation.harmonic:Harmonic",
+        "flash": "helmscope.summation.flash:Flash",
     },
 )
 DTYPES = Names("dtype", {"float64": "torch:float64", "float32": "torch:float32"})

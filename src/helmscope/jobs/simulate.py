@@ -61,7 +61,7 @@ class Simulate(Spec, frozen=True, kw_only=True, tag="simulate"):
     step: float | None = None
     tol: float | None = None
     merge: float | None = None
-    kernel: str = names.AUTO
+    summation: str = names.AUTO
     delta: float = 1e-3
     radius: float = 0.1
     chunk: int | None = None
@@ -86,7 +86,7 @@ class Simulate(Spec, frozen=True, kw_only=True, tag="simulate"):
         "step": optional(number(above=0)),
         "tol": optional(number(above=0)),
         "merge": optional(number(at_least=0)),
-        "kernel": lambda _, value: names.KERNELS.check(value),
+        "summation": lambda _, value: names.SUMMATIONS.check(value),
         "delta": number(at_least=0),
         "radius": number(at_least=0),
         "chunk": optional(integer(1)),
@@ -172,7 +172,7 @@ class Simulate(Spec, frozen=True, kw_only=True, tag="simulate"):
             merge=self.merge,
             noise=IsotropicNoise(self.nu) if self.nu > 0 else None,
             seed=self.seed,
-            kernel=None if self.kernel == names.AUTO else names.KERNELS.load(self.kernel)(),
+            summation=None if self.summation == names.AUTO else names.SUMMATIONS.load(self.summation)(),
         )
 
     def prepare(self) -> SimulateJob:
@@ -181,7 +181,7 @@ class Simulate(Spec, frozen=True, kw_only=True, tag="simulate"):
 
         problem = self.problem()
         with explain_memory_error(n=self.n, batch=1):
-            kernels = ", ".join(problem.kernels())
+            summations = ", ".join(problem.summations())
         size = self.unit_size
         units = [
             Unit(
@@ -198,7 +198,7 @@ class Simulate(Spec, frozen=True, kw_only=True, tag="simulate"):
             dtype=self.dtype,
             device=self.device,
             inputs={"start": hash_bytes(problem.start.cpu().numpy().tobytes())},
-            parameters={k: v for k, v in self.fields.items() if k not in own_entries} | {"kernels": kernels},
+            parameters={k: v for k, v in self.fields.items() if k not in own_entries} | {"summations": summations},
             problem=problem,
         )
 

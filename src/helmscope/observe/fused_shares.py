@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from helmscope.fields.attention import SA, USA
-from helmscope.kernels.fused import fused_clustering, fused_refuses
+from helmscope.summation.fused import fused_clustering, fused_refuses
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -88,10 +88,10 @@ class FusedShares:
         """Attributes of a Measurement that describe this method."""
         steps = self.steps
         return {
-            "carried_in": self.x0.shape[-1],
+            "integration_dim": self.x0.shape[-1],
             "dtype": "float32",
             "stepper": f"RK4, {int(steps.min())} to {int(steps.max())} steps between times",
-            "kernel": "Fused",
+            "summation": "Fused",
         }
 
 

@@ -13,7 +13,6 @@ import torch
 import xarray as xr
 
 from helmscope.fields.field import Field, as_field
-from helmscope.kernels.choose import pinned, using_kernel
 from helmscope.observe.diagram import PhaseDiagram
 from helmscope.observe.fused_shares import FusedShares
 from helmscope.observe.inner_products import clustering_fraction
@@ -22,6 +21,7 @@ from helmscope.solve.euler_maruyama import EulerMaruyama
 from helmscope.solve.integrate import make_problem
 from helmscope.solve.published import PublishedEuler
 from helmscope.solve.threads import fitting_threads
+from helmscope.summation.choose import pinned, using_summation
 from helmscope.theory.equiangular import EquiangularFlow, hitting_time
 from helmscope.theory.starts import Start, in_span
 from helmscope.types import HelmscopeError, check_measurement, fits_memory, increasing_times, real_number, whole_number
@@ -334,7 +334,7 @@ def _measurement(
     name: str,
 ) -> xr.Dataset:
     """Mean and standard error over the samples that were not lost."""
-    with using_kernel() as kernels:
+    with using_summation() as summations:
         rows = [_mean_and_stderr(share) for share in shares]
     mean, stderr = (torch.cat([row[k] for row in rows]).numpy() for k in (0, 1))
     lost = torch.cat([row[2] for row in rows])
@@ -346,7 +346,7 @@ def _measurement(
     data = {name: (axes, mean, {"long_name": long_name}), f"{name}_stderr": (axes, stderr)}
     curve = ("beta", [_hitting_time(flow, sweep) for flow in flows.values()])
     coords = {"beta": list(flows), "time": times, "curve": curve, "lost": ("beta", lost.sum(-1).numpy())}
-    attributes = _attributes(sweep, next(iter(flows.values())), kernels)
+    attributes = _attributes(sweep, next(iter(flows.values())), summations)
     attributes["flow"] = " / ".join(dict.fromkeys(_flow_name(flow, sweep.noise) for flow in flows.values()))
     return check_measurement(xr.Dataset(data, coords, attributes))
 
@@ -361,7 +361,7 @@ def _mean_and_stderr(share: Float[Tensor, "beta sample time"]) -> tuple[Tensor, 
     return mean.cpu(), stderr.cpu(), lost.cpu()
 
 
-def _attributes(sweep: _Sweep, flow: Field, kernels: set[str]) -> dict[str, Any]:
+def _attributes(sweep: _Sweep, flow: Field, summations: set[str]) -> dict[str, Any]:
     """The arguments and the method, for the attributes of the diagram."""
     dtype, spanned = sweep.dtype or torch.float64, sweep.in_span(flow) is not None
     stepper = sweep.method(flow, dtype)
@@ -369,12 +369,12 @@ def _attributes(sweep: _Sweep, flow: Field, kernels: set[str]) -> dict[str, Any]
         "n": sweep.samples,
         "tokens": sweep.start.n,
         "dim": sweep.start.dim,
-        "carried_in": sweep.start.n if spanned else sweep.start.dim,
+        "integration_dim": sweep.start.n if spanned else sweep.start.dim,
         "delta": sweep.delta,
         "seed": sweep.seed,
         "dtype": str(dtype).removeprefix("torch."),
         "stepper": "default of integrate" if stepper is None else repr(stepper),
-        "kernel": ", ".join(sorted(kernels)) or "none",
+        "summation": ", ".join(sorted(summations)) or "none",
     }
 
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from jaxtyping import Bool, Float
     from torch import Tensor
 
-    from helmscope.kernels.kernel import Kernel
+    from helmscope.summation.request import Summation
 
 
 def integrate(
@@ -50,7 +50,7 @@ def integrate(
     normalize: bool = False,
     noise: Noise | None = None,
     seed: int = 0,
-    kernel: Kernel | None = None,
+    summation: Summation | None = None,
     progress: Progress | None = None,
 ) -> Simulation:
     """Integrate x' = f(x, t) from x0 at time 0 and return the states at ``times``.
@@ -78,7 +78,7 @@ def integrate(
     time. An event with ``sampled=True`` is evaluated only at the requested times. ``progress`` is called with the share
     of the work done.
 
-    ``kernel`` fixes how sums over tokens are computed, such as ``Blockwise()``; by default it is chosen by device, n,
+    ``summation`` fixes how sums over tokens are computed, such as ``Blockwise()``; by default it is chosen by device, n,
     d, dtype and gradient. A flow that commutes with rotations is integrated in R^n if n < d, with the same result.
 
     ``noise`` makes the flow stochastic and needs a stepper for it, such as ``EulerMaruyama(h=0.01)``. System k has its
@@ -109,7 +109,7 @@ def integrate(
         normalize=normalize,
         noise=noise,
         seed=seed,
-        kernel=kernel,
+        summation=summation,
     )
     return problem.run(progress)
 
@@ -127,7 +127,7 @@ def make_problem(
     normalize: bool = False,
     noise: Noise | None = None,
     seed: int = 0,
-    kernel: Kernel | None = None,
+    summation: Summation | None = None,
     stores: bool = True,
 ) -> Problem:
     """Check the arguments of ``integrate`` and return the problem to be solved; raises ``HelmscopeError`` for all
@@ -175,18 +175,20 @@ def make_problem(
         mask=None if mask is None else mask.expand(x.shape[:-1]).reshape(count, x.shape[-2]),
         noise=noise,
         seed=whole_number("seed", seed, at_least=0, below=2**128),
-        kernel=kernel,
+        summation=summation,
     )
-    if kernel is not None:
-        _check_kernel(problem)
+    if summation is not None:
+        _check_summation(problem)
     return problem
 
 
-def _check_kernel(problem: Problem) -> None:
-    """Raise ``HelmscopeError`` if the kernel cannot compute the sums over tokens, or if there are none."""
-    if not problem.kernels():
+def _check_summation(problem: Problem) -> None:
+    """Raise ``HelmscopeError`` if the summation method cannot compute the sums over tokens, or if there are none."""
+    if not problem.summations():
         name = type(problem.field).__name__
-        raise HelmscopeError(f"kernel is {problem.kernel!r}, but this {name} does not sum over tokens: leave it out")
+        raise HelmscopeError(
+            f"summation is {problem.summation!r}, but this {name} does not sum over tokens: leave it out"
+        )
 
 
 def _as_tuple(events: Iterable[Event]) -> tuple[Event, ...]:

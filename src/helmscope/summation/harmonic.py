@@ -21,10 +21,10 @@ import torch
 from helmscope.geometry.arithmetic import full_precision
 from helmscope.geometry.harmonics import exponential_coefficients, exponential_degree, powers
 from helmscope.geometry.sphere import NORM_TOLERANCE, check_tokens
-from helmscope.kernels.harmonic_gpu import fits, gpu_sums
-from helmscope.kernels.harmonic_matrix import MAX_MATRIX_DEGREE, matrix_sums
-from helmscope.kernels.harmonic_series import circle_series, sphere_series
-from helmscope.kernels.kernel import AttentionSum, Request
+from helmscope.summation.harmonic_gpu import fits, gpu_sums
+from helmscope.summation.harmonic_matrix import MAX_MATRIX_DEGREE, matrix_sums
+from helmscope.summation.harmonic_series import circle_series, sphere_series
+from helmscope.summation.request import AttentionSum, Request
 from helmscope.types import HelmscopeError, real_number
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ MIN_OTHER_MASS = {torch.float64: 1e-3, torch.float32: 1e-2}  # received by each 
 
 @dataclass(frozen=True)
 class Harmonic:
-    """Kernel for unit vectors on the circle and on S^2, by a harmonic series: query-key matrix c I with c >= 0, no
+    """Method for unit vectors on the circle and on S^2, by a harmonic series: query-key matrix c I with c >= 0, no
     causal mask, no bias, no gradient.
 
     ``tol`` bounds the truncation error per pair in units of e^beta; None stands for 1e-12 in float64 and 1e-7 in
@@ -208,7 +208,7 @@ def harmonic_sum(
     """
     check_tokens(x)
     if x.requires_grad:
-        raise HelmscopeError("x requires a gradient, but harmonic sums have none: use the dense kernel")
+        raise HelmscopeError("x requires a gradient, but harmonic sums have none: use Dense()")
     degree = harmonic_degree(beta, dim=x.shape[-1], tol=tol)
     if degree > MAX_DEGREE:
         raise HelmscopeError(f"beta is {beta:g}, but its series has degree {degree}, above {MAX_DEGREE}: lower beta")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from helmscope.geometry.arithmetic import full_precision
-from helmscope.kernels.kernel import MAX_DENSE_TOKENS, AttentionSum, Request
+from helmscope.summation.request import MAX_DENSE_TOKENS, AttentionSum, Request
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Dense:
-    """Kernel that stores all pairs: for up to n = 2,048 tokens, and for fields that need the whole matrix of logits.
+    """Method that stores all pairs: for up to n = 2,048 tokens, and for fields that need the whole matrix of logits.
 
     >>> x = torch.eye(2)
     >>> Dense().sum(Request(0.0 * x, x, x)).mean

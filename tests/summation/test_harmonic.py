@@ -13,14 +13,14 @@ from scipy import special
 from helmscope.fields.attention import SA, USA
 from helmscope.geometry import harmonics
 from helmscope.geometry.sphere import project, retract
-from helmscope.kernels import harmonic_series
-from helmscope.kernels.dense import Dense, attention_sum, logits
-from helmscope.kernels.harmonic import CHUNK, Harmonic, harmonic_degree, harmonic_sum
-from helmscope.kernels.harmonic_matrix import matrix_sums
-from helmscope.kernels.harmonic_series import circle_series
+from helmscope.summation import harmonic_series
+from helmscope.summation.dense import Dense, attention_sum, logits
+from helmscope.summation.harmonic import CHUNK, Harmonic, harmonic_degree, harmonic_sum
+from helmscope.summation.harmonic_matrix import matrix_sums
+from helmscope.summation.harmonic_series import circle_series
 from helmscope.theory.energy import energy_min
 from helmscope.types import HelmscopeError
-from support.kernel_cases import random_request
+from support.summation_cases import random_request
 
 BETAS = (0.0, 1e-3, 0.5, 1.0, 4.0, 9.0, 50.0)
 
@@ -164,7 +164,7 @@ def test_matrix_products_agree(beta: float, d: int, monkeypatch: pytest.MonkeyPa
     expected = over_scale(harmonic_sum(x, beta=beta, weights=weights), beta)
     degree = harmonic_degree(beta, dim=d)
     for chunk in (2**20, 77):
-        monkeypatch.setattr("helmscope.kernels.harmonic_matrix.CHUNK", chunk)
+        monkeypatch.setattr("helmscope.summation.harmonic_matrix.CHUNK", chunk)
         got = matrix_sums(x, weights, beta, degree)
         assert float((got - expected).abs().max()) < 3e-14 * float(weights.sum(-1).max())
     got = matrix_sums(x.float(), weights.float(), beta, degree)

@@ -18,7 +18,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from helmscope.geometry.arithmetic import full_precision
-from helmscope.kernels.kernel import AttentionSum, Request, transformed
+from helmscope.summation.request import AttentionSum, Request, transformed
 from helmscope.types import HelmscopeError, whole_number
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ HIDDEN_LOGIT = -1e30  # its exponential is 0; finite, because -inf would turn in
 
 @dataclass(frozen=True)
 class Blockwise:
-    """Kernel that sums block by block, on every device, with every mask, bias and derivative.
+    """Method that sums block by block, on every device, with every mask, bias and derivative.
 
     A gradient costs one more pass, because blocks are recomputed in the backward pass. ``block`` is (queries, keys) per
     block; None chooses a fast size for the device. The rounding of a sum depends on ``block``, but not on the batch.
