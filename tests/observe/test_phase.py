@@ -388,7 +388,7 @@ def test_what_it_says_of_itself(tmp_path):
     seen = phase_diagram(hs.SA, **SMALL, samples=4, progress=shares.append)
     assert shares == sorted(shares)
     assert shares[-1] == 1.0
-    told = {
+    expected = {
         "n": 4,
         "tokens": 5,
         "dim": 3,
@@ -398,7 +398,7 @@ def test_what_it_says_of_itself(tmp_path):
         "summation": "Dense",
         "dtype": "float64",
     }
-    assert told.items() <= seen.attrs.items()
+    assert expected.items() <= seen.attrs.items()
     assert seen.probability.dims == ("beta", "time")
     run = hs.store.RunFolder.create(tmp_path / "run")
     run.write_results("phase", seen)

@@ -78,8 +78,8 @@ def integrate(
     time. An event with ``sampled=True`` is evaluated only at the requested times. ``progress`` is called with the share
     of the work done.
 
-    ``summation`` fixes how sums over tokens are computed, such as ``Blockwise()``; by default it is chosen by device, n,
-    d, dtype and gradient. A flow that commutes with rotations is integrated in R^n if n < d, with the same result.
+    ``summation`` fixes how sums over tokens are computed, such as ``Blockwise()``; the default depends on device, n, d,
+    dtype and gradient. A flow that commutes with rotations is integrated in R^n if n < d, with the same result.
 
     ``noise`` makes the flow stochastic and needs a stepper for it, such as ``EulerMaruyama(h=0.01)``. System k has its
     own random stream, keyed by ``seed`` and k. Each interval between requested times is divided into equal steps, so

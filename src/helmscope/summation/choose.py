@@ -6,7 +6,8 @@
     everything else                                                   Blockwise
 
 The choice depends on device, n, d, dtype, gradient and, where a harmonic series is too inaccurate, on the system
-itself; never on timings, so that it is the same in every run. A caller can pin one method for all sums with ``using_summation``.
+itself; never on timings, so that it is the same in every run. ``using_summation``
+pins one method for all sums.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The interface of summation methods: ``Request`` is the input, ``AttentionSum`` the result, ``Summation`` the protocol."""
+"""The interface of summation methods: a ``Summation`` takes a ``Request`` and returns an ``AttentionSum``."""
 
 from __future__ import annotations
 
