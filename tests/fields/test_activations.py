@@ -24,7 +24,7 @@ from helmscope.fields.activations import (
     SiLU,
     SquaredReLU,
     Tanh,
-    named,
+    from_name,
     sigmoid,
 )
 from helmscope.types import HelmscopeError
@@ -390,11 +390,11 @@ def test_named():
     tanh = dict.fromkeys(("gelu_new", "gelu_pytorch_tanh", "gelu_fast"), GELUTanh())
     names = {**plain, **tanh, "relu2": SquaredReLU(), "quick_gelu": QuickGELU(), "linear": Identity()}
     for name, act in names.items():
-        assert named(name) == act
+        assert from_name(name) == act
     with pytest.raises(HelmscopeError, match="unknown activation 'gelu_nw': did you mean 'gelu_new'"):
-        named("gelu_nw")
+        from_name("gelu_nw")
     with pytest.raises(HelmscopeError, match="unknown activation 'None'"):
-        named(None)
+        from_name(None)
 
 
 @every

@@ -326,7 +326,7 @@ def test_layernorm_streams_are_on_the_smaller_sphere():
 def test_a_block_does_not_depend_on_its_batch_to_the_bit(name):
     block = Block(SA(beta=1.0), gated(), placement=PLACEMENTS[name])
     x = tokens(4, N, D, seed=10)
-    stepper = Layer(0.5) if block.only_layers else None
+    stepper = Layer(0.5) if block.discrete_only else None
     whole = integrate(block, x, [1.0], stepper=stepper).states
     for k in range(4):
         assert torch.equal(integrate(block, x[k : k + 1], [1.0], stepper=stepper).states[:, 0], whole[:, k])

@@ -224,7 +224,7 @@ def test_scaled_heads_of_usa():
     assert torch.allclose(scaled.log_scale, alone.log_scale, rtol=1e-15, atol=0)
     calm = MultiHead(heads_of("usa", "dense", 4, 3)).scaled(x)
     field = MultiHead(heads_of("usa", "dense", 4, 3))
-    assert torch.allclose(calm.over(1.0), field(x), rtol=1e-13, atol=1e-14)
+    assert torch.allclose(calm.displacement(1.0), field(x), rtol=1e-13, atol=1e-14)
     assert torch.equal(MultiHead([SA(1.0)]).scaled(x).log_scale, torch.zeros(4, 1, dtype=F64))
 
 
@@ -284,7 +284,7 @@ def test_properties_of_the_field():
         ([SA(1.0, value=torch.eye(3)), 2], ["heads", "[SA, int]"]),
         ([SA(1.0), USA(1.0)], ["heads[1]", "USA", "SA", "one class"]),
         ([SA(1.0), SA(1.0), SA(1.0, causal=True)], ["heads[2]", "causal=True", "causal=False"]),
-        ([Hardmax(), Hardmax(tie=0.1)], ["heads[1]", "tie=0.1", "tie=None"]),
+        ([Hardmax(), Hardmax(tie_tolerance=0.1)], ["heads[1]", "tie_tolerance=0.1", "tie_tolerance=None"]),
         ([SinkhornAttention(1.0), SinkhornAttention(1.0, tol=1e-3)], ["heads[1]", "tol=0.001"]),
         ([SA(1.0, value=torch.eye(3)), SA(1.0, query_key=torch.eye(4))], ["heads[1]", "(4, 4)", "heads[0]", "(3, 3)"]),
         ([SA(1.0, bias=torch.zeros(3, 3)), SA(1.0, bias=torch.zeros(4, 4))], ["bias", "(4, 4)", "(3, 3)"]),

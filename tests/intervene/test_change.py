@@ -341,7 +341,7 @@ def test_the_recording_of_an_edited_run_names_its_edits(case):
         for change in (Ablate([1], site=site), Add(site=site, value=new), Replace([2], site=site, value=new)):
             edited = recording.under(change)
             assert edited.certificate["edits"].ok is None
-            assert "all other lines of the unedited model" in edited.certificate["edits"].says
+            assert "all other lines of the unedited model" in edited.certificate["edits"].statement
             assert edited.certificate["residual"].ok is (None if site is Site.OUTPUT else True), (change, site)
     for step in range(7):
         for frozen in (None, tokens):

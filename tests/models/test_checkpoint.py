@@ -359,7 +359,7 @@ def test_a_head_missing_from_the_files(tmp_path, family):
     recording = record(loaded, ids)
     assert recording.certificate.ok
     assert recording.certificate["files"].ok is None
-    assert recording.certificate["files"].says == loaded.origin.note
+    assert recording.certificate["files"].statement == loaded.origin.note
     assert recording.certificate["head"].ok is None
     wanted = record(whole, ids)
     assert torch.equal(recording.trajectory.states, wanted.trajectory.states)

@@ -283,7 +283,7 @@ def test_an_edit_of_the_encoder_changes_the_decoder_as_a_hook_by_hand(family):
     assert "with its encoder under" in repr(edited)  # the repr is cut after about 200 characters
     assert "edit of the encoder" in edited._repr_html_()
     assert len(edited.manifest().parameters["encoder edits"]) == 1
-    assert edited.certificate["edits"].says.startswith("2 applied")
+    assert edited.certificate["edits"].statement.startswith("2 applied")
     assert torch.equal(record(model, inputs, batch_size=2).logits(), recording.logits())  # the model is as it was
 
 

@@ -104,7 +104,7 @@ def test_moved_padding_is_compared_with_the_inputs_as_they_came():
     }
     line = record(model, given).certificate["padding"]
     assert line.ok is None
-    assert "positions" in line.says
+    assert "positions" in line.statement
     placed = given | {"position_ids": torch.tensor([[0, 0, 0, 1], [0, 1, 2, 3]])}
     kept = record(model, placed)
     assert kept.certificate.ok
@@ -123,7 +123,7 @@ def test_an_encoder_padded_to_its_full_length_looks_both_ways():
         given = words(["a b c"], padding="max_length", max_length=40, return_tensors="pt", return_token_type_ids=False)
         line = record(model, given, tokenizer=words).certificate["causality"]
         assert line.ok is (None if family == "bert" else True)
-        assert line.says == ("attention is bidirectional" if family == "bert" else "no weight on later tokens")
+        assert line.statement == ("attention is bidirectional" if family == "bert" else "no weight on later tokens")
 
 
 @pytest.mark.parametrize(

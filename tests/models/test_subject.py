@@ -211,7 +211,7 @@ def test_it_travels_as_plain_data(folder, monkeypatch):
         (Subject(tiny_model("gpt2"), ROWS), "model"),
         (Subject("A", tokenizer=object()), "tokenizer"),
     ):
-        assert not subject.travels
+        assert not subject.sendable
         with pytest.raises(HelmscopeError, match=f"{what} of subject '.*' is in memory, where no other process"):
             subject.as_data()
 

@@ -22,7 +22,6 @@ from helmscope.fields.noise import (
     Stratonovich,
 )
 from helmscope.geometry.sphere import project, retract
-from helmscope.solve.euler import ProjectedEuler
 from helmscope.solve.euler_maruyama import EulerMaruyama
 from helmscope.solve.events import HittingTime
 from helmscope.solve.flow import Flow
@@ -31,6 +30,7 @@ from helmscope.solve.integrate import integrate, make_problem
 from helmscope.solve.layer import Layer
 from helmscope.solve.noisy import check_noise
 from helmscope.solve.noisy_layer import NoisyLayer
+from helmscope.solve.projected_euler import ProjectedEuler
 from helmscope.solve.random_source import RandomSource
 from helmscope.solve.stochastic_heun import StochasticHeun
 from helmscope.theory.starts import Uniform
@@ -113,7 +113,7 @@ def step(stepper, field, noise, x: torch.Tensor, h: float, dw: torch.Tensor) -> 
 
 def mean_rate(stepper, field, noise, x, h, phi) -> float:
     """(E phi(x') - phi(x)) / h, by quadrature over dW."""
-    nodes, weights = gauss(noise.sources(x[None]))
+    nodes, weights = gauss(noise.brownian_dim(x[None]))
     return float((weights * (phi(step(stepper, field, noise, x, h, math.sqrt(h) * nodes)) - phi(x))).sum() / h)
 
 

@@ -379,20 +379,20 @@ def _composite(x: Matrix) -> float:
     return math.sqrt(max(columns) * max(rows))
 
 
-def residual_frobenius(x: Matrix, relative: bool = False) -> float:
+def collapse_residual_frobenius(x: Matrix, relative: bool = False) -> float:
     """|R|_F of R = X - 1 xbar^T, xbar the mean token; relative: over |X|_F.
 
-    >>> residual_frobenius([[1.0, 0.0], [0.0, 1.0]])
+    >>> collapse_residual_frobenius([[1.0, 0.0], [0.0, 1.0]])
     1.0
     """
     size = math.hypot(*(math.hypot(*row) for row in _residual(x)))
     return size / math.hypot(*(math.hypot(*row) for row in x)) if relative else size
 
 
-def residual_composite(x: Matrix, relative: bool = False) -> float:
+def collapse_residual_composite(x: Matrix, relative: bool = False) -> float:
     """sqrt(|R|_1 |R|_inf) (Dong, Cordonnier & Loukas 2021, arXiv:2103.03404); relative: over sqrt(|X|_1 |X|_inf).
 
-    >>> residual_composite([[1.0, 0.0], [0.0, 1.0]])
+    >>> collapse_residual_composite([[1.0, 0.0], [0.0, 1.0]])
     1.0
     """
     return _composite(_residual(x)) / (_composite(x) if relative else 1.0)

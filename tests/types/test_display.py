@@ -13,7 +13,7 @@ import xarray as xr
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import helmscope as hs
-from helmscope.types import brief, counted, shortened, table
+from helmscope.types import brief, counted, html_table, shortened
 
 EVIL = "<script>alert(1)</script>"
 SEEN, REGION = hs.Interval(1.0, 0.99, 1.01, n=20), hs.types.Region(text="1 within .1", low=0.9, high=1.1)
@@ -164,7 +164,7 @@ def test_html_escapes_what_others_wrote():
         seen,
         origin=replace(seen.origin, name=EVIL, family=f"gpt2 {EVIL}"),
         runner=replace(seen.runner, batch=replace(seen.batch, tokens=labels)),
-        certificate=seen.certificate.with_line(replace(seen.certificate.lines[0], says=EVIL)),
+        certificate=seen.certificate.with_line(replace(seen.certificate.lines[0], statement=EVIL)),
     )
     text = planted._repr_html_()
     assert "<script" not in text
@@ -227,7 +227,7 @@ def test_counting_words():
 
 
 def test_a_table_holds_its_rows():
-    text = table("head", [("a", 1), ("b", 2)], head=("name", "number"), note="below")
+    text = html_table("head", [("a", 1), ("b", 2)], header=("name", "number"), note="below")
     assert [text.count(f"<{tag}") for tag in ("table", "tr", "td", "th")] == [1, 3, 4, 2]
     assert re.sub(r"<[^>]*>", " ", text).split() == ["head", "name", "number", "a", "1", "b", "2", "below"]
-    assert "<table" not in table("alone", [])
+    assert "<table" not in html_table("alone", [])

@@ -22,7 +22,7 @@ from helmscope.runs.unit import Unit
 from helmscope.stats.summary import summary
 from helmscope.store.manifest import hash_file
 from helmscope.store.verdicts import decode_verdicts, encode_verdicts
-from helmscope.types import HelmscopeError, Plottable, Verdict, counted, joined, known_name, one_line_repr
+from helmscope.types import HelmscopeError, Plottable, Verdict, counted, html_stack, known_name, one_line_repr
 from helmscope.types.measurement import COMPANIONS
 
 if TYPE_CHECKING:
@@ -56,12 +56,12 @@ class Trial(Plottable):
 
     def __repr__(self) -> str:
         measured = counted(len(self._variables), "variable")
-        return one_line_repr(f"Trial of {self.verdict.claim}: {self.verdict.short}; {measured} measured")
+        return one_line_repr(f"Trial of {self.verdict.claim}: {self.verdict.summary}; {measured} measured")
 
     def _repr_html_(self) -> str:
         parts = [self.verdict._repr_html_()]
         parts += [summary(self.data)._repr_html_()] if self._variables else []
-        return joined(*parts)
+        return html_stack(*parts)
 
     def plot(self, **options: Any) -> Figure:
         """Plot the statistic with its region, and the measured data: ``trial_figure``, which takes no options."""
@@ -250,7 +250,7 @@ def _local_claims(cases: Mapping[str, Case]) -> frozenset[str]:
     """The claims that must run in this process: they share a model, or their model exists only in memory."""
     models = {claim: case.subject for claim, case in cases.items() if not case.subject.is_simulation}
     count = Counter(models.values())
-    in_memory = {claim for claim in models if not all(subject.travels for subject in cases[claim].subjects)}
+    in_memory = {claim for claim in models if not all(subject.sendable for subject in cases[claim].subjects)}
     return frozenset(in_memory | {claim for claim, model in models.items() if count[model] > 1})
 
 
@@ -263,11 +263,11 @@ def _subject_parameters(**subjects: Subject | None) -> Iterator[dict[str, dict[s
     exists only in this process has only its identity, by which ``_decode_subject`` finds it within the context.
     """
     passed = {name: subject for name, subject in subjects.items() if subject is not None}
-    in_memory = {subject.identity: subject for subject in passed.values() if not subject.travels}
+    in_memory = {subject.identity: subject for subject in passed.values() if not subject.sendable}
     _IN_MEMORY.update(in_memory)
     try:
         yield {
-            name: {"identity": subject.identity, **(subject.as_data() if subject.travels else {})}
+            name: {"identity": subject.identity, **(subject.as_data() if subject.sendable else {})}
             for name, subject in passed.items()
         }
     finally:

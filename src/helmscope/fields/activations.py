@@ -326,12 +326,12 @@ _NAMES: dict[str, type[Activation]] = {
 }
 
 
-def named(name: str) -> Activation:
+def from_name(name: str) -> Activation:
     """The activation with this name in Hugging Face configurations (``hidden_act``).
 
     Raises ``HelmscopeError`` for an unknown name and suggests the closest one.
 
-    >>> named("gelu_new")
+    >>> from_name("gelu_new")
     GELUTanh()
     """
     return _NAMES[known_name("activation", str(name), _NAMES)]()

@@ -143,8 +143,8 @@ class Attention(Field):
     def _query_and_key(self, x: Tensor) -> tuple[Tensor, Tensor]:
         if self.positions is None:
             return query_and_key(x, self.query_key)
-        query, key = query_and_key(self.positions.tokens(x), self.query_key)
-        return self.positions.turned(query), self.positions.turned(key)
+        query, key = query_and_key(self.positions.transform_tokens(x), self.query_key)
+        return self.positions.transform_queries(query), self.positions.transform_queries(key)
 
     @property
     def unit_beta(self) -> float | None:
@@ -174,7 +174,7 @@ class Attention(Field):
         assert self.value is not None
         return matrix_product(total, self.value.to(total).mT)
 
-    def complaint(self, x: Tensor, weights: Tensor | None) -> str:
+    def overflow_message(self, x: Tensor, weights: Tensor | None) -> str:
         return f"the velocity overflows {x.dtype}: use a smaller value or smaller weights"
 
 
@@ -232,8 +232,8 @@ class SA(Softmax):
         """beta."""
         return self.beta
 
-    def complaint(self, x: Tensor, weights: Tensor | None) -> str:
-        return f"beta is {shown(self.beta)}, and {super().complaint(x, weights)}"
+    def overflow_message(self, x: Tensor, weights: Tensor | None) -> str:
+        return f"beta is {shown(self.beta)}, and {super().overflow_message(x, weights)}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -302,7 +302,7 @@ class USA(Attention):
         """Unnormalized weights m_j e^{l_ij} / M."""
         return sum_kernel(self._logits(x, weights), weights)
 
-    def complaint(self, x: Tensor, weights: Tensor | None) -> str:
+    def overflow_message(self, x: Tensor, weights: Tensor | None) -> str:
         return f"beta is {shown(self.beta)}, and the velocity overflows {x.dtype}: call .scaled(x) for a log scale"
 
 

@@ -83,9 +83,9 @@ class Block(Field):
         return self.attention.continuous
 
     @property
-    def only_layers(self) -> bool:
+    def discrete_only(self) -> bool:
         """Whether the block is a discrete map without a flow: its norm changes the state even if nothing is added."""
-        return self.placement.only_layers
+        return self.placement.discrete_only
 
     @property
     def exchangeable(self) -> bool:

@@ -90,7 +90,7 @@ class CrossAttention(Field):
         weights = None if self.context_weights is None else self.context_weights.to(x)
         return Request(over_tokens(self.beta, x) * query, key, y, weights=weights)
 
-    def shares(self, x: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n m"]:
+    def cross_kernel(self, x: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n m"]:
         """The attention weights p_ij of context token j for token i, (*batch, n, m); rows sum to 1."""
         request = self.request(x)
         return softmax_kernel(transformed_logits(request), request.weights)

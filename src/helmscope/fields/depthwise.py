@@ -78,9 +78,9 @@ class Depthwise(Field):
         return all(layer.attends for layer in self.layers)
 
     @property
-    def only_layers(self) -> bool:
+    def discrete_only(self) -> bool:
         """Whether any layer is a discrete map without a flow."""
-        return any(layer.only_layers for layer in self.layers)
+        return any(layer.discrete_only for layer in self.layers)
 
     def check_size(self, x: Float[Tensor, "*batch n d"]) -> None:
         """Raise ``HelmscopeError`` unless the tokens fit all layers."""

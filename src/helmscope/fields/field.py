@@ -114,7 +114,7 @@ class Field(ABC):
         return False
 
     @property
-    def only_layers(self) -> bool:
+    def discrete_only(self) -> bool:
         """Whether the field is a discrete map without a flow: its norm changes the state even if nothing is added."""
         return False
 
@@ -131,7 +131,7 @@ class Field(ABC):
         Tokens with ``weights`` m_j >= 0 are a measure; ``mask`` is False at padding, which gets weight 0. Raises
         ``HelmscopeError`` for bad input, for a field without a velocity, and if the velocity is not finite.
         """
-        if self.only_layers:
+        if self.discrete_only:
             raise HelmscopeError(f"field is {self.name}, a discrete map that has no velocity: call layer")
         self.check_size(check_states(self, x, "x"))
         combined = check_weights(x, weights, mask)
@@ -145,7 +145,7 @@ class Field(ABC):
         else:
             velocity = self.velocity(x, t=t, weights=combined)
         if not every(torch.isfinite(velocity.detach())):
-            raise HelmscopeError(self.complaint(x, combined))
+            raise HelmscopeError(self.overflow_message(x, combined))
         return velocity
 
     @abstractmethod
@@ -170,7 +170,7 @@ class Field(ABC):
     ) -> Float[Tensor, "*batch n d"]:
         """h f(x, t) with h (*batch, 1, 1), without overflow of the velocity itself; unchecked."""
         if self.overflows:
-            return self.scaled(x, t=t, weights=weights).over(h)
+            return self.scaled(x, t=t, weights=weights).displacement(h)
         return h.to(x.dtype) * self.velocity(x, t=t, weights=weights)
 
     def layer(
@@ -219,7 +219,7 @@ class Field(ABC):
         """The same flow on R^dim if it commutes with rotations, else None."""
         return None
 
-    def complaint(self, x: Tensor, weights: Tensor | None) -> str:
+    def overflow_message(self, x: Tensor, weights: Tensor | None) -> str:
         """The error message for a velocity that is not finite: the cause and the remedy."""
         return f"the velocity of {type(self).__name__} overflows {x.dtype}: use smaller parameters or weights"
 

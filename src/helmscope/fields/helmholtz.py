@@ -34,10 +34,10 @@ if TYPE_CHECKING:
 def helmholtz(mlp: MLP | GatedMLP) -> HelmholtzSplit:
     """The exact split f = grad U + R + harmonic with div R = 0 (source 000-3 (a), (b); formulas above).
 
-    ``split.dead`` lists the neurons that are constant (v = 0; gated: g = u = 0); they belong to the harmonic part,
-    together with b_out. A gated neuron with g = 0 but u != 0 is s(c) times a linear neuron with row u and is split like
-    one. Raises ``HelmscopeError`` if ``mlp`` is not an MLP, has batch axes, or has an activation without psi (gated:
-    or Psi).
+    ``split.dead_neurons`` lists the neurons that are constant (v = 0; gated: g = u = 0); they belong to the harmonic
+    part, together with b_out. A gated neuron with g = 0 but u != 0 is s(c) times a linear neuron with row u and is
+    split like one. Raises ``HelmscopeError`` if ``mlp`` is not an MLP, has batch axes, or has an activation without psi
+    (gated: or Psi).
 
     If a row is tiny compared with its bias, U is of order psi(c)/|v|; in the gated case so are grad U and R, with
     opposite signs, and their sum loses digits. For |g| below 1e-150 (1e-19 in float32) use ``gradient`` instead of
@@ -98,7 +98,7 @@ class HelmholtzSplit(ABC):
     mlp: MLP | GatedMLP
 
     @property
-    def dead(self) -> Int[Tensor, " dead"]:
+    def dead_neurons(self) -> Int[Tensor, " dead"]:
         """Indices of the neurons that are constant: v = 0, or g = u = 0 if gated."""
         return self._is_dead(torch.zeros((), dtype=torch.float64, device="cpu")).nonzero().squeeze(-1)
 

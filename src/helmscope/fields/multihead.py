@@ -207,10 +207,10 @@ class MultiHead(Field):
         """The request for the sums of all heads, an axis before the tokens; ``tangent`` if they will be projected."""
         left, right = _stack_factors([head.query_key for head in self.heads], x)
         positions = self.heads[0].positions
-        placed = x if positions is None else positions.tokens(x)
+        placed = x if positions is None else positions.transform_tokens(x)
         query, key = self._apply_factors(placed, left), self._apply_factors(placed, right)
         if positions is not None:
-            query, key = positions.turned(query), positions.turned(key)
+            query, key = positions.transform_queries(query), positions.transform_queries(key)
         factor = self._per_head([head.factor for head in self.heads], x)
         _, inner = _stack_factors([head.value for head in self.heads], x)
         first = self.heads[0]
@@ -275,10 +275,10 @@ class MultiHead(Field):
         rows = sums.transpose(-3, -2).reshape(*sums.shape[:-3], n, heads * r)
         return self.scale * matrix_product(rows, left.mT.reshape(*left.shape[:-3], heads * r, left.shape[-2]))
 
-    def complaint(self, x: Tensor, weights: Tensor | None) -> str:
+    def overflow_message(self, x: Tensor, weights: Tensor | None) -> str:
         for h, head in enumerate(self.heads):
             if not bool(torch.isfinite(head.velocity(x, weights=weights).detach()).all()):
-                return f"in heads[{h}] {head.complaint(x, weights)}"
+                return f"in heads[{h}] {head.overflow_message(x, weights)}"
         return f"scale is {self.scale:g}, and the velocity overflows {x.dtype}: use a smaller one"
 
 

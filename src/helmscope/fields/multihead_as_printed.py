@@ -114,7 +114,7 @@ class MultiHeadAsPrinted(Field):
         """The attention weight of key j for query i in each head."""
         return self.attention.kernel(x, weights=weights)
 
-    def complaint(self, x: Tensor, weights: Tensor | None) -> str:
+    def overflow_message(self, x: Tensor, weights: Tensor | None) -> str:
         if not bool(torch.isfinite(self.attention.outputs(x, weights=weights).detach()).all()):
-            return self.attention.complaint(x, weights)
+            return self.attention.overflow_message(x, weights)
         return f"mlps hold such large entries that the velocity overflows {x.dtype}: use smaller ones"

@@ -63,18 +63,18 @@ class Norm(ABC):
         """This norm without gain and bias, whose values are on a sphere if eps = 0."""
 
     @abstractmethod
-    def part(self, y: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
+    def normalized_part(self, y: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
         """The part of y that is normalized: y itself, or C y for LayerNorm."""
 
     def radius(self, y: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch"]:
         """The length that is divided out: |y|, or |C y| for LayerNorm; without eps."""
         self.check_size(y)
-        return length(self.part(y))
+        return length(self.normalized_part(y))
 
     def direction(self, y: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
         """The unit vector y / |y|, or C y / |C y| for LayerNorm; without eps."""
         self.check_size(y)
-        return retract(self.part(y))
+        return retract(self.normalized_part(y))
 
     @full_precision
     def fold(
@@ -138,7 +138,7 @@ class UnitNorm(Norm):
         """Itself."""
         return self
 
-    def part(self, y: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
+    def normalized_part(self, y: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
         """y."""
         return y
 
@@ -174,7 +174,7 @@ class RMSNorm(Norm):
         """y / sqrt(|y|^2 / d + eps)."""
         return replace(self, gain=None)
 
-    def part(self, y: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
+    def normalized_part(self, y: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
         """y."""
         return y
 
@@ -199,18 +199,18 @@ class LayerNorm(Norm):
     def __call__(self, y: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
         """G C y / sqrt(|C y|^2 / d + eps) + bias."""
         self.check_size(y)
-        return _normalized(self.part(y), self)
+        return _normalized(self.normalized_part(y), self)
 
     def jacobian(self, y: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d d"]:
         """(s^2 + eps)^(-1/2) G (C - x x^T s^2 / (s^2 + eps))."""
         self.check_size(y)
-        return _jacobian(self.part(y), _identity(y) - 1 / y.shape[-1], self)
+        return _jacobian(self.normalized_part(y), _identity(y) - 1 / y.shape[-1], self)
 
     def core(self) -> LayerNorm:
         """C y / sqrt(|C y|^2 / d + eps)."""
         return replace(self, gain=None, bias=None)
 
-    def part(self, y: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
+    def normalized_part(self, y: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
         """C y = y - mean(y)."""
         centered = y - y.mean(-1, keepdim=True)
         # twice, because the first mean is rounded, and for a constant y that error would look like a direction

@@ -44,7 +44,7 @@ class Placement(ABC):
             _check_norm(name, getattr(self, name))
 
     @property
-    def only_layers(self) -> bool:
+    def discrete_only(self) -> bool:
         """Whether the block is a discrete map without a flow."""
         return False
 
@@ -96,10 +96,10 @@ class PostNorm(Placement):
     @property
     def space(self) -> Space:
         """Unit vectors if both norms are y/|y|, else a residual stream."""
-        return Space.STREAM if self.only_layers else Space.SPHERE
+        return Space.STREAM if self.discrete_only else Space.SPHERE
 
     @property
-    def only_layers(self) -> bool:
+    def discrete_only(self) -> bool:
         """Whether one of the norms is not y/|y|."""
         return not all(isinstance(self.norm(half), UnitNorm) for half in (Half.ATTENTION, Half.MLP))
 

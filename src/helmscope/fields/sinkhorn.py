@@ -96,10 +96,10 @@ class SinkhornAttention(Softmax):
         arguments = (pairs.detach(), _normalized_weights(pairs, weights).detach(), self.tol, self.max_sweeps)
         return Dual(*_Solver.apply(*arguments))  # type: ignore[no-untyped-call]
 
-    def complaint(self, x: Tensor, weights: Tensor | None) -> str:
+    def overflow_message(self, x: Tensor, weights: Tensor | None) -> str:
         dual = self.solve(untransformed_logits(self.request(x, weights, tangent=False)), weights)
         if bool(dual.converged.all()):
-            return super().complaint(x, weights)
+            return super().overflow_message(x, weights)
         error = float(dual.error[~dual.converged][0])
         if math.isinf(error):
             return (

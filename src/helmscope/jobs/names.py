@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from helmscope.types import HelmscopeError, fits_memory, known_name
+from helmscope.types import HelmscopeError, check_memory, known_name
 
 if TYPE_CHECKING:
     import torch
@@ -66,14 +66,14 @@ STEPPERS = Names(
     "stepper",
     {
         "adaptive": "helmscope.solve.dormand_prince:DormandPrince",
-        "euler": "helmscope.solve.euler:ProjectedEuler",
+        "euler": "helmscope.solve.projected_euler:ProjectedEuler",
         "heun": "helmscope.solve.heun:Heun",
         "rk4": "helmscope.solve.rk4:RK4",
         "geodesic-euler": "helmscope.solve.geodesic_euler:GeodesicEuler",
         "geodesic-heun": "helmscope.solve.geodesic_heun:GeodesicHeun",
         "geodesic-rk4": "helmscope.solve.geodesic_rk4:GeodesicRK4",
         "layer": "helmscope.solve.layer:Layer",
-        "published": "helmscope.solve.published:PublishedEuler",
+        "published": "helmscope.solve.published_euler:PublishedEuler",
         "euler-maruyama": "helmscope.solve.euler_maruyama:EulerMaruyama",
         "stochastic-heun": "helmscope.solve.stochastic_heun:StochasticHeun",
         "noisy-layer": "helmscope.solve.noisy_layer:NoisyLayer",
@@ -121,5 +121,5 @@ def value_matrix(value: float, dim: int) -> torch.Tensor | None:
 
     if value == 1:
         return None
-    fits_memory(f"value is {value:g} and dim is {dim}", dim * dim)
+    check_memory(f"value is {value:g} and dim is {dim}", dim * dim)
     return value * torch.eye(dim, dtype=torch.float64, device="cpu")

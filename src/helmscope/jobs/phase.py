@@ -15,7 +15,7 @@ from helmscope.jobs.checks import Check, boolean, integer, list_of, number, opti
 from helmscope.jobs.job import Job, PictureWriter, Result, Work
 from helmscope.jobs.spec import Spec
 from helmscope.runs.unit import Unit
-from helmscope.types import HelmscopeError, fits_memory, seed_number
+from helmscope.types import HelmscopeError, check_memory, seed_number
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -161,7 +161,7 @@ class Phase(Spec, frozen=True, kw_only=True, tag="phase"):
         """
         times = len(checks.expand_range("times", self.times))
         numbers = self.samples * max(self.n * min(self.n, max(self.dim_values)), times)
-        fits_memory(f"samples is {self.samples}, n is {self.n} and times has {times} values", numbers)
+        check_memory(f"samples is {self.samples}, n is {self.n} and times has {times} values", numbers)
         tiny = msgspec.structs.replace(self, samples=2, times=(0.0,))
         for dim in self.dim_values:  # check by integrating two systems up to t = 0
             tiny.diagram(dim)

@@ -7,41 +7,41 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from helmscope.types import HelmscopeError, counted, one_line_repr, table
+from helmscope.types import HelmscopeError, counted, html_table, one_line_repr
 
 
 @dataclass(frozen=True)
 class Line:
     """One check of a certificate.
 
-    ``says`` is the statement that was checked. ``ok`` is None if the check does not apply to this model, and ``says``
-    then gives the reason. ``value`` is the error found and ``bound`` the largest that is allowed. ``blocks`` are the
-    parts of a recording that are unavailable unless ``ok`` is True.
+    ``statement`` is the identity that was checked. ``ok`` is None if the check does not apply to this model, and
+    ``statement`` then gives the reason. ``value`` is the error found and ``bound`` the largest that is allowed.
+    ``blocks`` are the parts of a recording that are unavailable unless ``ok`` is True.
     """
 
     name: str
     ok: bool | None
-    says: str
+    statement: str
     value: float | None = None
     bound: float | None = None
     blocks: tuple[str, ...] = ()
 
     @property
-    def word(self) -> str:
+    def result(self) -> str:
         """The result as one word: ok, FAIL or -."""
         return {True: "ok", False: "FAIL", None: "-"}[self.ok]
 
     @property
-    def number(self) -> str:
+    def value_text(self) -> str:
         """The value and its bound as text, such as "1.0e-07 <= 1.0e-05"; empty if there is no value."""
         if self.value is None:
             return ""
         return f"{self.value:.1e}" + ("" if self.bound is None else f" {'<=' if self.ok else '>'} {self.bound:.1e}")
 
     @classmethod
-    def held(cls, name: str, value: float, bound: float, says: str, blocks: tuple[str, ...]) -> Line:
+    def held(cls, name: str, value: float, bound: float, statement: str, blocks: tuple[str, ...]) -> Line:
         """A check that ``value`` is at most ``bound``; NaN fails."""
-        return cls(name, bool(value <= bound), says, value, bound, blocks)
+        return cls(name, bool(value <= bound), statement, value, bound, blocks)
 
 
 @dataclass(frozen=True, repr=False)
@@ -72,25 +72,31 @@ class Certificate:
         return next(line for line in self.lines if line.name == name)
 
     @property
-    def short(self) -> str:
+    def summary(self) -> str:
         """A summary: "ok", or the names of the failed checks."""
         failed = [line.name for line in self.lines if line.ok is False]
         return f"fails: {', '.join(failed)}" if failed else "ok"
 
     def __repr__(self) -> str:
-        return one_line_repr(f"Certificate: {counted(len(self.lines), 'check')}, {self.short}")
+        return one_line_repr(f"Certificate: {counted(len(self.lines), 'check')}, {self.summary}")
 
     def __str__(self) -> str:
         width = max(len(line.name) for line in self.lines)
-        return "\n".join(f"{line.word:<4}  {line.name:<{width}}  {line.number:>18}  {line.says}" for line in self.lines)
+        return "\n".join(
+            f"{line.result:<4}  {line.name:<{width}}  {line.value_text:>18}  {line.statement}" for line in self.lines
+        )
 
     def _repr_html_(self) -> str:
-        rows = [(line.word, line.name, line.number, line.says) for line in self.lines]
-        return table(f"Certificate: {self.short}", rows, head=("", "check", "value and bound", "what was checked"))
+        rows = [(line.result, line.name, line.value_text, line.statement) for line in self.lines]
+        return html_table(
+            f"Certificate: {self.summary}", rows, header=("", "check", "value and bound", "what was checked")
+        )
 
     def require(self, part: str) -> None:
         """Raise ``HelmscopeError`` if a part of the recording depends on a check that failed or does not apply."""
         for line in self.lines:
             if part in line.blocks and line.ok is not True:
                 verb = "failed" if line.ok is False else "does not apply to this model"
-                raise HelmscopeError(f"{part} is not available, because the check '{line.name}' {verb}: {line.says}")
+                raise HelmscopeError(
+                    f"{part} is not available, because the check '{line.name}' {verb}: {line.statement}"
+                )

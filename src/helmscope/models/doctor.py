@@ -121,7 +121,11 @@ def _trial_inputs(loaded: Loaded) -> tuple[Any, str]:
     if loaded.tokenizer is not None:
         return list(TEXTS), f"sentences tokenized by {type(loaded.tokenizer).__name__}"
     most = min(24, context_length(model) or 24)
-    reason = "there is no tokenizer" if loaded.why is None else f"the tokenizer could not be read ({loaded.why})"
+    reason = (
+        "there is no tokenizer"
+        if loaded.tokenizer_error is None
+        else f"the tokenizer could not be read ({loaded.tokenizer_error})"
+    )
     ids = torch.randint(vocabulary_size(model), (3, most), generator=generator, device="cpu")
     return ids, f"random tokens: {reason}"
 

@@ -57,7 +57,7 @@ class Origin:
 class Loaded:
     """A model in eval mode, with its tokenizer (None if there is none) and its origin.
 
-    ``why`` is the reason why the tokenizer in the model's folder could not be read; None if it could, or there is none.
+    ``tokenizer_error`` is the reason why the tokenizer in the model's folder could not be read; None if it could, or there is none.
 
     >>> Loaded.__match_args__
     ('model', 'tokenizer', 'origin', 'why')
@@ -66,7 +66,7 @@ class Loaded:
     model: Any
     tokenizer: Any | None
     origin: Origin
-    why: str | None = None
+    tokenizer_error: str | None = None
 
     def __repr__(self) -> str:
         tokenizer = "no tokenizer" if self.tokenizer is None else type(self.tokenizer).__name__

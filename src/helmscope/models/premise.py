@@ -59,7 +59,7 @@ class Premise:
                 return f"{asker} needs {what}, but {name} has no cross-attention"
             for line in certificate.lines:
                 if part in line.blocks and line.ok is not True:
-                    return f"{asker} needs {what}, but {name} does not have it: {line.says}"
+                    return f"{asker} needs {what}, but {name} does not have it: {line.statement}"
         return None
 
 
@@ -71,5 +71,5 @@ def attention_of(certificate: Certificate) -> str:
     if line is None:
         return "is not recorded"
     if line.ok is None:
-        return FULL if line.says == BOTH_WAYS else f"may be either: {line.says}"
-    return CAUSAL if line.ok else f"fails its certificate: {line.says}"
+        return FULL if line.statement == BOTH_WAYS else f"may be either: {line.statement}"
+    return CAUSAL if line.ok else f"fails its certificate: {line.statement}"

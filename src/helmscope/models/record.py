@@ -87,7 +87,7 @@ def record(
         texts = box_texts() if texts is None else texts
         loaded = replace(loaded, tokenizer=tokenizer or loaded.tokenizer)
         batch = prepare_inputs(
-            loaded.model, texts, loaded.tokenizer, targets=targets, truncate=truncate, why=loaded.why
+            loaded.model, texts, loaded.tokenizer, targets=targets, truncate=truncate, why=loaded.tokenizer_error
         )
         if stacks is None or batch.source is None:
             return _record_and_certify(loaded, batch, batch_size, keep, progress)

@@ -9,7 +9,7 @@ import torch
 
 from helmscope.models.watch import bytes_of
 from helmscope.store.manifest import Manifest, hash_bytes
-from helmscope.types import counted, joined, one_line_repr, shortened, table
+from helmscope.types import counted, html_stack, html_table, one_line_repr, shortened
 
 if TYPE_CHECKING:
     from helmscope.models.recording import Recording
@@ -22,7 +22,7 @@ def recording_repr(recording: Recording) -> str:
     """The repr of a recording: family, architecture, texts and certificate, and where they apply the first depth and
     the edits.
     """
-    parts = [str(recording.anatomy), _texts_summary(recording), f"certificate {recording.certificate.short}"]
+    parts = [str(recording.anatomy), _texts_summary(recording), f"certificate {recording.certificate.summary}"]
     if recording.first:
         parts.append(f"from depth {recording.first}")
     if recording.edits:
@@ -45,7 +45,7 @@ def recording_html(recording: Recording) -> str:
         *(("edit of the encoder", edit) for edit in _edit_reprs(recording.encoder)),
         *([] if tokens is None else [("first text", _first_text(recording.batch, tokens[0]))]),
     ]
-    return joined(table(f"Recording of {origin.family}", rows), recording.certificate._repr_html_())
+    return html_stack(html_table(f"Recording of {origin.family}", rows), recording.certificate._repr_html_())
 
 
 def recording_manifest(recording: Recording, *, seed: int) -> Manifest:

@@ -119,7 +119,7 @@ class Subject:
         """
         if self.is_simulation:
             return {"model": None}
-        if not self.travels:
+        if not self.sendable:
             what = "tokenizer" if isinstance(self.model, str | Path) else "model"
             raise HelmscopeError(
                 f"{what} of subject '{self.name}' is in memory, where no other process can reach it: save it into a "
@@ -167,7 +167,7 @@ class Subject:
         return isinstance(self.model, Simulated)
 
     @property
-    def travels(self) -> bool:
+    def sendable(self) -> bool:
         """Whether it can be sent to another process: neither model nor tokenizer exists in memory only."""
         return isinstance(self.model, str | Path | Simulated) and self.asked_tokenizer is None
 
@@ -281,7 +281,9 @@ class Subject:
 
         loaded = self.loaded
         inputs = as_inputs(self.texts)
-        return prepare_inputs(loaded.model, inputs, loaded.tokenizer, truncate=self.truncate, why=loaded.why)
+        return prepare_inputs(
+            loaded.model, inputs, loaded.tokenizer, truncate=self.truncate, why=loaded.tokenizer_error
+        )
 
     @cached_property
     def token_ids(self) -> tuple[tuple[int, ...], ...]:

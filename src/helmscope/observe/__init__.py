@@ -64,12 +64,12 @@ if TYPE_CHECKING:
     from helmscope.observe.order import order_parameter as order_parameter
     from helmscope.observe.phase import phase_diagram as phase_diagram
     from helmscope.observe.phase import published_probability as published_probability
+    from helmscope.observe.rank import collapse_residual_composite as collapse_residual_composite
+    from helmscope.observe.rank import collapse_residual_frobenius as collapse_residual_frobenius
     from helmscope.observe.rank import entropy_rank as entropy_rank
     from helmscope.observe.rank import nuclear_rank as nuclear_rank
     from helmscope.observe.rank import numerical_rank as numerical_rank
     from helmscope.observe.rank import participation_ratio as participation_ratio
-    from helmscope.observe.rank import residual_composite as residual_composite
-    from helmscope.observe.rank import residual_frobenius as residual_frobenius
     from helmscope.observe.rank import stable_rank as stable_rank
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import xarray as xr
 
-from helmscope.types import picture
+from helmscope.types import figure_of
 
 if TYPE_CHECKING:
     from helmscope.types.display import Figure
@@ -34,4 +34,4 @@ class PhaseDiagram(xr.Dataset):  # type: ignore[no-untyped-call]
     # replaces xarray's accessor, which cannot plot these heat maps
     def plot(self, **options: Any) -> Figure:  # type: ignore[override]
         """Heat maps over time and beta; options are passed to ``phase_figure``."""
-        return picture(self, **options)
+        return figure_of(self, **options)

@@ -61,7 +61,7 @@ def sphere_generator(
     noise.check_size(x)
     drift = velocity + noise.process.drift(noise, x)
     # Hess_S = P Hess_S P already, so M needs no projection
-    return (drift * slope).sum(-1) + (noise.matrix(x) * hessian(probe, x)).sum((-1, -2))
+    return (drift * slope).sum(-1) + (noise.diffusion_matrix(x) * hessian(probe, x)).sum((-1, -2))
 
 
 @full_precision

@@ -15,7 +15,7 @@ from helmscope.geometry.arithmetic import full_precision
 from helmscope.geometry.linkage import pairs_within_chord
 from helmscope.geometry.sphere import check_tokens
 from helmscope.observe.track import SHARE, state_axes, token_weights, trajectory_of, with_bounds, with_replicates
-from helmscope.types import System, Trajectory, fits_memory, real_number, whole_number
+from helmscope.types import System, Trajectory, check_memory, real_number, whole_number
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -81,7 +81,7 @@ def inner_product_histogram(trajectory: Trajectory | System, *, bins: int = 100)
     (('time', 'system', 'inner_product'), [[0.0, 1.0, 0.0], [0.0, 1.0, 0.0]])
     """
     bins = whole_number("bins", bins, at_least=1)
-    fits_memory(f"bins is {bins}", bins)
+    check_memory(f"bins is {bins}", bins)
     path = trajectory_of(trajectory)
     x = path.states
     m = token_weights(x, path.weights)

@@ -19,12 +19,12 @@ from helmscope.observe.inner_products import clustering_fraction
 from helmscope.solve.dormand_prince import DormandPrince
 from helmscope.solve.euler_maruyama import EulerMaruyama
 from helmscope.solve.integrate import make_problem
-from helmscope.solve.published import PublishedEuler
+from helmscope.solve.published_euler import PublishedEuler
 from helmscope.solve.threads import fitting_threads
 from helmscope.summation.choose import pinned, using_summation
 from helmscope.theory.equiangular import EquiangularFlow, hitting_time
 from helmscope.theory.starts import Start, in_span
-from helmscope.types import HelmscopeError, check_measurement, fits_memory, increasing_times, real_number, whole_number
+from helmscope.types import HelmscopeError, check_measurement, check_memory, increasing_times, real_number, whole_number
 from helmscope.types.progress import Progress, check_progress
 
 if TYPE_CHECKING:
@@ -216,7 +216,7 @@ class _Sweep:
             raise HelmscopeError(f"n of start is {start.n}, but a pair needs two tokens")
         times, samples = increasing_times(arguments["times"]), whole_number("samples", arguments["samples"], at_least=1)
         entries = samples * max(start.n * min(start.n, start.dim), len(times))
-        fits_memory(f"samples is {samples}, n of start is {start.n} and times has {len(times)} entries", entries)
+        check_memory(f"samples is {samples}, n of start is {start.n} and times has {len(times)} entries", entries)
         return cls(**arguments | {"times": times, "samples": samples, "delta": _check_delta(arguments["delta"])})
 
     def shares(

@@ -83,12 +83,12 @@ def numerical_rank(
     return (s > tol * s.amax(-1, keepdim=True)).sum(-1)
 
 
-def residual_frobenius(
+def collapse_residual_frobenius(
     x: Float[Tensor, "*batch n d"], *, relative: bool = False, weights: Float[Tensor, "*batch n"] | None = None
 ) -> Float[Tensor, "*batch"]:
     """Distance |X - 1 xbar^T|_F of each cloud from its mean, 0 for a single point; ``relative`` divides by |X|_F.
 
-    >>> residual_frobenius(torch.eye(2))
+    >>> collapse_residual_frobenius(torch.eye(2))
     tensor(1.)
     """
     m, residual = _residual(x, weights)
@@ -96,7 +96,7 @@ def residual_frobenius(
     return size / torch.linalg.vector_norm(m.sqrt() * x, dim=(-1, -2)) if relative else size
 
 
-def residual_composite(
+def collapse_residual_composite(
     x: Float[Tensor, "*batch n d"], *, relative: bool = False, weights: Float[Tensor, "*batch n"] | None = None
 ) -> Float[Tensor, "*batch"]:
     """Rank-collapse residual sqrt(|R|_1 |R|_inf) of R = X - 1 xbar^T for each cloud (Dong, Cordonnier & Loukas 2021,
@@ -105,7 +105,7 @@ def residual_composite(
     |.|_1 is the largest column sum of absolute values, weighted by token; |.|_inf is the largest row sum, over tokens
     of positive weight.
 
-    >>> residual_composite(torch.eye(2))
+    >>> collapse_residual_composite(torch.eye(2))
     tensor(1.)
     """
     m, residual = _residual(x, weights)

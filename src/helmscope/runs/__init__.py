@@ -3,7 +3,7 @@ computes; no torch.
 """
 
 from helmscope.runs.limits import parse_size
-from helmscope.runs.listing import RunSummary, State, list_runs
+from helmscope.runs.listing import RunState, RunSummary, list_runs
 from helmscope.runs.on_ray import Ray
 from helmscope.runs.processes import Processes
 from helmscope.runs.progress import ProgressBar
@@ -16,9 +16,9 @@ __all__ = [
     "ProgressBar",
     "Ray",
     "RunResult",
+    "RunState",
     "RunSummary",
     "Serial",
-    "State",
     "Unit",
     "UnitsFailed",
     "list_runs",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from helmscope.solve.noisy import kick, noise_drift
+from helmscope.solve.noisy import noise_drift, noise_increment
 from helmscope.solve.stepper import NoisyStepper
 
 if TYPE_CHECKING:
@@ -38,4 +38,6 @@ class EulerMaruyama(NoisyStepper):
 
     def step(self, flow: Flow, noise: Noise, x: Tensor, h: Tensor, t: Tensor, dw: Tensor) -> Tensor:
         """One step."""
-        return flow.retract(x + flow.displacement(x, h, t) + noise_drift(flow, noise, x, h) + kick(flow, noise, x, dw))
+        return flow.retract(
+            x + flow.displacement(x, h, t) + noise_drift(flow, noise, x, h) + noise_increment(flow, noise, x, dw)
+        )

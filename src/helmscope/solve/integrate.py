@@ -23,8 +23,8 @@ from helmscope.solve.stepper import AdaptiveStepper, FixedStepper, NoisyStepper,
 from helmscope.types import (
     HelmscopeError,
     Progress,
+    check_memory,
     check_progress,
-    fits_memory,
     increasing_times,
     real_number,
     whole_number,
@@ -160,7 +160,7 @@ def make_problem(
     if noise is not None:
         noise.check_size(x)
     stored = len(clock) * x.numel() if stores else x.numel()
-    fits_memory(f"times holds {len(clock)} and x0 has shape {tuple(x.shape)}", stored)
+    check_memory(f"times holds {len(clock)} and x0 has shape {tuple(x.shape)}", stored)
     count = x[..., 0, 0].numel()
     problem = Problem(
         field=field.with_parameters(flattened(x.shape[:-2])),
@@ -223,7 +223,7 @@ def _check_stepper(stepper: Stepper | None, field: Field, noise: Noise | None) -
         raise HelmscopeError(
             f"stepper is {name}, which follows great circles, but the states of this field are {field.space.value}"
         )
-    if field.only_layers and not isinstance(stepper, Layer):
+    if field.discrete_only and not isinstance(stepper, Layer):
         raise HelmscopeError(
             f"stepper is {name}, but this {type(field).__name__} is a map, not a flow (its norm changes the state "
             "even if nothing is added): use Layer()"

@@ -139,13 +139,13 @@ def _select_systems(simulation: Simulation, rows: slice) -> Simulation:
         tokens=None,
         outcome=None,
     )
-    streams = None if simulation.streams is None else simulation.streams[:, rows]
+    residual_stream = None if simulation.residual_stream is None else simulation.residual_stream[:, rows]
     return replace(
         simulation,
         trajectory=selected,
         problem=simulation.problem.part(rows.start, rows.stop),
         event_times=(),
-        streams=streams,
+        residual_stream=residual_stream,
     )
 
 

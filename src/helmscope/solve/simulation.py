@@ -9,7 +9,7 @@ from helmscope.fields.block import Block
 from helmscope.fields.field import Field, Space
 from helmscope.fields.mlp import MLP, GatedMLP
 from helmscope.solve.replay import refusal, replay
-from helmscope.types import Outcome, Plottable, Trajectory, brief, one_line_repr, table
+from helmscope.types import Outcome, Plottable, Trajectory, brief, html_table, one_line_repr
 
 if TYPE_CHECKING:
     import torch
@@ -26,8 +26,8 @@ class Simulation(Plottable):
     """The result of an integration: the trajectory, how it ended, and the mechanism, so that it can be resumed.
 
     ``states`` has shape (time, *batch, n, d). ``event_times`` holds, for each event, the first time it happened to each
-    system (NaN: never). ``streams`` is the residual stream itself, if the field has one; the trajectory holds its
-    direction and radius under the norm before attention.
+    system (NaN: never). ``residual_stream`` is the residual stream itself, if the field has one; the trajectory holds
+    its direction and radius under the norm before attention.
 
     >>> import torch
     >>> from helmscope.fields.attention import SA
@@ -44,7 +44,7 @@ class Simulation(Plottable):
     trajectory: Trajectory
     problem: Problem
     event_times: tuple[Tensor, ...] = ()
-    streams: Float[Tensor, "time batch n d"] | None = None
+    residual_stream: Float[Tensor, "time batch n d"] | None = None
 
     @property
     def _where(self) -> str:
@@ -55,14 +55,14 @@ class Simulation(Plottable):
 
     def __repr__(self) -> str:
         path = self.trajectory
-        what = f"{path.who} in {self._where}; {path.when}; {self.outcome.short}"
+        what = f"{path.size_text} in {self._where}; {path.times_text}; {self.outcome.summary}"
         return one_line_repr(f"Simulation of {brief(self.field)}: {what}")
 
     def _repr_html_(self) -> str:
         path, problem = self.trajectory, self.problem
         rows = [
-            ("tokens", f"{path.who} in {self._where}"),
-            ("times", path.when),
+            ("tokens", f"{path.size_text} in {self._where}"),
+            ("times", path.times_text),
             ("method", brief(problem.stepper)),
             *([] if problem.noise is None else [("noise", f"{brief(problem.noise)}, seed {problem.seed}")]),
             ("outcome", str(self.outcome)),
@@ -71,7 +71,7 @@ class Simulation(Plottable):
                 for event, times in zip(problem.events, self.event_times, strict=True)
             ),
         ]
-        return table(f"Simulation of {brief(self.field)}", rows)
+        return html_table(f"Simulation of {brief(self.field)}", rows)
 
     @property
     def times(self) -> Float[Tensor, " time"]:
@@ -127,7 +127,7 @@ class Simulation(Plottable):
 
     def stream(self, *, depth: int) -> Float[Tensor, "batch n d"]:
         """The states at the stored time number ``depth``: the residual stream if there is one, or unit vectors."""
-        states = self.trajectory.states if self.streams is None else self.streams
+        states = self.trajectory.states if self.residual_stream is None else self.residual_stream
         return states[self.problem.time_index(depth, "depth")]
 
     def force(self, *, layer: int) -> Field | None:

@@ -12,9 +12,9 @@ from helmscope.types import (
     HelmscopeError,
     Interval,
     counted,
+    html_table,
     interval_text,
     one_line_repr,
-    table,
     type_with_article,
 )
 from helmscope.types.measurement import COMPANIONS
@@ -65,7 +65,7 @@ class Summary:
         return "\n".join(line.rstrip() for line in [*text, self.note])
 
     def _repr_html_(self) -> str:
-        return table("", self.cells, head=self.columns, note=self.note)
+        return html_table("", self.cells, header=self.columns, note=self.note)
 
 
 def summary(measurement: xr.Dataset) -> Summary:

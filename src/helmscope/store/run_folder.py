@@ -35,8 +35,8 @@ class RunFolder:
     """The folder that one run writes to. ``new`` and ``create`` make one, ``open`` opens that of an earlier run;
     ``RunFolder(path)`` by itself does not access the disk.
 
-    Every write is atomic (``replacing``), and a second write under the same name replaces the first. Names consist of
-    letters, digits, ".", "_" and "-", so that no name points outside the folder.
+    Every write is atomic (``atomic_write``), and a second write under the same name replaces the first. Names consist
+    of letters, digits, ".", "_" and "-", so that no name points outside the folder.
 
     >>> import tempfile
     >>> import xarray as xr

@@ -54,7 +54,7 @@ class Blockwise:
         for size in self.block:
             whole_number("block", size, at_least=1)
 
-    def refuses(self, request: Request) -> str | None:
+    def refusal(self, request: Request) -> str | None:
         """Why it does not support a request; None if it does."""
         return (
             None

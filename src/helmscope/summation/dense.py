@@ -25,7 +25,7 @@ class Dense:
             [0.5000, 0.5000]])
     """
 
-    def refuses(self, request: Request) -> str | None:
+    def refusal(self, request: Request) -> str | None:
         """Why it does not support a request; None if it does."""
         n = request.tokens
         if n > MAX_DENSE_TOKENS and request.transform_logits is None:

@@ -64,16 +64,16 @@ class Harmonic:
         if self.tol is not None and real_number("tol", self.tol, above=0) >= 1:
             raise HelmscopeError(f"tol is {self.tol:g}, but it must be below 1, the size of a term in units of e^beta")
 
-    def refuses(self, request: Request) -> str | None:
+    def refusal(self, request: Request) -> str | None:
         """Why it does not support a request; None if it does."""
-        if (reason := self.refuses_without_values(request)) is not None:
+        if (reason := self.refusal_without_values(request)) is not None:
             return reason
         x = request.key
         norm = torch.linalg.vector_norm(x, dim=-1).nan_to_num(nan=1.0)  # a NaN must not decide for other systems
         deviation = float((norm - 1).abs().max())
         return None if deviation <= NORM_TOLERANCE[x.dtype] else "the series is for unit vectors"
 
-    def refuses_without_values(self, request: Request) -> str | None:
+    def refusal_without_values(self, request: Request) -> str | None:
         """Like ``refuses``, but without reading tensor values, for which a GPU would have to synchronize."""
         x, beta = request.key, request.beta
         if (

@@ -16,7 +16,7 @@ import torch
 
 from helmscope.geometry.arithmetic import check_dense_values, full_precision
 from helmscope.geometry.sphere import NORM_TOLERANCE, project, retract
-from helmscope.types import HelmscopeError, fits_memory, real_number, seed_number, whole_number
+from helmscope.types import HelmscopeError, check_memory, real_number, seed_number, whole_number
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -101,7 +101,7 @@ class _Sampler(ABC):
         device: torch.device | str,
     ) -> Tensor:
         systems = 1 if batch is None else whole_number("batch", batch, at_least=1)
-        fits_memory(f"batch is {batch}, n is {self.n} and dim is {self.dim}", systems * self.n * width)
+        check_memory(f"batch is {batch}, n is {self.n} and dim is {self.dim}", systems * self.n * width)
         seed = seed_number(seed)
         if dtype not in NORM_TOLERANCE:
             raise HelmscopeError(f"dtype is {dtype}, but it must be torch.float64 or torch.float32")

@@ -74,10 +74,10 @@ class Outcome:
         return any(status.failed for status in self.statuses)
 
     @property
-    def short(self) -> str:
+    def summary(self) -> str:
         """How the systems ended, in a few words and without a remedy.
 
-        >>> Outcome((Status.FINISHED, Status.FINISHED), (10.0, 10.0)).short
+        >>> Outcome((Status.FINISHED, Status.FINISHED), (10.0, 10.0)).summary
         'finished'
         """
         ends = Counter(status.name.lower().replace("_", " ") for status in self.statuses)
@@ -86,7 +86,7 @@ class Outcome:
         return ", ".join(f"{number:,} {end}" for end, number in ends.items()) or "no systems"
 
     def __repr__(self) -> str:
-        return one_line_repr(f"Outcome of {counted(len(self.statuses), 'system')}: {self.short}")
+        return one_line_repr(f"Outcome of {counted(len(self.statuses), 'system')}: {self.summary}")
 
     def __str__(self) -> str:
         unfinished = [i for i, status in enumerate(self.statuses) if (status.failed if self.failed else not status.ok)]
@@ -152,11 +152,11 @@ class Trajectory(Plottable):
             )
 
     @property
-    def when(self) -> str:
+    def times_text(self) -> str:
         """The number and range of the stored times or depths, as text.
 
         >>> import torch
-        >>> Trajectory(torch.tensor([0.0, 10.0]), torch.eye(3).expand(2, 1, 3, 3)).when
+        >>> Trajectory(torch.tensor([0.0, 10.0]), torch.eye(3).expand(2, 1, 3, 3)).times_text
         '2 times, 0 to 10'
         """
         number = len(self.times)
@@ -164,15 +164,15 @@ class Trajectory(Plottable):
         return ", ".join(filter(None, (counted(number, self.axis), " to ".join(ends))))
 
     @property
-    def who(self) -> str:
+    def size_text(self) -> str:
         """The number of systems or prompts and of their tokens, as text.
 
         >>> import torch
-        >>> Trajectory(torch.zeros(1), torch.eye(3).expand(1, 1, 3, 3)).who
+        >>> Trajectory(torch.zeros(1), torch.eye(3).expand(1, 1, 3, 3)).size_text
         '1 system x 3 tokens'
         """
         _, batch, tokens, _ = self.states.shape
         return f"{counted(batch, self.replicate)} x {counted(tokens, 'token')}"
 
     def __repr__(self) -> str:
-        return one_line_repr(f"Trajectory: {self.who}, dimension {self.states.shape[-1]}; {self.when}")
+        return one_line_repr(f"Trajectory: {self.size_text}, dimension {self.states.shape[-1]}; {self.times_text}")

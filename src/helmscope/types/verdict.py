@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from helmscope.types.display import one_line_repr, table
+from helmscope.types.display import html_table, one_line_repr
 from helmscope.types.interval import Interval, Region, interval_text, region_text
 
 
@@ -88,10 +88,10 @@ class Verdict:
     subject: str = ""
 
     @property
-    def short(self) -> str:
+    def summary(self) -> str:
         """The ruling with the interval that it is based on, as text.
 
-        >>> Verdict("rate", Ruling.IMPOSSIBLE, None, Region(text="1 within .1"), "", "").short
+        >>> Verdict("rate", Ruling.IMPOSSIBLE, None, Region(text="1 within .1"), "", "").summary
         'premise impossible here'
         """
         if self.interval is None:
@@ -99,7 +99,7 @@ class Verdict:
         return f"{self.ruling.value}, {interval_text(self.interval)}, n = {self.interval.n:,}"
 
     def __repr__(self) -> str:
-        return one_line_repr(f"Verdict on {self.claim}: {self.short}{f'; {self.subject}' if self.subject else ''}")
+        return one_line_repr(f"Verdict on {self.claim}: {self.summary}{f'; {self.subject}' if self.subject else ''}")
 
     def _repr_html_(self) -> str:
         controls = [("null", self.null), ("as printed", self.printed), *(("also", part) for part in self.also)]
@@ -115,7 +115,7 @@ class Verdict:
             *((name, text) for name, text in (("where", self.where), ("subject", self.subject)) if text),
             *((exhibit.title, exhibit.text) for exhibit in self.exhibits),
         ]
-        return table(f"{self.claim}: {self.ruling.value}", rows)
+        return html_table(f"{self.claim}: {self.ruling.value}", rows)
 
 
 def _control_text(control: Control) -> str:

@@ -50,7 +50,7 @@ def mixture(case: Case) -> Finding:
     x0 = retract(case.normal(case.count(64, quick=32), TOKENS, DIM, stream=0))
     uniform = retract(case.normal(case.count(128, quick=64), TOKENS, DIM, stream=1))
     states = torch.stack([_states(beta, x0) for beta in BETAS])
-    start, later, null = (vmf_mixture(x, most=MOST, kappa_max=KAPPA_MAX) for x in (x0, states, uniform))
+    start, later, null = (vmf_mixture(x, max_components=MOST, kappa_max=KAPPA_MAX) for x in (x0, states, uniform))
     stated = later.count[STATED].double()
     linked = cluster_count(states[STATED], radius=RADIUS)
     beta, time = BETAS[STATED[0]], TIMES[STATED[1]]
