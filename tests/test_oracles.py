@@ -1,4 +1,5 @@
-"""The oracles against printed numbers and identities of the theory (sources 001 and 002), so that they may judge."""
+"""The oracles against printed numbers and identities of theory [Geshkovski et al. 2023; Mean-field notes], so that they
+may judge."""
 
 from __future__ import annotations
 

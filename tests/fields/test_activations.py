@@ -132,7 +132,7 @@ CLOSED = [(Tanh(), closed_tanh), (Sigmoid(), closed_sigmoid), (SiLU(), closed_si
 @pytest.mark.parametrize("dtype", [F32, F64])
 @pytest.mark.parametrize(("act", "closed"), CLOSED, ids=[repr(act) for act, _ in CLOSED])
 def test_closed_forms(act, closed, dtype):
-    """The table of the theory; in float32 the result is the exact value, rounded once."""
+    """The table of theory; in float32 the result is the exact value, rounded once."""
     size = np.random.default_rng(0).uniform(-4, 1.7, 60)
     z = torch.tensor(np.where(np.arange(60) % 2, 1, -1) * 10**size, dtype=dtype)
     with mpmath.workdps(50):

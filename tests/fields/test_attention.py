@@ -1,4 +1,4 @@
-"""SA and USA against loops, 500-digit arithmetic and the closed forms of the theory."""
+"""SA and USA against loops, 500-digit arithmetic and the closed forms of theory."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_metastable_pair(angle):
     assert torch.allclose(SA(40.0)(torch.eye(2, dtype=F64)), exact, rtol=2e-16, atol=0)
 
 
-# ---- closed forms of the theory
+# ---- closed forms of theory
 
 
 def test_zero_beta_is_the_projected_mean():

@@ -1,4 +1,5 @@
-"""The Helmholtz split of MLPs: exact for random weights, against 30-digit loops, and what it is not (source 000-3)."""
+"""The Helmholtz split of MLPs: exact for random weights, against 30-digit loops, and what it is not [Helmholtz
+Transformer, no. 3]."""
 
 from __future__ import annotations
 
@@ -282,7 +283,7 @@ def test_as_printed_fails_where_gated(name):
     assert size(right_curl - right_curl.mT) < 1e-13
 
 
-# ---- not unique, not orthogonal, not rotational (000-3 (c))
+# ---- not unique, not orthogonal, not rotational [Helmholtz Transformer, no. 3]
 
 
 DIAGONAL = [(math.sqrt(0.5), math.sqrt(0.5)), (math.sqrt(0.5), -math.sqrt(0.5))]
@@ -364,7 +365,7 @@ def test_swirl_is_as_symmetric_as_it_is_rotational(name):
     assert size(slope) > 0.1
 
 
-# ---- on the sphere (000-3 (e))
+# ---- on the sphere [Helmholtz Transformer, no. 3]
 
 
 @NAMES

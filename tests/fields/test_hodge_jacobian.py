@@ -50,7 +50,7 @@ def test_the_index_of_known_cases():
     x = points(6, 2)
     assert torch.equal(jacobian_split(lambda y: y @ turn.mT, x).swirl_index, torch.ones(6, dtype=F64))
     assert torch.equal(jacobian_split(lambda y: 3 * y, x).swirl_index, torch.zeros(6, dtype=F64))
-    # a neuron with w perpendicular to v is free of divergence, and yet half symmetric (source 000-3 (c))
+    # a neuron with w perpendicular to v is free of divergence, and yet half symmetric [Helmholtz Transformer, no. 3]
     v, w = torch.tensor([[3.0, 4.0, 0.0]], dtype=F64), torch.tensor([[-4.0], [3.0], [5.0]], dtype=F64)
     split = jacobian_split(MLP(w_in=v, w_out=w, activation=GELU()), points(6, 3))
     assert (split.swirl_index - 0.5).abs().max() < 2e-15
@@ -58,7 +58,7 @@ def test_the_index_of_known_cases():
 
 
 def test_the_index_of_two_weightings_of_one_function_is_one():
-    """Source 000-3 (c): f(x) = (x_2, x_1) by ReLU pairs along its eigenvectors or along the axes."""
+    """[Helmholtz Transformer, no. 3]: f(x) = (x_2, x_1) by ReLU pairs along its eigenvectors or along the axes."""
     axes = torch.eye(2, dtype=F64)
     eigen = torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=F64) / math.sqrt(2)
     for rows, out in ((axes, axes.flip(0)), (eigen, eigen * torch.tensor([[1.0], [-1.0]], dtype=F64))):

@@ -55,7 +55,7 @@ def test_batched_systems_equal_single_systems(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_is_the_sum_of_its_heads(kind):
-    """The mean of projections is the projection of the mean (source 002): measured 2e-15."""
+    """The mean of projections is the projection of the mean [Mean-field notes]: measured 2e-15."""
     x = tokens(6, 5, 3)
     for make in ("scales", "dense", "thin", "mixed"):
         heads = heads_of(kind, make, 5, 3)

@@ -135,7 +135,8 @@ def density(x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("d", [2, 3])
 @pytest.mark.parametrize(("process", "count"), list(zip(PROCESSES, (-2, -1, 0, None), strict=True)))
 def test_forward_equations_of_constant_noise(process, count, d) -> None:
-    """int rho L phi = int phi [div_S(Sigma grad rho) - c div_S(rho P M x)], c = d-2, d-1, d, 0 (000-5)."""
+    """int rho L phi = int phi [div_S(Sigma grad rho) - c div_S(rho P M x)], c = d-2, d-1, d, 0 [Helmholtz Transformer,
+    no. 5]."""
     x, w = sphere_grid(d)
     m = covariance(d, seed=d)
     c = 0 if count is None else d + count

@@ -185,7 +185,8 @@ def test_parameters_are_restored_exactly():
 
 
 def test_noise_is_absolute_or_relative_and_depends_on_its_seed_only():
-    """As source 003 prints it, sigma is the standard deviation of the noise, whatever the size of the keys."""
+    """As [Additive transport] prints it, sigma is the standard deviation of the noise, whatever the size of the
+    keys."""
     recording = record(tiny_model("gpt2"), inputs_of("gpt2"), keep=Keep.KEYS)
     keys = recording.kept["key"]
     for change, size in (

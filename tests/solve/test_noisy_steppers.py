@@ -133,7 +133,8 @@ def test_one_step_has_the_generator_of_000_5(stepper, process) -> None:
 
 
 def test_the_chain_at_finite_eps() -> None:
-    """The numbers of 000-5 belong to noise along one random axis, +-sqrt(6 M_kk) e_k; Gaussian noise has others."""
+    """The numbers of [Helmholtz Transformer, no. 5] belong to noise along one random axis, +-sqrt(6 M_kk) e_k; Gaussian
+    noise has others."""
     x = torch.full((3,), 1 / math.sqrt(3), dtype=F64)
     axes = math.sqrt(3) * torch.cat([torch.eye(3, dtype=F64), -torch.eye(3, dtype=F64)])
     for eps, printed, gaussian in (

@@ -34,7 +34,7 @@ def USA(beta: float) -> Flow:
 
 
 def printed_rate(flow: Flow, gamma: mp.mpf, n: int) -> mp.mpf:
-    """gamma' as source 001 prints it."""
+    """gamma' as [Geshkovski et al. 2023] prints it."""
     kernel = mp.exp(flow.beta * gamma)
     rise = 2 * kernel * (1 - gamma) * ((n - 1) * gamma + 1)
     return rise / (mp.exp(flow.beta) + (n - 1) * kernel) if flow.normalized else rise / n

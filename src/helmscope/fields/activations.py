@@ -1,4 +1,5 @@
-"""Activations s(z) with the derivative and the two antiderivatives that the Helmholtz split needs (source 000-3).
+"""Activations s(z) with the derivative and the two antiderivatives that the Helmholtz split needs [Helmholtz
+Transformer, no. 3].
 
     psi(z) = int_0^z s,    Psi(z) = int_0^z psi,    psi(0) = Psi(0) = 0
 

@@ -1,5 +1,5 @@
-"""Self-attention on the sphere (source 001): the softmax flow SA, the unnormalized flow USA, and their common base
-classes with the other attention fields.
+"""Self-attention on the sphere [Geshkovski et al. 2023]: the softmax flow SA, the unnormalized flow USA, and their
+common base classes with the other attention fields.
 
     logits   l_ij = beta x_i^T B x_j + bias_ij          B = query_key, I where None
     SA       x_i' = P_{x_i} sum_j  m_j e^{l_ij} V x_j / Z_i,    Z_i = sum_j m_j e^{l_ij}
@@ -204,7 +204,8 @@ class Softmax(Attention):
 
 @dataclass(frozen=True, eq=False)
 class SA(Softmax):
-    """Softmax self-attention, x_i' = P_{x_i} sum_j m_j e^{l_ij} V x_j / Z_i (source 001; logits as above).
+    """Softmax self-attention, x_i' = P_{x_i} sum_j m_j e^{l_ij} V x_j / Z_i ([Geshkovski et al. 2023]; logits as
+    above).
 
     ``beta`` >= 0 is the inverse temperature; beta, B and V may be tensors with a gradient, and may have batch axes, one
     value per system. ``value=-torch.eye(d)`` is the repulsive flow. For symmetric V = +-B it is the gradient flow of
@@ -238,7 +239,8 @@ class SA(Softmax):
 
 @dataclass(frozen=True, eq=False)
 class USA(Attention):
-    """Unnormalized self-attention, x_i' = P_{x_i} (1/M) sum_j m_j e^{l_ij} V x_j (source 001; logits as above).
+    """Unnormalized self-attention, x_i' = P_{x_i} (1/M) sum_j m_j e^{l_ij} V x_j ([Geshkovski et al. 2023]; logits as
+    above).
 
     The Wasserstein gradient flow of the interaction energy for V = B = I. Parameters as in ``SA``. Velocities grow like
     e^beta; where that overflows, calling the field raises ``HelmscopeError``, while ``scaled`` returns the velocity

@@ -5,10 +5,10 @@ A block has two halves, each of which writes to the state: attention mixes the t
     sequential   y <- close_A(y + h a(y)),  then  y <- close_M(y + h m(y))
     parallel     y <- close_A(y + h (a(y) + m(y)))
 
-with a(y) = write_A(attention(read_A y)), m(y) = write_M(mlp(read_M y)); ``read``, ``write`` and ``close`` depend on
-the placement of the norms (``fields/placement.py``). As a flow, h -> 0, both are y' = a(y) + m(y); they differ by the
-commutator, of order h per layer (source 000-8). The form that source 002 prints, with the MLP inside the projection of
-attention, is ``MultiHeadAsPrinted``.
+with a(y) = write_A(attention(read_A y)), m(y) = write_M(mlp(read_M y)); ``read``, ``write`` and ``close`` depend on the
+placement of the norms (``fields/placement.py``). As a flow, h -> 0, both are y' = a(y) + m(y); they differ by the
+commutator, of order h per layer [Helmholtz Transformer, no. 8]. The form that the [Mean-field notes] print, with the
+MLP inside the projection of attention, is ``MultiHeadAsPrinted``.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, eq=False)
 class Block(Field):
     """A transformer block: x' = P (attention(x) + mlp(x)) with post-norm, y' = attention(N y) + mlp(N y) with pre-norm
-    (sources 000 and 002).
+    [Helmholtz Transformer; Mean-field notes].
 
     ``placement`` is the placement of the norms: ``PostNorm()``, ``PreNorm()``, ``SandwichNorm()``, ``NGPT()`` or
     ``NoNorm()``, under which states are any points of R^d. If ``parallel``, both halves read the same state.

@@ -1,4 +1,5 @@
-"""The algebraic Helmholtz split of an MLP (source 000-3), neuron by neuron: f = grad U + R + harmonic, div R = 0.
+"""The algebraic Helmholtz split of an MLP [Helmholtz Transformer, no. 3], neuron by neuron: f = grad U + R + harmonic,
+div R = 0.
 
 Ungated, with z = v.x + c and n = v/|v|:
 
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 
 def helmholtz(mlp: MLP | GatedMLP) -> HelmholtzSplit:
-    """The exact split f = grad U + R + harmonic with div R = 0 (source 000-3 (a), (b); formulas above).
+    """The exact split f = grad U + R + harmonic with div R = 0 ([Helmholtz Transformer, no. 3]; formulas above).
 
     ``split.dead_neurons`` lists the neurons that are constant (v = 0; gated: g = u = 0); they belong to the harmonic
     part, together with b_out. A gated neuron with g = 0 but u != 0 is s(c) times a linear neuron with row u and is
@@ -58,7 +59,8 @@ def helmholtz(mlp: MLP | GatedMLP) -> HelmholtzSplit:
 
 
 def helmholtz_as_printed(mlp: MLP | GatedMLP) -> HelmholtzSplit:
-    """The split as source 000 prints it, for comparison; it is wrong, as follows. ``swirl`` = f - gradient - harmonic.
+    """The split as the [Helmholtz Transformer] prints it, for comparison; it is wrong, as follows. ``swirl`` = f -
+    gradient - harmonic.
 
     Ungated: a = w.v without |v|^2, so that div R != 0 unless every |v| = 1. Gated: U = sum_j a psi(z) t and
     "grad U" = sum_j a s(z) t g with a = w.g / |g|^2, which is not a gradient, and div R != 0; a = 0 where g = 0.

@@ -1,4 +1,5 @@
-"""The Hodge split of an MLP for normally distributed inputs, which is unique and orthogonal (source 000-3 (d) 2).
+"""The Hodge split of an MLP for normally distributed inputs, which is unique and orthogonal [Helmholtz Transformer, no.
+3].
 
 For rho = N(0, I) the best gradient U = argmin E|f - grad U|^2 leaves R = f - grad U with div(rho R) = 0, and
 E|f|^2 = E|grad U|^2 + E|R|^2. For a neuron w s(v.x + c) = w phi(z), z = e.x, e = v/|v|, w = alpha e + r with r
@@ -231,7 +232,7 @@ class LinearHodge:
 
 @full_precision
 def linear_hodge_split(matrix: Float[Tensor, "d d"], covariance: Float[Tensor, "d d"]) -> LinearHodge:
-    """The orthogonal split of the linear force M x under x ~ N(0, C): S symmetric, with (source 000-3 (d) 2)
+    """The orthogonal split of the linear force M x under x ~ N(0, C): S symmetric, with [Helmholtz Transformer, no. 3]
 
         S C + C S = M C + C M^T,    share = tr((M - S) C (M - S)^T) / tr(M C M^T) in [0, 1], NaN for M = 0.
 

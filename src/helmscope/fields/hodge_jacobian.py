@@ -1,5 +1,5 @@
 """The symmetric and antisymmetric part of the Jacobian of a force, which show whether it is locally conservative
-(source 000-3 (d) 1).
+[Helmholtz Transformer, no. 3].
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The MLP of a transformer as a force on R^d (source 000-3), defined everywhere and not only on the sphere:
+"""The MLP of a transformer as a force on R^d [Helmholtz Transformer, no. 3], defined everywhere and not only on the
+sphere:
 
     MLP         f(x) = sum_j w_j s(v_j.x + c_j) + b
     GatedMLP    f(x) = sum_j w_j s(g_j.x + c_j) (u_j.x + e_j) + b
@@ -108,7 +109,7 @@ class Force(Field):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class MLP(Force):
-    """f(x) = w_out s(w_in x + b_in) + b_out (source 000-3 (a)), at any x of R^d.
+    """f(x) = w_out s(w_in x + b_in) + b_out [Helmholtz Transformer, no. 3], at any x of R^d.
 
     ``w_in`` (hidden, dim) has rows v_j, ``w_out`` (dim, hidden) columns w_j. A row v_j = 0 is allowed: that neuron is
     constant. Calling returns the ambient force, ``velocity`` its tangential part; ``helmholtz`` splits it. Raises
@@ -143,7 +144,7 @@ class MLP(Force):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class GatedMLP(Force):
-    """f(x) = w_out [ s(w_gate x + b_gate) * (w_up x + b_up) ] + b_out (source 000-3 (b)), at any x of R^d.
+    """f(x) = w_out [ s(w_gate x + b_gate) * (w_up x + b_up) ] + b_out [Helmholtz Transformer, no. 3], at any x of R^d.
 
     ``w_gate`` (hidden, dim) has rows g_j, ``w_up`` (hidden, dim) rows u_j, ``w_out`` (dim, hidden) columns w_j; any
     row may be 0. Calling returns the ambient force, ``velocity`` its tangential part; ``helmholtz`` splits it. Raises

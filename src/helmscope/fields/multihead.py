@@ -1,6 +1,6 @@
-"""Multi-head attention (source 002): each head has its own temperature, matrices and bias, and velocities add up.
+"""Multi-head attention [Mean-field notes]: each head has its own temperature, matrices and bias, and velocities add up.
 
-    x_i' = scale sum_h P_{x_i} V_h sum_j p^h_ij x_j,     scale = 1/K for K heads (source 002), 1 in a real layer.
+    x_i' = scale sum_h P_{x_i} V_h sum_j p^h_ij x_j,     scale = 1/K for K heads [Mean-field notes], 1 in a real layer.
 
 P_x is linear, so the mean of the projections is the projection of the mean. For symmetric V_h = B_h, USA heads are the
 gradient flow of sum_h E_h; SA heads are not, because each has its own Z and hence its own metric. Heads are an axis of
@@ -48,7 +48,7 @@ PER_HEAD = ("beta", "query_key", "value", "bias")  # the attributes in which hea
 
 @dataclass(frozen=True, eq=False)
 class MultiHead(Field):
-    """x_i' = scale sum_h P_{x_i} V_h sum_j p^h_ij x_j (source 002); ``scale`` defaults to 1 / number of heads.
+    """x_i' = scale sum_h P_{x_i} V_h sum_j p^h_ij x_j [Mean-field notes]; ``scale`` defaults to 1 / number of heads.
 
     ``heads`` are fields of one class, SA, USA, Hardmax or SinkhornAttention; they may differ in beta, matrices and
     bias, and must agree in everything else. Ranks of ``LowRank`` matrices may differ. ``scale=1.0`` is the sum that a

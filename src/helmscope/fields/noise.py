@@ -1,4 +1,5 @@
-"""Noise on tokens, and the stochastic processes on the sphere that it defines together with a flow (source 000-5).
+"""Noise on tokens, and the stochastic processes on the sphere that it defines together with a flow [Helmholtz
+Transformer, no. 5].
 
 A token x is driven by k Brownian motions W through sigma(x), d x k. With M = sigma sigma^T / 2 and P = I - x x^T,
 every process here has, for each token, the generator
@@ -14,8 +15,8 @@ forward equation d_t rho = div_S(Sigma grad_S rho) - c div_S(rho P M x) are
     Ito              dX = P f dt + P sigma dW - tr(P M) X dt      0           d
     DivergenceForm   defined by c = 0                             -d P M x    0
 
-For M = nu I all of them are Brownian motion with the generator nu Lap_S. Source 000 prints the Stratonovich equation
-with the forward equation of the divergence form; a layer with noise is neither.
+For M = nu I all of them are Brownian motion with the generator nu Lap_S. The [Helmholtz Transformer] prints the
+Stratonovich equation with the forward equation of the divergence form; a layer with noise is neither.
 
 On a residual stream in R^d there is nothing to project: dY = f dt + sigma dW, and the direction of Y is the layer-norm
 chain with f / |Y| and M / |Y|^2.
@@ -62,8 +63,9 @@ class Process(ABC):
 class LayerNormChain(Process):
     """The limit of x' = N(x + eps f + sigma dW), which is what a layer does: beta = -2 P M(x) x, for every sigma(x).
 
-    N shortens the tangential part of a step that points outward and lengthens that of one that points inward (000-1:
-    -<x, d> P d). Under constant noise the uniform distribution on the circle is stationary.
+    N shortens the tangential part of a step that points outward and lengthens that of one that points inward
+    ([Helmholtz Transformer, no. 1]: -<x, d> P d). Under constant noise the uniform distribution on the circle is
+    stationary.
 
     >>> x = torch.tensor([[0.6, 0.8]])
     >>> LayerNormChain().drift(MatrixNoise(torch.diag(torch.tensor([2.0, 1.0]))), x)

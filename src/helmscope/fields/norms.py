@@ -1,4 +1,4 @@
-"""The norms of transformers, with gain, bias and epsilon, over the last axis (source 000-1).
+"""The norms of transformers, with gain, bias and epsilon, over the last axis [Helmholtz Transformer, no. 1].
 
     UnitNorm     y / |y|                                 onto the sphere S^(d-1)
     RMSNorm      G y / sqrt(|y|^2 / d + eps)             onto the ellipsoid sqrt(d) G S^(d-1) where eps = 0
@@ -113,7 +113,8 @@ class Norm(ABC):
 
 @dataclass(frozen=True, eq=False)
 class UnitNorm(Norm):
-    """N(y) = y / |y|, the norm of the theory (source 000-1). Jacobian (I - x x^T) / |y| with x = N(y), of rank d - 1.
+    """N(y) = y / |y|, the norm of theory [Helmholtz Transformer, no. 1]. Jacobian (I - x x^T) / |y| with x = N(y), of
+    rank d - 1.
 
     It has no gain, bias or eps; y = 0 is mapped to NaN.
 
@@ -145,7 +146,8 @@ class UnitNorm(Norm):
 
 @dataclass(frozen=True, eq=False)
 class RMSNorm(Norm):
-    """G y / sqrt(s^2 + eps), s^2 = |y|^2 / d (source 000-1; Zhang and Sennrich 2019, arXiv:1910.07467).
+    """G y / sqrt(s^2 + eps), s^2 = |y|^2 / d ([Helmholtz Transformer, no. 1]; Zhang and Sennrich 2019,
+    arXiv:1910.07467).
 
     Equal to ``torch.nn.functional.rms_norm``. Its Jacobian (s^2 + eps)^(-1/2) G (I - x x^T s^2 / (s^2 + eps)) maps the
     radial direction x = y / |y| to G x eps / (s^2 + eps)^(3/2), which is 0 only if eps = 0. ``gain`` (d,) defaults to
@@ -181,7 +183,8 @@ class RMSNorm(Norm):
 
 @dataclass(frozen=True, eq=False)
 class LayerNorm(Norm):
-    """G C y / sqrt(s^2 + eps) + bias, s^2 = |C y|^2 / d (source 000-1; Ba, Kiros and Hinton 2016, arXiv:1607.06450).
+    """G C y / sqrt(s^2 + eps) + bias, s^2 = |C y|^2 / d ([Helmholtz Transformer, no. 1]; Ba, Kiros and Hinton 2016,
+    arXiv:1607.06450).
 
     Equal to ``torch.nn.functional.layer_norm``. Its Jacobian (s^2 + eps)^(-1/2) G (C - x x^T s^2 / (s^2 + eps)),
     x = C y / |C y|, has rank d - 2 if eps = 0: neither the mean nor the length of C y matters. ``gain`` (d,) defaults
@@ -219,7 +222,7 @@ class LayerNorm(Norm):
 
 def effective_beta(dim: int, head_dim: int, *, scale: float = 1.0) -> float:
     """The inverse temperature on the unit sphere of a layer whose tokens have norm sqrt(d) and whose logits are
-    q.k / sqrt(d_head) (source 000-1): beta = scale d / sqrt(d_head).
+    q.k / sqrt(d_head) [Helmholtz Transformer, no. 1]: beta = scale d / sqrt(d_head).
 
     ``scale`` >= 0 is the scale of W_Q^T W_K. With Q = K = I and d_head = d, beta = sqrt(d). Raises ``HelmscopeError``
     for dimensions below 1 and a negative scale.

@@ -7,9 +7,9 @@
     nGPT        y           rate (N f - y)    y / |y|   unit vectors
     none        y           f                 y         points of R^d
 
-so that a half maps y to close(y + h write(f(read y), y)). Sources: post-norm as in source 001; for pre-norm the
-direction x = y/|y| satisfies x' = P f / |y| and the radius |y|' = <x, f> (source 000-1); sandwich and peri-norm
-arXiv:2105.13290, arXiv:2502.02732; nGPT arXiv:2410.01131.
+so that a half maps y to close(y + h write(f(read y), y)). Sources: post-norm as in [Geshkovski et al. 2023]; for
+pre-norm the direction x = y/|y| satisfies x' = P f / |y| and the radius |y|' = <x, f> [Helmholtz Transformer, no. 1];
+sandwich and peri-norm arXiv:2105.13290, arXiv:2502.02732; nGPT arXiv:2410.01131.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Placement(ABC):
 
 @dataclass(frozen=True, eq=False)
 class PostNorm(Placement):
-    """Post-norm, x <- N(x + h f(x)), as in source 001 and in the first transformers.
+    """Post-norm, x <- N(x + h f(x)), as in [Geshkovski et al. 2023] and in the first transformers.
 
     With y/|y| states are unit vectors and the flow is x' = P f(x). A norm with gain, bias or epsilon changes the state
     even if f = 0: then the block is a discrete map, which only the stepper ``Layer`` runs. Raises ``HelmscopeError``
@@ -164,7 +164,8 @@ class SandwichNorm(PreNorm):
 
 @dataclass(frozen=True, eq=False)
 class NoNorm(Placement):
-    """No norms, y <- y + h f(y): the residual stream of source 002, in R^d. Norms that are passed are not used.
+    """No norms, y <- y + h f(y): the residual stream of the [Mean-field notes], in R^d. Norms that are passed are not
+    used.
 
     >>> NoNorm().space.value
     'points of R^d'

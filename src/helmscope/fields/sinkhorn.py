@@ -1,5 +1,5 @@
-"""Sinkhorn attention: softmax over keys and over queries at once, so that the kernel is bistochastic (source 000-2,
-000-11; Sander, Ablin, Blondel & Peyre 2022, arXiv:2110.11773).
+"""Sinkhorn attention: softmax over keys and over queries at once, so that the kernel is bistochastic ([Helmholtz
+Transformer, no. 2 and 11]; Sander, Ablin, Blondel & Peyre 2022, arXiv:2110.11773).
 
     p_ij = m_j e^{l_ij + f_i + g_j},     sum_j p_ij = 1,     sum_i m_i p_ij = m_j.
 
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, eq=False)
 class SinkhornAttention(Softmax):
     """x_i' = P_{x_i} sum_j p_ij V x_j with the bistochastic scaling p of e^{l_ij}, l_ij = beta x_i^T B x_j + bias_ij:
-    rows sum to 1, and columns weighted by m reproduce m (source 000-2), so that m_i p_ij couples the measure with
-    itself.
+    rows sum to 1, and columns weighted by m reproduce m [Helmholtz Transformer, no. 2], so that m_i p_ij couples the
+    measure with itself.
 
     Tokens of weight 0 attend but are not attended to. The scaling is computed in the log domain by alternating one
     Sinkhorn sweep and one damped Newton step on the dual, at most ``max_sweeps`` times, until the marginal error

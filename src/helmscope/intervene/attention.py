@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, eq=False, repr=False)
 class Perturb(SiteEdit):
     """Add Gaussian noise to queries, keys or values, or to a state or write. Its standard deviation is ``sigma``, as
-    source 003 prints it, or ``relative`` times the root mean square of the tensor over each text in the layer; exactly
-    one of the two must be given.
+    [Additive transport] prints it, or ``relative`` times the root mean square of the tensor over each text in the
+    layer; exactly one of the two must be given.
 
     The noise depends only on ``seed``, the layer and the index of the text, not on the process or the batch size. Two
     edits need different seeds for their noise to be independent.

@@ -57,7 +57,8 @@ class Origin:
 class Loaded:
     """A model in eval mode, with its tokenizer (None if there is none) and its origin.
 
-    ``tokenizer_error`` is the reason why the tokenizer in the model's folder could not be read; None if it could, or there is none.
+    ``tokenizer_error`` is the reason why the tokenizer in the model's folder could not be read; None if it could, or
+    there is none.
 
     >>> Loaded.__match_args__
     ('model', 'tokenizer', 'origin', 'why')

@@ -132,7 +132,7 @@ class Recording(Plottable):
 
     @cached_property
     def on_sphere(self) -> Trajectory:
-        """The trajectory on the sphere of the theory: gain and bias are undone in every state that is the output of a
+        """The trajectory on the sphere of theory: gain and bias are undone in every state that is the output of a
         norm, and radii are those of the states without gain and bias.
 
         It differs from ``trajectory`` only in a post-norm model, which is run once more to compute it.

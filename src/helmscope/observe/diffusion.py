@@ -1,4 +1,4 @@
-"""Covariances that have been called the diffusion of attention, each under its own name (source 000-2).
+"""Covariances that have been called the diffusion of attention, each under its own name [Helmholtz Transformer, no. 2].
 
     m_i = sum_j P_ij x_j,    Cov_P(i) = sum_j P_ij (x_j - m_i)(x_j - m_i)^T,    Sigma = (1/2) Cov(increment) / dt
 
@@ -156,7 +156,8 @@ def context_covariance(increments: Float[Tensor, "contexts n d"]) -> xr.Dataset:
 
 @full_precision
 def diffusivity(sigma: Float[Tensor, "*batch n d d"], x: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n"]:
-    """Diffusivity nu = tr(P Sigma P) / (d - 1): that of isotropic noise on the sphere of equal strength (source 000-2).
+    """Diffusivity nu = tr(P Sigma P) / (d - 1): that of isotropic noise on the sphere of equal strength [Helmholtz
+    Transformer, no. 2].
 
     >>> diffusivity(torch.diag(torch.tensor([1.0, 2.0, 4.0])).expand(1, 3, 3), torch.tensor([[1.0, 0.0, 0.0]]))
     tensor([3.])
@@ -167,7 +168,8 @@ def diffusivity(sigma: Float[Tensor, "*batch n d d"], x: Float[Tensor, "*batch n
 
 
 def diffusivity_as_printed(sigma: Float[Tensor, "*batch n d d"]) -> Float[Tensor, "*batch n"]:
-    """Diffusivity tr Sigma / d as printed in source 000, which on the sphere wrongly includes the radial direction.
+    """Diffusivity tr Sigma / d as printed in the [Helmholtz Transformer], which on the sphere wrongly includes the
+    radial direction.
 
     >>> diffusivity_as_printed(torch.diag(torch.tensor([1.0, 2.0, 6.0])).expand(1, 3, 3))
     tensor([3.])

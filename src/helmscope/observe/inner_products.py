@@ -1,5 +1,5 @@
-"""Inner products <x_i, x_j> of different tokens: their histogram (source 001, figure 1) and the clustering probability
-(figure 3). The pair i, j has weight m_i m_j, the product of the weights of its tokens.
+"""Inner products <x_i, x_j> of different tokens: their histogram [Geshkovski et al. 2023, figure 1] and the clustering
+probability (figure 3). The pair i, j has weight m_i m_j, the product of the weights of its tokens.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def clustering_fraction(
 
 
 def clustering_probability(trajectory: Trajectory | System, *, delta: float) -> xr.Dataset:
-    """Probability over time that two tokens have met, P(<x_i, x_j> >= 1 - delta) (source 001, figure 3).
+    """Probability over time that two tokens have met, P(<x_i, x_j> >= 1 - delta) [Geshkovski et al. 2023, figure 3].
 
     ``probability`` (time, system) is the ``clustering_fraction`` of each system, whose mean over systems estimates the
     probability. The standard error is over systems, since pairs of the same system are not independent;

@@ -1,4 +1,4 @@
-"""Phase diagrams: the clustering probability over inverse temperature and time (source 001, figure 3)."""
+"""Phase diagrams: the clustering probability over inverse temperature and time [Geshkovski et al. 2023, figure 3]."""
 
 from __future__ import annotations
 
@@ -60,7 +60,8 @@ def phase_diagram(
     merge: float | None = None,
     progress: Progress | None = None,
 ) -> PhaseDiagram:
-    """Estimates the clustering probability P(<x_i, x_j> >= 1 - delta) over (beta, time) (source 001, figure 3).
+    """Estimates the clustering probability P(<x_i, x_j> >= 1 - delta) over (beta, time) [Geshkovski et al. 2023, figure
+    3].
 
     ``field`` is any callable beta -> field: SA, USA, ``lambda beta: SA(beta, causal=True)``. The standard error is over
     the ``samples`` starts, since pairs of the same sample are not independent. All betas use the same starts and the

@@ -21,7 +21,7 @@ class EulerMaruyama(NoisyStepper):
     is the drift of the noise's process.
 
     The increment p is tangent, so that N(x + p) = x + p - |p|^2 x / 2 + O(|p|^3) has no tangential term of second order
-    (source 000-1 with <x, d> = 0): the retraction adds no drift, and beta is the whole drift.
+    ([Helmholtz Transformer, no. 1] with <x, d> = 0): the retraction adds no drift, and beta is the whole drift.
 
     >>> import torch
     >>> from helmscope.fields.noise import IsotropicNoise

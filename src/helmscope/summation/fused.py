@@ -1,12 +1,12 @@
 """Simulation of many small systems in one GPU launch: one program integrates one system and counts clustered pairs.
 
-    SA    x_i' = V P_{x_i} sum_j e^{beta <x_i, x_j>} x_j / Z_i,    Z_i = sum_j e^{beta <x_i, x_j>}        (source 001)
+    SA    x_i' = V P_{x_i} sum_j e^{beta <x_i, x_j>} x_j / Z_i,    Z_i = sum_j e^{beta <x_i, x_j>}
     USA   x_i' = V P_{x_i} sum_j e^{beta <x_i, x_j>} x_j / n
 
-with a scalar V for each beta, by projected RK4 or Heun with equal steps. The tokens stay in registers from the start to
-the last time; the output is the number of pairs that have met at each requested time. Everything is computed in
-float32. Every exponent is beta (<x_i, x_j> - 1) <= 0, and the factor e^beta / n of USA is part of the step size, so
-nothing overflows.
+[Geshkovski et al. 2023], with a scalar V for each beta, by projected RK4 or Heun with equal steps. The tokens stay in
+registers from the start to the last time; the output is the number of pairs that have met at each requested time.
+Everything is computed in float32. Every exponent is beta (<x_i, x_j> - 1) <= 0, and the factor e^beta / n of USA is
+part of the step size, so nothing overflows.
 
 This duplicates the field, the stepper and the statistic of ``fields``, ``solve`` and ``observe``; tests check that the
 results agree.

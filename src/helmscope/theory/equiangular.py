@@ -1,5 +1,5 @@
 """The equiangular flow: n tokens with <x_i, x_j> = gamma for all i != j keep equal angles and obey one scalar ODE
-(source 001)
+[Geshkovski et al. 2023]
 
     SA    gamma' = 2 e^{b gamma} (1 - gamma) ((n-1) gamma + 1) / (e^b + (n-1) e^{b gamma})
     USA   gamma' = (2/n) e^{b gamma} (1 - gamma) ((n-1) gamma + 1)                              b = beta
