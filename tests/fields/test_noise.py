@@ -391,7 +391,7 @@ def test_how_far_below_zero_an_eigenvalue_may_be() -> None:
     a = torch.randn(8, 3, dtype=F64, generator=torch.Generator().manual_seed(0))
     assert MatrixNoise(a @ a.T).diffusion.dtype == F64
     coarse = (a.float() @ a.float().T).double()
-    with pytest.raises(HelmscopeError, match=r"^m has the eigenvalue -\S+e-0\d, .*e-13 and above .* torch.float64$"):
+    with pytest.raises(HelmscopeError, match=r"^diffusion has .* -\S+e-0\d, .*e-13 and above .* torch.float64$"):
         MatrixNoise(coarse)
     MatrixNoise(coarse.float())
     MatrixNoise(coarse.bfloat16())

@@ -80,12 +80,20 @@ class Attention(Field):
 
     @cached_property
     def value_scale(self) -> float | None:
-        """c if V = c I exactly (1 if ``value`` is None), else None."""
+        """c if V = c I exactly (1 if ``value`` is None), else None.
+
+        >>> SA(beta=1.0, value=-torch.eye(2)).value_scale
+        -1.0
+        """
         return _identity_multiple(self.value)
 
     @cached_property
     def logit_scale(self) -> float | None:
-        """c if B = c I exactly (1 if ``query_key`` is None), else None."""
+        """c if B = c I exactly (1 if ``query_key`` is None), else None.
+
+        >>> SA(beta=4.0, query_key=0.5 * torch.eye(2)).logit_scale
+        0.5
+        """
         return _identity_multiple(self.query_key)
 
     @property
@@ -148,7 +156,11 @@ class Attention(Field):
 
     @property
     def unit_beta(self) -> float | None:
-        """c if the logits are c <x_i, x_j> with a plain number c, else None."""
+        """c if the logits are c <x_i, x_j> with a plain number c, else None.
+
+        >>> SA(beta=4.0, query_key=0.5 * torch.eye(2)).unit_beta
+        2.0
+        """
         factor, scale = self.factor, self.logit_scale
         if scale is None or self.positions is not None or isinstance(factor, torch.Tensor):
             return None

@@ -94,7 +94,15 @@ class Block(Field):
 
     @property
     def force(self) -> MLP | GatedMLP:
-        """The MLP as a force on unit vectors, with the gain and bias of the norm before it folded in."""
+        """The MLP as a force on unit vectors, with the gain and bias of the norm before it folded in.
+
+        >>> import torch
+        >>> from helmscope.fields.attention import SA
+        >>> mlp = MLP(w_in=torch.eye(2), w_out=2 * torch.eye(2))
+        >>> block = Block(SA(beta=0.0), mlp)
+        >>> block.force(torch.tensor([1.0, -1.0]))
+        tensor([ 1.6827, -0.3173])
+        """
         return self.placement.force(self.mlp)
 
     def check_size(self, x: Float[Tensor, "*batch n d"]) -> None:
@@ -119,7 +127,16 @@ class Block(Field):
     def write(
         self, half: Half, y: Float[Tensor, "*batch n d"], weights: Tensor | None = None, *, t: Time = 0.0
     ) -> Float[Tensor, "*batch n d"]:
-        """The write of one half: its increment of the state y. Raises ``HelmscopeError`` for ``Half.CROSS``."""
+        """The write of one half: its increment of the state y. Raises ``HelmscopeError`` for ``Half.CROSS``.
+
+        >>> import torch
+        >>> from helmscope.fields.attention import SA
+        >>> mlp = MLP(w_in=torch.eye(2), w_out=2 * torch.eye(2))
+        >>> block = Block(SA(beta=0.0), mlp)
+        >>> block.write(Half.ATTENTION, torch.eye(2))
+        tensor([[0.5000, 0.5000],
+                [0.5000, 0.5000]])
+        """
         if half is Half.CROSS:
             raise HelmscopeError("half is Half.CROSS, but a simulated block has two halves: ATTENTION and MLP")
         part = self.attention if half is Half.ATTENTION else self.mlp

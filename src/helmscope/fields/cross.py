@@ -91,7 +91,11 @@ class CrossAttention(Field):
         return Request(over_tokens(self.beta, x) * query, key, y, weights=weights)
 
     def cross_kernel(self, x: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n m"]:
-        """The attention weights p_ij of context token j for token i, (*batch, n, m); rows sum to 1."""
+        """The attention weights p_ij of context token j for token i, (*batch, n, m); rows sum to 1.
+
+        >>> CrossAttention(beta=0.0, context=torch.eye(3)).cross_kernel(torch.eye(3)[:1])
+        tensor([[0.3333, 0.3333, 0.3333]])
+        """
         request = self.request(x)
         return softmax_kernel(transformed_logits(request), request.weights)
 

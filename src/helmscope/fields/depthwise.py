@@ -49,7 +49,12 @@ class Depthwise(Field):
         object.__setattr__(self, "layers", layers)
 
     def at(self, t: float) -> Field:
-        """The field that acts at time t. A time that is below an integer only by rounding counts as that integer."""
+        """The field that acts at time t. A time that is below an integer only by rounding counts as that integer.
+
+        >>> from helmscope.fields.attention import SA
+        >>> Depthwise([SA(beta=1.0), SA(beta=4.0)]).at(1.5).beta
+        4.0
+        """
         return self.layers[min(max(int(t + 1e-9), 0), len(self.layers) - 1)]
 
     @property

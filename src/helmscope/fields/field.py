@@ -168,7 +168,13 @@ class Field(ABC):
     def displacement(
         self, x: Float[Tensor, "*batch n d"], h: Tensor, weights: Tensor | None = None, *, t: Time = 0.0
     ) -> Float[Tensor, "*batch n d"]:
-        """h f(x, t) with h (*batch, 1, 1), without overflow of the velocity itself; unchecked."""
+        """h f(x, t) with h (*batch, 1, 1), without overflow of the velocity itself; unchecked.
+
+        >>> from helmscope.fields.attention import SA
+        >>> SA(beta=0.0).displacement(torch.eye(2), torch.tensor(0.1))
+        tensor([[0.0000, 0.0500],
+                [0.0500, 0.0000]])
+        """
         if self.overflows:
             return self.scaled(x, t=t, weights=weights).displacement(h)
         return h.to(x.dtype) * self.velocity(x, t=t, weights=weights)
@@ -176,7 +182,13 @@ class Field(ABC):
     def layer(
         self, x: Float[Tensor, "*batch n d"], h: Tensor | float = 1.0, weights: Tensor | None = None, *, t: Time = 0.0
     ) -> Float[Tensor, "*batch n d"]:
-        """The state after one discrete layer of step size h: N(x + h f), with f before projection; unchecked."""
+        """The state after one discrete layer of step size h: N(x + h f), with f before projection; unchecked.
+
+        >>> from helmscope.fields.attention import SA
+        >>> SA(beta=0.0).layer(torch.eye(2))
+        tensor([[0.9487, 0.3162],
+                [0.3162, 0.9487]])
+        """
         after = x + h * self.ambient(x, t=t, weights=weights)
         return retract(after) if self.space is Space.SPHERE else after
 
@@ -186,6 +198,11 @@ class Field(ABC):
         """The attention weight of key j for query i: (*batch, n, n), or (*batch, heads, n, n) for several heads.
 
         Raises ``HelmscopeError`` for fields without attention.
+
+        >>> from helmscope.fields.attention import SA
+        >>> SA(beta=0.0).kernel(torch.eye(2))
+        tensor([[0.5000, 0.5000],
+                [0.5000, 0.5000]])
         """
         raise HelmscopeError(f"field is {self.name}, but a kernel is defined for attention fields only")
 
@@ -225,7 +242,12 @@ class Field(ABC):
 
     @property
     def batch(self) -> torch.Size:
-        """The broadcast batch axes of the parameters; raises ``HelmscopeError`` if they are declared wrongly."""
+        """The broadcast batch axes of the parameters; raises ``HelmscopeError`` if they are declared wrongly.
+
+        >>> from helmscope.fields.attention import SA
+        >>> SA(beta=torch.tensor([1.0, 4.0])).batch
+        torch.Size([2])
+        """
         if not isinstance(self.parameters, Mapping):
             raise HelmscopeError(
                 f"parameters of {self.name} is {self.parameters!r}, but it must map the names of parameters to their "

@@ -101,23 +101,54 @@ class HelmholtzSplit(ABC):
 
     @property
     def dead_neurons(self) -> Int[Tensor, " dead"]:
-        """Indices of the neurons that are constant: v = 0, or g = u = 0 if gated."""
+        """Indices of the neurons that are constant: v = 0, or g = u = 0 if gated.
+
+        >>> mlp = MLP(w_in=torch.tensor([[1.0, 0.0], [0.0, 0.0]]), w_out=torch.eye(2))
+        >>> helmholtz(mlp).dead_neurons
+        tensor([1])
+        """
         return self._is_dead(torch.zeros((), dtype=torch.float64, device="cpu")).nonzero().squeeze(-1)
 
     @abstractmethod
     def potential(self, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch"]:
-        """U(x). The force points uphill, so the energy is V = -U."""
+        """U(x). The force points uphill, so the energy is V = -U.
+
+        >>> from helmscope.fields.activations import Identity
+        >>> w_out = torch.tensor([[1.0, -3.0], [3.0, 1.0]])
+        >>> mlp = MLP(w_in=torch.eye(2), w_out=w_out, activation=Identity())
+        >>> helmholtz(mlp).potential(torch.tensor([1.0, 2.0]))
+        tensor(2.5000)
+        """
 
     @abstractmethod
     def gradient(self, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
-        """grad U(x), in closed form."""
+        """grad U(x), in closed form.
+
+        >>> from helmscope.fields.activations import Identity
+        >>> w_out = torch.tensor([[1.0, -3.0], [3.0, 1.0]])
+        >>> mlp = MLP(w_in=torch.eye(2), w_out=w_out, activation=Identity())
+        >>> helmholtz(mlp).gradient(torch.tensor([1.0, 2.0]))
+        tensor([1., 2.])
+        """
 
     @abstractmethod
     def swirl(self, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
-        """R(x), which is divergence-free in R^d."""
+        """R(x), which is divergence-free in R^d.
+
+        >>> from helmscope.fields.activations import Identity
+        >>> w_out = torch.tensor([[1.0, -3.0], [3.0, 1.0]])
+        >>> mlp = MLP(w_in=torch.eye(2), w_out=w_out, activation=Identity())
+        >>> helmholtz(mlp).swirl(torch.tensor([1.0, 2.0]))
+        tensor([-6.,  3.])
+        """
 
     def harmonic(self, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
-        """b_out and the dead neurons: a constant, which is both a gradient and divergence-free."""
+        """b_out and the dead neurons: a constant, which is both a gradient and divergence-free.
+
+        >>> mlp = MLP(w_in=torch.eye(2), w_out=torch.eye(2), b_out=torch.tensor([0.5, 0.0]))
+        >>> helmholtz(mlp).harmonic(torch.tensor([1.0, 2.0]))
+        tensor([0.5000, 0.0000])
+        """
         self.mlp.check_points(x)
         at_origin = self.mlp.neurons(x.new_zeros(self.mlp.dim))
         constants = torch.where(self._is_dead(x), at_origin, 0.0)

@@ -38,7 +38,12 @@ class Merged:
     leader: Int[Tensor, "*batch n"]
 
     def distinct(self) -> tuple[Float[Tensor, "k d"], Float[Tensor, " k"]]:
-        """The k distinct tokens of a single cloud and their weights. Raises ``HelmscopeError`` for several clouds."""
+        """The k distinct tokens of a single cloud and their weights. Raises ``HelmscopeError`` for several clouds.
+
+        >>> x = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 0.0]])
+        >>> merge_tokens(x, 1e-6).distinct()[1]
+        tensor([2., 1.])
+        """
         if self.leader.ndim != 1:
             raise HelmscopeError(
                 f"states has shape {tuple(self.states.shape)}, but distinct() needs a single cloud (n, d), because the "

@@ -46,12 +46,22 @@ class Force(Field):
 
     @property
     def dim(self) -> int:
-        """The dimension d of the space R^d on which the force acts."""
+        """The dimension d of the space R^d on which the force acts.
+
+        >>> mlp = MLP(w_in=torch.ones(3, 2), w_out=torch.ones(2, 3))
+        >>> mlp.dim
+        2
+        """
         return self.w_out.shape[-2]
 
     @property
     def hidden(self) -> int:
-        """The number of neurons."""
+        """The number of neurons.
+
+        >>> mlp = MLP(w_in=torch.ones(3, 2), w_out=torch.ones(2, 3))
+        >>> mlp.hidden
+        3
+        """
         return self.w_out.shape[-1]
 
     @property
@@ -77,7 +87,12 @@ class Force(Field):
 
     @abstractmethod
     def neurons(self, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch hidden"]:
-        """The activations of the hidden layer, unchecked: s(w_in x + b_in), or s(w_gate x + b_gate) (w_up x + b_up)."""
+        """The activations of the hidden layer, unchecked: s(w_in x + b_in), or s(w_gate x + b_gate) (w_up x + b_up).
+
+        >>> mlp = MLP(w_in=torch.ones(3, 2), w_out=torch.ones(2, 3))
+        >>> mlp.neurons(torch.tensor([1.0, 1.0])).shape
+        torch.Size([3])
+        """
 
     def ambient(
         self, x: Float[Tensor, "*batch d"], weights: Float[Tensor, "*batch"] | None = None, *, t: Time = 0.0
@@ -99,7 +114,13 @@ class Force(Field):
             super().check_size(x)
 
     def check_points(self, x: object) -> None:
-        """Raise ``HelmscopeError`` unless x is a float tensor (..., dim). Values are not read, so torch.func works."""
+        """Raise ``HelmscopeError`` unless x is a float tensor (..., dim). Values are not read, so torch.func works.
+
+        >>> mlp = MLP(w_in=torch.ones(3, 2), w_out=torch.ones(2, 3))
+        >>> mlp.check_points(torch.ones(5))
+        Traceback (most recent call last):
+        helmscope.types.HelmscopeError: x has shape (5,), but the parameters need (..., 2)
+        """
         if not isinstance(x, torch.Tensor):
             raise HelmscopeError(f"x is a {type(x).__name__}, but it must be a torch tensor of shape (..., {self.dim})")
         if x.dtype not in POINTS:

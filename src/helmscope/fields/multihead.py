@@ -169,7 +169,12 @@ class MultiHead(Field):
     def outputs(
         self, x: Float[Tensor, "*batch n d"], weights: Tensor | None = None, *, t: Time = 0.0
     ) -> Float[Tensor, "*batch heads n d"]:
-        """The output of each head before projection and ``scale``: V_h sum_j p^h_ij x_j, (*batch, heads, n, d)."""
+        """The output of each head before projection and ``scale``: V_h sum_j p^h_ij x_j, (*batch, heads, n, d).
+
+        >>> from helmscope.fields.attention import SA
+        >>> MultiHead([SA(beta=0.0), SA(beta=1.0)]).outputs(torch.eye(2)).shape
+        torch.Size([2, 2, 2])
+        """
         sums, shift = self._head_sums(x, weights, tangent=False)
         if not self.normalized:
             sums = torch.exp(shift.unsqueeze(-3)) * sums

@@ -149,7 +149,11 @@ class Noise(ABC):
 
     @abstractmethod
     def brownian_dim(self, x: Float[Tensor, "*batch n d"]) -> int:
-        """The number k of Brownian motions that drive a token."""
+        """The number k of Brownian motions that drive a token.
+
+        >>> IsotropicNoise(0.1).brownian_dim(torch.eye(3))
+        3
+        """
 
     @abstractmethod
     def increment(self, x: Float[Tensor, "*batch n d"], dw: Float[Tensor, "*batch n k"]) -> Float[Tensor, "*batch n d"]:
@@ -157,7 +161,12 @@ class Noise(ABC):
 
     @abstractmethod
     def diffusion_matrix(self, x: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n d d"]:
-        """The diffusion matrix M(x) = sigma sigma^T / 2: an increment over dt has covariance 2 M dt."""
+        """The diffusion matrix M(x) = sigma sigma^T / 2: an increment over dt has covariance 2 M dt.
+
+        >>> IsotropicNoise(0.5).diffusion_matrix(torch.eye(2)[:1])
+        tensor([[[0.5000, 0.0000],
+                 [0.0000, 0.5000]]])
+        """
 
     @abstractmethod
     def diffusion_times_state(self, x: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n d"]:

@@ -56,23 +56,44 @@ class Norm(ABC):
 
     @abstractmethod
     def jacobian(self, y: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d d"]:
-        """The derivative at y in closed form: row i is the gradient of entry i of the result."""
+        """The derivative at y in closed form: row i is the gradient of entry i of the result.
+
+        >>> UnitNorm().jacobian(torch.tensor([0.0, 2.0]))
+        tensor([[0.5000, 0.0000],
+                [0.0000, 0.0000]])
+        """
 
     @abstractmethod
     def core(self) -> Norm:
-        """This norm without gain and bias, whose values are on a sphere if eps = 0."""
+        """This norm without gain and bias, whose values are on a sphere if eps = 0.
+
+        >>> RMSNorm(gain=torch.tensor([1.0, 2.0])).core()
+        RMSNorm(gain=None, eps=0.0)
+        """
 
     @abstractmethod
     def normalized_part(self, y: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
-        """The part of y that is normalized: y itself, or C y for LayerNorm."""
+        """The part of y that is normalized: y itself, or C y for LayerNorm.
+
+        >>> LayerNorm().normalized_part(torch.tensor([1.0, 3.0]))
+        tensor([-1.,  1.])
+        """
 
     def radius(self, y: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch"]:
-        """The length that is divided out: |y|, or |C y| for LayerNorm; without eps."""
+        """The length that is divided out: |y|, or |C y| for LayerNorm; without eps.
+
+        >>> RMSNorm().radius(torch.tensor([3.0, 4.0]))
+        tensor(5.)
+        """
         self.check_size(y)
         return length(self.normalized_part(y))
 
     def direction(self, y: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
-        """The unit vector y / |y|, or C y / |C y| for LayerNorm; without eps."""
+        """The unit vector y / |y|, or C y / |C y| for LayerNorm; without eps.
+
+        >>> LayerNorm().direction(torch.tensor([1.0, 1.0, 4.0, 4.0]))
+        tensor([-0.5000, -0.5000,  0.5000,  0.5000])
+        """
         self.check_size(y)
         return retract(self.normalized_part(y))
 

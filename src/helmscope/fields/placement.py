@@ -54,7 +54,11 @@ class Placement(ABC):
         """The space of the state."""
 
     def norm(self, half: Half) -> Norm:
-        """The norm of one half."""
+        """The norm of one half.
+
+        >>> PreNorm(mlp_norm=UnitNorm()).norm(Half.MLP)
+        UnitNorm()
+        """
         return self.attention_norm if half is Half.ATTENTION else self.mlp_norm
 
     def check_size(self, x: Float[Tensor, "*batch n d"]) -> None:
@@ -63,17 +67,29 @@ class Placement(ABC):
             self.norm(half).check_size(x, name=f"x at {half.value}_norm")
 
     def read(self, half: Half, y: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n d"]:
-        """The input of the half, given the state."""
+        """The input of the half, given the state.
+
+        >>> PreNorm().read(Half.MLP, torch.tensor([[3.0, 4.0]]))
+        tensor([[0.6000, 0.8000]])
+        """
         return y
 
     def write(
         self, half: Half, out: Float[Tensor, "*batch n d"], y: Float[Tensor, "*batch n d"]
     ) -> Float[Tensor, "*batch n d"]:
-        """The increment of the state, given the output of the half."""
+        """The increment of the state, given the output of the half.
+
+        >>> SandwichNorm().write(Half.MLP, torch.tensor([[3.0, 4.0]]), torch.ones(1, 2))
+        tensor([[0.6000, 0.8000]])
+        """
         return out
 
     def close(self, half: Half, y: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n d"]:
-        """The new state, given the sum of the state and the increment."""
+        """The new state, given the sum of the state and the increment.
+
+        >>> PostNorm().close(Half.MLP, torch.tensor([[3.0, 4.0]]))
+        tensor([[0.6000, 0.8000]])
+        """
         return y
 
     def force(self, mlp: MLP | GatedMLP) -> MLP | GatedMLP:

@@ -26,16 +26,29 @@ class Positions(ABC):
     """Base class of positions: how they act on queries and keys."""
 
     def transform_tokens(self, x: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n d"]:
-        """The tokens from which queries and keys are computed."""
+        """The tokens from which queries and keys are computed.
+
+        >>> Additive(torch.tensor([[0.5, 0.0]])).transform_tokens(torch.tensor([[0.0, 1.0]]))
+        tensor([[0.5000, 1.0000]])
+        """
         return x
 
     def transform_queries(self, q: Float[Tensor, "*batch n r"]) -> Float[Tensor, "*batch n r"]:
-        """Queries or keys (*batch, n, r), transformed by their positions."""
+        """Queries or keys (*batch, n, r), transformed by their positions.
+
+        >>> Rotary().transform_queries(torch.tensor([[1.0, 0.0]]))
+        tensor([[1., 0.]])
+        """
         return q
 
     @abstractmethod
     def check_size(self, x: Float[Tensor, "*batch n d"], rank: int) -> None:
-        """Raise ``HelmscopeError`` unless the tokens, and queries of dimension ``rank``, fit."""
+        """Raise ``HelmscopeError`` unless the tokens, and queries of dimension ``rank``, fit.
+
+        >>> Rotary().check_size(torch.ones(2, 3), rank=3)
+        Traceback (most recent call last):
+        helmscope.types.HelmscopeError: queries have dimension 3, but for rotary positions, ... it must be even
+        """
 
 
 @dataclass(frozen=True, eq=False)

@@ -92,7 +92,11 @@ class SinkhornAttention(Softmax):
         return (pairs + potential.unsqueeze(-2)).masked_fill(~dual.converged[..., None, None], torch.nan)
 
     def solve(self, pairs: Float[Tensor, "*batch n n"], weights: Tensor | None) -> Dual:
-        """The dual potential of each system for its logits; a constant to autograd."""
+        """The dual potential of each system for its logits; a constant to autograd.
+
+        >>> SinkhornAttention(beta=1.0).solve(torch.eye(2)[None], None).converged
+        tensor([True])
+        """
         arguments = (pairs.detach(), _normalized_weights(pairs, weights).detach(), self.tol, self.max_sweeps)
         return Dual(*_Solver.apply(*arguments))  # type: ignore[no-untyped-call]
 

@@ -28,7 +28,11 @@ class PhaseDiagram(xr.Dataset):  # type: ignore[no-untyped-call]
 
     @classmethod
     def of(cls, data: xr.Dataset) -> PhaseDiagram:
-        """The same data as a PhaseDiagram."""
+        """The same data as a PhaseDiagram.
+
+        >>> type(PhaseDiagram.of(xr.Dataset())).__name__
+        'PhaseDiagram'
+        """
         return cls(data.data_vars, data.coords, data.attrs)
 
     # replaces xarray's accessor, which cannot plot these heat maps

@@ -47,7 +47,11 @@ class RunSummary:
 
     @property
     def name(self) -> str:
-        """The name of the folder."""
+        """The name of the folder.
+
+        >>> RunSummary(Path("runs/phase-20250131-120000"), RunState.COMPLETE).name
+        'phase-20250131-120000'
+        """
         return self.path.name
 
 

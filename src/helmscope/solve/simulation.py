@@ -75,58 +75,137 @@ class Simulation(Plottable):
 
     @property
     def times(self) -> Float[Tensor, " time"]:
-        """The requested times."""
+        """The requested times.
+
+        >>> import torch
+        >>> import helmscope as hs
+        >>> run = hs.integrate(hs.SA(beta=0.0), torch.eye(2), times=[0.0, 1.0])
+        >>> run.times.tolist()
+        [0.0, 1.0]
+        """
         return self.trajectory.times
 
     @property
     def states(self) -> Float[Tensor, "time *batch n d"]:
-        """The tokens at the requested times."""
+        """The tokens at the requested times.
+
+        >>> import torch
+        >>> import helmscope as hs
+        >>> run = hs.integrate(hs.SA(beta=0.0), torch.eye(2), times=[0.0, 1.0])
+        >>> run.states.shape
+        torch.Size([2, 2, 2])
+        """
         states = self.trajectory.states
         return states.reshape(len(states), *self.problem.batch, *states.shape[-2:])
 
     @property
     def outcome(self) -> Outcome:
-        """How the systems ended; its text includes a remedy if one failed."""
+        """How the systems ended; its text includes a remedy if one failed.
+
+        >>> import torch
+        >>> import helmscope as hs
+        >>> run = hs.integrate(hs.SA(beta=0.0), torch.eye(2), times=[0.0, 1.0])
+        >>> str(run.outcome)
+        'finished at t=1'
+        """
         assert self.trajectory.outcome is not None
         return self.trajectory.outcome
 
     @property
     def field(self) -> Field:
-        """The field that was integrated."""
+        """The field that was integrated.
+
+        >>> import torch
+        >>> import helmscope as hs
+        >>> run = hs.integrate(hs.SA(beta=0.0), torch.eye(2), times=[0.0, 1.0])
+        >>> run.field.beta
+        0.0
+        """
         return self.problem.field
 
     @property
     def axis(self) -> str:
-        """Name of the axis of the states: time."""
+        """Name of the axis of the states: time.
+
+        >>> import torch
+        >>> import helmscope as hs
+        >>> run = hs.integrate(hs.SA(beta=0.0), torch.eye(2), times=[0.0, 1.0])
+        >>> run.axis
+        'time'
+        """
         return self.trajectory.axis
 
     @property
     def layer_axis(self) -> str:
-        """Name of the axis of the mechanisms: time as well, because there is one at every stored time."""
+        """Name of the axis of the mechanisms: time as well, because there is one at every stored time.
+
+        >>> import torch
+        >>> import helmscope as hs
+        >>> run = hs.integrate(hs.SA(beta=0.0), torch.eye(2), times=[0.0, 1.0])
+        >>> run.layer_axis
+        'time'
+        """
         return self.axis
 
     @property
     def replicate(self) -> str:
-        """Name of the axis of the replicates: the independent systems."""
+        """Name of the axis of the replicates: the independent systems.
+
+        >>> import torch
+        >>> import helmscope as hs
+        >>> run = hs.integrate(hs.SA(beta=0.0), torch.eye(2), times=[0.0, 1.0])
+        >>> run.replicate
+        'system'
+        """
         return self.trajectory.replicate
 
     @property
     def layers(self) -> range:
-        """One layer per stored time: the mechanism at that time."""
+        """One layer per stored time: the mechanism at that time.
+
+        >>> import torch
+        >>> import helmscope as hs
+        >>> run = hs.integrate(hs.SA(beta=0.0), torch.eye(2), times=[0.0, 1.0])
+        >>> run.layers
+        range(0, 2)
+        """
         return range(len(self.times))
 
     @property
     def visible(self) -> Bool[Tensor, "batch n"] | None:
-        """The tokens of positive weight, which can be attended to; None if all can."""
+        """The tokens of positive weight, which can be attended to; None if all can.
+
+        >>> import torch
+        >>> import helmscope as hs
+        >>> weights = torch.tensor([1.0, 0.0])
+        >>> hs.integrate(hs.SA(beta=0.0), torch.eye(2), times=[0.0], weights=weights).visible
+        tensor([[ True, False]])
+        """
         return None if self.problem.weights is None else self.problem.weights > 0
 
     def kernel(self, *, layer: int) -> Float[Tensor, "batch *heads n n"]:
-        """The attention kernel at the stored time number ``layer``."""
+        """The attention kernel at the stored time number ``layer``.
+
+        >>> import torch
+        >>> import helmscope as hs
+        >>> run = hs.integrate(hs.SA(beta=0.0), torch.eye(2), times=[0.0, 1.0])
+        >>> run.kernel(layer=0)
+        tensor([[[0.5000, 0.5000],
+                 [0.5000, 0.5000]]])
+        """
         index = self.problem.time_index(layer, "layer")
         return self.field.kernel(self.stream(depth=index), t=float(self.times[index]), weights=self.problem.weights)
 
     def stream(self, *, depth: int) -> Float[Tensor, "batch n d"]:
-        """The states at the stored time number ``depth``: the residual stream if there is one, or unit vectors."""
+        """The states at the stored time number ``depth``: the residual stream if there is one, or unit vectors.
+
+        >>> import torch
+        >>> import helmscope as hs
+        >>> run = hs.integrate(hs.SA(beta=0.0), torch.eye(2), times=[0.0, 1.0])
+        >>> run.stream(depth=0)
+        tensor([[[1., 0.],
+                 [0., 1.]]])
+        """
         states = self.trajectory.states if self.residual_stream is None else self.residual_stream
         return states[self.problem.time_index(depth, "depth")]
 
@@ -134,6 +213,12 @@ class Simulation(Plottable):
         """The MLP as a force on unit vectors: that of a block, or the field itself if it is an MLP; otherwise None.
 
         It is the same at every time; ``layer`` is an argument because a recorded model has one MLP per layer.
+
+        >>> import torch
+        >>> import helmscope as hs
+        >>> run = hs.integrate(hs.SA(beta=0.0), torch.eye(2), times=[0.0, 1.0])
+        >>> run.force(layer=0) is None
+        True
         """
         self.problem.time_index(layer, "layer")
         if isinstance(self.field, MLP | GatedMLP):
@@ -148,11 +233,26 @@ class Simulation(Plottable):
 
         For a residual stream only the direction is replaced. Under noise the increments are new: sampled from
         ``generator`` if given, otherwise determined by the seed of the run and ``depth``.
+
+        >>> import torch
+        >>> import helmscope as hs
+        >>> run = hs.integrate(hs.SA(beta=0.0), torch.eye(2), times=[0.0, 1.0])
+        >>> changed = run.resume(depth=0, states=torch.tensor([[[1.0, 0.0], [1.0, 0.0]]]))
+        >>> changed.states[-1]
+        tensor([[1., 0.],
+                [1., 0.]])
         """
         return self.problem.continued(depth, states, self.stream(depth=depth), generator).run()
 
     def refusal(self, instrument: Instrument) -> str | None:
-        """Why the instrument cannot be used on this simulation, in one sentence; None if it can."""
+        """Why the instrument cannot be used on this simulation, in one sentence; None if it can.
+
+        >>> import torch
+        >>> import helmscope as hs
+        >>> run = hs.integrate(hs.SA(beta=0.0), torch.eye(2), times=[0.0, 1.0])
+        >>> run.refusal(hs.observe.DriftAndSwirl())
+        'system has no MLP: force(layer=0) is None, but drift_and_swirl needs one: that of a Block, or an MLP itself'
+        """
         return refusal(self, instrument)
 
     def replay(
@@ -164,5 +264,11 @@ class Simulation(Plottable):
         ``batch_size`` is the number of systems at a time; by default kernels take at most 128 MiB. A field of one head
         has no axis ``head``. Writes are velocities, and under ``Layer(h)`` increments. ``progress`` is called with the
         share of the work done.
+
+        >>> import torch
+        >>> import helmscope as hs
+        >>> run = hs.integrate(hs.SA(beta=0.0), torch.eye(2), times=[0.0, 1.0])
+        >>> run.replay(hs.kernel.KernelStatistics())["kernel_statistics"].effective_keys.values.tolist()
+        [[2.0], [2.0]]
         """
         return replay(self, instruments, batch_size=batch_size, progress=progress)

@@ -39,23 +39,51 @@ class Scale:
 
     @property
     def domain_text(self) -> str:
-        """The domain in interval notation."""
+        """The domain in interval notation.
+
+        >>> FisherZScale().domain_text
+        '(-1, 1)'
+        """
         return "({:g}, {:g})".format(*self.domain)
 
     def forward(self, x: Numbers) -> Numbers:
+        """The values on this scale.
+
+        >>> LogScale().forward(np.array([1.0, 0.0])).tolist()
+        [0.0, -inf]
+        """
         return x
 
     def inverse(self, y: float) -> float:
+        """The number whose value on this scale is ``y``.
+
+        >>> LogScale().inverse(0.0)
+        1.0
+        """
         return y
 
     def inverse_array(self, y: Numbers) -> Numbers:
+        """``inverse`` of every entry.
+
+        >>> LogScale().inverse_array(np.array([0.0, -np.inf])).tolist()
+        [1.0, 0.0]
+        """
         return y
 
     def slope(self, x: Numbers) -> Numbers:
+        """The derivative dx/dy at x.
+
+        >>> FisherZScale().slope(np.array([0.0, 0.5])).tolist()
+        [1.0, 0.75]
+        """
         return np.ones_like(x)
 
     def clip(self, end: Numbers) -> Numbers:
-        """An endpoint of an interval, clipped to the possible values of the quantity."""
+        """An endpoint of an interval, clipped to the possible values of the quantity.
+
+        >>> BoundedScale((0.0, 1.0)).clip(np.array([-0.2, 0.5])).tolist()
+        [0.0, 0.5]
+        """
         return end
 
 

@@ -128,6 +128,10 @@ class Manifest:
     def from_json(cls, data: bytes, what: str = "manifest") -> Manifest:
         """Decode the JSON of ``to_json``. Raises a ``HelmscopeError`` that names an unknown or missing key, or a value
         of the wrong type; ``what`` is the name of the source in that error.
+
+        >>> Manifest.from_json(b"{}", "manifest.json")
+        Traceback (most recent call last):
+        helmscope.types.HelmscopeError: manifest.json has no key 'helmscope', but it must have helmscope, python, ...
         """
         return cls(**record(decode(data, what), _READERS, what))
 

@@ -57,6 +57,11 @@ class RunFolder:
     def new(cls, root: str | os.PathLike[str], what: str) -> RunFolder:
         """Make a new folder ROOT/WHAT-YYYYmmdd-HHMMSS (UTC), with the suffix -2, -3, ... if that name is taken. Two
         processes never get the same folder.
+
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as root:
+        ...     RunFolder.new(root, "phase").path.name[:6]
+        'phase-'
         """
         stem = f"{file_name(what)}-{datetime.now(UTC):%Y%m%d-%H%M%S}"
         parent = as_path("root", root)
@@ -67,6 +72,11 @@ class RunFolder:
     def create(cls, path: str | os.PathLike[str]) -> RunFolder:
         """Make the folder ``path`` unless it exists. Raises ``HelmscopeError`` if it already contains files, other than
         temporary files and the lock of a killed process.
+
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as root:
+        ...     RunFolder.create(Path(root, "first")).path.is_dir()
+        True
         """
         path = as_path("path", path)
         if not make_folder(path):
@@ -78,14 +88,28 @@ class RunFolder:
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> RunFolder:
-        """Open the folder of an earlier run; raises ``HelmscopeError`` if it has no manifest."""
+        """Open the folder of an earlier run; raises ``HelmscopeError`` if it has no manifest.
+
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as root:
+        ...     RunFolder.open(root)
+        Traceback (most recent call last):
+        helmscope.types.HelmscopeError: ... is not a run folder: there is no manifest.json in it
+        """
         path = as_path("path", path)
         if not (path / MANIFEST).is_file():
             raise HelmscopeError(f"{path} is not a run folder: there is no {MANIFEST} in it")
         return cls(path)
 
     def lock(self, *, wait: bool = False) -> AbstractContextManager[None]:
-        """Context manager: lock the folder against other processes (see ``locked``)."""
+        """Context manager: lock the folder against other processes (see ``locked``).
+
+        >>> import tempfile
+        >>> from helmscope.store.lock import is_locked
+        >>> with tempfile.TemporaryDirectory() as root, RunFolder(root).lock():
+        ...     is_locked(root)
+        True
+        """
         return locked(self.path, wait=wait)
 
     def write_manifest(self, manifest: Manifest) -> None:
@@ -101,11 +125,25 @@ class RunFolder:
         write_bytes(self.path / SPEC, text.encode())
 
     def has_spec(self) -> bool:
-        """Whether there is a spec.toml."""
+        """Whether there is a spec.toml.
+
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as root:
+        ...     RunFolder(root).has_spec()
+        False
+        """
         return (self.path / SPEC).is_file()
 
     def read_spec(self) -> str:
-        """The text of spec.toml, which is for ``helmscope.jobs`` to decode."""
+        """The text of spec.toml, which is for ``helmscope.jobs`` to decode.
+
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as root:
+        ...     folder = RunFolder.create(root)
+        ...     folder.write_spec("n = 8")
+        ...     folder.read_spec()
+        'n = 8'
+        """
         try:
             return self._read(SPEC).decode()
         except UnicodeDecodeError:
@@ -116,7 +154,15 @@ class RunFolder:
         write_bytes(self.path / VERDICTS, encode_verdicts(verdicts))
 
     def read_verdicts(self) -> tuple[Verdict, ...]:
-        """Read verdicts.json; raises ``HelmscopeError`` if it is missing or invalid."""
+        """Read verdicts.json; raises ``HelmscopeError`` if it is missing or invalid.
+
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as root:
+        ...     folder = RunFolder.create(root)
+        ...     folder.write_verdicts([])
+        ...     folder.read_verdicts()
+        ()
+        """
         return decode_verdicts(self._read(VERDICTS), str(self.path / VERDICTS))
 
     def write_results(self, name: str, measurement: xr.Dataset) -> None:
@@ -140,13 +186,29 @@ class RunFolder:
         return load_netcdf(path)
 
     def results(self) -> tuple[str, ...]:
-        """The names that ``read_results`` accepts, sorted."""
+        """The names that ``read_results`` accepts, sorted.
+
+        >>> import tempfile
+        >>> import xarray as xr
+        >>> with tempfile.TemporaryDirectory() as root:
+        ...     folder = RunFolder.create(root)
+        ...     folder.write_data("states", xr.Dataset({"x": ("time", [0.0])}))
+        ...     folder.results()
+        ('states',)
+        """
         with explained(f"read {self.path}"):
             names = [name.removesuffix(".nc") for name in os.listdir(self.path) if name.endswith(".nc")]
         return tuple(sorted(name for name in names if _NAME.fullmatch(name)))
 
     def write_bytes(self, name: str, data: bytes) -> None:
-        """Write a file of any other kind, such as a figure, under its full name."""
+        """Write a file of any other kind, such as a figure, under its full name.
+
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as root:
+        ...     RunFolder.create(root).write_bytes("spec.toml", b"")
+        Traceback (most recent call last):
+        helmscope.types.HelmscopeError: name is 'spec.toml', but manifest.json, verdicts.json, ...
+        """
         reserved = (MANIFEST, VERDICTS, UNITS, SPEC)
         if file_name(name) in reserved or name.endswith(".nc"):
             raise HelmscopeError(f"name is '{name}', but {', '.join(reserved)} and *.nc are reserved")

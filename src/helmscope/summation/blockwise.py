@@ -55,7 +55,12 @@ class Blockwise:
             whole_number("block", size, at_least=1)
 
     def refusal(self, request: Request) -> str | None:
-        """Why it does not support a request; None if it does."""
+        """Why it does not support a request; None if it does.
+
+        >>> x = torch.eye(2)
+        >>> Blockwise().refusal(Request(x, x, x)) is None
+        True
+        """
         return (
             None
             if request.transform_logits is None
@@ -63,7 +68,13 @@ class Blockwise:
         )
 
     def sum(self, request: Request) -> AttentionSum:
-        """Compute the sums; the request is not checked."""
+        """Compute the sums; the request is not checked.
+
+        >>> x = torch.eye(2)
+        >>> Blockwise(block=(1, 2)).sum(Request(x, x, x)).mean
+        tensor([[0.7311, 0.2689],
+                [0.2689, 0.7311]])
+        """
         batch, n = request.query.shape[:-2], request.query.shape[-2]
         # system by system: the rounding of a batched product would depend on the size of the batch
         sums = [self._sum_one(request.system(batch, k)) for k in range(batch.numel())]

@@ -65,7 +65,12 @@ class Harmonic:
             raise HelmscopeError(f"tol is {self.tol:g}, but it must be below 1, the size of a term in units of e^beta")
 
     def refusal(self, request: Request) -> str | None:
-        """Why it does not support a request; None if it does."""
+        """Why it does not support a request; None if it does.
+
+        >>> x = torch.eye(2)
+        >>> Harmonic().refusal(Request(x, x, x, beta=1.0, causal=True))
+        'the series is for e^{beta <x, y>} with beta >= 0 over all pairs, without causal mask and bias'
+        """
         if (reason := self.refusal_without_values(request)) is not None:
             return reason
         x = request.key
@@ -74,7 +79,7 @@ class Harmonic:
         return None if deviation <= NORM_TOLERANCE[x.dtype] else "the series is for unit vectors"
 
     def refusal_without_values(self, request: Request) -> str | None:
-        """Like ``refuses``, but without reading tensor values, for which a GPU would have to synchronize."""
+        """Like ``refusal``, but without reading tensor values, for which a GPU would have to synchronize."""
         x, beta = request.key, request.beta
         if (
             beta is None
@@ -95,7 +100,12 @@ class Harmonic:
         return None
 
     def degree(self, request: Request) -> int:
-        """The degree at which the series of a request is truncated."""
+        """The degree at which the series of a request is truncated.
+
+        >>> x = torch.eye(2)
+        >>> Harmonic().degree(Request(4 * x, x, x, beta=4.0))
+        12
+        """
         tol = DEFAULT_TOL[request.key.dtype] if self.tol is None else self.tol
         assert request.beta is not None
         return _cached_degree(request.beta, dim=request.key.shape[-1], tol=tol)
@@ -104,6 +114,10 @@ class Harmonic:
         """Whether the series, O(n L) on the circle and O(n L^2) on S^2, is faster than O(n^2) pairwise sums.
 
         The thresholds were measured on a CPU core and on a GPU.
+
+        >>> x = torch.eye(2)
+        >>> Harmonic().is_faster(Request(x, x, x, beta=1.0))
+        False
         """
         terms = self.degree(request) + 2
         assert request.beta is not None
@@ -130,7 +144,13 @@ class Harmonic:
         return _is_inaccurate(others.numpy(), (extremes[1:] - 1).abs().amax(0).numpy(), total.numpy(), x.dtype)
 
     def sum(self, request: Request) -> AttentionSum:
-        """Compute the sums as ``harmonic_sum`` does; the request is not checked."""
+        """Compute the sums as ``harmonic_sum`` does; the request is not checked.
+
+        >>> x = torch.eye(2)
+        >>> Harmonic().sum(Request(x, x, x, beta=1.0)).mean
+        tensor([[0.7311, 0.2689],
+                [0.2689, 0.7311]])
+        """
         return self._sum_with_diagnostics(request)[0]
 
     def checked_sum(self, request: Request) -> tuple[AttentionSum, Bool[np.ndarray, "*batch"]]:

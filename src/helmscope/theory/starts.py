@@ -68,6 +68,9 @@ class _Sampler(ABC):
 
         Raises ``HelmscopeError`` unless ``seed`` is in 0 .. 2^32 - 1 and ``dtype`` is float64 or float32. torch's CPU
         generator reads only the low 32 bits of a seed, so larger seeds would repeat the tokens of smaller ones.
+
+        >>> Uniform(n=4, dim=3).sample(2, seed=1).shape
+        torch.Size([2, 4, 3])
         """
         return self._sample(self.draw, self.dim, batch, seed, dtype, device)
 
@@ -88,6 +91,9 @@ class _Sampler(ABC):
         A flow that commutes with rotations keeps n tokens in their span, so that m coordinates suffice to simulate it
         in any dimension. ``Uniform`` samples the coordinates directly; other distributions rotate the tokens of
         ``sample`` into their span.
+
+        >>> Uniform(n=4, dim=10**6).sample_in_span(2).shape
+        torch.Size([2, 4, 4])
         """
         return self._sample(self.draw_in_span, min(self.n, self.dim), batch, seed, dtype, device)
 

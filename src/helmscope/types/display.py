@@ -56,6 +56,11 @@ class Plottable:
         """The figure that ``hs.plot`` draws of this object; the options are those of ``hs.plot``.
 
         A notebook displays it, and its method ``save("picture.pdf")`` writes PNG, SVG or PDF.
+
+        >>> import torch
+        >>> from helmscope.types.trajectory import Trajectory
+        >>> type(Trajectory(torch.zeros(1), torch.eye(2).expand(1, 1, 2, 2)).plot()).__name__
+        'Figure'
         """
         return figure_of(self, **options)
 

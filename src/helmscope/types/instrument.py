@@ -69,17 +69,29 @@ class Needs(Flag):
 
     @property
     def attention_half(self) -> bool:
-        """Whether anything of the attention half is needed."""
+        """Whether anything of the attention half is needed.
+
+        >>> Needs.QKV.attention_half, Needs.FORCE.attention_half
+        (True, False)
+        """
         return bool(self & (Needs.ATTENTION | Needs.KERNEL | Needs.QKV | Needs.ATTENTION_WRITE))
 
     @property
     def cross_half(self) -> bool:
-        """Whether anything of cross-attention is needed."""
+        """Whether anything of cross-attention is needed.
+
+        >>> Needs.CROSS_KERNEL.cross_half
+        True
+        """
         return bool(self & (Needs.CROSS | Needs.CROSS_KERNEL | Needs.CROSS_QKV | Needs.CROSS_WRITE))
 
     @property
     def mlp_half(self) -> bool:
-        """Whether anything of the MLP half is needed."""
+        """Whether anything of the MLP half is needed.
+
+        >>> Needs.FORCE.mlp_half
+        True
+        """
         return bool(self & (Needs.MLP | Needs.FORCE | Needs.MLP_WRITE))
 
 

@@ -41,12 +41,20 @@ class Status(Enum):
 
     @property
     def ok(self) -> bool:
-        """Whether the states at all requested times are known."""
+        """Whether the states at all requested times are known.
+
+        >>> Status.AT_REST.ok
+        True
+        """
         return self in (Status.FINISHED, Status.AT_REST)
 
     @property
     def failed(self) -> bool:
-        """Whether the integration failed: states are missing, and not because of a terminal event."""
+        """Whether the integration failed: states are missing, and not because of a terminal event.
+
+        >>> Status.STOPPED.ok, Status.STOPPED.failed
+        (False, False)
+        """
         return not self.ok and self is not Status.STOPPED
 
 
@@ -65,12 +73,20 @@ class Outcome:
 
     @property
     def ok(self) -> bool:
-        """Whether the states of every system at all requested times are known."""
+        """Whether the states of every system at all requested times are known.
+
+        >>> Outcome((Status.FINISHED, Status.STOPPED), (10.0, 3.2)).ok
+        False
+        """
         return all(status.ok for status in self.statuses)
 
     @property
     def failed(self) -> bool:
-        """Whether the integration of some system failed."""
+        """Whether the integration of some system failed.
+
+        >>> Outcome((Status.FINISHED, Status.STEP_LIMIT), (10.0, 3.2)).failed
+        True
+        """
         return any(status.failed for status in self.statuses)
 
     @property

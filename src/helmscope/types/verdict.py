@@ -43,7 +43,12 @@ class Control:
 
     @property
     def as_expected(self) -> bool:
-        """Whether the ruling is the expected one, so that the trial can distinguish this case from the claim."""
+        """Whether the ruling is the expected one, so that the trial can distinguish this case from the claim.
+
+        >>> region = Region(text="at least 1", low=1.0)
+        >>> Control("no attention", Ruling.SUPPORTED, Ruling.REFUTED, None, region).as_expected
+        False
+        """
         return self.ruling is self.expected
 
 
