@@ -270,7 +270,7 @@ class ShortNorm(RMSNorm):
 
 
 class Absent(norm_confines.PostNorm):
-    def close(self, half: object, y: torch.Tensor) -> torch.Tensor:
+    def normalize_sum(self, half: object, y: torch.Tensor) -> torch.Tensor:
         return y
 
 

@@ -163,17 +163,17 @@ def test_scaled_velocity(dtype, beta, bound):
         x = retract(tokens(4, 3, seed=seed) + 2 * tokens(3, seed=9)).to(
             dtype
         )  # in a cap: e^{beta <x_i, x_j>} overflows
-        scaled = USA(beta).scaled(x)
+        scaled = USA(beta).scaled_velocity(x)
         assert scaled.direction.dtype == scaled.log_scale.dtype == dtype
         assert scaled.direction.abs().max() < 1
         assert max(relative_errors(scaled.direction, exact_velocity(USA, beta, x), scaled.log_scale)) < bound
-        with pytest.raises(HelmscopeError, match=r"beta is \d+, and the velocity overflows torch.float.*\.scaled"):
+        with pytest.raises(HelmscopeError, match=r"beta is \d+, and the velocity overflows torch.*\.scaled_velocity"):
             USA(beta)(x)
 
 
 def test_scaled_velocity_of_moderate_size_is_the_velocity():
     x, weights = tokens(2, 4, 3), normal(2, 4).abs()
-    scaled = USA(4.0).scaled(x, weights)
+    scaled = USA(4.0).scaled_velocity(x, weights)
     assert torch.allclose(scaled.log_scale.exp() * scaled.direction, USA(4.0)(x, weights=weights), rtol=1e-15, atol=0)
     half = scaled.displacement(0.5)
     assert torch.allclose(half, USA(4.0)(x, weights=weights) / 2, rtol=1e-14, atol=0)
@@ -193,11 +193,11 @@ def test_displacement_is_finite_where_the_product_is(dtype):
 
 @pytest.mark.parametrize("names", [[], ["causal"], ["minus"]], ids="+".join)
 def test_usa_raises_only_where_it_overflows(names):
-    """Orthogonal tokens move at the rate 1/n whatever beta is, and .scaled keeps them under any mask."""
+    """Orthogonal tokens move at the rate 1/n whatever beta is, and .scaled_velocity keeps them under any mask."""
     x = torch.eye(3, dtype=F64)
     field, calm = (USA(beta, **parameters(names, 3, 3)) for beta in (1000.0, 1.0))
     assert torch.allclose(field(x), calm(x), rtol=1e-15, atol=0)
-    scaled = field.scaled(x)
+    scaled = field.scaled_velocity(x)
     assert torch.allclose(scaled.displacement(1.0), calm(x), rtol=1e-15, atol=0)
 
 

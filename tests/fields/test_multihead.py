@@ -217,15 +217,15 @@ def test_scaled_heads_of_usa():
     """e^1000 overflows; the direction does not, and small heads vanish beside large ones."""
     x = retract(tokens(4, 3) + 2 * tokens(3, seed=9))
     heads = [USA(1000.0), USA(3.0, value=normal(3, 3))]
-    with pytest.raises(HelmscopeError, match=r"in heads\[0\] beta is 1000, and the velocity overflows.*\.scaled"):
+    with pytest.raises(HelmscopeError, match=r"in heads\[0\] beta is 1000, and .*\.scaled_velocity"):
         MultiHead(heads)(x)
-    scaled, alone = MultiHead(heads, scale=1.0).scaled(x), USA(1000.0).scaled(x)
+    scaled, alone = MultiHead(heads, scale=1.0).scaled_velocity(x), USA(1000.0).scaled_velocity(x)
     assert torch.allclose(scaled.direction, alone.direction, rtol=1e-12, atol=0)
     assert torch.allclose(scaled.log_scale, alone.log_scale, rtol=1e-15, atol=0)
-    calm = MultiHead(heads_of("usa", "dense", 4, 3)).scaled(x)
+    calm = MultiHead(heads_of("usa", "dense", 4, 3)).scaled_velocity(x)
     field = MultiHead(heads_of("usa", "dense", 4, 3))
     assert torch.allclose(calm.displacement(1.0), field(x), rtol=1e-13, atol=1e-14)
-    assert torch.equal(MultiHead([SA(1.0)]).scaled(x).log_scale, torch.zeros(4, 1, dtype=F64))
+    assert torch.equal(MultiHead([SA(1.0)]).scaled_velocity(x).log_scale, torch.zeros(4, 1, dtype=F64))
 
 
 def test_a_head_without_visible_keys_does_not_set_the_scale():

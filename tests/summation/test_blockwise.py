@@ -195,9 +195,9 @@ def test_sa_and_usa_at_any_beta(n, beta):
     """Neither SA nor USA, which returns its scale as a logarithm, overflows, and both agree with the dense sums."""
     x = tokens(n, 5)
     sa, usa = hs.SA(beta), hs.USA(beta, causal=True)
-    dense_sa, dense_usa = sa.velocity(x), usa.scaled(x)
+    dense_sa, dense_usa = sa.velocity(x), usa.scaled_velocity(x)
     with using_summation(Blockwise((16, 8))):
-        streaming_sa, streaming_usa = sa.velocity(x), usa.scaled(x)
+        streaming_sa, streaming_usa = sa.velocity(x), usa.scaled_velocity(x)
     assert torch.isfinite(streaming_sa).all()
     assert (streaming_sa - dense_sa).abs().max() <= 1e-12 * (1 + beta)
     direction = streaming_usa.direction * torch.exp(streaming_usa.log_scale - dense_usa.log_scale)

@@ -70,7 +70,7 @@ class Attention(Field):
 
     @property
     @abstractmethod
-    def factor(self) -> float | Tensor:
+    def logit_factor(self) -> float | Tensor:
         """The factor of x_i^T B x_j in the logits."""
 
     @property
@@ -89,11 +89,7 @@ class Attention(Field):
 
     @cached_property
     def logit_scale(self) -> float | None:
-        """c if B = c I exactly (1 if ``query_key`` is None), else None.
-
-        >>> SA(beta=4.0, query_key=0.5 * torch.eye(2)).logit_scale
-        0.5
-        """
+        """c if B = c I exactly (1 if ``query_key`` is None), else None."""
         return _identity_multiple(self.query_key)
 
     @property
@@ -137,7 +133,7 @@ class Attention(Field):
         query, key = self._query_and_key(x)
         low_rank = isinstance(self.value, LowRank)
         return Request(
-            over_tokens(self.factor, x) * query,
+            over_tokens(self.logit_factor, x) * query,
             key,
             matrix_product(x, self.value.right.to(x)) if isinstance(self.value, LowRank) else x,
             weights=weights,
@@ -161,7 +157,7 @@ class Attention(Field):
         >>> SA(beta=4.0, query_key=0.5 * torch.eye(2)).unit_beta
         2.0
         """
-        factor, scale = self.factor, self.logit_scale
+        factor, scale = self.logit_factor, self.logit_scale
         if scale is None or self.positions is not None or isinstance(factor, torch.Tensor):
             return None
         return factor * scale
@@ -241,7 +237,7 @@ class SA(Softmax):
         super().__post_init__()
 
     @property
-    def factor(self) -> float | Tensor:
+    def logit_factor(self) -> float | Tensor:
         """beta."""
         return self.beta
 
@@ -255,8 +251,8 @@ class USA(Attention):
     above).
 
     The Wasserstein gradient flow of the interaction energy for V = B = I. Parameters as in ``SA``. Velocities grow like
-    e^beta; where that overflows, calling the field raises ``HelmscopeError``, while ``scaled`` returns the velocity
-    with a log scale.
+    e^beta; where that overflows, calling the field raises ``HelmscopeError``, while ``scaled_velocity`` returns the
+    velocity with a log scale.
 
     >>> x = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
     >>> USA(beta=1.0)(x)
@@ -275,15 +271,17 @@ class USA(Attention):
         super().__post_init__()
 
     @property
-    def factor(self) -> float | Tensor:
+    def logit_factor(self) -> float | Tensor:
         """beta."""
         return self.beta
 
-    def scaled(self, x: Float[Tensor, "*batch n d"], weights: Tensor | None = None, *, t: Time = 0.0) -> ScaledVelocity:
+    def scaled_velocity(
+        self, x: Float[Tensor, "*batch n d"], weights: Tensor | None = None, *, t: Time = 0.0
+    ) -> ScaledVelocity:
         """The velocity as e^{log_scale} times a direction of moderate size, for any beta.
 
         >>> x = torch.tensor([[1.0, 0.0], [0.6, 0.8]])
-        >>> USA(beta=1000.0).scaled(x).log_scale
+        >>> USA(beta=1000.0).scaled_velocity(x).log_scale
         tensor([[600.],
                 [600.]])
         """
@@ -292,7 +290,7 @@ class USA(Attention):
         return ScaledVelocity(total, finite_log_scale(sums.total, sums.shift))
 
     @property
-    def overflows(self) -> bool:
+    def may_overflow(self) -> bool:
         """True: e^beta may overflow."""
         return True
 
@@ -300,7 +298,7 @@ class USA(Attention):
         self, x: Float[Tensor, "*batch n d"], weights: Tensor | None = None, *, t: Time = 0.0
     ) -> Float[Tensor, "*batch n d"]:
         """The tangent velocity, unchecked: infinite or NaN where it overflows."""
-        scaled = self.scaled(x, weights=weights)
+        scaled = self.scaled_velocity(x, weights=weights)
         return torch.exp(scaled.log_scale) * scaled.direction
 
     def ambient(
@@ -317,7 +315,7 @@ class USA(Attention):
         return sum_kernel(self._logits(x, weights), weights)
 
     def overflow_message(self, x: Tensor, weights: Tensor | None) -> str:
-        return f"beta is {shown(self.beta)}, and the velocity overflows {x.dtype}: call .scaled(x) for a log scale"
+        return f"beta is {shown(self.beta)}, and the velocity overflows {x.dtype}: call .scaled_velocity(x)"
 
 
 def softmax_kernel(pairs: Float[Tensor, "*batch n m"], weights: Tensor | None) -> Float[Tensor, "*batch n m"]:

@@ -2,13 +2,13 @@
 
 A block has two halves, each of which writes to the state: attention mixes the tokens, the MLP acts on each of them.
 
-    sequential   y <- close_A(y + h a(y)),  then  y <- close_M(y + h m(y))
-    parallel     y <- close_A(y + h (a(y) + m(y)))
+    sequential   y <- N_A(y + h a(y)),  then  y <- N_M(y + h m(y))
+    parallel     y <- N_A(y + h (a(y) + m(y)))
 
-with a(y) = write_A(attention(read_A y)), m(y) = write_M(mlp(read_M y)); ``read``, ``write`` and ``close`` depend on the
-placement of the norms (``fields/placement.py``). As a flow, h -> 0, both are y' = a(y) + m(y); they differ by the
-commutator, of order h per layer [Helmholtz Transformer, no. 8]. The form that the [Mean-field notes] print, with the
-MLP inside the projection of attention, is ``MultiHeadAsPrinted``.
+with a(y) = write_A(attention(read_A y)), m(y) = write_M(mlp(read_M y)); ``read``, ``write`` and N, ``normalize_sum``,
+depend on the placement of the norms (``fields/placement.py``). As a flow, h -> 0, both are y' = a(y) + m(y); they
+differ by the commutator, of order h per layer [Helmholtz Transformer, no. 8]. The form that the [Mean-field notes]
+print, with the MLP inside the projection of attention, is ``MultiHeadAsPrinted``.
 """
 
 from __future__ import annotations
@@ -147,9 +147,9 @@ class Block(Field):
     ) -> Float[Tensor, "*batch n d"]:
         """The state after one discrete block, with writes scaled by h."""
         if self.parallel:
-            return self.placement.close(Half.ATTENTION, x + h * self.ambient(x, t=t, weights=weights))
+            return self.placement.normalize_sum(Half.ATTENTION, x + h * self.ambient(x, t=t, weights=weights))
         for half in (Half.ATTENTION, Half.MLP):
-            x = self.placement.close(half, x + h * self.write(half, x, t=t, weights=weights))
+            x = self.placement.normalize_sum(half, x + h * self.write(half, x, t=t, weights=weights))
         return x
 
     def kernel(

@@ -109,8 +109,8 @@ class Field(ABC):
         return True
 
     @property
-    def overflows(self) -> bool:
-        """Whether the velocity may overflow its dtype; displacements are then computed from ``scaled``."""
+    def may_overflow(self) -> bool:
+        """Whether the velocity may overflow its dtype; displacements are then computed from ``scaled_velocity``."""
         return False
 
     @property
@@ -160,7 +160,9 @@ class Field(ABC):
         """The velocity before projection, which is what a layer adds to the residual stream; unchecked."""
         return self.velocity(x, t=t, weights=weights)
 
-    def scaled(self, x: Float[Tensor, "*batch n d"], weights: Tensor | None = None, *, t: Time = 0.0) -> ScaledVelocity:
+    def scaled_velocity(
+        self, x: Float[Tensor, "*batch n d"], weights: Tensor | None = None, *, t: Time = 0.0
+    ) -> ScaledVelocity:
         """The velocity as e^{log_scale} times a direction, for fields whose velocity may overflow; unchecked."""
         velocity = self.velocity(x, t=t, weights=weights)
         return ScaledVelocity(velocity, torch.zeros_like(velocity[..., :1]))
@@ -175,8 +177,8 @@ class Field(ABC):
         tensor([[0.0000, 0.0500],
                 [0.0500, 0.0000]])
         """
-        if self.overflows:
-            return self.scaled(x, t=t, weights=weights).displacement(h)
+        if self.may_overflow:
+            return self.scaled_velocity(x, t=t, weights=weights).displacement(h)
         return h.to(x.dtype) * self.velocity(x, t=t, weights=weights)
 
     def layer(

@@ -54,7 +54,7 @@ class Hardmax(Softmax):
         return False
 
     @property
-    def factor(self) -> float:
+    def logit_factor(self) -> float:
         """1: there is no temperature."""
         return 1.0
 

@@ -134,12 +134,14 @@ class MultiHead(Field):
             head.check_size(x)
         super().check_size(x)
 
-    def scaled(self, x: Float[Tensor, "*batch n d"], weights: Tensor | None = None, *, t: Time = 0.0) -> ScaledVelocity:
+    def scaled_velocity(
+        self, x: Float[Tensor, "*batch n d"], weights: Tensor | None = None, *, t: Time = 0.0
+    ) -> ScaledVelocity:
         """The velocity as e^{log_scale} times a direction of moderate size; log_scale is 0 if weights are normalized.
 
         >>> from helmscope.fields.attention import USA
-        >>> MultiHead([USA(beta=1000.0), USA(beta=10.0)]).scaled(torch.tensor([[1.0, 0.0], [0.6, 0.8]])).log_scale
-        tensor([[600.],
+        >>> MultiHead([USA(beta=1000.0), USA(beta=10.0)]).scaled_velocity(torch.tensor([[1.0, 0.0], [0.6,
+        0.8]])).log_scale tensor([[600.],
                 [600.]])
         """
         sums, shift = self._head_sums(x, weights, tangent=True)
@@ -147,7 +149,7 @@ class MultiHead(Field):
         return ScaledVelocity(project(x, total), finite_log_scale(total, shift))
 
     @property
-    def overflows(self) -> bool:
+    def may_overflow(self) -> bool:
         """Whether e^beta may overflow, which it cannot if weights are normalized."""
         return not self.normalized
 
@@ -155,7 +157,7 @@ class MultiHead(Field):
         self, x: Float[Tensor, "*batch n d"], weights: Tensor | None = None, *, t: Time = 0.0
     ) -> Float[Tensor, "*batch n d"]:
         """The tangent velocity, unchecked: for inner loops and autograd transforms."""
-        scaled = self.scaled(x, weights=weights)
+        scaled = self.scaled_velocity(x, weights=weights)
         return scaled.direction if self.normalized else torch.exp(scaled.log_scale) * scaled.direction
 
     def ambient(
@@ -216,7 +218,7 @@ class MultiHead(Field):
         query, key = self._apply_factors(placed, left), self._apply_factors(placed, right)
         if positions is not None:
             query, key = positions.transform_queries(query), positions.transform_queries(key)
-        factor = self._per_head([head.factor for head in self.heads], x)
+        factor = self._per_head([head.logit_factor for head in self.heads], x)
         _, inner = _stack_factors([head.value for head in self.heads], x)
         first = self.heads[0]
         return Request(

@@ -1,15 +1,15 @@
-"""The placement of the norms in a block. Each half (attention, MLP) has three functions, read, write and close:
+"""The placement of the norms in a block. Each half (attention, MLP) has three functions:
 
-    placement   read        write             close     state
-    post        y           f                 N         unit vectors (a map without flow where N has gain or bias)
-    pre         N y         f                 y         residual stream y in R^d: its radius is a state
-    sandwich    N_in y      N_out f           y         residual stream (peri-norm)
-    nGPT        y           rate (N f - y)    y / |y|   unit vectors
-    none        y           f                 y         points of R^d
+    placement   read        write             normalize_sum   state
+    post        y           f                 N               unit vectors (no flow where N has gain or bias)
+    pre         N y         f                 y               residual stream y in R^d: its radius is a state
+    sandwich    N_in y      N_out f           y               residual stream (peri-norm)
+    nGPT        y           rate (N f - y)    y / |y|         unit vectors
+    none        y           f                 y               points of R^d
 
-so that a half maps y to close(y + h write(f(read y), y)). Sources: post-norm as in [Geshkovski et al. 2023]; for
-pre-norm the direction x = y/|y| satisfies x' = P f / |y| and the radius |y|' = <x, f> [Helmholtz Transformer, no. 1];
-sandwich and peri-norm arXiv:2105.13290, arXiv:2502.02732; nGPT arXiv:2410.01131.
+so that a half maps y to normalize_sum(y + h write(f(read y), y)). Sources: post-norm as in [Geshkovski et al. 2023];
+for pre-norm the direction x = y/|y| satisfies x' = P f / |y| and the radius |y|' = <x, f> [Helmholtz Transformer, no.
+1]; sandwich and peri-norm arXiv:2105.13290, arXiv:2502.02732; nGPT arXiv:2410.01131.
 """
 
 from __future__ import annotations
@@ -84,10 +84,10 @@ class Placement(ABC):
         """
         return out
 
-    def close(self, half: Half, y: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n d"]:
+    def normalize_sum(self, half: Half, y: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n d"]:
         """The new state, given the sum of the state and the increment.
 
-        >>> PostNorm().close(Half.MLP, torch.tensor([[3.0, 4.0]]))
+        >>> PostNorm().normalize_sum(Half.MLP, torch.tensor([[3.0, 4.0]]))
         tensor([[0.6000, 0.8000]])
         """
         return y
@@ -119,7 +119,7 @@ class PostNorm(Placement):
         """Whether one of the norms is not y/|y|."""
         return not all(isinstance(self.norm(half), UnitNorm) for half in (Half.ATTENTION, Half.MLP))
 
-    def close(self, half: Half, y: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n d"]:
+    def normalize_sum(self, half: Half, y: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n d"]:
         """The normalized sum."""
         return self.norm(half)(y)
 
@@ -234,7 +234,7 @@ class NGPT(Placement):
         rate = self.attention_rate if half is Half.ATTENTION else self.mlp_rate
         return (rate.to(y) if isinstance(rate, torch.Tensor) else rate) * (retract(out) - y)
 
-    def close(self, half: Half, y: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n d"]:
+    def normalize_sum(self, half: Half, y: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n d"]:
         """The sum, normalized to the sphere."""
         return retract(y)
 

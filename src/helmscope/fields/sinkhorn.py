@@ -75,7 +75,7 @@ class SinkhornAttention(Softmax):
             )
 
     @property
-    def factor(self) -> float | Tensor:
+    def logit_factor(self) -> float | Tensor:
         """beta."""
         return self.beta
 

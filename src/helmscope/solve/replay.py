@@ -207,7 +207,7 @@ class _LayerView:
         field, state = self.simulation.field, self.state
         if not isinstance(field, Block) or field.parallel or not isinstance(self.simulation.problem.stepper, Layer):
             return state
-        return field.placement.close(Half.ATTENTION, state + self._write(Half.ATTENTION, state))
+        return field.placement.normalize_sum(Half.ATTENTION, state + self._write(Half.ATTENTION, state))
 
     def _write(self, half: Half, state: Tensor) -> Tensor:
         """What a half adds to the state: a velocity, or under ``Layer(h)`` h times the velocity."""

@@ -54,8 +54,8 @@ class RunFolder:
         object.__setattr__(self, "path", as_path("path", path))
 
     @classmethod
-    def new(cls, root: str | os.PathLike[str], what: str) -> RunFolder:
-        """Make a new folder ROOT/WHAT-YYYYmmdd-HHMMSS (UTC), with the suffix -2, -3, ... if that name is taken. Two
+    def new(cls, root: str | os.PathLike[str], name: str) -> RunFolder:
+        """Make a new folder ROOT/NAME-YYYYmmdd-HHMMSS (UTC), with the suffix -2, -3, ... if that name is taken. Two
         processes never get the same folder.
 
         >>> import tempfile
@@ -63,10 +63,10 @@ class RunFolder:
         ...     RunFolder.new(root, "phase").path.name[:6]
         'phase-'
         """
-        stem = f"{file_name(what)}-{datetime.now(UTC):%Y%m%d-%H%M%S}"
+        stem = f"{file_name(name)}-{datetime.now(UTC):%Y%m%d-%H%M%S}"
         parent = as_path("root", root)
-        names = (stem if i == 1 else f"{stem}-{i}" for i in count(1))
-        return cls(next(path for path in (parent / name for name in names) if make_folder(path)))
+        stems = (stem if i == 1 else f"{stem}-{i}" for i in count(1))
+        return cls(next(path for path in (parent / stem for stem in stems) if make_folder(path)))
 
     @classmethod
     def create(cls, path: str | os.PathLike[str]) -> RunFolder:
@@ -121,7 +121,7 @@ class RunFolder:
         return Manifest.from_json(self._read(MANIFEST), str(self.path / MANIFEST))
 
     def write_spec(self, text: str) -> None:
-        """Writes spec.toml, what the run was asked for."""
+        """Write spec.toml, the spec of the job that the run executes."""
         write_bytes(self.path / SPEC, text.encode())
 
     def has_spec(self) -> bool:
