@@ -44,9 +44,9 @@ def test_an_interval_takes_numbers_of_numpy_and_infinite_ends():
 
 
 def test_the_ends_of_a_region():
-    assert hs.types.Region(text="", low=0.9, high=1.1).bounds == (0.9, 1.1)
-    assert hs.types.Region(text="", high=1e-12).bounds == (-INF, 1e-12)
-    assert hs.types.Region(text="").bounds == (-INF, INF)
+    assert hs.types.Region(text="", low=0.9, high=1.1).ends == (0.9, 1.1)
+    assert hs.types.Region(text="", high=1e-12).ends == (-INF, 1e-12)
+    assert hs.types.Region(text="").ends == (-INF, INF)
     assert [hs.types.Region(text="", **bound).bounded for bound in ({}, {"low": 0.0}, {"high": 0.0})] == [
         False,
         True,

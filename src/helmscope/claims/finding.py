@@ -320,7 +320,7 @@ def _assess_layers(layers: Layers, region: Region, evidence: EveryLayer | SomeLa
     rulings = [rule(interval, region) for interval in layers.intervals]
     decisive = [k for k in range(count) if rulings[k] is layers.ruling]
     candidates = [k for k in layers.named if k in decisive] or decisive or list(range(count))
-    points = np.array([*region.bounds, *(interval.estimate for interval in layers.intervals)])
+    points = np.array([*region.ends, *(interval.estimate for interval in layers.intervals)])
     low, high, *estimates = evidence.scale.forward(points).tolist()
     depth_inside = {k: min(estimates[k] - low, high - estimates[k]) for k in candidates}
     reported = (min if worst else max)(candidates, key=lambda k: depth_inside[k])

@@ -185,7 +185,7 @@ def _rows(verdict: Verdict) -> list[_Row]:
     named = [("null", GRAY, verdict.null), ("as printed", COLORS[1], verdict.printed)]
     named += [("also", COLORS[4], control) for control in verdict.also]
     for name, color, control in named:
-        if control is not None and control.region.bounds == verdict.region.bounds:
+        if control is not None and control.region.ends == verdict.region.ends:
             rows.append(_Row(f"{name}: {control.what}", color, control.interval))
     return rows
 
@@ -201,10 +201,8 @@ def _draw_statistic(panel: Axes, verdict: Verdict, rows: Sequence[_Row]) -> None
         panel.set_xticks(places, [tick(place) for place in places])
         panel.minorticks_off()
     if region.bounded:
-        panel.axvspan(
-            *(_place_or_edge(axis, end, edges) for end in region.bounds), color=GREEN, alpha=0.15, linewidth=0
-        )
-    for end in filter(math.isfinite, region.bounds):
+        panel.axvspan(*(_place_or_edge(axis, end, edges) for end in region.ends), color=GREEN, alpha=0.15, linewidth=0)
+    for end in filter(math.isfinite, region.ends):
         panel.axvline(axis.place(end), color=GREEN, linewidth=0.8, label="_region")
     for index, row in enumerate(rows):
         _draw_row(panel, axis, row, float(-index), edges)
@@ -252,7 +250,7 @@ def choose_axis(region: Region, intervals: Sequence[Interval]) -> Axis:
     >>> choose_axis(Region(text="at most 1e-12", high=1e-12), [])
     LogAxis(floor=1e-13, clips=False)
     """
-    low, high = region.bounds
+    low, high = region.ends
     bounds = [bound for bound in (low, high) if math.isfinite(bound)]
     if not bounds:
         return LinearAxis()
@@ -288,7 +286,7 @@ def _power_below(number: float, *, less: int = 0) -> float:
 def _limits(panel: Axes, axis: Axis, region: Region, intervals: Sequence[Interval]) -> tuple[float, float]:
     """Limits that include all finite numbers and bounds, with equal margins on the scale of the axis."""
     numbers = [
-        *region.bounds,
+        *region.ends,
         *(end for interval in intervals for end in (interval.estimate, interval.low, interval.high)),
     ]
     places = [axis.place(number) for number in numbers if math.isfinite(number)] or [0.0, 1.0]

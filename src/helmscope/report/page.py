@@ -198,7 +198,7 @@ def _alt_text(verdict: Verdict, data: xr.Dataset) -> str:
     intervals = [
         f"{role}{f' ({judged.what})' if isinstance(judged, Control) else ''} {interval_text(judged.interval)}"
         for role, judged in _roles(verdict)
-        if judged.region.bounds == verdict.region.bounds
+        if judged.region.ends == verdict.region.ends
     ]
     panels = []
     for name in variables(data)[:MOST_PANELS]:

@@ -102,7 +102,7 @@ def rule_some(samples: Sequence[ArrayLike], region: Region, *, scale: Scale = PL
 def _bounds(region: Region) -> tuple[float, float]:
     if not region.bounded:
         raise HelmscopeError(f"region is '{region.text}' without bounds, but a ruling needs low, high or both")
-    return region.bounds
+    return region.ends
 
 
 def _over_layers(samples: Sequence[ArrayLike], region: Region, scale: Scale, one: Ruling, every: Ruling) -> Layers:

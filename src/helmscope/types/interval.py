@@ -65,10 +65,10 @@ class Region:
         return self.low is not None or self.high is not None
 
     @property
-    def bounds(self) -> tuple[float, float]:
+    def ends(self) -> tuple[float, float]:
         """Both bounds as numbers; a missing one is infinite.
 
-        >>> Region(text="at least half", low=0.5).bounds
+        >>> Region(text="at least half", low=0.5).ends
         (0.5, inf)
         """
         return -math.inf if self.low is None else self.low, math.inf if self.high is None else self.high
