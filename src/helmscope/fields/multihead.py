@@ -140,8 +140,9 @@ class MultiHead(Field):
         """The velocity as e^{log_scale} times a direction of moderate size; log_scale is 0 if weights are normalized.
 
         >>> from helmscope.fields.attention import USA
-        >>> MultiHead([USA(beta=1000.0), USA(beta=10.0)]).scaled_velocity(torch.tensor([[1.0, 0.0], [0.6,
-        0.8]])).log_scale tensor([[600.],
+        >>> x = torch.tensor([[1.0, 0.0], [0.6, 0.8]])
+        >>> MultiHead([USA(beta=1000.0), USA(beta=10.0)]).scaled_velocity(x).log_scale
+        tensor([[600.],
                 [600.]])
         """
         sums, shift = self._head_sums(x, weights, tangent=True)
