@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import html
+
 import pytest
 import torch
 import transformers as tf
@@ -511,11 +513,13 @@ def test_a_head_that_transformers_does_not_name(monkeypatch):
 
 
 def test_what_is_shown_of_a_recording_is_one_line(tmp_path):
-    tiny_model("gpt2").save_pretrained(tmp_path)
-    loaded = hs.load(tmp_path)
+    tiny_model("gpt2").save_pretrained(tmp_path / "small")
+    loaded = hs.load(tmp_path / "small")
     recording = record(loaded, inputs_of("gpt2"))
     shown = repr(recording.under(hs.intervene.Ablate([1])).resume(depth=2, states=recording.trajectory.states[2]))
-    assert shown.startswith("<Recording of gpt2: sequential pre-norm; 3 layers, width 32; 3 texts x 13 tokens (")
+    assert shown.startswith(
+        "<Recording of small (gpt2): sequential pre-norm; 3 layers, width 32; 3 texts x 13 tokens ("
+    )
     assert "certificate ok; from depth 2; under Ablate(layers=[1]), PutState(depth=2, states=" in shown
     failed = recording.under(hs.intervene.Reweigh(function=lambda weights: torch.nan * weights))
     assert "certificate fails: finite, residual; under Reweigh" in repr(failed)
@@ -523,6 +527,32 @@ def test_what_is_shown_of_a_recording_is_one_line(tmp_path):
         assert "\n" not in repr(thing)
         assert "tensor(" not in repr(thing)
     assert repr(recording.batch) == "<Batch: input_ids (3, 13)>"
+
+
+@pytest.mark.parametrize(
+    ("source", "title"),
+    [
+        (lambda folder: "A", "A (gpt2)"),
+        (lambda folder: hs.models.untrained_twin("A", seed=0), "A's untrained twin 0 (gpt2)"),
+        (lambda folder: folder / "small", "small (gpt2)"),
+        (lambda folder: hs.models.untrained_twin(folder / "small", seed=3), "small's untrained twin 3 (gpt2)"),
+        (lambda folder: tiny_model("gpt2"), "GPT2LMHeadModel (gpt2)"),
+    ],
+    ids=["box", "twin", "folder", "twin of a folder", "memory"],
+)
+def test_a_recording_is_titled_by_its_model(tmp_path, source, title):
+    tiny_model("gpt2").save_pretrained(tmp_path / "small")
+    recording = record(source(tmp_path), torch.tensor([[1, 2, 3, 4]]))
+    assert repr(recording).startswith(f"<Recording of {title}: sequential pre-norm; ")
+    assert f">Recording of {html.escape(title)}</div>" in recording._repr_html_()
+    assert recording.plot().get_suptitle().startswith(f"{title}: sequential pre-norm")
+
+
+def test_a_model_of_the_hub_is_titled_by_its_id(tmp_path, monkeypatch):
+    tiny_model("gpt2").save_pretrained(tmp_path / "0123abc")
+    monkeypatch.setattr("helmscope.models.load._from_hub", lambda name, revision, offline: tmp_path / "0123abc")
+    origin = hs.load("someone/small").origin
+    assert (origin.title, origin.folder, origin.revision) == ("someone/small (gpt2)", None, "0123abc")
 
 
 def test_the_lens_goes_by_blocks_of_texts_and_tokens(monkeypatch):

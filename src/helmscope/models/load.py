@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from helmscope.models.blueprint import check_blueprint, check_config, check_dtypes, is_quantized
-from helmscope.models.boxed import MODELS, local_folder
+from helmscope.models.boxed import MODELS, is_boxed, local_folder
 from helmscope.models.checkpoint import check_folder
 from helmscope.models.library import quiet, transformers_library
 from helmscope.models.norm_reading import epsilon_of
@@ -35,11 +35,14 @@ WANTED = ("*.safetensors", "*.json", "*.txt", "*.model")  # files downloaded fro
 class Origin:
     """The origin of a model: its name, revision (a commit on the Hub), SHA-256 of each weight file, dtype and device.
 
-    ``attention`` is the implementation used outside of recordings. ``note`` names what is missing in the files of the
-    model that config.json describes; None if nothing is.
+    ``name`` is that of a model in the box or on the Hub, the name of the ``folder`` from which it was loaded, or the
+    class of a model in memory; an untrained twin is named after the trained model and its seed. ``attention`` is the
+    implementation used outside of recordings. ``note`` names what is missing in the files of the model that config.json
+    describes; None if nothing is.
 
-    >>> Origin("gpt2", "gpt2", None, {}, "sdpa", "float32", "cpu", "5.22.2").attention
-    'sdpa'
+    >>> origin = Origin("my-model", "gpt2", None, {}, "sdpa", "float32", "cpu", "5.22.2")
+    >>> origin.title
+    'my-model (gpt2)'
     """
 
     name: str
@@ -51,6 +54,12 @@ class Origin:
     device: str
     transformers: str
     note: str | None = None
+    folder: str | None = None
+
+    @property
+    def title(self) -> str:
+        """The name and the family of the model, as reprs and figures state them."""
+        return f"{self.name} ({self.family})"
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -146,7 +155,10 @@ def load(
         _set_loops(model, loops)
     commit = folder.name if local is None else None
     tokenizer, why = (tokenizer, None) if tokenizer is not None else read_tokenizer(folder)
-    origin = replace(origin_of(model, str(source), commit, files.hashes), note=note)
+    named_folder = None if local is None or is_boxed(source) else local.resolve()
+    name = str(source) if named_folder is None else named_folder.name
+    origin = origin_of(model, name, commit, files.hashes)
+    origin = replace(origin, note=note, folder=None if named_folder is None else str(source))
     return Loaded(model.eval(), tokenizer, origin, why)
 
 

@@ -19,7 +19,7 @@ SPACE_MARKS = "\u0120\u2581"  # how byte-level BPE and SentencePiece mark a spac
 
 
 def recording_repr(recording: Recording) -> str:
-    """The repr of a recording: family, architecture, texts and certificate, and where they apply the first depth and
+    """The repr of a recording: model, architecture, texts and certificate, and where they apply the first depth and
     the edits.
     """
     parts = [str(recording.anatomy), _texts_summary(recording), f"certificate {recording.certificate.short}"]
@@ -29,7 +29,7 @@ def recording_repr(recording: Recording) -> str:
         parts.append(f"under {', '.join(_edit_reprs(recording))}")
     if encoder_edits := _edit_reprs(recording.encoder):
         parts.append(f"with its encoder under {', '.join(encoder_edits)}")
-    return one_line_repr(f"Recording of {recording.origin.family}: {'; '.join(parts)}")
+    return one_line_repr(f"Recording of {recording.origin.title}: {'; '.join(parts)}")
 
 
 def recording_html(recording: Recording) -> str:
@@ -37,7 +37,7 @@ def recording_html(recording: Recording) -> str:
     origin, first, depths = recording.origin, recording.first, len(recording.residual.radius)
     tokens = recording.batch.tokens
     rows = [
-        ("model", f"{origin.name} ({origin.family}), {origin.dtype} on {origin.device}"),
+        ("model", f"{origin.folder or origin.name}, {origin.dtype} on {origin.device}"),
         ("architecture", str(recording.anatomy)),
         ("texts", _texts_summary(recording)),
         ("depths", f"{counted(depths, 'depth')}, {first} to {first + depths - 1}, in half-layers"),
@@ -45,14 +45,14 @@ def recording_html(recording: Recording) -> str:
         *(("edit of the encoder", edit) for edit in _edit_reprs(recording.encoder)),
         *([] if tokens is None else [("first text", _first_text(recording.batch, tokens[0]))]),
     ]
-    return joined(table(f"Recording of {origin.family}", rows), recording.certificate._repr_html_())
+    return joined(table(f"Recording of {origin.title}", rows), recording.certificate._repr_html_())
 
 
 def recording_manifest(recording: Recording, *, seed: int) -> Manifest:
     """The manifest of a recording; see ``Recording.manifest``."""
     origin = recording.origin
     parameters = {
-        "model": origin.name,
+        "model": origin.folder or origin.name,
         "family": origin.family,
         "revision": origin.revision,
         "attention": origin.attention,
