@@ -21,8 +21,8 @@ from helmscope.models.recording_summary import recording_html, recording_manifes
 from helmscope.models.replay import refusal, replay
 from helmscope.models.sphere import on_sphere
 from helmscope.models.topology import Kind
-from helmscope.models.watch import Site
-from helmscope.types import Half, HelmscopeError, Plottable, Trajectory, counted
+from helmscope.models.watch import AbstractEdit, Site
+from helmscope.types import Half, HelmscopeError, Plottable, Trajectory, counted, type_with_article
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from helmscope.models.recorder import ResidualStream
     from helmscope.models.runner import Runner
     from helmscope.models.texts import Batch
-    from helmscope.models.watch import AbstractEdit
     from helmscope.store.manifest import Manifest
     from helmscope.types import Instrument, Progress
 
@@ -278,13 +277,13 @@ class Recording(Plottable):
     def under(
         self,
         *edits: AbstractEdit,
-        encoder: Sequence[AbstractEdit] | Recording = (),
+        encoder: AbstractEdit | Sequence[AbstractEdit] | Recording = (),
         keep: Keep = Keep.NOTHING,
         progress: Progress | None = None,
     ) -> Recording:
         """Record the same texts under further edits of the forward; ``keep`` and ``progress`` as for ``record``.
 
-        For an encoder-decoder model, ``encoder`` is a sequence of further edits of its encoder, or a recording returned
+        For an encoder-decoder model, ``encoder`` is a further edit of its encoder, a list of them, or a recording made
         by ``recording.encoder.under`` or ``recording.encoder.resume``, whose last states the decoder then reads.
 
         Only the lines of the certificate that the run itself can check are renewed; its line ``edits`` names them.
@@ -301,7 +300,7 @@ class Recording(Plottable):
         runner = runner if edited_encoder is None else replace(runner, encoder=edited_encoder.runner)
         return replace(self._run_again(runner, first=self.first, keep=keep, progress=progress), encoder=edited_encoder)
 
-    def _encoder_under(self, change: Sequence[AbstractEdit] | Recording) -> Recording | None:
+    def _encoder_under(self, change: AbstractEdit | Sequence[AbstractEdit] | Recording) -> Recording | None:
         """The recording of the encoder under further edits, or the one that replaces it, checked."""
         if isinstance(change, Recording):
             if self.encoder is None or change.batch is not self.encoder.batch:
@@ -310,12 +309,17 @@ class Recording(Plottable):
                     "recording.encoder by under or resume"
                 )
             return change
-        if change and self.encoder is None:
+        edits = (change,) if isinstance(change, AbstractEdit) else change
+        if isinstance(edits, str) or not isinstance(edits, Sequence):
             raise HelmscopeError(
-                f"encoder holds {counted(len(change), 'edit')}, but {type(self.anatomy.model).__name__} has no encoder "
+                f"encoder is {type_with_article(edits)}, but it must be an edit, a list of edits or a Recording"
+            )
+        if edits and self.encoder is None:
+            raise HelmscopeError(
+                f"encoder holds {counted(len(edits), 'edit')}, but {type(self.anatomy.model).__name__} has no encoder "
                 "beside its decoder"
             )
-        return self.encoder if not change or self.encoder is None else self.encoder.under(*change)
+        return self.encoder if not edits or self.encoder is None else self.encoder.under(*edits)
 
     def _run_again(
         self, runner: Runner, *, first: int, keep: Keep = Keep.NOTHING, progress: Progress | None = None

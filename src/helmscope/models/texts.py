@@ -28,7 +28,8 @@ class Batch:
     everywhere. ``given`` holds the inputs as passed, if padding was moved from the left to the right.
 
     For an encoder-decoder model the tokens are those of the decoder, ``source`` is the batch of the encoder, and the
-    inputs are those of both.
+    inputs are those of both. ``targets`` holds the tokens that the decoder predicts, one for each that it reads; it is
+    None if ``decoder_input_ids`` were passed, from which the last target is not known.
     """
 
     inputs: Mapping[str, Tensor]
@@ -37,6 +38,7 @@ class Batch:
     visible: Bool[Tensor, "batch n"] | None = None
     given: Mapping[str, Tensor] | None = None
     source: Batch | None = None
+    targets: Batch | None = None
 
     def __repr__(self) -> str:
         return f"<Batch: {', '.join(f'{name} {tuple(value.shape)}' for name, value in self.inputs.items())}>"
@@ -53,6 +55,7 @@ class Batch:
             None if self.visible is None else self.visible[rows],
             None if self.given is None else {name: value[rows] for name, value in self.given.items()},
             None if self.source is None else self.source.rows(rows),
+            None if self.targets is None else self.targets.rows(rows),
         )
 
     @property
