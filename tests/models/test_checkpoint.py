@@ -121,7 +121,7 @@ def test_a_model_in_memory():
     assert load(model).model is model
     with pytest.raises(HelmscopeError, match="model is a Linear, but it must be a transformers PreTrainedModel"):
         load(torch.nn.Linear(1, 1))
-    with pytest.raises(HelmscopeError, match="model is a int"):
+    with pytest.raises(HelmscopeError, match="model is an int"):
         load(3)
 
 

@@ -351,6 +351,10 @@ def test_what_is_not_there_is_refused():
         plain.under(Edit(Site.CROSS, None, torch.clone))
     with pytest.raises(HelmscopeError, match="encoder holds 1 edit, but GPT2LMHeadModel has no encoder"):
         plain.under(encoder=[Ablate()])
+    with pytest.raises(HelmscopeError, match="encoder holds 1 edit, but GPT2LMHeadModel has no encoder"):
+        plain.under(encoder=Ablate())
+    with pytest.raises(HelmscopeError, match="encoder is an int, but it must be an edit, a list of edits or a Rec"):
+        plain.under(encoder=3)
     recording = record(tiny_model("bart"), pair_inputs())
     with pytest.raises(HelmscopeError, match="encoder is a Recording of another model or of other texts"):
         recording.under(encoder=record(tiny_model("bart"), pair_inputs()).encoder)

@@ -322,6 +322,12 @@ def test_bad_texts():
         record(model, nothing)
     with pytest.raises(HelmscopeError, match=r"texts\[0\] has no token that counts"):
         record(model, ["[CLS]"], tokenizer=words)
+    with pytest.raises(
+        HelmscopeError, match=r"unknown option 'batchsize': did you mean 'batch_size'\? Allowed: attention,"
+    ):
+        hs.record(batchsize=4)
+    with pytest.raises(HelmscopeError, match="unknown option 'batchsize': did you mean 'batch_size'"):
+        hs.models.diagnose("A", batchsize=4)
     with pytest.raises(HelmscopeError, match="unknown option 'foo'"):
         record(model, torch.ones(1, 3).long(), foo=1)
     with pytest.raises(HelmscopeError, match="tokenizer is 'gpt2', but it must be a tokenizer"):

@@ -240,7 +240,7 @@ def test_layers_before_the_first_edited_one_run_once():
     [
         ({}, "edits is {}, but it must be a mapping of names to edits, with at least one"),
         ([hs.intervene.Ablate()], "edits is .*, but it must be a mapping of names"),
-        ({"a": 3}, "an edit is a int"),
+        ({"a": 3}, "an edit is an int"),
         ({"a": hs.intervene.AblateHead(layer=1, head=9)}, "heads holds 9, but layer 1 has heads 0 to 3"),
     ],
 )

@@ -15,7 +15,7 @@ import torch
 from helmscope.intervene.edit import SiteEdit
 from helmscope.models.recording import Recording
 from helmscope.models.watch import EDITABLE_STATES, LEADS_TO, Site
-from helmscope.types import HelmscopeError, counted
+from helmscope.types import HelmscopeError, counted, type_with_article
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float
@@ -30,7 +30,7 @@ class StateEdit(SiteEdit):
     """Base of the edits of a state or a write, at the tokens where ``tokens`` (batch, n) is True; None means all."""
 
     allowed = EDITABLE_STATES
-    layers: Sequence[int] | None = None
+    layers: int | Sequence[int] | None = None
     site: Site = Site.MLP
     tokens: Bool[Tensor, "batch n"] | None = None
 
@@ -108,7 +108,7 @@ class Patch(StateEdit):
         """Raise ``HelmscopeError`` if the source has another size, starts at a later depth, or kept no writes."""
         super().check(anatomy)
         if not isinstance(self.source, Recording):
-            raise HelmscopeError(f"source is a {type(self.source).__name__}, but it must be a Recording")
+            raise HelmscopeError(f"source is {type_with_article(self.source)}, but it must be a Recording")
         if self.site in LEADS_TO and f"{self.site.value} write" not in self.source.kept:
             raise HelmscopeError(f"site is {self.site!r}, but source kept no writes: record it with keep=Keep.WRITES")
         layers, depths = len(self.source.anatomy.layers), self.source.anatomy.depths

@@ -15,7 +15,7 @@ from helmscope.models.probe import run
 from helmscope.models.tap import head_outputs, plainly_eager
 from helmscope.models.topology import Kind
 from helmscope.models.watch import LEADS_TO, Site
-from helmscope.types import counted
+from helmscope.types import counted, type_with_article
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -168,7 +168,7 @@ def heads_line(anatomy: Anatomy, probes: list[LayerProbe]) -> Line:
             return Line("heads", None, says, blocks=("replay",))
         matrix = next(call for call in probe.calls if call.path == wiring.output_matrix)
         if matrix_of(matrix.module) is None:
-            says = f"the output projection is a {type(matrix.module).__name__}, whose matrix cannot be read"
+            says = f"the output projection is {type_with_article(matrix.module)}, whose matrix cannot be read"
             return Line("heads", None, says, blocks=("replay",))
         gaps.append(heads_gap(probe, probe.attention, wiring.output_matrix, wiring.attention))
     says = "the outputs of the heads sum to the write of attention"

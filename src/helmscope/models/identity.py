@@ -11,7 +11,7 @@ from helmscope.models.premise import Simulated
 from helmscope.runs.unit import fingerprint
 from helmscope.stats.replicates import halves
 from helmscope.store.manifest import hash_bytes
-from helmscope.types import HelmscopeError
+from helmscope.types import HelmscopeError, type_with_article
 from helmscope.types.arguments import counted, shown
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def _check_in_memory(model: Any, **options: Any) -> None:
 
     if not isinstance(model, Loaded | transformers_library().PreTrainedModel):
         raise HelmscopeError(
-            f"model is a {type(model).__name__}, but it must be a name, a folder, a transformers PreTrainedModel or "
+            f"model is {type_with_article(model)}, but it must be a name, a folder, a transformers PreTrainedModel or "
             "what load returns"
         )
     for name, value in options.items():

@@ -20,10 +20,10 @@ from helmscope.models.library import quiet, transformers_library
 from helmscope.models.norm_reading import epsilon_of
 from helmscope.models.tokenizer import read_tokenizer
 from helmscope.store.atomic import one_line
-from helmscope.types import HelmscopeError, counted, known_name, whole_number
+from helmscope.types import HelmscopeError, counted, known_name, type_with_article, whole_number
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from helmscope.models.checkpoint import Files
 
@@ -116,7 +116,7 @@ def load(
     transformers = transformers_library()
     if isinstance(source, torch.nn.Module):
         if not isinstance(source, transformers.PreTrainedModel):
-            raise HelmscopeError(f"model is a {type(source).__name__}, but it must be a transformers PreTrainedModel")
+            raise HelmscopeError(f"model is {type_with_article(source)}, but it must be a transformers PreTrainedModel")
         options = {
             "revision": revision,
             "dtype": dtype,
@@ -132,7 +132,8 @@ def load(
         return Loaded(source.eval(), tokenizer, origin_of(source, type(source).__name__))
     if not isinstance(source, str | Path):
         raise HelmscopeError(
-            f"model is a {type(source).__name__}, but it must be a name, a folder or a model; use load_all for several"
+            f"model is {type_with_article(source)}, but it must be a name, a folder or a model; use load_all for "
+            "several"
         )
     local = local_folder(source)
     if revision is not None and local is not None:
@@ -173,7 +174,6 @@ def _set_loops(model: Any, loops: int) -> None:
 
 def ensure_loaded(model: Any, *, tokenizer: Any = None, **options: Any) -> Loaded:
     """``load(model)``; a model that is already ``Loaded`` is returned unchanged."""
-    _check_options(options)
     if not isinstance(model, Loaded):
         return load(model, tokenizer=tokenizer, **options)
     if options:
@@ -181,9 +181,11 @@ def ensure_loaded(model: Any, *, tokenizer: Any = None, **options: Any) -> Loade
     return model
 
 
-def _check_options(options: Mapping[str, Any]) -> None:
+def check_options(options: Mapping[str, Any], caller: Callable[..., Any]) -> None:
+    """Raise ``HelmscopeError`` for an option that neither ``caller`` nor ``load``, to which it passes them on, has."""
+    parameters = [*inspect.signature(caller).parameters.values(), *inspect.signature(load).parameters.values()]
     for name in options:
-        known_name("option", name, set(inspect.signature(load).parameters) - {"source"})
+        known_name("option", name, {each.name for each in parameters if each.kind is each.KEYWORD_ONLY})
 
 
 def load_all(sources: Sequence[Any], *, revisions: Sequence[str | None] = (None,), **options: Any) -> Iterator[Loaded]:
@@ -198,7 +200,7 @@ def load_all(sources: Sequence[Any], *, revisions: Sequence[str | None] = (None,
     for name, several in (("sources", sources), ("revisions", revisions)):
         if isinstance(several, str | Path) or not isinstance(several, Iterable):
             raise HelmscopeError(f"{name} is {several!r:.80}, but it must be a list, even of one element")
-    _check_options(options)
+    check_options(options, load_all)
     return (load(source, revision=revision, **options) for source in sources for revision in revisions)
 
 

@@ -22,7 +22,7 @@ from helmscope.models.replay import refusal, replay
 from helmscope.models.sphere import on_sphere
 from helmscope.models.topology import Kind
 from helmscope.models.watch import AbstractEdit, Site
-from helmscope.types import Half, HelmscopeError, Plottable, Trajectory, counted, type_with_article
+from helmscope.types import Half, HelmscopeError, Plottable, Trajectory, counted, shown, type_with_article
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -150,19 +150,20 @@ class Recording(Plottable):
         return range(self.anatomy.depths.layer(self.first), count)
 
     def layer(self, name: str | int) -> int:
-        """The number of a layer, from the name of its block in the model, such as "transformer.h.3", or its number."""
-        return self._layer(layer_number(self.anatomy, name))
+        """The number of a layer, from the name of its block in the model, such as "transformer.h.3", or its number.
+
+        All methods that take a layer accept both.
+        """
+        number = layer_number(self.anatomy, name)
+        if isinstance(number, bool) or not isinstance(number, int) or number not in self.layers:
+            first, last = self.layers[0], self.layers[-1]
+            raise HelmscopeError(f"layer is {shown(name)}, but this recording has layers {first} to {last}")
+        return number
 
     @property
     def visible(self) -> Bool[Tensor, "batch n"] | None:
         """The tokens that attention can see, special tokens included; None if it can see all of them."""
         return self.batch.visible
-
-    def _layer(self, layer: object) -> int:
-        if isinstance(layer, bool) or not isinstance(layer, int) or layer not in self.layers:
-            first, last = self.layers[0], self.layers[-1]
-            raise HelmscopeError(f"layer is {layer!r}, but this recording has layers {first} to {last}")
-        return layer
 
     def _step(self, depth: int) -> int:
         """The time index of a depth."""
@@ -186,7 +187,7 @@ class Recording(Plottable):
         self.runner.forward(keep, gradients=True)
         return torch.cat(keep.states)
 
-    def kernel(self, *, layer: int) -> Float[Tensor, "batch heads n n"]:
+    def kernel(self, *, layer: int | str) -> Float[Tensor, "batch heads n n"]:
         """The attention weights of a layer: those kept by ``keep=``, or else from another run of the model.
 
         >>> from helmscope import record
@@ -195,14 +196,14 @@ class Recording(Plottable):
         True
         """
         self.certificate.require("kernel")
-        layer = self._layer(layer)
+        layer = self.layer(layer)
         if "weights" in self.kept:
             return self.kept["weights"][layer]
         keep = KeepWeights(layer)
         self.runner.forward(keep)
         return torch.cat(keep.weights)
 
-    def cross_kernel(self, *, layer: int) -> Float[Tensor, "batch heads n m"]:
+    def cross_kernel(self, *, layer: int | str) -> Float[Tensor, "batch heads n m"]:
         """The cross-attention weights of a layer of a decoder: row i holds the weights with which token i attends to
         the m tokens of the encoder. They are those kept by ``keep=``, or else from another run of the model.
         """
@@ -211,25 +212,25 @@ class Recording(Plottable):
                 f"cross_kernel needs an encoder-decoder model, but {type(self.anatomy.model).__name__} is not one"
             )
         self.certificate.require("cross_kernel")
-        layer = self._layer(layer)
+        layer = self.layer(layer)
         if "cross weights" in self.kept:
             return self.kept["cross weights"][layer]
         keep = KeepWeights(layer, cross=True)
         self.runner.forward(keep)
         return torch.cat(keep.weights)
 
-    def force(self, *, layer: int) -> Any:
+    def force(self, *, layer: int | str) -> Any:
         """The MLP of a layer as a field on unit vectors, with gain and bias of its norm folded in, times the residual
         multiplier. A norm after the MLP (sandwich) is not included.
 
         Its value at ``points`` is what the module computes, before any edit of what it writes.
         """
         self.certificate.require("force")
-        force = self.forces[self._layer(layer)]
+        force = self.forces[self.layer(layer)]
         assert force is not None  # else `require` would have raised
         return force.folded()
 
-    def points(self, *, layer: int) -> Float[Tensor, "batch n d"]:
+    def points(self, *, layer: int | str) -> Float[Tensor, "batch n d"]:
         """The points at which ``force`` of the same layer equals the output of the MLP: core(z) / sqrt(d), where z is
         the input of its norm.
 
@@ -237,7 +238,8 @@ class Recording(Plottable):
         direction before gain and bias; in a model without a norm before the MLP, the state itself with its radius.
         """
         self.certificate.require("force")
-        structure = self.anatomy.layers[self._layer(layer)]
+        layer = self.layer(layer)
+        structure = self.anatomy.layers[layer]
         kind, norm = structure.wiring.kind, structure.mlp_norm
         depth = self.anatomy.depths.at(layer, structure.wiring.reads(Half.MLP))
         if depth < self.first:
@@ -335,16 +337,15 @@ class Recording(Plottable):
         return replace(self, runner=runner, residual=stream, certificate=certificate, first=first, kept=keeper.kept)
 
     def _certified_again(self, runner: Runner, stream: ResidualStream, errors: Float[Tensor, " layer"]) -> Certificate:
-        """The certificate with the lines that a run under edits checks again, and a line that says which those are."""
-        certificate = self.certificate.with_line(finite_line(stream.radius))
+        """The certificate of a run under edits, which checks only some of the lines again."""
         count = len(runner.edits) + (0 if runner.encoder is None else len(runner.encoder.edits))
         if not count:
-            return certificate
+            return self.certificate.with_line(finite_line(stream.radius))
         residual = residual_line(errors, runner.model.dtype)
         if any(Site.OUTPUT in edit.sites for edit in runner.edits):
             residual = Line("residual", None, "an edit replaces a block's output, which is then not a sum of writes")
-        says = f"{count} applied: finite and residual are checks of this run, all other lines of the unedited model"
-        return certificate.with_line(residual).with_line(Line("edits", None, says))
+        edits = Line("edits", None, f"{count} applied: only finite and residual are checked again")
+        return self.certificate.under_edits(finite_line(stream.radius), residual, edits)
 
     def refusal(self, instrument: Instrument) -> str | None:
         """One sentence that says why the instrument cannot be used on this recording; None if it can."""

@@ -13,7 +13,7 @@ import torch
 from helmscope.models.stacks import stacks_of
 from helmscope.models.texts import Batch, labels_of, prepare, without_special_tokens
 from helmscope.store.atomic import one_line
-from helmscope.types import HelmscopeError
+from helmscope.types import HelmscopeError, type_with_article
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,7 +42,7 @@ def prepare_inputs(
     if stacks is None:
         if targets is not None:
             raise HelmscopeError(
-                f"targets is passed, but model is a {type(model).__name__}, and only encoder-decoder models have any"
+                f"targets is passed, but model is {type_with_article(model)}, and only encoder-decoder models have any"
             )
         return prepare(model, texts, tokenizer, **options)
     decoder_inputs: dict[str, Any] = {}

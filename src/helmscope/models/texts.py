@@ -12,7 +12,7 @@ import torch
 
 from helmscope.models.probe import trunk_of, vocabulary_size
 from helmscope.models.tokenizer import encode
-from helmscope.types import HelmscopeError, counted
+from helmscope.types import HelmscopeError, counted, type_with_article
 
 if TYPE_CHECKING:
     from jaxtyping import Bool
@@ -115,7 +115,7 @@ def prepare(
     if isinstance(texts, torch.Tensor):
         return without_special_tokens(_from_tensor(request, texts), tokenizer, name)
     if isinstance(texts, str) or not isinstance(texts, Sequence):
-        raise HelmscopeError(f"{name} is a {type(texts).__name__}, but it must be a list of strings or a tensor")
+        raise HelmscopeError(f"{name} is {type_with_article(texts)}, but it must be a list of strings or a tensor")
     if not texts:
         raise HelmscopeError(f"{name} is empty, but it must hold at least one text")
     for i, text in enumerate(texts):
@@ -195,7 +195,9 @@ def _check_names(request: _Request, names: Iterable[str]) -> None:
         if name not in known.union(TEXT_INPUTS):
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"did you mean '{near[0]}'?" if near else "leave it out"
-            raise HelmscopeError(f"{request.name} names '{name}', which a {type(model).__name__} does not take: {hint}")
+            raise HelmscopeError(
+                f"{request.name} names '{name}', which {type_with_article(model)} does not take: {hint}"
+            )
 
 
 def _pad_right(request: _Request, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
