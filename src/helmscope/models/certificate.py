@@ -80,7 +80,11 @@ class Certificate:
         return all(line.ok is not False for line in self.lines)
 
     def with_line(self, new: Line) -> Certificate:
-        """A copy with ``new`` appended, replacing a line of the same name."""
+        """A copy with ``new`` appended, replacing a line of the same name.
+
+        >>> Certificate((Line("finite", True, "all states are finite"),)).with_line(Line("lens", False, "differs"))
+        <Certificate: 2 checks, fails: lens>
+        """
         return Certificate((*(line for line in self.lines if line.name != new.name), new))
 
     def under_edits(self, *checked: Line) -> Certificate:
@@ -115,7 +119,12 @@ class Certificate:
         return table(f"Certificate: {self.short}", rows, head=("", "check", "value and bound", "what was checked"))
 
     def require(self, part: str) -> None:
-        """Raise ``HelmscopeError`` if a part of the recording depends on a check that failed or does not apply."""
+        """Raise ``HelmscopeError`` if a part of the recording depends on a check that failed or does not apply.
+
+        >>> Certificate((Line("finite", False, "some states are not finite", blocks=("resume",)),)).require("resume")
+        Traceback (most recent call last):
+        helmscope.types.HelmscopeError: resume is not available, because the check 'finite' failed: some states are ...
+        """
         for line in self.lines:
             if part in line.blocks and not line.passed:
                 verb = "failed" if line.ok is False else "does not apply to this model"

@@ -20,11 +20,14 @@ from helmscope.types import counted, type_with_article
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+    from jaxtyping import Float
     from torch import Tensor, nn
 
     from helmscope.models.anatomy import Anatomy, Layer
+    from helmscope.models.certificate import Certificate
     from helmscope.models.probe import LayerProbe
     from helmscope.models.recorder import ResidualStream
+    from helmscope.models.runner import Runner
     from helmscope.models.tap import Attended, Call
 
 BOUNDS = {torch.float64: 1e-10, torch.float32: 1e-5}
@@ -101,6 +104,21 @@ def residual_line(errors: Tensor, dtype: torch.dtype) -> Line:
     layer = int(errors.argmax())
     says = f"each block's output follows from its input and writes; largest error at layer {layer} of {len(errors)}"
     return Line.held("residual", worst, bound(dtype), says, ("trajectory", "resume"))
+
+
+def certified_again(
+    certificate: Certificate, runner: Runner, stream: ResidualStream, errors: Float[Tensor, " layer"]
+) -> Certificate:
+    """The certificate of a further run of a recorded model, which checks only some of the lines again."""
+    finite = finite_line(stream.radius)
+    count = len(runner.edits) + (0 if runner.encoder is None else len(runner.encoder.edits))
+    if not count:
+        return certificate.with_line(finite)
+    residual = residual_line(errors, runner.model.dtype)
+    if any(Site.OUTPUT in edit.sites for edit in runner.edits):
+        residual = Line("residual", None, "an edit replaces a block's output, which is then not a sum of writes")
+    edits = Line("edits", None, f"{count} applied: only finite and residual are checked again")
+    return certificate.under_edits(finite, residual, edits)
 
 
 def logits_line(anatomy: Anatomy, inputs: Mapping[str, Tensor], recorded: Tensor, off: float) -> Line:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -10,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from helmscope.models.certificate import Line
-from helmscope.models.certify import finite_line, residual_line
+from helmscope.models.certify import certified_again
 from helmscope.models.hooks import locked_unedited
 from helmscope.models.keep import Keep, Keeper, KeepState, KeepWeights
 from helmscope.models.names import layer_number
@@ -19,10 +17,9 @@ from helmscope.models.place import FrozenTokens, PutState, check_states
 from helmscope.models.recorder import Recorder
 from helmscope.models.recording_summary import recording_html, recording_manifest, recording_repr
 from helmscope.models.replay import refusal, replay
-from helmscope.models.sphere import on_sphere
-from helmscope.models.topology import Kind
-from helmscope.models.watch import AbstractEdit, Site
-from helmscope.types import Half, HelmscopeError, Plottable, Trajectory, counted, shown, type_with_article
+from helmscope.models.sphere import mlp_points, on_sphere
+from helmscope.models.watch import AbstractEdit
+from helmscope.types import HelmscopeError, Plottable, Trajectory, counted, shown, type_with_article
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -153,6 +150,10 @@ class Recording(Plottable):
         """The number of a layer, from the name of its block in the model, such as "transformer.h.3", or its number.
 
         All methods that take a layer accept both.
+
+        >>> from helmscope import record
+        >>> record("A", ["Once upon a time"]).layer("transformer.h.3")
+        3
         """
         number = layer_number(self.anatomy, name)
         if isinstance(number, bool) or not isinstance(number, int) or number not in self.layers:
@@ -196,26 +197,32 @@ class Recording(Plottable):
         True
         """
         self.certificate.require("kernel")
-        layer = self.layer(layer)
-        if "weights" in self.kept:
-            return self.kept["weights"][layer]
-        keep = KeepWeights(layer)
-        self.runner.forward(keep)
-        return torch.cat(keep.weights)
+        return self._attention_weights(self.layer(layer))
 
     def cross_kernel(self, *, layer: int | str) -> Float[Tensor, "batch heads n m"]:
         """The cross-attention weights of a layer of a decoder: row i holds the weights with which token i attends to
         the m tokens of the encoder. They are those kept by ``keep=``, or else from another run of the model.
+
+        >>> from transformers import T5Config, T5Model
+        >>> sizes = {"vocab_size": 9, "d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2}
+        >>> from helmscope import record
+        >>> texts, targets = torch.tensor([[1, 2, 3, 4]]), torch.tensor([[5, 6, 7]])
+        >>> recording = record(T5Model(T5Config(**sizes, decoder_start_token_id=0)), texts, targets=targets)
+        >>> recording.cross_kernel(layer=0).shape
+        torch.Size([1, 2, 3, 4])
         """
         if self.encoder is None:
             raise HelmscopeError(
                 f"cross_kernel needs an encoder-decoder model, but {type(self.anatomy.model).__name__} is not one"
             )
         self.certificate.require("cross_kernel")
-        layer = self.layer(layer)
-        if "cross weights" in self.kept:
-            return self.kept["cross weights"][layer]
-        keep = KeepWeights(layer, cross=True)
+        return self._attention_weights(self.layer(layer), cross=True)
+
+    def _attention_weights(self, layer: int, *, cross: bool = False) -> Tensor:
+        kept = self.kept.get("cross weights" if cross else "weights")
+        if kept is not None:
+            return kept[layer]
+        keep = KeepWeights(layer, cross=cross)
         self.runner.forward(keep)
         return torch.cat(keep.weights)
 
@@ -224,6 +231,12 @@ class Recording(Plottable):
         multiplier. A norm after the MLP (sandwich) is not included.
 
         Its value at ``points`` is what the module computes, before any edit of what it writes.
+
+        >>> from helmscope import record
+        >>> recording = record("A", ["Once upon a time", "The cat sat"])
+        >>> force = recording.force(layer=4)
+        >>> type(force).__name__, force.ambient(recording.points(layer=4)).shape
+        ('MLP', torch.Size([2, 4, 192]))
         """
         self.certificate.require("force")
         force = self.forces[self.layer(layer)]
@@ -236,21 +249,14 @@ class Recording(Plottable):
 
         Up to the norm's epsilon, that is the direction of the state that the MLP reads; in a post-norm model, the
         direction before gain and bias; in a model without a norm before the MLP, the state itself with its radius.
+
+        >>> from helmscope import record
+        >>> recording = record("A", ["Once upon a time", "The cat sat"])
+        >>> recording.points(layer=4).norm(dim=-1).allclose(torch.ones(2, 4))
+        True
         """
         self.certificate.require("force")
-        layer = self.layer(layer)
-        structure = self.anatomy.layers[layer]
-        kind, norm = structure.wiring.kind, structure.mlp_norm
-        depth = self.anatomy.depths.at(layer, structure.wiring.reads(Half.MLP))
-        if depth < self.first:
-            raise HelmscopeError(f"layer is {layer}, but the recording begins after the state that its MLP reads")
-        if norm is None:
-            return self.stream(depth=depth)
-        if kind is not Kind.POST_NORM:
-            return norm.core()(self.stream(depth=depth)) / math.sqrt(self.anatomy.dim)
-        plain, step = self.on_sphere, self._step(depth)
-        assert plain.radius is not None
-        return plain.radius[step].unsqueeze(-1) * plain.states[step] / math.sqrt(self.anatomy.dim)
+        return mlp_points(self, self.layer(layer))
 
     def resume(
         self,
@@ -264,6 +270,13 @@ class Recording(Plottable):
 
         ``states`` are unit vectors. Tokens where ``frozen`` is True keep their recorded states at every later depth,
         also if the result is resumed again. The result is a Recording that begins at ``depth``.
+
+        >>> from helmscope import record
+        >>> recording = record("A", ["Once upon a time", "The cat sat"])
+        >>> swapped = recording.trajectory.states[8].roll(1, dims=0)  # of the other text
+        >>> later = recording.resume(depth=8, states=swapped)
+        >>> later.first, later.layers
+        (8, range(4, 12))
         """
         self.certificate.require("resume")
         step = self._step(depth)
@@ -333,22 +346,17 @@ class Recording(Plottable):
             runner.forward(recorder, keeper, progress=progress)
         stream, errors = recorder.recorded()
         stream = stream.since(first)
-        certificate = self._certified_again(runner, stream, errors)
+        certificate = certified_again(self.certificate, runner, stream, errors)
         return replace(self, runner=runner, residual=stream, certificate=certificate, first=first, kept=keeper.kept)
 
-    def _certified_again(self, runner: Runner, stream: ResidualStream, errors: Float[Tensor, " layer"]) -> Certificate:
-        """The certificate of a run under edits, which checks only some of the lines again."""
-        count = len(runner.edits) + (0 if runner.encoder is None else len(runner.encoder.edits))
-        if not count:
-            return self.certificate.with_line(finite_line(stream.radius))
-        residual = residual_line(errors, runner.model.dtype)
-        if any(Site.OUTPUT in edit.sites for edit in runner.edits):
-            residual = Line("residual", None, "an edit replaces a block's output, which is then not a sum of writes")
-        edits = Line("edits", None, f"{count} applied: only finite and residual are checked again")
-        return self.certificate.under_edits(finite_line(stream.radius), residual, edits)
-
     def refusal(self, instrument: Instrument) -> str | None:
-        """One sentence that says why the instrument cannot be used on this recording; None if it can."""
+        """One sentence that says why the instrument cannot be used on this recording; None if it can.
+
+        >>> from helmscope import record
+        >>> from helmscope.observe import KernelStatistics
+        >>> record("A", ["Once upon a time"]).refusal(KernelStatistics()) is None
+        True
+        """
         return refusal(self, instrument)
 
     def replay(self, *instruments: Instrument, progress: Progress | None = None) -> dict[str, xr.Dataset]:
@@ -357,6 +365,13 @@ class Recording(Plottable):
 
         Raises HelmscopeError if an instrument needs something that the certificate blocks. ``progress`` is called with
         the share of the texts done.
+
+        >>> from helmscope.observe import KernelStatistics
+        >>> from helmscope import record
+        >>> recording = record("A", ["Once upon a time", "The cat sat"])
+        >>> measured = recording.replay(KernelStatistics())["kernel_statistics"]
+        >>> dict(measured.entropy.sizes)
+        {'layer': 12, 'prompt': 2, 'head': 6}
         """
         return replay(self, instruments, progress)
 
@@ -385,5 +400,10 @@ class Recording(Plottable):
         """The manifest to store with anything measured on this recording: files and their hashes, revision, texts, the
         model's own attention implementation, its topology, the certificate, the edits (their tensors by shape and hash)
         and the depth at which the trajectory begins.
+
+        >>> from helmscope import record
+        >>> manifest = record("A", ["Once upon a time"]).manifest()
+        >>> manifest.parameters["model"], manifest.parameters["edits"], sorted(manifest.inputs)
+        ('A', [], ['model.safetensors', 'texts'])
         """
         return recording_manifest(self, seed=seed)
