@@ -308,6 +308,8 @@ def test_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_the_tour_runs(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     _, names = run_blocks(ROOT / "docs" / "tour.md")
+    assert names["table"].shape == (12, 6)
+    assert names["table"].stack().idxmax() == (0, 4)
     assert names["result"]["beta-4.0"] == pytest.approx(6.95350184880806874, rel=1e-13)
     printed = capsys.readouterr().out
     assert printed.startswith("finished at t=10")
