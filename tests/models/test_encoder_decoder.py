@@ -280,7 +280,7 @@ def test_an_edit_of_the_encoder_changes_the_decoder_as_a_hook_by_hand(family):
         for depth, state in enumerate(states):
             assert (each.stream(depth=depth) - state).abs().max() <= 1e-12 * state.abs().max()
     assert (edited.logits() - logits).abs().max() <= 1e-12 * logits.abs().max()
-    assert "with its encoder under" in repr(edited)  # the repr is cut after about 200 characters
+    assert ", under Ablate(layers=[2], site=Site.CROSS), with its encoder under Edit(site=" in repr(edited)
     assert "edit of the encoder" in edited._repr_html_()
     assert len(edited.manifest().parameters["encoder edits"]) == 1
     assert edited.certificate["edits"].says.startswith("2 applied")

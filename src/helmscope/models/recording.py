@@ -61,7 +61,7 @@ class Recording(Plottable):
     >>> from helmscope.models.record import record
     >>> recording = record(model, torch.tensor([[1, 2, 3, 4]]))
     >>> recording
-    <Recording of GPT2LMHeadModel (gpt2): sequential pre-norm; 2 layers, width 8; 1 text x 4 tokens (73e200e2b048); ...>
+    <Recording of GPT2LMHeadModel (gpt2): certificate ok; 1 text x 4 tokens (73e200e2b048); sequential ...>
     >>> recording.resume(depth=2, states=recording.trajectory.states[2]).trajectory.times
     tensor([2., 3., 4.], dtype=torch.float64)
     >>> recording.kernel(layer=0).shape
