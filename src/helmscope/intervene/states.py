@@ -141,7 +141,7 @@ def mask_rows(name: str, mask: Bool[Tensor, "batch n"], context: Context, like: 
     """The rows of a mask over the batch for the texts of the current chunk; they must be (rows, n) as in ``like``."""
     rows = mask[context.rows].to(like.device) if isinstance(mask, torch.Tensor) else torch.empty(0)
     if rows.shape != like.shape[:2] or len(mask) != context.texts or rows.dtype != torch.bool:
-        shown = f"of {mask.dtype} {tuple(mask.shape)}" if isinstance(mask, torch.Tensor) else type(mask).__name__
+        shown = f"of {mask.dtype} {tuple(mask.shape)}" if isinstance(mask, torch.Tensor) else type_with_article(mask)
         allowed = f"it must be a tensor of bool of shape ({context.texts}, {like.shape[1]})"
         raise HelmscopeError(f"{name} is {shown}, but {allowed}")
     return rows

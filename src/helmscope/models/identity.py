@@ -100,8 +100,8 @@ def checked_prompts(texts: Any) -> tuple[Prompt, ...]:
     """
     rows = texts.tolist() if hasattr(texts, "tolist") else texts
     if isinstance(rows, str | bytes) or not isinstance(rows, Sequence):
-        kind = type(texts).__name__
-        raise HelmscopeError(f"texts is a {kind}, but it must be a list of strings or of rows of token ids")
+        kind = type_with_article(texts)
+        raise HelmscopeError(f"texts is {kind}, but it must be a list of strings or of rows of token ids")
     if not rows:
         raise HelmscopeError("texts is empty, but it must hold at least one text")
     if all(isinstance(row, str) for row in rows):

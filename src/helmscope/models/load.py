@@ -257,7 +257,7 @@ def _without_head(model: Any, missing: list[str], folder: Path) -> tuple[Any, st
 
     No block reads the head or the pooler. Raises ``HelmscopeError`` if any other weight is missing.
     """
-    trunk, whole = model.base_model, type(model).__name__
+    trunk, whole = model.base_model, type_with_article(model)
     prefix = f"{model.base_model_prefix}." if trunk is not model else ""
     head = [name for name in missing if prefix and not name.startswith(prefix)]
     pooler = [name for name in missing if name.startswith(f"{prefix}pooler.")]
@@ -267,7 +267,7 @@ def _without_head(model: Any, missing: list[str], folder: Path) -> tuple[Any, st
         raise HelmscopeError(f"model is in '{folder}', but its files lack the tensor {_name_first(needed)}")
     if pooler:
         trunk.pooler = None  # as with add_pooling_layer=False
-    note = f"config.json names a {whole}, but the files lack its head, {_name_first(missing)}: "
+    note = f"config.json names {whole}, but the files lack its head, {_name_first(missing)}: "
     if not head:
         return model, f"{note}it is loaded without"
     return trunk, f"{note}only its {type(trunk).__name__} is loaded"

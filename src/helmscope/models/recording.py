@@ -62,10 +62,8 @@ class Recording(Plottable):
     >>> recording = record(model, torch.tensor([[1, 2, 3, 4]]))
     >>> recording
     <Recording of GPT2LMHeadModel (gpt2): certificate ok; 1 text x 4 tokens (73e200e2b048); sequential ...>
-    >>> recording.resume(depth=2, states=recording.trajectory.states[2]).trajectory.times
-    tensor([2., 3., 4.], dtype=torch.float64)
-    >>> recording.kernel(layer=0).shape
-    torch.Size([1, 2, 4, 4])
+    >>> recording.trajectory.times
+    tensor([0., 1., 2., 3., 4.], dtype=torch.float64)
     """
 
     runner: Runner
