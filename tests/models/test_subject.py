@@ -229,7 +229,7 @@ def test_a_simulation_has_no_model():
     ("arguments", "options", "sentence"),
     [
         ((" ",), {}, "model is '', but it must be a name"),
-        ((3,), {}, "model is a int, but it must be a name, a folder"),
+        ((3,), {}, "model is an int, but it must be a name, a folder"),
         ((None,), {}, "model is a NoneType, but it must be"),
         ((torch.nn.Linear(2, 2),), {}, "model is a Linear, but it must be"),
         (("A", "One text"), {}, "texts is a str, but it must be a list of strings"),

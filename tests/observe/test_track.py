@@ -224,3 +224,9 @@ def test_a_simulation_serves_where_a_trajectory_does_and_nothing_else():
         assert observe(run).identical(observe(run.trajectory))
         with pytest.raises(hs.HelmscopeError, match=r"^trajectory is a Tensor, but it must be"):
             observe(run.states)
+
+
+def test_what_is_no_function_is_refused():
+    says = r"order is 'str', but it must be a function of tokens f\(x, weights=...\)"
+    with pytest.raises(hs.HelmscopeError, match=says):
+        hs.track(PLAIN, order="str")

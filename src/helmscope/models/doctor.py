@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from helmscope.models.load import Loaded, ensure_loaded
+from helmscope.models.load import Loaded, check_options, ensure_loaded
 from helmscope.models.probe import vocabulary_size
 from helmscope.models.record import record
 from helmscope.models.recorder import Recorder
@@ -83,6 +83,7 @@ def diagnose(
     """
     for name, number in (("texts", texts), ("tokens", tokens), ("batch_size", batch_size)):
         whole_number(name, number, at_least=1)
+    check_options(options, diagnose)
     loaded = ensure_loaded(model, tokenizer=tokenizer, **options)
     limit = context_length(loaded.model)
     asked, tokens = tokens, tokens if limit is None else min(tokens, limit)

@@ -16,7 +16,7 @@ from helmscope.models.certificate import Certificate, Line
 from helmscope.models.certify_cross import cross_lines
 from helmscope.models.hooks import locked_unedited, watching
 from helmscope.models.keep import Keep, Keeper
-from helmscope.models.load import Loaded, ensure_loaded
+from helmscope.models.load import Loaded, check_options, ensure_loaded
 from helmscope.models.place import PutState
 from helmscope.models.probe import no_cache, output_of, run, trunk_of, vocabulary_size
 from helmscope.models.recorder import Recorder
@@ -79,6 +79,7 @@ def record(
     """
     whole_number("batch_size", batch_size, at_least=1)
     check_progress(progress)
+    check_options(options, record)
     loaded = ensure_loaded(model, tokenizer=tokenizer, **options)
     stacks = stacks_of(loaded.model)
     if stacks is not None:

@@ -326,12 +326,21 @@ class Subject:
         return self.recording_of(self.texts)
 
     def recording_of(self, texts: Any) -> Recording:
-        """The recording of the model on other texts, or on some of its own, made once per process."""
+        """The recording of the model on other texts, or on some of its own, made once per process.
+
+        >>> subject = Subject("A", ["Once upon a time", "The cat sat"])
+        >>> subject.recording_of(["The cat sat"]).trajectory.states.shape
+        torch.Size([25, 1, 3, 192])
+        """
         return self._cached_recording((), lambda: self.loaded, checked_prompts(texts))
 
     def twins(self, count: int = TWINS, *, seed: int = 0) -> Iterator[Loaded]:
         """Iterate over untrained twins: models of the same configuration with random weights. Twin k of a seed is
         always the same model, whatever ``count`` is and in whatever order twins are made.
+
+        >>> first, second = Subject("A").twins(2)
+        >>> first.origin.title
+        "A's untrained twin 2968811710 (gpt2)"
         """
         from helmscope.models.twin import twin_seeds
 
@@ -339,7 +348,12 @@ class Subject:
             yield self._twin(twin_seed)
 
     def twin_recordings(self, count: int = TWINS, *, seed: int = 0, texts: Any = None) -> Iterator[Recording]:
-        """Iterate over recordings of the untrained twins, on the same texts or on ``texts``."""
+        """Iterate over recordings of the untrained twins, on the same texts or on ``texts``.
+
+        >>> subject = Subject("A", ["Once upon a time", "The cat sat"])
+        >>> [len(recording.batch) for recording in subject.twin_recordings(1)]
+        [2]
+        """
         from helmscope.models.twin import twin_seeds
 
         prompts = self.texts if texts is None else checked_prompts(texts)

@@ -5,6 +5,7 @@ targets, shifted right by one, so that each token is predicted from those before
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,7 +13,7 @@ import torch
 from helmscope.models.stacks import stacks_of
 from helmscope.models.texts import Batch, labels_of, prepare, without_special_tokens
 from helmscope.store.atomic import one_line
-from helmscope.types import HelmscopeError
+from helmscope.types import HelmscopeError, type_with_article
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,7 +42,7 @@ def prepare_inputs(
     if stacks is None:
         if targets is not None:
             raise HelmscopeError(
-                f"targets is passed, but model is a {type(model).__name__}, and only encoder-decoder models have any"
+                f"targets is passed, but model is {type_with_article(model)}, and only encoder-decoder models have any"
             )
         return prepare(model, texts, tokenizer, **options)
     decoder_inputs: dict[str, Any] = {}
@@ -83,19 +84,25 @@ def _check_names(texts: Mapping[str, Any], decoder_inputs: Mapping[str, Any], ta
 
 
 def _shifted(model: Any, targets: Batch, tokenizer: Any, name: str, *, strings: bool) -> Batch:
-    """The decoder inputs for these targets: the targets shifted right, in the way of the family."""
+    """The decoder inputs for these targets: the targets shifted right, in the way of the family. The targets are kept
+    with them, padded on the right like the inputs.
+    """
     ids, rows = targets.inputs["input_ids"], targets.visible_ids
     n, pad = max(map(len, rows)), getattr(model.config, "pad_token_id", None)
     padded = torch.tensor([[*row, *[pad or 0] * (n - len(row))] for row in rows], dtype=ids.dtype, device="cpu")
     visible = torch.arange(n, device="cpu") < torch.tensor([[len(row)] for row in rows], device="cpu")
     shifted = _shift(model, padded, name).masked_fill(~visible, pad or 0)
-    labels = labels_of(shifted)
-    if strings:
-        labels = tuple(tuple(tokenizer.convert_ids_to_tokens(row)) for row in shifted.tolist())
-    if bool(visible.all()):
-        return without_special_tokens(Batch({"input_ids": shifted}, None, labels), tokenizer, name)
-    inputs = {"input_ids": shifted, "attention_mask": visible.long()}
-    return without_special_tokens(Batch(inputs, None, labels, visible), tokenizer, name)
+
+    def batch_of(ids: Tensor) -> Batch:
+        labels = labels_of(ids)
+        if strings:
+            labels = tuple(tuple(tokenizer.convert_ids_to_tokens(row)) for row in ids.tolist())
+        if bool(visible.all()):
+            return without_special_tokens(Batch({"input_ids": ids}, None, labels), tokenizer, name)
+        inputs = {"input_ids": ids, "attention_mask": visible.long()}
+        return without_special_tokens(Batch(inputs, None, labels, visible), tokenizer, name)
+
+    return replace(batch_of(shifted), targets=batch_of(padded))
 
 
 def _shift(model: Any, ids: Tensor, name: str) -> Tensor:
@@ -128,4 +135,4 @@ def _join_batches(source: Batch, decoded: Batch) -> Batch:
     if source.given is not None or decoded.given is not None:
         as_passed = both(source.given or source.inputs, decoded.given or decoded.inputs)
     inputs = both(source.inputs, decoded.inputs)
-    return Batch(inputs, decoded.counted, decoded.tokens, decoded.visible, as_passed, source)
+    return Batch(inputs, decoded.counted, decoded.tokens, decoded.visible, as_passed, source, decoded.targets)

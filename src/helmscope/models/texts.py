@@ -12,7 +12,7 @@ import torch
 
 from helmscope.models.probe import trunk_of, vocabulary_size
 from helmscope.models.tokenizer import encode
-from helmscope.types import HelmscopeError, counted
+from helmscope.types import HelmscopeError, counted, type_with_article
 
 if TYPE_CHECKING:
     from jaxtyping import Bool
@@ -28,7 +28,8 @@ class Batch:
     everywhere. ``given`` holds the inputs as passed, if padding was moved from the left to the right.
 
     For an encoder-decoder model the tokens are those of the decoder, ``source`` is the batch of the encoder, and the
-    inputs are those of both.
+    inputs are those of both. ``targets`` holds the tokens that the decoder predicts, one for each that it reads; it is
+    None if ``decoder_input_ids`` were passed, from which the last target is not known.
     """
 
     inputs: Mapping[str, Tensor]
@@ -37,6 +38,7 @@ class Batch:
     visible: Bool[Tensor, "batch n"] | None = None
     given: Mapping[str, Tensor] | None = None
     source: Batch | None = None
+    targets: Batch | None = None
 
     def __repr__(self) -> str:
         return f"<Batch: {', '.join(f'{name} {tuple(value.shape)}' for name, value in self.inputs.items())}>"
@@ -53,6 +55,7 @@ class Batch:
             None if self.visible is None else self.visible[rows],
             None if self.given is None else {name: value[rows] for name, value in self.given.items()},
             None if self.source is None else self.source.rows(rows),
+            None if self.targets is None else self.targets.rows(rows),
         )
 
     @property
@@ -112,7 +115,7 @@ def prepare(
     if isinstance(texts, torch.Tensor):
         return without_special_tokens(_from_tensor(request, texts), tokenizer, name)
     if isinstance(texts, str) or not isinstance(texts, Sequence):
-        raise HelmscopeError(f"{name} is a {type(texts).__name__}, but it must be a list of strings or a tensor")
+        raise HelmscopeError(f"{name} is {type_with_article(texts)}, but it must be a list of strings or a tensor")
     if not texts:
         raise HelmscopeError(f"{name} is empty, but it must hold at least one text")
     for i, text in enumerate(texts):
@@ -192,7 +195,9 @@ def _check_names(request: _Request, names: Iterable[str]) -> None:
         if name not in known.union(TEXT_INPUTS):
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"did you mean '{near[0]}'?" if near else "leave it out"
-            raise HelmscopeError(f"{request.name} names '{name}', which a {type(model).__name__} does not take: {hint}")
+            raise HelmscopeError(
+                f"{request.name} names '{name}', which {type_with_article(model)} does not take: {hint}"
+            )
 
 
 def _pad_right(request: _Request, inputs: dict[str, Tensor]) -> dict[str, Tensor]:

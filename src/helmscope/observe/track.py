@@ -12,7 +12,7 @@ import torch
 import xarray as xr
 
 from helmscope.fields.weights import check_weights
-from helmscope.types import HelmscopeError, Progress, System, Trajectory, check_progress, check_replicates
+from helmscope.types import HelmscopeError, Progress, System, Trajectory, check_progress, check_replicates, shown
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -48,6 +48,11 @@ def track(
 
 def _evaluate(name: str, function: Callable[..., Tensor], path: Trajectory) -> Tensor:
     """Evaluates a function at all states, with the weights of the tokens if there are any."""
+    if not callable(function):
+        raise HelmscopeError(
+            f"{name} is {shown(function)}, but it must be a function of tokens f(x, weights=...) such as "
+            "hs.order_parameter"
+        )
     if path.weights is None:
         return function(path.states)
     try:

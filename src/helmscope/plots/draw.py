@@ -62,7 +62,7 @@ def _simulation(shown: Simulation, **options: Any) -> Figure:
 
 @plot.register(Recording)
 def _recording(shown: Recording, **options: Any) -> Figure:
-    return depth_figure(shown.trajectory, **{"title": f"{shown.origin.name}: {shown.anatomy}", **options})
+    return depth_figure(shown.trajectory, **{"title": f"{shown.origin.title}: {shown.anatomy}", **options})
 
 
 @plot.register(PhaseDiagram)
