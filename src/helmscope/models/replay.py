@@ -41,7 +41,8 @@ def replay(
 ) -> dict[str, xr.Dataset]:
     """Run the model of a recording once with instruments attached; see ``Recording.replay``."""
     layers = recording.layers
-    plan = ReplayPlan(layers, recording.layer_axis, list(layers), recording.replicate, len(recording.batch))
+    batch = recording.batch
+    plan = ReplayPlan(layers, recording.layer_axis, list(layers), recording.replicate, len(batch), batch.identities)
     needs = start_instruments(recording, instruments, plan)
     if instruments:
         try:

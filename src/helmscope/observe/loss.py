@@ -24,7 +24,7 @@ from helmscope.models.premise import Premise
 from helmscope.models.probe import vocabulary_size
 from helmscope.models.recording import Recording
 from helmscope.models.watch import AbstractEdit, Observer, Site
-from helmscope.types import HelmscopeError, check_progress, check_replicates, shown
+from helmscope.types import HelmscopeError, check_progress, check_replicates, identity_coordinates, shown
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -179,7 +179,9 @@ class _Scoring:
         self.runner, batch = recording.runner, recording.batch
         self.weights = _weights(recording)
         self.ids = batch.inputs["input_ids"].cpu()
-        self.coords = {"prompt": np.arange(len(batch)), "predicted": ("prompt", self.weights.sum(-1).numpy())}
+        self.coords: dict[str, Any] = {"prompt": np.arange(len(batch))}
+        self.coords["predicted"] = ("prompt", self.weights.sum(-1).numpy())
+        self.coords |= identity_coordinates("prompt", batch.identities)
         self._vocabulary = vocabulary_size(self.runner.model)
 
     @property

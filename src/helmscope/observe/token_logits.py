@@ -19,7 +19,16 @@ from helmscope.models.probe import vocabulary_size
 from helmscope.models.recording import Recording
 from helmscope.models.tokenizer import encode
 from helmscope.observe.loss import LOGITS_PER_FORWARD
-from helmscope.types import HelmscopeError, check_progress, check_replicates, counted, part_of, shown, whole_number
+from helmscope.types import (
+    HelmscopeError,
+    check_progress,
+    check_replicates,
+    counted,
+    identity_coordinates,
+    part_of,
+    shown,
+    whole_number,
+)
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
@@ -77,6 +86,7 @@ def token_logits(
     dims: tuple[str, ...] = ("depth", "prompt", "position", "token")
     coords: dict[str, Any] = {"prompt": np.arange(len(recording.batch)), "token": labels}
     coords["token_id"] = ("token", ids.numpy())
+    coords |= identity_coordinates("prompt", recording.batch.identities)
     coords |= {"depth": depths} if isinstance(depth, Sequence) else {}
     coords |= {} if positions.names is None else {"position": positions.names}
     for axis in ("depth", "position"):

@@ -212,5 +212,6 @@ def _select(path: Trajectory, times: Tensor, systems: Tensor) -> Trajectory:
         weights=weights,
         radius=None if path.radius is None else path.radius[times][:, systems],
         tokens=None,
+        identities=None,
         outcome=None,
     )

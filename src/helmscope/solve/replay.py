@@ -63,7 +63,8 @@ def replay(
     """
     systems, n = simulation.trajectory.states.shape[1:3]
     coordinates = simulation.times.cpu().numpy()
-    plan = ReplayPlan(simulation.layers, simulation.layer_axis, coordinates, simulation.replicate, systems)
+    identities = simulation.trajectory.identities
+    plan = ReplayPlan(simulation.layers, simulation.layer_axis, coordinates, simulation.replicate, systems, identities)
     needs = start_instruments(simulation, instruments, plan)
     size = max(1, CHUNK // n**2) if batch_size is None else whole_number("batch_size", batch_size, at_least=1)
     report = check_progress(progress)
@@ -137,6 +138,7 @@ def _select_systems(simulation: Simulation, rows: slice) -> Simulation:
         weights=None if path.weights is None else path.weights[:, rows],
         radius=None if path.radius is None else path.radius[:, rows],
         tokens=None,
+        identities=None,
         outcome=None,
     )
     streams = None if simulation.streams is None else simulation.streams[:, rows]

@@ -34,6 +34,7 @@ from helmscope.types.measurement import (
     check_measurement,
     check_reduced,
     check_replicates,
+    identity_coordinates,
     keeps_replicates,
     replicate_axis,
 )
@@ -72,6 +73,7 @@ __all__ = [
     "check_replicates",
     "counted",
     "fits_memory",
+    "identity_coordinates",
     "increasing_times",
     "interval_text",
     "joined",

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from helmscope.types.arguments import counted
 from helmscope.types.errors import HelmscopeError
-from helmscope.types.measurement import check_replicates
+from helmscope.types.measurement import check_replicates, identity_coordinates
 
 if TYPE_CHECKING:
     import numpy as np
@@ -86,7 +86,8 @@ class Needs(Flag):
 @dataclass(frozen=True, eq=False)
 class ReplayPlan:
     """The extent of a replay: its ``layers``, the name ``axis`` of their axis and their ``coordinates`` on it, and the
-    name ``replicate`` of the replicate axis with the number of ``replicates``.
+    name ``replicate`` of the replicate axis with the number of ``replicates``. ``identities`` are those of the
+    ``Trajectory``, None if unknown.
 
     >>> ReplayPlan(range(1), axis="layer", coordinates=[0], replicate="prompt", replicates=3).replicates
     3
@@ -97,6 +98,7 @@ class ReplayPlan:
     coordinates: Sequence[float] | NDArray[np.generic]
     replicate: str
     replicates: int
+    identities: Sequence[str] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -323,8 +325,9 @@ class Instrument(ABC):
             for layer, rows, array in kept.chunks:
                 values[plan.layers.index(layer), rows][tuple(slice(size) for size in array.shape)] = array
             data[name] = ((plan.axis, plan.replicate, *kept.axes), values)
-        coords = {plan.axis: np.asarray(plan.coordinates), plan.replicate: np.arange(plan.replicates)}
-        return xr.Dataset(data, coords | {axis: np.arange(size) for axis, size in sizes.items()})
+        coords: dict[str, Any] = {plan.axis: np.asarray(plan.coordinates), plan.replicate: np.arange(plan.replicates)}
+        coords |= {axis: np.arange(size) for axis, size in sizes.items()}
+        return xr.Dataset(data, coords | identity_coordinates(plan.replicate, plan.identities))
 
 
 @dataclass(frozen=True, eq=False)
