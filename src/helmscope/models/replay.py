@@ -218,7 +218,9 @@ class _InstrumentFeed(Observer):
         depth = self.anatomy.depths.at(layer, self.anatomy.layers[layer].wiring.reads(half))
         batch = self.recording.batch
         counted, visible = self._mask_rows(batch.counted, state), self._mask_rows(batch.visible, state, boolean=True)
-        return Moment(layer, half, float(depth), self.rows, counted, visible, step=1.0)
+        structure = self.anatomy.layers[layer]
+        heads = {Half.ATTENTION: structure.heads, Half.CROSS: structure.cross_heads}.get(half)
+        return Moment(layer, half, float(depth), self.rows, counted, visible, step=1.0, heads=heads)
 
     def _mask_rows(self, mask: Tensor | None, like: Tensor, *, boolean: bool = False) -> Tensor | None:
         """The rows of a mask for the current chunk, on the device of ``like``, as bool or in its dtype."""

@@ -87,7 +87,8 @@ def token_logits(
     coords: dict[str, Any] = {"prompt": np.arange(len(recording.batch)), "token": labels}
     coords["token_id"] = ("token", ids.numpy())
     coords |= identity_coordinates("prompt", recording.batch.identities)
-    coords |= {"depth": depths} if isinstance(depth, Sequence) else {}
+    if isinstance(depth, Sequence):
+        coords["depth"] = ("depth", depths, {"units": recording.trajectory.unit})
     coords |= {} if positions.names is None else {"position": positions.names}
     for axis in ("depth", "position"):
         if axis not in coords:
