@@ -160,6 +160,7 @@ def test_two_tokenizers_on_the_same_texts_are_paired():
     first, second = order(TEXTS), order(TEXTS, letters="dcba")
     assert bool((paired_difference(first, second).order != 0).any())
     assert paired_difference(first, second).text.values.tolist() == first.text.values.tolist()
+    assert paired_difference(first, second).depth.attrs == {"units": "half-layers"}
 
 
 def test_token_ids_are_identified_without_their_padding():

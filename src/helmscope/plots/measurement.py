@@ -109,7 +109,7 @@ def measurement_figure(
     return figure
 
 
-def _reduced_by_label(measurements: object) -> list[_Shown]:
+def _reduced_by_label(measurements: Any) -> list[_Shown]:
     """The Measurements, reduced; raises HelmscopeError for anything else."""
     by_label = measurements if isinstance(measurements, Mapping) and not _is_dataset(measurements) else None
     if by_label is not None and not by_label:

@@ -59,7 +59,10 @@ def paired_difference(first: xr.Dataset, second: xr.Dataset, *, different_texts:
         name: (first[name] - second[name]).drop_attrs().assign_attrs(_attributes(first[name], second[name]))
         for name in names
     }
-    return check_replicates(xr.Dataset(data, attrs=first.attrs))
+    difference = xr.Dataset(data, attrs=first.attrs)
+    # arithmetic drops the attributes of coordinates, such as units
+    kept = {name: first.coords[name].variable for name in difference.coords if name in first.coords}
+    return check_replicates(difference.assign_coords(kept))
 
 
 def _check_identities(first: xr.Dataset, second: xr.Dataset, axis: str) -> None:
