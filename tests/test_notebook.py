@@ -29,6 +29,7 @@ CELLS = {
     "sim.plot()": PICTURE,
     "recording.plot()": PICTURE,
     "hs.plot(diagram)": PICTURE,
+    "hs.plot(hs.overview(sim, beta=4.0))": PICTURE,
     "trial.plot()": PICTURE,
     "import matplotlib.pyplot as plt\nsim.trajectory.plot(system=1)": PICTURE,  # pyplot shows its own figures itself
     "sim.trajectory": TEXT,

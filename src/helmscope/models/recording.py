@@ -107,7 +107,8 @@ class Recording(Plottable):
         times = torch.arange(self.first, self.first + len(stream.radius), dtype=torch.float64, device="cpu")
         weights = None if counted is None else counted.to(stream.radius).unsqueeze(0)
         path = Trajectory(times, stream.direction, weights, stream.radius, self.batch.tokens)
-        return replace(path, axis=self.axis, replicate=self.replicate)
+        unit = "half-layers" if self.anatomy.depths.steps == 2 else "thirds of a layer"
+        return replace(path, axis=self.axis, replicate=self.replicate, unit=unit, identities=self.batch.identities)
 
     @property
     def axis(self) -> str:

@@ -62,6 +62,7 @@ def prepare_inputs(
         target_batch = prepare(stacks.decoder, targets, tokenizer, name="targets", **options)
         strings = not isinstance(targets, torch.Tensor | Mapping)
         decoded = _shifted(model, target_batch, tokenizer, "targets", strings=strings)
+        decoded = replace(decoded, identities=target_batch.identities)
     if len(decoded) != len(source):
         name = IDS if decoder_inputs else "targets"
         raise HelmscopeError(f"{name} holds {len(decoded)} texts, but the encoder reads {len(source)}: one for each")
@@ -126,7 +127,9 @@ def _shift(model: Any, ids: Tensor, name: str) -> Tensor:
 
 
 def _join_batches(source: Batch, decoded: Batch) -> Batch:
-    """The batch of the whole model, whose tokens are those of the decoder."""
+    """The batch of the whole model, whose tokens are those of the decoder. A prompt is identified by its text and, if
+    targets were passed, its target.
+    """
 
     def both(encoder: Mapping[str, Tensor], decoder: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {**encoder, **{f"decoder_{name}": value for name, value in decoder.items()}}
@@ -135,4 +138,9 @@ def _join_batches(source: Batch, decoded: Batch) -> Batch:
     if source.given is not None or decoded.given is not None:
         as_passed = both(source.given or source.inputs, decoded.given or decoded.inputs)
     inputs = both(source.inputs, decoded.inputs)
-    return Batch(inputs, decoded.counted, decoded.tokens, decoded.visible, as_passed, source, decoded.targets)
+    identities = source.identities
+    if identities is not None and decoded.identities is not None:
+        identities = tuple(map(" -> ".join, zip(identities, decoded.identities, strict=True)))
+    return Batch(
+        inputs, decoded.counted, decoded.tokens, decoded.visible, as_passed, source, decoded.targets, identities
+    )

@@ -14,7 +14,7 @@ import xarray as xr
 from helmscope.geometry.arithmetic import full_precision
 from helmscope.geometry.linkage import pairs_within_chord
 from helmscope.geometry.sphere import check_tokens
-from helmscope.observe.track import SHARE, state_axes, token_weights, trajectory_of, with_bounds, with_replicates
+from helmscope.observe.track import SHARE, token_weights, trajectory_of, with_bounds, with_replicates
 from helmscope.types import System, Trajectory, check_memory, real_number, whole_number
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def clustering_probability(trajectory: Trajectory | System, *, delta: float) -> 
     """
     path = trajectory_of(trajectory)
     share = clustering_fraction(path.states, delta=delta, weights=path.weights)
-    measurement = with_replicates({"probability": share}, state_axes(path))
+    measurement = with_replicates({"probability": share}, path)
     return with_bounds(measurement, {"probability": SHARE}).assign_attrs(delta=delta)
 
 
@@ -92,8 +92,8 @@ def inner_product_histogram(trajectory: Trajectory | System, *, bins: int = 100)
     counts = torch.zeros(*x.shape[:2], bins, dtype=x.dtype, device=x.device)
     counts.scatter_add_(-1, index.flatten(-2), pairs.flatten(-2))
     share = counts / counts.sum(-1, keepdim=True)
-    axes = {**state_axes(path), "inner_product": (edges[1:] + edges[:-1]) / 2}
-    return with_bounds(with_replicates({"share": share}, axes), {"share": SHARE})
+    measurement = with_replicates({"share": share}, path, {"inner_product": (edges[1:] + edges[:-1]) / 2})
+    return with_bounds(measurement, {"share": SHARE})
 
 
 def _total_pair_weight(m: Float[Tensor, "*batch n"]) -> Float[Tensor, "*batch"]:

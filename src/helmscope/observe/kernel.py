@@ -256,7 +256,7 @@ class KernelStatistics(Instrument):
                 f"{counted(n, 'token')} it must be ({rows}, {n}, {n}) or ({rows}, heads, {n}, {n})"
             )
         weights = token_weights(passed.state, moment.weights)
-        self.keep(moment, _statistics(kernel, weights.to(kernel), moment.visible))
+        self.keep(moment, _statistics(kernel, weights.to(kernel), moment.visible), axes=("head",))
 
     def result(self) -> xr.Dataset:
         """The statistics of every head (if there are several), layer and replicate."""

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 
-from helmscope.observe.track import AT_LEAST_0, state_axes, token_weights, with_bounds, with_replicates
+from helmscope.observe.track import AT_LEAST_0, token_weights, with_bounds, with_replicates
 from helmscope.types import HelmscopeError, Progress, Trajectory, check_progress
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def lens_divergence(system: HasLogits, *, progress: Progress | None = None) -> x
             means[:, step, rows] = (values * m).sum(-1) / m.sum(-1)
             progress((begin + (step + 1) / len(depths) * len(m)) / texts)
     quantities = {"divergence": means[0], "entropy": means[1]}
-    return with_bounds(with_replicates(quantities, state_axes(path)), dict.fromkeys(quantities, AT_LEAST_0))
+    return with_bounds(with_replicates(quantities, path), dict.fromkeys(quantities, AT_LEAST_0))
 
 
 def _per_token(final: Float[Tensor, "token w"], early: Float[Tensor, "token w"]) -> Float[Tensor, "2 token"]:

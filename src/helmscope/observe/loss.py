@@ -28,7 +28,14 @@ from helmscope.models.premise import Premise
 from helmscope.models.probe import vocabulary_size
 from helmscope.models.recording import Recording
 from helmscope.models.watch import AbstractEdit, Observer, Site
-from helmscope.types import HelmscopeError, check_progress, check_replicates, shown, type_with_article
+from helmscope.types import (
+    HelmscopeError,
+    check_progress,
+    check_replicates,
+    identity_coordinates,
+    shown,
+    type_with_article,
+)
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -208,7 +215,9 @@ class _Scoring:
         self.tokens, self.shift = (batch, 1) if batch.targets is None else (batch.targets, 0)
         self.weights = _weights(recording, self.tokens, self.shift)
         self.ids = self.tokens.inputs[self.tokens.ids_name].cpu()
-        self.coords = {"prompt": np.arange(len(batch)), "predicted": ("prompt", self.weights.sum(-1).numpy())}
+        self.coords: dict[str, Any] = {"prompt": np.arange(len(batch))}
+        self.coords["predicted"] = ("prompt", self.weights.sum(-1).numpy())
+        self.coords |= identity_coordinates("prompt", batch.identities)
         self._vocabulary = vocabulary_size(self.runner.model)
 
     @property

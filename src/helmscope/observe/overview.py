@@ -65,7 +65,7 @@ def overview(
     for compute in computations:
         measurements.append(compute())
         progress(len(measurements) / len(computations))
-    merged = xr.merge(measurements, combine_attrs="no_conflicts")
+    merged = xr.merge(measurements, compat="equals", combine_attrs="no_conflicts")
     return with_bounds(merged, BOUNDS).assign_attrs(beta=beta, delta=delta, radius=radius, every=every)
 
 

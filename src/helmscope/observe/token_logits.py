@@ -24,6 +24,7 @@ from helmscope.types import (
     check_progress,
     check_replicates,
     counted,
+    identity_coordinates,
     part_of,
     shown,
     type_with_article,
@@ -86,7 +87,9 @@ def token_logits(
     dims: tuple[str, ...] = ("depth", "prompt", "position", "token")
     coords: dict[str, Any] = {"prompt": np.arange(len(recording.batch)), "token": labels}
     coords["token_id"] = ("token", ids.numpy())
-    coords |= {"depth": depths} if isinstance(depth, Sequence) else {}
+    coords |= identity_coordinates("prompt", recording.batch.identities)
+    if isinstance(depth, Sequence):
+        coords["depth"] = ("depth", depths, {"units": recording.trajectory.unit})
     coords |= {} if positions.names is None else {"position": positions.names}
     for axis in ("depth", "position"):
         if axis not in coords:

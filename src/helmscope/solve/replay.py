@@ -63,7 +63,8 @@ def replay(
     """
     systems, n = simulation.trajectory.states.shape[1:3]
     coordinates = simulation.times.cpu().numpy()
-    plan = ReplayPlan(simulation.layers, simulation.layer_axis, coordinates, simulation.replicate, systems)
+    identities = simulation.trajectory.identities
+    plan = ReplayPlan(simulation.layers, simulation.layer_axis, coordinates, simulation.replicate, systems, identities)
     needs = start_instruments(simulation, instruments, plan)
     size = max(1, CHUNK // n**2) if batch_size is None else whole_number("batch_size", batch_size, at_least=1)
     report = check_progress(progress)
@@ -137,6 +138,7 @@ def _select_systems(simulation: Simulation, rows: slice) -> Simulation:
         weights=None if path.weights is None else path.weights[:, rows],
         radius=None if path.radius is None else path.radius[:, rows],
         tokens=None,
+        identities=None,
         outcome=None,
     )
     residual_stream = None if simulation.residual_stream is None else simulation.residual_stream[:, rows]
@@ -172,19 +174,20 @@ class _LayerView:
         """Pass both halves, as far as they exist, to the instruments that need them."""
         if self.needs.attention_half and attention_of(self.simulation.field) is not None:
             attention_pass = self._attention()
+            moment = self._moment(Half.ATTENTION, _number_of_heads(self.simulation.field, attention_pass))
             for instrument in instruments:
                 if instrument.needs.attention_half:
-                    instrument.attention(self._moment(Half.ATTENTION), attention_pass)
+                    instrument.attention(moment, attention_pass)
         if self.needs.mlp_half and self.simulation.force(layer=self.layer) is not None:
             mlp_pass = self._mlp()
             for instrument in instruments:
                 if instrument.needs.mlp_half:
                     instrument.mlp(self._moment(Half.MLP), mlp_pass)
 
-    def _moment(self, half: Half) -> Moment:
+    def _moment(self, half: Half, heads: int | None = None) -> Moment:
         weights, time = self.simulation.trajectory.weights, float(self.simulation.times[self.layer])
         now = None if weights is None else weights[self.layer if len(weights) > 1 else 0]
-        return Moment(self.layer, half, time, self.rows, now, self.simulation.visible, self.step)
+        return Moment(self.layer, half, time, self.rows, now, self.simulation.visible, self.step, heads)
 
     def _attention(self) -> AttentionPass:
         needs, attention, state = self.needs, attention_of(self.simulation.field), self.state
@@ -228,6 +231,15 @@ class _LayerView:
         if isinstance(attention, Attention):
             return request.query, request.key, _values(attention, x)
         return request.query, request.key, torch.stack([_values(head, x) for head in attention.heads], -3)
+
+
+def _number_of_heads(field: Field, passed: AttentionPass) -> int | None:
+    """The number of heads, from a tensor with an axis of heads or from the field; None for a field of a single head."""
+    for tensor in (passed.kernel, passed.query):
+        if tensor is not None:
+            return tensor.shape[1] if tensor.ndim == 4 else None
+    attention = attention_of(field)
+    return len(attention.heads) if isinstance(attention, MultiHead) else None
 
 
 def _values(head: Attention, x: Tensor) -> Tensor:

@@ -34,6 +34,7 @@ from helmscope.types.measurement import (
     check_measurement,
     check_reduced,
     check_replicates,
+    identity_coordinates,
     keeps_replicates,
     replicate_axis,
 )
@@ -75,6 +76,7 @@ __all__ = [
     "figure_of",
     "html_stack",
     "html_table",
+    "identity_coordinates",
     "increasing_times",
     "interval_text",
     "keeps_replicates",

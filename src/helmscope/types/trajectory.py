@@ -124,7 +124,9 @@ class Trajectory(Plottable):
     divided out. ``weights`` >= 0 are the weights of the tokens in statistics, (1, batch, token), or (time, batch,
     token) if they change: 0 for padding and for tokens left out; None means equal weights. ``tokens`` optionally holds
     a label per token. In Measurements ``axis`` names the first axis, time, or depth for a model, and ``replicate`` the
-    second, system, or prompt for a model. Raises ``HelmscopeError`` if shapes do not match or a weight is negative.
+    second, system, or prompt for a model; ``unit`` is the unit of the times, such as half-layers. ``identities``
+    optionally holds one string per system that identifies what it started from, such as a hash of its text, by which
+    ``paired_difference`` recognizes pairs. Raises ``HelmscopeError`` if shapes do not match or a weight is negative.
 
     >>> import torch
     >>> Trajectory(torch.zeros(1), torch.eye(3).expand(1, 2, 3, 3)).states.shape
@@ -141,6 +143,8 @@ class Trajectory(Plottable):
     outcome: Outcome | None = None
     axis: str = "time"
     replicate: str = "system"
+    unit: str = ""
+    identities: Sequence[str] | None = None
 
     def __post_init__(self) -> None:
         for name in ("times", "states"):
@@ -165,6 +169,11 @@ class Trajectory(Plottable):
         if self.tokens is not None and [len(row) for row in self.tokens] != [shape[2]] * shape[1]:
             raise HelmscopeError(
                 f"tokens must hold {counted(shape[2], 'label')} for each of {counted(shape[1], 'system')}"
+            )
+        if self.identities is not None and len(self.identities) != shape[1]:
+            raise HelmscopeError(
+                f"identities holds {counted(len(self.identities), 'string')}, but it must hold one for each of "
+                f"{counted(shape[1], self.replicate)}"
             )
 
     @property
