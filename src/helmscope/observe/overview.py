@@ -15,7 +15,9 @@ from helmscope.observe.inner_products import clustering_probability, inner_produ
 from helmscope.observe.order import order_parameter
 from helmscope.observe.rank import entropy_rank
 from helmscope.observe.track import AT_LEAST_0, AT_LEAST_1, SHARE, track, trajectory_of, with_bounds
-from helmscope.types import Progress, System, Trajectory, check_progress, real_number
+from helmscope.runs.bar import shows_progress
+from helmscope.types import System, Trajectory, check_progress, real_number
+from helmscope.types.progress import ProgressOption
 
 MOST_PAIRED = 2_048
 BOUNDS = {
@@ -27,6 +29,7 @@ BOUNDS = {
 }
 
 
+@shows_progress("overview")
 def overview(
     trajectory: Trajectory | System,
     *,
@@ -34,7 +37,7 @@ def overview(
     delta: float = 1e-3,
     radius: float = 0.1,
     bins: int = 50,
-    progress: Progress | None = None,
+    progress: ProgressOption = None,
 ) -> xr.Dataset:
     """Clustering probability, order, clusters, rank, energy and histogram of inner products of every system over time.
 
@@ -51,7 +54,7 @@ def overview(
     """
     beta, trajectory = real_number("beta", beta, at_least=0), trajectory_of(trajectory)
     every = -(-trajectory.states.shape[-2] // MOST_PAIRED)
-    thinned, progress = _thin_tokens(trajectory, every), check_progress(progress)
+    thinned, report = _thin_tokens(trajectory, every), check_progress(progress)
     computations: list[Callable[[], xr.Dataset]] = [
         partial(clustering_probability, thinned, delta=delta),
         partial(track, thinned, clusters=partial(cluster_count, radius=radius)),
@@ -64,7 +67,7 @@ def overview(
     measurements = []
     for compute in computations:
         measurements.append(compute())
-        progress(len(measurements) / len(computations))
+        report(len(measurements) / len(computations))
     merged = xr.merge(measurements, combine_attrs="no_conflicts")
     return with_bounds(merged, BOUNDS).assign_attrs(beta=beta, delta=delta, radius=radius, every=every)
 
