@@ -62,7 +62,8 @@ def check_tokens(x: object, *, name: str = "x", normalize: bool = False) -> Floa
 
 def _is_unit(x: Tensor) -> Tensor:
     """Which tokens have norm 1; False for those with NaN or infinite entries."""
-    return (torch.linalg.vector_norm(x, dim=-1) - 1).abs() <= NORM_TOLERANCE[x.dtype]
+    norm: Tensor = torch.linalg.vector_norm(x, dim=-1)
+    return (norm - 1).abs() <= NORM_TOLERANCE[x.dtype]
 
 
 def _first_index(bad: Tensor) -> str:
