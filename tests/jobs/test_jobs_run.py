@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -15,6 +16,7 @@ import pytest
 import helmscope as hs
 from helmscope.jobs import Phase, Report, Simulate, Trials
 from helmscope.jobs.run import Interrupted
+from helmscope.runs import bar
 from support.children import child, wait_for, with_tests_on_path
 from support.refusal import refused
 
@@ -208,3 +210,21 @@ def test_a_spec_that_runs_code_is_not_suggested_for_pasting(helmscope, tmp_path)
     folder.write_spec(hs.jobs.to_toml(Trials()))
     (run,) = json.loads(helmscope("runs", "--json")[1])["runs"]
     assert run["resume"] == "helmscope run --out runs/a --resume"
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_a_long_run_shows_a_bar_unless_it_is_silenced(tmp_path, monkeypatch):
+    """As if every run were a long one."""
+    monkeypatch.setattr(bar, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    hs.jobs.run(PHASE, folder=tmp_path / "silent", show_progress=False)
+    assert sys.stderr.getvalue() == ""
+    hs.jobs.run(PHASE, folder=tmp_path / "default")
+    written = sys.stderr.getvalue()
+    assert written.count("100%") == written.count("\n") == 1
+    assert "running 4 units" in written

@@ -16,13 +16,23 @@ from helmscope.claims.reading import read_catalogue
 from helmscope.claims.registry import Case, Experiment, Registered, code_file, experiments
 from helmscope.models.subject import Subject
 from helmscope.runs.attempt import described
+from helmscope.runs.bar import reporting
 from helmscope.runs.run import RunResult, UnitsFailed, run
 from helmscope.runs.serial import Serial
 from helmscope.runs.unit import Unit
 from helmscope.stats.summary import summary
 from helmscope.store.manifest import hash_file
 from helmscope.store.verdicts import decode_verdicts, encode_verdicts
-from helmscope.types import HelmscopeError, Plottable, Verdict, counted, html_stack, known_name, one_line_repr
+from helmscope.types import (
+    HelmscopeError,
+    Plottable,
+    Verdict,
+    check_progress,
+    counted,
+    html_stack,
+    known_name,
+    one_line_repr,
+)
 from helmscope.types.measurement import COMPANIONS
 
 if TYPE_CHECKING:
@@ -32,6 +42,7 @@ if TYPE_CHECKING:
     from helmscope.runs.attempt import Engine, Outcomes
     from helmscope.store.manifest import Manifest
     from helmscope.store.run_folder import RunFolder
+    from helmscope.types.progress import ProgressOption
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -78,6 +89,7 @@ def try_claim(
     folder: str | Path | None = None,
     subject: Subject | None = None,
     other: Subject | None = None,
+    progress: ProgressOption = None,
 ) -> Trial:
     """Run the experiment of one claim and judge its finding by the region fixed in the catalogue.
 
@@ -85,21 +97,25 @@ def try_claim(
     experiment, and is the simulation for most. ``quick`` uses fewer replicates. With ``folder`` the claim is one of a
     user's catalogue, and the Python files there are run. Equal seeds give equal verdicts. Raises HelmscopeError for an
     unknown claim, for one without an experiment, for a subject that it cannot be tried on, and if the experiment fails.
+    ``progress`` is called with 1 at the end.
 
     >>> try_claim("kuramoto", quick=True).verdict.ruling.value
     'true by construction'
     """
     Case(seed, quick)
+    check_progress(progress)
     chosen = registered(claim, folder)
     case = chosen.case(seed, quick=quick, subject=subject, other=other)
     entry = read_catalogue(folder)[claim]  # read before the experiment, which cannot change what it is judged by
     label = " and ".join(subject.label for subject in case.subjects)
     try:
-        finding = chosen.function(case)
+        with reporting(progress, f"trying '{claim}'") as report:
+            finding = chosen.function(case)
     except Exception as error:
         reason = str(error) if isinstance(error, HelmscopeError) else described(error)
         line = _failing_line(error, chosen.function)
         raise HelmscopeError(f"experiment of '{claim}' failed{line}: {reason}") from error
+    check_progress(report)(1.0)
     return Trial(judge(entry, finding, subject=label), finding.data)
 
 
@@ -218,7 +234,7 @@ def trial_unit(
     Whatever the experiment prints goes to standard error.
     """
     parameters = {"subject": subject, "other": other}
-    subjects = {name: _decode_subject(data) for name, data in parameters.items() if data is not None}
+    subjects: dict[str, Any] = {name: _decode_subject(data) for name, data in parameters.items() if data is not None}
     with redirect_stdout(sys.stderr):
         trial = try_claim(claim, seed=seed, quick=quick, folder=folder, **subjects)
     return trial.data.assign_attrs(verdict=encode_verdicts([trial.verdict]).decode())

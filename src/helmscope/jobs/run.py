@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 from helmscope.jobs.job import Job, Result, Work
 from helmscope.jobs.spec import Spec, check_spec, from_toml, to_toml
 from helmscope.runs.attempt import check_engine
+from helmscope.runs.bar import reporting
 from helmscope.runs.plan import read_parts
 from helmscope.runs.progress import print_status
 from helmscope.runs.serial import Serial
@@ -44,7 +46,7 @@ def run(
     *,
     folder: str | os.PathLike[str] | None = None,
     engine: Engine | None = None,
-    show_progress: bool = False,
+    show_progress: bool | None = None,
     resume: bool = False,
     allow_mixed: bool = False,
     command: Sequence[str] | None = None,
@@ -56,7 +58,8 @@ def run(
     With ``resume`` it is the folder of an interrupted run, which is continued; if that run was started with another
     spec, or with other versions, another CPU or number of threads (unless ``allow_mixed``), a ``HelmscopeError`` says
     so. ``engine`` is ``Serial()`` (the default), ``Processes(jobs)`` or ``Ray(jobs)``; results do not depend on it.
-    ``show_progress`` prints progress on standard error. ``command`` is the command line stored in the manifest, by
+    ``show_progress`` prints progress on standard error; by default a long run shows a bar on a terminal or in a
+    notebook, and with False it shows nothing. ``command`` is the command line stored in the manifest, by
     default that of this process. Arguments are checked before a folder is created.
 
     >>> import tempfile
@@ -72,16 +75,20 @@ def run(
     engine = Serial() if engine is None else engine
     check_engine(engine)
     for name, value in (("show_progress", show_progress), ("resume", resume), ("allow_mixed", allow_mixed)):
-        if not isinstance(value, bool):
+        if not isinstance(value, bool) and (name, value) != ("show_progress", None):
             raise HelmscopeError(f"{name} is {shown(value)}, but it must be True or False")
-    job = spec.prepare()
+    with reporting(False):  # a check may compute a small example
+        job = spec.prepare()
     manifest = job.manifest(engine, sys.argv if command is None else command)
     place = _open_folder(job, manifest, folder, resume=resume, allow_mixed=allow_mixed)
-    work = Work(folder=place, manifest=manifest, engine=engine, show_progress=show_progress, allow_mixed=allow_mixed)
+    prints = bool(show_progress)
+    work = Work(folder=place, manifest=manifest, engine=engine, show_progress=prints, allow_mixed=allow_mixed)
     if show_progress and job.prints_cost:
         print_status(str(job.cost()))
+    silence = reporting(False) if show_progress is False else nullcontext()
     try:
-        return job.execute(work)
+        with silence:
+            return job.execute(work)
     except KeyboardInterrupt as error:
         raise Interrupted(place) from error
 

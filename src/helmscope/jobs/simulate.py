@@ -283,7 +283,7 @@ class SimulateJob(Job):
         from helmscope.observe.overview import overview
         from helmscope.plots.overview import overview_figure
         from helmscope.plots.style import png
-        from helmscope.runs.progress import ProgressBar
+        from helmscope.runs.bar import ProgressBar
 
         spec, folder = self.spec, work.folder
         states = (("time", "system", "token", "axis"), trajectory.states.numpy())

@@ -13,6 +13,7 @@ from helmscope.models.probe import vocabulary_size
 from helmscope.models.record import record
 from helmscope.models.recorder import Recorder
 from helmscope.models.texts import Batch, context_length
+from helmscope.runs.bar import reporting
 from helmscope.types import counted, whole_number
 
 if TYPE_CHECKING:
@@ -66,6 +67,7 @@ class Diagnosis:
         return f"{where}\nchecked on {self.tried}\n{self.certificate}\n{encoder}{cost}"
 
 
+@reporting(None, "examining a model")
 def diagnose(
     model: Any, *, texts: int = 128, tokens: int = 128, batch_size: int = 16, tokenizer: Any = None, **options: Any
 ) -> Diagnosis:

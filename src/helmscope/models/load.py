@@ -19,6 +19,7 @@ from helmscope.models.checkpoint import check_folder
 from helmscope.models.library import quiet, transformers_library
 from helmscope.models.norm_reading import epsilon_of
 from helmscope.models.tokenizer import read_tokenizer
+from helmscope.runs.bar import reporting
 from helmscope.store.atomic import one_line
 from helmscope.types import HelmscopeError, counted, known_name, type_with_article, whole_number
 
@@ -84,6 +85,7 @@ class Loaded:
         return f"<Loaded {origin.name}: {type(self.model).__name__}, {tokenizer}, {origin.dtype} on {origin.device}>"
 
 
+@reporting(None, "loading a model")
 def load(
     source: Any,
     *,

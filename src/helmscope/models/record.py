@@ -26,17 +26,20 @@ from helmscope.models.stacks import stacks_of
 from helmscope.models.tap import share_lock
 from helmscope.models.targets import prepare_inputs
 from helmscope.models.texts import Batch
-from helmscope.types import Progress, check_progress, whole_number
+from helmscope.runs.bar import shows_progress
+from helmscope.types import check_progress, whole_number
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from helmscope.models.probe import LayerProbe
     from helmscope.models.recorder import ResidualStream
+    from helmscope.types.progress import ProgressOption
 
 PROBED_TEXTS, PROBED_TOKENS = 2, 24
 
 
+@shows_progress("recording")
 def record(
     model: Any = FIRST,
     texts: Sequence[str] | Tensor | Mapping[str, Tensor] | None = None,
@@ -46,7 +49,7 @@ def record(
     truncate: bool = False,
     batch_size: int = 16,
     keep: Keep = Keep.NOTHING,
-    progress: Progress | None = None,
+    progress: ProgressOption = None,
     **options: Any,
 ) -> Recording:
     """Run a model on texts and record its residual stream, half-layer by half-layer.
@@ -104,7 +107,7 @@ def _record_and_certify(
     batch: Batch,
     batch_size: int,
     keep: Keep,
-    progress: Progress | None,
+    progress: ProgressOption,
     encoder: Recording | None = None,
 ) -> Recording:
     longest = _longest_text(batch, loaded.model)

@@ -19,6 +19,7 @@ from helmscope.models.recording_summary import recording_html, recording_manifes
 from helmscope.models.replay import refusal, replay
 from helmscope.models.sphere import mlp_points, on_sphere
 from helmscope.models.watch import AbstractEdit
+from helmscope.runs.bar import shows_progress
 from helmscope.types import HelmscopeError, Plottable, Trajectory, counted, shown, type_with_article
 
 if TYPE_CHECKING:
@@ -34,7 +35,8 @@ if TYPE_CHECKING:
     from helmscope.models.runner import Runner
     from helmscope.models.texts import Batch
     from helmscope.store.manifest import Manifest
-    from helmscope.types import Instrument, Progress
+    from helmscope.types import Instrument
+    from helmscope.types.progress import ProgressOption
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -288,12 +290,13 @@ class Recording(Plottable):
         edits = tuple(edit for edit in self.edits if put.skip == 0 or not isinstance(edit, PutState))
         return self._run_again(replace(self.runner, edits=(*edits, put)), first=depth)
 
+    @shows_progress("recording")
     def under(
         self,
         *edits: AbstractEdit,
         encoder: AbstractEdit | Sequence[AbstractEdit] | Recording = (),
         keep: Keep = Keep.NOTHING,
-        progress: Progress | None = None,
+        progress: ProgressOption = None,
     ) -> Recording:
         """Record the same texts under further edits of the forward; ``keep`` and ``progress`` as for ``record``.
 
@@ -336,7 +339,7 @@ class Recording(Plottable):
         return self.encoder if not edits or self.encoder is None else self.encoder.under(*edits)
 
     def _run_again(
-        self, runner: Runner, *, first: int, keep: Keep = Keep.NOTHING, progress: Progress | None = None
+        self, runner: Runner, *, first: int, keep: Keep = Keep.NOTHING, progress: ProgressOption = None
     ) -> Recording:
         """The recording made with another runner of the same texts, from the depth ``first`` on."""
         self.certificate.require("trajectory")
@@ -358,7 +361,8 @@ class Recording(Plottable):
         """
         return refusal(self, instrument)
 
-    def replay(self, *instruments: Instrument, progress: Progress | None = None) -> dict[str, xr.Dataset]:
+    @shows_progress("replaying")
+    def replay(self, *instruments: Instrument, progress: ProgressOption = None) -> dict[str, xr.Dataset]:
         """Run the model once more with all instruments attached, and return their Measurements by name, with the axes
         ``layer``, ``prompt`` and, for quantities per head, ``head``. Writes are increments of the residual stream.
 

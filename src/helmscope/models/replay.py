@@ -21,7 +21,6 @@ from helmscope.types import (
     MlpPass,
     Moment,
     Needs,
-    Progress,
     ReplayPlan,
 )
 from helmscope.types.instrument import results, start_instruments
@@ -34,10 +33,11 @@ if TYPE_CHECKING:
 
     from helmscope.models.recording import Recording
     from helmscope.models.tap import Attended, Call
+    from helmscope.types.progress import ProgressOption
 
 
 def replay(
-    recording: Recording, instruments: Sequence[Instrument], progress: Progress | None = None
+    recording: Recording, instruments: Sequence[Instrument], progress: ProgressOption = None
 ) -> dict[str, xr.Dataset]:
     """Run the model of a recording once with instruments attached; see ``Recording.replay``."""
     layers = recording.layers

@@ -27,6 +27,7 @@ from helmscope.models.identity import (
     wiring_of,
 )
 from helmscope.models.premise import Premise, Simulated
+from helmscope.runs.bar import reporting
 from helmscope.types import HelmscopeError, counted, one_line_repr, whole_number
 
 if TYPE_CHECKING:
@@ -372,8 +373,10 @@ class Subject:
         """The recording of the model, or of the twin whose seed is in ``twin``; ``loaded`` is called if it is made."""
         from helmscope.models.record import record
 
-        key = (self._cache_key, "recording", twin, hash_of(prompts), self.truncate)
-        return _CACHE.get(key, lambda: record(loaded(), as_inputs(prompts), truncate=self.truncate), stream_bytes)
+        with reporting(None, "recording") as report:  # also covers loading the model
+            key = (self._cache_key, "recording", twin, hash_of(prompts), self.truncate)
+            options: dict[str, Any] = {"truncate": self.truncate, "progress": report}
+            return _CACHE.get(key, lambda: record(loaded(), as_inputs(prompts), **options), stream_bytes)
 
     def needs(
         self, *parts: str, causal: bool = False, full: bool = False, mlp: bool = False, head: bool = False

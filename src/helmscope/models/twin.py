@@ -10,9 +10,11 @@ import numpy as np
 import torch
 
 from helmscope.models.load import Loaded, ensure_loaded, origin_of
+from helmscope.runs.bar import reporting
 from helmscope.types import seed_number, whole_number
 
 
+@reporting(None, "making an untrained twin")
 def untrained_twin(model: Any, *, seed: int) -> Loaded:
     """The untrained twin of a model: the same configuration with randomly initialized weights.
 

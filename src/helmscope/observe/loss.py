@@ -28,6 +28,7 @@ from helmscope.models.premise import Premise
 from helmscope.models.probe import vocabulary_size
 from helmscope.models.recording import Recording
 from helmscope.models.watch import AbstractEdit, Observer, Site
+from helmscope.runs.bar import shows_progress
 from helmscope.types import (
     HelmscopeError,
     check_progress,
@@ -44,12 +45,14 @@ if TYPE_CHECKING:
     from helmscope.models.runner import Runner
     from helmscope.models.texts import Batch
     from helmscope.types import Progress
+    from helmscope.types.progress import ProgressOption
 
 LOGITS_PER_FORWARD = 1 << 24  # logits that one forward of the model may return
 LOGITS_PER_SUM = 1 << 16  # logits that are summed at a time in float64, which fit in a cache
 
 
-def next_token_loss(recording: Recording, *, progress: Progress | None = None) -> xr.Dataset:
+@shows_progress("next-token loss")
+def next_token_loss(recording: Recording, *, progress: ProgressOption = None) -> xr.Dataset:
     """Mean next-token loss of each prompt in nats: ``loss`` along ``prompt``, averaged by the weights of the tokens.
 
     ``loss_null`` is the loss log |V| of a uniform guess over the vocabulary. The coordinate ``predicted`` holds the
@@ -78,7 +81,8 @@ def next_token_loss(recording: Recording, *, progress: Progress | None = None) -
     return check_replicates(xr.Dataset(data, scoring.coords))
 
 
-def token_loss(recording: Recording, *, progress: Progress | None = None) -> xr.DataArray:
+@shows_progress("next-token loss")
+def token_loss(recording: Recording, *, progress: ProgressOption = None) -> xr.DataArray:
     """Next-token loss of every token in nats, (prompt, token), NaN where a token is not scored.
 
     Not scored are the first token of each text, special tokens and padding. The tokens of an encoder-decoder model are
@@ -102,11 +106,12 @@ def token_loss(recording: Recording, *, progress: Progress | None = None) -> xr.
     return xr.DataArray(losses, coords, ("prompt", "token"), name="loss")
 
 
+@shows_progress("loss under edits")
 def loss_under(
     recording: Recording,
     edits: Mapping[str, AbstractEdit | Sequence[AbstractEdit]],
     *,
-    progress: Progress | None = None,
+    progress: ProgressOption = None,
 ) -> xr.Dataset:
     """Next-token loss of each prompt under each of several named edits (or lists of edits): ``loss`` (edit, prompt).
 
@@ -134,11 +139,12 @@ def loss_under(
     return _loss_and_increase(means, scoring, {"edit": list(edit_lists)})
 
 
+@shows_progress("ablating heads")
 def ablation_loss(
     recording: Recording,
     *,
     layers: int | str | Sequence[int | str] | None = None,
-    progress: Progress | None = None,
+    progress: ProgressOption = None,
 ) -> xr.Dataset:
     """Next-token loss of each prompt with a single head ablated, for every head: ``loss`` along (layer, head, prompt).
 

@@ -16,6 +16,7 @@ from helmscope.fields.field import Field, as_field
 from helmscope.observe.diagram import PhaseDiagram
 from helmscope.observe.fused_shares import FusedShares
 from helmscope.observe.inner_products import clustering_fraction
+from helmscope.runs.bar import shows_progress
 from helmscope.solve.dormand_prince import DormandPrince
 from helmscope.solve.euler_maruyama import EulerMaruyama
 from helmscope.solve.integrate import make_problem
@@ -25,7 +26,7 @@ from helmscope.summation.choose import pinned, using_summation
 from helmscope.theory.equiangular import EquiangularFlow, hitting_time
 from helmscope.theory.starts import Start, in_span
 from helmscope.types import HelmscopeError, check_measurement, check_memory, increasing_times, real_number, whole_number
-from helmscope.types.progress import Progress, check_progress
+from helmscope.types.progress import Progress, ProgressOption, check_progress
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -44,6 +45,7 @@ PAIRS = {"cpu": 2**18}  # entries of the pair matrices integrated at once, which
 PAIRS_ELSEWHERE = 2**24
 
 
+@shows_progress("phase diagram")
 def phase_diagram(
     field: Callable[[float], Field],
     *,
@@ -58,7 +60,7 @@ def phase_diagram(
     stepper: Stepper | None = None,
     noise: Noise | None = None,
     merge: float | None = None,
-    progress: Progress | None = None,
+    progress: ProgressOption = None,
 ) -> PhaseDiagram:
     """Estimates the clustering probability P(<x_i, x_j> >= 1 - delta) over (beta, time) [Geshkovski et al. 2023, figure
     3].
@@ -95,14 +97,15 @@ def phase_diagram(
         noise=noise,
         merge=merge,
     )
-    check_progress(progress)
+    report = check_progress(progress)
     flows = _fields_by_beta(field, betas)
     fused = sweep.fused(flows)
-    shares = sweep.shares(flows, progress) if fused is None else fused.shares(progress)
+    shares = sweep.shares(flows, report) if fused is None else fused.shares(report)
     diagram = _measurement(sweep, flows, sweep.times, shares, "probability")
     return PhaseDiagram.of(diagram if fused is None else diagram.assign_attrs(fused.method_attributes))
 
 
+@shows_progress("published probability")
 def published_probability(
     field: Callable[[float], Field],
     *,
@@ -114,7 +117,7 @@ def published_probability(
     seed: int = 0,
     device: str = "cpu",
     dtype: torch.dtype | None = None,
-    progress: Progress | None = None,
+    progress: ProgressOption = None,
 ) -> xr.Dataset:
     """Clustering probability by the scheme of the published figure 3, from the same starts: ``probability_published``.
 
@@ -147,11 +150,11 @@ def published_probability(
         noise=None,
         merge=None,
     )
-    check_progress(progress)
+    report = check_progress(progress)
     flows = _fields_by_beta(field, betas)
     below, above = (torch.from_numpy(np.searchsorted(whole, side)) for side in (np.floor(ticks), np.ceil(ticks)))
     weight = torch.from_numpy(ticks - np.floor(ticks))
-    shares = ((1 - weight) * share[..., below] + weight * share[..., above] for share in sweep.shares(flows, progress))
+    shares = ((1 - weight) * share[..., below] + weight * share[..., above] for share in sweep.shares(flows, report))
     return _measurement(sweep, flows, requested.tolist(), shares, "probability_published")
 
 
@@ -220,9 +223,7 @@ class _Sweep:
         check_memory(f"samples is {samples}, n of start is {start.n} and times has {len(times)} entries", entries)
         return cls(**arguments | {"times": times, "samples": samples, "delta": _check_delta(arguments["delta"])})
 
-    def shares(
-        self, flows: dict[float, Field], progress: Progress | None
-    ) -> Iterator[Float[Tensor, "beta sample time"]]:
+    def shares(self, flows: dict[float, Field], progress: Progress) -> Iterator[Float[Tensor, "beta sample time"]]:
         """Share of pairs that have met in each sample, one beta at a time; NaN where a sample was lost."""
         starts: dict[bool, Tensor] = {}
         for done, flow in enumerate(flows.values()):
@@ -238,8 +239,7 @@ class _Sweep:
                 integrated = flow if restricted is None else restricted
                 with fitting_threads(integrated, x[first : systems.stop]):  # also covers counting the pairs
                     chunks.append(self._integrate_shares(integrated, x, systems))
-                if progress is not None:
-                    progress((done + systems.stop / len(x)) / len(flows))
+                progress((done + systems.stop / len(x)) / len(flows))
             yield torch.cat(chunks).unsqueeze(0)
 
     def fused(self, flows: dict[float, Field]) -> FusedShares | None:

@@ -19,6 +19,7 @@ from helmscope.models.probe import vocabulary_size
 from helmscope.models.recording import Recording
 from helmscope.models.tokenizer import encode
 from helmscope.observe.loss import LOGITS_PER_FORWARD
+from helmscope.runs.bar import shows_progress
 from helmscope.types import (
     HelmscopeError,
     check_progress,
@@ -37,15 +38,17 @@ if TYPE_CHECKING:
 
     from helmscope.models.runner import Runner
     from helmscope.types import Progress
+    from helmscope.types.progress import ProgressOption
 
 
+@shows_progress("logit lens")
 def token_logits(
     recording: Recording,
     tokens: Sequence[str | int],
     *,
     position: int | Sequence[int] | None = -1,
     depth: int | Sequence[int] | None = None,
-    progress: Progress | None = None,
+    progress: ProgressOption = None,
 ) -> xr.Dataset:
     """Logits of some vocabulary entries: ``logit`` along (prompt, token).
 
@@ -74,14 +77,14 @@ def token_logits(
         raise HelmscopeError(f"recording is {type_with_article(recording)}, but it must be a Recording")
     recording.certificate.require("lens")
     recording.certificate.require("lens over depth")
-    progress, positions = check_progress(progress), _Positions.of(recording, position)
+    report, positions = check_progress(progress), _Positions.of(recording, position)
     ids, labels = _ids_and_labels(recording, tokens)
     depths = list(depth) if isinstance(depth, Sequence) else [depth]
     if not depths:
         raise HelmscopeError("depth is empty, but it must hold at least one depth")
     logits = []
     for k, one_depth in enumerate(depths):
-        share = part_of(progress, k / len(depths), (k + 1) / len(depths))
+        share = part_of(report, k / len(depths), (k + 1) / len(depths))
         logits.append(_logits_at(_runner_at_depth(recording, one_depth), ids, positions, share))
     values = torch.stack(logits).double().cpu().numpy()
     dims: tuple[str, ...] = ("depth", "prompt", "position", "token")

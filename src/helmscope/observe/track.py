@@ -12,9 +12,9 @@ import torch
 import xarray as xr
 
 from helmscope.fields.weights import check_weights
+from helmscope.runs.bar import shows_progress
 from helmscope.types import (
     HelmscopeError,
-    Progress,
     System,
     Trajectory,
     check_progress,
@@ -28,11 +28,14 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike
     from torch import Tensor
 
+    from helmscope.types.progress import ProgressOption
+
 SHARE, AT_LEAST_0, AT_LEAST_1 = (0.0, 1.0), (0.0, math.inf), (1.0, math.inf)  # bounds of quantities
 
 
+@shows_progress("tracking")
 def track(
-    trajectory: Trajectory | System, *, progress: Progress | None = None, **quantities: Callable[..., Tensor]
+    trajectory: Trajectory | System, *, progress: ProgressOption = None, **quantities: Callable[..., Tensor]
 ) -> xr.Dataset:
     """Evaluates functions of tokens along a trajectory: a Measurement over (time, system), or (depth, prompt).
 
@@ -48,10 +51,10 @@ def track(
     >>> measured.order.dims, measured.order.values.round(4).tolist()
     (('time', 'system'), [[0.7071, 0.7071, 0.7071]])
     """
-    path, progress, values = trajectory_of(trajectory), check_progress(progress), {}
+    path, report, values = trajectory_of(trajectory), check_progress(progress), {}
     for name, function in quantities.items():
         values[name] = _evaluate(name, function, path)
-        progress(len(values) / len(quantities))
+        report(len(values) / len(quantities))
     return with_replicates(values, path)
 
 

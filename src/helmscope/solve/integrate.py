@@ -22,7 +22,6 @@ from helmscope.solve.simulation import Simulation
 from helmscope.solve.stepper import AdaptiveStepper, FixedStepper, NoisyStepper, Stepper
 from helmscope.types import (
     HelmscopeError,
-    Progress,
     check_memory,
     check_progress,
     increasing_times,
@@ -35,6 +34,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from helmscope.summation.request import Summation
+    from helmscope.types.progress import ProgressOption
 
 
 def integrate(
@@ -51,7 +51,7 @@ def integrate(
     noise: Noise | None = None,
     seed: int = 0,
     summation: Summation | None = None,
-    progress: Progress | None = None,
+    progress: ProgressOption = None,
 ) -> Simulation:
     """Integrate x' = f(x, t) from x0 at time 0 and return the states at ``times``.
 
@@ -111,7 +111,7 @@ def integrate(
         seed=seed,
         summation=summation,
     )
-    return problem.run(progress)
+    return problem.run(progress=progress)
 
 
 def make_problem(

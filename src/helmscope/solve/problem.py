@@ -15,6 +15,7 @@ from helmscope.fields.multihead import MultiHead
 from helmscope.fields.parameters import selected
 from helmscope.geometry.arithmetic import full_precision
 from helmscope.geometry.sphere import check_tokens, retract
+from helmscope.runs.bar import shows_progress
 from helmscope.solve.adaptive import run_adaptive
 from helmscope.solve.events import Event, Watch
 from helmscope.solve.extras import Extras
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
 
     from helmscope.fields.noise import Noise
     from helmscope.summation.request import Summation
+    from helmscope.types.progress import ProgressOption
 
 logger = logging.getLogger(__name__)
 
@@ -79,11 +81,12 @@ class Problem:
         return one_line_repr(f"Problem of {brief(self.field)}: {who}; {counted(len(self.times), 'time')}")
 
     @full_precision
-    def run(self, progress: Progress | None = None) -> Simulation:
+    @shows_progress("integrating")
+    def run(self, *, progress: ProgressOption = None) -> Simulation:
         """Integrate and return the Simulation; ``progress`` is called with the share of the work done."""
         span = in_span(self)
         inner = self if span is None else span.problem
-        states, outcome, watches = inner._integrate(progress)
+        states, outcome, watches = inner._integrate(progress or None)
         if span is not None:
             states = span.lift(states)
             if float(self.times[0]) == self.origin and self.merge is None:

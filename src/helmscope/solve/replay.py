@@ -29,7 +29,6 @@ from helmscope.types import (
     MlpPass,
     Moment,
     Needs,
-    Progress,
     ReplayPlan,
     check_progress,
     whole_number,
@@ -42,6 +41,7 @@ if TYPE_CHECKING:
 
     from helmscope.fields.field import Field
     from helmscope.solve.simulation import Simulation
+    from helmscope.types.progress import ProgressOption
 
 CHUNK = 1 << 24  # entries of a kernel in memory at a time: 128 MiB in float64
 
@@ -52,7 +52,7 @@ def replay(
     instruments: Sequence[Instrument],
     *,
     batch_size: int | None = None,
-    progress: Progress | None = None,
+    progress: ProgressOption = None,
 ) -> dict[str, xr.Dataset]:
     """Replay a simulation for instruments, ``batch_size`` systems at a time; see ``Simulation.replay``.
 

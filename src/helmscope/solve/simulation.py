@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from helmscope.fields.block import Block
 from helmscope.fields.field import Field, Space
 from helmscope.fields.mlp import MLP, GatedMLP
+from helmscope.runs.bar import shows_progress
 from helmscope.solve.replay import refusal, replay
 from helmscope.types import Outcome, Plottable, Trajectory, brief, html_table, one_line_repr
 
@@ -18,7 +19,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from helmscope.solve.problem import Problem
-    from helmscope.types import Instrument, Progress
+    from helmscope.types import Instrument
+    from helmscope.types.progress import ProgressOption
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -255,8 +257,9 @@ class Simulation(Plottable):
         """
         return refusal(self, instrument)
 
+    @shows_progress("replaying")
     def replay(
-        self, *instruments: Instrument, batch_size: int | None = None, progress: Progress | None = None
+        self, *instruments: Instrument, batch_size: int | None = None, progress: ProgressOption = None
     ) -> dict[str, xr.Dataset]:
         """Show the mechanism at every stored time to instruments and return their Measurements by name, with the axes
         ``time`` and ``system``.
