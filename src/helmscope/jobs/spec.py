@@ -14,7 +14,7 @@ from helmscope.jobs.toml import encode_toml
 from helmscope.store.atomic import as_path, explained, write_bytes
 from helmscope.store.printable import printable
 from helmscope.store.run_folder import SPEC
-from helmscope.types import HelmscopeError, known_name, shown
+from helmscope.types import HelmscopeError, known_name, shown, type_with_article
 
 if TYPE_CHECKING:
     from helmscope.jobs.cost import Estimate
@@ -125,7 +125,7 @@ def from_data(data: Mapping[str, Any], what: str = "the spec") -> Spec:
     helmscope.types.HelmscopeError: unknown field of the spec 'bta': did you mean 'beta'?
     """
     if not isinstance(data, Mapping):
-        raise HelmscopeError(f"{what} is a {type(data).__name__}, but it must be a mapping from field to value")
+        raise HelmscopeError(f"{what} is {type_with_article(data)}, but it must be a mapping from field to value")
     kinds = {str(kind.__struct_config__.tag): kind for kind in _spec_classes()}
     job = data.get(JOB)
     if not isinstance(job, str):
