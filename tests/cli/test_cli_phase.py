@@ -270,7 +270,7 @@ REFUSED = {
     "--jobs 0": "jobs is 0",
     "--threads 0": "threads is 0",
     "--max-memory lots": "max_memory is 'lots'",
-    "--resume": "resume is set, but the folder of the run is not",
+    "--resume": "--resume is given, but the folder of the run is not: add --out FOLDER",
 }
 
 
