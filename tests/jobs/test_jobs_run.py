@@ -106,9 +106,6 @@ def test_resuming_with_another_spec_is_rejected(tmp_path):
     refused(lambda: hs.jobs.run(PHASE, folder=where, resume=True), "was started with job simulate (now phase)")
     refused(lambda: hs.jobs.run(SIMULATE, folder=where), "contains an earlier run: set resume=True to continue it")
     refused(lambda: hs.jobs.run(SIMULATE, resume=True), "resume is set, but the folder of the run is not: set folder,")
-        lambda: hs.jobs.run(SIMULATE, resume=True),
-        "resume is set, but the folder of the run is not: set folder, such as",
-    )
     refused(lambda: hs.jobs.run(SIMULATE, folder=where, allow_mixed=True), "a resumed run: set resume=True or omit it")
     assert contents(where) == before
     assert hs.jobs.run(SIMULATE, folder=where, resume=True).ok

@@ -107,7 +107,7 @@ def test_files_and_run_folders_are_read(tmp_path: Path) -> None:
 def test_equal_jobs_have_equal_specs() -> None:
     assert Simulate(times=[0, 1], n=8) == Simulate(times=(0.0, 1.0), n=8.0)
     assert Simulate(start="vmf") == Simulate(start="vmf", kappa=1)
-    assert Simulate(nu=0.1).step == 0.05
+    assert Simulate(nu=0.1).step == 0.02
     assert Phase(spectrum=[1, 2, 3]) == Phase(spectrum=(1.0, 2.0, 3.0), dims=[3])
     assert Phase() == Phase(dims=[8, 32], published=True)
     assert Phase(nu=0.1).published is Phase(field="usa").published is False

@@ -11,7 +11,7 @@ from helmscope.plots.depth import depth_figure
 from helmscope.plots.phase import phase_figure
 from helmscope.plots.tokens import tokens_figure
 from helmscope.solve.simulation import Simulation
-from helmscope.types import HelmscopeError, Plottable, Trajectory, brief
+from helmscope.types import HelmscopeError, Plottable, Trajectory
 
 if TYPE_CHECKING:
     from helmscope.plots.figure import Figure
@@ -57,7 +57,7 @@ def _trajectory(shown: Trajectory, **options: Any) -> Figure:
 
 @plot.register(Simulation)
 def _simulation(shown: Simulation, **options: Any) -> Figure:
-    return tokens_figure(shown.trajectory, **{"title": brief(shown.field), **options})
+    return tokens_figure(shown.trajectory, **{"title": shown.title, **options})
 
 
 @plot.register(Recording)
