@@ -151,7 +151,12 @@ def test_text_output_and_the_default_folder(helmscope, tmp_path):
     order = hs.overview(by_library().trajectory, beta=2.0).order.values[-1].mean()
     lines = out.splitlines()
     assert lines[0] == "finished at t=1"
-    assert any(line.strip().startswith(f"order at the end: {order:.6g} +- ") for line in lines)
+    (systems,) = (words for words in lines if words.startswith("means over the systems at the end, with 95 %"))
+    assert systems.endswith(f"n = {len(by_library().states[0])}:")
+    (text,) = (line.split(": ")[1] for line in lines if line.strip().startswith("order: "))
+    value, low, high = (float(word.strip("[],")) for word in text.split())
+    assert low < value < high
+    assert value == pytest.approx(order, rel=0.01)
     assert lines[-1] == f"folder: runs/{folder}"
 
 

@@ -9,7 +9,7 @@ import torch
 
 from helmscope.fields.field import Field, Space, as_field
 from helmscope.fields.noise import Noise
-from helmscope.fields.parameters import flattened
+from helmscope.fields.parameters import flattened, selected
 from helmscope.fields.weights import check_weights
 from helmscope.solve.dormand_prince import DormandPrince
 from helmscope.solve.euler_maruyama import EulerMaruyama
@@ -157,6 +157,7 @@ def make_problem(
         check_options(event)
     combined = check_weights(x, weights, mask)
     field.check_size(x)
+    _check_declared(field, x)
     if combined is not None and not field.takes_weights:
         raise HelmscopeError(f"weights or mask is given, but the field {field.name} does not take token weights")
     _check_merge(merge, field, noise)
@@ -183,6 +184,35 @@ def make_problem(
     if kernel is not None:
         _check_kernel(problem)
     return problem
+
+
+def _check_declared(field: Field, x: Float[Tensor, "*batch n d"]) -> None:
+    """Raise ``HelmscopeError`` for a tensor with one value per system that is not declared in ``parameters`` of the
+    field: it would keep its length when systems that have ended are dropped.
+    """
+    lead = tuple(x.shape[:-2])
+    declared = {*field.parameters, *field.parts}
+    suspects = {
+        name: value
+        for name, value in vars(field).items()
+        if name not in declared and isinstance(value, torch.Tensor) and tuple(value.shape[: len(lead)]) == lead
+    }
+    if not suspects or x[..., 0, 0].numel() < 2:
+        return
+    first = selected(torch.tensor([0], device=x.device))
+    alone = x.reshape(-1, *x.shape[-2:])[:1]
+    try:  # a matrix may have the shape of the batch by chance, and then one system can be integrated alone
+        with torch.no_grad():
+            fits = field.with_parameters(flattened(x.shape[:-2])).with_parameters(first).velocity(alone, weights=None)
+    except RuntimeError:
+        fits = None
+    if fits is None or fits.shape != alone.shape:
+        name, value = next(iter(suspects.items()))
+        raise HelmscopeError(
+            f"{name} of {field.name} has shape {tuple(value.shape)}, one value per system, but parameters does not "
+            f"declare it: let {field.name} be a frozen dataclass with parameters = {{{name!r}: "
+            f"{value.ndim - len(lead)}}}"
+        )
 
 
 def _check_kernel(problem: Problem) -> None:
