@@ -151,7 +151,12 @@ def test_text_output_and_the_default_folder(helmscope, tmp_path):
     order = hs.overview(by_library().trajectory, beta=2.0).order.values[-1].mean()
     lines = out.splitlines()
     assert lines[0] == "finished at t=1"
-    assert any(line.strip().startswith(f"order at the end: {order:.6g} +- ") for line in lines)
+    (systems,) = (words for words in lines if words.startswith("means over the systems at the end, with 95 %"))
+    assert systems.endswith(f"n = {len(by_library().states[0])}:")
+    (text,) = (line.split(": ")[1] for line in lines if line.strip().startswith("order: "))
+    value, low, high = (float(word.strip("[],")) for word in text.split())
+    assert low < value < high
+    assert value == pytest.approx(order, rel=0.01)
     assert lines[-1] == f"folder: runs/{folder}"
 
 
@@ -246,7 +251,7 @@ REFUSED = {
     "--stepper rk4 --step nan": "step is nan",
     "--stepper rk4 --tol 1e-5": "tol is 1e-05, but the stepper 'rk4' has a fixed step size: set step instead",
     "--nu 0.1 --tol 1e-5": "tol is 1e-05, but the stepper 'euler-maruyama' has a fixed step size",
-    "--allow-mixed": "allow_mixed is set, but it applies only to a resumed run: add --resume",
+    "--allow-mixed": "--allow-mixed is given, but it applies only to a resumed run: add --resume",
     "--batch 1000000000000": "batch is 1000000000000, n is 4 and dim is 3, but that makes 9.6e+04 GB",
     f"--n 1{'0' * 400}": "000..., but it must be a whole number below 2^63",
     "--dim 10000000 --value 2": "value is 2 and dim is 10000000, but that makes 8e+05 GB",

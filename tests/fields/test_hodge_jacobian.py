@@ -124,16 +124,16 @@ def test_the_index_can_be_differentiated():
 @pytest.mark.parametrize(
     ("force", "x", "words"),
     [
-        (lambda x: x, [1.0, 2.0], "x is list"),
+        (lambda x: x, [1.0, 2.0], "x is a list"),
         (lambda x: x, torch.zeros(2, 2, dtype=torch.long), "x is torch.int64"),
         (lambda x: x, torch.tensor(1.0), "shape \\(\\)"),
         (lambda x: x.sum(-1), torch.zeros(3, 2), "force returns shape \\(3,\\)"),
         (lambda x: 3.0, torch.zeros(3, 2), "force returns a float at points"),
         (3.0, torch.zeros(3, 2), "force is a float, but it must be a callable"),
         (torch.eye(2), torch.zeros(3, 2), "force is a Tensor, but it must be a callable"),
-        (MLP, torch.zeros(3, 2), r"force is a \w+, but it must be a callable"),
-        (SA(1.0), torch.eye(2), "force is a SA, which mixes points, but it must act on each point separately"),
-        (SA(1.0).velocity, torch.eye(2), "force is a SA, which mixes points"),
+        (MLP, torch.zeros(3, 2), r"force is an ABCMeta, but it must be a callable"),
+        (SA(1.0), torch.eye(2), "force is an SA, which mixes points, but it must act on each point separately"),
+        (SA(1.0).velocity, torch.eye(2), "force is an SA, which mixes points"),
         (Block(SA(1.0), random_mlp(3, 2)), torch.eye(2), "force is a Block, which mixes points"),
     ],
 )

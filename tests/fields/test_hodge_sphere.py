@@ -309,7 +309,7 @@ def test_refusals():
     gated = GatedMLP(w_gate=torch.eye(3), w_up=torch.eye(3), w_out=torch.eye(3))
     with pytest.raises(HelmscopeError, match="mlp is a GatedMLP, but it must be an MLP"):
         sphere_hodge_split(gated)
-    with pytest.raises(HelmscopeError, match=r"^mlp is a int, but it must be an MLP$"):
+    with pytest.raises(HelmscopeError, match=r"^mlp is an int, but it must be an MLP$"):
         sphere_hodge_split(3)
     with pytest.raises(HelmscopeError, match="dimension d=1, but a sphere needs d >= 2"):
         sphere_hodge_split(MLP(w_in=torch.ones(2, 1), w_out=torch.ones(1, 2)))

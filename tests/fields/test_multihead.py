@@ -279,7 +279,7 @@ def test_properties_of_the_field():
     [
         ([], ["heads", "[]"]),
         (None, ["heads", "NoneType"]),
-        (SA(1.0), ["heads", "is SA,", "sequence"]),
+        (SA(1.0), ["heads", "is an SA,", "sequence"]),
         ("SA", ["heads", "str"]),
         ([SA(1.0, value=torch.eye(3)), 2], ["heads", "[SA, int]"]),
         ([SA(1.0), USA(1.0)], ["heads[1]", "USA", "SA", "one class"]),

@@ -359,7 +359,7 @@ def test_float32_stays_float32(make) -> None:
         ),
         (
             lambda: StateNoise(lambda x: None).check_size(torch.eye(3)),
-            "sigma returns NoneType for tokens of shape (3, 3), but it must be (3, 3, k)",
+            "sigma returns a NoneType for tokens of shape (3, 3), but it must be (3, 3, k)",
         ),
         (
             lambda: StateNoise(lambda x: torch.full((3, 3, 1), torch.nan)).check_size(torch.eye(3)),

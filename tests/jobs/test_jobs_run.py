@@ -106,9 +106,9 @@ def test_resuming_with_another_spec_is_rejected(tmp_path):
     changes = "beta 2.0 (now 3.0) and delta 0.001 (now 0.5) and seed 7 (now 8)"
     assert message.startswith(f"{where} was started with {changes}: ")
     refused(lambda: hs.jobs.run(PHASE, folder=where, resume=True), "was started with job simulate (now phase)")
-    refused(lambda: hs.jobs.run(SIMULATE, folder=where), "contains an earlier run: add --resume")
-    refused(lambda: hs.jobs.run(SIMULATE, resume=True), "resume is set, but the folder of the run is not", "folder=")
-    refused(lambda: hs.jobs.run(SIMULATE, folder=where, allow_mixed=True), "allow_mixed is set")
+    refused(lambda: hs.jobs.run(SIMULATE, folder=where), "contains an earlier run: set resume=True to continue it")
+    refused(lambda: hs.jobs.run(SIMULATE, resume=True), "resume is set, but the folder of the run is not: set folder,")
+    refused(lambda: hs.jobs.run(SIMULATE, folder=where, allow_mixed=True), "a resumed run: set resume=True or omit it")
     assert contents(where) == before
     assert hs.jobs.run(SIMULATE, folder=where, resume=True).ok
     assert contents(where) == before
@@ -188,7 +188,7 @@ def test_an_interrupt_names_the_folder(tmp_path, monkeypatch):
 def test_the_verb_rejects_bad_input_in_one_sentence(helmscope, tmp_path):
     (tmp_path / "bad.toml").write_text('job = "simulate"\nbta = 1\n')
     for words, sentence in (
-        (["bad.toml"], "unknown field of bad.toml 'bta': did you mean 'beta'?"),
+        (["bad.toml"], "unknown key of bad.toml 'bta': did you mean 'beta'?"),
         (["none.toml"], "cannot read none.toml: No such file or directory"),
         ([], "spec is missing, but it must be a TOML file; with --resume, --out FOLDER suffices"),
         (["--resume", "--out", "nowhere"], "cannot read nowhere: No such file or directory"),

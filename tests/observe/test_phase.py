@@ -270,8 +270,7 @@ def test_noise_is_that_of_integrate_and_chunks_do_not_matter(monkeypatch):
     seen = phase_diagram(hs.SA, **SMALL, samples=5, seed=4, noise=noise)
     x = SMALL["start"].sample(5, seed=4)
     for k, beta in enumerate(SMALL["betas"]):
-        stepper = hs.solve.EulerMaruyama(0.02)
-        run = hs.integrate(hs.SA(beta), x, SMALL["times"], stepper=stepper, noise=noise, seed=4)
+        run = hs.integrate(hs.SA(beta), x, SMALL["times"], noise=noise, seed=4)
         expected = hs.reduce_replicates(hs.clustering_probability(run, delta=0.1))
         assert np.allclose(seen.probability[k].values, expected.probability.values, rtol=0, atol=1e-15)
         assert np.allclose(seen.probability_stderr[k].values, expected.probability_stderr.values, rtol=0, atol=1e-15)
@@ -285,7 +284,7 @@ def test_a_field_that_jumps_has_the_stepper_of_integrate():
     run = hs.integrate(hs.Hardmax(), SMALL["start"].sample(2), SMALL["times"])
     expected = hs.reduce_replicates(hs.clustering_probability(run, delta=0.1)).probability.values
     assert np.array_equal(seen.probability[0].values, expected)
-    assert seen.attrs["stepper"] == "default of integrate"
+    assert seen.attrs["stepper"] == "Heun(h=0.01)"
 
 
 def test_merging_reaches_the_integrator():

@@ -10,6 +10,7 @@ import torch
 from mpmath import mp
 from scipy import special
 
+import helmscope as hs
 from helmscope.fields.attention import SA, USA
 from helmscope.geometry import harmonics
 from helmscope.geometry.sphere import project, retract
@@ -18,6 +19,7 @@ from helmscope.summation.dense import Dense, attention_sum, logits
 from helmscope.summation.harmonic import CHUNK, Harmonic, harmonic_degree, harmonic_sum
 from helmscope.summation.harmonic_matrix import matrix_sums
 from helmscope.summation.harmonic_series import circle_series
+from helmscope.summation.request import Request
 from helmscope.theory.energy import energy_min
 from helmscope.types import HelmscopeError
 from support.summation_cases import random_request
@@ -199,3 +201,23 @@ def test_many_tokens_need_no_n_x_n_matrix() -> None:
 def test_bad_input_raises(call, message: str) -> None:
     with pytest.raises(HelmscopeError, match=message):
         call()
+
+
+@pytest.mark.parametrize("dim", [2, 3])
+def test_a_huge_beta_falls_back_to_pairs(dim):
+    """The degree of its series, which would take 8 TB to compute, is not computed."""
+    x = hs.Uniform(2100, dim).sample()
+    with hs.summation.using_summation() as used:
+        velocity = hs.SA(beta=1e12)(x)
+    assert used == {"Blockwise"}
+    assert float(velocity.abs().max()) < 1e-3  # every token attends to itself only
+    with hs.summation.using_summation(Harmonic()), pytest.raises(hs.HelmscopeError, match="degree above 256"):
+        hs.SA(beta=1e12)(x)
+
+
+@pytest.mark.parametrize(("dim", "beta"), [(2, 57_000.0), (2, 60_000.0), (3, 32_000.0), (3, 35_000.0)])
+def test_only_series_of_too_high_degree_are_rejected_without_computing_it(dim, beta):
+    x = hs.Uniform(2, dim).sample()
+    request = Request(beta * x, x, x, beta=beta)
+    assert Harmonic()._is_too_sharp(request) == (beta in (60_000.0, 35_000.0))
+    assert Harmonic().degree(request) > 256

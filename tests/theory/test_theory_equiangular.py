@@ -204,7 +204,7 @@ def test_protocol():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: equiangular(object(), n=3, times=[1]), "field is a object"),
+        (lambda: equiangular(object(), n=3, times=[1]), "field is an object"),
         (lambda: hitting_time(Flow(1.0, isotropic=False), n=3, delta=0.1), "field is a Flow"),
         (lambda: equiangular_rate(lambda x: x, 0.0, n=3), "field is a function"),
         (lambda: equiangular(SA(-1.0), n=3, times=[1]), "beta is -1.0"),

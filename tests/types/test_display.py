@@ -180,9 +180,12 @@ def test_html_says_what_matters():
         torch.eye(3),
         [0.0, 0.1],
         noise=hs.noise.IsotropicNoise(nu=0.1),
-        stepper=hs.solve.EulerMaruyama(0.05),
         seed=7,
     )
+    assert repr(noisy).startswith("<Simulation of SA(beta=1) with IsotropicNoise(nu=0.1): 1 system x 3 tokens in S^2; ")
+    assert "Simulation of SA(beta=1) with IsotropicNoise(nu=0.1)" in noisy._repr_html_()
+    title = noisy.plot().subfigs[0].subfigs[0].get_suptitle()
+    assert title.startswith("SA(beta=1) with IsotropicNoise(nu=0.1)\n")
     assert "IsotropicNoise(nu=0.1), seed 7" in noisy._repr_html_()
     met = hs.integrate(hs.USA(4.0), torch.eye(2).repeat(3, 1, 1), [2.0], events=[hs.solve.HittingTime(1e-3)])
     assert "happened to 3 of 3" in met._repr_html_()

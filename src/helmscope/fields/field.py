@@ -210,6 +210,7 @@ class Field(ABC):
 
     def check_size(self, x: Float[Tensor, "*batch n d"]) -> None:
         """Raise ``HelmscopeError`` unless the shape of the tokens fits the parameters of this field."""
+        self._check_signature()
         batch, lead = self.batch, x.shape[:-2]
         try:
             fits = torch.broadcast_shapes(batch, lead) == lead  # type: ignore[no-untyped-call]
@@ -220,6 +221,17 @@ class Field(ABC):
                 f"the parameters of {type(self).__name__} have the batch axes {tuple(batch)}, but tokens of shape "
                 f"{tuple(x.shape)} have {tuple(lead)}"
             )
+
+    def _check_signature(self) -> None:
+        """Raise ``HelmscopeError`` unless ``velocity`` can be called as all code calls it."""
+        signature = inspect.signature(self.velocity)
+        try:
+            signature.bind(None, weights=None, t=0.0)
+        except TypeError as error:
+            raise HelmscopeError(
+                f"velocity of {self.name} has the arguments {signature}, but it must accept (x, weights=None, *, "
+                f"t=0.0): {error}"
+            ) from None
 
     def direction(self, y: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n d"]:
         """The directions of a residual stream, as its norm computes them; other states are returned unchanged."""

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from helmscope.fields.mlp import MLP, GatedMLP, affine, linear
-from helmscope.types import HelmscopeError
+from helmscope.types import HelmscopeError, type_with_article
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
@@ -78,7 +78,7 @@ def helmholtz_as_printed(mlp: MLP | GatedMLP) -> HelmholtzSplit:
 
 def _check_mlp(mlp: object) -> None:
     if not isinstance(mlp, MLP | GatedMLP):
-        raise HelmscopeError(f"mlp is a {type(mlp).__name__}, but it must be an MLP or a GatedMLP")
+        raise HelmscopeError(f"mlp is {type_with_article(mlp)}, but it must be an MLP or a GatedMLP")
     if mlp.batch:
         raise HelmscopeError(f"mlp has the batch axes {tuple(mlp.batch)}, but only one MLP can be split at a time")
 

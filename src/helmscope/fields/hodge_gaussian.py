@@ -31,7 +31,7 @@ import torch
 from helmscope.fields.hodge_profile import Law, Neurons, Profiles, check_ungated
 from helmscope.fields.mlp import MLP, linear
 from helmscope.geometry.arithmetic import full_precision
-from helmscope.types import HelmscopeError, real_number
+from helmscope.types import HelmscopeError, real_number, type_with_article
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
@@ -246,7 +246,7 @@ def linear_hodge_split(matrix: Float[Tensor, "d d"], covariance: Float[Tensor, "
     """
     for name, value in (("matrix", matrix), ("covariance", covariance)):
         if not isinstance(value, torch.Tensor) or not value.is_floating_point() or value.ndim != 2:
-            raise HelmscopeError(f"{name} is a {type(value).__name__}, but it must be a square float tensor")
+            raise HelmscopeError(f"{name} is {type_with_article(value)}, but it must be a square float tensor")
         if value.shape != (matrix.shape[0], matrix.shape[0]) or not bool(torch.isfinite(value).all()):
             raise HelmscopeError(
                 f"{name} has shape {tuple(value.shape)}, but both must be finite and square, of the same size"

@@ -30,7 +30,7 @@ from numpy.polynomial import chebyshev, legendre
 
 from helmscope.fields.mlp import MLP, GatedMLP
 from helmscope.geometry.arithmetic import full_precision
-from helmscope.types import HelmscopeError
+from helmscope.types import HelmscopeError, type_with_article
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -54,7 +54,7 @@ def check_ungated(mlp: object) -> MLP:
             "needs profiles of second order, which are not tabulated"
         )
     if not isinstance(mlp, MLP):
-        raise HelmscopeError(f"mlp is a {type(mlp).__name__}, but it must be an MLP")
+        raise HelmscopeError(f"mlp is {type_with_article(mlp)}, but it must be an MLP")
     if mlp.batch:
         raise HelmscopeError(f"mlp has the batch axes {tuple(mlp.batch)}, but only one MLP can be split at a time")
     return mlp

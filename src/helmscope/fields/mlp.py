@@ -24,7 +24,7 @@ from helmscope.fields.field import Field
 from helmscope.geometry.arithmetic import check_dense_values, every
 from helmscope.geometry.sphere import project
 from helmscope.summation.dense import matrix_product
-from helmscope.types import HelmscopeError
+from helmscope.types import HelmscopeError, type_with_article
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -122,7 +122,9 @@ class Force(Field):
         helmscope.types.HelmscopeError: x has shape (5,), but the parameters need (..., 2)
         """
         if not isinstance(x, torch.Tensor):
-            raise HelmscopeError(f"x is a {type(x).__name__}, but it must be a torch tensor of shape (..., {self.dim})")
+            raise HelmscopeError(
+                f"x is {type_with_article(x)}, but it must be a torch tensor of shape (..., {self.dim})"
+            )
         if x.dtype not in POINTS:
             raise HelmscopeError(f"x has dtype {x.dtype}, but it must be torch.float64 or torch.float32")
         self.check_size(x)
@@ -229,7 +231,9 @@ def linear(x: Float[Tensor, "*batch d"], matrix: Float[Tensor, "d k"]) -> Float[
 def _check_input_matrix(name: str, value: object) -> tuple[int, int]:
     """(hidden, dim) of the matrix that defines the sizes. Raises ``HelmscopeError`` if it is not a valid parameter."""
     if not isinstance(value, torch.Tensor) or value.ndim < 2 or 0 in value.shape:
-        given = f"has shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"is a {type(value).__name__}"
+        given = (
+            f"has shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"is {type_with_article(value)}"
+        )
         raise HelmscopeError(f"{name} {given}, but it must be a torch tensor (hidden, dim) with hidden, dim >= 1")
     _check_parameter(name, value, tuple(value.shape[-2:]), "it")
     return value.shape[-2], value.shape[-1]
@@ -237,7 +241,7 @@ def _check_input_matrix(name: str, value: object) -> tuple[int, int]:
 
 def _check_parameter(name: str, value: object, shape: tuple[int, ...], source: str) -> None:
     if not isinstance(value, torch.Tensor):
-        raise HelmscopeError(f"{name} is a {type(value).__name__}, but it must be a torch tensor of shape {shape}")
+        raise HelmscopeError(f"{name} is {type_with_article(value)}, but it must be a torch tensor of shape {shape}")
     if tuple(value.shape[-len(shape) :]) != shape:
         raise HelmscopeError(f"{name} has shape {tuple(value.shape)}, but {source} requires {shape}")
     check_dense_values(name, value)
@@ -260,7 +264,7 @@ def _check_activation(activation: object) -> None:
         known = (kind for kind in vars(activations).values() if isinstance(kind, type) and issubclass(kind, Activation))
         allowed = ", ".join(sorted(f"{kind.__name__}()" for kind in known if not inspect.isabstract(kind)))
         default_repr = type(activation).__repr__ is object.__repr__  # which would show a memory address
-        value = f"a {type(activation).__name__}" if default_repr else " ".join(repr(activation).split())[:80]
+        value = type_with_article(activation) if default_repr else " ".join(repr(activation).split())[:80]
         shown = getattr(activation, "__name__", value)
         raise HelmscopeError(
             f"activation is {shown}, but it must be one of {allowed} or an instance of your own subclass of Activation"

@@ -35,7 +35,7 @@ from helmscope.geometry.sphere import project
 from helmscope.summation.choose import token_sum
 from helmscope.summation.dense import matrix_product, transformed_logits
 from helmscope.summation.request import Request, has_visible_key
-from helmscope.types import HelmscopeError, real_number
+from helmscope.types import HelmscopeError, real_number, type_with_article
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -349,7 +349,7 @@ def check_heads(heads: object) -> tuple[Attention, ...]:
 def type_names(value: object) -> str:
     """The type of a value, or of each item of a sequence, for error messages: a repr would show whole matrices."""
     if not isinstance(value, Sequence) or isinstance(value, str):
-        return type(value).__name__
+        return type_with_article(value)
     return f"[{', '.join(type(item).__name__ for item in value)}]"
 
 

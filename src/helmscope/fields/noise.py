@@ -37,7 +37,7 @@ from helmscope.fields.parameters import shape_or_type
 from helmscope.geometry.arithmetic import check_dense_values, full_precision
 from helmscope.geometry.sphere import project
 from helmscope.summation.dense import matrix_product
-from helmscope.types import HelmscopeError, real_number
+from helmscope.types import HelmscopeError, real_number, type_with_article
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -373,7 +373,7 @@ class StateNoise(Noise):
 def _check_symmetric(m: object) -> Float[Tensor, "d d"]:
     """The matrix in float64, exactly symmetric; ``HelmscopeError`` if it is not symmetric up to rounding."""
     if not isinstance(m, torch.Tensor) or m.ndim != 2 or not m.shape[0] == m.shape[1] > 0:
-        given = f"a tensor of shape {tuple(m.shape)}" if isinstance(m, torch.Tensor) else f"a {type(m).__name__}"
+        given = f"a tensor of shape {tuple(m.shape)}" if isinstance(m, torch.Tensor) else type_with_article(m)
         raise HelmscopeError(f"diffusion is {given}, but it must be a square matrix as a torch tensor")
     if not m.dtype.is_floating_point:
         raise HelmscopeError(f"diffusion has dtype {m.dtype}, but it must hold floating-point numbers")

@@ -22,7 +22,7 @@ from helmscope.fields.parameters import shape_or_type
 from helmscope.geometry.arithmetic import check_dense_values, every, full_precision
 from helmscope.geometry.retraction import length
 from helmscope.geometry.sphere import retract
-from helmscope.types import HelmscopeError, real_number, whole_number
+from helmscope.types import HelmscopeError, real_number, type_with_article, whole_number
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -289,7 +289,7 @@ def _identity(y: Tensor) -> Tensor:
 def _check_float_tensor(name: str, y: object, ndim: int) -> None:
     """Raise ``HelmscopeError`` unless y is a float tensor of at least ``ndim`` axes."""
     if not isinstance(y, torch.Tensor) or y.dtype not in (torch.float64, torch.float32):
-        shown = f"a tensor of {y.dtype}" if isinstance(y, torch.Tensor) else f"a {type(y).__name__}"
+        shown = f"a tensor of {y.dtype}" if isinstance(y, torch.Tensor) else type_with_article(y)
         raise HelmscopeError(f"{name} is {shown}, but it must be a torch tensor of float64 or float32")
     if y.ndim < ndim or y.shape[-1] < 1:
         wanted = "(..., d)" if ndim == 1 else "(..., k, d)"
@@ -301,7 +301,7 @@ def _check_vector(name: str, vector: object) -> None:
     if vector is None:
         return
     if not isinstance(vector, torch.Tensor) or vector.ndim != 1 or len(vector) < 1:
-        shown = f"of shape {tuple(vector.shape)}" if isinstance(vector, torch.Tensor) else f"a {type(vector).__name__}"
+        shown = f"of shape {tuple(vector.shape)}" if isinstance(vector, torch.Tensor) else type_with_article(vector)
         raise HelmscopeError(f"{name} is {shown}, but it must be a torch tensor of shape (d,)")
     if not vector.dtype.is_floating_point:
         raise HelmscopeError(f"{name} has dtype {vector.dtype}, but it must hold floating-point numbers")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from helmscope.geometry.arithmetic import check_dense_values, every
-from helmscope.types import HelmscopeError, real_number
+from helmscope.types import HelmscopeError, real_number, type_with_article
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -32,7 +32,7 @@ def check_tokens(x: object, *, name: str = "x", normalize: bool = False) -> Floa
     tensor([[0.6000, 0.8000]])
     """
     if not isinstance(x, torch.Tensor):
-        raise HelmscopeError(f"{name} is a {type(x).__name__}, but it must be a torch tensor of shape (..., n, d)")
+        raise HelmscopeError(f"{name} is {type_with_article(x)}, but it must be a torch tensor of shape (..., n, d)")
     check_dense_values(name, x)
     if x.dtype not in NORM_TOLERANCE:
         raise HelmscopeError(f"{name} has dtype {x.dtype}, but it must be torch.float64 or torch.float32")

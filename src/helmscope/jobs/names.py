@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from helmscope.types import HelmscopeError, check_memory, known_name
+from helmscope.types import HelmscopeError, check_memory, known_name, type_with_article
 
 if TYPE_CHECKING:
     import torch
@@ -37,7 +37,7 @@ class Names:
     def check(self, name: object) -> str:
         """Return ``name``; an unknown one raises ``HelmscopeError`` with the closest match."""
         if not isinstance(name, str):
-            raise HelmscopeError(f"{self.what} is a {type(name).__name__}, but it must be one of {', '.join(self)}")
+            raise HelmscopeError(f"{self.what} is {type_with_article(name)}, but it must be one of {', '.join(self)}")
         return known_name(self.what, name, self.places)
 
     def load(self, name: str) -> Any:

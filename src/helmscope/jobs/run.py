@@ -26,6 +26,18 @@ if TYPE_CHECKING:
 ROOT = "runs"
 
 
+class FolderInUse(HelmscopeError):
+    """The folder of a new run contains an earlier run.
+
+    >>> str(FolderInUse("runs/a"))
+    'runs/a contains an earlier run: set resume=True to continue it, or choose a new folder'
+    """
+
+    def __init__(self, folder: object, remedy: str = "set resume=True") -> None:
+        super().__init__(f"{folder} contains an earlier run: {remedy} to continue it, or choose a new folder")
+        self.folder = folder
+
+
 class Interrupted(KeyboardInterrupt):
     """A job was interrupted; ``folder`` has its spec and the finished units.
 
@@ -110,28 +122,22 @@ def _open_folder(
 ) -> RunFolder:
     """Create a folder with manifest and spec or, with ``resume``, open that of an earlier run."""
     if allow_mixed and not resume:
-        raise HelmscopeError("allow_mixed is set, but it applies only to a resumed run: add --resume or omit it")
+        raise HelmscopeError("allow_mixed is set, but it applies only to a resumed run: set resume=True or omit it")
     if resume:
         if folder is None:
-            raise HelmscopeError(
-                "resume is set, but the folder of the run is not: add --out FOLDER, or folder= (list: helmscope runs)"
-            )
+            raise HelmscopeError("resume is set, but the folder of the run is not: set folder, such as folder='runs/a'")
         place = RunFolder.open(folder)
         _check_same(job.spec, place)
         return place
     if folder is not None and os.path.isfile(os.path.join(folder, MANIFEST)):
-        raise _folder_in_use(folder)
+        raise FolderInUse(folder)
     place = RunFolder.new(ROOT, job.spec.verb[0]) if folder is None else RunFolder.create(folder)
     with place.lock():
         if (place.path / MANIFEST).is_file():  # another process was faster
-            raise _folder_in_use(place.path)
+            raise FolderInUse(place.path)
         place.write_manifest(manifest)
         place.write_spec(to_toml(job.spec))
     return place
-
-
-def _folder_in_use(folder: object) -> HelmscopeError:
-    return HelmscopeError(f"{folder} contains an earlier run: add --resume to continue it, or choose a new folder")
 
 
 def _check_same(spec: Spec, folder: RunFolder) -> None:

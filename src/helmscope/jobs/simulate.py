@@ -13,6 +13,7 @@ from helmscope.jobs.checks import Check, boolean, integer, number, optional
 from helmscope.jobs.job import Job, PictureWriter, Result, Work
 from helmscope.jobs.spec import Spec
 from helmscope.runs.unit import Unit
+from helmscope.solve.stepper import NOISY_STEP
 from helmscope.types import HelmscopeError, seed_number
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from helmscope.solve.stepper import Stepper
     from helmscope.types import Outcome, Trajectory
 
-DEFAULT_STEP = 0.05
+DETERMINISTIC_STEP = 0.05
 UNITS = 8
 OVERVIEW_FIELDS = ("delta", "radius", "chunk")  # do not affect the states
 
@@ -35,8 +36,9 @@ class Simulate(Spec, frozen=True, kw_only=True, tag="simulate"):
     ``kappa``, or orthonormal), with states at ``times``: a list or "FROM:TO:COUNT".
 
     ``stepper`` defaults to adaptive, with local error ``tol``, or with noise to euler-maruyama; all others use the step
-    size ``step``. Tokens closer than ``merge`` radians are merged. ``delta`` and ``radius`` are parameters of the
-    overview. A unit of work has ``chunk`` systems, by default an eighth of the batch.
+    size ``step``, which defaults to 0.05, or with noise to 0.02, the step size of ``integrate``. Tokens closer than
+    ``merge`` radians are merged. ``delta`` and ``radius`` are parameters of the overview. A unit of work has ``chunk``
+    systems, by default an eighth of the batch.
 
     >>> import tempfile
     >>> from helmscope.jobs import run
@@ -130,7 +132,7 @@ class Simulate(Spec, frozen=True, kw_only=True, tag="simulate"):
                 f"tol is {self.tol}, but the stepper '{method}' has a fixed step size: set step instead"
             )
         if self.step is None:
-            self._set("step", DEFAULT_STEP)
+            self._set("step", NOISY_STEP if self.nu > 0 else DETERMINISTIC_STEP)
 
     @property
     def unit_size(self) -> int:

@@ -18,8 +18,7 @@ from helmscope.observe.fused_shares import FusedShares
 from helmscope.observe.inner_products import clustering_fraction
 from helmscope.runs.bar import shows_progress
 from helmscope.solve.dormand_prince import DormandPrince
-from helmscope.solve.euler_maruyama import EulerMaruyama
-from helmscope.solve.integrate import make_problem
+from helmscope.solve.integrate import default_stepper, make_problem
 from helmscope.solve.published_euler import PublishedEuler
 from helmscope.solve.threads import fitting_threads
 from helmscope.summation.choose import pinned, using_summation
@@ -40,7 +39,6 @@ logger = logging.getLogger(__name__)
 # measured for beta <= 9, d = 2, 8, 32 and 48 samples: every cell equals that at tolerance 1e-9; at 1e-5 some differ by
 # 8e-5, still far below their standard errors of about 1e-2
 TOL = 1e-6
-NOISY_STEP = 0.02
 PAIRS = {"cpu": 2**18}  # entries of the pair matrices integrated at once, which fit in a cache
 PAIRS_ELSEWHERE = 2**24
 
@@ -74,8 +72,8 @@ def phase_diagram(
     Without noise, a flow that commutes with rotations is integrated in the span of its tokens, starting from
     ``start.sample_in_span``: any dim > n costs as much as dim = n. Where V = c I with c > 0 and delta <= 1, pairs that
     have all met stay together, so a terminal event ends the system at the first requested time at which they have, and
-    its share is 1 from then on. ``stepper`` defaults to ``DormandPrince(tol=1e-6)`` (1e-5 in float32; with noise
-    ``EulerMaruyama(0.02)``; for a discontinuous field the default of ``integrate``), ``dtype`` to float64. On CUDA, SA
+    its share is 1 from then on. ``stepper`` defaults to ``DormandPrince(tol=1e-6)`` (1e-5 in float32; with noise, or
+    for a discontinuous field, the default of ``integrate``), ``dtype`` to float64. On CUDA, SA
     and USA whose matrices are multiples of I use the fused float32 kernel unless a stepper, kernel or float64 is
     specified. The attributes record the method. Only mean and standard error are stored, not individual samples.
 
@@ -275,12 +273,12 @@ class _Sweep:
         x = self.start.sample(self.samples, **options)
         return in_span(x) if spanned else x
 
-    def method(self, flow: Field, dtype: torch.dtype) -> Stepper | None:
-        """The requested stepper, or the default of a phase diagram; None means the default of ``integrate``."""
-        if self.stepper is not None or (self.noise is None and not flow.continuous):
+    def method(self, flow: Field, dtype: torch.dtype) -> Stepper:
+        """The requested stepper, or the default of a phase diagram."""
+        if self.stepper is not None:
             return self.stepper
-        if self.noise is not None:
-            return EulerMaruyama(NOISY_STEP)
+        if self.noise is not None or not flow.continuous:
+            return default_stepper(flow, self.noise)
         return DormandPrince(tol=TOL if dtype == torch.float64 else None)
 
     def _integrate_shares(self, flow: Field, x: Tensor, systems: range) -> Float[Tensor, "sample time"]:
@@ -374,7 +372,7 @@ def _attributes(sweep: _Sweep, flow: Field, summations: set[str]) -> dict[str, A
         "delta": sweep.delta,
         "seed": sweep.seed,
         "dtype": str(dtype).removeprefix("torch."),
-        "stepper": "default of integrate" if stepper is None else repr(stepper),
+        "stepper": repr(stepper),
         "summation": ", ".join(sorted(summations)) or "none",
     }
 

@@ -16,7 +16,7 @@ from helmscope.plots.measurement import measurement_figure
 from helmscope.plots.phase import phase_figure
 from helmscope.plots.tokens import tokens_figure
 from helmscope.solve.simulation import Simulation
-from helmscope.types import HelmscopeError, Plottable, Trajectory, brief, known_name, type_with_article
+from helmscope.types import HelmscopeError, Plottable, Trajectory, known_name, type_with_article
 
 if TYPE_CHECKING:
     from helmscope.plots.figure import Figure
@@ -74,7 +74,7 @@ def _trajectory(shown: Trajectory, **options: Any) -> Figure:
 
 @plot.register(Simulation)
 def _simulation(shown: Simulation, **options: Any) -> Figure:
-    return _draw(tokens_figure, shown.trajectory, {"title": brief(shown.field), **options})
+    return _draw(tokens_figure, shown.trajectory, {"title": shown.title, **options})
 
 
 @plot.register(Recording)

@@ -55,10 +55,24 @@ class Simulation(Plottable):
         names = {Space.SPHERE: f"S^{dim - 1}", Space.STREAM: f"a residual stream in R^{dim}", Space.FLAT: f"R^{dim}"}
         return names[self.field.space]
 
+    @property
+    def title(self) -> str:
+        """The field and, if there is one, the noise, as text.
+
+        >>> import torch
+        >>> from helmscope.fields.attention import SA
+        >>> from helmscope.fields.noise import IsotropicNoise
+        >>> from helmscope.solve.integrate import integrate
+        >>> integrate(SA(beta=4.0), torch.eye(2), times=[0.1], noise=IsotropicNoise(nu=0.1)).title
+        'SA(beta=4) with IsotropicNoise(nu=0.1)'
+        """
+        noise = self.problem.noise
+        return brief(self.field) if noise is None else f"{brief(self.field)} with {brief(noise)}"
+
     def __repr__(self) -> str:
         path = self.trajectory
         what = f"{path.size_text} in {self._where}; {path.times_text}; {self.outcome.summary}"
-        return one_line_repr(f"Simulation of {brief(self.field)}: {what}")
+        return one_line_repr(f"Simulation of {self.title}: {what}")
 
     def _repr_html_(self) -> str:
         path, problem = self.trajectory, self.problem
@@ -73,7 +87,7 @@ class Simulation(Plottable):
                 for event, times in zip(problem.events, self.event_times, strict=True)
             ),
         ]
-        return html_table(f"Simulation of {brief(self.field)}", rows)
+        return html_table(f"Simulation of {self.title}", rows)
 
     @property
     def times(self) -> Float[Tensor, " time"]:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from helmscope.geometry.sphere import NORM_TOLERANCE
-from helmscope.types import HelmscopeError, increasing_times, real_number
+from helmscope.types import HelmscopeError, increasing_times, real_number, type_with_article
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -222,7 +222,7 @@ def _next_power_of_two(size: int, minimum: int) -> int:
 def _check_starts(x0: object) -> None:
     """Check for a tensor (sample, n, d) of unit vectors; a non-finite token passes, its system is lost at once."""
     if not isinstance(x0, torch.Tensor) or x0.ndim != 3 or 0 in x0.shape or x0.shape[-1] < 2:
-        shown = f"of shape {tuple(x0.shape)}" if isinstance(x0, torch.Tensor) else f"a {type(x0).__name__}"
+        shown = f"of shape {tuple(x0.shape)}" if isinstance(x0, torch.Tensor) else type_with_article(x0)
         raise HelmscopeError(f"x0 is {shown}, but it must be a tensor of shape (sample, n, d) with d >= 2")
     norm = torch.linalg.vector_norm(x0.detach(), dim=-1)
     off = torch.isfinite(norm) & ((norm - 1).abs() > NORM_TOLERANCE[torch.float32])
@@ -257,7 +257,7 @@ def _checked_flows(
 def _checked_vector(name: str, value: object, size: int | None) -> Tensor:
     """Check for a vector of finite numbers and return it in float64 on the CPU."""
     if not isinstance(value, torch.Tensor) or value.ndim != 1 or len(value) not in (size or len(value), 0):
-        shown = f"of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
+        shown = f"of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type_with_article(value)
         required = f"a tensor of shape ({size},)" if size else "a one-dimensional tensor"
         raise HelmscopeError(f"{name} is {shown}, but it must be {required}")
     vector = value.detach().to("cpu", torch.float64)

@@ -11,6 +11,7 @@ which the harmonic expansion sum_l (2 l + 1) i_l(beta) P_l, or sum_k c_k cos k, 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -95,7 +96,7 @@ class Harmonic:
             return "the series has no gradient: use Blockwise()"
         if not isinstance(request.skip_self, bool):
             return "it omits a token's own term for all heads or for none"
-        if self.degree(request) > MAX_DEGREE:
+        if self._is_too_sharp(request) or self.degree(request) > MAX_DEGREE:
             return f"beta is {beta:g}, and its series has a degree above {MAX_DEGREE}"
         return None
 
@@ -109,6 +110,20 @@ class Harmonic:
         tol = DEFAULT_TOL[request.key.dtype] if self.tol is None else self.tol
         assert request.beta is not None
         return _cached_degree(request.beta, dim=request.key.shape[-1], tol=tol)
+
+    def _is_too_sharp(self, request: Request) -> bool:
+        """Whether beta is so large that the degree exceeds ``MAX_DEGREE`` in any case.
+
+        The time and memory to compute a degree grow with beta. No coefficient of a harmonic exceeds that of degree 0,
+        so the harmonics up to ``MAX_DEGREE`` contain at most their number times that coefficient.
+        """
+        assert request.beta is not None
+        tol = DEFAULT_TOL[request.key.dtype] if self.tol is None else self.tol
+        if request.key.shape[-1] == 3:
+            harmonics, coefficient = (MAX_DEGREE + 1) ** 2, 1 / (2 * max(request.beta, 1.0))
+        else:  # e^{-beta} I_0(beta) <= 0.47 / sqrt(beta)
+            harmonics, coefficient = 2 * MAX_DEGREE + 1, 0.47 / math.sqrt(max(request.beta, 1.0))
+        return harmonics * coefficient < 1 - tol
 
     def is_faster(self, request: Request) -> bool:
         """Whether the series, O(n L) on the circle and O(n L^2) on S^2, is faster than O(n^2) pairwise sums.

@@ -16,7 +16,7 @@ import torch
 
 from helmscope.geometry.arithmetic import check_dense_values, full_precision
 from helmscope.geometry.sphere import NORM_TOLERANCE, project, retract
-from helmscope.types import HelmscopeError, check_memory, real_number, seed_number, whole_number
+from helmscope.types import HelmscopeError, check_memory, real_number, seed_number, type_with_article, whole_number
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -209,7 +209,7 @@ class VonMisesFisher(_Sampler):
             return
         if not isinstance(mean, torch.Tensor) or mean.shape != (self.dim,):
             is_tensor = isinstance(mean, torch.Tensor)
-            description = f"of shape {tuple(mean.shape)}" if is_tensor else f"a {type(mean).__name__}"
+            description = f"of shape {tuple(mean.shape)}" if is_tensor else type_with_article(mean)
             raise HelmscopeError(f"mean is {description}, but it must be a tensor of shape ({self.dim},)")
         check_dense_values("mean", mean)
         if mean.is_complex() or not bool(torch.isfinite(mean).all()) or not bool(mean.any()):
