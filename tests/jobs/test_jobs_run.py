@@ -140,7 +140,7 @@ def test_bad_arguments_are_rejected(tmp_path):
 
 # Interrupts -----------------------------------------------------------------------------------------------------------
 
-SLOW = Simulate(n=24, batch=8, chunk=1, times=[0, 1], nu=0.2, step=0.002)
+SLOW = Simulate(n=24, batch=8, chunk=1, times=[0, 1], nu=0.2, step=0.004)
 PROGRAM = """
 import sys, helmscope as hs
 hs.jobs.run(hs.jobs.read(sys.argv[1]), folder=sys.argv[2])

@@ -18,7 +18,7 @@ import torch
 from helmscope.fields.parameters import Change, copy_with, shape_or_type
 from helmscope.fields.scaled_velocity import ScaledVelocity
 from helmscope.fields.weights import check_weights
-from helmscope.geometry.arithmetic import check_dense_values, every
+from helmscope.geometry.arithmetic import broadcast_shapes, check_dense_values, every
 from helmscope.geometry.sphere import check_tokens, project, retract
 from helmscope.types import HelmscopeError
 
@@ -213,8 +213,8 @@ class Field(ABC):
         self._check_signature()
         batch, lead = self.batch, x.shape[:-2]
         try:
-            fits = torch.broadcast_shapes(batch, lead) == lead  # type: ignore[no-untyped-call]
-        except RuntimeError:
+            fits = broadcast_shapes(batch, lead) == lead
+        except ValueError:
             fits = False
         if not fits:
             raise HelmscopeError(
@@ -277,8 +277,8 @@ class Field(ABC):
 
         self.with_parameters(record_shape)
         try:
-            return torch.Size(torch.broadcast_shapes(*shapes))  # type: ignore[no-untyped-call]
-        except RuntimeError:
+            return broadcast_shapes(*shapes)
+        except ValueError:
             raise HelmscopeError(
                 f"the parameters of {type(self).__name__} have batch axes {[tuple(shape) for shape in shapes]}, which "
                 "do not broadcast"

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from helmscope.geometry.arithmetic import broadcast_shapes
 from helmscope.summation.request import AttentionSum
 from helmscope.types import HelmscopeError
 
@@ -159,8 +160,7 @@ def _batch_shape(request: Request) -> torch.Size:
     """The broadcast batch axes of the tensors of a request."""
     shapes = [tensor.shape[:-2] for tensor in (request.query, request.key, request.value)]
     weights_shape = [] if request.weights is None else [request.weights.shape[:-1]]
-    batch: torch.Size = torch.broadcast_shapes(*shapes, *weights_shape)  # type: ignore[no-untyped-call]
-    return batch
+    return broadcast_shapes(*shapes, *weights_shape)
 
 
 @lru_cache(maxsize=1)
