@@ -59,7 +59,7 @@ def measure_arms(model: Any, ids: Tensor, windows: np.ndarray) -> dict[str, Tens
         arms, losses = [], []
         for silent in ARMS.values():
             with silenced(model, silent):
-                states, pre_activations = run(model, ids)
+                states, pre_activations = record_forward(model, ids)
                 losses.append(validation_loss(model, windows))
             arms.append(measure_clouds(states, ids))
             if not silent:
@@ -87,7 +87,7 @@ def silenced(model: Any, names: tuple[str, ...]) -> Iterator[None]:
             handle.remove()
 
 
-def run(model: Any, ids: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+def record_forward(model: Any, ids: Tensor) -> tuple[list[Tensor], list[Tensor]]:
     """The residual stream (prompt, n, d) at every depth, and the pre-activations (prompt, n, neurons) by layer."""
     states: list[Tensor] = []
     pre_activations: list[Tensor] = []

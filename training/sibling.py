@@ -128,7 +128,7 @@ def store(data: Any, path: Path) -> None:
         encoding[name] = {"dtype": "float32"}
         if rounding is not None:  # in one chunk, which compresses best
             encoding[name] = {**compressed, "scale_factor": np.float32(rounding), "chunksizes": data[name].shape}
-    # the default layout, that of HDF5 1.6, would add 40 kB
+    # the oldest layout of HDF5, which is the default, would add 40 kB
     with h5netcdf.File(path, "w", libver=("v110", "v110")) as file:
         data.dump_to_store(H5NetCDFStore(file), encoding=encoding)
 
