@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from helmscope.types.lazy import lazy_exports
 
 if TYPE_CHECKING:
+    from helmscope.observe.arms import factorial as factorial
     from helmscope.observe.clusters import MergeTree as MergeTree
     from helmscope.observe.clusters import cluster_count as cluster_count
     from helmscope.observe.clusters import merge_tree as merge_tree
@@ -62,6 +63,8 @@ if TYPE_CHECKING:
     from helmscope.observe.mixture import vmf_log_density as vmf_log_density
     from helmscope.observe.mixture import vmf_mixture as vmf_mixture
     from helmscope.observe.order import order_parameter as order_parameter
+    from helmscope.observe.pairs import PairSet as PairSet
+    from helmscope.observe.pairs import clustering as clustering
     from helmscope.observe.phase import phase_diagram as phase_diagram
     from helmscope.observe.phase import published_probability as published_probability
     from helmscope.observe.rank import entropy_rank as entropy_rank
