@@ -11,7 +11,7 @@ m_i m_j:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING
@@ -38,6 +38,7 @@ from helmscope.types import HelmscopeError, System, Trajectory, real_number, who
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
+    from numpy.typing import ArrayLike
     from torch import Tensor
 
 LEVELS, GAP = (0.8, 0.9, 0.99), 16
@@ -111,7 +112,8 @@ def clustering(
     for depth in range(len(path.times)):
         weights = None if path.weights is None else path.weights[depth if len(path.weights) > 1 else 0]
         chunks = []
-        for rows in torch.arange(len(path.states[depth]), device="cpu").split(rows_at_once):
+        for begin in range(0, path.states.shape[1], rows_at_once):
+            rows = slice(begin, begin + rows_at_once)
             x = retract(path.states[depth, rows].double())
             m = token_weights(x, None if weights is None else weights[rows].double())
             chunks.append(_cloud_statistics(x, m, _PairWeights.of(m, None if ids is None else ids[rows], gap), levels))
@@ -123,9 +125,10 @@ def clustering(
     return _as_measurement(values, axes, levels).assign_attrs(gap=gap)
 
 
-def _as_measurement(values: dict[str, Tensor], axes: dict[str, Sequence[object]], levels: list[float]) -> xr.Dataset:
+def _as_measurement(values: dict[str, Tensor], axes: Mapping[str, ArrayLike], levels: list[float]) -> xr.Dataset:
     sets = [pairs.value for pairs in PairSet]
-    further = {"share": {"pairs": sets, "level": levels}, "inner_product": {"pairs": sets}}
+    by_level: dict[str, ArrayLike] = {"pairs": sets, "level": levels}
+    further: dict[str, dict[str, ArrayLike]] = {"share": by_level, "inner_product": {"pairs": sets}}
     parts = [with_replicates({name: value}, {**axes, **further.get(name, {})}) for name, value in values.items()]
     measurement = with_bounds(xr.merge(parts, join="exact"), BOUNDS)
     for name in values:
