@@ -102,8 +102,8 @@ class _Half:
 
 
 def _common_ids(known: _Half, asked: _Half) -> Int[Tensor, " classes"]:
-    first, second = (torch.unique(half.ids[half.counted]) for half in (known, asked))
-    return first[torch.isin(first, second)]
+    ids: Tensor = torch.unique(known.ids[known.counted])
+    return ids[torch.isin(ids, asked.ids[asked.counted])]
 
 
 def _class_labels(
