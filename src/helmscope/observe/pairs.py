@@ -108,17 +108,11 @@ def clustering(
     path = path if first_token else without_first_token(path)
     axes = state_axes(path)
     rows_at_once = max(1, CHUNK // path.states.shape[2] ** 2)
-    by_depth = []
-    for depth in range(len(path.times)):
-        weights = None if path.weights is None else path.weights[depth if len(path.weights) > 1 else 0]
-        chunks = []
-        for begin in range(0, path.states.shape[1], rows_at_once):
-            rows = slice(begin, begin + rows_at_once)
-            x = retract(path.states[depth, rows].double())
-            m = token_weights(x, None if weights is None else weights[rows].double())
-            chunks.append(_cloud_statistics(x, m, _PairWeights.of(m, None if ids is None else ids[rows], gap), levels))
-        by_depth.append({name: torch.cat([chunk[name] for chunk in chunks]) for name in chunks[0]})
-    values = {name: torch.stack([one[name] for one in by_depth]) for name in by_depth[0]}
+    chunks = []
+    for begin in range(0, path.states.shape[1], rows_at_once):
+        rows = slice(begin, begin + rows_at_once)
+        chunks.append(_chunk_statistics(path, rows, None if ids is None else ids[rows], gap, levels))
+    values = {name: torch.cat([chunk[name] for chunk in chunks], 1) for name in chunks[0]}
     if path.radius is not None:
         weights = torch.ones_like(path.radius[:1]) if path.weights is None else path.weights
         values["radius"] = token_mean(path.radius.double(), weights.double())
@@ -200,13 +194,27 @@ class _PairWeights:
         return cls(weights, weights.sum(-1))
 
 
+def _chunk_statistics(
+    path: Trajectory, rows: slice, ids: Tensor | None, gap: int, levels: list[float]
+) -> dict[str, Tensor]:
+    """The statistics of some prompts at all depths, (depth, rows, ...) each."""
+    by_depth = []
+    for depth, states in enumerate(path.states):
+        x = retract(states[rows].double())
+        if depth == 0 or (path.weights is not None and len(path.weights) > 1):
+            m = token_weights(x, None if path.weights is None else path.weights[depth, rows].double())
+            pairs = _PairWeights.of(m, ids, gap)
+        by_depth.append(_cloud_statistics(x, m, pairs, levels))
+    return {name: torch.stack([one[name] for one in by_depth]) for name in by_depth[0]}
+
+
 @full_precision
 def _cloud_statistics(x: Tensor, m: Tensor, pairs: _PairWeights, levels: list[float]) -> dict[str, Tensor]:
     """The statistics of some clouds x (rows, n, d) with weights m, in float64."""
     gram = x @ x.mT
     flat = gram.flatten(-2)
-    summands = torch.stack([flat, *((flat > level).to(flat) for level in levels)], -1)
-    means = (pairs.weights @ summands) / pairs.total.unsqueeze(-1)
+    summands = torch.stack([flat, *((flat > level).to(flat) for level in levels)], 1)
+    means = (pairs.weights @ summands.mT) / pairs.total.unsqueeze(-1)
     # the eigenvalues of the Gram matrix are s^2, at a third of the cost of singular values of x
     root = m.sqrt()
     power = torch.linalg.eigvalsh(root.unsqueeze(-1) * gram * root.unsqueeze(-2)).clamp(min=0)
