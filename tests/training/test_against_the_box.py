@@ -92,7 +92,7 @@ def test_the_arms_agree_with_ablated_recordings(training):
         for name, observable in (
             ("participation_ratio", hs.observe.participation_ratio),
             ("entropy_rank", hs.observe.entropy_rank),
-            ("residual", lambda cloud: hs.observe.residual_frobenius(cloud, relative=True)),
+            ("residual", lambda cloud: hs.observe.collapse_residual_frobenius(cloud, relative=True)),
         ):
             found = observable(some)
             assert ((wanted[name][arm, ::6] - found).abs() / found).max() < 1e-5, (name, arm)

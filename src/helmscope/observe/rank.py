@@ -27,11 +27,7 @@ def entropy_rank(
     >>> entropy_rank(torch.eye(3))
     tensor(3.)
     """
-    s = _singular_values(x, weights)
-    p = s / s.sum(-1, keepdim=True)
-    # p log p is 0 at p = 0, where its slope is infinite: the gradient there is set to 0
-    logs = torch.log(torch.where(p > 0, p, 1.0))
-    return torch.exp(-(p * logs).sum(-1))
+    return spectral_ranks(_singular_values(x, weights))["entropy_rank"]
 
 
 def participation_ratio(
@@ -42,8 +38,7 @@ def participation_ratio(
     >>> participation_ratio(torch.eye(3))
     tensor(3.)
     """
-    power = _singular_values(x, weights) ** 2
-    return power.sum(-1) ** 2 / (power**2).sum(-1)
+    return spectral_ranks(_singular_values(x, weights))["participation_ratio"]
 
 
 def stable_rank(
@@ -54,8 +49,7 @@ def stable_rank(
     >>> stable_rank(torch.eye(3))
     tensor(3.)
     """
-    power = _singular_values(x, weights) ** 2
-    return power.sum(-1) / power.amax(-1)
+    return spectral_ranks(_singular_values(x, weights))["stable_rank"]
 
 
 def nuclear_rank(
@@ -66,8 +60,25 @@ def nuclear_rank(
     >>> nuclear_rank(torch.eye(3))
     tensor(3.)
     """
-    s = _singular_values(x, weights)
-    return s.sum(-1) / s.amax(-1)
+    return spectral_ranks(_singular_values(x, weights))["nuclear_rank"]
+
+
+def spectral_ranks(s: Float[Tensor, "*batch k"]) -> dict[str, Float[Tensor, "*batch"]]:
+    """The four effective ranks above, by name, from the singular values s of X.
+
+    >>> {name: rank.item() for name, rank in spectral_ranks(torch.ones(3)).items()}["stable_rank"]
+    3.0
+    """
+    power, largest = s**2, s.amax(-1)
+    p = s / s.sum(-1, keepdim=True)
+    # p log p is 0 at p = 0, where its slope is infinite: the gradient there is set to 0
+    logs = torch.log(torch.where(p > 0, p, 1.0))
+    return {
+        "entropy_rank": torch.exp(-(p * logs).sum(-1)),
+        "participation_ratio": power.sum(-1) ** 2 / (power**2).sum(-1),
+        "stable_rank": power.sum(-1) / largest**2,
+        "nuclear_rank": s.sum(-1) / largest,
+    }
 
 
 def numerical_rank(
