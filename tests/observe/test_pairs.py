@@ -77,7 +77,7 @@ def test_ranks_residuals_and_radius_are_those_of_the_cloud_without_its_first_tok
         assert measured[name].values == pytest.approx(function(x, weights=m).numpy(), abs=1e-6), name
     for name, function in (
         ("residual", collapse_residual_frobenius),
-        ("collapse_residual_composite", collapse_residual_composite),
+        ("residual_composite", collapse_residual_composite),
     ):
         expected = function(x, relative=True, weights=m)
         assert measured[name].values == pytest.approx(expected.numpy(), abs=1e-12), name

@@ -14,7 +14,7 @@ import torch
 
 from helmscope.geometry.sphere import angle, retract
 from helmscope.observe.pairs import sphere_and_ids, without_first_token
-from helmscope.observe.track import AT_LEAST_0, SHARE, state_axes, token_mean, with_bounds, with_replicates
+from helmscope.observe.track import AT_LEAST_0, SHARE, token_mean, with_bounds, with_replicates
 from helmscope.types import HelmscopeError, System, Trajectory
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def arc_length(source: Trajectory | System, *, first_token: bool = False) -> xr.
     path = sphere_and_ids(source, None)[0]
     path = path if first_token else without_first_token(path)
     lengths = _arc_lengths(path)
-    measurement = with_replicates({"arc_length": lengths}, state_axes(path))
+    measurement = with_replicates({"arc_length": lengths}, path)
     measurement.arc_length.attrs["long_name"] = "mean angle moved, cumulated (radians)"
     return with_bounds(measurement, {"arc_length": AT_LEAST_0})
 
@@ -70,7 +70,7 @@ def depth_times(model: Trajectory | System, flow: Trajectory | System, *, first_
     found = np.stack([_times_of(*row, times) for row in zip(lengths.T, flow_lengths.T, strict=True)], 1)
     values = {"flow_time": found, "reached": np.isfinite(found).astype(float), "arc_length": lengths}
     tensors = {name: torch.as_tensor(value, device="cpu") for name, value in values.items()}
-    measurement = with_replicates(tensors, state_axes(model_path))
+    measurement = with_replicates(tensors, model_path)
     measurement.flow_time.attrs["long_name"] = "time of the flow with the same arc length"
     return with_bounds(measurement, {"reached": SHARE, "arc_length": AT_LEAST_0})
 

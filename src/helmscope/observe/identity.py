@@ -9,7 +9,7 @@ import torch
 
 from helmscope.geometry.arithmetic import full_precision
 from helmscope.observe.pairs import sphere_and_ids, without_first_token
-from helmscope.observe.track import SHARE, state_axes, with_bounds, with_replicates
+from helmscope.observe.track import SHARE, with_bounds, with_replicates
 from helmscope.types import HelmscopeError, System, Trajectory
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def token_identity(
         means = torch.nn.functional.normalize(sums / sizes.unsqueeze(-1), dim=-1)
         nearest = (asked.centred(depth) @ means.T).argmax(-1)
         rows.append(((nearest == wanted) & is_asked).sum(-1).double() / tested)
-    measurement = with_replicates({"accuracy": torch.stack(rows)}, state_axes(asked.path))
+    measurement = with_replicates({"accuracy": torch.stack(rows)}, asked.path)
     chance = ((wanted == sizes.argmax()) & is_asked).sum(-1).double() / tested
     measurement["accuracy_null"] = (asked.path.replicate, chance.cpu().numpy())
     measurement.accuracy.attrs["long_name"] = "share of tokens whose id is decoded from their state"

@@ -11,7 +11,7 @@ m_i m_j:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING
@@ -27,7 +27,6 @@ from helmscope.observe.track import (
     AT_LEAST_0,
     AT_LEAST_1,
     SHARE,
-    state_axes,
     token_mean,
     token_weights,
     trajectory_of,
@@ -52,14 +51,14 @@ LABELS = {
     "stable_rank": "stable rank",
     "nuclear_rank": "nuclear rank",
     "residual": "distance to the mean token, relative, Frobenius norm",
-    "collapse_residual_composite": "distance to the mean token, relative, norm of Dong et al.",
+    "residual_composite": "distance to the mean token, relative, norm of Dong et al.",
     "radius": "mean radius",
 }
 BOUNDS = {
     "share": SHARE,
     "inner_product": (-1.0, 1.0),
     **dict.fromkeys(("entropy_rank", "participation_ratio", "stable_rank", "nuclear_rank"), AT_LEAST_1),
-    **dict.fromkeys(("residual", "collapse_residual_composite", "radius"), AT_LEAST_0),
+    **dict.fromkeys(("residual", "residual_composite", "radius"), AT_LEAST_0),
 }
 
 
@@ -89,8 +88,9 @@ def clustering(
     ``inner_product`` is the mean inner product of each of the three sets of pairs (axis ``pairs``, see ``PairSet``);
     ``share`` is the share of inner products above each of ``levels`` (axis ``level``). ``entropy_rank``,
     ``participation_ratio``, ``stable_rank`` and ``nuclear_rank`` are the effective ranks of the cloud, and ``residual``
-    and ``collapse_residual_composite`` its distance to the mean token, relative to its size (``collapse_residual_frobenius`` and
-    ``collapse_residual_composite`` with ``relative=True``). ``radius`` is the mean norm that was divided out, if there is one.
+    and ``residual_composite`` its distance to the mean token, relative to its size (``collapse_residual_frobenius`` and
+    ``collapse_residual_composite`` with ``relative=True``). ``radius`` is the mean norm that was divided out, if there
+    is one.
 
     ``source`` is a Recording, whose states are those of ``on_sphere`` and whose token ids are known, another System, or
     a Trajectory. ``ids`` are the token ids; without them no two tokens have the same id. Tokens count by their weights,
@@ -106,7 +106,6 @@ def clustering(
     gap = whole_number("gap", gap, at_least=1)
     path, ids = sphere_and_ids(source, ids)
     path = path if first_token else without_first_token(path)
-    axes = state_axes(path)
     rows_at_once = max(1, CHUNK // path.states.shape[2] ** 2)
     chunks = []
     for begin in range(0, path.states.shape[1], rows_at_once):
@@ -116,14 +115,14 @@ def clustering(
     if path.radius is not None:
         weights = torch.ones_like(path.radius[:1]) if path.weights is None else path.weights
         values["radius"] = token_mean(path.radius.double(), weights.double())
-    return _as_measurement(values, axes, levels).assign_attrs(gap=gap)
+    return _as_measurement(values, path, levels).assign_attrs(gap=gap)
 
 
-def _as_measurement(values: dict[str, Tensor], axes: Mapping[str, ArrayLike], levels: list[float]) -> xr.Dataset:
+def _as_measurement(values: dict[str, Tensor], path: Trajectory, levels: list[float]) -> xr.Dataset:
     sets = [pairs.value for pairs in PairSet]
     by_level: dict[str, ArrayLike] = {"pairs": sets, "level": levels}
     further: dict[str, dict[str, ArrayLike]] = {"share": by_level, "inner_product": {"pairs": sets}}
-    parts = [with_replicates({name: value}, {**axes, **further.get(name, {})}) for name, value in values.items()]
+    parts = [with_replicates({name: value}, path, further.get(name)) for name, value in values.items()]
     measurement = with_bounds(xr.merge(parts, join="exact"), BOUNDS)
     for name in values:
         measurement[name].attrs["long_name"] = LABELS[name]
@@ -223,5 +222,5 @@ def _cloud_statistics(x: Tensor, m: Tensor, pairs: _PairWeights, levels: list[fl
         "inner_product": means[..., 0],
         **spectral_ranks(power.sqrt()),
         "residual": collapse_residual_frobenius(x, relative=True, weights=m),
-        "collapse_residual_composite": collapse_residual_composite(x, relative=True, weights=m),
+        "residual_composite": collapse_residual_composite(x, relative=True, weights=m),
     }
