@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from helmscope.models.load import Origin as Origin
     from helmscope.models.load import load_all as load_all
     from helmscope.models.names import parse_head as parse_head
+    from helmscope.models.paragraphs import default_texts as default_texts
     from helmscope.models.recording import Recording as Recording
     from helmscope.models.subject import Subject as Subject
     from helmscope.models.twin import untrained_twin as untrained_twin

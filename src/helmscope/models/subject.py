@@ -26,6 +26,7 @@ from helmscope.models.identity import (
     stamp_of,
     wiring_of,
 )
+from helmscope.models.paragraphs import default_texts
 from helmscope.models.premise import Premise, Simulated
 from helmscope.runs.bar import reporting
 from helmscope.types import HelmscopeError, counted, one_line_repr, whole_number
@@ -48,9 +49,10 @@ class Subject:
     change while it is on trial. For an encoder-decoder model, its decoder is on trial, with the texts as its targets.
     ``Subject.simulation()`` is the subject of a claim that needs no model.
 
-    ``texts`` are strings, or rows of token ids of one length; by default those in the box. ``tokenizer``, ``loops``,
-    ``revision`` and ``device`` are those of ``load``, ``truncate`` that of ``record``. Making a subject loads nothing:
-    arguments of the wrong type raise HelmscopeError at once, an unusable model or text only when it is first needed.
+    ``texts`` are strings, or rows of token ids of one length; by default ``box_texts()`` for "A", "B" and "tied", and
+    ``default_texts()`` otherwise. ``tokenizer``, ``loops``, ``revision`` and ``device`` are those of ``load``,
+    ``truncate`` that of ``record``. Making a subject loads nothing: arguments of the wrong type raise HelmscopeError at
+    once, an unusable model or text only when it is first needed.
 
     >>> subject = Subject("A", ["Once upon a time", "The cat sat", "One day a dog", "Tom was sad"])
     >>> subject
@@ -207,9 +209,11 @@ class Subject:
 
     @property
     def texts(self) -> tuple[Prompt, ...]:
-        """The texts or rows of token ids; by default the texts in the box."""
+        """The texts or rows of token ids; by default ``box_texts()`` or, outside the box, ``default_texts()``."""
         self._require_model("texts")
-        return tuple(box_texts()) if self.asked_texts is None else self.asked_texts
+        if self.asked_texts is not None:
+            return self.asked_texts
+        return tuple(box_texts()) if is_boxed(self.model) else default_texts()
 
     @property
     def loaded(self) -> Loaded:
