@@ -245,8 +245,8 @@ class Fast(SA):
 class WithoutSelf(USA):
     """1/(n-1) instead of 1/n."""
 
-    def scaled(self, x, weights=None, *, t=0.0):
-        velocity, n = super().scaled(x, weights), x.shape[-2]
+    def scaled_velocity(self, x, weights=None, *, t=0.0):
+        velocity, n = super().scaled_velocity(x, weights), x.shape[-2]
         return ScaledVelocity(velocity.direction * (n / (n - 1)), velocity.log_scale)
 
 

@@ -19,7 +19,7 @@ from helmscope.claims.trial import try_claim
 from helmscope.fields.attention import SA
 from helmscope.observe.inner_products import clustering_fraction
 from helmscope.solve.integrate import integrate
-from helmscope.solve.published import PublishedEuler
+from helmscope.solve.published_euler import PublishedEuler
 from helmscope.stats.reduce import reduce_replicates
 from helmscope.theory.equiangular import hitting_time
 from helmscope.theory.starts import Uniform

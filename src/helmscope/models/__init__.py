@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from helmscope.models.boxed import box_folder as box_folder
     from helmscope.models.boxed import box_texts as box_texts
     from helmscope.models.boxed import held_back_texts as held_back_texts
+    from helmscope.models.boxed import sibling_history as sibling_history
     from helmscope.models.boxed import training_history as training_history
     from helmscope.models.certificate import Certificate as Certificate
     from helmscope.models.doctor import diagnose as diagnose
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from helmscope.models.load import Origin as Origin
     from helmscope.models.load import load_all as load_all
     from helmscope.models.names import parse_head as parse_head
+    from helmscope.models.paragraphs import default_texts as default_texts
     from helmscope.models.recording import Recording as Recording
     from helmscope.models.subject import Subject as Subject
     from helmscope.models.twin import untrained_twin as untrained_twin

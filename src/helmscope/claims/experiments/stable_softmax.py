@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from helmscope.claims.curves import curve
@@ -75,11 +76,8 @@ def dot_products(case: Case, seeds: int, queries: int, keys: int, dim: int, *, s
     Given q they are independent and normal with variance |q|^2, and |q|^2 is chi-squared with ``dim`` degrees of
     freedom, so that no vector of R^dim is needed. The numbered streams ``stream`` and ``stream + 1`` are used.
     """
-    generator = torch.Generator().manual_seed(case.seed_for(stream + 1))
-    shape = torch.full((seeds, queries, 1), dim / 2, dtype=torch.float64)
-    # torch's public gamma distribution takes no generator
-    squared_length = 2 * torch._standard_gamma(shape, generator=generator)
-    return squared_length.sqrt() * case.normal(seeds, queries, keys, stream=stream)
+    squared_length = np.random.default_rng(case.seed_for(stream + 1)).chisquare(dim, (seeds, queries, 1))
+    return torch.from_numpy(squared_length).sqrt() * case.normal(seeds, queries, keys, stream=stream)
 
 
 def jacobian_norm(logits: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ path?
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -13,8 +13,7 @@ import torch
 import xarray as xr
 
 from helmscope.claims.curves import curve
-from helmscope.claims.evidence import EveryLayer, Evidence, Replicates
-from helmscope.claims.experiments.finite_time import ExponentialDecay
+from helmscope.claims.evidence import EveryLayer, Replicates
 from helmscope.claims.finding import Finding
 from helmscope.claims.registry import Case, experiment
 from helmscope.fields.attention import SA, USA
@@ -28,8 +27,6 @@ from helmscope.theory.starts import Orthonormal
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from helmscope.fields.field import Field
 
 KINDS: tuple[type[SA] | type[USA], ...] = (SA, USA)
 SPREAD = 1e-5  # up to beta = 9 the next order is below 1e-8 of the rate, and rounding far below that
@@ -60,12 +57,12 @@ def steady_order(case: Case) -> Finding:
 class _Part:
     """The evidence for one condition, with its controls and data."""
 
-    evidence: Mapping[str, Evidence]
-    controls: Mapping[str, Evidence]
+    evidence: Mapping[str, EveryLayer | Replicates]
+    controls: Mapping[str, EveryLayer | Replicates]
     data: xr.Dataset
     remark: str
     where: str
-    described: Mapping[str, Evidence] = field(default_factory=dict)
+    described: Mapping[str, EveryLayer | Replicates] = field(default_factory=dict)
 
 
 def _tail(case: Case) -> _Part:
@@ -117,7 +114,7 @@ def _whole_path(case: Case) -> _Part:
     fixed = torch.full((PLOTTED,), PLOTTED_BETA, dtype=torch.float64)
     paces = [path_pace(kind, beta, x, end) for kind in KINDS]
     predicted = [torch.stack([_predicted_pace(kind(beta=float(b)), n, end) for b in beta], -1) for kind in KINDS]
-    steady = _pace_over_unit_time(ExponentialDecay(torch.full((len(x),), -math.log(end) / 2, dtype=torch.float64)), x)
+    steady = _pace_over_unit_time(lambda tokens: -math.log(end) / 2 * unit_decay(tokens), x)
     units = [2.0 if kind.normalized else 2 * math.exp(PLOTTED_BETA) for kind in KINDS]
     shown = [path_pace(kind, fixed, x[:PLOTTED], end) / unit for kind, unit in zip(KINDS, units, strict=True)]
     names = tuple(kind.__name__ for kind in KINDS)
@@ -178,11 +175,11 @@ def path_pace(kind: type[SA] | type[USA], beta: Tensor, x: Tensor, end: float) -
     return _pace_over_unit_time(scaled, x) / duration
 
 
-def _pace_over_unit_time(flow: Field, x: Tensor) -> Tensor:
+def _pace_over_unit_time(flow: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """-d/dt log(1 - m) (time, start) at ``FRACTIONS`` of the time 1, from the velocity at each state."""
     states = integrate(flow, x, FRACTIONS, stepper=DormandPrince(TOLERANCE)).states
     n = x.shape[-2]
-    velocities = torch.stack([flow.velocity(state) for state in states])
+    velocities = torch.stack([flow(state) for state in states])
     rise = 2 * (states.sum(-2) * velocities.sum(-2)).sum(-1) / (n * (n - 1))  # m = (|sum_i x_i|^2 - n) / (n (n - 1))
     return rise / _gap(states)
 
@@ -192,6 +189,14 @@ def _predicted_pace(flow: SA | USA, n: int, end: float) -> Tensor:
     duration = hitting_time(flow, n=n, delta=end)
     gamma = equiangular(flow, n=n, times=[duration * fraction for fraction in FRACTIONS])
     return equiangular_rate(flow, gamma, n=n) / (1 - gamma)
+
+
+def unit_decay(x: Tensor) -> Tensor:
+    """P_{x_i} c / <x_i, c>, c the direction of the mean. From orthonormal tokens the angle to c obeys
+    theta' = -tan theta, so that 1 - m ~ sin^2 theta is exactly e^-2t.
+    """
+    center = sphere.retract(x.mean(-2, keepdim=True)).expand_as(x)
+    return sphere.project(x, center) / (x * center).sum(-1, keepdim=True)
 
 
 def unsteadiness(pace: Tensor) -> Tensor:
