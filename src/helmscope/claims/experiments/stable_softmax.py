@@ -32,15 +32,16 @@ def stable_softmax(case: Case) -> Finding:
     dims, keys, queries = (case.constant(name) for name in ("dims", "keys", "queries"))
     seeds = case.count(128, quick=32)
 
-    def norms(stream: int, scaling: Scaling, n: int = keys) -> Tensor:
+    def norms(stream: int, scaling: Scaling, n: int = keys, m: int = queries) -> Tensor:
         """The mean norm (seed, dimension)."""
-        samples = (dot_products(case, seeds, queries, n, dim, stream=8 * k + stream) for k, dim in enumerate(dims))
+        samples = (dot_products(case, seeds, m, n, dim, stream=8 * k + stream) for k, dim in enumerate(dims))
         means = [jacobian_norm(scaling(dim) * s).mean(-1) for s, dim in zip(samples, dims, strict=True)]
         return torch.stack(means, -1)
 
     scaled = norms(0, lambda dim: dim**-0.5)
     plain = norms(2, lambda dim: 1.0)
-    pairs = norms(4, lambda dim: 1.0, n=2)
+    # near ties, which the mean rests on, are rarer among two keys than among many
+    pairs = norms(4, lambda dim: 1.0, n=2, m=8 * queries)
     unit = norms(6, lambda dim: 1 / dim)  # for large d standard normal vectors have length sqrt(d)
     with_factor, without = log_slope(dims, scaled), log_slope(dims, plain)
     names = ("with 1/sqrt(d)", "without", "two keys, without")
