@@ -13,14 +13,14 @@ from common import Results, new_results, parser, relative_error, say, unit_vecto
 from torch import Tensor
 
 import helmscope as hs
-from helmscope.kernels.blockwise import Blockwise
-from helmscope.kernels.dense import Dense
-from helmscope.kernels.flash import Flash
-from helmscope.kernels.fused import fused_clustering, fused_refuses
-from helmscope.kernels.harmonic import Harmonic
-from helmscope.kernels.kernel import Kernel, Request
+from helmscope.summation.blockwise import Blockwise
+from helmscope.summation.dense import Dense
+from helmscope.summation.flash import Flash
+from helmscope.summation.fused import fused_clustering, fused_refuses
+from helmscope.summation.harmonic import Harmonic
+from helmscope.summation.request import Request, Summation
 
-KERNELS: tuple[Kernel, ...] = (Dense(), Blockwise(), Harmonic(), Flash())
+KERNELS: tuple[Summation, ...] = (Dense(), Blockwise(), Harmonic(), Flash())
 BETAS = (0.0, 1.0, 4.0, 9.0, 50.0, 500.0)
 # on a GPU, no n for which Triton would compile a specialized kernel (1 and multiples of 16), which would take minutes
 SIZES = {"cpu": (1, 2, 3, 64, 257, 1_000), "cuda": (2, 3, 257, 1_000, 4_099)}
@@ -45,7 +45,7 @@ def tokens(n: int, d: int, device: torch.device, dtype: torch.dtype, *, clustere
     return torch.nn.functional.normalize(x, dim=-1).to(dtype)
 
 
-def one_row(results: Results, kernel: Kernel, dtype: torch.dtype, beta: float, *, clustered: bool) -> None:
+def one_row(results: Results, kernel: Summation, dtype: torch.dtype, beta: float, *, clustered: bool) -> None:
     """The errors of one kernel at one beta, over all sizes and both masks."""
     row = {
         "kernel": type(kernel).__name__,
@@ -61,7 +61,7 @@ def one_row(results: Results, kernel: Kernel, dtype: torch.dtype, beta: float, *
             for d in DIMS:
                 x = tokens(n, d, results.device, dtype, clustered=clustered)
                 request = Request(beta * x, x, x, causal=causal, beta=beta)
-                if refused := kernel.refuses(request):
+                if refused := kernel.refusal(request):
                     reason = refused
                     continue
                 served += 1

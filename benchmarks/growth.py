@@ -14,12 +14,12 @@ from functools import partial
 import torch
 from common import Results, free_memory, interleaved, new_results, parser, power_law, say, shown, timing, unit_vectors
 
-from helmscope.kernels.blockwise import Blockwise
-from helmscope.kernels.dense import Dense
-from helmscope.kernels.flash import Flash
-from helmscope.kernels.fused import fused_clustering
-from helmscope.kernels.harmonic import Harmonic
-from helmscope.kernels.kernel import Kernel, Request
+from helmscope.summation.blockwise import Blockwise
+from helmscope.summation.dense import Dense
+from helmscope.summation.flash import Flash
+from helmscope.summation.fused import fused_clustering
+from helmscope.summation.harmonic import Harmonic
+from helmscope.summation.request import Request, Summation
 
 BETA = 4.0
 Prepare = Callable[[int, torch.device], Callable[[], object]]  # a size and a device -> the call to be timed
@@ -41,20 +41,20 @@ def powers(first: int, last: int) -> tuple[int, ...]:
     return tuple(2**k for k in range(first, last + 1))
 
 
-def over_n(kernel: Kernel, sizes: tuple[int, ...], d: int) -> Line:
+def over_n(kernel: Summation, sizes: tuple[int, ...], d: int) -> Line:
     """The time of one right-hand side over n."""
     measure = f"exponent of harmonic in n, d={d}" if isinstance(kernel, Harmonic) else None
     name = f"{type(kernel).__name__}, d = {d}"
     return Line(name, "n", sizes, lambda n, device: _sum(kernel, n, d, device), measure)
 
 
-def over_d(kernel: Kernel, n: int, sizes: tuple[int, ...]) -> Line:
+def over_d(kernel: Summation, n: int, sizes: tuple[int, ...]) -> Line:
     """The time of one right-hand side over d."""
     name = f"{type(kernel).__name__}, n = {n:,}"
     return Line(name, "d", sizes, lambda d, device: _sum(kernel, n, d, device))
 
 
-def _sum(kernel: Kernel, n: int, d: int, device: torch.device) -> Callable[[], object]:
+def _sum(kernel: Summation, n: int, d: int, device: torch.device) -> Callable[[], object]:
     dtype = torch.float32 if device.type == "cuda" else torch.float64
     x = unit_vectors(n, d, device=device, dtype=dtype, seed=n + d)
     return partial(kernel.sum, Request(BETA * x, x, x, beta=BETA))

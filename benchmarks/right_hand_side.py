@@ -34,10 +34,10 @@ from common import (
 )
 from torch import Tensor
 
-from helmscope.kernels.blockwise import Blockwise
-from helmscope.kernels.choose import choose, token_sum
-from helmscope.kernels.harmonic import Harmonic
-from helmscope.kernels.kernel import Kernel, Request
+from helmscope.summation.blockwise import Blockwise
+from helmscope.summation.choose import choose, token_sum
+from helmscope.summation.harmonic import Harmonic
+from helmscope.summation.request import Request, Summation
 
 CASES = {
     "cpu": [(n, d) for n in (4_096, 16_384, 65_536) for d in (2, 3, 16, 64, 128)] + [(8_192, 16)],
@@ -47,7 +47,7 @@ CASES = {
 MOST_PAIRS = {"cpu": {"naive": 2**24, "sdpa": 2**26}, "cuda": {"naive": 2**31, "sdpa": 2**35}}
 MOST_STORED = 2**32  # the same where SDPA stores the matrix: on a GPU, in dimensions that its kernels do not support
 # the targets for a CPU core name a kernel; the series has an error of 1e-9 per pair relative to e^beta
-PINNED: dict[tuple[int, int], Kernel] = {
+PINNED: dict[tuple[int, int], Summation] = {
     (4_096, 2): Harmonic(tol=1e-9),
     (4_096, 3): Harmonic(tol=1e-9),
     (65_536, 3): Harmonic(tol=1e-9),
@@ -168,7 +168,7 @@ def measure(results: Results, n: int, d: int, timings: dict[str, Timing], errors
         kept[f"naive / pinned, n={n}, d={d}"] = ratio("naive", "pinned")
 
 
-def error_of_sums(kernel: Kernel, x: Tensor, rows: Tensor, beta: float) -> float:
+def error_of_sums(kernel: Summation, x: Tensor, rows: Tensor, beta: float) -> float:
     """The largest error of sum_j e^{beta <x_i, x_j>} (x_j, 1) over some rows, per pair and relative to e^beta."""
     sums = kernel.sum(Request(beta * x, x, x, beta=beta))
     total, mass = sums.total * torch.exp(sums.shift - beta), sums.mass * torch.exp(sums.mass_shift - beta)

@@ -17,16 +17,16 @@ from helmscope.claims.judge import judge
 from helmscope.claims.reading import read_catalogue
 from helmscope.claims.registry import Registered, experiments
 from helmscope.stats.intervals import mean_interval
-from helmscope.stats.power import decisive_effect
+from helmscope.stats.power import minimum_detectable_effect
 from helmscope.stats.scales import PLAIN
 from helmscope.types import Region, Ruling, interval_text
 
 HEADER = """# The trials and their power
 
 One full run with seed 0. *Detects* is the effect that the trial decides with a power of 90 %, in units of its statistic
-(from the spread of its replicates, `helmscope.decisive_effect`); for an identity, the share of inputs that may violate
-it and go undetected in 10 % of runs; for a success rate over starts, the true rate that is supported in 90 % of runs.
-It is the power of the statistic alone: the controls must hold too, and to refute one of several cases, Holm's
+(from the spread of its replicates, `hs.stats.minimum_detectable_effect`); for an identity, the share of inputs that may
+violate it and go undetected in 10 % of runs; for a success rate over starts, the true rate that is supported in 90 % of
+runs. It is the power of the statistic alone: the controls must hold too, and to refute one of several cases, Holm's
 correction requires more. `power.svg` shows the curves.
 
 | claim | statistic [interval], n | ruling | printed form | detects |
@@ -58,8 +58,8 @@ def _decisive_distance(values: object, evidence: object) -> float:
     scale = getattr(evidence, "scale", PLAIN)
     scaled = scale.forward(np.asarray(values, dtype=float))
     interval = mean_interval(scaled)
-    distance = decisive_effect(interval.n) * float(scaled.std(ddof=1))
-    return float(scale.back(interval.estimate + distance) - scale.back(interval.estimate))
+    distance = minimum_detectable_effect(interval.n) * float(scaled.std(ddof=1))
+    return float(scale.inverse(interval.estimate + distance) - scale.inverse(interval.estimate))
 
 
 def _decisive_rate(n: int, bound: float) -> float:

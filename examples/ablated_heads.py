@@ -10,7 +10,7 @@ recording = hs.record("B", [text[:120] for text in hs.models.box_texts()[:8]])
 plain = hs.reduce_replicates(hs.next_token_loss(recording))
 print(f"loss {float(plain.loss):.3f} nats, a uniform guess has {float(plain.loss_null):.3f}")
 
-losses = hs.observe.ablation_loss(recording, progress=hs.runs.ProgressBar("ablating heads"))
+losses = hs.observe.ablation_loss(recording)
 mean = hs.reduce_replicates(losses)  # over prompts, with intervals
 for layer in mean.layer.values:
     print(f"layer {layer:2d}:", *(f"{value:+.3f}" for value in mean.increase.sel(layer=layer).values))

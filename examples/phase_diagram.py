@@ -13,7 +13,6 @@ diagram = hs.phase_diagram(
     start=hs.Uniform(n=32, dim=128),
     samples=8,
     seed=0,
-    progress=hs.runs.ProgressBar("phase diagram"),
 )
 half = hs.observe.half_time(diagram)
 for beta in (1, 4):

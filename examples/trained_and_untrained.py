@@ -3,12 +3,11 @@
 import helmscope as hs
 
 texts = [text[:200] for text in hs.models.box_texts()[:8]]
-bar = hs.runs.ProgressBar("recording")
 
 
 def similarity(model):
     """Mean inner product of the tokens of a text, by depth in half-layers."""
-    path = hs.record(model, texts, progress=bar).trajectory
+    path = hs.record(model, texts).trajectory
     return hs.mean_inner_product(path.states, weights=path.weights).mean(-1)
 
 

@@ -42,7 +42,7 @@ OBSERVABLES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "merge heights": lambda x: hs.observe.merge_tree(x).height,
     "order": hs.order_parameter,
     "entropy rank": hs.rank.entropy_rank,
-    "residual": hs.rank.residual_composite,
+    "residual": hs.rank.collapse_residual_composite,
     "angle": lambda x: hs.sphere.angle(x, x.flip(-2)),
     "log": lambda x: hs.sphere.log(x, x.flip(-2)),
     "transport": lambda x: hs.sphere.transport(x, x.roll(1, -2), hs.sphere.project(x, x.flip(-1))),

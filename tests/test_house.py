@@ -6,7 +6,7 @@ import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType, ModuleType
 
 import pytest
 
@@ -16,7 +16,7 @@ from support.children import run_python
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "helmscope"
 ORDER = (
-    *("types", "store", "runs", "stats", "geometry", "theory", "kernels", "fields", "solve", "nn", "transport"),
+    *("types", "store", "runs", "stats", "geometry", "theory", "summation", "fields", "solve", "nn", "transport"),
     *("meanfield", "models", "intervene", "observe", "steer", "plots", "claims", "report", "jobs", "app", "cli"),
 )
 
@@ -100,7 +100,7 @@ def test_a_misplaced_import_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert len(misplaced(house)) == 1
 
 
-COMPUTING = ("geometry", "theory", "kernels", "fields", "solve", "observe")
+COMPUTING = ("geometry", "theory", "summation", "fields", "solve", "observe")
 PRODUCTS = {"addmm", "baddbmm", "bmm", "einsum", "matmul", "mm", "tensordot"}
 FACTORIES = {"arange", "as_tensor", "empty", "eye", "full", "linspace", "ones", "rand", "randint", "randn", "tensor"}
 FACTORIES |= {"zeros"}
@@ -177,6 +177,57 @@ def test_every_export_is_there_and_documented_with_an_example(room: str) -> None
         if not documented or not thing.__doc__:
             bare.append(name)
     assert bare == []
+
+
+# the rooms whose classes have an example in every method
+WITH_EXAMPLES = {"models", "intervene"}
+
+
+def methods_without_example(kind: type) -> Iterator[str]:
+    """The public methods that a class itself introduces, and whose docstrings have no example.
+
+    Overridden methods are documented where the base class introduces them, and properties by the class.
+    """
+    for name, member in vars(kind).items():
+        introduced = not any(hasattr(base, name) for base in kind.__bases__)
+        method = isinstance(member, FunctionType | classmethod | staticmethod)
+        if method and introduced and not name.startswith("_") and ">>>" not in (member.__doc__ or ""):
+            yield f"{kind.__name__}.{name}"
+
+
+@pytest.mark.parametrize("room", sorted(WITH_EXAMPLES))
+def test_every_method_of_an_exported_class_has_an_example(room: str) -> None:
+    package = getattr(hs, room)
+    kinds = [thing for name in package.__all__ if isinstance(thing := getattr(package, name), type)]
+    assert len(kinds) > 5
+    assert [name for kind in kinds for name in methods_without_example(kind)] == []
+
+
+def test_a_method_without_example_is_seen() -> None:
+    class Base:
+        def shared(self) -> None: ...
+
+    class Bare(Base):
+        def shared(self) -> None: ...
+
+        def bare(self) -> None:
+            """Does nothing."""
+
+        @classmethod
+        def made(cls) -> None: ...
+
+        def shown(self) -> None:
+            """
+            >>> Bare().shown()
+            """
+
+        @property
+        def size(self) -> int:
+            return 0
+
+        def _private(self) -> None: ...
+
+    assert list(methods_without_example(Bare)) == ["Bare.bare", "Bare.made"]
 
 
 def test_an_unknown_export_offers_the_nearest() -> None:
@@ -257,6 +308,8 @@ def test_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_the_tour_runs(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     _, names = run_blocks(ROOT / "docs" / "tour.md")
+    assert names["table"].shape == (12, 6)
+    assert names["table"].stack().idxmax() == (0, 4)
     assert names["result"]["beta-4.0"] == pytest.approx(6.95350184880806874, rel=1e-13)
     printed = capsys.readouterr().out
     assert printed.startswith("finished at t=10")

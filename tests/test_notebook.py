@@ -29,6 +29,7 @@ CELLS = {
     "sim.plot()": PICTURE,
     "recording.plot()": PICTURE,
     "hs.plot(diagram)": PICTURE,
+    "hs.plot(hs.overview(sim, beta=4.0))": PICTURE,
     "trial.plot()": PICTURE,
     "import matplotlib.pyplot as plt\nsim.trajectory.plot(system=1)": PICTURE,  # pyplot shows its own figures itself
     "sim.trajectory": TEXT,
@@ -36,6 +37,13 @@ CELLS = {
     "hs.Subject('A', ['one text'])": TEXT,
     "hs.Interval(0.5, 0.4, 0.6, n=3)": TEXT,
 }
+# as if every call were a long one; nested calls report nothing
+BAR = """
+from helmscope.runs import bar
+bar.PATIENCE_S = 0.0
+_ = hs.measure(sim)
+bar.PATIENCE_S = 2.0
+"""
 # In a process of its own, with the kernel started by the same interpreter, whatever is registered on the machine.
 RUN = """
 import sys
@@ -59,7 +67,7 @@ nbformat.write(notebook, path)
 def executed(folder: Path) -> dict[str, list[Any]]:
     """The outputs of each cell of one notebook that was run from top to bottom, without an error."""
     path = folder / "shown.ipynb"
-    cells = [nbformat.v4.new_code_cell(source) for source in (FIRST, *CELLS)]
+    cells = [nbformat.v4.new_code_cell(source) for source in (FIRST, *CELLS, BAR)]
     nbformat.write(nbformat.v4.new_notebook(cells=cells), path)
     homes = {name: str(folder) for name in ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR")}
     run_python(RUN, path, check=True, timeout=240.0, env={**os.environ, **homes})
@@ -70,6 +78,10 @@ def test_every_object_is_shown_once(tmp_path):
     """One test for all, so that the notebook is run once, however many workers there are."""
     shown = executed(tmp_path)
     assert {output.output_type for output in shown[FIRST]} <= {"stream"}  # transformers warns there
+    assert {output.name for output in shown[BAR]} == {"stderr"}
+    drawn = "".join(output.text for output in shown[BAR])
+    assert drawn.count("100%") == drawn.count("\n") == 1
+    assert drawn.split("\r")[-1].startswith("measuring ━━━━━━━━━━")
     for source, kind in CELLS.items():
         (output,) = shown[source]
         assert output.output_type == "execute_result", source

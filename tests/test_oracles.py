@@ -1,4 +1,5 @@
-"""The oracles against printed numbers and identities of the theory (sources 001 and 002), so that they may judge."""
+"""The oracles against printed numbers and identities of theory [Geshkovski et al. 2023; Mean-field notes], so that they
+may judge."""
 
 from __future__ import annotations
 
@@ -361,8 +362,8 @@ def test_residuals_by_hand():
         [-1.0, 0.0],
         [0.0, 1.0],
     ]  # mean (0, 1/2): R = (1, -1/2), (0, 1/2), (-1, -1/2), (0, 1/2)
-    assert oracles.residual_frobenius(x) == close(math.sqrt(3), 4e-16)
-    assert oracles.residual_frobenius(x, relative=True) == close(math.sqrt(3) / 2, 4e-16)
-    assert oracles.residual_composite(x) == close(math.sqrt(2 * 1.5), 4e-16)  # column 2 against 2, row 3/2
-    assert oracles.residual_composite(x, relative=True) == close(math.sqrt(3) / math.sqrt(2), 4e-16)
-    assert oracles.residual_composite([[0.6, 0.8]] * 3) == close(0.0, 2e-16)
+    assert oracles.collapse_residual_frobenius(x) == close(math.sqrt(3), 4e-16)
+    assert oracles.collapse_residual_frobenius(x, relative=True) == close(math.sqrt(3) / 2, 4e-16)
+    assert oracles.collapse_residual_composite(x) == close(math.sqrt(2 * 1.5), 4e-16)  # column 2 against 2, row 3/2
+    assert oracles.collapse_residual_composite(x, relative=True) == close(math.sqrt(3) / math.sqrt(2), 4e-16)
+    assert oracles.collapse_residual_composite([[0.6, 0.8]] * 3) == close(0.0, 2e-16)

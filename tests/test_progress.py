@@ -1,11 +1,15 @@
-"""Whatever may take long says how far it has come: shares that rise to 1, and nothing but a callable is taken."""
+"""Calls that may take long report shares that rise to 1, and draw one bar where a person can see it."""
 
 from __future__ import annotations
+
+import io
+import sys
 
 import pytest
 import torch
 
 import helmscope as hs
+from helmscope.runs import bar
 from support.model_families import inputs_of, tiny_model
 
 MODEL, IDS = tiny_model("gpt2"), inputs_of("gpt2")
@@ -36,6 +40,8 @@ LONG = {
         hs.SA(2.0), torch.eye(3), times=[1.0, 2.0, 3.0], stepper=hs.RK4(h=1.0), progress=progress
     ),
     "phase_diagram": lambda progress: hs.phase_diagram(hs.SA, **PHASE, progress=progress),
+    "try_claim": lambda progress: hs.try_claim("kuramoto", quick=True, progress=progress),
+    "outputs": lambda progress: RECORDING.runner.outputs(progress=progress),
     "published_probability": lambda progress: hs.observe.published_probability(hs.SA, **PHASE, progress=progress),
 }
 
@@ -47,7 +53,7 @@ def test_shares_rise_to_one(name):
     assert shares == sorted(shares)
     assert shares[-1] == 1.0
     assert min(shares) > 0.0
-    if name != "integrate":  # which says something at most ten times a second
+    if name not in ("integrate", "try_claim"):  # at most ten times per second; at the end only
         assert len(shares) > 1
 
 
@@ -55,3 +61,40 @@ def test_shares_rise_to_one(name):
 def test_what_cannot_be_called_is_refused(name):
     with pytest.raises(hs.HelmscopeError, match="progress is 'bar', but it must be a callable that takes the share of"):
         LONG[name]("bar")
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+WITHOUT_SHARES = {  # only the time is known, or the share is that of a part which draws the bar
+    "load": lambda: hs.load("A"),
+    "untrained_twin": lambda: hs.models.untrained_twin(MODEL, seed=0),
+    "diagnose": lambda: hs.models.diagnose(MODEL, texts=2, tokens=8),
+    "resume of a simulation": lambda: RUN.resume(depth=1, states=RUN.stream(depth=1)),
+    "resume of a model": lambda: RECORDING.resume(depth=2, states=RECORDING.trajectory.states[2]),
+    "kernel of a model": lambda: RECORDING.kernel(layer=0),
+    "logits": lambda: RECORDING.logits(depth=2),
+    "kernel_statistics": lambda: hs.kernel_statistics(RUN),
+    "Subject.twin_recordings": lambda: next(hs.Subject(MODEL, IDS[:1]).twin_recordings(1)),
+}
+
+
+@pytest.mark.parametrize("name", [*LONG, *WITHOUT_SHARES])
+def test_one_bar_is_drawn_on_a_terminal(name, monkeypatch):
+    """However many calls are nested, and as if every call were a long one."""
+    monkeypatch.setattr(bar, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    WITHOUT_SHARES[name]() if name in WITHOUT_SHARES else LONG[name](None)
+    written = sys.stderr.getvalue()
+    assert written.count("100%") == written.count("\n") == 1
+    assert written.endswith("\n")
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_false_draws_nothing(name, monkeypatch):
+    monkeypatch.setattr(bar, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    LONG[name](False)
+    assert sys.stderr.getvalue() == ""

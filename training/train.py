@@ -13,8 +13,10 @@ import argparse
 import json
 import math
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -135,17 +137,30 @@ def snapshot_steps(steps: int) -> list[int]:
     return [0, *sorted({round(step) for step in np.geomspace(1, steps, SNAPSHOTS - 1)})]
 
 
-def train(trainer: Trainer, valid: np.ndarray, texts: Tensor, minutes: float) -> bool:
-    """Train until the last step or until the time is up; returns whether training is finished."""
+def train(
+    trainer: Trainer,
+    valid: np.ndarray,
+    texts: Tensor,
+    minutes: float,
+    *,
+    measures: Callable[[Any, Tensor], dict[str, Tensor]] = measure,
+    snapshots: Sequence[int] | None = None,
+) -> bool:
+    """Train until the last step or until the time is up; returns whether training is finished.
+
+    At the steps ``snapshots``, by default ``snapshot_steps``, what ``measures`` returns for the model and ``texts`` is
+    saved.
+    """
     trainer.folder.mkdir(parents=True, exist_ok=True)
     trainer.load()
-    snapshots, started, before, losses = snapshot_steps(trainer.recipe.steps), time.monotonic(), trainer.seconds, []
+    snapshots = snapshot_steps(trainer.recipe.steps) if snapshots is None else snapshots
+    started, before, losses = time.monotonic(), trainer.seconds, []
     while True:
         step = trainer.step
         snapshot = trainer.folder / f"snapshot-{step:06d}.safetensors"
         if step in snapshots and not snapshot.exists():
             trainer.model.eval()
-            save_file(measure(trainer.model, texts.to(trainer.device)), snapshot)
+            save_file(measures(trainer.model, texts.to(trainer.device)), snapshot)
             trainer.model.train()
         trainer.seconds = before + time.monotonic() - started
         time_is_up = bool(losses) and trainer.seconds - before > 60 * minutes

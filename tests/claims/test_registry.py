@@ -11,8 +11,8 @@ import torch
 
 import helmscope as hs
 from helmscope.claims import experiments as package
-from helmscope.claims.reading import read_catalogue
 from helmscope.claims.entry import Ground
+from helmscope.claims.reading import read_catalogue
 from helmscope.claims.registry import Case, experiments
 from helmscope.types import HelmscopeError
 from support.children import run_python
@@ -129,7 +129,9 @@ def test_a_file_may_import_its_neighbor(tmp_path: Path) -> None:
     (tmp_path / "neighbor_of_mine.py").write_text("SECONDS = 7.0")
     code = "import helmscope as hs\nfrom neighbor_of_mine import SECONDS\n"
     code += "@hs.claims.experiment('registry-claim', seconds=SECONDS)\ndef f(case): ..."
-    assert experiments(write_folder(tmp_path, code, claim="registry-claim"))["registry-claim"].seconds == {Ground.SIMULATION: 7.0}
+    assert experiments(write_folder(tmp_path, code, claim="registry-claim"))["registry-claim"].seconds == {
+        Ground.SIMULATION: 7.0
+    }
 
 
 def test_functions_with_the_same_name_are_both_registered(tmp_path: Path) -> None:

@@ -80,7 +80,7 @@ def test_bic_by_scipy():
     """On the circle the law is SciPy's von Mises; 3 k - 1 parameters."""
     x0 = retract(Case(quick=True).normal(4, home.TOKENS, home.DIM, stream=0))
     states = integrate(SA(beta=9.0), x0, times=[4.0], stepper=RK4(h=0.1)).states[0]
-    fitted = vmf_mixture(states, most=home.MOST, kappa_max=home.KAPPA_MAX)
+    fitted = vmf_mixture(states, max_components=home.MOST, kappa_max=home.KAPPA_MAX)
     for i, x in enumerate(states):
         k = fitted.count[i].item()
         theta = np.arctan2(*x.T.flip(0).numpy())
@@ -121,7 +121,7 @@ def test_a_beta_that_is_ignored_breaks_a_control(one_time, monkeypatch):
 
 def test_a_count_without_penalty_breaks_the_null(one_time, monkeypatch):
     def likeliest(x, *, most, kappa_max):
-        fitted = vmf_mixture(x, most=most, kappa_max=kappa_max)
+        fitted = vmf_mixture(x, max_components=most, kappa_max=kappa_max)
         free = (3 * torch.arange(1, most + 1) - 1) * np.log(x.shape[-2])
         return dataclasses.replace(fitted, count=(fitted.bic - free).argmin(-1) + 1)
 

@@ -39,7 +39,7 @@ class Planted:
 
     def __call__(self, loaded: Any, texts: list[str], *, truncate: bool) -> Any:
         name = loaded.origin.name
-        twin = name.startswith("untrained")
+        twin = "untrained twin" in name
         depths = 25 if "A" in name else 97
         generator = torch.Generator().manual_seed(len(name) + sum(map(ord, name)))
         x = torch.randn(len(texts), TOKENS, DIM, generator=generator)

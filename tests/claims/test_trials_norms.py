@@ -270,7 +270,7 @@ class ShortNorm(RMSNorm):
 
 
 class Absent(norm_confines.PostNorm):
-    def close(self, half: object, y: torch.Tensor) -> torch.Tensor:
+    def normalize_sum(self, half: object, y: torch.Tensor) -> torch.Tensor:
         return y
 
 
@@ -305,7 +305,7 @@ class OutsideEps(RMSNorm):
 
 
 class Uncentered(LayerNorm):
-    def part(self, y: torch.Tensor) -> torch.Tensor:
+    def normalized_part(self, y: torch.Tensor) -> torch.Tensor:
         return y
 
 
@@ -315,16 +315,16 @@ class Steep(LayerNorm):
 
 
 class LoudNoise(curvature_drift.MatrixNoise):
-    def kick(self, x: torch.Tensor, dw: torch.Tensor) -> torch.Tensor:
-        return (1 + 1e-5) * super().kick(x, dw)
+    def increment(self, x: torch.Tensor, dw: torch.Tensor) -> torch.Tensor:
+        return (1 + 1e-5) * super().increment(x, dw)
 
 
 def without_second_end(noise: curvature_drift.MatrixNoise, dw: torch.Tensor, h: float, x: torch.Tensor) -> torch.Tensor:
-    return curvature_drift.sphere.retract(x + curvature_drift.sphere.project(x, noise.kick(x, dw)))
+    return curvature_drift.sphere.retract(x + curvature_drift.sphere.project(x, noise.increment(x, dw)))
 
 
 def without_trace(noise: curvature_drift.MatrixNoise, dw: torch.Tensor, h: float, x: torch.Tensor) -> torch.Tensor:
-    return x + curvature_drift.sphere.project(x, noise.kick(x, dw))
+    return x + curvature_drift.sphere.project(x, noise.increment(x, dw))
 
 
 class Flipped(curvature_drift.LayerNormChain):

@@ -12,7 +12,7 @@ from helmscope.claims.judge import judge
 from helmscope.claims.reading import entry
 from helmscope.claims.registry import Case
 from helmscope.fields.attention import SA
-from helmscope.solve.published import PublishedEuler
+from helmscope.solve.published_euler import PublishedEuler
 from helmscope.stats.reduce import reduce_replicates
 from helmscope.theory.equiangular import hitting_time
 from helmscope.theory.starts import Uniform

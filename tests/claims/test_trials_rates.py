@@ -68,8 +68,8 @@ class WithoutZ(SA):
 class LeftOutSelf(USA):
     """1/(n-1) where 1/n is due."""
 
-    def scaled(self, x, weights=None, *, t=0.0):
-        right, n = super().scaled(x, weights), x.shape[-2]
+    def scaled_velocity(self, x, weights=None, *, t=0.0):
+        right, n = super().scaled_velocity(x, weights), x.shape[-2]
         return ScaledVelocity(right.direction * (n / (n - 1)), right.log_scale)
 
 

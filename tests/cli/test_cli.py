@@ -82,7 +82,7 @@ def test_the_manifest_has_everything_to_repeat_the_run(helmscope):
     given = {"beta": 2.0, "value": -0.5, "causal": True, "n": 4, "batch": 2, "times": [0.0, 0.5, 1.0]}
     chosen = {"field": "sa", "start": "uniform", "stepper": None, "dim": 3, "kappa": None, "step": None}
     defaults = {"nu": 0.0, "chunk": None, "tol": None, "merge": None, "delta": 1e-3, "radius": 0.1}
-    assert dict(manifest.parameters) == given | chosen | defaults | {"kernel": "auto", "kernels": "Dense"}
+    assert dict(manifest.parameters) == given | chosen | defaults | {"summation": "auto", "summations": "Dense"}
     assert set(manifest.inputs) == {"start"}
 
 
@@ -151,7 +151,12 @@ def test_text_output_and_the_default_folder(helmscope, tmp_path):
     order = hs.overview(by_library().trajectory, beta=2.0).order.values[-1].mean()
     lines = out.splitlines()
     assert lines[0] == "finished at t=1"
-    assert any(line.strip().startswith(f"order at the end: {order:.6g} +- ") for line in lines)
+    (systems,) = (words for words in lines if words.startswith("means over the systems at the end, with 95 %"))
+    assert systems.endswith(f"n = {len(by_library().states[0])}:")
+    (text,) = (line.split(": ")[1] for line in lines if line.strip().startswith("order: "))
+    value, low, high = (float(word.strip("[],")) for word in text.split())
+    assert low < value < high
+    assert value == pytest.approx(order, rel=0.01)
     assert lines[-1] == f"folder: runs/{folder}"
 
 
@@ -246,7 +251,7 @@ REFUSED = {
     "--stepper rk4 --step nan": "step is nan",
     "--stepper rk4 --tol 1e-5": "tol is 1e-05, but the stepper 'rk4' has a fixed step size: set step instead",
     "--nu 0.1 --tol 1e-5": "tol is 1e-05, but the stepper 'euler-maruyama' has a fixed step size",
-    "--allow-mixed": "allow_mixed is set, but it applies only to a resumed run: add --resume",
+    "--allow-mixed": "--allow-mixed is given, but it applies only to a resumed run: add --resume",
     "--batch 1000000000000": "batch is 1000000000000, n is 4 and dim is 3, but that makes 9.6e+04 GB",
     f"--n 1{'0' * 400}": "000..., but it must be a whole number below 2^63",
     "--dim 10000000 --value 2": "value is 2 and dim is 10000000, but that makes 8e+05 GB",
@@ -373,19 +378,19 @@ def test_an_interrupt_prints_one_sentence_and_leaves_complete_files(tmp_path: Pa
 
 
 def test_many_tokens_are_summed_without_their_pairs(helmscope):
-    for kernel, name in (("auto", "Harmonic"), ("blockwise", "Blockwise")):
-        words = ("--n", "2500", "--batch", "1", "--times", "0,0.05", "--kernel", kernel, "--out", name)
+    for method, name in (("auto", "Harmonic"), ("blockwise", "Blockwise")):
+        words = ("--n", "2500", "--batch", "1", "--times", "0,0.05", "--summation", method, "--out", name)
         code, out, _ = helmscope("simulate", *words, "--json")
         assert code == 0
-        assert hs.store.RunFolder.open(name).read_manifest().parameters["kernels"] == name
+        assert hs.store.RunFolder.open(name).read_manifest().parameters["summations"] == name
         assert strict(out)["measured"]["order"]["value"][0] < 0.1
 
 
-def test_an_unsuitable_kernel_is_rejected(helmscope):
-    code, _, err = helmscope("simulate", *SMALL, "--causal", "--kernel", "harmonic")
+def test_an_unsuitable_summation_is_rejected(helmscope):
+    code, _, err = helmscope("simulate", *SMALL, "--causal", "--summation", "harmonic")
     assert code == 2
-    assert "kernel is Harmonic(tol=None), but" in err
-    code, _, err = helmscope("simulate", *SMALL, "--kernel", "dens")
+    assert "summation is Harmonic(tol=None), but" in err
+    code, _, err = helmscope("simulate", *SMALL, "--summation", "dens")
     assert (code, "did you mean 'dense'" in err) == (2, True)
 
 

@@ -104,7 +104,7 @@ def test_the_claim_of_the_documentation(helmscope, tmp_path):
         (["kuramoto", "--jobs", "0"], "jobs is 0, but it must be a whole number >= 1"),
         (["--from", "nowhere"], "folder is 'nowhere', but it must be a folder that holds one ID.toml per claim"),
         (["kuramoto", "--from", str(PLANTED)], "unknown claim 'kuramoto'"),
-        (["kuramoto", "--resume"], "resume is set, but the folder of the run is not: add --out FOLDER"),
+        (["kuramoto", "--resume"], "--resume is given, but the folder of the run is not: add --out FOLDER"),
     ],
 )
 def test_rejected_input_leaves_no_files(helmscope, tmp_path, words, sentence):

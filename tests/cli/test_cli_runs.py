@@ -34,7 +34,7 @@ def killed(folder: Path, *words: str, after: int) -> None:
 
 
 def test_a_killed_run_resumes_to_the_same_bytes(helmscope, tmp_path):
-    words = (*WORDS, "--n", "24", "--step", "0.001")
+    words = (*WORDS, "--n", "24", "--step", "0.004")
     assert helmscope(*words, "--out", "undisturbed")[0] == 0
     killed(tmp_path, *words, "--out", "run", after=2)
     done = len(list((tmp_path / "run" / "units").glob("*.nc")))
@@ -158,7 +158,7 @@ def test_a_locked_folder_is_rejected(helmscope, tmp_path):
 
 
 def test_two_processes_on_one_folder_do_not_disturb_each_other(helmscope, tmp_path):
-    words = (*WORDS, "--n", "24", "--step", "0.002")
+    words = (*WORDS, "--n", "24", "--step", "0.004")
     assert helmscope(*words, "--out", "undisturbed")[0] == 0
     with child([COMMAND, *words, "--out", "run"], cwd=tmp_path, stdout=DEVNULL) as first:
         wait_for(lambda: list((tmp_path / "run" / "units").glob("*.nc")), first)

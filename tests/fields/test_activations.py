@@ -24,7 +24,7 @@ from helmscope.fields.activations import (
     SiLU,
     SquaredReLU,
     Tanh,
-    named,
+    from_name,
     sigmoid,
 )
 from helmscope.types import HelmscopeError
@@ -132,7 +132,7 @@ CLOSED = [(Tanh(), closed_tanh), (Sigmoid(), closed_sigmoid), (SiLU(), closed_si
 @pytest.mark.parametrize("dtype", [F32, F64])
 @pytest.mark.parametrize(("act", "closed"), CLOSED, ids=[repr(act) for act, _ in CLOSED])
 def test_closed_forms(act, closed, dtype):
-    """The table of the theory; in float32 the result is the exact value, rounded once."""
+    """The table of theory; in float32 the result is the exact value, rounded once."""
     size = np.random.default_rng(0).uniform(-4, 1.7, 60)
     z = torch.tensor(np.where(np.arange(60) % 2, 1, -1) * 10**size, dtype=dtype)
     with mpmath.workdps(50):
@@ -390,11 +390,11 @@ def test_named():
     tanh = dict.fromkeys(("gelu_new", "gelu_pytorch_tanh", "gelu_fast"), GELUTanh())
     names = {**plain, **tanh, "relu2": SquaredReLU(), "quick_gelu": QuickGELU(), "linear": Identity()}
     for name, act in names.items():
-        assert named(name) == act
+        assert from_name(name) == act
     with pytest.raises(HelmscopeError, match="unknown activation 'gelu_nw': did you mean 'gelu_new'"):
-        named("gelu_nw")
+        from_name("gelu_nw")
     with pytest.raises(HelmscopeError, match="unknown activation 'None'"):
-        named(None)
+        from_name(None)
 
 
 @every

@@ -1,4 +1,4 @@
-"""SA and USA against loops, 500-digit arithmetic and the closed forms of the theory."""
+"""SA and USA against loops, 500-digit arithmetic and the closed forms of theory."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_metastable_pair(angle):
     assert torch.allclose(SA(40.0)(torch.eye(2, dtype=F64)), exact, rtol=2e-16, atol=0)
 
 
-# ---- closed forms of the theory
+# ---- closed forms of theory
 
 
 def test_zero_beta_is_the_projected_mean():
@@ -163,42 +163,42 @@ def test_scaled_velocity(dtype, beta, bound):
         x = retract(tokens(4, 3, seed=seed) + 2 * tokens(3, seed=9)).to(
             dtype
         )  # in a cap: e^{beta <x_i, x_j>} overflows
-        scaled = USA(beta).scaled(x)
+        scaled = USA(beta).scaled_velocity(x)
         assert scaled.direction.dtype == scaled.log_scale.dtype == dtype
         assert scaled.direction.abs().max() < 1
         assert max(relative_errors(scaled.direction, exact_velocity(USA, beta, x), scaled.log_scale)) < bound
-        with pytest.raises(HelmscopeError, match=r"beta is \d+, and the velocity overflows torch.float.*\.scaled"):
+        with pytest.raises(HelmscopeError, match=r"beta is \d+, and the velocity overflows torch.*\.scaled_velocity"):
             USA(beta)(x)
 
 
 def test_scaled_velocity_of_moderate_size_is_the_velocity():
     x, weights = tokens(2, 4, 3), normal(2, 4).abs()
-    scaled = USA(4.0).scaled(x, weights)
+    scaled = USA(4.0).scaled_velocity(x, weights)
     assert torch.allclose(scaled.log_scale.exp() * scaled.direction, USA(4.0)(x, weights=weights), rtol=1e-15, atol=0)
-    half = scaled.over(0.5)
+    half = scaled.displacement(0.5)
     assert torch.allclose(half, USA(4.0)(x, weights=weights) / 2, rtol=1e-14, atol=0)
     steps = torch.tensor([0.0, 2.0], dtype=F64)[:, None, None]  # one duration a system
-    assert torch.allclose(scaled.over(steps), half * 2 * steps, rtol=1e-14, atol=0)
+    assert torch.allclose(scaled.displacement(steps), half * 2 * steps, rtol=1e-14, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [F32, F64])
 def test_displacement_is_finite_where_the_product_is(dtype):
     scaled = ScaledVelocity(torch.tensor([[1e-30, 0.0]], dtype=dtype), torch.full((1, 1), 100.0, dtype=dtype))
     expected = torch.tensor([[1e-30 * math.exp(100), 0.0]], dtype=dtype)
-    assert torch.allclose(scaled.over(1.0), expected, rtol=2e-6, atol=0)
+    assert torch.allclose(scaled.displacement(1.0), expected, rtol=2e-6, atol=0)
     huge = ScaledVelocity(torch.tensor([[0.5, 0.0]], dtype=dtype), torch.full((1, 1), 700.0, dtype=dtype))
     expected = huge.direction * math.exp(700 - 300 * math.log(10))
-    assert torch.allclose(huge.over(1e-300), expected, rtol=1e-5, atol=0)
+    assert torch.allclose(huge.displacement(1e-300), expected, rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("names", [[], ["causal"], ["minus"]], ids="+".join)
 def test_usa_raises_only_where_it_overflows(names):
-    """Orthogonal tokens move at the rate 1/n whatever beta is, and .scaled keeps them under any mask."""
+    """Orthogonal tokens move at the rate 1/n whatever beta is, and .scaled_velocity keeps them under any mask."""
     x = torch.eye(3, dtype=F64)
     field, calm = (USA(beta, **parameters(names, 3, 3)) for beta in (1000.0, 1.0))
     assert torch.allclose(field(x), calm(x), rtol=1e-15, atol=0)
-    scaled = field.scaled(x)
-    assert torch.allclose(scaled.over(1.0), calm(x), rtol=1e-15, atol=0)
+    scaled = field.scaled_velocity(x)
+    assert torch.allclose(scaled.displacement(1.0), calm(x), rtol=1e-15, atol=0)
 
 
 # ---- measures: weights, padding, order

@@ -208,7 +208,7 @@ def test_layers_converge_to_the_flow(name):
 
 
 def test_sequential_and_parallel_differ_by_the_commutator():
-    """Per layer y_seq - y_par = h^2 Dm a + O(h^3), source 000-8, on a pre-norm stream."""
+    """Per layer y_seq - y_par = h^2 Dm a + O(h^3), [Helmholtz Transformer, no. 8], on a pre-norm stream."""
     block = Block(SA(beta=1.0), gated(), placement=PreNorm())
     y = normal(N, D, seed=1)
     _, slope = torch.func.jvp(lambda y: block.write(Half.MLP, y), (y,), (block.write(Half.ATTENTION, y),))
@@ -224,7 +224,7 @@ def test_sequential_and_parallel_differ_by_the_commutator():
 
 
 def test_direction_and_radius_obey_their_equations():
-    """x' = P f(x) / r, r' = <x, f(x)> (source 000-1), integrated by SciPy in those coordinates."""
+    """x' = P f(x) / r, r' = <x, f(x)> [Helmholtz Transformer, no. 1], integrated by SciPy in those coordinates."""
     block = Block(SA(beta=2.0), gated(), placement=PreNorm())
     x0, r0 = tokens(N, D, seed=5), torch.linspace(0.7, 2.0, N, dtype=F64)
     run = integrate(block, r0[:, None] * x0, [0.5, 1.5], stepper=DormandPrince(tol=1e-12))
@@ -326,7 +326,7 @@ def test_layernorm_streams_are_on_the_smaller_sphere():
 def test_a_block_does_not_depend_on_its_batch_to_the_bit(name):
     block = Block(SA(beta=1.0), gated(), placement=PLACEMENTS[name])
     x = tokens(4, N, D, seed=10)
-    stepper = Layer(0.5) if block.only_layers else None
+    stepper = Layer(0.5) if block.discrete_only else None
     whole = integrate(block, x, [1.0], stepper=stepper).states
     for k in range(4):
         assert torch.equal(integrate(block, x[k : k + 1], [1.0], stepper=stepper).states[:, 0], whole[:, k])

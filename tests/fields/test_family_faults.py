@@ -25,7 +25,7 @@ from helmscope.fields.lowrank import LowRank
 from helmscope.fields.multihead import MultiHead
 from helmscope.fields.multihead_as_printed import MultiHeadAsPrinted
 from helmscope.fields.sinkhorn import SinkhornAttention
-from helmscope.kernels.kernel import AttentionSum, Request
+from helmscope.summation.request import AttentionSum, Request
 from support.attention_cases import F64, listed, measure, normal, tokens
 from support.planting import (
     MOTION,
@@ -194,8 +194,8 @@ FAULTS = {
         "hardmax",
         wrong_transform(Hardmax, lambda honest, pairs, m: torch.where(honest(pairs, m) == 0, pairs, -torch.inf)),
     ),
-    "no tolerance of ties": Fault("hardmax", misread(Hardmax, tie=lambda tie: 0.0)),
-    "ties too wide": Fault("hardmax", misread(Hardmax, tie=lambda tie: 0.1 if tie is None else tie)),
+    "no tolerance of ties": Fault("hardmax", misread(Hardmax, tie_tolerance=lambda tie: 0.0)),
+    "ties too wide": Fault("hardmax", misread(Hardmax, tie_tolerance=lambda tie: 0.1 if tie is None else tie)),
     "potential negative": Fault(
         "sinkhorn",
         wrong_transform(SinkhornAttention, lambda honest, pairs, m: pairs - potential(honest, pairs, m)),
@@ -296,7 +296,7 @@ def fields_of_one_head(n: int, d: int) -> list[object]:
         Hardmax(query_key=dense, value=value, causal=True),
         Hardmax(query_key=dense, bias=normal(n, n, seed=7)),
         Hardmax(query_key=torch.zeros(d, d, dtype=F64), value=thin, bias=tied),
-        Hardmax(query_key=dense, tie=0.5),
+        Hardmax(query_key=dense, tie_tolerance=0.5),
         SinkhornAttention(1.5, max_sweeps=100),
         SinkhornAttention(2.0, query_key=dense, value=value, bias=normal(n, n, seed=7), max_sweeps=100),
     ]

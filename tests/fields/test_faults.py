@@ -15,8 +15,8 @@ import torch
 
 from helmscope.fields.attention import SA, USA
 from helmscope.geometry.sphere import project
-from helmscope.kernels.dense import untransformed_logits
-from helmscope.kernels.kernel import AttentionSum, Request
+from helmscope.summation.dense import untransformed_logits
+from helmscope.summation.request import AttentionSum, Request
 from support import oracles
 from support.attention_cases import F64, listed, normal, tokens
 from support.planting import (
@@ -154,7 +154,8 @@ FAULTS = {
     "mass not brought to its scale": Fault("factor", wrong_sum(mass_not_brought_to_its_scale)),
     "mean not brought to its scale": Fault("factor", Plant(mean_without_its_scale, (AttentionSum, ["mean"]))),
     "velocity without its scale": Fault(
-        "factor", wrong_answer(lambda answer, field, x, m: field.scaled(x, weights=m).direction, USA, names=MOTION)
+        "factor",
+        wrong_answer(lambda answer, field, x, m: field.scaled_velocity(x, weights=m).direction, USA, names=MOTION),
     ),
     "ambient without its scale": Fault(
         "factor",

@@ -12,7 +12,7 @@ from helmscope.fields.attention import SA
 from helmscope.fields.field import Field
 from helmscope.fields.hardmax import Hardmax
 from helmscope.fields.weights import check_weights
-from helmscope.kernels.dense import untransformed_logits
+from helmscope.summation.dense import untransformed_logits
 from helmscope.theory.equiangular import EquiangularFlow
 from helmscope.types import HelmscopeError
 from support.attention_cases import COMBINATIONS, F32, F64, circle, measure, normal, parameters, rotation, tokens
@@ -94,7 +94,7 @@ def test_the_tolerance_of_ties(tie, keys):
     x = circle(torch.tensor([0.0, 1.0, -1.0 - 1e-4, 2.0], dtype=F64))
     bias = torch.zeros(4, 4, dtype=F64)
     bias[0, 0] = -0.5  # <x_0, x_1> = 0.54 beats 1 - 0.5
-    kernel = Hardmax(bias=bias, tie=tie).kernel(x)[0]
+    kernel = Hardmax(bias=bias, tie_tolerance=tie).kernel(x)[0]
     assert (kernel > 0).sum() == keys
     assert kernel.max() == 1 / keys
 
@@ -168,8 +168,8 @@ def test_properties_of_the_field():
 
 @pytest.mark.parametrize("tie", [-1e-3, math.nan, math.inf, "close", True])
 def test_bad_tie(tie):
-    with pytest.raises(HelmscopeError, match=r"tie is .*>= 0"):
-        Hardmax(tie=tie)
+    with pytest.raises(HelmscopeError, match=r"tie_tolerance is .*>= 0"):
+        Hardmax(tie_tolerance=tie)
 
 
 def test_an_infinite_velocity_is_refused():

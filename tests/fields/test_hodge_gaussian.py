@@ -196,7 +196,8 @@ def test_share_by_monte_carlo_in_three_dimensions(activation):
 
 
 def test_parallel_rows_are_summed_without_a_series():
-    """Source 000-3 (c): f(x) = (x_2, x_1) by ReLU pairs along its eigenvectors or along the axes is one function."""
+    """[Helmholtz Transformer, no. 3]: f(x) = (x_2, x_1) by ReLU pairs along its eigenvectors or along the axes is one
+    function."""
     axes = torch.eye(2, dtype=F64)
     eigen = torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=F64) / math.sqrt(2)
     x = normal_points(9, 2)

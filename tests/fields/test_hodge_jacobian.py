@@ -50,7 +50,7 @@ def test_the_index_of_known_cases():
     x = points(6, 2)
     assert torch.equal(jacobian_split(lambda y: y @ turn.mT, x).swirl_index, torch.ones(6, dtype=F64))
     assert torch.equal(jacobian_split(lambda y: 3 * y, x).swirl_index, torch.zeros(6, dtype=F64))
-    # a neuron with w perpendicular to v is free of divergence, and yet half symmetric (source 000-3 (c))
+    # a neuron with w perpendicular to v is free of divergence, and yet half symmetric [Helmholtz Transformer, no. 3]
     v, w = torch.tensor([[3.0, 4.0, 0.0]], dtype=F64), torch.tensor([[-4.0], [3.0], [5.0]], dtype=F64)
     split = jacobian_split(MLP(w_in=v, w_out=w, activation=GELU()), points(6, 3))
     assert (split.swirl_index - 0.5).abs().max() < 2e-15
@@ -58,7 +58,7 @@ def test_the_index_of_known_cases():
 
 
 def test_the_index_of_two_weightings_of_one_function_is_one():
-    """Source 000-3 (c): f(x) = (x_2, x_1) by ReLU pairs along its eigenvectors or along the axes."""
+    """[Helmholtz Transformer, no. 3]: f(x) = (x_2, x_1) by ReLU pairs along its eigenvectors or along the axes."""
     axes = torch.eye(2, dtype=F64)
     eigen = torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=F64) / math.sqrt(2)
     for rows, out in ((axes, axes.flip(0)), (eigen, eigen * torch.tensor([[1.0], [-1.0]], dtype=F64))):
@@ -124,16 +124,16 @@ def test_the_index_can_be_differentiated():
 @pytest.mark.parametrize(
     ("force", "x", "words"),
     [
-        (lambda x: x, [1.0, 2.0], "x is list"),
+        (lambda x: x, [1.0, 2.0], "x is a list"),
         (lambda x: x, torch.zeros(2, 2, dtype=torch.long), "x is torch.int64"),
         (lambda x: x, torch.tensor(1.0), "shape \\(\\)"),
         (lambda x: x.sum(-1), torch.zeros(3, 2), "force returns shape \\(3,\\)"),
         (lambda x: 3.0, torch.zeros(3, 2), "force returns a float at points"),
         (3.0, torch.zeros(3, 2), "force is a float, but it must be a callable"),
         (torch.eye(2), torch.zeros(3, 2), "force is a Tensor, but it must be a callable"),
-        (MLP, torch.zeros(3, 2), r"force is a \w+, but it must be a callable"),
-        (SA(1.0), torch.eye(2), "force is a SA, which mixes points, but it must act on each point separately"),
-        (SA(1.0).velocity, torch.eye(2), "force is a SA, which mixes points"),
+        (MLP, torch.zeros(3, 2), r"force is an ABCMeta, but it must be a callable"),
+        (SA(1.0), torch.eye(2), "force is an SA, which mixes points, but it must act on each point separately"),
+        (SA(1.0).velocity, torch.eye(2), "force is an SA, which mixes points"),
         (Block(SA(1.0), random_mlp(3, 2)), torch.eye(2), "force is a Block, which mixes points"),
     ],
 )

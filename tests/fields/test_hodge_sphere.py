@@ -86,7 +86,8 @@ def relu_share(dim, degrees):
 
 @pytest.mark.parametrize(("dim", "degrees", "bound"), [(6, 400, 1e-12), (32, 600, 1e-11), (512, 4000, 5e-13)])
 def test_share_of_a_relu_neuron_by_its_degrees(dim, degrees, bound):
-    """The bounds are what the series leaves. d = 512: 0.375485898917774, where source 000-3 (d) has 0.375496."""
+    """The bounds are what the series leaves. d = 512: 0.375485898917774, where [Helmholtz Transformer, no. 3] has
+    0.375496."""
     assert relu_share(3, 200) == pytest.approx(25 / 64, abs=1e-15)
     share = sphere_hodge_split(one_neuron(activations.ReLU(), dim)).share()
     assert share == pytest.approx(relu_share(dim, degrees), abs=bound)
@@ -95,7 +96,8 @@ def test_share_of_a_relu_neuron_by_its_degrees(dim, degrees, bound):
 
 
 def test_the_silu_example_in_six_dimensions():
-    """Source 000-3 (d) 3: Lap_S u = div_S(P f) at each point, and the share .5565691525 is that of |v| = 1, c = 0."""
+    """[Helmholtz Transformer, no. 3]: Lap_S u = div_S(P f) at each point, and the share .5565691525 is that of |v| = 1,
+    c = 0."""
     mlp = one_neuron(activations.SiLU(), 6)
     split, x = sphere_hodge_split(mlp), unit_points(20, 6)
     assert split.share() == pytest.approx(0.5565691525, abs=5e-11)
@@ -165,7 +167,7 @@ def test_parts_are_tangent_add_up_and_have_their_defining_properties(activation,
     assert (surface.gradient(split.potential, x) - gradient).abs().max() < 1e-12 * scale
     whole = lambda y: split.swirl(y) + split.harmonic(y)  # noqa: E731
     assert surface.divergence(whole, x).abs().max() < 1e-11 * scale
-    # the swirl of the algebraic split is not free of it (source 000-3 (e))
+    # the swirl of the algebraic split is not free of it [Helmholtz Transformer, no. 3]
     assert surface.divergence(helmholtz(mlp).swirl, x).abs().max() > 1e-2 * scale
 
 
@@ -307,7 +309,7 @@ def test_refusals():
     gated = GatedMLP(w_gate=torch.eye(3), w_up=torch.eye(3), w_out=torch.eye(3))
     with pytest.raises(HelmscopeError, match="mlp is a GatedMLP, but it must be an MLP"):
         sphere_hodge_split(gated)
-    with pytest.raises(HelmscopeError, match=r"^mlp is a int, but it must be an MLP$"):
+    with pytest.raises(HelmscopeError, match=r"^mlp is an int, but it must be an MLP$"):
         sphere_hodge_split(3)
     with pytest.raises(HelmscopeError, match="dimension d=1, but a sphere needs d >= 2"):
         sphere_hodge_split(MLP(w_in=torch.ones(2, 1), w_out=torch.ones(1, 2)))

@@ -55,7 +55,7 @@ def test_batched_systems_equal_single_systems(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_is_the_sum_of_its_heads(kind):
-    """The mean of projections is the projection of the mean (source 002): measured 2e-15."""
+    """The mean of projections is the projection of the mean [Mean-field notes]: measured 2e-15."""
     x = tokens(6, 5, 3)
     for make in ("scales", "dense", "thin", "mixed"):
         heads = heads_of(kind, make, 5, 3)
@@ -217,15 +217,15 @@ def test_scaled_heads_of_usa():
     """e^1000 overflows; the direction does not, and small heads vanish beside large ones."""
     x = retract(tokens(4, 3) + 2 * tokens(3, seed=9))
     heads = [USA(1000.0), USA(3.0, value=normal(3, 3))]
-    with pytest.raises(HelmscopeError, match=r"in heads\[0\] beta is 1000, and the velocity overflows.*\.scaled"):
+    with pytest.raises(HelmscopeError, match=r"in heads\[0\] beta is 1000, and .*\.scaled_velocity"):
         MultiHead(heads)(x)
-    scaled, alone = MultiHead(heads, scale=1.0).scaled(x), USA(1000.0).scaled(x)
+    scaled, alone = MultiHead(heads, scale=1.0).scaled_velocity(x), USA(1000.0).scaled_velocity(x)
     assert torch.allclose(scaled.direction, alone.direction, rtol=1e-12, atol=0)
     assert torch.allclose(scaled.log_scale, alone.log_scale, rtol=1e-15, atol=0)
-    calm = MultiHead(heads_of("usa", "dense", 4, 3)).scaled(x)
+    calm = MultiHead(heads_of("usa", "dense", 4, 3)).scaled_velocity(x)
     field = MultiHead(heads_of("usa", "dense", 4, 3))
-    assert torch.allclose(calm.over(1.0), field(x), rtol=1e-13, atol=1e-14)
-    assert torch.equal(MultiHead([SA(1.0)]).scaled(x).log_scale, torch.zeros(4, 1, dtype=F64))
+    assert torch.allclose(calm.displacement(1.0), field(x), rtol=1e-13, atol=1e-14)
+    assert torch.equal(MultiHead([SA(1.0)]).scaled_velocity(x).log_scale, torch.zeros(4, 1, dtype=F64))
 
 
 def test_a_head_without_visible_keys_does_not_set_the_scale():
@@ -279,12 +279,12 @@ def test_properties_of_the_field():
     [
         ([], ["heads", "[]"]),
         (None, ["heads", "NoneType"]),
-        (SA(1.0), ["heads", "is SA,", "sequence"]),
+        (SA(1.0), ["heads", "is an SA,", "sequence"]),
         ("SA", ["heads", "str"]),
         ([SA(1.0, value=torch.eye(3)), 2], ["heads", "[SA, int]"]),
         ([SA(1.0), USA(1.0)], ["heads[1]", "USA", "SA", "one class"]),
         ([SA(1.0), SA(1.0), SA(1.0, causal=True)], ["heads[2]", "causal=True", "causal=False"]),
-        ([Hardmax(), Hardmax(tie=0.1)], ["heads[1]", "tie=0.1", "tie=None"]),
+        ([Hardmax(), Hardmax(tie_tolerance=0.1)], ["heads[1]", "tie_tolerance=0.1", "tie_tolerance=None"]),
         ([SinkhornAttention(1.0), SinkhornAttention(1.0, tol=1e-3)], ["heads[1]", "tol=0.001"]),
         ([SA(1.0, value=torch.eye(3)), SA(1.0, query_key=torch.eye(4))], ["heads[1]", "(4, 4)", "heads[0]", "(3, 3)"]),
         ([SA(1.0, bias=torch.zeros(3, 3)), SA(1.0, bias=torch.zeros(4, 4))], ["bias", "(4, 4)", "(3, 3)"]),

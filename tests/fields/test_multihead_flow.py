@@ -1,4 +1,5 @@
-"""Several heads: source 002's statements on gradient flows, and its printed form with the MLP inside."""
+"""Several heads: the statements of the [Mean-field notes] on gradient flows, and its printed form with the MLP
+inside."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from support import oracles
 from support.attention_cases import F32, F64, listed, measure, normal, tokens
 from support.attention_family_cases import KINDS, force, heads_of, tensor
 
-# ---- gradient flow or not (source 002)
+# ---- gradient flow or not [Mean-field notes]
 
 
 def states(seed, count=3000, n=3, d=3):

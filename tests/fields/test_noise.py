@@ -55,7 +55,7 @@ def tangential(m: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 def generator(noise: Noise, phi: Function, x: torch.Tensor) -> torch.Tensor:
     """L phi = <beta, grad_S phi> + tr(P M P Hess_S phi)."""
     first = (noise.process.drift(noise, x) * surface.gradient(phi, x)).sum(-1)
-    return first + (tangential(noise.matrix(x), x) * surface.hessian(phi, x)).sum((-1, -2))
+    return first + (tangential(noise.diffusion_matrix(x), x) * surface.hessian(phi, x)).sum((-1, -2))
 
 
 def probe(x: torch.Tensor) -> torch.Tensor:
@@ -96,12 +96,12 @@ def test_isotropic_noise_is_one_process(process) -> None:
 )
 def test_kick_matrix_and_drag_belong_together(noise) -> None:
     x = points(2, 4, 3)
-    k = noise.sources(x)
-    columns = torch.stack([noise.kick(x, e.expand(2, 4, k)) for e in torch.eye(k, dtype=F64)], -1)
+    k = noise.brownian_dim(x)
+    columns = torch.stack([noise.increment(x, e.expand(2, 4, k)) for e in torch.eye(k, dtype=F64)], -1)
     assert columns.shape == (2, 4, 3, k)
     expected = torch.stack([s @ s.T / 2 for s in columns.reshape(-1, 3, k)]).reshape(2, 4, 3, 3)
-    assert (noise.matrix(x) - expected).abs().max() < 1e-14
-    assert (noise.drag(x) - (expected @ x.unsqueeze(-1))[..., 0]).abs().max() < 1e-14
+    assert (noise.diffusion_matrix(x) - expected).abs().max() < 1e-14
+    assert (noise.diffusion_times_state(x) - (expected @ x.unsqueeze(-1))[..., 0]).abs().max() < 1e-14
 
 
 def test_the_square_root_is_symmetric_and_may_be_singular() -> None:
@@ -110,8 +110,8 @@ def test_the_square_root_is_symmetric_and_may_be_singular() -> None:
     assert (noise.root - noise.root.T).abs().max() < 1e-15
     assert (noise.root @ noise.root - 2 * a @ a.T).abs().max() < 2e-14
     across = torch.tensor([[2.0, -1.0, 0.0]], dtype=F64)
-    assert noise.kick(a.T, across).abs().max() < 1e-7  # roots of eigenvalues of 1e-16
-    assert torch.equal(MatrixNoise(torch.zeros(3, 3)).kick(across, across), torch.zeros(1, 3, dtype=F64))
+    assert noise.increment(a.T, across).abs().max() < 1e-7  # roots of eigenvalues of 1e-16
+    assert torch.equal(MatrixNoise(torch.zeros(3, 3)).increment(across, across), torch.zeros(1, 3, dtype=F64))
 
 
 # Forward equations ----------------------------------------------------------------------------------------------------
@@ -135,7 +135,8 @@ def density(x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("d", [2, 3])
 @pytest.mark.parametrize(("process", "count"), list(zip(PROCESSES, (-2, -1, 0, None), strict=True)))
 def test_forward_equations_of_constant_noise(process, count, d) -> None:
-    """int rho L phi = int phi [div_S(Sigma grad rho) - c div_S(rho P M x)], c = d-2, d-1, d, 0 (000-5)."""
+    """int rho L phi = int phi [div_S(Sigma grad rho) - c div_S(rho P M x)], c = d-2, d-1, d, 0 [Helmholtz Transformer,
+    no. 5]."""
     x, w = sphere_grid(d)
     m = covariance(d, seed=d)
     c = 0 if count is None else d + count
@@ -182,9 +183,9 @@ def test_divergence_form_is_the_surface_divergence(noise) -> None:
     x = points(10, 4)
 
     def column(i: int) -> Function:
-        return lambda y: tangential(noise.matrix(y.unsqueeze(-2))[..., 0, :, :], y)[..., i]
+        return lambda y: tangential(noise.diffusion_matrix(y.unsqueeze(-2))[..., 0, :, :], y)[..., i]
 
-    trace = tangential(noise.matrix(x.unsqueeze(-2))[..., 0, :, :], x).diagonal(dim1=-2, dim2=-1).sum(-1)
+    trace = tangential(noise.diffusion_matrix(x.unsqueeze(-2))[..., 0, :, :], x).diagonal(dim1=-2, dim2=-1).sum(-1)
     rows = [surface.divergence(column(i), x) + x[..., i] * trace for i in range(4)]
     drift = DivergenceForm().drift(noise, x.unsqueeze(-2))[..., 0, :]
     assert (drift - project(x, torch.stack(rows, -1))).abs().max() < 2e-14
@@ -248,11 +249,11 @@ def test_a_sigma_that_depends_on_other_tokens(common) -> None:
     assert (noise.process.drift(noise, x) - expected).abs().max() < 5e-11
 
 
-def test_self_transport_of_a_residual_stream() -> None:
+def test_stratonovich_correction_of_a_residual_stream() -> None:
     """sigma = diag(y): (1/2) sum_k D sigma_k[sigma_k] = y / 2, off the sphere and without P."""
     y = 3 * points(2, 4, 3)
     noise = StateNoise(torch.diag_embed)
-    assert (noise.self_transport(y, on_sphere=False) - y / 2).abs().max() < 1e-15
+    assert (noise.stratonovich_correction(y, on_sphere=False) - y / 2).abs().max() < 1e-15
 
 
 # Bits, gradients, refusals --------------------------------------------------------------------------------------------
@@ -270,9 +271,9 @@ NOISES = [
 def test_a_system_does_not_depend_on_its_batch_to_the_bit(make, process) -> None:
     noise = make(process)
     x = points(7, 5, 3)
-    dw = torch.randn(7, 5, noise.sources(x), dtype=F64, generator=torch.Generator().manual_seed(1))
+    dw = torch.randn(7, 5, noise.brownian_dim(x), dtype=F64, generator=torch.Generator().manual_seed(1))
     for whole, alone in (
-        (noise.kick(x, dw), lambda i: noise.kick(x[i : i + 1], dw[i : i + 1])),
+        (noise.increment(x, dw), lambda i: noise.increment(x[i : i + 1], dw[i : i + 1])),
         (process.drift(noise, x), lambda i: process.drift(noise, x[i : i + 1])),
     ):
         assert all(torch.equal(whole[i], alone(i)[0]) for i in range(7))
@@ -301,8 +302,8 @@ def test_float32_stays_float32(make) -> None:
     noise = make(DivergenceForm())
     x = points(2, 3, 3)
     low = x.float()
-    dw = torch.ones(2, 3, noise.sources(x))
-    assert noise.kick(low, dw).dtype == noise.matrix(low).dtype == torch.float32
+    dw = torch.ones(2, 3, noise.brownian_dim(x))
+    assert noise.increment(low, dw).dtype == noise.diffusion_matrix(low).dtype == torch.float32
     assert (noise.process.drift(noise, low) - noise.process.drift(noise, x)).abs().max() < 5e-6
     assert noise.process.drift(noise, low).dtype == torch.float32
 
@@ -319,29 +320,29 @@ def test_float32_stays_float32(make) -> None:
         ),
         (
             lambda: MatrixNoise(torch.tensor([[1.0, 0.25], [0.5, 1.0]])),
-            "m differs from its transpose by 0.25 at (0, 1), but it must be symmetric",
+            "diffusion differs from its transpose by 0.25 at (0, 1), but it must be symmetric",
         ),
         (
             lambda: MatrixNoise(torch.tensor([[1.0, 2.0], [2.0, 1.0]])),
-            "m has the eigenvalue -1, but it must be positive semi-definite: next to the largest, 3, only -1.1e-05 "
-            "and above counts as rounding error in torch.float32",
+            "diffusion has the eigenvalue -1, but it must be positive semi-definite: next to the largest, 3, only "
+            "-1.1e-05 and above counts as rounding error in torch.float32",
         ),
         (
             lambda: MatrixNoise(torch.ones(2, 3)),
-            "m is a tensor of shape (2, 3), but it must be a square matrix as a torch tensor",
+            "diffusion is a tensor of shape (2, 3), but it must be a square matrix as a torch tensor",
         ),
-        (lambda: MatrixNoise(0.5), "m is a float, but it must be a square matrix as a torch tensor"),
+        (lambda: MatrixNoise(0.5), "diffusion is a float, but it must be a square matrix as a torch tensor"),
         (
             lambda: MatrixNoise(torch.eye(2, dtype=torch.int64)),
-            "m has dtype torch.int64, but it must hold floating-point numbers",
+            "diffusion has dtype torch.int64, but it must hold floating-point numbers",
         ),
         (
             lambda: MatrixNoise(torch.tensor([[1.0, torch.inf], [torch.inf, 1.0]])),
-            "m holds the entry inf, but every entry must be finite",
+            "diffusion holds the entry inf, but every entry must be finite",
         ),
         (
             lambda: MatrixNoise(torch.eye(2)).check_size(torch.eye(3)),
-            "m has shape (2, 2), but tokens of shape (3, 3) need (3, 3)",
+            "diffusion has shape (2, 2), but tokens of shape (3, 3) need (3, 3)",
         ),
         (
             lambda: StateNoise(3.0),
@@ -358,7 +359,7 @@ def test_float32_stays_float32(make) -> None:
         ),
         (
             lambda: StateNoise(lambda x: None).check_size(torch.eye(3)),
-            "sigma returns NoneType for tokens of shape (3, 3), but it must be (3, 3, k)",
+            "sigma returns a NoneType for tokens of shape (3, 3), but it must be (3, 3, k)",
         ),
         (
             lambda: StateNoise(lambda x: torch.full((3, 3, 1), torch.nan)).check_size(torch.eye(3)),
@@ -376,10 +377,10 @@ def test_rounding_does_not_count_as_asymmetry() -> None:
     a = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
     for scale in (1e-20, 1.0, 1e20):
         noise = MatrixNoise(scale * (a @ a.T + torch.randn(64, 64) * 1e-5))
-        assert torch.equal(noise.m, noise.m.T)
+        assert torch.equal(noise.diffusion, noise.diffusion.T)
     flat = a[:, :3] @ a[:, :3].T  # rank 3, with eigenvalues of rounding on both sides of 0
-    assert MatrixNoise(flat).m.dtype == F64
-    assert MatrixNoise(torch.eye(2, requires_grad=True)).m.requires_grad is False
+    assert MatrixNoise(flat).diffusion.dtype == F64
+    assert MatrixNoise(torch.eye(2, requires_grad=True)).diffusion.requires_grad is False
     assert IsotropicNoise(0.5) == IsotropicNoise(0.5) != IsotropicNoise(0.5, common=True)
 
 
@@ -388,11 +389,11 @@ def test_how_far_below_zero_an_eigenvalue_may_be() -> None:
     bfloat16 leaves -9e-4, and 1/64 passes.
     """
     a = torch.randn(8, 3, dtype=F64, generator=torch.Generator().manual_seed(0))
-    assert MatrixNoise(a @ a.T).m.dtype == F64
+    assert MatrixNoise(a @ a.T).diffusion.dtype == F64
     coarse = (a.float() @ a.float().T).double()
-    with pytest.raises(HelmscopeError, match=r"^m has the eigenvalue -\S+e-0\d, .*e-13 and above .* torch.float64$"):
+    with pytest.raises(HelmscopeError, match=r"^diffusion has .* -\S+e-0\d, .*e-13 and above .* torch.float64$"):
         MatrixNoise(coarse)
     MatrixNoise(coarse.float())
     MatrixNoise(coarse.bfloat16())
-    with pytest.raises(HelmscopeError, match=r"m has the eigenvalue -0.5, .* only -0.016 and above"):
+    with pytest.raises(HelmscopeError, match=r"diffusion has the eigenvalue -0.5, .* only -0.016 and above"):
         MatrixNoise(torch.diag(torch.tensor([-0.5, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0])).bfloat16())

@@ -381,7 +381,7 @@ THREE = "of shape (3,) requires (..., 3)"
         (lambda: RMSNorm(gain=ONES).fold(torch.ones(2, 4)), f"w has shape (2, 4), but gain {THREE}"),
         (lambda: UnitNorm().fold(FLAT), "w has shape (4,), but it must be (..., k, d) with d >= 1"),
         (lambda: UnitNorm().fold(torch.ones(2, 4), ONES), "b is (3,), but w of shape (2, 4) requires (2,)"),
-        (lambda: UnitNorm().fold(torch.ones(2, 4), 1.0), "b is float, but w of shape (2, 4) requires (2,)"),
+        (lambda: UnitNorm().fold(torch.ones(2, 4), 1.0), "b is a float, but w of shape (2, 4) requires (2,)"),
         (lambda: effective_beta(0, 4), "dim is 0, but it must be a whole number >= 1"),
         (lambda: effective_beta(4, 2.5), "head_dim is 2.5, but it must be a whole number >= 1"),
         (lambda: effective_beta(4, 4, scale=-1.0), "scale is -1.0, but it must be a finite number >= 0"),

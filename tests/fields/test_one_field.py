@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from itertools import pairwise
 
 import pytest
@@ -15,6 +16,7 @@ from helmscope.fields.lowrank import LowRank
 from helmscope.fields.multihead import MultiHead
 from helmscope.fields.placement import NoNorm
 from helmscope.fields.sinkhorn import SinkhornAttention
+from helmscope.geometry.sphere import project
 from helmscope.solve.flow import Flow
 from helmscope.solve.rest import resting_state
 from helmscope.types import HelmscopeError
@@ -259,3 +261,31 @@ class NotADataclass(Declared):
 def test_parameters_that_are_declared_wrongly_are_refused(field, sentence):
     with pytest.raises(HelmscopeError, match=sentence):
         hs.integrate(field, tokens(2, 2, 3), times=[0.0, 1.0])
+
+
+def test_a_velocity_without_weights_is_rejected_before_any_work():
+    class Short(Field):
+        def velocity(self, x, t=0.0):
+            return torch.zeros_like(x)
+
+    words = r"velocity of Short has the arguments \(x, t=0.0\), but it must accept \(x, weights=None, \*, t=0.0\)"
+    for use in (lambda x: hs.integrate(Short(), x, [1.0]), Short()):
+        with pytest.raises(hs.HelmscopeError, match=words):
+            use(torch.eye(3))
+
+
+@dataclass(frozen=True, eq=False)
+class Undeclared(Field):
+    rate: torch.Tensor
+
+    def velocity(self, x, weights=None, *, t=0.0):
+        return self.rate * project(x, torch.ones_like(x))
+
+
+def test_an_undeclared_parameter_per_system_is_rejected_before_any_work():
+    x = hs.Uniform(4, 3).sample(3)
+    words = r"rate of Undeclared has shape \(3, 1, 1\), one value per system, .* parameters = {'rate': 2}"
+    with pytest.raises(hs.HelmscopeError, match=words):
+        hs.integrate(Undeclared(torch.ones(3, 1, 1)), x, [1.0])
+    for rate in (torch.ones(()), torch.ones(3)):  # the second has the shape of the batch, but is one value per axis
+        assert hs.integrate(Undeclared(rate), x, [0.1]).outcome.ok

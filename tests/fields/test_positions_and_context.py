@@ -11,11 +11,11 @@ import helmscope as hs
 from helmscope.fields.field import as_field
 from helmscope.fields.lowrank import LowRank
 from helmscope.fields.multihead import MultiHead
-from helmscope.kernels.blockwise import Blockwise
-from helmscope.kernels.choose import token_sum, using_kernel
-from helmscope.kernels.dense import Dense
-from helmscope.kernels.flash import Flash
-from helmscope.kernels.kernel import Request
+from helmscope.summation.blockwise import Blockwise
+from helmscope.summation.choose import token_sum, using_summation
+from helmscope.summation.dense import Dense
+from helmscope.summation.flash import Flash
+from helmscope.summation.request import Request
 from helmscope.types import HelmscopeError
 from support.attention_cases import normal, tokens
 
@@ -66,7 +66,7 @@ def test_rotary_positions_are_those_of_llama():
     angle = torch.arange(7, dtype=F64)[:, None] * 10_000.0 ** (-torch.arange(0, 8, 2, dtype=F64) / 8)
     cos, sin = (torch.cat([part, part], -1)[None] for part in (angle.cos(), angle.sin()))
     wanted = apply_rotary_pos_emb(q, q, cos, sin)[0]
-    assert (hs.fields.Rotary().turned(q) - wanted).abs().max() < 1e-14
+    assert (hs.fields.Rotary().transform_queries(q) - wanted).abs().max() < 1e-14
 
 
 def test_rotary_logits_depend_on_the_distance_alone():
@@ -104,7 +104,7 @@ def test_a_second_cloud_against_loops():
     weights = torch.tensor(m, dtype=F64)
     field = hs.CrossAttention(beta, y, query_key=B, value=V, context_weights=weights)
     assert (field.ambient(x[None])[0] - wanted).abs().max() < 1e-13
-    assert (field.shares(x[None])[0, :, 2] == 0).all()
+    assert (field.cross_kernel(x[None])[0, :, 2] == 0).all()
     torch.testing.assert_close(field(x), hs.sphere.project(x, wanted), rtol=0, atol=1e-13)
 
 
@@ -173,7 +173,7 @@ def test_large_clouds_store_no_pairs_and_match_loops(n, m):
     x, y = tokens(n, 4), tokens(m, 4, seed=1)
     weights = (normal(m, seed=3) + 1).clamp(min=0)
     field = hs.CrossAttention(3.0, y, query_key=B, value=V, context_weights=weights)
-    with using_kernel() as kernels:
+    with using_summation() as kernels:
         seen = field.ambient(x[None])[0]
     assert kernels == {"Blockwise"}
     rows = x[[0, n // 2, n - 1]]
@@ -190,7 +190,7 @@ def test_every_kernel_takes_a_second_cloud(kernel, n, m):
     weights = torch.tensor([1.0, 2.0, 0.0, 0.5, 1.0, 1.0, 3.0], dtype=F64)[:m]
     bias = normal(n, m, seed=4)
     bias[0] = -math.inf
-    with using_kernel(kernel):
+    with using_summation(kernel):
         sums = token_sum(Request(query, key, value, weights=weights, bias=bias))
     assert sums.mean[:, 0].abs().max() == 0
     for k in range(2):
@@ -207,7 +207,7 @@ def test_a_second_cloud_has_its_gradient(kernel):
     x, y = tokens(3, 4), tokens(5, 4, seed=1)
 
     def f(x, y, b):
-        with using_kernel(kernel):
+        with using_summation(kernel):
             return hs.CrossAttention(2.0, y, query_key=b).ambient(x[None])
 
     given = [each.clone().requires_grad_() for each in (x, y, B)]
@@ -216,7 +216,7 @@ def test_a_second_cloud_has_its_gradient(kernel):
 
 def test_flash_takes_one_cloud():
     x = torch.zeros(4, 3)
-    assert Flash().refuses(Request(x, x[:2], x[:2])) == "it takes queries and keys of one cloud"
+    assert Flash().refusal(Request(x, x[:2], x[:2])) == "it takes queries and keys of one cloud"
 
 
 # One field per layer: scales, maps, and a field behind its method -----------------------------------------------------
@@ -252,7 +252,7 @@ def test_layers_whose_velocity_overflows_are_integrated():
 def test_a_discrete_map_has_no_velocity_in_any_position():
     mlp = hs.MLP(w_in=torch.eye(4, dtype=F64), w_out=torch.eye(4, dtype=F64), activation=hs.activations.ReLU())
     block = hs.Block(hs.SA(beta=1.0), mlp, placement=hs.fields.PostNorm(attention_norm=hs.fields.LayerNorm()))
-    assert block.only_layers
+    assert block.discrete_only
     for field in (block, hs.fields.Depthwise([block, block])):
         sentence = rf"^field is {field.name}, a discrete map that has no velocity: call layer$"
         with pytest.raises(HelmscopeError, match=sentence):

@@ -1,4 +1,5 @@
-"""Sinkhorn attention against sweeps in plain loops and with 40 digits, and the identities of 000-2 and 000-11."""
+"""Sinkhorn attention against sweeps in plain loops and with 40 digits, and the identities of [Helmholtz Transformer,
+no. 2 and 11]."""
 
 from __future__ import annotations
 
@@ -79,12 +80,12 @@ def test_many_general_matrices():
         assert (kernel.sum(-2) - 1).abs().max() < 5e-14
 
 
-# ---- what is true of bistochastic kernels (000-2, 000-11)
+# ---- what is true of bistochastic kernels [Helmholtz Transformer, no. 2 and 11]
 
 
 @pytest.mark.parametrize("with_weights", [False, True])
 def test_attention_contracts_by_the_covariance_of_its_kernel(with_weights):
-    """Cov(x) = Cov(m) + mean_i Cov_P(i), m_i = sum_j p_ij x_j (000-2): measured 2e-16."""
+    """Cov(x) = Cov(m) + mean_i Cov_P(i), m_i = sum_j p_ij x_j [Helmholtz Transformer, no. 2]: measured 2e-16."""
     x = tokens(20, 12, 3)
     weights = normal(20, 12, seed=1).exp() if with_weights else torch.ones(20, 12, dtype=F64)
     kernel = SinkhornAttention(3.0, query_key=normal(3, 3)).kernel(x, weights)
@@ -103,7 +104,8 @@ def test_attention_contracts_by_the_covariance_of_its_kernel(with_weights):
 
 
 def test_the_mean_drift_vanishes_and_the_velocities_do_not():
-    """sum_i (m_i - x_i) = 0, but P_x m, the clustering drift, is not small (000-11): its greatest is 0.25 here."""
+    """sum_i (m_i - x_i) = 0, but P_x m, the clustering drift, is not small [Helmholtz Transformer, no. 11]: its
+    greatest is 0.25 here."""
     x = tokens(16, 3)
     field = SinkhornAttention(2.0)
     assert (field.ambient(x) - x).sum(0).abs().max() < 2e-15
@@ -114,7 +116,8 @@ def test_the_mean_drift_vanishes_and_the_velocities_do_not():
 
 
 def test_a_causal_kernel_converges_slowly_to_the_identity():
-    """The numbers of 000-11: uniform causal attention of 32 tokens after 10, 1,000 sweeps (200,000 give 0.99958)."""
+    """The numbers of [Helmholtz Transformer, no. 11]: uniform causal attention of 32 tokens after 10, 1,000 sweeps
+    (200,000 give 0.99958)."""
     ten, thousand = family.causal_crawl(32, [10, 1000])
     assert ten == pytest.approx(0.3944093, abs=1e-7)
     assert thousand == pytest.approx(0.9372962, abs=1e-7)

@@ -73,7 +73,7 @@ def test_divergence_of_a_linear_field(case):
 @PROPERTY
 @given(points())
 def test_divergence_of_a_swirl_is_not_0_on_the_sphere(case):
-    """R = r s(v.x) with r.v = 0 has div R = 0, but div_S(PR) = -(r.x) [(v.x) s' + (d-1) s]  (source 000-3 (e))."""
+    """R = r s(v.x) with r.v = 0 has div R = 0, but div_S(PR) = -(r.x) [(v.x) s' + (d-1) s]."""
     x, v, m = case
     r = m[0] - (m[0] @ v) / (v @ v) * v
     s = torch.tanh(v @ x)
@@ -106,7 +106,7 @@ def test_harmonics_of_degree_k_have_the_eigenvalue_minus_k_times_k_plus_d_minus_
 
 
 def test_eigenvalues_of_the_printed_hessian():
-    """U = x^T diag(1, 2, 4) x / 2 has {1, 3}, {-1, 2} and {-3, -2} at the axes (source 000-9)."""
+    """U = x^T diag(1, 2, 4) x / 2 has {1, 3}, {-1, 2} and {-3, -2} at the axes [Helmholtz Transformer, no. 9]."""
     x = torch.eye(3, dtype=torch.float64)
     h = surface.hessian(lambda y: (y**2 * y.new_tensor([1.0, 2.0, 4.0])).sum(-1) / 2, x)
     basis = sphere.tangent_basis(x)
@@ -115,7 +115,7 @@ def test_eigenvalues_of_the_printed_hessian():
 
 
 def test_second_order_of_a_printed_layer():
-    """1/2 Hess phi(Pf, Pf) - (x.f) <grad phi, Pf> for phi = x_0 x_1 + sin x_2 (source 000-8)."""
+    """1/2 Hess phi(Pf, Pf) - (x.f) <grad phi, Pf> for phi = x_0 x_1 + sin x_2 [Helmholtz Transformer, no. 8]."""
     x, f = torch.tensor([[1, 2, 2], [0.3, -0.5, 0.7]], dtype=torch.float64) / torch.tensor([[3.0], [1.0]])
     phi = lambda y: y[..., 0] * y[..., 1] + y[..., 2].sin()  # noqa: E731
     v = sphere.project(x, f)

@@ -185,7 +185,8 @@ def test_parameters_are_restored_exactly():
 
 
 def test_noise_is_absolute_or_relative_and_depends_on_its_seed_only():
-    """As source 003 prints it, sigma is the standard deviation of the noise, whatever the size of the keys."""
+    """As [Additive transport] prints it, sigma is the standard deviation of the noise, whatever the size of the
+    keys."""
     recording = record(tiny_model("gpt2"), inputs_of("gpt2"), keep=Keep.KEYS)
     keys = recording.kept["key"]
     for change, size in (
@@ -202,17 +203,17 @@ def test_noise_is_absolute_or_relative_and_depends_on_its_seed_only():
     [
         (lambda r: Ablate([3]), "layers holds 3, but the model has layers 0 to 2"),
         (lambda r: Ablate(site=Site.READ), "Ablate must be at one of Site.INPUT, Site.ATTENTION"),
-        (lambda r: AblateHead([0]), r"heads is \(\), but it must be a list"),
-        (lambda r: AblateHead([0], heads=3), "heads is 3, but it must be a list"),
+        (lambda r: AblateHead([0]), r"heads is \(\), but it must be a whole number"),
+        (lambda r: AblateHead([0], heads=7), "heads holds 7, but layer 0 has heads 0 to 3"),
         (lambda r: AblateHead([0], heads=[1.0]), r"heads is \[1.0\]"),
         (lambda r: Reweigh(function=3), "function is 3, but it must be a function"),
         (lambda r: Perturb(seed="a"), "seed is 'a'"),
         (lambda r: Perturb(seed=1.5), "seed is 1.5"),
-        (lambda r: Perturb([1.0]), r"layers is \[1.0\], but it must be a list of whole numbers"),
-        (lambda r: Ablate([]), r"layers is \[\], but it must be a list"),
+        (lambda r: Perturb([1.0]), r"layers is \[1.0\], but it must be a whole number >= 0 or a list of them"),
+        (lambda r: Ablate([]), r"layers is \[\], but it must be a whole number"),
         (lambda r: Ablate([-1]), r"layers is \[-1\]"),
         (lambda r: Ablate([True]), r"layers is \[True\]"),
-        (lambda r: Ablate(3), "layers is 3"),
+        (lambda r: Ablate(3), "layers holds 3, but the model has layers 0 to 2"),
         (lambda r: Ablate("01"), "layers is '01'"),
         (lambda r: "x", "an edit is a str"),
         (lambda r: AblateHead([0], heads=[9]), "heads holds 9, but layer 0 has heads 0 to 3"),
@@ -321,7 +322,7 @@ def test_nothing_can_be_recorded_within_changed():
             lambda: recording.under(Ablate([1])),
             lambda: recording.resume(depth=2, states=recording.trajectory.states[2]),
         ):
-            with pytest.raises(HelmscopeError, match=r"under an edit, but.*leave `changed` first"):
+            with pytest.raises(HelmscopeError, match=r"under an edit, but.*leave `edited` first"):
                 make()
     name = "transformer.h.2.mlp.c_proj.weight"
     with with_parameters(model, {name: torch.zeros_like(dict(model.named_parameters())[name])}):
@@ -341,8 +342,15 @@ def test_the_recording_of_an_edited_run_names_its_edits(case):
         for change in (Ablate([1], site=site), Add(site=site, value=new), Replace([2], site=site, value=new)):
             edited = recording.under(change)
             assert edited.certificate["edits"].ok is None
-            assert "all other lines of the unedited model" in edited.certificate["edits"].says
+            assert "only finite and residual are checked again" in edited.certificate["edits"].statement
             assert edited.certificate["residual"].ok is (None if site is Site.OUTPUT else True), (change, site)
+            checked = {line.name for line in edited.certificate.lines if line.ok is not None}
+            assert checked == {"finite"} | ({"residual"} if site is not Site.OUTPUT else set())
+    lines = str(edited.certificate).splitlines()
+    assert any(line.startswith("-     rows") and "not checked under edits; ok without them (" in line for line in lines)
+    assert edited.manifest().parameters["certificate"]["rows"] is None
+    assert edited.under(Ablate([0])).certificate["rows"] == edited.certificate["rows"]
+    assert edited.kernel(layer=0).shape == (3, 4, 13, 13)  # blocked only if the unedited model fails the check
     for step in range(7):
         for frozen in (None, tokens):
             assert recording.resume(depth=step, states=states[step].roll(1, 1), frozen=frozen).certificate.ok
@@ -410,7 +418,7 @@ def test_values_that_are_not_edits_or_models_are_refused():
         pass
     name = "transformer.h.1.mlp.c_proj.weight"
     with (
-        pytest.raises(HelmscopeError, match=r"^values\['transformer.*'\] is a int"),
+        pytest.raises(HelmscopeError, match=r"^values\['transformer.*'\] is an int"),
         with_parameters(recording.anatomy.model, {name: 3}),
     ):
         pass

@@ -176,9 +176,15 @@ def test_functions_of_a_value_or_of_a_value_and_a_context(function):
     ("make", "words"),
     [
         (lambda: Edit(Site.READ, None, mixed), "site is <Site.READ: 'read'>, but Edit must be at one of Site.INPUT"),
-        (lambda: Edit("mlp", None, mixed), "site is 'mlp', but Edit must be at one of"),
+        (
+            lambda: Edit("mlp", None, mixed),
+            r"site is 'mlp', but it must be a member of hs.Site such as hs.Site.MLP, one of Site.INP",
+        ),
+        (lambda: Edit("cross head", None, mixed), "hs.Site such as hs.Site.CROSS_HEADS"),
+        (lambda: hs.intervene.Perturb(site=3, sigma=1.0), "site is 3, but it must be a member of hs.Site such as"),
         (lambda: Edit(Site.MLP, [7], mixed), "layers holds 7, but the model has layers 0 to 2"),
-        (lambda: Edit(Site.MLP, 1, mixed), "layers is 1, but it must be a list"),
+        (lambda: Edit(Site.MLP, "h.1", mixed), "layers is 'h.1', but it must be a whole number >= 0 or a list of them"),
+        (lambda: Edit(Site.MLP, True, mixed), "layers is True, but it must be a whole number"),
         (lambda: Edit(Site.MLP, None, 3), "function is 3, but it must be a function of a value"),
         (lambda: Edit(Site.MLP, None, lambda: 3), r"function is .*lambda.* with the arguments \(\), but"),
         (lambda: Edit(Site.MLP, None, lambda a, b, c: a), r"with the arguments \(a, b, c\), but it must take a value"),
@@ -204,6 +210,41 @@ def test_bad_edits(make, words):
     recording = record(tiny_model("gpt2"), inputs_of("gpt2"))
     with pytest.raises(HelmscopeError, match=words):
         recording.under(make())
+
+
+def divides_by_zero(value):
+    return value / (1 // 0)
+
+
+def reads_no_key(value):
+    return {}["missing"]
+
+
+@pytest.mark.parametrize(
+    ("edit", "words", "cause"),
+    [
+        (Edit(Site.MLP, [1], divides_by_zero), "MLP in layer 1: ZeroDivisionError: .*division", ZeroDivisionError),
+        (Edit(Site.MLP, [2], reads_no_key), "MLP in layer 2: KeyError: 'missing'", KeyError),
+        (hs.intervene.Reweigh([0], function=divides_by_zero), "WEIGHTS in layer 0: ZeroDiv", ZeroDivisionError),
+    ],
+)
+def test_an_error_in_the_function_of_an_edit_is_reported_as_one(edit, words, cause):
+    recording = record(tiny_model("gpt2"), inputs_of("gpt2"))
+    with pytest.raises(
+        HelmscopeError, match=rf"^the function of {type(edit).__name__}\(.* fails at Site\.{words}"
+    ) as found:
+        recording.under(edit)
+    assert isinstance(found.value.__cause__, cause)
+
+
+def test_a_single_layer_and_a_single_head_need_no_list():
+    assert repr(Edit(Site.MLP, 1, mixed)) == repr(Edit(Site.MLP, [1], mixed))
+    assert repr(hs.intervene.AblateHead(2, heads=0)) == "AblateHead(layers=[2], heads=[0])"
+    recording = record(tiny_model("gpt2"), inputs_of("gpt2"))
+    assert torch.equal(
+        recording.under(hs.intervene.AblateHead(2, heads=0)).logits(),
+        recording.under(hs.intervene.AblateHead([2], heads=[0])).logits(),
+    )
 
 
 def test_heads_are_checked_before_the_forward_starts():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -15,6 +16,7 @@ import pytest
 import helmscope as hs
 from helmscope.jobs import Phase, Report, Simulate, Trials
 from helmscope.jobs.run import Interrupted
+from helmscope.runs import bar
 from support.children import child, wait_for, with_tests_on_path
 from support.refusal import refused
 
@@ -104,9 +106,9 @@ def test_resuming_with_another_spec_is_rejected(tmp_path):
     changes = "beta 2.0 (now 3.0) and delta 0.001 (now 0.5) and seed 7 (now 8)"
     assert message.startswith(f"{where} was started with {changes}: ")
     refused(lambda: hs.jobs.run(PHASE, folder=where, resume=True), "was started with job simulate (now phase)")
-    refused(lambda: hs.jobs.run(SIMULATE, folder=where), "contains an earlier run: add --resume")
-    refused(lambda: hs.jobs.run(SIMULATE, resume=True), "resume is set, but the folder of the run is not", "folder=")
-    refused(lambda: hs.jobs.run(SIMULATE, folder=where, allow_mixed=True), "allow_mixed is set")
+    refused(lambda: hs.jobs.run(SIMULATE, folder=where), "contains an earlier run: set resume=True to continue it")
+    refused(lambda: hs.jobs.run(SIMULATE, resume=True), "resume is set, but the folder of the run is not: set folder,")
+    refused(lambda: hs.jobs.run(SIMULATE, folder=where, allow_mixed=True), "a resumed run: set resume=True or omit it")
     assert contents(where) == before
     assert hs.jobs.run(SIMULATE, folder=where, resume=True).ok
     assert contents(where) == before
@@ -138,7 +140,7 @@ def test_bad_arguments_are_rejected(tmp_path):
 
 # Interrupts -----------------------------------------------------------------------------------------------------------
 
-SLOW = Simulate(n=24, batch=8, chunk=1, times=[0, 1], nu=0.2, step=0.002)
+SLOW = Simulate(n=24, batch=8, chunk=1, times=[0, 1], nu=0.2, step=0.004)
 PROGRAM = """
 import sys, helmscope as hs
 hs.jobs.run(hs.jobs.read(sys.argv[1]), folder=sys.argv[2])
@@ -186,7 +188,7 @@ def test_an_interrupt_names_the_folder(tmp_path, monkeypatch):
 def test_the_verb_rejects_bad_input_in_one_sentence(helmscope, tmp_path):
     (tmp_path / "bad.toml").write_text('job = "simulate"\nbta = 1\n')
     for words, sentence in (
-        (["bad.toml"], "unknown field of bad.toml 'bta': did you mean 'beta'?"),
+        (["bad.toml"], "unknown key of bad.toml 'bta': did you mean 'beta'?"),
         (["none.toml"], "cannot read none.toml: No such file or directory"),
         ([], "spec is missing, but it must be a TOML file; with --resume, --out FOLDER suffices"),
         (["--resume", "--out", "nowhere"], "cannot read nowhere: No such file or directory"),
@@ -208,3 +210,21 @@ def test_a_spec_that_runs_code_is_not_suggested_for_pasting(helmscope, tmp_path)
     folder.write_spec(hs.jobs.to_toml(Trials()))
     (run,) = json.loads(helmscope("runs", "--json")[1])["runs"]
     assert run["resume"] == "helmscope run --out runs/a --resume"
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_a_long_run_shows_a_bar_unless_it_is_silenced(tmp_path, monkeypatch):
+    """As if every run were a long one."""
+    monkeypatch.setattr(bar, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    hs.jobs.run(PHASE, folder=tmp_path / "silent", show_progress=False)
+    assert sys.stderr.getvalue() == ""
+    hs.jobs.run(PHASE, folder=tmp_path / "default")
+    written = sys.stderr.getvalue()
+    assert written.count("100%") == written.count("\n") == 1
+    assert "running 4 units" in written

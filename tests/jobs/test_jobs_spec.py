@@ -107,7 +107,7 @@ def test_files_and_run_folders_are_read(tmp_path: Path) -> None:
 def test_equal_jobs_have_equal_specs() -> None:
     assert Simulate(times=[0, 1], n=8) == Simulate(times=(0.0, 1.0), n=8.0)
     assert Simulate(start="vmf") == Simulate(start="vmf", kappa=1)
-    assert Simulate(nu=0.1).step == 0.05
+    assert Simulate(nu=0.1).step == 0.02
     assert Phase(spectrum=[1, 2, 3]) == Phase(spectrum=(1.0, 2.0, 3.0), dims=[3])
     assert Phase() == Phase(dims=[8, 32], published=True)
     assert Phase(nu=0.1).published is Phase(field="usa").published is False
@@ -133,7 +133,7 @@ def test_a_schema_for_forms() -> None:
         ("beta = 1", "job of x.toml is missing, but it must be one of phase, report, simulate, trials"),
         ("job = 3", "job of x.toml is 3, but it must be one of"),
         ('job = "simulat"', "unknown job of x.toml 'simulat': did you mean 'simulate'?"),
-        ('job = "simulate"\nbta = 1', "unknown field of x.toml 'bta': did you mean 'beta'?"),
+        ('job = "simulate"\nbta = 1', "unknown key of x.toml 'bta': did you mean 'beta'?"),
         ('job = "simulate"\nbeta = "hot"', "x.toml is not valid: beta is 'hot', but it must be a finite number >= 0"),
         ('job = "simulate"\nbeta = nan', "x.toml is not valid: beta is nan"),
         ('job = "simulate"\nversion = 2', "version is 2, but this helmscope reads only version 1 of the format"),
@@ -148,6 +148,8 @@ def test_bad_toml_is_one_sentence(text: str, sentence: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "values", "sentence"),
     [
+        (Simulate, {"feild": "sa"}, "unknown keyword of Simulate 'feild': did you mean 'field'?"),
+        (Trials, {"claim": ["rate"]}, "unknown keyword of Trials 'claim': did you mean 'claims'?"),
         (Simulate, {"n": 2.5}, "n is 2.5, but it must be a whole number >= 1"),
         (Simulate, {"causal": 1}, "causal is 1, but it must be true or false"),
         (Simulate, {"field": "sb"}, "unknown field 'sb': did you mean 'sa'?"),
@@ -168,6 +170,12 @@ def test_bad_toml_is_one_sentence(text: str, sentence: str) -> None:
 )
 def test_bad_values_are_rejected_by_name(kind: type[Spec], values: dict[str, object], sentence: str) -> None:
     assert sentence in refused(lambda: kind(**values))
+
+
+def test_a_value_without_its_name_is_rejected() -> None:
+    assert refused(lambda: Phase("usa")) == (
+        "Phase is given 'usa' without a name, but its fields must be named, such as Phase(seed=0)"
+    )
 
 
 def test_errors_of_preparation_occur_before_a_folder_is_created(tmp_path: Path) -> None:

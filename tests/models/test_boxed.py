@@ -172,6 +172,33 @@ def test_the_history_of_training(name):
     assert np.abs(at_first - even).max() < 0.01
 
 
+def test_the_history_of_the_sibling():
+    """Its arms coincide where they must, and its last step is near A, which was trained by the same recipe."""
+    history = hs.models.sibling_history()
+    sizes = {"step": 16, "arm": 4, "depth": 25, "level": 3, "prompt": 64, "layer": 12}
+    assert dict(history.sizes) == sizes
+    assert history.step.values[[0, -1]].tolist() == [0, 8000]
+    assert all(np.isfinite(value).all() and value.attrs["long_name"] for value in history.data_vars.values())
+    clouds = history[["share", "inner_product", "participation_ratio", "entropy_rank", "residual"]]
+    for name, value in clouds.items():
+        after_attention, after_mlp = value.isel(depth=slice(1, None, 2)), value.isel(depth=slice(2, None, 2))
+        before, first = value.isel(depth=slice(0, -1, 2)), value.isel(depth=0)
+        alone = {"arm": "attention alone"}
+        assert np.array_equal(after_attention.sel(alone), after_mlp.sel(alone)), name
+        assert np.array_equal(before.sel(arm="MLP alone"), after_attention.sel(arm="MLP alone")), name
+        assert (value.sel(arm="neither") == first.sel(arm="whole model")).all(), name
+        assert (first == first.sel(arm="neither")).all(), name
+    assert (history.share.diff("level") <= 0).all()
+    loss = history.validation_loss
+    assert (loss.sel(arm="whole model").diff("step") < 0).all()
+    assert abs(float(loss.sel(arm="whole model")[-1]) - 1.5357) < 0.01  # the loss of A
+    assert history.attrs["final_validation_loss"] == float(loss.sel(arm="whole model")[-1])
+    assert np.abs(history.share.sel(step=0)).max() == 0  # an untrained model does not gather
+    last = hs.models.training_history("A").isel(step=-1)
+    assert np.abs(history.alignment[-1].values - last.alignment.values).max() < 0.1
+    assert np.abs(history.gate_sparsity[-1].mean("prompt").values - last.gate_sparsity.values).max() < 0.1
+
+
 def test_a_and_b_predict_differently(recorded):
     """The mean KL divergence of their next-token distributions was measured as 0.145 and 0.149 nats."""
     says = {name: torch.log_softmax(recorded[name].logits().double(), -1) for name in ("A", "B")}

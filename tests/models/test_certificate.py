@@ -100,7 +100,7 @@ def test_attention_that_a_family_computes_in_two_ways(tmp_path):
     torch.manual_seed(0)
     tf.FalconForCausalLM(tf.FalconConfig(**sizes, bos_token_id=1, eos_token_id=2)).save_pretrained(tmp_path)
     own = record(tmp_path, inputs_of("gpt2")).certificate["logits"]
-    assert own.ok or "load it with attention='eager'" in own.says
+    assert own.ok or "load it with attention='eager'" in own.statement
     assert record(tmp_path, inputs_of("gpt2"), attention="eager").certificate.ok
 
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from helmscope.models.checkpoint import check_file, check_folder
 from helmscope.models.load import load, load_all
 from helmscope.models.record import record
-from helmscope.types import HelmscopeError
+from helmscope.types import HelmscopeError, type_with_article
 from support.model_families import inputs_of, tiny_model
 
 
@@ -111,7 +111,9 @@ def test_a_folder_loads_with_its_origin(folder):
     assert set(manifest.inputs) == {"model.safetensors", "texts"}
     assert manifest.parameters["attention"] == "sdpa"
     assert type(manifest).from_json(manifest.to_json()) == manifest
-    assert [each.origin.name for each in load_all([folder, folder])] == [str(folder)] * 2
+    assert [(each.origin.name, each.origin.folder) for each in load_all([folder] * 2)] == [
+        (folder.name, str(folder))
+    ] * 2
 
 
 def test_a_model_in_memory():
@@ -119,7 +121,7 @@ def test_a_model_in_memory():
     assert load(model).model is model
     with pytest.raises(HelmscopeError, match="model is a Linear, but it must be a transformers PreTrainedModel"):
         load(torch.nn.Linear(1, 1))
-    with pytest.raises(HelmscopeError, match="model is a int"):
+    with pytest.raises(HelmscopeError, match="model is an int"):
         load(3)
 
 
@@ -354,12 +356,12 @@ def test_a_head_missing_from_the_files(tmp_path, family):
     (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": [type(whole).__name__]}))
     loaded = load(tmp_path)
     assert type(loaded.model) is type(whole.base_model)
-    assert loaded.origin.note.startswith(f"config.json names a {type(whole).__name__}, but the files lack its head, '")
+    assert loaded.origin.note.startswith(f"config.json names {type_with_article(whole)}, but the files lack its head")
     ids = inputs_of(family)
     recording = record(loaded, ids)
     assert recording.certificate.ok
     assert recording.certificate["files"].ok is None
-    assert recording.certificate["files"].says == loaded.origin.note
+    assert recording.certificate["files"].statement == loaded.origin.note
     assert recording.certificate["head"].ok is None
     wanted = record(whole, ids)
     assert torch.equal(recording.trajectory.states, wanted.trajectory.states)

@@ -199,7 +199,7 @@ def test_a_wrong_tensor_of_the_right_shape_is_caught(family, site, monkeypatch):
     monkeypatch.setattr(Recorder, "state", deceived)
     recording = record(tiny_model(family), pair_inputs())
     assert recording.certificate["residual"].ok is False
-    assert "layer 1" in recording.certificate["residual"].says
+    assert "layer 1" in recording.certificate["residual"].statement
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -280,10 +280,10 @@ def test_an_edit_of_the_encoder_changes_the_decoder_as_a_hook_by_hand(family):
         for depth, state in enumerate(states):
             assert (each.stream(depth=depth) - state).abs().max() <= 1e-12 * state.abs().max()
     assert (edited.logits() - logits).abs().max() <= 1e-12 * logits.abs().max()
-    assert "with its encoder under" in repr(edited)  # the repr is cut after about 200 characters
+    assert ", under Ablate(layers=[2], site=Site.CROSS), with its encoder under Edit(site=" in repr(edited)
     assert "edit of the encoder" in edited._repr_html_()
     assert len(edited.manifest().parameters["encoder edits"]) == 1
-    assert edited.certificate["edits"].says.startswith("2 applied")
+    assert edited.certificate["edits"].statement.startswith("2 applied")
     assert torch.equal(record(model, inputs, batch_size=2).logits(), recording.logits())  # the model is as it was
 
 
@@ -351,6 +351,10 @@ def test_what_is_not_there_is_refused():
         plain.under(Edit(Site.CROSS, None, torch.clone))
     with pytest.raises(HelmscopeError, match="encoder holds 1 edit, but GPT2LMHeadModel has no encoder"):
         plain.under(encoder=[Ablate()])
+    with pytest.raises(HelmscopeError, match="encoder holds 1 edit, but GPT2LMHeadModel has no encoder"):
+        plain.under(encoder=Ablate())
+    with pytest.raises(HelmscopeError, match="encoder is an int, but it must be an edit, a list of edits or a Rec"):
+        plain.under(encoder=3)
     recording = record(tiny_model("bart"), pair_inputs())
     with pytest.raises(HelmscopeError, match="encoder is a Recording of another model or of other texts"):
         recording.under(encoder=record(tiny_model("bart"), pair_inputs()).encoder)

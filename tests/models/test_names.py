@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 import helmscope as hs
 from helmscope.models.record import record
@@ -17,7 +18,8 @@ def test_a_head_by_its_name_in_a_measurement_and_in_an_edit(name):
     assert float(seen.sel(**hs.models.parse_head(name)).entropy.mean()) == float(
         seen.entropy.isel(layer=2, head=3).mean()
     )
-    assert repr(hs.intervene.AblateHead(**hs.models.parse_head(name))) == "AblateHead(layers=[2], heads=[3])"
+    for edit in (hs.intervene.AblateHead(**hs.models.parse_head(name)), hs.intervene.AblateHead(head=name)):
+        assert repr(edit) == "AblateHead(layers=[2], heads=[3])"
 
 
 @pytest.mark.parametrize(
@@ -33,6 +35,10 @@ def test_one_head_and_several_are_not_given_at_once():
         hs.intervene.AblateHead([1], heads=[2], layer=1)
     with pytest.raises(HelmscopeError, match="head is 0 and heads is given too"):
         hs.intervene.AblateHead([1], heads=[2], head=0)
+    with pytest.raises(HelmscopeError, match="head is 0 and heads is given too"):
+        hs.intervene.AblateHead([1], heads=0, head=0)
+    with pytest.raises(HelmscopeError, match="layer is 1 and head is 'L1H2', but that name contains its layer"):
+        hs.intervene.AblateHead(layer=1, head="L1H2")
     with pytest.raises(HelmscopeError, match="head is -1, but it must be a whole number >= 0"):
         hs.intervene.AblateHead(layer=0, head=-1)
 
@@ -44,6 +50,9 @@ def test_one_head_and_several_are_not_given_at_once():
 def test_a_layer_by_the_name_of_its_block(family, name):
     recording = record(tiny_model(family), inputs_of(family))
     assert recording.layer(name) == recording.layer(1) == 1
+    assert torch.equal(recording.kernel(layer=name), recording.kernel(layer=1))
+    assert torch.equal(recording.points(layer=name), recording.points(layer=1))
+    assert recording.force(layer=name) is not None
 
 
 @pytest.mark.parametrize(

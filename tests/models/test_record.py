@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import html
+import re
+
 import pytest
 import torch
 import transformers as tf
@@ -104,7 +107,7 @@ def test_moved_padding_is_compared_with_the_inputs_as_they_came():
     }
     line = record(model, given).certificate["padding"]
     assert line.ok is None
-    assert "positions" in line.says
+    assert "positions" in line.statement
     placed = given | {"position_ids": torch.tensor([[0, 0, 0, 1], [0, 1, 2, 3]])}
     kept = record(model, placed)
     assert kept.certificate.ok
@@ -123,7 +126,7 @@ def test_an_encoder_padded_to_its_full_length_looks_both_ways():
         given = words(["a b c"], padding="max_length", max_length=40, return_tensors="pt", return_token_type_ids=False)
         line = record(model, given, tokenizer=words).certificate["causality"]
         assert line.ok is (None if family == "bert" else True)
-        assert line.says == ("attention is bidirectional" if family == "bert" else "no weight on later tokens")
+        assert line.statement == ("attention is bidirectional" if family == "bert" else "no weight on later tokens")
 
 
 @pytest.mark.parametrize(
@@ -320,6 +323,12 @@ def test_bad_texts():
         record(model, nothing)
     with pytest.raises(HelmscopeError, match=r"texts\[0\] has no token that counts"):
         record(model, ["[CLS]"], tokenizer=words)
+    with pytest.raises(
+        HelmscopeError, match=r"unknown option 'batchsize': did you mean 'batch_size'\? Allowed: attention,"
+    ):
+        hs.record(batchsize=4)
+    with pytest.raises(HelmscopeError, match="unknown option 'batchsize': did you mean 'batch_size'"):
+        hs.models.diagnose("A", batchsize=4)
     with pytest.raises(HelmscopeError, match="unknown option 'foo'"):
         record(model, torch.ones(1, 3).long(), foo=1)
     with pytest.raises(HelmscopeError, match="tokenizer is 'gpt2', but it must be a tokenizer"):
@@ -511,18 +520,45 @@ def test_a_head_that_transformers_does_not_name(monkeypatch):
 
 
 def test_what_is_shown_of_a_recording_is_one_line(tmp_path):
-    tiny_model("gpt2").save_pretrained(tmp_path)
-    loaded = hs.load(tmp_path)
+    tiny_model("gpt2").save_pretrained(tmp_path / "small")
+    loaded = hs.load(tmp_path / "small")
     recording = record(loaded, inputs_of("gpt2"))
     shown = repr(recording.under(hs.intervene.Ablate([1])).resume(depth=2, states=recording.trajectory.states[2]))
-    assert shown.startswith("<Recording of gpt2: sequential pre-norm; 3 layers, width 32; 3 texts x 13 tokens (")
-    assert "certificate ok; from depth 2; under Ablate(layers=[1]), PutState(depth=2, states=" in shown
+    assert shown.startswith("<Recording of small (gpt2), from depth 2, under Ablate(layers=[1]), PutState(depth=2, sta")
+    assert re.search(r"\.\.\.: certificate ok; 3 texts x 13 tokens \(\w{12}\); sequential pre-norm; 3 layers", shown)
     failed = recording.under(hs.intervene.Reweigh(function=lambda weights: torch.nan * weights))
-    assert "certificate fails: finite, residual; under Reweigh" in repr(failed)
+    assert repr(failed).startswith("<Recording of small (gpt2), under Reweigh(")
+    assert ": certificate fails: finite, residual; 3 texts" in repr(failed)
     for thing in (recording, failed, recording.anatomy, recording.anatomy.layers[0], recording.residual, loaded):
         assert "\n" not in repr(thing)
         assert "tensor(" not in repr(thing)
     assert repr(recording.batch) == "<Batch: input_ids (3, 13)>"
+
+
+@pytest.mark.parametrize(
+    ("source", "title"),
+    [
+        (lambda folder: "A", "A (gpt2)"),
+        (lambda folder: hs.models.untrained_twin("A", seed=0), "A's untrained twin 0 (gpt2)"),
+        (lambda folder: folder / "small", "small (gpt2)"),
+        (lambda folder: hs.models.untrained_twin(folder / "small", seed=3), "small's untrained twin 3 (gpt2)"),
+        (lambda folder: tiny_model("gpt2"), "GPT2LMHeadModel (gpt2)"),
+    ],
+    ids=["box", "twin", "folder", "twin of a folder", "memory"],
+)
+def test_a_recording_is_titled_by_its_model(tmp_path, source, title):
+    tiny_model("gpt2").save_pretrained(tmp_path / "small")
+    recording = record(source(tmp_path), torch.tensor([[1, 2, 3, 4]]))
+    assert repr(recording).startswith(f"<Recording of {title}: certificate ok; 1 text x 4 tokens")
+    assert f">Recording of {html.escape(title)}</div>" in recording._repr_html_()
+    assert recording.plot().get_suptitle().startswith(f"{title}: sequential pre-norm")
+
+
+def test_a_model_of_the_hub_is_titled_by_its_id(tmp_path, monkeypatch):
+    tiny_model("gpt2").save_pretrained(tmp_path / "0123abc")
+    monkeypatch.setattr("helmscope.models.load._from_hub", lambda name, revision, offline: tmp_path / "0123abc")
+    origin = hs.load("someone/small").origin
+    assert (origin.title, origin.folder, origin.revision) == ("someone/small (gpt2)", None, "0123abc")
 
 
 def test_the_lens_goes_by_blocks_of_texts_and_tokens(monkeypatch):

@@ -211,7 +211,7 @@ def test_it_travels_as_plain_data(folder, monkeypatch):
         (Subject(tiny_model("gpt2"), ROWS), "model"),
         (Subject("A", tokenizer=object()), "tokenizer"),
     ):
-        assert not subject.travels
+        assert not subject.sendable
         with pytest.raises(HelmscopeError, match=f"{what} of subject '.*' is in memory, where no other process"):
             subject.as_data()
 
@@ -229,7 +229,7 @@ def test_a_simulation_has_no_model():
     ("arguments", "options", "sentence"),
     [
         ((" ",), {}, "model is '', but it must be a name"),
-        ((3,), {}, "model is a int, but it must be a name, a folder"),
+        ((3,), {}, "model is an int, but it must be a name, a folder"),
         ((None,), {}, "model is a NoneType, but it must be"),
         ((torch.nn.Linear(2, 2),), {}, "model is a Linear, but it must be"),
         (("A", "One text"), {}, "texts is a str, but it must be a list of strings"),

@@ -165,3 +165,14 @@ def test_from_a_folder(family, tmp_path):
     config.write_text("\n".join(line for line in config.read_text().splitlines() if "ForCond" not in line))
     config.write_text(config.read_text().replace('"architectures": [\n  ],', '"architectures": null,'))
     assert type(hs.load(tmp_path).model) is type(model)  # and not its decoder as a language model
+
+
+def test_a_prompt_is_identified_by_its_text_and_its_target():
+    model, words = tiny_model("t5-relu"), letters()
+    texts, targets = ["a b", "c"], ["d", "e"]
+    alone, paired = (prepare_inputs(model, texts, words, targets=given) for given in (None, targets))
+    assert alone.identities == alone.source.identities == paired.source.identities
+    swapped = prepare_inputs(model, texts, words, targets=targets[::-1])
+    assert len({*alone.identities, *paired.identities, *swapped.identities}) == 6
+    ids = prepare_inputs(model, torch.tensor([[5, 6]]))
+    assert ids.identities == prepare_inputs(model, {"input_ids": torch.tensor([[5, 6]])}).identities

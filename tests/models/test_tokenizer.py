@@ -61,7 +61,7 @@ def test_a_panic_while_reading_the_tokenizer(tmp_path, parts):
     """The model is loaded all the same and can be run on token ids."""
     loaded = hs.load(folder_with(tmp_path, **parts))
     assert loaded.tokenizer is None
-    assert loaded.why.startswith("tokenizer.json: ")
+    assert loaded.tokenizer_error.startswith("tokenizer.json: ")
     with pytest.raises(HelmscopeError, match=r"its tokenizer could not be read \(tokenizer.json: .*pass tokenizer="):
         record(loaded, ["a b"])
 
@@ -123,7 +123,7 @@ def test_a_panic_on_the_texts(tmp_path, parts):
 )
 def test_rules_that_expand_without_bound_raise(tmp_path, parts):
     loaded = hs.load(folder_with(tmp_path, **parts))
-    assert "tokens, but at most 2,000 are allowed" in loaded.why
+    assert "tokens, but at most 2,000 are allowed" in loaded.tokenizer_error
     with pytest.raises(HelmscopeError, match=r"its rules can expand one character into \S+ tokens, but at most 2,000"):
         record(loaded, ["a b"])
 
@@ -138,7 +138,7 @@ def test_rules_of_a_tokenizer_in_memory_are_checked_too():
 
 def test_a_file_that_is_too_long(tmp_path, monkeypatch):
     monkeypatch.setattr("helmscope.models.tokenizer.MOST_BYTES", 100)
-    assert "bytes, but at most 100 are read" in hs.load(folder_with(tmp_path)).why
+    assert "bytes, but at most 100 are read" in hs.load(folder_with(tmp_path)).tokenizer_error
 
 
 def test_the_rules_in_use_are_far_from_the_bound(tmp_path):
@@ -167,7 +167,7 @@ def test_a_folder_without_a_tokenizer_gets_none(tmp_path):
     """transformers would build one with a few special tokens, to which every text is unknown."""
     tiny_model("albert").save_pretrained(tmp_path)
     loaded = hs.load(tmp_path)
-    assert (loaded.tokenizer, loaded.why) == (None, None)
+    assert (loaded.tokenizer, loaded.tokenizer_error) == (None, None)
 
 
 def test_an_interrupt_is_not_swallowed():

@@ -40,9 +40,8 @@ def test_it_is_written_and_read_as_any_dataset(tmp_path):
     read = folder.read_results("phase")
     assert type(read) is xr.Dataset
     assert read.equals(SEEN)
-    assert np.array_equal(
-        hs.observe.PhaseDiagram.of(read).plot().axes[0].collections[0].get_array(), SEEN.probability.values
-    )
+    for figure in (hs.observe.PhaseDiagram.of(read).plot(), hs.plot(read)):
+        assert np.array_equal(figure.axes[0].collections[0].get_array(), SEEN.probability.values)
 
 
 def test_its_picture_is_the_heat_map():

@@ -1,5 +1,5 @@
-"""Covariances against increments drawn one by one, the digits of source 000-2, and what is true of deterministic
-attention instead.
+"""Covariances against increments drawn one by one, the digits of [Helmholtz Transformer, no. 2], and what is true of
+deterministic attention instead.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ VALUE = torch.randn(3, 3, dtype=F64, generator=DRAW)
 HEADS = torch.randn(2, 3, 3, dtype=F64, generator=DRAW)
 KERNELS = torch.stack([KERNEL, hs.SA(0.5).kernel(X)], 1)
 
-# the example of source 000-2
+# the example of [Helmholtz Transformer, no. 2]
 TOKENS = torch.tensor([[1.0, 0.0], [0.0, 1.0], [-1.0, 0.0]], dtype=F64)
 ROW = torch.tensor([0.5, 0.3, 0.2], dtype=F64)
 W_V = torch.tensor([[1.0, 2.0], [0.0, 1.0]], dtype=F64)
@@ -116,7 +116,7 @@ def test_sampling_tokens_has_the_generator_of_mode_a_over_the_number_of_draws(dr
 
 
 def test_deterministic_attention_has_no_second_order_term():
-    """Source 000-8: fed with Sigma_A, the generator fails by exactly Sigma_A:Hess phi."""
+    """[Helmholtz Transformer, no. 8]: fed with Sigma_A, the generator fails by exactly Sigma_A:Hess phi."""
     field = hs.SA(2.0, value=VALUE)
     drift = field.ambient(X)
 
@@ -161,7 +161,7 @@ def test_the_flow_is_the_gradient_of_log_z(beta):
 
 
 def test_bistochastic_attention_contracts_by_what_sampling_would_add():
-    """Cov(x) = Cov(m) + mean_i Cov_P(i), and the mean drift does not vanish (000-11)."""
+    """Cov(x) = Cov(m) + mean_i Cov_P(i), and the mean drift does not vanish [Helmholtz Transformer, no. 11]."""
     draw = torch.Generator().manual_seed(4)
     shuffles = torch.stack([torch.eye(5, dtype=F64)[torch.randperm(5, generator=draw)] for _ in range(6)])
     mixed = torch.einsum("k,kij->ij", torch.softmax(torch.randn(6, dtype=F64, generator=draw), 0), shuffles)

@@ -164,7 +164,8 @@ def test_closed_forms_of_linear_forces():
 
 
 def test_the_printed_fraction_belongs_to_the_weights_and_the_index_to_the_function():
-    """Source 000-3 (c): f(x) = (x_2, x_1) by axes is all swirl, by eigen-directions none; its Jacobian is symmetric."""
+    """[Helmholtz Transformer, no. 3]: f(x) = (x_2, x_1) by axes is all swirl, by eigen-directions none; its Jacobian is
+    symmetric."""
     axes = torch.eye(2, dtype=F64)
     by_axes = MLP(w_in=torch.cat([axes, -axes]), w_out=torch.cat([axes.flip(0), -axes.flip(0)], 1), activation=ReLU())
     eigen = torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=F64) / math.sqrt(2)

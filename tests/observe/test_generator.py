@@ -1,4 +1,5 @@
-"""Generators against derivatives along great circles in 30 digits, layers, and digits of sources 000-5 and 000-8."""
+"""Generators against derivatives along great circles in 30 digits, layers, and digits of [Helmholtz Transformer, no. 5
+and 8]."""
 
 from __future__ import annotations
 
@@ -96,7 +97,7 @@ DIGITS = {LayerNormChain(): -2, Stratonovich(): -3, Ito(): -4, DivergenceForm():
 
 @pytest.mark.parametrize("process", DIGITS, ids=lambda p: type(p).__name__)
 def test_digits_of_the_four_processes(process):
-    """Source 000-5: M = diag(1, 2, 3) at (1, 1, 1)/sqrt 3, phi = x_1."""
+    """[Helmholtz Transformer, no. 5]: M = diag(1, 2, 3) at (1, 1, 1)/sqrt 3, phi = x_1."""
     x = torch.ones(1, 3, dtype=F64) / math.sqrt(3)
     noise = MatrixNoise(torch.diag(torch.tensor([1.0, 2.0, 3.0], dtype=F64)), process=process)
     value = sphere_generator(still, lambda x: x[..., 0], x, noise=noise).item()
@@ -127,7 +128,8 @@ def gaussian():
 
 
 def test_the_noisy_layer_has_the_generator_of_the_chain():
-    """E[phi(N(x + sqrt(eps) xi)) - phi(x)] / eps, E xi xi^T = 2 M, tends to -2/sqrt 3; the digits of source 000-5."""
+    """E[phi(N(x + sqrt(eps) xi)) - phi(x)] / eps, E xi xi^T = 2 M, tends to -2/sqrt 3; the digits of [Helmholtz
+    Transformer, no. 5]."""
     scale = torch.tensor([2.0, 4.0, 6.0], dtype=F64).sqrt()
     x = torch.ones(3, dtype=F64) / math.sqrt(3)
 
@@ -150,7 +152,8 @@ def test_the_noisy_layer_has_the_generator_of_the_chain():
 
 
 def test_deterministic_layer():
-    """Source 000-8: the layer misses L phi by eps [1/2 Hess_S phi(Pf, Pf) - <x, f> <grad phi, Pf>]."""
+    """[Helmholtz Transformer, no. 8]: the layer misses L phi by eps [1/2 Hess_S phi(Pf, Pf) - <x, f> <grad phi,
+    Pf>]."""
     x, f = torch.tensor([[1.0, 2.0, 2.0]], dtype=F64) / 3, torch.tensor([0.3, -0.5, 0.7], dtype=F64)
 
     def error(eps):

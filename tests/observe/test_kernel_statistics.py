@@ -175,7 +175,7 @@ def test_closed_forms():
     assert bistochastic_defect(one_sink).item() == n - 1
     assert first_token_mass(one_sink).tolist() == [1.0] * n
     assert received_mass(one_sink).tolist() == [n, *[0.0] * (n - 1)]
-    # source 000-2
+    # [Helmholtz Transformer, no. 2]
     assert effective_keys(torch.tensor([[0.5, 0.3, 0.2]] * 3, dtype=F64))[0].item() == 2.6315789473684212
 
 
@@ -183,7 +183,9 @@ def test_what_the_fields_promise():
     causal = FIELDS["causal"].kernel(X)
     assert future_mass(causal).abs().max() == 0
     assert first_token_mass(causal)[:, 0].tolist() == [1.0] * 4
-    assert bistochastic_defect(causal).min() > 0.1  # only the identity is causal and doubly stochastic (000-11)
+    assert (
+        bistochastic_defect(causal).min() > 0.1
+    )  # only the identity is causal and doubly stochastic [Helmholtz Transformer, no. 11]
     assert bistochastic_defect(FIELDS["sinkhorn"].kernel(X)).max() < 1e-13
     assert symmetry_defect(FIELDS["sinkhorn"].kernel(X)).max() < 1e-13
     assert symmetry_defect(FIELDS["usa"].kernel(X)).max() < 1e-16

@@ -14,7 +14,7 @@ from helmscope.models.record import record
 from helmscope.models.runner import Runner
 from helmscope.observe import loss as module
 from helmscope.types import HelmscopeError
-from support.model_families import inputs_of, letters, tiny_model
+from support.model_families import inputs_of, letters, pair_inputs, tiny_model
 
 IDS = inputs_of("gpt2")
 LENGTHS = (13, 4, 9)
@@ -120,7 +120,7 @@ def test_a_text_without_a_prediction_is_nan_and_all_of_them_are_refused():
     [
         ("bert", "the loss of the next token needs attention that is causal, but that of BertForMaskedLM is bidir"),
         ("albert", "needs attention that is causal, but that of AlbertForMaskedLM is bidirectional"),
-        ("vit", "needs a language model with a single stream of tokens, but ViTModel is not one"),
+        ("vit", "needs a language model, but ViTModel reads no token ids"),
     ],
 )
 def test_models_that_do_not_predict_the_next_token_are_refused(family, says):
@@ -240,7 +240,7 @@ def test_layers_before_the_first_edited_one_run_once():
     [
         ({}, "edits is {}, but it must be a mapping of names to edits, with at least one"),
         ([hs.intervene.Ablate()], "edits is .*, but it must be a mapping of names"),
-        ({"a": 3}, "an edit is a int"),
+        ({"a": 3}, "an edit is an int"),
         ({"a": hs.intervene.AblateHead(layer=1, head=9)}, "heads holds 9, but layer 1 has heads 0 to 3"),
     ],
 )
@@ -270,3 +270,89 @@ def test_heads_that_cannot_be_seen_are_refused():
     runner = replace(recording.runner, anatomy=replace(recording.anatomy, layers=layers))
     with pytest.raises(HelmscopeError, match="layer 0 hides its heads"):
         hs.observe.ablation_loss(replace(recording, runner=runner))
+
+
+PAIRS = ("t5-relu", "bart", "marian")
+
+
+def record_pair(family: str) -> tuple[torch.nn.Module, hs.models.Recording, dict[str, torch.Tensor]]:
+    """An encoder-decoder model recorded on texts and targets of several lengths, and these inputs."""
+    model, inputs = tiny_model(family, dtype=torch.float64), pair_inputs()
+    sides = [{name: inputs[f"{side}{name}"] for name in ("input_ids", "attention_mask")} for side in ("", "decoder_")]
+    return model, record(model, sides[0], targets=sides[1], batch_size=2), inputs
+
+
+@pytest.mark.parametrize("family", PAIRS)
+def test_the_loss_of_targets_is_the_models_own(family):
+    """Text by text without padding, as the model computes it from ``labels``, which it shifts itself."""
+    model, recording, inputs = record_pair(family)
+    losses = hs.observe.token_loss(recording)
+    measured = hs.next_token_loss(recording)
+    for k in range(3):
+        source = inputs["input_ids"][k : k + 1, : int(inputs["attention_mask"][k].sum())]
+        labels = inputs["decoder_input_ids"][k : k + 1, : int(inputs["decoder_attention_mask"][k].sum())]
+        with torch.no_grad():
+            out = model(input_ids=source, labels=labels)
+        exact = torch.nn.functional.cross_entropy(out.logits[0], labels[0], reduction="none").numpy()
+        n = len(exact)
+        assert float(measured.predicted[k]) == n
+        assert np.abs(losses.values[k, :n] - exact).max() < 1e-12
+        assert np.isnan(losses.values[k, n:]).all()
+        assert abs(float(measured.loss[k]) - float(out.loss)) < 1e-6  # in float32
+        assert losses.label.values[k, :n].tolist() == [str(token) for token in labels[0].tolist()]
+    assert float(measured.loss_null) == math.log(96)
+
+
+@pytest.mark.parametrize("family", PAIRS)
+def test_the_loss_of_targets_under_ablations(family):
+    _, recording, _ = record_pair(family)
+    recording = recording.under(encoder=hs.intervene.AblateHead(layer=0, head=1))
+    off = hs.observe.ablation_loss(recording, layers=1)
+    for head in range(off.sizes["head"]):
+        again = hs.next_token_loss(recording.under(hs.intervene.AblateHead(layer=1, head=head)))
+        assert np.array_equal(off.loss.sel(layer=1, head=head), again.loss)
+    cross = hs.intervene.AblateHead([0], heads=[2], site=hs.Site.CROSS_HEADS)
+    seen = hs.observe.loss_under(recording, {"cross": cross})
+    assert np.array_equal(seen.loss.sel(edit="cross"), hs.next_token_loss(recording.under(cross)).loss)
+    assert (seen.increase != 0).all()
+
+
+def test_decoder_inputs_are_scored_from_the_second_on():
+    """Their last target is not known, and the first token is not predicted."""
+    model, inputs = tiny_model("t5-relu", dtype=torch.float64), pair_inputs()
+    losses = hs.observe.token_loss(record(model, inputs)).values
+    with torch.no_grad():
+        logits = model(**inputs).logits
+    wanted = torch.nn.functional.cross_entropy(logits[1, :-1], inputs["decoder_input_ids"][1, 1:], reduction="none")
+    assert np.isnan(losses[:, 0]).all()
+    assert np.abs(losses[1, 1:] - wanted.numpy()).max() < 1e-12
+
+
+def test_special_tokens_among_targets_are_not_scored():
+    words = letters(framed=True)
+    recording = record(tiny_model("bart"), ["a b c", "d e"], targets=["f g", "h i j"], tokenizer=words)
+    losses = hs.observe.token_loss(recording)
+    assert losses.label.values[1].tolist() == ["[CLS]", "h", "i", "j", "[SEP]"]
+    assert losses.notnull().values.tolist() == [[False, True, True, False, False], [False, True, True, True, False]]
+    assert hs.next_token_loss(recording).predicted.values.tolist() == [2.0, 3.0]
+
+
+@pytest.mark.parametrize("layers", [1, "h.1", [1], ["transformer.h.1"]])
+def test_a_layer_alone_and_by_name(layers):
+    recording = record(tiny_model("gpt2"), IDS)
+    seen = hs.observe.ablation_loss(recording, layers=layers)
+    assert seen.layer.values.tolist() == [1]
+
+
+@pytest.mark.parametrize(
+    ("layers", "says"),
+    [
+        (1.5, "layers is 1.5, but it must be a layer, a list of layers, or None for all"),
+        (3, "layer is 3, but this recording has layers 0 to 2"),
+        ([0, 0], "layers holds layer 0 twice"),
+        ("h.7", "layer is 'h.7', but the layers are 'transformer.h.0' to 'transformer.h.2'"),
+    ],
+)
+def test_what_names_no_layers_is_refused(layers, says):
+    with pytest.raises(HelmscopeError, match=says):
+        hs.observe.ablation_loss(record(tiny_model("gpt2"), IDS), layers=layers)

@@ -22,7 +22,7 @@ RUN = hs.integrate(hs.Block(hs.SA(2.0), MLP), X, times=[0.0, 0.5])
 def test_what_only_looks_takes_no_forward():
     instruments = streaming_instruments()
     assert {instrument.name for instrument in instruments} == {"kernel_statistics", "drift_and_swirl"}
-    assert all(instrument.forwards == 0 for instrument in instruments)
+    assert all(instrument.extra_forwards == 0 for instrument in instruments)
 
 
 def test_many_instruments_take_one_replay(monkeypatch):

@@ -87,7 +87,7 @@ def test_density_integrates_to_one_on_the_circle(kappa):
 def test_log_density_and_one_component_are_those_of_scipy(d):
     x = hs.VonMisesFisher(n=200, dim=d, kappa=7.0).sample(seed=d)
     mu, kappa = stats.vonmises_fisher.fit(x.numpy())
-    fitted = vmf_mixture(x, most=1)
+    fitted = vmf_mixture(x, max_components=1)
     assert fitted.kappas.item() == pytest.approx(kappa, rel=1e-9)
     assert fitted.centers[0].tolist() == pytest.approx(mu.tolist(), abs=1e-12)
     scipy = stats.vonmises_fisher(mu, kappa).logpdf(x.numpy())
@@ -172,14 +172,16 @@ def test_no_step_lowers_the_likelihood(monkeypatch, d, kappa_max):
         return new, before
 
     monkeypatch.setattr(home, "_em_step", watched)
-    vmf_mixture(torch.stack([hs.Uniform(30, d).sample(seed=1), planted(d, 30, 2)[0]]), kappa_max=kappa_max, most=5)
+    vmf_mixture(
+        torch.stack([hs.Uniform(30, d).sample(seed=1), planted(d, 30, 2)[0]]), kappa_max=kappa_max, max_components=5
+    )
     assert len(gains) > 60
     assert min(gains) > -1e-11  # measured: -3e-13, the rounding of a sum of 30 logs
 
 
 def test_result_holds_together():
     x = torch.stack([planted(3, 100, seed)[0] for seed in range(4)]).reshape(2, 2, 100, 3)
-    fitted = vmf_mixture(x, most=5)
+    fitted = vmf_mixture(x, max_components=5)
     assert fitted.count.shape == (2, 2)
     assert fitted.centers.shape == (2, 2, 5, 3)
     assert fitted.log_density(x).sum(-1).flatten().tolist() == pytest.approx(fitted.log_likelihood.flatten().tolist())
@@ -245,7 +247,7 @@ def test_points_are_told_apart_and_the_bound_is_the_resolution():
 def test_a_balanced_cloud_is_the_uniform_law(d):
     """A cross of 2d tokens has mean 0: one component of kappa 0."""
     axes = torch.eye(d, dtype=F64)
-    fitted = vmf_mixture(torch.cat([axes, -axes]), most=1)
+    fitted = vmf_mixture(torch.cat([axes, -axes]), max_components=1)
     area = math.log(2) + d / 2 * math.log(math.pi) - math.lgamma(d / 2)
     assert fitted.kappas.item() == pytest.approx(0.0, abs=1e-10)
     assert fitted.log_likelihood.item() == pytest.approx(-2 * d * area, rel=1e-12)
@@ -262,16 +264,16 @@ X = hs.Uniform(4, 3).sample(2, seed=0)
 @pytest.mark.parametrize(
     ("call", "said"),
     [
-        (lambda: vmf_mixture(X, most=5), "most is 5.*4 tokens"),
-        (lambda: vmf_mixture(X, most=0), "most is 0.*>= 1"),
-        (lambda: vmf_mixture(X, most=2, kappa_max=0.0), r"kappa_max is 0\.0.*> 0"),
-        (lambda: vmf_mixture(X, most=2, kappa_max=math.inf), "kappa_max is inf.*finite"),
-        (lambda: vmf_mixture(X, most=2, kappa_max=1e13), r"kappa_max is 1e\+13.*at most 1e\+12"),
-        (lambda: vmf_mixture(X, most=2, starts=0), "starts is 0.*>= 1"),
-        (lambda: vmf_mixture(X, most=2, seed=-1), "seed is -1.*>= 0"),
-        (lambda: vmf_mixture(2 * X, most=2), "x holds a token of norm 2.*unit sphere"),
-        (lambda: vmf_mixture(X.tolist(), most=2), "x is a list.*tensor"),
-        (lambda: vmf_mixture(X, most=2).log_density(2 * X), "x holds a token of norm 2"),
+        (lambda: vmf_mixture(X, max_components=5), "max_components is 5.*4 tokens"),
+        (lambda: vmf_mixture(X, max_components=0), "max_components is 0.*>= 1"),
+        (lambda: vmf_mixture(X, max_components=2, kappa_max=0.0), r"kappa_max is 0\.0.*> 0"),
+        (lambda: vmf_mixture(X, max_components=2, kappa_max=math.inf), "kappa_max is inf.*finite"),
+        (lambda: vmf_mixture(X, max_components=2, kappa_max=1e13), r"kappa_max is 1e\+13.*at most 1e\+12"),
+        (lambda: vmf_mixture(X, max_components=2, restarts=0), "restarts is 0.*>= 1"),
+        (lambda: vmf_mixture(X, max_components=2, seed=-1), "seed is -1.*>= 0"),
+        (lambda: vmf_mixture(2 * X, max_components=2), "x holds a token of norm 2.*unit sphere"),
+        (lambda: vmf_mixture(X.tolist(), max_components=2), "x is a list.*tensor"),
+        (lambda: vmf_mixture(X, max_components=2).log_density(2 * X), "x holds a token of norm 2"),
         (lambda: vmf_log_density(X, X[:, 0], -1.0), r"kappa is -1, but.*\[0, 1e\+12\]"),
         (lambda: vmf_log_density(X, X[:, 0], torch.tensor([1.0, math.nan])), r"kappa is nan, but.*\[0, 1e\+12\]"),
         (lambda: vmf_log_density(X, X[:, 0], "1"), "kappa is '1'.*finite number"),

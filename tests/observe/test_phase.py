@@ -157,7 +157,7 @@ def test_in_the_span_of_its_tokens_a_flow_is_the_same(name):
     assert (far @ far.mT - near @ near.mT).abs().max() < 1e-13
     case = {"betas": [2.0], "times": [1.0, 2.0, 3.0], "start": start, "samples": 4, "seed": 1, "delta": 0.1}
     mine, plain = phase_diagram(field, **case), phase_diagram(hidden(field), **case)
-    assert (mine.attrs["carried_in"], plain.attrs["carried_in"]) == (6, 20)
+    assert (mine.attrs["integration_dim"], plain.attrs["integration_dim"]) == (6, 20)
     assert np.array_equal(mine.probability.values, plain.probability.values)
 
 
@@ -166,7 +166,7 @@ def test_a_million_dimensions_follow_the_curve():
     times = np.linspace(5.1, 5.55, 91)
     case = {"times": times, "start": hs.Uniform(32, 2**20), "samples": 8}
     seen = phase_diagram(hs.SA, betas=[0.0, 2.0], **case)
-    assert seen.attrs["carried_in"] == 32
+    assert seen.attrs["integration_dim"] == 32
     assert seen.curve.values.tolist() == [hs.hitting_time(hs.SA(beta), n=32, delta=1e-3) for beta in (0.0, 2.0)]
     found = half_time(seen)
     assert not found.censored.any()
@@ -176,10 +176,10 @@ def test_a_million_dimensions_follow_the_curve():
 def test_where_the_flow_does_not_commute_all_dimensions_are_carried():
     metric = torch.diag(torch.linspace(0.5, 1.0, 7, dtype=torch.float64))
     case = {"betas": [1.0], "times": [1.0], "start": hs.Uniform(4, 7), "samples": 2}
-    assert phase_diagram(lambda beta: hs.SA(beta, query_key=metric), **case).attrs["carried_in"] == 7
+    assert phase_diagram(lambda beta: hs.SA(beta, query_key=metric), **case).attrs["integration_dim"] == 7
     noise = hs.noise.IsotropicNoise(0.1)
-    assert phase_diagram(hs.SA, noise=noise, **case).attrs["carried_in"] == 7
-    assert phase_diagram(hs.SA, **case).attrs["carried_in"] == 4
+    assert phase_diagram(hs.SA, noise=noise, **case).attrs["integration_dim"] == 7
+    assert phase_diagram(hs.SA, **case).attrs["integration_dim"] == 4
 
 
 # How it is carried ----------------------------------------------------------------------------------------------------
@@ -270,8 +270,7 @@ def test_noise_is_that_of_integrate_and_chunks_do_not_matter(monkeypatch):
     seen = phase_diagram(hs.SA, **SMALL, samples=5, seed=4, noise=noise)
     x = SMALL["start"].sample(5, seed=4)
     for k, beta in enumerate(SMALL["betas"]):
-        stepper = hs.solve.EulerMaruyama(0.02)
-        run = hs.integrate(hs.SA(beta), x, SMALL["times"], stepper=stepper, noise=noise, seed=4)
+        run = hs.integrate(hs.SA(beta), x, SMALL["times"], noise=noise, seed=4)
         expected = hs.reduce_replicates(hs.clustering_probability(run, delta=0.1))
         assert np.allclose(seen.probability[k].values, expected.probability.values, rtol=0, atol=1e-15)
         assert np.allclose(seen.probability_stderr[k].values, expected.probability_stderr.values, rtol=0, atol=1e-15)
@@ -285,7 +284,7 @@ def test_a_field_that_jumps_has_the_stepper_of_integrate():
     run = hs.integrate(hs.Hardmax(), SMALL["start"].sample(2), SMALL["times"])
     expected = hs.reduce_replicates(hs.clustering_probability(run, delta=0.1)).probability.values
     assert np.array_equal(seen.probability[0].values, expected)
-    assert seen.attrs["stepper"] == "default of integrate"
+    assert seen.attrs["stepper"] == "Heun(h=0.01)"
 
 
 def test_merging_reaches_the_integrator():
@@ -301,8 +300,8 @@ def test_the_fused_kernel_gives_the_same():
     case = {"betas": [0.5, 1.0], "times": [0.2, 0.5], "start": hs.Uniform(4, 9), "samples": 2, "delta": 0.5}
     for field in (hs.SA, hs.USA, lambda beta: hs.SA(beta, causal=True, value=-torch.eye(9))):
         fast, slow = (phase_diagram(field, **case, dtype=dtype) for dtype in (torch.float32, torch.float64))
-        assert (fast.attrs["kernel"], fast.attrs["dtype"], fast.attrs["carried_in"]) == ("Fused", "float32", 4)
-        assert (slow.attrs["kernel"], slow.attrs["dtype"]) == ("Dense", "float64")
+        assert (fast.attrs["summation"], fast.attrs["dtype"], fast.attrs["integration_dim"]) == ("Fused", "float32", 4)
+        assert (slow.attrs["summation"], slow.attrs["dtype"]) == ("Dense", "float64")
         assert np.allclose(fast.probability.values, slow.probability.values, rtol=0, atol=1e-12)
         assert np.allclose(fast.probability_stderr.values, slow.probability_stderr.values, rtol=0, atol=1e-12)
     others = [
@@ -313,7 +312,7 @@ def test_the_fused_kernel_gives_the_same():
         (lambda beta: hs.SinkhornAttention(beta), {}),
     ]
     for field, options in others:
-        assert phase_diagram(field, **case, dtype=torch.float32, **options).attrs["kernel"] == "Dense"
+        assert phase_diagram(field, **case, dtype=torch.float32, **options).attrs["summation"] == "Dense"
 
 
 # What is lost, said and refused ---------------------------------------------------------------------------------------
@@ -336,10 +335,10 @@ def test_what_the_fused_kernel_is_asked_for():
     assert of(hs.USA(20.0)) is None
     assert of(hs.SA(1.0, query_key=-eye)) is None
     assert of(hs.SA(1.0), hs.USA(1.0)) is None
-    with hs.kernels.using_kernel(hs.kernels.Dense()):
+    with hs.summation.using_summation(hs.summation.Dense()):
         start = hs.Uniform(4, 3)
         seen = phase_diagram(hs.SA, betas=[1], times=[1], start=start, samples=2, dtype=torch.float32)
-    assert seen.attrs["kernel"] == "Dense"
+    assert seen.attrs["summation"] == "Dense"
     broken = replace(of(hs.SA(1.0)), x0=torch.cat([x[:1], x[:1] * torch.nan]))
     (share,) = broken.shares(None)
     assert share.isnan().all(-1).tolist() == [[False, True]]
@@ -388,8 +387,17 @@ def test_what_it_says_of_itself(tmp_path):
     seen = phase_diagram(hs.SA, **SMALL, samples=4, progress=shares.append)
     assert shares == sorted(shares)
     assert shares[-1] == 1.0
-    told = {"n": 4, "tokens": 5, "dim": 3, "delta": 0.1, "flow": "SA", "seed": 0, "kernel": "Dense", "dtype": "float64"}
-    assert told.items() <= seen.attrs.items()
+    expected = {
+        "n": 4,
+        "tokens": 5,
+        "dim": 3,
+        "delta": 0.1,
+        "flow": "SA",
+        "seed": 0,
+        "summation": "Dense",
+        "dtype": "float64",
+    }
+    assert expected.items() <= seen.attrs.items()
     assert seen.probability.dims == ("beta", "time")
     run = hs.store.RunFolder.create(tmp_path / "run")
     run.write_results("phase", seen)

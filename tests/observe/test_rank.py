@@ -20,15 +20,15 @@ RANKS = {
     "nuclear": (hs.rank.nuclear_rank, oracles.nuclear_rank),
 }
 RESIDUALS = {
-    "frobenius": (hs.rank.residual_frobenius, oracles.residual_frobenius),
-    "composite": (hs.rank.residual_composite, oracles.residual_composite),
+    "frobenius": (hs.rank.collapse_residual_frobenius, oracles.collapse_residual_frobenius),
+    "composite": (hs.rank.collapse_residual_composite, oracles.collapse_residual_composite),
     "relative frobenius": (
-        partial(hs.rank.residual_frobenius, relative=True),
-        partial(oracles.residual_frobenius, relative=True),
+        partial(hs.rank.collapse_residual_frobenius, relative=True),
+        partial(oracles.collapse_residual_frobenius, relative=True),
     ),
     "relative composite": (
-        partial(hs.rank.residual_composite, relative=True),
-        partial(oracles.residual_composite, relative=True),
+        partial(hs.rank.collapse_residual_composite, relative=True),
+        partial(oracles.collapse_residual_composite, relative=True),
     ),
 }
 SMOOTH = {**RANKS, **RESIDUALS}
@@ -98,7 +98,9 @@ def test_closed_forms():
     entropy = -p * math.log(p) - (1 - p) * math.log(1 - p)
     assert hs.rank.entropy_rank(pair).item() == pytest.approx(math.exp(entropy), rel=1e-14, abs=0)
     # |x - y| = 2 sin(a / 2), and each lies half of that from the mean
-    assert hs.rank.residual_frobenius(pair).item() == pytest.approx(math.sqrt(2) * math.sin(a / 2), rel=1e-14, abs=0)
+    assert hs.rank.collapse_residual_frobenius(pair).item() == pytest.approx(
+        math.sqrt(2) * math.sin(a / 2), rel=1e-14, abs=0
+    )
 
 
 @pytest.mark.parametrize("name", RANKS)
@@ -160,7 +162,7 @@ X = hs.Uniform(4, 3).sample(3, seed=0)
         (lambda: hs.rank.stable_rank(X, weights=MASK[:2]), r"weights .*\(2, 4\).*\(3, 4\)"),
         (lambda: hs.rank.entropy_rank(X, weights=[True] * 4), "weights .*list.*tensor"),
         (lambda: hs.rank.entropy_rank(X[0].tolist()), "x is a list.*tensor"),
-        (lambda: hs.rank.residual_composite(torch.full((2, 3), math.nan)), "x holds NaN.*finite"),
+        (lambda: hs.rank.collapse_residual_composite(torch.full((2, 3), math.nan)), "x holds NaN.*finite"),
     ],
 )
 def test_bad_input_is_refused_with_one_sentence(call, said):

@@ -10,7 +10,7 @@ import helmscope as hs
 from helmscope.models import head
 from helmscope.models.record import record
 from helmscope.types import HelmscopeError
-from support.model_families import inputs_of, letters, tiny_model
+from support.model_families import inputs_of, letters, pair_inputs, tiny_model
 
 IDS = inputs_of("gpt2")
 
@@ -115,3 +115,18 @@ def test_the_head_is_as_it_was_after_an_error():
     with pytest.raises(IndexError), head.few_logits(model, torch.tensor([1])):
         model(IDS).logits[..., 1]
     assert model(IDS).logits.shape[-1] == 96
+
+
+@pytest.mark.parametrize("family", ["t5-relu", "bart", "marian"])
+def test_logits_of_a_decoder(family):
+    model, inputs = tiny_model(family, dtype=torch.float64), pair_inputs()
+    recording = record(model, inputs, batch_size=2)
+    with torch.no_grad():
+        logits = model(**inputs).logits
+    last = recording.anatomy.depths.last
+    seen = hs.token_logits(recording, [5, 7], depth=[0, last], position=None).logit
+    for k, n in enumerate(inputs["decoder_attention_mask"].sum(-1).tolist()):
+        wanted = logits[k, :n, [5, 7]].numpy()
+        assert np.abs(seen.sel(depth=last)[k, :n] - wanted).max() < 1e-6
+        assert np.abs(seen.sel(depth=0)[k, :n] - wanted).max() > 1e-3
+        assert np.abs(hs.token_logits(recording, [5, 7]).logit[k] - wanted[-1]).max() < 1e-6

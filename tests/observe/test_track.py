@@ -64,6 +64,20 @@ def test_the_axes_are_those_that_the_trajectory_names():
     assert hs.overview(path, beta=1.0).share.dims == ("depth", "prompt", "inner_product")
 
 
+def test_unit_and_identities_of_a_trajectory_become_coordinates():
+    path = hs.Trajectory(TIMES, STATES, axis="depth", replicate="prompt", unit="half-layers", identities=list("abcd"))
+    for measured in (hs.track(path, order=hs.order_parameter), hs.overview(path, beta=1.0)):
+        assert measured.depth.attrs == {"units": "half-layers"}
+        assert (measured.text.dims, measured.text.values.tolist()) == (("prompt",), ["a", "b", "c", "d"])
+        assert "text" not in hs.reduce_replicates(measured).coords
+    unnamed = hs.track(PLAIN, order=hs.order_parameter)
+    assert set(unnamed.coords) == {"time", "system"}
+    with pytest.raises(
+        hs.HelmscopeError, match="identities holds 1 string, but it must hold one for each of 4 systems"
+    ):
+        hs.Trajectory(TIMES, STATES, identities=["a"])
+
+
 def test_track_takes_whole_numbers_single_precision_and_gradients():
     states = STATES.float().requires_grad_()
     seen = hs.track(
@@ -97,8 +111,7 @@ def test_one_system_has_no_standard_error():
 
 
 def test_an_axis_behind_the_systems():
-    axes = {"time": TIMES, "system": range(4), "axis": [10.0, 20.0, 30.0]}
-    seen = hs.reduce_replicates(with_replicates({"x": STATES[:, :, 0]}, axes))
+    seen = hs.reduce_replicates(with_replicates({"x": STATES[:, :, 0]}, PLAIN, {"axis": [10.0, 20.0, 30.0]}))
     assert seen.x.dims == seen.x_stderr.dims == ("time", "axis")
     assert seen.axis.values.tolist() == [10.0, 20.0, 30.0]
     assert np.abs(seen.x.values - STATES[:, :, 0].numpy().mean(1)).max() < 1e-15
@@ -116,7 +129,7 @@ def test_an_axis_behind_the_systems():
         (lambda: hs.track(PLAIN, a=lambda x: x.mean()), r"a has shape \(\).*\(time, system\)"),
         (lambda: hs.track(PLAIN, a_stderr=lambda x: x[..., 0, 0]), "'a_stderr' but no 'a'"),
         (
-            lambda: with_replicates({"a": STATES[:, :, 0]}, {"time": TIMES, "system": range(4), "axis": np.zeros(2)}),
+            lambda: with_replicates({"a": STATES[:, :, 0]}, PLAIN, {"axis": np.zeros(2)}),
             r"a has shape \(3, 4, 3\).*\(time, system, axis\) of sizes \(3, 4, 2\)",
         ),
         (lambda: hs.track(PADDED, a=lambda x: x[..., 0, 0]), "a is a function that takes no weights.*padding"),
@@ -224,3 +237,9 @@ def test_a_simulation_serves_where_a_trajectory_does_and_nothing_else():
         assert observe(run).identical(observe(run.trajectory))
         with pytest.raises(hs.HelmscopeError, match=r"^trajectory is a Tensor, but it must be"):
             observe(run.states)
+
+
+def test_what_is_no_function_is_refused():
+    says = r"order is 'str', but it must be a function of tokens f\(x, weights=...\)"
+    with pytest.raises(hs.HelmscopeError, match=says):
+        hs.track(PLAIN, order="str")

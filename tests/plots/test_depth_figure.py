@@ -32,7 +32,7 @@ def test_axes_say_depth_and_curves_are_the_means_over_texts():
     figure = seen.plot()
     clustering, rank, radius = figure.axes
     for panel in figure.axes:
-        assert panel.get_xlabel() == "depth (layer sub-steps)"
+        assert panel.get_xlabel() == "depth (half-layers)"
         assert all(np.array_equal(line.get_xdata(), np.arange(5)) for line in panel.lines)
     inner, order = values(clustering)
     assert np.allclose(inner, hs.mean_inner_product(path.states).double().mean(1).numpy(), atol=1e-6)

@@ -53,7 +53,7 @@ def test_a_type_without_a_picture_is_refused():
     class Odd(Plottable):
         pass
 
-    refused(Odd().plot, "object to plot is a Odd")
+    refused(Odd().plot, "object to plot is an Odd")
 
 
 def test_equal_pictures_are_equal_files_without_a_date(tmp_path):

@@ -50,7 +50,7 @@ def test_words_on_the_picture():
         *("clusters at radius 0.2", "effective rank (entropy)"),
         "interaction energy, beta = 2",
     ]
-    assert [panel.get_xlabel() for panel in figure.axes[:4]] == ["time t"] * 4
+    assert [panel.get_xlabel() for panel in figure.axes[:4]] == ["time"] * 4
     assert hs.plots.overview_figure(SEEN).get_suptitle() == ""
 
 
@@ -133,7 +133,7 @@ def test_the_picture_of_a_model_is_over_depth():
     figure = hs.plots.overview_figure(hs.overview(path, beta=2.0), title="A")
     axes = figure.axes
     assert "(4 prompts;" in figure.get_suptitle()
-    assert {panel.get_xlabel() for panel in axes[:4]} == {"depth (layer sub-steps)"}
+    assert {panel.get_xlabel() for panel in axes[:4]} == {"depth"}
     assert axes[0].lines[0].get_xdata().tolist() == [0.0, 1.0, 2.0]
 
 

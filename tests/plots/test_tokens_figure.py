@@ -144,7 +144,7 @@ def test_curves_are_the_measurement_of_all_systems():
     sim = run(3)
     seen = measured(sim.trajectory, [tokens.CLUSTERING])
     (panel,) = curves(sim.plot(system=1))
-    assert panel.get_xlabel() == "time t"
+    assert panel.get_xlabel() == "time"
     lines = {line.get_label(): line for line in panel.lines}
     for name, label in tokens.CLUSTERING.labels.items():
         assert np.array_equal(lines[label].get_xdata(), sim.times.numpy())
@@ -231,7 +231,7 @@ def test_a_trajectory_over_depth_says_so():
     path = hs.Trajectory(torch.arange(3.0), torch.eye(4).expand(3, 2, 4, 4), axis="depth", replicate="prompt")
     figure = path.plot()
     assert [panel.get_title() for panel in panels(figure)] == ["depth 0", "depth 1", "depth 2"]
-    assert curves(figure)[0].get_xlabel() == "depth (layer sub-steps)"
+    assert curves(figure)[0].get_xlabel() == "depth"
     assert figure.axes[0].figure.get_suptitle().startswith("prompt 0 of 2, 4 tokens")
 
 
@@ -253,4 +253,9 @@ def test_what_cannot_be_drawn_is_refused():
     lost = hs.Trajectory(torch.zeros(1), torch.full((1, 1, 3, 2), torch.nan))
     refused(lost.plot, "system 0 has no token")
     refused(hs.Trajectory(torch.zeros(1), torch.zeros(1, 0, 3, 2)).plot, "states has shape (1, 0, 3, 2)")
-    refused(lambda: hs.plot(3), "object to plot is a int", "Simulation")
+    refused(lambda: hs.plot(3), "object to plot is an int", "Simulation")
+
+
+def test_a_misspelt_option_is_named_with_the_nearest_one():
+    refused(lambda: run(2).plot(sytem=1), "unknown option of plot 'sytem': did you mean 'system'?")
+    refused(lambda: run(2).trajectory.plot(titel="x"), "did you mean 'title'?")

@@ -144,7 +144,9 @@ def test_a_narrow_region_shows_tiny_deviations_and_factors_of_a_thousand():
         (0.9, INF, [(0.95, 1.0), (-1e6, -1e5)], SymmetricLogAxis),
         (-INF, 0.1, [(3.0, 5.0)], LogAxis),
         (-INF, 0.1, [(-0.2, 0.05)], LinearAxis),
-        (-INF, 0.1, [], LogAxis),
+        (-INF, 0.1, [], LinearAxis),
+        (-INF, 1.0, [(0.2, 0.6), (0.7, 1.0)], LinearAxis),
+        (-INF, 1.0, [(0.01, 0.02)], LogAxis),
     ],
 )
 def test_the_axis_follows_from_region_and_numbers(low, high, intervals, kind):
@@ -215,6 +217,18 @@ def test_a_range_a_null_and_log_axes():
     assert panel.get_xlabel() == "inverse temperature"
     data.gap[:], data.gap_low[:] = 0.0, 0.0
     assert panel_of(data, "gap").get_yscale() == "linear"
+
+
+def test_values_within_a_factor_of_thirty_have_a_linear_axis():
+    """Also where the experiment allows a log axis: from 0.2 to 1 it would have no labelled tick."""
+    names = {"gap": [0.3, 0.9], "gap_low": [0.2, 0.8], "gap_high": [0.4, 1.0]}
+    data = xr.Dataset({name: ("beta", numbers) for name, numbers in names.items()}, {"beta": [1.0, 2.0]}, {"n": 3})
+    data.gap.attrs["scale"] = "log"
+    assert panel_of(data, "gap").get_yscale() == "linear"
+    assert panel_of(data.assign(gap_low=("beta", [0.01, 0.8])), "gap").get_yscale() == "log"
+    wide = data.expand_dims(layer=2, model=2).transpose("beta", "layer", "model")
+    grid = trial_figure(verdict(0.98, 1.02), wide)
+    assert {panel.get_yscale() for panel in grid.axes} == {"linear"}
 
 
 def test_words_are_categories_and_a_single_number_is_a_point_with_its_bar():

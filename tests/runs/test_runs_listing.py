@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import xarray as xr
 
-from helmscope.runs import RunSummary, State, Unit, UnitsFailed, list_runs, run
+from helmscope.runs import RunState, RunSummary, Unit, UnitsFailed, list_runs, run
 from helmscope.store import RunFolder
 from helmscope.types import HelmscopeError
 from support.toy_units import divide, manifest, mixture
@@ -71,10 +71,10 @@ def test_every_state(tmp_path):
     assert "p disagree: units holds the result 'dataset-2.nc', but units.json is missing" in listed[1].reason
     assert "q/.lock is a symbolic link" in listed[2].reason
     del listed[:3]
-    assert listed[2] == RunSummary(tmp_path / "z", State.COMPLETE, DAYS[0], ("helmscope", "z"), 3, 3)
+    assert listed[2] == RunSummary(tmp_path / "z", RunState.COMPLETE, DAYS[0], ("helmscope", "z"), 3, 3)
     assert "r/units.json is a list, but it must be an object" in listed[0].reason
     assert "s/manifest.json is not valid JSON" in listed[1].reason
-    assert all((run.reason != "") == (run.state is State.DAMAGED) for run in listed)
+    assert all((run.reason != "") == (run.state is RunState.DAMAGED) for run in listed)
 
 
 def test_listing_changes_nothing(tmp_path):
@@ -96,7 +96,7 @@ def test_a_folder_that_vanishes_meanwhile_is_not_an_error(tmp_path, monkeypatch)
 
     monkeypatch.setattr(RunFolder, "read_manifest", vanishing)
     (listed,) = list_runs(tmp_path)
-    assert listed.state is State.DAMAGED
+    assert listed.state is RunState.DAMAGED
     assert listed.reason.endswith("manifest.json: No such file or directory")
 
 

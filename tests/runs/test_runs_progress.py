@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from helmscope.runs import Processes, Unit, UnitsFailed, progress, run
-from helmscope.runs.progress import ProgressBar, remaining, unit_progress
+from helmscope.runs.progress import remaining, unit_progress
 from helmscope.store import RunFolder
 from support.toy_units import divide, manifest, mixture
 
@@ -93,7 +93,7 @@ def test_the_estimate_accounts_for_parallel_jobs():
     ],
 )
 def test_durations(seconds, text):
-    assert progress._format_duration(seconds) == text
+    assert progress.format_duration(seconds) == text
 
 
 @pytest.mark.parametrize("engine", [None, Processes(2)], ids=["serial", "processes"])
@@ -142,49 +142,3 @@ def test_progress_that_cannot_be_written_is_dropped(tmp_path, monkeypatch, capsy
     result = run(mixture(3), RunFolder.create(tmp_path / "run"), manifest=MANIFEST, heading="toys")
     assert list(result) == ["numbers-0", "noise-1", "dataset-2"]
     assert capsys.readouterr().out == ""
-
-
-class Kernel(io.StringIO):
-    """Standard error of a notebook, which is no terminal."""
-
-
-Kernel.__module__ = "ipykernel.iostream"
-
-
-@pytest.mark.parametrize("screen", [Terminal, Kernel])
-def test_a_progress_bar_appears_after_two_seconds(clock, monkeypatch, screen):
-    monkeypatch.setattr(sys, "stderr", screen())
-    bar = ProgressBar("recording")
-    for second, share in enumerate((0.1, 0.2, 0.4, 0.5, 1.0), start=1):
-        clock[0] = second - 0.5
-        bar(share)
-    written = sys.stderr.getvalue()
-    assert [line.rstrip() for line in written.split("\r")] == [
-        "",
-        f"recording {'━' * 12}{'╌' * 18}  40% about 4 s left",
-        f"recording {'━' * 15}{'╌' * 15}  50% about 4 s left",
-        f"recording {'━' * 30} 100% in 4 s",
-    ]
-    assert written.endswith("\n")
-
-
-def test_a_progress_bar_is_drawn_ten_times_per_second_and_restarts(clock, monkeypatch):
-    monkeypatch.setattr(sys, "stderr", Terminal())
-    bar = ProgressBar(after=0.0)
-    for call in range(2):
-        for step in range(1, 101):
-            clock[0] += 0.01
-            bar(step / 100)
-        assert sys.stderr.getvalue().count("\r") in range(11 + 11 * call, 13 + 12 * call)
-    assert shown(sys.stderr)[-1].endswith("100% in 1 s")
-    assert repr(bar) == "<ProgressBar '': 100%>"
-
-
-@pytest.mark.parametrize("stream", [io.StringIO, Full, Gone, closed, lambda: None])
-def test_a_progress_bar_without_a_terminal_prints_nothing(clock, monkeypatch, stream):
-    monkeypatch.setattr(sys, "stderr", stream())
-    bar = ProgressBar("recording", after=0.0)
-    bar(0.0)
-    bar(0.5)
-    bar(1.0)
-    assert not isinstance(sys.stderr, io.StringIO) or sys.stderr.closed or sys.stderr.getvalue() == ""

@@ -323,7 +323,7 @@ class NoSignal:
         ({"merge": 0.6}, "merge is 0.6.*0.5"),
         ({"normalize": "no"}, "normalize is 'no'"),
         ({"field": lambda x: x.sum()}, r"field returns \(\) for tokens of shape \(4, 3\)"),
-        ({"field": lambda x: None}, "field returns NoneType"),
+        ({"field": lambda x: None}, "field returns a NoneType"),
         ({"x0": X0.to_sparse()}, "layout torch.sparse_coo"),
         ({"x0": X0.to("meta")}, "on meta"),
         ({"x0": X0.expand(10**6, 4, 3), "times": range(10**5)}, r"times holds 100000 and x0 has shape .*9.6e\+03 GB"),

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import helmscope as hs
+from helmscope.solve import extras
 from helmscope.solve.extras import Extras
 from support import oracles
 
@@ -214,3 +215,14 @@ def test_tokens_that_cannot_be_exchanged_are_not_merged(field, name):
 def test_bad_tolerance_is_refused(merge):
     with pytest.raises(hs.HelmscopeError, match=r"^merge is .*, but it must be a finite number >= 0$"):
         hs.integrate(hs.SA(beta=1.0), circle(0.0, 1.0), [1.0], merge=merge)
+
+
+def test_tokens_are_merged_only_when_some_have_met(monkeypatch):
+    """Looking for pairs in every step is cheap; merging is not."""
+    calls = []
+    merge = extras.merge_close
+    monkeypatch.setattr(extras, "merge_close", lambda *arguments: calls.append(len(arguments[0])) or merge(*arguments))
+    hs.integrate(hs.SA(beta=1.0), circle(0.0, 0.5), [0, 1], merge=1e-3)
+    assert calls == []
+    hs.integrate(hs.SA(beta=1.0), circle(0.0, 0.5), [0, 20], merge=1e-3)
+    assert calls == [1]

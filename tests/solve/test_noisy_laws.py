@@ -268,7 +268,7 @@ def test_stationary_laws_of_one_step(stepper, process) -> None:
 
 
 def test_the_chain_is_uniform_beyond_every_power_of_eps() -> None:
-    """000-5: E cos 2t = .0005 at eps = .02."""
+    """[Helmholtz Transformer, no. 5]: E cos 2t = .0005 at eps = .02."""
     assert round(kernel_law(NoisyLayer, LayerNormChain(), 0.02), 4) == 0.0005
     assert abs(kernel_law(NoisyLayer, LayerNormChain(), 0.005)) < 1e-10
 

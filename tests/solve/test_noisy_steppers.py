@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from helmscope.fields.attention import SA
+import helmscope as hs
+from helmscope.fields.attention import SA, USA
 from helmscope.fields.field import Field, Space, as_field
 from helmscope.fields.noise import (
     DivergenceForm,
@@ -22,7 +23,6 @@ from helmscope.fields.noise import (
     Stratonovich,
 )
 from helmscope.geometry.sphere import project, retract
-from helmscope.solve.euler import ProjectedEuler
 from helmscope.solve.euler_maruyama import EulerMaruyama
 from helmscope.solve.events import HittingTime
 from helmscope.solve.flow import Flow
@@ -31,7 +31,9 @@ from helmscope.solve.integrate import integrate, make_problem
 from helmscope.solve.layer import Layer
 from helmscope.solve.noisy import check_noise
 from helmscope.solve.noisy_layer import NoisyLayer
+from helmscope.solve.projected_euler import ProjectedEuler
 from helmscope.solve.random_source import RandomSource
+from helmscope.solve.stepper import NOISY_STEP
 from helmscope.solve.stochastic_heun import StochasticHeun
 from helmscope.theory.starts import Uniform
 from helmscope.types import HelmscopeError, Status
@@ -113,7 +115,7 @@ def step(stepper, field, noise, x: torch.Tensor, h: float, dw: torch.Tensor) -> 
 
 def mean_rate(stepper, field, noise, x, h, phi) -> float:
     """(E phi(x') - phi(x)) / h, by quadrature over dW."""
-    nodes, weights = gauss(noise.sources(x[None]))
+    nodes, weights = gauss(noise.brownian_dim(x[None]))
     return float((weights * (phi(step(stepper, field, noise, x, h, math.sqrt(h) * nodes)) - phi(x))).sum() / h)
 
 
@@ -133,7 +135,8 @@ def test_one_step_has_the_generator_of_000_5(stepper, process) -> None:
 
 
 def test_the_chain_at_finite_eps() -> None:
-    """The numbers of 000-5 belong to noise along one random axis, +-sqrt(6 M_kk) e_k; Gaussian noise has others."""
+    """The numbers of [Helmholtz Transformer, no. 5] belong to noise along one random axis, +-sqrt(6 M_kk) e_k; Gaussian
+    noise has others."""
     x = torch.full((3,), 1 / math.sqrt(3), dtype=F64)
     axes = math.sqrt(3) * torch.cat([torch.eye(3, dtype=F64), -torch.eye(3, dtype=F64)])
     for eps, printed, gaussian in (
@@ -397,3 +400,26 @@ def test_step_sizes(stepper) -> None:
             integrate(torch.zeros_like, x0, [1.0], **arguments)
     else:
         assert integrate(torch.zeros_like, x0, [1.0], **arguments).outcome.ok
+
+
+def test_the_default_step_under_noise_is_the_same_everywhere():
+    x0, noise = hs.Uniform(4, 3).sample(2), IsotropicNoise(0.1)
+    run = integrate(SA(beta=4.0), x0, [0.0, 0.3], noise=noise, seed=3)
+    assert run.problem.stepper == EulerMaruyama(NOISY_STEP)
+    chosen = integrate(SA(beta=4.0), x0, [0.0, 0.3], noise=noise, seed=3, stepper=EulerMaruyama(0.02))
+    assert torch.equal(run.states, chosen.states)
+    spec = hs.jobs.Simulate(nu=0.1, n=4, batch=2)
+    assert spec.problem().stepper == run.problem.stepper
+    start = hs.Uniform(4, 3)
+    diagram = hs.phase_diagram(SA, betas=[1.0], times=[0.1], start=start, samples=2, noise=noise)
+    assert diagram.attrs["stepper"] == repr(run.problem.stepper)
+
+
+def test_the_default_step_is_stable_where_a_larger_one_is_not():
+    """Under USA with beta = 4 and little noise all tokens of a cluster stay together; with steps of 0.05 they jump."""
+    x0 = (torch.eye(3, dtype=torch.float64)[:1].repeat(16, 1)).expand(32, 16, 3)
+    options = {"noise": IsotropicNoise(0.002), "seed": 1}
+    together = integrate(USA(beta=4.0), x0, [1.0], **options).states[-1]
+    apart = integrate(USA(beta=4.0), x0, [1.0], **options, stepper=EulerMaruyama(0.05)).states[-1]
+    assert float(1 - (together @ together.mT).mean()) < 0.01
+    assert float(1 - (apart @ apart.mT).mean()) > 0.03

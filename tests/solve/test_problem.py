@@ -122,7 +122,6 @@ PRE = Block(SA(beta=1.0), MLP_3, placement=PreNorm())
 @pytest.mark.parametrize(
     ("field", "options", "sentence"),
     [
-        (SA(beta=1.0), {"noise": NOISE}, r"stepper is None, but it must be a stepper such as EulerMaruyama\(h=0.01\)"),
         (SA(beta=1.0), {"noise": NOISE, "stepper": DormandPrince()}, "noise needs a stochastic stepper"),
         (SA(beta=1.0), {"noise": NOISE, "stepper": Layer()}, "noise needs a stochastic stepper"),
         (SA(beta=1.0), {"stepper": EulerMaruyama(0.1)}, "EulerMaruyama needs noise=, such as"),

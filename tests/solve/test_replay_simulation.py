@@ -104,11 +104,11 @@ def test_the_writes_of_a_layer_lead_to_the_next_state(placement, parallel):
         assert at.is_increment
         assert then.step == 0.5
         start, end = run.stream(depth=layer), run.stream(depth=layer + 1)
-        middle = start if parallel else block.placement.close(Half.ATTENTION, start + first.write)
+        middle = start if parallel else block.placement.normalize_sum(Half.ATTENTION, start + first.write)
         assert (second.state - middle).abs().max() < 1e-15
         total = start + first.write + second.write if parallel else middle + second.write
         last = Half.ATTENTION if parallel else Half.MLP
-        assert (block.placement.close(last, total) - end).abs().max() < 1e-14
+        assert (block.placement.normalize_sum(last, total) - end).abs().max() < 1e-14
 
 
 def test_the_noisy_layer_shows_increments_of_one_state():

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
+import torch
+import transformers as tf
 import xarray as xr
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 import helmscope as hs
 from helmscope.stats.intervals import mean_interval
@@ -98,3 +103,81 @@ def test_a_trained_model_and_its_untrained_twin_prompt_by_prompt():
         mean - 3.182446305284263 * error, abs=1e-5
     )  # t with 3 degrees of freedom
     assert ((seen.order_low > 0) | (seen.order_high < 0)).any()
+
+
+TEXTS = ["a b c d", "c a b", "d d a"]
+
+
+def tokenizer(letters: str) -> tf.PreTrainedTokenizerFast:
+    """A tokenizer of letters, whose ids follow their order."""
+    made = Tokenizer(models.WordLevel({"<unk>": 0} | {letter: k + 1 for k, letter in enumerate(letters)}, "<unk>"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    return tf.PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<unk>")
+
+
+def recording(texts: object, *, seed: int = 0, letters: str = "abcd") -> hs.Recording:
+    torch.manual_seed(seed)
+    sizes = {"vocab_size": 9, "n_embd": 8, "n_layer": 2, "n_head": 2, "n_positions": 16}
+    model = tf.GPT2LMHeadModel(tf.GPT2Config(**sizes, bos_token_id=8, eos_token_id=8))
+    return hs.record(model, texts, tokenizer=tokenizer(letters))
+
+
+def order(texts: object, **options: Any) -> xr.Dataset:
+    return hs.track(recording(texts, **options), order=hs.order_parameter)
+
+
+def test_models_on_different_texts_are_not_paired():
+    first, other = order(TEXTS), order([TEXTS[0], "b b", TEXTS[2]], seed=1)
+    refused(lambda: paired_difference(first, other), "prompt 1 of second has another text than prompt 1 of first")
+    refused(lambda: paired_difference(first, order(TEXTS[::-1])), "prompt 0 of second has another text")
+    on_purpose = paired_difference(first, other, different_texts=True)
+    assert np.array_equal(on_purpose.order.values, first.order.values - other.order.values)
+    assert "text" not in on_purpose.coords
+
+
+def test_texts_are_compared_for_every_kind_of_measurement_also_after_reading_it_from_a_file(tmp_path):
+    pair = [recording(texts) for texts in (TEXTS[:2], TEXTS[1:])]
+    measurements = [
+        [
+            hs.next_token_loss(each),
+            hs.token_logits(each, [3]),
+            hs.lens_divergence(each),
+            hs.measure(each)["kernel_statistics"],
+            hs.observe.inner_product_histogram(each, bins=3),
+        ]
+        for each in pair
+    ]
+    run = hs.store.RunFolder.new(tmp_path, "run")
+    for k, (first, second) in enumerate(zip(*measurements, strict=True)):
+        run.write_results(f"m{k}", first)
+        read = run.read_results(f"m{k}")
+        assert read.text.values.tolist() == list(pair[0].batch.identities)
+        assert len(paired_difference(first, read).data_vars) > 0
+        refused(lambda read=read, second=second: paired_difference(read, second), "prompt 0 of second has another text")
+
+
+def test_two_tokenizers_on_the_same_texts_are_paired():
+    first, second = order(TEXTS), order(TEXTS, letters="dcba")
+    assert bool((paired_difference(first, second).order != 0).any())
+    assert paired_difference(first, second).text.values.tolist() == first.text.values.tolist()
+    assert paired_difference(first, second).depth.attrs == {"units": "half-layers"}
+
+
+def test_token_ids_are_identified_without_their_padding():
+    ids = torch.tensor([[5, 6, 7, 8]])
+    inputs = {"input_ids": torch.tensor([[0, 5, 6, 7, 8]]), "attention_mask": torch.tensor([[0, 1, 1, 1, 1]])}
+    plain, padded, flipped = (recording(given).batch.identities for given in (ids, inputs, ids.flip(-1)))
+    assert plain == padded != flipped
+    refused(lambda: paired_difference(order(TEXTS[:1]), order(ids)), "form (both as strings or both as token ids)")
+
+
+def test_simulations_are_paired_by_number_unless_both_name_their_starts():
+    x0 = hs.Uniform(n=4, dim=3).sample(batch=3, seed=0)
+    one, two = (
+        hs.track(hs.integrate(field, x0, times=[0.0, 1.0]), order=hs.order_parameter) for field in (hs.SA(1), hs.USA(1))
+    )
+    assert paired_difference(one, two).sizes["system"] == 3
+    named = one.assign_coords(start=("system", ["a", "b", "c"]))
+    assert paired_difference(named, two).sizes["system"] == 3
+    others = two.assign_coords(start=("system", ["a", "b", "d"]))
+    refused(lambda: paired_difference(named, others), "system 2 of second has another start than system 2 of first")

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from scipy import integrate, stats
 
-from helmscope.stats.power import decisive_effect, detection_power
+from helmscope.stats.power import detection_power, minimum_detectable_effect
 from helmscope.types import HelmscopeError
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -38,10 +38,10 @@ def test_no_effect_is_a_false_verdict_on_one_side() -> None:
 
 @pytest.mark.parametrize("n", [2, 32, 1000])
 def test_the_decisive_effect_inverts_the_power(n: int) -> None:
-    for chance in (0.5, 0.9, 0.99):
-        assert detection_power(decisive_effect(n, chance=chance), n) == pytest.approx(chance, abs=1e-9)
-    with pytest.raises(HelmscopeError, match=r"chance is 0\.01, but it must be between 0.025 and 1"):
-        decisive_effect(n, chance=0.01)
+    for power in (0.5, 0.9, 0.99):
+        assert detection_power(minimum_detectable_effect(n, power=power), n) == pytest.approx(power, abs=1e-9)
+    with pytest.raises(HelmscopeError, match=r"power is 0\.01, but it must be between 0.025 and 1"):
+        minimum_detectable_effect(n, power=0.01)
 
 
 @pytest.mark.parametrize("curve", CURVES, ids=lambda curve: f"{curve['law'][:14]}-{curve['n']}")

@@ -10,7 +10,7 @@ import xarray as xr
 
 from helmscope.stats.intervals import mean_interval
 from helmscope.stats.reduce import reduce_replicates, reduced
-from helmscope.stats.scales import Bounded, FisherZScale, LinearScale, LogScale
+from helmscope.stats.scales import BoundedScale, FisherZScale, LinearScale, LogScale
 from helmscope.types import HelmscopeError, check_measurement
 from support.refusal import refused
 
@@ -163,7 +163,7 @@ def test_the_interval_of_a_share_stays_in_0_to_1_and_nothing_else_changes():
         assert np.array_equal(seen[f"share{end}"], before[f"share{end}"])
     assert np.array_equal(seen.share_low, np.clip(before.share_low, 0, 1))
     assert np.array_equal(seen.share_high, np.clip(before.share_high, 0, 1))
-    one = mean_interval(values[:, 0], scale=Bounded((0.0, 1.0)))
+    one = mean_interval(values[:, 0], scale=BoundedScale((0.0, 1.0)))
     assert (one.low, one.high) == (0.0, 1.0)
     assert one.estimate == mean_interval(values[:, 0]).estimate
 

@@ -45,10 +45,10 @@ def test_numbers_come_from_python_numpy_and_torch():
 def test_a_scale_goes_back_the_way_it_came_and_knows_its_slope(scale):
     x, h = np.array([0.1, 0.5, 0.9]), 1e-6
     y = scale.forward(x)
-    assert [scale.back(each) for each in y] == pytest.approx(x.tolist(), rel=1e-15)
-    slope = [(scale.back(each + h) - scale.back(each - h)) / (2 * h) for each in y]
+    assert [scale.inverse(each) for each in y] == pytest.approx(x.tolist(), rel=1e-15)
+    slope = [(scale.inverse(each + h) - scale.inverse(each - h)) / (2 * h) for each in y]
     assert slope == pytest.approx(scale.slope(x).tolist(), rel=1e-9)
-    assert scale.back_all(y) == pytest.approx(x, rel=1e-15)
+    assert scale.inverse_array(y) == pytest.approx(x, rel=1e-15)
 
 
 @pytest.mark.parametrize("n", [4, 5, 33])

@@ -23,9 +23,9 @@ def reduced(size: int = 2) -> xr.Dataset:
 def test_estimates_with_two_standard_errors():
     lines = str(hs.summary(reduced())).splitlines()
     assert [line.split() for line in lines] == [
-        ["variable", "at", "estimate", "n", "null"],
-        ["order", "time", "=", "0", "0.5", "[0.3,", "0.7]", "1,234", "-0.5"],
-        ["order", "time", "=", "1", "1.5", "[1.3,", "1.7]", "1,234", "-1.5"],
+        ["variable", "at", "estimate", "null"],
+        ["order", "time", "=", "0", "0.5", "[0.3,", "0.7],", "n", "=", "1,234", "-0.5"],
+        ["order", "time", "=", "1", "1.5", "[1.3,", "1.7],", "n", "=", "1,234", "-1.5"],
         ["in", "brackets:", "two", "standard", "errors"],
     ]
 
@@ -36,8 +36,8 @@ def test_replicates_are_reduced_first():
     rows = hs.summary(kept).rows
     assert [row.at for row in rows] == ["layer = 0", "layer = 1"]
     for k, row in enumerate(rows):
-        assert row.estimate == f"{2.0 + 4 * k:g} [{done.rank_low.values[k]:.3g}, {done.rank_high.values[k]:.3g}]"
-        assert (row.n, row.null) == ("3", "2")
+        assert row.estimate == f"{2.0 + 4 * k:g} [{done.rank_low.values[k]:.3g}, {done.rank_high.values[k]:.3g}], n = 3"
+        assert row.null == "2"
     assert hs.summary(kept) == hs.summary(done)
     assert hs.summary(done).note == "in brackets: 95 % interval"
 
@@ -54,8 +54,8 @@ def test_of_many_entries_the_first_and_the_last_are_shown():
 def test_a_number_alone_and_words_on_an_axis():
     values = {"x": 0.5, "x_stderr": np.nan, "y": ("kind", [1.0]), "y_stderr": ("kind", [0.1])}
     x, y = hs.summary(xr.Dataset(values, {"kind": ["long"]}, {"n": 1})).rows
-    assert (x.variable, x.at, x.estimate) == ("x", "", "0.5")
-    assert (y.variable, y.at, y.estimate) == ("y", "kind = long", "1 [0.8, 1.2]")
+    assert (x.variable, x.at, x.estimate) == ("x", "", "0.5, n = 1")
+    assert (y.variable, y.at, y.estimate) == ("y", "kind = long", "1 [0.8, 1.2], n = 1")
 
 
 def test_a_null_over_another_axis_is_not_one_number():
@@ -66,13 +66,13 @@ def test_a_null_over_another_axis_is_not_one_number():
 def test_both_kinds_of_intervals_in_one_table():
     data = reduced().assign(x=0.5, x_low=0.4, x_high=0.75)
     seen = hs.summary(data)
-    assert seen.rows[-1].estimate == "0.5 [0.4, 0.75]"
+    assert seen.rows[-1].estimate == "0.5 [0.4, 0.75], n = 1,234"
     assert seen.note == "in brackets: two standard errors, low to high"
 
 
 def test_without_nulls_there_is_no_column_for_them():
-    assert hs.summary(reduced()).columns == ("variable", "at", "estimate", "n", "null")
-    assert hs.summary(reduced().drop_vars("order_null")).columns == ("variable", "at", "estimate", "n")
+    assert hs.summary(reduced()).columns == ("variable", "at", "estimate", "null")
+    assert hs.summary(reduced().drop_vars("order_null")).columns == ("variable", "at", "estimate")
 
 
 def test_one_line_and_html():
@@ -80,7 +80,7 @@ def test_one_line_and_html():
     assert repr(seen) == "<Summary of 1 variable: order>"
     html = seen._repr_html_()
     assert html.count("<tr>") == 3
-    assert "0.5 [0.3, 0.7]" in html
+    assert "0.5 [0.3, 0.7], n = 1,234" in html
 
 
 @pytest.mark.parametrize("given", [3, None, "order"])

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from helmscope.store import atomic, replacing, write_bytes
+from helmscope.store import atomic, atomic_write, write_bytes
 from helmscope.store.atomic import is_temporary, make_folder, one_line
 from helmscope.types import HelmscopeError
 from support.children import run_python
@@ -69,7 +69,7 @@ def test_file_permissions_follow_the_umask(tmp_path):
 def test_exception_inside_the_block_keeps_the_old_file(tmp_path, error):
     target = tmp_path / "a"
     target.write_bytes(b"old")
-    with pytest.raises(type(error)), replacing(target) as temporary:  # noqa: PT012
+    with pytest.raises(type(error)), atomic_write(target) as temporary:  # noqa: PT012
         temporary.write_bytes(b"half")
         raise error
     assert target.read_bytes() == b"old"
@@ -134,8 +134,8 @@ def test_killed_process_leaves_the_old_file_and_a_recognizable_temporary(tmp_pat
     target.write_bytes(b"old")
     code = (
         "import os, sys\n"
-        "from helmscope.store import replacing\n"
-        "with replacing(sys.argv[1]) as temporary:\n"
+        "from helmscope.store import atomic_write\n"
+        "with atomic_write(sys.argv[1]) as temporary:\n"
         "    temporary.write_bytes(b'half')\n"
         "    os.kill(os.getpid(), 9)\n"
     )

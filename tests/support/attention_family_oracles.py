@@ -166,8 +166,8 @@ def head(field: Any) -> dict[str, Any]:
     kind = type(field).__name__
     if kind == "Hardmax":
         del given["beta"]
-        if field.tie is not None:
-            given["tie"] = field.tie
+        if field.tie_tolerance is not None:
+            given["tie"] = field.tie_tolerance
     if kind == "SinkhornAttention":
         del given["causal"]
     return given

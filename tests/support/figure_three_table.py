@@ -1,4 +1,4 @@
-"""The clustering probabilities of figure 3 (source 001), by an independent program."""
+"""The clustering probabilities of figure 3 [Geshkovski et al. 2023], by an independent program."""
 
 from __future__ import annotations
 

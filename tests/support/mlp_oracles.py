@@ -122,7 +122,8 @@ def force(mlp: Parameters, activation: str, x: Vector) -> Vector:
 
 
 def potential(mlp: Parameters, activation: str, x: Vector) -> mpf:
-    """U(x) = sum_j alpha psi(z) t + kappa Psi(z) (source 000-3 (b)); ungated t = 1, kappa = 0. No row may be 0.
+    """U(x) = sum_j alpha psi(z) t + kappa Psi(z) [Helmholtz Transformer, no. 3]; ungated t = 1, kappa = 0. No row may
+    be 0.
 
     >>> float(potential({"w_in": [[2.0]], "w_out": [[3.0]]}, "Identity", [1.0]))
     3.0

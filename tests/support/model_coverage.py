@@ -43,7 +43,7 @@ def coverage_row(family: str, recording: Recording) -> str:
         "S^(d-2)" if anatomy.centered else "S^(d-1)",
         "causal" if certificate["causality"].ok else "both ways",
         "weights only" if not certificate["heads"].ok else "yes" if anatomy.tapped else "seen",
-        "yes" if "sink" in certificate["rows"].says else "",
+        "yes" if "sink" in certificate["rows"].statement else "",
         f"{type(force).__name__}, {type(activation).__name__}",
         "virtual" if any(line.name == "mid state" for line in certificate.lines) else "real",
     )

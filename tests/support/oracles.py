@@ -123,7 +123,7 @@ def usa_ambient(x: Matrix, beta: float, *, value: Extra = None, **options: Any) 
 
 
 def sa_velocity(x: Matrix, beta: float, **options: Any) -> Matrix:
-    """x_i' = P_{x_i} sum_j p_ij V x_j (SA, source 001); ``options`` are those of ``sa_ambient``.
+    """x_i' = P_{x_i} sum_j p_ij V x_j (SA, [Geshkovski et al. 2023]); ``options`` are those of ``sa_ambient``.
 
     >>> sa_velocity([[1.0, 0.0], [0.0, 1.0]], 0.0)
     [[0.0, 0.5], [0.5, 0.0]]
@@ -132,7 +132,8 @@ def sa_velocity(x: Matrix, beta: float, **options: Any) -> Matrix:
 
 
 def usa_velocity(x: Matrix, beta: float, **options: Any) -> Matrix:
-    """x_i' = P_{x_i} (1/M) sum_j m_j e^{l_ij} V x_j (USA, source 001); ``options`` are those of ``usa_ambient``.
+    """x_i' = P_{x_i} (1/M) sum_j m_j e^{l_ij} V x_j (USA, [Geshkovski et al. 2023]); ``options`` are those of
+    ``usa_ambient``.
 
     >>> usa_velocity([[1.0, 0.0], [0.0, 1.0]], 7.0)
     [[0.0, 0.5], [0.5, 0.0]]
@@ -173,7 +174,7 @@ def flow(velocity: Callable[[Matrix], Matrix], x: Matrix, t: float, steps: int) 
 def interaction_energy(
     x: Matrix, beta: float, query_key: Extra = None, weights: Weights = None, mask: Mask = None
 ) -> float:
-    """E = (1 / (2 beta M^2)) sum_ij m_i m_j e^{beta x_i^T B x_j} over real tokens, beta > 0 (source 001).
+    """E = (1 / (2 beta M^2)) sum_ij m_i m_j e^{beta x_i^T B x_j} over real tokens, beta > 0 [Geshkovski et al. 2023].
 
     >>> interaction_energy([[1.0, 0.0], [1.0, 0.0]], 1.0) == math.e / 2
     True
@@ -203,7 +204,7 @@ def interaction_energy_rate(
 
 
 def energy_sum(x: Matrix, beta: float) -> float:
-    """E_sum = (1 / (2 beta)) sum_ij e^{beta <x_i, x_j>}, beta > 0 (source 001).
+    """E_sum = (1 / (2 beta)) sum_ij e^{beta <x_i, x_j>}, beta > 0 [Geshkovski et al. 2023].
 
     >>> energy_sum([[1.0, 0.0], [1.0, 0.0]], 1.0) == 2 * math.e
     True
@@ -212,7 +213,7 @@ def energy_sum(x: Matrix, beta: float) -> float:
 
 
 def gaussian_energy(x: Matrix, beta: float) -> float:
-    """F = (1/2) sum_ij e^{-(beta/2) |x_i - x_j|^2} (source 002).
+    """F = (1/2) sum_ij e^{-(beta/2) |x_i - x_j|^2} [Mean-field notes].
 
     >>> gaussian_energy([[1.0, 0.0], [1.0, 0.0]], 9.0)
     2.0
@@ -379,20 +380,20 @@ def _composite(x: Matrix) -> float:
     return math.sqrt(max(columns) * max(rows))
 
 
-def residual_frobenius(x: Matrix, relative: bool = False) -> float:
+def collapse_residual_frobenius(x: Matrix, relative: bool = False) -> float:
     """|R|_F of R = X - 1 xbar^T, xbar the mean token; relative: over |X|_F.
 
-    >>> residual_frobenius([[1.0, 0.0], [0.0, 1.0]])
+    >>> collapse_residual_frobenius([[1.0, 0.0], [0.0, 1.0]])
     1.0
     """
     size = math.hypot(*(math.hypot(*row) for row in _residual(x)))
     return size / math.hypot(*(math.hypot(*row) for row in x)) if relative else size
 
 
-def residual_composite(x: Matrix, relative: bool = False) -> float:
+def collapse_residual_composite(x: Matrix, relative: bool = False) -> float:
     """sqrt(|R|_1 |R|_inf) (Dong, Cordonnier & Loukas 2021, arXiv:2103.03404); relative: over sqrt(|X|_1 |X|_inf).
 
-    >>> residual_composite([[1.0, 0.0], [0.0, 1.0]])
+    >>> collapse_residual_composite([[1.0, 0.0], [0.0, 1.0]])
     1.0
     """
     return _composite(_residual(x)) / (_composite(x) if relative else 1.0)

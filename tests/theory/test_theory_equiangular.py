@@ -34,7 +34,7 @@ def USA(beta: float) -> Flow:
 
 
 def printed_rate(flow: Flow, gamma: mp.mpf, n: int) -> mp.mpf:
-    """gamma' as source 001 prints it."""
+    """gamma' as [Geshkovski et al. 2023] prints it."""
     kernel = mp.exp(flow.beta * gamma)
     rise = 2 * kernel * (1 - gamma) * ((n - 1) * gamma + 1)
     return rise / (mp.exp(flow.beta) + (n - 1) * kernel) if flow.normalized else rise / n
@@ -204,7 +204,7 @@ def test_protocol():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: equiangular(object(), n=3, times=[1]), "field is a object"),
+        (lambda: equiangular(object(), n=3, times=[1]), "field is an object"),
         (lambda: hitting_time(Flow(1.0, isotropic=False), n=3, delta=0.1), "field is a Flow"),
         (lambda: equiangular_rate(lambda x: x, 0.0, n=3), "field is a function"),
         (lambda: equiangular(SA(-1.0), n=3, times=[1]), "beta is -1.0"),

@@ -91,7 +91,7 @@ def test_asymptotic_ratio_tends_to_one(normalized, gamma0):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: metastable_time(object(), gamma0=0.0), "field is a object"),
+        (lambda: metastable_time(object(), gamma0=0.0), "field is an object"),
         (lambda: metastable_time(Flow(1.0, isotropic=False), gamma0=0.0), "field is a Flow"),
         (lambda: metastable_time(Flow(1.0), gamma0=-1.0), "gamma0 is -1"),
         (lambda: metastable_time(Flow(1.0), gamma0=0.5, gamma1=0.4), "gamma1 is 0.4"),

@@ -15,8 +15,8 @@ import helmscope.types
 from helmscope.types import (
     HelmscopeError,
     MissingExtra,
+    check_memory,
     counted,
-    fits_memory,
     increasing_times,
     known_name,
     real_number,
@@ -116,8 +116,8 @@ def test_real_number_refuses_an_int_beyond_all_floats():
 
 
 def test_fits_memory_refuses_more_than_there_is():
-    fits_memory("n is 10", 10)
-    refused(lambda: fits_memory("n is 10^12", 10**12), "n is 10^12, but that makes 8e+03 GB, and this machine has ")
+    check_memory("n is 10", 10)
+    refused(lambda: check_memory("n is 10^12", 10**12), "n is 10^12, but that makes 8e+03 GB, and this machine has ")
 
 
 def test_a_refusal_shows_a_large_value_shortly_and_on_one_line():

@@ -13,7 +13,7 @@ import xarray as xr
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import helmscope as hs
-from helmscope.types import brief, counted, shortened, table
+from helmscope.types import brief, counted, html_table, shortened
 
 EVIL = "<script>alert(1)</script>"
 SEEN, REGION = hs.Interval(1.0, 0.99, 1.01, n=20), hs.types.Region(text="1 within .1", low=0.9, high=1.1)
@@ -164,7 +164,7 @@ def test_html_escapes_what_others_wrote():
         seen,
         origin=replace(seen.origin, name=EVIL, family=f"gpt2 {EVIL}"),
         runner=replace(seen.runner, batch=replace(seen.batch, tokens=labels)),
-        certificate=seen.certificate.with_line(replace(seen.certificate.lines[0], says=EVIL)),
+        certificate=seen.certificate.with_line(replace(seen.certificate.lines[0], statement=EVIL)),
     )
     text = planted._repr_html_()
     assert "<script" not in text
@@ -180,9 +180,12 @@ def test_html_says_what_matters():
         torch.eye(3),
         [0.0, 0.1],
         noise=hs.noise.IsotropicNoise(nu=0.1),
-        stepper=hs.solve.EulerMaruyama(0.05),
         seed=7,
     )
+    assert repr(noisy).startswith("<Simulation of SA(beta=1) with IsotropicNoise(nu=0.1): 1 system x 3 tokens in S^2; ")
+    assert "Simulation of SA(beta=1) with IsotropicNoise(nu=0.1)" in noisy._repr_html_()
+    title = noisy.plot().subfigs[0].subfigs[0].get_suptitle()
+    assert title.startswith("SA(beta=1) with IsotropicNoise(nu=0.1)\n")
     assert "IsotropicNoise(nu=0.1), seed 7" in noisy._repr_html_()
     met = hs.integrate(hs.USA(4.0), torch.eye(2).repeat(3, 1, 1), [2.0], events=[hs.solve.HittingTime(1e-3)])
     assert "happened to 3 of 3" in met._repr_html_()
@@ -227,7 +230,7 @@ def test_counting_words():
 
 
 def test_a_table_holds_its_rows():
-    text = table("head", [("a", 1), ("b", 2)], head=("name", "number"), note="below")
+    text = html_table("head", [("a", 1), ("b", 2)], header=("name", "number"), note="below")
     assert [text.count(f"<{tag}") for tag in ("table", "tr", "td", "th")] == [1, 3, 4, 2]
     assert re.sub(r"<[^>]*>", " ", text).split() == ["head", "name", "number", "a", "1", "b", "2", "below"]
-    assert "<table" not in table("alone", [])
+    assert "<table" not in html_table("alone", [])

@@ -8,6 +8,7 @@ import torch
 
 import helmscope as hs
 from helmscope.types import Half, Moment, ReplayPlan
+from support.refusal import refused
 
 PLAN = ReplayPlan(range(2, 5), "layer", [2, 3, 4], "prompt", 3)
 
@@ -17,8 +18,8 @@ class Numbers(hs.Instrument):
     needs = hs.types.Needs.ATTENTION
 
 
-def moment(layer, start, stop):
-    return Moment(layer, Half.ATTENTION, 0.0, slice(start, stop))
+def moment(layer, start, stop, heads=2):
+    return Moment(layer, Half.ATTENTION, 0.0, slice(start, stop), heads=heads)
 
 
 def test_chunks_in_any_order_give_the_same():
@@ -40,7 +41,7 @@ def test_what_is_missing_is_nan():
     instrument = Numbers()
     instrument.start(PLAN)
     instrument.keep(moment(2, 0, 3), {"mass": torch.ones(3, 2)})
-    instrument.keep(moment(4, 0, 3), {"mass": torch.ones(3, 1)})
+    instrument.keep(moment(4, 0, 3, heads=1), {"mass": torch.ones(3, 1)})
     seen = instrument.result().mass
     assert seen.isnull().sum("prompt").values.tolist() == [[0, 0], [3, 3], [0, 3]]
 
@@ -52,7 +53,7 @@ def test_an_instrument_starts_afresh():
     instrument.start(PLAN)
     instrument.keep(moment(2, 0, 3), {"new": torch.ones(3)})
     assert list(instrument.result()) == ["new"]
-    assert instrument.forwards == 0
+    assert instrument.extra_forwards == 0
 
 
 def test_axes_have_names():
@@ -63,6 +64,61 @@ def test_axes_have_names():
     for value in (torch.ones(2), torch.ones(3, 2, 5)):
         with pytest.raises(hs.HelmscopeError, match=r"but a chunk of 3 replicates needs the axes \(prompt\) or"):
             instrument.keep(moment(2, 0, 3), {"pair": value})
+
+
+@pytest.mark.parametrize(
+    ("heads", "words"),
+    [(2, "but this attention half has 2 heads"), (1, "has 1 head:"), (None, "has no known heads")],
+)
+def test_an_axis_that_is_not_that_of_the_heads_must_be_named(heads, words):
+    instrument = Numbers()
+    instrument.start(PLAN)
+    histogram = {"histogram": torch.ones(3, 5)}
+    text = refused(lambda: instrument.keep(moment(2, 0, 3, heads=heads), histogram), "histogram of instrument", words)
+    assert text.endswith("name the axis of 5 entries, such as keep(moment, values, axes=('bin',))")
+    for axes in (("bin",), "bin"):
+        instrument.keep(moment(2, 0, 3, heads=heads), histogram, axes=axes)
+    assert instrument.result().histogram.dims == ("layer", "prompt", "bin")
+    refused(lambda: instrument.keep(moment(2, 0, 3), histogram, axes=("layer",)), "'prompt' and 'layer' are axes of")
+
+
+def test_the_number_of_heads_is_that_of_the_system():
+    class Peaks(hs.Instrument):
+        name, needs = "peaks", hs.types.Needs.KERNEL
+
+        def attention(self, moment, passed):
+            self.keep(moment, {"peak": passed.kernel.amax((-1, -2)), "rows": passed.kernel.amax(-1).flatten(1)})
+
+    x0 = torch.eye(3).expand(2, 3, 3)
+    refused(
+        lambda: hs.integrate(hs.MultiHead([hs.SA(1.0), hs.SA(2.0)]), x0, times=[0.0]).replay(Peaks()),
+        "rows of instrument peaks has shape (2, 6), but this attention half has 2 heads",
+    )
+    refused(lambda: hs.integrate(hs.SA(1.0), x0, times=[0.0]).replay(Peaks()), "rows of instrument", "no known heads")
+
+
+def test_what_is_not_a_tensor_is_refused_with_one_sentence():
+    instrument = Numbers()
+    instrument.start(PLAN)
+    refused(
+        lambda: instrument.keep(moment(2, 0, 3), {"mass": [1.0, 2.0, 3.0]}),
+        "mass of instrument numbers is a list, but keep needs a tensor with one entry per replicate",
+    )
+    refused(lambda: instrument.keep(moment(2, 0, 3), torch.ones(3)), "values of instrument numbers is a Tensor")
+
+
+@pytest.mark.parametrize(
+    ("needs", "words"),
+    [
+        ("kernel", "needs of instrument odd is 'kernel', but it must be a member of Needs: did you mean Needs.KERNEL?"),
+        ("kernl", "did you mean Needs.KERNEL?"),
+        ("mlp write", "did you mean Needs.MLP_WRITE?"),
+        (None, "needs of instrument odd is None, but it must be a member of Needs: such as Needs.KERNEL"),
+    ],
+)
+def test_needs_that_are_not_a_member_are_refused_with_the_one_that_was_meant(needs, words):
+    odd = type("Odd", (hs.Instrument,), {"name": "odd", "needs": needs})()
+    refused(lambda: hs.integrate(hs.SA(1.0), torch.eye(3), times=[0.0]).replay(odd), words)
 
 
 def test_an_instrument_has_a_name_and_needs():

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from helmscope.claims.evidence import Replicates as Replicates
     from helmscope.claims.evidence import SomeLayer as SomeLayer
     from helmscope.claims.finding import Finding as Finding
+    from helmscope.claims.reading import constants as constants
     from helmscope.claims.reading import read_catalogue as read_catalogue
     from helmscope.claims.registry import Case as Case
     from helmscope.claims.registry import experiment as experiment

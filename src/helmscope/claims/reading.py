@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from helmscope.claims.entry import Entry, parse_entry
 from helmscope.types import HelmscopeError, known_name
@@ -45,6 +45,16 @@ def entry(id: str) -> Entry:
     'perspective'
     """
     return _packaged_entries()[known_name("claim", id, _packaged_entries())]
+
+
+def constants(id: str) -> dict[str, Any]:
+    """The constants of a packaged entry by name, with tuples for lists.
+
+    >>> constants("rate")["sizes"]
+    (2, 16)
+    """
+    values = entry(id).constants
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
 
 
 @functools.cache

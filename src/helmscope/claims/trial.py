@@ -12,15 +12,26 @@ from helmscope.claims.reading import read_catalogue
 from helmscope.claims.registry import Case, Experiment, code_file, experiments, registered
 from helmscope.models.subject import Subject
 from helmscope.runs.attempt import described
+from helmscope.runs.bar import reporting
 from helmscope.stats.summary import summary
 from helmscope.store.manifest import hash_bytes, hash_file
-from helmscope.types import HelmscopeError, Plottable, Provenance, Verdict, counted, joined, one_line_repr
+from helmscope.types import (
+    HelmscopeError,
+    Plottable,
+    Provenance,
+    Verdict,
+    check_progress,
+    counted,
+    html_stack,
+    one_line_repr,
+)
 from helmscope.types.measurement import COMPANIONS
 
 if TYPE_CHECKING:
     import xarray as xr
 
     from helmscope.plots.figure import Figure
+    from helmscope.types.progress import ProgressOption
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -45,12 +56,12 @@ class Trial(Plottable):
 
     def __repr__(self) -> str:
         measured = counted(len(self._variables), "variable")
-        return one_line_repr(f"Trial of {self.verdict.claim}: {self.verdict.short}; {measured} measured")
+        return one_line_repr(f"Trial of {self.verdict.claim}: {self.verdict.summary}; {measured} measured")
 
     def _repr_html_(self) -> str:
         parts = [self.verdict._repr_html_()]
         parts += [summary(self.data)._repr_html_()] if self._variables else []
-        return joined(*parts)
+        return html_stack(*parts)
 
     def plot(self, **options: Any) -> Figure:
         """Plot the statistic with its region, and the measured data: ``trial_figure``, which takes no options."""
@@ -67,19 +78,21 @@ def try_claim(
     folder: str | Path | None = None,
     subject: Subject | None = None,
     other: Subject | None = None,
+    progress: ProgressOption = None,
 ) -> Trial:
     """Run the experiment of one claim on one subject and judge its finding by the regions fixed in the catalogue.
 
     ``subject`` is the simulation or the model to try it on, by default the first default of the experiment; ``other``
     is a second model, for claims that compare two. ``quick`` uses fewer replicates. With ``folder`` the claim is one of
-    a user's catalogue, and the Python files there are run. Equal seeds give equal verdicts. Raises HelmscopeError for
-    an unknown claim, for one without an experiment, for a subject that it cannot be tried on, and if the experiment
-    fails.
+    a user's catalogue, and the Python files there are run. Equal seeds give equal verdicts. ``progress`` is called with
+    1 at the end. Raises HelmscopeError for an unknown claim, for one without an experiment, for a subject that it
+    cannot be tried on, and if the experiment fails.
 
     >>> try_claim("kuramoto", quick=True).verdict.ruling.value
     'true by construction'
     """
     Case(seed, quick)
+    check_progress(progress)
     chosen = registered(claim, folder)
     entry = read_catalogue(folder)[claim]  # read before the experiment, which cannot change what it is judged by
     case = chosen.case(seed, quick=quick, subject=subject, other=other, entry=entry)
@@ -91,11 +104,13 @@ def try_claim(
         texts=" ".join(each.text_hash for each in case.subjects if not each.is_simulation),
     )
     try:
-        finding = chosen.function(case)
+        with reporting(progress, f"trying '{claim}'") as report:
+            finding = chosen.function(case)
     except Exception as error:
         reason = str(error) if isinstance(error, HelmscopeError) else described(error)
         line = _failing_line(error, chosen.function)
         raise HelmscopeError(f"experiment of '{claim}' failed{line}: {reason}") from error
+    check_progress(report)(1.0)
     label = " and ".join(case.names)
     return Trial(judge(entry, finding, ground=case.ground, subject=label, provenance=provenance), finding.data)
 

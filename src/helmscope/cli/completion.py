@@ -17,11 +17,15 @@ OPTION_VALUES: Mapping[str, tuple[str, ...]] = {
     "--field": tuple(names.FIELDS),
     "--start": tuple(names.STARTS),
     "--stepper": tuple(names.STEPPERS),
-    "--kernel": tuple(names.KERNELS),
+    "--summation": tuple(names.SUMMATIONS),
     "--dtype": tuple(names.DTYPES),
     "--device": ("cpu", "cuda"),
     "--completion": ("bash", "zsh", "fish"),
 }
+# bashcompinit defines ``complete`` by compdef, which exists only after compinit
+ZSH_SETUP = """(( $+functions[compdef] )) || { autoload -Uz compinit && compinit -u; }
+autoload -U +X bashcompinit && bashcompinit
+"""
 CLAIMS = ("claims show", "claims test")  # verbs that take ids of claims
 
 
@@ -120,7 +124,7 @@ def _bash(verbs: list[Verb]) -> str:
 
 
 def _zsh(verbs: list[Verb]) -> str:
-    return f"autoload -U +X bashcompinit && bashcompinit\n{_bash(verbs)}"
+    return ZSH_SETUP + _bash(verbs)
 
 
 def _fish(verbs: list[Verb]) -> str:

@@ -22,12 +22,11 @@ def run_and_show(
     """Run a spec and print its result."""
     from helmscope.cli.results import show
     from helmscope.jobs import Trials, run
-    from helmscope.jobs.run import Interrupted
+    from helmscope.jobs.run import FolderInUse, Interrupted
     from helmscope.jobs.trials import code_notice
     from helmscope.runs.progress import print_status
 
-    if out == "":
-        raise HelmscopeError("out is '', but it must be a new or empty folder")
+    _check_folder_options(out, resume=resume, allow_mixed=allow_mixed)
     notice = code_notice(spec) if isinstance(spec, Trials) else ""
     if notice:
         print_status(notice)
@@ -38,9 +37,23 @@ def run_and_show(
     except Interrupted as error:
         print_status(_resume_hint(command, error.folder.path))
         raise
+    except FolderInUse as error:
+        raise FolderInUse(error.folder, remedy="add --resume") from None
     for note in result.notes:
         print_status(note)
     show(result, as_json=as_json)
+
+
+def _check_folder_options(out: str | None, *, resume: bool, allow_mixed: bool) -> None:
+    """Raise ``HelmscopeError`` for options that contradict each other; ``run`` would name its arguments instead."""
+    if out == "":
+        raise HelmscopeError("--out is '', but it must be a new or empty folder")
+    if allow_mixed and not resume:
+        raise HelmscopeError("--allow-mixed is given, but it applies only to a resumed run: add --resume or omit it")
+    if resume and out is None:
+        raise HelmscopeError(
+            "--resume is given, but the folder of the run is not: add --out FOLDER (helmscope runs lists the folders)"
+        )
 
 
 def _resume_hint(command: Sequence[str], folder: object) -> str:

@@ -6,7 +6,7 @@ import json
 import math
 from typing import TYPE_CHECKING, Any
 
-from helmscope.cli.results import json_numbers
+from helmscope.cli.results import estimate_text, json_numbers
 from helmscope.types import counted
 
 if TYPE_CHECKING:
@@ -40,13 +40,14 @@ def _as_data(data: xr.Dataset, half: xr.Dataset) -> dict[str, Any]:
     axes = {f"{name}s": data[name].values.tolist() for name in ("dim", "beta", "time")}
     variables = [*data.data_vars.items(), *half.data_vars.items()]
     numbers = {str(name): json_numbers(variable.values.tolist()) for name, variable in variables}
-    attrs = {key: data.attrs[key] for key in ("delta", "tokens", "flow", "seed", "dtype", "stepper", "kernel")}
+    attrs = {key: data.attrs[key] for key in ("delta", "tokens", "flow", "seed", "dtype", "stepper", "summation")}
     curve = {"curve": json_numbers(data.curve.values.tolist()), "censored": half.censored.values.tolist()}
     return attrs | {"samples": data.attrs["n"]} | axes | numbers | curve
 
 
 def _print_table(data: xr.Dataset, half: xr.Dataset) -> None:
     last = float(data.time[-1])
+    print(f"[low, high] are 95 % confidence intervals, n = {data.attrs['n']}")
     print(f"{'dim':>8} {'beta':>7} {'t*':>9}   {f'P at t = {last:g}':<22}  time of P = 1/2")
     for dim in data.dim.values:
         for beta in data.beta.values:
@@ -59,10 +60,22 @@ def _print_table(data: xr.Dataset, half: xr.Dataset) -> None:
             else:
                 too_late = float(end.probability) < 0.5
                 reached = f"not by t = {last:g}" if too_late else f"before t = {float(data.time[0]):g}"
-            error = float(end.probability_stderr)
-            p = f"{float(end.probability):.4f}" + (f" +- {error:.2g}" if math.isfinite(error) else " of one sample")
+            p = _probability_text(float(end.probability), float(end.probability_stderr), data.attrs["n"])
             curve = "none" if row.curve.isnull() else f"{float(row.curve):.4g}"
             print(f"{dim:>8} {beta:>7.4g} {curve:>9}   {p:<22}  {reached}")
+
+
+def _probability_text(probability: float, stderr: float, samples: int) -> str:
+    """A probability with its 95 % interval by Student's t, within 0 and 1.
+
+    >>> _probability_text(0.25, 0.1, 8), _probability_text(1.0, float("nan"), 1)
+    ('0.25 [0.0135, 0.486]', '1, no interval')
+    """
+    from scipy.stats import t
+
+    margin = t.ppf(0.975, samples - 1) * stderr if math.isfinite(stderr) else math.nan
+    bounds = [max(0.0, probability - margin), min(1.0, probability + margin)] if math.isfinite(margin) else [margin] * 2
+    return estimate_text(*json_numbers([probability, *map(float, bounds)]))
 
 
 def _half_time_text(half_time: xr.Dataset, n: int) -> str:

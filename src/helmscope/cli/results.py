@@ -68,13 +68,28 @@ def _show_simulation(result: SimulationResult, as_json: bool) -> None:
         print(json.dumps(report, indent=2))
         return
     print(report["outcome"])
+    if "measured" in report:
+        print(f"means over the systems at the end, with 95 % confidence intervals, n = {report['systems']}:")
     for name, rows in report.get("measured", {}).items():
-        last, error = rows["value"][-1], rows["stderr"][-1]
-        value = "undefined" if last is None else f"{float(last):.6g}"
-        print(f"{name:>20} at the end: {value}" + ("" if error is None else f" +- {float(error):.2g}"))
+        print(f"{name:>20}: {estimate_text(*(rows[part][-1] for part in ('value', 'low', 'high')))}")
     for key in ("picture", "folder"):
         if key in report:
             print(f"{key}: {report[key]}")
+
+
+def estimate_text(value: object, low: object, high: object) -> str:
+    """An estimate with its interval, from numbers in the form of ``json_numbers``.
+
+    >>> estimate_text(0.123456, 0.1, 0.15), estimate_text(0.5, None, None), estimate_text(None, None, None)
+    ('0.123 [0.1, 0.15]', '0.5, no interval', 'undefined')
+    """
+    from helmscope.types import Interval, interval_text
+
+    if value is None:
+        return "undefined"
+    if low is None or high is None:
+        return f"{float(str(value)):.6g}, no interval"
+    return interval_text(Interval(float(str(value)), float(str(low)), float(str(high)), 2))
 
 
 def _curves(measured: xr.Dataset) -> dict[str, Any]:
@@ -85,7 +100,7 @@ def _curves(measured: xr.Dataset) -> dict[str, Any]:
     curves = [str(name) for name in measured.data_vars if measured[name].dims == ("time",)]
     values = {name: json_numbers(measured[name].values.tolist()) for name in curves}
     rows = {
-        name: {"value": values[name], "stderr": values[f"{name}_stderr"]}
+        name: {"value": values[name], **{part: values[f"{name}_{part}"] for part in ("stderr", "low", "high")}}
         for name in curves
         if f"{name}_stderr" in curves
     }

@@ -67,10 +67,10 @@ def _original_command(run: RunSummary) -> Sequence[str]:
 
 def _as_data(run: RunSummary) -> dict[str, object]:
     from helmscope.cli.output import resume_command
-    from helmscope.runs.listing import State
+    from helmscope.runs.listing import RunState
 
     resume, refused = "", ""
-    if run.state is State.INTERRUPTED and run.total > 0:
+    if run.state is RunState.INTERRUPTED and run.total > 0:
         try:
             resume = resume_command(_original_command(run), run.path)
         except HelmscopeError as error:

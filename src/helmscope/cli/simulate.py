@@ -48,7 +48,7 @@ def simulate(
     step: Annotated[float | None, typer.Option(help="Step size of the non-adaptive steppers [default: 0.05].")] = None,
     tol: Annotated[float | None, typer.Option(help="Local error tolerance of the adaptive stepper.")] = None,
     merge: Annotated[float | None, typer.Option(help="Merge tokens that are closer than this, in radians.")] = None,
-    kernel: Annotated[
+    summation: Annotated[
         str, typer.Option(help="How sums over tokens are computed: auto, dense, blockwise, harmonic or flash.")
     ] = "auto",
     delta: Delta = 1e-3,

@@ -1,4 +1,5 @@
-"""Activations s(z) with the derivative and the two antiderivatives that the Helmholtz split needs (source 000-3).
+"""Activations s(z) with the derivative and the two antiderivatives that the Helmholtz split needs [Helmholtz
+Transformer, no. 3].
 
     psi(z) = int_0^z s,    Psi(z) = int_0^z psi,    psi(0) = Psi(0) = 0
 
@@ -45,15 +46,27 @@ class Activation(ABC):
         """s(z)."""
 
     def potential(self, z: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-        """psi(z) = int_0^z s. Raises ``HelmscopeError`` if the activation does not define it."""
+        """psi(z) = int_0^z s. Raises ``HelmscopeError`` if the activation does not define it.
+
+        >>> Tanh().potential(torch.tensor([0.0, 1.0]))
+        tensor([0.0000, 0.4338])
+        """
         raise self._unknown("potential", "s")
 
     def double_potential(self, z: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-        """Psi(z) = int_0^z psi. Raises ``HelmscopeError`` if the activation does not define it."""
+        """Psi(z) = int_0^z psi. Raises ``HelmscopeError`` if the activation does not define it.
+
+        >>> ReLU().double_potential(torch.tensor([-1.0, 3.0]))
+        tensor([0.0000, 4.5000])
+        """
         raise self._unknown("double_potential", "its potential")
 
     def slope(self, z: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-        """s'(z)."""
+        """s'(z).
+
+        >>> ReLU().slope(torch.tensor([-1.0, 2.0]))
+        tensor([0., 1.])
+        """
         value, pull_back = torch.func.vjp(self, z)[:2]
         slope: Tensor = pull_back(torch.ones_like(value))[0]
         return slope
@@ -326,12 +339,12 @@ _NAMES: dict[str, type[Activation]] = {
 }
 
 
-def named(name: str) -> Activation:
+def from_name(name: str) -> Activation:
     """The activation with this name in Hugging Face configurations (``hidden_act``).
 
     Raises ``HelmscopeError`` for an unknown name and suggests the closest one.
 
-    >>> named("gelu_new")
+    >>> from_name("gelu_new")
     GELUTanh()
     """
     return _NAMES[known_name("activation", str(name), _NAMES)]()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from helmscope.types import fits_memory, real_number, whole_number
+from helmscope.types import check_memory, real_number, whole_number
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -25,7 +25,7 @@ def alibi_bias(n: int, slope: float) -> Float[Tensor, "n n"]:
     tensor([-1.0000, -0.5000, -0.0000], dtype=torch.float64)
     """
     n = whole_number("n", n, at_least=1)
-    fits_memory(f"n is {n}", n * n)
+    check_memory(f"n is {n}", n * n)
     positions = torch.arange(n, dtype=torch.float64, device="cpu")
     return -real_number("slope", slope, at_least=0) * (positions[:, None] - positions).abs()
 
@@ -40,5 +40,5 @@ def alibi_slopes(heads: int) -> tuple[float, ...]:
     (0.25, 0.0625, 0.015625, 0.00390625)
     """
     count = whole_number("heads", heads, at_least=1)
-    fits_memory(f"heads is {count}", count)
+    check_memory(f"heads is {count}", count)
     return tuple(2.0 ** (-8 * k / count) for k in range(1, count + 1))

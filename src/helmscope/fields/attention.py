@@ -1,5 +1,5 @@
-"""Self-attention on the sphere (source 001): the softmax flow SA, the unnormalized flow USA, and their common base
-classes with the other attention fields.
+"""Self-attention on the sphere [Geshkovski et al. 2023]: the softmax flow SA, the unnormalized flow USA, and their
+common base classes with the other attention fields.
 
     logits   l_ij = beta x_i^T B x_j + bias_ij          B = query_key, I where None
     SA       x_i' = P_{x_i} sum_j  m_j e^{l_ij} V x_j / Z_i,    Z_i = sum_j m_j e^{l_ij}
@@ -30,9 +30,9 @@ from helmscope.fields.positions import Positions
 from helmscope.fields.scaled_velocity import ScaledVelocity
 from helmscope.geometry.arithmetic import check_dense_values, every
 from helmscope.geometry.sphere import project
-from helmscope.kernels.choose import token_sum
-from helmscope.kernels.dense import attention_sum, matrix_product, transformed_logits
-from helmscope.kernels.kernel import AttentionSum, Request
+from helmscope.summation.choose import token_sum
+from helmscope.summation.dense import attention_sum, matrix_product, transformed_logits
+from helmscope.summation.request import AttentionSum, Request
 from helmscope.types import HelmscopeError
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class Attention(Field):
 
     @property
     @abstractmethod
-    def factor(self) -> float | Tensor:
+    def logit_factor(self) -> float | Tensor:
         """The factor of x_i^T B x_j in the logits."""
 
     @property
@@ -80,7 +80,11 @@ class Attention(Field):
 
     @cached_property
     def value_scale(self) -> float | None:
-        """c if V = c I exactly (1 if ``value`` is None), else None."""
+        """c if V = c I exactly (1 if ``value`` is None), else None.
+
+        >>> SA(beta=1.0, value=-torch.eye(2)).value_scale
+        -1.0
+        """
         return _identity_multiple(self.value)
 
     @cached_property
@@ -129,7 +133,7 @@ class Attention(Field):
         query, key = self._query_and_key(x)
         low_rank = isinstance(self.value, LowRank)
         return Request(
-            over_tokens(self.factor, x) * query,
+            over_tokens(self.logit_factor, x) * query,
             key,
             matrix_product(x, self.value.right.to(x)) if isinstance(self.value, LowRank) else x,
             weights=weights,
@@ -143,13 +147,17 @@ class Attention(Field):
     def _query_and_key(self, x: Tensor) -> tuple[Tensor, Tensor]:
         if self.positions is None:
             return query_and_key(x, self.query_key)
-        query, key = query_and_key(self.positions.tokens(x), self.query_key)
-        return self.positions.turned(query), self.positions.turned(key)
+        query, key = query_and_key(self.positions.transform_tokens(x), self.query_key)
+        return self.positions.transform_queries(query), self.positions.transform_queries(key)
 
     @property
     def unit_beta(self) -> float | None:
-        """c if the logits are c <x_i, x_j> with a plain number c, else None."""
-        factor, scale = self.factor, self.logit_scale
+        """c if the logits are c <x_i, x_j> with a plain number c, else None.
+
+        >>> SA(beta=4.0, query_key=0.5 * torch.eye(2)).unit_beta
+        2.0
+        """
+        factor, scale = self.logit_factor, self.logit_scale
         if scale is None or self.positions is not None or isinstance(factor, torch.Tensor):
             return None
         return factor * scale
@@ -174,7 +182,7 @@ class Attention(Field):
         assert self.value is not None
         return matrix_product(total, self.value.to(total).mT)
 
-    def complaint(self, x: Tensor, weights: Tensor | None) -> str:
+    def overflow_message(self, x: Tensor, weights: Tensor | None) -> str:
         return f"the velocity overflows {x.dtype}: use a smaller value or smaller weights"
 
 
@@ -204,7 +212,8 @@ class Softmax(Attention):
 
 @dataclass(frozen=True, eq=False)
 class SA(Softmax):
-    """Softmax self-attention, x_i' = P_{x_i} sum_j m_j e^{l_ij} V x_j / Z_i (source 001; logits as above).
+    """Softmax self-attention, x_i' = P_{x_i} sum_j m_j e^{l_ij} V x_j / Z_i ([Geshkovski et al. 2023]; logits as
+    above).
 
     ``beta`` >= 0 is the inverse temperature; beta, B and V may be tensors with a gradient, and may have batch axes, one
     value per system. ``value=-torch.eye(d)`` is the repulsive flow. For symmetric V = +-B it is the gradient flow of
@@ -228,21 +237,22 @@ class SA(Softmax):
         super().__post_init__()
 
     @property
-    def factor(self) -> float | Tensor:
+    def logit_factor(self) -> float | Tensor:
         """beta."""
         return self.beta
 
-    def complaint(self, x: Tensor, weights: Tensor | None) -> str:
-        return f"beta is {shown(self.beta)}, and {super().complaint(x, weights)}"
+    def overflow_message(self, x: Tensor, weights: Tensor | None) -> str:
+        return f"beta is {shown(self.beta)}, and {super().overflow_message(x, weights)}"
 
 
 @dataclass(frozen=True, eq=False)
 class USA(Attention):
-    """Unnormalized self-attention, x_i' = P_{x_i} (1/M) sum_j m_j e^{l_ij} V x_j (source 001; logits as above).
+    """Unnormalized self-attention, x_i' = P_{x_i} (1/M) sum_j m_j e^{l_ij} V x_j ([Geshkovski et al. 2023]; logits as
+    above).
 
     The Wasserstein gradient flow of the interaction energy for V = B = I. Parameters as in ``SA``. Velocities grow like
-    e^beta; where that overflows, calling the field raises ``HelmscopeError``, while ``scaled`` returns the velocity
-    with a log scale.
+    e^beta; where that overflows, calling the field raises ``HelmscopeError``, while ``scaled_velocity`` returns the
+    velocity with a log scale.
 
     >>> x = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
     >>> USA(beta=1.0)(x)
@@ -261,15 +271,17 @@ class USA(Attention):
         super().__post_init__()
 
     @property
-    def factor(self) -> float | Tensor:
+    def logit_factor(self) -> float | Tensor:
         """beta."""
         return self.beta
 
-    def scaled(self, x: Float[Tensor, "*batch n d"], weights: Tensor | None = None, *, t: Time = 0.0) -> ScaledVelocity:
+    def scaled_velocity(
+        self, x: Float[Tensor, "*batch n d"], weights: Tensor | None = None, *, t: Time = 0.0
+    ) -> ScaledVelocity:
         """The velocity as e^{log_scale} times a direction of moderate size, for any beta.
 
         >>> x = torch.tensor([[1.0, 0.0], [0.6, 0.8]])
-        >>> USA(beta=1000.0).scaled(x).log_scale
+        >>> USA(beta=1000.0).scaled_velocity(x).log_scale
         tensor([[600.],
                 [600.]])
         """
@@ -278,7 +290,7 @@ class USA(Attention):
         return ScaledVelocity(total, finite_log_scale(sums.total, sums.shift))
 
     @property
-    def overflows(self) -> bool:
+    def may_overflow(self) -> bool:
         """True: e^beta may overflow."""
         return True
 
@@ -286,7 +298,7 @@ class USA(Attention):
         self, x: Float[Tensor, "*batch n d"], weights: Tensor | None = None, *, t: Time = 0.0
     ) -> Float[Tensor, "*batch n d"]:
         """The tangent velocity, unchecked: infinite or NaN where it overflows."""
-        scaled = self.scaled(x, weights=weights)
+        scaled = self.scaled_velocity(x, weights=weights)
         return torch.exp(scaled.log_scale) * scaled.direction
 
     def ambient(
@@ -302,8 +314,8 @@ class USA(Attention):
         """Unnormalized weights m_j e^{l_ij} / M."""
         return sum_kernel(self._logits(x, weights), weights)
 
-    def complaint(self, x: Tensor, weights: Tensor | None) -> str:
-        return f"beta is {shown(self.beta)}, and the velocity overflows {x.dtype}: call .scaled(x) for a log scale"
+    def overflow_message(self, x: Tensor, weights: Tensor | None) -> str:
+        return f"beta is {shown(self.beta)}, and the velocity overflows {x.dtype}: call .scaled_velocity(x)"
 
 
 def softmax_kernel(pairs: Float[Tensor, "*batch n m"], weights: Tensor | None) -> Float[Tensor, "*batch n m"]:

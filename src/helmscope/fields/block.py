@@ -2,13 +2,13 @@
 
 A block has two halves, each of which writes to the state: attention mixes the tokens, the MLP acts on each of them.
 
-    sequential   y <- close_A(y + h a(y)),  then  y <- close_M(y + h m(y))
-    parallel     y <- close_A(y + h (a(y) + m(y)))
+    sequential   y <- N_A(y + h a(y)),  then  y <- N_M(y + h m(y))
+    parallel     y <- N_A(y + h (a(y) + m(y)))
 
-with a(y) = write_A(attention(read_A y)), m(y) = write_M(mlp(read_M y)); ``read``, ``write`` and ``close`` depend on
-the placement of the norms (``fields/placement.py``). As a flow, h -> 0, both are y' = a(y) + m(y); they differ by the
-commutator, of order h per layer (source 000-8). The form that source 002 prints, with the MLP inside the projection of
-attention, is ``MultiHeadAsPrinted``.
+with a(y) = write_A(attention(read_A y)), m(y) = write_M(mlp(read_M y)); ``read``, ``write`` and N, ``normalize_sum``,
+depend on the placement of the norms (``fields/placement.py``). As a flow, h -> 0, both are y' = a(y) + m(y); they
+differ by the commutator, of order h per layer [Helmholtz Transformer, no. 8]. The form that the [Mean-field notes]
+print, with the MLP inside the projection of attention, is ``MultiHeadAsPrinted``.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, eq=False)
 class Block(Field):
     """A transformer block: x' = P (attention(x) + mlp(x)) with post-norm, y' = attention(N y) + mlp(N y) with pre-norm
-    (sources 000 and 002).
+    [Helmholtz Transformer; Mean-field notes].
 
     ``placement`` is the placement of the norms: ``PostNorm()``, ``PreNorm()``, ``SandwichNorm()``, ``NGPT()`` or
     ``NoNorm()``, under which states are any points of R^d. If ``parallel``, both halves read the same state.
@@ -83,9 +83,9 @@ class Block(Field):
         return self.attention.continuous
 
     @property
-    def only_layers(self) -> bool:
+    def discrete_only(self) -> bool:
         """Whether the block is a discrete map without a flow: its norm changes the state even if nothing is added."""
-        return self.placement.only_layers
+        return self.placement.discrete_only
 
     @property
     def exchangeable(self) -> bool:
@@ -94,7 +94,15 @@ class Block(Field):
 
     @property
     def force(self) -> MLP | GatedMLP:
-        """The MLP as a force on unit vectors, with the gain and bias of the norm before it folded in."""
+        """The MLP as a force on unit vectors, with the gain and bias of the norm before it folded in.
+
+        >>> import torch
+        >>> from helmscope.fields.attention import SA
+        >>> mlp = MLP(w_in=torch.eye(2), w_out=2 * torch.eye(2))
+        >>> block = Block(SA(beta=0.0), mlp)
+        >>> block.force(torch.tensor([1.0, -1.0]))
+        tensor([ 1.6827, -0.3173])
+        """
         return self.placement.force(self.mlp)
 
     def check_size(self, x: Float[Tensor, "*batch n d"]) -> None:
@@ -119,7 +127,16 @@ class Block(Field):
     def write(
         self, half: Half, y: Float[Tensor, "*batch n d"], weights: Tensor | None = None, *, t: Time = 0.0
     ) -> Float[Tensor, "*batch n d"]:
-        """The write of one half: its increment of the state y. Raises ``HelmscopeError`` for ``Half.CROSS``."""
+        """The write of one half: its increment of the state y. Raises ``HelmscopeError`` for ``Half.CROSS``.
+
+        >>> import torch
+        >>> from helmscope.fields.attention import SA
+        >>> mlp = MLP(w_in=torch.eye(2), w_out=2 * torch.eye(2))
+        >>> block = Block(SA(beta=0.0), mlp)
+        >>> block.write(Half.ATTENTION, torch.eye(2))
+        tensor([[0.5000, 0.5000],
+                [0.5000, 0.5000]])
+        """
         if half is Half.CROSS:
             raise HelmscopeError("half is Half.CROSS, but a simulated block has two halves: ATTENTION and MLP")
         part = self.attention if half is Half.ATTENTION else self.mlp
@@ -130,9 +147,9 @@ class Block(Field):
     ) -> Float[Tensor, "*batch n d"]:
         """The state after one discrete block, with writes scaled by h."""
         if self.parallel:
-            return self.placement.close(Half.ATTENTION, x + h * self.ambient(x, t=t, weights=weights))
+            return self.placement.normalize_sum(Half.ATTENTION, x + h * self.ambient(x, t=t, weights=weights))
         for half in (Half.ATTENTION, Half.MLP):
-            x = self.placement.close(half, x + h * self.write(half, x, t=t, weights=weights))
+            x = self.placement.normalize_sum(half, x + h * self.write(half, x, t=t, weights=weights))
         return x
 
     def kernel(

@@ -32,7 +32,7 @@ class Depthwise(Field):
     fields on the same space.
 
     >>> from helmscope.fields.attention import SA
-    >>> Depthwise([SA(beta=0.0), SA(beta=4.0)]).at(1.5).beta
+    >>> Depthwise([SA(beta=0.0), SA(beta=4.0)]).layer_at(1.5).beta
     4.0
     """
 
@@ -48,8 +48,13 @@ class Depthwise(Field):
             raise HelmscopeError("layers have different spaces, but all must have the same")
         object.__setattr__(self, "layers", layers)
 
-    def at(self, t: float) -> Field:
-        """The field that acts at time t. A time that is below an integer only by rounding counts as that integer."""
+    def layer_at(self, t: float) -> Field:
+        """The field that acts at time t. A time that is below an integer only by rounding counts as that integer.
+
+        >>> from helmscope.fields.attention import SA
+        >>> Depthwise([SA(beta=1.0), SA(beta=4.0)]).layer_at(1.5).beta
+        4.0
+        """
         return self.layers[min(max(int(t + 1e-9), 0), len(self.layers) - 1)]
 
     @property
@@ -78,9 +83,9 @@ class Depthwise(Field):
         return all(layer.attends for layer in self.layers)
 
     @property
-    def only_layers(self) -> bool:
+    def discrete_only(self) -> bool:
         """Whether any layer is a discrete map without a flow."""
-        return any(layer.only_layers for layer in self.layers)
+        return any(layer.discrete_only for layer in self.layers)
 
     def check_size(self, x: Float[Tensor, "*batch n d"]) -> None:
         """Raise ``HelmscopeError`` unless the tokens fit all layers."""
@@ -93,20 +98,22 @@ class Depthwise(Field):
         """f_{floor t}(x, t)."""
         return self._by_layer(x, weights, t, lambda layer, y, m, s: layer.velocity(y, m, t=s))
 
-    def scaled(self, x: Float[Tensor, "*batch n d"], weights: Tensor | None = None, *, t: Time = 0.0) -> ScaledVelocity:
+    def scaled_velocity(
+        self, x: Float[Tensor, "*batch n d"], weights: Tensor | None = None, *, t: Time = 0.0
+    ) -> ScaledVelocity:
         """The velocity of the layer at time t, with its log scale."""
 
         def direction_and_scale(layer: Field, y: Tensor, m: Tensor | None, s: Time) -> Tensor:
-            scaled = layer.scaled(y, m, t=s)
+            scaled = layer.scaled_velocity(y, m, t=s)
             return torch.cat([scaled.direction, scaled.log_scale], -1)
 
         combined = self._by_layer(x, weights, t, direction_and_scale)
         return ScaledVelocity(combined[..., :-1], combined[..., -1:])
 
     @property
-    def overflows(self) -> bool:
+    def may_overflow(self) -> bool:
         """Whether the velocity of any layer may overflow."""
-        return any(layer.overflows for layer in self.layers)
+        return any(layer.may_overflow for layer in self.layers)
 
     def ambient(
         self, x: Float[Tensor, "*batch n d"], weights: Tensor | None = None, *, t: Time = 0.0
@@ -119,13 +126,13 @@ class Depthwise(Field):
     ) -> Float[Tensor, "*batch n d"]:
         """The state after the discrete layer at time t, which is the same for all systems."""
         now = float(t.flatten()[0]) if isinstance(t, torch.Tensor) else t
-        return self.at(now).layer(x, h, weights, t=t)
+        return self.layer_at(now).layer(x, h, weights, t=t)
 
     def kernel(
         self, x: Float[Tensor, "*batch n d"], weights: Tensor | None = None, *, t: Time = 0.0
     ) -> Float[Tensor, "*batch n n"]:
         """The kernel of the layer at time t, which must be a single number."""
-        return self.at(float(t)).kernel(x, weights, t=t)
+        return self.layer_at(float(t)).kernel(x, weights, t=t)
 
     def direction(self, y: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n d"]:
         """The direction of the state as the first layer reads it."""
@@ -144,7 +151,7 @@ class Depthwise(Field):
     ) -> Tensor:
         """Apply ``call`` to every system with the layer at its time."""
         if not isinstance(t, torch.Tensor) or t.numel() == 1 or bool((t == t.flatten()[0]).all()):
-            return call(self.at(float(t if not isinstance(t, torch.Tensor) else t.flatten()[0])), x, weights, t)
+            return call(self.layer_at(float(t if not isinstance(t, torch.Tensor) else t.flatten()[0])), x, weights, t)
         index = (t.flatten() + 1e-9).long().clamp(0, len(self.layers) - 1)
         groups = [(index == layer).nonzero().flatten() for layer in sorted(set(index.tolist()))]
         results = []

@@ -18,7 +18,7 @@ import torch
 from helmscope.fields.parameters import Change, copy_with, shape_or_type
 from helmscope.fields.scaled_velocity import ScaledVelocity
 from helmscope.fields.weights import check_weights
-from helmscope.geometry.arithmetic import check_dense_values, every
+from helmscope.geometry.arithmetic import broadcast_shapes, check_dense_values, every
 from helmscope.geometry.sphere import check_tokens, project, retract
 from helmscope.types import HelmscopeError
 
@@ -109,12 +109,12 @@ class Field(ABC):
         return True
 
     @property
-    def overflows(self) -> bool:
-        """Whether the velocity may overflow its dtype; displacements are then computed from ``scaled``."""
+    def may_overflow(self) -> bool:
+        """Whether the velocity may overflow its dtype; displacements are then computed from ``scaled_velocity``."""
         return False
 
     @property
-    def only_layers(self) -> bool:
+    def discrete_only(self) -> bool:
         """Whether the field is a discrete map without a flow: its norm changes the state even if nothing is added."""
         return False
 
@@ -131,7 +131,7 @@ class Field(ABC):
         Tokens with ``weights`` m_j >= 0 are a measure; ``mask`` is False at padding, which gets weight 0. Raises
         ``HelmscopeError`` for bad input, for a field without a velocity, and if the velocity is not finite.
         """
-        if self.only_layers:
+        if self.discrete_only:
             raise HelmscopeError(f"field is {self.name}, a discrete map that has no velocity: call layer")
         self.check_size(check_states(self, x, "x"))
         combined = check_weights(x, weights, mask)
@@ -145,7 +145,7 @@ class Field(ABC):
         else:
             velocity = self.velocity(x, t=t, weights=combined)
         if not every(torch.isfinite(velocity.detach())):
-            raise HelmscopeError(self.complaint(x, combined))
+            raise HelmscopeError(self.overflow_message(x, combined))
         return velocity
 
     @abstractmethod
@@ -160,7 +160,9 @@ class Field(ABC):
         """The velocity before projection, which is what a layer adds to the residual stream; unchecked."""
         return self.velocity(x, t=t, weights=weights)
 
-    def scaled(self, x: Float[Tensor, "*batch n d"], weights: Tensor | None = None, *, t: Time = 0.0) -> ScaledVelocity:
+    def scaled_velocity(
+        self, x: Float[Tensor, "*batch n d"], weights: Tensor | None = None, *, t: Time = 0.0
+    ) -> ScaledVelocity:
         """The velocity as e^{log_scale} times a direction, for fields whose velocity may overflow; unchecked."""
         velocity = self.velocity(x, t=t, weights=weights)
         return ScaledVelocity(velocity, torch.zeros_like(velocity[..., :1]))
@@ -168,15 +170,27 @@ class Field(ABC):
     def displacement(
         self, x: Float[Tensor, "*batch n d"], h: Tensor, weights: Tensor | None = None, *, t: Time = 0.0
     ) -> Float[Tensor, "*batch n d"]:
-        """h f(x, t) with h (*batch, 1, 1), without overflow of the velocity itself; unchecked."""
-        if self.overflows:
-            return self.scaled(x, t=t, weights=weights).over(h)
+        """h f(x, t) with h (*batch, 1, 1), without overflow of the velocity itself; unchecked.
+
+        >>> from helmscope.fields.attention import SA
+        >>> SA(beta=0.0).displacement(torch.eye(2), torch.tensor(0.1))
+        tensor([[0.0000, 0.0500],
+                [0.0500, 0.0000]])
+        """
+        if self.may_overflow:
+            return self.scaled_velocity(x, t=t, weights=weights).displacement(h)
         return h.to(x.dtype) * self.velocity(x, t=t, weights=weights)
 
     def layer(
         self, x: Float[Tensor, "*batch n d"], h: Tensor | float = 1.0, weights: Tensor | None = None, *, t: Time = 0.0
     ) -> Float[Tensor, "*batch n d"]:
-        """The state after one discrete layer of step size h: N(x + h f), with f before projection; unchecked."""
+        """The state after one discrete layer of step size h: N(x + h f), with f before projection; unchecked.
+
+        >>> from helmscope.fields.attention import SA
+        >>> SA(beta=0.0).layer(torch.eye(2))
+        tensor([[0.9487, 0.3162],
+                [0.3162, 0.9487]])
+        """
         after = x + h * self.ambient(x, t=t, weights=weights)
         return retract(after) if self.space is Space.SPHERE else after
 
@@ -186,21 +200,38 @@ class Field(ABC):
         """The attention weight of key j for query i: (*batch, n, n), or (*batch, heads, n, n) for several heads.
 
         Raises ``HelmscopeError`` for fields without attention.
+
+        >>> from helmscope.fields.attention import SA
+        >>> SA(beta=0.0).kernel(torch.eye(2))
+        tensor([[0.5000, 0.5000],
+                [0.5000, 0.5000]])
         """
         raise HelmscopeError(f"field is {self.name}, but a kernel is defined for attention fields only")
 
     def check_size(self, x: Float[Tensor, "*batch n d"]) -> None:
         """Raise ``HelmscopeError`` unless the shape of the tokens fits the parameters of this field."""
+        self._check_signature()
         batch, lead = self.batch, x.shape[:-2]
         try:
-            fits = torch.broadcast_shapes(batch, lead) == lead  # type: ignore[no-untyped-call]
-        except RuntimeError:
+            fits = broadcast_shapes(batch, lead) == lead
+        except ValueError:
             fits = False
         if not fits:
             raise HelmscopeError(
                 f"the parameters of {type(self).__name__} have the batch axes {tuple(batch)}, but tokens of shape "
                 f"{tuple(x.shape)} have {tuple(lead)}"
             )
+
+    def _check_signature(self) -> None:
+        """Raise ``HelmscopeError`` unless ``velocity`` can be called as all code calls it."""
+        signature = inspect.signature(self.velocity)
+        try:
+            signature.bind(None, weights=None, t=0.0)
+        except TypeError as error:
+            raise HelmscopeError(
+                f"velocity of {self.name} has the arguments {signature}, but it must accept (x, weights=None, *, "
+                f"t=0.0): {error}"
+            ) from None
 
     def direction(self, y: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n d"]:
         """The directions of a residual stream, as its norm computes them; other states are returned unchanged."""
@@ -219,13 +250,18 @@ class Field(ABC):
         """The same flow on R^dim if it commutes with rotations, else None."""
         return None
 
-    def complaint(self, x: Tensor, weights: Tensor | None) -> str:
+    def overflow_message(self, x: Tensor, weights: Tensor | None) -> str:
         """The error message for a velocity that is not finite: the cause and the remedy."""
         return f"the velocity of {type(self).__name__} overflows {x.dtype}: use smaller parameters or weights"
 
     @property
     def batch(self) -> torch.Size:
-        """The broadcast batch axes of the parameters; raises ``HelmscopeError`` if they are declared wrongly."""
+        """The broadcast batch axes of the parameters; raises ``HelmscopeError`` if they are declared wrongly.
+
+        >>> from helmscope.fields.attention import SA
+        >>> SA(beta=torch.tensor([1.0, 4.0])).batch
+        torch.Size([2])
+        """
         if not isinstance(self.parameters, Mapping):
             raise HelmscopeError(
                 f"parameters of {self.name} is {self.parameters!r}, but it must map the names of parameters to their "
@@ -241,8 +277,8 @@ class Field(ABC):
 
         self.with_parameters(record_shape)
         try:
-            return torch.Size(torch.broadcast_shapes(*shapes))  # type: ignore[no-untyped-call]
-        except RuntimeError:
+            return broadcast_shapes(*shapes)
+        except ValueError:
             raise HelmscopeError(
                 f"the parameters of {type(self).__name__} have batch axes {[tuple(shape) for shape in shapes]}, which "
                 "do not broadcast"

@@ -1,4 +1,5 @@
-"""The algebraic Helmholtz split of an MLP (source 000-3), neuron by neuron: f = grad U + R + harmonic, div R = 0.
+"""The algebraic Helmholtz split of an MLP [Helmholtz Transformer, no. 3], neuron by neuron: f = grad U + R + harmonic,
+div R = 0.
 
 Ungated, with z = v.x + c and n = v/|v|:
 
@@ -24,7 +25,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from helmscope.fields.mlp import MLP, GatedMLP, affine, linear
-from helmscope.types import HelmscopeError
+from helmscope.types import HelmscopeError, type_with_article
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
@@ -32,12 +33,12 @@ if TYPE_CHECKING:
 
 
 def helmholtz(mlp: MLP | GatedMLP) -> HelmholtzSplit:
-    """The exact split f = grad U + R + harmonic with div R = 0 (source 000-3 (a), (b); formulas above).
+    """The exact split f = grad U + R + harmonic with div R = 0 ([Helmholtz Transformer, no. 3]; formulas above).
 
-    ``split.dead`` lists the neurons that are constant (v = 0; gated: g = u = 0); they belong to the harmonic part,
-    together with b_out. A gated neuron with g = 0 but u != 0 is s(c) times a linear neuron with row u and is split like
-    one. Raises ``HelmscopeError`` if ``mlp`` is not an MLP, has batch axes, or has an activation without psi (gated:
-    or Psi).
+    ``split.dead_neurons`` lists the neurons that are constant (v = 0; gated: g = u = 0); they belong to the harmonic
+    part, together with b_out. A gated neuron with g = 0 but u != 0 is s(c) times a linear neuron with row u and is
+    split like one. Raises ``HelmscopeError`` if ``mlp`` is not an MLP, has batch axes, or has an activation without psi
+    (gated: or Psi).
 
     If a row is tiny compared with its bias, U is of order psi(c)/|v|; in the gated case so are grad U and R, with
     opposite signs, and their sum loses digits. For |g| below 1e-150 (1e-19 in float32) use ``gradient`` instead of
@@ -58,7 +59,8 @@ def helmholtz(mlp: MLP | GatedMLP) -> HelmholtzSplit:
 
 
 def helmholtz_as_printed(mlp: MLP | GatedMLP) -> HelmholtzSplit:
-    """The split as source 000 prints it, for comparison; it is wrong, as follows. ``swirl`` = f - gradient - harmonic.
+    """The split as the [Helmholtz Transformer] prints it, for comparison; it is wrong, as follows. ``swirl`` = f -
+    gradient - harmonic.
 
     Ungated: a = w.v without |v|^2, so that div R != 0 unless every |v| = 1. Gated: U = sum_j a psi(z) t and
     "grad U" = sum_j a s(z) t g with a = w.g / |g|^2, which is not a gradient, and div R != 0; a = 0 where g = 0.
@@ -76,7 +78,7 @@ def helmholtz_as_printed(mlp: MLP | GatedMLP) -> HelmholtzSplit:
 
 def _check_mlp(mlp: object) -> None:
     if not isinstance(mlp, MLP | GatedMLP):
-        raise HelmscopeError(f"mlp is a {type(mlp).__name__}, but it must be an MLP or a GatedMLP")
+        raise HelmscopeError(f"mlp is {type_with_article(mlp)}, but it must be an MLP or a GatedMLP")
     if mlp.batch:
         raise HelmscopeError(f"mlp has the batch axes {tuple(mlp.batch)}, but only one MLP can be split at a time")
 
@@ -98,24 +100,55 @@ class HelmholtzSplit(ABC):
     mlp: MLP | GatedMLP
 
     @property
-    def dead(self) -> Int[Tensor, " dead"]:
-        """Indices of the neurons that are constant: v = 0, or g = u = 0 if gated."""
+    def dead_neurons(self) -> Int[Tensor, " dead"]:
+        """Indices of the neurons that are constant: v = 0, or g = u = 0 if gated.
+
+        >>> mlp = MLP(w_in=torch.tensor([[1.0, 0.0], [0.0, 0.0]]), w_out=torch.eye(2))
+        >>> helmholtz(mlp).dead_neurons
+        tensor([1])
+        """
         return self._is_dead(torch.zeros((), dtype=torch.float64, device="cpu")).nonzero().squeeze(-1)
 
     @abstractmethod
     def potential(self, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch"]:
-        """U(x). The force points uphill, so the energy is V = -U."""
+        """U(x). The force points uphill, so the energy is V = -U.
+
+        >>> from helmscope.fields.activations import Identity
+        >>> w_out = torch.tensor([[1.0, -3.0], [3.0, 1.0]])
+        >>> mlp = MLP(w_in=torch.eye(2), w_out=w_out, activation=Identity())
+        >>> helmholtz(mlp).potential(torch.tensor([1.0, 2.0]))
+        tensor(2.5000)
+        """
 
     @abstractmethod
     def gradient(self, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
-        """grad U(x), in closed form."""
+        """grad U(x), in closed form.
+
+        >>> from helmscope.fields.activations import Identity
+        >>> w_out = torch.tensor([[1.0, -3.0], [3.0, 1.0]])
+        >>> mlp = MLP(w_in=torch.eye(2), w_out=w_out, activation=Identity())
+        >>> helmholtz(mlp).gradient(torch.tensor([1.0, 2.0]))
+        tensor([1., 2.])
+        """
 
     @abstractmethod
     def swirl(self, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
-        """R(x), which is divergence-free in R^d."""
+        """R(x), which is divergence-free in R^d.
+
+        >>> from helmscope.fields.activations import Identity
+        >>> w_out = torch.tensor([[1.0, -3.0], [3.0, 1.0]])
+        >>> mlp = MLP(w_in=torch.eye(2), w_out=w_out, activation=Identity())
+        >>> helmholtz(mlp).swirl(torch.tensor([1.0, 2.0]))
+        tensor([-6.,  3.])
+        """
 
     def harmonic(self, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
-        """b_out and the dead neurons: a constant, which is both a gradient and divergence-free."""
+        """b_out and the dead neurons: a constant, which is both a gradient and divergence-free.
+
+        >>> mlp = MLP(w_in=torch.eye(2), w_out=torch.eye(2), b_out=torch.tensor([0.5, 0.0]))
+        >>> helmholtz(mlp).harmonic(torch.tensor([1.0, 2.0]))
+        tensor([0.5000, 0.0000])
+        """
         self.mlp.check_points(x)
         at_origin = self.mlp.neurons(x.new_zeros(self.mlp.dim))
         constants = torch.where(self._is_dead(x), at_origin, 0.0)

@@ -1,4 +1,5 @@
-"""The Hodge split of an MLP for normally distributed inputs, which is unique and orthogonal (source 000-3 (d) 2).
+"""The Hodge split of an MLP for normally distributed inputs, which is unique and orthogonal [Helmholtz Transformer, no.
+3].
 
 For rho = N(0, I) the best gradient U = argmin E|f - grad U|^2 leaves R = f - grad U with div(rho R) = 0, and
 E|f|^2 = E|grad U|^2 + E|R|^2. For a neuron w s(v.x + c) = w phi(z), z = e.x, e = v/|v|, w = alpha e + r with r
@@ -30,7 +31,7 @@ import torch
 from helmscope.fields.hodge_profile import Law, Neurons, Profiles, check_ungated
 from helmscope.fields.mlp import MLP, linear
 from helmscope.geometry.arithmetic import full_precision
-from helmscope.types import HelmscopeError, real_number
+from helmscope.types import HelmscopeError, real_number, type_with_article
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
@@ -231,7 +232,7 @@ class LinearHodge:
 
 @full_precision
 def linear_hodge_split(matrix: Float[Tensor, "d d"], covariance: Float[Tensor, "d d"]) -> LinearHodge:
-    """The orthogonal split of the linear force M x under x ~ N(0, C): S symmetric, with (source 000-3 (d) 2)
+    """The orthogonal split of the linear force M x under x ~ N(0, C): S symmetric, with [Helmholtz Transformer, no. 3]
 
         S C + C S = M C + C M^T,    share = tr((M - S) C (M - S)^T) / tr(M C M^T) in [0, 1], NaN for M = 0.
 
@@ -245,7 +246,7 @@ def linear_hodge_split(matrix: Float[Tensor, "d d"], covariance: Float[Tensor, "
     """
     for name, value in (("matrix", matrix), ("covariance", covariance)):
         if not isinstance(value, torch.Tensor) or not value.is_floating_point() or value.ndim != 2:
-            raise HelmscopeError(f"{name} is a {type(value).__name__}, but it must be a square float tensor")
+            raise HelmscopeError(f"{name} is {type_with_article(value)}, but it must be a square float tensor")
         if value.shape != (matrix.shape[0], matrix.shape[0]) or not bool(torch.isfinite(value).all()):
             raise HelmscopeError(
                 f"{name} has shape {tuple(value.shape)}, but both must be finite and square, of the same size"

@@ -1,5 +1,5 @@
 """The symmetric and antisymmetric part of the Jacobian of a force, which show whether it is locally conservative
-(source 000-3 (d) 1).
+[Helmholtz Transformer, no. 3].
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 
 from helmscope.fields.field import Field
 from helmscope.geometry.arithmetic import full_precision
-from helmscope.types import HelmscopeError
+from helmscope.types import HelmscopeError, type_with_article
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -64,22 +64,22 @@ def jacobian_split(
     torch.Size([5])
     """
     if not isinstance(x, torch.Tensor) or not x.is_floating_point() or x.ndim < 1:
-        given = f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, torch.Tensor) else type(x).__name__
+        given = f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, torch.Tensor) else type_with_article(x)
         raise HelmscopeError(f"x is {given}, but it must be a float tensor of points (..., d)")
     if isinstance(force, type) or not callable(force):
         raise HelmscopeError(
-            f"force is a {type(force).__name__}, but it must be a callable (..., d) -> (..., d), such as an MLP"
+            f"force is {type_with_article(force)}, but it must be a callable (..., d) -> (..., d), such as an MLP"
         )
     owner = getattr(force, "__self__", force)  # also for bound methods such as attention.velocity
     if isinstance(owner, Field) and owner.attends:
         raise HelmscopeError(
-            f"force is a {type(owner).__name__}, which mixes points, but it must act on each point separately"
+            f"force is {type_with_article(owner)}, which mixes points, but it must act on each point separately"
         )
 
     def checked_force(y: Tensor) -> Tensor:
         value = force(y)
         if not isinstance(value, torch.Tensor) or value.shape != x.shape:
-            given = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
+            given = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type_with_article(value)
             raise HelmscopeError(
                 f"force returns {given} at points of shape {tuple(x.shape)}, but it must return one vector per point"
             )

@@ -1,9 +1,9 @@
 """Neurons as functions of one coordinate: its distribution, and the profiles h of the Hodge splits on the sphere and in
 Gauss space.
 
-A neuron w phi(z), z = e.x, has w = alpha e + r with r perpendicular to e. For x ~ N(0, I) its best potential is
-U = alpha int phi + (r.x) h(z) with h'' - z h' - h = -phi (source 000-3 (d) 2). N(0, I) is the limit k -> 0 of the
-sphere of radius sqrt d and curvature k = 1/d, where h satisfies (source 000-3 (d) 3, z = sqrt d s)
+A neuron w phi(z), z = e.x, has w = alpha e + r with r perpendicular to e. For x ~ N(0, I) its best potential is U =
+alpha int phi + (r.x) h(z) with h'' - z h' - h = -phi [Helmholtz Transformer, no. 3]. N(0, I) is the limit k -> 0 of the
+sphere of radius sqrt d and curvature k = 1/d, where h satisfies ([Helmholtz Transformer, no. 3], z = sqrt d s)
 
     p h'' - (1 + k) z h' - (1 - k) h = -(k z phi' + (1 - k) phi),    p = 1 - k z^2
 
@@ -30,7 +30,7 @@ from numpy.polynomial import chebyshev, legendre
 
 from helmscope.fields.mlp import MLP, GatedMLP
 from helmscope.geometry.arithmetic import full_precision
-from helmscope.types import HelmscopeError
+from helmscope.types import HelmscopeError, type_with_article
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -54,7 +54,7 @@ def check_ungated(mlp: object) -> MLP:
             "needs profiles of second order, which are not tabulated"
         )
     if not isinstance(mlp, MLP):
-        raise HelmscopeError(f"mlp is a {type(mlp).__name__}, but it must be an MLP")
+        raise HelmscopeError(f"mlp is {type_with_article(mlp)}, but it must be an MLP")
     if mlp.batch:
         raise HelmscopeError(f"mlp has the batch axes {tuple(mlp.batch)}, but only one MLP can be split at a time")
     return mlp

@@ -1,4 +1,5 @@
-"""The Hodge split of an MLP on the sphere with uniform measure, which is unique and orthogonal (source 000-3 (d) 3).
+"""The Hodge split of an MLP on the sphere with uniform measure, which is unique and orthogonal [Helmholtz Transformer,
+no. 3].
 
 The tangential part P f of a force on S^(d-1) is grad_S u + R with div_S R = 0: u solves Lap_S u = div_S(P f), which
 determines it up to a constant, and E<grad_S u, R> = 0. For a neuron w s(v.x + c) = w phi(t), t = e.x, e = v/|v|, with
@@ -11,8 +12,8 @@ As a series, h = sum_n g_n C_n^(d/2)(t) / ((n + 1)(n + d - 1)) with the Gegenbau
 t phi' + (d - 1) phi. If phi has a corner, the series converges slowly, so h is computed from its equation, to rounding
 (``hodge_profile``). In the variable sqrt d t the split tends to that of Gauss space as d grows.
 
-A field that is divergence-free in R^d need not be so on the sphere, and conversely (source 000-3 (e)): R is not the
-projected swirl of ``helmholtz``.
+A field that is divergence-free in R^d need not be so on the sphere, and conversely [Helmholtz Transformer, no. 3]: R is
+not the projected swirl of ``helmholtz``.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ import torch
 
 from helmscope.fields.parameters import Change, copy_with, shape_or_type
 from helmscope.geometry.arithmetic import check_dense_values, every, full_precision
-from helmscope.kernels.dense import matrix_product
+from helmscope.summation.dense import matrix_product
 from helmscope.types import HelmscopeError
 
 if TYPE_CHECKING:
@@ -47,12 +47,22 @@ class LowRank:
 
     @property
     def shape(self) -> torch.Size:
-        """(d, d), the shape of the matrix."""
+        """(d, d), the shape of the matrix.
+
+        >>> matrix = LowRank(torch.ones(3, 1), torch.ones(3, 1))
+        >>> matrix.shape
+        torch.Size([3, 3])
+        """
         return torch.Size((self.left.shape[-2], self.left.shape[-2]))
 
     @property
     def rank(self) -> int:
-        """The number r of columns, which bounds the rank of the matrix."""
+        """The number r of columns, which bounds the rank of the matrix.
+
+        >>> matrix = LowRank(torch.ones(3, 1), torch.ones(3, 1))
+        >>> matrix.rank
+        1
+        """
         return self.left.shape[-1]
 
     def with_parameters(self, change: Change) -> LowRank:
@@ -63,7 +73,12 @@ class LowRank:
 
     @full_precision
     def dense(self) -> Float[Tensor, "d d"]:
-        """The product left @ right^T."""
+        """The product left @ right^T.
+
+        >>> LowRank(torch.tensor([[1.0], [2.0]]), torch.tensor([[3.0], [4.0]])).dense()
+        tensor([[3., 4.],
+                [6., 8.]])
+        """
         return self.left @ self.right.to(self.left).mT
 
 

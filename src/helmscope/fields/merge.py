@@ -20,7 +20,7 @@ from helmscope.geometry.sphere import check_tokens, retract
 from helmscope.types import HelmscopeError, real_number
 
 if TYPE_CHECKING:
-    from jaxtyping import Float, Int
+    from jaxtyping import Bool, Float, Int
     from torch import Tensor
 
 
@@ -38,7 +38,12 @@ class Merged:
     leader: Int[Tensor, "*batch n"]
 
     def distinct(self) -> tuple[Float[Tensor, "k d"], Float[Tensor, " k"]]:
-        """The k distinct tokens of a single cloud and their weights. Raises ``HelmscopeError`` for several clouds."""
+        """The k distinct tokens of a single cloud and their weights. Raises ``HelmscopeError`` for several clouds.
+
+        >>> x = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 0.0]])
+        >>> merge_tokens(x, 1e-6).distinct()[1]
+        tensor([2., 1.])
+        """
         if self.leader.ndim != 1:
             raise HelmscopeError(
                 f"states has shape {tuple(self.states.shape)}, but distinct() needs a single cloud (n, d), because the "
@@ -63,14 +68,24 @@ def merge_tokens(
     """
     tolerance = real_number("tolerance", tolerance, at_least=0)
     checked = check_weights(check_tokens(x), weights, None)
-    return merge_close(x, torch.ones_like(x[..., 0]) if checked is None else checked, tolerance)
+    masses = torch.ones_like(x[..., 0]) if checked is None else checked
+    return merge_close(x, masses, tolerance, close_pairs(x, masses, tolerance))
+
+
+def close_pairs(x: Tensor, weights: Tensor, tolerance: float) -> Bool[Tensor, "*batch n n"]:
+    """Which tokens of positive weight are at most ``tolerance`` radians apart; each of them is close to itself.
+
+    >>> close_pairs(torch.eye(2), torch.tensor([1.0, 0.0]), 0.1)
+    tensor([[ True, False],
+            [False, False]])
+    """
+    weighted = weights > 0
+    return (pairwise_angles(x.detach()) <= tolerance) & weighted.unsqueeze(-1) & weighted.unsqueeze(-2)
 
 
 @full_precision
-def merge_close(x: Tensor, weights: Tensor, tolerance: float) -> Merged:
-    """``merge_tokens``, unchecked."""
-    weighted = weights > 0
-    close = (pairwise_angles(x.detach()) <= tolerance) & weighted.unsqueeze(-1) & weighted.unsqueeze(-2)
+def merge_close(x: Tensor, weights: Tensor, tolerance: float, close: Tensor) -> Merged:
+    """``merge_tokens`` for known ``close_pairs``, unchecked."""
     leader = components(close)
     member = (leader.unsqueeze(-2) == torch.arange(x.shape[-2], device=x.device).unsqueeze(-1)).to(x)
     mass = member @ weights.unsqueeze(-1)

@@ -1,4 +1,5 @@
-"""The MLP of a transformer as a force on R^d (source 000-3), defined everywhere and not only on the sphere:
+"""The MLP of a transformer as a force on R^d [Helmholtz Transformer, no. 3], defined everywhere and not only on the
+sphere:
 
     MLP         f(x) = sum_j w_j s(v_j.x + c_j) + b
     GatedMLP    f(x) = sum_j w_j s(g_j.x + c_j) (u_j.x + e_j) + b
@@ -22,8 +23,8 @@ from helmscope.fields.activations import GELU, Activation, SiLU
 from helmscope.fields.field import Field
 from helmscope.geometry.arithmetic import check_dense_values, every
 from helmscope.geometry.sphere import project
-from helmscope.kernels.dense import matrix_product
-from helmscope.types import HelmscopeError
+from helmscope.summation.dense import matrix_product
+from helmscope.types import HelmscopeError, type_with_article
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -45,12 +46,22 @@ class Force(Field):
 
     @property
     def dim(self) -> int:
-        """The dimension d of the space R^d on which the force acts."""
+        """The dimension d of the space R^d on which the force acts.
+
+        >>> mlp = MLP(w_in=torch.ones(3, 2), w_out=torch.ones(2, 3))
+        >>> mlp.dim
+        2
+        """
         return self.w_out.shape[-2]
 
     @property
     def hidden(self) -> int:
-        """The number of neurons."""
+        """The number of neurons.
+
+        >>> mlp = MLP(w_in=torch.ones(3, 2), w_out=torch.ones(2, 3))
+        >>> mlp.hidden
+        3
+        """
         return self.w_out.shape[-1]
 
     @property
@@ -76,7 +87,12 @@ class Force(Field):
 
     @abstractmethod
     def neurons(self, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch hidden"]:
-        """The activations of the hidden layer, unchecked: s(w_in x + b_in), or s(w_gate x + b_gate) (w_up x + b_up)."""
+        """The activations of the hidden layer, unchecked: s(w_in x + b_in), or s(w_gate x + b_gate) (w_up x + b_up).
+
+        >>> mlp = MLP(w_in=torch.ones(3, 2), w_out=torch.ones(2, 3))
+        >>> mlp.neurons(torch.tensor([1.0, 1.0])).shape
+        torch.Size([3])
+        """
 
     def ambient(
         self, x: Float[Tensor, "*batch d"], weights: Float[Tensor, "*batch"] | None = None, *, t: Time = 0.0
@@ -98,9 +114,17 @@ class Force(Field):
             super().check_size(x)
 
     def check_points(self, x: object) -> None:
-        """Raise ``HelmscopeError`` unless x is a float tensor (..., dim). Values are not read, so torch.func works."""
+        """Raise ``HelmscopeError`` unless x is a float tensor (..., dim). Values are not read, so torch.func works.
+
+        >>> mlp = MLP(w_in=torch.ones(3, 2), w_out=torch.ones(2, 3))
+        >>> mlp.check_points(torch.ones(5))
+        Traceback (most recent call last):
+        helmscope.types.HelmscopeError: x has shape (5,), but the parameters need (..., 2)
+        """
         if not isinstance(x, torch.Tensor):
-            raise HelmscopeError(f"x is a {type(x).__name__}, but it must be a torch tensor of shape (..., {self.dim})")
+            raise HelmscopeError(
+                f"x is {type_with_article(x)}, but it must be a torch tensor of shape (..., {self.dim})"
+            )
         if x.dtype not in POINTS:
             raise HelmscopeError(f"x has dtype {x.dtype}, but it must be torch.float64 or torch.float32")
         self.check_size(x)
@@ -108,7 +132,7 @@ class Force(Field):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class MLP(Force):
-    """f(x) = w_out s(w_in x + b_in) + b_out (source 000-3 (a)), at any x of R^d.
+    """f(x) = w_out s(w_in x + b_in) + b_out [Helmholtz Transformer, no. 3], at any x of R^d.
 
     ``w_in`` (hidden, dim) has rows v_j, ``w_out`` (dim, hidden) columns w_j. A row v_j = 0 is allowed: that neuron is
     constant. Calling returns the ambient force, ``velocity`` its tangential part; ``helmholtz`` splits it. Raises
@@ -143,7 +167,7 @@ class MLP(Force):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class GatedMLP(Force):
-    """f(x) = w_out [ s(w_gate x + b_gate) * (w_up x + b_up) ] + b_out (source 000-3 (b)), at any x of R^d.
+    """f(x) = w_out [ s(w_gate x + b_gate) * (w_up x + b_up) ] + b_out [Helmholtz Transformer, no. 3], at any x of R^d.
 
     ``w_gate`` (hidden, dim) has rows g_j, ``w_up`` (hidden, dim) rows u_j, ``w_out`` (dim, hidden) columns w_j; any
     row may be 0. Calling returns the ambient force, ``velocity`` its tangential part; ``helmholtz`` splits it. Raises
@@ -207,7 +231,9 @@ def linear(x: Float[Tensor, "*batch d"], matrix: Float[Tensor, "d k"]) -> Float[
 def _check_input_matrix(name: str, value: object) -> tuple[int, int]:
     """(hidden, dim) of the matrix that defines the sizes. Raises ``HelmscopeError`` if it is not a valid parameter."""
     if not isinstance(value, torch.Tensor) or value.ndim < 2 or 0 in value.shape:
-        given = f"has shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"is a {type(value).__name__}"
+        given = (
+            f"has shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"is {type_with_article(value)}"
+        )
         raise HelmscopeError(f"{name} {given}, but it must be a torch tensor (hidden, dim) with hidden, dim >= 1")
     _check_parameter(name, value, tuple(value.shape[-2:]), "it")
     return value.shape[-2], value.shape[-1]
@@ -215,7 +241,7 @@ def _check_input_matrix(name: str, value: object) -> tuple[int, int]:
 
 def _check_parameter(name: str, value: object, shape: tuple[int, ...], source: str) -> None:
     if not isinstance(value, torch.Tensor):
-        raise HelmscopeError(f"{name} is a {type(value).__name__}, but it must be a torch tensor of shape {shape}")
+        raise HelmscopeError(f"{name} is {type_with_article(value)}, but it must be a torch tensor of shape {shape}")
     if tuple(value.shape[-len(shape) :]) != shape:
         raise HelmscopeError(f"{name} has shape {tuple(value.shape)}, but {source} requires {shape}")
     check_dense_values(name, value)
@@ -238,7 +264,7 @@ def _check_activation(activation: object) -> None:
         known = (kind for kind in vars(activations).values() if isinstance(kind, type) and issubclass(kind, Activation))
         allowed = ", ".join(sorted(f"{kind.__name__}()" for kind in known if not inspect.isabstract(kind)))
         default_repr = type(activation).__repr__ is object.__repr__  # which would show a memory address
-        value = f"a {type(activation).__name__}" if default_repr else " ".join(repr(activation).split())[:80]
+        value = type_with_article(activation) if default_repr else " ".join(repr(activation).split())[:80]
         shown = getattr(activation, "__name__", value)
         raise HelmscopeError(
             f"activation is {shown}, but it must be one of {allowed} or an instance of your own subclass of Activation"

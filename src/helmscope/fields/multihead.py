@@ -1,6 +1,6 @@
-"""Multi-head attention (source 002): each head has its own temperature, matrices and bias, and velocities add up.
+"""Multi-head attention [Mean-field notes]: each head has its own temperature, matrices and bias, and velocities add up.
 
-    x_i' = scale sum_h P_{x_i} V_h sum_j p^h_ij x_j,     scale = 1/K for K heads (source 002), 1 in a real layer.
+    x_i' = scale sum_h P_{x_i} V_h sum_j p^h_ij x_j,     scale = 1/K for K heads [Mean-field notes], 1 in a real layer.
 
 P_x is linear, so the mean of the projections is the projection of the mean. For symmetric V_h = B_h, USA heads are the
 gradient flow of sum_h E_h; SA heads are not, because each has its own Z and hence its own metric. Heads are an axis of
@@ -32,10 +32,10 @@ from helmscope.fields.positions import Rotary
 from helmscope.fields.scaled_velocity import ScaledVelocity
 from helmscope.geometry.arithmetic import full_precision
 from helmscope.geometry.sphere import project
-from helmscope.kernels.choose import token_sum
-from helmscope.kernels.dense import matrix_product, transformed_logits
-from helmscope.kernels.kernel import Request, has_visible_key
-from helmscope.types import HelmscopeError, real_number
+from helmscope.summation.choose import token_sum
+from helmscope.summation.dense import matrix_product, transformed_logits
+from helmscope.summation.request import Request, has_visible_key
+from helmscope.types import HelmscopeError, real_number, type_with_article
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -48,7 +48,7 @@ PER_HEAD = ("beta", "query_key", "value", "bias")  # the attributes in which hea
 
 @dataclass(frozen=True, eq=False)
 class MultiHead(Field):
-    """x_i' = scale sum_h P_{x_i} V_h sum_j p^h_ij x_j (source 002); ``scale`` defaults to 1 / number of heads.
+    """x_i' = scale sum_h P_{x_i} V_h sum_j p^h_ij x_j [Mean-field notes]; ``scale`` defaults to 1 / number of heads.
 
     ``heads`` are fields of one class, SA, USA, Hardmax or SinkhornAttention; they may differ in beta, matrices and
     bias, and must agree in everything else. Ranks of ``LowRank`` matrices may differ. ``scale=1.0`` is the sum that a
@@ -134,11 +134,14 @@ class MultiHead(Field):
             head.check_size(x)
         super().check_size(x)
 
-    def scaled(self, x: Float[Tensor, "*batch n d"], weights: Tensor | None = None, *, t: Time = 0.0) -> ScaledVelocity:
+    def scaled_velocity(
+        self, x: Float[Tensor, "*batch n d"], weights: Tensor | None = None, *, t: Time = 0.0
+    ) -> ScaledVelocity:
         """The velocity as e^{log_scale} times a direction of moderate size; log_scale is 0 if weights are normalized.
 
         >>> from helmscope.fields.attention import USA
-        >>> MultiHead([USA(beta=1000.0), USA(beta=10.0)]).scaled(torch.tensor([[1.0, 0.0], [0.6, 0.8]])).log_scale
+        >>> x = torch.tensor([[1.0, 0.0], [0.6, 0.8]])
+        >>> MultiHead([USA(beta=1000.0), USA(beta=10.0)]).scaled_velocity(x).log_scale
         tensor([[600.],
                 [600.]])
         """
@@ -147,7 +150,7 @@ class MultiHead(Field):
         return ScaledVelocity(project(x, total), finite_log_scale(total, shift))
 
     @property
-    def overflows(self) -> bool:
+    def may_overflow(self) -> bool:
         """Whether e^beta may overflow, which it cannot if weights are normalized."""
         return not self.normalized
 
@@ -155,7 +158,7 @@ class MultiHead(Field):
         self, x: Float[Tensor, "*batch n d"], weights: Tensor | None = None, *, t: Time = 0.0
     ) -> Float[Tensor, "*batch n d"]:
         """The tangent velocity, unchecked: for inner loops and autograd transforms."""
-        scaled = self.scaled(x, weights=weights)
+        scaled = self.scaled_velocity(x, weights=weights)
         return scaled.direction if self.normalized else torch.exp(scaled.log_scale) * scaled.direction
 
     def ambient(
@@ -169,7 +172,12 @@ class MultiHead(Field):
     def outputs(
         self, x: Float[Tensor, "*batch n d"], weights: Tensor | None = None, *, t: Time = 0.0
     ) -> Float[Tensor, "*batch heads n d"]:
-        """The output of each head before projection and ``scale``: V_h sum_j p^h_ij x_j, (*batch, heads, n, d)."""
+        """The output of each head before projection and ``scale``: V_h sum_j p^h_ij x_j, (*batch, heads, n, d).
+
+        >>> from helmscope.fields.attention import SA
+        >>> MultiHead([SA(beta=0.0), SA(beta=1.0)]).outputs(torch.eye(2)).shape
+        torch.Size([2, 2, 2])
+        """
         sums, shift = self._head_sums(x, weights, tangent=False)
         if not self.normalized:
             sums = torch.exp(shift.unsqueeze(-3)) * sums
@@ -207,11 +215,11 @@ class MultiHead(Field):
         """The request for the sums of all heads, an axis before the tokens; ``tangent`` if they will be projected."""
         left, right = _stack_factors([head.query_key for head in self.heads], x)
         positions = self.heads[0].positions
-        placed = x if positions is None else positions.tokens(x)
+        placed = x if positions is None else positions.transform_tokens(x)
         query, key = self._apply_factors(placed, left), self._apply_factors(placed, right)
         if positions is not None:
-            query, key = positions.turned(query), positions.turned(key)
-        factor = self._per_head([head.factor for head in self.heads], x)
+            query, key = positions.transform_queries(query), positions.transform_queries(key)
+        factor = self._per_head([head.logit_factor for head in self.heads], x)
         _, inner = _stack_factors([head.value for head in self.heads], x)
         first = self.heads[0]
         return Request(
@@ -275,10 +283,10 @@ class MultiHead(Field):
         rows = sums.transpose(-3, -2).reshape(*sums.shape[:-3], n, heads * r)
         return self.scale * matrix_product(rows, left.mT.reshape(*left.shape[:-3], heads * r, left.shape[-2]))
 
-    def complaint(self, x: Tensor, weights: Tensor | None) -> str:
+    def overflow_message(self, x: Tensor, weights: Tensor | None) -> str:
         for h, head in enumerate(self.heads):
             if not bool(torch.isfinite(head.velocity(x, weights=weights).detach()).all()):
-                return f"in heads[{h}] {head.complaint(x, weights)}"
+                return f"in heads[{h}] {head.overflow_message(x, weights)}"
         return f"scale is {self.scale:g}, and the velocity overflows {x.dtype}: use a smaller one"
 
 
@@ -341,7 +349,7 @@ def check_heads(heads: object) -> tuple[Attention, ...]:
 def type_names(value: object) -> str:
     """The type of a value, or of each item of a sequence, for error messages: a repr would show whole matrices."""
     if not isinstance(value, Sequence) or isinstance(value, str):
-        return type(value).__name__
+        return type_with_article(value)
     return f"[{', '.join(type(item).__name__ for item in value)}]"
 
 

@@ -1,4 +1,4 @@
-"""Multi-head attention with an MLP inside the projection of each head, as source 002 prints it."""
+"""Multi-head attention with an MLP inside the projection of each head, as the [Mean-field notes] print it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ class PointwiseForce(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class MultiHeadAsPrinted(Field):
-    """x_i' = (1/K) sum_h P_{x_i} MLP_h(V_h sum_j p^h_ij x_j), as source 002 prints it: the MLP inside the projection.
+    """x_i' = (1/K) sum_h P_{x_i} MLP_h(V_h sum_j p^h_ij x_j), as the [Mean-field notes] print it: the MLP inside the
+    projection.
 
     A transformer instead adds the MLP to the residual stream after attention (``Block``). The flow as printed is not a
     gradient flow, even for USA heads with symmetric V_h = B_h. ``heads`` as in ``MultiHead``; ``mlps``, one per head.
@@ -114,7 +115,7 @@ class MultiHeadAsPrinted(Field):
         """The attention weight of key j for query i in each head."""
         return self.attention.kernel(x, weights=weights)
 
-    def complaint(self, x: Tensor, weights: Tensor | None) -> str:
+    def overflow_message(self, x: Tensor, weights: Tensor | None) -> str:
         if not bool(torch.isfinite(self.attention.outputs(x, weights=weights).detach()).all()):
-            return self.attention.complaint(x, weights)
+            return self.attention.overflow_message(x, weights)
         return f"mlps hold such large entries that the velocity overflows {x.dtype}: use smaller ones"

@@ -1,4 +1,5 @@
-"""Noise on tokens, and the stochastic processes on the sphere that it defines together with a flow (source 000-5).
+"""Noise on tokens, and the stochastic processes on the sphere that it defines together with a flow [Helmholtz
+Transformer, no. 5].
 
 A token x is driven by k Brownian motions W through sigma(x), d x k. With M = sigma sigma^T / 2 and P = I - x x^T,
 every process here has, for each token, the generator
@@ -14,8 +15,8 @@ forward equation d_t rho = div_S(Sigma grad_S rho) - c div_S(rho P M x) are
     Ito              dX = P f dt + P sigma dW - tr(P M) X dt      0           d
     DivergenceForm   defined by c = 0                             -d P M x    0
 
-For M = nu I all of them are Brownian motion with the generator nu Lap_S. Source 000 prints the Stratonovich equation
-with the forward equation of the divergence form; a layer with noise is neither.
+For M = nu I all of them are Brownian motion with the generator nu Lap_S. The [Helmholtz Transformer] prints the
+Stratonovich equation with the forward equation of the divergence form; a layer with noise is neither.
 
 On a residual stream in R^d there is nothing to project: dY = f dt + sigma dW, and the direction of Y is the layer-norm
 chain with f / |Y| and M / |Y|^2.
@@ -35,8 +36,8 @@ from torch.func import jvp
 from helmscope.fields.parameters import shape_or_type
 from helmscope.geometry.arithmetic import check_dense_values, full_precision
 from helmscope.geometry.sphere import project
-from helmscope.kernels.dense import matrix_product
-from helmscope.types import HelmscopeError, real_number
+from helmscope.summation.dense import matrix_product
+from helmscope.types import HelmscopeError, real_number, type_with_article
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -62,8 +63,9 @@ class Process(ABC):
 class LayerNormChain(Process):
     """The limit of x' = N(x + eps f + sigma dW), which is what a layer does: beta = -2 P M(x) x, for every sigma(x).
 
-    N shortens the tangential part of a step that points outward and lengthens that of one that points inward (000-1:
-    -<x, d> P d). Under constant noise the uniform distribution on the circle is stationary.
+    N shortens the tangential part of a step that points outward and lengthens that of one that points inward
+    ([Helmholtz Transformer, no. 1]: -<x, d> P d). Under constant noise the uniform distribution on the circle is
+    stationary.
 
     >>> x = torch.tensor([[0.6, 0.8]])
     >>> LayerNormChain().drift(MatrixNoise(torch.diag(torch.tensor([2.0, 1.0]))), x)
@@ -72,7 +74,7 @@ class LayerNormChain(Process):
 
     def drift(self, noise: Noise, x: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n d"]:
         """-2 P M x."""
-        return -2 * project(x, noise.drag(x))
+        return -2 * project(x, noise.diffusion_times_state(x))
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,7 @@ class Stratonovich(Process):
 
     def drift(self, noise: Noise, x: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n d"]:
         """P [(1/2) sum_k D sigma_k[P sigma_k] - M x], because P D A_k[v] = P D sigma_k[v] - <x, sigma_k> v."""
-        return project(x, noise.self_transport(x) - noise.drag(x))
+        return project(x, noise.stratonovich_correction(x) - noise.diffusion_times_state(x))
 
 
 @dataclass(frozen=True)
@@ -114,7 +116,7 @@ class DivergenceForm(Process):
 
     def drift(self, noise: Noise, x: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n d"]:
         """P sum_m D M[P e_m] e_m - d P M x."""
-        return project(x, noise.divergence(x) - x.shape[-1] * noise.drag(x))
+        return project(x, noise.divergence(x) - x.shape[-1] * noise.diffusion_times_state(x))
 
 
 # Noises ---------------------------------------------------------------------------------------------------------------
@@ -146,22 +148,33 @@ class Noise(ABC):
         """Raise ``HelmscopeError`` unless the shape of the tokens fits this noise."""
 
     @abstractmethod
-    def sources(self, x: Float[Tensor, "*batch n d"]) -> int:
-        """The number k of Brownian motions that drive a token."""
+    def brownian_dim(self, x: Float[Tensor, "*batch n d"]) -> int:
+        """The number k of Brownian motions that drive a token.
+
+        >>> IsotropicNoise(0.1).brownian_dim(torch.eye(3))
+        3
+        """
 
     @abstractmethod
-    def kick(self, x: Float[Tensor, "*batch n d"], dw: Float[Tensor, "*batch n k"]) -> Float[Tensor, "*batch n d"]:
+    def increment(self, x: Float[Tensor, "*batch n d"], dw: Float[Tensor, "*batch n k"]) -> Float[Tensor, "*batch n d"]:
         """sigma(x) dw, before projection."""
 
     @abstractmethod
-    def matrix(self, x: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n d d"]:
-        """M(x) = sigma sigma^T / 2; an increment over dt has covariance 2 M dt."""
+    def diffusion_matrix(self, x: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n d d"]:
+        """The diffusion matrix M(x) = sigma sigma^T / 2: an increment over dt has covariance 2 M dt.
+
+        >>> IsotropicNoise(0.5).diffusion_matrix(torch.eye(2)[:1])
+        tensor([[[0.5000, 0.0000],
+                 [0.0000, 0.5000]]])
+        """
 
     @abstractmethod
-    def drag(self, x: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n d"]:
+    def diffusion_times_state(self, x: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n d"]:
         """M(x) x."""
 
-    def self_transport(self, x: Float[Tensor, "*batch n d"], *, on_sphere: bool = True) -> Float[Tensor, "*batch n d"]:
+    def stratonovich_correction(
+        self, x: Float[Tensor, "*batch n d"], *, on_sphere: bool = True
+    ) -> Float[Tensor, "*batch n d"]:
         """(1/2) sum_k D sigma_k[P sigma_k], without P unless ``on_sphere``. 0 if sigma is constant."""
         return torch.zeros_like(x)
 
@@ -177,7 +190,7 @@ class IsotropicNoise(Noise):
     Without a field E<a, X_t> = e^{-nu (d-1) t} <a, x0>, and harmonics of degree k decay as e^{-nu k (k+d-2) t}. Raises
     ``HelmscopeError`` unless nu is finite and >= 0.
 
-    >>> IsotropicNoise(0.5).kick(torch.tensor([[1.0, 0.0]]), torch.tensor([[0.1, 0.2]]))
+    >>> IsotropicNoise(0.5).increment(torch.tensor([[1.0, 0.0]]), torch.tensor([[0.1, 0.2]]))
     tensor([[0.1000, 0.2000]])
     """
 
@@ -190,74 +203,75 @@ class IsotropicNoise(Noise):
     def check_size(self, x: Float[Tensor, "*batch n d"]) -> None:
         """Accept tokens of any shape."""
 
-    def sources(self, x: Float[Tensor, "*batch n d"]) -> int:
+    def brownian_dim(self, x: Float[Tensor, "*batch n d"]) -> int:
         """d."""
         return x.shape[-1]
 
-    def kick(self, x: Float[Tensor, "*batch n d"], dw: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n d"]:
+    def increment(self, x: Float[Tensor, "*batch n d"], dw: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n d"]:
         """sqrt(2 nu) dw."""
         return math.sqrt(2 * self.nu) * dw
 
-    def matrix(self, x: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n d d"]:
+    def diffusion_matrix(self, x: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n d d"]:
         """nu I."""
         return (self.nu * torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)).expand(*x.shape, x.shape[-1])
 
-    def drag(self, x: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n d"]:
+    def diffusion_times_state(self, x: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n d"]:
         """nu x."""
         return self.nu * x
 
 
 @dataclass(frozen=True, eq=False)
 class MatrixNoise(Noise):
-    """Noise with a constant symmetric positive semi-definite M (d, d): an increment over dt has covariance 2 M dt.
+    """Noise with a constant diffusion matrix M (d, d), symmetric and positive semi-definite: an increment over dt has
+    covariance 2 M dt.
 
     sigma is the symmetric square root of 2 M. No gradients are propagated to the matrix. Raises ``HelmscopeError`` if M
     is not square, finite, symmetric and positive semi-definite up to rounding.
 
     >>> noise = MatrixNoise(torch.diag(torch.tensor([2.0, 0.5])))
-    >>> noise.kick(torch.tensor([[1.0, 0.0]]), torch.tensor([[0.1, 0.1]]))
+    >>> noise.increment(torch.tensor([[1.0, 0.0]]), torch.tensor([[0.1, 0.1]]))
     tensor([[0.2000, 0.1000]])
     """
 
-    m: Float[Tensor, "d d"]
+    diffusion: Float[Tensor, "d d"]
     root: Float[Tensor, "d d"] = field(init=False, repr=False)
 
     @full_precision
     def __post_init__(self) -> None:
         super().__post_init__()
-        m = _check_symmetric(self.m)
+        m = _check_symmetric(self.diffusion)
         values, vectors = torch.linalg.eigh(m)
         low, high = float(values[0]), float(values.abs().amax())
-        allowed = -_rounding_tolerance(self.m) * high
+        allowed = -_rounding_tolerance(self.diffusion) * high
         if low < allowed:
             raise HelmscopeError(
-                f"m has the eigenvalue {low:.6g}, but it must be positive semi-definite: next to the largest, "
-                f"{high:.6g}, only {allowed:.2g} and above counts as rounding error in {self.m.dtype}"
+                f"diffusion has the eigenvalue {low:.6g}, but it must be positive semi-definite: next to the largest, "
+                f"{high:.6g}, only {allowed:.2g} and above counts as rounding error in {self.diffusion.dtype}"
             )
-        object.__setattr__(self, "m", m)
+        object.__setattr__(self, "diffusion", m)
         object.__setattr__(self, "root", vectors * (2 * values.clamp(min=0)).sqrt() @ vectors.mT)
 
     def check_size(self, x: Float[Tensor, "*batch n d"]) -> None:
         """Raise ``HelmscopeError`` unless the tokens have the dimension of M."""
-        if x.shape[-1] != len(self.m):
-            given, wanted = tuple(self.m.shape), (x.shape[-1],) * 2
-            raise HelmscopeError(f"m has shape {given}, but tokens of shape {tuple(x.shape)} need {wanted}")
+        if x.shape[-1] != len(self.diffusion):
+            given, wanted = tuple(self.diffusion.shape), (x.shape[-1],) * 2
+            raise HelmscopeError(f"diffusion has shape {given}, but tokens of shape {tuple(x.shape)} need {wanted}")
 
-    def sources(self, x: Float[Tensor, "*batch n d"]) -> int:
+    def brownian_dim(self, x: Float[Tensor, "*batch n d"]) -> int:
         """d."""
         return x.shape[-1]
 
-    def kick(self, x: Float[Tensor, "*batch n d"], dw: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n d"]:
+    def increment(self, x: Float[Tensor, "*batch n d"], dw: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n d"]:
         """(2 M)^(1/2) dw."""
         return matrix_product(dw, self.root.to(x))
 
-    def matrix(self, x: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n d d"]:
+    def diffusion_matrix(self, x: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n d d"]:
         """M."""
-        return self.m.to(x).expand(*x.shape, x.shape[-1])
+        return self.diffusion.to(x).expand(*x.shape, x.shape[-1])
 
-    def drag(self, x: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n d"]:
+    def diffusion_times_state(self, x: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n d"]:
         """M x."""
-        return matrix_product(x, self.m.to(x))
+        return matrix_product(x, self.diffusion.to(x))
 
 
 @dataclass(frozen=True, eq=False)
@@ -273,7 +287,7 @@ class StateNoise(Noise):
     another shape or entries that are not finite.
 
     >>> noise = StateNoise(lambda x: x[..., :1, None] * torch.eye(2))  # x_1 I
-    >>> noise.matrix(torch.tensor([[0.6, 0.8]]))
+    >>> noise.diffusion_matrix(torch.tensor([[0.6, 0.8]]))
     tensor([[[0.1800, 0.0000],
              [0.0000, 0.1800]]])
     """
@@ -301,27 +315,29 @@ class StateNoise(Noise):
         if len(bad):
             raise HelmscopeError(f"sigma returns the entry {bad[0].item()}, but every entry must be finite")
 
-    def sources(self, x: Float[Tensor, "*batch n d"]) -> int:
+    def brownian_dim(self, x: Float[Tensor, "*batch n d"]) -> int:
         """The length of the last axis of sigma(x)."""
         with torch.no_grad():
             return self.sigma(x).shape[-1]
 
-    def kick(self, x: Float[Tensor, "*batch n d"], dw: Float[Tensor, "*batch n k"]) -> Float[Tensor, "*batch n d"]:
+    def increment(self, x: Float[Tensor, "*batch n d"], dw: Float[Tensor, "*batch n k"]) -> Float[Tensor, "*batch n d"]:
         """sigma(x) dw."""
         return (self._sigma_at(x) * dw.unsqueeze(-2)).sum(-1)
 
     @full_precision
-    def matrix(self, x: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n d d"]:
+    def diffusion_matrix(self, x: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n d d"]:
         """sigma sigma^T / 2."""
         sigma = self._sigma_at(x)
         return sigma @ sigma.mT / 2
 
-    def drag(self, x: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n d"]:
+    def diffusion_times_state(self, x: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n d"]:
         """sigma (sigma^T x) / 2."""
         sigma = self._sigma_at(x)
         return (sigma * (sigma * x.unsqueeze(-1)).sum(-2, keepdim=True)).sum(-1) / 2
 
-    def self_transport(self, x: Float[Tensor, "*batch n d"], *, on_sphere: bool = True) -> Float[Tensor, "*batch n d"]:
+    def stratonovich_correction(
+        self, x: Float[Tensor, "*batch n d"], *, on_sphere: bool = True
+    ) -> Float[Tensor, "*batch n d"]:
         """(1/2) sum_k D sigma_k[P sigma_k], without P unless ``on_sphere``."""
         columns = self._sigma_at(x).movedim(-1, 0)
         columns = project(x, columns) if on_sphere else columns
@@ -332,7 +348,8 @@ class StateNoise(Noise):
     def divergence(self, x: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n d"]:
         """sum_m D M[P e_m] e_m."""
         axes = torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)
-        terms = [self._own_derivative(self.matrix, x, project(x, e.expand_as(x)))[..., m] for m, e in enumerate(axes)]
+        tangents = [project(x, axis.expand_as(x)) for axis in axes]
+        terms = [self._own_derivative(self.diffusion_matrix, x, v)[..., m] for m, v in enumerate(tangents)]
         return torch.stack(terms).sum(0)
 
     def _sigma_at(self, x: Tensor) -> Tensor:
@@ -356,20 +373,21 @@ class StateNoise(Noise):
 def _check_symmetric(m: object) -> Float[Tensor, "d d"]:
     """The matrix in float64, exactly symmetric; ``HelmscopeError`` if it is not symmetric up to rounding."""
     if not isinstance(m, torch.Tensor) or m.ndim != 2 or not m.shape[0] == m.shape[1] > 0:
-        given = f"a tensor of shape {tuple(m.shape)}" if isinstance(m, torch.Tensor) else f"a {type(m).__name__}"
-        raise HelmscopeError(f"m is {given}, but it must be a square matrix as a torch tensor")
+        given = f"a tensor of shape {tuple(m.shape)}" if isinstance(m, torch.Tensor) else type_with_article(m)
+        raise HelmscopeError(f"diffusion is {given}, but it must be a square matrix as a torch tensor")
     if not m.dtype.is_floating_point:
-        raise HelmscopeError(f"m has dtype {m.dtype}, but it must hold floating-point numbers")
-    check_dense_values("m", m)
+        raise HelmscopeError(f"diffusion has dtype {m.dtype}, but it must hold floating-point numbers")
+    check_dense_values("diffusion", m)
     entries = m.detach().to(torch.float64)
     bad = entries[~torch.isfinite(entries)]
     if len(bad):
-        raise HelmscopeError(f"m holds the entry {bad[0].item()}, but every entry must be finite")
+        raise HelmscopeError(f"diffusion holds the entry {bad[0].item()}, but every entry must be finite")
     asymmetry = (entries - entries.mT).abs()
     if bool((asymmetry > _rounding_tolerance(m) * entries.abs().amax()).any()):
         i, j = divmod(int(asymmetry.argmax()), len(m))
         raise HelmscopeError(
-            f"m differs from its transpose by {asymmetry.amax().item():.6g} at ({i}, {j}), but it must be symmetric"
+            f"diffusion differs from its transpose by {asymmetry.amax().item():.6g} at ({i}, {j}), but it must be "
+            "symmetric"
         )
     return (entries + entries.mT) / 2
 

@@ -1,4 +1,4 @@
-"""The norms of transformers, with gain, bias and epsilon, over the last axis (source 000-1).
+"""The norms of transformers, with gain, bias and epsilon, over the last axis [Helmholtz Transformer, no. 1].
 
     UnitNorm     y / |y|                                 onto the sphere S^(d-1)
     RMSNorm      G y / sqrt(|y|^2 / d + eps)             onto the ellipsoid sqrt(d) G S^(d-1) where eps = 0
@@ -22,7 +22,7 @@ from helmscope.fields.parameters import shape_or_type
 from helmscope.geometry.arithmetic import check_dense_values, every, full_precision
 from helmscope.geometry.retraction import length
 from helmscope.geometry.sphere import retract
-from helmscope.types import HelmscopeError, real_number, whole_number
+from helmscope.types import HelmscopeError, real_number, type_with_article, whole_number
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -56,25 +56,46 @@ class Norm(ABC):
 
     @abstractmethod
     def jacobian(self, y: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d d"]:
-        """The derivative at y in closed form: row i is the gradient of entry i of the result."""
+        """The derivative at y in closed form: row i is the gradient of entry i of the result.
+
+        >>> UnitNorm().jacobian(torch.tensor([0.0, 2.0]))
+        tensor([[0.5000, 0.0000],
+                [0.0000, 0.0000]])
+        """
 
     @abstractmethod
     def core(self) -> Norm:
-        """This norm without gain and bias, whose values are on a sphere if eps = 0."""
+        """This norm without gain and bias, whose values are on a sphere if eps = 0.
+
+        >>> RMSNorm(gain=torch.tensor([1.0, 2.0])).core()
+        RMSNorm(gain=None, eps=0.0)
+        """
 
     @abstractmethod
-    def part(self, y: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
-        """The part of y that is normalized: y itself, or C y for LayerNorm."""
+    def normalized_part(self, y: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
+        """The part of y that is normalized: y itself, or C y for LayerNorm.
+
+        >>> LayerNorm().normalized_part(torch.tensor([1.0, 3.0]))
+        tensor([-1.,  1.])
+        """
 
     def radius(self, y: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch"]:
-        """The length that is divided out: |y|, or |C y| for LayerNorm; without eps."""
+        """The length that is divided out: |y|, or |C y| for LayerNorm; without eps.
+
+        >>> RMSNorm().radius(torch.tensor([3.0, 4.0]))
+        tensor(5.)
+        """
         self.check_size(y)
-        return length(self.part(y))
+        return length(self.normalized_part(y))
 
     def direction(self, y: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
-        """The unit vector y / |y|, or C y / |C y| for LayerNorm; without eps."""
+        """The unit vector y / |y|, or C y / |C y| for LayerNorm; without eps.
+
+        >>> LayerNorm().direction(torch.tensor([1.0, 1.0, 4.0, 4.0]))
+        tensor([-0.5000, -0.5000,  0.5000,  0.5000])
+        """
         self.check_size(y)
-        return retract(self.part(y))
+        return retract(self.normalized_part(y))
 
     @full_precision
     def fold(
@@ -113,7 +134,8 @@ class Norm(ABC):
 
 @dataclass(frozen=True, eq=False)
 class UnitNorm(Norm):
-    """N(y) = y / |y|, the norm of the theory (source 000-1). Jacobian (I - x x^T) / |y| with x = N(y), of rank d - 1.
+    """N(y) = y / |y|, the norm of theory [Helmholtz Transformer, no. 1]. Jacobian (I - x x^T) / |y| with x = N(y), of
+    rank d - 1.
 
     It has no gain, bias or eps; y = 0 is mapped to NaN.
 
@@ -138,14 +160,15 @@ class UnitNorm(Norm):
         """Itself."""
         return self
 
-    def part(self, y: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
+    def normalized_part(self, y: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
         """y."""
         return y
 
 
 @dataclass(frozen=True, eq=False)
 class RMSNorm(Norm):
-    """G y / sqrt(s^2 + eps), s^2 = |y|^2 / d (source 000-1; Zhang and Sennrich 2019, arXiv:1910.07467).
+    """G y / sqrt(s^2 + eps), s^2 = |y|^2 / d ([Helmholtz Transformer, no. 1]; Zhang and Sennrich 2019,
+    arXiv:1910.07467).
 
     Equal to ``torch.nn.functional.rms_norm``. Its Jacobian (s^2 + eps)^(-1/2) G (I - x x^T s^2 / (s^2 + eps)) maps the
     radial direction x = y / |y| to G x eps / (s^2 + eps)^(3/2), which is 0 only if eps = 0. ``gain`` (d,) defaults to
@@ -174,14 +197,15 @@ class RMSNorm(Norm):
         """y / sqrt(|y|^2 / d + eps)."""
         return replace(self, gain=None)
 
-    def part(self, y: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
+    def normalized_part(self, y: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
         """y."""
         return y
 
 
 @dataclass(frozen=True, eq=False)
 class LayerNorm(Norm):
-    """G C y / sqrt(s^2 + eps) + bias, s^2 = |C y|^2 / d (source 000-1; Ba, Kiros and Hinton 2016, arXiv:1607.06450).
+    """G C y / sqrt(s^2 + eps) + bias, s^2 = |C y|^2 / d ([Helmholtz Transformer, no. 1]; Ba, Kiros and Hinton 2016,
+    arXiv:1607.06450).
 
     Equal to ``torch.nn.functional.layer_norm``. Its Jacobian (s^2 + eps)^(-1/2) G (C - x x^T s^2 / (s^2 + eps)),
     x = C y / |C y|, has rank d - 2 if eps = 0: neither the mean nor the length of C y matters. ``gain`` (d,) defaults
@@ -199,18 +223,18 @@ class LayerNorm(Norm):
     def __call__(self, y: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
         """G C y / sqrt(|C y|^2 / d + eps) + bias."""
         self.check_size(y)
-        return _normalized(self.part(y), self)
+        return _normalized(self.normalized_part(y), self)
 
     def jacobian(self, y: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d d"]:
         """(s^2 + eps)^(-1/2) G (C - x x^T s^2 / (s^2 + eps))."""
         self.check_size(y)
-        return _jacobian(self.part(y), _identity(y) - 1 / y.shape[-1], self)
+        return _jacobian(self.normalized_part(y), _identity(y) - 1 / y.shape[-1], self)
 
     def core(self) -> LayerNorm:
         """C y / sqrt(|C y|^2 / d + eps)."""
         return replace(self, gain=None, bias=None)
 
-    def part(self, y: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
+    def normalized_part(self, y: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
         """C y = y - mean(y)."""
         centered = y - y.mean(-1, keepdim=True)
         # twice, because the first mean is rounded, and for a constant y that error would look like a direction
@@ -219,7 +243,7 @@ class LayerNorm(Norm):
 
 def effective_beta(dim: int, head_dim: int, *, scale: float = 1.0) -> float:
     """The inverse temperature on the unit sphere of a layer whose tokens have norm sqrt(d) and whose logits are
-    q.k / sqrt(d_head) (source 000-1): beta = scale d / sqrt(d_head).
+    q.k / sqrt(d_head) [Helmholtz Transformer, no. 1]: beta = scale d / sqrt(d_head).
 
     ``scale`` >= 0 is the scale of W_Q^T W_K. With Q = K = I and d_head = d, beta = sqrt(d). Raises ``HelmscopeError``
     for dimensions below 1 and a negative scale.
@@ -265,7 +289,7 @@ def _identity(y: Tensor) -> Tensor:
 def _check_float_tensor(name: str, y: object, ndim: int) -> None:
     """Raise ``HelmscopeError`` unless y is a float tensor of at least ``ndim`` axes."""
     if not isinstance(y, torch.Tensor) or y.dtype not in (torch.float64, torch.float32):
-        shown = f"a tensor of {y.dtype}" if isinstance(y, torch.Tensor) else f"a {type(y).__name__}"
+        shown = f"a tensor of {y.dtype}" if isinstance(y, torch.Tensor) else type_with_article(y)
         raise HelmscopeError(f"{name} is {shown}, but it must be a torch tensor of float64 or float32")
     if y.ndim < ndim or y.shape[-1] < 1:
         wanted = "(..., d)" if ndim == 1 else "(..., k, d)"
@@ -277,7 +301,7 @@ def _check_vector(name: str, vector: object) -> None:
     if vector is None:
         return
     if not isinstance(vector, torch.Tensor) or vector.ndim != 1 or len(vector) < 1:
-        shown = f"of shape {tuple(vector.shape)}" if isinstance(vector, torch.Tensor) else f"a {type(vector).__name__}"
+        shown = f"of shape {tuple(vector.shape)}" if isinstance(vector, torch.Tensor) else type_with_article(vector)
         raise HelmscopeError(f"{name} is {shown}, but it must be a torch tensor of shape (d,)")
     if not vector.dtype.is_floating_point:
         raise HelmscopeError(f"{name} has dtype {vector.dtype}, but it must hold floating-point numbers")

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from helmscope.geometry.arithmetic import check_dense_values, every, is_vmapped
-from helmscope.types import HelmscopeError, real_number
+from helmscope.types import HelmscopeError, real_number, type_with_article
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -102,9 +102,9 @@ def shape_or_type(value: object) -> str:
     """The shape of a tensor, or the type of anything else, for error messages.
 
     >>> shape_or_type(torch.ones(2, 3)), shape_or_type([1.0])
-    ('(2, 3)', 'list')
+    ('(2, 3)', 'a list')
     """
-    return str(tuple(value.shape)) if isinstance(value, torch.Tensor) else type(value).__name__
+    return str(tuple(value.shape)) if isinstance(value, torch.Tensor) else type_with_article(value)
 
 
 def shown(value: object) -> str:

@@ -1,15 +1,15 @@
-"""The placement of the norms in a block. Each half (attention, MLP) has three functions, read, write and close:
+"""The placement of the norms in a block. Each half (attention, MLP) has three functions:
 
-    placement   read        write             close     state
-    post        y           f                 N         unit vectors (a map without flow where N has gain or bias)
-    pre         N y         f                 y         residual stream y in R^d: its radius is a state
-    sandwich    N_in y      N_out f           y         residual stream (peri-norm)
-    nGPT        y           rate (N f - y)    y / |y|   unit vectors
-    none        y           f                 y         points of R^d
+    placement   read        write             normalize_sum   state
+    post        y           f                 N               unit vectors (no flow where N has gain or bias)
+    pre         N y         f                 y               residual stream y in R^d: its radius is a state
+    sandwich    N_in y      N_out f           y               residual stream (peri-norm)
+    nGPT        y           rate (N f - y)    y / |y|         unit vectors
+    none        y           f                 y               points of R^d
 
-so that a half maps y to close(y + h write(f(read y), y)). Sources: post-norm as in source 001; for pre-norm the
-direction x = y/|y| satisfies x' = P f / |y| and the radius |y|' = <x, f> (source 000-1); sandwich and peri-norm
-arXiv:2105.13290, arXiv:2502.02732; nGPT arXiv:2410.01131.
+so that a half maps y to normalize_sum(y + h write(f(read y), y)). Sources: post-norm as in [Geshkovski et al. 2023];
+for pre-norm the direction x = y/|y| satisfies x' = P f / |y| and the radius |y|' = <x, f> [Helmholtz Transformer, no.
+1]; sandwich and peri-norm arXiv:2105.13290, arXiv:2502.02732; nGPT arXiv:2410.01131.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Placement(ABC):
             _check_norm(name, getattr(self, name))
 
     @property
-    def only_layers(self) -> bool:
+    def discrete_only(self) -> bool:
         """Whether the block is a discrete map without a flow."""
         return False
 
@@ -54,7 +54,11 @@ class Placement(ABC):
         """The space of the state."""
 
     def norm(self, half: Half) -> Norm:
-        """The norm of one half."""
+        """The norm of one half.
+
+        >>> PreNorm(mlp_norm=UnitNorm()).norm(Half.MLP)
+        UnitNorm()
+        """
         return self.attention_norm if half is Half.ATTENTION else self.mlp_norm
 
     def check_size(self, x: Float[Tensor, "*batch n d"]) -> None:
@@ -63,17 +67,29 @@ class Placement(ABC):
             self.norm(half).check_size(x, name=f"x at {half.value}_norm")
 
     def read(self, half: Half, y: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n d"]:
-        """The input of the half, given the state."""
+        """The input of the half, given the state.
+
+        >>> PreNorm().read(Half.MLP, torch.tensor([[3.0, 4.0]]))
+        tensor([[0.6000, 0.8000]])
+        """
         return y
 
     def write(
         self, half: Half, out: Float[Tensor, "*batch n d"], y: Float[Tensor, "*batch n d"]
     ) -> Float[Tensor, "*batch n d"]:
-        """The increment of the state, given the output of the half."""
+        """The increment of the state, given the output of the half.
+
+        >>> SandwichNorm().write(Half.MLP, torch.tensor([[3.0, 4.0]]), torch.ones(1, 2))
+        tensor([[0.6000, 0.8000]])
+        """
         return out
 
-    def close(self, half: Half, y: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n d"]:
-        """The new state, given the sum of the state and the increment."""
+    def normalize_sum(self, half: Half, y: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n d"]:
+        """The new state, given the sum of the state and the increment.
+
+        >>> PostNorm().normalize_sum(Half.MLP, torch.tensor([[3.0, 4.0]]))
+        tensor([[0.6000, 0.8000]])
+        """
         return y
 
     def force(self, mlp: MLP | GatedMLP) -> MLP | GatedMLP:
@@ -83,7 +99,7 @@ class Placement(ABC):
 
 @dataclass(frozen=True, eq=False)
 class PostNorm(Placement):
-    """Post-norm, x <- N(x + h f(x)), as in source 001 and in the first transformers.
+    """Post-norm, x <- N(x + h f(x)), as in [Geshkovski et al. 2023] and in the first transformers.
 
     With y/|y| states are unit vectors and the flow is x' = P f(x). A norm with gain, bias or epsilon changes the state
     even if f = 0: then the block is a discrete map, which only the stepper ``Layer`` runs. Raises ``HelmscopeError``
@@ -96,14 +112,14 @@ class PostNorm(Placement):
     @property
     def space(self) -> Space:
         """Unit vectors if both norms are y/|y|, else a residual stream."""
-        return Space.STREAM if self.only_layers else Space.SPHERE
+        return Space.STREAM if self.discrete_only else Space.SPHERE
 
     @property
-    def only_layers(self) -> bool:
+    def discrete_only(self) -> bool:
         """Whether one of the norms is not y/|y|."""
         return not all(isinstance(self.norm(half), UnitNorm) for half in (Half.ATTENTION, Half.MLP))
 
-    def close(self, half: Half, y: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n d"]:
+    def normalize_sum(self, half: Half, y: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n d"]:
         """The normalized sum."""
         return self.norm(half)(y)
 
@@ -164,7 +180,8 @@ class SandwichNorm(PreNorm):
 
 @dataclass(frozen=True, eq=False)
 class NoNorm(Placement):
-    """No norms, y <- y + h f(y): the residual stream of source 002, in R^d. Norms that are passed are not used.
+    """No norms, y <- y + h f(y): the residual stream of the [Mean-field notes], in R^d. Norms that are passed are not
+    used.
 
     >>> NoNorm().space.value
     'points of R^d'
@@ -217,7 +234,7 @@ class NGPT(Placement):
         rate = self.attention_rate if half is Half.ATTENTION else self.mlp_rate
         return (rate.to(y) if isinstance(rate, torch.Tensor) else rate) * (retract(out) - y)
 
-    def close(self, half: Half, y: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n d"]:
+    def normalize_sum(self, half: Half, y: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n d"]:
         """The sum, normalized to the sphere."""
         return retract(y)
 

@@ -25,17 +25,30 @@ if TYPE_CHECKING:
 class Positions(ABC):
     """Base class of positions: how they act on queries and keys."""
 
-    def tokens(self, x: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n d"]:
-        """The tokens from which queries and keys are computed."""
+    def transform_tokens(self, x: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n d"]:
+        """The tokens from which queries and keys are computed.
+
+        >>> Additive(torch.tensor([[0.5, 0.0]])).transform_tokens(torch.tensor([[0.0, 1.0]]))
+        tensor([[0.5000, 1.0000]])
+        """
         return x
 
-    def turned(self, q: Float[Tensor, "*batch n r"]) -> Float[Tensor, "*batch n r"]:
-        """Queries or keys (*batch, n, r), transformed by their positions."""
+    def transform_queries(self, q: Float[Tensor, "*batch n r"]) -> Float[Tensor, "*batch n r"]:
+        """Queries or keys (*batch, n, r), transformed by their positions.
+
+        >>> Rotary().transform_queries(torch.tensor([[1.0, 0.0]]))
+        tensor([[1., 0.]])
+        """
         return q
 
     @abstractmethod
     def check_size(self, x: Float[Tensor, "*batch n d"], rank: int) -> None:
-        """Raise ``HelmscopeError`` unless the tokens, and queries of dimension ``rank``, fit."""
+        """Raise ``HelmscopeError`` unless the tokens, and queries of dimension ``rank``, fit.
+
+        >>> Rotary().check_size(torch.ones(2, 3), rank=3)
+        Traceback (most recent call last):
+        helmscope.types.HelmscopeError: queries have dimension 3, but for rotary positions, ... it must be even
+        """
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +57,7 @@ class Additive(Positions):
 
     Raises ``HelmscopeError`` unless ``table`` is a float matrix, and when used for more than n tokens.
 
-    >>> Additive(torch.zeros(4, 3)).tokens(torch.ones(2, 3)).shape
+    >>> Additive(torch.zeros(4, 3)).transform_tokens(torch.ones(2, 3)).shape
     torch.Size([2, 3])
     """
 
@@ -54,7 +67,7 @@ class Additive(Positions):
         if not isinstance(self.table, torch.Tensor) or self.table.ndim != 2 or not self.table.is_floating_point():
             raise HelmscopeError(f"table is {shape_or_type(self.table)}, but it must be a float tensor of shape (n, d)")
 
-    def tokens(self, x: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n d"]:
+    def transform_tokens(self, x: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n d"]:
         """x_i + p_i."""
         return x + self.table[: x.shape[-2]].to(x)
 
@@ -71,7 +84,7 @@ class Rotary(Positions):
     """Rotary positions: R_i rotates coordinates (k, k + r/2) of a query or key of even dimension r by the angle
     i base^(-2 k / r), as in Llama. Raises ``HelmscopeError`` unless ``base`` > 0, and when used for odd r.
 
-    >>> Rotary().turned(torch.tensor([[1.0, 0.0], [1.0, 0.0]]))
+    >>> Rotary().transform_queries(torch.tensor([[1.0, 0.0], [1.0, 0.0]]))
     tensor([[1.0000, 0.0000],
             [0.5403, 0.8415]])
     """
@@ -81,7 +94,7 @@ class Rotary(Positions):
     def __post_init__(self) -> None:
         real_number("base", self.base, above=0)
 
-    def turned(self, q: Float[Tensor, "*batch n r"]) -> Float[Tensor, "*batch n r"]:
+    def transform_queries(self, q: Float[Tensor, "*batch n r"]) -> Float[Tensor, "*batch n r"]:
         """R_i q_i."""
         n, r = q.shape[-2:]
         rate = self.base ** (-torch.arange(0, r, 2, dtype=torch.float64, device=q.device) / r)

@@ -16,17 +16,17 @@ if TYPE_CHECKING:
 class ScaledVelocity:
     """A velocity that may overflow its dtype, as e^{log_scale} times ``direction``, with one log scale per token.
 
-    >>> ScaledVelocity(torch.ones(1, 2), torch.full((1, 1), 100.0)).over(1e-43)
+    >>> ScaledVelocity(torch.ones(1, 2), torch.full((1, 1), 100.0)).displacement(1e-43)
     tensor([[2.6881, 2.6881]])
     """
 
     direction: Float[Tensor, "*batch n d"]
     log_scale: Float[Tensor, "*batch n 1"]
 
-    def over(self, duration: Tensor | float) -> Float[Tensor, "*batch n d"]:
+    def displacement(self, duration: Tensor | float) -> Float[Tensor, "*batch n d"]:
         """The displacement, ``duration`` >= 0 times the velocity, which may be finite where the velocity overflows.
 
-        >>> ScaledVelocity(torch.ones(1, 2), torch.full((1, 1), 1000.0)).over(0.0)
+        >>> ScaledVelocity(torch.ones(1, 2), torch.full((1, 1), 1000.0)).displacement(0.0)
         tensor([[0., 0.]])
         """
         duration = torch.as_tensor(duration, dtype=torch.float64, device=self.direction.device)

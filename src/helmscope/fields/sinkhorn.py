@@ -1,5 +1,5 @@
-"""Sinkhorn attention: softmax over keys and over queries at once, so that the kernel is bistochastic (source 000-2,
-000-11; Sander, Ablin, Blondel & Peyre 2022, arXiv:2110.11773).
+"""Sinkhorn attention: softmax over keys and over queries at once, so that the kernel is bistochastic ([Helmholtz
+Transformer, no. 2 and 11]; Sander, Ablin, Blondel & Peyre 2022, arXiv:2110.11773).
 
     p_ij = m_j e^{l_ij + f_i + g_j},     sum_j p_ij = 1,     sum_i m_i p_ij = m_j.
 
@@ -21,7 +21,7 @@ import torch
 from helmscope.fields.attention import Softmax, softmax_kernel
 from helmscope.fields.parameters import number_or_tensor
 from helmscope.geometry.arithmetic import full_precision
-from helmscope.kernels.dense import untransformed_logits
+from helmscope.summation.dense import untransformed_logits
 from helmscope.types import HelmscopeError, real_number, whole_number
 
 if TYPE_CHECKING:
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, eq=False)
 class SinkhornAttention(Softmax):
     """x_i' = P_{x_i} sum_j p_ij V x_j with the bistochastic scaling p of e^{l_ij}, l_ij = beta x_i^T B x_j + bias_ij:
-    rows sum to 1, and columns weighted by m reproduce m (source 000-2), so that m_i p_ij couples the measure with
-    itself.
+    rows sum to 1, and columns weighted by m reproduce m [Helmholtz Transformer, no. 2], so that m_i p_ij couples the
+    measure with itself.
 
     Tokens of weight 0 attend but are not attended to. The scaling is computed in the log domain by alternating one
     Sinkhorn sweep and one damped Newton step on the dual, at most ``max_sweeps`` times, until the marginal error
@@ -75,7 +75,7 @@ class SinkhornAttention(Softmax):
             )
 
     @property
-    def factor(self) -> float | Tensor:
+    def logit_factor(self) -> float | Tensor:
         """beta."""
         return self.beta
 
@@ -92,14 +92,18 @@ class SinkhornAttention(Softmax):
         return (pairs + potential.unsqueeze(-2)).masked_fill(~dual.converged[..., None, None], torch.nan)
 
     def solve(self, pairs: Float[Tensor, "*batch n n"], weights: Tensor | None) -> Dual:
-        """The dual potential of each system for its logits; a constant to autograd."""
+        """The dual potential of each system for its logits; a constant to autograd.
+
+        >>> SinkhornAttention(beta=1.0).solve(torch.eye(2)[None], None).converged
+        tensor([True])
+        """
         arguments = (pairs.detach(), _normalized_weights(pairs, weights).detach(), self.tol, self.max_sweeps)
         return Dual(*_Solver.apply(*arguments))  # type: ignore[no-untyped-call]
 
-    def complaint(self, x: Tensor, weights: Tensor | None) -> str:
+    def overflow_message(self, x: Tensor, weights: Tensor | None) -> str:
         dual = self.solve(untransformed_logits(self.request(x, weights, tangent=False)), weights)
         if bool(dual.converged.all()):
-            return super().complaint(x, weights)
+            return super().overflow_message(x, weights)
         error = float(dual.error[~dual.converged][0])
         if math.isinf(error):
             return (

@@ -9,7 +9,7 @@ Hence a kernel f(<x, y>) = sum_k a_k P_k(<x, y>) is diagonal in such a basis, an
 Harmonics are computed from the coordinates by recurrences, not from angles, so that no point is singular and the
 result at a point does not depend on its batch.
 
-The harmonic kernels (``kernels/harmonic.py``) take their coefficients, degree and powers from this module.
+The harmonic kernels (``summation/harmonic.py``) take their coefficients, degree and powers from this module.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from scipy.linalg import eigvalsh_tridiagonal
 
 from helmscope.geometry.arithmetic import full_precision
 from helmscope.geometry.sphere import retract
-from helmscope.types import HelmscopeError, fits_memory, real_number, whole_number
+from helmscope.types import HelmscopeError, check_memory, real_number, whole_number
 
 if TYPE_CHECKING:
     from jaxtyping import Complex, Float
@@ -182,7 +182,7 @@ def zonal_quadrature(points: int, *, dim: int) -> tuple[Float[Tensor, " points"]
     0.333333333333
     """
     n, d = whole_number("points", points, at_least=1), whole_number("dim", dim, at_least=2)
-    fits_memory(f"points is {n}", n)
+    check_memory(f"points is {n}", n)
     k = np.arange(2.0, n)  # floats: at high dim the products leave int64
     squares = np.concatenate([[1 / d], k * (k + d - 3) / ((2 * k + d - 2) * (2 * k + d - 4))])[: n - 1]
     s = eigvalsh_tridiagonal(np.zeros(n), np.sqrt(squares))
@@ -259,7 +259,7 @@ def _scaled_exponential_coefficients(beta: float, dim: int, degree: int) -> NDAr
     beta, dim = real_number("beta", beta, at_least=0), whole_number("dim", dim, at_least=2)
     # a_k / a_(k-1) <= beta / k, and Poisson(beta) exceeds beta + t with probability below exp(-t^2 / (2 beta + 2t/3))
     top = max(degree, math.ceil(beta + 40 * math.sqrt(beta) + 500))
-    fits_memory(f"beta is {beta:g}", top)
+    check_memory(f"beta is {beta:g}", top)
     k = np.arange(2.0, top + 1)
     growth = np.concatenate([[dim], (2 * k + dim - 2) * (k + dim - 3) / ((2 * k + dim - 4) * k)])  # N(d, k) / N(d, k-1)
     bessel, ratio = 0.0, np.empty(top)
@@ -291,7 +291,7 @@ def _last_two_zonal(
 def _check_degree(degree: object, points: int, *, power: int = 1) -> int:
     """Check that (degree + 1)^power function values at each of ``points`` points fit in memory."""
     checked = whole_number("degree", degree, at_least=0)
-    fits_memory(f"degree is {checked} at {points} points", (checked + 1) ** power * points)
+    check_memory(f"degree is {checked} at {points} points", (checked + 1) ** power * points)
     return checked
 
 

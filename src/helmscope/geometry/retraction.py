@@ -1,4 +1,4 @@
-"""The step of a normalized layer on the sphere, exactly and expanded order by order (source 000-1).
+"""The step of a normalized layer on the sphere, exactly and expanded order by order [Helmholtz Transformer, no. 1].
 
 Post-norm: x -> N(x + delta) with N(y) = y / |y| and |x| = 1. With a = <x, delta> and p = P_x delta,
 

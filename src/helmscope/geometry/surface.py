@@ -52,7 +52,7 @@ def gradient(f: Function, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch
 def divergence(f: Function, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch"]:
     """Surface divergence of the tangential part of a vector field f, (*batch, d) -> (*batch, d):
 
-        div_S(P f) = div f - x^T Df x - (d - 1) <x, f>     (source 000-3 (e)).
+        div_S(P f) = div f - x^T Df x - (d - 1) <x, f>     [Helmholtz Transformer, no. 3].
 
     >>> divergence(lambda x: x, torch.tensor([0.0, 1.0])).item()  # x has no tangential part
     0.0
@@ -72,7 +72,8 @@ def divergence(f: Function, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*bat
 
 @_differentiable
 def hessian(f: Function, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d d"]:
-    """Surface Hessian Hess_S f = P (D^2 f) P - <x, grad f> P of a scalar function (source 000-9), as an ambient matrix.
+    """Surface Hessian Hess_S f = P (D^2 f) P - <x, grad f> P of a scalar function [Helmholtz Transformer, no. 9], as an
+    ambient matrix.
 
     The normal x is always an eigenvector with eigenvalue 0, whatever f is: restrict to ``tangent_basis(x)`` to obtain
     the d - 1 eigenvalues that depend on f.

@@ -7,6 +7,12 @@ from typing import TYPE_CHECKING
 from helmscope.types.lazy import lazy_exports
 
 if TYPE_CHECKING:
+    from helmscope.intervene.arm_edits import HoldRadius as HoldRadius
+    from helmscope.intervene.arm_edits import NegateValues as NegateValues
+    from helmscope.intervene.arms import Arm as Arm
+    from helmscope.intervene.arms import AttentionMode as AttentionMode
+    from helmscope.intervene.arms import leave_one_in as leave_one_in
+    from helmscope.intervene.arms import leave_one_out as leave_one_out
     from helmscope.intervene.attention import AblateHead as AblateHead
     from helmscope.intervene.attention import MaskKeys as MaskKeys
     from helmscope.intervene.attention import Perturb as Perturb

@@ -13,8 +13,9 @@ import torch
 
 from helmscope.intervene.edit import SiteEdit, whole_numbers
 from helmscope.intervene.states import mask_rows
+from helmscope.models.names import parse_head
 from helmscope.models.watch import EDITABLE_STATES, Site
-from helmscope.types import HelmscopeError, real_number, seed_number, whole_number
+from helmscope.types import HelmscopeError, real_number, seed_number, type_with_article, whole_number
 
 if TYPE_CHECKING:
     from jaxtyping import Bool
@@ -27,8 +28,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, eq=False, repr=False)
 class Perturb(SiteEdit):
     """Add Gaussian noise to queries, keys or values, or to a state or write. Its standard deviation is ``sigma``, as
-    source 003 prints it, or ``relative`` times the root mean square of the tensor over each text in the layer; exactly
-    one of the two must be given.
+    [Additive transport] prints it, or ``relative`` times the root mean square of the tensor over each text in the
+    layer; exactly one of the two must be given.
 
     The noise depends only on ``seed``, the layer and the index of the text, not on the process or the batch size. Two
     edits need different seeds for their noise to be independent.
@@ -41,7 +42,7 @@ class Perturb(SiteEdit):
         *(Site.QUERY, Site.KEY, Site.VALUE, Site.CROSS_QUERY, Site.CROSS_KEY, Site.CROSS_VALUE),
         *EDITABLE_STATES,
     )
-    layers: Sequence[int] | None = None
+    layers: int | Sequence[int] | None = None
     site: Site = Site.QUERY
     sigma: float | None = None
     relative: float | None = None
@@ -77,7 +78,7 @@ class Reweigh(SiteEdit):
     """
 
     allowed = (Site.WEIGHTS, Site.CROSS_WEIGHTS)
-    layers: Sequence[int] | None = None
+    layers: int | Sequence[int] | None = None
     function: Callable[[Tensor], Tensor] = torch.clone
     site: Site = Site.WEIGHTS
 
@@ -94,26 +95,32 @@ class Reweigh(SiteEdit):
 @dataclass(frozen=True, eq=False, repr=False)
 class AblateHead(SiteEdit):
     """Set the output of some heads to 0, so that they write only the bias of the output matrix. At Site.CROSS_HEADS
-    these are heads of cross-attention. A single head may be given by ``layer`` and ``head``, as ``head("L2H5")`` names
-    it.
+    these are heads of cross-attention. A single head may be given by ``layer`` and ``head``, or by its name alone, such
+    as "L2H5" or "2.5" (see ``parse_head``).
 
     >>> AblateHead([2], heads=[0, 5])
     AblateHead(layers=[2], heads=[0, 5])
     >>> AblateHead(layer=2, head=5)
     AblateHead(layers=[2], heads=[5])
+    >>> AblateHead(head="L2H5")
+    AblateHead(layers=[2], heads=[5])
     """
 
     allowed = (Site.HEADS, Site.CROSS_HEADS)
-    layers: Sequence[int] | None = None
-    heads: Sequence[int] = ()
+    layers: int | Sequence[int] | None = None
+    heads: int | Sequence[int] = ()
     site: Site = Site.HEADS
     layer: InitVar[int | None] = None
-    head: InitVar[int | None] = None
+    head: InitVar[int | str | None] = None
 
-    def __post_init__(self, layer: int | None, head: int | None) -> None:
+    def __post_init__(self, layer: int | None, head: int | str | None) -> None:
+        if isinstance(head, str):
+            if layer is not None:
+                raise HelmscopeError(f"layer is {layer!r} and head is {head!r}, but that name contains its layer")
+            layer, head = parse_head(head).values()
         for one, number, several, given in (
             ("layer", layer, "layers", self.layers is not None),
-            ("head", head, "heads", bool(self.heads)),
+            ("head", head, "heads", self.heads != ()),
         ):
             if number is not None:
                 if given:
@@ -125,15 +132,16 @@ class AblateHead(SiteEdit):
     def check(self, anatomy: Anatomy) -> None:
         """Raise ``HelmscopeError`` if a layer does not have one of the heads."""
         super().check(anatomy)
+        last = max(whole_numbers("heads", self.heads))
         for number, layer in enumerate(anatomy.layers):
             count = layer.heads if self.site is Site.HEADS else layer.cross_heads
-            if count is not None and self.acts(number) and max(self.heads) >= count:
-                raise HelmscopeError(f"heads holds {max(self.heads)}, but layer {number} has heads 0 to {count - 1}")
+            if count is not None and self.acts(number) and last >= count:
+                raise HelmscopeError(f"heads holds {last}, but layer {number} has heads 0 to {count - 1}")
 
     def new(self, value: Tensor, context: Context) -> Tensor:
         """The value with these heads set to 0."""
         kept = torch.ones(value.shape[2], 1, dtype=torch.bool, device=value.device)
-        kept[list(self.heads)] = False
+        kept[list(whole_numbers("heads", self.heads))] = False
         return torch.where(kept, value, 0.0)
 
 
@@ -146,7 +154,7 @@ class MaskKeys(SiteEdit):
     True
     """
 
-    layers: Sequence[int] | None = None
+    layers: int | Sequence[int] | None = None
     keys: Bool[Tensor, "batch n"] | None = None
     site = Site.MASK
 
@@ -154,7 +162,7 @@ class MaskKeys(SiteEdit):
         """Raise ``HelmscopeError`` unless ``keys`` is a boolean tensor."""
         super().check(anatomy)
         if not isinstance(self.keys, torch.Tensor) or self.keys.dtype != torch.bool:
-            raise HelmscopeError(f"keys is {type(self.keys).__name__}, but it must be a tensor of bool (batch, n)")
+            raise HelmscopeError(f"keys is {type_with_article(self.keys)}, but it must be a tensor of bool (batch, n)")
 
     def new(self, value: Tensor, context: Context) -> Tensor:
         """The mask with these keys masked as well."""

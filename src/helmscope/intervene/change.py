@@ -11,7 +11,7 @@ import torch
 from helmscope.models.anatomy import Anatomy
 from helmscope.models.hooks import watching
 from helmscope.models.recording import Recording
-from helmscope.types import HelmscopeError
+from helmscope.types import HelmscopeError, type_with_article
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,7 +39,7 @@ def edited(model: Recording | Anatomy, *edits: AbstractEdit) -> Iterator[Any]:
     """
     anatomy = model.anatomy if isinstance(model, Recording) else model
     if not isinstance(anatomy, Anatomy):
-        raise HelmscopeError(f"model is a {type(model).__name__}, but it must be a Recording or an Anatomy")
+        raise HelmscopeError(f"model is {type_with_article(model)}, but it must be a Recording or an Anatomy")
     with watching(anatomy, edits):
         yield anatomy.model
 
@@ -59,13 +59,13 @@ def with_parameters(model: Any, values: Mapping[str, Tensor]) -> Iterator[Any]:
     [2.0]
     """
     if not isinstance(model, torch.nn.Module):
-        raise HelmscopeError(f"model is a {type(model).__name__}, but it must be a torch.nn.Module")
+        raise HelmscopeError(f"model is {type_with_article(model)}, but it must be a torch.nn.Module")
     parameters = dict(model.named_parameters())
     for name, value in values.items():
         if name not in parameters:
             raise HelmscopeError(f"values names the parameter '{name}', but the model has none of that name")
         if not isinstance(value, torch.Tensor):
-            raise HelmscopeError(f"values['{name}'] is a {type(value).__name__}, but it must be a tensor")
+            raise HelmscopeError(f"values['{name}'] is {type_with_article(value)}, but it must be a tensor")
         if parameters[name].shape != value.shape:
             shapes = f"{tuple(value.shape)}, but that of the model has {tuple(parameters[name].shape)}"
             raise HelmscopeError(f"values['{name}'] has the shape {shapes}")

@@ -1,19 +1,20 @@
 """``Edit``, which applies any function to the tensor at a site of a model, and ``SiteEdit``, the base of all edits.
 
 Every edit is frozen; the ``Context`` passed to it says where it is applied. ``layers=None`` means all layers. Edits are
-checked against the model before the forward starts; ``changed`` and ``Recording.under`` apply them.
+checked against the model before the forward starts; ``edited`` and ``Recording.under`` apply them.
 """
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from helmscope.models.watch import EDITABLE_STATES, IN_ATTENTION, OF_CROSS, AbstractEdit, Site
-from helmscope.types import HelmscopeError
+from helmscope.types import HelmscopeError, shown
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,14 +30,24 @@ class SiteEdit(AbstractEdit):
 
     allowed: ClassVar[tuple[Site, ...]] = ANYWHERE
     site: Site
-    layers: Sequence[int] | None
+    layers: int | Sequence[int] | None
 
     def __post_init__(self) -> None:
         if self.site not in self.allowed:
-            allowed = ", ".join(str(site) for site in self.allowed)
-            raise HelmscopeError(f"site is {self.site!r}, but {type(self).__name__} must be at one of {allowed}")
+            raise self._refused_site()
         if self.layers is not None:
             object.__setattr__(self, "layers", whole_numbers("layers", self.layers))
+
+    def _refused_site(self) -> HelmscopeError:
+        allowed = ", ".join(str(site) for site in self.allowed)
+        if isinstance(self.site, Site):
+            return HelmscopeError(f"site is {self.site!r}, but {type(self).__name__} must be at one of {allowed}")
+        names = {site.name.lower(): site for site in self.allowed}
+        near = difflib.get_close_matches(str(self.site).lower().replace(" ", "_"), names, n=1, cutoff=0.4)
+        example = names[near[0]] if near else self.allowed[0]
+        return HelmscopeError(
+            f"site is {shown(self.site)}, but it must be a member of hs.Site such as hs.{example}, one of {allowed}"
+        )
 
     @property
     def sites(self) -> frozenset[Site]:
@@ -45,14 +56,14 @@ class SiteEdit(AbstractEdit):
 
     def acts(self, layer: int) -> bool:
         """Whether the edit applies to a layer."""
-        return self.layers is None or layer in self.layers
+        return self.layers is None or layer in whole_numbers("layers", self.layers)
 
     def check(self, anatomy: Anatomy) -> None:
         """Raise ``HelmscopeError`` if the model lacks one of the layers or cross-attention, or its attention cannot be
         edited.
         """
         count = len(anatomy.layers)
-        for layer in self.layers or ():
+        for layer in () if self.layers is None else whole_numbers("layers", self.layers):
             if layer >= count:
                 raise HelmscopeError(f"layers holds {layer}, but the model has layers 0 to {count - 1}")
         if self.site in OF_CROSS and not anatomy.has_cross:
@@ -96,7 +107,7 @@ class Edit(SiteEdit):
     """
 
     site: Site
-    layers: Sequence[int] | None
+    layers: int | Sequence[int] | None
     function: Callable[..., Tensor | None]
     takes_context: bool = field(init=False, repr=False, default=False)
 
@@ -132,11 +143,16 @@ def _takes_context(function: Any) -> bool:
 
 
 def whole_numbers(name: str, value: Any) -> tuple[int, ...]:
-    """Indices of layers or heads as a tuple; raises ``HelmscopeError`` unless they are whole numbers >= 0."""
+    """Indices of layers or heads, or a single one, as a tuple; raises ``HelmscopeError`` unless they are whole numbers
+    >= 0.
+    """
+    several = value if isinstance(value, Iterable) else (value,)
     try:
-        indices = tuple(-1 if isinstance(index, bool) else operator.index(index) for index in value)
+        indices = tuple(-1 if isinstance(index, bool) else operator.index(index) for index in several)
     except TypeError:
         indices = ()
     if not indices or min(indices) < 0:
-        raise HelmscopeError(f"{name} is {value!r:.60}, but it must be a list of whole numbers >= 0 such as [0, 3]")
+        raise HelmscopeError(
+            f"{name} is {value!r:.60}, but it must be a whole number >= 0 or a list of them such as [0, 3]"
+        )
     return indices

@@ -15,7 +15,7 @@ import torch
 from helmscope.intervene.edit import SiteEdit
 from helmscope.models.recording import Recording
 from helmscope.models.watch import EDITABLE_STATES, LEADS_TO, Site
-from helmscope.types import HelmscopeError, counted
+from helmscope.types import HelmscopeError, counted, type_with_article
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float
@@ -30,7 +30,7 @@ class StateEdit(SiteEdit):
     """Base of the edits of a state or a write, at the tokens where ``tokens`` (batch, n) is True; None means all."""
 
     allowed = EDITABLE_STATES
-    layers: Sequence[int] | None = None
+    layers: int | Sequence[int] | None = None
     site: Site = Site.MLP
     tokens: Bool[Tensor, "batch n"] | None = None
 
@@ -108,7 +108,7 @@ class Patch(StateEdit):
         """Raise ``HelmscopeError`` if the source has another size, starts at a later depth, or kept no writes."""
         super().check(anatomy)
         if not isinstance(self.source, Recording):
-            raise HelmscopeError(f"source is a {type(self.source).__name__}, but it must be a Recording")
+            raise HelmscopeError(f"source is {type_with_article(self.source)}, but it must be a Recording")
         if self.site in LEADS_TO and f"{self.site.value} write" not in self.source.kept:
             raise HelmscopeError(f"site is {self.site!r}, but source kept no writes: record it with keep=Keep.WRITES")
         layers, depths = len(self.source.anatomy.layers), self.source.anatomy.depths
@@ -141,7 +141,7 @@ def mask_rows(name: str, mask: Bool[Tensor, "batch n"], context: Context, like: 
     """The rows of a mask over the batch for the texts of the current chunk; they must be (rows, n) as in ``like``."""
     rows = mask[context.rows].to(like.device) if isinstance(mask, torch.Tensor) else torch.empty(0)
     if rows.shape != like.shape[:2] or len(mask) != context.texts or rows.dtype != torch.bool:
-        shown = f"of {mask.dtype} {tuple(mask.shape)}" if isinstance(mask, torch.Tensor) else type(mask).__name__
+        shown = f"of {mask.dtype} {tuple(mask.shape)}" if isinstance(mask, torch.Tensor) else type_with_article(mask)
         allowed = f"it must be a tensor of bool of shape ({context.texts}, {like.shape[1]})"
         raise HelmscopeError(f"{name} is {shown}, but {allowed}")
     return rows

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from helmscope.types import HelmscopeError, fits_memory, known_name
+from helmscope.types import HelmscopeError, check_memory, known_name, type_with_article
 
 if TYPE_CHECKING:
     import torch
@@ -37,7 +37,7 @@ class Names:
     def check(self, name: object) -> str:
         """Return ``name``; an unknown one raises ``HelmscopeError`` with the closest match."""
         if not isinstance(name, str):
-            raise HelmscopeError(f"{self.what} is a {type(name).__name__}, but it must be one of {', '.join(self)}")
+            raise HelmscopeError(f"{self.what} is {type_with_article(name)}, but it must be one of {', '.join(self)}")
         return known_name(self.what, name, self.places)
 
     def load(self, name: str) -> Any:
@@ -66,14 +66,14 @@ STEPPERS = Names(
     "stepper",
     {
         "adaptive": "helmscope.solve.dormand_prince:DormandPrince",
-        "euler": "helmscope.solve.euler:ProjectedEuler",
+        "euler": "helmscope.solve.projected_euler:ProjectedEuler",
         "heun": "helmscope.solve.heun:Heun",
         "rk4": "helmscope.solve.rk4:RK4",
         "geodesic-euler": "helmscope.solve.geodesic_euler:GeodesicEuler",
         "geodesic-heun": "helmscope.solve.geodesic_heun:GeodesicHeun",
         "geodesic-rk4": "helmscope.solve.geodesic_rk4:GeodesicRK4",
         "layer": "helmscope.solve.layer:Layer",
-        "published": "helmscope.solve.published:PublishedEuler",
+        "published": "helmscope.solve.published_euler:PublishedEuler",
         "euler-maruyama": "helmscope.solve.euler_maruyama:EulerMaruyama",
         "stochastic-heun": "helmscope.solve.stochastic_heun:StochasticHeun",
         "noisy-layer": "helmscope.solve.noisy_layer:NoisyLayer",
@@ -81,14 +81,14 @@ STEPPERS = Names(
 )
 NOISY_STEPPERS = ("euler-maruyama", "stochastic-heun", "noisy-layer")
 AUTO = "auto"
-KERNELS = Names(
-    "kernel",
+SUMMATIONS = Names(
+    "summation",
     {
         AUTO: "",
-        "dense": "helmscope.kernels.dense:Dense",
-        "blockwise": "helmscope.kernels.blockwise:Blockwise",
-        "harmonic": "helmscope.kernels.harmonic:Harmonic",
-        "flash": "helmscope.kernels.flash:Flash",
+        "dense": "helmscope.summation.dense:Dense",
+        "blockwise": "helmscope.summation.blockwise:Blockwise",
+        "harmonic": "helmscope.summation.harmonic:Harmonic",
+        "flash": "helmscope.summation.flash:Flash",
     },
 )
 DTYPES = Names("dtype", {"float64": "torch:float64", "float32": "torch:float32"})
@@ -121,5 +121,5 @@ def value_matrix(value: float, dim: int) -> torch.Tensor | None:
 
     if value == 1:
         return None
-    fits_memory(f"value is {value:g} and dim is {dim}", dim * dim)
+    check_memory(f"value is {value:g} and dim is {dim}", dim * dim)
     return value * torch.eye(dim, dtype=torch.float64, device="cpu")

@@ -15,7 +15,7 @@ from helmscope.jobs.checks import Check, boolean, integer, list_of, number, opti
 from helmscope.jobs.job import Job, PictureWriter, Result, Work
 from helmscope.jobs.spec import Spec
 from helmscope.runs.unit import Unit
-from helmscope.types import HelmscopeError, fits_memory, seed_number
+from helmscope.types import HelmscopeError, check_memory, seed_number
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -161,7 +161,7 @@ class Phase(Spec, frozen=True, kw_only=True, tag="phase"):
         """
         times = len(checks.expand_range("times", self.times))
         numbers = self.samples * max(self.n * min(self.n, max(self.dim_values)), times)
-        fits_memory(f"samples is {self.samples}, n is {self.n} and times has {times} values", numbers)
+        check_memory(f"samples is {self.samples}, n is {self.n} and times has {times} values", numbers)
         tiny = msgspec.structs.replace(self, samples=2, times=(0.0,))
         for dim in self.dim_values:  # check by integrating two systems up to t = 0
             tiny.diagram(dim)
@@ -239,7 +239,7 @@ class PhaseJob(Job):
 
     def execute(self, work: Work) -> PhaseResult:
         """Run the units, combine them into one diagram, and write phase.nc, half-time.nc, phase.png and phase.html.
-        Adds the kernel and stepper used to the manifest.
+        Adds the summation method and stepper used to the manifest.
         """
         from helmscope.observe.half_times import half_time
         from helmscope.plots import style
@@ -249,7 +249,7 @@ class PhaseJob(Job):
         result = self.run_units(work, "phase diagram")
         data = self._with_curve(join_diagrams([result[name] for name in result]))
         manifest = folder.read_manifest()
-        names_used = ("kernel", "stepper", *(("dtype",) if manifest.dtype == names.AUTO else ()))
+        names_used = ("summation", "stepper", *(("dtype",) if manifest.dtype == names.AUTO else ()))
         used = {name: data.attrs[name] for name in names_used}
         folder.write_manifest(replace(manifest, parameters={**manifest.parameters, **used}))
         half = half_time(data)
@@ -291,8 +291,10 @@ def join_diagrams(parts: list[xr.Dataset]) -> xr.Dataset:
         for dim, blocks in by_dim.items()
     ]
     data = xr.concat(rows, dim="dim", coords=["lost"], **how)
-    methods = {key: " / ".join(dict.fromkeys(str(part.attrs[key]) for part in parts)) for key in ("kernel", "stepper")}
+    methods = {
+        key: " / ".join(dict.fromkeys(str(part.attrs[key]) for part in parts)) for key in ("summation", "stepper")
+    }
     # numbers read from a file are NumPy scalars, which JSON cannot encode
     attrs = {key: getattr(value, "item", lambda value=value: value)() for key, value in data.attrs.items()}
-    attrs = {key: value for key, value in attrs.items() if key not in ("dim", "carried_in")}
+    attrs = {key: value for key, value in attrs.items() if key not in ("dim", "integration_dim")}
     return data.drop_attrs(deep=False).assign_attrs(attrs | methods)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 from helmscope.jobs.job import Job, Result, Work
 from helmscope.jobs.spec import Spec, check_spec, from_toml, to_toml
 from helmscope.runs.attempt import check_engine
+from helmscope.runs.bar import reporting
 from helmscope.runs.plan import read_parts
 from helmscope.runs.progress import print_status
 from helmscope.runs.serial import Serial
@@ -22,6 +24,18 @@ if TYPE_CHECKING:
     from helmscope.store.manifest import Manifest
 
 ROOT = "runs"
+
+
+class FolderInUse(HelmscopeError):
+    """The folder of a new run contains an earlier run.
+
+    >>> str(FolderInUse("runs/a"))
+    'runs/a contains an earlier run: set resume=True to continue it, or choose a new folder'
+    """
+
+    def __init__(self, folder: object, remedy: str = "set resume=True") -> None:
+        super().__init__(f"{folder} contains an earlier run: {remedy} to continue it, or choose a new folder")
+        self.folder = folder
 
 
 class Interrupted(KeyboardInterrupt):
@@ -44,7 +58,7 @@ def run(
     *,
     folder: str | os.PathLike[str] | None = None,
     engine: Engine | None = None,
-    show_progress: bool = False,
+    show_progress: bool | None = None,
     resume: bool = False,
     allow_mixed: bool = False,
     command: Sequence[str] | None = None,
@@ -56,7 +70,8 @@ def run(
     With ``resume`` it is the folder of an interrupted run, which is continued; if that run was started with another
     spec, or with other versions, another CPU or number of threads (unless ``allow_mixed``), a ``HelmscopeError`` says
     so. ``engine`` is ``Serial()`` (the default), ``Processes(jobs)`` or ``Ray(jobs)``; results do not depend on it.
-    ``show_progress`` prints progress on standard error. ``command`` is the command line stored in the manifest, by
+    ``show_progress`` prints progress on standard error; by default a long run shows a bar on a terminal or in a
+    notebook, and with False it shows nothing. ``command`` is the command line stored in the manifest, by
     default that of this process. Arguments are checked before a folder is created.
 
     >>> import tempfile
@@ -72,16 +87,20 @@ def run(
     engine = Serial() if engine is None else engine
     check_engine(engine)
     for name, value in (("show_progress", show_progress), ("resume", resume), ("allow_mixed", allow_mixed)):
-        if not isinstance(value, bool):
+        if not isinstance(value, bool) and (name, value) != ("show_progress", None):
             raise HelmscopeError(f"{name} is {shown(value)}, but it must be True or False")
-    job = spec.prepare()
+    with reporting(False):  # a check may compute a small example
+        job = spec.prepare()
     manifest = job.manifest(engine, sys.argv if command is None else command)
     place = _open_folder(job, manifest, folder, resume=resume, allow_mixed=allow_mixed)
-    work = Work(folder=place, manifest=manifest, engine=engine, show_progress=show_progress, allow_mixed=allow_mixed)
+    prints = bool(show_progress)
+    work = Work(folder=place, manifest=manifest, engine=engine, show_progress=prints, allow_mixed=allow_mixed)
     if show_progress and job.prints_cost:
         print_status(str(job.cost()))
+    silence = reporting(False) if show_progress is False else nullcontext()
     try:
-        return job.execute(work)
+        with silence:
+            return job.execute(work)
     except KeyboardInterrupt as error:
         raise Interrupted(place) from error
 
@@ -103,28 +122,22 @@ def _open_folder(
 ) -> RunFolder:
     """Create a folder with manifest and spec or, with ``resume``, open that of an earlier run."""
     if allow_mixed and not resume:
-        raise HelmscopeError("allow_mixed is set, but it applies only to a resumed run: add --resume or omit it")
+        raise HelmscopeError("allow_mixed is set, but it applies only to a resumed run: set resume=True or omit it")
     if resume:
         if folder is None:
-            raise HelmscopeError(
-                "resume is set, but the folder of the run is not: add --out FOLDER, or folder= (list: helmscope runs)"
-            )
+            raise HelmscopeError("resume is set, but the folder of the run is not: set folder, such as folder='runs/a'")
         place = RunFolder.open(folder)
         _check_same(job.spec, place)
         return place
     if folder is not None and os.path.isfile(os.path.join(folder, MANIFEST)):
-        raise _folder_in_use(folder)
+        raise FolderInUse(folder)
     place = RunFolder.new(ROOT, job.spec.verb[0]) if folder is None else RunFolder.create(folder)
     with place.lock():
         if (place.path / MANIFEST).is_file():  # another process was faster
-            raise _folder_in_use(place.path)
+            raise FolderInUse(place.path)
         place.write_manifest(manifest)
         place.write_spec(to_toml(job.spec))
     return place
-
-
-def _folder_in_use(folder: object) -> HelmscopeError:
-    return HelmscopeError(f"{folder} contains an earlier run: add --resume to continue it, or choose a new folder")
 
 
 def _check_same(spec: Spec, folder: RunFolder) -> None:

@@ -13,6 +13,7 @@ from helmscope.jobs.checks import Check, boolean, integer, number, optional
 from helmscope.jobs.job import Job, PictureWriter, Result, Work
 from helmscope.jobs.spec import Spec
 from helmscope.runs.unit import Unit
+from helmscope.solve.stepper import NOISY_STEP
 from helmscope.types import HelmscopeError, seed_number
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from helmscope.solve.stepper import Stepper
     from helmscope.types import Outcome, Trajectory
 
-DEFAULT_STEP = 0.05
+DETERMINISTIC_STEP = 0.05
 UNITS = 8
 OVERVIEW_FIELDS = ("delta", "radius", "chunk")  # do not affect the states
 
@@ -35,8 +36,9 @@ class Simulate(Spec, frozen=True, kw_only=True, tag="simulate"):
     ``kappa``, or orthonormal), with states at ``times``: a list or "FROM:TO:COUNT".
 
     ``stepper`` defaults to adaptive, with local error ``tol``, or with noise to euler-maruyama; all others use the step
-    size ``step``. Tokens closer than ``merge`` radians are merged. ``delta`` and ``radius`` are parameters of the
-    overview. A unit of work has ``chunk`` systems, by default an eighth of the batch.
+    size ``step``, which defaults to 0.05, or with noise to 0.02, the step size of ``integrate``. Tokens closer than
+    ``merge`` radians are merged. ``delta`` and ``radius`` are parameters of the overview. A unit of work has ``chunk``
+    systems, by default an eighth of the batch.
 
     >>> import tempfile
     >>> from helmscope.jobs import run
@@ -61,7 +63,7 @@ class Simulate(Spec, frozen=True, kw_only=True, tag="simulate"):
     step: float | None = None
     tol: float | None = None
     merge: float | None = None
-    kernel: str = names.AUTO
+    summation: str = names.AUTO
     delta: float = 1e-3
     radius: float = 0.1
     chunk: int | None = None
@@ -86,7 +88,7 @@ class Simulate(Spec, frozen=True, kw_only=True, tag="simulate"):
         "step": optional(number(above=0)),
         "tol": optional(number(above=0)),
         "merge": optional(number(at_least=0)),
-        "kernel": lambda _, value: names.KERNELS.check(value),
+        "summation": lambda _, value: names.SUMMATIONS.check(value),
         "delta": number(at_least=0),
         "radius": number(at_least=0),
         "chunk": optional(integer(1)),
@@ -130,7 +132,7 @@ class Simulate(Spec, frozen=True, kw_only=True, tag="simulate"):
                 f"tol is {self.tol}, but the stepper '{method}' has a fixed step size: set step instead"
             )
         if self.step is None:
-            self._set("step", DEFAULT_STEP)
+            self._set("step", NOISY_STEP if self.nu > 0 else DETERMINISTIC_STEP)
 
     @property
     def unit_size(self) -> int:
@@ -172,7 +174,7 @@ class Simulate(Spec, frozen=True, kw_only=True, tag="simulate"):
             merge=self.merge,
             noise=IsotropicNoise(self.nu) if self.nu > 0 else None,
             seed=self.seed,
-            kernel=None if self.kernel == names.AUTO else names.KERNELS.load(self.kernel)(),
+            summation=None if self.summation == names.AUTO else names.SUMMATIONS.load(self.summation)(),
         )
 
     def prepare(self) -> SimulateJob:
@@ -181,7 +183,7 @@ class Simulate(Spec, frozen=True, kw_only=True, tag="simulate"):
 
         problem = self.problem()
         with explain_memory_error(n=self.n, batch=1):
-            kernels = ", ".join(problem.kernels())
+            summations = ", ".join(problem.summations())
         size = self.unit_size
         units = [
             Unit(
@@ -198,7 +200,7 @@ class Simulate(Spec, frozen=True, kw_only=True, tag="simulate"):
             dtype=self.dtype,
             device=self.device,
             inputs={"start": hash_bytes(problem.start.cpu().numpy().tobytes())},
-            parameters={k: v for k, v in self.fields.items() if k not in own_entries} | {"kernels": kernels},
+            parameters={k: v for k, v in self.fields.items() if k not in own_entries} | {"summations": summations},
             problem=problem,
         )
 
@@ -283,7 +285,7 @@ class SimulateJob(Job):
         from helmscope.observe.overview import overview
         from helmscope.plots.overview import overview_figure
         from helmscope.plots.style import png
-        from helmscope.runs.progress import ProgressBar
+        from helmscope.runs.bar import ProgressBar
 
         spec, folder = self.spec, work.folder
         states = (("time", "system", "token", "axis"), trajectory.states.numpy())

@@ -14,7 +14,7 @@ from helmscope.jobs.toml import encode_toml
 from helmscope.store.atomic import as_path, explained, write_bytes
 from helmscope.store.printable import printable
 from helmscope.store.run_folder import SPEC
-from helmscope.types import HelmscopeError, known_name, shown
+from helmscope.types import HelmscopeError, known_name, shown, type_with_article
 
 if TYPE_CHECKING:
     from helmscope.jobs.cost import Estimate
@@ -25,7 +25,23 @@ VERSION = 1
 JOB = "job"
 
 
-class Spec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field=JOB):
+class _NamedFields(msgspec.StructMeta):
+    """Metaclass that explains wrong arguments of a spec, for which msgspec raises a TypeError without a suggestion."""
+
+    def __call__(cls, *args: object, **fields: object) -> Any:
+        if args:
+            raise HelmscopeError(
+                f"{cls.__name__} is given {shown(args[0])} without a name, but its fields must be named, such as "
+                f"{cls.__name__}(seed=0)"
+            )
+        for name in fields:
+            known_name(f"keyword of {cls.__name__}", name, cls.__struct_fields__)
+        return super().__call__(**fields)
+
+
+class Spec(
+    msgspec.Struct, metaclass=_NamedFields, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field=JOB
+):
     """The description of a job, the base class of ``Simulate``, ``Phase``, ``Trials`` and ``Report``.
 
     Every field has one canonical form, so that equal jobs have equal specs. A bad value raises a ``HelmscopeError``
@@ -38,6 +54,9 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     >>> Simulate(beta=-1)
     Traceback (most recent call last):
     helmscope.types.HelmscopeError: beta is -1, but it must be a finite number >= 0
+    >>> Simulate(feild="sa")
+    Traceback (most recent call last):
+    helmscope.types.HelmscopeError: unknown keyword of Simulate 'feild': did you mean 'field'?
     """
 
     version: int = VERSION
@@ -115,17 +134,17 @@ def to_toml(spec: Spec) -> str:
 
 
 def from_data(data: Mapping[str, Any], what: str = "the spec") -> Spec:
-    """Build a spec from a mapping with the key ``job``, such as parsed TOML or JSON. An unknown job, unknown field or
+    """Build a spec from a mapping with the key ``job``, such as parsed TOML or JSON. An unknown job, unknown key or
     bad value raises a ``HelmscopeError``, in which ``what`` names the origin of the data.
 
     >>> from_data({"job": "simulate", "beta": 1}).beta
     1.0
     >>> from_data({"job": "simulate", "bta": 1.0})
     Traceback (most recent call last):
-    helmscope.types.HelmscopeError: unknown field of the spec 'bta': did you mean 'beta'?
+    helmscope.types.HelmscopeError: unknown key of the spec 'bta': did you mean 'beta'?
     """
     if not isinstance(data, Mapping):
-        raise HelmscopeError(f"{what} is a {type(data).__name__}, but it must be a mapping from field to value")
+        raise HelmscopeError(f"{what} is {type_with_article(data)}, but it must be a mapping from key to value")
     kinds = {str(kind.__struct_config__.tag): kind for kind in _spec_classes()}
     job = data.get(JOB)
     if not isinstance(job, str):
@@ -134,7 +153,7 @@ def from_data(data: Mapping[str, Any], what: str = "the spec") -> Spec:
     kind = kinds[known_name(f"{JOB} of {what}", printable(job), kinds)]
     values = {key: value for key, value in data.items() if key != JOB}
     for key in values:
-        known_name(f"field of {what}", printable(str(key)), kind.__struct_fields__)
+        known_name(f"key of {what}", printable(str(key)), kind.__struct_fields__)
     return kind(**values)
 
 
@@ -157,7 +176,7 @@ def from_toml(text: str, what: str = "the spec") -> Spec:
 def read(path: str | os.PathLike[str]) -> Spec:
     """Read a spec from a TOML file, or the spec of the run in a run folder.
 
-    A file that cannot be read, is not UTF-8 or TOML, or has an unknown field or a bad value raises a
+    A file that cannot be read, is not UTF-8 or TOML, or has an unknown key or a bad value raises a
     ``HelmscopeError``.
 
     >>> import tempfile

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from helmscope.models.boxed import box_folder as box_folder
     from helmscope.models.boxed import box_texts as box_texts
     from helmscope.models.boxed import held_back_texts as held_back_texts
+    from helmscope.models.boxed import sibling_history as sibling_history
     from helmscope.models.boxed import training_history as training_history
     from helmscope.models.certificate import Certificate as Certificate
     from helmscope.models.doctor import diagnose as diagnose

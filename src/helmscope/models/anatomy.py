@@ -16,7 +16,7 @@ from helmscope.models.stacks import stacks_of
 from helmscope.models.tap import can_be_tapped
 from helmscope.models.topology import Kind, Wiring, find_wiring
 from helmscope.models.watch import Site
-from helmscope.types import HelmscopeError, counted
+from helmscope.types import HelmscopeError, counted, type_with_article
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -125,8 +125,8 @@ def find_anatomy(model: Any, inputs: Mapping[str, Tensor]) -> tuple[Anatomy, lis
     crossing = [layer.wiring.cross is not None for layer in layers]
     if len(set(crossing)) > 1:
         raise HelmscopeError(
-            f"model is a {type(model).__name__} with cross-attention in layer {crossing.index(True)} and none in layer "
-            f"{crossing.index(False)}, but all layers of a recording must have the same sub-steps"
+            f"model is {type_with_article(model)} with cross-attention in layer {crossing.index(True)} and none in "
+            f"layer {crossing.index(False)}, but all layers of a recording must have the same sub-steps"
         )
     norms = [
         norm

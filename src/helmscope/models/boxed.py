@@ -3,7 +3,8 @@
     A, B    GPT-2, 12 layers of width 192; trained on the same stories with the same tokenizer, different seeds
     tied    ALBERT: one post-norm block called 24 times, full attention; trained to fill gaps in the same stories
 
-Their model cards are stored beside their weights; ``training/`` in the repository trained them.
+Their model cards are stored beside their weights; ``training/`` in the repository trained them. A sibling of A (same
+recipe, another seed) was measured during its training; its measurements are installed, its weights are not.
 """
 
 from __future__ import annotations
@@ -95,4 +96,29 @@ def training_history(model: str) -> xr.Dataset:
     import xarray as xr
 
     with xr.open_dataset(BOX / "training.nc", group=known_name("model", str(model), MODELS), engine="h5netcdf") as file:
+        return file.load()
+
+
+def sibling_history() -> xr.Dataset:
+    """Measurements of a sibling of model A (same recipe, another seed) at sixteen steps of its training.
+
+    Four arms: the whole model, attention alone (every MLP writes 0), MLP alone (attention writes 0), and neither.
+
+    By arm, depth (every half-layer) and prompt (64 texts in the box), on the theory's sphere and without the first
+    token: ``share`` of the inner products above 0.8, 0.9 and 0.99 and their mean, ``inner_product``, over pairs of
+    different token ids at least 16 positions apart; ``participation_ratio`` and ``entropy_rank``; ``residual``, the
+    relative distance to the mean token. By arm: ``validation_loss``. Of the whole model, by layer and prompt:
+    ``swirl_index`` (the antisymmetric share of the MLP's Jacobian), ``gate_sparsity`` (pre-activations below 0) and
+    ``closed_share`` (GELU derivatives below 0.1); by layer ``coherence_max``, ``coherence_mean`` and ``alignment`` of
+    the MLP's weights. Most values are rounded, to their attribute ``rounded_to``. The attributes of the Dataset have
+    the seed, the final loss, versions and definitions.
+
+    >>> history = sibling_history()
+    >>> at_the_end = history.share.sel(step=8000, level=0.9).isel(depth=-1).mean("prompt")
+    >>> bool(at_the_end.sel(arm="attention alone") > 100 * at_the_end.sel(arm="whole model"))
+    True
+    """
+    import xarray as xr
+
+    with xr.open_dataset(BOX / "sibling.nc", engine="h5netcdf") as file:
         return file.load()

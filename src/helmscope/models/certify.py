@@ -15,16 +15,19 @@ from helmscope.models.probe import run
 from helmscope.models.tap import head_outputs, plainly_eager
 from helmscope.models.topology import Kind
 from helmscope.models.watch import LEADS_TO, Site
-from helmscope.types import counted
+from helmscope.types import counted, type_with_article
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+    from jaxtyping import Float
     from torch import Tensor, nn
 
     from helmscope.models.anatomy import Anatomy, Layer
+    from helmscope.models.certificate import Certificate
     from helmscope.models.probe import LayerProbe
     from helmscope.models.recorder import ResidualStream
+    from helmscope.models.runner import Runner
     from helmscope.models.tap import Attended, Call
 
 BOUNDS = {torch.float64: 1e-10, torch.float32: 1e-5}
@@ -103,6 +106,21 @@ def residual_line(errors: Tensor, dtype: torch.dtype) -> Line:
     return Line.held("residual", worst, bound(dtype), says, ("trajectory", "resume"))
 
 
+def certified_again(
+    certificate: Certificate, runner: Runner, stream: ResidualStream, errors: Float[Tensor, " layer"]
+) -> Certificate:
+    """The certificate of a further run of a recorded model, which checks only some of the lines again."""
+    finite = finite_line(stream.radius)
+    count = len(runner.edits) + (0 if runner.encoder is None else len(runner.encoder.edits))
+    if not count:
+        return certificate.with_line(finite)
+    residual = residual_line(errors, runner.model.dtype)
+    if any(Site.OUTPUT in edit.sites for edit in runner.edits):
+        residual = Line("residual", None, "an edit replaces a block's output, which is then not a sum of writes")
+    edits = Line("edits", None, f"{count} applied: only finite and residual are checked again")
+    return certificate.under_edits(finite, residual, edits)
+
+
 def logits_line(anatomy: Anatomy, inputs: Mapping[str, Tensor], recorded: Tensor, off: float) -> Line:
     """The output of the model while it is recorded against its output without hooks.
 
@@ -168,7 +186,7 @@ def heads_line(anatomy: Anatomy, probes: list[LayerProbe]) -> Line:
             return Line("heads", None, says, blocks=("replay",))
         matrix = next(call for call in probe.calls if call.path == wiring.output_matrix)
         if matrix_of(matrix.module) is None:
-            says = f"the output projection is a {type(matrix.module).__name__}, whose matrix cannot be read"
+            says = f"the output projection is {type_with_article(matrix.module)}, whose matrix cannot be read"
             return Line("heads", None, says, blocks=("replay",))
         gaps.append(heads_gap(probe, probe.attention, wiring.output_matrix, wiring.attention))
     says = "the outputs of the heads sum to the write of attention"

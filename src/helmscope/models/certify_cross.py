@@ -11,7 +11,7 @@ from helmscope.models.certify import bound, heads_gap, relative, worst_of
 from helmscope.models.mlp_reading import matrix_of
 from helmscope.models.probe import run, tensors_in
 from helmscope.models.tap import plainly_eager
-from helmscope.types import counted
+from helmscope.types import counted, type_with_article
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -73,7 +73,9 @@ def _heads_line(anatomy: Anatomy, probes: list[LayerProbe]) -> Line:
         assert wiring.cross is not None
         matrix = layer.part(wiring.cross_matrix)
         if matrix_of(matrix) is None:
-            says = f"the output projection of cross-attention is a {type(matrix).__name__}, whose matrix cannot be read"
+            says = (
+                f"the output projection of cross-attention is {type_with_article(matrix)}, whose matrix cannot be read"
+            )
             return Line("cross heads", None, says, blocks=BLOCKS)
         gaps.append(heads_gap(probe, probe.cross, wiring.cross_matrix, wiring.cross))
     says = "the outputs of the heads sum to the write of cross-attention"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from helmscope.store.manifest import hash_file
-from helmscope.types import HelmscopeError
+from helmscope.types import HelmscopeError, type_with_article
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -108,7 +108,7 @@ def check_file(path: Path) -> Mapping[str, Any]:
         ) from error
     if not isinstance(header, dict):
         raise HelmscopeError(
-            f"file '{path}' has a header that is a {type(header).__name__}, but it must be a JSON object"
+            f"file '{path}' has a header that is {type_with_article(header)}, but it must be a JSON object"
         )
     tensors = {name: value for name, value in header.items() if name != "__metadata__"}
     spans = sorted(_span(path, name, value) for name, value in tensors.items())

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from helmscope.models.load import Loaded, ensure_loaded
+from helmscope.models.load import Loaded, check_options, ensure_loaded
 from helmscope.models.probe import vocabulary_size
 from helmscope.models.record import record
 from helmscope.models.recorder import Recorder
 from helmscope.models.texts import Batch, context_length
+from helmscope.runs.bar import reporting
 from helmscope.types import counted, whole_number
 
 if TYPE_CHECKING:
@@ -66,6 +67,7 @@ class Diagnosis:
         return f"{where}\nchecked on {self.tried}\n{self.certificate}\n{encoder}{cost}"
 
 
+@reporting(None, "examining a model")
 def diagnose(
     model: Any, *, texts: int = 128, tokens: int = 128, batch_size: int = 16, tokenizer: Any = None, **options: Any
 ) -> Diagnosis:
@@ -83,6 +85,7 @@ def diagnose(
     """
     for name, number in (("texts", texts), ("tokens", tokens), ("batch_size", batch_size)):
         whole_number(name, number, at_least=1)
+    check_options(options, diagnose)
     loaded = ensure_loaded(model, tokenizer=tokenizer, **options)
     limit = context_length(loaded.model)
     asked, tokens = tokens, tokens if limit is None else min(tokens, limit)
@@ -121,7 +124,11 @@ def _trial_inputs(loaded: Loaded) -> tuple[Any, str]:
     if loaded.tokenizer is not None:
         return list(TEXTS), f"sentences tokenized by {type(loaded.tokenizer).__name__}"
     most = min(24, context_length(model) or 24)
-    reason = "there is no tokenizer" if loaded.why is None else f"the tokenizer could not be read ({loaded.why})"
+    reason = (
+        "there is no tokenizer"
+        if loaded.tokenizer_error is None
+        else f"the tokenizer could not be read ({loaded.tokenizer_error})"
+    )
     ids = torch.randint(vocabulary_size(model), (3, most), generator=generator, device="cpu")
     return ids, f"random tokens: {reason}"
 

@@ -113,7 +113,12 @@ class MixtureOfExperts:
         return self.experts[0].dim
 
     def select(self, x: Float[Tensor, "*batch d"]) -> tuple[Float[Tensor, "*batch k"], Int[Tensor, "*batch k"]]:
-        """The weights and the indices of the experts that the router selects at x."""
+        """The weights and the indices of the experts that the router selects at x.
+
+        >>> always = lambda x: (torch.ones(len(x), 1), torch.full((len(x), 1), 3))
+        >>> MixtureOfExperts((), always).select(torch.zeros(2, 5))[1].tolist()
+        [[3], [3]]
+        """
         if self.norm is None:
             read = x
         else:  # undo x = core(z) / sqrt(d), and apply the norm's gain and bias
@@ -130,7 +135,14 @@ class MixtureOfExperts:
     def ambient(
         self, x: Float[Tensor, "*batch d"], weights: Tensor | None = None, *, t: float = 0.0
     ) -> Float[Tensor, "*batch d"]:
-        """The force at x, without input checks; ``weights`` and ``t`` are ignored."""
+        """The force at x, without input checks; ``weights`` and ``t`` are ignored.
+
+        >>> from helmscope.fields.activations import Identity
+        >>> one = GatedMLP(w_gate=torch.eye(2), w_up=torch.eye(2), w_out=torch.eye(2), activation=Identity())
+        >>> always = lambda x: (torch.full((len(x), 1), 0.5), torch.zeros(len(x), 1, dtype=torch.long))
+        >>> MixtureOfExperts((one,), always).ambient(torch.tensor([[1.0, 2.0]]))
+        tensor([[0.5000, 2.0000]])
+        """
         shares, indices = self.select(x)
         total = torch.zeros_like(x)
         for index in sorted(set(indices.flatten().tolist())):

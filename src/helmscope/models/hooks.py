@@ -29,7 +29,8 @@ from helmscope.models.watch import (
     Observer,
     Site,
 )
-from helmscope.types import HelmscopeError
+from helmscope.store.atomic import one_line
+from helmscope.types import HelmscopeError, type_with_article
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -91,9 +92,21 @@ class _ForwardPass:
         for edit in self.edits:
             if site in edit.sites and edit.acts(self.number):
                 old = value if changed is None else changed
-                new = edit.new(old, self.chunk.at(site, self.number))
+                new = self._replacement(edit, site, old)
                 changed = changed if new is None else _checked_replacement(new, old, edit, site)
         return changed
+
+    def _replacement(self, edit: AbstractEdit, site: Site, value: Tensor) -> Tensor | None:
+        """What an edit returns for a value; an error in its code is raised as HelmscopeError that names the edit."""
+        try:
+            return edit.new(value, self.chunk.at(site, self.number))
+        except HelmscopeError:
+            raise
+        except Exception as error:  # the function of an edit is any code
+            reason = f"{type(error).__name__}: {one_line(error)}"
+            raise HelmscopeError(
+                f"the function of {edit!r:.120} fails at {site} in layer {self.number}: {reason}"
+            ) from error
 
     def edit_and_observe(self, site: Site, value: Tensor) -> Tensor | None:
         """Apply the edits to a state or write, and pass the result to the observers; None if no edit changed it."""
@@ -183,7 +196,7 @@ def check_edits(anatomy: Anatomy, edits: Sequence[AbstractEdit]) -> None:
     for edit in edits:
         if not isinstance(edit, AbstractEdit):
             raise HelmscopeError(
-                f"an edit is a {type(edit).__name__}, but it must be an Edit(site, layers, function) or one "
+                f"an edit is {type_with_article(edit)}, but it must be an Edit(site, layers, function) or one "
                 "such as Ablate()"
             )
         edit.check(anatomy)
@@ -198,8 +211,8 @@ def locked_unedited(model: Any) -> Iterator[None]:
         hooks = (hook for module in model.modules() for hook in module._forward_pre_hooks.values())
         if any(getattr(hook, "__module__", None) == __name__ for hook in hooks):
             raise HelmscopeError(
-                f"model is a {type(model).__name__} under an edit, but only an unedited model can be recorded: leave "
-                "`changed` first, and pass the edit to recording.under"
+                f"model is {type_with_article(model)} under an edit, but only an unedited model can be recorded: leave "
+                "`edited` first, and pass the edit to recording.under"
             )
         yield
 

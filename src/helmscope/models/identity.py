@@ -11,7 +11,7 @@ from helmscope.models.premise import Simulated
 from helmscope.runs.unit import fingerprint
 from helmscope.stats.replicates import halves
 from helmscope.store.manifest import hash_bytes
-from helmscope.types import HelmscopeError
+from helmscope.types import HelmscopeError, type_with_article
 from helmscope.types.arguments import counted, shown
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def _check_in_memory(model: Any, **options: Any) -> None:
 
     if not isinstance(model, Loaded | transformers_library().PreTrainedModel):
         raise HelmscopeError(
-            f"model is a {type(model).__name__}, but it must be a name, a folder, a transformers PreTrainedModel or "
+            f"model is {type_with_article(model)}, but it must be a name, a folder, a transformers PreTrainedModel or "
             "what load returns"
         )
     for name, value in options.items():
@@ -100,8 +100,8 @@ def checked_prompts(texts: Any) -> tuple[Prompt, ...]:
     """
     rows = texts.tolist() if hasattr(texts, "tolist") else texts
     if isinstance(rows, str | bytes) or not isinstance(rows, Sequence):
-        kind = type(texts).__name__
-        raise HelmscopeError(f"texts is a {kind}, but it must be a list of strings or of rows of token ids")
+        kind = type_with_article(texts)
+        raise HelmscopeError(f"texts is {kind}, but it must be a list of strings or of rows of token ids")
     if not rows:
         raise HelmscopeError("texts is empty, but it must hold at least one text")
     if all(isinstance(row, str) for row in rows):

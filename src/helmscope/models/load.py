@@ -14,16 +14,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from helmscope.models.blueprint import check_blueprint, check_config, check_dtypes, is_quantized
-from helmscope.models.boxed import MODELS, local_folder
+from helmscope.models.boxed import MODELS, is_boxed, local_folder
 from helmscope.models.checkpoint import check_folder
 from helmscope.models.library import quiet, transformers_library
 from helmscope.models.norm_reading import epsilon_of
 from helmscope.models.tokenizer import read_tokenizer
+from helmscope.runs.bar import reporting
 from helmscope.store.atomic import one_line
-from helmscope.types import HelmscopeError, counted, known_name, whole_number
+from helmscope.types import HelmscopeError, counted, known_name, type_with_article, whole_number
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from helmscope.models.checkpoint import Files
 
@@ -35,11 +36,14 @@ WANTED = ("*.safetensors", "*.json", "*.txt", "*.model")  # files downloaded fro
 class Origin:
     """The origin of a model: its name, revision (a commit on the Hub), SHA-256 of each weight file, dtype and device.
 
-    ``attention`` is the implementation used outside of recordings. ``note`` names what is missing in the files of the
-    model that config.json describes; None if nothing is.
+    ``name`` is that of a model in the box or on the Hub, the name of the ``folder`` from which it was loaded, or the
+    class of a model in memory; an untrained twin is named after the trained model and its seed. ``attention`` is the
+    implementation used outside of recordings. ``note`` names what is missing in the files of the model that config.json
+    describes; None if nothing is.
 
-    >>> Origin("gpt2", "gpt2", None, {}, "sdpa", "float32", "cpu", "5.22.2").attention
-    'sdpa'
+    >>> origin = Origin("my-model", "gpt2", None, {}, "sdpa", "float32", "cpu", "5.22.2")
+    >>> origin.title
+    'my-model (gpt2)'
     """
 
     name: str
@@ -51,13 +55,20 @@ class Origin:
     device: str
     transformers: str
     note: str | None = None
+    folder: str | None = None
+
+    @property
+    def title(self) -> str:
+        """The name and the family of the model, as reprs and figures state them."""
+        return f"{self.name} ({self.family})"
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Loaded:
     """A model in eval mode, with its tokenizer (None if there is none) and its origin.
 
-    ``why`` is the reason why the tokenizer in the model's folder could not be read; None if it could, or there is none.
+    ``tokenizer_error`` is the reason why the tokenizer in the model's folder could not be read; None if it could, or
+    there is none.
 
     >>> Loaded.__match_args__
     ('model', 'tokenizer', 'origin', 'why')
@@ -66,7 +77,7 @@ class Loaded:
     model: Any
     tokenizer: Any | None
     origin: Origin
-    why: str | None = None
+    tokenizer_error: str | None = None
 
     def __repr__(self) -> str:
         tokenizer = "no tokenizer" if self.tokenizer is None else type(self.tokenizer).__name__
@@ -74,6 +85,7 @@ class Loaded:
         return f"<Loaded {origin.name}: {type(self.model).__name__}, {tokenizer}, {origin.dtype} on {origin.device}>"
 
 
+@reporting(None, "loading a model")
 def load(
     source: Any,
     *,
@@ -107,7 +119,7 @@ def load(
     transformers = transformers_library()
     if isinstance(source, torch.nn.Module):
         if not isinstance(source, transformers.PreTrainedModel):
-            raise HelmscopeError(f"model is a {type(source).__name__}, but it must be a transformers PreTrainedModel")
+            raise HelmscopeError(f"model is {type_with_article(source)}, but it must be a transformers PreTrainedModel")
         options = {
             "revision": revision,
             "dtype": dtype,
@@ -123,7 +135,8 @@ def load(
         return Loaded(source.eval(), tokenizer, origin_of(source, type(source).__name__))
     if not isinstance(source, str | Path):
         raise HelmscopeError(
-            f"model is a {type(source).__name__}, but it must be a name, a folder or a model; use load_all for several"
+            f"model is {type_with_article(source)}, but it must be a name, a folder or a model; use load_all for "
+            "several"
         )
     local = local_folder(source)
     if revision is not None and local is not None:
@@ -146,7 +159,10 @@ def load(
         _set_loops(model, loops)
     commit = folder.name if local is None else None
     tokenizer, why = (tokenizer, None) if tokenizer is not None else read_tokenizer(folder)
-    origin = replace(origin_of(model, str(source), commit, files.hashes), note=note)
+    named_folder = None if local is None or is_boxed(source) else local.resolve()
+    name = str(source) if named_folder is None else named_folder.name
+    origin = origin_of(model, name, commit, files.hashes)
+    origin = replace(origin, note=note, folder=None if named_folder is None else str(source))
     return Loaded(model.eval(), tokenizer, origin, why)
 
 
@@ -161,7 +177,6 @@ def _set_loops(model: Any, loops: int) -> None:
 
 def ensure_loaded(model: Any, *, tokenizer: Any = None, **options: Any) -> Loaded:
     """``load(model)``; a model that is already ``Loaded`` is returned unchanged."""
-    _check_options(options)
     if not isinstance(model, Loaded):
         return load(model, tokenizer=tokenizer, **options)
     if options:
@@ -169,9 +184,11 @@ def ensure_loaded(model: Any, *, tokenizer: Any = None, **options: Any) -> Loade
     return model
 
 
-def _check_options(options: Mapping[str, Any]) -> None:
+def check_options(options: Mapping[str, Any], caller: Callable[..., Any]) -> None:
+    """Raise ``HelmscopeError`` for an option that neither ``caller`` nor ``load``, to which it passes them on, has."""
+    parameters = [*inspect.signature(caller).parameters.values(), *inspect.signature(load).parameters.values()]
     for name in options:
-        known_name("option", name, set(inspect.signature(load).parameters) - {"source"})
+        known_name("option", name, {each.name for each in parameters if each.kind is each.KEYWORD_ONLY})
 
 
 def load_all(sources: Sequence[Any], *, revisions: Sequence[str | None] = (None,), **options: Any) -> Iterator[Loaded]:
@@ -186,7 +203,7 @@ def load_all(sources: Sequence[Any], *, revisions: Sequence[str | None] = (None,
     for name, several in (("sources", sources), ("revisions", revisions)):
         if isinstance(several, str | Path) or not isinstance(several, Iterable):
             raise HelmscopeError(f"{name} is {several!r:.80}, but it must be a list, even of one element")
-    _check_options(options)
+    check_options(options, load_all)
     return (load(source, revision=revision, **options) for source in sources for revision in revisions)
 
 
@@ -243,7 +260,7 @@ def _without_head(model: Any, missing: list[str], folder: Path) -> tuple[Any, st
 
     No block reads the head or the pooler. Raises ``HelmscopeError`` if any other weight is missing.
     """
-    trunk, whole = model.base_model, type(model).__name__
+    trunk, whole = model.base_model, type_with_article(model)
     prefix = f"{model.base_model_prefix}." if trunk is not model else ""
     head = [name for name in missing if prefix and not name.startswith(prefix)]
     pooler = [name for name in missing if name.startswith(f"{prefix}pooler.")]
@@ -253,7 +270,7 @@ def _without_head(model: Any, missing: list[str], folder: Path) -> tuple[Any, st
         raise HelmscopeError(f"model is in '{folder}', but its files lack the tensor {_name_first(needed)}")
     if pooler:
         trunk.pooler = None  # as with add_pooling_layer=False
-    note = f"config.json names a {whole}, but the files lack its head, {_name_first(missing)}: "
+    note = f"config.json names {whole}, but the files lack its head, {_name_first(missing)}: "
     if not head:
         return model, f"{note}it is loaded without"
     return trunk, f"{note}only its {type(trunk).__name__} is loaded"

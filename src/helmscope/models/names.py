@@ -1,4 +1,10 @@
-"""Layers and heads by name: "L3H5" for head 5 of layer 3, "transformer.h.3" for a block of a model."""
+"""Layers and heads by name.
+
+A head is named "L3H5" or "3.5", head 5 of layer 3, both counted from 0: in ``parse_head``, for Measurements, and in
+``AblateHead(head="L3H5")``. A layer is its number or the name of its block in the model, such as "transformer.h.3":
+in ``recording.kernel(layer=...)``, ``cross_kernel``, ``force`` and ``points``, and in ``ablation_loss(layers=...)``. An
+edit is made without a model and takes numbers only, such as ``recording.layer("transformer.h.3")``.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +21,7 @@ def parse_head(name: str) -> dict[str, int]:
     """Parse a name such as "L3H5" or "3.5" into layer and head, both counted from 0.
 
     For example, ``measurement.sel(**parse_head("L3H5"))`` selects one head of a Measurement, and
-    ``AblateHead(**parse_head("L3H5"))`` ablates it. Raises HelmscopeError for any other name.
+    ``AblateHead(head="L3H5")`` ablates it. Raises HelmscopeError for any other name.
 
     >>> parse_head("L3H5")
     {'layer': 3, 'head': 5}

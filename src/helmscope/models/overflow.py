@@ -9,7 +9,7 @@ import torch
 
 from helmscope.models.probe import no_cache, run, tensors_in
 from helmscope.models.tap import plainly_eager
-from helmscope.types import HelmscopeError
+from helmscope.types import HelmscopeError, type_with_article
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -51,8 +51,8 @@ def check_finite(model: Any, inputs: Mapping[str, Tensor], probes: Sequence[Laye
     largest = max(sizes, key=sizes.__getitem__)
     kind = str(model.dtype).removeprefix("torch.")
     raise HelmscopeError(
-        f"model is a {type(model).__name__} whose states on these inputs are NaN or too large for {kind}, {where}; its "
-        f"largest weight is {sizes[largest]:.3g}, in '{largest}'"
+        f"model is {type_with_article(model)} whose states on these inputs are NaN or too large for {kind}, {where}; "
+        f"its largest weight is {sizes[largest]:.3g}, in '{largest}'"
         + (": load it with dtype=torch.float32" if model.dtype.itemsize < 4 else "")
     )
 

@@ -9,7 +9,7 @@ import torch
 
 from helmscope.models.topology import Kind
 from helmscope.models.watch import AbstractEdit, Site, brief
-from helmscope.types import HelmscopeError, counted
+from helmscope.types import HelmscopeError, counted, type_with_article
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float
@@ -123,11 +123,11 @@ def check_states(states: Tensor, like: Tensor, frozen: Tensor | None) -> None:
     a mask of its tokens.
     """
     if not isinstance(states, torch.Tensor) or states.shape != like.shape:
-        shown = tuple(states.shape) if isinstance(states, torch.Tensor) else type(states).__name__
+        shown = tuple(states.shape) if isinstance(states, torch.Tensor) else type_with_article(states)
         raise HelmscopeError(f"states is {shown}, but it must be a tensor of shape {tuple(like.shape)}")
     length = torch.linalg.vector_norm(states.double(), dim=-1)
     if not bool(((length - 1).abs() <= 1e-3).all()):
         raise HelmscopeError(f"states has lengths up to {float(length.max()):g}, but directions are unit vectors")
     if frozen is not None and (not isinstance(frozen, torch.Tensor) or frozen.shape != like.shape[:2]):
-        shown = tuple(frozen.shape) if isinstance(frozen, torch.Tensor) else type(frozen).__name__
+        shown = tuple(frozen.shape) if isinstance(frozen, torch.Tensor) else type_with_article(frozen)
         raise HelmscopeError(f"frozen is {shown}, but it must be a bool tensor of shape {tuple(like.shape[:2])}")

@@ -58,8 +58,8 @@ class Premise:
             if part == CROSS and not any(CROSS in line.blocks for line in certificate.lines):
                 return f"{asker} needs {what}, but {name} has no cross-attention"
             for line in certificate.lines:
-                if part in line.blocks and line.ok is not True:
-                    return f"{asker} needs {what}, but {name} does not have it: {line.says}"
+                if part in line.blocks and not line.passed:
+                    return f"{asker} needs {what}, but {name} does not have it: {line.statement}"
         return None
 
 
@@ -70,6 +70,8 @@ def attention_of(certificate: Certificate) -> str:
     line = next((line for line in certificate.lines if line.name == "causality"), None)
     if line is None:
         return "is not recorded"
+    if line.passed:
+        return CAUSAL
     if line.ok is None:
-        return FULL if line.says == BOTH_WAYS else f"may be either: {line.says}"
-    return CAUSAL if line.ok else f"fails its certificate: {line.says}"
+        return FULL if line.statement == BOTH_WAYS else f"may be either: {line.statement}"
+    return f"fails its certificate: {line.statement}"

@@ -19,7 +19,7 @@ from helmscope.geometry.arithmetic import full_precision
 from helmscope.models.qkv_capture import AttentionCapture, find_weights
 from helmscope.models.stacks import Stacks, stacks_of
 from helmscope.models.tap import Attended, Call, can_be_tapped, tapped
-from helmscope.types import HelmscopeError
+from helmscope.types import HelmscopeError, type_with_article
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -82,7 +82,7 @@ def block_class(model: Any) -> type[nn.Module]:
             return kind
     lists = [part for part in model.modules() if isinstance(part, nn.ModuleList) and len(part)]
     if not lists:
-        raise HelmscopeError(f"model is a {type(model).__name__}, but it has no list of blocks")
+        raise HelmscopeError(f"model is {type_with_article(model)}, but it has no list of blocks")
     return type(max(lists, key=len)[0])
 
 
@@ -123,12 +123,12 @@ def _probe_forward(
         more = {} if overhearing is None else {"output_attentions": True}
         run(model, inputs, **no_cache(model), **more)
     if not layers:
-        raise HelmscopeError(f"model is a {type(model).__name__}, but none of its {kind.__name__} blocks was called")
+        raise HelmscopeError(f"model is {type_with_article(model)}, but none of its {kind.__name__} blocks was called")
     for layer in layers:
         _assign_attention(layer, memory[-1] if memory else None)
         if layer.pre.ndim != 3:
             raise HelmscopeError(
-                f"model is a {type(model).__name__} whose {kind.__name__} blocks read tensors of shape "
+                f"model is {type_with_article(model)} whose {kind.__name__} blocks read tensors of shape "
                 f"{tuple(layer.pre.shape)}, but only models of tokens, (batch, n, d), can be recorded"
             )
     return layers
@@ -181,7 +181,7 @@ def vocabulary_size(model: Any) -> int:
     if size is None:
         takes = getattr(model, "main_input_name", "other inputs")
         raise HelmscopeError(
-            f"model is a {type(model).__name__}, which takes {takes}, but it has no embedding table of token ids"
+            f"model is {type_with_article(model)}, which takes {takes}, but it has no embedding table of token ids"
         )
     return int(size)
 

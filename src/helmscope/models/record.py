@@ -16,7 +16,7 @@ from helmscope.models.certificate import Certificate, Line
 from helmscope.models.certify_cross import cross_lines
 from helmscope.models.hooks import locked_unedited, watching
 from helmscope.models.keep import Keep, Keeper
-from helmscope.models.load import Loaded, ensure_loaded
+from helmscope.models.load import Loaded, check_options, ensure_loaded
 from helmscope.models.place import PutState
 from helmscope.models.probe import no_cache, output_of, run, trunk_of, vocabulary_size
 from helmscope.models.recorder import Recorder
@@ -26,17 +26,20 @@ from helmscope.models.stacks import stacks_of
 from helmscope.models.tap import share_lock
 from helmscope.models.targets import prepare_inputs
 from helmscope.models.texts import Batch
-from helmscope.types import Progress, check_progress, whole_number
+from helmscope.runs.bar import shows_progress
+from helmscope.types import check_progress, whole_number
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from helmscope.models.probe import LayerProbe
     from helmscope.models.recorder import ResidualStream
+    from helmscope.types.progress import ProgressOption
 
 PROBED_TEXTS, PROBED_TOKENS = 2, 24
 
 
+@shows_progress("recording")
 def record(
     model: Any = FIRST,
     texts: Sequence[str] | Tensor | Mapping[str, Tensor] | None = None,
@@ -46,7 +49,7 @@ def record(
     truncate: bool = False,
     batch_size: int = 16,
     keep: Keep = Keep.NOTHING,
-    progress: Progress | None = None,
+    progress: ProgressOption = None,
     **options: Any,
 ) -> Recording:
     """Run a model on texts and record its residual stream, half-layer by half-layer.
@@ -79,6 +82,7 @@ def record(
     """
     whole_number("batch_size", batch_size, at_least=1)
     check_progress(progress)
+    check_options(options, record)
     loaded = ensure_loaded(model, tokenizer=tokenizer, **options)
     stacks = stacks_of(loaded.model)
     if stacks is not None:
@@ -87,7 +91,7 @@ def record(
         texts = box_texts() if texts is None else texts
         loaded = replace(loaded, tokenizer=tokenizer or loaded.tokenizer)
         batch = prepare_inputs(
-            loaded.model, texts, loaded.tokenizer, targets=targets, truncate=truncate, why=loaded.why
+            loaded.model, texts, loaded.tokenizer, targets=targets, truncate=truncate, why=loaded.tokenizer_error
         )
         if stacks is None or batch.source is None:
             return _record_and_certify(loaded, batch, batch_size, keep, progress)
@@ -103,7 +107,7 @@ def _record_and_certify(
     batch: Batch,
     batch_size: int,
     keep: Keep,
-    progress: Progress | None,
+    progress: ProgressOption,
     encoder: Recording | None = None,
 ) -> Recording:
     longest = _longest_text(batch, loaded.model)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -10,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from helmscope.models.certificate import Line
-from helmscope.models.certify import finite_line, residual_line
+from helmscope.models.certify import certified_again
 from helmscope.models.hooks import locked_unedited
 from helmscope.models.keep import Keep, Keeper, KeepState, KeepWeights
 from helmscope.models.names import layer_number
@@ -19,10 +17,10 @@ from helmscope.models.place import FrozenTokens, PutState, check_states
 from helmscope.models.recorder import Recorder
 from helmscope.models.recording_summary import recording_html, recording_manifest, recording_repr
 from helmscope.models.replay import refusal, replay
-from helmscope.models.sphere import on_sphere
-from helmscope.models.topology import Kind
-from helmscope.models.watch import Site
-from helmscope.types import Half, HelmscopeError, Plottable, Trajectory, counted
+from helmscope.models.sphere import mlp_points, on_sphere
+from helmscope.models.watch import AbstractEdit
+from helmscope.runs.bar import shows_progress
+from helmscope.types import HelmscopeError, Plottable, Trajectory, counted, shown, type_with_article
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -36,9 +34,9 @@ if TYPE_CHECKING:
     from helmscope.models.recorder import ResidualStream
     from helmscope.models.runner import Runner
     from helmscope.models.texts import Batch
-    from helmscope.models.watch import AbstractEdit
     from helmscope.store.manifest import Manifest
-    from helmscope.types import Instrument, Progress
+    from helmscope.types import Instrument
+    from helmscope.types.progress import ProgressOption
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -65,11 +63,9 @@ class Recording(Plottable):
     >>> from helmscope.models.record import record
     >>> recording = record(model, torch.tensor([[1, 2, 3, 4]]))
     >>> recording
-    <Recording of gpt2: sequential pre-norm; 2 layers, width 8; 1 text x 4 tokens (73e200e2b048); certificate ok>
-    >>> recording.resume(depth=2, states=recording.trajectory.states[2]).trajectory.times
-    tensor([2., 3., 4.], dtype=torch.float64)
-    >>> recording.kernel(layer=0).shape
-    torch.Size([1, 2, 4, 4])
+    <Recording of GPT2LMHeadModel (gpt2): certificate ok; 1 text x 4 tokens (73e200e2b048); sequential ...>
+    >>> recording.trajectory.times
+    tensor([0., 1., 2., 3., 4.], dtype=torch.float64)
     """
 
     runner: Runner
@@ -113,7 +109,8 @@ class Recording(Plottable):
         times = torch.arange(self.first, self.first + len(stream.radius), dtype=torch.float64, device="cpu")
         weights = None if counted is None else counted.to(stream.radius).unsqueeze(0)
         path = Trajectory(times, stream.direction, weights, stream.radius, self.batch.tokens)
-        return replace(path, axis=self.axis, replicate=self.replicate)
+        unit = "half-layers" if self.anatomy.depths.steps == 2 else "thirds of a layer"
+        return replace(path, axis=self.axis, replicate=self.replicate, unit=unit, identities=self.batch.identities)
 
     @property
     def axis(self) -> str:
@@ -132,7 +129,7 @@ class Recording(Plottable):
 
     @cached_property
     def on_sphere(self) -> Trajectory:
-        """The trajectory on the sphere of the theory: gain and bias are undone in every state that is the output of a
+        """The trajectory on the sphere of theory: gain and bias are undone in every state that is the output of a
         norm, and radii are those of the states without gain and bias.
 
         It differs from ``trajectory`` only in a post-norm model, which is run once more to compute it.
@@ -151,19 +148,24 @@ class Recording(Plottable):
         return range(self.anatomy.depths.layer(self.first), count)
 
     def layer(self, name: str | int) -> int:
-        """The number of a layer, from the name of its block in the model, such as "transformer.h.3", or its number."""
-        return self._layer(layer_number(self.anatomy, name))
+        """The number of a layer, from the name of its block in the model, such as "transformer.h.3", or its number.
+
+        All methods that take a layer accept both.
+
+        >>> from helmscope import record
+        >>> record("A", ["Once upon a time"]).layer("transformer.h.3")
+        3
+        """
+        number = layer_number(self.anatomy, name)
+        if isinstance(number, bool) or not isinstance(number, int) or number not in self.layers:
+            first, last = self.layers[0], self.layers[-1]
+            raise HelmscopeError(f"layer is {shown(name)}, but this recording has layers {first} to {last}")
+        return number
 
     @property
     def visible(self) -> Bool[Tensor, "batch n"] | None:
         """The tokens that attention can see, special tokens included; None if it can see all of them."""
         return self.batch.visible
-
-    def _layer(self, layer: object) -> int:
-        if isinstance(layer, bool) or not isinstance(layer, int) or layer not in self.layers:
-            first, last = self.layers[0], self.layers[-1]
-            raise HelmscopeError(f"layer is {layer!r}, but this recording has layers {first} to {last}")
-        return layer
 
     def _step(self, depth: int) -> int:
         """The time index of a depth."""
@@ -187,7 +189,7 @@ class Recording(Plottable):
         self.runner.forward(keep, gradients=True)
         return torch.cat(keep.states)
 
-    def kernel(self, *, layer: int) -> Float[Tensor, "batch heads n n"]:
+    def kernel(self, *, layer: int | str) -> Float[Tensor, "batch heads n n"]:
         """The attention weights of a layer: those kept by ``keep=``, or else from another run of the model.
 
         >>> from helmscope import record
@@ -196,60 +198,66 @@ class Recording(Plottable):
         True
         """
         self.certificate.require("kernel")
-        layer = self._layer(layer)
-        if "weights" in self.kept:
-            return self.kept["weights"][layer]
-        keep = KeepWeights(layer)
-        self.runner.forward(keep)
-        return torch.cat(keep.weights)
+        return self._attention_weights(self.layer(layer))
 
-    def cross_kernel(self, *, layer: int) -> Float[Tensor, "batch heads n m"]:
+    def cross_kernel(self, *, layer: int | str) -> Float[Tensor, "batch heads n m"]:
         """The cross-attention weights of a layer of a decoder: row i holds the weights with which token i attends to
         the m tokens of the encoder. They are those kept by ``keep=``, or else from another run of the model.
+
+        >>> from transformers import T5Config, T5Model
+        >>> sizes = {"vocab_size": 9, "d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2}
+        >>> from helmscope import record
+        >>> texts, targets = torch.tensor([[1, 2, 3, 4]]), torch.tensor([[5, 6, 7]])
+        >>> recording = record(T5Model(T5Config(**sizes, decoder_start_token_id=0)), texts, targets=targets)
+        >>> recording.cross_kernel(layer=0).shape
+        torch.Size([1, 2, 3, 4])
         """
         if self.encoder is None:
             raise HelmscopeError(
                 f"cross_kernel needs an encoder-decoder model, but {type(self.anatomy.model).__name__} is not one"
             )
         self.certificate.require("cross_kernel")
-        layer = self._layer(layer)
-        if "cross weights" in self.kept:
-            return self.kept["cross weights"][layer]
-        keep = KeepWeights(layer, cross=True)
+        return self._attention_weights(self.layer(layer), cross=True)
+
+    def _attention_weights(self, layer: int, *, cross: bool = False) -> Tensor:
+        kept = self.kept.get("cross weights" if cross else "weights")
+        if kept is not None:
+            return kept[layer]
+        keep = KeepWeights(layer, cross=cross)
         self.runner.forward(keep)
         return torch.cat(keep.weights)
 
-    def force(self, *, layer: int) -> Any:
+    def force(self, *, layer: int | str) -> Any:
         """The MLP of a layer as a field on unit vectors, with gain and bias of its norm folded in, times the residual
         multiplier. A norm after the MLP (sandwich) is not included.
 
         Its value at ``points`` is what the module computes, before any edit of what it writes.
+
+        >>> from helmscope import record
+        >>> recording = record("A", ["Once upon a time", "The cat sat"])
+        >>> force = recording.force(layer=4)
+        >>> type(force).__name__, force.ambient(recording.points(layer=4)).shape
+        ('MLP', torch.Size([2, 4, 192]))
         """
         self.certificate.require("force")
-        force = self.forces[self._layer(layer)]
+        force = self.forces[self.layer(layer)]
         assert force is not None  # else `require` would have raised
         return force.folded()
 
-    def points(self, *, layer: int) -> Float[Tensor, "batch n d"]:
+    def points(self, *, layer: int | str) -> Float[Tensor, "batch n d"]:
         """The points at which ``force`` of the same layer equals the output of the MLP: core(z) / sqrt(d), where z is
         the input of its norm.
 
         Up to the norm's epsilon, that is the direction of the state that the MLP reads; in a post-norm model, the
         direction before gain and bias; in a model without a norm before the MLP, the state itself with its radius.
+
+        >>> from helmscope import record
+        >>> recording = record("A", ["Once upon a time", "The cat sat"])
+        >>> recording.points(layer=4).norm(dim=-1).allclose(torch.ones(2, 4))
+        True
         """
         self.certificate.require("force")
-        structure = self.anatomy.layers[self._layer(layer)]
-        kind, norm = structure.wiring.kind, structure.mlp_norm
-        depth = self.anatomy.depths.at(layer, structure.wiring.reads(Half.MLP))
-        if depth < self.first:
-            raise HelmscopeError(f"layer is {layer}, but the recording begins after the state that its MLP reads")
-        if norm is None:
-            return self.stream(depth=depth)
-        if kind is not Kind.POST_NORM:
-            return norm.core()(self.stream(depth=depth)) / math.sqrt(self.anatomy.dim)
-        plain, step = self.on_sphere, self._step(depth)
-        assert plain.radius is not None
-        return plain.radius[step].unsqueeze(-1) * plain.states[step] / math.sqrt(self.anatomy.dim)
+        return mlp_points(self, self.layer(layer))
 
     def resume(
         self,
@@ -263,6 +271,13 @@ class Recording(Plottable):
 
         ``states`` are unit vectors. Tokens where ``frozen`` is True keep their recorded states at every later depth,
         also if the result is resumed again. The result is a Recording that begins at ``depth``.
+
+        >>> from helmscope import record
+        >>> recording = record("A", ["Once upon a time", "The cat sat"])
+        >>> swapped = recording.trajectory.states[8].roll(1, dims=0)  # of the other text
+        >>> later = recording.resume(depth=8, states=swapped)
+        >>> later.first, later.layers
+        (8, range(4, 12))
         """
         self.certificate.require("resume")
         step = self._step(depth)
@@ -275,16 +290,17 @@ class Recording(Plottable):
         edits = tuple(edit for edit in self.edits if put.skip == 0 or not isinstance(edit, PutState))
         return self._run_again(replace(self.runner, edits=(*edits, put)), first=depth)
 
+    @shows_progress("recording")
     def under(
         self,
         *edits: AbstractEdit,
-        encoder: Sequence[AbstractEdit] | Recording = (),
+        encoder: AbstractEdit | Sequence[AbstractEdit] | Recording = (),
         keep: Keep = Keep.NOTHING,
-        progress: Progress | None = None,
+        progress: ProgressOption = None,
     ) -> Recording:
         """Record the same texts under further edits of the forward; ``keep`` and ``progress`` as for ``record``.
 
-        For an encoder-decoder model, ``encoder`` is a sequence of further edits of its encoder, or a recording returned
+        For an encoder-decoder model, ``encoder`` is a further edit of its encoder, a list of them, or a recording made
         by ``recording.encoder.under`` or ``recording.encoder.resume``, whose last states the decoder then reads.
 
         Only the lines of the certificate that the run itself can check are renewed; its line ``edits`` names them.
@@ -301,7 +317,7 @@ class Recording(Plottable):
         runner = runner if edited_encoder is None else replace(runner, encoder=edited_encoder.runner)
         return replace(self._run_again(runner, first=self.first, keep=keep, progress=progress), encoder=edited_encoder)
 
-    def _encoder_under(self, change: Sequence[AbstractEdit] | Recording) -> Recording | None:
+    def _encoder_under(self, change: AbstractEdit | Sequence[AbstractEdit] | Recording) -> Recording | None:
         """The recording of the encoder under further edits, or the one that replaces it, checked."""
         if isinstance(change, Recording):
             if self.encoder is None or change.batch is not self.encoder.batch:
@@ -310,15 +326,20 @@ class Recording(Plottable):
                     "recording.encoder by under or resume"
                 )
             return change
-        if change and self.encoder is None:
+        edits = (change,) if isinstance(change, AbstractEdit) else change
+        if isinstance(edits, str) or not isinstance(edits, Sequence):
             raise HelmscopeError(
-                f"encoder holds {counted(len(change), 'edit')}, but {type(self.anatomy.model).__name__} has no encoder "
+                f"encoder is {type_with_article(edits)}, but it must be an edit, a list of edits or a Recording"
+            )
+        if edits and self.encoder is None:
+            raise HelmscopeError(
+                f"encoder holds {counted(len(edits), 'edit')}, but {type(self.anatomy.model).__name__} has no encoder "
                 "beside its decoder"
             )
-        return self.encoder if not change or self.encoder is None else self.encoder.under(*change)
+        return self.encoder if not edits or self.encoder is None else self.encoder.under(*edits)
 
     def _run_again(
-        self, runner: Runner, *, first: int, keep: Keep = Keep.NOTHING, progress: Progress | None = None
+        self, runner: Runner, *, first: int, keep: Keep = Keep.NOTHING, progress: ProgressOption = None
     ) -> Recording:
         """The recording made with another runner of the same texts, from the depth ``first`` on."""
         self.certificate.require("trajectory")
@@ -327,31 +348,33 @@ class Recording(Plottable):
             runner.forward(recorder, keeper, progress=progress)
         stream, errors = recorder.recorded()
         stream = stream.since(first)
-        certificate = self._certified_again(runner, stream, errors)
+        certificate = certified_again(self.certificate, runner, stream, errors)
         return replace(self, runner=runner, residual=stream, certificate=certificate, first=first, kept=keeper.kept)
 
-    def _certified_again(self, runner: Runner, stream: ResidualStream, errors: Float[Tensor, " layer"]) -> Certificate:
-        """The certificate with the lines that a run under edits checks again, and a line that says which those are."""
-        certificate = self.certificate.with_line(finite_line(stream.radius))
-        count = len(runner.edits) + (0 if runner.encoder is None else len(runner.encoder.edits))
-        if not count:
-            return certificate
-        residual = residual_line(errors, runner.model.dtype)
-        if any(Site.OUTPUT in edit.sites for edit in runner.edits):
-            residual = Line("residual", None, "an edit replaces a block's output, which is then not a sum of writes")
-        says = f"{count} applied: finite and residual are checks of this run, all other lines of the unedited model"
-        return certificate.with_line(residual).with_line(Line("edits", None, says))
-
     def refusal(self, instrument: Instrument) -> str | None:
-        """One sentence that says why the instrument cannot be used on this recording; None if it can."""
+        """One sentence that says why the instrument cannot be used on this recording; None if it can.
+
+        >>> from helmscope import record
+        >>> from helmscope.observe import KernelStatistics
+        >>> record("A", ["Once upon a time"]).refusal(KernelStatistics()) is None
+        True
+        """
         return refusal(self, instrument)
 
-    def replay(self, *instruments: Instrument, progress: Progress | None = None) -> dict[str, xr.Dataset]:
+    @shows_progress("replaying")
+    def replay(self, *instruments: Instrument, progress: ProgressOption = None) -> dict[str, xr.Dataset]:
         """Run the model once more with all instruments attached, and return their Measurements by name, with the axes
         ``layer``, ``prompt`` and, for quantities per head, ``head``. Writes are increments of the residual stream.
 
         Raises HelmscopeError if an instrument needs something that the certificate blocks. ``progress`` is called with
         the share of the texts done.
+
+        >>> from helmscope.observe import KernelStatistics
+        >>> from helmscope import record
+        >>> recording = record("A", ["Once upon a time", "The cat sat"])
+        >>> measured = recording.replay(KernelStatistics())["kernel_statistics"]
+        >>> dict(measured.entropy.sizes)
+        {'layer': 12, 'prompt': 2, 'head': 6}
         """
         return replay(self, instruments, progress)
 
@@ -380,5 +403,10 @@ class Recording(Plottable):
         """The manifest to store with anything measured on this recording: files and their hashes, revision, texts, the
         model's own attention implementation, its topology, the certificate, the edits (their tensors by shape and hash)
         and the depth at which the trajectory begins.
+
+        >>> from helmscope import record
+        >>> manifest = record("A", ["Once upon a time"]).manifest()
+        >>> manifest.parameters["model"], manifest.parameters["edits"], sorted(manifest.inputs)
+        ('A', [], ['model.safetensors', 'texts'])
         """
         return recording_manifest(self, seed=seed)

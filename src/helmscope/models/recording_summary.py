@@ -9,27 +9,29 @@ import torch
 
 from helmscope.models.watch import bytes_of
 from helmscope.store.manifest import Manifest, hash_bytes
-from helmscope.types import counted, joined, one_line_repr, shortened, table
+from helmscope.types import counted, html_stack, html_table, one_line_repr, shortened
 
 if TYPE_CHECKING:
     from helmscope.models.recording import Recording
     from helmscope.models.texts import Batch
 
+LONGEST_EDITS = 48  # characters of all edits in a repr
 SPACE_MARKS = "\u0120\u2581"  # how byte-level BPE and SentencePiece mark a space before a token
 
 
 def recording_repr(recording: Recording) -> str:
-    """The repr of a recording: family, architecture, texts and certificate, and where they apply the first depth and
-    the edits.
+    """The repr of a recording: model, where they apply the first depth and the edits, then certificate, texts and
+    architecture. What distinguishes recordings of one model is first, because a long line is cut at its end.
     """
-    parts = [str(recording.anatomy), _texts_summary(recording), f"certificate {recording.certificate.short}"]
+    what = [f"Recording of {recording.origin.title}"]
     if recording.first:
-        parts.append(f"from depth {recording.first}")
-    if recording.edits:
-        parts.append(f"under {', '.join(_edit_reprs(recording))}")
+        what.append(f"from depth {recording.first}")
+    if edits := _edit_reprs(recording):
+        what.append(f"under {shortened(', '.join(edits), LONGEST_EDITS)}")
     if encoder_edits := _edit_reprs(recording.encoder):
-        parts.append(f"with its encoder under {', '.join(encoder_edits)}")
-    return one_line_repr(f"Recording of {recording.origin.family}: {'; '.join(parts)}")
+        what.append(f"with its encoder under {shortened(', '.join(encoder_edits), LONGEST_EDITS)}")
+    facts = [f"certificate {recording.certificate.summary}", _texts_summary(recording), str(recording.anatomy)]
+    return one_line_repr(f"{', '.join(what)}: {'; '.join(facts)}")
 
 
 def recording_html(recording: Recording) -> str:
@@ -37,7 +39,7 @@ def recording_html(recording: Recording) -> str:
     origin, first, depths = recording.origin, recording.first, len(recording.residual.radius)
     tokens = recording.batch.tokens
     rows = [
-        ("model", f"{origin.name} ({origin.family}), {origin.dtype} on {origin.device}"),
+        ("model", f"{origin.folder or origin.name}, {origin.dtype} on {origin.device}"),
         ("architecture", str(recording.anatomy)),
         ("texts", _texts_summary(recording)),
         ("depths", f"{counted(depths, 'depth')}, {first} to {first + depths - 1}, in half-layers"),
@@ -45,14 +47,14 @@ def recording_html(recording: Recording) -> str:
         *(("edit of the encoder", edit) for edit in _edit_reprs(recording.encoder)),
         *([] if tokens is None else [("first text", _first_text(recording.batch, tokens[0]))]),
     ]
-    return joined(table(f"Recording of {origin.family}", rows), recording.certificate._repr_html_())
+    return html_stack(html_table(f"Recording of {origin.title}", rows), recording.certificate._repr_html_())
 
 
 def recording_manifest(recording: Recording, *, seed: int) -> Manifest:
     """The manifest of a recording; see ``Recording.manifest``."""
     origin = recording.origin
     parameters = {
-        "model": origin.name,
+        "model": origin.folder or origin.name,
         "family": origin.family,
         "revision": origin.revision,
         "attention": origin.attention,

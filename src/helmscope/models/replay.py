@@ -21,7 +21,6 @@ from helmscope.types import (
     MlpPass,
     Moment,
     Needs,
-    Progress,
     ReplayPlan,
 )
 from helmscope.types.instrument import results, start_instruments
@@ -34,14 +33,16 @@ if TYPE_CHECKING:
 
     from helmscope.models.recording import Recording
     from helmscope.models.tap import Attended, Call
+    from helmscope.types.progress import ProgressOption
 
 
 def replay(
-    recording: Recording, instruments: Sequence[Instrument], progress: Progress | None = None
+    recording: Recording, instruments: Sequence[Instrument], progress: ProgressOption = None
 ) -> dict[str, xr.Dataset]:
     """Run the model of a recording once with instruments attached; see ``Recording.replay``."""
     layers = recording.layers
-    plan = ReplayPlan(layers, recording.layer_axis, list(layers), recording.replicate, len(recording.batch))
+    batch = recording.batch
+    plan = ReplayPlan(layers, recording.layer_axis, list(layers), recording.replicate, len(batch), batch.identities)
     needs = start_instruments(recording, instruments, plan)
     if instruments:
         try:
@@ -217,7 +218,9 @@ class _InstrumentFeed(Observer):
         depth = self.anatomy.depths.at(layer, self.anatomy.layers[layer].wiring.reads(half))
         batch = self.recording.batch
         counted, visible = self._mask_rows(batch.counted, state), self._mask_rows(batch.visible, state, boolean=True)
-        return Moment(layer, half, float(depth), self.rows, counted, visible, step=1.0)
+        structure = self.anatomy.layers[layer]
+        heads = {Half.ATTENTION: structure.heads, Half.CROSS: structure.cross_heads}.get(half)
+        return Moment(layer, half, float(depth), self.rows, counted, visible, step=1.0, heads=heads)
 
     def _mask_rows(self, mask: Tensor | None, like: Tensor, *, boolean: bool = False) -> Tensor | None:
         """The rows of a mask for the current chunk, on the device of ``like``, as bool or in its dtype."""

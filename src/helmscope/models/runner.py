@@ -12,7 +12,8 @@ import torch
 from helmscope.models.hooks import check_edits, current_chunk, watching
 from helmscope.models.probe import run, trunk_of
 from helmscope.models.watch import Chunk
-from helmscope.types import HelmscopeError, Progress, check_progress, counted
+from helmscope.runs.bar import shows_progress
+from helmscope.types import HelmscopeError, check_progress, counted
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from helmscope.models.anatomy import Anatomy
     from helmscope.models.texts import Batch
     from helmscope.models.watch import AbstractEdit, Observer
+    from helmscope.types.progress import ProgressOption
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -62,12 +64,13 @@ class Runner:
         """A runner of the same model and texts with further edits."""
         return replace(self, edits=(*self.edits, *edits))
 
+    @shows_progress("running the model")
     def forward(
         self,
         *observers: Observer,
         rows: slice = slice(None),
         gradients: bool = False,
-        progress: Progress | None = None,
+        progress: ProgressOption = None,
     ) -> None:
         """Run the model without its head on the texts ``rows``; the observers receive the values.
 
@@ -77,11 +80,18 @@ class Runner:
         for _ in self._chunks(trunk_of(self.model), observers, rows, gradients, progress):
             pass
 
+    @shows_progress("running the model")
     def outputs(
-        self, *observers: Observer, rows: slice = slice(None), gradients: bool = False
+        self,
+        *observers: Observer,
+        rows: slice = slice(None),
+        gradients: bool = False,
+        progress: ProgressOption = None,
     ) -> Float[Tensor, "rows n vocabulary"]:
-        """The first output of the whole model with its head for the texts ``rows``; ``gradients`` as in ``forward``."""
-        return torch.cat([out[0] for out in self._chunks(self.model, observers, rows, gradients, None)])
+        """The first output of the whole model with its head for the texts ``rows``; ``gradients`` and ``progress``
+        as in ``forward``.
+        """
+        return torch.cat([out[0] for out in self._chunks(self.model, observers, rows, gradients, progress)])
 
     def _chunks(
         self,
@@ -89,7 +99,7 @@ class Runner:
         observers: tuple[Observer, ...],
         rows: slice,
         gradients: bool,
-        progress: Progress | None,
+        progress: ProgressOption,
     ) -> Iterator[Any]:
         """Iterate over the outputs of ``model``, one per chunk of texts."""
         report = check_progress(progress)

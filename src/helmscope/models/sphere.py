@@ -7,6 +7,7 @@ into coordinates; so c is computed from z while the model runs.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +18,7 @@ from helmscope.models.recorder import ResidualStream
 from helmscope.models.tap import locked
 from helmscope.models.topology import Kind
 from helmscope.models.watch import READ_AT, Observer, Site
+from helmscope.types import Half, HelmscopeError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -137,3 +139,20 @@ def unfolded(state: Tensor, core: Tensor, norm: Norm) -> Tensor:
 def wide(value: Tensor) -> Tensor:
     """A tensor of half precision as float32; any other unchanged."""
     return value.float() if value.dtype.itemsize < 4 else value
+
+
+def mlp_points(recording: Recording, layer: int) -> Float[Tensor, "batch n d"]:
+    """The points at which the force of a layer is evaluated; see ``Recording.points``."""
+    anatomy = recording.anatomy
+    structure = anatomy.layers[layer]
+    kind, norm = structure.wiring.kind, structure.mlp_norm
+    depth = anatomy.depths.at(layer, structure.wiring.reads(Half.MLP))
+    if depth < recording.first:
+        raise HelmscopeError(f"layer is {layer}, but the recording begins after the state that its MLP reads")
+    if norm is None:
+        return recording.stream(depth=depth)
+    if kind is not Kind.POST_NORM:
+        return norm.core()(recording.stream(depth=depth)) / math.sqrt(anatomy.dim)
+    plain, step = recording.on_sphere, depth - recording.first
+    assert plain.radius is not None
+    return plain.radius[step].unsqueeze(-1) * plain.states[step] / math.sqrt(anatomy.dim)

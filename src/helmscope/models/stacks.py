@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from helmscope.models.tap import can_be_tapped
-from helmscope.types import HelmscopeError
+from helmscope.types import HelmscopeError, type_with_article
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,16 +36,16 @@ def stacks_of(model: Any) -> Stacks | None:
     encoder, decoder = model.get_encoder(), model.get_decoder()
     if encoder is None or decoder is None or encoder is decoder:
         return None
-    name = type(model).__name__
+    name = type_with_article(model)
     encoder_input = getattr(encoder, "main_input_name", "input_ids")
     if encoder_input != "input_ids":
         raise HelmscopeError(
-            f"model is a {name}, whose encoder reads {encoder_input}, but encoder-decoder models are recorded only "
+            f"model is {name}, whose encoder reads {encoder_input}, but encoder-decoder models are recorded only "
             "on token ids"
         )
     if not can_be_tapped(model):
         raise HelmscopeError(
-            f"model is a {name}, which does not use the attention registry of transformers, but cross-attention can "
+            f"model is {name}, which does not use the attention registry of transformers, but cross-attention can "
             "be recorded only there: record the encoder alone, model.get_encoder()"
         )
     return Stacks(encoder, decoder)

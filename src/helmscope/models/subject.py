@@ -27,6 +27,7 @@ from helmscope.models.identity import (
     wiring_of,
 )
 from helmscope.models.premise import Premise, Simulated
+from helmscope.runs.bar import reporting
 from helmscope.types import HelmscopeError, counted, one_line_repr, whole_number
 
 if TYPE_CHECKING:
@@ -119,7 +120,7 @@ class Subject:
         """
         if self.is_simulation:
             return {"model": None}
-        if not self.travels:
+        if not self.sendable:
             what = "tokenizer" if isinstance(self.model, str | Path) else "model"
             raise HelmscopeError(
                 f"{what} of subject '{self.name}' is in memory, where no other process can reach it: save it into a "
@@ -179,7 +180,7 @@ class Subject:
         return isinstance(self.model, Simulated)
 
     @property
-    def travels(self) -> bool:
+    def sendable(self) -> bool:
         """Whether it can be sent to another process: neither model nor tokenizer exists in memory only."""
         return isinstance(self.model, str | Path | Simulated) and self.asked_tokenizer is None
 
@@ -302,7 +303,9 @@ class Subject:
 
         loaded = self.loaded
         inputs = as_inputs(self.texts)
-        return prepare_inputs(loaded.model, inputs, loaded.tokenizer, truncate=self.truncate, why=loaded.why)
+        return prepare_inputs(
+            loaded.model, inputs, loaded.tokenizer, truncate=self.truncate, why=loaded.tokenizer_error
+        )
 
     @cached_property
     def token_ids(self) -> tuple[tuple[int, ...], ...]:
@@ -345,12 +348,21 @@ class Subject:
         return self.recording_of(self.texts)
 
     def recording_of(self, texts: Any) -> Recording:
-        """The recording of the model on other texts, or on some of its own, made once per process."""
+        """The recording of the model on other texts, or on some of its own, made once per process.
+
+        >>> subject = Subject("A", ["Once upon a time", "The cat sat"])
+        >>> subject.recording_of(["The cat sat"]).trajectory.states.shape
+        torch.Size([25, 1, 3, 192])
+        """
         return self._cached_recording((), lambda: self.loaded, checked_prompts(texts))
 
     def twins(self, count: int = TWINS, *, seed: int = 0) -> Iterator[Loaded]:
         """Iterate over untrained twins: models of the same configuration with random weights. Twin k of a seed is
         always the same model, whatever ``count`` is and in whatever order twins are made.
+
+        >>> first, second = Subject("A").twins(2)
+        >>> first.origin.title
+        "A's untrained twin 2968811710 (gpt2)"
         """
         from helmscope.models.twin import twin_seeds
 
@@ -358,7 +370,12 @@ class Subject:
             yield self._twin(twin_seed)
 
     def twin_recordings(self, count: int = TWINS, *, seed: int = 0, texts: Any = None) -> Iterator[Recording]:
-        """Iterate over recordings of the untrained twins, on the same texts or on ``texts``."""
+        """Iterate over recordings of the untrained twins, on the same texts or on ``texts``.
+
+        >>> subject = Subject("A", ["Once upon a time", "The cat sat"])
+        >>> [len(recording.batch) for recording in subject.twin_recordings(1)]
+        [2]
+        """
         from helmscope.models.twin import twin_seeds
 
         prompts = self.texts if texts is None else checked_prompts(texts)
@@ -377,8 +394,10 @@ class Subject:
         """The recording of the model, or of the twin whose seed is in ``twin``; ``loaded`` is called if it is made."""
         from helmscope.models.record import record
 
-        key = (self._cache_key, "recording", twin, hash_of(prompts), self.truncate)
-        return _CACHE.get(key, lambda: record(loaded(), as_inputs(prompts), truncate=self.truncate), stream_bytes)
+        with reporting(None, "recording") as report:  # also covers loading the model
+            key = (self._cache_key, "recording", twin, hash_of(prompts), self.truncate)
+            options: dict[str, Any] = {"truncate": self.truncate, "progress": report}
+            return _CACHE.get(key, lambda: record(loaded(), as_inputs(prompts), **options), stream_bytes)
 
     def needs(
         self, *parts: str, causal: bool = False, full: bool = False, mlp: bool = False, head: bool = False

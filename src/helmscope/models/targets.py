@@ -5,6 +5,7 @@ targets, shifted right by one, so that each token is predicted from those before
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,7 +13,7 @@ import torch
 from helmscope.models.stacks import stacks_of
 from helmscope.models.texts import Batch, labels_of, prepare, without_special_tokens
 from helmscope.store.atomic import one_line
-from helmscope.types import HelmscopeError
+from helmscope.types import HelmscopeError, type_with_article
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,7 +42,7 @@ def prepare_inputs(
     if stacks is None:
         if targets is not None:
             raise HelmscopeError(
-                f"targets is passed, but model is a {type(model).__name__}, and only encoder-decoder models have any"
+                f"targets is passed, but model is {type_with_article(model)}, and only encoder-decoder models have any"
             )
         return prepare(model, texts, tokenizer, **options)
     decoder_inputs: dict[str, Any] = {}
@@ -61,6 +62,7 @@ def prepare_inputs(
         target_batch = prepare(stacks.decoder, targets, tokenizer, name="targets", **options)
         strings = not isinstance(targets, torch.Tensor | Mapping)
         decoded = _shifted(model, target_batch, tokenizer, "targets", strings=strings)
+        decoded = replace(decoded, identities=target_batch.identities)
     if len(decoded) != len(source):
         name = IDS if decoder_inputs else "targets"
         raise HelmscopeError(f"{name} holds {len(decoded)} texts, but the encoder reads {len(source)}: one for each")
@@ -83,19 +85,25 @@ def _check_names(texts: Mapping[str, Any], decoder_inputs: Mapping[str, Any], ta
 
 
 def _shifted(model: Any, targets: Batch, tokenizer: Any, name: str, *, strings: bool) -> Batch:
-    """The decoder inputs for these targets: the targets shifted right, in the way of the family."""
+    """The decoder inputs for these targets: the targets shifted right, in the way of the family. The targets are kept
+    with them, padded on the right like the inputs.
+    """
     ids, rows = targets.inputs["input_ids"], targets.visible_ids
     n, pad = max(map(len, rows)), getattr(model.config, "pad_token_id", None)
     padded = torch.tensor([[*row, *[pad or 0] * (n - len(row))] for row in rows], dtype=ids.dtype, device="cpu")
     visible = torch.arange(n, device="cpu") < torch.tensor([[len(row)] for row in rows], device="cpu")
     shifted = _shift(model, padded, name).masked_fill(~visible, pad or 0)
-    labels = labels_of(shifted)
-    if strings:
-        labels = tuple(tuple(tokenizer.convert_ids_to_tokens(row)) for row in shifted.tolist())
-    if bool(visible.all()):
-        return without_special_tokens(Batch({"input_ids": shifted}, None, labels), tokenizer, name)
-    inputs = {"input_ids": shifted, "attention_mask": visible.long()}
-    return without_special_tokens(Batch(inputs, None, labels, visible), tokenizer, name)
+
+    def batch_of(ids: Tensor) -> Batch:
+        labels = labels_of(ids)
+        if strings:
+            labels = tuple(tuple(tokenizer.convert_ids_to_tokens(row)) for row in ids.tolist())
+        if bool(visible.all()):
+            return without_special_tokens(Batch({"input_ids": ids}, None, labels), tokenizer, name)
+        inputs = {"input_ids": ids, "attention_mask": visible.long()}
+        return without_special_tokens(Batch(inputs, None, labels, visible), tokenizer, name)
+
+    return replace(batch_of(shifted), targets=batch_of(padded))
 
 
 def _shift(model: Any, ids: Tensor, name: str) -> Tensor:
@@ -119,7 +127,9 @@ def _shift(model: Any, ids: Tensor, name: str) -> Tensor:
 
 
 def _join_batches(source: Batch, decoded: Batch) -> Batch:
-    """The batch of the whole model, whose tokens are those of the decoder."""
+    """The batch of the whole model, whose tokens are those of the decoder. A prompt is identified by its text and, if
+    targets were passed, its target.
+    """
 
     def both(encoder: Mapping[str, Tensor], decoder: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {**encoder, **{f"decoder_{name}": value for name, value in decoder.items()}}
@@ -128,4 +138,9 @@ def _join_batches(source: Batch, decoded: Batch) -> Batch:
     if source.given is not None or decoded.given is not None:
         as_passed = both(source.given or source.inputs, decoded.given or decoded.inputs)
     inputs = both(source.inputs, decoded.inputs)
-    return Batch(inputs, decoded.counted, decoded.tokens, decoded.visible, as_passed, source)
+    identities = source.identities
+    if identities is not None and decoded.identities is not None:
+        identities = tuple(map(" -> ".join, zip(identities, decoded.identities, strict=True)))
+    return Batch(
+        inputs, decoded.counted, decoded.tokens, decoded.visible, as_passed, source, decoded.targets, identities
+    )

@@ -12,7 +12,9 @@ import torch
 
 from helmscope.models.probe import trunk_of, vocabulary_size
 from helmscope.models.tokenizer import encode
-from helmscope.types import HelmscopeError, counted
+from helmscope.models.watch import bytes_of
+from helmscope.store.manifest import hash_bytes
+from helmscope.types import HelmscopeError, counted, type_with_article
 
 if TYPE_CHECKING:
     from jaxtyping import Bool
@@ -28,7 +30,11 @@ class Batch:
     everywhere. ``given`` holds the inputs as passed, if padding was moved from the left to the right.
 
     For an encoder-decoder model the tokens are those of the decoder, ``source`` is the batch of the encoder, and the
-    inputs are those of both.
+    inputs are those of both. ``targets`` holds the tokens that the decoder predicts, one for each that it reads; it is
+    None if ``decoder_input_ids`` were passed, from which the last target is not known.
+
+    ``identities`` holds one string per prompt, a short hash of its text as passed, or of its token ids or pixels if
+    these were passed: two models read the same texts if and only if they are equal, whatever their tokenizers.
     """
 
     inputs: Mapping[str, Tensor]
@@ -37,6 +43,8 @@ class Batch:
     visible: Bool[Tensor, "batch n"] | None = None
     given: Mapping[str, Tensor] | None = None
     source: Batch | None = None
+    targets: Batch | None = None
+    identities: tuple[str, ...] | None = None
 
     def __repr__(self) -> str:
         return f"<Batch: {', '.join(f'{name} {tuple(value.shape)}' for name, value in self.inputs.items())}>"
@@ -53,6 +61,8 @@ class Batch:
             None if self.visible is None else self.visible[rows],
             None if self.given is None else {name: value[rows] for name, value in self.given.items()},
             None if self.source is None else self.source.rows(rows),
+            None if self.targets is None else self.targets.rows(rows),
+            None if self.identities is None else self.identities[rows],
         )
 
     @property
@@ -108,11 +118,11 @@ def prepare(
         raise HelmscopeError(f"tokenizer is {tokenizer!r:.60}, but it must be a tokenizer, not its name")
     request = _Request(model, name, truncate)
     if isinstance(texts, Mapping):
-        return without_special_tokens(_from_inputs(request, texts), tokenizer, name)
+        return _identified(without_special_tokens(_from_inputs(request, texts), tokenizer, name))
     if isinstance(texts, torch.Tensor):
-        return without_special_tokens(_from_tensor(request, texts), tokenizer, name)
+        return _identified(without_special_tokens(_from_tensor(request, texts), tokenizer, name))
     if isinstance(texts, str) or not isinstance(texts, Sequence):
-        raise HelmscopeError(f"{name} is a {type(texts).__name__}, but it must be a list of strings or a tensor")
+        raise HelmscopeError(f"{name} is {type_with_article(texts)}, but it must be a list of strings or a tensor")
     if not texts:
         raise HelmscopeError(f"{name} is empty, but it must hold at least one text")
     for i, text in enumerate(texts):
@@ -121,7 +131,21 @@ def prepare(
     if tokenizer is None:
         reason = "the model came without a tokenizer" if why is None else f"its tokenizer could not be read ({why})"
         raise HelmscopeError(f"{name} are strings, but {reason}: pass tokenizer= or token ids")
-    return without_special_tokens(_from_strings(request, list(texts), tokenizer), tokenizer, name)
+    batch = without_special_tokens(_from_strings(request, list(texts), tokenizer), tokenizer, name)
+    return replace(batch, identities=tuple(_identity("text", text.encode()) for text in texts))
+
+
+def _identified(batch: Batch) -> Batch:
+    """The batch with the identities of prompts that were passed as token ids or as images."""
+    if "input_ids" in batch.inputs:
+        rows, kind = [str(ids).encode() for ids in batch.visible_ids], "ids"
+    else:  # in float32, so that a float64 model agrees with a float32 one
+        rows, kind = [bytes_of(image.float()) for image in batch.inputs["pixel_values"]], "image"
+    return replace(batch, identities=tuple(_identity(kind, row) for row in rows))
+
+
+def _identity(kind: str, content: bytes) -> str:
+    return f"{kind} {hash_bytes(content)[:12]}"
 
 
 def without_special_tokens(batch: Batch, tokenizer: Any, name: str) -> Batch:
@@ -192,7 +216,9 @@ def _check_names(request: _Request, names: Iterable[str]) -> None:
         if name not in known.union(TEXT_INPUTS):
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"did you mean '{near[0]}'?" if near else "leave it out"
-            raise HelmscopeError(f"{request.name} names '{name}', which a {type(model).__name__} does not take: {hint}")
+            raise HelmscopeError(
+                f"{request.name} names '{name}', which {type_with_article(model)} does not take: {hint}"
+            )
 
 
 def _pad_right(request: _Request, inputs: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -1,8 +1,10 @@
 """The tokenizer stored with a model, with checks of its rules before it runs.
 
 Tokenizers run as native code on rules from a file. An invalid rule makes that code panic, which is not an ``Exception``
-in Python. A short chain of rules can expand one character into a billion and exhaust the memory of the process, so the
-rules are checked first. Not detected: a regular expression whose matching does not terminate in reasonable time.
+in Python; its message also appears on standard error, since only redirecting the file descriptor of the whole process
+would suppress it. A short chain of rules can expand one character into a billion and exhaust the memory of the
+process, so the rules are checked first. Not detected: a regular expression whose matching does not terminate in
+reasonable time.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from helmscope.models.library import quiet, transformers_library
 from helmscope.store.atomic import one_line
-from helmscope.types import HelmscopeError
+from helmscope.types import HelmscopeError, type_with_article
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -63,8 +65,8 @@ def encode(texts: Sequence[str], tokenizer: Any, *, as_targets: bool = False, **
     except BaseException as error:  # a tokenizer can raise anything
         if not is_failure(error):
             raise
-        kind = type(tokenizer).__name__
-        raise HelmscopeError(f"tokenizer is a {kind}, but it fails on these texts: {one_line(error)}") from error
+        kind = type_with_article(tokenizer)
+        raise HelmscopeError(f"tokenizer is {kind}, but it fails on these texts: {one_line(error)}") from error
 
 
 def is_failure(error: BaseException) -> bool:

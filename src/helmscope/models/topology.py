@@ -28,7 +28,7 @@ import torch
 
 from helmscope.models.qkv_capture import find_weights
 from helmscope.models.watch import Site
-from helmscope.types import Half, HelmscopeError
+from helmscope.types import Half, HelmscopeError, type_with_article
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -119,16 +119,16 @@ def find_wiring(layer: LayerProbe, number: int = 0) -> Wiring:
     identities = _BlockIdentities(layer)
     if not identities.from_attention:
         raise HelmscopeError(
-            f"model has a {type(layer.block).__name__} at layer {number} without observable attention, "
+            f"model has {type_with_article(layer.block)} at layer {number} without observable attention, "
             "neither in the attention registry of transformers nor by output_attentions: transformers can return its "
             "hidden states, which can be measured as a Trajectory, but there are no half-layers, kernels or forces"
         )
     wiring = identities.additive() or identities.post_norm() or identities.scaled()
     if wiring is None:
         raise HelmscopeError(
-            f"model has a {type(layer.block).__name__} at layer {number} whose output is neither the sum of its input "
-            f"and {'three' if layer.cross else 'two'} writes nor the norm of such a sum: its residual topology is "
-            "unknown"
+            f"model has {type_with_article(layer.block)} at layer {number} whose output is neither the sum of its "
+            f"input and {'three' if layer.cross else 'two'} writes nor the norm of such a sum: its residual topology "
+            "is unknown"
         )
     return identities.with_norms(wiring)
 

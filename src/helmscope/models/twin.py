@@ -10,20 +10,23 @@ import numpy as np
 import torch
 
 from helmscope.models.load import Loaded, ensure_loaded, origin_of
+from helmscope.runs.bar import reporting
 from helmscope.types import seed_number, whole_number
 
 
+@reporting(None, "making an untrained twin")
 def untrained_twin(model: Any, *, seed: int) -> Loaded:
     """The untrained twin of a model: the same configuration with randomly initialized weights.
 
     ``model`` is anything that ``load`` accepts. The weights are initialized as the family does it, from ``seed``;
-    tokenizer, dtype and device are those of the trained model, and the global random state is not changed. Raises
-    ``HelmscopeError`` if the model cannot be loaded or ``seed`` is not a whole number.
+    tokenizer, dtype and device are those of the trained model, and the global random state is not changed. The twin is
+    named after the trained model and the seed. Raises ``HelmscopeError`` if the model cannot be loaded or ``seed`` is
+    not a whole number.
 
     >>> from helmscope.models.load import load
     >>> twin = untrained_twin(load("tied"), seed=1)
     >>> twin.origin.name, twin.model.config.num_hidden_layers
-    ('untrained twin of tied, seed 1', 24)
+    ("tied's untrained twin 1", 24)
     """
     seed = seed_number(seed)
     loaded = ensure_loaded(model)
@@ -32,7 +35,7 @@ def untrained_twin(model: Any, *, seed: int) -> Loaded:
         torch.manual_seed(seed)
         twin = type(trained)(copy.deepcopy(trained.config))
     twin = twin.to(device=trained.device, dtype=trained.dtype).eval()
-    return replace(loaded, model=twin, origin=origin_of(twin, f"untrained twin of {loaded.origin.name}, seed {seed}"))
+    return replace(loaded, model=twin, origin=origin_of(twin, f"{loaded.origin.name}'s untrained twin {seed}"))
 
 
 def twin_seeds(count: int, seed: int) -> list[int]:

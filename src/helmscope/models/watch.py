@@ -156,12 +156,22 @@ class Context(Chunk):
     def generator(self, seed: int, text: int) -> np.random.Generator:
         """A random generator that depends only on the seed, this layer and the index of the text in the batch, not on
         the chunk, the forward or the process.
+
+        >>> context = Context(site=Site.MLP, layer=3, rows=slice(4, 6), texts=8)
+        >>> context.generator(0, text=4).random() == context.generator(0, text=4).random()
+        True
         """
         source = np.random.SeedSequence(seed, spawn_key=(self.layer, text))
         return np.random.Generator(np.random.Philox(source))
 
     def normal(self, like: Float[Tensor, "rows ..."], *, seed: int) -> Float[Tensor, "rows ..."]:
-        """Independent standard normal samples of the shape of ``like``, one ``generator`` per text."""
+        """Independent standard normal samples of the shape of ``like``, one ``generator`` per text.
+
+        >>> both = Context(site=Site.MLP, layer=3, rows=slice(4, 6), texts=8).normal(torch.zeros(2, 5), seed=0)
+        >>> second = Context(site=Site.MLP, layer=3, rows=slice(5, 6), texts=8).normal(torch.zeros(1, 5), seed=0)
+        >>> torch.equal(both[1:], second)
+        True
+        """
         texts = range(self.rows.start, self.rows.stop)
         samples = [self.generator(seed, text).standard_normal(tuple(like.shape[1:])) for text in texts]
         return torch.from_numpy(np.stack(samples)).to(like)

@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING
 from helmscope.types.lazy import lazy_exports
 
 if TYPE_CHECKING:
+    from helmscope.observe.arcs import arc_length as arc_length
+    from helmscope.observe.arcs import depth_times as depth_times
+    from helmscope.observe.arms import factorial as factorial
     from helmscope.observe.clusters import MergeTree as MergeTree
     from helmscope.observe.clusters import cluster_count as cluster_count
     from helmscope.observe.clusters import merge_tree as merge_tree
@@ -34,6 +37,7 @@ if TYPE_CHECKING:
     from helmscope.observe.generator import sphere_generator as sphere_generator
     from helmscope.observe.half_times import half_time as half_time
     from helmscope.observe.hull import hull_distance as hull_distance
+    from helmscope.observe.identity import token_identity as token_identity
     from helmscope.observe.inner_products import clustering_fraction as clustering_fraction
     from helmscope.observe.inner_products import clustering_probability as clustering_probability
     from helmscope.observe.inner_products import inner_product_histogram as inner_product_histogram
@@ -62,14 +66,18 @@ if TYPE_CHECKING:
     from helmscope.observe.mixture import vmf_log_density as vmf_log_density
     from helmscope.observe.mixture import vmf_mixture as vmf_mixture
     from helmscope.observe.order import order_parameter as order_parameter
+    from helmscope.observe.pairs import PairSet as PairSet
+    from helmscope.observe.pairs import clustering as clustering
     from helmscope.observe.phase import phase_diagram as phase_diagram
     from helmscope.observe.phase import published_probability as published_probability
+    from helmscope.observe.rank import collapse_residual_composite as collapse_residual_composite
+    from helmscope.observe.rank import collapse_residual_frobenius as collapse_residual_frobenius
     from helmscope.observe.rank import entropy_rank as entropy_rank
     from helmscope.observe.rank import nuclear_rank as nuclear_rank
     from helmscope.observe.rank import numerical_rank as numerical_rank
     from helmscope.observe.rank import participation_ratio as participation_ratio
-    from helmscope.observe.rank import residual_composite as residual_composite
-    from helmscope.observe.rank import residual_frobenius as residual_frobenius
     from helmscope.observe.rank import stable_rank as stable_rank
+    from helmscope.observe.temperature import EffectiveBeta as EffectiveBeta
+    from helmscope.observe.temperature import effective_beta as effective_beta
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

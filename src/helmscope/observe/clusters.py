@@ -51,6 +51,10 @@ class MergeTree:
     def linkage(self) -> Float[Tensor, "n_minus_1 4"]:
         """The tree of one cloud as a SciPy linkage matrix: rows (cluster, cluster, height, size), new clusters numbered
         from n. Raises HelmscopeError for a batch of trees.
+
+        >>> circle = torch.tensor([0.0, 1.0, 1.1], dtype=torch.float64)
+        >>> merge_tree(torch.stack([circle.cos(), circle.sin()], -1)).linkage().round(decimals=6).tolist()
+        [[1.0, 2.0, 0.1, 2.0], [0.0, 3.0, 1.0, 3.0]]
         """
         if self.height.ndim != 1:
             raise HelmscopeError(

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import xarray as xr
 
-from helmscope.types import picture
+from helmscope.types import figure_of
 
 if TYPE_CHECKING:
     from helmscope.types.display import Figure
@@ -28,10 +28,14 @@ class PhaseDiagram(xr.Dataset):  # type: ignore[no-untyped-call]
 
     @classmethod
     def of(cls, data: xr.Dataset) -> PhaseDiagram:
-        """The same data as a PhaseDiagram."""
+        """The same data as a PhaseDiagram.
+
+        >>> type(PhaseDiagram.of(xr.Dataset())).__name__
+        'PhaseDiagram'
+        """
         return cls(data.data_vars, data.coords, data.attrs)
 
     # replaces xarray's accessor, which cannot plot these heat maps
     def plot(self, **options: Any) -> Figure:  # type: ignore[override]
         """Heat maps over time and beta; options are passed to ``phase_figure``."""
-        return picture(self, **options)
+        return figure_of(self, **options)

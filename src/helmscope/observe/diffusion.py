@@ -1,4 +1,4 @@
-"""Covariances that have been called the diffusion of attention, each under its own name (source 000-2).
+"""Covariances that have been called the diffusion of attention, each under its own name [Helmholtz Transformer, no. 2].
 
     m_i = sum_j P_ij x_j,    Cov_P(i) = sum_j P_ij (x_j - m_i)(x_j - m_i)^T,    Sigma = (1/2) Cov(increment) / dt
 
@@ -23,9 +23,9 @@ import xarray as xr
 from helmscope.fields.lowrank import LowRank
 from helmscope.geometry.arithmetic import full_precision
 from helmscope.geometry.sphere import check_tokens
-from helmscope.kernels.dense import matrix_product
 from helmscope.observe.generator import check_points
 from helmscope.observe.kernel import attention_distributions, check_kernel
+from helmscope.summation.dense import matrix_product
 from helmscope.types import HelmscopeError, check_reduced, counted
 
 if TYPE_CHECKING:
@@ -156,7 +156,8 @@ def context_covariance(increments: Float[Tensor, "contexts n d"]) -> xr.Dataset:
 
 @full_precision
 def diffusivity(sigma: Float[Tensor, "*batch n d d"], x: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n"]:
-    """Diffusivity nu = tr(P Sigma P) / (d - 1): that of isotropic noise on the sphere of equal strength (source 000-2).
+    """Diffusivity nu = tr(P Sigma P) / (d - 1): that of isotropic noise on the sphere of equal strength [Helmholtz
+    Transformer, no. 2].
 
     >>> diffusivity(torch.diag(torch.tensor([1.0, 2.0, 4.0])).expand(1, 3, 3), torch.tensor([[1.0, 0.0, 0.0]]))
     tensor([3.])
@@ -167,7 +168,8 @@ def diffusivity(sigma: Float[Tensor, "*batch n d d"], x: Float[Tensor, "*batch n
 
 
 def diffusivity_as_printed(sigma: Float[Tensor, "*batch n d d"]) -> Float[Tensor, "*batch n"]:
-    """Diffusivity tr Sigma / d as printed in source 000, which on the sphere wrongly includes the radial direction.
+    """Diffusivity tr Sigma / d as printed in the [Helmholtz Transformer], which on the sphere wrongly includes the
+    radial direction.
 
     >>> diffusivity_as_printed(torch.diag(torch.tensor([1.0, 2.0, 6.0])).expand(1, 3, 3))
     tensor([3.])

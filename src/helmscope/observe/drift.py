@@ -1,7 +1,7 @@
 """The action of the MLP on tokens: its drift, its potential and its swirl.
 
-For a force f = grad U + R + harmonic (source 000-3; ``helmholtz``) at unit vectors x, with Df = S + A its symmetric and
-antisymmetric parts:
+For a force f = grad U + R + harmonic ([Helmholtz Transformer, no. 3]; ``helmholtz``) at unit vectors x, with Df = S + A
+its symmetric and antisymmetric parts:
 
     tangential part P f,  radial part <x, f>,  swirl index |A|_F^2 / |Df|_F^2,
     div_S(P f) = tr Df - x^T Df x - (d - 1) <x, f>.
@@ -42,10 +42,10 @@ class DriftAndSwirl(Instrument):
 
     ``force`` |f|, ``tangential_speed`` |P f|, ``radial_force`` <x, f>, ``potential`` U, ``gradient`` |grad U|,
     ``swirl`` |R|, ``harmonic`` |f - grad U - R|; ``swirl_fraction_as_printed`` = sum |R|^2 / sum |f|^2 over the tokens
-    of a system, which is not a fraction: it depends on the weights that define f and can exceed 1 (source 000-3 (c)).
-    With ``derivatives`` also ``swirl_index`` |A|^2 / |Df|^2 in [0, 1] (0 where Df = 0) and ``surface_divergence``
-    div_S(P f), at the cost of d derivatives of f. Where there is attention also ``attention_speed`` |P a|, with a the
-    write of attention (after a norm, if one follows) for a layer of step size 1.
+    of a system, which is not a fraction: it depends on the weights that define f and can exceed 1 [Helmholtz
+    Transformer, no. 3]. With ``derivatives`` also ``swirl_index`` |A|^2 / |Df|^2 in [0, 1] (0 where Df = 0) and
+    ``surface_divergence`` div_S(P f), at the cost of d derivatives of f. Where there is attention also
+    ``attention_speed`` |P a|, with a the write of attention (after a norm, if one follows) for a layer of step size 1.
 
     f is the MLP as a force on unit vectors, ``system.force``, evaluated at the input of the MLP: under ``Layer()`` the
     state between the halves of a sequential block. Raises HelmscopeError for a system without an MLP.

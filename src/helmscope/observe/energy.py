@@ -1,4 +1,4 @@
-"""The interaction energy of source 001 and its rate along a field.
+"""The interaction energy of [Geshkovski et al. 2023] and its rate along a field.
 
     E(x) = 1/(2 beta M^2) sum_ij m_i m_j e^{beta x_i^T B x_j},     M = sum_i m_i
 
@@ -18,9 +18,9 @@ from helmscope.fields.parameters import number_or_tensor, over_tokens
 from helmscope.fields.sinkhorn import SinkhornAttention
 from helmscope.fields.weights import check_weights
 from helmscope.geometry.sphere import check_tokens
-from helmscope.kernels.choose import token_sum
-from helmscope.kernels.dense import matrix_product
-from helmscope.kernels.kernel import Request
+from helmscope.summation.choose import token_sum
+from helmscope.summation.dense import matrix_product
+from helmscope.summation.request import Request
 from helmscope.types import HelmscopeError, real_number
 
 if TYPE_CHECKING:
@@ -85,7 +85,8 @@ def interaction_energy_sum(x: Float[Tensor, "*batch n d"], *, beta: float) -> Fl
 
 
 def gaussian_energy_as_printed(x: Float[Tensor, "*batch n d"], *, beta: float) -> Float[Tensor, "*batch"]:
-    """Gaussian energy F = 1/2 sum_ij e^{-(beta/2) |x_i - x_j|^2}, which source 002 prints as a *repulsive* energy.
+    """Gaussian energy F = 1/2 sum_ij e^{-(beta/2) |x_i - x_j|^2}, which the [Mean-field notes] print as a *repulsive*
+    energy.
 
     On the unit sphere F = beta e^{-beta} E_sum, so the flow with V = +I increases it: it is attractive. The repulsive
     flow has V = -I.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from helmscope.fields.attention import SA, USA
-from helmscope.kernels.fused import fused_clustering, fused_refuses
+from helmscope.summation.fused import fused_clustering, fused_refuses
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -63,7 +63,7 @@ class FusedShares:
         count = torch.ceil(span * rate * self.values.abs() - 1e-9)
         return count.clamp(1, 2**31 - 1).long()
 
-    def shares(self, progress: Progress | None) -> Iterator[Float[Tensor, "beta sample time"]]:
+    def shares(self, progress: Progress) -> Iterator[Float[Tensor, "beta sample time"]]:
         """Share of pairs that have met in each sample, a chunk of betas at a time; NaN where a sample was lost."""
         size = max(1, MOST_CELLS // (len(self.x0) * len(self.times)))
         for first in range(0, len(self.betas), size):
@@ -79,8 +79,7 @@ class FusedShares:
                 delta=self.delta,
             )
             lost = counts.lost < len(self.times)
-            if progress is not None:
-                progress(min(first + size, len(self.betas)) / len(self.betas))
+            progress(min(first + size, len(self.betas)) / len(self.betas))
             yield (counts.met.to(torch.float64) / counts.pairs).masked_fill(lost.unsqueeze(-1), torch.nan)
 
     @property
@@ -88,10 +87,10 @@ class FusedShares:
         """Attributes of a Measurement that describe this method."""
         steps = self.steps
         return {
-            "carried_in": self.x0.shape[-1],
+            "integration_dim": self.x0.shape[-1],
             "dtype": "float32",
             "stepper": f"RK4, {int(steps.min())} to {int(steps.max())} steps between times",
-            "kernel": "Fused",
+            "summation": "Fused",
         }
 
 

@@ -1,13 +1,13 @@
 """The generator of a flow, applied to a probe phi: the rate of change of the mean of phi(x) from a given state.
 
-On the sphere (source 000-5) and in R^d (section 0 of source 000's conventions):
+On the sphere [Helmholtz Transformer, no. 5] and in R^d (in the conventions of docs/references.md):
 
     L phi = <P f + beta, grad_S phi> + tr(P M P Hess_S phi)        L phi = b.grad phi + Sigma:Hess phi
 
 with M = sigma sigma^T / 2 and beta the drift due to the noise, which depends on the process. A deterministic layer has
 no second-order term: using the covariance Sigma_A of token sampling instead gives an error of exactly Sigma_A:Hess phi
-(source 000-8). A probe maps points (..., d) to numbers (...), each point independently; linear and quadratic probes
-cannot distinguish all generators.
+[Helmholtz Transformer, no. 8]. A probe maps points (..., d) to numbers (...), each point independently; linear and
+quadratic probes cannot distinguish all generators.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ def sphere_generator(
     noise: Noise | None = None,
     weights: Float[Tensor, "*batch n"] | None = None,
 ) -> Float[Tensor, "*batch n"]:
-    """Generator on the sphere at each token: L phi = <P f + beta, grad_S phi> + tr(P M P Hess_S phi) (source 000-5).
+    """Generator on the sphere at each token: L phi = <P f + beta, grad_S phi> + tr(P M P Hess_S phi) [Helmholtz
+    Transformer, no. 5].
 
     ``noise`` defines M(x) and, through its process, the drift beta; without it the flow is deterministic and L phi is
     the rate of phi along it. Exact for smooth probes, by autograd. Raises HelmscopeError for a field on R^d, such as a
@@ -61,7 +62,7 @@ def sphere_generator(
     noise.check_size(x)
     drift = velocity + noise.process.drift(noise, x)
     # Hess_S = P Hess_S P already, so M needs no projection
-    return (drift * slope).sum(-1) + (noise.matrix(x) * hessian(probe, x)).sum((-1, -2))
+    return (drift * slope).sum(-1) + (noise.diffusion_matrix(x) * hessian(probe, x)).sum((-1, -2))
 
 
 @full_precision
@@ -73,8 +74,8 @@ def ambient_generator(
 ) -> Float[Tensor, "*batch"]:
     """Generator in R^d at points x: L phi = b.grad phi + Sigma:Hess phi, Sigma = (1/2) Cov(increment) / dt.
 
-    ``drift`` b and ``sigma`` broadcast over the points (source 000-2). The cost is d gradients of the probe. Raises
-    HelmscopeError for shapes that do not fit.
+    ``drift`` b and ``sigma`` broadcast over the points [Helmholtz Transformer, no. 2]. The cost is d gradients of the
+    probe. Raises HelmscopeError for shapes that do not fit.
 
     >>> point = torch.tensor([2.0, 3.0])
     >>> ambient_generator(torch.tensor([1.0, 0.0]), torch.eye(2), lambda x: x[..., 0] ** 3, point)  # 3 x^2 + 6 x
@@ -105,9 +106,9 @@ def discrete_generator(
 ) -> Float[Tensor, "*batch"]:
     """Difference quotient (phi(layer(x)) - phi(x)) / epsilon of one layer with step size epsilon > 0.
 
-    It is the discrete counterpart of L phi. For the sphere layer N(x + epsilon f) it differs from L phi by
-    epsilon [(1/2) Hess_S phi(P f, P f) - <x, f> <grad phi, P f>] + O(epsilon^2) (source 000-8). Below epsilon ~ 1e-8
-    rounding dominates. Raises HelmscopeError unless ``layer`` preserves the shape of x.
+    It is the discrete counterpart of L phi. For the sphere layer N(x + epsilon f) it differs from L phi by epsilon
+    [(1/2) Hess_S phi(P f, P f) - <x, f> <grad phi, P f>] + O(epsilon^2) [Helmholtz Transformer, no. 8]. Below epsilon ~
+    1e-8 rounding dominates. Raises HelmscopeError unless ``layer`` preserves the shape of x.
 
     >>> point = torch.tensor([2.0, 3.0])
     >>> discrete_generator(lambda x: x + 0.5, lambda x: x[..., 0] ** 2, point, epsilon=0.5)

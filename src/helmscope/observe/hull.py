@@ -1,5 +1,5 @@
 """Distance of points from the convex hull of others; the output of an attention head is in the hull of its values
-(source 003).
+[Additive transport].
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Inner products <x_i, x_j> of different tokens: their histogram (source 001, figure 1) and the clustering probability
-(figure 3). The pair i, j has weight m_i m_j, the product of the weights of its tokens.
+"""Inner products <x_i, x_j> of different tokens: their histogram [Geshkovski et al. 2023, figure 1] and the clustering
+probability (figure 3). The pair i, j has weight m_i m_j, the product of the weights of its tokens.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import xarray as xr
 from helmscope.geometry.arithmetic import full_precision
 from helmscope.geometry.linkage import pairs_within_chord
 from helmscope.geometry.sphere import check_tokens
-from helmscope.observe.track import SHARE, state_axes, token_weights, trajectory_of, with_bounds, with_replicates
-from helmscope.types import System, Trajectory, fits_memory, real_number, whole_number
+from helmscope.observe.track import SHARE, token_weights, trajectory_of, with_bounds, with_replicates
+from helmscope.types import System, Trajectory, check_memory, real_number, whole_number
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -53,7 +53,7 @@ def clustering_fraction(
 
 
 def clustering_probability(trajectory: Trajectory | System, *, delta: float) -> xr.Dataset:
-    """Probability over time that two tokens have met, P(<x_i, x_j> >= 1 - delta) (source 001, figure 3).
+    """Probability over time that two tokens have met, P(<x_i, x_j> >= 1 - delta) [Geshkovski et al. 2023, figure 3].
 
     ``probability`` (time, system) is the ``clustering_fraction`` of each system, whose mean over systems estimates the
     probability. The standard error is over systems, since pairs of the same system are not independent;
@@ -65,7 +65,7 @@ def clustering_probability(trajectory: Trajectory | System, *, delta: float) -> 
     """
     path = trajectory_of(trajectory)
     share = clustering_fraction(path.states, delta=delta, weights=path.weights)
-    measurement = with_replicates({"probability": share}, state_axes(path))
+    measurement = with_replicates({"probability": share}, path)
     return with_bounds(measurement, {"probability": SHARE}).assign_attrs(delta=delta)
 
 
@@ -81,7 +81,7 @@ def inner_product_histogram(trajectory: Trajectory | System, *, bins: int = 100)
     (('time', 'system', 'inner_product'), [[0.0, 1.0, 0.0], [0.0, 1.0, 0.0]])
     """
     bins = whole_number("bins", bins, at_least=1)
-    fits_memory(f"bins is {bins}", bins)
+    check_memory(f"bins is {bins}", bins)
     path = trajectory_of(trajectory)
     x = path.states
     m = token_weights(x, path.weights)
@@ -92,8 +92,8 @@ def inner_product_histogram(trajectory: Trajectory | System, *, bins: int = 100)
     counts = torch.zeros(*x.shape[:2], bins, dtype=x.dtype, device=x.device)
     counts.scatter_add_(-1, index.flatten(-2), pairs.flatten(-2))
     share = counts / counts.sum(-1, keepdim=True)
-    axes = {**state_axes(path), "inner_product": (edges[1:] + edges[:-1]) / 2}
-    return with_bounds(with_replicates({"share": share}, axes), {"share": SHARE})
+    measurement = with_replicates({"share": share}, path, {"inner_product": (edges[1:] + edges[:-1]) / 2})
+    return with_bounds(measurement, {"share": SHARE})
 
 
 def _total_pair_weight(m: Float[Tensor, "*batch n"]) -> Float[Tensor, "*batch"]:

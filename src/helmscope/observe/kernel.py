@@ -106,8 +106,8 @@ def row_entropy(kernel: Float[Tensor, "*batch n n"]) -> Float[Tensor, "*batch n"
 
 
 def effective_keys(kernel: Float[Tensor, "*batch n n"]) -> Float[Tensor, "*batch n"]:
-    """Effective number of keys n_eff = 1 / sum_j P_ij^2 of each query, between 1 and n (source 000-2): the weighted
-    mean of independent values has covariance Cov / n_eff.
+    """Effective number of keys n_eff = 1 / sum_j P_ij^2 of each query, between 1 and n [Helmholtz Transformer, no. 2]:
+    the weighted mean of independent values has covariance Cov / n_eff.
 
     >>> effective_keys(torch.ones(2, 2))
     tensor([2., 2.])
@@ -119,7 +119,7 @@ def effective_keys(kernel: Float[Tensor, "*batch n n"]) -> Float[Tensor, "*batch
 
 def largest_weight(kernel: Float[Tensor, "*batch n n"]) -> Float[Tensor, "*batch n"]:
     """Largest weight max_j P_ij of each row. A central limit theorem for the sum over keys requires it to vanish
-    (source 000-2), which attention sinks rule out.
+    [Helmholtz Transformer, no. 2], which attention sinks rule out.
 
     >>> largest_weight(torch.tensor([[1.0, 3.0], [1.0, 1.0]]))
     tensor([0.7500, 0.5000])
@@ -170,8 +170,8 @@ def bistochastic_defect(
     """Deviation from a doubly stochastic kernel, max_j |sum_i P_ij - 1| over visible tokens.
 
     It is 0 where the normalized kernel is doubly stochastic and n - 1 where all queries attend to one token. A causal
-    kernel reaches 0 only as the identity (source 000-11). All tokens count equally: a kernel that is doubly stochastic
-    with respect to unequal token weights may have a positive defect.
+    kernel reaches 0 only as the identity [Helmholtz Transformer, no. 11]. All tokens count equally: a kernel that is
+    doubly stochastic with respect to unequal token weights may have a positive defect.
 
     >>> bistochastic_defect(torch.tensor([[1.0, 3.0], [1.0, 1.0]]))
     tensor(0.2500)
@@ -256,7 +256,7 @@ class KernelStatistics(Instrument):
                 f"{counted(n, 'token')} it must be ({rows}, {n}, {n}) or ({rows}, heads, {n}, {n})"
             )
         weights = token_weights(passed.state, moment.weights)
-        self.keep(moment, _statistics(kernel, weights.to(kernel), moment.visible))
+        self.keep(moment, _statistics(kernel, weights.to(kernel), moment.visible), axes=("head",))
 
     def result(self) -> xr.Dataset:
         """The statistics of every head (if there are several), layer and replicate."""

@@ -6,13 +6,16 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 
-from helmscope.observe.track import AT_LEAST_0, state_axes, token_weights, with_bounds, with_replicates
-from helmscope.types import HelmscopeError, Progress, Trajectory, check_progress
+from helmscope.observe.track import AT_LEAST_0, token_weights, with_bounds, with_replicates
+from helmscope.runs.bar import shows_progress
+from helmscope.types import HelmscopeError, Trajectory, check_progress
 
 if TYPE_CHECKING:
     import xarray as xr
     from jaxtyping import Float
     from torch import Tensor
+
+    from helmscope.types.progress import ProgressOption
 
 LOGITS_PER_FORWARD = 1 << 22  # logits that the head may return at a time
 LOGITS_PER_SUM = 1 << 18  # logits that are summed at a time, which fit in a cache
@@ -30,7 +33,8 @@ class HasLogits(Protocol):
         """The head's logits (batch, n, vocabulary) for the texts ``rows``."""
 
 
-def lens_divergence(system: HasLogits, *, progress: Progress | None = None) -> xr.Dataset:
+@shows_progress("logit lens")
+def lens_divergence(system: HasLogits, *, progress: ProgressOption = None) -> xr.Dataset:
     """Divergence of the logit lens at each depth from the model's prediction, and its entropy, for each text in nats:
 
         ``divergence``  KL(p | p_t) = sum_w p(w) log p(w) / p_t(w)      ``entropy``  -sum_w p_t(w) log p_t(w)
@@ -49,7 +53,7 @@ def lens_divergence(system: HasLogits, *, progress: Progress | None = None) -> x
         raise HelmscopeError(
             f"system is a {type(system).__name__}, but a lens needs a head: a Recording of a language model"
         )
-    path, progress = system.trajectory, check_progress(progress)
+    path, report = system.trajectory, check_progress(progress)
     weights = token_weights(path.states[0], None if path.weights is None else path.weights[0]).double().cpu()
     counted, depths, texts = weights > 0, [int(depth) for depth in path.times], len(weights)
     size = max(1, LOGITS_PER_FORWARD // system.logits(depth=depths[0], rows=slice(0, 1)).numel())
@@ -62,9 +66,9 @@ def lens_divergence(system: HasLogits, *, progress: Progress | None = None) -> x
             values = m.new_zeros(2, *m.shape)
             values[:, mask] = _per_token(final, system.logits(depth=depth, rows=rows)[mask]).cpu()
             means[:, step, rows] = (values * m).sum(-1) / m.sum(-1)
-            progress((begin + (step + 1) / len(depths) * len(m)) / texts)
+            report((begin + (step + 1) / len(depths) * len(m)) / texts)
     quantities = {"divergence": means[0], "entropy": means[1]}
-    return with_bounds(with_replicates(quantities, state_axes(path)), dict.fromkeys(quantities, AT_LEAST_0))
+    return with_bounds(with_replicates(quantities, path), dict.fromkeys(quantities, AT_LEAST_0))
 
 
 def _per_token(final: Float[Tensor, "token w"], early: Float[Tensor, "token w"]) -> Float[Tensor, "2 token"]:

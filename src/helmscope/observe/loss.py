@@ -1,4 +1,4 @@
-"""Next-token loss of a causal language model, unmodified and under edits.
+"""Next-token loss of a causal language model or an encoder-decoder model, unmodified and under edits.
 
     loss of token t  =  -log p(token t | tokens before t)        in nats, from the logits at position t - 1
 
@@ -6,12 +6,16 @@ A token is scored with its statistical weight, and only where token t - 1 is vis
 scored. An end-of-text token that the tokenizer adds is therefore not scored, although the model was trained to predict
 it, while the first word after a beginning-of-text token is. Without a tokenizer no token is known to be special, and
 all tokens but the first are scored.
+
+The tokens of an encoder-decoder model are the targets of its decoder, whose loss is conditional on the text that the
+encoder reads. All of them are scored, the first one too: it is predicted from the start token. If
+``decoder_input_ids`` were recorded instead of targets, these are the tokens, and the first one is not scored.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,29 +28,40 @@ from helmscope.models.premise import Premise
 from helmscope.models.probe import vocabulary_size
 from helmscope.models.recording import Recording
 from helmscope.models.watch import AbstractEdit, Observer, Site
-from helmscope.types import HelmscopeError, check_progress, check_replicates, shown
+from helmscope.runs.bar import shows_progress
+from helmscope.types import (
+    HelmscopeError,
+    check_progress,
+    check_replicates,
+    identity_coordinates,
+    shown,
+    type_with_article,
+)
 
 if TYPE_CHECKING:
     from jaxtyping import Float
     from torch import Tensor
 
     from helmscope.models.runner import Runner
+    from helmscope.models.texts import Batch
     from helmscope.types import Progress
+    from helmscope.types.progress import ProgressOption
 
 LOGITS_PER_FORWARD = 1 << 24  # logits that one forward of the model may return
 LOGITS_PER_SUM = 1 << 16  # logits that are summed at a time in float64, which fit in a cache
 
 
-def next_token_loss(recording: Recording, *, progress: Progress | None = None) -> xr.Dataset:
+@shows_progress("next-token loss")
+def next_token_loss(recording: Recording, *, progress: ProgressOption = None) -> xr.Dataset:
     """Mean next-token loss of each prompt in nats: ``loss`` along ``prompt``, averaged by the weights of the tokens.
 
     ``loss_null`` is the loss log |V| of a uniform guess over the vocabulary. The coordinate ``predicted`` holds the
     total weight of the scored tokens of each prompt; the loss of a prompt without any is NaN.
 
-    Runs the model once more under the edits of the recording, a few texts at a time, so that the logits of all texts
-    are never in memory together. Sums are float64, whereas transformers computes its loss in float32. Raises
-    HelmscopeError for models that are not causal or have no head over a vocabulary. ``progress`` is called with the
-    share of the texts done.
+    The loss of an encoder-decoder model is that of the targets given the texts. Runs the model once more under the
+    edits of the recording, a few texts at a time, so that the logits of all texts are never in memory together. Sums
+    are float64, whereas transformers computes its loss in float32. Raises HelmscopeError for models that are not causal
+    or have no head over a vocabulary. ``progress`` is called with the share of the texts done.
 
     >>> from transformers import GPT2Config, GPT2LMHeadModel
     >>> from helmscope.models.record import record
@@ -66,11 +81,13 @@ def next_token_loss(recording: Recording, *, progress: Progress | None = None) -
     return check_replicates(xr.Dataset(data, scoring.coords))
 
 
-def token_loss(recording: Recording, *, progress: Progress | None = None) -> xr.DataArray:
+@shows_progress("next-token loss")
+def token_loss(recording: Recording, *, progress: ProgressOption = None) -> xr.DataArray:
     """Next-token loss of every token in nats, (prompt, token), NaN where a token is not scored.
 
-    Not scored are the first token of each text, special tokens and padding. The coordinate ``label``, (prompt, token),
-    holds the text of each token. The mean of a prompt by the weights of its tokens equals ``next_token_loss``, whose
+    Not scored are the first token of each text, special tokens and padding. The tokens of an encoder-decoder model are
+    its targets, of which the first is scored too. The coordinate ``label``, (prompt, token), holds the text of each
+    token. The mean of a prompt by the weights of its tokens equals ``next_token_loss``, whose
     arguments and errors also apply here.
 
     >>> from transformers import GPT2Config, GPT2LMHeadModel
@@ -84,16 +101,17 @@ def token_loss(recording: Recording, *, progress: Progress | None = None) -> xr.
     scoring = _Scoring(recording)
     losses = scoring.losses(check_progress(progress)).numpy()
     coords: dict[str, Any] = {"prompt": np.arange(len(losses)), "token": np.arange(losses.shape[1])}
-    if recording.batch.tokens is not None:
-        coords["label"] = (("prompt", "token"), np.array(recording.batch.tokens))
+    if scoring.tokens.tokens is not None:
+        coords["label"] = (("prompt", "token"), np.array(scoring.tokens.tokens))
     return xr.DataArray(losses, coords, ("prompt", "token"), name="loss")
 
 
+@shows_progress("loss under edits")
 def loss_under(
     recording: Recording,
     edits: Mapping[str, AbstractEdit | Sequence[AbstractEdit]],
     *,
-    progress: Progress | None = None,
+    progress: ProgressOption = None,
 ) -> xr.Dataset:
     """Next-token loss of each prompt under each of several named edits (or lists of edits): ``loss`` (edit, prompt).
 
@@ -121,12 +139,18 @@ def loss_under(
     return _loss_and_increase(means, scoring, {"edit": list(edit_lists)})
 
 
+@shows_progress("ablating heads")
 def ablation_loss(
-    recording: Recording, *, layers: Sequence[int] | None = None, progress: Progress | None = None
+    recording: Recording,
+    *,
+    layers: int | str | Sequence[int | str] | None = None,
+    progress: ProgressOption = None,
 ) -> xr.Dataset:
     """Next-token loss of each prompt with a single head ablated, for every head: ``loss`` along (layer, head, prompt).
 
-    ``increase`` is how much higher the loss is than with all heads, for each prompt. ``layers`` defaults to all layers.
+    ``increase`` is how much higher the loss is than with all heads, for each prompt. ``layers`` is a layer or a list of
+    layers, by number or by the name of the block as for ``recording.layer``; by default all layers. In a decoder with
+    cross-attention, the heads are those of self-attention; ``loss_under`` takes ``AblateHead`` at Site.CROSS_HEADS.
     The output of an ablated head is 0, as under ``AblateHead``. Each head takes one forward, from its layer on. Where a
     layer has fewer heads than another, the remaining entries are NaN. ``reduce_replicates(measured)`` returns means
     over prompts with their intervals, ``measured.sel(**parse_head("L1H0"))`` one head. Raises HelmscopeError where
@@ -141,9 +165,7 @@ def ablation_loss(
     {'layer': 2, 'head': 2, 'prompt': 2}
     """
     scoring = _Scoring(recording)
-    numbers = recording.layers if layers is None else [recording.layer(layer) for layer in layers]
-    if not numbers:
-        raise HelmscopeError("layers is empty, but it must hold at least one layer")
+    numbers = _layer_numbers(recording, layers)
     heads = {layer: recording.anatomy.layers[layer].heads for layer in numbers}
     for layer, count in heads.items():
         if count is None:
@@ -156,6 +178,23 @@ def ablation_loss(
         means[row, head] = values
     axes = {"layer": list(numbers), "head": list(range(means.shape[1]))}
     return _loss_and_increase(np.concatenate([baseline[None], means.reshape(-1, len(baseline))]), scoring, axes)
+
+
+def _layer_numbers(recording: Recording, layers: object) -> Sequence[int]:
+    """The numbers of one or several layers, given by number or name; None means all."""
+    if layers is None:
+        return recording.layers
+    if isinstance(layers, int | str):
+        return [recording.layer(layers)]
+    if not isinstance(layers, Iterable):
+        raise HelmscopeError(f"layers is {shown(layers)}, but it must be a layer, a list of layers, or None for all")
+    numbers = [recording.layer(layer) for layer in layers]
+    if not numbers:
+        raise HelmscopeError("layers is empty, but it must hold at least one layer")
+    for k, number in enumerate(numbers):
+        if number in numbers[:k]:
+            raise HelmscopeError(f"layers holds layer {number} twice, but all layers must be different")
+    return numbers
 
 
 def _loss_and_increase(means: np.ndarray, scoring: _Scoring, axes: Mapping[str, list[Any]]) -> xr.Dataset:
@@ -171,15 +210,20 @@ def _loss_and_increase(means: np.ndarray, scoring: _Scoring, axes: Mapping[str, 
 
 
 class _Scoring:
-    """Computes the losses of the texts of a recording; ``weights`` (batch, n) holds the weight of each scored token."""
+    """Computes the losses of the ``tokens`` of a recording; ``weights`` (batch, n) holds the weight of each scored
+    token, which is predicted by the logits ``shift`` positions before it.
+    """
 
     def __init__(self, recording: Recording) -> None:
         if not isinstance(recording, Recording):
-            raise HelmscopeError(f"recording is a {type(recording).__name__}, but it must be a Recording")
+            raise HelmscopeError(f"recording is {type_with_article(recording)}, but it must be a Recording")
         self.runner, batch = recording.runner, recording.batch
-        self.weights = _weights(recording)
-        self.ids = batch.inputs["input_ids"].cpu()
-        self.coords = {"prompt": np.arange(len(batch)), "predicted": ("prompt", self.weights.sum(-1).numpy())}
+        self.tokens, self.shift = (batch, 1) if batch.targets is None else (batch.targets, 0)
+        self.weights = _weights(recording, self.tokens, self.shift)
+        self.ids = self.tokens.inputs[self.tokens.ids_name].cpu()
+        self.coords: dict[str, Any] = {"prompt": np.arange(len(batch))}
+        self.coords["predicted"] = ("prompt", self.weights.sum(-1).numpy())
+        self.coords |= identity_coordinates("prompt", batch.identities)
         self._vocabulary = vocabulary_size(self.runner.model)
 
     @property
@@ -237,23 +281,25 @@ class _Scoring:
         losses = torch.full(ids.shape, torch.nan, dtype=torch.float64, device="cpu")
         for chunk in torch.split((self.weights[rows] > 0).nonzero(), max(1, LOGITS_PER_SUM // self._vocabulary)):
             text, token = chunk.unbind(-1)
-            scores = logits[text.to(logits.device), token.to(logits.device) - 1].double()
+            scores = logits[text.to(logits.device), token.to(logits.device) - self.shift].double()
             target = scores.gather(-1, ids[text, token].to(scores.device).unsqueeze(-1)).squeeze(-1)
             losses[text, token] = (torch.logsumexp(scores, -1) - target).cpu()
         return losses
 
 
-def _weights(recording: Recording) -> Float[Tensor, "batch n"]:
-    """The weight of each token as a prediction; raises HelmscopeError for a model that does not predict next tokens."""
-    asker, model, batch = "the loss of the next token", recording.origin.name, recording.batch
-    if "input_ids" not in batch.inputs or getattr(recording.anatomy.model.config, "is_encoder_decoder", False):
-        raise HelmscopeError(f"{asker} needs a language model with a single stream of tokens, but {model} is not one")
-    counted, visible = batch.counted, batch.visible
-    weights = torch.ones(batch.inputs["input_ids"].shape, dtype=torch.float64, device="cpu")
+def _weights(recording: Recording, tokens: Batch, shift: int) -> Float[Tensor, "batch n"]:
+    """The weight of each token as a prediction from ``shift`` positions before it; raises HelmscopeError for a model
+    that does not predict next tokens.
+    """
+    asker, model = "the loss of the next token", recording.origin.name
+    if tokens.ids_name not in tokens.inputs:
+        raise HelmscopeError(f"{asker} needs a language model, but {model} reads no token ids")
+    counted, visible = tokens.counted, tokens.visible
+    weights = torch.ones(tokens.inputs[tokens.ids_name].shape, dtype=torch.float64, device="cpu")
     weights = weights if counted is None else counted.cpu().double()
-    weights = weights * (torch.arange(weights.shape[1], device="cpu") > 0)
-    if visible is not None:
-        weights[:, 1:] *= visible[:, :-1].cpu()
+    weights = weights * (torch.arange(weights.shape[1], device="cpu") >= shift)
+    if visible is not None and shift:
+        weights[:, shift:] *= visible[:, :-shift].cpu()
     if not bool(weights.any()):
         raise HelmscopeError(f"{asker} needs a text with two or more tokens that count, but texts contains none")
     recording.certificate.require("lens")

@@ -7,10 +7,13 @@ from typing import TYPE_CHECKING
 from helmscope.observe.drift import DriftAndSwirl
 from helmscope.observe.kernel import KernelStatistics
 from helmscope.observe.track import check_system
-from helmscope.types import HelmscopeError, Instrument, Progress, System
+from helmscope.runs.bar import shows_progress
+from helmscope.types import HelmscopeError, Instrument, System
 
 if TYPE_CHECKING:
     import xarray as xr
+
+    from helmscope.types.progress import ProgressOption
 
 
 def streaming_instruments() -> list[Instrument]:
@@ -24,7 +27,8 @@ def streaming_instruments() -> list[Instrument]:
     return [KernelStatistics(), DriftAndSwirl(derivatives=False)]
 
 
-def measure(system: System, *instruments: Instrument, progress: Progress | None = None) -> dict[str, xr.Dataset]:
+@shows_progress("measuring")
+def measure(system: System, *instruments: Instrument, progress: ProgressOption = None) -> dict[str, xr.Dataset]:
     """Measurements of many instruments from a single replay of the system, by the names of the instruments.
 
     A replay of a model is one forward for each chunk of its prompts. The Measurements keep their replicates;

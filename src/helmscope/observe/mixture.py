@@ -20,7 +20,7 @@ from scipy.special import gammaln
 
 from helmscope.geometry.arithmetic import full_precision
 from helmscope.geometry.sphere import check_tokens, retract
-from helmscope.types import HelmscopeError, counted, fits_memory, real_number, whole_number
+from helmscope.types import HelmscopeError, check_memory, counted, real_number, whole_number
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -44,23 +44,23 @@ class VMFMixture:
     found with k components, smallest at k = count.
 
     >>> x = torch.tensor([[1.0, 0.0], [1.0, 0.0], [1.0, 0.0], [0.0, 1.0], [0.0, 1.0]], dtype=torch.float64)
-    >>> fitted = vmf_mixture(x, most=3)
+    >>> fitted = vmf_mixture(x, max_components=3)
     >>> fitted.count.item(), fitted.weights.tolist(), fitted.centers[1].tolist()
     (2, [0.6, 0.4, 0.0], [0.0, 1.0])
     """
 
     count: Int[Tensor, "*batch"]
-    weights: Float[Tensor, "*batch most"]
-    centers: Float[Tensor, "*batch most d"]
-    kappas: Float[Tensor, "*batch most"]
+    weights: Float[Tensor, "*batch max_components"]
+    centers: Float[Tensor, "*batch max_components d"]
+    kappas: Float[Tensor, "*batch max_components"]
     log_likelihood: Float[Tensor, "*batch"]
-    bic: Float[Tensor, "*batch most"]
+    bic: Float[Tensor, "*batch max_components"]
 
     def log_density(self, x: Float[Tensor, "*batch m d"]) -> Float[Tensor, "*batch m"]:
         """Log density log sum_k w_k f(x; mu_k, kappa_k) at points of the sphere, with respect to the surface measure.
 
         >>> x = torch.eye(3, dtype=torch.float64)
-        >>> fitted = vmf_mixture(x, most=1)
+        >>> fitted = vmf_mixture(x, max_components=1)
         >>> bool((fitted.log_density(x).sum() - fitted.log_likelihood).abs() < 1e-12)
         True
         """
@@ -71,11 +71,12 @@ class VMFMixture:
 
 
 def vmf_mixture(
-    x: Float[Tensor, "*batch n d"], *, most: int = 8, kappa_max: float = 1e3, starts: int = 4, seed: int = 0
+    x: Float[Tensor, "*batch n d"], *, max_components: int = 8, kappa_max: float = 1e3, restarts: int = 4, seed: int = 0
 ) -> VMFMixture:
     """Fits a von Mises-Fisher mixture sum_k w_k f(x; mu_k, kappa_k) to each cloud, selecting the number of components.
 
-    Of the mixtures with at most ``most`` <= n components and kappa_k <= ``kappa_max`` it returns the one of smallest
+    Of the mixtures with at most ``max_components`` <= n components and kappa_k <= ``kappa_max`` it returns the one of
+    smallest
 
         BIC = -2 sum_i log sum_k w_k f(x_i) + p log n,   p = k (d + 1) - 1   (k - 1 weights, k centers, k kappas).
 
@@ -84,10 +85,10 @@ def vmf_mixture(
     1/sqrt(kappa_max) radians count as points, and clusters closer than a few times that as one.
 
     Each number of components is fitted by expectation maximization (Banerjee, Dhillon, Ghosh & Sra 2005) from
-    ``starts`` samples of k-means++ centers (Arthur & Vassilvitskii 2007) with a common kappa: 20 steps from each, then
-    up to 500 from the best. This finds a local maximum, in float64 on the CPU, without gradients. Tokens are sorted
-    first, so that the result does not depend on their order; equal seeds return equal mixtures. Raises HelmscopeError
-    for arguments outside their range and for x that is not on the sphere.
+    ``restarts`` samples of k-means++ centers (Arthur & Vassilvitskii 2007) with a common kappa: 20 steps from each,
+    then up to 500 from the best. This finds a local maximum, in float64 on the CPU, without gradients. Tokens are
+    sorted first, so that the result does not depend on their order; equal seeds return equal mixtures. Raises
+    HelmscopeError for arguments outside their range and for x that is not on the sphere.
 
     Components are not clusters: a cluster that is not von Mises-Fisher may need two components.
 
@@ -99,16 +100,17 @@ def vmf_mixture(
     """
     tokens = _as_unit_vectors(x)
     n, dim = tokens.shape[-2:]
-    most = whole_number("most", most, at_least=1)
-    if most > n:
+    max_components = whole_number("max_components", max_components, at_least=1)
+    if max_components > n:
         raise HelmscopeError(
-            f"most is {most}, but a cloud of {counted(n, 'token')} has at most {counted(n, 'component')}"
+            f"max_components is {max_components}, but a cloud of {counted(n, 'token')} has at most "
+            f"{counted(n, 'component')}"
         )
     if real_number("kappa_max", kappa_max, above=0) > KAPPA_LIMIT:
         raise HelmscopeError(f"kappa_max is {kappa_max:g}, but it must be at most {KAPPA_LIMIT:g}")
-    starts = whole_number("starts", starts, at_least=1)
-    fits_memory(f"starts is {starts} and most is {most}", starts * most)
-    uniforms = np.random.default_rng(whole_number("seed", seed, at_least=0)).random((starts, most))
+    restarts = whole_number("restarts", restarts, at_least=1)
+    check_memory(f"restarts is {restarts} and max_components is {max_components}", restarts * max_components)
+    uniforms = np.random.default_rng(whole_number("seed", seed, at_least=0)).random((restarts, max_components))
     clouds = np.stack([cloud[np.lexsort(cloud.T)] for cloud in tokens.reshape(-1, n, dim)])
     chunks = [_select_by_bic(clouds[i : i + CHUNK], float(kappa_max), uniforms) for i in range(0, len(clouds), CHUNK)]
     batch = x.shape[:-2]
@@ -222,15 +224,19 @@ class _Fit(NamedTuple):
 
 
 def _select_by_bic(x: Array, kappa_max: float, uniforms: Array) -> tuple[NDArray[np.generic], ...]:
-    """Fields of the result for each cloud: the fit with 1 .. most components that has the smallest BIC."""
+    """Fields of the result for each cloud: the fit with 1 .. max_components components that has the smallest BIC."""
     clouds, n, dim = x.shape
-    most = uniforms.shape[1]
+    max_components = uniforms.shape[1]
     seeds = np.stack([_kmeans_plus_plus(x, row) for row in uniforms], 1)
-    fits = [_fit_components(x, seeds[:, : 1 if k == 1 else None, :k], kappa_max) for k in range(1, most + 1)]
+    fits = [_fit_components(x, seeds[:, : 1 if k == 1 else None, :k], kappa_max) for k in range(1, max_components + 1)]
     likelihood = np.stack([_logsumexp(_log_components(x, fit)).sum(-1) for fit in fits], -1)
-    bic = (np.arange(1, most + 1) * (dim + 1) - 1) * math.log(n) - 2 * likelihood
+    bic = (np.arange(1, max_components + 1) * (dim + 1) - 1) * math.log(n) - 2 * likelihood
     best = bic.argmin(-1)
-    weights, centers, kappas = np.zeros((clouds, most)), np.zeros((clouds, most, dim)), np.zeros((clouds, most))
+    weights, centers, kappas = (
+        np.zeros((clouds, max_components)),
+        np.zeros((clouds, max_components, dim)),
+        np.zeros((clouds, max_components)),
+    )
     for i, k in enumerate(best):
         order = np.argsort(-fits[k].weights[i], kind="stable")
         for padded, values in zip((weights, centers, kappas), fits[k], strict=False):
@@ -253,14 +259,14 @@ def _kmeans_plus_plus(x: Array, uniforms: Array) -> Array:
 @full_precision
 def _fit_components(x: Array, seeds: Array, kappa_max: float) -> _Fit:
     """The best EM fit from the centers ``seeds`` (cloud, start, component, d), for each cloud."""
-    clouds, starts, k, dim = seeds.shape
+    clouds, restarts, k, dim = seeds.shape
     floor = float(_polar_integrals(np.asarray(kappa_max), dim).spread)
     centers = seeds.reshape(-1, k, dim)
-    repeated = np.repeat(x, starts, 0)
+    repeated = np.repeat(x, restarts, 0)
     common = (1 - repeated @ centers.mT).min(-1).mean(-1)[:, None].repeat(k, 1)
     initial = _Fit(np.full((len(repeated), k), 1 / k), centers, *_kappa_and_log_mass(common, dim, floor, kappa_max))
     trials, likelihood = _run_em(repeated, initial, floor, kappa_max, TRIAL_STEPS)
-    best = likelihood.reshape(clouds, starts).argmax(-1) + starts * np.arange(clouds)
+    best = likelihood.reshape(clouds, restarts).argmax(-1) + restarts * np.arange(clouds)
     return _run_em(x, trials.rows(best), floor, kappa_max, FINAL_STEPS)[0]
 
 

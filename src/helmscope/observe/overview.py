@@ -15,9 +15,12 @@ from helmscope.observe.inner_products import clustering_probability, inner_produ
 from helmscope.observe.order import order_parameter
 from helmscope.observe.rank import entropy_rank
 from helmscope.observe.track import AT_LEAST_0, AT_LEAST_1, SHARE, track, trajectory_of, with_bounds
-from helmscope.types import Progress, System, Trajectory, check_progress, real_number
+from helmscope.runs.bar import shows_progress
+from helmscope.types import System, Trajectory, check_progress, real_number
+from helmscope.types.progress import ProgressOption
 
 MOST_PAIRED = 2_048
+PAIRS_AT_ONCE = 1 << 20
 BOUNDS = {
     "order": SHARE,
     "mean_inner_product": (-1.0, 1.0),
@@ -27,6 +30,7 @@ BOUNDS = {
 }
 
 
+@shows_progress("overview")
 def overview(
     trajectory: Trajectory | System,
     *,
@@ -34,7 +38,7 @@ def overview(
     delta: float = 1e-3,
     radius: float = 0.1,
     bins: int = 50,
-    progress: Progress | None = None,
+    progress: ProgressOption = None,
 ) -> xr.Dataset:
     """Clustering probability, order, clusters, rank, energy and histogram of inner products of every system over time.
 
@@ -42,7 +46,7 @@ def overview(
     intervals, and ``overview_figure`` plots them. ``beta`` >= 0 is that of the energy, which is omitted at beta = 0,
     where it is infinite, and NaN where it overflows. Tokens count by the weights of the trajectory. With more than
     2,048 tokens, pairs and clusters are computed for every k-th token, with the smallest k that leaves at most 2,048;
-    the attribute ``every`` is k. ``progress`` is called with the share of the observables done.
+    the attribute ``every`` is k. ``progress`` is called with the share of the work done.
 
     >>> import torch
     >>> measured = overview(Trajectory(torch.zeros(1), torch.eye(3).expand(1, 2, 3, 3)), beta=1.0)
@@ -51,21 +55,29 @@ def overview(
     """
     beta, trajectory = real_number("beta", beta, at_least=0), trajectory_of(trajectory)
     every = -(-trajectory.states.shape[-2] // MOST_PAIRED)
-    thinned, progress = _thin_tokens(trajectory, every), check_progress(progress)
-    computations: list[Callable[[], xr.Dataset]] = [
-        partial(clustering_probability, thinned, delta=delta),
-        partial(track, thinned, clusters=partial(cluster_count, radius=radius)),
-        partial(track, trajectory, order=order_parameter, mean_inner_product=mean_inner_product),
-        partial(track, trajectory, entropy_rank=entropy_rank),
-        partial(inner_product_histogram, thinned, bins=bins),
-    ]
-    if beta > 0:
-        computations.append(partial(_finite_energy, trajectory, beta))
-    measurements = []
-    for compute in computations:
-        measurements.append(compute())
-        progress(len(measurements) / len(computations))
-    merged = xr.merge(measurements, combine_attrs="no_conflicts")
+    report, parts = check_progress(progress), []
+    steps, systems, tokens, _ = trajectory.states.shape
+    # a few times at once: bounds the memory, and progress is reported in small steps
+    size = max(1, PAIRS_AT_ONCE // (max(1, systems) * (tokens // every + 1) ** 2))
+    for begin in range(0, max(steps, 1), size):
+        part = _select_times(trajectory, slice(begin, begin + size))
+        thinned = _thin_tokens(part, every)
+        computations: list[Callable[[], xr.Dataset]] = [
+            partial(clustering_probability, thinned, delta=delta),
+            partial(track, thinned, clusters=partial(cluster_count, radius=radius)),
+            partial(track, part, order=order_parameter, mean_inner_product=mean_inner_product),
+            partial(track, part, entropy_rank=entropy_rank),
+            partial(inner_product_histogram, thinned, bins=bins),
+        ]
+        if beta > 0:
+            computations.append(partial(_finite_energy, part, beta))
+        measurements = []
+        for compute in computations:
+            measurements.append(compute())
+            done = len(measurements) / len(computations)
+            report((begin + done * len(part.times)) / max(steps, 1))
+        parts.append(xr.merge(measurements, compat="equals", combine_attrs="no_conflicts"))
+    merged = xr.concat(parts, trajectory.axis, data_vars="minimal", coords="minimal", compat="equals", join="exact")
     return with_bounds(merged, BOUNDS).assign_attrs(beta=beta, delta=delta, radius=radius, every=every)
 
 
@@ -73,6 +85,12 @@ def _finite_energy(path: Trajectory, beta: float) -> xr.Dataset:
     """The interaction energy, NaN where it overflows."""
     energy = track(path, energy=partial(interaction_energy, beta=beta))
     return energy.where(np.isfinite(energy))
+
+
+def _select_times(path: Trajectory, times: slice) -> Trajectory:
+    """The trajectory at some of its times."""
+    weights = path.weights if path.weights is None or len(path.weights) == 1 else path.weights[times]
+    return replace(path, times=path.times[times], states=path.states[times], weights=weights, radius=None, tokens=None)
 
 
 def _thin_tokens(path: Trajectory, k: int) -> Trajectory:

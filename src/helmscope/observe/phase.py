@@ -1,4 +1,4 @@
-"""Phase diagrams: the clustering probability over inverse temperature and time (source 001, figure 3)."""
+"""Phase diagrams: the clustering probability over inverse temperature and time [Geshkovski et al. 2023, figure 3]."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ import torch
 import xarray as xr
 
 from helmscope.fields.field import Field, as_field
-from helmscope.kernels.choose import pinned, using_kernel
 from helmscope.observe.diagram import PhaseDiagram
 from helmscope.observe.fused_shares import FusedShares
 from helmscope.observe.inner_products import clustering_fraction
+from helmscope.runs.bar import shows_progress
 from helmscope.solve.dormand_prince import DormandPrince
-from helmscope.solve.euler_maruyama import EulerMaruyama
-from helmscope.solve.integrate import make_problem
-from helmscope.solve.published import PublishedEuler
+from helmscope.solve.integrate import default_stepper, make_problem
+from helmscope.solve.published_euler import PublishedEuler
 from helmscope.solve.threads import fitting_threads
+from helmscope.summation.choose import pinned, using_summation
 from helmscope.theory.equiangular import EquiangularFlow, hitting_time
 from helmscope.theory.starts import Start, in_span
-from helmscope.types import HelmscopeError, check_measurement, fits_memory, increasing_times, real_number, whole_number
-from helmscope.types.progress import Progress, check_progress
+from helmscope.types import HelmscopeError, check_measurement, check_memory, increasing_times, real_number, whole_number
+from helmscope.types.progress import Progress, ProgressOption, check_progress
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -39,11 +39,11 @@ logger = logging.getLogger(__name__)
 # measured for beta <= 9, d = 2, 8, 32 and 48 samples: every cell equals that at tolerance 1e-9; at 1e-5 some differ by
 # 8e-5, still far below their standard errors of about 1e-2
 TOL = 1e-6
-NOISY_STEP = 0.02
 PAIRS = {"cpu": 2**18}  # entries of the pair matrices integrated at once, which fit in a cache
 PAIRS_ELSEWHERE = 2**24
 
 
+@shows_progress("phase diagram")
 def phase_diagram(
     field: Callable[[float], Field],
     *,
@@ -58,9 +58,10 @@ def phase_diagram(
     stepper: Stepper | None = None,
     noise: Noise | None = None,
     merge: float | None = None,
-    progress: Progress | None = None,
+    progress: ProgressOption = None,
 ) -> PhaseDiagram:
-    """Estimates the clustering probability P(<x_i, x_j> >= 1 - delta) over (beta, time) (source 001, figure 3).
+    """Estimates the clustering probability P(<x_i, x_j> >= 1 - delta) over (beta, time) [Geshkovski et al. 2023, figure
+    3].
 
     ``field`` is any callable beta -> field: SA, USA, ``lambda beta: SA(beta, causal=True)``. The standard error is over
     the ``samples`` starts, since pairs of the same sample are not independent. All betas use the same starts and the
@@ -71,8 +72,8 @@ def phase_diagram(
     Without noise, a flow that commutes with rotations is integrated in the span of its tokens, starting from
     ``start.sample_in_span``: any dim > n costs as much as dim = n. Where V = c I with c > 0 and delta <= 1, pairs that
     have all met stay together, so a terminal event ends the system at the first requested time at which they have, and
-    its share is 1 from then on. ``stepper`` defaults to ``DormandPrince(tol=1e-6)`` (1e-5 in float32; with noise
-    ``EulerMaruyama(0.02)``; for a discontinuous field the default of ``integrate``), ``dtype`` to float64. On CUDA, SA
+    its share is 1 from then on. ``stepper`` defaults to ``DormandPrince(tol=1e-6)`` (1e-5 in float32; with noise, or
+    for a discontinuous field, the default of ``integrate``), ``dtype`` to float64. On CUDA, SA
     and USA whose matrices are multiples of I use the fused float32 kernel unless a stepper, kernel or float64 is
     specified. The attributes record the method. Only mean and standard error are stored, not individual samples.
 
@@ -94,14 +95,15 @@ def phase_diagram(
         noise=noise,
         merge=merge,
     )
-    check_progress(progress)
+    report = check_progress(progress)
     flows = _fields_by_beta(field, betas)
     fused = sweep.fused(flows)
-    shares = sweep.shares(flows, progress) if fused is None else fused.shares(progress)
+    shares = sweep.shares(flows, report) if fused is None else fused.shares(report)
     diagram = _measurement(sweep, flows, sweep.times, shares, "probability")
     return PhaseDiagram.of(diagram if fused is None else diagram.assign_attrs(fused.method_attributes))
 
 
+@shows_progress("published probability")
 def published_probability(
     field: Callable[[float], Field],
     *,
@@ -113,7 +115,7 @@ def published_probability(
     seed: int = 0,
     device: str = "cpu",
     dtype: torch.dtype | None = None,
-    progress: Progress | None = None,
+    progress: ProgressOption = None,
 ) -> xr.Dataset:
     """Clustering probability by the scheme of the published figure 3, from the same starts: ``probability_published``.
 
@@ -146,11 +148,11 @@ def published_probability(
         noise=None,
         merge=None,
     )
-    check_progress(progress)
+    report = check_progress(progress)
     flows = _fields_by_beta(field, betas)
     below, above = (torch.from_numpy(np.searchsorted(whole, side)) for side in (np.floor(ticks), np.ceil(ticks)))
     weight = torch.from_numpy(ticks - np.floor(ticks))
-    shares = ((1 - weight) * share[..., below] + weight * share[..., above] for share in sweep.shares(flows, progress))
+    shares = ((1 - weight) * share[..., below] + weight * share[..., above] for share in sweep.shares(flows, report))
     return _measurement(sweep, flows, requested.tolist(), shares, "probability_published")
 
 
@@ -216,12 +218,10 @@ class _Sweep:
             raise HelmscopeError(f"n of start is {start.n}, but a pair needs two tokens")
         times, samples = increasing_times(arguments["times"]), whole_number("samples", arguments["samples"], at_least=1)
         entries = samples * max(start.n * min(start.n, start.dim), len(times))
-        fits_memory(f"samples is {samples}, n of start is {start.n} and times has {len(times)} entries", entries)
+        check_memory(f"samples is {samples}, n of start is {start.n} and times has {len(times)} entries", entries)
         return cls(**arguments | {"times": times, "samples": samples, "delta": _check_delta(arguments["delta"])})
 
-    def shares(
-        self, flows: dict[float, Field], progress: Progress | None
-    ) -> Iterator[Float[Tensor, "beta sample time"]]:
+    def shares(self, flows: dict[float, Field], progress: Progress) -> Iterator[Float[Tensor, "beta sample time"]]:
         """Share of pairs that have met in each sample, one beta at a time; NaN where a sample was lost."""
         starts: dict[bool, Tensor] = {}
         for done, flow in enumerate(flows.values()):
@@ -237,8 +237,7 @@ class _Sweep:
                 integrated = flow if restricted is None else restricted
                 with fitting_threads(integrated, x[first : systems.stop]):  # also covers counting the pairs
                     chunks.append(self._integrate_shares(integrated, x, systems))
-                if progress is not None:
-                    progress((done + systems.stop / len(x)) / len(flows))
+                progress((done + systems.stop / len(x)) / len(flows))
             yield torch.cat(chunks).unsqueeze(0)
 
     def fused(self, flows: dict[float, Field]) -> FusedShares | None:
@@ -274,12 +273,12 @@ class _Sweep:
         x = self.start.sample(self.samples, **options)
         return in_span(x) if spanned else x
 
-    def method(self, flow: Field, dtype: torch.dtype) -> Stepper | None:
-        """The requested stepper, or the default of a phase diagram; None means the default of ``integrate``."""
-        if self.stepper is not None or (self.noise is None and not flow.continuous):
+    def method(self, flow: Field, dtype: torch.dtype) -> Stepper:
+        """The requested stepper, or the default of a phase diagram."""
+        if self.stepper is not None:
             return self.stepper
-        if self.noise is not None:
-            return EulerMaruyama(NOISY_STEP)
+        if self.noise is not None or not flow.continuous:
+            return default_stepper(flow, self.noise)
         return DormandPrince(tol=TOL if dtype == torch.float64 else None)
 
     def _integrate_shares(self, flow: Field, x: Tensor, systems: range) -> Float[Tensor, "sample time"]:
@@ -334,7 +333,7 @@ def _measurement(
     name: str,
 ) -> xr.Dataset:
     """Mean and standard error over the samples that were not lost."""
-    with using_kernel() as kernels:
+    with using_summation() as summations:
         rows = [_mean_and_stderr(share) for share in shares]
     mean, stderr = (torch.cat([row[k] for row in rows]).numpy() for k in (0, 1))
     lost = torch.cat([row[2] for row in rows])
@@ -346,7 +345,7 @@ def _measurement(
     data = {name: (axes, mean, {"long_name": long_name}), f"{name}_stderr": (axes, stderr)}
     curve = ("beta", [_hitting_time(flow, sweep) for flow in flows.values()])
     coords = {"beta": list(flows), "time": times, "curve": curve, "lost": ("beta", lost.sum(-1).numpy())}
-    attributes = _attributes(sweep, next(iter(flows.values())), kernels)
+    attributes = _attributes(sweep, next(iter(flows.values())), summations)
     attributes["flow"] = " / ".join(dict.fromkeys(_flow_name(flow, sweep.noise) for flow in flows.values()))
     return check_measurement(xr.Dataset(data, coords, attributes))
 
@@ -361,7 +360,7 @@ def _mean_and_stderr(share: Float[Tensor, "beta sample time"]) -> tuple[Tensor, 
     return mean.cpu(), stderr.cpu(), lost.cpu()
 
 
-def _attributes(sweep: _Sweep, flow: Field, kernels: set[str]) -> dict[str, Any]:
+def _attributes(sweep: _Sweep, flow: Field, summations: set[str]) -> dict[str, Any]:
     """The arguments and the method, for the attributes of the diagram."""
     dtype, spanned = sweep.dtype or torch.float64, sweep.in_span(flow) is not None
     stepper = sweep.method(flow, dtype)
@@ -369,12 +368,12 @@ def _attributes(sweep: _Sweep, flow: Field, kernels: set[str]) -> dict[str, Any]
         "n": sweep.samples,
         "tokens": sweep.start.n,
         "dim": sweep.start.dim,
-        "carried_in": sweep.start.n if spanned else sweep.start.dim,
+        "integration_dim": sweep.start.n if spanned else sweep.start.dim,
         "delta": sweep.delta,
         "seed": sweep.seed,
         "dtype": str(dtype).removeprefix("torch."),
-        "stepper": "default of integrate" if stepper is None else repr(stepper),
-        "kernel": ", ".join(sorted(kernels)) or "none",
+        "stepper": repr(stepper),
+        "summation": ", ".join(sorted(summations)) or "none",
     }
 
 

@@ -27,11 +27,7 @@ def entropy_rank(
     >>> entropy_rank(torch.eye(3))
     tensor(3.)
     """
-    s = _singular_values(x, weights)
-    p = s / s.sum(-1, keepdim=True)
-    # p log p is 0 at p = 0, where its slope is infinite: the gradient there is set to 0
-    logs = torch.log(torch.where(p > 0, p, 1.0))
-    return torch.exp(-(p * logs).sum(-1))
+    return spectral_ranks(_singular_values(x, weights))["entropy_rank"]
 
 
 def participation_ratio(
@@ -42,8 +38,7 @@ def participation_ratio(
     >>> participation_ratio(torch.eye(3))
     tensor(3.)
     """
-    power = _singular_values(x, weights) ** 2
-    return power.sum(-1) ** 2 / (power**2).sum(-1)
+    return spectral_ranks(_singular_values(x, weights))["participation_ratio"]
 
 
 def stable_rank(
@@ -54,8 +49,7 @@ def stable_rank(
     >>> stable_rank(torch.eye(3))
     tensor(3.)
     """
-    power = _singular_values(x, weights) ** 2
-    return power.sum(-1) / power.amax(-1)
+    return spectral_ranks(_singular_values(x, weights))["stable_rank"]
 
 
 def nuclear_rank(
@@ -66,8 +60,25 @@ def nuclear_rank(
     >>> nuclear_rank(torch.eye(3))
     tensor(3.)
     """
-    s = _singular_values(x, weights)
-    return s.sum(-1) / s.amax(-1)
+    return spectral_ranks(_singular_values(x, weights))["nuclear_rank"]
+
+
+def spectral_ranks(s: Float[Tensor, "*batch k"]) -> dict[str, Float[Tensor, "*batch"]]:
+    """The four effective ranks above, by name, from the singular values s of X.
+
+    >>> {name: rank.item() for name, rank in spectral_ranks(torch.ones(3)).items()}["stable_rank"]
+    3.0
+    """
+    power, largest = s**2, s.amax(-1)
+    p = s / s.sum(-1, keepdim=True)
+    # p log p is 0 at p = 0, where its slope is infinite: the gradient there is set to 0
+    logs = torch.log(torch.where(p > 0, p, 1.0))
+    return {
+        "entropy_rank": torch.exp(-(p * logs).sum(-1)),
+        "participation_ratio": power.sum(-1) ** 2 / (power**2).sum(-1),
+        "stable_rank": power.sum(-1) / largest**2,
+        "nuclear_rank": s.sum(-1) / largest,
+    }
 
 
 def numerical_rank(
@@ -83,12 +94,12 @@ def numerical_rank(
     return (s > tol * s.amax(-1, keepdim=True)).sum(-1)
 
 
-def residual_frobenius(
+def collapse_residual_frobenius(
     x: Float[Tensor, "*batch n d"], *, relative: bool = False, weights: Float[Tensor, "*batch n"] | None = None
 ) -> Float[Tensor, "*batch"]:
     """Distance |X - 1 xbar^T|_F of each cloud from its mean, 0 for a single point; ``relative`` divides by |X|_F.
 
-    >>> residual_frobenius(torch.eye(2))
+    >>> collapse_residual_frobenius(torch.eye(2))
     tensor(1.)
     """
     m, residual = _residual(x, weights)
@@ -96,7 +107,7 @@ def residual_frobenius(
     return size / torch.linalg.vector_norm(m.sqrt() * x, dim=(-1, -2)) if relative else size
 
 
-def residual_composite(
+def collapse_residual_composite(
     x: Float[Tensor, "*batch n d"], *, relative: bool = False, weights: Float[Tensor, "*batch n"] | None = None
 ) -> Float[Tensor, "*batch"]:
     """Rank-collapse residual sqrt(|R|_1 |R|_inf) of R = X - 1 xbar^T for each cloud (Dong, Cordonnier & Loukas 2021,
@@ -105,7 +116,7 @@ def residual_composite(
     |.|_1 is the largest column sum of absolute values, weighted by token; |.|_inf is the largest row sum, over tokens
     of positive weight.
 
-    >>> residual_composite(torch.eye(2))
+    >>> collapse_residual_composite(torch.eye(2))
     tensor(1.)
     """
     m, residual = _residual(x, weights)

@@ -19,7 +19,18 @@ from helmscope.models.probe import vocabulary_size
 from helmscope.models.recording import Recording
 from helmscope.models.tokenizer import encode
 from helmscope.observe.loss import LOGITS_PER_FORWARD
-from helmscope.types import HelmscopeError, check_progress, check_replicates, counted, part_of, shown, whole_number
+from helmscope.runs.bar import shows_progress
+from helmscope.types import (
+    HelmscopeError,
+    check_progress,
+    check_replicates,
+    counted,
+    identity_coordinates,
+    part_of,
+    shown,
+    type_with_article,
+    whole_number,
+)
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
@@ -27,15 +38,17 @@ if TYPE_CHECKING:
 
     from helmscope.models.runner import Runner
     from helmscope.types import Progress
+    from helmscope.types.progress import ProgressOption
 
 
+@shows_progress("logit lens")
 def token_logits(
     recording: Recording,
     tokens: Sequence[str | int],
     *,
     position: int | Sequence[int] | None = -1,
     depth: int | Sequence[int] | None = None,
-    progress: Progress | None = None,
+    progress: ProgressOption = None,
 ) -> xr.Dataset:
     """Logits of some vocabulary entries: ``logit`` along (prompt, token).
 
@@ -61,23 +74,25 @@ def token_logits(
     ('depth', 'prompt', 'position', 'token')
     """
     if not isinstance(recording, Recording):
-        raise HelmscopeError(f"recording is a {type(recording).__name__}, but it must be a Recording")
+        raise HelmscopeError(f"recording is {type_with_article(recording)}, but it must be a Recording")
     recording.certificate.require("lens")
     recording.certificate.require("lens over depth")
-    progress, positions = check_progress(progress), _Positions.of(recording, position)
+    report, positions = check_progress(progress), _Positions.of(recording, position)
     ids, labels = _ids_and_labels(recording, tokens)
     depths = list(depth) if isinstance(depth, Sequence) else [depth]
     if not depths:
         raise HelmscopeError("depth is empty, but it must hold at least one depth")
     logits = []
     for k, one_depth in enumerate(depths):
-        share = part_of(progress, k / len(depths), (k + 1) / len(depths))
+        share = part_of(report, k / len(depths), (k + 1) / len(depths))
         logits.append(_logits_at(_runner_at_depth(recording, one_depth), ids, positions, share))
     values = torch.stack(logits).double().cpu().numpy()
     dims: tuple[str, ...] = ("depth", "prompt", "position", "token")
     coords: dict[str, Any] = {"prompt": np.arange(len(recording.batch)), "token": labels}
     coords["token_id"] = ("token", ids.numpy())
-    coords |= {"depth": depths} if isinstance(depth, Sequence) else {}
+    coords |= identity_coordinates("prompt", recording.batch.identities)
+    if isinstance(depth, Sequence):
+        coords["depth"] = ("depth", depths, {"units": recording.trajectory.unit})
     coords |= {} if positions.names is None else {"position": positions.names}
     for axis in ("depth", "position"):
         if axis not in coords:
@@ -89,7 +104,7 @@ def _runner_at_depth(recording: Recording, depth: int | None) -> Runner:
     """A runner whose head reads the state at a depth."""
     if depth is None:
         return recording.runner
-    put = PutState(2 * len(recording.anatomy.layers), recording.stream(depth=depth), recording.anatomy)
+    put = PutState(recording.anatomy.depths.last, recording.stream(depth=depth), recording.anatomy)
     return recording.runner.under(put)
 
 
@@ -105,11 +120,8 @@ def _logits_at(
         raise HelmscopeError(
             f"tokens holds the id {int(ids.max())}, but the model predicts tokens 0 to {whole.shape[-1] - 1}"
         )
-    wanted, few = whole[..., ids.to(whole.device)], False
-    if texts > 1 and has_linear_head(model):
-        with few_logits(model, ids):
-            short = runner.outputs(rows=first)
-        few = short.shape == wanted.shape and relative(short, wanted) <= bound(short.dtype)
+    wanted = whole[..., ids.to(whole.device)]
+    few = texts > 1 and has_linear_head(model) and _few_suffice(runner, ids, wanted)
     chunks = [positions.select(wanted, first)]
     size = max(1, min(runner.batch_size, LOGITS_PER_FORWARD // (wanted if few else whole).numel()))
     for begin in range(1, texts, size):
@@ -120,6 +132,16 @@ def _logits_at(
         progress(begin / texts)
     progress(1.0)
     return torch.cat(chunks)
+
+
+def _few_suffice(runner: Runner, ids: Int[Tensor, " token"], wanted: Float[Tensor, "1 n token"]) -> bool:
+    """Whether the rows of the head for ``ids`` alone reproduce the logits ``wanted`` of the first text."""
+    try:
+        with few_logits(runner.model, ids):
+            short = runner.outputs(rows=slice(0, 1))
+    except HelmscopeError:  # the model needs all logits, such as BART, which adds a bias to each of them
+        return False
+    return short.shape == wanted.shape and relative(short, wanted) <= bound(short.dtype)
 
 
 @dataclass(frozen=True, eq=False)

@@ -5,25 +5,37 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import xarray as xr
 
 from helmscope.fields.weights import check_weights
-from helmscope.types import HelmscopeError, Progress, System, Trajectory, check_progress, check_replicates
+from helmscope.runs.bar import shows_progress
+from helmscope.types import (
+    HelmscopeError,
+    System,
+    Trajectory,
+    check_progress,
+    check_replicates,
+    identity_coordinates,
+    shown,
+)
 
 if TYPE_CHECKING:
     from jaxtyping import Float
     from numpy.typing import ArrayLike
     from torch import Tensor
 
+    from helmscope.types.progress import ProgressOption
+
 SHARE, AT_LEAST_0, AT_LEAST_1 = (0.0, 1.0), (0.0, math.inf), (1.0, math.inf)  # bounds of quantities
 
 
+@shows_progress("tracking")
 def track(
-    trajectory: Trajectory | System, *, progress: Progress | None = None, **quantities: Callable[..., Tensor]
+    trajectory: Trajectory | System, *, progress: ProgressOption = None, **quantities: Callable[..., Tensor]
 ) -> xr.Dataset:
     """Evaluates functions of tokens along a trajectory: a Measurement over (time, system), or (depth, prompt).
 
@@ -39,15 +51,20 @@ def track(
     >>> measured.order.dims, measured.order.values.round(4).tolist()
     (('time', 'system'), [[0.7071, 0.7071, 0.7071]])
     """
-    path, progress, values = trajectory_of(trajectory), check_progress(progress), {}
+    path, report, values = trajectory_of(trajectory), check_progress(progress), {}
     for name, function in quantities.items():
         values[name] = _evaluate(name, function, path)
-        progress(len(values) / len(quantities))
-    return with_replicates(values, state_axes(path))
+        report(len(values) / len(quantities))
+    return with_replicates(values, path)
 
 
 def _evaluate(name: str, function: Callable[..., Tensor], path: Trajectory) -> Tensor:
     """Evaluates a function at all states, with the weights of the tokens if there are any."""
+    if not callable(function):
+        raise HelmscopeError(
+            f"{name} is {shown(function)}, but it must be a function of tokens f(x, weights=...) such as "
+            "hs.order_parameter"
+        )
     if path.weights is None:
         return function(path.states)
     try:
@@ -74,22 +91,28 @@ def trajectory_of(source: object) -> Trajectory:
     return path
 
 
-def with_replicates(values: Mapping[str, Tensor], axes: Mapping[str, ArrayLike]) -> xr.Dataset:
-    """Builds a Measurement in float64 from values whose axes, including the replicate axis, have the names and
-    coordinates ``axes``. Raises HelmscopeError for a value of another shape.
+def with_replicates(
+    values: Mapping[str, Tensor], path: Trajectory, further_axes: Mapping[str, ArrayLike] | None = None
+) -> xr.Dataset:
+    """Builds a Measurement in float64 from values along the states and systems of a trajectory, then along
+    ``further_axes``, given by name and coordinates. The unit of the times and the identities of the systems become part
+    of the coordinates. Raises HelmscopeError for a value of another shape.
 
-    >>> with_replicates({"mass": torch.tensor([[0.1, 0.3]])}, {"layer": [0], "prompt": [0, 1]}).mass.dims
-    ('layer', 'prompt')
+    >>> path = Trajectory(torch.zeros(1), torch.eye(2).expand(1, 3, 2, 2))
+    >>> with_replicates({"mass": torch.rand(1, 3, 5)}, path, {"bin": range(5)}).mass.dims
+    ('time', 'system', 'bin')
     """
-    coords = {name: np.asarray(axis) for name, axis in axes.items()}
+    axes = {**_state_axes(path), **(further_axes or {})}
+    coords: dict[str, Any] = {name: np.asarray(axis) for name, axis in axes.items()}
     sizes, data = tuple(len(axis) for axis in coords.values()), {}
+    coords[path.axis] = (path.axis, coords[path.axis], {"units": path.unit} if path.unit else {})
     for name, value in values.items():
         if tuple(value.shape) != sizes:
             raise HelmscopeError(
                 f"{name} has shape {tuple(value.shape)}, but it must have the axes ({', '.join(axes)}) of sizes {sizes}"
             )
         data[name] = (tuple(axes), value.detach().to("cpu", torch.float64).numpy())
-    return check_replicates(xr.Dataset(data, coords))
+    return check_replicates(xr.Dataset(data, coords | identity_coordinates(path.replicate, path.identities)))
 
 
 def with_bounds(measurement: xr.Dataset, bounds: Mapping[str, tuple[float, float]]) -> xr.Dataset:
@@ -110,12 +133,8 @@ def with_bounds(measurement: xr.Dataset, bounds: Mapping[str, tuple[float, float
     )
 
 
-def state_axes(path: Trajectory) -> dict[str, np.ndarray]:
-    """Names and coordinates of the first two axes of a trajectory: time or depth, and replicates.
-
-    >>> state_axes(Trajectory(torch.tensor([0.5]), torch.eye(2).expand(1, 3, 2, 2)))
-    {'time': array([0.5], dtype=float32), 'system': array([0, 1, 2])}
-    """
+def _state_axes(path: Trajectory) -> dict[str, np.ndarray]:
+    """Names and coordinates of the first two axes of a trajectory: time or depth, and replicates."""
     count = path.states.shape[1]
     if not count:
         raise HelmscopeError(f"trajectory has a batch of 0 {path.replicate}s, but a Measurement needs at least one")

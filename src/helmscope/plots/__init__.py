@@ -7,10 +7,13 @@ from typing import TYPE_CHECKING
 from helmscope.types.lazy import lazy_exports
 
 if TYPE_CHECKING:
+    from helmscope.plots.depth import depth_figure as depth_figure
     from helmscope.plots.draw import plot as plot
+    from helmscope.plots.measurement import measurement_figure as measurement_figure
     from helmscope.plots.overview import overview_figure as overview_figure
     from helmscope.plots.phase import phase_figure as phase_figure
     from helmscope.plots.phase import phase_page as phase_page
+    from helmscope.plots.tokens import tokens_figure as tokens_figure
     from helmscope.plots.trial import trial_figure as trial_figure
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

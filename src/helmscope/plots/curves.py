@@ -13,7 +13,8 @@ from helmscope.observe.order import order_parameter
 from helmscope.observe.overview import BOUNDS
 from helmscope.observe.rank import entropy_rank
 from helmscope.observe.track import AT_LEAST_0, token_mean, token_weights, track, with_bounds
-from helmscope.plots.style import COLORS
+from helmscope.plots.measured import axis_name
+from helmscope.plots.style import COLORS, spans_decades
 from helmscope.stats.reduce import band, band_text, reduced
 from helmscope.types import Trajectory, counted
 from helmscope.types.measurement import COMPANIONS
@@ -22,8 +23,6 @@ if TYPE_CHECKING:
     import xarray as xr
     from matplotlib.axes import Axes
     from torch import Tensor
-
-DECADES = 20.0  # lengths that differ by more than this factor are drawn on a log axis
 
 
 @dataclass(frozen=True)
@@ -134,30 +133,21 @@ def draw_curves(
     >>> _, panels = new_figure(1, 1)
     >>> draw_curves(panels, [CLUSTERING], measured(path, [CLUSTERING]))
     >>> panels[0].get_xlabel(), len(panels[0].lines)
-    ('depth (layer sub-steps)', 2)
+    ('depth', 2)
     """
     for panel, content in zip(panels, curves, strict=True):
         for mark in marks:
             panel.axvline(mark, color="#c3c7cd", linewidth=0.7, zorder=0, label="_mark")
         for name, color in zip(content.quantities, COLORS, strict=False):
             _draw_quantity(panel, name, content.labels.get(name, name), color, means, single_system)
-        axis = next((str(next(iter(data.dims))) for data in (means, single_system) if data is not None), "time")
-        panel.set(xlabel=state_label(axis))
+        shown = next((data for data in (means, single_system) if data is not None), None)
+        panel.set(xlabel="time" if shown is None else axis_name(shown, next(iter(shown.dims))))
         if content.labels and panel.get_legend_handles_labels()[0]:
             # above the panel, so that it does not cover the curves
             place: Any = {"loc": "lower left", "bbox_to_anchor": (0, 1), "borderaxespad": 0.2, "borderpad": 0}
             panel.legend(ncols=2 if len(panels) == 1 else 1, fontsize=8, **place)
         else:
             panel.set_title(content.title, loc="left", fontsize=9)
-
-
-def state_label(axis: str) -> str:
-    """Label of the axis of the states. A layer has two sub-steps, or three in the decoder of an encoder-decoder model.
-
-    >>> state_label("depth"), state_label("time")
-    ('depth (layer sub-steps)', 'time t')
-    """
-    return {"depth": "depth (layer sub-steps)", "time": "time t"}.get(axis, axis)
 
 
 def describe_bands(means: xr.Dataset, replicate: str) -> str:
@@ -185,7 +175,7 @@ def _draw_quantity(
         marker = "o" if len(x) == 1 else ""
         panel.plot(x, y, color=color, label=label, marker=marker, markersize=4)
         panel.fill_between(x, low, high, color=color, alpha=0.2, linewidth=0)
-        if name in LENGTHS and y.min() > 0 and y.max() > DECADES * y.min():
+        if name in LENGTHS and y.min() > 0 and spans_decades(y):
             panel.set_yscale("log")
     if single_system is not None and name in single_system:
         value = single_system[name]
@@ -212,5 +202,6 @@ def _select(path: Trajectory, times: Tensor, systems: Tensor) -> Trajectory:
         weights=weights,
         radius=None if path.radius is None else path.radius[times][:, systems],
         tokens=None,
+        identities=None,
         outcome=None,
     )

@@ -23,9 +23,9 @@ def depth_figure(trajectory: Trajectory, *, title: str = "") -> Figure:
     is left.
 
     >>> import torch
-    >>> path = Trajectory(torch.arange(3.0), torch.eye(4).expand(3, 2, 4, 4), axis="depth")
+    >>> path = Trajectory(torch.arange(3.0), torch.eye(4).expand(3, 2, 4, 4), axis="depth", unit="half-layers")
     >>> [panel.get_xlabel() for panel in depth_figure(path).axes]
-    ['depth (layer sub-steps)', 'depth (layer sub-steps)']
+    ['depth (half-layers)', 'depth (half-layers)']
     """
     if not isinstance(trajectory, Trajectory):
         raise HelmscopeError(f"trajectory is a {type(trajectory).__name__}, but it must be a Trajectory")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from helmscope.plots.measured import axis_name, heading, label, plain
-from helmscope.plots.style import COLORS
+from helmscope.plots.style import COLORS, spans_decades
 from helmscope.stats.reduce import band, reduced
 
 if TYPE_CHECKING:
@@ -20,8 +20,9 @@ ROW = 1.3  # inches
 def draw_grid(place: SubFigure, data: xr.Dataset, name: str) -> None:
     """Plots NAME (x, column, row) as a grid of panels, which share their axes along a row.
 
-    Each panel shows the values with their band, and NAME_null dotted. The attribute scale = "log" selects a log axis.
-    Replicates are reduced first. Values that are not finite are not plotted.
+    Each panel shows the values with their band, and NAME_null dotted. The attribute scale = "log" selects a log axis
+    where values span more than a factor of 30. Replicates are reduced first. Values that are not finite are not
+    plotted.
 
     >>> import xarray as xr
     >>> from matplotlib.figure import Figure
@@ -48,7 +49,7 @@ def draw_grid(place: SubFigure, data: xr.Dataset, name: str) -> None:
             panel.tick_params(labelsize=7)
             if null is not None:
                 panel.plot(x, null[:, j, i], color=color, linestyle=":", linewidth=1, label="_null")
-            if value.attrs.get("scale") == "log" and bool((value > 0).any()):
+            if value.attrs.get("scale") == "log" and spans_decades(value.values):
                 panel.set_yscale("log")
             if i == 0:
                 panel.set_title(plain(label(value, columns, column)), fontsize=7.5)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from helmscope.plots.style import COLORS
+from helmscope.plots.style import COLORS, spans_decades
 from helmscope.stats.reduce import band, band_text, reduced
 from helmscope.types import HelmscopeError
 from helmscope.types.measurement import COMPANIONS
@@ -36,9 +36,9 @@ def draw_variable(panel: Axes, data: xr.Dataset, name: str) -> None:
     """Plots NAME over its first axis on a panel of about eight inches, with further axes as a family of curves.
 
     The band is NAME_low to NAME_high, else two standard errors; NAME_null is dotted. Replicates are reduced first. An
-    axis of strings is categorical. The attribute scale = "log" selects a log axis for the values; an axis of positive
-    numbers over more than two decades is a log axis. Values that are not finite are not plotted; raises HelmscopeError
-    for values that are not real numbers.
+    axis of strings is categorical. The attribute scale = "log" selects a log axis for values that span more than a
+    factor of 30; an axis of positive numbers over more than two decades is a log axis. Values that are not finite are
+    not plotted; raises HelmscopeError for values that are not real numbers.
 
     >>> import xarray as xr
     >>> from helmscope.plots.style import new_figure
@@ -49,21 +49,21 @@ def draw_variable(panel: Axes, data: xr.Dataset, name: str) -> None:
     """
     data = reduced(data)
     value = data[name]
-    numbers, low, high = (_as_floats(values, name) for values in (value, *band(data, name)))
-    x, categories = _positions(value)
-    if value.attrs.get("scale") == "log" and bool((numbers > 0).any()):
+    numbers, low, high = (as_floats(values, name) for values in (value, *band(data, name)))
+    x, categories = positions(value)
+    if value.attrs.get("scale") == "log" and bool((numbers > 0).any()) and spans_decades(numbers, low, high):
         panel.set_yscale("log")
     if categories is None and len(x) > 1 and x.min() > 0 and x.max() > 100 * x.min():
         panel.set_xscale("log")
-    labels = _labels(value)
+    labels = curve_labels(value)
     colors = _colors(panel, value, labels)
     spacing = min(0.12, 0.6 / len(labels)) if categories is not None else 0.0
     for index, (label, color) in enumerate(zip(labels, colors, strict=True)):
         shifted = x + spacing * (index - (len(labels) - 1) / 2)
         bars = (numbers[:, index], low[:, index], high[:, index])
-        _draw_curve(panel, shifted, bars, label, color, categorical=categories is not None)
+        draw_curve(panel, shifted, bars, label, color, categorical=categories is not None)
     if f"{name}_null" in data:
-        null = _as_floats(data[f"{name}_null"].broadcast_like(value).transpose(*value.dims), name)
+        null = as_floats(data[f"{name}_null"].broadcast_like(value).transpose(*value.dims), name)
         for index, color in enumerate(colors):
             panel.plot(x, null[:, index], color=color, linestyle=":", marker="x", label="_null")
     if categories is not None:
@@ -87,10 +87,10 @@ def heading(data: xr.Dataset, name: str) -> list[str]:
     """
     value = data[name]
     n = int(value.attrs["n"] if "n" in value.attrs else data.attrs["n"])
-    mark = "band" if _positions(value)[1] is None else "bar"
+    mark = "band" if positions(value)[1] is None else "bar"
     dotted = "; dotted: null" if f"{name}_null" in data else ""
     title = textwrap.wrap(str(value.attrs.get("long_name", name)), LETTERS)
-    labels = _labels(value)
+    labels = curve_labels(value)
     legend = [""] * -(-len(labels) // _columns(labels)) if _has_legend(value, labels) else []
     return [*title, f"n = {n:,}; {mark}: {band_text(data, name)}{dotted}", *legend]
 
@@ -104,19 +104,29 @@ def plain(text: str) -> str:
     return text.replace("$", r"\$")
 
 
-def axis_name(value: xr.DataArray, dim: Any) -> str:
-    """The long_name of an axis, or its name with spaces.
+def axis_name(value: xr.DataArray | xr.Dataset, dim: Any) -> str:
+    """The long_name of an axis, or its name with spaces; with its units, if it has any.
 
     >>> import xarray as xr
     >>> axis_name(xr.DataArray([1.0], dims="half_step"), "half_step")
     'half step'
+    >>> axis_name(xr.DataArray([1.0], {"depth": ("depth", [0], {"units": "half-layers"})}), "depth")
+    'depth (half-layers)'
     """
-    long_name = value[dim].attrs.get("long_name") if dim in value.coords else None
-    return str(long_name or str(dim).replace("_", " "))
+    attributes = value[dim].attrs if dim in value.coords else {}
+    name = str(attributes.get("long_name") or str(dim).replace("_", " "))
+    return f"{name} ({attributes['units']})" if "units" in attributes else name
 
 
-def _draw_curve(panel: Axes, x: Any, bars: tuple[Any, Any, Any], label: str, color: Any, *, categorical: bool) -> None:
-    """Draws a line with its band, or points with error bars on a categorical axis."""
+def draw_curve(panel: Axes, x: Any, bars: tuple[Any, Any, Any], label: str, color: Any, *, categorical: bool) -> None:
+    """Draws a line with its band, or points with error bars on a categorical axis; ``bars`` are value, low and high.
+
+    >>> from helmscope.plots.style import new_figure
+    >>> _, (panel,) = new_figure(1, 1)
+    >>> draw_curve(panel, np.arange(2.0), (np.ones(2), np.zeros(2), np.ones(2)), "A", "black", categorical=False)
+    >>> panel.lines[0].get_label()
+    'A'
+    """
     value, low, high = bars
     if categorical:
         panel.plot(x, value, marker="o", linestyle="none", color=color, label=plain(label))
@@ -141,8 +151,14 @@ def _columns(labels: list[str]) -> int:
     return max(1, min(len(labels), LETTERS // (max(map(len, labels), default=0) + 6)))
 
 
-def _as_floats(value: xr.DataArray, name: str) -> Any:
-    """The values as (position along the first axis, curve), NaN where they are not finite."""
+def as_floats(value: xr.DataArray, name: str) -> Any:
+    """The values as (position along the first axis, curve), NaN where they are not finite; raises HelmscopeError for
+    values that are not real numbers.
+
+    >>> import xarray as xr
+    >>> as_floats(xr.DataArray([[1.0, np.inf]]), "x")
+    array([[ 1., nan]])
+    """
     if value.dtype.kind not in "fiub":
         raise HelmscopeError(f"measurement '{name}' holds {value.dtype}, but only real numbers can be plotted")
     rows = value.shape[0] if value.ndim else 1
@@ -150,8 +166,13 @@ def _as_floats(value: xr.DataArray, name: str) -> Any:
     return np.where(np.isfinite(flat), flat, np.nan)
 
 
-def _positions(value: xr.DataArray) -> tuple[Any, list[str] | None]:
-    """Positions along the first axis, and the names of its categories if its coordinates are not numbers."""
+def positions(value: xr.DataArray) -> tuple[Any, list[str] | None]:
+    """Positions along the first axis, and the names of its categories if its coordinates are not numbers.
+
+    >>> import xarray as xr
+    >>> positions(xr.DataArray([1.0, 2.0], {"model": ["A", "B"]}, "model"))
+    (array([0., 1.]), ['A', 'B'])
+    """
     if value.ndim == 0:
         return np.zeros(1), [""]
     coordinates = value[value.dims[0]].values  # an axis without a coordinate counts from 0
@@ -161,8 +182,13 @@ def _positions(value: xr.DataArray) -> tuple[Any, list[str] | None]:
     return np.arange(len(names), dtype=np.float64), names
 
 
-def _labels(value: xr.DataArray) -> list[str]:
-    """The label of each curve: its coordinates along all axes but the first."""
+def curve_labels(value: xr.DataArray) -> list[str]:
+    """The label of each curve: its coordinates along all axes but the first.
+
+    >>> import xarray as xr
+    >>> curve_labels(xr.DataArray([[1.0, 2.0]], {"beta": [1.0, 4.0]}, ("time", "beta")))
+    ['beta = 1', 'beta = 4']
+    """
     axes = [[label(value, dim, coordinate) for coordinate in value[dim].values] for dim in value.dims[1:]]
     return [", ".join(labels) for labels in itertools.product(*axes)]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from helmscope.plots.curves import state_label
+from helmscope.plots.measured import axis_name
 from helmscope.plots.style import COLORS, new_figure, styled
 from helmscope.stats.reduce import band, band_text, reduced
 from helmscope.types import HelmscopeError, keeps_replicates, replicate_axis
@@ -68,7 +68,7 @@ def _draw_figure(measurement: xr.Dataset, title: str) -> Figure:
 def _state_axis(measurement: xr.Dataset) -> tuple[str, str]:
     """The axis of the states and its label."""
     axis = "depth" if "depth" in measurement.dims else "time"
-    return axis, state_label(axis)
+    return axis, axis_name(measurement, axis)
 
 
 def _curve(panel: Axes, measurement: xr.Dataset, name: str, label: str, color: str) -> None:

@@ -7,11 +7,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from helmscope.types import MissingExtra
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure as Base
+    from numpy.typing import ArrayLike
 
     from helmscope.plots.figure import Figure
 
@@ -25,7 +28,19 @@ STYLE: dict[Any, Any] = {
     "lines.linewidth": 1.6,
     "legend.frameon": False,
 }
+LOG_FACTOR = 30.0  # a log axis is legible only where values span more than this factor
 COLORS = ("#1f4e79", "#c55a11", "#548235", "#7f6000", "#7030a0")
+
+
+def spans_decades(*values: ArrayLike) -> bool:
+    """Whether the positive numbers among the values span more than a factor of 30, so that a log axis helps.
+
+    >>> spans_decades([0.2, 1.0]), spans_decades([0.0, 1e-3], [1.0])
+    (False, True)
+    """
+    numbers = np.concatenate([np.asarray(value, dtype=np.float64).ravel() for value in values])
+    positive = numbers[(numbers > 0) & np.isfinite(numbers)]
+    return bool(positive.size and positive.max() > LOG_FACTOR * positive.min())
 
 
 def blank_figure(width: float, height: float) -> Figure:

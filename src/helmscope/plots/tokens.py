@@ -1,4 +1,5 @@
-"""The figure of a simulation: tokens at a few times, side by side, and curves of their clustering (source 001)."""
+"""The figure of a simulation: tokens at a few times, side by side, and curves of their clustering [Geshkovski et al.
+2023]."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from helmscope.plots.grid import draw_grid, grid_height, is_grid
 from helmscope.plots.measured import draw_variable, heading, plain, variables
-from helmscope.plots.style import COLORS, blank_figure, styled
+from helmscope.plots.style import COLORS, LOG_FACTOR, blank_figure, styled
 from helmscope.stats.reduce import reduced
 from helmscope.types import (
     HelmscopeError,
@@ -124,13 +124,15 @@ def trial_figure(verdict: Verdict, data: xr.Dataset) -> Figure:
 
     The top panel shows the intervals of the statistic and of all controls that are judged by the same region (the null,
     the value printed in the source, further parts) with their numbers; the region is shaded. The axis depends on the
-    region: a log axis for an error bounded from above, the deviation from the center for a narrow two-sided region,
-    symmetric log where numbers around 0 span decades, else linear. An infinite end is an arrow at the edge.
+    region: a log axis for an error bounded from above whose numbers span more than a factor of 30, the deviation from
+    the center for a narrow two-sided region, symmetric log where numbers around 0 span decades, else linear. An
+    infinite end is an arrow at the edge.
 
     The panels below show each variable over its first axis, with one curve for each combination of the further axes (a
     grid of small panels for a variable with three axes), bands (NAME_low to NAME_high, else two standard errors) and
-    NAME_null as a dotted line; replicates are reduced first. The attribute scale = "log" selects a log axis, long_name
-    is the label. Raises HelmscopeError for anything but a Verdict and a Measurement.
+    NAME_null as a dotted line; replicates are reduced first. The attribute scale = "log" selects a log axis for values
+    that span more than a factor of 30, long_name is the label. Raises HelmscopeError for anything but a Verdict and a
+    Measurement.
 
     >>> import xarray as xr
     >>> from helmscope.types import Judged, Ruling
@@ -255,8 +257,10 @@ def choose_axis(region: Region, intervals: Sequence[Interval]) -> Axis:
 
     >>> choose_axis(Region(text="1 within 1e-6", low=0.999999, high=1.000001), [])
     SymmetricLogAxis(center=1.0, threshold=1e-07)
-    >>> choose_axis(Region(text="at most 1e-12", high=1e-12), [])
-    LogAxis(floor=1e-13, clips=False)
+    >>> choose_axis(Region(text="at most 1e-12", high=1e-12), [Interval(1e-15, 1e-16, 1e-14, n=9)])
+    LogAxis(floor=1e-17, clips=False)
+    >>> choose_axis(Region(text="at most 1", high=1.0), [Interval(0.4, 0.2, 0.6, n=9)])
+    LinearAxis()
     """
     low, high = region.ends
     bounds = [bound for bound in (low, high) if math.isfinite(bound)]
@@ -276,7 +280,7 @@ def choose_axis(region: Region, intervals: Sequence[Interval]) -> Axis:
             return LinearAxis()
         return SymmetricLogAxis(center, _power_below(min(max(smallest, 1e-6 * half_width), half_width) or smallest))
     positive = [number for number in [*numbers, *bounds] if number > 0]
-    if min([*numbers, *bounds]) >= 0 and bounds[0] > 0 and (high < math.inf or largest > 100 * smallest):
+    if min([*numbers, *bounds]) >= 0 and bounds[0] > 0 and largest > LOG_FACTOR * smallest:
         lowest = max(min(positive), bounds[0] * 10.0**-DECADES_BELOW)
         floor = _power_below(lowest, less=1)
         return LogAxis(floor, clips=min([*numbers, *bounds]) < floor)

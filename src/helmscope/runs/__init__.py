@@ -2,11 +2,11 @@
 computes; no torch.
 """
 
+from helmscope.runs.bar import ProgressBar, reporting
 from helmscope.runs.limits import parse_size
-from helmscope.runs.listing import RunSummary, State, list_runs
+from helmscope.runs.listing import RunState, RunSummary, list_runs
 from helmscope.runs.on_ray import Ray
 from helmscope.runs.processes import Processes
-from helmscope.runs.progress import ProgressBar
 from helmscope.runs.run import RunResult, UnitsFailed, run
 from helmscope.runs.serial import Serial
 from helmscope.runs.unit import Unit
@@ -16,12 +16,13 @@ __all__ = [
     "ProgressBar",
     "Ray",
     "RunResult",
+    "RunState",
     "RunSummary",
     "Serial",
-    "State",
     "Unit",
     "UnitsFailed",
     "list_runs",
     "parse_size",
+    "reporting",
     "run",
 ]

@@ -125,9 +125,10 @@ def _thread_controls() -> Iterator[tuple[Callable[[], int], Callable[[int], None
     torch = sys.modules.get("torch")
     if torch is not None:
         yield torch.get_num_threads, torch.set_num_threads
-    with open("/proc/self/maps") as maps:
-        loaded = set(re.findall(r"/.*/[^/\n]*openblas[^/\n]*\.so[^/ \n]*$", maps.read(), re.MULTILINE))
-    for library in map(ctypes.CDLL, sorted(loaded)):
+    with open("/proc/self/maps") as maps:  # thousands of lines once torch is loaded, and this runs for every unit
+        lines = [line for line in maps if "openblas" in line]
+    found = [re.search(r"/.*/[^/]*openblas[^/]*\.so[^/ ]*$", line.rstrip("\n")) for line in lines]
+    for library in map(ctypes.CDLL, sorted({match[0] for match in found if match})):
         # OpenBLAS's own name, and those in the wheels of NumPy and SciPy
         for name in ("openblas_{}_num_threads", "scipy_openblas_{}_num_threads", "scipy_openblas_{}_num_threads64_"):
             if hasattr(library, name.format("set")):

@@ -15,10 +15,10 @@ from helmscope.store.run_folder import MANIFEST, VERDICTS, RunFolder
 from helmscope.types import HelmscopeError
 
 
-class State(Enum):
+class RunState(Enum):
     """The state of a run.
 
-    >>> State("complete").name
+    >>> RunState("complete").name
     'COMPLETE'
     """
 
@@ -33,12 +33,12 @@ class RunSummary:
     """One run folder: its path and state, when (UTC in ISO 8601) and by which command it was created, and how many of
     its units have a result (0 of 0 if it has no units); ``reason`` says what is damaged.
 
-    >>> RunSummary(Path("runs/phase-20250131-120000"), State.INTERRUPTED, done=3, total=8).name
+    >>> RunSummary(Path("runs/phase-20250131-120000"), RunState.INTERRUPTED, done=3, total=8).name
     'phase-20250131-120000'
     """
 
     path: Path
-    state: State
+    state: RunState
     created: str = ""
     command: tuple[str, ...] = ()
     done: int = 0
@@ -47,7 +47,11 @@ class RunSummary:
 
     @property
     def name(self) -> str:
-        """The name of the folder."""
+        """The name of the folder.
+
+        >>> RunSummary(Path("runs/phase-20250131-120000"), RunState.COMPLETE).name
+        'phase-20250131-120000'
+        """
         return self.path.name
 
 
@@ -81,6 +85,6 @@ def _summarize(path: Path) -> RunSummary:
         done = sum(bool(result_files(path / RESULTS, name)) for name in units)
         finished = done == len(units) if units else bool(folder.results()) or (path / VERDICTS).is_file()
     except HelmscopeError as error:
-        return RunSummary(path, State.DAMAGED, reason=str(error))
-    state = State.RUNNING if running else State.COMPLETE if finished else State.INTERRUPTED
+        return RunSummary(path, RunState.DAMAGED, reason=str(error))
+    state = RunState.RUNNING if running else RunState.COMPLETE if finished else RunState.INTERRUPTED
     return RunSummary(path, state, manifest.created, tuple(manifest.command), done, len(units))

@@ -8,12 +8,13 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from helmscope.runs.attempt import Engine, Failed, check_engine
+from helmscope.runs.bar import reporting
 from helmscope.runs.plan import RESULTS, Plan, begin, cpu
 from helmscope.runs.progress import print_status, unit_progress
 from helmscope.runs.results import fault_of, read_result, result_files, stamped
@@ -22,7 +23,7 @@ from helmscope.runs.unit import Unit
 from helmscope.store.atomic import explained, is_temporary, make_folder, write_bytes
 from helmscope.store.manifest import Manifest
 from helmscope.store.run_folder import RunFolder
-from helmscope.types import HelmscopeError, known_name
+from helmscope.types import HelmscopeError, counted, known_name
 
 log = logging.getLogger(__name__)
 
@@ -102,7 +103,8 @@ def run(
 
     ``manifest`` describes the run; None keeps the manifest of the folder, or writes a new one with the command line of
     this process. ``engine`` is ``Serial()`` by default, or ``Processes(jobs)`` or ``Ray(jobs)``; results do not depend
-    on it. ``heading`` turns on progress on standard error and labels it. If units raise, the others still run and
+    on it. ``heading`` prints and labels progress on standard error; without it, a terminal or notebook shows a bar if
+    the run takes more than two seconds. If units raise, the others still run and
     ``UnitsFailed`` is raised at the end, or immediately with ``fail_fast``; tracebacks go to the log, and the next call
     retries those units. Ctrl-C, SIGTERM and SIGHUP stop the workers and raise a KeyboardInterrupt whose note explains
     how to resume.
@@ -199,8 +201,23 @@ def _has_result(results: Path, name: str, stamp: str, heading: str | None) -> bo
     return False
 
 
-def _progress(heading: str | None, **counts: int) -> AbstractContextManager[Callable[[], None]]:
-    return nullcontext(lambda: None) if heading is None else unit_progress(heading, **counts)
+@contextmanager
+def _progress(heading: str | None, *, total: int, done: int, jobs: int) -> Iterator[Callable[[], None]]:
+    """Context manager: yields a function to call after each unit. What units call draws no bars."""
+    if heading is not None:
+        with reporting(False), unit_progress(heading, total=total, done=done, jobs=jobs) as tick:
+            yield tick
+        return
+    finished = 0
+    with reporting(None, f"running {counted(total, 'unit')}") as report:
+
+        def advance() -> None:
+            nonlocal finished
+            finished += 1
+            if report is not None:
+                report(finished / (total - done))
+
+        yield advance
 
 
 @contextmanager

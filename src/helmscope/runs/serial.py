@@ -27,7 +27,11 @@ class Serial:
 
     @property
     def jobs(self) -> int:
-        """Always 1."""
+        """Always 1.
+
+        >>> Serial().jobs
+        1
+        """
         return 1
 
     @property

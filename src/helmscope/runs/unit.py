@@ -56,6 +56,9 @@ class Unit:
     def key(self) -> str:
         """SHA-256 of the function's name and the values of the parameters: units with equal keys have equal results, as
         long as the code of the function does not change.
+
+        >>> Unit("beta-4.0", max, {"a": 1.0}).key == Unit("beta-4.0", max, {"a": 1.0}).key
+        True
         """
         of_unit = f"of unit '{self.name}'"
         function = fingerprint(f"function {of_unit}", self.function)

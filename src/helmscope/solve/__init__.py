@@ -8,7 +8,6 @@ from helmscope.types.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from helmscope.solve.dormand_prince import DormandPrince as DormandPrince
-    from helmscope.solve.euler import ProjectedEuler as ProjectedEuler
     from helmscope.solve.euler_maruyama import EulerMaruyama as EulerMaruyama
     from helmscope.solve.events import ClusterMerge as ClusterMerge
     from helmscope.solve.events import HittingTime as HittingTime
@@ -18,7 +17,8 @@ if TYPE_CHECKING:
     from helmscope.solve.heun import Heun as Heun
     from helmscope.solve.layer import Layer as Layer
     from helmscope.solve.noisy_layer import NoisyLayer as NoisyLayer
-    from helmscope.solve.published import PublishedEuler as PublishedEuler
+    from helmscope.solve.projected_euler import ProjectedEuler as ProjectedEuler
+    from helmscope.solve.published_euler import PublishedEuler as PublishedEuler
     from helmscope.solve.rk4 import RK4 as RK4
     from helmscope.solve.simulation import Simulation as Simulation
     from helmscope.solve.stochastic_heun import StochasticHeun as StochasticHeun

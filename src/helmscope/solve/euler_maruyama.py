@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from helmscope.solve.noisy import kick, noise_drift
+from helmscope.solve.noisy import noise_drift, noise_increment
 from helmscope.solve.stepper import NoisyStepper
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ class EulerMaruyama(NoisyStepper):
     is the drift of the noise's process.
 
     The increment p is tangent, so that N(x + p) = x + p - |p|^2 x / 2 + O(|p|^3) has no tangential term of second order
-    (source 000-1 with <x, d> = 0): the retraction adds no drift, and beta is the whole drift.
+    ([Helmholtz Transformer, no. 1] with <x, d> = 0): the retraction adds no drift, and beta is the whole drift.
 
     >>> import torch
     >>> from helmscope.fields.noise import IsotropicNoise
@@ -38,4 +38,6 @@ class EulerMaruyama(NoisyStepper):
 
     def step(self, flow: Flow, noise: Noise, x: Tensor, h: Tensor, t: Tensor, dw: Tensor) -> Tensor:
         """One step."""
-        return flow.retract(x + flow.displacement(x, h, t) + noise_drift(flow, noise, x, h) + kick(flow, noise, x, dw))
+        return flow.retract(
+            x + flow.displacement(x, h, t) + noise_drift(flow, noise, x, h) + noise_increment(flow, noise, x, dw)
+        )

@@ -57,7 +57,11 @@ class HittingTime:
         check_options(self)
 
     def signal(self, x: Float[Tensor, "batch n d"]) -> Float[Tensor, " batch"]:
-        """delta - max_ij (1 - <x_i, x_j>)."""
+        """delta - max_ij (1 - <x_i, x_j>).
+
+        >>> HittingTime(delta=0.5).signal(torch.eye(2)[None])
+        tensor([-0.5000])
+        """
         distance = torch.cdist(x, x, compute_mode="donot_use_mm_for_euclid_dist").amax((-1, -2))
         return self.delta - distance * distance / 2
 
@@ -88,7 +92,11 @@ class ClusterMerge:
         check_options(self)
 
     def signal(self, x: Float[Tensor, "batch n d"]) -> Float[Tensor, "batch n_minus_1"]:
-        """radius minus the lengths of the spanning tree's edges, longest first."""
+        """radius minus the lengths of the spanning tree's edges, longest first.
+
+        >>> ClusterMerge(radius=0.5).signal(torch.eye(2)[None])
+        tensor([[-1.0708]])
+        """
         return self.radius - spanning_tree(x).length.sort(dim=-1, descending=True).values
 
 

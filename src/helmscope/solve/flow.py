@@ -72,7 +72,7 @@ class Flow:
 
     def log_speed(self, x: Float[Tensor, "batch n d"], t: Each) -> Float[Tensor, " batch"]:
         """Logarithm of the speed of the fastest token of each system, relative to the radius of a state; float64."""
-        scaled = self.field.scaled(x, t=t + self.origin, weights=self.weights)
+        scaled = self.field.scaled_velocity(x, t=t + self.origin, weights=self.weights)
         speed = self.relative_length(x, scaled.direction).to(torch.float64)
         return (torch.log(speed) + scaled.log_scale.to(torch.float64).squeeze(-1)).amax(-1)
 

@@ -19,7 +19,7 @@ class Layer(FixedStepper):
     layer advances the time by h.
 
     As a method for the flow its order is 1: N(x + h f) = x + h P f - h^2 [<x, f> P f + |P f|^2 x / 2] + O(h^3)
-    (source 000-1), and the term <x, f> P f delays it.
+    [Helmholtz Transformer, no. 1], and the term <x, f> P f delays it.
 
     >>> import torch
     >>> from helmscope.fields.attention import SA

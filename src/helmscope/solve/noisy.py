@@ -37,7 +37,7 @@ def run_noisy(
 
     An event happens at the end of a step, because the noise is not sampled within it.
     """
-    draws, sources = 1 if noise.common else x.shape[-2], noise.sources(x)
+    draws, sources = 1 if noise.common else x.shape[-2], noise.brownian_dim(x)
 
     def step(flow: Flow, x: Tensor, h: Tensor, t: Tensor, systems: Tensor) -> Tensor:
         if len(systems) < len(streams):
@@ -65,9 +65,9 @@ def check_noise(field: Field, noise: Noise, stepper: NoisyStepper) -> None:
         )
 
 
-def kick(flow: Flow, noise: Noise, x: Float[Tensor, "batch n d"], dw: Tensor) -> Float[Tensor, "batch n d"]:
+def noise_increment(flow: Flow, noise: Noise, x: Float[Tensor, "batch n d"], dw: Tensor) -> Float[Tensor, "batch n d"]:
     """The random displacement: P sigma dW if states are unit vectors, sigma dW on a residual stream."""
-    step = noise.kick(x, dw)
+    step = noise.increment(x, dw)
     return project(x, step) if flow.on_sphere else step
 
 

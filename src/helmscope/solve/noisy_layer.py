@@ -49,4 +49,4 @@ class NoisyLayer(NoisyStepper):
 
     def step(self, flow: Flow, noise: Noise, x: Tensor, h: Tensor, t: Tensor, dw: Tensor) -> Tensor:
         """One layer."""
-        return flow.retract(x + flow.ambient_displacement(x, h, t) + noise.kick(x, dw))
+        return flow.retract(x + flow.ambient_displacement(x, h, t) + noise.increment(x, dw))

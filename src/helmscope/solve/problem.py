@@ -15,7 +15,7 @@ from helmscope.fields.multihead import MultiHead
 from helmscope.fields.parameters import selected
 from helmscope.geometry.arithmetic import full_precision
 from helmscope.geometry.sphere import check_tokens, retract
-from helmscope.kernels.choose import choose, using_kernel
+from helmscope.runs.bar import shows_progress
 from helmscope.solve.adaptive import run_adaptive
 from helmscope.solve.events import Event, Watch
 from helmscope.solve.extras import Extras
@@ -27,6 +27,7 @@ from helmscope.solve.simulation import Simulation
 from helmscope.solve.stepper import AdaptiveStepper, NoisyStepper, Stepper
 from helmscope.solve.symmetry import in_span
 from helmscope.solve.threads import fitting_threads
+from helmscope.summation.choose import choose, using_summation
 from helmscope.types import (
     HelmscopeError,
     Outcome,
@@ -44,7 +45,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from helmscope.fields.noise import Noise
-    from helmscope.kernels.kernel import Kernel
+    from helmscope.summation.request import Summation
+    from helmscope.types.progress import ProgressOption
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +73,7 @@ class Problem:
     noise: Noise | None = None
     seed: int = 0
     origin: float = 0.0  # the initial time
-    kernel: Kernel | None = None
+    summation: Summation | None = None
 
     def __repr__(self) -> str:
         systems, tokens, dim = self.start.shape
@@ -79,11 +81,12 @@ class Problem:
         return one_line_repr(f"Problem of {brief(self.field)}: {who}; {counted(len(self.times), 'time')}")
 
     @full_precision
-    def run(self, progress: Progress | None = None) -> Simulation:
+    @shows_progress("integrating")
+    def run(self, *, progress: ProgressOption = None) -> Simulation:
         """Integrate and return the Simulation; ``progress`` is called with the share of the work done."""
         span = in_span(self)
         inner = self if span is None else span.problem
-        states, outcome, watches = inner._integrate(progress)
+        states, outcome, watches = inner._integrate(progress or None)
         if span is not None:
             states = span.lift(states)
             if float(self.times[0]) == self.origin and self.merge is None:
@@ -116,13 +119,13 @@ class Problem:
         kept, outcome, _ = self._integrate(progress, lambda x: statistic(self.field.direction(x)))
         return kept, outcome
 
-    def kernels(self) -> list[str]:
-        """The names of the kernels that compute the sums over tokens: of an attention field, or in one displacement of
-        the first system. Raises ``HelmscopeError`` if the kernel was fixed and cannot compute them.
+    def summations(self) -> list[str]:
+        """The names of the methods that compute the sums over tokens: of an attention field, or in one displacement of
+        the first system. Raises ``HelmscopeError`` if the method was fixed and cannot compute them.
 
         >>> from helmscope.fields.attention import SA
         >>> from helmscope.solve.integrate import make_problem
-        >>> make_problem(SA(beta=1.0), torch.eye(2), times=[1.0]).kernels()
+        >>> make_problem(SA(beta=1.0), torch.eye(2), times=[1.0]).summations()
         ['Dense']
         """
         first = self.part(0, 1)
@@ -130,7 +133,7 @@ class Problem:
         inner = first if span is None else span.problem
         flow = Flow(inner.field, inner.weights)
         h = torch.zeros(1, 1, 1, dtype=torch.float64, device=inner.start.device)
-        with using_kernel(self.kernel) as names:
+        with using_summation(self.summation) as names:
             if isinstance(inner.field, Attention | MultiHead):
                 choose(inner.field.request(inner.start, inner.weights, tangent=True))
             else:
@@ -148,7 +151,7 @@ class Problem:
             Watch.start(event, start, self.mask, flow.direction, requested=requested) for event in self.events
         )
         extras = Extras(watches, self.merge, progress, read)
-        with using_kernel(self.kernel), fitting_threads(self.field, self.start):
+        with using_summation(self.summation), fitting_threads(self.field, self.start):
             if isinstance(self.stepper, AdaptiveStepper):
                 kept, outcome = run_adaptive(flow, self.start, clock, self.stepper, extras)
             elif isinstance(self.stepper, NoisyStepper):

@@ -18,10 +18,10 @@ from helmscope.fields.lowrank import as_dense
 from helmscope.fields.multihead import MultiHead
 from helmscope.fields.placement import PreNorm
 from helmscope.geometry.arithmetic import full_precision
-from helmscope.kernels.dense import matrix_product
 from helmscope.solve.flow import Flow
 from helmscope.solve.layer import Layer
 from helmscope.solve.noisy_layer import NoisyLayer
+from helmscope.summation.dense import matrix_product
 from helmscope.types import (
     AttentionPass,
     Half,
@@ -29,7 +29,6 @@ from helmscope.types import (
     MlpPass,
     Moment,
     Needs,
-    Progress,
     ReplayPlan,
     check_progress,
     whole_number,
@@ -42,6 +41,7 @@ if TYPE_CHECKING:
 
     from helmscope.fields.field import Field
     from helmscope.solve.simulation import Simulation
+    from helmscope.types.progress import ProgressOption
 
 CHUNK = 1 << 24  # entries of a kernel in memory at a time: 128 MiB in float64
 
@@ -52,7 +52,7 @@ def replay(
     instruments: Sequence[Instrument],
     *,
     batch_size: int | None = None,
-    progress: Progress | None = None,
+    progress: ProgressOption = None,
 ) -> dict[str, xr.Dataset]:
     """Replay a simulation for instruments, ``batch_size`` systems at a time; see ``Simulation.replay``.
 
@@ -63,7 +63,8 @@ def replay(
     """
     systems, n = simulation.trajectory.states.shape[1:3]
     coordinates = simulation.times.cpu().numpy()
-    plan = ReplayPlan(simulation.layers, simulation.layer_axis, coordinates, simulation.replicate, systems)
+    identities = simulation.trajectory.identities
+    plan = ReplayPlan(simulation.layers, simulation.layer_axis, coordinates, simulation.replicate, systems, identities)
     needs = start_instruments(simulation, instruments, plan)
     size = max(1, CHUNK // n**2) if batch_size is None else whole_number("batch_size", batch_size, at_least=1)
     report = check_progress(progress)
@@ -137,15 +138,16 @@ def _select_systems(simulation: Simulation, rows: slice) -> Simulation:
         weights=None if path.weights is None else path.weights[:, rows],
         radius=None if path.radius is None else path.radius[:, rows],
         tokens=None,
+        identities=None,
         outcome=None,
     )
-    streams = None if simulation.streams is None else simulation.streams[:, rows]
+    residual_stream = None if simulation.residual_stream is None else simulation.residual_stream[:, rows]
     return replace(
         simulation,
         trajectory=selected,
         problem=simulation.problem.part(rows.start, rows.stop),
         event_times=(),
-        streams=streams,
+        residual_stream=residual_stream,
     )
 
 
@@ -172,19 +174,20 @@ class _LayerView:
         """Pass both halves, as far as they exist, to the instruments that need them."""
         if self.needs.attention_half and attention_of(self.simulation.field) is not None:
             attention_pass = self._attention()
+            moment = self._moment(Half.ATTENTION, _number_of_heads(self.simulation.field, attention_pass))
             for instrument in instruments:
                 if instrument.needs.attention_half:
-                    instrument.attention(self._moment(Half.ATTENTION), attention_pass)
+                    instrument.attention(moment, attention_pass)
         if self.needs.mlp_half and self.simulation.force(layer=self.layer) is not None:
             mlp_pass = self._mlp()
             for instrument in instruments:
                 if instrument.needs.mlp_half:
                     instrument.mlp(self._moment(Half.MLP), mlp_pass)
 
-    def _moment(self, half: Half) -> Moment:
+    def _moment(self, half: Half, heads: int | None = None) -> Moment:
         weights, time = self.simulation.trajectory.weights, float(self.simulation.times[self.layer])
         now = None if weights is None else weights[self.layer if len(weights) > 1 else 0]
-        return Moment(self.layer, half, time, self.rows, now, self.simulation.visible, self.step)
+        return Moment(self.layer, half, time, self.rows, now, self.simulation.visible, self.step, heads)
 
     def _attention(self) -> AttentionPass:
         needs, attention, state = self.needs, attention_of(self.simulation.field), self.state
@@ -207,7 +210,7 @@ class _LayerView:
         field, state = self.simulation.field, self.state
         if not isinstance(field, Block) or field.parallel or not isinstance(self.simulation.problem.stepper, Layer):
             return state
-        return field.placement.close(Half.ATTENTION, state + self._write(Half.ATTENTION, state))
+        return field.placement.normalize_sum(Half.ATTENTION, state + self._write(Half.ATTENTION, state))
 
     def _write(self, half: Half, state: Tensor) -> Tensor:
         """What a half adds to the state: a velocity, or under ``Layer(h)`` h times the velocity."""
@@ -228,6 +231,15 @@ class _LayerView:
         if isinstance(attention, Attention):
             return request.query, request.key, _values(attention, x)
         return request.query, request.key, torch.stack([_values(head, x) for head in attention.heads], -3)
+
+
+def _number_of_heads(field: Field, passed: AttentionPass) -> int | None:
+    """The number of heads, from a tensor with an axis of heads or from the field; None for a field of a single head."""
+    for tensor in (passed.kernel, passed.query):
+        if tensor is not None:
+            return tensor.shape[1] if tensor.ndim == 4 else None
+    attention = attention_of(field)
+    return len(attention.heads) if isinstance(attention, MultiHead) else None
 
 
 def _values(head: Attention, x: Tensor) -> Tensor:

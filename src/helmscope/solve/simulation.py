@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 from helmscope.fields.block import Block
 from helmscope.fields.field import Field, Space
 from helmscope.fields.mlp import MLP, GatedMLP
+from helmscope.runs.bar import shows_progress
 from helmscope.solve.replay import refusal, replay
-from helmscope.types import Outcome, Plottable, Trajectory, brief, one_line_repr, table
+from helmscope.types import Outcome, Plottable, Trajectory, brief, html_table, one_line_repr
 
 if TYPE_CHECKING:
     import torch
@@ -18,7 +19,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from helmscope.solve.problem import Problem
-    from helmscope.types import Instrument, Progress
+    from helmscope.types import Instrument
+    from helmscope.types.progress import ProgressOption
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -26,8 +28,8 @@ class Simulation(Plottable):
     """The result of an integration: the trajectory, how it ended, and the mechanism, so that it can be resumed.
 
     ``states`` has shape (time, *batch, n, d). ``event_times`` holds, for each event, the first time it happened to each
-    system (NaN: never). ``streams`` is the residual stream itself, if the field has one; the trajectory holds its
-    direction and radius under the norm before attention.
+    system (NaN: never). ``residual_stream`` is the residual stream itself, if the field has one; the trajectory holds
+    its direction and radius under the norm before attention.
 
     >>> import torch
     >>> from helmscope.fields.attention import SA
@@ -44,7 +46,7 @@ class Simulation(Plottable):
     trajectory: Trajectory
     problem: Problem
     event_times: tuple[Tensor, ...] = ()
-    streams: Float[Tensor, "time batch n d"] | None = None
+    residual_stream: Float[Tensor, "time batch n d"] | None = None
 
     @property
     def _where(self) -> str:
@@ -53,16 +55,30 @@ class Simulation(Plottable):
         names = {Space.SPHERE: f"S^{dim - 1}", Space.STREAM: f"a residual stream in R^{dim}", Space.FLAT: f"R^{dim}"}
         return names[self.field.space]
 
+    @property
+    def title(self) -> str:
+        """The field and, if there is one, the noise, as text.
+
+        >>> import torch
+        >>> from helmscope.fields.attention import SA
+        >>> from helmscope.fields.noise import IsotropicNoise
+        >>> from helmscope.solve.integrate import integrate
+        >>> integrate(SA(beta=4.0), torch.eye(2), times=[0.1], noise=IsotropicNoise(nu=0.1)).title
+        'SA(beta=4) with IsotropicNoise(nu=0.1)'
+        """
+        noise = self.problem.noise
+        return brief(self.field) if noise is None else f"{brief(self.field)} with {brief(noise)}"
+
     def __repr__(self) -> str:
         path = self.trajectory
-        what = f"{path.who} in {self._where}; {path.when}; {self.outcome.short}"
-        return one_line_repr(f"Simulation of {brief(self.field)}: {what}")
+        what = f"{path.size_text} in {self._where}; {path.times_text}; {self.outcome.summary}"
+        return one_line_repr(f"Simulation of {self.title}: {what}")
 
     def _repr_html_(self) -> str:
         path, problem = self.trajectory, self.problem
         rows = [
-            ("tokens", f"{path.who} in {self._where}"),
-            ("times", path.when),
+            ("tokens", f"{path.size_text} in {self._where}"),
+            ("times", path.times_text),
             ("method", brief(problem.stepper)),
             *([] if problem.noise is None else [("noise", f"{brief(problem.noise)}, seed {problem.seed}")]),
             ("outcome", str(self.outcome)),
@@ -71,69 +87,154 @@ class Simulation(Plottable):
                 for event, times in zip(problem.events, self.event_times, strict=True)
             ),
         ]
-        return table(f"Simulation of {brief(self.field)}", rows)
+        return html_table(f"Simulation of {self.title}", rows)
 
     @property
     def times(self) -> Float[Tensor, " time"]:
-        """The requested times."""
+        """The requested times.
+
+        >>> import torch
+        >>> import helmscope as hs
+        >>> run = hs.integrate(hs.SA(beta=0.0), torch.eye(2), times=[0.0, 1.0])
+        >>> run.times.tolist()
+        [0.0, 1.0]
+        """
         return self.trajectory.times
 
     @property
     def states(self) -> Float[Tensor, "time *batch n d"]:
-        """The tokens at the requested times."""
+        """The tokens at the requested times.
+
+        >>> import torch
+        >>> import helmscope as hs
+        >>> run = hs.integrate(hs.SA(beta=0.0), torch.eye(2), times=[0.0, 1.0])
+        >>> run.states.shape
+        torch.Size([2, 2, 2])
+        """
         states = self.trajectory.states
         return states.reshape(len(states), *self.problem.batch, *states.shape[-2:])
 
     @property
     def outcome(self) -> Outcome:
-        """How the systems ended; its text includes a remedy if one failed."""
+        """How the systems ended; its text includes a remedy if one failed.
+
+        >>> import torch
+        >>> import helmscope as hs
+        >>> run = hs.integrate(hs.SA(beta=0.0), torch.eye(2), times=[0.0, 1.0])
+        >>> str(run.outcome)
+        'finished at t=1'
+        """
         assert self.trajectory.outcome is not None
         return self.trajectory.outcome
 
     @property
     def field(self) -> Field:
-        """The field that was integrated."""
+        """The field that was integrated.
+
+        >>> import torch
+        >>> import helmscope as hs
+        >>> run = hs.integrate(hs.SA(beta=0.0), torch.eye(2), times=[0.0, 1.0])
+        >>> run.field.beta
+        0.0
+        """
         return self.problem.field
 
     @property
     def axis(self) -> str:
-        """Name of the axis of the states: time."""
+        """Name of the axis of the states: time.
+
+        >>> import torch
+        >>> import helmscope as hs
+        >>> run = hs.integrate(hs.SA(beta=0.0), torch.eye(2), times=[0.0, 1.0])
+        >>> run.axis
+        'time'
+        """
         return self.trajectory.axis
 
     @property
     def layer_axis(self) -> str:
-        """Name of the axis of the mechanisms: time as well, because there is one at every stored time."""
+        """Name of the axis of the mechanisms: time as well, because there is one at every stored time.
+
+        >>> import torch
+        >>> import helmscope as hs
+        >>> run = hs.integrate(hs.SA(beta=0.0), torch.eye(2), times=[0.0, 1.0])
+        >>> run.layer_axis
+        'time'
+        """
         return self.axis
 
     @property
     def replicate(self) -> str:
-        """Name of the axis of the replicates: the independent systems."""
+        """Name of the axis of the replicates: the independent systems.
+
+        >>> import torch
+        >>> import helmscope as hs
+        >>> run = hs.integrate(hs.SA(beta=0.0), torch.eye(2), times=[0.0, 1.0])
+        >>> run.replicate
+        'system'
+        """
         return self.trajectory.replicate
 
     @property
     def layers(self) -> range:
-        """One layer per stored time: the mechanism at that time."""
+        """One layer per stored time: the mechanism at that time.
+
+        >>> import torch
+        >>> import helmscope as hs
+        >>> run = hs.integrate(hs.SA(beta=0.0), torch.eye(2), times=[0.0, 1.0])
+        >>> run.layers
+        range(0, 2)
+        """
         return range(len(self.times))
 
     @property
     def visible(self) -> Bool[Tensor, "batch n"] | None:
-        """The tokens of positive weight, which can be attended to; None if all can."""
+        """The tokens of positive weight, which can be attended to; None if all can.
+
+        >>> import torch
+        >>> import helmscope as hs
+        >>> weights = torch.tensor([1.0, 0.0])
+        >>> hs.integrate(hs.SA(beta=0.0), torch.eye(2), times=[0.0], weights=weights).visible
+        tensor([[ True, False]])
+        """
         return None if self.problem.weights is None else self.problem.weights > 0
 
     def kernel(self, *, layer: int) -> Float[Tensor, "batch *heads n n"]:
-        """The attention kernel at the stored time number ``layer``."""
+        """The attention kernel at the stored time number ``layer``.
+
+        >>> import torch
+        >>> import helmscope as hs
+        >>> run = hs.integrate(hs.SA(beta=0.0), torch.eye(2), times=[0.0, 1.0])
+        >>> run.kernel(layer=0)
+        tensor([[[0.5000, 0.5000],
+                 [0.5000, 0.5000]]])
+        """
         index = self.problem.time_index(layer, "layer")
         return self.field.kernel(self.stream(depth=index), t=float(self.times[index]), weights=self.problem.weights)
 
     def stream(self, *, depth: int) -> Float[Tensor, "batch n d"]:
-        """The states at the stored time number ``depth``: the residual stream if there is one, or unit vectors."""
-        states = self.trajectory.states if self.streams is None else self.streams
+        """The states at the stored time number ``depth``: the residual stream if there is one, or unit vectors.
+
+        >>> import torch
+        >>> import helmscope as hs
+        >>> run = hs.integrate(hs.SA(beta=0.0), torch.eye(2), times=[0.0, 1.0])
+        >>> run.stream(depth=0)
+        tensor([[[1., 0.],
+                 [0., 1.]]])
+        """
+        states = self.trajectory.states if self.residual_stream is None else self.residual_stream
         return states[self.problem.time_index(depth, "depth")]
 
     def force(self, *, layer: int) -> Field | None:
         """The MLP as a force on unit vectors: that of a block, or the field itself if it is an MLP; otherwise None.
 
         It is the same at every time; ``layer`` is an argument because a recorded model has one MLP per layer.
+
+        >>> import torch
+        >>> import helmscope as hs
+        >>> run = hs.integrate(hs.SA(beta=0.0), torch.eye(2), times=[0.0, 1.0])
+        >>> run.force(layer=0) is None
+        True
         """
         self.problem.time_index(layer, "layer")
         if isinstance(self.field, MLP | GatedMLP):
@@ -148,15 +249,31 @@ class Simulation(Plottable):
 
         For a residual stream only the direction is replaced. Under noise the increments are new: sampled from
         ``generator`` if given, otherwise determined by the seed of the run and ``depth``.
+
+        >>> import torch
+        >>> import helmscope as hs
+        >>> run = hs.integrate(hs.SA(beta=0.0), torch.eye(2), times=[0.0, 1.0])
+        >>> changed = run.resume(depth=0, states=torch.tensor([[[1.0, 0.0], [1.0, 0.0]]]))
+        >>> changed.states[-1]
+        tensor([[1., 0.],
+                [1., 0.]])
         """
         return self.problem.continued(depth, states, self.stream(depth=depth), generator).run()
 
     def refusal(self, instrument: Instrument) -> str | None:
-        """Why the instrument cannot be used on this simulation, in one sentence; None if it can."""
+        """Why the instrument cannot be used on this simulation, in one sentence; None if it can.
+
+        >>> import torch
+        >>> import helmscope as hs
+        >>> run = hs.integrate(hs.SA(beta=0.0), torch.eye(2), times=[0.0, 1.0])
+        >>> run.refusal(hs.observe.DriftAndSwirl())
+        'system has no MLP: force(layer=0) is None, but drift_and_swirl needs one: that of a Block, or an MLP itself'
+        """
         return refusal(self, instrument)
 
+    @shows_progress("replaying")
     def replay(
-        self, *instruments: Instrument, batch_size: int | None = None, progress: Progress | None = None
+        self, *instruments: Instrument, batch_size: int | None = None, progress: ProgressOption = None
     ) -> dict[str, xr.Dataset]:
         """Show the mechanism at every stored time to instruments and return their Measurements by name, with the axes
         ``time`` and ``system``.
@@ -164,5 +281,11 @@ class Simulation(Plottable):
         ``batch_size`` is the number of systems at a time; by default kernels take at most 128 MiB. A field of one head
         has no axis ``head``. Writes are velocities, and under ``Layer(h)`` increments. ``progress`` is called with the
         share of the work done.
+
+        >>> import torch
+        >>> import helmscope as hs
+        >>> run = hs.integrate(hs.SA(beta=0.0), torch.eye(2), times=[0.0, 1.0])
+        >>> run.replay(hs.kernel.KernelStatistics())["kernel_statistics"].effective_keys.values.tolist()
+        [[2.0], [2.0]]
         """
         return replay(self, instruments, batch_size=batch_size, progress=progress)

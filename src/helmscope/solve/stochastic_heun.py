@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from helmscope.fields.noise import Stratonovich
-from helmscope.solve.noisy import kick, noise_drift
+from helmscope.solve.noisy import noise_drift, noise_increment
 from helmscope.solve.stepper import NoisyStepper
 
 if TYPE_CHECKING:
@@ -46,8 +46,10 @@ class StochasticHeun(NoisyStepper):
 
 
 def _increment(flow: Flow, noise: Noise, x: Tensor, h: Tensor, t: Tensor, dw: Tensor) -> Tensor:
-    step = flow.displacement(x, h, t) + kick(flow, noise, x, dw)
+    step = flow.displacement(x, h, t) + noise_increment(flow, noise, x, dw)
     if isinstance(noise.process, Stratonovich):
         return step  # beta = beta_S
-    implied_drift = Stratonovich().drift(noise, x) if flow.on_sphere else noise.self_transport(x, on_sphere=False)
+    implied_drift = (
+        Stratonovich().drift(noise, x) if flow.on_sphere else noise.stratonovich_correction(x, on_sphere=False)
+    )
     return step + noise_drift(flow, noise, x, h) - h.to(x.dtype) * implied_drift

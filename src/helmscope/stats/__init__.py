@@ -3,7 +3,7 @@
 Replicates are prompts or seeds, never the tokens of one prompt. An interval is computed on the scale on which
 replicates are closest to normal (``LogScale`` for positive quantities, ``FisherZScale`` for cosines) and mapped back,
 so it covers the mean on that scale: the geometric mean under ``LogScale``, tanh E artanh c under ``FisherZScale``.
-``Bounded`` clips the interval of a quantity with known bounds, such as a share. Student's t is the default;
+``BoundedScale`` clips the interval of a quantity with known bounds, such as a share. Student's t is the default;
 ``bootstrap_t`` is for skewed replicates that no scale makes symmetric.
 """
 
@@ -15,10 +15,10 @@ from helmscope.types.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from helmscope.stats.paired import paired_difference as paired_difference
-    from helmscope.stats.power import decisive_effect as decisive_effect
     from helmscope.stats.power import detection_power as detection_power
+    from helmscope.stats.power import minimum_detectable_effect as minimum_detectable_effect
     from helmscope.stats.reduce import reduce_replicates as reduce_replicates
-    from helmscope.stats.scales import Bounded as Bounded
+    from helmscope.stats.scales import BoundedScale as BoundedScale
     from helmscope.stats.scales import FisherZScale as FisherZScale
     from helmscope.stats.scales import LinearScale as LinearScale
     from helmscope.stats.scales import LogScale as LogScale

@@ -108,8 +108,8 @@ def _map_back(scale: Scale, center: float, down: float, up: float, raw: float, n
     """
     if down == up == 0:
         return Interval(raw, raw, raw, n)
-    estimate = scale.back(center)
-    low, high = (float(scale.cut(np.asarray(scale.back(end)))) for end in (center - down, center + up))
+    estimate = scale.inverse(center)
+    low, high = (float(scale.clip(np.asarray(scale.inverse(end)))) for end in (center - down, center + up))
     # bootstrap quantiles may both be on one side of the estimate, and so may rounding
     return Interval(estimate, min(estimate, low), max(estimate, high), n)
 

@@ -25,18 +25,18 @@ def detection_power(effect: float, n: int) -> float:
     return 1.0 - float(special.nctdtr(n - 1, effect * math.sqrt(n), -special.stdtrit(n - 1, 0.025)))
 
 
-def decisive_effect(n: int, *, chance: float = 0.9) -> float:
-    """The smallest effect, in standard deviations of a replicate, that n replicates detect with probability ``chance``.
+def minimum_detectable_effect(n: int, *, power: float = 0.9) -> float:
+    """The smallest effect, in standard deviations of a replicate, that n replicates detect with probability ``power``.
 
-    Raises ``HelmscopeError`` unless .025 < chance < 1 and n >= 2.
+    Raises ``HelmscopeError`` unless .025 < power < 1 and n >= 2.
 
-    >>> round(decisive_effect(32), 3)
+    >>> round(minimum_detectable_effect(32), 3)
     0.592
     """
     n = whole_number("n", n, at_least=2)
-    if not 0.025 < real_number("chance", chance) < 1:
-        raise HelmscopeError(f"chance is {chance:g}, but it must be between 0.025 and 1")
+    if not 0.025 < real_number("power", power) < 1:
+        raise HelmscopeError(f"power is {power:g}, but it must be between 0.025 and 1")
     upper = 1.0
-    while detection_power(upper, n) < chance:
+    while detection_power(upper, n) < power:
         upper *= 2.0
-    return float(optimize.brentq(lambda effect: detection_power(effect, n) - chance, 0.0, upper, xtol=1e-12))
+    return float(optimize.brentq(lambda effect: detection_power(effect, n) - power, 0.0, upper, xtol=1e-12))

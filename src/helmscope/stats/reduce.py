@@ -12,7 +12,7 @@ from scipy import special
 
 from helmscope.stats.intervals import tail
 from helmscope.stats.replicates import check_scale, first_value, moments, numbers
-from helmscope.stats.scales import PLAIN, Bounded, Scale
+from helmscope.stats.scales import PLAIN, BoundedScale, Scale
 from helmscope.types import (
     HelmscopeError,
     check_reduced,
@@ -45,8 +45,8 @@ def reduce_replicates(
     replicate axis, are kept. Raises ``HelmscopeError`` for values outside the scale's domain.
 
     Attributes of NAME control its reduction. ``valid_min`` and ``valid_max``, as for a share, are bounds that hold by
-    definition: unless ``scale`` is given, its scale is ``Bounded``. ``summary`` is "range" for quantities that vary
-    over orders of magnitude and may be 0, for which a mean is not informative: NAME is then the median of the
+    definition: unless ``scale`` is given, its scale is ``BoundedScale``. ``summary`` is "range" for quantities that
+    vary over orders of magnitude and may be 0, for which a mean is not informative: NAME is then the median of the
     replicates, NAME_low their minimum, NAME_high their maximum, and there is no NAME_stderr.
 
     >>> import xarray as xr
@@ -127,9 +127,9 @@ def band_text(measurement: xr.Dataset, name: str) -> str:
 
 
 def _default_scale(value: xr.DataArray) -> Scale:
-    """``Bounded`` if the variable's attributes have bounds, otherwise linear."""
+    """``BoundedScale`` if the variable's attributes have bounds, otherwise linear."""
     low, high = float(value.attrs.get("valid_min", -math.inf)), float(value.attrs.get("valid_max", math.inf))
-    return Bounded((low, high)) if math.isfinite(low) or math.isfinite(high) else PLAIN
+    return BoundedScale((low, high)) if math.isfinite(low) or math.isfinite(high) else PLAIN
 
 
 def _check_domain(name: str, x: Numbers, dims: Sequence[Hashable], scale: Scale) -> None:
@@ -149,9 +149,9 @@ def _student(x: Numbers, scale: Scale, alpha: float) -> dict[str, Numbers]:
     n, entry = np.unique((~np.isnan(x)).sum(0), return_inverse=True)  # quantiles are slow, and few differ
     margin = -special.stdtrit(n - 1, alpha)[entry.reshape(error.shape)] * error  # NaN if there is only one value
     # equal replicates are returned exactly, without the rounding of the two maps
-    estimate = np.where(error > 0, scale.back_all(mean), first_value(x))
-    low = np.where(error == 0, estimate, np.minimum(estimate, scale.cut(scale.back_all(mean - margin))))
-    high = np.where(error == 0, estimate, np.maximum(estimate, scale.cut(scale.back_all(mean + margin))))
+    estimate = np.where(error > 0, scale.inverse_array(mean), first_value(x))
+    low = np.where(error == 0, estimate, np.minimum(estimate, scale.clip(scale.inverse_array(mean - margin))))
+    high = np.where(error == 0, estimate, np.maximum(estimate, scale.clip(scale.inverse_array(mean + margin))))
     return {"": estimate, "_low": low, "_high": high, "_stderr": error * scale.slope(estimate)}
 
 

@@ -20,10 +20,10 @@ class Scale:
     """Base class of scales: a strictly increasing map y = forward(x), with an open domain, on which replicates are
     averaged.
 
-    ``forward`` maps the endpoints of the domain, and values beyond them, to -inf and inf; ``back`` is the inverse for
-    one number, and ``back_all`` for an array, where NumPy may round differently. ``slope`` is the derivative dx/dy at
-    x, which converts a small error on the scale to one of x. Only ``Bounded`` has a closed domain; its map is the
-    identity.
+    ``forward`` maps the endpoints of the domain, and values beyond them, to -inf and inf; ``inverse`` is the inverse
+    for one number, and ``inverse_array`` for an array, where NumPy may round differently. ``slope`` is the derivative
+    dx/dy at x, which converts a small error on the scale to one of x. Only ``BoundedScale`` has a closed domain; its
+    map is the identity.
     """
 
     domain: tuple[float, float] = (-math.inf, math.inf)
@@ -39,30 +39,58 @@ class Scale:
 
     @property
     def domain_text(self) -> str:
-        """The domain in interval notation."""
+        """The domain in interval notation.
+
+        >>> FisherZScale().domain_text
+        '(-1, 1)'
+        """
         return "({:g}, {:g})".format(*self.domain)
 
     def forward(self, x: Numbers) -> Numbers:
+        """The values on this scale.
+
+        >>> LogScale().forward(np.array([1.0, 0.0])).tolist()
+        [0.0, -inf]
+        """
         return x
 
-    def back(self, y: float) -> float:
+    def inverse(self, y: float) -> float:
+        """The number whose value on this scale is ``y``.
+
+        >>> LogScale().inverse(0.0)
+        1.0
+        """
         return y
 
-    def back_all(self, y: Numbers) -> Numbers:
+    def inverse_array(self, y: Numbers) -> Numbers:
+        """``inverse`` of every entry.
+
+        >>> LogScale().inverse_array(np.array([0.0, -np.inf])).tolist()
+        [1.0, 0.0]
+        """
         return y
 
     def slope(self, x: Numbers) -> Numbers:
+        """The derivative dx/dy at x.
+
+        >>> FisherZScale().slope(np.array([0.0, 0.5])).tolist()
+        [1.0, 0.75]
+        """
         return np.ones_like(x)
 
-    def cut(self, end: Numbers) -> Numbers:
-        """An endpoint of an interval, clipped to the possible values of the quantity."""
+    def clip(self, end: Numbers) -> Numbers:
+        """An endpoint of an interval, clipped to the possible values of the quantity.
+
+        >>> BoundedScale((0.0, 1.0)).clip(np.array([-0.2, 0.5])).tolist()
+        [0.0, 0.5]
+        """
         return end
 
 
 class LinearScale(Scale):
     """The identity: replicates are averaged as they are.
 
-    >>> LinearScale().back(2.0)
+    >>> LinearScale().inverse(2.0)
     2.0
     """
 
@@ -70,7 +98,7 @@ class LinearScale(Scale):
 class LogScale(Scale):
     """log x, for positive quantities; the mean on it is the log of the geometric mean.
 
-    >>> LogScale().back(LogScale().forward(np.array([1.0, 10.0, 100.0])).mean())
+    >>> LogScale().inverse(LogScale().forward(np.array([1.0, 10.0, 100.0])).mean())
     10.0...
     """
 
@@ -80,10 +108,10 @@ class LogScale(Scale):
         with np.errstate(divide="ignore"):
             return np.log(np.maximum(x, 0.0))
 
-    def back(self, y: float) -> float:
+    def inverse(self, y: float) -> float:
         return math.exp(y) if y < 709 else math.inf
 
-    def back_all(self, y: Numbers) -> Numbers:
+    def inverse_array(self, y: Numbers) -> Numbers:
         with np.errstate(over="ignore"):
             return np.exp(y)
 
@@ -94,7 +122,7 @@ class LogScale(Scale):
 class FisherZScale(Scale):
     """artanh c, for cosines and correlations, |c| < 1.
 
-    >>> round(FisherZScale().back(FisherZScale().forward(np.array([0.0, 0.8])).mean()), 12)
+    >>> round(FisherZScale().inverse(FisherZScale().forward(np.array([0.0, 0.8])).mean()), 12)
     0.5
     """
 
@@ -104,10 +132,10 @@ class FisherZScale(Scale):
         with np.errstate(divide="ignore"):
             return np.arctanh(np.clip(x, -1.0, 1.0))
 
-    def back(self, y: float) -> float:
+    def inverse(self, y: float) -> float:
         return math.tanh(y)
 
-    def back_all(self, y: Numbers) -> Numbers:
+    def inverse_array(self, y: Numbers) -> Numbers:
         return np.tanh(y)
 
     def slope(self, x: Numbers) -> Numbers:
@@ -118,7 +146,7 @@ ROUNDING = 1e-3  # tolerated excess, from the rounding of a share or of token no
 
 
 @dataclass(frozen=True)
-class Bounded(Scale):
+class BoundedScale(Scale):
     """The identity, with intervals clipped to the closed ``domain`` of a quantity that is bounded by definition, such
     as [0, 1] for a share.
 
@@ -129,7 +157,7 @@ class Bounded(Scale):
     unless the lower bound is below the upper one.
 
     >>> from helmscope.stats.intervals import mean_interval
-    >>> mean_interval([0.0, 0.1, 0.9], scale=Bounded((0.0, 1.0)))
+    >>> mean_interval([0.0, 0.1, 0.9], scale=BoundedScale((0.0, 1.0)))
     Interval(estimate=0.333..., low=0.0, high=1.0, n=3)
     """
 
@@ -148,7 +176,7 @@ class Bounded(Scale):
     def domain_text(self) -> str:
         return "[{:g}, {:g}]".format(*self.domain)
 
-    def cut(self, end: Numbers) -> Numbers:
+    def clip(self, end: Numbers) -> Numbers:
         return np.clip(end, *self.domain)
 
 

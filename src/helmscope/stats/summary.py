@@ -12,9 +12,9 @@ from helmscope.types import (
     HelmscopeError,
     Interval,
     counted,
+    html_table,
     interval_text,
     one_line_repr,
-    table,
     type_with_article,
 )
 from helmscope.types.measurement import COMPANIONS
@@ -32,7 +32,6 @@ class Row:
     variable: str
     at: str
     estimate: str
-    n: str
     null: str
 
 
@@ -65,19 +64,21 @@ class Summary:
         return "\n".join(line.rstrip() for line in [*text, self.note])
 
     def _repr_html_(self) -> str:
-        return table("", self.cells, head=self.columns, note=self.note)
+        return html_table("", self.cells, header=self.columns, note=self.note)
 
 
 def summary(measurement: xr.Dataset) -> Summary:
     """Estimate, interval, number of replicates and null of every variable of a Measurement, as a table.
+
+    An estimate reads ``0.123 [0.101, 0.146], n = 8``; a single replicate has no interval, and reads ``0.123, n = 1``.
 
     A Measurement with replicates is first reduced by ``reduce_replicates``. A variable with more than 8 entries is
     shown at the first and last place along each axis only. Raises ``HelmscopeError`` unless it is a Measurement.
 
     >>> import xarray as xr
     >>> print(summary(xr.Dataset({"rank": (("time", "system"), [[4.0, 6.0, 5.0]]), "rank_null": 3.0}, {"time": [2.0]})))
-    variable  at        estimate        n  null
-    rank      time = 2  5 [2.52, 7.48]  3  3
+    variable  at        estimate               null
+    rank      time = 2  5 [2.52, 7.48], n = 3  3
     in brackets: 95 % interval
     """
     if not hasattr(measurement, "data_vars"):
@@ -100,7 +101,7 @@ def _rows(data: xr.Dataset, name: str) -> list[Row]:
         null = data.get(f"{name}_null")
         null_here = None if null is None else null.isel({dim: k for dim, k in at.items() if dim in null.dims})
         null_text = "" if null_here is None else f"{float(null_here):.4g}" if null_here.size == 1 else "varies"
-        rows.append(Row(name, _where(value, at), _estimate(data, name, at), f"{n:,}", null_text))
+        rows.append(Row(name, _where(value, at), f"{_estimate(data, name, at)}, n = {n:,}", null_text))
     return rows
 
 

@@ -1,8 +1,8 @@
 """Run folders on disk: manifest, lock, netCDF results, JSON verdicts. The only package that writes files; no torch."""
 
-from helmscope.store.atomic import replacing, write_bytes
+from helmscope.store.atomic import atomic_write, write_bytes
 from helmscope.store.lock import is_locked, locked
 from helmscope.store.manifest import Manifest, hash_bytes, hash_file
 from helmscope.store.run_folder import RunFolder
 
-__all__ = ["Manifest", "RunFolder", "hash_bytes", "hash_file", "is_locked", "locked", "replacing", "write_bytes"]
+__all__ = ["Manifest", "RunFolder", "atomic_write", "hash_bytes", "hash_file", "is_locked", "locked", "write_bytes"]

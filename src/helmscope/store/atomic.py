@@ -62,7 +62,7 @@ def as_path(name: str, value: str | os.PathLike[str]) -> Path:
 
 
 @contextmanager
-def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
+def atomic_write(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Context manager: yields an empty temporary file, which replaces ``path`` atomically when the block ends.
 
     If the block raises, or the disk is full, the temporary file is removed and the old file stays. Raises
@@ -70,7 +70,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     with replacing(Path(folder, "note.txt")) as temporary:
+    ...     with atomic_write(Path(folder, "note.txt")) as temporary:
     ...         _ = temporary.write_text("hello")
     ...     print(os.listdir(folder), Path(folder, "note.txt").read_text())
     ['note.txt'] hello
@@ -93,7 +93,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def write_bytes(path: str | os.PathLike[str], data: bytes | memoryview) -> None:
-    """Write ``data`` to ``path`` atomically; raises what ``replacing`` raises.
+    """Write ``data`` to ``path`` atomically; raises what ``atomic_write`` raises.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -101,7 +101,7 @@ def write_bytes(path: str | os.PathLike[str], data: bytes | memoryview) -> None:
     ...     Path(folder, "a.bin").read_bytes()
     b'abc'
     """
-    with replacing(path) as temporary:
+    with atomic_write(path) as temporary:
         temporary.write_bytes(data)
 
 
@@ -140,7 +140,7 @@ def sync(path: Path) -> None:
 
 
 def is_temporary(name: str) -> bool:
-    """Whether a file name is that of a temporary file of ``replacing``, such as a killed process leaves.
+    """Whether a file name is that of a temporary file of ``atomic_write``, such as a killed process leaves.
 
     >>> is_temporary(".phase.nc.0a1b2c3d.tmp"), is_temporary("phase.nc")
     (True, False)

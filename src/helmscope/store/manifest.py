@@ -125,11 +125,15 @@ class Manifest:
         return encode(asdict(self), "manifest")
 
     @classmethod
-    def from_json(cls, data: bytes, what: str = "manifest") -> Manifest:
+    def from_json(cls, data: bytes, source: str = "manifest") -> Manifest:
         """Decode the JSON of ``to_json``. Raises a ``HelmscopeError`` that names an unknown or missing key, or a value
-        of the wrong type; ``what`` is the name of the source in that error.
+        of the wrong type; ``source`` names the file in that error.
+
+        >>> Manifest.from_json(b"{}", "manifest.json")
+        Traceback (most recent call last):
+        helmscope.types.HelmscopeError: manifest.json has no key 'helmscope', but it must have helmscope, python, ...
         """
-        return cls(**record(decode(data, what), _READERS, what))
+        return cls(**record(decode(data, source), _READERS, source))
 
 
 def _installed_versions() -> dict[str, str]:

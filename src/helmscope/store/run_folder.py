@@ -35,8 +35,8 @@ class RunFolder:
     """The folder that one run writes to. ``new`` and ``create`` make one, ``open`` opens that of an earlier run;
     ``RunFolder(path)`` by itself does not access the disk.
 
-    Every write is atomic (``replacing``), and a second write under the same name replaces the first. Names consist of
-    letters, digits, ".", "_" and "-", so that no name points outside the folder.
+    Every write is atomic (``atomic_write``), and a second write under the same name replaces the first. Names consist
+    of letters, digits, ".", "_" and "-", so that no name points outside the folder.
 
     >>> import tempfile
     >>> import xarray as xr
@@ -54,19 +54,29 @@ class RunFolder:
         object.__setattr__(self, "path", as_path("path", path))
 
     @classmethod
-    def new(cls, root: str | os.PathLike[str], what: str) -> RunFolder:
-        """Make a new folder ROOT/WHAT-YYYYmmdd-HHMMSS (UTC), with the suffix -2, -3, ... if that name is taken. Two
+    def new(cls, root: str | os.PathLike[str], name: str) -> RunFolder:
+        """Make a new folder ROOT/NAME-YYYYmmdd-HHMMSS (UTC), with the suffix -2, -3, ... if that name is taken. Two
         processes never get the same folder.
+
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as root:
+        ...     RunFolder.new(root, "phase").path.name[:6]
+        'phase-'
         """
-        stem = f"{file_name(what)}-{datetime.now(UTC):%Y%m%d-%H%M%S}"
+        stem = f"{file_name(name)}-{datetime.now(UTC):%Y%m%d-%H%M%S}"
         parent = as_path("root", root)
-        names = (stem if i == 1 else f"{stem}-{i}" for i in count(1))
-        return cls(next(path for path in (parent / name for name in names) if make_folder(path)))
+        stems = (stem if i == 1 else f"{stem}-{i}" for i in count(1))
+        return cls(next(path for path in (parent / stem for stem in stems) if make_folder(path)))
 
     @classmethod
     def create(cls, path: str | os.PathLike[str]) -> RunFolder:
         """Make the folder ``path`` unless it exists. Raises ``HelmscopeError`` if it already contains files, other than
         temporary files and the lock of a killed process.
+
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as root:
+        ...     RunFolder.create(Path(root, "first")).path.is_dir()
+        True
         """
         path = as_path("path", path)
         if not make_folder(path):
@@ -78,14 +88,28 @@ class RunFolder:
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> RunFolder:
-        """Open the folder of an earlier run; raises ``HelmscopeError`` if it has no manifest."""
+        """Open the folder of an earlier run; raises ``HelmscopeError`` if it has no manifest.
+
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as root:
+        ...     RunFolder.open(root)
+        Traceback (most recent call last):
+        helmscope.types.HelmscopeError: ... is not a run folder: there is no manifest.json in it
+        """
         path = as_path("path", path)
         if not (path / MANIFEST).is_file():
             raise HelmscopeError(f"{path} is not a run folder: there is no {MANIFEST} in it")
         return cls(path)
 
     def lock(self, *, wait: bool = False) -> AbstractContextManager[None]:
-        """Context manager: lock the folder against other processes (see ``locked``)."""
+        """Context manager: lock the folder against other processes (see ``locked``).
+
+        >>> import tempfile
+        >>> from helmscope.store.lock import is_locked
+        >>> with tempfile.TemporaryDirectory() as root, RunFolder(root).lock():
+        ...     is_locked(root)
+        True
+        """
         return locked(self.path, wait=wait)
 
     def write_manifest(self, manifest: Manifest) -> None:
@@ -97,15 +121,29 @@ class RunFolder:
         return Manifest.from_json(self._read(MANIFEST), str(self.path / MANIFEST))
 
     def write_spec(self, text: str) -> None:
-        """Writes spec.toml, what the run was asked for."""
+        """Write spec.toml, the spec of the job that the run executes."""
         write_bytes(self.path / SPEC, text.encode())
 
     def has_spec(self) -> bool:
-        """Whether there is a spec.toml."""
+        """Whether there is a spec.toml.
+
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as root:
+        ...     RunFolder(root).has_spec()
+        False
+        """
         return (self.path / SPEC).is_file()
 
     def read_spec(self) -> str:
-        """The text of spec.toml, which is for ``helmscope.jobs`` to decode."""
+        """The text of spec.toml, which is for ``helmscope.jobs`` to decode.
+
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as root:
+        ...     folder = RunFolder.create(root)
+        ...     folder.write_spec("n = 8")
+        ...     folder.read_spec()
+        'n = 8'
+        """
         try:
             return self._read(SPEC).decode()
         except UnicodeDecodeError:
@@ -116,7 +154,15 @@ class RunFolder:
         write_bytes(self.path / VERDICTS, encode_verdicts(verdicts))
 
     def read_verdicts(self) -> tuple[Verdict, ...]:
-        """Read verdicts.json; raises ``HelmscopeError`` if it is missing or invalid."""
+        """Read verdicts.json; raises ``HelmscopeError`` if it is missing or invalid.
+
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as root:
+        ...     folder = RunFolder.create(root)
+        ...     folder.write_verdicts([])
+        ...     folder.read_verdicts()
+        ()
+        """
         return decode_verdicts(self._read(VERDICTS), str(self.path / VERDICTS))
 
     def write_results(self, name: str, measurement: xr.Dataset) -> None:
@@ -140,13 +186,29 @@ class RunFolder:
         return load_netcdf(path)
 
     def results(self) -> tuple[str, ...]:
-        """The names that ``read_results`` accepts, sorted."""
+        """The names that ``read_results`` accepts, sorted.
+
+        >>> import tempfile
+        >>> import xarray as xr
+        >>> with tempfile.TemporaryDirectory() as root:
+        ...     folder = RunFolder.create(root)
+        ...     folder.write_data("states", xr.Dataset({"x": ("time", [0.0])}))
+        ...     folder.results()
+        ('states',)
+        """
         with explained(f"read {self.path}"):
             names = [name.removesuffix(".nc") for name in os.listdir(self.path) if name.endswith(".nc")]
         return tuple(sorted(name for name in names if _NAME.fullmatch(name)))
 
     def write_bytes(self, name: str, data: bytes) -> None:
-        """Write a file of any other kind, such as a figure, under its full name."""
+        """Write a file of any other kind, such as a figure, under its full name.
+
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as root:
+        ...     RunFolder.create(root).write_bytes("spec.toml", b"")
+        Traceback (most recent call last):
+        helmscope.types.HelmscopeError: name is 'spec.toml', but manifest.json, verdicts.json, ...
+        """
         reserved = (MANIFEST, VERDICTS, UNITS, SPEC)
         if file_name(name) in reserved or name.endswith(".nc"):
             raise HelmscopeError(f"name is '{name}', but {', '.join(reserved)} and *.nc are reserved")

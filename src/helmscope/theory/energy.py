@@ -1,4 +1,5 @@
-"""The interaction energy E_beta[mu] = (1/(2 beta)) int int e^{beta <x, y>} dmu dmu and its extrema (source 001).
+"""The interaction energy E_beta[mu] = (1/(2 beta)) int int e^{beta <x, y>} dmu dmu and its extrema [Geshkovski et al.
+2023].
 
 Among probability measures on S^(d-1), for beta > 0, the uniform measure is the unique minimizer and the point masses
 are the maximizers (Geshkovski, Letrouit, Polyanskiy & Rigollet 2023, arXiv:2312.10794, Proposition 3.4).

@@ -1,5 +1,5 @@
 """The equiangular flow: n tokens with <x_i, x_j> = gamma for all i != j keep equal angles and obey one scalar ODE
-(source 001)
+[Geshkovski et al. 2023]
 
     SA    gamma' = 2 e^{b gamma} (1 - gamma) ((n-1) gamma + 1) / (e^b + (n-1) e^{b gamma})
     USA   gamma' = (2/n) e^{b gamma} (1 - gamma) ((n-1) gamma + 1)                              b = beta
@@ -27,7 +27,7 @@ import torch
 from scipy.optimize import brentq
 from scipy.special import exp1, expi
 
-from helmscope.types import HelmscopeError, increasing_times, real_number, whole_number
+from helmscope.types import HelmscopeError, increasing_times, real_number, type_with_article, whole_number
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -64,7 +64,7 @@ def isotropic_flow(field: EquiangularFlow) -> tuple[float, bool]:
     """
     if not isinstance(field, EquiangularFlow) or not field.isotropic:
         raise HelmscopeError(
-            f"field is a {type(field).__name__} without a closed form: it must be SA or USA with identity query_key "
+            f"field is {type_with_article(field)} without a closed form: it must be SA or USA with identity query_key "
             "and value, no causal mask and no bias"
         )
     return real_number("beta", field.beta, at_least=0), bool(field.normalized)

@@ -1,4 +1,4 @@
-"""The lifetime of two clusters before they merge (source 001).
+"""The lifetime of two clusters before they merge [Geshkovski et al. 2023].
 
 Two clusters of n/2 coinciding tokens each, at positions with inner product g, move like two tokens of weight 1/2 each.
 For any number of tokens this is the equiangular flow with n = 2,

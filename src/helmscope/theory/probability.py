@@ -1,4 +1,4 @@
-"""Probabilities for a random start: n independent uniform points on the sphere S^(d-1) (source 001)."""
+"""Probabilities for a random start: n independent uniform points on the sphere S^(d-1) [Geshkovski et al. 2023]."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ import torch
 
 from helmscope.geometry.arithmetic import check_dense_values, full_precision
 from helmscope.geometry.sphere import NORM_TOLERANCE, project, retract
-from helmscope.types import HelmscopeError, fits_memory, real_number, seed_number, whole_number
+from helmscope.types import HelmscopeError, check_memory, real_number, seed_number, type_with_article, whole_number
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -68,6 +68,9 @@ class _Sampler(ABC):
 
         Raises ``HelmscopeError`` unless ``seed`` is in 0 .. 2^32 - 1 and ``dtype`` is float64 or float32. torch's CPU
         generator reads only the low 32 bits of a seed, so larger seeds would repeat the tokens of smaller ones.
+
+        >>> Uniform(n=4, dim=3).sample(2, seed=1).shape
+        torch.Size([2, 4, 3])
         """
         return self._sample(self.draw, self.dim, batch, seed, dtype, device)
 
@@ -88,6 +91,9 @@ class _Sampler(ABC):
         A flow that commutes with rotations keeps n tokens in their span, so that m coordinates suffice to simulate it
         in any dimension. ``Uniform`` samples the coordinates directly; other distributions rotate the tokens of
         ``sample`` into their span.
+
+        >>> Uniform(n=4, dim=10**6).sample_in_span(2).shape
+        torch.Size([2, 4, 4])
         """
         return self._sample(self.draw_in_span, min(self.n, self.dim), batch, seed, dtype, device)
 
@@ -101,7 +107,7 @@ class _Sampler(ABC):
         device: torch.device | str,
     ) -> Tensor:
         systems = 1 if batch is None else whole_number("batch", batch, at_least=1)
-        fits_memory(f"batch is {batch}, n is {self.n} and dim is {self.dim}", systems * self.n * width)
+        check_memory(f"batch is {batch}, n is {self.n} and dim is {self.dim}", systems * self.n * width)
         seed = seed_number(seed)
         if dtype not in NORM_TOLERANCE:
             raise HelmscopeError(f"dtype is {dtype}, but it must be torch.float64 or torch.float32")
@@ -203,7 +209,7 @@ class VonMisesFisher(_Sampler):
             return
         if not isinstance(mean, torch.Tensor) or mean.shape != (self.dim,):
             is_tensor = isinstance(mean, torch.Tensor)
-            description = f"of shape {tuple(mean.shape)}" if is_tensor else f"a {type(mean).__name__}"
+            description = f"of shape {tuple(mean.shape)}" if is_tensor else type_with_article(mean)
             raise HelmscopeError(f"mean is {description}, but it must be a tensor of shape ({self.dim},)")
         check_dense_values("mean", mean)
         if mean.is_complex() or not bool(torch.isfinite(mean).all()) or not bool(mean.any()):

@@ -7,8 +7,8 @@ compares the ``Interval`` of a statistic with a ``Region``.
 """
 
 from helmscope.types.arguments import (
+    check_memory,
     counted,
-    fits_memory,
     increasing_times,
     known_name,
     real_number,
@@ -17,7 +17,7 @@ from helmscope.types.arguments import (
     type_with_article,
     whole_number,
 )
-from helmscope.types.display import Plottable, brief, joined, one_line_repr, picture, shortened, table
+from helmscope.types.display import Plottable, brief, figure_of, html_stack, html_table, one_line_repr, shortened
 from helmscope.types.errors import HelmscopeError, MissingExtra
 from helmscope.types.instrument import (
     AttentionPass,
@@ -34,6 +34,7 @@ from helmscope.types.measurement import (
     check_measurement,
     check_reduced,
     check_replicates,
+    identity_coordinates,
     keeps_replicates,
     replicate_axis,
 )
@@ -71,26 +72,27 @@ __all__ = [
     "Verdict",
     "brief",
     "check_measurement",
+    "check_memory",
     "check_progress",
     "check_reduced",
     "check_replicates",
     "counted",
-    "fits_memory",
+    "figure_of",
+    "html_stack",
+    "html_table",
+    "identity_coordinates",
     "increasing_times",
     "interval_text",
-    "joined",
     "keeps_replicates",
     "known_name",
     "one_line_repr",
     "part_of",
-    "picture",
     "real_number",
     "region_text",
     "replicate_axis",
     "seed_number",
     "shortened",
     "shown",
-    "table",
     "type_with_article",
     "whole_number",
 ]

@@ -59,18 +59,18 @@ def seed_number(value: object) -> int:
     return whole_number("seed", value, at_least=0, below=2**32)
 
 
-def fits_memory(given: str, numbers: int) -> None:
-    """Raise ``HelmscopeError`` if this machine's memory cannot hold so many 8-byte numbers; ``given`` describes the
-    arguments that ask for them and begins the error message.
+def check_memory(arguments: str, count: int) -> None:
+    """Raise ``HelmscopeError`` if this machine's memory cannot hold ``count`` 8-byte numbers; ``arguments``, such
+    as "n is 10", names the arguments that determine the count and begins the error message.
 
-    >>> fits_memory("n is 10^9 and dim is 10^9", 10**18)
+    >>> check_memory("n is 10^9 and dim is 10^9", 10**18)
     Traceback (most recent call last):
     helmscope.types.HelmscopeError: n is 10^9 and dim is 10^9, but that makes 8e+09 GB, and this machine has ... GB
     """
     most = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if 8 * numbers > most:
-        needed, there = (f"{size / 1e9:.3g} GB" for size in (8 * numbers, most))
-        raise HelmscopeError(f"{given}, but that makes {needed}, and this machine has {there}")
+    if 8 * count > most:
+        needed, there = (f"{size / 1e9:.3g} GB" for size in (8 * count, most))
+        raise HelmscopeError(f"{arguments}, but that makes {needed}, and this machine has {there}")
 
 
 def _is_not_numeric(value: object) -> bool:

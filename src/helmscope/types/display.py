@@ -28,15 +28,15 @@ _NAME = f"{_CELL}; font-weight: bold; white-space: nowrap"
 _TEXT = f"{_CELL}; max-width: 50em; white-space: pre-wrap; overflow-wrap: anywhere"
 
 
-def picture(shown: object, **options: Any) -> Figure:
+def figure_of(item: object, **options: Any) -> Figure:
     """The figure that ``hs.plot`` draws of an object; raises ``HelmscopeError`` for types it cannot plot.
 
     >>> import torch
     >>> from helmscope.types import Trajectory
-    >>> len(picture(Trajectory(torch.zeros(1), torch.eye(2).expand(1, 1, 2, 2))).axes)
+    >>> len(figure_of(Trajectory(torch.zeros(1), torch.eye(2).expand(1, 1, 2, 2))).axes)
     3
     """
-    figure: Figure = importlib.import_module("helmscope.plots.draw").plot(shown, **options)
+    figure: Figure = importlib.import_module("helmscope.plots.draw").plot(item, **options)
     return figure
 
 
@@ -56,8 +56,13 @@ class Plottable:
         """The figure that ``hs.plot`` draws of this object; the options are those of ``hs.plot``.
 
         A notebook displays it, and its method ``save("picture.pdf")`` writes PNG, SVG or PDF.
+
+        >>> import torch
+        >>> from helmscope.types.trajectory import Trajectory
+        >>> type(Trajectory(torch.zeros(1), torch.eye(2).expand(1, 1, 2, 2)).plot()).__name__
+        'Figure'
         """
-        return picture(self, **options)
+        return figure_of(self, **options)
 
 
 def shortened(text: str, limit: int) -> str:
@@ -127,21 +132,21 @@ def _is_default(value: Any, field: dataclasses.Field[Any]) -> bool:
     return value is field.default or (plain and value == field.default)
 
 
-def table(title: str, rows: Iterable[Sequence[object]], *, head: Sequence[str] = (), note: str = "") -> str:
+def html_table(title: str, rows: Iterable[Sequence[object]], *, header: Sequence[str] = (), note: str = "") -> str:
     """A small HTML table without colors or scripts; all text is escaped.
 
-    ``title`` is printed above it and ``note`` below. Without a ``head`` the first column holds the names of the rows.
+    ``title`` is printed above it and ``note`` below. Without a ``header`` the first column holds the names of the rows.
 
-    >>> "&lt;script&gt;" in table("", [("label", "<script>")]), "<script>" in table("<script>", [])
+    >>> "&lt;script&gt;" in html_table("", [("label", "<script>")]), "<script>" in html_table("<script>", [])
     (True, False)
     """
     parts = []
     if title:
         parts.append(f'<div style="font-weight: bold">{html.escape(title)}</div>')
-    body = [_row("th", [(_HEAD, cell) for cell in head])] if head else []
+    body = [_row("th", [(_HEAD, cell) for cell in header])] if header else []
     for row in rows:
         first, *others = row
-        body.append(_row("td", [(_TEXT if head else _NAME, first), *((_TEXT, cell) for cell in others)]))
+        body.append(_row("td", [(_TEXT if header else _NAME, first), *((_TEXT, cell) for cell in others)]))
     if body:
         parts.append(f'<table style="border-collapse: collapse">{"".join(body)}</table>')
     if note:
@@ -154,10 +159,10 @@ def _row(tag: str, cells: Iterable[tuple[str, object]]) -> str:
     return f"<tr>{inner}</tr>"
 
 
-def joined(*parts: str) -> str:
+def html_stack(*parts: str) -> str:
     """Several pieces of HTML, one below the other, in one ``div``.
 
-    >>> joined("<div>a</div>", "<div>b</div>")
+    >>> html_stack("<div>a</div>", "<div>b</div>")
     '<div><div>a</div><div>b</div></div>'
     """
     return f"<div>{''.join(parts)}</div>"

@@ -8,15 +8,16 @@ only what some instrument needs.
 
 from __future__ import annotations
 
+import difflib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, Flag, auto
 from typing import TYPE_CHECKING, Any
 
-from helmscope.types.arguments import counted
+from helmscope.types.arguments import counted, shown, type_with_article
 from helmscope.types.errors import HelmscopeError
-from helmscope.types.measurement import check_replicates
+from helmscope.types.measurement import check_replicates, identity_coordinates
 
 if TYPE_CHECKING:
     import numpy as np
@@ -69,24 +70,37 @@ class Needs(Flag):
 
     @property
     def attention_half(self) -> bool:
-        """Whether anything of the attention half is needed."""
+        """Whether anything of the attention half is needed.
+
+        >>> Needs.QKV.attention_half, Needs.FORCE.attention_half
+        (True, False)
+        """
         return bool(self & (Needs.ATTENTION | Needs.KERNEL | Needs.QKV | Needs.ATTENTION_WRITE))
 
     @property
     def cross_half(self) -> bool:
-        """Whether anything of cross-attention is needed."""
+        """Whether anything of cross-attention is needed.
+
+        >>> Needs.CROSS_KERNEL.cross_half
+        True
+        """
         return bool(self & (Needs.CROSS | Needs.CROSS_KERNEL | Needs.CROSS_QKV | Needs.CROSS_WRITE))
 
     @property
     def mlp_half(self) -> bool:
-        """Whether anything of the MLP half is needed."""
+        """Whether anything of the MLP half is needed.
+
+        >>> Needs.FORCE.mlp_half
+        True
+        """
         return bool(self & (Needs.MLP | Needs.FORCE | Needs.MLP_WRITE))
 
 
 @dataclass(frozen=True, eq=False)
 class ReplayPlan:
     """The extent of a replay: its ``layers``, the name ``axis`` of their axis and their ``coordinates`` on it, and the
-    name ``replicate`` of the replicate axis with the number of ``replicates``.
+    name ``replicate`` of the replicate axis with the number of ``replicates``. ``identities`` are those of the
+    ``Trajectory``, None if unknown.
 
     >>> ReplayPlan(range(1), axis="layer", coordinates=[0], replicate="prompt", replicates=3).replicates
     3
@@ -97,6 +111,7 @@ class ReplayPlan:
     coordinates: Sequence[float] | NDArray[np.generic]
     replicate: str
     replicates: int
+    identities: Sequence[str] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,7 +122,8 @@ class Moment:
     of a simulation, the depth of a recording. ``rows`` are the replicates of the chunk, ``weights`` the weights of
     their tokens in statistics (None: equal), ``visible`` the tokens that can be attended to (None: all). ``step`` is
     None in a flow, whose writes are velocities; in a layer, writes are increments and ``step`` is its size h: 1 in a
-    model, and for ``Layer(h)`` the factor h that the increments contain.
+    model, and for ``Layer(h)`` the factor h that the increments contain. ``heads`` is the number of heads of this half,
+    None if it has no axis of heads or their number is unknown.
 
     >>> Moment(0, Half.MLP, 0.0, slice(0, 2), step=1.0).is_increment
     True
@@ -120,6 +136,7 @@ class Moment:
     weights: Float[Tensor, "rows n"] | None = None
     visible: Bool[Tensor, "rows n"] | None = None
     step: float | None = None
+    heads: int | None = None
 
     @property
     def is_increment(self) -> bool:
@@ -252,7 +269,7 @@ class Instrument(ABC):
         """What it needs from a replay."""
 
     @property
-    def forwards(self) -> int:
+    def extra_forwards(self) -> int:
         """The number of forward passes of a model that it runs in addition to the replay; 0 by default."""
         return 0
 
@@ -282,23 +299,55 @@ class Instrument(ABC):
     def mlp(self, moment: Moment, passed: MlpPass) -> None:  # noqa: B027 - the same
         """Process one chunk of an MLP half."""
 
-    def keep(self, moment: Moment, values: Mapping[str, Tensor], axes: Sequence[str] = ("head",)) -> None:
-        """Keep, by name, one value per replicate of the chunk, or one array per replicate with the axes ``axes``.
+    def keep(self, moment: Moment, values: Mapping[str, Tensor], axes: Sequence[str] | None = None) -> None:
+        """Keep, by name, tensors with one value per replicate of the chunk, or with one array per replicate.
 
-        ``axes`` is ignored for plain values, so that the same call works for systems with heads and without. Raises
-        ``HelmscopeError`` if the shape does not match.
+        ``axes`` names the axes after that of the replicates, such as ("bin",) or ("head", "bin"). Without it, one
+        further axis is that of the heads, and must have as many entries as this half has heads. It is ignored for
+        plain values, so that the same call works for systems with heads and without. Raises ``HelmscopeError`` if the
+        shape does not match.
         """
-        count = moment.rows.stop - moment.rows.start
+        if not isinstance(values, Mapping):
+            raise HelmscopeError(
+                f"values of instrument {self.name} is {type_with_article(values)}, but keep needs a mapping of names "
+                "to tensors"
+            )
+        names = None if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
         for name, value in values.items():
-            array = value.detach().double().cpu().numpy()
-            if array.ndim not in (1, 1 + len(axes)) or len(array) != count:
-                wanted = ", ".join((self.plan.replicate, *axes))
+            if not hasattr(value, "detach"):
                 raise HelmscopeError(
-                    f"{name} of instrument {self.name} has shape {array.shape}, but a chunk of "
-                    f"{counted(count, 'replicate')} needs the axes ({self.plan.replicate}) or ({wanted})"
+                    f"{name} of instrument {self.name} is {type_with_article(value)}, but keep needs a tensor with one "
+                    "entry per replicate"
                 )
-            kept = self._kept.setdefault(name, _Kept(tuple(axes)[: array.ndim - 1], []))
+            array = value.detach().double().cpu().numpy()
+            used = self._axes(name, array.shape, moment, names)
+            kept = self._kept.setdefault(name, _Kept(used, []))
             kept.chunks.append((moment.layer, moment.rows, array))
+
+    def _axes(self, name: str, shape: tuple[int, ...], moment: Moment, axes: tuple[str, ...] | None) -> tuple[str, ...]:
+        """The names of a value's axes after that of the replicates; raises ``HelmscopeError`` if they do not fit."""
+        count, replicate = moment.rows.stop - moment.rows.start, self.plan.replicate
+        described = f"{name} of instrument {self.name} has shape {shape}"
+        if axes is not None and {replicate, self.plan.axis} & set(axes):
+            taken = f"'{replicate}' and '{self.plan.axis}'"
+            raise HelmscopeError(f"axes is {axes}, but {taken} are axes of every value: choose another name")
+        if len(shape) == 1 and shape[0] == count:
+            return ()
+        if axes is None and len(shape) == 2 and shape[0] == count:
+            if shape[1] == moment.heads:
+                return ("head",)
+            heads = "no known heads" if moment.heads is None else counted(moment.heads, "head")
+            raise HelmscopeError(
+                f"{described}, but this {moment.half.value} half has {heads}: name the axis of {shape[1]} entries, "
+                "such as keep(moment, values, axes=('bin',))"
+            )
+        wanted = ", ".join((replicate, *(("head",) if axes is None else axes)))
+        if axes is None or len(shape) != 1 + len(axes) or shape[0] != count:
+            raise HelmscopeError(
+                f"{described}, but a chunk of {counted(count, 'replicate')} needs the axes ({replicate}) or "
+                f"({wanted}), named by axes="
+            )
+        return axes
 
     def result(self) -> xr.Dataset:
         """The Measurement of all kept values, with axes (layer or time, prompt or system, further axes).
@@ -323,8 +372,9 @@ class Instrument(ABC):
             for layer, rows, array in kept.chunks:
                 values[plan.layers.index(layer), rows][tuple(slice(size) for size in array.shape)] = array
             data[name] = ((plan.axis, plan.replicate, *kept.axes), values)
-        coords = {plan.axis: np.asarray(plan.coordinates), plan.replicate: np.arange(plan.replicates)}
-        return xr.Dataset(data, coords | {axis: np.arange(size) for axis, size in sizes.items()})
+        coords: dict[str, Any] = {plan.axis: np.asarray(plan.coordinates), plan.replicate: np.arange(plan.replicates)}
+        coords |= {axis: np.arange(size) for axis, size in sizes.items()}
+        return xr.Dataset(data, coords | identity_coordinates(plan.replicate, plan.identities))
 
 
 @dataclass(frozen=True, eq=False)
@@ -347,15 +397,16 @@ def start_instruments(system: System, instruments: Sequence[Instrument], plan: R
     needs = Needs.NOTHING
     for instrument in instruments:
         if not isinstance(instrument, Instrument):
-            shown = instrument.__name__ if isinstance(instrument, type) else type(instrument).__name__
+            kind = instrument.__name__ if isinstance(instrument, type) else type(instrument).__name__
             raise HelmscopeError(
-                f"instruments holds {shown}, but each must be an Instrument object such as KernelStatistics()"
+                f"instruments holds {kind}, but each must be an Instrument object such as KernelStatistics()"
             )
     names = [instrument.name for instrument in instruments]
     for name in names:
         if names.count(name) > 1:
             raise HelmscopeError(f"instruments holds {names.count(name)} named '{name}', but each needs its own name")
     for instrument in instruments:
+        _check_needs(instrument)
         reason = system.refusal(instrument)
         if reason is not None:
             raise HelmscopeError(reason)
@@ -363,6 +414,19 @@ def start_instruments(system: System, instruments: Sequence[Instrument], plan: R
     for instrument in instruments:
         instrument.start(plan)
     return needs
+
+
+def _check_needs(instrument: Instrument) -> None:
+    """Raise HelmscopeError unless the needs of an instrument are a ``Needs``, with the member that was meant."""
+    needs: object = instrument.needs
+    if isinstance(needs, Needs):
+        return
+    members = [str(name) for name in Needs.__members__]
+    near = difflib.get_close_matches(needs.upper().strip(), members, n=1, cutoff=0.4) if isinstance(needs, str) else []
+    hint = f"did you mean Needs.{near[0]}?" if near else f"such as Needs.{Needs.KERNEL.name}"
+    raise HelmscopeError(
+        f"needs of instrument {instrument.name} is {shown(needs)}, but it must be a member of Needs: {hint}"
+    )
 
 
 def results(instruments: Sequence[Instrument]) -> dict[str, xr.Dataset]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from helmscope.types.arguments import known_name, type_with_article, whole_number
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
 _REDUCED = ("_stderr", "_low", "_high")
 COMPANIONS = (*_REDUCED, "_null")  # suffixes of the variables that accompany a variable NAME
 REPLICATES = ("prompt", "system", "seed", "group")  # replicate axes; without one of these, layers are the replicates
+IDENTITY = {"prompt": "text", "system": "start"}  # coordinate along a replicate axis: what each one was measured on
 
 
 def replicate_axis(dataset: xr.Dataset, over: str | None = None) -> str:
@@ -40,6 +42,20 @@ def replicate_axis(dataset: xr.Dataset, over: str | None = None) -> str:
             f"measurement has the replicate axes {candidates}, but it must have one: choose it with over="
         )
     return candidates[0]
+
+
+def identity_coordinates(replicate: str, identities: Sequence[str] | None) -> dict[str, tuple[str, list[str]]]:
+    """The coordinate that identifies what each replicate was measured on, ``text`` along ``prompt`` or ``start`` along
+    ``system``; none if the identities are unknown or the replicates have another name.
+
+    >>> identity_coordinates("prompt", ["text 1f0a", "text 99c2"])
+    {'text': ('prompt', ['text 1f0a', 'text 99c2'])}
+    >>> identity_coordinates("prompt", None)
+    {}
+    """
+    if identities is None or replicate not in IDENTITY:
+        return {}
+    return {IDENTITY[replicate]: (replicate, list(identities))}
 
 
 def check_replicates(dataset: xr.Dataset, over: str | None = None) -> xr.Dataset:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol, cast
+from typing import Literal, Protocol, TypeAlias, cast
 
 from helmscope.types.arguments import shown
 from helmscope.types.errors import HelmscopeError
@@ -23,19 +23,23 @@ class Progress(Protocol):
     def __call__(self, share: float, /) -> None: ...
 
 
+ProgressOption: TypeAlias = Progress | Literal[False] | None  # None: a bar where a person can see it; False: nothing
+
+
 def check_progress(progress: object) -> Progress:
-    """``progress``, or a function that does nothing if it is None; raises ``HelmscopeError`` if it is not callable.
+    """``progress``, or a function that does nothing if it is None or False; raises ``HelmscopeError`` for anything else
+    that is not callable.
 
     >>> check_progress(None)(0.5)
     >>> check_progress("bar")
     Traceback (most recent call last):
-    helmscope.types.HelmscopeError: progress is 'bar', but it must be a callable that takes the share of work done
+    helmscope.types.HelmscopeError: progress is 'bar', but it must be a callable that takes the share of ...
     """
-    if progress is None:
+    if progress is None or progress is False:
         return lambda share: None
     if not callable(progress):
         raise HelmscopeError(
-            f"progress is {shown(progress)}, but it must be a callable that takes the share of work done"
+            f"progress is {shown(progress)}, but it must be a callable that takes the share of work done, None or False"
         )
     return cast("Progress", progress)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from helmscope.types.instrument import Instrument
-from helmscope.types.progress import Progress
+from helmscope.types.progress import ProgressOption
 from helmscope.types.trajectory import Trajectory
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class System(Protocol):
     def refusal(self, instrument: Instrument) -> str | None:
         """Why the instrument cannot be used on this system, in one sentence; None if it can."""
 
-    def replay(self, *instruments: Instrument, progress: Progress | None = None) -> dict[str, xr.Dataset]:
+    def replay(self, *instruments: Instrument, progress: ProgressOption = None) -> dict[str, xr.Dataset]:
         """Show every layer once to all instruments and return their Measurements, with replicates, by name.
 
         ``progress`` is called with the share of the work done.

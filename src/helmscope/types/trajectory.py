@@ -41,12 +41,20 @@ class Status(Enum):
 
     @property
     def ok(self) -> bool:
-        """Whether the states at all requested times are known."""
+        """Whether the states at all requested times are known.
+
+        >>> Status.AT_REST.ok
+        True
+        """
         return self in (Status.FINISHED, Status.AT_REST)
 
     @property
     def failed(self) -> bool:
-        """Whether the integration failed: states are missing, and not because of a terminal event."""
+        """Whether the integration failed: states are missing, and not because of a terminal event.
+
+        >>> Status.STOPPED.ok, Status.STOPPED.failed
+        (False, False)
+        """
         return not self.ok and self is not Status.STOPPED
 
 
@@ -65,19 +73,27 @@ class Outcome:
 
     @property
     def ok(self) -> bool:
-        """Whether the states of every system at all requested times are known."""
+        """Whether the states of every system at all requested times are known.
+
+        >>> Outcome((Status.FINISHED, Status.STOPPED), (10.0, 3.2)).ok
+        False
+        """
         return all(status.ok for status in self.statuses)
 
     @property
     def failed(self) -> bool:
-        """Whether the integration of some system failed."""
+        """Whether the integration of some system failed.
+
+        >>> Outcome((Status.FINISHED, Status.STEP_LIMIT), (10.0, 3.2)).failed
+        True
+        """
         return any(status.failed for status in self.statuses)
 
     @property
-    def short(self) -> str:
+    def summary(self) -> str:
         """How the systems ended, in a few words and without a remedy.
 
-        >>> Outcome((Status.FINISHED, Status.FINISHED), (10.0, 10.0)).short
+        >>> Outcome((Status.FINISHED, Status.FINISHED), (10.0, 10.0)).summary
         'finished'
         """
         ends = Counter(status.name.lower().replace("_", " ") for status in self.statuses)
@@ -86,7 +102,7 @@ class Outcome:
         return ", ".join(f"{number:,} {end}" for end, number in ends.items()) or "no systems"
 
     def __repr__(self) -> str:
-        return one_line_repr(f"Outcome of {counted(len(self.statuses), 'system')}: {self.short}")
+        return one_line_repr(f"Outcome of {counted(len(self.statuses), 'system')}: {self.summary}")
 
     def __str__(self) -> str:
         unfinished = [i for i, status in enumerate(self.statuses) if (status.failed if self.failed else not status.ok)]
@@ -108,7 +124,9 @@ class Trajectory(Plottable):
     divided out. ``weights`` >= 0 are the weights of the tokens in statistics, (1, batch, token), or (time, batch,
     token) if they change: 0 for padding and for tokens left out; None means equal weights. ``tokens`` optionally holds
     a label per token. In Measurements ``axis`` names the first axis, time, or depth for a model, and ``replicate`` the
-    second, system, or prompt for a model. Raises ``HelmscopeError`` if shapes do not match or a weight is negative.
+    second, system, or prompt for a model; ``unit`` is the unit of the times, such as half-layers. ``identities``
+    optionally holds one string per system that identifies what it started from, such as a hash of its text, by which
+    ``paired_difference`` recognizes pairs. Raises ``HelmscopeError`` if shapes do not match or a weight is negative.
 
     >>> import torch
     >>> Trajectory(torch.zeros(1), torch.eye(3).expand(1, 2, 3, 3)).states.shape
@@ -125,6 +143,8 @@ class Trajectory(Plottable):
     outcome: Outcome | None = None
     axis: str = "time"
     replicate: str = "system"
+    unit: str = ""
+    identities: Sequence[str] | None = None
 
     def __post_init__(self) -> None:
         for name in ("times", "states"):
@@ -150,13 +170,18 @@ class Trajectory(Plottable):
             raise HelmscopeError(
                 f"tokens must hold {counted(shape[2], 'label')} for each of {counted(shape[1], 'system')}"
             )
+        if self.identities is not None and len(self.identities) != shape[1]:
+            raise HelmscopeError(
+                f"identities holds {counted(len(self.identities), 'string')}, but it must hold one for each of "
+                f"{counted(shape[1], self.replicate)}"
+            )
 
     @property
-    def when(self) -> str:
+    def times_text(self) -> str:
         """The number and range of the stored times or depths, as text.
 
         >>> import torch
-        >>> Trajectory(torch.tensor([0.0, 10.0]), torch.eye(3).expand(2, 1, 3, 3)).when
+        >>> Trajectory(torch.tensor([0.0, 10.0]), torch.eye(3).expand(2, 1, 3, 3)).times_text
         '2 times, 0 to 10'
         """
         number = len(self.times)
@@ -164,15 +189,15 @@ class Trajectory(Plottable):
         return ", ".join(filter(None, (counted(number, self.axis), " to ".join(ends))))
 
     @property
-    def who(self) -> str:
+    def size_text(self) -> str:
         """The number of systems or prompts and of their tokens, as text.
 
         >>> import torch
-        >>> Trajectory(torch.zeros(1), torch.eye(3).expand(1, 1, 3, 3)).who
+        >>> Trajectory(torch.zeros(1), torch.eye(3).expand(1, 1, 3, 3)).size_text
         '1 system x 3 tokens'
         """
         _, batch, tokens, _ = self.states.shape
         return f"{counted(batch, self.replicate)} x {counted(tokens, 'token')}"
 
     def __repr__(self) -> str:
-        return one_line_repr(f"Trajectory: {self.who}, dimension {self.states.shape[-1]}; {self.when}")
+        return one_line_repr(f"Trajectory: {self.size_text}, dimension {self.states.shape[-1]}; {self.times_text}")

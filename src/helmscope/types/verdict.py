@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from helmscope.types.display import one_line_repr, table
+from helmscope.types.display import html_table, one_line_repr
 from helmscope.types.interval import Interval, Region, interval_text, region_text
 
 
@@ -46,7 +46,7 @@ class Judged:
     ``basis`` says in words what the interval is based on; ``interval`` is None if there was nothing to measure, and
     ``replicates_needed`` is about how many replicates would decide, None where that is not known.
 
-    >>> Judged("growth", Region(text="above 0", above=0.0), Interval(0.5, 0.4, 0.7, n=32), Ruling.SUPPORTED).short
+    >>> Judged("growth", Region(text="above 0", above=0.0), Interval(0.5, 0.4, 0.7, n=32), Ruling.SUPPORTED).summary
     'supported, 0.5 [0.4, 0.7], n = 32'
     """
 
@@ -58,7 +58,7 @@ class Judged:
     replicates_needed: int | None = None
 
     @property
-    def short(self) -> str:
+    def summary(self) -> str:
         """The ruling with the interval that it is based on, as text."""
         if self.interval is None:
             return self.ruling.value
@@ -195,10 +195,10 @@ class Verdict:
         return None if self.deciding is None else self.deciding.region
 
     @property
-    def short(self) -> str:
+    def summary(self) -> str:
         """The ruling with the interval that it is based on, as text.
 
-        >>> Verdict(claim="rate", ruling=Ruling.IMPOSSIBLE).short
+        >>> Verdict(claim="rate", ruling=Ruling.IMPOSSIBLE).summary
         'premise impossible here'
         """
         if self.interval is None:
@@ -206,7 +206,7 @@ class Verdict:
         return f"{self.ruling.value}, {interval_text(self.interval)}, n = {self.interval.n:,}"
 
     def __repr__(self) -> str:
-        return one_line_repr(f"Verdict on {self.claim}: {self.short}{f'; {self.subject}' if self.subject else ''}")
+        return one_line_repr(f"Verdict on {self.claim}: {self.summary}{f'; {self.subject}' if self.subject else ''}")
 
     def _repr_html_(self) -> str:
         rows = [
@@ -218,11 +218,11 @@ class Verdict:
             *((name, text) for name, text in (("where", self.where), ("subject", self.subject)) if text),
             *((exhibit.title, exhibit.text) for exhibit in self.exhibits),
         ]
-        return table(f"{self.claim}: {self.ruling.value}", rows)
+        return html_table(f"{self.claim}: {self.ruling.value}", rows)
 
 
 def _condition_text(condition: Judged) -> str:
-    return f"{condition.short}; region: {region_text(condition.region)}. {condition.region.text}"
+    return f"{condition.summary}; region: {region_text(condition.region)}. {condition.region.text}"
 
 
 def _control_text(control: Control) -> str:

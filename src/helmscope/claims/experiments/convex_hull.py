@@ -11,7 +11,7 @@ import xarray as xr
 from helmscope.claims.curves import curve
 from helmscope.claims.evidence import Count, Identity, Replicates
 from helmscope.claims.finding import Finding
-from helmscope.claims.reading import entry
+from helmscope.claims.reading import constants
 from helmscope.claims.registry import Case, experiment
 from helmscope.fields.attention import SA
 from helmscope.fields.lowrank import LowRank
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 SHAPES = ((16, 8), (12, 3), (6, 16))  # (tokens, dimensions): a full-dimensional hull, one with many values, a simplex
-CONSTANTS = entry("convex-hull").constants
-BETAS, CLOUDS, PUSH = tuple(CONSTANTS["betas"]), CONSTANTS["clouds"], CONSTANTS["push"]
+CONSTANTS = constants("convex-hull")
+BETAS, CLOUDS, PUSH = CONSTANTS["betas"], CONSTANTS["clouds"], CONSTANTS["push"]
 KINDS = ("head", "head and residual", "sum of two heads", "farthest value pushed out by 1 %")
 
 

@@ -11,7 +11,7 @@ import xarray as xr
 from helmscope.claims.curves import curve
 from helmscope.claims.evidence import Identity
 from helmscope.claims.finding import Finding
-from helmscope.claims.reading import entry
+from helmscope.claims.reading import constants
 from helmscope.claims.registry import Case, experiment
 from helmscope.fields.noise import DivergenceForm, Ito, LayerNormChain, MatrixNoise, Stratonovich
 from helmscope.geometry import sphere, surface
@@ -31,7 +31,7 @@ PROCESSES = {
     "divergence form": DivergenceForm(),
 }
 NAMES = tuple(PROCESSES)
-DIMS, POINTS, EVEN = tuple(entry("curvature-drift").constants["dims"]), 64, 4
+DIMS, POINTS, EVEN = constants("curvature-drift")["dims"], 64, 4
 STEPS = tuple(2.0**-k for k in range(9, 15))
 
 
@@ -147,21 +147,21 @@ def _apply_generators(m: Tensor, x: Tensor, phi: Callable[[Tensor], Tensor]) -> 
 
 def _chain(noise: Noise, dw: Tensor, h: float, x: Tensor) -> Tensor:
     """One layer, N(x + sigma dW)."""
-    return sphere.retract(x + noise.kick(x, dw))
+    return sphere.retract(x + noise.increment(x, dw))
 
 
 def _heun(noise: Noise, dw: Tensor, h: float, x: Tensor) -> Tensor:
     """Heun's step for P sigma o dW: x + the mean of P sigma dW at both ends of the step."""
-    first = sphere.project(x, noise.kick(x, dw))
+    first = sphere.project(x, noise.increment(x, dw))
     end = sphere.retract(x + first)
-    return sphere.retract(x + (first + sphere.project(end, noise.kick(end, dw))) / 2)
+    return sphere.retract(x + (first + sphere.project(end, noise.increment(end, dw))) / 2)
 
 
 def _euler(noise: Noise, dw: Tensor, h: float, x: Tensor) -> Tensor:
     """Euler's step x + P sigma dW - h tr(PM) x, without retraction to the sphere."""
-    m = noise.matrix(x)
+    m = noise.diffusion_matrix(x)
     trace = m.diagonal(dim1=-2, dim2=-1).sum(-1) - (x * (m @ x[..., None])[..., 0]).sum(-1)
-    return x + sphere.project(x, noise.kick(x, dw)) - h * trace[..., None] * x
+    return x + sphere.project(x, noise.increment(x, dw)) - h * trace[..., None] * x
 
 
 def _richardson(rates: Tensor) -> Tensor:

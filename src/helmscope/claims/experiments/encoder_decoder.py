@@ -11,7 +11,7 @@ import xarray as xr
 from helmscope.claims.curves import curve
 from helmscope.claims.evidence import EveryMagnitude, Magnitude, Replicates
 from helmscope.claims.finding import Finding
-from helmscope.claims.reading import entry
+from helmscope.claims.reading import constants
 from helmscope.claims.registry import Case, experiment
 from helmscope.fields.attention import SA
 from helmscope.geometry.sphere import retract
@@ -23,7 +23,7 @@ from helmscope.types import Trajectory
 if TYPE_CHECKING:
     from torch import Tensor
 
-CONSTANTS = entry("encoder-decoder").constants
+CONSTANTS = constants("encoder-decoder")
 TOKENS, DIM, LEVEL = (CONSTANTS[name] for name in ("tokens", "dim", "level"))
 BETA, BINS, TOL = 1.0, 40, 1e-6
 TIMES, HORIZONS = tuple(k / 4 for k in range(41)), {0.0: 10.0, 1.0: 10.0, 2.0: 40.0}
@@ -81,7 +81,8 @@ class _MeanReached:
     """Event: the mean inner product reaches 0.9."""
 
     def signal(self, x: Tensor) -> Tensor:
-        return mean_inner_product(x) - LEVEL
+        signal: Tensor = mean_inner_product(x) - LEVEL
+        return signal
 
 
 class _Run(NamedTuple):

@@ -10,7 +10,7 @@ import torch
 from helmscope.claims.curves import curve
 from helmscope.claims.evidence import EveryLayer, Identity, Replicates
 from helmscope.claims.finding import Finding
-from helmscope.claims.reading import entry
+from helmscope.claims.reading import constants
 from helmscope.claims.registry import Case, experiment
 from helmscope.fields.attention import SA, USA
 from helmscope.geometry import sphere
@@ -22,8 +22,8 @@ from helmscope.solve.rk4 import RK4
 if TYPE_CHECKING:
     from torch import Tensor
 
-CONSTANTS = entry("energy-rises").constants
-BETAS, TOKENS, DIM = tuple(CONSTANTS["betas"]), CONSTANTS["tokens"], CONSTANTS["dim"]
+CONSTANTS = constants("energy-rises")
+BETAS, TOKENS, DIM = CONSTANTS["betas"], CONSTANTS["tokens"], CONSTANTS["dim"]
 MIDDLE = BETAS[1]
 STEP, HALF_STEPS, LAYERS = 0.1, 10, 6
 CLOUDS, PAIRS = 1_024, 32

@@ -12,7 +12,7 @@ import xarray as xr
 from helmscope.claims.curves import curve
 from helmscope.claims.evidence import EveryLayer
 from helmscope.claims.finding import Finding
-from helmscope.claims.reading import entry
+from helmscope.claims.reading import constants
 from helmscope.claims.registry import Case, experiment
 from helmscope.fields.attention import SA
 from helmscope.geometry.sphere import retract
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-ENTRY = entry("metastability")
-BETAS, GAMMAS, SIZES = (tuple(ENTRY.constants[name]) for name in ("betas", "gammas", "sizes"))
-DIM, SPREAD, MET = (ENTRY.constants[name] for name in ("dim", "spread", "met"))
+CONSTANTS = constants("metastability")
+BETAS, GAMMAS, SIZES = (CONSTANTS[name] for name in ("betas", "gammas", "sizes"))
+DIM, SPREAD, MET = (CONSTANTS[name] for name in ("dim", "spread", "met"))
 PATIENCE, TOL = 1.5, 1e-7
 
 
@@ -133,7 +133,8 @@ def _asymptotic_times(beta: float, g0: Tensor) -> Tensor:
 def _exponent(times: Tensor, g0: Tensor) -> Tensor:
     """The slope of log(beta time) over beta (1 - g0) between the last two betas, from times (beta, gamma0, start)."""
     low, high = BETAS[-2:]
-    return (high * times[-1] / (low * times[-2])).log() / ((high - low) * (1 - g0))
+    slope: Tensor = (high * times[-1] / (low * times[-2])).log() / ((high - low) * (1 - g0))
+    return slope
 
 
 def _merge_times(beta: float, x: Tensor) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,7 @@ import xarray as xr
 from helmscope.claims.curves import curve
 from helmscope.claims.evidence import Count, Replicates
 from helmscope.claims.finding import Finding
-from helmscope.claims.reading import entry
+from helmscope.claims.reading import constants
 from helmscope.claims.registry import Case, experiment
 from helmscope.fields.attention import SA
 from helmscope.geometry.sphere import retract
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
     from helmscope.observe.mixture import VMFMixture
 
-CONSTANTS = entry("mixture").constants
+CONSTANTS = constants("mixture")
 TOKENS, DIM, RADIUS = (CONSTANTS[name] for name in ("tokens", "dim", "radius"))
-BETAS, TIMES = (tuple(CONSTANTS[name]) for name in ("betas", "times"))
+BETAS, TIMES = (CONSTANTS[name] for name in ("betas", "times"))
 STATED = (BETAS.index(CONSTANTS["beta"]), TIMES.index(CONSTANTS["time"]))
 MOST, KAPPA_MAX, TOL = 8, 1e3, 1e-6
 LABELS = {
@@ -49,7 +49,7 @@ def mixture(case: Case) -> Finding:
     x0 = retract(case.normal(case.count(64, quick=32), TOKENS, DIM, stream=0))
     uniform = retract(case.normal(case.count(128, quick=64), TOKENS, DIM, stream=1))
     states = torch.stack([_states(beta, x0) for beta in BETAS])
-    start, later, null = (vmf_mixture(x, most=MOST, kappa_max=KAPPA_MAX) for x in (x0, states, uniform))
+    start, later, null = (vmf_mixture(x, max_components=MOST, kappa_max=KAPPA_MAX) for x in (x0, states, uniform))
     stated = later.count[STATED].double()
     linked = cluster_count(states[STATED], radius=RADIUS)
     beta, time = BETAS[STATED[0]], TIMES[STATED[1]]

@@ -11,7 +11,7 @@ import xarray as xr
 from helmscope.claims.curves import curve
 from helmscope.claims.evidence import Count, EveryLayer, Identity, Replicates
 from helmscope.claims.finding import Finding
-from helmscope.claims.reading import entry
+from helmscope.claims.reading import constants
 from helmscope.claims.registry import Case, experiment
 from helmscope.fields.attention import SA
 from helmscope.fields.block import Block
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     Norm = UnitNorm | RMSNorm | LayerNorm
 
-TOKENS, DIM, HIDDEN, DEPTH = (entry("norm-confines").constants[name] for name in ("tokens", "dim", "hidden", "depth"))
+TOKENS, DIM, HIDDEN, DEPTH = (constants("norm-confines")[name] for name in ("tokens", "dim", "hidden", "depth"))
 BETA = DIM**-0.5
 SIGNS = (1.0, -1.0, None)  # V = +I, -I, and a random one in every layer
 VALUES = ("V = +I", "V = -I", "V random")

@@ -11,7 +11,7 @@ import xarray as xr
 from helmscope.claims.curves import curve
 from helmscope.claims.evidence import Count, Identity, Replicates
 from helmscope.claims.finding import Finding
-from helmscope.claims.reading import entry
+from helmscope.claims.reading import constants
 from helmscope.claims.registry import Case, experiment
 from helmscope.fields.attention import SA
 from helmscope.geometry.sphere import angle, retract
@@ -23,7 +23,7 @@ from helmscope.stats.scales import LogScale
 if TYPE_CHECKING:
     from torch import Tensor
 
-TOKENS, BETA = (entry("repulsive").constants[name] for name in ("tokens", "beta"))
+TOKENS, BETA = (constants("repulsive")[name] for name in ("tokens", "beta"))
 STEP = 0.25
 TIMES = tuple(float(t) for t in range(21))
 ROOT = 1 / math.sqrt(5)

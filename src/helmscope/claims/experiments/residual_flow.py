@@ -10,7 +10,7 @@ import torch
 from helmscope.claims.curves import curve
 from helmscope.claims.evidence import Identity, Replicates
 from helmscope.claims.finding import Finding
-from helmscope.claims.reading import entry
+from helmscope.claims.reading import constants
 from helmscope.claims.registry import Case, experiment
 from helmscope.fields.attention import SA
 from helmscope.fields.block import Block
@@ -23,7 +23,7 @@ from helmscope.solve.layer import Layer
 if TYPE_CHECKING:
     from torch import Tensor
 
-TOKENS, DIM, BETA, TIME = (entry("residual-flow").constants[name] for name in ("tokens", "dim", "beta", "time"))
+TOKENS, DIM, BETA, TIME = (constants("residual-flow")[name] for name in ("tokens", "dim", "beta", "time"))
 STEPS = tuple(2.0**-k for k in range(5, 9))
 STARTS = 1_024  # as many as an identity needs, also in quick runs
 

@@ -19,14 +19,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from helmscope.kernels.kernel import AttentionSum
+from helmscope.geometry.arithmetic import broadcast_shapes
+from helmscope.summation.request import AttentionSum
 from helmscope.types import HelmscopeError
 
 if TYPE_CHECKING:
     from jaxtyping import Float
     from torch import Tensor
 
-    from helmscope.kernels.kernel import Request
+    from helmscope.summation.request import Request
 
 _MAX_WIDTH = 256
 _TERM_EXPONENT = 14  # the largest terms are scaled to 2^14
@@ -66,15 +67,15 @@ _PLANS = {
 
 @dataclass(frozen=True)
 class Flash:
-    """Kernel for large systems in float32 on a CUDA device, for vectors of at most 256 coordinates.
+    """Method for large systems in float32 on a CUDA device, for vectors of at most 256 coordinates.
 
     It computes no gradient and takes no bias. The relative error of the mean, measured at n = 65,536 for logits l up to
     about 4, is 4e-7 in 16 dimensions to 1e-6 in 256; for larger logits it is |l| 2^-22, where rounding alone costs
     |l| 2^-23 in any float32 computation. A NaN affects only its own system.
 
     >>> x = torch.eye(2)
-    >>> from helmscope.kernels.kernel import Request
-    >>> Flash().refuses(Request(x.double(), x.double(), x.double()))
+    >>> from helmscope.summation.request import Request
+    >>> Flash().refusal(Request(x.double(), x.double(), x.double()))
     'it needs float32 tensors, and these are float64'
     """
 
@@ -84,12 +85,12 @@ class Flash:
         if self.plan is not None and not isinstance(self.plan, Plan):
             raise HelmscopeError(f"plan is {self.plan!r}, but it must be a Plan or None")
 
-    def refuses(self, request: Request) -> str | None:
+    def refusal(self, request: Request) -> str | None:
         """Why it does not support a request; None if it does.
 
         >>> x = torch.zeros(3, 300)
-        >>> from helmscope.kernels.kernel import Request
-        >>> Flash().refuses(Request(x, x, x))
+        >>> from helmscope.summation.request import Request
+        >>> Flash().refusal(Request(x, x, x))
         'it takes vectors of at most 256 coordinates, and these have 300'
         """
         dtypes = {tensor.dtype for tensor in request.tensors} - {torch.float32}
@@ -118,7 +119,7 @@ class Flash:
         ``shift`` is the largest visible logit rounded up to a multiple of log 2, or |beta| where that bound is close
         enough.
         """
-        from helmscope.kernels.flash_triton import flash_kernel
+        from helmscope.summation.flash_triton import flash_kernel
 
         n, d = request.value.shape[-2:]
         plan = self.plan or _PLANS[_padded_width(max(request.key.shape[-1], d))]
@@ -159,8 +160,7 @@ def _batch_shape(request: Request) -> torch.Size:
     """The broadcast batch axes of the tensors of a request."""
     shapes = [tensor.shape[:-2] for tensor in (request.query, request.key, request.value)]
     weights_shape = [] if request.weights is None else [request.weights.shape[:-1]]
-    batch: torch.Size = torch.broadcast_shapes(*shapes, *weights_shape)  # type: ignore[no-untyped-call]
-    return batch
+    return broadcast_shapes(*shapes, *weights_shape)
 
 
 @lru_cache(maxsize=1)
@@ -174,7 +174,7 @@ def _device_reason(device: torch.device) -> str | None:
         return "triton is not installed"
     if device.type == "cuda":
         return None
-    from helmscope.kernels.flash_triton import INTERPRETED
+    from helmscope.summation.flash_triton import INTERPRETED
 
     return None if INTERPRETED and device.type == "cpu" else f"it needs a CUDA device, and the tokens are on {device}"
 
@@ -207,7 +207,7 @@ class _Split:
 
 
 def _split(x: Tensor, batch: torch.Size, plan: Plan) -> _Split:
-    from helmscope.kernels.flash_triton import split_kernel
+    from helmscope.summation.flash_triton import split_kernel
 
     n, d = x.shape[-2:]
     long, short = max(plan.queries, plan.keys), min(plan.queries, plan.keys)

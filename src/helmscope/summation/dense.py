@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from helmscope.geometry.arithmetic import full_precision
-from helmscope.kernels.kernel import MAX_DENSE_TOKENS, AttentionSum, Request
+from helmscope.summation.request import MAX_DENSE_TOKENS, AttentionSum, Request
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Dense:
-    """Kernel that stores all pairs: for up to n = 2,048 tokens, and for fields that need the whole matrix of logits.
+    """Method that stores all pairs: for up to n = 2,048 tokens, and for fields that need the whole matrix of logits.
 
     >>> x = torch.eye(2)
     >>> Dense().sum(Request(0.0 * x, x, x)).mean
@@ -25,15 +25,26 @@ class Dense:
             [0.5000, 0.5000]])
     """
 
-    def refuses(self, request: Request) -> str | None:
-        """Why it does not support a request; None if it does."""
+    def refusal(self, request: Request) -> str | None:
+        """Why it does not support a request; None if it does.
+
+        >>> x = torch.zeros(3000, 2)
+        >>> Dense().refusal(Request(x, x, x))
+        'n is 3000, and it stores n x n pairs for at most 2048 tokens: use Blockwise()'
+        """
         n = request.tokens
         if n > MAX_DENSE_TOKENS and request.transform_logits is None:
             return f"n is {n}, and it stores n x n pairs for at most {MAX_DENSE_TOKENS} tokens: use Blockwise()"
         return None
 
     def sum(self, request: Request) -> AttentionSum:
-        """Compute the sums; the request is not checked. Supports all derivatives and functorch transforms."""
+        """Compute the sums; the request is not checked. Supports all derivatives and functorch transforms.
+
+        >>> x = torch.eye(2)
+        >>> Dense().sum(Request(x, x, x)).mean
+        tensor([[0.7311, 0.2689],
+                [0.2689, 0.7311]])
+        """
         pairs = transformed_logits(request)
         return attention_sum(pairs, request.value, weights=request.weights, skip_self=request.skip_self)
 

@@ -18,7 +18,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from helmscope.geometry.arithmetic import full_precision
-from helmscope.kernels.kernel import AttentionSum, Request, transformed
+from helmscope.summation.request import AttentionSum, Request, transformed
 from helmscope.types import HelmscopeError, whole_number
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ HIDDEN_LOGIT = -1e30  # its exponential is 0; finite, because -inf would turn in
 
 @dataclass(frozen=True)
 class Blockwise:
-    """Kernel that sums block by block, on every device, with every mask, bias and derivative.
+    """Method that sums block by block, on every device, with every mask, bias and derivative.
 
     A gradient costs one more pass, because blocks are recomputed in the backward pass. ``block`` is (queries, keys) per
     block; None chooses a fast size for the device. The rounding of a sum depends on ``block``, but not on the batch.
@@ -54,8 +54,13 @@ class Blockwise:
         for size in self.block:
             whole_number("block", size, at_least=1)
 
-    def refuses(self, request: Request) -> str | None:
-        """Why it does not support a request; None if it does."""
+    def refusal(self, request: Request) -> str | None:
+        """Why it does not support a request; None if it does.
+
+        >>> x = torch.eye(2)
+        >>> Blockwise().refusal(Request(x, x, x)) is None
+        True
+        """
         return (
             None
             if request.transform_logits is None
@@ -63,7 +68,13 @@ class Blockwise:
         )
 
     def sum(self, request: Request) -> AttentionSum:
-        """Compute the sums; the request is not checked."""
+        """Compute the sums; the request is not checked.
+
+        >>> x = torch.eye(2)
+        >>> Blockwise(block=(1, 2)).sum(Request(x, x, x)).mean
+        tensor([[0.7311, 0.2689],
+                [0.2689, 0.7311]])
+        """
         batch, n = request.query.shape[:-2], request.query.shape[-2]
         # system by system: the rounding of a batched product would depend on the size of the batch
         sums = [self._sum_one(request.system(batch, k)) for k in range(batch.numel())]

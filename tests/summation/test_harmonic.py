@@ -10,17 +10,19 @@ import torch
 from mpmath import mp
 from scipy import special
 
+import helmscope as hs
 from helmscope.fields.attention import SA, USA
 from helmscope.geometry import harmonics
 from helmscope.geometry.sphere import project, retract
-from helmscope.kernels import harmonic_series
-from helmscope.kernels.dense import Dense, attention_sum, logits
-from helmscope.kernels.harmonic import CHUNK, Harmonic, harmonic_degree, harmonic_sum
-from helmscope.kernels.harmonic_matrix import matrix_sums
-from helmscope.kernels.harmonic_series import circle_series
+from helmscope.summation import harmonic_series
+from helmscope.summation.dense import Dense, attention_sum, logits
+from helmscope.summation.harmonic import CHUNK, Harmonic, harmonic_degree, harmonic_sum
+from helmscope.summation.harmonic_matrix import matrix_sums
+from helmscope.summation.harmonic_series import circle_series
+from helmscope.summation.request import Request
 from helmscope.theory.energy import energy_min
 from helmscope.types import HelmscopeError
-from support.kernel_cases import random_request
+from support.summation_cases import random_request
 
 BETAS = (0.0, 1e-3, 0.5, 1.0, 4.0, 9.0, 50.0)
 
@@ -147,7 +149,7 @@ def test_300_random_shapes(start: int) -> None:
         request = replace(random_request(seed, plain=True, dims=(2, 3)), causal=False)
         if request.beta == 500 and request.key.shape[-1] == 3:
             request = replace(request, query=request.query / 10, beta=50.0)
-        assert Harmonic().refuses(request) is None
+        assert Harmonic().refusal(request) is None
         got, expected = (over_scale(kernel.sum(request), request.beta) for kernel in (Harmonic(), Dense()))
         weight = request.key.shape[-2] if request.weights is None else float(request.weights.sum(-1).max())
         assert float((got - expected).abs().max()) <= 1e-12 * max(1.0, weight), seed
@@ -164,7 +166,7 @@ def test_matrix_products_agree(beta: float, d: int, monkeypatch: pytest.MonkeyPa
     expected = over_scale(harmonic_sum(x, beta=beta, weights=weights), beta)
     degree = harmonic_degree(beta, dim=d)
     for chunk in (2**20, 77):
-        monkeypatch.setattr("helmscope.kernels.harmonic_matrix.CHUNK", chunk)
+        monkeypatch.setattr("helmscope.summation.harmonic_matrix.CHUNK", chunk)
         got = matrix_sums(x, weights, beta, degree)
         assert float((got - expected).abs().max()) < 3e-14 * float(weights.sum(-1).max())
     got = matrix_sums(x.float(), weights.float(), beta, degree)
@@ -199,3 +201,23 @@ def test_many_tokens_need_no_n_x_n_matrix() -> None:
 def test_bad_input_raises(call, message: str) -> None:
     with pytest.raises(HelmscopeError, match=message):
         call()
+
+
+@pytest.mark.parametrize("dim", [2, 3])
+def test_a_huge_beta_falls_back_to_pairs(dim):
+    """The degree of its series, which would take 8 TB to compute, is not computed."""
+    x = hs.Uniform(2100, dim).sample()
+    with hs.summation.using_summation() as used:
+        velocity = hs.SA(beta=1e12)(x)
+    assert used == {"Blockwise"}
+    assert float(velocity.abs().max()) < 1e-3  # every token attends to itself only
+    with hs.summation.using_summation(Harmonic()), pytest.raises(hs.HelmscopeError, match="degree above 256"):
+        hs.SA(beta=1e12)(x)
+
+
+@pytest.mark.parametrize(("dim", "beta"), [(2, 57_000.0), (2, 60_000.0), (3, 32_000.0), (3, 35_000.0)])
+def test_only_series_of_too_high_degree_are_rejected_without_computing_it(dim, beta):
+    x = hs.Uniform(2, dim).sample()
+    request = Request(beta * x, x, x, beta=beta)
+    assert Harmonic()._is_too_sharp(request) == (beta in (60_000.0, 35_000.0))
+    assert Harmonic().degree(request) > 256

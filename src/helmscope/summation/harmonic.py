@@ -11,6 +11,7 @@ which the harmonic expansion sum_l (2 l + 1) i_l(beta) P_l, or sum_k c_k cos k, 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -21,10 +22,10 @@ import torch
 from helmscope.geometry.arithmetic import full_precision
 from helmscope.geometry.harmonics import exponential_coefficients, exponential_degree, powers
 from helmscope.geometry.sphere import NORM_TOLERANCE, check_tokens
-from helmscope.kernels.harmonic_gpu import fits, gpu_sums
-from helmscope.kernels.harmonic_matrix import MAX_MATRIX_DEGREE, matrix_sums
-from helmscope.kernels.harmonic_series import circle_series, sphere_series
-from helmscope.kernels.kernel import AttentionSum, Request
+from helmscope.summation.harmonic_gpu import fits, gpu_sums
+from helmscope.summation.harmonic_matrix import MAX_MATRIX_DEGREE, matrix_sums
+from helmscope.summation.harmonic_series import circle_series, sphere_series
+from helmscope.summation.request import AttentionSum, Request
 from helmscope.types import HelmscopeError, real_number
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ MIN_OTHER_MASS = {torch.float64: 1e-3, torch.float32: 1e-2}  # received by each 
 
 @dataclass(frozen=True)
 class Harmonic:
-    """Kernel for unit vectors on the circle and on S^2, by a harmonic series: query-key matrix c I with c >= 0, no
+    """Method for unit vectors on the circle and on S^2, by a harmonic series: query-key matrix c I with c >= 0, no
     causal mask, no bias, no gradient.
 
     ``tol`` bounds the truncation error per pair in units of e^beta; None stands for 1e-12 in float64 and 1e-7 in
@@ -64,17 +65,22 @@ class Harmonic:
         if self.tol is not None and real_number("tol", self.tol, above=0) >= 1:
             raise HelmscopeError(f"tol is {self.tol:g}, but it must be below 1, the size of a term in units of e^beta")
 
-    def refuses(self, request: Request) -> str | None:
-        """Why it does not support a request; None if it does."""
-        if (reason := self.refuses_without_values(request)) is not None:
+    def refusal(self, request: Request) -> str | None:
+        """Why it does not support a request; None if it does.
+
+        >>> x = torch.eye(2)
+        >>> Harmonic().refusal(Request(x, x, x, beta=1.0, causal=True))
+        'the series is for e^{beta <x, y>} with beta >= 0 over all pairs, without causal mask and bias'
+        """
+        if (reason := self.refusal_without_values(request)) is not None:
             return reason
         x = request.key
         norm = torch.linalg.vector_norm(x, dim=-1).nan_to_num(nan=1.0)  # a NaN must not decide for other systems
         deviation = float((norm - 1).abs().max())
         return None if deviation <= NORM_TOLERANCE[x.dtype] else "the series is for unit vectors"
 
-    def refuses_without_values(self, request: Request) -> str | None:
-        """Like ``refuses``, but without reading tensor values, for which a GPU would have to synchronize."""
+    def refusal_without_values(self, request: Request) -> str | None:
+        """Like ``refusal``, but without reading tensor values, for which a GPU would have to synchronize."""
         x, beta = request.key, request.beta
         if (
             beta is None
@@ -90,20 +96,43 @@ class Harmonic:
             return "the series has no gradient: use Blockwise()"
         if not isinstance(request.skip_self, bool):
             return "it omits a token's own term for all heads or for none"
-        if self.degree(request) > MAX_DEGREE:
+        if self._is_too_sharp(request) or self.degree(request) > MAX_DEGREE:
             return f"beta is {beta:g}, and its series has a degree above {MAX_DEGREE}"
         return None
 
     def degree(self, request: Request) -> int:
-        """The degree at which the series of a request is truncated."""
+        """The degree at which the series of a request is truncated.
+
+        >>> x = torch.eye(2)
+        >>> Harmonic().degree(Request(4 * x, x, x, beta=4.0))
+        12
+        """
         tol = DEFAULT_TOL[request.key.dtype] if self.tol is None else self.tol
         assert request.beta is not None
         return _cached_degree(request.beta, dim=request.key.shape[-1], tol=tol)
+
+    def _is_too_sharp(self, request: Request) -> bool:
+        """Whether beta is so large that the degree exceeds ``MAX_DEGREE`` in any case.
+
+        The time and memory to compute a degree grow with beta. No coefficient of a harmonic exceeds that of degree 0,
+        so the harmonics up to ``MAX_DEGREE`` contain at most their number times that coefficient.
+        """
+        assert request.beta is not None
+        tol = DEFAULT_TOL[request.key.dtype] if self.tol is None else self.tol
+        if request.key.shape[-1] == 3:
+            harmonics, coefficient = (MAX_DEGREE + 1) ** 2, 1 / (2 * max(request.beta, 1.0))
+        else:  # e^{-beta} I_0(beta) <= 0.47 / sqrt(beta)
+            harmonics, coefficient = 2 * MAX_DEGREE + 1, 0.47 / math.sqrt(max(request.beta, 1.0))
+        return harmonics * coefficient < 1 - tol
 
     def is_faster(self, request: Request) -> bool:
         """Whether the series, O(n L) on the circle and O(n L^2) on S^2, is faster than O(n^2) pairwise sums.
 
         The thresholds were measured on a CPU core and on a GPU.
+
+        >>> x = torch.eye(2)
+        >>> Harmonic().is_faster(Request(x, x, x, beta=1.0))
+        False
         """
         terms = self.degree(request) + 2
         assert request.beta is not None
@@ -130,7 +159,13 @@ class Harmonic:
         return _is_inaccurate(others.numpy(), (extremes[1:] - 1).abs().amax(0).numpy(), total.numpy(), x.dtype)
 
     def sum(self, request: Request) -> AttentionSum:
-        """Compute the sums as ``harmonic_sum`` does; the request is not checked."""
+        """Compute the sums as ``harmonic_sum`` does; the request is not checked.
+
+        >>> x = torch.eye(2)
+        >>> Harmonic().sum(Request(x, x, x, beta=1.0)).mean
+        tensor([[0.7311, 0.2689],
+                [0.2689, 0.7311]])
+        """
         return self._sum_with_diagnostics(request)[0]
 
     def checked_sum(self, request: Request) -> tuple[AttentionSum, Bool[np.ndarray, "*batch"]]:
@@ -208,7 +243,7 @@ def harmonic_sum(
     """
     check_tokens(x)
     if x.requires_grad:
-        raise HelmscopeError("x requires a gradient, but harmonic sums have none: use the dense kernel")
+        raise HelmscopeError("x requires a gradient, but harmonic sums have none: use Dense()")
     degree = harmonic_degree(beta, dim=x.shape[-1], tol=tol)
     if degree > MAX_DEGREE:
         raise HelmscopeError(f"beta is {beta:g}, but its series has degree {degree}, above {MAX_DEGREE}: lower beta")

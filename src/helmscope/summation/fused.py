@@ -1,12 +1,12 @@
 """Simulation of many small systems in one GPU launch: one program integrates one system and counts clustered pairs.
 
-    SA    x_i' = V P_{x_i} sum_j e^{beta <x_i, x_j>} x_j / Z_i,    Z_i = sum_j e^{beta <x_i, x_j>}        (source 001)
+    SA    x_i' = V P_{x_i} sum_j e^{beta <x_i, x_j>} x_j / Z_i,    Z_i = sum_j e^{beta <x_i, x_j>}
     USA   x_i' = V P_{x_i} sum_j e^{beta <x_i, x_j>} x_j / n
 
-with a scalar V for each beta, by projected RK4 or Heun with equal steps. The tokens stay in registers from the start to
-the last time; the output is the number of pairs that have met at each requested time. Everything is computed in
-float32. Every exponent is beta (<x_i, x_j> - 1) <= 0, and the factor e^beta / n of USA is part of the step size, so
-nothing overflows.
+[Geshkovski et al. 2023], with a scalar V for each beta, by projected RK4 or Heun with equal steps. The tokens stay in
+registers from the start to the last time; the output is the number of pairs that have met at each requested time.
+Everything is computed in float32. Every exponent is beta (<x_i, x_j> - 1) <= 0, and the factor e^beta / n of USA is
+part of the step size, so nothing overflows.
 
 This duplicates the field, the stepper and the statistic of ``fields``, ``solve`` and ``observe``; tests check that the
 results agree.
@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from helmscope.geometry.sphere import NORM_TOLERANCE
-from helmscope.types import HelmscopeError, increasing_times, real_number
+from helmscope.types import HelmscopeError, increasing_times, real_number, type_with_article
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -185,7 +185,7 @@ class Task:
 
 def launch(x0: Float[Tensor, "sample n d"], task: Task, options: Tuning) -> Clustering:
     """``fused_clustering`` without checks and with an explicit tuning."""
-    fused_kernel = importlib.import_module("helmscope.kernels.fused_triton").fused_kernel
+    fused_kernel = importlib.import_module("helmscope.summation.fused_triton").fused_kernel
     flows, (samples, n, d), device = task.flows, x0.shape, x0.device
     size, count, pairs = len(flows.betas), len(flows.spans), n * (n - 1) // 2
     # longest jobs first, so that none starts last: at higher beta tokens meet later
@@ -222,7 +222,7 @@ def _next_power_of_two(size: int, minimum: int) -> int:
 def _check_starts(x0: object) -> None:
     """Check for a tensor (sample, n, d) of unit vectors; a non-finite token passes, its system is lost at once."""
     if not isinstance(x0, torch.Tensor) or x0.ndim != 3 or 0 in x0.shape or x0.shape[-1] < 2:
-        shown = f"of shape {tuple(x0.shape)}" if isinstance(x0, torch.Tensor) else f"a {type(x0).__name__}"
+        shown = f"of shape {tuple(x0.shape)}" if isinstance(x0, torch.Tensor) else type_with_article(x0)
         raise HelmscopeError(f"x0 is {shown}, but it must be a tensor of shape (sample, n, d) with d >= 2")
     norm = torch.linalg.vector_norm(x0.detach(), dim=-1)
     off = torch.isfinite(norm) & ((norm - 1).abs() > NORM_TOLERANCE[torch.float32])
@@ -257,7 +257,7 @@ def _checked_flows(
 def _checked_vector(name: str, value: object, size: int | None) -> Tensor:
     """Check for a vector of finite numbers and return it in float64 on the CPU."""
     if not isinstance(value, torch.Tensor) or value.ndim != 1 or len(value) not in (size or len(value), 0):
-        shown = f"of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
+        shown = f"of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type_with_article(value)
         required = f"a tensor of shape ({size},)" if size else "a one-dimensional tensor"
         raise HelmscopeError(f"{name} is {shown}, but it must be {required}")
     vector = value.detach().to("cpu", torch.float64)

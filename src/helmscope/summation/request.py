@@ -1,4 +1,4 @@
-"""The interface of kernels: ``Request`` is the input, ``AttentionSum`` the result, ``Kernel`` the protocol."""
+"""The interface of summation methods: a ``Summation`` takes a ``Request`` and returns an ``AttentionSum``."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ class Request:
     ``skip_self`` omits j = i from the first sum, never from Z. It is meant for callers that project the sum onto the
     tangent space at x_i and for which v_i is parallel to x_i: the term would vanish in exact arithmetic, but is
     e^{beta (1 - <x_i, x_j>)} times larger than the others and would absorb their digits. It may differ between heads.
-    ``beta`` is set if query = beta key and value = key; kernels for unit vectors check the norms themselves.
-    ``transform_logits`` changes the whole matrix of logits before it is summed; few kernels support that.
+    ``beta`` is set if query = beta key and value = key; methods for unit vectors check the norms themselves.
+    ``transform_logits`` changes the whole matrix of logits before it is summed; few methods support that.
     Queries may belong to another cloud, n tokens that attend to m others: then no token is its own key, and ``causal``,
     ``skip_self`` and ``beta`` keep their defaults.
     """
@@ -150,11 +150,11 @@ def may_be_differentiated(x: Tensor) -> bool:
 
 
 @runtime_checkable
-class Kernel(Protocol):
+class Summation(Protocol):
     """An algorithm that computes the sums of a ``Request``."""
 
-    def refuses(self, request: Request) -> str | None:
-        """Why this kernel does not support a request, as the end of a sentence; None if it does."""
+    def refusal(self, request: Request) -> str | None:
+        """Why this method does not support a request, as the end of a sentence; None if it does."""
 
     def sum(self, request: Request) -> AttentionSum:
         """Compute the sums; the request is not checked."""

@@ -8,16 +8,16 @@ import pytest
 import torch
 
 import helmscope as hs
-from helmscope.kernels import kernel as kernel_module
-from helmscope.kernels.blockwise import Blockwise
-from helmscope.kernels.choose import choose, token_sum, using_kernel
-from helmscope.kernels.dense import Dense
-from helmscope.kernels.flash import Flash
-from helmscope.kernels.harmonic import Harmonic
-from helmscope.kernels.kernel import AttentionSum, Request, has_visible_key
 from helmscope.solve.integrate import make_problem
+from helmscope.summation import request as request_module
+from helmscope.summation.blockwise import Blockwise
+from helmscope.summation.choose import choose, token_sum, using_summation
+from helmscope.summation.dense import Dense
+from helmscope.summation.flash import Flash
+from helmscope.summation.harmonic import Harmonic
+from helmscope.summation.request import AttentionSum, Request, has_visible_key
 from helmscope.types import HelmscopeError
-from support.kernel_cases import F64, random_request
+from support.summation_cases import F64, random_request
 
 
 def rescaled(sums: AttentionSum, reference: AttentionSum) -> tuple[torch.Tensor, torch.Tensor]:
@@ -164,7 +164,7 @@ def tokens(n: int, d: int, dtype=F64) -> torch.Tensor:
     ],
 )
 def test_the_dispatcher_chooses_the_documented_kernel(field, n, d, name):
-    assert make_problem(field, tokens(n, d), [1.0]).kernels() == [name]
+    assert make_problem(field, tokens(n, d), [1.0]).summations() == [name]
 
 
 def test_a_gradient_changes_the_choice():
@@ -182,10 +182,10 @@ def test_a_gradient_changes_the_choice():
 def test_fields_agree_with_dense_sums_beyond_the_dense_limit(field, d, monkeypatch):
     x = tokens(2_100, d)
     got = field(beta=3.0)(x)
-    monkeypatch.setattr(kernel_module, "MAX_DENSE_TOKENS", 10**9)
-    monkeypatch.setattr("helmscope.kernels.choose.MAX_DENSE_TOKENS", 10**9)
+    monkeypatch.setattr(request_module, "MAX_DENSE_TOKENS", 10**9)
+    monkeypatch.setattr("helmscope.summation.choose.MAX_DENSE_TOKENS", 10**9)
     expected = field(beta=3.0)(x)
-    assert make_problem(field(beta=3.0), x, [1.0]).kernels() == ["Dense"]
+    assert make_problem(field(beta=3.0), x, [1.0]).summations() == ["Dense"]
     assert (got - expected).abs().max() <= 1e-12 * max(1.0, float(expected.abs().max()))
 
 
@@ -195,9 +195,9 @@ def test_sa_and_usa_at_any_beta(n, beta):
     """Neither SA nor USA, which returns its scale as a logarithm, overflows, and both agree with the dense sums."""
     x = tokens(n, 5)
     sa, usa = hs.SA(beta), hs.USA(beta, causal=True)
-    dense_sa, dense_usa = sa.velocity(x), usa.scaled(x)
-    with using_kernel(Blockwise((16, 8))):
-        streaming_sa, streaming_usa = sa.velocity(x), usa.scaled(x)
+    dense_sa, dense_usa = sa.velocity(x), usa.scaled_velocity(x)
+    with using_summation(Blockwise((16, 8))):
+        streaming_sa, streaming_usa = sa.velocity(x), usa.scaled_velocity(x)
     assert torch.isfinite(streaming_sa).all()
     assert (streaming_sa - dense_sa).abs().max() <= 1e-12 * (1 + beta)
     direction = streaming_usa.direction * torch.exp(streaming_usa.log_scale - dense_usa.log_scale)
@@ -210,16 +210,16 @@ def test_a_pinned_kernel_is_used_and_reported():
     field = hs.SA(beta=2.0)
     runs = {}
     for kernel in (None, Dense(), Blockwise(), Harmonic()):
-        run = hs.integrate(field, x, [1.0], kernel=kernel)
-        assert run.problem.kernel is kernel
+        run = hs.integrate(field, x, [1.0], summation=kernel)
+        assert run.problem.summation is kernel
         runs[type(kernel).__name__] = run.states
     for states in runs.values():
         assert (states - runs["NoneType"]).abs().max() < 1e-9
     assert torch.equal(runs["Dense"], runs["NoneType"])
     assert not torch.equal(runs["Harmonic"], runs["NoneType"])
-    with using_kernel(Blockwise()) as outer:
-        hs.integrate(field, x, [0.1])  # kernel=None keeps the outer pinned kernel
-        with using_kernel(Dense()) as inner:
+    with using_summation(Blockwise()) as outer:
+        hs.integrate(field, x, [0.1])  # summation=None keeps the outer pinned kernel
+        with using_summation(Dense()) as inner:
             field(x)
     assert (outer, inner) == ({"Blockwise", "Dense"}, {"Dense"})
 
@@ -227,20 +227,20 @@ def test_a_pinned_kernel_is_used_and_reported():
 @pytest.mark.parametrize(
     ("kernel", "field", "n", "d", "message"),
     [
-        (Dense(), hs.SA(beta=1.0), 2_049, 4, "kernel is Dense(), but n is 2049"),
+        (Dense(), hs.SA(beta=1.0), 2_049, 4, "summation is Dense(), but n is 2049"),
         (Harmonic(), hs.SA(beta=1.0), 4, 4, "but tokens have dimension 4"),
         (Harmonic(), hs.SA(beta=1.0, causal=True), 4, 3, "without causal mask and bias"),
         (Harmonic(), hs.SA(beta=1e4), 4, 3, "degree above 256"),
         (Blockwise(), hs.Hardmax(), 4, 3, "never stores the whole matrix of logits"),
-        (Flash(), hs.SA(beta=1.0), 4, 3, "kernel is Flash("),
-        ("dense", hs.SA(beta=1.0), 4, 3, "kernel is 'dense', but it must be a kernel such as Dense()"),
-        (Dense, hs.SA(beta=1.0), 4, 3, "it must be a kernel such as Dense()"),
+        (Flash(), hs.SA(beta=1.0), 4, 3, "summation is Flash("),
+        ("dense", hs.SA(beta=1.0), 4, 3, "summation is 'dense', but it must be a method such as Dense()"),
+        (Dense, hs.SA(beta=1.0), 4, 3, "it must be a method such as Dense()"),
         (Dense(), lambda x: 0 * x, 4, 3, "does not sum over tokens"),
     ],
 )
 def test_integrate_raises_if_the_kernel_does_not_support_the_field(kernel, field, n, d, message):
     with pytest.raises(HelmscopeError) as caught:
-        hs.integrate(field, tokens(n, d), [1.0], kernel=kernel)
+        hs.integrate(field, tokens(n, d), [1.0], summation=kernel)
     assert message in str(caught.value)
 
 
@@ -284,11 +284,11 @@ def test_isolated_tokens_keep_their_digits(beta, d, dtype):
     bound = 1e-9 if dtype == F64 else 2e-5 * beta
     for field, options in ((hs.SA(beta), {}), (hs.SA(beta), {"mask": mask}), (hs.USA(beta), {})):
         got = field(x, **options).double()
-        with using_kernel(Blockwise()):
+        with using_summation(Blockwise()):
             expected = field(x.double(), **options)
         assert ((got - expected).norm(dim=-1) / expected.norm(dim=-1))[:2].max() < bound
     mixed = torch.stack([x, hs.Uniform(2_100, d).sample(seed=0, dtype=dtype)])
-    with using_kernel() as names:
+    with using_summation() as names:
         batched = hs.SA(4.0).velocity(mixed)
     assert names == {"Harmonic", "Blockwise"}
     assert torch.equal(batched[0], hs.SA(4.0).velocity(mixed[:1])[0])
@@ -317,7 +317,7 @@ def test_a_system_off_the_sphere_is_summed_pair_by_pair(d, weighted):
     x[2, 5] = torch.nan
     weights = torch.linspace(0.5, 1, 2_100, dtype=F64) if weighted else None
     request = Request(2 * x, x, x, weights=weights, beta=2.0)
-    with using_kernel() as names:
+    with using_summation() as names:
         sums = token_sum(request)
     assert names == {"Harmonic", "Blockwise"}
     for k in range(2):

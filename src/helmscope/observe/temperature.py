@@ -1,0 +1,145 @@
+"""The effective beta of attention heads on the unit sphere.
+
+The theory's attention has weights P_ij ~ exp(beta <x_i, x_j>). The logits of a trained head, a_ij = log P_ij up to a
+constant per row (q_i . k_j / sqrt(r) with rotary phases, biases and caps as the model has them), are regressed on the
+inner products of the tokens x that it reads:
+
+    beta_eff = sum_i m_i sum_j (a_ij - mean_j a_ij) (g_ij - mean_j g_ij) / sum_i m_i sum_j (g_ij - mean_j g_ij)^2
+
+with g_ij = <x_i, x_j>, over the keys j that query i can see, without the first key, the usual attention sink. R^2 is
+the share of the variance of the logits within rows that this explains.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from helmscope.geometry.arithmetic import full_precision
+from helmscope.models.recording import Recording
+from helmscope.observe.kernel import check_kernel, visible_tokens
+from helmscope.observe.track import AT_LEAST_0, SHARE, check_system, token_weights, with_bounds
+from helmscope.types import HelmscopeError, Instrument, Needs, Trajectory
+
+if TYPE_CHECKING:
+    import xarray as xr
+    from jaxtyping import Bool, Float
+    from torch import Tensor
+
+    from helmscope.types import AttentionPass, Moment, System
+
+BOUNDS = {"r_squared": SHARE, "r_squared_others": SHARE, "keys": AT_LEAST_0}
+
+
+class EffectiveBeta(Instrument):
+    """Instrument: the slope of each head's logits on inner products, in every layer (or at every time) and replicate.
+
+    ``beta`` is the slope and ``r_squared`` its R^2, both with the query's own token among the keys, where the inner
+    product is 1; ``beta_others`` and ``r_squared_others`` leave it out. ``keys`` is the mean number of keys per query
+    that enter ``beta``. Queries count by their weights. Keys of attention weight 0, which are masked or underflowed,
+    and the first visible key do not enter. Values are NaN where no row has two keys of different inner products.
+
+    x are the directions of the states that attention reads. In a post-norm model the sphere of the theory is that of
+    the states without gain and bias: pass ``sphere=recording.on_sphere`` for it. ``effective_beta`` does both.
+
+    >>> from helmscope.fields.attention import SA
+    >>> from helmscope.solve.integrate import integrate
+    >>> from helmscope.theory.starts import Uniform
+    >>> run = integrate(SA(beta=4.0), Uniform(n=8, dim=3).sample(batch=2, seed=0), times=[0.0, 0.5])
+    >>> run.replay(EffectiveBeta())["effective_beta"].beta.values.round(9).tolist()
+    [[4.0, 4.0], [4.0, 4.0]]
+    """
+
+    name = "effective_beta"
+    needs = Needs.KERNEL
+
+    def __init__(self, *, sphere: Trajectory | None = None) -> None:
+        if sphere is not None and not isinstance(sphere, Trajectory):
+            raise HelmscopeError(f"sphere is a {type(sphere).__name__}, but it must be a Trajectory or None")
+        self.sphere = sphere
+
+    def refusal(self, system: System) -> str | None:
+        """A post-norm recording needs its states without gain and bias."""
+        if isinstance(system, Recording) and system.anatomy.post_norm and self.sphere is None:
+            return (
+                f"system is a recording of {type(system.anatomy.model).__name__}, a post-norm model, but its tokens "
+                "on the sphere are known only to EffectiveBeta(sphere=recording.on_sphere)"
+            )
+        return None
+
+    def attention(self, moment: Moment, passed: AttentionPass) -> None:
+        """Records the slopes of a layer."""
+        x, kernel = self._tokens(moment, passed), check_kernel(passed.kernel)
+        m = token_weights(x, None if moment.weights is None else moment.weights.to(x))
+        usable = _usable_keys(x, moment.visible)
+        if kernel.ndim == 3:
+            self.keep(moment, _slopes(kernel, x, m, usable))
+            return
+        heads = [_slopes(kernel[:, head], x, m, usable) for head in range(kernel.shape[1])]
+        self.keep(moment, {name: torch.stack([head[name] for head in heads], 1) for name in heads[0]})
+
+    def _tokens(self, moment: Moment, passed: AttentionPass) -> Float[Tensor, "rows n d"]:
+        if self.sphere is None:
+            return passed.direction.double()
+        at = (self.sphere.times == moment.time).nonzero()
+        if not len(at) or self.sphere.states.shape[2:] != passed.direction.shape[1:]:
+            raise HelmscopeError(
+                f"sphere has no states {tuple(passed.direction.shape[1:])} at {self.sphere.axis} {moment.time:g}, but "
+                "it must be that of the system"
+            )
+        return self.sphere.states[int(at[0]), moment.rows].to(passed.direction.device).double()
+
+    def result(self) -> xr.Dataset:
+        """The slopes of every head (if there are several), layer and replicate."""
+        return with_bounds(super().result(), BOUNDS)
+
+
+def effective_beta(system: System) -> xr.Dataset:
+    """The effective beta of every head of a system, with replicates: ``EffectiveBeta`` by one replay, on the sphere of
+    the theory.
+
+    Raises HelmscopeError for a system without attention.
+
+    >>> from helmscope import record
+    >>> measured = effective_beta(record("A", ["Once upon a time there was a cat"]))
+    >>> measured.beta.dims
+    ('layer', 'prompt', 'head')
+    """
+    sphere = system.on_sphere if isinstance(system, Recording) and system.anatomy.post_norm else None
+    instrument = EffectiveBeta(sphere=sphere)
+    return check_system(system).replay(instrument)[instrument.name]
+
+
+def _usable_keys(x: Tensor, visible: Tensor | None) -> Bool[Tensor, "rows n"]:
+    """The visible tokens without the first one."""
+    usable = visible_tokens(x.new_zeros(*x.shape[:2], x.shape[1]), visible).clone()
+    first = usable.to(torch.int8).argmax(-1, keepdim=True)
+    return usable.scatter(-1, first, False)
+
+
+@full_precision
+def _slopes(kernel: Tensor, x: Tensor, m: Tensor, usable: Tensor) -> dict[str, Tensor]:
+    """The regressions of one head, (rows) each, in float64."""
+    weights, inner = kernel.double(), x @ x.mT
+    keys = (weights > 0) & usable.unsqueeze(-2)
+    logits = torch.log(torch.where(keys, weights, 1.0))
+    others = keys & ~torch.eye(keys.shape[-1], dtype=torch.bool, device=keys.device)
+    beta, r_squared = _slope_within_rows(logits, inner, keys, m)
+    beta_others, r_squared_others = _slope_within_rows(logits, inner, others, m)
+    count = (m * keys.sum(-1)).sum(-1) / m.sum(-1)
+    return {
+        "beta": beta,
+        "r_squared": r_squared,
+        "beta_others": beta_others,
+        "r_squared_others": r_squared_others,
+        "keys": count,
+    }
+
+
+def _slope_within_rows(y: Tensor, x: Tensor, keys: Tensor, m: Tensor) -> tuple[Tensor, Tensor]:
+    """Slope and R^2 of y on x, both centered within rows, over the pairs ``keys`` with weights m of the rows."""
+    count = keys.sum(-1, keepdim=True).clamp(min=1)
+    y, x = (torch.where(keys, v - (v * keys).sum(-1, keepdim=True) / count, 0.0) for v in (y, x))
+    xx, xy, yy = (((a * b).sum(-1) * m).sum(-1) for a, b in ((x, x), (x, y), (y, y)))
+    return xy / xx, (xy * xy / (xx * yy)).clamp(max=1)

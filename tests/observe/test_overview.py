@@ -1,0 +1,28 @@
+"""The overview of a trajectory: equal however many times are computed at once."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+
+import helmscope as hs
+
+STATES = hs.Uniform(n=6, dim=4).sample(15, seed=0).reshape(5, 3, 6, 4)
+TIMES = torch.arange(5.0)
+
+
+@pytest.mark.parametrize("weights", [None, (1, 3, 6), (5, 3, 6)])
+def test_the_number_of_times_at_once_changes_nothing(monkeypatch, weights):
+    generator = torch.Generator().manual_seed(1)
+    drawn = None if weights is None else torch.rand(weights, generator=generator, dtype=torch.float64)
+    path = hs.Trajectory(TIMES, STATES, drawn, axis="depth", replicate="prompt")
+    whole, shares = hs.overview(path, beta=2.0), []
+    monkeypatch.setattr(sys.modules["helmscope.observe.overview"], "PAIRS_AT_ONCE", 2 * 3 * 7**2)
+    parts = hs.overview(path, beta=2.0, progress=shares.append)
+    assert parts.identical(whole)
+    assert parts.order.dims == ("depth", "prompt")
+    assert len(shares) == 18  # six observables of three parts, the last of which is shorter
+    assert shares == sorted(shares)
+    assert shares[-1] == 1.0

@@ -1,0 +1,170 @@
+"""The picture of Measurements: the curves and maps are the means and intervals of ``reduce_replicates``."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+import xarray as xr
+from matplotlib.collections import PolyCollection, QuadMesh
+
+import helmscope as hs
+from helmscope.plots.style import svg
+from support.refusal import refused
+
+RNG = np.random.default_rng(0)
+DEPTHS = ("depth", np.arange(5.0), {"units": "half-layers"})
+
+
+def over_depth(shift: float = 0.0, prompts: int = 4) -> xr.Dataset:
+    """Two variables over depth and prompt."""
+    numbers = RNG.random((5, prompts)) + shift
+    data = {"order": (("depth", "prompt"), numbers), "inner_product": (("depth", "prompt"), -numbers)}
+    return xr.Dataset(data, {"depth": DEPTHS, "prompt": np.arange(prompts)})
+
+
+def over_heads(shift: float = 0.0) -> xr.Dataset:
+    return xr.Dataset({"entropy": (("layer", "prompt", "head"), RNG.random((3, 4, 2)) + shift)})
+
+
+ONE, TWO = over_depth(), over_depth(1.0)
+
+
+@cache
+def simulation() -> hs.Simulation:
+    return hs.integrate(hs.SA(beta=1.0), hs.Uniform(n=6, dim=3).sample(batch=5, seed=0), times=[0.0, 1.0, 2.0])
+
+
+def corners(panel) -> list[set[tuple[float, float]]]:
+    bands = [band for band in panel.collections if isinstance(band, PolyCollection)]
+    return [{tuple(corner) for path in band.get_paths() for corner in path.vertices} for band in bands]
+
+
+def test_curves_and_bands_are_means_and_intervals():
+    figure, means = hs.plot(ONE, title="A"), hs.reduce_replicates(ONE)
+    assert figure.get_suptitle() == "A\nmean over 4 prompts; band: 95 % interval"
+    assert [panel.get_title(loc="left") for panel in figure.axes] == ["order", "inner product"]
+    for panel, name in zip(figure.axes, ("order", "inner_product"), strict=True):
+        (line,), (band,) = panel.lines, corners(panel)
+        assert panel.get_xlabel() == "depth (half-layers)"
+        assert np.array_equal(line.get_xdata(), np.arange(5.0))
+        assert np.array_equal(line.get_ydata(), means[name].values)
+        for end in ("low", "high"):
+            assert set(zip(np.arange(5.0), means[f"{name}_{end}"].values, strict=True)) <= band
+    assert svg(hs.plot(means)) == svg(hs.plot(means))
+    assert np.array_equal(hs.plot(means).axes[0].lines[0].get_ydata(), means.order.values)
+    assert hs.plot(means).get_suptitle() == "mean over 4 replicates; band: 95 % interval"
+
+
+def test_several_measurements_are_curves_of_different_color_with_a_legend():
+    figure = hs.plot({"A": ONE, "untrained twin": TWO})
+    for panel in figure.axes:
+        assert len(panel.lines) == len(corners(panel)) == 2
+        assert len({line.get_color() for line in panel.lines}) == 2
+    (legend,) = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == ["A", "untrained twin"]
+    assert np.array_equal(figure.axes[0].lines[1].get_ydata(), hs.reduce_replicates(TWO).order.values)
+    (panel,) = hs.plot({"A": ONE, "twin": TWO}, variables="order").axes
+    assert panel.get_title(loc="left") == "order"
+    fewer = hs.plot({"A": ONE, "twin": over_depth(prompts=3)}, variables=["order"])
+    assert fewer.get_suptitle().startswith("mean over 3 to 4 prompts")
+
+
+def test_heads_are_a_map_on_a_common_color_scale():
+    one, two = over_heads(), over_heads(5.0)
+    figure = hs.plot({"A": one, "twin": two})
+    maps = [panel for panel in figure.axes if any(isinstance(each, QuadMesh) for each in panel.collections)]
+    titled = [panel for panel in maps if panel.get_title(loc="left")]
+    assert [panel.get_title(loc="left") for panel in titled] == ["A: entropy", "twin: entropy"]
+    meshes = [panel.collections[0] for panel in titled]
+    means = [hs.reduce_replicates(data).entropy.values for data in (one, two)]
+    for mesh, mean in zip(meshes, means, strict=True):
+        assert np.array_equal(mesh.get_array(), mean.T)
+        assert mesh.get_clim() == (means[0].min(), means[1].max())
+    assert {(panel.get_xlabel(), panel.get_ylabel()) for panel in titled} == {("layer", "head")}
+    assert not figure.legends
+    assert hs.plot(one).get_suptitle() == "mean over 4 prompts"
+
+
+def test_measurements_of_a_simulation_over_time():
+    tracked = hs.track(simulation(), order=hs.order_parameter)
+    (panel,) = hs.plot(tracked).axes
+    assert (panel.get_xlabel(), panel.get_yscale()) == ("time", "linear")
+    assert hs.plot(tracked).get_suptitle() == "mean over 5 systems; band: 95 % interval"
+    titles = [panel.get_title(loc="left") for panel in hs.plot(hs.overview(simulation(), beta=1.0)).axes]
+    assert {"probability", "share", "energy"} <= set(titles)
+    (panel,) = hs.plot(tracked.order).axes
+    assert panel.get_title(loc="left") == "order"
+    alone = hs.track(hs.integrate(hs.SA(beta=1.0), torch.eye(3), times=[0.0, 1.0]), order=hs.order_parameter)
+    assert hs.plot(alone).get_suptitle() == "1 system: no interval"
+    statistics = hs.measure(simulation())["kernel_statistics"]
+    assert len(hs.plot(statistics, variables=["entropy", "row_mass"]).axes) == 2
+
+
+def test_points_categories_families_and_nulls():
+    loss = xr.Dataset({"loss": ("prompt", [1.0, 2.0, 3.0]), "loss_null": 8.0})
+    figure = hs.plot({"A": loss, "B": loss + 1})
+    (panel,) = figure.axes
+    assert [tick.get_text() for tick in panel.get_xticklabels()] == ["A", "B"]
+    assert figure.get_suptitle().endswith("dotted: null")
+    assert not figure.legends
+    dotted = [line.get_ydata()[0] for line in panel.lines if line.get_linestyle() == ":"]
+    assert dotted == [8.0, 9.0]
+    edits = xr.Dataset({"loss": (("edit", "prompt"), RNG.random((2, 3)))}, {"edit": ["no MLP", "no head"]})
+    (panel,) = hs.plot({"A": edits, "B": edits}).axes
+    assert [tick.get_text() for tick in panel.get_xticklabels()] == ["no MLP", "no head"]
+    points = [line.get_xdata()[0] for line in panel.lines if line.get_marker() == "o"]
+    assert points[0] < 0 < points[1]
+    words = xr.Dataset({"logit": (("depth", "prompt", "token"), RNG.random((5, 3, 2)))}, {"token": ["she", "he"]})
+    (panel,) = hs.plot(words).axes
+    assert [text.get_text() for text in panel.get_legend().get_texts()] == ["she", "he"]
+
+
+def test_a_log_axis_needs_decades_or_a_request():
+    dims = ("depth", "prompt")
+    narrow = xr.Dataset({"gap": (dims, [[0.2, 0.3], [0.9, 1.0]], {"scale": "log", "summary": "range"})})
+    wide = narrow * [[1.0], [1e3]]
+    wide.gap.attrs = narrow.gap.attrs
+    assert hs.plot(narrow).axes[0].get_yscale() == "linear"
+    assert hs.plot(wide).axes[0].get_yscale() == "log"
+    assert hs.plot(wide.drop_attrs()).axes[0].get_yscale() == "linear"
+    assert hs.plot(narrow, log="gap").axes[0].get_yscale() == "log"
+    assert hs.plot(narrow).get_suptitle() == "median over 2 prompts; band: range about the median"
+
+
+def test_variables_beyond_twelve_are_counted():
+    many = xr.Dataset({f"x{k}": ("prompt", [1.0, 2.0]) for k in range(14)})
+    figure = hs.plot(many)
+    assert len(figure.axes) == 12
+    assert figure.get_suptitle().endswith("2 variables not shown")
+
+
+DEEP = xr.Dataset({"x": (("layer", "head", "bin", "prompt"), np.zeros((2, 2, 2, 2)))})
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: hs.plot({}), "measurements is empty"),
+        (lambda: hs.plot({"A": ONE, "B": 3}), "measurements['B'] is an int, but it must be a Measurement"),
+        (lambda: hs.plot(ONE, variables="ordr"), "unknown variable of the measurements 'ordr': did you mean 'order'?"),
+        (lambda: hs.plot(ONE, log=["ordr"]), "did you mean 'order'?"),
+        (lambda: hs.plot(ONE, variables=[]), "variables is empty"),
+        (lambda: hs.plot(ONE, varibles="order"), "unknown option of plot 'varibles': did you mean 'variables'?"),
+        (lambda: hs.plot({"A": ONE, "B": over_heads()}), "must have a variable in common"),
+        (lambda: hs.plot(DEEP), "'x' has the axes ('layer', 'head', 'bin') besides replicates"),
+        (lambda: hs.plot({"A": ONE, "B": ONE.rename(depth="layer")}), "need the same axes"),
+        (lambda: hs.plot(ONE * np.nan), "'order' holds no number"),
+        (lambda: hs.plot(hs.reduce_replicates(ONE).drop_attrs()), "no attribute n"),
+    ],
+)
+def test_what_cannot_be_drawn_is_refused_with_one_sentence(call, words):
+    refused(call, words)
+
+
+def test_the_room_exports_its_figures():
+    names = {"plot", "tokens_figure", "depth_figure", "measurement_figure", "overview_figure", "phase_figure"}
+    assert names <= set(hs.plots.__all__)
+    assert hs.plots.measurement_figure(ONE).axes
