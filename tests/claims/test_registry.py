@@ -22,7 +22,7 @@ FOLDER = Path(package.__file__).parent
 TRIED = (
     *("convex-hull", "curvature-drift", "encoder-decoder", "energy-rises", "extremes", "finite-time", "heads-average"),
     *("kuramoto", "measure-flow", "metastability", "mixture", "norm-confines", "one-cluster", "phase-curve", "radial"),
-    *("rate", "repulsive", "residual-flow", "steady-order", "tokens-cluster", "z-metric"),
+    *("rate", "repulsive", "residual-flow", "settles", "steady-order", "tokens-cluster", "z-metric"),
 )
 
 

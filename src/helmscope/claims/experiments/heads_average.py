@@ -155,7 +155,8 @@ def _imaginary_shares(kind: type[SA] | type[USA], beta: float, forms: Tensor, x:
     speed = torch.linalg.vector_norm(field.velocity(x).flatten(1), dim=-1)
     at_rest = speed <= rest * torch.linalg.matrix_norm(jacobian)
     eigenvalues = torch.linalg.eigvals(jacobian[at_rest])
-    return eigenvalues.imag.abs().amax(-1) / eigenvalues.abs().amax(-1)
+    shares: Tensor = eigenvalues.imag.abs().amax(-1) / eigenvalues.abs().amax(-1)
+    return shares
 
 
 def _batched_heads(kind: type[SA] | type[USA], beta: float, forms: Tensor) -> MultiHead:

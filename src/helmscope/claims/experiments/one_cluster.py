@@ -112,9 +112,10 @@ def _settings(case: Case) -> list[_Setting]:
     """The settings of all regimes, from the lists of the catalogue entry."""
     settings = []
     for name, key in REGIMES.items():
-        columns = (case.constant(f"{key}_{column}") for column in ("betas", "tokens", "dims"))
-        lifetimes = case.constant(f"{key}_lifetimes")
-        settings += [_Setting(name, *values, lifetimes) for values in zip(*columns, strict=True)]
+        betas, tokens, dims, lifetimes = (
+            case.constant(f"{key}_{what}") for what in ("betas", "tokens", "dims", "lifetimes")
+        )
+        settings += [_Setting(name, beta, n, dim, lifetimes) for beta, n, dim in zip(betas, tokens, dims, strict=True)]
     return settings
 
 

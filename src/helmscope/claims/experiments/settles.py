@@ -11,7 +11,7 @@ import torch
 from helmscope.claims.curves import curve
 from helmscope.claims.evidence import Replicates
 from helmscope.claims.finding import Finding
-from helmscope.claims.registry import SIMULATION, Case, experiment
+from helmscope.claims.registry import Case, experiment
 from helmscope.fields.attention import SA
 from helmscope.geometry.sphere import angle, project, retract
 from helmscope.intervene.arms import Arm, AttentionMode
@@ -28,7 +28,7 @@ STEP, CIRCLE = 0.2, 64  # of RK4; steps of the planted map
 NUDGE = 1e-3  # length of a perturbation of a model's token, far above rounding and far below the angle of a loop
 
 
-@experiment("settles", seconds={"simulation": 3, "model": 25}, defaults=(SIMULATION, Subject("tied")))
+@experiment("settles", seconds={"simulation": 3, "model": 25}, defaults=(Subject.simulation(), Subject("tied")))
 def settles(case: Case) -> Finding:
     """Tokens settle if what they move per layer falls and one token, with the others frozen, forgets a perturbation."""
     return _simulated(case) if case.subject.is_simulation else _looped(case)
@@ -118,21 +118,19 @@ def _frozen_step(others: Tensor, beta: float) -> Callable[[Tensor], Tensor]:
 
 
 def _double_angle(z: Tensor) -> Tensor:
-    a, b = z.unbind(-1)
+    a, b = z[..., 0], z[..., 1]
     return torch.stack([a * a - b * b, 2 * a * b], -1)
 
 
-def _exponent(
-    step: Callable[[Tensor], Tensor], y: Tensor, direction: Tensor, end: float, duration: float
-) -> Tensor:
+def _exponent(step: Callable[[Tensor], Tensor], y: Tensor, direction: Tensor, end: float, duration: float) -> Tensor:
     """The largest Lyapunov exponent of a map of unit vectors (start, d): the mean logarithmic growth of a tangent
     vector per unit of time, after a transient as long as the time over which it is measured.
     """
     count = round(end / duration)
     w, growth = project(y, direction), torch.zeros(len(y), dtype=y.dtype)
     for k in range(2 * count):
-        y, w = torch.func.jvp(step, (y,), (w,))
-        y, w = retract(y), project(y, w)
+        image, derivative = torch.func.jvp(step, (y,), (w,))[:2]
+        y, w = retract(image), project(image, derivative)
         length = torch.linalg.vector_norm(w, dim=-1)
         w = w / length[:, None]
         if k >= count:
@@ -206,4 +204,5 @@ def _loop_exponents(recording: Recording, loops: int, noise: Tensor) -> Tensor:
     )
     distance = torch.linalg.vector_norm(first - second, dim=-1)
     half = 2 * (loops // 4)  # half-steps of a quarter of the loops
-    return (distance[-1] / distance[half]).log() / ((len(distance) - 1 - half) / 2)
+    growth: Tensor = (distance[-1] / distance[half]).log()
+    return growth / ((len(distance) - 1 - half) / 2)
