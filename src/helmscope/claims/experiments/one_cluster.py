@@ -102,7 +102,7 @@ def one_cluster(case: Case) -> Finding:
         remark=f"Starts in one cluster, of {starts} each: {'; '.join(f'{s}: {count}' for s, count in in_one.items())}. "
         f"The step limit stopped {stopped} starts with V = +I; V = -I was tried at "
         f"{'; '.join(map(str, null_in_one))}.",
-        where=f"simulation on the unit sphere: horizons of 2 to 10 lifetimes of two clusters, "
+        where=f"simulation on the unit sphere: t <= {settings[0].lifetimes:g} lifetimes of two clusters, "
         f"{min(s.horizon for s in settings):.2g} to {max(s.horizon for s in settings):.2g}, "
         f"Dormand-Prince, merging at {merge:g}",
     )
@@ -110,11 +110,9 @@ def one_cluster(case: Case) -> Finding:
 
 def _settings(case: Case) -> list[_Setting]:
     """The settings of all regimes, from the lists of the catalogue entry."""
-    settings = []
+    settings, lifetimes = [], case.constant("lifetimes")
     for name, key in REGIMES.items():
-        betas, tokens, dims, lifetimes = (
-            case.constant(f"{key}_{what}") for what in ("betas", "tokens", "dims", "lifetimes")
-        )
+        betas, tokens, dims = (case.constant(f"{key}_{what}") for what in ("betas", "tokens", "dims"))
         settings += [_Setting(name, beta, n, dim, lifetimes) for beta, n, dim in zip(betas, tokens, dims, strict=True)]
     return settings
 
