@@ -1,4 +1,4 @@
-"""Trials of the claims about energies, measures and heads: their verdicts, planted faults, and oracles written out."""
+"""Trials of the claims about energies and measures: their verdicts, planted faults, and oracles written out."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ from scipy.spatial.transform import Rotation
 
 from helmscope.claims.trial import Trial, try_claim
 from helmscope.fields.attention import SA, USA
-from helmscope.fields.multihead import MultiHead
-from helmscope.fields.multihead_as_printed import MultiHeadAsPrinted
 from helmscope.geometry.sphere import project, retract
 from helmscope.stats.reduce import reduce_replicates
 from helmscope.types import Control, Ruling, Verdict
@@ -30,7 +28,6 @@ CLAIMS = {
     "z-metric": HOLDS,
     "measure-flow": HOLDS,
     "repulsive": REFUTED,
-    "heads-average": HOLDS,
 }
 
 
@@ -98,7 +95,6 @@ def test_the_full_trial_rules_the_same(claim: str, ruling: Ruling) -> None:
         ("z-metric", REFUTED, REFUTED, (HOLDS, HOLDS, REFUTED)),
         ("measure-flow", REFUTED, REFUTED, (REFUTED,)),
         ("repulsive", SUPPORTED, None, (HOLDS, SUPPORTED, SUPPORTED, SUPPORTED, SUPPORTED)),
-        ("heads-average", SUPPORTED, REFUTED, (SUPPORTED, HOLDS)),
     ],
 )
 def test_what_the_controls_say(claim: str, null: Ruling, printed: Ruling | None, also: tuple[Ruling, ...]) -> None:
@@ -109,7 +105,7 @@ def test_what_the_controls_say(claim: str, null: Ruling, printed: Ruling | None,
 
 
 def test_identities_hold_to_rounding_and_their_nulls_fail_by_far() -> None:
-    for claim in ("kuramoto", "extremes", "z-metric", "measure-flow", "heads-average"):
+    for claim in ("kuramoto", "extremes", "z-metric", "measure-flow"):
         verdict = trial(claim).verdict
         assert verdict.interval.estimate < 2e-14
         assert verdict.interval.n >= 1000
@@ -118,7 +114,6 @@ def test_identities_hold_to_rounding_and_their_nulls_fail_by_far() -> None:
     assert control("z-metric", "of SA's Jacobian").interval.estimate > 0.5
     assert control("z-metric", "of USA's Jacobian").interval.estimate < 1e-14
     assert control("repulsive", "E_sum").interval.estimate < 1e-14
-    assert control("heads-average", "error of d/dt").interval.estimate < 1e-13
     assert control("extremes", "uniform distribution").interval.estimate < 3e-14
     assert control("extremes", "point mass").interval.estimate < 2e-14
     first, second = (
@@ -128,12 +123,8 @@ def test_identities_hold_to_rounding_and_their_nulls_fail_by_far() -> None:
     assert second.interval.estimate == pytest.approx(2, abs=2e-3)
 
 
-def test_most_ascents_cross_a_lower_bound_and_the_printed_heads_rise_at_half_of_the_states() -> None:
+def test_most_ascents_cross_a_lower_bound() -> None:
     assert trial("extremes").verdict.null.interval.low > 0.8
-    printed, corrected = trial("heads-average").verdict.printed, trial("heads-average").verdict.also[0]
-    assert printed is not None
-    assert 0.4 < printed.interval.low < printed.interval.high < 0.6
-    assert corrected.interval.low == corrected.interval.high == 1.0
 
 
 def test_repulsion_rises_and_falls_by_the_same_rate() -> None:
@@ -160,8 +151,6 @@ def test_the_curves_show_the_claim() -> None:
     energy = data["repulsive"].energy.values
     assert (np.diff(energy[:, 0]) > 0).all()
     assert (np.diff(energy[:, 1]) < 0).all()
-    assert (data["heads-average"].falling.sel(heads="two of USA") == 0).all()
-    assert data["heads-average"].falling.sel(heads="two of SA", beta=8.0) > 0.02
 
 
 # --- planted faults ---------------------------------------------------------------------------------------------------
@@ -195,11 +184,6 @@ Still = faulty(SA, lambda own, self, x, weights: torch.zeros_like(x))
 Unweighted = faulty(SA, lambda own, self, x, weights: own(x, None))
 WithoutZ = faulty(SA, without_z)
 Placed = faulty(USA, louder)
-OneHeadShort = faulty(
-    MultiHead, lambda own, self, x, weights: MultiHead(self.heads[:-1], scale=self.scale).velocity(x, weights)
-)
-Summed = faulty(MultiHead, lambda own, self, x, weights: len(self.heads) * own(x, weights))
-Unfelt = faulty(MultiHeadAsPrinted, lambda own, self, x, weights: self.attention.velocity(x, weights))
 
 
 def attractive(beta: float, **_: object) -> SA:
@@ -241,10 +225,6 @@ FAULTS = [
     fault("repulsive", "SA", Backward, OPEN),
     fault("repulsive", "SA", attractive, OPEN),
     fault("repulsive", "gaussian_energy_as_printed", 1 + 1e-9, REFUTED),
-    fault("heads-average", "MultiHead", OneHeadShort, REFUTED),
-    fault("heads-average", "MultiHead", Summed, REFUTED, slow=True),
-    fault("heads-average", "SA", USA, OPEN),
-    fault("heads-average", "MultiHeadAsPrinted", Unfelt, OPEN, slow=True),
 ]
 
 
@@ -382,23 +362,3 @@ def test_the_sharp_configurations_are_the_polyhedra() -> None:
         seen = np.sort((points @ points.T)[np.triu_indices(n, 1)])
         assert seen == pytest.approx(exact, abs=1e-14)
         assert SA(2.0, value=-torch.eye(3))(torch.from_numpy(points)).abs().max() < 1e-14  # at rest
-
-
-@pytest.mark.parametrize("kind", [SA, USA])
-def test_the_rate_of_the_summed_energies_against_central_differences(kind: type[SA] | type[USA]) -> None:
-    heads = [kind(1.5, query_key=symmetric(3, k), value=symmetric(3, k)) for k in (8, 9)]
-    x = cloud(1, 4, 3, seed=10)
-
-    def energy(points: torch.Tensor) -> float:
-        pairs = [(head.query_key, a, b) for head in heads for a in points for b in points]
-        return sum(math.exp(1.5 * float(a @ form @ b)) for form, a, b in pairs) / (2 * 1.5 * 16)
-
-    velocity = sum(head(x) for head in heads)[0] / 2
-    h = 1e-5
-    due = (energy(x[0] + h * velocity) - energy(x[0] - h * velocity)) / (2 * h)
-    rate, square, most = module("heads-average")._energy_rates(heads, x)[:, 0].tolist()
-    assert rate == pytest.approx(due, rel=1e-7)
-    assert square == pytest.approx(float((velocity**2).sum()), rel=1e-13)
-    assert rate <= most
-    if kind is USA:
-        assert rate == pytest.approx(2 / 4 * square, rel=1e-12)

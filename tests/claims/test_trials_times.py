@@ -1,4 +1,4 @@
-"""Trials of claims about times: one-cluster, metastability, encoder-decoder, and the verdict of residual-flow. Faults
+"""Trials of claims about times: metastability, encoder-decoder, and the verdict of residual-flow. Faults
 that they must notice, and their statistics against SciPy and closed forms.
 """
 
@@ -9,7 +9,6 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -17,7 +16,7 @@ import torch
 from scipy import integrate as quadrature
 from scipy import stats
 
-from helmscope.claims.experiments import encoder_decoder, metastability, one_cluster
+from helmscope.claims.experiments import encoder_decoder, metastability
 from helmscope.claims.finding import Finding
 from helmscope.claims.judge import judge
 from helmscope.claims.reading import entry
@@ -29,7 +28,7 @@ from helmscope.theory.metastable import metastable_time_asymptotic
 from helmscope.types import Ruling, Verdict
 
 SUPPORTED, REFUTED, INCONCLUSIVE = Ruling.SUPPORTED, Ruling.REFUTED, Ruling.INCONCLUSIVE
-CLAIMS = ("one-cluster", "metastability", "encoder-decoder", "residual-flow")
+CLAIMS = ("metastability", "encoder-decoder", "residual-flow")
 
 
 @functools.cache
@@ -61,7 +60,7 @@ def test_the_claim_is_supported_and_every_control_comes_out_as_it_must(claim: st
 def test_another_seed_gives_the_same_ruling(claim: str, seed: int) -> None:
     other = verdict(claim, seed)
     assert other.ruling is SUPPORTED, other.sentence
-    assert claim == "one-cluster" or other.interval.estimate != verdict(claim).interval.estimate
+    assert other.interval.estimate != verdict(claim).interval.estimate
 
 
 @pytest.mark.slow
@@ -78,98 +77,6 @@ def field(velocity: Callable[[SA, torch.Tensor, torch.Tensor | None], torch.Tens
 
 def scaled(factor: float) -> type[SA]:
     return field(lambda self, x, weights: factor * SA.velocity(self, x, weights))
-
-
-# one-cluster
-
-
-def test_every_start_of_every_regime_ends_in_one_cluster() -> None:
-    seen = verdict("one-cluster")
-    assert (seen.interval.estimate, seen.interval.n) == (1.0, 128)
-    assert seen.interval.low == pytest.approx(0.025 ** (1 / 128), rel=1e-12)  # Clopper and Pearson, all successes
-    assert (seen.null.interval.estimate, seen.null.interval.n) == (0.0, 96)
-    assert [control.interval.estimate for control in seen.also] == [1.0] * 4
-    assert all(control.interval.low > 0.89 for control in seen.also)
-    assert "stopped 0 of 128 starts with V = +I and 0 of 96 with V = -I" in seen.sentence
-    paths = reduce_replicates(found("one-cluster").data).clusters.values
-    assert (np.diff(paths, axis=0) <= 0).all()  # what has met stays together
-    assert paths[-1].tolist() == [1.0] * 4
-
-
-def test_the_horizon_is_a_multiple_of_the_quadrature() -> None:
-    for regime in one_cluster.REGIMES:
-        b = regime.beta
-
-        def slowness(a: float, b: float = b) -> float:  # of 1 - g = e^a, minus its logarithm
-            u = math.exp(a)
-            return (math.exp(b * u) + 1) / (2 * (2 - u))
-
-        knots = np.linspace(math.log(1e-9), math.log(1.99), 60)
-        time = sum(quadrature.quad(slowness, low, high)[0] for low, high in pairwise(knots))
-        assert regime.horizon == pytest.approx(regime.lives * time, rel=1e-6)
-    assert [regime.lives for regime in one_cluster.REGIMES] == [10, 10, 10, 2]
-
-
-def test_angles_carried_by_scipy_end_in_one_cluster_too() -> None:
-    regime = one_cluster.REGIMES[1]
-    x = retract(Case(0, quick=True).normal(64, regime.n, regime.dim, stream=1))[:3]
-
-    def turning(_: float, theta: np.ndarray) -> np.ndarray:
-        apart = theta[None, :] - theta[:, None]
-        weight = np.exp(regime.beta * np.cos(apart))
-        return (weight * np.sin(apart)).sum(1) / weight.sum(1)
-
-    seen = one_cluster._count_clusters(SA(beta=regime.beta), x, [1.0, regime.horizon])
-    assert seen.stopped == 0
-    assert seen.clusters.tolist() == [[regime.n] * 3, [1] * 3]
-    for cloud in x:
-        start = torch.atan2(cloud[:, 1], cloud[:, 0]).numpy()
-        end = quadrature.solve_ivp(turning, (0, regime.horizon), start, rtol=1e-9, atol=1e-12).y[:, -1]
-        assert abs(np.exp(1j * end).mean()) > 1 - 1e-12
-
-
-def halves(self: SA, x: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
-    """Tokens that see their own half alone."""
-    masses = (None, None) if weights is None else weights.chunk(2, -1)
-    return torch.cat([SA.velocity(self, y, m) for y, m in zip(x.chunk(2, -2), masses, strict=True)], -2)
-
-
-TURNED = scaled(-1.0)
-
-
-@pytest.mark.parametrize("fault", [TURNED, scaled(0.0), field(halves)], ids=["sign", "nothing moves", "halves"])
-def test_one_cluster_notices(monkeypatch: pytest.MonkeyPatch, fault: type[SA]) -> None:
-    monkeypatch.setattr(one_cluster, "SA", fault)
-    monkeypatch.setattr(one_cluster, "REGIMES", one_cluster.REGIMES[:1])
-    monkeypatch.setattr(one_cluster, "TRIES", 300)
-    seen = again("one-cluster")
-    assert seen.ruling is INCONCLUSIVE
-    assert seen.also[0].interval.estimate < 0.1
-    assert "and 0 of 32 with V = -I" in seen.sentence
-    assert seen.null.interval.estimate == (fault is TURNED)  # V = -I attracts where the sign is turned
-
-
-def test_a_value_that_is_ignored_breaks_the_null_of_one_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(one_cluster, "SA", lambda beta, value=None: SA(beta=beta))
-    monkeypatch.setattr(one_cluster, "REGIMES", one_cluster.REGIMES[:1])
-    seen = again("one-cluster")
-    assert (seen.ruling, seen.interval.estimate, seen.null.interval.estimate) == (INCONCLUSIVE, 1.0, 1.0)
-
-
-def test_starts_that_are_lost_count_against_the_null(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(one_cluster, "REGIMES", one_cluster.REGIMES[:1])
-    monkeypatch.setattr(one_cluster, "TRIES", 5)
-    seen = again("one-cluster")
-    assert (seen.ruling, seen.interval.estimate, seen.null.interval.estimate) == (INCONCLUSIVE, 0.0, 1.0)
-    assert "stopped 32 of 32 starts with V = +I and 32 of 32 with V = -I" in seen.sentence
-
-
-def test_a_run_that_is_too_short_refutes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(one_cluster, "REGIMES", one_cluster.REGIMES[:1])
-    monkeypatch.setattr(one_cluster, "metastable_time", lambda *_, **__: 0.5)
-    seen = again("one-cluster")
-    assert (seen.ruling, seen.null.as_expected) == (INCONCLUSIVE, True)
-    assert seen.interval.estimate < 0.1
 
 
 # metastability
