@@ -10,6 +10,7 @@ import typer
 from helmscope.cli.options import (
     AllowMixed,
     From,
+    HeldBack,
     Jobs,
     MaxMemory,
     Models,
@@ -118,6 +119,7 @@ def try_claims(
     texts: Texts = None,
     other: Other = None,
     truncate: Truncate = False,
+    held_back: HeldBack = False,
     quick: Quick = False,
     seed: TrialSeed = 0,
     threads: Threads = 1,

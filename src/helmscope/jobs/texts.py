@@ -16,11 +16,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TrialSubjects:
-    """The subjects named by a spec, empty if it names none, and the command-line options that name them."""
+    """The subjects named by a spec, empty if it names none; ``models`` are their names as the user wrote them, and
+    ``options`` the command-line options about their texts and the second model.
+    """
 
     subjects: tuple[Subject, ...] = ()
     other: Subject | None = None
     texts: str | None = None
+    models: tuple[str, ...] = ()
     options: tuple[str, ...] = ()
 
     def identify(self) -> None:
@@ -57,12 +60,12 @@ def trial_subjects(spec: Trials) -> TrialSubjects:
         named = Subject(model, prompts, truncate=spec.truncate)
         return named.held_back() if spec.held_back else named
 
-    options: tuple[str, ...] = tuple(word for model in spec.models for word in ("--model", model))
+    options: tuple[str, ...] = ()
     for name, value in (("texts", spec.texts), ("other", spec.other)):
         options += () if value is None else (f"--{name}", value)
     options += ("--truncate",) if spec.truncate else ()
     other = None if spec.other is None else subject(spec.other)
-    return TrialSubjects(tuple(subject(model) for model in spec.models), other, spec.texts, options)
+    return TrialSubjects(tuple(subject(model) for model in spec.models), other, spec.texts, spec.models, options)
 
 
 def read_texts(name: str) -> list[Any]:
