@@ -7,11 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from helmscope.types import HelmscopeError
+from helmscope.claims.judge import FEW_REPLICATES
+from helmscope.types import HelmscopeError, check_memory, counted
 
 if TYPE_CHECKING:
     from helmscope.jobs.trials import Trials
     from helmscope.models.subject import Subject
+
+MIN_TOKENS = 2  # of a text: a claim about tokens needs a pair
 
 
 @dataclass(frozen=True)
@@ -27,9 +30,32 @@ class TrialSubjects:
     options: tuple[str, ...] = ()
 
     def identify(self) -> None:
-        """Load the subjects, so that an unusable model or text raises ``HelmscopeError`` before a folder is created."""
+        """Load the subjects, so that an unusable model or text, or one too large for the memory of this machine, raises
+        ``HelmscopeError`` before a folder is created.
+        """
+        from helmscope.jobs.cost import subject_size
+
         for subject in self.named:
             _ = subject.identity
+            short = next((i for i, ids in enumerate(subject.token_ids) if len(ids) < MIN_TOKENS), None)
+            if short is not None:
+                raise HelmscopeError(
+                    f"texts[{short}] has {counted(len(subject.token_ids[short]), 'token')} for model {subject.name}, "
+                    f"but a trial needs at least {MIN_TOKENS} in each"
+                )
+            size = subject_size(subject)
+            amounts = f"{size.parameters:,} parameters on {size.tokens:,} tokens"
+            check_memory(f"model is '{subject.model}' with {amounts}", size.bytes // 8)
+
+    @property
+    def notices(self) -> tuple[str, ...]:
+        """What the number of texts of each subject does not allow to decide, as sentences."""
+        return tuple(
+            f"{subject.name} has {counted(len(subject.texts), 'text')}: with fewer than {FEW_REPLICATES} an interval "
+            "over prompts assumes that they are normally distributed, and most claims remain inconclusive"
+            for subject in self.named
+            if len(subject.texts) < FEW_REPLICATES
+        )
 
     @property
     def named(self) -> tuple[Subject, ...]:
