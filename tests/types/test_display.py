@@ -26,7 +26,7 @@ VERDICT = hs.Verdict(
     conditions=(RATE,),
     sentence=f"The rate is 1. {EVIL}",
     where=f"here {EVIL}",
-    controls=(NULL,),
+    controls=(NULL, replace(NULL, ruling=hs.types.Ruling.SUPPORTED)),
     described=(RATE,),
     printed=PRINTED,
     exhibits=(hs.types.Exhibit(f"title {EVIL}", f"text {EVIL}"),),
