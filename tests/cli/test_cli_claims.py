@@ -105,18 +105,20 @@ def test_users_claims_are_run_with_a_notice(helmscope):
     assert err.startswith(f"running the code in {PLANTED}: planted.py\n")
 
 
-def test_the_claim_of_the_documentation(helmscope, tmp_path):
-    """The entry and the function exactly as documented."""
-    text = (ROOT / "docs" / "claims.md").read_text()
+@pytest.mark.parametrize("document", ["claims.md", "tour.md"])
+def test_the_claim_of_the_documentation(helmscope, tmp_path, document):
+    """The entry and the function exactly as documented, in at most ten lines of Python."""
+    text = (ROOT / "docs" / document).read_text()
     entry = re.search(r"`order/(\S+)`:\n\n```toml\n(.*?)```", text, re.DOTALL)
     code = re.search(r"`order/(\S+)`:\n\n```python\n(.*?)```", text, re.DOTALL)
     assert len([line for line in code[2].splitlines() if line]) <= 10
     assert len([line for line in entry[2].splitlines() if line]) <= 18
+    assert entry[2] == (ROOT / "examples" / "claim" / entry[1]).read_text()
     (tmp_path / "order").mkdir()
     for name, block in (entry.groups(), code.groups()):
         (tmp_path / "order" / name).write_text(block)
-    code, out, err = helmscope("claims", "test", "--from", "order", "--quick")
-    assert (code, out.splitlines()[0]) == (0, "tokens-gather: supported")
+    exit_code, out, err = helmscope("claims", "test", "--from", "order", "--quick")
+    assert (exit_code, out.splitlines()[0]) == (0, "tokens-gather: supported")
     assert "running the code in order: gather.py" in err
 
 
