@@ -30,8 +30,9 @@ if TYPE_CHECKING:
 GATHERED = 0.05  # mean growth of the share from which an arm is said to gather, in the remark
 LITERATURE = (
     "Without residual connections and MLPs attention collapses to rank one (Dong et al. 2021, arXiv:2103.03404); masks "
-    "and LayerNorm change how far (Wu et al. 2024, arXiv:2405.18781). Here residual connections are on, which alone "
-    "are said to prevent a collapse (Cirrincione 2026, arXiv:2604.23681)."
+    "and LayerNorm change how far (Wu et al. 2024, arXiv:2405.18781). Here residual connections are on, which are "
+    "said to prevent a collapse by themselves (Cirrincione 2026, arXiv:2604.23681): that tokens gather in this sense "
+    "is not a collapse to rank one, and the limit at infinite depth is not tested."
 )
 
 
@@ -84,7 +85,7 @@ def _growth_or_reason(found: ArmStatistics | str) -> Evidence:
 
 def _described(alone: ArmStatistics) -> dict[str, Evidence]:
     """Effective rank, distance to the mean token and token identity of attention alone."""
-    ranks, distances = alone.ends.entropy_rank.values, alone.ends.residual.values
+    ranks, distances = _sizes(alone)
     rows: dict[str, Evidence] = {
         "effective rank, last depth over first": over_prompts(ranks[-1] / ranks[0]),
         "distance to the mean token, last depth over first": over_prompts(distances[-1] / distances[0]),
@@ -112,7 +113,17 @@ def _remark(alone: ArmStatistics, others: dict[Arm, ArmStatistics | str], twins:
             )
     else:
         sentences.append(f"The radius could not be held: {held}.")
+    rank, distance = (values[-1].mean() / values[0].mean() for values in _sizes(alone))
+    sentences.append(
+        f"The effective rank of the cloud goes to {rank:.2f} and its distance to the mean token to {distance:.2f} of "
+        "the first values."
+    )
     return " ".join([*sentences, LITERATURE])
+
+
+def _sizes(arm: ArmStatistics) -> tuple[np.ndarray, np.ndarray]:
+    """Effective rank and distance to the mean token at the first and last depth, (2, prompt) each."""
+    return arm.ends.entropy_rank.values, arm.ends.residual.values
 
 
 def _gathers(arm: ArmStatistics) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from helmscope.claims.evidence import Evidence
 
 GATHERED = 0.05  # growth of the share below which attention alone is said not to gather
+LAYER_PROMPTS = 8
 TRAINED_AGAIN = ("whole model", "attention alone", "MLP alone")
 
 
@@ -119,6 +121,7 @@ def _training_remark(history: xr.Dataset) -> str:
 
 def _by_layer(arms: Factorial) -> xr.Dataset:
     """The share at the last depth with one MLP left in, or one left out."""
+    arms = replace(arms, few=LAYER_PROMPTS)  # two arms per layer take long
     layers = range(len(arms.recording(few=True).anatomy.layers))
     kinds = {"the only MLP": leave_one_in(layers)}
     if len(layers) > 1:
