@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from helmscope.claims.evidence import Identity as Identity
     from helmscope.claims.evidence import Impossible as Impossible
     from helmscope.claims.evidence import Magnitude as Magnitude
+    from helmscope.claims.evidence import Paired as Paired
     from helmscope.claims.evidence import Replicates as Replicates
     from helmscope.claims.evidence import SomeLayer as SomeLayer
     from helmscope.claims.finding import Finding as Finding
