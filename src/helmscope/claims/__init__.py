@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from helmscope.types.lazy import lazy_exports
 
 if TYPE_CHECKING:
+    from helmscope.claims import factorial as factorial
     from helmscope.claims.curves import curve as curve
     from helmscope.claims.entry import Entry as Entry
     from helmscope.claims.entry import Ground as Ground
