@@ -8,12 +8,14 @@ from helmscope.types.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from helmscope.claims import factorial as factorial
+    from helmscope.claims import theory_flow as theory_flow
     from helmscope.claims.curves import curve as curve
     from helmscope.claims.entry import Entry as Entry
     from helmscope.claims.entry import Ground as Ground
     from helmscope.claims.evidence import Count as Count
     from helmscope.claims.evidence import EveryLayer as EveryLayer
     from helmscope.claims.evidence import EveryMagnitude as EveryMagnitude
+    from helmscope.claims.evidence import Evidence as Evidence
     from helmscope.claims.evidence import Identity as Identity
     from helmscope.claims.evidence import Impossible as Impossible
     from helmscope.claims.evidence import Magnitude as Magnitude

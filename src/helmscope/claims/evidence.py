@@ -43,7 +43,11 @@ class Assessment:
 
 @runtime_checkable
 class Evidence(Protocol):
-    """Measured values and the rule that compares them with a region."""
+    """Measured values and the rule that compares them with a region.
+
+    >>> isinstance(Count(1, 2), Evidence)
+    True
+    """
 
     def weigh(self, region: Region) -> Assessment:
         """Compute the interval of the statistic and rule on the region."""
