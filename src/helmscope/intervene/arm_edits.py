@@ -50,6 +50,10 @@ class NegateValues(SiteEdit):
     def of(cls, recording: Recording) -> NegateValues:
         """The edit for the model of a recording, whose constants are found by one forward of its first text with all
         states set to c = 0. Raises HelmscopeError if the values of the model cannot be edited.
+
+        >>> from helmscope import record
+        >>> len(NegateValues.of(record("A", ["Once upon a time"])).constants)
+        12
         """
         anatomy = recording.anatomy
         cls().check(anatomy)

@@ -103,6 +103,10 @@ class Arm:
 
         ``recording`` is that of the whole model, whose radii ``whole_radius`` uses. The whole model needs none. Raises
         HelmscopeError if ``mlp`` names a layer that the model does not have, or if its attention cannot be edited.
+
+        >>> from helmscope import record
+        >>> len(Arm(mlp=False).edits(record("A", ["Once upon a time"])))
+        1
         """
         if not isinstance(recording, Recording):
             raise HelmscopeError(f"recording is a {type(recording).__name__}, but it must be a Recording")
