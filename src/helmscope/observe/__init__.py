@@ -68,6 +68,7 @@ if TYPE_CHECKING:
     from helmscope.observe.order import order_parameter as order_parameter
     from helmscope.observe.pairs import PairSet as PairSet
     from helmscope.observe.pairs import clustering as clustering
+    from helmscope.observe.pairs import without_first_token as without_first_token
     from helmscope.observe.phase import phase_diagram as phase_diagram
     from helmscope.observe.phase import published_probability as published_probability
     from helmscope.observe.rank import collapse_residual_composite as collapse_residual_composite
