@@ -259,3 +259,13 @@ def test_what_cannot_be_drawn_is_refused():
 def test_a_misspelt_option_is_named_with_the_nearest_one():
     refused(lambda: run(2).plot(sytem=1), "unknown option of plot 'sytem': did you mean 'system'?")
     refused(lambda: run(2).trajectory.plot(titel="x"), "did you mean 'title'?")
+
+
+def test_stored_times_are_marked_on_the_curves():
+    """Between unevenly stored times, such as 10 and 60, a line alone would look like data."""
+    times = torch.tensor([*range(11), 60.0])
+    figure = hs.Trajectory(times, torch.eye(2).expand(12, 3, 2, 2)).plot()
+    panel = figure.axes[-1]
+    (curve,) = [line for line in panel.lines if line.get_label() == "mean inner product"]
+    assert (curve.get_marker(), curve.get_xdata().tolist()) == ("o", times.tolist())
+    assert panel.get_xlabel() == "time"

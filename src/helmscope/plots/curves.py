@@ -13,7 +13,7 @@ from helmscope.observe.order import order_parameter
 from helmscope.observe.overview import BOUNDS
 from helmscope.observe.rank import entropy_rank
 from helmscope.observe.track import AT_LEAST_0, token_mean, token_weights, track, with_bounds
-from helmscope.plots.measured import axis_name
+from helmscope.plots.measured import MOST_MARKERS, axis_name
 from helmscope.plots.style import COLORS, spans_decades
 from helmscope.stats.reduce import band, band_text, reduced
 from helmscope.types import Trajectory, counted
@@ -172,8 +172,8 @@ def _draw_quantity(
         value = means[name]
         x, y = value[value.dims[0]].values, value.values
         low, high = (edge.values for edge in band(means, name))
-        marker = "o" if len(x) == 1 else ""
-        panel.plot(x, y, color=color, label=label, marker=marker, markersize=4)
+        marker = "o" if len(x) <= MOST_MARKERS else ""  # lines between few stored times are only interpolation
+        panel.plot(x, y, color=color, label=label, marker=marker, markersize=3)
         panel.fill_between(x, low, high, color=color, alpha=0.2, linewidth=0)
         if name in LENGTHS and y.min() > 0 and spans_decades(y):
             panel.set_yscale("log")
