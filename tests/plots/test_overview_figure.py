@@ -33,6 +33,7 @@ def test_curves_are_the_measurement(given):
             corners = {tuple(corner) for corner in band.get_paths()[0].vertices}
             for end in ("_low", "_high"):
                 assert set(zip(TIMES, SEEN[f"{name}{end}"].values, strict=True)) <= corners
+    assert axes[3].get_xlim() == (0.0, 2.0)
     (mesh,) = axes[3].collections
     assert np.array_equal(mesh.get_array(), np.sqrt(SEEN.share.values.T))
 

@@ -204,6 +204,21 @@ def label(value: xr.DataArray, dim: Any, coordinate: Any) -> str:
     return f"{axis_name(value, dim)} = {coordinate:.6g}" if numeric else str(coordinate)
 
 
+def whole_ticks(axis: Any, value: xr.DataArray, dim: Any) -> None:
+    """Sets ticks at whole numbers only, if the coordinate counts something.
+
+    >>> import xarray as xr
+    >>> from helmscope.plots.style import new_figure
+    >>> _, (panel,) = new_figure(1, 1)
+    >>> whole_ticks(panel.xaxis, xr.DataArray([1.0, 2.0], dims="layer"), "layer")
+    """
+    from matplotlib.ticker import MaxNLocator
+
+    coordinate = value[dim].values
+    if coordinate.dtype.kind in "iu" or (coordinate.dtype.kind == "f" and dim == "depth"):
+        axis.set_major_locator(MaxNLocator(integer=True))
+
+
 def _has_legend(value: xr.DataArray, labels: list[str]) -> bool:
     """Whether the curves have a legend rather than a color scale: there are few, or they have no numeric coordinate."""
     return 1 < len(labels) <= (len(COLORS) if _numeric_family(value) else MOST_WORDS)

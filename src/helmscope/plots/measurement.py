@@ -9,7 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from helmscope.plots.measured import as_floats, axis_name, curve_labels, draw_curve, plain, positions, variables
+from helmscope.plots.maps import draw_map
+from helmscope.plots.measured import (
+    as_floats,
+    axis_name,
+    curve_labels,
+    draw_curve,
+    plain,
+    positions,
+    variables,
+    whole_ticks,
+)
 from helmscope.plots.style import COLORS, blank_figure, spans_decades, styled
 from helmscope.stats.reduce import band, band_text, reduced
 from helmscope.types import HelmscopeError, counted, keeps_replicates, known_name, replicate_axis, type_with_article
@@ -69,7 +79,8 @@ def measurement_figure(
     Each variable has one panel with the mean over replicates and its interval over depth, layer, time or its only axis;
     NAME_null is dotted. Several Measurements are curves of different color in the same panel. A variable with an axis
     ``head``, or with a second numeric axis of more than five entries, is a map, one for each Measurement, on a common
-    color scale. Replicates are reduced first (``reduce_replicates``).
+    color scale. The title is that of ``title``, or the model of a single Measurement that knows it. A variable of
+    ``paired_difference`` has a line at 0. Replicates are reduced first (``reduce_replicates``).
 
     ``variables`` selects the variables by name; by default all that the Measurements have in common, at most 12.
     ``log`` names variables to draw on a log axis; otherwise an axis is a log axis only if the variable has the
@@ -94,15 +105,20 @@ def measurement_figure(
     )
     rows = -(-len(panels) // columns)
     with styled():
-        figure = blank_figure(max(WIDTH * columns, 4.6), HEIGHT * rows + HEADING)
+        figure = blank_figure(max(WIDTH * columns, 4.6), max(map(_panel_height, panels)) * rows + HEADING)
         axes = list(figure.subplots(rows, columns, squeeze=False).flat)
         for place, panel in zip(axes, panels, strict=False):
             if panel.is_map:
-                _draw_map(figure, place, panel, shown, log=panel.name in logged)
+                (each,), name = panel.shown, panel.name
+                value = each.value(name)
+                heading = ": ".join(filter(None, (each.label, _panel_title(value, name))))
+                shared = np.concatenate([as_floats(other.value(name), name).ravel() for other in shown])
+                draw_map(figure, place, value, shared, title=heading, log=name in logged)
             else:
                 _draw_curves(place, panel, log=panel.name in logged)
         for place in axes[len(panels) :]:
             place.remove()
+        title = title or (str(shown[0].data.attrs.get("model", "")) if len(shown) == 1 else "")
         figure.suptitle(plain("\n".join(filter(None, (title, _caption(shown, panels, omitted))))), fontsize=9)
         if len(shown) > 1:
             _draw_legend(figure, axes, panels)
@@ -186,6 +202,12 @@ def _panels(name: str, shown: Sequence[_Shown]) -> Iterator[_Panel]:
         yield _Panel(name, shown)
 
 
+def _panel_height(panel: _Panel) -> float:
+    """The height of a panel in inches; a map of heads needs a line of text for every layer."""
+    value = panel.shown[0].value(panel.name)
+    return max(HEIGHT, 0.17 * value.shape[0] + 0.9) if panel.is_map and "head" in value.dims else HEIGHT
+
+
 def _draw_points(panel: Axes, content: _Panel, *, log: bool) -> None:
     """Draws a variable without axes: one point with its interval for each Measurement."""
     for k, (each, color) in enumerate(zip(content.shown, _colors(len(content.shown)), strict=True)):
@@ -197,6 +219,7 @@ def _draw_points(panel: Axes, content: _Panel, *, log: bool) -> None:
             panel.plot([k - 0.3, k + 0.3], [float(null)] * 2, color=color, linestyle=":", label="_null")
     panel.set_xticks(range(len(content.shown)), [plain(textwrap.shorten(each.label, 28)) for each in content.shown])
     panel.set_xlim(-0.6, len(content.shown) - 0.4)
+    _draw_zero_line(panel, content.shown[0].value(content.name))
     if log:
         panel.set_yscale("log")
     panel.set_title(plain(_panel_title(content.shown[0].value(content.name), content.name)), loc="left", fontsize=9)
@@ -232,12 +255,19 @@ def _draw_curves(panel: Axes, content: _Panel, *, log: bool) -> None:
             panel.set_xticks(x, categories)
             panel.set_xlim(-0.5, len(categories) - 0.5)
     panel.set_xlabel(plain(axis_name(values[0], values[0].dims[0])))
-    _whole_ticks(panel.xaxis, values[0], values[0].dims[0])
+    whole_ticks(panel.xaxis, values[0], values[0].dims[0])
+    _draw_zero_line(panel, values[0])
     if max(map(len, families)) > 1:
         panel.legend(fontsize=7, loc="best")
     if log or (values[0].attrs.get("scale") == "log" and spans_decades(*drawn)):
         panel.set_yscale("log")
     panel.set_title(plain(_panel_title(values[0], name)), loc="left", fontsize=9)
+
+
+def _draw_zero_line(panel: Axes, value: xr.DataArray) -> None:
+    """Marks 0, where the two Measurements of a difference are equal."""
+    if "difference" in value.attrs:
+        panel.axhline(0.0, color="#8a8f98", linewidth=0.9, zorder=0, label="_zero")
 
 
 def _sidestep(measurement: int, entry: int, measurements: int, entries: int) -> float:
@@ -259,43 +289,12 @@ def _null(shown: _Shown, name: str) -> xr.DataArray | None:
     return null if null is not None and set(null.dims) <= set(shown.value(name).dims) else None
 
 
-def _draw_map(figure: Figure, panel: Axes, content: _Panel, shown: Sequence[_Shown], *, log: bool) -> None:
-    """Draws a variable of one Measurement as a map; its color scale covers all Measurements."""
-    from matplotlib.colors import LogNorm, Normalize
-
-    (each,), name = content.shown, content.name
-    value = each.value(name)
-    numbers = np.concatenate([as_floats(other.value(name), name).ravel() for other in shown])
-    positive = log or (value.attrs.get("scale") == "log" and spans_decades(numbers))
-    numbers = numbers[np.isfinite(numbers) & ((numbers > 0) | (not positive))]
-    ends = (float(numbers.min()), float(numbers.max())) if numbers.size else (0.0, 1.0)
-    image = panel.pcolormesh(
-        *(np.asarray(value[dim].values, dtype=np.float64) for dim in value.dims),
-        as_floats(value, name).T,
-        shading="nearest",
-        cmap="viridis",
-        norm=(LogNorm if positive else Normalize)(*ends),
-    )
-    figure.colorbar(image, ax=panel)
-    panel.grid(False)
-    panel.set(**{f"{axis}label": plain(axis_name(value, dim)) for axis, dim in zip("xy", value.dims, strict=True)})
-    for axis, dim in zip((panel.xaxis, panel.yaxis), value.dims, strict=True):
-        _whole_ticks(axis, value, dim)
-    label = f"{each.label}: " if each.label else ""
-    panel.set_title(plain(label + _panel_title(value, name)), loc="left", fontsize=9)
-
-
-def _whole_ticks(axis: Any, value: xr.DataArray, dim: Any) -> None:
-    """Ticks at whole numbers only, where the coordinate counts something."""
-    from matplotlib.ticker import MaxNLocator
-
-    coordinate = value[dim].values
-    if coordinate.dtype.kind in "iu" or (coordinate.dtype.kind == "f" and dim == "depth"):
-        axis.set_major_locator(MaxNLocator(integer=True))
-
-
 def _panel_title(value: xr.DataArray, name: str) -> str:
-    return textwrap.fill(str(value.attrs.get("long_name", name.replace("_", " "))), LETTERS)
+    """The name of a variable with its unit and, for a difference, what was subtracted from what."""
+    title = str(value.attrs.get("long_name", name.replace("_", " ")))
+    title += f" ({value.attrs['units']})" if "units" in value.attrs else ""
+    title += f": {value.attrs['difference']}" if "difference" in value.attrs else ""
+    return textwrap.fill(title, LETTERS)
 
 
 def _colors(count: int) -> list[Any]:

@@ -86,7 +86,8 @@ def _heat_map(figure: Figure, panel: Axes, measurement: xr.Dataset) -> None:
             share[axis].values, share.inner_product.values, share.values**0.5, shading="nearest", cmap="magma"
         )
         figure.colorbar(image, ax=panel, label="sqrt of the share of pairs")
-        panel.set(xlabel=label, ylabel="<x_i, x_j>")
+        # the outer halves of the first and last cells extend beyond the stored times
+        panel.set(xlim=share[axis].values[[0, -1]], xlabel=label, ylabel="<x_i, x_j>")
     else:
         panel.plot(share.inner_product.values, share.values[:, 0], color=COLORS[0])
         panel.set(xlabel="<x_i, x_j>", ylabel="share of pairs")
