@@ -110,6 +110,19 @@ def test_a_map_of_signed_numbers_is_centered_at_0_with_numbers_in_its_cells():
     assert panel.collections[0].get_cmap().name == "viridis"
 
 
+def test_two_replicates_are_drawn_instead_of_a_band():
+    two = over_depth(prompts=2)
+    figure = hs.plot(two, variables="order")
+    (panel,) = figure.axes
+    assert figure.get_suptitle() == "mean over 2 prompts; thin lines or dots: each prompt"
+    singles = [line.get_ydata().tolist() for line in panel.lines if line.get_label() == "_single"]
+    assert singles == two.order.values.T.tolist()
+    assert not any(corners(panel))
+    loss = xr.Dataset({"loss": ("prompt", [1.0, 2.0])})
+    (panel,) = hs.plot(loss).axes
+    assert [line.get_ydata()[0] for line in panel.lines if line.get_label() == "_single"] == [1.0, 2.0]
+
+
 def test_a_difference_is_named_and_has_a_line_at_0():
     named = [ONE.assign_attrs(model="A"), TWO.assign_attrs(model="twin 1")]
     panel = hs.plot(hs.paired_difference(*named)).axes[0]

@@ -82,6 +82,15 @@ def test_one_system_has_curves_without_bands():
     assert png(figure)[:4] == b"\x89PNG"
 
 
+def test_two_systems_are_drawn_instead_of_bands():
+    two = hs.overview(hs.Trajectory(TRAJECTORY.times, TRAJECTORY.states[:, :2]), beta=2.0)
+    figure = hs.plots.overview_figure(two, title="SA")
+    assert figure.get_suptitle() == "SA   (2 systems; thin: each system)"
+    energy = figure.axes[2]
+    assert not energy.collections
+    assert [line.get_ydata().tolist() for line in energy.lines[1:]] == two.energy.values.T.tolist()
+
+
 def test_one_time_has_a_histogram_with_its_own_axes():
     seen = hs.overview(hs.Trajectory(TRAJECTORY.times[:1], TRAJECTORY.states[:1]), beta=2.0)
     panel = hs.plots.overview_figure(seen).axes[3]

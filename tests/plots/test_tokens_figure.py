@@ -142,7 +142,7 @@ def test_colors_are_the_numbers_of_the_tokens():
 
 def test_curves_are_the_measurement_of_all_systems():
     sim = run(3)
-    seen = measured(sim.trajectory, [tokens.CLUSTERING])
+    seen = hs.reduce_replicates(measured(sim.trajectory, [tokens.CLUSTERING]))
     (panel,) = curves(sim.plot(system=1))
     assert panel.get_xlabel() == "time"
     lines = {line.get_label(): line for line in panel.lines}
@@ -269,3 +269,15 @@ def test_stored_times_are_marked_on_the_curves():
     (curve,) = [line for line in panel.lines if line.get_label() == "mean inner product"]
     assert (curve.get_marker(), curve.get_xdata().tolist()) == ("o", times.tolist())
     assert panel.get_xlabel() == "time"
+
+
+def test_two_systems_are_drawn_instead_of_a_band():
+    """Of two values the interval is 13 times as wide as their distance."""
+    states = hs.Uniform(5, 2).sample(2, seed=0).expand(3, 2, 5, 2)
+    figure = hs.Trajectory(torch.arange(3.0), states).plot()
+    panel = figure.axes[-1]
+    singles = [line for line in panel.lines if line.get_label() == "_single"]
+    assert len(singles) == 4  # two systems, two quantities
+    assert singles[0].get_ydata()[0] == pytest.approx(float(hs.mean_inner_product(states)[0, 0]))
+    assert not panel.collections
+    assert "thin: each system" in panel.figure.get_suptitle()
