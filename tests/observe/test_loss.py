@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+import xarray as xr
 
 import helmscope as hs
 from helmscope.models.record import record
@@ -356,3 +357,14 @@ def test_a_layer_alone_and_by_name(layers):
 def test_what_names_no_layers_is_refused(layers, says):
     with pytest.raises(HelmscopeError, match=says):
         hs.observe.ablation_loss(record(tiny_model("gpt2"), IDS), layers=layers)
+
+
+def test_a_loss_is_never_negative_and_knows_its_unit_and_its_model():
+    """Two prompts of very different loss: the plain interval of their mean would begin below 0."""
+    recording = record(tiny_model("gpt2"), torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]]))
+    for measured in (hs.next_token_loss(recording), module.ablation_loss(recording)):
+        assert (measured.loss.attrs["units"], measured.attrs["model"]) == ("nats", recording.origin.title)
+        apart = measured.assign(loss=measured.loss * xr.DataArray([0.01, 1.0], dims="prompt"))
+        apart.loss.attrs = measured.loss.attrs
+        assert bool((hs.reduce_replicates(apart).loss_low == 0).all())
+    assert module.ablation_loss(recording).increase.attrs["units"] == "nats"

@@ -81,11 +81,58 @@ def test_heads_are_a_map_on_a_common_color_scale():
     meshes = [panel.collections[0] for panel in titled]
     means = [hs.reduce_replicates(data).entropy.values for data in (one, two)]
     for mesh, mean in zip(meshes, means, strict=True):
-        assert np.array_equal(mesh.get_array(), mean.T)
+        assert np.array_equal(mesh.get_array(), mean)
         assert mesh.get_clim() == (means[0].min(), means[1].max())
-    assert {(panel.get_xlabel(), panel.get_ylabel()) for panel in titled} == {("layer", "head")}
+    assert {(panel.get_xlabel(), panel.get_ylabel()) for panel in titled} == {("head", "layer")}
+    assert all(panel.yaxis_inverted() for panel in titled)  # like a table, with layer 0 at the top
     assert not figure.legends
     assert hs.plot(one).get_suptitle() == "mean over 4 prompts"
+
+
+def test_a_map_of_signed_numbers_is_centered_at_0_with_numbers_in_its_cells():
+    increase = np.array([[0.31, -0.02], [0.0, 0.1]])
+    attributes = {"long_name": "increase of the loss", "units": "nats"}
+    values = np.stack([increase, increase], -1)
+    data = xr.Dataset({"increase": (("layer", "head", "prompt"), values, attributes)}, attrs={"model": "B"})
+    figure = hs.plot(data)
+    panel, bar = figure.axes
+    assert figure.get_suptitle() == "B\nmean over 2 prompts"
+    assert panel.get_title(loc="left") == "increase of the loss (nats)"
+    assert bar.get_ylabel() == "nats"
+    (mesh,) = panel.collections
+    assert (mesh.get_clim(), mesh.get_cmap().name) == ((-0.31, 0.31), "RdBu_r")
+    assert [text.get_text() for text in panel.texts] == ["0.31", "-0.02", "0.00", "0.10"]
+    close = hs.plot(data + 2.3)
+    assert [text.get_text() for text in close.axes[0].texts] == ["2.61", "2.28", "2.30", "2.40"]
+    many = xr.Dataset({"mass": (("layer", "head", "prompt"), RNG.random((11, 10, 3)))})
+    panel = hs.plot(many).axes[0]
+    assert not panel.texts
+    assert panel.collections[0].get_cmap().name == "viridis"
+
+
+def test_two_replicates_are_drawn_instead_of_a_band():
+    two = over_depth(prompts=2)
+    figure = hs.plot(two, variables="order")
+    (panel,) = figure.axes
+    assert figure.get_suptitle() == "mean over 2 prompts; thin lines or dots: each prompt"
+    singles = [line.get_ydata().tolist() for line in panel.lines if line.get_label() == "_single"]
+    assert singles == two.order.values.T.tolist()
+    assert not any(corners(panel))
+    loss = xr.Dataset({"loss": ("prompt", [1.0, 2.0])})
+    (panel,) = hs.plot(loss).axes
+    assert [line.get_ydata()[0] for line in panel.lines if line.get_label() == "_single"] == [1.0, 2.0]
+
+
+def test_a_difference_is_named_and_has_a_line_at_0():
+    named = [ONE.assign_attrs(model="A"), TWO.assign_attrs(model="twin 1")]
+    panel = hs.plot(hs.paired_difference(*named)).axes[0]
+    assert panel.get_title(loc="left") == "order: A - twin 1"
+    assert [line.get_ydata()[0] for line in panel.lines if line.get_label() == "_zero"] == [0.0]
+    panel = hs.plot(hs.reduce_replicates(hs.paired_difference(ONE, TWO))).axes[0]
+    assert panel.get_title(loc="left") == "order: difference"
+    assert not [line for line in hs.plot(ONE).axes[0].lines if line.get_label() == "_zero"]
+    panel = hs.plot(hs.paired_difference(over_heads(), over_heads(9.0))).axes[0]
+    assert panel.collections[0].get_clim()[0] == -panel.collections[0].get_clim()[1]
 
 
 def test_measurements_of_a_simulation_over_time():
@@ -94,7 +141,11 @@ def test_measurements_of_a_simulation_over_time():
     assert (panel.get_xlabel(), panel.get_yscale()) == ("time", "linear")
     assert hs.plot(tracked).get_suptitle() == "mean over 5 systems; band: 95 % interval"
     titles = [panel.get_title(loc="left") for panel in hs.plot(hs.overview(simulation(), beta=1.0)).axes]
-    assert {"probability", "share", "energy"} <= set(titles)
+    assert {"probability that two tokens have met", "share of pairs", "interaction energy"} <= set(titles)
+    (share,) = [
+        panel for panel in hs.plot(hs.overview(simulation(), beta=1.0)).axes if "share" in panel.get_title("left")
+    ]
+    assert share.get_xlim() == (0.0, 2.0)
     (panel,) = hs.plot(tracked.order).axes
     assert panel.get_title(loc="left") == "order"
     alone = hs.track(hs.integrate(hs.SA(beta=1.0), torch.eye(3), times=[0.0, 1.0]), order=hs.order_parameter)

@@ -33,6 +33,7 @@ def test_curves_are_the_measurement(given):
             corners = {tuple(corner) for corner in band.get_paths()[0].vertices}
             for end in ("_low", "_high"):
                 assert set(zip(TIMES, SEEN[f"{name}{end}"].values, strict=True)) <= corners
+    assert axes[3].get_xlim() == (0.0, 2.0)
     (mesh,) = axes[3].collections
     assert np.array_equal(mesh.get_array(), np.sqrt(SEEN.share.values.T))
 
@@ -79,6 +80,15 @@ def test_one_system_has_curves_without_bands():
     figure = hs.plots.overview_figure(one)
     assert np.array_equal(figure.axes[1].lines[0].get_ydata(), one.clusters.values[:, 0])
     assert png(figure)[:4] == b"\x89PNG"
+
+
+def test_two_systems_are_drawn_instead_of_bands():
+    two = hs.overview(hs.Trajectory(TRAJECTORY.times, TRAJECTORY.states[:, :2]), beta=2.0)
+    figure = hs.plots.overview_figure(two, title="SA")
+    assert figure.get_suptitle() == "SA   (2 systems; thin: each system)"
+    energy = figure.axes[2]
+    assert not energy.collections
+    assert [line.get_ydata().tolist() for line in energy.lines[1:]] == two.energy.values.T.tolist()
 
 
 def test_one_time_has_a_histogram_with_its_own_axes():

@@ -11,7 +11,7 @@ import xarray as xr
 
 import helmscope as hs
 from helmscope.observe.half_times import half_time
-from helmscope.observe.hitting_curve import hitting_curve
+from helmscope.observe.hitting_curve import closed_form_curve
 from helmscope.observe.phase import phase_diagram, published_probability
 from helmscope.plots.phase import phase_figure, phase_page
 from helmscope.plots.style import png
@@ -32,7 +32,7 @@ ONE = OURS.sel(dim=40)
 
 
 def meshes(figure):
-    return [panel for panel in figure.axes if panel.get_xlabel() == "time t"]
+    return [panel for panel in figure.axes if panel.get_xlabel() == "time"]
 
 
 def test_a_panel_holds_the_probabilities_and_the_lines():
@@ -44,30 +44,54 @@ def test_a_panel_holds_the_probabilities_and_the_lines():
     assert edges[0, :, 0].tolist() == [-1.0, 1.0, 2.5, 4.0, 6.0]
     assert edges[:, 0, 1].tolist() == [-0.25, 1.25, 3.0, 5.0]
     lines = {line.get_label(): line for line in panel.lines}
-    assert set(lines) == {"P = 1/2 (ours)", "t*(beta), closed form"}
-    assert np.array_equal(lines["t*(beta), closed form"].get_xdata(), ONE.curve.values)
-    assert np.array_equal(lines["P = 1/2 (ours)"].get_xdata(), half_time(ONE).half_time.values, equal_nan=True)
-    assert all(np.array_equal(line.get_ydata(), CASE["betas"]) for line in panel.lines)
+    assert set(lines) == {"P = 1/2", "t*(beta), closed form"}
+    half = lines["P = 1/2"]
+    assert np.array_equal(half.get_xdata(), half_time(ONE).half_time.values, equal_nan=True)
+    assert np.array_equal(half.get_ydata(), CASE["betas"])
+    assert (half.get_marker(), half.get_linestyle()) == ("o", ":")
+    assert (panel.get_xlim(), panel.get_ylim()) == ((0.0, 5.0), (0.5, 4.0))
     error = float(ONE.probability_stderr.max())
     assert panel.get_title() == f"d = 40\nstandard error <= {error:.2g}"
 
 
-def test_a_fine_curve_is_drawn_where_there_is_one():
+@pytest.mark.parametrize("field", [hs.SA, hs.USA])
+def test_the_closed_form_is_evaluated_between_the_betas(field):
     """A curve through three betas would be two chords."""
-    fine = hitting_curve(hs.SA, betas=CASE["betas"], n=6, delta=0.05)
-    (panel,) = meshes(phase_figure(ONE.assign_coords(fine.coords)))
+    data = phase_diagram(field, start=hs.Uniform(6, 3), **CASE)
+    (panel,) = meshes(data.plot())
     (curve,) = [line for line in panel.lines if line.get_label() == "t*(beta), closed form"]
     assert set(CASE["betas"]) < set(curve.get_ydata())
     assert len(curve.get_ydata()) > 200
-    exact = [hs.hitting_time(hs.SA(beta), n=6, delta=0.05) for beta in curve.get_ydata()[::50]]
+    exact = [hs.hitting_time(field(beta), n=6, delta=0.05) for beta in curve.get_ydata()[::50]]
     assert curve.get_xdata()[::50].tolist() == exact
-    assert len(meshes(phase_figure(OURS.assign_coords(fine.coords)))) == 2
-    assert phase_page(OURS.assign_coords(fine.coords)).count("Plotly.newPlot") == 1
+    assert phase_page(data).count("Plotly.newPlot") == 1
+
+
+def test_an_unknown_closed_form_is_marked_at_the_betas_only():
+    """The field's inverse temperature is twice the beta of the diagram, which the diagram does not record."""
+    data = phase_diagram(lambda beta: hs.SA(2 * beta), start=hs.Uniform(6, 3), **CASE)
+    assert closed_form_curve(data) is None
+    (panel,) = meshes(data.plot())
+    (curve,) = [line for line in panel.lines if line.get_label() == "t*(beta), closed form"]
+    assert np.array_equal(curve.get_xdata(), data.curve.values)
+    assert (curve.get_marker(), curve.get_linestyle()) == ("o", "None")
+
+
+def test_one_beta_has_one_tick_and_markers():
+    case = {**CASE, "betas": [2.0], "samples": 1}
+    figure = phase_diagram(hs.SA, start=hs.Uniform(6, 40), **case).plot()
+    (panel,) = meshes(figure)
+    assert panel.get_yticks().tolist() == [2.0]
+    assert {line.get_marker() for line in panel.lines} == {"o"}
+    assert figure.get_suptitle().endswith("6 tokens, met: <x, y> >= 1 - 0.05, 1 sample, seed 0")
+    early = phase_diagram(hs.SA, start=hs.Uniform(6, 40), **(case | {"times": [0.0, 0.1]})).plot()
+    assert (meshes(early)[0].lines[:], early.legends) == ([], [])  # both times are later than the last one
 
 
 def test_the_published_scheme_stands_beside_ours_with_the_difference():
     panels = meshes(phase_figure(BOTH))
     assert len(panels) == 6
+    assert panels[0].lines[0].get_label() == "P = 1/2 (ours)"
     for row, dim in enumerate((3, 40)):
         here = BOTH.sel(dim=dim)
         difference = here.probability_published - here.probability

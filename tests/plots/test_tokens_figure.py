@@ -142,7 +142,7 @@ def test_colors_are_the_numbers_of_the_tokens():
 
 def test_curves_are_the_measurement_of_all_systems():
     sim = run(3)
-    seen = measured(sim.trajectory, [tokens.CLUSTERING])
+    seen = hs.reduce_replicates(measured(sim.trajectory, [tokens.CLUSTERING]))
     (panel,) = curves(sim.plot(system=1))
     assert panel.get_xlabel() == "time"
     lines = {line.get_label(): line for line in panel.lines}
@@ -259,3 +259,25 @@ def test_what_cannot_be_drawn_is_refused():
 def test_a_misspelt_option_is_named_with_the_nearest_one():
     refused(lambda: run(2).plot(sytem=1), "unknown option of plot 'sytem': did you mean 'system'?")
     refused(lambda: run(2).trajectory.plot(titel="x"), "did you mean 'title'?")
+
+
+def test_stored_times_are_marked_on_the_curves():
+    """Between unevenly stored times, such as 10 and 60, a line alone would look like data."""
+    times = torch.tensor([*range(11), 60.0])
+    figure = hs.Trajectory(times, torch.eye(2).expand(12, 3, 2, 2)).plot()
+    panel = figure.axes[-1]
+    (curve,) = [line for line in panel.lines if line.get_label() == "mean inner product"]
+    assert (curve.get_marker(), curve.get_xdata().tolist()) == ("o", times.tolist())
+    assert panel.get_xlabel() == "time"
+
+
+def test_two_systems_are_drawn_instead_of_a_band():
+    """Of two values the interval is 13 times as wide as their distance."""
+    states = hs.Uniform(5, 2).sample(2, seed=0).expand(3, 2, 5, 2)
+    figure = hs.Trajectory(torch.arange(3.0), states).plot()
+    panel = figure.axes[-1]
+    singles = [line for line in panel.lines if line.get_label() == "_single"]
+    assert len(singles) == 4  # two systems, two quantities
+    assert singles[0].get_ydata()[0] == pytest.approx(float(hs.mean_inner_product(states)[0, 0]))
+    assert not panel.collections
+    assert "thin: each system" in panel.figure.get_suptitle()

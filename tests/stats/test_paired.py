@@ -53,7 +53,7 @@ def test_the_difference_of_two_shares_is_between_minus_1_and_1():
     shares = xr.Dataset({"share": ("prompt", [0.0, 0.1, 1.0], {"valid_min": 0.0, "valid_max": 1.0})})
     others = xr.Dataset({"share": ("prompt", [0.9, 0.0, 0.2], {"valid_min": 0.0, "valid_max": 1.0})})
     kept = paired_difference(shares, others)
-    assert kept.share.attrs == {"valid_min": -1.0, "valid_max": 1.0}
+    assert kept.share.attrs == {"valid_min": -1.0, "valid_max": 1.0, "difference": "difference"}
     seen = reduce_replicates(kept)
     assert -1.0 == float(seen.share_low) < float(seen.share) < float(seen.share_high) <= 1.0
     above = paired_difference(model(0.0, valid_min=-9.0), model(0.0))

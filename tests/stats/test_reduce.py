@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import xarray as xr
 
-from helmscope.stats.intervals import mean_interval
+from helmscope.stats.intervals import mean_interval, proportion_interval
 from helmscope.stats.reduce import reduce_replicates, reduced
 from helmscope.stats.scales import BoundedScale, FisherZScale, LinearScale, LogScale
 from helmscope.types import HelmscopeError, check_measurement
@@ -166,6 +166,27 @@ def test_the_interval_of_a_share_stays_in_0_to_1_and_nothing_else_changes():
     one = mean_interval(values[:, 0], scale=BoundedScale((0.0, 1.0)))
     assert (one.low, one.high) == (0.0, 1.0)
     assert one.estimate == mean_interval(values[:, 0]).estimate
+
+
+@pytest.mark.parametrize("n", [2, 4, 16])
+def test_equal_shares_at_a_bound_have_the_exact_interval_of_a_proportion(n):
+    values = np.broadcast_to([0.0, 1.0, 0.5], (n, 3))
+    attributes = {"valid_min": 0.0, "valid_max": 1.0}
+    seen = reduce_replicates(xr.Dataset({"share": (("seed", "layer"), values, attributes)}))
+    none, every = proportion_interval(0, n), proportion_interval(n, n)
+    assert seen.share.values.tolist() == [0.0, 1.0, 0.5]
+    assert seen.share_low.values == pytest.approx([0.0, every.low, 0.5], rel=1e-12)
+    assert seen.share_high.values == pytest.approx([none.high, 1.0, 0.5], rel=1e-12)
+    assert seen.share_stderr.values.tolist() == [0.0, 0.0, 0.0]
+    one_bound = reduce_replicates(xr.Dataset({"rank": ("seed", np.ones(n), {"valid_min": 1.0})}))
+    assert (float(one_bound.rank_low), float(one_bound.rank_high)) == (1.0, 1.0)
+
+
+def test_the_interval_at_a_bound_covers_the_mean_of_any_share():
+    """A share that is 1 with probability 0.9 and else 0: Student's interval misses where all four are 1."""
+    draws = (np.random.default_rng(0).random((4, 4000)) < 0.9).astype(float)
+    seen = reduce_replicates(xr.Dataset({"a": (("seed", "draw"), draws, {"valid_min": 0.0, "valid_max": 1.0})}))
+    assert bool(((seen.a_low <= 0.9) & (seen.a_high >= 0.9)).where(seen.a == 1, other=True).all())
 
 
 def test_one_bound_is_enough_and_a_scale_that_is_given_comes_before_it():

@@ -44,11 +44,28 @@ def test_replicates_are_reduced_first():
 
 def test_of_many_entries_the_first_and_the_last_are_shown():
     assert [row.at for row in hs.summary(reduced(8)).rows] == [f"time = {k}" for k in range(8)]
-    assert [row.at for row in hs.summary(reduced(100)).rows] == ["time = 0", "time = 99"]
-    value = (("layer", "head"), np.zeros((5, 4)))
-    wide = xr.Dataset({"mass": value, "mass_stderr": value}, attrs={"n": 3})
-    corners = ["layer = 0, head = 0", "layer = 0, head = 3", "layer = 4, head = 0", "layer = 4, head = 3"]
-    assert [row.at for row in hs.summary(wide).rows] == corners
+    assert "not shown" not in hs.summary(reduced(8)).note
+    many = hs.summary(reduced(100))
+    assert [row.at for row in many.rows] == ["time = 0", "time = 99"]
+    hidden = "98 entries are not shown: summary(measurement, rows=None) shows all"
+    assert str(many).splitlines()[-1] == hidden
+    assert hidden in many._repr_html_()
+    assert len(hs.summary(reduced(100), rows=None).rows) == len(hs.summary(reduced(100), rows=100).rows) == 100
+    refused(lambda: hs.summary(reduced(), rows=0), "rows is 0")
+
+
+def test_of_many_heads_those_of_largest_magnitude_are_shown():
+    numbers = np.arange(20.0).reshape(5, 4)
+    numbers[1, 2], numbers[3, 3] = -50.0, np.nan
+    heads = xr.Dataset(
+        {"mass": (("layer", "head"), numbers), "mass_stderr": (("layer", "head"), np.zeros((5, 4)))}, attrs={"n": 3}
+    )
+    shown = hs.summary(heads)
+    assert [row.at for row in shown.rows[:2]] == ["layer = 1, head = 2", "layer = 4, head = 3"]
+    assert len(shown.rows) == 8
+    assert shown.note.endswith("12 entries are not shown: summary(measurement, rows=None) shows all")
+    (first,) = hs.summary(heads, rows=1).rows
+    assert first == shown.rows[0]
 
 
 def test_a_number_alone_and_words_on_an_axis():

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import xarray as xr
 
+from helmscope.fields.attention import SA, USA
 from helmscope.theory.equiangular import EquiangularFlow, hitting_time
 from helmscope.types import HelmscopeError
 
@@ -33,6 +34,27 @@ def hitting_curve(field: Callable[[float], Field], *, betas: Sequence[float], n:
     fine = np.unique(np.concatenate([np.linspace(min(betas), max(betas), POINTS), np.asarray(betas, dtype=float)]))
     times = [_hitting_time(field(float(beta)), n, delta) for beta in fine]
     return xr.Dataset(coords={"fine_beta": fine, "fine_curve": ("fine_beta", times)})
+
+
+def closed_form_curve(diagram: xr.Dataset) -> xr.Dataset | None:
+    """``hitting_curve`` of a phase diagram, from its attributes ``tokens`` and ``delta``; None if it is unknown.
+
+    The coordinate ``curve`` of the diagram, t* at its own betas, decides between the closed forms of SA and USA. It is
+    unknown if neither reproduces ``curve``, as for a field whose inverse temperature is not the diagram's beta.
+
+    >>> coords = {"beta": [1.0, 4.0], "curve": ("beta", [hitting_time(SA(beta), n=32, delta=1e-3) for beta in (1, 4)])}
+    >>> curve = closed_form_curve(xr.Dataset(coords=coords, attrs={"tokens": 32, "delta": 1e-3}))
+    >>> bool(curve.fine_curve.sel(fine_beta=4.0) == coords["curve"][1][1])
+    True
+    """
+    if not {"tokens", "delta"} <= set(diagram.attrs) or not np.isfinite(diagram.curve.values).any():
+        return None
+    n, delta, betas = int(diagram.attrs["tokens"]), float(diagram.attrs["delta"]), diagram.beta.values.tolist()
+    for field in (SA, USA):
+        times = [_hitting_time(field(beta), n, delta) for beta in betas]
+        if np.allclose(times, diagram.curve.values, rtol=1e-9, atol=0.0, equal_nan=True):
+            return hitting_curve(field, betas=betas, n=n, delta=delta)
+    return None
 
 
 def _hitting_time(flow: Field, n: int, delta: float) -> float:

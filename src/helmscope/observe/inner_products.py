@@ -66,6 +66,7 @@ def clustering_probability(trajectory: Trajectory | System, *, delta: float) -> 
     path = trajectory_of(trajectory)
     share = clustering_fraction(path.states, delta=delta, weights=path.weights)
     measurement = with_replicates({"probability": share}, path)
+    measurement.probability.attrs["long_name"] = "probability that two tokens have met"
     return with_bounds(measurement, {"probability": SHARE}).assign_attrs(delta=delta)
 
 
@@ -93,6 +94,7 @@ def inner_product_histogram(trajectory: Trajectory | System, *, bins: int = 100)
     counts.scatter_add_(-1, index.flatten(-2), pairs.flatten(-2))
     share = counts / counts.sum(-1, keepdim=True)
     measurement = with_replicates({"share": share}, path, {"inner_product": (edges[1:] + edges[:-1]) / 2})
+    measurement.share.attrs["long_name"] = "share of pairs"
     return with_bounds(measurement, {"share": SHARE})
 
 

@@ -47,6 +47,8 @@ if TYPE_CHECKING:
     from helmscope.types import Progress
     from helmscope.types.progress import ProgressOption
 
+LOSS = {"long_name": "next-token loss", "units": "nats", "valid_min": 0.0}
+INCREASE = {"long_name": "increase of the next-token loss", "units": "nats"}
 LOGITS_PER_FORWARD = 1 << 24  # logits that one forward of the model may return
 LOGITS_PER_SUM = 1 << 16  # logits that are summed at a time in float64, which fit in a cache
 
@@ -77,8 +79,8 @@ def next_token_loss(recording: Recording, *, progress: ProgressOption = None) ->
     """
     scoring = _Scoring(recording)
     losses = scoring.losses(check_progress(progress))
-    data = {"loss": ("prompt", scoring.means(losses)), "loss_null": scoring.null}
-    return check_replicates(xr.Dataset(data, scoring.coords))
+    data = {"loss": ("prompt", scoring.means(losses), LOSS), "loss_null": scoring.null}
+    return check_replicates(xr.Dataset(data, scoring.coords, scoring.attributes))
 
 
 @shows_progress("next-token loss")
@@ -103,7 +105,7 @@ def token_loss(recording: Recording, *, progress: ProgressOption = None) -> xr.D
     coords: dict[str, Any] = {"prompt": np.arange(len(losses)), "token": np.arange(losses.shape[1])}
     if scoring.tokens.tokens is not None:
         coords["label"] = (("prompt", "token"), np.array(scoring.tokens.tokens))
-    return xr.DataArray(losses, coords, ("prompt", "token"), name="loss")
+    return xr.DataArray(losses, coords, ("prompt", "token"), name="loss", attrs=LOSS)
 
 
 @shows_progress("loss under edits")
@@ -201,12 +203,12 @@ def _loss_and_increase(means: np.ndarray, scoring: _Scoring, axes: Mapping[str, 
     """The Measurement of mean losses: ``means[0]`` without edits, ``means[1:]`` under the edits along ``axes``."""
     dims, shape = (*axes, "prompt"), (*map(len, axes.values()), means.shape[-1])
     data = {
-        "loss": (dims, means[1:].reshape(shape)),
+        "loss": (dims, means[1:].reshape(shape), LOSS),
         "loss_null": scoring.null,
-        "increase": (dims, (means[1:] - means[0]).reshape(shape)),
+        "increase": (dims, (means[1:] - means[0]).reshape(shape), INCREASE),
         "increase_null": 0.0,
     }
-    return check_replicates(xr.Dataset(data, {**axes, **scoring.coords}))
+    return check_replicates(xr.Dataset(data, {**axes, **scoring.coords}, scoring.attributes))
 
 
 class _Scoring:
@@ -224,6 +226,7 @@ class _Scoring:
         self.coords: dict[str, Any] = {"prompt": np.arange(len(batch))}
         self.coords["predicted"] = ("prompt", self.weights.sum(-1).numpy())
         self.coords |= identity_coordinates("prompt", batch.identities)
+        self.attributes = {"model": recording.origin.title}
         self._vocabulary = vocabulary_size(self.runner.model)
 
     @property

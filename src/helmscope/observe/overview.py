@@ -28,6 +28,13 @@ BOUNDS = {
     "entropy_rank": AT_LEAST_1,
     "energy": AT_LEAST_0,
 }
+LONG_NAMES = {
+    "order": "order parameter |mean x|",
+    "mean_inner_product": "mean inner product",
+    "clusters": "number of clusters",
+    "entropy_rank": "effective rank (entropy)",
+    "energy": "interaction energy",
+}
 
 
 @shows_progress("overview")
@@ -78,6 +85,8 @@ def overview(
             report((begin + done * len(part.times)) / max(steps, 1))
         parts.append(xr.merge(measurements, compat="equals", combine_attrs="no_conflicts"))
     merged = xr.concat(parts, trajectory.axis, data_vars="minimal", coords="minimal", compat="equals", join="exact")
+    for name in LONG_NAMES.keys() & set(merged.data_vars):
+        merged[name].attrs["long_name"] = LONG_NAMES[str(name)]
     return with_bounds(merged, BOUNDS).assign_attrs(beta=beta, delta=delta, radius=radius, every=every)
 
 

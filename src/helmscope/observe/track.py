@@ -43,8 +43,9 @@ def track(
     which are 0 for padding, are passed to every function. If there are any, a function without the argument ``weights``
     raises HelmscopeError, so that padding is never counted by accident. The systems are the replicates:
     ``reduce_replicates`` returns means with intervals, and ``paired_difference`` compares two models prompt by prompt.
-    The states of a system that stopped early are NaN, for which observables raise HelmscopeError: cut the trajectory
-    first. ``progress`` is called with the share of the functions done.
+    The attribute ``model`` names the model of a recording. The states of a system that stopped early are NaN, for which
+    observables raise HelmscopeError: cut the trajectory first. ``progress`` is called with the share of the functions
+    done.
 
     >>> from helmscope.observe.order import order_parameter
     >>> measured = track(Trajectory(torch.zeros(1), torch.eye(2).expand(1, 3, 2, 2)), order=order_parameter)
@@ -55,7 +56,8 @@ def track(
     for name, function in quantities.items():
         values[name] = _evaluate(name, function, path)
         report(len(values) / len(quantities))
-    return with_replicates(values, path)
+    origin = getattr(trajectory, "origin", None)  # of a Recording
+    return with_replicates(values, path).assign_attrs({} if origin is None else {"model": origin.title})
 
 
 def _evaluate(name: str, function: Callable[..., Tensor], path: Trajectory) -> Tensor:

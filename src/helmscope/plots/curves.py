@@ -13,7 +13,7 @@ from helmscope.observe.order import order_parameter
 from helmscope.observe.overview import BOUNDS
 from helmscope.observe.rank import entropy_rank
 from helmscope.observe.track import AT_LEAST_0, token_mean, token_weights, track, with_bounds
-from helmscope.plots.measured import axis_name
+from helmscope.plots.measured import MOST_MARKERS, axis_name, draw_singles, single_replicates
 from helmscope.plots.style import COLORS, spans_decades
 from helmscope.stats.reduce import band, band_text, reduced
 from helmscope.types import Trajectory, counted
@@ -105,28 +105,29 @@ def single(path: Trajectory, system: int) -> Trajectory:
 
 
 def measured(path: Trajectory, curves: Sequence[Curves]) -> xr.Dataset:
-    """The mean of all quantities over systems, with its interval.
+    """All quantities of every system, as a Measurement with its replicates.
 
     A quantity without any value, such as the mean over pairs of a single token, is omitted.
 
-    >>> means = measured(Trajectory(torch.zeros(1), torch.eye(2).expand(1, 3, 2, 2)), [CLUSTERING])
-    >>> round(float(means.order[0]), 4), means.attrs["n"]
-    (0.7071, 3)
+    >>> systems = measured(Trajectory(torch.zeros(1), torch.eye(2).expand(1, 3, 2, 2)), [CLUSTERING])
+    >>> systems.order.values.round(4).tolist()
+    [[0.7071, 0.7071, 0.7071]]
     """
     functions: dict[str, Any] = {name: function for panel in curves for name, function in panel.quantities.items()}
     tracked = track(path, **functions)
     kept = tracked[[name for name in tracked.data_vars if bool(tracked[name].notnull().any())]]
-    return reduced(with_bounds(kept, {**BOUNDS, **LENGTHS}))
+    return with_bounds(kept, {**BOUNDS, **LENGTHS})
 
 
 def draw_curves(
     panels: Sequence[Axes],
     curves: Sequence[Curves],
-    means: xr.Dataset | None,
+    systems: xr.Dataset | None,
     single_system: xr.Dataset | None = None,
     marks: Sequence[float] = (),
 ) -> None:
-    """Draws each of ``curves`` on a panel: ``means`` with bands, ``single_system`` dashed, thin lines at ``marks``.
+    """Draws each of ``curves`` on a panel: the mean over ``systems`` with its band, or each of two systems as a thin
+    line, ``single_system`` dashed, and vertical lines at ``marks``.
 
     >>> from helmscope.plots.style import new_figure
     >>> path = Trajectory(torch.arange(2.0), torch.eye(2).expand(2, 3, 2, 2), axis="depth")
@@ -135,12 +136,20 @@ def draw_curves(
     >>> panels[0].get_xlabel(), len(panels[0].lines)
     ('depth', 2)
     """
+    means = None if systems is None else reduced(systems)
+    singles = [] if systems is None else single_replicates(systems)
+    single_means = None if single_system is None else reduced(single_system)
     for panel, content in zip(panels, curves, strict=True):
         for mark in marks:
             panel.axvline(mark, color="#c3c7cd", linewidth=0.7, zorder=0, label="_mark")
         for name, color in zip(content.quantities, COLORS, strict=False):
-            _draw_quantity(panel, name, content.labels.get(name, name), color, means, single_system)
-        shown = next((data for data in (means, single_system) if data is not None), None)
+            label = content.labels.get(name, name)
+            if means is not None and name in means:
+                _draw_mean(panel, name, label, color, means, singles)
+                label = "_one"
+            if single_means is not None and name in single_means:
+                _draw_dashed(panel, single_means[name], label, color)
+        shown = next((data for data in (means, single_means) if data is not None), None)
         panel.set(xlabel="time" if shown is None else axis_name(shown, next(iter(shown.dims))))
         if content.labels and panel.get_legend_handles_labels()[0]:
             # above the panel, so that it does not cover the curves
@@ -150,38 +159,44 @@ def draw_curves(
             panel.set_title(content.title, loc="left", fontsize=9)
 
 
-def describe_bands(means: xr.Dataset, replicate: str) -> str:
+def describe_bands(systems: xr.Dataset, replicate: str) -> str:
     """Description of lines and bands for a caption.
 
-    >>> means = measured(Trajectory(torch.zeros(1), torch.eye(2).expand(1, 3, 2, 2)), [CLUSTERING])
-    >>> describe_bands(means, "system")
+    >>> systems = measured(Trajectory(torch.zeros(1), torch.eye(2).expand(1, 3, 2, 2)), [CLUSTERING])
+    >>> describe_bands(systems, "system")
     'mean over 3 systems, band: 95 % interval'
     """
+    means = reduced(systems)
     n = int(means.attrs["n"])
     if n == 1:
         return f"1 {replicate}: no interval"
+    if single_replicates(systems):
+        return f"mean over {counted(n, replicate)}, thin: each {replicate}"
     bands = dict.fromkeys(band_text(means, str(name)) for name in means.data_vars if not str(name).endswith(COMPANIONS))
     return f"mean over {counted(n, replicate)}, band: {', '.join(bands)}"
 
 
-def _draw_quantity(
-    panel: Axes, name: str, label: str, color: str, means: xr.Dataset | None, single_system: xr.Dataset | None
+def _draw_mean(
+    panel: Axes, name: str, label: str, color: str, means: xr.Dataset, singles: Sequence[xr.Dataset]
 ) -> None:
-    """Draws one quantity: the mean with its band, and the single system dashed."""
-    if means is not None and name in means:
-        value = means[name]
-        x, y = value[value.dims[0]].values, value.values
+    """Draws the mean of a quantity with its band, or with the single systems if they are too few for one."""
+    value = means[name]
+    x, y = value[value.dims[0]].values, value.values
+    marker = "o" if len(x) <= MOST_MARKERS else ""  # lines between few stored times are only interpolation
+    panel.plot(x, y, color=color, label=label, marker=marker, markersize=3)
+    if singles:
+        draw_singles(panel, x, [single[name].values for single in singles], color)
+    else:
         low, high = (edge.values for edge in band(means, name))
-        marker = "o" if len(x) == 1 else ""
-        panel.plot(x, y, color=color, label=label, marker=marker, markersize=4)
         panel.fill_between(x, low, high, color=color, alpha=0.2, linewidth=0)
-        if name in LENGTHS and y.min() > 0 and spans_decades(y):
-            panel.set_yscale("log")
-    if single_system is not None and name in single_system:
-        value = single_system[name]
-        legend_label = label if means is None or name not in means else "_one"
-        style: Any = {"color": color, "linestyle": "--", "linewidth": 0.9, "marker": "x" if len(value) == 1 else ""}
-        panel.plot(value[value.dims[0]].values, value.values, label=legend_label, **style)
+    if name in LENGTHS and y.min() > 0 and spans_decades(y):
+        panel.set_yscale("log")
+
+
+def _draw_dashed(panel: Axes, value: xr.DataArray, label: str, color: str) -> None:
+    """Draws a quantity of the system that is plotted above."""
+    style: Any = {"color": color, "linestyle": "--", "linewidth": 0.9, "marker": "x" if len(value) == 1 else ""}
+    panel.plot(value[value.dims[0]].values, value.values, label=label, **style)
 
 
 def _finite_states(path: Trajectory) -> Tensor:

@@ -10,7 +10,7 @@ import numpy as np
 
 from helmscope.plots.style import COLORS, spans_decades
 from helmscope.stats.reduce import band, band_text, reduced
-from helmscope.types import HelmscopeError
+from helmscope.types import HelmscopeError, keeps_replicates, replicate_axis
 from helmscope.types.measurement import COMPANIONS
 
 if TYPE_CHECKING:
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 MOST_MARKERS, MOST_WORDS = 40, 12
+FEWEST = 3  # replicates that a band needs: with two, Student's interval is 13 times as wide as their distance
 LETTERS = 100  # characters that fit across a panel
 
 
@@ -30,6 +31,36 @@ def variables(data: xr.Dataset) -> list[str]:
     """
     names = [str(name) for name in data.data_vars]
     return [name for name in names if not name.endswith(COMPANIONS)]
+
+
+def single_replicates(data: xr.Dataset) -> list[xr.Dataset]:
+    """The replicates of a Measurement that has two of them, too few for a band, so that each is drawn; else none.
+
+    >>> import xarray as xr
+    >>> len(single_replicates(xr.Dataset({"order": ("system", [0.2, 0.4])})))
+    2
+    >>> single_replicates(xr.Dataset({"order": ("system", [0.2, 0.4, 0.6])}))
+    []
+    """
+    if not keeps_replicates(data):
+        return []
+    axis = replicate_axis(data)
+    count = data.sizes[axis]
+    return [data.isel({axis: k}, drop=True) for k in range(count)] if 1 < count < FEWEST else []
+
+
+def draw_singles(panel: Axes, x: Any, singles: Any, color: Any, *, categorical: bool = False) -> None:
+    """Draws each replicate as a thin line, or as a small point on a categorical axis.
+
+    >>> from helmscope.plots.style import new_figure
+    >>> _, (panel,) = new_figure(1, 1)
+    >>> draw_singles(panel, np.arange(2.0), [np.zeros(2), np.ones(2)], "black")
+    >>> len(panel.lines)
+    2
+    """
+    style: Any = {"linestyle": "none", "marker": "."} if categorical else {"linewidth": 0.7}
+    for values in singles:
+        panel.plot(x, values, color=color, alpha=0.7, label="_single", **style)
 
 
 def draw_variable(panel: Axes, data: xr.Dataset, name: str) -> None:
@@ -202,6 +233,21 @@ def label(value: xr.DataArray, dim: Any, coordinate: Any) -> str:
     """
     numeric = value[dim].dtype.kind in "fiu"
     return f"{axis_name(value, dim)} = {coordinate:.6g}" if numeric else str(coordinate)
+
+
+def whole_ticks(axis: Any, value: xr.DataArray, dim: Any) -> None:
+    """Sets ticks at whole numbers only, if the coordinate counts something.
+
+    >>> import xarray as xr
+    >>> from helmscope.plots.style import new_figure
+    >>> _, (panel,) = new_figure(1, 1)
+    >>> whole_ticks(panel.xaxis, xr.DataArray([1.0, 2.0], dims="layer"), "layer")
+    """
+    from matplotlib.ticker import MaxNLocator
+
+    coordinate = value[dim].values
+    if coordinate.dtype.kind in "iu" or (coordinate.dtype.kind == "f" and dim == "depth"):
+        axis.set_major_locator(MaxNLocator(integer=True))
 
 
 def _has_legend(value: xr.DataArray, labels: list[str]) -> bool:

@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from helmscope.plots.measured import as_floats, axis_name, curve_labels, draw_curve, plain, positions, variables
+from helmscope.plots.maps import draw_map
+from helmscope.plots.measured import (
+    as_floats,
+    axis_name,
+    curve_labels,
+    draw_curve,
+    draw_singles,
+    plain,
+    positions,
+    single_replicates,
+    variables,
+    whole_ticks,
+)
 from helmscope.plots.style import COLORS, blank_figure, spans_decades, styled
 from helmscope.stats.reduce import band, band_text, reduced
 from helmscope.types import HelmscopeError, counted, keeps_replicates, known_name, replicate_axis, type_with_article
@@ -28,11 +40,23 @@ LETTERS = 40  # of a panel's title in a line
 
 @dataclass(frozen=True, eq=False)
 class _Shown:
-    """A reduced Measurement, its label, and the name of the replicates that it is the mean of."""
+    """A reduced Measurement, its label, the name of the replicates that it is the mean of, and the replicates
+    themselves if they are too few for a band.
+    """
 
     label: str
     data: xr.Dataset
     replicate: str
+    singles: Sequence[xr.Dataset] = ()
+
+    def has_band(self, name: str) -> bool:
+        """Whether a band is drawn, rather than single replicates; a range needs no minimum number of replicates."""
+        return not self.singles or self.data[name].attrs.get("summary") == "range"
+
+    def single_values(self, name: str) -> list[xr.DataArray]:
+        """The replicates of a variable, with the axes of ``value(name)``, if they are drawn instead of a band."""
+        dims = self.value(name).dims
+        return [] if self.has_band(name) else [_with_axes(single[name], dims) for single in self.singles]
 
     def count(self, name: str) -> int:
         """The number of replicates of a variable."""
@@ -69,7 +93,9 @@ def measurement_figure(
     Each variable has one panel with the mean over replicates and its interval over depth, layer, time or its only axis;
     NAME_null is dotted. Several Measurements are curves of different color in the same panel. A variable with an axis
     ``head``, or with a second numeric axis of more than five entries, is a map, one for each Measurement, on a common
-    color scale. Replicates are reduced first (``reduce_replicates``).
+    color scale. The title is that of ``title``, or the model of a single Measurement that knows it. A variable of
+    ``paired_difference`` has a line at 0. Two replicates are drawn as thin lines or dots instead of a band. Replicates
+    are reduced first (``reduce_replicates``).
 
     ``variables`` selects the variables by name; by default all that the Measurements have in common, at most 12.
     ``log`` names variables to draw on a log axis; otherwise an axis is a log axis only if the variable has the
@@ -79,7 +105,7 @@ def measurement_figure(
     panel can show: select some of its entries first.
 
     >>> import xarray as xr
-    >>> width = xr.Dataset({"width": (("layer", "prompt"), [[1.0, 2.0], [3.0, 4.0]])})
+    >>> width = xr.Dataset({"width": (("layer", "prompt"), [[1.0, 2.0, 4.0], [3.0, 4.0, 5.0]])})
     >>> figure = measurement_figure({"A": width, "twin": width + 1})
     >>> [panel.get_title(loc="left") for panel in figure.axes], [len(panel.lines) for panel in figure.axes]
     (['width'], [2])
@@ -94,15 +120,20 @@ def measurement_figure(
     )
     rows = -(-len(panels) // columns)
     with styled():
-        figure = blank_figure(max(WIDTH * columns, 4.6), HEIGHT * rows + HEADING)
+        figure = blank_figure(max(WIDTH * columns, 4.6), max(map(_panel_height, panels)) * rows + HEADING)
         axes = list(figure.subplots(rows, columns, squeeze=False).flat)
         for place, panel in zip(axes, panels, strict=False):
             if panel.is_map:
-                _draw_map(figure, place, panel, shown, log=panel.name in logged)
+                (each,), name = panel.shown, panel.name
+                value = each.value(name)
+                heading = ": ".join(filter(None, (each.label, _panel_title(value, name))))
+                shared = np.concatenate([as_floats(other.value(name), name).ravel() for other in shown])
+                draw_map(figure, place, value, shared, title=heading, log=name in logged)
             else:
                 _draw_curves(place, panel, log=panel.name in logged)
         for place in axes[len(panels) :]:
             place.remove()
+        title = title or (str(shown[0].data.attrs.get("model", "")) if len(shown) == 1 else "")
         figure.suptitle(plain("\n".join(filter(None, (title, _caption(shown, panels, omitted))))), fontsize=9)
         if len(shown) > 1:
             _draw_legend(figure, axes, panels)
@@ -120,7 +151,7 @@ def _reduced_by_label(measurements: Any) -> list[_Shown]:
             name = "measurements" if by_label is None else f"measurements['{label}']"
             raise HelmscopeError(f"{name} is {type_with_article(data)}, but it must be a Measurement (xarray Dataset)")
         replicate = replicate_axis(data) if keeps_replicates(data) else "replicate"
-        shown.append(_Shown(str(label), reduced(data), replicate))
+        shown.append(_Shown(str(label), reduced(data), replicate, single_replicates(data)))
     return shown
 
 
@@ -186,6 +217,12 @@ def _panels(name: str, shown: Sequence[_Shown]) -> Iterator[_Panel]:
         yield _Panel(name, shown)
 
 
+def _panel_height(panel: _Panel) -> float:
+    """The height of a panel in inches; a map of heads needs a line of text for every layer."""
+    value = panel.shown[0].value(panel.name)
+    return max(HEIGHT, 0.17 * value.shape[0] + 0.9) if panel.is_map and "head" in value.dims else HEIGHT
+
+
 def _draw_points(panel: Axes, content: _Panel, *, log: bool) -> None:
     """Draws a variable without axes: one point with its interval for each Measurement."""
     for k, (each, color) in enumerate(zip(content.shown, _colors(len(content.shown)), strict=True)):
@@ -193,10 +230,13 @@ def _draw_points(panel: Axes, content: _Panel, *, log: bool) -> None:
             as_floats(entry, content.name)[:, 0] for entry in (each.value(content.name), *_band(each, content.name))
         ]
         draw_curve(panel, np.array([float(k)]), (bars[0], bars[1], bars[2]), each.label, color, categorical=True)
+        singles = [as_floats(single, content.name)[:, 0] for single in each.single_values(content.name)]
+        draw_singles(panel, np.array([float(k)]), singles, color, categorical=True)
         if (null := _null(each, content.name)) is not None:
             panel.plot([k - 0.3, k + 0.3], [float(null)] * 2, color=color, linestyle=":", label="_null")
     panel.set_xticks(range(len(content.shown)), [plain(textwrap.shorten(each.label, 28)) for each in content.shown])
     panel.set_xlim(-0.6, len(content.shown) - 0.4)
+    _draw_zero_line(panel, content.shown[0].value(content.name))
     if log:
         panel.set_yscale("log")
     panel.set_title(plain(_panel_title(content.shown[0].value(content.name), content.name)), loc="left", fontsize=9)
@@ -214,17 +254,15 @@ def _draw_curves(panel: Axes, content: _Panel, *, log: bool) -> None:
     for each, value, family in zip(content.shown, values, families, strict=True):
         x, categories = positions(value)
         bars = [as_floats(entry, name) for entry in (value, *_band(each, name))]
+        singles = [as_floats(single, name) for single in each.single_values(name)]
         null, drawn = _null(each, name), drawn + bars
         for k, entry in enumerate(family):
             color, label = next(colors), ", ".join(filter(None, (each.label, entry))) or "_only"
-            draw_curve(
-                panel,
-                x + (0 if categories is None else _sidestep(content.shown.index(each), k, len(families), len(family))),
-                (bars[0][:, k], bars[1][:, k], bars[2][:, k]),
-                label,
-                color,
-                categorical=categories is not None,
-            )
+            categorical = categories is not None
+            place = x + (_sidestep(content.shown.index(each), k, len(families), len(family)) if categorical else 0)
+            edges = (bars[0][:, k], bars[1][:, k], bars[2][:, k])
+            draw_curve(panel, place, edges, label, color, categorical=categorical)
+            draw_singles(panel, place, [single[:, k] for single in singles], color, categorical=categorical)
             if null is not None:
                 level = as_floats(null.broadcast_like(value).transpose(*value.dims), name)[:, k]
                 panel.plot(x, level, color=color, linestyle=":", label="_null")
@@ -232,12 +270,19 @@ def _draw_curves(panel: Axes, content: _Panel, *, log: bool) -> None:
             panel.set_xticks(x, categories)
             panel.set_xlim(-0.5, len(categories) - 0.5)
     panel.set_xlabel(plain(axis_name(values[0], values[0].dims[0])))
-    _whole_ticks(panel.xaxis, values[0], values[0].dims[0])
+    whole_ticks(panel.xaxis, values[0], values[0].dims[0])
+    _draw_zero_line(panel, values[0])
     if max(map(len, families)) > 1:
         panel.legend(fontsize=7, loc="best")
     if log or (values[0].attrs.get("scale") == "log" and spans_decades(*drawn)):
         panel.set_yscale("log")
     panel.set_title(plain(_panel_title(values[0], name)), loc="left", fontsize=9)
+
+
+def _draw_zero_line(panel: Axes, value: xr.DataArray) -> None:
+    """Marks 0, where the two Measurements of a difference are equal."""
+    if "difference" in value.attrs:
+        panel.axhline(0.0, color="#8a8f98", linewidth=0.9, zorder=0, label="_zero")
 
 
 def _sidestep(measurement: int, entry: int, measurements: int, entries: int) -> float:
@@ -248,9 +293,14 @@ def _sidestep(measurement: int, entry: int, measurements: int, entries: int) -> 
 
 def _band(shown: _Shown, name: str) -> Iterator[xr.DataArray]:
     """The edges of the band of a variable, with the axes of ``shown.value(name)``."""
-    dims = shown.value(name).dims
+    dims, hidden = shown.value(name).dims, not shown.has_band(name)
     for edge in band(shown.data, name):
-        yield edge.squeeze([dim for dim in edge.dims if dim not in dims], drop=True).transpose(*dims)
+        yield _with_axes(edge * np.nan if hidden else edge, dims)
+
+
+def _with_axes(value: xr.DataArray, dims: Sequence[Hashable]) -> xr.DataArray:
+    """The variable without its axes of a single entry that are not among ``dims``, and with these in order."""
+    return value.squeeze([dim for dim in value.dims if dim not in dims], drop=True).transpose(*dims)
 
 
 def _null(shown: _Shown, name: str) -> xr.DataArray | None:
@@ -259,43 +309,12 @@ def _null(shown: _Shown, name: str) -> xr.DataArray | None:
     return null if null is not None and set(null.dims) <= set(shown.value(name).dims) else None
 
 
-def _draw_map(figure: Figure, panel: Axes, content: _Panel, shown: Sequence[_Shown], *, log: bool) -> None:
-    """Draws a variable of one Measurement as a map; its color scale covers all Measurements."""
-    from matplotlib.colors import LogNorm, Normalize
-
-    (each,), name = content.shown, content.name
-    value = each.value(name)
-    numbers = np.concatenate([as_floats(other.value(name), name).ravel() for other in shown])
-    positive = log or (value.attrs.get("scale") == "log" and spans_decades(numbers))
-    numbers = numbers[np.isfinite(numbers) & ((numbers > 0) | (not positive))]
-    ends = (float(numbers.min()), float(numbers.max())) if numbers.size else (0.0, 1.0)
-    image = panel.pcolormesh(
-        *(np.asarray(value[dim].values, dtype=np.float64) for dim in value.dims),
-        as_floats(value, name).T,
-        shading="nearest",
-        cmap="viridis",
-        norm=(LogNorm if positive else Normalize)(*ends),
-    )
-    figure.colorbar(image, ax=panel)
-    panel.grid(False)
-    panel.set(**{f"{axis}label": plain(axis_name(value, dim)) for axis, dim in zip("xy", value.dims, strict=True)})
-    for axis, dim in zip((panel.xaxis, panel.yaxis), value.dims, strict=True):
-        _whole_ticks(axis, value, dim)
-    label = f"{each.label}: " if each.label else ""
-    panel.set_title(plain(label + _panel_title(value, name)), loc="left", fontsize=9)
-
-
-def _whole_ticks(axis: Any, value: xr.DataArray, dim: Any) -> None:
-    """Ticks at whole numbers only, where the coordinate counts something."""
-    from matplotlib.ticker import MaxNLocator
-
-    coordinate = value[dim].values
-    if coordinate.dtype.kind in "iu" or (coordinate.dtype.kind == "f" and dim == "depth"):
-        axis.set_major_locator(MaxNLocator(integer=True))
-
-
 def _panel_title(value: xr.DataArray, name: str) -> str:
-    return textwrap.fill(str(value.attrs.get("long_name", name.replace("_", " "))), LETTERS)
+    """The name of a variable with its unit and, for a difference, what was subtracted from what."""
+    title = str(value.attrs.get("long_name", name.replace("_", " ")))
+    title += f" ({value.attrs['units']})" if "units" in value.attrs else ""
+    title += f": {value.attrs['difference']}" if "difference" in value.attrs else ""
+    return textwrap.fill(title, LETTERS)
 
 
 def _colors(count: int) -> list[Any]:
@@ -312,13 +331,16 @@ def _caption(shown: Sequence[_Shown], panels: Sequence[_Panel], omitted: int) ->
     counts = sorted({each.count(name) for each in shown for name in names})
     number = counted(counts[-1], shown[0].replicate)
     number = number if len(counts) == 1 else f"{counts[0]:,} to {number}"
-    bands = list(dict.fromkeys(band_text(each.data, name) for name in names for each in shown))
-    medians = [text.endswith("median") for text in bands]
+    bands = list(dict.fromkeys(band_text(each.data, name) for name in names for each in shown if each.has_band(name)))
+    medians = [text.endswith("median") for text in bands] or [False]
     center = "median" if all(medians) else "mean or median" if any(medians) else "mean"
     curves = [panel.name for panel in panels if not panel.is_map]
     parts = [f"{number}: no interval" if counts == [1] else f"{center} over {number}"]
-    if curves and counts != [1]:
+    if curves and counts != [1] and bands:
         parts.append(f"band: {', '.join(bands)}")
+    singles = [each for each in shown if not all(map(each.has_band, curves))]
+    if singles:
+        parts.append(f"thin lines or dots: each {singles[0].replicate}")
     if any(_null(each, name) is not None for name in curves for each in shown):
         parts.append("dotted: null")
     if omitted:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from helmscope.plots.measured import axis_name
+from helmscope.plots.measured import axis_name, draw_singles, single_replicates
 from helmscope.plots.style import COLORS, new_figure, styled
 from helmscope.stats.reduce import band, band_text, reduced
 from helmscope.types import HelmscopeError, keeps_replicates, replicate_axis
@@ -20,8 +21,9 @@ def overview_figure(measurement: xr.Dataset, *, title: str = "") -> Figure:
     """Figure of an ``overview`` in four panels over time or depth: clustering probability and order, clusters and rank,
     energy, inner products.
 
-    Bands are 95 % intervals of the mean over systems, or two standard errors for a Measurement that was reduced without
-    intervals. Raises HelmscopeError unless ``measurement`` is a result of ``overview``.
+    Bands are 95 % intervals of the mean over systems (two systems are thin lines instead), or two standard errors for a
+    Measurement that was reduced without intervals. Raises HelmscopeError unless ``measurement`` is a result of
+    ``overview``.
 
     >>> import torch
     >>> from helmscope.observe.overview import overview
@@ -37,23 +39,32 @@ def overview_figure(measurement: xr.Dataset, *, title: str = "") -> Figure:
     if missing or "share" not in variables:
         raise HelmscopeError(f"measurement lacks {sorted(missing) or 'share'}, but it must be a result of overview()")
     replicates = f"{replicate_axis(measurement)}s" if keeps_replicates(measurement) else "replicates"
+    singles = single_replicates(measurement)
     measurement = reduced(measurement)
     if title:
-        title = f"{title}   ({measurement.attrs['n']} {replicates}; bands: {band_text(measurement, 'order')})"
+        lines = f"thin: each {replicates[:-1]}" if singles else f"bands: {band_text(measurement, 'order')}"
+        title = f"{title}   ({measurement.attrs['n']} {replicates}; {lines})"
     with styled():
-        return _draw_figure(measurement, title)
+        return _draw_figure(measurement, singles, title)
 
 
-def _draw_figure(measurement: xr.Dataset, title: str) -> Figure:
+def _draw_figure(measurement: xr.Dataset, singles: Sequence[xr.Dataset], title: str) -> Figure:
     figure, (meeting, clusters, energy, products) = new_figure(2, 2)
-    _curve(meeting, measurement, "probability", f"P(<x,y> >= 1 - {measurement.attrs['delta']:g})", COLORS[0])
-    _curve(meeting, measurement, "order", "order parameter |mean x|", COLORS[1])
+    _curve(meeting, measurement, singles, "probability", f"P(<x,y> >= 1 - {measurement.attrs['delta']:g})", COLORS[0])
+    _curve(meeting, measurement, singles, "order", "order parameter |mean x|", COLORS[1])
     meeting.set(ylim=(-0.02, 1.05), title="do tokens meet?")
-    _curve(clusters, measurement, "clusters", f"clusters at radius {measurement.attrs['radius']:g}", COLORS[2])
-    _curve(clusters, measurement, "entropy_rank", "effective rank (entropy)", COLORS[4])
+    _curve(clusters, measurement, singles, "clusters", f"clusters at radius {measurement.attrs['radius']:g}", COLORS[2])
+    _curve(clusters, measurement, singles, "entropy_rank", "effective rank (entropy)", COLORS[4])
     clusters.set(ylim=(0, None), title="how many groups, how many directions?")
     if "energy" in measurement:
-        _curve(energy, measurement, "energy", f"interaction energy, beta = {measurement.attrs['beta']:g}", COLORS[3])
+        _curve(
+            energy,
+            measurement,
+            singles,
+            "energy",
+            f"interaction energy, beta = {measurement.attrs['beta']:g}",
+            COLORS[3],
+        )
     energy.set(title="does the energy rise?")
     for panel in (meeting, clusters, energy):
         panel.set(xlabel=_state_axis(measurement)[1])
@@ -71,10 +82,15 @@ def _state_axis(measurement: xr.Dataset) -> tuple[str, str]:
     return axis, axis_name(measurement, axis)
 
 
-def _curve(panel: Axes, measurement: xr.Dataset, name: str, label: str, color: str) -> None:
+def _curve(
+    panel: Axes, measurement: xr.Dataset, singles: Sequence[xr.Dataset], name: str, label: str, color: str
+) -> None:
     time, value = measurement[_state_axis(measurement)[0]].values, measurement[name].values
-    low, high = (edge.values for edge in band(measurement, name))
     panel.plot(time, value, color=color, label=label)
+    if singles:
+        draw_singles(panel, time, [single[name].values for single in singles], color)
+        return
+    low, high = (edge.values for edge in band(measurement, name))
     panel.fill_between(time, low, high, color=color, alpha=0.2, linewidth=0)
 
 
@@ -86,7 +102,8 @@ def _heat_map(figure: Figure, panel: Axes, measurement: xr.Dataset) -> None:
             share[axis].values, share.inner_product.values, share.values**0.5, shading="nearest", cmap="magma"
         )
         figure.colorbar(image, ax=panel, label="sqrt of the share of pairs")
-        panel.set(xlabel=label, ylabel="<x_i, x_j>")
+        # the outer halves of the first and last cells extend beyond the stored times
+        panel.set(xlim=share[axis].values[[0, -1]], xlabel=label, ylabel="<x_i, x_j>")
     else:
         panel.plot(share.inner_product.values, share.values[:, 0], color=COLORS[0])
         panel.set(xlabel="<x_i, x_j>", ylabel="share of pairs")

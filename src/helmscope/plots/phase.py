@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import html
 import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from helmscope.observe.half_times import half_time
+from helmscope.observe.hitting_curve import closed_form_curve
 from helmscope.plots.measured import plain
 from helmscope.plots.style import blank_figure, styled
 from helmscope.stats.reduce import reduced
-from helmscope.types import HelmscopeError, MissingExtra
+from helmscope.types import HelmscopeError, MissingExtra, counted
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -24,7 +26,7 @@ ACROSS = 3  # most panels in a row
 WIDTH, HEIGHT, HEAD = 3.4, 2.7, 0.75  # inches
 OURS, PUBLISHED = "probability", "probability_published"
 CURVE = "t*(beta), closed form"
-HALF = "P = 1/2 (ours)"
+HALF = "P = 1/2"
 _PAGE = """<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -48,8 +50,29 @@ p {{ margin: .25rem 0; color: #4d5660; max-width: 60rem; }}
 """
 
 
+@dataclass(frozen=True, eq=False)
+class _Line:
+    """A line over a heat map: connected points, or markers, or both."""
+
+    label: str
+    time: Any
+    beta: Any
+    color: str
+    dotted: bool
+    connected: bool
+    markers: bool
+
+    def visible(self, data: xr.Dataset) -> bool:
+        """Whether any of its points is within the times of a diagram; its betas always are."""
+        return bool(((self.time >= data.time.values[0]) & (self.time <= data.time.values[-1])).any())
+
+
 def phase_figure(data: xr.Dataset, *, title: str = "") -> Figure:
     """Figure of a phase diagram: heat maps over time and beta, one for each dim, with t*(beta) and the line P = 1/2.
+
+    The curve t*(beta) is evaluated at 201 betas (``closed_form_curve``), the times at which P = 1/2 are interpolated at
+    the betas of the diagram and marked there. A line without any point in a panel is omitted. With a single beta or
+    time, that axis has one tick, and the lines are markers.
 
     ``data`` is over (beta, time), or over (dim, beta, time). If it contains ``probability_published``, each dim has a
     row of three panels: ours, published, and published minus ours. The title of a panel gives its largest standard
@@ -93,16 +116,19 @@ def phase_page(data: xr.Dataset, *, title: str = "") -> str:
     rows = math.ceil(len(panels) / columns)
     titles = [html.escape(_panel_title(*panel)).replace("\n", "<br>") for panel in panels]
     figure = make_subplots(rows, columns, subplot_titles=titles, vertical_spacing=0.35 / (rows + 1))
+    legend: set[str] = set()
     for index, (part, name) in enumerate(panels):
         place = {"row": index // columns + 1, "col": index % columns + 1}
         figure.add_trace(_heat_map_trace(go, part, name), **place)
-        for label, time, beta, dash, color in _overlay_lines(part):
-            line = {"color": _line_color(name, color), "dash": dash, "width": 2}
-            options = {"showlegend": index == 0, "legendgroup": label, "name": label, "hoverinfo": "skip"}
-            figure.add_trace(go.Scatter(x=time, y=beta, mode="lines", line=line, **options), **place)
-        span = (_edges(part.time.values), _edges(part.beta.values))
-        figure.update_xaxes(title_text="time t", range=span[0][[0, -1]].tolist(), **place)
-        figure.update_yaxes(title_text="beta", range=span[1][[0, -1]].tolist(), **place)
+        for line in _overlay_lines(part):
+            options = {"showlegend": line.label not in legend, "legendgroup": line.label, "name": line.label}
+            figure.add_trace(_line_trace(go, line, name, options), **place)
+            legend.add(line.label)
+        for update, axis in ((figure.update_xaxes, "time"), (figure.update_yaxes, "beta")):
+            values = part[axis].values
+            update(title_text=axis, range=list(_limits(values)), **place)
+            if len(values) == 1:
+                update(tickvals=values.tolist(), **place)
     height = 380 * rows + 80
     bar = {"len": 260, "lenmode": "pixels", "yanchor": "top", "y": 1}
     most = max((_extent(each) for each in slices if "difference" in each), default=1.0)
@@ -158,21 +184,32 @@ def _title(data: xr.Dataset) -> str:
 
 
 def _describe_run(data: xr.Dataset) -> str:
-    templates = {"tokens": "{} tokens", "delta": "met: <x, y> >= 1 - {:g}", "n": "{:,} samples", "seed": "seed {}"}
-    return ", ".join(text.format(data.attrs[key]) for key, text in templates.items() if key in data.attrs)
+    parts = []
+    if "tokens" in data.attrs:
+        parts.append(counted(int(data.attrs["tokens"]), "token"))
+    if "delta" in data.attrs:
+        parts.append(f"met: <x, y> >= 1 - {data.attrs['delta']:g}")
+    parts.append(counted(int(data.attrs["n"]), "sample"))
+    if "seed" in data.attrs:
+        parts.append(f"seed {data.attrs['seed']}")
+    return ", ".join(parts)
 
 
-def _overlay_lines(data: xr.Dataset) -> list[tuple[str, Any, Any, str, str]]:
-    """Label, times, betas, dash and color of the lines over a heat map."""
-    beta, lines = data.beta.values, []
+def _overlay_lines(data: xr.Dataset) -> list[_Line]:
+    """The lines over a heat map that are visible."""
+    beta, single = data.beta.values, data.sizes["beta"] == 1
     half = half_time(data[[OURS, f"{OURS}_stderr"]]).half_time.values
-    if np.isfinite(half).any():
-        lines.append((HALF, half, beta, "dot", "#ffffff"))
-    if "curve" in data.coords and np.isfinite(data.curve.values).any():
-        fine = "fine_curve" in data.coords  # a finer grid than the betas of the diagram
-        curve = (data.fine_curve.values, data.fine_beta.values) if fine else (data.curve.values, beta)
-        lines.append((CURVE, *curve, "solid", "#ff3b30"))
-    return lines
+    label = f"{HALF} (ours)" if PUBLISHED in data else HALF
+    lines = [_Line(label, half, beta, "#ffffff", dotted=True, connected=not single, markers=True)]
+    if "curve" in data.coords:
+        curve = None if single else closed_form_curve(data)
+        if curve is None:  # t* between the betas is unknown
+            points = (data.curve.values, beta)
+            lines.append(_Line(CURVE, *points, "#ff3b30", dotted=False, connected=False, markers=True))
+        else:
+            points = (curve.fine_curve.values, curve.fine_beta.values)
+            lines.append(_Line(CURVE, *points, "#ff3b30", dotted=False, connected=True, markers=False))
+    return [line for line in lines if line.visible(data)]
 
 
 def _line_color(name: str, color: str) -> str:
@@ -186,6 +223,14 @@ def _edges(centers: Any) -> Any:
         return np.array([centers[0] - 0.5, centers[0] + 0.5])
     inner = (centers[1:] + centers[:-1]) / 2
     return np.concatenate([[2 * centers[0] - inner[0]], inner, [2 * centers[-1] - inner[-1]]])
+
+
+def _limits(centers: Any) -> tuple[float, float]:
+    """The limits of an axis: the first and the last value, without the outer halves of their cells, so that no time or
+    beta appears that was not computed. A single value has a cell of arbitrary width around it.
+    """
+    ends = _edges(centers) if len(centers) == 1 else centers
+    return float(ends[0]), float(ends[-1])
 
 
 def _extent(data: xr.Dataset) -> float:
@@ -213,9 +258,10 @@ def _draw_figure(slices: list[xr.Dataset], data: xr.Dataset, title: str) -> Figu
     if "difference" in images:
         differences = [panel for panel, (_, name) in zip(axes, panels, strict=False) if name == "difference"]
         figure.colorbar(images["difference"], ax=differences, label="published minus ours", shrink=shrink)
-    lines = axes[0].get_legend_handles_labels()
-    if lines[0]:
-        legend = figure.legend(*lines, loc="outside lower center", ncols=2, frameon=True, facecolor="#9aa5b1")
+    handles = {label: line for panel in axes for line, label in zip(*panel.get_legend_handles_labels(), strict=True)}
+    if handles:
+        place: Any = {"loc": "outside lower center", "ncols": 2, "frameon": True, "facecolor": "#9aa5b1"}
+        legend = figure.legend(handles.values(), handles.keys(), **place)
         legend.get_frame().set_linewidth(0)
     figure.suptitle(plain(f"{title or _title(data)}\n{_describe_run(data)}"), fontsize=9)
     return figure
@@ -225,13 +271,26 @@ def _draw_panel(panel: Axes, data: xr.Dataset, name: str, scale: dict[str, Any])
     """Draws one heat map with its lines."""
     time, beta = _edges(data.time.values), _edges(data.beta.values)
     image = panel.pcolormesh(time, beta, data[name].values, rasterized=True, **scale)
-    styles = {"dot": ":", "solid": "-"}
-    for label, times, betas, dash, color in _overlay_lines(data):
-        panel.plot(times, betas, color=_line_color(name, color), linestyle=styles[dash], linewidth=1.4, label=label)
+    for line in _overlay_lines(data):
+        style: Any = {"color": _line_color(name, line.color), "linewidth": 1.4, "label": line.label}
+        style["linestyle"] = (":" if line.dotted else "-") if line.connected else "none"
+        panel.plot(line.time, line.beta, marker="o" if line.markers else "", markersize=3, **style)
     panel.grid(False)
-    panel.set(xlim=(time[0], time[-1]), ylim=(beta[0], beta[-1]), xlabel="time t", ylabel="beta")
+    panel.set(xlim=_limits(data.time.values), ylim=_limits(data.beta.values), xlabel="time", ylabel="beta")
+    for axis, values in ((panel.xaxis, data.time.values), (panel.yaxis, data.beta.values)):
+        if len(values) == 1:
+            axis.set_ticks(values, labels=[f"{values[0]:g}"])
     panel.set_title(plain(_panel_title(data, name)), fontsize=8.5)
     return image
+
+
+def _line_trace(go: Any, line: _Line, name: str, options: dict[str, Any]) -> Any:
+    """One line over the heat map of a variable, without tooltips."""
+    color = _line_color(name, line.color)
+    mode = "+".join(kind for kind, used in (("lines", line.connected), ("markers", line.markers)) if used)
+    style = {"line": {"color": color, "dash": "dot" if line.dotted else "solid", "width": 2}}
+    marker = {"marker": {"color": color, "size": 5}} if line.markers else {}
+    return go.Scatter(x=line.time, y=line.beta, mode=mode, hoverinfo="skip", **style, **marker, **options)
 
 
 def _heat_map_trace(go: Any, data: xr.Dataset, name: str) -> Any:

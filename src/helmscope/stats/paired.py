@@ -16,10 +16,12 @@ def paired_difference(first: xr.Dataset, second: xr.Dataset, *, different_texts:
     """The Measurement first - second, replicate by replicate.
 
     ``reduce_replicates`` of the result gives a paired interval, which is narrower than for two separate means if the
-    replicates are positively correlated. Both must have the same variables and the same coordinates along every axis,
-    including the replicate axis. NAME_null is dropped. Attributes are those of ``first``, with the bounds of a
-    difference: that of two shares is in [-1, 1]. (A plain ``first - second`` would keep the bounds of ``first``, and
-    silently drop replicates that are missing in ``second``.) Raises ``HelmscopeError`` if the two do not match.
+    replicates are positively correlated. The attribute ``difference`` of every variable names the two, such as "A - B"
+    if both Measurements have an attribute ``model``, otherwise it is "difference"; figures show it. Both must have the
+    same variables and the same coordinates along every axis, including the replicate axis. NAME_null is dropped.
+    Attributes are those of ``first``, with the bounds of a difference: that of two shares is in [-1, 1]. (A plain
+    ``first - second`` would keep the bounds of ``first``, and silently drop replicates that are missing in ``second``.)
+    Raises ``HelmscopeError`` if the two do not match.
 
     Prompts are matched by their number, and their texts must be equal: the coordinate ``text``, which recordings
     provide, holds a hash of each source text (of its token ids, if ids were recorded), so that models with different
@@ -55,11 +57,16 @@ def paired_difference(first: xr.Dataset, second: xr.Dataset, *, different_texts:
         ) from None
     if not different_texts:
         _check_identities(first, second, axes[0])
+    models = [dataset.attrs.get("model") for dataset in (first, second)]
+    label = "difference" if None in models else " - ".join(map(str, models))
     data = {
-        name: (first[name] - second[name]).drop_attrs().assign_attrs(_attributes(first[name], second[name]))
+        name: (first[name] - second[name])
+        .drop_attrs()
+        .assign_attrs(_attributes(first[name], second[name]), difference=label)
         for name in names
     }
-    difference = xr.Dataset(data, attrs=first.attrs)
+    kept_attributes = {key: value for key, value in first.attrs.items() if key != "model" or models[0] == models[1]}
+    difference = xr.Dataset(data, attrs=kept_attributes)
     # arithmetic drops the attributes of coordinates, such as units
     kept = {name: first.coords[name].variable for name in difference.coords if name in first.coords}
     return check_replicates(difference.assign_coords(kept))

@@ -38,14 +38,20 @@ def reduce_replicates(
     Student interval, NAME_stderr its standard error, and NAME_null, if present, the mean of the null.
 
     The replicate axis is ``over`` or, by default, found by name (``types.replicate_axis``). Each entry is computed as
-    by ``mean_interval``; NAME_stderr is in units of NAME, to first order if the scale is not linear. NaN replicates are
-    left out. If only one value remains, NAME_stderr, NAME_low and NAME_high are NaN. Attribute n of the Dataset is the
-    number of replicates; attribute n of NAME is the smallest number of values of any entry that has one, and 0 if none
-    has. Attribute band of NAME describes NAME_low and NAME_high in words. Other attributes, and coordinates without the
-    replicate axis, are kept. Raises ``HelmscopeError`` for values outside the scale's domain.
+    by ``mean_interval``, except at bounds (see below); NAME_stderr is in units of NAME, to first order if the scale is
+    not linear. NaN replicates are left out. If only one value remains, NAME_stderr, NAME_low and NAME_high are NaN.
+    Attribute n of the Dataset is the number of replicates; attribute n of NAME is the smallest number of values of any
+    entry that has one, and 0 if none has. Attribute band of NAME describes NAME_low and NAME_high in words. Other
+    attributes, and coordinates without the replicate axis, are kept. Raises ``HelmscopeError`` for values outside the
+    scale's domain.
 
     Attributes of NAME control its reduction. ``valid_min`` and ``valid_max``, as for a share, are bounds that hold by
-    definition: unless ``scale`` is given, its scale is ``BoundedScale``. ``summary`` is "range" for quantities that
+    definition: unless ``scale`` is given, its scale is ``BoundedScale``. If a quantity has both bounds and all n values
+    of an entry are equal to one of them, such as P = 1 in every system, Student's interval would have width 0, although
+    another system may differ. NAME_low or NAME_high is then Clopper and Pearson's limit for n successes in n trials,
+    which is valid for a mean too: with tail probability a on each side, at most the share 1 - a^(1/n) of the
+    distribution is elsewhere, at worst at the other bound (P = 1 [0.398, 1] for n = 4). NAME_stderr is still 0. Equal
+    values between the bounds keep an interval of width 0. ``summary`` is "range" for quantities that
     vary over orders of magnitude and may be 0, for which a mean is not informative: NAME is then the median of the
     replicates, NAME_low their minimum, NAME_high their maximum, and there is no NAME_stderr.
 
@@ -152,7 +158,24 @@ def _student(x: Numbers, scale: Scale, alpha: float) -> dict[str, Numbers]:
     estimate = np.where(error > 0, scale.inverse_array(mean), first_value(x))
     low = np.where(error == 0, estimate, np.minimum(estimate, scale.clip(scale.inverse_array(mean - margin))))
     high = np.where(error == 0, estimate, np.maximum(estimate, scale.clip(scale.inverse_array(mean + margin))))
+    low, high = _widen_at_bounds(x, scale, alpha, error == 0, (low, high))
     return {"": estimate, "_low": low, "_high": high, "_stderr": error * scale.slope(estimate)}
+
+
+def _widen_at_bounds(
+    x: Numbers, scale: Scale, alpha: float, equal: NDArray[np.bool_], ends: tuple[Numbers, Numbers]
+) -> tuple[Numbers, Numbers]:
+    """The ends of intervals, with Clopper and Pearson's limit where all values are equal to a bound of the scale."""
+    lowest, highest = scale.domain
+    low, high = ends
+    if not (math.isfinite(lowest) and math.isfinite(highest)):
+        return low, high
+    n, value = (~np.isnan(x)).sum(0), first_value(x)
+    reach = (1.0 - alpha ** (1.0 / np.maximum(n, 1))) * (highest - lowest)
+    return (
+        np.where(equal & (value >= highest), highest - reach, low),
+        np.where(equal & (value <= lowest), lowest + reach, high),
+    )
 
 
 def _range(x: Numbers) -> dict[str, Numbers]:
