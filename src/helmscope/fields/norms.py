@@ -22,14 +22,14 @@ from helmscope.fields.parameters import shape_or_type
 from helmscope.geometry.arithmetic import check_dense_values, every, full_precision
 from helmscope.geometry.retraction import length
 from helmscope.geometry.sphere import retract
-from helmscope.types import HelmscopeError, real_number, type_with_article, whole_number
+from helmscope.types import ConciseRepr, HelmscopeError, real_number, type_with_article, whole_number
 
 if TYPE_CHECKING:
     from jaxtyping import Float
     from torch import Tensor
 
 
-class Norm(ABC):
+class Norm(ConciseRepr, ABC):
     """Base class of ``UnitNorm``, ``RMSNorm`` and ``LayerNorm``: a norm over the last axis.
 
     Norms check the shape and dtype of their input but not its values, so they work under all torch.func transforms.

@@ -17,7 +17,16 @@ from helmscope.types.arguments import (
     type_with_article,
     whole_number,
 )
-from helmscope.types.display import Plottable, brief, figure_of, html_stack, html_table, one_line_repr, shortened
+from helmscope.types.display import (
+    ConciseRepr,
+    Plottable,
+    brief,
+    figure_of,
+    html_stack,
+    html_table,
+    one_line_repr,
+    shortened,
+)
 from helmscope.types.errors import HelmscopeError, MissingExtra
 from helmscope.types.instrument import (
     AttentionPass,
@@ -45,6 +54,7 @@ from helmscope.types.verdict import Control, Exhibit, Ruling, Verdict
 
 __all__ = [
     "AttentionPass",
+    "ConciseRepr",
     "Control",
     "CrossPass",
     "Exhibit",
