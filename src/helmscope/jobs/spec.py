@@ -64,6 +64,7 @@ class Spec(
     version: int = VERSION
 
     checks: ClassVar[Mapping[str, Check]] = {}
+    samples_cost: ClassVar[bool] = False  # whether ``run`` estimates the cost from a sample, which takes seconds
     verb: ClassVar[tuple[str, ...]] = ()  # on the command line; its first word also starts the names of run folders
 
     def __post_init__(self) -> None:
