@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Annotated
 
@@ -31,7 +32,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 # the help of the program cuts longer summaries off in the middle of a sentence
-SUMMARIES = {
+SUMMARIES: dict[Callable[..., None], str] = {
     report: "Test every claim and write one page, report.html.",
     simulate: "Integrate self-attention on the sphere.",
     phase: "Compute when tokens meet, over beta and time.",

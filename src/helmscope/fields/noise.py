@@ -38,10 +38,25 @@ from helmscope.geometry.arithmetic import check_dense_values, full_precision
 from helmscope.geometry.sphere import project
 from helmscope.summation.dense import matrix_product
 from helmscope.types import ConciseRepr, HelmscopeError, real_number, type_with_article
+from helmscope.types.lazy import listed_exports
 
 if TYPE_CHECKING:
     from jaxtyping import Float
     from torch import Tensor
+
+__all__ = [
+    "DivergenceForm",
+    "IsotropicNoise",
+    "Ito",
+    "LayerNormChain",
+    "MatrixNoise",
+    "Noise",
+    "Process",
+    "StateNoise",
+    "Stratonovich",
+]
+if not TYPE_CHECKING:  # type checkers would accept any name
+    __getattr__, __dir__ = listed_exports(__name__, __all__)
 
 
 # Processes ------------------------------------------------------------------------------------------------------------

@@ -92,10 +92,10 @@ def _beta_of(system: Trajectory | System) -> float:
     if beta is None:
         owner = f"the field {field.name}" if isinstance(field, Field) else type_with_article(system)
         raise HelmscopeError(f"beta is missing, and {owner} has none: pass the beta of the energy, such as beta=1.0")
-    values = torch.as_tensor(beta).detach().flatten()
-    if not bool((values == values[0]).all()):
+    values = set(beta.detach().flatten().tolist()) if isinstance(beta, torch.Tensor) else {float(beta)}
+    if len(values) > 1:
         raise HelmscopeError("beta is missing, but the systems of the simulation have several: pass that of the energy")
-    return float(values[0])
+    return float(values.pop())
 
 
 def _finite_energy(path: Trajectory, beta: float) -> xr.Dataset:

@@ -123,7 +123,7 @@ def _as_measurement(values: dict[str, Tensor], path: Trajectory, levels: list[fl
     by_level: dict[str, ArrayLike] = {"pairs": sets, "level": levels}
     further: dict[str, dict[str, ArrayLike]] = {"share": by_level, "inner_product": {"pairs": sets}}
     parts = [with_replicates({name: value}, path, further.get(name)) for name, value in values.items()]
-    measurement = with_bounds(xr.merge(parts, join="exact"), BOUNDS)
+    measurement = with_bounds(xr.merge(parts, join="exact", compat="equals"), BOUNDS)
     for name in values:
         measurement[name].attrs["long_name"] = LABELS[name]
     return measurement

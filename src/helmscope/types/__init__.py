@@ -6,6 +6,8 @@ any ``Instrument``. A Measurement is an xarray Dataset that satisfies the rules 
 compares the ``Interval`` of a statistic with a ``Region``.
 """
 
+from typing import TYPE_CHECKING
+
 from helmscope.types.arguments import (
     check_memory,
     counted,
@@ -39,6 +41,7 @@ from helmscope.types.instrument import (
     ReplayPlan,
 )
 from helmscope.types.interval import Interval, Region, interval_text, region_text
+from helmscope.types.lazy import listed_exports
 from helmscope.types.measurement import (
     check_measurement,
     check_reduced,
@@ -102,3 +105,6 @@ __all__ = [
     "type_with_article",
     "whole_number",
 ]
+
+if not TYPE_CHECKING:  # type checkers would accept any name
+    __getattr__, __dir__ = listed_exports(__name__, __all__)
