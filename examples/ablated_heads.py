@@ -7,11 +7,9 @@ import helmscope as hs
 
 folder = Path(sys.argv[1] if len(sys.argv) > 1 else ".")
 recording = hs.record("B", [text[:120] for text in hs.models.box_texts()[:8]])
-plain = hs.reduce_replicates(hs.next_token_loss(recording))
-print(f"loss {float(plain.loss):.3f} nats, a uniform guess has {float(plain.loss_null):.3f}")
-
 losses = hs.observe.ablation_loss(recording)
 mean = hs.reduce_replicates(losses)  # over prompts, with intervals
+print(f"loss {float(mean.baseline):.3f} nats, a uniform guess has {float(mean.loss_null):.3f}")
 for layer in mean.layer.values:
     print(f"layer {layer:2d}:", *(f"{value:+.3f}" for value in mean.increase.sel(layer=layer).values))
 one = mean.sel(**hs.models.parse_head("L0H4"))
@@ -19,3 +17,5 @@ low, high = float(one.increase_low), float(one.increase_high)
 print(f"without L0H4 the loss is higher by {float(one.increase):.3f}, 95 % interval {low:.3f} .. {high:.3f}")
 
 mean.to_netcdf(folder / "ablated_heads.nc", engine="h5netcdf")
+hs.plot(losses, variables="increase", title="without one head").save(folder / "ablated_heads.png")
+print("saved to", folder / "ablated_heads.png")

@@ -16,6 +16,6 @@ clusters = hs.cluster_count(sim.states, radius=0.1).double().mean(-1)
 for k in (0, 10, 20):
     print(f"t = {times[k]:4.1f}: order {order[k]:.3f}, {clusters[k]:.1f} clusters")
 
-figure = hs.plots.overview_figure(hs.overview(sim, beta=4.0), title="SA, beta = 4, 32 tokens on the sphere")
+figure = hs.plots.overview_figure(hs.overview(sim), title="SA, beta = 4, 32 tokens on the sphere")
 figure.savefig(folder / "clustering.png")
 print("saved to", folder / "clustering.png")

@@ -19,5 +19,5 @@ for beta in (1, 4):
     theory, measured = float(diagram.curve.sel(beta=beta)), float(half.half_time.sel(beta=beta))
     print(f"beta = {beta}: half of all pairs have met at t = {measured:.2f}, orthonormal tokens at t = {theory:.2f}")
 
-hs.plots.phase_figure(diagram, title="SA").savefig(folder / "phase.pdf")
+diagram.plot().save(folder / "phase.pdf")
 print("saved to", folder / "phase.pdf")

@@ -57,7 +57,7 @@ def test_trained_and_untrained(tmp_path):
 
 
 def test_ablated_heads(tmp_path):
-    first, *rows, last = printed("ablated_heads.py", tmp_path).splitlines()
+    first, *rows, last, saved = printed("ablated_heads.py", tmp_path).splitlines()
     loss, uniform = numbers(first)
     assert 1.0 < loss < 3.0 < 8.0 < uniform < 8.4
     assert len(rows) == 12
@@ -66,6 +66,8 @@ def test_ablated_heads(tmp_path):
     with xr.open_dataset(tmp_path / "ablated_heads.nc", engine="h5netcdf") as seen:
         assert dict(seen.increase.sizes) == {"layer": 12, "head": 6}
         assert float(seen.increase.sel(layer=0, head=4)) == float(seen.increase.max()) > 0.1
+    assert saved.endswith("ablated_heads.png")
+    assert (tmp_path / "ablated_heads.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_own_claim(tmp_path):

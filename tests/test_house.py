@@ -235,6 +235,20 @@ def test_an_unknown_export_offers_the_nearest() -> None:
         _ = hs.integrat
 
 
+MODULES = [name for name in hs.__all__ if isinstance(getattr(hs, name), ModuleType)]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_modules_list_only_their_own_names(name: str) -> None:
+    """No torch, ABC, annotations or internal modules; what is listed exists, and a misspelt name is corrected."""
+    module = getattr(hs, name)
+    assert dir(module) == sorted(module.__all__)
+    assert all(hasattr(module, export) for export in module.__all__)
+    export = max(module.__all__, key=len)
+    with pytest.raises(AttributeError, match=f"module '{module.__name__}' has no .*did you mean '{export}'"):
+        getattr(module, export[:-1] + "_")
+
+
 @pytest.mark.parametrize(
     "module", ["helmscope", "helmscope.types", "helmscope.store", "helmscope.jobs", "helmscope.cli"]
 )

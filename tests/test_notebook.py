@@ -77,7 +77,8 @@ def executed(folder: Path) -> dict[str, list[Any]]:
 def test_every_object_is_shown_once(tmp_path):
     """One test for all, so that the notebook is run once, however many workers there are."""
     shown = executed(tmp_path)
-    assert {output.output_type for output in shown[FIRST]} <= {"stream"}  # transformers warns there
+    assert {output.output_type for output in shown[FIRST]} <= {"stream"}  # a bar, on a slow machine
+    assert not any("Warning" in output.text for output in shown[FIRST])
     assert {output.name for output in shown[BAR]} == {"stderr"}
     drawn = "".join(output.text for output in shown[BAR])
     assert drawn.count("100%") == drawn.count("\n") == 1

@@ -98,3 +98,10 @@ def test_false_draws_nothing(name, monkeypatch):
     monkeypatch.setattr(sys, "stderr", Terminal())
     LONG[name](False)
     assert sys.stderr.getvalue() == ""
+
+
+def test_the_bar_of_a_recording_names_its_phase(monkeypatch):
+    phases = []
+    monkeypatch.setattr(sys.modules["helmscope.models.record"], "name_phase", phases.append)
+    hs.record("B", ["Once upon a time"])
+    assert phases == ["loading B", "checking", "recording"]

@@ -97,7 +97,7 @@ CALLS: dict[str, Callable[[], object]] = {
     ),
     "drift_and_swirl": lambda: hs.drift_and_swirl(flow(mlp())),
     "kernel_statistics": lambda: hs.kernel_statistics(flow(hs.SA(beta=4.0))),
-    "overview": lambda: hs.overview(flow(hs.SA(beta=4.0)), beta=4.0),
+    "overview": lambda: hs.overview(flow(hs.SA(beta=4.0))),
     "inner_product_histogram": lambda: hs.observe.inner_product_histogram(flow(hs.SA(beta=4.0)), bins=64),
     "interaction_energy": lambda: hs.interaction_energy(tokens(), beta=4.0),
     "vmf_mixture": lambda: hs.observe.vmf_mixture(tokens(12, 3, None)).centers,

@@ -1,8 +1,8 @@
 """helmscope: a laboratory for the dynamics of transformers.
 
 Simulate tokens as interacting particles on the sphere, measure real transformers with the same instruments, and judge
-claims with tests that can fail. What most sessions need stands here; everything else is exported by its room, such as
-``hs.fields``, ``hs.observe`` and ``hs.claims``. Names are imported on first use.
+claims with tests that can fail. Most users need only the names listed here; everything else is exported by a
+subpackage, such as ``hs.fields``, ``hs.observe`` and ``hs.claims``. Names are imported on first use.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import helmscope as hs
+from helmscope.cli import SUMMARIES
 from support.children import child, run_child, run_python, wait_for
 
 COMMAND = Path(sys.executable).parent / "helmscope"
@@ -93,7 +94,9 @@ def test_the_same_seed_gives_the_same_bytes_in_any_process(helmscope, tmp_path):
     other = process("simulate", *SMALL, "--out", "second", "--json", folder=tmp_path)
     assert other.returncode == 0
     assert strict(other.stdout)["folder"] == "second"
-    assert all(line.startswith("integrating: ") for line in other.stderr.splitlines())
+    *lines, last = other.stderr.splitlines()
+    assert all(line.startswith("integrating: ") for line in lines)
+    assert last == "drawing the picture ..."
     assert helmscope("simulate", *SMALL[:-1], "8", "--out", "third")[0] == 0
     for name in (*FILES[1:5], "units/systems-000001.nc"):
         first, second, third = ((tmp_path / run / name).read_bytes() for run in ("first", "second", "third"))
@@ -349,6 +352,16 @@ def test_help_imports_nothing_heavy():
     code = "import sys, helmscope.cli; print({'torch', 'numpy', 'xarray', 'scipy', 'matplotlib'} & set(sys.modules))"
     answer = run_python(code, check=True)
     assert answer.stdout.strip() == "set()"
+
+
+def test_the_help_cuts_no_summary_off(helmscope):
+    code, out, _ = helmscope("--help")
+    assert code == 0
+    assert "..." not in out.partition("Commands:")[2]
+    assert max(map(len, SUMMARIES.values())) <= 55
+    assert len(SUMMARIES) == 6
+    _, out, _ = helmscope("simulate", "--help")
+    assert "default: 0.05, with noise 0.02" in " ".join(out.split())
 
 
 def test_version_and_help(helmscope):

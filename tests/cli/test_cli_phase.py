@@ -185,6 +185,15 @@ def test_lost_samples_exit_1_but_the_rest_is_printed(helmscope):
 
 
 @pytest.mark.usefixtures("no_pictures")
+def test_status_lines_say_what_takes_seconds(helmscope):
+    code, _, err = helmscope(*SMALL, "--out", "run")
+    assert code == 0
+    lines = err.splitlines()
+    assert lines[0] == "estimating ..."
+    assert lines[-2:] == ["drawing the picture ...", "drawing the page ..."]
+
+
+@pytest.mark.usefixtures("no_pictures")
 def test_a_killed_run_resumes_to_the_same_bytes(helmscope, tmp_path):
     words = (*SMALL, "--n", "16", "--betas", "1:9:4", "--times", "0:20:41", "--no-published")
     assert helmscope(*words, "--out", "undisturbed")[0] == 0

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from helmscope.fields.attention import SA
-from helmscope.fields.norms import LayerNorm, RMSNorm, UnitNorm, effective_beta
+from helmscope.fields.norms import LayerNorm, RMSNorm, UnitNorm, layer_beta
 from helmscope.geometry.sphere import retract
 from helmscope.types import HelmscopeError
 
@@ -338,18 +338,18 @@ def test_parameters_take_the_dtype_of_y(y, parameters):
 
 
 @pytest.mark.parametrize(("d", "head_dim", "scale"), [(6, 6, 1.0), (6, 2, 1.0), (6, 3, 0.7)])
-def test_effective_beta_makes_attention_on_the_unit_sphere_that_of_the_layer(d, head_dim, scale):
+def test_layer_beta_makes_attention_on_the_unit_sphere_that_of_the_layer(d, head_dim, scale):
     y, query, key = random(9, d), random(head_dim, d, seed=1), random(head_dim, d, seed=2)
     tokens = RMSNorm()(y)
     logits = (tokens @ query.T) @ (tokens @ key.T).T / math.sqrt(head_dim)
-    beta = effective_beta(d, head_dim, scale=scale)
+    beta = layer_beta(d, head_dim, scale=scale)
     kernel = SA(beta, query_key=query.T @ key / scale).kernel(retract(y))
     assert ulps(kernel - torch.softmax(logits, -1), F64) <= 3  # 2.0
 
 
-def test_effective_beta_of_the_identity_is_the_root_of_d():
-    assert [effective_beta(d, d) for d in (4, 64, 2)] == [2.0, 8.0, 2 / math.sqrt(2)]
-    assert effective_beta(768, 64, scale=0.5) == 48.0
+def test_layer_beta_of_the_identity_is_the_root_of_d():
+    assert [layer_beta(d, d) for d in (4, 64, 2)] == [2.0, 8.0, 2 / math.sqrt(2)]
+    assert layer_beta(768, 64, scale=0.5) == 48.0
 
 
 # Refusals -------------------------------------------------------------------------------------------------------------
@@ -382,9 +382,9 @@ THREE = "of shape (3,) requires (..., 3)"
         (lambda: UnitNorm().fold(FLAT), "w has shape (4,), but it must be (..., k, d) with d >= 1"),
         (lambda: UnitNorm().fold(torch.ones(2, 4), ONES), "b is (3,), but w of shape (2, 4) requires (2,)"),
         (lambda: UnitNorm().fold(torch.ones(2, 4), 1.0), "b is a float, but w of shape (2, 4) requires (2,)"),
-        (lambda: effective_beta(0, 4), "dim is 0, but it must be a whole number >= 1"),
-        (lambda: effective_beta(4, 2.5), "head_dim is 2.5, but it must be a whole number >= 1"),
-        (lambda: effective_beta(4, 4, scale=-1.0), "scale is -1.0, but it must be a finite number >= 0"),
+        (lambda: layer_beta(0, 4), "dim is 0, but it must be a whole number >= 1"),
+        (lambda: layer_beta(4, 2.5), "head_dim is 2.5, but it must be a whole number >= 1"),
+        (lambda: layer_beta(4, 4, scale=-1.0), "scale is -1.0, but it must be a finite number >= 0"),
     ],
 )
 def test_refusals(call, sentence):

@@ -78,7 +78,7 @@ def test_the_estimate_of_trials_scales_with_the_subject(tmp_path):
 def test_the_verb_prints_an_estimate_and_runs_nothing(helmscope, tmp_path):
     hs.jobs.write(Trials(claims=["kuramoto", "radial"]), tmp_path / "two.toml")
     code, out, err = helmscope("run", "two.toml", "--estimate")
-    assert (code, err) == (0, "")
+    assert (code, err) == (0, "estimating ...\n")
     assert out.startswith("2 trials: roughly ")
     code, out, _ = helmscope("run", "two.toml", "--estimate", "--json")
     assert code == 0

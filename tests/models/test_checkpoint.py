@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import socket
 
 import pytest
 import torch
@@ -173,6 +174,20 @@ def test_invalid_folders_raise(folder, tmp_path):
             load_all(sources, revisions=revisions)
     with pytest.raises(HelmscopeError, match="unknown option 'foo'"):
         load_all(["a"], foo=1)
+
+
+def test_an_unreachable_hub_is_named_as_the_reason(tmp_path, monkeypatch):
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(socket, "getaddrinfo", _no_such_host)
+    with pytest.raises(HelmscopeError, match=r"could not be loaded from the Hub \(the Hub cannot be reached\)$"):
+        load("C")
+
+
+def _no_such_host(*_args, **_options):
+    raise socket.gaierror(-2, "Name or service not known")
 
 
 def test_models_are_loaded_from_the_hub_cache(tmp_path, monkeypatch):

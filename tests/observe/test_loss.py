@@ -184,6 +184,8 @@ def test_the_loss_without_each_head_by_hand():
             np.testing.assert_allclose(one.loss.values, wanted, rtol=0, atol=1e-12)
             np.testing.assert_allclose(one.increase.values, wanted - plain, rtol=0, atol=1e-12)
     assert np.abs(seen.increase.values).min() > 1e-6
+    np.testing.assert_allclose(seen.baseline.values, plain, rtol=0, atol=1e-12)
+    assert {seen[name].units for name in ("loss", "loss_null", "increase", "baseline")} == {"nats"}
     assert shares[-1] == 1.0
     assert shares == sorted(shares)
     assert hs.observe.ablation_loss(recording, layers=["transformer.h.2"]).equals(seen.sel(layer=[2]))

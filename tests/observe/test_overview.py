@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import helmscope as hs
+from support.refusal import refused
 
 STATES = hs.Uniform(n=6, dim=4).sample(15, seed=0).reshape(5, 3, 6, 4)
 TIMES = torch.arange(5.0)
@@ -26,3 +27,19 @@ def test_the_number_of_times_at_once_changes_nothing(monkeypatch, weights):
     assert len(shares) == 18  # six observables of three parts, the last of which is shorter
     assert shares == sorted(shares)
     assert shares[-1] == 1.0
+
+
+def test_beta_of_a_simulation_is_that_of_its_field():
+    start = hs.Uniform(n=4, dim=3).sample(2, seed=0)
+    for field in (hs.SA(beta=3.0), hs.USA(beta=torch.full((2,), 3.0))):
+        run = hs.integrate(field, start, times=[0.0, 0.1])
+        assert hs.overview(run).identical(hs.overview(run, beta=3.0))
+        assert hs.overview(run, beta=1.0).attrs["beta"] == 1.0  # another one on request
+    several = hs.integrate(hs.SA(beta=torch.tensor([1.0, 2.0])), start, times=[0.0])
+    refused(lambda: hs.overview(several), "beta is missing", "have several")
+
+
+def test_beta_must_be_given_where_there_is_none():
+    refused(lambda: hs.overview(hs.Trajectory(TIMES, STATES)), "beta is missing, and a Trajectory has none")
+    run = hs.integrate(lambda x: 0 * x, torch.eye(3), times=[0.0])
+    refused(lambda: hs.overview(run), "beta is missing, and the field ")

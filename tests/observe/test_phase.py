@@ -340,7 +340,7 @@ def test_what_the_fused_kernel_is_asked_for():
         seen = phase_diagram(hs.SA, betas=[1], times=[1], start=start, samples=2, dtype=torch.float32)
     assert seen.attrs["summation"] == "Dense"
     broken = replace(of(hs.SA(1.0)), x0=torch.cat([x[:1], x[:1] * torch.nan]))
-    (share,) = broken.shares(None)
+    (share,) = broken.shares(lambda done: None)
     assert share.isnan().all(-1).tolist() == [[False, True]]
 
 

@@ -20,7 +20,7 @@ from multiprocessing import get_context
 import pytest
 
 from helmscope.runs import Processes, ProgressBar, Unit, bar, reporting, run
-from helmscope.runs.bar import is_watched, shows_progress
+from helmscope.runs.bar import is_watched, name_phase, shows_progress
 from helmscope.store import RunFolder
 from helmscope.types import HelmscopeError
 from support.children import child
@@ -242,6 +242,30 @@ def test_calls_in_several_threads_draw_one_bar(clock, monkeypatch):
         thread.start()
         thread.join()
     assert "working" not in screen.getvalue()
+
+
+def test_the_label_names_the_phase_of_the_outermost_call(clock, monkeypatch):
+    screen = on_terminal(monkeypatch)
+    with reporting(None, "recording") as report:
+        clock[0] += 3.0
+        name_phase("loading A")
+        report(0.1)
+        with reporting(None, "inner"):
+            name_phase("checking")  # of a call within: the label remains
+        clock[0] += 3.0
+        report(0.2)
+        name_phase("recording")
+    assert [frame.split(" ━")[0] for frame in frames(screen.getvalue())] == ["loading A", "loading A", "recording"]
+    screen = on_terminal(monkeypatch)
+    with reporting(ProgressBar("mine", after=0.0), "recording"):
+        name_phase("loading A")  # the caller has chosen a label
+    assert "loading" not in screen.getvalue()
+
+
+def test_a_notebook_keeps_few_lines_of_a_long_call(clock, monkeypatch):
+    monkeypatch.setattr(sys, "stderr", Kernel())
+    work(clock, seconds=600.0, steps=6000)
+    assert 5 < len(frames(sys.stderr.getvalue())) < 40
 
 
 def interrupted(clock: list[float], progress=None) -> None:

@@ -225,6 +225,39 @@ def test_a_value_in_a_few_words():
     assert shortened("a\n b", 10) == "a b"
 
 
+def test_reprs_show_what_differs_from_the_defaults():
+    assert repr(hs.SA(beta=4.0)) == "SA(beta=4.0)"
+    assert repr(hs.USA(1 / 3, causal=True)) == "USA(beta=0.3333333333333333, causal=True)"
+    assert repr(hs.noise.IsotropicNoise(nu=0.05)) == "IsotropicNoise(nu=0.05)"
+    assert repr(hs.noise.IsotropicNoise(0.05, process=hs.noise.Ito())) == "IsotropicNoise(nu=0.05, process=Ito())"
+    mlp = hs.MLP(w_in=torch.ones(9, 3), w_out=torch.ones(3, 9))
+    assert repr(mlp) == "MLP(w_in=<9 x 3>, w_out=<3 x 9>)"
+    block = hs.Block(hs.SA(1.0), mlp, placement=hs.fields.PreNorm())
+    assert repr(block) == f"Block(attention=SA(beta=1.0), mlp={mlp}, placement=PreNorm())"
+    assert repr(hs.fields.LayerNorm(gain=torch.ones(3))) == "LayerNorm(gain=<3>)"
+    assert repr(hs.Uniform(n=32, dim=3)) == "Uniform(n=32, dim=3)"
+    assert repr(hs.jobs.Simulate()) == "Simulate()"
+    assert repr(hs.jobs.Phase(dims=[8], nu=0.1)) == "Phase(nu=0.1, dims=(8,), published=False)"
+
+
+def test_the_repr_of_a_user_s_field_is_concise_too():
+    @dataclass(frozen=True, eq=False)
+    class Turn(hs.Field):
+        rate: torch.Tensor
+        name_of_axis: str = "z"
+
+        def velocity(self, x, weights=None, *, t=0.0):
+            return self.rate * x
+
+    class Plain(hs.Field):
+        def velocity(self, x, weights=None, *, t=0.0):
+            return x
+
+    assert repr(Turn(torch.ones(2, 2))) == "Turn(rate=<2 x 2>)"
+    assert "Plain object" in repr(Plain())
+    torch.vmap(lambda beta: repr(hs.SA(beta=beta)) and beta)(torch.ones(2))
+
+
 def test_counting_words():
     assert [counted(n, "token") for n in (0, 1, 2, 10**6)] == ["0 tokens", "1 token", "2 tokens", "1,000,000 tokens"]
 

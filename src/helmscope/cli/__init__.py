@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Annotated
 
@@ -30,9 +31,18 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for verb in (report, simulate, phase, run, doctor, runs):
-    app.command()(verb)
-app.add_typer(claims)
+# the help of the program cuts longer summaries off in the middle of a sentence
+SUMMARIES: dict[Callable[..., None], str] = {
+    report: "Test every claim and write one page, report.html.",
+    simulate: "Integrate self-attention on the sphere.",
+    phase: "Compute when tokens meet, over beta and time.",
+    run: "Run a job from a TOML file.",
+    doctor: "Check whether recordings of a model can be trusted.",
+    runs: "List earlier runs, and how to resume them.",
+}
+for verb, summary in SUMMARIES.items():
+    app.command(short_help=summary)(verb)
+app.add_typer(claims, short_help="List, show and test claims.")
 
 
 def main() -> None:

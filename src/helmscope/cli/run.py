@@ -30,6 +30,7 @@ def run(
     from helmscope.cli.options import make_engine
     from helmscope.cli.output import run_and_show
     from helmscope.jobs import read
+    from helmscope.runs.progress import print_status
 
     engine = make_engine(jobs, max_memory, threads, ray)
     source = spec if spec is not None or not resume else out
@@ -39,6 +40,7 @@ def run(
     if not estimate:
         run_and_show(job_spec, engine, out=out, resume=resume, allow_mixed=allow_mixed, as_json=as_json)
         return
+    print_status("estimating ...")
     cost = job_spec.estimate()
     data = {"work": cost.work, "seconds": cost.seconds, "bytes": cost.bytes}
     print(json.dumps(data, indent=2) if as_json else str(cost))

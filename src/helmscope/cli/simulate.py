@@ -45,7 +45,10 @@ def simulate(
             "[default], stochastic-heun, noisy-layer."
         ),
     ] = None,
-    step: Annotated[float | None, typer.Option(help="Step size of the non-adaptive steppers [default: 0.05].")] = None,
+    step: Annotated[
+        float | None,
+        typer.Option(help="Step size of the non-adaptive steppers [default: 0.05, with noise 0.02]."),
+    ] = None,
     tol: Annotated[float | None, typer.Option(help="Local error tolerance of the adaptive stepper.")] = None,
     merge: Annotated[float | None, typer.Option(help="Merge tokens that are closer than this, in radians.")] = None,
     summation: Annotated[

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from helmscope.fields.norms import LayerNorm as LayerNorm
     from helmscope.fields.norms import RMSNorm as RMSNorm
     from helmscope.fields.norms import UnitNorm as UnitNorm
-    from helmscope.fields.norms import effective_beta as effective_beta
+    from helmscope.fields.norms import layer_beta as layer_beta
     from helmscope.fields.placement import NGPT as NGPT
     from helmscope.fields.placement import NoNorm as NoNorm
     from helmscope.fields.placement import PostNorm as PostNorm

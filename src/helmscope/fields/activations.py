@@ -22,10 +22,28 @@ import torch
 
 from helmscope.fields.antiderivative import Antiderivatives, tabulate, with_derivative
 from helmscope.types import HelmscopeError, known_name
+from helmscope.types.lazy import listed_exports
 
 if TYPE_CHECKING:
     from jaxtyping import Float
     from torch import Tensor
+
+__all__ = [
+    "GELU",
+    "Activation",
+    "GELUTanh",
+    "Identity",
+    "QuickGELU",
+    "ReLU",
+    "SiLU",
+    "Sigmoid",
+    "SquaredReLU",
+    "Tanh",
+    "from_name",
+    "sigmoid",
+]
+if not TYPE_CHECKING:  # type checkers would accept any name
+    __getattr__, __dir__ = listed_exports(__name__, __all__)
 
 
 class Activation(ABC):

@@ -20,7 +20,7 @@ from helmscope.fields.scaled_velocity import ScaledVelocity
 from helmscope.fields.weights import check_weights
 from helmscope.geometry.arithmetic import broadcast_shapes, check_dense_values, every
 from helmscope.geometry.sphere import check_tokens, project, retract
-from helmscope.types import HelmscopeError
+from helmscope.types import ConciseRepr, HelmscopeError
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float
@@ -41,7 +41,7 @@ class Space(Enum):
     FLAT = "points of R^d"
 
 
-class Field(ABC):
+class Field(ConciseRepr, ABC):
     """Base class of all fields: the velocity of every token, (*batch, n, d) -> (*batch, n, d), tangent at each token
     where states are unit vectors.
 

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from helmscope.fields.mlp import MLP, GatedMLP, affine, linear
-from helmscope.types import HelmscopeError, type_with_article
+from helmscope.types import ConciseRepr, HelmscopeError, type_with_article
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
@@ -84,7 +84,7 @@ def _check_mlp(mlp: object) -> None:
 
 
 @dataclass(frozen=True, eq=False)
-class HelmholtzSplit(ABC):
+class HelmholtzSplit(ConciseRepr, ABC):
     """The three parts of an MLP, f = gradient + swirl + harmonic to rounding; returned by ``helmholtz``.
 
     Methods take points (..., d) of float64 or float32 and raise ``HelmscopeError`` for others. They do not depend on

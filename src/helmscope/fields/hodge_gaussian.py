@@ -31,7 +31,7 @@ import torch
 from helmscope.fields.hodge_profile import Law, Neurons, Profiles, check_ungated
 from helmscope.fields.mlp import MLP, linear
 from helmscope.geometry.arithmetic import full_precision
-from helmscope.types import HelmscopeError, real_number, type_with_article
+from helmscope.types import ConciseRepr, HelmscopeError, real_number, type_with_article
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
@@ -61,7 +61,7 @@ def gaussian_hodge_split(mlp: MLP) -> HodgeSplit:
 
 
 @dataclass(frozen=True, eq=False)
-class HodgeSplit:
+class HodgeSplit(ConciseRepr):
     """The orthogonal parts of a force, f = gradient + swirl + harmonic to rounding, from ``gaussian_hodge_split``.
 
     Methods take points (..., d) of float64 or float32, compute in float64 and return the dtype of x. They do not depend
@@ -216,7 +216,7 @@ def _neuron_indices(z: Float[Tensor, "*batch hidden"]) -> Int[Tensor, "*batch hi
 
 
 @dataclass(frozen=True, eq=False)
-class LinearHodge:
+class LinearHodge(ConciseRepr):
     """The split M = S + (M - S) of a linear force into its gradient part S x and its swirl, with the share of the swirl
     in the energy; returned by ``linear_hodge_split``.
 

@@ -12,7 +12,7 @@ import torch
 
 from helmscope.fields.field import Field
 from helmscope.geometry.arithmetic import full_precision
-from helmscope.types import HelmscopeError, type_with_article
+from helmscope.types import ConciseRepr, HelmscopeError, type_with_article
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, eq=False)
-class JacobianSplit:
+class JacobianSplit(ConciseRepr):
     """The split Df = S + A of a Jacobian at each point; returned by ``jacobian_split``.
 
     >>> JacobianSplit(torch.eye(2), torch.zeros(2, 2)).swirl_index

@@ -14,7 +14,7 @@ import torch
 from helmscope.fields.parameters import Change, copy_with, shape_or_type
 from helmscope.geometry.arithmetic import check_dense_values, every, full_precision
 from helmscope.summation.dense import matrix_product
-from helmscope.types import HelmscopeError
+from helmscope.types import ConciseRepr, HelmscopeError
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, eq=False)
-class LowRank:
+class LowRank(ConciseRepr):
     """The d x d matrix left @ right^T, ``left`` and ``right`` of shape (d, r): x^T M y = (left^T x).(right^T y).
 
     Can be passed as ``query_key`` or ``value`` of any attention field; with batch axes before d it is one matrix per

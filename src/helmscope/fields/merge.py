@@ -17,7 +17,7 @@ from helmscope.fields.weights import check_weights
 from helmscope.geometry.arithmetic import full_precision
 from helmscope.geometry.linkage import components, pairwise_angles
 from helmscope.geometry.sphere import check_tokens, retract
-from helmscope.types import HelmscopeError, real_number
+from helmscope.types import ConciseRepr, HelmscopeError, real_number
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, eq=False)
-class Merged:
+class Merged(ConciseRepr):
     """Clouds in which close tokens have been merged, in their original shape: token i has the state of token
     ``leader[i]``, and weight 0 unless it is the leader, which has the weight of the whole cluster.
 

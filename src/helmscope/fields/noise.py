@@ -37,11 +37,26 @@ from helmscope.fields.parameters import shape_or_type
 from helmscope.geometry.arithmetic import check_dense_values, full_precision
 from helmscope.geometry.sphere import project
 from helmscope.summation.dense import matrix_product
-from helmscope.types import HelmscopeError, real_number, type_with_article
+from helmscope.types import ConciseRepr, HelmscopeError, real_number, type_with_article
+from helmscope.types.lazy import listed_exports
 
 if TYPE_CHECKING:
     from jaxtyping import Float
     from torch import Tensor
+
+__all__ = [
+    "DivergenceForm",
+    "IsotropicNoise",
+    "Ito",
+    "LayerNormChain",
+    "MatrixNoise",
+    "Noise",
+    "Process",
+    "StateNoise",
+    "Stratonovich",
+]
+if not TYPE_CHECKING:  # type checkers would accept any name
+    __getattr__, __dir__ = listed_exports(__name__, __all__)
 
 
 # Processes ------------------------------------------------------------------------------------------------------------
@@ -123,7 +138,7 @@ class DivergenceForm(Process):
 
 
 @dataclass(frozen=True, eq=False)
-class Noise(ABC):
+class Noise(ConciseRepr, ABC):
     """Base class of noises: sigma(x) for every token, and the process that it drives.
 
     With ``common`` all tokens of a system share one Brownian motion instead of having independent ones. ``process``

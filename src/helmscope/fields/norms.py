@@ -22,14 +22,14 @@ from helmscope.fields.parameters import shape_or_type
 from helmscope.geometry.arithmetic import check_dense_values, every, full_precision
 from helmscope.geometry.retraction import length
 from helmscope.geometry.sphere import retract
-from helmscope.types import HelmscopeError, real_number, type_with_article, whole_number
+from helmscope.types import ConciseRepr, HelmscopeError, real_number, type_with_article, whole_number
 
 if TYPE_CHECKING:
     from jaxtyping import Float
     from torch import Tensor
 
 
-class Norm(ABC):
+class Norm(ConciseRepr, ABC):
     """Base class of ``UnitNorm``, ``RMSNorm`` and ``LayerNorm``: a norm over the last axis.
 
     Norms check the shape and dtype of their input but not its values, so they work under all torch.func transforms.
@@ -241,14 +241,14 @@ class LayerNorm(Norm):
         return centered - centered.mean(-1, keepdim=True)
 
 
-def effective_beta(dim: int, head_dim: int, *, scale: float = 1.0) -> float:
+def layer_beta(dim: int, head_dim: int, *, scale: float = 1.0) -> float:
     """The inverse temperature on the unit sphere of a layer whose tokens have norm sqrt(d) and whose logits are
     q.k / sqrt(d_head) [Helmholtz Transformer, no. 1]: beta = scale d / sqrt(d_head).
 
     ``scale`` >= 0 is the scale of W_Q^T W_K. With Q = K = I and d_head = d, beta = sqrt(d). Raises ``HelmscopeError``
     for dimensions below 1 and a negative scale.
 
-    >>> effective_beta(64, 64)
+    >>> layer_beta(64, 64)
     8.0
     """
     dim, head_dim = whole_number("dim", dim, at_least=1), whole_number("head_dim", head_dim, at_least=1)

@@ -24,8 +24,8 @@ from helmscope.fields.field import Space
 from helmscope.fields.mlp import MLP, GatedMLP
 from helmscope.fields.norms import Norm, UnitNorm
 from helmscope.geometry.sphere import retract
+from helmscope.types import ConciseRepr, HelmscopeError, real_number
 from helmscope.types import Half as Half
-from helmscope.types import HelmscopeError, real_number
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, eq=False)
-class Placement(ABC):
+class Placement(ConciseRepr, ABC):
     """Base class of placements; ``attention_norm`` and ``mlp_norm`` default to y/|y|, which returns unit vectors."""
 
     attention_norm: Norm = field(default_factory=UnitNorm, kw_only=True)

@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from helmscope.fields.parameters import shape_or_type
-from helmscope.types import HelmscopeError, real_number
+from helmscope.types import ConciseRepr, HelmscopeError, real_number
 
 if TYPE_CHECKING:
     from jaxtyping import Float
     from torch import Tensor
 
 
-class Positions(ABC):
+class Positions(ConciseRepr, ABC):
     """Base class of positions: how they act on queries and keys."""
 
     def transform_tokens(self, x: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n d"]:

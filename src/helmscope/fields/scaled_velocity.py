@@ -7,13 +7,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from helmscope.types import ConciseRepr
+
 if TYPE_CHECKING:
     from jaxtyping import Float
     from torch import Tensor
 
 
 @dataclass(frozen=True, eq=False)
-class ScaledVelocity:
+class ScaledVelocity(ConciseRepr):
     """A velocity that may overflow its dtype, as e^{log_scale} times ``direction``, with one log scale per token.
 
     >>> ScaledVelocity(torch.ones(1, 2), torch.full((1, 1), 100.0)).displacement(1e-43)

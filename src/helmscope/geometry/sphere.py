@@ -13,10 +13,28 @@ import torch
 
 from helmscope.geometry.arithmetic import check_dense_values, every
 from helmscope.types import HelmscopeError, real_number, type_with_article
+from helmscope.types.lazy import listed_exports
 
 if TYPE_CHECKING:
     from jaxtyping import Float
     from torch import Tensor
+
+__all__ = [
+    "angle",
+    "angle_from_chords",
+    "any_tangent",
+    "brownian_increment",
+    "check_tokens",
+    "exp",
+    "log",
+    "project",
+    "pull_back",
+    "retract",
+    "tangent_basis",
+    "transport",
+]
+if not TYPE_CHECKING:  # type checkers would accept any name
+    __getattr__, __dir__ = listed_exports(__name__, __all__)
 
 # the largest accepted | |x| - 1 |: far above rounding errors, far below a forgotten normalization
 NORM_TOLERANCE = {torch.float64: 2e-6, torch.float32: 1e-4}

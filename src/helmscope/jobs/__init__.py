@@ -17,6 +17,8 @@ True
 'finished at t=1'
 """
 
+from typing import TYPE_CHECKING
+
 from helmscope.jobs.cost import Estimate
 from helmscope.jobs.job import Result
 from helmscope.jobs.phase import Phase, PhaseResult
@@ -25,6 +27,7 @@ from helmscope.jobs.run import estimate, run
 from helmscope.jobs.simulate import Simulate, SimulationResult
 from helmscope.jobs.spec import Spec, from_data, read, to_toml, write
 from helmscope.jobs.trials import Trials, TrialsResult
+from helmscope.types.lazy import listed_exports
 
 __all__ = [
     "Estimate",
@@ -45,3 +48,6 @@ __all__ = [
     "to_toml",
     "write",
 ]
+
+if not TYPE_CHECKING:  # type checkers would accept any name
+    __getattr__, __dir__ = listed_exports(__name__, __all__)

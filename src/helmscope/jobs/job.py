@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from helmscope.runs.progress import print_status
 from helmscope.runs.run import RunResult, run
 from helmscope.store.manifest import Manifest
 from helmscope.store.run_folder import RunFolder
@@ -112,10 +113,13 @@ class PictureWriter:
     """Writes the pictures of a run. One that needs a missing package becomes a note, and the numbers are kept."""
 
     folder: RunFolder
+    show_progress: bool
     notes: list[str] = field(default_factory=list)
 
     def write(self, what: str, name: str, draw: Callable[[], bytes]) -> Path | None:
         """Write a picture and return its path, or None if it could not be drawn."""
+        if self.show_progress:
+            print_status(f"drawing the {what} ...")
         try:
             self.folder.write_bytes(name, draw())
         except MissingExtra as error:

@@ -60,6 +60,7 @@ class Phase(Spec, frozen=True, kw_only=True, tag="phase"):
     dtype: str | None = None
     device: str = "cpu"
 
+    samples_cost: ClassVar = True
     verb: ClassVar = ("phase",)
     checks: ClassVar[Mapping[str, Check]] = {
         "field": lambda _, value: names.FIELDS.check(value),
@@ -255,7 +256,7 @@ class PhaseJob(Job):
         half = half_time(data)
         folder.write_results("phase", data)
         folder.write_results("half-time", half)
-        pictures = PictureWriter(folder)
+        pictures = PictureWriter(folder, work.show_progress)
         return PhaseResult(
             spec=self.spec,
             folder=folder,

@@ -89,6 +89,8 @@ def run(
     for name, value in (("show_progress", show_progress), ("resume", resume), ("allow_mixed", allow_mixed)):
         if not isinstance(value, bool) and (name, value) != ("show_progress", None):
             raise HelmscopeError(f"{name} is {shown(value)}, but it must be True or False")
+    if show_progress and spec.samples_cost:
+        print_status("estimating ...")
     with reporting(False):  # a check may compute a small example
         job = spec.prepare()
     manifest = job.manifest(engine, sys.argv if command is None else command)

@@ -299,7 +299,7 @@ class SimulateJob(Job):
         noisy = f", nu = {spec.nu:g}" if spec.nu else ""
         name = type(self.problem.field).__name__
         title = f"{name}  beta = {spec.beta:g}{noisy}, {spec.n} tokens in dimension {spec.dim}"
-        pictures = PictureWriter(folder)
+        pictures = PictureWriter(folder, work.show_progress)
         path = pictures.write("picture", "overview.png", lambda: png(overview_figure(measured, title=title)))
         return SimulationResult(**fields, overview=measured, picture=path, notes=tuple(pictures.notes))
 

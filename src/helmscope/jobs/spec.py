@@ -51,6 +51,8 @@ class Spec(
     >>> from helmscope.jobs import Simulate
     >>> Simulate(beta=1, times=[0, 5]) == Simulate(beta=1.0, times=(0.0, 5.0))
     True
+    >>> Simulate(beta=1)  # shows what differs from the defaults
+    Simulate(beta=1.0)
     >>> Simulate(beta=-1)
     Traceback (most recent call last):
     helmscope.types.HelmscopeError: beta is -1, but it must be a finite number >= 0
@@ -62,6 +64,7 @@ class Spec(
     version: int = VERSION
 
     checks: ClassVar[Mapping[str, Check]] = {}
+    samples_cost: ClassVar[bool] = False  # whether ``run`` estimates the cost from a sample, which takes seconds
     verb: ClassVar[tuple[str, ...]] = ()  # on the command line; its first word also starts the names of run folders
 
     def __post_init__(self) -> None:
@@ -72,6 +75,11 @@ class Spec(
         for name, check in self.checks.items():
             self._set(name, check(name, getattr(self, name)))
         self._complete()
+
+    def __repr__(self) -> str:
+        default = type(self)()
+        changes = {name: value for name, value in self.fields.items() if value != getattr(default, name)}
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in changes.items())})"
 
     def _set(self, name: str, value: object) -> None:
         msgspec.structs.force_setattr(self, name, value)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,10 +14,17 @@ from helmscope.types import MissingExtra
 
 def transformers_library() -> Any:
     """The transformers package; raises ``MissingExtra`` if it is not installed."""
-    try:
-        import transformers
-    except ImportError as error:
-        raise MissingExtra("transformers", "models") from error
+    imported = sys.modules.get("transformers")
+    if imported is not None:
+        return imported
+    with warnings.catch_warnings():
+        # in a notebook without ipywidgets, tqdm warns about a bar that is not drawn
+        warnings.filterwarnings("ignore", message="IProgress not found")
+        try:
+            importlib.import_module("tqdm.auto")  # transformers may import it later, outside of this filter
+            import transformers
+        except ImportError as error:
+            raise MissingExtra("transformers", "models") from error
     return transformers
 
 

@@ -71,7 +71,7 @@ class Loaded:
     there is none.
 
     >>> Loaded.__match_args__
-    ('model', 'tokenizer', 'origin', 'why')
+    ('model', 'tokenizer', 'origin', 'tokenizer_error')
     """
 
     model: Any
@@ -212,13 +212,19 @@ def load_all(sources: Sequence[Any], *, revisions: Sequence[str | None] = (None,
 def _from_hub(name: str, revision: str | None, offline: bool) -> Path:
     """Download a model from the Hub to the local cache; returns its folder, whose name is the commit."""
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
 
     try:
         folder = snapshot_download(name, revision=revision, local_files_only=offline, allow_patterns=list(WANTED))
     except (OSError, ValueError, HFValidationError) as error:
         absent = offline and not isinstance(error, HFValidationError)
-        why = "'s local cache: leave out offline to download it" if absent else f": {one_line(error)}"
+        unreachable = isinstance(error, LocalEntryNotFoundError) and not isinstance(
+            error.__cause__, OfflineModeIsEnabled
+        )
+        if absent:
+            why = "'s local cache: leave out offline to download it"
+        else:
+            why = " (the Hub cannot be reached)" if unreachable else f": {one_line(error)}"
         raise HelmscopeError(
             f"model is '{name}', but it is neither a folder nor in the box ({', '.join(MODELS)}), and could not be "
             f"loaded from the Hub{why}"

@@ -26,7 +26,7 @@ from helmscope.models.stacks import stacks_of
 from helmscope.models.tap import share_lock
 from helmscope.models.targets import prepare_inputs
 from helmscope.models.texts import Batch
-from helmscope.runs.bar import shows_progress
+from helmscope.runs.bar import name_phase, shows_progress
 from helmscope.types import check_progress, whole_number
 
 if TYPE_CHECKING:
@@ -83,6 +83,7 @@ def record(
     whole_number("batch_size", batch_size, at_least=1)
     check_progress(progress)
     check_options(options, record)
+    name_phase(f"loading {model}" if isinstance(model, str) else "loading a model")
     loaded = ensure_loaded(model, tokenizer=tokenizer, **options)
     stacks = stacks_of(loaded.model)
     if stacks is not None:
@@ -110,6 +111,7 @@ def _record_and_certify(
     progress: ProgressOption,
     encoder: Recording | None = None,
 ) -> Recording:
+    name_phase("checking")
     longest = _longest_text(batch, loaded.model)
     # before any other forward: some families change permanently when they read a short text
     untouched = _last_states(loaded.model, longest, no_cache(loaded.model))
@@ -122,6 +124,7 @@ def _record_and_certify(
     lines += [] if padding_line is None else [padding_line]
     runner = Runner(anatomy, batch, batch_size, encoder=None if encoder is None else encoder.runner)
     recorder, keeper = Recorder(anatomy, len(batch)), Keeper(keep, anatomy)
+    name_phase("recording")
     runner.forward(recorder, keeper, progress=progress)
     stream, errors = recorder.recorded()
     lines.append(certify.residual_line(errors, loaded.model.dtype))

@@ -23,6 +23,7 @@ from helmscope.observe.track import (
     with_bounds,
 )
 from helmscope.types import HelmscopeError, Instrument, Needs, counted
+from helmscope.types.lazy import listed_exports
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -30,6 +31,26 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from helmscope.types import AttentionPass, Moment, System
+
+__all__ = [
+    "KernelStatistics",
+    "attention_distributions",
+    "bistochastic_defect",
+    "check_kernel",
+    "effective_keys",
+    "first_token_mass",
+    "future_mass",
+    "kernel_statistics",
+    "largest_weight",
+    "normalized_rows",
+    "received_mass",
+    "row_entropy",
+    "row_mass",
+    "symmetry_defect",
+    "visible_tokens",
+]
+if not TYPE_CHECKING:  # type checkers would accept any name
+    __getattr__, __dir__ = listed_exports(__name__, __all__)
 
 
 def check_kernel(kernel: object) -> Float[Tensor, "*batch n n"]:

@@ -80,7 +80,7 @@ def next_token_loss(recording: Recording, *, progress: ProgressOption = None) ->
     scoring = _Scoring(recording)
     losses = scoring.losses(check_progress(progress))
     data = {"loss": ("prompt", scoring.means(losses), LOSS), "loss_null": scoring.null}
-    return check_replicates(xr.Dataset(data, scoring.coords, scoring.attributes))
+    return _in_nats(xr.Dataset(data, scoring.coords, scoring.attributes))
 
 
 @shows_progress("next-token loss")
@@ -117,8 +117,9 @@ def loss_under(
 ) -> xr.Dataset:
     """Next-token loss of each prompt under each of several named edits (or lists of edits): ``loss`` (edit, prompt).
 
-    ``increase`` is how much higher the loss is than without the edit, for each prompt. Each edit takes one forward from
-    the first layer that it changes; earlier layers are not run again. The result equals
+    ``baseline`` is the loss of each prompt without the edits, ``increase`` how much higher ``loss`` is, all in nats;
+    ``loss_null`` and ``baseline_null`` are the loss log |V| of a uniform guess over the vocabulary. Each edit takes one
+    forward from the first layer that it changes; earlier layers are not run again. The result equals
     ``next_token_loss(recording.under(edit))`` bit for bit, and its requirements on the recording apply here too.
     ``edits`` maps names to edits and must not be empty.
 
@@ -150,7 +151,9 @@ def ablation_loss(
 ) -> xr.Dataset:
     """Next-token loss of each prompt with a single head ablated, for every head: ``loss`` along (layer, head, prompt).
 
-    ``increase`` is how much higher the loss is than with all heads, for each prompt. ``layers`` is a layer or a list of
+    ``baseline`` is the loss of each prompt with all heads, ``increase`` how much higher ``loss`` is, all in nats;
+    ``loss_null`` and ``baseline_null`` are the loss log |V| of a uniform guess over the vocabulary, not that of the
+    model, and ``increase_null`` is 0: the head makes no difference. ``layers`` is a layer or a list of
     layers, by number or by the name of the block as for ``recording.layer``; by default all layers. In a decoder with
     cross-attention, the heads are those of self-attention; ``loss_under`` takes ``AblateHead`` at Site.CROSS_HEADS.
     The output of an ablated head is 0, as under ``AblateHead``. Each head takes one forward, from its layer on. Where a
@@ -207,8 +210,17 @@ def _loss_and_increase(means: np.ndarray, scoring: _Scoring, axes: Mapping[str, 
         "loss_null": scoring.null,
         "increase": (dims, (means[1:] - means[0]).reshape(shape), INCREASE),
         "increase_null": 0.0,
+        "baseline": ("prompt", means[0], LOSS),
+        "baseline_null": scoring.null,
     }
-    return check_replicates(xr.Dataset(data, {**axes, **scoring.coords}, scoring.attributes))
+    return _in_nats(xr.Dataset(data, {**axes, **scoring.coords}, scoring.attributes))
+
+
+def _in_nats(losses: xr.Dataset) -> xr.Dataset:
+    """The checked Measurement, with the unit of all its variables."""
+    for variable in losses.data_vars.values():
+        variable.attrs["units"] = "nats"
+    return check_replicates(losses)
 
 
 class _Scoring:

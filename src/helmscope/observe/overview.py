@@ -7,8 +7,10 @@ from dataclasses import replace
 from functools import partial
 
 import numpy as np
+import torch
 import xarray as xr
 
+from helmscope.fields.field import Field
 from helmscope.observe.clusters import cluster_count
 from helmscope.observe.energy import interaction_energy
 from helmscope.observe.inner_products import clustering_probability, inner_product_histogram, mean_inner_product
@@ -16,7 +18,7 @@ from helmscope.observe.order import order_parameter
 from helmscope.observe.rank import entropy_rank
 from helmscope.observe.track import AT_LEAST_0, AT_LEAST_1, SHARE, track, trajectory_of, with_bounds
 from helmscope.runs.bar import shows_progress
-from helmscope.types import System, Trajectory, check_progress, real_number
+from helmscope.types import HelmscopeError, System, Trajectory, check_progress, real_number, type_with_article
 from helmscope.types.progress import ProgressOption
 
 MOST_PAIRED = 2_048
@@ -41,7 +43,7 @@ LONG_NAMES = {
 def overview(
     trajectory: Trajectory | System,
     *,
-    beta: float,
+    beta: float | None = None,
     delta: float = 1e-3,
     radius: float = 0.1,
     bins: int = 50,
@@ -51,7 +53,8 @@ def overview(
 
     The result has the axes (time, system), or (depth, prompt) for a recording; ``reduce_replicates`` returns means with
     intervals, and ``overview_figure`` plots them. ``beta`` >= 0 is that of the energy, which is omitted at beta = 0,
-    where it is infinite, and NaN where it overflows. Tokens count by the weights of the trajectory. With more than
+    where it is infinite, and NaN where it overflows; for a simulation it defaults to the beta of its field, and must be
+    given for everything else. Tokens count by the weights of the trajectory. With more than
     2,048 tokens, pairs and clusters are computed for every k-th token, with the smallest k that leaves at most 2,048;
     the attribute ``every`` is k. ``progress`` is called with the share of the work done.
 
@@ -60,7 +63,8 @@ def overview(
     >>> measured.clusters.values.tolist(), measured.probability.values.tolist()
     ([[3.0, 3.0]], [[0.0, 0.0]])
     """
-    beta, trajectory = real_number("beta", beta, at_least=0), trajectory_of(trajectory)
+    system, trajectory = trajectory, trajectory_of(trajectory)
+    beta = real_number("beta", _beta_of(system) if beta is None else beta, at_least=0)
     every = -(-trajectory.states.shape[-2] // MOST_PAIRED)
     report, parts = check_progress(progress), []
     steps, systems, tokens, _ = trajectory.states.shape
@@ -88,6 +92,19 @@ def overview(
     for name in LONG_NAMES.keys() & set(merged.data_vars):
         merged[name].attrs["long_name"] = LONG_NAMES[str(name)]
     return with_bounds(merged, BOUNDS).assign_attrs(beta=beta, delta=delta, radius=radius, every=every)
+
+
+def _beta_of(system: Trajectory | System) -> float:
+    """The beta of a simulation's field; raises HelmscopeError unless there is one value for all its systems."""
+    field = getattr(system, "field", None)
+    beta = getattr(field, "beta", None)
+    if beta is None:
+        owner = f"the field {field.name}" if isinstance(field, Field) else type_with_article(system)
+        raise HelmscopeError(f"beta is missing, and {owner} has none: pass the beta of the energy, such as beta=1.0")
+    values = set(beta.detach().flatten().tolist()) if isinstance(beta, torch.Tensor) else {float(beta)}
+    if len(values) > 1:
+        raise HelmscopeError("beta is missing, but the systems of the simulation have several: pass that of the energy")
+    return float(values.pop())
 
 
 def _finite_energy(path: Trajectory, beta: float) -> xr.Dataset:

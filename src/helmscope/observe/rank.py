@@ -13,10 +13,24 @@ import torch
 from helmscope.geometry.sphere import check_tokens
 from helmscope.observe.track import token_weights
 from helmscope.types import real_number
+from helmscope.types.lazy import listed_exports
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
     from torch import Tensor
+
+__all__ = [
+    "collapse_residual_composite",
+    "collapse_residual_frobenius",
+    "entropy_rank",
+    "nuclear_rank",
+    "numerical_rank",
+    "participation_ratio",
+    "spectral_ranks",
+    "stable_rank",
+]
+if not TYPE_CHECKING:  # type checkers would accept any name
+    __getattr__, __dir__ = listed_exports(__name__, __all__)
 
 
 def entropy_rank(

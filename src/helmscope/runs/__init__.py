@@ -2,6 +2,8 @@
 computes; no torch.
 """
 
+from typing import TYPE_CHECKING
+
 from helmscope.runs.bar import ProgressBar, reporting
 from helmscope.runs.limits import parse_size
 from helmscope.runs.listing import RunState, RunSummary, list_runs
@@ -10,6 +12,7 @@ from helmscope.runs.processes import Processes
 from helmscope.runs.run import RunResult, UnitsFailed, run
 from helmscope.runs.serial import Serial
 from helmscope.runs.unit import Unit
+from helmscope.types.lazy import listed_exports
 
 __all__ = [
     "Processes",
@@ -26,3 +29,6 @@ __all__ = [
     "reporting",
     "run",
 ]
+
+if not TYPE_CHECKING:  # type checkers would accept any name
+    __getattr__, __dir__ = listed_exports(__name__, __all__)

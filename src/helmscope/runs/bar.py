@@ -82,7 +82,9 @@ class ProgressBar:
     def redraw(self) -> None:
         """Draw the line with the present time, if the call has taken long enough."""
         now = time.monotonic()
-        if now - self._started < self.after or now - self._drawn_at < REDRAW_S:
+        # a saved notebook keeps every line: the longer the call, the rarer they are
+        pause = max(REDRAW_S, (now - self._started) / 4) if _is_notebook() else REDRAW_S
+        if now - self._started < self.after or now - self._drawn_at < pause:
             return
         with self._lock:
             if not self._open or not is_watched():
@@ -109,6 +111,10 @@ class ProgressBar:
             line = _format_line(self.what, self._share, note, complete=end == "\n", columns=_columns())
             padded, self._drawn_width = line.ljust(self._drawn_width), len(line)
             print(f"\r{padded}", end=end, file=SafeStderr(), flush=True)
+
+
+class _DefaultBar(ProgressBar):
+    """The bar of a call to which none was passed: its label may change."""
 
 
 def _format_line(what: str, share: float | None, note: str, *, complete: bool, columns: float) -> str:
@@ -190,6 +196,12 @@ class _Screen:
                 threading.Thread(target=self._tick, name="helmscope-progress", daemon=True).start()
             return bar
 
+    def relabel(self, what: str) -> None:
+        """Change the label of the bar, if the present call is the outermost."""
+        with self._lock:
+            if self._depth == 1 and isinstance(self._bar, _DefaultBar):
+                self._bar.what = printable(what)
+
     def leave(self) -> None:
         """Count a call as ended."""
         with self._lock:
@@ -236,7 +248,7 @@ def reporting(progress: ProgressOption, what: str = "") -> Iterator[Progress | N
         return
     own = progress if isinstance(progress, ProgressBar) else None
     if progress is None:
-        own = ProgressBar(what, after=PATIENCE_S)
+        own = _DefaultBar(what, after=PATIENCE_S)
     bar, finished = _SCREEN.enter(own), False
     try:
         if bar is not None:
@@ -247,6 +259,16 @@ def reporting(progress: ProgressOption, what: str = "") -> Iterator[Progress | N
         _SCREEN.leave()
         if bar is not None:
             bar.close(finished=finished)
+
+
+def name_phase(what: str) -> None:
+    """Label the bar of the present call with the phase of its work, such as "loading A"; does nothing within another
+    call, whose label remains.
+
+    >>> with reporting(None, "recording"):
+    ...     name_phase("loading A")
+    """
+    _SCREEN.relabel(what)
 
 
 def shows_progress(what: str) -> Callable[[Callable[Params, Result]], Callable[Params, Result]]:

@@ -16,7 +16,15 @@ import torch
 
 from helmscope.geometry.arithmetic import check_dense_values, full_precision
 from helmscope.geometry.sphere import NORM_TOLERANCE, project, retract
-from helmscope.types import HelmscopeError, check_memory, real_number, seed_number, type_with_article, whole_number
+from helmscope.types import (
+    ConciseRepr,
+    HelmscopeError,
+    check_memory,
+    real_number,
+    seed_number,
+    type_with_article,
+    whole_number,
+)
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -46,7 +54,7 @@ class Start(Protocol):
         """Sample tokens of shape (batch, n, dim), or (n, dim) if ``batch`` is None."""
 
 
-class _Sampler(ABC):
+class _Sampler(ConciseRepr, ABC):
     """Base class: the public ``sample`` and ``sample_in_span`` in terms of ``draw``."""
 
     n: int

@@ -6,6 +6,8 @@ any ``Instrument``. A Measurement is an xarray Dataset that satisfies the rules 
 compares the ``Interval`` of a statistic with a ``Region``.
 """
 
+from typing import TYPE_CHECKING
+
 from helmscope.types.arguments import (
     check_memory,
     counted,
@@ -17,7 +19,16 @@ from helmscope.types.arguments import (
     type_with_article,
     whole_number,
 )
-from helmscope.types.display import Plottable, brief, figure_of, html_stack, html_table, one_line_repr, shortened
+from helmscope.types.display import (
+    ConciseRepr,
+    Plottable,
+    brief,
+    figure_of,
+    html_stack,
+    html_table,
+    one_line_repr,
+    shortened,
+)
 from helmscope.types.errors import HelmscopeError, MissingExtra
 from helmscope.types.instrument import (
     AttentionPass,
@@ -30,6 +41,7 @@ from helmscope.types.instrument import (
     ReplayPlan,
 )
 from helmscope.types.interval import Interval, Region, interval_text, region_text
+from helmscope.types.lazy import listed_exports
 from helmscope.types.measurement import (
     check_measurement,
     check_reduced,
@@ -45,6 +57,7 @@ from helmscope.types.verdict import Control, Exhibit, Judged, Judgment, Printed,
 
 __all__ = [
     "AttentionPass",
+    "ConciseRepr",
     "Control",
     "CrossPass",
     "Exhibit",
@@ -96,3 +109,6 @@ __all__ = [
     "type_with_article",
     "whole_number",
 ]
+
+if not TYPE_CHECKING:  # type checkers would accept any name
+    __getattr__, __dir__ = listed_exports(__name__, __all__)

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from helmscope.types.errors import HelmscopeError
 
 FEW_NAMES = 16  # up to this many allowed names are listed, even if one is close
+NEAREST = 5  # of more names, this many are listed
 
 
 def real_number(name: str, value: object, *, at_least: float = -math.inf, above: float = -math.inf) -> float:
@@ -100,7 +101,8 @@ def increasing_times(times: object) -> list[float]:
 def known_name(what: str, name: str, allowed: Iterable[str]) -> str:
     """``name`` if it is allowed; raises ``HelmscopeError`` otherwise.
 
-    The error suggests the closest allowed name, and lists all of them if none is close or there are few.
+    The error suggests the closest allowed name. It lists all allowed names if there are few, and otherwise, unless one
+    is close, the five nearest.
 
     >>> known_name("field", "sa", ["sa", "usa"])
     'sa'
@@ -111,10 +113,17 @@ def known_name(what: str, name: str, allowed: Iterable[str]) -> str:
     names = sorted(allowed)
     if name in names:
         return name
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.4 if len(names) <= FEW_NAMES else 0.6)
-    hint = f"did you mean '{close[0]}'?" if close else "there is no such name."
-    listing = "" if close and len(names) > FEW_NAMES else f" Allowed: {', '.join(names)}"
-    raise HelmscopeError(f"unknown {what} '{name}': {hint}{listing}")
+    few = len(names) <= FEW_NAMES
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.4 if few else 0.6)
+    listing = ", ".join(names)
+    if close:
+        hint = f": did you mean '{close[0]}'?{f' Allowed: {listing}' if few else ''}"
+    elif few:
+        hint = f"; allowed: {listing}"
+    else:
+        nearest = difflib.get_close_matches(name, names, n=NEAREST, cutoff=0.0)
+        hint = f"; the nearest are {', '.join(nearest)}, and {len(names) - NEAREST} more are allowed"
+    raise HelmscopeError(f"unknown {what} '{name}'{hint}")
 
 
 def counted(number: int, noun: str) -> str:

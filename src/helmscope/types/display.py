@@ -9,7 +9,8 @@ from __future__ import annotations
 import dataclasses
 import html
 import importlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from enum import Enum
 from numbers import Real
 from typing import TYPE_CHECKING, Any
@@ -85,50 +86,87 @@ def one_line_repr(text: str) -> str:
 
 
 def brief(value: Any, limit: int = LONGEST_FIELD) -> str:
-    """A short description of a value: for a dataclass the fields that differ from their defaults, for a tensor its
-    shape.
+    """A short description of a value, with six digits: for a dataclass the fields that differ from their defaults, for
+    a tensor its shape.
 
     >>> from helmscope.fields.attention import SA
     >>> import torch
     >>> brief(SA(beta=4.0)), brief(SA(beta=1.0, value=-torch.eye(3), causal=True))
     ('SA(beta=4)', 'SA(beta=1, value=<3 x 3>, causal=True)')
     """
-    return shortened(_brief(value), limit)
+    return shortened(_describe(value, lambda number: f"{float(number):g}"), limit)
 
 
-def _brief(value: Any) -> str:
+class ConciseRepr:
+    """Base class of dataclasses whose repr shows only the fields that differ from their defaults, required ones first,
+    and tensors by their shape.
+
+    >>> from helmscope.fields.attention import SA
+    >>> import torch
+    >>> SA(beta=0.1 + 0.2, query_key=torch.eye(3))
+    SA(beta=0.30000000000000004, query_key=<3 x 3>)
+    """
+
+    __slots__ = ()
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "__repr__" not in cls.__dict__:
+            # the decorator dataclass replaces an inherited __repr__, but not one of the class itself
+            cls.__repr__ = cls.__repr__  # type: ignore[method-assign]
+
+    def __repr__(self) -> str:
+        return _describe(self, repr) if dataclasses.is_dataclass(self) else object.__repr__(self)
+
+
+def _describe(value: Any, number_text: Callable[[Any], str]) -> str:
     shape = getattr(value, "shape", None)
     if isinstance(shape, tuple):  # torch.Size is one
-        return f"{float(value):g}" if not shape else f"<{' x '.join(map(str, shape))}>"
+        return _describe_array(value, shape, number_text)
     if isinstance(value, bool) or value is None:
         return str(value)
     if isinstance(value, Real):
-        return f"{float(value):g}"
+        return number_text(value)
     if isinstance(value, Enum):
         return value.name
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return _brief_dataclass(value)
+        return _describe_dataclass(value, number_text)
     if isinstance(value, list | tuple):
-        items = [_brief(item) for item in value[:MOST_ITEMS]]
+        items = [_describe(item, number_text) for item in value[:MOST_ITEMS]]
         return f"[{', '.join(items)}{f', ... {len(value)} in all' if len(value) > len(items) else ''}]"
     if isinstance(value, str):
         return repr(value)
     return str(getattr(value, "__qualname__", type(value).__name__)).rpartition(".")[2]
 
 
-def _brief_dataclass(value: Any) -> str:
+def _describe_array(value: Any, shape: tuple[int, ...], number_text: Callable[[Any], str]) -> str:
+    if not shape:
+        with suppress(RuntimeError):  # inside torch.vmap a tensor has no value
+            return number_text(value.item())
+        return "<number>"
+    return f"<{' x '.join(map(str, shape))}>"
+
+
+def _describe_dataclass(value: Any, number_text: Callable[[Any], str]) -> str:
     fields = [field for field in dataclasses.fields(value) if field.repr]
     # required fields first, as in a call, even if a base class declares optional ones before them
-    fields.sort(key=lambda field: field.default is not dataclasses.MISSING)
+    fields.sort(key=lambda field: not _is_required(field))
     pairs = [(field, getattr(value, field.name)) for field in fields]
-    arguments = [f"{field.name}={_brief(item)}" for field, item in pairs if not _is_default(item, field)]
+    arguments = [
+        f"{field.name}={_describe(item, number_text)}" for field, item in pairs if not _is_default(item, field)
+    ]
     return f"{type(value).__name__}({', '.join(arguments)})"
+
+
+def _is_required(field: dataclasses.Field[Any]) -> bool:
+    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
 
 
 def _is_default(value: Any, field: dataclasses.Field[Any]) -> bool:
     plain = isinstance(value, bool | int | float | str | Enum)
     if field.default_factory is not dataclasses.MISSING and not plain:
-        return type(value) is type(field.default_factory()) and _brief(value) == _brief(field.default_factory())
+        default = field.default_factory()
+        return type(value) is type(default) and _describe(value, repr) == _describe(default, repr)
     return value is field.default or (plain and value == field.default)
 
 

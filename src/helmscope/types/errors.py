@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class HelmscopeError(ValueError):
-    """Raised for every bad input; the message is one sentence that names the argument, its value and what is allowed.
+    """Raised for every bad value; the message is one sentence that names the argument, its value and what is allowed.
 
     >>> issubclass(HelmscopeError, ValueError)
     True

@@ -1,12 +1,15 @@
-"""Exports that are imported on first use (PEP 562), so that importing a package stays fast."""
+"""Exports of packages and modules (PEP 562): imported on first use, so that importing a package stays fast, and listed
+by ``dir`` without the imports of the module itself.
+"""
 
 from __future__ import annotations
 
 import ast
 import difflib
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 
 def lazy_exports(package: str, file: str) -> tuple[Callable[[str], object], Callable[[], list[str]], list[str]]:
@@ -25,9 +28,7 @@ def lazy_exports(package: str, file: str) -> tuple[Callable[[str], object], Call
 
     def get(name: str) -> object:
         if name not in modules:
-            close = difflib.get_close_matches(name, modules, n=1)
-            hint = f": did you mean '{close[0]}'?" if close else ""
-            raise AttributeError(f"module '{package}' has no attribute '{name}'{hint}")
+            raise _unknown(package, name, modules)
         module = modules[name]
         if module == package:  # a subpackage or module of the package
             return importlib.import_module(f"{module}.{name}")
@@ -38,6 +39,30 @@ def lazy_exports(package: str, file: str) -> tuple[Callable[[str], object], Call
 
     names = sorted(modules)
     return get, lambda: names, names
+
+
+def listed_exports(module: str, names: Sequence[str]) -> tuple[Callable[[str], NoReturn], Callable[[], list[str]]]:
+    """``__getattr__`` and ``__dir__`` for a module that imports everything at once and lists its exports in
+    ``__all__``: ``dir`` shows these ``names`` only, and an unknown name suggests the closest one.
+
+    >>> get, names = listed_exports("helmscope.store", ["RunFolder", "Manifest"])
+    >>> names()
+    ['Manifest', 'RunFolder']
+    >>> get("Runfolder")
+    Traceback (most recent call last):
+    AttributeError: module 'helmscope.store' has no attribute 'Runfolder': did you mean 'RunFolder'?
+    """
+
+    def get(name: str) -> NoReturn:
+        raise _unknown(module, name, names)
+
+    return get, lambda: sorted(names)
+
+
+def _unknown(module: str, name: str, names: Iterable[str]) -> AttributeError:
+    close = difflib.get_close_matches(name, list(names), n=1)
+    hint = f": did you mean '{close[0]}'?" if close else ""
+    return AttributeError(f"module '{module}' has no attribute '{name}'{hint}")
 
 
 def _module_of_each_name(source: str) -> dict[str, str]:
