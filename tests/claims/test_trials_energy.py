@@ -125,8 +125,8 @@ def test_the_full_trial_rules_the_same(claim: str, ruling: Ruling) -> None:
 def test_identities_hold_to_rounding_and_their_controls_fail_by_far() -> None:
     for claim in ("kuramoto", "extremes", "z-metric", "measure-flow"):
         for condition in trial(claim).verdict.conditions:
-            assert condition.interval.estimate < 3e-14  # type: ignore[union-attr]
-            assert condition.interval.n >= 1000  # type: ignore[union-attr]
+            assert condition.interval.estimate < 3e-14
+            assert condition.interval.n >= 1000
     first_order = measured("kuramoto", "SA at beta = 1e-3 without the first-order term")
     assert 1e-4 < first_order.estimate < 1e-3  # O(beta)
     assert measured("kuramoto", "order without the first-order term").estimate == pytest.approx(1, abs=4e-3)
@@ -136,8 +136,8 @@ def test_identities_hold_to_rounding_and_their_controls_fail_by_far() -> None:
     assert measured("measure-flow", "causal mask").low > 0.1
     assert measured("measure-flow", "bias by position").low > 0.1
     assert measured("repulsive", "F and beta e^-beta E_sum").estimate < 1e-14
-    assert trial("z-metric").verdict.printed.interval.estimate > 0.9  # type: ignore[union-attr]
-    assert trial("measure-flow").verdict.printed.interval.low > 1  # type: ignore[union-attr]
+    assert trial("z-metric").verdict.printed.interval.estimate > 0.9
+    assert trial("measure-flow").verdict.printed.interval.low > 1
 
 
 def test_most_ascents_cross_a_lower_bound() -> None:

@@ -148,7 +148,7 @@ def test_the_numbers_of_energy_rises() -> None:
     for name in ("V = +-Q^T K symmetric", "whole layers, V = +I"):
         assert 0.04 < interval(verdict, name).low < interval(verdict, name).high < 0.08
     assert interval(verdict, "whole layers, V = -I").high < -0.5
-    assert verdict.printed.interval.estimate < 2e-14  # type: ignore[union-attr]
+    assert verdict.printed.interval.estimate < 2e-14
     assert "steps of 0.1 of the flow" in verdict.where
 
 
@@ -249,7 +249,7 @@ def test_the_numbers_of_rate() -> None:
     assert interval(verdict, "planted flow, over e^-beta").estimate == pytest.approx(1, abs=4e-8)
     assert interval(verdict, "SA made faster by 1e-5").estimate == pytest.approx(1.00001, abs=4e-8)
     # the bound is attained at beta = 0, where the rate is e^-0 = 1
-    assert verdict.printed.interval.estimate == pytest.approx(1, abs=4e-8)  # type: ignore[union-attr]
+    assert verdict.printed.interval.estimate == pytest.approx(1, abs=4e-8)
 
 
 def test_two_tokens_without_temperature_decay_as_in_closed_form() -> None:
