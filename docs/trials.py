@@ -12,14 +12,25 @@ import numpy as np
 from scipy import special
 
 from helmscope.claims.entry import Entry
-from helmscope.claims.finding import Count, Described, EveryLayer, Evidence, Identity, Paired, Replicates, SomeLayer
+from helmscope.claims.evidence import (
+    Count,
+    EveryLayer,
+    EveryMagnitude,
+    Evidence,
+    Identity,
+    Impossible,
+    Magnitude,
+    Replicates,
+    SomeLayer,
+)
 from helmscope.claims.judge import judge
 from helmscope.claims.reading import read_catalogue
 from helmscope.claims.registry import Registered, experiments
+from helmscope.models.subject import Subject
 from helmscope.stats.intervals import mean_interval
 from helmscope.stats.power import minimum_detectable_effect
 from helmscope.stats.scales import PLAIN
-from helmscope.types import Region, Ruling, interval_text
+from helmscope.types import Region, interval_text
 
 HEADER = """# The trials and their power
 
@@ -29,8 +40,8 @@ violate it and go undetected in 10 % of runs; for a success rate over starts, th
 runs. It is the power of the statistic alone: the controls must hold too, and to refute one of several cases, Holm's
 correction requires more. `power.svg` shows the curves.
 
-| claim | statistic [interval], n | ruling | printed form | detects |
-|---|---|---|---|---|
+| claim | subject | statistic [interval], n | ruling | as printed | detects |
+|---|---|---|---|---|---|
 """
 
 
@@ -41,9 +52,12 @@ def detectable_effect(evidence: Evidence, region: Region) -> str:
         return f"an error beyond the bound at {100 * (1 - 0.1 ** (1 / n)):.2g} % of the inputs"
     if isinstance(evidence, Count):
         return f"a share of {_decisive_rate(evidence.n, float(region.low or 0)):.3g} against the bound {region.low:g}"
-    if isinstance(evidence, Paired):
-        return f"{_decisive_distance(evidence.differences, evidence):.2g} from 0"
-    if isinstance(evidence, Described):
+    if isinstance(evidence, Magnitude):
+        return f"{_decisive_distance(evidence.differences, evidence):.2g} from the bound"
+    if isinstance(evidence, EveryMagnitude):
+        widest = max(_decisive_distance(case, evidence) for case in evidence.differences)
+        return f"{widest:.2g} from the bound, in each of {len(evidence.differences)}"
+    if isinstance(evidence, Replicates) and not region.bounded:
         return f"a difference of {_decisive_distance(evidence.values, evidence):.2g}"
     if isinstance(evidence, Replicates):
         return f"{_decisive_distance(evidence.values, evidence):.2g} from the bound"
@@ -68,20 +82,30 @@ def _decisive_rate(n: int, bound: float) -> float:
     return math.nan if needed is None else float(special.betaincinv(needed, n - needed + 1, 0.9))
 
 
-def line(entry: Entry, tried: Registered) -> str:
-    """One row of the table."""
-    finding = tried.function(tried.case())
-    verdict = judge(entry, finding)
+def line(entry: Entry, tried: Registered, subject: Subject) -> str:
+    """One row of the table: the deciding condition of a claim on one subject."""
+    case = tried.case(entry=entry) if tried.compares else tried.case(entry=entry, subject=subject)
+    finding = tried.function(case)
+    verdict = judge(entry, finding, ground=case.ground)
     statistic = interval_text(verdict.interval) + ("" if verdict.interval is None else f", {verdict.interval.n:,}")
-    printed = "" if verdict.printed is None else verdict.printed.ruling.value
-    effect = "" if verdict.ruling is Ruling.IMPOSSIBLE else detectable_effect(finding.evidence, entry.region)
-    return f"| {entry.id} | {statistic} | {verdict.ruling.value} | {printed} | {effect} |\n"
+    printed = "" if verdict.printed is None else verdict.printed.judgment.value
+    deciding, effect = verdict.deciding, ""
+    if deciding is not None and not isinstance(finding.evidence, Impossible):
+        evidence = finding.evidence if isinstance(finding.evidence, Evidence) else finding.evidence[deciding.name]
+        effect = detectable_effect(evidence, deciding.region)
+    return (
+        f"| {entry.id} | {' and '.join(case.names)} | {statistic} | {verdict.ruling.value} | {printed} | {effect} |\n"
+    )
 
 
 def main() -> None:
     """Write the table of all packaged trials."""
     entries = read_catalogue()
-    rows = [line(entries[claim], tried) for claim, tried in experiments().items()]
+    rows = [
+        line(entries[claim], tried, subject)
+        for claim, tried in experiments().items()
+        for subject in tried.defaults[: 1 if tried.compares else None]
+    ]
     (Path(__file__).parent / "trials.md").write_text(HEADER + "".join(rows))
 
 

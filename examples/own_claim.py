@@ -6,8 +6,10 @@ import helmscope as hs
 
 folder = Path(__file__).parent / "claim"
 entry = hs.claims.read_catalogue(folder)["tokens-gather"]
-print(entry.statement, entry.region.text)
+print(entry.statement)
+print(f"region: {entry.conditions[0].text}")
 
 trial = hs.try_claim("tokens-gather", folder=folder, quick=True)  # runs the Python files in that folder
-print(f"{trial.verdict.ruling.value}: {trial.verdict.sentence}")
-print(f"null: {trial.verdict.null.ruling.value}")
+print(trial.verdict.sentence)
+for control in trial.verdict.controls:
+    print(f"control, {control.name}: {control.summary}")

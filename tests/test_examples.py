@@ -69,7 +69,12 @@ def test_ablated_heads(tmp_path):
 
 
 def test_own_claim(tmp_path):
-    statement, verdict, null = printed("own_claim.py", tmp_path).splitlines()
+    text = printed("own_claim.py", tmp_path)
+    statement, region, verdict, control = text.splitlines()
     assert statement.startswith("At beta = 1 sixteen random tokens")
-    assert verdict.startswith("supported: ")
-    assert null == "null: refuted"
+    assert region == "region: At least 0.8."
+    assert verdict.startswith("Supported: ")
+    assert text.lower().count("supported") == 1
+    estimate, low, high = numbers(verdict)[:3]
+    assert 0.8 < low <= estimate <= high <= 1  # a share
+    assert control.startswith("control, the starts: refuted, 0 [0, ")

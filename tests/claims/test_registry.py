@@ -20,9 +20,10 @@ from support.children import run_python
 PLANTED = Path(__file__).parent / "planted"
 FOLDER = Path(package.__file__).parent
 TRIED = (
-    *("convex-hull", "curvature-drift", "encoder-decoder", "energy-rises", "extremes", "finite-time", "heads-average"),
-    *("kuramoto", "measure-flow", "metastability", "mixture", "norm-confines", "one-cluster", "phase-curve", "radial"),
-    *("rate", "repulsive", "residual-flow", "steady-order", "tokens-cluster", "z-metric"),
+    *("attention-clusters", "convex-hull", "curvature-drift", "encoder-decoder", "energy-rises", "extremes"),
+    *("finite-time", "heads-average", "histogram-width", "kuramoto", "measure-flow", "metastability", "mixture"),
+    *("mlp-prevents", "norm-confines", "one-cluster", "phase-curve", "radial", "rate", "repulsive", "residual-flow"),
+    *("settles", "stable-softmax", "steady-order", "tokens-cluster", "z-metric"),
 )
 
 

@@ -9,7 +9,8 @@ import pytest
 
 import helmscope as hs
 from helmscope.claims.registry import Case, experiments
-from helmscope.claims.trial import _decode_subject, run_trials, trial_unit, try_claim
+from helmscope.claims.run_trials import _decode_subject, plan_trials, run_trials, trial_unit
+from helmscope.claims.trial import try_claim
 from helmscope.models import record as recording_module
 from helmscope.models import subject as home
 from helmscope.models.cache import RecordingCache
@@ -29,10 +30,10 @@ def finding(case):
     growth = (radius[-1] - radius[0]).mean(-1)
     data = hs.claims.curve("growth", growth[:, None], {"end": [0]}, label="growth of the radius")
     evidence = hs.claims.Replicates(growth, of="prompts")
-    null = hs.claims.Check("none", hs.claims.Replicates(0 * growth))
-    return hs.claims.Finding(evidence=evidence, null=null, data=data)
+    still = hs.claims.Replicates(growth - growth.mean() - 1, of="prompts")
+    return hs.claims.Finding(evidence=evidence, controls={"mean -2": still}, data=data)
 
-@hs.claims.experiment("planted-true", subjects=("model", "simulation"), usual=(USUAL,))
+@hs.claims.experiment("planted-true", subjects=("model", "simulation"), defaults=(hs.Subject.simulation(),))
 def one(case):
     why = None if case.subject.is_simulation else case.subject.needs(causal=True)
     if case.subject.is_simulation or why is not None:
@@ -65,7 +66,7 @@ def mine(tmp_path: Path) -> Path:
     folder.mkdir()
     for path in PLANTED.glob("*.toml"):
         (folder / path.name).write_text(path.read_text().replace('["simulation"]', '["model"]'))
-    (folder / "mine.py").write_text(CODE.replace("USUAL", "hs.Subject.simulation()"))
+    (folder / "mine.py").write_text(CODE)
     return folder
 
 
@@ -83,10 +84,11 @@ def test_two_claims_on_one_model_record_it_once(
     tmp_path: Path, mine: Path, tiny: Subject, made: list[int], jobs: int
 ) -> None:
     engine = None if jobs == 1 else Processes(jobs)
-    trials = run_trials(BOTH, RunFolder.create(tmp_path / "run"), folder=mine, subject=tiny, engine=engine)
+    trials = run_trials(BOTH, RunFolder.create(tmp_path / "run"), folder=mine, subjects=[tiny], engine=engine)
     assert made == [8, 2]  # all texts once, and two of them for what the model can do
     for trial in trials:
-        assert trial.verdict.subject == f"tiny (sha256 {tiny.identity})"
+        assert trial.verdict.subject == "tiny"
+        assert (trial.verdict.provenance.weights, trial.verdict.provenance.texts) == (tiny.weights, tiny.text_hash)
     again = try_claim("planted-true", folder=mine, subject=tiny)
     assert again.verdict == trials[1].verdict
     assert again.data.identical(trials[1].data)
@@ -96,7 +98,7 @@ def test_a_single_claim_on_a_model_runs_in_another_process(
     tmp_path: Path, mine: Path, tiny: Subject, made: list[int]
 ) -> None:
     to = RunFolder.create(tmp_path / "run")
-    (trial,) = run_trials(["planted-true"], to, folder=mine, subject=tiny, engine=Processes(2))
+    (trial,) = run_trials(["planted-true"], to, folder=mine, subjects=[tiny], engine=Processes(2))
     assert made == []  # in this process
     assert trial.verdict == try_claim("planted-true", folder=mine, subject=tiny).verdict
 
@@ -104,9 +106,10 @@ def test_a_single_claim_on_a_model_runs_in_another_process(
 def test_a_model_in_memory_is_tried_in_this_process_whatever_the_engine(tmp_path: Path, mine: Path) -> None:
     subject = Subject(tiny_model("gpt2"), ROWS)
     (trial,) = run_trials(
-        ["planted-true"], RunFolder.create(tmp_path / "run"), folder=mine, subject=subject, engine=Processes(2)
+        ["planted-true"], RunFolder.create(tmp_path / "run"), folder=mine, subjects=[subject], engine=Processes(2)
     )
-    assert trial.verdict.subject == f"GPT2LMHeadModel (sha256 {subject.identity})"
+    assert trial.verdict.subject == "GPT2LMHeadModel"
+    assert trial.verdict.provenance.weights == subject.weights
     with pytest.raises(HelmscopeError, match="a model in memory, but it can only be tried in the process that"):
         trial_unit("planted-true", {}, 0, False, str(mine), subject={"identity": subject.identity})
 
@@ -116,39 +119,40 @@ def test_an_impossible_premise_is_reported(mine: Path) -> None:
     assert trial.verdict.ruling is Ruling.IMPOSSIBLE
     assert trial.verdict.interval is None
     assert trial.verdict.sentence.startswith("The claim needs attention that is causal, but that of BertForMaskedLM")
-    assert trial.verdict.null.as_expected
+    assert trial.verdict.conditions == trial.verdict.controls == ()
+    assert trial.verdict.provenance.weights
     assert try_claim("planted-true", folder=mine).verdict.subject == "simulation"
 
 
 def test_a_run_resumes_only_with_the_same_model_and_texts(tmp_path: Path, mine: Path, tiny: Subject) -> None:
     to = RunFolder.create(tmp_path / "run")
-    first = run_trials(["planted-false"], to, folder=mine, subject=tiny)
-    assert run_trials(["planted-false"], to, folder=mine, subject=tiny)[0].verdict == first[0].verdict
+    first = run_trials(["planted-false"], to, folder=mine, subjects=[tiny])
+    assert run_trials(["planted-false"], to, folder=mine, subjects=[tiny])[0].verdict == first[0].verdict
     with pytest.raises(HelmscopeError, match="has another function or other parameters"):
-        run_trials(["planted-false"], to, folder=mine, subject=Subject(tiny.model, ROWS[:-1]))
+        run_trials(["planted-false"], to, folder=mine, subjects=[Subject(tiny.model, ROWS[:-1])])
     data = {**tiny.as_data(), "identity": "0" * 64}
     with pytest.raises(HelmscopeError, match=r"subject is tiny .*, but when the run began it had the hash 0000"):
         _decode_subject(data)
 
 
-def test_unsuitable_subjects_raise(tmp_path: Path) -> None:
+def test_unsuitable_subjects_raise(tmp_path: Path, mine: Path) -> None:
     a, tied = Subject("A"), Subject("tied")
     simulated = "subject of claim 'rate' is A, but this claim can be tried on a simulation only"
     with pytest.raises(HelmscopeError, match=simulated):
         try_claim("rate", subject=a)
     with pytest.raises(HelmscopeError, match=simulated):
-        run_trials(["rate"], RunFolder.create(tmp_path / "run"), subject=a)
+        run_trials(["rate"], RunFolder.create(tmp_path / "run"), subjects=[a])
     with pytest.raises(
-        HelmscopeError, match="'tokens-cluster' is simulation, but this claim can be tried on a model only"
+        HelmscopeError, match="'planted-false' is simulation, but this claim can be tried on a model only"
     ):
-        try_claim("tokens-cluster", subject=Subject.simulation())
+        try_claim("planted-false", folder=mine, subject=Subject.simulation())
     with pytest.raises(HelmscopeError, match="other is given, but subject is not"):
-        try_claim("tokens-cluster", other=tied)
+        try_claim("planted-false", folder=mine, other=tied)
     with pytest.raises(HelmscopeError, match="other is A, but it must differ from subject"):
-        try_claim("tokens-cluster", subject=a, other=Subject("A"))
+        try_claim("planted-false", folder=mine, subject=a, other=Subject("A"))
     with pytest.raises(HelmscopeError, match=r"subject is a str, but it must be a Subject: Subject\('A'\)"):
-        try_claim("tokens-cluster", subject="A")
-    with pytest.raises(HelmscopeError, match="other is a int, but it must be a Subject"):
+        try_claim("planted-false", folder=mine, subject="A")
+    with pytest.raises(HelmscopeError, match="other is an int, but it must be a Subject"):
         Case(subject=a, other=3)
 
 
@@ -159,12 +163,46 @@ def test_a_second_subject_raises_unless_the_claim_takes_two(mine: Path, tiny: Su
         try_claim("planted-false", folder=mine, subject=tiny, other=Subject("A"))
 
 
-def test_default_subjects() -> None:
-    known = experiments()
-    assert [subject.name for subject in known["tokens-cluster"].usual] == ["A", "tied"]
-    assert known["tokens-cluster"].case(3, quick=True) == Case(3, True, Subject("A"), Subject("tied"))
-    assert known["rate"].case() == Case()
+def test_default_subjects(mine: Path) -> None:
+    known = experiments(mine)
+    assert [subject.name for subject in known["planted-false"].defaults] == ["A", "B", "tied"]
+    assert known["planted-false"].case(3, quick=True) == Case(3, True, Subject("A"))
+    assert experiments()["rate"].case() == Case()
     assert Case().subject.is_simulation
+
+
+def test_there_is_one_verdict_for_each_claim_and_subject(
+    tmp_path: Path, mine: Path, tiny: Subject, made: list[int]
+) -> None:
+    tiny_model("gpt_neox").save_pretrained(tmp_path / "other")
+    other = Subject(tmp_path / "other", ROWS)
+    trials = run_trials(BOTH, RunFolder.create(tmp_path / "run"), folder=mine, subjects=[tiny, other])
+    pairs = [(trial.verdict.subject, trial.verdict.claim) for trial in trials]
+    assert pairs == [(name, claim) for name in ("tiny", "other") for claim in BOTH]
+    assert made == [8, 2, 8, 2]  # subject by subject: each model is recorded once for both claims
+    hashes = {(trial.verdict.provenance.weights, trial.verdict.provenance.texts) for trial in trials}
+    assert hashes == {(subject.weights, subject.text_hash) for subject in (tiny, other)}
+
+
+def test_held_back_texts_replace_those_of_the_box_only(mine: Path) -> None:
+    box, held_back = (plan_trials(["planted-false"], folder=mine, held_back=held) for held in (False, True))
+    for plain, published in zip(box, held_back, strict=True):
+        assert (plain.subject.name, plain.name) == (published.subject.name, published.name)
+        assert not set(plain.subject.texts) & set(published.subject.texts)
+    assert [plain.subject for plain in box] == [Subject("A"), Subject("B"), Subject("tied")]
+    own = Subject("A", ["my text", "another text"])
+    assert plan_trials(["planted-false"], [own], folder=mine, held_back=True)[0].subject == own
+
+
+def test_subjects_with_the_same_name_have_units_with_different_names(tmp_path: Path, mine: Path) -> None:
+    for name in ("early", "late"):
+        model = tiny_model("gpt2")
+        model.transformer.wte.weight.data.mul_(1 if name == "early" else 2)
+        model.save_pretrained(tmp_path / name / "model")
+    subjects = [Subject(tmp_path / name / "model", ROWS) for name in ("early", "late")]
+    planned = plan_trials(["planted-false"], subjects, folder=mine)
+    expected = [f"planted-false--model-{subject.identity[:8]}" for subject in subjects]
+    assert [each.name for each in planned] == expected
 
 
 @pytest.mark.parametrize(
@@ -172,9 +210,15 @@ def test_default_subjects() -> None:
     [
         ({"subjects": "model"}, r"subjects of 'a' is 'model', but it must be a tuple such as \('model',\)"),
         ({"subjects": ("modle",)}, "unknown subject of 'a' 'modle': did you mean 'model'?"),
-        ({"subjects": ()}, r"subjects of 'a' is \[\], but it must hold"),
-        ({"usual": (3,)}, r"usual of 'a' is \(3,\), but it must hold one Subject or two"),
-        ({"usual": (Subject("A"),)}, "subject of claim 'a' is A, but this claim can be tried on a simulation only"),
+        ({"seconds": {}}, r"subjects of 'a' is \[\], but it must hold"),
+        ({"seconds": {"simulation": 1, "modle": 2}}, "unknown subject of 'a' 'modle': did you mean 'model'?"),
+        ({"seconds": {"model": 0}}, "seconds is 0, but it must be"),
+        ({"defaults": (3,)}, r"defaults of 'a' is \(3,\), but it must hold Subjects"),
+        ({"defaults": (Subject("A"),)}, "subject of claim 'a' is A, but this claim can be tried on a simulation only"),
+        (
+            {"subjects": ("model",), "compares": True, "defaults": (Subject("A"),)},
+            "defaults of 'a' holds 1 subjects, but a comparison needs 2",
+        ),
     ],
 )
 def test_invalid_subjects_of_an_experiment_raise(options: dict[str, Any], sentence: str) -> None:

@@ -9,7 +9,8 @@ import pytest
 
 from helmscope.claims.reading import entry
 from helmscope.claims.registry import experiments
-from helmscope.claims.trial import TrialsFailed, run_trials, sources, try_claim
+from helmscope.claims.run_trials import TrialsFailed, run_trials
+from helmscope.claims.trial import code_hash, sources, try_claim
 from helmscope.runs.processes import Processes
 from helmscope.store.run_folder import RunFolder
 from helmscope.types import HelmscopeError, Ruling, check_measurement
@@ -20,7 +21,10 @@ CHEAP = ["kuramoto", "measure-flow"]
 
 def test_a_trial_is_judged_by_the_packaged_entry() -> None:
     trial = try_claim("kuramoto", quick=True)
-    assert trial.verdict.entry_hash == entry("kuramoto").hash
+    provenance = trial.verdict.provenance
+    assert (provenance.entry, provenance.version) == (entry("kuramoto").hash, entry("kuramoto").version)
+    assert provenance.code == sources("kuramoto", None)["kuramoto.py"]
+    assert (provenance.weights, provenance.texts) == ("", "")  # a simulation has neither
     assert trial.verdict.ruling is Ruling.BY_CONSTRUCTION
     check_measurement(trial.data)
 
@@ -48,7 +52,7 @@ def test_a_run_resumes_unless_its_claims_have_changed(tmp_path: Path) -> None:
     first = run_trials(["planted-true"], to, folder=mine)
     assert run_trials(["planted-true"], to, folder=mine)[0].verdict == first[0].verdict
     path = mine / "planted-true.toml"
-    path.write_text(path.read_text().replace("low = 0", "low = 0.5"))
+    path.write_text(path.read_text().replace("above = 0", "above = 0.5"))
     with pytest.raises(HelmscopeError, match="unit 'planted-true' has another function or other parameters"):
         run_trials(["planted-true"], to, folder=mine)
 
@@ -58,6 +62,33 @@ def test_sources_hash_the_entry_and_its_code() -> None:
     assert list(packaged) == ["rate.toml", "rate.py"]
     assert packaged["rate.toml"] == entry("rate").hash
     assert list(sources("planted-true", str(PLANTED))) == ["planted-true.toml", "planted.py"]
+
+
+def test_the_code_hash_of_a_users_claim_covers_all_files_of_the_folder(tmp_path: Path) -> None:
+    mine = tmp_path / "mine"
+    shutil.copytree(PLANTED, mine, ignore=shutil.ignore_patterns("__pycache__"))
+    before = code_hash("planted-true", mine)
+    assert before == try_claim("planted-true", folder=mine, quick=True).verdict.provenance.code
+    (mine / "helper.py").write_text("LEVEL = 1.0\n")
+    added = code_hash("planted-true", mine)
+    (mine / "helper.py").write_text("LEVEL = 2.0\n")
+    assert len({before, added, code_hash("planted-true", mine)}) == 3
+
+
+def test_the_entry_is_read_before_the_experiment_runs(tmp_path: Path) -> None:
+    """An experiment that rewrites its own entry is still judged by the one that was there before."""
+    mine = tmp_path / "mine"
+    shutil.copytree(PLANTED, mine, ignore=shutil.ignore_patterns("__pycache__"))
+    path = mine / "planted-false.toml"
+    lenient = path.read_text().replace("above = 0", "above = -9")
+    rewrite = f"__import__('pathlib').Path({str(path)!r}).write_text({lenient!r})"
+    code = (
+        (mine / "planted.py")
+        .read_text()
+        .replace("    return trial(case, -0.6)", f"    {rewrite}\n    return trial(case, -0.6)")
+    )
+    (mine / "planted.py").write_text(code)
+    assert try_claim("planted-false", folder=mine).verdict.ruling is Ruling.REFUTED
 
 
 @pytest.mark.parametrize(
@@ -79,7 +110,7 @@ def test_claims_that_cannot_be_tried_raise_before_any_work(tmp_path: Path, claim
 def test_claims_must_be_a_list(tmp_path: Path, claims: object) -> None:
     with pytest.raises(HelmscopeError, match="but it must be a list of ids"):
         run_trials(claims, RunFolder.create(tmp_path))
-    with pytest.raises(HelmscopeError, match="claim is a int, but it must be an id"):
+    with pytest.raises(HelmscopeError, match="claim is an int, but it must be an id"):
         run_trials(["kuramoto", 3], RunFolder.create(tmp_path))
     with pytest.raises(HelmscopeError, match="claim is a NoneType, but it must be an id"):
         try_claim(None)

@@ -235,6 +235,7 @@ def test_energy_rises_notices_faults(
     verdict = faulty(monkeypatch, energy_rises, "energy-rises", SA=fault)
     assert verdict.ruling is ruling
     assert failures(verdict) >= noticed
+    assert interval(verdict, "identity of dE/dt").estimate > 9e-6
     assert (interval(verdict, "change against the sign").estimate > 0) is (fault is not Fast)
 
 

@@ -6,10 +6,12 @@ import json
 import re
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from helmscope.claims.reading import read_catalogue
 from helmscope.claims.registry import experiments
+from helmscope.claims.sources import sources
 from helmscope.store.run_folder import RunFolder
 
 ROOT = Path(__file__).parents[2]
@@ -19,19 +21,31 @@ PLANTED = ROOT / "tests" / "claims" / "planted"
 def test_list(helmscope):
     code, out, err = helmscope("claims", "list")
     assert (code, err) == (0, "")
-    heads = [line for line in out.splitlines() if not line.startswith(" ")]
+    first, *heads = [line for line in out.splitlines() if not line.startswith(" ")]
+    assert first == "Sources:"
     assert [head.split()[0] for head in heads] == list(read_catalogue())
-    assert len(heads) == 56
     for head in heads:
-        assert head.endswith("; helmscope claims test)" if head.split()[0] in experiments() else "; not yet tried)")
-    assert sum("not yet tried" in head for head in heads) == 56 - 21
+        assert head.endswith("; can be tried)" if head.split()[0] in experiments() else "; not yet tried)")
+    assert sum("not yet tried" in head for head in heads) == len(heads) - len(experiments())
     code, out, _ = helmscope("claims", "list", "--json")
     assert code == 0
     records = json.loads(out)["claims"]
     assert {record["id"]: record["hash"] for record in records} == {e.id: e.hash for e in read_catalogue().values()}
-    regions = {record["id"]: record["region"] for record in records}
-    assert set(regions["jko-step"]) == {"text", "low"}  # a bound that is not there is not null
-    assert set(regions["mixture"]) == {"text"}
+    conditions = {record["id"]: record["conditions"][0] for record in records}
+    assert set(conditions["jko-step"]) == {"name", "statistic", "text", "low"}  # a bound that is not there is not null
+
+
+def test_list_begins_with_the_sources(helmscope):
+    """Authors, titles and links, in the text and in each claim's data."""
+    _, out, _ = helmscope("claims", "list")
+    listed = " ".join(out.partition("\nattention-")[0].split())
+    for source in {entry.source for entry in read_catalogue().values()}:
+        for part in (sources()[source].authors, sources()[source].title, sources()[source].link):
+            assert part in listed
+    record = next(
+        each for each in json.loads(helmscope("claims", "list", "--json")[1])["claims"] if each["id"] == "rate"
+    )
+    assert record["cited"] == msgspec.to_builtins(sources()["perspective"])
 
 
 @pytest.mark.parametrize("claim", sorted(read_catalogue()))
@@ -41,7 +55,14 @@ def test_show(helmscope, claim):
     assert (code, err) == (0, "")
     assert out.startswith(f"{claim}, version {entry.version}, entry {entry.hash[:12]}")
     flat = " ".join(out.split())
-    for text in (entry.statement, entry.printed, entry.corrected, entry.experiment, entry.statistic, entry.region.text):
+    source = sources()[entry.source]
+    shown = [entry.statement, entry.corrected, entry.experiment, source.authors, source.title, source.link, entry.place]
+    shown += [text for case in entry.conditions for text in (case.statistic, case.text)]
+    shown += [case.text for case in entry.controls]
+    shown += [text for line in entry.history for text in (line.change, line.reason, line.before, line.look)]
+    if entry.printed is not None:
+        shown += [entry.printed.text, entry.printed.place, entry.printed.judgment, entry.printed.reason]
+    for text in shown:
         assert " ".join(text.split()) in flat
     code, out, _ = helmscope("claims", "show", claim, "--json")
     assert json.loads(out)["statement"] == entry.statement
@@ -57,7 +78,7 @@ def test_an_unknown_claim_suggests_the_closest(helmscope):
 def test_a_trial_as_text_and_json_with_the_same_bytes(helmscope, tmp_path):
     code, out, err = helmscope("claims", "test", "kuramoto", "radial", "--quick", "--out", "one")
     assert code == 0
-    assert out.startswith("kuramoto: true by construction\n    True by construction: ")
+    assert out.startswith("kuramoto: true by construction\n    True by construction (SA at beta = 0): ")
     assert "\nradial: true by construction\n" in out
     assert err.startswith("2 quick trials: roughly ")
     assert err.endswith("folder: one\n")
@@ -67,10 +88,14 @@ def test_a_trial_as_text_and_json_with_the_same_bytes(helmscope, tmp_path):
     data = json.loads(twice[0])
     assert (data["seed"], data["quick"], len(data["verdicts"])) == (3, True, 1)
     verdict = data["verdicts"][0]
-    assert verdict["entry_hash"] == read_catalogue()["kuramoto"].hash
-    assert (verdict["null"]["ruling"], verdict["null"]["expected"]) == ("refuted", "refuted")
-    assert set(verdict["interval"]) == {"estimate", "low", "high", "n"}
-    assert verdict["region"] == {"text": read_catalogue()["kuramoto"].region.text, "low": None, "high": 1e-12}
+    entry = read_catalogue()["kuramoto"]
+    assert (verdict["provenance"]["entry"], verdict["provenance"]["version"]) == (entry.hash, entry.version)
+    assert [control["name"] for control in verdict["controls"]] == [case.name for case in entry.controls]
+    assert all(control["ruling"] in control["expected"] for control in verdict["controls"])
+    first = verdict["conditions"][0]
+    assert set(first["interval"]) == {"estimate", "low", "high", "n"}
+    unset = dict.fromkeys(("low", "high", "above", "below"))
+    assert first["region"] == {**unset, "text": entry.conditions[0].text, **entry.conditions[0].region.bounds}
 
 
 def test_users_claims_are_run_with_a_notice(helmscope):
@@ -80,18 +105,20 @@ def test_users_claims_are_run_with_a_notice(helmscope):
     assert err.startswith(f"running the code in {PLANTED}: planted.py\n")
 
 
-def test_the_claim_of_the_documentation(helmscope, tmp_path):
-    """The entry and the function exactly as documented."""
-    text = (ROOT / "docs" / "claims.md").read_text()
+@pytest.mark.parametrize("document", ["claims.md", "tour.md"])
+def test_the_claim_of_the_documentation(helmscope, tmp_path, document):
+    """The entry and the function exactly as documented, in at most ten lines of Python."""
+    text = (ROOT / "docs" / document).read_text()
     entry = re.search(r"`order/(\S+)`:\n\n```toml\n(.*?)```", text, re.DOTALL)
     code = re.search(r"`order/(\S+)`:\n\n```python\n(.*?)```", text, re.DOTALL)
-    lines = [line for _, block in (entry.groups(), code.groups()) for line in block.splitlines() if line]
-    assert len(lines) <= 20
+    assert len([line for line in code[2].splitlines() if line]) <= 10
+    assert len([line for line in entry[2].splitlines() if line]) <= 18
+    assert entry[2] == (ROOT / "examples" / "claim" / entry[1]).read_text()
     (tmp_path / "order").mkdir()
     for name, block in (entry.groups(), code.groups()):
         (tmp_path / "order" / name).write_text(block)
-    code, out, err = helmscope("claims", "test", "--from", "order", "--quick")
-    assert (code, out.splitlines()[0]) == (0, "tokens-gather: supported")
+    exit_code, out, err = helmscope("claims", "test", "--from", "order", "--quick")
+    assert (exit_code, out.splitlines()[0]) == (0, "tokens-gather: supported")
     assert "running the code in order: gather.py" in err
 
 
@@ -117,7 +144,8 @@ def test_rejected_input_leaves_no_files(helmscope, tmp_path, words, sentence):
 def test_a_users_entries_are_listed_without_running_their_code(helmscope):
     code, out, err = helmscope("claims", "list", "--from", str(PLANTED))
     assert (code, err) == (0, "")
-    assert [line.split()[0] for line in out.splitlines() if line[0] != " "] == ["planted-false", "planted-true"]
+    heads = [line.split()[0] for line in out.splitlines() if line[0] != " "]
+    assert heads == ["Sources:", "planted-false", "planted-true"]
     code, out, _ = helmscope("claims", "show", "planted-true", "--from", str(PLANTED), "--json")
     assert json.loads(out)["hash"] == read_catalogue(PLANTED)["planted-true"].hash
 
@@ -131,7 +159,7 @@ def test_control_characters_of_an_entry_are_escaped(helmscope, tmp_path):
     for words in (("list",), ("show", "planted-true")):
         code, out, _ = helmscope("claims", *words, "--from", "mine")
         assert code == 0
-        assert r"\x9b31mThe mean is at least 0" in out
+        assert r"\x9b31mThe mean is above 0" in out
         assert r"a\x1b[2J\u202e" in out
         assert all(line.isprintable() for line in out.splitlines())
 

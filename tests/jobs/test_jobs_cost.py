@@ -7,6 +7,7 @@ import time
 import pytest
 
 import helmscope as hs
+from helmscope.claims.run_trials import plan_trials
 from helmscope.jobs import Phase, Simulate, Trials, cost
 from helmscope.jobs.cost import Estimate
 
@@ -55,7 +56,23 @@ def test_an_estimate_as_text():
     assert str(Estimate("x", 36_000)) == "x: roughly 10 h on one core"
     assert str(Estimate("x", 1e7)) == "x: more than a week on one core"
     assert str(Estimate("x")) == "x"
-    assert cost.trials_cost(Trials(), ["kuramoto"]).work == "1 trial"
+    assert cost.trials_cost(Trials(), plan_trials(["kuramoto"])).work == "1 trial"
+
+
+def test_the_estimate_of_trials_scales_with_the_subject(tmp_path):
+    """The declared seconds are those of model A on its texts."""
+    a = hs.Subject("A")
+    size = cost.subject_size(a)
+    assert (size.parameters, size.tokens) == (cost.REFERENCE_PARAMETERS, cost.REFERENCE_TOKENS)
+    assert size.relative_time == 1
+    assert cost.subject_size(hs.Subject.simulation()).relative_time == 1
+    half = cost.subject_size(hs.Subject("A", a.texts[:64]))
+    assert half.relative_time == pytest.approx(0.5)
+    assert half.recorded == size.recorded / 2
+    larger = cost.SubjectSize(1_000 * size.parameters, size.tokens, size.recorded)
+    assert larger.relative_time == 1_000
+    assert larger.bytes > 1_000 * 4 * size.parameters
+    assert cost.trials_cost(Trials(), plan_trials(["kuramoto"])).bytes == cost.LIBRARY_BYTES
 
 
 def test_the_verb_prints_an_estimate_and_runs_nothing(helmscope, tmp_path):

@@ -78,10 +78,11 @@ fields_of_trials = {
     "claims": st.lists(words, max_size=4),
     "quick": st.booleans(),
     "folder": paths,
-    "model": st.just("A"),
+    "models": st.lists(st.sampled_from(["A", "B", "tied", "a folder"]), min_size=1, max_size=3),
     "texts": paths,
     "other": paths,
     "truncate": st.booleans(),
+    "held_back": st.booleans(),
     "seed": seeds,
 }
 
@@ -112,6 +113,7 @@ def test_equal_jobs_have_equal_specs() -> None:
     assert Phase() == Phase(dims=[8, 32], published=True)
     assert Phase(nu=0.1).published is Phase(field="usa").published is False
     assert Trials(claims=["rate", "rate"]) == Trials(claims=("rate",))
+    assert Trials(models=["A", "B", "A"]) == Trials(models=("A", "B"))
     with pytest.raises(AttributeError):
         Simulate().beta = 3.0
 
@@ -163,7 +165,7 @@ def test_bad_toml_is_one_sentence(text: str, sentence: str) -> None:
         (Phase, {"betas": [2, 1]}, "betas[1] is 1 after 2, but betas must increase"),
         (Phase, {"spectrum": [1, 2], "dims": [3]}, "spectrum has 2 eigenvalues, but B has 3 in dimension 3"),
         (Phase, {"nu": 1, "published": True}, "nu is 1, but the published scheme has no noise"),
-        (Trials, {"texts": "a.txt"}, "texts is set, but model is not"),
+        (Trials, {"texts": "a.txt"}, "texts is set, but models is not"),
         (Trials, {"seed": -1}, "seed is -1, but it must be a whole number >= 0"),
         (Report, {"claims": ["rate", 3]}, "claims[1] is 3, but it must be a nonempty string"),
     ],
@@ -185,7 +187,7 @@ def test_errors_of_preparation_occur_before_a_folder_is_created(tmp_path: Path) 
         (Simulate(device="nosuch"), "device is 'nosuch', but torch cannot use it here"),
         (Phase(samples=10**12), "samples is 1000000000000, n is 32 and times has 61 values, but that makes"),
         (Trials(claims=["kuramto"]), "unknown claim 'kuramto': did you mean 'kuramoto'?"),
-        (Trials(model="A", texts="none.txt"), "texts is 'none.txt', but it cannot be read"),
+        (Trials(models=["A"], texts="none.txt"), "texts is 'none.txt', but it cannot be read"),
     ):
         assert sentence in refused(lambda spec=spec: hs.jobs.run(spec, folder=where))
     assert not where.exists()

@@ -14,7 +14,7 @@ from helmscope.plots.measured import draw_variable
 from helmscope.plots.style import new_figure, png, svg
 from helmscope.plots.trial import LinearAxis, LogAxis, SymmetricLogAxis, choose_axis, trial_figure
 from helmscope.stats.reduce import reduce_replicates
-from helmscope.types import Control, HelmscopeError, Interval, Region, Ruling, Verdict
+from helmscope.types import Control, HelmscopeError, Interval, Judged, Judgment, Printed, Region, Ruling, Verdict
 
 INF, NAN = math.inf, math.nan
 NOTHING = xr.Dataset(attrs={"n": 32})
@@ -29,11 +29,17 @@ def interval(low: float, high: float, estimate: float | None = None) -> Interval
 
 
 def control(what: str, low: float, high: float, region=(0.9, 1.1), estimate: float | None = None) -> Control:
-    return Control(what, Ruling.REFUTED, Ruling.REFUTED, interval(low, high, estimate), between(*region))
+    return Control(what, between(*region), interval(low, high, estimate), Ruling.REFUTED)
 
 
-def verdict(low: float, high: float, region=(0.9, 1.1), estimate: float | None = None, **more) -> Verdict:
-    return Verdict("my-claim", Ruling.SUPPORTED, interval(low, high, estimate), between(*region), "", "", **more)
+def verdict(low: float, high: float, region=(0.9, 1.1), estimate: float | None = None, also=(), **more) -> Verdict:
+    rate = Judged("rate", between(*region), interval(low, high, estimate), Ruling.SUPPORTED)
+    return Verdict(claim="my-claim", ruling=Ruling.SUPPORTED, conditions=(rate, *also), **more)
+
+
+def printed(text: str, low: float, high: float, region=(0.9, 1.1), estimate: float | None = None) -> Printed:
+    measured = interval(low, high, estimate)
+    return Printed(text, "slide 9", Judgment.FALSE, "", Judgment.FALSE, measured, between(*region))
 
 
 def drawn_intervals(panel):
@@ -61,24 +67,25 @@ def panel_of(data: xr.Dataset, name: str):
 def test_rows_are_the_statistic_and_the_controls_of_the_same_region():
     seen = verdict(
         *(0.98, 1.02),
-        null=control("no field", 0.0, 0.2),
-        printed=control("2 beta", 1.9, 2.1),
-        also=(control("USA", 1.0, 1.05), control("order", 1.9, 2.1, (1.9, 2.1))),
+        controls=(control("no field", 0.0, 0.2), control("order", 1.9, 2.1, (1.9, 2.1))),
+        printed=printed("2 beta", 1.9, 2.1),
+        also=(control("USA", 1.0, 1.05),),
     )
     figure = trial_figure(seen, NOTHING)
     (panel,) = figure.axes
-    expected = {"the claim": (0.98, 1.02), "null: no field": (0.0, 0.2), "as printed: 2 beta": (1.9, 2.1)}
-    assert drawn_intervals(panel) == {**expected, "also: USA": (1.0, 1.05)}
-    assert dots(panel) == [1.0, 0.1, 2.0, 1.025]
+    conditions = {"condition: rate": (0.98, 1.02), "condition: USA": (1.0, 1.05)}
+    others = {"control: no field": (0.0, 0.2), "as printed: 2 beta": (1.9, 2.1)}
+    assert drawn_intervals(panel) == {**conditions, **others}
+    assert dots(panel) == [1.0, 1.025, 0.1, 2.0]
     (shaded,) = panel.patches
     assert (shaded.get_x(), shaded.get_x() + shaded.get_width()) == pytest.approx((0.9, 1.1), abs=1e-15)
     assert [line.get_xdata()[0] for line in panel.lines if line.get_label() == "_region"] == [0.9, 1.1]
     assert words(figure) == [
-        *("the claim", "1 [0.98, 1.02], n = 32", "null: no field", "0.1 [0, 0.2], n = 32"),
-        *("as printed: 2 beta", "2 [1.9, 2.1], n = 32", "also: USA", "1.025 [1, 1.05], n = 32"),
+        *("condition: rate", "1 [0.98, 1.02], n = 32", "condition: USA", "1.025 [1, 1.05], n = 32"),
+        *("control: no field", "0.1 [0, 0.2], n = 32", "as printed: 2 beta", "2 [1.9, 2.1], n = 32"),
     ]
     title = panel.get_title(loc="left")
-    assert title == "the statistic and its region (shaded: 0.9 to 1.1; 1 control with another region not shown)"
+    assert title == "the statistic and its region (shaded: 0.9 to 1.1; 1 interval with another region not shown)"
     assert figure.get_suptitle() == "my-claim: supported"
 
 
@@ -89,18 +96,24 @@ def test_without_bounds_nothing_is_shaded():
 
 
 def test_a_control_of_another_region_is_not_on_this_axis():
-    seen = verdict(0.98, 1.02, null=control("an error", 1e-9, 1e-3, (-INF, 1e-12)))
+    seen = verdict(0.98, 1.02, controls=(control("an error", 1e-9, 1e-3, (-INF, 1e-12)),))
     (panel,) = trial_figure(seen, NOTHING).axes
     assert list(drawn_intervals(panel)) == ["the claim"]
 
 
+def test_a_printed_form_that_is_not_measured_is_not_counted_as_omitted():
+    on_paper = Printed("R = O(e^-beta)", "slide 9", Judgment.NOT_SHARP, "R is 1")
+    (panel,) = trial_figure(verdict(0.98, 1.02, printed=on_paper), NOTHING).axes
+    assert panel.get_title(loc="left") == "the statistic and its region (shaded: 0.9 to 1.1)"
+
+
 def test_an_error_below_a_bound_has_a_log_axis_and_zeros_lie_on_its_stated_floor():
     region = (-INF, 1e-12)
-    seen = verdict(0.0, 4e-16, region, estimate=4e-16, null=control("wrong", 1e-5, 0.3, region))
+    seen = verdict(0.0, 4e-16, region, estimate=4e-16, controls=(control("wrong", 1e-5, 0.3, region),))
     (panel,) = trial_figure(seen, NOTHING).axes
     assert panel.get_xscale() == "log"
     assert drawn_intervals(panel)["the claim"] == (1e-17, 4e-16)
-    assert drawn_intervals(panel)["null: wrong"] == (1e-5, 0.3)
+    assert drawn_intervals(panel)["control: wrong"] == (1e-5, 0.3)
     assert panel.get_xlabel() == "statistic (log axis; values below 1e-17 are plotted at 1e-17)"
     left, right = panel.get_xlim()
     (shaded,) = panel.patches
@@ -112,12 +125,12 @@ def test_an_error_below_a_bound_has_a_log_axis_and_zeros_lie_on_its_stated_floor
 
 def test_a_narrow_region_shows_tiny_deviations_and_factors_of_a_thousand():
     region = (0.999999, 1.000001)
-    null, tiny = control("far", 999.0, 1001.0, region), 1e-9
-    (panel,) = trial_figure(verdict(1 - tiny, 1 + tiny, region, null=null), NOTHING).axes
+    far, tiny = control("far", 999.0, 1001.0, region), 1e-9
+    (panel,) = trial_figure(verdict(1 - tiny, 1 + tiny, region, controls=(far,)), NOTHING).axes
     assert panel.get_xscale() == "symlog"
     assert panel.get_xlabel().startswith("deviation of the statistic from 1 ")
     assert drawn_intervals(panel)["the claim"] == pytest.approx((-tiny, tiny), rel=1e-6)
-    assert drawn_intervals(panel)["null: far"] == (998.0, 1000.0)
+    assert drawn_intervals(panel)["control: far"] == (998.0, 1000.0)
     # on the paper: the deviation, the region's end and the null stand well apart
     places = panel.transAxes.inverted().transform(panel.transData.transform([(x, 0) for x in (0, 1e-9, 1e-6, 999)]))
     gaps = np.diff(places[:, 0])
@@ -152,8 +165,9 @@ def test_a_narrow_region_shows_tiny_deviations_and_factors_of_a_thousand():
 def test_the_axis_follows_from_region_and_numbers(low, high, intervals, kind):
     seen = [control("", *each, (low, high)) for each in intervals]
     assert type(choose_axis(between(low, high), [each.interval for each in seen])) is kind
-    first = replace(verdict(0.0, 1.0, (low, high), also=tuple(seen[1:])), interval=seen[0].interval if seen else None)
-    figure = trial_figure(first, NOTHING)
+    measured = seen[0].interval if seen else None
+    conditions = (Judged("rate", between(low, high), measured, Ruling.SUPPORTED),)
+    figure = trial_figure(replace(verdict(0.0, 1.0), conditions=conditions, controls=tuple(seen[1:])), NOTHING)
     left, right = figure.axes[0].get_xlim()
     assert math.isfinite(left)
     assert left < right
@@ -164,8 +178,8 @@ def test_infinite_ends_are_arrows_at_the_edge_and_what_was_not_measured_is_not_d
     seen = verdict(
         *(-INF, INF),
         estimate=1.0,
-        null=replace(control("nothing to measure", 0.0, 1.0), interval=None),
-        printed=control("far", 1.5, INF, estimate=1.8),
+        controls=(replace(control("nothing to measure", 0.0, 1.0), interval=None),),
+        printed=printed("far", 1.5, INF, estimate=1.8),
     )
     figure = trial_figure(seen, NOTHING)
     (panel,) = figure.axes
@@ -174,8 +188,8 @@ def test_infinite_ends_are_arrows_at_the_edge_and_what_was_not_measured_is_not_d
     assert dots(panel, "<") == [edges[0]]
     assert dots(panel, ">") == [edges[1]] * 2
     assert dots(panel) == [1.0, 1.8]
-    assert words(figure)[2:4] == ["null: nothing to measure", "no interval"]
-    impossible = replace(seen, interval=None, null=None, printed=None)
+    assert words(figure)[2:4] == ["control: nothing to measure", "no interval"]
+    impossible = Verdict(claim="my-claim", ruling=Ruling.IMPOSSIBLE)
     assert words(trial_figure(impossible, NOTHING)) == ["the claim", "no interval"]
 
 
@@ -302,7 +316,7 @@ def test_the_same_input_gives_the_same_bytes_and_another_gives_others():
 
 
 def test_dollars_are_dollars_and_long_words_are_cut():
-    seen = verdict(0.98, 1.02, null=control(r"$\nosuch{ $" + " word" * 40, 0.0, 0.2))
+    seen = verdict(0.98, 1.02, controls=(control(r"$\nosuch{ $" + " word" * 40, 0.0, 0.2),))
     figure = trial_figure(replace(seen, claim="a $x^{ claim$"), NOTHING)
     assert words(figure)[2].endswith("word ...")
     assert len(words(figure)[2]) < 80

@@ -19,7 +19,20 @@ from hypothesis import strategies as st
 from helmscope.runs import list_runs
 from helmscope.store import Manifest, RunFolder, run_folder
 from helmscope.store.verdicts import decode_verdicts, encode_verdicts
-from helmscope.types import Control, Exhibit, HelmscopeError, Interval, Region, Ruling, Verdict, type_with_article
+from helmscope.types import (
+    Control,
+    Exhibit,
+    HelmscopeError,
+    Interval,
+    Judged,
+    Judgment,
+    Printed,
+    Provenance,
+    Region,
+    Ruling,
+    Verdict,
+    type_with_article,
+)
 from support.children import run_python
 
 MEASUREMENT = xr.Dataset(
@@ -38,9 +51,14 @@ DATA = xr.Dataset(
     coords={"token": ["a", "é", "漢"], "layer": ("time", [0, 1])},
     attrs={"note": "ü", "n": 3},
 )
+SLOPE = Judged("slope", Region(text="slope > 0"), Interval(0.1, -0.2, 0.3, n=12), Ruling.SUPPORTED, "from 12 seeds", 9)
 VERDICT = Verdict(
-    *("c1", Ruling.SUPPORTED, Interval(0.1, -0.2, 0.3, n=12), Region(text="slope > 0"), "ab12", "The slope is 0.1."),
+    claim="c1",
+    ruling=Ruling.SUPPORTED,
+    conditions=(SLOPE,),
+    sentence="The slope is 0.1.",
     exhibits=(Exhibit("the model", "ok  rows\nok  heads"),),
+    provenance=Provenance(entry="ab12", version=2, code="c0de", weights="3e16", texts="7e87"),
 )
 
 
@@ -306,6 +324,8 @@ REGION = st.one_of(
     st.builds(lambda ends: Region(text="both", low=min(ends), high=max(ends)), st.tuples(FINITE, FINITE)),
     st.builds(lambda low: Region(text="low", low=low), FINITE),
     st.builds(lambda high: Region(text="high", high=high), FINITE),
+    st.builds(lambda above: Region(text="above", above=above), FINITE),
+    st.builds(lambda below: Region(text="below", below=below), FINITE),
     st.just(Region(text="none")),
 )
 
@@ -313,62 +333,105 @@ REGION = st.one_of(
 @settings(max_examples=100, deadline=None)
 @given(st.none() | INTERVAL, REGION, st.sampled_from(Ruling), st.text())
 def test_verdicts_round_trip_as_valid_json(interval, region, ruling, sentence):
-    one = replace(VERDICT, interval=interval, region=region, ruling=ruling, sentence=sentence)
+    slope = replace(SLOPE, interval=interval, region=region, ruling=ruling)
+    one = replace(VERDICT, conditions=(slope,), ruling=ruling, sentence=sentence)
     data = encode_verdicts([one, VERDICT])
     json.loads(data, parse_constant=pytest.fail)
     again, second = decode_verdicts(data)
     assert repr(again) == repr(one)
+    assert again.conditions[0].region == region
     assert second == VERDICT
     assert encode_verdicts([again, second]) == data
 
 
-def test_the_controls_of_a_verdict_round_trip():
-    wide, region = Interval(0.0, -math.inf, 0.1, n=32), Region(text="at least .9", low=0.9)
-    control = Control("V = -I", Ruling.REFUTED, Ruling.REFUTED, Interval(0.0, 0.0, 0.1, n=32), region)
-    one = replace(VERDICT, where="the unit sphere", null=control, printed=replace(control, interval=wide))
-    one = replace(one, also=(control, replace(control, interval=None)))
-    assert decode_verdicts(encode_verdicts([one])) == (one,)
-    with pytest.raises(HelmscopeError, match=r"also of v.json\[0\] is a NoneType, but it must be a list of controls"):
-        decode_verdicts(verdicts(also=None), "v.json")
-    with pytest.raises(HelmscopeError, match=r"unknown key of null of v.json\[0\] 'waht': did you mean 'what'"):
-        decode_verdicts(verdicts(null={"waht": "V = -I"}), "v.json")
+def test_conditions_controls_described_and_printed_round_trip():
+    region = Region(text="at least .9", low=0.9)
+    control = Control("V = -I", region, Interval(0.0, 0.0, 0.1, n=32), Ruling.REFUTED, "from 32 starts")
+    either = replace(control, interval=None, expected=(Ruling.REFUTED, Ruling.INCONCLUSIVE))
+    wide = Interval(0.0, -math.inf, 0.1, n=32)
+    measured = Printed("R = O(e^-beta)", "slide 9", Judgment.NOT_SHARP, "R is 1", Judgment.TRUE, wide, region)
+    described = Judged("spread", Region(text="described"), wide, Ruling.DESCRIBED)
+    one = replace(
+        VERDICT,
+        where="the unit sphere",
+        conditions=(SLOPE, replace(SLOPE, name="R^2", ruling=Ruling.REFUTED)),
+        controls=(control, either),
+        described=(described,),
+        printed=measured,
+    )
+    bare = replace(one, printed=Printed("R", "", Judgment.NOT_TESTABLE, ""))
+    assert decode_verdicts(encode_verdicts([one, bare])) == (one, bare)
+    with pytest.raises(HelmscopeError, match=r"controls of v.json\[0\] is a NoneType, but it must be a list of contr"):
+        decode_verdicts(verdicts(controls=None), "v.json")
+    with pytest.raises(HelmscopeError, match=r"unknown key of printed of v.json\[0\] 'txet': did you mean 'text'"):
+        decode_verdicts(verdicts(printed={"txet": "V = -I"}), "v.json")
+    with pytest.raises(HelmscopeError, match=r"unknown on_paper of printed of v.json\[0\] 'yes'"):
+        decode_verdicts(verdicts(printed=asdict(bare.printed) | {"on_paper": "yes"}), "v.json")
+
+
+def test_the_hashes_that_a_verdict_depends_on_round_trip():
+    (raw,) = json.loads(encode_verdicts([VERDICT]))
+    assert raw["provenance"] == {"entry": "ab12", "version": 2, "code": "c0de", "weights": "3e16", "texts": "7e87"}
+    (again,) = decode_verdicts(encode_verdicts([VERDICT]))
+    assert again.provenance == VERDICT.provenance
+    with pytest.raises(HelmscopeError, match=r"code of provenance of v.json\[0\] is"):
+        decode_verdicts(verdicts(provenance=raw["provenance"] | {"code": None}), "v.json")
 
 
 def test_verdicts_read_as_nested_objects():
     """The schema of verdicts.json is public: other programs read it."""
-    (raw,) = json.loads(encode_verdicts([replace(VERDICT, interval=Interval(0.1, -math.inf, 0.3, n=12))]))
-    assert raw["interval"] == {"estimate": 0.1, "low": "-inf", "high": 0.3, "n": 12}
-    assert raw["region"] == {"text": "slope > 0", "low": None, "high": None}
-    assert json.loads(encode_verdicts([replace(VERDICT, interval=None)]))[0]["interval"] is None
+    (raw,) = json.loads(encode_verdicts([with_slope(interval=Interval(0.1, -math.inf, 0.3, n=12))]))
+    (condition,) = raw["conditions"]
+    assert condition["interval"] == {"estimate": 0.1, "low": "-inf", "high": 0.3, "n": 12}
+    assert condition["region"] == {"text": "slope > 0", "low": None, "high": None, "above": None, "below": None}
+    assert json.loads(encode_verdicts([with_slope(interval=None)]))[0]["conditions"][0]["interval"] is None
+    assert raw["printed"] is None
+
+
+def with_slope(**changes):
+    """VERDICT with some fields of its condition changed."""
+    return replace(VERDICT, conditions=(replace(SLOPE, **changes),))
 
 
 def verdicts(**changes):
-    """VERDICT as JSON with some of its values changed, or those of its ``interval`` or ``region``."""
-    raw = {**asdict(VERDICT), "ruling": "supported"}
+    """VERDICT as JSON with some of its values changed."""
+    (raw,) = json.loads(encode_verdicts([VERDICT]))
+    return json.dumps([raw | changes], default=lambda value: value.value).encode()
+
+
+def condition(**changes):
+    """VERDICT as JSON with some values of its condition changed, or those of its ``interval`` or ``region``."""
+    (raw,) = json.loads(encode_verdicts([VERDICT]))
+    (slope,) = raw["conditions"]
     for name, change in changes.items():
-        raw[name] = {**raw[name], **change} if isinstance(change, dict) and name in ("interval", "region") else change
+        slope[name] = {**slope[name], **change} if isinstance(change, dict) else change
     return json.dumps([raw]).encode()
+
+
+CASE = "item 0 of conditions of v.json[0]"
 
 
 @pytest.mark.parametrize(
     ("data", "sentence"),
     [
-        (verdicts(intervall=1.0), "unknown key of v.json[0] 'intervall': did you mean 'interval'?"),
-        (verdicts(interval={"hgih": 1.0}), "unknown key of interval of v.json[0] 'hgih': did you mean 'high'?"),
-        (verdicts(region={"lwo": 1.0}), "unknown key of region of v.json[0] 'lwo': did you mean 'low'?"),
+        (verdicts(conditons=1.0), "unknown key of v.json[0] 'conditons': did you mean 'conditions'?"),
+        (condition(interval={"hgih": 1.0}), f"unknown key of interval of {CASE} 'hgih': did you mean 'high'?"),
+        (condition(region={"lwo": 1.0}), f"unknown key of region of {CASE} 'lwo': did you mean 'low'?"),
+        (condition(ruling="suported"), f"unknown ruling of {CASE} 'suported': did you mean 'supported'?"),
         (verdicts(ruling="suported"), "unknown ruling of v.json[0] 'suported': did you mean 'supported'?"),
-        (verdicts(interval={"low": "nan"}), "low of interval of v.json[0] is 'nan', but it must be a finite number, "),
-        (verdicts(interval={"low": None}), "low of interval of v.json[0] is None, but it must be a finite number, 'in"),
-        (verdicts(interval={"low": True}), "low of interval of v.json[0] is True, but it must be a finite number, 'in"),
-        (verdicts(interval={"low": 9.0}), "interval of v.json[0] cannot be read: the interval is [9.0, 0.3], but it"),
-        (verdicts(interval={"estimate": "inf"}), "estimate of interval of v.json[0] is 'inf', but it must be a finite"),
-        (verdicts().replace(b"0.3", b"1e999"), "high of interval of v.json[0] is inf, but it must be a finite number"),
-        (verdicts(interval={"n": -1}), "n of interval of v.json[0] is -1, but it must be a whole number >= 1"),
-        (verdicts(interval=[]), "interval of v.json[0] is a list, but it must be an object with named values"),
-        (verdicts(region=None), "region of v.json[0] is a NoneType, but it must be an object with named values"),
-        (verdicts(region={"low": "-inf"}), "low of region of v.json[0] is '-inf', but it must be a finite number"),
-        (verdicts(region={"low": 1, "high": 0}), "region of v.json[0] cannot be read: region is [1.0, 0.0], but its"),
-        (b'[{"claim": "a"}]', "v.json[0] has no key 'ruling', but it must have claim, ruling, interval, region"),
+        (condition(interval={"low": "nan"}), f"low of interval of {CASE} is 'nan', but it must be a finite number, "),
+        (condition(interval={"low": None}), f"low of interval of {CASE} is None, but it must be a finite number, 'in"),
+        (condition(interval={"low": True}), f"low of interval of {CASE} is True, but it must be a finite number, 'in"),
+        (condition(interval={"low": 9.0}), f"interval of {CASE} cannot be read: the interval is [9.0, 0.3], but it"),
+        (condition(interval={"estimate": "inf"}), f"estimate of interval of {CASE} is 'inf', but it must be a finite"),
+        (condition().replace(b"0.3", b"1e999"), f"high of interval of {CASE} is inf, but it must be a finite number"),
+        (condition(interval={"n": -1}), f"n of interval of {CASE} is -1, but it must be a whole number >= 1"),
+        (condition(interval=[]), f"interval of {CASE} is a list, but it must be an object with named values"),
+        (condition(region=None), f"region of {CASE} is a NoneType, but it must be an object with named values"),
+        (condition(region={"low": "-inf"}), f"low of region of {CASE} is '-inf', but it must be a finite number"),
+        (condition(region={"low": 1, "high": 0}), f"region of {CASE} cannot be read: region is 1 to 0, but its"),
+        (condition(region={"low": 0, "above": 0}), f"region of {CASE} cannot be read: region 'slope > 0' has low ="),
+        (b'[{"claim": "a"}]', "v.json[0] has no key 'ruling', but it must have"),
         (b"{}", "v.json is a dict, but it must be a list of verdicts"),
         (b"[3]", "v.json[0] is an int, but it must be an object with named values"),
     ],
@@ -380,13 +443,19 @@ def test_verdicts_are_decoded_strictly(data, sentence):
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
-    [("interval", Interval(0.0, 0.0, 0.0, n=np.int64(3))), ("interval", "high"), ("region", None), ("claim", 1)],
+    "unreadable",
+    [
+        with_slope(interval=Interval(0.0, 0.0, 0.0, n=np.int64(3))),
+        with_slope(interval="high"),
+        with_slope(region=None),
+        replace(VERDICT, claim=1),
+        replace(VERDICT, provenance=None),
+    ],
 )
-def test_verdict_that_could_not_be_read_back_is_not_written(run, name, value):
+def test_verdict_that_could_not_be_read_back_is_not_written(run, unreadable):
     run.write_verdicts([VERDICT])
     with pytest.raises(HelmscopeError, match="verdicts"):
-        run.write_verdicts([replace(VERDICT, **{name: value})])
+        run.write_verdicts([unreadable])
     assert run.read_verdicts() == (VERDICT,)
 
 

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 import xarray as xr
-from helmscope.claims.experiments.tokens_cluster import _prompts
 
 import helmscope as hs
+from helmscope.claims.factorial import choose_prompts
 
 SIZES = {"n_embd": 8, "n_head": 2}
 APART = 16
@@ -137,7 +137,7 @@ def test_the_mlps_against_automatic_differentiation(training, ids, windows):
 def test_the_prompts_are_those_of_the_claim_about_clusters(training):
     ids = training.sibling.box_ids(training.recipe.BOX)
     chosen = [hs.models.box_texts()[k] for k in training.sibling.prompt_indices(ids)]
-    assert chosen == _prompts(64, hs.models.Subject("A"))[0]
+    assert tuple(chosen) == choose_prompts(64, hs.models.Subject("A"), APART)[0]
 
 
 def test_train_measure_and_store(training, ids, windows, tmp_path):

@@ -17,18 +17,18 @@ from helmscope.types import brief, counted, html_table, shortened
 
 EVIL = "<script>alert(1)</script>"
 SEEN, REGION = hs.Interval(1.0, 0.99, 1.01, n=20), hs.types.Region(text="1 within .1", low=0.9, high=1.1)
-NULL = hs.types.Control(f"V = -I {EVIL}", hs.types.Ruling.REFUTED, hs.types.Ruling.REFUTED, SEEN, REGION)
+NULL = hs.types.Control(f"V = -I {EVIL}", REGION, SEEN, hs.types.Ruling.REFUTED, f"from {EVIL}")
+RATE = hs.types.Judged(f"rate {EVIL}", REGION, SEEN, hs.types.Ruling.SUPPORTED, f"from {EVIL}")
+PRINTED = hs.types.Printed(f"e^-beta {EVIL}", f"slide {EVIL}", hs.types.Judgment.FALSE, f"since {EVIL}")
 VERDICT = hs.Verdict(
     claim="rate",
     ruling=hs.types.Ruling.SUPPORTED,
-    interval=SEEN,
-    region=REGION,
-    entry_hash="c0ffee",
+    conditions=(RATE,),
     sentence=f"The rate is 1. {EVIL}",
     where=f"here {EVIL}",
-    null=NULL,
-    printed=replace(NULL, ruling=hs.types.Ruling.SUPPORTED),
-    also=(NULL,),
+    controls=(NULL, replace(NULL, ruling=hs.types.Ruling.SUPPORTED)),
+    described=(RATE,),
+    printed=PRINTED,
     exhibits=(hs.types.Exhibit(f"title {EVIL}", f"text {EVIL}"),),
     subject=f"model {EVIL}",
 )
@@ -190,7 +190,7 @@ def test_html_says_what_matters():
     met = hs.integrate(hs.USA(4.0), torch.eye(2).repeat(3, 1, 1), [2.0], events=[hs.solve.HittingTime(1e-3)])
     assert "happened to 3 of 3" in met._repr_html_()
     text = VERDICT._repr_html_()
-    for words in ("rate: supported", "1 [0.99, 1.01], n = 20", "0.9 to 1.1: 1 within .1", "expected: refuted"):
+    for words in ("rate: supported", "1 [0.99, 1.01], n = 20", "region: 0.9 to 1.1. 1 within .1", "expected: refuted"):
         assert words in text
     text = recording()._repr_html_()
     for words in ("5 depths, 0 to 4, in half-layers", "Certificate: ok", "pre-norm; 2 layers, width 8"):

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from helmscope.types.lazy import lazy_exports
 
 if TYPE_CHECKING:
+    from helmscope.claims import factorial as factorial
     from helmscope.claims.curves import curve as curve
     from helmscope.claims.entry import Entry as Entry
     from helmscope.claims.entry import Ground as Ground
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from helmscope.claims.evidence import Identity as Identity
     from helmscope.claims.evidence import Impossible as Impossible
     from helmscope.claims.evidence import Magnitude as Magnitude
+    from helmscope.claims.evidence import Paired as Paired
     from helmscope.claims.evidence import Replicates as Replicates
     from helmscope.claims.evidence import SomeLayer as SomeLayer
     from helmscope.claims.finding import Finding as Finding

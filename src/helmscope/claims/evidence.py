@@ -158,6 +158,24 @@ class Magnitude:
 
 
 @dataclass(frozen=True, eq=False)
+class Paired:
+    """Differences of two arms on the same replicates, one per replicate, with Student's interval of their mean.
+
+    >>> at_most = Region(text="at most -.05", high=-0.05)
+    >>> Paired([-0.4, -0.5, -0.6], of="prompts").weigh(at_most).basis
+    'from 3 prompts, paired, sign flips p = 0.25'
+    """
+
+    differences: ArrayLike
+    of: str = "seeds"
+
+    def weigh(self, region: Region) -> Assessment:
+        """Rule as for ``Replicates``; the basis gives the p-value of sign flips, exact for 40 replicates or fewer."""
+        interval, p = mean_interval(self.differences), sign_flip(self.differences).two_sided
+        return _assess(interval, region, f"from {interval.n:,} {self.of}, paired, sign flips p = {p:.2g}")
+
+
+@dataclass(frozen=True, eq=False)
 class EveryMagnitude:
     """Signed differences in several cases, all of which must differ by at least some amount, whatever their sign; the
     case nearest to failing is reported.

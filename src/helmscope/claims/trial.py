@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +33,9 @@ if TYPE_CHECKING:
 
     from helmscope.plots.figure import Figure
     from helmscope.types.progress import ProgressOption
+
+
+SHARED_CODE = {"helmscope.claims.factorial", "helmscope.claims.theory_flow"}  # measures for several experiments
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -116,16 +120,26 @@ def try_claim(
 
 
 def sources(claim: str, folder: str | Path | None) -> dict[str, str]:
-    """The hashes of a claim's entry and code: the file of its experiment, or all Python files of a user's folder.
+    """The hashes of a claim's entry and code: the file of its experiment with the files that it shares with other
+    experiments, or all Python files of a user's folder.
 
     A run can only be resumed with the same hashes.
 
     >>> list(sources("rate", None))
     ['rate.toml', 'rate.py']
+    >>> list(sources("mlp-prevents", None))[:3]
+    ['mlp-prevents.toml', 'mlp_prevents.py', 'factorial.py']
     """
     entry = read_catalogue(folder)[claim]
-    code = [code_file(experiments()[claim].function)] if folder is None else sorted(Path(folder).glob("*.py"))
+    code = _code_files(experiments()[claim].function) if folder is None else sorted(Path(folder).glob("*.py"))
     return {f"{claim}.toml": entry.hash, **{path.name: hash_file(path) for path in code}}
+
+
+def _code_files(function: Experiment) -> list[Path]:
+    """The file of a packaged experiment, and those modules of ``claims`` from which it imports what it measures."""
+    module = sys.modules[function.__module__]
+    used = {getattr(value, "__module__", "") for value in vars(module).values()} & SHARED_CODE
+    return [code_file(function), *(Path(str(sys.modules[name].__file__)) for name in sorted(used))]
 
 
 def code_hash(claim: str, folder: str | Path | None) -> str:

@@ -10,6 +10,7 @@ import typer
 from helmscope.cli.options import (
     AllowMixed,
     From,
+    HeldBack,
     Jobs,
     MaxMemory,
     Models,
@@ -25,7 +26,7 @@ from helmscope.cli.options import (
 from helmscope.cli.results import indented
 
 if TYPE_CHECKING:
-    from helmscope.claims.entry import Condition, Entry
+    from helmscope.claims.entry import Change, Condition, Entry
     from helmscope.claims.registry import Registered
 
 claims = typer.Typer(
@@ -45,7 +46,7 @@ NOT_YET = "not yet tried"
 def list_claims(folder: EntryFolder = None, as_json: AsJson = False) -> None:
     """List all claims: id, source, how it is decided, whether it can be tried, and the statement."""
     from helmscope.claims.reading import read_catalogue
-    from helmscope.claims.sources import citation, short_citation
+    from helmscope.claims.sources import short_citation
     from helmscope.store.printable import printable
 
     entries, experiments = read_catalogue(folder), _experiments(folder)
@@ -55,7 +56,7 @@ def list_claims(folder: EntryFolder = None, as_json: AsJson = False) -> None:
     keys = dict.fromkeys(entry.source for entry in entries.values())
     print("Sources:")
     for key in keys:
-        print(indented(f"{short_citation(key)}: {citation(key)}"))
+        print(indented(f"{short_citation(key)}: {_cite(key)}"))
     for entry in entries.values():
         state = "can be tried" if entry.id in experiments else NOT_YET
         print(f"{entry.id}  ({printable(short_citation(entry.source))}, by {' and '.join(entry.decided)}; {state})")
@@ -70,7 +71,6 @@ def show_claim(
 ) -> None:
     """Show one claim: what the source prints, the corrected form, the experiment and its frozen region."""
     from helmscope.claims.reading import read_catalogue
-    from helmscope.claims.sources import citation
     from helmscope.types import known_name
 
     entries = read_catalogue(folder)
@@ -83,7 +83,7 @@ def show_claim(
     printed = entry.printed
     sections = {
         "statement": entry.statement,
-        "source": ", ".join(filter(None, (citation(entry.source), entry.place))),
+        "source": ", ".join(filter(None, (_cite(entry.source), entry.place))),
         "as printed": ""
         if printed is None
         else f"{printed.text} ({printed.place}): {printed.judgment}. {printed.reason}",
@@ -94,13 +94,26 @@ def show_claim(
         **{f"condition {case.name}": _condition_text(case) for case in entry.conditions},
         **{f"control {case.name}": f"{case.text} Expected: {' or '.join(case.expected)}." for case in entry.controls},
         "constants": ", ".join(f"{name} = {value}" for name, value in entry.constants.items()),
-        "history": " ".join(f"Version {line.version}: {line.change or line.look}" for line in entry.history),
+        "history": " ".join(map(_history_text, entry.history)),
         "can be tried on": data["subjects"],
         "trial": data["trial"],
     }
     for name, text in sections.items():
         if text:
             print(f"{name}:\n{indented(str(text))}")
+
+
+def _cite(key: str) -> str:
+    """The citation of a source with its link; the key itself for a source of a user's catalogue."""
+    from helmscope.claims.sources import citation, sources
+
+    link = sources()[key].link if key in sources() else ""
+    return f"{citation(key)}, {link}" if link else citation(key)
+
+
+def _history_text(line: Change) -> str:
+    before = f"Before: {line.before}." if line.before else ""
+    return " ".join(filter(None, (f"Version {line.version}:", line.change, line.look, line.reason, before)))
 
 
 def _condition_text(case: Condition) -> str:
@@ -118,6 +131,7 @@ def try_claims(
     texts: Texts = None,
     other: Other = None,
     truncate: Truncate = False,
+    held_back: HeldBack = False,
     quick: Quick = False,
     seed: TrialSeed = 0,
     threads: Threads = 1,
@@ -148,9 +162,14 @@ def _experiments(folder: str | None) -> dict[str, Registered]:
 
 
 def _as_data(entry: Entry, experiments: dict[str, Registered]) -> dict[str, object]:
-    experiment = experiments.get(entry.id)
+    import msgspec
+
+    from helmscope.claims.sources import sources
+
+    experiment, source = experiments.get(entry.id), sources().get(entry.source)
+    data = {**entry.content, "hash": entry.hash, "cited": None if source is None else msgspec.to_builtins(source)}
     if experiment is None:
-        return {**entry.content, "hash": entry.hash, "trial": NOT_YET, "subjects": ""}
+        return {**data, "trial": NOT_YET, "subjects": ""}
     names = ", ".join(subject.name for subject in experiment.defaults)
     subjects = f"a {' or a '.join(experiment.grounds)} (by default {names})"
-    return {**entry.content, "hash": entry.hash, "trial": f"helmscope claims test {entry.id}", "subjects": subjects}
+    return {**data, "trial": f"helmscope claims test {entry.id}", "subjects": subjects}

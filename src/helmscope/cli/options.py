@@ -43,6 +43,10 @@ Texts = Annotated[
 ]
 Other = Annotated[str | None, typer.Option(help="Second model, for claims that compare two.")]
 Truncate = Annotated[bool, typer.Option("--truncate", help="Truncate texts that are longer than the model's context.")]
+HeldBack = Annotated[
+    bool,
+    typer.Option("--held-back", help="Use the held-back texts of the models in the box, as report does."),
+]
 TrialSeed = Annotated[int, typer.Option(help="Random seed of the trials.")]
 
 # options for runs

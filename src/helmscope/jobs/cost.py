@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from helmscope.jobs.phase import Phase
     from helmscope.jobs.simulate import Simulate
     from helmscope.jobs.trials import Trials
+    from helmscope.models.subject import Subject
     from helmscope.solve.problem import Problem
 
 LIBRARY_BYTES = 450_000_000  # of a process that has imported torch, SciPy, xarray and matplotlib
@@ -35,6 +36,7 @@ SAMPLE_SYSTEMS = 4
 SAMPLING_S = 2.0  # for all samples of an estimate together, approximately
 PICTURES_S = 1.0
 WEEK_S = 604_800.0
+REFERENCE_PARAMETERS, REFERENCE_TOKENS = 6_174_336, 16_384  # of model A and its 128 texts
 
 
 @dataclass(frozen=True)
@@ -100,12 +102,60 @@ def simulation_cost(spec: Simulate) -> Estimate:
 
 
 def trials_cost(spec: Trials, planned: Sequence[PlannedTrial]) -> Estimate:
-    """The time of trials as declared by their experiments; quick trials may take less."""
+    """The time of trials as declared by their experiments for a simulation or for model A on its texts, scaled by the
+    size of the model and its texts; quick trials may take less. The memory is that of the largest subject.
+    """
     from helmscope.claims.registry import experiments, ground_of
 
     known = experiments(spec.folder)
     work = f"{counted(len(planned), 'quick trial' if spec.quick else 'trial')}"
-    return Estimate(work, sum(known[trial.claim].seconds[ground_of(trial.subject)] for trial in planned))
+    sizes = {subject: subject_size(subject) for trial in planned for subject in trial.subjects}
+    seconds = [
+        known[trial.claim].seconds[ground_of(trial.subject)] * sizes[trial.subject].relative_time for trial in planned
+    ]
+    return Estimate(work, sum(seconds), LIBRARY_BYTES + max((size.bytes for size in sizes.values()), default=0))
+
+
+@dataclass(frozen=True)
+class SubjectSize:
+    """The number of parameters of a model, of tokens of its texts, and of recorded numbers; all 0 for a simulation.
+
+    >>> SubjectSize(2 * REFERENCE_PARAMETERS, REFERENCE_TOKENS, 0).relative_time
+    2.0
+    """
+
+    parameters: int = 0
+    tokens: int = 0
+    recorded: int = 0
+
+    @property
+    def relative_time(self) -> float:
+        """The time of a trial relative to model A on its texts, which grows with parameters times tokens; 1 for a
+        simulation.
+        """
+        if self.parameters == 0:
+            return 1.0
+        return self.parameters * self.tokens / (REFERENCE_PARAMETERS * REFERENCE_TOKENS)
+
+    @property
+    def bytes(self) -> int:
+        """The memory of the model, one untrained twin and the recording of each, in float32."""
+        return 2 * 4 * (self.parameters + self.recorded)
+
+
+def subject_size(subject: Subject) -> SubjectSize:
+    """The size of a subject; loads its model.
+
+    >>> from helmscope.models.subject import Subject
+    >>> subject_size(Subject("A", ["Once upon a time"])).tokens
+    4
+    """
+    if subject.is_simulation:
+        return SubjectSize()
+    model, lengths = subject.loaded.model, [len(ids) for ids in subject.token_ids]
+    layers, width = (int(getattr(model.config, name, None) or 0) for name in ("num_hidden_layers", "hidden_size"))
+    padded = len(lengths) * max(lengths)
+    return SubjectSize(int(model.num_parameters()), sum(lengths), (2 * layers + 1) * padded * width)
 
 
 def _row_seconds(spec: Phase, dim: int, size: int, beta: float, budget: float) -> float:

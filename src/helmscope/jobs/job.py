@@ -70,6 +70,11 @@ class Job(ABC):
 
     prints_cost: ClassVar[bool] = False  # whether ``run`` prints the estimate before it starts, if it shows progress
 
+    @property
+    def notices(self) -> tuple[str, ...]:
+        """Sentences that ``run`` prints before it starts, if it shows progress."""
+        return ()
+
     def cost(self) -> Estimate:
         """The estimated cost."""
         return self.spec.estimate()

@@ -9,9 +9,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from helmscope.jobs import trials
 from helmscope.jobs.job import Work
 from helmscope.jobs.trials import Trials, TrialsJob, TrialsResult
+from helmscope.models.boxed import is_boxed
 
 if TYPE_CHECKING:
+    from helmscope.claims.run_trials import PlannedTrial
     from helmscope.claims.trial import Trial
+    from helmscope.jobs.texts import TrialSubjects
 
 PAGE = "report.html"
 
@@ -40,17 +43,17 @@ class Report(Trials, frozen=True, kw_only=True, tag="report"):
         subjects = trial_subjects(self)
         planned = trials.plan(self, subjects)
         with styled():
-            render_page(self, subjects.options, [])
+            render_page(self, subjects, [])
         subjects.identify()
         return ReportJob(**trials.job_arguments(self, planned, subjects))
 
 
-def render_page(spec: Report, options: tuple[str, ...], finished: list[Trial], **details: Any) -> str:
+def render_page(spec: Report, subjects: TrialSubjects, finished: list[Trial], **details: Any) -> str:
     """The HTML page of the finished trials; ``details`` are further arguments of ``page``."""
     from helmscope.claims.reading import read_catalogue
     from helmscope.report.page import page
 
-    entries = read_catalogue(spec.folder)
+    entries, options = read_catalogue(spec.folder), (*subjects.options, *subjects.models)
     return page(entries, finished, seed=spec.seed, quick=spec.quick, folder=spec.folder, options=options, **details)
 
 
@@ -81,11 +84,23 @@ class ReportJob(TrialsJob):
         """The file with the results of each trial, by claim and subject, relative to the page."""
         return {(planned.claim, planned.label): f"units/{planned.name}.nc" for planned in self.planned}
 
+    def select_subject(self, planned: PlannedTrial) -> tuple[str, ...]:
+        """The words with which ``helmscope claims test`` selects the subjects and texts of one trial."""
+        if planned.subject.is_simulation:
+            return ()
+        words: tuple[str, ...] = ("--model", str(planned.subject.model))
+        words += (
+            () if planned.other is None or self.subjects.other is not None else ("--other", str(planned.other.model))
+        )
+        held_back = self.original.held_back and self.original.texts is None and is_boxed(planned.subject.model)
+        return words + self.subjects.options + (("--held-back",) if held_back else ())
+
     def execute(self, work: Work) -> ReportResult:
         """Run the trials and write verdicts.json and report.html."""
         finished, failed = self.run_trials(work)
-        details = {"date": work.manifest.created[:10], "files": self.files}
-        text = render_page(self.original, self.subjects.options, finished, **details)
+        selections = {(planned.claim, planned.label): self.select_subject(planned) for planned in self.planned}
+        details = {"date": work.manifest.created[:10], "files": self.files, "selections": selections}
+        text = render_page(self.original, self.subjects, finished, **details)
         work.folder.write_bytes(PAGE, text.encode())
         path = work.folder.path / PAGE
         return ReportResult(spec=self.spec, folder=work.folder, trials=finished, failed=failed, page=path)

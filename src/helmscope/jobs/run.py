@@ -97,6 +97,8 @@ def run(
     work = Work(folder=place, manifest=manifest, engine=engine, show_progress=prints, allow_mixed=allow_mixed)
     if show_progress and job.prints_cost:
         print_status(str(job.cost()))
+    for notice in job.notices if show_progress else ():
+        print_status(notice)
     silence = reporting(False) if show_progress is False else nullcontext()
     try:
         with silence:
@@ -111,7 +113,7 @@ def estimate(spec: Spec) -> Estimate:
 
     >>> from helmscope.jobs import Trials
     >>> str(estimate(Trials(claims=["kuramoto"])))
-    '1 trial: roughly 1 s on one core'
+    '1 trial: roughly 1 s on one core, 450 MB'
     """
     check_spec(spec)
     return spec.estimate()

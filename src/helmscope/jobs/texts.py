@@ -7,26 +7,55 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from helmscope.types import HelmscopeError
+from helmscope.claims.judge import FEW_REPLICATES
+from helmscope.types import HelmscopeError, check_memory, counted
 
 if TYPE_CHECKING:
     from helmscope.jobs.trials import Trials
     from helmscope.models.subject import Subject
 
+MIN_TOKENS = 2  # of a text: a claim about tokens needs a pair
+
 
 @dataclass(frozen=True)
 class TrialSubjects:
-    """The subjects named by a spec, empty if it names none, and the command-line options that name them."""
+    """The subjects named by a spec, empty if it names none; ``models`` are their names as the user wrote them, and
+    ``options`` the command-line options about their texts and the second model.
+    """
 
     subjects: tuple[Subject, ...] = ()
     other: Subject | None = None
     texts: str | None = None
+    models: tuple[str, ...] = ()
     options: tuple[str, ...] = ()
 
     def identify(self) -> None:
-        """Load the subjects, so that an unusable model or text raises ``HelmscopeError`` before a folder is created."""
+        """Load the subjects, so that an unusable model or text, or one too large for the memory of this machine, raises
+        ``HelmscopeError`` before a folder is created.
+        """
+        from helmscope.jobs.cost import subject_size
+
         for subject in self.named:
             _ = subject.identity
+            short = next((i for i, ids in enumerate(subject.token_ids) if len(ids) < MIN_TOKENS), None)
+            if short is not None:
+                raise HelmscopeError(
+                    f"texts[{short}] has {counted(len(subject.token_ids[short]), 'token')} for model {subject.name}, "
+                    f"but a trial needs at least {MIN_TOKENS} in each"
+                )
+            size = subject_size(subject)
+            amounts = f"{size.parameters:,} parameters on {size.tokens:,} tokens"
+            check_memory(f"model is '{subject.model}' with {amounts}", size.bytes // 8)
+
+    @property
+    def notices(self) -> tuple[str, ...]:
+        """What the number of texts of each subject does not allow to decide, as sentences."""
+        return tuple(
+            f"{subject.name} has {counted(len(subject.texts), 'text')}: with fewer than {FEW_REPLICATES} an interval "
+            "over prompts assumes that they are normally distributed, and most claims remain inconclusive"
+            for subject in self.named
+            if len(subject.texts) < FEW_REPLICATES
+        )
 
     @property
     def named(self) -> tuple[Subject, ...]:
@@ -57,12 +86,12 @@ def trial_subjects(spec: Trials) -> TrialSubjects:
         named = Subject(model, prompts, truncate=spec.truncate)
         return named.held_back() if spec.held_back else named
 
-    options: tuple[str, ...] = tuple(word for model in spec.models for word in ("--model", model))
+    options: tuple[str, ...] = ()
     for name, value in (("texts", spec.texts), ("other", spec.other)):
         options += () if value is None else (f"--{name}", value)
     options += ("--truncate",) if spec.truncate else ()
     other = None if spec.other is None else subject(spec.other)
-    return TrialSubjects(tuple(subject(model) for model in spec.models), other, spec.texts, options)
+    return TrialSubjects(tuple(subject(model) for model in spec.models), other, spec.texts, spec.models, options)
 
 
 def read_texts(name: str) -> list[Any]:

@@ -79,7 +79,9 @@ class Trials(Spec, frozen=True, kw_only=True, tag="trials"):
         return TrialsJob(**job_arguments(self, planned, subjects))
 
     def estimate(self) -> Estimate:
-        """The time on one core, as declared by the experiments. Runs the code in ``folder``."""
+        """The time on one core, as declared by the experiments and scaled by the size of the model and its texts, and
+        the memory. Runs the code in ``folder`` and loads the models.
+        """
         from helmscope.jobs.cost import trials_cost
         from helmscope.jobs.texts import trial_subjects
 
@@ -149,6 +151,8 @@ def plan(spec: Trials, subjects: TrialSubjects) -> list[PlannedTrial]:
         if not named or (tried.compares == compares and any(map(tried.fits, named)))
     ]
     claims = list(spec.claims) or possible
+    if not claims and compares:
+        raise HelmscopeError(f"other is '{spec.other}', but no claim that can be tried compares two models")
     if not claims:
         raise HelmscopeError(f"models is {list(spec.models)}, but no claim can be tried on them")
     return plan_trials(claims, subjects.subjects, other=subjects.other, folder=spec.folder, held_back=spec.held_back)
@@ -192,8 +196,13 @@ class TrialsJob(Job):
 
     prints_cost: ClassVar[bool] = True
 
+    @property
+    def notices(self) -> tuple[str, ...]:
+        """What the subjects do not allow to decide."""
+        return self.subjects.notices
+
     def cost(self) -> Estimate:
-        """The estimated time, without selecting the claims a second time."""
+        """The estimated time and memory, without selecting the claims a second time."""
         from helmscope.jobs.cost import trials_cost
 
         return trials_cost(self.original, self.planned)

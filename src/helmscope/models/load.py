@@ -21,7 +21,7 @@ from helmscope.models.norm_reading import epsilon_of
 from helmscope.models.tokenizer import read_tokenizer
 from helmscope.runs.bar import reporting
 from helmscope.store.atomic import one_line
-from helmscope.types import HelmscopeError, counted, known_name, type_with_article, whole_number
+from helmscope.types import HelmscopeError, check_memory, counted, known_name, type_with_article, whole_number
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -147,6 +147,8 @@ def load(
     folder = _from_hub(str(source), revision, offline) if local is None else local
     files = check_folder(folder)
     on_cpu = device_map is None and str(device or "cpu").startswith("cpu")
+    if on_cpu:
+        check_memory(f"model is '{source}' with {files.numbers:,} weights in float32", files.numbers // 2)
     places = {"device_map": device_map, "attn_implementation": attention}
     model, note = _from_folder(folder, files, dtype or (torch.float32 if on_cpu else "auto"), places)
     if device is not None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from helmscope.models.boxed import FIRST, box_texts, held_back_texts, is_boxed, local_folder
 from helmscope.models.cache import ById, RecordingCache, model_bytes, stream_bytes
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from helmscope.models.recording import Recording
     from helmscope.models.texts import Batch
 
+T = TypeVar("T")
 TWINS = 5
 PROBED = 2  # texts that are recorded to check the premises of a claim
 _CACHE = RecordingCache()
@@ -402,6 +403,15 @@ class Subject:
             key = (self._cache_key, "recording", twin, hash_of(prompts), self.truncate)
             options: dict[str, Any] = {"truncate": self.truncate, "progress": report}
             return _CACHE.get(key, lambda: record(loaded(), as_inputs(prompts), **options), stream_bytes)
+
+    def measured(self, key: Hashable, make: Callable[[], T], size: Callable[[T], int]) -> T:
+        """What ``make`` returns, such as statistics of this subject that several claims use; made once per process and
+        kept until ``close`` as long as there is memory. ``key`` names it and ``size`` returns its bytes.
+
+        >>> Subject("A").measured("the answer", lambda: 42, size=lambda _: 8)
+        42
+        """
+        return _CACHE.get((self._cache_key, "measured", self.identity, key), make, size)
 
     def needs(
         self, *parts: str, causal: bool = False, full: bool = False, mlp: bool = False, head: bool = False

@@ -82,6 +82,7 @@ def clustering(
     levels: Sequence[float] = LEVELS,
     gap: int = GAP,
     first_token: bool = False,
+    ranks: bool = True,
 ) -> xr.Dataset:
     """Statistics over (depth, prompt) of the tokens of each prompt on the sphere of the theory.
 
@@ -90,7 +91,8 @@ def clustering(
     ``participation_ratio``, ``stable_rank`` and ``nuclear_rank`` are the effective ranks of the cloud, and ``residual``
     and ``residual_composite`` its distance to the mean token, relative to its size (``collapse_residual_frobenius`` and
     ``collapse_residual_composite`` with ``relative=True``). ``radius`` is the mean norm that was divided out, if there
-    is one.
+    is one. With ``ranks=False`` effective ranks and distances to the mean token, which take most of the time, are left
+    out.
 
     ``source`` is a Recording, whose states are those of ``on_sphere`` and whose token ids are known, another System, or
     a Trajectory. ``ids`` are the token ids; without them no two tokens have the same id. Tokens count by their weights,
@@ -110,7 +112,7 @@ def clustering(
     chunks = []
     for begin in range(0, path.states.shape[1], rows_at_once):
         rows = slice(begin, begin + rows_at_once)
-        chunks.append(_chunk_statistics(path, rows, None if ids is None else ids[rows], gap, levels))
+        chunks.append(_chunk_statistics(path, rows, None if ids is None else ids[rows], gap, levels, ranks))
     values = {name: torch.cat([chunk[name] for chunk in chunks], 1) for name in chunks[0]}
     if path.radius is not None:
         weights = torch.ones_like(path.radius[:1]) if path.weights is None else path.weights
@@ -123,7 +125,7 @@ def _as_measurement(values: dict[str, Tensor], path: Trajectory, levels: list[fl
     by_level: dict[str, ArrayLike] = {"pairs": sets, "level": levels}
     further: dict[str, dict[str, ArrayLike]] = {"share": by_level, "inner_product": {"pairs": sets}}
     parts = [with_replicates({name: value}, path, further.get(name)) for name, value in values.items()]
-    measurement = with_bounds(xr.merge(parts, join="exact"), BOUNDS)
+    measurement = with_bounds(xr.merge(parts, join="exact", compat="no_conflicts"), BOUNDS)
     for name in values:
         measurement[name].attrs["long_name"] = LABELS[name]
     return measurement
@@ -194,7 +196,7 @@ class _PairWeights:
 
 
 def _chunk_statistics(
-    path: Trajectory, rows: slice, ids: Tensor | None, gap: int, levels: list[float]
+    path: Trajectory, rows: slice, ids: Tensor | None, gap: int, levels: list[float], ranks: bool
 ) -> dict[str, Tensor]:
     """The statistics of some prompts at all depths, (depth, rows, ...) each."""
     by_depth = []
@@ -203,23 +205,25 @@ def _chunk_statistics(
         if depth == 0 or (path.weights is not None and len(path.weights) > 1):
             m = token_weights(x, None if path.weights is None else path.weights[depth, rows].double())
             pairs = _PairWeights.of(m, ids, gap)
-        by_depth.append(_cloud_statistics(x, m, pairs, levels))
+        by_depth.append(_cloud_statistics(x, m, pairs, levels, ranks))
     return {name: torch.stack([one[name] for one in by_depth]) for name in by_depth[0]}
 
 
 @full_precision
-def _cloud_statistics(x: Tensor, m: Tensor, pairs: _PairWeights, levels: list[float]) -> dict[str, Tensor]:
+def _cloud_statistics(x: Tensor, m: Tensor, pairs: _PairWeights, levels: list[float], ranks: bool) -> dict[str, Tensor]:
     """The statistics of some clouds x (rows, n, d) with weights m, in float64."""
     gram = x @ x.mT
     flat = gram.flatten(-2)
     summands = torch.stack([flat, *((flat > level).to(flat) for level in levels)], 1)
     means = (pairs.weights @ summands.mT) / pairs.total.unsqueeze(-1)
+    of_pairs = {"share": means[..., 1:], "inner_product": means[..., 0]}
+    if not ranks:
+        return of_pairs
     # the eigenvalues of the Gram matrix are s^2, at a third of the cost of singular values of x
     root = m.sqrt()
     power = torch.linalg.eigvalsh(root.unsqueeze(-1) * gram * root.unsqueeze(-2)).clamp(min=0)
     return {
-        "share": means[..., 1:],
-        "inner_product": means[..., 0],
+        **of_pairs,
         **spectral_ranks(power.sqrt()),
         "residual": collapse_residual_frobenius(x, relative=True, weights=m),
         "residual_composite": collapse_residual_composite(x, relative=True, weights=m),

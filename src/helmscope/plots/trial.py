@@ -220,7 +220,8 @@ def _draw_statistic(panel: Axes, verdict: Verdict, rows: Sequence[_Row]) -> None
     panel.set(xlim=edges, ylim=(0.5 - len(rows), 0.5))
     panel.set_yticks([])
     panel.spines["left"].set_visible(False)
-    omitted = len(verdict.conditions) + len(verdict.controls) + (verdict.printed is not None) - len(rows)
+    measured = verdict.printed is not None and verdict.printed.region is not None
+    omitted = len(verdict.conditions) + len(verdict.controls) + measured - len(rows)
     note = f"; {counted(omitted, 'interval')} with another region not shown" if omitted > 0 else ""
     bound = "shaded: " if region.bounded else ""
     text = f"the statistic and its region ({bound}{region_text(region)}{note})"

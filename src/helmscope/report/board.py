@@ -22,17 +22,43 @@ class Badge:
     key: str
     text: str
     sign: str
+    meaning: str
 
 
 BADGES = {
-    Ruling.SUPPORTED: Badge("supported", Ruling.SUPPORTED.value, "\u2713"),
-    Ruling.REFUTED: Badge("refuted", Ruling.REFUTED.value, "\u2717"),
-    Ruling.INCONCLUSIVE: Badge("inconclusive", Ruling.INCONCLUSIVE.value, "?"),
-    Ruling.DESCRIBED: Badge("described", Ruling.DESCRIBED.value, "\u2022"),
-    Ruling.BY_CONSTRUCTION: Badge("construction", Ruling.BY_CONSTRUCTION.value, "\u2261"),
-    Ruling.IMPOSSIBLE: Badge("impossible", Ruling.IMPOSSIBLE.value, "\u2205"),
+    Ruling.SUPPORTED: Badge(
+        "supported",
+        Ruling.SUPPORTED.value,
+        "\u2713",
+        "The whole 95 % interval of every condition is inside its region.",
+    ),
+    Ruling.REFUTED: Badge(
+        "refuted", Ruling.REFUTED.value, "\u2717", "The whole 95 % interval of some condition is outside its region."
+    ),
+    Ruling.INCONCLUSIVE: Badge(
+        "inconclusive",
+        Ruling.INCONCLUSIVE.value,
+        "?",
+        "Neither, or a control did not come out as expected: such a trial proves nothing.",
+    ),
+    Ruling.DESCRIBED: Badge(
+        "described", Ruling.DESCRIBED.value, "\u2022", "A quantity that is measured and that no region judges."
+    ),
+    Ruling.IMPOSSIBLE: Badge(
+        "impossible",
+        Ruling.IMPOSSIBLE.value,
+        "\u2205",
+        "What the claim presupposes cannot hold for this subject; the sentence says why.",
+    ),
+    Ruling.BY_CONSTRUCTION: Badge(
+        "construction",
+        Ruling.BY_CONSTRUCTION.value,
+        "\u2261",
+        "An identity: no error above the bound at 1,000 or more random inputs; a single larger one refutes it. The "
+        "numbers in brackets are then the smallest and the largest error, not a confidence interval.",
+    ),
 }
-UNTRIED = Badge("untried", "not yet tried", "\u2013")
+UNTRIED = Badge("untried", "not yet tried", "\u2013", "The claim has an entry, but was not tried here.")
 NEWS = (
     Ruling.REFUTED,
     Ruling.SUPPORTED,

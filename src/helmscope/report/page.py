@@ -95,14 +95,16 @@ def page(
     title: str = "Claims on trial",
     date: str = "",
     files: Mapping[tuple[str, str], str] | None = None,
+    selections: Mapping[tuple[str, str], Sequence[str]] | None = None,
 ) -> str:
     """Render one HTML document with every claim of a catalogue, tried or not; equal input gives equal text.
 
     The document is self-contained: figures are embedded, its only script filters the claims, and its content security
-    policy forbids loading anything. ``seed``, ``quick``, ``folder`` (a user's catalogue) and ``options`` (further
-    command-line words, such as --model A) appear in the commands that reproduce the trials. ``date`` is shown as given;
-    ``files`` maps claim and subject to the path of the result file, relative to the page. Raises ``HelmscopeError`` for
-    a trial of an unknown claim and for a second trial of the same claim on the same subject.
+    policy forbids loading anything. ``seed``, ``quick`` and ``folder`` (a user's catalogue) appear in the commands that
+    reproduce the page and its trials, with ``options``, further words of the command ``helmscope report``. By claim and
+    subject, ``selections`` has the words with which ``helmscope claims test`` selects the subject (by default --model
+    and its name) and ``files`` the path of the result file, relative to the page. ``date`` is shown as given. Raises
+    ``HelmscopeError`` for a trial of an unknown claim and for a second trial of the same claim on the same subject.
 
     >>> from helmscope.claims.reading import read_catalogue
     >>> text = page(read_catalogue(), [])
@@ -112,9 +114,8 @@ def page(
     whole_number("seed", seed, at_least=0)
     arguments = f" --seed {seed}{' --quick' if quick else ''}"
     arguments += "" if folder is None else f" --from {shlex.quote(str(folder))}"
-    arguments += f" {shlex.join(options)}" if options else ""
     rows = board(entries, trials)
-    tried = [_card(row.entry, row, arguments, files or {}) for row in rows]
+    tried = [_card(row.entry, row, _Commands(arguments, files or {}, selections or {})) for row in rows]
     done = {row.entry.id for row in rows}
     untried = [_card(entry) for entry in sorted(entries.values(), key=lambda each: (each.source, each.id))]
     badges = [*BADGES.values(), UNTRIED]
@@ -126,12 +127,13 @@ def page(
         untried=[card for card in untried if card.entry.id not in done],
         subjects=subjects_of(rows),
         counts=[(badge, sum(BADGES[verdict.ruling] is badge for verdict in verdicts)) for badge in badges[:-1]],
+        badges=badges,
         expected_false=expected_false(verdicts),
         seed=seed,
         quick=quick,
         date=date,
         version=sys.modules["helmscope"].__version__,
-        command=f"helmscope report{arguments}",
+        command=f"helmscope report{arguments}{_words(options)}",
         script=script,
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
     )
@@ -149,22 +151,37 @@ def _template() -> jinja2.Template:
     return environment.get_template("report.html")
 
 
-def _card(
-    entry: Entry, row: Row | None = None, arguments: str = "", files: Mapping[tuple[str, str], str] | None = None
-) -> _Card:
+@dataclass(frozen=True)
+class _Commands:
+    """How trials are reproduced: the words common to all, and files and words by claim and subject."""
+
+    common: str
+    files: Mapping[tuple[str, str], str]
+    selections: Mapping[tuple[str, str], Sequence[str]]
+
+    def command(self, claim: str, subject: str) -> str:
+        default = () if subject == "simulation" else ("--model", subject)
+        words = self.selections.get((claim, subject), default)
+        return f"helmscope claims test {shlex.quote(claim)}{self.common}{_words(words)}"
+
+
+def _words(words: Sequence[str]) -> str:
+    return f" {shlex.join(words)}" if words else ""
+
+
+def _card(entry: Entry, row: Row | None = None, commands: _Commands | None = None) -> _Card:
     source = sources().get(entry.source)
     named = short_citation(entry.source), citation(entry.source), "" if source is None else source.link
-    if row is None:
+    if row is None or commands is None:
         return _Card(entry, *named)
-    cases = tuple(_case(entry, subject, trial, arguments, files or {}) for subject, trial in row.trials.items())
+    cases = tuple(_case(entry, subject, trial, commands) for subject, trial in row.trials.items())
     printed = next((case.verdict.printed for case in cases if case.verdict.printed is not None), None)
     return _Card(entry, *named, sentence=row.sentence, cases=cases, printed=printed)
 
 
-def _case(entry: Entry, subject: str, trial: Trial, arguments: str, files: Mapping[tuple[str, str], str]) -> _Case:
+def _case(entry: Entry, subject: str, trial: Trial, commands: _Commands) -> _Case:
     verdict, data = trial.verdict, reduced(trial.data)
     picture = base64.b64encode(svg(trial_figure(verdict, data))).decode()
-    model = "" if subject == "simulation" or "--model" in arguments else f" --model {shlex.quote(subject)}"
     return _Case(
         subject,
         BADGES[verdict.ruling],
@@ -172,8 +189,8 @@ def _case(entry: Entry, subject: str, trial: Trial, arguments: str, files: Mappi
         lines=tuple(_lines(verdict)),
         picture=f"data:image/svg+xml;base64,{picture}",
         alt=_alt_text(verdict, data),
-        command=f"helmscope claims test {shlex.quote(entry.id)}{arguments}{model}",
-        file=files.get((entry.id, subject), ""),
+        command=commands.command(entry.id, subject),
+        file=commands.files.get((entry.id, subject), ""),
     )
 
 

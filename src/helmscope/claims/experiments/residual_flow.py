@@ -1,4 +1,4 @@
-"""residual-flow: layers of step h are Euler steps of a flow."""
+"""residual-flow: layers of step h are Euler steps of a flow, and how far a real layer, h = 1, is from it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from helmscope.claims.curves import curve
-from helmscope.claims.evidence import Identity, Replicates
+from helmscope.claims.evidence import EveryLayer, Identity, Impossible, Replicates
 from helmscope.claims.finding import Finding
 from helmscope.claims.reading import constants
 from helmscope.claims.registry import Case, experiment
@@ -16,6 +16,7 @@ from helmscope.fields.attention import SA
 from helmscope.fields.block import Block
 from helmscope.fields.mlp import MLP
 from helmscope.geometry.sphere import retract
+from helmscope.intervene.arms import Arm, AttentionMode
 from helmscope.solve.dormand_prince import DormandPrince
 from helmscope.solve.integrate import integrate
 from helmscope.solve.layer import Layer
@@ -23,13 +24,20 @@ from helmscope.solve.layer import Layer
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from helmscope.models.recording import Recording
+
 TOKENS, DIM, BETA, TIME = (constants("residual-flow")[name] for name in ("tokens", "dim", "beta", "time"))
 STEPS = tuple(2.0**-k for k in range(5, 9))
 STARTS = 1_024  # as many as an identity needs, also in quick runs
 
 
-@experiment("residual-flow", seconds=4)
+@experiment("residual-flow", seconds={"simulation": 4, "model": 15})
 def residual_flow(case: Case) -> Finding:
+    """In simulation layers of step h converge to a flow; a model has h = 1, and its half-steps are taken in halves."""
+    return _simulated(case) if case.subject.is_simulation else _on_model(case)
+
+
+def _simulated(case: Case) -> Finding:
     """x <- N(x + h f(x)), 1/h times, against x' = P f(x) over a unit of time: the error is C h + O(h^2).
 
     f is SA at beta = 2; the flow is integrated with a local error of 1e-12. The error of a start is the largest over
@@ -101,3 +109,66 @@ def _order(errors: Tensor) -> Tensor:
     log_h = torch.tensor(STEPS, dtype=errors.dtype).log()
     log_h = log_h - log_h.mean()
     return (errors.log() * log_h).sum(-1) / log_h.square().sum()
+
+
+def _on_model(case: Case) -> Finding:
+    """Each half-step of a pre-norm model, x + f(x), against two halves: m = x + f(x)/2, then m + f(m)/2. They differ by
+    (f(m) - f(x)) / 2; the defect is the length of this over that of f(x), the mean over the tokens of a prompt.
+
+    In a pre-norm model f reads only the direction of x, so that f(m) is what the model writes when it is resumed with
+    the direction of m. A control resumes it with the direction of x: f is unchanged and the defect is rounding.
+    """
+    recording = case.subject.recording_of(_prompts(case))
+    if any(layer.wiring.kind.value != "sequential" for layer in recording.anatomy.layers):
+        return Finding.impossible(
+            "only blocks that normalize before each half, and add one after the other, can be taken in halves"
+        )
+    silent = recording.under(*Arm(AttentionMode.OFF, mlp=False).edits(recording))
+    halves = range(recording.trajectory.states.shape[0] - 1)
+    names = [f"half-step {depth}" for depth in halves]
+    defects = [_defect(recording, depth, 0.5) for depth in halves]
+    return Finding(
+        evidence={"defect": EveryLayer(defects, "prompts", names)},
+        controls={
+            "blocks that write nothing": _defects_or_reason(silent, names),
+            "a force that does not change": EveryLayer(
+                [_defect(recording, depth, 0.0) for depth in halves], "prompts", names
+            ),
+        },
+        data=curve(
+            "defect",
+            torch.stack(defects, -1),
+            {"half-step": halves},
+            label="relative defect of a half-step taken in two halves",
+            over="prompt",
+        ),
+        remark=f"The mean defect runs from {min(float(each.mean()) for each in defects):.2g} to "
+        f"{max(float(each.mean()) for each in defects):.2g} over {len(defects)} half-steps.",
+        where=f"raw residual stream, {len(defects[0])} prompts of {case.constant('length')} tokens",
+    )
+
+
+def _prompts(case: Case) -> list[tuple[int, ...]]:
+    length = case.constant("length")
+    return [row[:length] for row in case.subject.token_ids if len(row) >= length][: case.count(64, quick=32)]
+
+
+def _defect(recording: Recording, depth: int, share: float) -> Tensor:
+    """|f(x + share f(x)) - f(x)| / (2 |f(x)|) of the half-step from ``depth``, the mean over the tokens of a prompt."""
+    x = recording.stream(depth=depth).double()
+    write = recording.stream(depth=depth + 1).double() - x
+    moved = x + share * write
+    centered = moved - moved.mean(-1, keepdim=True) if recording.residual.mean is not None else moved
+    resumed = recording.resume(depth=depth, states=retract(centered).to(recording.trajectory.states))
+    second = resumed.stream(depth=depth + 1).double() - resumed.stream(depth=depth).double()
+    lengths = [torch.linalg.vector_norm(each, dim=-1) for each in (second - write, write)]
+    ratio: Tensor = lengths[0] / (2 * lengths[1])
+    return ratio.mean(-1)
+
+
+def _defects_or_reason(recording: Recording, names: list[str]) -> EveryLayer | Impossible:
+    """The defects of all half-steps, or why there are none."""
+    states = [recording.stream(depth=depth) for depth in range(len(names) + 1)]
+    if all(torch.equal(a, b) for a, b in zip(states[1:], states[:-1], strict=True)):
+        return Impossible("half-steps of length 0 have no relative defect")
+    return EveryLayer([_defect(recording, depth, 0.5) for depth in range(len(names))], "prompts", names)

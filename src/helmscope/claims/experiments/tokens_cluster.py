@@ -1,0 +1,171 @@
+"""tokens-cluster: with depth the inner products of a model's tokens pile up at 1."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+import xarray as xr
+
+from helmscope.claims.factorial import (
+    ATTENTION,
+    MLP,
+    SILENT,
+    WHOLE,
+    ArmStatistics,
+    Factorial,
+    depth_curves,
+    ends_of,
+    growth_of,
+    over_prompts,
+    token_ids,
+)
+from helmscope.claims.finding import Finding
+from helmscope.claims.registry import Case, experiment
+from helmscope.claims.theory_flow import TheoryFlow
+from helmscope.geometry.sphere import retract
+from helmscope.observe.pairs import PairSet, clustering, without_first_token
+from helmscope.types import Exhibit, HelmscopeError, Trajectory
+
+if TYPE_CHECKING:
+    from helmscope.claims.evidence import Evidence
+    from helmscope.models.recording import Recording
+
+LOOPED_FURTHER = (2, 4, 8)  # times the depth of a tied block, the latter two in a full run only
+LOOPED_PROMPTS = 8
+LITERATURE = (
+    "That pure attention collapses in rank (Dong et al. 2021, arXiv:2103.03404) is proved without residual connections "
+    "and MLPs, and masks and LayerNorm change it (Wu et al. 2024, arXiv:2405.18781): a model with both need not gather "
+    "its tokens, and this trial does not contradict them."
+)
+
+
+@experiment("tokens-cluster", seconds={"model": 15})
+def tokens_cluster(case: Case) -> Finding:
+    """The share of inner products <x_i, x_j> above 0.9 at the last depth minus that at the first, one value per prompt,
+    whole model.
+
+    Pairs have different token ids and are at least 16 positions apart, without the first token. x are the tokens on the
+    theory's sphere: the direction of the residual stream or, where states are outputs of norms, the direction with gain
+    and bias folded out. Described: other levels and pairs, ranks, distance to the mean token, other coordinates,
+    figure 1 as printed, untrained twins, tied blocks looped further, and the flow of ``TheoryFlow``.
+    """
+    arms = Factorial.of(case)
+    if arms.unmet is not None:
+        return Finding.impossible(arms.unmet)
+    whole, silent = arms.arm(WHOLE), arms.arm(SILENT, few=True)
+    twins = arms.twin_shares(WHOLE)
+    twin_growth = np.stack([growth_of(twin) for twin in twins]).mean(0)
+    described = _described(whole)
+    described["growth minus that of untrained twins"] = over_prompts(whole.growth[: len(twin_growth)] - twin_growth)
+    described |= {label: over_prompts(growth) for label, growth in _other_coordinates(arms).items()}
+    described |= {label: over_prompts(growth) for label, growth in _looped(case, arms).items()}
+    shares = {"whole model": whole.share, "attention alone": arms.arm(ATTENTION).share}
+    mlp = arms.arm_or_reason(MLP, few=True)
+    shares |= {"MLP alone": mlp.share} if isinstance(mlp, ArmStatistics) else {}
+    shares["whole model, untrained"] = twins.mean(0)
+    means = {"whole model": whole.mean}
+    flow, remark = _flow(case, arms)
+    if flow is not None:
+        means[flow.label] = flow.mean
+        described["mean inner product of the theory's flow, end"] = over_prompts(flow.end)
+    parts = [
+        depth_curves("share", shares, label=f"share of inner products above {arms.level:g}"),
+        depth_curves("inner_product", means, label="mean inner product").rename(arm="path"),
+    ]
+    ends = whole.share.mean(1)
+    return Finding(
+        evidence={"growth of the share": over_prompts(whole.growth)},
+        controls={"blocks that write nothing": over_prompts(silent.growth)},
+        described=described,
+        data=xr.merge(parts, join="outer", compat="no_conflicts"),
+        remark=f"The share goes from {ends[0]:.4f} over at most {ends.max():.4f} to {ends[-1]:.4f}, in untrained twins "
+        f"to {twins[:, -1].mean():.4f}. {remark} {LITERATURE}{arms.caveat}",
+        where=arms.where,
+        exhibits=(Exhibit(f"Certificate of {case.subject.name}", str(arms.recording().certificate)),),
+    )
+
+
+def _described(whole: ArmStatistics) -> dict[str, Evidence]:
+    """Other levels and pairs, effective ranks, the distance to the mean token, and token identity."""
+    rows: dict[str, Evidence] = {
+        f"growth of the share above {level:g}": over_prompts(growth_of(whole.share_of(PairSet.DISTANT, level)))
+        for level in whole.by_depth.level.values.tolist()
+        if level != whole.level
+    }
+    rows["growth of the share, all pairs i != j"] = over_prompts(growth_of(whole.share_of(PairSet.ALL)))
+    rows["growth of the mean inner product"] = over_prompts(growth_of(whole.mean))
+    for label, name in (
+        ("effective rank exp(entropy)", "entropy_rank"),
+        ("participation ratio", "participation_ratio"),
+        ("distance to the mean token, Frobenius", "residual"),
+        ("distance to the mean token, norm of Dong et al.", "residual_composite"),
+    ):
+        values = whole.ends[name].values
+        rows[f"{label}, last depth over first"] = over_prompts(values[-1] / values[0])
+    if whole.identity is not None:
+        rows["tokens decoded at the last depth"] = over_prompts(whole.identity[-1])
+    return rows
+
+
+def _other_coordinates(arms: Factorial) -> dict[str, np.ndarray]:
+    """The growth of the share with the prompt's mean token subtracted, with gain and bias, and as printed."""
+    recording = arms.recording()
+    growths = {"growth, mean token subtracted": _growth(arms, recording, _centred(ends_of(recording.on_sphere)))}
+    if recording.anatomy.post_norm:
+        growths["growth, with gain and bias"] = _growth(arms, recording, ends_of(recording.trajectory))
+    raw = _raw_states(recording)
+    measured = clustering(
+        raw, ids=token_ids(recording), levels=[arms.level], gap=arms.gap, first_token=True, ranks=False
+    )
+    for label, pairs in (("i != j", PairSet.ALL), ("with the diagonal", PairSet.AS_PRINTED)):
+        share = measured.share.sel(pairs=pairs.value, level=arms.level).values
+        growths[f"growth, figure 1 as printed, {label}"] = growth_of(share)
+    return growths
+
+
+def _growth(arms: Factorial, recording: Recording, path: Trajectory) -> np.ndarray:
+    measured = clustering(path, ids=token_ids(recording), levels=[arms.level], gap=arms.gap, ranks=False)
+    return growth_of(measured.share.sel(pairs=PairSet.DISTANT.value, level=arms.level).values)
+
+
+def _centred(path: Trajectory) -> Trajectory:
+    """The directions of the tokens after subtracting the mean token of their prompt, without the first token."""
+    weights = without_first_token(path).weights
+    assert weights is not None
+    m = weights[:1].unsqueeze(-1).double()
+    x = path.states.double()
+    mean = (m * x).sum(2, keepdim=True) / m.sum(2, keepdim=True)
+    return Trajectory(path.times, retract(x - mean), path.weights, axis=path.axis, replicate=path.replicate)
+
+
+def _raw_states(recording: Recording) -> Trajectory:
+    """The hidden states of the first and last depth as they are, scaled to length 1."""
+    path, last = recording.trajectory, len(recording.trajectory.times) - 1
+    states = torch.stack([retract(recording.stream(depth=depth).double()) for depth in (0, last)])
+    return Trajectory(path.times[[0, -1]], states, path.weights, axis=path.axis, replicate=path.replicate)
+
+
+def _looped(case: Case, arms: Factorial) -> dict[str, np.ndarray]:
+    """The growth of a model of one tied block when it is looped further."""
+    loops = case.subject.tied_loops
+    if loops is None:
+        return {}
+    growths = {}
+    for factor in LOOPED_FURTHER[:1] if case.quick else LOOPED_FURTHER:
+        deep = case.subject.looped(factor * loops).recording_of(arms.prompts[:LOOPED_PROMPTS])
+        growths[f"growth when looped to {factor * loops}"] = _growth(arms, deep, ends_of(deep.on_sphere))
+    return growths
+
+
+def _flow(case: Case, arms: Factorial) -> tuple[TheoryFlow | None, str]:
+    """The theory's flow from the first states, and a sentence about it."""
+    missing = case.subject.needs("kernel")
+    if missing is not None:
+        return None, f"The theory's flow was not simulated: {missing}."
+    try:
+        flow = TheoryFlow.of(arms.recording(few=True), prompts=case.count(16, quick=4), gap=arms.gap)
+    except HelmscopeError as error:
+        return None, f"The theory's flow was not simulated: {error}."
+    return flow, flow.sentence
