@@ -67,7 +67,9 @@ CALLS: dict[str, Callable[[], object]] = {
             stepper=hs.solve.EulerMaruyama(0.1),
         ).states
     ),
-    "integrate a stream": lambda: flow(hs.Block(heads(), mlp(), placement=hs.fields.PreNorm()), 2 * tokens()).streams,
+    "integrate a stream": lambda: (
+        flow(hs.Block(heads(), mlp(), placement=hs.fields.PreNorm()), 2 * tokens()).residual_stream
+    ),
     "events": lambda: flow(hs.SA(beta=1.0), events=[hs.solve.ClusterMerge(0.5)]).event_times[0],
     "resume": lambda: flow(hs.SA(beta=4.0)).resume(depth=0, states=tokens().flip(-1)).states,
     "kernel": lambda: flow(hs.SA(beta=4.0)).kernel(layer=1),
@@ -154,7 +156,7 @@ def test_a_default_device_without_values_changes_no_bit(call):
         ("left", lambda: hs.fields.LowRank(torch.eye(3), torch.eye(3))),
         ("w_in", lambda: hs.MLP(w_in=torch.eye(3), w_out=torch.eye(3))),
         ("gain", lambda: hs.fields.RMSNorm(gain=torch.ones(3))),
-        ("m", lambda: hs.noise.MatrixNoise(torch.eye(3))),
+        ("diffusion", lambda: hs.noise.MatrixNoise(torch.eye(3))),
         ("mean", lambda: hs.VonMisesFisher(n=2, dim=3, kappa=1.0, mean=torch.ones(3))),
         ("weights", lambda: hs.SA(beta=1.0)(tokens(), weights=torch.ones(2, 6))),
         ("mask", lambda: hs.SA(beta=1.0)(tokens(), mask=torch.ones(6, dtype=torch.bool))),

@@ -53,7 +53,7 @@ def test_a_run_matches_the_library(helmscope, tmp_path):
     assert code == 0
     report = strict(out)
     assert sorted(os.listdir(tmp_path / "run")) == FILES
-    assert err.splitlines()[0].startswith("4 rows of 3 samples: roughly ")
+    assert err.splitlines()[1].startswith("4 rows of 3 samples: roughly ")
     assert "phase diagram: 4 of 4 units" in err
     stored = hs.store.RunFolder.open("run").read_results("phase")
     assert stored.probability.dims == ("dim", "beta", "time")
@@ -94,6 +94,8 @@ def test_text_output_and_the_default_folder(helmscope, tmp_path):
     (folder,) = os.listdir(tmp_path / "runs")
     assert folder.startswith("phase-")
     lines = out.splitlines()
+    assert lines[0].startswith("[low, high]")
+    lines = lines[1:]
     assert lines[0].split() == ["dim", "beta", "t*", "P", "at", "t", "=", "4", "time", "of", "P", "=", "1/2"]
     assert len(lines) == 1 + 4 + 3
     star = hs.hitting_time(hs.SA(4.0), n=4, delta=1e-3)
@@ -178,7 +180,7 @@ def test_lost_samples_exit_1_but_the_rest_is_printed(helmscope):
     assert report["probability"][0][1] == [None, None]
     assert None not in report["probability"][0][0]
     assert "3 samples could not be integrated to the last time" in err
-    assert err.splitlines()[0].startswith("2 rows of 3 samples: roughly ")
+    assert err.splitlines()[1].startswith("2 rows of 3 samples: roughly ")
 
 
 # Resumed runs ---------------------------------------------------------------------------------------------------------

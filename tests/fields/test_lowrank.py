@@ -114,5 +114,5 @@ def test_a_low_rank_matrix_that_does_not_fit():
     for name in ("query_key", "value"):
         with pytest.raises(HelmscopeError, match=rf"{name} has shape \(5, 5\).*\(3, 3\)"):
             SA(1.0, **{name: thin(5, 2)})(tokens(4, 3))
-    with pytest.raises(HelmscopeError, match="bias is LowRank"):
+    with pytest.raises(HelmscopeError, match="bias is a LowRank"):
         SA(1.0, bias=thin(3, 2))

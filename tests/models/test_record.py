@@ -150,7 +150,7 @@ def test_an_input_that_the_model_does_not_take_is_refused(name, hint):
 def test_one_of_a_kind_is_singular():
     model, words = tiny_model("gpt2"), letters(framed=False)
     recording = record(model, ["a b"], tokenizer=words)
-    assert "3 layers, width 32; 1 text x 2 tokens" in repr(recording)
+    assert "1 text x 2 tokens" in repr(recording)
     assert "1 text x 1 token " in repr(record(model, ["a"], tokenizer=words))
     assert repr(recording.runner.under(hs.intervene.Ablate())).endswith("1 text, 16 at a time; 1 edit>")
     assert repr(hs.Subject("A", ["a"])) == "<Subject A: 1 text>"

@@ -47,7 +47,7 @@ def test_it_is_written_and_read_as_any_dataset(tmp_path):
 def test_its_picture_is_the_heat_map():
     figure = SEEN.plot(title="mine")
     assert figure.get_suptitle().startswith("mine\n")
-    assert figure.axes[0].get_xlabel() == "time t"
+    assert figure.axes[0].get_xlabel() == "time"
     assert np.array_equal(figure.axes[0].collections[0].get_array(), SEEN.probability.values)
     assert hs.plot(SEEN).axes[0].get_ylabel() == "beta"
     assert len(SEEN.expand_dims({"dim": [8]}).plot().axes) == 2

@@ -206,7 +206,10 @@ MLP_TURN = MLP(w_in=torch.eye(3), w_out=torch.eye(3))
         (lambda: sphere_generator(3.0, wavy, X), "field is 3.0"),
         (lambda: sphere_generator(hs.SA(1.0), wavy, 2 * X), "norm 2"),
         (lambda: sphere_generator(hs.SA(1.0), wavy, X, noise=0.1), "noise is 0.1.*IsotropicNoise"),
-        (lambda: sphere_generator(hs.SA(1.0), wavy, X, noise=MatrixNoise(torch.eye(2))), r"m has shape \(2, 2\)"),
+        (
+            lambda: sphere_generator(hs.SA(1.0), wavy, X, noise=MatrixNoise(torch.eye(2))),
+            r"diffusion has shape \(2, 2\)",
+        ),
         (lambda: sphere_generator(hs.SA(1.0, value=torch.ones(2, 2)), wavy, X), r"value has shape \(2, 2\)"),
         (lambda: sphere_generator(still, wavy, X, weights=torch.ones(4)), "weights is given.*function"),
         (lambda: sphere_generator(hs.SA(1.0), wavy, X, weights=torch.ones(3)), r"weights is \(3,\)"),

@@ -247,7 +247,7 @@ def test_the_error_names_a_damaged_file(folder, name):
         ({"manifest": 3}, "manifest of .*units.json is a int, but it must be an object with named values"),
         ({"threads": 0}, "threads of .* is 0, but it must be a whole number >= 1"),
         ({"mixed": ""}, "mixed of .*units.json is a str, but it must be a list"),
-        ({"\x1b[2J": 1}, r"unknown key of .*units.json '\\x1b\[2J': "),
+        ({"\x1b[2J": 1}, r"unknown key of .*units.json '\\x1b\[2J'; allowed"),
     ],
 )
 def test_the_plan_is_decoded_strictly(folder, change, sentence):

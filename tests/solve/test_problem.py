@@ -142,7 +142,7 @@ PRE = Block(SA(beta=1.0), MLP_3, placement=PreNorm())
             "process is Stratonovich.*NoisyLayer simulates the layer-norm chain only",
         ),
         (PRE, {"noise": IsotropicNoise(0.1, process=Ito()), "stepper": EulerMaruyama(0.5)}, r"process is Ito\(\), but"),
-        (SA(beta=1.0), {"noise": MatrixNoise(torch.eye(2)), "stepper": EulerMaruyama(0.5)}, "m has shape"),
+        (SA(beta=1.0), {"noise": MatrixNoise(torch.eye(2)), "stepper": EulerMaruyama(0.5)}, "diffusion has shape"),
         (SA(beta=1.0), {"noise": StateNoise(lambda x: x), "stepper": EulerMaruyama(0.5)}, "sigma"),
     ],
 )

@@ -152,8 +152,8 @@ class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         """The conditions that decide on a simulation, or on a model.
 
         >>> from helmscope.claims.reading import entry
-        >>> len(entry("rate").conditions_on(Ground.SIMULATION))
-        1
+        >>> [condition.name for condition in entry("rate").conditions_on(Ground.SIMULATION)]
+        ['rate', 'rate of pairs']
         """
         return tuple(condition for condition in self.conditions if condition.on in (None, ground))
 

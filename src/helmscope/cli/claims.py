@@ -26,7 +26,7 @@ from helmscope.cli.options import (
 from helmscope.cli.results import indented
 
 if TYPE_CHECKING:
-    from helmscope.claims.entry import Change, Condition, Entry
+    from helmscope.claims.entry import Change, Condition, ControlCase, Entry
     from helmscope.claims.registry import Registered
 
 claims = typer.Typer(
@@ -91,8 +91,11 @@ def show_claim(
         "decided by": " and ".join(entry.decided),
         "experiment": entry.experiment,
         "null": entry.null,
-        **{f"condition {case.name}": _condition_text(case) for case in entry.conditions},
-        **{f"control {case.name}": f"{case.text} Expected: {' or '.join(case.expected)}." for case in entry.controls},
+        **{f"condition {case.name}{_on(case)}": _condition_text(case) for case in entry.conditions},
+        **{
+            f"control {case.name}{_on(case)}": f"{case.text} Expected: {' or '.join(case.expected)}."
+            for case in entry.controls
+        },
         "constants": ", ".join(f"{name} = {value}" for name, value in entry.constants.items()),
         "history": " ".join(map(_history_text, entry.history)),
         "can be tried on": data["subjects"],
@@ -116,11 +119,14 @@ def _history_text(line: Change) -> str:
     return " ".join(filter(None, (f"Version {line.version}:", line.change, line.look, line.reason, before)))
 
 
+def _on(case: Condition | ControlCase) -> str:
+    return "" if case.on is None else f" on a {case.on.value}"
+
+
 def _condition_text(case: Condition) -> str:
     from helmscope.types import region_text
 
-    on = "" if case.on is None else f" On a {case.on.value}."
-    return f"{case.statistic} {case.text} ({region_text(case.region)}).{on}"
+    return f"{case.statistic} {case.text} ({region_text(case.region)})."
 
 
 @claims.command("test")

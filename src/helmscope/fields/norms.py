@@ -68,7 +68,7 @@ class Norm(ConciseRepr, ABC):
         """This norm without gain and bias, whose values are on a sphere if eps = 0.
 
         >>> RMSNorm(gain=torch.tensor([1.0, 2.0])).core()
-        RMSNorm(gain=None, eps=0.0)
+        RMSNorm()
         """
 
     @abstractmethod

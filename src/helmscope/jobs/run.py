@@ -89,8 +89,6 @@ def run(
     for name, value in (("show_progress", show_progress), ("resume", resume), ("allow_mixed", allow_mixed)):
         if not isinstance(value, bool) and (name, value) != ("show_progress", None):
             raise HelmscopeError(f"{name} is {shown(value)}, but it must be True or False")
-    if show_progress and spec.samples_cost:
-        print_status("estimating ...")
     with reporting(False):  # a check may compute a small example
         job = spec.prepare()
     manifest = job.manifest(engine, sys.argv if command is None else command)
@@ -98,6 +96,8 @@ def run(
     prints = bool(show_progress)
     work = Work(folder=place, manifest=manifest, engine=engine, show_progress=prints, allow_mixed=allow_mixed)
     if show_progress and job.prints_cost:
+        if spec.samples_cost:
+            print_status("estimating ...")
         print_status(str(job.cost()))
     for notice in job.notices if show_progress else ():
         print_status(notice)

@@ -134,7 +134,9 @@ def to_toml(spec: Spec) -> str:
     version = 1
     claims = ["rate"]
     quick = false
+    models = []
     truncate = false
+    held_back = false
     seed = 0
     """
     check_spec(spec)

@@ -6,7 +6,7 @@ m_i m_j:
     distant       i and j are at least ``gap`` positions apart and have different token ids: neighbors have similar
                   position embeddings, and repeated words the same token embedding
     all           all i != j
-    as printed    all i, j, with the diagonal, whose inner products are 1 (source 001, figure 1)
+    as printed    all i, j, with the diagonal, whose inner products are 1 [Geshkovski et al. 2023, figure 1]
 """
 
 from __future__ import annotations
