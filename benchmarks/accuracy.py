@@ -13,12 +13,12 @@ from common import Results, new_results, parser, relative_error, say, unit_vecto
 from torch import Tensor
 
 import helmscope as hs
-from helmscope.summation.blockwise import Blockwise
-from helmscope.summation.dense import Dense
-from helmscope.summation.flash import Flash
-from helmscope.summation.fused import fused_clustering, fused_refuses
-from helmscope.summation.harmonic import Harmonic
-from helmscope.summation.request import Request, Summation
+from helmscope.kernels.blockwise import Blockwise
+from helmscope.kernels.dense import Dense
+from helmscope.kernels.flash import Flash
+from helmscope.kernels.fused import fused_clustering, fused_refuses
+from helmscope.kernels.harmonic import Harmonic
+from helmscope.kernels.request import Request, Summation
 
 KERNELS: tuple[Summation, ...] = (Dense(), Blockwise(), Harmonic(), Flash())
 BETAS = (0.0, 1.0, 4.0, 9.0, 50.0, 500.0)

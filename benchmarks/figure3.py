@@ -109,7 +109,7 @@ def seconds_of_plain(d: int, samples: int, betas: Tensor, times: Tensor, device:
 
 def panel(results: Results, d: int, samples: int, betas: Tensor, times: Tensor) -> dict[str, float]:
     """Time one panel on a GPU, in the order fast, plain, fast, fast, and then check its accuracy."""
-    from helmscope.summation.fused import Clustering, fused_clustering
+    from helmscope.kernels.fused import Clustering, fused_clustering
 
     device = results.device
     start = Uniform(n=N, dim=d).sample_in_span(samples, seed=d, dtype=torch.float32, device=device)

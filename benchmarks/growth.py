@@ -14,12 +14,12 @@ from functools import partial
 import torch
 from common import Results, free_memory, interleaved, new_results, parser, power_law, say, shown, timing, unit_vectors
 
-from helmscope.summation.blockwise import Blockwise
-from helmscope.summation.dense import Dense
-from helmscope.summation.flash import Flash
-from helmscope.summation.fused import fused_clustering
-from helmscope.summation.harmonic import Harmonic
-from helmscope.summation.request import Request, Summation
+from helmscope.kernels.blockwise import Blockwise
+from helmscope.kernels.dense import Dense
+from helmscope.kernels.flash import Flash
+from helmscope.kernels.fused import fused_clustering
+from helmscope.kernels.harmonic import Harmonic
+from helmscope.kernels.request import Request, Summation
 
 BETA = 4.0
 Prepare = Callable[[int, torch.device], Callable[[], object]]  # a size and a device -> the call to be timed

@@ -34,10 +34,10 @@ from common import (
 )
 from torch import Tensor
 
-from helmscope.summation.blockwise import Blockwise
-from helmscope.summation.choose import choose, token_sum
-from helmscope.summation.harmonic import Harmonic
-from helmscope.summation.request import Request, Summation
+from helmscope.kernels.blockwise import Blockwise
+from helmscope.kernels.choose import choose, token_sum
+from helmscope.kernels.harmonic import Harmonic
+from helmscope.kernels.request import Request, Summation
 
 CASES = {
     "cpu": [(n, d) for n in (4_096, 16_384, 65_536) for d in (2, 3, 16, 64, 128)] + [(8_192, 16)],

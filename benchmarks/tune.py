@@ -7,7 +7,7 @@ on the clustering probability, and the table has the largest difference from the
 
     python benchmarks/tune.py [--widths 16 64] [--sizes 32x2 32x64]
 
-"*" marks what the package chooses: ``_PLANS`` in summation/flash.py, ``tuning`` in summation/fused.py.
+"*" marks what the package chooses: ``_PLANS`` in kernels/flash.py, ``tuning`` in kernels/fused.py.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from common import (
 )
 from torch import Tensor
 
-from helmscope.summation import fused
-from helmscope.summation.flash import _PLANS, Flash, Plan
-from helmscope.summation.request import Request
+from helmscope.kernels import fused
+from helmscope.kernels.flash import _PLANS, Flash, Plan
+from helmscope.kernels.request import Request
 
 Way = TypeVar("Way", Plan, fused.Tuning)
 

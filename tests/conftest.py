@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from helmscope import cli
-from helmscope.summation import flash
+from helmscope.kernels import flash
 from support.children import end_workers
 
 if not torch.cuda.is_available():  # before anything imports triton: GPU kernels run under its interpreter

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import helmscope as hs
-from helmscope.summation.choose import choose, token_sum, using_summation
-from helmscope.summation.fused import fused_clustering
-from helmscope.summation.request import AttentionSum, Request
+from helmscope.kernels.choose import choose, token_sum, using_summation
+from helmscope.kernels.fused import fused_clustering
+from helmscope.kernels.request import AttentionSum, Request
 from support.figure_three_table import TIMES, check_table
 from support.summation_cases import random_request
 
@@ -26,7 +26,7 @@ def moved(request: Request, device: str, dtype: torch.dtype) -> Request:
 
 def error(sums: AttentionSum, request: Request) -> float:
     """The largest error of the mean and of log Z, against the dense sums of the same numbers in float64."""
-    wanted = hs.summation.Dense().sum(moved(request, "cpu", torch.float64))
+    wanted = hs.kernels.Dense().sum(moved(request, "cpu", torch.float64))
     seen = (wanted.mass > 0).squeeze(-1)
     mean = (sums.mean.cpu().double() - wanted.mean).abs().max()
     log_mass = (sums.log_mass.cpu().double() - wanted.log_mass)[seen].abs()
@@ -40,7 +40,7 @@ def test_streaming(device, dtype):
         request = moved(random_request(seed), device, dtype)
         largest = float(request.query.norm(dim=-1).max()) + 4
         rounding = 8 * largest * torch.finfo(dtype).eps + 30 * torch.finfo(dtype).eps
-        for kernel in (hs.summation.Blockwise((64, 32)), hs.summation.Blockwise()):
+        for kernel in (hs.kernels.Blockwise((64, 32)), hs.kernels.Blockwise()):
             found = kernel.sum(request)
             assert found.total.device.type == device
             assert error(found, request) <= rounding * max(1.0, float(request.value.abs().max())), (seed, kernel)
@@ -56,18 +56,18 @@ def test_harmonic(d, device, dtype):
     for beta in (0.0, 4.0, 20.0):
         for skip_self in (False, True):
             request = Request(beta * x, x, x, weights=weights, beta=beta, skip_self=skip_self)
-            assert error(hs.summation.Harmonic().sum(request), request) <= bound * max(1.0, beta)
+            assert error(hs.kernels.Harmonic().sum(request), request) <= bound * max(1.0, beta)
 
 
 @pytest.mark.parametrize("device", COMPILED)
 def test_flash(device):
     for seed in range(40 if device == "cuda" else 3):
         request = moved(random_request(seed, plain=True), device, torch.float32)
-        assert hs.summation.Flash().refusal(request) is None
+        assert hs.kernels.Flash().refusal(request) is None
         # |l| 2^-22 for logits l, beside what float32 costs where every pair is stored
         logit = float(request.query.norm(dim=-1).max())
-        rounding = error(hs.summation.Dense().sum(request), request)
-        assert error(hs.summation.Flash().sum(request), request) <= logit * 2**-22 + 2 * rounding + 2e-6, seed
+        rounding = error(hs.kernels.Dense().sum(request), request)
+        assert error(hs.kernels.Flash().sum(request), request) <= logit * 2**-22 + 2 * rounding + 2e-6, seed
 
 
 @pytest.mark.parametrize("device", COMPILED)
@@ -122,7 +122,7 @@ if torch.cuda.is_available():
             mean = token_sum(request).mean
         assert names == {"Harmonic"}
         assert torch.equal(token_sum(request).mean, mean)
-        wanted = hs.summation.Harmonic().sum(moved(request, "cpu", torch.float64)).mean
+        wanted = hs.kernels.Harmonic().sum(moved(request, "cpu", torch.float64)).mean
         assert (mean.cpu().double() - wanted).norm() <= 5e-7 * wanted.norm()
 
     @pytest.mark.parametrize("dim", [2, 32, 128, 512])

@@ -16,7 +16,7 @@ from support.children import run_python
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "helmscope"
 ORDER = (
-    *("types", "store", "runs", "stats", "geometry", "theory", "summation", "fields", "solve", "nn", "transport"),
+    *("types", "store", "runs", "stats", "geometry", "theory", "kernels", "fields", "solve", "nn", "transport"),
     *("meanfield", "models", "intervene", "observe", "steer", "plots", "claims", "report", "jobs", "app", "cli"),
 )
 
@@ -100,7 +100,7 @@ def test_a_misplaced_import_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert len(misplaced(house)) == 1
 
 
-COMPUTING = ("geometry", "theory", "summation", "fields", "solve", "observe")
+COMPUTING = ("geometry", "theory", "kernels", "fields", "solve", "observe")
 PRODUCTS = {"addmm", "baddbmm", "bmm", "einsum", "matmul", "mm", "tensordot"}
 FACTORIES = {"arange", "as_tensor", "empty", "eye", "full", "linspace", "ones", "rand", "randint", "randn", "tensor"}
 FACTORIES |= {"zeros"}

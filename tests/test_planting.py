@@ -12,7 +12,7 @@ import torch
 from helmscope.fields.attention import SA, USA
 from helmscope.fields.multihead import MultiHead
 from helmscope.geometry.sphere import project
-from helmscope.summation.request import AttentionSum
+from helmscope.kernels.request import AttentionSum
 from helmscope.types import HelmscopeError
 from support.planting import MOTION, Plant, Rewrite, misread, outcome, wrong_answer, wrong_request, wrong_sum
 

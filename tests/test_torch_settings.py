@@ -74,7 +74,7 @@ CALLS: dict[str, Callable[[], object]] = {
     "resume": lambda: flow(hs.SA(beta=4.0)).resume(depth=0, states=tokens().flip(-1)).states,
     "kernel": lambda: flow(hs.SA(beta=4.0)).kernel(layer=1),
     "velocity": lambda: heads().velocity(tokens()),
-    "blockwise": lambda: flow(hs.SA(beta=4.0), summation=hs.summation.Blockwise()).states,
+    "blockwise": lambda: flow(hs.SA(beta=4.0), summation=hs.kernels.Blockwise()).states,
     "harmonic": lambda: hs.SA(beta=4.0)(tokens(2049, 3, None)),
     "harmonic on the circle": lambda: hs.SA(beta=4.0)(tokens(2049, 2, None)),
     "phase_diagram": lambda: hs.phase_diagram(

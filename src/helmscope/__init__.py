@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from helmscope import geometry as geometry
     from helmscope import intervene as intervene
     from helmscope import jobs as jobs
+    from helmscope import kernels as kernels
     from helmscope import models as models
     from helmscope import observe as observe
     from helmscope import plots as plots
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from helmscope import solve as solve
     from helmscope import stats as stats
     from helmscope import store as store
-    from helmscope import summation as summation
     from helmscope import theory as theory
     from helmscope import types as types
     from helmscope.claims.trial import try_claim as try_claim

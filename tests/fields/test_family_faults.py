@@ -25,7 +25,7 @@ from helmscope.fields.lowrank import LowRank
 from helmscope.fields.multihead import MultiHead
 from helmscope.fields.multihead_as_printed import MultiHeadAsPrinted
 from helmscope.fields.sinkhorn import SinkhornAttention
-from helmscope.summation.request import AttentionSum, Request
+from helmscope.kernels.request import AttentionSum, Request
 from support.attention_cases import F64, listed, measure, normal, tokens
 from support.planting import (
     MOTION,

@@ -15,8 +15,8 @@ import torch
 
 from helmscope.fields.attention import SA, USA
 from helmscope.geometry.sphere import project
-from helmscope.summation.dense import untransformed_logits
-from helmscope.summation.request import AttentionSum, Request
+from helmscope.kernels.dense import untransformed_logits
+from helmscope.kernels.request import AttentionSum, Request
 from support import oracles
 from support.attention_cases import F64, listed, normal, tokens
 from support.planting import (

@@ -12,7 +12,7 @@ from helmscope.fields.attention import SA
 from helmscope.fields.field import Field
 from helmscope.fields.hardmax import Hardmax
 from helmscope.fields.weights import check_weights
-from helmscope.summation.dense import untransformed_logits
+from helmscope.kernels.dense import untransformed_logits
 from helmscope.theory.equiangular import EquiangularFlow
 from helmscope.types import HelmscopeError
 from support.attention_cases import COMBINATIONS, F32, F64, circle, measure, normal, parameters, rotation, tokens

@@ -11,11 +11,11 @@ import helmscope as hs
 from helmscope.fields.field import as_field
 from helmscope.fields.lowrank import LowRank
 from helmscope.fields.multihead import MultiHead
-from helmscope.summation.blockwise import Blockwise
-from helmscope.summation.choose import token_sum, using_summation
-from helmscope.summation.dense import Dense
-from helmscope.summation.flash import Flash
-from helmscope.summation.request import Request
+from helmscope.kernels.blockwise import Blockwise
+from helmscope.kernels.choose import token_sum, using_summation
+from helmscope.kernels.dense import Dense
+from helmscope.kernels.flash import Flash
+from helmscope.kernels.request import Request
 from helmscope.types import HelmscopeError
 from support.attention_cases import normal, tokens
 

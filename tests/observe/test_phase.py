@@ -335,7 +335,7 @@ def test_what_the_fused_kernel_is_asked_for():
     assert of(hs.USA(20.0)) is None
     assert of(hs.SA(1.0, query_key=-eye)) is None
     assert of(hs.SA(1.0), hs.USA(1.0)) is None
-    with hs.summation.using_summation(hs.summation.Dense()):
+    with hs.kernels.using_summation(hs.kernels.Dense()):
         start = hs.Uniform(4, 3)
         seen = phase_diagram(hs.SA, betas=[1], times=[1], start=start, samples=2, dtype=torch.float32)
     assert seen.attrs["summation"] == "Dense"

@@ -29,9 +29,9 @@ from typing import Any, Self
 import pytest
 import torch
 
-from helmscope.summation.choose import token_sum
-from helmscope.summation.dense import transformed_logits
-from helmscope.summation.request import AttentionSum, Request
+from helmscope.kernels.choose import token_sum
+from helmscope.kernels.dense import transformed_logits
+from helmscope.kernels.request import AttentionSum, Request
 from helmscope.types import HelmscopeError
 
 Target = FunctionType | tuple[type, Sequence[str]]

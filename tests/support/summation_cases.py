@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from helmscope.summation.request import Request
+from helmscope.kernels.request import Request
 
 F64 = torch.float64
 SIZES = (1, 2, 3, 5, 31, 32, 33, 64, 65, 100, 127, 150)

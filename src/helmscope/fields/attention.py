@@ -30,9 +30,9 @@ from helmscope.fields.positions import Positions
 from helmscope.fields.scaled_velocity import ScaledVelocity
 from helmscope.geometry.arithmetic import check_dense_values, every
 from helmscope.geometry.sphere import project
-from helmscope.summation.choose import token_sum
-from helmscope.summation.dense import attention_sum, matrix_product, transformed_logits
-from helmscope.summation.request import AttentionSum, Request
+from helmscope.kernels.choose import token_sum
+from helmscope.kernels.dense import attention_sum, matrix_product, transformed_logits
+from helmscope.kernels.request import AttentionSum, Request
 from helmscope.types import HelmscopeError
 
 if TYPE_CHECKING:

@@ -17,9 +17,9 @@ from helmscope.fields.lowrank import LowRank, as_dense, query_and_key
 from helmscope.fields.parameters import number_or_tensor, over_tokens, shape_or_type
 from helmscope.fields.weights import check_weights
 from helmscope.geometry.sphere import project
-from helmscope.summation.choose import token_sum
-from helmscope.summation.dense import matrix_product, transformed_logits
-from helmscope.summation.request import Request
+from helmscope.kernels.choose import token_sum
+from helmscope.kernels.dense import matrix_product, transformed_logits
+from helmscope.kernels.request import Request
 from helmscope.types import HelmscopeError
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class CrossAttention(Field):
     ``context_weights`` (*batch, m).
 
     The tokens x do not attend to each other. ``beta``, ``query_key`` and ``value`` as in ``SA``. Sums over the context
-    are computed by ``summation/``: if either cloud has more than 2,048 tokens, no n x m matrix is stored. Raises
+    are computed by ``kernels/``: if either cloud has more than 2,048 tokens, no n x m matrix is stored. Raises
     ``HelmscopeError`` for a context without a token of positive weight, and when called for tokens of another
     dimension.
 

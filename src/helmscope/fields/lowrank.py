@@ -13,7 +13,7 @@ import torch
 
 from helmscope.fields.parameters import Change, copy_with, shape_or_type
 from helmscope.geometry.arithmetic import check_dense_values, every, full_precision
-from helmscope.summation.dense import matrix_product
+from helmscope.kernels.dense import matrix_product
 from helmscope.types import ConciseRepr, HelmscopeError
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from helmscope.fields.activations import GELU, Activation, SiLU
 from helmscope.fields.field import Field
 from helmscope.geometry.arithmetic import check_dense_values, every
 from helmscope.geometry.sphere import project
-from helmscope.summation.dense import matrix_product
+from helmscope.kernels.dense import matrix_product
 from helmscope.types import HelmscopeError, type_with_article
 
 if TYPE_CHECKING:

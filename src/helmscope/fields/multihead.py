@@ -32,9 +32,9 @@ from helmscope.fields.positions import Rotary
 from helmscope.fields.scaled_velocity import ScaledVelocity
 from helmscope.geometry.arithmetic import full_precision
 from helmscope.geometry.sphere import project
-from helmscope.summation.choose import token_sum
-from helmscope.summation.dense import matrix_product, transformed_logits
-from helmscope.summation.request import Request, has_visible_key
+from helmscope.kernels.choose import token_sum
+from helmscope.kernels.dense import matrix_product, transformed_logits
+from helmscope.kernels.request import Request, has_visible_key
 from helmscope.types import HelmscopeError, real_number, type_with_article
 
 if TYPE_CHECKING:

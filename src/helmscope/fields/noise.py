@@ -36,7 +36,7 @@ from torch.func import jvp
 from helmscope.fields.parameters import shape_or_type
 from helmscope.geometry.arithmetic import check_dense_values, full_precision
 from helmscope.geometry.sphere import project
-from helmscope.summation.dense import matrix_product
+from helmscope.kernels.dense import matrix_product
 from helmscope.types import ConciseRepr, HelmscopeError, real_number, type_with_article
 from helmscope.types.lazy import listed_exports
 

@@ -21,7 +21,7 @@ import torch
 from helmscope.fields.attention import Softmax, softmax_kernel
 from helmscope.fields.parameters import number_or_tensor
 from helmscope.geometry.arithmetic import full_precision
-from helmscope.summation.dense import untransformed_logits
+from helmscope.kernels.dense import untransformed_logits
 from helmscope.types import HelmscopeError, real_number, whole_number
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ Hence a kernel f(<x, y>) = sum_k a_k P_k(<x, y>) is diagonal in such a basis, an
 Harmonics are computed from the coordinates by recurrences, not from angles, so that no point is singular and the
 result at a point does not depend on its batch.
 
-The harmonic kernels (``summation/harmonic.py``) take their coefficients, degree and powers from this module.
+The harmonic kernels (``kernels/harmonic.py``) take their coefficients, degree and powers from this module.
 """
 
 from __future__ import annotations

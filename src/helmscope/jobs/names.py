@@ -85,10 +85,10 @@ SUMMATIONS = Names(
     "summation",
     {
         AUTO: "",
-        "dense": "helmscope.summation.dense:Dense",
-        "blockwise": "helmscope.summation.blockwise:Blockwise",
-        "harmonic": "helmscope.summation.harmonic:Harmonic",
-        "flash": "helmscope.summation.flash:Flash",
+        "dense": "helmscope.kernels.dense:Dense",
+        "blockwise": "helmscope.kernels.blockwise:Blockwise",
+        "harmonic": "helmscope.kernels.harmonic:Harmonic",
+        "flash": "helmscope.kernels.flash:Flash",
     },
 )
 DTYPES = Names("dtype", {"float64": "torch:float64", "float32": "torch:float32"})

@@ -23,9 +23,9 @@ import xarray as xr
 from helmscope.fields.lowrank import LowRank
 from helmscope.geometry.arithmetic import full_precision
 from helmscope.geometry.sphere import check_tokens
+from helmscope.kernels.dense import matrix_product
 from helmscope.observe.generator import check_points
 from helmscope.observe.kernel import attention_distributions, check_kernel
-from helmscope.summation.dense import matrix_product
 from helmscope.types import HelmscopeError, check_reduced, counted
 
 if TYPE_CHECKING:

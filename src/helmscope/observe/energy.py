@@ -18,9 +18,9 @@ from helmscope.fields.parameters import number_or_tensor, over_tokens
 from helmscope.fields.sinkhorn import SinkhornAttention
 from helmscope.fields.weights import check_weights
 from helmscope.geometry.sphere import check_tokens
-from helmscope.summation.choose import token_sum
-from helmscope.summation.dense import matrix_product
-from helmscope.summation.request import Request
+from helmscope.kernels.choose import token_sum
+from helmscope.kernels.dense import matrix_product
+from helmscope.kernels.request import Request
 from helmscope.types import HelmscopeError, real_number
 
 if TYPE_CHECKING:

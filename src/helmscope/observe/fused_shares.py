@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from helmscope.fields.attention import SA, USA
-from helmscope.summation.fused import fused_clustering, fused_refuses
+from helmscope.kernels.fused import fused_clustering, fused_refuses
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int

@@ -13,6 +13,7 @@ import torch
 import xarray as xr
 
 from helmscope.fields.field import Field, as_field
+from helmscope.kernels.choose import pinned, using_summation
 from helmscope.observe.diagram import PhaseDiagram
 from helmscope.observe.fused_shares import FusedShares
 from helmscope.observe.inner_products import clustering_fraction
@@ -21,7 +22,6 @@ from helmscope.solve.dormand_prince import DormandPrince
 from helmscope.solve.integrate import default_stepper, make_problem
 from helmscope.solve.published_euler import PublishedEuler
 from helmscope.solve.threads import fitting_threads
-from helmscope.summation.choose import pinned, using_summation
 from helmscope.theory.equiangular import EquiangularFlow, hitting_time
 from helmscope.theory.starts import Start, in_span
 from helmscope.types import HelmscopeError, check_measurement, check_memory, increasing_times, real_number, whole_number

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from helmscope.kernels.request import may_be_differentiated
 from helmscope.solve.rest import resting_state
-from helmscope.summation.request import may_be_differentiated
 from helmscope.types import Outcome, Status
 
 if TYPE_CHECKING:

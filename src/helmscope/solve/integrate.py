@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from jaxtyping import Bool, Float
     from torch import Tensor
 
-    from helmscope.summation.request import Summation
+    from helmscope.kernels.request import Summation
     from helmscope.types.progress import ProgressOption
 
 

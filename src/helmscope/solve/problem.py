@@ -15,6 +15,7 @@ from helmscope.fields.multihead import MultiHead
 from helmscope.fields.parameters import selected
 from helmscope.geometry.arithmetic import full_precision
 from helmscope.geometry.sphere import check_tokens, retract
+from helmscope.kernels.choose import choose, using_summation
 from helmscope.runs.bar import shows_progress
 from helmscope.solve.adaptive import run_adaptive
 from helmscope.solve.events import Event, Watch
@@ -27,7 +28,6 @@ from helmscope.solve.simulation import Simulation
 from helmscope.solve.stepper import AdaptiveStepper, NoisyStepper, Stepper
 from helmscope.solve.symmetry import in_span
 from helmscope.solve.threads import fitting_threads
-from helmscope.summation.choose import choose, using_summation
 from helmscope.types import (
     HelmscopeError,
     Outcome,
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from helmscope.fields.noise import Noise
-    from helmscope.summation.request import Summation
+    from helmscope.kernels.request import Summation
     from helmscope.types.progress import ProgressOption
 
 logger = logging.getLogger(__name__)

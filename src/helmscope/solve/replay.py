@@ -18,10 +18,10 @@ from helmscope.fields.lowrank import as_dense
 from helmscope.fields.multihead import MultiHead
 from helmscope.fields.placement import PreNorm
 from helmscope.geometry.arithmetic import full_precision
+from helmscope.kernels.dense import matrix_product
 from helmscope.solve.flow import Flow
 from helmscope.solve.layer import Layer
 from helmscope.solve.noisy_layer import NoisyLayer
-from helmscope.summation.dense import matrix_product
 from helmscope.types import (
     AttentionPass,
     Half,

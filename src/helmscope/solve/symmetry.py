@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from helmscope.geometry.arithmetic import full_precision
+from helmscope.kernels.request import may_be_differentiated
 from helmscope.solve.events import ClusterMerge, HittingTime
-from helmscope.summation.request import may_be_differentiated
 
 if TYPE_CHECKING:
     from jaxtyping import Float

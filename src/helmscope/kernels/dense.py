@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from helmscope.geometry.arithmetic import full_precision
-from helmscope.summation.request import MAX_DENSE_TOKENS, AttentionSum, Request
+from helmscope.kernels.request import MAX_DENSE_TOKENS, AttentionSum, Request
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float

@@ -11,12 +11,12 @@ import torch
 
 from helmscope.fields.attention import SA, USA, Attention
 from helmscope.geometry.sphere import retract
+from helmscope.kernels import fused
+from helmscope.kernels.fused import Clustering, Tuning, fused_clustering, fused_refuses, launch
 from helmscope.observe.inner_products import clustering_fraction
 from helmscope.solve.heun import Heun
 from helmscope.solve.integrate import integrate
 from helmscope.solve.rk4 import RK4
-from helmscope.summation import fused
-from helmscope.summation.fused import Clustering, Tuning, fused_clustering, fused_refuses, launch
 from helmscope.types import HelmscopeError
 from support.children import run_python
 
@@ -258,6 +258,6 @@ def test_bad_input_raises(changed: dict[str, object], message: str) -> None:
 
 
 def test_importing_fused_does_not_import_triton() -> None:
-    code = "import sys, helmscope.summation.fused; assert 'helmscope.summation.fused_triton' not in sys.modules"
+    code = "import sys, helmscope.kernels.fused; assert 'helmscope.kernels.fused_triton' not in sys.modules"
     code += "; assert 'triton' not in sys.modules"
     run_python(code, check=True)

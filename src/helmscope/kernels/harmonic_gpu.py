@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from helmscope.summation.flash import _has_triton
-from helmscope.summation.harmonic_series import circle_series, sphere_series
+from helmscope.kernels.flash import _has_triton
+from helmscope.kernels.harmonic_series import circle_series, sphere_series
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -86,7 +86,7 @@ def gpu_sums(
     The diagnostics are, for each part of the cloud, the smallest mass that a token receives from the others, the
     largest | |x| - 1 | and the total weight.
     """
-    from helmscope.summation.harmonic_triton import coefficients_kernel, moments_kernel, sums_kernel
+    from helmscope.kernels.harmonic_triton import coefficients_kernel, moments_kernel, sums_kernel
 
     systems, n, d = x.shape
     orders = max(_MIN_ORDERS[d], 1 << (degree + 1).bit_length())

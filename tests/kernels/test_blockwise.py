@@ -8,14 +8,14 @@ import pytest
 import torch
 
 import helmscope as hs
+from helmscope.kernels import request as request_module
+from helmscope.kernels.blockwise import Blockwise
+from helmscope.kernels.choose import choose, token_sum, using_summation
+from helmscope.kernels.dense import Dense
+from helmscope.kernels.flash import Flash
+from helmscope.kernels.harmonic import Harmonic
+from helmscope.kernels.request import AttentionSum, Request, has_visible_key
 from helmscope.solve.integrate import make_problem
-from helmscope.summation import request as request_module
-from helmscope.summation.blockwise import Blockwise
-from helmscope.summation.choose import choose, token_sum, using_summation
-from helmscope.summation.dense import Dense
-from helmscope.summation.flash import Flash
-from helmscope.summation.harmonic import Harmonic
-from helmscope.summation.request import AttentionSum, Request, has_visible_key
 from helmscope.types import HelmscopeError
 from support.summation_cases import F64, random_request
 
@@ -183,7 +183,7 @@ def test_fields_agree_with_dense_sums_beyond_the_dense_limit(field, d, monkeypat
     x = tokens(2_100, d)
     got = field(beta=3.0)(x)
     monkeypatch.setattr(request_module, "MAX_DENSE_TOKENS", 10**9)
-    monkeypatch.setattr("helmscope.summation.choose.MAX_DENSE_TOKENS", 10**9)
+    monkeypatch.setattr("helmscope.kernels.choose.MAX_DENSE_TOKENS", 10**9)
     expected = field(beta=3.0)(x)
     assert make_problem(field(beta=3.0), x, [1.0]).summations() == ["Dense"]
     assert (got - expected).abs().max() <= 1e-12 * max(1.0, float(expected.abs().max()))

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from helmscope.fields.attention import SA
-from helmscope.summation.choose import using_summation
-from helmscope.summation.dense import attention_sum, logits
-from helmscope.summation.flash import Flash, Plan
-from helmscope.summation.request import AttentionSum, Request, Summation
+from helmscope.kernels.choose import using_summation
+from helmscope.kernels.dense import attention_sum, logits
+from helmscope.kernels.flash import Flash, Plan
+from helmscope.kernels.request import AttentionSum, Request, Summation
 from support.children import run_python
 from support.summation_cases import random_request
 
@@ -166,8 +166,8 @@ def test_few_operations():
     Flash().sum(request)
     launches = [NoOpKernel(), NoOpKernel()]
     with pytest.MonkeyPatch.context() as patch, CountOperations():
-        patch.setattr("helmscope.summation.flash_triton.flash_kernel", launches[0])
-        patch.setattr("helmscope.summation.flash_triton.split_kernel", launches[1])
+        patch.setattr("helmscope.kernels.flash_triton.flash_kernel", launches[0])
+        patch.setattr("helmscope.kernels.flash_triton.split_kernel", launches[1])
         Flash().sum(request)
     assert [launch.calls for launch in launches] == [1, 1]
     assert count <= 10  # 7, and 3 that only allocate
@@ -331,12 +331,12 @@ def test_unsupported_requests(monkeypatch):
         (Request(*[x.to("meta")] * 3), "it needs a CUDA device, and the tokens are on meta"),
     ):
         assert kernel.refusal(request) == reason
-    monkeypatch.setattr("helmscope.summation.flash_triton.INTERPRETED", False)
+    monkeypatch.setattr("helmscope.kernels.flash_triton.INTERPRETED", False)
     assert kernel.refusal(Request(*[x.cpu()] * 3)) == "it needs a CUDA device, and the tokens are on cpu"
 
 
 def test_importing_flash_does_not_import_triton():
-    code = "import sys, helmscope.summation.flash, helmscope as hs; "
+    code = "import sys, helmscope.kernels.flash, helmscope as hs; "
     code += "hs.SA(1.0).velocity(hs.Uniform(2, 3).sample(seed=0))"
     code += "; print({'triton', 'sympy'} & set(sys.modules))"  # torch imports sympy for things that we do without
     assert run_python(code, check=True).stdout.strip() == "set()"

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from helmscope.geometry.arithmetic import full_precision
-from helmscope.summation.harmonic_series import circle_series, sphere_series
+from helmscope.kernels.harmonic_series import circle_series, sphere_series
 
 if TYPE_CHECKING:
     from jaxtyping import Float

@@ -22,10 +22,10 @@ import torch
 from helmscope.geometry.arithmetic import full_precision
 from helmscope.geometry.harmonics import exponential_coefficients, exponential_degree, powers
 from helmscope.geometry.sphere import NORM_TOLERANCE, check_tokens
-from helmscope.summation.harmonic_gpu import fits, gpu_sums
-from helmscope.summation.harmonic_matrix import MAX_MATRIX_DEGREE, matrix_sums
-from helmscope.summation.harmonic_series import circle_series, sphere_series
-from helmscope.summation.request import AttentionSum, Request
+from helmscope.kernels.harmonic_gpu import fits, gpu_sums
+from helmscope.kernels.harmonic_matrix import MAX_MATRIX_DEGREE, matrix_sums
+from helmscope.kernels.harmonic_series import circle_series, sphere_series
+from helmscope.kernels.request import AttentionSum, Request
 from helmscope.types import HelmscopeError, real_number
 
 if TYPE_CHECKING:

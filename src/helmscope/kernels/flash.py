@@ -20,14 +20,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from helmscope.geometry.arithmetic import broadcast_shapes
-from helmscope.summation.request import AttentionSum
+from helmscope.kernels.request import AttentionSum
 from helmscope.types import HelmscopeError
 
 if TYPE_CHECKING:
     from jaxtyping import Float
     from torch import Tensor
 
-    from helmscope.summation.request import Request
+    from helmscope.kernels.request import Request
 
 _MAX_WIDTH = 256
 _TERM_EXPONENT = 14  # the largest terms are scaled to 2^14
@@ -74,7 +74,7 @@ class Flash:
     |l| 2^-23 in any float32 computation. A NaN affects only its own system.
 
     >>> x = torch.eye(2)
-    >>> from helmscope.summation.request import Request
+    >>> from helmscope.kernels.request import Request
     >>> Flash().refusal(Request(x.double(), x.double(), x.double()))
     'it needs float32 tensors, and these are float64'
     """
@@ -89,7 +89,7 @@ class Flash:
         """Why it does not support a request; None if it does.
 
         >>> x = torch.zeros(3, 300)
-        >>> from helmscope.summation.request import Request
+        >>> from helmscope.kernels.request import Request
         >>> Flash().refusal(Request(x, x, x))
         'it takes vectors of at most 256 coordinates, and these have 300'
         """
@@ -119,7 +119,7 @@ class Flash:
         ``shift`` is the largest visible logit rounded up to a multiple of log 2, or |beta| where that bound is close
         enough.
         """
-        from helmscope.summation.flash_triton import flash_kernel
+        from helmscope.kernels.flash_triton import flash_kernel
 
         n, d = request.value.shape[-2:]
         plan = self.plan or _PLANS[_padded_width(max(request.key.shape[-1], d))]
@@ -174,7 +174,7 @@ def _device_reason(device: torch.device) -> str | None:
         return "triton is not installed"
     if device.type == "cuda":
         return None
-    from helmscope.summation.flash_triton import INTERPRETED
+    from helmscope.kernels.flash_triton import INTERPRETED
 
     return None if INTERPRETED and device.type == "cpu" else f"it needs a CUDA device, and the tokens are on {device}"
 
@@ -207,7 +207,7 @@ class _Split:
 
 
 def _split(x: Tensor, batch: torch.Size, plan: Plan) -> _Split:
-    from helmscope.summation.flash_triton import split_kernel
+    from helmscope.kernels.flash_triton import split_kernel
 
     n, d = x.shape[-2:]
     long, short = max(plan.queries, plan.keys), min(plan.queries, plan.keys)

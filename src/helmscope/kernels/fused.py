@@ -185,7 +185,7 @@ class Task:
 
 def launch(x0: Float[Tensor, "sample n d"], task: Task, options: Tuning) -> Clustering:
     """``fused_clustering`` without checks and with an explicit tuning."""
-    fused_kernel = importlib.import_module("helmscope.summation.fused_triton").fused_kernel
+    fused_kernel = importlib.import_module("helmscope.kernels.fused_triton").fused_kernel
     flows, (samples, n, d), device = task.flows, x0.shape, x0.device
     size, count, pairs = len(flows.betas), len(flows.spans), n * (n - 1) // 2
     # longest jobs first, so that none starts last: at higher beta tokens meet later

@@ -8,11 +8,11 @@ import math
 import pytest
 import torch
 
-from helmscope.summation.choose import token_sum, using_summation
-from helmscope.summation.dense import Dense
-from helmscope.summation.harmonic import Harmonic, harmonic_degree
-from helmscope.summation.harmonic_gpu import Partition, gpu_sums
-from helmscope.summation.request import Request
+from helmscope.kernels.choose import token_sum, using_summation
+from helmscope.kernels.dense import Dense
+from helmscope.kernels.harmonic import Harmonic, harmonic_degree
+from helmscope.kernels.harmonic_gpu import Partition, gpu_sums
+from helmscope.kernels.request import Request
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NAN = math.nan
@@ -42,7 +42,7 @@ def exact(x: torch.Tensor, beta: float, mass: torch.Tensor | None = None, *, ski
 @pytest.fixture
 def by_gpu_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make ``Harmonic`` use these kernels on a CPU too."""
-    monkeypatch.setattr("helmscope.summation.harmonic.fits", lambda x, degree: True)
+    monkeypatch.setattr("helmscope.kernels.harmonic.fits", lambda x, degree: True)
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def test_inaccurate_systems_are_the_same_as_without_the_gpu_diagnostics(d: int, 
 
 @pytest.mark.usefixtures("by_gpu_sums")
 def test_the_dispatcher_falls_back_to_pairwise_sums_for_inaccurate_systems(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("helmscope.summation.choose.MAX_DENSE_TOKENS", 16)
+    monkeypatch.setattr("helmscope.kernels.choose.MAX_DENSE_TOKENS", 16)
     x = cloud(200, 2, batch=2)
     for isolated, names in ((False, {"Harmonic"}), (True, {"Harmonic", "Flash" if DEVICE == "cuda" else "Blockwise"})):
         if isolated:

@@ -8,7 +8,7 @@ import mpmath
 import pytest
 import torch
 
-from helmscope.summation.dense import attention_sum, logits
+from helmscope.kernels.dense import attention_sum, logits
 
 F64 = torch.float64
 INF = math.inf

@@ -17,15 +17,15 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
-from helmscope.summation.blockwise import Blockwise
-from helmscope.summation.dense import Dense
-from helmscope.summation.flash import Flash
-from helmscope.summation.harmonic import Harmonic
-from helmscope.summation.request import MAX_DENSE_TOKENS, AttentionSum, Summation
+from helmscope.kernels.blockwise import Blockwise
+from helmscope.kernels.dense import Dense
+from helmscope.kernels.flash import Flash
+from helmscope.kernels.harmonic import Harmonic
+from helmscope.kernels.request import MAX_DENSE_TOKENS, AttentionSum, Summation
 from helmscope.types import HelmscopeError
 
 if TYPE_CHECKING:
-    from helmscope.summation.request import Request
+    from helmscope.kernels.request import Request
 
 _DENSE, _BLOCKWISE, _HARMONIC, _FLASH = Dense(), Blockwise(), Harmonic(), Flash()
 _pinned: ContextVar[Summation | None] = ContextVar("pinned", default=None)
@@ -36,7 +36,7 @@ def token_sum(request: Request) -> AttentionSum:
     """Compute the sums of a request with the pinned method, or with the best one if none is pinned.
 
     >>> import torch
-    >>> from helmscope.summation.request import Request
+    >>> from helmscope.kernels.request import Request
     >>> x = torch.eye(2)
     >>> token_sum(Request(0.0 * x, x, x)).mean
     tensor([[0.5000, 0.5000],
@@ -83,7 +83,7 @@ def choose(request: Request) -> Summation:
     Raises ``HelmscopeError`` if the pinned method does not support the request.
 
     >>> import torch
-    >>> from helmscope.summation.request import Request
+    >>> from helmscope.kernels.request import Request
     >>> x = torch.nn.functional.normalize(torch.randn(4096, 3), dim=-1)
     >>> choose(Request(4 * x, x, x, beta=4.0)), choose(Request(4 * x, x, x, causal=True))
     (Harmonic(tol=None), Blockwise(block=None))
@@ -119,7 +119,7 @@ def using_summation(method: Summation | None = None) -> Iterator[set[str]]:
     With None, a method pinned by an outer call stays pinned; otherwise the best method is chosen for each sum.
 
     >>> import torch
-    >>> from helmscope.summation.request import Request
+    >>> from helmscope.kernels.request import Request
     >>> x = torch.eye(2)
     >>> with using_summation(Blockwise()) as names:
     ...     _ = token_sum(Request(x, x, x))

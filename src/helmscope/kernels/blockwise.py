@@ -18,7 +18,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from helmscope.geometry.arithmetic import full_precision
-from helmscope.summation.request import AttentionSum, Request, transformed
+from helmscope.kernels.request import AttentionSum, Request, transformed
 from helmscope.types import HelmscopeError, whole_number
 
 if TYPE_CHECKING:

@@ -14,12 +14,12 @@ import helmscope as hs
 from helmscope.fields.attention import SA, USA
 from helmscope.geometry import harmonics
 from helmscope.geometry.sphere import project, retract
-from helmscope.summation import harmonic_series
-from helmscope.summation.dense import Dense, attention_sum, logits
-from helmscope.summation.harmonic import CHUNK, Harmonic, harmonic_degree, harmonic_sum
-from helmscope.summation.harmonic_matrix import matrix_sums
-from helmscope.summation.harmonic_series import circle_series
-from helmscope.summation.request import Request
+from helmscope.kernels import harmonic_series
+from helmscope.kernels.dense import Dense, attention_sum, logits
+from helmscope.kernels.harmonic import CHUNK, Harmonic, harmonic_degree, harmonic_sum
+from helmscope.kernels.harmonic_matrix import matrix_sums
+from helmscope.kernels.harmonic_series import circle_series
+from helmscope.kernels.request import Request
 from helmscope.theory.energy import energy_min
 from helmscope.types import HelmscopeError
 from support.summation_cases import random_request
@@ -166,7 +166,7 @@ def test_matrix_products_agree(beta: float, d: int, monkeypatch: pytest.MonkeyPa
     expected = over_scale(harmonic_sum(x, beta=beta, weights=weights), beta)
     degree = harmonic_degree(beta, dim=d)
     for chunk in (2**20, 77):
-        monkeypatch.setattr("helmscope.summation.harmonic_matrix.CHUNK", chunk)
+        monkeypatch.setattr("helmscope.kernels.harmonic_matrix.CHUNK", chunk)
         got = matrix_sums(x, weights, beta, degree)
         assert float((got - expected).abs().max()) < 3e-14 * float(weights.sum(-1).max())
     got = matrix_sums(x.float(), weights.float(), beta, degree)
@@ -207,11 +207,11 @@ def test_bad_input_raises(call, message: str) -> None:
 def test_a_huge_beta_falls_back_to_pairs(dim):
     """The degree of its series, which would take 8 TB to compute, is not computed."""
     x = hs.Uniform(2100, dim).sample()
-    with hs.summation.using_summation() as used:
+    with hs.kernels.using_summation() as used:
         velocity = hs.SA(beta=1e12)(x)
     assert used == {"Blockwise"}
     assert float(velocity.abs().max()) < 1e-3  # every token attends to itself only
-    with hs.summation.using_summation(Harmonic()), pytest.raises(hs.HelmscopeError, match="degree above 256"):
+    with hs.kernels.using_summation(Harmonic()), pytest.raises(hs.HelmscopeError, match="degree above 256"):
         hs.SA(beta=1e12)(x)
 
 
