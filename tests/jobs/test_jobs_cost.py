@@ -72,7 +72,18 @@ def test_the_estimate_of_trials_scales_with_the_subject(tmp_path):
     larger = cost.SubjectSize(1_000 * size.parameters, size.tokens, size.recorded)
     assert larger.relative_time == 1_000
     assert larger.bytes > 1_000 * 4 * size.parameters
-    assert cost.trials_cost(Trials(), plan_trials(["kuramoto"])).bytes == cost.LIBRARY_BYTES
+    plan = plan_trials(["kuramoto"])
+    assert cost.trials_cost(Trials(), plan).bytes == cost.LIBRARY_BYTES
+    quick, full = (cost.trials_cost(Trials(quick=quick), plan).seconds for quick in (True, False))
+    assert quick == cost.QUICK * full
+
+
+def test_a_tied_block_is_computed_once_for_each_call():
+    tied = cost.subject_size(hs.Subject("tied"))
+    assert tied.loops == 24
+    once = cost.SubjectSize(tied.parameters, tied.tokens, tied.recorded, embedding=tied.embedding)
+    assert 4 < tied.relative_time / once.relative_time < 24
+    assert 1 < tied.relative_time < 4  # of model A: fewer parameters, called more often
 
 
 def test_the_verb_prints_an_estimate_and_runs_nothing(helmscope, tmp_path):

@@ -35,6 +35,7 @@ LIBRARY_BYTES = 450_000_000  # of a process that has imported torch, SciPy, xarr
 SAMPLE_SYSTEMS = 4
 SAMPLING_S = 2.0  # for all samples of an estimate together, approximately
 PICTURES_S = 1.0
+QUICK = 0.5  # time of the quick form of a trial over that of the full one; measured on all trials together
 WEEK_S = 604_800.0
 REFERENCE_PARAMETERS, REFERENCE_TOKENS = 6_174_336, 16_384  # of model A and its 128 texts
 
@@ -103,7 +104,7 @@ def simulation_cost(spec: Simulate) -> Estimate:
 
 def trials_cost(spec: Trials, planned: Sequence[PlannedTrial]) -> Estimate:
     """The time of trials as declared by their experiments for a simulation or for model A on its texts, scaled by the
-    size of the model and its texts; quick trials may take less. The memory is that of the largest subject.
+    size of the model and its texts, and by ``QUICK`` for quick trials. The memory is that of the largest subject.
     """
     from helmscope.claims.registry import experiments, ground_of
 
@@ -113,12 +114,14 @@ def trials_cost(spec: Trials, planned: Sequence[PlannedTrial]) -> Estimate:
     seconds = [
         known[trial.claim].seconds[ground_of(trial.subject)] * sizes[trial.subject].relative_time for trial in planned
     ]
-    return Estimate(work, sum(seconds), LIBRARY_BYTES + max((size.bytes for size in sizes.values()), default=0))
+    total = sum(seconds) * (QUICK if spec.quick else 1.0)
+    return Estimate(work, total, LIBRARY_BYTES + max((size.bytes for size in sizes.values()), default=0))
 
 
 @dataclass(frozen=True)
 class SubjectSize:
     """The number of parameters of a model, of tokens of its texts, and of recorded numbers; all 0 for a simulation.
+    ``loops`` is how often the block of a tied model is called.
 
     >>> SubjectSize(2 * REFERENCE_PARAMETERS, REFERENCE_TOKENS, 0).relative_time
     2.0
@@ -127,15 +130,18 @@ class SubjectSize:
     parameters: int = 0
     tokens: int = 0
     recorded: int = 0
+    loops: int = 1
+    embedding: int = 0
 
     @property
     def relative_time(self) -> float:
-        """The time of a trial relative to model A on its texts, which grows with parameters times tokens; 1 for a
-        simulation.
+        """The time of a trial relative to model A on its texts, which grows with parameters times tokens, those of a
+        tied block once for each call; 1 for a simulation.
         """
         if self.parameters == 0:
             return 1.0
-        return self.parameters * self.tokens / (REFERENCE_PARAMETERS * REFERENCE_TOKENS)
+        computed = self.embedding + (self.parameters - self.embedding) * self.loops
+        return computed * self.tokens / (REFERENCE_PARAMETERS * REFERENCE_TOKENS)
 
     @property
     def bytes(self) -> int:
@@ -155,7 +161,14 @@ def subject_size(subject: Subject) -> SubjectSize:
     model, lengths = subject.loaded.model, [len(ids) for ids in subject.token_ids]
     layers, width = (int(getattr(model.config, name, None) or 0) for name in ("num_hidden_layers", "hidden_size"))
     padded = len(lengths) * max(lengths)
-    return SubjectSize(int(model.num_parameters()), sum(lengths), (2 * layers + 1) * padded * width)
+    embedding = model.get_input_embeddings()
+    return SubjectSize(
+        int(model.num_parameters()),
+        sum(lengths),
+        (2 * layers + 1) * padded * width,
+        loops=subject.tied_loops or 1,
+        embedding=0 if embedding is None else sum(weights.numel() for weights in embedding.parameters()),
+    )
 
 
 def _row_seconds(spec: Phase, dim: int, size: int, beta: float, budget: float) -> float:
