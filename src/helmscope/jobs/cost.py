@@ -35,7 +35,7 @@ LIBRARY_BYTES = 450_000_000  # of a process that has imported torch, SciPy, xarr
 SAMPLE_SYSTEMS = 4
 SAMPLING_S = 2.0  # for all samples of an estimate together, approximately
 PICTURES_S = 1.0
-QUICK = 0.5  # time of the quick form of a trial over that of the full one; measured on all trials together
+QUICK = 0.35  # time of the quick form of a trial over that of the full one; measured on all trials together
 WEEK_S = 604_800.0
 REFERENCE_PARAMETERS, REFERENCE_TOKENS = 6_174_336, 16_384  # of model A and its 128 texts
 
