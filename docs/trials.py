@@ -20,6 +20,7 @@ from helmscope.claims.evidence import (
     Identity,
     Impossible,
     Magnitude,
+    Paired,
     Replicates,
     SomeLayer,
 )
@@ -52,7 +53,7 @@ def detectable_effect(evidence: Evidence, region: Region) -> str:
         return f"an error beyond the bound at {100 * (1 - 0.1 ** (1 / n)):.2g} % of the inputs"
     if isinstance(evidence, Count):
         return f"a share of {_decisive_rate(evidence.n, float(region.low or 0)):.3g} against the bound {region.low:g}"
-    if isinstance(evidence, Magnitude):
+    if isinstance(evidence, Magnitude | Paired):
         return f"{_decisive_distance(evidence.differences, evidence):.2g} from the bound"
     if isinstance(evidence, EveryMagnitude):
         widest = max(_decisive_distance(case, evidence) for case in evidence.differences)
