@@ -362,6 +362,7 @@ def changed(value, dtype=F64):
     ("x", "sentence"),
     [
         ([[1.0, 0.0]], "is a list, but it must be a torch tensor of shape (..., n, d)"),
+        (np.eye(2), "is an ndarray, but it must be a torch tensor of shape (..., n, d): pass torch.from_numpy(tokens)"),
         (torch.eye(2, dtype=torch.long), "has dtype torch.int64, but it must be torch.float64 or torch.float32"),
         (torch.eye(2).half(), "has dtype torch.float16, but it must be torch.float64 or torch.float32"),
         (torch.ones(3), "has shape (3,), but it must be (..., n, d) with n >= 1 tokens"),

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 import torch
 
-from helmscope.types import HelmscopeError
+from helmscope.types import HelmscopeError, type_with_article
 
 if TYPE_CHECKING:
+    from jaxtyping import Float
     from torch import Tensor
 
 Params = ParamSpec("Params")
@@ -78,6 +79,40 @@ def check_dense_values(name: str, tensor: Tensor) -> None:
         raise HelmscopeError(
             f"{name} is a tensor of layout {tensor.layout} on {tensor.device}, but it must be dense and hold values"
         )
+
+
+def numpy_hint(name: str, value: object) -> str:
+    """The end of an error message for an argument that must be a tensor: how to convert a NumPy array.
+
+    >>> import numpy as np
+    >>> numpy_hint("x0", np.zeros(2)), numpy_hint("x0", [0.0])
+    (': pass torch.from_numpy(x0)', '')
+    """
+    return f": pass torch.from_numpy({name})" if type(value).__module__ == "numpy" else ""
+
+
+def check_points(points: object, name: str) -> Float[Tensor, "*batch n d"]:
+    """The points, if they are a tensor of finite points of R^d, n >= 1; raises ``HelmscopeError`` otherwise.
+
+    >>> check_points(torch.zeros(0, 2), "x")
+    Traceback (most recent call last):
+    helmscope.types.HelmscopeError: x has shape (0, 2), but it must be (..., n, d) with n >= 1 points and d >= 1
+    """
+    if not isinstance(points, torch.Tensor):
+        raise HelmscopeError(
+            f"{name} is {type_with_article(points)}, but it must be a tensor of points (..., n, d)"
+            f"{numpy_hint(name, points)}"
+        )
+    if points.ndim < 2 or 0 in points.shape[-2:]:
+        raise HelmscopeError(
+            f"{name} has shape {tuple(points.shape)}, but it must be (..., n, d) with n >= 1 points and d >= 1"
+        )
+    check_dense_values(name, points)
+    if points.dtype not in (torch.float64, torch.float32):
+        raise HelmscopeError(f"{name} has dtype {points.dtype}, but it must be torch.float64 or torch.float32")
+    if not every(torch.isfinite(points.detach())):
+        raise HelmscopeError(f"{name} holds NaN or infinite entries, but every point must be finite")
+    return points
 
 
 def every(condition: Tensor) -> bool:

@@ -24,12 +24,29 @@ from scipy.linalg import eigvalsh_tridiagonal
 
 from helmscope.geometry.arithmetic import full_precision
 from helmscope.geometry.sphere import retract
-from helmscope.types import HelmscopeError, check_memory, real_number, whole_number
+from helmscope.types import HelmscopeError, check_integer, check_memory, check_real
+from helmscope.types.lazy import listed_exports
 
 if TYPE_CHECKING:
     from jaxtyping import Complex, Float
     from numpy.typing import NDArray
     from torch import Tensor
+
+__all__ = [
+    "circle_angle",
+    "exponential_coefficients",
+    "exponential_degree",
+    "fourier",
+    "gegenbauer",
+    "gegenbauer_c",
+    "harmonic_dimension",
+    "powers",
+    "spherical_harmonics",
+    "zonal_coefficients",
+    "zonal_quadrature",
+]
+if not TYPE_CHECKING:  # type checkers would accept any name
+    __getattr__, __dir__ = listed_exports(__name__, __all__)
 
 
 def circle_angle(x: Float[Tensor, "*batch 2"]) -> Float[Tensor, "*batch"]:
@@ -137,7 +154,7 @@ def gegenbauer(s: Float[Tensor, "*batch"], degree: int, *, dim: int) -> Float[Te
     >>> gegenbauer(torch.tensor(0.5), 2, dim=3)
     tensor([ 1.0000,  0.5000, -0.1250])
     """
-    return _zonal_polynomials(s, _check_degree(degree, s.numel()), whole_number("dim", dim, at_least=2))
+    return _zonal_polynomials(s, _check_degree(degree, s.numel()), check_integer("dim", dim, at_least=2))
 
 
 def gegenbauer_c(s: Float[Tensor, "*batch"], degree: int, *, order: float) -> Float[Tensor, "*batch degree_plus_1"]:
@@ -151,7 +168,7 @@ def gegenbauer_c(s: Float[Tensor, "*batch"], degree: int, *, order: float) -> Fl
     >>> gegenbauer_c(torch.tensor(0.5), 2, order=1.0)
     tensor([1., 1., 0.])
     """
-    degree, order = _check_degree(degree, s.numel()), real_number("order", order, above=0)
+    degree, order = _check_degree(degree, s.numel()), check_real("order", order, above=0)
     k = np.arange(1, degree + 1)
     with np.errstate(over="ignore"):
         at_one = np.cumprod(np.concatenate([[1.0], (k + (2 * order - 1)) / k]))
@@ -166,7 +183,7 @@ def harmonic_dimension(degree: int, *, dim: int) -> int:
     >>> [harmonic_dimension(k, dim=3) for k in range(4)]
     [1, 3, 5, 7]
     """
-    k, d = whole_number("degree", degree, at_least=0), whole_number("dim", dim, at_least=2)
+    k, d = check_integer("degree", degree, at_least=0), check_integer("dim", dim, at_least=2)
     return math.comb(k + d - 1, k) - (math.comb(k + d - 3, k - 2) if k >= 2 else 0)
 
 
@@ -181,7 +198,7 @@ def zonal_quadrature(points: int, *, dim: int) -> tuple[Float[Tensor, " points"]
     >>> round((w * s**2).sum().item(), 12)
     0.333333333333
     """
-    n, d = whole_number("points", points, at_least=1), whole_number("dim", dim, at_least=2)
+    n, d = check_integer("points", points, at_least=1), check_integer("dim", dim, at_least=2)
     check_memory(f"points is {n}", n)
     k = np.arange(2.0, n)  # floats: at high dim the products leave int64
     squares = np.concatenate([[1 / d], k * (k + d - 3) / ((2 * k + d - 2) * (2 * k + d - 4))])[: n - 1]
@@ -210,8 +227,8 @@ def zonal_coefficients(
     >>> zonal_coefficients(lambda s: s**2, 2, dim=3).round(decimals=12) + 0.0
     tensor([0.3333, 0.0000, 0.6667], dtype=torch.float64)
     """
-    degree, dim = _check_degree(degree, 1), whole_number("dim", dim, at_least=2)
-    points = 2 * degree + 64 if points is None else whole_number("points", points, at_least=degree + 1)
+    degree, dim = _check_degree(degree, 1), check_integer("dim", dim, at_least=2)
+    points = 2 * degree + 64 if points is None else check_integer("points", points, at_least=degree + 1)
     dimensions = [harmonic_dimension(k, dim=dim) for k in range(degree + 1)]
     if dimensions[-1] > 10**300:
         raise HelmscopeError(
@@ -249,14 +266,14 @@ def exponential_degree(beta: float, *, dim: int, tolerance: float) -> int:
     >>> exponential_degree(4.0, dim=3, tolerance=1e-12)
     18
     """
-    tolerance = real_number("tolerance", tolerance, above=0)
+    tolerance = check_real("tolerance", tolerance, above=0)
     tail = np.cumsum(_scaled_exponential_coefficients(beta, dim, 0)[:0:-1])
     return int((tail > tolerance).sum())
 
 
 def _scaled_exponential_coefficients(beta: float, dim: int, degree: int) -> NDArray[np.float64]:
     """The scaled a_k for k = 0..top, with top >= degree large enough that all further ones are below 1e-308."""
-    beta, dim = real_number("beta", beta, at_least=0), whole_number("dim", dim, at_least=2)
+    beta, dim = check_real("beta", beta, at_least=0), check_integer("dim", dim, at_least=2)
     # a_k / a_(k-1) <= beta / k, and Poisson(beta) exceeds beta + t with probability below exp(-t^2 / (2 beta + 2t/3))
     top = max(degree, math.ceil(beta + 40 * math.sqrt(beta) + 500))
     check_memory(f"beta is {beta:g}", top)
@@ -290,7 +307,7 @@ def _last_two_zonal(
 
 def _check_degree(degree: object, points: int, *, power: int = 1) -> int:
     """Check that (degree + 1)^power function values at each of ``points`` points fit in memory."""
-    checked = whole_number("degree", degree, at_least=0)
+    checked = check_integer("degree", degree, at_least=0)
     check_memory(f"degree is {checked} at {points} points", (checked + 1) ** power * points)
     return checked
 

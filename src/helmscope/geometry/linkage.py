@@ -14,17 +14,39 @@ import torch
 
 from helmscope.geometry.arithmetic import full_precision, is_vmapped
 from helmscope.geometry.sphere import angle_from_chords
+from helmscope.types.lazy import listed_exports
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
     from torch import Tensor
+
+    from helmscope.types import Progress
+
+__all__ = [
+    "SpanningTree",
+    "clusters",
+    "collapse_padding",
+    "components",
+    "pairs_within",
+    "pairs_within_chord",
+    "pairwise_angles",
+    "spanning_tree",
+]
+if not TYPE_CHECKING:  # type checkers would accept any name
+    __getattr__, __dir__ = listed_exports(__name__, __all__)
 
 EXACT = "donot_use_mm_for_euclid_dist"  # the matrix-product form of cdist cannot see below 1e-8
 PASSING = 1 << 22  # coordinates of pairs that are looked at one by one, at a time
 
 
 class SpanningTree(NamedTuple):
-    """Minimum spanning tree in Prim's order: edge k joins token ``child[k]`` to ``parent[k]``, already in the tree."""
+    """Minimum spanning tree in Prim's order: edge k joins token ``child[k]`` to ``parent[k]``, already in the tree.
+
+    >>> circle = torch.tensor([0.0, 1.0, 0.1])
+    >>> tree = spanning_tree(torch.stack([circle.cos(), circle.sin()], -1))
+    >>> tree.child.tolist(), tree.parent.tolist()
+    ([2, 1], [0, 2])
+    """
 
     length: Float[Tensor, "*batch n_minus_1"]
     child: Int[Tensor, "*batch n_minus_1"]
@@ -87,8 +109,9 @@ def _decided(x: Tensor, chord: float, exact: Callable[[Tensor, Tensor], Tensor])
     return near.view(*x.shape[:-1], x.shape[-2])
 
 
-def spanning_tree(x: Float[Tensor, "*batch n d"]) -> SpanningTree:
+def spanning_tree(x: Float[Tensor, "*batch n d"], progress: Progress | None = None) -> SpanningTree:
     """Minimum spanning tree of each cloud by geodesic distance: Prim's algorithm from token 0, ties to the lower index.
+    ``progress`` is called with the share of the tokens done.
 
     >>> circle = torch.tensor([0.0, 0.1, 1.0])
     >>> spanning_tree(torch.stack([circle.cos(), circle.sin()], -1)).length
@@ -101,7 +124,7 @@ def spanning_tree(x: Float[Tensor, "*batch n d"]) -> SpanningTree:
     outside = torch.ones(*batch, n, dtype=torch.bool, device=x.device)
     outside[..., 0] = False
     lengths, children, parents = [], [], []
-    for _ in range(n - 1):
+    for done in range(1, n):
         child = nearest.masked_fill(~outside, torch.inf).argmin(-1, keepdim=True)
         lengths.append(nearest.gather(-1, child))
         children.append(child)
@@ -111,6 +134,8 @@ def spanning_tree(x: Float[Tensor, "*batch n d"]) -> SpanningTree:
         closer = reach < nearest
         nearest = torch.where(closer, reach, nearest)
         source = torch.where(closer, child, source)
+        if progress is not None:
+            progress(done / (n - 1))
     if not lengths:
         empty = source[..., :0]
         return SpanningTree(nearest[..., :0], empty, empty)

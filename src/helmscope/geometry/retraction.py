@@ -18,10 +18,22 @@ from typing import TYPE_CHECKING
 import torch
 
 from helmscope.geometry.sphere import angle_from_chords, project, retract
+from helmscope.types.lazy import listed_exports
 
 if TYPE_CHECKING:
     from jaxtyping import Float
     from torch import Tensor
+
+__all__ = [
+    "direction_step",
+    "direction_step_first_order",
+    "length",
+    "retract_first_order",
+    "retract_second_order",
+    "retraction_angle",
+]
+if not TYPE_CHECKING:  # type checkers would accept any name
+    __getattr__, __dir__ = listed_exports(__name__, __all__)
 
 
 def length(y: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch"]:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from helmscope.geometry.arithmetic import check_dense_values, every
-from helmscope.types import HelmscopeError, real_number, type_with_article
+from helmscope.geometry.arithmetic import check_dense_values, every, numpy_hint
+from helmscope.types import HelmscopeError, check_real, type_with_article
 from helmscope.types.lazy import listed_exports
 
 if TYPE_CHECKING:
@@ -50,7 +50,10 @@ def check_tokens(x: object, *, name: str = "x", normalize: bool = False) -> Floa
     tensor([[0.6000, 0.8000]])
     """
     if not isinstance(x, torch.Tensor):
-        raise HelmscopeError(f"{name} is {type_with_article(x)}, but it must be a torch tensor of shape (..., n, d)")
+        hint = numpy_hint(name, x)
+        raise HelmscopeError(
+            f"{name} is {type_with_article(x)}, but it must be a torch tensor of shape (..., n, d){hint}"
+        )
     check_dense_values(name, x)
     if x.dtype not in NORM_TOLERANCE:
         raise HelmscopeError(f"{name} has dtype {x.dtype}, but it must be torch.float64 or torch.float32")
@@ -254,8 +257,8 @@ def brownian_increment(
     >>> bool((x * brownian_increment(x, nu=0.5, duration=0.1)).sum().abs() < 1e-6)
     True
     """
-    nu = real_number("nu", nu, at_least=0)
-    duration = real_number("duration", duration, at_least=0)
+    nu = check_real("nu", nu, at_least=0)
+    duration = check_real("duration", duration, at_least=0)
     device = generator.device if generator is not None else x.device
     noise = torch.randn(x.shape, dtype=x.dtype, device=device, generator=generator).to(x.device)
     return math.sqrt(2 * nu * duration) * project(x, noise)

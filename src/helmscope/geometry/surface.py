@@ -15,11 +15,16 @@ import torch
 
 from helmscope.geometry.arithmetic import full_precision
 from helmscope.geometry.sphere import project
-from helmscope.types import HelmscopeError
+from helmscope.types import HelmscopeError, type_with_article
+from helmscope.types.lazy import listed_exports
 
 if TYPE_CHECKING:
     from jaxtyping import Float
     from torch import Tensor
+
+__all__ = ["ambient_gradient", "derivative", "divergence", "gradient", "hessian", "laplacian"]
+if not TYPE_CHECKING:  # type checkers would accept any name
+    __getattr__, __dir__ = listed_exports(__name__, __all__)
 
 
 Function = Callable[["Tensor"], "Tensor"]
@@ -39,13 +44,30 @@ def _differentiable(operator: Callable[[Function, Tensor], Tensor]) -> Callable[
 
 
 @_differentiable
+def ambient_gradient(f: Function, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
+    """Gradient of a scalar function in R^d, without projection.
+
+    >>> ambient_gradient(lambda x: x[..., 1] ** 2, torch.tensor([0.6, 0.8]))
+    tensor([0.0000, 1.6000])
+    """
+    value = f(x)
+    if not isinstance(value, torch.Tensor) or value.shape != x.shape[:-1]:
+        what = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type_with_article(value)
+        raise HelmscopeError(
+            f"f returns {what} for points of shape {tuple(x.shape)}, "
+            "but a scalar function must return one number per point"
+        )
+    return derivative(value, x)
+
+
+@_differentiable
 def gradient(f: Function, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
     """Surface gradient grad_S f = P_x grad f of a scalar function, (*batch, d) -> (*batch).
 
     >>> gradient(lambda x: x[..., 1] ** 2, torch.tensor([0.6, 0.8]))
     tensor([-0.7680,  0.5760])
     """
-    return project(x, _ambient_gradient(f, x))
+    return project(x, ambient_gradient(f, x))
 
 
 @_differentiable
@@ -65,7 +87,7 @@ def divergence(f: Function, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*bat
         )
     total = -(x.shape[-1] - 1) * (x * value).sum(-1)
     for k in range(x.shape[-1]):
-        row = _derivative(value[..., k], x)
+        row = derivative(value[..., k], x)
         total = total + row[..., k] - x[..., k] * (row * x).sum(-1)
     return total
 
@@ -82,8 +104,8 @@ def hessian(f: Function, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch 
     tensor([[0., 0.],
             [0., 2.]])
     """
-    ambient = _ambient_gradient(f, x)
-    second = torch.stack([_derivative(ambient[..., k], x) for k in range(x.shape[-1])], dim=-2)
+    ambient = ambient_gradient(f, x)
+    second = torch.stack([derivative(ambient[..., k], x) for k in range(x.shape[-1])], dim=-2)
     p = torch.eye(x.shape[-1], dtype=x.dtype, device=x.device) - x.unsqueeze(-1) * x.unsqueeze(-2)
     return p @ second @ p - (x * ambient).sum(-1)[..., None, None] * p
 
@@ -98,18 +120,13 @@ def laplacian(f: Function, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batc
     return hessian(f, x).diagonal(dim1=-2, dim2=-1).sum(-1)
 
 
-def _ambient_gradient(f: Function, x: Tensor) -> Tensor:
-    value = f(x)
-    if value.shape != x.shape[:-1]:
-        raise HelmscopeError(
-            f"f returns shape {tuple(value.shape)} for points of shape {tuple(x.shape)}, "
-            "but a scalar function must return one number per point"
-        )
-    return _derivative(value, x)
+def derivative(value: Tensor, x: Tensor) -> Tensor:
+    """d(value)/dx, one gradient per point: points are independent, so one backward pass of the sum gives all.
 
-
-def _derivative(value: Tensor, x: Tensor) -> Tensor:
-    """d(value)/dx, one gradient per point: points are independent, so one backward pass of the sum gives all."""
+    >>> x = torch.tensor([3.0], requires_grad=True)
+    >>> derivative(x**2, x).detach()
+    tensor([6.])
+    """
     if not value.requires_grad:
         return torch.zeros_like(x)
     (derivative,) = torch.autograd.grad(value.sum(), x, create_graph=True, allow_unused=True)
