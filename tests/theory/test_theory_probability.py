@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from scipy.optimize import linprog
 
-from helmscope.theory.probability import initial_clustering_probability, wendel_probability
+from helmscope.theory.probability import initial_close_pair_probability, wendel_probability
 from helmscope.types import HelmscopeError
 
 
@@ -45,14 +45,14 @@ def test_wendel_counts_sign_patterns(n, dim):
 
 
 def test_clustering_table():
-    assert initial_clustering_probability(dim=2, delta=1e-3) == pytest.approx(0.014236437406239559, rel=1e-15)
+    assert initial_close_pair_probability(dim=2, delta=1e-3) == pytest.approx(0.014236437406239559, rel=1e-15)
 
 
 @pytest.mark.parametrize("delta", [0.0, 1e-300, 1e-12, 1e-3, 0.3, 1 - 1e-9, 1.0, 1 + 1e-9, 1.7, 2.0])
 def test_clustering_on_the_circle_and_on_the_2_sphere(delta):
     circle = mp.acos(1 - mp.mpf(delta)) / mp.pi if delta > 1e-9 else mp.sqrt(2 * mp.mpf(delta)) / mp.pi
-    assert initial_clustering_probability(dim=2, delta=delta) == pytest.approx(float(circle), rel=1e-12, abs=0)
-    assert initial_clustering_probability(dim=3, delta=delta) == pytest.approx(delta / 2, rel=1e-15, abs=0)
+    assert initial_close_pair_probability(dim=2, delta=delta) == pytest.approx(float(circle), rel=1e-12, abs=0)
+    assert initial_close_pair_probability(dim=3, delta=delta) == pytest.approx(delta / 2, rel=1e-15, abs=0)
 
 
 @pytest.mark.parametrize("dim", [4, 8, 33, 512])
@@ -66,14 +66,14 @@ def test_clustering_is_the_area_of_a_cap(dim, delta):
         heights = [0, *(edge / 2**k for k in range(13, -1, -1))]
         area = mp.quad(lambda e: ((edge - e) * (2 - edge + e) / rim) ** power, heights)
         cap = area * rim**power / mp.beta(power + 1, mp.mpf(1) / 2)
-    assert initial_clustering_probability(dim=dim, delta=delta) == pytest.approx(float(cap), rel=5e-14, abs=0)
+    assert initial_close_pair_probability(dim=dim, delta=delta) == pytest.approx(float(cap), rel=5e-14, abs=0)
 
 
 def test_clustering_agrees_with_random_pairs():
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=(2, 100_000, 5))
     cosine = (x * y).sum(1) / np.linalg.norm(x, axis=1) / np.linalg.norm(y, axis=1)
-    p = initial_clustering_probability(dim=5, delta=0.4)
+    p = initial_close_pair_probability(dim=5, delta=0.4)
     assert abs((cosine >= 0.6).mean() - p) < 4 * math.sqrt(p * (1 - p) / 100_000)
 
 
@@ -82,9 +82,9 @@ def test_clustering_agrees_with_random_pairs():
     [
         (lambda: wendel_probability(n=0, dim=3), "n is 0"),
         (lambda: wendel_probability(n=3, dim=1), "dim is 1"),
-        (lambda: initial_clustering_probability(dim=1, delta=0.1), "dim is 1"),
-        (lambda: initial_clustering_probability(dim=3, delta=-0.1), "delta is -0.1"),
-        (lambda: initial_clustering_probability(dim=3, delta=2.1), "delta is 2.1"),
+        (lambda: initial_close_pair_probability(dim=1, delta=0.1), "dim is 1"),
+        (lambda: initial_close_pair_probability(dim=3, delta=-0.1), "delta is -0.1"),
+        (lambda: initial_close_pair_probability(dim=3, delta=2.1), "delta is 2.1"),
     ],
 )
 def test_bad_input_raises_one_sentence(call, message):

@@ -1,6 +1,6 @@
 """Closed-form theory: random initial states (``starts``), the equiangular flow and its hitting times (``equiangular``),
 the lifetime of two clusters (``metastable``), the extreme energies (``energy``) and probabilities for random initial
-states (``probability``), all from [Geshkovski et al. 2023], "A mathematical perspective on Transformers".
+states (``probability``), from [Geshkovski et al. 2023], and a bound on how fast two flows separate (``stability``).
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ if TYPE_CHECKING:
     from helmscope.theory.energy import energy_max as energy_max
     from helmscope.theory.energy import energy_min as energy_min
     from helmscope.theory.energy import equiangular_energy as equiangular_energy
+    from helmscope.theory.equiangular import equiangular as equiangular
     from helmscope.theory.equiangular import equiangular_rate as equiangular_rate
     from helmscope.theory.equiangular import hitting_time as hitting_time
     from helmscope.theory.metastable import metastable_time as metastable_time
     from helmscope.theory.metastable import metastable_time_asymptotic as metastable_time_asymptotic
-    from helmscope.theory.probability import initial_clustering_probability as initial_clustering_probability
+    from helmscope.theory.probability import initial_close_pair_probability as initial_close_pair_probability
     from helmscope.theory.probability import wendel_probability as wendel_probability
+    from helmscope.theory.stability import w2_growth_bound as w2_growth_bound
     from helmscope.theory.starts import Orthonormal as Orthonormal
     from helmscope.theory.starts import Uniform as Uniform
     from helmscope.theory.starts import VonMisesFisher as VonMisesFisher

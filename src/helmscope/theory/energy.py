@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from helmscope.theory.equiangular import check_gamma
-from helmscope.types import HelmscopeError, real_number, whole_number
+from helmscope.types import HelmscopeError, check_integer, check_real
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -31,8 +31,8 @@ def energy_min(*, beta: float, dim: int) -> float:
     >>> energy_min(beta=1.0, dim=3)  # sinh(1) / 2
     0.58760059682190...
     """
-    beta = real_number("beta", beta, above=0)
-    half = whole_number("dim", dim, at_least=2) / 2
+    beta = check_real("beta", beta, above=0)
+    half = check_integer("dim", dim, at_least=2) / 2
     total = term = 1.0
     k = 0
     while term > 1e-17 * total:
@@ -50,7 +50,7 @@ def energy_max(*, beta: float) -> float:
     >>> energy_max(beta=1.0) == math.e / 2
     True
     """
-    beta = real_number("beta", beta, above=0)
+    beta = check_real("beta", beta, above=0)
     return _check_finite(_exp_or_inf(beta) / (2 * beta), beta)
 
 
@@ -62,8 +62,8 @@ def equiangular_energy(gamma: float | Float[Tensor, "*batch"], *, beta: float, n
     >>> equiangular_energy(1.0, beta=1.0, n=32).item() == math.e / 2
     True
     """
-    beta = real_number("beta", beta, above=0)
-    n = whole_number("n", n, at_least=2)
+    beta = check_real("beta", beta, above=0)
+    n = check_integer("n", n, at_least=2)
     return energy_max(beta=beta) * (1 + (n - 1) * torch.exp(beta * (check_gamma(gamma, n=n) - 1))) / n
 
 

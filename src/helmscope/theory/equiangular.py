@@ -27,7 +27,7 @@ import torch
 from scipy.optimize import brentq
 from scipy.special import exp1, expi
 
-from helmscope.types import HelmscopeError, increasing_times, real_number, type_with_article, whole_number
+from helmscope.types import HelmscopeError, check_integer, check_real, check_times, type_with_article
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -67,7 +67,7 @@ def isotropic_flow(field: EquiangularFlow) -> tuple[float, bool]:
             f"field is {type_with_article(field)} without a closed form: it must be SA or USA with identity query_key "
             "and value, no causal mask and no bias"
         )
-    return real_number("beta", field.beta, at_least=0), bool(field.normalized)
+    return check_real("beta", field.beta, at_least=0), bool(field.normalized)
 
 
 def equiangular_rate(
@@ -82,7 +82,7 @@ def equiangular_rate(
     0.0625
     """
     beta, normalized = isotropic_flow(field)
-    n = whole_number("n", n, at_least=2)
+    n = check_integer("n", n, at_least=2)
     g = check_gamma(gamma, n=n)
     if not normalized and beta > _LARGEST_EXPONENT:
         raise HelmscopeError(
@@ -120,7 +120,7 @@ def hitting_time(field: EquiangularFlow, *, n: int, delta: float, gamma0: float 
     6.9535018488080...
     """
     time, gamma0 = _rise_time(field, n, gamma0)
-    delta = real_number("delta", delta, above=0)
+    delta = check_real("delta", delta, above=0)
     if delta > 1 - gamma0:
         raise HelmscopeError(f"delta is {delta:g}, but for gamma0 = {gamma0:g} it must be at most 1 - gamma0")
     return time(math.fsum((1, -gamma0, -delta)), delta)
@@ -141,7 +141,7 @@ def equiangular(
     tensor([0.0000, 0.7616], dtype=torch.float64)
     """
     time, gamma0 = _rise_time(field, n, gamma0)
-    gammas = [_invert(time, gamma0, t) for t in increasing_times(times)]
+    gammas = [_invert(time, gamma0, t) for t in check_times(times)]
     return torch.tensor(gammas, dtype=torch.float64, device="cpu")
 
 
@@ -173,8 +173,8 @@ def _rise_time(field: EquiangularFlow, n: int, gamma0: float) -> tuple[Callable[
     The function takes both arguments because computing the smaller one as a difference would lose its digits.
     """
     beta, normalized = isotropic_flow(field)
-    n = whole_number("n", n, at_least=2)
-    gamma0 = real_number("gamma0", gamma0)
+    n = check_integer("n", n, at_least=2)
+    gamma0 = check_real("gamma0", gamma0)
     u, r = 1 - gamma0, ((n - 1) * gamma0 + 1) / (n - 1)
     if not (u > 0 and r > 0):
         raise HelmscopeError(

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 
 from helmscope.theory.equiangular import EquiangularFlow, hitting_time, isotropic_flow
-from helmscope.types import HelmscopeError, real_number
+from helmscope.types import HelmscopeError, check_real
 
 
 def metastable_time(field: EquiangularFlow, *, gamma0: float, gamma1: float = 0.999) -> float:
@@ -25,7 +25,7 @@ def metastable_time(field: EquiangularFlow, *, gamma0: float, gamma1: float = 0.
     466.71065291002...
     """
     isotropic_flow(field)
-    gamma0, gamma1 = real_number("gamma0", gamma0), real_number("gamma1", gamma1)
+    gamma0, gamma1 = check_real("gamma0", gamma0), check_real("gamma1", gamma1)
     if not -1 < gamma0 <= gamma1 < 1:
         raise HelmscopeError(f"gamma0 is {gamma0:g} and gamma1 is {gamma1:g}, but -1 < gamma0 <= gamma1 < 1 must hold")
     return hitting_time(field, n=2, delta=1 - gamma1, gamma0=gamma0)
@@ -45,8 +45,8 @@ def metastable_time_asymptotic(field: EquiangularFlow, *, gamma0: float) -> floa
     True
     """
     beta, normalized = isotropic_flow(field)
-    beta = real_number("beta", beta, above=0)
-    gamma0 = real_number("gamma0", gamma0)
+    beta = check_real("beta", beta, above=0)
+    gamma0 = check_real("gamma0", gamma0)
     if not -1 < gamma0 < 1:
         raise HelmscopeError(f"gamma0 is {gamma0:g}, but it must be strictly between -1 and 1")
     exponent = beta * (1 - gamma0) if normalized else -beta * gamma0

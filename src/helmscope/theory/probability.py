@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from scipy.special import betainc
 
-from helmscope.types import HelmscopeError, real_number, whole_number
+from helmscope.types import HelmscopeError, check_integer, check_real
 
 
 def wendel_probability(*, n: int, dim: int) -> float:
@@ -18,21 +18,21 @@ def wendel_probability(*, n: int, dim: int) -> float:
     >>> wendel_probability(n=32, dim=16)
     0.5
     """
-    n = whole_number("n", n, at_least=1)
-    dim = whole_number("dim", dim, at_least=2)
+    n = check_integer("n", n, at_least=1)
+    dim = check_integer("dim", dim, at_least=2)
     return 1.0 if n <= dim else float(betainc(n - dim, dim, 0.5))
 
 
-def initial_clustering_probability(*, dim: int, delta: float) -> float:
+def initial_close_pair_probability(*, dim: int, delta: float) -> float:
     """P(<x, y> >= 1 - delta) for two independent uniform points: the expected fraction of pairs clustered at t = 0.
 
         P = (1/2) I_{1-(1-delta)^2}((dim-1)/2, 1/2)  for delta <= 1, and 1 - P(2 - delta) above;  0 <= delta <= 2.
 
-    >>> initial_clustering_probability(dim=3, delta=0.5)  # on S^2 the inner product is uniform on [-1, 1]
+    >>> initial_close_pair_probability(dim=3, delta=0.5)  # on S^2 the inner product is uniform on [-1, 1]
     0.25
     """
-    half = (whole_number("dim", dim, at_least=2) - 1) / 2
-    delta = real_number("delta", delta, at_least=0)
+    half = (check_integer("dim", dim, at_least=2) - 1) / 2
+    delta = check_real("delta", delta, at_least=0)
     if delta > 2:
         raise HelmscopeError(f"delta is {delta:g}, but 0 <= delta <= 2 must hold, as 1 - delta is an inner product")
     # I_x(a, 1/2) = 1 - I_{1-x}(1/2, a): near the equator x rounds to 1, near the pole 1 - x does

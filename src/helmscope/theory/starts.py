@@ -19,11 +19,11 @@ from helmscope.geometry.sphere import NORM_TOLERANCE, project, retract
 from helmscope.types import (
     ConciseRepr,
     HelmscopeError,
+    check_integer,
     check_memory,
-    real_number,
-    seed_number,
+    check_real,
+    check_seed,
     type_with_article,
-    whole_number,
 )
 
 if TYPE_CHECKING:
@@ -114,9 +114,9 @@ class _Sampler(ConciseRepr, ABC):
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> Tensor:
-        systems = 1 if batch is None else whole_number("batch", batch, at_least=1)
+        systems = 1 if batch is None else check_integer("batch", batch, at_least=1)
         check_memory(f"batch is {batch}, n is {self.n} and dim is {self.dim}", systems * self.n * width)
-        seed = seed_number(seed)
+        seed = check_seed(seed)
         if dtype not in NORM_TOLERANCE:
             raise HelmscopeError(f"dtype is {dtype}, but it must be torch.float64 or torch.float32")
         try:
@@ -144,8 +144,8 @@ def in_span(x: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n m"]:
 
 
 def _check_size(start: Uniform | VonMisesFisher | Orthonormal) -> None:
-    object.__setattr__(start, "n", whole_number("n", start.n, at_least=1))
-    object.__setattr__(start, "dim", whole_number("dim", start.dim, at_least=2))
+    object.__setattr__(start, "n", check_integer("n", start.n, at_least=1))
+    object.__setattr__(start, "dim", check_integer("dim", start.dim, at_least=2))
 
 
 @dataclass(frozen=True)
@@ -211,7 +211,7 @@ class VonMisesFisher(_Sampler):
 
     def __post_init__(self) -> None:
         _check_size(self)
-        object.__setattr__(self, "kappa", real_number("kappa", self.kappa, at_least=0))
+        object.__setattr__(self, "kappa", check_real("kappa", self.kappa, at_least=0))
         mean = self.mean
         if mean is None:
             return

@@ -1,0 +1,61 @@
+"""``helmscope density``."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from helmscope.cli.options import AllowMixed, AsJson, Jobs, MaxMemory, Nu, OnRay, Resume, Threads
+
+
+def density(
+    field: Annotated[str, typer.Option(help="sa (softmax), usa (unnormalized) or none (pure diffusion).")] = "sa",
+    beta: Annotated[float | None, typer.Option(help="Inverse temperature [default: 4].")] = None,
+    value: Annotated[
+        float | None, typer.Option(help="Value matrix V = value * I; negative values repel [default: 1].")
+    ] = None,
+    nu: Nu = 0.1,
+    start: Annotated[
+        str, typer.Option(help="Density at t = 0: uniform with a perturbation, or vmf (von Mises-Fisher).")
+    ] = "uniform",
+    perturbation: Annotated[
+        float | None, typer.Option(help="Largest relative perturbation of a uniform start [default: 0.1].")
+    ] = None,
+    mode: Annotated[int | None, typer.Option(help="Degree of the perturbation, a harmonic [default: 1].")] = None,
+    kappa: Annotated[float | None, typer.Option(help="Concentration of a vmf start [default: 1].")] = None,
+    dim: Annotated[int, typer.Option(help="Dimension d of the space; the density is on S^(d-1).")] = 2,
+    zonal: Annotated[
+        bool | None,
+        typer.Option("--zonal/--no-zonal", help="Only densities of <x, e>, in any dimension [default: if dim > 3]."),
+    ] = None,
+    degree: Annotated[
+        int | None, typer.Option(help="Largest degree of the harmonics [default: 64; 32 on S^2].")
+    ] = None,
+    times: Annotated[str, typer.Option(help="Times of the stored densities: 0,1,5 or FROM:TO:COUNT.")] = "0:40:201",
+    positive: Annotated[
+        bool, typer.Option("--positive", help="Evolve the logarithm of the density, which keeps it positive.")
+    ] = False,
+    tol: Annotated[float, typer.Option(help="Local error tolerance of a step.")] = 1e-9,
+    threads: Threads = 1,
+    jobs: Jobs = 1,
+    max_memory: MaxMemory = None,
+    ray: OnRay = None,
+    plot: Annotated[str | None, typer.Option(help="Also write the picture to this file: .pdf, .svg or .png.")] = None,
+    out: Annotated[str | None, typer.Option(help="New run folder [default: runs/density-DATE-TIME].")] = None,
+    resume: Resume = False,
+    allow_mixed: AllowMixed = False,
+    as_json: AsJson = False,
+) -> None:
+    """Evolve the density of infinitely many tokens under self-attention with noise, the mean-field limit of simulate,
+    and write it to a run folder with measurements and a picture.
+    """
+    options = locals()
+    from helmscope.cli.options import check_plot, make_engine, make_spec, parse_numbers
+    from helmscope.cli.output import run_and_show
+    from helmscope.jobs import EvolveDensity
+
+    picture: dict[str, Any] = {"plot": check_plot(plot), "draw": lambda result: result.path.plot()}
+    spec = make_spec(EvolveDensity, options | {"times": parse_numbers(times)})
+    engine = make_engine(jobs, max_memory, threads, ray)
+    run_and_show(spec, engine, out=out, resume=resume, allow_mixed=allow_mixed, as_json=as_json, **picture)
