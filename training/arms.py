@@ -7,12 +7,12 @@ LayerNorm without gain and bias, divided by sqrt(d). The first token of every te
 By arm, depth (every half-layer: 0 the first block's input, 2l + 1 after the attention of layer l, 2l + 2 after its MLP)
 and prompt:
 
-    share                 of the inner products <x_i, x_j> above 0.8, 0.9 and 0.99, over pairs of tokens that have
+    aligned_pair_share    share of the inner products <x_i, x_j> above 0.8, 0.9 and 0.99, over pairs of tokens that have
                           different ids and are at least 16 positions apart
     inner_product         mean over the same pairs
     participation_ratio   (sum s^2)^2 / sum s^4, s the singular values of the matrix X of the tokens x
-    entropy_rank          exp(-sum p log p), p = s / sum s
-    residual              |X - 1 xbar^T| / |X| in Frobenius norms: the distance to the mean token
+    effective_rank          exp(-sum p log p), p = s / sum s
+    collapse_residual_frobenius   |X - 1 xbar^T| / |X| in Frobenius norms: the distance to the mean token
 
 By arm: ``validation_loss`` in nats per token. Of the whole model, by layer and prompt (mean over tokens):
 
@@ -47,7 +47,13 @@ ARMS = {  # which modules of each block write nothing
 LEVELS = (0.8, 0.9, 0.99)
 APART = 16  # positions
 CLOSED = 0.1
-CLOUD_MEASURES = ("share", "inner_product", "participation_ratio", "entropy_rank", "residual")
+CLOUD_MEASURES = (
+    "aligned_pair_share",
+    "inner_product",
+    "participation_ratio",
+    "effective_rank",
+    "collapse_residual_frobenius",
+)
 
 
 @torch.no_grad()
@@ -107,7 +113,7 @@ def record_forward(model: Any, ids: Tensor) -> tuple[list[Tensor], list[Tensor]]
 
 
 def measure_clouds(states: list[Tensor], ids: Tensor) -> dict[str, Tensor]:
-    """The measures by depth and prompt; ``share`` by level, too."""
+    """The measures by depth and prompt; ``aligned_pair_share`` by level, too."""
     positions, words = torch.arange(1, ids.shape[1], device=ids.device), ids[:, 1:]
     pairs = (positions - positions.unsqueeze(-1) >= APART) & (words.unsqueeze(-1) != words.unsqueeze(-2))
     rows: list[dict[str, Tensor]] = []
@@ -130,11 +136,12 @@ def _measure_cloud(x: Tensor, pairs: Tensor) -> dict[str, Tensor]:
     singular = eigenvalues.sqrt()
     p = singular / singular.sum(-1, keepdim=True)
     return {
-        "share": torch.stack([((gram > level) & pairs).sum((-1, -2)) / count for level in LEVELS]),
+        "aligned_pair_share": torch.stack([((gram > level) & pairs).sum((-1, -2)) / count for level in LEVELS]),
         "inner_product": (gram * pairs).sum((-1, -2)) / count,
         "participation_ratio": eigenvalues.sum(-1) ** 2 / (eigenvalues**2).sum(-1),
-        "entropy_rank": torch.exp(torch.special.entr(p).sum(-1)),
-        "residual": torch.linalg.vector_norm(x - x.mean(1, keepdim=True), dim=(-1, -2)) / math.sqrt(x.shape[1]),
+        "effective_rank": torch.exp(torch.special.entr(p).sum(-1)),
+        "collapse_residual_frobenius": torch.linalg.vector_norm(x - x.mean(1, keepdim=True), dim=(-1, -2))
+        / math.sqrt(x.shape[1]),
     }
 
 

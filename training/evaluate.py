@@ -1,10 +1,10 @@
-"""Print the validation loss of a boxed model and samples from it, as on its card.
+"""Print the validation loss of a bundled model and samples from it, as on its card.
 
     python training/evaluate.py A [--samples 20]
 
 The loss is over 512 windows of held-out stories: of every next token, or for the tied model of a fixed fifth of the
 tokens, all of them masked. Samples are stories generated from <|endoftext|> at temperature 0.8, or for the tied model
-texts in the box with its most probable tokens in place of the masked ones.
+the bundled texts with its most probable tokens in place of the masked ones.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from recipe import BOX, CONTEXT, CUT, HIDDEN_SHARE, MASK, RECIPES, START
+from recipe import BUNDLED_FOLDER, CONTEXT, CUT, HIDDEN_SHARE, MASK, RECIPES, START
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
@@ -82,18 +82,18 @@ def fillings(model: Any, tokenizer: Any, texts: list[str], seed: int = 0) -> lis
 
 
 def load(folder: Path) -> tuple[Any, Any]:
-    """Load a boxed model in float32, and its tokenizer."""
+    """Load a bundled model in float32, and its tokenizer."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
 
     kind = AutoModelForMaskedLM if AutoConfig.from_pretrained(folder).model_type == "albert" else AutoModelForCausalLM
     return kind.from_pretrained(folder, dtype=torch.float32).eval(), AutoTokenizer.from_pretrained(folder)
 
 
-def samples(name: str, model: Any, tokenizer: Any, box: Path, count: int) -> list[str]:
+def samples(name: str, model: Any, tokenizer: Any, bundled: Path, count: int) -> list[str]:
     """Generated stories of a causal model, or fillings of the tied one."""
     if not RECIPES[name].tied:
         return stories(model, tokenizer, count)
-    return fillings(model, tokenizer, json.loads((box / "texts.json").read_text())[:count])
+    return fillings(model, tokenizer, json.loads((bundled / "texts.json").read_text())[:count])
 
 
 def main() -> None:
@@ -101,11 +101,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", choices=list(RECIPES))
     parser.add_argument("--samples", type=int, default=0)
-    parser.add_argument("--box", type=Path, default=BOX)
+    parser.add_argument("--bundled", type=Path, default=BUNDLED_FOLDER)
     options = parser.parse_args()
-    model, tokenizer = load(options.box / options.model)
-    print(f"{options.model}: {validation_loss(model, np.load(options.box / 'validation.npy')):.4f} nats per token")
-    for text in samples(options.model, model, tokenizer, options.box, options.samples) if options.samples else ():
+    model, tokenizer = load(options.bundled / options.model)
+    print(f"{options.model}: {validation_loss(model, np.load(options.bundled / 'validation.npy')):.4f} nats per token")
+    for text in samples(options.model, model, tokenizer, options.bundled, options.samples) if options.samples else ():
         print(f"\n{text}")
 
 

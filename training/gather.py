@@ -1,4 +1,4 @@
-"""Copy what was trained into the box: weights, tokenizer, cards, texts, validation windows, training history.
+"""Copy what was trained into the bundled files: weights, tokenizer, cards, texts, validation windows, training history.
 
     python training/gather.py
 
@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import xarray as xr
 from evaluate import load, samples, validation_loss
-from recipe import BOX, CONTEXT, OUT, RECIPES, SPECIAL, Recipe
+from recipe import BUNDLED_FOLDER, CONTEXT, OUT, RECIPES, SPECIAL, Recipe
 from safetensors.numpy import load_file
 
 DIMS = {
@@ -99,33 +99,33 @@ def card(recipe: Recipe, facts: dict[str, Any], texts: list[str], digest: str, d
 
 
 def main() -> None:
-    """Fill the box."""
+    """Copy everything."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=OUT)
-    parser.add_argument("--box", type=Path, default=BOX)
+    parser.add_argument("--bundled", type=Path, default=BUNDLED_FOLDER)
     options = parser.parse_args()
-    out, box = options.out, options.box
-    box.mkdir(parents=True, exist_ok=True)
-    shutil.copy(out / "texts.json", box / "texts.json")
-    shutil.copy(out / "valid.npy", box / "validation.npy")
+    out, bundled = options.out, options.bundled
+    bundled.mkdir(parents=True, exist_ok=True)
+    shutil.copy(out / "texts.json", bundled / "texts.json")
+    shutil.copy(out / "valid.npy", bundled / "validation.npy")
     data = json.loads((out / "data.json").read_text())
     data["sha256"] = (out / "train.sha256").read_text().split()[0]
     for name, recipe in RECIPES.items():
-        folder = box / name
+        folder = bundled / name
         folder.mkdir(exist_ok=True)
         for file in ("config.json", "model.safetensors"):
             shutil.copy(out / name / "final" / file, folder / file)
         write_tokenizer(out / "tokenizer.json", folder)
         model, tokenizer = load(folder)
         facts = json.loads((out / name / "final" / "training.json").read_text())
-        facts["loss"] = validation_loss(model, np.load(box / "validation.npy"))
+        facts["loss"] = validation_loss(model, np.load(bundled / "validation.npy"))
         facts["parameters"] = sum(value.numel() for value in model.parameters())
         digest = hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
-        texts = samples(name, model, tokenizer, box, SAMPLES)
+        texts = samples(name, model, tokenizer, bundled, SAMPLES)
         (folder / "README.md").write_text(card(recipe, facts, texts, digest, data))
         print(name, facts["loss"], digest)
     tree = xr.DataTree.from_dict({name: history(out / name) for name in RECIPES})
-    tree.to_netcdf(box / "training.nc", engine="h5netcdf")
+    tree.to_netcdf(bundled / "training.nc", engine="h5netcdf")
 
 
 if __name__ == "__main__":

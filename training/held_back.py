@@ -1,4 +1,4 @@
-"""Select the held-back texts of the box from its validation windows: 128 texts of 128 tokens.
+"""Select the held-back texts from the bundled validation windows: 128 texts of 128 tokens.
 
 Published verdicts use these texts; development uses ``texts.json``, so that no region was chosen by looking at them.
 Each text begins at a sentence start within one story, and no first token occurs more than four times.
@@ -12,7 +12,7 @@ import json
 from collections import Counter
 
 import numpy as np
-from recipe import BOX, CUT, START
+from recipe import BUNDLED_FOLDER, CUT, START
 from tokenizers import Tokenizer
 
 TEXTS, LENGTH, ALIKE, SEED = 128, 128, 4, 7
@@ -53,13 +53,13 @@ def crops(window: np.ndarray, tokenizer: Tokenizer) -> list[tuple[str, list[int]
 
 
 def main() -> None:
-    """Write held_back.json into the box."""
-    tokenizer = Tokenizer.from_file(str(BOX / "A" / "tokenizer.json"))
-    texts = held_back(np.load(BOX / "validation.npy"), tokenizer)
+    """Write held_back.json into the package."""
+    tokenizer = Tokenizer.from_file(str(BUNDLED_FOLDER / "A" / "tokenizer.json"))
+    texts = held_back(np.load(BUNDLED_FOLDER / "validation.npy"), tokenizer)
     for half in (texts[:64], texts[64:]):
         distinct = len({tokenizer.encode(text).ids[0] for text in half})
         assert distinct >= 32, f"a half has {distinct} distinct first tokens, 32 are needed"
-    (BOX / "held_back.json").write_text(json.dumps(texts, indent=1) + "\n", encoding="utf-8")
+    (BUNDLED_FOLDER / "held_back.json").write_text(json.dumps(texts, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 OUT = Path(__file__).parent / "out"
-BOX = Path(__file__).parents[1] / "src" / "helmscope" / "models" / "box"
+BUNDLED_FOLDER = Path(__file__).parents[1] / "src" / "helmscope" / "models" / "bundled"
 VOCABULARY, CONTEXT, WIDTH, HEADS = 4_096, 256, 192, 6
 START, CUT, MASK = 0, 1, 2  # token ids: start of a story; cut-off story, never a target; replacement of masked tokens
 IDS = {"bos_token_id": START, "eos_token_id": START, "pad_token_id": CUT}
@@ -30,7 +30,7 @@ class Recipe:
     decay: float = 0.1
 
     def model(self, **sizes: int) -> Any:
-        """The model with random weights from the seed; ``sizes`` override those of the box."""
+        """The model with random weights from the seed; ``sizes`` override those of its recipe."""
         import torch
 
         torch.manual_seed(self.seed)

@@ -3,7 +3,7 @@
     python training/sibling.py [--minutes 8]
 
 It needs the training tokens, ``training/out/train.npy``. At sixteen steps the measures of ``arms`` are computed on 64
-of the texts in the box and on its validation windows. They are stored in the box as ``sibling.nc``; the weights are
+of the bundled texts and on its validation windows. They are stored in the package as ``sibling.nc``; the weights are
 not. Training resumes where it stopped. ``--only train`` stops before storing, which needs xarray and h5netcdf, and
 ``--only store`` does nothing else.
 """
@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 from arms import APART, ARMS, LEVELS, measure_arms
-from recipe import BOX, CONTEXT, OUT, RECIPES
+from recipe import BUNDLED_FOLDER, CONTEXT, OUT, RECIPES
 from safetensors.numpy import load_file
 from torch import Tensor
 from train import Trainer, finish, train
@@ -32,11 +32,11 @@ PROMPTS = 64
 CLOUD = ("arm", "depth", "prompt")
 # dimensions after "step", rounding of the stored values (small against their standard deviation over prompts), label
 VARIABLES: dict[str, tuple[tuple[str, ...], float | None, str]] = {
-    "share": (("arm", "depth", "level", "prompt"), 2e-4, "share of inner products above a level"),
+    "aligned_pair_share": (("arm", "depth", "level", "prompt"), 2e-4, "share of inner products above a level"),
     "inner_product": (CLOUD, 1e-3, "mean inner product of two tokens"),
     "participation_ratio": (CLOUD, 0.05, "effective rank of the tokens, participation ratio"),
-    "entropy_rank": (CLOUD, 0.5, "effective rank of the tokens, entropy rank"),
-    "residual": (CLOUD, 5e-3, "distance to the mean token relative to the norm, Frobenius"),
+    "effective_rank": (CLOUD, 0.5, "effective rank of the tokens, exponential of an entropy"),
+    "collapse_residual_frobenius": (CLOUD, 5e-3, "distance to the mean token relative to the norm, Frobenius"),
     "validation_loss": (("arm",), None, "validation loss, nats per token"),
     "swirl_index": (("layer", "prompt"), 1e-3, "antisymmetric share of the MLP's Jacobian at the tokens"),
     "gate_sparsity": (("layer", "prompt"), 1e-3, "share of pre-activations below 0"),
@@ -64,22 +64,22 @@ def prompt_indices(ids: list[list[int]], count: int = PROMPTS) -> list[int]:
     return sorted(sorted(range(len(ids)), key=lambda k: (rank[k], k))[:count])
 
 
-def box_ids(box: Path) -> list[list[int]]:
-    """The token ids of all texts in the box."""
+def bundled_ids(bundled: Path) -> list[list[int]]:
+    """The token ids of all bundled texts."""
     from tokenizers import Tokenizer
 
-    texts = json.loads((box / "texts.json").read_text(encoding="utf-8"))
-    return [code.ids for code in Tokenizer.from_file(str(box / "A" / "tokenizer.json")).encode_batch(texts)]
+    texts = json.loads((bundled / "texts.json").read_text(encoding="utf-8"))
+    return [code.ids for code in Tokenizer.from_file(str(bundled / "A" / "tokenizer.json")).encode_batch(texts)]
 
 
-def prompts(box: Path) -> Tensor:
+def prompts(bundled: Path) -> Tensor:
     """The token ids (64, n) of the texts that are measured."""
-    ids = box_ids(box)
+    ids = bundled_ids(bundled)
     return torch.tensor([ids[k] for k in prompt_indices(ids)])
 
 
 def history(folder: Path, texts: list[int], tokens: dict[str, Any]) -> Any:
-    """The snapshots over training steps as a Dataset; ``texts`` are the indices of the prompts among those in the box,
+    """The snapshots over training steps as a Dataset; ``texts`` are the indices of the prompts among the bundled ones,
     ``tokens`` describes the training tokens.
     """
     import xarray as xr
@@ -93,7 +93,7 @@ def history(folder: Path, texts: list[int], tokens: dict[str, Any]) -> Any:
             "step": ("step", steps, {"long_name": "training step"}),
             "arm": list(ARMS),
             "level": list(LEVELS),
-            "prompt": ("prompt", texts, {"long_name": "index among the texts in the box"}),
+            "prompt": ("prompt", texts, {"long_name": "index among the bundled texts"}),
         }
     )
     for name, (dims, rounding, label) in VARIABLES.items():
@@ -134,28 +134,28 @@ def store(data: Any, path: Path) -> None:
 
 
 def main() -> None:
-    """Train the sibling, measure it, and store the measurements in the box."""
+    """Train the sibling, measure it, and store the measurements in the package."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=8.0)
     parser.add_argument("--only", choices=["train", "store"])
     parser.add_argument("--out", type=Path, default=OUT)
-    parser.add_argument("--box", type=Path, default=BOX)
+    parser.add_argument("--bundled", type=Path, default=BUNDLED_FOLDER)
     options = parser.parse_args()
     folder = options.out / SIBLING.name
     if options.only != "store":
         torch.set_float32_matmul_precision("high")
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        valid = np.load(options.box / "validation.npy")
+        valid = np.load(options.bundled / "validation.npy")
         trainer = Trainer(SIBLING, np.load(options.out / "train.npy"), folder, device)
         measures = partial(measure_arms, windows=valid)
-        if not train(trainer, valid, prompts(options.box), options.minutes, measures=measures, snapshots=STEPS):
+        if not train(trainer, valid, prompts(options.bundled), options.minutes, measures=measures, snapshots=STEPS):
             print("time is up: run again to resume")
             return
         finish(trainer)
     if options.only != "train":
         tokens = json.loads((options.out / "data.json").read_text())
         tokens["sha256"] = (options.out / "train.sha256").read_text().split()[0]
-        store(history(folder, prompt_indices(box_ids(options.box)), tokens), options.box / "sibling.nc")
+        store(history(folder, prompt_indices(bundled_ids(options.bundled)), tokens), options.bundled / "sibling.nc")
 
 
 if __name__ == "__main__":

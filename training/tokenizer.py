@@ -1,10 +1,10 @@
-"""Train the tokenizer of the box, and tokenize the stories.
+"""Train the tokenizer of the bundled models, and tokenize the stories.
 
     python training/tokenizer.py --teacher FOLDER
 
 A byte-level BPE of 4,096 tokens is trained on the first shards; then every shard is encoded as one sequence of tokens,
 with <|endoftext|> before every story and <pad> where one was cut off. The last shard is held out: it provides the
-validation windows (``valid.npy``) and the texts in the box (``texts.json``).
+validation windows (``valid.npy``) and the bundled texts (``texts.json``).
 """
 
 from __future__ import annotations

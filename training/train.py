@@ -1,10 +1,10 @@
-"""Train one model of the box.
+"""Train one of the bundled models.
 
     python training/train.py A [--minutes 8]
 
 AdamW with a short warm-up and a cosine schedule to 0, bfloat16 on a GPU. A job that was stopped, or whose time was up,
 resumes from its last saved state; a finished one writes ``training/out/A/final`` and prints its losses. At twelve
-steps, evenly spaced in their logarithm, ``measures`` are computed on the texts in the box.
+steps, evenly spaced in their logarithm, ``measures`` are computed on the bundled texts.
 """
 
 from __future__ import annotations
@@ -196,7 +196,7 @@ def finish(trainer: Trainer) -> None:
 
 
 def main() -> None:
-    """Train one model of the box."""
+    """Train one of the bundled models."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", choices=list(RECIPES))
     parser.add_argument("--minutes", type=float, default=8.0)
@@ -211,14 +211,14 @@ def main() -> None:
     tokens, valid = np.load(options.out / "train.npy"), np.load(options.out / "valid.npy")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     trainer = Trainer(recipe, tokens, options.out / (options.folder or recipe.name), device)
-    if train(trainer, valid, box_text_ids(options.out), options.minutes):
+    if train(trainer, valid, bundled_text_ids(options.out), options.minutes):
         finish(trainer)
     else:
         print("time is up: run again to resume")
 
 
-def box_text_ids(folder: Path) -> Tensor:
-    """The token ids of the texts in the box."""
+def bundled_text_ids(folder: Path) -> Tensor:
+    """The token ids of the bundled texts."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))

@@ -150,7 +150,7 @@ def test_a_lens_needs_a_head_over_the_vocabulary():
         assert recording.certificate.ok
         assert recording.certificate["head"].ok is None
         assert recording.logits().shape == shape
-        for ask in (lambda r=recording: r.logits(depth=2), lambda r=recording: hs.lens_divergence(r)):
+        for ask in (lambda r=recording: r.logits(depth=2), lambda r=recording: hs.logit_lens_kl(r)):
             with pytest.raises(HelmscopeError, match=f"{kind.__name__} has no head over a vocabulary: its output has"):
                 ask()
     square = tf.BertModel(tf.BertConfig(**sizes | {"vocab_size": 32}, num_attention_heads=4)).eval()

@@ -19,11 +19,11 @@ from support.model_families import PAIRS, inputs_of, pair_inputs, tiny_model
 F64 = torch.float64
 TWO = ("t5-relu", "bart")
 EVERYTHING = (
-    hs.models.Keep.QUERIES
-    | hs.models.Keep.KEYS
-    | hs.models.Keep.VALUES
-    | hs.models.Keep.WEIGHTS
-    | hs.models.Keep.WRITES
+    hs.models.KeptTensors.QUERIES
+    | hs.models.KeptTensors.KEYS
+    | hs.models.KeptTensors.VALUES
+    | hs.models.KeptTensors.WEIGHTS
+    | hs.models.KeptTensors.WRITES
 )
 
 
@@ -35,18 +35,18 @@ class Everything(hs.Instrument):
     def __init__(self, needs=~hs.types.Needs.NOTHING):
         self.needs, self.seen = needs, []
 
-    def attention(self, moment, passed):
-        self.seen.append((moment, passed))
-        self.keep(moment, {"length": passed.state.norm(dim=(-1, -2))})
+    def attention(self, context, tensors):
+        self.seen.append((context, tensors))
+        self.keep(context, {"length": tensors.state.norm(dim=(-1, -2))})
 
-    def cross(self, moment, passed):
-        self.attention(moment, passed)
+    def cross(self, context, tensors):
+        self.attention(context, tensors)
 
-    def mlp(self, moment, passed):
-        self.attention(moment, passed)
+    def mlp(self, context, tensors):
+        self.attention(context, tensors)
 
     def put_together(self, half, name):
-        layers = sorted({moment.layer for moment, _ in self.seen})
+        layers = sorted({context.layer for context, _ in self.seen})
         shown = {layer: [p for m, p in self.seen if (m.layer, m.half) == (layer, half)] for layer in layers}
         return torch.stack([torch.cat([getattr(p, name) for p in shown[layer]]) for layer in layers])
 
@@ -83,12 +83,12 @@ def test_a_replay_shows_cross_attention_as_a_half_of_its_own(family, batch_size)
     memory = memory_by_hand(model, inputs)
     shown = instrument.put_together(Half.CROSS, "memory")
     assert all((each - memory).abs().max() <= 1e-12 * memory.abs().max() for each in shown)
-    for moment, passed in instrument.seen:
-        if moment.half is Half.CROSS:
-            seen = inputs["attention_mask"][moment.rows]
-            assert torch.equal(passed.memory_visible, seen.bool())
-            assert torch.equal(passed.memory_weights, seen.double())
-            assert torch.equal(moment.visible, inputs["decoder_attention_mask"][moment.rows].bool())
+    for context, tensors in instrument.seen:
+        if context.half is Half.CROSS:
+            seen = inputs["attention_mask"][context.rows]
+            assert torch.equal(tensors.memory_visible, seen.bool())
+            assert torch.equal(tensors.memory_weights, seen.double())
+            assert torch.equal(context.visible, inputs["decoder_attention_mask"][context.rows].bool())
     points = torch.stack([recording.points(layer=layer) for layer in range(3)])
     assert (instrument.put_together(Half.MLP, "point") - points).abs().max() <= 1e-12
 
@@ -97,11 +97,11 @@ def test_nothing_is_shown_that_is_not_needed():
     recording = record(tiny_model("bart"), pair_inputs())
     only = Everything(hs.types.Needs.CROSS_KERNEL)
     recording.replay(only)
-    assert {moment.half for moment, _ in only.seen} == {Half.CROSS}
-    assert all(passed.write is None and passed.query is None for _, passed in only.seen)
+    assert {context.half for context, _ in only.seen} == {Half.CROSS}
+    assert all(tensors.write is None and tensors.query is None for _, tensors in only.seen)
     old = Everything(hs.types.Needs.KERNEL | hs.types.Needs.MLP_WRITE)
     recording.replay(old)
-    assert {moment.half for moment, _ in old.seen} == {Half.ATTENTION, Half.MLP}
+    assert {context.half for context, _ in old.seen} == {Half.ATTENTION, Half.MLP}
     with pytest.raises(HelmscopeError, match="everything kept nothing: this system has no half that it measures"):
         record(tiny_model("gpt2"), inputs_of("gpt2")).replay(Everything(hs.types.Needs.CROSS_KERNEL))
 
@@ -117,11 +117,11 @@ def test_what_takes_a_system_takes_both_stacks(family):
         seen = hs.measure(each)
         assert seen["kernel_statistics"].sizes["layer"] == 3
         assert np.isfinite(seen["drift_and_swirl"].attention_speed.values).all()
-    lens = hs.lens_divergence(recording)
+    lens = hs.logit_lens_kl(recording)
     assert lens.sizes["depth"] == 10
     assert np.abs(lens.divergence[-1].values).max() <= 1e-6
     with pytest.raises(HelmscopeError, match="has no head over a vocabulary"):
-        hs.lens_divergence(recording.encoder)
+        hs.logit_lens_kl(recording.encoder)
 
 
 @pytest.mark.parametrize("family", sorted(PAIRS))
@@ -226,15 +226,15 @@ def test_an_encoder_decoder_model_on_trial_and_at_the_doctor(family):
     model = tiny_model(family)
     ids = inputs_of("gpt2", batch=6, n=5)
     subject = hs.Subject(model, ids.tolist())
-    assert subject.needs("cross_kernel", "trajectory", causal=True, mlp=True, head=True) is None
-    assert "is bidirectional, but that of" in subject.needs(full=True)
+    assert subject.unmet_premise("cross_kernel", "trajectory", causal=True, mlp=True, head=True) is None
+    assert "is bidirectional, but that of" in subject.unmet_premise(full=True)
     assert subject.token_ids == tuple(map(tuple, ids.tolist()))
     assert subject.recording.encoder is not None
     assert len(subject.selection) == len(subject.test) == 3
     twin = next(iter(subject.twin_recordings(1)))
     assert twin.certificate.ok
     encoder = hs.Subject(model.get_encoder(), ids.tolist())
-    assert encoder.needs("cross_kernel").endswith("has no cross-attention")
+    assert encoder.unmet_premise("cross_kernel").endswith("has no cross-attention")
     found = hs.models.diagnose(model, texts=10, tokens=16)
     assert found.ok
     assert "\nencoder\nok    topology" in str(found)

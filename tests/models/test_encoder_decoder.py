@@ -15,7 +15,7 @@ from helmscope.intervene.change import edited
 from helmscope.intervene.edit import Edit
 from helmscope.intervene.states import Ablate, Add, Patch
 from helmscope.models.hooks import watching
-from helmscope.models.keep import Keep
+from helmscope.models.keep import KeptTensors
 from helmscope.models.record import record
 from helmscope.models.watch import Observer, Site
 from helmscope.types import HelmscopeError
@@ -25,6 +25,11 @@ F64 = torch.float64
 T5_LIKE = ("t5-relu", "t5-gated")
 TOPOLOGY = {"bart": "post-norm", "marian": "post-norm", "t5gemma": "sequential sandwich"}
 TWO = ("t5-relu", "bart")
+
+
+def batch_rounding(family):
+    """How far a text alone may be from the same text in a batch: T5Gemma's norms and softmax are in float32."""
+    return 1e-6 if family == "t5gemma" else 1e-12
 
 
 def parts_of(model):
@@ -126,8 +131,8 @@ def test_kernels_and_logits_are_the_models_own(recorded):
 
 def test_a_text_alone_is_the_text_in_its_batch(recorded):
     """Neither the other texts, nor the padding of encoder or decoder, nor the size of chunks make a difference."""
-    _, model, recording = recorded
-    inputs = pair_inputs()
+    family, model, recording = recorded
+    inputs, bound = pair_inputs(), batch_rounding(family)
     lengths = {name: int(inputs[name][1].sum()) for name in ("attention_mask", "decoder_attention_mask")}
     alone = record(
         model,
@@ -140,9 +145,9 @@ def test_a_text_alone_is_the_text_in_its_batch(recorded):
         n = each.trajectory.states.shape[2]
         for depth in range(len(each.trajectory.times)):
             wanted = each.stream(depth=depth)
-            assert (other.stream(depth=depth)[1:2, :n] - wanted).abs().max() <= 1e-12 * wanted.abs().max()
+            assert (other.stream(depth=depth)[1:2, :n] - wanted).abs().max() <= bound * wanted.abs().max()
     whole = record(model, inputs)
-    assert (whole.logits() - recording.logits()).abs().max() <= 1e-12 * recording.logits().abs().max()
+    assert (whole.logits() - recording.logits()).abs().max() <= bound * recording.logits().abs().max()
 
 
 def test_resume_from_every_depth_reproduces_the_rest(recorded):
@@ -161,7 +166,7 @@ def test_resume_from_every_depth_reproduces_the_rest(recorded):
 
 def test_forces_of_both_stacks_give_what_the_mlps_write(recorded):
     _, model, _ = recorded
-    recording = record(model, pair_inputs(), keep=Keep.WRITES)
+    recording = record(model, pair_inputs(), keep=KeptTensors.WRITES)
     for each in (recording, recording.encoder):
         for layer, own in enumerate(each.anatomy.layers):
             written = each.force(layer=layer).ambient(each.points(layer=layer))
@@ -204,7 +209,7 @@ def first_mlp_matrix(family, block):
 @pytest.mark.parametrize("family", TWO)
 def test_an_edit_of_the_cross_write_equals_a_hook_by_hand(family):
     model, inputs = tiny_model(family, dtype=F64), pair_inputs()
-    recording = record(model, inputs, batch_size=2, keep=Keep.WEIGHTS)
+    recording = record(model, inputs, batch_size=2, keep=KeptTensors.WEIGHTS)
     halved = recording.under(Edit(Site.CROSS, [1], lambda write: 0.5 * write))
     module = cross_module(family, blocks_of(model.get_decoder())[1])
     handle = module.register_forward_hook(lambda module, args, out: (0.5 * out[0], *out[1:]))
@@ -224,7 +229,7 @@ def test_an_edit_of_the_cross_write_equals_a_hook_by_hand(family):
 @pytest.mark.parametrize("family", TWO)
 def test_edits_inside_cross_attention(family):
     model, inputs = tiny_model(family, dtype=F64), pair_inputs()
-    recording = record(model, inputs, keep=Keep.WEIGHTS | Keep.VALUES)
+    recording = record(model, inputs, keep=KeptTensors.WEIGHTS | KeptTensors.VALUES)
     assert torch.equal(recording.cross_kernel(layer=1), recording.kept["cross weights"][1])
 
     def first_alone(mask):
@@ -349,9 +354,9 @@ def test_what_is_not_there_is_refused():
         plain.cross_kernel(layer=0)
     with pytest.raises(HelmscopeError, match=r"at Site\.CROSS, but GPT2LMHeadModel has no cross-attention"):
         plain.under(Edit(Site.CROSS, None, torch.clone))
-    with pytest.raises(HelmscopeError, match="encoder holds 1 edit, but GPT2LMHeadModel has no encoder"):
+    with pytest.raises(HelmscopeError, match="encoder holds 1 edit, but GPT2LMHeadModel has no separate encoder"):
         plain.under(encoder=[Ablate()])
-    with pytest.raises(HelmscopeError, match="encoder holds 1 edit, but GPT2LMHeadModel has no encoder"):
+    with pytest.raises(HelmscopeError, match="encoder holds 1 edit, but GPT2LMHeadModel has no separate encoder"):
         plain.under(encoder=Ablate())
     with pytest.raises(HelmscopeError, match="encoder is an int, but it must be an edit, a list of edits or a Rec"):
         plain.under(encoder=3)

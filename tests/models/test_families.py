@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from helmscope.models.hooks import watching
-from helmscope.models.keep import Keep
+from helmscope.models.keep import KeptTensors
 from helmscope.models.record import record
 from helmscope.models.watch import Observer, Site
 from support.model_families import CLASSES, FAMILIES, inputs_of, tiny_model
@@ -142,7 +142,7 @@ def test_kernels_and_forces(recorded):
 
 def test_a_force_at_its_points_is_what_the_mlp_writes(recorded):
     family, model, _ = recorded
-    recording = record(model, inputs_of(family), keep=Keep.WRITES)
+    recording = record(model, inputs_of(family), keep=KeptTensors.WRITES)
     for layer, found in enumerate(recording.anatomy.layers):
         force, points = recording.force(layer=layer), recording.points(layer=layer)
         written = force.ambient(points)

@@ -12,10 +12,11 @@ import pytest
 import transformers as tf
 
 import helmscope as hs
+from helmscope.models.paragraphs import texts_for
 from helmscope.models.subject import Subject
 from support.children import run_python
 
-TEXTS = hs.models.default_texts()
+TEXTS = hs.models.paragraph_texts()
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 
 
@@ -67,7 +68,7 @@ def test_every_list_of_words_is_used_and_varies_within_a_topic():
 
 
 def test_another_process_makes_the_same_texts():
-    done = run_python("import helmscope as hs; print('\\n'.join(hs.models.default_texts()))", check=True)
+    done = run_python("import helmscope as hs; print('\\n'.join(hs.models.paragraph_texts()))", check=True)
     assert tuple(done.stdout.splitlines()) == TEXTS
 
 
@@ -76,15 +77,20 @@ def test_a_model_that_is_not_in_the_box_is_tried_on_them(tmp_path):
     sizes = {"vocab_size": 4096, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 256}
     tf.GPT2LMHeadModel(tf.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)).save_pretrained(folder)
     for name in TOKENIZER:
-        shutil.copy(hs.models.box_folder("A") / name, folder / name)
+        shutil.copy(hs.models.bundled_folder("A") / name, folder / name)
     subject = Subject(folder)
     assert subject.texts == TEXTS
     assert subject.held_back().texts == TEXTS
     assert len({ids[0] for ids in subject.token_ids}) >= 32
     assert subject.recording_of(subject.texts[:2]).certificate.ok
     assert Subject(folder, ["One text."]).texts == ("One text.",)
+    assert hs.record(folder).batch.visible_ids == subject.token_ids  # a recording without texts too
 
 
 @pytest.mark.parametrize("name", ["A", "B", "tied"])
 def test_a_model_in_the_box_keeps_its_own_texts(name):
-    assert Subject(name).texts == tuple(hs.models.box_texts())
+    stories = tuple(hs.models.story_texts())
+    assert Subject(name).texts == texts_for(name) == texts_for(hs.load(name)) == stories
+    assert (
+        texts_for(hs.load(hs.models.bundled_folder(name))) == TEXTS
+    )  # named by its folder, it is not known to be a bundled model

@@ -6,12 +6,12 @@ import pytest
 import torch
 import transformers as tf
 
-from helmscope.models.keep import Keep
+from helmscope.models.keep import KeptTensors
 from helmscope.models.record import record
 from helmscope.types import Instrument, Needs
 from support.model_families import inputs_of, tiny_model
 
-EVERYTHING = Keep.QUERIES | Keep.KEYS | Keep.VALUES | Keep.WEIGHTS | Keep.WRITES
+EVERYTHING = KeptTensors.QUERIES | KeptTensors.KEYS | KeptTensors.VALUES | KeptTensors.WEIGHTS | KeptTensors.WRITES
 
 
 def outputs(model, paths, ids):
@@ -53,10 +53,10 @@ def test_an_instrument_sees_them():
     class Shapes(Instrument):
         name, needs, seen = "shapes", Needs.KERNEL | Needs.QKV, []
 
-        def attention(self, moment, passed):
-            parts = (passed.query, passed.key, passed.value, passed.kernel)
-            self.seen.append((moment.layer, *(tuple(part.shape) for part in parts)))
-            self.keep(moment, {"peak": passed.kernel.amax((-1, -2))})
+        def attention(self, context, tensors):
+            parts = (tensors.query, tensors.key, tensors.value, tensors.kernel)
+            self.seen.append((context.layer, *(tuple(part.shape) for part in parts)))
+            self.keep(context, {"peak": tensors.kernel.amax((-1, -2))})
 
     record(tiny_model("falcon"), inputs_of("falcon")).replay(Shapes())  # one key for four queries
     wide, single, rows = (3, 4, 13, 8), (3, 1, 13, 8), (3, 4, 13, 13)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import html
+import logging
 import re
+import sys
 
 import pytest
 import torch
@@ -28,10 +30,11 @@ def test_padding_changes_nothing_for_real_tokens(family):
         alone = record(model, [text], tokenizer=words)
         n = len(alone.batch.tokens[0])
         assert (recording.trajectory.states[:, k, :n] - alone.trajectory.states[:, 0]).abs().max() < 1e-5
-    seen = hs.overview(recording, beta=1.0)
-    assert seen.order.shape == (7, 3)
+    with pytest.warns(UserWarning, match=r"pairs are undefined \(NaN\) for texts\[2\]"):
+        seen = hs.overview(recording, beta=1.0)
+    assert seen.order_parameter.shape == (7, 3)
     assert (recording.axis, recording.layer_axis, recording.replicate) == ("depth", "layer", "prompt")
-    assert seen.order.dims == (recording.axis, recording.replicate)
+    assert seen.order_parameter.dims == (recording.axis, recording.replicate)
 
 
 def test_inputs_as_a_tokenizer_gives_them():
@@ -264,7 +267,7 @@ def test_padding_and_special_tokens_are_tracked_by_their_weights():
     alone = [torch.linalg.vector_norm(states[:, k, counted[k]].mean(1), dim=-1) for k in range(2)]
     wanted = torch.stack(alone).mean(0).numpy()
     assert hs.track(recording, order=hs.order_parameter).order.mean("prompt").values == pytest.approx(wanted, abs=1e-6)
-    assert hs.overview(recording, beta=1.0).order.mean("prompt").values == pytest.approx(wanted, abs=1e-6)
+    assert hs.overview(recording, beta=1.0).order_parameter.mean("prompt").values == pytest.approx(wanted, abs=1e-6)
     with pytest.raises(HelmscopeError, match="order is a function that takes no weights"):
         hs.track(recording, order=lambda x: x.mean(2).norm(dim=-1))
 
@@ -281,7 +284,7 @@ def test_the_sink_of_an_encoder_is_its_first_special_token():
 
 def test_a_layer_is_asked_for_by_its_name_and_number():
     """A loop over layers reads every layer once, as edits count them."""
-    recording = record(tiny_model("gpt2"), inputs_of("gpt2"), keep=hs.models.Keep.WEIGHTS)
+    recording = record(tiny_model("gpt2"), inputs_of("gpt2"), keep=hs.models.KeptTensors.WEIGHTS)
     for layer in recording.layers:
         assert torch.equal(recording.kernel(layer=layer), recording.kept["weights"][layer])
     with pytest.raises(TypeError):
@@ -304,13 +307,14 @@ def test_bad_texts():
     model, words = tiny_model("gpt2"), letters(framed=False)
     for texts, said in [
         ([], "texts is empty"),
-        ("a b", "texts is a str"),
+        (["\ud800"], "must be Unicode without single surrogates"),
+        ("a b", r"texts is a str, but it must be a list of strings or a tensor: pass \[text\]"),
         (["a", " "], r"texts\[1\] is ' '"),
         (["a", 3], r"texts\[1\] is 3"),
         ([" ".join("a" * 65)], r"texts\[0\] has 65 tokens, but the model's context is 64"),
         (torch.zeros(2, 0, dtype=torch.long), "token ids are"),
         (torch.tensor([[1, 96]]), "the token id 96, but the model has embeddings 0 to 95"),
-        (torch.zeros(2, 3), "images are"),
+        (torch.zeros(2, 3), "is a tensor of torch.float32 .*, but token ids must be integers"),
         (torch.zeros(2, 3, dtype=torch.bool), "token ids are int64"),
         (torch.zeros(2, 3, 4, 4), "could not be run on these inputs"),
     ]:
@@ -336,12 +340,28 @@ def test_bad_texts():
     assert record(model, [" ".join("a" * 65)], tokenizer=words, truncate=True).trajectory.states.shape[2] == 64
 
 
+def test_a_text_that_is_too_long_is_named_by_the_error_alone():
+    """Not also by a warning that transformers logs."""
+    words, logged = letters(framed=False), []
+    words.model_max_length = 64
+    handler = logging.Handler()
+    handler.emit = logged.append
+    logger = logging.getLogger("transformers")
+    logger.addHandler(handler)
+    try:
+        with pytest.raises(HelmscopeError, match="has 65 tokens, but the model's context is 64"):
+            record(tiny_model("gpt2"), [" ".join("a" * 65)], tokenizer=words)
+    finally:
+        logger.removeHandler(handler)
+    assert logged == []
+
+
 @pytest.mark.parametrize("family", ["gpt2", "llama", "bert"])
 def test_the_observables_of_a_simulation_serve(family):
     recording = record(tiny_model(family), inputs_of(family))
     path = recording.trajectory
     seen = hs.overview(recording, beta=1.0)
-    assert seen.order.values == pytest.approx(path.states.mean(2).norm(dim=-1).numpy(), abs=1e-6)
+    assert seen.order_parameter.values == pytest.approx(path.states.mean(2).norm(dim=-1).numpy(), abs=1e-6)
     rows = torch.stack([recording.kernel(layer=layer) for layer in range(3)]).double()
     entropy = torch.special.entr(rows).sum(-1).mean((1, 2, 3))
     told = hs.kernel_statistics(recording)
@@ -357,7 +377,7 @@ def test_the_observables_of_a_simulation_serve(family):
 @pytest.mark.parametrize("family", ["gpt2", "bert"])
 def test_the_lens_comes_to_what_the_model_says(family, dtype):
     recording = record(tiny_model(family, dtype=dtype), inputs_of(family))
-    kept, digits = hs.lens_divergence(recording), 1e-9 if dtype == torch.float64 else 1e-5
+    kept, digits = hs.logit_lens_kl(recording), 1e-9 if dtype == torch.float64 else 1e-5
     assert kept.divergence.dims == ("depth", "prompt")
     seen = hs.reduce_replicates(kept)
     assert abs(float(seen.divergence[-1])) < 1e-3 * digits
@@ -375,20 +395,20 @@ class Entropy(hs.Instrument):
 
     name, needs = "entropy", hs.types.Needs.KERNEL | hs.types.Needs.QKV
 
-    def attention(self, moment, passed):
-        assert passed.query.shape[-1] == passed.key.shape[-1]
-        assert passed.kernel.shape[1] % passed.key.shape[1] == 0
-        self.keep(moment, {"entropy": torch.special.entr(passed.kernel).sum(-1).mean(-1)})
+    def attention(self, context, tensors):
+        assert tensors.query.shape[-1] == tensors.key.shape[-1]
+        assert tensors.kernel.shape[1] % tensors.key.shape[1] == 0
+        self.keep(context, {"entropy": torch.special.entr(tensors.kernel).sum(-1).mean(-1)})
 
 
 def test_instruments_see_what_is_kept():
     model, ids = tiny_model("llama"), inputs_of("llama")
     everything = (
-        hs.models.Keep.QUERIES
-        | hs.models.Keep.KEYS
-        | hs.models.Keep.VALUES
-        | hs.models.Keep.WEIGHTS
-        | hs.models.Keep.WRITES
+        hs.models.KeptTensors.QUERIES
+        | hs.models.KeptTensors.KEYS
+        | hs.models.KeptTensors.VALUES
+        | hs.models.KeptTensors.WEIGHTS
+        | hs.models.KeptTensors.WRITES
     )
     recording = record(model, ids, keep=everything, batch_size=2)
     kept = recording.kept
@@ -431,8 +451,8 @@ def test_keys_of_a_family_whose_attention_cannot_be_captured_raise():
     with pytest.raises(HelmscopeError, match=r"replay is not available.*hides q, k and v"):
         recording.replay(Entropy())
     with pytest.raises(HelmscopeError, match="returns only its attention weights"):
-        record(model, inputs_of("gpt2"), keep=hs.models.Keep.QUERIES)
-    assert record(model, inputs_of("gpt2"), keep=hs.models.Keep.WEIGHTS).kept["weights"].shape[0] == 3
+        record(model, inputs_of("gpt2"), keep=hs.models.KeptTensors.QUERIES)
+    assert record(model, inputs_of("gpt2"), keep=hs.models.KeptTensors.WEIGHTS).kept["weights"].shape[0] == 3
 
 
 def test_states_that_are_not_finite_or_not_unit_vectors_raise():
@@ -516,7 +536,7 @@ def test_doctor_on_the_command_line(tmp_path, capsys, monkeypatch):
 def test_a_head_that_transformers_does_not_name(monkeypatch):
     model = tiny_model("gpt2")
     monkeypatch.setattr(type(model), "get_output_embeddings", lambda self: None)
-    assert hs.lens_divergence(record(model, inputs_of("gpt2"))).divergence.shape == (7, 3)
+    assert hs.logit_lens_kl(record(model, inputs_of("gpt2"))).divergence.shape == (7, 3)
 
 
 def test_what_is_shown_of_a_recording_is_one_line(tmp_path):
@@ -544,7 +564,7 @@ def test_what_is_shown_of_a_recording_is_one_line(tmp_path):
         (lambda folder: hs.models.untrained_twin(folder / "small", seed=3), "small's untrained twin 3 (gpt2)"),
         (lambda folder: tiny_model("gpt2"), "GPT2LMHeadModel (gpt2)"),
     ],
-    ids=["box", "twin", "folder", "twin of a folder", "memory"],
+    ids=["bundled", "twin", "folder", "twin of a folder", "memory"],
 )
 def test_a_recording_is_titled_by_its_model(tmp_path, source, title):
     tiny_model("gpt2").save_pretrained(tmp_path / "small")
@@ -556,7 +576,9 @@ def test_a_recording_is_titled_by_its_model(tmp_path, source, title):
 
 def test_a_model_of_the_hub_is_titled_by_its_id(tmp_path, monkeypatch):
     tiny_model("gpt2").save_pretrained(tmp_path / "0123abc")
-    monkeypatch.setattr("helmscope.models.load._from_hub", lambda name, revision, offline: tmp_path / "0123abc")
+    monkeypatch.setattr(
+        sys.modules["helmscope.models.load"], "_from_hub", lambda name, revision, offline: tmp_path / "0123abc"
+    )
     origin = hs.load("someone/small").origin
     assert (origin.title, origin.folder, origin.revision) == ("someone/small (gpt2)", None, "0123abc")
 
@@ -578,12 +600,12 @@ def test_the_lens_goes_by_blocks_of_texts_and_tokens(monkeypatch):
         return honest(self, depth=depth, rows=rows)
 
     monkeypatch.setattr(type(recording), "logits", seen_logits)
-    once = hs.lens_divergence(recording)
+    once = hs.logit_lens_kl(recording)
     assert set(asked) == {1, 3}
     monkeypatch.setattr(lens, "LOGITS_PER_FORWARD", 96 * 9)
     monkeypatch.setattr(lens, "LOGITS_PER_SUM", 96 * 2)
     asked.clear()
-    again = hs.lens_divergence(recording)
+    again = hs.logit_lens_kl(recording)
     assert set(asked) == {1}
     xr.testing.assert_allclose(once, again, rtol=1e-5, atol=1e-7)
     p, early = (torch.softmax(honest(recording, depth=depth).double(), -1) for depth in (None, 4))

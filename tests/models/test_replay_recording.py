@@ -15,11 +15,11 @@ from support.model_families import inputs_of, tiny_model
 
 F64 = torch.float64
 EVERYTHING = (
-    hs.models.Keep.QUERIES
-    | hs.models.Keep.KEYS
-    | hs.models.Keep.VALUES
-    | hs.models.Keep.WEIGHTS
-    | hs.models.Keep.WRITES
+    hs.models.KeptTensors.QUERIES
+    | hs.models.KeptTensors.KEYS
+    | hs.models.KeptTensors.VALUES
+    | hs.models.KeptTensors.WEIGHTS
+    | hs.models.KeptTensors.WRITES
 )
 PADDED = {
     "input_ids": torch.tensor([[5, 6, 7, 0, 0], [8, 9, 10, 11, 12], [3, 4, 5, 6, 0]]),
@@ -37,16 +37,16 @@ class Everything(hs.Instrument):
         self.needs = self.needs if needs is None else needs
         self.seen = []
 
-    def attention(self, moment, passed):
-        self.seen.append((moment, passed))
-        self.keep(moment, {"length": passed.state.norm(dim=(-1, -2))})
+    def attention(self, context, tensors):
+        self.seen.append((context, tensors))
+        self.keep(context, {"length": tensors.state.norm(dim=(-1, -2))})
 
-    def mlp(self, moment, passed):
-        self.attention(moment, passed)
+    def mlp(self, context, tensors):
+        self.attention(context, tensors)
 
     def put_together(self, half, name):
         """(layer, prompt, ...) of what the chunks showed."""
-        layers = sorted({moment.layer for moment, _ in self.seen})
+        layers = sorted({context.layer for context, _ in self.seen})
         return torch.stack(
             [
                 torch.cat([getattr(p, name) for m, p in self.seen if (m.layer, m.half) == (layer, half)])
@@ -75,7 +75,7 @@ def test_what_passes_is_what_was_recorded(family, batch_size):
     recording = record(tiny_model(family, dtype=F64), inputs_of(family), keep=EVERYTHING, batch_size=batch_size)
     instrument, own = Everything(), recording.anatomy.layers
     recording.replay(instrument)
-    assert all(moment.step == 1 for moment, _ in instrument.seen)
+    assert all(context.step == 1 for context, _ in instrument.seen)
     kept, path = recording.kept, recording.trajectory
     first = instrument.put_together(Half.ATTENTION, "state")
     alike(first, torch.stack([recording.stream(depth=2 * layer) for layer in range(3)]), 1e-13)
@@ -91,9 +91,9 @@ def test_what_passes_is_what_was_recorded(family, batch_size):
     alike(read, torch.stack([recording.stream(depth=depth) for depth in depths]), 1e-13)
     points = torch.stack([recording.points(layer=layer) for layer in range(3)])
     alike(instrument.put_together(Half.MLP, "point"), points, 1e-13)
-    for moment, passed in instrument.seen:
-        if moment.half is Half.MLP and not own[moment.layer].wiring.sandwich:
-            alike(passed.force.ambient(passed.point), passed.write, 1e-6)
+    for context, tensors in instrument.seen:
+        if context.half is Half.MLP and not own[context.layer].wiring.sandwich:
+            alike(tensors.force.ambient(tensors.point), tensors.write, 1e-6)
 
 
 def test_all_streaming_instruments_take_one_forward_per_chunk():
@@ -132,9 +132,9 @@ def test_padding_is_neither_counted_nor_seen(family):
     recording = record(model, PADDED)
     together, told = recording.replay(*instruments), Everything(hs.types.Needs.ATTENTION)
     recording.replay(told)
-    for moment, _ in told.seen:
-        assert torch.equal(moment.weights > 0, recording.batch.counted)
-        assert torch.equal(moment.visible, recording.visible)
+    for context, _ in told.seen:
+        assert torch.equal(context.weights > 0, recording.batch.counted)
+        assert torch.equal(context.visible, recording.visible)
     for row, mask in enumerate(PADDED["attention_mask"]):
         alone = record(model, PADDED["input_ids"][row : row + 1, : int(mask.sum())]).replay(*instruments)
         for name, seen in alone.items():
@@ -218,7 +218,7 @@ def test_a_family_without_q_k_and_v_provides_everything_else():
     instrument = Everything(hs.types.Needs.KERNEL | hs.types.Needs.ATTENTION_WRITE)
     recording.replay(instrument)
     alike(instrument.put_together(Half.ATTENTION, "kernel")[1], recording.kernel(layer=1), 1e-6)
-    assert all(passed.query is passed.key is passed.value is None for _, passed in instrument.seen)
+    assert all(tensors.query is tensors.key is tensors.value is None for _, tensors in instrument.seen)
     with pytest.raises(hs.HelmscopeError, match=r"^replay is not available.*hides q, k and v"):
         recording.replay(hs.kernel.KernelStatistics(), Everything(hs.types.Needs.QKV))
 
@@ -239,7 +239,7 @@ def test_a_model_that_an_instrument_does_not_fit(family, said):
 
 def test_an_exception_of_an_instrument_is_not_reported_as_one_of_the_model():
     class Faulty(Everything):
-        def attention(self, moment, passed):
+        def attention(self, context, tensors):
             raise KeyError("no such thing")
 
     recording = record(tiny_model("gpt2"), inputs_of("gpt2"))

@@ -47,7 +47,12 @@ class Log(Observer):
 
 @pytest.fixture(scope="module")
 def recording():
-    return record(tiny_model("gpt2"), inputs_of("gpt2"), batch_size=2, keep=hs.models.Keep.KEYS | hs.models.Keep.WRITES)
+    return record(
+        tiny_model("gpt2"),
+        inputs_of("gpt2"),
+        batch_size=2,
+        keep=hs.models.KeptTensors.KEYS | hs.models.KeptTensors.WRITES,
+    )
 
 
 def test_an_observer_receives_the_rows_of_each_chunk(recording):
@@ -77,7 +82,7 @@ def test_observers_see_what_edits_leave_and_change_nothing(recording):
     assert torch.equal(torch.cat(changed.keys), 2 * torch.cat(log.keys))
     kernel = recording.under(edits[0]).kernel(layer=1)
     assert torch.equal(torch.cat(changed.weights), kernel.roll(1, 1))
-    alone = recording.under(*edits[:2], keep=hs.models.Keep.WRITES).kept["mlp write"][1]
+    alone = recording.under(*edits[:2], keep=hs.models.KeptTensors.WRITES).kept["mlp write"][1]
     assert torch.equal(torch.cat(changed.writes), 3 * alone)
 
 

@@ -92,7 +92,7 @@ def test_gains_near_zero_are_not_divided_by(family):
 
 
 def test_the_force_at_its_points_is_what_the_mlp_writes_under_small_gains():
-    recording = record(small_gains("bert"), inputs_of("bert"), keep=hs.models.Keep.WRITES)
+    recording = record(small_gains("bert"), inputs_of("bert"), keep=hs.models.KeptTensors.WRITES)
     for layer in recording.layers:
         found = recording.force(layer=layer).ambient(recording.points(layer=layer))
         wanted = recording.kept["mlp write"][layer]

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import shutil
+from importlib import import_module
 
 import pytest
 import torch
 import transformers as tf
 
 import helmscope as hs
-from helmscope.models import record as recording_module
 from helmscope.models import subject as home
 from helmscope.models.cache import RecordingCache
 from helmscope.models.subject import Subject
 from helmscope.runs.unit import Unit
 from helmscope.types import HelmscopeError
 from support.model_families import tiny_model
+
+recording_module = import_module("helmscope.models.record")  # the package has the function by this name
 
 ROWS = [[k % 90 + 3, (7 * k) % 90 + 3, 5, k % 11 + 3, 9, 11] for k in range(12)]
 
@@ -93,7 +95,7 @@ def test_the_tokenizer_matters_by_the_ids_it_gives():
 
 def test_the_default_is_model_a_on_the_texts_in_the_box():
     assert hs.Subject() == Subject("A") != Subject("B")
-    assert Subject().texts == tuple(hs.models.box_texts())
+    assert Subject().texts == tuple(hs.models.story_texts())
     assert repr(Subject()) == "<Subject A: 128 texts>"
     assert Subject().label == f"A (sha256 {Subject().identity})"
 
@@ -167,7 +169,7 @@ def test_twins_are_those_of_the_series_and_have_no_training():
     subject = Subject(tiny_model("gpt2"), ROWS)
     twins = list(subject.twins(2, seed=1))
     assert list(subject.twins(1, seed=1)) == twins[:1]
-    wanted = hs.models.untrained_twin(subject.loaded, seed=hs.claims.Case(seed=1).seed_for(1))
+    wanted = hs.models.untrained_twin(subject.loaded, seed=hs.claims.TrialCase(seed=1).seed_for(1))
     for name, value in twins[1].model.state_dict().items():
         assert torch.equal(value, wanted.model.state_dict()[name])
     (recorded,) = subject.twin_recordings(1, seed=1, texts=ROWS[:3])
@@ -180,22 +182,22 @@ def test_a_premise_that_cannot_hold_is_one_sentence():
     causal, full = Subject(tiny_model("gpt2"), ROWS), Subject(tiny_model("bert"), ROWS)
     bare = Subject(tiny_model("gpt2").transformer, ROWS)
     everything = {"mlp": True, "head": True}
-    assert causal.needs("kernel", "on_sphere", causal=True, **everything) is None
-    assert full.needs("replay", full=True, **everything) is None
+    assert causal.unmet_premise("kernel", "on_sphere", causal=True, **everything) is None
+    assert full.unmet_premise("replay", full=True, **everything) is None
     both = "the claim needs attention that is causal, but that of BertForMaskedLM is bidirectional"
-    assert full.needs(causal=True) == both
-    assert "that is bidirectional, but that of GPT2LMHeadModel is causal" in causal.needs(full=True)
-    assert bare.needs(causal=True, mlp=True) is None
-    sentence = bare.needs(head=True)
+    assert full.unmet_premise(causal=True) == both
+    assert "that is bidirectional, but that of GPT2LMHeadModel is causal" in causal.unmet_premise(full=True)
+    assert bare.unmet_premise(causal=True, mlp=True) is None
+    sentence = bare.unmet_premise(head=True)
     assert sentence.startswith("the claim needs a head over a vocabulary, but GPT2Model does not have it: ")
-    assert "causal" in Subject(tiny_model("gpt2"), [[5], [6]]).needs(causal=True)
-    assert "needs a model" in Subject.simulation().needs()
+    assert "causal" in Subject(tiny_model("gpt2"), [[5], [6]]).unmet_premise(causal=True)
+    assert "needs a model" in Subject.simulation().unmet_premise()
     finding = hs.claims.Finding.impossible(sentence)
     assert finding.evidence.reason == sentence
     with pytest.raises(HelmscopeError, match="unknown part of a recording 'heads'"):
-        causal.needs("heads")
+        causal.unmet_premise("heads")
     with pytest.raises(HelmscopeError, match="causal and full are both True"):
-        causal.needs(causal=True, full=True)
+        causal.unmet_premise(causal=True, full=True)
 
 
 def test_it_travels_as_plain_data(folder, monkeypatch):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import base64
 import json
+import os
+import threading
 
 import pytest
 import transformers as tf
@@ -11,8 +13,9 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processor
 
 import helmscope as hs
 from helmscope.models.record import record
-from helmscope.models.tokenizer import MOST_GROWTH, growth
+from helmscope.models.tokenizer import MOST_GROWTH, growth, without_backtraces
 from helmscope.types import HelmscopeError
+from support.children import run_python
 from support.model_families import tiny_model
 
 PLAIN = {
@@ -57,9 +60,12 @@ def test_a_plain_tokenizer_is_read(tmp_path):
         {"model": {"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": ["a b"], "continuing_subword_prefix": "##"}},
     ],
 )
-def test_a_panic_while_reading_the_tokenizer(tmp_path, parts):
-    """The model is loaded all the same and can be run on token ids."""
-    loaded = hs.load(folder_with(tmp_path, **parts))
+def test_a_panic_while_reading_the_tokenizer(tmp_path, parts, capfd):
+    """The model is loaded all the same and can be run on token ids; no backtrace of native code is printed."""
+    folder = folder_with(tmp_path, **parts)
+    capfd.readouterr()
+    loaded = hs.load(folder)
+    assert capfd.readouterr().err == ""
     assert loaded.tokenizer is None
     assert loaded.tokenizer_error.startswith("tokenizer.json: ")
     with pytest.raises(HelmscopeError, match=r"its tokenizer could not be read \(tokenizer.json: .*pass tokenizer="):
@@ -80,10 +86,64 @@ def test_a_panic_while_reading_the_tokenizer(tmp_path, parts):
         },
     ],
 )
-def test_a_panic_on_the_texts(tmp_path, parts):
+def test_a_panic_on_the_texts(tmp_path, parts, capfd):
     loaded = hs.load(folder_with(tmp_path, **parts))
+    capfd.readouterr()
     with pytest.raises(HelmscopeError, match=r"tokenizer is a .*, but it fails on these texts: "):
         record(loaded, ["a b"])
+    assert capfd.readouterr().err == ""
+
+
+class PanicException(BaseException):  # named as that of native code, by which it is recognized
+    pass
+
+
+@pytest.mark.parametrize(
+    ("error", "shown"),
+    [
+        (None, "a warning\n\nthread 'x' panicked\n"),
+        (KeyError("x"), "a warning\n\nthread 'x' panicked\n"),
+        (PanicException("x"), "a warning\n"),
+    ],
+)
+def test_only_the_report_of_a_panic_is_dropped(capfd, error, shown):
+    def report():
+        with without_backtraces():
+            os.write(2, b"a warning\n\nthread 'x' panicked\n")
+            if error is not None:
+                raise error
+
+    if error is None:
+        report()
+    else:
+        with pytest.raises(type(error)):
+            report()
+    os.write(2, b"afterwards")
+    assert capfd.readouterr().err == shown + "afterwards"
+
+
+def test_threads_hold_back_standard_error_one_after_another(capfd):
+    def report(name):
+        with without_backtraces():
+            os.write(2, name)
+
+    threads = [threading.Thread(target=report, args=(b"%d\n" % k,)) for k in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(capfd.readouterr().err.split()) == [str(k) for k in range(8)]
+
+
+def test_a_process_without_standard_error_tokenizes_too():
+    code = """
+import os, sys
+from helmscope.models.tokenizer import without_backtraces
+os.close(2)
+with without_backtraces():
+    print("done")
+"""
+    assert run_python(code, check=True).stdout == "done\n"
 
 
 @pytest.mark.parametrize(

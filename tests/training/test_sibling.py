@@ -12,7 +12,7 @@ import torch
 import xarray as xr
 
 import helmscope as hs
-from helmscope.claims.factorial import choose_prompts
+from helmscope.claims.arm_statistics import choose_prompts
 
 SIZES = {"n_embd": 8, "n_head": 2}
 APART = 16
@@ -72,15 +72,15 @@ def test_the_arms_against_loops(training, ids, windows):
                 here = (a, depth, prompt)
                 assert found["inner_product"][here] == pytest.approx(inner.mean(), abs=2e-6)
                 shares = [(inner > level).mean() for level in (0.8, 0.9, 0.99)]
-                assert found["share"][a, depth, :, prompt] == pytest.approx(shares, abs=1e-7)
+                assert found["aligned_pair_share"][a, depth, :, prompt] == pytest.approx(shares, abs=1e-7)
                 cloud = np.stack(tokens[1:])
                 s = np.linalg.svd(cloud, compute_uv=False)
                 p = s[s > 1e-9] / s.sum()
                 assert found["participation_ratio"][here] == pytest.approx((s**2).sum() ** 2 / (s**4).sum(), rel=1e-5)
-                assert found["entropy_rank"][here] == pytest.approx(math.exp(-(p * np.log(p)).sum()), rel=1e-4)
+                assert found["effective_rank"][here] == pytest.approx(math.exp(-(p * np.log(p)).sum()), rel=1e-4)
                 distance = np.linalg.norm(cloud - cloud.mean(0)) / np.linalg.norm(cloud)
-                assert found["residual"][here] == pytest.approx(distance, abs=1e-6)
-    assert found["share"].max() > 0.05  # there is something to count
+                assert found["collapse_residual_frobenius"][here] == pytest.approx(distance, abs=1e-6)
+    assert found["aligned_pair_share"].max() > 0.05  # there is something to count
 
 
 def test_the_loss_of_every_arm_belongs_to_the_edited_model(training, ids, windows):
@@ -135,13 +135,13 @@ def test_the_mlps_against_automatic_differentiation(training, ids, windows):
 
 
 def test_the_prompts_are_those_of_the_claim_about_clusters(training):
-    ids = training.sibling.box_ids(training.recipe.BOX)
-    chosen = [hs.models.box_texts()[k] for k in training.sibling.prompt_indices(ids)]
+    ids = training.sibling.bundled_ids(training.recipe.BUNDLED_FOLDER)
+    chosen = [hs.models.story_texts()[k] for k in training.sibling.prompt_indices(ids)]
     assert tuple(chosen) == choose_prompts(64, hs.models.Subject("A"), APART)[0]
 
 
 def test_train_measure_and_store(training, ids, windows, tmp_path):
-    """Three steps of a tiny model, with snapshots at two of them, as far as the file in the box."""
+    """Three steps of a tiny model, with snapshots at two of them, as far as the file in the package."""
     sibling = training.sibling
     recipe = replace(sibling.SIBLING, layers=2, steps=3, batch=2, warmup=2)
     tokens = np.random.default_rng(3).integers(0, 4096, 3000).astype(np.int16)
@@ -164,8 +164,8 @@ def test_train_measure_and_store(training, ids, windows, tmp_path):
         read = file.load()
     assert read.step.values.tolist() == [0, 3]
     assert read.prompt.values.tolist() == [5, 7, 9]
-    assert read.share.dims == ("step", "arm", "depth", "level", "prompt")
-    assert read.share.shape == (2, 4, 5, 3, 3)
+    assert read.aligned_pair_share.dims == ("step", "arm", "depth", "level", "prompt")
+    assert read.aligned_pair_share.shape == (2, 4, 5, 3, 3)
     assert read.attrs["seed"] == sibling.SIBLING.seed
     assert read.attrs["seed"] not in {recipe.seed for recipe in training.recipe.RECIPES.values()}
     for name, (_, rounding, _) in sibling.VARIABLES.items():

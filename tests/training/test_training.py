@@ -147,7 +147,7 @@ def test_a_run_that_is_stopped_after_every_step_ends_the_same(training, name, tm
 
 
 def check_what_is_written(training, trainer):
-    """The weights are rounded to bfloat16, and the history has what the box ships."""
+    """The weights are rounded to bfloat16, and the history has what the package ships."""
     values = {key: value.clone() for key, value in trainer.model.named_parameters()}
     training.train.finish(trainer)
     again = type(trainer.model).from_pretrained(trainer.folder / "final")
@@ -293,9 +293,9 @@ def test_nothing_of_helmscope_is_used(training):
 
 
 def test_the_tokenizer_is_shipped_as_it_is_written(training, tmp_path):
-    source = hs.models.box_folder("A") / "tokenizer.json"
+    source = hs.models.bundled_folder("A") / "tokenizer.json"
     training.gather.write_tokenizer(source, tmp_path)
     for file in ("tokenizer.json", "tokenizer_config.json"):
-        assert (tmp_path / file).read_bytes() == (hs.models.box_folder("A") / file).read_bytes()
-    (tmp_path / "texts.json").write_text(json.dumps(hs.models.box_texts()[:3]))
-    assert training.train.box_text_ids(tmp_path).shape == (3, 128)
+        assert (tmp_path / file).read_bytes() == (hs.models.bundled_folder("A") / file).read_bytes()
+    (tmp_path / "texts.json").write_text(json.dumps(hs.models.story_texts()[:3]))
+    assert training.train.bundled_text_ids(tmp_path).shape == (3, 128)

@@ -16,7 +16,7 @@ from helmscope.models.stacks import stacks_of
 from helmscope.models.tap import can_be_tapped
 from helmscope.models.topology import Kind, Wiring, find_wiring
 from helmscope.models.watch import Site
-from helmscope.types import HelmscopeError, counted, type_with_article
+from helmscope.types import HelmscopeError, pluralized, type_with_article
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -109,8 +109,8 @@ class Anatomy:
 
     def __str__(self) -> str:
         kinds = list(dict.fromkeys(str(layer.wiring) for layer in self.layers))
-        tied = "" if len(self.blocks) == len(self.layers) else f" of {counted(len(self.blocks), 'tied block')}"
-        return f"{', '.join(kinds)}; {counted(len(self.layers), 'layer')}{tied}, width {self.dim}"
+        tied = "" if len(self.blocks) == len(self.layers) else f" of {pluralized(len(self.blocks), 'tied block')}"
+        return f"{', '.join(kinds)}; {pluralized(len(self.layers), 'layer')}{tied}, width {self.dim}"
 
 
 def find_anatomy(model: Any, inputs: Mapping[str, Tensor]) -> tuple[Anatomy, list[LayerProbe]]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
-    from helmscope.models.load import Loaded
+    from helmscope.models.load import LoadedModel
     from helmscope.models.recording import Recording
 
 T = TypeVar("T")
@@ -72,7 +72,7 @@ class ById:
         return id(self.value)
 
 
-def model_bytes(loaded: Loaded) -> int:
+def model_bytes(loaded: LoadedModel) -> int:
     """The bytes of a model's weights."""
     return sum(weight.numel() * weight.element_size() for weight in loaded.model.parameters())
 

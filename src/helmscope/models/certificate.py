@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from helmscope.types import HelmscopeError, counted, html_table, one_line_repr
+from helmscope.types import HelmscopeError, html_table, one_line_repr, pluralized
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class Certificate:
         return f"fails: {', '.join(failed)}" if failed else "ok"
 
     def __repr__(self) -> str:
-        return one_line_repr(f"Certificate: {counted(len(self.lines), 'check')}, {self.summary}")
+        return one_line_repr(f"Certificate: {pluralized(len(self.lines), 'check')}, {self.summary}")
 
     def __str__(self) -> str:
         width = max(len(line.name) for line in self.lines)

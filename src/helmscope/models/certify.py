@@ -15,7 +15,7 @@ from helmscope.models.probe import run
 from helmscope.models.tap import head_outputs, plainly_eager
 from helmscope.models.topology import Kind
 from helmscope.models.watch import LEADS_TO, Site
-from helmscope.types import counted, type_with_article
+from helmscope.types import pluralized, type_with_article
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -160,7 +160,7 @@ def attention_lines(
     rows = [_attention_weights(layer, probe) for layer, probe in zip(anatomy.layers, probes, strict=True)]
     known = [weights for weights in rows if weights is not None]
     same = sum(a is not None and a.shape == b.shape and torch.equal(a, b) for a, b in zip(rows, observed, strict=False))
-    says = f"probe and observer record the same attention weights in {same} of {counted(len(probes), 'layer')}"
+    says = f"probe and observer record the same attention weights in {same} of {pluralized(len(probes), 'layer')}"
     count = Line("records", same == len(probes) == len(observed), says, blocks=("kernel", "replay"))
     if not known:
         return [count]
@@ -252,13 +252,13 @@ def _norm_in_float32(layer: Layer, probe: LayerProbe) -> bool:
 
 
 def mlp_points(layer: Layer, probe: LayerProbe, read: Tensor) -> Tensor:
-    """The points at which a folded force is evaluated: core(z) / sqrt(d), or the input of an MLP without a norm."""
+    """Where a folded force is evaluated: at normalized(z) / sqrt(d), or at the input of an MLP without a norm."""
     if layer.mlp_norm is None:
         return read.double()
     z = next(call for call in probe.calls if call.path == layer.wiring.mlp_norm).input
     assert z is not None
-    core = layer.mlp_norm.core()(z.double().reshape(read.shape))
-    return core / math.sqrt(read.shape[-1])
+    normalized = layer.mlp_norm.without_affine()(z.double().reshape(read.shape))
+    return normalized / math.sqrt(read.shape[-1])
 
 
 def _attention_weights(layer: Layer, probe: LayerProbe) -> Tensor | None:

@@ -11,7 +11,7 @@ from helmscope.models.certify import bound, heads_gap, relative, worst_of
 from helmscope.models.mlp_reading import matrix_of
 from helmscope.models.probe import run, tensors_in
 from helmscope.models.tap import plainly_eager
-from helmscope.types import counted, type_with_article
+from helmscope.types import pluralized, type_with_article
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -34,7 +34,7 @@ def cross_lines(
         return [Line("cross", None, "no layer of the decoder attends to the encoder", blocks=BLOCKS)]
     rows = [probe.cross[1].weights for probe in probes if probe.cross is not None]
     same = sum(a.shape == b.shape and torch.equal(a, b) for a, b in zip(rows, observed, strict=False))
-    says = f"probe and observer record the same cross-attention weights in {same} of {counted(len(probes), 'layer')}"
+    says = f"probe and observer record the same cross-attention weights in {same} of {pluralized(len(probes), 'layer')}"
     records = Line("cross records", same == len(probes) == len(observed), says, blocks=BLOCKS)
     off = worst_of(float((weights.sum(-1) - 1).abs().max()) for weights in rows)
     most = 3e-2 if rows[0].dtype.itemsize < 4 else 1e-5

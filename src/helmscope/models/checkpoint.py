@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ from helmscope.store.manifest import hash_file
 from helmscope.types import HelmscopeError, type_with_article
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
 MOST_HEADER = 100_000_000  # bytes, the limit of the format itself
 SIZES = {
@@ -26,10 +27,17 @@ PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 @dataclass(frozen=True, eq=False)
 class Files:
-    """The weight files in a model's folder: the SHA-256 of each, and dtype, shape and offsets of every tensor."""
+    """The weight files in a model's folder, with dtype, shape and offsets of every tensor."""
 
-    hashes: Mapping[str, str]
+    paths: Sequence[Path]
     tensors: Mapping[str, Mapping[str, Any]]
+
+    @cached_property
+    def hashes(self) -> Mapping[str, str]:
+        """The SHA-256 of each file, computed when it is first asked for: a model that is too large for the memory is
+        refused before all of it is read.
+        """
+        return {path.name: hash_file(path) for path in self.paths}
 
     @property
     def numbers(self) -> int:
@@ -57,7 +65,7 @@ def check_folder(folder: Path) -> Files:
         tensors |= check_file(path)
     for path in folder.glob("*.safetensors.index.json"):
         _check_index(path, {file.name for file in files})
-    return Files({path.name: hash_file(path) for path in files}, tensors)
+    return Files(files, tensors)
 
 
 def _saved_class(folder: Path) -> str:

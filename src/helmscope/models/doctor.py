@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from helmscope.models.load import Loaded, check_options, ensure_loaded
+from helmscope.models.load import LoadedModel, check_options, ensure_loaded
 from helmscope.models.probe import vocabulary_size
 from helmscope.models.record import record
 from helmscope.models.recorder import Recorder
 from helmscope.models.texts import Batch, context_length
 from helmscope.runs.bar import reporting
-from helmscope.types import counted, whole_number
+from helmscope.types import check_integer, pluralized
 
 if TYPE_CHECKING:
     from helmscope.models.certificate import Certificate
@@ -59,7 +59,7 @@ class Diagnosis:
         where = f"{self.origin.name} ({self.origin.family}, {self.origin.dtype}, {self.origin.device})"
         cut = f" ({self.asked} are truncated to the model's context)" if self.asked > self.tokens else ""
         cost = (
-            f"to record {counted(self.texts, 'text')} of {counted(self.tokens, 'token')}{cut}: about "
+            f"to record {pluralized(self.texts, 'text')} of {pluralized(self.tokens, 'token')}{cut}: about "
             f"{self.seconds:.3g} s and {(self.trajectory_bytes + self.passing_bytes) / 1e6:,.0f} MB plus the model's "
             f"{self.model_bytes / 1e6:,.0f} MB"
         )
@@ -84,7 +84,7 @@ def diagnose(
     32000
     """
     for name, number in (("texts", texts), ("tokens", tokens), ("batch_size", batch_size)):
-        whole_number(name, number, at_least=1)
+        check_integer(name, number, at_least=1)
     check_options(options, diagnose)
     loaded = ensure_loaded(model, tokenizer=tokenizer, **options)
     limit = context_length(loaded.model)
@@ -111,7 +111,7 @@ def diagnose(
     )
 
 
-def _trial_inputs(loaded: Loaded) -> tuple[Any, str]:
+def _trial_inputs(loaded: LoadedModel) -> tuple[Any, str]:
     """Sentences, random tokens or random images, with a description of which."""
     generator = torch.Generator("cpu").manual_seed(0)
     model = loaded.model

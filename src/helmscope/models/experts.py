@@ -50,7 +50,7 @@ class ClampedGatedMLP(Force):
 
 
 def folded(force: Any, norm: Norm | None, scale: float = 1.0) -> Any:
-    """Fold a norm and a residual multiplier ``scale`` into a force, which then acts on x = core(z) / sqrt(d).
+    """Fold a norm and a residual multiplier ``scale`` into a force, which then acts on x = normalized(z) / sqrt(d).
 
     Gain, bias and sqrt(d) of the norm go into the input weights, the multiplier into the output weights.
 
@@ -85,7 +85,7 @@ class ForceAfterNorm:
     scale: float
 
     def folded(self) -> Any:
-        """The force as a function of x = core(z) / sqrt(d)."""
+        """The force as a function of x = normalized(z) / sqrt(d)."""
         return folded(self.force, self.norm, self.scale)
 
 
@@ -94,7 +94,7 @@ class MixtureOfExperts:
     """The force f(x) = sum_k p_k(x) f_{e_k}(x) of a mixture of experts.
 
     ``route`` maps states (n, d) to the weights p and the indices e of the selected experts, both (n, k). With a
-    ``norm``, x is core(z) / sqrt(d), and ``route`` is evaluated at the norm of z.
+    ``norm``, x is normalized(z) / sqrt(d), and ``route`` is evaluated at the norm of z.
 
     >>> from helmscope.fields.activations import Identity
     >>> one = GatedMLP(w_gate=torch.eye(2), w_up=torch.eye(2), w_out=torch.eye(2), activation=Identity())
@@ -121,7 +121,7 @@ class MixtureOfExperts:
         """
         if self.norm is None:
             read = x
-        else:  # undo x = core(z) / sqrt(d), and apply the norm's gain and bias
+        else:  # undo x = normalized(z) / sqrt(d), and apply the norm's gain and bias
             read = x * x.shape[-1] ** 0.5
             read = read if self.norm.gain is None else read * self.norm.gain.to(x)
             read = read if self.norm.bias is None else read + self.norm.bias.to(x)

@@ -12,7 +12,7 @@ from helmscope.runs.unit import fingerprint
 from helmscope.stats.replicates import halves
 from helmscope.store.manifest import hash_bytes
 from helmscope.types import HelmscopeError, type_with_article
-from helmscope.types.arguments import counted, shown
+from helmscope.types.arguments import pluralized, short_repr
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -72,17 +72,17 @@ def check_model_arguments(
         _check_in_memory(model, loops=loops, revision=revision, device=device)
     for name, value in (("revision", revision), ("device", device)):
         if value is not None and not isinstance(value, str):
-            raise HelmscopeError(f"{name} is {shown(value)}, but it must be a str or None")
+            raise HelmscopeError(f"{name} is {short_repr(value)}, but it must be a str or None")
     if not isinstance(truncate, bool):
-        raise HelmscopeError(f"truncate is {shown(truncate)}, but it must be True or False")
+        raise HelmscopeError(f"truncate is {short_repr(truncate)}, but it must be True or False")
 
 
 def _check_in_memory(model: Any, **options: Any) -> None:
     """Raise HelmscopeError unless ``model`` is a model, and if an option would change it: it is in memory already."""
     from helmscope.models.library import transformers_library
-    from helmscope.models.load import Loaded
+    from helmscope.models.load import LoadedModel
 
-    if not isinstance(model, Loaded | transformers_library().PreTrainedModel):
+    if not isinstance(model, LoadedModel | transformers_library().PreTrainedModel):
         raise HelmscopeError(
             f"model is {type_with_article(model)}, but it must be a name, a folder, a transformers PreTrainedModel or "
             "what load returns"
@@ -100,21 +100,23 @@ def checked_prompts(texts: Any) -> tuple[Prompt, ...]:
     """
     rows = texts.tolist() if hasattr(texts, "tolist") else texts
     if isinstance(rows, str | bytes) or not isinstance(rows, Sequence):
-        kind = type_with_article(texts)
-        raise HelmscopeError(f"texts is {kind}, but it must be a list of strings or of rows of token ids")
+        kind, hint = type_with_article(texts), ": pass [text]" if isinstance(texts, str) else ""
+        raise HelmscopeError(f"texts is {kind}, but it must be a list of strings or of rows of token ids{hint}")
     if not rows:
         raise HelmscopeError("texts is empty, but it must hold at least one text")
     if all(isinstance(row, str) for row in rows):
         for i, row in enumerate(rows):
             if not row.strip():
-                raise HelmscopeError(f"texts[{i}] is {shown(row)}, but a text must not be blank")
+                raise HelmscopeError(f"texts[{i}] is {short_repr(row)}, but a text must not be blank")
         return tuple(rows)
     for i, row in enumerate(rows):
         if not isinstance(row, list | tuple) or not row or not all(type(k) is int and k >= 0 for k in row):
-            raise HelmscopeError(f"texts[{i}] is {shown(row)}, but texts must be all strings, or all rows of ids >= 0")
+            raise HelmscopeError(
+                f"texts[{i}] is {short_repr(row)}, but texts must be all strings, or all rows of ids >= 0"
+            )
         if len(row) != len(rows[0]):
             raise HelmscopeError(
-                f"texts[{i}] has {counted(len(row), 'id')}, but texts[0] has {len(rows[0])}: lengths must be equal"
+                f"texts[{i}] has {pluralized(len(row), 'id')}, but texts[0] has {len(rows[0])}: lengths must be equal"
             )
     return tuple(tuple(row) for row in rows)
 
@@ -143,7 +145,7 @@ def split_prompts(
         by_ids.setdefault(ids, prompt)
     distinct = list(by_ids.values())
     if len(distinct) < 4:
-        count = counted(len(distinct), "different prompt")
+        count = pluralized(len(distinct), "different prompt")
         raise HelmscopeError(f"texts holds {count}, but two halves need at least 4")
     first, second = halves(len(distinct), seed=int(hash_of(prompts)[:8], 16))
     return tuple(distinct[k] for k in first), tuple(distinct[k] for k in second)

@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from helmscope.models.tap import Attended, Call
 
 
-class Keep(Flag):
+class KeptTensors(Flag):
     """Raw tensors that ``record`` keeps for every layer. Weights take most memory: (batch, heads, n, n) per layer. In a
     layer with cross-attention its tensors are kept too, named "cross query", "cross weights" and so on.
 
-    >>> Keep.WEIGHTS in Keep.WEIGHTS | Keep.WRITES
+    >>> KeptTensors.WEIGHTS in KeptTensors.WEIGHTS | KeptTensors.WRITES
     True
     """
 
@@ -35,25 +35,26 @@ class Keep(Flag):
     WRITES = auto()
 
 
-OF_CALL = {Keep.QUERIES: "query", Keep.KEYS: "key", Keep.VALUES: "value"}
+OF_CALL = {KeptTensors.QUERIES: "query", KeptTensors.KEYS: "key", KeptTensors.VALUES: "value"}
 
 
 class Keeper(Observer):
     """Keeps raw tensors of all layers: ``kept`` maps their names to tensors (layer, batch, ...)."""
 
-    def __init__(self, what: Keep, anatomy: Anatomy) -> None:
-        if not isinstance(what, Keep):
+    def __init__(self, what: KeptTensors, anatomy: Anatomy) -> None:
+        if not isinstance(what, KeptTensors):
             raise HelmscopeError(
-                f"keep is {what!r}, but it must be a combination of Keep.QUERIES, KEYS, VALUES, WEIGHTS and WRITES"
+                f"keep is {what!r}, but it must be a combination of KeptTensors.QUERIES, KEYS, VALUES, WEIGHTS and "
+                "WRITES"
             )
-        projections = what & (Keep.QUERIES | Keep.KEYS | Keep.VALUES)
+        projections = what & (KeptTensors.QUERIES | KeptTensors.KEYS | KeptTensors.VALUES)
         if projections and not (anatomy.tapped or anatomy.overheard):
             raise HelmscopeError(f"keep is {what!r}, but the model's family returns only its attention weights")
         self.what, self.layers = what, len(anatomy.layers)
-        self.sees_attention = bool(what & ~Keep.WRITES)
+        self.sees_attention = bool(what & ~KeptTensors.WRITES)
         self.sees_cross = self.sees_attention and anatomy.has_cross
         self.needs_all_layers = bool(what)  # a kept tensor has an entry for every layer
-        self.sites = frozenset(anatomy.layers[0].wiring.writes) if Keep.WRITES in what else frozenset()
+        self.sites = frozenset(anatomy.layers[0].wiring.writes) if KeptTensors.WRITES in what else frozenset()
         self._chunks: dict[str, list[list[Tensor]]] = {}
 
     def state(self, site: Site, layer: int, value: Tensor) -> None:
@@ -72,7 +73,7 @@ class Keeper(Observer):
         for flag, name in OF_CALL.items():
             if flag in self.what and call is not None:
                 self._append(prefix + name, layer, getattr(call, name).clone())
-        if Keep.WEIGHTS in self.what:
+        if KeptTensors.WEIGHTS in self.what:
             self._append(f"{prefix}weights", layer, result.weights.clone())
 
     def _append(self, name: str, layer: int, value: Tensor) -> None:

@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from helmscope.models.blueprint import check_blueprint, check_config, check_dtypes, is_quantized
-from helmscope.models.boxed import MODELS, is_boxed, local_folder
+from helmscope.models.bundled_models import MODELS, is_bundled, local_folder
 from helmscope.models.checkpoint import check_folder
 from helmscope.models.library import quiet, transformers_library
 from helmscope.models.norm_reading import epsilon_of
 from helmscope.models.tokenizer import read_tokenizer
 from helmscope.runs.bar import reporting
 from helmscope.store.atomic import one_line
-from helmscope.types import HelmscopeError, check_memory, counted, known_name, type_with_article, whole_number
+from helmscope.types import HelmscopeError, check_integer, check_memory, check_name, pluralized, type_with_article
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -36,7 +36,7 @@ WANTED = ("*.safetensors", "*.json", "*.txt", "*.model")  # files downloaded fro
 class Origin:
     """The origin of a model: its name, revision (a commit on the Hub), SHA-256 of each weight file, dtype and device.
 
-    ``name`` is that of a model in the box or on the Hub, the name of the ``folder`` from which it was loaded, or the
+    ``name`` is that of a bundled model or on the Hub, the name of the ``folder`` from which it was loaded, or the
     class of a model in memory; an untrained twin is named after the trained model and its seed. ``attention`` is the
     implementation used outside of recordings. ``note`` names what is missing in the files of the model that config.json
     describes; None if nothing is.
@@ -64,13 +64,13 @@ class Origin:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Loaded:
+class LoadedModel:
     """A model in eval mode, with its tokenizer (None if there is none) and its origin.
 
     ``tokenizer_error`` is the reason why the tokenizer in the model's folder could not be read; None if it could, or
     there is none.
 
-    >>> Loaded.__match_args__
+    >>> LoadedModel.__match_args__
     ('model', 'tokenizer', 'origin', 'tokenizer_error')
     """
 
@@ -82,7 +82,9 @@ class Loaded:
     def __repr__(self) -> str:
         tokenizer = "no tokenizer" if self.tokenizer is None else type(self.tokenizer).__name__
         origin = self.origin
-        return f"<Loaded {origin.name}: {type(self.model).__name__}, {tokenizer}, {origin.dtype} on {origin.device}>"
+        return (
+            f"<LoadedModel {origin.name}: {type(self.model).__name__}, {tokenizer}, {origin.dtype} on {origin.device}>"
+        )
 
 
 @reporting(None, "loading a model")
@@ -97,13 +99,13 @@ def load(
     attention: str | None = None,
     loops: int | None = None,
     offline: bool = False,
-) -> Loaded:
-    """Load a model from the box ("A", "B", "tied"), from the Hub, from a folder, or take one that is in memory.
+) -> LoadedModel:
+    """Load a bundled model ("A", "B", "tied"), from the Hub, from a folder, or take one that is in memory.
 
     Only safetensors are read, and no code from the repository is ever run. ``offline`` uses only local files.
     ``dtype``, ``device``, ``device_map`` and ``attention`` ("eager", "sdpa") are those of transformers; the default
     dtype is float32 on a CPU, where half precision is slow and coarse, else that of the files. ``loops`` is the number
-    of times that the block of a tied model is called. "./A" is a folder that has the name of a model in the box. A
+    of times that the block of a tied model is called. "./A" is a folder that has the name of a bundled model. A
     model in memory is put into eval mode and otherwise not changed. If only the head that config.json names is missing
     from the files, the model is loaded without it, and ``origin.note`` says so.
 
@@ -114,7 +116,7 @@ def load(
     >>> load("no/such-model", offline=True)
     Traceback (most recent call last):
       ...
-    helmscope.types.HelmscopeError: model is 'no/such-model', but it is neither a folder nor in the box (A, ...
+    helmscope.types.HelmscopeError: model is 'no/such-model', but it is neither a folder nor a bundled model (A, ...
     """
     transformers = transformers_library()
     if isinstance(source, torch.nn.Module):
@@ -132,7 +134,7 @@ def load(
             if value is not None:
                 raise HelmscopeError(f"{name} is {value!r}, but the model is in memory already and is not changed")
         _check_weights(source)
-        return Loaded(source.eval(), tokenizer, origin_of(source, type(source).__name__))
+        return LoadedModel(source.eval(), tokenizer, origin_of(source, type(source).__name__))
     if not isinstance(source, str | Path):
         raise HelmscopeError(
             f"model is {type_with_article(source)}, but it must be a name, a folder or a model; use load_all for "
@@ -141,9 +143,11 @@ def load(
     local = local_folder(source)
     if revision is not None and local is not None:
         raise HelmscopeError(
-            f"revision is {revision!r}, but '{source}' is a folder or in the box, and only a model on the Hub has "
+            f"revision is {revision!r}, but '{source}' is a folder or a bundled model, and only a model on the Hub has "
             "revisions: pass the folder of that checkpoint instead"
         )
+    if local is None:
+        _check_spelling(str(source))
     folder = _from_hub(str(source), revision, offline) if local is None else local
     files = check_folder(folder)
     on_cpu = device_map is None and str(device or "cpu").startswith("cpu")
@@ -161,25 +165,25 @@ def load(
         _set_loops(model, loops)
     commit = folder.name if local is None else None
     tokenizer, why = (tokenizer, None) if tokenizer is not None else read_tokenizer(folder)
-    named_folder = None if local is None or is_boxed(source) else local.resolve()
+    named_folder = None if local is None or is_bundled(source) else local.resolve()
     name = str(source) if named_folder is None else named_folder.name
     origin = origin_of(model, name, commit, files.hashes)
     origin = replace(origin, note=note, folder=None if named_folder is None else str(source))
-    return Loaded(model.eval(), tokenizer, origin, why)
+    return LoadedModel(model.eval(), tokenizer, origin, why)
 
 
 def _set_loops(model: Any, loops: int) -> None:
     """Set the number of times that the block of a tied model is called."""
     config = model.config
-    whole_number("loops", loops, at_least=1)
+    check_integer("loops", loops, at_least=1)
     if getattr(config, "num_hidden_groups", None) != 1:
         raise HelmscopeError(f"loops is {loops}, but only a model of one tied block, such as 'tied', can be looped")
     config.num_hidden_layers = loops
 
 
-def ensure_loaded(model: Any, *, tokenizer: Any = None, **options: Any) -> Loaded:
-    """``load(model)``; a model that is already ``Loaded`` is returned unchanged."""
-    if not isinstance(model, Loaded):
+def ensure_loaded(model: Any, *, tokenizer: Any = None, **options: Any) -> LoadedModel:
+    """``load(model)``; a ``LoadedModel`` is returned unchanged."""
+    if not isinstance(model, LoadedModel):
         return load(model, tokenizer=tokenizer, **options)
     if options:
         raise HelmscopeError(f"{sorted(options)[0]} is given, but the model is already loaded: pass it to load")
@@ -190,10 +194,12 @@ def check_options(options: Mapping[str, Any], caller: Callable[..., Any]) -> Non
     """Raise ``HelmscopeError`` for an option that neither ``caller`` nor ``load``, to which it passes them on, has."""
     parameters = [*inspect.signature(caller).parameters.values(), *inspect.signature(load).parameters.values()]
     for name in options:
-        known_name("option", name, {each.name for each in parameters if each.kind is each.KEYWORD_ONLY})
+        check_name("option", name, {each.name for each in parameters if each.kind is each.KEYWORD_ONLY})
 
 
-def load_all(sources: Sequence[Any], *, revisions: Sequence[str | None] = (None,), **options: Any) -> Iterator[Loaded]:
+def load_all(
+    sources: Sequence[Any], *, revisions: Sequence[str | None] = (None,), **options: Any
+) -> Iterator[LoadedModel]:
     """Load several models one after another, such as training checkpoints: every source at every revision.
 
     Returns an iterator, so that only one model need be in memory. ``options`` are those of ``load``, whose errors are
@@ -209,6 +215,13 @@ def load_all(sources: Sequence[Any], *, revisions: Sequence[str | None] = (None,
     return (load(source, revision=revision, **options) for source in sources for revision in revisions)
 
 
+def _check_spelling(name: str) -> None:
+    """Raise ``HelmscopeError`` for the name of a bundled model in the wrong case."""
+    for model in MODELS:
+        if name.lower() == model.lower():
+            raise HelmscopeError(f"unknown model '{name}': did you mean '{model}'?")
+
+
 def _from_hub(name: str, revision: str | None, offline: bool) -> Path:
     """Download a model from the Hub to the local cache; returns its folder, whose name is the commit."""
     from huggingface_hub import snapshot_download
@@ -216,18 +229,22 @@ def _from_hub(name: str, revision: str | None, offline: bool) -> Path:
 
     try:
         folder = snapshot_download(name, revision=revision, local_files_only=offline, allow_patterns=list(WANTED))
-    except (OSError, ValueError, HFValidationError) as error:
-        absent = offline and not isinstance(error, HFValidationError)
+    except HFValidationError as error:  # not a name that a model on the Hub can have
+        raise HelmscopeError(
+            f"model is '{name}', but there is no such folder, and it is neither a bundled model ({', '.join(MODELS)}) "
+            "nor a Hub id such as 'owner/name'"
+        ) from error
+    except (OSError, ValueError) as error:
         unreachable = isinstance(error, LocalEntryNotFoundError) and not isinstance(
             error.__cause__, OfflineModeIsEnabled
         )
-        if absent:
+        if offline:
             why = "'s local cache: leave out offline to download it"
         else:
             why = " (the Hub cannot be reached)" if unreachable else f": {one_line(error)}"
         raise HelmscopeError(
-            f"model is '{name}', but it is neither a folder nor in the box ({', '.join(MODELS)}), and could not be "
-            f"loaded from the Hub{why}"
+            f"model is '{name}', but it is neither a folder nor a bundled model ({', '.join(MODELS)}), and could not "
+            f"be loaded from the Hub{why}"
         ) from error
     return Path(str(folder))
 
@@ -299,7 +316,7 @@ def _check_depth(model: Any, unexpected: Iterable[str], folder: Path) -> None:
                 if int(match.group(1)) >= lengths.get(path, math.inf):
                     raise HelmscopeError(
                         f"model is in '{folder}', whose files hold the tensor '{name}', but by config.json '{path}' "
-                        f"has {counted(lengths[path], 'layer')}"
+                        f"has {pluralized(lengths[path], 'layer')}"
                     )
 
 

@@ -6,7 +6,7 @@ With R the input of the MLP and h the input of its last matrix,
 
 where the matrices are separate modules or two parts of one. The activation and the gate are those for which the
 equation holds on the recorded tensors. Gain, bias and the factor sqrt(d) of the norm N are folded in, so that the field
-acts on x = core(z) / sqrt(d), which is the unit vector of z up to the norm's epsilon.
+acts on x = normalized(z) / sqrt(d), which is the unit vector of z up to the norm's epsilon.
 """
 
 from __future__ import annotations

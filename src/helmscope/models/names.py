@@ -2,8 +2,9 @@
 
 A head is named "L3H5" or "3.5", head 5 of layer 3, both counted from 0: in ``parse_head``, for Measurements, and in
 ``AblateHead(head="L3H5")``. A layer is its number or the name of its block in the model, such as "transformer.h.3":
-in ``recording.kernel(layer=...)``, ``cross_kernel``, ``force`` and ``points``, and in ``ablation_loss(layers=...)``. An
-edit is made without a model and takes numbers only, such as ``recording.layer("transformer.h.3")``.
+in ``recording.kernel(layer=...)``, ``cross_kernel``, ``force`` and ``points``, and in
+``head_ablation_loss(layers=...)``. An edit is made without a model and takes numbers only, such as
+``recording.layer("transformer.h.3")``.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from helmscope.types import HelmscopeError, shown
+from helmscope.types import HelmscopeError, short_repr
 
 if TYPE_CHECKING:
     from helmscope.models.anatomy import Anatomy
@@ -37,7 +38,9 @@ def parse_head(name: str) -> dict[str, int]:
         else None
     )
     if match is None:
-        raise HelmscopeError(f"name is {shown(name)}, but a head is named by layer and head, such as 'L3H5' or '3.5'")
+        raise HelmscopeError(
+            f"name is {short_repr(name)}, but a head is named by layer and head, such as 'L3H5' or '3.5'"
+        )
     layer, head = (int(group) for group in match.groups() if group is not None)
     return {"layer": layer, "head": head}
 
@@ -56,5 +59,5 @@ def layer_number(anatomy: Anatomy, name: object) -> object:
     if len(layers) > 1:
         raise HelmscopeError(f"layer is '{name}', but that block is called {len(layers)} times: pass its number")
     if not layers:
-        raise HelmscopeError(f"layer is {shown(name)}, but the layers are '{blocks[0]}' to '{blocks[-1]}'")
+        raise HelmscopeError(f"layer is {short_repr(name)}, but the layers are '{blocks[0]}' to '{blocks[-1]}'")
     return layers[0]

@@ -1,6 +1,6 @@
-"""``default_texts``: plain English paragraphs, made by rule, for models that are not in the box.
+"""``paragraph_texts``: plain English paragraphs, made by rule, for models other than the bundled ones.
 
-The texts in the box are simple stories, on which the models in the box were trained. Other models are tried on these
+The bundled texts are simple stories, on which the bundled models were trained. Other models are tried on these
 paragraphs unless texts are passed: expository prose on sixteen topics, whose sentences and words are in
 paragraphs.toml. Which of them a paragraph consists of follows from its number, without random numbers, so that the
 texts are the same everywhere.
@@ -14,6 +14,8 @@ from functools import cache
 from importlib import resources
 
 import msgspec
+
+from helmscope.models.bundled_models import is_bundled, story_texts
 
 NUMBERS = (
     *("six", "eleven", "fourteen", "nine", "twenty", "seventeen", "thirty", "eight", "twelve", "forty", "fifteen"),
@@ -35,10 +37,10 @@ class Topic(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 @cache
-def default_texts() -> tuple[str, ...]:
+def paragraph_texts() -> tuple[str, ...]:
     """64 plain English paragraphs of 100 to 140 words, always the same, each with a different first word.
 
-    >>> texts = default_texts()
+    >>> texts = paragraph_texts()
     >>> len(texts), texts[0].split()[0]
     (64, 'Rain')
     """
@@ -46,6 +48,18 @@ def default_texts() -> tuple[str, ...]:
     topics = msgspec.convert(tomllib.loads(source.read_text(encoding="utf-8")), dict[str, Topic]).values()
     openings = [(topic, opening) for topic in topics for opening in topic.openings]
     return tuple(_paragraph(topic, opening, index) for index, (topic, opening) in enumerate(openings))
+
+
+def texts_for(model: object) -> tuple[str, ...]:
+    """The texts for a model to which none are passed: ``story_texts()`` for a bundled model, by name or
+    ``LoadedModel``, on whose kind of story it was trained, and ``paragraph_texts()`` for any other.
+
+    >>> texts_for("A")[0] == story_texts()[0], texts_for("my/model") == paragraph_texts()
+    (True, True)
+    """
+    origin = getattr(model, "origin", None)
+    comes_with_package = is_bundled(model) if origin is None else origin.folder is None and is_bundled(origin.name)
+    return tuple(story_texts()) if comes_with_package else paragraph_texts()
 
 
 def _paragraph(topic: Topic, opening: str, index: int) -> str:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from helmscope.models.topology import Kind
-from helmscope.models.watch import AbstractEdit, Site, brief
-from helmscope.types import HelmscopeError, counted, type_with_article
+from helmscope.models.watch import AbstractEdit, Site, short_description
+from helmscope.types import HelmscopeError, pluralized, type_with_article
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from helmscope.models.anatomy import Anatomy
     from helmscope.models.recorder import ResidualStream
-    from helmscope.models.watch import Context
+    from helmscope.models.watch import EditContext
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -31,7 +31,7 @@ class FrozenTokens:
     first: int
 
     def __repr__(self) -> str:
-        return f"<{counted(int(self.mask.sum()), 'token')} of {brief(self.mask)}>"
+        return f"<{pluralized(int(self.mask.sum()), 'token')} of {short_description(self.mask)}>"
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -68,7 +68,7 @@ class PutState(AbstractEdit):
         virtual = site is Site.MIDDLE and layers[layer].wiring.kind is Kind.PARALLEL
         return 0 if virtual else layer
 
-    def new(self, value: Tensor, context: Context) -> Tensor | None:
+    def new(self, value: Tensor, context: EditContext) -> Tensor | None:
         """The new state at its depth; after it, the recorded states of frozen tokens."""
         site, layer, rows = context.site, context.layer, context.rows
         if site is Site.OUTPUT and layer < len(self.anatomy.layers) - 1:  # the next block's input is the same state
@@ -112,7 +112,7 @@ class PutInput(AbstractEdit):
         """Whether ``layer`` is the one whose input is replaced."""
         return layer == self.layer
 
-    def new(self, value: Tensor, context: Context) -> Tensor:
+    def new(self, value: Tensor, context: EditContext) -> Tensor:
         """The rows of the state for the current texts."""
         begin = context.rows.start - self.rows.start
         return self.state[begin : begin + len(value)]

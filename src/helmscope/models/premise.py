@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from helmscope.types import HelmscopeError, known_name
+from helmscope.types import HelmscopeError, check_name
 
 if TYPE_CHECKING:
     from helmscope.models.certificate import Certificate
@@ -41,7 +41,7 @@ class Premise:
 
     def __post_init__(self) -> None:
         for part in self.parts:
-            known_name("part of a recording", part, PARTS)
+            check_name("part of a recording", part, PARTS)
         if self.causal and self.full:
             raise HelmscopeError("causal and full are both True, but attention is one or the other")
 

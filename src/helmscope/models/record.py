@@ -11,12 +11,13 @@ import torch
 from helmscope.geometry.arithmetic import full_precision
 from helmscope.models import certify
 from helmscope.models.anatomy import Anatomy, find_anatomy
-from helmscope.models.boxed import FIRST, box_texts
+from helmscope.models.bundled_models import FIRST
 from helmscope.models.certificate import Certificate, Line
 from helmscope.models.certify_cross import cross_lines
 from helmscope.models.hooks import locked_unedited, watching
-from helmscope.models.keep import Keep, Keeper
-from helmscope.models.load import Loaded, check_options, ensure_loaded
+from helmscope.models.keep import Keeper, KeptTensors
+from helmscope.models.load import LoadedModel, check_options, ensure_loaded
+from helmscope.models.paragraphs import texts_for
 from helmscope.models.place import PutState
 from helmscope.models.probe import no_cache, output_of, run, trunk_of, vocabulary_size
 from helmscope.models.recorder import Recorder
@@ -27,7 +28,7 @@ from helmscope.models.tap import share_lock
 from helmscope.models.targets import prepare_inputs
 from helmscope.models.texts import Batch
 from helmscope.runs.bar import name_phase, shows_progress
-from helmscope.types import check_progress, whole_number
+from helmscope.types import check_integer, check_progress
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -48,18 +49,18 @@ def record(
     tokenizer: Any = None,
     truncate: bool = False,
     batch_size: int = 16,
-    keep: Keep = Keep.NOTHING,
+    keep: KeptTensors = KeptTensors.NOTHING,
     progress: ProgressOption = None,
     **options: Any,
 ) -> Recording:
     """Run a model on texts and record its residual stream, half-layer by half-layer.
 
-    ``model`` is one in the box ("A", "B", "tied"), a Hub id, a folder, a model in memory or a ``Loaded``; ``options``
-    are those of ``load``. ``texts`` are strings, token ids (batch, n), images, or a mapping of inputs of the model's
-    forward, such as a tokenizer returns; by default the texts in the box. Padding and, if the tokenizer is known,
-    special tokens take part in the forward but have weight 0 in statistics. Padding on the left is moved to the right,
-    and masks such as ``tokens=`` and ``keys=`` refer to the tokens as in ``recording.batch``; masked tokens inside a
-    text are not moved.
+    ``model`` is a bundled one ("A", "B", "tied"), a Hub id, a folder, a model in memory or a ``LoadedModel``;
+    ``options`` are those of ``load``. ``texts`` are strings, token ids (batch, n), images, or a mapping of inputs of
+    the model's forward, such as a tokenizer returns; by default ``story_texts()`` for a bundled model and
+    ``paragraph_texts()`` for any other. Padding and, if the tokenizer is known, special tokens take part in the forward
+    but have weight 0 in statistics. Padding on the left is moved to the right, and masks such as ``tokens=`` and
+    ``keys=`` refer to the tokens as in ``recording.batch``; masked tokens inside a text are not moved.
 
     Attention is computed by the model's own eager code, bit for bit; n x n matrices are stored only on request
     (``keep``). Every recording has a certificate, and a failed check blocks what depends on it. Raises HelmscopeError
@@ -80,7 +81,7 @@ def record(
     >>> recording.certificate.ok, recording.trajectory.states.shape
     (True, torch.Size([5, 1, 4, 8]))
     """
-    whole_number("batch_size", batch_size, at_least=1)
+    check_integer("batch_size", batch_size, at_least=1)
     check_progress(progress)
     check_options(options, record)
     name_phase(f"loading {model}" if isinstance(model, str) else "loading a model")
@@ -89,7 +90,7 @@ def record(
     if stacks is not None:
         share_lock(stacks.encoder, loaded.model)
     with locked_unedited(loaded.model):
-        texts = box_texts() if texts is None else texts
+        texts = texts_for(loaded) if texts is None else texts
         loaded = replace(loaded, tokenizer=tokenizer or loaded.tokenizer)
         batch = prepare_inputs(
             loaded.model, texts, loaded.tokenizer, targets=targets, truncate=truncate, why=loaded.tokenizer_error
@@ -104,10 +105,10 @@ def record(
 
 @full_precision
 def _record_and_certify(
-    loaded: Loaded,
+    loaded: LoadedModel,
     batch: Batch,
     batch_size: int,
-    keep: Keep,
+    keep: KeptTensors,
     progress: ProgressOption,
     encoder: Recording | None = None,
 ) -> Recording:
@@ -221,7 +222,7 @@ def _probe_lines(anatomy: Anatomy, probes: list[LayerProbe], batch: Batch, error
     """The lines of all checks on the probed tokens; ``error`` is that of a recorded forward of the longest text."""
     inputs = _probe_inputs(batch, anatomy.model)
     recorder = Recorder(anatomy, len(probes[0].pre))
-    keeper = Keeper(Keep.WEIGHTS, anatomy)
+    keeper = Keeper(KeptTensors.WEIGHTS, anatomy)
     with watching(anatomy, observers=[recorder, keeper]):
         outputs = run(anatomy.model, inputs, **anatomy.options)[0]
     stream, _ = recorder.recorded()

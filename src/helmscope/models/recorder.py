@@ -12,7 +12,7 @@ import torch
 
 from helmscope.models.topology import Kind
 from helmscope.models.watch import LEADS_TO, OF_CROSS, READ_AT, STATES_AND_WRITES, Observer, Site
-from helmscope.types import counted
+from helmscope.types import pluralized
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -35,7 +35,7 @@ class ResidualStream:
 
     def __repr__(self) -> str:
         depth, batch, n, d = self.direction.shape
-        return f"<ResidualStream: {depth} depths, {counted(batch, 'text')} x {counted(n, 'token')}, width {d}>"
+        return f"<ResidualStream: {depth} depths, {pluralized(batch, 'text')} x {pluralized(n, 'token')}, width {d}>"
 
     @classmethod
     def empty(cls, anatomy: Anatomy, batch: int, n: int, like: Tensor) -> ResidualStream:

@@ -11,7 +11,7 @@ import torch
 
 from helmscope.models.certify import certified_again
 from helmscope.models.hooks import locked_unedited
-from helmscope.models.keep import Keep, Keeper, KeepState, KeepWeights
+from helmscope.models.keep import Keeper, KeepState, KeepWeights, KeptTensors
 from helmscope.models.names import layer_number
 from helmscope.models.place import FrozenTokens, PutState, check_states
 from helmscope.models.recorder import Recorder
@@ -20,7 +20,7 @@ from helmscope.models.replay import refusal, replay
 from helmscope.models.sphere import mlp_points, on_sphere
 from helmscope.models.watch import AbstractEdit
 from helmscope.runs.bar import shows_progress
-from helmscope.types import HelmscopeError, Plottable, Trajectory, counted, shown, type_with_article
+from helmscope.types import HelmscopeError, Plottable, Trajectory, pluralized, short_repr, type_with_article
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -159,7 +159,7 @@ class Recording(Plottable):
         number = layer_number(self.anatomy, name)
         if isinstance(number, bool) or not isinstance(number, int) or number not in self.layers:
             first, last = self.layers[0], self.layers[-1]
-            raise HelmscopeError(f"layer is {shown(name)}, but this recording has layers {first} to {last}")
+            raise HelmscopeError(f"layer is {short_repr(name)}, but this recording has layers {first} to {last}")
         return number
 
     @property
@@ -245,8 +245,8 @@ class Recording(Plottable):
         return force.folded()
 
     def points(self, *, layer: int | str) -> Float[Tensor, "batch n d"]:
-        """The points at which ``force`` of the same layer equals the output of the MLP: core(z) / sqrt(d), where z is
-        the input of its norm.
+        """The points at which ``force`` of the same layer equals the output of the MLP: normalized(z) / sqrt(d), where
+        z is the input of its norm.
 
         Up to the norm's epsilon, that is the direction of the state that the MLP reads; in a post-norm model, the
         direction before gain and bias; in a model without a norm before the MLP, the state itself with its radius.
@@ -295,7 +295,7 @@ class Recording(Plottable):
         self,
         *edits: AbstractEdit,
         encoder: AbstractEdit | Sequence[AbstractEdit] | Recording = (),
-        keep: Keep = Keep.NOTHING,
+        keep: KeptTensors = KeptTensors.NOTHING,
         progress: ProgressOption = None,
     ) -> Recording:
         """Record the same texts under further edits of the forward; ``keep`` and ``progress`` as for ``record``.
@@ -333,13 +333,13 @@ class Recording(Plottable):
             )
         if edits and self.encoder is None:
             raise HelmscopeError(
-                f"encoder holds {counted(len(edits), 'edit')}, but {type(self.anatomy.model).__name__} has no encoder "
-                "beside its decoder"
+                f"encoder holds {pluralized(len(edits), 'edit')}, but {type(self.anatomy.model).__name__} has no "
+                "separate encoder"
             )
         return self.encoder if not edits or self.encoder is None else self.encoder.under(*edits)
 
     def _run_again(
-        self, runner: Runner, *, first: int, keep: Keep = Keep.NOTHING, progress: ProgressOption = None
+        self, runner: Runner, *, first: int, keep: KeptTensors = KeptTensors.NOTHING, progress: ProgressOption = None
     ) -> Recording:
         """The recording made with another runner of the same texts, from the depth ``first`` on."""
         self.certificate.require("trajectory")

@@ -9,7 +9,7 @@ import torch
 
 from helmscope.models.watch import bytes_of
 from helmscope.store.manifest import Manifest, hash_bytes
-from helmscope.types import counted, html_stack, html_table, one_line_repr, shortened
+from helmscope.types import html_stack, html_table, one_line_repr, pluralized, shortened
 
 if TYPE_CHECKING:
     from helmscope.models.recording import Recording
@@ -42,7 +42,7 @@ def recording_html(recording: Recording) -> str:
         ("model", f"{origin.folder or origin.name}, {origin.dtype} on {origin.device}"),
         ("architecture", str(recording.anatomy)),
         ("texts", _texts_summary(recording)),
-        ("depths", f"{counted(depths, 'depth')}, {first} to {first + depths - 1}, in half-layers"),
+        ("depths", f"{pluralized(depths, 'depth')}, {first} to {first + depths - 1}, in half-layers"),
         *(("edit", edit) for edit in _edit_reprs(recording)),
         *(("edit of the encoder", edit) for edit in _edit_reprs(recording.encoder)),
         *([] if tokens is None else [("first text", _first_text(recording.batch, tokens[0]))]),
@@ -81,7 +81,7 @@ def _edit_reprs(recording: Recording | None) -> list[str]:
 
 def _texts_summary(recording: Recording) -> str:
     batch, tokens = recording.batch, recording.residual.radius.shape[-1]
-    return f"{counted(len(batch), 'text')} x {counted(tokens, 'token')} ({_texts_hash(batch)[:12]})"
+    return f"{pluralized(len(batch), 'text')} x {pluralized(tokens, 'token')} ({_texts_hash(batch)[:12]})"
 
 
 def _texts_hash(batch: Batch) -> str:

@@ -13,14 +13,14 @@ from helmscope.models.sphere import unfolded, wide
 from helmscope.models.topology import Kind
 from helmscope.models.watch import READ_AT, Observer, Site
 from helmscope.types import (
-    AttentionPass,
-    CrossPass,
+    AttentionTensors,
+    CrossAttentionTensors,
     Half,
     HelmscopeError,
     Instrument,
-    MlpPass,
-    Moment,
+    MlpTensors,
     Needs,
+    ReplayContext,
     ReplayPlan,
 )
 from helmscope.types.instrument import results, start_instruments
@@ -153,7 +153,7 @@ class _InstrumentFeed(Observer):
         if not self.needs.attention_half or "write" not in parts or (self.sees_attention and "kernel" not in parts):
             return
         state = wide(parts["state"])
-        passed = AttentionPass(
+        tensors = AttentionTensors(
             state,
             self._direction(state),
             kernel=parts.get("kernel") if Needs.KERNEL in self.needs else None,
@@ -162,10 +162,10 @@ class _InstrumentFeed(Observer):
             value=parts.get("value"),
             write=wide(parts["write"]) if Needs.ATTENTION_WRITE in self.needs else None,
         )
-        moment = self._moment(layer, Half.ATTENTION, state)
+        context = self._context(layer, Half.ATTENTION, state)
         for instrument in self.instruments:
             if instrument.needs.attention_half:
-                self._call(instrument.attention, moment, passed)
+                self._call(instrument.attention, context, tensors)
 
     def _feed_cross(self, layer: int) -> None:
         parts = self._cross
@@ -173,7 +173,7 @@ class _InstrumentFeed(Observer):
             return
         state, source = wide(parts["state"]), self.recording.batch.source
         assert source is not None
-        passed = CrossPass(
+        tensors = CrossAttentionTensors(
             state,
             self._direction(state),
             wide(self.memory),
@@ -185,42 +185,42 @@ class _InstrumentFeed(Observer):
             value=parts.get("value"),
             write=wide(parts["write"]) if Needs.CROSS_WRITE in self.needs else None,
         )
-        moment = self._moment(layer, Half.CROSS, state)
+        context = self._context(layer, Half.CROSS, state)
         for instrument in self.instruments:
             if instrument.needs.cross_half:
-                self._call(instrument.cross, moment, passed)
+                self._call(instrument.cross, context, tensors)
 
     def _feed_mlp(self, layer: int, write: Tensor) -> None:
         if not self.needs.mlp_half:
             return
         state, needs_force = wide(self._mlp["state"]), Needs.FORCE in self.needs
-        passed = MlpPass(
+        tensors = MlpTensors(
             state,
             self._direction(state),
             self.recording.force(layer=layer) if needs_force else None,
             self._points(layer, self._mlp["state"]) if needs_force else None,
             wide(write) if Needs.MLP_WRITE in self.needs else None,
         )
-        moment = self._moment(layer, Half.MLP, state)
+        context = self._context(layer, Half.MLP, state)
         for instrument in self.instruments:
             if instrument.needs.mlp_half:
-                self._call(instrument.mlp, moment, passed)
+                self._call(instrument.mlp, context, tensors)
 
-    def _call(self, method: Callable[[Moment, Any], None], moment: Moment, passed: Any) -> None:
+    def _call(self, method: Callable[[ReplayContext, Any], None], context: ReplayContext, tensors: Any) -> None:
         try:
-            method(moment, passed)
+            method(context, tensors)
         except HelmscopeError:
             raise
         except Exception as error:
             raise _InstrumentFailed(error) from error
 
-    def _moment(self, layer: int, half: Half, state: Tensor) -> Moment:
+    def _context(self, layer: int, half: Half, state: Tensor) -> ReplayContext:
         depth = self.anatomy.depths.at(layer, self.anatomy.layers[layer].wiring.reads(half))
         batch = self.recording.batch
         counted, visible = self._mask_rows(batch.counted, state), self._mask_rows(batch.visible, state, boolean=True)
         structure = self.anatomy.layers[layer]
         heads = {Half.ATTENTION: structure.heads, Half.CROSS: structure.cross_heads}.get(half)
-        return Moment(layer, half, float(depth), self.rows, counted, visible, step=1.0, heads=heads)
+        return ReplayContext(layer, half, float(depth), self.rows, counted, visible, step=1.0, heads=heads)
 
     def _mask_rows(self, mask: Tensor | None, like: Tensor, *, boolean: bool = False) -> Tensor | None:
         """The rows of a mask for the current chunk, on the device of ``like``, as bool or in its dtype."""
@@ -242,11 +242,11 @@ class _InstrumentFeed(Observer):
         norm = structure.mlp_norm
         assert norm is not None  # else `refusal` returns a sentence
         if structure.wiring.kind is not Kind.POST_NORM:
-            core = norm.core()(wide(state))
+            normalized = norm.without_affine()(wide(state))
         else:
             assert self._norm_input is not None
-            core = unfolded(state, norm.core()(wide(self._norm_input)), norm)
-        return core / math.sqrt(self.anatomy.dim)
+            normalized = unfolded(state, norm.without_affine()(wide(self._norm_input)), norm)
+        return normalized / math.sqrt(self.anatomy.dim)
 
 
 def _projections(call: Call) -> dict[str, Tensor]:

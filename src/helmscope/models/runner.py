@@ -13,7 +13,7 @@ from helmscope.models.hooks import check_edits, current_chunk, watching
 from helmscope.models.probe import run, trunk_of
 from helmscope.models.watch import Chunk
 from helmscope.runs.bar import shows_progress
-from helmscope.types import HelmscopeError, check_progress, counted
+from helmscope.types import HelmscopeError, check_progress, pluralized
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -52,7 +52,9 @@ class Runner:
         check_edits(self.anatomy, self.edits)
 
     def __repr__(self) -> str:
-        texts = f"{counted(len(self.batch), 'text')}, {self.batch_size} at a time; {counted(len(self.edits), 'edit')}"
+        texts = (
+            f"{pluralized(len(self.batch), 'text')}, {self.batch_size} at a time; {pluralized(len(self.edits), 'edit')}"
+        )
         return f"<Runner of {type(self.model).__name__}: {texts}>"
 
     @property

@@ -1,8 +1,8 @@
 """The states of a post-norm model on the sphere: without the gain and bias of the norms that compute them.
 
-A post-norm state is y = G c + b, where c = core(z) is the norm of its input z without gain and bias. The sphere of the
-theory is that of c. Trained gains have entries near 1e-33, where dividing y - b by the gain would turn rounding errors
-into coordinates; so c is computed from z while the model runs.
+A post-norm state is y = G c + b, where c = normalized(z) is the norm of its input z without gain and bias. The sphere
+of the theory is that of c. Trained gains have entries near 1e-33, where dividing y - b by the gain would turn rounding
+errors into coordinates; so c is computed from z while the model runs.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def on_sphere(recording: Recording) -> ResidualStream:
 
 
 class _Cores(Observer):
-    """Observer that stores core(z) for every state, with z the input of its norm."""
+    """Observer that stores normalized(z) for every state, with z the input of its norm."""
 
     needs_all_layers = True
 
@@ -91,23 +91,23 @@ class _Cores(Observer):
         states = {*anatomy.depths.states, Site.OUTPUT}
         self.sites = frozenset(states | {read for state, read in READ_AT.items() if state in states})
         self.stream: ResidualStream | None = None
-        self._core: Tensor | None = None
+        self._normalized: Tensor | None = None
 
     def embedded(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Forward pre-hook of the embedding norm: compute the core of its input."""
+        """Forward pre-hook of the embedding norm: normalize its input without gain and bias."""
         assert self.anatomy.embedding_norm is not None
         read = args[0] if args else next(iter(kwargs.values()))
-        self._core = self.anatomy.embedding_norm[1].core()(wide(read))
+        self._normalized = self.anatomy.embedding_norm[1].without_affine()(wide(read))
 
     def state(self, site: Site, layer: int, value: Tensor) -> None:
-        """Compute the core of the input of a norm, or store that of the state it outputs."""
+        """Normalize the input of a norm without gain and bias, or store that of the state it outputs."""
         own, depths = self.anatomy.layers[layer], self.anatomy.depths
         if self.stream is None:
             self.stream = ResidualStream.empty(self.anatomy, self.batch, value.shape[1], value)
         if site in READ_AT.values():
             norm = next(own.state_norms[state] for state, read in READ_AT.items() if read is site)
             post_norm = own.wiring.kind is Kind.POST_NORM
-            self._core = norm.core()(wide(value)) if post_norm and norm is not None else None
+            self._normalized = norm.without_affine()(wide(value)) if post_norm and norm is not None else None
         elif site is Site.INPUT:
             opening = self.anatomy.embedding_norm
             before = opening[1] if opening is not None else None
@@ -117,23 +117,27 @@ class _Cores(Observer):
 
     def _put(self, depth: int, state: Tensor, norm: Norm | None) -> None:
         assert self.stream is not None
-        core, self._core = self._core, None
-        self.stream.put(depth, self.rows, state if core is None or norm is None else unfolded(state, core, norm))
+        normalized, self._normalized = self._normalized, None
+        if normalized is not None and norm is not None:
+            state = unfolded(state, normalized, norm)
+        self.stream.put(depth, self.rows, state)
 
 
-def unfolded(state: Tensor, core: Tensor, norm: Norm) -> Tensor:
-    """The core c if the state is G c + b; else (state - b) / G where the gain is not negligible, and c elsewhere."""
+def unfolded(state: Tensor, normalized: Tensor, norm: Norm) -> Tensor:
+    """The normalized state c if the state is G c + b; else (state - b) / G where the gain is not negligible, and c
+    elsewhere.
+    """
     tolerance, state = EDITED.get(state.dtype, 3e-2), wide(state)
-    gain = torch.ones_like(core[0, 0]) if norm.gain is None else norm.gain.to(core)
-    bias = torch.zeros_like(gain) if norm.bias is None else norm.bias.to(core)
-    off = torch.linalg.vector_norm(state - (gain * core + bias), dim=-1, keepdim=True)
+    gain = torch.ones_like(normalized[0, 0]) if norm.gain is None else norm.gain.to(normalized)
+    bias = torch.zeros_like(gain) if norm.bias is None else norm.bias.to(normalized)
+    off = torch.linalg.vector_norm(state - (gain * normalized + bias), dim=-1, keepdim=True)
     size = torch.linalg.vector_norm(state, dim=-1, keepdim=True)
     edited = off > tolerance * size
     if not bool(edited.any()):
-        return core
+        return normalized
     negligible = gain.abs() <= 1e-3 * gain.abs().max()
-    divided = torch.where(negligible, core, (state - bias) / torch.where(negligible, 1.0, gain))
-    return torch.where(edited, divided, core)
+    divided = torch.where(negligible, normalized, (state - bias) / torch.where(negligible, 1.0, gain))
+    return torch.where(edited, divided, normalized)
 
 
 def wide(value: Tensor) -> Tensor:
@@ -152,7 +156,7 @@ def mlp_points(recording: Recording, layer: int) -> Float[Tensor, "batch n d"]:
     if norm is None:
         return recording.stream(depth=depth)
     if kind is not Kind.POST_NORM:
-        return norm.core()(recording.stream(depth=depth)) / math.sqrt(anatomy.dim)
+        return norm.without_affine()(recording.stream(depth=depth)) / math.sqrt(anatomy.dim)
     plain, step = recording.on_sphere, depth - recording.first
     assert plain.radius is not None
     return plain.radius[step].unsqueeze(-1) * plain.states[step] / math.sqrt(anatomy.dim)

@@ -13,7 +13,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from helmscope.models.boxed import FIRST, box_texts, held_back_texts, is_boxed, local_folder
+from helmscope.models.bundled_models import FIRST, held_back_texts, is_bundled, local_folder
 from helmscope.models.cache import ById, RecordingCache, model_bytes, stream_bytes
 from helmscope.models.identity import (
     Prompt,
@@ -26,15 +26,15 @@ from helmscope.models.identity import (
     stamp_of,
     wiring_of,
 )
-from helmscope.models.paragraphs import default_texts
+from helmscope.models.paragraphs import texts_for
 from helmscope.models.premise import Premise, Simulated
 from helmscope.runs.bar import reporting
-from helmscope.types import HelmscopeError, counted, one_line_repr, whole_number
+from helmscope.types import HelmscopeError, check_integer, one_line_repr, pluralized
 
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from helmscope.models.load import Loaded
+    from helmscope.models.load import LoadedModel
     from helmscope.models.recording import Recording
     from helmscope.models.texts import Batch
 
@@ -46,12 +46,12 @@ _CACHE = RecordingCache()
 
 @dataclass(frozen=True, init=False, repr=False)
 class Subject:
-    """A model on trial: one in the box ("A", "B", "tied"), a folder, a Hub id, or a model in memory, which must not
+    """A model on trial: a bundled one ("A", "B", "tied"), a folder, a Hub id, or a model in memory, which must not
     change while it is on trial. For an encoder-decoder model, its decoder is on trial, with the texts as its targets.
     ``Subject.simulation()`` is the subject of a claim that needs no model.
 
-    ``texts`` are strings, or rows of token ids of one length; by default ``box_texts()`` for "A", "B" and "tied", and
-    ``default_texts()`` otherwise. ``tokenizer``, ``loops``, ``revision`` and ``device`` are those of ``load``,
+    ``texts`` are strings, or rows of token ids of one length; by default ``story_texts()`` for "A", "B" and "tied",
+    and ``paragraph_texts()`` otherwise. ``tokenizer``, ``loops``, ``revision`` and ``device`` are those of ``load``,
     ``truncate`` that of ``record``. Making a subject loads nothing: arguments of the wrong type raise HelmscopeError at
     once, an unusable model or text only when it is first needed.
 
@@ -60,7 +60,7 @@ class Subject:
     <Subject A: 4 texts>
     >>> sorted(subject.selection + subject.test) == sorted(subject.texts)
     True
-    >>> subject.needs(full=True)
+    >>> subject.unmet_premise(full=True)
     'the claim needs attention that is bidirectional, but that of A is causal'
     """
 
@@ -88,7 +88,7 @@ class Subject:
             "model": model,
             "asked_texts": None if texts is None else checked_prompts(texts),
             "asked_tokenizer": tokenizer,
-            "loops": None if loops is None else whole_number("loops", loops, at_least=1),
+            "loops": None if loops is None else check_integer("loops", loops, at_least=1),
             "revision": revision,
             "device": device,
             "truncate": truncate,
@@ -145,19 +145,19 @@ class Subject:
         return Subject(self.model, self.asked_texts, tokenizer=self.asked_tokenizer, loops=loops, **options)
 
     def held_back(self) -> Subject:
-        """The same model on the held-back texts of the box, on which published verdicts are based, if it is a model in
-        the box with its own texts; otherwise the subject itself.
+        """The same model on the held-back texts, on which published verdicts are based, if it is a bundled model with
+        its own texts; otherwise the subject itself.
 
         >>> Subject("A").held_back().texts[0] in Subject("A").texts
         False
         """
-        if self.asked_texts is not None or not is_boxed(self.model):
+        if self.asked_texts is not None or not is_bundled(self.model):
             return self
         options = {name: getattr(self, name) for name in ("loops", "revision", "device", "truncate")}
         return Subject(self.model, held_back_texts(), tokenizer=self.asked_tokenizer, **options)
 
     def __repr__(self) -> str:
-        texts = "" if self.is_simulation else f": {counted(len(self.texts), 'text')}"
+        texts = "" if self.is_simulation else f": {pluralized(len(self.texts), 'text')}"
         return one_line_repr(f"Subject {self.name}{texts}")
 
     def __enter__(self) -> Subject:
@@ -197,7 +197,7 @@ class Subject:
             name = str(self.model) if folder is None else folder.resolve().name
         else:
             name = str(self.loaded.origin.name)
-        return name if self.loops is None else f"{name}, {counted(self.loops, 'loop')}"
+        return name if self.loops is None else f"{name}, {pluralized(self.loops, 'loop')}"
 
     @property
     def label(self) -> str:
@@ -210,14 +210,14 @@ class Subject:
 
     @property
     def texts(self) -> tuple[Prompt, ...]:
-        """The texts or rows of token ids; by default ``box_texts()`` or, outside the box, ``default_texts()``."""
+        """The texts or rows of token ids; by default ``story_texts()`` or, for other models, ``paragraph_texts()``."""
         self._require_model("texts")
         if self.asked_texts is not None:
             return self.asked_texts
-        return tuple(box_texts()) if is_boxed(self.model) else default_texts()
+        return texts_for(self.model)
 
     @property
-    def loaded(self) -> Loaded:
+    def loaded(self) -> LoadedModel:
         """The model, its tokenizer and its origin; loaded once per process."""
         self._require_model("loaded")
         if not isinstance(self.model, str | Path):
@@ -233,7 +233,7 @@ class Subject:
         return loaded
 
     @cached_property
-    def _loaded_in_memory(self) -> Loaded:
+    def _loaded_in_memory(self) -> LoadedModel:
         from helmscope.models.load import ensure_loaded
 
         loaded = ensure_loaded(self.model)
@@ -250,7 +250,7 @@ class Subject:
         if not isinstance(self.model, str | Path):
             return ById(self.model)
         folder = local_folder(self.model)
-        return str(self.model) if folder is None or is_boxed(self.model) else folder.resolve()
+        return str(self.model) if folder is None or is_bundled(self.model) else folder.resolve()
 
     @property
     def _cache_key(self) -> tuple[Hashable, ...]:
@@ -361,7 +361,7 @@ class Subject:
         """
         return self._cached_recording((), lambda: self.loaded, checked_prompts(texts))
 
-    def twins(self, count: int = TWINS, *, seed: int = 0) -> Iterator[Loaded]:
+    def twins(self, count: int = TWINS, *, seed: int = 0) -> Iterator[LoadedModel]:
         """Iterate over untrained twins: models of the same configuration with random weights. Twin k of a seed is
         always the same model, whatever ``count`` is and in whatever order twins are made.
 
@@ -387,14 +387,14 @@ class Subject:
         for twin_seed in twin_seeds(count, seed):
             yield self._cached_recording((twin_seed,), partial(self._twin, twin_seed), prompts)
 
-    def _twin(self, seed: int) -> Loaded:
+    def _twin(self, seed: int) -> LoadedModel:
         from helmscope.models.twin import untrained_twin
 
         loaded = self.loaded
         return _CACHE.get((self._cache_key, "twin", seed), lambda: untrained_twin(loaded, seed=seed), model_bytes)
 
     def _cached_recording(
-        self, twin: tuple[int, ...], loaded: Callable[[], Loaded], prompts: Sequence[Prompt]
+        self, twin: tuple[int, ...], loaded: Callable[[], LoadedModel], prompts: Sequence[Prompt]
     ) -> Recording:
         """The recording of the model, or of the twin whose seed is in ``twin``; ``loaded`` is called if it is made."""
         from helmscope.models.record import record
@@ -413,7 +413,7 @@ class Subject:
         """
         return _CACHE.get((self._cache_key, "measured", self.identity, key), make, size)
 
-    def needs(
+    def unmet_premise(
         self, *parts: str, causal: bool = False, full: bool = False, mlp: bool = False, head: bool = False
     ) -> str | None:
         """One sentence that says which premise of a claim this subject does not meet, for ``Finding.impossible``; None
@@ -423,7 +423,7 @@ class Subject:
         vocabulary, and ``parts`` of a recording that its certificate must not block: trajectory, on_sphere, kernel,
         replay, resume, lens, force.
 
-        >>> Subject("A", ["Once upon a time"]).needs("kernel", causal=True, mlp=True, head=True) is None
+        >>> Subject("A", ["Once upon a time"]).unmet_premise("kernel", causal=True, mlp=True, head=True) is None
         True
         """
         premise = Premise(parts=parts, causal=causal, full=full, mlp=mlp, head=head)

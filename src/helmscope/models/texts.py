@@ -14,7 +14,7 @@ from helmscope.models.probe import trunk_of, vocabulary_size
 from helmscope.models.tokenizer import encode
 from helmscope.models.watch import bytes_of
 from helmscope.store.manifest import hash_bytes
-from helmscope.types import HelmscopeError, counted, type_with_article
+from helmscope.types import HelmscopeError, pluralized, type_with_article
 
 if TYPE_CHECKING:
     from jaxtyping import Bool
@@ -122,12 +122,17 @@ def prepare(
     if isinstance(texts, torch.Tensor):
         return _identified(without_special_tokens(_from_tensor(request, texts), tokenizer, name))
     if isinstance(texts, str) or not isinstance(texts, Sequence):
-        raise HelmscopeError(f"{name} is {type_with_article(texts)}, but it must be a list of strings or a tensor")
+        hint = ": pass [text]" if isinstance(texts, str) else ""
+        raise HelmscopeError(
+            f"{name} is {type_with_article(texts)}, but it must be a list of strings or a tensor{hint}"
+        )
     if not texts:
         raise HelmscopeError(f"{name} is empty, but it must hold at least one text")
     for i, text in enumerate(texts):
         if not isinstance(text, str) or not text.strip():
             raise HelmscopeError(f"{name}[{i}] is {text!r:.60}, but every text must be a string that is not empty")
+        if not _is_unicode(text):
+            raise HelmscopeError(f"{name}[{i}] is {text!r:.60}, but it must be Unicode without single surrogates")
     if tokenizer is None:
         reason = "the model came without a tokenizer" if why is None else f"its tokenizer could not be read ({why})"
         raise HelmscopeError(f"{name} are strings, but {reason}: pass tokenizer= or token ids")
@@ -142,6 +147,15 @@ def _identified(batch: Batch) -> Batch:
     else:  # in float32, so that a float64 model agrees with a float32 one
         rows, kind = [bytes_of(image.float()) for image in batch.inputs["pixel_values"]], "image"
     return replace(batch, identities=tuple(_identity(kind, row) for row in rows))
+
+
+def _is_unicode(text: str) -> bool:
+    """Whether a text can be encoded; a single surrogate, as in a broken emoji, cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _identity(kind: str, content: bytes) -> str:
@@ -256,7 +270,8 @@ def _from_tensor(request: _Request, value: Tensor) -> Batch:
     if value.is_floating_point():
         if value.ndim != 4 or not len(value):
             raise HelmscopeError(
-                f"{request.name} has shape {tuple(value.shape)}, but images are (batch, channels, rows, columns)"
+                f"{request.name} is a tensor of {value.dtype} of shape {tuple(value.shape)}, but token ids must be "
+                "integers, and images have the shape (batch, channels, rows, columns)"
             )
         return Batch({"pixel_values": value.to(request.model.dtype)})
     _check_ids(request, value)
@@ -324,6 +339,6 @@ def _check_length(request: _Request, lengths: list[int]) -> None:
     for i, length in enumerate(lengths):
         if limit is not None and length > limit:
             raise HelmscopeError(
-                f"{request.name}[{i}] has {counted(length, 'token')}, but the model's context is {limit}: pass "
+                f"{request.name}[{i}] has {pluralized(length, 'token')}, but the model's context is {limit}: pass "
                 "truncate=True"
             )

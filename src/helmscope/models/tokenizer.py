@@ -1,10 +1,9 @@
 """The tokenizer stored with a model, with checks of its rules before it runs.
 
 Tokenizers run as native code on rules from a file. An invalid rule makes that code panic, which is not an ``Exception``
-in Python; its message also appears on standard error, since only redirecting the file descriptor of the whole process
-would suppress it. A short chain of rules can expand one character into a billion and exhaust the memory of the
-process, so the rules are checked first. Not detected: a regular expression whose matching does not terminate in
-reasonable time.
+in Python and prints a backtrace; ``without_backtraces`` drops it. A short chain of rules can expand one character into
+a billion and exhaust the memory of the process, so the rules are checked first. Not detected: a regular expression
+whose matching does not terminate in reasonable time.
 """
 
 from __future__ import annotations
@@ -13,6 +12,10 @@ import base64
 import inspect
 import json
 import math
+import os
+import tempfile
+import threading
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,12 +24,15 @@ from helmscope.store.atomic import one_line
 from helmscope.types import HelmscopeError, type_with_article
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
 FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.*", "*.model", "tokenizer_config.json")
 MOST_BYTES = 200_000_000  # in a tokenizer.json; large vocabularies take 40 million
 MOST_GROWTH = 2_000  # tokens per character; tokenizers in use stay below 400
 RULES = ("normalizer", "pre_tokenizer", "post_processor")
+STANDARD_ERROR = 2  # the file descriptor, to which native code writes directly
+PANIC = b"\nthread '"  # how the report of a panic begins
+_redirecting = threading.Lock()  # the descriptor belongs to the whole process
 
 
 def read_tokenizer(folder: Path) -> tuple[Any | None, str | None]:
@@ -40,7 +46,7 @@ def read_tokenizer(folder: Path) -> tuple[Any | None, str | None]:
         return None, None
     try:
         check_file(folder / "tokenizer.json")
-        with quiet():
+        with quiet(), without_backtraces():
             tokenizer = loader.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         return (tokenizer, None) if tokenizer.vocab_size else (None, None)
     except BaseException as error:  # a damaged file can raise anything; it is reported once a text is tokenized
@@ -58,9 +64,11 @@ def encode(texts: Sequence[str], tokenizer: Any, *, as_targets: bool = False, **
     try:
         check_rules(_rules_of(tokenizer))
         has_targets = as_targets and "text_target" in inspect.signature(tokenizer.__call__).parameters
-        encodings = [
-            tokenizer(text_target=text, **options) if has_targets else tokenizer(text, **options) for text in texts
-        ]
+        # it would warn of texts longer than the context, which are refused or truncated afterwards
+        with quiet(), without_backtraces():
+            encodings = [
+                tokenizer(text_target=text, **options) if has_targets else tokenizer(text, **options) for text in texts
+            ]
         return [list(encoding["input_ids"]) for encoding in encodings]
     except BaseException as error:  # a tokenizer can raise anything
         if not is_failure(error):
@@ -71,7 +79,38 @@ def encode(texts: Sequence[str], tokenizer: Any, *, as_targets: bool = False, **
 
 def is_failure(error: BaseException) -> bool:
     """Whether an error is a failure, in Python or in Rust, and not an interrupt."""
-    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
+    return isinstance(error, Exception) or _is_panic(error)
+
+
+def _is_panic(error: BaseException) -> bool:
+    return type(error).__name__ == "PanicException"
+
+
+@contextmanager
+def without_backtraces() -> Iterator[None]:
+    """Context manager: within it, standard error is held back. It is printed at the end, without the report of a panic
+    that ends the block; the exception has its message.
+    """
+    with _redirecting:
+        try:
+            original = os.dup(STANDARD_ERROR)
+        except OSError:  # the process has no standard error
+            yield
+            return
+        panicked = False
+        with tempfile.TemporaryFile() as held:
+            os.dup2(held.fileno(), STANDARD_ERROR)
+            try:
+                yield
+            except BaseException as error:
+                panicked = _is_panic(error)
+                raise
+            finally:
+                os.dup2(original, STANDARD_ERROR)
+                os.close(original)
+                held.seek(0)
+                text = held.read()
+                os.write(STANDARD_ERROR, text.partition(PANIC)[0] if panicked else text)
 
 
 def check_file(path: Path) -> None:

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from helmscope.models.load import Loaded, ensure_loaded, origin_of
+from helmscope.models.load import LoadedModel, ensure_loaded, origin_of
 from helmscope.runs.bar import reporting
-from helmscope.types import seed_number, whole_number
+from helmscope.types import check_integer, check_seed
 
 
 @reporting(None, "making an untrained twin")
-def untrained_twin(model: Any, *, seed: int) -> Loaded:
+def untrained_twin(model: Any, *, seed: int) -> LoadedModel:
     """The untrained twin of a model: the same configuration with randomly initialized weights.
 
     ``model`` is anything that ``load`` accepts. The weights are initialized as the family does it, from ``seed``;
@@ -28,7 +28,7 @@ def untrained_twin(model: Any, *, seed: int) -> Loaded:
     >>> twin.origin.name, twin.model.config.num_hidden_layers
     ("tied's untrained twin 1", 24)
     """
-    seed = seed_number(seed)
+    seed = check_seed(seed)
     loaded = ensure_loaded(model)
     trained = loaded.model
     with torch.random.fork_rng(), torch.device("cpu"):
@@ -39,10 +39,10 @@ def untrained_twin(model: Any, *, seed: int) -> Loaded:
 
 
 def twin_seeds(count: int, seed: int) -> list[int]:
-    """The seeds of ``count`` twins, the same as those of ``Case.stream``; a larger count only appends seeds.
+    """The seeds of ``count`` twins, the same as those of ``TrialCase.stream``; a larger count only appends seeds.
 
     >>> twin_seeds(3, seed=0)[:2] == twin_seeds(2, seed=0)
     True
     """
-    count, seed = whole_number("count", count, at_least=1), seed_number(seed)
+    count, seed = check_integer("count", count, at_least=1), check_seed(seed)
     return [int(np.random.SeedSequence([seed, k]).generate_state(1)[0]) for k in range(count)]

@@ -18,7 +18,7 @@
                        (rows, kv_heads, m, r), and (rows, heads, n, m) for weights and mask
 
 An edit (``AbstractEdit``) returns a replacement for a value. It is frozen: site, layer and current texts are passed to
-it as a ``Context``. An ``Observer`` receives values after all edits and cannot change them; it collects a
+it as a ``EditContext``. An ``Observer`` receives values after all edits and cannot change them; it collects a
 result, and is notified when the next chunk of texts begins. READ, CROSS_READ and CLOSE can only be observed; the other
 sites can also be edited.
 """
@@ -132,18 +132,18 @@ class Chunk:
         """The chunk of a forward of all texts at once, with unknown weights and mask."""
         return cls(rows=slice(0, texts), texts=texts)
 
-    def at(self, site: Site, layer: int) -> Context:
+    def at(self, site: Site, layer: int) -> EditContext:
         """The context of a value at a site of a layer, for these texts."""
-        return Context(
+        return EditContext(
             site=site, layer=layer, rows=self.rows, texts=self.texts, weights=self.weights, visible=self.visible
         )
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Context(Chunk):
+class EditContext(Chunk):
     """What an edit knows about the value that it receives: its ``site`` and ``layer``, and the texts (a ``Chunk``).
 
-    >>> context = Context(site=Site.MLP, layer=3, rows=slice(4, 6), texts=8)
+    >>> context = EditContext(site=Site.MLP, layer=3, rows=slice(4, 6), texts=8)
     >>> torch.arange(8)[context.rows]
     tensor([4, 5])
     >>> context.normal(torch.zeros(2, 5, 16), seed=0).shape
@@ -157,7 +157,7 @@ class Context(Chunk):
         """A random generator that depends only on the seed, this layer and the index of the text in the batch, not on
         the chunk, the forward or the process.
 
-        >>> context = Context(site=Site.MLP, layer=3, rows=slice(4, 6), texts=8)
+        >>> context = EditContext(site=Site.MLP, layer=3, rows=slice(4, 6), texts=8)
         >>> context.generator(0, text=4).random() == context.generator(0, text=4).random()
         True
         """
@@ -167,8 +167,8 @@ class Context(Chunk):
     def normal(self, like: Float[Tensor, "rows ..."], *, seed: int) -> Float[Tensor, "rows ..."]:
         """Independent standard normal samples of the shape of ``like``, one ``generator`` per text.
 
-        >>> both = Context(site=Site.MLP, layer=3, rows=slice(4, 6), texts=8).normal(torch.zeros(2, 5), seed=0)
-        >>> second = Context(site=Site.MLP, layer=3, rows=slice(5, 6), texts=8).normal(torch.zeros(1, 5), seed=0)
+        >>> both = EditContext(site=Site.MLP, layer=3, rows=slice(4, 6), texts=8).normal(torch.zeros(2, 5), seed=0)
+        >>> second = EditContext(site=Site.MLP, layer=3, rows=slice(5, 6), texts=8).normal(torch.zeros(1, 5), seed=0)
         >>> torch.equal(both[1:], second)
         True
         """
@@ -185,7 +185,7 @@ class AbstractEdit(ABC):
     def __repr__(self) -> str:
         arguments: list[Field[Any]] = [field for field in fields(self) if field.repr] if is_dataclass(self) else []
         values = [(field, getattr(self, field.name)) for field in arguments]
-        shown = (f"{field.name}={brief(value)}" for field, value in values if value is not field.default)
+        shown = (f"{field.name}={short_description(value)}" for field, value in values if value is not field.default)
         return f"{type(self).__name__}({', '.join(shown)})"
 
     @property
@@ -194,7 +194,7 @@ class AbstractEdit(ABC):
         """The sites at which values are changed."""
 
     @abstractmethod
-    def new(self, value: Tensor, context: Context) -> Tensor | None:
+    def new(self, value: Tensor, context: EditContext) -> Tensor | None:
         """The replacement of a value, or None to leave it unchanged; ``value`` is valid only during the call."""
 
     def acts(self, layer: int) -> bool:
@@ -255,7 +255,7 @@ def bytes_of(value: Tensor) -> bytes:
     return value.detach().cpu().flatten().contiguous().view(torch.uint8).numpy().tobytes()
 
 
-def brief(value: Any) -> str:
+def short_description(value: Any) -> str:
     """A short repr of a value; tensors appear as dtype, shape and hash."""
     if isinstance(value, torch.Tensor):
         kind = str(value.dtype).removeprefix("torch.")

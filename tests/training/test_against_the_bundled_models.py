@@ -1,4 +1,4 @@
-"""The models in the box against ``training/``: their cards, and its plain measures against recordings."""
+"""The bundled models against ``training/``: their cards, and its plain measures against recordings."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ LOSSES = {"A": 1.442327, "B": 1.422710, "tied": 1.236702}  # of the first window
 
 
 def card(name):
-    return (hs.models.box_folder(name) / "README.md").read_text(encoding="utf-8")
+    return (hs.models.bundled_folder(name) / "README.md").read_text(encoding="utf-8")
 
 
 def loss_and_model(training, name, count):
-    model, words = training.evaluate.load(hs.models.box_folder(name))
-    windows = np.load(training.recipe.BOX / "validation.npy")
+    model, words = training.evaluate.load(hs.models.bundled_folder(name))
+    windows = np.load(training.recipe.BUNDLED_FOLDER / "validation.npy")
     assert windows.shape == (512, 257)
     return training.evaluate.validation_loss(model, windows[:count]), model, words
 
@@ -37,7 +37,7 @@ def test_the_loss_and_the_samples_of_the_card(training, name):
     loss, model, words = loss_and_model(training, name, None)
     loss_on_card = float(re.search(r"^\| validation loss \| ([\d.]+) nats", card(name), re.M).group(1))
     assert loss == pytest.approx(loss_on_card, abs=1e-4)
-    texts = training.evaluate.samples(name, model, words, training.recipe.BOX, 20)
+    texts = training.evaluate.samples(name, model, words, training.recipe.BUNDLED_FOLDER, 20)
     assert [" ".join(text.split()) for text in texts] == re.findall(r"^\d+\. (.*)$", card(name), re.M)
 
 
@@ -45,17 +45,17 @@ def test_the_loss_and_the_samples_of_the_card(training, name):
 def test_plain_measures_and_observables_agree(training, name):
     """The same quantities in float32 from hooks on the modules and from a recording. Measured: they differ by at most
     2e-7, and the shares are equal; rounding may move one pair of tokens or a dozen neurons across the threshold."""
-    words = tf.AutoTokenizer.from_pretrained(hs.models.box_folder(name))
-    ids = torch.tensor(words(hs.models.box_texts()[:4])["input_ids"])
-    model = training.evaluate.load(hs.models.box_folder(name))[0]
+    words = tf.AutoTokenizer.from_pretrained(hs.models.bundled_folder(name))
+    ids = torch.tensor(words(hs.models.story_texts()[:4])["input_ids"])
+    model = training.evaluate.load(hs.models.bundled_folder(name))[0]
     wanted = {key: value.double() for key, value in training.measures.measure(model, ids).items()}
-    recording = hs.record(model, ids, keep=hs.models.Keep.WEIGHTS)
+    recording = hs.record(model, ids, keep=hs.models.KeptTensors.WEIGHTS)
     path, layers = recording.trajectory, recording.layers
     states = path.states[::2]
     found = {
         "radius": path.radius[::2].mean((1, 2)),
         "inner_product": hs.mean_inner_product(states).mean(-1),
-        "share_above": hs.observe.clustering_fraction(states, delta=0.1).mean(-1),
+        "share_above": hs.observe.close_pair_share(states, delta=0.1).mean(-1),
         "entropy": torch.stack([hs.kernel.row_entropy(recording.kernel(layer=layer)).mean((0, 2)) for layer in layers]),
         "gate_sparsity": torch.stack([negative_share(recording, layer) for layer in layers]),
     }
@@ -73,9 +73,9 @@ def negative_share(recording, layer):
 def test_the_arms_agree_with_ablated_recordings(training):
     """Every arm in float32 from hooks on the modules of A, and from recordings in which sites are ablated. Measured:
     inner products differ by at most 1.2e-7 and the shares are equal; rounding may move one pair across a level."""
-    model, words = training.evaluate.load(hs.models.box_folder("A"))
-    ids = torch.tensor(words(hs.models.box_texts()[:2])["input_ids"])[:, :48]
-    wanted = training.arms.measure_arms(model, ids, np.load(training.recipe.BOX / "validation.npy")[:1])
+    model, words = training.evaluate.load(hs.models.bundled_folder("A"))
+    ids = torch.tensor(words(hs.models.story_texts()[:2])["input_ids"])[:, :48]
+    wanted = training.arms.measure_arms(model, ids, np.load(training.recipe.BUNDLED_FOLDER / "validation.npy")[:1])
     recording = hs.record(model, ids)
     sites = {"attn": hs.models.Site.ATTENTION, "mlp": hs.models.Site.MLP}
     n = ids.shape[1]
@@ -87,12 +87,12 @@ def test_the_arms_agree_with_ablated_recordings(training):
         means = torch.stack([values.mean() for values in inner]).reshape(25, 2)
         shares = torch.stack([(values > 0.9).double().mean() for values in inner]).reshape(25, 2)
         assert (wanted["inner_product"][arm] - means).abs().max() < 1e-5, arm
-        assert (wanted["share"][arm, :, 1] - shares).abs().max() < 1.5 / pairs[0].sum(), arm
+        assert (wanted["aligned_pair_share"][arm, :, 1] - shares).abs().max() < 1.5 / pairs[0].sum(), arm
         some = x[::6]
         for name, observable in (
             ("participation_ratio", hs.observe.participation_ratio),
-            ("entropy_rank", hs.observe.entropy_rank),
-            ("residual", lambda cloud: hs.observe.collapse_residual_frobenius(cloud, relative=True)),
+            ("effective_rank", hs.observe.effective_rank),
+            ("collapse_residual_frobenius", lambda cloud: hs.observe.collapse_residual_frobenius(cloud, relative=True)),
         ):
             found = observable(some)
             assert ((wanted[name][arm, ::6] - found).abs() / found).max() < 1e-5, (name, arm)

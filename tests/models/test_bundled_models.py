@@ -1,4 +1,4 @@
-"""The models in the box: certified, told apart, looped, with the cards, texts and history that belong to them."""
+"""The bundled models: certified, told apart, looped, with the cards, texts and history that belong to them."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ import torch
 import transformers as tf
 
 import helmscope as hs
-from helmscope.models.boxed import BOX, FIRST, MODELS
+from helmscope.models.bundled_models import BUNDLED_FOLDER, FIRST, MODELS
 from helmscope.observe.kernel import row_entropy
 from helmscope.types import HelmscopeError
 
-FEW = hs.models.box_texts()[:4]
+FEW = hs.models.story_texts()[:4]
 LAYERS = {"A": 12, "B": 12, "tied": 24}
 # how far what is shipped (bfloat16, recorded in float32) is from the last step of training (float32 weights, whose
 # products a GPU took in TF32), on all 128 texts: relative in the radius, absolute in the rest; measured in that order
@@ -46,8 +46,8 @@ class Entropy(hs.Instrument):
 
     name, needs = "entropy", hs.types.Needs.KERNEL
 
-    def attention(self, moment, passed):
-        self.keep(moment, {"entropy": row_entropy(passed.kernel.double()).mean(-1)})
+    def attention(self, context, tensors):
+        self.keep(context, {"entropy": row_entropy(tensors.kernel.double()).mean(-1)})
 
 
 def streams(recording):
@@ -100,7 +100,7 @@ def test_the_tied_block_can_be_called_48_times(recorded):
     assert torch.equal(deep.trajectory.states[:49], recorded["tied"].trajectory.states)
     assert (deep.stream(depth=96) - deep.stream(depth=94)).abs().max() > 1e-3
     model = tf.AutoModelForMaskedLM.from_pretrained(
-        hs.models.box_folder("tied"), num_hidden_layers=48, dtype=torch.float32
+        hs.models.bundled_folder("tied"), num_hidden_layers=48, dtype=torch.float32
     )
     with torch.no_grad():
         states = model(**deep.batch.inputs, output_hidden_states=True).hidden_states
@@ -116,7 +116,10 @@ def test_the_tied_block_can_be_called_48_times(recorded):
         ({"source": "tied", "loops": 0}, "loops is 0, but it must be a whole number >= 1"),
         ({"source": "tied", "loops": 2.5}, "loops is 2.5, but it must be a whole number >= 1"),
         ({"source": "A", "revision": "main"}, "revision is 'main', but 'A' is a folder"),
-        ({"source": "C", "offline": True}, "model is 'C', but it is neither a folder nor in the box (A, B, tied),"),
+        (
+            {"source": "C", "offline": True},
+            "model is 'C', but it is neither a folder nor a bundled model (A, B, tied)",
+        ),
     ],
 )
 def test_load_rejects_invalid_options(options, message):
@@ -125,7 +128,7 @@ def test_load_rejects_invalid_options(options, message):
 
 
 def test_unknown_names_raise():
-    for function in (hs.models.box_folder, hs.models.training_history):
+    for function in (hs.models.bundled_folder, hs.models.training_history):
         with pytest.raises(HelmscopeError, match="unknown model 'Tied': did you mean 'tied'"):
             function("Tied")
         with pytest.raises(HelmscopeError, match="Allowed: A, B, tied"):
@@ -138,8 +141,8 @@ def test_record_without_arguments_takes_the_first_model_and_the_texts_in_the_box
     assert whole.origin.name == "A"
     assert whole.trajectory.states.shape == (25, 128, 128, 192)
     assert whole.batch.counted.all()
-    words = tf.AutoTokenizer.from_pretrained(hs.models.box_folder("A"))
-    assert words.batch_decode(whole.batch.inputs["input_ids"]) == hs.models.box_texts()
+    words = tf.AutoTokenizer.from_pretrained(hs.models.bundled_folder("A"))
+    assert words.batch_decode(whole.batch.inputs["input_ids"]) == hs.models.story_texts()
 
 
 def test_the_recording_matches_the_last_training_step(whole):
@@ -179,7 +182,9 @@ def test_the_history_of_the_sibling():
     assert dict(history.sizes) == sizes
     assert history.step.values[[0, -1]].tolist() == [0, 8000]
     assert all(np.isfinite(value).all() and value.attrs["long_name"] for value in history.data_vars.values())
-    clouds = history[["share", "inner_product", "participation_ratio", "entropy_rank", "residual"]]
+    clouds = history[
+        ["aligned_pair_share", "inner_product", "participation_ratio", "effective_rank", "collapse_residual_frobenius"]
+    ]
     for name, value in clouds.items():
         after_attention, after_mlp = value.isel(depth=slice(1, None, 2)), value.isel(depth=slice(2, None, 2))
         before, first = value.isel(depth=slice(0, -1, 2)), value.isel(depth=0)
@@ -188,12 +193,12 @@ def test_the_history_of_the_sibling():
         assert np.array_equal(before.sel(arm="MLP alone"), after_attention.sel(arm="MLP alone")), name
         assert (value.sel(arm="neither") == first.sel(arm="whole model")).all(), name
         assert (first == first.sel(arm="neither")).all(), name
-    assert (history.share.diff("level") <= 0).all()
+    assert (history.aligned_pair_share.diff("level") <= 0).all()
     loss = history.validation_loss
     assert (loss.sel(arm="whole model").diff("step") < 0).all()
     assert abs(float(loss.sel(arm="whole model")[-1]) - 1.5357) < 0.01  # the loss of A
     assert history.attrs["final_validation_loss"] == float(loss.sel(arm="whole model")[-1])
-    assert np.abs(history.share.sel(step=0)).max() == 0  # an untrained model does not gather
+    assert np.abs(history.aligned_pair_share.sel(step=0)).max() == 0  # an untrained model does not gather
     last = hs.models.training_history("A").isel(step=-1)
     assert np.abs(history.alignment[-1].values - last.alignment.values).max() < 0.1
     assert np.abs(history.gate_sparsity[-1].mean("prompt").values - last.gate_sparsity.values).max() < 0.1
@@ -210,8 +215,8 @@ def test_a_and_b_predict_differently(recorded):
 
 def test_all_models_share_one_tokenizer():
     for file in ("tokenizer.json", "tokenizer_config.json"):
-        assert len({(hs.models.box_folder(name) / file).read_bytes() for name in MODELS}) == 1
-    words = tf.AutoTokenizer.from_pretrained(hs.models.box_folder("B"))
+        assert len({(hs.models.bundled_folder(name) / file).read_bytes() for name in MODELS}) == 1
+    words = tf.AutoTokenizer.from_pretrained(hs.models.bundled_folder("B"))
     assert len(words) == 4096
     assert (words.bos_token_id, words.eos_token_id, words.pad_token_id, words.mask_token_id) == (0, 0, 1, 2)
 
@@ -232,7 +237,7 @@ def test_every_string_survives_a_round_trip():
         )
         for _ in range(10_000)
     ]
-    words = tf.AutoTokenizer.from_pretrained(hs.models.box_folder("A"))
+    words = tf.AutoTokenizer.from_pretrained(hs.models.bundled_folder("A"))
     codes = words(strings)["input_ids"]
     assert words.batch_decode(codes) == strings
     # the three special tokens and the 256 bytes come first; 13 bytes stand in no UTF-8
@@ -240,8 +245,8 @@ def test_every_string_survives_a_round_trip():
 
 
 def test_the_texts_in_the_box():
-    texts = hs.models.box_texts()
-    words = tf.AutoTokenizer.from_pretrained(hs.models.box_folder("A"))
+    texts = hs.models.story_texts()
+    words = tf.AutoTokenizer.from_pretrained(hs.models.bundled_folder("A"))
     codes = words(texts)["input_ids"]
     assert len(texts) == len(set(texts)) == 128
     assert {len(row) for row in codes} == {128}
@@ -252,9 +257,20 @@ def test_the_texts_in_the_box():
     assert all(re.match(r'["A-Z]', text) for text in texts)
 
 
+def test_the_held_back_texts_have_32_first_tokens_in_each_half():
+    """The texts for development have 30 in the first 64."""
+    subject = hs.Subject("A").held_back()
+    codes = tf.AutoTokenizer.from_pretrained(hs.models.bundled_folder("A"))
+    assert len(subject.texts) == len({*subject.texts} - {*hs.models.story_texts()}) == 128
+    for half in (subject.selection, subject.test):
+        assert len(half) == 64
+        assert len({codes(text)["input_ids"][0] for text in half}) >= 32
+    assert not {*subject.selection} & {*subject.test}
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_the_card_is_of_these_weights(name):
-    folder = hs.models.box_folder(name)
+    folder = hs.models.bundled_folder(name)
     card = (folder / "README.md").read_text(encoding="utf-8")
     digest = hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
     assert f"| model.safetensors | sha256 {digest} |" in card
@@ -269,12 +285,12 @@ def test_the_card_is_of_these_weights(name):
 
 
 def test_the_box_is_small():
-    assert sum(path.stat().st_size for path in BOX.rglob("*") if path.is_file()) < 30e6
+    assert sum(path.stat().st_size for path in BUNDLED_FOLDER.rglob("*") if path.is_file()) < 30e6
 
 
 def test_a_folder_of_the_same_name_is_loaded_by_its_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    shutil.copytree(hs.models.box_folder("B"), tmp_path / "A")
-    wanted = hashlib.sha256((hs.models.box_folder("B") / "model.safetensors").read_bytes()).hexdigest()
+    shutil.copytree(hs.models.bundled_folder("B"), tmp_path / "A")
+    wanted = hashlib.sha256((hs.models.bundled_folder("B") / "model.safetensors").read_bytes()).hexdigest()
     for source, same in (("./A", True), (Path("./A"), True), ("A", False)):
         assert (hs.load(source).origin.hashes["model.safetensors"] == wanted) is same
