@@ -1,10 +1,12 @@
-"""Run all packaged trials and write their results and power to trials.md in this folder.
+"""Run all packaged trials, or those of some claims, and write their results and power to trials.md in this folder.
 
 python docs/trials.py
+python docs/trials.py attention-clusters radial
 """
 
 from __future__ import annotations
 
+import argparse
 import math
 from pathlib import Path
 
@@ -13,16 +15,16 @@ from scipy import special
 
 from helmscope.claims.entry import Entry
 from helmscope.claims.evidence import (
+    AbsoluteDifference,
     Count,
-    EveryLayer,
-    EveryMagnitude,
+    EveryAbsoluteDifference,
+    EverySample,
     Evidence,
     Identity,
-    Impossible,
-    Magnitude,
-    Paired,
+    PairedDifferences,
+    PremiseImpossible,
     Replicates,
-    SomeLayer,
+    SomeSample,
 )
 from helmscope.claims.judge import judge
 from helmscope.claims.reading import read_catalogue
@@ -53,16 +55,16 @@ def detectable_effect(evidence: Evidence, region: Region) -> str:
         return f"an error beyond the bound at {100 * (1 - 0.1 ** (1 / n)):.2g} % of the inputs"
     if isinstance(evidence, Count):
         return f"a share of {_decisive_rate(evidence.n, float(region.low or 0)):.3g} against the bound {region.low:g}"
-    if isinstance(evidence, Magnitude | Paired):
+    if isinstance(evidence, AbsoluteDifference | PairedDifferences):
         return f"{_decisive_distance(evidence.differences, evidence):.2g} from the bound"
-    if isinstance(evidence, EveryMagnitude):
+    if isinstance(evidence, EveryAbsoluteDifference):
         widest = max(_decisive_distance(case, evidence) for case in evidence.differences)
         return f"{widest:.2g} from the bound, in each of {len(evidence.differences)}"
     if isinstance(evidence, Replicates) and not region.bounded:
         return f"a difference of {_decisive_distance(evidence.values, evidence):.2g}"
     if isinstance(evidence, Replicates):
         return f"{_decisive_distance(evidence.values, evidence):.2g} from the bound"
-    if isinstance(evidence, EveryLayer | SomeLayer):
+    if isinstance(evidence, EverySample | SomeSample):
         widest = max(_decisive_distance(layer, evidence) for layer in evidence.samples)
         return f"{widest:.2g} from the bound, in each of {len(evidence.samples)}"
     raise TypeError(type(evidence))
@@ -87,11 +89,11 @@ def line(entry: Entry, tried: Registered, subject: Subject) -> str:
     """One row of the table: the deciding condition of a claim on one subject."""
     case = tried.case(entry=entry) if tried.compares else tried.case(entry=entry, subject=subject)
     finding = tried.function(case)
-    verdict = judge(entry, finding, ground=case.ground)
+    verdict = judge(entry, finding, subject_kind=case.subject_kind)
     statistic = interval_text(verdict.interval) + ("" if verdict.interval is None else f", {verdict.interval.n:,}")
     printed = "" if verdict.printed is None else verdict.printed.judgment.value
     deciding, effect = verdict.deciding, ""
-    if deciding is not None and not isinstance(finding.evidence, Impossible):
+    if deciding is not None and not isinstance(finding.evidence, PremiseImpossible):
         evidence = finding.evidence if isinstance(finding.evidence, Evidence) else finding.evidence[deciding.name]
         effect = detectable_effect(evidence, deciding.region)
     return (
@@ -100,14 +102,18 @@ def line(entry: Entry, tried: Registered, subject: Subject) -> str:
 
 
 def main() -> None:
-    """Write the table of all packaged trials."""
-    entries = read_catalogue()
-    rows = [
-        line(entries[claim], tried, subject)
-        for claim, tried in experiments().items()
-        for subject in tried.defaults[: 1 if tried.compares else None]
-    ]
-    (Path(__file__).parent / "trials.md").write_text(HEADER + "".join(rows))
+    """Write the table of all packaged trials; the rows of claims that are not tried again stay as they are."""
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser.add_argument("claims", nargs="*", help="claims to try again; all by default")
+    again = parser.parse_args().claims or list(experiments())
+    table, entries = Path(__file__).parent / "trials.md", read_catalogue()
+    old = {tuple(row.split("|")[1:3]): row for row in table.read_text().splitlines(keepends=True) if row[:2] == "| "}
+    rows = []
+    for claim, tried in experiments().items():
+        for subject in tried.defaults[: 1 if tried.compares else None]:
+            kept = old.get((f" {claim} ", f" {subject.name} "))
+            rows.append(line(entries[claim], tried, subject) if claim in again or kept is None else kept)
+    table.write_text(HEADER + "".join(rows))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 from helmscope.claims import reading
-from helmscope.claims.entry import ControlCase, Entry, Ground, PrintedForm, parse_entry
+from helmscope.claims.entry import ControlCase, Entry, PrintedForm, SubjectKind, parse_entry
 from helmscope.claims.reading import entry, read_catalogue
 from helmscope.claims.registry import experiments
 from helmscope.claims.run_trials import plan_trials, run_trials
@@ -49,7 +49,7 @@ EXPECTED = {
     words.split()[0]: (source, words.split()[1]) for source, line in CLAIMS.items() for words in line.split(",")
 }
 
-# conditions that claims.md gives as numbers, typed here a second time; (ground, bounds) of each, in order
+# conditions that claims.md gives as numbers, typed here a second time; (subject_kind, bounds) of each, in order
 S, M = "simulation", "model"
 BOUNDS = {
     "small-steps": [(None, {"high": 0.1})],
@@ -96,8 +96,21 @@ FALSE_AS_PRINTED = [
     "finite-time",
     "z-metric",
     "repulsive",
-    "radial",
 ]
+NOT_FALSE_AS_PRINTED = {  # what a source says and means, where an objection would be to something else
+    "rate": "true, not sharp",  # an upper bound that holds
+    "histogram-width": "true, not sharp",
+    "norm-confines": "true",
+    "convex-hull": "true",
+    "radial": "true",  # of normalizing; an eps is not mentioned
+    "residual-flow": "true",  # as a limit
+    "generator": "true",  # as a limit
+    "scalar-diffusion": "true",  # whatever the value of nu
+    "extremes": "true",
+    "metastability": "true",
+    "heads-average": "not testable",  # a definition
+    "tokens-cluster": "not testable",
+}
 
 GOOD = """
 id = "mine"
@@ -116,9 +129,9 @@ low = 0.5
 
 
 def test_the_catalogue_holds_exactly_the_claims() -> None:
-    letters = {Ground.SIMULATION: "S", Ground.MODEL: "M"}
+    letters = {SubjectKind.SIMULATION: "S", SubjectKind.MODEL: "M"}
     found = {
-        name: (claim.source, "".join(letters[ground] for ground in claim.decided))
+        name: (claim.source, "".join(letters[subject_kind] for subject_kind in claim.decided))
         for name, claim in read_catalogue().items()
     }
     assert len(EXPECTED) == 69
@@ -179,6 +192,13 @@ def test_wording_and_bounds_agree() -> None:
                 pytest.fail(f"{claim.id}: {case.text} has a closed bound at 0")
 
 
+def test_no_condition_hides_one_of_two_quantities_behind_the_other() -> None:
+    """Two quantities are two conditions, or must hold in every case: the smaller of two has no interval of its own."""
+    for claim in read_catalogue().values():
+        for case in claim.conditions:
+            assert not re.search(r"\b(smaller|larger|better|worse|minimum|maximum) of\b", case.statistic), claim.id
+
+
 def test_regions_are_those_of_the_law() -> None:
     catalogue = read_catalogue()
     found = {
@@ -201,6 +221,12 @@ def test_what_is_false_as_printed_is_kept_beside_its_correction() -> None:
     assert len({claim.statement for claim in catalogue.values()}) == 69
 
 
+def test_no_source_is_refuted_for_what_it_does_not_say() -> None:
+    catalogue = read_catalogue()
+    judged = {name: catalogue[name].printed and catalogue[name].printed.judgment for name in NOT_FALSE_AS_PRINTED}
+    assert judged == NOT_FALSE_AS_PRINTED
+
+
 def test_every_source_has_a_title_authors_and_a_date() -> None:
     assert set(CLAIMS) == set(sources())
     for source in sources().values():
@@ -211,9 +237,11 @@ def test_every_source_has_a_title_authors_and_a_date() -> None:
     assert sources()["perspective"].link == "https://arxiv.org/abs/2312.10794"
 
 
-@pytest.mark.parametrize("name", [name for name, chosen in experiments().items() if Ground.MODEL in chosen.grounds])
+@pytest.mark.parametrize(
+    "name", [name for name, chosen in experiments().items() if SubjectKind.MODEL in chosen.subject_kinds]
+)
 def test_a_trial_on_a_model_has_the_control_of_blocks_that_write_nothing(name: str) -> None:
-    assert "blocks that write nothing" in [case.name for case in entry(name).controls_on(Ground.MODEL)]
+    assert "blocks that write nothing" in [case.name for case in entry(name).controls_on(SubjectKind.MODEL)]
 
 
 def test_no_entry_names_code() -> None:
@@ -228,9 +256,71 @@ def test_no_entry_names_code() -> None:
             assert not text or " " in text
 
 
+@pytest.mark.parametrize("name", EXPECTED)
+def test_a_packaged_entry_leaves_nothing_to_defaults(name: str) -> None:
+    """A user's entry may be brief; one of the package states everything in its file."""
+    text = (resources.files("helmscope.claims") / "catalogue" / f"{name}.toml").read_text(encoding="utf-8")
+    stated = tomllib.loads(text)
+    assert {"id", "version", "statement", "source", "decided", "experiment", "null", "controls"} <= set(stated)
+    for condition in stated["conditions"]:
+        assert {"name", "statistic", "text"} <= set(condition)
+    for control in stated["controls"]:
+        assert {"name", "text", "expected"} <= set(control)
+
+
+BRIEF = """
+statement = "Tokens meet."
+conditions = [{ low = 0.8 }]
+controls = [{ name = "the starts" }]
+"""
+
+
+def test_a_brief_entry_is_completed() -> None:
+    claim = parse_entry(BRIEF, "tokens-meet.toml")
+    assert (claim.id, claim.version, claim.source, claim.decided) == ("tokens-meet", 1, "own work", ())
+    assert (claim.experiment, claim.null, claim.controls[0].text) == ("", "", "")
+    (condition,) = claim.conditions
+    assert (condition.name, condition.statistic) == ("tokens meet", "")
+    assert condition.region == Region(text="At least 0.8.", low=0.8)
+    for subject_kind in SubjectKind:
+        assert claim.conditions_on(subject_kind) == (condition,)
+    described = parse_entry(BRIEF.replace("low = 0.8", ""), "tokens-meet.toml")
+    assert described.conditions[0].text == "Described, not judged."
+
+
+def test_stating_the_defaults_does_not_change_the_hash() -> None:
+    full = """
+        id = "tokens-meet"
+        version = 1
+        source = "own work"
+        statement = "Tokens meet."
+        conditions = [{ name = "tokens meet", text = "At least 0.8.", low = 0.8 }]
+        controls = [{ name = "the starts" }]
+    """
+    assert parse_entry(full, "tokens-meet.toml").hash == parse_entry(BRIEF, "tokens-meet.toml").hash
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ("[{ low = 0.8 }]", "[]", "conditions of mine.toml is [], but it must hold at least one, such as [{ low ="),
+        ("[{ low = 0.8 }]", "[{ low = 0.8 }, { high = 1 }]", "a condition of mine.toml has no name, but each of"),
+        ("low = 0.8", "low = inf", "mine.toml is not a valid entry: low of the region is inf, but it must be"),
+        ("low = 0.8", "low = 2, high = 1", "mine.toml is not a valid entry: region is 2 to 1, but its bounds must"),
+        ("low = 0.8", 'text = " ", low = 0.8', "text of one of the conditions in mine.toml is empty, but it must"),
+        ('name = "the starts"', 'nmae = "the starts"', "unknown key of controls of mine.toml 'nmae': did you mean 'n"),
+        ('name = "the starts"', 'text = "Random."', "Object missing required field `name` - at `$.controls[0]`"),
+    ],
+)
+def test_a_bad_brief_entry_is_refused_in_one_sentence(old: str, new: str, says: str) -> None:
+    with pytest.raises(HelmscopeError) as refusal:
+        parse_entry(BRIEF.replace(old, new), "mine.toml")
+    assert says in str(refusal.value)
+
+
 def test_a_good_text_is_read() -> None:
     claim = parse_entry(GOOD, "mine.toml")
-    assert claim.decided == (Ground.SIMULATION,)
+    assert claim.decided == (SubjectKind.SIMULATION,)
     assert claim.conditions[0].region == Region(text="At least half.", low=0.5)
 
 
@@ -240,7 +330,7 @@ def test_a_good_text_is_read() -> None:
         ('null = "A coin."', 'nul = "A coin."', "unknown key of mine.toml 'nul': did you mean 'null'?"),
         ("version = 1", "version = 1\nmodule = 'os'", "unknown key of mine.toml 'module'"),
         ("low = 0.5", "lwo = 0.5", "unknown key of conditions of mine.toml 'lwo': did you mean 'low'?"),
-        ("version = 1", "", "mine.toml is not a valid entry: Object missing required field `version`"),
+        ('statement = "Tokens meet."', "", "mine.toml is not a valid entry: Object missing required field `statement`"),
         ("version = 1", "version = '1'", "mine.toml is not a valid entry: Expected `int`, got `str` - at `$.version`"),
         ("version = 1", "version = true", "mine.toml is not a valid entry: Expected `int`, got `bool`"),
         ("version = 1", "version = 0", "version of mine.toml is 0, but it must be a whole number >= 1"),
@@ -301,7 +391,7 @@ def test_any_value_that_decides_changes_the_hash() -> None:
     changes: dict[str, object] = {
         **dict.fromkeys(("id", "statement", "source", "place", "corrected", "experiment", "null"), "x"),
         "version": 2,
-        "decided": (Ground.MODEL,),
+        "decided": (SubjectKind.MODEL,),
         "conditions": (msgspec.structs.replace(condition, low=0.6),),
         "printed": PrintedForm(text="a", place="b", judgment="true", reason="c"),
         "controls": (ControlCase(name="a", text="b"),),
@@ -372,8 +462,8 @@ def test_the_packaged_files_are_read_once_whatever_is_tried(
     reads: list[str] = []
     monkeypatch.setattr(reading, "_read_text", lambda file: reads.append(file.name))
     monkeypatch.setattr("helmscope.jobs.trials.plan", lambda spec, on: plan_trials(["kuramoto"]))
-    monkeypatch.setattr("helmscope.report.page.trial_figure", lambda verdict, data: None)
-    monkeypatch.setattr("helmscope.report.page.svg", lambda figure: b"")
+    monkeypatch.setattr("helmscope.report.page.trial_figure", lambda verdict, data, width: None)
+    monkeypatch.setattr("helmscope.report.page.web_svg", lambda figure: b"")
     assert helmscope("report", "--quick")[0] == 0
     assert len(run_trials(["kuramoto"], RunFolder.create(tmp_path / "run"), quick=True)) == 1
     assert reads == []

@@ -7,13 +7,14 @@ import pytest
 import torch
 
 from helmscope.claims.evidence import (
+    AbsoluteDifference,
     Count,
-    EveryLayer,
+    EveryAbsoluteDifference,
+    EverySample,
     Identity,
-    Impossible,
-    Magnitude,
+    PremiseImpossible,
     Replicates,
-    SomeLayer,
+    SomeSample,
 )
 from helmscope.claims.finding import Finding
 from helmscope.stats.intervals import bootstrap_t, mean_interval
@@ -100,7 +101,7 @@ def test_invalid_identities_raise(errors: np.ndarray, region: Region, sentence: 
 )
 def test_a_difference_that_matters_can_be_supported_and_refuted(center: float, spread: float, ruling: Ruling) -> None:
     differences = around(center, spread=spread)
-    assessment = Magnitude(differences, of="starts").weigh(MATTERS)
+    assessment = AbsoluteDifference(differences, of="starts").weigh(MATTERS)
     signed = mean_interval(differences)
     assert assessment.ruling is ruling
     assert assessment.interval.estimate == abs(signed.estimate)
@@ -111,28 +112,28 @@ def test_a_difference_that_matters_can_be_supported_and_refuted(center: float, s
 
 
 def test_every_layer_reports_the_layer_nearest_to_failing() -> None:
-    good = EveryLayer([around(3.0), around(1.0), around(2.0)]).weigh(ABOVE)
+    good = EverySample([around(3.0), around(1.0), around(2.0)]).weigh(ABOVE)
     assert (good.ruling, good.basis) == (Ruling.SUPPORTED, "the worst of 3 cases, layer 1, from 32 seeds each")
-    bad = EveryLayer([around(3.0), around(1.0), around(-2.0)]).weigh(ABOVE)
+    bad = EverySample([around(3.0), around(1.0), around(-2.0)]).weigh(ABOVE)
     assert (bad.ruling, bad.interval.estimate) == (Ruling.REFUTED, pytest.approx(-2.0, abs=1e-12))
-    open_ = EveryLayer([around(3.0), around(0.1)]).weigh(ABOVE)
+    open_ = EverySample([around(3.0), around(0.1)]).weigh(ABOVE)
     assert (open_.ruling, open_.replicates_needed) == (Ruling.INCONCLUSIVE, 416)
 
 
 def test_the_layer_reported_is_the_one_that_decided() -> None:
     """A layer with a wide interval does not decide, even if its estimate is farther out or deeper inside."""
-    refuted = EveryLayer([around(-5.0, spread=50), around(-1.0, spread=0.1)]).weigh(ABOVE)
+    refuted = EverySample([around(-5.0, spread=50), around(-1.0, spread=0.1)]).weigh(ABOVE)
     assert (refuted.ruling, refuted.interval.estimate) == (Ruling.REFUTED, pytest.approx(-1.0, abs=1e-12))
-    supported = SomeLayer([around(5.0, spread=50), around(1.0, spread=0.1)]).weigh(ABOVE)
+    supported = SomeSample([around(5.0, spread=50), around(1.0, spread=0.1)]).weigh(ABOVE)
     assert (supported.ruling, supported.interval.estimate) == (Ruling.SUPPORTED, pytest.approx(1.0, abs=1e-12))
-    blocked = EveryLayer([around(0.1, spread=0.01), around(0.2, spread=2.0)]).weigh(ABOVE)
+    blocked = EverySample([around(0.1, spread=0.01), around(0.2, spread=2.0)]).weigh(ABOVE)
     assert (blocked.ruling, blocked.interval.estimate) == (Ruling.INCONCLUSIVE, pytest.approx(0.2, abs=1e-12))
 
 
 def test_the_sample_size_of_layers_uses_their_scale() -> None:
     x, region = np.exp(around(-0.5)), Region(text="at least .5", low=0.5)
     layers, alone = (
-        kind.weigh(region) for kind in (EveryLayer([x], scale=LogScale()), Replicates(x, scale=LogScale()))
+        kind.weigh(region) for kind in (EverySample([x], scale=LogScale()), Replicates(x, scale=LogScale()))
     )
     assert layers.replicates_needed == alone.replicates_needed
 
@@ -149,16 +150,19 @@ def test_the_sample_size_of_layers_uses_their_scale() -> None:
             lambda: Finding(evidence=Count(1, 2), data=None, controls={"x": None}),
             "controls['x'] is a NoneType, but it must",
         ),
-        (lambda: Finding(evidence=Count(1, 2), data=None, exhibits=(3,)), "exhibits holds an int, but it must hold"),
+        (
+            lambda: Finding(evidence=Count(1, 2), data=None, attachments=(3,)),
+            "attachments holds an int, but it must hold",
+        ),
         (lambda: Finding(evidence=Count(1, 2), data=None, remark=3), "remark is an int, but it must be a str"),
-        (lambda: Impossible(""), "reason is '', but it must be a text that explains why"),
+        (lambda: PremiseImpossible(""), "reason is '', but it must be a text that explains why"),
         (lambda: Replicates("abc").weigh(ABOVE), "values is a str, but it must hold real numbers only"),
         (lambda: Replicates([1j, 2j]).weigh(ABOVE), "values is a list, but it must hold real numbers only"),
         (
             lambda: Replicates([1.0, 2.0], scale="log").weigh(ABOVE),
             "scale is 'log', but it must be LinearScale(), LogScale(), FisherZScale()",
         ),
-        (lambda: EveryLayer(None).weigh(ABOVE), "samples is None, but it must hold one vector of replicates per"),
+        (lambda: EverySample(None).weigh(ABOVE), "samples is None, but it must hold one vector of replicates per"),
     ],
 )
 def test_invalid_input_raises_one_sentence(make, sentence: str) -> None:
@@ -174,23 +178,34 @@ def test_tensors_that_require_grad_are_accepted() -> None:
 
 
 def test_layers_may_have_names() -> None:
-    named = EveryLayer([around(3.0), around(1.0)], "starts", ("SA", "USA")).weigh(ABOVE)
+    named = EverySample([around(3.0), around(1.0)], "starts", ("SA", "USA")).weigh(ABOVE)
     assert named.basis == "the worst of 2 cases, USA, from 32 starts each"
     with pytest.raises(HelmscopeError, match="must hold one name for each of 2 layers"):
-        SomeLayer([around(3.0), around(1.0)], names=("SA",)).weigh(ABOVE)
+        SomeSample([around(3.0), around(1.0)], names=("SA",)).weigh(ABOVE)
 
 
 def test_some_layer_reports_the_layer_deepest_in_the_region() -> None:
-    assessment = SomeLayer([around(-3.0), around(1.0), around(-2.0)]).weigh(ABOVE)
+    assessment = SomeSample([around(-3.0), around(1.0), around(-2.0)]).weigh(ABOVE)
     assert (assessment.ruling, assessment.interval.estimate) == (Ruling.SUPPORTED, pytest.approx(1.0, abs=1e-12))
-    assert SomeLayer([around(-3.0), around(-1.0)]).weigh(ABOVE).ruling is Ruling.REFUTED
+    assert SomeSample([around(-3.0), around(-1.0)]).weigh(ABOVE).ruling is Ruling.REFUTED
 
 
-@pytest.mark.parametrize("evidence", [Replicates(around(5.0)), Count(3, 32), Magnitude(around(5.0))])
+@pytest.mark.parametrize("evidence", [Replicates(around(5.0)), Count(3, 32), AbsoluteDifference(around(5.0))])
 def test_without_bounds_a_quantity_is_described(evidence) -> None:
     assessment = evidence.weigh(UNBOUNDED)
     assert (assessment.ruling, assessment.replicates_needed) == (Ruling.DESCRIBED, None)
     assert assessment.interval is not None
+
+
+def test_one_of_many_magnitudes_refutes_only_under_holm() -> None:
+    """One of twenty cases is barely outside at 95 %, as can happen by chance: that refutes nothing."""
+    x = np.linspace(-1, 1, 32)
+    width = float(mean_interval(x).high)
+    barely, clearly = 1 - 1.05 * width, 1 - 3 * width
+    assert AbsoluteDifference(barely + x).weigh(Region(text="at least 1", low=1.0)).ruling is Ruling.REFUTED
+    for one, ruling in ((barely, Ruling.INCONCLUSIVE), (clearly, Ruling.REFUTED), (2.0, Ruling.SUPPORTED)):
+        cases = [one + x, *[2 + x] * 19]
+        assert EveryAbsoluteDifference(cases).weigh(Region(text="at least 1", low=1.0)).ruling is ruling
 
 
 def test_values_that_never_vary_support_nothing_on_the_bound() -> None:
@@ -198,10 +213,10 @@ def test_values_that_never_vary_support_nothing_on_the_bound() -> None:
     still = np.zeros(64)
     for region in (ABOVE, Region(text="at least 0", low=0.0), Region(text="at most 0", high=0.0)):
         assert Replicates(still).weigh(region).ruling is Ruling.INCONCLUSIVE
-        assert EveryLayer([still, still]).weigh(region).ruling is Ruling.INCONCLUSIVE
-        assert SomeLayer([still, around(5.0)]).weigh(ABOVE).ruling is Ruling.SUPPORTED
+        assert EverySample([still, still]).weigh(region).ruling is Ruling.INCONCLUSIVE
+        assert SomeSample([still, around(5.0)]).weigh(ABOVE).ruling is Ruling.SUPPORTED
 
 
 def test_an_impossible_premise_has_no_interval() -> None:
-    assessment = Impossible("only the identity is causal and bistochastic").weigh(ABOVE)
+    assessment = PremiseImpossible("only the identity is causal and bistochastic").weigh(ABOVE)
     assert (assessment.ruling, assessment.interval) == (Ruling.IMPOSSIBLE, None)

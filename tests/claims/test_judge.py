@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import xarray as xr
 
-from helmscope.claims.entry import Ground, parse_entry
-from helmscope.claims.evidence import Count, Identity, Replicates
+from helmscope.claims.entry import SubjectKind, parse_entry
+from helmscope.claims.evidence import Count, Identity, PremiseImpossible, Replicates
 from helmscope.claims.finding import Finding
 from helmscope.claims.judge import judge
 from helmscope.types import HelmscopeError, Judgment, Region, Ruling
@@ -56,13 +56,13 @@ SMALL, LARGE = Identity(np.zeros(1_000)), Identity(np.ones(1_000))
 
 
 def test_the_verdict_holds_the_entry_the_region_and_the_interval() -> None:
-    verdict = judge(ENTRY, Finding(evidence=HOLDS, controls=FAILS, data=DATA, remark="All 64 met.", where="here"))
+    verdict = judge(ENTRY, Finding(evidence=HOLDS, controls=FAILS, data=DATA, remark="All 64 met.", setting="here"))
     assert (verdict.claim, verdict.ruling, verdict.interval.n) == ("my-claim", Ruling.SUPPORTED, 64)
     assert (verdict.interval.estimate, verdict.interval.high) == (1.0, 1.0)
     assert verdict.interval.low == pytest.approx(0.025 ** (1 / 64), abs=1e-12)
     assert verdict.region == ENTRY.conditions[0].region == Region(text="At least 0.9.", low=0.9)
     assert (verdict.provenance.entry, verdict.provenance.version) == (ENTRY.hash, 3)
-    assert (verdict.where, verdict.printed, verdict.described) == ("here", None, ())
+    assert (verdict.setting, verdict.printed, verdict.described) == ("here", None, ())
     (null,) = verdict.controls
     assert (null.ruling, null.interval.estimate, null.as_expected) == (Ruling.REFUTED, 0.0, True)
     assert null.region == Region(text="It must fail.", low=0.9)
@@ -104,15 +104,38 @@ def test_identities_alone_are_true_by_construction() -> None:
 @pytest.mark.parametrize(
     ("finding", "sentence"),
     [
-        ({"evidence": HOLDS}, "returned the controls none, but the entry has 'V = -I'"),
-        ({"evidence": HOLDS, "controls": {"V = I": HOLDS}}, "returned the controls 'V = I', but the entry has 'V"),
-        ({"evidence": {"shar": HOLDS}, "controls": FAILS}, "returned the conditions 'shar', but the entry has 'share'"),
+        ({"evidence": HOLDS}, "returned the controls none, but my-claim.toml has 'V = -I'"),
+        ({"evidence": HOLDS, "controls": {"V = I": HOLDS}}, "returned the controls 'V = I', but my-claim.toml has 'V"),
+        (
+            {"evidence": {"shar": HOLDS}, "controls": FAILS},
+            "returned the conditions 'shar', but my-claim.toml has 'share'",
+        ),
         ({"evidence": HOLDS, "controls": FAILS, "printed": HOLDS}, "tests what is printed, but the entry gives it no"),
     ],
 )
 def test_conditions_and_controls_are_those_of_the_entry(finding: dict[str, object], sentence: str) -> None:
     with pytest.raises(HelmscopeError, match=sentence):
         judge(ENTRY, Finding(data=DATA, **finding))
+
+
+def test_an_error_names_the_file_of_the_experiment() -> None:
+    for finding, sentence in (
+        ({"share": 1.0}, "experiment of 'my-claim' in mine.py returned a dict, but it must return a Finding"),
+        (Finding(evidence=HOLDS), "experiment of 'my-claim' in mine.py returned the controls none, but my-claim.toml"),
+    ):
+        with pytest.raises(HelmscopeError, match=sentence):
+            judge(ENTRY, finding, file="mine.py")
+    modeled = parse_entry('statement = "s"\nconditions = [{ low = 0.9, on = "model" }]', "my-claim.toml")
+    with pytest.raises(HelmscopeError, match=r"ran on a simulation, but my-claim.toml has no condition on one"):
+        judge(modeled, Finding(evidence=HOLDS))
+
+
+def test_words_that_an_entry_leaves_out_are_not_shown_twice() -> None:
+    entry = parse_entry('statement = "s"\nconditions = [{ low = 0.9 }]\ncontrols = [{ name = "V = -I" }]', "mine.toml")
+    verdict = judge(entry, Finding(evidence=HOLDS, controls=FAILS))
+    assert [case.region.text for case in (*verdict.conditions, *verdict.controls)] == ["At least 0.9."] * 2
+    assert "region: at least 0.9.<" in verdict._repr_html_()
+    assert "None" not in verdict._repr_html_()
 
 
 def test_a_control_may_have_its_own_region_and_expectation() -> None:
@@ -129,7 +152,7 @@ def test_simulation_and_model_have_their_own_conditions() -> None:
     text += SHARE + 'on = "simulation"\n' + ERROR + 'on = "model"\n' + NULL + 'on = "simulation"\n'
     entry = parse_entry(text, "my-claim.toml")
     assert judge(entry, Finding(evidence=HOLDS, controls=FAILS, data=DATA)).ruling is Ruling.SUPPORTED
-    on_model = judge(entry, Finding(evidence=SMALL, data=DATA), ground=Ground.MODEL)
+    on_model = judge(entry, Finding(evidence=SMALL, data=DATA), subject_kind=SubjectKind.MODEL)
     assert (on_model.ruling, on_model.conditions[0].name) == (Ruling.BY_CONSTRUCTION, "error")
 
 
@@ -171,6 +194,23 @@ def test_descriptions_and_impossible_premises_name_no_sample_size() -> None:
     verdict = judge(ENTRY, Finding.impossible("only I is causal and bistochastic"))
     assert (verdict.ruling, verdict.interval) == (Ruling.IMPOSSIBLE, None)
     assert verdict.sentence == "Only I is causal and bistochastic."
+
+
+def test_an_impossible_premise_keeps_what_is_described() -> None:
+    described = {"column sums": Replicates([3.0, 4.0, 5.0])}
+    verdict = judge(ENTRY, Finding.impossible("only I is causal and bistochastic", described=described))
+    assert verdict.ruling is Ruling.IMPOSSIBLE
+    assert [(each.name, each.interval.estimate) for each in verdict.described] == [("column sums", 4.0)]
+
+
+def test_one_impossible_condition_makes_the_claim_impossible() -> None:
+    """A condition that is only described beside it keeps its value."""
+    entry = parse_entry(HEAD + SHARE + ERROR.replace("high = 1e-12", ""), "my-claim.toml")
+    evidence = {"share": PremiseImpossible("there is no share"), "error": Replicates([3.0, 4.0, 5.0])}
+    verdict = judge(entry, Finding(evidence=evidence, data=DATA))
+    assert verdict.ruling is Ruling.IMPOSSIBLE
+    assert verdict.conditions[1].interval.estimate == 4.0
+    assert "Premise impossible here (share): there is no share." in verdict.sentence
 
 
 def test_described_quantities_are_reported_and_never_ruled_on() -> None:

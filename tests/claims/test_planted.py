@@ -9,7 +9,7 @@ import pytest
 
 from helmscope.claims.judge import judge
 from helmscope.claims.reading import read_catalogue
-from helmscope.claims.registry import Case, experiments
+from helmscope.claims.registry import TrialCase, experiments
 from helmscope.stats.power import detection_power
 from helmscope.types import Ruling
 
@@ -23,8 +23,8 @@ PLANTED = Path(__file__).parent / "planted"
 def test_planted_claims_get_the_right_verdict_with_the_stated_power(claim: str, right: Ruling, wrong: Ruling) -> None:
     """The truth is .6 standard deviations from the bound: 32 replicates decide with power .908, 128 always."""
     entry, trial = read_catalogue(PLANTED)[claim], experiments(PLANTED)[claim].function
-    rulings = [judge(entry, trial(Case(seed, quick=True))).ruling for seed in range(400)]
+    rulings = [judge(entry, trial(TrialCase(seed, quick=True))).ruling for seed in range(400)]
     stated = detection_power(0.6, 32)
     assert abs(rulings.count(right) / 400 - stated) < 4 * math.sqrt(stated * (1 - stated) / 400)
     assert rulings.count(wrong) == 0
-    assert {judge(entry, trial(Case(seed))).ruling for seed in range(40)} == {right}
+    assert {judge(entry, trial(TrialCase(seed))).ruling for seed in range(40)} == {right}

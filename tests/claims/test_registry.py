@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import inspect
 from pathlib import Path
 
 import pytest
@@ -11,19 +12,22 @@ import torch
 
 import helmscope as hs
 from helmscope.claims import experiments as package
-from helmscope.claims.entry import Ground
+from helmscope.claims.arm_statistics import Factorial
+from helmscope.claims.entry import SubjectKind
 from helmscope.claims.reading import read_catalogue
-from helmscope.claims.registry import Case, experiments
+from helmscope.claims.registry import TrialCase, experiments
 from helmscope.types import HelmscopeError
 from support.children import run_python
 
 PLANTED = Path(__file__).parent / "planted"
 FOLDER = Path(package.__file__).parent
 TRIED = (
-    *("attention-clusters", "convex-hull", "curvature-drift", "encoder-decoder", "energy-rises", "extremes"),
-    *("finite-time", "heads-average", "histogram-width", "kuramoto", "measure-flow", "metastability", "mixture"),
-    *("mlp-prevents", "norm-confines", "one-cluster", "phase-curve", "radial", "rate", "repulsive", "residual-flow"),
-    *("settles", "stable-softmax", "steady-order", "tokens-cluster", "z-metric"),
+    *("attention-clusters", "attention-diffuses", "convex-hull", "curvature-drift", "encoder-decoder", "energy-rises"),
+    *("entropy-identity", "extremes", "finite-time", "free-energy-descends", "generator", "heads-average"),
+    *("histogram-width", "jko-step", "kuramoto", "mean-field-limit", "measure-flow", "metastability", "mixture"),
+    *("mlp-prevents", "mobility", "norm-confines", "one-cluster", "phase-curve", "radial", "rate", "repulsive"),
+    *("residual-flow", "settles", "stability", "stable-softmax", "steady-order", "tokens-cluster", "whitening"),
+    "z-metric",
 )
 
 
@@ -32,14 +36,56 @@ def test_packaged_experiments_are_discovered() -> None:
     assert {path.stem for path in FOLDER.glob("*.py")} - {"__init__"} == {claim.replace("-", "_") for claim in TRIED}
 
 
+# their conditions on a model are identities, which hold whatever the blocks write, or only described
+NOT_ABOUT_WRITES = {"convex-hull", "measure-flow", "mixture", "norm-confines", "radial"}
+
+
+@pytest.mark.parametrize(
+    "claim", [claim for claim, entry in read_catalogue().items() if SubjectKind.MODEL in entry.decided]
+)
+def test_blocks_that_write_nothing_are_a_control_of_every_trial_on_a_model(claim: str) -> None:
+    """By the region of the claim they must not come out supported: what is supported there is not about the dynamics.
+    A control with a region of its own may state what they do instead.
+    """
+    controls = {control.name: control for control in read_catalogue()[claim].controls_on(SubjectKind.MODEL)}
+    if claim in NOT_ABOUT_WRITES:
+        assert claim not in experiments() or SubjectKind.MODEL not in experiments()[claim].subject_kinds
+        return
+    control = controls["blocks that write nothing"]
+    assert control.region.bounded or "supported" not in control.expected
+
+
+# constants of claims that are so far tried by simulation only, for their trials on models
+OF_TRIALS_ON_MODELS = {"twins", "least_prompts", "least_groups", "rank_tolerance", "inputs"}
+
+
+@pytest.mark.parametrize("claim", TRIED)
+def test_an_experiment_reads_every_constant_of_its_entry(claim: str) -> None:
+    """A constant that decides is in the entry, under its version and hash, and not a second time in code."""
+    code = (FOLDER / f"{claim.replace('-', '_')}.py").read_text()
+    if "Factorial.of(case)" in code:
+        code += inspect.getsource(Factorial.of)
+    entry = read_catalogue()[claim]
+    only_simulated = SubjectKind.MODEL in entry.decided and SubjectKind.MODEL not in experiments()[claim].subject_kinds
+    # one-cluster has a constant for each of several regimes, and makes up their names
+    composed = 'f"{key}_{what}"' in code
+    unread = {
+        name
+        for name in entry.constants
+        if f'"{name}"' not in code and f"'{name}'" not in code
+        if not (composed and name.split("_")[-1] in ("betas", "tokens", "dims"))
+    }
+    assert unread <= (OF_TRIALS_ON_MODELS if only_simulated else set())
+
+
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("[a-z]*.py")), ids=lambda path: path.stem)
 def test_experiments_use_only_public_names(path: Path) -> None:
     """A user's experiment can import everything that a packaged one does, from ``helmscope`` or one of its rooms."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and str(node.module).startswith("helmscope"):
-            room = importlib.import_module(".".join(str(node.module).split(".")[:2]))
+            package = importlib.import_module(".".join(str(node.module).split(".")[:2]))
             for alias in node.names:
-                public = {*dir(hs), *room.__all__}
+                public = {*dir(hs), *package.__all__}
                 within_public_module = str(node.module).split(".")[-1] in public  # such as geometry.sphere
                 assert alias.name in public or within_public_module, f"{node.module}.{alias.name}"
                 assert not alias.name.startswith("_")
@@ -48,8 +94,8 @@ def test_experiments_use_only_public_names(path: Path) -> None:
 
 
 def test_samples_of_a_case_depend_only_on_its_seed() -> None:
-    assert torch.equal(Case(3).normal(4, stream=1), Case(3).normal(4, stream=1))
-    seeds = {Case(seed).seed_for(k) for seed in range(20) for k in range(20)}
+    assert torch.equal(TrialCase(3).normal(4, stream=1), TrialCase(3).normal(4, stream=1))
+    seeds = {TrialCase(seed).seed_for(k) for seed in range(20) for k in range(20)}
     assert len(seeds) == 400
     assert all(0 <= seed < 2**32 for seed in seeds)
     for seed, quick, sentence in (
@@ -58,7 +104,7 @@ def test_samples_of_a_case_depend_only_on_its_seed() -> None:
         (0, "no", "quick is 'no', but it must be True or False"),
     ):
         with pytest.raises(HelmscopeError, match=sentence):
-            Case(seed, quick)
+            TrialCase(seed, quick)
 
 
 def write_folder(folder: Path, code: str, *, claim: str = "planted-true") -> Path:
@@ -97,7 +143,8 @@ make(), make()
         ("def f(:", "mine.py cannot be run: SyntaxError"),
         (
             "import helmscope as hs\n@hs.claims.experiment('other')\ndef f(case): ...",
-            "unknown claim of an experiment 'other'",
+            r"f \(mine.py, line 2\) is the experiment of 'other', but there is no other.toml in \S+, which "
+            "has entries of registry-claim",
         ),
         ("raise SystemExit(3)", "mine.py cannot be run: SystemExit: 3"),
         ("import helmscope as hs\n@hs.claims.experiment(3)\ndef f(case): ...", "claim is an int, but it must be an id"),
@@ -131,7 +178,7 @@ def test_a_file_may_import_its_neighbor(tmp_path: Path) -> None:
     code = "import helmscope as hs\nfrom neighbor_of_mine import SECONDS\n"
     code += "@hs.claims.experiment('registry-claim', seconds=SECONDS)\ndef f(case): ..."
     assert experiments(write_folder(tmp_path, code, claim="registry-claim"))["registry-claim"].seconds == {
-        Ground.SIMULATION: 7.0
+        SubjectKind.SIMULATION: 7.0
     }
 
 
@@ -147,7 +194,7 @@ def test_a_file_that_changed_is_run_again(tmp_path: Path) -> None:
     code = "import helmscope as hs\n@hs.claims.experiment('registry-claim', seconds={})\ndef f(case): ..."
     for seconds in (2.0, 3.0):
         folder = write_folder(tmp_path, code.format(seconds), claim="registry-claim")
-        assert experiments(folder)["registry-claim"].seconds == {Ground.SIMULATION: seconds}
+        assert experiments(folder)["registry-claim"].seconds == {SubjectKind.SIMULATION: seconds}
 
 
 def test_a_packaged_claim_is_one_entry_and_one_function(tmp_path: Path) -> None:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import helmscope as hs
-from helmscope.claims.registry import Case, experiments
+from helmscope.claims.registry import TrialCase, experiments
 from helmscope.claims.run_trials import _decode_subject, plan_trials, run_trials, trial_unit
 from helmscope.claims.trial import try_claim
-from helmscope.models import record as recording_module
 from helmscope.models import subject as home
 from helmscope.models.cache import RecordingCache
 from helmscope.models.subject import Subject
@@ -19,6 +19,8 @@ from helmscope.runs.processes import Processes
 from helmscope.store.run_folder import RunFolder
 from helmscope.types import HelmscopeError, Ruling
 from support.model_families import tiny_model
+
+recording_module = import_module("helmscope.models.record")  # the package has the function by this name
 
 PLANTED = Path(__file__).parent / "planted"
 ROWS = [[k % 90 + 3, (7 * k) % 90 + 3, 5, k % 11 + 3, 9, 11] for k in range(8)]
@@ -35,7 +37,7 @@ def finding(case):
 
 @hs.claims.experiment("planted-true", subjects=("model", "simulation"), defaults=(hs.Subject.simulation(),))
 def one(case):
-    why = None if case.subject.is_simulation else case.subject.needs(causal=True)
+    why = None if case.subject.is_simulation else case.subject.unmet_premise(causal=True)
     if case.subject.is_simulation or why is not None:
         return hs.claims.Finding.impossible(why or "nothing was simulated")
     return finding(case)
@@ -90,6 +92,7 @@ def test_two_claims_on_one_model_record_it_once(
         assert trial.verdict.subject == "tiny"
         assert (trial.verdict.provenance.weights, trial.verdict.provenance.texts) == (tiny.weights, tiny.text_hash)
     again = try_claim("planted-true", folder=mine, subject=tiny)
+    assert "looks untrained" in again.verdict.sentence
     assert again.verdict == trials[1].verdict
     assert again.data.identical(trials[1].data)
 
@@ -153,7 +156,7 @@ def test_unsuitable_subjects_raise(tmp_path: Path, mine: Path) -> None:
     with pytest.raises(HelmscopeError, match=r"subject is a str, but it must be a Subject: Subject\('A'\)"):
         try_claim("planted-false", folder=mine, subject="A")
     with pytest.raises(HelmscopeError, match="other is an int, but it must be a Subject"):
-        Case(subject=a, other=3)
+        TrialCase(subject=a, other=3)
 
 
 def test_a_second_subject_raises_unless_the_claim_takes_two(mine: Path, tiny: Subject) -> None:
@@ -166,9 +169,9 @@ def test_a_second_subject_raises_unless_the_claim_takes_two(mine: Path, tiny: Su
 def test_default_subjects(mine: Path) -> None:
     known = experiments(mine)
     assert [subject.name for subject in known["planted-false"].defaults] == ["A", "B", "tied"]
-    assert known["planted-false"].case(3, quick=True) == Case(3, True, Subject("A"))
-    assert experiments()["rate"].case() == Case()
-    assert Case().subject.is_simulation
+    assert known["planted-false"].case(3, quick=True) == TrialCase(3, True, Subject("A"))
+    assert experiments()["rate"].case() == TrialCase()
+    assert TrialCase().subject.is_simulation
 
 
 def test_there_is_one_verdict_for_each_claim_and_subject(
@@ -185,11 +188,11 @@ def test_there_is_one_verdict_for_each_claim_and_subject(
 
 
 def test_held_back_texts_replace_those_of_the_box_only(mine: Path) -> None:
-    box, held_back = (plan_trials(["planted-false"], folder=mine, held_back=held) for held in (False, True))
-    for plain, published in zip(box, held_back, strict=True):
+    bundled, held_back = (plan_trials(["planted-false"], folder=mine, held_back=held) for held in (False, True))
+    for plain, published in zip(bundled, held_back, strict=True):
         assert (plain.subject.name, plain.name) == (published.subject.name, published.name)
         assert not set(plain.subject.texts) & set(published.subject.texts)
-    assert [plain.subject for plain in box] == [Subject("A"), Subject("B"), Subject("tied")]
+    assert [plain.subject for plain in bundled] == [Subject("A"), Subject("B"), Subject("tied")]
     own = Subject("A", ["my text", "another text"])
     assert plan_trials(["planted-false"], [own], folder=mine, held_back=True)[0].subject == own
 
@@ -232,6 +235,6 @@ def test_two_subjects_with_the_same_name_are_labelled_by_their_hash(tmp_path: Pa
         model.transformer.wte.weight.data.mul_(1 if name == "early" else 2)
         model.save_pretrained(tmp_path / name / "model")
     subjects = [Subject(tmp_path / name / "model", ROWS) for name in ("early", "late")]
-    names = Case(0, False, *subjects).names
+    names = TrialCase(0, False, *subjects).names
     assert names == tuple(f"model {subject.identity[:8]}" for subject in subjects)
     assert names[0] != names[1]

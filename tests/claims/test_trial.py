@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import runpy
 import shutil
 from pathlib import Path
 
@@ -16,6 +18,7 @@ from helmscope.store.run_folder import RunFolder
 from helmscope.types import HelmscopeError, Ruling, check_measurement
 
 PLANTED = Path(__file__).parent / "planted"
+DOCS = Path(__file__).parents[2] / "docs"
 CHEAP = ["kuramoto", "measure-flow"]
 
 
@@ -95,7 +98,8 @@ def test_the_entry_is_read_before_the_experiment_runs(tmp_path: Path) -> None:
     ("claim", "sentence"),
     [
         ("kuramto", "unknown claim 'kuramto': did you mean 'kuramoto'?"),
-        ("breathing", "claim 'breathing' is not yet tried: it has no experiment"),
+        ("zzzz", "for a claim of your own pass its folder: folder=, or --from"),
+        ("breathing", "breathing.toml has no experiment: no function is decorated with"),
     ],
 )
 def test_claims_that_cannot_be_tried_raise_before_any_work(tmp_path: Path, claim: str, sentence: str) -> None:
@@ -128,6 +132,24 @@ def test_a_failing_experiment_is_reported_with_its_line_and_the_others_are_kept(
     assert [trial.verdict.claim for trial in failed.value.trials] == ["planted-true"]
     assert [verdict.claim for verdict in to.read_verdicts()] == ["planted-true"]
     assert capsys.readouterr() == ("", "hello\n")
+
+
+def test_the_published_rulings_do_not_depend_on_the_seed() -> None:
+    """At seeds 0 to 9 no trial is both supported and refuted, and at least 9 agree with the full run of trials.md."""
+    seeds = runpy.run_path(str(DOCS / "seeds.py"))
+    stored, published = json.loads((DOCS / "seeds.json").read_text()), seeds["published_rulings"]()
+    assert stored["versions"] == {claim: entry(claim).version for claim in stored["versions"]}
+    assert stored["rulings"].keys() == published.keys()
+    for name, rulings in stored["rulings"].items():
+        assert len(rulings) == 10, name
+        assert not seeds["contradictory"](rulings), name
+        assert rulings.count(published[name]) >= 9, name
+
+
+def test_seeds_that_contradict_each_other_are_noticed() -> None:
+    contradictory = runpy.run_path(str(DOCS / "seeds.py"))["contradictory"]
+    assert contradictory(["supported", "inconclusive", "refuted"])
+    assert not contradictory(["supported", "inconclusive", "true by construction"])
 
 
 @pytest.mark.slow

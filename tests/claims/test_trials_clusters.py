@@ -17,7 +17,7 @@ from helmscope.claims.evidence import Count
 from helmscope.claims.experiments import one_cluster
 from helmscope.claims.finding import Finding
 from helmscope.claims.reading import entry
-from helmscope.claims.registry import Case, registered_case
+from helmscope.claims.registry import TrialCase, registered_case
 from helmscope.claims.trial import Trial, try_claim
 from helmscope.fields.attention import SA
 from helmscope.geometry.sphere import retract
@@ -40,7 +40,7 @@ def zero_beta_only(monkeypatch: pytest.MonkeyPatch, **replaced: object) -> Findi
     monkeypatch.setattr(one_cluster, "REGIMES", {"beta = 0": "zero"})
     for name, value in replaced.items():
         monkeypatch.setattr(one_cluster, name, value)
-    return one_cluster.one_cluster(Case(0, quick=True, entry=SMALL))
+    return one_cluster.one_cluster(TrialCase(0, quick=True, entry=SMALL))
 
 
 def successes(finding: Finding) -> tuple[int, int]:
@@ -113,7 +113,7 @@ def test_the_horizon_is_a_multiple_of_the_quadrature() -> None:
 
 def test_angles_integrated_by_scipy_end_in_one_cluster_too() -> None:
     setting = one_cluster._Setting("small beta", 0.125, 8, 2, 10)
-    x = retract(Case(0, quick=True).normal(64, 8, 2, stream=1))[:3]
+    x = retract(TrialCase(0, quick=True).normal(64, 8, 2, stream=1))[:3]
 
     def turning(_: float, theta: np.ndarray) -> np.ndarray:
         apart = theta[None, :] - theta[:, None]

@@ -15,7 +15,7 @@ from scipy.integrate import quad
 
 from helmscope.claims.experiments import finite_time, steady_order
 from helmscope.claims.reading import entry
-from helmscope.claims.registry import Case
+from helmscope.claims.registry import TrialCase
 from helmscope.claims.trial import Trial, try_claim
 from helmscope.fields.attention import SA, USA
 from helmscope.fields.field import Field
@@ -26,7 +26,7 @@ from helmscope.solve.heun import Heun
 from helmscope.solve.integrate import integrate
 from helmscope.theory.equiangular import equiangular, hitting_time
 from helmscope.theory.starts import Orthonormal
-from helmscope.types import Control, HelmscopeError, Judged, Ruling, Verdict
+from helmscope.types import Control, HelmscopeError, JudgedQuantity, Ruling, Verdict
 
 F64 = torch.float64
 SUPPORTED, REFUTED, INCONCLUSIVE = Ruling.SUPPORTED, Ruling.REFUTED, Ruling.INCONCLUSIVE
@@ -39,7 +39,7 @@ def quick(claim: str) -> Trial:
     return try_claim(claim, quick=True)
 
 
-def named(verdict: Verdict, name: str) -> Judged | Control:
+def named(verdict: Verdict, name: str) -> JudgedQuantity | Control:
     """The condition, control or described quantity of that name."""
     (judged,) = [each for each in (*verdict.conditions, *verdict.controls, *verdict.described) if each.name == name]
     return judged
@@ -114,7 +114,7 @@ def test_the_numbers_of_finite_time() -> None:
 
 
 def test_one_beta_per_start_is_the_field_of_that_beta() -> None:
-    x = retract(Case().normal(3, 5, 4, stream=0))
+    x = retract(TrialCase().normal(3, 5, 4, stream=0))
     betas = torch.tensor([0.01, 1.0, 3.0], dtype=F64)
     velocities = finite_time.unit_rate_usa(betas, 4)(x)
     for beta, tokens, velocity in zip(betas.tolist(), x, velocities, strict=True):
@@ -173,7 +173,7 @@ def test_the_gap_follows_the_closed_form_down_to_1e_24(name: str) -> None:
 
 
 def test_the_gap_is_the_mean_over_pairs() -> None:
-    x = retract(Case().normal(1, 5, 4, stream=0))
+    x = retract(TrialCase().normal(1, 5, 4, stream=0))
     pairs = [1 - float(x[0, i] @ x[0, j]) for i in range(5) for j in range(5) if i != j]
     start = torch.zeros(1, dtype=F64)
     assert finite_time.gaps(SA(beta=1.0), x, start).item() == pytest.approx(np.mean(pairs), abs=1e-14)
@@ -284,7 +284,7 @@ def test_the_pace_runs_from_the_orthogonal_start_to_that_of_the_cluster(kind, fi
 
 def test_the_pace_along_the_path_is_the_slope_of_the_log() -> None:
     """The pace from velocities against the difference quotient of log(1 - m) of a fine run."""
-    x = retract(Case().normal(1, 6, 6, stream=0) + 0.3)
+    x = retract(TrialCase().normal(1, 6, 6, stream=0) + 0.3)
     pace = steady_order._pace_over_unit_time(SA(beta=2.0), x)[:, 0]
     h = 1e-3
     for fraction, expected in zip(steady_order.FRACTIONS[1:], pace[1:].tolist(), strict=True):
@@ -308,9 +308,9 @@ def test_the_pace_of_two_tokens_is_that_of_the_closed_form() -> None:
 @pytest.fixture
 def few_betas(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two values of beta in the tail, and short paths of few tokens."""
-    original = Case.constant
+    original = TrialCase.constant
     replaced = {"betas": (0.0, 4.0), "path_tokens": 8, "largest_beta": 1.0}
-    monkeypatch.setattr(Case, "constant", lambda case, name: replaced.get(name, original(case, name)))
+    monkeypatch.setattr(TrialCase, "constant", lambda case, name: replaced.get(name, original(case, name)))
 
 
 @pytest.mark.usefixtures("few_betas")

@@ -15,7 +15,7 @@ from scipy import integrate as quadrature
 from scipy.spatial.transform import Rotation
 
 from helmscope.claims.evidence import Count
-from helmscope.claims.reading import constants
+from helmscope.claims.reading import entry
 from helmscope.claims.trial import Trial, try_claim
 from helmscope.fields.attention import SA, USA
 from helmscope.geometry.sphere import project, retract
@@ -83,7 +83,7 @@ CONTROLS = {
 }
 PRINTED = {  # the judgment shown, and the one measured
     "kuramoto": None,
-    "extremes": None,
+    "extremes": (Judgment.TRUE, None),
     "z-metric": (Judgment.FALSE, Judgment.FALSE),
     "measure-flow": (Judgment.FALSE, Judgment.FALSE),
     "repulsive": (Judgment.FALSE, None),
@@ -148,7 +148,7 @@ def test_repulsion_rises_and_falls_by_the_same_rate() -> None:
     rise, fall = (measured("repulsive", name) for name in ("rate of F", "V = -I"))
     assert 0.1 < rise.low < rise.high < 0.2
     assert -0.2 < fall.low < fall.high < -0.1  # from starts of its own
-    rising, falling = (module("repulsive")._log_rate(cloud(4, 12, 3), sign) for sign in (1.0, -1.0))
+    rising, falling = (module("repulsive")._log_rate(cloud(4, 12, 3), 2.0, sign) for sign in (1.0, -1.0))
     assert torch.allclose(rising, -falling, rtol=1e-12)
     for name in ("tetrahedron", "octahedron", "icosahedron"):
         assert measured("repulsive", name).estimate == 1.0
@@ -291,7 +291,7 @@ def test_crossing_by_hand() -> None:
 
 def test_the_closed_forms_of_extremes_are_those_of_an_integral() -> None:
     where = module("extremes")
-    bounds = constants("extremes")
+    bounds = entry("extremes").constants
     for dim in bounds["dims"][1:]:
         for beta in bounds["betas"]:
             density = [
@@ -353,8 +353,8 @@ def test_weights_and_repetition_are_told_apart_from_plain_tokens() -> None:
 
 def test_the_rate_of_f_is_the_z_weighted_speed() -> None:
     where = module("repulsive")
-    x, beta = cloud(2, 5, 3, seed=7), where.BETA
-    for system, seen in zip(x, where._log_rate(x, 1.0).tolist(), strict=True):
+    x, beta = cloud(2, 5, 3, seed=7), 2.0
+    for system, seen in zip(x, where._log_rate(x, beta, 1.0).tolist(), strict=True):
         rows = [[float(a @ b) for b in system] for a in system]
         f = sum(math.exp(beta * (c - 1)) for row in rows for c in row) / 2
         rise = 0.0

@@ -12,7 +12,7 @@ from scipy.cluster import hierarchy
 
 from helmscope.claims.experiments import mixture as home
 from helmscope.claims.reading import entry
-from helmscope.claims.registry import Case
+from helmscope.claims.registry import TrialCase
 from helmscope.claims.trial import try_claim
 from helmscope.fields.attention import SA
 from helmscope.geometry.sphere import retract
@@ -21,7 +21,7 @@ from helmscope.solve.integrate import integrate
 from helmscope.solve.rk4 import RK4
 from helmscope.stats.reduce import reduce_replicates
 from helmscope.types import Judgment, Ruling
-from support.trials import failures, interval, rulings
+from support.trials import failures, interval, rulings, set_constants
 
 
 @pytest.fixture(scope="module")
@@ -32,8 +32,7 @@ def trial():
 @pytest.fixture
 def one_time(monkeypatch):
     """Two betas and one time, for the tests that need no picture."""
-    for name, value in {"BETAS": (1.0, 9.0), "TIMES": (8.0,), "STATED": (1, 0)}.items():
-        monkeypatch.setattr(home, name, value)
+    set_constants(monkeypatch, "mixture", betas=[1.0, 9.0], times=[8.0])
 
 
 def test_it_is_described_and_not_judged(trial):
@@ -75,7 +74,7 @@ def test_the_picture(trial):
 
 def test_the_number_by_another_flow_and_another_count(trial):
     """RK4 instead of the adaptive stepper, and SciPy's linkage instead of a mixture."""
-    x0 = retract(Case(quick=True).normal(32, home.TOKENS, home.DIM, stream=0))
+    x0 = retract(TrialCase(quick=True).normal(32, 64, 2, stream=0))
     states = integrate(SA(beta=9.0), x0, times=[8.0], stepper=RK4(h=0.1)).states[0]
     angles = [np.arccos(np.clip((x @ x.T).numpy()[np.triu_indices(len(x), 1)], -1, 1)) for x in states]
     counts = [hierarchy.fcluster(hierarchy.single(a), 0.1, "distance").max() for a in angles]
@@ -86,7 +85,7 @@ def test_the_number_by_another_flow_and_another_count(trial):
 
 def test_bic_by_scipy():
     """On the circle the law is SciPy's von Mises; 3 k - 1 parameters."""
-    x0 = retract(Case(quick=True).normal(4, home.TOKENS, home.DIM, stream=0))
+    x0 = retract(TrialCase(quick=True).normal(4, 64, 2, stream=0))
     states = integrate(SA(beta=9.0), x0, times=[4.0], stepper=RK4(h=0.1)).states[0]
     fitted = vmf_mixture(states, max_components=home.MOST, kappa_max=home.KAPPA_MAX)
     for i, x in enumerate(states):
@@ -119,7 +118,7 @@ def failed_controls() -> set[str]:
 
 
 def test_repelling_tokens_break_the_controls(one_time, monkeypatch):
-    monkeypatch.setattr(home, "SA", lambda beta: SA(beta=beta, value=-torch.eye(home.DIM, dtype=torch.float64)))
+    monkeypatch.setattr(home, "SA", lambda beta: SA(beta=beta, value=-torch.eye(2, dtype=torch.float64)))
     assert failed_controls() == {"clusters by single linkage", "components at beta = 1"}
 
 

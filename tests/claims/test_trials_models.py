@@ -1,59 +1,71 @@
-"""The trials of tokens-cluster, attention-clusters and mlp-prevents: planted models, and the models in the box."""
+"""The trials of tokens-cluster, attention-clusters and mlp-prevents: planted models, and the bundled models."""
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 import torch
+from scipy import stats
 
-from helmscope.claims import factorial
-from helmscope.claims.evidence import Paired
+from helmscope.claims import arm_statistics
+from helmscope.claims.arm_statistics import SILENT, WHOLE, ArmStatistics, Factorial, choose_prompts
+from helmscope.claims.arm_table import arm_table
+from helmscope.claims.evidence import PairedDifferences
 from helmscope.claims.experiments import tokens_cluster
-from helmscope.claims.factorial import SILENT, WHOLE, ArmStatistics, Factorial, choose_prompts
+from helmscope.claims.reading import entry
 from helmscope.claims.registry import registered_case
 from helmscope.claims.trial import try_claim
+from helmscope.claims.twin_contrast import TwinContrast
 from helmscope.geometry.sphere import retract
-from helmscope.models.boxed import box_texts, sibling_history
+from helmscope.models.bundled_models import sibling_history, story_texts
 from helmscope.models.load import load
 from helmscope.models.subject import Subject
-from helmscope.observe.pairs import clustering
+from helmscope.observe.identity import token_decoding_accuracy
+from helmscope.observe.pairs import cloud_statistics
 from helmscope.types import HelmscopeError, Region, Ruling, Trajectory
-from support.planted_models import planted_model, planted_rows
+from support.planted_models import CLAIMS, RULINGS, planted_model, planted_rows
+from support.trials import interval, named
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from helmscope.claims.trial import Trial
 
-CLAIMS = ("tokens-cluster", "attention-clusters", "mlp-prevents")
 S, R = Ruling.SUPPORTED, Ruling.REFUTED
-# what scatters gathered tokens also makes the whole model less gathered than attention alone
-TABLE = {
-    "never move": (R, R, R),
-    "gather": (S, S, R),
-    "scatter": (R, R, S),
-    "gather by attention only": (R, S, S),
-}
 
 
 def planted(kind: str, seed: int) -> Subject:
     return Subject(planted_model(kind, seed), planted_rows(seed))
 
 
-@pytest.mark.parametrize("kind", TABLE)
+@pytest.mark.parametrize("kind", RULINGS)
 @pytest.mark.parametrize("seed", [0, 1])
 def test_planted_models_get_the_right_ruling(kind: str, seed: int) -> None:
     """The effect is about 0.1, twice the 0.05 that decides."""
     with planted(kind, seed) as subject:
         verdicts = [try_claim(claim, seed=seed, quick=True, subject=subject).verdict for claim in CLAIMS]
-    for verdict, expected in zip(verdicts, TABLE[kind], strict=True):
+    for verdict, expected in zip(verdicts, RULINGS[kind], strict=True):
         assert verdict.ruling is expected, verdict.sentence
         assert verdict.interval is not None
         assert verdict.interval.n == 32
         assert abs(verdict.interval.estimate) < 0.13
         assert all(control.as_expected for control in verdict.controls)
+
+
+def test_the_published_table_of_planted_models() -> None:
+    """At least 97 % of the seeds of each kind have the right ruling, and none the opposite one."""
+    published = json.loads((Path(__file__).parents[2] / "docs" / "planted.json").read_text())
+    assert published["versions"] == {claim: entry(claim).version for claim in CLAIMS}
+    for kind, expected in RULINGS.items():
+        for claim, ruling in zip(CLAIMS, expected, strict=True):
+            rulings = published["rulings"][kind][claim]
+            assert len(rulings) == 100
+            assert rulings.count(ruling.value) >= 0.97 * len(rulings)
+            assert set(rulings) <= {ruling.value, Ruling.INCONCLUSIVE.value}
 
 
 def test_arms_are_recorded_once_for_all_claims(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,7 +74,7 @@ def test_arms_are_recorded_once_for_all_claims(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(
         Factorial,
         "_measure",
-        lambda self, arm, **few: measured.append((arm, *few.values())) or original(self, arm, **few),
+        lambda self, arm, **options: measured.append((arm, *options.values())) or original(self, arm, **options),
     )
     with planted("gather", 2) as subject:
         for claim in CLAIMS:
@@ -96,18 +108,26 @@ def test_an_arm_that_cannot_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
     original = Factorial._measure
 
     def refuse(*refused: object) -> None:
-        def measure(self: Factorial, arm: object, *, few: bool) -> ArmStatistics:
+        def measure(self: Factorial, arm: object, *, only_described: bool) -> ArmStatistics:
             if arm in refused:
                 raise HelmscopeError("its attention is not in the registry")
-            return original(self, arm, few=few)
+            return original(self, arm, only_described=only_described)
 
         monkeypatch.setattr(Factorial, "_measure", measure)
 
-    refuse(factorial.NO_MIXING, factorial.NEGATED, factorial.AT_WHOLE_RADIUS, factorial.MLP)
+    changed = (
+        arm_statistics.NO_MIXING,
+        arm_statistics.NEGATED,
+        arm_statistics.AT_WHOLE_RADIUS,
+        arm_statistics.NEGATED_WITH_MLP,
+    )
+    refuse(*changed, arm_statistics.MLP)
     with planted("gather by attention only", 0) as subject:
         verdicts = [try_claim(claim, quick=True, subject=subject).verdict for claim in CLAIMS]
         assert [verdict.ruling for verdict in verdicts] == [R, S, S]
         assert verdicts[1].controls[1].ruling is Ruling.IMPOSSIBLE
+        assert named(verdicts[0], "growth, values negated, MLPs on").ruling is Ruling.IMPOSSIBLE
+        assert "not tried" in arm_table(verdicts)
         assert "-V could not be tried: its attention is not in the registry." in verdicts[1].sentence
         subject.close()
         refuse(SILENT)
@@ -118,7 +138,7 @@ def test_prompts_have_as_many_first_tokens_as_they_can() -> None:
     tokenizer = load("A").tokenizer
     texts, firsts = choose_prompts(64, Subject("A"), 16)
     assert len(set(texts)) == 64
-    every = {ids[0] for ids in tokenizer(box_texts())["input_ids"]}
+    every = {ids[0] for ids in tokenizer(story_texts())["input_ids"]}
     assert firsts == len({tokenizer(text)["input_ids"][0] for text in texts}) == min(64, len(every)) >= 32
 
 
@@ -144,24 +164,56 @@ def test_centred_states_against_a_loop() -> None:
 
 def test_clustering_without_ranks_is_the_same_otherwise() -> None:
     path = Trajectory(torch.zeros(1), retract(torch.randn(1, 2, 5, 3, generator=torch.Generator().manual_seed(0))))
-    plain, full = (clustering(path, gap=1, ranks=ranks) for ranks in (False, True))
-    assert set(plain.data_vars) == {"share", "inner_product"}
-    assert plain.identical(full[["share", "inner_product"]])
+    plain, full = (cloud_statistics(path, gap=1, ranks=ranks) for ranks in (False, True))
+    assert set(plain.data_vars) == {"aligned_pair_share", "inner_product"}
+    assert plain.identical(full[["aligned_pair_share", "inner_product"]])
 
 
 def test_a_paired_difference_has_its_sign_flips() -> None:
     at_most = Region(text="at most -.05", high=-0.05)
     differences = -0.1 + 0.01 * np.arange(32) / 32
-    assessed = Paired(differences, "prompts").weigh(at_most)
+    assessed = PairedDifferences(differences, "prompts").weigh(at_most)
     assert assessed.ruling is S
     assert assessed.basis == "from 32 prompts, paired, sign flips p = 4.7e-10"
-    assert Paired(np.zeros(8), "prompts").weigh(at_most).ruling is R
+    assert PairedDifferences(np.zeros(8), "prompts").weigh(at_most).ruling is R
+
+
+@pytest.mark.parametrize(("twin", "effect"), [(0.0, "raises"), (0.3, "lowers")])
+def test_untrained_twins_are_a_contrast_and_decide_nothing(
+    monkeypatch: pytest.MonkeyPatch, twin: float, effect: str
+) -> None:
+    """Attention gathers for random weights too: the ruling is the same whether twins gather less or more."""
+    growth = twin + 0.01 * np.arange(20).reshape(5, 4) / 20
+    shares = np.stack([np.zeros_like(growth), growth], 1)
+    monkeypatch.setattr(Factorial, "twin_shares", lambda self, arm: shares * (arm is not WHOLE))
+    with planted("gather by attention only", 0) as subject:
+        alone, difference = (try_claim(claim, quick=True, subject=subject).verdict for claim in CLAIMS[1:])
+    assert (alone.ruling, difference.ruling) == (S, S)
+    assert "untrained twins" not in [control.name for control in alone.controls]
+    assert f"training {effect} it" in alone.sentence
+    over_prompts, over_twins = (
+        interval(alone, f"growth minus that of untrained twins, over {replicates}")
+        for replicates in ("prompts", "twins")
+    )
+    assert (over_prompts.n, over_twins.n) == (4, 5)
+    assert over_prompts.estimate == pytest.approx(over_twins.estimate, abs=1e-12)
+    assert interval(difference, "difference, untrained twins").estimate == pytest.approx(-growth.mean())
+
+
+def test_a_contrast_needs_both_intervals_on_one_side() -> None:
+    """With twins that differ by more than the effect, prompts alone would say that training matters."""
+    trained, scattered = np.array([0.50, 0.51, 0.52, 0.53]), np.array([0.0, 0.2, 0.4, 0.6, 0.8])[:, None] + np.zeros(4)
+    assert TwinContrast(trained, scattered).sign == 0
+    over_prompts, over_twins = (TwinContrast(trained, scattered).differences.mean(axis) for axis in (0, 1))
+    assert stats.ttest_1samp(over_prompts, 0).pvalue < 0.05 < stats.ttest_1samp(over_twins, 0).pvalue
+    assert TwinContrast(trained, scattered / 100).sign == 1
+    assert TwinContrast(-trained, scattered / 100).sign == -1
 
 
 @pytest.fixture(scope="module")
 def subject() -> Iterator[Subject]:
-    """Model A on the first words of the texts in the box."""
-    with Subject("A", [" ".join(text.split()[:22]) for text in box_texts()]) as subject:
+    """Model A on the first words of the bundled texts."""
+    with Subject("A", [" ".join(text.split()[:22]) for text in story_texts()]) as subject:
         yield subject
 
 
@@ -173,8 +225,8 @@ def short(subject: Subject) -> tuple[Trial, ...]:
 def test_model_a_on_a_few_words(short: tuple[Trial, ...]) -> None:
     whole, alone, difference = short
     assert whole.verdict.ruling is R
-    assert [exhibit.title for exhibit in whole.verdict.exhibits] == ["Certificate of A"]
-    assert whole.verdict.where.startswith("model A, 32 texts with 32 distinct first tokens;")
+    assert [attachment.title for attachment in whole.verdict.attachments] == ["Certificate of A"]
+    assert whole.verdict.setting.startswith("model A, 32 texts with 32 distinct first tokens;")
     paired = difference.data.share
     assert paired.dims == ("prompt", "depth", "arm")
     assert list(paired.arm.values) == ["whole model", "attention alone", "MLP alone", "attention alone, untrained"]
@@ -187,11 +239,44 @@ def test_model_a_on_a_few_words(short: tuple[Trial, ...]) -> None:
     labels = [case.name for case in whole.verdict.described]
     assert "growth, figure 1 as printed, i != j" in labels
     assert "growth of the share, all pairs i != j" in labels
+    for arm in ("no mixing (P = I)", "values negated"):
+        assert interval(whole.verdict, f"growth, {arm}, MLPs on").n == 8
+
+
+def test_figure_1_as_printed_against_plain_counts(short: tuple[Trial, ...], subject: Subject) -> None:
+    """Raw states: the mean over coordinates is not removed, and the first token counts."""
+    shown = short[0].data.figure_1
+    assert shown.dims == ("prompt", "inner_product_of_raw_states", "at_depth", "pairs")
+    arms = Factorial.of(registered_case("tokens-cluster", quick=True, subject=subject))
+    recording = arms.recording(only_described=True)
+    states = recording.stream(depth=24)[2].double()
+    x = states[recording.batch.visible[2]] if recording.batch.visible is not None else states
+    cosines = (retract(x) @ retract(x).mT).numpy()
+    for pairs, chosen in (("i != j", ~np.eye(len(x), dtype=bool)), ("with the diagonal", np.ones_like(cosines, bool))):
+        counts = np.histogram(cosines[chosen].clip(-1, 1), bins=np.linspace(-1, 1, 41))[0]
+        found = shown.sel(prompt=2, at_depth=24, pairs=pairs).values
+        np.testing.assert_allclose(found, counts / counts.sum(), atol=1e-12)
+
+
+def test_the_table_of_arms_has_a_row_for_each_subject(short: tuple[Trial, ...]) -> None:
+    heading, row = arm_table(trial.verdict for trial in short).splitlines()
+    assert heading.split("  ")[0] == "subject"
+    verdict = short[2].verdict
+    shares = [interval(verdict, f"share at the last depth, {arm}") for arm in ("whole model", "attention alone")]
+    assert [share.n for share in shares] == [32, 32]
+    assert row.startswith("A ")
+    assert f"{shares[1].estimate:.3f} [{shares[1].low:.3f}, {shares[1].high:.3f}]" in row
+    assert row.count("[") == 4
+    untrained = interval(verdict, "share at the last depth, attention alone, untrained")
+    assert untrained.n == 5
+    assert row.endswith(f"{untrained.estimate:.3f} [{max(0, untrained.low):.3f}, {untrained.high:.3f}]")
+    assert shares[0].estimate - shares[1].estimate == pytest.approx(verdict.interval.estimate, abs=1e-12)
+    assert arm_table([short[0].verdict]) == ""
 
 
 def test_the_sibling_is_shown_over_training(short: tuple[Trial, ...]) -> None:
     shown = short[2].data.over_training.sel(trained_arm="attention alone")
-    stored = sibling_history().share.sel(arm="attention alone", level=0.9).isel(depth=-1)
+    stored = sibling_history().aligned_pair_share.sel(arm="attention alone", level=0.9).isel(depth=-1)
     np.testing.assert_allclose(shown.mean("prompt"), stored.sel(step=shown.step).mean("prompt"), atol=1e-6)
     assert "In a sibling of A" in short[2].verdict.sentence
 
@@ -209,6 +294,33 @@ def test_the_share_of_a_against_its_own_hidden_states(subject: Subject) -> None:
         inner = [float(x[i] @ x[j]) for i in range(1, len(ids)) for j in range(i + 16, len(ids)) if ids[i] != ids[j]]
         assert found.mean[12, prompt] == pytest.approx(np.mean(inner), abs=1e-5)
         assert found.share[12, prompt] == pytest.approx(np.mean([each > 0.9 for each in inner]))
+
+
+def test_tokens_are_decoded_by_layer_in_each_arm(short: tuple[Trial, ...], subject: Subject) -> None:
+    """Against the instrument at single depths, on the two halves of the recorded prompts."""
+    decoded = short[2].data.tokens_decoded
+    assert decoded.dims == ("prompt", "after_layer", "decoded_in")
+    assert list(decoded.decoded_in.values) == ["whole model", "attention alone", "MLP alone"]
+    arms = Factorial.of(registered_case("mlp-prevents", quick=True, subject=subject))
+    recording = arms.recording()
+    ids, path = recording.batch.inputs["input_ids"], recording.on_sphere
+    for layer in (0, 5, 12):
+        halves = [Trajectory(path.times[:1], path.states[2 * layer, k::2][None], path.weights[:, k::2]) for k in (0, 1)]
+        alone = token_decoding_accuracy(*halves, reference_ids=ids[::2], test_ids=ids[1::2]).accuracy.values[0]
+        np.testing.assert_allclose(decoded.sel(after_layer=layer, decoded_in="whole model").values[:16], alone)
+    assert named(short[2].verdict, "tokens decoded at the last depth, whole model").interval is not None
+
+
+def test_a_full_run_has_untrained_twins_in_every_arm() -> None:
+    """Without attention, and without mixing, twins of random weights gather nothing."""
+    with Subject(planted_model("gather by attention only", 3), planted_rows(3, 64)) as subject:
+        verdict = try_claim("tokens-cluster", subject=subject).verdict
+    labels = ("MLP alone", "no mixing (P = I), MLP off", "values negated, MLP off")
+    labels += ("no mixing (P = I), MLPs on", "values negated, MLPs on")
+    for label in labels:
+        growth = interval(verdict, f"growth, {label}, untrained")
+        assert growth.n == 5
+        assert abs(growth.estimate) < 0.05
 
 
 def test_which_mlps_matter() -> None:

@@ -14,12 +14,12 @@ from scipy import stats
 from helmscope.claims.experiments import histogram_width
 from helmscope.claims.experiments import phase_curve as module
 from helmscope.claims.reading import entry
-from helmscope.claims.registry import Case, registered_case
+from helmscope.claims.registry import TrialCase, registered_case
 from helmscope.claims.trial import try_claim
 from helmscope.fields.attention import SA
-from helmscope.observe.inner_products import clustering_fraction
+from helmscope.observe.inner_products import close_pair_share
 from helmscope.solve.integrate import integrate
-from helmscope.solve.published_euler import PublishedEuler
+from helmscope.solve.unprojected_euler import UnprojectedEuler
 from helmscope.stats.reduce import reduce_replicates
 from helmscope.theory.equiangular import hitting_time
 from helmscope.theory.starts import Uniform
@@ -34,9 +34,9 @@ BETAS = entry("phase-curve").constants["betas"]
 @pytest.fixture
 def small(monkeypatch):
     """The judged dimension and one below, two betas."""
-    original = Case.constant
+    original = TrialCase.constant
     replaced = {"dims": (512, 16_384), "betas": (0.0, 2.0)}
-    monkeypatch.setattr(Case, "constant", lambda case, name: replaced.get(name, original(case, name)))
+    monkeypatch.setattr(TrialCase, "constant", lambda case, name: replaced.get(name, original(case, name)))
 
 
 def test_the_claim_is_supported_and_the_control_is_not():
@@ -85,10 +85,10 @@ def test_a_curve_that_is_late_is_refuted(monkeypatch):
 
 def test_an_error_that_does_not_fall_does_not_support_the_claim(monkeypatch):
     """Starts of one dimension under two names are off by the same error, which is within 2 % at beta = 0."""
-    original = Case.constant
+    original = TrialCase.constant
     replaced = {"dims": (8_192, 16_384), "betas": (0.0,)}
-    monkeypatch.setattr(Case, "constant", lambda case, name: replaced.get(name, original(case, name)))
-    monkeypatch.setattr(Case, "seed_for", lambda case, number: 0)
+    monkeypatch.setattr(TrialCase, "constant", lambda case, name: replaced.get(name, original(case, name)))
+    monkeypatch.setattr(TrialCase, "seed_for", lambda case, number: 0)
     monkeypatch.setattr(module, "Uniform", lambda n, dim: Uniform(n, 16_384))
     error, falling = try_claim("phase-curve", quick=True).verdict.conditions
     assert error.ruling is Ruling.SUPPORTED
@@ -101,7 +101,7 @@ def test_the_published_scheme_is_refuted(monkeypatch):
     """It contracts at the rate 0.953, so its tokens meet 4 % late."""
 
     def published(field, x, times, *, stepper, events):
-        return integrate(field, x, [0.1 * round(times[0] / 0.1)], stepper=PublishedEuler(0.1), events=events)
+        return integrate(field, x, [0.1 * round(times[0] / 0.1)], stepper=UnprojectedEuler(0.1), events=events)
 
     monkeypatch.setattr(module, "integrate", published)
     assert try_claim("phase-curve", quick=True).verdict.conditions[0].ruling is Ruling.REFUTED
@@ -112,7 +112,7 @@ def test_the_event_is_that_half_of_the_pairs_have_met(n):
     """6, 10 and 15 pairs."""
     x = Uniform(n, 3).sample(200, seed=0)
     signal = module.HalfClustered(0.9).signal(x)
-    assert (signal >= 0).tolist() == (clustering_fraction(x, delta=0.9) >= 0.5).tolist()
+    assert (signal >= 0).tolist() == (close_pair_share(x, delta=0.9) >= 0.5).tolist()
     assert 20 < int((signal >= 0).sum()) < 180
 
 
@@ -120,7 +120,7 @@ def test_the_time_is_that_at_which_the_share_passes_one_half():
     x = Uniform(32, 64).sample_in_span(4, seed=0)
     for k, time in enumerate(module.half_times(x, (2.0,), [20.0], 1e-3)[0].tolist()):
         before, after = integrate(SA(2.0), x[k], [0.999 * time, 1.001 * time]).states
-        assert clustering_fraction(before, delta=1e-3) < 0.5 <= clustering_fraction(after, delta=1e-3)
+        assert close_pair_share(before, delta=1e-3) < 0.5 <= close_pair_share(after, delta=1e-3)
 
 
 def test_a_start_that_does_not_cluster_by_the_horizon_is_censored():

@@ -15,8 +15,8 @@ import torch
 from scipy.integrate import solve_ivp
 
 from helmscope.claims.experiments import energy_rises, rate
-from helmscope.claims.reading import constants
-from helmscope.claims.registry import Case
+from helmscope.claims.reading import entry
+from helmscope.claims.registry import TrialCase
 from helmscope.claims.trial import try_claim
 from helmscope.fields.attention import SA, USA
 from helmscope.fields.scaled_velocity import ScaledVelocity
@@ -149,7 +149,7 @@ def test_the_numbers_of_energy_rises() -> None:
         assert 0.04 < interval(verdict, name).low < interval(verdict, name).high < 0.08
     assert interval(verdict, "whole layers, V = -I").high < -0.5
     assert verdict.printed.interval.estimate < 2e-14
-    assert "steps of 0.1 of the flow" in verdict.where
+    assert "steps of 0.1 of the flow" in verdict.setting
 
 
 def test_a_single_start_that_falls_refutes_the_claim(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,7 +174,7 @@ def test_one_layer_changes_the_energy_as_by_hand() -> None:
 
 
 def test_the_path_of_the_energy_is_scipys() -> None:
-    x = Case().normal(3, 3, stream=0)
+    x = TrialCase().normal(3, 3, stream=0)
     x = retract(x)
     beta = 4.0
 
@@ -214,10 +214,10 @@ def test_each_start_has_its_pair_of_matrices_in_one_integration(monkeypatch: pyt
         return integrate(*given, **options)
 
     monkeypatch.setattr(energy_rises, "integrate", spy)
-    seen = energy_rises._energies(x, b, v)
+    seen = energy_rises._energies(2.0, x, b, v)
     assert len(calls) == 1
     for k in range(3):
-        alone = energy_rises.path(SA(beta=energy_rises.MIDDLE, query_key=b[k], value=v[k]), x[k])
+        alone = energy_rises.path(SA(beta=2.0, query_key=b[k], value=v[k]), x[k])
         assert torch.allclose(seen[:, k], alone, rtol=1e-13, atol=0)
 
 
@@ -256,7 +256,7 @@ def test_the_numbers_of_rate() -> None:
 def test_two_tokens_without_temperature_decay_as_in_closed_form() -> None:
     """theta' = -sin theta for the angle between them, so tan(theta/2) falls as e^-t; |x_i - x*| = 2 sin(theta/4)."""
     theta = 2e-5
-    x = torch.zeros(1, 2, constants("rate")["dim"], dtype=torch.float64)
+    x = torch.zeros(1, 2, entry("rate").constants["dim"], dtype=torch.float64)
     x[0, :, 0], x[0, :, 1] = math.cos(theta / 2), torch.tensor([1.0, -1.0]) * math.sin(theta / 2)
     tokens, pairs = rate.slopes(SA(beta=0.0), x, 1.0)
     end = 2 * math.atan(math.tan(theta / 2) * math.exp(-rate.LENGTH))

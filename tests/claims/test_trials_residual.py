@@ -10,7 +10,7 @@ import torch
 from scipy.integrate import solve_ivp
 
 from helmscope.claims.experiments import residual_flow
-from helmscope.claims.registry import Case
+from helmscope.claims.registry import registered_case
 from helmscope.claims.trial import try_claim
 from helmscope.fields.attention import SA
 from helmscope.geometry.sphere import retract
@@ -30,8 +30,9 @@ def test_orders_of_layer_null_block_and_single_layer() -> None:
 
 
 def test_the_order_of_a_start_by_plain_loops_and_scipy() -> None:
-    n, dim = residual_flow.TOKENS, residual_flow.DIM
-    x = retract(Case(0, quick=True).normal(residual_flow.STARTS, n, dim, stream=0))[0].numpy()
+    case = registered_case("residual-flow", quick=True)
+    n, dim = case.constant("tokens"), case.constant("dim")
+    x = retract(case.normal(residual_flow.STARTS, n, dim, stream=0))[0].numpy()
 
     def pull(y: np.ndarray) -> np.ndarray:
         weight = np.exp(2.0 * y @ y.T)
@@ -51,7 +52,7 @@ def test_the_order_of_a_start_by_plain_loops_and_scipy() -> None:
             y = y / np.linalg.norm(y, axis=1, keepdims=True)
         errors.append(np.linalg.norm(y - exact, axis=1).max())
     order = np.polyfit(np.log(steps), np.log(errors), 1)[0]
-    finding = residual_flow.residual_flow(Case(0, quick=True))
+    finding = residual_flow.residual_flow(case)
     assert float(finding.evidence["order"].errors[0]) == pytest.approx(abs(order - 1), abs=1e-7)
 
 
@@ -68,7 +69,7 @@ class LongerLayer(Layer):
 @pytest.mark.parametrize("fault", [LongerLayer, Heun])
 def test_residual_flow_notices_a_wrong_layer(monkeypatch: pytest.MonkeyPatch, fault: type[Layer]) -> None:
     monkeypatch.setattr(residual_flow, "Layer", fault)
-    monkeypatch.setattr(residual_flow, "_block", lambda case: SA(beta=1.0))
+    monkeypatch.setattr(residual_flow, "_block", lambda *_: SA(beta=1.0))
     verdict = try_claim("residual-flow", quick=True).verdict
     assert verdict.conditions[0].ruling is Ruling.REFUTED
     assert verdict.ruling is not Ruling.BY_CONSTRUCTION
@@ -81,7 +82,7 @@ class ShortLayer(Layer):
 
 def test_residual_flow_notices_a_null_that_has_a_step_after_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(residual_flow, "Layer", ShortLayer)
-    monkeypatch.setattr(residual_flow, "_block", lambda case: SA(beta=1.0))
+    monkeypatch.setattr(residual_flow, "_block", lambda *_: SA(beta=1.0))
     verdict = try_claim("residual-flow", quick=True).verdict
     assert verdict.ruling is Ruling.INCONCLUSIVE
     assert [control.name for control in verdict.controls if not control.as_expected] == ["without the step h"]

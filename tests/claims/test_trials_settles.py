@@ -15,6 +15,7 @@ from helmscope.claims.trial import Trial, try_claim
 from helmscope.geometry.sphere import retract
 from helmscope.models.subject import Subject
 from helmscope.types import Ruling
+from support.trials import named
 
 
 @functools.cache
@@ -96,3 +97,15 @@ def test_on_the_tied_model_blocks_that_write_nothing_settle_too() -> None:
     assert all(condition.ruling is Ruling.SUPPORTED for condition in verdict.conditions)
     (control,) = verdict.controls
     assert not control.as_expected
+    exponent, slope = (
+        named(verdict, f"{name} minus that of blocks that write nothing") for name in ("exponent", "slope")
+    )
+    assert (exponent.interval.n, slope.interval.n) == (32, 32)
+    assert "paired" in exponent.basis
+    assert "it is not shown that attention and MLP make them settle" in verdict.sentence
+
+
+def test_the_remark_on_norms_that_settle_tokens_needs_both_signs() -> None:
+    below, above = torch.tensor([-0.2, -0.1]), torch.tensor([-0.1, 0.2])
+    assert settles._norms_remark(below, below).startswith(" So tokens settle under the norms alone")
+    assert settles._norms_remark(below, above) == settles._norms_remark(above, below) == ""

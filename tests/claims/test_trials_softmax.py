@@ -11,7 +11,7 @@ import torch
 from scipy import stats
 
 from helmscope.claims.experiments import stable_softmax as module
-from helmscope.claims.registry import Case
+from helmscope.claims.registry import TrialCase
 from helmscope.claims.trial import Trial, try_claim
 from helmscope.types import Ruling
 
@@ -71,7 +71,7 @@ def test_dot_products_have_the_distribution_of_those_of_vectors() -> None:
         torch.randn(4_000, 8, 64, generator=generator, dtype=F64),
     )
     vectors = (q * k).sum(-1)
-    fast = module.dot_products(Case(), 1, 4_000, 8, 64, stream=0)[0]
+    fast = module.dot_products(TrialCase(), 1, 4_000, 8, 64, stream=0)[0]
     for statistic in (lambda s: s[:, 0].abs(), lambda s: s.square().mean(-1), lambda s: module.jacobian_norm(s / 8)):
         assert stats.ks_2samp(statistic(vectors).numpy(), statistic(fast).numpy()).pvalue > 1e-3
 

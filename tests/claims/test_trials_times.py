@@ -20,13 +20,13 @@ from helmscope.claims.experiments import encoder_decoder, metastability
 from helmscope.claims.finding import Finding
 from helmscope.claims.judge import judge
 from helmscope.claims.reading import entry
-from helmscope.claims.registry import SIMULATION, Case, experiments
+from helmscope.claims.registry import SIMULATION, TrialCase, experiments
 from helmscope.fields.attention import SA, USA
 from helmscope.geometry.sphere import retract
 from helmscope.stats.reduce import reduce_replicates
 from helmscope.theory.metastable import metastable_time_asymptotic
 from helmscope.types import Judgment, Ruling, Verdict
-from support.trials import failures, interval, named, rulings
+from support.trials import failures, interval, named, rulings, set_constants
 
 SUPPORTED, REFUTED, INCONCLUSIVE = Ruling.SUPPORTED, Ruling.REFUTED, Ruling.INCONCLUSIVE
 CLAIMS = {"metastability": SUPPORTED, "encoder-decoder": SUPPORTED, "residual-flow": Ruling.BY_CONSTRUCTION}
@@ -51,7 +51,7 @@ RULINGS = {
         "a single layer": SUPPORTED,
     },
 }
-PRINTED = {"metastability": None, "encoder-decoder": Judgment.NOT_TESTABLE, "residual-flow": Judgment.FALSE}
+PRINTED = {"metastability": Judgment.TRUE, "encoder-decoder": Judgment.NOT_TESTABLE, "residual-flow": Judgment.TRUE}
 
 
 def run(claim: str, seed: int = 0) -> Finding:
@@ -149,8 +149,8 @@ def test_the_order_of_the_times_is_that_of_a_quadrature() -> None:
 
 
 def test_a_cloud_carried_by_scipy_merges_at_the_same_time() -> None:
-    noise = Case(0, quick=True).normal(32, 2, 16, 3, stream=0)
-    start = metastability._clusters(0.5, noise, n=16)[:2]
+    noise = TrialCase(0, quick=True).normal(32, 2, 16, 3, stream=0)
+    start = metastability._clusters(0.5, 0.01 * noise, n=16)[:2]
     assert start[:, :8] == pytest.approx(retract(torch.tensor([1.0, 0, 0]) + 0.01 * noise[:2, 0, :8]), abs=1e-15)
 
     def moving(_: float, flat: np.ndarray) -> np.ndarray:
@@ -164,7 +164,7 @@ def test_a_cloud_carried_by_scipy_merges_at_the_same_time() -> None:
         return a @ b / np.linalg.norm(a) / np.linalg.norm(b) - 0.999
 
     met.terminal = True
-    ours, places = metastability._merge_times(4.0, start)
+    ours, places = metastability._merge_times(4.0, start, 0.999)
     for time, g0, cloud in zip(ours.tolist(), places.tolist(), start.numpy(), strict=True):
         run = quadrature.solve_ivp(moving, (0, 20), cloud.ravel(), events=met, rtol=1e-10, atol=1e-12, method="DOP853")
         assert time == pytest.approx(run.t_events[0][0], rel=1e-6)
@@ -182,9 +182,7 @@ FAULTS = {  # with the conditions that need no large beta
 @pytest.mark.parametrize(("fault", "noticed"), FAULTS.values(), ids=FAULTS.keys())
 def test_metastability_notices(monkeypatch: pytest.MonkeyPatch, fault: type[SA], noticed: set[str]) -> None:
     monkeypatch.setattr(metastability, "SA", fault)
-    monkeypatch.setattr(metastability, "BETAS", (1.0, 4.0))
-    monkeypatch.setattr(metastability, "GAMMAS", (0.0,))
-    monkeypatch.setattr(metastability, "SIZES", (16,))
+    set_constants(monkeypatch, "metastability", betas=[1.0, 4.0], gammas=[0.0], sizes=[16])
     seen = again("metastability")
     assert seen.ruling is REFUTED
     assert failures(seen) >= noticed
@@ -207,9 +205,7 @@ def test_metastability_notices_another_order(
 ) -> None:
     """The ratio to the two-cluster ODE is right in both."""
     monkeypatch.setattr(metastability, name, fault)
-    monkeypatch.setattr(metastability, "BETAS", (9.0, 16.0))
-    monkeypatch.setattr(metastability, "GAMMAS", (0.0,))
-    monkeypatch.setattr(metastability, "SIZES", (16,))
+    set_constants(monkeypatch, "metastability", betas=[9.0, 16.0], gammas=[0.0], sizes=[16])
     seen = again("metastability")
     assert seen.ruling is REFUTED
     assert failures(seen) == {noticed}
@@ -225,7 +221,7 @@ def test_the_causal_mask_takes_twice_the_time_for_two_tokens() -> None:
     x = torch.stack(
         [torch.eye(1, 2, dtype=torch.float64).expand(4, 2), torch.stack([angles.cos(), angles.sin()], -1)], 1
     )
-    events = [encoder_decoder._MeanReached()]
+    events = [encoder_decoder._MeanReached(0.9)]
     for beta in (0.0, 1.0):
         full, causal = (
             encoder_decoder.integrate(SA(beta=beta, causal=mask), x, [10.0], events=events).event_times[0]
@@ -236,9 +232,9 @@ def test_the_causal_mask_takes_twice_the_time_for_two_tokens() -> None:
 
 
 def test_times_means_and_spread_by_plain_loops() -> None:
-    x = retract(Case(0, quick=True).normal(32, 16, 16, stream=0))[:2]
+    x = retract(TrialCase(0, quick=True).normal(32, 16, 16, stream=0))[:2]
     field = SA(beta=1.0, causal=True)
-    run = encoder_decoder._Run.of(field, x)
+    run = encoder_decoder._Run.of(field, x, 0.9, 10.0)
     path = encoder_decoder._Path.of(field, x, run.time)
     spread = encoder_decoder._spread(path.states)
 
@@ -267,9 +263,9 @@ def test_times_means_and_spread_by_plain_loops() -> None:
 
 def test_the_histograms_hold_all_pairs_at_the_stated_mean() -> None:
     data = reduce_replicates(found("encoder-decoder").data)
-    assert data.share.dims == ("inner_product", "mask")
-    assert data.share.sum("inner_product").values == pytest.approx([1.0, 1.0], abs=1e-12)
-    means = (data.share * data.inner_product).sum("inner_product").values
+    assert data.inner_product_histogram.dims == ("inner_product", "mask")
+    assert data.inner_product_histogram.sum("inner_product").values == pytest.approx([1.0, 1.0], abs=1e-12)
+    means = (data.inner_product_histogram * data.inner_product).sum("inner_product").values
     assert means == pytest.approx([0.9, 0.9], abs=0.01)  # of bins 0.05 wide
 
 
@@ -286,26 +282,25 @@ def test_two_sets_of_starts_differ_by_chance_less_than_once_in_ten_thousand() ->
     """The control fails only if the whole interval is beyond 0.1: how many standard errors is that?"""
     values = found("encoder-decoder").controls["two sets of starts, both full"].values.numpy()
     error = values.std(ddof=1) / math.sqrt(len(values))
-    room = (0.1 + stats.t.ppf(0.975, len(values) - 1) * error) / error
+    margin = (0.1 + stats.t.ppf(0.975, len(values) - 1) * error) / error
     assert len(values) == 32
-    assert 2 * stats.norm.sf(room) < 1e-10
+    assert 2 * stats.norm.sf(margin) < 1e-10
 
 
 def test_other_starts_break_a_control_of_encoder_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = itertools.count()
     monkeypatch.setattr(encoder_decoder, "retract", lambda y: retract(y + next(calls)))  # the second set is gathered
-    monkeypatch.setattr(encoder_decoder, "TOKENS", 8)
+    set_constants(monkeypatch, "encoder-decoder", tokens=8)
     seen = again("encoder-decoder")
     assert seen.ruling is INCONCLUSIVE
     assert failures(seen) == {"two sets of starts, both full"}
 
 
-def test_runs_that_the_horizon_cuts_off_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    x = retract(Case(0, quick=True).normal(32, 16, 16, stream=0))
-    times = encoder_decoder._Run.of(SA(beta=2.0, causal=True), x).time
+def test_runs_that_the_horizon_cuts_off_are_counted() -> None:
+    x = retract(TrialCase(0, quick=True).normal(32, 16, 16, stream=0))
+    times = encoder_decoder._Run.of(SA(beta=2.0, causal=True), x, 0.9, 40.0).time
     middle = float(times.median()) + 0.01
-    monkeypatch.setitem(encoder_decoder.HORIZONS, 2.0, middle)
-    cut = encoder_decoder._Run.of(SA(beta=2.0, causal=True), x)
+    cut = encoder_decoder._Run.of(SA(beta=2.0, causal=True), x, 0.9, middle)
     assert cut.censored == int((times > middle).sum()) > 0
     assert cut.time.numpy() == pytest.approx(times.clamp(max=middle).numpy(), rel=1e-5)
 
@@ -335,7 +330,7 @@ def test_encoder_decoder_notices(
     monkeypatch: pytest.MonkeyPatch, fault: type[SA], ruling: Ruling, noticed: set[str]
 ) -> None:
     monkeypatch.setattr(encoder_decoder, "SA", fault)
-    monkeypatch.setattr(encoder_decoder, "TOKENS", 8)
+    set_constants(monkeypatch, "encoder-decoder", tokens=8)
     seen = again("encoder-decoder")
     assert seen.ruling is ruling
     assert failures(seen) == noticed

@@ -11,15 +11,16 @@ from typing import Any
 
 import msgspec
 
-from helmscope.types import HelmscopeError, Judgment, Region, Ruling, known_name, whole_number
+from helmscope.types import HelmscopeError, Judgment, Region, Ruling, check_integer, check_name, region_text
 
 Constant = float | int | str | list[float | int | str]
+OWN_WORK = "own work"  # the source of an entry that states none
 
 
-class Ground(StrEnum):
+class SubjectKind(StrEnum):
     """What a claim is tried on: a simulation, or a recorded model.
 
-    >>> Ground("model").name
+    >>> SubjectKind("model").name
     'MODEL'
     """
 
@@ -30,7 +31,7 @@ class Ground(StrEnum):
 class Bounds(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
     """A region in words and its bounds: ``low`` and ``high`` belong to it, ``above`` and ``below`` do not."""
 
-    text: str
+    text: str = ""
     low: float | None = None
     high: float | None = None
     above: float | None = None
@@ -46,13 +47,16 @@ class Condition(Bounds, frozen=True, forbid_unknown_fields=True, kw_only=True, o
     """A quantity and the region in which it must be. A claim holds if all its conditions do; ``on`` restricts a
     condition to simulations or to models. A condition without bounds is described and not judged.
 
+    ``parse_entry`` derives the ``text`` from the bounds if there is none, and the ``name`` of the only condition of a
+    claim from the id; ``statistic`` says what is measured and may be empty.
+
     >>> Condition(name="slope", statistic="a slope", text="0.5 to 2", low=0.5, high=2.0).region.ends
     (0.5, 2.0)
     """
 
-    name: str
-    statistic: str
-    on: Ground | None = None
+    name: str = ""
+    statistic: str = ""
+    on: SubjectKind | None = None
 
 
 class ControlCase(Bounds, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
@@ -60,13 +64,13 @@ class ControlCase(Bounds, frozen=True, forbid_unknown_fields=True, kw_only=True,
 
     ``expected`` lists the rulings that it may get; with any other one the trial proves nothing.
 
-    >>> ControlCase(name="V = -I", text="must fail").expected
+    >>> ControlCase(name="V = -I").expected
     ('refuted',)
     """
 
     name: str
     expected: tuple[str, ...] = (Ruling.REFUTED.value,)
-    on: Ground | None = None
+    on: SubjectKind | None = None
     of: str | None = None
 
 
@@ -101,9 +105,11 @@ class Change(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
     """One claim of the catalogue. An entry is pure data and cannot refer to code.
 
-    ``source`` is a key of ``claims.sources`` (or free text in a user's catalogue) and ``place`` where the source makes
-    the claim. ``printed`` judges what the source prints, ``corrected`` is the form that holds if that is wrong or
-    incomplete. ``constants`` are the numbers that a trial depends on, such as levels.
+    A file must state ``statement`` and ``conditions``; ``parse_entry`` completes the rest. ``source`` is a key of
+    ``claims.sources`` (or free text in a user's catalogue) and ``place`` where the source makes the claim. ``decided``
+    is empty if the experiment alone determines what the claim is tried on. ``printed`` judges what the source prints,
+    ``corrected`` is the form that holds if that is wrong or incomplete. ``constants`` are the numbers that a trial
+    depends on, such as levels.
 
     >>> from helmscope.claims.reading import entry
     >>> entry("rate").conditions[0].high
@@ -114,10 +120,10 @@ class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     version: int
     statement: str
     source: str
-    decided: tuple[Ground, ...]
-    experiment: str
-    null: str
     conditions: tuple[Condition, ...]
+    decided: tuple[SubjectKind, ...] = ()
+    experiment: str = ""
+    null: str = ""
     place: str = ""
     corrected: str = ""
     printed: PrintedForm | None = None
@@ -148,34 +154,39 @@ class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         builtins: dict[str, Any] = msgspec.to_builtins(self)
         return builtins
 
-    def conditions_on(self, ground: Ground) -> tuple[Condition, ...]:
+    def conditions_on(self, subject_kind: SubjectKind) -> tuple[Condition, ...]:
         """The conditions that decide on a simulation, or on a model.
 
         >>> from helmscope.claims.reading import entry
-        >>> [condition.name for condition in entry("rate").conditions_on(Ground.SIMULATION)]
+        >>> [condition.name for condition in entry("rate").conditions_on(SubjectKind.SIMULATION)]
         ['rate', 'rate of pairs']
         """
-        return tuple(condition for condition in self.conditions if condition.on in (None, ground))
+        return tuple(condition for condition in self.conditions if condition.on in (None, subject_kind))
 
-    def controls_on(self, ground: Ground) -> tuple[ControlCase, ...]:
+    def controls_on(self, subject_kind: SubjectKind) -> tuple[ControlCase, ...]:
         """The controls of a trial on a simulation, or on a model.
 
         >>> from helmscope.claims.reading import entry
-        >>> all(control.on in (None, "simulation") for control in entry("rate").controls_on(Ground.SIMULATION))
+        >>> all(control.on in (None, "simulation") for control in entry("rate").controls_on(SubjectKind.SIMULATION))
         True
         """
-        return tuple(control for control in self.controls if control.on in (None, ground))
+        return tuple(control for control in self.controls if control.on in (None, subject_kind))
 
 
 def parse_entry(text: str, name: str) -> Entry:
     """Parse the TOML ``text`` of the file ``name``, ID.toml, into an entry.
 
-    Raises HelmscopeError for invalid TOML, for an unknown or missing key, for a value of the wrong type, for bounds
-    that contradict each other, and for an id that differs from the file name.
+    What the file leaves out is completed: ``id`` is the file's name, ``version`` 1, ``source`` "own work", the name of
+    an only condition the words of the id, and the text of a condition its bounds. An entry that states these defaults
+    has the same hash. Raises HelmscopeError for invalid TOML, for an unknown or missing key, for a value of the wrong
+    type, for bounds that contradict each other, and for an id that differs from the file name.
 
+    >>> entry = parse_entry('statement = "Tokens meet."\\nconditions = [{ low = 0.8 }]', "tokens-meet.toml")
+    >>> entry.id, entry.conditions[0].name, entry.conditions[0].text
+    ('tokens-meet', 'tokens meet', 'At least 0.8.')
     >>> parse_entry('id = "rate"', "rate.toml")
     Traceback (most recent call last):
-    helmscope.types.HelmscopeError: rate.toml is not a valid entry: Object missing required field `version`
+    helmscope.types.HelmscopeError: rate.toml is not a valid entry: Object missing required field `statement`
     """
     try:
         raw = tomllib.loads(text)
@@ -183,15 +194,52 @@ def parse_entry(text: str, name: str) -> Entry:
         raise HelmscopeError(f"{name} is not TOML: {error}") from None
     _check_keys(raw, name)
     try:
-        entry = msgspec.convert(raw, Entry)
+        stated = msgspec.convert({"id": name.removesuffix(".toml"), "version": 1, "source": OWN_WORK} | raw, Entry)
     except msgspec.ValidationError as error:
         raise HelmscopeError(f"{name} is not a valid entry: {error}") from None
+    _check_stated(stated, raw, name)
+    _check_bounds(stated, name)
+    conditions = tuple(_complete_condition(case, stated.id) for case in stated.conditions)
+    entry = msgspec.structs.replace(stated, conditions=conditions)
     _check_values(entry, name)
     return entry
 
 
+def _complete_condition(condition: Condition, id: str) -> Condition:
+    """A condition with the words that its entry leaves out."""
+    words = region_text(condition.region) if condition.region.bounded else "described, not judged"
+    return msgspec.structs.replace(
+        condition,
+        name=condition.name or id.replace("-", " "),
+        text=condition.text or f"{words[0].upper()}{words[1:]}.",
+    )
+
+
+def _check_stated(entry: Entry, raw: Mapping[str, Any], name: str) -> None:
+    """Raise HelmscopeError for a text that is stated but empty, and for what only a claim with one condition may leave
+    out.
+    """
+    for key in ("statement", "source", "experiment", "null"):
+        if key in raw and not raw[key].strip():
+            raise HelmscopeError(f"{key} of {name} is empty, but it must be a text")
+    for key in ("conditions", "controls"):
+        for row in raw.get(key, ()):
+            for part in ("name", "statistic", "text"):
+                if part in row and not row[part].strip():
+                    case = row.get("name") or f"one of the {key}"
+                    raise HelmscopeError(f"{part} of {case} in {name} is empty, but it must be a text")
+    if entry.printed is not None and not entry.printed.text.strip():
+        raise HelmscopeError(f"text of printed in {name} is empty, but it must be a text")
+    if "decided" in raw and not entry.decided:
+        raise HelmscopeError(f"decided of {name} is [], but it must hold 'simulation', 'model' or both, once each")
+    if not entry.conditions:
+        raise HelmscopeError(f"conditions of {name} is [], but it must hold at least one, such as [{{ low = 0.8 }}]")
+    if len(entry.conditions) > 1 and not all(condition.name for condition in entry.conditions):
+        raise HelmscopeError(f"a condition of {name} has no name, but each of several conditions must have one")
+
+
 def _check_keys(raw: Mapping[str, Any], name: str) -> None:
-    """Raise HelmscopeError, with the nearest allowed key, for an unknown key or ground."""
+    """Raise HelmscopeError, with the nearest allowed key, for an unknown key or kind of subject."""
     tables: list[tuple[str, type[msgspec.Struct], Any]] = [
         ("", Entry, [raw]),
         ("printed of ", PrintedForm, [raw.get("printed")]),
@@ -201,12 +249,24 @@ def _check_keys(raw: Mapping[str, Any], name: str) -> None:
     for where, kind, rows in tables:
         for row in rows if isinstance(rows, list) else ():
             for key in row if isinstance(row, dict) else ():
-                known_name(f"key of {where}{name}", key, kind.__struct_fields__)
-    grounds = [raw.get("decided")] + [[row.get("on")] for row in raw.get("conditions", []) if isinstance(row, dict)]
-    for values in grounds:
-        for ground in values if isinstance(values, list) else ():
-            if isinstance(ground, str):
-                known_name(f"ground in {name}", ground, [known.value for known in Ground])
+                check_name(f"key of {where}{name}", key, kind.__struct_fields__)
+    subject_kinds = [raw.get("decided")] + [
+        [row.get("on")] for row in raw.get("conditions", []) if isinstance(row, dict)
+    ]
+    for values in subject_kinds:
+        for subject_kind in values if isinstance(values, list) else ():
+            if isinstance(subject_kind, str):
+                check_name(f"kind of subject in {name}", subject_kind, [known.value for known in SubjectKind])
+
+
+def _check_bounds(entry: Entry, name: str) -> None:
+    """Raise HelmscopeError for bounds that are infinite or contradict each other."""
+    cases: list[Bounds] = [*entry.conditions, *entry.controls, *([entry.printed] if entry.printed else [])]
+    for case in cases:
+        try:
+            _ = case.region
+        except HelmscopeError as error:
+            raise HelmscopeError(f"{name} is not a valid entry: {error}") from None
 
 
 def _check_values(entry: Entry, name: str) -> None:
@@ -215,35 +275,28 @@ def _check_values(entry: Entry, name: str) -> None:
         raise HelmscopeError(f"id of {name} is '{entry.id}', but it must be the file's name without .toml")
     if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", entry.id):
         raise HelmscopeError(f"id of {name} must be lower-case words and digits joined by hyphens, such as my-claim")
-    for key in ("statement", "source", "experiment", "null"):
-        if not getattr(entry, key).strip():
-            raise HelmscopeError(f"{key} of {name} is empty, but it must be a text")
-    if not entry.decided or len(set(entry.decided)) < len(entry.decided):
-        names = [ground.value for ground in entry.decided]
+    if len(set(entry.decided)) < len(entry.decided):
+        names = [subject_kind.value for subject_kind in entry.decided]
         raise HelmscopeError(f"decided of {name} is {names}, but it must hold 'simulation', 'model' or both, once each")
-    whole_number(f"version of {name}", entry.version, at_least=1)
-    for ground in entry.decided:
-        if not entry.conditions_on(ground):
-            raise HelmscopeError(f"{name} is decided by a {ground.value}, but none of its conditions is on one")
+    check_integer(f"version of {name}", entry.version, at_least=1)
+    for subject_kind in entry.decided:
+        if not entry.conditions_on(subject_kind):
+            raise HelmscopeError(f"{name} is decided by a {subject_kind.value}, but none of its conditions is on one")
+    for subject_kind in entry.decided or SubjectKind:
         _check_distinct(
-            f"conditions on a {ground.value} of {name}", [case.name for case in entry.conditions_on(ground)]
+            f"conditions on a {subject_kind.value} of {name}", [case.name for case in entry.conditions_on(subject_kind)]
         )
-        _check_distinct(f"controls on a {ground.value} of {name}", [case.name for case in entry.controls_on(ground)])
-    cases: list[Bounds] = [*entry.conditions, *entry.controls, *([entry.printed] if entry.printed else [])]
-    for case in cases:
-        if not case.text.strip():
-            raise HelmscopeError(
-                f"text of {getattr(case, 'name', 'printed')} in {name} is empty, but it must be a text"
-            )
-        _ = case.region  # raises for bounds that contradict each other
+        _check_distinct(
+            f"controls on a {subject_kind.value} of {name}", [case.name for case in entry.controls_on(subject_kind)]
+        )
     conditions = [condition.name for condition in entry.conditions]
     for control in entry.controls:
         for ruling in control.expected:
-            known_name(f"expected ruling of {control.name} in {name}", ruling, [known.value for known in Ruling])
+            check_name(f"expected ruling of {control.name} in {name}", ruling, [known.value for known in Ruling])
         if control.of is not None:
-            known_name(f"condition of {control.name} in {name}", control.of, conditions)
+            check_name(f"condition of {control.name} in {name}", control.of, conditions)
     if entry.printed is not None:
-        known_name(f"judgment of {name}", entry.printed.judgment, [known.value for known in Judgment])
+        check_name(f"judgment of {name}", entry.printed.judgment, [known.value for known in Judgment])
     versions = [change.version for change in entry.history]
     if versions != sorted(versions) or (versions and versions[-1] > entry.version):
         raise HelmscopeError(

@@ -16,7 +16,7 @@ from helmscope.stats.replicates import numbers
 from helmscope.stats.ruling import Layers, rule, rule_every, rule_some, sample_size
 from helmscope.stats.scales import PLAIN, Scale
 from helmscope.stats.sign_flip import sign_flip
-from helmscope.types import HelmscopeError, Interval, Region, Ruling, counted, interval_text
+from helmscope.types import HelmscopeError, Interval, Region, Ruling, interval_text, pluralized
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
@@ -50,7 +50,11 @@ class Evidence(Protocol):
     """
 
     def weigh(self, region: Region) -> Assessment:
-        """Compute the interval of the statistic and rule on the region."""
+        """Compute the interval of the statistic and rule on the region.
+
+        >>> Replicates([1.0, 1.1, 0.9, 1.0]).weigh(Region(low=0.5, text="at least 1/2")).ruling.value
+        'supported'
+        """
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,7 +75,7 @@ class Replicates:
 
     def weigh(self, region: Region) -> Assessment:
         """Supported if the whole interval is inside the region, refuted if all of it is outside, else inconclusive; a
-        region without bounds is described.
+        region without bounds gets the ruling *described*.
         """
         interval = (bootstrap_t if self.skewed else mean_interval)(self.values, scale=self.scale)
         return _assess(interval, region, f"from {interval.n:,} {self.of}", self.scale)
@@ -135,16 +139,16 @@ class Identity:
 
 
 @dataclass(frozen=True, eq=False)
-class Magnitude:
+class AbsoluteDifference:
     """Signed differences, one per replicate, for a claim that two quantities differ by at least some amount; the
     statistic is |mean difference|, so that the claim can be refuted.
 
     Its interval is the image of Student's interval under the absolute value: from 0 if that interval contains 0.
 
     >>> at_least = Region(text="differs by .1 or more", low=0.1)
-    >>> Magnitude([-1.0, -1.2, -0.9]).weigh(at_least).ruling.value
+    >>> AbsoluteDifference([-1.0, -1.2, -0.9]).weigh(at_least).ruling.value
     'supported'
-    >>> Magnitude([0.01, -0.02, 0.01]).weigh(at_least).ruling.value
+    >>> AbsoluteDifference([0.01, -0.02, 0.01]).weigh(at_least).ruling.value
     'refuted'
     """
 
@@ -154,19 +158,23 @@ class Magnitude:
     def weigh(self, region: Region) -> Assessment:
         """Rule as for ``Replicates``; the basis gives the signed mean and the p-value of exact sign flips."""
         signed, p = mean_interval(self.differences), sign_flip(self.differences).two_sided
-        ends = sorted((abs(signed.low), abs(signed.high)))
-        low = 0.0 if signed.low <= 0 <= signed.high else ends[0]
-        interval = Interval(abs(signed.estimate), low, ends[1], signed.n)
         basis = f"the magnitude of {interval_text(signed)}, from {signed.n:,} {self.of}, sign flips p = {p:.2g}"
-        return _assess(interval, region, basis)
+        return _assess(_magnitude(signed), region, basis)
+
+
+def _magnitude(signed: Interval) -> Interval:
+    """The image of an interval under the absolute value."""
+    ends = sorted((abs(signed.low), abs(signed.high)))
+    low = 0.0 if signed.low <= 0 <= signed.high else ends[0]
+    return Interval(abs(signed.estimate), low, ends[1], signed.n)
 
 
 @dataclass(frozen=True, eq=False)
-class Paired:
+class PairedDifferences:
     """Differences of two arms on the same replicates, one per replicate, with Student's interval of their mean.
 
     >>> at_most = Region(text="at most -.05", high=-0.05)
-    >>> Paired([-0.4, -0.5, -0.6], of="prompts").weigh(at_most).basis
+    >>> PairedDifferences([-0.4, -0.5, -0.6], of="prompts").weigh(at_most).basis
     'from 3 prompts, paired, sign flips p = 0.25'
     """
 
@@ -180,12 +188,12 @@ class Paired:
 
 
 @dataclass(frozen=True, eq=False)
-class EveryMagnitude:
+class EveryAbsoluteDifference:
     """Signed differences in several cases, all of which must differ by at least some amount, whatever their sign; the
     case nearest to failing is reported.
 
     >>> at_least = Region(text="differs by .1 or more", low=0.1)
-    >>> EveryMagnitude([[-1.0, -1.2, -0.9], [0.01, -0.02, 0.01]]).weigh(at_least).ruling.value
+    >>> EveryAbsoluteDifference([[-1.0, -1.2, -0.9], [0.01, -0.02, 0.01]]).weigh(at_least).ruling.value
     'refuted'
     """
 
@@ -194,16 +202,25 @@ class EveryMagnitude:
     names: Sequence[str] = ()
 
     def weigh(self, region: Region) -> Assessment:
-        """Refuted if a case is, supported if all are; cases are few, and no correction is made for their number."""
-        assessed = [Magnitude(values, self.of).weigh(region) for values in self.differences]
+        """Supported if every 95 % interval is inside the region, refuted if one is outside under Holm's correction for
+        the number of cases, otherwise inconclusive.
+        """
+        if not len(self.differences):
+            raise HelmscopeError("differences is empty, but it must hold one vector of differences per case")
+        assessed = [AbsoluteDifference(values, self.of).weigh(region) for values in self.differences]
+        # Holm's procedure rejects something exactly if the smallest p-value is at most 0.05 over the number of cases
+        confidence = 1 - 0.05 / len(assessed)
+        for k, values in enumerate(self.differences):
+            corrected = _magnitude(mean_interval(values, confidence=confidence))
+            if assessed[k].ruling is Ruling.REFUTED and rule(corrected, region) is not Ruling.REFUTED:
+                assessed[k] = replace(assessed[k], ruling=Ruling.INCONCLUSIVE)
+        rulings = [each.ruling for each in assessed]
+        order = (Ruling.REFUTED, Ruling.INCONCLUSIVE, Ruling.DESCRIBED, Ruling.SUPPORTED)
+        decisive = next(ruling for ruling in order if ruling in rulings)
+        worst = min((k for k in range(len(rulings)) if rulings[k] is decisive), key=lambda k: _estimate(assessed[k]))
         names = self.names or [f"case {k}" for k in range(len(assessed))]
-        for ruling in (Ruling.REFUTED, Ruling.INCONCLUSIVE, Ruling.DESCRIBED, Ruling.SUPPORTED):
-            found = [k for k, each in enumerate(assessed) if each.ruling is ruling]
-            if found:
-                worst = min(found, key=lambda k: _estimate(assessed[k]))
-                basis = f"the worst of {counted(len(assessed), 'case')}, {names[worst]}, {assessed[worst].basis}"
-                return replace(assessed[worst], basis=basis)
-        raise HelmscopeError("differences is empty, but it must hold one vector of differences per case")
+        basis = f"the worst of {pluralized(len(assessed), 'case')}, {names[worst]}, {assessed[worst].basis}"
+        return replace(assessed[worst], basis=basis)
 
 
 def _estimate(assessment: Assessment) -> float:
@@ -211,12 +228,11 @@ def _estimate(assessment: Assessment) -> float:
 
 
 @dataclass(frozen=True, eq=False)
-class EveryLayer:
-    """One vector of replicates per layer, for a claim about every layer; reports the layer nearest to failing.
+class EverySample:
+    """One vector of replicates per case (a layer, a beta), for a claim that must hold in every case; reports the case
+    nearest to failing. ``names`` labels the cases.
 
-    The layers may be any set of cases that must all hold; ``names`` labels them.
-
-    >>> EveryLayer([[1.0, 1.1, 0.9], [2.0, 2.1, 1.9]]).weigh(Region(text="above 0", above=0.0)).interval.estimate
+    >>> EverySample([[1.0, 1.1, 0.9], [2.0, 2.1, 1.9]]).weigh(Region(text="above 0", above=0.0)).interval.estimate
     1.0
     """
 
@@ -231,10 +247,11 @@ class EveryLayer:
 
 
 @dataclass(frozen=True, eq=False)
-class SomeLayer:
-    """One vector of replicates per layer, for a claim about at least one layer; reports the one deepest in the region.
+class SomeSample:
+    """One vector of replicates per case, for a claim that must hold in at least one case; reports the case that
+    satisfies it best.
 
-    >>> SomeLayer([[-1.0, -1.1, -0.9], [2.0, 2.1, 1.9]]).weigh(Region(text="above 0", above=0.0)).ruling.value
+    >>> SomeSample([[-1.0, -1.1, -0.9], [2.0, 2.1, 1.9]]).weigh(Region(text="above 0", above=0.0)).ruling.value
     'supported'
     """
 
@@ -249,10 +266,10 @@ class SomeLayer:
 
 
 @dataclass(frozen=True)
-class Impossible:
+class PremiseImpossible:
     """The statement that a claim's premise cannot hold for this subject, and the reason.
 
-    >>> Impossible("only the identity is causal and bistochastic").weigh(Region(text="below .1", high=0.1)).basis
+    >>> PremiseImpossible("only the identity is causal and bistochastic").weigh(Region(text="below .1", high=0.1)).basis
     'only the identity is causal and bistochastic'
     """
 
@@ -274,12 +291,12 @@ def _assess(interval: Interval, region: Region, basis: str, scale: Scale = PLAIN
     return Assessment(interval, rule(interval, region), basis, sample_size(interval, region, scale=scale))
 
 
-def _assess_layers(layers: Layers, region: Region, evidence: EveryLayer | SomeLayer, *, worst: bool) -> Assessment:
+def _assess_layers(layers: Layers, region: Region, evidence: EverySample | SomeSample, *, worst: bool) -> Assessment:
     """Report the layer that decided the ruling or, if it is inconclusive, an inconclusive layer."""
     count = len(layers.intervals)
     names = evidence.names or [f"layer {k}" for k in range(count)]
     if isinstance(names, str) or len(names) != count:
-        raise HelmscopeError(f"names is {names!r}, but it must hold one name for each of {counted(count, 'layer')}")
+        raise HelmscopeError(f"names is {names!r}, but it must hold one name for each of {pluralized(count, 'layer')}")
     rulings = [rule(interval, region) for interval in layers.intervals]
     decisive = [k for k in range(count) if rulings[k] is layers.ruling]
     candidates = [k for k in layers.named if k in decisive] or decisive or list(range(count))
@@ -292,6 +309,6 @@ def _assess_layers(layers: Layers, region: Region, evidence: EveryLayer | SomeLa
     sizes = [sample_size(layers.intervals[k], region, scale=evidence.scale) for k in undecided]
     known_sizes = [size for size in sizes if size is not None]
     needed = max(known_sizes) if known_sizes and len(known_sizes) == len(sizes) else None
-    rank = f"the {'worst' if worst else 'best'} of {counted(count, 'case')}, {names[reported]}"
+    rank = f"the {'worst' if worst else 'best'} of {pluralized(count, 'case')}, {names[reported]}"
     basis = f"{rank}, from {interval.n:,} {evidence.of} each"
     return Assessment(interval, layers.ruling, basis, needed)

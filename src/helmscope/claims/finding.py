@@ -7,11 +7,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from helmscope.claims.evidence import Evidence, Impossible
-from helmscope.types import Exhibit, HelmscopeError, type_with_article
+from helmscope.claims.evidence import Evidence, PremiseImpossible
+from helmscope.types import Attachment, HelmscopeError, type_with_article
 
 if TYPE_CHECKING:
     import xarray as xr
+
+
+def _empty_measurement() -> xr.Dataset:
+    import xarray as xr
+
+    return xr.Dataset(attrs={"n": 0})
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -21,48 +27,46 @@ class Finding:
     ``evidence`` holds one Evidence per condition of the catalogue entry, by name; for a claim with one condition it may
     be that Evidence itself. ``controls`` holds one Evidence per control of the entry, by name: their regions and the
     expected rulings are in the entry, not here. ``described`` quantities are reported and not judged. ``printed`` tests
-    what the source prints, where the entry gives it a region. ``data`` is a Measurement, such as
-    ``claims.curves.curve`` returns. ``remark`` is a sentence with further measured values; ``where`` describes what was
-    simulated or recorded, and in which coordinates. ``exhibits`` are reported verbatim. A field of the wrong type
-    raises HelmscopeError.
+    what the source prints, where the entry gives it a region. ``data`` is an optional Measurement, such as
+    ``claims.curves.curve`` returns; it is plotted below the intervals of the verdict. ``remark`` is a sentence with
+    further measured values; ``setting`` describes what was simulated or recorded, and in which coordinates.
+    ``attachments`` are reported verbatim. A field of the wrong type raises HelmscopeError.
 
-    >>> import xarray as xr
     >>> from helmscope.claims.evidence import Count
-    >>> finding = Finding(evidence=Count(32, 32), controls={"V = -I": Count(0, 32)}, data=xr.Dataset(attrs={"n": 32}))
+    >>> finding = Finding(evidence=Count(32, 32), controls={"V = -I": Count(0, 32)})
     >>> list(finding.controls)
     ['V = -I']
     """
 
     evidence: Evidence | Mapping[str, Evidence]
-    data: xr.Dataset
+    data: xr.Dataset = field(default_factory=_empty_measurement)
     controls: Mapping[str, Evidence] = field(default_factory=dict)
     described: Mapping[str, Evidence] = field(default_factory=dict)
     printed: Evidence | None = None
     remark: str = ""
-    where: str = ""
-    exhibits: tuple[Exhibit, ...] = ()
+    setting: str = ""
+    attachments: tuple[Attachment, ...] = ()
 
     @classmethod
-    def impossible(cls, reason: str, *, where: str = "") -> Finding:
-        """The finding that the claim's premise cannot hold for this subject, for the given ``reason``.
+    def impossible(cls, reason: str, *, setting: str = "", described: Mapping[str, Evidence] | None = None) -> Finding:
+        """The finding that the claim's premise cannot hold for this subject, for the given ``reason``; ``described``
+        quantities are reported anyway.
 
         >>> Finding.impossible("only the identity is causal and bistochastic").evidence.reason
         'only the identity is causal and bistochastic'
         """
-        import xarray as xr
-
-        return cls(evidence=Impossible(reason), data=xr.Dataset(attrs={"n": 0}), where=where)
+        return cls(evidence=PremiseImpossible(reason), setting=setting, described=described or {})
 
     def __post_init__(self) -> None:
         _check_field_types(self, evidence=Evidence | Mapping, controls=Mapping, described=Mapping)
-        _check_field_types(self, printed=Evidence | None, remark=str, where=str, exhibits=tuple)
+        _check_field_types(self, printed=Evidence | None, remark=str, setting=str, attachments=tuple)
         for name in ("evidence", "controls", "described"):
             values = getattr(self, name)
             if isinstance(values, Mapping):
                 _check_evidence(name, values)
-        for value in self.exhibits:
-            if not isinstance(value, Exhibit):
-                raise HelmscopeError(f"exhibits holds {type_with_article(value)}, but it must hold only Exhibits")
+        for value in self.attachments:
+            if not isinstance(value, Attachment):
+                raise HelmscopeError(f"attachments holds {type_with_article(value)}, but it must hold only Attachments")
 
 
 def _check_evidence(name: str, values: Mapping[Any, Any]) -> None:

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from helmscope.claims.entry import ControlCase, Entry, Ground
-from helmscope.claims.evidence import Evidence, Impossible
+from helmscope.claims.entry import ControlCase, Entry, SubjectKind
+from helmscope.claims.evidence import Evidence, PremiseImpossible
 from helmscope.claims.finding import Finding
 from helmscope.stats.reduce import reduced
 from helmscope.types import (
     Control,
     HelmscopeError,
-    Judged,
+    JudgedQuantity,
     Judgment,
-    Printed,
+    PrintedStatement,
     Provenance,
     Region,
     Ruling,
     Verdict,
     interval_text,
+    type_with_article,
 )
 
 FEW_REPLICATES = 32  # below this, the verdict warns that its interval assumes normality
@@ -35,54 +36,47 @@ def judge(
     entry: Entry,
     finding: Finding,
     *,
-    ground: Ground = Ground.SIMULATION,
+    subject_kind: SubjectKind = SubjectKind.SIMULATION,
     subject: str = "",
     provenance: Provenance | None = None,
+    file: str = "",
 ) -> Verdict:
     """The verdict on a claim for one subject: its evidence compared with the regions that were fixed before the run.
 
     All conditions must hold: the claim is refuted if one of them is, and supported if all are. If a control does not
     come out as expected, the ruling is inconclusive, since such a trial cannot distinguish the claim from its null.
-    What the source prints is judged apart. Raises HelmscopeError unless ``finding`` is a Finding with the conditions
-    and controls of the entry on this ``ground``, whose data can be plotted.
+    What the source prints is judged separately. Raises HelmscopeError unless ``finding`` is a Finding with the
+    conditions and controls of the entry on this ``subject_kind``, whose data can be plotted; the error names ``file``,
+    the file of the experiment.
 
-    >>> import xarray as xr
     >>> from helmscope.claims.entry import parse_entry
     >>> from helmscope.claims.evidence import Count
-    >>> text = '''id = "mine"
-    ... version = 1
-    ... statement = "Heads are more frequent than tails."
-    ... source = "my notes"
-    ... decided = ["simulation"]
-    ... experiment = "Toss a coin."
-    ... null = "A fair coin."
-    ... [[conditions]]
-    ... name = "share of heads"
-    ... statistic = "Share of heads."
-    ... text = "More than half."
-    ... above = 0.5
+    >>> text = '''statement = "Heads are more frequent than tails."
+    ... conditions = [{ name = "share of heads", above = 0.5 }]
     ... '''
-    >>> judge(parse_entry(text, "mine.toml"), Finding(evidence=Count(60, 64), data=xr.Dataset(attrs={"n": 64})))
+    >>> judge(parse_entry(text, "mine.toml"), Finding(evidence=Count(60, 64)))
     <Verdict on mine: supported, 0.938 [0.848, 0.983], n = 64>
     """
+    experiment = f"experiment of '{entry.id}'{f' in {file}' if file else ''}"
     if not isinstance(finding, Finding):
-        raise HelmscopeError(
-            f"experiment of '{entry.id}' returned a {type(finding).__name__}, but it must return a Finding"
-        )
+        raise HelmscopeError(f"{experiment} returned {type_with_article(finding)}, but it must return a Finding")
     reduced(finding.data)  # raise for data that cannot be plotted here, not in a report after many trials
     provenance = provenance or Provenance(entry=entry.hash, version=entry.version)
-    if isinstance(finding.evidence, Impossible):
+    described = tuple(_judged(name, evidence, UNJUDGED) for name, evidence in finding.described.items())
+    if isinstance(finding.evidence, PremiseImpossible):
         reason = finding.evidence.reason
         return Verdict(
             claim=entry.id,
             ruling=Ruling.IMPOSSIBLE,
-            sentence=f"{reason[0].upper()}{reason[1:]}.",
-            where=finding.where,
+            described=described,
+            sentence=" ".join(filter(None, (f"{reason[0].upper()}{reason[1:]}.", finding.remark))),
+            setting=finding.setting,
+            attachments=finding.attachments,
             subject=subject,
             provenance=provenance,
         )
-    conditions = _judge_conditions(entry, finding, ground)
-    controls = _judge_controls(entry, finding, ground)
+    conditions = _judge_conditions(entry, finding, subject_kind, experiment)
+    controls = _judge_controls(entry, finding, subject_kind, experiment)
     ruling = combine(conditions, controls)
     printed = _judge_printed(entry, finding)
     return Verdict(
@@ -90,75 +84,83 @@ def judge(
         ruling=ruling,
         conditions=conditions,
         controls=controls,
-        described=tuple(_judged(name, evidence, UNJUDGED) for name, evidence in finding.described.items()),
+        described=described,
         printed=printed,
         sentence=" ".join(_sentences(ruling, conditions, controls, finding, printed)),
-        where=finding.where,
-        exhibits=finding.exhibits,
+        setting=finding.setting,
+        attachments=finding.attachments,
         subject=subject,
         provenance=provenance,
     )
 
 
-def combine(conditions: Sequence[Judged], controls: Sequence[Control]) -> Ruling:
-    """The ruling over all conditions: refuted if one is, supported if all are; inconclusive if a control failed.
+def combine(conditions: Sequence[JudgedQuantity], controls: Sequence[Control]) -> Ruling:
+    """The ruling over all conditions: refuted if one is, impossible if the premise of one is, supported if all are;
+    inconclusive if a control failed.
 
     >>> region = Region(text="above 0", above=0.0)
-    >>> slope = Judged("slope", region, None, Ruling.SUPPORTED)
-    >>> combine([slope, Judged("fit", region, None, Ruling.REFUTED)], []).value
+    >>> slope = JudgedQuantity("slope", region, None, Ruling.SUPPORTED)
+    >>> combine([slope, JudgedQuantity("fit", region, None, Ruling.REFUTED)], []).value
     'refuted'
     """
     if not all(control.as_expected for control in controls):
         return Ruling.INCONCLUSIVE
     rulings = {condition.ruling for condition in conditions}
-    for decisive in (Ruling.REFUTED, Ruling.INCONCLUSIVE, Ruling.SUPPORTED, Ruling.BY_CONSTRUCTION):
+    order = (Ruling.REFUTED, Ruling.IMPOSSIBLE, Ruling.INCONCLUSIVE, Ruling.SUPPORTED, Ruling.BY_CONSTRUCTION)
+    for decisive in order:
         if decisive in rulings:
             return decisive
     return Ruling.DESCRIBED
 
 
-def _judged(name: str, evidence: Evidence, region: Region) -> Judged:
+def _judged(name: str, evidence: Evidence, region: Region) -> JudgedQuantity:
     assessment = evidence.weigh(region)
-    return Judged(name, region, assessment.interval, assessment.ruling, assessment.basis, assessment.replicates_needed)
+    return JudgedQuantity(
+        name, region, assessment.interval, assessment.ruling, assessment.basis, assessment.replicates_needed
+    )
 
 
-def _judge_conditions(entry: Entry, finding: Finding, ground: Ground) -> tuple[Judged, ...]:
-    conditions = entry.conditions_on(ground)
+def _judge_conditions(
+    entry: Entry, finding: Finding, subject_kind: SubjectKind, experiment: str
+) -> tuple[JudgedQuantity, ...]:
+    conditions = entry.conditions_on(subject_kind)
+    if not conditions:
+        raise HelmscopeError(f"{experiment} ran on a {subject_kind.value}, but {entry.id}.toml has no condition on one")
     evidence = finding.evidence
     if not isinstance(evidence, Mapping):
         evidence = {condition.name: evidence for condition in conditions[:1]}
-    _check_names("condition", entry, [condition.name for condition in conditions], evidence)
+    _check_names(f"{experiment} returned the conditions", entry, [each.name for each in conditions], evidence)
     return tuple(_judged(condition.name, evidence[condition.name], condition.region) for condition in conditions)
 
 
-def _judge_controls(entry: Entry, finding: Finding, ground: Ground) -> tuple[Control, ...]:
-    cases = entry.controls_on(ground)
-    _check_names("control", entry, [case.name for case in cases], finding.controls)
+def _judge_controls(entry: Entry, finding: Finding, subject_kind: SubjectKind, experiment: str) -> tuple[Control, ...]:
+    cases = entry.controls_on(subject_kind)
+    _check_names(f"{experiment} returned the controls", entry, [case.name for case in cases], finding.controls)
     controls = []
     for case in cases:
-        judged = _judged(case.name, finding.controls[case.name], control_region(entry, case, ground))
+        judged = _judged(case.name, finding.controls[case.name], control_region(entry, case, subject_kind))
         expected = tuple(Ruling(ruling) for ruling in case.expected)
         fields = (judged.name, judged.region, judged.interval, judged.ruling, judged.basis, judged.replicates_needed)
         controls.append(Control(*fields, expected=expected))
     return tuple(controls)
 
 
-def control_region(entry: Entry, case: ControlCase, ground: Ground) -> Region:
+def control_region(entry: Entry, case: ControlCase, subject_kind: SubjectKind) -> Region:
     """The region of a control: its own bounds or, if it has none, those of a condition of the claim.
 
     >>> from helmscope.claims.reading import entry
     >>> rate = entry("rate")
-    >>> control_region(rate, ControlCase(name="V = -I", text="must fail"), Ground.SIMULATION).low
+    >>> control_region(rate, ControlCase(name="V = -I", text="must fail"), SubjectKind.SIMULATION).low
     0.999999
     """
     if case.region.bounded:
         return case.region
-    conditions = entry.conditions_on(ground)
+    conditions = entry.conditions_on(subject_kind)
     condition = conditions[0] if case.of is None else next(each for each in conditions if each.name == case.of)
-    return Region(text=case.text, **condition.region.bounds)
+    return Region(text=case.text or condition.text, **condition.region.bounds)
 
 
-def _judge_printed(entry: Entry, finding: Finding) -> Printed | None:
+def _judge_printed(entry: Entry, finding: Finding) -> PrintedStatement | None:
     """The judgment on what the source prints: on paper, and measured where the experiment has evidence."""
     form = entry.printed
     if form is None or (finding.printed is not None and not form.region.bounded):
@@ -170,27 +172,24 @@ def _judge_printed(entry: Entry, finding: Finding) -> Printed | None:
         assessment = finding.printed.weigh(form.region)
         interval, measured = assessment.interval, MEASURED[assessment.ruling]
     region = form.region if form.region.bounded else None
-    return Printed(form.text, form.place, Judgment(form.judgment), form.reason, measured, interval, region)
+    return PrintedStatement(form.text, form.place, Judgment(form.judgment), form.reason, measured, interval, region)
 
 
-def _check_names(what: str, entry: Entry, wanted: Sequence[str], given: Mapping[str, Evidence]) -> None:
+def _check_names(returned: str, entry: Entry, wanted: Sequence[str], given: Mapping[str, Evidence]) -> None:
     """Raise HelmscopeError unless the experiment returned exactly the conditions, or controls, of the entry."""
     missing = [name for name in wanted if name not in given]
     unknown = [name for name in given if name not in wanted]
     if missing or unknown:
-        returned = ", ".join(f"'{name}'" for name in given) or "none"
-        expected = ", ".join(f"'{name}'" for name in wanted) or "none"
-        raise HelmscopeError(
-            f"experiment of '{entry.id}' returned the {what}s {returned}, but the entry has {expected}"
-        )
+        names, expected = (", ".join(f"'{name}'" for name in each) or "none" for each in (given, wanted))
+        raise HelmscopeError(f"{returned} {names}, but {entry.id}.toml has {expected}")
 
 
 def _sentences(
     ruling: Ruling,
-    conditions: Sequence[Judged],
+    conditions: Sequence[JudgedQuantity],
     controls: Sequence[Control],
     finding: Finding,
-    printed: Printed | None,
+    printed: PrintedStatement | None,
 ) -> Iterator[str]:
     """Failed controls; each condition with its interval and basis; the remark; what the source prints."""
     failed = [control for control in controls if not control.as_expected]
@@ -201,7 +200,8 @@ def _sentences(
         shown = ruling if len(conditions) == 1 else condition.ruling
         name = "" if len(conditions) == 1 else f" ({condition.name})"
         heading = f"{shown.value[0].upper()}{shown.value[1:]}{name}"
-        yield f"{heading}: {interval_text(condition.interval)}, {condition.basis}."
+        measured = "" if condition.interval is None else f"{interval_text(condition.interval)}, "
+        yield f"{heading}: {measured}{condition.basis}."
         if condition.ruling is Ruling.INCONCLUSIVE and condition.replicates_needed is not None:
             yield f"About {condition.replicates_needed:,} replicates would decide it."
         elif condition.ruling is Ruling.INCONCLUSIVE:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from helmscope.claims.entry import Entry, parse_entry
-from helmscope.types import HelmscopeError, known_name
+from helmscope.types import HelmscopeError, check_name
 
 if TYPE_CHECKING:
     from importlib.resources.abc import Traversable
@@ -38,23 +38,28 @@ def read_catalogue(folder: str | Path | None = None) -> dict[str, Entry]:
     return entries
 
 
+def check_claim(claim: str, folder: str | Path | None = None) -> str:
+    """``claim`` if it is in the catalogue, or in ``folder``; raises HelmscopeError otherwise, with the nearest ids and
+    how to name the folder of a claim of one's own.
+
+    >>> check_claim("rate")
+    'rate'
+    """
+    try:
+        return check_name("claim", claim, read_catalogue(folder))
+    except HelmscopeError as error:
+        if folder is not None or "did you mean" in str(error):
+            raise
+        raise HelmscopeError(f"{error}; for a claim of your own pass its folder: folder=, or --from") from None
+
+
 def entry(id: str) -> Entry:
     """The packaged entry of a claim; an unknown id raises HelmscopeError that suggests the nearest one.
 
     >>> entry("rate").source
     'perspective'
     """
-    return _packaged_entries()[known_name("claim", id, _packaged_entries())]
-
-
-def constants(id: str) -> dict[str, Any]:
-    """The constants of a packaged entry by name, with tuples for lists.
-
-    >>> constants("rate")["sizes"]
-    (2, 16)
-    """
-    values = entry(id).constants
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+    return _packaged_entries()[check_name("claim", id, _packaged_entries())]
 
 
 @functools.cache

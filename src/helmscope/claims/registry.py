@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from helmscope.claims.entry import Entry, Ground
-from helmscope.claims.reading import read_catalogue
+from helmscope.claims.entry import Entry, SubjectKind
+from helmscope.claims.reading import check_claim, read_catalogue
 from helmscope.models.subject import Subject
 from helmscope.runs.attempt import described
 from helmscope.store.manifest import hash_bytes, hash_file
-from helmscope.types import HelmscopeError, known_name, real_number, seed_number, type_with_article, whole_number
+from helmscope.types import HelmscopeError, check_integer, check_name, check_real, check_seed, type_with_article
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,18 +29,18 @@ if TYPE_CHECKING:
 
 
 SIMULATION = Subject.simulation()
-BOX = (Subject("A"), Subject("B"), Subject("tied"))  # the models in the box
+BOX_MODELS = (Subject("A"), Subject("B"), Subject("tied"))  # the bundled models
 
 
 @dataclass(frozen=True)
-class Case:
+class TrialCase:
     """The conditions of one run of an experiment: its seed, its subject, and whether it is quick (fewer replicates).
 
     ``subject`` is the simulation or a model, ``other`` an optional second model; ``entry`` is the catalogue entry of
     the claim, whose constants the experiment uses. Raises HelmscopeError for a seed outside 0 to 2^32 - 1 and for
     arguments of the wrong type.
 
-    >>> Case(quick=True).count(128, quick=32)
+    >>> TrialCase(quick=True).count(128, quick=32)
     32
     """
 
@@ -51,7 +51,7 @@ class Case:
     entry: Entry | None = None
 
     def __post_init__(self) -> None:
-        seed_number(self.seed)
+        check_seed(self.seed)
         for name, value, kind in (("subject", self.subject, Subject), ("other", self.other, Subject | None)):
             if not isinstance(value, kind):
                 raise HelmscopeError(f"{name} is {type_with_article(value)}, but it must be a Subject: Subject('A')")
@@ -59,13 +59,13 @@ class Case:
             raise HelmscopeError(f"quick is {self.quick!r}, but it must be True or False")
 
     @property
-    def ground(self) -> Ground:
+    def subject_kind(self) -> SubjectKind:
         """Whether the subject is a simulation or a model.
 
-        >>> Case().ground.value
+        >>> TrialCase().subject_kind.value
         'simulation'
         """
-        return ground_of(self.subject)
+        return subject_kind_of(self.subject)
 
     def constant(self, name: str) -> Any:
         """A constant of the catalogue entry: a number, a text or a tuple of them; raises HelmscopeError if the entry
@@ -75,14 +75,14 @@ class Case:
         0.9
         """
         constants = {} if self.entry is None else self.entry.constants
-        value = constants[known_name("constant", name, constants)]
+        value = constants[check_name("constant", name, constants)]
         return tuple(value) if isinstance(value, list) else value
 
     @property
     def subjects(self) -> tuple[Subject, ...]:
         """The subject and, if there is one, the other subject.
 
-        >>> Case(subject=Subject("A")).subjects
+        >>> TrialCase(subject=Subject("A")).subjects
         (<Subject A: 128 texts>,)
         """
         return (self.subject,) if self.other is None else (self.subject, self.other)
@@ -91,7 +91,7 @@ class Case:
     def names(self) -> tuple[str, ...]:
         """Short names of the subjects; if two are equal, each is followed by the first digits of its hash.
 
-        >>> Case(subject=Subject("A"), other=Subject("tied")).names
+        >>> TrialCase(subject=Subject("A"), other=Subject("tied")).names
         ('A', 'tied')
         """
         names = tuple(subject.name for subject in self.subjects)
@@ -102,7 +102,7 @@ class Case:
     def count(self, full: int, *, quick: int) -> int:
         """The number of replicates: ``quick`` in a quick run, else ``full``.
 
-        >>> Case().count(128, quick=32)
+        >>> TrialCase().count(128, quick=32)
         128
         """
         return quick if self.quick else full
@@ -110,16 +110,16 @@ class Case:
     def seed_for(self, number: int) -> int:
         """The seed of one of several independent samples of an experiment, numbered from 0.
 
-        >>> Case(seed=1).seed_for(0) == Case(seed=1).seed_for(1)
+        >>> TrialCase(seed=1).seed_for(0) == TrialCase(seed=1).seed_for(1)
         False
         """
-        number = whole_number("number", number, at_least=0)
+        number = check_integer("number", number, at_least=0)
         return int(np.random.SeedSequence([self.seed, number]).generate_state(1)[0])
 
     def normal(self, *shape: int, stream: int) -> Tensor:
         """A sample of independent standard normal values, float64; each ``stream`` has its own seed.
 
-        >>> Case(seed=1).normal(2, 3, stream=0).shape
+        >>> TrialCase(seed=1).normal(2, 3, stream=0).shape
         torch.Size([2, 3])
         """
         import torch
@@ -128,7 +128,7 @@ class Case:
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
 
-Experiment = Callable[[Case], "Finding"]
+Experiment = Callable[[TrialCase], "Finding"]
 
 
 @dataclass(frozen=True)
@@ -136,28 +136,28 @@ class Registered:
     """A registered experiment: its claim, function, approximate duration in seconds on each kind of subject that it can
     run on, its default subjects, and whether it compares two models.
 
-    >>> Registered("my-claim", lambda case: None, {Ground.SIMULATION: 2.0}).defaults
+    >>> Registered("my-claim", lambda case: None, {SubjectKind.SIMULATION: 2.0}).defaults
     (<Subject simulation>,)
     """
 
     claim: str
     function: Experiment
-    seconds: Mapping[Ground, float]
+    seconds: Mapping[SubjectKind, float]
     defaults: tuple[Subject, ...] = (SIMULATION,)
     compares: bool = False
 
     @property
-    def grounds(self) -> tuple[Ground, ...]:
+    def subject_kinds(self) -> tuple[SubjectKind, ...]:
         """What it can run on: a simulation, models or both."""
         return tuple(self.seconds)
 
     def fits(self, subject: Subject) -> bool:
         """Whether it can run on a subject.
 
-        >>> Registered("my-claim", lambda case: None, {Ground.SIMULATION: 2.0}).fits(Subject("A"))
+        >>> Registered("my-claim", lambda case: None, {SubjectKind.SIMULATION: 2.0}).fits(Subject("A"))
         False
         """
-        return ground_of(subject) in self.grounds
+        return subject_kind_of(subject) in self.subject_kinds
 
     def case(
         self,
@@ -167,12 +167,12 @@ class Registered:
         subject: Subject | None = None,
         other: Subject | None = None,
         entry: Entry | None = None,
-    ) -> Case:
+    ) -> TrialCase:
         """The conditions of a run on ``subject`` (and ``other``), by default on the first of ``defaults``.
 
         Raises HelmscopeError for a subject that the experiment cannot run on.
 
-        >>> Registered("mine", lambda case: None, {Ground.SIMULATION: 2.0}).case(subject=Subject("A"))
+        >>> Registered("mine", lambda case: None, {SubjectKind.SIMULATION: 2.0}).case(subject=Subject("A"))
         Traceback (most recent call last):
         helmscope.types.HelmscopeError: subject of claim 'mine' is A, but this claim can be tried on a simulation only
         """
@@ -181,12 +181,12 @@ class Registered:
         if subject is None:
             subject, *more = self.defaults
             other = more[0] if self.compares else None
-        case = Case(seed, quick, subject, other, entry)
+        case = TrialCase(seed, quick, subject, other, entry)
         if case.other is not None and case.other == case.subject:
             raise HelmscopeError(f"other is {case.other.name}, but it must differ from subject")
         for name, tried in zip(("subject", "other"), case.subjects, strict=False):
             if not self.fits(tried):
-                allowed = " or ".join(f"a {ground.value}" for ground in self.grounds)
+                allowed = " or ".join(f"a {subject_kind.value}" for subject_kind in self.subject_kinds)
                 raise HelmscopeError(
                     f"{name} of claim '{self.claim}' is {tried.name}, but this claim can be tried on {allowed} only"
                 )
@@ -197,13 +197,13 @@ class Registered:
         return case
 
 
-def ground_of(subject: Subject) -> Ground:
-    """The ground of a subject: simulation or model.
+def subject_kind_of(subject: Subject) -> SubjectKind:
+    """The kind of a subject: simulation or model.
 
-    >>> ground_of(Subject("A")).value
+    >>> subject_kind_of(Subject("A")).value
     'model'
     """
-    return Ground.SIMULATION if subject.is_simulation else Ground.MODEL
+    return SubjectKind.SIMULATION if subject.is_simulation else SubjectKind.MODEL
 
 
 # in order of registration; not a dict, since two folders may hold claims with the same id
@@ -218,19 +218,19 @@ def experiment(
     defaults: Iterable[Subject] = (),
     compares: bool = False,
 ) -> Callable[[Experiment], Experiment]:
-    """Decorator that registers a function, Case -> Finding, as the experiment of a claim.
+    """Decorator that registers a function, TrialCase -> Finding, as the experiment of a claim.
 
     ``seconds`` is its approximate duration, shown before a run: one number, or one for each kind of subject, such as
     ``{"simulation": 2, "model": 20}``. ``subjects`` lists what it can run on: "simulation" (the default), "model" or
     both; the keys of ``seconds`` do the same. Each of ``defaults`` is tried on its own: by default the simulation, and
-    the models A, B and tied in the box. ``compares`` declares that it takes a second model, ``case.other``; the two are
+    the bundled models A, B and tied. ``compares`` declares that it takes a second model, ``case.other``; the two are
     then the defaults. Raises HelmscopeError for arguments that are not allowed, and unless the decorated object is a
     function.
 
     >>> @experiment("doctest-claim", seconds=2)
     ... def trial(case): ...
     >>> _REGISTERED.pop().seconds
-    {<Ground.SIMULATION: 'simulation'>: 2.0}
+    {<SubjectKind.SIMULATION: 'simulation'>: 2.0}
     """
     if not isinstance(claim, str):
         raise HelmscopeError(f"claim is {type_with_article(claim)}, but it must be an id: @experiment('my-claim')")
@@ -248,30 +248,36 @@ def experiment(
     return register
 
 
-def _durations(claim: str, seconds: float | Mapping[str, float], subjects: Iterable[str]) -> dict[Ground, float]:
+def _durations(claim: str, seconds: float | Mapping[str, float], subjects: Iterable[str]) -> dict[SubjectKind, float]:
     """The duration on each kind of subject, simulations first."""
     if isinstance(subjects, str) or not isinstance(subjects, Iterable):
         raise HelmscopeError(f"subjects of '{claim}' is {subjects!r}, but it must be a tuple such as ('model',)")
-    names = list(seconds) if isinstance(seconds, Mapping) else list(subjects) or [Ground.SIMULATION]
-    known = [ground.value for ground in Ground]
-    grounds = [known_name(f"subject of '{claim}'", str(name), known) for name in names]
-    if not grounds or len(set(grounds)) < len(grounds):
-        raise HelmscopeError(f"subjects of '{claim}' is {grounds}, but it must hold 'simulation', 'model' or both")
-    values = seconds if isinstance(seconds, Mapping) else dict.fromkeys(grounds, seconds)
-    return {ground: real_number("seconds", values[ground], above=0) for ground in Ground if ground.value in grounds}
+    names = list(seconds) if isinstance(seconds, Mapping) else list(subjects) or [SubjectKind.SIMULATION]
+    known = [subject_kind.value for subject_kind in SubjectKind]
+    subject_kinds = [check_name(f"subject of '{claim}'", str(name), known) for name in names]
+    if not subject_kinds or len(set(subject_kinds)) < len(subject_kinds):
+        raise HelmscopeError(
+            f"subjects of '{claim}' is {subject_kinds}, but it must hold 'simulation', 'model' or both"
+        )
+    values = seconds if isinstance(seconds, Mapping) else dict.fromkeys(subject_kinds, seconds)
+    return {
+        subject_kind: check_real("seconds", values[subject_kind], above=0)
+        for subject_kind in SubjectKind
+        if subject_kind.value in subject_kinds
+    }
 
 
 def _check_defaults(
-    claim: str, defaults: Iterable[Subject], durations: Mapping[Ground, float], compares: bool
+    claim: str, defaults: Iterable[Subject], durations: Mapping[SubjectKind, float], compares: bool
 ) -> tuple[Subject, ...]:
     subjects = tuple(defaults) if isinstance(defaults, Iterable) else (defaults,)
     if not all(isinstance(subject, Subject) for subject in subjects):
         raise HelmscopeError(f"defaults of '{claim}' is {subjects!r:.80}, but it must hold Subjects")
     if not subjects and compares:
-        subjects = BOX[:2]
+        subjects = BOX_MODELS[:2]
     if not subjects:
-        simulated = (SIMULATION,) if Ground.SIMULATION in durations else ()
-        subjects = simulated + (BOX if Ground.MODEL in durations else ())
+        simulated = (SIMULATION,) if SubjectKind.SIMULATION in durations else ()
+        subjects = simulated + (BOX_MODELS if SubjectKind.MODEL in durations else ())
     if compares and len(subjects) != 2:
         raise HelmscopeError(f"defaults of '{claim}' holds {len(subjects)} subjects, but a comparison needs 2")
     return subjects
@@ -294,7 +300,11 @@ def experiments(folder: str | Path | None = None) -> dict[str, Registered]:
     by_claim: dict[str, Registered] = {}
     for registered in _REGISTERED:
         if registered.function.__module__ in modules:
-            claim = known_name("claim of an experiment", registered.claim, entries)
+            claim = registered.claim
+            if claim not in entries:
+                function, names = _location(registered.function), ", ".join(entries)
+                where = "" if folder is None else f" in {folder}, which has entries of {names}"
+                raise HelmscopeError(f"{function} is the experiment of '{claim}', but there is no {claim}.toml{where}")
             if claim in by_claim:
                 both = f"{_location(by_claim[claim].function)} and {_location(registered.function)}"
                 raise HelmscopeError(f"claim '{claim}' has two experiments, {both}, but it must have one")
@@ -310,14 +320,17 @@ def registered(claim: str, folder: str | Path | None = None) -> Registered:
     """
     if not isinstance(claim, str):
         raise HelmscopeError(f"claim is {type_with_article(claim)}, but it must be an id, such as 'rate'")
-    known_name("claim", claim, read_catalogue(folder))
+    check_claim(claim, folder)
     chosen = experiments(folder).get(claim)
     if chosen is None:
-        raise HelmscopeError(f"claim '{claim}' is not yet tried: it has no experiment")
+        where = "" if folder is None else f" in {folder}"
+        raise HelmscopeError(
+            f"{claim}.toml{where} has no experiment: no function is decorated with @experiment('{claim}')"
+        )
     return chosen
 
 
-def registered_case(claim: str, seed: int = 0, *, folder: str | Path | None = None, **options: Any) -> Case:
+def registered_case(claim: str, seed: int = 0, *, folder: str | Path | None = None, **options: Any) -> TrialCase:
     """The conditions of a run of a claim's experiment, with its catalogue entry; options are those of
     ``Registered.case``.
 

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from helmscope.claims.registry import Case, registered
+from helmscope.claims.registry import TrialCase, registered
 from helmscope.claims.trial import Trial, sources, try_claim
 from helmscope.models.subject import Subject
-from helmscope.runs.run import RunResult, UnitsFailed, run
+from helmscope.runs.run_units import RunResult, UnitsFailed, run_units
 from helmscope.runs.serial import Serial
 from helmscope.runs.unit import Unit
 from helmscope.store.verdicts import decode_verdicts, encode_verdicts
@@ -32,7 +32,7 @@ class TrialsFailed(UnitsFailed):
     """Raised when some experiments failed; ``trials`` holds the others, whose verdicts are stored.
 
     >>> from pathlib import Path
-    >>> from helmscope.runs.run import RunResult
+    >>> from helmscope.runs.run_units import RunResult
     >>> TrialsFailed(RunResult(Path("units"), {}, {"my-claim": "ZeroDivisionError"}), []).trials
     []
     """
@@ -58,12 +58,12 @@ class PlannedTrial:
     @property
     def subjects(self) -> tuple[Subject, ...]:
         """The subject and, if there is one, the other subject."""
-        return Case(subject=self.subject, other=self.other).subjects
+        return TrialCase(subject=self.subject, other=self.other).subjects
 
     @property
     def label(self) -> str:
         """The subjects as the verdict names them."""
-        return " and ".join(Case(subject=self.subject, other=self.other).names)
+        return " and ".join(TrialCase(subject=self.subject, other=self.other).names)
 
 
 def plan_trials(
@@ -77,7 +77,7 @@ def plan_trials(
     """The trials of some claims on some subjects, by default on those that each experiment names: subject by subject,
     so that each model is recorded once.
 
-    With ``held_back``, default subjects that are models in the box are tried on the held-back texts. Raises
+    With ``held_back``, default subjects that are bundled models are tried on the held-back texts. Raises
     HelmscopeError for an unknown claim, and for a claim that can be tried on none of the subjects; a subject that only
     some of the claims can be tried on is left out for the others.
 
@@ -158,9 +158,9 @@ def run_planned(
 ) -> list[Trial]:
     """Run planned trials in a run folder, as ``run_trials`` does.
 
-    Runs are resumed, interrupted and distributed over processes as in ``runs.run``. Claims that share a model run one
-    after another in this process, after the engine's units, so that the model is recorded only once; so do all claims
-    on a model in memory.
+    Runs are resumed, interrupted and distributed over processes as in ``runs.run_units``. Claims that share a model run
+    one after another in this process, after the engine's units, so that the model is recorded only once; so do all
+    claims on a model in memory.
     """
     path = None if folder is None else str(Path(folder).resolve())
     failed = None
@@ -169,7 +169,7 @@ def run_planned(
         local = _local_units(planned)
         mixed = engine if engine is None or not local else _MixedEngine(engine, local)
         try:
-            result = run(units, to, manifest=manifest, engine=mixed, heading=heading, allow_mixed=allow_mixed)
+            result = run_units(units, to, manifest=manifest, engine=mixed, heading=heading, allow_mixed=allow_mixed)
         except UnitsFailed as error:
             failed, result = error, error.result
     trials = [_decode_trial(result[name]) for name in result]
@@ -193,7 +193,7 @@ def trial_units(
 
 
 def _units(plan: Sequence[PlannedTrial], folder: str | None, *, seed: int, quick: bool) -> list[Unit]:
-    shared = {"seed": Case(seed, quick).seed, "quick": quick, "folder": folder}
+    shared = {"seed": TrialCase(seed, quick).seed, "quick": quick, "folder": folder}
     units = []
     for planned in plan:
         described = {"subject": _encode_subject(planned.subject)}

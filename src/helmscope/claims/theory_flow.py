@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from helmscope.claims.factorial import token_ids
+from helmscope.claims.arm_statistics import token_ids
 from helmscope.fields.attention import SA
 from helmscope.geometry.sphere import retract
 from helmscope.models.premise import CAUSAL, attention_of
 from helmscope.models.recording import Recording
-from helmscope.observe.arcs import arc_length, depth_times
-from helmscope.observe.pairs import PairSet, clustering
+from helmscope.observe.arcs import arc_length, matched_flow_times
+from helmscope.observe.pairs import PairSet, cloud_statistics
 from helmscope.observe.temperature import effective_beta
 from helmscope.solve.dormand_prince import DormandPrince
 from helmscope.solve.integrate import integrate
@@ -29,6 +29,12 @@ class TheoryFlow:
     ``mean`` is the mean inner product of distant pairs over (depth, prompt), at the time when the flow has the arc
     length of the model at this depth; NaN where the whole arc of the flow is shorter. ``end`` is that at the end of the
     flow. ``arc`` and ``model_arc`` are the mean whole arc lengths in radians.
+
+    >>> from helmscope.models.bundled_models import story_texts
+    >>> from helmscope.models.record import record
+    >>> flow = TheoryFlow.of(record("A", story_texts()[:1]), prompts=1, gap=16)
+    >>> flow.causal, flow.mean.shape, bool(flow.model_arc > flow.arc)
+    (True, (25, 1), True)
     """
 
     beta: float
@@ -42,6 +48,12 @@ class TheoryFlow:
     def of(cls, recording: Recording, *, prompts: int, gap: int) -> TheoryFlow:
         """The flow from the first states of the first prompts of a recording; raises HelmscopeError if its attention
         cannot be read.
+
+        >>> from helmscope.models.bundled_models import story_texts
+        >>> from helmscope.models.record import record
+        >>> flow = TheoryFlow.of(record("A", [text[:99] for text in story_texts()[:2]]), prompts=1, gap=4)
+        >>> flow.end.shape
+        (1,)
         """
         beta = float(effective_beta(recording).beta_others.median())
         causal = attention_of(recording.certificate) == CAUSAL
@@ -51,9 +63,9 @@ class TheoryFlow:
         times = np.concatenate([[0.0], np.geomspace(FIRST, HORIZON, TIMES)]).tolist()
         field = SA(beta=max(beta, 0.0), causal=causal)
         flow = integrate(field, start, times, weights=weights, stepper=DormandPrince(TOLERANCE)).trajectory
-        measured = clustering(flow, ids=None if ids is None else ids[:prompts], gap=gap, ranks=False)
+        measured = cloud_statistics(flow, ids=None if ids is None else ids[:prompts], gap=gap, ranks=False)
         by_time = measured.inner_product.sel(pairs=PairSet.DISTANT.value).values
-        matched = depth_times(path, flow)
+        matched = matched_flow_times(path, flow)
         at = matched.flow_time.values
         mean = np.stack([np.interp(at[:, k], times, by_time[:, k]) for k in range(at.shape[1])], 1)
         arcs = arc_length(flow).arc_length.values[-1].mean(), matched.arc_length.values[-1].mean()

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from helmscope.claims.judge import judge
 from helmscope.claims.reading import read_catalogue
-from helmscope.claims.registry import Case, Experiment, code_file, experiments, registered
+from helmscope.claims.registry import Experiment, TrialCase, code_file, experiments, registered
+from helmscope.claims.untrained import untrained_notice
 from helmscope.models.subject import Subject
 from helmscope.runs.attempt import described
 from helmscope.runs.bar import reporting
@@ -21,10 +22,11 @@ from helmscope.types import (
     Plottable,
     Provenance,
     Verdict,
+    check_name,
     check_progress,
-    counted,
     html_stack,
     one_line_repr,
+    pluralized,
 )
 from helmscope.types.measurement import COMPANIONS
 
@@ -35,7 +37,11 @@ if TYPE_CHECKING:
     from helmscope.types.progress import ProgressOption
 
 
-SHARED_CODE = {"helmscope.claims.factorial", "helmscope.claims.theory_flow"}  # measures for several experiments
+SHARED_CODE = {  # measures for several experiments
+    "helmscope.claims.arm_statistics",
+    "helmscope.claims.circle_functions",
+    "helmscope.claims.theory_flow",
+}
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -59,18 +65,26 @@ class Trial(Plottable):
         return [str(name) for name in self.data.data_vars if not str(name).endswith(COMPANIONS)]
 
     def __repr__(self) -> str:
-        measured = counted(len(self._variables), "variable")
-        return one_line_repr(f"Trial of {self.verdict.claim}: {self.verdict.summary}; {measured} measured")
+        measured = f"; {pluralized(len(self._variables), 'variable')} measured" if self._variables else ""
+        return one_line_repr(f"Trial of {self.verdict.claim}: {self.verdict.summary}{measured}")
 
     def _repr_html_(self) -> str:
         parts = [self.verdict._repr_html_()]
         parts += [summary(self.data)._repr_html_()] if self._variables else []
         return html_stack(*parts)
 
-    def plot(self, **options: Any) -> Figure:
-        """Plot the statistic with its region, and the measured data: ``trial_figure``, which takes no options."""
+    def plot(self, *names: str, **options: Any) -> Figure:
+        """Plot the statistic with its region, and below it the measured variables: the first five, or those with the
+        given names (also as the option ``variables`` of ``hs.plot``); ``width`` is in inches.
+
+        Raises HelmscopeError for a variable or an option that does not exist.
+        """
         from helmscope.plots.trial import trial_figure  # deferred, since listing claims needs no plotting
 
+        for option in options:
+            check_name("option of plot", option, ["variables", "width"])
+        if names:
+            options["variables"] = names
         return trial_figure(self.verdict, self.data, **options)
 
 
@@ -86,16 +100,16 @@ def try_claim(
 ) -> Trial:
     """Run the experiment of one claim on one subject and judge its finding by the regions fixed in the catalogue.
 
-    ``subject`` is the simulation or the model to try it on, by default the first default of the experiment; ``other``
-    is a second model, for claims that compare two. ``quick`` uses fewer replicates. With ``folder`` the claim is one of
-    a user's catalogue, and the Python files there are run. Equal seeds give equal verdicts. ``progress`` is called with
-    1 at the end. Raises HelmscopeError for an unknown claim, for one without an experiment, for a subject that it
-    cannot be tried on, and if the experiment fails.
+    ``subject`` is the simulation or the model to try it on, by default the first one that the experiment names;
+    ``other`` is a second model, for claims that compare two. ``quick`` uses fewer replicates. With ``folder`` the claim
+    is one of a user's catalogue, and the Python files there are run. Equal seeds give equal verdicts. ``progress`` is
+    called with 1 at the end. Raises HelmscopeError for an unknown claim, for one without an experiment, for a
+    subject that it cannot be tried on, and if the experiment fails.
 
     >>> try_claim("kuramoto", quick=True).verdict.ruling.value
     'true by construction'
     """
-    Case(seed, quick)
+    TrialCase(seed, quick)
     check_progress(progress)
     chosen = registered(claim, folder)
     entry = read_catalogue(folder)[claim]  # read before the experiment, which cannot change what it is judged by
@@ -116,7 +130,10 @@ def try_claim(
         raise HelmscopeError(f"experiment of '{claim}' failed{line}: {reason}") from error
     check_progress(report)(1.0)
     label = " and ".join(case.names)
-    return Trial(judge(entry, finding, ground=case.ground, subject=label, provenance=provenance), finding.data)
+    file = code_file(chosen.function).name
+    verdict = judge(entry, finding, subject_kind=case.subject_kind, subject=label, provenance=provenance, file=file)
+    notices = [notice for each in case.subjects if (notice := untrained_notice(each))]
+    return Trial(replace(verdict, sentence=" ".join([verdict.sentence, *notices])), finding.data)
 
 
 def sources(claim: str, folder: str | Path | None) -> dict[str, str]:
@@ -128,7 +145,7 @@ def sources(claim: str, folder: str | Path | None) -> dict[str, str]:
     >>> list(sources("rate", None))
     ['rate.toml', 'rate.py']
     >>> list(sources("mlp-prevents", None))[:3]
-    ['mlp-prevents.toml', 'mlp_prevents.py', 'factorial.py']
+    ['mlp-prevents.toml', 'mlp_prevents.py', 'arm_statistics.py']
     """
     entry = read_catalogue(folder)[claim]
     code = _code_files(experiments()[claim].function) if folder is None else sorted(Path(folder).glob("*.py"))

@@ -3,7 +3,7 @@
 import helmscope as hs
 
 
-def trial(case: hs.claims.Case, mean: float) -> hs.claims.Finding:
+def trial(case: hs.claims.TrialCase, mean: float) -> hs.claims.Finding:
     x = mean + case.normal(case.count(128, quick=32), stream=0)
     null = hs.claims.Replicates(case.normal(len(x), stream=1) - 2)
     data = hs.claims.curve("value", x[:, None], {"mean": [mean]}, label="value of a replicate")
@@ -11,10 +11,10 @@ def trial(case: hs.claims.Case, mean: float) -> hs.claims.Finding:
 
 
 @hs.claims.experiment("planted-true")
-def planted_true(case: hs.claims.Case) -> hs.claims.Finding:
+def planted_true(case: hs.claims.TrialCase) -> hs.claims.Finding:
     return trial(case, 0.6)
 
 
 @hs.claims.experiment("planted-false")
-def planted_false(case: hs.claims.Case) -> hs.claims.Finding:
+def planted_false(case: hs.claims.TrialCase) -> hs.claims.Finding:
     return trial(case, -0.6)

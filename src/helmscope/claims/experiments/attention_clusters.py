@@ -6,22 +6,24 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from helmscope.claims.evidence import Impossible, Replicates
-from helmscope.claims.factorial import (
+from helmscope.claims.arm_statistics import (
     AT_WHOLE_RADIUS,
     ATTENTION,
     NEGATED,
     NO_MIXING,
     SILENT,
+    UNTRAINED,
     ArmStatistics,
     Factorial,
     depth_curves,
     growth_of,
+    growth_or_reason,
     over_prompts,
 )
 from helmscope.claims.finding import Finding
-from helmscope.claims.registry import Case, experiment
-from helmscope.types import Exhibit
+from helmscope.claims.registry import TrialCase, experiment
+from helmscope.claims.twin_contrast import TwinContrast
+from helmscope.types import Attachment
 
 if TYPE_CHECKING:
     from helmscope.claims.evidence import Evidence
@@ -37,50 +39,45 @@ LITERATURE = (
 
 
 @experiment("attention-clusters", seconds={"model": 15})
-def attention_clusters(case: Case) -> Finding:
+def attention_clusters(case: TrialCase) -> Finding:
     """The share of inner products above 0.9 at the last depth minus that at the first, with all MLPs off: y' = y + A(y)
     in every layer.
 
-    Pairs are those of tokens-cluster. Controls: blocks that write nothing, attention weights P = I (values are written
-    and nothing is mixed), and untrained twins, one value per twin. Described: -V in place of V, and attention alone at
-    the radius that each token has in the whole model, where its writes turn the tokens by no more than there.
+    Pairs are those of tokens-cluster. Controls: blocks that write nothing, and attention weights P = I (values are
+    written and nothing is mixed). Described: untrained twins, -V in place of V, and attention alone at the radius that
+    each token has in the whole model, where its writes turn the tokens by no more than there. Twins are no control,
+    since attention gathers tokens for random weights too.
     """
     arms = Factorial.of(case)
     if arms.unmet is not None:
         return Finding.impossible(arms.unmet)
-    alone, silent = arms.arm(ATTENTION), arms.arm(SILENT, few=True)
+    alone, silent = arms.arm(ATTENTION), arms.arm(SILENT, only_described=True)
     not_mixed = arms.arm_or_reason(NO_MIXING)
-    others = {arm: arms.arm_or_reason(arm, few=True) for arm in (NEGATED, AT_WHOLE_RADIUS)}
+    others = {arm: arms.arm_or_reason(arm, only_described=True) for arm in (NEGATED, AT_WHOLE_RADIUS)}
     twins = arms.twin_shares(ATTENTION)
-    twin_growth = np.array([growth_of(twin).mean() for twin in twins])
+    contrast = TwinContrast(alone.growth, np.stack([growth_of(twin) for twin in twins]))
     measured = {arm.label: found for arm, found in others.items() if isinstance(found, ArmStatistics)}
-    described: dict[str, Evidence] = {f"growth, {label}": over_prompts(each.growth) for label, each in measured.items()}
+    described: dict[str, Evidence] = contrast.described("growth")
+    described |= {f"growth, {label}": over_prompts(each.growth) for label, each in measured.items()}
     if isinstance(not_mixed, ArmStatistics):
         described["growth beyond P = I, paired"] = over_prompts(alone.growth - not_mixed.growth)
     described |= _described(alone)
     curves = {"attention alone": alone, "no mixing (P = I)": not_mixed, "values negated": others[NEGATED]}
     curves["at the whole model's radius"] = others[AT_WHOLE_RADIUS]
     shares = {label: each.share for label, each in curves.items() if isinstance(each, ArmStatistics)}
-    shares["attention alone, untrained"] = twins.mean(0)
+    shares[UNTRAINED] = twins.mean(0)
     return Finding(
         evidence={"growth of the share": over_prompts(alone.growth)},
         controls={
             "blocks that write nothing": over_prompts(silent.growth),
-            "no mixing (P = I)": Impossible(not_mixed)
-            if isinstance(not_mixed, str)
-            else over_prompts(not_mixed.growth),
-            "untrained twins": Replicates(twin_growth, "twins"),
+            "no mixing (P = I)": growth_or_reason(not_mixed),
         },
         described=described,
         data=depth_curves("share", shares, label=f"share of inner products above {arms.level:g}, MLPs off"),
-        remark=_remark(alone, others, twin_growth) + arms.caveat,
-        where=arms.where,
-        exhibits=(Exhibit(f"Certificate of {case.subject.name}", str(arms.recording().certificate)),),
+        remark=_remark(alone, others, contrast) + arms.caveat,
+        setting=arms.setting,
+        attachments=(Attachment(f"Certificate of {case.subject.name}", str(arms.recording().certificate)),),
     )
-
-
-def _growth_or_reason(found: ArmStatistics | str) -> Evidence:
-    return Impossible(found) if isinstance(found, str) else over_prompts(found.growth)
 
 
 def _described(alone: ArmStatistics) -> dict[str, Evidence]:
@@ -96,8 +93,19 @@ def _described(alone: ArmStatistics) -> dict[str, Evidence]:
     return rows
 
 
-def _remark(alone: ArmStatistics, others: dict[Arm, ArmStatistics | str], twins: np.ndarray) -> str:
-    sentences = [f"The share goes to {alone.share[-1].mean():.3f}, in untrained twins it grows by {twins.mean():.3f}."]
+def _training(contrast: TwinContrast) -> str:
+    """What the contrast with untrained twins shows of training."""
+    effect = {1: "training raises it", -1: "training lowers it", 0: "it is not shown that training changes it"}
+    twins = contrast.twins.mean()
+    needless = ", and random weights gather tokens as well" if twins >= GATHERED else ""
+    return (
+        f"In untrained twins the share grows by {twins:.3f}: {effect[contrast.sign]} (difference "
+        f"{contrast.differences.mean():+.3f}){needless}."
+    )
+
+
+def _remark(alone: ArmStatistics, others: dict[Arm, ArmStatistics | str], contrast: TwinContrast) -> str:
+    sentences = [f"The share goes to {alone.share[-1].mean():.3f}.", _training(contrast)]
     negated, held = others[NEGATED], others[AT_WHOLE_RADIUS]
     if isinstance(negated, ArmStatistics):
         needless = ": an attraction by V = +I is not needed" if _gathers(negated) else ""
@@ -123,7 +131,7 @@ def _remark(alone: ArmStatistics, others: dict[Arm, ArmStatistics | str], twins:
 
 def _sizes(arm: ArmStatistics) -> tuple[np.ndarray, np.ndarray]:
     """Effective rank and distance to the mean token at the first and last depth, (2, prompt) each."""
-    return arm.ends.entropy_rank.values, arm.ends.residual.values
+    return arm.ends.effective_rank.values, arm.ends.collapse_residual_frobenius.values
 
 
 def _gathers(arm: ArmStatistics) -> bool:

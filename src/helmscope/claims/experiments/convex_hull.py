@@ -11,8 +11,7 @@ import xarray as xr
 from helmscope.claims.curves import curve
 from helmscope.claims.evidence import Count, Identity, Replicates
 from helmscope.claims.finding import Finding
-from helmscope.claims.reading import constants
-from helmscope.claims.registry import Case, experiment
+from helmscope.claims.registry import TrialCase, experiment
 from helmscope.fields.attention import SA
 from helmscope.fields.lowrank import LowRank
 from helmscope.geometry.sphere import retract
@@ -22,8 +21,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 SHAPES = ((16, 8), (12, 3), (6, 16))  # (tokens, dimensions): a full-dimensional hull, one with many values, a simplex
-CONSTANTS = constants("convex-hull")
-BETAS, CLOUDS, PUSH = CONSTANTS["betas"], CONSTANTS["clouds"], CONSTANTS["push"]
 KINDS = ("head", "head and residual", "sum of two heads", "farthest value pushed out by 1 %")
 
 
@@ -39,7 +36,7 @@ class HeadStatistics(NamedTuple):
 
 
 @experiment("convex-hull", seconds=5)
-def convex_hull(case: Case) -> Finding:
+def convex_hull(case: TrialCase) -> Finding:
     """o_i = sum_j P_ij V x_j with P_ij >= 0 and sum_j P_ij = 1, so o_i is in conv{V x_j : j visible to i}.
 
     Random heads, full and causal, with values of full or low rank, on random clouds. The values V x_j are computed here
@@ -49,21 +46,21 @@ def convex_hull(case: Case) -> Finding:
     sphere contains that value, so its distance is 1 % of the ball's radius. Diameters are averaged without logarithms,
     since at beta = 0 without a mask all outputs coincide.
     """
-    per_cell = case.count(24, quick=8)
-    cells = list(product(BETAS, (False, True), range(per_cell)))
+    betas, per_cell = case.constant("betas"), case.count(24, quick=8)
+    cells = list(product(betas, (False, True), range(per_cell)))
     heads = [_measure_head(case, k, *cell) for k, cell in enumerate(cells)]
     distance = torch.stack([head.distance for head in heads])
     diameter = torch.stack([head.diameter for head in heads])
     error = torch.cat([head.error for head in heads])
     alone, residual, pair, pushed = distance.flatten(0, 1).unbind(-1)
     outside = int((pushed > 1e-10).sum())
-    by_beta = distance.mean(1).reshape(len(BETAS), -1, len(KINDS)).movedim(1, 0)
-    spread = diameter.mean(1).reshape(len(BETAS), 2, per_cell).movedim(-1, 0)
+    by_beta = distance.mean(1).reshape(len(betas), -1, len(KINDS)).movedim(1, 0)
+    spread = diameter.mean(1).reshape(len(betas), 2, per_cell).movedim(-1, 0)
     distances = curve(
-        "distance", by_beta, {"beta": BETAS, "point": KINDS}, label="distance to the hull / largest value norm"
+        "distance", by_beta, {"beta": betas, "point": KINDS}, label="distance to the hull / largest value norm"
     )
     diameters = curve(
-        "diameter", spread, {"beta": BETAS, "mask": ("full", "causal")}, label="diameter of outputs / of values"
+        "diameter", spread, {"beta": betas, "mask": ("full", "causal")}, label="diameter of outputs / of values"
     )
     return Finding(
         evidence=Identity(alone, "distance"),
@@ -77,38 +74,41 @@ def convex_hull(case: Case) -> Finding:
         described={"diameter of the outputs over that of the values": Replicates(diameter.mean(1), "heads")},
         data=xr.merge([distances, diameters], join="outer"),
         remark=f"The largest diameter of a head's outputs is {float(diameter.max()):.3f} of its values'.",
-        where=(
-            f"simulation: random heads, (n, d) = {', '.join(map(str, SHAPES))}, beta = {BETAS[0]:g} to {BETAS[-1]:g}, "
+        setting=(
+            f"simulation: random heads, (n, d) = {', '.join(map(str, SHAPES))}, beta = {betas[0]:g} to {betas[-1]:g}, "
             "full and causal, tokens on the unit sphere"
         ),
     )
 
 
-def _measure_head(case: Case, k: int, beta: float, causal: bool, number: int) -> HeadStatistics:
+def _measure_head(case: TrialCase, k: int, beta: float, causal: bool, number: int) -> HeadStatistics:
     n, d = SHAPES[number % len(SHAPES)]
-    x = retract(case.normal(CLOUDS, n, d, stream=3 * k))
+    clouds, push = case.constant("clouds"), case.constant("push")
+    x = retract(case.normal(clouds, n, d, stream=3 * k))
     first, second = (_random_head(case, 3 * k + 1 + i, beta, causal, d, low_rank=number % 2 == 1) for i in range(2))
     (out, values), (other_out, other_values) = ((head.ambient(x), x @ v.mT) for head, v in (first, second))
     mask = torch.ones(n, n, dtype=torch.bool).tril() if causal else torch.ones(n, n, dtype=torch.bool)
-    mask = mask.expand(CLOUDS, n, n)
+    mask = mask.expand(clouds, n, n)
     center = values.mean(-2, keepdim=True)
     from_center = (values - center).norm(dim=-1, keepdim=True)
     farthest = values.gather(-2, from_center.argmax(-2, keepdim=True).expand(-1, 1, d))
     both = torch.cat([values, other_values], -2)
     largest, largest_of_both = (v.norm(dim=-1).amax(-1, keepdim=True) for v in (values, both))
-    pushed = hull_distance(center + PUSH * (farthest - center), values)
+    pushed = hull_distance(center + push * (farthest - center), values)
     distances = (
         hull_distance(out, values, mask=mask) / largest,
         hull_distance(x + out, values, mask=mask) / largest,
         hull_distance(out + other_out, both, mask=torch.cat([mask, mask], -1)) / largest_of_both,
         pushed / largest,
     )
-    error = (pushed / ((PUSH - 1) * from_center.amax(-2)) - 1).abs()[..., 0]
+    error = (pushed / ((push - 1) * from_center.amax(-2)) - 1).abs()[..., 0]
     by_kind = torch.stack([distance.amax(-1) for distance in distances], -1)
     return HeadStatistics(by_kind, error, _diameter(out) / _diameter(values))
 
 
-def _random_head(case: Case, stream: int, beta: float, causal: bool, d: int, *, low_rank: bool) -> tuple[SA, Tensor]:
+def _random_head(
+    case: TrialCase, stream: int, beta: float, causal: bool, d: int, *, low_rank: bool
+) -> tuple[SA, Tensor]:
     """A head with random matrices, and its V."""
     query_key, value = case.normal(2, d, d, stream=stream)
     if low_rank:

@@ -9,10 +9,9 @@ import torch
 import xarray as xr
 
 from helmscope.claims.curves import curve
-from helmscope.claims.evidence import EveryMagnitude, Magnitude, Replicates
+from helmscope.claims.evidence import AbsoluteDifference, EveryAbsoluteDifference, Replicates
 from helmscope.claims.finding import Finding
-from helmscope.claims.reading import constants
-from helmscope.claims.registry import Case, experiment
+from helmscope.claims.registry import TrialCase, experiment
 from helmscope.fields.attention import SA
 from helmscope.geometry.sphere import retract
 from helmscope.observe.inner_products import inner_product_histogram, mean_inner_product
@@ -23,16 +22,13 @@ from helmscope.types import Trajectory
 if TYPE_CHECKING:
     from torch import Tensor
 
-CONSTANTS = constants("encoder-decoder")
-TOKENS, DIM, LEVEL = (CONSTANTS[name] for name in ("tokens", "dim", "level"))
-HORIZONS = dict(zip(CONSTANTS["betas"], CONSTANTS["horizons"], strict=True))  # the time allowed at each beta
 BETA, BINS, TOL = 1.0, 40, 1e-6
 TIMES = tuple(k / 4 for k in range(41))
 MASKS = ("full", "causal")
 
 
 @experiment("encoder-decoder", seconds=3)
-def encoder_decoder(case: Case) -> Finding:
+def encoder_decoder(case: TrialCase) -> Finding:
     """x_i' = P sum_{j <= i} e^(beta <x_i, x_j>) x_j / Z_i against the sum over all j, from the same uniform starts.
 
     Speed: the log of the causal over the full time until the mean of <x_i, x_j>, i != j, is 0.9, paired by start. There
@@ -41,66 +37,76 @@ def encoder_decoder(case: Case) -> Finding:
     when each start has that mean. Two independent sets of starts, both with the full mask, must not differ by 0.1; a
     bias of 0 instead of the mask hides nothing and must reproduce the full times.
     """
+    n, dim, level = (case.constant(name) for name in ("tokens", "dim", "level"))
+    horizons = dict(zip(case.constant("betas"), case.constant("horizons"), strict=True))  # the time allowed at a beta
     count = case.count(40, quick=32)
-    x, y = (retract(case.normal(count, TOKENS, DIM, stream=k)) for k in range(2))
-    runs = {(beta, mask): _Run.of(SA(beta=beta, causal=mask), x) for beta in HORIZONS for mask in (False, True)}
+    x, y = (retract(case.normal(count, n, dim, stream=k)) for k in range(2))
+    runs = {
+        (beta, mask): _Run.of(SA(beta=beta, causal=mask), x, level, end)
+        for beta, end in horizons.items()
+        for mask in (False, True)
+    }
     full, causal = runs[BETA, False], runs[BETA, True]
     paths = [_Path.of(SA(beta=BETA, causal=mask), x, runs[BETA, mask].time) for mask in (False, True)]
     spreads = [_spread(path.states) for path in paths]
-    other = _Run.of(SA(beta=BETA), y)
-    unmasked = _Run.of(SA(beta=BETA, bias=torch.zeros(TOKENS, TOKENS, dtype=x.dtype)), x)
-    slower = {beta: (runs[beta, True].time / runs[beta, False].time).log() for beta in HORIZONS}
+    other = _Run.of(SA(beta=BETA), y, level, horizons[BETA])
+    no_bias = torch.zeros(n, n, dtype=x.dtype)
+    unmasked = _Run.of(SA(beta=BETA, bias=no_bias), x, level, horizons[BETA])
+    slower = {beta: (runs[beta, True].time / runs[beta, False].time).log() for beta in horizons}
     censored = [
         f"{sum(runs[b, mask].censored for mask in (False, True))} at beta = {b:g} (t = {end:g})"
-        for b, end in HORIZONS.items()
+        for b, end in horizons.items()
     ]
     return Finding(
         evidence={
-            "speed": EveryMagnitude([slower[beta] for beta in HORIZONS], "starts", [f"beta = {b:g}" for b in HORIZONS]),
-            "shape": Magnitude((spreads[1] / spreads[0]).log(), "starts"),
+            "speed": EveryAbsoluteDifference(
+                [slower[beta] for beta in horizons], "starts", [f"beta = {b:g}" for b in horizons]
+            ),
+            "shape": AbsoluteDifference((spreads[1] / spreads[0]).log(), "starts"),
         },
         controls={
             "two sets of starts, both full": Replicates((other.time / full.time).log(), "starts"),
-            "a bias of 0 instead of the mask": Magnitude((unmasked.time / full.time).log(), "starts"),
+            "a bias of 0 instead of the mask": AbsoluteDifference((unmasked.time / full.time).log(), "starts"),
         },
-        data=_curves(*paths),
+        data=_curves(level, *paths),
         remark=(
-            f"The mean inner product reaches {LEVEL:g} at {float(full.time.mean()):.3g} with the full and at "
+            f"The mean inner product reaches {level:g} at {float(full.time.mean()):.3g} with the full and at "
             f"{float(causal.time.mean()):.3g} with the causal mask; the spread of the inner products there is "
             f"{float(spreads[0].mean()):.2g} and {float(spreads[1].mean()):.2g}. Of the "
             f"{2 * count} runs at each beta the horizon cut off {', '.join(censored)}."
         ),
-        where=(
-            f"simulation on the unit sphere: n = {TOKENS}, d = {DIM}, beta = {BETA:g}, until the mean inner product is "
-            f"{LEVEL:g}, Dormand-Prince"
+        setting=(
+            f"simulation on the unit sphere: n = {n}, d = {dim}, beta = {BETA:g}, until the mean inner product is "
+            f"{level:g}, Dormand-Prince"
         ),
     )
 
 
 @dataclass(frozen=True)
 class _MeanReached:
-    """Event: the mean inner product reaches 0.9."""
+    """Event: the mean inner product reaches ``level``."""
+
+    level: float
 
     def signal(self, x: Tensor) -> Tensor:
-        signal: Tensor = mean_inner_product(x) - LEVEL
+        signal: Tensor = mean_inner_product(x) - self.level
         return signal
 
 
 class _Run(NamedTuple):
-    """The time at which each start reaches 0.9, and how many do not before the horizon."""
+    """The time at which the mean of each start reaches a level, and how many do not before the time ``end``."""
 
     time: Tensor
     censored: int
 
     @classmethod
-    def of(cls, field: SA, x: Tensor) -> _Run:
-        end = HORIZONS[float(field.beta)]
-        times = integrate(field, x, [end], events=[_MeanReached()], stepper=DormandPrince(TOL)).event_times[0]
+    def of(cls, field: SA, x: Tensor, level: float, end: float) -> _Run:
+        times = integrate(field, x, [end], events=[_MeanReached(level)], stepper=DormandPrince(TOL)).event_times[0]
         return cls(times.nan_to_num(end), int(times.isnan().sum()))
 
 
 class _Path(NamedTuple):
-    """The mean inner product over time (time, start), and the state of each start when its mean is 0.9."""
+    """The mean inner product over time (time, start), and the state of each start when its mean reaches the level."""
 
     means: Tensor
     states: Tensor
@@ -119,8 +125,8 @@ def _spread(x: Tensor) -> Tensor:
     return (x @ x.mT)[..., first, second].std(-1)
 
 
-def _curves(full: _Path, causal: _Path) -> xr.Dataset:
-    """The mean over time, and histograms of the inner products when it is 0.9: (inner product, mask)."""
+def _curves(level: float, full: _Path, causal: _Path) -> xr.Dataset:
+    """The mean over time, and histograms of the inner products when it reaches the level: (inner product, mask)."""
     means = torch.stack([full.means, causal.means], -1).transpose(0, 1)
     histograms = [
         inner_product_histogram(Trajectory(torch.zeros(1), run.states[None]), bins=BINS).isel(time=0, drop=True)
@@ -128,6 +134,6 @@ def _curves(full: _Path, causal: _Path) -> xr.Dataset:
     ]
     masks = xr.DataArray(list(MASKS), dims="mask", name="mask")
     both = xr.concat(histograms, masks).transpose(..., "inner_product", "mask")
-    both.share.attrs |= {"long_name": f"share of pairs, at the mean {LEVEL:g}"}
+    both.inner_product_histogram.attrs |= {"long_name": f"share of pairs, at the mean {level:g}"}
     mean = curve("mean", means, {"time": TIMES, "mask": MASKS}, label="mean inner product")
     return xr.merge([mean, both], join="outer")

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from helmscope.claims.curves import curve
-from helmscope.claims.evidence import EveryLayer, Identity, Replicates
+from helmscope.claims.evidence import EverySample, Identity, Replicates
 from helmscope.claims.finding import Finding
-from helmscope.claims.reading import constants
-from helmscope.claims.registry import Case, experiment
+from helmscope.claims.registry import TrialCase, experiment
 from helmscope.fields.attention import SA, USA
 from helmscope.geometry import sphere
 from helmscope.observe.energy import interaction_energy, interaction_energy_rate
@@ -20,19 +19,16 @@ from helmscope.solve.layer import Layer
 from helmscope.solve.rk4 import RK4
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
-CONSTANTS = constants("energy-rises")
-BETAS, TOKENS, DIM = CONSTANTS["betas"], CONSTANTS["tokens"], CONSTANTS["dim"]
-MIDDLE = BETAS[1]
 STEP, HALF_STEPS, LAYERS = 0.1, 10, 6
 CLOUDS, PAIRS = 1_024, 32
-EYE = torch.eye(DIM, dtype=torch.float64)
-LISTED = ", ".join(f"{beta:g}" for beta in BETAS)
 
 
 @experiment("energy-rises", seconds=2)
-def energy_rises(case: Case) -> Finding:
+def energy_rises(case: TrialCase) -> Finding:
     """With V = +-I, Z_i = sum_j e^(beta <x_i, x_j>):  dE/dt = +-(1/n) sum_i (Z_i/n) |x_i'|^2 for SA, without Z_i/n for
     USA. Nothing of the kind holds for unrelated B = Q^T K and V; for V = +-B symmetric the signs hold again.
 
@@ -41,17 +37,19 @@ def energy_rises(case: Case) -> Finding:
     layers N(x + f(x)) are tried as well: with V = -I they overshoot at large beta. The identity is compared with the
     gradient of E by automatic differentiation and with ``interaction_energy_rate``.
     """
-    starts = case.count(256, quick=96)
-    x = sphere.retract(case.normal(starts, TOKENS, DIM, stream=0))
-    up = [path(SA(beta=beta, value=EYE), x) for beta in BETAS]
-    down = [path(SA(beta=beta, value=-EYE), x) for beta in BETAS]
-    flat = [path(USA(beta=beta, value=sign * EYE), x, math.exp(-beta)) for beta in BETAS for sign in (1.0, -1.0)]
-    layered, repelled = ([through_layers(SA(beta=beta, value=v), x) for beta in BETAS] for v in (EYE, -EYE))
-    b, v = case.normal(2, PAIRS, DIM, DIM, stream=1) / DIM**0.5
+    betas, n, dim = (case.constant(name) for name in ("betas", "tokens", "dim"))
+    starts, middle, eye = case.count(256, quick=96), betas[1], torch.eye(dim, dtype=torch.float64)
+    listed = ", ".join(f"{beta:g}" for beta in betas)
+    x = sphere.retract(case.normal(starts, n, dim, stream=0))
+    up = [path(SA(beta=beta, value=eye), x) for beta in betas]
+    down = [path(SA(beta=beta, value=-eye), x) for beta in betas]
+    flat = [path(USA(beta=beta, value=sign * eye), x, math.exp(-beta)) for beta in betas for sign in (1.0, -1.0)]
+    layered, repelled = ([through_layers(SA(beta=beta, value=v), x) for beta in betas] for v in (eye, -eye))
+    b, v = case.normal(2, PAIRS, dim, dim, stream=1) / dim**0.5
     symmetric = (b + b.mT) / 2
     signs = torch.tensor((1.0, -1.0), dtype=torch.float64).repeat(PAIRS // 2)
-    unrelated, related = _energies(x, b, v), _energies(x, symmetric, signs[:, None, None] * symmetric)
-    clouds = sphere.retract(case.normal(CLOUDS, TOKENS, DIM, stream=2))
+    unrelated, related = _energies(middle, x, b, v), _energies(middle, x, symmetric, signs[:, None, None] * symmetric)
+    clouds = sphere.retract(case.normal(CLOUDS, n, dim, stream=2))
     overshooting = [f"{float((smallest(energy, -1.0) < 0).double().mean()):.0%}" for energy in repelled]
     plotted = torch.stack([up[1][:, :PAIRS], down[1][:, :PAIRS], unrelated], -1)
     gained = ((plotted - plotted[0]) / (plotted.amax(0) - plotted.amin(0))).transpose(0, 1)
@@ -61,24 +59,24 @@ def energy_rises(case: Case) -> Finding:
     ]
     return Finding(
         evidence={
-            "identity of dE/dt": Identity(_identity_errors(clouds), "relative error"),
+            "identity of dE/dt": Identity(_identity_errors(clouds, betas), "relative error"),
             "change against the sign": Identity(torch.cat(wrong), "change against the sign"),
         },
         controls={
             "unrelated Q^T K and V": Replicates(smallest(unrelated), "starts"),
             "V = +-Q^T K symmetric": Replicates(smallest(related, signs), "starts"),
-            "whole layers, V = +I": _at_every_beta(layered, 1.0),
-            "whole layers, V = -I": _at_every_beta(repelled, -1.0),
+            "whole layers, V = +I": _at_every_beta(layered, betas, 1.0),
+            "whole layers, V = -I": _at_every_beta(repelled, betas, -1.0),
         },
-        printed=Identity(error(SA(beta=MIDDLE, value=EYE), clouds, MIDDLE)),
-        data=curve("gained", gained, axes, label=f"(E - E(0)) / range of E, beta = {MIDDLE:g}"),
+        printed=Identity(error(SA(beta=middle, value=eye), clouds, middle)),
+        data=curve("gained", gained, axes, label=f"(E - E(0)) / range of E, beta = {middle:g}"),
         remark=(
             f"Unrelated Q^T K and V: E falls at {float((unrelated.diff(dim=0) < 0).double().mean()):.0%} of the "
             f"half-steps. {LAYERS} whole post-norm layers with V = -I, no small steps: E rises at one or more for "
-            f"{', '.join(overshooting)} of the starts at beta = {LISTED}."
+            f"{', '.join(overshooting)} of the starts at beta = {listed}."
         ),
-        where=f"simulation on the unit sphere: n = {TOKENS}, d = {DIM}, beta = {LISTED}; the half-steps of the verdict "
-        f"are {HALF_STEPS} steps of {STEP:g} of the flow, RK4",
+        setting=f"simulation on the unit sphere: n = {n}, d = {dim}, beta = {listed}; the half-steps of the "
+        f"verdict are {HALF_STEPS} steps of {STEP:g} of the flow, RK4",
     )
 
 
@@ -95,9 +93,9 @@ def through_layers(field: SA | USA, x: Tensor) -> Tensor:
     return interaction_energy(states, beta=field.beta)
 
 
-def _energies(x: Tensor, query_keys: Tensor, values: Tensor) -> Tensor:
+def _energies(beta: float, x: Tensor, query_keys: Tensor, values: Tensor) -> Tensor:
     """E (time, start) where each start has its own pair of matrices."""
-    return path(SA(beta=MIDDLE, query_key=query_keys, value=values), x[: len(query_keys)])
+    return path(SA(beta=beta, query_key=query_keys, value=values), x[: len(query_keys)])
 
 
 def smallest(energy: Tensor, sign: float | Tensor = 1.0) -> Tensor:
@@ -105,8 +103,10 @@ def smallest(energy: Tensor, sign: float | Tensor = 1.0) -> Tensor:
     return (sign * energy.diff(dim=0)).amin(0) / (energy.amax(0) - energy.amin(0))
 
 
-def _at_every_beta(energies: list[Tensor], sign: float) -> EveryLayer:
-    return EveryLayer([smallest(energy, sign) for energy in energies], "starts", [f"beta = {beta:g}" for beta in BETAS])
+def _at_every_beta(energies: list[Tensor], betas: Sequence[float], sign: float) -> EverySample:
+    return EverySample(
+        [smallest(energy, sign) for energy in energies], "starts", [f"beta = {beta:g}" for beta in betas]
+    )
 
 
 def _against(energy: Tensor, sign: float) -> Tensor:
@@ -114,10 +114,11 @@ def _against(energy: Tensor, sign: float) -> Tensor:
     return (-smallest(energy, sign)).clamp_min(0.0)
 
 
-def _identity_errors(clouds: Tensor) -> Tensor:
+def _identity_errors(clouds: Tensor, betas: Sequence[float]) -> Tensor:
     """The largest relative error of the identity for dE/dt over flows, signs and beta, per cloud."""
+    eye = torch.eye(clouds.shape[-1], dtype=clouds.dtype)
     flows = ((SA, 1.0), (SA, -1.0), (USA, 1.0), (USA, -1.0))
-    errors = [error(kind(beta=beta, value=sign * EYE), clouds, beta, sign) for kind, sign in flows for beta in BETAS]
+    errors = [error(kind(beta=beta, value=sign * eye), clouds, beta, sign) for kind, sign in flows for beta in betas]
     return torch.stack(errors).amax(0)
 
 

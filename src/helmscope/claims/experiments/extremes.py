@@ -12,7 +12,7 @@ import torch
 from helmscope.claims.curves import curve
 from helmscope.claims.evidence import Count, Identity
 from helmscope.claims.finding import Finding
-from helmscope.claims.registry import Case, experiment
+from helmscope.claims.registry import TrialCase, experiment
 from helmscope.fields.attention import SA
 from helmscope.geometry.sphere import retract
 from helmscope.observe.energy import interaction_energy
@@ -31,7 +31,7 @@ ROTATIONS = {2: 224, 3: 32}
 
 
 @experiment("extremes", seconds=3.5)
-def extremes(case: Case) -> Finding:
+def extremes(case: TrialCase) -> Finding:
     """E_min = Gamma(d/2) (2/beta)^(d/2-1) I_(d/2-1)(beta) / (2 beta) <= E <= E_max = e^beta / (2 beta).
 
     Random clouds, from uniform to concentrated, each integrated under SA with V = +I and with V = -I. The crossing of a
@@ -69,7 +69,7 @@ def extremes(case: Case) -> Finding:
         controls={"E_max at a lower beta": Count(int(crossed.sum()), len(crossed), "ascents")},
         data=curve("place", torch.cat(positions), {"time": TIMES, "flow": WAYS}, label="(E - E_min) / (E_max - E_min)"),
         remark=f"The highest energy has 1 - E/E_max = {1 - highest:.1e}, the lowest E/E_min - 1 = {lowest - 1:.1e}.",
-        where=f"simulation on the unit sphere: n = {tokens}, d = {', '.join(map(str, dims))}, "
+        setting=f"simulation on the unit sphere: n = {tokens}, d = {', '.join(map(str, dims))}, "
         f"beta = {', '.join(f'{beta:g}' for beta in betas)}, t <= {TIMES[-1]:g}, RK4 step {STEP:g}",
     )
 
@@ -84,7 +84,7 @@ def _relative_gap(energy: Tensor, exact: float) -> Tensor:
     return (energy - exact).abs() / exact
 
 
-def _uniform_gaps(case: Case) -> Tensor:
+def _uniform_gaps(case: TrialCase) -> Tensor:
     """The relative difference from E_min of the uniform distribution's energy, by randomly rotated quadratures."""
     errors = []
     for stream, (dim, beta) in enumerate(itertools.product(ROTATIONS, case.constant("betas")), start=100):

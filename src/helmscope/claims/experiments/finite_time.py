@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from helmscope.claims.curves import curve
-from helmscope.claims.evidence import Replicates, SomeLayer
+from helmscope.claims.evidence import Replicates, SomeSample
 from helmscope.claims.finding import Finding
-from helmscope.claims.registry import Case, experiment
+from helmscope.claims.registry import TrialCase, experiment
 from helmscope.fields.attention import SA, USA
 from helmscope.fields.field import Field
 from helmscope.geometry.sphere import project, retract
@@ -37,7 +37,7 @@ _SMALLEST = 5e-324
 
 
 @experiment("finite-time", seconds=2)
-def finite_time(case: Case) -> Finding:
+def finite_time(case: TrialCase) -> Finding:
     """An arrival 1 - gamma ~ (T - t)^p has the decay rate p / (T - t), which grows without bound as 1 - gamma falls; an
     exponential decay keeps its rate. From orthonormal tokens gamma' = 2 e^(beta gamma) (1 - gamma) ((n-1) gamma + 1) /
     (e^beta + (n-1) e^(beta gamma)) under SA, so that log(1 - gamma) tends to the slope -2 (USA: -2 e^beta).
@@ -67,7 +67,7 @@ def finite_time(case: Case) -> Finding:
     deep = [float(speed_up(clock, gap, levels[0], DEEP).mean()) for gap in paths.values()]
     over_theory = [_rate_over_theory(field, clock, paths[name], n, levels[0]) for name, field in FLOWS.items()]
     return Finding(
-        evidence=SomeLayer(ratios, "frames, each with its own beta", ("SA", "USA"), LogScale()),
+        evidence=SomeSample(ratios, "frames (one beta per frame)", ("SA", "USA"), LogScale()),
         controls={
             "planted exponential decay": Replicates(
                 speed_up(clock, gaps(decay, x, clock), *levels), "frames", LogScale()
@@ -90,7 +90,7 @@ def finite_time(case: Case) -> Finding:
             f"{levels[0]:g} the rates over those of the equiangular ODE are {_format_list(over_theory)} "
             f"({'; '.join(FLOWS)})."
         ),
-        where=f"simulation on the unit sphere: {n} orthonormal tokens, d = {dim}, beta uniform in "
+        setting=f"simulation on the unit sphere: {n} orthonormal tokens, d = {dim}, beta uniform in "
         f"[0, {largest:g}], t <= {LENGTH:g} (USA: in e^-beta), RK4 step {STEP:g}",
     )
 

@@ -10,7 +10,7 @@ import torch
 from helmscope.claims.curves import curve
 from helmscope.claims.evidence import Count, Identity
 from helmscope.claims.finding import Finding
-from helmscope.claims.registry import Case, experiment
+from helmscope.claims.registry import TrialCase, experiment
 from helmscope.fields.attention import SA, USA
 from helmscope.fields.mlp import MLP
 from helmscope.fields.multihead import MultiHead
@@ -23,11 +23,12 @@ if TYPE_CHECKING:
 
 DIM, TOKENS, HEADS, CLOUDS = 4, 6, 3, 32
 BETAS, PAIR, STATES = (1.0, 2.0, 4.0, 8.0), 2, 32
+SEARCHES = 2  # states of each pair of heads from which equilibria are searched
 NEWTON_STEPS, LONGEST_STEP, DAMPING = 40, 0.5, 0.1
 
 
 @experiment("heads-average", seconds=8)
-def heads_average(case: Case) -> Finding:
+def heads_average(case: TrialCase) -> Finding:
     """x_i' = (1/K) sum_h P_(x_i) u_h(x)_i = P_(x_i) (1/K) sum_h u_h(x)_i, u_h the sum of head h before projection.
 
     The identity is tested on random heads, each with its own temperature; the error of an input is the largest
@@ -35,8 +36,8 @@ def heads_average(case: Case) -> Finding:
     V_h = Q_h^T K_h symmetric, have known answers and are controls. Energies: d/dt sum_h E_h is the inner product of the
     gradient, by automatic differentiation, with x'; for USA it is (K/n) sum_i |x_i'|^2, with an error relative to
     |gradient| |x'|, while along SA heads it is negative at some states. Jacobians: at an equilibrium of a gradient
-    flow, in any metric, the eigenvalues of the Jacobian are real; equilibria are found by Newton's method from random
-    states, and those with a complex pair are counted.
+    flow, in any metric, the eigenvalues of the Jacobian are real; equilibria are found by Newton's method from two
+    random states for each pair of heads, and those with a complex pair are counted.
     """
     beta = case.constant("beta")
     errors, fewer_errors, mlp_changes = _velocity_differences(case)
@@ -56,7 +57,8 @@ def heads_average(case: Case) -> Finding:
     rate_error = (rates[0] - PAIR / TOKENS * squares[0]).abs() / scales[0]
     falls = (rates < 0).double()
     sa_falls = falls[1, BETAS.index(beta)]
-    shares = {kind: _imaginary_shares(kind, beta, forms, x[:, 0], case.constant("rest")) for kind in (SA, USA)}
+    searched, starts = forms.repeat_interleave(SEARCHES, 0), x[:, :SEARCHES].flatten(0, 1)
+    shares = {kind: _imaginary_shares(kind, beta, searched, starts, case.constant("rest")) for kind in (SA, USA)}
     return Finding(
         evidence=Identity(errors, "relative difference"),
         controls={
@@ -80,7 +82,7 @@ def heads_average(case: Case) -> Finding:
         f"largest imaginary part of an eigenvalue at an equilibrium, over the largest modulus, is "
         f"{float(shares[SA].max()):.2g} for SA and {float(shares[USA].max()):.2g} for USA. An MLP inside each head, as "
         f"printed, changes the velocity by {float(mlp_changes.median()):.2g} of its size in the median.",
-        where=f"simulation on the unit sphere: fields at random states; identity: n = {TOKENS}, d = {DIM}, "
+        setting=f"simulation on the unit sphere: fields at random states; identity: n = {TOKENS}, d = {DIM}, "
         f"{HEADS} heads, beta = 1 to {HEADS}; energies and equilibria: n = {TOKENS}, d = 3, {PAIR} heads, "
         f"beta = {', '.join(f'{b:g}' for b in BETAS)}; nothing is integrated",
     )
@@ -91,7 +93,7 @@ def _heads(kind: type[SA] | type[USA], beta: float, forms: Tensor) -> list[SA | 
     return [kind(beta, query_key=form, value=form) for form in forms]
 
 
-def _velocity_differences(case: Case) -> tuple[Tensor, Tensor, Tensor]:
+def _velocity_differences(case: TrialCase) -> tuple[Tensor, Tensor, Tensor]:
     """Relative differences from MultiHead, one per input: the largest of the mean of projections and the projection of
     the mean; the smallest of the same mean without one head; and the smallest of the printed form with MLPs.
     """

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from helmscope.claims.curves import curve
-from helmscope.claims.evidence import EveryLayer, Replicates
+from helmscope.claims.evidence import EverySample, Replicates
 from helmscope.claims.finding import Finding
-from helmscope.claims.registry import Case, experiment
+from helmscope.claims.registry import TrialCase, experiment
 from helmscope.fields.attention import SA
 from helmscope.geometry.sphere import retract
 from helmscope.solve.dormand_prince import DormandPrince
@@ -25,7 +25,7 @@ TOLERANCE = 1e-6  # far below the smallest width, 0.004
 
 
 @experiment("histogram-width", seconds=6)
-def histogram_width(case: Case) -> Finding:
+def histogram_width(case: TrialCase) -> Finding:
     """Random tokens are orthogonal up to 1/sqrt(d), and the flow carries these deviations along the path of orthogonal
     tokens, gamma_beta(t), to first order linearly: for fixed t the inner products are gamma_beta(t) + O(1/sqrt(d)).
 
@@ -47,9 +47,9 @@ def histogram_width(case: Case) -> Finding:
     shown = torch.stack([spread[beta][middle].mT for beta in betas], -1)
     largest = max(float(abs(slope.mean() + 0.5)) for slope in slopes)
     return Finding(
-        evidence=EveryLayer(slopes, "seeds", names),
+        evidence=EverySample(slopes, "seeds", names),
         controls={
-            "starts in fixed clusters": EveryLayer(
+            "starts in fixed clusters": EverySample(
                 [log_slope(dims, width) for width in fixed], "seeds", [f"gamma = {level:g}" for level in levels]
             ),
             "random starts at time 0": Replicates(log_slope(dims, torch.stack([width(x, 0.0) for x in uniform]))),
@@ -64,8 +64,8 @@ def histogram_width(case: Case) -> Finding:
         ),
         remark=f"Over {len(cells)} combinations of beta and time no mean slope is farther from -0.5 than "
         f"{largest:.2g}.",
-        where=f"simulation on the unit sphere: {n} uniform tokens, d = {dims[0]} to {dims[-1]:,}, SA, Dormand-Prince, "
-        f"{'; '.join(names)}",
+        setting=f"simulation on the unit sphere: {n} uniform tokens, d = {dims[0]} to {dims[-1]:,}, SA, "
+        f"Dormand-Prince, {'; '.join(names)}",
     )
 
 

@@ -10,7 +10,7 @@ import torch
 from helmscope.claims.curves import curve
 from helmscope.claims.evidence import Identity, Replicates
 from helmscope.claims.finding import Finding
-from helmscope.claims.registry import Case, experiment
+from helmscope.claims.registry import TrialCase, experiment
 from helmscope.fields.attention import SA, USA
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ _SMALLEST = 5e-324  # keeps the log of a zero difference finite
 
 
 @experiment("kuramoto", seconds=1)
-def kuramoto(case: Case) -> Finding:
+def kuramoto(case: TrialCase) -> Finding:
     """theta_i' = (1/n) sum_j sin(theta_j - theta_i) at beta = 0; to first order SA adds
     beta [mean(sin cos) - mean(sin) mean(cos)]; USA is (1/n) sum_j e^(beta cos) sin at any beta.
 
@@ -51,7 +51,7 @@ def kuramoto(case: Case) -> Finding:
             "order of the remainder": Replicates(_order(remainders, betas), "clouds"),
         },
         data=curve("difference", gaps, axes, label="largest |difference of angular velocity|", log=True),
-        where=f"simulation on the unit circle: fields at random clouds, n = {tokens}, d = 2, beta = 0 and "
+        setting=f"simulation on the unit circle: fields at random clouds, n = {tokens}, d = 2, beta = 0 and "
         f"{', '.join(f'{beta:g}' for beta in betas)}; nothing is integrated",
     )
 

@@ -9,7 +9,7 @@ import torch
 from helmscope.claims.curves import curve
 from helmscope.claims.evidence import Identity
 from helmscope.claims.finding import Finding
-from helmscope.claims.registry import Case, experiment
+from helmscope.claims.registry import TrialCase, experiment
 from helmscope.fields.alibi import alibi_bias
 from helmscope.fields.attention import SA, USA
 from helmscope.geometry.sphere import project, retract
@@ -22,7 +22,7 @@ CASES = ("permuted", "repeated or weighted", "permuted, causal mask", "permuted,
 
 
 @experiment("measure-flow", seconds=2)
-def measure_flow(case: Case) -> Finding:
+def measure_flow(case: TrialCase) -> Finding:
     """X[mu](x) = P_x V int e^(beta <Qx, Ky>) y dmu / int e^(beta <Qx, Ky>) dmu, and USA without the quotient.
 
     Random Q^T K and V, with one permutation and one set of multiplicities 1 to 4 for each. The difference of a cloud is
@@ -66,7 +66,7 @@ def measure_flow(case: Case) -> Finding:
             log=True,
         ),
         remark=f"Median error under a permutation: causal mask {permuted[0]:.2g}, bias by position {permuted[1]:.2g}.",
-        where=f"simulation on the unit sphere: fields at random clouds, n = {tokens}, d = {dim}, "
+        setting=f"simulation on the unit sphere: fields at random clouds, n = {tokens}, d = {dim}, "
         f"beta = {', '.join(f'{beta:g}' for beta in betas)}, random Q^T K and V; nothing is integrated",
     )
 

@@ -8,64 +8,72 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import xarray as xr
 
-from helmscope.claims.curves import curve
-from helmscope.claims.evidence import Paired
-from helmscope.claims.factorial import (
+from helmscope.claims.arm_statistics import (
     ATTENTION,
     MLP,
+    NO_MIXING,
     SILENT,
+    UNTRAINED,
     WHOLE,
     ArmStatistics,
     Factorial,
     depth_curves,
     over_prompts,
+    share_at_end,
 )
+from helmscope.claims.curves import curve
+from helmscope.claims.evidence import PairedDifferences, Replicates
 from helmscope.claims.finding import Finding
-from helmscope.claims.registry import Case, experiment
+from helmscope.claims.registry import TrialCase, experiment
+from helmscope.claims.twin_contrast import TwinContrast
 from helmscope.intervene.arms import leave_one_in, leave_one_out
-from helmscope.models.boxed import sibling_history
-from helmscope.types import Exhibit
+from helmscope.models.bundled_models import sibling_history
+from helmscope.types import Attachment
 
 if TYPE_CHECKING:
     from helmscope.claims.evidence import Evidence
 
 GATHERED = 0.05  # growth of the share below which attention alone is said not to gather
-LAYER_PROMPTS = 8
+LAYER_PROMPTS, LAYER_FORWARDS = 8, 96  # prompts with a single MLP on or off, and prompts times layers at most
 TRAINED_AGAIN = ("whole model", "attention alone", "MLP alone")
 
 
 @experiment("mlp-prevents", seconds={"model": 15})
-def mlp_prevents(case: Case) -> Finding:
+def mlp_prevents(case: TrialCase) -> Finding:
     """The share of inner products above 0.9 at the last depth, whole model minus attention alone, paired by prompt.
 
-    Pairs are those of tokens-cluster. Described: MLPs alone; untrained twins; over training, the same arms of a sibling
-    of A at sixteen steps; in a full run each MLP left out of the whole model, or as the only one with all attention.
+    Pairs are those of tokens-cluster. Described: MLPs alone; how many token ids can be decoded from the states of each
+    arm, by layer; untrained twins; over training, the same arms of a sibling of A at sixteen steps; in a full run each
+    MLP left out of the whole model, or as the only one with all attention.
     """
     arms = Factorial.of(case)
     if arms.unmet is not None:
         return Finding.impossible(arms.unmet)
-    whole, alone, silent = arms.arm(WHOLE), arms.arm(ATTENTION), arms.arm(SILENT, few=True)
-    mlp = arms.arm_or_reason(MLP, few=True)
+    whole, alone, silent = arms.arm(WHOLE), arms.arm(ATTENTION), arms.arm(SILENT, only_described=True)
+    mlp = arms.arm_or_reason(MLP)
     twins = {arm: arms.twin_shares(arm) for arm in (WHOLE, ATTENTION)}
-    untrained = (twins[WHOLE] - twins[ATTENTION])[:, -1].mean(0)
-    shares = {"whole model": whole.share, "attention alone": alone.share}
-    described: dict[str, Evidence] = {
-        "difference in untrained twins": Paired(untrained, "prompts"),
-        "difference of mean inner products": Paired(whole.mean[-1] - alone.mean[-1], "prompts"),
-    }
-    if isinstance(mlp, ArmStatistics):
-        shares["MLP alone"] = mlp.share
-        described["share at the last depth, MLP alone"] = over_prompts(mlp.share[-1])
-    shares["attention alone, untrained"] = twins[ATTENTION].mean(0)
-    described |= _identities({arm.label: arms.arm_or_reason(arm, few=True) for arm in (WHOLE, ATTENTION, MLP)})
+    untrained = (twins[WHOLE] - twins[ATTENTION])[:, -1]
+    described = TwinContrast(whole.share[-1] - alone.share[-1], untrained).described("difference")
+    described["difference of mean inner products"] = PairedDifferences(whole.mean[-1] - alone.mean[-1], "prompts")
+    measured = {WHOLE.label: whole, ATTENTION.label: alone}
+    measured |= {MLP.label: mlp} if isinstance(mlp, ArmStatistics) else {}
+    shares = {label: arm.share for label, arm in measured.items()}
+    described |= {share_at_end(label): over_prompts(arm.share[-1]) for label, arm in measured.items()}
+    shares[UNTRAINED] = twins[ATTENTION].mean(0)
+    described[share_at_end(UNTRAINED)] = Replicates(twins[ATTENTION][:, -1].mean(1), "twins")
+    described |= _identities(measured)
     parts = [depth_curves("share", shares, label=f"share of inner products above {arms.level:g}")]
-    remark = _remark(arms, shares) + (
+    parts += _decoded_by_layer(measured)
+    not_mixed = arms.arm_or_reason(NO_MIXING)
+    if isinstance(not_mixed, ArmStatistics):
+        described[share_at_end("P = I, MLPs off")] = over_prompts(not_mixed.share[-1])
+    remark = _remark(arms, shares, not_mixed) + (
         "" if isinstance(mlp, ArmStatistics) else f" MLP alone could not be tried: {mlp}."
     )
     if case.subject.model == "A":
         parts.append(_over_training(arms.level))
         remark += _training_remark(parts[-1])
-    if not case.quick and case.subject.tied_loops is None:
+    if not case.quick:
         parts.append(_by_layer(arms))
         remark += _layer_remark(parts[-1])
     return Finding(
@@ -74,32 +82,41 @@ def mlp_prevents(case: Case) -> Finding:
         described=described,
         data=xr.merge(parts, join="outer", compat="no_conflicts"),
         remark=remark + arms.caveat,
-        where=arms.where,
-        exhibits=(Exhibit(f"Certificate of {case.subject.name}", str(arms.recording().certificate)),),
+        setting=arms.setting,
+        attachments=(Attachment(f"Certificate of {case.subject.name}", str(arms.recording().certificate)),),
     )
 
 
-def _difference(whole: ArmStatistics, alone: ArmStatistics) -> Paired:
+def _difference(whole: ArmStatistics, alone: ArmStatistics) -> PairedDifferences:
     """The share at the last depth, whole model minus attention alone. If blocks write nothing, both arms are the same
     forward.
     """
-    return Paired(whole.share[-1] - alone.share[-1], "prompts")
+    return PairedDifferences(whole.share[-1] - alone.share[-1], "prompts")
 
 
-def _identities(arms: dict[str, ArmStatistics | str]) -> dict[str, Evidence]:
+def _identities(arms: dict[str, ArmStatistics]) -> dict[str, Evidence]:
     """How many tokens can be decoded at the last depth of each arm."""
     return {
-        f"tokens decoded at the last depth, {label}": over_prompts(each.identity[-1])
-        for label, each in arms.items()
-        if isinstance(each, ArmStatistics) and each.identity is not None
+        f"tokens decoded at the last depth, {label}": over_prompts(arm.identity[-1])
+        for label, arm in arms.items()
+        if arm.identity is not None
     }
+
+
+def _decoded_by_layer(arms: dict[str, ArmStatistics]) -> list[xr.Dataset]:
+    """How many tokens can be decoded after each layer of each arm; nothing with too few prompts."""
+    decoded = {label: arm.identity for label, arm in arms.items() if arm.identity is not None}
+    if not decoded:
+        return []
+    curves = depth_curves("tokens_decoded", decoded, label="share of tokens whose id is decoded from their state")
+    return [curves.rename(depth="after_layer", arm="decoded_in")]
 
 
 def _over_training(level: float) -> xr.Dataset:
     """The share at the last depth of a sibling of A during training, for three arms; step 0 is left out, since steps
     are on a log axis.
     """
-    history = sibling_history().share.sel(level=level, arm=list(TRAINED_AGAIN)).isel(depth=-1)
+    history = sibling_history().aligned_pair_share.sel(level=level, arm=list(TRAINED_AGAIN)).isel(depth=-1)
     history = history.sel(step=history.step > 0).transpose("prompt", "step", "arm")
     axes = {"step": history.step.values.tolist(), "trained_arm": list(TRAINED_AGAIN)}
     label = f"share above {level:g} at the last depth of a sibling of A, by training step"
@@ -120,13 +137,14 @@ def _training_remark(history: xr.Dataset) -> str:
 
 
 def _by_layer(arms: Factorial) -> xr.Dataset:
-    """The share at the last depth with one MLP left in, or one left out."""
-    arms = replace(arms, few=LAYER_PROMPTS)  # two arms per layer take long
-    layers = range(len(arms.recording(few=True).anatomy.layers))
+    """The share at the last depth with one MLP left in, or one left out; the layers of a tied block are its loops."""
+    layers = range(len(arms.recording(only_described=True).anatomy.layers))
+    # two arms per layer take long, and every layer of a deep model makes all of them longer
+    arms = replace(arms, described_prompts=max(4, min(LAYER_PROMPTS, LAYER_FORWARDS // len(layers))))
     kinds = {"the only MLP": leave_one_in(layers)}
     if len(layers) > 1:
         kinds["the MLP left out"] = leave_one_out(layers)
-    values = [[arms.arm(arm, few=True).share[-1] for arm in kind] for kind in kinds.values()]
+    values = [[arms.arm(arm, only_described=True).share[-1] for arm in kind] for kind in kinds.values()]
     axes: dict[str, list[Any]] = {"layer": list(layers), "layer_is": list(kinds)}
     label = f"share above {arms.level:g} at the last depth, by layer"
     return curve("by_layer", np.array(values).transpose(2, 1, 0), axes, label=label, over="prompt")
@@ -138,16 +156,23 @@ def _layer_remark(by_layer: xr.Dataset) -> str:
     remark = f" With a single MLP on, the share is smallest, {only.min():.3f}, for that of layer {np.argmin(only)}."
     if "the MLP left out" in means.layer_is.values:
         out = means.sel(layer_is="the MLP left out").values
+        if out.max() < GATHERED:
+            return f"{remark} With any single MLP off, it is at most {out.max():.3f}."
         remark += f" With a single MLP off, it is largest, {out.max():.3f}, without that of layer {np.argmax(out)}."
     return remark
 
 
-def _remark(arms: Factorial, shares: dict[str, np.ndarray]) -> str:
+def _remark(arms: Factorial, shares: dict[str, np.ndarray], not_mixed: ArmStatistics | str) -> str:
     ends = ", ".join(f"{label} {values[-1].mean():.3f}" for label, values in shares.items())
     sentences = [f"Share at the last depth: {ends}."]
     if arms.arm(ATTENTION).growth.mean() < GATHERED:
         sentences.append("Attention alone does not gather the tokens of this model, so that there is nothing to undo.")
-    if not arms.recording(few=True).anatomy.post_norm:
+    elif isinstance(not_mixed, ArmStatistics) and not_mixed.growth.mean() >= GATHERED:
+        sentences.append(
+            f"If every token attends only to itself, the share still goes to {not_mixed.share[-1].mean():.3f}: not all "
+            "that the MLPs undo is done by mixing."
+        )
+    if not arms.recording(only_described=True).anatomy.post_norm:
         sentences.append(
             "MLPs can act in two ways that this difference does not separate: they turn tokens apart, and they enlarge "
             "the stream, so that later writes of attention turn tokens less."

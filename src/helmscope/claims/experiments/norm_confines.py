@@ -9,10 +9,9 @@ import torch
 import xarray as xr
 
 from helmscope.claims.curves import curve
-from helmscope.claims.evidence import Count, EveryLayer, Identity, Replicates
+from helmscope.claims.evidence import Count, EverySample, Identity, Replicates
 from helmscope.claims.finding import Finding
-from helmscope.claims.reading import constants
-from helmscope.claims.registry import Case, experiment
+from helmscope.claims.registry import TrialCase, experiment
 from helmscope.fields.attention import SA
 from helmscope.fields.block import Block
 from helmscope.fields.mlp import MLP
@@ -26,8 +25,6 @@ if TYPE_CHECKING:
 
     Norm = UnitNorm | RMSNorm | LayerNorm
 
-TOKENS, DIM, HIDDEN, DEPTH = (constants("norm-confines")[name] for name in ("tokens", "dim", "hidden", "depth"))
-BETA = DIM**-0.5
 SIGNS = (1.0, -1.0, None)  # V = +I, -I, and a random one in every layer
 VALUES = ("V = +I", "V = -I", "V random")
 PLACES = ("post-norm", "the same without norm", "pre-norm: the stream", "pre-norm: what the norm hands on")
@@ -42,7 +39,7 @@ class Radii(NamedTuple):
 
 
 @experiment("norm-confines", seconds=2)
-def norm_confines(case: Case) -> Finding:
+def norm_confines(case: TrialCase) -> Finding:
     """Post-norm y <- N(y + f(y)) has |y| = radius of N's sphere, 1 or sqrt(d), gain and bias folded out; without N,
     y <- y + f(y); with pre-norm y <- y + f(N y), where N y is confined and y is not. f is attention, then an MLP. With
     V = -I and no norm an average that is mostly the token itself is subtracted from it: its radius does not grow.
@@ -51,6 +48,7 @@ def norm_confines(case: Case) -> Finding:
     eps, from random starts. The softmax average alone, sum_j P_ij V x_j, is compared with its longest value |V x_j|: it
     cannot grow beyond it, and an average of n unit tokens is shorter than they are, by the lengths given in the remark.
     """
+    tokens, dim, depth = (case.constant(name) for name in ("tokens", "dim", "depth"))
     starts = case.count(256, quick=128)
     norms = _norms(case)
     runs = {(n, v): _run(case, norms[n], 10 * n + v, SIGNS[v], starts) for n, v in product(range(4), range(3))}
@@ -81,32 +79,38 @@ def norm_confines(case: Case) -> Finding:
         printed=_every_value(growth[::2], 1, VALUES[::2]),
         data=_curves(largest, [torch.cat([runs[n, v].largest[..., 1] for n in range(4)]) for v in range(3)]),
         remark=(
-            f"After {DEPTH} layers the median of the largest radius is {float(final[1]):.3g} without the norm and "
+            f"After {depth} layers the median of the largest radius is {float(final[1]):.3g} without the norm and "
             f"{float(final[2]):.3g} in the pre-norm stream. Without the norm a layer multiplies it by {factors}; "
             f"below 1 it shrinks. A softmax average has a median of {float(averages.median()):.2f} of its longest "
             f"value; of n unit tokens it has the mean length {lengths}."
         ),
-        where=(
-            f"simulation: n = {TOKENS}, d = {DIM}, beta = {BETA:g}, {DEPTH} layers of attention and MLP, random "
+        setting=(
+            f"simulation: n = {tokens}, d = {dim}, beta = {_beta(dim):g}, {depth} layers of attention and MLP, random "
             "weights, gain and bias folded out"
         ),
     )
 
 
-def _norms(case: Case) -> list[Norm]:
-    gain, bias = (case.normal(DIM, stream=100) / 4).exp(), case.normal(DIM, stream=101)
+def _beta(dim: int) -> float:
+    return float(dim**-0.5)
+
+
+def _norms(case: TrialCase) -> list[Norm]:
+    dim = case.constant("dim")
+    gain, bias = (case.normal(dim, stream=100) / 4).exp(), case.normal(dim, stream=101)
     return [UnitNorm(), RMSNorm(gain=gain), *(LayerNorm(gain=gain, bias=bias, eps=eps) for eps in (0.0, 1e-5))]
 
 
-def _run(case: Case, norm: Norm, stream: int, sign: float | None, starts: int) -> Radii:
+def _run(case: TrialCase, norm: Norm, stream: int, sign: float | None, starts: int) -> Radii:
     """Run the same layers from the same points with post-norm, without a norm and with pre-norm."""
-    z = case.normal(starts, TOKENS, DIM, stream=300 + stream)
-    after, bare, residual = norm(z), norm.core()(z), norm.core()(z)
+    tokens, dim, hidden, depth = (case.constant(name) for name in ("tokens", "dim", "hidden", "depth"))
+    z = case.normal(starts, tokens, dim, stream=300 + stream)
+    after, bare, residual = norm(z), norm.without_affine()(z), norm.without_affine()(z)
     radii = [_radii(norm, after, bare, residual)]
-    for weights in case.normal(DEPTH, DIM + 2 * HIDDEN, DIM, stream=stream):
-        v, w_in, w_out = weights.split([DIM, HIDDEN, HIDDEN])
-        value = v / DIM**0.5 if sign is None else sign * torch.eye(DIM, dtype=v.dtype)
-        parts = SA(BETA, value=value), MLP(w_in=w_in / DIM**0.5, w_out=w_out.mT / HIDDEN**0.5)
+    for weights in case.normal(depth, dim + 2 * hidden, dim, stream=stream):
+        v, w_in, w_out = weights.split([dim, hidden, hidden])
+        value = v / dim**0.5 if sign is None else sign * torch.eye(dim, dtype=v.dtype)
+        parts = SA(_beta(dim), value=value), MLP(w_in=w_in / dim**0.5, w_out=w_out.mT / hidden**0.5)
         post = Block(*parts, placement=PostNorm(attention_norm=norm, mlp_norm=norm))
         pre = Block(*parts, placement=PreNorm(attention_norm=norm, mlp_norm=norm))
         after, residual = post.layer(after), pre.layer(residual)
@@ -119,7 +123,7 @@ def _run(case: Case, norm: Norm, stream: int, sign: float | None, starts: int) -
 
 def _radii(norm: Norm, after: Tensor, bare: Tensor, residual: Tensor) -> Tensor:
     """Token lengths relative to the radius of the norm's sphere (start, place, token)."""
-    sphere = 1.0 if isinstance(norm, UnitNorm) else DIM**0.5
+    sphere = 1.0 if isinstance(norm, UnitNorm) else after.shape[-1] ** 0.5
     points = _fold_out(norm, after), bare, residual, _fold_out(norm, norm(residual))
     return torch.stack([point.norm(dim=-1) / sphere for point in points], 1)
 
@@ -132,31 +136,34 @@ def _fold_out(norm: Norm, y: Tensor) -> Tensor:
 
 def _growth(largest: list[Tensor]) -> Tensor:
     """The growth factor of the radius per layer (start, place), as a geometric mean over the norms."""
-    return torch.stack([(radius[:, -1] / radius[:, 0]).log() / DEPTH for radius in largest]).mean(0).exp()
+    depth = largest[0].shape[1] - 1
+    return torch.stack([(radius[:, -1] / radius[:, 0]).log() / depth for radius in largest]).mean(0).exp()
 
 
-def _every_value(growth: list[Tensor], place: int, names: tuple[str, ...]) -> EveryLayer:
-    return EveryLayer([factor[:, place] for factor in growth], "starts", names, scale=LogScale())
+def _every_value(growth: list[Tensor], place: int, names: tuple[str, ...]) -> EverySample:
+    return EverySample([factor[:, place] for factor in growth], "starts", names, scale=LogScale())
 
 
-def _average_length(case: Case, stream: int, sign: float | None, starts: int) -> Tensor:
+def _average_length(case: TrialCase, stream: int, sign: float | None, starts: int) -> Tensor:
     """The longest softmax average of each start over its longest value; the tokens are not normalized."""
-    y, v = case.normal(starts, TOKENS, DIM, stream=stream), case.normal(DIM, DIM, stream=200 + stream)
-    value = v / DIM**0.5 if sign is None else sign * torch.eye(DIM, dtype=v.dtype)
+    tokens, dim = case.constant("tokens"), case.constant("dim")
+    y, v = case.normal(starts, tokens, dim, stream=stream), case.normal(dim, dim, stream=200 + stream)
+    value = v / dim**0.5 if sign is None else sign * torch.eye(dim, dtype=v.dtype)
     longest: Tensor = (y @ value.mT).norm(dim=-1).amax(-1)
-    average: Tensor = SA(BETA, value=value).ambient(y).norm(dim=-1).amax(-1)
+    average: Tensor = SA(_beta(dim), value=value).ambient(y).norm(dim=-1).amax(-1)
     return average / longest
 
 
-def _unit_average_length(case: Case, n: int, starts: int) -> float:
+def _unit_average_length(case: TrialCase, n: int, starts: int) -> float:
     """The mean length of a softmax average of n unit tokens."""
-    x = UnitNorm()(case.normal(starts, n, DIM, stream=500 + n))
-    return float(SA(BETA).ambient(x).norm(dim=-1).mean())
+    dim = case.constant("dim")
+    x = UnitNorm()(case.normal(starts, n, dim, stream=500 + n))
+    return float(SA(_beta(dim)).ambient(x).norm(dim=-1).mean())
 
 
 def _curves(largest: Tensor, bare: list[Tensor]) -> xr.Dataset:
     """The radius along depth for each place, and without the norm for each V."""
-    layers, label = range(DEPTH + 1), "largest radius over that of the sphere"
+    layers, label = range(largest.shape[1]), "largest radius over that of the sphere"
     radius = curve("radius", largest, {"layer": layers, "place": PLACES}, label=label, log=True)
     values = {"layer": layers, "value": VALUES}
     without = curve("without_norm", torch.stack(bare, -1), values, label=f"{label}, without norm", log=True)

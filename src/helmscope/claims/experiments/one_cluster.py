@@ -11,7 +11,7 @@ import torch
 from helmscope.claims.curves import curve
 from helmscope.claims.evidence import Count
 from helmscope.claims.finding import Finding
-from helmscope.claims.registry import Case, experiment
+from helmscope.claims.registry import TrialCase, experiment
 from helmscope.fields.attention import SA
 from helmscope.geometry.sphere import retract
 from helmscope.observe.clusters import cluster_count
@@ -54,7 +54,7 @@ class _ClusterCounts(NamedTuple):
 
 
 @experiment("one-cluster", seconds=20)
-def one_cluster(case: Case) -> Finding:
+def one_cluster(case: TrialCase) -> Finding:
     """x_i' = P sum_j e^(beta <x_i, x_j>) V x_j / Z_i, V = I, from uniform starts, at several beta (at beta = 0: several
     n) in the regime of each of the four theorems.
 
@@ -102,13 +102,13 @@ def one_cluster(case: Case) -> Finding:
         remark=f"Starts in one cluster, of {starts} each: {'; '.join(f'{s}: {count}' for s, count in in_one.items())}. "
         f"The step limit stopped {stopped} starts with V = +I; V = -I was tried at "
         f"{'; '.join(map(str, null_in_one))}.",
-        where=f"simulation on the unit sphere: t <= {settings[0].lifetimes:g} lifetimes of two clusters, "
+        setting=f"simulation on the unit sphere: t <= {settings[0].lifetimes:g} lifetimes of two clusters, "
         f"{min(s.horizon for s in settings):.2g} to {max(s.horizon for s in settings):.2g}, "
         f"Dormand-Prince, merging at {merge:g}",
     )
 
 
-def _settings(case: Case) -> list[_Setting]:
+def _settings(case: TrialCase) -> list[_Setting]:
     """The settings of all regimes, from the lists of the catalogue entry."""
     settings, lifetimes = [], case.constant("lifetimes")
     for name, key in REGIMES.items():

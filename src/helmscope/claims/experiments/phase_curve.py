@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from helmscope.claims.curves import curve
-from helmscope.claims.evidence import EveryLayer, Replicates
+from helmscope.claims.evidence import EverySample, Replicates
 from helmscope.claims.finding import Finding
-from helmscope.claims.registry import Case, experiment
+from helmscope.claims.registry import TrialCase, experiment
 from helmscope.fields.attention import SA
 from helmscope.solve.dormand_prince import DormandPrince
 from helmscope.solve.integrate import integrate
@@ -27,7 +27,7 @@ TOLERANCE = 1e-6
 
 
 @experiment("phase-curve", seconds=15)
-def phase_curve(case: Case) -> Finding:
+def phase_curve(case: TrialCase) -> Finding:
     """t* = (n-1)/(2n) ln(w/delta) + (1/2n) [Ei(b) - Ei(b delta) + e^(bn/(n-1)) (E1(b/(n-1)) - E1(bw/(n-1)))], with
     w = n - (n-1) delta: the time at which orthogonal tokens reach gamma = 1 - delta under SA.
 
@@ -52,7 +52,7 @@ def phase_curve(case: Case) -> Finding:
     return Finding(
         evidence={
             "error": Replicates(worst[judged], "starts", LogScale()),
-            "falling in d": EveryLayer(ratios, "starts", [f"d = {dim:,}" for dim in dims[1:]], LogScale()),
+            "falling in d": EverySample(ratios, "starts", [f"d = {dim:,}" for dim in dims[1:]], LogScale()),
         },
         controls={
             "hitting time of beta = 0": Replicates(
@@ -68,7 +68,7 @@ def phase_curve(case: Case) -> Finding:
         ).assign_coords(censored=(("beta", "dimension"), censored.sum(-1).mT.numpy())),
         remark=f"{_censored_text(censored, dims, betas)} The largest error of the median over starts is "
         f"{_median_errors(observed, clocks, dims)}.",
-        where=f"simulation on the unit sphere: {n} uniform tokens, d = {dims[0]} to {dims[-1]:,}, SA, beta = "
+        setting=f"simulation on the unit sphere: {n} uniform tokens, d = {dims[0]} to {dims[-1]:,}, SA, beta = "
         f"{betas[0]:g} to {betas[-1]:g}, delta = {delta:g}, t <= {horizon:g} t*, Dormand-Prince",
     )
 

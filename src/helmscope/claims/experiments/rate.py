@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from helmscope.claims.curves import curve
-from helmscope.claims.evidence import EveryLayer, Replicates, SomeLayer
+from helmscope.claims.evidence import EverySample, Replicates, SomeSample
 from helmscope.claims.finding import Finding
-from helmscope.claims.registry import Case, experiment
+from helmscope.claims.registry import TrialCase, experiment
 from helmscope.fields.attention import SA, USA
 from helmscope.geometry import sphere
 from helmscope.solve.integrate import integrate
@@ -26,7 +26,7 @@ LENGTH, STEP, REST = 1.2, 0.04, 30.0  # in units of the time 1 / rate
 
 
 @experiment("rate", seconds=4)
-def rate(case: Case) -> Finding:
+def rate(case: TrialCase) -> Finding:
     """Near a cluster x_i' = P_{x_i} sum_j p_ij x_j is (1/n) sum_j x_j - x_i to first order whatever beta, so that
     |x_i - x*| falls as e^-t under SA and as e^(-e^beta t) under USA, and 1 - <x_i, x_j> = |x_i - x_j|^2 / 2 twice as
     fast.
@@ -52,23 +52,23 @@ def rate(case: Case) -> Finding:
     means = [tokens.mean(-1) for (_, _, n), (tokens, _) in zip(cells, measured, strict=True) if n == sizes[-1]]
     return Finding(
         evidence={
-            "rate": EveryLayer([farthest(ratio) for ratio in ratios], "starts", names, LogScale()),
-            "rate of pairs": EveryLayer([farthest(ratio) for ratio in pair_ratios], "starts", names, LogScale()),
+            "rate": EverySample([farthest(ratio) for ratio in ratios], "starts", names, LogScale()),
+            "rate of pairs": EverySample([farthest(ratio) for ratio in pair_ratios], "starts", names, LogScale()),
         },
         controls={
-            "planted flow with rate e^-beta": SomeLayer(
+            "planted flow with rate e^-beta": SomeSample(
                 [farthest(rate) for rate in planted.values()], "starts", scale=LogScale()
             ),
-            "planted flow, over e^-beta": EveryLayer(planted_ratios, "starts", scale=LogScale()),
+            "planted flow, over e^-beta": EverySample(planted_ratios, "starts", scale=LogScale()),
             "SA made faster by 1e-5": Replicates(farthest(faster), "starts", LogScale()),
         },
-        printed=EveryLayer(over_bound, "starts", names, LogScale()),
+        printed=EverySample(over_bound, "starts", names, LogScale()),
         data=_rate_curves(torch.stack(means, -1), betas, sizes[-1]),
         remark=(
             f"Over {len(cells)} combinations of flow, beta and n no token's ratio is farther from 1 than "
             f"{max(float((ratio - 1).abs().max()) for ratio in ratios):.1e}."
         ),
-        where=f"simulation on the unit sphere: clusters of size {SPREAD:g}, n = {', '.join(map(str, sizes))}, "
+        setting=f"simulation on the unit sphere: clusters of size {SPREAD:g}, n = {', '.join(map(str, sizes))}, "
         f"d = {dim}, beta = {', '.join(f'{beta:g}' for beta in betas)}, t <= {LENGTH:g} / rate, RK4 step "
         f"{STEP:g} / rate",
     )

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from helmscope.claims.curves import curve
-from helmscope.claims.evidence import EveryLayer, Identity, Impossible, Replicates
+from helmscope.claims.evidence import EverySample, Identity, PremiseImpossible, Replicates
 from helmscope.claims.finding import Finding
-from helmscope.claims.reading import constants
-from helmscope.claims.registry import Case, experiment
+from helmscope.claims.registry import TrialCase, experiment
 from helmscope.fields.attention import SA
 from helmscope.fields.block import Block
 from helmscope.fields.mlp import MLP
@@ -26,18 +25,17 @@ if TYPE_CHECKING:
 
     from helmscope.models.recording import Recording
 
-TOKENS, DIM, BETA, TIME = (constants("residual-flow")[name] for name in ("tokens", "dim", "beta", "time"))
 STEPS = tuple(2.0**-k for k in range(5, 9))
 STARTS = 1_024  # as many as an identity needs, also in quick runs
 
 
 @experiment("residual-flow", seconds={"simulation": 4, "model": 15})
-def residual_flow(case: Case) -> Finding:
+def residual_flow(case: TrialCase) -> Finding:
     """In simulation layers of step h converge to a flow; a model has h = 1, and its half-steps are taken in halves."""
     return _simulated(case) if case.subject.is_simulation else _on_model(case)
 
 
-def _simulated(case: Case) -> Finding:
+def _simulated(case: TrialCase) -> Finding:
     """x <- N(x + h f(x)), 1/h times, against x' = P f(x) over a unit of time: the error is C h + O(h^2).
 
     f is SA at beta = 2; the flow is integrated with a local error of 1e-12. The error of a start is the largest over
@@ -45,23 +43,24 @@ def _simulated(case: Case) -> Finding:
     step, N(x + f(x)). A single layer, compared with the flow over time h, has order 2. The block is causal attention
     followed by an MLP, with random weights.
     """
-    x = retract(case.normal(STARTS, TOKENS, DIM, stream=0))
+    n, dim, beta, time = (case.constant(name) for name in ("tokens", "dim", "beta", "time"))
+    x = retract(case.normal(STARTS, n, dim, stream=0))
     few = x[: case.count(128, quick=32)]
-    attention = SA(beta=BETA)
-    exact = _flow(attention, x, [TIME])[0]
-    stepped = torch.stack([_largest_error(_layers(attention, x, h, [TIME])[0], exact) for h in STEPS], -1)
-    counts = [TIME / h for h in STEPS]
+    attention = SA(beta=beta)
+    exact = _flow(attention, x, [time])[0]
+    stepped = torch.stack([_largest_error(_layers(attention, x, h, [time])[0], exact) for h in STEPS], -1)
+    counts = [time / h for h in STEPS]
     unstepped = torch.stack(
         [_largest_error(states, exact[: len(few)]) for states in _layers(attention, few, 1.0, counts)], -1
     )
-    flow_over_h = reversed(list(_flow(attention, few, [h * TIME for h in reversed(STEPS)])))
+    flow_over_h = reversed(list(_flow(attention, few, [h * time for h in reversed(STEPS)])))
     single = torch.stack(
         [_largest_error(_layers(attention, few, h, [h])[0], flow) for h, flow in zip(STEPS, flow_over_h, strict=True)],
         -1,
     )
-    block = _block(case)
-    block_flow = _flow(block, few, [TIME])[0]
-    blocks = torch.stack([_largest_error(_layers(block, few, h, [TIME])[0], block_flow) for h in STEPS], -1)
+    block = _block(case, dim, beta)
+    block_flow = _flow(block, few, [time])[0]
+    blocks = torch.stack([_largest_error(_layers(block, few, h, [time])[0], block_flow) for h in STEPS], -1)
     layers = ("with its step h", "without it", "one layer alone", "block with MLP")
     errors = torch.stack([stepped[: len(few)], unstepped, single, blocks], -1)
     return Finding(
@@ -75,19 +74,19 @@ def _simulated(case: Case) -> Finding:
         },
         data=curve("error", errors, {"h": STEPS, "layers": layers}, label="distance of layers and flow", log=True),
         remark=f"At h = 1/{1 / STEPS[-1]:.0f} the layers are {float(stepped[:, -1].mean()):.2g} away from the flow.",
-        where=(
-            f"simulation on the unit sphere: n = {TOKENS}, d = {DIM}, beta = {BETA:g}, t <= {TIME:g}, layers of step "
+        setting=(
+            f"simulation on the unit sphere: n = {n}, d = {dim}, beta = {beta:g}, t <= {time:g}, layers of step "
             f"1/{1 / STEPS[0]:.0f} to 1/{1 / STEPS[-1]:.0f}"
         ),
     )
 
 
-def _block(case: Case) -> Block:
+def _block(case: TrialCase, dim: int, beta: float) -> Block:
     """A block with Gaussian weights, scaled so that each map preserves lengths on average."""
-    query_key, value = case.normal(2, DIM, DIM, stream=1) / math.sqrt(DIM)
-    w_in = case.normal(4 * DIM, DIM, stream=2) / math.sqrt(DIM)
-    w_out = case.normal(DIM, 4 * DIM, stream=3) / math.sqrt(4 * DIM)
-    return Block(SA(beta=BETA, query_key=query_key, value=value, causal=True), MLP(w_in=w_in, w_out=w_out))
+    query_key, value = case.normal(2, dim, dim, stream=1) / math.sqrt(dim)
+    w_in = case.normal(4 * dim, dim, stream=2) / math.sqrt(dim)
+    w_out = case.normal(dim, 4 * dim, stream=3) / math.sqrt(4 * dim)
+    return Block(SA(beta=beta, query_key=query_key, value=value, causal=True), MLP(w_in=w_in, w_out=w_out))
 
 
 def _flow(field: SA | Block, x: Tensor, times: list[float]) -> Tensor:
@@ -111,7 +110,7 @@ def _order(errors: Tensor) -> Tensor:
     return (errors.log() * log_h).sum(-1) / log_h.square().sum()
 
 
-def _on_model(case: Case) -> Finding:
+def _on_model(case: TrialCase) -> Finding:
     """Each half-step of a pre-norm model, x + f(x), against two halves: m = x + f(x)/2, then m + f(m)/2. They differ by
     (f(m) - f(x)) / 2; the defect is the length of this over that of f(x), the mean over the tokens of a prompt.
 
@@ -128,10 +127,10 @@ def _on_model(case: Case) -> Finding:
     names = [f"half-step {depth}" for depth in halves]
     defects = [_defect(recording, depth, 0.5) for depth in halves]
     return Finding(
-        evidence={"defect": EveryLayer(defects, "prompts", names)},
+        evidence={"defect": EverySample(defects, "prompts", names)},
         controls={
             "blocks that write nothing": _defects_or_reason(silent, names),
-            "a force that does not change": EveryLayer(
+            "a force that does not change": EverySample(
                 [_defect(recording, depth, 0.0) for depth in halves], "prompts", names
             ),
         },
@@ -144,11 +143,11 @@ def _on_model(case: Case) -> Finding:
         ),
         remark=f"The mean defect runs from {min(float(each.mean()) for each in defects):.2g} to "
         f"{max(float(each.mean()) for each in defects):.2g} over {len(defects)} half-steps.",
-        where=f"raw residual stream, {len(defects[0])} prompts of {case.constant('length')} tokens",
+        setting=f"raw residual stream, {len(defects[0])} prompts of {case.constant('length')} tokens",
     )
 
 
-def _prompts(case: Case) -> list[tuple[int, ...]]:
+def _prompts(case: TrialCase) -> list[tuple[int, ...]]:
     length = case.constant("length")
     return [row[:length] for row in case.subject.token_ids if len(row) >= length][: case.count(64, quick=32)]
 
@@ -166,9 +165,9 @@ def _defect(recording: Recording, depth: int, share: float) -> Tensor:
     return ratio.mean(-1)
 
 
-def _defects_or_reason(recording: Recording, names: list[str]) -> EveryLayer | Impossible:
+def _defects_or_reason(recording: Recording, names: list[str]) -> EverySample | PremiseImpossible:
     """The defects of all half-steps, or why there are none."""
     states = [recording.stream(depth=depth) for depth in range(len(names) + 1)]
     if all(torch.equal(a, b) for a, b in zip(states[1:], states[:-1], strict=True)):
-        return Impossible("half-steps of length 0 have no relative defect")
-    return EveryLayer([_defect(recording, depth, 0.5) for depth in range(len(names))], "prompts", names)
+        return PremiseImpossible("half-steps of length 0 have no relative defect")
+    return EverySample([_defect(recording, depth, 0.5) for depth in range(len(names))], "prompts", names)

@@ -11,7 +11,7 @@ import torch
 from helmscope.claims.curves import curve
 from helmscope.claims.evidence import Replicates
 from helmscope.claims.finding import Finding
-from helmscope.claims.registry import Case, experiment
+from helmscope.claims.registry import TrialCase, experiment
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,7 +20,7 @@ Scaling = Callable[[int], float]
 
 
 @experiment("stable-softmax", seconds=2)
-def stable_softmax(case: Case) -> Finding:
+def stable_softmax(case: TrialCase) -> Finding:
     """The Jacobian of p = softmax(s) is diag(p) - p p^T. For queries and keys with standard normal components the
     dot-products s_j = <q, k_j> have variance d: at large d the largest of them has all the weight unless another one is
     within O(1) of it, which has a probability of order 1/sqrt(d), and so has the mean norm of the Jacobian. Divided by
@@ -66,12 +66,12 @@ def stable_softmax(case: Case) -> Finding:
             f"{scaled[:, -1].mean():.3g} with the factor, and from {plain[:, 0].mean():.3g} to "
             f"{plain[:, -1].mean():.3g} without."
         ),
-        where=f"simulation: standard normal queries and keys in R^d, {keys} keys per query, {queries:,} queries per "
+        setting=f"simulation: standard normal queries and keys in R^d, {keys} keys per query, {queries:,} queries per "
         f"seed, d = {', '.join(f'{dim:,}' for dim in dims)}",
     )
 
 
-def dot_products(case: Case, seeds: int, queries: int, keys: int, dim: int, *, stream: int) -> Tensor:
+def dot_products(case: TrialCase, seeds: int, queries: int, keys: int, dim: int, *, stream: int) -> Tensor:
     """<q, k_j> for standard normal queries, each with its own standard normal keys: (seed, query, key).
 
     Given q they are independent and normal with variance |q|^2, and |q|^2 is chi-squared with ``dim`` degrees of

@@ -13,9 +13,9 @@ import torch
 import xarray as xr
 
 from helmscope.claims.curves import curve
-from helmscope.claims.evidence import EveryLayer, Replicates
+from helmscope.claims.evidence import EverySample, Replicates
 from helmscope.claims.finding import Finding
-from helmscope.claims.registry import Case, experiment
+from helmscope.claims.registry import TrialCase, experiment
 from helmscope.fields.attention import SA, USA
 from helmscope.geometry import sphere
 from helmscope.solve.dormand_prince import DormandPrince
@@ -38,7 +38,7 @@ PACE = "pace over 2 (SA), 2 e^beta (USA)"
 
 
 @experiment("steady-order", seconds=3)
-def steady_order(case: Case) -> Finding:
+def steady_order(case: TrialCase) -> Finding:
     """The pace is -d/dt log(1 - m), m the mean of <x_i, x_j> over pairs. Near the cluster it is 2 under SA and 2 e^beta
     under USA, but from orthogonal tokens it starts at 2 / (e^beta + n - 1) and 2 / n.
     """
@@ -49,7 +49,7 @@ def steady_order(case: Case) -> Finding:
         described=path.described,
         data=xr.merge((tail.data, path.data), join="outer"),
         remark=f"{tail.remark} {path.remark}",
-        where=f"simulation on the unit sphere: {tail.where}; {path.where}",
+        setting=f"simulation on the unit sphere: {tail.setting}; {path.setting}",
     )
 
 
@@ -57,15 +57,15 @@ def steady_order(case: Case) -> Finding:
 class _Part:
     """The evidence for one condition, with its controls and data."""
 
-    evidence: Mapping[str, EveryLayer | Replicates]
-    controls: Mapping[str, EveryLayer | Replicates]
+    evidence: Mapping[str, EverySample | Replicates]
+    controls: Mapping[str, EverySample | Replicates]
     data: xr.Dataset
     remark: str
-    where: str
-    described: Mapping[str, EveryLayer | Replicates] = field(default_factory=dict)
+    setting: str
+    described: Mapping[str, EverySample | Replicates] = field(default_factory=dict)
 
 
-def _tail(case: Case) -> _Part:
+def _tail(case: TrialCase) -> _Part:
     """Clusters of size 1e-5, where 1 - m is the mean of |x_i - x_j|^2 / 2, over four windows of half a unit of time.
 
     The statistic of a start is its pace over the corrected pace, in the window where the ratio is farthest from 1.
@@ -84,7 +84,7 @@ def _tail(case: Case) -> _Part:
     faster = disorder(SA(beta=1.0, value=(1 + excess) * torch.eye(dim, dtype=torch.float64)), x, clock)
     plotted = [cells.index((kind, betas[-1])) for kind in KINDS]
     return _Part(
-        evidence={"tail": EveryLayer([farthest(ratio) for ratio in ratios], "starts", names, LogScale())},
+        evidence={"tail": EverySample([farthest(ratio) for ratio in ratios], "starts", names, LogScale())},
         controls={
             "planted pace that grows with time": Replicates(farthest(growing), "starts", LogScale()),
             "SA made faster by 1e-5": Replicates(farthest(tail_pace(faster)), "starts", LogScale()),
@@ -99,12 +99,12 @@ def _tail(case: Case) -> _Part:
             f"Near the cluster, over {len(cells)} combinations of flow and beta, no ratio is farther from 1 than "
             f"{max(float((ratio - 1).abs().max()) for ratio in ratios):.1e}."
         ),
-        where=f"clusters of size {SPREAD:g}, n = {n}, d = {dim}, beta = {', '.join(f'{beta:g}' for beta in betas)}, "
+        setting=f"clusters of size {SPREAD:g}, n = {n}, d = {dim}, beta = {', '.join(f'{beta:g}' for beta in betas)}, "
         f"t <= {WINDOWS * WINDOW:g} (USA: in e^-beta), RK4 step {STEP:g}",
     )
 
 
-def _whole_path(case: Case) -> _Part:
+def _whole_path(case: TrialCase) -> _Part:
     """Orthonormal frames, each with its own beta, followed until 1 - m = 1e-3; the statistic is the largest pace over
     the smallest. The equiangular ODE predicts every pace independently.
     """
@@ -119,12 +119,12 @@ def _whole_path(case: Case) -> _Part:
     shown = [path_pace(kind, fixed, x[:PLOTTED], end) / unit for kind, unit in zip(KINDS, units, strict=True)]
     names = tuple(kind.__name__ for kind in KINDS)
     ratios = [unsteadiness(pace) for pace in paces]
-    frames = "frames, each with its own beta"
+    frames = "frames (one beta per frame)"
     return _Part(
-        evidence={"whole path": EveryLayer(ratios, frames, names, LogScale())},
+        evidence={"whole path": EverySample(ratios, frames, names, LogScale())},
         controls={
             "planted steady pace": Replicates(unsteadiness(steady), "frames", LogScale()),
-            "pace of the equiangular ODE": EveryLayer(
+            "pace of the equiangular ODE": EverySample(
                 [largest_factor(pace, theory) for pace, theory in zip(paces, predicted, strict=True)],
                 frames,
                 names,
@@ -146,7 +146,7 @@ def _whole_path(case: Case) -> _Part:
             f"From {n} orthogonal tokens at beta = {PLOTTED_BETA:g} the pace of SA rises from {2 * shown[0][0, 0]:.3g} "
             f"to {2 * shown[0][-1, 0]:.3g}: it is steady near the cluster only."
         ),
-        where=f"{n} orthonormal tokens, beta uniform in [0, {largest:g}], until 1 - m = {end:g}, Dormand-Prince",
+        setting=f"{n} orthonormal tokens, beta uniform in [0, {largest:g}], until 1 - m = {end:g}, Dormand-Prince",
     )
 
 

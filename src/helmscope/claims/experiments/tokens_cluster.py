@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 import xarray as xr
 
-from helmscope.claims.factorial import (
+from helmscope.claims.arm_statistics import (
     ATTENTION,
     MLP,
+    NEGATED_WITH_MLP,
+    NO_MIXING_WITH_MLP,
     SILENT,
     WHOLE,
     ArmStatistics,
@@ -18,15 +21,19 @@ from helmscope.claims.factorial import (
     depth_curves,
     ends_of,
     growth_of,
+    growth_or_reason,
     over_prompts,
     token_ids,
 )
+from helmscope.claims.curves import curve
 from helmscope.claims.finding import Finding
-from helmscope.claims.registry import Case, experiment
+from helmscope.claims.registry import TrialCase, experiment
 from helmscope.claims.theory_flow import TheoryFlow
+from helmscope.claims.twin_contrast import TwinContrast
 from helmscope.geometry.sphere import retract
-from helmscope.observe.pairs import PairSet, clustering, without_first_token
-from helmscope.types import Exhibit, HelmscopeError, Trajectory
+from helmscope.observe.inner_products import inner_product_histogram
+from helmscope.observe.pairs import PairSet, cloud_statistics, without_first_token
+from helmscope.types import Attachment, HelmscopeError, Trajectory
 
 if TYPE_CHECKING:
     from helmscope.claims.evidence import Evidence
@@ -34,6 +41,7 @@ if TYPE_CHECKING:
 
 LOOPED_FURTHER = (2, 4, 8)  # times the depth of a tied block, the latter two in a full run only
 LOOPED_PROMPTS = 8
+SHOWN, BINS = 5, 40  # depths and bins of the histograms
 LITERATURE = (
     "That pure attention collapses in rank (Dong et al. 2021, arXiv:2103.03404) is proved without residual connections "
     "and MLPs, and masks and LayerNorm change it (Wu et al. 2024, arXiv:2405.18781): a model with both need not gather "
@@ -42,27 +50,31 @@ LITERATURE = (
 
 
 @experiment("tokens-cluster", seconds={"model": 15})
-def tokens_cluster(case: Case) -> Finding:
+def tokens_cluster(case: TrialCase) -> Finding:
     """The share of inner products <x_i, x_j> above 0.9 at the last depth minus that at the first, one value per prompt,
     whole model.
 
     Pairs have different token ids and are at least 16 positions apart, without the first token. x are the tokens on the
     theory's sphere: the direction of the residual stream or, where states are outputs of norms, the direction with gain
     and bias folded out. Described: other levels and pairs, ranks, distance to the mean token, other coordinates,
-    figure 1 as printed, untrained twins, tied blocks looped further, and the flow of ``TheoryFlow``.
+    figure 1 as printed, attention with P = I and with -V while the MLPs are on, untrained twins (in a full run in all
+    arms), tied blocks looped further, and the flow of ``TheoryFlow``.
     """
     arms = Factorial.of(case)
     if arms.unmet is not None:
         return Finding.impossible(arms.unmet)
-    whole, silent = arms.arm(WHOLE), arms.arm(SILENT, few=True)
+    whole, silent = arms.arm(WHOLE), arms.arm(SILENT, only_described=True)
     twins = arms.twin_shares(WHOLE)
-    twin_growth = np.stack([growth_of(twin) for twin in twins]).mean(0)
     described = _described(whole)
-    described["growth minus that of untrained twins"] = over_prompts(whole.growth[: len(twin_growth)] - twin_growth)
+    described |= TwinContrast(whole.growth, np.stack([growth_of(twin) for twin in twins])).described("growth")
     described |= {label: over_prompts(growth) for label, growth in _other_coordinates(arms).items()}
     described |= {label: over_prompts(growth) for label, growth in _looped(case, arms).items()}
+    for arm in (NO_MIXING_WITH_MLP, NEGATED_WITH_MLP):
+        described[f"growth, {arm.label}, MLPs on"] = growth_or_reason(arms.arm_or_reason(arm, only_described=True))
+    if not case.quick:
+        described |= _other_arms_of_twins(arms)
     shares = {"whole model": whole.share, "attention alone": arms.arm(ATTENTION).share}
-    mlp = arms.arm_or_reason(MLP, few=True)
+    mlp = arms.arm_or_reason(MLP)
     shares |= {"MLP alone": mlp.share} if isinstance(mlp, ArmStatistics) else {}
     shares["whole model, untrained"] = twins.mean(0)
     means = {"whole model": whole.mean}
@@ -73,6 +85,7 @@ def tokens_cluster(case: Case) -> Finding:
     parts = [
         depth_curves("share", shares, label=f"share of inner products above {arms.level:g}"),
         depth_curves("inner_product", means, label="mean inner product").rename(arm="path"),
+        _figure_1(arms.recording(only_described=True)),
     ]
     ends = whole.share.mean(1)
     return Finding(
@@ -82,8 +95,8 @@ def tokens_cluster(case: Case) -> Finding:
         data=xr.merge(parts, join="outer", compat="no_conflicts"),
         remark=f"The share goes from {ends[0]:.4f} over at most {ends.max():.4f} to {ends[-1]:.4f}, in untrained twins "
         f"to {twins[:, -1].mean():.4f}. {remark} {LITERATURE}{arms.caveat}",
-        where=arms.where,
-        exhibits=(Exhibit(f"Certificate of {case.subject.name}", str(arms.recording().certificate)),),
+        setting=arms.setting,
+        attachments=(Attachment(f"Certificate of {case.subject.name}", str(arms.recording().certificate)),),
     )
 
 
@@ -97,10 +110,10 @@ def _described(whole: ArmStatistics) -> dict[str, Evidence]:
     rows["growth of the share, all pairs i != j"] = over_prompts(growth_of(whole.share_of(PairSet.ALL)))
     rows["growth of the mean inner product"] = over_prompts(growth_of(whole.mean))
     for label, name in (
-        ("effective rank exp(entropy)", "entropy_rank"),
+        ("effective rank exp(entropy)", "effective_rank"),
         ("participation ratio", "participation_ratio"),
-        ("distance to the mean token, Frobenius", "residual"),
-        ("distance to the mean token, norm of Dong et al.", "residual_composite"),
+        ("distance to the mean token, Frobenius", "collapse_residual_frobenius"),
+        ("distance to the mean token, norm of Dong et al.", "collapse_residual_composite"),
     ):
         values = whole.ends[name].values
         rows[f"{label}, last depth over first"] = over_prompts(values[-1] / values[0])
@@ -109,25 +122,33 @@ def _described(whole: ArmStatistics) -> dict[str, Evidence]:
     return rows
 
 
+def _other_arms_of_twins(arms: Factorial) -> dict[str, Evidence]:
+    """The growth of the share in untrained twins, in those arms that have no curve."""
+    return {
+        f"growth, {arm.label}{', MLPs on' if arm.mlp and arm != MLP else ''}, untrained": growth
+        for arm, growth in arms.other_twin_growths().items()
+    }
+
+
 def _other_coordinates(arms: Factorial) -> dict[str, np.ndarray]:
     """The growth of the share with the prompt's mean token subtracted, with gain and bias, and as printed."""
     recording = arms.recording()
     growths = {"growth, mean token subtracted": _growth(arms, recording, _centred(ends_of(recording.on_sphere)))}
     if recording.anatomy.post_norm:
         growths["growth, with gain and bias"] = _growth(arms, recording, ends_of(recording.trajectory))
-    raw = _raw_states(recording)
-    measured = clustering(
+    raw = _raw_states(recording, (0, len(recording.trajectory.times) - 1))
+    measured = cloud_statistics(
         raw, ids=token_ids(recording), levels=[arms.level], gap=arms.gap, first_token=True, ranks=False
     )
     for label, pairs in (("i != j", PairSet.ALL), ("with the diagonal", PairSet.AS_PRINTED)):
-        share = measured.share.sel(pairs=pairs.value, level=arms.level).values
+        share = measured.aligned_pair_share.sel(pairs=pairs.value, level=arms.level).values
         growths[f"growth, figure 1 as printed, {label}"] = growth_of(share)
     return growths
 
 
 def _growth(arms: Factorial, recording: Recording, path: Trajectory) -> np.ndarray:
-    measured = clustering(path, ids=token_ids(recording), levels=[arms.level], gap=arms.gap, ranks=False)
-    return growth_of(measured.share.sel(pairs=PairSet.DISTANT.value, level=arms.level).values)
+    measured = cloud_statistics(path, ids=token_ids(recording), levels=[arms.level], gap=arms.gap, ranks=False)
+    return growth_of(measured.aligned_pair_share.sel(pairs=PairSet.DISTANT.value, level=arms.level).values)
 
 
 def _centred(path: Trajectory) -> Trajectory:
@@ -140,14 +161,34 @@ def _centred(path: Trajectory) -> Trajectory:
     return Trajectory(path.times, retract(x - mean), path.weights, axis=path.axis, replicate=path.replicate)
 
 
-def _raw_states(recording: Recording) -> Trajectory:
-    """The hidden states of the first and last depth as they are, scaled to length 1."""
-    path, last = recording.trajectory, len(recording.trajectory.times) - 1
-    states = torch.stack([retract(recording.stream(depth=depth).double()) for depth in (0, last)])
-    return Trajectory(path.times[[0, -1]], states, path.weights, axis=path.axis, replicate=path.replicate)
+def _raw_states(recording: Recording, depths: Sequence[int]) -> Trajectory:
+    """The hidden states at some depths as they are, scaled to length 1."""
+    path = recording.trajectory
+    states = torch.stack([retract(recording.stream(depth=depth).double()) for depth in depths])
+    return Trajectory(path.times[list(depths)], states, path.weights, axis=path.axis, replicate=path.replicate)
 
 
-def _looped(case: Case, arms: Factorial) -> dict[str, np.ndarray]:
+def _figure_1(recording: Recording) -> xr.Dataset:
+    """Histograms of the inner products of raw states at some layers as figure 1 prints them: without the pairs i = i,
+    as its caption says, and with them, as its code has it; one histogram per prompt.
+    """
+    last = len(recording.trajectory.times) - 1
+    depths = sorted({2 * round(k * last / 2 / (SHOWN - 1)) for k in range(SHOWN)})  # ends of whole layers
+    raw = _raw_states(recording, depths)
+    histogram = inner_product_histogram(raw, bins=BINS).inner_product_histogram.transpose(
+        raw.replicate, "inner_product", raw.axis
+    )
+    without = histogram.values
+    sizes = torch.ones_like(raw.states[0, ..., 0]) if raw.weights is None else raw.weights[0]
+    n = sizes.sum(-1).double().cpu().numpy()[:, None, None]
+    diagonal = (np.arange(BINS) == BINS - 1)[:, None]
+    both = np.stack([without, ((n - 1) * without + diagonal) / n], -1)
+    axes = {"inner_product_of_raw_states": histogram.inner_product.values.tolist()}
+    axes |= {"at_depth": depths, "pairs": ["i != j", "with the diagonal"]}
+    return curve("figure_1", both, axes, label="figure 1 as printed: share of inner products in a bin", over="prompt")
+
+
+def _looped(case: TrialCase, arms: Factorial) -> dict[str, np.ndarray]:
     """The growth of a model of one tied block when it is looped further."""
     loops = case.subject.tied_loops
     if loops is None:
@@ -159,13 +200,13 @@ def _looped(case: Case, arms: Factorial) -> dict[str, np.ndarray]:
     return growths
 
 
-def _flow(case: Case, arms: Factorial) -> tuple[TheoryFlow | None, str]:
+def _flow(case: TrialCase, arms: Factorial) -> tuple[TheoryFlow | None, str]:
     """The theory's flow from the first states, and a sentence about it."""
-    missing = case.subject.needs("kernel")
+    missing = case.subject.unmet_premise("kernel")
     if missing is not None:
         return None, f"The theory's flow was not simulated: {missing}."
     try:
-        flow = TheoryFlow.of(arms.recording(few=True), prompts=case.count(16, quick=4), gap=arms.gap)
+        flow = TheoryFlow.of(arms.recording(only_described=True), prompts=case.count(16, quick=4), gap=arms.gap)
     except HelmscopeError as error:
         return None, f"The theory's flow was not simulated: {error}."
     return flow, flow.sentence

@@ -10,7 +10,7 @@ import torch
 from helmscope.claims.curves import curve
 from helmscope.claims.evidence import Identity
 from helmscope.claims.finding import Finding
-from helmscope.claims.registry import Case, experiment
+from helmscope.claims.registry import TrialCase, experiment
 from helmscope.fields.attention import SA, USA
 from helmscope.geometry.sphere import project, retract, tangent_basis
 from helmscope.observe.energy import interaction_energy
@@ -22,7 +22,7 @@ FORMS = ("with 1/Z", "without 1/Z", "as printed")
 
 
 @experiment("z-metric", seconds=2)
-def z_metric(case: Case) -> Finding:
+def z_metric(case: TrialCase) -> Finding:
     """dE_sum(w) = sum_i Z_i <x_i', w_i>, E_sum = (1/(2 beta)) sum_ij e^(beta <V x_i, x_j>), V symmetric,
     Z_i = sum_j e^(beta <V x_i, x_j>), x_i' = P(Z_i^-1 sum_j e^(beta <V x_i, x_j>) V x_j); without the 1/Z the flow is
     the gradient in the flat metric.
@@ -67,12 +67,12 @@ def z_metric(case: Case) -> Finding:
             label=f"largest relative error of dE_sum over {clouds} clouds",
             log=True,
         ),
-        where=f"simulation on the unit sphere: fields at random clouds, n = {tokens}, d = {dim}, "
+        setting=f"simulation on the unit sphere: fields at random clouds, n = {tokens}, d = {dim}, "
         f"beta = {', '.join(f'{beta:g}' for beta in betas)}, random symmetric V; nothing is integrated",
     )
 
 
-def _inputs(case: Case, matrices: int) -> Iterator[tuple[float, Tensor, Tensor, Tensor]]:
+def _inputs(case: TrialCase, matrices: int) -> Iterator[tuple[float, Tensor, Tensor, Tensor]]:
     """Yield beta, a symmetric V, clouds, and a random tangent at each token."""
     dim, tokens, count, betas = (case.constant(name) for name in ("dim", "tokens", "clouds", "betas"))
     square = case.normal(len(betas), matrices, dim, dim, stream=0)
