@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from helmscope.runs import Processes, Unit, run
+from helmscope.runs import Processes, Unit, run_units
 from helmscope.store import RunFolder
 from support.children import alive_in_session, child, end_workers, is_alive, run_child, wait_for, with_tests_on_path
 from support.toy_units import manifest
@@ -71,7 +71,7 @@ def test_children_end_with_a_test_process_that_is_killed():
 def test_workers_of_this_process_are_ended_and_the_next_run_gets_new_ones(tmp_path):
     def worker(name: str) -> int:
         folder = RunFolder.create(tmp_path / name)
-        return run([Unit("worker", os.getpid)], folder, manifest=manifest(), engine=Processes(1))["worker"]
+        return run_units([Unit("worker", os.getpid)], folder, manifest=manifest(), engine=Processes(1))["worker"]
 
     first = worker("first")
     assert is_alive(first)

@@ -29,7 +29,7 @@ FIELDS = {
 }
 STEPPERS = [
     *(hs.DormandPrince(), hs.solve.ProjectedEuler(0.1), hs.solve.Heun(0.1), hs.RK4(0.1), hs.solve.GeodesicEuler(0.1)),
-    *(hs.solve.GeodesicHeun(0.1), hs.solve.GeodesicRK4(0.1), hs.Layer(0.5), hs.solve.PublishedEuler(0.1)),
+    *(hs.solve.GeodesicHeun(0.1), hs.solve.GeodesicRK4(0.1), hs.Layer(0.5), hs.solve.UnprojectedEuler(0.1)),
 ]
 OBSERVABLES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "energy": lambda x: hs.interaction_energy(x, beta=2.0),
@@ -37,11 +37,11 @@ OBSERVABLES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "energy rate": lambda x: hs.observe.interaction_energy_rate(x, FIELDS["general"]),
     "printed energy": lambda x: hs.observe.gaussian_energy_as_printed(x, beta=2.0),
     "mean inner product": hs.mean_inner_product,
-    "clustering fraction": lambda x: hs.observe.clustering_fraction(x, delta=0.3),
+    "clustering fraction": lambda x: hs.observe.close_pair_share(x, delta=0.3),
     "cluster count": lambda x: hs.cluster_count(x, radius=0.5),
     "merge heights": lambda x: hs.observe.merge_tree(x).height,
     "order": hs.order_parameter,
-    "entropy rank": hs.rank.entropy_rank,
+    "effective rank": hs.rank.effective_rank,
     "residual": hs.rank.collapse_residual_composite,
     "angle": lambda x: hs.sphere.angle(x, x.flip(-2)),
     "log": lambda x: hs.sphere.log(x, x.flip(-2)),
@@ -99,5 +99,5 @@ def test_the_same_seed_gives_the_same_tokens_everywhere(device: str, dtype: torc
 def test_an_overview_is_read_from_any_device(device: str, dtype: torch.dtype) -> None:
     wanted = hs.overview(hs.integrate(FIELDS["sa"], X, [0.0, 1.0]).trajectory, beta=2.0)
     got = hs.overview(hs.integrate(FIELDS["sa"], X.to(device, dtype), [0.0, 1.0]).trajectory, beta=2.0)
-    for name in ("energy", "order", "clusters", "entropy_rank"):
+    for name in ("energy", "order_parameter", "cluster_count", "effective_rank"):
         assert abs(got[name].values - wanted[name].values).max() <= FLOW_BOUND[dtype]

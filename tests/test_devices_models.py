@@ -28,7 +28,7 @@ def test_a_recording(family, device):
 def test_losses_and_chosen_logits(device):
     ids = inputs_of("gpt2")
     wanted, found = (hs.record(tiny_model("gpt2").to(place), ids, batch_size=2) for place in ("cpu", device))
-    for measured in (hs.next_token_loss, hs.observe.ablation_loss):
+    for measured in (hs.next_token_loss, hs.observe.head_ablation_loss):
         assert float(abs(measured(found).loss - measured(wanted).loss).max()) < 1e-5
     chosen = [hs.token_logits(each, [3, 7], depth=[2, 6]).logit for each in (found, wanted)]
     assert float(abs(chosen[0] - chosen[1]).max()) < 1e-4

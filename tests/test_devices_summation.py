@@ -93,7 +93,7 @@ def test_fused_is_solve_and_observe(device, normalized, causal, value):
             keep_states=True,
         )
         assert (found.states[0].cpu().double() - run.states[-1]).abs().max() < 2e-5
-        share = hs.observe.clustering_fraction(run.states, delta=0.1).mT
+        share = hs.observe.close_pair_share(run.states, delta=0.1).mT
         assert (found.met[0].cpu().double() / found.pairs - share).abs().max() <= 1 / found.pairs
 
 

@@ -1,8 +1,9 @@
-"""Every example runs as a user runs it, says what it should and writes what it names."""
+"""Every example runs, says what it should and writes what it names."""
 
 from __future__ import annotations
 
 import re
+import runpy
 import sys
 from pathlib import Path
 
@@ -15,8 +16,21 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
 def printed(name: str, folder: Path) -> str:
-    """What an example prints; it writes into the folder."""
+    """What an example prints in a process of its own; it writes into the folder."""
     return run_child([sys.executable, EXAMPLES / name, folder], check=True, cwd=folder).stdout
+
+
+@pytest.fixture
+def printed_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """What an example prints in this process, which does not have to import transformers once more."""
+
+    def run(name: str) -> str:
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(sys, "argv", [name, str(tmp_path)])
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+        return capsys.readouterr().out
+
+    return run
 
 
 def numbers(text: str) -> list[float]:
@@ -48,16 +62,16 @@ def test_phase_diagram(tmp_path):
     assert (tmp_path / "phase.pdf").read_bytes().startswith(b"%PDF")
 
 
-def test_trained_and_untrained(tmp_path):
-    _, *rows = printed("trained_and_untrained.py", tmp_path).splitlines()
+def test_trained_and_untrained(printed_here):
+    _, *rows = printed_here("trained_and_untrained.py").splitlines()
     values = {int(row[0]): row[1:] for row in map(numbers, rows)}
     assert list(values) == [0, 4, 8, 12, 16, 20, 24]
     trained, *twins = values[4]
     assert trained > 3 * max(twins)
 
 
-def test_ablated_heads(tmp_path):
-    first, *rows, last, saved = printed("ablated_heads.py", tmp_path).splitlines()
+def test_ablated_heads(tmp_path, printed_here):
+    first, *rows, last, saved = printed_here("ablated_heads.py").splitlines()
     loss, uniform = numbers(first)
     assert 1.0 < loss < 3.0 < 8.0 < uniform < 8.4
     assert len(rows) == 12

@@ -1,16 +1,19 @@
-"""The house stands: rooms import only from rooms above them, exports are lazy and complete, versions agree."""
+"""The house stands: packages import only from packages above them, exports are lazy and complete, versions agree."""
 
 import ast
 import re
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FunctionType, ModuleType
+from typing import Protocol
 
 import pytest
 
 import helmscope as hs
+from helmscope.claims.reading import read_catalogue
+from helmscope.claims.registry import experiments
 from support.children import run_python
 
 ROOT = Path(__file__).parent.parent
@@ -48,23 +51,23 @@ def imported(path: Path) -> Iterator[tuple[str, int]]:
 
 
 def misplaced(root: Path) -> list[str]:
-    """What breaks the order: a room that is not in it, an import from below, an import through the front door."""
+    """What breaks the order: a package that is not in it, an import from below, an import through the front door."""
     faults = []
     for path in sorted(root.rglob("*.py")):
-        room = path.relative_to(root).with_suffix("").parts[0]
-        if room in ("__init__", "__main__"):
+        package = path.relative_to(root).with_suffix("").parts[0]
+        if package in ("__init__", "__main__"):
             continue
-        if room not in ORDER:
-            faults.append(f"{path.name}: '{room}' is no room of the house")
+        if package not in ORDER:
+            faults.append(f"{path.name}: '{package}' is not a package of the library")
             continue
         for name, line in imported(path):
             parts = name.split(".")
             if (path.relative_to(root).as_posix(), name) in REACHES_DOWN:
                 continue
             if len(parts) < 2 or parts[1] not in ORDER:
-                faults.append(f"{path.name}:{line}: {name} is not in a room")
-            elif ORDER.index(parts[1]) > ORDER.index(room):
-                faults.append(f"{path.name}:{line}: {room} imports {parts[1]}")
+                faults.append(f"{path.name}:{line}: {name} is not in a package")
+            elif ORDER.index(parts[1]) > ORDER.index(package):
+                faults.append(f"{path.name}:{line}: {package} imports {parts[1]}")
     return faults
 
 
@@ -100,18 +103,19 @@ def test_a_misplaced_import_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert len(misplaced(house)) == 1
 
 
-COMPUTING = ("geometry", "theory", "kernels", "fields", "solve", "observe")
+COMPUTING = ("geometry", "theory", "kernels", "fields", "solve", "meanfield", "observe")
 PRODUCTS = {"addmm", "baddbmm", "bmm", "einsum", "matmul", "mm", "tensordot"}
 FACTORIES = {"arange", "as_tensor", "empty", "eye", "full", "linspace", "ones", "rand", "randint", "randn", "tensor"}
 FACTORIES |= {"zeros"}
 # what multiplies arrays of NumPy, and a part of a decorated function
 SAFE = {
+    "committor_chain.estimate_transition_matrix",
     "equiangular._decay_integral",
     "hodge_gaussian._energy_terms",
     "hodge_profile._chebyshev",
     "hull._distance_from_origin",
 }
-SAFE |= {"jacobian._deflated", "surface.hessian"}
+SAFE |= {"krylov._deflated", "surface.hessian"}
 
 
 def called_of_torch(node: ast.AST) -> str:
@@ -134,30 +138,50 @@ def exposed_products(tree: ast.AST, inside: str = "", safe: bool = False) -> Ite
         yield from exposed_products(node, name, shielded)
 
 
-@pytest.mark.parametrize("room", COMPUTING)
-def test_autocast_reaches_no_matrix_product(room: str) -> None:
+@pytest.mark.parametrize("package", COMPUTING)
+def test_autocast_reaches_no_matrix_product(package: str) -> None:
     found = {
         f"{path.stem}.{name}"
-        for path in (SOURCE / room).glob("*.py")
+        for path in (SOURCE / package).glob("*.py")
         for name in exposed_products(ast.parse(path.read_text()))
     }
     assert found - SAFE == set(), "decorate them with full_precision"
 
 
-@pytest.mark.parametrize("room", COMPUTING)
-def test_new_tensors_name_their_device(room: str) -> None:
+@pytest.mark.parametrize("package", COMPUTING)
+def test_new_tensors_name_their_device(package: str) -> None:
     """Else they would lie on the caller's default device, beside tokens on another."""
     found = [
         f"{path.name}:{node.lineno}"
-        for path in (SOURCE / room).glob("*.py")
+        for path in (SOURCE / package).glob("*.py")
         for node in ast.walk(ast.parse(path.read_text()))
         if called_of_torch(node) in FACTORIES and not {"device", None} & {word.arg for word in node.keywords}
     ]
     assert found == []
 
 
-ROOMS = sorted(path.parent.name for path in SOURCE.glob("*/__init__.py"))
-PUBLIC = [room for room in ROOMS if room in hs.__all__]
+PACKAGES = sorted(path.parent.name for path in SOURCE.glob("*/__init__.py"))
+PUBLIC = [package for package in PACKAGES if package in hs.__all__]
+
+
+def exports(module: ModuleType) -> list[str]:
+    """The public names of a module: those in ``__all__``, or else those that it defines."""
+    own = [name for name, thing in vars(module).items() if getattr(thing, "__module__", "") == module.__name__]
+    return [name for name in getattr(module, "__all__", own) if not name.startswith("_")]
+
+
+def modules_below(module: ModuleType) -> dict[str, ModuleType]:
+    """The module and all modules that it exports, and those export, by name: hs, hs.fields, hs.geometry.sphere, ..."""
+    found, queue = {}, [module]
+    while queue:
+        module = queue.pop()
+        if module.__name__ not in found:
+            found[module.__name__] = module
+            queue += [part for name in exports(module) if isinstance(part := getattr(module, name), ModuleType)]
+    return found
+
+
+EXPORTED = modules_below(hs)
 
 
 def test_few_names_stand_at_the_top() -> None:
@@ -165,42 +189,46 @@ def test_few_names_stand_at_the_top() -> None:
     assert set(hs.__all__) <= {*dir(hs), "__version__"}
 
 
-@pytest.mark.parametrize("room", ["", *PUBLIC])
-def test_every_export_is_there_and_documented_with_an_example(room: str) -> None:
-    package = getattr(hs, room) if room else hs
-    exported = [name for name in package.__all__ if not name.startswith("__")]
-    assert exported
-    bare = []
-    for name in exported:
-        thing = getattr(package, name)
-        documented = isinstance(thing, ModuleType) or ">>>" in (thing.__doc__ or "")
-        if not documented or not thing.__doc__:
-            bare.append(name)
-    assert bare == []
+@pytest.mark.parametrize("module", EXPORTED.values(), ids=EXPORTED)
+def test_every_export_is_there_and_documented_with_an_example(module: ModuleType) -> None:
+    assert module.__doc__
+    things = {name: getattr(module, name) for name in exports(module)}
+    assert things
+    named = {name: thing.__doc__ or "" for name, thing in things.items() if not isinstance(thing, ModuleType)}
+    assert [name for name, text in named.items() if ">>>" not in text] == []
 
 
-# the rooms whose classes have an example in every method
-WITH_EXAMPLES = {"models", "intervene"}
+def test_modules_within_packages_are_checked_too() -> None:
+    names = {"helmscope", "helmscope.fields", "helmscope.fields.noise", "helmscope.geometry.sphere"}
+    assert names <= set(EXPORTED)
+    assert {f"helmscope.{package}" for package in PUBLIC} <= set(EXPORTED)
 
 
-def methods_without_example(kind: type) -> Iterator[str]:
+def methods_without_example(kind: type, protocols: Sequence[type] = ()) -> Iterator[str]:
     """The public methods that a class itself introduces, and whose docstrings have no example.
 
-    Overridden methods are documented where the base class introduces them, and properties by the class.
+    Overridden methods are documented where the base class, or a protocol of the package, introduces them, and
+    properties by the class.
     """
+    bases = (*kind.__bases__, *(protocol for protocol in protocols if protocol is not kind))
     for name, member in vars(kind).items():
-        introduced = not any(hasattr(base, name) for base in kind.__bases__)
+        introduced = not any(hasattr(base, name) for base in bases)
         method = isinstance(member, FunctionType | classmethod | staticmethod)
         if method and introduced and not name.startswith("_") and ">>>" not in (member.__doc__ or ""):
             yield f"{kind.__name__}.{name}"
 
 
-@pytest.mark.parametrize("room", sorted(WITH_EXAMPLES))
-def test_every_method_of_an_exported_class_has_an_example(room: str) -> None:
-    package = getattr(hs, room)
-    kinds = [thing for name in package.__all__ if isinstance(thing := getattr(package, name), type)]
-    assert len(kinds) > 5
-    assert [name for kind in kinds for name in methods_without_example(kind)] == []
+@pytest.mark.parametrize("module", EXPORTED.values(), ids=EXPORTED)
+def test_every_method_of_an_exported_class_has_an_example(module: ModuleType) -> None:
+    kinds = [thing for name in exports(module) if isinstance(thing := getattr(module, name), type)]
+    protocols = [kind for kind in kinds if getattr(kind, "_is_protocol", False)]
+    assert [name for kind in kinds for name in methods_without_example(kind, protocols)] == []
+
+
+def test_all_rooms_together_have_many_classes() -> None:
+    """Else the test above would check nothing."""
+    exported = {getattr(getattr(hs, package), name) for package in PUBLIC for name in getattr(hs, package).__all__}
+    assert sum(isinstance(thing, type) for thing in exported) > 100
 
 
 def test_a_method_without_example_is_seen() -> None:
@@ -216,7 +244,7 @@ def test_a_method_without_example_is_seen() -> None:
         @classmethod
         def made(cls) -> None: ...
 
-        def shown(self) -> None:
+        def short_repr(self) -> None:
             """
             >>> Bare().shown()
             """
@@ -227,12 +255,52 @@ def test_a_method_without_example_is_seen() -> None:
 
         def _private(self) -> None: ...
 
+    class Promised(Protocol):
+        def bare(self) -> None: ...
+
     assert list(methods_without_example(Bare)) == ["Bare.bare", "Bare.made"]
+    assert list(methods_without_example(Bare, [Promised])) == ["Bare.made"]
+    assert list(methods_without_example(Promised, [Promised])) == ["Promised.bare"]
 
 
 def test_an_unknown_export_offers_the_nearest() -> None:
     with pytest.raises(AttributeError, match="did you mean 'integrate'"):
         _ = hs.integrat
+
+
+@pytest.mark.parametrize(
+    ("package", "name", "hint"),
+    [
+        ("", "AblateHead", ": it is hs.intervene.AblateHead"),
+        ("", "IsotropicNoise", ": it is hs.fields.IsotropicNoise"),
+        ("", "head_ablation_loss", ": it is hs.observe.head_ablation_loss"),
+        ("", "untrained_twin", ": it is hs.models.untrained_twin"),
+        ("claims", "Verdict", ": it is hs.Verdict"),
+        ("store", "integrate", ": it is hs.integrate"),
+        ("", "AblateHed", ": did you mean 'hs.intervene.AblateHead'?"),
+        ("", "xyzzyx", ""),
+    ],
+)
+def test_an_unknown_name_says_which_package_has_it(package: str, name: str, hint: str) -> None:
+    module = getattr(hs, package) if package else hs
+    with pytest.raises(AttributeError) as error:
+        getattr(module, name)
+    assert str(error.value) == f"module '{module.__name__}' has no attribute '{name}'{hint}"
+
+
+def test_a_function_is_never_hidden_by_the_module_of_the_same_name() -> None:
+    """In a new process, before and after the import of the modules."""
+    code = """
+import importlib, helmscope as hs
+names = ["observe.track", "observe.overview", "observe.measure", "models.load", "models.record", "solve.integrate",
+         "stats.summary", "theory.equiangular", "fields.helmholtz", "claims.sources", "claims.run_trials"]
+for name in names:
+    package, own = name.split(".")
+    before = getattr(getattr(hs, package), own)
+    module = importlib.import_module(f"helmscope.{name}")
+    assert before is getattr(getattr(hs, package), own) is getattr(module, own), name
+"""
+    run_python(code, check=True)
 
 
 MODULES = [name for name in hs.__all__ if isinstance(getattr(hs, name), ModuleType)]
@@ -247,6 +315,12 @@ def test_modules_list_only_their_own_names(name: str) -> None:
     export = max(module.__all__, key=len)
     with pytest.raises(AttributeError, match=f"module '{module.__name__}' has no .*did you mean '{export}'"):
         getattr(module, export[:-1] + "_")
+
+
+def test_types_lists_no_helpers() -> None:
+    """Argument checks and text helpers are shared by the packages, but users neither see nor rely on them."""
+    assert not {"check_integer", "pluralized", "html_table", "type_with_article", "ConciseRepr"} & set(dir(hs.types))
+    assert {"Trajectory", "System", "Instrument", "Interval", "Region", "Verdict", "Ruling"} <= set(dir(hs.types))
 
 
 @pytest.mark.parametrize(
@@ -296,6 +370,7 @@ def test_constraints_pin_every_direct_dependency() -> None:
 
 def test_versions_agree() -> None:
     assert re.search(r"^version: (.+)$", (ROOT / "CITATION.cff").read_text(), re.M).group(1) == hs.__version__
+    assert f"version = {{{hs.__version__}}}" in (ROOT / "docs" / "references.md").read_text()
     assert hs.__version__.split(".dev")[0] in (ROOT / "CHANGELOG.md").read_text()
 
 
@@ -317,6 +392,7 @@ def test_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         assert re.search(rf"^{command}:", (ROOT / "Makefile").read_text(), re.M), command
     for link in re.findall(r"\]\(([\w./-]+)\)", text):
         assert (ROOT / link).exists(), link
+    assert f"{len(read_catalogue())} claims, of which {len(experiments())} have an experiment" in text
 
 
 def test_the_tour_runs(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,8 @@ sim = hs.integrate(hs.SA(beta=4.0), hs.Uniform(n=12, dim=3).sample(3, seed=0), t
 recording = hs.record("A", ["Once upon a time there was a cat.", "One day a dog ran <script>alert(1)</script>"])
 diagram = hs.phase_diagram(hs.SA, betas=[1, 4], times=[0, 4, 9], start=hs.Uniform(4, 8), samples=3)
 trial = hs.try_claim("kuramoto", quick=True)
+density = hs.meanfield.Density.von_mises_fisher(hs.meanfield.CircleGrid(degree=16), kappa=1.0)
+path = hs.meanfield.evolve(None, density, times=[0, 1], noise=hs.noise.IsotropicNoise(0.1))
 """
 TABLE, PICTURE, TEXT = "text/html", "image/png", "text/plain"
 CELLS = {
@@ -32,6 +34,10 @@ CELLS = {
     "hs.plot(hs.overview(sim, beta=4.0))": PICTURE,
     "trial.plot()": PICTURE,
     "import matplotlib.pyplot as plt\nsim.trajectory.plot(system=1)": PICTURE,  # pyplot shows its own figures itself
+    "path.plot()": PICTURE,
+    "hs.plot(density)": PICTURE,
+    "path": TEXT,
+    "density": TEXT,
     "sim.trajectory": TEXT,
     "sim.outcome": TEXT,
     "hs.Subject('A', ['one text'])": TEXT,

@@ -294,9 +294,9 @@ def test_flow_is_of_fourth_order_and_stays_on_the_sphere():
 
 def test_pairs_on_an_even_circle():
     x = circle([2 * math.pi * k / 12 for k in range(12)])
-    assert oracles.clustering_fraction(x, 0.14) == 2 / 11  # cos 30 = 0.866
-    assert oracles.clustering_fraction(x, 0.13) == 0.0
-    assert oracles.clustering_fraction(x, 0.51, mask=[True] * 3 + [False] * 9) == 1.0
+    assert oracles.close_pair_share(x, 0.14) == 2 / 11  # cos 30 = 0.866
+    assert oracles.close_pair_share(x, 0.13) == 0.0
+    assert oracles.close_pair_share(x, 0.51, mask=[True] * 3 + [False] * 9) == 1.0
     # per token: 180; 150, 120 twice; 90 twice; 60, 30 twice
     shares = oracles.histogram(x, [-1.0, -0.9, -0.1, 0.1, 1.0])
     assert shares == close([1 / 11, 4 / 11, 2 / 11, 4 / 11])
@@ -342,13 +342,13 @@ def test_ranks_of_known_singular_values():
         assert oracles.stable_rank(x) == close(21 / 16)
         assert oracles.nuclear_rank(x) == close(7 / 4)
         entropy = math.log(7) - (4 * math.log(4) + 2 * math.log(2)) / 7
-        assert oracles.entropy_rank(x) == close(math.exp(entropy))
+        assert oracles.effective_rank(x) == close(math.exp(entropy))
         assert [oracles.numerical_rank(x, tol) for tol in (0.2, 0.3, 0.6)] == [3, 2, 1]
 
 
 def test_ranks_at_the_extremes():
     same, apart = [unit([1.0, 2.0, 2.0])] * 4, identity(4)
-    for rank in (oracles.entropy_rank, oracles.participation_ratio, oracles.stable_rank, oracles.nuclear_rank):
+    for rank in (oracles.effective_rank, oracles.participation_ratio, oracles.stable_rank, oracles.nuclear_rank):
         assert rank(same) == close(1.0)
         assert rank(apart) == close(4.0)
     assert oracles.numerical_rank(same, 1e-25) == 1

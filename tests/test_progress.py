@@ -9,13 +9,25 @@ import pytest
 import torch
 
 import helmscope as hs
+from helmscope.claims.reading import read_catalogue
+from helmscope.report.page import page
 from helmscope.runs import bar
 from support.model_families import inputs_of, tiny_model
 
 MODEL, IDS = tiny_model("gpt2"), inputs_of("gpt2")
 RECORDING = hs.record(MODEL, IDS, batch_size=1)
 RUN = hs.integrate(hs.SA(2.0), hs.Uniform(5, 3).sample(4, seed=0), times=[0.0, 0.5, 1.0])
+TRIALS = [hs.try_claim(claim, quick=True) for claim in ("kuramoto", "radial")]
 PHASE = {"betas": [1, 4], "times": [0, 1], "start": hs.Uniform(n=4, dim=3), "samples": 4}
+CIRCLE = hs.Uniform(n=16, dim=2).sample(seed=0)
+CAPS = {name: hs.meanfield.Cap(torch.tensor([sign, 0.0]), height=0.9) for name, sign in (("a", -1.0), ("b", 1.0))}
+
+
+def double_well(x):
+    return x[..., 0] ** 2
+
+
+WELLS = hs.geometry.critical_points.find_critical_points(double_well, CIRCLE)
 LONG = {
     "record": lambda progress: hs.record(MODEL, IDS, batch_size=1, progress=progress),
     "under": lambda progress: RECORDING.under(hs.intervene.Ablate([1]), progress=progress),
@@ -25,23 +37,37 @@ LONG = {
     ),
     "measure": lambda progress: hs.measure(RECORDING, progress=progress),
     "track": lambda progress: hs.track(
-        RUN, order=hs.order_parameter, rank=hs.rank.entropy_rank, inner=hs.mean_inner_product, progress=progress
+        RUN, order=hs.order_parameter, rank=hs.rank.effective_rank, inner=hs.mean_inner_product, progress=progress
     ),
     "overview": lambda progress: hs.overview(RECORDING, beta=1.0, progress=progress),
-    "lens_divergence": lambda progress: hs.lens_divergence(RECORDING, progress=progress),
+    "logit_lens_kl": lambda progress: hs.logit_lens_kl(RECORDING, progress=progress),
     "next_token_loss": lambda progress: hs.next_token_loss(RECORDING, progress=progress),
     "token_loss": lambda progress: hs.observe.token_loss(RECORDING, progress=progress),
-    "loss_under": lambda progress: hs.observe.loss_under(
+    "loss_under_edits": lambda progress: hs.observe.loss_under_edits(
         RECORDING, {"cut": hs.intervene.Ablate([1])}, progress=progress
     ),
-    "ablation_loss": lambda progress: hs.observe.ablation_loss(RECORDING, progress=progress),
+    "head_ablation_loss": lambda progress: hs.observe.head_ablation_loss(RECORDING, progress=progress),
     "token_logits": lambda progress: hs.token_logits(RECORDING, [3], depth=[0, 6], progress=progress),
     "integrate": lambda progress: hs.integrate(
         hs.SA(2.0), torch.eye(3), times=[1.0, 2.0, 3.0], stepper=hs.RK4(h=1.0), progress=progress
     ),
     "phase_diagram": lambda progress: hs.phase_diagram(hs.SA, **PHASE, progress=progress),
     "try_claim": lambda progress: hs.try_claim("kuramoto", quick=True, progress=progress),
+    "find_critical_points": lambda progress: hs.geometry.critical_points.find_critical_points(
+        double_well, CIRCLE, progress=progress
+    ),
+    "find_equilibria": lambda progress: hs.observe.find_equilibria(hs.SA(1.0), CIRCLE[:, None], progress=progress),
+    "label_basins": lambda progress: hs.meanfield.label_basins(double_well, CIRCLE, WELLS, progress=progress),
+    "simulated_committor": lambda progress: hs.meanfield.simulated_committor(
+        torch.zeros_like, CIRCLE, **CAPS, noise=hs.noise.IsotropicNoise(0.5), horizon=1.0, paths=2, progress=progress
+    ),
     "outputs": lambda progress: RECORDING.runner.outputs(progress=progress),
+    "factorial": lambda progress: hs.observe.attention_mlp_factorial(RECORDING, gap=1, progress=progress),
+    "jacobian_spectrum": lambda progress: hs.observe.jacobian_spectrum(hs.SA(2.0), RUN.states[-1], progress=progress),
+    "vmf_mixture": lambda progress: hs.observe.vmf_mixture(RUN.states[-1], max_components=2, progress=progress),
+    "merge_tree": lambda progress: hs.observe.merge_tree(RUN.states[-1], progress=progress),
+    "hull_distance": lambda progress: hs.observe.hull_distance(RUN.states[0], RUN.states[-1], progress=progress),
+    "page": lambda progress: page(read_catalogue(), TRIALS, progress=progress),
     "published_probability": lambda progress: hs.observe.published_probability(hs.SA, **PHASE, progress=progress),
 }
 
@@ -77,6 +103,11 @@ WITHOUT_SHARES = {  # only the time is known, or the share is that of a part whi
     "kernel of a model": lambda: RECORDING.kernel(layer=0),
     "logits": lambda: RECORDING.logits(depth=2),
     "kernel_statistics": lambda: hs.kernel_statistics(RUN),
+    "estimate": lambda: hs.jobs.estimate(hs.jobs.Simulate(n=4, batch=2, times=[0, 0.1])),
+    "cluster_count": lambda: hs.cluster_count(RUN.states, radius=0.1),
+    "cloud_statistics": lambda: hs.observe.cloud_statistics(RECORDING, gap=1),
+    "token_decoding_accuracy": lambda: hs.observe.token_decoding_accuracy(RECORDING, RECORDING),
+    "jacobian_split": lambda: hs.fields.jacobian_split(torch.sin, torch.zeros(2)),
     "Subject.twin_recordings": lambda: next(hs.Subject(MODEL, IDS[:1]).twin_recordings(1)),
 }
 

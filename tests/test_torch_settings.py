@@ -41,6 +41,17 @@ def along_first_axis(x: torch.Tensor) -> torch.Tensor:
     return torch.sin(x @ normal(3, seed=5).to(x))
 
 
+def evolved(grid: hs.meanfield.Grid) -> torch.Tensor:
+    """The values of a density under noisy attention after a short time, in both forms."""
+    start = hs.meanfield.Density.von_mises_fisher(grid, kappa=1.0)
+    noise = hs.fields.IsotropicNoise(0.1)
+    forms = [
+        hs.meanfield.evolve(hs.SA(beta=1.0), start, times=[0.1], noise=noise, positive=p, tol=1e-6)
+        for p in (False, True)
+    ]
+    return torch.stack([path[0](grid.points) for path in forms])
+
+
 FIELDS: dict[str, Callable[[], object]] = {
     "SA": lambda: hs.SA(beta=4.0),
     "SA with all options": lambda: hs.SA(
@@ -57,6 +68,9 @@ FIELDS: dict[str, Callable[[], object]] = {
 }
 CALLS: dict[str, Callable[[], object]] = {
     "integrate": lambda: flow(hs.SA(beta=4.0)).states,
+    "density on the circle": lambda: evolved(hs.meanfield.CircleGrid(16)),
+    "density on S^2": lambda: evolved(hs.meanfield.SphereGrid(14)),
+    "density, zonal": lambda: evolved(hs.meanfield.ZonalGrid(dim=5, degree=14)),
     "integrate in the span": lambda: flow(hs.SA(beta=4.0), tokens(4, 9)).states,
     "integrate with merging": lambda: flow(hs.USA(beta=2.0), merge=1e-3).states,
     "integrate a callable": lambda: flow(lambda x: x @ normal(3, 3).to(x)).states,

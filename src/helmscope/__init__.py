@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from helmscope import intervene as intervene
     from helmscope import jobs as jobs
     from helmscope import kernels as kernels
+    from helmscope import meanfield as meanfield
     from helmscope import models as models
     from helmscope import observe as observe
     from helmscope import plots as plots
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from helmscope import stats as stats
     from helmscope import store as store
     from helmscope import theory as theory
+    from helmscope import transport as transport
     from helmscope import types as types
     from helmscope.claims.trial import try_claim as try_claim
     from helmscope.fields import activations as activations
@@ -56,10 +58,10 @@ if TYPE_CHECKING:
     from helmscope.observe.clusters import cluster_count as cluster_count
     from helmscope.observe.drift import drift_and_swirl as drift_and_swirl
     from helmscope.observe.energy import interaction_energy as interaction_energy
-    from helmscope.observe.inner_products import clustering_probability as clustering_probability
+    from helmscope.observe.inner_products import close_pair_probability as close_pair_probability
     from helmscope.observe.inner_products import mean_inner_product as mean_inner_product
     from helmscope.observe.kernel import kernel_statistics as kernel_statistics
-    from helmscope.observe.lens import lens_divergence as lens_divergence
+    from helmscope.observe.lens import logit_lens_kl as logit_lens_kl
     from helmscope.observe.loss import next_token_loss as next_token_loss
     from helmscope.observe.measure import measure as measure
     from helmscope.observe.order import order_parameter as order_parameter
@@ -81,6 +83,8 @@ if TYPE_CHECKING:
     from helmscope.theory.starts import Orthonormal as Orthonormal
     from helmscope.theory.starts import Uniform as Uniform
     from helmscope.theory.starts import VonMisesFisher as VonMisesFisher
+    from helmscope.transport.cost import Geodesic as Geodesic
+    from helmscope.transport.distance import w2 as w2
     from helmscope.types import HelmscopeError as HelmscopeError
     from helmscope.types import Instrument as Instrument
     from helmscope.types import Interval as Interval

@@ -65,7 +65,14 @@ def test_a_run_matches_the_library(helmscope, tmp_path):
         assert rows["value"] == seen[name].values.tolist()
         assert rows["stderr"] == seen[f"{name}_stderr"].values.tolist()
     assert set(report["measured"]) == {
-        *("probability", "order", "mean_inner_product", "clusters", "entropy_rank", "energy")
+        *(
+            "close_pair_probability",
+            "order_parameter",
+            "mean_inner_product",
+            "cluster_count",
+            "effective_rank",
+            "energy",
+        )
     }
     assert (report["ok"], report["outcome"], report["seed"], report["systems"]) == (True, "finished at t=1", 7, 2)
     assert (report["folder"], report["picture"]) == ("run", "run/overview.png")
@@ -120,7 +127,12 @@ def test_the_same_seed_gives_the_same_bytes_in_any_process(helmscope, tmp_path):
         (["--stepper", "geodesic-heun"], hs.SA(2.0), hs.Uniform(4, 3), {"stepper": hs.solve.GeodesicHeun(0.05)}),
         (["--stepper", "geodesic-rk4"], hs.SA(2.0), hs.Uniform(4, 3), {"stepper": hs.solve.GeodesicRK4(0.05)}),
         (["--stepper", "layer", "--step", "0.5"], hs.SA(2.0), hs.Uniform(4, 3), {"stepper": hs.Layer(0.5)}),
-        (["--stepper", "published"], hs.SA(2.0), hs.Uniform(4, 3), {"stepper": hs.solve.PublishedEuler(0.05)}),
+        (
+            ["--stepper", "unprojected-euler"],
+            hs.SA(2.0),
+            hs.Uniform(4, 3),
+            {"stepper": hs.solve.UnprojectedEuler(0.05)},
+        ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -141,8 +153,10 @@ def test_dtype_delta_radius_and_a_range_of_times(helmscope):
     assert states.time.values.tolist() == [0.0, 0.5, 1.0, 1.5, 2.0]
     seen = hs.store.RunFolder.open("a").read_results("overview")
     cloud = torch.tensor(states.states.values)
-    assert seen.probability.values.tolist() == hs.observe.clustering_fraction(cloud, delta=0.5).double().tolist()
-    assert seen.clusters.values.tolist() == hs.cluster_count(cloud, radius=1.0).double().tolist()
+    assert (
+        seen.close_pair_probability.values.tolist() == hs.observe.close_pair_share(cloud, delta=0.5).double().tolist()
+    )
+    assert seen.cluster_count.values.tolist() == hs.cluster_count(cloud, radius=1.0).double().tolist()
 
 
 def test_text_output_and_the_default_folder(helmscope, tmp_path):
@@ -151,12 +165,12 @@ def test_text_output_and_the_default_folder(helmscope, tmp_path):
     (folder,) = os.listdir(tmp_path / "runs")
     assert folder.startswith("simulate-")
     assert sorted(os.listdir(tmp_path / "runs" / folder)) == FILES
-    order = hs.overview(by_library().trajectory, beta=2.0).order.values[-1].mean()
+    order = hs.overview(by_library().trajectory, beta=2.0).order_parameter.values[-1].mean()
     lines = out.splitlines()
     assert lines[0] == "finished at t=1"
     (systems,) = (words for words in lines if words.startswith("means over the systems at the end, with 95 %"))
     assert systems.endswith(f"n = {len(by_library().states[0])}:")
-    (text,) = (line.split(": ")[1] for line in lines if line.strip().startswith("order: "))
+    (text,) = (line.split(": ")[1] for line in lines if line.strip().startswith("order_parameter: "))
     value, low, high = (float(word.strip("[],")) for word in text.split())
     assert low < value < high
     assert value == pytest.approx(order, rel=0.01)
@@ -197,7 +211,7 @@ def test_a_run_that_cannot_finish_says_why_and_exits_1(helmscope, tmp_path):
     assert code == 1
     report = strict(out)
     assert report["ok"] is False
-    assert report["outcome"].startswith("system 0 of 2: step size fell below rounding at t=")
+    assert report["outcome"].startswith("system 0 (of 0 to 1): step size fell below rounding at t=")
     assert "lower beta" in report["outcome"]
     assert "Traceback" not in err
     assert sorted(os.listdir(tmp_path / "run")) == [name for name in FILES if not name.startswith("overview")]
@@ -239,6 +253,7 @@ REFUSED = {
     "--field sb": "unknown field 'sb': did you mean 'sa'?",
     "--start unifrom": "unknown start 'unifrom': did you mean 'uniform'?",
     "--stepper rk5": "unknown stepper 'rk5': did you mean 'rk4'?",
+    "--dtype float16": "dtype is 'float16', but it must be one of float64, float32",
     "--dtype float46": "unknown dtype 'float46': did you mean 'float64'?",
     "--device nosuch": "device is 'nosuch'",
     "--device cuda:99": "device is 'cuda:99'",
@@ -359,7 +374,7 @@ def test_the_help_cuts_no_summary_off(helmscope):
     assert code == 0
     assert "..." not in out.partition("Commands:")[2]
     assert max(map(len, SUMMARIES.values())) <= 55
-    assert len(SUMMARIES) == 6
+    assert len(SUMMARIES) == 7
     _, out, _ = helmscope("simulate", "--help")
     assert "default: 0.05, with noise 0.02" in " ".join(out.split())
 
@@ -369,6 +384,8 @@ def test_version_and_help(helmscope):
     code, out, err = helmscope("simulate", "--help")
     assert (code, err) == (0, "")
     assert all(option in out for option in ("--beta", "--seed", "--device", "--out", "--json", "--times"))
+    for words in ([], ["simulate"], ["claims"], ["claims", "list"]):
+        assert helmscope(*words, "-h") == helmscope(*words, "--help")
 
 
 def test_an_interrupt_prints_one_sentence_and_leaves_complete_files(tmp_path: Path) -> None:
@@ -396,7 +413,7 @@ def test_many_tokens_are_summed_without_their_pairs(helmscope):
         code, out, _ = helmscope("simulate", *words, "--json")
         assert code == 0
         assert hs.store.RunFolder.open(name).read_manifest().parameters["summations"] == name
-        assert strict(out)["measured"]["order"]["value"][0] < 0.1
+        assert strict(out)["measured"]["order_parameter"]["value"][0] < 0.1
 
 
 def test_an_unsuitable_summation_is_rejected(helmscope):

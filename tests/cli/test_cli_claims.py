@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+import helmscope as hs
 from helmscope.claims.reading import read_catalogue
 from helmscope.claims.registry import experiments
 from helmscope.claims.sources import sources
@@ -25,8 +26,8 @@ def test_list(helmscope):
     assert first == "Sources:"
     assert [head.split()[0] for head in heads] == list(read_catalogue())
     for head in heads:
-        assert head.endswith("; can be tried)" if head.split()[0] in experiments() else "; not yet tried)")
-    assert sum("not yet tried" in head for head in heads) == len(heads) - len(experiments())
+        assert head.endswith("; can be tried)" if head.split()[0] in experiments() else "; no experiment yet)")
+    assert sum("no experiment yet" in head for head in heads) == len(heads) - len(experiments())
     code, out, _ = helmscope("claims", "list", "--json")
     assert code == 0
     records = json.loads(out)["claims"]
@@ -36,12 +37,15 @@ def test_list(helmscope):
 
 
 def test_list_begins_with_the_sources(helmscope):
-    """Authors, titles and links, in the text and in each claim's data."""
+    """Authors, titles and links, in the text and in each claim's data; each title once, and claims name the key."""
     _, out, _ = helmscope("claims", "list")
-    listed = " ".join(out.partition("\nattention-")[0].split())
+    listed, whole = (" ".join(text.split()) for text in (out.partition("\nattention-")[0], out))
     for source in {entry.source for entry in read_catalogue().values()}:
-        for part in (sources()[source].authors, sources()[source].title, sources()[source].link):
-            assert part in listed
+        assert f"{source}: {sources()[source].authors}" in listed
+        assert sources()[source].link in listed
+        assert listed.count(sources()[source].title) == whole.count(sources()[source].title) == 1
+    heads = [line for line in out.splitlines() if line.endswith(")") and not line.startswith(" ")]
+    assert max(map(len, heads)) <= 100
     record = next(
         each for each in json.loads(helmscope("claims", "list", "--json")[1])["claims"] if each["id"] == "rate"
     )
@@ -64,6 +68,7 @@ def test_show(helmscope, claim):
         shown += [entry.printed.text, entry.printed.place, entry.printed.judgment, entry.printed.reason]
     for text in shown:
         assert " ".join(text.split()) in flat
+    assert all(flat.count(f"Version {line.version}:") == 1 for line in entry.history)
     code, out, _ = helmscope("claims", "show", claim, "--json")
     assert json.loads(out)["statement"] == entry.statement
 
@@ -105,28 +110,99 @@ def test_users_claims_are_run_with_a_notice(helmscope):
     assert err.startswith(f"running the code in {PLANTED}: planted.py\n")
 
 
-@pytest.mark.parametrize("document", ["claims.md", "tour.md"])
-def test_the_claim_of_the_documentation(helmscope, tmp_path, document):
-    """The entry and the function exactly as documented, in at most ten lines of Python."""
+def documented_claims(document: str) -> list[dict[str, str]]:
+    """The files of each claim in a document, by name: an entry, and then its experiment."""
     text = (ROOT / "docs" / document).read_text()
-    entry = re.search(r"`order/(\S+)`:\n\n```toml\n(.*?)```", text, re.DOTALL)
-    code = re.search(r"`order/(\S+)`:\n\n```python\n(.*?)```", text, re.DOTALL)
-    assert len([line for line in code[2].splitlines() if line]) <= 10
-    assert len([line for line in entry[2].splitlines() if line]) <= 18
-    assert entry[2] == (ROOT / "examples" / "claim" / entry[1]).read_text()
-    (tmp_path / "order").mkdir()
-    for name, block in (entry.groups(), code.groups()):
-        (tmp_path / "order" / name).write_text(block)
-    exit_code, out, err = helmscope("claims", "test", "--from", "order", "--quick")
-    assert (exit_code, out.splitlines()[0]) == (0, "tokens-gather: supported")
+    files = re.findall(r"`order/(\S+)`:\n\n```\w+\n(.*?)```", text, re.DOTALL)
+    return [dict(files[k : k + 2]) for k in range(0, len(files), 2)]
+
+
+def write_claim(folder: Path, files: dict[str, str]) -> None:
+    folder.mkdir()
+    for name, block in files.items():
+        (folder / name).write_text(block)
+
+
+def test_a_claim_takes_ten_lines(helmscope, tmp_path):
+    """The entry and the function exactly as documented: listed, shown, tried, on the page, and in Python."""
+    brief = documented_claims("claims.md")[0]
+    assert brief == documented_claims("tour.md")[0]
+    assert sum(len(block.splitlines()) for block in brief.values()) <= 10
+    write_claim(tmp_path / "order", brief)
+    code, out, _ = helmscope("claims", "list", "--from", "order")
+    assert (code, out.splitlines()[0]) == (0, "tokens-gather  (own work)")
+    code, shown, _ = helmscope("claims", "show", "tokens-gather", "--from", "order")
+    assert "condition tokens gather:\n    At least 0.8.\ncontrol the starts:\n    Expected: refuted.\n" in shown
+    code, out, err = helmscope("claims", "test", "--from", "order")
+    assert (code, out.splitlines()[0]) == (0, "tokens-gather: supported")
     assert "running the code in order: gather.py" in err
+    code, out, _ = helmscope("report", "--from", "order", "--out", "page")
+    assert (code, out.splitlines()[0]) == (0, "1 supported")
+    html = (tmp_path / "page" / "report.html").read_text()
+    assert "<dt>Condition</dt><dd>tokens gather: At least 0.8.</dd>" in html
+    for text in (out, shown, html):
+        assert "None" not in text
+        assert "<dd></dd>" not in text
+    snippet = re.search(r"In Python:\n\n```python\n(.*?)```", (ROOT / "docs" / "claims.md").read_text(), re.DOTALL)[1]
+    names = {"hs": hs}
+    exec(snippet, names)
+    for line in snippet.splitlines()[1:3]:
+        expression, comment = re.split(" +# ", line, maxsplit=1)
+        assert comment == repr(eval(expression, names))
+    (panel,) = names["trial"].plot().axes
+    assert panel.get_xlabel() == "tokens gather"
+
+
+def test_the_same_claim_in_full(helmscope, tmp_path):
+    _, full = documented_claims("claims.md")
+    assert full["tokens-gather.toml"] == (ROOT / "examples" / "claim" / "tokens-gather.toml").read_text()
+    write_claim(tmp_path / "order", full)
+    code, out, _ = helmscope("claims", "test", "--from", "order", "--quick")
+    assert (code, out.splitlines()[0]) == (0, "tokens-gather: supported")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "sentence"),
+    [
+        (
+            '"the starts": start',
+            '"starts": start',
+            "experiment of 'tokens-gather' in gather.py returned the controls 'starts', but tokens-gather.toml has",
+        ),
+        (
+            "return hs.claims.Finding(evidence=end",
+            "return dict(evidence=end",
+            "experiment of 'tokens-gather' in gather.py returned a dict, but it must return a Finding",
+        ),
+        (
+            'experiment("tokens-gather")',
+            'experiment("tokens-gathr")',
+            "gather (gather.py, line 2) is the experiment of 'tokens-gathr', but there is no tokens-gathr.toml",
+        ),
+        (
+            '@hs.claims.experiment("tokens-gather")',
+            "",
+            "tokens-gather.toml in order has no experiment: no function is decorated with @experiment('tokens-gather')",
+        ),
+    ],
+)
+def test_a_mistake_in_an_own_claim_is_one_sentence_with_its_file(tmp_path, monkeypatch, old, new, sentence):
+    monkeypatch.chdir(tmp_path)
+    brief = documented_claims("claims.md")[0]
+    assert old in brief["gather.py"]
+    brief["gather.py"] = brief["gather.py"].replace(old, new).replace("batch=128", "batch=8")
+    write_claim(tmp_path / "order", brief)
+    with pytest.raises(hs.HelmscopeError) as raised:
+        hs.try_claim("tokens-gather", folder="order")
+    assert str(raised.value).startswith(sentence)
+    assert "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
         (["kuramto"], "unknown claim 'kuramto': did you mean 'kuramoto'?"),
-        (["breathing"], "claim 'breathing' is not yet tried: it has no experiment"),
+        (["breathing"], "breathing.toml has no experiment: no function is decorated with"),
         (["kuramoto", "--seed", "-1"], "seed is -1, but it must be a whole number >= 0"),
         (["kuramoto", "--jobs", "0"], "jobs is 0, but it must be a whole number >= 1"),
         (["--from", "nowhere"], "folder is 'nowhere', but it must be a folder that holds one ID.toml per claim"),
@@ -145,9 +221,12 @@ def test_a_users_entries_are_listed_without_running_their_code(helmscope):
     code, out, err = helmscope("claims", "list", "--from", str(PLANTED))
     assert (code, err) == (0, "")
     heads = [line.split()[0] for line in out.splitlines() if line[0] != " "]
-    assert heads == ["Sources:", "planted-false", "planted-true"]
+    assert heads == ["planted-false", "planted-true"]
+    assert "planted-true  (planted, by simulation)\n" in out  # whether it can be tried is known only to its code
     code, out, _ = helmscope("claims", "show", "planted-true", "--from", str(PLANTED), "--json")
-    assert json.loads(out)["hash"] == read_catalogue(PLANTED)["planted-true"].hash
+    shown = json.loads(out)
+    assert shown["hash"] == read_catalogue(PLANTED)["planted-true"].hash
+    assert shown["trial"] == f"helmscope claims test planted-true --from {PLANTED}"
 
 
 def test_control_characters_of_an_entry_are_escaped(helmscope, tmp_path):
@@ -202,4 +281,22 @@ def test_a_folder_without_an_experiment_is_rejected(helmscope, tmp_path):
     code, _, err = helmscope("claims", "test", "--from", "mine")
     assert code == 2
     assert "running the code in mine: no Python file" in err
-    assert "no function in it is decorated with experiment(ID)" in err
+    assert "planted-true.toml in mine has no experiment: no function is decorated with @experiment('planted" in err
+
+
+def test_a_claim_without_an_experiment_is_named_and_the_others_are_tried(helmscope, tmp_path):
+    (tmp_path / "mine").mkdir()
+    for path in PLANTED.glob("*.*"):
+        (tmp_path / "mine" / path.name).write_text(path.read_text())
+    (tmp_path / "mine" / "idle.toml").write_text('statement = "Nothing happens."\nconditions = [{ low = 1 }]\n')
+    code, out, err = helmscope("claims", "test", "--from", "mine", "--json")
+    assert (code, len(json.loads(out)["verdicts"])) == (0, 2)
+    assert "idle.toml has no experiment and is not tried\n" in err
+
+
+def test_every_verb_has_a_summary_of_one_sentence(helmscope):
+    _, out, _ = helmscope("claims", "--help")
+    rows = [line.split(maxsplit=1) for line in out.partition("Commands:\n")[2].splitlines()]
+    assert [verb for verb, _ in rows] == ["list", "show", "test"]
+    for _, summary in rows:
+        assert re.fullmatch(r"[^.:]+\.", summary)

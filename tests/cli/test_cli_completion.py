@@ -59,6 +59,9 @@ def test_bash_completes_verbs_options_and_names(script: Path) -> None:
     ]
     assert offered(script, "phase", "--no-p") == ["--no-published"]
     assert offered(script, "phase", "--field", "") == ["sa", "usa", "sinkhorn"]
+    assert offered(script, "density", "--field", "") == ["sa", "usa", "none"]
+    assert offered(script, "density", "--start", "") == ["uniform", "vmf"]
+    assert offered(script, "simulate", "--start", "o") == ["orthonormal"]
     assert offered(script, "claims", "")[:3] == ["list", "show", "test"]
     assert offered(script, "claims", "test", "kuram") == ["kuramoto"]
     assert set(read_catalogue()) <= set(offered(script, "claims", "show", ""))

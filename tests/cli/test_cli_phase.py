@@ -66,12 +66,12 @@ def test_a_run_matches_the_library(helmscope, tmp_path):
         for name in seen.data_vars:
             assert np.array_equal(here[name].values, seen[name].values)
             assert report[name][(3, 9).index(dim)] == seen[name].values.tolist()
-        assert np.array_equal(here.curve.values, seen.curve.values)
+        assert np.array_equal(here.hitting_time.values, seen.hitting_time.values)
     half = hs.store.RunFolder.open("run").read_results("half-time")
     assert half.equals(half_time(stored))
     assert report["dims"] == [3, 9]
     assert (report["betas"], report["times"], report["samples"]) == ([1.0, 4.0], [0.0, 2.0, 4.0], 3)
-    assert (report["ok"], report["lost"], report["page"]) == (True, 0, "run/phase.html")
+    assert (report["ok"], report["lost_samples"], report["page"]) == (True, 0, "run/phase.html")
     assert (tmp_path / "run" / "phase.png").read_bytes()[:4] == b"\x89PNG"
     assert b"Plotly.newPlot" in (tmp_path / "run" / "phase.html").read_bytes()
 
@@ -101,6 +101,13 @@ def test_text_output_and_the_default_folder(helmscope, tmp_path):
     star = hs.hitting_time(hs.SA(4.0), n=4, delta=1e-3)
     assert lines[2].split()[:3] == ["3", "4", f"{star:.4g}"]
     assert lines[-1] == f"folder: runs/{folder}"
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_equal_samples_are_called_equal_instead_of_an_interval_of_width_0(helmscope):
+    _, out, _ = helmscope(*SMALL, "--times", "0,60", "--betas", "1", "--dims", "3", "--no-published")
+    assert " 1, all equal " in out
+    assert "[1, 1]" not in out
 
 
 METRIC = torch.diag(torch.tensor([1.0, 0.5, 0.25], dtype=torch.float64))
@@ -153,10 +160,10 @@ def test_the_curve_has_values_between_the_betas(helmscope):
     stored = hs.store.RunFolder.open("run").read_results("phase")
     beta = stored.fine_beta.values
     assert (len(beta), beta[0], beta[-1]) == (201, 1.0, 4.0)
-    assert stored.fine_curve.values[100] == hs.hitting_time(hs.SA(beta[100]), n=4, delta=1e-3)
-    assert stored.fine_curve.values[[0, -1]].tolist() == stored.curve.values.tolist()
+    assert stored.fine_hitting_time.values[100] == hs.hitting_time(hs.SA(beta[100]), n=4, delta=1e-3)
+    assert stored.fine_hitting_time.values[[0, -1]].tolist() == stored.hitting_time.values.tolist()
     helmscope(*SMALL, "--causal", "--out", "causal")
-    assert "fine_curve" not in hs.store.RunFolder.open("causal").read_results("phase").coords
+    assert "fine_hitting_time" not in hs.store.RunFolder.open("causal").read_results("phase").coords
 
 
 def test_without_the_extras_the_numbers_are_still_written(helmscope, monkeypatch, tmp_path):
@@ -176,11 +183,11 @@ def test_lost_samples_exit_1_but_the_rest_is_printed(helmscope):
     code, out, err = helmscope(*words, "--out", "run", "--json")
     assert code == 1
     report = strict(out)
-    assert (report["ok"], report["lost"]) == (False, 3)
+    assert (report["ok"], report["lost_samples"]) == (False, 3)
     assert report["probability"][0][1] == [None, None]
     assert None not in report["probability"][0][0]
     assert "3 samples could not be integrated to the last time" in err
-    assert err.splitlines()[1].startswith("2 rows of 3 samples: roughly ")
+    assert err.splitlines()[1].startswith("2 rows of 3 samples: ")
 
 
 # Resumed runs ---------------------------------------------------------------------------------------------------------
@@ -242,10 +249,10 @@ def test_a_dtype_that_units_choose_is_added_to_the_manifest(helmscope, tmp_path,
 
 
 def test_a_unit_is_a_block_of_the_diagram():
-    physics = {"field": "sa", "value": 1.0, "causal": False, "nu": 0.0, "spectrum": None, "n": 4}
-    physics |= {"times": (0.0, 2.0, 4.0), "samples": 3, "delta": 1e-3, "published": False}
-    physics |= {"seed": 7, "dtype": None, "device": "cpu"}
-    part = phase_unit(3, [4.0], physics)
+    shared_parameters = {"field": "sa", "value": 1.0, "causal": False, "nu": 0.0, "spectrum": None, "n": 4}
+    shared_parameters |= {"times": (0.0, 2.0, 4.0), "samples": 3, "delta": 1e-3, "published": False}
+    shared_parameters |= {"seed": 7, "dtype": None, "device": "cpu"}
+    part = phase_unit(3, [4.0], shared_parameters)
     whole = phase_diagram(hs.SA, start=hs.Uniform(4, 3), **CASE)
     assert np.array_equal(part.probability.values[0], whole.probability.values[1])
 
@@ -276,6 +283,7 @@ REFUSED = {
     "--samples 1000000000000": "samples is 1000000000000, n is 4 and times has 3 values, but that makes",
     "--delta -1": "delta is -1.0",
     "--seed -1": "seed is -1",
+    "--dtype float16": "dtype is 'float16', but it must be one of float64, float32",
     "--dtype float46": "unknown dtype 'float46': did you mean 'float64'?",
     "--device nosuch": "device is 'nosuch'",
     "--jobs 0": "jobs is 0",
@@ -292,6 +300,24 @@ def test_bad_input_is_one_line_exit_2_and_no_folder(helmscope, tmp_path, words):
     assert err.startswith("helmscope: ")
     assert len(err.splitlines()) == 1
     assert REFUSED[words] in err
+    assert os.listdir(tmp_path) == []
+
+
+def test_the_picture_is_written_to_a_file_of_choice(helmscope, tmp_path):
+    words = ("phase", "--n", "4", "--dims", "3", "--betas", "1", "--times", "0,4", "--samples", "2", "--no-published")
+    code, out, err = helmscope(*words, "--plot", "figure.pdf", "--json")
+    assert code == 0
+    report = strict(out)
+    assert (report["ok"], report["picture"]) == (True, "figure.pdf")
+    assert "picture:" not in err
+    assert (tmp_path / report["folder"] / "phase.png").exists()
+    assert (tmp_path / "figure.pdf").read_bytes()[:4] == b"%PDF"
+
+
+def test_a_picture_of_another_kind_is_refused_before_the_run(helmscope, tmp_path):
+    code, out, err = helmscope(*SMALL, "--plot", "figure.doc")
+    assert (code, out) == (2, "")
+    assert err == "helmscope: --plot is 'figure.doc', but it must end in one of .png, .svg, .pdf\n"
     assert os.listdir(tmp_path) == []
 
 

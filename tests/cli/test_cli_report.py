@@ -25,6 +25,13 @@ def two_trials(monkeypatch):
 
 
 @pytest.mark.usefixtures("two_trials")
+def test_a_full_report_uses_all_replicates(helmscope):
+    code, _, err = helmscope("report", "--full", "--out", "page")
+    assert code == 0
+    assert err.startswith("2 trials: roughly ")
+
+
+@pytest.mark.usefixtures("two_trials")
 def test_one_page_with_every_claim(helmscope, tmp_path):
     code, out, err = helmscope("report", "--quick", "--out", "page")
     assert code == 0
@@ -32,7 +39,7 @@ def test_one_page_with_every_claim(helmscope, tmp_path):
     assert err.startswith("2 quick trials: roughly ")
     html = (tmp_path / "page" / "report.html").read_text()
     assert sorted(re.findall(r'data-claim="([^"]+)"', html)) == sorted(read_catalogue())
-    assert html.count("data:image/svg+xml;base64,") == 2
+    assert html.count("<picture>") == 2
     assert html.count("not yet tried") >= len(read_catalogue()) - 2
     assert "helmscope claims test kuramoto --seed 0 --quick" in html
     verdicts = RunFolder.open(tmp_path / "page").read_verdicts()

@@ -212,7 +212,7 @@ EVIL = "\x1b]0;pwned\x07\x9b31m\u202e\nrm -rf ~"
 def stopped(tmp_path):
     """An interrupted run."""
     folder = hs.store.RunFolder.create(tmp_path / "runs" / "a")
-    hs.runs.run([hs.runs.Unit(name, statistics.fmean, {"data": [1, 2]}) for name in ("one", "two")], folder)
+    hs.runs.run_units([hs.runs.Unit(name, statistics.fmean, {"data": [1, 2]}) for name in ("one", "two")], folder)
     (folder.path / "units" / "one.json").unlink()
     return folder.path
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from helmscope.types import HelmscopeError, shown
+from helmscope.types import HelmscopeError, short_repr
 from support.attention_cases import (
     BOTH,
     INF,
@@ -31,7 +31,7 @@ def assert_refused(call, *words):
     ids=lambda b: repr(b)[:9],
 )
 def test_bad_beta(kind, beta):
-    assert_refused(lambda: kind(beta), "beta", shown(beta)[:60])
+    assert_refused(lambda: kind(beta), "beta", short_repr(beta)[:60])
 
 
 @BOTH

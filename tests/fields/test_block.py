@@ -12,7 +12,7 @@ from scipy.integrate import solve_ivp
 from helmscope.fields.activations import GELU, Identity, ReLU, SiLU
 from helmscope.fields.attention import SA, USA
 from helmscope.fields.block import Block
-from helmscope.fields.field import Space
+from helmscope.fields.field import StateSpace
 from helmscope.fields.mlp import MLP, GatedMLP
 from helmscope.fields.norms import LayerNorm, RMSNorm, UnitNorm
 from helmscope.fields.placement import NGPT, Half, PostNorm, PreNorm, SandwichNorm, folded
@@ -163,7 +163,7 @@ def test_layer_and_flow_against_loops(name, parallel, mlp):
     for attention in (SA(beta=1.5, causal=True), USA(beta=0.8)):
         block = Block(attention, mlp, placement=place, parallel=parallel)
         x = tokens(N, D, seed=3)
-        if block.space is not Space.SPHERE:
+        if block.space is not StateSpace.SPHERE:
             x = x * (1 + normal(N, seed=8).abs())[:, None]
         expected = torch.tensor(plain_layer(block, x.tolist(), 0.6), dtype=F64)
         assert (block.layer(x, 0.6) - expected).abs().max() < 1e-12
@@ -171,7 +171,7 @@ def test_layer_and_flow_against_loops(name, parallel, mlp):
         both = add(write(Half.ATTENTION, x.tolist()), write(Half.MLP, x.tolist()), 1.0)
         written = torch.tensor(both, dtype=F64)
         assert (block.ambient(x) - written).abs().max() < 1e-12
-        moved = project(x, written) if block.space is Space.SPHERE else written
+        moved = project(x, written) if block.space is StateSpace.SPHERE else written
         assert (block.velocity(x) - moved).abs().max() < 1e-12
 
 

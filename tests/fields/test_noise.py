@@ -316,7 +316,7 @@ def test_float32_stays_float32(make) -> None:
         (lambda: IsotropicNoise(1.0, common=1), "common is 1, but it must be True or False"),
         (
             lambda: IsotropicNoise(1.0, process=Ito),
-            "process is <class 'helmscope.fields.noise.Ito'>, but it must be a process such as LayerNormChain()",
+            "process is <class 'helmscope.fields.process.Ito'>, but it must be a process such as LayerNormChain()",
         ),
         (
             lambda: MatrixNoise(torch.tensor([[1.0, 0.25], [0.5, 1.0]])),

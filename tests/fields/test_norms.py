@@ -165,7 +165,7 @@ def test_radius_and_direction_are_polar_coordinates_of_the_normalized_part(norm)
     if isinstance(norm, LayerNorm):
         assert ulps(direction.sum(-1), F64) <= 2
     if norm.eps == 0 and not isinstance(norm, UnitNorm):
-        assert ulps(norm.core()(y) - math.sqrt(6) * direction, F64, math.sqrt(6)) <= 2  # 1.6
+        assert ulps(norm.without_affine()(y) - math.sqrt(6) * direction, F64, math.sqrt(6)) <= 2  # 1.6
 
 
 # Jacobians ------------------------------------------------------------------------------------------------------------
@@ -256,7 +256,7 @@ def test_jacobian_at_vectors_without_direction_and_at_huge_ones():
 def test_gain_and_bias_fold_into_the_weights_that_follow(norm, shape, biased):
     norm, y, w = norm(64), random(20, 64), random(*shape, seed=1) / 8
     b = random(*shape[:-1], seed=2) if biased else None
-    (folded, shift), core = norm.fold(w, b), norm.core()
+    (folded, shift), core = norm.fold(w, b), norm.without_affine()
     assert shift.shape == shape[:-1]
     assert (core.gain, core.bias, core.eps) == (None, None, norm.eps)
     expected = torch.einsum("...kd,nd->...kn", w, norm(y)) + (0 if b is None else b.unsqueeze(-1))
@@ -271,7 +271,7 @@ def test_folding_needs_the_bias():
     folded, shift = norm.fold(w)
     assert torch.equal(folded, w * norm.gain)
     assert ulps(shift - torch.stack([sum(row[k] * norm.bias[k] for k in range(8)) for row in w]), F64, 4) <= 1  # 0.5
-    assert (folded @ norm.core()(y) - w @ norm(y)).abs().max() > 0.1
+    assert (folded @ norm.without_affine()(y) - w @ norm(y)).abs().max() > 0.1
 
 
 # Derivatives, transforms and batches ----------------------------------------------------------------------------------

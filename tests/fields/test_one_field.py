@@ -11,7 +11,7 @@ import torch
 
 import helmscope as hs
 from helmscope.fields.activations import Tanh
-from helmscope.fields.field import Field, PlainField, Space, as_field
+from helmscope.fields.field import Field, FunctionField, StateSpace, as_field
 from helmscope.fields.lowrank import LowRank
 from helmscope.fields.multihead import MultiHead
 from helmscope.fields.placement import NoNorm
@@ -178,15 +178,15 @@ def test_a_plain_function_may_depend_on_time():
     by_class = hs.integrate(Turning(), x, [1.0]).states
     by_function = hs.integrate(lambda x, t: Turning().velocity(x, t=t), x, [1.0]).states
     assert (by_class - by_function).abs().max() < 1e-12
-    assert not PlainField(lambda x, t: x).autonomous
-    assert PlainField(lambda x: x).autonomous
+    assert not FunctionField(lambda x, t: x).autonomous
+    assert FunctionField(lambda x: x).autonomous
 
 
 def test_a_state_at_rest_now_may_be_moved_later():
     """Two tokens that repel each other rest at opposite points; under a field that takes the time nothing is sure."""
     repulsive = hs.SA(beta=1.0, value=-torch.eye(2, dtype=F64))
     x = torch.tensor([[[1.0, 0.0], [-1.0, 0.0]]], dtype=F64)
-    fields = PlainField(lambda x: repulsive.velocity(x)), PlainField(lambda x, t: repulsive.velocity(x))
+    fields = FunctionField(lambda x: repulsive.velocity(x)), FunctionField(lambda x, t: repulsive.velocity(x))
     still, timed = (resting_state(Flow(field), x, 1.0, duration=1e4, tol=1e-6) for field in fields)
     assert torch.equal(still, x)
     assert timed is None
@@ -202,7 +202,7 @@ def test_states_of_a_block_without_norms_are_points_of_r_d():
     matrix = normal(3, 3, seed=7) / 3
     force = hs.MLP(w_in=torch.eye(3, dtype=F64), w_out=matrix, activation=hs.activations.Identity())
     block = hs.Block(hs.SA(beta=0.0), force, placement=NoNorm())
-    assert block.space is Space.FLAT
+    assert block.space is StateSpace.FLAT
     y = 3 * normal(4, 3, seed=8)
     y[0] = 0
     run = hs.integrate(block, y, [1.0])
@@ -214,7 +214,7 @@ def test_states_of_a_block_without_norms_are_points_of_r_d():
     assert torch.equal(hs.integrate(block, y, [1.0], stepper=hs.Layer()).states[-1], block.layer(y[None])[0])
     again = run.resume(depth=0, states=run.trajectory.states[0])
     assert torch.equal(again.states[-1], run.states[-1])
-    with pytest.raises(HelmscopeError, match=r"x0 is \(3,\), but it must be a tensor of points"):
+    with pytest.raises(HelmscopeError, match=r"x0 has shape \(3,\), but it must be \(..., n, d\) with n >= 1 points"):
         hs.integrate(block, y[0], [1.0])
     with pytest.raises(HelmscopeError, match="follows great circles, but the states of this field are points of R"):
         hs.integrate(block, y, [1.0], stepper=hs.solve.GeodesicRK4(0.1))

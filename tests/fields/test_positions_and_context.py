@@ -84,11 +84,11 @@ def test_additive_positions_against_loops():
     logits = [[beta * dot(a, b) for b in z] for a in (torch.tensor(z, dtype=F64) @ B).tolist()]
     wanted = softmax_by_loops(logits, x.tolist())
     assert (
-        hs.SA(beta, query_key=B, positions=hs.fields.Additive(table)).ambient(x[None])[0] - wanted
+        hs.SA(beta, query_key=B, positions=hs.fields.AdditivePositions(table)).ambient(x[None])[0] - wanted
     ).abs().max() < 1e-13
 
 
-@pytest.mark.parametrize("positions", [hs.fields.Rotary(50.0), hs.fields.Additive(normal(5, 4, seed=6))])
+@pytest.mark.parametrize("positions", [hs.fields.Rotary(50.0), hs.fields.AdditivePositions(normal(5, 4, seed=6))])
 def test_heads_share_their_positions(positions):
     x, thin = tokens(3, 5, 4), LowRank(normal(4, 2, seed=7), normal(4, 2, seed=8))
     heads = [hs.SA(beta, query_key=thin, value=V, positions=positions) for beta in (0.5, 2.0)]
@@ -127,17 +127,17 @@ def test_one_context_per_system():
 def test_one_field_per_layer():
     x = tokens(3, 5, 4)
     fields = [hs.SA(1.0, value=V), hs.SA(3.0, query_key=B), hs.SA(0.5)]
-    stack = hs.integrate(hs.fields.Depthwise(fields), x, [0, 1, 2, 3], stepper=hs.Layer()).states
+    stack = hs.integrate(hs.fields.LayerwiseField(fields), x, [0, 1, 2, 3], stepper=hs.Layer()).states
     state = x
     for k, field in enumerate(fields):
         state = hs.integrate(field, state, [1], stepper=hs.Layer()).states[-1]
         assert (stack[k + 1] - state).abs().max() < 1e-14
-    flow = hs.integrate(hs.fields.Depthwise(fields), x, [0.5, 3.0], stepper=hs.DormandPrince(1e-10)).states[-1]
+    flow = hs.integrate(hs.fields.LayerwiseField(fields), x, [0.5, 3.0], stepper=hs.DormandPrince(1e-10)).states[-1]
     state = x
     for field in fields:
         state = hs.integrate(field, state, [1.0], stepper=hs.DormandPrince(1e-10)).states[-1]
     assert (flow - state).abs().max() < 1e-7  # 5e-9: steps across the jumps
-    run = hs.integrate(hs.fields.Depthwise(fields), x, [0.5, 1.5])
+    run = hs.integrate(hs.fields.LayerwiseField(fields), x, [0.5, 1.5])
     assert torch.equal(run.kernel(layer=1), fields[1].kernel(run.trajectory.states[1]))
 
 
@@ -147,16 +147,16 @@ def test_one_field_per_layer():
         (lambda: hs.SA(1.0, positions="rotary"), "positions is 'rotary'"),
         (lambda: hs.SA(1.0, positions=hs.fields.Rotary())(tokens(2, 3)), "queries have dimension 3.*even"),
         (
-            lambda: hs.SA(1.0, positions=hs.fields.Additive(torch.zeros(2, 4)))(tokens(3, 4)),
+            lambda: hs.SA(1.0, positions=hs.fields.AdditivePositions(torch.zeros(2, 4)))(tokens(3, 4)),
             r"table has shape \(2, 4\)",
         ),
-        (lambda: hs.fields.Additive(torch.zeros(2)), r"table is \(2,\)"),
+        (lambda: hs.fields.AdditivePositions(torch.zeros(2)), r"table is \(2,\)"),
         (lambda: hs.fields.Rotary(0.0), "base is 0.0"),
         (lambda: hs.CrossAttention(1.0, torch.zeros(3)), r"context is \(3,\)"),
         (lambda: hs.CrossAttention(1.0, tokens(2, 4))(tokens(3, 3)), r"context has shape \(2, 4\)"),
         (lambda: hs.CrossAttention(1.0, tokens(2, 4), context_weights=torch.zeros(2)), "without any token"),
-        (lambda: hs.fields.Depthwise([]), r"layers is \[\]"),
-        (lambda: hs.fields.Depthwise([3]), r"layers is \[3\]"),
+        (lambda: hs.fields.LayerwiseField([]), r"layers is \[\]"),
+        (lambda: hs.fields.LayerwiseField([3]), r"layers is \[3\]"),
     ],
 )
 def test_bad_input_is_refused_with_one_sentence(call, said):
@@ -227,7 +227,7 @@ def test_layers_whose_velocity_overflows_have_displacements():
     x = torch.stack([tokens(3, 4), tokens(3, 4, seed=1)]).float()
     x[:, 1] = torch.nn.functional.normalize(x[:, 0] + 0.1 * x[:, 2], dim=-1)
     layers = [hs.USA(beta=100.0), hs.SA(beta=1.0), hs.USA(beta=98.0)]
-    field, h = hs.fields.Depthwise(layers), torch.full((2, 1, 1), 1e-43, dtype=F64)
+    field, h = hs.fields.LayerwiseField(layers), torch.full((2, 1, 1), 1e-43, dtype=F64)
     assert not layers[0].velocity(x).isfinite().all()
     assert torch.equal(field.displacement(x, h, t=0.5), layers[0].displacement(x, h))
     times = torch.tensor([2.5, 0.5], dtype=F64)[:, None, None]
@@ -243,7 +243,7 @@ def test_layers_whose_velocity_overflows_are_integrated():
     x[:, 1] = torch.nn.functional.normalize(x[:, 0] + 0.1 * x[:, 2], dim=-1)
     stepper = hs.DormandPrince()
     alone = hs.integrate(hs.USA(beta=100.0), x, [3e-44], stepper=stepper)
-    stack = hs.integrate(hs.fields.Depthwise([hs.USA(beta=100.0), hs.SA(beta=1.0)]), x, [3e-44], stepper=stepper)
+    stack = hs.integrate(hs.fields.LayerwiseField([hs.USA(beta=100.0), hs.SA(beta=1.0)]), x, [3e-44], stepper=stepper)
     assert stack.outcome.ok
     torch.testing.assert_close(stack.states, alone.states, rtol=0, atol=1e-5)
     assert not torch.equal(stack.states[-1], x)
@@ -253,7 +253,7 @@ def test_a_discrete_map_has_no_velocity_in_any_position():
     mlp = hs.MLP(w_in=torch.eye(4, dtype=F64), w_out=torch.eye(4, dtype=F64), activation=hs.activations.ReLU())
     block = hs.Block(hs.SA(beta=1.0), mlp, placement=hs.fields.PostNorm(attention_norm=hs.fields.LayerNorm()))
     assert block.discrete_only
-    for field in (block, hs.fields.Depthwise([block, block])):
+    for field in (block, hs.fields.LayerwiseField([block, block])):
         sentence = rf"^field is {field.name}, a discrete map that has no velocity: call layer$"
         with pytest.raises(HelmscopeError, match=sentence):
             field(tokens(3, 4))

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from helmscope.intervene import Arm, AttentionMode, Edit, HoldRadius, NegateValues, leave_one_in, leave_one_out
+from helmscope.intervene import Arm, AttentionMode, Edit, FreezeNorm, NegateValues, leave_one_in, leave_one_out
 from helmscope.intervene.arms import ARMS
 from helmscope.models.load import load
 from helmscope.models.record import record
@@ -226,10 +226,10 @@ def test_what_a_model_does_not_have():
         Arm(mlp=[3]).edits(recording)
     bert = record(tiny_model("bert"), inputs_of("bert"))
     with pytest.raises(HelmscopeError, match="post-norm"):
-        bert.under(HoldRadius(bert))
+        bert.under(FreezeNorm(bert))
     bloom = record(tiny_model("bloom"), inputs_of("bloom"))
     with pytest.raises(HelmscopeError, match="registry"):
         ARMS[6].edits(bloom)
     other = record(tiny_model("gpt2"), inputs_of("gpt2", batch=2))
     with pytest.raises(HelmscopeError, match="source has"):
-        recording.under(HoldRadius(other))
+        recording.under(FreezeNorm(other))

@@ -8,7 +8,7 @@ import torch
 from helmscope.intervene.attention import AblateHead, MaskKeys, Perturb, Reweigh
 from helmscope.intervene.change import edited, with_parameters
 from helmscope.intervene.states import Ablate, Add, Patch, Replace
-from helmscope.models.keep import Keep
+from helmscope.models.keep import KeptTensors
 from helmscope.models.record import record
 from helmscope.models.watch import Site
 from helmscope.types import HelmscopeError
@@ -83,7 +83,7 @@ def test_edits_that_put_back_the_same_values_change_nothing(case):
 
 def test_writes_of_another_recording(case):
     family, model, recording = case
-    other = record(model, inputs_of(family, seed=9), keep=Keep.WRITES)
+    other = record(model, inputs_of(family, seed=9), keep=KeptTensors.WRITES)
     for site in (Site.ATTENTION, Site.MLP):
         value = other.kept[f"{site.value} write"][1]
         wanted = recording.under(Replace([1], site=site, value=value)).logits()
@@ -187,13 +187,13 @@ def test_parameters_are_restored_exactly():
 def test_noise_is_absolute_or_relative_and_depends_on_its_seed_only():
     """As [Additive transport] prints it, sigma is the standard deviation of the noise, whatever the size of the
     keys."""
-    recording = record(tiny_model("gpt2"), inputs_of("gpt2"), keep=Keep.KEYS)
+    recording = record(tiny_model("gpt2"), inputs_of("gpt2"), keep=KeptTensors.KEYS)
     keys = recording.kept["key"]
     for change, size in (
         (Perturb([1], site=Site.KEY, sigma=0.3, seed=4), torch.tensor(0.3)),
         (Perturb([1], site=Site.KEY, relative=0.3, seed=4), 0.3 * keys[1].square().mean((1, 2, 3), True).sqrt()),
     ):
-        noise = (recording.under(change, keep=Keep.KEYS).kept["key"][1] - keys[1]) / size
+        noise = (recording.under(change, keep=KeptTensors.KEYS).kept["key"][1] - keys[1]) / size
         assert abs(float(noise.std()) - 1) < 0.05
         assert noise[0, 0, 0, :2].tolist() == pytest.approx(FIRST_NOISE, abs=1e-5)
 
@@ -398,12 +398,12 @@ def test_the_repr_of_an_edit_is_one_line():
 
 def test_writes_of_an_edited_run_are_kept(case):
     _, _, recording = case
-    off = recording.under(Ablate([0], site=Site.ATTENTION), keep=Keep.WRITES | Keep.WEIGHTS)
+    off = recording.under(Ablate([0], site=Site.ATTENTION), keep=KeptTensors.WRITES | KeptTensors.WEIGHTS)
     assert torch.equal(off.kept["weights"][1], recording.under(Ablate([0], site=Site.ATTENTION)).kernel(layer=1))
     assert off.kept["attention write"][0].abs().max() == 0
     wanted = recording.under(Replace([2], site=Site.MLP, value=off.kept["mlp write"][2])).logits()
     assert torch.equal(recording.under(Patch([2], site=Site.MLP, source=off)).logits(), wanted)
-    later = recording.resume(depth=4, states=recording.trajectory.states[4]).under(Ablate([2]), keep=Keep.WRITES)
+    later = recording.resume(depth=4, states=recording.trajectory.states[4]).under(Ablate([2]), keep=KeptTensors.WRITES)
     assert later.kept["mlp write"].shape == (3, 3, 13, 32)
 
 

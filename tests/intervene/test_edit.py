@@ -12,7 +12,7 @@ import torch
 import helmscope as hs
 from helmscope.intervene.edit import Edit
 from helmscope.models.record import record
-from helmscope.models.watch import OF_CROSS, Context, Site
+from helmscope.models.watch import OF_CROSS, EditContext, Site
 from helmscope.types import HelmscopeError
 from support.model_families import inputs_of, tiny_model
 
@@ -79,7 +79,7 @@ def test_a_function_does_what_a_hand_written_hook_does(family):
 
 def test_weights_mask_and_heads_by_hand():
     model = tiny_model("gpt2")
-    recording = record(model, inputs_of("gpt2"), keep=hs.models.Keep.VALUES)
+    recording = record(model, inputs_of("gpt2"), keep=hs.models.KeptTensors.VALUES)
     even = torch.ones(13, 13).tril() / torch.arange(1, 14).unsqueeze(-1)
     changed = recording.under(Edit(Site.WEIGHTS, [0], lambda weights: even.expand_as(weights)))
     assert torch.equal(changed.kernel(layer=0), even.expand(3, 4, 13, 13))
@@ -135,7 +135,7 @@ def test_edits_under_changed_know_the_texts_too():
 
 
 def test_random_numbers_depend_on_seed_layer_and_text():
-    context = Context(site=Site.MLP, layer=2, rows=slice(3, 5), texts=8)
+    context = EditContext(site=Site.MLP, layer=2, rows=slice(3, 5), texts=8)
     drawn = context.normal(torch.zeros(2, 3, 4, dtype=torch.float64), seed=7)
     for k, text in enumerate((3, 4)):
         source = np.random.Generator(np.random.Philox(np.random.SeedSequence(7, spawn_key=(2, text))))
@@ -144,7 +144,7 @@ def test_random_numbers_depend_on_seed_layer_and_text():
 
 class Doubled:
     def __call__(self, value, context):
-        assert isinstance(context, Context)
+        assert isinstance(context, EditContext)
         return 2 * value
 
 

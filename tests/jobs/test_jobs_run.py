@@ -50,11 +50,11 @@ def test_python_the_verb_and_a_file_write_the_same_bytes(helmscope, tmp_path, na
     spec, words = WORDS[name]
     assert hs.jobs.run(spec, folder=tmp_path / "python").ok
     assert helmscope(*words.split(), "--out", "verb", "--json")[0] == 0
-    hs.jobs.write(spec, "spec.toml")
+    hs.jobs.write_spec(spec, "spec.toml")
     code, out, err = helmscope("run", "spec.toml", "--out", "file", "--json")
     assert code == 0, err
     assert contents(tmp_path / "python") == contents(tmp_path / "verb") == contents(tmp_path / "file")
-    assert hs.jobs.read("python") == spec
+    assert hs.jobs.read_spec("python") == spec
     output = helmscope(*words.split(), "--out", "again", "--json")[1]
     assert json.loads(out) == json.loads(output.replace('"again', '"file'))
 
@@ -76,7 +76,7 @@ def test_the_result_of_a_phase_diagram(tmp_path):
     case = {"betas": [1.0, 4.0], "times": [0.0, 2.0, 4.0], "samples": 3, "seed": 7}
     seen = hs.phase_diagram(hs.SA, start=hs.Uniform(4, 9), **case)
     assert np.array_equal(result.diagram.probability.sel(dim=9).values, seen.probability.values)
-    assert (result.ok, result.lost) == (True, 0)
+    assert (result.ok, result.lost_samples) == (True, 0)
     assert result.half_time.equals(hs.observe.half_time(result.diagram))
 
 
@@ -143,14 +143,14 @@ def test_bad_arguments_are_rejected(tmp_path):
 SLOW = Simulate(n=24, batch=8, chunk=1, times=[0, 1], nu=0.2, step=0.004)
 PROGRAM = """
 import sys, helmscope as hs
-hs.jobs.run(hs.jobs.read(sys.argv[1]), folder=sys.argv[2])
+hs.jobs.run(hs.jobs.read_spec(sys.argv[1]), folder=sys.argv[2])
 """
 
 
 @pytest.mark.usefixtures("no_picture")
 def test_an_interrupted_job_resumes_to_the_same_bytes(helmscope, tmp_path):
     """From Python, and by the command that ``helmscope runs`` suggests."""
-    hs.jobs.write(SLOW, tmp_path / "slow.toml")
+    hs.jobs.write_spec(SLOW, tmp_path / "slow.toml")
     hs.jobs.run(SLOW, folder=tmp_path / "undisturbed")
     units = tmp_path / "runs" / "a" / "units"
     command = [sys.executable, "-c", PROGRAM, "slow.toml", "runs/a"]
@@ -159,7 +159,8 @@ def test_an_interrupted_job_resumes_to_the_same_bytes(helmscope, tmp_path):
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=60)
     assert (
-        "finished units are kept in runs/a: run(read('runs/a'), folder='runs/a', resume=True) continues the run" in err
+        "finished units are kept in runs/a: run(read_spec('runs/a'), folder='runs/a', resume=True) continues the run"
+        in err
     )
     done = len(list(units.glob("*.nc")))
     assert 2 <= done < 8
@@ -179,7 +180,7 @@ def test_an_interrupt_names_the_folder(tmp_path, monkeypatch):
     with pytest.raises(Interrupted) as caught:
         hs.jobs.run(SIMULATE, folder=tmp_path / "run")
     assert caught.value.folder.path == tmp_path / "run"
-    assert hs.jobs.read(tmp_path / "run") == SIMULATE
+    assert hs.jobs.read_spec(tmp_path / "run") == SIMULATE
 
 
 # The verb -------------------------------------------------------------------------------------------------------------
@@ -202,12 +203,12 @@ def test_the_verb_rejects_bad_input_in_one_sentence(helmscope, tmp_path):
 def test_a_spec_that_runs_code_is_not_suggested_for_pasting(helmscope, tmp_path):
     """A spec names the folder whose code it runs, and a pasted line would not show it."""
     folder = hs.store.RunFolder.create(tmp_path / "runs" / "a")
-    hs.runs.run([hs.runs.Unit("one", os.getcwd)], folder)
+    hs.runs.run_units([hs.runs.Unit("one", os.getcwd)], folder)
     (folder.path / "units" / "one.json").unlink()
-    folder.write_spec(hs.jobs.to_toml(Trials(folder="evil")))
+    folder.write_spec(hs.jobs.spec_to_toml(Trials(folder="evil")))
     (run,) = json.loads(helmscope("runs", "--json")[1])["runs"]
     assert (run["resume"], run["resume_refused"] != "") == ("", True)
-    folder.write_spec(hs.jobs.to_toml(Trials()))
+    folder.write_spec(hs.jobs.spec_to_toml(Trials()))
     (run,) = json.loads(helmscope("runs", "--json")[1])["runs"]
     assert run["resume"] == "helmscope run --out runs/a --resume"
 

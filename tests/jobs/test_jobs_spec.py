@@ -11,14 +11,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import helmscope as hs
-from helmscope.jobs import Phase, Report, Simulate, Spec, Trials, from_data, read, to_toml, write
+from helmscope.jobs import (
+    EvolveDensity,
+    Phase,
+    Report,
+    Simulate,
+    Spec,
+    Trials,
+    read_spec,
+    spec_from_dict,
+    spec_to_toml,
+    write_spec,
+)
 from helmscope.jobs import names as registry
-from helmscope.jobs.spec import from_toml
+from helmscope.jobs.spec import spec_from_toml
 from support.children import run_python
 from support.refusal import refused
 
 GOLDEN = Path(__file__).parent / "golden"
-KINDS = {"simulate": Simulate, "phase": Phase, "trials": Trials, "report": Report}
+KINDS = {"simulate": Simulate, "density": EvolveDensity, "phase": Phase, "trials": Trials, "report": Report}
 
 
 # TOML -----------------------------------------------------------------------------------------------------------------
@@ -28,13 +39,15 @@ KINDS = {"simulate": Simulate, "phase": Phase, "trials": Trials, "report": Repor
 def test_the_documented_format(name: str) -> None:
     """Each file has every field of its spec in the order of writing, and the round trip preserves it."""
     path = GOLDEN / f"{name}.toml"
-    spec = read(path)
+    spec = read_spec(path)
     assert type(spec) is KINDS[name]
     plain = [line.partition("#")[0].rstrip() for line in path.read_text().splitlines()]
-    assert to_toml(spec).splitlines() == [line for line in plain if line]
-    assert list(tomllib.loads(to_toml(spec))) == ["job", *spec.__struct_fields__] or name == "simulate"
-    left_out = set(spec.__struct_fields__) - set(tomllib.loads(to_toml(spec)))
-    assert left_out <= {"step"}  # which the adaptive stepper of the simulation has none of
+    assert spec_to_toml(spec).splitlines() == [line for line in plain if line]
+    left_out = set(spec.__struct_fields__) - set(tomllib.loads(spec_to_toml(spec)))
+    # the adaptive stepper of the simulation has no step, and the uniform start of the density no kappa
+    assert left_out == {"simulate": {"step"}, "density": {"kappa"}}.get(name, set())
+    written = [field for field in spec.__struct_fields__ if field not in left_out]
+    assert list(tomllib.loads(spec_to_toml(spec))) == ["job", *written]
 
 
 def test_every_job_is_documented() -> None:
@@ -65,6 +78,16 @@ simulations = st.builds(
     seed=seeds,
     dtype=st.sampled_from(["float64", "float32"]),
 )
+densities = st.builds(
+    EvolveDensity,
+    field=st.sampled_from(sorted(registry.DENSITY_FIELDS)),
+    nu=st.floats(1e-6, 9),
+    dim=st.integers(2, 10**6),
+    degree=st.one_of(st.none(), st.integers(1, 999)),
+    times=grids,
+    positive=st.booleans(),
+    tol=st.floats(1e-12, 1),
+)
 phases = st.builds(
     Phase,
     nu=st.sampled_from([0.0, 0.25]),
@@ -87,28 +110,36 @@ fields_of_trials = {
 }
 
 
-@given(st.one_of(simulations, phases, st.builds(Trials, **fields_of_trials), st.builds(Report, **fields_of_trials)))
+trials = st.builds(Trials, **fields_of_trials)
+reports = st.builds(Report, **fields_of_trials)
+
+
+@given(st.one_of(simulations, densities, phases, trials, reports))
 def test_the_round_trip_through_toml_preserves_every_spec(spec: Spec) -> None:
-    assert from_toml(to_toml(spec)) == spec
+    assert spec_from_toml(spec_to_toml(spec)) == spec
     data = {"job": spec.job, **msgspec.structs.asdict(spec)}
-    assert from_data(data) == spec
-    assert from_data(msgspec.json.decode(msgspec.json.encode(data))) == spec
+    assert spec_from_dict(data) == spec
+    assert spec_from_dict(msgspec.json.decode(msgspec.json.encode(data))) == spec
 
 
 def test_files_and_run_folders_are_read(tmp_path: Path) -> None:
     spec = Trials(claims=["rate"], folder='a "quoted"\n\x7f\\folder')
-    write(spec, tmp_path / "spec.toml")
-    assert read(tmp_path / "spec.toml") == read(tmp_path) == spec
-    refused(lambda: read(tmp_path / "none.toml"), "cannot read", "none.toml", "No such file")
+    write_spec(spec, tmp_path / "spec.toml")
+    assert read_spec(tmp_path / "spec.toml") == read_spec(tmp_path) == spec
+    refused(lambda: read_spec(tmp_path / "none.toml"), "cannot read", "none.toml", "No such file")
     (tmp_path / "latin.toml").write_bytes(b'job = "\xe9"')
-    refused(lambda: read(tmp_path / "latin.toml"), "latin.toml is not UTF-8 text")
-    refused(lambda: to_toml(Trials(folder="\udcff")), "folder of the trials spec", "UTF-8")
+    refused(lambda: read_spec(tmp_path / "latin.toml"), "latin.toml is not UTF-8 text")
+    refused(lambda: spec_to_toml(Trials(folder="\udcff")), "folder of the trials spec", "UTF-8")
 
 
 def test_equal_jobs_have_equal_specs() -> None:
     assert Simulate(times=[0, 1], n=8) == Simulate(times=(0.0, 1.0), n=8.0)
     assert Simulate(start="vmf") == Simulate(start="vmf", kappa=1)
     assert Simulate(nu=0.1).step == 0.02
+    assert EvolveDensity() == EvolveDensity(beta=4, value=1, perturbation=0.1, mode=1, zonal=False, degree=64)
+    assert EvolveDensity(dim=8) == EvolveDensity(dim=8, zonal=True, degree=64)
+    assert EvolveDensity(start="vmf") == EvolveDensity(start="vmf", kappa=1)
+    assert EvolveDensity(dim=3).degree == 32
     assert Phase(spectrum=[1, 2, 3]) == Phase(spectrum=(1.0, 2.0, 3.0), dims=[3])
     assert Phase() == Phase(dims=[8, 32], published=True)
     assert Phase(nu=0.1).published is Phase(field="usa").published is False
@@ -132,7 +163,7 @@ def test_a_schema_for_forms() -> None:
     ("text", "sentence"),
     [
         ("beta = ", "x.toml is not TOML: "),
-        ("beta = 1", "job of x.toml is missing, but it must be one of phase, report, simulate, trials"),
+        ("beta = 1", "job of x.toml is missing, but it must be one of density, phase, report, simulate, trials"),
         ("job = 3", "job of x.toml is 3, but it must be one of"),
         ('job = "simulat"', "unknown job of x.toml 'simulat': did you mean 'simulate'?"),
         ('job = "simulate"\nbta = 1', "unknown key of x.toml 'bta': did you mean 'beta'?"),
@@ -144,7 +175,7 @@ def test_a_schema_for_forms() -> None:
     ],
 )
 def test_bad_toml_is_one_sentence(text: str, sentence: str) -> None:
-    assert sentence in refused(lambda: from_toml(text, "x.toml"), sentence.split(",")[0][:40])
+    assert sentence in refused(lambda: spec_from_toml(text, "x.toml"), sentence.split(",")[0][:40])
 
 
 @pytest.mark.parametrize(
@@ -161,11 +192,22 @@ def test_bad_toml_is_one_sentence(text: str, sentence: str) -> None:
         (Simulate, {"times": 3}, "times is 3, but it must be a list"),
         (Simulate, {"device": ""}, "device is '', but it must be a nonempty string"),
         (Simulate, {"nu": 0.1, "stepper": "rk4"}, "noise requires euler-maruyama, stochastic-heun or noisy-layer"),
+        (EvolveDensity, {"field": "sinkhorn"}, "field is 'sinkhorn', but it must be one of sa, usa, none"),
+        (EvolveDensity, {"field": "none", "beta": 1}, "beta is 1, but the field 'none' has no attention: omit it"),
+        (EvolveDensity, {"field": "none", "nu": 0}, "field is 'none' and nu is 0, but then no token moves: set nu"),
+        (EvolveDensity, {"nu": -1}, "nu is -1, but it must be a finite number >= 0"),
+        (EvolveDensity, {"kappa": 2}, "kappa is 2, but it belongs to the start 'vmf', not to 'uniform': omit it"),
+        (EvolveDensity, {"start": "vmf", "mode": 2}, "mode is 2, but it belongs to the start 'uniform', not to 'vmf'"),
+        (EvolveDensity, {"perturbation": 2}, "perturbation is 2, but it must be in [-1, 1]"),
+        (EvolveDensity, {"dim": 1}, "dim is 1, but it must be a whole number >= 2"),
+        (EvolveDensity, {"dim": 4, "zonal": False}, "in more than 3 dimensions only zonal densities can be evolved"),
+        (EvolveDensity, {"degree": 0}, "degree is 0, but it must be a whole number >= 1"),
+        (EvolveDensity, {"tol": 0}, "tol is 0, but it must be a finite number > 0"),
         (Phase, {"dims": []}, "dims is [], but it must have a length of at least 1"),
         (Phase, {"betas": [2, 1]}, "betas[1] is 1 after 2, but betas must increase"),
         (Phase, {"spectrum": [1, 2], "dims": [3]}, "spectrum has 2 eigenvalues, but B has 3 in dimension 3"),
         (Phase, {"nu": 1, "published": True}, "nu is 1, but the published scheme has no noise"),
-        (Trials, {"texts": "a.txt"}, "texts is set, but models is not"),
+        (Trials, {"texts": "a.txt"}, "texts is set without a model: add models=['A']"),
         (Trials, {"seed": -1}, "seed is -1, but it must be a whole number >= 0"),
         (Report, {"claims": ["rate", 3]}, "claims[1] is 3, but it must be a nonempty string"),
     ],
@@ -185,6 +227,10 @@ def test_errors_of_preparation_occur_before_a_folder_is_created(tmp_path: Path) 
     for spec, sentence in (
         (Simulate(start="orthonormal", n=4, dim=3), "n is 4, but at most dim = 3 tokens can be orthonormal"),
         (Simulate(device="nosuch"), "device is 'nosuch', but torch cannot use it here"),
+        (EvolveDensity(beta=400), "degree is 64, but the kernel e^(beta <x, y>) with beta=400 needs a grid with"),
+        (EvolveDensity(start="vmf", kappa=900), "degree is 64, but a density with kappa=900 needs a grid with degree="),
+        (EvolveDensity(mode=65), "mode is 65, but it must be at most degree, 64"),
+        (EvolveDensity(dim=3, degree=10**6), "degree is 1000000, but"),
         (Phase(samples=10**12), "samples is 1000000000000, n is 32 and times has 61 values, but that makes"),
         (Trials(claims=["kuramto"]), "unknown claim 'kuramto': did you mean 'kuramoto'?"),
         (Trials(models=["A"], texts="none.txt"), "texts is 'none.txt', but it cannot be read"),
@@ -196,14 +242,16 @@ def test_errors_of_preparation_occur_before_a_folder_is_created(tmp_path: Path) 
 def test_an_unknown_claim_suggests_the_closest_or_lists_all() -> None:
     near = refused(lambda: Trials(claims=["kuramto"]).prepare())
     assert near == "unknown claim 'kuramto': did you mean 'kuramoto'?"
-    with pytest.raises(hs.HelmscopeError, match=r"; the nearest are .*, and \d+ more are allowed$"):
+    with pytest.raises(hs.HelmscopeError, match=r"the nearest are .*, and \d+ more are allowed; for a claim of"):
         Trials(claims=["!!!"]).prepare()
 
 
 # The registry ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("names", [registry.FIELDS, registry.STARTS, registry.STEPPERS, registry.MODEL_DTYPES])
+@pytest.mark.parametrize(
+    "names", [registry.FIELDS, registry.STARTS, registry.DENSITY_STARTS, registry.STEPPERS, registry.MODEL_DTYPES]
+)
 def test_every_name_loads_its_object(names: registry.Names) -> None:
     assert len({id(names.load(name)) for name in names}) == len(list(names))
 

@@ -104,12 +104,14 @@ def test_sums_of_any_vectors_over_many_blocks(plan, causal, skip_self, weighted)
     "start", [*range(0, 100, 25), *(pytest.param(k, marks=pytest.mark.slow) for k in range(100, 300, 25))]
 )
 def test_300_random_requests(start):
-    """Totals and masses; means may underflow in float32. Measured above beta = 4: 3.1 beta 2^-24; dense sums in float32
-    have 3.7.
+    """Totals and masses; means may underflow in float32. Above beta = 4 the error is that of the logits, a random walk
+    over d rounded additions in the order of the machine's matrix product. Measured on two kinds of CPU: at most 3.1 and
+    4.6 (d = 119) times beta 2^-24; dense sums in float32 have 3.7.
     """
     for seed in range(start, start + 25):
         request = random_request(seed, plain=True, dims=(2, 130), dtype=torch.float32)
-        rel = 1e-6 if request.beta <= 4 else request.beta * 2**-22
+        steps = max(4.0, math.sqrt(request.key.shape[-1]) / 2)
+        rel = 1e-6 if request.beta <= 4 else steps * request.beta * 2**-24
         mean, total, mass = errors(request)
         assert max(total, mass) <= rel, seed
         assert math.isfinite(mean)

@@ -13,7 +13,7 @@ from helmscope.fields.attention import SA, USA, Attention
 from helmscope.geometry.sphere import retract
 from helmscope.kernels import fused
 from helmscope.kernels.fused import Clustering, Tuning, fused_clustering, fused_refuses, launch
-from helmscope.observe.inner_products import clustering_fraction
+from helmscope.observe.inner_products import close_pair_share
 from helmscope.solve.heun import Heun
 from helmscope.solve.integrate import integrate
 from helmscope.solve.rk4 import RK4
@@ -78,7 +78,7 @@ def check(
         expected = reference(field, x, times, steps[k], RK4 if order == 4 else Heun)
         assert float((result.states[k] - expected[-1]).abs().max()) < bound
         if n > 1:
-            share = torch.stack([clustering_fraction(y, delta=delta) for y in expected], -1)
+            share = torch.stack([close_pair_share(y, delta=delta) for y in expected], -1)
             assert result.met[k].tolist() == (share * result.pairs).round().tolist()
     return result
 
@@ -103,7 +103,7 @@ def test_it_agrees_with_one_call_of_integrate_for_equidistant_times() -> None:
     x, times = cloud(2, 6, 3, spread=0.7), [0.0, 1.0, 2.0, 3.0]
     result = clustering(x, times, betas=torch.ones(1), steps=torch.tensor([2]), delta=0.05)
     states = integrate(SA(1.0), x, times=times, stepper=RK4(0.5), normalize=True).states
-    share = clustering_fraction(states, delta=0.05).T
+    share = close_pair_share(states, delta=0.05).T
     assert result.met[0].tolist() == (share * 15).round().tolist()
     assert 0 < share[:, 1].max() < share[:, -1].min()
     assert result.states is None

@@ -11,7 +11,7 @@ import torch
 from helmscope.fields.attention import SA
 from helmscope.geometry.sphere import retract
 from helmscope.models.record import record
-from helmscope.observe import arc_length, depth_times
+from helmscope.observe import arc_length, matched_flow_times
 from helmscope.solve.integrate import integrate
 from helmscope.types import HelmscopeError, Trajectory
 from support.model_families import inputs_of, tiny_model
@@ -58,7 +58,7 @@ def test_a_flow_gives_back_its_own_times():
     start = retract(torch.randn(2, 4, 3, generator=torch.Generator().manual_seed(0), dtype=F64))
     fine = integrate(SA(beta=2.0), start, times=np.linspace(0, 3, 61).tolist())
     coarse = Trajectory(fine.times[::10], fine.states[::10])
-    found = depth_times(coarse, fine)
+    found = matched_flow_times(coarse, fine)
     # chords of the coarse polygon are shorter, by a term of second order in its step
     assert np.abs(found.flow_time.values - coarse.times.numpy()[:, None]).max() < 5e-3
     assert (found.reached == 1).all()
@@ -67,19 +67,19 @@ def test_a_flow_gives_back_its_own_times():
 def test_speed_does_not_matter_and_what_is_not_reached_is_nan():
     path = turning([[[0.0, 0.0]], [[0.0, 0.2]], [[0.0, 0.5]], [[0.0, 1.1]]])
     flow = turning([[[0.0, 0.1 * k]] for k in range(9)] + [[[0.0, 0.8]]])  # at rest at the end
-    found = depth_times(path, flow)
+    found = matched_flow_times(path, flow)
     assert found.flow_time.values.ravel()[:3] == pytest.approx([0, 2, 5], abs=1e-12)
     assert np.isnan(found.flow_time.values[3, 0])
     assert found.reached.values.ravel().tolist() == [1, 1, 1, 0]
     at_rest = turning([[[0.0, 0.0]], [[0.0, 0.8]]])
-    assert float(depth_times(at_rest, flow).flow_time[1, 0]) == pytest.approx(8, abs=1e-12)
+    assert float(matched_flow_times(at_rest, flow).flow_time[1, 0]) == pytest.approx(8, abs=1e-12)
 
 
 def test_bad_arguments():
     path = turning([[[0.0, 0.0]], [[0.0, 0.2]]])
     with pytest.raises(HelmscopeError, match="flow has states"):
-        depth_times(path, turning([[[0.0, 0.0, 1.0]]]))
+        matched_flow_times(path, turning([[[0.0, 0.0, 1.0]]]))
     with pytest.raises(HelmscopeError, match=r"flow starts up to 0\.1 radians"):
-        depth_times(path, turning([[[0.0, 0.1]]]))
+        matched_flow_times(path, turning([[[0.0, 0.1]]]))
     with pytest.raises(HelmscopeError, match="trajectory is a str"):
         arc_length("A")

@@ -23,7 +23,7 @@ def test_it_is_a_dataset_and_stays_a_diagram():
         SEEN.isel(time=slice(2)),
         SEEN.assign(other=SEEN.probability),
         SEEN.assign_attrs(seed=3),
-        SEEN.drop_vars("lost"),
+        SEEN.drop_vars("lost_samples"),
         SEEN.expand_dims({"dim": [8]}),
         copy.deepcopy(SEEN),
         pickle.loads(pickle.dumps(SEEN)),

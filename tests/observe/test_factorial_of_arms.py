@@ -9,7 +9,7 @@ from helmscope.intervene import Arm, leave_one_in
 from helmscope.intervene.arms import ARMS
 from helmscope.models.record import record
 from helmscope.models.subject import Subject
-from helmscope.observe import clustering, factorial
+from helmscope.observe import attention_mlp_factorial, cloud_statistics
 from helmscope.types import HelmscopeError, check_replicates
 from support.model_families import inputs_of, tiny_model
 
@@ -22,32 +22,34 @@ def recording():
 def test_every_arm_is_measured(recording):
     shares = []
     arms = (*ARMS, Arm(mlp=False, whole_radius=True), *leave_one_in(recording.layers))
-    measured = check_replicates(factorial(recording, arms=arms, gap=2, levels=[0.1], progress=shares.append))
+    measured = check_replicates(
+        attention_mlp_factorial(recording, arms=arms, gap=2, levels=[0.1], progress=shares.append)
+    )
     assert measured.arm.values.tolist() == [arm.label for arm in arms]
     assert shares == sorted(shares)
     assert shares[-1] == 1.0
     for arm in arms:
-        alone = clustering(recording.under(*arm.edits(recording)), gap=2, levels=[0.1])
+        alone = cloud_statistics(recording.under(*arm.edits(recording)), gap=2, levels=[0.1])
         assert measured.sel(arm=arm.label).drop_vars("arm").equals(alone), arm
     still = measured.sel(arm="no writes")
-    assert (still.share == still.share.isel(depth=0)).all()
+    assert (still.aligned_pair_share == still.aligned_pair_share.isel(depth=0)).all()
     held = measured.radius.sel(arm="attention alone, at the whole model's radius")
     assert abs(held - measured.radius.sel(arm="whole model")).max() < 1e-12
 
 
 def test_a_subject_and_its_texts():
     texts = ["Once upon a time", "The cat sat on the mat"]
-    measured = factorial(Subject("A"), texts=texts, arms=ARMS[:1], gap=1)
+    measured = attention_mlp_factorial(Subject("A"), texts=texts, arms=ARMS[:1], gap=1)
     assert measured.sizes["prompt"] == 2
-    assert measured.isel(arm=0).drop_vars("arm").equals(clustering(Subject("A").recording_of(texts), gap=1))
+    assert measured.isel(arm=0).drop_vars("arm").equals(cloud_statistics(Subject("A").recording_of(texts), gap=1))
 
 
 def test_bad_arguments(recording):
     with pytest.raises(HelmscopeError, match="texts is given with a Recording"):
-        factorial(recording, texts=["a"])
+        attention_mlp_factorial(recording, texts=["a"])
     with pytest.raises(HelmscopeError, match="subject is a str"):
-        factorial("A")
+        attention_mlp_factorial("A")
     with pytest.raises(HelmscopeError, match="arms holds a str"):
-        factorial(recording, arms=["whole model"])
+        attention_mlp_factorial(recording, arms=["whole model"])
     with pytest.raises(HelmscopeError, match="different arms"):
-        factorial(recording, arms=[Arm(), Arm()])
+        attention_mlp_factorial(recording, arms=[Arm(), Arm()])

@@ -11,7 +11,7 @@ import torch
 from helmscope.geometry.sphere import retract
 from helmscope.models.record import record
 from helmscope.models.subject import Subject
-from helmscope.observe import token_identity
+from helmscope.observe import token_decoding_accuracy
 from helmscope.types import HelmscopeError, Trajectory
 
 F64 = torch.float64
@@ -61,7 +61,7 @@ def by_loops(reference, reference_ids, test, test_ids, depth):
 
 def test_accuracy_agrees_with_loops():
     (reference, reference_ids), (test, test_ids) = sample(0), sample(1)
-    found = token_identity(reference, test, reference_ids=reference_ids, test_ids=test_ids)
+    found = token_decoding_accuracy(reference, test, reference_ids=reference_ids, test_ids=test_ids)
     for depth in range(2):
         accuracy, chance, classes = by_loops(reference, reference_ids, test, test_ids, depth)
         assert found.accuracy.values[depth] == pytest.approx(accuracy, abs=1e-12)
@@ -72,17 +72,17 @@ def test_accuracy_agrees_with_loops():
 
 def test_separate_tokens_are_all_decoded_and_random_ones_are_not():
     (reference, reference_ids), (test, test_ids) = sample(0, noise=0.01), sample(1, noise=0.01)
-    found = token_identity(reference, test, reference_ids=reference_ids, test_ids=test_ids)
+    found = token_decoding_accuracy(reference, test, reference_ids=reference_ids, test_ids=test_ids)
     assert (found.accuracy == 1).all()
     (reference, reference_ids), (test, test_ids) = sample(0, noise=1e3), sample(1, noise=1e3)
-    found = token_identity(reference, test, reference_ids=reference_ids, test_ids=test_ids)
+    found = token_decoding_accuracy(reference, test, reference_ids=reference_ids, test_ids=test_ids)
     assert float(found.accuracy.mean()) < 0.35
 
 
 def test_the_first_states_of_a_model_name_their_tokens():
     subject = Subject("A")
     halves = ([text[:160] for text in half] for half in (subject.selection[:12], subject.test[:4]))
-    found = token_identity(*(record(subject.loaded, half) for half in halves))
+    found = token_decoding_accuracy(*(record(subject.loaded, half) for half in halves))
     assert float(found.accuracy[0].mean()) > 0.95
     assert float(found.accuracy_null.mean()) < 0.2
 
@@ -90,9 +90,9 @@ def test_the_first_states_of_a_model_name_their_tokens():
 def test_bad_arguments():
     path, ids = sample(0)
     with pytest.raises(HelmscopeError, match="reference_ids is None"):
-        token_identity(path, path)
+        token_decoding_accuracy(path, path)
     with pytest.raises(HelmscopeError, match="no token id in common"):
-        token_identity(path, path, reference_ids=ids, test_ids=ids + 100)
+        token_decoding_accuracy(path, path, reference_ids=ids, test_ids=ids + 100)
     short = Trajectory(path.times[:1], path.states[:1], path.weights, axis="depth", replicate="prompt")
     with pytest.raises(HelmscopeError, match="test has 1 depths"):
-        token_identity(path, short, reference_ids=ids, test_ids=ids)
+        token_decoding_accuracy(path, short, reference_ids=ids, test_ids=ids)

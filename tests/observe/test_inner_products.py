@@ -1,4 +1,4 @@
-"""Inner products, the clustering probability and the order parameter against loops and closed forms."""
+"""Inner products, the close-pair probability and the order parameter against loops and closed forms."""
 
 from __future__ import annotations
 
@@ -66,25 +66,23 @@ def test_mean_inner_product_of_an_equiangular_cloud():
 def test_clustering_fraction_is_the_loop(n, d, delta):
     x, mask = hs.Uniform(n, d).sample(8, seed=n), random_mask(8, n)
     x[:, 1] = x[:, 0]
-    loops = [oracles.clustering_fraction(cloud, delta) for cloud in x.tolist()]
+    loops = [oracles.close_pair_share(cloud, delta) for cloud in x.tolist()]
     if delta > 0:  # the loop's inner product of two equal tokens may round below 1
-        assert hs.observe.clustering_fraction(x, delta=delta).tolist() == pytest.approx(loops, rel=1e-15, abs=0)
-        loops = [oracles.clustering_fraction(real(*pair), delta) for pair in zip(x, mask, strict=True)]
-        assert hs.observe.clustering_fraction(x, delta=delta, weights=mask).tolist() == pytest.approx(
+        assert hs.observe.close_pair_share(x, delta=delta).tolist() == pytest.approx(loops, rel=1e-15, abs=0)
+        loops = [oracles.close_pair_share(real(*pair), delta) for pair in zip(x, mask, strict=True)]
+        assert hs.observe.close_pair_share(x, delta=delta, weights=mask).tolist() == pytest.approx(
             loops, rel=1e-15, abs=0
         )
     else:
-        assert hs.observe.clustering_fraction(x, delta=delta).tolist() == pytest.approx(
-            [2 / (n * n - n)] * 8, rel=1e-15
-        )
+        assert hs.observe.close_pair_share(x, delta=delta).tolist() == pytest.approx([2 / (n * n - n)] * 8, rel=1e-15)
 
 
 def test_clustering_fraction_sees_pairs_that_an_inner_product_cannot():
     # 1 - cos(1e-9) = 5e-19 is far below the rounding of 1
     angles = torch.tensor([0.0, 1e-9, 3e-9], dtype=F64)
     x = torch.stack([angles.cos(), angles.sin()], -1)
-    assert hs.observe.clustering_fraction(x, delta=6e-19).item() == pytest.approx(1 / 3)
-    assert hs.observe.clustering_fraction(x, delta=1e-20).item() == 0
+    assert hs.observe.close_pair_share(x, delta=6e-19).item() == pytest.approx(1 / 3)
+    assert hs.observe.close_pair_share(x, delta=1e-20).item() == 0
 
 
 @pytest.mark.parametrize(
@@ -97,30 +95,30 @@ def test_clustering_fraction_sees_pairs_that_an_inner_product_cannot():
     ],
 )
 def test_a_pair_exactly_at_the_threshold_has_met(x, delta, share):
-    assert oracles.clustering_fraction(x.tolist(), delta) == share
-    assert hs.observe.clustering_fraction(x, delta=delta).item() == share
+    assert oracles.close_pair_share(x.tolist(), delta) == share
+    assert hs.observe.close_pair_share(x, delta=delta).item() == share
 
 
-# The clustering probability -------------------------------------------------------------------------------------------
+# The close-pair probability -------------------------------------------------------------------------------------------
 
 
 def test_clustering_probability_of_the_start_is_the_closed_form():
     """4,096 systems: 0.014300 +- 0.000083 against (1/2) I_{1-(1-delta)^2}(1/2, 1/2) = 0.014236."""
-    expected = hs.theory.initial_clustering_probability(dim=2, delta=1e-3)
+    expected = hs.theory.initial_close_pair_probability(dim=2, delta=1e-3)
     assert expected == pytest.approx(0.014236437406239559, rel=1e-12)
-    kept = hs.clustering_probability(trajectory(hs.Uniform(32, 2).sample(4096, seed=0)[None]), delta=1e-3)
+    kept = hs.close_pair_probability(trajectory(hs.Uniform(32, 2).sample(4096, seed=0)[None]))
     seen = hs.reduce_replicates(kept)
-    value, error = seen.probability.item(), seen.probability_stderr.item()
+    value, error = seen.close_pair_probability.item(), seen.close_pair_probability_stderr.item()
     assert error < 0.02 * expected
     assert abs(value - expected) < 4 * error
-    assert seen.attrs == {"n": 4096, "delta": 1e-3}
+    assert seen.attrs == {"n": 4096, "replicate": "system", "delta": 1e-3}
 
 
 def test_the_stated_error_is_the_spread_of_repetitions():
     """400 experiments of 32 systems whose pairs hang together, so that counting pairs as independent would not do."""
     x = hs.VonMisesFisher(32, 2, kappa=2.0).sample(400 * 32, seed=1).reshape(400, 32, 32, 2)
-    seen = hs.reduce_replicates(hs.clustering_probability(trajectory(x), delta=1e-2))
-    values, stated = seen.probability.values, seen.probability_stderr.values
+    seen = hs.reduce_replicates(hs.close_pair_probability(trajectory(x), delta=1e-2))
+    values, stated = seen.close_pair_probability.values, seen.close_pair_probability_stderr.values
     spread = values.std(ddof=1)
     # a standard deviation of 400 values has a relative error of 1 / sqrt(800) = 3.5 %
     assert math.sqrt((stated**2).mean()) == pytest.approx(spread, rel=4 * 0.036)
@@ -132,10 +130,12 @@ def test_the_stated_error_is_the_spread_of_repetitions():
 
 def test_clustering_probability_honours_the_mask():
     x, mask = hs.Uniform(6, 2).sample(5, seed=2), random_mask(5, 6)
-    seen = hs.reduce_replicates(hs.clustering_probability(trajectory(x[None].expand(2, 5, 6, 2), mask), delta=0.5))
-    loops = [oracles.clustering_fraction(real(*pair), 0.5) for pair in zip(x, mask, strict=True)]
-    assert seen.probability.values == pytest.approx([np.mean(loops)] * 2, rel=1e-14, abs=0)
-    assert seen.probability_stderr.values == pytest.approx([np.std(loops, ddof=1) / math.sqrt(5)] * 2, rel=1e-14, abs=0)
+    seen = hs.reduce_replicates(hs.close_pair_probability(trajectory(x[None].expand(2, 5, 6, 2), mask), delta=0.5))
+    loops = [oracles.close_pair_share(real(*pair), 0.5) for pair in zip(x, mask, strict=True)]
+    assert seen.close_pair_probability.values == pytest.approx([np.mean(loops)] * 2, rel=1e-14, abs=0)
+    assert seen.close_pair_probability_stderr.values == pytest.approx(
+        [np.std(loops, ddof=1) / math.sqrt(5)] * 2, rel=1e-14, abs=0
+    )
 
 
 # The histogram --------------------------------------------------------------------------------------------------------
@@ -148,10 +148,10 @@ def test_histogram_is_the_loop(n, d, bins):
     seen = hs.reduce_replicates(hs.observe.inner_product_histogram(trajectory(states), bins=bins))
     edges = np.linspace(-1, 1, bins + 1).tolist()
     loops = np.array([[oracles.histogram(cloud, edges) for cloud in row] for row in states.tolist()])
-    assert seen.share.dims == ("time", "inner_product")
-    assert np.abs(seen.share.values - loops.mean(1)).max() < 1e-15
-    assert np.abs(seen.share_stderr.values - loops.std(1, ddof=1) / math.sqrt(3)).max() < 1e-15
-    assert np.abs(seen.share.values.sum(-1) - 1).max() < 1e-15
+    assert seen.inner_product_histogram.dims == ("time", "inner_product")
+    assert np.abs(seen.inner_product_histogram.values - loops.mean(1)).max() < 1e-15
+    assert np.abs(seen.inner_product_histogram_stderr.values - loops.std(1, ddof=1) / math.sqrt(3)).max() < 1e-15
+    assert np.abs(seen.inner_product_histogram.values.sum(-1) - 1).max() < 1e-15
     assert np.abs(seen.inner_product.values - (np.arange(bins) + 0.5) * 2 / bins + 1).max() < 1e-15
 
 
@@ -160,14 +160,15 @@ def test_histogram_honours_the_mask():
     seen = hs.reduce_replicates(hs.observe.inner_product_histogram(trajectory(x[None], mask), bins=10))
     edges = np.linspace(-1, 1, 11).tolist()
     loops = np.array([oracles.histogram(real(*pair), edges) for pair in zip(x, mask, strict=True)])
-    assert np.abs(seen.share.values[0] - loops.mean(0)).max() < 1e-15
+    assert np.abs(seen.inner_product_histogram.values[0] - loops.mean(0)).max() < 1e-15
 
 
 @pytest.mark.parametrize("bins", [1, 2, 4, 6, 10, 50, 100])
 def test_inner_products_of_minus_one_zero_and_one_fall_where_they_belong(bins):
     """Bins are closed on the left, so 0 opens the upper half; the last bin holds 1."""
     x = torch.stack([E[0], E[0], -E[0], E[1]])  # ordered pairs: +1 twice, -1 four times, 0 six times
-    share = hs.observe.inner_product_histogram(trajectory(x[None, None]), bins=bins).share.values[0, 0]
+    seen = hs.observe.inner_product_histogram(trajectory(x[None, None]), bins=bins)
+    share = seen.inner_product_histogram.values[0, 0]
     expected = np.zeros(bins)
     expected[0] += 4 / 12
     expected[bins // 2] += 6 / 12
@@ -183,7 +184,7 @@ def test_an_inner_product_at_an_edge_opens_the_upper_bin(bins):
     first = torch.tensor([1.0, 0.0], dtype=F64).expand(bins - 1, 2)
     x = torch.stack([first, torch.stack([height, (1 - height**2).sqrt()], -1)], -2)
     assert torch.equal((x[:, 0] * x[:, 1]).sum(-1), height)
-    share = hs.observe.inner_product_histogram(trajectory(x[:, None]), bins=bins).share.values[:, 0]
+    share = hs.observe.inner_product_histogram(trajectory(x[:, None]), bins=bins).inner_product_histogram.values[:, 0]
     loops = [oracles.histogram(cloud, edges.tolist()) for cloud in x.tolist()]
     assert np.array_equal(share.argmax(-1), np.argmax(loops, -1))
 
@@ -221,13 +222,13 @@ def test_pairs_count_by_the_product_of_their_weights():
     below = math.fsum(w for w, inner in pairs if inner < 0) / whole
     for scale in (1.0, 7.0):
         assert hs.mean_inner_product(x, weights=scale * weights).item() == pytest.approx(mean, rel=1e-14)
-        assert hs.observe.clustering_fraction(x, delta=0.7, weights=scale * weights).item() == pytest.approx(
+        assert hs.observe.close_pair_share(x, delta=0.7, weights=scale * weights).item() == pytest.approx(
             close, rel=1e-14
         )
     path = hs.Trajectory(
         torch.zeros(2), x.expand(2, 1, 5, 3), torch.stack([weights, torch.ones(5, dtype=F64)])[:, None]
     )
-    seen = hs.observe.inner_product_histogram(path, bins=2).share[:, 0, 0].values
+    seen = hs.observe.inner_product_histogram(path, bins=2).inner_product_histogram[:, 0, 0].values
     assert seen[0] == pytest.approx(below, rel=1e-14)
     assert seen[1] == pytest.approx(oracles.histogram(x.tolist(), [-1.0, 0.0, 1.0])[0], rel=1e-14)
 
@@ -251,16 +252,16 @@ def test_gradients(function):
 @pytest.mark.parametrize(
     ("call", "said"),
     [
-        (lambda: hs.observe.clustering_fraction(X, delta=-1e-3), r"delta is -0\.001.*>= 0"),
-        (lambda: hs.observe.clustering_fraction(X, delta=math.nan), "delta is nan.*finite"),
-        (lambda: hs.clustering_probability(trajectory(X[None]), delta=-1.0), r"delta is -1\.0.*>= 0"),
+        (lambda: hs.observe.close_pair_share(X, delta=-1e-3), r"delta is -0\.001.*>= 0"),
+        (lambda: hs.observe.close_pair_share(X, delta=math.nan), "delta is nan.*finite"),
+        (lambda: hs.close_pair_probability(trajectory(X[None]), delta=-1.0), r"delta is -1\.0.*>= 0"),
         (lambda: hs.observe.inner_product_histogram(trajectory(X[None]), bins=0), "bins is 0.*>= 1"),
         (lambda: hs.observe.inner_product_histogram(trajectory(X[None]), bins=2.5), r"bins is 2\.5.*whole"),
         (lambda: hs.mean_inner_product(3 * X), "x holds a token of norm 3.*unit sphere"),
         (lambda: hs.order_parameter(3 * X), "x holds a token of norm 3.*unit sphere"),
         (lambda: hs.mean_inner_product(X, weights=-torch.ones(4)), "weights holds the entry -1.*>= 0"),
         (lambda: hs.mean_inner_product(X, weights=torch.ones(3, dtype=torch.bool)), r"weights .*\(3,\).*\(2, 4\)"),
-        (lambda: hs.observe.clustering_fraction(X, delta=0.1, weights=[True] * 4), "weights .*list.*tensor"),
+        (lambda: hs.observe.close_pair_share(X, delta=0.1, weights=[True] * 4), "weights .*list.*tensor"),
         (lambda: hs.order_parameter(X, weights=torch.ones(2, 3)), r"weights is \(2, 3\).*\(2, 4\)"),
     ],
 )

@@ -27,7 +27,7 @@ from helmscope.observe.kernel import (
     row_mass,
     symmetry_defect,
 )
-from helmscope.types import AttentionPass, Moment, ReplayPlan
+from helmscope.types import AttentionTensors, ReplayContext, ReplayPlan
 from helmscope.types.instrument import results, start_instruments
 
 F64 = torch.float64
@@ -87,10 +87,10 @@ class Attending:
             weights = None if path.weights is None else path.weights[0, rows]
             visible = None if self.visible is None else self.visible[rows]
             for layer, kernel in enumerate(self.kernels):
-                moment = Moment(layer, hs.types.Half.ATTENTION, float(layer), rows, weights, visible)
+                context = ReplayContext(layer, hs.types.Half.ATTENTION, float(layer), rows, weights, visible)
                 state = path.states[layer, rows]
                 for instrument in instruments:
-                    instrument.attention(moment, AttentionPass(state, state, kernel[rows]))
+                    instrument.attention(context, AttentionTensors(state, state, kernel[rows]))
         return results(instruments)
 
 

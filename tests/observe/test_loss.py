@@ -107,7 +107,8 @@ def test_special_tokens_are_read_but_not_scored():
 
 def test_a_text_without_a_prediction_is_nan_and_all_of_them_are_refused():
     model, words = tiny_model("gpt2"), letters(framed=False)
-    seen = hs.next_token_loss(record(model, ["a", "b c"], tokenizer=words))
+    with pytest.warns(UserWarning, match=r"losses are undefined \(NaN\) for texts\[0\], .*: means leave it out"):
+        seen = hs.next_token_loss(record(model, ["a", "b c"], tokenizer=words))
     assert np.isnan(seen.loss.values).tolist() == [True, False]
     assert hs.reduce_replicates(seen).loss.attrs["n"] == 1
     with pytest.raises(
@@ -126,7 +127,7 @@ def test_a_text_without_a_prediction_is_nan_and_all_of_them_are_refused():
 )
 def test_models_that_do_not_predict_the_next_token_are_refused(family, says):
     recording = record(tiny_model(family), inputs_of(family))
-    for refused in (hs.next_token_loss, hs.observe.token_loss, hs.observe.ablation_loss):
+    for refused in (hs.next_token_loss, hs.observe.token_loss, hs.observe.head_ablation_loss):
         with pytest.raises(HelmscopeError, match=says):
             refused(recording)
 
@@ -172,7 +173,7 @@ def test_the_loss_without_each_head_by_hand():
     model = tiny_model("gpt2", dtype=torch.float64)
     recording = record(model, padded("right"), batch_size=2)
     shares = []
-    seen = hs.observe.ablation_loss(recording, progress=shares.append)
+    seen = hs.observe.head_ablation_loss(recording, progress=shares.append)
     assert seen.loss.dims == ("layer", "head", "prompt")
     plain = losses_of_transformers(model)[1]
     for layer in range(3):
@@ -188,7 +189,9 @@ def test_the_loss_without_each_head_by_hand():
     assert {seen[name].units for name in ("loss", "loss_null", "increase", "baseline")} == {"nats"}
     assert shares[-1] == 1.0
     assert shares == sorted(shares)
-    assert hs.observe.ablation_loss(recording, layers=["transformer.h.2"]).equals(seen.sel(layer=[2]))
+    assert hs.observe.head_ablation_loss(recording, layers=["transformer.h.2"]).equals(seen.sel(layer=[2]))
+    heading = hs.plot(seen).get_suptitle().splitlines()[0]
+    assert heading == f"{recording.origin.title}: loss with one head ablated at a time"
 
 
 @pytest.mark.parametrize("family", CAUSAL)
@@ -203,7 +206,7 @@ def test_a_sweep_gives_the_bits_of_single_runs(family):
     }
     if recording.anatomy.tapped:
         edits["head"] = hs.intervene.AblateHead(layer=2, head=3)
-    seen = hs.observe.loss_under(recording, edits)
+    seen = hs.observe.loss_under_edits(recording, edits)
     assert seen.edit.values.tolist() == list(edits)
     for name, edit in edits.items():
         alone = hs.next_token_loss(recording.under(*(edit if isinstance(edit, list) else [edit])))
@@ -221,11 +224,11 @@ def test_a_sweep_under_edits_of_the_recording_itself():
         hs.Edit(hs.Site.INPUT, None, lambda state: 1.1 * state), hs.intervene.Perturb([0], relative=0.1)
     )
     cut = hs.intervene.AblateHead(layer=1, head=0)
-    seen = hs.observe.loss_under(base, {"cut": cut})
+    seen = hs.observe.loss_under_edits(base, {"cut": cut})
     assert seen.loss.values[0].tolist() == hs.next_token_loss(base.under(cut)).loss.values.tolist()
     later = base.resume(depth=3, states=base.trajectory.states[3].flip(0))
-    assert hs.observe.loss_under(later, {"cut": cut}).increase.values.tolist() == [[0.0] * 3]
-    assert hs.observe.ablation_loss(later).layer.values.tolist() == [1, 2]
+    assert hs.observe.loss_under_edits(later, {"cut": cut}).increase.values.tolist() == [[0.0] * 3]
+    assert hs.observe.head_ablation_loss(later).layer.values.tolist() == [1, 2]
 
 
 def test_layers_before_the_first_edited_one_run_once():
@@ -234,7 +237,9 @@ def test_layers_before_the_first_edited_one_run_once():
     ran = []
     for number, block in enumerate(model.transformer.h):
         block.mlp.register_forward_pre_hook(lambda module, args, number=number: ran.append(number))
-    hs.observe.loss_under(recording, {"a": hs.intervene.AblateHead(layer=2, head=0), "b": hs.intervene.Ablate([1])})
+    hs.observe.loss_under_edits(
+        recording, {"a": hs.intervene.AblateHead(layer=2, head=0), "b": hs.intervene.Ablate([1])}
+    )
     assert ran == [0, 1, 2, 2, 1, 2]
 
 
@@ -251,7 +256,7 @@ def test_edits_that_cannot_be_made_are_refused_before_anything_runs(edits, says,
     recording = record(tiny_model("gpt2"), IDS)
     monkeypatch.setattr(Runner, "outputs", None)
     with pytest.raises(HelmscopeError, match=says):
-        hs.observe.loss_under(recording, edits)
+        hs.observe.loss_under_edits(recording, edits)
 
 
 @pytest.mark.parametrize(
@@ -264,7 +269,7 @@ def test_edits_that_cannot_be_made_are_refused_before_anything_runs(edits, says,
 )
 def test_layers_that_are_not_there_are_refused(layers, says):
     with pytest.raises(HelmscopeError, match=says):
-        hs.observe.ablation_loss(record(tiny_model("gpt2"), IDS), layers=layers)
+        hs.observe.head_ablation_loss(record(tiny_model("gpt2"), IDS), layers=layers)
 
 
 def test_heads_that_cannot_be_seen_are_refused():
@@ -272,7 +277,7 @@ def test_heads_that_cannot_be_seen_are_refused():
     layers = tuple(replace(layer, heads=None) for layer in recording.anatomy.layers)
     runner = replace(recording.runner, anatomy=replace(recording.anatomy, layers=layers))
     with pytest.raises(HelmscopeError, match="layer 0 hides its heads"):
-        hs.observe.ablation_loss(replace(recording, runner=runner))
+        hs.observe.head_ablation_loss(replace(recording, runner=runner))
 
 
 PAIRS = ("t5-relu", "bart", "marian")
@@ -310,12 +315,12 @@ def test_the_loss_of_targets_is_the_models_own(family):
 def test_the_loss_of_targets_under_ablations(family):
     _, recording, _ = record_pair(family)
     recording = recording.under(encoder=hs.intervene.AblateHead(layer=0, head=1))
-    off = hs.observe.ablation_loss(recording, layers=1)
+    off = hs.observe.head_ablation_loss(recording, layers=1)
     for head in range(off.sizes["head"]):
         again = hs.next_token_loss(recording.under(hs.intervene.AblateHead(layer=1, head=head)))
         assert np.array_equal(off.loss.sel(layer=1, head=head), again.loss)
     cross = hs.intervene.AblateHead([0], heads=[2], site=hs.Site.CROSS_HEADS)
-    seen = hs.observe.loss_under(recording, {"cross": cross})
+    seen = hs.observe.loss_under_edits(recording, {"cross": cross})
     assert np.array_equal(seen.loss.sel(edit="cross"), hs.next_token_loss(recording.under(cross)).loss)
     assert (seen.increase != 0).all()
 
@@ -343,7 +348,7 @@ def test_special_tokens_among_targets_are_not_scored():
 @pytest.mark.parametrize("layers", [1, "h.1", [1], ["transformer.h.1"]])
 def test_a_layer_alone_and_by_name(layers):
     recording = record(tiny_model("gpt2"), IDS)
-    seen = hs.observe.ablation_loss(recording, layers=layers)
+    seen = hs.observe.head_ablation_loss(recording, layers=layers)
     assert seen.layer.values.tolist() == [1]
 
 
@@ -358,15 +363,15 @@ def test_a_layer_alone_and_by_name(layers):
 )
 def test_what_names_no_layers_is_refused(layers, says):
     with pytest.raises(HelmscopeError, match=says):
-        hs.observe.ablation_loss(record(tiny_model("gpt2"), IDS), layers=layers)
+        hs.observe.head_ablation_loss(record(tiny_model("gpt2"), IDS), layers=layers)
 
 
 def test_a_loss_is_never_negative_and_knows_its_unit_and_its_model():
     """Two prompts of very different loss: the plain interval of their mean would begin below 0."""
     recording = record(tiny_model("gpt2"), torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]]))
-    for measured in (hs.next_token_loss(recording), module.ablation_loss(recording)):
+    for measured in (hs.next_token_loss(recording), module.head_ablation_loss(recording)):
         assert (measured.loss.attrs["units"], measured.attrs["model"]) == ("nats", recording.origin.title)
         apart = measured.assign(loss=measured.loss * xr.DataArray([0.01, 1.0], dims="prompt"))
         apart.loss.attrs = measured.loss.attrs
         assert bool((hs.reduce_replicates(apart).loss_low == 0).all())
-    assert module.ablation_loss(recording).increase.attrs["units"] == "nats"
+    assert module.head_ablation_loss(recording).increase.attrs["units"] == "nats"

@@ -29,8 +29,8 @@ def test_many_instruments_take_one_replay(monkeypatch):
     class Peaks(hs.Instrument):
         name, needs = "peaks", hs.types.Needs.KERNEL
 
-        def attention(self, moment, passed):
-            self.keep(moment, {"peak": passed.kernel.amax((-1, -2))})
+        def attention(self, context, tensors):
+            self.keep(context, {"peak": tensors.kernel.amax((-1, -2))})
 
     plain, layers = hs.SA.kernel, []
     monkeypatch.setattr(hs.SA, "kernel", lambda *given, **named: layers.append(1) or plain(*given, **named))

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import helmscope as hs
+from support.model_families import letters, tiny_model
 from support.refusal import refused
 
 STATES = hs.Uniform(n=6, dim=4).sample(15, seed=0).reshape(5, 3, 6, 4)
@@ -23,7 +24,7 @@ def test_the_number_of_times_at_once_changes_nothing(monkeypatch, weights):
     monkeypatch.setattr(sys.modules["helmscope.observe.overview"], "PAIRS_AT_ONCE", 2 * 3 * 7**2)
     parts = hs.overview(path, beta=2.0, progress=shares.append)
     assert parts.identical(whole)
-    assert parts.order.dims == ("depth", "prompt")
+    assert parts.order_parameter.dims == ("depth", "prompt")
     assert len(shares) == 18  # six observables of three parts, the last of which is shorter
     assert shares == sorted(shares)
     assert shares[-1] == 1.0
@@ -43,3 +44,12 @@ def test_beta_must_be_given_where_there_is_none():
     refused(lambda: hs.overview(hs.Trajectory(TIMES, STATES)), "beta is missing, and a Trajectory has none")
     run = hs.integrate(lambda x: 0 * x, torch.eye(3), times=[0.0])
     refused(lambda: hs.overview(run), "beta is missing, and the field ")
+
+
+def test_texts_without_pairs_are_named_by_a_warning():
+    model, words = tiny_model("gpt2"), letters(framed=False)
+    with pytest.warns(UserWarning, match=r"pairs are undefined \(NaN\) for texts\[0\] and 1 more, .* leave them out"):
+        seen = hs.overview(hs.record(model, ["a", "b c", "d"], tokenizer=words), beta=1.0)
+    assert seen.mean_inner_product.isnull().all("depth").values.tolist() == [True, False, True]
+    with pytest.warns(UserWarning, match=r"for texts\[0\], of which too few tokens count: means leave it out"):
+        hs.overview(hs.record(model, ["a"], tokenizer=words), beta=1.0)

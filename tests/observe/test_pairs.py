@@ -10,7 +10,7 @@ import torch
 
 from helmscope.geometry.sphere import retract
 from helmscope.models.record import record
-from helmscope.observe import clustering, entropy_rank, nuclear_rank, participation_ratio, stable_rank
+from helmscope.observe import cloud_statistics, effective_rank, nuclear_rank, participation_ratio, stable_rank
 from helmscope.observe import pairs as pairs_module
 from helmscope.observe.rank import collapse_residual_composite, collapse_residual_frobenius
 from helmscope.types import HelmscopeError, Trajectory
@@ -53,7 +53,7 @@ def by_loops(cloud, weights, ids, gap):
 
 def test_pairs_agree_with_loops():
     path, ids = sample()
-    measured = clustering(path, ids=ids, levels=LEVELS, gap=3)
+    measured = cloud_statistics(path, ids=ids, levels=LEVELS, gap=3)
     for depth in range(2):
         for prompt in range(3):
             cloud = path.states[depth, prompt].tolist()
@@ -61,23 +61,23 @@ def test_pairs_agree_with_loops():
             for name, (mean, *shares) in expected.items():
                 at = measured.isel(depth=depth, prompt=prompt).sel(pairs=name)
                 assert float(at.inner_product) == pytest.approx(mean, abs=1e-13)
-                assert at.share.values == pytest.approx(shares, abs=1e-13)
+                assert at.aligned_pair_share.values == pytest.approx(shares, abs=1e-13)
 
 
 def test_ranks_residuals_and_radius_are_those_of_the_cloud_without_its_first_token():
     path, _ = sample()
-    measured = clustering(path, gap=1)
+    measured = cloud_statistics(path, gap=1)
     x, m = path.states[:, :, 1:], path.weights[:, :, 1:].expand(2, -1, -1)
     for name, function in (
-        ("entropy_rank", entropy_rank),
+        ("effective_rank", effective_rank),
         ("participation_ratio", participation_ratio),
         ("stable_rank", stable_rank),
         ("nuclear_rank", nuclear_rank),
     ):
         assert measured[name].values == pytest.approx(function(x, weights=m).numpy(), abs=1e-6), name
     for name, function in (
-        ("residual", collapse_residual_frobenius),
-        ("residual_composite", collapse_residual_composite),
+        ("collapse_residual_frobenius", collapse_residual_frobenius),
+        ("collapse_residual_composite", collapse_residual_composite),
     ):
         expected = function(x, relative=True, weights=m)
         assert measured[name].values == pytest.approx(expected.numpy(), abs=1e-12), name
@@ -87,26 +87,26 @@ def test_ranks_residuals_and_radius_are_those_of_the_cloud_without_its_first_tok
 
 def closed_form(states, **options):
     path = Trajectory(torch.zeros(1, dtype=F64), states[None, None])
-    return clustering(path, gap=1, levels=[0.9], first_token=True, **options).isel(time=0, system=0)
+    return cloud_statistics(path, gap=1, levels=[0.9], first_token=True, **options).isel(time=0, system=0)
 
 
 def test_orthogonal_tokens():
     n = 6
     found = closed_form(torch.eye(n, dtype=F64))
     assert found.inner_product.values == pytest.approx([0, 0, 1 / n], abs=1e-15)
-    assert found.share.values[:, 0] == pytest.approx([0, 0, 1 / n], abs=1e-15)
-    for name in ("entropy_rank", "participation_ratio", "stable_rank", "nuclear_rank"):
+    assert found.aligned_pair_share.values[:, 0] == pytest.approx([0, 0, 1 / n], abs=1e-15)
+    for name in ("effective_rank", "participation_ratio", "stable_rank", "nuclear_rank"):
         assert float(found[name]) == pytest.approx(n, abs=1e-12)
-    assert float(found.residual) == pytest.approx(math.sqrt(1 - 1 / n), abs=1e-14)
+    assert float(found.collapse_residual_frobenius) == pytest.approx(math.sqrt(1 - 1 / n), abs=1e-14)
 
 
 def test_coincident_tokens():
     found = closed_form(torch.eye(6, dtype=F64)[:1].expand(5, 6))
     assert found.inner_product.values == pytest.approx([1, 1, 1], abs=1e-15)
-    assert found.share.values[:, 0] == pytest.approx([1, 1, 1], abs=1e-15)
-    for name in ("entropy_rank", "participation_ratio", "stable_rank", "nuclear_rank"):
+    assert found.aligned_pair_share.values[:, 0] == pytest.approx([1, 1, 1], abs=1e-15)
+    for name in ("effective_rank", "participation_ratio", "stable_rank", "nuclear_rank"):
         assert float(found[name]) == pytest.approx(1, abs=1e-6)
-    assert float(found.residual) == pytest.approx(0, abs=1e-14)
+    assert float(found.collapse_residual_frobenius) == pytest.approx(0, abs=1e-14)
 
 
 @pytest.mark.parametrize("gamma", [0.3, 0.95])
@@ -116,7 +116,7 @@ def test_equiangular_tokens(gamma):
     found = closed_form(torch.linalg.cholesky(gram))
     above = float(gamma > 0.9)
     assert found.inner_product.values == pytest.approx([gamma, gamma, gamma + (1 - gamma) / n], abs=1e-14)
-    assert found.share.values[:, 0] == pytest.approx([above, above, above + (1 - above) / n], abs=1e-14)
+    assert found.aligned_pair_share.values[:, 0] == pytest.approx([above, above, above + (1 - above) / n], abs=1e-14)
     largest = 1 + (n - 1) * gamma
     assert float(found.stable_rank) == pytest.approx(n / largest, abs=1e-12)
     power = largest**2 + (n - 1) * (1 - gamma) ** 2
@@ -125,26 +125,26 @@ def test_equiangular_tokens(gamma):
 
 def test_the_chunk_size_changes_nothing(monkeypatch):
     path, ids = sample(batch=5)
-    whole = clustering(path, ids=ids, gap=2)
+    whole = cloud_statistics(path, ids=ids, gap=2)
     monkeypatch.setattr(pairs_module, "CHUNK", 1)
-    assert all((clustering(path, ids=ids, gap=2)[name].values == whole[name].values).all() for name in whole)
+    assert all((cloud_statistics(path, ids=ids, gap=2)[name].values == whole[name].values).all() for name in whole)
 
 
 def test_without_any_pair_there_is_no_number():
     path, ids = sample()
-    measured = clustering(path, ids=torch.zeros_like(ids), gap=2)
-    assert np.isnan(measured.share.sel(pairs="distant")).all()
-    assert measured.share.sel(pairs="all").notnull().all()
+    measured = cloud_statistics(path, ids=torch.zeros_like(ids), gap=2)
+    assert np.isnan(measured.aligned_pair_share.sel(pairs="distant")).all()
+    assert measured.aligned_pair_share.sel(pairs="all").notnull().all()
 
 
 def test_a_recording_brings_ids_weights_and_the_sphere_of_the_theory():
     recording = record(tiny_model("bert", dtype=F64), inputs_of("bert", n=20))
-    measured = clustering(recording, gap=4)
+    measured = cloud_statistics(recording, gap=4)
     ids = inputs_of("bert", n=20)
     path = recording.on_sphere
-    expected = clustering(path, ids=ids, gap=4)
-    assert measured.share.dims == ("depth", "prompt", "pairs", "level")
-    assert measured.share.equals(expected.share)
+    expected = cloud_statistics(path, ids=ids, gap=4)
+    assert measured.aligned_pair_share.dims == ("depth", "prompt", "pairs", "level")
+    assert measured.aligned_pair_share.equals(expected.aligned_pair_share)
     assert measured.attrs["gap"] == 4
     last = by_loops(path.states[-1, 0].tolist(), [1.0] * 20, ids[0].tolist(), 4)
     assert float(measured.inner_product.sel(pairs="distant")[-1, 0]) == pytest.approx(last["distant"][0], abs=1e-12)
@@ -155,7 +155,7 @@ def test_padding_does_not_count():
     moved = path.states.clone()
     moved[:, :, -2:] = -moved[:, :, -2:]
     other = Trajectory(path.times, moved, path.weights, path.radius, axis="depth", replicate="prompt")
-    assert clustering(path, ids=ids, gap=2).identical(clustering(other, ids=ids, gap=2))
+    assert cloud_statistics(path, ids=ids, gap=2).identical(cloud_statistics(other, ids=ids, gap=2))
 
 
 @pytest.mark.parametrize(
@@ -170,4 +170,4 @@ def test_padding_does_not_count():
 )
 def test_bad_arguments(options, words):
     with pytest.raises(HelmscopeError, match=words):
-        clustering(sample()[0], **options)
+        cloud_statistics(sample()[0], **options)

@@ -18,7 +18,7 @@ from helmscope.observe import phase as module
 from helmscope.observe.fused_shares import FusedShares
 from helmscope.observe.half_times import half_time
 from helmscope.observe.phase import phase_diagram, published_probability
-from helmscope.theory.probability import initial_clustering_probability
+from helmscope.theory.probability import initial_close_pair_probability
 from support.figure_three_table import TIMES, check_table
 
 SMALL = {"betas": [0.5, 3.0], "times": [0.0, 1.0, 2.0, 4.0], "start": hs.Uniform(n=5, dim=3), "delta": 0.1}
@@ -39,7 +39,7 @@ def test_the_whole_table(dim):
 def test_at_time_0_it_is_the_law_of_two_uniform_tokens(dim, delta):
     seen = phase_diagram(hs.SA, betas=[1], times=[0], start=hs.Uniform(32, dim), samples=400, delta=delta)
     p, error = float(seen.probability[0, 0]), float(seen.probability_stderr[0, 0])
-    assert abs(p - initial_clustering_probability(dim=dim, delta=delta)) < 4 * error
+    assert abs(p - initial_close_pair_probability(dim=dim, delta=delta)) < 4 * error
 
 
 # A naive program ------------------------------------------------------------------------------------------------------
@@ -167,7 +167,7 @@ def test_a_million_dimensions_follow_the_curve():
     case = {"times": times, "start": hs.Uniform(32, 2**20), "samples": 8}
     seen = phase_diagram(hs.SA, betas=[0.0, 2.0], **case)
     assert seen.attrs["integration_dim"] == 32
-    assert seen.curve.values.tolist() == [hs.hitting_time(hs.SA(beta), n=32, delta=1e-3) for beta in (0.0, 2.0)]
+    assert seen.hitting_time.values.tolist() == [hs.hitting_time(hs.SA(beta), n=32, delta=1e-3) for beta in (0.0, 2.0)]
     found = half_time(seen)
     assert not found.censored.any()
     assert abs(found.relative_error).max() < 5e-4
@@ -194,14 +194,14 @@ def test_systems_that_have_met_end_and_it_changes_nothing(monkeypatch):
 
     def count(x, **options):
         looked.append(len(x))
-        return clustering_fraction(x, **options)
+        return close_pair_share(x, **options)
 
-    make_problem, clustering_fraction = module.make_problem, module.clustering_fraction
+    make_problem, close_pair_share = module.make_problem, module.close_pair_share
     monkeypatch.setattr(module, "make_problem", spy)
     case = SMALL | {"betas": [0.5], "times": np.linspace(0, 12, 25), "samples": 12}
     seen = phase_diagram(hs.SA, **case)
     assert seen_at == [25]  # one integration, not one for each block of times
-    monkeypatch.setattr(module, "clustering_fraction", count)
+    monkeypatch.setattr(module, "close_pair_share", count)
     phase_diagram(hs.SA, **case)
     shorter = sum(looked)
     monkeypatch.setattr(module._Sweep, "_meeting_is_final", lambda sweep, flow: False)
@@ -271,10 +271,12 @@ def test_noise_is_that_of_integrate_and_chunks_do_not_matter(monkeypatch):
     x = SMALL["start"].sample(5, seed=4)
     for k, beta in enumerate(SMALL["betas"]):
         run = hs.integrate(hs.SA(beta), x, SMALL["times"], noise=noise, seed=4)
-        expected = hs.reduce_replicates(hs.clustering_probability(run, delta=0.1))
-        assert np.allclose(seen.probability[k].values, expected.probability.values, rtol=0, atol=1e-15)
-        assert np.allclose(seen.probability_stderr[k].values, expected.probability_stderr.values, rtol=0, atol=1e-15)
-    assert seen.curve.isnull().all()
+        expected = hs.reduce_replicates(hs.close_pair_probability(run, delta=0.1))
+        assert np.allclose(seen.probability[k].values, expected.close_pair_probability.values, rtol=0, atol=1e-15)
+        assert np.allclose(
+            seen.probability_stderr[k].values, expected.close_pair_probability_stderr.values, rtol=0, atol=1e-15
+        )
+    assert seen.hitting_time.isnull().all()
     monkeypatch.setattr(module, "PAIRS", {"cpu": 60})  # two systems at once
     assert phase_diagram(hs.SA, **SMALL, samples=5, seed=4, noise=noise).equals(seen)
 
@@ -282,7 +284,7 @@ def test_noise_is_that_of_integrate_and_chunks_do_not_matter(monkeypatch):
 def test_a_field_that_jumps_has_the_stepper_of_integrate():
     seen = phase_diagram(lambda beta: hs.Hardmax(), **SMALL | {"betas": [0.0]}, samples=2)
     run = hs.integrate(hs.Hardmax(), SMALL["start"].sample(2), SMALL["times"])
-    expected = hs.reduce_replicates(hs.clustering_probability(run, delta=0.1)).probability.values
+    expected = hs.reduce_replicates(hs.close_pair_probability(run, delta=0.1)).close_pair_probability.values
     assert np.array_equal(seen.probability[0].values, expected)
     assert seen.attrs["stepper"] == "Heun(h=0.01)"
 
@@ -359,18 +361,20 @@ def test_a_sample_that_cannot_be_carried_is_counted_named_and_left_out(caplog):
     with caplog.at_level(logging.WARNING, logger="helmscope.observe.phase"):
         seen = phase_diagram(broken, **SMALL, samples=6, seed=2)
     which = int(start[:, 0, 0].argmax())
-    assert seen.lost.values.tolist() == [0, 1]
+    assert seen.lost_samples.values.tolist() == [0, 1]
     assert f"beta = 3: 1 of 6 samples are lost: [{which}]" in caplog.text
     rest = torch.tensor([i for i in range(6) if i != which])
     run = hs.integrate(hs.SA(3.0), start[rest], SMALL["times"])
-    expected = hs.reduce_replicates(hs.clustering_probability(run, delta=0.1))
-    assert np.allclose(seen.probability[1].values, expected.probability.values, rtol=0, atol=1e-12)
-    assert np.allclose(seen.probability_stderr[1].values, expected.probability_stderr.values, rtol=0, atol=1e-12)
+    expected = hs.reduce_replicates(hs.close_pair_probability(run, delta=0.1))
+    assert np.allclose(seen.probability[1].values, expected.close_pair_probability.values, rtol=0, atol=1e-12)
+    assert np.allclose(
+        seen.probability_stderr[1].values, expected.close_pair_probability_stderr.values, rtol=0, atol=1e-12
+    )
 
 
 def test_where_all_are_lost_there_is_no_number():
     seen = phase_diagram(hs.USA, **SMALL | {"betas": [1.0, 800.0]}, samples=2)
-    assert seen.lost.values.tolist() == [0, 2]
+    assert seen.lost_samples.values.tolist() == [0, 2]
     assert np.isnan(seen.probability[1]).all()
     assert np.isfinite(seen.probability[0]).all()
 
@@ -389,6 +393,7 @@ def test_what_it_says_of_itself(tmp_path):
     assert shares[-1] == 1.0
     expected = {
         "n": 4,
+        "replicate": "sample",
         "tokens": 5,
         "dim": 3,
         "delta": 0.1,
@@ -405,12 +410,12 @@ def test_what_it_says_of_itself(tmp_path):
     value = phase_diagram(lambda beta: hs.USA(beta, causal=True, value=-2 * torch.eye(3)), **SMALL, samples=1)
     assert value.attrs["flow"] == "USA, causal, V = -2 I"
     assert np.isnan(value.probability_stderr).all()
-    assert value.curve.isnull().all()
+    assert value.hitting_time.isnull().all()
 
 
 REFUSED = [
     ({"field": 4.0}, "field is a float"),
-    ({"field": hs.SA(1.0)}, "field is a SA, but it must be a callable beta -> field"),
+    ({"field": hs.SA(1.0)}, r"field is SA.*, but it must be a callable beta -> field: pass SA, not SA\(\.\.\.\)"),
     ({"field": lambda beta: 3}, "field returns 3 at beta = 0.5"),
     ({"betas": []}, "betas is"),
     ({"betas": 3.0}, "betas is 3.0"),
@@ -451,7 +456,7 @@ def made(rows, times, *, errors=0.0, curve=None):
     axes = ("beta", "time")
     coords = {"beta": np.arange(len(p), dtype=float), "time": times}
     if curve is not None:
-        coords["curve"] = ("beta", curve)
+        coords["hitting_time"] = ("beta", curve)
     error = np.broadcast_to(np.array(errors, dtype=float), p.shape).copy()
     return xr.Dataset({"probability": (axes, p), "probability_stderr": (axes, error)}, coords, {"n": 7})
 
@@ -518,3 +523,16 @@ def test_a_value_of_another_size_is_refused_in_the_span_too(size):
     for fits in (6, 8):
         field = partial(hs.SA, value=2 * torch.eye(fits, dtype=torch.float64))
         hs.phase_diagram(field, betas=[1], times=[1], start=hs.Uniform(n=6, dim=8), samples=2)
+
+
+def test_the_interval_of_a_diagram_is_that_of_the_same_systems_reduced():
+    """Also where all pairs of all systems have met."""
+    start, times = hs.Uniform(n=4, dim=3), [0.0, 2.0, 40.0]
+    diagram = phase_diagram(hs.SA, betas=[1.0], times=times, start=start, samples=4, stepper=hs.DormandPrince())
+    simulation = hs.integrate(hs.SA(1.0), start.sample(4, seed=0, dtype=torch.float64), times)
+    reduced = hs.reduce_replicates(hs.observe.close_pair_probability(simulation, delta=1e-3))
+    for end in ("", "_stderr"):
+        here = reduced[f"close_pair_probability{end}"].values
+        assert diagram[f"probability{end}"].values[0] == pytest.approx(here, abs=1e-12)
+    last = reduced.isel(time=-1)
+    assert (float(diagram.probability[0, -1]), float(last.close_pair_probability_low)) == (1.0, 1.0)

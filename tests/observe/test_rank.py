@@ -14,7 +14,7 @@ from support import oracles
 F64 = torch.float64
 SIZES = [(1, 3), (2, 2), (3, 6), (6, 3)]
 RANKS = {
-    "entropy": (hs.rank.entropy_rank, oracles.entropy_rank),
+    "entropy": (hs.rank.effective_rank, oracles.effective_rank),
     "participation": (hs.rank.participation_ratio, oracles.participation_ratio),
     "stable": (hs.rank.stable_rank, oracles.stable_rank),
     "nuclear": (hs.rank.nuclear_rank, oracles.nuclear_rank),
@@ -96,7 +96,7 @@ def test_closed_forms():
     assert hs.rank.nuclear_rank(pair).item() == pytest.approx(1 + math.tan(a / 2), rel=1e-15, abs=0)
     p = 1 / (1 + math.tan(a / 2))
     entropy = -p * math.log(p) - (1 - p) * math.log(1 - p)
-    assert hs.rank.entropy_rank(pair).item() == pytest.approx(math.exp(entropy), rel=1e-14, abs=0)
+    assert hs.rank.effective_rank(pair).item() == pytest.approx(math.exp(entropy), rel=1e-14, abs=0)
     # |x - y| = 2 sin(a / 2), and each lies half of that from the mean
     assert hs.rank.collapse_residual_frobenius(pair).item() == pytest.approx(
         math.sqrt(2) * math.sin(a / 2), rel=1e-14, abs=0
@@ -160,8 +160,8 @@ X = hs.Uniform(4, 3).sample(3, seed=0)
         *((lambda f=f: f(2 * X), "x holds a token of norm 2.*unit sphere") for f, _ in SMOOTH.values()),
         *((lambda f=f: f(X, weights=-MASK.double()), "weights holds the entry -1.*>= 0") for f, _ in SMOOTH.values()),
         (lambda: hs.rank.stable_rank(X, weights=MASK[:2]), r"weights .*\(2, 4\).*\(3, 4\)"),
-        (lambda: hs.rank.entropy_rank(X, weights=[True] * 4), "weights .*list.*tensor"),
-        (lambda: hs.rank.entropy_rank(X[0].tolist()), "x is a list.*tensor"),
+        (lambda: hs.rank.effective_rank(X, weights=[True] * 4), "weights .*list.*tensor"),
+        (lambda: hs.rank.effective_rank(X[0].tolist()), "x is a list.*tensor"),
         (lambda: hs.rank.collapse_residual_composite(torch.full((2, 3), math.nan)), "x holds NaN.*finite"),
     ],
 )

@@ -19,11 +19,11 @@ PADDING = torch.tensor([[True] * 5, [True, False, True, True, True], [False, Tru
 PLAIN = hs.Trajectory(TIMES, STATES)
 PADDED = hs.Trajectory(TIMES, STATES, weights=PADDING.to(F64)[None])
 SIMPLE = {
-    "order": oracles.order_parameter,
-    "clusters": lambda cloud: oracles.cluster_count(cloud, 0.3),
-    "entropy_rank": oracles.entropy_rank,
+    "order_parameter": oracles.order_parameter,
+    "cluster_count": lambda cloud: oracles.cluster_count(cloud, 0.3),
+    "effective_rank": oracles.effective_rank,
     "energy": lambda cloud: oracles.interaction_energy(cloud, 3.0),
-    "probability": lambda cloud: oracles.clustering_fraction(cloud, 0.2),
+    "close_pair_probability": lambda cloud: oracles.close_pair_share(cloud, 0.2),
     "mean_inner_product": lambda cloud: (len(cloud) * oracles.order_parameter(cloud) ** 2 - 1) / (len(cloud) - 1),
 }
 
@@ -54,14 +54,14 @@ def test_track_keeps_every_system_and_reduces_to_the_mean_and_its_standard_error
     assert np.abs(seen.first_stderr.values - values.std(1, ddof=1) / 2).max() < 1e-15
     assert np.abs(seen.square.values - (STATES[..., 1, 2] ** 2).numpy().mean(1)).max() < 1e-15
     assert seen.first.dims == ("time",)
-    assert seen.attrs == {"n": 4}
+    assert seen.attrs == {"n": 4, "replicate": "system"}
 
 
 def test_the_axes_are_those_that_the_trajectory_names():
     path = hs.Trajectory(TIMES, STATES, axis="depth", replicate="prompt")
     seen = hs.track(path, order=hs.order_parameter)
     assert seen.order.dims == ("depth", "prompt")
-    assert hs.overview(path, beta=1.0).share.dims == ("depth", "prompt", "inner_product")
+    assert hs.overview(path, beta=1.0).inner_product_histogram.dims == ("depth", "prompt", "inner_product")
 
 
 def test_unit_and_identities_of_a_trajectory_become_coordinates():
@@ -85,7 +85,7 @@ def test_track_takes_whole_numbers_single_precision_and_gradients():
     )
     assert seen["count"].dtype == seen.order.dtype == np.float64
     seen = hs.reduce_replicates(seen)
-    loops, errors = by_loops(SIMPLE["clusters"], PLAIN)
+    loops, errors = by_loops(SIMPLE["cluster_count"], PLAIN)
     assert np.abs(seen["count"].values - loops).max() < 1e-15
     assert np.abs(seen.count_stderr.values - errors).max() < 1e-15
 
@@ -98,9 +98,9 @@ def test_a_weighted_simulation_is_tracked_and_looked_over_by_its_weights():
         for clouds in run.trajectory.states
     ]
     assert hs.track(run, order=hs.order_parameter).order.mean("system").values == pytest.approx(wanted, rel=1e-14)
-    assert hs.overview(run, beta=2.0).order.mean("system").values == pytest.approx(wanted, rel=1e-14)
+    assert hs.overview(run, beta=2.0).order_parameter.mean("system").values == pytest.approx(wanted, rel=1e-14)
     plain = hs.overview(hs.Trajectory(run.times, run.trajectory.states), beta=2.0)
-    assert abs(float(plain.order[0].mean()) - wanted[0]) > 0.05
+    assert abs(float(plain.order_parameter[0].mean()) - wanted[0]) > 0.05
 
 
 def test_one_system_has_no_standard_error():
@@ -157,7 +157,7 @@ def test_states_of_a_system_that_stopped_are_refused():
 @pytest.mark.parametrize("trajectory", [PLAIN, PADDED], ids=["plain", "padded"])
 def test_overview_number_by_number(trajectory):
     kept = hs.overview(trajectory, beta=3.0, delta=0.2, radius=0.3, bins=7)
-    assert set(kept.data_vars) == {*SIMPLE, "share"}
+    assert set(kept.data_vars) == {*SIMPLE, "inner_product_histogram"}
     assert all(kept[name].dims[:2] == ("time", "system") for name in kept.data_vars)
     assert hs.types.check_measurement(kept) is kept
     seen = hs.reduce_replicates(kept)
@@ -168,9 +168,10 @@ def test_overview_number_by_number(trajectory):
     edges = np.linspace(-1, 1, 8).tolist()
     for k in range(7):
         means, errors = by_loops(lambda cloud, k=k: oracles.histogram(cloud, edges)[k], trajectory)
-        assert seen.share.values[:, k] == pytest.approx(means, rel=1e-13, abs=1e-15)
-        assert seen.share_stderr.values[:, k] == pytest.approx(errors, rel=1e-12, abs=1e-15)
-    assert seen.attrs == {"n": 4, "beta": 3.0, "delta": 0.2, "radius": 0.3, "every": 1}
+        assert seen.inner_product_histogram.values[:, k] == pytest.approx(means, rel=1e-13, abs=1e-15)
+        assert seen.inner_product_histogram_stderr.values[:, k] == pytest.approx(errors, rel=1e-12, abs=1e-15)
+    options = {"beta": 3.0, "delta": 0.2, "radius": 0.3}
+    assert seen.attrs == {"n": 4, "replicate": "system", "token_stride": 1, **options}
 
 
 def test_overview_keeps_the_times_and_leaves_out_an_infinite_energy():
@@ -193,11 +194,13 @@ def test_intervals_of_the_overview_stay_where_the_quantities_are():
     clouds = torch.stack([axes, axes[0].expand(3, 3), STATES[-1, 0, :3]])
     kept = hs.overview(hs.Trajectory(TIMES[:1], clouds[None]), beta=1.0)
     cut, whole = hs.reduce_replicates(kept), hs.reduce_replicates(kept, scale=hs.stats.LinearScale())
-    bounds = dict.fromkeys(("probability", "share", "order"), (0.0, 1.0)) | {"mean_inner_product": (-1.0, 1.0)}
-    bounds |= {"clusters": (1.0, math.inf), "entropy_rank": (1.0, math.inf), "energy": (0.0, math.inf)}
+    bounds = dict.fromkeys(("close_pair_probability", "inner_product_histogram", "order_parameter"), (0.0, 1.0)) | {
+        "mean_inner_product": (-1.0, 1.0)
+    }
+    bounds |= {"cluster_count": (1.0, math.inf), "effective_rank": (1.0, math.inf), "energy": (0.0, math.inf)}
     assert set(bounds) == set(kept.data_vars)
-    assert float(whole.probability_low.squeeze()) < 0
-    assert float(whole.probability_high.squeeze()) > 1
+    assert float(whole.close_pair_probability_low.squeeze()) < 0
+    assert float(whole.close_pair_probability_high.squeeze()) > 1
     for name, (low, high) in bounds.items():
         assert (cut[f"{name}_low"] >= low).all(), name
         assert (cut[f"{name}_high"] <= high).all(), name
@@ -206,7 +209,7 @@ def test_intervals_of_the_overview_stay_where_the_quantities_are():
 
 def test_bounds_that_a_measurement_lacks_are_passed_over():
     seen = with_bounds(hs.track(PLAIN, order=hs.order_parameter), {"order": (0.0, math.inf), "rank": (1.0, 2.0)})
-    assert seen.order.attrs == {"valid_min": 0.0}
+    assert seen.order.attrs == {"valid_min": 0.0, "long_name": "order parameter"}
 
 
 @pytest.mark.parametrize(
@@ -230,7 +233,7 @@ def test_a_simulation_serves_where_a_trajectory_does_and_nothing_else():
     run = hs.integrate(hs.SA(beta=1.0), hs.Uniform(n=4, dim=3).sample(batch=3, seed=0), [0.0, 1.0])
     for observe in (
         lambda seen: hs.overview(seen, beta=1.0),
-        lambda seen: hs.clustering_probability(seen, delta=0.1),
+        lambda seen: hs.close_pair_probability(seen, delta=0.1),
         lambda seen: hs.observe.inner_product_histogram(seen),
         lambda seen: hs.track(seen, order=hs.order_parameter),
     ):

@@ -22,7 +22,7 @@ MAGIC = {"png": b"\x89PNG\r\n\x1a\n", "svg": b"<?xml", "pdf": b"%PDF-"}
 SIM = hs.integrate(hs.SA(2.0), hs.Uniform(6, 3).sample(3, seed=0), [0.0, 1.0])
 DATA = xr.Dataset({"slope": ("beta", [1.0, 1.2]), "slope_stderr": ("beta", [0.1, 0.1])}, attrs={"n": 20})
 REGION = hs.types.Region(text="within .1", low=0.9, high=1.1)
-RATE = hs.types.Judged("rate", REGION, hs.Interval(1.0, 0.99, 1.01, n=20), hs.types.Ruling.SUPPORTED)
+RATE = hs.types.JudgedQuantity("rate", REGION, hs.Interval(1.0, 0.99, 1.01, n=20), hs.types.Ruling.SUPPORTED)
 VERDICT = hs.Verdict(claim="rate", ruling=hs.types.Ruling.SUPPORTED, conditions=(RATE,))
 DIAGRAM = hs.phase_diagram(hs.SA, betas=[1, 4], times=[0, 4, 9], start=hs.Uniform(4, 8), samples=3)
 DEEP = hs.Trajectory(torch.arange(3.0), torch.eye(4).expand(3, 2, 4, 4), axis="depth", replicate="prompt")
@@ -83,7 +83,7 @@ def test_another_ending_is_refused_and_writes_nothing(name, tmp_path):
 
 def test_a_path_that_is_none_and_a_missing_folder_are_refused(tmp_path):
     refused(lambda: new_figure(1, 1)[0].save(None), "path is a NoneType")
-    refused(lambda: new_figure(1, 1)[0].save(tmp_path / "no" / "x.png"), "cannot write", "No such file")
+    refused(lambda: new_figure(1, 1)[0].save(tmp_path / "no" / "x.png"), "but there is no folder", "create it first")
 
 
 def test_a_failed_save_leaves_the_old_file(tmp_path, monkeypatch):

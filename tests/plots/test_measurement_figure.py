@@ -12,6 +12,7 @@ from matplotlib.collections import PolyCollection, QuadMesh
 
 import helmscope as hs
 from helmscope.plots.style import svg
+from support.model_families import inputs_of, tiny_model
 from support.refusal import refused
 
 RNG = np.random.default_rng(0)
@@ -55,7 +56,7 @@ def test_curves_and_bands_are_means_and_intervals():
             assert set(zip(np.arange(5.0), means[f"{name}_{end}"].values, strict=True)) <= band
     assert svg(hs.plot(means)) == svg(hs.plot(means))
     assert np.array_equal(hs.plot(means).axes[0].lines[0].get_ydata(), means.order.values)
-    assert hs.plot(means).get_suptitle() == "mean over 4 replicates; band: 95 % interval"
+    assert hs.plot(means).get_suptitle() == "mean over 4 prompts; band: 95 % interval"
 
 
 def test_several_measurements_are_curves_of_different_color_with_a_legend():
@@ -140,18 +141,34 @@ def test_measurements_of_a_simulation_over_time():
     (panel,) = hs.plot(tracked).axes
     assert (panel.get_xlabel(), panel.get_yscale()) == ("time", "linear")
     assert hs.plot(tracked).get_suptitle() == "mean over 5 systems; band: 95 % interval"
-    titles = [panel.get_title(loc="left") for panel in hs.plot(hs.overview(simulation(), beta=1.0)).axes]
+    measured = hs.overview(simulation(), beta=1.0)
+    figure = hs.plot(measured, variables=["close_pair_probability", "inner_product_histogram", "energy"])
+    titles = [panel.get_title(loc="left") for panel in figure.axes]
     assert {"probability that two tokens have met", "share of pairs", "interaction energy"} <= set(titles)
-    (share,) = [
-        panel for panel in hs.plot(hs.overview(simulation(), beta=1.0)).axes if "share" in panel.get_title("left")
-    ]
+    (share,) = [panel for panel in figure.axes if "share" in panel.get_title("left")]
     assert share.get_xlim() == (0.0, 2.0)
     (panel,) = hs.plot(tracked.order).axes
-    assert panel.get_title(loc="left") == "order"
+    assert panel.get_title(loc="left") == "order parameter"
     alone = hs.track(hs.integrate(hs.SA(beta=1.0), torch.eye(3), times=[0.0, 1.0]), order=hs.order_parameter)
     assert hs.plot(alone).get_suptitle() == "1 system: no interval"
     statistics = hs.measure(simulation())["kernel_statistics"]
     assert len(hs.plot(statistics, variables=["entropy", "row_mass"]).axes) == 2
+
+
+def test_an_overview_has_the_figure_that_simulate_writes():
+    measured = hs.overview(simulation(), beta=1.0)
+    titles = [panel.get_title() for panel in hs.plot(measured).axes]
+    assert titles == [panel.get_title() for panel in hs.plots.overview_figure(measured).axes]
+    assert titles[0] == "do tokens meet?"
+    assert hs.plot(measured).get_suptitle() == "5 systems; bands: 95 % interval"
+
+
+def test_losses_with_and_without_edits_have_different_titles():
+    model = tiny_model("gpt2")
+    losses = hs.observe.loss_under_edits(hs.record(model, inputs_of("gpt2")), {"no MLP": hs.intervene.Ablate([1])})
+    titles = [panel.get_title(loc="left").replace("\n", " ") for panel in hs.plot(losses).axes]
+    assert len(set(titles)) == 3
+    assert "next-token loss without edits (nats)" in titles
 
 
 def test_points_categories_families_and_nulls():
@@ -200,6 +217,7 @@ DEEP = xr.Dataset({"x": (("layer", "head", "bin", "prompt"), np.zeros((2, 2, 2, 
     [
         (lambda: hs.plot({}), "measurements is empty"),
         (lambda: hs.plot({"A": ONE, "B": 3}), "measurements['B'] is an int, but it must be a Measurement"),
+        (lambda: hs.plot({"A": object()}), "such as hs.track(recording, order=hs.order_parameter)"),
         (lambda: hs.plot(ONE, variables="ordr"), "unknown variable of the measurements 'ordr': did you mean 'order'?"),
         (lambda: hs.plot(ONE, log=["ordr"]), "did you mean 'order'?"),
         (lambda: hs.plot(ONE, variables=[]), "variables is empty"),

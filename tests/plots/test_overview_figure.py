@@ -19,7 +19,7 @@ START = hs.Uniform(6, 3).sample(4, seed=0)
 TRAJECTORY = hs.integrate(hs.SA(2.0), START, TIMES).trajectory
 KEPT = hs.overview(TRAJECTORY, beta=2.0, delta=0.01, radius=0.2)
 SEEN = hs.reduce_replicates(KEPT)
-PANELS = {0: ["probability", "order"], 1: ["clusters", "entropy_rank"], 2: ["energy"]}
+PANELS = {0: ["close_pair_probability", "order_parameter"], 1: ["cluster_count", "effective_rank"], 2: ["energy"]}
 
 
 @pytest.mark.parametrize("given", [KEPT, SEEN], ids=["with replicates", "reduced"])
@@ -35,16 +35,16 @@ def test_curves_are_the_measurement(given):
                 assert set(zip(TIMES, SEEN[f"{name}{end}"].values, strict=True)) <= corners
     assert axes[3].get_xlim() == (0.0, 2.0)
     (mesh,) = axes[3].collections
-    assert np.array_equal(mesh.get_array(), np.sqrt(SEEN.share.values.T))
+    assert np.array_equal(mesh.get_array(), np.sqrt(SEEN.inner_product_histogram.values.T))
 
 
 def test_words_on_the_picture():
     figure = hs.plots.overview_figure(KEPT, title="SA")
     assert figure.get_suptitle() == "SA   (4 systems; bands: 95 % interval)"
-    assert hs.plots.overview_figure(SEEN, title="SA").get_suptitle() == "SA   (4 replicates; bands: 95 % interval)"
+    assert hs.plots.overview_figure(SEEN, title="SA").get_suptitle() == "SA   (4 systems; bands: 95 % interval)"
     errors = SEEN.drop_vars([name for name in SEEN.data_vars if name.endswith(("_low", "_high"))])
     told = hs.plots.overview_figure(errors, title="SA").get_suptitle()
-    assert told == "SA   (4 replicates; bands: two standard errors)"
+    assert told == "SA   (4 systems; bands: two standard errors)"
     legends = [text.get_text() for panel in figure.axes[:3] for text in panel.get_legend().get_texts()]
     assert legends == [
         *("P(<x,y> >= 1 - 0.01)", "order parameter |mean x|"),
@@ -52,7 +52,10 @@ def test_words_on_the_picture():
         "interaction energy, beta = 2",
     ]
     assert [panel.get_xlabel() for panel in figure.axes[:4]] == ["time"] * 4
-    assert hs.plots.overview_figure(SEEN).get_suptitle() == ""
+    assert hs.plots.overview_figure(SEEN).get_suptitle() == "4 systems; bands: 95 % interval"
+    unnamed = SEEN.copy()
+    del unnamed.attrs["replicate"]
+    assert hs.plots.overview_figure(unnamed).get_suptitle() == "4 replicates; bands: 95 % interval"
 
 
 def test_the_file_is_a_png_and_the_same_for_the_same_measurement():
@@ -78,7 +81,7 @@ def test_without_energy_that_panel_is_empty():
 def test_one_system_has_curves_without_bands():
     one = hs.overview(hs.Trajectory(TRAJECTORY.times, TRAJECTORY.states[:, :1]), beta=2.0)
     figure = hs.plots.overview_figure(one)
-    assert np.array_equal(figure.axes[1].lines[0].get_ydata(), one.clusters.values[:, 0])
+    assert np.array_equal(figure.axes[1].lines[0].get_ydata(), one.cluster_count.values[:, 0])
     assert png(figure)[:4] == b"\x89PNG"
 
 
@@ -96,7 +99,7 @@ def test_one_time_has_a_histogram_with_its_own_axes():
     panel = hs.plots.overview_figure(seen).axes[3]
     (line,) = panel.lines
     assert np.array_equal(line.get_xdata(), seen.inner_product.values)
-    assert np.array_equal(line.get_ydata(), hs.reduce_replicates(seen).share.values[0])
+    assert np.array_equal(line.get_ydata(), hs.reduce_replicates(seen).inner_product_histogram.values[0])
     assert panel.get_xlabel() == "<x_i, x_j>"
     assert "share" in panel.get_ylabel()
 
@@ -150,4 +153,4 @@ def test_the_picture_of_a_model_is_over_depth():
 def test_a_figure_of_single_precision_states():
     single = hs.integrate(hs.SA(2.0), START.to(torch.float32), TIMES).trajectory
     line = hs.plots.overview_figure(hs.overview(single, beta=2.0)).axes[0].lines[1]
-    assert np.abs(line.get_ydata() - SEEN.order.values).max() < 1e-4
+    assert np.abs(line.get_ydata() - SEEN.order_parameter.values).max() < 1e-4

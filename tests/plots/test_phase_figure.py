@@ -25,7 +25,7 @@ def diagram(dim: int) -> xr.Dataset:
     return ours.assign(published_probability(hs.SA, start=start, **CASE).data_vars).expand_dims({"dim": [dim]})
 
 
-HOW = {"data_vars": "all", "coords": ["lost"], "compat": "equals", "join": "exact", "combine_attrs": "override"}
+HOW = {"data_vars": "all", "coords": ["lost_samples"], "compat": "equals", "join": "exact", "combine_attrs": "override"}
 BOTH = xr.concat([diagram(3), diagram(40)], dim="dim", **HOW)
 OURS = BOTH.drop_vars(["probability_published", "probability_published_stderr"])
 ONE = OURS.sel(dim=40)
@@ -73,7 +73,7 @@ def test_an_unknown_closed_form_is_marked_at_the_betas_only():
     assert closed_form_curve(data) is None
     (panel,) = meshes(data.plot())
     (curve,) = [line for line in panel.lines if line.get_label() == "t*(beta), closed form"]
-    assert np.array_equal(curve.get_xdata(), data.curve.values)
+    assert np.array_equal(curve.get_xdata(), data.hitting_time.values)
     assert (curve.get_marker(), curve.get_linestyle()) == ("o", "None")
 
 
@@ -91,7 +91,10 @@ def test_one_beta_has_one_tick_and_markers():
 def test_the_published_scheme_stands_beside_ours_with_the_difference():
     panels = meshes(phase_figure(BOTH))
     assert len(panels) == 6
-    assert panels[0].lines[0].get_label() == "P = 1/2 (ours)"
+    assert panels[0].lines[0].get_label() == "P = 1/2 (DormandPrince)"
+    (legend,) = panels[0].get_figure().legends
+    keys = dict(zip([text.get_text() for text in legend.get_texts()], legend.get_lines(), strict=True))
+    assert keys["P = 1/2 (DormandPrince)"].get_color() == panels[0].lines[0].get_color() == "#ffffff"
     for row, dim in enumerate((3, 40)):
         here = BOTH.sel(dim=dim)
         difference = here.probability_published - here.probability
@@ -99,6 +102,9 @@ def test_the_published_scheme_stands_beside_ours_with_the_difference():
         for panel, numbers in zip(panels[3 * row : 3 * row + 3], expected, strict=True):
             assert np.array_equal(panel.collections[0].get_array(), numbers.values)
             assert panel.get_title().startswith(f"d = {dim}: ")
+    titles = [panel.get_title().splitlines()[0] for panel in panels[:3]]
+    assert titles[:2] == ["d = 3: DormandPrince", "d = 3: published scheme (Euler, h = 0.1)"]
+    assert titles[2] == "d = 3: published minus DormandPrince"
     extent = float(abs(BOTH.probability_published - BOTH.probability).max())
     assert panels[2].collections[0].get_clim() == panels[5].collections[0].get_clim() == (-extent, extent)
 
@@ -118,7 +124,7 @@ def test_the_file_is_the_same_every_time():
 
 
 def test_one_cell_no_curve_and_nothing_known_are_drawn():
-    bare = OURS.isel(beta=[0], time=[0], dim=0).drop_vars("curve")
+    bare = OURS.isel(beta=[0], time=[0], dim=0).drop_vars("hitting_time")
     bare = bare.assign({name: bare[name] * np.nan for name in bare.data_vars})
     (panel,) = meshes(phase_figure(bare))
     assert panel.get_title() == "d = 3\nno standard error"
@@ -136,7 +142,7 @@ def test_the_page_is_one_file_that_loads_nothing():
     assert not re.search(r"<(script|link|img|iframe)[^>]+(src|href)\s*=", page.split("plotly.js v")[0])
     tail = page[page.rindex("Plotly.newPlot(") :]
     assert not re.search(r"<(script|link|img|iframe)", tail)
-    for word in ("t = %{x:.4g}, beta = %{y:.4g}", "t* = %{customdata[1]}", "published minus ours", "#440154"):
+    for word in ("t = %{x:.4g}, beta = %{y:.4g}", "t* = %{customdata[1]}", "published minus DormandPrince", "#440154"):
         assert word in tail.replace("\\u003c", "<").replace("\\u003e", ">").replace("\\u002f", "/"), word
     assert f"+- {float(BOTH.probability_stderr.max()):.2g}" in tail
 

@@ -49,7 +49,7 @@ def test_on_the_circle_tokens_are_where_they_are():
         (circle,) = panel.lines
         assert np.allclose(np.hypot(*circle.get_data()), 1)
     words = figure.axes[0].figure.get_suptitle()
-    assert words == "SA(beta=2)\nsystem 3 of 4, 10 tokens\non the unit circle"
+    assert words == "SA(beta=2)\nsystem 3 (of 0 to 3), 10 tokens\non the unit circle"
 
 
 def test_on_the_globe_the_far_side_is_hollow():
@@ -232,7 +232,7 @@ def test_a_trajectory_over_depth_says_so():
     figure = path.plot()
     assert [panel.get_title() for panel in panels(figure)] == ["depth 0", "depth 1", "depth 2"]
     assert curves(figure)[0].get_xlabel() == "depth"
-    assert figure.axes[0].figure.get_suptitle().startswith("prompt 0 of 2, 4 tokens")
+    assert figure.axes[0].figure.get_suptitle().startswith("prompt 0 (of 0 to 1), 4 tokens")
 
 
 def test_single_precision_and_gradients_are_drawn():

@@ -9,12 +9,25 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import xarray as xr
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-from helmscope.plots.measured import draw_variable
+from helmscope.claims.trial import Trial
+from helmscope.plots.draw import plot
+from helmscope.plots.measured import draw_variable, heading
 from helmscope.plots.style import new_figure, png, svg
-from helmscope.plots.trial import LinearAxis, LogAxis, SymmetricLogAxis, choose_axis, trial_figure
+from helmscope.plots.trial import NARROW, LinearAxis, LogAxis, SymmetricLogAxis, choose_axis, trial_figure
 from helmscope.stats.reduce import reduce_replicates
-from helmscope.types import Control, HelmscopeError, Interval, Judged, Judgment, Printed, Region, Ruling, Verdict
+from helmscope.types import (
+    Control,
+    HelmscopeError,
+    Interval,
+    JudgedQuantity,
+    Judgment,
+    PrintedStatement,
+    Region,
+    Ruling,
+    Verdict,
+)
 
 INF, NAN = math.inf, math.nan
 NOTHING = xr.Dataset(attrs={"n": 32})
@@ -33,13 +46,13 @@ def control(what: str, low: float, high: float, region=(0.9, 1.1), estimate: flo
 
 
 def verdict(low: float, high: float, region=(0.9, 1.1), estimate: float | None = None, also=(), **more) -> Verdict:
-    rate = Judged("rate", between(*region), interval(low, high, estimate), Ruling.SUPPORTED)
+    rate = JudgedQuantity("rate", between(*region), interval(low, high, estimate), Ruling.SUPPORTED)
     return Verdict(claim="my-claim", ruling=Ruling.SUPPORTED, conditions=(rate, *also), **more)
 
 
-def printed(text: str, low: float, high: float, region=(0.9, 1.1), estimate: float | None = None) -> Printed:
+def printed(text: str, low: float, high: float, region=(0.9, 1.1), estimate: float | None = None) -> PrintedStatement:
     measured = interval(low, high, estimate)
-    return Printed(text, "slide 9", Judgment.FALSE, "", Judgment.FALSE, measured, between(*region))
+    return PrintedStatement(text, "slide 9", Judgment.FALSE, "", Judgment.FALSE, measured, between(*region))
 
 
 def drawn_intervals(panel):
@@ -89,6 +102,32 @@ def test_rows_are_the_statistic_and_the_controls_of_the_same_region():
     assert figure.get_suptitle() == "my-claim: supported"
 
 
+def test_the_axis_has_the_names_of_the_conditions_on_it():
+    (panel,) = trial_figure(verdict(0.98, 1.02), NOTHING).axes
+    assert panel.get_xlabel() == "rate"
+    (panel,) = trial_figure(verdict(0.98, 1.02, also=(control("USA", 1.0, 1.05),)), NOTHING).axes
+    assert panel.get_xlabel() == "rate and USA"
+    (panel,) = trial_figure(verdict(0.98, 1.02, also=(control("USA" * 30, 1.0, 1.05),)), NOTHING).axes
+    assert panel.get_xlabel() == "value"
+    (panel,) = trial_figure(Verdict(claim="my-claim", ruling=Ruling.IMPOSSIBLE), NOTHING).axes
+    assert panel.get_xlabel() == "value"
+
+
+def test_variables_can_be_chosen_by_name():
+    data = xr.Dataset({name: ("system", [1.0, 2.0]) for name in ("order", "energy", "rank")})
+    trial = Trial(verdict(0.98, 1.02), data)
+    assert len(trial.plot().axes) == 4
+    for figure in (trial.plot("energy"), plot(trial, variables="energy")):
+        assert len(figure.axes) == 2
+        assert figure.get_suptitle() == "my-claim: supported   (2 variables not shown)"
+    with pytest.raises(HelmscopeError, match="unknown variable of the trial 'ordr': did you mean 'order'"):
+        trial.plot("ordr")
+    with pytest.raises(HelmscopeError, match=r"unknown option of plot 'titel'.*llowed: variables, width"):
+        trial.plot(titel="x")
+    with pytest.raises(HelmscopeError, match=r"variables is \['order'\], but the experiment returned no data"):
+        Trial(verdict(0.98, 1.02), NOTHING).plot("order")
+
+
 def test_without_bounds_nothing_is_shaded():
     (panel,) = trial_figure(verdict(0.98, 1.02, (-INF, INF)), NOTHING).axes
     assert len(panel.patches) == 0
@@ -102,7 +141,7 @@ def test_a_control_of_another_region_is_not_on_this_axis():
 
 
 def test_a_printed_form_that_is_not_measured_is_not_counted_as_omitted():
-    on_paper = Printed("R = O(e^-beta)", "slide 9", Judgment.NOT_SHARP, "R is 1")
+    on_paper = PrintedStatement("R = O(e^-beta)", "slide 9", Judgment.NOT_SHARP, "R is 1")
     (panel,) = trial_figure(verdict(0.98, 1.02, printed=on_paper), NOTHING).axes
     assert panel.get_title(loc="left") == "the statistic and its region (shaded: 0.9 to 1.1)"
 
@@ -114,13 +153,13 @@ def test_an_error_below_a_bound_has_a_log_axis_and_zeros_lie_on_its_stated_floor
     assert panel.get_xscale() == "log"
     assert drawn_intervals(panel)["the claim"] == (1e-17, 4e-16)
     assert drawn_intervals(panel)["control: wrong"] == (1e-5, 0.3)
-    assert panel.get_xlabel() == "statistic (log axis; values below 1e-17 are plotted at 1e-17)"
+    assert panel.get_xlabel() == "rate (log axis; values below 1e-17 are plotted at 1e-17)"
     left, right = panel.get_xlim()
     (shaded,) = panel.patches
     assert left < 1e-17 < 0.3 < right
     assert (shaded.get_x(), shaded.get_x() + shaded.get_width()) == pytest.approx((left, 1e-12))
     unclipped = trial_figure(verdict(1e-15, 1e-14, region), NOTHING).axes[0]
-    assert unclipped.get_xlabel() == "statistic (log axis)"
+    assert unclipped.get_xlabel() == "rate (log axis)"
 
 
 def test_a_narrow_region_shows_tiny_deviations_and_factors_of_a_thousand():
@@ -128,7 +167,7 @@ def test_a_narrow_region_shows_tiny_deviations_and_factors_of_a_thousand():
     far, tiny = control("far", 999.0, 1001.0, region), 1e-9
     (panel,) = trial_figure(verdict(1 - tiny, 1 + tiny, region, controls=(far,)), NOTHING).axes
     assert panel.get_xscale() == "symlog"
-    assert panel.get_xlabel().startswith("deviation of the statistic from 1 ")
+    assert panel.get_xlabel().startswith("deviation of rate from 1 ")
     assert drawn_intervals(panel)["the claim"] == pytest.approx((-tiny, tiny), rel=1e-6)
     assert drawn_intervals(panel)["control: far"] == (998.0, 1000.0)
     # on the paper: the deviation, the region's end and the null stand well apart
@@ -166,7 +205,7 @@ def test_the_axis_follows_from_region_and_numbers(low, high, intervals, kind):
     seen = [control("", *each, (low, high)) for each in intervals]
     assert type(choose_axis(between(low, high), [each.interval for each in seen])) is kind
     measured = seen[0].interval if seen else None
-    conditions = (Judged("rate", between(low, high), measured, Ruling.SUPPORTED),)
+    conditions = (JudgedQuantity("rate", between(low, high), measured, Ruling.SUPPORTED),)
     figure = trial_figure(replace(verdict(0.0, 1.0), conditions=conditions, controls=tuple(seen[1:])), NOTHING)
     left, right = figure.axes[0].get_xlim()
     assert math.isfinite(left)
@@ -231,6 +270,14 @@ def test_a_range_a_null_and_log_axes():
     assert panel.get_xlabel() == "inverse temperature"
     data.gap[:], data.gap_low[:] = 0.0, 0.0
     assert panel_of(data, "gap").get_yscale() == "linear"
+
+
+def test_curves_with_fewer_replicates_than_others_give_the_least_number():
+    share = np.ones((4, 2, 2))
+    share[1:, :, 1] = np.nan
+    share[1, :, 1] = 0.5
+    data = xr.Dataset({"share": (("prompt", "depth", "arm"), share)}, {"depth": [0, 1], "arm": ["whole", "untrained"]})
+    assert heading(reduce_replicates(data), "share")[1] == "n >= 2; band: 95 % interval"
 
 
 def test_values_within_a_factor_of_thirty_have_a_linear_axis():
@@ -321,6 +368,27 @@ def test_dollars_are_dollars_and_long_words_are_cut():
     assert words(figure)[2].endswith("word ...")
     assert len(words(figure)[2]) < 80
     assert svg(figure)[:5] == b"<?xml"
+
+
+def test_a_narrow_figure_has_short_lines_and_all_of_its_text_inside():
+    digits = control("a control with a long name that does not fit", 0.999999973538, 0.99999997382)
+    seen = verdict(0.98, 1.02, controls=(digits, control("other", 1e-9, 1e-3, (-INF, 1e-12))))
+    curves = xr.DataArray(np.ones((3, 4)), {"arm": [f"curve number {k}" for k in range(4)]}, ("time", "arm"))
+    curves.attrs["long_name"] = "a quantity with a long name, which would be cut at the edge of a narrow figure"
+    data = xr.Dataset({"share": curves, "share_stderr": 0.1 * curves}, attrs={"n": 8})
+    figure = trial_figure(seen, data, width=NARROW)
+    assert figure.get_figwidth() == NARROW
+    svg(figure)
+    renderer = FigureCanvasAgg(figure).get_renderer()
+    top, below = figure.axes
+    label, numbers = top.texts[2:4]
+    legend = [below.get_legend().get_title(), *below.get_legend().get_texts()]
+    for text in (*figure.texts, top.xaxis.label, top._left_title, *top.texts, *legend):
+        box = text.get_window_extent(renderer)
+        assert 0 <= box.x0 < box.x1 <= figure.bbox.x1, text.get_text()
+    assert label.get_window_extent(renderer).y0 >= numbers.get_window_extent(renderer).y1 - 1
+    with pytest.raises(HelmscopeError, match=r"^width is 1"):
+        trial_figure(seen, data, width=1)
 
 
 def test_empty_axes_give_empty_panels():

@@ -19,7 +19,7 @@ from multiprocessing import get_context
 
 import pytest
 
-from helmscope.runs import Processes, ProgressBar, Unit, bar, reporting, run
+from helmscope.runs import Processes, ProgressBar, Unit, bar, reporting, run_units
 from helmscope.runs.bar import is_watched, name_phase, shows_progress
 from helmscope.store import RunFolder
 from helmscope.types import HelmscopeError
@@ -90,9 +90,9 @@ def frames(written: str) -> list[str]:
     return [line.rstrip() for line in written.split("\r")[1:]]
 
 
-def work(clock: list[float], progress=None, *, seconds: float = 4.0, steps: int = 4, what: str = "working") -> None:
+def work(clock: list[float], progress=None, *, seconds: float = 4.0, steps: int = 4, label: str = "working") -> None:
     """A call that reports a share after each step."""
-    with reporting(progress, what) as report:
+    with reporting(progress, label) as report:
         for step in range(steps):
             clock[0] += seconds / steps
             if report is not None:
@@ -120,7 +120,7 @@ def test_a_progress_bar_appears_after_two_seconds(clock, monkeypatch, stream):
 
 def test_it_is_drawn_ten_times_per_second_and_restarts(clock, monkeypatch):
     screen = on_terminal(monkeypatch)
-    counting = ProgressBar(after=0.0)
+    counting = ProgressBar(delay=0.0)
     for call in range(2):
         for step in range(1, 101):
             clock[0] += 0.01
@@ -132,7 +132,7 @@ def test_it_is_drawn_ten_times_per_second_and_restarts(clock, monkeypatch):
 
 def test_100_percent_is_written_once(clock, monkeypatch):
     screen = on_terminal(monkeypatch)
-    counting = ProgressBar(after=0.0)
+    counting = ProgressBar(delay=0.0)
     for share in (0.5, 0.996, 0.9999, 1.0, 1.0, 1.0):
         clock[0] += 1.0
         counting(share)
@@ -143,7 +143,7 @@ def test_100_percent_is_written_once(clock, monkeypatch):
 @pytest.mark.parametrize("stream", [io.StringIO, Full, Gone, Broken, Unsure, closed, lambda: None])
 def test_what_cannot_be_drawn_is_dropped(clock, monkeypatch, stream):
     monkeypatch.setattr(sys, "stderr", stream())
-    counting = ProgressBar("recording", after=0.0)
+    counting = ProgressBar("recording", delay=0.0)
     for share in (0.0, math.nan, 0.5, 7.0):
         clock[0] += 1.0
         counting(share)
@@ -156,7 +156,7 @@ def test_the_line_fits_a_narrow_terminal(clock, monkeypatch):
         screen = on_terminal(monkeypatch)
         monkeypatch.setattr(bar.os, "get_terminal_size", lambda *_, columns=columns: os.terminal_size((columns, 24)))
         monkeypatch.setattr(screen, "fileno", lambda: 2)
-        work(clock, what="recording")
+        work(clock, label="recording")
         assert frames(screen.getvalue())
         assert all(len(frame.rstrip("\n")) < columns for frame in screen.getvalue().split("\r"))
 
@@ -226,12 +226,12 @@ def test_nested_calls_draw_one_bar(clock, monkeypatch):
     screen = on_terminal(monkeypatch)
     with reporting(None, "outer") as report:
         for part in range(3):
-            work(clock, what="inner")
+            work(clock, label="inner")
             report((part + 1) / 3)
-    assert "inner" not in screen.getvalue()
+    assert all(frame.startswith("outer") for frame in frames(screen.getvalue()))
     assert screen.getvalue().count("\n") == 1
     assert frames(screen.getvalue())[-1] == f"outer {'━' * 30} 100% in 12 s"
-    work(clock, what="next")
+    work(clock, label="next")
     assert frames(screen.getvalue())[-1] == f"next {'━' * 30} 100% in 4 s"
 
 
@@ -241,7 +241,27 @@ def test_calls_in_several_threads_draw_one_bar(clock, monkeypatch):
         thread = threading.Thread(target=work, args=(clock,))
         thread.start()
         thread.join()
-    assert "working" not in screen.getvalue()
+    assert all(frame.startswith("outer") for frame in frames(screen.getvalue()))
+    assert screen.getvalue().count("\n") == 1
+
+
+def test_a_call_without_shares_names_the_step_it_is_at(clock, monkeypatch):
+    screen = on_terminal(monkeypatch)
+    with reporting(None, "trying 'rate'") as report:
+        work(clock, label="recording")
+        with reporting(None, "measuring"), reporting(None, "replaying") as third:  # only the step itself is named
+            assert third is None
+        with reporting(False):
+            work(clock, label="silent")
+        clock[0] += 1.0
+        report(0.5)
+        work(clock, label="measuring")  # the share of the whole is known now
+    outer = f"trying 'rate' {'╌' * 30}"
+    assert frames(screen.getvalue())[:3] == [
+        f"{outer} {s} s (recording {share}%)" for s, share in ((2, 50), (3, 75), (4, 99))
+    ]
+    assert not any("silent" in frame or "(measuring" in frame for frame in frames(screen.getvalue()))
+    assert " 50% 9 s, about 9 s left" in screen.getvalue()
 
 
 def test_the_label_names_the_phase_of_the_outermost_call(clock, monkeypatch):
@@ -257,7 +277,7 @@ def test_the_label_names_the_phase_of_the_outermost_call(clock, monkeypatch):
         name_phase("recording")
     assert [frame.split(" ━")[0] for frame in frames(screen.getvalue())] == ["loading A", "loading A", "recording"]
     screen = on_terminal(monkeypatch)
-    with reporting(ProgressBar("mine", after=0.0), "recording"):
+    with reporting(ProgressBar("mine", delay=0.0), "recording"):
         name_phase("loading A")  # the caller has chosen a label
     assert "loading" not in screen.getvalue()
 
@@ -284,7 +304,7 @@ def test_an_interrupted_call_leaves_a_clean_line(clock, monkeypatch):
     screen = on_terminal(monkeypatch)
     work(clock, seconds=1.0)  # the next call is the outermost one again
     assert screen.getvalue() == ""
-    work(clock, what="next")
+    work(clock, label="next")
     assert "next" in screen.getvalue()
 
 
@@ -385,13 +405,13 @@ def draw(seconds: float) -> dict[str, str]:
 
 def test_units_in_other_processes_draw_nothing(tmp_path):
     units = [Unit(f"draw-{i}", draw, {"seconds": 4.0 + i}) for i in range(2)]
-    result = run(units, RunFolder.create(tmp_path / "run"), manifest=manifest(), engine=Processes(2))
+    result = run_units(units, RunFolder.create(tmp_path / "run"), manifest=manifest(), engine=Processes(2))
     assert [result[name] for name in result] == [{"drawn": ""}] * 2
 
 
 def advance_clock(seconds: float) -> float:
     CLOCK[0] += seconds
-    work(CLOCK, what="inner")
+    work(CLOCK, label="inner")
     return seconds
 
 
@@ -403,7 +423,7 @@ def test_a_run_in_this_process_draws_one_bar_for_all_units(tmp_path, monkeypatch
     screen = on_terminal(monkeypatch)
     monkeypatch.setattr(bar.time, "monotonic", lambda: CLOCK[0])
     units = [Unit(f"step-{i}", advance_clock, {"seconds": 3.0 + i}) for i in range(2)]
-    run(units, RunFolder.create(tmp_path / "run"), manifest=manifest(), heading=heading)
+    run_units(units, RunFolder.create(tmp_path / "run"), manifest=manifest(), heading=heading)
     assert "inner" not in screen.getvalue()
     if heading is None:
         assert frames(screen.getvalue())[-1] == f"running 2 units {'━' * 30} 100% in 15 s"

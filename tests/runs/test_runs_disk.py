@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from helmscope.runs import run
+from helmscope.runs import run_units
 from helmscope.store import RunFolder, is_locked
 from helmscope.store.atomic import is_temporary
 from helmscope.types import HelmscopeError
@@ -48,7 +48,7 @@ def test_every_file_is_written_synced_renamed_and_its_folder_synced(folder, monk
     recording(os, "fsync", synced)
     recording(os, "replace", lambda source, target: (source, target))
     recording(os, "mkdir", lambda path, mode: (Path(path),))
-    run(mixture(6), folder, manifest=MANIFEST)
+    run_units(mixture(6), folder, manifest=MANIFEST)
     monkeypatch.undo()
 
     files = ["manifest.json", "units.json", *(f"units/{unit}" for unit in results(folder.path))]
@@ -96,7 +96,7 @@ class Failing:
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS], ids=["full", "read-only"])
 def test_a_disk_failure_at_any_call_is_one_sentence_and_leaves_no_partial_file(tmp_path, number):
     calm = RunFolder.create(tmp_path / "calm")
-    run(mixture(3), calm, manifest=MANIFEST)
+    run_units(mixture(3), calm, manifest=MANIFEST)
     expected = results(calm.path)
     refused = 0
     for last in count(1):
@@ -104,7 +104,7 @@ def test_a_disk_failure_at_any_call_is_one_sentence_and_leaves_no_partial_file(t
         with pytest.MonkeyPatch.context() as monkeypatch:
             failing = Failing(monkeypatch, number, last)
             try:
-                run(mixture(3), folder, manifest=MANIFEST)
+                run_units(mixture(3), folder, manifest=MANIFEST)
                 sentence = None
             except HelmscopeError as error:
                 sentence = str(error)
@@ -114,7 +114,7 @@ def test_a_disk_failure_at_any_call_is_one_sentence_and_leaves_no_partial_file(t
         assert not is_locked(folder.path)
         for name, data in results(folder.path).items():
             assert is_temporary(name) or data == expected[name]
-        run(mixture(3), folder, manifest=MANIFEST)
+        run_units(mixture(3), folder, manifest=MANIFEST)
         assert results(folder.path) == expected
         assert sorted(os.listdir(folder.path)) == ["manifest.json", "units", "units.json"]
         if failing.calls < last:
@@ -128,12 +128,12 @@ def test_a_file_that_outgrows_the_disk_keeps_the_others(folder):
     code = (
         "import resource, sys\n"
         "from pathlib import Path\n"
-        "from helmscope.runs import run\n"
+        "from helmscope.runs import run_units\n"
         "from helmscope.store import RunFolder\n"
         "from support.toy_units import manifest, mixture\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n"
         "try:\n"
-        "    run(mixture(6, size=200_000), RunFolder(Path(sys.argv[1])), manifest=manifest())\n"
+        "    run_units(mixture(6, size=200_000), RunFolder(Path(sys.argv[1])), manifest=manifest())\n"
         "except ValueError as error:\n"
         "    print(type(error).__name__, error)\n"
     )
@@ -141,7 +141,7 @@ def test_a_file_that_outgrows_the_disk_keeps_the_others(folder):
     assert done.stdout == f"HelmscopeError cannot write {folder.path}/units/noise-1.bin: File too large\n"
     assert done.stderr == ""
     assert os.listdir(folder.path / "units") == ["numbers-0.json"]
-    assert len(run(mixture(6, size=200_000), folder, manifest=MANIFEST)) == 6
+    assert len(run_units(mixture(6, size=200_000), folder, manifest=MANIFEST)) == 6
 
 
 # Kills ----------------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from helmscope.runs import Processes, Ray, Serial, Unit, UnitsFailed, parse_size, run
+from helmscope.runs import Processes, Ray, Serial, Unit, UnitsFailed, parse_size, run_units
 from helmscope.runs.attempt import attempt
 from helmscope.runs.limits import FLOOR, VARIABLES, Limits, _bytes_in_use, _thread_controls
 from helmscope.runs.processes import DIED
@@ -61,7 +61,7 @@ def test_processes_give_the_bytes_of_serial(tmp_path):
     with Limits(threads=2).applied():  # the threads of this process do not affect those of the units
         for name, engine in {"serial": Serial(), "processes": Processes(2)}.items():
             folders[name] = RunFolder.create(tmp_path / name)
-            result = run(units, folders[name], manifest=MANIFEST, engine=engine)
+            result = run_units(units, folders[name], manifest=MANIFEST, engine=engine)
             assert list(result) == [unit.name for unit in units]
     assert results(folders["serial"].path) == results(folders["processes"].path)
     assert len(results(folders["serial"].path)) == 17
@@ -69,11 +69,11 @@ def test_processes_give_the_bytes_of_serial(tmp_path):
 
 def test_one_engine_can_finish_the_run_of_another(tmp_path):
     calm, begun = RunFolder.create(tmp_path / "calm"), RunFolder.create(tmp_path / "begun")
-    run(mixture(6), calm, manifest=MANIFEST)
-    run(mixture(6), begun, manifest=MANIFEST)
+    run_units(mixture(6), calm, manifest=MANIFEST)
+    run_units(mixture(6), begun, manifest=MANIFEST)
     for name in ("numbers-0.json", "dataset-5.nc"):
         (begun.path / "units" / name).unlink()
-    run(mixture(6), begun, manifest=MANIFEST, engine=Processes(2))
+    run_units(mixture(6), begun, manifest=MANIFEST, engine=Processes(2))
     assert results(begun.path) == results(calm.path)
 
 
@@ -112,18 +112,18 @@ def test_serial_limits_memory_and_restores_the_limit(folder):
     limit = _bytes_in_use() + 10**9
     units = [Unit("large", hoard, {"size": 2 * 10**9}), Unit("small", hoard, {"size": 10**6})]
     with pytest.raises(UnitsFailed) as caught:
-        run(units, folder, manifest=MANIFEST, engine=Serial(max_memory=limit))
+        run_units(units, folder, manifest=MANIFEST, engine=Serial(max_memory=limit))
     reason = f"it needs more memory than its {limit / 1e6:.0f} MB, max_memory: raise max_memory"
     assert caught.value.result.failed == {"large": reason}
     assert caught.value.result["small"] == 10**6
     assert resource.getrlimit(resource.RLIMIT_DATA) == before
-    assert run(units, folder, manifest=MANIFEST)["large"] == 2 * 10**9
+    assert run_units(units, folder, manifest=MANIFEST)["large"] == 2 * 10**9
 
 
 def test_processes_share_memory(folder):
     units = [Unit("large", hoard, {"size": 10**9}), Unit("small", hoard, {"size": 10**6})]
     with pytest.raises(UnitsFailed) as caught:
-        run(units, folder, manifest=MANIFEST, engine=Processes(2, max_memory=parse_size("max_memory", "1GB")))
+        run_units(units, folder, manifest=MANIFEST, engine=Processes(2, max_memory=parse_size("max_memory", "1GB")))
     assert str(caught.value) == (
         "unit 'large' failed: it needs more memory than its 500 MB, which is max_memory over 2 jobs: lower jobs or "
         f"raise max_memory; 1 result is kept in {folder.path}/units"
@@ -240,14 +240,14 @@ def test_an_error_of_several_lines_is_one_sentence(text, reason):
 def test_a_unit_that_kills_its_process_is_named_and_the_others_complete(folder, jobs):
     units = [*mixture(4), Unit("die", die), *(Unit(f"later-{i}", numbers, {"seed": i}) for i in range(4))]
     with pytest.raises(UnitsFailed) as caught:
-        run(units, folder, manifest=MANIFEST, engine=Processes(jobs))
+        run_units(units, folder, manifest=MANIFEST, engine=Processes(jobs))
     assert str(caught.value) == f"unit 'die' failed: {DIED}; 8 results are kept in {folder.path}/units"
     assert caught.value.result["later-3"] == numbers(3)
 
 
 def test_the_error_of_a_unit_that_dies_mentions_the_memory_limit(folder):
     with pytest.raises(UnitsFailed) as caught:
-        run([Unit("die", die)], folder, manifest=MANIFEST, engine=Processes(1, max_memory=10**9))
+        run_units([Unit("die", die)], folder, manifest=MANIFEST, engine=Processes(1, max_memory=10**9))
     assert caught.value.result.failed == {"die": f"{DIED} or raise max_memory"}
 
 
@@ -257,7 +257,7 @@ def test_fail_fast_stops_the_workers(folder, tmp_path):
     units = [Unit("slow", rest, slow), Unit("bad", divide, {"a": 1, "b": 0}), Unit("other", rest, slow)]
     begun = time.monotonic()
     with pytest.raises(UnitsFailed, match="unit 'bad' failed: ZeroDivisionError"):
-        run(units, folder, manifest=MANIFEST, engine=Processes(2), fail_fast=True)
+        run_units(units, folder, manifest=MANIFEST, engine=Processes(2), fail_fast=True)
     assert time.monotonic() - begun < 60
     assert_gone(tmp_path / "started")
 
@@ -267,13 +267,13 @@ def test_fail_fast_stops_the_workers(folder, tmp_path):
 PROGRAM = """
 import sys
 from pathlib import Path
-from helmscope.runs import Processes, Serial, Unit, run
+from helmscope.runs import Processes, Serial, Unit, run_units
 from helmscope.store import RunFolder
 from support.toy_units import manifest, numbers, rest
 units = [Unit("quick", numbers, {"seed": 1})]
 units += [Unit(f"slow-{i}", rest, {"seconds": 600.0 + i, "started": sys.argv[3]}) for i in range(3)]
 engine = Serial() if sys.argv[2] == "serial" else Processes(2)
-run(units, RunFolder(Path(sys.argv[1])), manifest=manifest(), engine=engine, heading="toys")
+run_units(units, RunFolder(Path(sys.argv[1])), manifest=manifest(), engine=engine, heading="toys")
 """
 
 
@@ -312,11 +312,11 @@ def test_an_interrupted_run_keeps_its_results_and_leaves_no_process(folder, tmp_
 IDLE = """
 import sys
 from pathlib import Path
-from helmscope.runs import Processes, Unit, run
+from helmscope.runs import Processes, Unit, run_units
 from helmscope.store import RunFolder
 from support.toy_units import manifest, rest
 unit = Unit("slow", rest, {"seconds": 600.0, "started": sys.argv[2]})
-run([unit], RunFolder(Path(sys.argv[1])), manifest=manifest(), engine=Processes(1))
+run_units([unit], RunFolder(Path(sys.argv[1])), manifest=manifest(), engine=Processes(1))
 """
 
 
@@ -334,13 +334,15 @@ def test_an_idle_worker_ends_when_the_run_is_killed(folder, tmp_path):
 def test_a_signal_handler_of_the_caller_is_kept(folder, on_signal, number):
     received_signals = []
     on_signal(number, lambda *arguments: received_signals.append(arguments))
-    run([Unit("a", os.kill, {})], folder, manifest=MANIFEST, engine=Signaling(number=number))
+    run_units([Unit("a", os.kill, {})], folder, manifest=MANIFEST, engine=Signaling(number=number))
     assert len(received_signals) == 1
 
 
 def test_a_run_under_nohup_ignores_sighup(folder, on_signal):
     on_signal(signal.SIGHUP, signal.SIG_IGN)
-    assert len(run([Unit("a", os.kill, {})], folder, manifest=MANIFEST, engine=Signaling(number=signal.SIGHUP))) == 1
+    assert (
+        len(run_units([Unit("a", os.kill, {})], folder, manifest=MANIFEST, engine=Signaling(number=signal.SIGHUP))) == 1
+    )
     assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
 
 
@@ -359,7 +361,7 @@ class Signaling(Serial):
 def test_a_signal_interrupts_the_run_and_its_handler_is_restored(folder, on_signal, number):
     on_signal(number, signal.SIG_DFL)
     with pytest.raises(KeyboardInterrupt) as caught:
-        run(mixture(3), folder, manifest=MANIFEST, engine=Signaling(number=number))
+        run_units(mixture(3), folder, manifest=MANIFEST, engine=Signaling(number=number))
     note = f"finished units are kept in {folder.path}, and a run of the same units resumes there"
     assert caught.value.__notes__ == [note]
     assert signal.getsignal(number) == signal.SIG_DFL
@@ -373,7 +375,7 @@ from joblib.externals.loky.backend.resource_tracker import _resource_tracker
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as root:
         unit = hs.runs.Unit("a", statistics.fmean, {"data": [1]})
-        hs.runs.run([unit], hs.store.RunFolder.new(root, "a"), engine=hs.runs.Processes(2))
+        hs.runs.run_units([unit], hs.store.RunFolder.new(root, "a"), engine=hs.runs.Processes(2))
         status = open(f"/proc/{_resource_tracker._pid}/status").read()
     print(int(status.split("SigIgn:")[1].split()[0], 16) & 1)
 """

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import xarray as xr
 
-from helmscope.runs import RunState, RunSummary, Unit, UnitsFailed, list_runs, run
+from helmscope.runs import RunState, RunSummary, Unit, UnitsFailed, list_runs, run_units
 from helmscope.store import RunFolder
 from helmscope.types import HelmscopeError
 from support.toy_units import divide, manifest, mixture
@@ -26,13 +26,13 @@ def begun(root: Path, name: str, day: int) -> RunFolder:
 
 def test_every_state(tmp_path):
     complete, stopped, failed = (begun(tmp_path, name, day) for day, name in enumerate(("z", "y", "x")))
-    run(mixture(3), complete, manifest=manifest())
-    run(mixture(3), stopped, manifest=manifest())
+    run_units(mixture(3), complete, manifest=manifest())
+    run_units(mixture(3), stopped, manifest=manifest())
     (stopped.path / "units" / "noise-1.bin").unlink()
     (stopped.path / "units" / ".noise-1.bin.0a1b2c3d.tmp").write_bytes(b"half")
     (stopped.path / ".lock").write_text("process 1 on nowhere")
     with pytest.raises(UnitsFailed):
-        run([Unit("a", divide, {"a": 1, "b": 0})], failed, manifest=manifest())
+        run_units([Unit("a", divide, {"a": 1, "b": 0})], failed, manifest=manifest())
     begun(tmp_path, "w", 3)
     plain, judged = begun(tmp_path, "v", 4), begun(tmp_path, "u", 5)
     plain.write_data("trajectory", xr.Dataset({"x": 1.0}))
@@ -44,7 +44,7 @@ def test_every_state(tmp_path):
     link, torn, mixed = (begun(tmp_path, name, 7) for name in ("q", "p", "o"))
     (link.path / ".lock").symlink_to(tmp_path / "thesis" / "thesis.tex")
     for folder in (torn, mixed):
-        run(mixture(3), folder, manifest=manifest())
+        run_units(mixture(3), folder, manifest=manifest())
     (torn.path / "units.json").unlink()
     mixed.write_manifest(manifest(seed=8))
     (tmp_path / "empty").mkdir()
@@ -79,7 +79,7 @@ def test_every_state(tmp_path):
 
 def test_listing_changes_nothing(tmp_path):
     folder = begun(tmp_path, "a", 0)
-    run(mixture(3), folder, manifest=manifest())
+    run_units(mixture(3), folder, manifest=manifest())
     (folder.path / ".lock").write_text("process 1 on nowhere")
     before = sorted(os.listdir(folder.path))
     assert list_runs(tmp_path) == list_runs(str(tmp_path))

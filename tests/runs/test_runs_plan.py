@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from helmscope.runs import Serial, Unit, run
+from helmscope.runs import Serial, Unit, run_units
 from helmscope.runs.plan import read_plan
 from helmscope.store import RunFolder
 from helmscope.types import HelmscopeError
@@ -34,10 +34,10 @@ def folder(tmp_path):
     ],
 )
 def test_other_units_are_refused(folder, units, sentence):
-    run(mixture(3), folder, manifest=MANIFEST)
+    run_units(mixture(3), folder, manifest=MANIFEST)
     before = contents(folder.path)
     with pytest.raises(HelmscopeError, match=f"^{sentence}"):
-        run(units, folder, manifest=MANIFEST, allow_mixed=True)
+        run_units(units, folder, manifest=MANIFEST, allow_mixed=True)
     assert contents(folder.path) == before
 
 
@@ -63,10 +63,10 @@ def changed(**versions: str):
     ids=["numpy", "torch", "helmscope", "python", "platform", "threads", "two"],
 )
 def test_other_versions_and_threads_are_refused_unless_allowed(folder, now, engine, difference):
-    run(mixture(3), folder, manifest=MANIFEST)
+    run_units(mixture(3), folder, manifest=MANIFEST)
     before = contents(folder.path)
     with pytest.raises(HelmscopeError) as caught:
-        run(mixture(3), folder, manifest=now, engine=engine)
+        run_units(mixture(3), folder, manifest=now, engine=engine)
     assert str(caught.value) == (
         f"{folder.path} was started with {difference}, so that results may differ in their last bits: go back to the "
         "original, choose a new folder, or set allow_mixed (--allow-mixed)"
@@ -74,26 +74,26 @@ def test_other_versions_and_threads_are_refused_unless_allowed(folder, now, engi
     assert contents(folder.path) == before
     assert read_plan(folder).mixed == []
     for _ in range(2):
-        run(mixture(3), folder, manifest=now, engine=engine, allow_mixed=True)
+        run_units(mixture(3), folder, manifest=now, engine=engine, allow_mixed=True)
         assert read_plan(folder).mixed == difference.split(" and ")
         assert folder.read_manifest() == MANIFEST
-    run(mixture(3), folder, manifest=MANIFEST)
+    run_units(mixture(3), folder, manifest=MANIFEST)
 
 
 def test_another_cpu_is_refused(folder, monkeypatch):
-    run(mixture(3), folder, manifest=MANIFEST)
+    run_units(mixture(3), folder, manifest=MANIFEST)
     here = read_plan(folder).cpu
-    monkeypatch.setattr(sys.modules["helmscope.runs.run"], "cpu", lambda: "Z80")
+    monkeypatch.setattr(sys.modules["helmscope.runs.run_units"], "cpu", lambda: "Z80")
     with pytest.raises(HelmscopeError) as caught:
-        run(mixture(3), folder, manifest=MANIFEST)
+        run_units(mixture(3), folder, manifest=MANIFEST)
     assert f"was started with CPU {here} (now Z80), so that results may differ" in str(caught.value)
 
 
 def test_a_package_installed_or_removed_since_does_not_matter(folder):
-    run(mixture(3), folder, manifest=MANIFEST)
+    run_units(mixture(3), folder, manifest=MANIFEST)
     more, fewer = changed(ray="2.60.0"), replace(MANIFEST, packages={"numpy": MANIFEST.packages["numpy"]})
     for now in (more, fewer, replace(MANIFEST, created="2025-01-31T12:00:00+00:00", command=["again"])):
-        assert len(run(mixture(3), folder, manifest=now)) == 3
+        assert len(run_units(mixture(3), folder, manifest=now)) == 3
 
 
 HASH = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
@@ -113,10 +113,10 @@ BEGUN = replace(MANIFEST, inputs={"texts": HASH}, parameters={"beta": 4.0})
     ],
 )
 def test_another_manifest_is_refused(folder, change, difference):
-    run(mixture(3), folder, manifest=BEGUN)
+    run_units(mixture(3), folder, manifest=BEGUN)
     before = contents(folder.path)
     with pytest.raises(HelmscopeError) as caught:
-        run(mixture(3), folder, manifest=replace(BEGUN, **change), allow_mixed=True)
+        run_units(mixture(3), folder, manifest=replace(BEGUN, **change), allow_mixed=True)
     assert str(caught.value) == (
         f"{folder.path} was started with {difference}: use the original values or choose a new folder"
     )
@@ -124,27 +124,27 @@ def test_another_manifest_is_refused(folder, change, difference):
 
 
 def test_if_versions_changed_computed_inputs_may_change_too(folder):
-    run(mixture(3), folder, manifest=BEGUN)
+    run_units(mixture(3), folder, manifest=BEGUN)
     now = replace(BEGUN, python="4.0", inputs={"texts": HASH[::-1]})
     with pytest.raises(HelmscopeError, match=r"python .* \(now 4.0\) and input 'texts' .*, so that results may differ"):
-        run(mixture(3), folder, manifest=now)
-    run(mixture(3), folder, manifest=now, allow_mixed=True)
+        run_units(mixture(3), folder, manifest=now)
+    run_units(mixture(3), folder, manifest=now, allow_mixed=True)
     assert [change[:13] for change in read_plan(folder).mixed] == ["input 'texts'", f"python {MANIFEST.python}"[:13]]
 
 
 def test_without_a_manifest_that_of_the_folder_is_kept(folder):
-    run(mixture(3), folder, manifest=replace(BEGUN, seed=8))
+    run_units(mixture(3), folder, manifest=replace(BEGUN, seed=8))
     before = contents(folder.path)
-    assert len(run(mixture(3), folder)) == 3
+    assert len(run_units(mixture(3), folder)) == 3
     assert contents(folder.path) == before
 
 
 def test_a_run_killed_before_its_plan_was_written_is_resumed(folder):
     folder.write_manifest(BEGUN)
     with pytest.raises(HelmscopeError, match=r"was started with parameter 'beta' 4.0 \(now 1.0\)"):
-        run(mixture(3), folder, manifest=replace(BEGUN, parameters={"beta": 1.0}))
+        run_units(mixture(3), folder, manifest=replace(BEGUN, parameters={"beta": 1.0}))
     assert os.listdir(folder.path) == ["manifest.json"]
-    assert len(run(mixture(3), folder, manifest=BEGUN)) == 3
+    assert len(run_units(mixture(3), folder, manifest=BEGUN)) == 3
 
 
 # Inconsistent folders -------------------------------------------------------------------------------------------------
@@ -187,11 +187,11 @@ def edited(name: str, old: str, new: str):
 )
 @pytest.mark.parametrize("allow_mixed", [False, True])
 def test_inconsistent_files_are_named_and_nothing_is_changed(folder, damage, how, allow_mixed):
-    run(mixture(3), folder, manifest=BEGUN)
+    run_units(mixture(3), folder, manifest=BEGUN)
     damage(folder.path)
     before = contents(folder.path)
     with pytest.raises(HelmscopeError) as caught:
-        run(mixture(3), folder, manifest=BEGUN, allow_mixed=allow_mixed)
+        run_units(mixture(3), folder, manifest=BEGUN, allow_mixed=allow_mixed)
     assert str(caught.value) == (
         f"the parts of {folder.path} disagree: {how}: put back what was there, or take a new folder"
     )
@@ -200,42 +200,42 @@ def test_inconsistent_files_are_named_and_nothing_is_changed(folder, damage, how
 
 def test_a_plan_or_a_manifest_of_another_run_is_refused(tmp_path):
     here, there = RunFolder.create(tmp_path / "here"), RunFolder.create(tmp_path / "there")
-    run(mixture(3), here, manifest=BEGUN)
-    run(mixture(3), there, manifest=replace(BEGUN, seed=8))
+    run_units(mixture(3), here, manifest=BEGUN)
+    run_units(mixture(3), there, manifest=replace(BEGUN, seed=8))
     for name, sentence in (("units.json", "seed is 0 in .* but 8 in"), ("manifest.json", "seed is 8 in .* but 0 in")):
         kept = (here.path / name).read_bytes()
         (here.path / name).write_bytes((there.path / name).read_bytes())
         for asked in (BEGUN, replace(BEGUN, seed=8)):
             with pytest.raises(HelmscopeError, match=sentence):
-                run(mixture(3), here, manifest=asked)
+                run_units(mixture(3), here, manifest=asked)
         (here.path / name).write_bytes(kept)
-    assert len(run(mixture(3), here, manifest=BEGUN)) == 3
+    assert len(run_units(mixture(3), here, manifest=BEGUN)) == 3
 
 
 def test_the_manifest_may_gain_parameters(folder):
     """Such as the kernel that was used, which is known only at the end."""
-    run(mixture(3), folder, manifest=BEGUN)
+    run_units(mixture(3), folder, manifest=BEGUN)
     folder.write_manifest(replace(BEGUN, parameters={**BEGUN.parameters, "kernel": "Dense"}))
     before = contents(folder.path)
-    run(mixture(3), folder, manifest=BEGUN)
+    run_units(mixture(3), folder, manifest=BEGUN)
     assert contents(folder.path) == before
 
 
 def test_editing_the_threads_in_the_plan_invalidates_its_results(folder):
-    run(mixture(3), folder, manifest=MANIFEST)
+    run_units(mixture(3), folder, manifest=MANIFEST)
     plan = json.loads((folder.path / "units.json").read_text())
     (folder.path / "units.json").write_text(json.dumps({**plan, "threads": 2}))
     engine = counting(threads=2)
-    run(mixture(3), folder, manifest=MANIFEST, engine=engine)
+    run_units(mixture(3), folder, manifest=MANIFEST, engine=engine)
     assert len(engine.started) == 3
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "units.json"])
 def test_the_error_names_a_damaged_file(folder, name):
-    run(mixture(3), folder, manifest=MANIFEST)
+    run_units(mixture(3), folder, manifest=MANIFEST)
     (folder.path / name).write_text('{"units": 3')
     with pytest.raises(HelmscopeError, match=f"/run/{name} is not valid JSON: "):
-        run(mixture(3), folder, manifest=MANIFEST)
+        run_units(mixture(3), folder, manifest=MANIFEST)
 
 
 @pytest.mark.parametrize(
@@ -256,4 +256,4 @@ def test_the_plan_is_decoded_strictly(folder, change, sentence):
     text = json.dumps({key: value for key, value in plan.items() if value is not ...})
     (folder.path / "units.json").write_text(text)
     with pytest.raises(HelmscopeError, match=sentence):
-        run(mixture(3), folder, manifest=MANIFEST)
+        run_units(mixture(3), folder, manifest=MANIFEST)

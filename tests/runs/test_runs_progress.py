@@ -9,8 +9,8 @@ import sys
 
 import pytest
 
-from helmscope.runs import Processes, Unit, UnitsFailed, progress, run
-from helmscope.runs.progress import remaining, unit_progress
+from helmscope.runs import Processes, Unit, UnitsFailed, progress, run_units
+from helmscope.runs.progress import import_announced, remaining, unit_progress
 from helmscope.store import RunFolder
 from support.toy_units import divide, manifest, mixture
 
@@ -37,7 +37,7 @@ def clock(monkeypatch):
     return now
 
 
-def shown(screen: Terminal) -> list[str]:
+def screen_lines(screen: Terminal) -> list[str]:
     """The lines that a terminal would show over time, without colors and cursor movements."""
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen.getvalue())
     return [line.strip() for line in re.split(r"[\r\n]+", text) if line.strip()]
@@ -66,9 +66,23 @@ def test_a_bar_on_a_terminal(clock, monkeypatch):
         for _ in range(3):
             clock[0] += 7200.0
             tick()
-    lines = shown(screen)
+    lines = screen_lines(screen)
     assert lines[0] == "sweep: 4 units, 1 already done"
     assert re.fullmatch(r"sweep ━+ 4 of 4 units, in 6\.0 h", lines[-1])
+
+
+def test_a_slow_import_is_announced_on_a_terminal_only(monkeypatch, tmp_path, capsys):
+    for name in ("slow_one", "slow_two"):
+        (tmp_path / f"{name}.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    import_announced("slow_one")
+    assert capsys.readouterr() == ("", "")
+    screen = terminal(monkeypatch)
+    import_announced("slow_two")
+    import_announced("slow_two")  # imported already: nothing to announce
+    line = "importing slow_two ..."
+    assert screen.getvalue() == f"{line}\r{' ' * len(line)}\r"
+    assert {"slow_one", "slow_two"} <= set(sys.modules)
 
 
 def test_the_estimate_accounts_for_parallel_jobs():
@@ -99,11 +113,11 @@ def test_durations(seconds, text):
 @pytest.mark.parametrize("engine", [None, Processes(2)], ids=["serial", "processes"])
 def test_a_run_reports_its_progress(tmp_path, capsys, engine):
     folder = RunFolder.create(tmp_path / "run")
-    run(mixture(4), folder, manifest=MANIFEST, engine=engine)
+    run_units(mixture(4), folder, manifest=MANIFEST, engine=engine)
     assert capsys.readouterr() == ("", "")
     (folder.path / "units" / "numbers-0.json").unlink()
     (folder.path / "units" / "noise-1.bin").unlink()
-    run(mixture(4), folder, manifest=MANIFEST, engine=engine, heading="toys")
+    run_units(mixture(4), folder, manifest=MANIFEST, engine=engine, heading="toys")
     out, err = capsys.readouterr()
     assert out == ""
     first, second, third = err.splitlines()
@@ -115,7 +129,7 @@ def test_a_run_reports_its_progress(tmp_path, capsys, engine):
 def test_failed_units_count_as_processed(tmp_path, capsys):
     folder = RunFolder.create(tmp_path / "run")
     with pytest.raises(UnitsFailed):
-        run([Unit("a", divide, {"a": 1, "b": 0})], folder, manifest=MANIFEST, heading="toys")
+        run_units([Unit("a", divide, {"a": 1, "b": 0})], folder, manifest=MANIFEST, heading="toys")
     assert capsys.readouterr().err.splitlines()[-1].startswith("toys: 1 of 1 unit, in ")
 
 
@@ -139,6 +153,6 @@ def closed() -> io.StringIO:
 @pytest.mark.parametrize("stream", [Full, Gone, closed, lambda: None], ids=["full", "gone", "closed", "none"])
 def test_progress_that_cannot_be_written_is_dropped(tmp_path, monkeypatch, capsys, stream):
     monkeypatch.setattr(sys, "stderr", stream())
-    result = run(mixture(3), RunFolder.create(tmp_path / "run"), manifest=MANIFEST, heading="toys")
+    result = run_units(mixture(3), RunFolder.create(tmp_path / "run"), manifest=MANIFEST, heading="toys")
     assert list(result) == ["numbers-0", "noise-1", "dataset-2"]
     assert capsys.readouterr().out == ""

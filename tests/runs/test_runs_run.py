@@ -1,4 +1,4 @@
-"""``run``: results as files, resuming, refusing, failing."""
+"""``run_units``: results as files, resuming, refusing, failing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import xarray as xr
 
-from helmscope.runs import Serial, Unit, UnitsFailed, run
+from helmscope.runs import Serial, Unit, UnitsFailed, run_units
 from helmscope.store import RunFolder, is_locked
 from helmscope.types import HelmscopeError
 from support.children import run_python
@@ -43,7 +43,7 @@ def folder(tmp_path):
 
 
 def test_results_round_trip(folder):
-    result = run(mixture(3), folder, manifest=MANIFEST)
+    result = run_units(mixture(3), folder, manifest=MANIFEST)
     assert result["numbers-0"] == numbers(0)
     assert result["noise-1"] == noise(1, 1000)
     assert result["dataset-2"].identical(dataset(2))
@@ -66,11 +66,11 @@ def test_results_round_trip(folder):
 
 
 def test_a_second_call_runs_nothing_and_changes_nothing(folder):
-    run(mixture(6), folder, manifest=MANIFEST)
+    run_units(mixture(6), folder, manifest=MANIFEST)
     before = contents(folder.path)
     stamps = {path: path.stat().st_mtime_ns for path in folder.path.rglob("*")}
     engine = counting()
-    result = run(mixture(6), folder, manifest=manifest(command=["again"]), engine=engine)
+    result = run_units(mixture(6), folder, manifest=manifest(command=["again"]), engine=engine)
     assert engine.started == []
     assert len(result) == 6
     assert contents(folder.path) == before
@@ -80,7 +80,7 @@ def test_a_second_call_runs_nothing_and_changes_nothing(folder):
 
 
 def test_units_with_missing_or_damaged_results_run_again(folder, caplog):
-    run(mixture(6), folder, manifest=MANIFEST)
+    run_units(mixture(6), folder, manifest=MANIFEST)
     before = contents(folder.path)
     units = folder.path / "units"
     (units / "numbers-0.json").unlink()
@@ -92,7 +92,7 @@ def test_units_with_missing_or_damaged_results_run_again(folder, caplog):
     (folder.path / ".lock").write_text("process 1 on nowhere")
     engine = counting()
     with caplog.at_level(logging.WARNING):
-        run(reversed(mixture(6)), folder, manifest=MANIFEST, engine=engine)
+        run_units(reversed(mixture(6)), folder, manifest=MANIFEST, engine=engine)
     assert sorted(engine.started) == ["dataset-2", "noise-1", "numbers-0", "numbers-3"]
     assert contents(folder.path) == before
     warned = sorted(record.getMessage() for record in caplog.records)
@@ -103,7 +103,7 @@ def test_units_with_missing_or_damaged_results_run_again(folder, caplog):
 
 
 def test_a_result_damaged_since_is_one_sentence(folder):
-    result = run(mixture(3), folder, manifest=MANIFEST)
+    result = run_units(mixture(3), folder, manifest=MANIFEST)
     (folder.path / "units" / "noise-1.bin").write_bytes(b"torn")
     with pytest.raises(
         HelmscopeError, match=r"^unit 'noise-1' no longer has a valid result in .*/run/units: run it ag"
@@ -120,14 +120,14 @@ def exchange(one: Path, two: Path) -> None:
 @pytest.mark.parametrize(("one", "two"), [(0, 3), (1, 4), (2, 5)], ids=["json", "bin", "nc"])
 def test_exchanged_results_are_named_and_run_again(folder, caplog, capsys, one, two):
     units = mixture(6)
-    run(units, folder, manifest=MANIFEST)
+    run_units(units, folder, manifest=MANIFEST)
     before = contents(folder.path)
     (first, second) = (next((folder.path / "units").glob(f"{units[k].name}.*")) for k in (one, two))
     exchange(first, second)
     engine = counting()
     capsys.readouterr()
     with caplog.at_level(logging.WARNING):
-        run(units, folder, manifest=MANIFEST, engine=engine, heading="toys")
+        run_units(units, folder, manifest=MANIFEST, engine=engine, heading="toys")
     assert engine.started == [units[one].name, units[two].name]
     assert contents(folder.path) == before
     messages = [
@@ -145,18 +145,18 @@ def test_a_result_of_another_run_is_not_accepted(tmp_path, begun):
     """Even for the same unit: it was computed with another seed or by other versions."""
     here, there = RunFolder(tmp_path / "here"), RunFolder(tmp_path / "there")
     for folder, what in ((here, MANIFEST), (there, begun)):
-        run(mixture(3), RunFolder.create(folder.path), manifest=what)
+        run_units(mixture(3), RunFolder.create(folder.path), manifest=what)
     before = contents(here.path)
     for path in (there.path / "units").iterdir():
         (here.path / "units" / path.name).write_bytes(path.read_bytes())
     engine = counting()
-    run(mixture(3), here, manifest=MANIFEST, engine=engine)
+    run_units(mixture(3), here, manifest=MANIFEST, engine=engine)
     assert len(engine.started) == 3
     assert contents(here.path) == before
 
 
 def test_a_result_exchanged_since_is_refused(folder):
-    result = run(mixture(6), folder, manifest=MANIFEST)
+    result = run_units(mixture(6), folder, manifest=MANIFEST)
     exchange(folder.path / "units" / "noise-1.bin", folder.path / "units" / "noise-4.bin")
     with pytest.raises(HelmscopeError) as caught:
         result["noise-4"]
@@ -168,9 +168,9 @@ def test_a_result_exchanged_since_is_refused(folder):
 
 def test_two_runs_at_different_times_are_byte_equal(tmp_path):
     first, second = RunFolder.create(tmp_path / "a"), RunFolder.create(tmp_path / "b")
-    run(mixture(3), first, manifest=MANIFEST)
+    run_units(mixture(3), first, manifest=MANIFEST)
     time.sleep(1.1)  # HDF5 can store modification times, in seconds
-    run(mixture(3), second, manifest=manifest())
+    run_units(mixture(3), second, manifest=manifest())
     assert results(first.path) == results(second.path)
     assert (first.path / "units.json").read_bytes() == (second.path / "units.json").read_bytes()
 
@@ -189,7 +189,7 @@ def test_two_runs_at_different_times_are_byte_equal(tmp_path):
 )
 def test_bad_units_are_refused_before_anything_is_written(folder, units, sentence):
     with pytest.raises(HelmscopeError) as caught:
-        run(units, folder, manifest=MANIFEST)
+        run_units(units, folder, manifest=MANIFEST)
     assert str(caught.value) == sentence
     assert os.listdir(folder.path) == []
 
@@ -208,7 +208,7 @@ def test_bad_units_are_refused_before_anything_is_written(folder, units, sentenc
 )
 def test_other_bad_input(folder, options, sentence):
     with pytest.raises(HelmscopeError) as caught:
-        run(mixture(3), **{"folder": folder, "manifest": MANIFEST, **options})
+        run_units(mixture(3), **{"folder": folder, "manifest": MANIFEST, **options})
     assert str(caught.value) == sentence
     assert os.listdir(folder.path) == []
 
@@ -216,12 +216,12 @@ def test_other_bad_input(folder, options, sentence):
 def test_a_run_works_in_a_thread(folder):
     """In which no signal handler can be set."""
     with ThreadPoolExecutor(1) as pool:
-        assert len(pool.submit(run, mixture(3), folder, manifest=MANIFEST).result()) == 3
+        assert len(pool.submit(run_units, mixture(3), folder, manifest=MANIFEST).result()) == 3
 
 
 def test_a_folder_in_use_is_refused(folder):
     with folder.lock(), pytest.raises(HelmscopeError, match=f"/run is in use by process {os.getpid()} on "):
-        run(mixture(3), folder, manifest=MANIFEST)
+        run_units(mixture(3), folder, manifest=MANIFEST)
     assert os.listdir(folder.path) == []
 
 
@@ -239,7 +239,7 @@ FAULTY = [
 
 def test_the_other_units_still_run_and_the_error_names_the_first_failure(folder, caplog):
     with pytest.raises(UnitsFailed) as caught:
-        run(FAULTY, folder, manifest=MANIFEST)
+        run_units(FAULTY, folder, manifest=MANIFEST)
     results = folder.path / "units"
     reason = "ZeroDivisionError: division by zero"
     assert str(caught.value) == f"unit 'bad' failed (and 3 more): {reason}; 2 results are kept in {results}"
@@ -257,7 +257,7 @@ def test_the_other_units_still_run_and_the_error_names_the_first_failure(folder,
         result["bad"]
     engine = counting()
     with pytest.raises(UnitsFailed):
-        run(FAULTY, folder, manifest=MANIFEST, engine=engine)
+        run_units(FAULTY, folder, manifest=MANIFEST, engine=engine)
     assert engine.started == ["bad", "sorry", "wrong", "gone"]
 
 
@@ -265,7 +265,7 @@ def test_fail_fast_stops_at_the_first(folder):
     with pytest.raises(
         UnitsFailed, match=r"^unit 'bad' failed: ZeroDivisionError: division by zero; 0 results are kept"
     ):
-        run(FAULTY, folder, manifest=MANIFEST, fail_fast=True)
+        run_units(FAULTY, folder, manifest=MANIFEST, fail_fast=True)
     assert os.listdir(folder.path / "units") == []
     assert not is_locked(folder.path)
 

@@ -196,7 +196,7 @@ def test_fixed_steppers_locate_an_event_inside_their_step(stepper, error):
     assert error / 1000 < abs(found.item() - expected) < error
 
 
-@pytest.mark.parametrize("stepper", [hs.Layer(), hs.Layer(h=0.5), hs.solve.PublishedEuler(h=0.5)])
+@pytest.mark.parametrize("stepper", [hs.Layer(), hs.Layer(h=0.5), hs.solve.UnprojectedEuler(h=0.5)])
 def test_an_event_of_a_map_happens_at_the_end_of_its_step(stepper):
     x0 = hs.Uniform(n=4, dim=3).sample(seed=0)
     times = torch.arange(31) * stepper.h

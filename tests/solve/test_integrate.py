@@ -24,7 +24,7 @@ STEPPERS = [
     hs.solve.GeodesicHeun(h=0.1),
     hs.solve.GeodesicRK4(h=0.1),
     hs.Layer(h=0.1),
-    hs.solve.PublishedEuler(h=0.1),
+    hs.solve.UnprojectedEuler(h=0.1),
 ]
 
 

@@ -12,7 +12,7 @@ import torch
 
 import helmscope as hs
 from helmscope.fields.attention import SA, USA
-from helmscope.fields.field import Field, Space, as_field
+from helmscope.fields.field import Field, StateSpace, as_field
 from helmscope.fields.noise import (
     DivergenceForm,
     IsotropicNoise,
@@ -319,7 +319,7 @@ class Stream(Field):
 
     @property
     def space(self):
-        return Space.STREAM
+        return StateSpace.STREAM
 
     def velocity(self, y, weights=None, *, t=0.0):
         return torch.tensor(self.g, dtype=y.dtype).expand_as(y)

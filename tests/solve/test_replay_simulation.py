@@ -34,19 +34,19 @@ class Everything(hs.Instrument):
         self.needs = self.needs if needs is None else needs
         self.seen = []
 
-    def attention(self, moment, passed):
-        self.seen.append((moment, passed))
-        self.keep(moment, {"length": passed.state.norm(dim=(-1, -2))})
+    def attention(self, context, tensors):
+        self.seen.append((context, tensors))
+        self.keep(context, {"length": tensors.state.norm(dim=(-1, -2))})
 
-    def mlp(self, moment, passed):
-        self.attention(moment, passed)
+    def mlp(self, context, tensors):
+        self.attention(context, tensors)
 
 
-def shown(run, needs=None):
-    """What passes in one chunk: {(layer, half): (moment, passed)}."""
+def replayed(run, needs=None):
+    """What passes in one chunk: {(layer, half): (context, tensors)}."""
     instrument = Everything(needs)
     run.replay(instrument)
-    return {(moment.layer, moment.half): (moment, passed) for moment, passed in instrument.seen}
+    return {(context.layer, context.half): (context, tensors) for context, tensors in instrument.seen}
 
 
 ATTENTION = hs.types.Needs.KERNEL | hs.types.Needs.QKV | hs.types.Needs.ATTENTION_WRITE
@@ -55,19 +55,19 @@ ATTENTION = hs.types.Needs.KERNEL | hs.types.Needs.QKV | hs.types.Needs.ATTENTIO
 @pytest.mark.parametrize("field", [SA, hs.USA(1.0, query_key=B), HEADS, hs.SA(2.0, causal=True)])
 def test_the_kernel_follows_from_query_and_key_and_the_write_from_the_values(field):
     run = hs.integrate(field, X, times=[0.0, 0.5])
-    for (layer, half), (moment, passed) in shown(run, ATTENTION).items():
+    for (layer, half), (context, tensors) in replayed(run, ATTENTION).items():
         assert half is Half.ATTENTION
-        assert (moment.time, moment.is_increment, moment.rows) == (run.times[layer].item(), False, slice(0, 4))
-        assert torch.equal(passed.state, run.trajectory.states[layer])
-        assert torch.equal(passed.kernel, run.kernel(layer=layer))
-        logits = passed.query @ passed.key.mT
+        assert (context.time, context.is_increment, context.rows) == (run.times[layer].item(), False, slice(0, 4))
+        assert torch.equal(tensors.state, run.trajectory.states[layer])
+        assert torch.equal(tensors.kernel, run.kernel(layer=layer))
+        logits = tensors.query @ tensors.key.mT
         if isinstance(field, hs.SA) and field.causal:
             logits = logits.masked_fill(torch.ones(5, 5, dtype=torch.bool).triu(1), -torch.inf)
         wanted = torch.exp(logits) / 5 if isinstance(field, hs.USA) else torch.softmax(logits, -1)
-        assert (passed.kernel - wanted).abs().max() < 1e-13
-        averages = passed.kernel @ passed.value
+        assert (tensors.kernel - wanted).abs().max() < 1e-13
+        averages = tensors.kernel @ tensors.value
         total = averages.mean(1) if field is HEADS else averages
-        assert (passed.write - total).abs().max() < 1e-13
+        assert (tensors.write - total).abs().max() < 1e-13
 
 
 @pytest.mark.parametrize("parallel", [False, True])
@@ -78,18 +78,18 @@ def test_the_kernel_follows_from_query_and_key_and_the_write_from_the_values(fie
 def test_both_halves_of_a_flow_read_the_stored_state(placement, parallel):
     block = hs.Block(HEADS, MLP, placement=placement, parallel=parallel)
     run = hs.integrate(block, X, times=[0.0, 0.3])
-    seen = shown(run)
+    seen = replayed(run)
     assert set(seen) == {(layer, half) for layer in (0, 1) for half in HALVES}
-    for (layer, half), (moment, passed) in seen.items():
+    for (layer, half), (context, tensors) in seen.items():
         state = run.stream(depth=layer)
-        assert not moment.is_increment
-        assert torch.equal(passed.state, state)
-        assert torch.equal(passed.direction, run.trajectory.states[layer])
-        assert (passed.write - block.write(half, state)).abs().max() < 1e-14
+        assert not context.is_increment
+        assert torch.equal(tensors.state, state)
+        assert torch.equal(tensors.direction, run.trajectory.states[layer])
+        assert (tensors.write - block.write(half, state)).abs().max() < 1e-14
         if half is Half.MLP:
             gave = MLP(block.placement.read(Half.MLP, state))
-            assert (passed.force(passed.point) - gave).abs().max() < 1e-13
-            assert (passed.point.norm(dim=-1) - 1).abs().max() < 1e-14
+            assert (tensors.force(tensors.point) - gave).abs().max() < 1e-13
+            assert (tensors.point.norm(dim=-1) - 1).abs().max() < 1e-14
 
 
 @pytest.mark.parametrize("placement", [hs.fields.PostNorm(), hs.fields.PreNorm(), hs.fields.NGPT(attention_rate=0.5)])
@@ -98,7 +98,7 @@ def test_the_writes_of_a_layer_lead_to_the_next_state(placement, parallel):
     """Under Layer(h) writes are increments, and the MLP of a sequential block reads the state between the halves."""
     block = hs.Block(SA, MLP, placement=placement, parallel=parallel)
     run = hs.integrate(block, X, times=[0.0, 0.5, 1.0], stepper=hs.Layer(0.5), weights=MASS)
-    seen = shown(run)
+    seen = replayed(run)
     for layer in (0, 1):
         (at, first), (then, second) = (seen[layer, half] for half in HALVES)
         assert at.is_increment
@@ -114,7 +114,7 @@ def test_the_writes_of_a_layer_lead_to_the_next_state(placement, parallel):
 def test_the_noisy_layer_shows_increments_of_one_state():
     noise = hs.noise.IsotropicNoise(nu=1e-30)
     run = hs.integrate(hs.Block(SA, MLP), X, times=[0.0, 0.5], noise=noise, stepper=hs.solve.NoisyLayer(0.5))
-    seen = shown(run)
+    seen = replayed(run)
     total = run.states[0] + sum(seen[0, half][1].write for half in HALVES)
     assert (hs.sphere.retract(total) - run.states[1]).abs().max() < 1e-13
 
@@ -139,13 +139,13 @@ def test_an_instrument_receives_weights_and_visible_tokens():
     run = hs.integrate(SA, X, times=[0.0, 1.0], weights=MASS)
     instrument = Everything(hs.types.Needs.ATTENTION)
     run.replay(instrument, batch_size=3)
-    assert [(moment.layer, moment.rows) for moment, _ in instrument.seen] == [
+    assert [(context.layer, context.rows) for context, _ in instrument.seen] == [
         (layer, rows) for rows in (slice(0, 3), slice(3, 4)) for layer in (0, 1)
     ]
-    for moment, passed in instrument.seen:
-        assert torch.equal(moment.weights, MASS[moment.rows])
-        assert torch.equal(moment.visible, MASS[moment.rows] > 0)
-        assert passed.kernel is passed.query is passed.write is None  # nobody asked
+    for context, tensors in instrument.seen:
+        assert torch.equal(context.weights, MASS[context.rows])
+        assert torch.equal(context.visible, MASS[context.rows] > 0)
+        assert tensors.kernel is tensors.query is tensors.write is None  # nobody asked
 
 
 def test_only_what_instruments_need_is_computed(monkeypatch):
@@ -159,14 +159,14 @@ def test_only_what_instruments_need_is_computed(monkeypatch):
 
 def test_a_half_that_is_not_there_is_not_shown():
     assert {
-        half for _, half in shown(hs.integrate(SA, X, times=[0.0]), hs.types.Needs.ATTENTION | hs.types.Needs.MLP)
+        half for _, half in replayed(hs.integrate(SA, X, times=[0.0]), hs.types.Needs.ATTENTION | hs.types.Needs.MLP)
     } == {Half.ATTENTION}
-    alone = shown(
+    alone = replayed(
         hs.integrate(MLP, X, times=[0.0]), hs.types.Needs.ATTENTION | hs.types.Needs.FORCE | hs.types.Needs.MLP_WRITE
     )
-    ((moment, passed),) = alone.values()
-    assert moment.half is Half.MLP
-    assert torch.equal(passed.write, MLP(X))
+    ((context, tensors),) = alone.values()
+    assert context.half is Half.MLP
+    assert torch.equal(tensors.write, MLP(X))
 
 
 class Plain(hs.Instrument):

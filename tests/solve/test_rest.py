@@ -232,4 +232,4 @@ def test_a_resumed_run_and_a_phase_diagram_take_rest_for_an_end():
     assert again.outcome.ok
     seen = hs.phase_diagram(hs.SA, betas=[1], times=[1e5], start=hs.Uniform(n=4, dim=3), samples=4)
     assert seen.probability.item() == 1
-    assert seen.lost.item() == 0
+    assert seen.lost_samples.item() == 0

@@ -17,7 +17,7 @@ from support import oracles
 
 F64 = torch.float64
 AT_0 = torch.zeros(1, 1, 1, dtype=F64)
-MAPS = [hs.Layer, hs.solve.PublishedEuler]
+MAPS = [hs.Layer, hs.solve.UnprojectedEuler]
 DIVISIBLE = [
     hs.solve.ProjectedEuler,
     hs.solve.Heun,
@@ -31,7 +31,7 @@ ORDERS = {
     hs.solve.ProjectedEuler: 1,
     hs.solve.GeodesicEuler: 1,
     hs.Layer: 1,
-    hs.solve.PublishedEuler: 1,
+    hs.solve.UnprojectedEuler: 1,
     hs.solve.Heun: 2,
     hs.solve.GeodesicHeun: 2,
     hs.RK4: 4,
@@ -241,7 +241,7 @@ def test_several_layers_are_the_layer_repeated():
 @pytest.mark.parametrize(
     ("stepper", "rate", "printed"),
     [
-        (hs.solve.PublishedEuler, math.log(1.1) / 0.1, 0.953),
+        (hs.solve.UnprojectedEuler, math.log(1.1) / 0.1, 0.953),
         (hs.Layer, math.log(1.1) / 0.1, 0.953),
         (hs.solve.ProjectedEuler, -math.log(0.9) / 0.1, 1.054),
         (hs.RK4, -math.log(1 - 0.1 + 0.1**2 / 2 - 0.1**3 / 6 + 0.1**4 / 24) / 0.1, 1.000),

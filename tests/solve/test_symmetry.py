@@ -61,7 +61,7 @@ def test_every_field(name, monkeypatch):
         hs.solve.Heun(0.1),
         hs.RK4(0.1),
         hs.solve.GeodesicRK4(0.1),
-        hs.solve.PublishedEuler(0.1),
+        hs.solve.UnprojectedEuler(0.1),
         hs.Layer(0.1),
     ],
     ids=lambda stepper: type(stepper).__name__,

@@ -80,7 +80,7 @@ def test_measurements_that_do_not_match_raise(second, said):
 
 
 def test_a_trained_model_and_its_untrained_twin_prompt_by_prompt():
-    texts = [" ".join(text.split()[:6]) for text in hs.models.box_texts()[:4]]
+    texts = [" ".join(text.split()[:6]) for text in hs.models.story_texts()[:4]]
     trained = hs.load("A")
     pair = [hs.record(model, texts) for model in (trained, hs.models.untrained_twin(trained, seed=1))]
     tracked = [hs.track(recording, order=hs.order_parameter) for recording in pair]
@@ -141,7 +141,7 @@ def test_texts_are_compared_for_every_kind_of_measurement_also_after_reading_it_
         [
             hs.next_token_loss(each),
             hs.token_logits(each, [3]),
-            hs.lens_divergence(each),
+            hs.logit_lens_kl(each),
             hs.measure(each)["kernel_statistics"],
             hs.observe.inner_product_histogram(each, bins=3),
         ]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import xarray as xr
 
-from helmscope.stats.intervals import mean_interval, proportion_interval
+from helmscope.stats.intervals import mean_interval
 from helmscope.stats.reduce import reduce_replicates, reduced
 from helmscope.stats.scales import BoundedScale, FisherZScale, LinearScale, LogScale
 from helmscope.types import HelmscopeError, check_measurement
@@ -77,7 +77,7 @@ def test_labels_and_coordinates_are_kept_and_the_replicates_are_gone():
     before = data.copy(deep=True)
     seen = reduce_replicates(data)
     assert data.identical(before)
-    assert seen.attrs == {"model": "A", "n": 8}
+    assert seen.attrs == {"model": "A", "n": 8, "replicate": "prompt"}
     assert seen.share.attrs == {"long_name": "share of mass", "scale": "log", "n": 8, "band": "95 % interval"}
     assert seen.share_null.attrs == {"long_name": "of the twins"}
     assert set(seen.coords) == {"layer", "beta", "kind"}
@@ -168,25 +168,25 @@ def test_the_interval_of_a_share_stays_in_0_to_1_and_nothing_else_changes():
     assert one.estimate == mean_interval(values[:, 0]).estimate
 
 
-@pytest.mark.parametrize("n", [2, 4, 16])
-def test_equal_shares_at_a_bound_have_the_exact_interval_of_a_proportion(n):
-    values = np.broadcast_to([0.0, 1.0, 0.5], (n, 3))
+def test_equal_shares_have_an_interval_of_width_0_also_at_a_bound_as_in_mean_interval():
+    values = np.broadcast_to([0.0, 1.0, 0.5], (4, 3))
     attributes = {"valid_min": 0.0, "valid_max": 1.0}
     seen = reduce_replicates(xr.Dataset({"share": (("seed", "layer"), values, attributes)}))
-    none, every = proportion_interval(0, n), proportion_interval(n, n)
-    assert seen.share.values.tolist() == [0.0, 1.0, 0.5]
-    assert seen.share_low.values == pytest.approx([0.0, every.low, 0.5], rel=1e-12)
-    assert seen.share_high.values == pytest.approx([none.high, 1.0, 0.5], rel=1e-12)
+    one = mean_interval(values[:, 1], scale=BoundedScale((0.0, 1.0)))
+    assert (one.low, one.high) == (1.0, 1.0)
+    for end in ("", "_low", "_high"):
+        assert seen[f"share{end}"].values.tolist() == [0.0, 1.0, 0.5]
     assert seen.share_stderr.values.tolist() == [0.0, 0.0, 0.0]
-    one_bound = reduce_replicates(xr.Dataset({"rank": ("seed", np.ones(n), {"valid_min": 1.0})}))
-    assert (float(one_bound.rank_low), float(one_bound.rank_high)) == (1.0, 1.0)
 
 
-def test_the_interval_at_a_bound_covers_the_mean_of_any_share():
-    """A share that is 1 with probability 0.9 and else 0: Student's interval misses where all four are 1."""
-    draws = (np.random.default_rng(0).random((4, 4000)) < 0.9).astype(float)
-    seen = reduce_replicates(xr.Dataset({"a": (("seed", "draw"), draws, {"valid_min": 0.0, "valid_max": 1.0})}))
-    assert bool(((seen.a_low <= 0.9) & (seen.a_high >= 0.9)).where(seen.a == 1, other=True).all())
+def test_the_interval_of_a_share_does_not_jump_where_all_systems_reach_a_bound():
+    """Shares that shrink to 0, as pairs that meet do towards time 0: the interval shrinks with them."""
+    size = np.array([1e-2, 1e-4, 1e-8, 0.0])
+    values = np.array([0.0, 0.5, 1.0, 2.0])[:, None] * size
+    seen = reduce_replicates(xr.Dataset({"a": (("system", "time"), values, {"valid_min": 0.0, "valid_max": 1.0})}))
+    assert (seen.a_high.values <= 3 * size).all()
+    above = reduce_replicates(xr.Dataset({"a": (("system", "time"), 1 - values, seen.a.attrs)}))
+    assert (above.a_low.values >= 1 - 3 * size).all()
 
 
 def test_one_bound_is_enough_and_a_scale_that_is_given_comes_before_it():

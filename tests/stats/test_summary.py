@@ -42,6 +42,11 @@ def test_replicates_are_reduced_first():
     assert hs.summary(done).note == "in brackets: 95 % interval"
 
 
+def test_equal_replicates_are_called_equal_instead_of_an_interval_of_width_0():
+    share = xr.Dataset({"share": ("system", np.ones(4), {"valid_min": 0.0, "valid_max": 1.0})})
+    assert [row.estimate for row in hs.summary(share).rows] == ["1, all equal, n = 4"]
+
+
 def test_of_many_entries_the_first_and_the_last_are_shown():
     assert [row.at for row in hs.summary(reduced(8)).rows] == [f"time = {k}" for k in range(8)]
     assert "not shown" not in hs.summary(reduced(8)).note

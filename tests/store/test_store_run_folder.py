@@ -20,13 +20,13 @@ from helmscope.runs import list_runs
 from helmscope.store import Manifest, RunFolder, run_folder
 from helmscope.store.verdicts import decode_verdicts, encode_verdicts
 from helmscope.types import (
+    Attachment,
     Control,
-    Exhibit,
     HelmscopeError,
     Interval,
-    Judged,
+    JudgedQuantity,
     Judgment,
-    Printed,
+    PrintedStatement,
     Provenance,
     Region,
     Ruling,
@@ -51,13 +51,15 @@ DATA = xr.Dataset(
     coords={"token": ["a", "é", "漢"], "layer": ("time", [0, 1])},
     attrs={"note": "ü", "n": 3},
 )
-SLOPE = Judged("slope", Region(text="slope > 0"), Interval(0.1, -0.2, 0.3, n=12), Ruling.SUPPORTED, "from 12 seeds", 9)
+SLOPE = JudgedQuantity(
+    "slope", Region(text="slope > 0"), Interval(0.1, -0.2, 0.3, n=12), Ruling.SUPPORTED, "from 12 seeds", 9
+)
 VERDICT = Verdict(
     claim="c1",
     ruling=Ruling.SUPPORTED,
     conditions=(SLOPE,),
     sentence="The slope is 0.1.",
-    exhibits=(Exhibit("the model", "ok  rows\nok  heads"),),
+    attachments=(Attachment("the model", "ok  rows\nok  heads"),),
     provenance=Provenance(entry="ab12", version=2, code="c0de", weights="3e16", texts="7e87"),
 )
 
@@ -349,17 +351,17 @@ def test_conditions_controls_described_and_printed_round_trip():
     control = Control("V = -I", region, Interval(0.0, 0.0, 0.1, n=32), Ruling.REFUTED, "from 32 starts")
     either = replace(control, interval=None, expected=(Ruling.REFUTED, Ruling.INCONCLUSIVE))
     wide = Interval(0.0, -math.inf, 0.1, n=32)
-    measured = Printed("R = O(e^-beta)", "slide 9", Judgment.NOT_SHARP, "R is 1", Judgment.TRUE, wide, region)
-    described = Judged("spread", Region(text="described"), wide, Ruling.DESCRIBED)
+    measured = PrintedStatement("R = O(e^-beta)", "slide 9", Judgment.NOT_SHARP, "R is 1", Judgment.TRUE, wide, region)
+    described = JudgedQuantity("spread", Region(text="described"), wide, Ruling.DESCRIBED)
     one = replace(
         VERDICT,
-        where="the unit sphere",
+        setting="the unit sphere",
         conditions=(SLOPE, replace(SLOPE, name="R^2", ruling=Ruling.REFUTED)),
         controls=(control, either),
         described=(described,),
         printed=measured,
     )
-    bare = replace(one, printed=Printed("R", "", Judgment.NOT_TESTABLE, ""))
+    bare = replace(one, printed=PrintedStatement("R", "", Judgment.NOT_TESTABLE, ""))
     assert decode_verdicts(encode_verdicts([one, bare])) == (one, bare)
     with pytest.raises(HelmscopeError, match=r"controls of v.json\[0\] is a NoneType, but it must be a list of contr"):
         decode_verdicts(verdicts(controls=None), "v.json")

@@ -1,4 +1,4 @@
-"""The clustering probabilities of figure 3 [Geshkovski et al. 2023], by an independent program."""
+"""The close-pair probabilities of figure 3 [Geshkovski et al. 2023], by an independent program."""
 
 from __future__ import annotations
 

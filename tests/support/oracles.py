@@ -221,10 +221,10 @@ def gaussian_energy(x: Matrix, beta: float) -> float:
     return sum(math.exp(-(beta / 2) * math.dist(x_i, x_j) ** 2) for x_i in x for x_j in x) / 2
 
 
-def clustering_fraction(x: Matrix, delta: float, mask: Mask = None) -> float:
+def close_pair_share(x: Matrix, delta: float, mask: Mask = None) -> float:
     """Share of the ordered pairs i != j of real tokens with <x_i, x_j> >= 1 - delta.
 
-    >>> clustering_fraction([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]], 0.1) == 2 / 6
+    >>> close_pair_share([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]], 0.1) == 2 / 6
     True
     """
     real = [i for i in range(len(x)) if mask is None or mask[i]]
@@ -317,10 +317,10 @@ def _singular_values(x: Matrix) -> Vector:
         return [abs(float(s)) for s in mpmath.svd_r(mpmath.matrix(x), compute_uv=False)]
 
 
-def entropy_rank(x: Matrix) -> float:
+def effective_rank(x: Matrix) -> float:
     """exp(-sum p log p), p = s / sum s (Roy & Vetterli 2007).
 
-    >>> round(entropy_rank([[1.0, 0.0], [0.0, 1.0]]), 12)
+    >>> round(effective_rank([[1.0, 0.0], [0.0, 1.0]]), 12)
     2.0
     """
     s = _singular_values(x)

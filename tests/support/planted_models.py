@@ -12,13 +12,24 @@ from __future__ import annotations
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from helmscope.types import Ruling
+
 DIM, VOCABULARY, TOKENS, LAYERS = 32, 96, 28, 2
 STEP, LARGE, LINEAR = 5.0, 1e4, 30.0
-KINDS = ("never move", "gather", "scatter", "gather by attention only")
+CLAIMS = ("tokens-cluster", "attention-clusters", "mlp-prevents")
+SUPPORTED, REFUTED = Ruling.SUPPORTED, Ruling.REFUTED
+# the right ruling of each claim; what scatters gathered tokens also makes the whole model less gathered than attention
+# alone
+RULINGS = {
+    "never move": (REFUTED, REFUTED, REFUTED),
+    "gather": (SUPPORTED, SUPPORTED, REFUTED),
+    "scatter": (REFUTED, REFUTED, SUPPORTED),
+    "gather by attention only": (REFUTED, SUPPORTED, SUPPORTED),
+}
 
 
 def planted_model(kind: str, seed: int) -> GPT2LMHeadModel:
-    """A model of one of KINDS; the seed decides its embeddings."""
+    """A model of one of the kinds in RULINGS; the seed decides its embeddings."""
     config = GPT2Config(
         vocab_size=VOCABULARY, n_positions=TOKENS, n_embd=DIM, n_head=1, n_layer=LAYERS, n_inner=DIM,
         attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0, bos_token_id=0, eos_token_id=0, tie_word_embeddings=False,

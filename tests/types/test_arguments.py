@@ -14,13 +14,13 @@ import helmscope as hs
 import helmscope.types
 from helmscope.types import (
     MissingExtra,
+    check_integer,
     check_memory,
-    counted,
-    increasing_times,
-    known_name,
-    real_number,
+    check_name,
+    check_real,
+    check_times,
+    pluralized,
     type_with_article,
-    whole_number,
 )
 from support.children import run_python
 from support.refusal import refused
@@ -58,7 +58,7 @@ def test_a_refusal_is_a_value_error_and_a_missing_extra_says_how_to_get_it():
     [4, 4.0, Fraction(4), Decimal(4), np.float32(4), np.int64(4), np.array(4.0), torch.tensor(4), torch.ones(1) * 4],
 )
 def test_real_number_gives_a_plain_float(value):
-    number = real_number("beta", value, at_least=4)
+    number = check_real("beta", value, at_least=4)
     assert type(number) is float
     assert number == 4.0
 
@@ -72,20 +72,20 @@ def test_real_number_gives_a_plain_float(value):
     ids=lambda value: f"{type(value).__name__} {str(value)[:12]}",
 )
 def test_real_number_refuses(value):
-    refused(lambda: real_number("beta", value), "beta is ", "but it must be a finite number")
+    refused(lambda: check_real("beta", value), "beta is ", "but it must be a finite number")
 
 
 def test_real_number_keeps_its_bounds():
-    assert real_number("x", 0.0, at_least=0) == 0
-    assert real_number("x", 5e-324, above=0) == 5e-324
-    refused(lambda: real_number("x", -5e-324, at_least=0), "x is -5e-324", ">= 0")
-    refused(lambda: real_number("x", 0.0, above=0), "x is 0.0", "> 0")
-    refused(lambda: real_number("x", -1, above=-0.5), "x is -1", "> -0.5")
+    assert check_real("x", 0.0, at_least=0) == 0
+    assert check_real("x", 5e-324, above=0) == 5e-324
+    refused(lambda: check_real("x", -5e-324, at_least=0), "x is -5e-324", ">= 0")
+    refused(lambda: check_real("x", 0.0, above=0), "x is 0.0", "> 0")
+    refused(lambda: check_real("x", -1, above=-0.5), "x is -1", "> -0.5")
 
 
 @pytest.mark.parametrize("value", [3, 3.0, np.int64(3), np.float64(3), torch.tensor(3), Fraction(3)])
 def test_whole_number_gives_a_plain_int(value):
-    number = whole_number("n", value, at_least=3)
+    number = check_integer("n", value, at_least=3)
     assert type(number) is int
     assert number == 3
 
@@ -99,18 +99,18 @@ def test_whole_number_gives_a_plain_int(value):
     ids=lambda value: f"{type(value).__name__} {str(value)[:12]}",
 )
 def test_whole_number_refuses(value):
-    refused(lambda: whole_number("n", value, at_least=1), "n is ", "but it must be a whole number >= 1")
+    refused(lambda: check_integer("n", value, at_least=1), "n is ", "but it must be a whole number >= 1")
 
 
 @pytest.mark.parametrize("value", [2**63, 10**400, 10**5000, 1e300, np.uint64(2**63)], ids=range(5))
 def test_whole_number_rejects_sizes_beyond_tensors(value):
-    refused(lambda: whole_number("n", value, at_least=1), "n is ", "below 2^63 = 9223372036854775808")
-    assert whole_number("n", 2**63 - 1, at_least=1) == 2**63 - 1
+    refused(lambda: check_integer("n", value, at_least=1), "n is ", "below 2^63 = 9223372036854775808")
+    assert check_integer("n", 2**63 - 1, at_least=1) == 2**63 - 1
 
 
 def test_real_number_refuses_an_int_beyond_all_floats():
     refused(
-        lambda: real_number("beta", 10**5000), "beta is a whole number of 16610 bits, but it must be a finite number"
+        lambda: check_real("beta", 10**5000), "beta is a whole number of 16610 bits, but it must be a finite number"
     )
 
 
@@ -120,18 +120,18 @@ def test_fits_memory_refuses_more_than_there_is():
 
 
 def test_a_refusal_shows_a_large_value_shortly_and_on_one_line():
-    text = refused(lambda: real_number("beta", torch.ones(30, 30)), "beta is tensor([[1., 1.")
+    text = refused(lambda: check_real("beta", torch.ones(30, 30)), "beta is tensor([[1., 1.")
     assert "..." in text
-    refused(lambda: real_number("beta", "a\nb"), "'a\\nb'")
+    refused(lambda: check_real("beta", "a\nb"), "'a\\nb'")
 
 
 @pytest.mark.parametrize(
     "times", [[0, 1, 2.5], (0, 1, 2.5), np.array([0, 1, 2.5]), torch.tensor([0, 1, 2.5]), [0, np.float32(1), 2.5]]
 )
 def test_increasing_times_gives_plain_floats(times):
-    assert increasing_times(times) == [0.0, 1.0, 2.5]
-    assert all(type(t) is float for t in increasing_times(times))
-    assert increasing_times(times[1:2]) == [1.0]
+    assert check_times(times) == [0.0, 1.0, 2.5]
+    assert all(type(t) is float for t in check_times(times))
+    assert check_times(times[1:2]) == [1.0]
 
 
 @pytest.mark.parametrize(
@@ -156,14 +156,14 @@ def test_increasing_times_gives_plain_floats(times):
     ],
 )
 def test_increasing_times_refuses(times, said):
-    refused(lambda: increasing_times(times), said, "must")
+    refused(lambda: check_times(times), said, "must")
 
 
 def test_of_many_names_the_nearest_is_offered_or_five_are_listed():
     many = [f"claim-number-{k}" for k in range(40)]
-    text = refused(lambda: known_name("claim", "claim-numbr-17", many))
+    text = refused(lambda: check_name("claim", "claim-numbr-17", many))
     assert text == "unknown claim 'claim-numbr-17': did you mean 'claim-number-17'?"
-    text = refused(lambda: known_name("claim", "xumber", [*many, "zeta"]))
+    text = refused(lambda: check_name("claim", "xumber", [*many, "zeta"]))
     assert text.startswith("unknown claim 'xumber'; the nearest are ")
     assert text.endswith(", and 36 more are allowed")
     assert text.count(",") == 5
@@ -171,24 +171,24 @@ def test_of_many_names_the_nearest_is_offered_or_five_are_listed():
 
 
 def test_one_is_singular():
-    assert [counted(k, "text") for k in (0, 1, 2)] == ["0 texts", "1 text", "2 texts"]
+    assert [pluralized(k, "text") for k in (0, 1, 2)] == ["0 texts", "1 text", "2 texts"]
 
 
 def test_known_name_offers_the_nearest():
     allowed = {"uniform", "vmf", "orthonormal"}
-    assert known_name("start", "vmf", allowed) == "vmf"
-    text = refused(lambda: known_name("start", "orthonormol", allowed))
+    assert check_name("start", "vmf", allowed) == "vmf"
+    text = refused(lambda: check_name("start", "orthonormol", allowed))
     assert text == "unknown start 'orthonormol': did you mean 'orthonormal'? Allowed: orthonormal, uniform, vmf"
-    text = refused(lambda: known_name("start", "zzz", allowed), "unknown start 'zzz'", "orthonormal, uniform, vmf")
+    text = refused(lambda: check_name("start", "zzz", allowed), "unknown start 'zzz'", "orthonormal, uniform, vmf")
     assert "did you mean" not in text
     assert text == "unknown start 'zzz'; allowed: orthonormal, uniform, vmf"
     many = [f"claim-{k}" for k in range(56)]
-    assert refused(lambda: known_name("claim", "clam-7", many)) == "unknown claim 'clam-7': did you mean 'claim-7'?"
-    assert refused(lambda: known_name("claim", "!!!", many)).endswith(", and 51 more are allowed")
+    assert refused(lambda: check_name("claim", "clam-7", many)) == "unknown claim 'clam-7': did you mean 'claim-7'?"
+    assert refused(lambda: check_name("claim", "!!!", many)).endswith(", and 51 more are allowed")
 
 
 def test_one_thing_is_counted_in_the_singular():
-    assert [counted(count, "unit") for count in (0, 1, 2)] == ["0 units", "1 unit", "2 units"]
+    assert [pluralized(count, "unit") for count in (0, 1, 2)] == ["0 units", "1 unit", "2 units"]
     assert repr(hs.Subject("A", ["Once"])) == "<Subject A: 1 text>"
 
 

@@ -13,23 +13,23 @@ import xarray as xr
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import helmscope as hs
-from helmscope.types import brief, counted, html_table, shortened
+from helmscope.types import html_table, pluralized, short_description, shortened
 
 EVIL = "<script>alert(1)</script>"
 SEEN, REGION = hs.Interval(1.0, 0.99, 1.01, n=20), hs.types.Region(text="1 within .1", low=0.9, high=1.1)
 NULL = hs.types.Control(f"V = -I {EVIL}", REGION, SEEN, hs.types.Ruling.REFUTED, f"from {EVIL}")
-RATE = hs.types.Judged(f"rate {EVIL}", REGION, SEEN, hs.types.Ruling.SUPPORTED, f"from {EVIL}")
-PRINTED = hs.types.Printed(f"e^-beta {EVIL}", f"slide {EVIL}", hs.types.Judgment.FALSE, f"since {EVIL}")
+RATE = hs.types.JudgedQuantity(f"rate {EVIL}", REGION, SEEN, hs.types.Ruling.SUPPORTED, f"from {EVIL}")
+PRINTED = hs.types.PrintedStatement(f"e^-beta {EVIL}", f"slide {EVIL}", hs.types.Judgment.FALSE, f"since {EVIL}")
 VERDICT = hs.Verdict(
     claim="rate",
     ruling=hs.types.Ruling.SUPPORTED,
     conditions=(RATE,),
     sentence=f"The rate is 1. {EVIL}",
-    where=f"here {EVIL}",
+    setting=f"here {EVIL}",
     controls=(NULL, replace(NULL, ruling=hs.types.Ruling.SUPPORTED)),
     described=(RATE,),
     printed=PRINTED,
-    exhibits=(hs.types.Exhibit(f"title {EVIL}", f"text {EVIL}"),),
+    attachments=(hs.types.Attachment(f"title {EVIL}", f"text {EVIL}"),),
     subject=f"model {EVIL}",
 )
 DATA = xr.Dataset(
@@ -85,11 +85,11 @@ def test_a_repr_is_one_line_without_tensors(name):
 
 def test_the_words_of_a_repr():
     assert repr(simulation()) == (
-        "<Simulation of SA(beta=4): 16 systems x 32 tokens in S^2; 3 times, 0 to 10; finished>"
+        "<Simulation of SA(beta=4): 16 systems x 32 tokens on S^2; 3 times, 0 to 10; finished>"
     )
     alone = hs.integrate(hs.SA(beta=1.0, value=-torch.eye(3)), torch.eye(3)[:1], [2.5])
     assert repr(alone) == (
-        "<Simulation of SA(beta=1, value=<3 x 3>): 1 system x 1 token in S^2; 1 time, 2.5; finished>"
+        "<Simulation of SA(beta=1, value=<3 x 3>): 1 system x 1 token on S^2; 1 time, 2.5; finished>"
     )
     assert repr(simulation().trajectory) == "<Trajectory: 16 systems x 32 tokens, dimension 3; 3 times, 0 to 10>"
     assert repr(VERDICT).startswith("<Verdict on rate: supported, 1 [0.99, 1.01], n = 20; model ")
@@ -111,12 +111,12 @@ def test_where_the_tokens_of_a_simulation_live():
     tokens = torch.eye(3, dtype=torch.float64)
     mlp = hs.MLP(w_in=torch.eye(3), w_out=torch.eye(3))
     for placement, where in (
-        (hs.fields.PreNorm(), "a residual stream in R^3"),
-        (hs.fields.NoNorm(), "R^3"),
-        (hs.fields.PostNorm(), "S^2"),
+        (hs.fields.PreNorm(), "in a residual stream in R^3"),
+        (hs.fields.NoNorm(), "in R^3"),
+        (hs.fields.PostNorm(), "on S^2"),
     ):
         run = hs.integrate(hs.Block(hs.SA(1.0), mlp, placement=placement), tokens, [0.0, 0.1])
-        assert f"tokens in {where}; " in repr(run)
+        assert f"tokens {where}; " in repr(run)
 
 
 class _Tags(HTMLParser):
@@ -147,7 +147,8 @@ def test_html_is_a_plain_table_for_dark_and_light_notebooks(name):
     tags = _Tags()
     tags.feed(text)
     assert tags.open == []
-    assert tags.seen == {"div", "table", "tr", "td"} | ({"th"} if "<th" in text else set())
+    assert {"div", "table", "tr", "td"} <= tags.seen
+    assert tags.seen <= {"div", "table", "tr", "td", "th", "details", "summary", "pre"}
     assert "background" not in tags.style
     assert not re.search(r"(?<!-)color *:", tags.style)
     assert len(text) < 20_000
@@ -173,7 +174,7 @@ def test_html_escapes_what_others_wrote():
 
 def test_html_says_what_matters():
     text = simulation()._repr_html_()
-    for words in ("Simulation of SA(beta=4)", "16 systems x 32 tokens in S^2", "3 times, 0 to 10", "finished at t=10"):
+    for words in ("Simulation of SA(beta=4)", "16 systems x 32 tokens on S^2", "3 times, 0 to 10", "finished at t=10"):
         assert words in text
     noisy = hs.integrate(
         hs.SA(1.0),
@@ -182,7 +183,7 @@ def test_html_says_what_matters():
         noise=hs.noise.IsotropicNoise(nu=0.1),
         seed=7,
     )
-    assert repr(noisy).startswith("<Simulation of SA(beta=1) with IsotropicNoise(nu=0.1): 1 system x 3 tokens in S^2; ")
+    assert repr(noisy).startswith("<Simulation of SA(beta=1) with IsotropicNoise(nu=0.1): 1 system x 3 tokens on S^2; ")
     assert "Simulation of SA(beta=1) with IsotropicNoise(nu=0.1)" in noisy._repr_html_()
     title = noisy.plot().subfigs[0].subfigs[0].get_suptitle()
     assert title.startswith("SA(beta=1) with IsotropicNoise(nu=0.1)\n")
@@ -200,9 +201,15 @@ def test_html_says_what_matters():
     assert "FAIL" in failed._repr_html_()
 
 
+def test_an_attachment_of_a_verdict_keeps_its_columns_and_is_closed_at_first():
+    table = "ok   logits   1e-07\nFAIL heads    1e-02"
+    text = replace(VERDICT, attachments=(hs.types.Attachment("Certificate of A", table),))._repr_html_()
+    assert f'<details><summary>Certificate of A</summary><pre style="overflow-x: auto">{table}</pre></details>' in text
+
+
 def test_a_trial_without_variables_still_shows_its_verdict():
     bare = hs.claims.Trial(VERDICT, xr.Dataset(attrs={"n": 1}))
-    assert repr(bare).endswith("; 0 variables measured>")
+    assert repr(bare) == "<Trial of rate: supported, 1 [0.99, 1.01], n = 20>"
     assert bare._repr_html_().count("<table") == 1
 
 
@@ -214,14 +221,14 @@ class Odd:
 
 
 def test_a_value_in_a_few_words():
-    assert brief(hs.SA(beta=torch.tensor(4.0))) == "SA(beta=4)"
-    assert brief(hs.SA(beta=torch.ones(16, 1, 1))) == "SA(beta=<16 x 1 x 1>)"
-    assert brief(Odd((1.0, 2.0, 3.0, 4.0))) == "Odd(values=[1, 2, 3, ... 4 in all])"
-    assert brief(Odd((), "other", len)) == "Odd(values=[], word='other', other=len)"
-    assert brief(hs.fields.PlainField(lambda x: x)) == "PlainField(function=<lambda>)"
-    assert brief(Odd((), other=object())) == "Odd(values=[], other=object)"
-    assert brief(Odd((), other=hs.types.Ruling.REFUTED)) == "Odd(values=[], other=REFUTED)"
-    assert len(brief(Odd((), "x" * 500))) == 72
+    assert short_description(hs.SA(beta=torch.tensor(4.0))) == "SA(beta=4)"
+    assert short_description(hs.SA(beta=torch.ones(16, 1, 1))) == "SA(beta=<16 x 1 x 1>)"
+    assert short_description(Odd((1.0, 2.0, 3.0, 4.0))) == "Odd(values=[1, 2, 3, ... 4 in all])"
+    assert short_description(Odd((), "other", len)) == "Odd(values=[], word='other', other=len)"
+    assert short_description(hs.fields.FunctionField(lambda x: x)) == "FunctionField(function=<lambda>)"
+    assert short_description(Odd((), other=object())) == "Odd(values=[], other=object)"
+    assert short_description(Odd((), other=hs.types.Ruling.REFUTED)) == "Odd(values=[], other=REFUTED)"
+    assert len(short_description(Odd((), "x" * 500))) == 72
     assert shortened("a\n b", 10) == "a b"
 
 
@@ -259,7 +266,7 @@ def test_the_repr_of_a_user_s_field_is_concise_too():
 
 
 def test_counting_words():
-    assert [counted(n, "token") for n in (0, 1, 2, 10**6)] == ["0 tokens", "1 token", "2 tokens", "1,000,000 tokens"]
+    assert [pluralized(n, "token") for n in (0, 1, 2, 10**6)] == ["0 tokens", "1 token", "2 tokens", "1,000,000 tokens"]
 
 
 def test_a_table_holds_its_rows():

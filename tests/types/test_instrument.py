@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import helmscope as hs
-from helmscope.types import Half, Moment, ReplayPlan
+from helmscope.types import Half, ReplayContext, ReplayPlan
 from support.refusal import refused
 
 PLAN = ReplayPlan(range(2, 5), "layer", [2, 3, 4], "prompt", 3)
@@ -18,8 +18,8 @@ class Numbers(hs.Instrument):
     needs = hs.types.Needs.ATTENTION
 
 
-def moment(layer, start, stop, heads=2):
-    return Moment(layer, Half.ATTENTION, 0.0, slice(start, stop), heads=heads)
+def context(layer, start, stop, heads=2):
+    return ReplayContext(layer, Half.ATTENTION, 0.0, slice(start, stop), heads=heads)
 
 
 def test_chunks_in_any_order_give_the_same():
@@ -29,7 +29,7 @@ def test_chunks_in_any_order_give_the_same():
         instrument.start(PLAN)
         for start, stop in chunks:
             for k in range(3):
-                instrument.keep(moment(2 + k, start, stop), {"mass": values[k, start:stop]})
+                instrument.keep(context(2 + k, start, stop), {"mass": values[k, start:stop]})
         seen = instrument.result()
         assert seen.mass.dims == ("layer", "prompt", "head")
         assert seen.layer.values.tolist() == [2, 3, 4]
@@ -40,8 +40,8 @@ def test_what_is_missing_is_nan():
     """A layer without the half, and a layer with fewer heads than another."""
     instrument = Numbers()
     instrument.start(PLAN)
-    instrument.keep(moment(2, 0, 3), {"mass": torch.ones(3, 2)})
-    instrument.keep(moment(4, 0, 3, heads=1), {"mass": torch.ones(3, 1)})
+    instrument.keep(context(2, 0, 3), {"mass": torch.ones(3, 2)})
+    instrument.keep(context(4, 0, 3, heads=1), {"mass": torch.ones(3, 1)})
     seen = instrument.result().mass
     assert seen.isnull().sum("prompt").values.tolist() == [[0, 0], [3, 3], [0, 3]]
 
@@ -49,9 +49,9 @@ def test_what_is_missing_is_nan():
 def test_an_instrument_starts_afresh():
     instrument = Numbers()
     instrument.start(PLAN)
-    instrument.keep(moment(2, 0, 3), {"old": torch.ones(3)})
+    instrument.keep(context(2, 0, 3), {"old": torch.ones(3)})
     instrument.start(PLAN)
-    instrument.keep(moment(2, 0, 3), {"new": torch.ones(3)})
+    instrument.keep(context(2, 0, 3), {"new": torch.ones(3)})
     assert list(instrument.result()) == ["new"]
     assert instrument.extra_forwards == 0
 
@@ -59,11 +59,11 @@ def test_an_instrument_starts_afresh():
 def test_axes_have_names():
     instrument = Numbers()
     instrument.start(PLAN)
-    instrument.keep(moment(2, 0, 3), {"pair": torch.ones(3, 2, 5)}, axes=("head", "bin"))
+    instrument.keep(context(2, 0, 3), {"pair": torch.ones(3, 2, 5)}, axes=("head", "bin"))
     assert instrument.result().pair.dims == ("layer", "prompt", "head", "bin")
     for value in (torch.ones(2), torch.ones(3, 2, 5)):
         with pytest.raises(hs.HelmscopeError, match=r"but a chunk of 3 replicates needs the axes \(prompt\) or"):
-            instrument.keep(moment(2, 0, 3), {"pair": value})
+            instrument.keep(context(2, 0, 3), {"pair": value})
 
 
 @pytest.mark.parametrize(
@@ -74,20 +74,20 @@ def test_an_axis_that_is_not_that_of_the_heads_must_be_named(heads, words):
     instrument = Numbers()
     instrument.start(PLAN)
     histogram = {"histogram": torch.ones(3, 5)}
-    text = refused(lambda: instrument.keep(moment(2, 0, 3, heads=heads), histogram), "histogram of instrument", words)
-    assert text.endswith("name the axis of 5 entries, such as keep(moment, values, axes=('bin',))")
+    text = refused(lambda: instrument.keep(context(2, 0, 3, heads=heads), histogram), "histogram of instrument", words)
+    assert text.endswith("name the axis of 5 entries, such as keep(context, values, axes=('bin',))")
     for axes in (("bin",), "bin"):
-        instrument.keep(moment(2, 0, 3, heads=heads), histogram, axes=axes)
+        instrument.keep(context(2, 0, 3, heads=heads), histogram, axes=axes)
     assert instrument.result().histogram.dims == ("layer", "prompt", "bin")
-    refused(lambda: instrument.keep(moment(2, 0, 3), histogram, axes=("layer",)), "'prompt' and 'layer' are axes of")
+    refused(lambda: instrument.keep(context(2, 0, 3), histogram, axes=("layer",)), "'prompt' and 'layer' are axes of")
 
 
 def test_the_number_of_heads_is_that_of_the_system():
     class Peaks(hs.Instrument):
         name, needs = "peaks", hs.types.Needs.KERNEL
 
-        def attention(self, moment, passed):
-            self.keep(moment, {"peak": passed.kernel.amax((-1, -2)), "rows": passed.kernel.amax(-1).flatten(1)})
+        def attention(self, context, tensors):
+            self.keep(context, {"peak": tensors.kernel.amax((-1, -2)), "rows": tensors.kernel.amax(-1).flatten(1)})
 
     x0 = torch.eye(3).expand(2, 3, 3)
     refused(
@@ -101,10 +101,10 @@ def test_what_is_not_a_tensor_is_refused_with_one_sentence():
     instrument = Numbers()
     instrument.start(PLAN)
     refused(
-        lambda: instrument.keep(moment(2, 0, 3), {"mass": [1.0, 2.0, 3.0]}),
+        lambda: instrument.keep(context(2, 0, 3), {"mass": [1.0, 2.0, 3.0]}),
         "mass of instrument numbers is a list, but keep needs a tensor with one entry per replicate",
     )
-    refused(lambda: instrument.keep(moment(2, 0, 3), torch.ones(3)), "values of instrument numbers is a Tensor")
+    refused(lambda: instrument.keep(context(2, 0, 3), torch.ones(3)), "values of instrument numbers is a Tensor")
 
 
 @pytest.mark.parametrize(
@@ -133,8 +133,8 @@ def test_an_instrument_has_a_name_and_needs():
 def test_the_mean_over_tokens_leaves_out_padding(shape):
     values = torch.arange(float(torch.Size(shape).numel())).reshape(shape)
     weights = torch.tensor([[1.0, 1.0, 0.0], [1.0, 2.0, 1.0]])
-    moment = Moment(0, Half.MLP, 0.0, slice(0, 2), weights=weights)
+    context = ReplayContext(0, Half.MLP, 0.0, slice(0, 2), weights=weights)
     for row, weight in enumerate(weights):
         wanted = (values[row] * weight).sum(-1) / weight.sum()
-        assert torch.equal(moment.token_mean(values)[row], wanted)
-    assert torch.equal(Moment(0, Half.MLP, 0.0, slice(0, 2)).token_mean(values), values.mean(-1))
+        assert torch.equal(context.token_mean(values)[row], wanted)
+    assert torch.equal(ReplayContext(0, Half.MLP, 0.0, slice(0, 2)).token_mean(values), values.mean(-1))

@@ -27,12 +27,12 @@ def test_outcome_names_the_first_failure_and_its_remedy():
     bad = hs.types.Outcome((done, small, lost, limit), (10.0, 0.123456789, 2.0, 3.0))
     assert not bad.ok
     assert str(bad) == (
-        "system 1 of 4: step size fell below rounding at t=0.123457: use float64, loosen tol, lower beta or pass "
-        "merge= (and 2 more systems)"
+        "system 1 (of 0 to 3): step size fell below rounding at t=0.123457: use float64, loosen tol, lower beta or "
+        "pass merge= (and 2 more systems)"
     )
     assert "max_steps" in str(hs.types.Outcome((limit,), (1.0,)))
     assert str(hs.types.Outcome((lost,), (2.0,))) == (
-        "system 0 of 1: velocity is not finite at t=2: lower beta or use float64"
+        "system 0: velocity is not finite at t=2: lower beta or use float64"
     )
     assert [status for status in hs.types.Status if status.ok] == [done, hs.types.Status.AT_REST]
     assert all("{time" in status.value for status in hs.types.Status)
@@ -97,12 +97,12 @@ def test_an_end_that_was_asked_for_is_not_ok_and_not_a_failure():
     assert not ended.ok
     assert not ended.failed
     assert str(ended) == (
-        "system 1 of 3: ended by a terminal event at t=2.5, later states are NaN: leave out terminal=True to go on "
-        "(and 1 more system)"
+        "system 1 (of 0 to 2): ended by a terminal event at t=2.5, later states are NaN: leave out terminal=True to "
+        "go on (and 1 more system)"
     )
     broken = hs.types.Outcome((stopped, limit), (2.5, 3.0))
     assert broken.failed
-    assert str(broken).startswith("system 1 of 2: step limit reached at t=3")
+    assert str(broken).startswith("system 1 (of 0 to 1): step limit reached at t=3")
 
 
 def test_the_replicates_have_a_known_name():

@@ -14,6 +14,7 @@ from typing import Annotated
 import typer
 
 from helmscope.cli.claims import claims
+from helmscope.cli.density import density
 from helmscope.cli.doctor import doctor
 from helmscope.cli.phase import phase
 from helmscope.cli.report import report
@@ -26,6 +27,7 @@ INTERRUPTED = 130  # the exit code of typer after Ctrl-C
 
 app = typer.Typer(
     name="helmscope",
+    context_settings={"help_option_names": ["-h", "--help"]},  # also for every verb
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -35,6 +37,7 @@ app = typer.Typer(
 SUMMARIES: dict[Callable[..., None], str] = {
     report: "Test every claim and write one page, report.html.",
     simulate: "Integrate self-attention on the sphere.",
+    density: "Evolve the density of infinitely many tokens.",
     phase: "Compute when tokens meet, over beta and time.",
     run: "Run a job from a TOML file.",
     doctor: "Check whether recordings of a model can be trusted.",

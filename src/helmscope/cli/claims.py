@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
+from itertools import groupby
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -39,27 +41,31 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print as JSON.")]
 EntryFolder = Annotated[
     str | None, typer.Option("--from", help="Folder with your own claims; only their entries are read.")
 ]
-NOT_YET = "not yet tried"
+NO_EXPERIMENT = "no experiment yet"
 
 
 @claims.command("list")
 def list_claims(folder: EntryFolder = None, as_json: AsJson = False) -> None:
-    """List all claims: id, source, how it is decided, whether it can be tried, and the statement."""
+    """List all claims with their sources and statements."""
     from helmscope.claims.reading import read_catalogue
-    from helmscope.claims.sources import short_citation
+    from helmscope.claims.sources import sources
     from helmscope.store.printable import printable
 
     entries, experiments = read_catalogue(folder), _experiments(folder)
     if as_json:
-        print(json.dumps({"claims": [_as_data(entry, experiments) for entry in entries.values()]}, indent=2))
+        claims = [_as_data(entry, experiments, folder) for entry in entries.values()]
+        print(json.dumps({"claims": claims}, indent=2))
         return
-    keys = dict.fromkeys(entry.source for entry in entries.values())
-    print("Sources:")
-    for key in keys:
-        print(indented(f"{short_citation(key)}: {_cite(key)}"))
+    cited = [key for key in dict.fromkeys(entry.source for entry in entries.values()) if key in sources()]
+    if cited:
+        print("Sources:")
+    for key in cited:
+        print(indented(f"{key}: {_cite(key)}"))
     for entry in entries.values():
-        state = "can be tried" if entry.id in experiments else NOT_YET
-        print(f"{entry.id}  ({printable(short_citation(entry.source))}, by {' and '.join(entry.decided)}; {state})")
+        decided = f", by {' and '.join(entry.decided)}" if entry.decided else ""
+        # whether a user's claim can be tried is not known before their code runs
+        state = "" if folder else "; can be tried" if entry.id in experiments else f"; {NO_EXPERIMENT}"
+        print(f"{entry.id}  ({printable(entry.source)}{decided}{state})")
         print(indented(entry.statement))
 
 
@@ -69,13 +75,13 @@ def show_claim(
     folder: EntryFolder = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show one claim: what the source prints, the corrected form, the experiment and its frozen region."""
+    """Show everything that the entry of one claim states."""
     from helmscope.claims.reading import read_catalogue
-    from helmscope.types import known_name
+    from helmscope.types import check_name
 
     entries = read_catalogue(folder)
-    entry = entries[known_name("claim", claim, entries)]
-    data = _as_data(entry, _experiments(folder))
+    entry = entries[check_name("claim", claim, entries)]
+    data = _as_data(entry, _experiments(folder), folder)
     if as_json:
         print(json.dumps(data, indent=2))
         return
@@ -93,11 +99,11 @@ def show_claim(
         "null": entry.null,
         **{f"condition {case.name}{_on(case)}": _condition_text(case) for case in entry.conditions},
         **{
-            f"control {case.name}{_on(case)}": f"{case.text} Expected: {' or '.join(case.expected)}."
+            f"control {case.name}{_on(case)}": f"{case.text} Expected: {' or '.join(case.expected)}.".lstrip()
             for case in entry.controls
         },
         "constants": ", ".join(f"{name} = {value}" for name, value in entry.constants.items()),
-        "history": " ".join(map(_history_text, entry.history)),
+        "history": _history_text(entry.history),
         "can be tried on": data["subjects"],
         "trial": data["trial"],
     }
@@ -114,9 +120,15 @@ def _cite(key: str) -> str:
     return f"{citation(key)}, {link}" if link else citation(key)
 
 
-def _history_text(line: Change) -> str:
-    before = f"Before: {line.before}." if line.before else ""
-    return " ".join(filter(None, (f"Version {line.version}:", line.change, line.look, line.reason, before)))
+def _history_text(history: Iterable[Change]) -> str:
+    """The history as one paragraph, in which all lines of a version share one heading."""
+    sentences = []
+    for version, lines in groupby(history, key=lambda line: line.version):
+        sentences.append(f"Version {version}:")
+        for line in lines:
+            before = f"Before: {line.before}." if line.before else ""
+            sentences += filter(None, (line.change, line.look, line.reason, before))
+    return " ".join(sentences)
 
 
 def _on(case: Condition | ControlCase) -> str:
@@ -126,7 +138,8 @@ def _on(case: Condition | ControlCase) -> str:
 def _condition_text(case: Condition) -> str:
     from helmscope.types import region_text
 
-    return f"{case.statistic} {case.text} ({region_text(case.region)})."
+    region = f"{case.text} ({region_text(case.region)})." if case.region.comment else case.text
+    return f"{case.statistic} {region}".lstrip()
 
 
 @claims.command("test")
@@ -149,7 +162,7 @@ def try_claims(
     allow_mixed: AllowMixed = False,
     as_json: AsJson = False,
 ) -> None:
-    """Test claims: run their experiments and compare the results with the frozen regions."""
+    """Run the experiments of claims and print their verdicts."""
     options = locals()
     from helmscope.cli.options import make_engine, make_spec
     from helmscope.cli.output import run_and_show
@@ -167,15 +180,19 @@ def _experiments(folder: str | None) -> dict[str, Registered]:
     return experiments() if folder is None else {}
 
 
-def _as_data(entry: Entry, experiments: dict[str, Registered]) -> dict[str, object]:
+def _as_data(entry: Entry, experiments: dict[str, Registered], folder: str | None) -> dict[str, object]:
+    import shlex
+
     import msgspec
 
     from helmscope.claims.sources import sources
 
     experiment, source = experiments.get(entry.id), sources().get(entry.source)
     data = {**entry.content, "hash": entry.hash, "cited": None if source is None else msgspec.to_builtins(source)}
+    if folder is not None:
+        return {**data, "trial": f"helmscope claims test {entry.id} --from {shlex.quote(folder)}", "subjects": ""}
     if experiment is None:
-        return {**data, "trial": NOT_YET, "subjects": ""}
+        return {**data, "trial": NO_EXPERIMENT, "subjects": ""}
     names = ", ".join(subject.name for subject in experiment.defaults)
-    subjects = f"a {' or a '.join(experiment.grounds)} (by default {names})"
+    subjects = f"a {' or a '.join(experiment.subject_kinds)} (by default {names})"
     return {**data, "trial": f"helmscope claims test {entry.id}", "subjects": subjects}

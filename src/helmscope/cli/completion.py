@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from helmscope.jobs import names
-from helmscope.types import known_name
+from helmscope.types import check_name
 
 OPTION_VALUES: Mapping[str, tuple[str, ...]] = {
     "--field": tuple(names.FIELDS),
@@ -21,6 +21,8 @@ OPTION_VALUES: Mapping[str, tuple[str, ...]] = {
     "--dtype": tuple(names.DTYPES),
     "--device": ("cpu", "cuda"),
     "--completion": ("bash", "zsh", "fish"),
+    "density --field": tuple(names.DENSITY_FIELDS),  # of one verb only
+    "density --start": tuple(names.DENSITY_STARTS),
 }
 # bashcompinit defines ``complete`` by compdef, which exists only after compinit
 ZSH_SETUP = """(( $+functions[compdef] )) || { autoload -Uz compinit && compinit -u; }
@@ -57,7 +59,7 @@ def completion_script(shell: str, command: Any) -> str:
     True
     """
     writers: dict[str, Callable[[list[Verb]], str]] = {"bash": _bash, "zsh": _zsh, "fish": _fish}
-    return writers[known_name("shell", shell, writers)](_verbs(command))
+    return writers[check_name("shell", shell, writers)](_verbs(command))
 
 
 def _verbs(command: Any, path: str = "") -> list[Verb]:
@@ -82,6 +84,12 @@ def _claim_ids() -> tuple[str, ...]:
     return tuple(read_catalogue())
 
 
+def _known_values(verb: Verb, option: Option) -> tuple[str, ...]:
+    """The allowed values of an option, if they are a list of names."""
+    name = option.spellings[0]
+    return OPTION_VALUES.get(f"{verb.path} {name}", OPTION_VALUES.get(name, ()))
+
+
 def _words(verb: Verb) -> list[str]:
     """The words that may follow a verb."""
     words = [*verb.subcommands, *(_claim_ids() if verb.path in CLAIMS else ())]
@@ -94,7 +102,7 @@ def _bash(verbs: list[Verb]) -> str:
     for verb in verbs:
         for option in (option for option in verb.options if option.takes_value):
             pattern = " | ".join(f'"{verb.path} {spelling}"' for spelling in option.spellings)
-            known = OPTION_VALUES.get(option.spellings[0])
+            known = _known_values(verb, option)
             # a value without a list of names is completed as a file by -o default
             reply = f'COMPREPLY=($(compgen -W "{" ".join(known)}" -- "$current")); ' if known else ""
             valued.append(f"        {pattern}) {reply}return ;;")
@@ -138,7 +146,7 @@ def _fish(verbs: list[Verb]) -> str:
         if verb.path in CLAIMS:
             lines.append(f"{prefix} -f -a {_fish_quote(' '.join(_claim_ids()))}")
         for option in verb.options:
-            known = OPTION_VALUES.get(option.spellings[0]) if option.takes_value else None
+            known = _known_values(verb, option) if option.takes_value else ()
             value = f" -x -a {_fish_quote(' '.join(known))}" if known else " -r" if option.takes_value else ""
             spelled = "".join(f" -l {spelling.removeprefix('--')}" for spelling in option.spellings)
             lines.append(f"{prefix}{spelled}{value} -d {_fish_quote(option.help)}")

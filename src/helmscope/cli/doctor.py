@@ -23,6 +23,9 @@ def doctor(
     """Check whether recordings of a model can be trusted: print its certificate and the cost of a measurement."""
     from dataclasses import asdict
 
+    from helmscope.runs.progress import import_announced
+
+    import_announced("torch")
     from helmscope.jobs.names import MODEL_DTYPES, usable_device
     from helmscope.models.doctor import diagnose
     from helmscope.store.printable import printable

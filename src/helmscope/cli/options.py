@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from helmscope.types import HelmscopeError, whole_number
+from helmscope.types import HelmscopeError, check_integer
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from helmscope.jobs import Spec
     from helmscope.runs.attempt import Engine
 
@@ -25,7 +27,7 @@ Tokens = Annotated[int, typer.Option("--n", help="Tokens per system.")]
 Delta = Annotated[float, typer.Option(help="Two tokens have met when <x,y> >= 1 - delta.")]
 
 # options for claims
-Quick = Annotated[bool, typer.Option("--quick", help="Use fewer replicates, but at least 32.")]
+Quick = Annotated[bool, typer.Option("--quick/--full", help="Use fewer replicates, but at least 32, or all of them.")]
 From = Annotated[
     str | None,
     typer.Option("--from", help="Folder with your own claims: one ID.toml per claim, and Python files, WHICH ARE RUN."),
@@ -45,7 +47,7 @@ Other = Annotated[str | None, typer.Option(help="Second model, for claims that c
 Truncate = Annotated[bool, typer.Option("--truncate", help="Truncate texts that are longer than the model's context.")]
 HeldBack = Annotated[
     bool,
-    typer.Option("--held-back", help="Use the held-back texts of the models in the box, as report does."),
+    typer.Option("--held-back", help="Use the held-back texts of the bundled models, as report does."),
 ]
 TrialSeed = Annotated[int, typer.Option(help="Random seed of the trials.")]
 
@@ -70,7 +72,7 @@ def make_engine(jobs: int, max_memory: str | None, threads: int, ray: str | None
         if limit is not None:
             raise HelmscopeError(f"max_memory is {max_memory}, but with --ray memory is managed by Ray: omit it")
         return Ray(jobs, None if ray == "local" else ray, threads=threads)
-    if whole_number("jobs", jobs, at_least=1) == 1:
+    if check_integer("jobs", jobs, at_least=1) == 1:
         return Serial(max_memory=limit, threads=threads)
     return Processes(jobs, max_memory=limit, threads=threads)
 
@@ -87,3 +89,10 @@ def parse_numbers(text: str | None) -> Any:
     from helmscope.jobs.checks import parse_number
 
     return text if text is None or ":" in text else [parse_number(word) for word in text.split(",")]
+
+
+def check_plot(plot: str | None) -> Path | None:
+    """The path of ``--plot``; checked before hours of computing."""
+    from helmscope.plots.figure import check_figure_path
+
+    return None if plot is None else check_figure_path("--plot", plot)

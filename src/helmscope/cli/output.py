@@ -4,32 +4,50 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from helmscope.types import HelmscopeError
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from helmscope.jobs import Spec
+    from helmscope.jobs.job import Result
+    from helmscope.plots.figure import Figure
     from helmscope.runs.attempt import Engine
 
-RESUMABLE = ("claims", "phase", "report", "run", "simulate")
+RESUMABLE = ("claims", "density", "phase", "report", "run", "simulate")
 
 
 def run_and_show(
-    spec: Spec, engine: Engine, *, out: str | None, resume: bool, allow_mixed: bool, as_json: bool = False
-) -> None:
-    """Run a spec and print its result."""
+    spec: Spec,
+    engine: Engine,
+    *,
+    out: str | None,
+    resume: bool,
+    allow_mixed: bool,
+    as_json: bool = False,
+    draw: Callable[[Any], Figure] | None = None,
+    plot: Path | None = None,
+) -> Result:
+    """Run a spec, print the result and return it.
+
+    With ``plot`` the picture that ``draw`` makes of the result is also written there, and that path is printed instead
+    of the picture's in the run folder.
+    """
     from helmscope.cli.results import show
     from helmscope.jobs import Trials, run
     from helmscope.jobs.run import FolderInUse, Interrupted
     from helmscope.jobs.trials import code_notice
-    from helmscope.runs.progress import print_status
+    from helmscope.runs.progress import import_announced, print_status
 
     _check_folder_options(out, resume=resume, allow_mixed=allow_mixed)
     notice = code_notice(spec) if isinstance(spec, Trials) else ""
     if notice:
         print_status(notice)
+    import_announced("torch")
     command = ["helmscope", *sys.argv[1:]]
     options = {"resume": resume, "allow_mixed": allow_mixed}
     try:
@@ -41,7 +59,11 @@ def run_and_show(
         raise FolderInUse(error.folder, remedy="add --resume") from None
     for note in result.notes:
         print_status(note)
+    if draw is not None and plot is not None:
+        draw(result).save(plot)
+        result = replace(result, picture=plot)  # type: ignore[call-arg]  # the result of a job that has a picture
     show(result, as_json=as_json)
+    return result
 
 
 def _check_folder_options(out: str | None, *, resume: bool, allow_mixed: bool) -> None:

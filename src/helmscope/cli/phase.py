@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -22,6 +22,10 @@ from helmscope.cli.options import (
     Tokens,
     Value,
 )
+
+if TYPE_CHECKING:
+    from helmscope.jobs import PhaseResult
+    from helmscope.plots.figure import Figure
 
 
 def phase(
@@ -57,6 +61,7 @@ def phase(
     jobs: Jobs = 1,
     max_memory: MaxMemory = None,
     ray: OnRay = None,
+    plot: Annotated[str | None, typer.Option(help="Also write the picture to this file: .pdf, .svg or .png.")] = None,
     out: Annotated[str | None, typer.Option(help="New run folder [default: runs/phase-DATE-TIME].")] = None,
     resume: Resume = False,
     allow_mixed: AllowMixed = False,
@@ -69,11 +74,18 @@ def phase(
     helmscope phase --dims 2,8,32,128,512,1024 --betas 0.1:9:90 --times 0:30:200 --samples 1024 --published
     """
     options = locals()
-    from helmscope.cli.options import make_engine, make_spec, parse_numbers
+    from helmscope.cli.options import check_plot, make_engine, make_spec, parse_numbers
     from helmscope.cli.output import run_and_show
     from helmscope.jobs import Phase
 
+    picture: dict[str, Any] = {"plot": check_plot(plot), "draw": _draw}
     engine = make_engine(jobs, max_memory, threads, ray)
     lists = {name: parse_numbers(options[name]) for name in ("spectrum", "dims", "betas", "times")}
     spec = make_spec(Phase, options | lists)
-    run_and_show(spec, engine, out=out, resume=resume, allow_mixed=allow_mixed, as_json=as_json)
+    run_and_show(spec, engine, out=out, resume=resume, allow_mixed=allow_mixed, as_json=as_json, **picture)
+
+
+def _draw(result: PhaseResult) -> Figure:
+    from helmscope.plots.phase import phase_figure
+
+    return phase_figure(result.diagram)

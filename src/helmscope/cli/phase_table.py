@@ -7,7 +7,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from helmscope.cli.results import estimate_text, json_numbers
-from helmscope.types import counted
+from helmscope.types import pluralized
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -22,16 +22,16 @@ def show_phase(result: PhaseResult, as_json: bool) -> None:
     paths = {"picture": result.picture, "page": result.page, "folder": result.folder.path}
     files = {key: str(path) for key, path in paths.items() if path is not None}
     if as_json:
-        summary = {"ok": result.ok, "lost": result.lost, **files}
+        summary = {"ok": result.ok, "lost_samples": result.lost_samples, **files}
         print(json.dumps(summary | _as_data(result.diagram, result.half_time), indent=2))
     else:
         _print_table(result.diagram, result.half_time)
         print(*(f"{key}: {path}" for key, path in files.items()), sep="\n")
-    if result.lost:
-        are = "is" if result.lost == 1 else "are"
+    if result.lost_samples:
+        are = "is" if result.lost_samples == 1 else "are"
         print_status(
-            f"{counted(result.lost, 'sample')} could not be integrated to the last time and {are} left out: see the "
-            "log, or lower beta or the times"
+            f"{pluralized(result.lost_samples, 'sample')} could not be integrated to the last time and {are} left out: "
+            "see the log, or lower beta or the times"
         )
 
 
@@ -41,7 +41,7 @@ def _as_data(data: xr.Dataset, half: xr.Dataset) -> dict[str, Any]:
     variables = [*data.data_vars.items(), *half.data_vars.items()]
     numbers = {str(name): json_numbers(variable.values.tolist()) for name, variable in variables}
     attrs = {key: data.attrs[key] for key in ("delta", "tokens", "flow", "seed", "dtype", "stepper", "summation")}
-    curve = {"curve": json_numbers(data.curve.values.tolist()), "censored": half.censored.values.tolist()}
+    curve = {"hitting_time": json_numbers(data.hitting_time.values.tolist()), "censored": half.censored.values.tolist()}
     return attrs | {"samples": data.attrs["n"]} | axes | numbers | curve
 
 
@@ -61,7 +61,7 @@ def _print_table(data: xr.Dataset, half: xr.Dataset) -> None:
                 too_late = float(end.probability) < 0.5
                 reached = f"not by t = {last:g}" if too_late else f"before t = {float(data.time[0]):g}"
             p = _probability_text(float(end.probability), float(end.probability_stderr), data.attrs["n"])
-            curve = "none" if row.curve.isnull() else f"{float(row.curve):.4g}"
+            curve = "none" if row.hitting_time.isnull() else f"{float(row.hitting_time):.4g}"
             print(f"{dim:>8} {beta:>7.4g} {curve:>9}   {p:<22}  {reached}")
 
 

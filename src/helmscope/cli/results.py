@@ -13,16 +13,18 @@ import typer
 if TYPE_CHECKING:
     import xarray as xr
 
-    from helmscope.jobs import ReportResult, Result, SimulationResult, TrialsResult
+    from helmscope.jobs import DensityResult, ReportResult, Result, SimulationResult, TrialsResult
 
 
 def show(result: Result, *, as_json: bool) -> None:
     """Print a result. The exit code is 1 if it is incomplete, and 2 if experiments failed."""
     from helmscope.cli.phase_table import show_phase
-    from helmscope.jobs import PhaseResult, ReportResult, SimulationResult, TrialsResult
+    from helmscope.jobs import DensityResult, PhaseResult, ReportResult, SimulationResult, TrialsResult
 
     if isinstance(result, SimulationResult):
         _show_simulation(result, as_json)
+    elif isinstance(result, DensityResult):
+        _show_density(result, as_json)
     elif isinstance(result, PhaseResult):
         show_phase(result, as_json)
     elif isinstance(result, ReportResult):
@@ -71,17 +73,43 @@ def _show_simulation(result: SimulationResult, as_json: bool) -> None:
     if "measured" in report:
         print(f"means over the systems at the end, with 95 % confidence intervals, n = {report['systems']}:")
     for name, rows in report.get("measured", {}).items():
-        print(f"{name:>20}: {estimate_text(*(rows[part][-1] for part in ('value', 'low', 'high')))}")
+        print(f"{name:>22}: {estimate_text(*(rows[part][-1] for part in ('value', 'low', 'high')))}")
+    for key in ("picture", "folder"):
+        if key in report:
+            print(f"{key}: {report[key]}")
+
+
+def _show_density(result: DensityResult, as_json: bool) -> None:
+    path, (status,), (ended,) = result.path, result.outcome.statuses, result.outcome.times
+    report: dict[str, Any] = {"folder": str(result.folder.path), "ok": result.ok}
+    report |= {"outcome": status.value.format(time=ended), "steps": path.steps, "mass_error": path.mass_error}
+    report |= {"times": path.times.tolist(), "measured": {}}
+    if result.overview is not None:
+        measured = result.overview.isel(system=0)
+        report["measured"] = {str(name): json_numbers(measured[name].values.tolist()) for name in measured.data_vars}
+    if result.picture is not None:
+        report["picture"] = str(result.picture)
+    if as_json:
+        print(json.dumps(report, indent=2))
+        return
+    print(report["outcome"])
+    if report["times"]:
+        print(f"at t={report['times'][-1]:.6g}:")
+    for name, values in report["measured"].items():
+        print(f"{name:>22}: {values[-1]:.6g}")
     for key in ("picture", "folder"):
         if key in report:
             print(f"{key}: {report[key]}")
 
 
 def estimate_text(value: object, low: object, high: object) -> str:
-    """An estimate with its interval, from numbers in the form of ``json_numbers``.
+    """An estimate with its interval, from numbers in the form of ``json_numbers``. An interval of width 0 reads "all
+    equal": that the replicates agree does not show that others would.
 
     >>> estimate_text(0.123456, 0.1, 0.15), estimate_text(0.5, None, None), estimate_text(None, None, None)
     ('0.123 [0.1, 0.15]', '0.5, no interval', 'undefined')
+    >>> estimate_text(1.0, 1.0, 1.0)
+    '1, all equal'
     """
     from helmscope.types import Interval, interval_text
 
@@ -89,6 +117,8 @@ def estimate_text(value: object, low: object, high: object) -> str:
         return "undefined"
     if low is None or high is None:
         return f"{float(str(value)):.6g}, no interval"
+    if low == high:
+        return f"{float(str(value)):.6g}, all equal"
     return interval_text(Interval(float(str(value)), float(str(low)), float(str(high)), 2))
 
 
@@ -117,6 +147,7 @@ def _show_trials(result: TrialsResult, as_json: bool) -> None:
         for verdict in result.verdicts:
             print(f"{printable(verdict.claim)}: {verdict.ruling.value}\n{indented(verdict.sentence)}")
             print(indented(f"subject: {verdict.subject}"))
+        _show_arms(result)
     print_status(f"folder: {result.folder.path}")
 
 
@@ -132,7 +163,22 @@ def _show_report(result: ReportResult, as_json: bool) -> None:
         print(json.dumps({**summary, "verdicts": _verdict_data(result)}, indent=2))
     else:
         print(", ".join(f"{count} {ruling}" for ruling, count in sorted(counts.items())))
+        _show_arms(result)
         print(f"report: {result.page}")
+
+
+def _show_arms(result: TrialsResult) -> None:
+    from helmscope.claims.arm_table import arm_table
+    from helmscope.store.printable import printable
+
+    table = arm_table(result.verdicts)
+    if table:
+        print(
+            "share of inner products above 0.9 at the last depth, with 95 % intervals over the prompts, and over twins "
+            "where untrained:"
+        )
+        for line in table.splitlines():
+            print(f"    {printable(line)}")
 
 
 def _settings(result: Result) -> dict[str, Any]:

@@ -26,21 +26,21 @@ def run(
     estimate: Annotated[bool, typer.Option("--estimate", help="Only print the estimated cost.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Run a spec: a simulation, a phase diagram, trials or a report, as the other commands do."""
+    """Run a spec: a simulation, a density, a phase diagram, trials or a report, as the other commands do."""
     from helmscope.cli.options import make_engine
     from helmscope.cli.output import run_and_show
-    from helmscope.jobs import read
+    from helmscope.jobs import read_spec
     from helmscope.runs.progress import print_status
 
     engine = make_engine(jobs, max_memory, threads, ray)
     source = spec if spec is not None or not resume else out
     if source is None:
         raise HelmscopeError("spec is missing, but it must be a TOML file; with --resume, --out FOLDER suffices")
-    job_spec = read(source)
+    job_spec = read_spec(source)
     if not estimate:
         run_and_show(job_spec, engine, out=out, resume=resume, allow_mixed=allow_mixed, as_json=as_json)
         return
     print_status("estimating ...")
     cost = job_spec.estimate()
-    data = {"work": cost.work, "seconds": cost.seconds, "bytes": cost.bytes}
+    data = {"work": cost.work, "seconds": cost.seconds, "bytes": cost.bytes, "warning": cost.warning}
     print(json.dumps(data, indent=2) if as_json else str(cost))

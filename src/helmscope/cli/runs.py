@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from helmscope.types import HelmscopeError, counted
+from helmscope.types import HelmscopeError, pluralized
 
 if TYPE_CHECKING:
     from helmscope.runs.listing import RunSummary
@@ -37,7 +37,7 @@ def runs(
 
 def _lines(run: RunSummary) -> list[str]:
     data = _as_data(run)
-    units = f"{run.done} of {counted(run.total, 'unit')}" if run.total else "no units"
+    units = f"{run.done} of {pluralized(run.total, 'unit')}" if run.total else "no units"
     lines = [f"{run.name}  {run.state.value}, {units}  {run.created}"]
     lines.append(f"    {run.reason or shlex.join(run.command)}")
     if data["resume"]:
@@ -52,14 +52,14 @@ def _original_command(run: RunSummary) -> Sequence[str]:
     a user's code, which must be visible in a line to paste.
     """
     from helmscope.cli.output import RESUMABLE
-    from helmscope.jobs import read
+    from helmscope.jobs import read_spec
     from helmscope.store.run_folder import SPEC
 
     ours = run.command[:1] == ("helmscope",) and run.command[1:2] and run.command[1] in RESUMABLE
     if ours or not (run.path / SPEC).is_file():
         return run.command
     try:
-        runs_code = read(run.path).fields.get("folder") is not None
+        runs_code = read_spec(run.path).fields.get("folder") is not None
     except HelmscopeError:
         return run.command
     return run.command if runs_code else ("helmscope", "run")

@@ -41,8 +41,8 @@ def simulate(
     stepper: Annotated[
         str | None,
         typer.Option(
-            help="adaptive [default], euler, heun, rk4, layer, published, geodesic-...; with noise euler-maruyama "
-            "[default], stochastic-heun, noisy-layer."
+            help="adaptive [default], euler, heun, rk4, layer, unprojected-euler, geodesic-...; with noise "
+            "euler-maruyama [default], stochastic-heun, noisy-layer."
         ),
     ] = None,
     step: Annotated[

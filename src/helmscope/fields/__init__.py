@@ -14,19 +14,20 @@ if TYPE_CHECKING:
     from helmscope.fields.attention import USA as USA
     from helmscope.fields.block import Block as Block
     from helmscope.fields.cross import CrossAttention as CrossAttention
-    from helmscope.fields.depthwise import Depthwise as Depthwise
     from helmscope.fields.field import Field as Field
-    from helmscope.fields.field import PlainField as PlainField
-    from helmscope.fields.field import Space as Space
+    from helmscope.fields.field import FunctionField as FunctionField
+    from helmscope.fields.field import StateSpace as StateSpace
     from helmscope.fields.hardmax import Hardmax as Hardmax
     from helmscope.fields.helmholtz import HelmholtzSplit as HelmholtzSplit
+    from helmscope.fields.helmholtz import helmholtz as helmholtz
     from helmscope.fields.helmholtz import helmholtz_as_printed as helmholtz_as_printed
     from helmscope.fields.hodge_gaussian import gaussian_hodge_split as gaussian_hodge_split
     from helmscope.fields.hodge_gaussian import linear_hodge_split as linear_hodge_split
     from helmscope.fields.hodge_jacobian import jacobian_split as jacobian_split
     from helmscope.fields.hodge_sphere import sphere_hodge_split as sphere_hodge_split
+    from helmscope.fields.layerwise import LayerwiseField as LayerwiseField
     from helmscope.fields.lowrank import LowRank as LowRank
-    from helmscope.fields.merge import Merged as Merged
+    from helmscope.fields.merge import MergedTokens as MergedTokens
     from helmscope.fields.merge import merge_tokens as merge_tokens
     from helmscope.fields.mlp import MLP as MLP
     from helmscope.fields.mlp import GatedMLP as GatedMLP
@@ -50,7 +51,7 @@ if TYPE_CHECKING:
     from helmscope.fields.placement import PostNorm as PostNorm
     from helmscope.fields.placement import PreNorm as PreNorm
     from helmscope.fields.placement import SandwichNorm as SandwichNorm
-    from helmscope.fields.positions import Additive as Additive
+    from helmscope.fields.positions import AdditivePositions as AdditivePositions
     from helmscope.fields.positions import Rotary as Rotary
     from helmscope.fields.scaled_velocity import ScaledVelocity as ScaledVelocity
     from helmscope.fields.sinkhorn import SinkhornAttention as SinkhornAttention

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from helmscope.fields.antiderivative import Antiderivatives, tabulate, with_derivative
-from helmscope.types import HelmscopeError, known_name
+from helmscope.types import HelmscopeError, check_name
 from helmscope.types.lazy import listed_exports
 
 if TYPE_CHECKING:
@@ -365,7 +365,7 @@ def from_name(name: str) -> Activation:
     >>> from_name("gelu_new")
     GELUTanh()
     """
-    return _NAMES[known_name("activation", str(name), _NAMES)]()
+    return _NAMES[check_name("activation", str(name), _NAMES)]()
 
 
 def sigmoid(z: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from helmscope.types import check_memory, real_number, whole_number
+from helmscope.types import check_integer, check_memory, check_real
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -24,10 +24,10 @@ def alibi_bias(n: int, slope: float) -> Float[Tensor, "n n"]:
     >>> alibi_bias(3, 0.5)[2]
     tensor([-1.0000, -0.5000, -0.0000], dtype=torch.float64)
     """
-    n = whole_number("n", n, at_least=1)
+    n = check_integer("n", n, at_least=1)
     check_memory(f"n is {n}", n * n)
     positions = torch.arange(n, dtype=torch.float64, device="cpu")
-    return -real_number("slope", slope, at_least=0) * (positions[:, None] - positions).abs()
+    return -check_real("slope", slope, at_least=0) * (positions[:, None] - positions).abs()
 
 
 def alibi_slopes(heads: int) -> tuple[float, ...]:
@@ -39,6 +39,6 @@ def alibi_slopes(heads: int) -> tuple[float, ...]:
     >>> alibi_slopes(4)
     (0.25, 0.0625, 0.015625, 0.00390625)
     """
-    count = whole_number("heads", heads, at_least=1)
+    count = check_integer("heads", heads, at_least=1)
     check_memory(f"heads is {count}", count)
     return tuple(2.0 ** (-8 * k / count) for k in range(1, count + 1))

@@ -25,7 +25,7 @@ import torch
 
 from helmscope.fields.field import Field
 from helmscope.fields.lowrank import LowRank, query_and_key
-from helmscope.fields.parameters import is_moving, number_or_tensor, over_tokens, shape_or_type, shown
+from helmscope.fields.parameters import is_moving, number_or_tensor, over_tokens, parameter_text, shape_or_type
 from helmscope.fields.positions import Positions
 from helmscope.fields.scaled_velocity import ScaledVelocity
 from helmscope.geometry.arithmetic import check_dense_values, every
@@ -65,7 +65,9 @@ class Attention(Field):
                 check_matrix(name, getattr(self, name), floor=False)
         check_matrix("bias", self.bias, floor=True)
         if self.positions is not None and not isinstance(self.positions, Positions):
-            raise HelmscopeError(f"positions is {self.positions!r:.60}, but it must be Rotary() or Additive(table)")
+            raise HelmscopeError(
+                f"positions is {self.positions!r:.60}, but it must be Rotary() or AdditivePositions(table)"
+            )
         _ = self.batch  # raises if batch axes do not broadcast
 
     @property
@@ -219,8 +221,8 @@ class SA(Softmax):
     value per system. ``value=-torch.eye(d)`` is the repulsive flow. For symmetric V = +-B it is the gradient flow of
     the interaction energy in the metric weighted by Z, but not in the flat metric. ``query_key`` and ``value`` may be
     ``LowRank``; ``bias=alibi_bias(n, slope)`` favors nearby tokens, and ``positions``, which is ``Rotary()`` or
-    ``Additive(table)``, acts on queries and keys. Raises ``HelmscopeError`` for parameters that are not finite, not
-    square or do not fit each other.
+    ``AdditivePositions(table)``, acts on queries and keys. Raises ``HelmscopeError`` for parameters that are not
+    finite, not square or do not fit each other.
 
     >>> x = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
     >>> SA(beta=0.0)(x)
@@ -242,7 +244,7 @@ class SA(Softmax):
         return self.beta
 
     def overflow_message(self, x: Tensor, weights: Tensor | None) -> str:
-        return f"beta is {shown(self.beta)}, and {super().overflow_message(x, weights)}"
+        return f"beta is {parameter_text(self.beta)}, and {super().overflow_message(x, weights)}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -315,7 +317,7 @@ class USA(Attention):
         return sum_kernel(self._logits(x, weights), weights)
 
     def overflow_message(self, x: Tensor, weights: Tensor | None) -> str:
-        return f"beta is {shown(self.beta)}, and the velocity overflows {x.dtype}: call .scaled_velocity(x)"
+        return f"beta is {parameter_text(self.beta)}, and the velocity overflows {x.dtype}: call .scaled_velocity(x)"
 
 
 def softmax_kernel(pairs: Float[Tensor, "*batch n m"], weights: Tensor | None) -> Float[Tensor, "*batch n m"]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
-from helmscope.fields.field import Field, Space
+from helmscope.fields.field import Field, StateSpace
 from helmscope.fields.mlp import MLP, GatedMLP
 from helmscope.fields.placement import Half, Placement, PostNorm
 from helmscope.geometry.sphere import project
@@ -68,7 +68,7 @@ class Block(Field):
             raise HelmscopeError(f"parallel is {self.parallel!r}, but it must be True or False")
 
     @property
-    def space(self) -> Space:
+    def space(self) -> StateSpace:
         """Unit vectors, a residual stream, or points of R^d, depending on the placement of the norms."""
         return self.placement.space
 
@@ -116,7 +116,7 @@ class Block(Field):
     ) -> Float[Tensor, "*batch n d"]:
         """a(x) + m(x), projected if states are unit vectors; unchecked."""
         total = self.ambient(x, t=t, weights=weights)
-        return project(x, total) if self.space is Space.SPHERE else total
+        return project(x, total) if self.space is StateSpace.SPHERE else total
 
     def ambient(
         self, x: Float[Tensor, "*batch n d"], weights: Tensor | None = None, *, t: Time = 0.0
@@ -160,12 +160,12 @@ class Block(Field):
 
     def direction(self, y: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n d"]:
         """The direction of the residual stream, as the norm before attention computes it; other states unchanged."""
-        if self.space is not Space.STREAM:
+        if self.space is not StateSpace.STREAM:
             return y
         return self.placement.norm(Half.ATTENTION).direction(y)
 
     def radius(self, y: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n"]:
         """The length of the state, for a residual stream the one that the norm before attention divides out."""
-        if self.space is not Space.STREAM:
+        if self.space is not StateSpace.STREAM:
             return super().radius(y)
         return self.placement.norm(Half.ATTENTION).radius(y)

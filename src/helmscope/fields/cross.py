@@ -84,7 +84,11 @@ class CrossAttention(Field):
         super().check_size(x)
 
     def request(self, x: Float[Tensor, "*batch n d"]) -> Request:
-        """The request for the attention sum over the context."""
+        """The request for the attention sum over the context.
+
+        >>> CrossAttention(beta=1.0, context=torch.eye(3)).request(torch.eye(3)[:1]).key.shape
+        torch.Size([3, 3])
+        """
         y = self.context.to(x).expand(*x.shape[:-2], *self.context.shape[-2:])
         query, key = query_and_key(x, self.query_key)[0], query_and_key(y, self.query_key)[1]
         weights = None if self.context_weights is None else self.context_weights.to(x)

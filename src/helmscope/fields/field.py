@@ -18,7 +18,7 @@ import torch
 from helmscope.fields.parameters import Change, copy_with, shape_or_type
 from helmscope.fields.scaled_velocity import ScaledVelocity
 from helmscope.fields.weights import check_weights
-from helmscope.geometry.arithmetic import broadcast_shapes, check_dense_values, every
+from helmscope.geometry.arithmetic import broadcast_shapes, check_points, every
 from helmscope.geometry.sphere import check_tokens, project, retract
 from helmscope.types import ConciseRepr, HelmscopeError
 
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     Time = float | Tensor  # the same for all systems, or (*batch, 1, 1)
 
 
-class Space(Enum):
+class StateSpace(Enum):
     """The space in which the states of a field are defined.
 
-    >>> [space.value for space in Space]
+    >>> [space.value for space in StateSpace]
     ['unit vectors', 'a residual stream', 'points of R^d']
     """
 
@@ -74,9 +74,9 @@ class Field(ConciseRepr, ABC):
         return type(self).__name__
 
     @property
-    def space(self) -> Space:
+    def space(self) -> StateSpace:
         """The space of the states; the unit sphere by default."""
-        return Space.SPHERE
+        return StateSpace.SPHERE
 
     @property
     def continuous(self) -> bool:
@@ -152,18 +152,36 @@ class Field(ConciseRepr, ABC):
     def velocity(
         self, x: Float[Tensor, "*batch n d"], weights: Tensor | None = None, *, t: Time = 0.0
     ) -> Float[Tensor, "*batch n d"]:
-        """The velocity, unchecked: for inner loops and autograd transforms."""
+        """The velocity, unchecked: for inner loops and autograd transforms.
+
+        >>> from helmscope.fields.attention import SA
+        >>> SA(beta=0.0).velocity(torch.eye(2))
+        tensor([[0.0000, 0.5000],
+                [0.5000, 0.0000]])
+        """
 
     def ambient(
         self, x: Float[Tensor, "*batch n d"], weights: Tensor | None = None, *, t: Time = 0.0
     ) -> Float[Tensor, "*batch n d"]:
-        """The velocity before projection, which is what a layer adds to the residual stream; unchecked."""
+        """The velocity before projection, which is what a layer adds to the residual stream; unchecked.
+
+        >>> from helmscope.fields.attention import SA
+        >>> SA(beta=0.0).ambient(torch.eye(2))
+        tensor([[0.5000, 0.5000],
+                [0.5000, 0.5000]])
+        """
         return self.velocity(x, t=t, weights=weights)
 
     def scaled_velocity(
         self, x: Float[Tensor, "*batch n d"], weights: Tensor | None = None, *, t: Time = 0.0
     ) -> ScaledVelocity:
-        """The velocity as e^{log_scale} times a direction, for fields whose velocity may overflow; unchecked."""
+        """The velocity as e^{log_scale} times a direction, for fields whose velocity may overflow; unchecked.
+
+        >>> from helmscope.fields.attention import SA
+        >>> SA(beta=0.0).scaled_velocity(torch.eye(2)).displacement(torch.tensor(0.1))
+        tensor([[0.0000, 0.0500],
+                [0.0500, 0.0000]])
+        """
         velocity = self.velocity(x, t=t, weights=weights)
         return ScaledVelocity(velocity, torch.zeros_like(velocity[..., :1]))
 
@@ -192,7 +210,7 @@ class Field(ConciseRepr, ABC):
                 [0.3162, 0.9487]])
         """
         after = x + h * self.ambient(x, t=t, weights=weights)
-        return retract(after) if self.space is Space.SPHERE else after
+        return retract(after) if self.space is StateSpace.SPHERE else after
 
     def kernel(
         self, x: Float[Tensor, "*batch n d"], weights: Tensor | None = None, *, t: Time = 0.0
@@ -209,7 +227,11 @@ class Field(ConciseRepr, ABC):
         raise HelmscopeError(f"field is {self.name}, but a kernel is defined for attention fields only")
 
     def check_size(self, x: Float[Tensor, "*batch n d"]) -> None:
-        """Raise ``HelmscopeError`` unless the shape of the tokens fits the parameters of this field."""
+        """Raise ``HelmscopeError`` unless the shape of the tokens fits the parameters of this field.
+
+        >>> from helmscope.fields.attention import SA
+        >>> SA(beta=torch.ones(3)).check_size(torch.eye(2).expand(3, 2, 2))
+        """
         self._check_signature()
         batch, lead = self.batch, x.shape[:-2]
         try:
@@ -234,24 +256,42 @@ class Field(ConciseRepr, ABC):
             ) from None
 
     def direction(self, y: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n d"]:
-        """The directions of a residual stream, as its norm computes them; other states are returned unchanged."""
+        """The directions of a residual stream, as its norm computes them; other states are returned unchanged.
+
+        >>> from helmscope.fields.attention import SA
+        >>> SA(beta=1.0).direction(torch.eye(2)[:1])
+        tensor([[1., 0.]])
+        """
         return y
 
     def radius(self, y: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n"]:
         """The length relative to which the error of a step is measured: 1 for unit vectors, max(1, |y|) for points of
         R^d, and for a residual stream the length that its norm divides out.
+
+        >>> from helmscope.fields.attention import SA
+        >>> SA(beta=1.0).radius(torch.eye(2))
+        tensor([1., 1.])
         """
-        if self.space is Space.FLAT:
+        if self.space is StateSpace.FLAT:
             length: Tensor = torch.linalg.vector_norm(y, dim=-1)
             return length.clamp(min=1.0)
         return torch.ones_like(y[..., 0])
 
     def restricted(self, dim: int) -> Field | None:
-        """The same flow on R^dim if it commutes with rotations, else None."""
+        """The same flow on R^dim if it commutes with rotations, else None.
+
+        >>> from helmscope.fields.attention import SA
+        >>> SA(beta=1.0).restricted(2), SA(beta=1.0, query_key=torch.ones(3, 3)).restricted(2)
+        (SA(beta=1.0), None)
+        """
         return None
 
     def overflow_message(self, x: Tensor, weights: Tensor | None) -> str:
-        """The error message for a velocity that is not finite: the cause and the remedy."""
+        """The error message for a velocity that is not finite: the cause and the remedy.
+
+        >>> FunctionField(torch.zeros_like).overflow_message(torch.eye(2), None)
+        'the velocity of FunctionField overflows torch.float32: use smaller parameters or weights'
+        """
         return f"the velocity of {type(self).__name__} overflows {x.dtype}: use smaller parameters or weights"
 
     @property
@@ -285,7 +325,12 @@ class Field(ConciseRepr, ABC):
             ) from None
 
     def with_parameters(self, change: Change) -> Self:
-        """This field with ``change(value, axes)`` applied to every parameter that has batch axes; unchecked."""
+        """This field with ``change(value, axes)`` applied to every parameter that has batch axes; unchecked.
+
+        >>> from helmscope.fields.attention import SA
+        >>> SA(beta=torch.tensor([1.0, 4.0])).with_parameters(lambda value, axes: value[:1]).beta
+        tensor([1.])
+        """
         values: dict[str, Any] = {}
         for name, axes in self.parameters.items():
             value = getattr(self, name)
@@ -311,14 +356,14 @@ def _identical(old: object, new: object) -> bool:
 
 
 @dataclass(frozen=True, eq=False)
-class PlainField(Field):
+class FunctionField(Field):
     """A plain function of tokens, f(x) or f(x, t=...), as a field on the sphere whose velocity is its tangential part.
 
     The function maps (*batch, n, d) to the same shape. Its ``t`` is a float64 tensor that broadcasts against x, of
     shape (batch, 1, 1) during a run, in which every system has its own time. Raises ``HelmscopeError`` if it is not
     callable, and when called if it returns another shape.
 
-    >>> PlainField(lambda x, t: t * x.flip(-1))(torch.tensor([[1.0, 0.0]]), t=2.0)
+    >>> FunctionField(lambda x, t: t * x.flip(-1))(torch.tensor([[1.0, 0.0]]), t=2.0)
     tensor([[0., 2.]])
     """
 
@@ -377,7 +422,7 @@ class PlainField(Field):
 
 def as_field(field: object) -> Field:
     """Convert the argument to a field: a field, or the field of a bound ``velocity``, is returned unchanged, and a
-    function of tokens becomes a ``PlainField``. Raises ``HelmscopeError`` for anything else.
+    function of tokens becomes a ``FunctionField``. Raises ``HelmscopeError`` for anything else.
 
     >>> as_field(torch.zeros_like).takes_weights
     False
@@ -385,7 +430,7 @@ def as_field(field: object) -> Field:
     owner = getattr(field, "__self__", None)
     if isinstance(owner, Field) and field in (owner.velocity, owner.__call__):
         return owner
-    return field if isinstance(field, Field) else PlainField(field)  # type: ignore[arg-type]
+    return field if isinstance(field, Field) else FunctionField(field)  # type: ignore[arg-type]
 
 
 def check_states(field: Field, x: object, name: str, *, normalize: bool = False) -> Float[Tensor, "*batch n d"]:
@@ -394,17 +439,10 @@ def check_states(field: Field, x: object, name: str, *, normalize: bool = False)
     Depending on ``field.space`` these are unit vectors (with ``normalize``, vectors of any nonzero length, which are
     normalized), a residual stream of nonzero radius, or finite points of R^d.
     """
-    if field.space is Space.SPHERE:
+    if field.space is StateSpace.SPHERE:
         return check_tokens(x, name=name, normalize=normalize)
-    if field.space is Space.STREAM:
+    if field.space is StateSpace.STREAM:
         check_tokens(x, name=name, normalize=True)
         assert isinstance(x, torch.Tensor)
         return x
-    if not isinstance(x, torch.Tensor) or x.ndim < 2 or 0 in x.shape[-2:]:
-        raise HelmscopeError(f"{name} is {shape_or_type(x)}, but it must be a tensor of points (..., n, d)")
-    check_dense_values(name, x)
-    if x.dtype not in (torch.float64, torch.float32) or not every(torch.isfinite(x.detach())):
-        raise HelmscopeError(
-            f"{name} holds {x.dtype}, but it must hold finite numbers of torch.float64 or torch.float32"
-        )
-    return x
+    return check_points(x, name)

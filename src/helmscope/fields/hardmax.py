@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from helmscope.fields.attention import Softmax
-from helmscope.types import real_number
+from helmscope.types import check_real
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -45,7 +45,7 @@ class Hardmax(Softmax):
 
     def __post_init__(self) -> None:
         if self.tie_tolerance is not None:
-            object.__setattr__(self, "tie_tolerance", real_number("tie_tolerance", self.tie_tolerance, at_least=0))
+            object.__setattr__(self, "tie_tolerance", check_real("tie_tolerance", self.tie_tolerance, at_least=0))
         super().__post_init__()
 
     @property

@@ -14,17 +14,23 @@ psi(z) = int_0^z s and Psi(z) = int_0^z psi. That both vanish at 0 is part of th
 constant would move a constant vector from R to grad U. The split depends on the weights and not only on the function:
 two MLPs with the same f may have different R, and grad U and R are not orthogonal. R is divergence-free in R^d; on the
 sphere P R has a divergence in general (``geometry.surface.divergence``).
+
+The Hessian of U, ungated sum_j a s'(z) v v^T, gated
+
+    sum_j (alpha s'(z) t + kappa s(z)) g g^T + alpha s(z) (g u^T + u g^T).
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
 from helmscope.fields.mlp import MLP, GatedMLP, affine, linear
+from helmscope.geometry.arithmetic import full_precision
+from helmscope.geometry.potential import Potential
 from helmscope.types import ConciseRepr, HelmscopeError, type_with_article
 
 if TYPE_CHECKING:
@@ -84,7 +90,7 @@ def _check_mlp(mlp: object) -> None:
 
 
 @dataclass(frozen=True, eq=False)
-class HelmholtzSplit(ConciseRepr, ABC):
+class HelmholtzSplit(ConciseRepr, Potential):
     """The three parts of an MLP, f = gradient + swirl + harmonic to rounding; returned by ``helmholtz``.
 
     Methods take points (..., d) of float64 or float32 and raise ``HelmscopeError`` for others. They do not depend on
@@ -142,6 +148,40 @@ class HelmholtzSplit(ConciseRepr, ABC):
         tensor([-6.,  3.])
         """
 
+    def hessian_product(self, x: Float[Tensor, "*batch d"], v: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
+        """(Hess U)(x) v, in closed form and without the matrix.
+
+        >>> from helmscope.fields.activations import Identity
+        >>> w_out = torch.tensor([[1.0, -3.0], [3.0, 1.0]])
+        >>> mlp = MLP(w_in=torch.eye(2), w_out=w_out, activation=Identity())
+        >>> helmholtz(mlp).hessian_product(torch.tensor([1.0, 2.0]), torch.tensor([0.0, 1.0]))
+        tensor([0., 1.])
+        """
+        self.mlp.check_points(x)
+        bend = self._curvature(x)
+        along, across = linear(v, bend.rows.mT), linear(v, bend.partners.mT)
+        return linear(bend.own * along + bend.mixed * across, bend.rows) + linear(bend.mixed * along, bend.partners)
+
+    @full_precision
+    def hessian(self, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d d"]:
+        """(Hess U)(x), in closed form.
+
+        >>> from helmscope.fields.activations import Identity
+        >>> w_out = torch.tensor([[1.0, -3.0], [3.0, 1.0]])
+        >>> mlp = MLP(w_in=torch.eye(2), w_out=w_out, activation=Identity())
+        >>> helmholtz(mlp).hessian(torch.tensor([1.0, 2.0]))
+        tensor([[1., 0.],
+                [0., 1.]])
+        """
+        self.mlp.check_points(x)
+        bend = self._curvature(x)
+        half = (bend.own[..., None] * bend.rows / 2 + bend.mixed[..., None] * bend.partners).mT @ bend.rows
+        return half + half.mT
+
+    @abstractmethod
+    def _curvature(self, x: Float[Tensor, "*batch d"]) -> _Curvature:
+        """The terms of Hess U."""
+
     def harmonic(self, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
         """b_out and the dead neurons: a constant, which is both a gradient and divergence-free.
 
@@ -159,6 +199,16 @@ class HelmholtzSplit(ConciseRepr, ABC):
         if isinstance(self.mlp, GatedMLP):
             return ~(self.mlp.w_gate.to(like).any(-1) | self.mlp.w_up.to(like).any(-1))
         return ~self.mlp.w_in.to(like).any(-1)
+
+
+@dataclass(frozen=True, eq=False)
+class _Curvature:
+    """Hess U = sum_j own_j n_j n_j^T + mixed_j (n_j u_j^T + u_j n_j^T), n_j in ``rows``, u_j in ``partners``."""
+
+    rows: Float[Tensor, "hidden d"]
+    partners: Float[Tensor, "hidden d"]
+    own: Float[Tensor, "*batch hidden"]
+    mixed: Float[Tensor, "*batch hidden"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -180,6 +230,10 @@ class _UngatedSplit(HelmholtzSplit):
         self.mlp.check_points(x)
         direction, _ = _polar(self.mlp.w_in.to(x))
         return linear(self.mlp.neurons(x), _perpendicular_part(self.mlp, direction))
+
+    def _curvature(self, x: Float[Tensor, "*batch d"]) -> _Curvature:
+        direction, length = _polar(self.mlp.w_in.to(x))
+        return _ungated_curvature(self.mlp, x, direction, _along(self.mlp, direction) * length)
 
 
 @dataclass(frozen=True, eq=False)
@@ -204,6 +258,15 @@ class _GatedSplit(HelmholtzSplit):
         self.mlp.check_points(x)
         neurons, rows, transfer = self._neurons_rows_transfer(x)
         return linear(neurons, _perpendicular_part(self.mlp, rows.direction)) - transfer
+
+    def _curvature(self, x: Float[Tensor, "*batch d"]) -> _Curvature:
+        z, t = self._gate_and_up(x)
+        s, slope, rows = self.mlp.activation(z), self.mlp.activation.slope(z), _GatedRows.from_mlp(self.mlp, x)
+        own = rows.along * rows.length * slope * t + rows.bend * s
+        # a neuron with g = 0 is s(c) times a linear one, with row u
+        own = torch.where(rows.gated, own, s * rows.along * rows.up_length)
+        mixed = torch.where(rows.gated, rows.along * s, 0.0)
+        return _Curvature(rows.direction, self.mlp.w_up.to(x), own, mixed)
 
     def _gate_and_up(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """z = g.x + c and t = u.x + e of every neuron."""
@@ -263,6 +326,24 @@ class _SplitAsPrinted(HelmholtzSplit):
     def swirl(self, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
         self.mlp.check_points(x)
         return self.mlp.ambient(x) - self.gradient(x) - self.harmonic(x)
+
+    def _curvature(self, x: Float[Tensor, "*batch d"]) -> _Curvature:
+        """That of the printed potential, whose gradient the printed one is not."""
+        mlp = self.mlp
+        if isinstance(mlp, MLP):
+            direction, length = _polar(mlp.w_in.to(x))
+            return _ungated_curvature(mlp, x, direction, _along(mlp, direction) * length**3)
+        direction, length = _polar(mlp.w_gate.to(x))
+        z, t = affine(x, mlp.w_gate, mlp.b_gate), affine(x, mlp.w_up, mlp.b_up)
+        along = _along(mlp, direction)
+        own = along * length * mlp.activation.slope(z) * t
+        return _Curvature(direction, mlp.w_up.to(x), own, along * mlp.activation(z))
+
+
+def _ungated_curvature(mlp: MLP, x: Tensor, direction: Tensor, weight: Tensor) -> _Curvature:
+    """sum_j weight_j s'(z_j) n_j n_j^T."""
+    own = weight * mlp.activation.slope(affine(x, mlp.w_in, mlp.b_in))
+    return _Curvature(direction, torch.zeros_like(direction), own, torch.zeros_like(own))
 
 
 def _polar(rows: Float[Tensor, "hidden d"]) -> tuple[Float[Tensor, "hidden d"], Float[Tensor, " hidden"]]:

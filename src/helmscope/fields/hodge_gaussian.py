@@ -31,7 +31,8 @@ import torch
 from helmscope.fields.hodge_profile import Law, Neurons, Profiles, check_ungated
 from helmscope.fields.mlp import MLP, linear
 from helmscope.geometry.arithmetic import full_precision
-from helmscope.types import ConciseRepr, HelmscopeError, real_number, type_with_article
+from helmscope.runs.bar import reporting
+from helmscope.types import ConciseRepr, HelmscopeError, check_real, type_with_article
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 PARALLEL = 1e-13  # rows with 1 - |q| below this are treated as parallel: for them the sum over n may not converge
 
 
+@reporting(None, "Hodge split")
 def gaussian_hodge_split(mlp: MLP) -> HodgeSplit:
     """The orthogonal split f = grad U + R of an ungated MLP under x ~ N(0, I), with div(rho R) = 0 (equations above).
 
@@ -110,7 +112,7 @@ class HodgeSplit(ConciseRepr):
         smaller. Raises ``HelmscopeError`` if 4096 degrees do not suffice (corners and nearly parallel rows) and if
         f = 0. Time and memory grow like hidden^2.
         """
-        tolerance = real_number("tolerance", tolerance, above=0)
+        tolerance = check_real("tolerance", tolerance, above=0)
         cosine = self.neurons.direction @ self.neurons.direction.mT
         parallel = cosine.abs() > 1 - PARALLEL
         exact = self._parallel_energies(cosine, *parallel.nonzero(as_tuple=True))

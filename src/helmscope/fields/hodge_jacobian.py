@@ -12,6 +12,7 @@ import torch
 
 from helmscope.fields.field import Field
 from helmscope.geometry.arithmetic import full_precision
+from helmscope.runs.bar import reporting
 from helmscope.types import ConciseRepr, HelmscopeError, type_with_article
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ class JacobianSplit(ConciseRepr):
         return antisymmetric / (symmetric + antisymmetric)
 
 
+@reporting(None, "Jacobian split")
 @full_precision
 def jacobian_split(
     force: Callable[[Float[Tensor, "*batch d"]], Float[Tensor, "*batch d"]], x: Float[Tensor, "*batch d"]

@@ -66,7 +66,12 @@ class LowRank(ConciseRepr):
         return self.left.shape[-1]
 
     def with_parameters(self, change: Change) -> LowRank:
-        """This matrix with ``change`` applied to its factors if they have batch axes; unchecked."""
+        """This matrix with ``change`` applied to its factors if they have batch axes; unchecked.
+
+        >>> many = LowRank(torch.ones(5, 3, 1), torch.ones(5, 3, 1))
+        >>> many.with_parameters(lambda factor, axes: factor[:2]).left.shape
+        torch.Size([2, 3, 1])
+        """
         if self.left.ndim == 2:
             return self
         return copy_with(self, {"left": change(self.left, 2), "right": change(self.right, 2)})

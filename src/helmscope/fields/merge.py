@@ -17,7 +17,7 @@ from helmscope.fields.weights import check_weights
 from helmscope.geometry.arithmetic import full_precision
 from helmscope.geometry.linkage import components, pairwise_angles
 from helmscope.geometry.sphere import check_tokens, retract
-from helmscope.types import ConciseRepr, HelmscopeError, real_number
+from helmscope.types import ConciseRepr, HelmscopeError, check_real
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, eq=False)
-class Merged(ConciseRepr):
+class MergedTokens(ConciseRepr):
     """Clouds in which close tokens have been merged, in their original shape: token i has the state of token
     ``leader[i]``, and weight 0 unless it is the leader, which has the weight of the whole cluster.
 
@@ -55,7 +55,7 @@ class Merged(ConciseRepr):
 
 def merge_tokens(
     x: Float[Tensor, "*batch n d"], tolerance: float, *, weights: Float[Tensor, "*batch n"] | None = None
-) -> Merged:
+) -> MergedTokens:
     """Merge tokens that are linked by steps of at most ``tolerance`` radians into one at their weighted mean direction.
 
     Tokens of weight 0 are not merged. Raises ``HelmscopeError`` for a negative tolerance, and if a cluster extends
@@ -66,7 +66,7 @@ def merge_tokens(
     (tensor([[1., 0.],
             [0., 1.]]), tensor([2., 1.]))
     """
-    tolerance = real_number("tolerance", tolerance, at_least=0)
+    tolerance = check_real("tolerance", tolerance, at_least=0)
     checked = check_weights(check_tokens(x), weights, None)
     masses = torch.ones_like(x[..., 0]) if checked is None else checked
     return merge_close(x, masses, tolerance, close_pairs(x, masses, tolerance))
@@ -84,7 +84,7 @@ def close_pairs(x: Tensor, weights: Tensor, tolerance: float) -> Bool[Tensor, "*
 
 
 @full_precision
-def merge_close(x: Tensor, weights: Tensor, tolerance: float, close: Tensor) -> Merged:
+def merge_close(x: Tensor, weights: Tensor, tolerance: float, close: Tensor) -> MergedTokens:
     """``merge_tokens`` for known ``close_pairs``, unchecked."""
     leader = components(close)
     member = (leader.unsqueeze(-2) == torch.arange(x.shape[-2], device=x.device).unsqueeze(-1)).to(x)
@@ -98,4 +98,4 @@ def merge_close(x: Tensor, weights: Tensor, tolerance: float, close: Tensor) -> 
         )
     states = torch.where(alone, x, retract(torch.where(alone, x, total)))
     index = leader.unsqueeze(-1).expand_as(x)
-    return Merged(states.gather(-2, index), mass.squeeze(-1), leader)
+    return MergedTokens(states.gather(-2, index), mass.squeeze(-1), leader)

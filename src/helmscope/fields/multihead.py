@@ -35,7 +35,7 @@ from helmscope.geometry.sphere import project
 from helmscope.kernels.choose import token_sum
 from helmscope.kernels.dense import matrix_product, transformed_logits
 from helmscope.kernels.request import Request, has_visible_key
-from helmscope.types import HelmscopeError, real_number, type_with_article
+from helmscope.types import HelmscopeError, check_real, type_with_article
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -68,7 +68,7 @@ class MultiHead(Field):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "heads", check_heads(self.heads))
-        scale = 1 / len(self.heads) if self.scale is None else real_number("scale", self.scale)
+        scale = 1 / len(self.heads) if self.scale is None else check_real("scale", self.scale)
         object.__setattr__(self, "scale", scale)
 
     @classmethod
@@ -212,7 +212,12 @@ class MultiHead(Field):
         return relative_scale * sums.total / total_weight(request.value, request.weights), top
 
     def request(self, x: Float[Tensor, "*batch n d"], weights: Tensor | None = None, *, tangent: bool) -> Request:
-        """The request for the sums of all heads, an axis before the tokens; ``tangent`` if they will be projected."""
+        """The request for the sums of all heads, an axis before the tokens; ``tangent`` if they will be projected.
+
+        >>> from helmscope.fields.attention import SA
+        >>> MultiHead([SA(1.0), SA(2.0)]).request(torch.eye(3), tangent=False).query.shape
+        torch.Size([2, 3, 3])
+        """
         left, right = _stack_factors([head.query_key for head in self.heads], x)
         positions = self.heads[0].positions
         placed = x if positions is None else positions.transform_tokens(x)

@@ -34,10 +34,11 @@ import torch
 from torch.func import jvp
 
 from helmscope.fields.parameters import shape_or_type
+from helmscope.fields.process import DivergenceForm, Ito, LayerNormChain, Process, Stratonovich
 from helmscope.geometry.arithmetic import check_dense_values, full_precision
 from helmscope.geometry.sphere import project
 from helmscope.kernels.dense import matrix_product
-from helmscope.types import ConciseRepr, HelmscopeError, real_number, type_with_article
+from helmscope.types import ConciseRepr, HelmscopeError, check_real, type_with_article
 from helmscope.types.lazy import listed_exports
 
 if TYPE_CHECKING:
@@ -57,84 +58,6 @@ __all__ = [
 ]
 if not TYPE_CHECKING:  # type checkers would accept any name
     __getattr__, __dir__ = listed_exports(__name__, __all__)
-
-
-# Processes ------------------------------------------------------------------------------------------------------------
-
-
-class Process(ABC):
-    """Base class of processes: the drift beta that noise adds to P f in the generator above.
-
-    >>> isinstance(IsotropicNoise(0.1).process, LayerNormChain)
-    True
-    """
-
-    @abstractmethod
-    def drift(self, noise: Noise, x: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n d"]:
-        """The tangential drift beta at unit vectors x."""
-
-
-@dataclass(frozen=True)
-class LayerNormChain(Process):
-    """The limit of x' = N(x + eps f + sigma dW), which is what a layer does: beta = -2 P M(x) x, for every sigma(x).
-
-    N shortens the tangential part of a step that points outward and lengthens that of one that points inward
-    ([Helmholtz Transformer, no. 1]: -<x, d> P d). Under constant noise the uniform distribution on the circle is
-    stationary.
-
-    >>> x = torch.tensor([[0.6, 0.8]])
-    >>> LayerNormChain().drift(MatrixNoise(torch.diag(torch.tensor([2.0, 1.0]))), x)
-    tensor([[-0.7680,  0.5760]])
-    """
-
-    def drift(self, noise: Noise, x: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n d"]:
-        """-2 P M x."""
-        return -2 * project(x, noise.diffusion_times_state(x))
-
-
-@dataclass(frozen=True)
-class Stratonovich(Process):
-    """dX = P f dt + P sigma o dW: beta = (1/2) sum_k P D A_k[A_k], A_k = P sigma e_k; -P M x where sigma is constant.
-
-    >>> x = torch.tensor([[0.6, 0.8]])
-    >>> Stratonovich().drift(MatrixNoise(torch.diag(torch.tensor([2.0, 1.0]))), x)
-    tensor([[-0.3840,  0.2880]])
-    """
-
-    def drift(self, noise: Noise, x: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n d"]:
-        """P [(1/2) sum_k D sigma_k[P sigma_k] - M x], because P D A_k[v] = P D sigma_k[v] - <x, sigma_k> v."""
-        return project(x, noise.stratonovich_correction(x) - noise.diffusion_times_state(x))
-
-
-@dataclass(frozen=True)
-class Ito(Process):
-    """dX = P f dt + P sigma dW - tr(P M) X dt, whose last term keeps it on the sphere: beta = 0.
-
-    >>> Ito().drift(MatrixNoise(torch.diag(torch.tensor([2.0, 1.0]))), torch.tensor([[0.6, 0.8]]))
-    tensor([[0., 0.]])
-    """
-
-    def drift(self, noise: Noise, x: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n d"]:
-        """0."""
-        return torch.zeros_like(x)
-
-
-@dataclass(frozen=True)
-class DivergenceForm(Process):
-    """The process whose forward equation is d_t rho = div_S(Sigma grad_S rho) - div_S(rho P f), Sigma = P M P:
-    beta = div_S Sigma, which is -d P M x where sigma is constant. The uniform distribution is stationary if P f = 0.
-
-    >>> x = torch.tensor([[0.6, 0.8]])
-    >>> DivergenceForm().drift(MatrixNoise(torch.diag(torch.tensor([2.0, 1.0]))), x)
-    tensor([[-0.7680,  0.5760]])
-    """
-
-    def drift(self, noise: Noise, x: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n d"]:
-        """P sum_m D M[P e_m] e_m - d P M x."""
-        return project(x, noise.divergence(x) - x.shape[-1] * noise.diffusion_times_state(x))
-
-
-# Noises ---------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
@@ -160,7 +83,10 @@ class Noise(ConciseRepr, ABC):
 
     @abstractmethod
     def check_size(self, x: Float[Tensor, "*batch n d"]) -> None:
-        """Raise ``HelmscopeError`` unless the shape of the tokens fits this noise."""
+        """Raise ``HelmscopeError`` unless the shape of the tokens fits this noise.
+
+        >>> IsotropicNoise(0.1).check_size(torch.eye(3))
+        """
 
     @abstractmethod
     def brownian_dim(self, x: Float[Tensor, "*batch n d"]) -> int:
@@ -172,7 +98,11 @@ class Noise(ConciseRepr, ABC):
 
     @abstractmethod
     def increment(self, x: Float[Tensor, "*batch n d"], dw: Float[Tensor, "*batch n k"]) -> Float[Tensor, "*batch n d"]:
-        """sigma(x) dw, before projection."""
+        """sigma(x) dw, before projection.
+
+        >>> IsotropicNoise(0.5).increment(torch.eye(2)[:1], torch.tensor([[0.1, 0.2]]))
+        tensor([[0.1000, 0.2000]])
+        """
 
     @abstractmethod
     def diffusion_matrix(self, x: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n d d"]:
@@ -185,16 +115,28 @@ class Noise(ConciseRepr, ABC):
 
     @abstractmethod
     def diffusion_times_state(self, x: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n d"]:
-        """M(x) x."""
+        """M(x) x.
+
+        >>> IsotropicNoise(0.5).diffusion_times_state(torch.eye(2)[:1])
+        tensor([[0.5000, 0.0000]])
+        """
 
     def stratonovich_correction(
         self, x: Float[Tensor, "*batch n d"], *, on_sphere: bool = True
     ) -> Float[Tensor, "*batch n d"]:
-        """(1/2) sum_k D sigma_k[P sigma_k], without P unless ``on_sphere``. 0 if sigma is constant."""
+        """(1/2) sum_k D sigma_k[P sigma_k], without P unless ``on_sphere``. 0 if sigma is constant.
+
+        >>> IsotropicNoise(0.5).stratonovich_correction(torch.eye(2)[:1])
+        tensor([[0., 0.]])
+        """
         return torch.zeros_like(x)
 
     def divergence(self, x: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n d"]:
-        """sum_m D M[P e_m] e_m, the tangential divergence of the rows of M. 0 if sigma is constant."""
+        """sum_m D M[P e_m] e_m, the tangential divergence of the rows of M. 0 if sigma is constant.
+
+        >>> IsotropicNoise(0.5).divergence(torch.eye(2)[:1])
+        tensor([[0., 0.]])
+        """
         return torch.zeros_like(x)
 
 
@@ -213,7 +155,7 @@ class IsotropicNoise(Noise):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "nu", real_number("nu", self.nu, at_least=0))
+        object.__setattr__(self, "nu", check_real("nu", self.nu, at_least=0))
 
     def check_size(self, x: Float[Tensor, "*batch n d"]) -> None:
         """Accept tokens of any shape."""

@@ -22,7 +22,7 @@ from helmscope.fields.parameters import shape_or_type
 from helmscope.geometry.arithmetic import check_dense_values, every, full_precision
 from helmscope.geometry.retraction import length
 from helmscope.geometry.sphere import retract
-from helmscope.types import ConciseRepr, HelmscopeError, real_number, type_with_article, whole_number
+from helmscope.types import ConciseRepr, HelmscopeError, check_integer, check_real, type_with_article
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -48,7 +48,7 @@ class Norm(ConciseRepr, ABC):
             _check_vector(name, getattr(self, name))
         if self.gain is not None and self.bias is not None and self.gain.shape != self.bias.shape:
             raise HelmscopeError(f"bias has shape {tuple(self.bias.shape)}, but gain has {tuple(self.gain.shape)}")
-        object.__setattr__(self, "eps", real_number("eps", self.eps, at_least=0))
+        object.__setattr__(self, "eps", check_real("eps", self.eps, at_least=0))
 
     @abstractmethod
     def __call__(self, y: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
@@ -64,10 +64,10 @@ class Norm(ConciseRepr, ABC):
         """
 
     @abstractmethod
-    def core(self) -> Norm:
+    def without_affine(self) -> Norm:
         """This norm without gain and bias, whose values are on a sphere if eps = 0.
 
-        >>> RMSNorm(gain=torch.tensor([1.0, 2.0])).core()
+        >>> RMSNorm(gain=torch.tensor([1.0, 2.0])).without_affine()
         RMSNorm()
         """
 
@@ -101,9 +101,10 @@ class Norm(ConciseRepr, ABC):
     def fold(
         self, w: Float[Tensor, "*heads k d"], b: Float[Tensor, "*heads k"] | None = None
     ) -> tuple[Float[Tensor, "*heads k d"], Float[Tensor, "*heads k"]]:
-        """Fold gain and bias into the weights that follow: (w', b') act on the core as (w, b) act on this norm,
+        """Fold gain and bias into the weights that follow: (w', b') act on the output without affine part as (w, b) act
+        on this norm,
 
-            w' core(y) + b' = w norm(y) + b,      w' = w G,   b' = b + w bias.
+            w' normalized(y) + b' = w norm(y) + b,      w' = w G,   b' = b + w bias.
 
         b' is 0 if there is neither b nor bias. The result has the dtype and device of w. Raises ``HelmscopeError`` for
         shapes that do not fit.
@@ -156,7 +157,7 @@ class UnitNorm(Norm):
         x = self.direction(y)
         return (_identity(x) - x.unsqueeze(-1) * x.unsqueeze(-2)) / self.radius(y)[..., None, None]
 
-    def core(self) -> UnitNorm:
+    def without_affine(self) -> UnitNorm:
         """Itself."""
         return self
 
@@ -193,7 +194,7 @@ class RMSNorm(Norm):
         self.check_size(y)
         return _jacobian(y, _identity(y), self)
 
-    def core(self) -> RMSNorm:
+    def without_affine(self) -> RMSNorm:
         """y / sqrt(|y|^2 / d + eps)."""
         return replace(self, gain=None)
 
@@ -230,7 +231,7 @@ class LayerNorm(Norm):
         self.check_size(y)
         return _jacobian(self.normalized_part(y), _identity(y) - 1 / y.shape[-1], self)
 
-    def core(self) -> LayerNorm:
+    def without_affine(self) -> LayerNorm:
         """C y / sqrt(|C y|^2 / d + eps)."""
         return replace(self, gain=None, bias=None)
 
@@ -251,8 +252,8 @@ def layer_beta(dim: int, head_dim: int, *, scale: float = 1.0) -> float:
     >>> layer_beta(64, 64)
     8.0
     """
-    dim, head_dim = whole_number("dim", dim, at_least=1), whole_number("head_dim", head_dim, at_least=1)
-    return real_number("scale", scale, at_least=0) * dim / math.sqrt(head_dim)
+    dim, head_dim = check_integer("dim", dim, at_least=1), check_integer("head_dim", head_dim, at_least=1)
+    return check_real("scale", scale, at_least=0) * dim / math.sqrt(head_dim)
 
 
 def _rescaled(c: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from helmscope.geometry.arithmetic import check_dense_values, every, is_vmapped
-from helmscope.types import HelmscopeError, real_number, type_with_article
+from helmscope.types import HelmscopeError, check_real, type_with_article
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -38,7 +38,7 @@ def number_or_tensor(
     tensor([1., 4.])
     """
     if not isinstance(value, torch.Tensor) or not (value.ndim or is_moving(value)):
-        return real_number(name, value, at_least=at_least, above=above)
+        return check_real(name, value, at_least=at_least, above=above)
     check_dense_values(name, value)
     if not value.dtype.is_floating_point:
         raise HelmscopeError(f"{name} has dtype {value.dtype}, but it must hold floating-point numbers")
@@ -107,10 +107,10 @@ def shape_or_type(value: object) -> str:
     return str(tuple(value.shape)) if isinstance(value, torch.Tensor) else type_with_article(value)
 
 
-def shown(value: object) -> str:
+def parameter_text(value: object) -> str:
     """A short description of a parameter for error messages.
 
-    >>> shown(4.0), shown(torch.ones(2, 3))
+    >>> parameter_text(4.0), parameter_text(torch.ones(2, 3))
     ('4', 'a tensor of shape (2, 3)')
     """
     return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"{value:g}"

@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from helmscope.fields.field import Space
+from helmscope.fields.field import StateSpace
 from helmscope.fields.mlp import MLP, GatedMLP
 from helmscope.fields.norms import Norm, UnitNorm
 from helmscope.geometry.sphere import retract
-from helmscope.types import ConciseRepr, HelmscopeError, real_number
+from helmscope.types import ConciseRepr, HelmscopeError, check_real
 from helmscope.types import Half as Half
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class Placement(ConciseRepr, ABC):
 
     @property
     @abstractmethod
-    def space(self) -> Space:
+    def space(self) -> StateSpace:
         """The space of the state."""
 
     def norm(self, half: Half) -> Norm:
@@ -110,9 +110,9 @@ class PostNorm(Placement):
     """
 
     @property
-    def space(self) -> Space:
+    def space(self) -> StateSpace:
         """Unit vectors if both norms are y/|y|, else a residual stream."""
-        return Space.STREAM if self.discrete_only else Space.SPHERE
+        return StateSpace.STREAM if self.discrete_only else StateSpace.SPHERE
 
     @property
     def discrete_only(self) -> bool:
@@ -135,9 +135,9 @@ class PreNorm(Placement):
     """
 
     @property
-    def space(self) -> Space:
+    def space(self) -> StateSpace:
         """A residual stream."""
-        return Space.STREAM
+        return StateSpace.STREAM
 
     def read(self, half: Half, y: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n d"]:
         """The normalized residual stream."""
@@ -188,9 +188,9 @@ class NoNorm(Placement):
     """
 
     @property
-    def space(self) -> Space:
+    def space(self) -> StateSpace:
         """All of R^d."""
-        return Space.FLAT
+        return StateSpace.FLAT
 
 
 @dataclass(frozen=True, eq=False)
@@ -216,9 +216,9 @@ class NGPT(Placement):
             _check_rate(name, getattr(self, name))
 
     @property
-    def space(self) -> Space:
+    def space(self) -> StateSpace:
         """Unit vectors."""
-        return Space.SPHERE
+        return StateSpace.SPHERE
 
     def check_size(self, x: Float[Tensor, "*batch n d"]) -> None:
         """Raise ``HelmscopeError`` unless the tokens fit the rates."""
@@ -268,6 +268,6 @@ def _check_norm(name: str, norm: object) -> None:
 def _check_rate(name: str, rate: object) -> None:
     if isinstance(rate, torch.Tensor) and rate.ndim == 1:
         for entry in rate.detach().tolist():
-            real_number(f"an entry of {name}", entry, at_least=0)
+            check_real(f"an entry of {name}", entry, at_least=0)
     else:
-        real_number(name, rate, at_least=0)
+        check_real(name, rate, at_least=0)

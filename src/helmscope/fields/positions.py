@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from helmscope.fields.parameters import shape_or_type
-from helmscope.types import ConciseRepr, HelmscopeError, real_number
+from helmscope.types import ConciseRepr, HelmscopeError, check_real
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -28,7 +28,7 @@ class Positions(ConciseRepr, ABC):
     def transform_tokens(self, x: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n d"]:
         """The tokens from which queries and keys are computed.
 
-        >>> Additive(torch.tensor([[0.5, 0.0]])).transform_tokens(torch.tensor([[0.0, 1.0]]))
+        >>> AdditivePositions(torch.tensor([[0.5, 0.0]])).transform_tokens(torch.tensor([[0.0, 1.0]]))
         tensor([[0.5000, 1.0000]])
         """
         return x
@@ -52,12 +52,12 @@ class Positions(ConciseRepr, ABC):
 
 
 @dataclass(frozen=True, eq=False)
-class Additive(Positions):
+class AdditivePositions(Positions):
     """Additive positions: row i of ``table`` (n, d) is added to token i before queries and keys are computed.
 
     Raises ``HelmscopeError`` unless ``table`` is a float matrix, and when used for more than n tokens.
 
-    >>> Additive(torch.zeros(4, 3)).transform_tokens(torch.ones(2, 3)).shape
+    >>> AdditivePositions(torch.zeros(4, 3)).transform_tokens(torch.ones(2, 3)).shape
     torch.Size([2, 3])
     """
 
@@ -92,7 +92,7 @@ class Rotary(Positions):
     base: float = 10_000.0
 
     def __post_init__(self) -> None:
-        real_number("base", self.base, above=0)
+        check_real("base", self.base, above=0)
 
     def transform_queries(self, q: Float[Tensor, "*batch n r"]) -> Float[Tensor, "*batch n r"]:
         """R_i q_i."""

@@ -22,7 +22,7 @@ from helmscope.fields.attention import Softmax, softmax_kernel
 from helmscope.fields.parameters import number_or_tensor
 from helmscope.geometry.arithmetic import full_precision
 from helmscope.kernels.dense import untransformed_logits
-from helmscope.types import HelmscopeError, real_number, whole_number
+from helmscope.types import HelmscopeError, check_integer, check_real
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float
@@ -66,8 +66,8 @@ class SinkhornAttention(Softmax):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "beta", number_or_tensor("beta", self.beta, at_least=0))
-        object.__setattr__(self, "tol", real_number("tol", self.tol, above=0))
-        object.__setattr__(self, "max_sweeps", whole_number("max_sweeps", self.max_sweeps, at_least=1))
+        object.__setattr__(self, "tol", check_real("tol", self.tol, above=0))
+        object.__setattr__(self, "max_sweeps", check_integer("max_sweeps", self.max_sweeps, at_least=1))
         super().__post_init__()
         if self.causal:
             raise HelmscopeError(

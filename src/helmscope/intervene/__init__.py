@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from helmscope.types.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from helmscope.intervene.arm_edits import HoldRadius as HoldRadius
+    from helmscope.intervene.arm_edits import FreezeNorm as FreezeNorm
     from helmscope.intervene.arm_edits import NegateValues as NegateValues
     from helmscope.intervene.arms import Arm as Arm
     from helmscope.intervene.arms import AttentionMode as AttentionMode

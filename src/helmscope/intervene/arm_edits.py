@@ -1,4 +1,4 @@
-"""Edits used by the arms of the factorial experiment: ``NegateValues`` (-V in place of V) and ``HoldRadius`` (the state
+"""Edits used by the arms of the factorial experiment: ``NegateValues`` (-V in place of V) and ``FreezeNorm`` (the state
 is rescaled to the radius that it has in another recording).
 """
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from helmscope.models.anatomy import Anatomy
     from helmscope.models.tap import Call
-    from helmscope.models.watch import Context
+    from helmscope.models.watch import EditContext
 
 SPREAD = 1e-3  # relative difference of constants between tokens, above which values depend on more than the state
 
@@ -31,7 +31,7 @@ SPREAD = 1e-3  # relative difference of constants between tokens, above which va
 class NegateValues(SiteEdit):
     """Replace the value matrix V by -V: values v = V c + u become -V c + u = 2 u - v.
 
-    Here c is the state that attention reads on the sphere of the theory, before gain and bias of its norm, so that V
+    Here c is the state that attention reads on the unit sphere, before gain and bias of its norm, so that V
     contains the gain. The constants u (value bias, and the norm's bias times the value matrix) are unchanged, as is the
     bias of the output matrix: they add the same vector to every token, whatever the attention weights are.
     ``constants`` holds u for each layer, (kv_heads, 1, r); ``NegateValues.of`` computes them.
@@ -62,7 +62,7 @@ class NegateValues(SiteEdit):
         replace(recording.runner, edits=(zero,)).forward(observer, rows=slice(0, 1))
         return cls(constants=tuple(observer.constants))
 
-    def new(self, value: Tensor, context: Context) -> Tensor:
+    def new(self, value: Tensor, context: EditContext) -> Tensor:
         """2 u - v."""
         return 2 * self.constants[context.layer].to(value) - value
 
@@ -73,7 +73,7 @@ class _ZeroCores:
 
     anatomy: Anatomy
 
-    def state(self, value: Tensor, context: Context) -> Tensor:
+    def state(self, value: Tensor, context: EditContext) -> Tensor:
         """The input of a block, equal for all tokens."""
         layers, number = self.anatomy.layers, context.layer
         zero = torch.zeros_like(value)
@@ -105,17 +105,17 @@ class _ValueConstants(Observer):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class HoldRadius(AbstractEdit):
+class FreezeNorm(AbstractEdit):
     """Rescale every state after the first to the radius that this token has at the same depth in ``source``, a
     recording of the same texts: the direction is that of the edited forward, the radius that of the source.
 
-    The mean over coordinates, which is no part of the radius where norms remove it, is unchanged. Raises HelmscopeError
-    for a post-norm model, where norms set the radius of every state.
+    The mean over coordinates, which is not part of the radius where norms remove it, is unchanged. Raises
+    HelmscopeError for a post-norm model, where norms set the radius of every state.
 
     >>> from helmscope.intervene.states import Ablate
     >>> from helmscope.models.record import record
     >>> whole = record("A", ["Once upon a time"])
-    >>> held = whole.under(Ablate(), HoldRadius(whole))
+    >>> held = whole.under(Ablate(), FreezeNorm(whole))
     >>> bool((held.trajectory.radius / whole.trajectory.radius - 1).abs().max() < 1e-5)
     True
     """
@@ -142,7 +142,7 @@ class HoldRadius(AbstractEdit):
                 "held only where norms do not set it"
             )
 
-    def new(self, value: Tensor, context: Context) -> Tensor | None:
+    def new(self, value: Tensor, context: EditContext) -> Tensor | None:
         """The state at the radius of the source."""
         anatomy = self.source.anatomy
         depth = anatomy.depths.at(context.layer, context.site)

@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from helmscope.intervene.arm_edits import HoldRadius, NegateValues
+from helmscope.intervene.arm_edits import FreezeNorm, NegateValues
 from helmscope.intervene.attention import Reweigh
 from helmscope.intervene.edit import whole_numbers
 from helmscope.intervene.states import Ablate
 from helmscope.models.recording import Recording
 from helmscope.models.watch import Site
-from helmscope.types import HelmscopeError, counted
+from helmscope.types import HelmscopeError, pluralized
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -120,7 +120,7 @@ class Arm:
         silent = self._silent_layers(len(recording.anatomy.layers))
         if silent is None or silent:
             edits.append(Ablate(silent, site=Site.MLP))
-        return (*edits, HoldRadius(recording)) if self.whole_radius else tuple(edits)
+        return (*edits, FreezeNorm(recording)) if self.whole_radius else tuple(edits)
 
     def _silent_layers(self, count: int) -> list[int] | None:
         """The layers whose MLP is off; None for all of them."""
@@ -159,7 +159,7 @@ def leave_one_out(layers: Iterable[int], *, attention: AttentionMode = Attention
     """
     numbers = whole_numbers("layers", layers)
     if len(set(numbers)) < 2:
-        raise HelmscopeError(f"layers holds {counted(len(set(numbers)), 'layer')}, but leaving one out needs two")
+        raise HelmscopeError(f"layers holds {pluralized(len(set(numbers)), 'layer')}, but leaving one out needs two")
     return tuple(Arm(attention, set(numbers) - {layer}) for layer in numbers)
 
 

@@ -15,14 +15,14 @@ from helmscope.intervene.edit import SiteEdit, whole_numbers
 from helmscope.intervene.states import mask_rows
 from helmscope.models.names import parse_head
 from helmscope.models.watch import EDITABLE_STATES, Site
-from helmscope.types import HelmscopeError, real_number, seed_number, type_with_article, whole_number
+from helmscope.types import HelmscopeError, check_integer, check_real, check_seed, type_with_article
 
 if TYPE_CHECKING:
     from jaxtyping import Bool
     from torch import Tensor
 
     from helmscope.models.anatomy import Anatomy
-    from helmscope.models.watch import Context
+    from helmscope.models.watch import EditContext
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -50,15 +50,15 @@ class Perturb(SiteEdit):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "seed", seed_number(self.seed))
+        object.__setattr__(self, "seed", check_seed(self.seed))
         if (self.sigma is None) == (self.relative is None):
             raise HelmscopeError(
                 f"sigma is {self.sigma!r} and relative is {self.relative!r}, but exactly one of them must be given"
             )
         name, size = ("sigma", self.sigma) if self.relative is None else ("relative", self.relative)
-        object.__setattr__(self, name, real_number(name, size, at_least=0))
+        object.__setattr__(self, name, check_real(name, size, at_least=0))
 
-    def new(self, value: Tensor, context: Context) -> Tensor:
+    def new(self, value: Tensor, context: EditContext) -> Tensor:
         """The value plus noise."""
         if self.relative is None:
             scale = torch.tensor(self.sigma, device="cpu").to(value)
@@ -87,7 +87,7 @@ class Reweigh(SiteEdit):
         if not callable(self.function):
             raise HelmscopeError(f"function is {self.function!r:.60}, but it must be a function of the weights")
 
-    def new(self, value: Tensor, context: Context) -> Tensor:
+    def new(self, value: Tensor, context: EditContext) -> Tensor:
         """The new weights."""
         return self.function(value)
 
@@ -125,7 +125,7 @@ class AblateHead(SiteEdit):
             if number is not None:
                 if given:
                     raise HelmscopeError(f"{one} is {number!r} and {several} is given too, but one of them says which")
-                object.__setattr__(self, several, (whole_number(one, number, at_least=0),))
+                object.__setattr__(self, several, (check_integer(one, number, at_least=0),))
         super().__post_init__()
         object.__setattr__(self, "heads", whole_numbers("heads", self.heads))
 
@@ -138,7 +138,7 @@ class AblateHead(SiteEdit):
             if count is not None and self.acts(number) and last >= count:
                 raise HelmscopeError(f"heads holds {last}, but layer {number} has heads 0 to {count - 1}")
 
-    def new(self, value: Tensor, context: Context) -> Tensor:
+    def new(self, value: Tensor, context: EditContext) -> Tensor:
         """The value with these heads set to 0."""
         kept = torch.ones(value.shape[2], 1, dtype=torch.bool, device=value.device)
         kept[list(whole_numbers("heads", self.heads))] = False
@@ -164,7 +164,7 @@ class MaskKeys(SiteEdit):
         if not isinstance(self.keys, torch.Tensor) or self.keys.dtype != torch.bool:
             raise HelmscopeError(f"keys is {type_with_article(self.keys)}, but it must be a tensor of bool (batch, n)")
 
-    def new(self, value: Tensor, context: Context) -> Tensor:
+    def new(self, value: Tensor, context: EditContext) -> Tensor:
         """The mask with these keys masked as well."""
         assert self.keys is not None
         n, masked = value.shape[-1], torch.finfo(value.dtype).min

@@ -50,8 +50,8 @@ def with_parameters(model: Any, values: Mapping[str, Tensor]) -> Iterator[Any]:
     exactly.
 
     The changed model may be recorded. Methods of the recording that run the model again (``kernel``, ``force``,
-    ``logits``, ``resume``, ``under``) must be called within the block too. Record the model itself, not a ``Loaded``,
-    which refers to the hashes of the unchanged files.
+    ``logits``, ``resume``, ``under``) must be called within the block too. Record the model itself, not a
+    ``LoadedModel``, which refers to the hashes of the unchanged files.
 
     >>> line = torch.nn.Linear(1, 1, bias=False)
     >>> with with_parameters(line, {"weight": torch.tensor([[2.0]])}):

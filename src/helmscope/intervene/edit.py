@@ -1,7 +1,7 @@
 """``Edit``, which applies any function to the tensor at a site of a model, and ``SiteEdit``, the base of all edits.
 
-Every edit is frozen; the ``Context`` passed to it says where it is applied. ``layers=None`` means all layers. Edits are
-checked against the model before the forward starts; ``edited`` and ``Recording.under`` apply them.
+Every edit is frozen; the ``EditContext`` passed to it says where it is applied. ``layers=None`` means all layers. Edits
+are checked against the model before the forward starts; ``edited`` and ``Recording.under`` apply them.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from helmscope.models.watch import EDITABLE_STATES, IN_ATTENTION, OF_CROSS, AbstractEdit, Site
-from helmscope.types import HelmscopeError, shown
+from helmscope.types import HelmscopeError, short_repr
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from helmscope.models.anatomy import Anatomy
-    from helmscope.models.watch import Context
+    from helmscope.models.watch import EditContext
 
 ANYWHERE = (*EDITABLE_STATES, *(site for site in Site if site in IN_ATTENTION))
 
@@ -46,7 +46,8 @@ class SiteEdit(AbstractEdit):
         near = difflib.get_close_matches(str(self.site).lower().replace(" ", "_"), names, n=1, cutoff=0.4)
         example = names[near[0]] if near else self.allowed[0]
         return HelmscopeError(
-            f"site is {shown(self.site)}, but it must be a member of hs.Site such as hs.{example}, one of {allowed}"
+            f"site is {short_repr(self.site)}, but it must be a member of hs.Site such as hs.{example}, one of "
+            f"{allowed}"
         )
 
     @property
@@ -115,7 +116,7 @@ class Edit(SiteEdit):
         super().__post_init__()
         object.__setattr__(self, "takes_context", _takes_context(self.function))
 
-    def new(self, value: Tensor, context: Context) -> Tensor | None:
+    def new(self, value: Tensor, context: EditContext) -> Tensor | None:
         """The return value of the function."""
         return self.function(value, context) if self.takes_context else self.function(value)
 
@@ -124,7 +125,7 @@ def _takes_context(function: Any) -> bool:
     """Whether a function is to be called with the context as second argument."""
     if not callable(function):
         raise HelmscopeError(
-            f"function is {function!r:.60}, but it must be a function of a value, or of a value and a Context"
+            f"function is {function!r:.60}, but it must be a function of a value, or of a value and an EditContext"
         )
     try:
         parameters = inspect.signature(function).parameters.values()
@@ -137,7 +138,7 @@ def _takes_context(function: Any) -> bool:
     if len(required) > 2 or required_by_keyword or not (positional or takes_any_number):
         raise HelmscopeError(
             f"function is {getattr(function, '__qualname__', function)!s:.60} with the arguments "
-            f"({', '.join(map(str, parameters))}), but it must take a value, or a value and a Context"
+            f"({', '.join(map(str, parameters))}), but it must take a value, or a value and an EditContext"
         )
     return len(required) == 2 or (len(positional) > 1 and positional[1].name == "context")
 

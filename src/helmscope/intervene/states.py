@@ -15,14 +15,14 @@ import torch
 from helmscope.intervene.edit import SiteEdit
 from helmscope.models.recording import Recording
 from helmscope.models.watch import EDITABLE_STATES, LEADS_TO, Site
-from helmscope.types import HelmscopeError, counted, type_with_article
+from helmscope.types import HelmscopeError, pluralized, type_with_article
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float
     from torch import Tensor
 
     from helmscope.models.anatomy import Anatomy
-    from helmscope.models.watch import Context
+    from helmscope.models.watch import EditContext
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -34,7 +34,7 @@ class StateEdit(SiteEdit):
     site: Site = Site.MLP
     tokens: Bool[Tensor, "batch n"] | None = None
 
-    def new(self, value: Tensor, context: Context) -> Tensor:
+    def new(self, value: Tensor, context: EditContext) -> Tensor:
         """The value, changed at the chosen tokens."""
         changed = self.changed(value, context)
         if self.tokens is None:
@@ -42,7 +42,7 @@ class StateEdit(SiteEdit):
         return torch.where(mask_rows("tokens", self.tokens, context, value).unsqueeze(-1), changed, value)
 
     @abstractmethod
-    def changed(self, value: Tensor, context: Context) -> Tensor:
+    def changed(self, value: Tensor, context: EditContext) -> Tensor:
         """The value that replaces the old one, for all tokens."""
 
 
@@ -54,7 +54,7 @@ class Ablate(StateEdit):
     Ablate(layers=[3], site=Site.ATTENTION)
     """
 
-    def changed(self, value: Tensor, context: Context) -> Tensor:
+    def changed(self, value: Tensor, context: EditContext) -> Tensor:
         """Zeros."""
         return torch.zeros_like(value)
 
@@ -70,7 +70,7 @@ class Replace(StateEdit):
 
     value: Float[Tensor, ...] | float = 0.0
 
-    def changed(self, value: Tensor, context: Context) -> Tensor:
+    def changed(self, value: Tensor, context: EditContext) -> Tensor:
         """The given value."""
         return _value_rows(self.value, context, value)
 
@@ -88,7 +88,7 @@ class Add(StateEdit):
 
     value: Float[Tensor, ...] | float = 0.0
 
-    def changed(self, value: Tensor, context: Context) -> Tensor:
+    def changed(self, value: Tensor, context: EditContext) -> Tensor:
         """The sum."""
         return value + _value_rows(self.value, context, value)
 
@@ -96,7 +96,7 @@ class Add(StateEdit):
 @dataclass(frozen=True, eq=False, repr=False)
 class Patch(StateEdit):
     """Replace states or writes by those of another recording with the same number of tokens. To patch writes, make that
-    recording with ``keep=Keep.WRITES``.
+    recording with ``keep=KeptTensors.WRITES``.
 
     >>> Patch([1], site=Site.MIDDLE).layers
     (1,)
@@ -110,21 +110,23 @@ class Patch(StateEdit):
         if not isinstance(self.source, Recording):
             raise HelmscopeError(f"source is {type_with_article(self.source)}, but it must be a Recording")
         if self.site in LEADS_TO and f"{self.site.value} write" not in self.source.kept:
-            raise HelmscopeError(f"site is {self.site!r}, but source kept no writes: record it with keep=Keep.WRITES")
+            raise HelmscopeError(
+                f"site is {self.site!r}, but source kept no writes: record it with keep=KeptTensors.WRITES"
+            )
         layers, depths = len(self.source.anatomy.layers), self.source.anatomy.depths
         if depths != anatomy.depths or self.source.anatomy.dim != anatomy.dim:
             steps = "" if depths.steps == anatomy.depths.steps else f" of {depths.steps} sub-steps"
             others = "" if not steps else f" of {anatomy.depths.steps} sub-steps"
             raise HelmscopeError(
-                f"source has {counted(layers, 'layer')}{steps} of width {self.source.anatomy.dim}, but the model has "
-                f"{len(anatomy.layers)}{others} of width {anatomy.dim}"
+                f"source has {pluralized(layers, 'layer')}{steps} of width {self.source.anatomy.dim}, but the model "
+                f"has {len(anatomy.layers)}{others} of width {anatomy.dim}"
             )
         for layer in filter(self.acts, range(layers)):
             depth = self.source.first if self.site in LEADS_TO else depths.at(layer, self.site)
             if depth < self.source.first:
                 raise HelmscopeError(f"source begins at depth {self.source.first}, but layer {layer} needs {depth}")
 
-    def changed(self, value: Tensor, context: Context) -> Tensor:
+    def changed(self, value: Tensor, context: EditContext) -> Tensor:
         """The other recording's state or write."""
         assert self.source is not None
         if self.site in LEADS_TO:
@@ -137,7 +139,7 @@ class Patch(StateEdit):
         return state.to(value)
 
 
-def mask_rows(name: str, mask: Bool[Tensor, "batch n"], context: Context, like: Tensor) -> Bool[Tensor, "rows n"]:
+def mask_rows(name: str, mask: Bool[Tensor, "batch n"], context: EditContext, like: Tensor) -> Bool[Tensor, "rows n"]:
     """The rows of a mask over the batch for the texts of the current chunk; they must be (rows, n) as in ``like``."""
     rows = mask[context.rows].to(like.device) if isinstance(mask, torch.Tensor) else torch.empty(0)
     if rows.shape != like.shape[:2] or len(mask) != context.texts or rows.dtype != torch.bool:
@@ -147,7 +149,7 @@ def mask_rows(name: str, mask: Bool[Tensor, "batch n"], context: Context, like: 
     return rows
 
 
-def _value_rows(value: Tensor | float, context: Context, like: Tensor) -> Tensor:
+def _value_rows(value: Tensor | float, context: EditContext, like: Tensor) -> Tensor:
     """``value`` expanded to the texts of the current chunk; it has one row per text of the batch, or broadcasts."""
     try:
         tensor = torch.as_tensor(value).to(like)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from helmscope.types import HelmscopeError, increasing_times, real_number, shown, whole_number
+from helmscope.types import HelmscopeError, check_integer, check_real, check_times, short_repr
 
 Check = Callable[[str, object], Any]
 MAX_TIMES = 1_000_000
@@ -20,7 +20,7 @@ def number(*, at_least: float = -math.inf, above: float = -math.inf) -> Check:
     >>> number(at_least=0)("beta", 4)
     4.0
     """
-    return lambda name, value: real_number(name, value, at_least=at_least, above=above)
+    return lambda name, value: check_real(name, value, at_least=at_least, above=above)
 
 
 def integer(at_least: int) -> Check:
@@ -29,7 +29,7 @@ def integer(at_least: int) -> Check:
     >>> integer(1)("n", 32)
     32
     """
-    return lambda name, value: whole_number(name, value, at_least=at_least)
+    return lambda name, value: check_integer(name, value, at_least=at_least)
 
 
 def optional(check: Check) -> Check:
@@ -48,7 +48,7 @@ def boolean(name: str, value: object) -> bool:
     True
     """
     if not isinstance(value, bool):
-        raise HelmscopeError(f"{name} is {shown(value)}, but it must be true or false")
+        raise HelmscopeError(f"{name} is {short_repr(value)}, but it must be true or false")
     return value
 
 
@@ -59,7 +59,7 @@ def text(name: str, value: object) -> str:
     'cpu'
     """
     if not isinstance(value, str) or not value.strip():
-        raise HelmscopeError(f"{name} is {shown(value)}, but it must be a nonempty string")
+        raise HelmscopeError(f"{name} is {short_repr(value)}, but it must be a nonempty string")
     return value
 
 
@@ -71,7 +71,7 @@ def path(name: str, value: object) -> str:
     'mine'
     """
     if not isinstance(value, str | Path) or not str(value).strip():
-        raise HelmscopeError(f"{name} is {shown(value)}, but it must be a nonempty name or path")
+        raise HelmscopeError(f"{name} is {short_repr(value)}, but it must be a nonempty name or path")
     return str(value)
 
 
@@ -83,7 +83,7 @@ def items(name: str, value: object) -> Sequence[object]:
     """
     values = value.tolist() if hasattr(value, "tolist") else value
     if not isinstance(values, list | tuple):
-        raise HelmscopeError(f"{name} is {shown(value)}, but it must be a list")
+        raise HelmscopeError(f"{name} is {short_repr(value)}, but it must be a list")
     return values
 
 
@@ -97,7 +97,7 @@ def list_of(check: Check, *, min_length: int = 0) -> Check:
     def checked(name: str, value: object) -> tuple[Any, ...]:
         values = tuple(check(f"{name}[{i}]", item) for i, item in enumerate(items(name, value)))
         if len(values) < min_length:
-            raise HelmscopeError(f"{name} is {shown(value)}, but it must have a length of at least {min_length}")
+            raise HelmscopeError(f"{name} is {short_repr(value)}, but it must have a length of at least {min_length}")
         return values
 
     return checked
@@ -109,7 +109,7 @@ def times(name: str, value: object) -> str | tuple[float, ...]:
     >>> times("times", [0, 1]), times("times", "0:10:101")
     ((0.0, 1.0), '0:10:101')
     """
-    values = increasing_times(expand_range(name, value, max_count=MAX_TIMES))
+    values = check_times(expand_range(name, value, max_count=MAX_TIMES))
     return value if isinstance(value, str) else tuple(values)
 
 
@@ -137,10 +137,10 @@ def expand_range(name: str, value: object, *, max_count: int = MAX_TIMES) -> lis
     parts = value.split(":")
     if len(parts) != 3 or not _is_count(parts[2]) or not 2 <= int(parts[2]) <= max_count:
         raise HelmscopeError(
-            f"{name} is {shown(value)}, but it must be numbers such as 0,1,5 or a range FROM:TO:COUNT such as 0:9:91, "
-            f"with COUNT from 2 to {max_count}"
+            f"{name} is {short_repr(value)}, but it must be numbers such as 0,1,5 or a range FROM:TO:COUNT such as "
+            f"0:9:91, with COUNT from 2 to {max_count}"
         )
-    first, last = (real_number(name, parse_number(part)) for part in parts[:2])
+    first, last = (check_real(name, parse_number(part)) for part in parts[:2])
     steps = int(parts[2]) - 1
     return [first + (last - first) * k / steps for k in range(steps + 1)]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from helmscope.runs.progress import print_status
-from helmscope.runs.run import RunResult, run
+from helmscope.runs.run_units import RunResult, run_units
 from helmscope.store.manifest import Manifest
 from helmscope.store.run_folder import RunFolder
 from helmscope.types import MissingExtra
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Result:
-    """The result of a job, the base class of ``SimulationResult``, ``PhaseResult``, ``TrialsResult`` and
-    ``ReportResult``.
+    """The result of a job, the base class of ``SimulationResult``, ``DensityResult``, ``PhaseResult``,
+    ``TrialsResult`` and ``ReportResult``.
 
     ``spec`` is the spec that was run, ``folder`` the run folder with all files, and ``notes`` has one sentence for each
     output that could not be produced, such as a picture when matplotlib is not installed.
@@ -84,7 +84,7 @@ class Job(ABC):
         """The manifest of a run that starts now."""
         return Manifest.collect(
             command=command,
-            seed=self.spec.fields["seed"],
+            seed=self.spec.fields.get("seed", 0),  # a density has none: nothing in it is random
             dtype=self.dtype,
             device=self.device,
             threads=engine.threads,
@@ -98,7 +98,7 @@ class Job(ABC):
 
     def run_units(self, work: Work, heading: str) -> RunResult:
         """Run the units; ``heading`` starts the lines of progress."""
-        return run(
+        return run_units(
             self.units,
             work.folder,
             manifest=work.manifest,

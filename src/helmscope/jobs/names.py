@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from helmscope.types import HelmscopeError, check_memory, known_name, type_with_article
+from helmscope.types import HelmscopeError, check_memory, check_name, type_with_article
 
 if TYPE_CHECKING:
     import torch
@@ -30,15 +30,17 @@ class Names:
 
     what: str
     places: Mapping[str, str]
+    excluded: tuple[str, ...] = ()  # names that are not misspelt, so that the closest match would not help
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.places)
 
     def check(self, name: object) -> str:
         """Return ``name``; an unknown one raises ``HelmscopeError`` with the closest match."""
-        if not isinstance(name, str):
-            raise HelmscopeError(f"{self.what} is {type_with_article(name)}, but it must be one of {', '.join(self)}")
-        return known_name(self.what, name, self.places)
+        if not isinstance(name, str) or name in self.excluded:
+            shown = f"'{name}'" if isinstance(name, str) else type_with_article(name)
+            raise HelmscopeError(f"{self.what} is {shown}, but it must be one of {', '.join(self)}")
+        return check_name(self.what, name, self.places)
 
     def load(self, name: str) -> Any:
         """Import and return the object of that name."""
@@ -62,6 +64,14 @@ STARTS = Names(
         "orthonormal": "helmscope.theory.starts:Orthonormal",
     },
 )
+NONE = "none"
+DENSITY_FIELDS = Names(
+    "field", {name: FIELDS.places[name] for name in ("sa", "usa")} | {NONE: ""}, excluded=("sinkhorn",)
+)
+DENSITY_STARTS = Names(
+    "start",
+    {"uniform": "helmscope.jobs.density:perturbed_uniform", "vmf": "helmscope.jobs.density:von_mises_fisher"},
+)
 STEPPERS = Names(
     "stepper",
     {
@@ -73,7 +83,7 @@ STEPPERS = Names(
         "geodesic-heun": "helmscope.solve.geodesic_heun:GeodesicHeun",
         "geodesic-rk4": "helmscope.solve.geodesic_rk4:GeodesicRK4",
         "layer": "helmscope.solve.layer:Layer",
-        "published": "helmscope.solve.published_euler:PublishedEuler",
+        "unprojected-euler": "helmscope.solve.unprojected_euler:UnprojectedEuler",
         "euler-maruyama": "helmscope.solve.euler_maruyama:EulerMaruyama",
         "stochastic-heun": "helmscope.solve.stochastic_heun:StochasticHeun",
         "noisy-layer": "helmscope.solve.noisy_layer:NoisyLayer",
@@ -91,7 +101,7 @@ SUMMATIONS = Names(
         "flash": "helmscope.kernels.flash:Flash",
     },
 )
-DTYPES = Names("dtype", {"float64": "torch:float64", "float32": "torch:float32"})
+DTYPES = Names("dtype", {"float64": "torch:float64", "float32": "torch:float32"}, excluded=("bfloat16", "float16"))
 MODEL_DTYPES = Names("dtype", {**DTYPES.places, "bfloat16": "torch:bfloat16", "float16": "torch:float16"})
 
 

@@ -15,7 +15,7 @@ from helmscope.jobs.checks import Check, boolean, integer, list_of, number, opti
 from helmscope.jobs.job import Job, PictureWriter, Result, Work
 from helmscope.jobs.spec import Spec
 from helmscope.runs.unit import Unit
-from helmscope.types import HelmscopeError, check_memory, seed_number
+from helmscope.types import HelmscopeError, check_memory, check_seed
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -75,7 +75,7 @@ class Phase(Spec, frozen=True, kw_only=True, tag="phase"):
         "samples": integer(1),
         "delta": number(at_least=0),
         "published": optional(boolean),
-        "seed": lambda _, value: seed_number(value),
+        "seed": lambda _, value: check_seed(value),
         "dtype": optional(lambda _, value: names.DTYPES.check(value)),
         "device": checks.text,
     }
@@ -114,7 +114,7 @@ class Phase(Spec, frozen=True, kw_only=True, tag="phase"):
         return checks.expand_range("betas", self.betas)
 
     @property
-    def physics(self) -> dict[str, Any]:
+    def shared_parameters(self) -> dict[str, Any]:
         """The fields other than ``dims`` and ``betas``: what the result at one dimension and beta depends on."""
         return {name: value for name, value in self.fields.items() if name not in ("dims", "betas")}
 
@@ -137,7 +137,11 @@ class Phase(Spec, frozen=True, kw_only=True, tag="phase"):
         return lambda beta: kind(beta, **options)
 
     def diagram(self, dim: int) -> xr.Dataset:
-        """Compute the diagram of one dimension, over (beta, time)."""
+        """Compute the diagram of one dimension, over (beta, time).
+
+        >>> Phase(n=4, betas=[1], times=[0, 9], samples=4).diagram(8).probability.dims
+        ('beta', 'time')
+        """
         from helmscope.fields.noise import IsotropicNoise
         from helmscope.observe.phase import phase_diagram, published_probability
         from helmscope.theory.starts import Uniform
@@ -169,7 +173,11 @@ class Phase(Spec, frozen=True, kw_only=True, tag="phase"):
         betas = self.beta_values
         size = -(-len(betas) // UNITS_PER_DIM)
         units = [
-            Unit(f"d{dim}-{k:05d}", phase_unit, {"dim": dim, "betas": betas[k : k + size], "physics": self.physics})
+            Unit(
+                f"d{dim}-{k:05d}",
+                phase_unit,
+                {"dim": dim, "betas": betas[k : k + size], "shared_parameters": self.shared_parameters},
+            )
             for dim in self.dim_values
             for k in range(0, len(betas), size)
         ]
@@ -199,35 +207,35 @@ def default_dtype(device: str) -> str:
     return names.AUTO if device.startswith("cuda") else "float64"
 
 
-def phase_unit(dim: int, betas: list[float], physics: dict[str, Any]) -> xr.Dataset:
+def phase_unit(dim: int, betas: list[float], shared_parameters: dict[str, Any]) -> xr.Dataset:
     """Unit of work: the diagram of one dimension at some betas."""
-    return Phase(dims=(dim,), betas=tuple(betas), **physics).diagram(dim)
+    return Phase(dims=(dim,), betas=tuple(betas), **shared_parameters).diagram(dim)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class PhaseResult(Result):
     """The result of ``Phase``: the ``diagram`` over (dim, beta, time), the ``half_time`` at which the probability is
-    1/2, the number of samples that were ``lost`` (not integrated to the last time), and the paths of ``picture`` and
-    ``page``, None if they could not be drawn.
+    1/2, the number of ``lost_samples``, which were not integrated to the last time, and the paths of
+    ``picture`` and ``page``, None if they could not be drawn.
 
     >>> import tempfile
     >>> from helmscope.jobs import run
     >>> with tempfile.TemporaryDirectory() as root:
     ...     result = run(Phase(n=4, dims=[8], betas=[1], times=[0, 9], samples=4), folder=f"{root}/run")
-    >>> result.ok, result.lost, dict(result.diagram.probability.sizes)
+    >>> result.ok, result.lost_samples, dict(result.diagram.probability.sizes)
     (True, 0, {'dim': 1, 'beta': 1, 'time': 2})
     """
 
     diagram: xr.Dataset
     half_time: xr.Dataset
-    lost: int
+    lost_samples: int
     picture: Path | None = None
     page: Path | None = None
 
     @property
     def ok(self) -> bool:
         """Whether every sample was integrated to the last time."""
-        return self.lost == 0
+        return self.lost_samples == 0
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -262,7 +270,7 @@ class PhaseJob(Job):
             folder=folder,
             diagram=data,
             half_time=half,
-            lost=int(data.lost.sum()),
+            lost_samples=int(data.lost_samples.sum()),
             picture=pictures.write("picture", "phase.png", lambda: style.png(phase_figure(data))),
             page=pictures.write("page", "phase.html", lambda: phase_page(data).encode()),
             notes=tuple(pictures.notes),
@@ -273,7 +281,7 @@ class PhaseJob(Job):
         from helmscope.observe.hitting_curve import hitting_curve
 
         spec = self.spec
-        if spec.nu > 0 or not any(math.isfinite(t) for t in data.curve.values.flat):
+        if spec.nu > 0 or not any(math.isfinite(t) for t in data.hitting_time.values.flat):
             return data
         fine = hitting_curve(spec.flow(spec.dim_values[0]), betas=spec.beta_values, n=spec.n, delta=spec.delta)
         return data.assign_coords(fine.coords)
@@ -291,7 +299,7 @@ def join_diagrams(parts: list[xr.Dataset]) -> xr.Dataset:
         xr.concat(blocks, dim="beta", coords="minimal", **how).expand_dims({"dim": [dim]})
         for dim, blocks in by_dim.items()
     ]
-    data = xr.concat(rows, dim="dim", coords=["lost"], **how)
+    data = xr.concat(rows, dim="dim", coords=["lost_samples"], **how)
     methods = {
         key: " / ".join(dict.fromkeys(str(part.attrs[key]) for part in parts)) for key in ("summation", "stepper")
     }

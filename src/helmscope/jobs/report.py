@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from helmscope.jobs import trials
 from helmscope.jobs.job import Work
 from helmscope.jobs.trials import Trials, TrialsJob, TrialsResult
-from helmscope.models.boxed import is_boxed
+from helmscope.models.bundled_models import is_bundled
 
 if TYPE_CHECKING:
     from helmscope.claims.run_trials import PlannedTrial
@@ -21,7 +21,7 @@ PAGE = "report.html"
 
 class Report(Trials, frozen=True, kw_only=True, tag="report"):
     """Spec for trying claims as ``Trials`` does and writing report.html, one self-contained page about all claims of
-    the catalogue. The fields are those of ``Trials``, but the models in the box are tried on the held-back texts.
+    the catalogue. The fields are those of ``Trials``, but the bundled models are tried on the held-back texts.
 
     >>> import tempfile
     >>> from helmscope.jobs import run
@@ -92,7 +92,7 @@ class ReportJob(TrialsJob):
         words += (
             () if planned.other is None or self.subjects.other is not None else ("--other", str(planned.other.model))
         )
-        held_back = self.original.held_back and self.original.texts is None and is_boxed(planned.subject.model)
+        held_back = self.original.held_back and self.original.texts is None and is_bundled(planned.subject.model)
         return words + self.subjects.options + (("--held-back",) if held_back else ())
 
     def execute(self, work: Work) -> ReportResult:

@@ -9,14 +9,14 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 from helmscope.jobs.job import Job, Result, Work
-from helmscope.jobs.spec import Spec, check_spec, from_toml, to_toml
+from helmscope.jobs.spec import Spec, check_spec, spec_from_toml, spec_to_toml
 from helmscope.runs.attempt import check_engine
 from helmscope.runs.bar import reporting
 from helmscope.runs.plan import read_parts
 from helmscope.runs.progress import print_status
 from helmscope.runs.serial import Serial
 from helmscope.store.run_folder import MANIFEST, SPEC, RunFolder
-from helmscope.types import HelmscopeError, shown
+from helmscope.types import HelmscopeError, short_repr
 
 if TYPE_CHECKING:
     from helmscope.jobs.cost import Estimate
@@ -42,13 +42,14 @@ class Interrupted(KeyboardInterrupt):
     """A job was interrupted; ``folder`` has its spec and the finished units.
 
     >>> str(Interrupted(RunFolder("runs/a")))
-    "finished units are kept in runs/a: run(read('runs/a'), folder='runs/a', resume=True) continues the run"
+    "finished units are kept in runs/a: run(read_spec('runs/a'), folder='runs/a', resume=True) continues the run"
     """
 
     def __init__(self, folder: RunFolder) -> None:
         place = str(folder.path)
         super().__init__(
-            f"finished units are kept in {place}: run(read({place!r}), folder={place!r}, resume=True) continues the run"
+            f"finished units are kept in {place}: run(read_spec({place!r}), folder={place!r}, resume=True) continues "
+            "the run"
         )
         self.folder = folder
 
@@ -63,8 +64,8 @@ def run(
     allow_mixed: bool = False,
     command: Sequence[str] | None = None,
 ) -> Result:
-    """Run a spec and return its result: a ``SimulationResult``, ``PhaseResult``, ``TrialsResult`` or ``ReportResult``.
-    The command line writes the same bytes.
+    """Run a spec and return its result: a ``SimulationResult``, ``DensityResult``, ``PhaseResult``, ``TrialsResult`` or
+    ``ReportResult``. The command line writes the same bytes.
 
     ``folder`` is a new or empty folder, by default runs/JOB-DATE-TIME; spec.toml is written there with the results.
     With ``resume`` it is the folder of an interrupted run, which is continued; if that run was started with another
@@ -88,7 +89,7 @@ def run(
     check_engine(engine)
     for name, value in (("show_progress", show_progress), ("resume", resume), ("allow_mixed", allow_mixed)):
         if not isinstance(value, bool) and (name, value) != ("show_progress", None):
-            raise HelmscopeError(f"{name} is {shown(value)}, but it must be True or False")
+            raise HelmscopeError(f"{name} is {short_repr(value)}, but it must be True or False")
     with reporting(False):  # a check may compute a small example
         job = spec.prepare()
     manifest = job.manifest(engine, sys.argv if command is None else command)
@@ -118,7 +119,8 @@ def estimate(spec: Spec) -> Estimate:
     '1 trial: roughly 1 s on one core, 450 MB'
     """
     check_spec(spec)
-    return spec.estimate()
+    with reporting(None, "estimating"):
+        return spec.estimate()
 
 
 def _open_folder(
@@ -140,7 +142,7 @@ def _open_folder(
         if (place.path / MANIFEST).is_file():  # another process was faster
             raise FolderInUse(place.path)
         place.write_manifest(manifest)
-        place.write_spec(to_toml(job.spec))
+        place.write_spec(spec_to_toml(job.spec))
     return place
 
 
@@ -152,9 +154,9 @@ def _check_same(spec: Spec, folder: RunFolder) -> None:
     if not folder.has_spec():
         if plan is None:  # killed right after writing its manifest
             with folder.lock():
-                folder.write_spec(to_toml(spec))
+                folder.write_spec(spec_to_toml(spec))
         return
-    original = from_toml(folder.read_spec(), str(folder.path / SPEC))
+    original = spec_from_toml(folder.read_spec(), str(folder.path / SPEC))
     changes = changed_fields(original, spec)
     if changes:
         raise HelmscopeError(
@@ -172,4 +174,4 @@ def changed_fields(original: Spec, current: Spec) -> list[str]:
     if original.job != current.job:
         return [f"job {original.job} (now {current.job})"]
     old, new = original.fields, current.fields
-    return [f"{name} {shown(old[name])} (now {shown(new[name])})" for name in old if old[name] != new[name]]
+    return [f"{name} {short_repr(old[name])} (now {short_repr(new[name])})" for name in old if old[name] != new[name]]

@@ -14,13 +14,13 @@ from helmscope.jobs.job import Job, PictureWriter, Result, Work
 from helmscope.jobs.spec import Spec
 from helmscope.runs.unit import Unit
 from helmscope.solve.stepper import NOISY_STEP
-from helmscope.types import HelmscopeError, seed_number
+from helmscope.types import HelmscopeError, check_seed
 
 if TYPE_CHECKING:
     import xarray as xr
 
     from helmscope.jobs.cost import Estimate
-    from helmscope.runs.run import RunResult
+    from helmscope.runs.run_units import RunResult
     from helmscope.solve.problem import Problem
     from helmscope.solve.stepper import Stepper
     from helmscope.types import Outcome, Trajectory
@@ -92,7 +92,7 @@ class Simulate(Spec, frozen=True, kw_only=True, tag="simulate"):
         "delta": number(at_least=0),
         "radius": number(at_least=0),
         "chunk": optional(integer(1)),
-        "seed": lambda _, value: seed_number(value),
+        "seed": lambda _, value: check_seed(value),
         "dtype": lambda _, value: names.DTYPES.check(value),
         "device": checks.text,
     }
@@ -144,10 +144,10 @@ class Simulate(Spec, frozen=True, kw_only=True, tag="simulate"):
         return self.chunk or -(-self.batch // UNITS)
 
     @property
-    def physics(self) -> dict[str, Any]:
+    def state_parameters(self) -> dict[str, Any]:
         """The fields that the states depend on: all except ``delta``, ``radius`` and ``chunk``.
 
-        >>> "delta" in Simulate().physics
+        >>> "delta" in Simulate().state_parameters
         False
         """
         return {name: value for name, value in self.fields.items() if name not in OVERVIEW_FIELDS}
@@ -189,7 +189,7 @@ class Simulate(Spec, frozen=True, kw_only=True, tag="simulate"):
             Unit(
                 f"systems-{k:06d}",
                 simulate_unit,
-                {"first": k, "last": min(k + size, self.batch), "physics": self.physics},
+                {"first": k, "last": min(k + size, self.batch), "state_parameters": self.state_parameters},
             )
             for k in range(0, self.batch, size)
         ]
@@ -223,13 +223,13 @@ def make_stepper(spec: Simulate) -> Stepper:
     return stepper
 
 
-def simulate_unit(first: int, last: int, physics: dict[str, Any]) -> xr.Dataset:
+def simulate_unit(first: int, last: int, state_parameters: dict[str, Any]) -> xr.Dataset:
     """Unit of work: the states of the systems ``first`` to ``last`` - 1, and the status of each at its end. The result
     of a system does not depend on its unit.
     """
     import xarray as xr
 
-    spec = Simulate(**physics)
+    spec = Simulate(**state_parameters)
     problem = spec.problem().part(first, last)
     with explain_memory_error(n=spec.n, batch=last - first):
         run = problem.run()
@@ -253,7 +253,7 @@ class SimulationResult(Result):
     >>> from helmscope.jobs import run
     >>> with tempfile.TemporaryDirectory() as root:
     ...     result = run(Simulate(n=8, batch=2, times=[0, 5]), folder=f"{root}/run")
-    >>> result.ok, result.trajectory.states.shape, "clusters" in result.overview
+    >>> result.ok, result.trajectory.states.shape, "cluster_count" in result.overview
     (True, torch.Size([2, 2, 8, 3]), True)
     """
 

@@ -1,4 +1,4 @@
-"""Specs: descriptions of jobs as data. ``read`` and ``write`` convert them from and to TOML."""
+"""Specs: descriptions of jobs as data. ``read_spec`` and ``write_spec`` convert them from and to TOML."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from helmscope.jobs.toml import encode_toml
 from helmscope.store.atomic import as_path, explained, write_bytes
 from helmscope.store.printable import printable
 from helmscope.store.run_folder import SPEC
-from helmscope.types import HelmscopeError, known_name, shown, type_with_article
+from helmscope.types import HelmscopeError, check_name, short_repr, type_with_article
 
 if TYPE_CHECKING:
     from helmscope.jobs.cost import Estimate
@@ -31,18 +31,19 @@ class _NamedFields(msgspec.StructMeta):
     def __call__(cls, *args: object, **fields: object) -> Any:
         if args:
             raise HelmscopeError(
-                f"{cls.__name__} is given {shown(args[0])} without a name, but its fields must be named, such as "
+                f"{cls.__name__} is given {short_repr(args[0])} without a name, but its fields must be named, such as "
                 f"{cls.__name__}(seed=0)"
             )
         for name in fields:
-            known_name(f"keyword of {cls.__name__}", name, cls.__struct_fields__)
+            check_name(f"keyword of {cls.__name__}", name, cls.__struct_fields__)
         return super().__call__(**fields)
 
 
 class Spec(
     msgspec.Struct, metaclass=_NamedFields, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field=JOB
 ):
-    """The description of a job, the base class of ``Simulate``, ``Phase``, ``Trials`` and ``Report``.
+    """The description of a job, the base class of ``Simulate``, ``EvolveDensity``, ``Phase``, ``Trials`` and
+    ``Report``.
 
     Every field has one canonical form, so that equal jobs have equal specs. A bad value raises a ``HelmscopeError``
     when the spec is constructed; what depends on the files or the hardware of this machine is checked by ``prepare``.
@@ -70,7 +71,7 @@ class Spec(
     def __post_init__(self) -> None:
         if isinstance(self.version, bool) or self.version != VERSION:
             raise HelmscopeError(
-                f"version is {shown(self.version)}, but this helmscope reads only version {VERSION} of the format"
+                f"version is {short_repr(self.version)}, but this helmscope reads only version {VERSION} of the format"
             )
         for name, check in self.checks.items():
             self._set(name, check(name, getattr(self, name)))
@@ -108,7 +109,12 @@ class Spec(
         return {name: value for name, value in msgspec.structs.asdict(self).items() if name != "version"}
 
     def prepare(self) -> Job:
-        """Check everything that can be checked in advance and return the job. Writes nothing."""
+        """Check everything that can be checked in advance and return the job. Writes nothing.
+
+        >>> from helmscope.jobs import Simulate
+        >>> len(Simulate(n=4, batch=2, times=[0, 1]).prepare().units)
+        2
+        """
         raise NotImplementedError
 
     def units(self) -> list[Unit]:
@@ -121,15 +127,20 @@ class Spec(
         return self.prepare().units
 
     def estimate(self) -> Estimate:
-        """Estimate the cost of the job."""
+        """Estimate the cost of the job.
+
+        >>> from helmscope.jobs import Trials
+        >>> str(Trials(claims=["kuramoto"]).estimate())
+        '1 trial: roughly 1 s on one core, 450 MB'
+        """
         raise NotImplementedError
 
 
-def to_toml(spec: Spec) -> str:
+def spec_to_toml(spec: Spec) -> str:
     """Encode a spec as TOML; fields that are None are omitted.
 
     >>> from helmscope.jobs import Trials
-    >>> print(to_toml(Trials(claims=["rate"])), end="")
+    >>> print(spec_to_toml(Trials(claims=["rate"])), end="")
     job = "trials"
     version = 1
     claims = ["rate"]
@@ -143,13 +154,13 @@ def to_toml(spec: Spec) -> str:
     return encode_toml({JOB: spec.job, **msgspec.structs.asdict(spec)}, f"the {spec.job} spec")
 
 
-def from_data(data: Mapping[str, Any], what: str = "the spec") -> Spec:
+def spec_from_dict(data: Mapping[str, Any], what: str = "the spec") -> Spec:
     """Build a spec from a mapping with the key ``job``, such as parsed TOML or JSON. An unknown job, unknown key or
     bad value raises a ``HelmscopeError``, in which ``what`` names the origin of the data.
 
-    >>> from_data({"job": "simulate", "beta": 1}).beta
+    >>> spec_from_dict({"job": "simulate", "beta": 1}).beta
     1.0
-    >>> from_data({"job": "simulate", "bta": 1.0})
+    >>> spec_from_dict({"job": "simulate", "bta": 1.0})
     Traceback (most recent call last):
     helmscope.types.HelmscopeError: unknown key of the spec 'bta': did you mean 'beta'?
     """
@@ -158,19 +169,19 @@ def from_data(data: Mapping[str, Any], what: str = "the spec") -> Spec:
     kinds = {str(kind.__struct_config__.tag): kind for kind in _spec_classes()}
     job = data.get(JOB)
     if not isinstance(job, str):
-        problem = "is missing" if job is None else f"is {shown(job)}"
+        problem = "is missing" if job is None else f"is {short_repr(job)}"
         raise HelmscopeError(f"{JOB} of {what} {problem}, but it must be one of {', '.join(sorted(kinds))}")
-    kind = kinds[known_name(f"{JOB} of {what}", printable(job), kinds)]
+    kind = kinds[check_name(f"{JOB} of {what}", printable(job), kinds)]
     values = {key: value for key, value in data.items() if key != JOB}
     for key in values:
-        known_name(f"key of {what}", printable(str(key)), kind.__struct_fields__)
+        check_name(f"key of {what}", printable(str(key)), kind.__struct_fields__)
     return kind(**values)
 
 
-def from_toml(text: str, what: str = "the spec") -> Spec:
+def spec_from_toml(text: str, what: str = "the spec") -> Spec:
     """Parse a spec from TOML; ``what`` names the text in error messages.
 
-    >>> from_toml('job = "simulate"').beta
+    >>> spec_from_toml('job = "simulate"').beta
     4.0
     """
     try:
@@ -178,12 +189,12 @@ def from_toml(text: str, what: str = "the spec") -> Spec:
     except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise HelmscopeError(f"{what} is not TOML: {error}") from None
     try:
-        return from_data(data, what)
+        return spec_from_dict(data, what)
     except HelmscopeError as error:
         raise HelmscopeError(str(error) if what in str(error) else f"{what} is not valid: {error}") from None
 
 
-def read(path: str | os.PathLike[str]) -> Spec:
+def read_spec(path: str | os.PathLike[str]) -> Spec:
     """Read a spec from a TOML file, or the spec of the run in a run folder.
 
     A file that cannot be read, is not UTF-8 or TOML, or has an unknown key or a bad value raises a
@@ -192,8 +203,8 @@ def read(path: str | os.PathLike[str]) -> Spec:
     >>> import tempfile
     >>> from helmscope.jobs import Simulate
     >>> with tempfile.NamedTemporaryFile(suffix=".toml") as file:
-    ...     write(Simulate(beta=9.0), file.name)
-    ...     read(file.name).beta
+    ...     write_spec(Simulate(beta=9.0), file.name)
+    ...     read_spec(file.name).beta
     9.0
     """
     place = as_path("path", path)
@@ -202,26 +213,26 @@ def read(path: str | os.PathLike[str]) -> Spec:
     with explained(f"read {place}"):
         data = place.read_bytes()
     try:
-        return from_toml(data.decode("utf-8-sig"), str(place))
+        return spec_from_toml(data.decode("utf-8-sig"), str(place))
     except UnicodeDecodeError:
         raise HelmscopeError(f"{place} is not UTF-8 text, but a TOML file must be") from None
 
 
-def write(spec: Spec, path: str | os.PathLike[str]) -> None:
-    """Write a spec to a TOML file atomically; ``read`` returns an equal spec.
+def write_spec(spec: Spec, path: str | os.PathLike[str]) -> None:
+    """Write a spec to a TOML file atomically; ``read_spec`` returns an equal spec.
 
     >>> import tempfile
     >>> from helmscope.jobs import Phase
     >>> with tempfile.TemporaryDirectory() as root:
-    ...     write(Phase(n=8), f"{root}/spec.toml")
-    ...     read(f"{root}/spec.toml") == Phase(n=8)
+    ...     write_spec(Phase(n=8), f"{root}/spec.toml")
+    ...     read_spec(f"{root}/spec.toml") == Phase(n=8)
     True
 
-    >>> write("simulate", "spec.toml")
+    >>> write_spec("simulate", "spec.toml")
     Traceback (most recent call last):
     helmscope.types.HelmscopeError: spec is 'simulate', but it must be a spec of helmscope.jobs, such as Simulate()
     """
-    write_bytes(as_path("path", path), to_toml(spec).encode())
+    write_bytes(as_path("path", path), spec_to_toml(spec).encode())
 
 
 def check_spec(spec: object) -> None:
@@ -232,14 +243,15 @@ def check_spec(spec: object) -> None:
     helmscope.types.HelmscopeError: spec is {'job': 'phase'}, but it must be a spec of helmscope.jobs, ...
     """
     if not isinstance(spec, Spec) or type(spec) is Spec:
-        raise HelmscopeError(f"spec is {shown(spec)}, but it must be a spec of helmscope.jobs, such as Simulate()")
+        raise HelmscopeError(f"spec is {short_repr(spec)}, but it must be a spec of helmscope.jobs, such as Simulate()")
 
 
 def _spec_classes() -> list[type[Spec]]:
     """The kinds of spec that can be read. Imported late, since their files import this one."""
+    from helmscope.jobs.density import EvolveDensity
     from helmscope.jobs.phase import Phase
     from helmscope.jobs.report import Report
     from helmscope.jobs.simulate import Simulate
     from helmscope.jobs.trials import Trials
 
-    return [Phase, Report, Simulate, Trials]
+    return [EvolveDensity, Phase, Report, Simulate, Trials]

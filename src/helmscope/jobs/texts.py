@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from helmscope.claims.judge import FEW_REPLICATES
-from helmscope.types import HelmscopeError, check_memory, counted
+from helmscope.types import HelmscopeError, check_memory, pluralized
 
 if TYPE_CHECKING:
     from helmscope.jobs.trials import Trials
@@ -40,8 +40,8 @@ class TrialSubjects:
             short = next((i for i, ids in enumerate(subject.token_ids) if len(ids) < MIN_TOKENS), None)
             if short is not None:
                 raise HelmscopeError(
-                    f"texts[{short}] has {counted(len(subject.token_ids[short]), 'token')} for model {subject.name}, "
-                    f"but a trial needs at least {MIN_TOKENS} in each"
+                    f"texts[{short}] has {pluralized(len(subject.token_ids[short]), 'token')} for model "
+                    f"{subject.name}, but a trial needs at least {MIN_TOKENS} in each"
                 )
             size = subject_size(subject)
             amounts = f"{size.parameters:,} parameters on {size.tokens:,} tokens"
@@ -51,8 +51,8 @@ class TrialSubjects:
     def notices(self) -> tuple[str, ...]:
         """What the number of texts of each subject does not allow to decide, as sentences."""
         return tuple(
-            f"{subject.name} has {counted(len(subject.texts), 'text')}: with fewer than {FEW_REPLICATES} an interval "
-            "over prompts assumes that they are normally distributed, and most claims remain inconclusive"
+            f"{subject.name} has {pluralized(len(subject.texts), 'text')}: with fewer than {FEW_REPLICATES} an "
+            "interval over prompts assumes that they are normally distributed, and most claims remain inconclusive"
             for subject in self.named
             if len(subject.texts) < FEW_REPLICATES
         )

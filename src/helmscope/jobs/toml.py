@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Mapping
 
-from helmscope.types import HelmscopeError, shown
+from helmscope.types import HelmscopeError, short_repr
 
 
 def encode_toml(values: Mapping[str, object], what: str) -> str:
@@ -34,7 +34,9 @@ def _encode_value(value: object, what: str) -> str:
         return repr(value)
     if isinstance(value, list | tuple):
         return f"[{', '.join(_encode_value(item, what) for item in value)}]"
-    raise HelmscopeError(f"{what} is {shown(value)}, but it must be a string, finite number, boolean or list of them")
+    raise HelmscopeError(
+        f"{what} is {short_repr(value)}, but it must be a string, finite number, boolean or list of them"
+    )
 
 
 def _encode_string(value: str, what: str) -> str:
@@ -42,5 +44,5 @@ def _encode_string(value: str, what: str) -> str:
     try:
         value.encode()
     except UnicodeEncodeError:
-        raise HelmscopeError(f"{what} is {shown(value)}, but TOML requires text that UTF-8 can encode") from None
+        raise HelmscopeError(f"{what} is {short_repr(value)}, but TOML requires text that UTF-8 can encode") from None
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -13,7 +13,7 @@ from helmscope.jobs import checks
 from helmscope.jobs.checks import Check, boolean, list_of, optional
 from helmscope.jobs.job import Job, Result, Work
 from helmscope.jobs.spec import Spec
-from helmscope.types import HelmscopeError, known_name, seed_number
+from helmscope.types import HelmscopeError, check_seed
 
 if TYPE_CHECKING:
     from helmscope.claims.run_trials import PlannedTrial, TrialsFailed
@@ -29,7 +29,7 @@ class Trials(Spec, frozen=True, kw_only=True, tag="trials"):
     ``quick`` uses fewer replicates. ``folder`` contains your own claims: one ID.toml per claim, and Python files,
     **which are run**. ``models`` are the models to try the claims on, one verdict each: "A", "B" or "tied", folders or
     Hub ids; by default each claim names its own. ``texts`` is a file with one text per line or a JSON list;
-    ``truncate`` cuts them to the model's context. ``held_back`` uses the held-back texts of the models in the box, on
+    ``truncate`` cuts them to the model's context. ``held_back`` uses the held-back texts of the bundled models, on
     which published verdicts are based. ``other`` is a second model, for claims that compare two.
 
     >>> import tempfile
@@ -60,14 +60,17 @@ class Trials(Spec, frozen=True, kw_only=True, tag="trials"):
         "other": optional(checks.path),
         "truncate": boolean,
         "held_back": boolean,
-        "seed": lambda _, value: seed_number(value),
+        "seed": lambda _, value: check_seed(value),
     }
 
     def _complete(self) -> None:
         needs_model = {"texts": self.texts, "other": self.other, "truncate": self.truncate or None}
         for name, value in needs_model.items():
             if value is not None and not self.models:
-                raise HelmscopeError(f"{name} is set, but models is not: name A, B, tied, a folder or a Hub id")
+                raise HelmscopeError(
+                    f"{name} is set without a model: add models=['A'], on the command line --model A, where A may also "
+                    "be B, tied, a folder or a Hub id"
+                )
 
     def prepare(self) -> TrialsJob:
         """Return the job; an unusable claim, model or text raises ``HelmscopeError``. Runs the code in ``folder``."""
@@ -119,13 +122,12 @@ def code_notice(spec: Trials) -> str:
     >>> code_notice(Trials(claims=["rate"]))
     ''
     """
-    from helmscope.claims.reading import read_catalogue
+    from helmscope.claims.reading import check_claim
 
     if spec.folder is None:
         return ""
-    entries = read_catalogue(spec.folder)
     for claim in spec.claims:
-        known_name("claim", claim, entries)
+        check_claim(claim, spec.folder)
     files = ", ".join(path.name for path in sorted(Path(spec.folder).glob("*.py"))) or "no Python file"
     return f"running the code in {spec.folder}: {files}"
 
@@ -134,16 +136,16 @@ def plan(spec: Trials, subjects: TrialSubjects) -> list[PlannedTrial]:
     """The trials of a spec: those of the claims that it names, or of all that can be tried, on its models or on those
     that each claim names. A named claim that can be tried on none of the models raises ``HelmscopeError``.
     """
-    from helmscope.claims.reading import read_catalogue
-    from helmscope.claims.registry import experiments
+    from helmscope.claims.reading import check_claim, read_catalogue
+    from helmscope.claims.registry import experiments, registered
     from helmscope.claims.run_trials import plan_trials
 
     entries = read_catalogue(spec.folder)
     for claim in spec.claims:  # before the user's code runs
-        known_name("claim", claim, entries)
+        check_claim(claim, spec.folder)
     known = experiments(spec.folder)
     if not known:
-        raise HelmscopeError(f"folder is '{spec.folder}', but no function in it is decorated with experiment(ID)")
+        registered(next(iter(entries)), spec.folder)  # raises: names the entry that has no experiment
     compares, named = subjects.other is not None, subjects.subjects
     possible = [
         claim
@@ -198,8 +200,17 @@ class TrialsJob(Job):
 
     @property
     def notices(self) -> tuple[str, ...]:
-        """What the subjects do not allow to decide."""
-        return self.subjects.notices
+        """What the subjects do not allow to decide, and which of the user's claims are left out for want of an
+        experiment.
+        """
+        from helmscope.claims.reading import read_catalogue
+        from helmscope.claims.registry import experiments
+
+        folder = self.original.folder
+        if folder is None or self.original.claims:
+            return self.subjects.notices
+        missing = [claim for claim in read_catalogue(folder) if claim not in experiments(folder)]
+        return (*self.subjects.notices, *(f"{claim}.toml has no experiment and is not tried" for claim in missing))
 
     def cost(self) -> Estimate:
         """The estimated time and memory, without selecting the claims a second time."""

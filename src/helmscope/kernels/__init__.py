@@ -1,4 +1,5 @@
-"""Methods that compute attention sums over tokens. Fields specify what to sum; this package alone decides how."""
+"""Methods that compute attention sums over tokens. Fields specify what to sum; this package alone decides how.
+Statistics of attention weights are in ``hs.kernel``."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from helmscope.geometry.arithmetic import full_precision
 from helmscope.kernels.request import AttentionSum, Request, transformed
-from helmscope.types import HelmscopeError, whole_number
+from helmscope.types import HelmscopeError, check_integer
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -52,7 +52,7 @@ class Blockwise:
         if not isinstance(self.block, tuple) or len(self.block) != 2:
             raise HelmscopeError(f"block is {self.block!r}, but it must be two whole numbers (queries, keys) or None")
         for size in self.block:
-            whole_number("block", size, at_least=1)
+            check_integer("block", size, at_least=1)
 
     def refusal(self, request: Request) -> str | None:
         """Why it does not support a request; None if it does.

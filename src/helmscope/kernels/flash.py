@@ -118,6 +118,10 @@ class Flash:
 
         ``shift`` is the largest visible logit rounded up to a multiple of log 2, or |beta| where that bound is close
         enough.
+
+        >>> x = torch.eye(2, device="cuda")  # doctest: +SKIP
+        >>> Flash().sum(Request(x, x, x)).mean.device.type  # doctest: +SKIP
+        'cuda'
         """
         from helmscope.kernels.flash_triton import flash_kernel
 

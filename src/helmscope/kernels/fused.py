@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from helmscope.geometry.sphere import NORM_TOLERANCE
-from helmscope.types import HelmscopeError, increasing_times, real_number, type_with_article
+from helmscope.types import HelmscopeError, check_real, check_times, type_with_article
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -145,7 +145,7 @@ def fused_clustering(
       ...
     helmscope.types.HelmscopeError: the fused kernel is not applicable: x0 has dtype torch.float64, and it computes ...
     """
-    delta = real_number("delta", delta, above=0)
+    delta = check_real("delta", delta, above=0)
     if delta >= 1:
         raise HelmscopeError(f"delta is {delta:g}, but it must be below 1")
     if order not in (2, 4):
@@ -236,7 +236,7 @@ def _checked_flows(
     n: int, times: Sequence[float], betas: Tensor, steps: Tensor, values: Tensor | None, normalized: bool
 ) -> Flows:
     """Check the parameters of the flows; raises ``HelmscopeError`` if a step could overflow in float32."""
-    spans = torch.diff(torch.tensor([0.0, *increasing_times(times)], dtype=torch.float64, device="cpu"))
+    spans = torch.diff(torch.tensor([0.0, *check_times(times)], dtype=torch.float64, device="cpu"))
     betas = _checked_vector("betas", betas, None)
     steps = _checked_vector("steps", steps, len(betas))
     values = torch.ones_like(betas) if values is None else _checked_vector("values", values, len(betas))

@@ -26,7 +26,7 @@ from helmscope.kernels.harmonic_gpu import fits, gpu_sums
 from helmscope.kernels.harmonic_matrix import MAX_MATRIX_DEGREE, matrix_sums
 from helmscope.kernels.harmonic_series import circle_series, sphere_series
 from helmscope.kernels.request import AttentionSum, Request
-from helmscope.types import HelmscopeError, real_number
+from helmscope.types import HelmscopeError, check_real
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -62,7 +62,7 @@ class Harmonic:
     tol: float | None = None
 
     def __post_init__(self) -> None:
-        if self.tol is not None and real_number("tol", self.tol, above=0) >= 1:
+        if self.tol is not None and check_real("tol", self.tol, above=0) >= 1:
             raise HelmscopeError(f"tol is {self.tol:g}, but it must be below 1, the size of a term in units of e^beta")
 
     def refusal(self, request: Request) -> str | None:
@@ -80,7 +80,11 @@ class Harmonic:
         return None if deviation <= NORM_TOLERANCE[x.dtype] else "the series is for unit vectors"
 
     def refusal_without_values(self, request: Request) -> str | None:
-        """Like ``refusal``, but without reading tensor values, for which a GPU would have to synchronize."""
+        """Like ``refusal``, but without reading tensor values, for which a GPU would have to synchronize.
+
+        >>> x = torch.eye(2)
+        >>> Harmonic().refusal_without_values(Request(x, x, x, beta=1.0))
+        """
         x, beta = request.key, request.beta
         if (
             beta is None
@@ -146,6 +150,11 @@ class Harmonic:
         could exceed 1e-9 (1e-5 in float32).
 
         It synchronizes with the device once and returns a mask on the CPU. Systems that contain a NaN are not included.
+
+        >>> x = torch.eye(2)[None]
+        >>> request = Request(x, x, x, beta=1.0)
+        >>> Harmonic().inaccurate_systems(request, Harmonic().sum(request))
+        array([False])
         """
         x, weights, mass = request.key, request.weights, sums.mass[..., 0]
         shortest, longest = torch.linalg.vector_norm(x, dim=-1).aminmax(dim=-1)
@@ -169,7 +178,13 @@ class Harmonic:
         return self._sum_with_diagnostics(request)[0]
 
     def checked_sum(self, request: Request) -> tuple[AttentionSum, Bool[np.ndarray, "*batch"]]:
-        """The sums and a mask of the ``inaccurate_systems``, on a GPU from the diagnostics of its kernel."""
+        """The sums and a mask of the ``inaccurate_systems``, on a GPU from the diagnostics of its kernel.
+
+        >>> x = torch.eye(2)[None]
+        >>> sums, inaccurate = Harmonic().checked_sum(Request(x, x, x, beta=1.0))
+        >>> inaccurate
+        array([False])
+        """
         sums, diagnostics = self._sum_with_diagnostics(request)
         if diagnostics is None:
             return sums, self.inaccurate_systems(request, sums)
@@ -210,7 +225,7 @@ def harmonic_degree(beta: float, *, dim: int, tol: float = 1e-12) -> int:
     >>> harmonic_degree(4.0, dim=3, tol=1e-9), harmonic_degree(4.0, dim=2, tol=1e-9)
     (15, 15)
     """
-    beta, tol = real_number("beta", beta, at_least=0), real_number("tol", tol, above=0)
+    beta, tol = check_real("beta", beta, at_least=0), check_real("tol", tol, above=0)
     if tol < 1e-16:
         raise HelmscopeError(f"tol is {tol:g}, but it must be at least 1e-16, the size of rounding errors")
     if dim not in (2, 3):

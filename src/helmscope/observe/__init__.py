@@ -1,6 +1,8 @@
 """Observables of tokens and instruments for systems, one file per quantity.
 
-Functions of tokens take (*batch, n, d) and reduce the last two axes; ``track`` turns them into Measurements over time.
+Functions of tokens take (*batch, n, d) and reduce the last two axes; ``track`` turns them into Measurements over time,
+and ``overview`` tracks a fixed set of them. Instruments look at attention weights and MLPs instead of states:
+``system.replay`` runs some of them, ``measure`` all that need no further forward pass.
 """
 
 from __future__ import annotations
@@ -11,11 +13,12 @@ from helmscope.types.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from helmscope.observe.arcs import arc_length as arc_length
-    from helmscope.observe.arcs import depth_times as depth_times
-    from helmscope.observe.arms import factorial as factorial
+    from helmscope.observe.arcs import matched_flow_times as matched_flow_times
+    from helmscope.observe.arms import attention_mlp_factorial as attention_mlp_factorial
     from helmscope.observe.clusters import MergeTree as MergeTree
     from helmscope.observe.clusters import cluster_count as cluster_count
     from helmscope.observe.clusters import merge_tree as merge_tree
+    from helmscope.observe.density_overview import density_overview as density_overview
     from helmscope.observe.diagram import PhaseDiagram as PhaseDiagram
     from helmscope.observe.diffusion import anisotropy as anisotropy
     from helmscope.observe.diffusion import context_covariance as context_covariance
@@ -32,14 +35,16 @@ if TYPE_CHECKING:
     from helmscope.observe.energy import interaction_energy_rate as interaction_energy_rate
     from helmscope.observe.energy import interaction_energy_sum as interaction_energy_sum
     from helmscope.observe.energy import log_interaction_energy as log_interaction_energy
+    from helmscope.observe.equilibria import Equilibria as Equilibria
+    from helmscope.observe.equilibria import find_equilibria as find_equilibria
     from helmscope.observe.generator import ambient_generator as ambient_generator
     from helmscope.observe.generator import discrete_generator as discrete_generator
     from helmscope.observe.generator import sphere_generator as sphere_generator
     from helmscope.observe.half_times import half_time as half_time
     from helmscope.observe.hull import hull_distance as hull_distance
-    from helmscope.observe.identity import token_identity as token_identity
-    from helmscope.observe.inner_products import clustering_fraction as clustering_fraction
-    from helmscope.observe.inner_products import clustering_probability as clustering_probability
+    from helmscope.observe.identity import token_decoding_accuracy as token_decoding_accuracy
+    from helmscope.observe.inner_products import close_pair_probability as close_pair_probability
+    from helmscope.observe.inner_products import close_pair_share as close_pair_share
     from helmscope.observe.inner_products import inner_product_histogram as inner_product_histogram
     from helmscope.observe.inner_products import mean_inner_product as mean_inner_product
     from helmscope.observe.jacobian import JacobianSpectrum as JacobianSpectrum
@@ -56,29 +61,32 @@ if TYPE_CHECKING:
     from helmscope.observe.kernel import row_entropy as row_entropy
     from helmscope.observe.kernel import row_mass as row_mass
     from helmscope.observe.kernel import symmetry_defect as symmetry_defect
-    from helmscope.observe.lens import lens_divergence as lens_divergence
-    from helmscope.observe.loss import ablation_loss as ablation_loss
-    from helmscope.observe.loss import loss_under as loss_under
+    from helmscope.observe.lens import logit_lens_kl as logit_lens_kl
+    from helmscope.observe.loss import head_ablation_loss as head_ablation_loss
+    from helmscope.observe.loss import loss_under_edits as loss_under_edits
     from helmscope.observe.loss import next_token_loss as next_token_loss
     from helmscope.observe.loss import token_loss as token_loss
+    from helmscope.observe.measure import measure as measure
     from helmscope.observe.mixture import VMFMixture as VMFMixture
     from helmscope.observe.mixture import vmf_concentration as vmf_concentration
     from helmscope.observe.mixture import vmf_log_density as vmf_log_density
     from helmscope.observe.mixture import vmf_mixture as vmf_mixture
     from helmscope.observe.order import order_parameter as order_parameter
+    from helmscope.observe.overview import overview as overview
     from helmscope.observe.pairs import PairSet as PairSet
-    from helmscope.observe.pairs import clustering as clustering
+    from helmscope.observe.pairs import cloud_statistics as cloud_statistics
     from helmscope.observe.pairs import without_first_token as without_first_token
     from helmscope.observe.phase import phase_diagram as phase_diagram
     from helmscope.observe.phase import published_probability as published_probability
     from helmscope.observe.rank import collapse_residual_composite as collapse_residual_composite
     from helmscope.observe.rank import collapse_residual_frobenius as collapse_residual_frobenius
-    from helmscope.observe.rank import entropy_rank as entropy_rank
+    from helmscope.observe.rank import effective_rank as effective_rank
     from helmscope.observe.rank import nuclear_rank as nuclear_rank
     from helmscope.observe.rank import numerical_rank as numerical_rank
     from helmscope.observe.rank import participation_ratio as participation_ratio
     from helmscope.observe.rank import stable_rank as stable_rank
     from helmscope.observe.temperature import EffectiveBeta as EffectiveBeta
     from helmscope.observe.temperature import effective_beta as effective_beta
+    from helmscope.observe.track import track as track
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

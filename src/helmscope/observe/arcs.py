@@ -28,7 +28,7 @@ SAME_START = 1e-3  # radians by which the first states of model and flow may dif
 def arc_length(source: Trajectory | System, *, first_token: bool = False) -> xr.Dataset:
     """Arc length by depth (or time) of each prompt: the cumulated mean angle that its tokens have moved, in radians.
 
-    ``arc_length`` is 0 at the first depth. A Recording is measured on the sphere of the theory (``on_sphere``). Tokens
+    ``arc_length`` is 0 at the first depth. A Recording is measured on the unit sphere (``on_sphere``). Tokens
     count by their weights; the first token, the usual attention sink, is left out unless ``first_token``. The times of
     a simulation must be dense enough for the polygon through its states to follow the flow.
 
@@ -45,7 +45,9 @@ def arc_length(source: Trajectory | System, *, first_token: bool = False) -> xr.
     return with_bounds(measurement, {"arc_length": AT_LEAST_0})
 
 
-def depth_times(model: Trajectory | System, flow: Trajectory | System, *, first_token: bool = False) -> xr.Dataset:
+def matched_flow_times(
+    model: Trajectory | System, flow: Trajectory | System, *, first_token: bool = False
+) -> xr.Dataset:
     """The time at which a flow from the same first states has the same arc length as a model at each depth.
 
     ``flow_time`` (depth, prompt) is interpolated linearly between the stored times of the flow, the first time if
@@ -58,7 +60,7 @@ def depth_times(model: Trajectory | System, flow: Trajectory | System, *, first_
     >>> start = torch.eye(3, dtype=torch.float64)[None]
     >>> slow = integrate(SA(beta=1.0), start, times=torch.linspace(0, 2, 5).tolist())
     >>> fast = integrate(SA(beta=1.0), start, times=torch.linspace(0, 9, 500).tolist())
-    >>> depth_times(slow, fast).flow_time.values.ravel().round(2).tolist()
+    >>> matched_flow_times(slow, fast).flow_time.values.ravel().round(2).tolist()
     [0.0, 0.5, 1.0, 1.5, 2.0]
     """
     model_path, flow_path = (sphere_and_ids(source, None)[0] for source in (model, flow))

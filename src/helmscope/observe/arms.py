@@ -3,37 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import xarray as xr
 
 from helmscope.intervene.arms import ARMS, Arm
 from helmscope.models.recording import Recording
 from helmscope.models.subject import Subject
-from helmscope.observe.pairs import GAP, LEVELS, clustering
-from helmscope.types import HelmscopeError, Progress, check_progress, check_replicates, part_of
+from helmscope.observe.pairs import GAP, LEVELS, cloud_statistics
+from helmscope.runs.bar import shows_progress
+from helmscope.types import HelmscopeError, check_progress, check_replicates, sub_progress
+
+if TYPE_CHECKING:
+    from helmscope.types.progress import ProgressOption
 
 
-def factorial(
+@shows_progress("factorial of arms")
+def attention_mlp_factorial(
     subject: Subject | Recording,
     *,
     texts: Any = None,
     arms: Sequence[Arm] = ARMS,
     levels: Sequence[float] = LEVELS,
     gap: int = GAP,
-    progress: Progress | None = None,
+    progress: ProgressOption = None,
 ) -> xr.Dataset:
-    """The statistics of ``clustering`` for every arm, with the axis ``arm`` (labels) before depth and prompt.
+    """The statistics of ``cloud_statistics`` for every arm, with the axis ``arm`` (labels) before depth and prompt.
 
     ``subject`` is a Subject, recorded on ``texts`` (by default its own), or a Recording of the whole model. One arm is
-    recorded after another, and only its statistics are kept. Forwards have the dtype of the model (float32 for models
-    of the box), statistics are float64. Raises HelmscopeError if an arm cannot be made: models outside the attention
-    registry of transformers have only the first four, and ``whole_radius`` needs a model that is not post-norm.
-    ``progress`` is called with the share of the arms done.
+    recorded after another, and only its statistics are kept. Forwards have the dtype of the model (float32 for the
+    bundled models), statistics are float64. Raises HelmscopeError if an arm cannot be made: models outside the
+    attention registry of transformers have only the first four, and ``whole_radius`` needs a model that is not
+    post-norm. ``progress`` is called with the share of the arms done.
 
     >>> from helmscope.intervene.arms import ARMS
-    >>> measured = factorial(Subject("A", ["Once upon a time", "The cat sat"]), arms=ARMS[:2], gap=1)
-    >>> measured.share.dims, measured.arm.values.tolist()
+    >>> measured = attention_mlp_factorial(Subject("A", ["Once upon a time", "The cat sat"]), arms=ARMS[:2], gap=1)
+    >>> measured.aligned_pair_share.dims, measured.arm.values.tolist()
     (('arm', 'depth', 'prompt', 'pairs', 'level'), ['whole model', 'attention alone'])
     """
     report = check_progress(progress)
@@ -42,9 +47,9 @@ def factorial(
     measured = []
     for k, arm in enumerate(arms):
         edits = arm.edits(whole)
-        share_done = part_of(report, k / len(arms), (k + 1) / len(arms))
+        share_done = sub_progress(report, k / len(arms), (k + 1) / len(arms))
         recording = whole.under(*edits, progress=share_done) if edits else whole
-        measured.append(clustering(recording, levels=levels, gap=gap))
+        measured.append(cloud_statistics(recording, levels=levels, gap=gap))
         del recording  # else two edited recordings would be in memory while the next arm runs
         report((k + 1) / len(arms))
     labels = xr.DataArray([arm.label for arm in arms], dims="arm", name="arm")

@@ -10,13 +10,17 @@ import torch
 from helmscope.geometry.linkage import clusters, collapse_padding, spanning_tree
 from helmscope.geometry.sphere import check_tokens
 from helmscope.observe.track import token_weights
-from helmscope.types import HelmscopeError, real_number
+from helmscope.runs.bar import reporting, shows_progress
+from helmscope.types import HelmscopeError, check_real
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
     from torch import Tensor
 
+    from helmscope.types.progress import ProgressOption
 
+
+@reporting(None, "counting clusters")
 def cluster_count(
     x: Float[Tensor, "*batch n d"], *, radius: float, weights: Float[Tensor, "*batch n"] | None = None
 ) -> Int[Tensor, "*batch"]:
@@ -27,7 +31,7 @@ def cluster_count(
     >>> cluster_count(torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]]), radius=0.1)
     tensor(2)
     """
-    radius = real_number("radius", radius, at_least=0)
+    radius = check_real("radius", radius, at_least=0)
     counted = token_weights(check_tokens(x), weights) > 0
     label = clusters(collapse_padding(x, counted), radius)
     return (label == torch.arange(x.shape[-2], device=x.device)).sum(-1)  # one token of a cluster has its own index
@@ -72,13 +76,15 @@ class MergeTree:
         return torch.tensor(rows, dtype=torch.float64, device="cpu").reshape(n - 1, 4)
 
 
-def merge_tree(x: Float[Tensor, "*batch n d"]) -> MergeTree:
-    """Single-linkage tree of each cloud (..., n, d) by geodesic distance.
+@shows_progress("merge trees")
+def merge_tree(x: Float[Tensor, "*batch n d"], *, progress: ProgressOption = None) -> MergeTree:
+    """Single-linkage tree of each cloud (..., n, d) by geodesic distance; ``progress`` is called with the share of the
+    tokens done.
 
     >>> circle = torch.tensor([0.0, 1.0, 1.1])
     >>> merge_tree(torch.stack([circle.cos(), circle.sin()], -1)).height
     tensor([0.1000, 1.0000])
     """
-    tree = spanning_tree(check_tokens(x))
+    tree = spanning_tree(check_tokens(x), progress or None)
     order = tree.length.sort(dim=-1, stable=True).indices
     return MergeTree(*(values.gather(-1, order) for values in (tree.length, tree.parent, tree.child)))

@@ -26,7 +26,7 @@ from helmscope.geometry.sphere import check_tokens
 from helmscope.kernels.dense import matrix_product
 from helmscope.observe.generator import check_points
 from helmscope.observe.kernel import attention_distributions, check_kernel
-from helmscope.types import HelmscopeError, check_reduced, counted
+from helmscope.types import HelmscopeError, check_reduced, pluralized
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -90,7 +90,7 @@ def independent_draws_covariance(
     if not isinstance(kernel, torch.Tensor) or kernel.ndim < 3 or kernel.shape[-3] != heads:
         actual = tuple(kernel.shape) if isinstance(kernel, torch.Tensor) else type(kernel).__name__
         raise HelmscopeError(
-            f"kernel is {actual}, but value has {counted(heads, 'head')}: it must be (..., {heads}, n, n)"
+            f"kernel is {actual}, but value has {pluralized(heads, 'head')}: it must be (..., {heads}, n, n)"
         )
     per_head = [token_sampling_covariance(kernel.select(-3, h), x, value[h]) for h in range(heads)]
     return torch.stack(per_head).sum(0)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from jaxtyping import Float
     from torch import Tensor
 
-    from helmscope.types import AttentionPass, MlpPass, Moment, System
+    from helmscope.types import AttentionTensors, MlpTensors, ReplayContext, System
 
 
 LENGTHS = ("force", "tangential_speed", "gradient", "swirl", "harmonic", "attention_speed")
@@ -77,23 +77,23 @@ class DriftAndSwirl(Instrument):
                 return f"system has a {kind.__name__} as force(layer={layer}), but drift and swirl need a plain MLP"
         return None
 
-    def attention(self, moment: Moment, passed: AttentionPass) -> None:
+    def attention(self, context: ReplayContext, tensors: AttentionTensors) -> None:
         """Records the speed of the write of attention."""
-        assert passed.write is not None
-        speed = torch.linalg.vector_norm(project(passed.direction, passed.write), dim=-1)
-        speed = speed if moment.step is None else speed / moment.step
-        self.keep(moment, {"attention_speed": token_mean(speed, token_weights(passed.state, moment.weights))})
+        assert tensors.write is not None
+        speed = torch.linalg.vector_norm(project(tensors.direction, tensors.write), dim=-1)
+        speed = speed if context.step is None else speed / context.step
+        self.keep(context, {"attention_speed": token_mean(speed, token_weights(tensors.state, context.weights))})
 
-    def mlp(self, moment: Moment, passed: MlpPass) -> None:
+    def mlp(self, context: ReplayContext, tensors: MlpTensors) -> None:
         """Records the force at the inputs of the MLP."""
-        force, weights = passed.force, token_weights(passed.state, moment.weights)
-        x = _unit_points(passed.point, weights, name=f"points of layer {moment.layer}")
+        force, weights = tensors.force, token_weights(tensors.state, context.weights)
+        x = _unit_points(tensors.point, weights, name=f"points of layer {context.layer}")
         quantities = _force_quantities(force, x)
         if self.derivatives:
             quantities |= _jacobian_quantities(force, x)
         fraction = _ratio_of_squared_sums(quantities["swirl"], quantities["force"], weights)
         means = {name: token_mean(value, weights) for name, value in quantities.items()}
-        self.keep(moment, {**means, "swirl_fraction_as_printed": fraction})
+        self.keep(context, {**means, "swirl_fraction_as_printed": fraction})
 
     def result(self) -> xr.Dataset:
         """The quantities of every layer and replicate."""

@@ -21,7 +21,7 @@ from helmscope.geometry.sphere import check_tokens
 from helmscope.kernels.choose import token_sum
 from helmscope.kernels.dense import matrix_product
 from helmscope.kernels.request import Request
-from helmscope.types import HelmscopeError, real_number
+from helmscope.types import HelmscopeError, check_real
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -94,7 +94,7 @@ def gaussian_energy_as_printed(x: Float[Tensor, "*batch n d"], *, beta: float) -
     >>> gaussian_energy_as_printed(torch.eye(2), beta=1.0)  # 1 + e^-1
     tensor(1.3679)
     """
-    beta = real_number("beta", beta, at_least=0)
+    beta = check_real("beta", beta, at_least=0)
     check_tokens(x)
     distance = torch.cdist(x, x, compute_mode="donot_use_mm_for_euclid_dist")
     return torch.exp(-(beta / 2) * distance**2).sum((-1, -2)) / 2

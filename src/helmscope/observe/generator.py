@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from helmscope.fields.field import Field, Space, as_field
+from helmscope.fields.field import Field, StateSpace, as_field
 from helmscope.fields.noise import Noise
 from helmscope.fields.weights import check_weights
 from helmscope.geometry.arithmetic import full_precision
 from helmscope.geometry.sphere import check_tokens
 from helmscope.geometry.surface import gradient, hessian
-from helmscope.types import HelmscopeError, real_number
+from helmscope.types import HelmscopeError, check_real
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -114,7 +114,7 @@ def discrete_generator(
     >>> discrete_generator(lambda x: x + 0.5, lambda x: x[..., 0] ** 2, point, epsilon=0.5)
     tensor(4.5000)
     """
-    epsilon = real_number("epsilon", epsilon, above=0)
+    epsilon = check_real("epsilon", epsilon, above=0)
     check_points(x)
     if isinstance(layer, type) or not callable(layer):
         raise HelmscopeError(f"layer is a {type(layer).__name__}, but it must be a callable (..., d) -> (..., d)")
@@ -141,7 +141,7 @@ def tangent_velocity(
     check_tokens(x)
     field = as_field(field)
     name = field.name
-    if field.space is not Space.SPHERE:
+    if field.space is not StateSpace.SPHERE:
         raise HelmscopeError(f"field is a {name} on {field.space.value}, but this needs a field on the sphere")
     field.check_size(x)
     if weights is not None and not field.takes_weights:

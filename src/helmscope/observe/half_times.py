@@ -25,12 +25,12 @@ def half_time(diagram: xr.Dataset) -> xr.Dataset:
     replicates is reduced first, because the half time is defined by the probability over all samples.
 
     A row that does not reach 1/2, or has already reached it at its first time > 0, is ``censored``: half_time is NaN
-    and the interval extends to infinity or down to 0. With the coordinate ``curve`` of t*(beta), the result also has
-    ``relative_error`` = t_half / t* - 1 with its interval. Raises HelmscopeError if ``diagram`` has no ``probability``
-    over ``time``.
+    and the interval extends to infinity or down to 0. With the coordinate ``hitting_time`` of t*(beta), the result also
+    has ``relative_error`` = t_half / t* - 1 with its interval. Raises HelmscopeError if ``diagram`` has no
+    ``probability`` over ``time``.
 
     >>> data = {"probability": (("beta", "time"), [[0.0, 1.0]]), "probability_stderr": (("beta", "time"), [[0.0, 0.1]])}
-    >>> diagram = xr.Dataset(data, {"beta": [1.0], "time": [0.0, 8.0], "curve": ("beta", [5.0])}, {"n": 9})
+    >>> diagram = xr.Dataset(data, {"beta": [1.0], "time": [0.0, 8.0], "hitting_time": ("beta", [5.0])}, {"n": 9})
     >>> half = half_time(diagram)
     >>> float(half.half_time[0]), float(half.half_time_high[0]), round(float(half.relative_error[0]), 9)
     (4.0, 8.0, -0.2)
@@ -58,9 +58,11 @@ def half_time(diagram: xr.Dataset) -> xr.Dataset:
     low = low.where(np.isfinite(low), clock[-1])
     data = {"half_time": middle.where(~censored), "half_time_low": low.where(~unknown)}
     data["half_time_high"] = high.where(~unknown)
-    if "curve" in diagram.coords:
-        data |= {name.replace("half_time", "relative_error"): time / diagram.curve - 1 for name, time in data.items()}
-    attributes = {key: diagram.attrs[key] for key in ("n", "delta", "flow") if key in diagram.attrs}
+    if "hitting_time" in diagram.coords:
+        data |= {
+            name.replace("half_time", "relative_error"): time / diagram.hitting_time - 1 for name, time in data.items()
+        }
+    attributes = {key: diagram.attrs[key] for key in ("n", "replicate", "delta", "flow") if key in diagram.attrs}
     return check_reduced(xr.Dataset(data, attrs=attributes).assign_coords(censored=censored))
 
 

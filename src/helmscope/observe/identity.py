@@ -10,6 +10,7 @@ import torch
 from helmscope.geometry.arithmetic import full_precision
 from helmscope.observe.pairs import sphere_and_ids, without_first_token
 from helmscope.observe.track import SHARE, with_bounds, with_replicates
+from helmscope.runs.bar import reporting
 from helmscope.types import HelmscopeError, System, Trajectory
 
 if TYPE_CHECKING:
@@ -18,8 +19,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+@reporting(None, "token decoding accuracy")
 @full_precision
-def token_identity(
+def token_decoding_accuracy(
     reference: Trajectory | System,
     test: Trajectory | System,
     *,
@@ -28,7 +30,7 @@ def token_identity(
 ) -> xr.Dataset:
     """Share of the tokens of each test prompt whose id is that of the nearest class mean, over (depth, prompt).
 
-    From every state on the sphere of the theory the mean of the cloud of its prompt is subtracted, and the result is
+    From every state on the unit sphere the mean of the cloud of its prompt is subtracted, and the result is
     scaled to length 1. The class mean of an id is the mean of these vectors over all reference tokens of this id at the
     same depth; the nearest one has the largest cosine. ``reference`` and ``test`` are recordings of the same model on
     different prompts, such as ``subject.recording_of(subject.selection)`` and ``subject.recording_of(subject.test)``,
@@ -41,33 +43,34 @@ def token_identity(
 
     >>> start = torch.eye(3, dtype=torch.float64)[None, None]
     >>> path, ids = Trajectory(torch.zeros(1), start), torch.tensor([[0, 1, 2]])
-    >>> found = token_identity(path, path, reference_ids=ids, test_ids=ids)
+    >>> found = token_decoding_accuracy(path, path, reference_ids=ids, test_ids=ids)
     >>> found.accuracy.values.tolist(), found.accuracy_null.values.tolist(), found.attrs["classes"]
     ([[1.0]], [0.5], 2)
     """
-    known, asked = _Half.of("reference", reference, reference_ids), _Half.of("test", test, test_ids)
-    if len(known.path.times) != len(asked.path.times) or known.path.states.shape[-1] != asked.path.states.shape[-1]:
+    reference_half, test_half = _Half.of("reference", reference, reference_ids), _Half.of("test", test, test_ids)
+    depths, dim = reference_half.path.states.shape[0], reference_half.path.states.shape[-1]
+    test_depths, test_dim = test_half.path.states.shape[0], test_half.path.states.shape[-1]
+    if (test_depths, test_dim) != (depths, dim):
         raise HelmscopeError(
-            f"test has {len(asked.path.times)} depths of dimension {asked.path.states.shape[-1]}, but reference has "
-            f"{len(known.path.times)} of dimension {known.path.states.shape[-1]}"
+            f"test has {test_depths} depths of dimension {test_dim}, but reference has {depths} of dimension {dim}"
         )
-    classes = _common_ids(known, asked)
+    classes = _common_ids(reference_half, test_half)
     if not len(classes):
         raise HelmscopeError("test has no token id in common with reference, but classes are ids that occur in both")
-    labels, is_known = _class_labels(known.ids, classes, known.counted)
-    wanted, is_asked = _class_labels(asked.ids, classes, asked.counted)
-    sizes = torch.bincount(labels[is_known], minlength=len(classes))
-    tested = is_asked.sum(-1)
+    labels, in_reference = _class_labels(reference_half.ids, classes, reference_half.counted)
+    true_labels, is_tested = _class_labels(test_half.ids, classes, test_half.counted)
+    sizes = torch.bincount(labels[in_reference], minlength=len(classes))
+    tested = is_tested.sum(-1)
     rows = []
-    for depth in range(len(known.path.times)):
-        sums = torch.zeros(len(classes), known.path.states.shape[-1], dtype=torch.float64, device=labels.device)
-        sums.index_add_(0, labels[is_known], known.centred(depth)[is_known])
+    for depth in range(depths):
+        sums = torch.zeros(len(classes), dim, dtype=torch.float64, device=labels.device)
+        sums.index_add_(0, labels[in_reference], reference_half.centred(depth)[in_reference])
         means = torch.nn.functional.normalize(sums / sizes.unsqueeze(-1), dim=-1)
-        nearest = (asked.centred(depth) @ means.T).argmax(-1)
-        rows.append(((nearest == wanted) & is_asked).sum(-1).double() / tested)
-    measurement = with_replicates({"accuracy": torch.stack(rows)}, asked.path)
-    chance = ((wanted == sizes.argmax()) & is_asked).sum(-1).double() / tested
-    measurement["accuracy_null"] = (asked.path.replicate, chance.cpu().numpy())
+        nearest = (test_half.centred(depth) @ means.T).argmax(-1)
+        rows.append(((nearest == true_labels) & is_tested).sum(-1).double() / tested)
+    measurement = with_replicates({"accuracy": torch.stack(rows)}, test_half.path)
+    chance = ((true_labels == sizes.argmax()) & is_tested).sum(-1).double() / tested
+    measurement["accuracy_null"] = (test_half.path.replicate, chance.cpu().numpy())
     measurement.accuracy.attrs["long_name"] = "share of tokens whose id is decoded from their state"
     return with_bounds(measurement, {"accuracy": SHARE}).assign_attrs(classes=len(classes))
 
@@ -101,14 +104,14 @@ class _Half:
         return centred
 
 
-def _common_ids(known: _Half, asked: _Half) -> Int[Tensor, " classes"]:
-    ids: Tensor = torch.unique(known.ids[known.counted])
-    return ids[torch.isin(ids, asked.ids[asked.counted])]
+def _common_ids(reference_half: _Half, test_half: _Half) -> Int[Tensor, " classes"]:
+    ids: Tensor = torch.unique(reference_half.ids[reference_half.counted])
+    return ids[torch.isin(ids, test_half.ids[test_half.counted])]
 
 
 def _class_labels(
     ids: Int[Tensor, "batch n"], classes: Int[Tensor, " classes"], counted: Bool[Tensor, "batch n"]
 ) -> tuple[Int[Tensor, "batch n"], Bool[Tensor, "batch n"]]:
     """The index of each token's class, and whether the token counts and has one."""
-    labels = torch.searchsorted(classes, ids).clamp(max=len(classes) - 1)
+    labels = torch.searchsorted(classes, ids.contiguous()).clamp(max=len(classes) - 1)
     return labels, counted & (classes[labels] == ids)

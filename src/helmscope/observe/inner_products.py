@@ -1,4 +1,4 @@
-"""Inner products <x_i, x_j> of different tokens: their histogram [Geshkovski et al. 2023, figure 1] and the clustering
+"""Inner products <x_i, x_j> of different tokens: their histogram [Geshkovski et al. 2023, figure 1] and the close-pair
 probability (figure 3). The pair i, j has weight m_i m_j, the product of the weights of its tokens.
 """
 
@@ -15,7 +15,7 @@ from helmscope.geometry.arithmetic import full_precision
 from helmscope.geometry.linkage import pairs_within_chord
 from helmscope.geometry.sphere import check_tokens
 from helmscope.observe.track import SHARE, token_weights, trajectory_of, with_bounds, with_replicates
-from helmscope.types import System, Trajectory, check_memory, real_number, whole_number
+from helmscope.types import System, Trajectory, check_integer, check_memory, check_real
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -23,65 +23,69 @@ if TYPE_CHECKING:
 
 
 def mean_inner_product(
-    x: Float[Tensor, "*batch n d"], *, weights: Float[Tensor, "*batch n"] | None = None
+    x: Float[Tensor, "*batch n d"], *, weights: Float[Tensor, "*batch n"] | None = None, distinct: bool = True
 ) -> Float[Tensor, "*batch"]:
     """Mean inner product over pairs i != j of each cloud, sum m_i m_j <x_i, x_j> / sum m_i m_j; NaN without any pair.
 
-    >>> mean_inner_product(torch.eye(2))
-    tensor(0.)
+    With ``distinct=False`` pairs i = j count too, so that the result is |mean|^2: for clouds that stand for a density.
+
+    >>> mean_inner_product(torch.eye(2)), mean_inner_product(torch.eye(2), distinct=False)
+    (tensor(0.), tensor(0.5000))
     """
     m = token_weights(check_tokens(x), weights)
     weighted = m.unsqueeze(-1) * x
     # sum_ij m_i m_j <x_i, x_j> = |sum_i m_i x_i|^2 avoids the n^2 pairs
     all_pairs = weighted.sum(-2).square().sum(-1)
+    if not distinct:
+        return all_pairs / m.sum(-1).square()
     return (all_pairs - weighted.square().sum((-1, -2))) / _total_pair_weight(m)
 
 
-def clustering_fraction(
+def close_pair_share(
     x: Float[Tensor, "*batch n d"], *, delta: float, weights: Float[Tensor, "*batch n"] | None = None
 ) -> Float[Tensor, "*batch"]:
     """Share of pairs i != j of each cloud that have met, <x_i, x_j> >= 1 - delta, computed as |x_i - x_j|^2 <= 2 delta.
 
-    >>> clustering_fraction(torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]]), delta=1e-3)
+    >>> close_pair_share(torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]]), delta=1e-3)
     tensor(0.3333)
     """
-    delta = real_number("delta", delta, at_least=0)
+    delta = check_real("delta", delta, at_least=0)
     m = token_weights(check_tokens(x), weights)
     close = pairs_within_chord(x, math.sqrt(2 * delta)).to(x.dtype)
     close.diagonal(dim1=-2, dim2=-1).zero_()
     return (m * (close * m.unsqueeze(-2)).sum(-1)).sum(-1) / _total_pair_weight(m)
 
 
-def clustering_probability(trajectory: Trajectory | System, *, delta: float) -> xr.Dataset:
+def close_pair_probability(trajectory: Trajectory | System, *, delta: float = 1e-3) -> xr.Dataset:
     """Probability over time that two tokens have met, P(<x_i, x_j> >= 1 - delta) [Geshkovski et al. 2023, figure 3].
 
-    ``probability`` (time, system) is the ``clustering_fraction`` of each system, whose mean over systems estimates the
-    probability. The standard error is over systems, since pairs of the same system are not independent;
+    ``close_pair_probability`` (time, system) is the ``close_pair_share`` of each system, whose mean over systems
+    estimates the probability. The standard error is over systems, since pairs of the same system are not independent;
     ``reduce_replicates`` returns both. Raises HelmscopeError for delta < 0.
 
-    >>> measured = clustering_probability(Trajectory(torch.zeros(1), torch.eye(2).expand(1, 3, 2, 2)), delta=1e-3)
-    >>> measured.probability.dims, measured.probability.values.tolist()
+    >>> measured = close_pair_probability(Trajectory(torch.zeros(1), torch.eye(2).expand(1, 3, 2, 2)))
+    >>> measured.close_pair_probability.dims, measured.close_pair_probability.values.tolist()
     (('time', 'system'), [[0.0, 0.0, 0.0]])
     """
     path = trajectory_of(trajectory)
-    share = clustering_fraction(path.states, delta=delta, weights=path.weights)
-    measurement = with_replicates({"probability": share}, path)
-    measurement.probability.attrs["long_name"] = "probability that two tokens have met"
-    return with_bounds(measurement, {"probability": SHARE}).assign_attrs(delta=delta)
+    share = close_pair_share(path.states, delta=delta, weights=path.weights)
+    measurement = with_replicates({"close_pair_probability": share}, path)
+    measurement.close_pair_probability.attrs["long_name"] = "probability that two tokens have met"
+    return with_bounds(measurement, {"close_pair_probability": SHARE}).assign_attrs(delta=delta)
 
 
 @full_precision
 def inner_product_histogram(trajectory: Trajectory | System, *, bins: int = 100) -> xr.Dataset:
     """Histogram of <x_i, x_j>, i != j, on [-1, 1] for each system at each time: the share of its pairs in each bin.
 
-    ``share`` is along (time, system, inner_product), the latter with the bin centers. Bins are closed on the left, the
-    last one on both sides.
+    ``inner_product_histogram`` is along (time, system, inner_product), the latter with the bin centers. Bins are closed
+    on the left, the last one on both sides.
 
     >>> histogram = inner_product_histogram(Trajectory(torch.zeros(1), torch.eye(2).expand(1, 2, 2, 2)), bins=3)
-    >>> histogram.share.dims, histogram.share[0].values.tolist()
+    >>> histogram.inner_product_histogram.dims, histogram.inner_product_histogram[0].values.tolist()
     (('time', 'system', 'inner_product'), [[0.0, 1.0, 0.0], [0.0, 1.0, 0.0]])
     """
-    bins = whole_number("bins", bins, at_least=1)
+    bins = check_integer("bins", bins, at_least=1)
     check_memory(f"bins is {bins}", bins)
     path = trajectory_of(trajectory)
     x = path.states
@@ -93,9 +97,11 @@ def inner_product_histogram(trajectory: Trajectory | System, *, bins: int = 100)
     counts = torch.zeros(*x.shape[:2], bins, dtype=x.dtype, device=x.device)
     counts.scatter_add_(-1, index.flatten(-2), pairs.flatten(-2))
     share = counts / counts.sum(-1, keepdim=True)
-    measurement = with_replicates({"share": share}, path, {"inner_product": (edges[1:] + edges[:-1]) / 2})
-    measurement.share.attrs["long_name"] = "share of pairs"
-    return with_bounds(measurement, {"share": SHARE})
+    measurement = with_replicates(
+        {"inner_product_histogram": share}, path, {"inner_product": (edges[1:] + edges[:-1]) / 2}
+    )
+    measurement.inner_product_histogram.attrs["long_name"] = "share of pairs"
+    return with_bounds(measurement, {"inner_product_histogram": SHARE})
 
 
 def _total_pair_weight(m: Float[Tensor, "*batch n"]) -> Float[Tensor, "*batch"]:

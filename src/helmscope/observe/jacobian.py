@@ -14,24 +14,26 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from scipy.sparse.linalg import ArpackNoConvergence, LinearOperator, eigs, eigsh
+from scipy.sparse.linalg import ArpackNoConvergence
 
 from helmscope.fields.field import Field
 from helmscope.geometry.arithmetic import full_precision
+from helmscope.geometry.krylov import leading_eigenvalues, sorted_descending
 from helmscope.geometry.sphere import check_tokens, tangent_basis
 from helmscope.observe.generator import Velocity, tangent_velocity
-from helmscope.types import HelmscopeError, whole_number
+from helmscope.runs.bar import shows_progress
+from helmscope.types import HelmscopeError, check_integer, check_progress
 
 if TYPE_CHECKING:
     from jaxtyping import Complex, Float
     from torch import Tensor
 
-Product = Callable[[np.ndarray], np.ndarray]
+    from helmscope.types.progress import ProgressOption
 
 DENSE_BYTES = 2**26  # largest Jacobian of one system that is stored as a matrix: N = 2896 in float64
 CHUNK_ENTRIES = 2**22  # entries of the n x n (or n x d) arrays of all directions that are differentiated at once
@@ -52,6 +54,7 @@ class JacobianSpectrum:
     singular_values: Float[Tensor, "*batch k"]
 
 
+@shows_progress("spectra of Jacobians")
 @full_precision
 def jacobian_spectrum(
     field: Field | Callable[..., Tensor],
@@ -59,13 +62,15 @@ def jacobian_spectrum(
     *,
     count: int | None = None,
     weights: Float[Tensor, "*batch n"] | None = None,
+    progress: ProgressOption = None,
 ) -> JacobianSpectrum:
     """Spectrum of the Jacobian J = Q^T (D v) Q at each cloud: all N = n (d - 1) values, or the ``count`` leading ones.
 
     Where J would take more than 64 MiB (N > 2896 in float64) it is never stored: ``count`` is then required, and ARPACK
     computes the values from products J w and J^T w, up to rounding. Raises HelmscopeError where it does not converge.
     ``count`` may split a complex pair. ``field`` must be differentiable by ``torch.func``, forward and backward. Tokens
-    of weight 0 are included, as passive tracers that attend to the others.
+    of weight 0 are included, as passive tracers that attend to the others. ``progress`` is called with the share of
+    the systems done.
 
     >>> from helmscope.fields.attention import SA
     >>> cluster = torch.tensor([[1.0, 0.0], [1.0, 0.0], [1.0, 0.0]])
@@ -76,7 +81,7 @@ def jacobian_spectrum(
     if not x.numel():
         raise HelmscopeError(f"x has shape {tuple(x.shape)}, but there must be at least one system")
     size = n * (d - 1)
-    k = size if count is None else whole_number("count", count, at_least=1)
+    k = size if count is None else check_integer("count", count, at_least=1)
     dense = size * size * x.element_size() <= DENSE_BYTES
     if k > (size if dense else size - 2):
         needed = f"at most {size}" if dense else f"given and at most {size - 2}: the whole matrix would not fit"
@@ -84,10 +89,11 @@ def jacobian_spectrum(
     tangent_velocity(field, x, weights)  # checks the whole input before the first system is computed
     clouds = x.detach().reshape(-1, n, d)
     masses = None if weights is None else weights.expand(x.shape[:-1]).reshape(-1, n)
-    spectra = []
+    spectra, report = [], check_progress(progress)
     for i, cloud in enumerate(clouds):
         jacobian = _Jacobian(tangent_velocity(field, cloud, None if masses is None else masses[i]), cloud)
         spectra.append(_dense_spectrum(jacobian, k) if dense else _krylov_spectrum(jacobian, k))
+        report(len(spectra) / len(clouds))
     batch = x.shape[:-2]
     eigenvalues, singular_values = (torch.stack(values).reshape(*batch, k) for values in zip(*spectra, strict=True))
     return JacobianSpectrum(eigenvalues, singular_values)
@@ -137,7 +143,7 @@ class _Jacobian:
 def _dense_spectrum(jacobian: _Jacobian, count: int) -> tuple[Tensor, Tensor]:
     matrix = _check_finite(jacobian.matrix())
     values = torch.linalg.eigvals(matrix)
-    eigenvalues = torch.from_numpy(_sorted_descending(values.cpu().numpy())[:count]).to(values)
+    eigenvalues = torch.from_numpy(sorted_descending(values.cpu().numpy())[:count]).to(values)
     return eigenvalues, torch.linalg.svdvals(matrix)[:count]
 
 
@@ -157,8 +163,8 @@ def _krylov_spectrum(jacobian: _Jacobian, count: int) -> tuple[Tensor, Tensor]:
         return torch.cat([jacobian.apply(right), jacobian.apply_transposed(left)]).cpu().numpy()
 
     try:
-        values = _leading_eigenvalues(product, size, kind, count, symmetric=False)
-        singular = _leading_eigenvalues(doubled, 2 * size, kind, count, symmetric=True)
+        values = leading_eigenvalues(product, size, kind, count, symmetric=False)
+        singular = leading_eigenvalues(doubled, 2 * size, kind, count, symmetric=True)
     except ArpackNoConvergence:
         raise HelmscopeError(
             f"count is {count}, but ARPACK did not converge for so many of {size} values: try fewer or more of them"
@@ -167,46 +173,7 @@ def _krylov_spectrum(jacobian: _Jacobian, count: int) -> tuple[Tensor, Tensor]:
     return eigenvalues, torch.from_numpy(singular.real.copy()).to(x)
 
 
-def _leading_eigenvalues(product: Product, size: int, kind: np.dtype, count: int, *, symmetric: bool) -> np.ndarray:
-    """The ``count`` eigenvalues of largest real part.
-
-    A Krylov space contains one vector of each eigenspace, so copies of a multiple eigenvalue can be missed. Therefore
-    the eigenvalues found are shifted below the others (deflation), and the search is repeated until it finds no larger
-    one.
-    """
-    solve, which = (eigsh, "LA") if symmetric else (eigs, "LR")
-    generator = np.random.default_rng(0)  # a fixed seed, so that equal calls return equal values
-    values, basis, floor = np.zeros(0, complex), np.zeros((size, 0), kind), 0.0
-    wanted = count
-    while basis.shape[1] + wanted <= size - 2:
-        operator = LinearOperator((size, size), partial(_deflated, product, basis, floor), dtype=kind)
-        v0 = generator.standard_normal(size).astype(kind)
-        found, vectors = solve(operator, wanted, which=which, v0=v0, rng=generator)
-        scale = np.abs(values).max(initial=0.0)
-        if len(values) and found.real.max() <= values[:count].real.min() + np.finfo(kind).eps ** (2 / 3) * scale:
-            break
-        # one of a complex pair suffices: the real and imaginary parts of its vector span the invariant plane of both
-        kept = np.array([value.imag >= 0 or value.conj() not in found for value in found])
-        paired = kept & (found.imag != 0)
-        values = _sorted_descending(np.concatenate([values, found[kept], found[paired].conj()]))
-        basis = np.linalg.qr(np.hstack([basis, vectors[:, kept].real, vectors[:, paired].imag]))[0]
-        floor, wanted = values.real.min() - np.abs(values).max(), 1
-    return values[:count]
-
-
-def _deflated(product: Product, basis: np.ndarray, floor: float, w: np.ndarray) -> np.ndarray:
-    """The operator applied to w, with the eigenvalues on the invariant space of ``basis`` replaced by ``floor``."""
-    coordinates = basis.T @ w.ravel()
-    image = product(w.ravel() - basis @ coordinates)
-    deflated: np.ndarray = image + basis @ (floor * coordinates - basis.T @ image)
-    return deflated
-
-
 def _check_finite(derivative: Tensor) -> Tensor:
     if not bool(torch.isfinite(derivative).all()):
         raise HelmscopeError("field has a derivative that is not finite at x, but a spectrum needs a finite Jacobian")
     return derivative
-
-
-def _sorted_descending(values: np.ndarray) -> np.ndarray:
-    return values[np.lexsort((-values.imag, -values.real))].copy()

@@ -4,7 +4,8 @@ A kernel K has rows of weights K_ij >= 0 for query i and key j: (*batch, n, n), 
 of SA sum to 1; rows of USA do not, nor do those of a model with an attention sink outside the tokens. Therefore shares
 are computed from the normalized rows P_ij = K_ij / sum_k K_ik, and the row mass is reported separately. For a query
 that attends to no key the shares are NaN. ``visible`` is False for padding, tokens that are neither queries nor keys.
-Which queries enter a mean is determined separately, by the weights of the trajectory.
+Which queries enter a mean is determined separately, by the weights of the trajectory. How sums over tokens are
+computed is the subject of ``hs.kernels``.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from helmscope.observe.track import (
     token_weights,
     with_bounds,
 )
-from helmscope.types import HelmscopeError, Instrument, Needs, counted
+from helmscope.types import HelmscopeError, Instrument, Needs, pluralized
 from helmscope.types.lazy import listed_exports
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from jaxtyping import Bool, Float
     from torch import Tensor
 
-    from helmscope.types import AttentionPass, Moment, System
+    from helmscope.types import AttentionTensors, ReplayContext, System
 
 __all__ = [
     "KernelStatistics",
@@ -268,16 +269,16 @@ class KernelStatistics(Instrument):
     name = "kernel_statistics"
     needs = Needs.KERNEL
 
-    def attention(self, moment: Moment, passed: AttentionPass) -> None:
+    def attention(self, context: ReplayContext, tensors: AttentionTensors) -> None:
         """Records the statistics of the kernel of a layer."""
-        kernel, (rows, n) = check_kernel(passed.kernel), passed.state.shape[:2]
+        kernel, (rows, n) = check_kernel(tensors.kernel), tensors.state.shape[:2]
         if kernel.ndim not in (3, 4) or (kernel.shape[0], kernel.shape[-1]) != (rows, n):
             raise HelmscopeError(
-                f"kernel of layer {moment.layer} has shape {tuple(kernel.shape)}, but for {counted(rows, 'system')} of "
-                f"{counted(n, 'token')} it must be ({rows}, {n}, {n}) or ({rows}, heads, {n}, {n})"
+                f"kernel of layer {context.layer} has shape {tuple(kernel.shape)}, but for {pluralized(rows, 'system')}"
+                f" of {pluralized(n, 'token')} it must be ({rows}, {n}, {n}) or ({rows}, heads, {n}, {n})"
             )
-        weights = token_weights(passed.state, moment.weights)
-        self.keep(moment, _statistics(kernel, weights.to(kernel), moment.visible), axes=("head",))
+        weights = token_weights(tensors.state, context.weights)
+        self.keep(context, _statistics(kernel, weights.to(kernel), context.visible), axes=("head",))
 
     def result(self) -> xr.Dataset:
         """The statistics of every head (if there are several), layer and replicate."""

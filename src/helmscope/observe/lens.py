@@ -34,7 +34,7 @@ class HasLogits(Protocol):
 
 
 @shows_progress("logit lens")
-def lens_divergence(system: HasLogits, *, progress: ProgressOption = None) -> xr.Dataset:
+def logit_lens_kl(system: HasLogits, *, progress: ProgressOption = None) -> xr.Dataset:
     """Divergence of the logit lens at each depth from the model's prediction, and its entropy, for each text in nats:
 
         ``divergence``  KL(p | p_t) = sum_w p(w) log p(w) / p_t(w)      ``entropy``  -sum_w p_t(w) log p_t(w)
@@ -44,7 +44,7 @@ def lens_divergence(system: HasLogits, *, progress: ProgressOption = None) -> xr
     least float32, and are computed for a few texts at a time; sums are float64. Raises HelmscopeError for a system
     without a head over a vocabulary. ``progress`` is called with the share of the work done.
 
-    >>> lens_divergence(torch.nn.Identity())
+    >>> logit_lens_kl(torch.nn.Identity())
     Traceback (most recent call last):
       ...
     helmscope.types.HelmscopeError: system is a Identity, but a lens needs a head: a Recording of a language model

@@ -28,13 +28,14 @@ from helmscope.models.premise import Premise
 from helmscope.models.probe import vocabulary_size
 from helmscope.models.recording import Recording
 from helmscope.models.watch import AbstractEdit, Observer, Site
+from helmscope.observe.track import warn_of_short_texts
 from helmscope.runs.bar import shows_progress
 from helmscope.types import (
     HelmscopeError,
     check_progress,
     check_replicates,
     identity_coordinates,
-    shown,
+    short_repr,
     type_with_article,
 )
 
@@ -48,6 +49,8 @@ if TYPE_CHECKING:
     from helmscope.types.progress import ProgressOption
 
 LOSS = {"long_name": "next-token loss", "units": "nats", "valid_min": 0.0}
+LOSS_UNDER_EDIT = {**LOSS, "long_name": "next-token loss under the edit"}
+BASELINE = {**LOSS, "long_name": "next-token loss without edits"}
 INCREASE = {"long_name": "increase of the next-token loss", "units": "nats"}
 LOGITS_PER_FORWARD = 1 << 24  # logits that one forward of the model may return
 LOGITS_PER_SUM = 1 << 16  # logits that are summed at a time in float64, which fit in a cache
@@ -58,7 +61,8 @@ def next_token_loss(recording: Recording, *, progress: ProgressOption = None) ->
     """Mean next-token loss of each prompt in nats: ``loss`` along ``prompt``, averaged by the weights of the tokens.
 
     ``loss_null`` is the loss log |V| of a uniform guess over the vocabulary. The coordinate ``predicted`` holds the
-    total weight of the scored tokens of each prompt; the loss of a prompt without any is NaN.
+    total weight of the scored tokens of each prompt; the loss of a prompt without any is NaN, and a
+    warning names it.
 
     The loss of an encoder-decoder model is that of the targets given the texts. Runs the model once more under the
     edits of the recording, a few texts at a time, so that the logits of all texts are never in memory together. Sums
@@ -87,7 +91,7 @@ def next_token_loss(recording: Recording, *, progress: ProgressOption = None) ->
 def token_loss(recording: Recording, *, progress: ProgressOption = None) -> xr.DataArray:
     """Next-token loss of every token in nats, (prompt, token), NaN where a token is not scored.
 
-    Not scored are the first token of each text, special tokens and padding. The tokens of an encoder-decoder model are
+    The first token of each text, special tokens and padding are not scored. The tokens of an encoder-decoder model are
     its targets, of which the first is scored too. The coordinate ``label``, (prompt, token), holds the text of each
     token. The mean of a prompt by the weights of its tokens equals ``next_token_loss``, whose
     arguments and errors also apply here.
@@ -109,7 +113,7 @@ def token_loss(recording: Recording, *, progress: ProgressOption = None) -> xr.D
 
 
 @shows_progress("loss under edits")
-def loss_under(
+def loss_under_edits(
     recording: Recording,
     edits: Mapping[str, AbstractEdit | Sequence[AbstractEdit]],
     *,
@@ -130,20 +134,22 @@ def loss_under(
     >>> model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
     >>> recording = record(model, torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]]))
     >>> edits = {"no MLP": Ablate([1]), "no layer": [Ablate([1]), Ablate([1], site=Site.ATTENTION)]}
-    >>> measured = loss_under(recording, edits)
+    >>> measured = loss_under_edits(recording, edits)
     >>> measured.increase.dims, measured.edit.values.tolist()
     (('edit', 'prompt'), ['no MLP', 'no layer'])
     """
     if not isinstance(edits, Mapping) or not edits:
-        raise HelmscopeError(f"edits is {shown(edits)}, but it must be a mapping of names to edits, with at least one")
+        raise HelmscopeError(
+            f"edits is {short_repr(edits)}, but it must be a mapping of names to edits, with at least one"
+        )
     edit_lists = {str(name): tuple(edit) if isinstance(edit, Sequence) else (edit,) for name, edit in edits.items()}
     scoring = _Scoring(recording)
     means = scoring.means_under(list(edit_lists.values()), check_progress(progress))
-    return _loss_and_increase(means, scoring, {"edit": list(edit_lists)})
+    return _loss_and_increase(means, scoring, {"edit": list(edit_lists)}, "loss under edits")
 
 
 @shows_progress("ablating heads")
-def ablation_loss(
+def head_ablation_loss(
     recording: Recording,
     *,
     layers: int | str | Sequence[int | str] | None = None,
@@ -155,17 +161,17 @@ def ablation_loss(
     ``loss_null`` and ``baseline_null`` are the loss log |V| of a uniform guess over the vocabulary, not that of the
     model, and ``increase_null`` is 0: the head makes no difference. ``layers`` is a layer or a list of
     layers, by number or by the name of the block as for ``recording.layer``; by default all layers. In a decoder with
-    cross-attention, the heads are those of self-attention; ``loss_under`` takes ``AblateHead`` at Site.CROSS_HEADS.
-    The output of an ablated head is 0, as under ``AblateHead``. Each head takes one forward, from its layer on. Where a
-    layer has fewer heads than another, the remaining entries are NaN. ``reduce_replicates(measured)`` returns means
-    over prompts with their intervals, ``measured.sel(**parse_head("L1H0"))`` one head. Raises HelmscopeError where
-    ``next_token_loss`` does, and for a layer whose heads cannot be separated.
+    cross-attention, the heads are those of self-attention; ``loss_under_edits`` takes ``AblateHead`` at
+    Site.CROSS_HEADS. The output of an ablated head is 0, as under ``AblateHead``. Each head takes one forward, from its
+    layer on. Where a layer has fewer heads than another, the remaining entries are NaN. ``reduce_replicates(measured)``
+    returns means over prompts with their intervals, ``measured.sel(**parse_head("L1H0"))`` one head. Raises
+    HelmscopeError where ``next_token_loss`` does, and for a layer whose heads cannot be separated.
 
     >>> from transformers import GPT2Config, GPT2LMHeadModel
     >>> from helmscope.models.record import record
     >>> sizes = {"vocab_size": 9, "n_embd": 8, "n_layer": 2, "n_head": 2, "n_positions": 16}
     >>> model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
-    >>> measured = ablation_loss(record(model, torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]])))
+    >>> measured = head_ablation_loss(record(model, torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]])))
     >>> dict(measured.increase.sizes)
     {'layer': 2, 'head': 2, 'prompt': 2}
     """
@@ -182,7 +188,8 @@ def ablation_loss(
     for (row, head), values in zip(places, ablated, strict=True):
         means[row, head] = values
     axes = {"layer": list(numbers), "head": list(range(means.shape[1]))}
-    return _loss_and_increase(np.concatenate([baseline[None], means.reshape(-1, len(baseline))]), scoring, axes)
+    means = np.concatenate([baseline[None], means.reshape(-1, len(baseline))])
+    return _loss_and_increase(means, scoring, axes, "loss with one head ablated at a time")
 
 
 def _layer_numbers(recording: Recording, layers: object) -> Sequence[int]:
@@ -192,7 +199,9 @@ def _layer_numbers(recording: Recording, layers: object) -> Sequence[int]:
     if isinstance(layers, int | str):
         return [recording.layer(layers)]
     if not isinstance(layers, Iterable):
-        raise HelmscopeError(f"layers is {shown(layers)}, but it must be a layer, a list of layers, or None for all")
+        raise HelmscopeError(
+            f"layers is {short_repr(layers)}, but it must be a layer, a list of layers, or None for all"
+        )
     numbers = [recording.layer(layer) for layer in layers]
     if not numbers:
         raise HelmscopeError("layers is empty, but it must hold at least one layer")
@@ -202,18 +211,18 @@ def _layer_numbers(recording: Recording, layers: object) -> Sequence[int]:
     return numbers
 
 
-def _loss_and_increase(means: np.ndarray, scoring: _Scoring, axes: Mapping[str, list[Any]]) -> xr.Dataset:
+def _loss_and_increase(means: np.ndarray, scoring: _Scoring, axes: Mapping[str, list[Any]], title: str) -> xr.Dataset:
     """The Measurement of mean losses: ``means[0]`` without edits, ``means[1:]`` under the edits along ``axes``."""
     dims, shape = (*axes, "prompt"), (*map(len, axes.values()), means.shape[-1])
     data = {
-        "loss": (dims, means[1:].reshape(shape), LOSS),
+        "loss": (dims, means[1:].reshape(shape), LOSS_UNDER_EDIT),
         "loss_null": scoring.null,
         "increase": (dims, (means[1:] - means[0]).reshape(shape), INCREASE),
         "increase_null": 0.0,
-        "baseline": ("prompt", means[0], LOSS),
+        "baseline": ("prompt", means[0], BASELINE),
         "baseline_null": scoring.null,
     }
-    return _in_nats(xr.Dataset(data, {**axes, **scoring.coords}, scoring.attributes))
+    return _in_nats(xr.Dataset(data, {**axes, **scoring.coords}, {**scoring.attributes, "title": title}))
 
 
 def _in_nats(losses: xr.Dataset) -> xr.Dataset:
@@ -234,6 +243,7 @@ class _Scoring:
         self.runner, batch = recording.runner, recording.batch
         self.tokens, self.shift = (batch, 1) if batch.targets is None else (batch.targets, 0)
         self.weights = _weights(recording, self.tokens, self.shift)
+        warn_of_short_texts("losses", (self.weights.sum(-1) == 0).tolist())
         self.ids = self.tokens.inputs[self.tokens.ids_name].cpu()
         self.coords: dict[str, Any] = {"prompt": np.arange(len(batch))}
         self.coords["predicted"] = ("prompt", self.weights.sum(-1).numpy())

@@ -20,12 +20,24 @@ from scipy.special import gammaln
 
 from helmscope.geometry.arithmetic import full_precision
 from helmscope.geometry.sphere import check_tokens, retract
-from helmscope.types import HelmscopeError, check_memory, counted, real_number, whole_number
+from helmscope.runs.bar import shows_progress
+from helmscope.types import (
+    HelmscopeError,
+    check_integer,
+    check_memory,
+    check_progress,
+    check_real,
+    pluralized,
+    sub_progress,
+)
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
     from numpy.typing import NDArray
     from torch import Tensor
+
+    from helmscope.types import Progress
+    from helmscope.types.progress import ProgressOption
 
     Array = NDArray[np.float64]
 
@@ -70,8 +82,15 @@ class VMFMixture:
         return torch.from_numpy(_logsumexp(_log_components(points, fit)))
 
 
+@shows_progress("fitting mixtures")
 def vmf_mixture(
-    x: Float[Tensor, "*batch n d"], *, max_components: int = 8, kappa_max: float = 1e3, restarts: int = 4, seed: int = 0
+    x: Float[Tensor, "*batch n d"],
+    *,
+    max_components: int = 8,
+    kappa_max: float = 1e3,
+    restarts: int = 4,
+    seed: int = 0,
+    progress: ProgressOption = None,
 ) -> VMFMixture:
     """Fits a von Mises-Fisher mixture sum_k w_k f(x; mu_k, kappa_k) to each cloud, selecting the number of components.
 
@@ -87,8 +106,9 @@ def vmf_mixture(
     Each number of components is fitted by expectation maximization (Banerjee, Dhillon, Ghosh & Sra 2005) from
     ``restarts`` samples of k-means++ centers (Arthur & Vassilvitskii 2007) with a common kappa: 20 steps from each,
     then up to 500 from the best. This finds a local maximum, in float64 on the CPU, without gradients. Tokens are
-    sorted first, so that the result does not depend on their order; equal seeds return equal mixtures. Raises
-    HelmscopeError for arguments outside their range and for x that is not on the sphere.
+    sorted first, so that the result does not depend on their order; equal seeds return equal mixtures. ``progress`` is
+    called with the share of the fits done. Raises HelmscopeError for arguments outside their range and for x that is
+    not on the sphere.
 
     Components are not clusters: a cluster that is not von Mises-Fisher may need two components.
 
@@ -100,19 +120,23 @@ def vmf_mixture(
     """
     tokens = _as_unit_vectors(x)
     n, dim = tokens.shape[-2:]
-    max_components = whole_number("max_components", max_components, at_least=1)
+    max_components = check_integer("max_components", max_components, at_least=1)
     if max_components > n:
         raise HelmscopeError(
-            f"max_components is {max_components}, but a cloud of {counted(n, 'token')} has at most "
-            f"{counted(n, 'component')}"
+            f"max_components is {max_components}, but a cloud of {pluralized(n, 'token')} has at most "
+            f"{pluralized(n, 'component')}"
         )
-    if real_number("kappa_max", kappa_max, above=0) > KAPPA_LIMIT:
+    if check_real("kappa_max", kappa_max, above=0) > KAPPA_LIMIT:
         raise HelmscopeError(f"kappa_max is {kappa_max:g}, but it must be at most {KAPPA_LIMIT:g}")
-    restarts = whole_number("restarts", restarts, at_least=1)
+    restarts = check_integer("restarts", restarts, at_least=1)
     check_memory(f"restarts is {restarts} and max_components is {max_components}", restarts * max_components)
-    uniforms = np.random.default_rng(whole_number("seed", seed, at_least=0)).random((restarts, max_components))
+    uniforms = np.random.default_rng(check_integer("seed", seed, at_least=0)).random((restarts, max_components))
     clouds = np.stack([cloud[np.lexsort(cloud.T)] for cloud in tokens.reshape(-1, n, dim)])
-    chunks = [_select_by_bic(clouds[i : i + CHUNK], float(kappa_max), uniforms) for i in range(0, len(clouds), CHUNK)]
+    chunks, count = [], len(clouds)
+    for first in range(0, count, CHUNK):
+        last = min(first + CHUNK, count)
+        report = sub_progress(check_progress(progress), first / count, last / count)
+        chunks.append(_select_by_bic(clouds[first:last], float(kappa_max), uniforms, report))
     batch = x.shape[:-2]
     fields = (torch.from_numpy(np.concatenate(values)) for values in zip(*chunks, strict=True))
     return VMFMixture(*(field.reshape((*batch, *field.shape[1:])) for field in fields))
@@ -150,7 +174,7 @@ def vmf_concentration(spread: Float[Tensor, "*batch"] | float, *, dim: int) -> F
     >>> round(vmf_concentration(1 - (1 / math.tanh(2.0) - 1 / 2.0), dim=3).item(), 12)  # A_3 = coth kappa - 1/kappa
     2.0
     """
-    dim = whole_number("dim", dim, at_least=2)
+    dim = check_integer("dim", dim, at_least=2)
     return torch.from_numpy(_concentration(_check_range("spread", spread, dim / KAPPA_LIMIT, 1.0), dim))
 
 
@@ -223,12 +247,15 @@ class _Fit(NamedTuple):
         return _Fit(*(values[which] for values in self))
 
 
-def _select_by_bic(x: Array, kappa_max: float, uniforms: Array) -> tuple[NDArray[np.generic], ...]:
+def _select_by_bic(x: Array, kappa_max: float, uniforms: Array, report: Progress) -> tuple[NDArray[np.generic], ...]:
     """Fields of the result for each cloud: the fit with 1 .. max_components components that has the smallest BIC."""
     clouds, n, dim = x.shape
     max_components = uniforms.shape[1]
     seeds = np.stack([_kmeans_plus_plus(x, row) for row in uniforms], 1)
-    fits = [_fit_components(x, seeds[:, : 1 if k == 1 else None, :k], kappa_max) for k in range(1, max_components + 1)]
+    fits = []
+    for k in range(1, max_components + 1):
+        fits.append(_fit_components(x, seeds[:, : 1 if k == 1 else None, :k], kappa_max))
+        report(k * (k + 1) / (max_components * (max_components + 1)))  # a fit takes time in proportion to k
     likelihood = np.stack([_logsumexp(_log_components(x, fit)).sum(-1) for fit in fits], -1)
     bic = (np.arange(1, max_components + 1) * (dim + 1) - 1) * math.log(n) - 2 * likelihood
     best = bic.argmin(-1)
@@ -341,7 +368,7 @@ def _as_unit_vectors(x: object, *, name: str = "x") -> Array:
 
 def _check_range(name: str, value: Tensor | float, low: float, high: float) -> Array:
     if not isinstance(value, torch.Tensor):
-        value = torch.tensor(real_number(name, value), dtype=torch.float64, device="cpu")
+        value = torch.tensor(check_real(name, value), dtype=torch.float64, device="cpu")
     numbers: Array = value.detach().to(device="cpu", dtype=torch.float64).numpy()
     inside = (numbers >= low) & (numbers <= high)
     if not bool(inside.all()):

@@ -13,28 +13,36 @@ import xarray as xr
 from helmscope.fields.field import Field
 from helmscope.observe.clusters import cluster_count
 from helmscope.observe.energy import interaction_energy
-from helmscope.observe.inner_products import clustering_probability, inner_product_histogram, mean_inner_product
+from helmscope.observe.inner_products import close_pair_probability, inner_product_histogram, mean_inner_product
 from helmscope.observe.order import order_parameter
-from helmscope.observe.rank import entropy_rank
-from helmscope.observe.track import AT_LEAST_0, AT_LEAST_1, SHARE, track, trajectory_of, with_bounds
+from helmscope.observe.rank import effective_rank
+from helmscope.observe.track import (
+    AT_LEAST_0,
+    AT_LEAST_1,
+    SHARE,
+    track,
+    trajectory_of,
+    warn_of_short_texts,
+    with_bounds,
+)
 from helmscope.runs.bar import shows_progress
-from helmscope.types import HelmscopeError, System, Trajectory, check_progress, real_number, type_with_article
+from helmscope.types import HelmscopeError, System, Trajectory, check_progress, check_real, type_with_article
 from helmscope.types.progress import ProgressOption
 
 MOST_PAIRED = 2_048
 PAIRS_AT_ONCE = 1 << 20
 BOUNDS = {
-    "order": SHARE,
+    "order_parameter": SHARE,
     "mean_inner_product": (-1.0, 1.0),
-    "clusters": AT_LEAST_1,
-    "entropy_rank": AT_LEAST_1,
+    "cluster_count": AT_LEAST_1,
+    "effective_rank": AT_LEAST_1,
     "energy": AT_LEAST_0,
 }
 LONG_NAMES = {
-    "order": "order parameter |mean x|",
+    "order_parameter": "order parameter |mean x|",
     "mean_inner_product": "mean inner product",
-    "clusters": "number of clusters",
-    "entropy_rank": "effective rank (entropy)",
+    "cluster_count": "number of clusters",
+    "effective_rank": "effective rank (entropy)",
     "energy": "interaction energy",
 }
 
@@ -49,35 +57,39 @@ def overview(
     bins: int = 50,
     progress: ProgressOption = None,
 ) -> xr.Dataset:
-    """Clustering probability, order, clusters, rank, energy and histogram of inner products of every system over time.
+    """Close-pair probability, order parameter, number of clusters, rank, energy and histogram of inner products of
+    every system over time.
 
     The result has the axes (time, system), or (depth, prompt) for a recording; ``reduce_replicates`` returns means with
     intervals, and ``overview_figure`` plots them. ``beta`` >= 0 is that of the energy, which is omitted at beta = 0,
     where it is infinite, and NaN where it overflows; for a simulation it defaults to the beta of its field, and must be
-    given for everything else. Tokens count by the weights of the trajectory. With more than
+    given for everything else. A text with fewer than two tokens that count has no pairs: its values are NaN, with a
+    warning. Tokens count by the weights of the trajectory. With more than
     2,048 tokens, pairs and clusters are computed for every k-th token, with the smallest k that leaves at most 2,048;
-    the attribute ``every`` is k. ``progress`` is called with the share of the work done.
+    the attribute ``token_stride`` is k. ``progress`` is called with the share of the work done.
 
     >>> import torch
     >>> measured = overview(Trajectory(torch.zeros(1), torch.eye(3).expand(1, 2, 3, 3)), beta=1.0)
-    >>> measured.clusters.values.tolist(), measured.probability.values.tolist()
+    >>> measured.cluster_count.values.tolist(), measured.close_pair_probability.values.tolist()
     ([[3.0, 3.0]], [[0.0, 0.0]])
     """
     system, trajectory = trajectory, trajectory_of(trajectory)
-    beta = real_number("beta", _beta_of(system) if beta is None else beta, at_least=0)
-    every = -(-trajectory.states.shape[-2] // MOST_PAIRED)
+    beta = check_real("beta", _beta_of(system) if beta is None else beta, at_least=0)
+    if trajectory.replicate == "prompt":
+        warn_of_short_texts("pairs", (_token_counts(trajectory) < 2).tolist())
+    stride = -(-trajectory.states.shape[-2] // MOST_PAIRED)
     report, parts = check_progress(progress), []
     steps, systems, tokens, _ = trajectory.states.shape
     # a few times at once: bounds the memory, and progress is reported in small steps
-    size = max(1, PAIRS_AT_ONCE // (max(1, systems) * (tokens // every + 1) ** 2))
+    size = max(1, PAIRS_AT_ONCE // (max(1, systems) * (tokens // stride + 1) ** 2))
     for begin in range(0, max(steps, 1), size):
         part = _select_times(trajectory, slice(begin, begin + size))
-        thinned = _thin_tokens(part, every)
+        thinned = _thin_tokens(part, stride)
         computations: list[Callable[[], xr.Dataset]] = [
-            partial(clustering_probability, thinned, delta=delta),
-            partial(track, thinned, clusters=partial(cluster_count, radius=radius)),
-            partial(track, part, order=order_parameter, mean_inner_product=mean_inner_product),
-            partial(track, part, entropy_rank=entropy_rank),
+            partial(close_pair_probability, thinned, delta=delta),
+            partial(track, thinned, cluster_count=partial(cluster_count, radius=radius)),
+            partial(track, part, order_parameter=order_parameter, mean_inner_product=mean_inner_product),
+            partial(track, part, effective_rank=effective_rank),
             partial(inner_product_histogram, thinned, bins=bins),
         ]
         if beta > 0:
@@ -91,7 +103,7 @@ def overview(
     merged = xr.concat(parts, trajectory.axis, data_vars="minimal", coords="minimal", compat="equals", join="exact")
     for name in LONG_NAMES.keys() & set(merged.data_vars):
         merged[name].attrs["long_name"] = LONG_NAMES[str(name)]
-    return with_bounds(merged, BOUNDS).assign_attrs(beta=beta, delta=delta, radius=radius, every=every)
+    return with_bounds(merged, BOUNDS).assign_attrs(beta=beta, delta=delta, radius=radius, token_stride=stride)
 
 
 def _beta_of(system: Trajectory | System) -> float:
@@ -105,6 +117,14 @@ def _beta_of(system: Trajectory | System) -> float:
     if len(values) > 1:
         raise HelmscopeError("beta is missing, but the systems of the simulation have several: pass that of the energy")
     return float(values.pop())
+
+
+def _token_counts(path: Trajectory) -> torch.Tensor:
+    """The number of tokens of each system that count."""
+    _, systems, tokens, _ = path.states.shape
+    if path.weights is None:
+        return torch.full((systems,), tokens, device="cpu")
+    return (path.weights > 0).sum(-1).amax(0).cpu()
 
 
 def _finite_energy(path: Trajectory, beta: float) -> xr.Dataset:

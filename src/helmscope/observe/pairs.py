@@ -33,7 +33,8 @@ from helmscope.observe.track import (
     with_bounds,
     with_replicates,
 )
-from helmscope.types import HelmscopeError, System, Trajectory, real_number, whole_number
+from helmscope.runs.bar import reporting
+from helmscope.types import HelmscopeError, System, Trajectory, check_integer, check_real
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -44,26 +45,26 @@ LEVELS, GAP = (0.8, 0.9, 0.99), 16
 CHUNK = 1 << 22  # inner products in memory at a time
 
 LABELS = {
-    "share": "share of inner products above the level",
+    "aligned_pair_share": "share of inner products above the level",
     "inner_product": "mean inner product",
-    "entropy_rank": "effective rank exp(entropy of the singular values)",
+    "effective_rank": "effective rank exp(entropy of the singular values)",
     "participation_ratio": "participation ratio",
     "stable_rank": "stable rank",
     "nuclear_rank": "nuclear rank",
-    "residual": "distance to the mean token, relative, Frobenius norm",
-    "residual_composite": "distance to the mean token, relative, norm of Dong et al.",
+    "collapse_residual_frobenius": "distance to the mean token, relative, Frobenius norm",
+    "collapse_residual_composite": "distance to the mean token, relative, norm of Dong et al.",
     "radius": "mean radius",
 }
 BOUNDS = {
-    "share": SHARE,
+    "aligned_pair_share": SHARE,
     "inner_product": (-1.0, 1.0),
-    **dict.fromkeys(("entropy_rank", "participation_ratio", "stable_rank", "nuclear_rank"), AT_LEAST_1),
-    **dict.fromkeys(("residual", "residual_composite", "radius"), AT_LEAST_0),
+    **dict.fromkeys(("effective_rank", "participation_ratio", "stable_rank", "nuclear_rank"), AT_LEAST_1),
+    **dict.fromkeys(("collapse_residual_frobenius", "collapse_residual_composite", "radius"), AT_LEAST_0),
 }
 
 
 class PairSet(Enum):
-    """The sets of pairs of ``clustering``; the values are the coordinates of its axis ``pairs``.
+    """The sets of pairs of ``cloud_statistics``; the values are the coordinates of its axis ``pairs``.
 
     >>> [pairs.value for pairs in PairSet]
     ['distant', 'all', 'as printed']
@@ -74,8 +75,9 @@ class PairSet(Enum):
     AS_PRINTED = "as printed"
 
 
+@reporting(None, "statistics of clouds")
 @full_precision
-def clustering(
+def cloud_statistics(
     source: Trajectory | System,
     *,
     ids: Int[Tensor, "batch n"] | None = None,
@@ -84,15 +86,15 @@ def clustering(
     first_token: bool = False,
     ranks: bool = True,
 ) -> xr.Dataset:
-    """Statistics over (depth, prompt) of the tokens of each prompt on the sphere of the theory.
+    """Statistics over (depth, prompt) of the tokens of each prompt on the unit sphere.
 
     ``inner_product`` is the mean inner product of each of the three sets of pairs (axis ``pairs``, see ``PairSet``);
-    ``share`` is the share of inner products above each of ``levels`` (axis ``level``). ``entropy_rank``,
-    ``participation_ratio``, ``stable_rank`` and ``nuclear_rank`` are the effective ranks of the cloud, and ``residual``
-    and ``residual_composite`` its distance to the mean token, relative to its size (``collapse_residual_frobenius`` and
-    ``collapse_residual_composite`` with ``relative=True``). ``radius`` is the mean norm that was divided out, if there
-    is one. With ``ranks=False`` effective ranks and distances to the mean token, which take most of the time, are left
-    out.
+    ``aligned_pair_share`` is the share of inner products above each of ``levels`` (axis ``level``). ``effective_rank``,
+    ``participation_ratio``, ``stable_rank`` and ``nuclear_rank`` are the effective ranks of the cloud, and
+    ``collapse_residual_frobenius`` and ``collapse_residual_composite`` its distance to the mean token, relative to its
+    size (the functions of these names with ``relative=True``). ``radius`` is the mean norm that was divided out, if
+    there is one. With ``ranks=False`` effective ranks and distances to the mean token, which take most of the time, are
+    left out.
 
     ``source`` is a Recording, whose states are those of ``on_sphere`` and whose token ids are known, another System, or
     a Trajectory. ``ids`` are the token ids; without them no two tokens have the same id. Tokens count by their weights,
@@ -100,12 +102,12 @@ def clustering(
     ``first_token``. A statistic of no pairs is NaN. Everything is computed in float64, one depth at a time.
 
     >>> tokens = torch.eye(3).expand(1, 2, 3, 3)
-    >>> measured = clustering(Trajectory(torch.zeros(1), tokens), gap=1, levels=[0.9], first_token=True)
-    >>> measured.share.dims, measured.share.sel(pairs="distant", level=0.9).values.tolist()
+    >>> measured = cloud_statistics(Trajectory(torch.zeros(1), tokens), gap=1, levels=[0.9], first_token=True)
+    >>> measured.aligned_pair_share.dims, measured.aligned_pair_share.sel(pairs="distant", level=0.9).values.tolist()
     (('time', 'system', 'pairs', 'level'), [[0.0, 0.0]])
     """
     levels = check_levels(levels)
-    gap = whole_number("gap", gap, at_least=1)
+    gap = check_integer("gap", gap, at_least=1)
     path, ids = sphere_and_ids(source, ids)
     path = path if first_token else without_first_token(path)
     rows_at_once = max(1, CHUNK // path.states.shape[2] ** 2)
@@ -122,10 +124,14 @@ def clustering(
 
 def _as_measurement(values: dict[str, Tensor], path: Trajectory, levels: list[float]) -> xr.Dataset:
     sets = [pairs.value for pairs in PairSet]
-    by_level: dict[str, ArrayLike] = {"pairs": sets, "level": levels}
-    further: dict[str, dict[str, ArrayLike]] = {"share": by_level, "inner_product": {"pairs": sets}}
-    parts = [with_replicates({name: value}, path, further.get(name)) for name, value in values.items()]
-    measurement = with_bounds(xr.merge(parts, compat="equals", join="exact"), BOUNDS)
+    axes: dict[str, dict[str, ArrayLike]] = {
+        "aligned_pair_share": {"pairs": sets, "level": levels},
+        "inner_product": {"pairs": sets},
+    }
+    parts = [with_replicates({name: values[name]}, path, further) for name, further in axes.items()]
+    plain = {name: value for name, value in values.items() if name not in axes}
+    parts += [with_replicates(plain, path)] if plain else []
+    measurement = with_bounds(xr.merge(parts, compat="override", join="override"), BOUNDS)
     for name in values:
         measurement[name].attrs["long_name"] = LABELS[name]
     return measurement
@@ -137,14 +143,14 @@ def check_levels(levels: Sequence[float]) -> list[float]:
     >>> check_levels((0.5, 0.9))
     [0.5, 0.9]
     """
-    numbers = [real_number("a level", level, at_least=-1) for level in levels]
+    numbers = [check_real("a level", level, at_least=-1) for level in levels]
     if not numbers or max(numbers) > 1 or len(set(numbers)) < len(numbers):
         raise HelmscopeError(f"levels is {levels!r:.60}, but it must hold different numbers between -1 and 1")
     return numbers
 
 
 def sphere_and_ids(source: object, ids: Tensor | None) -> tuple[Trajectory, Tensor | None]:
-    """The trajectory of a system on the sphere of the theory, and the ids of its tokens: ``ids`` or, if it is None,
+    """The trajectory of a system on the unit sphere, and the ids of its tokens: ``ids`` or, if it is None,
     those of a recording. Raises HelmscopeError for ids of another shape.
 
     >>> path, ids = sphere_and_ids(Trajectory(torch.zeros(1), torch.eye(2).expand(1, 1, 2, 2)), None)
@@ -216,7 +222,7 @@ def _cloud_statistics(x: Tensor, m: Tensor, pairs: _PairWeights, levels: list[fl
     flat = gram.flatten(-2)
     summands = torch.stack([flat, *((flat > level).to(flat) for level in levels)], 1)
     means = (pairs.weights @ summands.mT) / pairs.total.unsqueeze(-1)
-    of_pairs = {"share": means[..., 1:], "inner_product": means[..., 0]}
+    of_pairs = {"aligned_pair_share": means[..., 1:], "inner_product": means[..., 0]}
     if not ranks:
         return of_pairs
     # the eigenvalues of the Gram matrix are s^2, at a third of the cost of singular values of x
@@ -225,6 +231,6 @@ def _cloud_statistics(x: Tensor, m: Tensor, pairs: _PairWeights, levels: list[fl
     return {
         **of_pairs,
         **spectral_ranks(power.sqrt()),
-        "residual": collapse_residual_frobenius(x, relative=True, weights=m),
-        "residual_composite": collapse_residual_composite(x, relative=True, weights=m),
+        "collapse_residual_frobenius": collapse_residual_frobenius(x, relative=True, weights=m),
+        "collapse_residual_composite": collapse_residual_composite(x, relative=True, weights=m),
     }

@@ -1,4 +1,4 @@
-"""Phase diagrams: the clustering probability over inverse temperature and time [Geshkovski et al. 2023, figure 3]."""
+"""Phase diagrams: the close-pair probability over inverse temperature and time [Geshkovski et al. 2023, figure 3]."""
 
 from __future__ import annotations
 
@@ -16,15 +16,24 @@ from helmscope.fields.field import Field, as_field
 from helmscope.kernels.choose import pinned, using_summation
 from helmscope.observe.diagram import PhaseDiagram
 from helmscope.observe.fused_shares import FusedShares
-from helmscope.observe.inner_products import clustering_fraction
+from helmscope.observe.inner_products import close_pair_share
 from helmscope.runs.bar import shows_progress
 from helmscope.solve.dormand_prince import DormandPrince
 from helmscope.solve.integrate import default_stepper, make_problem
-from helmscope.solve.published_euler import PublishedEuler
 from helmscope.solve.threads import fitting_threads
+from helmscope.solve.unprojected_euler import UnprojectedEuler
 from helmscope.theory.equiangular import EquiangularFlow, hitting_time
 from helmscope.theory.starts import Start, in_span
-from helmscope.types import HelmscopeError, check_measurement, check_memory, increasing_times, real_number, whole_number
+from helmscope.types import (
+    HelmscopeError,
+    check_integer,
+    check_measurement,
+    check_memory,
+    check_real,
+    check_times,
+    short_repr,
+    type_with_article,
+)
 from helmscope.types.progress import Progress, ProgressOption, check_progress
 
 if TYPE_CHECKING:
@@ -60,14 +69,14 @@ def phase_diagram(
     merge: float | None = None,
     progress: ProgressOption = None,
 ) -> PhaseDiagram:
-    """Estimates the clustering probability P(<x_i, x_j> >= 1 - delta) over (beta, time) [Geshkovski et al. 2023, figure
+    """Estimates the close-pair probability P(<x_i, x_j> >= 1 - delta) over (beta, time) [Geshkovski et al. 2023, figure
     3].
 
     ``field`` is any callable beta -> field: SA, USA, ``lambda beta: SA(beta, causal=True)``. The standard error is over
     the ``samples`` starts, since pairs of the same sample are not independent. All betas use the same starts and the
-    same noise, so cells at one time are correlated over beta. The coordinate ``curve`` is t*(beta), the time at which
-    orthogonal tokens reach 1 - delta, where it has a closed form, else NaN; ``lost`` counts the samples whose
-    integration failed: they are excluded from their entire row and listed in the log. Bad input: HelmscopeError.
+    same noise, so cells at one time are correlated over beta. The coordinate ``hitting_time`` is t*(beta), the time at
+    which orthogonal tokens reach 1 - delta, where it has a closed form, else NaN; ``lost_samples`` counts the samples
+    whose integration failed: they are excluded from their entire row and listed in the log. Bad input: HelmscopeError.
 
     Without noise, a flow that commutes with rotations is integrated in the span of its tokens, starting from
     ``start.sample_in_span``: any dim > n costs as much as dim = n. Where V = c I with c > 0 and delta <= 1, pairs that
@@ -75,7 +84,8 @@ def phase_diagram(
     its share is 1 from then on. ``stepper`` defaults to ``DormandPrince(tol=1e-6)`` (1e-5 in float32; with noise, or
     for a discontinuous field, the default of ``integrate``), ``dtype`` to float64. On CUDA, SA
     and USA whose matrices are multiples of I use the fused float32 kernel unless a stepper, kernel or float64 is
-    specified. The attributes record the method. Only mean and standard error are stored, not individual samples.
+    specified. The attributes record the method; as in every Measurement, ``n`` is the number of replicates, here the
+    samples, and ``tokens`` is the n of ``start``. Only mean and standard error are stored, not individual samples.
 
     >>> from helmscope.fields.attention import SA
     >>> from helmscope.theory.starts import Uniform
@@ -117,9 +127,9 @@ def published_probability(
     dtype: torch.dtype | None = None,
     progress: ProgressOption = None,
 ) -> xr.Dataset:
-    """Clustering probability by the scheme of the published figure 3, from the same starts: ``probability_published``.
+    """Close-pair probability by the scheme of the published figure 3, from the same starts: ``probability_published``.
 
-    ``PublishedEuler(0.1)``: forward Euler without tangent projection, then normalization, as in the script of
+    ``UnprojectedEuler(0.1)``: forward Euler without tangent projection, then normalization, as in the script of
     arXiv:2312.10794. The scheme has states at multiples of 0.1 only; shares at other times are interpolated linearly.
     Arguments and errors are those of ``phase_diagram``, and the result has the same axes (beta, time);
     ``diagram.assign(published.data_vars)`` combines the two.
@@ -130,8 +140,8 @@ def published_probability(
     >>> float(published.probability_published[0, 0])
     1.0
     """
-    scheme = PublishedEuler(0.1)
-    requested = np.array(increasing_times(times))
+    scheme = UnprojectedEuler(0.1)
+    requested = np.array(check_times(times))
     # times that are multiples of 0.1 must not be interpolated because of rounding
     ticks = requested / scheme.h
     ticks = np.where(np.abs(ticks - ticks.round()) < 1e-9, ticks.round(), ticks)
@@ -161,12 +171,19 @@ def _fields_by_beta(field: object, betas: object) -> dict[float, Field]:
     sequence = betas.tolist() if hasattr(betas, "tolist") else betas
     if not isinstance(sequence, Sequence) or isinstance(sequence, str | bytes) or not sequence:
         raise HelmscopeError(f"betas is {betas!r}, but it must be a sequence of at least one number, such as [1, 4, 9]")
-    values = [real_number(f"betas[{i}]", beta, at_least=0) for i, beta in enumerate(sequence)]
+    values = [check_real(f"betas[{i}]", beta, at_least=0) for i, beta in enumerate(sequence)]
     for i in range(1, len(values)):
         if values[i] <= values[i - 1]:
             raise HelmscopeError(f"betas[{i}] is {values[i]:g} after {values[i - 1]:g}, but betas must increase")
-    if not callable(field) or (hasattr(field, "velocity") and not isinstance(field, type)):
-        raise HelmscopeError(f"field is a {type(field).__name__}, but it must be a callable beta -> field, such as SA")
+    if hasattr(field, "velocity") and not isinstance(field, type):
+        kind = type(field).__name__
+        raise HelmscopeError(
+            f"field is {short_repr(field)}, but it must be a callable beta -> field: pass {kind}, not {kind}(...)"
+        )
+    if not callable(field):
+        raise HelmscopeError(
+            f"field is {type_with_article(field)}, but it must be a callable beta -> field, such as SA"
+        )
     flows = {beta: field(beta) for beta in values}
     for beta, flow in flows.items():
         if isinstance(flow, type) or not callable(flow):
@@ -186,7 +203,7 @@ def _check_any_shape(flow: Field, *shapes: tuple[int, int]) -> None:
 
 
 def _check_delta(delta: object) -> float:
-    value = real_number("delta", delta, at_least=0)
+    value = check_real("delta", delta, at_least=0)
     if value > 2:
         raise HelmscopeError(f"delta is {value:g}, but it must be at most 2: inner products are between -1 and 1")
     return value
@@ -216,7 +233,7 @@ class _Sweep:
             raise HelmscopeError(f"start is {shown}, but it must be a distribution such as Uniform(n=32, dim=128)")
         if start.n < 2:
             raise HelmscopeError(f"n of start is {start.n}, but a pair needs two tokens")
-        times, samples = increasing_times(arguments["times"]), whole_number("samples", arguments["samples"], at_least=1)
+        times, samples = check_times(arguments["times"]), check_integer("samples", arguments["samples"], at_least=1)
         entries = samples * max(start.n * min(start.n, start.dim), len(times))
         check_memory(f"samples is {samples}, n of start is {start.n} and times has {len(times)} entries", entries)
         return cls(**arguments | {"times": times, "samples": samples, "delta": _check_delta(arguments["delta"])})
@@ -318,7 +335,7 @@ class _AllMet:
 
     def share(self, x: Float[Tensor, "system n d"]) -> Float[Tensor, " system"]:
         """The share of pairs that have met."""
-        return clustering_fraction(x, delta=self.delta)
+        return close_pair_share(x, delta=self.delta)
 
     def signal(self, x: Float[Tensor, "system n d"]) -> Float[Tensor, " system"]:
         """0 where all pairs have met, negative elsewhere."""
@@ -344,7 +361,7 @@ def _measurement(
     axes, long_name = ("beta", "time"), f"P(<x_i, x_j> >= 1 - {sweep.delta:g})"
     data = {name: (axes, mean, {"long_name": long_name}), f"{name}_stderr": (axes, stderr)}
     curve = ("beta", [_hitting_time(flow, sweep) for flow in flows.values()])
-    coords = {"beta": list(flows), "time": times, "curve": curve, "lost": ("beta", lost.sum(-1).numpy())}
+    coords = {"beta": list(flows), "time": times, "hitting_time": curve, "lost_samples": ("beta", lost.sum(-1).numpy())}
     attributes = _attributes(sweep, next(iter(flows.values())), summations)
     attributes["flow"] = " / ".join(dict.fromkeys(_flow_name(flow, sweep.noise) for flow in flows.values()))
     return check_measurement(xr.Dataset(data, coords, attributes))
@@ -365,7 +382,8 @@ def _attributes(sweep: _Sweep, flow: Field, summations: set[str]) -> dict[str, A
     dtype, spanned = sweep.dtype or torch.float64, sweep.in_span(flow) is not None
     stepper = sweep.method(flow, dtype)
     return {
-        "n": sweep.samples,
+        "n": sweep.samples,  # of replicates, as in every reduced Measurement
+        "replicate": "sample",
         "tokens": sweep.start.n,
         "dim": sweep.start.dim,
         "integration_dim": sweep.start.n if spanned else sweep.start.dim,

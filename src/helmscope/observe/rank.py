@@ -12,7 +12,7 @@ import torch
 
 from helmscope.geometry.sphere import check_tokens
 from helmscope.observe.track import token_weights
-from helmscope.types import real_number
+from helmscope.types import check_real
 from helmscope.types.lazy import listed_exports
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = [
     "collapse_residual_composite",
     "collapse_residual_frobenius",
-    "entropy_rank",
+    "effective_rank",
     "nuclear_rank",
     "numerical_rank",
     "participation_ratio",
@@ -33,15 +33,15 @@ if not TYPE_CHECKING:  # type checkers would accept any name
     __getattr__, __dir__ = listed_exports(__name__, __all__)
 
 
-def entropy_rank(
+def effective_rank(
     x: Float[Tensor, "*batch n d"], *, weights: Float[Tensor, "*batch n"] | None = None
 ) -> Float[Tensor, "*batch"]:
     """Effective rank exp(-sum p log p), p = s / sum s, of each cloud (Roy & Vetterli 2007).
 
-    >>> entropy_rank(torch.eye(3))
+    >>> effective_rank(torch.eye(3))
     tensor(3.)
     """
-    return spectral_ranks(_singular_values(x, weights))["entropy_rank"]
+    return spectral_ranks(_singular_values(x, weights))["effective_rank"]
 
 
 def participation_ratio(
@@ -88,7 +88,7 @@ def spectral_ranks(s: Float[Tensor, "*batch k"]) -> dict[str, Float[Tensor, "*ba
     # p log p is 0 at p = 0, where its slope is infinite: the gradient there is set to 0
     logs = torch.log(torch.where(p > 0, p, 1.0))
     return {
-        "entropy_rank": torch.exp(-(p * logs).sum(-1)),
+        "effective_rank": torch.exp(-(p * logs).sum(-1)),
         "participation_ratio": power.sum(-1) ** 2 / (power**2).sum(-1),
         "stable_rank": power.sum(-1) / largest**2,
         "nuclear_rank": s.sum(-1) / largest,
@@ -103,7 +103,7 @@ def numerical_rank(
     >>> numerical_rank(torch.eye(3), tol=1e-6)
     tensor(3)
     """
-    tol = real_number("tol", tol, at_least=0)
+    tol = check_real("tol", tol, at_least=0)
     s = _singular_values(x, weights)
     return (s > tol * s.amax(-1, keepdim=True)).sum(-1)
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from jaxtyping import Bool, Float
     from torch import Tensor
 
-    from helmscope.types import AttentionPass, Moment, System
+    from helmscope.types import AttentionTensors, ReplayContext, System
 
 BOUNDS = {"r_squared": SHARE, "r_squared_others": SHARE, "keys": AT_LEAST_0}
 
@@ -40,7 +40,7 @@ class EffectiveBeta(Instrument):
     that enter ``beta``. Queries count by their weights. Keys of attention weight 0, which are masked or underflowed,
     and the first visible key do not enter. Values are NaN where no row has two keys of different inner products.
 
-    x are the directions of the states that attention reads. In a post-norm model the sphere of the theory is that of
+    x are the directions of the states that attention reads. In a post-norm model the unit sphere is that of
     the states without gain and bias: pass ``sphere=recording.on_sphere`` for it. ``effective_beta`` does both.
 
     >>> from helmscope.fields.attention import SA
@@ -68,27 +68,27 @@ class EffectiveBeta(Instrument):
             )
         return None
 
-    def attention(self, moment: Moment, passed: AttentionPass) -> None:
+    def attention(self, context: ReplayContext, tensors: AttentionTensors) -> None:
         """Records the slopes of a layer."""
-        x, kernel = self._tokens(moment, passed), check_kernel(passed.kernel)
-        m = token_weights(x, None if moment.weights is None else moment.weights.to(x))
-        usable = _usable_keys(x, moment.visible)
+        x, kernel = self._tokens(context, tensors), check_kernel(tensors.kernel)
+        m = token_weights(x, None if context.weights is None else context.weights.to(x))
+        usable = _usable_keys(x, context.visible)
         if kernel.ndim == 3:
-            self.keep(moment, _slopes(kernel, x, m, usable))
+            self.keep(context, _slopes(kernel, x, m, usable))
             return
         heads = [_slopes(kernel[:, head], x, m, usable) for head in range(kernel.shape[1])]
-        self.keep(moment, {name: torch.stack([head[name] for head in heads], 1) for name in heads[0]})
+        self.keep(context, {name: torch.stack([head[name] for head in heads], 1) for name in heads[0]})
 
-    def _tokens(self, moment: Moment, passed: AttentionPass) -> Float[Tensor, "rows n d"]:
+    def _tokens(self, context: ReplayContext, tensors: AttentionTensors) -> Float[Tensor, "rows n d"]:
         if self.sphere is None:
-            return passed.direction.double()
-        at = (self.sphere.times == moment.time).nonzero()
-        if not len(at) or self.sphere.states.shape[2:] != passed.direction.shape[1:]:
+            return tensors.direction.double()
+        at = (self.sphere.times == context.time).nonzero()
+        if not len(at) or self.sphere.states.shape[2:] != tensors.direction.shape[1:]:
             raise HelmscopeError(
-                f"sphere has no states {tuple(passed.direction.shape[1:])} at {self.sphere.axis} {moment.time:g}, but "
-                "it must be that of the system"
+                f"sphere has no states {tuple(tensors.direction.shape[1:])} at {self.sphere.axis} {context.time:g}, "
+                "but it must be that of the system"
             )
-        return self.sphere.states[int(at[0]), moment.rows].to(passed.direction.device).double()
+        return self.sphere.states[int(at[0]), context.rows].to(tensors.direction.device).double()
 
     def result(self) -> xr.Dataset:
         """The slopes of every head (if there are several), layer and replicate."""

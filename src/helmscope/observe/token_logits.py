@@ -22,14 +22,14 @@ from helmscope.observe.loss import LOGITS_PER_FORWARD
 from helmscope.runs.bar import shows_progress
 from helmscope.types import (
     HelmscopeError,
+    check_integer,
     check_progress,
     check_replicates,
-    counted,
     identity_coordinates,
-    part_of,
-    shown,
+    pluralized,
+    short_repr,
+    sub_progress,
     type_with_article,
-    whole_number,
 )
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def token_logits(
         raise HelmscopeError("depth is empty, but it must hold at least one depth")
     logits = []
     for k, one_depth in enumerate(depths):
-        share = part_of(report, k / len(depths), (k + 1) / len(depths))
+        share = sub_progress(report, k / len(depths), (k + 1) / len(depths))
         logits.append(_logits_at(_runner_at_depth(recording, one_depth), ids, positions, share))
     values = torch.stack(logits).double().cpu().numpy()
     dims: tuple[str, ...] = ("depth", "prompt", "position", "token")
@@ -169,14 +169,14 @@ class _Positions:
             indices = []
         if not indices:
             raise HelmscopeError(
-                f"position is {shown(position)}, but it must be a whole number such as -1, a list of them, or None"
+                f"position is {short_repr(position)}, but it must be a whole number such as -1, a list of them, or None"
             )
         columns = torch.empty(texts, len(indices), dtype=torch.int64, device="cpu")
         for k, row in enumerate(visible):
             visible_columns = row.nonzero().squeeze(-1)
             for index in indices:
                 if not -len(visible_columns) <= index < len(visible_columns):
-                    tokens = counted(len(visible_columns), "token")
+                    tokens = pluralized(len(visible_columns), "token")
                     raise HelmscopeError(f"position is {index}, but texts[{k}] has {tokens}")
             columns[k] = visible_columns[indices]
         return cls(columns, torch.ones_like(columns).bool(), indices if several is position else None)
@@ -191,7 +191,9 @@ class _Positions:
 def _ids_and_labels(recording: Recording, tokens: Sequence[str | int]) -> tuple[Int[Tensor, " token"], list[str]]:
     """Ids and labels of vocabulary entries given as text or as ids."""
     if isinstance(tokens, str) or not isinstance(tokens, Sequence) or not tokens:
-        raise HelmscopeError(f"tokens is {shown(tokens)}, but it must be a list of at least one, such as [' she', 42]")
+        raise HelmscopeError(
+            f"tokens is {short_repr(tokens)}, but it must be a list of at least one, such as [' she', 42]"
+        )
     tokenizer, size = recording.tokenizer, vocabulary_size(recording.anatomy.model)
     ids = [_token_id(token, tokenizer, size) for token in tokens]
     for k, token_id in enumerate(ids):
@@ -203,20 +205,21 @@ def _ids_and_labels(recording: Recording, tokens: Sequence[str | int]) -> tuple[
 
 def _token_id(token: object, tokenizer: Any, size: int) -> int:
     if not isinstance(token, str):
-        number = whole_number("id in tokens", token, at_least=0)
+        number = check_integer("id in tokens", token, at_least=0)
         if number >= size:
             raise HelmscopeError(f"id in tokens is {number}, but the model has the tokens 0 to {size - 1}")
         return number
     if tokenizer is None:
-        raise HelmscopeError(f"tokens holds {shown(token)}, but the recording has no tokenizer: pass token ids")
+        raise HelmscopeError(f"tokens holds {short_repr(token)}, but the recording has no tokenizer: pass token ids")
     ids = encode([token], tokenizer, add_special_tokens=False)[0]
     pieces = tokenizer.convert_ids_to_tokens(ids)
     if len(ids) != 1:
         raise HelmscopeError(
-            f"tokens holds {shown(token)}, which the tokenizer splits into {shown(pieces)}, but it must be one token"
+            f"tokens holds {short_repr(token)}, which the tokenizer splits into {short_repr(pieces)}, but it must "
+            "be one token"
         )
     if ids[0] == tokenizer.unk_token_id and token != tokenizer.unk_token:
-        raise HelmscopeError(f"tokens holds {shown(token)}, but it must be in the tokenizer's vocabulary")
+        raise HelmscopeError(f"tokens holds {short_repr(token)}, but it must be in the tokenizer's vocabulary")
     return ids[0]
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,7 +22,7 @@ from helmscope.types import (
     check_progress,
     check_replicates,
     identity_coordinates,
-    shown,
+    short_repr,
 )
 
 if TYPE_CHECKING:
@@ -57,14 +59,25 @@ def track(
         values[name] = _evaluate(name, function, path)
         report(len(values) / len(quantities))
     origin = getattr(trajectory, "origin", None)  # of a Recording
-    return with_replicates(values, path).assign_attrs({} if origin is None else {"model": origin.title})
+    measurement = with_replicates(values, path)
+    for name, function in quantities.items():
+        if long_name := _long_name(function):
+            measurement[name].attrs["long_name"] = long_name
+    return measurement.assign_attrs({} if origin is None else {"model": origin.title})
+
+
+def _long_name(function: Callable[..., Tensor]) -> str:
+    """The name of an observable of this package in words; empty for others, which are labeled by their keyword."""
+    inner = function.func if isinstance(function, partial) else function
+    known = str(getattr(inner, "__module__", "")).startswith("helmscope.")
+    return str(getattr(inner, "__name__", "")).replace("_", " ") if known else ""
 
 
 def _evaluate(name: str, function: Callable[..., Tensor], path: Trajectory) -> Tensor:
     """Evaluates a function at all states, with the weights of the tokens if there are any."""
     if not callable(function):
         raise HelmscopeError(
-            f"{name} is {shown(function)}, but it must be a function of tokens f(x, weights=...) such as "
+            f"{name} is {short_repr(function)}, but it must be a function of tokens f(x, weights=...) such as "
             "hs.order_parameter"
         )
     if path.weights is None:
@@ -117,6 +130,25 @@ def with_replicates(
     return check_replicates(xr.Dataset(data, coords | identity_coordinates(path.replicate, path.identities)))
 
 
+def warn_of_short_texts(quantity: str, short: Sequence[bool]) -> None:
+    """Warns that a quantity is undefined for the texts that are marked as too short.
+
+    >>> import warnings
+    >>> with warnings.catch_warnings(record=True, action="always") as caught:
+    ...     warn_of_short_texts("pairs", [False, True])
+    >>> str(caught[0].message)
+    'pairs are undefined (NaN) for texts[1], of which too few tokens count: means leave it out'
+    """
+    places = [i for i, is_short in enumerate(short) if is_short]
+    if places:
+        more = f" and {len(places) - 1} more" if len(places) > 1 else ""
+        warnings.warn(
+            f"{quantity} are undefined (NaN) for texts[{places[0]}]{more}, of which too few tokens count: means leave "
+            f"{'them' if more else 'it'} out",
+            stacklevel=4,
+        )
+
+
 def with_bounds(measurement: xr.Dataset, bounds: Mapping[str, tuple[float, float]]) -> xr.Dataset:
     """Adds the bounds that quantities have by definition, as attributes ``valid_min`` and ``valid_max``.
 
@@ -130,9 +162,10 @@ def with_bounds(measurement: xr.Dataset, bounds: Mapping[str, tuple[float, float
         name: {key: bound for key, bound in zip(("valid_min", "valid_max"), ends, strict=True) if math.isfinite(bound)}
         for name, ends in bounds.items()
     }
-    return measurement.assign(
-        {name: measurement[name].assign_attrs(attributes[name]) for name in attributes if name in measurement}
-    )
+    bounded = measurement.copy()  # shallow; ``assign`` would align all variables with each other again
+    for name in attributes.keys() & bounded.keys():
+        bounded[name].attrs |= attributes[name]
+    return bounded
 
 
 def _state_axes(path: Trajectory) -> dict[str, np.ndarray]:

@@ -11,12 +11,12 @@ import torch
 from helmscope.observe.inner_products import mean_inner_product
 from helmscope.observe.order import order_parameter
 from helmscope.observe.overview import BOUNDS
-from helmscope.observe.rank import entropy_rank
+from helmscope.observe.rank import effective_rank
 from helmscope.observe.track import AT_LEAST_0, token_mean, token_weights, track, with_bounds
 from helmscope.plots.measured import MOST_MARKERS, axis_name, draw_singles, single_replicates
 from helmscope.plots.style import COLORS, spans_decades
 from helmscope.stats.reduce import band, band_text, reduced
-from helmscope.types import Trajectory, counted
+from helmscope.types import Trajectory, pluralized
 from helmscope.types.measurement import COMPANIONS
 
 if TYPE_CHECKING:
@@ -36,11 +36,11 @@ class Curves:
 
 CLUSTERING = Curves(
     "clustering",
-    {"mean_inner_product": mean_inner_product, "order": order_parameter},
-    {"mean_inner_product": "mean inner product", "order": "order parameter |mean x|"},
+    {"mean_inner_product": mean_inner_product, "order_parameter": order_parameter},
+    {"mean_inner_product": "mean inner product", "order_parameter": "order parameter |mean x|"},
 )
 LENGTHS = dict.fromkeys(("radius", "spread", "size"), AT_LEAST_0)
-RANK = Curves("effective rank (entropy)", {"entropy_rank": entropy_rank})
+RANK = Curves("effective rank (entropy)", {"effective_rank": effective_rank})
 
 
 def radius_curves(path: Trajectory) -> list[Curves]:
@@ -110,7 +110,7 @@ def measured(path: Trajectory, curves: Sequence[Curves]) -> xr.Dataset:
     A quantity without any value, such as the mean over pairs of a single token, is omitted.
 
     >>> systems = measured(Trajectory(torch.zeros(1), torch.eye(2).expand(1, 3, 2, 2)), [CLUSTERING])
-    >>> systems.order.values.round(4).tolist()
+    >>> systems.order_parameter.values.round(4).tolist()
     [[0.7071, 0.7071, 0.7071]]
     """
     functions: dict[str, Any] = {name: function for panel in curves for name, function in panel.quantities.items()}
@@ -171,9 +171,9 @@ def describe_bands(systems: xr.Dataset, replicate: str) -> str:
     if n == 1:
         return f"1 {replicate}: no interval"
     if single_replicates(systems):
-        return f"mean over {counted(n, replicate)}, thin: each {replicate}"
+        return f"mean over {pluralized(n, replicate)}, thin: each {replicate}"
     bands = dict.fromkeys(band_text(means, str(name)) for name in means.data_vars if not str(name).endswith(COMPANIONS))
-    return f"mean over {counted(n, replicate)}, band: {', '.join(bands)}"
+    return f"mean over {pluralized(n, replicate)}, band: {', '.join(bands)}"
 
 
 def _draw_mean(

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from helmscope.plots.measured import axis_name, heading, label, plain
+from helmscope.plots.measured import LETTERS, axis_name, heading, label, plain
 from helmscope.plots.style import COLORS, spans_decades
 from helmscope.stats.reduce import band, reduced
 
@@ -17,8 +17,9 @@ if TYPE_CHECKING:
 ROW = 1.3  # inches
 
 
-def draw_grid(place: SubFigure, data: xr.Dataset, name: str) -> None:
-    """Plots NAME (x, column, row) as a grid of panels, which share their axes along a row.
+def draw_grid(place: SubFigure, data: xr.Dataset, name: str, *, letters: int = LETTERS) -> None:
+    """Plots NAME (x, column, row) as a grid of panels, which share their axes along a row, below a heading with lines
+    of at most ``letters`` characters.
 
     Each panel shows the values with their band, and NAME_null dotted. The attribute scale = "log" selects a log axis
     where values span more than a factor of 30. Replicates are reduced first. Values that are not finite are not
@@ -55,7 +56,8 @@ def draw_grid(place: SubFigure, data: xr.Dataset, name: str) -> None:
                 panel.set_title(plain(label(value, columns, column)), fontsize=7.5)
         panels[i, 0].set_ylabel(plain(label(value, rows, row)), fontsize=7.5)
     place.supxlabel(plain(axis_name(value, along)), fontsize=9)
-    place.suptitle(plain("\n".join(heading(data, name)[:2])), fontsize=9, x=0.01, ha="left")
+    lines = [line for line in heading(data, name, letters=letters) if line]
+    place.suptitle(plain("\n".join(lines)), fontsize=9, x=0.01, ha="left")
 
 
 def is_grid(value: xr.DataArray) -> bool:

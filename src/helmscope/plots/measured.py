@@ -19,7 +19,18 @@ if TYPE_CHECKING:
 
 MOST_MARKERS, MOST_WORDS = 40, 12
 FEWEST = 3  # replicates that a band needs: with two, Student's interval is 13 times as wide as their distance
-LETTERS = 100  # characters that fit across a panel
+
+
+def letters_across(width: float) -> int:
+    """The number of characters that fit across a panel of a figure of this width in inches, next to its axis.
+
+    >>> letters_across(8.0), letters_across(4.0)
+    (100, 47)
+    """
+    return round(100 * (width - 0.5) / 7.5)
+
+
+LETTERS = letters_across(8.0)
 
 
 def variables(data: xr.Dataset) -> list[str]:
@@ -34,7 +45,7 @@ def variables(data: xr.Dataset) -> list[str]:
 
 
 def single_replicates(data: xr.Dataset) -> list[xr.Dataset]:
-    """The replicates of a Measurement that has two of them, too few for a band, so that each is drawn; else none.
+    """The replicates of a Measurement that has two of them, too few for a band, so that each is drawn; empty otherwise.
 
     >>> import xarray as xr
     >>> len(single_replicates(xr.Dataset({"order": ("system", [0.2, 0.4])})))
@@ -63,8 +74,9 @@ def draw_singles(panel: Axes, x: Any, singles: Any, color: Any, *, categorical: 
         panel.plot(x, values, color=color, alpha=0.7, label="_single", **style)
 
 
-def draw_variable(panel: Axes, data: xr.Dataset, name: str) -> None:
-    """Plots NAME over its first axis on a panel of about eight inches, with further axes as a family of curves.
+def draw_variable(panel: Axes, data: xr.Dataset, name: str, *, letters: int = LETTERS) -> None:
+    """Plots NAME over its first axis, with further axes as a family of curves, on a panel that is ``letters``
+    characters wide (by default about eight inches).
 
     The band is NAME_low to NAME_high, else two standard errors; NAME_null is dotted. Replicates are reduced first. An
     axis of strings is categorical. The attribute scale = "log" selects a log axis for values that span more than a
@@ -100,30 +112,31 @@ def draw_variable(panel: Axes, data: xr.Dataset, name: str) -> None:
     if categories is not None:
         panel.set_xticks(x, categories)
         panel.set_xlim(-0.5, len(categories) - 0.5)
-        if sum(map(len, categories)) > LETTERS:
+        if sum(map(len, categories)) > letters:
             for text in panel.get_xticklabels():
                 text.set(rotation=20, ha="right", rotation_mode="anchor")
     if value.ndim:
-        panel.set_xlabel(plain(axis_name(value, value.dims[0])))
-    _draw_heading(panel, data, name, labels)
+        panel.set_xlabel(textwrap.fill(plain(axis_name(value, value.dims[0])), letters))
+    _draw_heading(panel, data, name, labels, letters)
 
 
-def heading(data: xr.Dataset, name: str) -> list[str]:
-    """The lines above a panel of a reduced Measurement: the variable, the kind of band, and an empty line for each row
-    of the legend.
+def heading(data: xr.Dataset, name: str, *, letters: int = LETTERS) -> list[str]:
+    """The lines above a panel of a reduced Measurement, of at most ``letters`` characters: the variable, the kind of
+    band, and an empty line for each row of the legend.
 
     >>> import xarray as xr
     >>> heading(xr.Dataset({"order": 0.5, "order_stderr": 0.1}, attrs={"n": 16}), "order")
     ['order', 'n = 16; bar: two standard errors']
     """
     value = data[name]
-    n = int(value.attrs["n"] if "n" in value.attrs else data.attrs["n"])
+    n, most = int(value.attrs.get("n", data.attrs["n"])), int(data.attrs["n"])
+    count = f"n = {n:,}" if n == most else f"n >= {n:,}"  # n is that of the point with the fewest replicates
     mark = "band" if positions(value)[1] is None else "bar"
     dotted = "; dotted: null" if f"{name}_null" in data else ""
-    title = textwrap.wrap(str(value.attrs.get("long_name", name)), LETTERS)
+    title = textwrap.wrap(str(value.attrs.get("long_name", name)), letters)
     labels = curve_labels(value)
-    legend = [""] * -(-len(labels) // _columns(labels)) if _has_legend(value, labels) else []
-    return [*title, f"n = {n:,}; {mark}: {band_text(data, name)}{dotted}", *legend]
+    legend = [""] * -(-len(labels) // _columns(labels, letters)) if _has_legend(value, labels) else []
+    return [*title, *textwrap.wrap(f"{count}; {mark}: {band_text(data, name)}{dotted}", letters), *legend]
 
 
 def plain(text: str) -> str:
@@ -168,18 +181,18 @@ def draw_curve(panel: Axes, x: Any, bars: tuple[Any, Any, Any], label: str, colo
     panel.fill_between(x, low, high, color=color, alpha=0.2, linewidth=0)
 
 
-def _draw_heading(panel: Axes, data: xr.Dataset, name: str, labels: list[str]) -> None:
+def _draw_heading(panel: Axes, data: xr.Dataset, name: str, labels: list[str], letters: int) -> None:
     """Draws the heading and the legend above the panel, where they do not cover the curves."""
-    text = plain("\n".join(line for line in heading(data, name) if line))
+    text = plain("\n".join(line for line in heading(data, name, letters=letters) if line))
     if not _has_legend(data[name], labels):
         panel.set_title(text, loc="left", fontsize=9)
         return
     place: Any = {"loc": "lower left", "bbox_to_anchor": (0, 1), "borderaxespad": 0.2, "borderpad": 0}
-    panel.legend(title=text, ncols=_columns(labels), fontsize=8.5, title_fontsize=9, alignment="left", **place)
+    panel.legend(title=text, ncols=_columns(labels, letters), fontsize=8.5, title_fontsize=9, alignment="left", **place)
 
 
-def _columns(labels: list[str]) -> int:
-    return max(1, min(len(labels), LETTERS // (max(map(len, labels), default=0) + 6)))
+def _columns(labels: list[str], letters: int) -> int:
+    return max(1, min(len(labels), letters // (max(map(len, labels), default=0) + 6)))
 
 
 def as_floats(value: xr.DataArray, name: str) -> Any:
@@ -261,7 +274,7 @@ def _numeric_family(value: xr.DataArray) -> bool:
 
 
 def _colors(panel: Axes, value: xr.DataArray, labels: list[str]) -> list[Any]:
-    """One color per curve; adds a color scale beside the panel where there is no legend."""
+    """One color per curve; adds a color scale next to the panel where there is no legend."""
     if len(labels) <= len(COLORS):
         return list(COLORS[: len(labels)])
     from matplotlib import colormaps

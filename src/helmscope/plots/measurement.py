@@ -24,7 +24,7 @@ from helmscope.plots.measured import (
 )
 from helmscope.plots.style import COLORS, blank_figure, spans_decades, styled
 from helmscope.stats.reduce import band, band_text, reduced
-from helmscope.types import HelmscopeError, counted, keeps_replicates, known_name, replicate_axis, type_with_article
+from helmscope.types import HelmscopeError, check_name, keeps_replicates, pluralized, replicate_axis, type_with_article
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -93,7 +93,7 @@ def measurement_figure(
     Each variable has one panel with the mean over replicates and its interval over depth, layer, time or its only axis;
     NAME_null is dotted. Several Measurements are curves of different color in the same panel. A variable with an axis
     ``head``, or with a second numeric axis of more than five entries, is a map, one for each Measurement, on a common
-    color scale. The title is that of ``title``, or the model of a single Measurement that knows it. A variable of
+    color scale. The title is ``title`` or, for a single Measurement, its attributes model and title. A variable of
     ``paired_difference`` has a line at 0. Two replicates are drawn as thin lines or dots instead of a band. Replicates
     are reduced first (``reduce_replicates``).
 
@@ -133,7 +133,7 @@ def measurement_figure(
                 _draw_curves(place, panel, log=panel.name in logged)
         for place in axes[len(panels) :]:
             place.remove()
-        title = title or (str(shown[0].data.attrs.get("model", "")) if len(shown) == 1 else "")
+        title = title or (_own_title(shown[0].data) if len(shown) == 1 else "")
         figure.suptitle(plain("\n".join(filter(None, (title, _caption(shown, panels, omitted))))), fontsize=9)
         if len(shown) > 1:
             _draw_legend(figure, axes, panels)
@@ -149,8 +149,11 @@ def _reduced_by_label(measurements: Any) -> list[_Shown]:
     for label, data in ({"": measurements} if by_label is None else by_label).items():
         if not _is_dataset(data):
             name = "measurements" if by_label is None else f"measurements['{label}']"
-            raise HelmscopeError(f"{name} is {type_with_article(data)}, but it must be a Measurement (xarray Dataset)")
-        replicate = replicate_axis(data) if keeps_replicates(data) else "replicate"
+            raise HelmscopeError(
+                f"{name} is {type_with_article(data)}, but it must be a Measurement (xarray Dataset), such as "
+                "hs.track(recording, order=hs.order_parameter)"
+            )
+        replicate = replicate_axis(data) if keeps_replicates(data) else str(data.attrs.get("replicate", "replicate"))
         shown.append(_Shown(str(label), reduced(data), replicate, single_replicates(data)))
     return shown
 
@@ -160,7 +163,7 @@ def _is_dataset(value: object) -> bool:
 
 
 def _known_variable(name: object, shown: Sequence[_Shown]) -> str:
-    return known_name("variable of the measurements", str(name), _common_variables(shown))
+    return check_name("variable of the measurements", str(name), _common_variables(shown))
 
 
 def _common_variables(shown: Sequence[_Shown]) -> list[str]:
@@ -309,6 +312,11 @@ def _null(shown: _Shown, name: str) -> xr.DataArray | None:
     return null if null is not None and set(null.dims) <= set(shown.value(name).dims) else None
 
 
+def _own_title(data: xr.Dataset) -> str:
+    """The model of a Measurement, and what was done to it, as far as its attributes say so."""
+    return ": ".join(str(data.attrs[name]) for name in ("model", "title") if data.attrs.get(name))
+
+
 def _panel_title(value: xr.DataArray, name: str) -> str:
     """The name of a variable with its unit and, for a difference, what was subtracted from what."""
     title = str(value.attrs.get("long_name", name.replace("_", " ")))
@@ -329,7 +337,7 @@ def _caption(shown: Sequence[_Shown], panels: Sequence[_Panel], omitted: int) ->
     """What lines, bands and maps are, the number of replicates, and the number of variables left out."""
     names = dict.fromkeys(panel.name for panel in panels)
     counts = sorted({each.count(name) for each in shown for name in names})
-    number = counted(counts[-1], shown[0].replicate)
+    number = pluralized(counts[-1], shown[0].replicate)
     number = number if len(counts) == 1 else f"{counts[0]:,} to {number}"
     bands = list(dict.fromkeys(band_text(each.data, name) for name in names for each in shown if each.has_band(name)))
     medians = [text.endswith("median") for text in bands] or [False]
@@ -344,7 +352,7 @@ def _caption(shown: Sequence[_Shown], panels: Sequence[_Panel], omitted: int) ->
     if any(_null(each, name) is not None for name in curves for each in shown):
         parts.append("dotted: null")
     if omitted:
-        parts.append(f"{counted(omitted, 'variable')} not shown")
+        parts.append(f"{pluralized(omitted, 'variable')} not shown")
     return "; ".join(parts)
 
 

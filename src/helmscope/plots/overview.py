@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from helmscope.plots.measured import axis_name, draw_singles, single_replicates
 from helmscope.plots.style import COLORS, new_figure, styled
 from helmscope.stats.reduce import band, band_text, reduced
-from helmscope.types import HelmscopeError, keeps_replicates, replicate_axis
+from helmscope.types import HelmscopeError, keeps_replicates, pluralized, replicate_axis
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def overview_figure(measurement: xr.Dataset, *, title: str = "") -> Figure:
-    """Figure of an ``overview`` in four panels over time or depth: clustering probability and order, clusters and rank,
+    """Figure of an ``overview`` in four panels over time or depth: close-pair probability and order, clusters and rank,
     energy, inner products.
 
     Bands are 95 % intervals of the mean over systems (two systems are thin lines instead), or two standard errors for a
@@ -36,25 +36,42 @@ def overview_figure(measurement: xr.Dataset, *, title: str = "") -> Figure:
     if attributes is None or variables is None:
         raise HelmscopeError(f"measurement is a {type(measurement).__name__}, but it must be a result of overview()")
     missing = {"delta", "radius", "beta"} - set(attributes)
-    if missing or "share" not in variables:
-        raise HelmscopeError(f"measurement lacks {sorted(missing) or 'share'}, but it must be a result of overview()")
-    replicates = f"{replicate_axis(measurement)}s" if keeps_replicates(measurement) else "replicates"
+    if missing or "inner_product_histogram" not in variables:
+        raise HelmscopeError(
+            f"measurement lacks {sorted(missing) or 'inner_product_histogram'}, but it must be a result of overview()"
+        )
+    kept = keeps_replicates(measurement)
+    replicate = replicate_axis(measurement) if kept else str(measurement.attrs.get("replicate", "replicate"))
     singles = single_replicates(measurement)
     measurement = reduced(measurement)
-    if title:
-        lines = f"thin: each {replicates[:-1]}" if singles else f"bands: {band_text(measurement, 'order')}"
-        title = f"{title}   ({measurement.attrs['n']} {replicates}; {lines})"
+    lines = f"thin: each {replicate}" if singles else f"bands: {band_text(measurement, 'order_parameter')}"
+    caption = f"{pluralized(int(measurement.attrs['n']), replicate)}; {lines}"
+    title = f"{title}   ({caption})" if title else caption
     with styled():
         return _draw_figure(measurement, singles, title)
 
 
 def _draw_figure(measurement: xr.Dataset, singles: Sequence[xr.Dataset], title: str) -> Figure:
     figure, (meeting, clusters, energy, products) = new_figure(2, 2)
-    _curve(meeting, measurement, singles, "probability", f"P(<x,y> >= 1 - {measurement.attrs['delta']:g})", COLORS[0])
-    _curve(meeting, measurement, singles, "order", "order parameter |mean x|", COLORS[1])
+    _curve(
+        meeting,
+        measurement,
+        singles,
+        "close_pair_probability",
+        f"P(<x,y> >= 1 - {measurement.attrs['delta']:g})",
+        COLORS[0],
+    )
+    _curve(meeting, measurement, singles, "order_parameter", "order parameter |mean x|", COLORS[1])
     meeting.set(ylim=(-0.02, 1.05), title="do tokens meet?")
-    _curve(clusters, measurement, singles, "clusters", f"clusters at radius {measurement.attrs['radius']:g}", COLORS[2])
-    _curve(clusters, measurement, singles, "entropy_rank", "effective rank (entropy)", COLORS[4])
+    _curve(
+        clusters,
+        measurement,
+        singles,
+        "cluster_count",
+        f"clusters at radius {measurement.attrs['radius']:g}",
+        COLORS[2],
+    )
+    _curve(clusters, measurement, singles, "effective_rank", "effective rank (entropy)", COLORS[4])
     clusters.set(ylim=(0, None), title="how many groups, how many directions?")
     if "energy" in measurement:
         _curve(
@@ -71,8 +88,7 @@ def _draw_figure(measurement: xr.Dataset, singles: Sequence[xr.Dataset], title: 
         if panel.get_legend_handles_labels()[0]:
             panel.legend(loc="best")
     _heat_map(figure, products, measurement)
-    if title:
-        figure.suptitle(title, fontsize=10)
+    figure.suptitle(title, fontsize=10)
     return figure
 
 
@@ -96,7 +112,7 @@ def _curve(
 
 def _heat_map(figure: Figure, panel: Axes, measurement: xr.Dataset) -> None:
     axis, label = _state_axis(measurement)
-    share = measurement["share"].transpose("inner_product", axis)
+    share = measurement["inner_product_histogram"].transpose("inner_product", axis)
     if share.sizes[axis] > 1:
         image = panel.pcolormesh(
             share[axis].values, share.inner_product.values, share.values**0.5, shading="nearest", cmap="magma"

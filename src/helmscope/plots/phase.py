@@ -1,4 +1,4 @@
-"""Figures of phase diagrams: heat maps of the clustering probability, overlaid with the curve t*(beta)."""
+"""Figures of phase diagrams: heat maps of the close-pair probability, overlaid with the curve t*(beta)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from helmscope.observe.hitting_curve import closed_form_curve
 from helmscope.plots.measured import plain
 from helmscope.plots.style import blank_figure, styled
 from helmscope.stats.reduce import reduced
-from helmscope.types import HelmscopeError, MissingExtra, counted
+from helmscope.types import HelmscopeError, MissingExtra, pluralized
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -75,7 +75,8 @@ def phase_figure(data: xr.Dataset, *, title: str = "") -> Figure:
     time, that axis has one tick, and the lines are markers.
 
     ``data`` is over (beta, time), or over (dim, beta, time). If it contains ``probability_published``, each dim has a
-    row of three panels: ours, published, and published minus ours. The title of a panel gives its largest standard
+    row of three panels: the probability by the stepper of the diagram, that by the published scheme, and the published
+    one minus the other. The title of a panel gives its largest standard
     error. Raises HelmscopeError unless ``data`` has ``probability`` over these axes.
 
     >>> import xarray as xr
@@ -141,7 +142,7 @@ def phase_page(data: xr.Dataset, *, title: str = "") -> str:
             "colorscale": "RdBu_r",
             "cmin": -most,
             "cmax": most,
-            "colorbar": bar | {"title": "published<br>minus ours", "x": 1.1},
+            "colorbar": bar | {"title": _difference(data).replace(" minus", "<br>minus"), "x": 1.1},
         },
     )
     figure.update_annotations(font_size=12)
@@ -172,11 +173,20 @@ def _panel_title(data: xr.Dataset, name: str) -> str:
     """The contents of a panel and its largest standard error."""
     dim = f"d = {data.attrs['dim']:,}" if "dim" in data.attrs else ""
     if name == "difference":
-        return f"{dim}: published minus ours".removeprefix(": ") + "\n"
-    which = "" if PUBLISHED not in data else "ours" if name == OURS else "published"
+        return f"{dim}: {_difference(data)}".removeprefix(": ") + "\n"
+    which = "" if PUBLISHED not in data else _method(data) if name == OURS else "published scheme (Euler, h = 0.1)"
     error = float(data[f"{name}_stderr"].max())
     accuracy = f"standard error <= {error:.2g}" if math.isfinite(error) else "no standard error"
     return "\n".join(filter(None, (": ".join(filter(None, (dim, which))), accuracy)))
+
+
+def _method(data: xr.Dataset) -> str:
+    """The name of the stepper of a diagram."""
+    return str(data.attrs.get("stepper", "helmscope")).partition("(")[0]
+
+
+def _difference(data: xr.Dataset) -> str:
+    return f"published minus {_method(data)}"
 
 
 def _title(data: xr.Dataset) -> str:
@@ -186,10 +196,10 @@ def _title(data: xr.Dataset) -> str:
 def _describe_run(data: xr.Dataset) -> str:
     parts = []
     if "tokens" in data.attrs:
-        parts.append(counted(int(data.attrs["tokens"]), "token"))
+        parts.append(pluralized(int(data.attrs["tokens"]), "token"))
     if "delta" in data.attrs:
         parts.append(f"met: <x, y> >= 1 - {data.attrs['delta']:g}")
-    parts.append(counted(int(data.attrs["n"]), "sample"))
+    parts.append(pluralized(int(data.attrs["n"]), "sample"))
     if "seed" in data.attrs:
         parts.append(f"seed {data.attrs['seed']}")
     return ", ".join(parts)
@@ -199,15 +209,15 @@ def _overlay_lines(data: xr.Dataset) -> list[_Line]:
     """The lines over a heat map that are visible."""
     beta, single = data.beta.values, data.sizes["beta"] == 1
     half = half_time(data[[OURS, f"{OURS}_stderr"]]).half_time.values
-    label = f"{HALF} (ours)" if PUBLISHED in data else HALF
+    label = f"{HALF} ({_method(data)})" if PUBLISHED in data else HALF
     lines = [_Line(label, half, beta, "#ffffff", dotted=True, connected=not single, markers=True)]
-    if "curve" in data.coords:
+    if "hitting_time" in data.coords:
         curve = None if single else closed_form_curve(data)
         if curve is None:  # t* between the betas is unknown
-            points = (data.curve.values, beta)
+            points = (data.hitting_time.values, beta)
             lines.append(_Line(CURVE, *points, "#ff3b30", dotted=False, connected=False, markers=True))
         else:
-            points = (curve.fine_curve.values, curve.fine_beta.values)
+            points = (curve.fine_hitting_time.values, curve.fine_beta.values)
             lines.append(_Line(CURVE, *points, "#ff3b30", dotted=False, connected=True, markers=False))
     return [line for line in lines if line.visible(data)]
 
@@ -257,8 +267,11 @@ def _draw_figure(slices: list[xr.Dataset], data: xr.Dataset, title: str) -> Figu
     figure.colorbar(images[OURS], ax=probabilities, label="probability P", shrink=shrink)
     if "difference" in images:
         differences = [panel for panel, (_, name) in zip(axes, panels, strict=False) if name == "difference"]
-        figure.colorbar(images["difference"], ax=differences, label="published minus ours", shrink=shrink)
-    handles = {label: line for panel in axes for line, label in zip(*panel.get_legend_handles_labels(), strict=True)}
+        figure.colorbar(images["difference"], ax=differences, label=_difference(data), shrink=shrink)
+    handles: dict[str, Any] = {}
+    for panel in axes:  # in the color of the first panel: on a map of differences a white line is black
+        for line, label in zip(*panel.get_legend_handles_labels(), strict=True):
+            handles.setdefault(label, line)
     if handles:
         place: Any = {"loc": "outside lower center", "ncols": 2, "frameon": True, "facecolor": "#9aa5b1"}
         legend = figure.legend(handles.values(), handles.keys(), **place)
@@ -296,12 +309,12 @@ def _line_trace(go: Any, line: _Line, name: str, options: dict[str, Any]) -> Any
 def _heat_map_trace(go: Any, data: xr.Dataset, name: str) -> Any:
     """One heat map with tooltips."""
     value = data[name].values
-    curve = data.curve.values if "curve" in data.coords else np.full(len(data.beta), np.nan)
+    curve = data.hitting_time.values if "hitting_time" in data.coords else np.full(len(data.beta), np.nan)
     hitting_times = np.where(np.isfinite(curve), [f"{t:.4g}" for t in curve], "no closed form")
     stderr = data[f"{name}_stderr"].values if f"{name}_stderr" in data else np.full(value.shape, np.nan)
     errors = np.where(np.isfinite(stderr), np.char.add("+- ", np.char.mod("%.2g", stderr)), "")
     custom = np.stack([errors, np.broadcast_to(hitting_times[:, None], value.shape)], axis=-1)
-    quantity = "published minus ours" if name == "difference" else "P"
+    quantity = _difference(data) if name == "difference" else "P"
     position, times = "t = %{x:.4g}, beta = %{y:.4g}", "t* = %{customdata[1]}"
     tooltip = f"{position}<br>{quantity} = %{{z:.4f}} %{{customdata[0]}}<br>{times}"
     scale = {"coloraxis": "coloraxis2" if name == "difference" else "coloraxis"}

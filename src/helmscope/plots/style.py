@@ -43,6 +43,26 @@ def spans_decades(*values: ArrayLike) -> bool:
     return bool(positive.size and positive.max() > LOG_FACTOR * positive.min())
 
 
+def use_log_scale(panel: Axes) -> None:
+    """A log scale of y, after the curves are drawn: with labels at powers of 10, and below two decades at 2 and 5 times
+    them too, so that labels do not overlap.
+
+    >>> panel = blank_figure(3.0, 2.0).subplots()
+    >>> _ = panel.plot([0.02, 0.9])
+    >>> use_log_scale(panel)
+    >>> [round(float(tick), 3) for tick in panel.get_yticks() if 0.03 < tick < 0.9]
+    [0.05, 0.1, 0.2, 0.5]
+    """
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    panel.set_yscale("log")
+    panel.yaxis.set_minor_formatter(NullFormatter())
+    low, high = panel.get_ylim()
+    if high < 100 * low:
+        panel.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+
+
 def blank_figure(width: float, height: float) -> Figure:
     """A figure without panels, of a size in inches, that needs no display. Draw on it within ``styled()``.
 
@@ -102,7 +122,7 @@ def svg(figure: Base) -> bytes:
     """
     import matplotlib as mpl
 
-    _freeze_layout(figure)
+    freeze_layout(figure)
     buffer = io.BytesIO()
     with mpl.rc_context({"svg.hashsalt": "helmscope", "svg.fonttype": "path"}):
         figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
@@ -117,14 +137,19 @@ def pdf(figure: Base) -> bytes:
     """
     import matplotlib as mpl
 
-    _freeze_layout(figure)
+    freeze_layout(figure)
     buffer = io.BytesIO()
     with mpl.rc_context({"pdf.fonttype": 42}):  # TrueType, whose text can be selected and edited
         figure.savefig(buffer, format="pdf", metadata={"CreationDate": None, "Creator": None, "Producer": None})
     return buffer.getvalue()
 
 
-def _freeze_layout(figure: Base) -> None:
-    """Fixes the layout: another pass would change the last digits of positions, which a vector file contains."""
-    figure.draw_without_rendering()
+def freeze_layout(figure: Base) -> None:
+    """Fixes the layout: another pass would change the last digits of positions, which a vector file contains.
+
+    >>> freeze_layout(new_figure(1, 1)[0])
+    """
+    engine = figure.get_layout_engine()
+    if engine is not None:
+        engine.execute(figure)
     figure.set_layout_engine("none")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from helmscope.plots.canvas import Canvas, are_unit_vectors
 from helmscope.plots.curves import (
     CLUSTERING,
     FLAT,
@@ -21,9 +22,9 @@ from helmscope.plots.curves import (
     single,
 )
 from helmscope.plots.measured import plain
-from helmscope.plots.projection import PrincipalPlane, facing, orthographic
+from helmscope.plots.projection import facing
 from helmscope.plots.style import blank_figure, styled
-from helmscope.types import HelmscopeError, Trajectory, counted, real_number, whole_number
+from helmscope.types import HelmscopeError, Trajectory, check_integer, check_real, pluralized
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -38,8 +39,6 @@ if TYPE_CHECKING:
 MOST_PANELS, ACROSS = 6, 3
 MOST_TOKENS = 2_000  # plotted in one panel
 PANEL, CURVES, SIDE = 2.6, 2.3, 0.9  # inches
-GRAY, PALE = "#8a8f98", "#c3c7cd"
-NORM_TOLERANCE = 1e-3  # of unit vectors in any precision
 
 
 def tokens_figure(
@@ -73,11 +72,11 @@ def tokens_figure(
         raise HelmscopeError(f"trajectory is a {type(trajectory).__name__}, but it must be a Trajectory")
     if not all(trajectory.states.shape):
         raise HelmscopeError(f"states has shape {tuple(trajectory.states.shape)}, but no axis may be empty")
-    number = whole_number("system", system, at_least=0)
+    number = check_integer("system", system, at_least=0)
     if number >= trajectory.states.shape[1]:
         last = trajectory.states.shape[1] - 1
         raise HelmscopeError(f"system is {number}, but the trajectory has the systems 0 to {last}")
-    cloud = _Cloud.of(trajectory, number, whole_number("panels", panels, at_least=1))
+    cloud = _Cloud.of(trajectory, number, check_integer("panels", panels, at_least=1))
     with styled():
         return _draw_figure(trajectory, cloud, _check_view(view, cloud), title)
 
@@ -108,8 +107,7 @@ class _Cloud:
         kept = counted[::every]
         points = states[steps][:, kept].cpu().double().numpy()
         shares = weights.expand(len(states), -1)[steps][:, kept].cpu().double().numpy()
-        unit = bool((np.abs(np.linalg.norm(points, axis=-1) - 1) < NORM_TOLERANCE).all())
-        return cls(system, steps, points, shares, kept.cpu().numpy(), every, unit and points.shape[-1] > 1)
+        return cls(system, steps, points, shares, kept.cpu().numpy(), every, are_unit_vectors(points))
 
     @property
     def dim(self) -> int:
@@ -131,7 +129,7 @@ def _check_view(view: tuple[float, float] | None, cloud: _Cloud) -> tuple[float,
         raise HelmscopeError(f"view is {view!r}, but only unit vectors in d = 3 are plotted on a globe: omit it")
     if not isinstance(view, tuple | list) or len(view) != 2:
         raise HelmscopeError(f"view is {view!r}, but it must be (azimuth, elevation) in degrees")
-    azimuth, elevation = (real_number(f"view[{i}]", angle) for i, angle in enumerate(view))
+    azimuth, elevation = (check_real(f"view[{i}]", angle) for i, angle in enumerate(view))
     return azimuth, elevation
 
 
@@ -170,7 +168,7 @@ def _draw_mean_curves(bottom: SubFigure, path: Trajectory, cloud: _Cloud) -> Non
     notes = [] if means is None else [describe_bands(means, path.replicate)]
     notes += [] if dashed is None else [f"dashed: {path.replicate} {cloud.system}"]
     stopped = path.states.shape[1] - (0 if all_systems is None else all_systems.states.shape[1])
-    notes += [f"{counted(stopped, path.replicate)} stopped early and left out"] if stopped else []
+    notes += [f"{pluralized(stopped, path.replicate)} stopped early and left out"] if stopped else []
     bottom.suptitle("; ".join(notes), fontsize=8.5, x=0.01, ha="left")
 
 
@@ -180,8 +178,8 @@ def _panel_title(path: Trajectory, step: int) -> str:
 
 def _caption(path: Trajectory, cloud: _Cloud, projection: str) -> str:
     batch, total = path.states.shape[1], path.states.shape[2]
-    which = f"{path.replicate} {cloud.system} of {batch:,}, " if batch > 1 else ""
-    drawn = counted(len(cloud.numbers), "token")
+    which = f"{path.replicate} {cloud.system} (of 0 to {batch - 1}), " if batch > 1 else ""
+    drawn = pluralized(len(cloud.numbers), "token")
     if cloud.every > 1:
         drawn = f"{drawn} (1 in {cloud.every} of {total:,})"
     elif len(cloud.numbers) < total:
@@ -191,42 +189,14 @@ def _caption(path: Trajectory, cloud: _Cloud, projection: str) -> str:
 
 def _draw_panels(axes: list[Axes], cloud: _Cloud, view: tuple[float, float]) -> str:
     """Draws every panel and returns a description of the projection."""
-    if not cloud.on_sphere:
-        return _draw_flat(axes, cloud)
-    front = np.ones(cloud.points.shape[:2], dtype=bool)
-    if cloud.dim == 2:
-        places, description = cloud.points, "on the unit circle"
-    elif cloud.dim == 3:
-        places, front = orthographic(cloud.points, azimuth=view[0], elevation=view[1])
-        description = f"on the unit sphere, seen from azimuth {view[0]:g}°, elevation {view[1]:g}°; hollow: far side"
-    else:
-        plane = PrincipalPlane.of(cloud.points.reshape(-1, cloud.dim), centered=False)
-        places = plane.place(cloud.points)
-        description = f"projected on 2 principal directions of {cloud.dim:,}: {plane.share:.0%} of the squared length"
+    globe = cloud.on_sphere and cloud.dim == 3
+    points = cloud.points.reshape(-1, cloud.dim)
+    canvas = Canvas.of(points, on_sphere=cloud.on_sphere, view=view if globe else None)
+    places, front = canvas.place(cloud.points)
     for index, panel in enumerate(axes):
-        _outline(panel, view if cloud.dim == 3 else None)
+        canvas.prepare(panel)
         _scatter(panel, places[index], front[index], cloud, index)
-        panel.set(xlim=(-1.12, 1.12), ylim=(-1.12, 1.12), aspect="equal")
-        panel.set_axis_off()
-    return description
-
-
-def _draw_flat(axes: list[Axes], cloud: _Cloud) -> str:
-    """Points of R^d on equal axes, the same in all panels."""
-    if cloud.dim <= 2:
-        places = np.concatenate([cloud.points, np.zeros_like(cloud.points)], -1)[..., :2]
-        description = f"in R^{cloud.dim}"
-    else:
-        plane = PrincipalPlane.of(cloud.points.reshape(-1, cloud.dim), centered=True)
-        places = plane.place(cloud.points)
-        description = f"projected on 2 principal directions of {cloud.dim:,}: {plane.share:.0%} of the variance"
-    low, high = places.min((0, 1)), places.max((0, 1))
-    middle, half = (low + high) / 2, 0.56 * max(float((high - low).max()), 1e-9)
-    for index, panel in enumerate(axes):
-        _scatter(panel, places[index], np.ones(len(places[index]), dtype=bool), cloud, index)
-        panel.set(xlim=(middle[0] - half, middle[0] + half), ylim=(middle[1] - half, middle[1] + half), aspect="equal")
-        panel.label_outer()
-    return description
+    return canvas.description
 
 
 def _scatter(panel: Axes, places: Floats, front: NDArray[np.bool_], cloud: _Cloud, index: int) -> None:
@@ -242,27 +212,6 @@ def _scatter(panel: Axes, places: Floats, front: NDArray[np.bool_], cloud: _Clou
         style |= {"linewidths": 0.0 if near else 0.7, "alpha": 0.85 if near else 0.6, "rasterized": many}
         marks = panel.scatter(places[mask, 0], places[mask, 1], s=areas[mask], zorder=3 if near else 2, **style)
         marks.set_gid("near" if near else "far")
-
-
-def _outline(panel: Axes, view: tuple[float, float] | None) -> None:
-    """Draws the unit circle and, with a ``view``, meridians and parallels of the globe, dotted on the far side."""
-    turn = np.linspace(0, 2 * np.pi, 181)
-    panel.plot(np.cos(turn), np.sin(turn), color=GRAY, linewidth=0.9, zorder=1)
-    if view is None:
-        return
-    lines = [
-        np.stack([np.cos(b) * np.cos(turn), np.cos(b) * np.sin(turn), np.full_like(turn, np.sin(b))], -1)
-        for b in np.deg2rad([-60, -30, 0, 30, 60])
-    ]
-    lines += [
-        np.stack([np.cos(turn) * np.cos(a), np.cos(turn) * np.sin(a), np.sin(turn)], -1)
-        for a in np.deg2rad([0, 30, 60, 90, 120, 150])
-    ]
-    for line in lines:
-        place, front = orthographic(line, azimuth=view[0], elevation=view[1])
-        near, far = (np.where(side[:, None], place, np.nan) for side in (front, ~front))
-        panel.plot(*far.T, color=PALE, linewidth=0.4, linestyle=":", zorder=0)
-        panel.plot(*near.T, color=PALE, linewidth=0.5, zorder=0)
 
 
 def _draw_color_scale(place: SubFigure, cloud: _Cloud) -> None:

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from helmscope.plots.grid import draw_grid, grid_height, is_grid
-from helmscope.plots.measured import draw_variable, heading, plain, variables
+from helmscope.plots.measured import draw_variable, heading, letters_across, plain
+from helmscope.plots.measured import variables as variable_names
 from helmscope.plots.style import COLORS, LOG_FACTOR, blank_figure, styled
 from helmscope.stats.reduce import reduced
 from helmscope.types import (
@@ -19,8 +20,10 @@ from helmscope.types import (
     Interval,
     Region,
     Verdict,
-    counted,
+    check_name,
+    check_real,
     interval_text,
+    pluralized,
     region_text,
 )
 
@@ -31,8 +34,9 @@ if TYPE_CHECKING:
     from helmscope.plots.figure import Figure
 
 MOST_PANELS = 5
-WIDTH, ROW, PANEL, LINE = 8.0, 0.5, 2.1, 0.18  # inches
-LETTERS = 72  # longest label of a row, so that it does not overlap the numbers on the same line
+LONGEST_NAME = 72  # of the statistic, in letters, as the label of its axis
+WIDTH, PANEL, LINE = 8.0, 2.1, 0.18  # inches
+NARROW = 3.9  # inches: the width of a figure whose text is legible on a phone
 DECADES_BELOW = 20  # a log axis extends at most this far below the bound
 GREEN, GRAY = COLORS[2], "#595959"
 
@@ -47,6 +51,38 @@ class _Row:
 
 
 @dataclass(frozen=True)
+class _Layout:
+    """What depends on the width of the figure in inches: in a narrow one, the numbers of a row are below its label."""
+
+    width: float
+
+    @property
+    def is_narrow(self) -> bool:
+        return self.width < 6.0
+
+    def statistic_height(self, rows: int) -> float:
+        """The height of the first panel in inches; in a narrow figure its title and label have more lines."""
+        return 0.68 * rows + 1.2 if self.is_narrow else 0.5 * rows + 0.7
+
+    @property
+    def letters(self) -> int:
+        return letters_across(self.width)
+
+    @property
+    def label_letters(self) -> int:
+        """The longest label of a row, which does not overlap the numbers on the same line."""
+        return self.letters if self.is_narrow else round(0.72 * self.letters)
+
+    @property
+    def heights(self) -> tuple[float, float, float]:
+        """The places of label, numbers and interval in a row, whose height is 1."""
+        return (0.34, 0.07, -0.24) if self.is_narrow else (0.2, 0.2, -0.2)
+
+    def wrap(self, text: str) -> str:
+        return textwrap.fill(text, self.letters)
+
+
+@dataclass(frozen=True)
 class LinearAxis:
     """A linear axis.
 
@@ -58,11 +94,11 @@ class LinearAxis:
         """The coordinate at which a number is plotted."""
         return number
 
-    def configure(self, panel: Axes) -> None:
-        """Sets the scale and the label of the axis."""
+    def configure(self, panel: Axes, name: str) -> None:
+        """Sets the scale of the axis, and its label, which begins with the name of what is plotted."""
         panel.set_xscale("linear")
         panel.ticklabel_format(axis="x", useOffset=False)
-        panel.set_xlabel("statistic")
+        panel.set_xlabel(name)
 
 
 @dataclass(frozen=True)
@@ -80,11 +116,11 @@ class LogAxis:
         """The coordinate at which a number is plotted."""
         return max(number, self.floor)
 
-    def configure(self, panel: Axes) -> None:
-        """Sets the scale and the label of the axis."""
+    def configure(self, panel: Axes, name: str) -> None:
+        """Sets the scale of the axis, and its label, which begins with the name of what is plotted."""
         panel.set_xscale("log")
         below = f"; values below {tick(self.floor)} are plotted at {tick(self.floor)}" if self.clips else ""
-        panel.set_xlabel(f"statistic (log axis{below})")
+        panel.set_xlabel(f"{name} (log axis{below})")
 
 
 @dataclass(frozen=True)
@@ -102,25 +138,28 @@ class SymmetricLogAxis:
         """The coordinate at which a number is plotted."""
         return number - self.center
 
-    def configure(self, panel: Axes) -> None:
-        """Sets the scale and the label of the axis."""
+    def configure(self, panel: Axes, name: str) -> None:
+        """Sets the scale of the axis, and its label, which begins with the name of what is plotted."""
         panel.set_xscale("symlog", linthresh=self.threshold)
-        name = "statistic" if self.center == 0 else f"deviation of the statistic from {self.center:.12g}"
-        panel.set_xlabel(f"{name} (log axis on both sides, linear within {tick(self.threshold)})")
+        shown = name if self.center == 0 else f"deviation of {name} from {self.center:.12g}"
+        panel.set_xlabel(f"{shown} (log axis on both sides, linear within {tick(self.threshold)})")
 
-    def ticks(self, extent: float) -> list[float]:
-        """0 and powers of ten, at most four on each side."""
+    def ticks(self, extent: float, most: int = 4) -> list[float]:
+        """0 and powers of ten, at most ``most`` on each side."""
         first, last = math.ceil(math.log10(self.threshold)), math.floor(math.log10(extent))
         powers = [10.0**exponent for exponent in range(first, last + 1)] or [self.threshold]
-        kept = powers[:: -max(1, math.ceil(len(powers) / 4))]
+        kept = powers[:: -max(1, math.ceil(len(powers) / most))]
         return [*(-power for power in kept), 0.0, *reversed(kept)]
 
 
 Axis = LinearAxis | LogAxis | SymmetricLogAxis
 
 
-def trial_figure(verdict: Verdict, data: xr.Dataset) -> Figure:
-    """Figure of a trial: the statistic with its region, and the first five variables of the trial's Measurement.
+def trial_figure(
+    verdict: Verdict, data: xr.Dataset, *, variables: str | Sequence[str] | None = None, width: float = WIDTH
+) -> Figure:
+    """Figure of a trial: the statistic with its region, and the first five variables of the trial's Measurement, or
+    those named by ``variables``.
 
     The top panel shows the intervals of the statistic and of all controls that are judged by the same region (the null,
     the value printed in the source, further parts) with their numbers; the region is shaded. The axis depends on the
@@ -131,13 +170,14 @@ def trial_figure(verdict: Verdict, data: xr.Dataset) -> Figure:
     The panels below show each variable over its first axis, with one curve for each combination of the further axes (a
     grid of small panels for a variable with three axes), bands (NAME_low to NAME_high, else two standard errors) and
     NAME_null as a dotted line; replicates are reduced first. The attribute scale = "log" selects a log axis for values
-    that span more than a factor of 30, long_name is the label. Raises HelmscopeError for anything but a Verdict and a
-    Measurement.
+    that span more than a factor of 30, long_name is the label. ``width`` is in inches; below 6, text is wrapped as a
+    phone needs it. Raises HelmscopeError for anything but a Verdict and a Measurement, for a variable that the
+    Measurement does not have, and for a width below 3.
 
     >>> import xarray as xr
-    >>> from helmscope.types import Judged, Ruling
+    >>> from helmscope.types import JudgedQuantity, Ruling
     >>> region = Region(text="within .1", low=0.9, high=1.1)
-    >>> rate = Judged("rate", region, Interval(1.0, 0.99, 1.01, n=20), Ruling.SUPPORTED)
+    >>> rate = JudgedQuantity("rate", region, Interval(1.0, 0.99, 1.01, n=20), Ruling.SUPPORTED)
     >>> verdict = Verdict(claim="rate", ruling=Ruling.SUPPORTED, conditions=(rate,))
     >>> data = xr.Dataset({"slope": ("beta", [1.0, 1.0]), "slope_stderr": ("beta", [0.1, 0.1])}, attrs={"n": 20})
     >>> len(trial_figure(verdict, data).axes)
@@ -145,9 +185,12 @@ def trial_figure(verdict: Verdict, data: xr.Dataset) -> Figure:
     """
     if not isinstance(verdict, Verdict):
         raise HelmscopeError(f"verdict is a {type(verdict).__name__}, but it must be a Verdict")
+    check_real("width", width, at_least=3.0)
     data = reduced(data)
+    names = variable_names(data)
+    shown = names[:MOST_PANELS] if variables is None else _check_variables(variables, names)
     with styled():
-        return _draw_figure(verdict, data)
+        return _draw_figure(verdict, data, shown, _Layout(width))
 
 
 def tick(number: float) -> str:
@@ -159,33 +202,48 @@ def tick(number: float) -> str:
     return f"{number:.3g}".replace("e-0", "e-").replace("e+0", "e+")
 
 
-def _draw_figure(verdict: Verdict, data: xr.Dataset) -> Figure:
-    rows, names = _rows(verdict), variables(data)
-    shown = names[:MOST_PANELS]
-    heights = [ROW * len(rows) + 0.7, *(_panel_height(data, name) for name in shown)]
-    figure = blank_figure(WIDTH, sum(heights) + 0.4)
-    more = f"   ({counted(len(names) - len(shown), 'variable')} not shown)" if len(names) > len(shown) else ""
-    figure.suptitle(plain(f"{verdict.claim}: {verdict.ruling.value}{more}"), fontsize=10, fontweight="bold")
+def _check_variables(chosen: str | Sequence[str], names: Sequence[str]) -> list[str]:
+    """The chosen variables; raises HelmscopeError for one that was not measured."""
+    listed = [chosen] if isinstance(chosen, str) else list(chosen)
+    if listed and not names:
+        raise HelmscopeError(f"variables is {listed}, but the experiment returned no data: call plot() without it")
+    return [check_name("variable of the trial", str(name), names) for name in listed]
+
+
+def _draw_figure(verdict: Verdict, data: xr.Dataset, shown: Sequence[str], layout: _Layout) -> Figure:
+    rows, omitted = _rows(verdict), len(variable_names(data)) - len(shown)
+    heights = [layout.statistic_height(len(rows)), *(_panel_height(data, name, layout) for name in shown)]
+    figure = blank_figure(layout.width, sum(heights) + 0.4)
+    more = f"   ({pluralized(omitted, 'variable')} not shown)" if omitted > 0 else ""
+    title = layout.wrap(plain(f"{verdict.claim}: {verdict.ruling.value}{more}"))
+    figure.suptitle(title, fontsize=10, fontweight="bold")
     # each panel has its own subfigure, so that the color scale of one does not narrow the others
     top, *others = figure.subfigures(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
-    _draw_statistic(top.subplots(), verdict, rows)
+    _draw_statistic(top.subplots(), verdict, rows, layout)
     for place, name in zip(others, shown, strict=True):
         if is_grid(data[name]):
-            draw_grid(place, data, name)
+            draw_grid(place, data, name, letters=layout.letters)
         else:
-            draw_variable(place.subplots(), data, name)
+            draw_variable(place.subplots(), data, name, letters=layout.letters)
     return figure
 
 
-def _panel_height(data: xr.Dataset, name: str) -> float:
+def _panel_height(data: xr.Dataset, name: str, layout: _Layout) -> float:
     """The height of a panel with its heading, in inches."""
     value = data[name]
-    return (grid_height(value) if is_grid(value) else PANEL) + LINE * len(heading(data, name))
+    return (grid_height(value) if is_grid(value) else PANEL) + LINE * len(heading(data, name, letters=layout.letters))
 
 
 def _region(verdict: Verdict) -> Region:
     """The region of the deciding condition; one without bounds if nothing was measured."""
     return verdict.region or Region(text="nothing was measured")
+
+
+def _statistic_name(verdict: Verdict) -> str:
+    """The names of the conditions on the axis; "value" if they are too long for its label."""
+    ends = _region(verdict).ends
+    names = " and ".join(case.name for case in verdict.conditions if case.region.ends == ends)
+    return names if 0 < len(names) <= LONGEST_NAME else "value"
 
 
 def _rows(verdict: Verdict) -> list[_Row]:
@@ -201,14 +259,16 @@ def _rows(verdict: Verdict) -> list[_Row]:
     return rows or [_Row("the claim", COLORS[0], None)]
 
 
-def _draw_statistic(panel: Axes, verdict: Verdict, rows: Sequence[_Row]) -> None:
+def _draw_statistic(panel: Axes, verdict: Verdict, rows: Sequence[_Row], layout: _Layout) -> None:
     region = _region(verdict)
     intervals = [row.interval for row in rows if row.interval is not None]
     axis = choose_axis(region, intervals)
-    axis.configure(panel)
+    axis.configure(panel, plain(_statistic_name(verdict)))
+    panel.set_xlabel(layout.wrap(panel.get_xlabel()))
     edges = left, right = _limits(panel, axis, region, intervals)
     if isinstance(axis, SymmetricLogAxis):
-        places = [place for place in axis.ticks(max(abs(left), abs(right))) if left <= place <= right]
+        most = 2 if layout.is_narrow else 4
+        places = [place for place in axis.ticks(max(abs(left), abs(right)), most) if left <= place <= right]
         panel.set_xticks(places, [tick(place) for place in places])
         panel.minorticks_off()
     if region.bounded:
@@ -216,21 +276,22 @@ def _draw_statistic(panel: Axes, verdict: Verdict, rows: Sequence[_Row]) -> None
     for end in filter(math.isfinite, region.ends):
         panel.axvline(axis.place(end), color=GREEN, linewidth=0.8, label="_region")
     for index, row in enumerate(rows):
-        _draw_row(panel, axis, row, float(-index), edges)
+        _draw_row(panel, axis, row, float(-index), edges, layout)
     panel.set(xlim=edges, ylim=(0.5 - len(rows), 0.5))
     panel.set_yticks([])
     panel.spines["left"].set_visible(False)
     measured = verdict.printed is not None and verdict.printed.region is not None
     omitted = len(verdict.conditions) + len(verdict.controls) + measured - len(rows)
-    note = f"; {counted(omitted, 'interval')} with another region not shown" if omitted > 0 else ""
+    note = f"; {pluralized(omitted, 'interval')} with another region not shown" if omitted > 0 else ""
     bound = "shaded: " if region.bounded else ""
     text = f"the statistic and its region ({bound}{region_text(region)}{note})"
-    panel.set_title(text, loc="left", fontsize=9)
+    panel.set_title(layout.wrap(text), loc="left", fontsize=9)
 
 
-def _draw_row(panel: Axes, axis: Axis, row: _Row, y: float, edges: tuple[float, float]) -> None:
+def _draw_row(panel: Axes, axis: Axis, row: _Row, y: float, edges: tuple[float, float], layout: _Layout) -> None:
     """Draws the interval as a line and the estimate as a dot, with label and numbers above them."""
-    interval, line = row.interval, y - 0.2
+    label_y, numbers_y, line = (y + height for height in layout.heights)
+    interval = row.interval
     if interval is not None:
         ends = [_place_or_edge(axis, end, edges) for end in (interval.low, interval.high)]
         panel.plot(ends, [line, line], color=row.color, linewidth=3, alpha=0.55, label=plain(row.label))
@@ -238,10 +299,11 @@ def _draw_row(panel: Axes, axis: Axis, row: _Row, y: float, edges: tuple[float, 
             _draw_marker(panel, end, place, line, row.color, "|")
         _draw_marker(panel, interval.estimate, axis.place(interval.estimate), line, row.color, "o")
     across = panel.get_yaxis_transform()
-    label = textwrap.shorten(row.label, LETTERS, placeholder=" ...")
+    label = textwrap.shorten(row.label, layout.label_letters, placeholder=" ...")
     numbers = interval_text(interval) + ("" if interval is None else f", n = {interval.n:,}")
-    panel.text(0.01, y + 0.2, plain(label), transform=across, va="center", color=row.color, fontsize=8.5)
-    panel.text(0.99, y + 0.2, numbers, transform=across, va="center", ha="right", fontsize=8.5)
+    panel.text(0.01, label_y, plain(label), transform=across, va="center", color=row.color, fontsize=8.5)
+    size = 8.5 * min(1.0, layout.letters / len(numbers))  # the line must fit, since half a number is misleading
+    panel.text(0.99, numbers_y, numbers, transform=across, va="center", ha="right", fontsize=size)
 
 
 def _draw_marker(panel: Axes, number: float, place: float, y: float, color: str, marker: str) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from helmscope.types import HelmscopeError, Ruling, Verdict, interval_text, known_name
+from helmscope.types import HelmscopeError, Ruling, Verdict, check_name, interval_text
 
 if TYPE_CHECKING:
     from helmscope.claims.entry import Entry
@@ -109,7 +109,7 @@ def board(entries: Mapping[str, Entry], trials: Sequence[Trial]) -> list[Row]:
     """
     by_claim: dict[str, dict[str, Trial]] = {}
     for trial in trials:
-        claim = known_name("claim of a trial", trial.verdict.claim, entries)
+        claim = check_name("claim of a trial", trial.verdict.claim, entries)
         subject = trial.verdict.subject or "simulation"
         if subject in by_claim.setdefault(claim, {}):
             raise HelmscopeError(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import re
 import shlex
 import sys
+import urllib.parse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
@@ -14,19 +16,22 @@ from typing import TYPE_CHECKING
 
 from helmscope.claims.sources import citation, short_citation, sources
 from helmscope.plots.measured import axis_name, variables
-from helmscope.plots.style import svg
-from helmscope.plots.trial import MOST_PANELS, trial_figure
+from helmscope.plots.trial import MOST_PANELS, NARROW, WIDTH, trial_figure
+from helmscope.plots.web import web_svg
 from helmscope.report.board import BADGES, UNTRIED, Badge, Row, board, expected_false, subjects_of
+from helmscope.runs.bar import shows_progress
 from helmscope.stats.reduce import reduced
 from helmscope.types import (
     Control,
-    Judged,
+    Interval,
+    JudgedQuantity,
     MissingExtra,
-    Printed,
+    PrintedStatement,
     Verdict,
+    check_integer,
+    check_progress,
     interval_text,
     region_text,
-    whole_number,
 )
 
 if TYPE_CHECKING:
@@ -35,6 +40,9 @@ if TYPE_CHECKING:
 
     from helmscope.claims.entry import Entry
     from helmscope.claims.trial import Trial
+    from helmscope.types.progress import ProgressOption
+
+UNQUOTED = "<>/:=',;()!*+{}"  # characters of an SVG that a data address in double quotes may contain as they are
 
 
 @dataclass(frozen=True)
@@ -61,9 +69,15 @@ class _Case:
     verdict: Verdict
     lines: tuple[_Line, ...]
     picture: str
+    narrow_picture: str
     alt: str
     command: str
     file: str
+
+    @property
+    def deciding(self) -> tuple[str, str]:
+        """The value and the interval on which the verdict rests, as text."""
+        return ("", "") if self.verdict.interval is None else _value_and_ends(self.verdict.interval)
 
 
 @dataclass(frozen=True)
@@ -76,14 +90,22 @@ class _Card:
     link: str
     sentence: str = ""
     cases: tuple[_Case, ...] = ()
-    printed: Printed | None = None
+    printed: PrintedStatement | None = None
 
     @property
     def badges(self) -> list[Badge]:
         """The distinct rulings of its trials, by which the page filters."""
         return list(dict.fromkeys(case.badge for case in self.cases)) or [UNTRIED]
 
+    @property
+    def search(self) -> str:
+        """The words by which the search finds it: id, statement, source, subjects, rulings and the printed form."""
+        subjects, rulings = (case.subject for case in self.cases), (badge.text for badge in self.badges)
+        printed = [] if self.printed is None else [f"printed {self.printed.judgment.value}"]
+        return " ".join([self.entry.id, self.entry.statement, self.source, *subjects, *rulings, *printed])
 
+
+@shows_progress("drawing the report")
 def page(
     entries: Mapping[str, Entry],
     trials: Sequence[Trial],
@@ -96,6 +118,7 @@ def page(
     date: str = "",
     files: Mapping[tuple[str, str], str] | None = None,
     selections: Mapping[tuple[str, str], Sequence[str]] | None = None,
+    progress: ProgressOption = None,
 ) -> str:
     """Render one HTML document with every claim of a catalogue, tried or not; equal input gives equal text.
 
@@ -105,17 +128,21 @@ def page(
     subject, ``selections`` has the words with which ``helmscope claims test`` selects the subject (by default --model
     and its name) and ``files`` the path of the result file, relative to the page. ``date`` is shown as given. Raises
     ``HelmscopeError`` for a trial of an unknown claim and for a second trial of the same claim on the same subject.
+    ``progress`` is called with the share of the tried claims done.
 
     >>> from helmscope.claims.reading import read_catalogue
     >>> text = page(read_catalogue(), [])
     >>> text.count("data-claim=") == len(read_catalogue())
     True
     """
-    whole_number("seed", seed, at_least=0)
+    check_integer("seed", seed, at_least=0)
     arguments = f" --seed {seed}{' --quick' if quick else ''}"
     arguments += "" if folder is None else f" --from {shlex.quote(str(folder))}"
     rows = board(entries, trials)
-    tried = [_card(row.entry, row, _Commands(arguments, files or {}, selections or {})) for row in rows]
+    commands, tried, report = _Commands(arguments, files or {}, selections or {}), [], check_progress(progress)
+    for row in rows:
+        tried.append(_card(row.entry, row, commands))
+        report(len(tried) / len(rows))
     done = {row.entry.id for row in rows}
     untried = [_card(entry) for entry in sorted(entries.values(), key=lambda each: (each.source, each.id))]
     badges = [*BADGES.values(), UNTRIED]
@@ -181,17 +208,26 @@ def _card(entry: Entry, row: Row | None = None, commands: _Commands | None = Non
 
 def _case(entry: Entry, subject: str, trial: Trial, commands: _Commands) -> _Case:
     verdict, data = trial.verdict, reduced(trial.data)
-    picture = base64.b64encode(svg(trial_figure(verdict, data))).decode()
+    wide, narrow = (_data_uri(web_svg(trial_figure(verdict, data, width=width))) for width in (WIDTH, NARROW))
     return _Case(
         subject,
         BADGES[verdict.ruling],
         verdict,
         lines=tuple(_lines(verdict)),
-        picture=f"data:image/svg+xml;base64,{picture}",
+        picture=wide,
+        narrow_picture=narrow,
         alt=_alt_text(verdict, data),
         command=commands.command(entry.id, subject),
         file=commands.files.get((entry.id, subject), ""),
     )
+
+
+def _data_uri(picture: bytes) -> str:
+    """An SVG as an address, a quarter shorter than in base64. It has no quotation mark, ampersand or space, so that
+    the template can write it unescaped into the attributes src and srcset.
+    """
+    single = re.sub(rb"<[^>]*>", lambda tag: re.sub(rb"=\"([^\"']*)\"", rb"='\1'", tag[0]), picture)
+    return f"data:image/svg+xml,{urllib.parse.quote(single, safe=UNQUOTED)}"
 
 
 def _lines(verdict: Verdict) -> list[_Line]:
@@ -202,21 +238,26 @@ def _lines(verdict: Verdict) -> list[_Line]:
     return lines
 
 
-def _line(role: str, judged: Judged) -> _Line:
-    value, _, ends = interval_text(judged.interval).partition(" [")
+def _line(role: str, judged: JudgedQuantity) -> _Line:
+    value, ends = _value_and_ends(judged.interval)
     expected = ""
     if isinstance(judged, Control):
         expected = "yes" if judged.as_expected else f"no: {judged.expectation} was expected"
     n = "" if judged.interval is None else f"{judged.interval.n:,}"
-    bounds, text = (region_text(judged.region), judged.region.text) if judged.region.bounded else ("", "")
-    bracket = f"[{ends}" if ends else ""
-    return _Line(role, judged.name, value, bracket, n, bounds, text, BADGES[judged.ruling], expected)
+    bounds, text = (region_text(judged.region), judged.region.comment) if judged.region.bounded else ("", "")
+    return _Line(role, judged.name, value, ends, n, bounds, text, BADGES[judged.ruling], expected)
+
+
+def _value_and_ends(interval: Interval | None) -> tuple[str, str]:
+    """The estimate and the interval in brackets, so that a line can break between them only."""
+    value, bracket, ends = interval_text(interval).partition("[")
+    return value.strip(), bracket + ends
 
 
 def _alt_text(verdict: Verdict, data: xr.Dataset) -> str:
     """The figure in words, for screen readers."""
     ends = None if verdict.region is None else verdict.region.ends
-    judged: list[Judged] = [*verdict.conditions, *verdict.controls]
+    judged: list[JudgedQuantity] = [*verdict.conditions, *verdict.controls]
     intervals = [f"{case.name} {interval_text(case.interval)}" for case in judged if case.region.ends == ends]
     panels = []
     for name in variables(data)[:MOST_PANELS]:

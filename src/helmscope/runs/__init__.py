@@ -1,5 +1,5 @@
 """Run units of work on an engine and store their results, with progress and resume. Independent of what a unit
-computes; no torch.
+computes; no torch. ``hs.jobs`` describes whole jobs, and ``hs.store`` the folders that hold their results.
 """
 
 from typing import TYPE_CHECKING
@@ -9,7 +9,7 @@ from helmscope.runs.limits import parse_size
 from helmscope.runs.listing import RunState, RunSummary, list_runs
 from helmscope.runs.on_ray import Ray
 from helmscope.runs.processes import Processes
-from helmscope.runs.run import RunResult, UnitsFailed, run
+from helmscope.runs.run_units import RunResult, UnitsFailed, run_units
 from helmscope.runs.serial import Serial
 from helmscope.runs.unit import Unit
 from helmscope.types.lazy import listed_exports
@@ -27,7 +27,7 @@ __all__ = [
     "list_runs",
     "parse_size",
     "reporting",
-    "run",
+    "run_units",
 ]
 
 if not TYPE_CHECKING:  # type checkers would accept any name

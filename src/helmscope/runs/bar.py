@@ -33,7 +33,7 @@ class ProgressBar:
     """A progress bar with a label of your choice, to pass as ``progress=`` to any long call of this library.
 
     It is a line on standard error with the share of the work done, the time elapsed and an estimate of the time left,
-    and appears once the call has taken ``after`` seconds. Nothing is printed unless standard error is a terminal or
+    and appears once the call has taken ``delay`` seconds. Nothing is printed unless standard error is a terminal or
     belongs to a notebook. One object can be used for several calls in a row.
 
     >>> from contextlib import redirect_stderr
@@ -43,21 +43,28 @@ class ProgressBar:
     ...     bar(1.0)
     """
 
-    def __init__(self, what: str = "", *, after: float = PATIENCE_S) -> None:
-        self.what = printable(str(what))
-        self.after = after
+    def __init__(self, label: str = "", *, delay: float = PATIENCE_S) -> None:
+        self.label = printable(str(label))
+        self.delay = delay
         self._lock = threading.RLock()  # the call and the ticker draw
         self.start()
 
     def start(self) -> None:
-        """Begin to measure the time of a new call."""
+        """Begin to measure the time of a new call.
+
+        >>> bar = ProgressBar("recording")
+        >>> bar.start()
+        >>> bar
+        <ProgressBar 'recording': 0%>
+        """
         with self._lock:
             self._started = time.monotonic()
             self._share: float | None = None
+            self._step = ""
             self._drawn_at, self._drawn_width, self._open = -math.inf, 0, True
 
     def __repr__(self) -> str:
-        return f"<ProgressBar {self.what!r}: {self._share or 0:.0%}>"
+        return f"<ProgressBar {self.label!r}: {self._share or 0:.0%}>"
 
     def __call__(self, share: float) -> None:
         """Update the bar with the share of the work done. The share 1 ends the line, and a new call has begun when the
@@ -74,17 +81,36 @@ class ProgressBar:
                 self.update(share)
 
     def update(self, share: float) -> None:
-        """Set the share of the work done; the line is redrawn at most ten times per second, and is not ended."""
+        """Set the share of the work done; the line is redrawn at most ten times per second, and is not ended.
+
+        >>> bar = ProgressBar("recording")
+        >>> bar.update(0.5)
+        >>> bar
+        <ProgressBar 'recording': 50%>
+        """
         with self._lock:
             self._share = share
             self.redraw()
 
+    def name_step(self, what: str, share: float) -> None:
+        """Name the step that the call is at, with the share of that step done; "" for none. The line shows it as long
+        as the share of the whole work is unknown.
+
+        >>> ProgressBar("trying 'rate'").name_step("recording", 0.4)
+        """
+        with self._lock:
+            self._step = what and f"{what} {_percentage(share, complete=False)}%"
+            self.redraw()
+
     def redraw(self) -> None:
-        """Draw the line with the present time, if the call has taken long enough."""
+        """Draw the line with the present time, if the call has taken long enough.
+
+        >>> ProgressBar("recording").redraw()
+        """
         now = time.monotonic()
         # a saved notebook keeps every line: the longer the call, the rarer they are
         pause = max(REDRAW_S, (now - self._started) / 4) if _is_notebook() else REDRAW_S
-        if now - self._started < self.after or now - self._drawn_at < pause:
+        if now - self._started < self.delay or now - self._drawn_at < pause:
             return
         with self._lock:
             if not self._open or not is_watched():
@@ -92,23 +118,31 @@ class ProgressBar:
             seconds, share, note = now - self._started, self._share, ""
             if share is not None and 0 < share < 1:
                 note = f", about {format_duration(seconds * (1 - share) / share)} left"
+            elif share is None and self._step:
+                note = f" ({self._step})"
             self._draw(f"{format_duration(seconds)}{note}", now)
 
     def close(self, *, finished: bool = True) -> None:
-        """End the line: at 100 %, or where it is if the call did not finish. Does nothing if it was ended before."""
+        """End the line: at 100 %, or where it is if the call did not finish. Does nothing if it was ended before.
+
+        >>> bar = ProgressBar("recording")
+        >>> bar.close()
+        >>> bar
+        <ProgressBar 'recording': 100%>
+        """
         now = time.monotonic()
         with self._lock:
             was_open, self._open = self._open, False
             self._share = 1.0 if finished else self._share
             seconds, drawn = now - self._started, self._drawn_width > 0
-            if not was_open or not is_watched() or not (drawn or (finished and seconds >= self.after)):
+            if not was_open or not is_watched() or not (drawn or (finished and seconds >= self.delay)):
                 return
             self._draw(f"{'in' if finished else 'stopped after'} {format_duration(seconds)}", now, end="\n")
 
     def _draw(self, note: str, now: float, end: str = "") -> None:
         self._drawn_at = now
         with suppress(Exception):  # a call never fails because of its bar
-            line = _format_line(self.what, self._share, note, complete=end == "\n", columns=_columns())
+            line = _format_line(self.label, self._share, note, complete=end == "\n", columns=_columns())
             padded, self._drawn_width = line.ljust(self._drawn_width), len(line)
             print(f"\r{padded}", end=end, file=SafeStderr(), flush=True)
 
@@ -117,15 +151,15 @@ class _DefaultBar(ProgressBar):
     """The bar of a call to which none was passed: its label may change."""
 
 
-def _format_line(what: str, share: float | None, note: str, *, complete: bool, columns: float) -> str:
+def _format_line(label: str, share: float | None, note: str, *, complete: bool, columns: float) -> str:
     """One line of at most ``columns`` characters. 100 % is written at the end only, not where 99.6 % are done."""
     percent = "" if share is None else f"{_percentage(share, complete=complete):3d}%"
-    text = " ".join(part for part in (what, percent, note) if part)
+    text = " ".join(part for part in (label, percent, note) if part)
     width = min(WIDTH, max(0, columns - len(text) - 1))
     filled = round(width * min(max(share or 0.0, 0.0), 1.0))
     done, open_ = ("━", "╌") if _can_encode("━╌") else ("#", "-")
     bar = done * filled + open_ * (int(width) - filled)
-    line = " ".join(part for part in (what, bar, percent, note) if part)
+    line = " ".join(part for part in (label, bar, percent, note) if part)
     return line if len(line) <= columns else line[: int(columns)]
 
 
@@ -196,18 +230,27 @@ class _Screen:
                 threading.Thread(target=self._tick, name="helmscope-progress", daemon=True).start()
             return bar
 
-    def relabel(self, what: str) -> None:
+    def relabel(self, label: str) -> None:
         """Change the label of the bar, if the present call is the outermost."""
         with self._lock:
             if self._depth == 1 and isinstance(self._bar, _DefaultBar):
-                self._bar.what = printable(what)
+                self._bar.label = printable(label)
+
+    def step(self, what: str) -> Progress | None:
+        """The callback for a call within the outermost one, which is a step of its work; None if no bar shows it."""
+        with self._lock:
+            bar = self._bar if self._depth == 2 and what else None
+        return None if bar is None else functools.partial(bar.name_step, what)
 
     def leave(self) -> None:
         """Count a call as ended."""
         with self._lock:
             self._depth -= 1
+            bar, ended_step = self._bar, self._depth == 1
             if self._depth == 0:
                 self._bar = None
+        if bar is not None and ended_step:
+            bar.name_step("", 0.0)
 
     def _tick(self) -> None:
         calls = -1
@@ -227,13 +270,13 @@ _SCREEN = _Screen()
 
 
 @contextmanager
-def reporting(progress: ProgressOption, what: str = "") -> Iterator[Progress | None]:
+def reporting(progress: ProgressOption, label: str = "") -> Iterator[Progress | None]:
     """Context manager around the work of a call with the argument ``progress``: yields the callback to report shares
     to, or None if nobody needs them.
 
-    None draws a bar labelled ``what`` if the call takes more than two seconds, a person can see it, and the call is not
-    part of another one; False draws nothing, neither for this call nor for those within it; a callable receives the
-    shares. Raises ``HelmscopeError`` for anything else.
+    None draws a bar labelled ``label`` if the call takes more than two seconds and a person can see it; within another
+    call that draws a bar, that bar names this one as a step of its work. False draws nothing, neither for this call nor
+    for those within it; a callable receives the shares. Raises ``HelmscopeError`` for anything else.
 
     >>> with reporting(print, "counting") as report:
     ...     report(1.0)
@@ -248,12 +291,16 @@ def reporting(progress: ProgressOption, what: str = "") -> Iterator[Progress | N
         return
     own = progress if isinstance(progress, ProgressBar) else None
     if progress is None:
-        own = _DefaultBar(what, after=PATIENCE_S)
+        own = _DefaultBar(label, delay=PATIENCE_S)
     bar, finished = _SCREEN.enter(own), False
     try:
         if bar is not None:
             bar.start()
-        yield callback if bar is None else bar.update
+        if bar is not None:
+            callback = bar.update
+        elif progress is None:
+            callback = _SCREEN.step(printable(label))
+        yield callback
         finished = True
     finally:
         _SCREEN.leave()
@@ -261,17 +308,17 @@ def reporting(progress: ProgressOption, what: str = "") -> Iterator[Progress | N
             bar.close(finished=finished)
 
 
-def name_phase(what: str) -> None:
+def name_phase(label: str) -> None:
     """Label the bar of the present call with the phase of its work, such as "loading A"; does nothing within another
     call, whose label remains.
 
     >>> with reporting(None, "recording"):
     ...     name_phase("loading A")
     """
-    _SCREEN.relabel(what)
+    _SCREEN.relabel(label)
 
 
-def shows_progress(what: str) -> Callable[[Callable[Params, Result]], Callable[Params, Result]]:
+def shows_progress(label: str) -> Callable[[Callable[Params, Result]], Callable[Params, Result]]:
     """Decorator for a function with the keyword argument ``progress``: it runs within ``reporting``, and receives the
     callback, or None, in place of the argument.
 
@@ -286,7 +333,7 @@ def shows_progress(what: str) -> Callable[[Callable[Params, Result]], Callable[P
         @functools.wraps(function)
         def call(*args: Params.args, **kwargs: Params.kwargs) -> Result:
             progress: Any = kwargs.get("progress")
-            with reporting(progress, what) as callback:
+            with reporting(progress, label) as callback:
                 kwargs["progress"] = callback
                 return function(*args, **kwargs)
 

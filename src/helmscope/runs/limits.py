@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from helmscope.types import HelmscopeError, whole_number
+from helmscope.types import HelmscopeError, check_integer
 
 VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 FLOOR = 64 * 10**6  # bytes; Python with NumPy uses 48 MB, and with less it cannot even report that memory ran out
@@ -49,9 +49,9 @@ class Limits:
 
     def __post_init__(self) -> None:
         for name in ("threads", "jobs"):
-            object.__setattr__(self, name, whole_number(name, getattr(self, name), at_least=1))
+            object.__setattr__(self, name, check_integer(name, getattr(self, name), at_least=1))
         if self.max_memory is not None:
-            object.__setattr__(self, "max_memory", whole_number("max_memory", self.max_memory, at_least=1))
+            object.__setattr__(self, "max_memory", check_integer("max_memory", self.max_memory, at_least=1))
         if self.share is not None and self.share < FLOOR:
             remedy = "lower jobs or raise max_memory" if self.jobs > 1 else "raise max_memory"
             raise HelmscopeError(

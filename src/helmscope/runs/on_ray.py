@@ -44,7 +44,11 @@ class Ray:
         require("ray")
 
     def attempts(self, units: Sequence[Unit]) -> Outcomes:
-        """Run the units and yield their outcomes as they complete."""
+        """Run the units and yield their outcomes as they complete.
+
+        >>> list(Ray(2).attempts([]))  # doctest: +SKIP
+        []
+        """
         import ray
 
         started = not ray.is_initialized()

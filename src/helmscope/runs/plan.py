@@ -15,7 +15,7 @@ from helmscope.store.manifest import Manifest, hash_bytes
 from helmscope.store.printable import printable
 from helmscope.store.run_folder import MANIFEST, UNITS, RunFolder
 from helmscope.store.strict_json import Reader, decode, encode, plain, record, text
-from helmscope.types import HelmscopeError, whole_number
+from helmscope.types import HelmscopeError, check_integer
 
 RESULTS = "units"
 MISSING = object()
@@ -251,6 +251,6 @@ _READERS: dict[str, Reader] = {
     "units": _read_strings,
     "manifest": _read_identity,
     "cpu": text,
-    "threads": partial(whole_number, at_least=1),
+    "threads": partial(check_integer, at_least=1),
     "mixed": _read_string_list,
 }

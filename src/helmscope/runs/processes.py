@@ -44,7 +44,11 @@ class Processes:
         return Limits(threads=self.threads, max_memory=self.max_memory, jobs=self.jobs)
 
     def attempts(self, units: Sequence[Unit]) -> Outcomes:
-        """Run the units and yield their outcomes as they complete."""
+        """Run the units and yield their outcomes as they complete.
+
+        >>> list(Processes(2).attempts([]))
+        []
+        """
         pending = {unit.name: unit for unit in units}
         while pending:
             started: list[str] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -9,11 +10,11 @@ from contextlib import contextmanager, suppress
 from typing import IO, Any, cast
 
 from helmscope.store.printable import printable
-from helmscope.types import counted
+from helmscope.types import pluralized
 
 
 @contextmanager
-def unit_progress(what: str, *, total: int, done: int, jobs: int) -> Iterator[Callable[[], None]]:
+def unit_progress(heading: str, *, total: int, done: int, jobs: int) -> Iterator[Callable[[], None]]:
     """Context manager: print how many units there are and how many are done, and yield a function to call after each
     further unit. On a terminal it advances a bar; elsewhere it prints a line after the first unit and after each tenth
     of the total, with an estimate of the time left.
@@ -31,13 +32,13 @@ def unit_progress(what: str, *, total: int, done: int, jobs: int) -> Iterator[Ca
     def note() -> str:
         seconds = time.monotonic() - started
         if finished == total:
-            return f"{finished} of {counted(total, 'unit')}, in {format_duration(seconds)}"
+            return f"{finished} of {pluralized(total, 'unit')}, in {format_duration(seconds)}"
         left = remaining(seconds, done=finished - done, left=total - finished, jobs=jobs)
-        return f"{finished} of {counted(total, 'unit')}, about {format_duration(left)} left"
+        return f"{finished} of {pluralized(total, 'unit')}, about {format_duration(left)} left"
 
-    print_status(f"{what}: {counted(total, 'unit')}, {done} already done")
+    print_status(f"{heading}: {pluralized(total, 'unit')}, {done} already done")
     if is_terminal():
-        with _progress_bar(what, total, done) as draw:
+        with _progress_bar(heading, total, done) as draw:
 
             def advance_bar() -> None:
                 nonlocal finished
@@ -51,7 +52,7 @@ def unit_progress(what: str, *, total: int, done: int, jobs: int) -> Iterator[Ca
         nonlocal finished
         finished += 1
         if finished == done + 1 or finished * 10 // total > (finished - 1) * 10 // total:
-            print_status(f"{what}: {note()}")
+            print_status(f"{heading}: {note()}")
 
     yield advance_lines
 
@@ -85,6 +86,22 @@ def print_status(line: str) -> None:
     print(printable(line), file=SafeStderr(), flush=True)
 
 
+def import_announced(name: str) -> None:
+    """Import a module, which may take seconds; meanwhile a terminal shows a line, which is erased afterwards.
+
+    >>> import_announced("colorsys")
+    """
+    line = f"importing {name} ..."
+    shown = name not in sys.modules and is_terminal()
+    if shown:
+        print(line, end="", file=SafeStderr(), flush=True)
+    try:
+        importlib.import_module(name)
+    finally:
+        if shown:
+            print(f"\r{' ' * len(line)}\r", end="", file=SafeStderr(), flush=True)
+
+
 class SafeStderr:
     """The current standard error with write errors suppressed: disk full, terminal closed, stream closed, or None."""
 
@@ -112,12 +129,12 @@ def is_terminal() -> bool:
 
 
 @contextmanager
-def _progress_bar(what: str, total: int, done: int) -> Iterator[Callable[[float, str], None]]:
+def _progress_bar(heading: str, total: int, done: int) -> Iterator[Callable[[float, str], None]]:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[note]}"))
     # redirect_stdout=False: standard output is reserved for results
     with Progress(*columns, console=Console(file=cast("IO[str]", SafeStderr())), redirect_stdout=False) as progress:
-        task = progress.add_task(what, total=total, completed=done, note="")
+        task = progress.add_task(heading, total=total, completed=done, note="")
         yield lambda value, note: progress.update(task, completed=value, note=note)

@@ -39,5 +39,9 @@ class Serial:
         return Limits(threads=self.threads, max_memory=self.max_memory)
 
     def attempts(self, units: Sequence[Unit]) -> Outcomes:
-        """Run the units and yield their outcomes in order."""
+        """Run the units and yield their outcomes in order.
+
+        >>> list(Serial().attempts([]))
+        []
+        """
         return (attempt(unit, self._limits) for unit in units)

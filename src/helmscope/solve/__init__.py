@@ -15,12 +15,13 @@ if TYPE_CHECKING:
     from helmscope.solve.geodesic_heun import GeodesicHeun as GeodesicHeun
     from helmscope.solve.geodesic_rk4 import GeodesicRK4 as GeodesicRK4
     from helmscope.solve.heun import Heun as Heun
+    from helmscope.solve.integrate import integrate as integrate
     from helmscope.solve.layer import Layer as Layer
     from helmscope.solve.noisy_layer import NoisyLayer as NoisyLayer
     from helmscope.solve.projected_euler import ProjectedEuler as ProjectedEuler
-    from helmscope.solve.published_euler import PublishedEuler as PublishedEuler
     from helmscope.solve.rk4 import RK4 as RK4
     from helmscope.solve.simulation import Simulation as Simulation
     from helmscope.solve.stochastic_heun import StochasticHeun as StochasticHeun
+    from helmscope.solve.unprojected_euler import UnprojectedEuler as UnprojectedEuler
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 import torch
 
 from helmscope.geometry.linkage import collapse_padding, spanning_tree
-from helmscope.types import HelmscopeError, real_number, shown
+from helmscope.types import HelmscopeError, check_real, short_repr
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float
@@ -53,7 +53,7 @@ class HittingTime:
     sampled: bool = False
 
     def __post_init__(self) -> None:
-        real_number("delta", self.delta, above=0)
+        check_real("delta", self.delta, above=0)
         check_options(self)
 
     def signal(self, x: Float[Tensor, "batch n d"]) -> Float[Tensor, " batch"]:
@@ -88,7 +88,7 @@ class ClusterMerge:
     sampled: bool = False
 
     def __post_init__(self) -> None:
-        real_number("radius", self.radius, above=0)
+        check_real("radius", self.radius, above=0)
         check_options(self)
 
     def signal(self, x: Float[Tensor, "batch n d"]) -> Float[Tensor, "batch n_minus_1"]:
@@ -105,7 +105,7 @@ def check_options(event: Event) -> None:
     for name in ("terminal", "sampled"):
         value = getattr(event, name, False)
         if not isinstance(value, bool):
-            raise HelmscopeError(f"{name} is {shown(value)}, but it must be True or False")
+            raise HelmscopeError(f"{name} is {short_repr(value)}, but it must be True or False")
 
 
 @dataclass(eq=False)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from helmscope.fields.field import Field, Space
+from helmscope.fields.field import Field, StateSpace
 from helmscope.fields.parameters import selected
 from helmscope.geometry.sphere import retract
 
@@ -35,12 +35,12 @@ class Flow:
     @cached_property
     def on_sphere(self) -> bool:
         """Whether states are unit vectors."""
-        return self.field.space is Space.SPHERE
+        return self.field.space is StateSpace.SPHERE
 
     @cached_property
     def is_stream(self) -> bool:
         """Whether states are a residual stream, whose radius must not vanish."""
-        return self.field.space is Space.STREAM
+        return self.field.space is StateSpace.STREAM
 
     def retract(self, y: Float[Tensor, "batch n d"]) -> Float[Tensor, "batch n d"]:
         """Map the end of a step to the state space: to the nearest unit vector on the sphere, otherwise unchanged."""

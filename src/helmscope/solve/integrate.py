@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from helmscope.fields.field import Field, Space, as_field
+from helmscope.fields.field import Field, StateSpace, as_field
 from helmscope.fields.noise import Noise
 from helmscope.fields.parameters import flattened, selected
 from helmscope.fields.weights import check_weights
@@ -23,11 +23,11 @@ from helmscope.solve.simulation import Simulation
 from helmscope.solve.stepper import NOISY_STEP, AdaptiveStepper, FixedStepper, NoisyStepper, Stepper
 from helmscope.types import (
     HelmscopeError,
+    check_integer,
     check_memory,
     check_progress,
-    increasing_times,
-    real_number,
-    whole_number,
+    check_real,
+    check_times,
 )
 
 if TYPE_CHECKING:
@@ -146,7 +146,7 @@ def make_problem(
         raise HelmscopeError(f"normalize is {normalize!r}, but it must be True or False")
     field = as_field(field)
     x = check_start(field, x0, normalize=normalize)
-    clock = increasing_times(times)
+    clock = check_times(times)
     stepper = _check_stepper(stepper, field, noise)
     if not isinstance(stepper, AdaptiveStepper):
         check_grid(clock, stepper)
@@ -178,7 +178,7 @@ def make_problem(
         weights=None if combined is None else combined.reshape(count, x.shape[-2]),
         mask=None if mask is None else mask.expand(x.shape[:-1]).reshape(count, x.shape[-2]),
         noise=noise,
-        seed=whole_number("seed", seed, at_least=0, below=2**128),
+        seed=check_integer("seed", seed, at_least=0, below=2**128),
         summation=summation,
     )
     if summation is not None:
@@ -252,7 +252,7 @@ def _check_stepper(stepper: Stepper | None, field: Field, noise: Noise | None) -
         raise HelmscopeError(f"stepper is {stepper!r} and noise is {noise!r}, but {allowed}")
     if isinstance(stepper, NoisyStepper) and noise is not None:
         check_noise(field, noise, stepper)
-    if isinstance(stepper, FixedStepper) and stepper.geodesic and field.space is not Space.SPHERE:
+    if isinstance(stepper, FixedStepper) and stepper.geodesic and field.space is not StateSpace.SPHERE:
         raise HelmscopeError(
             f"stepper is {name}, which follows great circles, but the states of this field are {field.space.value}"
         )
@@ -280,9 +280,9 @@ def default_stepper(field: Field, noise: Noise | None) -> Stepper:
 def _check_merge(merge: float | None, field: Field, noise: Noise | None) -> None:
     if merge is None:
         return
-    if real_number("merge", merge, at_least=0) > 0.5:
+    if check_real("merge", merge, at_least=0) > 0.5:
         raise HelmscopeError(f"merge is {merge:g}, but tokens that far apart have not met: use at most 0.5 radians")
-    if noise is not None or field.space is not Space.SPHERE:
+    if noise is not None or field.space is not StateSpace.SPHERE:
         raise HelmscopeError(
             f"merge is {merge:g}, but under noise or with individual radii tokens that met separate again"
         )

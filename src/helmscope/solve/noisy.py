@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from helmscope.fields.field import Field, Space
+from helmscope.fields.field import Field, StateSpace
 from helmscope.fields.noise import LayerNormChain, Noise
 from helmscope.geometry.sphere import project
 from helmscope.solve.fixed import run_steps
@@ -58,7 +58,7 @@ def check_noise(field: Field, noise: Noise, stepper: NoisyStepper) -> None:
     >>> check_noise(as_field(torch.zeros_like), IsotropicNoise(0.1), EulerMaruyama(0.01))
     """
     stepper.check(noise)
-    if field.space is Space.STREAM and not isinstance(noise.process, LayerNormChain):
+    if field.space is StateSpace.STREAM and not isinstance(noise.process, LayerNormChain):
         raise HelmscopeError(
             f"process is {noise.process!r}, but noise is added to a residual stream without projection, and its "
             "directions then follow LayerNormChain()"

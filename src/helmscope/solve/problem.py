@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from helmscope.fields.attention import Attention
-from helmscope.fields.field import Field, Space, check_states
+from helmscope.fields.field import Field, StateSpace, check_states
 from helmscope.fields.multihead import MultiHead
 from helmscope.fields.parameters import selected
 from helmscope.geometry.arithmetic import full_precision
@@ -33,11 +33,11 @@ from helmscope.types import (
     Outcome,
     Progress,
     Trajectory,
-    brief,
-    counted,
+    check_integer,
     one_line_repr,
-    shown,
-    whole_number,
+    pluralized,
+    short_description,
+    short_repr,
 )
 
 if TYPE_CHECKING:
@@ -77,8 +77,10 @@ class Problem:
 
     def __repr__(self) -> str:
         systems, tokens, dim = self.start.shape
-        who = f"{counted(systems, 'system')} x {counted(tokens, 'token')}, dimension {dim}"
-        return one_line_repr(f"Problem of {brief(self.field)}: {who}; {counted(len(self.times), 'time')}")
+        who = f"{pluralized(systems, 'system')} x {pluralized(tokens, 'token')}, dimension {dim}"
+        return one_line_repr(
+            f"Problem of {short_description(self.field)}: {who}; {pluralized(len(self.times), 'time')}"
+        )
 
     @full_precision
     @shows_progress("integrating")
@@ -92,7 +94,7 @@ class Problem:
             if float(self.times[0]) == self.origin and self.merge is None:
                 states[0] = self.start  # without the rounding of the lift
         radius, streams = None, None
-        if self.field.space is Space.STREAM:
+        if self.field.space is StateSpace.STREAM:
             streams = states
             states, radius = self.field.direction(streams), self.field.radius(streams)
         weights = None if self.weights is None else self.weights.detach().unsqueeze(0)
@@ -176,8 +178,8 @@ class Problem:
         >>> bool((whole.part(3, 5).run().states == whole.run().states[:, 3:5]).all())
         True
         """
-        last = whole_number("last", last, at_least=1)
-        first = whole_number("first", first, at_least=0)
+        last = check_integer("last", last, at_least=1)
+        first = check_integer("first", first, at_least=0)
         if not first < last <= len(self.start):
             raise HelmscopeError(f"part is {first} to {last}, but the batch has the systems 0 to {len(self.start)}")
         rows = slice(first, last)
@@ -197,7 +199,7 @@ class Problem:
         """
         last = len(self.times) - 1
         if isinstance(number, bool) or not isinstance(number, int) or not -last - 1 <= number <= last:
-            raise HelmscopeError(f"{name} is {shown(number)}, but the stored times are numbered 0 to {last}")
+            raise HelmscopeError(f"{name} is {short_repr(number)}, but the stored times are numbered 0 to {last}")
         return number % len(self.times)
 
     def continued(
@@ -208,7 +210,7 @@ class Problem:
         For a residual stream, ``stream``, only the direction is replaced: it keeps its radius and what its norm
         ignores, such as the mean under LayerNorm.
         """
-        if self.field.space is Space.FLAT:
+        if self.field.space is StateSpace.FLAT:
             x = check_states(self.field, states, "states")
         else:  # for a residual stream, these are directions
             x = on_the_sphere(check_tokens(states, name="states"))
@@ -216,7 +218,7 @@ class Problem:
             raise HelmscopeError(f"states has shape {tuple(x.shape)}, but the systems have {tuple(self.start.shape)}")
         index = self.time_index(depth, "depth")
         x = x.reshape(self.start.shape).to(self.start)
-        if self.field.space is Space.STREAM:
+        if self.field.space is StateSpace.STREAM:
             x = stream + self.field.radius(stream).unsqueeze(-1) * (x - self.field.direction(stream))
         times = self.times[index:]
         seed = RandomSource.continuation_seed(self.seed, index, generator)
@@ -243,6 +245,6 @@ def check_start(field: Field, x0: object, *, normalize: bool) -> Float[Tensor, "
     tensor([[0.6000, 0.8000]])
     """
     x = check_states(field, x0, "x0", normalize=normalize)
-    if field.space is not Space.SPHERE and normalize:
+    if field.space is not StateSpace.SPHERE and normalize:
         x = retract(x)
-    return on_the_sphere(x) if field.space is Space.SPHERE or normalize else x
+    return on_the_sphere(x) if field.space is StateSpace.SPHERE or normalize else x

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from helmscope.types import HelmscopeError, whole_number
+from helmscope.types import HelmscopeError, check_integer
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -32,14 +32,14 @@ class RandomSource:
     """
 
     def __init__(self, seed: int, systems: Iterable[int]) -> None:
-        seed = whole_number("seed", seed, at_least=0, below=2**128)
+        seed = check_integer("seed", seed, at_least=0, below=2**128)
         try:
             numbers = list(systems)
         except TypeError:
             raise HelmscopeError(
                 f"systems is {systems!r}, but it must hold the systems' numbers, such as range(8)"
             ) from None
-        keys = [whole_number("systems", number, at_least=0) for number in numbers]
+        keys = [check_integer("systems", number, at_least=0) for number in numbers]
         sources = [np.random.SeedSequence(seed, spawn_key=(key,)) for key in keys]
         self._streams = [np.random.Generator(np.random.Philox(source)) for source in sources]
         self._places = list(range(len(keys)))
@@ -56,7 +56,8 @@ class RandomSource:
         >>> len(whole), bool((whole.normal(4, 2) == part.normal(4, 2)).all())
         (1, True)
         """
-        rows = [self._places.index(place) for place in places]
+        row_of = {place: row for row, place in enumerate(self._places)}
+        rows = [row_of[place] for place in places]
         self._places = [self._places[row] for row in rows]
         self._streams = [self._streams[row] for row in rows]
         self._ahead = self._ahead[rows]

@@ -23,15 +23,15 @@ from helmscope.solve.flow import Flow
 from helmscope.solve.layer import Layer
 from helmscope.solve.noisy_layer import NoisyLayer
 from helmscope.types import (
-    AttentionPass,
+    AttentionTensors,
     Half,
     Instrument,
-    MlpPass,
-    Moment,
+    MlpTensors,
     Needs,
+    ReplayContext,
     ReplayPlan,
+    check_integer,
     check_progress,
-    whole_number,
 )
 from helmscope.types.instrument import results, start_instruments
 
@@ -66,7 +66,7 @@ def replay(
     identities = simulation.trajectory.identities
     plan = ReplayPlan(simulation.layers, simulation.layer_axis, coordinates, simulation.replicate, systems, identities)
     needs = start_instruments(simulation, instruments, plan)
-    size = max(1, CHUNK // n**2) if batch_size is None else whole_number("batch_size", batch_size, at_least=1)
+    size = max(1, CHUNK // n**2) if batch_size is None else check_integer("batch_size", batch_size, at_least=1)
     report = check_progress(progress)
     with torch.no_grad():
         for begin in range(0, systems, size):
@@ -118,8 +118,8 @@ def _reads_unit_vectors(simulation: Simulation) -> bool:
 def attention_of(field: Field) -> Field | None:
     """The attention of a field: that of a block, or the field itself; None if it has none.
 
-    >>> from helmscope.fields.field import PlainField
-    >>> attention_of(PlainField(torch.zeros_like)) is None
+    >>> from helmscope.fields.field import FunctionField
+    >>> attention_of(FunctionField(torch.zeros_like)) is None
     True
     """
     if isinstance(field, Block):
@@ -173,30 +173,30 @@ class _LayerView:
     def show_to(self, instruments: Sequence[Instrument]) -> None:
         """Pass both halves, as far as they exist, to the instruments that need them."""
         if self.needs.attention_half and attention_of(self.simulation.field) is not None:
-            attention_pass = self._attention()
-            moment = self._moment(Half.ATTENTION, _number_of_heads(self.simulation.field, attention_pass))
+            attention_tensors = self._attention()
+            context = self._context(Half.ATTENTION, _number_of_heads(self.simulation.field, attention_tensors))
             for instrument in instruments:
                 if instrument.needs.attention_half:
-                    instrument.attention(moment, attention_pass)
+                    instrument.attention(context, attention_tensors)
         if self.needs.mlp_half and self.simulation.force(layer=self.layer) is not None:
-            mlp_pass = self._mlp()
+            mlp_tensors = self._mlp()
             for instrument in instruments:
                 if instrument.needs.mlp_half:
-                    instrument.mlp(self._moment(Half.MLP), mlp_pass)
+                    instrument.mlp(self._context(Half.MLP), mlp_tensors)
 
-    def _moment(self, half: Half, heads: int | None = None) -> Moment:
+    def _context(self, half: Half, heads: int | None = None) -> ReplayContext:
         weights, time = self.simulation.trajectory.weights, float(self.simulation.times[self.layer])
         now = None if weights is None else weights[self.layer if len(weights) > 1 else 0]
-        return Moment(self.layer, half, time, self.rows, now, self.simulation.visible, self.step, heads)
+        return ReplayContext(self.layer, half, time, self.rows, now, self.simulation.visible, self.step, heads)
 
-    def _attention(self) -> AttentionPass:
+    def _attention(self) -> AttentionTensors:
         needs, attention, state = self.needs, attention_of(self.simulation.field), self.state
         kernel = self.simulation.kernel(layer=self.layer) if Needs.KERNEL in needs else None
         query, key, value = self._projections(attention) if Needs.QKV in needs else (None, None, None)
         write = self._write(Half.ATTENTION, state) if Needs.ATTENTION_WRITE in needs else None
-        return AttentionPass(state, self.simulation.trajectory.states[self.layer], kernel, query, key, value, write)
+        return AttentionTensors(state, self.simulation.trajectory.states[self.layer], kernel, query, key, value, write)
 
-    def _mlp(self) -> MlpPass:
+    def _mlp(self) -> MlpTensors:
         field, state = self.simulation.field, self._read_by_mlp()
         point = force = None
         if Needs.FORCE in self.needs:
@@ -204,7 +204,7 @@ class _LayerView:
             if isinstance(field, Block) and isinstance(field.placement, PreNorm):
                 point = field.placement.norm(Half.MLP).direction(state)
         write = self._write(Half.MLP, state) if Needs.MLP_WRITE in self.needs else None
-        return MlpPass(state, Flow(field).direction(state), force, point, write)
+        return MlpTensors(state, Flow(field).direction(state), force, point, write)
 
     def _read_by_mlp(self) -> Tensor:
         field, state = self.simulation.field, self.state
@@ -233,9 +233,9 @@ class _LayerView:
         return request.query, request.key, torch.stack([_values(head, x) for head in attention.heads], -3)
 
 
-def _number_of_heads(field: Field, passed: AttentionPass) -> int | None:
+def _number_of_heads(field: Field, tensors: AttentionTensors) -> int | None:
     """The number of heads, from a tensor with an axis of heads or from the field; None for a field of a single head."""
-    for tensor in (passed.kernel, passed.query):
+    for tensor in (tensors.kernel, tensors.query):
         if tensor is not None:
             return tensor.shape[1] if tensor.ndim == 4 else None
     attention = attention_of(field)

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from helmscope.fields.block import Block
-from helmscope.fields.field import Field, Space
+from helmscope.fields.field import Field, StateSpace
 from helmscope.fields.mlp import MLP, GatedMLP
 from helmscope.runs.bar import shows_progress
 from helmscope.solve.replay import refusal, replay
-from helmscope.types import Outcome, Plottable, Trajectory, brief, html_table, one_line_repr
+from helmscope.types import Outcome, Plottable, Trajectory, html_table, one_line_repr, short_description
 
 if TYPE_CHECKING:
     import torch
@@ -36,7 +36,7 @@ class Simulation(Plottable):
     >>> from helmscope.solve.integrate import integrate
     >>> run = integrate(SA(beta=0.0), torch.eye(2), times=[0.0, 1.0, 2.0])
     >>> run
-    <Simulation of SA(beta=0): 1 system x 2 tokens in S^1; 3 times, 0 to 2; finished>
+    <Simulation of SA(beta=0): 1 system x 2 tokens on S^1; 3 times, 0 to 2; finished>
     >>> run.states.shape, run.kernel(layer=0)[0, 0].tolist(), str(run.outcome)
     (torch.Size([3, 2, 2]), [0.5, 0.5], 'finished at t=2')
     >>> run.resume(depth=1, states=run.trajectory.states[1]).times
@@ -50,9 +50,13 @@ class Simulation(Plottable):
 
     @property
     def _where(self) -> str:
-        """The state space, as text."""
+        """The state space, as text after its preposition."""
         dim = self.trajectory.states.shape[-1]
-        names = {Space.SPHERE: f"S^{dim - 1}", Space.STREAM: f"a residual stream in R^{dim}", Space.FLAT: f"R^{dim}"}
+        names = {
+            StateSpace.SPHERE: f"on S^{dim - 1}",
+            StateSpace.STREAM: f"in a residual stream in R^{dim}",
+            StateSpace.FLAT: f"in R^{dim}",
+        }
         return names[self.field.space]
 
     @property
@@ -67,23 +71,27 @@ class Simulation(Plottable):
         'SA(beta=4) with IsotropicNoise(nu=0.1)'
         """
         noise = self.problem.noise
-        return brief(self.field) if noise is None else f"{brief(self.field)} with {brief(noise)}"
+        return (
+            short_description(self.field)
+            if noise is None
+            else f"{short_description(self.field)} with {short_description(noise)}"
+        )
 
     def __repr__(self) -> str:
         path = self.trajectory
-        what = f"{path.size_text} in {self._where}; {path.times_text}; {self.outcome.summary}"
+        what = f"{path.size_text} {self._where}; {path.times_text}; {self.outcome.summary}"
         return one_line_repr(f"Simulation of {self.title}: {what}")
 
     def _repr_html_(self) -> str:
         path, problem = self.trajectory, self.problem
         rows = [
-            ("tokens", f"{path.size_text} in {self._where}"),
+            ("tokens", f"{path.size_text} {self._where}"),
             ("times", path.times_text),
-            ("method", brief(problem.stepper)),
-            *([] if problem.noise is None else [("noise", f"{brief(problem.noise)}, seed {problem.seed}")]),
+            ("method", short_description(problem.stepper)),
+            *([] if problem.noise is None else [("noise", f"{short_description(problem.noise)}, seed {problem.seed}")]),
             ("outcome", str(self.outcome)),
             *(
-                (brief(event), f"happened to {int(times.isfinite().sum()):,} of {times.numel():,}")
+                (short_description(event), f"happened to {int(times.isfinite().sum()):,} of {times.numel():,}")
                 for event, times in zip(problem.events, self.event_times, strict=True)
             ),
         ]

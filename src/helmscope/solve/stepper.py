@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
-from helmscope.types import real_number, whole_number
+from helmscope.types import check_integer, check_real
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -39,7 +39,7 @@ class FixedStepper(ABC):
     geodesic: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        real_number("h", self.h, above=0)
+        check_real("h", self.h, above=0)
 
     @abstractmethod
     def step(self, flow: Flow, x: Tensor, h: Float[Tensor, "batch 1 1"], t: Float[Tensor, "batch 1 1"]) -> Tensor:
@@ -68,8 +68,8 @@ class AdaptiveStepper(ABC):
 
     def __post_init__(self) -> None:
         if self.tol is not None:
-            real_number("tol", self.tol, above=0)
-        whole_number("max_steps", self.max_steps, at_least=1)
+            check_real("tol", self.tol, above=0)
+        check_integer("max_steps", self.max_steps, at_least=1)
 
     @abstractmethod
     def attempt(self, flow: Flow, x: Tensor, h: Float[Tensor, "batch 1 1"], t: Tensor, first: Tensor) -> Attempt:
@@ -90,7 +90,7 @@ class NoisyStepper(ABC):
     divisible: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        real_number("h", self.h, above=0)
+        check_real("h", self.h, above=0)
 
     def check(self, noise: Noise) -> None:  # noqa: B027  most methods simulate every noise
         """Raise ``HelmscopeError`` if this method does not simulate the noise."""

@@ -22,5 +22,6 @@ if TYPE_CHECKING:
     from helmscope.stats.scales import FisherZScale as FisherZScale
     from helmscope.stats.scales import LinearScale as LinearScale
     from helmscope.stats.scales import LogScale as LogScale
+    from helmscope.stats.summary import summary as summary
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

@@ -11,7 +11,7 @@ from scipy import special
 
 from helmscope.stats.replicates import moments, replicate_vector
 from helmscope.stats.scales import PLAIN, Scale
-from helmscope.types import HelmscopeError, Interval, real_number, whole_number
+from helmscope.types import HelmscopeError, Interval, check_integer, check_real
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
@@ -52,7 +52,7 @@ def bootstrap_t(values: ArrayLike, *, scale: Scale = PLAIN, confidence: float = 
     """
     x = replicate_vector("values", values, scale)
     mean, error = map(float, moments(x, scale))
-    rng = np.random.default_rng(whole_number("seed", seed, at_least=0))
+    rng = np.random.default_rng(check_integer("seed", seed, at_least=0))
     draws = ((scale.forward(x) - mean) / (error or 1.0))[rng.integers(0, x.size, (RESAMPLES, x.size))]
     errors = np.where(np.ptp(draws, axis=1) == 0, 0.0, draws.std(1, ddof=1) / math.sqrt(x.size))
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -73,8 +73,8 @@ def proportion_interval(successes: int, n: int, *, confidence: float = 0.95) -> 
     >>> round(interval.low, 4), interval.high
     (0.8911, 1.0)
     """
-    n = whole_number("n", n, at_least=1)
-    k = whole_number("successes", successes, at_least=0)
+    n = check_integer("n", n, at_least=1)
+    k = check_integer("successes", successes, at_least=0)
     if k > n:
         raise HelmscopeError(f"successes is {k}, but it must be at most n = {n}")
     low = 0.0 if k == 0 else float(special.betaincinv(k, n - k + 1, tail(confidence)))
@@ -95,7 +95,7 @@ def jackknife_interval(
     4.5543
     """
     items = list(replicates)
-    n = whole_number("the number of replicates", len(items), at_least=2)
+    n = check_integer("the number of replicates", len(items), at_least=2)
     left_out = [statistic(items[:i] + items[i + 1 :]) for i in range(n)]
     theta = replicate_vector("statistic", [statistic(items), *left_out], scale)
     margin = -float(special.stdtrit(n - 1, tail(confidence))) * float(moments(theta[1:], scale)[1]) * (n - 1)
@@ -120,6 +120,6 @@ def tail(confidence: float) -> float:
     >>> round(tail(0.95), 12)
     0.025
     """
-    if not 0 < real_number("confidence", confidence) < 1:
+    if not 0 < check_real("confidence", confidence) < 1:
         raise HelmscopeError(f"confidence is {confidence:g}, but it must be between 0 and 1")
     return 0.5 * (1.0 - confidence)

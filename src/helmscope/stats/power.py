@@ -6,7 +6,7 @@ import math
 
 from scipy import optimize, special
 
-from helmscope.types import HelmscopeError, real_number, whole_number
+from helmscope.types import HelmscopeError, check_integer, check_real
 
 
 def detection_power(effect: float, n: int) -> float:
@@ -20,8 +20,8 @@ def detection_power(effect: float, n: int) -> float:
     >>> round(detection_power(0.0, n=32), 6), round(detection_power(0.6, n=32), 3)
     (0.025, 0.908)
     """
-    n = whole_number("n", n, at_least=2)
-    effect = real_number("effect", effect, at_least=0)
+    n = check_integer("n", n, at_least=2)
+    effect = check_real("effect", effect, at_least=0)
     return 1.0 - float(special.nctdtr(n - 1, effect * math.sqrt(n), -special.stdtrit(n - 1, 0.025)))
 
 
@@ -33,8 +33,8 @@ def minimum_detectable_effect(n: int, *, power: float = 0.9) -> float:
     >>> round(minimum_detectable_effect(32), 3)
     0.592
     """
-    n = whole_number("n", n, at_least=2)
-    if not 0.025 < real_number("power", power) < 1:
+    n = check_integer("n", n, at_least=2)
+    if not 0.025 < check_real("power", power) < 1:
         raise HelmscopeError(f"power is {power:g}, but it must be between 0.025 and 1")
     upper = 1.0
     while detection_power(upper, n) < power:

@@ -15,10 +15,10 @@ from helmscope.stats.replicates import check_scale, first_value, moments, number
 from helmscope.stats.scales import PLAIN, BoundedScale, Scale
 from helmscope.types import (
     HelmscopeError,
+    check_name,
     check_reduced,
     check_replicates,
     keeps_replicates,
-    known_name,
     replicate_axis,
 )
 
@@ -38,22 +38,23 @@ def reduce_replicates(
     Student interval, NAME_stderr its standard error, and NAME_null, if present, the mean of the null.
 
     The replicate axis is ``over`` or, by default, found by name (``types.replicate_axis``). Each entry is computed as
-    by ``mean_interval``, except at bounds (see below); NAME_stderr is in units of NAME, to first order if the scale is
+    by ``mean_interval``; NAME_stderr is in units of NAME, to first order if the scale is
     not linear. NaN replicates are left out. If only one value remains, NAME_stderr, NAME_low and NAME_high are NaN.
-    Attribute n of the Dataset is the number of replicates; attribute n of NAME is the smallest number of values of any
-    entry that has one, and 0 if none has. Attribute band of NAME describes NAME_low and NAME_high in words. Other
-    attributes, and coordinates without the replicate axis, are kept. Raises ``HelmscopeError`` for values outside the
-    scale's domain.
+    Attribute n of the Dataset is the number of replicates and ``replicate`` the name of their axis; attribute n of NAME
+    is the smallest number of values of any entry that has one, and 0 if none has. Attribute band of NAME describes
+    NAME_low and NAME_high in words. Other attributes, and coordinates without the replicate axis, are kept. Raises
+    ``HelmscopeError`` for values outside the scale's domain.
 
     Attributes of NAME control its reduction. ``valid_min`` and ``valid_max``, as for a share, are bounds that hold by
-    definition: unless ``scale`` is given, its scale is ``BoundedScale``. If a quantity has both bounds and all n values
-    of an entry are equal to one of them, such as P = 1 in every system, Student's interval would have width 0, although
-    another system may differ. NAME_low or NAME_high is then Clopper and Pearson's limit for n successes in n trials,
-    which is valid for a mean too: with tail probability a on each side, at most the share 1 - a^(1/n) of the
-    distribution is elsewhere, at worst at the other bound (P = 1 [0.398, 1] for n = 4). NAME_stderr is still 0. Equal
-    values between the bounds keep an interval of width 0. ``summary`` is "range" for quantities that
+    definition: unless ``scale`` is given, its scale is ``BoundedScale``. ``summary`` is "range" for quantities that
     vary over orders of magnitude and may be 0, for which a mean is not informative: NAME is then the median of the
     replicates, NAME_low their minimum, NAME_high their maximum, and there is no NAME_stderr.
+
+    Equal values have an interval of width 0, also at a bound: that the replicates agree does not show that others
+    would, and tables print "all equal" instead of an interval. An exact binomial interval would not help, since a share
+    within a system is not one trial: it would jump from [0, 0.02] to [0, 0.6] (n = 4) between a time at which few pairs
+    have met and one at which none has. The exact interval for events, 0 or 1 per replicate, is
+    ``stats.proportion_interval``.
 
     >>> import xarray as xr
     >>> mass = xr.DataArray([[1.0, 5.0], [2.0, 5.0], [3.0, np.nan]], dims=("prompt", "layer"))
@@ -78,7 +79,7 @@ def reduce_replicates(
         dims = tuple(dim for dim in value.dims if dim != axis)
         used = _default_scale(value) if scale is None else scale
         x = numbers(str(name), value.transpose(axis, ...).values)
-        is_range = known_name(f"summary of '{name}'", value.attrs.get("summary", MEAN), (MEAN, RANGE)) == RANGE
+        is_range = check_name(f"summary of '{name}'", value.attrs.get("summary", MEAN), (MEAN, RANGE)) == RANGE
         if not is_range:
             _check_domain(str(name), x, (axis, *dims), used)
         statistics = _range(x) if is_range else _student(x, used, alpha)
@@ -89,7 +90,7 @@ def reduce_replicates(
         band = "range about the median" if is_range else f"{100 * confidence:g} % interval"
         data[name].attrs = {**value.attrs, "n": _smallest_count(x), "band": band}
     coords = {name: coord for name, coord in measurement.coords.items() if axis not in coord.dims}
-    return check_reduced(xr.Dataset(data, coords, {**measurement.attrs, "n": size}))
+    return check_reduced(xr.Dataset(data, coords, {**measurement.attrs, "n": size, "replicate": axis}))
 
 
 def reduced(measurement: xr.Dataset) -> xr.Dataset:
@@ -158,24 +159,7 @@ def _student(x: Numbers, scale: Scale, alpha: float) -> dict[str, Numbers]:
     estimate = np.where(error > 0, scale.inverse_array(mean), first_value(x))
     low = np.where(error == 0, estimate, np.minimum(estimate, scale.clip(scale.inverse_array(mean - margin))))
     high = np.where(error == 0, estimate, np.maximum(estimate, scale.clip(scale.inverse_array(mean + margin))))
-    low, high = _widen_at_bounds(x, scale, alpha, error == 0, (low, high))
     return {"": estimate, "_low": low, "_high": high, "_stderr": error * scale.slope(estimate)}
-
-
-def _widen_at_bounds(
-    x: Numbers, scale: Scale, alpha: float, equal: NDArray[np.bool_], ends: tuple[Numbers, Numbers]
-) -> tuple[Numbers, Numbers]:
-    """The ends of intervals, with Clopper and Pearson's limit where all values are equal to a bound of the scale."""
-    lowest, highest = scale.domain
-    low, high = ends
-    if not (math.isfinite(lowest) and math.isfinite(highest)):
-        return low, high
-    n, value = (~np.isnan(x)).sum(0), first_value(x)
-    reach = (1.0 - alpha ** (1.0 / np.maximum(n, 1))) * (highest - lowest)
-    return (
-        np.where(equal & (value >= highest), highest - reach, low),
-        np.where(equal & (value <= lowest), lowest + reach, high),
-    )
 
 
 def _range(x: Numbers) -> dict[str, Numbers]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from helmscope.stats.scales import Scale
-from helmscope.types import HelmscopeError, type_with_article, whole_number
+from helmscope.types import HelmscopeError, check_integer, type_with_article
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
@@ -104,6 +104,6 @@ def halves(n: int, *, seed: int = 0) -> tuple[NDArray[np.int64], NDArray[np.int6
     >>> sorted(np.concatenate(halves(6)).tolist())
     [0, 1, 2, 3, 4, 5]
     """
-    n = whole_number("n", n, at_least=4)
-    order = np.random.default_rng(whole_number("seed", seed, at_least=0)).permutation(n)
+    n = check_integer("n", n, at_least=4)
+    order = np.random.default_rng(check_integer("seed", seed, at_least=0)).permutation(n)
     return np.sort(order[: n // 2]), np.sort(order[n // 2 :])

@@ -10,7 +10,7 @@ import numpy as np
 
 from helmscope.stats.replicates import replicate_vector
 from helmscope.stats.scales import PLAIN
-from helmscope.types import whole_number
+from helmscope.types import check_integer
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
@@ -58,7 +58,7 @@ def sign_flip(differences: ArrayLike, *, seed: int = 0) -> SignFlip:
         misses = [int(np.searchsorted(second, total - slack - first).sum()) for total in (observed, -observed)]
         greater, less = (1.0 - miss / 2**d.size for miss in misses)
         return SignFlip(min(1.0, 2.0 * min(greater, less)), greater, less, exact=True)
-    rng = np.random.default_rng(whole_number("seed", seed, at_least=0))
+    rng = np.random.default_rng(check_integer("seed", seed, at_least=0))
     sums = np.array([rng.choice((-1.0, 1.0), d.size) @ d for _ in range(RANDOM_FLIPS)])
     hits = (np.abs(sums) >= abs(observed) - slack, sums >= observed - slack, sums <= observed + slack)
     two_sided, greater, less = ((1 + int(hit.sum())) / (1 + RANDOM_FLIPS) for hit in hits)

@@ -13,12 +13,12 @@ from helmscope.stats.reduce import band, band_text, reduced
 from helmscope.types import (
     HelmscopeError,
     Interval,
-    counted,
+    check_integer,
     html_table,
     interval_text,
     one_line_repr,
+    pluralized,
     type_with_article,
-    whole_number,
 )
 from helmscope.types.measurement import COMPANIONS
 
@@ -58,7 +58,7 @@ class Summary:
 
     def __repr__(self) -> str:
         names = list(dict.fromkeys(row.variable for row in self.rows))
-        return one_line_repr(f"Summary of {counted(len(names), 'variable')}: {', '.join(names)}")
+        return one_line_repr(f"Summary of {pluralized(len(names), 'variable')}: {', '.join(names)}")
 
     def __str__(self) -> str:
         lines = [self.columns, *self.cells]
@@ -74,6 +74,7 @@ def summary(measurement: xr.Dataset, *, rows: int | None = FEW) -> Summary:
     """Estimate, interval, number of replicates and null of every variable of a Measurement, as a table.
 
     An estimate reads ``0.123 [0.101, 0.146], n = 8``; a single replicate has no interval, and reads ``0.123, n = 1``.
+    Equal replicates read ``0.123, all equal, n = 8``: their interval of width 0 does not show that others would agree.
 
     A Measurement with replicates is first reduced by ``reduce_replicates``. Of a variable with more than ``rows``
     entries only some are shown, and the last line gives the number of the others; ``rows=None`` shows all. These are
@@ -88,7 +89,7 @@ def summary(measurement: xr.Dataset, *, rows: int | None = FEW) -> Summary:
     """
     if not hasattr(measurement, "data_vars"):
         raise HelmscopeError(f"measurement is {type_with_article(measurement)}, but it must be an xarray Dataset")
-    most = None if rows is None else whole_number("rows", rows, at_least=1)
+    most = None if rows is None else check_integer("rows", rows, at_least=1)
     names = [str(name) for name in measurement.data_vars if not str(name).endswith(COMPANIONS)]
     if not names:
         raise HelmscopeError("measurement has no variables, but a summary needs at least one")
@@ -140,4 +141,6 @@ def _estimate(data: xr.Dataset, name: str, at: dict[Any, int]) -> str:
     low, high = (float(edge.isel(at)) for edge in band(data, name))
     if not math.isfinite(value) or math.isnan(low) or math.isnan(high):  # a single replicate has no interval
         return f"{value:.4g}"
+    if low == high:
+        return f"{value:.4g}, all equal"
     return interval_text(Interval(value, low, high, n=1))

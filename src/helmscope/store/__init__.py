@@ -1,4 +1,5 @@
-"""Run folders on disk: manifest, lock, netCDF results, JSON verdicts. The only package that writes files; no torch."""
+"""Run folders on disk: manifest, lock, netCDF results, JSON verdicts. The only package that writes files; no torch.
+``hs.runs`` fills them with the results of units."""
 
 from typing import TYPE_CHECKING
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from helmscope.types import HelmscopeError, shown, type_with_article
+from helmscope.types import HelmscopeError, short_repr, type_with_article
 
 
 @contextmanager
@@ -57,7 +57,7 @@ def as_path(name: str, value: str | os.PathLike[str]) -> Path:
             f"{name} is {type_with_article(value)}, but it must be a path, as a str or a Path"
         ) from None
     if "\0" in str(path):
-        raise HelmscopeError(f"{name} is {shown(str(path))}, but a path must not hold the character NUL")
+        raise HelmscopeError(f"{name} is {short_repr(str(path))}, but a path must not hold the character NUL")
     return path
 
 

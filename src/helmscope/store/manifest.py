@@ -17,7 +17,7 @@ from typing import Any
 from helmscope.store.atomic import explained
 from helmscope.store.printable import printable
 from helmscope.store.strict_json import Reader, decode, encode, plain, record, text
-from helmscope.types import HelmscopeError, type_with_article, whole_number
+from helmscope.types import HelmscopeError, check_integer, type_with_article
 
 # a literal, because the code also runs from a source tree, which has no package metadata to read it from
 DEPENDENCIES = (
@@ -121,7 +121,12 @@ class Manifest:
         return {key: value for key, value in asdict(self).items() if key not in ("created", "command")}
 
     def to_json(self) -> bytes:
-        """Encode as JSON; equal manifests give equal bytes."""
+        """Encode as JSON; equal manifests give equal bytes.
+
+        >>> run = dict(seed=0, dtype="float64", device="cpu", threads=1, command=["helmscope"])
+        >>> Manifest.collect(**run, inputs={}, parameters={}).to_json()[:1]
+        b'{'
+        """
         return encode(asdict(self), "manifest")
 
     @classmethod
@@ -193,10 +198,10 @@ _READERS: dict[str, Reader] = {
     "platform": text,
     "created": _read_utc_time,
     "command": _read_words,
-    "seed": partial(whole_number, at_least=0),
+    "seed": partial(check_integer, at_least=0),
     "dtype": text,
     "device": text,
-    "threads": partial(whole_number, at_least=1),
+    "threads": partial(check_integer, at_least=1),
     "inputs": _read_hashes,
     "parameters": _read_mapping,
 }

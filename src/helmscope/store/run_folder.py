@@ -19,7 +19,7 @@ from helmscope.store.lock import LOCK, locked
 from helmscope.store.manifest import Manifest
 from helmscope.store.sealed import as_dataset, encode_netcdf, load_netcdf, read_sealed, seal
 from helmscope.store.verdicts import decode_verdicts, encode_verdicts
-from helmscope.types import HelmscopeError, Verdict, check_measurement, known_name
+from helmscope.types import HelmscopeError, Verdict, check_measurement, check_name
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -113,15 +113,38 @@ class RunFolder:
         return locked(self.path, wait=wait)
 
     def write_manifest(self, manifest: Manifest) -> None:
-        """Write manifest.json."""
+        """Write manifest.json.
+
+        >>> import tempfile
+        >>> run = dict(seed=0, dtype="float64", device="cpu", threads=1, command=["helmscope"])
+        >>> with tempfile.TemporaryDirectory() as root:
+        ...     RunFolder(root).write_manifest(Manifest.collect(**run, inputs={}, parameters={}))
+        ...     RunFolder(root).read_manifest().dtype
+        'float64'
+        """
         write_bytes(self.path / MANIFEST, manifest.to_json())
 
     def read_manifest(self) -> Manifest:
-        """Read manifest.json; raises ``HelmscopeError`` if it is missing or invalid."""
+        """Read manifest.json; raises ``HelmscopeError`` if it is missing or invalid.
+
+        >>> import tempfile
+        >>> run = dict(seed=0, dtype="float64", device="cpu", threads=1, command=["helmscope"])
+        >>> with tempfile.TemporaryDirectory() as root:
+        ...     RunFolder(root).write_manifest(Manifest.collect(**run, inputs={}, parameters={}))
+        ...     RunFolder(root).read_manifest().seed
+        0
+        """
         return Manifest.from_json(self._read(MANIFEST), str(self.path / MANIFEST))
 
     def write_spec(self, text: str) -> None:
-        """Write spec.toml, the spec of the job that the run executes."""
+        """Write spec.toml, the spec of the job that the run executes.
+
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as root:
+        ...     RunFolder(root).write_spec("job = 'simulate'")
+        ...     RunFolder(root).has_spec()
+        True
+        """
         write_bytes(self.path / SPEC, text.encode())
 
     def has_spec(self) -> bool:
@@ -150,7 +173,14 @@ class RunFolder:
             raise HelmscopeError(f"cannot read {self.path / SPEC}: it is not UTF-8 text") from None
 
     def write_verdicts(self, verdicts: Sequence[Verdict]) -> None:
-        """Write verdicts.json, in the order given."""
+        """Write verdicts.json, in the order given.
+
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as root:
+        ...     RunFolder(root).write_verdicts([])
+        ...     RunFolder(root).read_verdicts()
+        ()
+        """
         write_bytes(self.path / VERDICTS, encode_verdicts(verdicts))
 
     def read_verdicts(self) -> tuple[Verdict, ...]:
@@ -166,12 +196,28 @@ class RunFolder:
         return decode_verdicts(self._read(VERDICTS), str(self.path / VERDICTS))
 
     def write_results(self, name: str, measurement: xr.Dataset) -> None:
-        """Write a Measurement, with its replicates or reduced, to NAME.nc. Equal Datasets give equal bytes."""
+        """Write a Measurement, with its replicates or reduced, to NAME.nc. Equal Datasets give equal bytes.
+
+        >>> import tempfile
+        >>> import xarray as xr
+        >>> measured = xr.Dataset({"rate": 1.0, "rate_stderr": 0.1}, attrs={"n": 20})
+        >>> with tempfile.TemporaryDirectory() as root:
+        ...     RunFolder(root).write_results("rate", measured)
+        ...     RunFolder(root).results()
+        ('rate',)
+        """
         self.write_data(name, check_measurement(as_dataset(measurement)))
 
     def write_data(self, name: str, dataset: xr.Dataset) -> None:
         """Write any Dataset that netCDF can represent, such as a trajectory, to NAME.nc. Its SHA-256, 32 bytes, is
         appended to the netCDF data; netCDF readers ignore it.
+
+        >>> import tempfile
+        >>> import xarray as xr
+        >>> with tempfile.TemporaryDirectory() as root:
+        ...     RunFolder(root).write_data("states", xr.Dataset({"x": ("time", [0.0, 1.0])}))
+        ...     RunFolder(root).results()
+        ('states',)
         """
         path = self.path / f"{file_name(name)}.nc"
         write_bytes(path, seal(encode_netcdf(dataset, f"write {path}")))
@@ -179,8 +225,15 @@ class RunFolder:
     def read_results(self, name: str) -> xr.Dataset:
         """Load the Dataset of NAME.nc into memory and close the file. Raises ``HelmscopeError`` if the name is unknown
         or the checksum is wrong; the latter is checked first, because HDF5 may hang on a damaged file.
+
+        >>> import tempfile
+        >>> import xarray as xr
+        >>> with tempfile.TemporaryDirectory() as root:
+        ...     RunFolder(root).write_data("states", xr.Dataset({"x": ("time", [0.0, 1.0])}))
+        ...     RunFolder(root).read_results("states").x.values.tolist()
+        [0.0, 1.0]
         """
-        known_name(f"result in {self.path}", file_name(name), self.results())
+        check_name(f"result in {self.path}", file_name(name), self.results())
         path = self.path / f"{name}.nc"
         read_sealed(path)
         return load_netcdf(path)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from helmscope.store.printable import printable
-from helmscope.types import HelmscopeError, known_name, type_with_article
+from helmscope.types import HelmscopeError, check_name, type_with_article
 
 Reader = Callable[[str, object], Any]
 
@@ -65,7 +65,7 @@ def record(raw: object, readers: Mapping[str, Reader], what: str) -> dict[str, A
     if not isinstance(raw, dict):
         raise HelmscopeError(f"{what} is {type_with_article(raw)}, but it must be an object with named values")
     for key in raw:
-        known_name(f"key of {what}", printable(key), readers)
+        check_name(f"key of {what}", printable(key), readers)
     missing = [key for key in readers if key not in raw]
     if missing:
         raise HelmscopeError(f"{what} has no key '{missing[0]}', but it must have {', '.join(readers)}")

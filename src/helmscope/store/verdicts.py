@@ -13,21 +13,21 @@ from typing import Any, TypeVar
 from helmscope.store.printable import printable
 from helmscope.store.strict_json import Reader, decode, encode, record, text
 from helmscope.types import (
+    Attachment,
     Control,
-    Exhibit,
     HelmscopeError,
     Interval,
-    Judged,
+    JudgedQuantity,
     Judgment,
-    Printed,
+    PrintedStatement,
     Provenance,
     Region,
     Ruling,
     Verdict,
-    known_name,
-    real_number,
+    check_integer,
+    check_name,
+    check_real,
     type_with_article,
-    whole_number,
 )
 
 T = TypeVar("T")
@@ -39,7 +39,7 @@ def encode_verdicts(verdicts: Sequence[Verdict]) -> bytes:
     type.
 
     >>> region = Region(text="t > 1", above=1.0)
-    >>> wide = Judged("t", region, Interval(2.0, -math.inf, math.inf, n=2), Ruling.INCONCLUSIVE)
+    >>> wide = JudgedQuantity("t", region, Interval(2.0, -math.inf, math.inf, n=2), Ruling.INCONCLUSIVE)
     >>> verdict = Verdict(claim="c1", ruling=Ruling.INCONCLUSIVE, conditions=(wide,), sentence="Two are too few.")
     >>> b'"low": "-inf"' in encode_verdicts([verdict])
     True
@@ -81,7 +81,7 @@ def _read_endpoint(name: str, value: object) -> float:
 
 
 def _read_bound(name: str, value: object) -> float | None:
-    return None if value is None else real_number(name, value)
+    return None if value is None else check_real(name, value)
 
 
 def _construct(kind: Callable[..., T], name: str, fields: dict[str, Any]) -> T:
@@ -108,7 +108,7 @@ def _read_each(read: Reader, kind: str) -> Reader:
 
 
 def _read_enum(kind: type[Ruling] | type[Judgment]) -> Reader:
-    return lambda name, value: kind(known_name(name, printable(text(name, value)), [known.value for known in kind]))
+    return lambda name, value: kind(check_name(name, printable(text(name, value)), [known.value for known in kind]))
 
 
 def _read_object(kind: Callable[..., T], readers: dict[str, Reader]) -> Reader:
@@ -116,10 +116,10 @@ def _read_object(kind: Callable[..., T], readers: dict[str, Reader]) -> Reader:
 
 
 _INTERVAL: dict[str, Reader] = {
-    "estimate": real_number,
+    "estimate": check_real,
     "low": _read_endpoint,
     "high": _read_endpoint,
-    "n": partial(whole_number, at_least=1),
+    "n": partial(check_integer, at_least=1),
 }
 _REGION: dict[str, Reader] = {"text": text, **dict.fromkeys(("low", "high", "above", "below"), _read_bound)}
 _read_interval = _read_optional(_read_object(Interval, _INTERVAL))
@@ -131,7 +131,7 @@ _JUDGED: dict[str, Reader] = {
     "interval": _read_interval,
     "ruling": _read_ruling,
     "basis": text,
-    "replicates_needed": _read_optional(partial(whole_number, at_least=1)),
+    "replicates_needed": _read_optional(partial(check_integer, at_least=1)),
 }
 _CONTROL: dict[str, Reader] = {**_JUDGED, "expected": _read_each(_read_ruling, "rulings")}
 _PRINTED: dict[str, Reader] = {
@@ -142,16 +142,16 @@ _PRINTED: dict[str, Reader] = {
     "region": _read_optional(_read_region),
 }
 _PROVENANCE: dict[str, Reader] = {
-    "version": partial(whole_number, at_least=1),
+    "version": partial(check_integer, at_least=1),
     **dict.fromkeys(("entry", "code", "weights", "texts"), text),
 }
 _READERS: dict[str, Reader] = {
     "ruling": _read_ruling,
-    **dict.fromkeys(("claim", "sentence", "where", "subject"), text),
-    "conditions": _read_each(_read_object(Judged, _JUDGED), "conditions"),
+    **dict.fromkeys(("claim", "sentence", "setting", "subject"), text),
+    "conditions": _read_each(_read_object(JudgedQuantity, _JUDGED), "conditions"),
     "controls": _read_each(_read_object(Control, _CONTROL), "controls"),
-    "described": _read_each(_read_object(Judged, _JUDGED), "quantities"),
-    "printed": _read_optional(_read_object(Printed, _PRINTED)),
-    "exhibits": _read_each(_read_object(Exhibit, {"title": text, "text": text}), "exhibits"),
+    "described": _read_each(_read_object(JudgedQuantity, _JUDGED), "quantities"),
+    "printed": _read_optional(_read_object(PrintedStatement, _PRINTED)),
+    "attachments": _read_each(_read_object(Attachment, {"title": text, "text": text}), "attachments"),
     "provenance": _read_object(Provenance, _PROVENANCE),
 }

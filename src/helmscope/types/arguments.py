@@ -14,10 +14,10 @@ FEW_NAMES = 16  # up to this many allowed names are listed, even if one is close
 NEAREST = 5  # of more names, this many are listed
 
 
-def real_number(name: str, value: object, *, at_least: float = -math.inf, above: float = -math.inf) -> float:
+def check_real(name: str, value: object, *, at_least: float = -math.inf, above: float = -math.inf) -> float:
     """``value`` as a finite float within its bound; raises a ``HelmscopeError`` that names the argument otherwise.
 
-    >>> real_number("beta", 4)
+    >>> check_real("beta", 4)
     4.0
     """
     bound = f" >= {at_least:g}" if at_least > -math.inf else f" > {above:g}" if above > -math.inf else ""
@@ -26,16 +26,16 @@ def real_number(name: str, value: object, *, at_least: float = -math.inf, above:
     except (TypeError, ValueError, OverflowError, RuntimeError):
         number = math.nan
     if not math.isfinite(number) or number < at_least or number <= above:
-        raise HelmscopeError(f"{name} is {shown(value)}, but it must be a finite number{bound}")
+        raise HelmscopeError(f"{name} is {short_repr(value)}, but it must be a finite number{bound}")
     return number
 
 
-def whole_number(name: str, value: object, *, at_least: int, below: int = 2**63) -> int:
+def check_integer(name: str, value: object, *, at_least: int, below: int = 2**63) -> int:
     """``value`` as an int in [``at_least``, ``below``); raises a ``HelmscopeError`` that names the argument otherwise.
 
     ``below`` must be a power of 2; the default 2^63 is the limit for sizes of tensors.
 
-    >>> whole_number("n", 32, at_least=1)
+    >>> check_integer("n", 32, at_least=1)
     32
     """
     try:
@@ -44,20 +44,20 @@ def whole_number(name: str, value: object, *, at_least: int, below: int = 2**63)
     except (TypeError, ValueError, OverflowError, RuntimeError):
         number, exact = 0, False
     if not exact or number < at_least:
-        raise HelmscopeError(f"{name} is {shown(value)}, but it must be a whole number >= {at_least}")
+        raise HelmscopeError(f"{name} is {short_repr(value)}, but it must be a whole number >= {at_least}")
     if number >= below:
         power = below.bit_length() - 1
-        raise HelmscopeError(f"{name} is {shown(value)}, but it must be a whole number below 2^{power} = {below}")
+        raise HelmscopeError(f"{name} is {short_repr(value)}, but it must be a whole number below 2^{power} = {below}")
     return int(number)
 
 
-def seed_number(value: object) -> int:
+def check_seed(value: object) -> int:
     """``value`` as a seed, 0 to 2^32 - 1; raises ``HelmscopeError`` otherwise.
 
-    >>> seed_number(7)
+    >>> check_seed(7)
     7
     """
-    return whole_number("seed", value, at_least=0, below=2**32)
+    return check_integer("seed", value, at_least=0, below=2**32)
 
 
 def check_memory(arguments: str, count: int) -> None:
@@ -79,34 +79,34 @@ def _is_not_numeric(value: object) -> bool:
     return isinstance(value, bool | str | bytes) or "bool" in str(getattr(value, "dtype", ""))
 
 
-def increasing_times(times: object) -> list[float]:
+def check_times(times: object) -> list[float]:
     """``times`` as a list of floats; raises ``HelmscopeError`` unless there is at least one and they are finite,
     nonnegative and strictly increasing.
 
-    >>> increasing_times([1, 5, 10])
+    >>> check_times([1, 5, 10])
     [1.0, 5.0, 10.0]
     """
     values = times.tolist() if hasattr(times, "tolist") else times
     if not isinstance(values, Sequence) or isinstance(values, str | bytes) or not values:
         raise HelmscopeError(
-            f"times is {shown(times)}, but it must be a sequence of at least one time, such as [1, 5, 10]"
+            f"times is {short_repr(times)}, but it must be a sequence of at least one time, such as [1, 5, 10]"
         )
-    checked = [real_number(f"times[{i}]", t, at_least=0) for i, t in enumerate(values)]
+    checked = [check_real(f"times[{i}]", t, at_least=0) for i, t in enumerate(values)]
     for i in range(1, len(checked)):
         if checked[i] <= checked[i - 1]:
             raise HelmscopeError(f"times[{i}] is {checked[i]:g} after {checked[i - 1]:g}, but times must increase")
     return checked
 
 
-def known_name(what: str, name: str, allowed: Iterable[str]) -> str:
+def check_name(kind: str, name: str, allowed: Iterable[str]) -> str:
     """``name`` if it is allowed; raises ``HelmscopeError`` otherwise.
 
     The error suggests the closest allowed name. It lists all allowed names if there are few, and otherwise, unless one
     is close, the five nearest.
 
-    >>> known_name("field", "sa", ["sa", "usa"])
+    >>> check_name("field", "sa", ["sa", "usa"])
     'sa'
-    >>> known_name("field", "ssa", ["sa", "usa"])
+    >>> check_name("field", "ssa", ["sa", "usa"])
     Traceback (most recent call last):
     helmscope.types.HelmscopeError: unknown field 'ssa': did you mean 'sa'? Allowed: sa, usa
     """
@@ -123,22 +123,22 @@ def known_name(what: str, name: str, allowed: Iterable[str]) -> str:
     else:
         nearest = difflib.get_close_matches(name, names, n=NEAREST, cutoff=0.0)
         hint = f"; the nearest are {', '.join(nearest)}, and {len(names) - NEAREST} more are allowed"
-    raise HelmscopeError(f"unknown {what} '{name}'{hint}")
+    raise HelmscopeError(f"unknown {kind} '{name}'{hint}")
 
 
-def counted(number: int, noun: str) -> str:
+def pluralized(number: int, noun: str) -> str:
     """A count with its noun in the singular or the plural.
 
-    >>> counted(1, "text"), counted(2, "text"), counted(1024, "system")
+    >>> pluralized(1, "text"), pluralized(2, "text"), pluralized(1024, "system")
     ('1 text', '2 texts', '1,024 systems')
     """
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
-def shown(value: object) -> str:
+def short_repr(value: object) -> str:
     """``value`` as error messages print it: its repr on one line, cut to 80 characters.
 
-    >>> shown([1.0, 2.0]), shown(10**5000)
+    >>> short_repr([1.0, 2.0]), short_repr(10**5000)
     ('[1.0, 2.0]', 'a whole number of 16610 bits')
     """
     if isinstance(value, int) and value.bit_length() > 14_000:  # Python does not print ints of more than 4,300 digits

@@ -1,6 +1,6 @@
 """How objects are displayed: a one-line ``repr``, small HTML tables for notebooks, and ``plot``.
 
-Everything here works on plain strings. ``picture`` is the only function that imports from a higher-level package, and
+Everything here works on plain strings. ``figure_of`` is the only function that imports from a higher-level package, and
 it does so only when called.
 """
 
@@ -25,7 +25,7 @@ MOST_ITEMS = 3
 # borders and padding only, so that a dark or light notebook keeps its own colors
 _CELL = "padding: 0.15em 0.9em 0.15em 0; text-align: left; vertical-align: top"
 _HEAD = f"{_CELL}; font-weight: bold; border-bottom: 1px solid currentColor"
-_NAME = f"{_CELL}; font-weight: bold; white-space: nowrap"
+_NAME = f"{_CELL}; font-weight: bold; min-width: 6em; max-width: 20em"
 _TEXT = f"{_CELL}; max-width: 50em; white-space: pre-wrap; overflow-wrap: anywhere"
 
 
@@ -85,13 +85,13 @@ def one_line_repr(text: str) -> str:
     return f"<{shortened(text, LONGEST_LINE - 2)}>"
 
 
-def brief(value: Any, limit: int = LONGEST_FIELD) -> str:
+def short_description(value: Any, limit: int = LONGEST_FIELD) -> str:
     """A short description of a value, with six digits: for a dataclass the fields that differ from their defaults, for
     a tensor its shape.
 
     >>> from helmscope.fields.attention import SA
     >>> import torch
-    >>> brief(SA(beta=4.0)), brief(SA(beta=1.0, value=-torch.eye(3), causal=True))
+    >>> short_description(SA(beta=4.0)), short_description(SA(beta=1.0, value=-torch.eye(3), causal=True))
     ('SA(beta=4)', 'SA(beta=1, value=<3 x 3>, causal=True)')
     """
     return shortened(_describe(value, lambda number: f"{float(number):g}"), limit)
@@ -195,6 +195,16 @@ def html_table(title: str, rows: Iterable[Sequence[object]], *, header: Sequence
 def _row(tag: str, cells: Iterable[tuple[str, object]]) -> str:
     inner = "".join(f'<{tag} style="{style}">{html.escape(str(text))}</{tag}>' for style, text in cells)
     return f"<tr>{inner}</tr>"
+
+
+def html_listing(title: str, text: str) -> str:
+    """Preformatted text below its title, closed until it is clicked; all text is escaped.
+
+    >>> html_listing("Log", "a <b>")[:38]
+    '<details><summary>Log</summary><pre st'
+    """
+    lines = f'<pre style="overflow-x: auto">{html.escape(text)}</pre>'
+    return f"<details><summary>{html.escape(title)}</summary>{lines}</details>"
 
 
 def html_stack(*parts: str) -> str:

@@ -12,225 +12,27 @@ import difflib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum, Flag, auto
 from typing import TYPE_CHECKING, Any
 
-from helmscope.types.arguments import counted, shown, type_with_article
+from helmscope.types.arguments import pluralized, short_repr, type_with_article
 from helmscope.types.errors import HelmscopeError
 from helmscope.types.measurement import check_replicates, identity_coordinates
+from helmscope.types.replay_context import (
+    AttentionTensors,
+    CrossAttentionTensors,
+    MlpTensors,
+    Needs,
+    ReplayContext,
+    ReplayPlan,
+)
 
 if TYPE_CHECKING:
     import numpy as np
     import xarray as xr
-    from jaxtyping import Bool, Float
     from numpy.typing import NDArray
     from torch import Tensor
 
     from helmscope.types.system import System
-
-
-class Half(Enum):
-    """The halves of a block: attention, the cross-attention of a decoder that reads an encoder, and the MLP.
-
-    >>> [half.value for half in Half]
-    ['attention', 'cross', 'mlp']
-    """
-
-    ATTENTION = "attention"
-    CROSS = "cross"
-    MLP = "mlp"
-
-
-class Needs(Flag):
-    """What an instrument needs from a replay.
-
-    ``ATTENTION`` and ``MLP`` are the states that a half reads, ``ATTENTION_WRITE`` and ``MLP_WRITE`` what it writes;
-    they are optional, and passed for every layer that has this half. ``KERNEL`` (the attention weights), ``QKV``
-    (queries, keys and values) and ``FORCE`` (the MLP as a field on unit vectors) are required: replaying a system that
-    cannot provide them raises ``HelmscopeError``. ``CROSS`` (the states that cross-attention reads, and those of the
-    encoder that it attends to), ``CROSS_KERNEL``, ``CROSS_QKV`` and ``CROSS_WRITE`` are passed for every layer with
-    cross-attention; most systems have none.
-
-    >>> Needs.KERNEL in Needs.KERNEL | Needs.MLP_WRITE
-    True
-    """
-
-    NOTHING = 0
-    ATTENTION = auto()
-    KERNEL = auto()
-    QKV = auto()
-    ATTENTION_WRITE = auto()
-    MLP = auto()
-    FORCE = auto()
-    MLP_WRITE = auto()
-    CROSS = auto()
-    CROSS_KERNEL = auto()
-    CROSS_QKV = auto()
-    CROSS_WRITE = auto()
-
-    @property
-    def attention_half(self) -> bool:
-        """Whether anything of the attention half is needed.
-
-        >>> Needs.QKV.attention_half, Needs.FORCE.attention_half
-        (True, False)
-        """
-        return bool(self & (Needs.ATTENTION | Needs.KERNEL | Needs.QKV | Needs.ATTENTION_WRITE))
-
-    @property
-    def cross_half(self) -> bool:
-        """Whether anything of cross-attention is needed.
-
-        >>> Needs.CROSS_KERNEL.cross_half
-        True
-        """
-        return bool(self & (Needs.CROSS | Needs.CROSS_KERNEL | Needs.CROSS_QKV | Needs.CROSS_WRITE))
-
-    @property
-    def mlp_half(self) -> bool:
-        """Whether anything of the MLP half is needed.
-
-        >>> Needs.FORCE.mlp_half
-        True
-        """
-        return bool(self & (Needs.MLP | Needs.FORCE | Needs.MLP_WRITE))
-
-
-@dataclass(frozen=True, eq=False)
-class ReplayPlan:
-    """The extent of a replay: its ``layers``, the name ``axis`` of their axis and their ``coordinates`` on it, and the
-    name ``replicate`` of the replicate axis with the number of ``replicates``. ``identities`` are those of the
-    ``Trajectory``, None if unknown.
-
-    >>> ReplayPlan(range(1), axis="layer", coordinates=[0], replicate="prompt", replicates=3).replicates
-    3
-    """
-
-    layers: range
-    axis: str
-    coordinates: Sequence[float] | NDArray[np.generic]
-    replicate: str
-    replicates: int
-    identities: Sequence[str] | None = None
-
-
-@dataclass(frozen=True, eq=False)
-class Moment:
-    """The position of a chunk within a replay.
-
-    ``layer`` and ``half`` identify the mechanism. ``time`` is the position of the state that this half reads: the time
-    of a simulation, the depth of a recording. ``rows`` are the replicates of the chunk, ``weights`` the weights of
-    their tokens in statistics (None: equal), ``visible`` the tokens that can be attended to (None: all). ``step`` is
-    None in a flow, whose writes are velocities; in a layer, writes are increments and ``step`` is its size h: 1 in a
-    model, and for ``Layer(h)`` the factor h that the increments contain. ``heads`` is the number of heads of this half,
-    None if it has no axis of heads or their number is unknown.
-
-    >>> Moment(0, Half.MLP, 0.0, slice(0, 2), step=1.0).is_increment
-    True
-    """
-
-    layer: int
-    half: Half
-    time: float
-    rows: slice
-    weights: Float[Tensor, "rows n"] | None = None
-    visible: Bool[Tensor, "rows n"] | None = None
-    step: float | None = None
-    heads: int | None = None
-
-    @property
-    def is_increment(self) -> bool:
-        """Whether writes are increments of the state rather than velocities."""
-        return self.step is not None
-
-    def token_mean(self, values: Float[Tensor, "rows ... n"]) -> Float[Tensor, "rows ..."]:
-        """The mean over tokens, the last axis, by their weights: padding does not count.
-
-        >>> import torch
-        >>> moment = Moment(0, Half.MLP, 0.0, slice(0, 1), weights=torch.tensor([[1.0, 1.0, 0.0]]))
-        >>> moment.token_mean(torch.tensor([[1.0, 3.0, float("nan")]]))
-        tensor([2.])
-        """
-        if self.weights is None:
-            return values.mean(-1)
-        weights = self.weights.to(values)
-        weights = weights.reshape(len(weights), *(1,) * (values.ndim - 2), -1)
-        return (weights * values.where(weights > 0, 0.0)).sum(-1) / weights.sum(-1)
-
-
-@dataclass(frozen=True, eq=False)
-class AttentionPass:
-    """The tensors of the attention half of one layer; those that no instrument needs are None.
-
-    ``state`` is the state that the half reads, before any norm, and ``direction`` its unit vectors as in the
-    trajectory. ``kernel`` has rows of attention weights, and an axis of heads unless the system is a simulated field of
-    a single head. In a model keys and values may have fewer heads than queries. ``write`` is what the half adds to the
-    state, before any projection to the sphere. Tensors are valid only during the call.
-
-    >>> import torch
-    >>> x = torch.eye(2).expand(1, 2, 2)
-    >>> AttentionPass(state=3 * x, direction=x).kernel is None
-    True
-    """
-
-    state: Float[Tensor, "rows n d"]
-    direction: Float[Tensor, "rows n d"]
-    kernel: Float[Tensor, "rows *heads n n"] | None = None
-    query: Float[Tensor, "rows *heads n r"] | None = None
-    key: Float[Tensor, "rows *kv_heads n r"] | None = None
-    value: Float[Tensor, "rows *kv_heads n s"] | None = None
-    write: Float[Tensor, "rows n d"] | None = None
-
-
-@dataclass(frozen=True, eq=False)
-class CrossPass:
-    """The tensors of the cross-attention of one layer, by which a decoder reads its encoder; those that no instrument
-    needs are None.
-
-    ``state`` is the state that it reads, before any norm, and ``direction`` its unit vectors. ``memory`` holds the
-    encoder's last states, which it attends to; ``memory_weights`` are the weights of the encoder's tokens in statistics
-    (None: equal), ``memory_visible`` the ones that can be attended to (None: all). ``kernel`` has for each token of the
-    decoder a row of weights of the encoder's m tokens; queries come from the decoder, keys and values from the encoder.
-    ``write`` is what cross-attention adds to the state. Tensors are valid only during the call.
-
-    >>> import torch
-    >>> x = torch.eye(2).expand(1, 2, 2)
-    >>> CrossPass(state=3 * x, direction=x, memory=torch.ones(1, 5, 4)).memory.shape
-    torch.Size([1, 5, 4])
-    """
-
-    state: Float[Tensor, "rows n d"]
-    direction: Float[Tensor, "rows n d"]
-    memory: Float[Tensor, "rows m e"]
-    memory_weights: Float[Tensor, "rows m"] | None = None
-    memory_visible: Bool[Tensor, "rows m"] | None = None
-    kernel: Float[Tensor, "rows heads n m"] | None = None
-    query: Float[Tensor, "rows heads n r"] | None = None
-    key: Float[Tensor, "rows kv_heads m r"] | None = None
-    value: Float[Tensor, "rows kv_heads m s"] | None = None
-    write: Float[Tensor, "rows n d"] | None = None
-
-
-@dataclass(frozen=True, eq=False)
-class MlpPass:
-    """The tensors of the MLP half of one layer; those that no instrument needs are None.
-
-    ``state`` is the state that the half reads, before any norm, and ``direction`` its unit vectors. ``force`` is the
-    MLP as a field with its norm folded in, and ``point`` where it must be evaluated to reproduce the MLP's output: unit
-    vectors up to the epsilon of the norm. ``write`` is what the half adds to the state, before any projection to the
-    sphere. Tensors are valid only during the call.
-
-    >>> import torch
-    >>> x = torch.eye(2).expand(1, 2, 2)
-    >>> MlpPass(state=3 * x, direction=x, write=torch.zeros_like(x)).write.shape
-    torch.Size([1, 2, 2])
-    """
-
-    state: Float[Tensor, "rows n d"]
-    direction: Float[Tensor, "rows n d"]
-    force: Any = None
-    point: Float[Tensor, "rows n d"] | None = None
-    write: Float[Tensor, "rows n d"] | None = None
 
 
 class Instrument(ABC):
@@ -239,7 +41,7 @@ class Instrument(ABC):
 
     A subclass defines its ``name`` and its ``needs``, and implements one or more of ``attention``, ``cross`` and
     ``mlp``, which call ``keep`` with one value or array per replicate of the chunk. The values are assembled by
-    replicate, so that the result does not depend on the chunk size. Average over tokens with ``moment.token_mean``,
+    replicate, so that the result does not depend on the chunk size. Average over tokens with ``context.token_mean``,
     which leaves out padding. An instrument can be reused: every replay resets it.
 
     >>> import torch
@@ -247,8 +49,8 @@ class Instrument(ABC):
     >>> from helmscope.solve.integrate import integrate
     >>> class Peaks(Instrument):
     ...     name, needs = "peaks", Needs.KERNEL
-    ...     def attention(self, moment, passed):
-    ...         self.keep(moment, {"peak": moment.token_mean(passed.kernel.amax(-1))})
+    ...     def attention(self, context, tensors):
+    ...         self.keep(context, {"peak": context.token_mean(tensors.kernel.amax(-1))})
     >>> run = integrate(SA(beta=0.0), torch.eye(2).expand(3, 2, 2), times=[0.0, 1.0])
     >>> peak = run.replay(Peaks())["peaks"].peak
     >>> peak.dims, peak.values.tolist()
@@ -283,29 +85,66 @@ class Instrument(ABC):
         return self._plan
 
     def refusal(self, system: System) -> str | None:
-        """Why this instrument cannot be used on the system beyond its ``needs``, in one sentence; None if it can."""
+        """Why this instrument cannot be used on the system beyond its ``needs``, in one sentence; None if it can.
+
+        >>> from helmscope.observe.kernel import KernelStatistics
+        >>> KernelStatistics().refusal(None)
+        """
         return None
 
     def start(self, plan: ReplayPlan) -> None:
-        """Start a new replay and discard the values of earlier ones."""
+        """Start a new replay and discard the values of earlier ones.
+
+        >>> from helmscope.observe.kernel import KernelStatistics
+        >>> instrument = KernelStatistics()
+        >>> instrument.start(ReplayPlan(range(1), "layer", [0], "prompt", 1))
+        >>> instrument.plan.replicates
+        1
+        """
         self._plan, self._kept = plan, {}
 
-    def attention(self, moment: Moment, passed: AttentionPass) -> None:  # noqa: B027 - some need one half only
-        """Process one chunk of an attention half."""
+    def attention(self, context: ReplayContext, tensors: AttentionTensors) -> None:  # noqa: B027 - some need one half only
+        """Process one chunk of an attention half.
 
-    def cross(self, moment: Moment, passed: CrossPass) -> None:  # noqa: B027 - the same
-        """Process one chunk of cross-attention."""
+        >>> class Queries(Instrument):
+        ...     name, needs = "queries", Needs.QKV
+        ...     def attention(self, context, tensors):
+        ...         self.keep(context, {"length": tensors.query.norm(dim=-1).mean((1, 2))})
+        """
 
-    def mlp(self, moment: Moment, passed: MlpPass) -> None:  # noqa: B027 - the same
-        """Process one chunk of an MLP half."""
+    def cross(self, context: ReplayContext, tensors: CrossAttentionTensors) -> None:  # noqa: B027 - the same
+        """Process one chunk of cross-attention.
 
-    def keep(self, moment: Moment, values: Mapping[str, Tensor], axes: Sequence[str] | None = None) -> None:
+        >>> class Reads(Instrument):
+        ...     name, needs = "reads", Needs.CROSS_KERNEL
+        ...     def cross(self, context, tensors):
+        ...         self.keep(context, {"largest": context.token_mean(tensors.kernel.amax(-1))})
+        """
+
+    def mlp(self, context: ReplayContext, tensors: MlpTensors) -> None:  # noqa: B027 - the same
+        """Process one chunk of an MLP half.
+
+        >>> class Writes(Instrument):
+        ...     name, needs = "writes", Needs.MLP_WRITE
+        ...     def mlp(self, context, tensors):
+        ...         self.keep(context, {"length": context.token_mean(tensors.write.norm(dim=-1))})
+        """
+
+    def keep(self, context: ReplayContext, values: Mapping[str, Tensor], axes: Sequence[str] | None = None) -> None:
         """Keep, by name, tensors with one value per replicate of the chunk, or with one array per replicate.
 
         ``axes`` names the axes after that of the replicates, such as ("bin",) or ("head", "bin"). Without it, one
         further axis is that of the heads, and must have as many entries as this half has heads. It is ignored for
         plain values, so that the same call works for systems with heads and without. Raises ``HelmscopeError`` if the
         shape does not match.
+
+        >>> import torch
+        >>> from helmscope.observe.kernel import KernelStatistics
+        >>> instrument = KernelStatistics()
+        >>> instrument.start(ReplayPlan(range(1), "layer", [0], "prompt", 1))
+        >>> from helmscope.types import Half
+        >>> instrument.keep(ReplayContext(0, Half.MLP, 0.0, slice(0, 1)), {"size": torch.ones(1)})
+        >>> instrument.keep(ReplayContext(0, Half.MLP, 0.0, slice(0, 1)), {"bins": torch.ones(1, 3)}, axes=("bin",))
         """
         if not isinstance(values, Mapping):
             raise HelmscopeError(
@@ -320,13 +159,15 @@ class Instrument(ABC):
                     "entry per replicate"
                 )
             array = value.detach().double().cpu().numpy()
-            used = self._axes(name, array.shape, moment, names)
+            used = self._axes(name, array.shape, context, names)
             kept = self._kept.setdefault(name, _Kept(used, []))
-            kept.chunks.append((moment.layer, moment.rows, array))
+            kept.chunks.append((context.layer, context.rows, array))
 
-    def _axes(self, name: str, shape: tuple[int, ...], moment: Moment, axes: tuple[str, ...] | None) -> tuple[str, ...]:
+    def _axes(
+        self, name: str, shape: tuple[int, ...], context: ReplayContext, axes: tuple[str, ...] | None
+    ) -> tuple[str, ...]:
         """The names of a value's axes after that of the replicates; raises ``HelmscopeError`` if they do not fit."""
-        count, replicate = moment.rows.stop - moment.rows.start, self.plan.replicate
+        count, replicate = context.rows.stop - context.rows.start, self.plan.replicate
         described = f"{name} of instrument {self.name} has shape {shape}"
         if axes is not None and {replicate, self.plan.axis} & set(axes):
             taken = f"'{replicate}' and '{self.plan.axis}'"
@@ -334,17 +175,17 @@ class Instrument(ABC):
         if len(shape) == 1 and shape[0] == count:
             return ()
         if axes is None and len(shape) == 2 and shape[0] == count:
-            if shape[1] == moment.heads:
+            if shape[1] == context.heads:
                 return ("head",)
-            heads = "no known heads" if moment.heads is None else counted(moment.heads, "head")
+            heads = "no known heads" if context.heads is None else pluralized(context.heads, "head")
             raise HelmscopeError(
-                f"{described}, but this {moment.half.value} half has {heads}: name the axis of {shape[1]} entries, "
-                "such as keep(moment, values, axes=('bin',))"
+                f"{described}, but this {context.half.value} half has {heads}: name the axis of {shape[1]} entries, "
+                "such as keep(context, values, axes=('bin',))"
             )
         wanted = ", ".join((replicate, *(("head",) if axes is None else axes)))
         if axes is None or len(shape) != 1 + len(axes) or shape[0] != count:
             raise HelmscopeError(
-                f"{described}, but a chunk of {counted(count, 'replicate')} needs the axes ({replicate}) or "
+                f"{described}, but a chunk of {pluralized(count, 'replicate')} needs the axes ({replicate}) or "
                 f"({wanted}), named by axes="
             )
         return axes
@@ -354,6 +195,15 @@ class Instrument(ABC):
 
         Entries for which nothing was kept are NaN, such as those of layers without this half, or of heads that a layer
         does not have. Raises ``HelmscopeError`` if nothing was kept at all.
+
+        >>> import torch
+        >>> from helmscope.observe.kernel import KernelStatistics
+        >>> instrument = KernelStatistics()
+        >>> instrument.start(ReplayPlan(range(1), "layer", [0], "prompt", 1))
+        >>> from helmscope.types import Half
+        >>> instrument.keep(ReplayContext(0, Half.MLP, 0.0, slice(0, 1)), {"size": torch.ones(1)})
+        >>> Instrument.result(instrument)["size"].dims
+        ('layer', 'prompt')
         """
         import numpy as np
         import xarray as xr
@@ -425,7 +275,7 @@ def _check_needs(instrument: Instrument) -> None:
     near = difflib.get_close_matches(needs.upper().strip(), members, n=1, cutoff=0.4) if isinstance(needs, str) else []
     hint = f"did you mean Needs.{near[0]}?" if near else f"such as Needs.{Needs.KERNEL.name}"
     raise HelmscopeError(
-        f"needs of instrument {instrument.name} is {shown(needs)}, but it must be a member of Needs: {hint}"
+        f"needs of instrument {instrument.name} is {short_repr(needs)}, but it must be a member of Needs: {hint}"
     )
 
 

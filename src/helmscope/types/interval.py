@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from numbers import Real
 
-from helmscope.types.arguments import real_number, whole_number
+from helmscope.types.arguments import check_integer, check_real
 from helmscope.types.errors import HelmscopeError
 
 
@@ -25,18 +25,18 @@ class Interval:
     n: int
 
     def __post_init__(self) -> None:
-        real_number("estimate", self.estimate)
+        check_real("estimate", self.estimate)
         numeric = isinstance(self.low, Real) and isinstance(self.high, Real)
         if not numeric or not self.low <= self.estimate <= self.high:
             raise HelmscopeError(
                 f"the interval is [{self.low}, {self.high}], but it must contain the estimate {self.estimate}"
             )
-        whole_number("n", self.n, at_least=1)
+        check_integer("n", self.n, at_least=1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Region:
-    """The region that supports a claim: in words, and as an interval for its statistic.
+    """The region that supports a claim: in words, which may be empty, and as an interval for its statistic.
 
     ``low`` and ``high`` are bounds that belong to the region ("at least", "at most"), ``above`` and ``below`` bounds
     that do not; each side has at most one of them, and a side without one is unbounded. Raises ``HelmscopeError``
@@ -56,15 +56,28 @@ class Region:
         for closed, exclusive in (("low", "above"), ("high", "below")):
             if getattr(self, closed) is not None and getattr(self, exclusive) is not None:
                 raise HelmscopeError(
-                    f"region '{self.text}' has {closed} = {getattr(self, closed)} and {exclusive} = "
+                    f"{self._label} has {closed} = {getattr(self, closed)} and {exclusive} = "
                     f"{getattr(self, exclusive)}, but it must have at most one of the two"
                 )
         for name, bound in self.bounds.items():
             if not isinstance(bound, int | float) or not math.isfinite(bound):
-                raise HelmscopeError(f"{name} of region '{self.text}' is {bound!r}, but it must be a finite number")
+                raise HelmscopeError(f"{name} of {self._label} is {bound!r}, but it must be a finite number")
         low, high = self.ends
         if low > high or (low == high and not self._closed):
             raise HelmscopeError(f"region is {region_text(self)}, but its bounds must be finite and in order")
+
+    @property
+    def _label(self) -> str:
+        return f"region '{self.text}'" if self.text else "the region"
+
+    @property
+    def comment(self) -> str:
+        """What ``text`` adds to the bounds; empty if it only repeats them.
+
+        >>> Region(text="At least 0.5.", low=0.5).comment, Region(text="A majority.", low=0.5).comment
+        ('', 'A majority.')
+        """
+        return "" if self.text.rstrip(".").lower() == region_text(self) else self.text
 
     @property
     def _closed(self) -> bool:

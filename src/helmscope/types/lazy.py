@@ -7,8 +7,11 @@ from __future__ import annotations
 import ast
 import difflib
 import importlib
+import sys
 from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from pathlib import Path
+from types import ModuleType
 from typing import NoReturn
 
 
@@ -17,7 +20,9 @@ def lazy_exports(package: str, file: str) -> tuple[Callable[[str], object], Call
     imports under ``if TYPE_CHECKING:``. Type checkers and readers see those imports; each runs when its name is first
     used.
 
-    An unknown name raises an AttributeError that suggests the closest one.
+    An export has precedence over a submodule of the same name: ``observe.track`` is the function, also after the module
+    ``helmscope.observe.track`` is imported. An unknown name raises an AttributeError that says which package exports
+    it, or suggests the closest name.
 
     >>> import helmscope
     >>> get, _, names = lazy_exports("helmscope", helmscope.__file__)
@@ -29,14 +34,19 @@ def lazy_exports(package: str, file: str) -> tuple[Callable[[str], object], Call
     def get(name: str) -> object:
         if name not in modules:
             raise _unknown(package, name, modules)
-        module = modules[name]
-        if module == package:  # a subpackage or module of the package
-            return importlib.import_module(f"{module}.{name}")
-        try:
-            return getattr(importlib.import_module(module), name)
-        except AttributeError:
-            return importlib.import_module(f"{module}.{name}")
+        source = importlib.import_module(modules[name])
+        if source.__name__ != package and name in vars(source):
+            return vars(source)[name]
+        return importlib.import_module(f"{modules[name]}.{name}")  # a subpackage or module
 
+    class Package(ModuleType):
+        """The package, to which the import system binds its submodules unless they would hide an export."""
+
+        def __setattr__(self, name: str, value: object) -> None:
+            if not (isinstance(value, ModuleType) and modules.get(name, package) != package):
+                super().__setattr__(name, value)
+
+    sys.modules[package].__class__ = Package
     names = sorted(modules)
     return get, lambda: names, names
 
@@ -60,9 +70,44 @@ def listed_exports(module: str, names: Sequence[str]) -> tuple[Callable[[str], N
 
 
 def _unknown(module: str, name: str, names: Iterable[str]) -> AttributeError:
-    close = difflib.get_close_matches(name, list(names), n=1)
-    hint = f": did you mean '{close[0]}'?" if close else ""
-    return AttributeError(f"module '{module}' has no attribute '{name}'{hint}")
+    message, own = f"module '{module}' has no attribute '{name}'", set(names)
+    places = {} if name.startswith("_") else _places()
+    if name in places:
+        return AttributeError(f"{message}: it is {places[name]}")
+    close = difflib.get_close_matches(name, sorted(own | set(places)), n=1)
+    if not close:
+        return AttributeError(message)
+    return AttributeError(f"{message}: did you mean '{close[0] if close[0] in own else places[close[0]]}'?")
+
+
+@cache
+def _places() -> dict[str, str]:
+    """How to write each public name: ``hs.NAME``, or else ``hs.PACKAGE.NAME``. Read from the sources, since importing
+    all packages would take seconds.
+    """
+    root = Path(__file__).parents[1]
+    top = _module_of_each_name((root / "__init__.py").read_text(encoding="utf8"))
+    places = {name: f"hs.{name}" for name in top}
+    for package, module in top.items():
+        folder = root.joinpath(*module.split(".")[1:])
+        for file in (folder / package / "__init__.py", folder / f"{package}.py"):
+            # a disk that ignores case has types/interval.py also for the class types.Interval
+            if package.islower() and file.is_file():
+                for name in _exports(file.read_text(encoding="utf8")):
+                    places.setdefault(name, f"hs.{package}.{name}")
+    return places
+
+
+def _exports(source: str) -> list[str]:
+    """The names in a literal ``__all__``, or else those imported under ``if TYPE_CHECKING:``."""
+    for node in ast.parse(source).body:
+        if (
+            isinstance(node, ast.Assign)
+            and ast.unparse(node.targets[0]) == "__all__"
+            and isinstance(node.value, ast.List)
+        ):
+            return list(ast.literal_eval(node.value))
+    return list(_module_of_each_name(source))
 
 
 def _module_of_each_name(source: str) -> dict[str, str]:

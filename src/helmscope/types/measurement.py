@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from helmscope.types.arguments import known_name, type_with_article, whole_number
+from helmscope.types.arguments import check_integer, check_name, type_with_article
 from helmscope.types.errors import HelmscopeError
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def replicate_axis(dataset: xr.Dataset, over: str | None = None) -> str:
         raise HelmscopeError(f"dataset is {type_with_article(dataset)}, but a Measurement is an xarray Dataset")
     axes = [str(axis) for axis in dataset.dims]
     if over is not None:
-        return known_name("axis of the measurement", str(over), axes)
+        return check_name("axis of the measurement", str(over), axes)
     candidates = [axis for axis in REPLICATES if axis in axes] or [axis for axis in axes if axis == "layer"]
     if not candidates:
         allowed = ", ".join((*REPLICATES, "layer"))
@@ -139,7 +139,7 @@ def check_reduced(dataset: xr.Dataset) -> xr.Dataset:
         n = dataset[name].attrs.get("n", dataset.attrs.get("n"))
         if n is None:
             raise HelmscopeError(f"measurement '{name}' has no attribute n, the number of replicates")
-        whole_number(f"attribute n of measurement '{name}'", n, at_least=int(bool(dataset[name].notnull().any())))
+        check_integer(f"attribute n of measurement '{name}'", n, at_least=int(bool(dataset[name].notnull().any())))
         _check_companions(dataset, name)
     return dataset
 

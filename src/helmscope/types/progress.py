@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, Protocol, TypeAlias, cast
 
-from helmscope.types.arguments import shown
+from helmscope.types.arguments import short_repr
 from helmscope.types.errors import HelmscopeError
 
 
@@ -39,15 +39,16 @@ def check_progress(progress: object) -> Progress:
         return lambda share: None
     if not callable(progress):
         raise HelmscopeError(
-            f"progress is {shown(progress)}, but it must be a callable that takes the share of work done, None or False"
+            f"progress is {short_repr(progress)}, but it must be a callable that takes the share of work done, None or "
+            "False"
         )
     return cast("Progress", progress)
 
 
-def part_of(progress: Progress, begin: float, end: float) -> Progress:
+def sub_progress(progress: Progress, begin: float, end: float) -> Progress:
     """The callback for a part of the work: it maps shares from 0 to 1 to shares from ``begin`` to ``end`` of the whole.
 
-    >>> part_of(print, 0.5, 1.0)(0.5)
+    >>> sub_progress(print, 0.5, 1.0)(0.5)
     0.75
     """
     return lambda share: progress(begin + share * (end - begin))

@@ -57,19 +57,59 @@ class System(Protocol):
         """The tokens that can be attended to, whether or not statistics count them; None if all can."""
 
     def kernel(self, *, layer: int) -> Tensor:
-        """The attention kernel of a layer: row i holds the weights of the keys that token i attends to."""
+        """The attention kernel of a layer: row i holds the weights of the keys that token i attends to.
+
+        >>> import torch
+        >>> from helmscope.fields.attention import SA
+        >>> from helmscope.solve.integrate import integrate
+        >>> run = integrate(SA(beta=0.0), torch.eye(2), times=[0.0, 1.0])
+        >>> run.kernel(layer=0)
+        tensor([[[0.5000, 0.5000],
+                 [0.5000, 0.5000]]])
+        """
 
     def force(self, *, layer: int) -> object | None:
-        """The MLP of a layer as a field; None if there is none."""
+        """The MLP of a layer as a field; None if there is none.
+
+        >>> import torch
+        >>> from helmscope.fields.attention import SA
+        >>> from helmscope.solve.integrate import integrate
+        >>> run = integrate(SA(beta=0.0), torch.eye(2), times=[0.0, 1.0])
+        >>> run.force(layer=0)
+        """
 
     def resume(self, *, depth: int, states: Tensor, generator: torch.Generator | None = None) -> System:
-        """Run again from a depth with other states, (batch, token, dim)."""
+        """Run again from a depth with other states, (batch, token, dim).
+
+        >>> import torch
+        >>> from helmscope.fields.attention import SA
+        >>> from helmscope.solve.integrate import integrate
+        >>> run = integrate(SA(beta=0.0), torch.eye(2), times=[0.0, 1.0])
+        >>> run.resume(depth=1, states=run.trajectory.states[0]).trajectory.times
+        tensor([1.], dtype=torch.float64)
+        """
 
     def refusal(self, instrument: Instrument) -> str | None:
-        """Why the instrument cannot be used on this system, in one sentence; None if it can."""
+        """Why the instrument cannot be used on this system, in one sentence; None if it can.
+
+        >>> import torch
+        >>> from helmscope.fields.attention import SA
+        >>> from helmscope.solve.integrate import integrate
+        >>> run = integrate(SA(beta=0.0), torch.eye(2), times=[0.0, 1.0])
+        >>> from helmscope.observe.kernel import KernelStatistics
+        >>> run.refusal(KernelStatistics())
+        """
 
     def replay(self, *instruments: Instrument, progress: ProgressOption = None) -> dict[str, xr.Dataset]:
         """Show every layer once to all instruments and return their Measurements, with replicates, by name.
 
         ``progress`` is called with the share of the work done.
+
+        >>> import torch
+        >>> from helmscope.fields.attention import SA
+        >>> from helmscope.solve.integrate import integrate
+        >>> run = integrate(SA(beta=0.0), torch.eye(2), times=[0.0, 1.0])
+        >>> from helmscope.observe.kernel import KernelStatistics
+        >>> list(run.replay(KernelStatistics()))
+        ['kernel_statistics']
         """

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from helmscope.types.arguments import counted, known_name, shown
+from helmscope.types.arguments import check_name, pluralized, short_repr
 from helmscope.types.display import Plottable, one_line_repr
 from helmscope.types.errors import HelmscopeError
 from helmscope.types.measurement import REPLICATES
@@ -38,6 +38,9 @@ class Status(Enum):
         "radius, or take layers, stepper=Layer()"
     )
     NOT_FINITE = "velocity is not finite at t={time:.6g}: lower beta or use float64"
+    UNRESOLVED = (
+        "the density is too concentrated for its grid at t={time:.6g}: raise degree, add noise or pass positive=True"
+    )
 
     @property
     def ok(self) -> bool:
@@ -63,7 +66,7 @@ class Outcome:
     """How the integration of a batch ended: one status and one final time per system.
 
     >>> str(Outcome((Status.FINISHED, Status.STEP_LIMIT), (10.0, 3.2)))
-    'system 1 of 2: step limit reached at t=3.2: raise max_steps, loosen tol, lower beta, ...'
+    'system 1 (of 0 to 1): step limit reached at t=3.2: raise max_steps, loosen tol, lower beta, ...'
     >>> Outcome((Status.FINISHED, Status.STEP_LIMIT), (10.0, 3.2))
     <Outcome of 2 systems: 1 finished, 1 step limit>
     """
@@ -102,7 +105,7 @@ class Outcome:
         return ", ".join(f"{number:,} {end}" for end, number in ends.items()) or "no systems"
 
     def __repr__(self) -> str:
-        return one_line_repr(f"Outcome of {counted(len(self.statuses), 'system')}: {self.summary}")
+        return one_line_repr(f"Outcome of {pluralized(len(self.statuses), 'system')}: {self.summary}")
 
     def __str__(self) -> str:
         unfinished = [i for i, status in enumerate(self.statuses) if (status.failed if self.failed else not status.ok)]
@@ -112,7 +115,8 @@ class Outcome:
             return text
         others = len(unfinished) - 1
         more = f" (and {others} more system{'s' if others > 1 else ''})" if others else ""
-        return f"system {first} of {len(self.statuses)}: {text}{more}"
+        last = len(self.statuses) - 1
+        return f"system {first}{f' (of 0 to {last})' if last else ''}: {text}{more}"
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -149,8 +153,8 @@ class Trajectory(Plottable):
     def __post_init__(self) -> None:
         for name in ("times", "states"):
             if not hasattr(getattr(self, name), "shape"):
-                raise HelmscopeError(f"{name} is {shown(getattr(self, name))}, but it must be a tensor")
-        known_name("replicate of a trajectory", self.replicate, REPLICATES)
+                raise HelmscopeError(f"{name} is {short_repr(getattr(self, name))}, but it must be a tensor")
+        check_name("replicate of a trajectory", self.replicate, REPLICATES)
         shape = tuple(self.states.shape)
         if len(shape) != 4:
             raise HelmscopeError(f"states has shape {shape}, but it must be (time, batch, token, dim)")
@@ -168,12 +172,12 @@ class Trajectory(Plottable):
             raise HelmscopeError("weights holds a number below 0 or NaN, but every weight must be >= 0")
         if self.tokens is not None and [len(row) for row in self.tokens] != [shape[2]] * shape[1]:
             raise HelmscopeError(
-                f"tokens must hold {counted(shape[2], 'label')} for each of {counted(shape[1], 'system')}"
+                f"tokens must hold {pluralized(shape[2], 'label')} for each of {pluralized(shape[1], 'system')}"
             )
         if self.identities is not None and len(self.identities) != shape[1]:
             raise HelmscopeError(
-                f"identities holds {counted(len(self.identities), 'string')}, but it must hold one for each of "
-                f"{counted(shape[1], self.replicate)}"
+                f"identities holds {pluralized(len(self.identities), 'string')}, but it must hold one for each of "
+                f"{pluralized(shape[1], self.replicate)}"
             )
 
     @property
@@ -186,7 +190,7 @@ class Trajectory(Plottable):
         """
         number = len(self.times)
         ends = dict.fromkeys(f"{float(self.times[k]):g}" for k in ((0, -1) if number else ()))
-        return ", ".join(filter(None, (counted(number, self.axis), " to ".join(ends))))
+        return ", ".join(filter(None, (pluralized(number, self.axis), " to ".join(ends))))
 
     @property
     def size_text(self) -> str:
@@ -197,7 +201,7 @@ class Trajectory(Plottable):
         '1 system x 3 tokens'
         """
         _, batch, tokens, _ = self.states.shape
-        return f"{counted(batch, self.replicate)} x {counted(tokens, 'token')}"
+        return f"{pluralized(batch, self.replicate)} x {pluralized(tokens, 'token')}"
 
     def __repr__(self) -> str:
         return one_line_repr(f"Trajectory: {self.size_text}, dimension {self.states.shape[-1]}; {self.times_text}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from helmscope.types.display import html_table, one_line_repr
+from helmscope.types.display import html_listing, html_stack, html_table, one_line_repr
 from helmscope.types.interval import Interval, Region, interval_text, region_text
 
 
@@ -40,13 +40,14 @@ class Judgment(Enum):
 
 
 @dataclass(frozen=True)
-class Judged:
+class JudgedQuantity:
     """One quantity compared with its region: a condition of a claim, or a quantity that is only described.
 
     ``basis`` says in words what the interval is based on; ``interval`` is None if there was nothing to measure, and
     ``replicates_needed`` is about how many replicates would decide, None where that is not known.
 
-    >>> Judged("growth", Region(text="above 0", above=0.0), Interval(0.5, 0.4, 0.7, n=32), Ruling.SUPPORTED).summary
+    >>> region, interval = Region(text="above 0", above=0.0), Interval(0.5, 0.4, 0.7, n=32)
+    >>> JudgedQuantity("growth", region, interval, Ruling.SUPPORTED).summary
     'supported, 0.5 [0.4, 0.7], n = 32'
     """
 
@@ -66,9 +67,9 @@ class Judged:
 
 
 @dataclass(frozen=True)
-class Control(Judged):
-    """A case with a known answer, judged beside the claim: if its ruling is not one of ``expected``, the trial proves
-    nothing.
+class Control(JudgedQuantity):
+    """A case with a known answer, judged alongside the claim: if its ruling is not one of ``expected``, the trial
+    proves nothing.
 
     >>> interval, region = Interval(0.0, 0.0, 0.1, n=32), Region(text="at least .9", low=0.9)
     >>> Control("V = -I", region, interval, Ruling.REFUTED, expected=(Ruling.REFUTED,)).as_expected
@@ -89,11 +90,11 @@ class Control(Judged):
 
 
 @dataclass(frozen=True)
-class Printed:
-    """What a source prints, where it was judged apart from the claim: its place, the judgment by theory (``on_paper``)
-    with the reason, and the one ``measured`` in the trial, None if the trial does not compute it.
+class PrintedStatement:
+    """What a source prints, where it was judged separately from the claim: its place, the judgment by theory
+    (``on_paper``) with the reason, and the one ``measured`` in the trial, None if the trial does not compute it.
 
-    >>> Printed("the rate is O(e^-beta)", "slide 9", Judgment.NOT_SHARP, "the rate is 1").measured is None
+    >>> PrintedStatement("the rate is O(e^-beta)", "slide 9", Judgment.NOT_SHARP, "the rate is 1").measured is None
     True
     """
 
@@ -110,7 +111,7 @@ class Printed:
         """The judgment to show: false if it was measured to be false or is false on paper, else the one on paper; as
         measured where theory has none.
 
-        >>> Printed("", "", Judgment.UNDECIDED, "", measured=Judgment.TRUE).judgment.value
+        >>> PrintedStatement("", "", Judgment.UNDECIDED, "", measured=Judgment.TRUE).judgment.value
         'true'
         """
         if self.measured is Judgment.FALSE:
@@ -120,10 +121,10 @@ class Printed:
 
 
 @dataclass(frozen=True)
-class Exhibit:
+class Attachment:
     """A piece of evidence quoted verbatim in a verdict, such as the checks that its subject passed.
 
-    >>> Exhibit("the model", "rows sum to 1").title
+    >>> Attachment("the model", "rows sum to 1").title
     'the model'
     """
 
@@ -153,28 +154,28 @@ class Verdict:
 
     ``conditions`` were fixed before the run and all must hold; ``controls`` are cases with a known answer,
     ``described`` quantities that no region judges, ``printed`` what the source prints. ``sentence`` states the result
-    for a reader, ``where`` the coordinates of the statistic, ``subject`` the name of what was put on trial.
+    for a reader, ``setting`` what was simulated or recorded, ``subject`` the name of what was put on trial.
 
     >>> region = Region(text="1 within .1", low=0.9, high=1.1)
-    >>> rate = Judged("rate", region, Interval(1.0, 0.99, 1.01, n=20), Ruling.SUPPORTED)
+    >>> rate = JudgedQuantity("rate", region, Interval(1.0, 0.99, 1.01, n=20), Ruling.SUPPORTED)
     >>> Verdict(claim="rate", ruling=Ruling.SUPPORTED, conditions=(rate,), subject="simulation")
     <Verdict on rate: supported, 1 [0.99, 1.01], n = 20; simulation>
     """
 
     claim: str
     ruling: Ruling
-    conditions: tuple[Judged, ...] = ()
+    conditions: tuple[JudgedQuantity, ...] = ()
     controls: tuple[Control, ...] = ()
-    described: tuple[Judged, ...] = ()
-    printed: Printed | None = None
+    described: tuple[JudgedQuantity, ...] = ()
+    printed: PrintedStatement | None = None
     sentence: str = ""
-    where: str = ""
-    exhibits: tuple[Exhibit, ...] = ()
+    setting: str = ""
+    attachments: tuple[Attachment, ...] = ()
     subject: str = ""
     provenance: Provenance = Provenance()
 
     @property
-    def deciding(self) -> Judged | None:
+    def deciding(self) -> JudgedQuantity | None:
         """The condition that decides: the first one with the ruling of the verdict, else the first one; None if nothing
         was measured.
 
@@ -215,14 +216,14 @@ class Verdict:
             *((f"control: {control.name}", _control_text(control)) for control in self.controls),
             *((quantity.name, interval_text(quantity.interval)) for quantity in self.described),
             *([("as printed", _printed_text(self.printed))] if self.printed is not None else []),
-            *((name, text) for name, text in (("where", self.where), ("subject", self.subject)) if text),
-            *((exhibit.title, exhibit.text) for exhibit in self.exhibits),
+            *((name, text) for name, text in (("setting", self.setting), ("subject", self.subject)) if text),
         ]
-        return html_table(f"{self.claim}: {self.ruling.value}", rows)
+        listings = (html_listing(attachment.title, attachment.text) for attachment in self.attachments)
+        return html_stack(html_table(f"{self.claim}: {self.ruling.value}", rows), *listings)
 
 
-def _condition_text(condition: Judged) -> str:
-    return f"{condition.summary}; region: {region_text(condition.region)}. {condition.region.text}"
+def _condition_text(condition: JudgedQuantity) -> str:
+    return f"{condition.summary}; region: {region_text(condition.region)}. {condition.region.comment}".rstrip()
 
 
 def _control_text(control: Control) -> str:
@@ -231,6 +232,6 @@ def _control_text(control: Control) -> str:
     return f"{control.ruling.value} ({expectation}), {interval_text(control.interval)}"
 
 
-def _printed_text(printed: Printed) -> str:
+def _printed_text(printed: PrintedStatement) -> str:
     measured = "" if printed.interval is None else f", {interval_text(printed.interval)}"
     return f"{printed.judgment.value}{measured}: {printed.text} ({printed.place})"

@@ -1,4 +1,4 @@
-"""``run``: run units on an engine, store their results in a run folder, and resume where an earlier call stopped."""
+"""``run_units``: run units on an engine, store their results in a run folder, and resume an interrupted run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from helmscope.runs.unit import Unit
 from helmscope.store.atomic import explained, is_temporary, make_folder, write_bytes
 from helmscope.store.manifest import Manifest
 from helmscope.store.run_folder import RunFolder
-from helmscope.types import HelmscopeError, counted, known_name
+from helmscope.types import HelmscopeError, check_name, pluralized
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class RunResult:
 
     def __getitem__(self, name: str) -> Any:
         """The Dataset, bytes or plain data that the unit returned."""
-        known_name("unit", name, self.done)
+        check_name("unit", name, self.done)
         faults = {path: fault_of(path, self.done[name]) for path in result_files(self.folder, name)}
         for path, fault in faults.items():
             if not fault:
@@ -56,7 +56,11 @@ class RunResult:
         raise HelmscopeError(f"unit '{name}' no longer has a valid result in {self.folder}: run it again{reasons}")
 
     def keys(self) -> tuple[str, ...]:
-        """The names of the units with a result, so that ``dict(result)`` reads them all."""
+        """The names of the units with a result, so that ``dict(result)`` reads them all.
+
+        >>> RunResult(Path("units"), {}, {}).keys()
+        ()
+        """
         return tuple(self.done)
 
     def __iter__(self) -> Iterator[str]:
@@ -81,7 +85,7 @@ class UnitsFailed(HelmscopeError):
         self.result = result
 
 
-def run(
+def run_units(
     units: Iterable[Unit],
     folder: RunFolder,
     *,
@@ -112,7 +116,7 @@ def run(
     >>> import statistics, tempfile
     >>> units = [Unit(f"mean-{n}", statistics.fmean, {"data": list(range(n))}) for n in (2, 4)]
     >>> with tempfile.TemporaryDirectory() as root:
-    ...     dict(run(units, RunFolder.new(root, "means")))
+    ...     dict(run_units(units, RunFolder.new(root, "means")))
     {'mean-2': 0.5, 'mean-4': 1.5}
     """
     engine = Serial() if engine is None else engine
@@ -209,7 +213,7 @@ def _progress(heading: str | None, *, total: int, done: int, jobs: int) -> Itera
             yield tick
         return
     finished = 0
-    with reporting(None, f"running {counted(total, 'unit')}") as report:
+    with reporting(None, f"running {pluralized(total, 'unit')}") as report:
 
         def advance() -> None:
             nonlocal finished

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from helmscope.fields.field import Field, Space
+from helmscope.fields.field import Field, StateSpace
 from helmscope.fields.parameters import selected
 from helmscope.fields.scaled_velocity import ScaledVelocity
 from helmscope.types import HelmscopeError
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, eq=False)
-class Depthwise(Field):
+class LayerwiseField(Field):
     """A sequence of fields, of which field k acts for k <= t < k + 1: x' = f_{floor t}(x, t). The first one also acts
     before, the last one also after.
 
@@ -32,7 +32,7 @@ class Depthwise(Field):
     fields on the same space.
 
     >>> from helmscope.fields.attention import SA
-    >>> Depthwise([SA(beta=0.0), SA(beta=4.0)]).layer_at(1.5).beta
+    >>> LayerwiseField([SA(beta=0.0), SA(beta=4.0)]).layer_at(1.5).beta
     4.0
     """
 
@@ -52,13 +52,13 @@ class Depthwise(Field):
         """The field that acts at time t. A time that is below an integer only by rounding counts as that integer.
 
         >>> from helmscope.fields.attention import SA
-        >>> Depthwise([SA(beta=1.0), SA(beta=4.0)]).layer_at(1.5).beta
+        >>> LayerwiseField([SA(beta=1.0), SA(beta=4.0)]).layer_at(1.5).beta
         4.0
         """
         return self.layers[min(max(int(t + 1e-9), 0), len(self.layers) - 1)]
 
     @property
-    def space(self) -> Space:
+    def space(self) -> StateSpace:
         """The space of the states of all layers."""
         return self.layers[0].space
 

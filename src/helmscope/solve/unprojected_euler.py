@@ -1,4 +1,4 @@
-"""The scheme used for published figures."""
+"""Forward Euler without tangent projection, by which published figures were computed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class PublishedEuler(FixedStepper):
+class UnprojectedEuler(FixedStepper):
     """Forward Euler without tangent projection, then normalization: x' = (x + h f) / |x + h f|, order 1.
 
     The scheme that the authors of arXiv:2312.10794 used for figure 3, with h = 0.1. It is ``Layer`` as a
@@ -24,7 +24,7 @@ class PublishedEuler(FixedStepper):
     >>> import torch
     >>> from helmscope.fields.attention import SA
     >>> from helmscope.solve.integrate import integrate
-    >>> x = integrate(SA(beta=0.0), torch.eye(2), times=[1.0], stepper=PublishedEuler(0.1)).states[-1]
+    >>> x = integrate(SA(beta=0.0), torch.eye(2), times=[1.0], stepper=UnprojectedEuler(0.1)).states[-1]
     >>> round(float(x[0] @ x[1]), 4)  # exact: tanh 1 = 0.7616
     0.7412
     """
