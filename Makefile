@@ -16,7 +16,7 @@ report: $(VENV)/.with-report,models
 	$(BIN)/helmscope report --quick
 
 report-full: $(VENV)/.with-report,models
-	$(BIN)/helmscope report
+	$(BIN)/helmscope report --full
 
 test: $(VENV)/.with-test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
@@ -26,7 +26,7 @@ test-slow: $(VENV)/.with-slow
 
 # on the GPU where there is one, else on one core at a smaller scale
 bench: $(VENV)/.with-test
-	for name in figure3 right_hand_side growth accuracy recording threads; do \
+	for name in figure3 right_hand_side growth accuracy recording threads circle_transport density; do \
 		OMP_NUM_THREADS=1 $(BIN)/python benchmarks/$$name.py || exit 1; done
 	$(BIN)/python benchmarks/results.py
 

@@ -109,7 +109,7 @@ def fused_row(results: Results) -> None:
                 )
                 assert fused.states is not None
                 worst = max(worst, float((fused.states[0].double() - run.states[-1]).abs().max()))
-                met = (hs.observe.clustering_fraction(run.states, delta=1e-3).mT * fused.pairs).round()
+                met = (hs.observe.close_pair_share(run.states, delta=1e-3).mT * fused.pairs).round()
                 wrong = max(wrong, int((fused.met[0] - met).abs().max()))
             name = f"{field.__name__}{', causal' if causal else ''}"
             row = {"field": name, "beta": beta, "largest error of a coordinate": worst, "pairs counted wrongly": wrong}

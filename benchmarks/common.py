@@ -238,14 +238,14 @@ def _version(package: str) -> str | None:
 def markdown(rows: list[Row]) -> str:
     """A Markdown table with aligned columns; the columns are the keys of all rows."""
     names = list(dict.fromkeys(name for row in rows for name in row))
-    cells = [names, *([shown(row.get(name)) for name in names] for row in rows)]
+    cells = [names, *([cell_text(row.get(name)) for name in names] for row in rows)]
     widths = [max(len(line[i]) for line in cells) for i in range(len(names))]
     lines = ["| " + " | ".join(text.rjust(w) for text, w in zip(line, widths, strict=True)) + " |" for line in cells]
     rule = "|" + "|".join("-" * (w + 1) + ":" for w in widths) + "|"
     return "\n".join([lines[0], rule, *lines[1:]])
 
 
-def shown(value: object) -> str:
+def cell_text(value: object) -> str:
     """A value as text: floats to three digits, None as an empty string."""
     if value is None:
         return ""

@@ -12,7 +12,18 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from common import Results, free_memory, interleaved, new_results, parser, power_law, say, shown, timing, unit_vectors
+from common import (
+    Results,
+    cell_text,
+    free_memory,
+    interleaved,
+    new_results,
+    parser,
+    power_law,
+    say,
+    timing,
+    unit_vectors,
+)
 
 from helmscope.kernels.blockwise import Blockwise
 from helmscope.kernels.dense import Dense
@@ -109,7 +120,7 @@ def follow(results: Results, line: Line) -> None:
         "kernel": line.kernel,
         "against": line.along,
         "sizes": f"{line.sizes[0]:,} .. {line.sizes[-1]:,}",
-        "ms": " ".join(shown(measured.median * 1e3) for measured in timings.values()),
+        "ms": " ".join(cell_text(measured.median * 1e3) for measured in timings.values()),
         "exponent": exponent,
         "standard error": error,
         "failed": ", ".join(failed),

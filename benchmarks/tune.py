@@ -3,7 +3,7 @@ warps, of the fused kernel for every size.
 
 The streaming kernel computes one mean at beta = 4; the table has the errors against float64 of the mean and of its
 tangent part, on some rows. The fused kernel computes a panel, 90 betas by RK4 in 199 steps; its candidates must agree
-on the clustering probability, and the table has the largest difference from the current choice.
+on the close-pair probability, and the table has the largest difference from the current choice.
 
     python benchmarks/tune.py [--widths 16 64] [--sizes 32x2 32x64]
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import helmscope as hs
 
 folder = Path(sys.argv[1] if len(sys.argv) > 1 else ".")
-recording = hs.record("B", [text[:120] for text in hs.models.box_texts()[:8]])
-losses = hs.observe.ablation_loss(recording)
+recording = hs.record("B", [text[:120] for text in hs.models.story_texts()[:8]])
+losses = hs.observe.head_ablation_loss(recording)
 mean = hs.reduce_replicates(losses)  # over prompts, with intervals
 print(f"loss {float(mean.baseline):.3f} nats, a uniform guess has {float(mean.loss_null):.3f}")
 for layer in mean.layer.values:
@@ -17,5 +17,5 @@ low, high = float(one.increase_low), float(one.increase_high)
 print(f"without L0H4 the loss is higher by {float(one.increase):.3f}, 95 % interval {low:.3f} .. {high:.3f}")
 
 mean.to_netcdf(folder / "ablated_heads.nc", engine="h5netcdf")
-hs.plot(losses, variables="increase", title="without one head").save(folder / "ablated_heads.png")
+hs.plot(losses, variables="increase").save(folder / "ablated_heads.png")
 print("saved to", folder / "ablated_heads.png")

@@ -16,7 +16,7 @@ diagram = hs.phase_diagram(
 )
 half = hs.observe.half_time(diagram)
 for beta in (1, 4):
-    theory, measured = float(diagram.curve.sel(beta=beta)), float(half.half_time.sel(beta=beta))
+    theory, measured = float(diagram.hitting_time.sel(beta=beta)), float(half.half_time.sel(beta=beta))
     print(f"beta = {beta}: half of all pairs have met at t = {measured:.2f}, orthonormal tokens at t = {theory:.2f}")
 
 diagram.plot().save(folder / "phase.pdf")

@@ -2,7 +2,7 @@
 
 import helmscope as hs
 
-texts = [text[:200] for text in hs.models.box_texts()[:8]]
+texts = [text[:200] for text in hs.models.story_texts()[:8]]
 
 
 def similarity(model):

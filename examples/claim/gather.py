@@ -4,7 +4,7 @@ import helmscope as hs
 
 
 @hs.claims.experiment("tokens-gather")
-def gather(case: hs.claims.Case) -> hs.claims.Finding:
+def gather(case: hs.claims.TrialCase) -> hs.claims.Finding:
     """How many of the random starts have gathered by t = 10; the control is the starts themselves."""
     x = hs.Uniform(n=16, dim=3).sample(batch=case.count(128, quick=32), seed=case.seed_for(0))
     order = hs.order_parameter(hs.integrate(hs.SA(beta=1.0), x, times=[0, 5, 10]).states)
