@@ -7,7 +7,7 @@ import pytest
 import xarray as xr
 
 from helmscope.claims.entry import SubjectKind, parse_entry
-from helmscope.claims.evidence import Count, Identity, PremiseImpossible, Replicates
+from helmscope.claims.evidence import Count, IdentityErrors, PremiseImpossible, Replicates
 from helmscope.claims.finding import Finding
 from helmscope.claims.judge import judge
 from helmscope.types import HelmscopeError, Judgment, Region, Ruling
@@ -52,7 +52,7 @@ ENTRY = parse_entry(HEAD + SHARE + NULL, "my-claim.toml")
 BOTH = parse_entry(HEAD + SHARE + ERROR, "my-claim.toml")
 DATA = xr.Dataset({"share": 1.0, "share_stderr": 0.0}, attrs={"n": 64})
 FAILS, HOLDS = {"V = -I": Count(0, 64)}, Count(64, 64, of="starts")
-SMALL, LARGE = Identity(np.zeros(1_000)), Identity(np.ones(1_000))
+SMALL, LARGE = IdentityErrors(np.zeros(1_000)), IdentityErrors(np.ones(1_000))
 
 
 def test_the_verdict_holds_the_entry_the_region_and_the_interval() -> None:
@@ -88,7 +88,7 @@ def test_a_failed_control_rules_out_any_ruling(evidence: Count) -> None:
         (Count(60, 64), LARGE, Ruling.REFUTED),
     ],
 )
-def test_both_conditions_are_judged(share: Count, error: Identity, ruling: Ruling) -> None:
+def test_both_conditions_are_judged(share: Count, error: IdentityErrors, ruling: Ruling) -> None:
     verdict = judge(BOTH, Finding(evidence={"share": share, "error": error}, data=DATA))
     assert verdict.ruling is ruling
     assert [condition.name for condition in verdict.conditions] == ["share", "error"]

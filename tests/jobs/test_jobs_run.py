@@ -14,15 +14,15 @@ import numpy as np
 import pytest
 
 import helmscope as hs
-from helmscope.jobs import Phase, Report, Simulate, Trials
+from helmscope.jobs import PhaseSpec, ReportSpec, SimulationSpec, TrialsSpec
 from helmscope.jobs.run import Interrupted
 from helmscope.runs import bar
 from support.children import child, wait_for, with_tests_on_path
 from support.refusal import refused
 
-SIMULATE = Simulate(n=4, batch=4, times=[0, 0.5, 1], beta=2, seed=7)
-PHASE = Phase(n=4, dims=[3, 9], betas=[1, 4], times=[0, 2, 4], samples=3, seed=7)
-TRIALS = Trials(claims=["kuramoto"], quick=True, seed=3)
+SIMULATE = SimulationSpec(n=4, batch=4, times=[0, 0.5, 1], beta=2, seed=7)
+PHASE = PhaseSpec(n=4, dims=[3, 9], betas=[1, 4], times=[0, 2, 4], samples=3, seed=7)
+TRIALS = TrialsSpec(claims=["kuramoto"], quick=True, seed=3)
 WORDS = {
     "simulate": (SIMULATE, "simulate --n 4 --batch 4 --times 0,0.5,1 --beta 2 --seed 7"),
     "phase": (PHASE, "phase --n 4 --dims 3,9 --betas 1,4 --times 0,2,4 --samples 3 --seed 7"),
@@ -81,7 +81,7 @@ def test_the_result_of_a_phase_diagram(tmp_path):
 
 
 def test_the_results_of_trials_and_a_report(tmp_path):
-    result = hs.jobs.run(Report(claims=["kuramoto"], quick=True, seed=3), folder=tmp_path / "run")
+    result = hs.jobs.run(ReportSpec(claims=["kuramoto"], quick=True, seed=3), folder=tmp_path / "run")
     assert [verdict.claim for verdict in result.verdicts] == ["kuramoto"]
     assert result.verdicts[0] == hs.try_claim("kuramoto", quick=True, seed=3).verdict
     assert 'data-claim="kuramoto"' in result.page.read_text()
@@ -101,7 +101,7 @@ def test_resuming_with_another_spec_is_rejected(tmp_path):
     where = tmp_path / "run"
     hs.jobs.run(SIMULATE, folder=where)
     before = contents(where)
-    changed = Simulate(n=4, batch=4, times=[0, 0.5, 1], beta=3, delta=0.5, seed=8)
+    changed = SimulationSpec(n=4, batch=4, times=[0, 0.5, 1], beta=3, delta=0.5, seed=8)
     message = refused(lambda: hs.jobs.run(changed, folder=where, resume=True))
     changes = "beta 2.0 (now 3.0) and delta 0.001 (now 0.5) and seed 7 (now 8)"
     assert message.startswith(f"{where} was started with {changes}: ")
@@ -128,19 +128,19 @@ def test_a_run_killed_before_its_spec_was_written_gets_it(tmp_path):
 
 def test_bad_arguments_are_rejected(tmp_path):
     where = {"folder": tmp_path / "run"}
-    refused(lambda: hs.jobs.run("simulate", **where), "spec is 'simulate', but it must be a spec of helmscope.jobs")
+    refused(lambda: hs.jobs.run("simulate", **where), "spec is 'simulate', but it must be a spec of hs.jobs")
     refused(lambda: hs.jobs.run(SIMULATE, engine="serial", **where), "engine is 'serial', but it must be Serial()")
     refused(
         lambda: hs.jobs.run(SIMULATE, show_progress="bar", **where),
         "show_progress is 'bar', but it must be True or False",
     )
-    refused(lambda: hs.jobs.estimate(None), "spec is None, but it must be a spec of helmscope.jobs")
+    refused(lambda: hs.jobs.estimate(None), "spec is None, but it must be a spec of hs.jobs")
     assert os.listdir(tmp_path) == []
 
 
 # Interrupts -----------------------------------------------------------------------------------------------------------
 
-SLOW = Simulate(n=24, batch=8, chunk=1, times=[0, 1], nu=0.2, step=0.004)
+SLOW = SimulationSpec(n=24, batch=8, chunk=1, times=[0, 1], nu=0.2, step=0.004)
 PROGRAM = """
 import sys, helmscope as hs
 hs.jobs.run(hs.jobs.read_spec(sys.argv[1]), folder=sys.argv[2])
@@ -205,10 +205,10 @@ def test_a_spec_that_runs_code_is_not_suggested_for_pasting(helmscope, tmp_path)
     folder = hs.store.RunFolder.create(tmp_path / "runs" / "a")
     hs.runs.run_units([hs.runs.Unit("one", os.getcwd)], folder)
     (folder.path / "units" / "one.json").unlink()
-    folder.write_spec(hs.jobs.spec_to_toml(Trials(folder="evil")))
+    folder.write_spec(hs.jobs.spec_to_toml(TrialsSpec(folder="evil")))
     (run,) = json.loads(helmscope("runs", "--json")[1])["runs"]
     assert (run["resume"], run["resume_refused"] != "") == ("", True)
-    folder.write_spec(hs.jobs.spec_to_toml(Trials()))
+    folder.write_spec(hs.jobs.spec_to_toml(TrialsSpec()))
     (run,) = json.loads(helmscope("runs", "--json")[1])["runs"]
     assert run["resume"] == "helmscope run --out runs/a --resume"
 

@@ -243,8 +243,8 @@ def test_reprs_show_what_differs_from_the_defaults():
     assert repr(block) == f"Block(attention=SA(beta=1.0), mlp={mlp}, placement=PreNorm())"
     assert repr(hs.fields.LayerNorm(gain=torch.ones(3))) == "LayerNorm(gain=<3>)"
     assert repr(hs.Uniform(n=32, dim=3)) == "Uniform(n=32, dim=3)"
-    assert repr(hs.jobs.Simulate()) == "Simulate()"
-    assert repr(hs.jobs.Phase(dims=[8], nu=0.1)) == "Phase(nu=0.1, dims=(8,), published=False)"
+    assert repr(hs.jobs.SimulationSpec()) == "SimulationSpec()"
+    assert repr(hs.jobs.PhaseSpec(dims=[8], nu=0.1)) == "PhaseSpec(nu=0.1, dims=(8,), published=False)"
 
 
 def test_the_repr_of_a_user_s_field_is_concise_too():

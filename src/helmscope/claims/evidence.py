@@ -107,14 +107,14 @@ class Count:
 
 
 @dataclass(frozen=True, eq=False)
-class Identity:
+class IdentityErrors:
     """The errors of an identity, one per random input, at 1,000 inputs or more; the statistic is the largest error.
 
     The interval is the range of the errors, not a confidence interval; a single input beyond the bound refutes.
     ``what`` names the quantity if it is not an error. ``weigh`` raises HelmscopeError for fewer inputs, and for errors
     that are negative or not finite.
 
-    >>> Identity([1e-16] * 1000).weigh(Region(text="within 1e-12", high=1e-12)).ruling.value
+    >>> IdentityErrors([1e-16] * 1000).weigh(Region(text="within 1e-12", high=1e-12)).ruling.value
     'true by construction'
     """
 

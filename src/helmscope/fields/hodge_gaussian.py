@@ -31,7 +31,7 @@ import torch
 from helmscope.fields.hodge_profile import Law, Neurons, Profiles, check_ungated
 from helmscope.fields.mlp import MLP, linear
 from helmscope.geometry.arithmetic import full_precision
-from helmscope.runs.bar import reporting
+from helmscope.runs.bar import progress_reporting
 from helmscope.types import ConciseRepr, HelmscopeError, check_real, type_with_article
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 PARALLEL = 1e-13  # rows with 1 - |q| below this are treated as parallel: for them the sum over n may not converge
 
 
-@reporting(None, "Hodge split")
+@progress_reporting(None, "Hodge split")
 def gaussian_hodge_split(mlp: MLP) -> HodgeSplit:
     """The orthogonal split f = grad U + R of an ungated MLP under x ~ N(0, I), with div(rho R) = 0 (equations above).
 

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 from helmscope.fields.hodge_gaussian import HodgeSplit
 from helmscope.fields.hodge_profile import Law, Neurons, Profiles, check_ungated
 from helmscope.geometry.sphere import project, retract
-from helmscope.runs.bar import reporting
+from helmscope.runs.bar import progress_reporting
 from helmscope.types import HelmscopeError
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from helmscope.fields.mlp import MLP
 
 
-@reporting(None, "Hodge split")
+@progress_reporting(None, "Hodge split")
 def sphere_hodge_split(mlp: MLP) -> SphereSplit:
     """The orthogonal split P f = grad_S u + R, div_S R = 0, of an ungated MLP on S^(d-1), d >= 2 (equations above).
 

@@ -1,5 +1,5 @@
 """Edits inside attention: noise on queries, keys and values (``Perturb``, also on states and writes), changed attention
-weights (``Reweigh``), ablated heads (``AblateHead``) and masked keys (``MaskKeys``). All but the last also edit
+weights (``ReplaceWeights``), ablated heads (``AblateHead``) and masked keys (``MaskKeys``). All but the last also edit
 cross-attention, by their ``site``.
 """
 
@@ -69,12 +69,20 @@ class Perturb(SiteEdit):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Reweigh(SiteEdit):
+class ReplaceWeights(SiteEdit):
     """Replace the attention weights (rows, heads, n, n) of a layer by ``function(weights)``; the output of attention is
     computed from the new weights. At Site.CROSS_WEIGHTS they are those of cross-attention, (rows, heads, n, m).
 
-    >>> Reweigh([0], function=torch.clone)
-    Reweigh(layers=[0])
+    With uniform weights instead of those that the model computes:
+
+    >>> from helmscope import record
+    >>> recording = record("A", ["Once upon a time, there was a cat."])
+    >>> def uniform(weights):
+    ...     causal = torch.ones_like(weights).tril()
+    ...     return causal / causal.sum(-1, keepdim=True)
+    >>> edited = recording.under(ReplaceWeights([0], function=uniform))
+    >>> edited.kernel(layer=0)[0, 0, 1, :3]
+    tensor([0.5000, 0.5000, 0.0000])
     """
 
     allowed = (Site.WEIGHTS, Site.CROSS_WEIGHTS)

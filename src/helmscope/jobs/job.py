@@ -30,9 +30,9 @@ class Result:
     output that could not be produced, such as a picture when matplotlib is not installed.
 
     >>> import tempfile
-    >>> from helmscope.jobs import Simulate, run
+    >>> from helmscope.jobs import SimulationSpec, run
     >>> with tempfile.TemporaryDirectory() as root:
-    ...     result = run(Simulate(n=4, batch=2, times=[0, 1]), folder=f"{root}/run")
+    ...     result = run(SimulationSpec(n=4, batch=2, times=[0, 1]), folder=f"{root}/run")
     >>> isinstance(result, Result), result.ok, result.folder.path.name, result.notes
     (True, True, 'run', ())
     """

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from helmscope.types import Verdict
 
 
-class Trials(Spec, frozen=True, kw_only=True, tag="trials"):
+class TrialsSpec(Spec, frozen=True, kw_only=True, tag="trials"):
     """Spec for trying ``claims`` (by default all that can be tried) by their experiments.
 
     ``quick`` uses fewer replicates. ``folder`` contains your own claims: one ID.toml per claim, and Python files,
@@ -35,7 +35,7 @@ class Trials(Spec, frozen=True, kw_only=True, tag="trials"):
     >>> import tempfile
     >>> from helmscope.jobs import run
     >>> with tempfile.TemporaryDirectory() as root:
-    ...     result = run(Trials(claims=["kuramoto"], quick=True), folder=f"{root}/run")
+    ...     result = run(TrialsSpec(claims=["kuramoto"], quick=True), folder=f"{root}/run")
     >>> [verdict.ruling.value for verdict in result.verdicts]
     ['true by construction']
     """
@@ -91,7 +91,7 @@ class Trials(Spec, frozen=True, kw_only=True, tag="trials"):
         return trials_cost(self, plan(self, trial_subjects(self)))
 
 
-def job_arguments(spec: Trials, planned: list[PlannedTrial], subjects: TrialSubjects) -> dict[str, Any]:
+def job_arguments(spec: TrialsSpec, planned: list[PlannedTrial], subjects: TrialSubjects) -> dict[str, Any]:
     """The arguments of ``TrialsJob``. Its spec depends neither on the working directory nor on the order of the claims,
     so that a run can be resumed from anywhere.
     """
@@ -115,11 +115,11 @@ def job_arguments(spec: Trials, planned: list[PlannedTrial], subjects: TrialSubj
     }
 
 
-def code_notice(spec: Trials) -> str:
+def code_notice(spec: TrialsSpec) -> str:
     """A notice of the user's code that a spec runs, to print before it does; "" if there is none. Unknown claims raise
     ``HelmscopeError`` here, before any code runs.
 
-    >>> code_notice(Trials(claims=["rate"]))
+    >>> code_notice(TrialsSpec(claims=["rate"]))
     ''
     """
     from helmscope.claims.reading import check_claim
@@ -132,7 +132,7 @@ def code_notice(spec: Trials) -> str:
     return f"running the code in {spec.folder}: {files}"
 
 
-def plan(spec: Trials, subjects: TrialSubjects) -> list[PlannedTrial]:
+def plan(spec: TrialsSpec, subjects: TrialSubjects) -> list[PlannedTrial]:
     """The trials of a spec: those of the claims that it names, or of all that can be tried, on its models or on those
     that each claim names. A named claim that can be tried on none of the models raises ``HelmscopeError``.
     """
@@ -162,13 +162,13 @@ def plan(spec: Trials, subjects: TrialSubjects) -> list[PlannedTrial]:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class TrialsResult(Result):
-    """The result of ``Trials``: ``trials`` has one trial for each claim and subject. If experiments failed, it has only
-    the others, and ``failed`` is the error that names the failed ones.
+    """The result of ``TrialsSpec``: ``trials`` has one trial for each claim and subject. If experiments failed, it has
+    only the others, and ``failed`` is the error that names the failed ones.
 
     >>> import tempfile
     >>> from helmscope.jobs import run
     >>> with tempfile.TemporaryDirectory() as root:
-    ...     result = run(Trials(claims=["kuramoto"], quick=True), folder=f"{root}/run")
+    ...     result = run(TrialsSpec(claims=["kuramoto"], quick=True), folder=f"{root}/run")
     >>> result.ok, [trial.verdict.claim for trial in result.trials]
     (True, ['kuramoto'])
     """
@@ -191,8 +191,8 @@ class TrialsResult(Result):
 class TrialsJob(Job):
     """A prepared job of trials. ``original`` is the spec as the user wrote it, ``planned`` holds its trials."""
 
-    spec: Trials
-    original: Trials
+    spec: TrialsSpec
+    original: TrialsSpec
     planned: list[PlannedTrial]
     subjects: TrialSubjects
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from helmscope.fields.attention import SA, USA
-from helmscope.theory.energy import energy_min
+from helmscope.theory.energy import min_energy
 from helmscope.types import HelmscopeError, check_integer, check_memory, check_real, short_repr
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def _drift_strengths(field: object, dim: int, degree: int) -> Float[Tensor, " de
     ratios = bessel_ratios(abs(beta), degree, dim=dim)
     if beta < 0:
         ratios[1::2] *= -1
-    mean = 1.0 if normalized else 2 * abs(beta) * energy_min(beta=abs(beta), dim=dim)  # mu_0
+    mean = 1.0 if normalized else 2 * abs(beta) * min_energy(beta=abs(beta), dim=dim)  # mu_0
     return value * mean / beta * ratios
 
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from helmscope.models.anatomy import Anatomy
     from helmscope.models.certificate import Certificate
     from helmscope.models.experts import ForceAfterNorm
-    from helmscope.models.load import Origin
+    from helmscope.models.load import ModelOrigin
     from helmscope.models.recorder import ResidualStream
     from helmscope.models.runner import Runner
     from helmscope.models.texts import Batch
@@ -71,7 +71,7 @@ class Recording(Plottable):
     runner: Runner
     residual: ResidualStream
     certificate: Certificate
-    origin: Origin
+    origin: ModelOrigin
     forces: tuple[ForceAfterNorm | None, ...]
     first: int = 0
     kept: Mapping[str, Tensor] = field(default_factory=dict)

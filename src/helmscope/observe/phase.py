@@ -114,7 +114,7 @@ def phase_diagram(
 
 
 @shows_progress("published probability")
-def published_probability(
+def published_scheme_probability(
     field: Callable[[float], Field],
     *,
     betas: Sequence[float],
@@ -136,7 +136,7 @@ def published_probability(
 
     >>> from helmscope.fields.attention import SA
     >>> from helmscope.theory.starts import Uniform
-    >>> published = published_probability(SA, betas=[1], times=[9.05], start=Uniform(n=4, dim=64), samples=8)
+    >>> published = published_scheme_probability(SA, betas=[1], times=[9.05], start=Uniform(n=4, dim=64), samples=8)
     >>> float(published.probability_published[0, 0])
     1.0
     """

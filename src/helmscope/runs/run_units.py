@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from helmscope.runs.attempt import Engine, Failed, check_engine
-from helmscope.runs.bar import reporting
+from helmscope.runs.bar import progress_reporting
 from helmscope.runs.plan import RESULTS, Plan, begin, cpu
 from helmscope.runs.progress import print_status, unit_progress
 from helmscope.runs.results import fault_of, read_result, result_files, stamped
@@ -209,11 +209,11 @@ def _has_result(results: Path, name: str, stamp: str, heading: str | None) -> bo
 def _progress(heading: str | None, *, total: int, done: int, jobs: int) -> Iterator[Callable[[], None]]:
     """Context manager: yields a function to call after each unit. What units call draws no bars."""
     if heading is not None:
-        with reporting(False), unit_progress(heading, total=total, done=done, jobs=jobs) as tick:
+        with progress_reporting(False), unit_progress(heading, total=total, done=done, jobs=jobs) as tick:
             yield tick
         return
     finished = 0
-    with reporting(None, f"running {pluralized(total, 'unit')}") as report:
+    with progress_reporting(None, f"running {pluralized(total, 'unit')}") as report:
 
         def advance() -> None:
             nonlocal finished
