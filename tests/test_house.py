@@ -411,6 +411,42 @@ def test_the_tour_runs(capsys: pytest.CaptureFixture[str], tmp_path: Path, monke
         assert comment.startswith(repr(eval(code, names))), line
 
 
+DOTTED = re.compile(r"(?<![\w.])hs((?:\.[A-Za-z_]\w*)+)")
+
+
+def unknown_names(text: str) -> list[str]:
+    """The names ``hs.A.B...`` in a text that do not exist; attributes of functions and classes are not followed."""
+    faults = []
+    for dotted in sorted(set(DOTTED.findall(text))):
+        thing: object = hs
+        for name in dotted.split(".")[1:]:
+            if name == "NAME" or not isinstance(thing, ModuleType):  # NAME stands for any name
+                break
+            if not hasattr(thing, name):
+                faults.append(f"hs{dotted}")
+                break
+            thing = getattr(thing, name)
+    return faults
+
+
+WITH_NAMES = [".ci/wheel-check", "README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "training/README.md"]
+WITH_NAMES += sorted(
+    path.relative_to(ROOT).as_posix()
+    for folder, pattern in (("docs", "*.md"), ("docs", "*.py"), ("examples", "**/*.py"))
+    for path in (ROOT / folder).glob(pattern)
+)
+
+
+@pytest.mark.parametrize("path", WITH_NAMES)
+def test_documents_and_scripts_use_names_that_exist(path: str) -> None:
+    assert unknown_names((ROOT / path).read_text()) == []
+
+
+def test_a_name_that_does_not_exist_is_seen() -> None:
+    text = "hs.load, `hs.models.bundled_texts()`, (hs.intervene.Reweigh), hs.integrate.nothing, shs.no, hs.Sitee.MLP"
+    assert unknown_names(text) == ["hs.Sitee.MLP", "hs.intervene.Reweigh", "hs.models.bundled_texts"]
+
+
 STARTING = {
     *(f"subprocess.{name}" for name in ("Popen", "run", "call", "check_call", "check_output", "getoutput")),
     *(f"os.{name}" for name in ("fork", "forkpty", "system", "popen", "posix_spawn", "posix_spawnp")),
