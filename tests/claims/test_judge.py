@@ -7,7 +7,15 @@ import pytest
 import xarray as xr
 
 from helmscope.claims.entry import SubjectKind, parse_entry
-from helmscope.claims.evidence import Count, IdentityErrors, PremiseImpossible, Replicates
+from helmscope.claims.evidence import (
+    Count,
+    EverySample,
+    Evidence,
+    IdentityErrors,
+    PairedDifferences,
+    PremiseImpossible,
+    Replicates,
+)
 from helmscope.claims.finding import Finding
 from helmscope.claims.judge import judge
 from helmscope.types import HelmscopeError, Judgment, Region, Ruling
@@ -181,6 +189,26 @@ def test_an_inconclusive_verdict_names_the_sample_size_that_would_decide() -> No
     assert "About 47 replicates would decide it." in verdict.sentence  # 4 (3.1824 x 1.29099 / 2 / .6)^2 = 46.9
     verdict = judge(ENTRY, Finding(evidence=Count(0, 64, refutes=False), controls=FAILS, data=DATA))
     assert "No number of replicates is known that would decide it." in verdict.sentence
+
+
+@pytest.mark.parametrize(
+    ("evidence", "warned"),
+    [
+        (Count(16, 16), False),  # Clopper and Pearson's interval holds for any n
+        (Count(31, 31), False),
+        (Replicates([1.0] * 31), True),
+        (Replicates([1.0, 1.1] * 15, skewed=True), True),
+        (Replicates([1.0, 1.1] * 16), False),
+        (PairedDifferences([1.0, 1.1] * 8), True),
+        (EverySample([[1.0, 1.1] * 8]), True),
+    ],
+)
+def test_only_intervals_that_assume_normality_warn_of_few_replicates(evidence: Evidence, warned: bool) -> None:
+    verdict = judge(ENTRY, Finding(evidence=evidence, controls=FAILS, data=DATA))
+    assert ("Fewer than 32 replicates" in verdict.sentence) is warned
+    both = parse_entry(HEAD + SHARE + ERROR + NULL, "my-claim.toml")
+    verdict = judge(both, Finding(evidence={"share": evidence, "error": SMALL}, controls=FAILS, data=DATA))
+    assert ("Fewer than 32 replicates" in verdict.sentence) is warned
 
 
 def test_descriptions_and_impossible_premises_name_no_sample_size() -> None:

@@ -29,7 +29,8 @@ class Assessment:
     """Evidence compared with a region: the interval of the statistic, the ruling, and its ``basis`` in words, such as
     "from 32 starts".
 
-    ``replicates_needed`` is about how many replicates would decide the claim, None where that is not known.
+    ``replicates_needed`` is about how many replicates would decide the claim, None where that is not known. ``exact``
+    says that the interval holds whatever the distribution of the replicates, as that of a count does.
 
     >>> Assessment(Interval(0.5, 0.4, 0.7, n=32), Ruling.SUPPORTED, "from 32 starts").replicates_needed is None
     True
@@ -39,6 +40,7 @@ class Assessment:
     ruling: Ruling
     basis: str
     replicates_needed: int | None = None
+    exact: bool = False
 
 
 @runtime_checkable
@@ -101,6 +103,7 @@ class Count:
         """Rule as for ``Replicates``; with ``refutes=False``, inconclusive instead of refuted."""
         interval = proportion_interval(self.successes, self.n)
         assessment = _assess(interval, region, f"from {self.successes:,} of {self.n:,} {self.of}")
+        assessment = replace(assessment, exact=True)
         if assessment.ruling is Ruling.REFUTED and not self.refutes:
             return replace(assessment, ruling=Ruling.INCONCLUSIVE, replicates_needed=None)
         return assessment
@@ -135,7 +138,7 @@ class IdentityErrors:
         largest, outside = float(errors.max()), int((errors > region.high).sum())
         ruling = Ruling.BY_CONSTRUCTION if outside == 0 else Ruling.REFUTED
         basis = f"the largest {self.what} at {errors.size:,} random inputs, {outside:,} of them beyond the bound"
-        return Assessment(Interval(largest, float(errors.min()), largest, errors.size), ruling, basis)
+        return Assessment(Interval(largest, float(errors.min()), largest, errors.size), ruling, basis, exact=True)
 
 
 @dataclass(frozen=True, eq=False)
