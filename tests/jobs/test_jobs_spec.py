@@ -256,8 +256,14 @@ def test_errors_of_preparation_occur_before_a_folder_is_created(tmp_path: Path) 
 def test_an_unknown_claim_suggests_the_closest_or_lists_all() -> None:
     near = refused(lambda: TrialsSpec(claims=["kuramto"]).prepare())
     assert near == "unknown claim 'kuramto': did you mean 'kuramoto'?"
-    with pytest.raises(hs.HelmscopeError, match=r"the nearest are .*, and \d+ more are allowed; for a claim of"):
-        TrialsSpec(claims=["!!!"]).prepare()
+    far = refused(lambda: TrialsSpec(claims=["zzz"]).prepare())
+    assert far == (
+        "unknown claim 'zzz'; 69 are allowed (helmscope claims list, hs.claims.read_catalogue()); for a claim of your "
+        "own pass its folder: folder=, or --from"
+    )
+    similar = refused(lambda: TrialsSpec(claims=["mean"]).prepare())
+    assert similar.startswith("unknown claim 'mean'; the nearest are no-mean-drift, ")
+    assert " more are allowed (helmscope claims list, " in similar
 
 
 # The registry ---------------------------------------------------------------------------------------------------------

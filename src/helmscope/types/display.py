@@ -176,7 +176,8 @@ def _is_default(value: Any, field: dataclasses.Field[Any]) -> bool:
 def html_table(title: str, rows: Iterable[Sequence[object]], *, header: Sequence[str] = (), note: str = "") -> str:
     """A small HTML table without colors or scripts; all text is escaped.
 
-    ``title`` is printed above it and ``note``, which may have several lines, below. Without a ``header`` the first column holds the names of the rows.
+    ``title`` is printed above it and ``note``, which may have several lines, below. Without a ``header`` the first
+    column holds the names of the rows.
 
     >>> "&lt;script&gt;" in html_table("", [("label", "<script>")]), "<script>" in html_table("<script>", [])
     (True, False)
