@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import io
 import json
 import os
@@ -12,11 +13,21 @@ from subprocess import PIPE
 
 import numpy as np
 import pytest
+import torch
 
 import helmscope as hs
-from helmscope.jobs import PhaseSpec, ReportSpec, SimulationSpec, TrialsSpec
+from helmscope.claims.run_trials import TrialsFailed
+from helmscope.jobs import (
+    DensitySpec,
+    PhaseSpec,
+    ReportSpec,
+    SimulationResult,
+    SimulationSpec,
+    TrialsResult,
+    TrialsSpec,
+)
 from helmscope.jobs.run import Interrupted
-from helmscope.runs import bar
+from helmscope.runs import RunResult, bar
 from support.children import child, wait_for, with_tests_on_path
 from support.refusal import refused
 
@@ -86,6 +97,57 @@ def test_the_results_of_trials_and_a_report(tmp_path):
     assert result.verdicts[0] == hs.try_claim("kuramoto", quick=True, seed=3).verdict
     assert 'data-claim="kuramoto"' in result.page.read_text()
     assert hs.store.RunFolder.open(tmp_path / "run").read_verdicts() == tuple(result.verdicts)
+
+
+@pytest.mark.parametrize(
+    ("spec", "summary", "cells"),
+    [
+        (
+            SIMULATE,
+            "4 systems x 4 tokens, dimension 3; 3 times, 0 to 1; finished",
+            [
+                "SimulationSpec(beta=2.0, n=4, batch=4, times=(0.0, 0.5, 1.0), seed=7)",
+                "overview.png",
+                "order_parameter",
+            ],
+        ),
+        (
+            PHASE,
+            "2 dimensions x 2 betas x 3 times; 3 samples; complete",
+            ["phase.html", "half_time", "dim = 9, beta = 4"],
+        ),
+        (
+            DensitySpec(field="none", times=[0, 1]),
+            "on S^1, degree 64: 2 times, 0 to 1; finished",
+            ["density.png", "free_energy"],
+        ),
+        (TRIALS, "1 trial; 1 true by construction", ["kuramoto", "simulation", "n = 2,048"]),
+        (ReportSpec(claims=["kuramoto"], quick=True), "1 trial; 1 true by construction", ["report.html", "kuramoto"]),
+    ],
+)
+@pytest.mark.usefixtures("no_pictures")
+def test_a_result_shows_itself_in_one_line_and_as_a_table(tmp_path, spec, summary, cells):
+    result = hs.jobs.run(spec, folder=tmp_path / "a <b>")
+    assert repr(result) == f"<{type(result).__name__}: {summary}; in {tmp_path}/a <b>>"
+    text = result._repr_html_()
+    for words in (type(result).__name__, summary, *cells):
+        assert html.escape(words) in text
+    assert "a &lt;b&gt;" in text
+    assert "<b>" not in text
+
+
+def test_an_incomplete_result_says_so(tmp_path):
+    folder = hs.store.RunFolder.create(tmp_path / "run")
+    status = hs.types.Outcome((hs.types.Status.STEP_LIMIT,) * 2, (0.5, 0.5))
+    states = hs.Trajectory(torch.zeros(1), torch.eye(3).expand(1, 2, 3, 3))
+    stopped = SimulationResult(spec=SIMULATE, folder=folder, trajectory=states, outcome=status, notes=("no picture",))
+    assert "; step limit; in " in repr(stopped)
+    assert ">no picture<" in stopped._repr_html_()
+    error = TrialsFailed(RunResult(tmp_path, {}, {"my-claim": "ZeroDivisionError"}), [])
+    failed = TrialsResult(spec=TRIALS, folder=folder, trials=[], failed=error)
+    assert repr(failed).startswith("<TrialsResult: 0 trials; ")
+    assert "my-claim" in repr(failed)
+    assert "my-claim" in failed._repr_html_()
 
 
 def test_the_default_folder_is_created(tmp_path, monkeypatch):

@@ -243,7 +243,7 @@ def density_unit(fields: dict[str, Any]) -> xr.Dataset:
     )
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class DensityResult(Result):
     """The result of ``DensitySpec``: the ``path`` of the density over the times that were reached, the ``overview``
     of its observables, and the path of its ``picture``. Both are None if not even the first time was reached, and the
@@ -270,6 +270,17 @@ class DensityResult(Result):
     def ok(self) -> bool:
         """Whether the last time was reached."""
         return self.outcome.ok
+
+    @property
+    def summary(self) -> str:
+        """The grid and the times, and how the integration ended."""
+        return repr(self.path)[1:-1].removeprefix("DensityPath ")
+
+    def _tables(self) -> list[str]:
+        """The observables at the last time."""
+        from helmscope.stats.summary import summary
+
+        return [] if self.overview is None else [summary(self.overview.isel(time=[-1]))._repr_html_()]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -15,7 +15,7 @@ from helmscope.jobs.checks import Check, boolean, integer, list_of, number, opti
 from helmscope.jobs.job import Job, PictureWriter, Result, Work
 from helmscope.jobs.spec import Spec
 from helmscope.runs.unit import Unit
-from helmscope.types import HelmscopeError, check_memory, check_seed
+from helmscope.types import HelmscopeError, check_memory, check_seed, pluralized
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 DEFAULT_DIMS = (8, 32)
 UNITS_PER_DIM = 8
+AXES = {"dim": "dimension", "beta": "beta", "time": "time"}
 
 
 class PhaseSpec(Spec, frozen=True, kw_only=True, tag="phase"):
@@ -212,7 +213,7 @@ def phase_unit(dim: int, betas: list[float], shared_parameters: dict[str, Any]) 
     return PhaseSpec(dims=(dim,), betas=tuple(betas), **shared_parameters).diagram(dim)
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class PhaseResult(Result):
     """The result of ``PhaseSpec``: the ``diagram`` over (dim, beta, time), the ``half_time`` at which the probability
     is 1/2, the number of ``lost_samples``, which were not integrated to the last time, and the paths of
@@ -236,6 +237,20 @@ class PhaseResult(Result):
     def ok(self) -> bool:
         """Whether every sample was integrated to the last time."""
         return self.lost_samples == 0
+
+    @property
+    def summary(self) -> str:
+        """The axes of the diagram, the number of samples, and how many of them were lost."""
+        sizes = self.diagram.probability.sizes
+        axes = " x ".join(pluralized(sizes[name], word) for name, word in AXES.items())
+        lost = "complete" if self.ok else f"{pluralized(self.lost_samples, 'sample')} lost"
+        return f"{axes}; {pluralized(int(self.diagram.attrs['n']), 'sample')}; {lost}"
+
+    def _tables(self) -> list[str]:
+        """The half time of each dimension and beta."""
+        from helmscope.stats.summary import summary
+
+        return [summary(self.half_time)._repr_html_()]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -57,7 +57,7 @@ def render_page(spec: ReportSpec, subjects: TrialSubjects, finished: list[Trial]
     return page(entries, finished, seed=spec.seed, quick=spec.quick, folder=spec.folder, options=options, **details)
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class ReportResult(TrialsResult):
     """The result of ``ReportSpec``: that of ``TrialsSpec``, and the path of the ``page``.
 

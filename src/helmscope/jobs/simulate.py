@@ -243,7 +243,7 @@ def simulate_unit(first: int, last: int, state_parameters: dict[str, Any]) -> xr
     )
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class SimulationResult(Result):
     """The result of ``SimulationSpec``: the ``trajectory`` of states (time, system, token, dim), the ``outcome`` of
     each system, the ``overview`` (None unless all systems reached the last time), and the path of its ``picture``, None
@@ -266,6 +266,20 @@ class SimulationResult(Result):
     def ok(self) -> bool:
         """Whether every system reached the last time."""
         return self.outcome.ok
+
+    @property
+    def summary(self) -> str:
+        """The systems and times, and how the integration ended."""
+        return f"{repr(self.trajectory)[1:-1].removeprefix('Trajectory: ')}; {self.outcome.summary}"
+
+    def _tables(self) -> list[str]:
+        """The observables at the last time."""
+        from helmscope.stats.summary import summary
+
+        if self.overview is None:
+            return []
+        scalars = self.overview.drop_dims("inner_product").isel(time=[-1])
+        return [summary(scalars)._repr_html_()]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ from helmscope.jobs import checks
 from helmscope.jobs.checks import Check, boolean, list_of, optional
 from helmscope.jobs.job import Job, Result, Work
 from helmscope.jobs.spec import Spec
-from helmscope.types import HelmscopeError, check_seed
+from helmscope.types import HelmscopeError, check_seed, html_table, pluralized
 
 if TYPE_CHECKING:
     from helmscope.claims.run_trials import PlannedTrial, TrialsFailed
@@ -160,7 +161,7 @@ def plan(spec: TrialsSpec, subjects: TrialSubjects) -> list[PlannedTrial]:
     return plan_trials(claims, subjects.subjects, other=subjects.other, folder=spec.folder, held_back=spec.held_back)
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class TrialsResult(Result):
     """The result of ``TrialsSpec``: ``trials`` has one trial for each claim and subject. If experiments failed, it has
     only the others, and ``failed`` is the error that names the failed ones.
@@ -185,6 +186,19 @@ class TrialsResult(Result):
     def verdicts(self) -> list[Verdict]:
         """The verdicts of the trials."""
         return [trial.verdict for trial in self.trials]
+
+    @property
+    def summary(self) -> str:
+        """How many trials there were, with each ruling, and whether an experiment failed."""
+        counts = Counter(verdict.ruling.value for verdict in self.verdicts)
+        rulings = ", ".join(f"{count} {ruling}" for ruling, count in counts.most_common())
+        parts = [pluralized(len(self.trials), "trial"), rulings, "" if self.failed is None else str(self.failed)]
+        return "; ".join(part for part in parts if part)
+
+    def _tables(self) -> list[str]:
+        """One row for each trial."""
+        rows = [(verdict.claim, verdict.subject, verdict.summary) for verdict in self.verdicts]
+        return [html_table("", rows, header=("claim", "subject", "verdict"))] if rows else []
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
