@@ -411,6 +411,13 @@ def test_the_tour_runs(capsys: pytest.CaptureFixture[str], tmp_path: Path, monke
         assert comment.startswith(repr(eval(code, names))), line
 
 
+def test_errors_name_types_with_their_article() -> None:
+    """``type_with_article``: "an int", not "a int"."""
+    bare = re.compile(r"\ban? \{type\([^{}]*\)\.__name__\}")
+    assert [path.name for path in SOURCE.rglob("*.py") if bare.search(path.read_text())] == []
+    assert bare.search('f"x is a {type(x).__name__}, but it must be a tensor"')
+
+
 DOTTED = re.compile(r"(?<![\w.])hs((?:\.[A-Za-z_]\w*)+)")
 
 

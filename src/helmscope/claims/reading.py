@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from helmscope.claims.entry import Entry, parse_entry
-from helmscope.types import HelmscopeError, check_name
+from helmscope.types import HelmscopeError, check_name, type_with_article
 
 if TYPE_CHECKING:
     from importlib.resources.abc import Traversable
@@ -27,7 +27,7 @@ def read_catalogue(folder: str | Path | None = None) -> dict[str, Entry]:
     if folder is None:
         return dict(_packaged_entries())
     if not isinstance(folder, str | Path):
-        raise HelmscopeError(f"folder is a {type(folder).__name__}, but it must be a path")
+        raise HelmscopeError(f"folder is {type_with_article(folder)}, but it must be a path")
     path = Path(folder)
     if folder == "" or not path.is_dir():
         raise HelmscopeError(f"folder is '{folder}', but it must be a folder that holds one ID.toml per claim")

@@ -26,7 +26,7 @@ from helmscope.intervene.edit import whole_numbers
 from helmscope.intervene.states import Ablate
 from helmscope.models.recording import Recording
 from helmscope.models.watch import Site
-from helmscope.types import HelmscopeError, pluralized
+from helmscope.types import HelmscopeError, pluralized, type_with_article
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -109,7 +109,7 @@ class Arm:
         1
         """
         if not isinstance(recording, Recording):
-            raise HelmscopeError(f"recording is a {type(recording).__name__}, but it must be a Recording")
+            raise HelmscopeError(f"recording is {type_with_article(recording)}, but it must be a Recording")
         edits: list[AbstractEdit] = []
         if self.attention is AttentionMode.OFF:
             edits.append(Ablate(site=Site.ATTENTION))

@@ -229,7 +229,7 @@ class _Sweep:
         """Checks what ``sample`` and ``make_problem`` do not check later."""
         start = arguments["start"]
         if isinstance(start, type) or not isinstance(start, Start):
-            shown = start.__name__ if isinstance(start, type) else f"a {type(start).__name__}"
+            shown = start.__name__ if isinstance(start, type) else type_with_article(start)
             raise HelmscopeError(f"start is {shown}, but it must be a distribution such as Uniform(n=32, dim=128)")
         if start.n < 2:
             raise HelmscopeError(f"n of start is {start.n}, but a pair needs two tokens")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from helmscope.plots.measured import axis_name, draw_singles, single_replicates
 from helmscope.plots.style import COLORS, new_figure, styled
 from helmscope.stats.reduce import band, band_text, reduced
-from helmscope.types import HelmscopeError, keeps_replicates, pluralized, replicate_axis
+from helmscope.types import HelmscopeError, keeps_replicates, pluralized, replicate_axis, type_with_article
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -34,7 +34,7 @@ def overview_figure(measurement: xr.Dataset, *, title: str = "") -> Figure:
     """
     attributes, variables = getattr(measurement, "attrs", None), getattr(measurement, "data_vars", None)
     if attributes is None or variables is None:
-        raise HelmscopeError(f"measurement is a {type(measurement).__name__}, but it must be a result of overview()")
+        raise HelmscopeError(f"measurement is {type_with_article(measurement)}, but it must be a result of overview()")
     missing = {"delta", "radius", "beta"} - set(attributes)
     if missing or "inner_product_histogram" not in variables:
         raise HelmscopeError(
