@@ -411,6 +411,33 @@ def test_the_tour_runs(capsys: pytest.CaptureFixture[str], tmp_path: Path, monke
         assert comment.startswith(repr(eval(code, names))), line
 
 
+def documented(module: ModuleType) -> Iterator[tuple[str, str]]:
+    """The docstrings of the exports of a module, and of the members of its classes."""
+    for name in exports(module):
+        thing = getattr(module, name)
+        if isinstance(thing, ModuleType):
+            continue
+        yield name, thing.__doc__ or ""
+        for member, value in vars(thing).items() if isinstance(thing, type) else ():
+            if isinstance(doc := getattr(value, "__doc__", None), str):
+                yield f"{name}.{member}", doc
+
+
+# help() shows a docstring without the module around it
+ELSEWHERE = re.compile(r"\b(?:see|as|formulas?|equations?|forms?|ranks|generator|table|defined|given)\s+above\b")
+
+
+@pytest.mark.parametrize("module", EXPORTED.values(), ids=EXPORTED)
+def test_docstrings_contain_the_formulas_that_they_mention(module: ModuleType) -> None:
+    assert [name for name, text in documented(module) if ELSEWHERE.search(text)] == []
+
+
+def test_a_docstring_that_refers_elsewhere_is_seen() -> None:
+    texts = ("term by term; see above.", "(equations above)", "logits as\n    above).", "the closed form above, with")
+    assert all(ELSEWHERE.search(text) for text in texts)
+    assert not ELSEWHERE.search("the share of inner products above each of ``levels``")
+
+
 def test_errors_name_types_with_their_article() -> None:
     """``type_with_article``: "an int", not "a int"."""
     bare = re.compile(r"\ban? \{type\([^{}]*\)\.__name__\}")

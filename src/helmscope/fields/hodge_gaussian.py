@@ -43,7 +43,10 @@ PARALLEL = 1e-13  # rows with 1 - |q| below this are treated as parallel: for th
 
 @progress_reporting(None, "Hodge split")
 def gaussian_hodge_split(mlp: MLP) -> HodgeSplit:
-    """The orthogonal split f = grad U + R of an ungated MLP under x ~ N(0, I), with div(rho R) = 0 (equations above).
+    """The orthogonal split f = grad U + R of an ungated MLP under x ~ N(0, I), with div(rho R) = 0. For a
+    neuron w s(v.x + c) = w phi(z), z = e.x, e = v/|v|, w = alpha e + r with r perpendicular to e:
+
+        U = alpha int phi + (r.x) h(z),   h'' - z h' - h = -phi,   grad U = alpha e phi + r h + e (r.x) h'.
 
     Constants (b_out, and neurons with v = 0) are gradients and belong to ``gradient``; for this measure no nonzero
     field is both a gradient and divergence-free, and ``harmonic`` is 0. Profiles are accurate to about 1e-14 for
