@@ -117,16 +117,17 @@ def job_arguments(spec: TrialsSpec, planned: list[PlannedTrial], subjects: Trial
 
 
 def code_notice(spec: TrialsSpec) -> str:
-    """A notice of the user's code that a spec runs, to print before it does; "" if there is none. Unknown claims raise
-    ``HelmscopeError`` here, before any code runs.
+    """A notice of the user's code that a spec runs, to print before it does; "" if there is none. A folder without
+    entries and unknown claims raise ``HelmscopeError`` here, before any code runs.
 
     >>> code_notice(TrialsSpec(claims=["rate"]))
     ''
     """
-    from helmscope.claims.reading import check_claim
+    from helmscope.claims.reading import check_claim, read_catalogue
 
     if spec.folder is None:
         return ""
+    read_catalogue(spec.folder)
     for claim in spec.claims:
         check_claim(claim, spec.folder)
     files = ", ".join(path.name for path in sorted(Path(spec.folder).glob("*.py"))) or "no Python file"
