@@ -20,7 +20,7 @@ from helmscope.claims.evidence import (
     EveryAbsoluteDifference,
     EverySample,
     Evidence,
-    Identity,
+    IdentityErrors,
     PairedDifferences,
     PremiseImpossible,
     Replicates,
@@ -50,7 +50,7 @@ correction requires more. `power.svg` shows the curves.
 
 def detectable_effect(evidence: Evidence, region: Region) -> str:
     """The effect that a trial decides with a power of .9, in words."""
-    if isinstance(evidence, Identity):
+    if isinstance(evidence, IdentityErrors):
         n = np.asarray(evidence.errors).size
         return f"an error beyond the bound at {100 * (1 - 0.1 ** (1 / n)):.2g} % of the inputs"
     if isinstance(evidence, Count):

@@ -45,7 +45,7 @@ OBSERVABLES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "residual": hs.rank.collapse_residual_composite,
     "angle": lambda x: hs.sphere.angle(x, x.flip(-2)),
     "log": lambda x: hs.sphere.log(x, x.flip(-2)),
-    "transport": lambda x: hs.sphere.transport(x, x.roll(1, -2), hs.sphere.project(x, x.flip(-1))),
+    "transport": lambda x: hs.sphere.parallel_transport(x, x.roll(1, -2), hs.sphere.project(x, x.flip(-1))),
     "basis": hs.sphere.tangent_basis,
     "laplacian": lambda x: hs.geometry.surface.laplacian(lambda y: torch.sin(y[..., 0]) * y[..., 1], x),
     "harmonics": lambda x: hs.geometry.harmonics.spherical_harmonics(x, 6),
@@ -99,5 +99,5 @@ def test_the_same_seed_gives_the_same_tokens_everywhere(device: str, dtype: torc
 def test_an_overview_is_read_from_any_device(device: str, dtype: torch.dtype) -> None:
     wanted = hs.overview(hs.integrate(FIELDS["sa"], X, [0.0, 1.0]).trajectory, beta=2.0)
     got = hs.overview(hs.integrate(FIELDS["sa"], X.to(device, dtype), [0.0, 1.0]).trajectory, beta=2.0)
-    for name in ("energy", "order_parameter", "cluster_count", "effective_rank"):
+    for name in ("interaction_energy", "order_parameter", "cluster_count", "effective_rank"):
         assert abs(got[name].values - wanted[name].values).max() <= FLOW_BOUND[dtype]

@@ -1,17 +1,23 @@
 """The house stands: packages import only from packages above them, exports are lazy and complete, versions agree."""
 
 import ast
+import io
 import re
+import shlex
 import sys
+import tokenize
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Protocol
 
 import pytest
+import typer
+from typer.main import get_command
 
 import helmscope as hs
+from helmscope import cli
 from helmscope.claims.reading import read_catalogue
 from helmscope.claims.registry import experiments
 from support.children import run_python
@@ -385,14 +391,79 @@ def run_blocks(path: Path) -> tuple[str, dict[str, object]]:
 def test_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     text, names = run_blocks(ROOT / "README.md")
-    assert names["recording"].certificate.ok
+    assert names["sim"].outcome.ok
     assert (tmp_path / "clustering.png").read_bytes().startswith(b"\x89PNG")
-    assert text.count("\n") <= 100
+    assert text.count("\n") <= 80
+    assert text.count("![") == 1
+    (block,) = re.findall(r"```python\n(.*?)```", text, re.S)
+    code = [line for line in block.splitlines() if line and not line.startswith(("#", "import"))]
+    assert len(code) == 3
+    assert "pip install torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu" in text
+    assert "source .venv/bin/activate" in text
     for command in re.findall(r"^make ([\w-]+)", text, re.M):
         assert re.search(rf"^{command}:", (ROOT / "Makefile").read_text(), re.M), command
-    for link in re.findall(r"\]\(([\w./-]+)\)", text):
+    for link in re.findall(r"\]\(([\w./-]+)(?:#[\w-]+)?\)", text):
         assert (ROOT / link).exists(), link
     assert f"{len(read_catalogue())} claims, of which {len(experiments())} have an experiment" in text
+
+
+def commands(path: Path) -> list[list[str]]:
+    """The words of every ``helmscope ...`` line in the code blocks of a document, without comments."""
+    blocks = re.findall(r"```\w*\n(.*?)```", path.read_text(), re.S)
+    lines = [line for block in blocks for line in block.splitlines() if line.startswith("helmscope ")]
+    return [shlex.split(line, comments=True)[1:] for line in lines]
+
+
+WITH_COMMANDS = [path for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))) if commands(path)]
+
+
+def parse(words: Sequence[str]) -> None:
+    """Parse a command line without running it; unknown verbs and options, and bad values, raise."""
+    command, rest, context = get_command(cli.app), list(words), None
+    while True:
+        context = command.make_context(command.name, rest, parent=context)
+        if not hasattr(command, "commands"):
+            return
+        _, command, rest = command.resolve_command(context, [*context._protected_args, *context.args])
+
+
+@pytest.mark.parametrize("path", WITH_COMMANDS, ids=lambda path: path.name)
+def test_documented_commands_can_be_parsed(path: Path) -> None:
+    for words in commands(path):
+        if not {"-h", "--help", "--version", "--completion"} & set(words):
+            parse(words)
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["phase --dims 2 --sampels 3", "phse", "claims tset rate", "phase --samples", "claims list rate", "runs a b c"],
+)
+def test_a_command_that_does_not_exist_is_seen(line: str) -> None:
+    with pytest.raises(typer.TyperException):
+        parse(line.split())
+
+
+def test_the_commands_of_the_readme(helmscope: Callable[..., tuple[object, str, str]], tmp_path: Path) -> None:
+    """The quick one runs; the others, whose verbs have tests of their own, name what there is."""
+    trials, phase, density = commands(ROOT / "README.md")
+    code, out, err = helmscope(*density)
+    assert (code, density[0]) == (0, "density"), err
+    assert "order_parameter" in out
+    assert (tmp_path / density[-1]).read_bytes().startswith(b"\x89PNG")
+    assert phase[0] == "phase"
+    assert trials[:2] == ["claims", "test"]
+    assert trials[-2:] == ["--model", "A"]
+    assert set(trials[2:-2]) <= set(read_catalogue())
+
+
+def test_the_comments_of_the_tour_stand_in_one_column() -> None:
+    """61, or two spaces behind code that is longer."""
+    for block in re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "tour.md").read_text(), re.S):
+        lines = block.splitlines()
+        for token in tokenize.generate_tokens(io.StringIO(block).readline):
+            if token.type == tokenize.COMMENT and (code := token.line[: token.start[1]].rstrip()):
+                column = 61 if len(code) < 60 else len(code) + 2
+                assert token.start[1] == column, lines[token.start[0] - 1]
 
 
 def test_the_tour_runs(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -409,6 +480,76 @@ def test_the_tour_runs(capsys: pytest.CaptureFixture[str], tmp_path: Path, monke
     for line in shown:  # the comment begins with what is printed
         code, comment = re.split(" +# ", line, maxsplit=1)
         assert comment.startswith(repr(eval(code, names))), line
+
+
+def documented(module: ModuleType) -> Iterator[tuple[str, str]]:
+    """The docstrings of the exports of a module, and of the members of its classes."""
+    for name in exports(module):
+        thing = getattr(module, name)
+        if isinstance(thing, ModuleType):
+            continue
+        yield name, thing.__doc__ or ""
+        for member, value in vars(thing).items() if isinstance(thing, type) else ():
+            if isinstance(doc := getattr(value, "__doc__", None), str):
+                yield f"{name}.{member}", doc
+
+
+# help() shows a docstring without the module around it
+ELSEWHERE = re.compile(r"\b(?:see|as|formulas?|equations?|forms?|ranks|generator|table|defined|given)\s+above\b")
+
+
+@pytest.mark.parametrize("module", EXPORTED.values(), ids=EXPORTED)
+def test_docstrings_contain_the_formulas_that_they_mention(module: ModuleType) -> None:
+    assert [name for name, text in documented(module) if ELSEWHERE.search(text)] == []
+
+
+def test_a_docstring_that_refers_elsewhere_is_seen() -> None:
+    texts = ("term by term; see above.", "(equations above)", "logits as\n    above).", "the closed form above, with")
+    assert all(ELSEWHERE.search(text) for text in texts)
+    assert not ELSEWHERE.search("the share of inner products above each of ``levels``")
+
+
+def test_errors_name_types_with_their_article() -> None:
+    """``type_with_article``: "an int", not "a int"."""
+    bare = re.compile(r"\ban? \{type\([^{}]*\)\.__name__\}")
+    assert [path.name for path in SOURCE.rglob("*.py") if bare.search(path.read_text())] == []
+    assert bare.search('f"x is a {type(x).__name__}, but it must be a tensor"')
+
+
+DOTTED = re.compile(r"(?<![\w.])hs((?:\.[A-Za-z_]\w*)+)")
+
+
+def unknown_names(text: str) -> list[str]:
+    """The names ``hs.A.B...`` in a text that do not exist; attributes of functions and classes are not followed."""
+    faults = []
+    for dotted in sorted(set(DOTTED.findall(text))):
+        thing: object = hs
+        for name in dotted.split(".")[1:]:
+            if name == "NAME" or not isinstance(thing, ModuleType):  # NAME stands for any name
+                break
+            if not hasattr(thing, name):
+                faults.append(f"hs{dotted}")
+                break
+            thing = getattr(thing, name)
+    return faults
+
+
+WITH_NAMES = [".ci/wheel-check", "README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "training/README.md"]
+WITH_NAMES += sorted(
+    path.relative_to(ROOT).as_posix()
+    for folder, pattern in (("docs", "*.md"), ("docs", "*.py"), ("examples", "**/*.py"))
+    for path in (ROOT / folder).glob(pattern)
+)
+
+
+@pytest.mark.parametrize("path", WITH_NAMES)
+def test_documents_and_scripts_use_names_that_exist(path: str) -> None:
+    assert unknown_names((ROOT / path).read_text()) == []
+
+
+def test_a_name_that_does_not_exist_is_seen() -> None:
+    text = "hs.load, `hs.models.bundled_texts()`, (hs.intervene.Reweigh), hs.integrate.nothing, shs.no, hs.Sitee.MLP"
+    assert unknown_names(text) == ["hs.Sitee.MLP", "hs.intervene.Reweigh", "hs.models.bundled_texts"]
 
 
 STARTING = {

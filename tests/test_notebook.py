@@ -16,6 +16,7 @@ sim = hs.integrate(hs.SA(beta=4.0), hs.Uniform(n=12, dim=3).sample(3, seed=0), t
 recording = hs.record("A", ["Once upon a time there was a cat.", "One day a dog ran <script>alert(1)</script>"])
 diagram = hs.phase_diagram(hs.SA, betas=[1, 4], times=[0, 4, 9], start=hs.Uniform(4, 8), samples=3)
 trial = hs.try_claim("kuramoto", quick=True)
+job = hs.jobs.run(hs.jobs.TrialsSpec(claims=["kuramoto"], quick=True), folder=FOLDER)
 density = hs.meanfield.Density.von_mises_fisher(hs.meanfield.CircleGrid(degree=16), kappa=1.0)
 path = hs.meanfield.evolve(None, density, times=[0, 1], noise=hs.noise.IsotropicNoise(0.1))
 """
@@ -26,6 +27,7 @@ CELLS = {
     "recording.certificate": TABLE,
     "trial": TABLE,
     "trial.verdict": TABLE,
+    "job": TABLE,
     "diagram": TABLE,
     "hs.summary(hs.overview(sim, beta=4.0))": TABLE,
     "sim.plot()": PICTURE,
@@ -73,7 +75,9 @@ nbformat.write(notebook, path)
 def executed(folder: Path) -> dict[str, list[Any]]:
     """The outputs of each cell of one notebook that was run from top to bottom, without an error."""
     path = folder / "shown.ipynb"
-    cells = [nbformat.v4.new_code_cell(source) for source in (FIRST, *CELLS, BAR)]
+    sources = (FIRST, *CELLS, BAR)
+    cells = [nbformat.v4.new_code_cell(f"FOLDER = {str(folder / 'run')!r}")]
+    cells += [nbformat.v4.new_code_cell(source) for source in sources]
     nbformat.write(nbformat.v4.new_notebook(cells=cells), path)
     homes = {name: str(folder) for name in ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR")}
     run_python(RUN, path, check=True, timeout=240.0, env={**os.environ, **homes})

@@ -68,7 +68,9 @@ LONG = {
     "merge_tree": lambda progress: hs.observe.merge_tree(RUN.states[-1], progress=progress),
     "hull_distance": lambda progress: hs.observe.hull_distance(RUN.states[0], RUN.states[-1], progress=progress),
     "page": lambda progress: page(read_catalogue(), TRIALS, progress=progress),
-    "published_probability": lambda progress: hs.observe.published_probability(hs.SA, **PHASE, progress=progress),
+    "published_scheme_probability": lambda progress: hs.observe.published_scheme_probability(
+        hs.SA, **PHASE, progress=progress
+    ),
 }
 
 
@@ -103,7 +105,7 @@ WITHOUT_SHARES = {  # only the time is known, or the share is that of a part whi
     "kernel of a model": lambda: RECORDING.kernel(layer=0),
     "logits": lambda: RECORDING.logits(depth=2),
     "kernel_statistics": lambda: hs.kernel_statistics(RUN),
-    "estimate": lambda: hs.jobs.estimate(hs.jobs.Simulate(n=4, batch=2, times=[0, 0.1])),
+    "estimate": lambda: hs.jobs.estimate(hs.jobs.SimulationSpec(n=4, batch=2, times=[0, 0.1])),
     "cluster_count": lambda: hs.cluster_count(RUN.states, radius=0.1),
     "cloud_statistics": lambda: hs.observe.cloud_statistics(RECORDING, gap=1),
     "token_decoding_accuracy": lambda: hs.observe.token_decoding_accuracy(RECORDING, RECORDING),

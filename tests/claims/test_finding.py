@@ -11,7 +11,7 @@ from helmscope.claims.evidence import (
     Count,
     EveryAbsoluteDifference,
     EverySample,
-    Identity,
+    IdentityErrors,
     PremiseImpossible,
     Replicates,
     SomeSample,
@@ -63,11 +63,11 @@ def test_a_count_with_refutes_false_is_never_refuted() -> None:
 
 def test_one_error_beyond_the_bound_refutes_an_identity() -> None:
     errors = np.full(1_000, 1e-15)
-    assessment = Identity(errors).weigh(BOUND)
+    assessment = IdentityErrors(errors).weigh(BOUND)
     assert assessment.ruling is Ruling.BY_CONSTRUCTION
     assert (assessment.interval.estimate, assessment.interval.n) == (1e-15, 1_000)
     errors[17] = 1e-11
-    assessment = Identity(errors).weigh(BOUND)
+    assessment = IdentityErrors(errors).weigh(BOUND)
     assert assessment.ruling is Ruling.REFUTED
     assert assessment.interval.high == assessment.interval.estimate == 1e-11
     assert "1 of them beyond" in assessment.basis
@@ -84,7 +84,7 @@ def test_one_error_beyond_the_bound_refutes_an_identity() -> None:
 )
 def test_invalid_identities_raise(errors: np.ndarray, region: Region, sentence: str) -> None:
     with pytest.raises(HelmscopeError) as raised:
-        Identity(errors).weigh(region)
+        IdentityErrors(errors).weigh(region)
     assert str(raised.value) == sentence
 
 

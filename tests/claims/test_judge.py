@@ -7,7 +7,15 @@ import pytest
 import xarray as xr
 
 from helmscope.claims.entry import SubjectKind, parse_entry
-from helmscope.claims.evidence import Count, Identity, PremiseImpossible, Replicates
+from helmscope.claims.evidence import (
+    Count,
+    EverySample,
+    Evidence,
+    IdentityErrors,
+    PairedDifferences,
+    PremiseImpossible,
+    Replicates,
+)
 from helmscope.claims.finding import Finding
 from helmscope.claims.judge import judge
 from helmscope.types import HelmscopeError, Judgment, Region, Ruling
@@ -52,7 +60,7 @@ ENTRY = parse_entry(HEAD + SHARE + NULL, "my-claim.toml")
 BOTH = parse_entry(HEAD + SHARE + ERROR, "my-claim.toml")
 DATA = xr.Dataset({"share": 1.0, "share_stderr": 0.0}, attrs={"n": 64})
 FAILS, HOLDS = {"V = -I": Count(0, 64)}, Count(64, 64, of="starts")
-SMALL, LARGE = Identity(np.zeros(1_000)), Identity(np.ones(1_000))
+SMALL, LARGE = IdentityErrors(np.zeros(1_000)), IdentityErrors(np.ones(1_000))
 
 
 def test_the_verdict_holds_the_entry_the_region_and_the_interval() -> None:
@@ -88,7 +96,7 @@ def test_a_failed_control_rules_out_any_ruling(evidence: Count) -> None:
         (Count(60, 64), LARGE, Ruling.REFUTED),
     ],
 )
-def test_both_conditions_are_judged(share: Count, error: Identity, ruling: Ruling) -> None:
+def test_both_conditions_are_judged(share: Count, error: IdentityErrors, ruling: Ruling) -> None:
     verdict = judge(BOTH, Finding(evidence={"share": share, "error": error}, data=DATA))
     assert verdict.ruling is ruling
     assert [condition.name for condition in verdict.conditions] == ["share", "error"]
@@ -181,6 +189,26 @@ def test_an_inconclusive_verdict_names_the_sample_size_that_would_decide() -> No
     assert "About 47 replicates would decide it." in verdict.sentence  # 4 (3.1824 x 1.29099 / 2 / .6)^2 = 46.9
     verdict = judge(ENTRY, Finding(evidence=Count(0, 64, refutes=False), controls=FAILS, data=DATA))
     assert "No number of replicates is known that would decide it." in verdict.sentence
+
+
+@pytest.mark.parametrize(
+    ("evidence", "warned"),
+    [
+        (Count(16, 16), False),  # Clopper and Pearson's interval holds for any n
+        (Count(31, 31), False),
+        (Replicates([1.0] * 31), True),
+        (Replicates([1.0, 1.1] * 15, skewed=True), True),
+        (Replicates([1.0, 1.1] * 16), False),
+        (PairedDifferences([1.0, 1.1] * 8), True),
+        (EverySample([[1.0, 1.1] * 8]), True),
+    ],
+)
+def test_only_intervals_that_assume_normality_warn_of_few_replicates(evidence: Evidence, warned: bool) -> None:
+    verdict = judge(ENTRY, Finding(evidence=evidence, controls=FAILS, data=DATA))
+    assert ("Fewer than 32 replicates" in verdict.sentence) is warned
+    both = parse_entry(HEAD + SHARE + ERROR + NULL, "my-claim.toml")
+    verdict = judge(both, Finding(evidence={"share": evidence, "error": SMALL}, controls=FAILS, data=DATA))
+    assert ("Fewer than 32 replicates" in verdict.sentence) is warned
 
 
 def test_descriptions_and_impossible_premises_name_no_sample_size() -> None:

@@ -225,10 +225,10 @@ FAULTS = [  # and a condition or control that must notice each
     fault("kuramoto", "SA", lambda beta: SA(0.0), OPEN, "order without the first-order term"),
     fault("kuramoto", "USA", BackwardUSA, REFUTED, "USA at beta = 2"),
     fault("extremes", "interaction_energy", 1 + 1e-9, REFUTED, "point mass", slow=True),
-    fault("extremes", "energy_min", 0.5, REFUTED, "uniform distribution"),
-    fault("extremes", "energy_max", 1.005, REFUTED, "point mass"),
-    fault("extremes", "energy_min", 1 + 1e-4, REFUTED, "crossing", slow=True),
-    fault("extremes", "energy_max", 1 - 1e-9, REFUTED, "crossing", slow=True),
+    fault("extremes", "min_energy", 0.5, REFUTED, "uniform distribution"),
+    fault("extremes", "max_energy", 1.005, REFUTED, "point mass"),
+    fault("extremes", "min_energy", 1 + 1e-4, REFUTED, "crossing", slow=True),
+    fault("extremes", "max_energy", 1 - 1e-9, REFUTED, "crossing", slow=True),
     fault("extremes", "SA", Backward, OPEN, "monotone energy", slow=True),
     fault("extremes", "SA", attractive, REFUTED, "monotone energy", slow=True),
     fault("extremes", "SA", Still, OPEN, "E_max at a lower beta", slow=True),
@@ -299,8 +299,8 @@ def test_the_closed_forms_of_extremes_are_those_of_an_integral() -> None:
                 for b in (beta, 0.0)
             ]
             due = density[0] / density[1] / (2 * beta)
-            assert where.energy_min(beta=beta, dim=dim) == pytest.approx(due, rel=1e-10)
-            assert where.energy_max(beta=beta) == pytest.approx(math.exp(beta) / (2 * beta), rel=1e-15)
+            assert where.min_energy(beta=beta, dim=dim) == pytest.approx(due, rel=1e-10)
+            assert where.max_energy(beta=beta) == pytest.approx(math.exp(beta) / (2 * beta), rel=1e-15)
 
 
 def test_derivative_and_weighted_product_against_central_differences() -> None:

@@ -21,7 +21,7 @@ from helmscope.claims.registry import registered_case
 from helmscope.claims.trial import try_claim
 from helmscope.claims.twin_contrast import TwinContrast
 from helmscope.geometry.sphere import retract
-from helmscope.models.bundled_models import sibling_history, story_texts
+from helmscope.models.bundled_models import ablated_training_history, story_texts
 from helmscope.models.load import load
 from helmscope.models.subject import Subject
 from helmscope.observe.identity import token_decoding_accuracy
@@ -276,7 +276,7 @@ def test_the_table_of_arms_has_a_row_for_each_subject(short: tuple[Trial, ...]) 
 
 def test_the_sibling_is_shown_over_training(short: tuple[Trial, ...]) -> None:
     shown = short[2].data.over_training.sel(trained_arm="attention alone")
-    stored = sibling_history().aligned_pair_share.sel(arm="attention alone", level=0.9).isel(depth=-1)
+    stored = ablated_training_history().aligned_pair_share.sel(arm="attention alone", level=0.9).isel(depth=-1)
     np.testing.assert_allclose(shown.mean("prompt"), stored.sel(step=shown.step).mean("prompt"), atol=1e-6)
     assert "In a sibling of A" in short[2].verdict.sentence
 

@@ -66,12 +66,12 @@ def test_a_run_matches_the_library(helmscope, tmp_path):
         assert rows["stderr"] == seen[f"{name}_stderr"].values.tolist()
     assert set(report["measured"]) == {
         *(
-            "close_pair_probability",
+            "close_pair_share",
             "order_parameter",
             "mean_inner_product",
             "cluster_count",
             "effective_rank",
-            "energy",
+            "interaction_energy",
         )
     }
     assert (report["ok"], report["outcome"], report["seed"], report["systems"]) == (True, "finished at t=1", 7, 2)
@@ -153,9 +153,7 @@ def test_dtype_delta_radius_and_a_range_of_times(helmscope):
     assert states.time.values.tolist() == [0.0, 0.5, 1.0, 1.5, 2.0]
     seen = hs.store.RunFolder.open("a").read_results("overview")
     cloud = torch.tensor(states.states.values)
-    assert (
-        seen.close_pair_probability.values.tolist() == hs.observe.close_pair_share(cloud, delta=0.5).double().tolist()
-    )
+    assert seen.close_pair_share.values.tolist() == hs.observe.close_pair_share(cloud, delta=0.5).double().tolist()
     assert seen.cluster_count.values.tolist() == hs.cluster_count(cloud, radius=1.0).double().tolist()
 
 
@@ -203,7 +201,7 @@ def test_small_runs_succeed_with_text_and_json_output(helmscope, words):
 def test_an_energy_beyond_float64_is_not_json_infinity(helmscope):
     code, out, _ = helmscope("simulate", *SMALL, "--beta", "800", "--out", "run", "--json")
     assert code == 0
-    assert strict(out)["measured"]["energy"]["value"] == [None] * 3
+    assert strict(out)["measured"]["interaction_energy"]["value"] == [None] * 3
 
 
 def test_a_run_that_cannot_finish_says_why_and_exits_1(helmscope, tmp_path):

@@ -214,7 +214,18 @@ def test_rejected_input_leaves_no_files(helmscope, tmp_path, words, sentence):
     code, out, err = helmscope("claims", "test", *words)
     assert (code, out) == (2, "")
     assert sentence in err
+    assert "running the code" not in err  # nothing is announced that is not done
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("words", [["claims", "test"], ["report"]])
+def test_a_folder_without_claims_is_refused_before_its_code_is_announced(helmscope, tmp_path, words):
+    (tmp_path / "empty").mkdir()
+    for folder, sentence in (("nowhere", "folder is 'nowhere', but it must be"), ("empty", "but it holds no ID.toml")):
+        code, out, err = helmscope(*words, "--from", folder)
+        assert (code, out) == (2, "")
+        assert sentence in err
+        assert "running the code" not in err
 
 
 def test_a_users_entries_are_listed_without_running_their_code(helmscope):

@@ -21,7 +21,7 @@ SMALL = ("density", "--beta", "1", "--nu", "0.2", "--degree", "16", "--times", "
 FILES = ["density.nc", "density.png", "manifest.json", "overview.nc", "spec.toml", "units", "units.json"]
 MEASURED = {
     *("mass", "order_parameter", "entropy", "relative_entropy", "minimum", "negative_mass"),
-    *("energy", "free_energy", "free_energy_rate"),
+    *("interaction_energy", "free_energy", "free_energy_rate"),
 }
 
 

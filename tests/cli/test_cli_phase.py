@@ -16,7 +16,7 @@ import torch
 import helmscope as hs
 from helmscope.jobs.phase import phase_unit
 from helmscope.observe.half_times import half_time
-from helmscope.observe.phase import phase_diagram, published_probability
+from helmscope.observe.phase import phase_diagram, published_scheme_probability
 from support.children import child, wait_for
 
 COMMAND = Path(sys.executable).parent / "helmscope"
@@ -61,7 +61,7 @@ def test_a_run_matches_the_library(helmscope, tmp_path):
     for dim in (3, 9):
         start = hs.Uniform(4, dim)
         seen = phase_diagram(hs.SA, start=start, **CASE)
-        seen = seen.assign(published_probability(hs.SA, start=start, **CASE).data_vars)
+        seen = seen.assign(published_scheme_probability(hs.SA, start=start, **CASE).data_vars)
         here = stored.sel(dim=dim)
         for name in seen.data_vars:
             assert np.array_equal(here[name].values, seen[name].values)

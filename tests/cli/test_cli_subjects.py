@@ -155,22 +155,22 @@ def test_a_model_too_large_for_the_memory_is_refused_with_an_estimate(helmscope,
 
 
 def test_report_uses_the_held_back_texts_and_claims_test_does_not() -> None:
-    from helmscope.jobs import Report, Trials
+    from helmscope.jobs import ReportSpec, TrialsSpec
 
-    trials, report = (trial_subjects(kind(models=["A"])).subjects[0] for kind in (Trials, Report))
-    assert (Trials().held_back, Report().held_back) == (False, True)
+    trials, report = (trial_subjects(kind(models=["A"])).subjects[0] for kind in (TrialsSpec, ReportSpec))
+    assert (TrialsSpec().held_back, ReportSpec().held_back) == (False, True)
     assert trials == Subject("A")
     assert report == Subject("A").held_back()
     assert not set(trials.texts) & set(report.texts)
-    assert trial_subjects(Trials(models=["A"], held_back=True)).subjects == (report,)
+    assert trial_subjects(TrialsSpec(models=["A"], held_back=True)).subjects == (report,)
 
 
 def test_texts_one_per_line(helmscope, tmp_path):
     (tmp_path / "lines.txt").write_text("Once upon a time\n\n  The cat sat on a mat.  \n")
-    from helmscope.jobs import Trials
+    from helmscope.jobs import TrialsSpec
 
     helmscope("claims", "list")  # which goes into the folder
-    subjects = trial_subjects(Trials(models=["A"], texts="lines.txt", other="B", truncate=True))
+    subjects = trial_subjects(TrialsSpec(models=["A"], texts="lines.txt", other="B", truncate=True))
     assert subjects.subjects == (Subject("A", ["Once upon a time", "The cat sat on a mat."], truncate=True),)
     assert subjects.other == Subject("B", subjects.subjects[0].texts, truncate=True)
     assert subjects.models == ("A",)

@@ -225,7 +225,7 @@ def test_padding_adds_no_cluster_and_no_tree_length():
         lambda x, y, v: sphere.angle(x, y),
         lambda x, y, v: sphere.log(x, y),
         lambda x, y, v: sphere.exp(x, v),
-        sphere.transport,
+        sphere.parallel_transport,
         lambda x, y, v: sphere.pull_back(x, v, y),
         lambda x, y, v: sphere.tangent_basis(x),
     ],
@@ -255,7 +255,9 @@ def test_functions_of_points_broadcast():
     v = sphere.project(x[0], y)
     assert torch.equal(sphere.angle(x[:, None], y)[2, 1], sphere.angle(x[2], y[1]))
     assert torch.equal(sphere.log(x[:, None], y)[2, 1], sphere.log(x[2], y[1]))
-    assert torch.equal(sphere.transport(x[0], y[:, None], v)[2, 1], sphere.transport(x[0], y[2], v[1]))
+    assert torch.equal(
+        sphere.parallel_transport(x[0], y[:, None], v)[2, 1], sphere.parallel_transport(x[0], y[2], v[1])
+    )
 
 
 def test_trees_and_clusters_require_no_gradient():

@@ -223,11 +223,11 @@ def test_exp_is_on_the_sphere_and_agrees_with_50_digits(case, digits):
 @DIGITS
 def test_transport_is_an_isometry_between_tangent_spaces_and_transport_back_is_its_inverse(case):
     x, y, v = case
-    moved, w = sphere.transport(x, y, v), sphere.log(x, y)
+    moved, w = sphere.parallel_transport(x, y, v), sphere.log(x, y)
     assert ulps(norm(moved) - norm(v), x.dtype) <= 8  # 6.0, at the antipode, like the next ones
     assert ulps(dot(y, moved), x.dtype) <= 8  # 6.7
-    assert ulps(sphere.transport(y, x, moved) - v, x.dtype) <= 16  # 12.0
-    assert ulps(sphere.transport(x, y, w) + sphere.log(y, x), x.dtype, norm(w) + 1e-30) <= 8  # 6.4
+    assert ulps(sphere.parallel_transport(y, x, moved) - v, x.dtype) <= 16  # 12.0
+    assert ulps(sphere.parallel_transport(x, y, w) + sphere.log(y, x), x.dtype, norm(w) + 1e-30) <= 8  # 6.4
     p, q = unit(exact(x)), unit(exact(y))
     if 1 + p @ q > 1e-30:  # otherwise every geodesic is valid
         tangent = tangential(p, exact(v))
@@ -258,7 +258,7 @@ def test_transport_solves_its_ode_up_to_the_antipode(seed):
     y, v = -x if seed % 3 == 0 else y, sphere.project(x, v)
     expected = transported_by_the_ode(x.numpy(), sphere.log(x, y).numpy(), v.numpy())
     assert (
-        norm(sphere.transport(x, y, v) - torch.from_numpy(expected)) <= 5e-12
+        norm(sphere.parallel_transport(x, y, v) - torch.from_numpy(expected)) <= 5e-12
     )  # the error of the oracle at the antipode is 4.2e-12
 
 
@@ -268,7 +268,7 @@ def test_transport_solves_its_ode_up_to_the_antipode(seed):
 def test_pull_back_is_the_derivative_of_log_in_50_digits(case):
     x, y, v = case
     u = 0.95 * sphere.log(x, y)
-    w = sphere.transport(x, sphere.exp(x, u), v)
+    w = sphere.parallel_transport(x, sphere.exp(x, u), v)
     p = unit(exact(x))
     q = exact_exp(p, tangential(p, exact(u)))
     h = mpmath.mpf(10) ** -18
@@ -284,7 +284,7 @@ def test_bases_are_orthonormal_and_tangent_for_any_first_entry(case, sign, digit
     x, _, _ = case
     first, others = sign * x[:1].abs(), 10**digits * x[1:]
     x = sphere.retract(torch.cat([first, others + (first == 0) * (others == 0).all()]))
-    basis, one = sphere.tangent_basis(x).double(), sphere.any_tangent(x)
+    basis, one = sphere.tangent_basis(x).double(), sphere.arbitrary_tangent(x)
     assert basis.shape == (len(x), len(x) - 1)
     assert ulps(basis.T @ basis - torch.eye(len(x) - 1), x.dtype) <= 4  # 3.0
     assert ulps(x.double() @ basis, x.dtype) <= 3  # 2.3
@@ -300,10 +300,10 @@ DIFFERENTIABLE = [
     lambda x, y, v: sphere.exp(x, v),
     lambda x, y, v: sphere.angle(x, y),
     lambda x, y, v: sphere.log(x, y),
-    lambda x, y, v: sphere.transport(x, y, v),
+    lambda x, y, v: sphere.parallel_transport(x, y, v),
     lambda x, y, v: sphere.pull_back(x, 0.9 * sphere.log(x, y), v),
     lambda x, y, v: sphere.tangent_basis(x),
-    lambda x, y, v: sphere.any_tangent(x),
+    lambda x, y, v: sphere.arbitrary_tangent(x),
 ]
 
 

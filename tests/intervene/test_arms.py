@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from helmscope.intervene import Arm, AttentionMode, Edit, FreezeNorm, NegateValues, leave_one_in, leave_one_out
+from helmscope.intervene import Arm, AttentionMode, Edit, FreezeNorm, NegateValues, only_one_mlp, without_one_mlp
 from helmscope.intervene.arms import ARMS
 from helmscope.models.load import load
 from helmscope.models.record import record
@@ -193,10 +193,10 @@ def test_all_arms_of_a_tied_model():
 
 
 def test_mlps_left_in_and_out():
-    assert [arm.mlp for arm in leave_one_in(range(3))] == [(0,), (1,), (2,)]
-    assert [arm.mlp for arm in leave_one_out(range(3), attention=AttentionMode.OFF)] == [(1, 2), (0, 2), (0, 1)]
+    assert [arm.mlp for arm in only_one_mlp(range(3))] == [(0,), (1,), (2,)]
+    assert [arm.mlp for arm in without_one_mlp(range(3), attention=AttentionMode.OFF)] == [(1, 2), (0, 2), (0, 1)]
     recording = record(tiny_model("gpt2"), inputs_of("gpt2"))
-    for arm in leave_one_in(recording.layers):
+    for arm in only_one_mlp(recording.layers):
         found = recording.under(*arm.edits(recording))
         moved = [not torch.equal(found.stream(depth=2 * k + 1), found.stream(depth=2 * k + 2)) for k in range(3)]
         assert [k for k in range(3) if moved[k]] == list(arm.mlp)
@@ -211,8 +211,8 @@ def test_mlps_left_in_and_out():
         (lambda: Arm(mlp=[-1]), "mlp is"),
         (lambda: Arm(whole_radius=1), "whole_radius is 1"),
         (lambda: Arm(mlp=False).edits("A"), "recording is a str"),
-        (lambda: leave_one_out([0]), "layers holds 1 layer"),
-        (lambda: leave_one_in([]), "layers is"),
+        (lambda: without_one_mlp([0]), "layers holds 1 layer"),
+        (lambda: only_one_mlp([]), "layers is"),
     ],
 )
 def test_bad_arguments(make, words):

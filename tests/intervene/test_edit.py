@@ -225,7 +225,7 @@ def reads_no_key(value):
     [
         (Edit(Site.MLP, [1], divides_by_zero), "MLP in layer 1: ZeroDivisionError: .*division", ZeroDivisionError),
         (Edit(Site.MLP, [2], reads_no_key), "MLP in layer 2: KeyError: 'missing'", KeyError),
-        (hs.intervene.Reweigh([0], function=divides_by_zero), "WEIGHTS in layer 0: ZeroDiv", ZeroDivisionError),
+        (hs.intervene.ReplaceWeights([0], function=divides_by_zero), "WEIGHTS in layer 0: ZeroDiv", ZeroDivisionError),
     ],
 )
 def test_an_error_in_the_function_of_an_edit_is_reported_as_one(edit, words, cause):

@@ -8,17 +8,17 @@ import pytest
 
 import helmscope as hs
 from helmscope.claims.run_trials import plan_trials
-from helmscope.jobs import EvolveDensity, Phase, Simulate, Trials, cost, sample
+from helmscope.jobs import DensitySpec, PhaseSpec, SimulationSpec, TrialsSpec, cost, sample
 from helmscope.jobs.cost import Estimate
 from helmscope.solve.flow import Flow
 
 CASES = {
-    "adaptive": Simulate(n=8, batch=8, chunk=4, times="0:1:5", field="usa", beta=3.0),
-    "long": Simulate(n=4, batch=1, times=[0, 1000], field="usa", beta=6.0),
-    "merge": Simulate(n=4, batch=2, chunk=2, times=[0, 1000], field="usa", beta=6.0, merge=0.01),
-    "fixed": Simulate(n=8, batch=8, chunk=4, times="0:40:5", stepper="rk4", step=0.1),
-    "noise": Simulate(n=8, batch=8, chunk=4, times="0:80:5", nu=0.1, step=0.05),
-    "phase": Phase(n=8, dims=[3], betas=[1, 4], times="0:8:9", samples=16, published=False),
+    "adaptive": SimulationSpec(n=8, batch=8, chunk=4, times="0:1:5", field="usa", beta=3.0),
+    "long": SimulationSpec(n=4, batch=1, times=[0, 1000], field="usa", beta=6.0),
+    "merge": SimulationSpec(n=4, batch=2, chunk=2, times=[0, 1000], field="usa", beta=6.0, merge=0.01),
+    "fixed": SimulationSpec(n=8, batch=8, chunk=4, times="0:40:5", stepper="rk4", step=0.1),
+    "noise": SimulationSpec(n=8, batch=8, chunk=4, times="0:80:5", nu=0.1, step=0.05),
+    "phase": PhaseSpec(n=8, dims=[3], betas=[1, 4], times="0:8:9", samples=16, published=False),
 }
 
 
@@ -50,16 +50,16 @@ def test_an_estimate_is_within_a_third(clock, name):
 
 
 def test_the_estimate_grows_with_the_job(clock):
-    one = hs.jobs.estimate(Simulate(n=8, batch=8, times=[0, 2], chunk=8))
+    one = hs.jobs.estimate(SimulationSpec(n=8, batch=8, times=[0, 2], chunk=8))
     assert one.work == "8 systems of 8 tokens"
-    many = hs.jobs.estimate(Simulate(n=8, batch=2000, times=[0, 2], chunk=8))
+    many = hs.jobs.estimate(SimulationSpec(n=8, batch=2000, times=[0, 2], chunk=8))
     assert many.seconds == pytest.approx(250 * one.seconds)
     assert many.bytes > one.bytes
 
 
 def test_the_estimate_of_a_density_grows_with_its_harmonics(monkeypatch):
     monkeypatch.setattr("helmscope.jobs.cost.SAMPLING_S", 0.1)
-    coarse, fine = (hs.jobs.estimate(EvolveDensity(dim=3, degree=degree, times=[0, 1])) for degree in (16, 48))
+    coarse, fine = (hs.jobs.estimate(DensitySpec(dim=3, degree=degree, times=[0, 1])) for degree in (16, 48))
     assert (coarse.work, fine.work) == ("289 harmonics at 2 times", "2,401 harmonics at 2 times")
     assert coarse.seconds > 0
     assert fine.bytes > coarse.bytes
@@ -69,14 +69,14 @@ def test_a_stiff_flow_is_not_integrated_to_the_end(clock):
     """USA at beta = 9 takes about 2,000 steps per unit of time and is at rest after 26,127 steps, at t = 13.4. The
     estimate is 30,434; at the pace of the first steps, t = 1000 would take 16 million.
     """
-    found = hs.jobs.estimate(Simulate(field="usa", beta=9.0, n=4, batch=1, times=[0, 1000]))
+    found = hs.jobs.estimate(SimulationSpec(field="usa", beta=9.0, n=4, batch=1, times=[0, 1000]))
     assert clock() < 15_000  # for sample, search and overhead
     assert found.seconds / 6 == pytest.approx(26_127, rel=1 / 3)  # six evaluations per step
     assert not found.warning
 
 
 def test_the_time_at_which_systems_come_to_rest_is_found():
-    problem = Simulate(field="usa", beta=4.0, n=3, batch=2, times=[0, 2000]).problem()
+    problem = SimulationSpec(field="usa", beta=4.0, n=3, batch=2, times=[0, 2000]).problem()
     rest, outcome = sample.find_rest(problem, 100), problem.run().outcome
     assert set(outcome.statuses) == {hs.types.Status.AT_REST}
     assert max(outcome.times) / 2 < rest.time < 2 * max(outcome.times)
@@ -92,7 +92,7 @@ def test_the_step_limit_is_announced(monkeypatch, limit, seconds):
     ticks = itertools.count()
     monkeypatch.setattr("helmscope.jobs.cost.time.process_time", lambda: seconds * (1 + next(ticks)))
     monkeypatch.setattr("helmscope.jobs.cost._step_seconds", lambda problem: 1.0)
-    spec = Simulate(field="usa", beta=12.0, n=8, batch=1, times=[0, 1000])
+    spec = SimulationSpec(field="usa", beta=12.0, n=8, batch=1, times=[0, 1000])
     found, outcome = hs.jobs.estimate(spec), spec.problem().run().outcome
     assert outcome.statuses == (hs.types.Status.STEP_LIMIT,)
     assert found.warning.startswith("the step limit will probably be reached, at about t=")
@@ -110,7 +110,7 @@ def test_an_estimate_as_text():
     assert str(Estimate("x", 36_000)) == "x: roughly 10 h on one core"
     assert str(Estimate("x", 1e7)) == "x: more than a week on one core"
     assert str(Estimate("x")) == "x"
-    assert cost.trials_cost(Trials(), plan_trials(["kuramoto"])).work == "1 trial"
+    assert cost.trials_cost(TrialsSpec(), plan_trials(["kuramoto"])).work == "1 trial"
 
 
 def test_the_estimate_of_trials_scales_with_the_subject(tmp_path):
@@ -127,8 +127,8 @@ def test_the_estimate_of_trials_scales_with_the_subject(tmp_path):
     assert larger.relative_time == 1_000
     assert larger.bytes > 1_000 * 4 * size.parameters
     plan = plan_trials(["kuramoto"])
-    assert cost.trials_cost(Trials(), plan).bytes == cost.LIBRARY_BYTES
-    quick, full = (cost.trials_cost(Trials(quick=quick), plan).seconds for quick in (True, False))
+    assert cost.trials_cost(TrialsSpec(), plan).bytes == cost.LIBRARY_BYTES
+    quick, full = (cost.trials_cost(TrialsSpec(quick=quick), plan).seconds for quick in (True, False))
     assert quick == cost.QUICK * full
 
 
@@ -141,7 +141,7 @@ def test_a_tied_block_is_computed_once_for_each_call():
 
 
 def test_the_verb_prints_an_estimate_and_runs_nothing(helmscope, tmp_path):
-    hs.jobs.write_spec(Trials(claims=["kuramoto", "radial"]), tmp_path / "two.toml")
+    hs.jobs.write_spec(TrialsSpec(claims=["kuramoto", "radial"]), tmp_path / "two.toml")
     code, out, err = helmscope("run", "two.toml", "--estimate")
     assert (code, err) == (0, "estimating ...\n")
     assert out.startswith("2 trials: roughly ")

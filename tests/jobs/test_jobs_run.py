@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import io
 import json
 import os
@@ -12,17 +13,27 @@ from subprocess import PIPE
 
 import numpy as np
 import pytest
+import torch
 
 import helmscope as hs
-from helmscope.jobs import Phase, Report, Simulate, Trials
+from helmscope.claims.run_trials import TrialsFailed
+from helmscope.jobs import (
+    DensitySpec,
+    PhaseSpec,
+    ReportSpec,
+    SimulationResult,
+    SimulationSpec,
+    TrialsResult,
+    TrialsSpec,
+)
 from helmscope.jobs.run import Interrupted
-from helmscope.runs import bar
+from helmscope.runs import RunResult, bar
 from support.children import child, wait_for, with_tests_on_path
 from support.refusal import refused
 
-SIMULATE = Simulate(n=4, batch=4, times=[0, 0.5, 1], beta=2, seed=7)
-PHASE = Phase(n=4, dims=[3, 9], betas=[1, 4], times=[0, 2, 4], samples=3, seed=7)
-TRIALS = Trials(claims=["kuramoto"], quick=True, seed=3)
+SIMULATE = SimulationSpec(n=4, batch=4, times=[0, 0.5, 1], beta=2, seed=7)
+PHASE = PhaseSpec(n=4, dims=[3, 9], betas=[1, 4], times=[0, 2, 4], samples=3, seed=7)
+TRIALS = TrialsSpec(claims=["kuramoto"], quick=True, seed=3)
 WORDS = {
     "simulate": (SIMULATE, "simulate --n 4 --batch 4 --times 0,0.5,1 --beta 2 --seed 7"),
     "phase": (PHASE, "phase --n 4 --dims 3,9 --betas 1,4 --times 0,2,4 --samples 3 --seed 7"),
@@ -81,11 +92,62 @@ def test_the_result_of_a_phase_diagram(tmp_path):
 
 
 def test_the_results_of_trials_and_a_report(tmp_path):
-    result = hs.jobs.run(Report(claims=["kuramoto"], quick=True, seed=3), folder=tmp_path / "run")
+    result = hs.jobs.run(ReportSpec(claims=["kuramoto"], quick=True, seed=3), folder=tmp_path / "run")
     assert [verdict.claim for verdict in result.verdicts] == ["kuramoto"]
     assert result.verdicts[0] == hs.try_claim("kuramoto", quick=True, seed=3).verdict
     assert 'data-claim="kuramoto"' in result.page.read_text()
     assert hs.store.RunFolder.open(tmp_path / "run").read_verdicts() == tuple(result.verdicts)
+
+
+@pytest.mark.parametrize(
+    ("spec", "summary", "cells"),
+    [
+        (
+            SIMULATE,
+            "4 systems x 4 tokens, dimension 3; 3 times, 0 to 1; finished",
+            [
+                "SimulationSpec(beta=2.0, n=4, batch=4, times=(0.0, 0.5, 1.0), seed=7)",
+                "overview.png",
+                "order_parameter",
+            ],
+        ),
+        (
+            PHASE,
+            "2 dimensions x 2 betas x 3 times; 3 samples; complete",
+            ["phase.html", "half_time", "dim = 9, beta = 4"],
+        ),
+        (
+            DensitySpec(field="none", times=[0, 1]),
+            "on S^1, degree 64: 2 times, 0 to 1; finished",
+            ["density.png", "free_energy"],
+        ),
+        (TRIALS, "1 trial; 1 true by construction", ["kuramoto", "simulation", "n = 2,048"]),
+        (ReportSpec(claims=["kuramoto"], quick=True), "1 trial; 1 true by construction", ["report.html", "kuramoto"]),
+    ],
+)
+@pytest.mark.usefixtures("no_pictures")
+def test_a_result_shows_itself_in_one_line_and_as_a_table(tmp_path, spec, summary, cells):
+    result = hs.jobs.run(spec, folder=tmp_path / "a <b>")
+    assert repr(result) == f"<{type(result).__name__}: {summary}; in {tmp_path}/a <b>>"
+    text = result._repr_html_()
+    for words in (type(result).__name__, summary, *cells):
+        assert html.escape(words) in text
+    assert "a &lt;b&gt;" in text
+    assert "<b>" not in text
+
+
+def test_an_incomplete_result_says_so(tmp_path):
+    folder = hs.store.RunFolder.create(tmp_path / "run")
+    status = hs.types.Outcome((hs.types.Status.STEP_LIMIT,) * 2, (0.5, 0.5))
+    states = hs.Trajectory(torch.zeros(1), torch.eye(3).expand(1, 2, 3, 3))
+    stopped = SimulationResult(spec=SIMULATE, folder=folder, trajectory=states, outcome=status, notes=("no picture",))
+    assert "; step limit; in " in repr(stopped)
+    assert ">no picture<" in stopped._repr_html_()
+    error = TrialsFailed(RunResult(tmp_path, {}, {"my-claim": "ZeroDivisionError"}), [])
+    failed = TrialsResult(spec=TRIALS, folder=folder, trials=[], failed=error)
+    assert repr(failed).startswith("<TrialsResult: 0 trials; ")
+    assert "my-claim" in repr(failed)
+    assert "my-claim" in failed._repr_html_()
 
 
 def test_the_default_folder_is_created(tmp_path, monkeypatch):
@@ -101,7 +163,7 @@ def test_resuming_with_another_spec_is_rejected(tmp_path):
     where = tmp_path / "run"
     hs.jobs.run(SIMULATE, folder=where)
     before = contents(where)
-    changed = Simulate(n=4, batch=4, times=[0, 0.5, 1], beta=3, delta=0.5, seed=8)
+    changed = SimulationSpec(n=4, batch=4, times=[0, 0.5, 1], beta=3, delta=0.5, seed=8)
     message = refused(lambda: hs.jobs.run(changed, folder=where, resume=True))
     changes = "beta 2.0 (now 3.0) and delta 0.001 (now 0.5) and seed 7 (now 8)"
     assert message.startswith(f"{where} was started with {changes}: ")
@@ -128,19 +190,19 @@ def test_a_run_killed_before_its_spec_was_written_gets_it(tmp_path):
 
 def test_bad_arguments_are_rejected(tmp_path):
     where = {"folder": tmp_path / "run"}
-    refused(lambda: hs.jobs.run("simulate", **where), "spec is 'simulate', but it must be a spec of helmscope.jobs")
+    refused(lambda: hs.jobs.run("simulate", **where), "spec is 'simulate', but it must be a spec of hs.jobs")
     refused(lambda: hs.jobs.run(SIMULATE, engine="serial", **where), "engine is 'serial', but it must be Serial()")
     refused(
         lambda: hs.jobs.run(SIMULATE, show_progress="bar", **where),
         "show_progress is 'bar', but it must be True or False",
     )
-    refused(lambda: hs.jobs.estimate(None), "spec is None, but it must be a spec of helmscope.jobs")
+    refused(lambda: hs.jobs.estimate(None), "spec is None, but it must be a spec of hs.jobs")
     assert os.listdir(tmp_path) == []
 
 
 # Interrupts -----------------------------------------------------------------------------------------------------------
 
-SLOW = Simulate(n=24, batch=8, chunk=1, times=[0, 1], nu=0.2, step=0.004)
+SLOW = SimulationSpec(n=24, batch=8, chunk=1, times=[0, 1], nu=0.2, step=0.004)
 PROGRAM = """
 import sys, helmscope as hs
 hs.jobs.run(hs.jobs.read_spec(sys.argv[1]), folder=sys.argv[2])
@@ -205,10 +267,10 @@ def test_a_spec_that_runs_code_is_not_suggested_for_pasting(helmscope, tmp_path)
     folder = hs.store.RunFolder.create(tmp_path / "runs" / "a")
     hs.runs.run_units([hs.runs.Unit("one", os.getcwd)], folder)
     (folder.path / "units" / "one.json").unlink()
-    folder.write_spec(hs.jobs.spec_to_toml(Trials(folder="evil")))
+    folder.write_spec(hs.jobs.spec_to_toml(TrialsSpec(folder="evil")))
     (run,) = json.loads(helmscope("runs", "--json")[1])["runs"]
     assert (run["resume"], run["resume_refused"] != "") == ("", True)
-    folder.write_spec(hs.jobs.spec_to_toml(Trials()))
+    folder.write_spec(hs.jobs.spec_to_toml(TrialsSpec()))
     (run,) = json.loads(helmscope("runs", "--json")[1])["runs"]
     assert run["resume"] == "helmscope run --out runs/a --resume"
 

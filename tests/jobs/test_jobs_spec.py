@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 import helmscope as hs
 from helmscope.jobs import (
-    EvolveDensity,
-    Phase,
-    Report,
-    Simulate,
+    DensitySpec,
+    PhaseSpec,
+    ReportSpec,
+    SimulationSpec,
     Spec,
-    Trials,
+    TrialsSpec,
     read_spec,
     spec_from_dict,
     spec_to_toml,
@@ -29,7 +29,13 @@ from support.children import run_python
 from support.refusal import refused
 
 GOLDEN = Path(__file__).parent / "golden"
-KINDS = {"simulate": Simulate, "density": EvolveDensity, "phase": Phase, "trials": Trials, "report": Report}
+KINDS = {
+    "simulate": SimulationSpec,
+    "density": DensitySpec,
+    "phase": PhaseSpec,
+    "trials": TrialsSpec,
+    "report": ReportSpec,
+}
 
 
 # TOML -----------------------------------------------------------------------------------------------------------------
@@ -63,7 +69,7 @@ seeds = st.integers(0, 2**32 - 1)
 words = st.text(min_size=1).filter(lambda text: text.strip() and text.isprintable())
 paths = st.one_of(st.none(), st.text(st.characters(exclude_categories=["Cs"]), min_size=1).filter(str.strip))
 simulations = st.builds(
-    Simulate,
+    SimulationSpec,
     field=st.sampled_from(sorted(registry.FIELDS)),
     beta=finite,
     value=st.floats(-9, 9),
@@ -79,7 +85,7 @@ simulations = st.builds(
     dtype=st.sampled_from(["float64", "float32"]),
 )
 densities = st.builds(
-    EvolveDensity,
+    DensitySpec,
     field=st.sampled_from(sorted(registry.DENSITY_FIELDS)),
     nu=st.floats(1e-6, 9),
     dim=st.integers(2, 10**6),
@@ -89,7 +95,7 @@ densities = st.builds(
     tol=st.floats(1e-12, 1),
 )
 phases = st.builds(
-    Phase,
+    PhaseSpec,
     nu=st.sampled_from([0.0, 0.25]),
     dims=st.one_of(st.none(), st.lists(st.integers(2, 999), min_size=1, max_size=4, unique=True)),
     betas=grids,
@@ -110,8 +116,8 @@ fields_of_trials = {
 }
 
 
-trials = st.builds(Trials, **fields_of_trials)
-reports = st.builds(Report, **fields_of_trials)
+trials = st.builds(TrialsSpec, **fields_of_trials)
+reports = st.builds(ReportSpec, **fields_of_trials)
 
 
 @given(st.one_of(simulations, densities, phases, trials, reports))
@@ -123,35 +129,35 @@ def test_the_round_trip_through_toml_preserves_every_spec(spec: Spec) -> None:
 
 
 def test_files_and_run_folders_are_read(tmp_path: Path) -> None:
-    spec = Trials(claims=["rate"], folder='a "quoted"\n\x7f\\folder')
+    spec = TrialsSpec(claims=["rate"], folder='a "quoted"\n\x7f\\folder')
     write_spec(spec, tmp_path / "spec.toml")
     assert read_spec(tmp_path / "spec.toml") == read_spec(tmp_path) == spec
     refused(lambda: read_spec(tmp_path / "none.toml"), "cannot read", "none.toml", "No such file")
     (tmp_path / "latin.toml").write_bytes(b'job = "\xe9"')
     refused(lambda: read_spec(tmp_path / "latin.toml"), "latin.toml is not UTF-8 text")
-    refused(lambda: spec_to_toml(Trials(folder="\udcff")), "folder of the trials spec", "UTF-8")
+    refused(lambda: spec_to_toml(TrialsSpec(folder="\udcff")), "folder of the trials spec", "UTF-8")
 
 
 def test_equal_jobs_have_equal_specs() -> None:
-    assert Simulate(times=[0, 1], n=8) == Simulate(times=(0.0, 1.0), n=8.0)
-    assert Simulate(start="vmf") == Simulate(start="vmf", kappa=1)
-    assert Simulate(nu=0.1).step == 0.02
-    assert EvolveDensity() == EvolveDensity(beta=4, value=1, perturbation=0.1, mode=1, zonal=False, degree=64)
-    assert EvolveDensity(dim=8) == EvolveDensity(dim=8, zonal=True, degree=64)
-    assert EvolveDensity(start="vmf") == EvolveDensity(start="vmf", kappa=1)
-    assert EvolveDensity(dim=3).degree == 32
-    assert Phase(spectrum=[1, 2, 3]) == Phase(spectrum=(1.0, 2.0, 3.0), dims=[3])
-    assert Phase() == Phase(dims=[8, 32], published=True)
-    assert Phase(nu=0.1).published is Phase(field="usa").published is False
-    assert Trials(claims=["rate", "rate"]) == Trials(claims=("rate",))
-    assert Trials(models=["A", "B", "A"]) == Trials(models=("A", "B"))
+    assert SimulationSpec(times=[0, 1], n=8) == SimulationSpec(times=(0.0, 1.0), n=8.0)
+    assert SimulationSpec(start="vmf") == SimulationSpec(start="vmf", kappa=1)
+    assert SimulationSpec(nu=0.1).step == 0.02
+    assert DensitySpec() == DensitySpec(beta=4, value=1, perturbation=0.1, mode=1, zonal=False, degree=64)
+    assert DensitySpec(dim=8) == DensitySpec(dim=8, zonal=True, degree=64)
+    assert DensitySpec(start="vmf") == DensitySpec(start="vmf", kappa=1)
+    assert DensitySpec(dim=3).degree == 32
+    assert PhaseSpec(spectrum=[1, 2, 3]) == PhaseSpec(spectrum=(1.0, 2.0, 3.0), dims=[3])
+    assert PhaseSpec() == PhaseSpec(dims=[8, 32], published=True)
+    assert PhaseSpec(nu=0.1).published is PhaseSpec(field="usa").published is False
+    assert TrialsSpec(claims=["rate", "rate"]) == TrialsSpec(claims=("rate",))
+    assert TrialsSpec(models=["A", "B", "A"]) == TrialsSpec(models=("A", "B"))
     with pytest.raises(AttributeError):
-        Simulate().beta = 3.0
+        SimulationSpec().beta = 3.0
 
 
 def test_a_schema_for_forms() -> None:
     """A web form can be generated from the JSON schema of a spec."""
-    schema = msgspec.json.schema(Simulate)["$defs"]["Simulate"]
+    schema = msgspec.json.schema(SimulationSpec)["$defs"]["SimulationSpec"]
     assert schema["properties"]["beta"] == {"type": "number", "default": 4.0}
     assert schema["additionalProperties"] is False
 
@@ -181,35 +187,43 @@ def test_bad_toml_is_one_sentence(text: str, sentence: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "values", "sentence"),
     [
-        (Simulate, {"feild": "sa"}, "unknown keyword of Simulate 'feild': did you mean 'field'?"),
-        (Trials, {"claim": ["rate"]}, "unknown keyword of Trials 'claim': did you mean 'claims'?"),
-        (Simulate, {"n": 2.5}, "n is 2.5, but it must be a whole number >= 1"),
-        (Simulate, {"causal": 1}, "causal is 1, but it must be true or false"),
-        (Simulate, {"field": "sb"}, "unknown field 'sb': did you mean 'sa'?"),
-        (Simulate, {"stepper": "rk5"}, "unknown stepper 'rk5': did you mean 'rk4'?"),
-        (Simulate, {"times": "0:1"}, "times is '0:1', but it must be numbers such as 0,1,5 or a range FROM:TO:COUNT"),
-        (Simulate, {"times": "0:1:" + "9" * 5000}, "with COUNT from 2 to 1000000"),
-        (Simulate, {"times": 3}, "times is 3, but it must be a list"),
-        (Simulate, {"device": ""}, "device is '', but it must be a nonempty string"),
-        (Simulate, {"nu": 0.1, "stepper": "rk4"}, "noise requires euler-maruyama, stochastic-heun or noisy-layer"),
-        (EvolveDensity, {"field": "sinkhorn"}, "field is 'sinkhorn', but it must be one of sa, usa, none"),
-        (EvolveDensity, {"field": "none", "beta": 1}, "beta is 1, but the field 'none' has no attention: omit it"),
-        (EvolveDensity, {"field": "none", "nu": 0}, "field is 'none' and nu is 0, but then no token moves: set nu"),
-        (EvolveDensity, {"nu": -1}, "nu is -1, but it must be a finite number >= 0"),
-        (EvolveDensity, {"kappa": 2}, "kappa is 2, but it belongs to the start 'vmf', not to 'uniform': omit it"),
-        (EvolveDensity, {"start": "vmf", "mode": 2}, "mode is 2, but it belongs to the start 'uniform', not to 'vmf'"),
-        (EvolveDensity, {"perturbation": 2}, "perturbation is 2, but it must be in [-1, 1]"),
-        (EvolveDensity, {"dim": 1}, "dim is 1, but it must be a whole number >= 2"),
-        (EvolveDensity, {"dim": 4, "zonal": False}, "in more than 3 dimensions only zonal densities can be evolved"),
-        (EvolveDensity, {"degree": 0}, "degree is 0, but it must be a whole number >= 1"),
-        (EvolveDensity, {"tol": 0}, "tol is 0, but it must be a finite number > 0"),
-        (Phase, {"dims": []}, "dims is [], but it must have a length of at least 1"),
-        (Phase, {"betas": [2, 1]}, "betas[1] is 1 after 2, but betas must increase"),
-        (Phase, {"spectrum": [1, 2], "dims": [3]}, "spectrum has 2 eigenvalues, but B has 3 in dimension 3"),
-        (Phase, {"nu": 1, "published": True}, "nu is 1, but the published scheme has no noise"),
-        (Trials, {"texts": "a.txt"}, "texts is set without a model: add models=['A']"),
-        (Trials, {"seed": -1}, "seed is -1, but it must be a whole number >= 0"),
-        (Report, {"claims": ["rate", 3]}, "claims[1] is 3, but it must be a nonempty string"),
+        (SimulationSpec, {"feild": "sa"}, "unknown keyword of SimulationSpec 'feild': did you mean 'field'?"),
+        (TrialsSpec, {"claim": ["rate"]}, "unknown keyword of TrialsSpec 'claim': did you mean 'claims'?"),
+        (SimulationSpec, {"n": 2.5}, "n is 2.5, but it must be a whole number >= 1"),
+        (SimulationSpec, {"causal": 1}, "causal is 1, but it must be true or false"),
+        (SimulationSpec, {"field": "sb"}, "unknown field 'sb': did you mean 'sa'?"),
+        (SimulationSpec, {"stepper": "rk5"}, "unknown stepper 'rk5': did you mean 'rk4'?"),
+        (
+            SimulationSpec,
+            {"times": "0:1"},
+            "times is '0:1', but it must be numbers such as 0,1,5 or a range FROM:TO:COUNT",
+        ),
+        (SimulationSpec, {"times": "0:1:" + "9" * 5000}, "with COUNT from 2 to 1000000"),
+        (SimulationSpec, {"times": 3}, "times is 3, but it must be a list"),
+        (SimulationSpec, {"device": ""}, "device is '', but it must be a nonempty string"),
+        (
+            SimulationSpec,
+            {"nu": 0.1, "stepper": "rk4"},
+            "noise requires euler-maruyama, stochastic-heun or noisy-layer",
+        ),
+        (DensitySpec, {"field": "sinkhorn"}, "field is 'sinkhorn', but it must be one of sa, usa, none"),
+        (DensitySpec, {"field": "none", "beta": 1}, "beta is 1, but the field 'none' has no attention: omit it"),
+        (DensitySpec, {"field": "none", "nu": 0}, "field is 'none' and nu is 0, but then no token moves: set nu"),
+        (DensitySpec, {"nu": -1}, "nu is -1, but it must be a finite number >= 0"),
+        (DensitySpec, {"kappa": 2}, "kappa is 2, but it belongs to the start 'vmf', not to 'uniform': omit it"),
+        (DensitySpec, {"start": "vmf", "mode": 2}, "mode is 2, but it belongs to the start 'uniform', not to 'vmf'"),
+        (DensitySpec, {"perturbation": 2}, "perturbation is 2, but it must be in [-1, 1]"),
+        (DensitySpec, {"dim": 1}, "dim is 1, but it must be a whole number >= 2"),
+        (DensitySpec, {"dim": 4, "zonal": False}, "in more than 3 dimensions only zonal densities can be evolved"),
+        (DensitySpec, {"degree": 0}, "degree is 0, but it must be a whole number >= 1"),
+        (DensitySpec, {"tol": 0}, "tol is 0, but it must be a finite number > 0"),
+        (PhaseSpec, {"dims": []}, "dims is [], but it must have a length of at least 1"),
+        (PhaseSpec, {"betas": [2, 1]}, "betas[1] is 1 after 2, but betas must increase"),
+        (PhaseSpec, {"spectrum": [1, 2], "dims": [3]}, "spectrum has 2 eigenvalues, but B has 3 in dimension 3"),
+        (PhaseSpec, {"nu": 1, "published": True}, "nu is 1, but the published scheme has no noise"),
+        (TrialsSpec, {"texts": "a.txt"}, "texts is set without a model: add models=['A']"),
+        (TrialsSpec, {"seed": -1}, "seed is -1, but it must be a whole number >= 0"),
+        (ReportSpec, {"claims": ["rate", 3]}, "claims[1] is 3, but it must be a nonempty string"),
     ],
 )
 def test_bad_values_are_rejected_by_name(kind: type[Spec], values: dict[str, object], sentence: str) -> None:
@@ -217,33 +231,39 @@ def test_bad_values_are_rejected_by_name(kind: type[Spec], values: dict[str, obj
 
 
 def test_a_value_without_its_name_is_rejected() -> None:
-    assert refused(lambda: Phase("usa")) == (
-        "Phase is given 'usa' without a name, but its fields must be named, such as Phase(seed=0)"
+    assert refused(lambda: PhaseSpec("usa")) == (
+        "PhaseSpec is given 'usa' without a name, but its fields must be named, such as PhaseSpec(seed=0)"
     )
 
 
 def test_errors_of_preparation_occur_before_a_folder_is_created(tmp_path: Path) -> None:
     where = tmp_path / "run"
     for spec, sentence in (
-        (Simulate(start="orthonormal", n=4, dim=3), "n is 4, but at most dim = 3 tokens can be orthonormal"),
-        (Simulate(device="nosuch"), "device is 'nosuch', but torch cannot use it here"),
-        (EvolveDensity(beta=400), "degree is 64, but the kernel e^(beta <x, y>) with beta=400 needs a grid with"),
-        (EvolveDensity(start="vmf", kappa=900), "degree is 64, but a density with kappa=900 needs a grid with degree="),
-        (EvolveDensity(mode=65), "mode is 65, but it must be at most degree, 64"),
-        (EvolveDensity(dim=3, degree=10**6), "degree is 1000000, but"),
-        (Phase(samples=10**12), "samples is 1000000000000, n is 32 and times has 61 values, but that makes"),
-        (Trials(claims=["kuramto"]), "unknown claim 'kuramto': did you mean 'kuramoto'?"),
-        (Trials(models=["A"], texts="none.txt"), "texts is 'none.txt', but it cannot be read"),
+        (SimulationSpec(start="orthonormal", n=4, dim=3), "n is 4, but at most dim = 3 tokens can be orthonormal"),
+        (SimulationSpec(device="nosuch"), "device is 'nosuch', but torch cannot use it here"),
+        (DensitySpec(beta=400), "degree is 64, but the kernel e^(beta <x, y>) with beta=400 needs a grid with"),
+        (DensitySpec(start="vmf", kappa=900), "degree is 64, but a density with kappa=900 needs a grid with degree="),
+        (DensitySpec(mode=65), "mode is 65, but it must be at most degree, 64"),
+        (DensitySpec(dim=3, degree=10**6), "degree is 1000000, but"),
+        (PhaseSpec(samples=10**12), "samples is 1000000000000, n is 32 and times has 61 values, but that makes"),
+        (TrialsSpec(claims=["kuramto"]), "unknown claim 'kuramto': did you mean 'kuramoto'?"),
+        (TrialsSpec(models=["A"], texts="none.txt"), "texts is 'none.txt', but it cannot be read"),
     ):
         assert sentence in refused(lambda spec=spec: hs.jobs.run(spec, folder=where))
     assert not where.exists()
 
 
 def test_an_unknown_claim_suggests_the_closest_or_lists_all() -> None:
-    near = refused(lambda: Trials(claims=["kuramto"]).prepare())
+    near = refused(lambda: TrialsSpec(claims=["kuramto"]).prepare())
     assert near == "unknown claim 'kuramto': did you mean 'kuramoto'?"
-    with pytest.raises(hs.HelmscopeError, match=r"the nearest are .*, and \d+ more are allowed; for a claim of"):
-        Trials(claims=["!!!"]).prepare()
+    far = refused(lambda: TrialsSpec(claims=["zzz"]).prepare())
+    assert far == (
+        "unknown claim 'zzz'; 69 are allowed (helmscope claims list, hs.claims.read_catalogue()); for a claim of your "
+        "own pass its folder: folder=, or --from"
+    )
+    similar = refused(lambda: TrialsSpec(claims=["mean"]).prepare())
+    assert similar.startswith("unknown claim 'mean'; the nearest are no-mean-drift, ")
+    assert " more are allowed (helmscope claims list, " in similar
 
 
 # The registry ---------------------------------------------------------------------------------------------------------
@@ -257,5 +277,5 @@ def test_every_name_loads_its_object(names: registry.Names) -> None:
 
 
 def test_importing_jobs_does_not_import_torch() -> None:
-    code = "import sys, helmscope as hs; hs.jobs.Simulate(beta=1.0); print({'torch', 'scipy'} & set(sys.modules))"
+    code = "import sys, helmscope as hs; hs.jobs.SimulationSpec(beta=1.0); print({'torch', 'scipy'} & set(sys.modules))"
     assert run_python(code, check=True).stdout.strip() == "set()"

@@ -20,7 +20,7 @@ from helmscope.kernels.harmonic import CHUNK, Harmonic, harmonic_degree, harmoni
 from helmscope.kernels.harmonic_matrix import matrix_sums
 from helmscope.kernels.harmonic_series import circle_series
 from helmscope.kernels.request import Request
-from helmscope.theory.energy import energy_min
+from helmscope.theory.energy import min_energy
 from helmscope.types import HelmscopeError
 from support.summation_cases import random_request
 
@@ -130,7 +130,7 @@ def test_a_quadrature_of_the_uniform_measure_has_the_minimal_energy(d: int, beta
         x = torch.cat([ring, nodes[:, None, None].expand(32, count, 1)], -1).flatten(0, 1)
         weights = (w[:, None] * weights / 2).flatten()
     mass = harmonic_sum(retract(x), beta=beta, weights=weights).mass * math.exp(beta)
-    assert torch.allclose(mass, torch.full_like(mass, 2 * beta * energy_min(beta=beta, dim=d)), rtol=1e-11, atol=0)
+    assert torch.allclose(mass, torch.full_like(mass, 2 * beta * min_energy(beta=beta, dim=d)), rtol=1e-11, atol=0)
 
 
 def test_sums_do_not_depend_on_batch_or_chunk_size(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import torch
 
 import helmscope as hs
 from helmscope.fields.noise import IsotropicNoise, MatrixNoise
-from helmscope.meanfield import Cap, HittingShares, simulated_committor, zonal_committor
+from helmscope.meanfield import Cap, HittingCounts, simulated_committor, zonal_committor
 from helmscope.solve.euler_maruyama import EulerMaruyama
 
 UP = torch.tensor([0.0, 0.0, 1.0], dtype=torch.float64)
@@ -65,7 +65,7 @@ def test_paths_that_reach_neither_set_are_reported() -> None:
         assert interval.low <= b / 50 <= (b + undecided) / 50 <= interval.high
         assert interval.estimate == b / (a + b)
     with pytest.raises(hs.HelmscopeError, match="undecided is 5 of 5 paths of start 0: raise horizon"):
-        HittingShares(torch.tensor([0]), torch.tensor([0]), torch.tensor([5]), paths=5).intervals()
+        HittingCounts(torch.tensor([0]), torch.tensor([0]), torch.tensor([5]), paths=5).intervals()
 
 
 def test_starts_inside_a_set_are_decided_at_once() -> None:

@@ -22,7 +22,7 @@ from helmscope.meanfield import (
     free_energy,
     free_energy_as_printed,
 )
-from helmscope.theory import energy_max, energy_min
+from helmscope.theory import max_energy, min_energy
 
 CIRCLE = CircleGrid(degree=32)
 START = Density.from_function(CIRCLE, lambda x: (1 + 0.5 * x[..., 1]) / (2 * math.pi))
@@ -117,7 +117,7 @@ def test_energies_of_uniform_densities_and_of_clouds() -> None:
         for beta in (1.0, 4.0, 9.0):
             uniform = Density.uniform(ZonalGrid(dim=dim, degree=40))
             assert density_interaction_energy(uniform, beta=beta) == pytest.approx(
-                energy_min(beta=beta, dim=dim), rel=1e-14
+                min_energy(beta=beta, dim=dim), rel=1e-14
             )
     density = Density.von_mises_fisher(SphereGrid(degree=24), kappa=3.0)
     points, weights = density.cloud()
@@ -126,7 +126,7 @@ def test_energies_of_uniform_densities_and_of_clouds() -> None:
         float(weights @ pairs @ weights) / 8, rel=1e-10
     )
     sharp = Density.von_mises_fisher(ZonalGrid(dim=3, degree=120), kappa=300.0)
-    assert 0.95 < density_interaction_energy(sharp, beta=4.0) / energy_max(beta=4.0) < 1
+    assert 0.95 < density_interaction_energy(sharp, beta=4.0) / max_energy(beta=4.0) < 1
 
 
 @pytest.mark.parametrize(

@@ -177,7 +177,7 @@ def test_the_history_of_training(name):
 
 def test_the_history_of_the_sibling():
     """Its arms coincide where they must, and its last step is near A, which was trained by the same recipe."""
-    history = hs.models.sibling_history()
+    history = hs.models.ablated_training_history()
     sizes = {"step": 16, "arm": 4, "depth": 25, "level": 3, "prompt": 64, "layer": 12}
     assert dict(history.sizes) == sizes
     assert history.step.values[[0, -1]].tolist() == [0, 8000]

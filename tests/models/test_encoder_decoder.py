@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers as tf
 
-from helmscope.intervene.attention import AblateHead, Perturb, Reweigh
+from helmscope.intervene.attention import AblateHead, Perturb, ReplaceWeights
 from helmscope.intervene.change import edited
 from helmscope.intervene.edit import Edit
 from helmscope.intervene.states import Ablate, Add, Patch
@@ -251,7 +251,7 @@ def test_edits_inside_cross_attention(family):
     by_hand = recording.under(Edit(Site.CROSS_HEADS, [1], lambda heads: keep * heads))
     assert torch.equal(ablated.logits(), by_hand.logits())
     even = recording.under(
-        Reweigh([0], function=lambda rows: rows.new_full(rows.shape, 1 / 11), site=Site.CROSS_WEIGHTS)
+        ReplaceWeights([0], function=lambda rows: rows.new_full(rows.shape, 1 / 11), site=Site.CROSS_WEIGHTS)
     )
     assert (even.cross_kernel(layer=0) - 1 / 11).abs().max() <= 1e-15
     noisy = recording.under(Perturb([0], site=Site.CROSS_QUERY, sigma=1.0))

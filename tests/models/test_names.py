@@ -44,8 +44,40 @@ def test_one_head_and_several_are_not_given_at_once():
 
 
 @pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"layers": "L2H0"}, "layers is 'L2H0', but names of heads are given by head=: pass head='L2H0'"),
+        ({"layers": ["2.0"]}, "layers is ['2.0'], but names of heads are given by head=: pass head='2.0'"),
+        ({"layers": [2], "heads": "L2H0"}, "heads is 'L2H0', but names of heads are given by head=: pass head='L2H0'"),
+        (
+            {"heads": ["L2H0", "L1H3"]},
+            "heads is ['L2H0', 'L1H3'], but names of heads are given by head=: use one edit per name, "
+            "[AblateHead(head=name) for name in names]",
+        ),
+        (
+            {"head": ["L2H0", "L1H3"]},
+            "head is ['L2H0', 'L1H3'], but it must be one head: for several use one edit per name, "
+            "[AblateHead(head=name) for name in names]",
+        ),
+        (
+            {"layer": 1, "head": [0, 3]},
+            "head is [0, 3], but it must be one head: for several use heads=[...] with layers=",
+        ),
+        ({"layers": "H0"}, "layers is 'H0', but it must be a whole number >= 0 or a list of them such as [0, 3]"),
+    ],
+)
+def test_a_name_in_the_wrong_argument_says_which_is_right(arguments, says):
+    with pytest.raises(HelmscopeError) as error:
+        hs.intervene.AblateHead(**arguments)
+    assert str(error.value) == says
+
+
+@pytest.mark.parametrize(
     ("family", "name"),
-    [("gpt2", "transformer.h.1"), ("gpt2", "h.1"), ("llama", "model.layers.1"), ("bert", "encoder.layer.1")],
+    [
+        *(("gpt2", "transformer.h.1"), ("gpt2", "h.1"), ("llama", "model.layers.1"), ("bert", "encoder.layer.1")),
+        *(("gpt2", "L1"), ("llama", "l1"), ("albert", "L1")),
+    ],
 )
 def test_a_layer_by_the_name_of_its_block(family, name):
     recording = record(tiny_model(family), inputs_of(family))
@@ -66,6 +98,9 @@ def test_a_layer_by_the_name_of_its_block(family, name):
         ("gpt2", "transformer.h.1.mlp", "but the layers are"),
         ("gpt2", 3, "layer is 3, but this recording has layers 0 to 2"),
         ("gpt2", True, "layer is True, but"),
+        ("gpt2", "L3", "layer is 'L3', but this recording has layers 0 to 2"),
+        ("gpt2", "2", r"layer is '2', but the layers are 'tr.*\.0' to 'tr.*\.2': a number is written 2 or 'L2'$"),
+        ("gpt2", "L2H0", "layer is 'L2H0', but the layers are"),
         ("albert", "encoder.albert_layer_groups.0.albert_layers.0", "is called 3 times: pass its number"),
     ],
 )

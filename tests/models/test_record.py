@@ -457,7 +457,7 @@ def test_keys_of_a_family_whose_attention_cannot_be_captured_raise():
 
 def test_states_that_are_not_finite_or_not_unit_vectors_raise():
     recording = record(tiny_model("gpt2"), inputs_of("gpt2"))
-    lost = recording.under(hs.intervene.Reweigh(function=lambda weights: torch.nan * weights))
+    lost = recording.under(hs.intervene.ReplaceWeights(function=lambda weights: torch.nan * weights))
     assert lost.certificate.ok is False
     with pytest.raises(HelmscopeError, match="not finite"):
         _ = lost.trajectory
@@ -546,8 +546,8 @@ def test_what_is_shown_of_a_recording_is_one_line(tmp_path):
     shown = repr(recording.under(hs.intervene.Ablate([1])).resume(depth=2, states=recording.trajectory.states[2]))
     assert shown.startswith("<Recording of small (gpt2), from depth 2, under Ablate(layers=[1]), PutState(depth=2, sta")
     assert re.search(r"\.\.\.: certificate ok; 3 texts x 13 tokens \(\w{12}\); sequential pre-norm; 3 layers", shown)
-    failed = recording.under(hs.intervene.Reweigh(function=lambda weights: torch.nan * weights))
-    assert repr(failed).startswith("<Recording of small (gpt2), under Reweigh(")
+    failed = recording.under(hs.intervene.ReplaceWeights(function=lambda weights: torch.nan * weights))
+    assert repr(failed).startswith("<Recording of small (gpt2), under ReplaceWeights(")
     assert ": certificate fails: finite, residual; 3 texts" in repr(failed)
     for thing in (recording, failed, recording.anatomy, recording.anatomy.layers[0], recording.residual, loaded):
         assert "\n" not in repr(thing)

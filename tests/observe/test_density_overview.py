@@ -52,18 +52,18 @@ def test_the_energy_is_that_of_a_double_sum_and_sa_has_no_free_energy():
         total = 0.0
         for i in range(len(x)):
             total += float(weights[i] * (weights * (2 * (x @ x[i])).exp()).sum())
-        assert measured.energy.values[k, 0] == pytest.approx(total / 4, rel=1e-12)
+        assert measured.interaction_energy.values[k, 0] == pytest.approx(total / 4, rel=1e-12)
     assert not {"free_energy", "free_energy_rate"} & set(measured)
 
 
 def test_what_a_path_does_not_have_is_left_out():
     anisotropic = MatrixNoise(torch.diag(torch.tensor([0.1, 0.2], dtype=torch.float64)))
     assert "free_energy" not in density_overview(path_of(None, GRIDS[0], anisotropic, count=2))
-    assert "energy" not in density_overview(path_of(USA(beta=0.0), GRIDS[0], count=2))
-    assert "energy" not in density_overview(path_of(lambda x: -x, GRIDS[0], count=2))
+    assert "interaction_energy" not in density_overview(path_of(USA(beta=0.0), GRIDS[0], count=2))
+    assert "interaction_energy" not in density_overview(path_of(lambda x: -x, GRIDS[0], count=2))
     assert path_of(None, GRIDS[0], count=2).field is None
     without_noise = density_overview(path_of(USA(beta=1.0), GRIDS[0], None, count=2))
-    assert without_noise.free_energy.values == pytest.approx(-without_noise.energy.values)
+    assert without_noise.free_energy.values == pytest.approx(-without_noise.interaction_energy.values)
 
 
 def test_anything_else_is_refused():

@@ -220,7 +220,7 @@ def test_strength_and_shape_on_the_tangent_space():
     assert (diffusivity(0.7 * p, X) - 0.7).abs().max() < 1e-15
     assert (anisotropy(0.7 * p, X) - 0.5).abs().max() < 1e-15
     assert (diffusivity_as_printed(0.7 * p) - 0.7 * 2 / 3).abs().max() < 1e-15
-    line = hs.sphere.any_tangent(X)
+    line = hs.sphere.arbitrary_tangent(X)
     assert (anisotropy(line.unsqueeze(-1) * line.unsqueeze(-2), X) - 1).abs().max() < 1e-14
     assert anisotropy(torch.zeros_like(sigma), X).isnan().all()
 

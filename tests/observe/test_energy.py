@@ -141,7 +141,7 @@ def test_closed_forms():
         orthonormal = (math.exp(beta) + n - 1) / (2 * beta * n)
         close(hs.interaction_energy(start, beta=beta), [orthonormal] * 3, rel=1e-14)
         one = start[:, :1].expand(3, n, 32)
-        close(hs.interaction_energy(one, beta=beta), [hs.theory.energy_max(beta=beta)] * 3, rel=1e-14)
+        close(hs.interaction_energy(one, beta=beta), [hs.theory.max_energy(beta=beta)] * 3, rel=1e-14)
     thirds = torch.arange(3, dtype=F64) * (2 * math.pi / 3)
     triangle = torch.stack([thirds.cos(), thirds.sin()], -1)
     assert hs.interaction_energy(triangle, beta=1.0).item() == pytest.approx(0.6552238579807187, rel=1e-15, abs=0)
@@ -150,15 +150,15 @@ def test_closed_forms():
 @pytest.mark.parametrize(("d", "beta"), [(2, 1.0), (3, 4.0), (8, 9.0), (64, 0.1)])
 def test_energy_lies_between_its_extremes(d, beta):
     energy = hs.interaction_energy(hs.Uniform(12, d).sample(200, seed=d), beta=beta)
-    assert (energy > hs.theory.energy_min(beta=beta, dim=d)).all()
-    assert (energy < hs.theory.energy_max(beta=beta)).all()
+    assert (energy > hs.theory.min_energy(beta=beta, dim=d)).all()
+    assert (energy < hs.theory.max_energy(beta=beta)).all()
 
 
 def test_the_least_energy_is_approached_by_a_full_circle():
     angles = torch.arange(60, dtype=F64) * (2 * math.pi / 60)
     circle = torch.stack([angles.cos(), angles.sin()], -1)
     energy = hs.interaction_energy(circle, beta=4.0).item()
-    assert energy == pytest.approx(hs.theory.energy_min(beta=4.0, dim=2), rel=1e-14, abs=0)
+    assert energy == pytest.approx(hs.theory.min_energy(beta=4.0, dim=2), rel=1e-14, abs=0)
 
 
 # Its rate -------------------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from helmscope.intervene import Arm, leave_one_in
+from helmscope.intervene import Arm, only_one_mlp
 from helmscope.intervene.arms import ARMS
 from helmscope.models.record import record
 from helmscope.models.subject import Subject
@@ -21,7 +21,7 @@ def recording():
 
 def test_every_arm_is_measured(recording):
     shares = []
-    arms = (*ARMS, Arm(mlp=False, whole_radius=True), *leave_one_in(recording.layers))
+    arms = (*ARMS, Arm(mlp=False, whole_radius=True), *only_one_mlp(recording.layers))
     measured = check_replicates(
         attention_mlp_factorial(recording, arms=arms, gap=2, levels=[0.1], progress=shares.append)
     )

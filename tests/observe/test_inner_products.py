@@ -108,7 +108,7 @@ def test_clustering_probability_of_the_start_is_the_closed_form():
     assert expected == pytest.approx(0.014236437406239559, rel=1e-12)
     kept = hs.close_pair_probability(trajectory(hs.Uniform(32, 2).sample(4096, seed=0)[None]))
     seen = hs.reduce_replicates(kept)
-    value, error = seen.close_pair_probability.item(), seen.close_pair_probability_stderr.item()
+    value, error = seen.close_pair_share.item(), seen.close_pair_share_stderr.item()
     assert error < 0.02 * expected
     assert abs(value - expected) < 4 * error
     assert seen.attrs == {"n": 4096, "replicate": "system", "delta": 1e-3}
@@ -118,7 +118,7 @@ def test_the_stated_error_is_the_spread_of_repetitions():
     """400 experiments of 32 systems whose pairs hang together, so that counting pairs as independent would not do."""
     x = hs.VonMisesFisher(32, 2, kappa=2.0).sample(400 * 32, seed=1).reshape(400, 32, 32, 2)
     seen = hs.reduce_replicates(hs.close_pair_probability(trajectory(x), delta=1e-2))
-    values, stated = seen.close_pair_probability.values, seen.close_pair_probability_stderr.values
+    values, stated = seen.close_pair_share.values, seen.close_pair_share_stderr.values
     spread = values.std(ddof=1)
     # a standard deviation of 400 values has a relative error of 1 / sqrt(800) = 3.5 %
     assert math.sqrt((stated**2).mean()) == pytest.approx(spread, rel=4 * 0.036)
@@ -132,8 +132,8 @@ def test_clustering_probability_honours_the_mask():
     x, mask = hs.Uniform(6, 2).sample(5, seed=2), random_mask(5, 6)
     seen = hs.reduce_replicates(hs.close_pair_probability(trajectory(x[None].expand(2, 5, 6, 2), mask), delta=0.5))
     loops = [oracles.close_pair_share(real(*pair), 0.5) for pair in zip(x, mask, strict=True)]
-    assert seen.close_pair_probability.values == pytest.approx([np.mean(loops)] * 2, rel=1e-14, abs=0)
-    assert seen.close_pair_probability_stderr.values == pytest.approx(
+    assert seen.close_pair_share.values == pytest.approx([np.mean(loops)] * 2, rel=1e-14, abs=0)
+    assert seen.close_pair_share_stderr.values == pytest.approx(
         [np.std(loops, ddof=1) / math.sqrt(5)] * 2, rel=1e-14, abs=0
     )
 

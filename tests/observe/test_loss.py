@@ -190,6 +190,16 @@ def test_the_loss_without_each_head_by_hand():
     assert shares[-1] == 1.0
     assert shares == sorted(shares)
     assert hs.observe.head_ablation_loss(recording, layers=["transformer.h.2"]).equals(seen.sel(layer=[2]))
+    assert hs.observe.head_ablation_loss(recording, layers="L2").equals(seen.sel(layer=[2]))
+    assert hs.observe.head_ablation_loss(recording, heads="L1H3").equals(seen.sel(layer=[1], head=[3]))
+    some = hs.observe.head_ablation_loss(recording, heads=["2.1", "L0H3", "l0h1"])
+    assert (some["layer"].values.tolist(), some["head"].values.tolist()) == ([0, 2], [1, 3])
+    for name in ("L2H1", "L0H3", "L0H1"):
+        one = hs.models.parse_head(name)
+        assert some.sel(**one).equals(seen.sel(**one))
+    assert np.isnan(some.loss.sel(layer=2, head=3)).all()
+    assert np.isfinite(hs.reduce_replicates(some).increase_low.sel(layer=0, head=3))
+    assert hs.plot(some).axes
     heading = hs.plot(seen).get_suptitle().splitlines()[0]
     assert heading == f"{recording.origin.title}: loss with one head ablated at a time"
 
@@ -350,6 +360,24 @@ def test_a_layer_alone_and_by_name(layers):
     recording = record(tiny_model("gpt2"), IDS)
     seen = hs.observe.head_ablation_loss(recording, layers=layers)
     assert seen.layer.values.tolist() == [1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"heads": "L1"}, "name is 'L1', but a head is named by layer and head, such as 'L3H5' or '3.5'"),
+        ({"heads": [0, 1]}, "name is 0, but a head is named by layer and head"),
+        ({"heads": []}, r"heads is \[\], but it must be the name of a head, or a list of names"),
+        ({"heads": 3}, "heads is 3, but it must be the name of a head, or a list of names"),
+        ({"heads": "L3H0"}, "layer is 3, but this recording has layers 0 to 2"),
+        ({"heads": ["L0H0", "L1H4"]}, "heads holds 'L1H4', but layer 1 has heads 0 to 3"),
+        ({"heads": ["L0H0", "0.0"]}, "heads holds L0H0 twice, but all heads must be different"),
+        ({"heads": "L0H0", "layers": 1}, "layers is 1 and heads is 'L0H0', but only one of them may be given"),
+    ],
+)
+def test_what_names_no_heads_is_refused(arguments, says):
+    with pytest.raises(HelmscopeError, match=says):
+        hs.observe.head_ablation_loss(record(tiny_model("gpt2"), IDS), **arguments)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ import helmscope as hs
 from helmscope.observe import phase as module
 from helmscope.observe.fused_shares import FusedShares
 from helmscope.observe.half_times import half_time
-from helmscope.observe.phase import phase_diagram, published_probability
+from helmscope.observe.phase import phase_diagram, published_scheme_probability
 from helmscope.theory.probability import initial_close_pair_probability
 from support.figure_three_table import TIMES, check_table
 
@@ -102,7 +102,7 @@ def test_it_is_what_a_naive_program_finds(name):
 
 def test_the_published_scheme_is_that_of_the_paper():
     """x -> N(x + 0.1 A(x) x), by loops, and linear between its steps."""
-    seen = published_probability(hs.SA, **SMALL | {"times": [0.0, 0.3, 2.0, 2.05]}, samples=2, seed=5)
+    seen = published_scheme_probability(hs.SA, **SMALL | {"times": [0.0, 0.3, 2.0, 2.05]}, samples=2, seed=5)
     starts = SMALL["start"].sample(2, seed=5).numpy()
     for k, beta in enumerate(SMALL["betas"]):
         shares = []
@@ -125,7 +125,7 @@ def test_the_published_scheme_is_late():
     case = {"betas": [1.0], "times": [5.0], "start": hs.Uniform(32, 8), "samples": 384, "seed": 2}
     for seen, name, expected in (
         (phase_diagram(hs.SA, **case), "probability", 0.131),
-        (published_probability(hs.SA, **case), "probability_published", 0.048),
+        (published_scheme_probability(hs.SA, **case), "probability_published", 0.048),
     ):
         off = abs(float(seen[name][0, 0]) - expected)
         assert off < 4 * float(seen[f"{name}_stderr"][0, 0]) < 0.04
@@ -272,9 +272,9 @@ def test_noise_is_that_of_integrate_and_chunks_do_not_matter(monkeypatch):
     for k, beta in enumerate(SMALL["betas"]):
         run = hs.integrate(hs.SA(beta), x, SMALL["times"], noise=noise, seed=4)
         expected = hs.reduce_replicates(hs.close_pair_probability(run, delta=0.1))
-        assert np.allclose(seen.probability[k].values, expected.close_pair_probability.values, rtol=0, atol=1e-15)
+        assert np.allclose(seen.probability[k].values, expected.close_pair_share.values, rtol=0, atol=1e-15)
         assert np.allclose(
-            seen.probability_stderr[k].values, expected.close_pair_probability_stderr.values, rtol=0, atol=1e-15
+            seen.probability_stderr[k].values, expected.close_pair_share_stderr.values, rtol=0, atol=1e-15
         )
     assert seen.hitting_time.isnull().all()
     monkeypatch.setattr(module, "PAIRS", {"cpu": 60})  # two systems at once
@@ -284,7 +284,7 @@ def test_noise_is_that_of_integrate_and_chunks_do_not_matter(monkeypatch):
 def test_a_field_that_jumps_has_the_stepper_of_integrate():
     seen = phase_diagram(lambda beta: hs.Hardmax(), **SMALL | {"betas": [0.0]}, samples=2)
     run = hs.integrate(hs.Hardmax(), SMALL["start"].sample(2), SMALL["times"])
-    expected = hs.reduce_replicates(hs.close_pair_probability(run, delta=0.1)).close_pair_probability.values
+    expected = hs.reduce_replicates(hs.close_pair_probability(run, delta=0.1)).close_pair_share.values
     assert np.array_equal(seen.probability[0].values, expected)
     assert seen.attrs["stepper"] == "Heun(h=0.01)"
 
@@ -366,10 +366,8 @@ def test_a_sample_that_cannot_be_carried_is_counted_named_and_left_out(caplog):
     rest = torch.tensor([i for i in range(6) if i != which])
     run = hs.integrate(hs.SA(3.0), start[rest], SMALL["times"])
     expected = hs.reduce_replicates(hs.close_pair_probability(run, delta=0.1))
-    assert np.allclose(seen.probability[1].values, expected.close_pair_probability.values, rtol=0, atol=1e-12)
-    assert np.allclose(
-        seen.probability_stderr[1].values, expected.close_pair_probability_stderr.values, rtol=0, atol=1e-12
-    )
+    assert np.allclose(seen.probability[1].values, expected.close_pair_share.values, rtol=0, atol=1e-12)
+    assert np.allclose(seen.probability_stderr[1].values, expected.close_pair_share_stderr.values, rtol=0, atol=1e-12)
 
 
 def test_where_all_are_lost_there_is_no_number():
@@ -532,7 +530,7 @@ def test_the_interval_of_a_diagram_is_that_of_the_same_systems_reduced():
     simulation = hs.integrate(hs.SA(1.0), start.sample(4, seed=0, dtype=torch.float64), times)
     reduced = hs.reduce_replicates(hs.observe.close_pair_probability(simulation, delta=1e-3))
     for end in ("", "_stderr"):
-        here = reduced[f"close_pair_probability{end}"].values
+        here = reduced[f"close_pair_share{end}"].values
         assert diagram[f"probability{end}"].values[0] == pytest.approx(here, abs=1e-12)
     last = reduced.isel(time=-1)
-    assert (float(diagram.probability[0, -1]), float(last.close_pair_probability_low)) == (1.0, 1.0)
+    assert (float(diagram.probability[0, -1]), float(last.close_pair_share_low)) == (1.0, 1.0)

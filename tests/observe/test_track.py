@@ -22,8 +22,8 @@ SIMPLE = {
     "order_parameter": oracles.order_parameter,
     "cluster_count": lambda cloud: oracles.cluster_count(cloud, 0.3),
     "effective_rank": oracles.effective_rank,
-    "energy": lambda cloud: oracles.interaction_energy(cloud, 3.0),
-    "close_pair_probability": lambda cloud: oracles.close_pair_share(cloud, 0.2),
+    "interaction_energy": lambda cloud: oracles.interaction_energy(cloud, 3.0),
+    "close_pair_share": lambda cloud: oracles.close_pair_share(cloud, 0.2),
     "mean_inner_product": lambda cloud: (len(cloud) * oracles.order_parameter(cloud) ** 2 - 1) / (len(cloud) - 1),
 }
 
@@ -177,8 +177,8 @@ def test_overview_number_by_number(trajectory):
 def test_overview_keeps_the_times_and_leaves_out_an_infinite_energy():
     seen = hs.overview(PLAIN, beta=0.0)
     assert seen.time.values.tolist() == TIMES.tolist()
-    assert set(SIMPLE) - {"energy"} <= set(seen.data_vars)
-    assert "energy" not in seen
+    assert set(SIMPLE) - {"interaction_energy"} <= set(seen.data_vars)
+    assert "interaction_energy" not in seen
     assert seen.sizes == {"time": 3, "system": 4, "inner_product": 50}
 
 
@@ -194,13 +194,17 @@ def test_intervals_of_the_overview_stay_where_the_quantities_are():
     clouds = torch.stack([axes, axes[0].expand(3, 3), STATES[-1, 0, :3]])
     kept = hs.overview(hs.Trajectory(TIMES[:1], clouds[None]), beta=1.0)
     cut, whole = hs.reduce_replicates(kept), hs.reduce_replicates(kept, scale=hs.stats.LinearScale())
-    bounds = dict.fromkeys(("close_pair_probability", "inner_product_histogram", "order_parameter"), (0.0, 1.0)) | {
+    bounds = dict.fromkeys(("close_pair_share", "inner_product_histogram", "order_parameter"), (0.0, 1.0)) | {
         "mean_inner_product": (-1.0, 1.0)
     }
-    bounds |= {"cluster_count": (1.0, math.inf), "effective_rank": (1.0, math.inf), "energy": (0.0, math.inf)}
+    bounds |= {
+        "cluster_count": (1.0, math.inf),
+        "effective_rank": (1.0, math.inf),
+        "interaction_energy": (0.0, math.inf),
+    }
     assert set(bounds) == set(kept.data_vars)
-    assert float(whole.close_pair_probability_low.squeeze()) < 0
-    assert float(whole.close_pair_probability_high.squeeze()) > 1
+    assert float(whole.close_pair_share_low.squeeze()) < 0
+    assert float(whole.close_pair_share_high.squeeze()) > 1
     for name, (low, high) in bounds.items():
         assert (cut[f"{name}_low"] >= low).all(), name
         assert (cut[f"{name}_high"] <= high).all(), name

@@ -78,7 +78,7 @@ def test_texts_that_are_not_finite_are_left_out():
     assert "mean over 2 prompts" in figure.get_suptitle()
     lost = hs.Trajectory(path.times, torch.full_like(states, torch.nan), axis="depth", replicate="prompt")
     refused(lambda: depth_figure(lost), "no prompt whose states are all finite")
-    refused(lambda: depth_figure(3), "trajectory is a int")
+    refused(lambda: depth_figure(3), "trajectory is an int")
 
 
 def test_one_text_has_no_interval():

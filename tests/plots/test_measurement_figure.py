@@ -142,10 +142,10 @@ def test_measurements_of_a_simulation_over_time():
     assert (panel.get_xlabel(), panel.get_yscale()) == ("time", "linear")
     assert hs.plot(tracked).get_suptitle() == "mean over 5 systems; band: 95 % interval"
     measured = hs.overview(simulation(), beta=1.0)
-    figure = hs.plot(measured, variables=["close_pair_probability", "inner_product_histogram", "energy"])
+    figure = hs.plot(measured, variables=["close_pair_share", "inner_product_histogram", "interaction_energy"])
     titles = [panel.get_title(loc="left") for panel in figure.axes]
-    assert {"probability that two tokens have met", "share of pairs", "interaction energy"} <= set(titles)
-    (share,) = [panel for panel in figure.axes if "share" in panel.get_title("left")]
+    assert {"share of pairs that have met", "share of pairs", "interaction energy"} <= set(titles)
+    (share,) = [panel for panel in figure.axes if panel.get_title("left") == "share of pairs"]
     assert share.get_xlim() == (0.0, 2.0)
     (panel,) = hs.plot(tracked.order).axes
     assert panel.get_title(loc="left") == "order parameter"

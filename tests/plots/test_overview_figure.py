@@ -19,7 +19,7 @@ START = hs.Uniform(6, 3).sample(4, seed=0)
 TRAJECTORY = hs.integrate(hs.SA(2.0), START, TIMES).trajectory
 KEPT = hs.overview(TRAJECTORY, beta=2.0, delta=0.01, radius=0.2)
 SEEN = hs.reduce_replicates(KEPT)
-PANELS = {0: ["close_pair_probability", "order_parameter"], 1: ["cluster_count", "effective_rank"], 2: ["energy"]}
+PANELS = {0: ["close_pair_share", "order_parameter"], 1: ["cluster_count", "effective_rank"], 2: ["interaction_energy"]}
 
 
 @pytest.mark.parametrize("given", [KEPT, SEEN], ids=["with replicates", "reduced"])
@@ -47,7 +47,7 @@ def test_words_on_the_picture():
     assert told == "SA   (4 systems; bands: two standard errors)"
     legends = [text.get_text() for panel in figure.axes[:3] for text in panel.get_legend().get_texts()]
     assert legends == [
-        *("P(<x,y> >= 1 - 0.01)", "order parameter |mean x|"),
+        *("close pairs, <x,y> >= 1 - 0.01", "order parameter |mean x|"),
         *("clusters at radius 0.2", "effective rank (entropy)"),
         "interaction energy, beta = 2",
     ]
@@ -91,7 +91,7 @@ def test_two_systems_are_drawn_instead_of_bands():
     assert figure.get_suptitle() == "SA   (2 systems; thin: each system)"
     energy = figure.axes[2]
     assert not energy.collections
-    assert [line.get_ydata().tolist() for line in energy.lines[1:]] == two.energy.values.T.tolist()
+    assert [line.get_ydata().tolist() for line in energy.lines[1:]] == two.interaction_energy.values.T.tolist()
 
 
 def test_one_time_has_a_histogram_with_its_own_axes():

@@ -12,7 +12,7 @@ import xarray as xr
 import helmscope as hs
 from helmscope.observe.half_times import half_time
 from helmscope.observe.hitting_curve import closed_form_curve
-from helmscope.observe.phase import phase_diagram, published_probability
+from helmscope.observe.phase import phase_diagram, published_scheme_probability
 from helmscope.plots.phase import phase_figure, phase_page
 from helmscope.plots.style import png
 
@@ -22,7 +22,7 @@ CASE = {"betas": [0.5, 2.0, 4.0], "times": [0.0, 2.0, 3.0, 5.0], "samples": 4, "
 def diagram(dim: int) -> xr.Dataset:
     start = hs.Uniform(6, dim)
     ours = phase_diagram(hs.SA, start=start, **CASE)
-    return ours.assign(published_probability(hs.SA, start=start, **CASE).data_vars).expand_dims({"dim": [dim]})
+    return ours.assign(published_scheme_probability(hs.SA, start=start, **CASE).data_vars).expand_dims({"dim": [dim]})
 
 
 HOW = {"data_vars": "all", "coords": ["lost_samples"], "compat": "equals", "join": "exact", "combine_attrs": "override"}

@@ -19,7 +19,7 @@ from multiprocessing import get_context
 
 import pytest
 
-from helmscope.runs import Processes, ProgressBar, Unit, bar, reporting, run_units
+from helmscope.runs import Processes, ProgressBar, Unit, bar, progress_reporting, run_units
 from helmscope.runs.bar import is_watched, name_phase, shows_progress
 from helmscope.store import RunFolder
 from helmscope.types import HelmscopeError
@@ -92,7 +92,7 @@ def frames(written: str) -> list[str]:
 
 def work(clock: list[float], progress=None, *, seconds: float = 4.0, steps: int = 4, label: str = "working") -> None:
     """A call that reports a share after each step."""
-    with reporting(progress, label) as report:
+    with progress_reporting(progress, label) as report:
         for step in range(steps):
             clock[0] += seconds / steps
             if report is not None:
@@ -201,7 +201,7 @@ def test_nothing_is_drawn_unless_a_person_is_watching(clock, capsys):
 def test_false_silences_a_call_and_all_within(clock, monkeypatch):
     screen = on_terminal(monkeypatch)
     work(clock, progress=False)
-    with reporting(False):
+    with progress_reporting(False):
         work(clock)
     assert screen.getvalue() == ""
 
@@ -209,7 +209,7 @@ def test_false_silences_a_call_and_all_within(clock, monkeypatch):
 def test_a_callable_receives_the_shares_and_nothing_is_drawn(clock, monkeypatch):
     screen = on_terminal(monkeypatch)
     shares = []
-    with reporting(shares.append, "outer") as report:
+    with progress_reporting(shares.append, "outer") as report:
         work(clock)
         report(1.0)
     assert shares == [1.0]
@@ -224,7 +224,7 @@ def test_anything_else_is_refused():
 
 def test_nested_calls_draw_one_bar(clock, monkeypatch):
     screen = on_terminal(monkeypatch)
-    with reporting(None, "outer") as report:
+    with progress_reporting(None, "outer") as report:
         for part in range(3):
             work(clock, label="inner")
             report((part + 1) / 3)
@@ -237,7 +237,7 @@ def test_nested_calls_draw_one_bar(clock, monkeypatch):
 
 def test_calls_in_several_threads_draw_one_bar(clock, monkeypatch):
     screen = on_terminal(monkeypatch)
-    with reporting(None, "outer"):
+    with progress_reporting(None, "outer"):
         thread = threading.Thread(target=work, args=(clock,))
         thread.start()
         thread.join()
@@ -247,11 +247,14 @@ def test_calls_in_several_threads_draw_one_bar(clock, monkeypatch):
 
 def test_a_call_without_shares_names_the_step_it_is_at(clock, monkeypatch):
     screen = on_terminal(monkeypatch)
-    with reporting(None, "trying 'rate'") as report:
+    with progress_reporting(None, "trying 'rate'") as report:
         work(clock, label="recording")
-        with reporting(None, "measuring"), reporting(None, "replaying") as third:  # only the step itself is named
+        with (
+            progress_reporting(None, "measuring"),
+            progress_reporting(None, "replaying") as third,
+        ):  # only the step itself is named
             assert third is None
-        with reporting(False):
+        with progress_reporting(False):
             work(clock, label="silent")
         clock[0] += 1.0
         report(0.5)
@@ -266,18 +269,18 @@ def test_a_call_without_shares_names_the_step_it_is_at(clock, monkeypatch):
 
 def test_the_label_names_the_phase_of_the_outermost_call(clock, monkeypatch):
     screen = on_terminal(monkeypatch)
-    with reporting(None, "recording") as report:
+    with progress_reporting(None, "recording") as report:
         clock[0] += 3.0
         name_phase("loading A")
         report(0.1)
-        with reporting(None, "inner"):
+        with progress_reporting(None, "inner"):
             name_phase("checking")  # of a call within: the label remains
         clock[0] += 3.0
         report(0.2)
         name_phase("recording")
     assert [frame.split(" ━")[0] for frame in frames(screen.getvalue())] == ["loading A", "loading A", "recording"]
     screen = on_terminal(monkeypatch)
-    with reporting(ProgressBar("mine", delay=0.0), "recording"):
+    with progress_reporting(ProgressBar("mine", delay=0.0), "recording"):
         name_phase("loading A")  # the caller has chosen a label
     assert "loading" not in screen.getvalue()
 
@@ -289,7 +292,7 @@ def test_a_notebook_keeps_few_lines_of_a_long_call(clock, monkeypatch):
 
 
 def interrupted(clock: list[float], progress=None) -> None:
-    with reporting(progress, "working") as report:
+    with progress_reporting(progress, "working") as report:
         clock[0] += 3.0
         report(0.5)
         raise KeyboardInterrupt
@@ -326,7 +329,7 @@ def test_a_call_that_reports_nothing_shows_the_time(monkeypatch):
     screen = on_terminal(monkeypatch)
     monkeypatch.setattr(bar, "TICK_S", 0.01)
     monkeypatch.setattr(bar, "PATIENCE_S", 0.02)
-    with reporting(None, "waiting"):
+    with progress_reporting(None, "waiting"):
         deadline = time.monotonic() + 10.0
         while not screen.getvalue() and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -339,7 +342,7 @@ def test_the_thread_that_redraws_ends_after_the_last_call(monkeypatch):
     on_terminal(monkeypatch)
     monkeypatch.setattr(bar, "TICK_S", 0.01)
     for _ in range(100):
-        with reporting(None, "short"):
+        with progress_reporting(None, "short"):
             pass
     deadline = time.monotonic() + 10.0
     while bar._SCREEN._ticks and time.monotonic() < deadline:
@@ -353,7 +356,7 @@ def test_reporting_costs_microseconds(monkeypatch):
     def calls(count: int) -> float:
         begin = time.perf_counter()
         for _ in range(count):
-            with reporting(None, "short") as report:
+            with progress_reporting(None, "short") as report:
                 report(1.0)
         return (time.perf_counter() - begin) / count
 
@@ -433,11 +436,11 @@ def test_a_run_in_this_process_draws_one_bar_for_all_units(tmp_path, monkeypatch
 
 SLOW = """
 import time
-from helmscope.runs import bar, reporting
+from helmscope.runs import bar, progress_reporting
 bar.PATIENCE_S = 0.1
-with reporting(None, "outer") as report:
+with progress_reporting(None, "outer") as report:
     for step in range(4):
-        with reporting(None, "inner"):
+        with progress_reporting(None, "inner"):
             time.sleep(0.1)
         report((step + 1) / 4)
 print("done")

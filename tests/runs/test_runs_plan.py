@@ -244,7 +244,7 @@ def test_the_error_names_a_damaged_file(folder, name):
         ({"units": ...}, "has no key 'units', but it must have units, manifest, cpu, threads, mixed"),
         ({"units": []}, "units of .*units.json is a list, but it must be"),
         ({"units": {"a": 1}}, "a of units of .* is an int, but it must be a str"),
-        ({"manifest": 3}, "manifest of .*units.json is a int, but it must be an object with named values"),
+        ({"manifest": 3}, "manifest of .*units.json is an int, but it must be an object with named values"),
         ({"threads": 0}, "threads of .* is 0, but it must be a whole number >= 1"),
         ({"mixed": ""}, "mixed of .*units.json is a str, but it must be a list"),
         ({"\x1b[2J": 1}, r"unknown key of .*units.json '\\x1b\[2J'; allowed"),

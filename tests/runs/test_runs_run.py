@@ -199,9 +199,9 @@ def test_bad_units_are_refused_before_anything_is_written(folder, units, sentenc
     [
         ({"manifest": {}}, "manifest is a dict, but it must be a Manifest"),
         ({"folder": "run"}, "folder is a str, but it must be a RunFolder"),
-        ({"heading": 3}, "heading is a int, but it must be a str or None"),
+        ({"heading": 3}, "heading is an int, but it must be a str or None"),
         ({"fail_fast": "x"}, "fail_fast is a str, but it must be True or False"),
-        ({"allow_mixed": 1}, "allow_mixed is a int, but it must be True or False"),
+        ({"allow_mixed": 1}, "allow_mixed is an int, but it must be True or False"),
         ({"engine": 4}, "engine is 4, but it must be Serial(), Processes(jobs) or Ray(jobs)"),
         ({"engine": Serial}, f"engine is {Serial!r}, but it must be Serial(), Processes(jobs) or Ray(jobs)"),
     ],

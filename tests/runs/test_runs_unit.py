@@ -118,7 +118,7 @@ class Hidden:
         ({1: 2}, "a key of a of parameters of unit 'u' is an int, but it must be a str"),
         (lambda: 1, "a of parameters of unit 'u' is <lambda>, but it must be picklable"),
         ([threading.Lock()], "item 0 of a of parameters of unit 'u' is lock, but it must be picklable"),
-        (np.array([{}]), "a of parameters of unit 'u' is a ndarray of object, but it must be a dense array of plain"),
+        (np.array([{}]), "a of parameters of unit 'u' is an ndarray of object, but it must be a dense array of plain"),
         (torch.eye(2).to_sparse(), "a of parameters of unit 'u' is a Tensor of torch.float32, but it must be a dense"),
     ],
 )
@@ -155,7 +155,7 @@ def test_the_key_of_a_picklable_callable_depends_on_its_state():
 
 
 def test_other_bad_input():
-    with pytest.raises(HelmscopeError, match=r"^function of unit 'u' is a int, but it must be callable$"):
+    with pytest.raises(HelmscopeError, match=r"^function of unit 'u' is an int, but it must be callable$"):
         Unit("u", 3)
     with pytest.raises(HelmscopeError, match=r"^parameters of unit 'u' is a list, but it must be a mapping$"):
         Unit("u", divide, [1, 2])

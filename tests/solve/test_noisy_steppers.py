@@ -408,7 +408,7 @@ def test_the_default_step_under_noise_is_the_same_everywhere():
     assert run.problem.stepper == EulerMaruyama(NOISY_STEP)
     chosen = integrate(SA(beta=4.0), x0, [0.0, 0.3], noise=noise, seed=3, stepper=EulerMaruyama(0.02))
     assert torch.equal(run.states, chosen.states)
-    spec = hs.jobs.Simulate(nu=0.1, n=4, batch=2)
+    spec = hs.jobs.SimulationSpec(nu=0.1, n=4, batch=2)
     assert spec.problem().stepper == run.problem.stepper
     start = hs.Uniform(4, 3)
     diagram = hs.phase_diagram(SA, betas=[1.0], times=[0.1], start=start, samples=2, noise=noise)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from helmscope.store import atomic, atomic_write, write_bytes
-from helmscope.store.atomic import is_temporary, make_folder, one_line
+from helmscope.store import atomic, atomic_write
+from helmscope.store.atomic import is_temporary, make_folder, one_line, write_bytes
 from helmscope.types import HelmscopeError
 from support.children import run_python
 

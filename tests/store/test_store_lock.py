@@ -14,7 +14,8 @@ from subprocess import PIPE, TimeoutExpired
 
 import pytest
 
-from helmscope.store import RunFolder, is_locked, locked
+from helmscope.store import RunFolder, is_locked
+from helmscope.store.lock import locked
 from helmscope.types import HelmscopeError
 from support.children import child
 
@@ -22,7 +23,7 @@ from support.children import child
 VISITS = """
 import os, sys, time
 from contextlib import nullcontext, suppress
-from helmscope.store import locked
+from helmscope.store.lock import locked
 folder, rounds, careful = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "locked"
 overlaps = 0
 for _ in range(rounds):
@@ -68,7 +69,7 @@ def holder(tmp_path):
     """Another process that holds the folder until its standard input closes."""
     code = """
 import sys
-from helmscope.store import locked
+from helmscope.store.lock import locked
 with locked(sys.argv[1]):
     print(flush=True)
     sys.stdin.read()
@@ -99,7 +100,7 @@ def test_killing_the_holder_releases_the_lock(tmp_path, holder):
 
 
 def test_waiting_acquires_the_lock_when_the_holder_ends(tmp_path, holder):
-    code = "import sys\nfrom helmscope.store import locked\nwith locked(sys.argv[1], wait=True):\n    print('in')"
+    code = "import sys\nfrom helmscope.store.lock import locked\nwith locked(sys.argv[1], wait=True):\n    print('in')"
     with child([sys.executable, "-c", code, tmp_path], stdout=PIPE, text=True) as waiting:
         with pytest.raises(TimeoutExpired):
             waiting.wait(1.0)
@@ -113,7 +114,7 @@ def test_is_locked_does_not_make_a_run_fail(tmp_path):
     descriptor = os.open(tmp_path / ".lock", os.O_CREAT | os.O_RDWR)
     fcntl.flock(descriptor, fcntl.LOCK_SH)
     code = (
-        "import sys, time\nfrom helmscope.store import locked\nprint('ready', flush=True)\nsys.stdin.readline()\n"
+        "import sys, time\nfrom helmscope.store.lock import locked\nprint('ready', flush=True)\nsys.stdin.readline()\n"
         "with locked(sys.argv[1]):\n    print('in')"
     )
     with child([sys.executable, "-c", code, tmp_path], stdin=PIPE, stdout=PIPE, text=True) as process:

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import helmscope
-from helmscope.store import Manifest, hash_bytes, hash_file
-from helmscope.store.manifest import DEPENDENCIES
+from helmscope.store import Manifest, hash_file
+from helmscope.store.manifest import DEPENDENCIES, hash_bytes
 from helmscope.types import HelmscopeError
 
 ABC = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"  # FIPS 180-2, appendix B.1

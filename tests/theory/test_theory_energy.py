@@ -8,7 +8,7 @@ import mpmath as mp
 import pytest
 import torch
 
-from helmscope.theory.energy import energy_max, energy_min, equiangular_energy
+from helmscope.theory.energy import equiangular_energy, max_energy, min_energy
 from helmscope.types import HelmscopeError
 
 MINIMUM = {  # beta = 1, 4, 9
@@ -20,12 +20,12 @@ MINIMUM = {  # beta = 1, 4, 9
 
 @pytest.mark.parametrize("dim", MINIMUM)
 def test_minimal_energy_table(dim):
-    assert [energy_min(beta=b, dim=dim) for b in (1, 4, 9)] == pytest.approx(MINIMUM[dim], rel=5e-15)
+    assert [min_energy(beta=b, dim=dim) for b in (1, 4, 9)] == pytest.approx(MINIMUM[dim], rel=5e-15)
 
 
 def test_maximal_energy_table():
     expected = (1.35914091422952, 6.82476875414303, 450.171329309744)
-    assert [energy_max(beta=b) for b in (1, 4, 9)] == pytest.approx(expected, rel=5e-15)
+    assert [max_energy(beta=b) for b in (1, 4, 9)] == pytest.approx(expected, rel=5e-15)
 
 
 @pytest.mark.parametrize("dim", [2, 3, 7, 512, 100_000])
@@ -34,7 +34,7 @@ def test_minimal_energy_is_the_bessel_function(dim, beta):
     with mp.workdps(40):
         b, order = mp.mpf(beta), mp.mpf(dim) / 2 - 1
         exact = mp.gamma(order + 1) * (2 / b) ** order * mp.besseli(order, b) / (2 * b)
-    assert energy_min(beta=beta, dim=dim) == pytest.approx(float(exact), rel=3e-15)
+    assert min_energy(beta=beta, dim=dim) == pytest.approx(float(exact), rel=3e-15)
 
 
 def test_minimal_energy_is_the_mean_over_the_sphere():
@@ -44,11 +44,11 @@ def test_minimal_energy_is_the_mean_over_the_sphere():
         weight = lambda t, power=power: (1 - t * t) ** power  # noqa: E731
         breaks = mp.linspace(-1, 1, 9)
         mean = mp.quad(lambda t, b=beta, w=weight: w(t) * mp.exp(b * t), breaks) / mp.quad(weight, breaks)
-        assert energy_min(beta=beta, dim=dim) == pytest.approx(float(mean / (2 * beta)), rel=1e-13)
+        assert min_energy(beta=beta, dim=dim) == pytest.approx(float(mean / (2 * beta)), rel=1e-13)
 
 
 def test_minimal_energy_is_finite_where_the_maximal_energy_overflows():
-    assert energy_min(beta=1000.0, dim=10**6) == pytest.approx(float(mp.hyp0f1(5 * 10**5, 250_000) / 2000), rel=1e-14)
+    assert min_energy(beta=1000.0, dim=10**6) == pytest.approx(float(mp.hyp0f1(5 * 10**5, 250_000) / 2000), rel=1e-14)
 
 
 @pytest.mark.parametrize(("n", "gamma"), [(2, -1.0), (3, -0.5), (5, 0.3), (8, 1.0)])
@@ -67,20 +67,20 @@ def test_energies_are_ordered():
     gamma = torch.linspace(-1 / 31, 1, 20, dtype=torch.float64)
     energy = equiangular_energy(gamma, beta=4.0, n=32)
     assert (energy.diff() > 0).all()
-    assert energy_min(beta=4.0, dim=32) < energy[0] < energy[-1]
-    assert energy[-1].item() == energy_max(beta=4.0)
+    assert min_energy(beta=4.0, dim=32) < energy[0] < energy[-1]
+    assert energy[-1].item() == max_energy(beta=4.0)
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: energy_min(beta=0.0, dim=3), "beta is 0.0"),
-        (lambda: energy_min(beta=1.0, dim=1), "dim is 1"),
-        (lambda: energy_min(beta=800.0, dim=3), "beta is 800"),
-        (lambda: energy_min(beta=1e300, dim=3), r"beta is 1e\+300"),
-        (lambda: energy_min(beta=1e-310, dim=3), "beta is 1e-310"),
-        (lambda: energy_max(beta=-1.0), "beta is -1.0"),
-        (lambda: energy_max(beta=1e4), "beta is 10000"),
+        (lambda: min_energy(beta=0.0, dim=3), "beta is 0.0"),
+        (lambda: min_energy(beta=1.0, dim=1), "dim is 1"),
+        (lambda: min_energy(beta=800.0, dim=3), "beta is 800"),
+        (lambda: min_energy(beta=1e300, dim=3), r"beta is 1e\+300"),
+        (lambda: min_energy(beta=1e-310, dim=3), "beta is 1e-310"),
+        (lambda: max_energy(beta=-1.0), "beta is -1.0"),
+        (lambda: max_energy(beta=1e4), "beta is 10000"),
         (lambda: equiangular_energy(0.0, beta=0.0, n=3), "beta is 0.0"),
         (lambda: equiangular_energy(0.0, beta=1.0, n=1), "n is 1"),
         (lambda: equiangular_energy(-0.6, beta=1.0, n=3), "gamma is -0.6"),

@@ -168,6 +168,10 @@ def test_of_many_names_the_nearest_is_offered_or_five_are_listed():
     assert text.endswith(", and 36 more are allowed")
     assert text.count(",") == 5
     assert "zeta" not in text
+    text = refused(lambda: check_name("claim", "zet-of-mine", [*many, "zeta"]))
+    assert text == "unknown claim 'zet-of-mine'; the nearest is zeta, and 40 more are allowed"
+    far = refused(lambda: check_name("claim", "zzz", [*many, "zeta"]))  # one letter in common is not near
+    assert far == "unknown claim 'zzz'; 41 are allowed"
 
 
 def test_one_is_singular():
@@ -184,7 +188,7 @@ def test_known_name_offers_the_nearest():
     assert text == "unknown start 'zzz'; allowed: orthonormal, uniform, vmf"
     many = [f"claim-{k}" for k in range(56)]
     assert refused(lambda: check_name("claim", "clam-7", many)) == "unknown claim 'clam-7': did you mean 'claim-7'?"
-    assert refused(lambda: check_name("claim", "!!!", many)).endswith(", and 51 more are allowed")
+    assert refused(lambda: check_name("claim", "!!!", many)) == "unknown claim '!!!'; 56 are allowed"
 
 
 def test_one_thing_is_counted_in_the_singular():

@@ -129,8 +129,9 @@ class _Tags(HTMLParser):
         self.style = ""
 
     def handle_starttag(self, tag, attrs):
-        self.open.append(tag)
         self.seen.add(tag)
+        if tag != "br":  # which has no end
+            self.open.append(tag)
         assert {name for name, _ in attrs} <= {"style"}
         self.style += "".join(value for _, value in attrs)
 
@@ -148,7 +149,7 @@ def test_html_is_a_plain_table_for_dark_and_light_notebooks(name):
     tags.feed(text)
     assert tags.open == []
     assert {"div", "table", "tr", "td"} <= tags.seen
-    assert tags.seen <= {"div", "table", "tr", "td", "th", "details", "summary", "pre"}
+    assert tags.seen <= {"div", "table", "tr", "td", "th", "details", "summary", "pre", "br"}
     assert "background" not in tags.style
     assert not re.search(r"(?<!-)color *:", tags.style)
     assert len(text) < 20_000
@@ -238,13 +239,16 @@ def test_reprs_show_what_differs_from_the_defaults():
     assert repr(hs.noise.IsotropicNoise(nu=0.05)) == "IsotropicNoise(nu=0.05)"
     assert repr(hs.noise.IsotropicNoise(0.05, process=hs.noise.Ito())) == "IsotropicNoise(nu=0.05, process=Ito())"
     mlp = hs.MLP(w_in=torch.ones(9, 3), w_out=torch.ones(3, 9))
-    assert repr(mlp) == "MLP(w_in=<9 x 3>, w_out=<3 x 9>)"
+    assert repr(mlp) == "MLP(w_in=<9 x 3>, w_out=<3 x 9>, activation=GELU())"  # not the default of a GatedMLP
+    gated = hs.GatedMLP(w_gate=torch.ones(9, 3), w_up=torch.ones(9, 3), w_out=torch.ones(3, 9))
+    assert repr(gated) == "GatedMLP(w_gate=<9 x 3>, w_up=<9 x 3>, w_out=<3 x 9>, activation=SiLU())"
+    assert repr(replace(gated, activation=hs.activations.ReLU())).endswith(", activation=ReLU())")
     block = hs.Block(hs.SA(1.0), mlp, placement=hs.fields.PreNorm())
     assert repr(block) == f"Block(attention=SA(beta=1.0), mlp={mlp}, placement=PreNorm())"
     assert repr(hs.fields.LayerNorm(gain=torch.ones(3))) == "LayerNorm(gain=<3>)"
     assert repr(hs.Uniform(n=32, dim=3)) == "Uniform(n=32, dim=3)"
-    assert repr(hs.jobs.Simulate()) == "Simulate()"
-    assert repr(hs.jobs.Phase(dims=[8], nu=0.1)) == "Phase(nu=0.1, dims=(8,), published=False)"
+    assert repr(hs.jobs.SimulationSpec()) == "SimulationSpec()"
+    assert repr(hs.jobs.PhaseSpec(dims=[8], nu=0.1)) == "PhaseSpec(nu=0.1, dims=(8,), published=False)"
 
 
 def test_the_repr_of_a_user_s_field_is_concise_too():
@@ -263,6 +267,37 @@ def test_the_repr_of_a_user_s_field_is_concise_too():
     assert repr(Turn(torch.ones(2, 2))) == "Turn(rate=<2 x 2>)"
     assert "Plain object" in repr(Plain())
     torch.vmap(lambda beta: repr(hs.SA(beta=beta)) and beta)(torch.ones(2))
+
+
+def test_the_sentences_below_a_summary_have_lines_of_their_own():
+    many = xr.Dataset({"order": ("time", [1.0] * 99), "order_stderr": ("time", [0.1] * 99)}, attrs={"n": 4})
+    text = hs.summary(many)._repr_html_()
+    assert "<div>in brackets: two standard errors<br>97 entries are not shown: summary(measurement, rows=None)" in text
+    assert "&lt;br" in html_table("", [], note="<br>")
+
+
+def test_the_first_text_of_a_recording_reads_as_it_was_written():
+    written = "Once upon a time, there was a lady. She was wearing luggage."
+    text = hs.record("A", [written, "There was a cat."])._repr_html_()
+    assert f">{written}<" in text
+    unequal = hs.record("A", ["There was a cat.", written])._repr_html_()  # padding is not shown
+    assert ">There was a cat.<" in unequal
+
+
+def test_a_first_text_that_the_tokenizer_cannot_decode_is_shown_by_its_tokens():
+    class Broken:
+        def decode(self, ids, **options):
+            raise RuntimeError("no")
+
+    seen = recording()
+    for tokens, shown in (
+        (("Once", "\u0120upon", ",", "\u0120l"), ">Once upon, l<"),
+        (("\u2581Once", "\u2581up", "on", "."), ">Once upon.<"),
+        (("once", "up", "##on", "."), ">once up ##on .<"),
+    ):
+        planted = replace(seen, runner=replace(seen.runner, batch=replace(seen.batch, tokens=(tokens,) * 2)))
+        assert shown in planted._repr_html_()
+        assert shown in replace(planted, tokenizer=Broken())._repr_html_()
 
 
 def test_counting_words():

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from helmscope.claims.evidence import EveryAbsoluteDifference as EveryAbsoluteDifference
     from helmscope.claims.evidence import EverySample as EverySample
     from helmscope.claims.evidence import Evidence as Evidence
-    from helmscope.claims.evidence import Identity as Identity
+    from helmscope.claims.evidence import IdentityErrors as IdentityErrors
     from helmscope.claims.evidence import PairedDifferences as PairedDifferences
     from helmscope.claims.evidence import PremiseImpossible as PremiseImpossible
     from helmscope.claims.evidence import Replicates as Replicates

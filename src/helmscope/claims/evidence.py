@@ -29,7 +29,8 @@ class Assessment:
     """Evidence compared with a region: the interval of the statistic, the ruling, and its ``basis`` in words, such as
     "from 32 starts".
 
-    ``replicates_needed`` is about how many replicates would decide the claim, None where that is not known.
+    ``replicates_needed`` is about how many replicates would decide the claim, None where that is not known. ``exact``
+    says that the interval holds whatever the distribution of the replicates, as that of a count does.
 
     >>> Assessment(Interval(0.5, 0.4, 0.7, n=32), Ruling.SUPPORTED, "from 32 starts").replicates_needed is None
     True
@@ -39,6 +40,7 @@ class Assessment:
     ruling: Ruling
     basis: str
     replicates_needed: int | None = None
+    exact: bool = False
 
 
 @runtime_checkable
@@ -101,20 +103,21 @@ class Count:
         """Rule as for ``Replicates``; with ``refutes=False``, inconclusive instead of refuted."""
         interval = proportion_interval(self.successes, self.n)
         assessment = _assess(interval, region, f"from {self.successes:,} of {self.n:,} {self.of}")
+        assessment = replace(assessment, exact=True)
         if assessment.ruling is Ruling.REFUTED and not self.refutes:
             return replace(assessment, ruling=Ruling.INCONCLUSIVE, replicates_needed=None)
         return assessment
 
 
 @dataclass(frozen=True, eq=False)
-class Identity:
+class IdentityErrors:
     """The errors of an identity, one per random input, at 1,000 inputs or more; the statistic is the largest error.
 
     The interval is the range of the errors, not a confidence interval; a single input beyond the bound refutes.
     ``what`` names the quantity if it is not an error. ``weigh`` raises HelmscopeError for fewer inputs, and for errors
     that are negative or not finite.
 
-    >>> Identity([1e-16] * 1000).weigh(Region(text="within 1e-12", high=1e-12)).ruling.value
+    >>> IdentityErrors([1e-16] * 1000).weigh(Region(text="within 1e-12", high=1e-12)).ruling.value
     'true by construction'
     """
 
@@ -135,7 +138,7 @@ class Identity:
         largest, outside = float(errors.max()), int((errors > region.high).sum())
         ruling = Ruling.BY_CONSTRUCTION if outside == 0 else Ruling.REFUTED
         basis = f"the largest {self.what} at {errors.size:,} random inputs, {outside:,} of them beyond the bound"
-        return Assessment(Interval(largest, float(errors.min()), largest, errors.size), ruling, basis)
+        return Assessment(Interval(largest, float(errors.min()), largest, errors.size), ruling, basis, exact=True)
 
 
 @dataclass(frozen=True, eq=False)

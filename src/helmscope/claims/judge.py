@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from helmscope.claims.entry import ControlCase, Entry, SubjectKind
-from helmscope.claims.evidence import Evidence, PremiseImpossible
+from helmscope.claims.entry import Condition, ControlCase, Entry, SubjectKind
+from helmscope.claims.evidence import Assessment, Evidence, PremiseImpossible
 from helmscope.claims.finding import Finding
 from helmscope.stats.reduce import reduced
 from helmscope.types import (
@@ -62,7 +62,7 @@ def judge(
         raise HelmscopeError(f"{experiment} returned {type_with_article(finding)}, but it must return a Finding")
     reduced(finding.data)  # raise for data that cannot be plotted here, not in a report after many trials
     provenance = provenance or Provenance(entry=entry.hash, version=entry.version)
-    described = tuple(_judged(name, evidence, UNJUDGED) for name, evidence in finding.described.items())
+    described = tuple(_judged(name, UNJUDGED, given.weigh(UNJUDGED)) for name, given in finding.described.items())
     if isinstance(finding.evidence, PremiseImpossible):
         reason = finding.evidence.reason
         return Verdict(
@@ -75,7 +75,8 @@ def judge(
             subject=subject,
             provenance=provenance,
         )
-    conditions = _judge_conditions(entry, finding, subject_kind, experiment)
+    assessed = _assess_conditions(entry, finding, subject_kind, experiment)
+    conditions = tuple(_judged(each.name, each.region, assessment) for each, assessment in assessed)
     controls = _judge_controls(entry, finding, subject_kind, experiment)
     ruling = combine(conditions, controls)
     printed = _judge_printed(entry, finding)
@@ -86,7 +87,7 @@ def judge(
         controls=controls,
         described=described,
         printed=printed,
-        sentence=" ".join(_sentences(ruling, conditions, controls, finding, printed)),
+        sentence=" ".join(_sentences(ruling, conditions, controls, finding, printed, _few_replicates(assessed))),
         setting=finding.setting,
         attachments=finding.attachments,
         subject=subject,
@@ -113,16 +114,15 @@ def combine(conditions: Sequence[JudgedQuantity], controls: Sequence[Control]) -
     return Ruling.DESCRIBED
 
 
-def _judged(name: str, evidence: Evidence, region: Region) -> JudgedQuantity:
-    assessment = evidence.weigh(region)
+def _judged(name: str, region: Region, assessment: Assessment) -> JudgedQuantity:
     return JudgedQuantity(
         name, region, assessment.interval, assessment.ruling, assessment.basis, assessment.replicates_needed
     )
 
 
-def _judge_conditions(
+def _assess_conditions(
     entry: Entry, finding: Finding, subject_kind: SubjectKind, experiment: str
-) -> tuple[JudgedQuantity, ...]:
+) -> list[tuple[Condition, Assessment]]:
     conditions = entry.conditions_on(subject_kind)
     if not conditions:
         raise HelmscopeError(f"{experiment} ran on a {subject_kind.value}, but {entry.id}.toml has no condition on one")
@@ -130,7 +130,15 @@ def _judge_conditions(
     if not isinstance(evidence, Mapping):
         evidence = {condition.name: evidence for condition in conditions[:1]}
     _check_names(f"{experiment} returned the conditions", entry, [each.name for each in conditions], evidence)
-    return tuple(_judged(condition.name, evidence[condition.name], condition.region) for condition in conditions)
+    return [(condition, evidence[condition.name].weigh(condition.region)) for condition in conditions]
+
+
+def _few_replicates(assessed: Sequence[tuple[Condition, Assessment]]) -> bool:
+    """Whether an interval that assumes normal replicates, unlike that of a count, has fewer than FEW_REPLICATES."""
+    return any(
+        not assessment.exact and assessment.interval is not None and assessment.interval.n < FEW_REPLICATES
+        for _, assessment in assessed
+    )
 
 
 def _judge_controls(entry: Entry, finding: Finding, subject_kind: SubjectKind, experiment: str) -> tuple[Control, ...]:
@@ -138,7 +146,8 @@ def _judge_controls(entry: Entry, finding: Finding, subject_kind: SubjectKind, e
     _check_names(f"{experiment} returned the controls", entry, [case.name for case in cases], finding.controls)
     controls = []
     for case in cases:
-        judged = _judged(case.name, finding.controls[case.name], control_region(entry, case, subject_kind))
+        region = control_region(entry, case, subject_kind)
+        judged = _judged(case.name, region, finding.controls[case.name].weigh(region))
         expected = tuple(Ruling(ruling) for ruling in case.expected)
         fields = (judged.name, judged.region, judged.interval, judged.ruling, judged.basis, judged.replicates_needed)
         controls.append(Control(*fields, expected=expected))
@@ -190,6 +199,7 @@ def _sentences(
     controls: Sequence[Control],
     finding: Finding,
     printed: PrintedStatement | None,
+    few_replicates: bool,
 ) -> Iterator[str]:
     """Failed controls; each condition with its interval and basis; the remark; what the source prints."""
     failed = [control for control in controls if not control.as_expected]
@@ -206,8 +216,7 @@ def _sentences(
             yield f"About {condition.replicates_needed:,} replicates would decide it."
         elif condition.ruling is Ruling.INCONCLUSIVE:
             yield "No number of replicates is known that would decide it."
-    smallest = min((condition.interval.n for condition in conditions if condition.interval is not None), default=0)
-    if 0 < smallest < FEW_REPLICATES:
+    if few_replicates:
         yield f"Fewer than {FEW_REPLICATES} replicates: the interval assumes that they are normally distributed."
     if finding.remark:
         yield finding.remark

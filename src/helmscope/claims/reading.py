@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from helmscope.claims.entry import Entry, parse_entry
-from helmscope.types import HelmscopeError, check_name
+from helmscope.types import HelmscopeError, check_name, type_with_article
 
 if TYPE_CHECKING:
     from importlib.resources.abc import Traversable
@@ -27,7 +27,7 @@ def read_catalogue(folder: str | Path | None = None) -> dict[str, Entry]:
     if folder is None:
         return dict(_packaged_entries())
     if not isinstance(folder, str | Path):
-        raise HelmscopeError(f"folder is a {type(folder).__name__}, but it must be a path")
+        raise HelmscopeError(f"folder is {type_with_article(folder)}, but it must be a path")
     path = Path(folder)
     if folder == "" or not path.is_dir():
         raise HelmscopeError(f"folder is '{folder}', but it must be a folder that holds one ID.toml per claim")
@@ -39,8 +39,8 @@ def read_catalogue(folder: str | Path | None = None) -> dict[str, Entry]:
 
 
 def check_claim(claim: str, folder: str | Path | None = None) -> str:
-    """``claim`` if it is in the catalogue, or in ``folder``; raises HelmscopeError otherwise, with the nearest ids and
-    how to name the folder of a claim of one's own.
+    """``claim`` if it is in the catalogue, or in ``folder``; raises HelmscopeError otherwise, with similar ids, or with
+    the place of the list and how to name the folder of a claim of one's own.
 
     >>> check_claim("rate")
     'rate'
@@ -50,7 +50,8 @@ def check_claim(claim: str, folder: str | Path | None = None) -> str:
     except HelmscopeError as error:
         if folder is not None or "did you mean" in str(error):
             raise
-        raise HelmscopeError(f"{error}; for a claim of your own pass its folder: folder=, or --from") from None
+        listed = "(helmscope claims list, hs.claims.read_catalogue())"
+        raise HelmscopeError(f"{error} {listed}; for a claim of your own pass its folder: folder=, or --from") from None
 
 
 def entry(id: str) -> Entry:

@@ -14,7 +14,7 @@ from helmscope.claims.registry import Experiment, TrialCase, code_file, experime
 from helmscope.claims.untrained import untrained_notice
 from helmscope.models.subject import Subject
 from helmscope.runs.attempt import described
-from helmscope.runs.bar import reporting
+from helmscope.runs.bar import progress_reporting
 from helmscope.stats.summary import summary
 from helmscope.store.manifest import hash_bytes, hash_file
 from helmscope.types import (
@@ -122,7 +122,7 @@ def try_claim(
         texts=" ".join(each.text_hash for each in case.subjects if not each.is_simulation),
     )
     try:
-        with reporting(progress, f"trying '{claim}'") as report:
+        with progress_reporting(progress, f"trying '{claim}'") as report:
             finding = chosen.function(case)
     except Exception as error:
         reason = str(error) if isinstance(error, HelmscopeError) else described(error)

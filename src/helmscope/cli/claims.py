@@ -166,10 +166,10 @@ def try_claims(
     options = locals()
     from helmscope.cli.options import make_engine, make_spec
     from helmscope.cli.output import run_and_show
-    from helmscope.jobs import Trials
+    from helmscope.jobs import TrialsSpec
 
     engine = make_engine(jobs, max_memory, threads, ray)
-    spec = make_spec(Trials, options | {"claims": claim or [], "models": model or []})
+    spec = make_spec(TrialsSpec, options | {"claims": claim or [], "models": model or []})
     run_and_show(spec, engine, out=out, resume=resume, allow_mixed=allow_mixed, as_json=as_json)
 
 

@@ -53,9 +53,9 @@ def density(
     options = locals()
     from helmscope.cli.options import check_plot, make_engine, make_spec, parse_numbers
     from helmscope.cli.output import run_and_show
-    from helmscope.jobs import EvolveDensity
+    from helmscope.jobs import DensitySpec
 
     picture: dict[str, Any] = {"plot": check_plot(plot), "draw": lambda result: result.path.plot()}
-    spec = make_spec(EvolveDensity, options | {"times": parse_numbers(times)})
+    spec = make_spec(DensitySpec, options | {"times": parse_numbers(times)})
     engine = make_engine(jobs, max_memory, threads, ray)
     run_and_show(spec, engine, out=out, resume=resume, allow_mixed=allow_mixed, as_json=as_json, **picture)

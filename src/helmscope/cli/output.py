@@ -38,13 +38,13 @@ def run_and_show(
     of the picture's in the run folder.
     """
     from helmscope.cli.results import show
-    from helmscope.jobs import Trials, run
+    from helmscope.jobs import TrialsSpec, run
     from helmscope.jobs.run import FolderInUse, Interrupted
     from helmscope.jobs.trials import code_notice
     from helmscope.runs.progress import import_announced, print_status
 
     _check_folder_options(out, resume=resume, allow_mixed=allow_mixed)
-    notice = code_notice(spec) if isinstance(spec, Trials) else ""
+    notice = code_notice(spec) if isinstance(spec, TrialsSpec) else ""
     if notice:
         print_status(notice)
     import_announced("torch")

@@ -76,12 +76,12 @@ def phase(
     options = locals()
     from helmscope.cli.options import check_plot, make_engine, make_spec, parse_numbers
     from helmscope.cli.output import run_and_show
-    from helmscope.jobs import Phase
+    from helmscope.jobs import PhaseSpec
 
     picture: dict[str, Any] = {"plot": check_plot(plot), "draw": _draw}
     engine = make_engine(jobs, max_memory, threads, ray)
     lists = {name: parse_numbers(options[name]) for name in ("spectrum", "dims", "betas", "times")}
-    spec = make_spec(Phase, options | lists)
+    spec = make_spec(PhaseSpec, options | lists)
     run_and_show(spec, engine, out=out, resume=resume, allow_mixed=allow_mixed, as_json=as_json, **picture)
 
 

@@ -46,8 +46,8 @@ def report(
     options = locals()
     from helmscope.cli.options import make_engine, make_spec
     from helmscope.cli.output import run_and_show
-    from helmscope.jobs import Report
+    from helmscope.jobs import ReportSpec
 
     engine = make_engine(jobs, max_memory, threads, ray)
-    spec = make_spec(Report, options | {"models": model or []})
+    spec = make_spec(ReportSpec, options | {"models": model or []})
     run_and_show(spec, engine, out=out, resume=resume, allow_mixed=allow_mixed, as_json=as_json)

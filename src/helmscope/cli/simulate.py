@@ -75,8 +75,8 @@ def simulate(
     options = locals()
     from helmscope.cli.options import make_engine, make_spec, parse_numbers
     from helmscope.cli.output import run_and_show
-    from helmscope.jobs import Simulate
+    from helmscope.jobs import SimulationSpec
 
-    spec = make_spec(Simulate, options | {"times": parse_numbers(times)})
+    spec = make_spec(SimulationSpec, options | {"times": parse_numbers(times)})
     engine = make_engine(jobs, max_memory, threads, ray)
     run_and_show(spec, engine, out=out, resume=resume, allow_mixed=allow_mixed, as_json=as_json)

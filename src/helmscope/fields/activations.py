@@ -40,7 +40,6 @@ __all__ = [
     "SquaredReLU",
     "Tanh",
     "from_name",
-    "sigmoid",
 ]
 if not TYPE_CHECKING:  # type checkers would accept any name
     __getattr__, __dir__ = listed_exports(__name__, __all__)

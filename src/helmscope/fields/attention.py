@@ -214,8 +214,8 @@ class Softmax(Attention):
 
 @dataclass(frozen=True, eq=False)
 class SA(Softmax):
-    """Softmax self-attention, x_i' = P_{x_i} sum_j m_j e^{l_ij} V x_j / Z_i ([Geshkovski et al. 2023]; logits as
-    above).
+    """Softmax self-attention [Geshkovski et al. 2023]: x_i' = P_{x_i} sum_j m_j e^{l_ij} V x_j / Z_i with the logits
+    l_ij = beta x_i^T B x_j + bias_ij, Z_i = sum_j m_j e^{l_ij}, and the weights m_j of the tokens, 1 by default.
 
     ``beta`` >= 0 is the inverse temperature; beta, B and V may be tensors with a gradient, and may have batch axes, one
     value per system. ``value=-torch.eye(d)`` is the repulsive flow. For symmetric V = +-B it is the gradient flow of
@@ -249,8 +249,8 @@ class SA(Softmax):
 
 @dataclass(frozen=True, eq=False)
 class USA(Attention):
-    """Unnormalized self-attention, x_i' = P_{x_i} (1/M) sum_j m_j e^{l_ij} V x_j ([Geshkovski et al. 2023]; logits as
-    above).
+    """Unnormalized self-attention [Geshkovski et al. 2023]: x_i' = P_{x_i} (1/M) sum_j m_j e^{l_ij} V x_j with the
+    logits l_ij = beta x_i^T B x_j + bias_ij, M = sum_j m_j, and the weights m_j of the tokens, 1 by default.
 
     The Wasserstein gradient flow of the interaction energy for V = B = I. Parameters as in ``SA``. Velocities grow like
     e^beta; where that overflows, calling the field raises ``HelmscopeError``, while ``scaled_velocity`` returns the

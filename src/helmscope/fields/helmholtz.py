@@ -39,7 +39,14 @@ if TYPE_CHECKING:
 
 
 def helmholtz(mlp: MLP | GatedMLP) -> HelmholtzSplit:
-    """The exact split f = grad U + R + harmonic with div R = 0 ([Helmholtz Transformer, no. 3]; formulas above).
+    """The exact split f = grad U + R + harmonic with div R = 0 [Helmholtz Transformer, no. 3], neuron by neuron.
+    Ungated, for neurons w s(z), z = v.x + c:
+
+        U = sum_j (w.v / |v|^2) psi(z),   R = sum_j (w - (w.v / |v|^2) v) s(z),   psi(z) = int_0^z s.
+
+    Gated, for neurons w s(z) t, z = g.x + c, t = u.x + e, with alpha = w.g / |g|^2 and Psi(z) = int_0^z psi:
+
+        U = sum_j alpha psi(z) t + kappa Psi(z),   kappa = (w.u - 2 alpha g.u) / |g|^2,   R = sum_j w s(z) t - grad U.
 
     ``split.dead_neurons`` lists the neurons that are constant (v = 0; gated: g = u = 0); they belong to the harmonic
     part, together with b_out. A gated neuron with g = 0 but u != 0 is s(c) times a linear neuron with row u and is

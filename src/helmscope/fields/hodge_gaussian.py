@@ -31,7 +31,7 @@ import torch
 from helmscope.fields.hodge_profile import Law, Neurons, Profiles, check_ungated
 from helmscope.fields.mlp import MLP, linear
 from helmscope.geometry.arithmetic import full_precision
-from helmscope.runs.bar import reporting
+from helmscope.runs.bar import progress_reporting
 from helmscope.types import ConciseRepr, HelmscopeError, check_real, type_with_article
 
 if TYPE_CHECKING:
@@ -41,9 +41,12 @@ if TYPE_CHECKING:
 PARALLEL = 1e-13  # rows with 1 - |q| below this are treated as parallel: for them the sum over n may not converge
 
 
-@reporting(None, "Hodge split")
+@progress_reporting(None, "Hodge split")
 def gaussian_hodge_split(mlp: MLP) -> HodgeSplit:
-    """The orthogonal split f = grad U + R of an ungated MLP under x ~ N(0, I), with div(rho R) = 0 (equations above).
+    """The orthogonal split f = grad U + R of an ungated MLP under x ~ N(0, I), with div(rho R) = 0. For a
+    neuron w s(v.x + c) = w phi(z), z = e.x, e = v/|v|, w = alpha e + r with r perpendicular to e:
+
+        U = alpha int phi + (r.x) h(z),   h'' - z h' - h = -phi,   grad U = alpha e phi + r h + e (r.x) h'.
 
     Constants (b_out, and neurons with v = 0) are gradients and belong to ``gradient``; for this measure no nonzero
     field is both a gradient and divergence-free, and ``harmonic`` is 0. Profiles are accurate to about 1e-14 for

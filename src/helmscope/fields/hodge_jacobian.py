@@ -12,7 +12,7 @@ import torch
 
 from helmscope.fields.field import Field
 from helmscope.geometry.arithmetic import full_precision
-from helmscope.runs.bar import reporting
+from helmscope.runs.bar import progress_reporting
 from helmscope.types import ConciseRepr, HelmscopeError, type_with_article
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class JacobianSplit(ConciseRepr):
         return antisymmetric / (symmetric + antisymmetric)
 
 
-@reporting(None, "Jacobian split")
+@progress_reporting(None, "Jacobian split")
 @full_precision
 def jacobian_split(
     force: Callable[[Float[Tensor, "*batch d"]], Float[Tensor, "*batch d"]], x: Float[Tensor, "*batch d"]

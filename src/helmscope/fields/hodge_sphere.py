@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 from helmscope.fields.hodge_gaussian import HodgeSplit
 from helmscope.fields.hodge_profile import Law, Neurons, Profiles, check_ungated
 from helmscope.geometry.sphere import project, retract
-from helmscope.runs.bar import reporting
+from helmscope.runs.bar import progress_reporting
 from helmscope.types import HelmscopeError
 
 if TYPE_CHECKING:
@@ -35,9 +35,12 @@ if TYPE_CHECKING:
     from helmscope.fields.mlp import MLP
 
 
-@reporting(None, "Hodge split")
+@progress_reporting(None, "Hodge split")
 def sphere_hodge_split(mlp: MLP) -> SphereSplit:
-    """The orthogonal split P f = grad_S u + R, div_S R = 0, of an ungated MLP on S^(d-1), d >= 2 (equations above).
+    """The orthogonal split P f = grad_S u + R, div_S R = 0, of an ungated MLP on S^(d-1), d >= 2. For a
+    neuron w s(v.x + c) = w phi(t), t = e.x, e = v/|v|, w = alpha e + r with r perpendicular to e:
+
+        u = alpha int phi + (r.x) h(t),   (1 - t^2) h'' - (d + 1) t h' - (d - 1) h = -(t phi' + (d - 1) phi).
 
     Constants (b_out, and neurons with v = 0) are gradients: P b = grad_S(b.x). For d >= 3 no nonzero field is both a
     gradient and divergence-free. On the circle R is a rotation c (-x_2, x_1), which is locally a gradient: there it is

@@ -25,6 +25,7 @@ from helmscope.geometry.arithmetic import check_dense_values, every
 from helmscope.geometry.sphere import project
 from helmscope.kernels.dense import matrix_product
 from helmscope.types import HelmscopeError, type_with_article
+from helmscope.types.display import ALWAYS_SHOWN
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -149,7 +150,7 @@ class MLP(Force):
     w_out: Float[Tensor, "*batch dim hidden"]
     b_in: Float[Tensor, " hidden"] | None = None
     b_out: Float[Tensor, " dim"] | None = None
-    activation: Activation = field(default_factory=GELU)
+    activation: Activation = field(default_factory=GELU, metadata={ALWAYS_SHOWN: True})
 
     def __post_init__(self) -> None:
         hidden, dim = _check_input_matrix("w_in", self.w_in)
@@ -187,7 +188,7 @@ class GatedMLP(Force):
     b_gate: Float[Tensor, " hidden"] | None = None
     b_up: Float[Tensor, " hidden"] | None = None
     b_out: Float[Tensor, " dim"] | None = None
-    activation: Activation = field(default_factory=SiLU)
+    activation: Activation = field(default_factory=SiLU, metadata={ALWAYS_SHOWN: True})
 
     def __post_init__(self) -> None:
         hidden, dim = _check_input_matrix("w_gate", self.w_gate)

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 
 class Process(ABC):
-    """Base class of processes: the drift beta that noise adds to P f in the generator above.
+    """Base class of processes: the drift beta that noise with the diffusion matrix M adds to P f in the generator
+    L phi = <P f + beta, grad phi> + tr(P M P Hess phi).
 
     >>> from helmscope.fields.noise import IsotropicNoise
     >>> isinstance(IsotropicNoise(0.1).process, LayerNormChain)

@@ -22,16 +22,16 @@ if TYPE_CHECKING:
 __all__ = [
     "angle",
     "angle_from_chords",
-    "any_tangent",
+    "arbitrary_tangent",
     "brownian_increment",
     "check_tokens",
     "exp",
     "log",
+    "parallel_transport",
     "project",
     "pull_back",
     "retract",
     "tangent_basis",
-    "transport",
 ]
 if not TYPE_CHECKING:  # type checkers would accept any name
     __getattr__, __dir__ = listed_exports(__name__, __all__)
@@ -174,20 +174,20 @@ def log(x: Float[Tensor, "*batch d"], y: Float[Tensor, "*batch d"]) -> Float[Ten
     parallel = (tangent_norm <= 4 * x.shape[-1] * torch.finfo(x.dtype).eps * chord_norm).detach()
     divisor = torch.where(parallel, torch.ones_like(tangent_norm), tangent_norm)
     general = torch.where(parallel, tangent, tangent * (angle(x, y).unsqueeze(-1) / divisor))
-    return torch.where(parallel & obtuse, torch.pi * any_tangent(x.detach()), general)
+    return torch.where(parallel & obtuse, torch.pi * arbitrary_tangent(x.detach()), general)
 
 
-def any_tangent(x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
+def arbitrary_tangent(x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
     """A unit tangent at x: the normalized projection of the coordinate axis along which x has its smallest entry.
 
-    >>> any_tangent(torch.tensor([1.0, 0.0]))
+    >>> arbitrary_tangent(torch.tensor([1.0, 0.0]))
     tensor([0., 1.])
     """
     axis = torch.nn.functional.one_hot(x.abs().argmin(-1), x.shape[-1]).to(x.dtype)
     return retract(project(x, axis))
 
 
-def transport(
+def parallel_transport(
     x: Float[Tensor, "*batch d"], y: Float[Tensor, "*batch d"], v: Float[Tensor, "*batch d"]
 ) -> Float[Tensor, "*batch d"]:
     """Parallel transport of the tangent v from x to y along the geodesic of w = log(x, y), t = |w|:
@@ -196,7 +196,8 @@ def transport(
 
     An isometry between the tangent spaces; at y = -x it follows the geodesic that ``log`` chooses.
 
-    >>> transport(torch.tensor([1., 0.]), torch.tensor([0., 1.]), torch.tensor([0., 1.])).round(decimals=6) + 0.0
+    >>> x, y = torch.eye(2)
+    >>> parallel_transport(x, y, y).round(decimals=6) + 0.0
     tensor([-1.,  0.])
     """
     return _transport_along(x, log(x, y), v)

@@ -11,12 +11,12 @@ if TYPE_CHECKING:
     from helmscope.intervene.arm_edits import NegateValues as NegateValues
     from helmscope.intervene.arms import Arm as Arm
     from helmscope.intervene.arms import AttentionMode as AttentionMode
-    from helmscope.intervene.arms import leave_one_in as leave_one_in
-    from helmscope.intervene.arms import leave_one_out as leave_one_out
+    from helmscope.intervene.arms import only_one_mlp as only_one_mlp
+    from helmscope.intervene.arms import without_one_mlp as without_one_mlp
     from helmscope.intervene.attention import AblateHead as AblateHead
     from helmscope.intervene.attention import MaskKeys as MaskKeys
     from helmscope.intervene.attention import Perturb as Perturb
-    from helmscope.intervene.attention import Reweigh as Reweigh
+    from helmscope.intervene.attention import ReplaceWeights as ReplaceWeights
     from helmscope.intervene.change import edited as edited
     from helmscope.intervene.change import with_parameters as with_parameters
     from helmscope.intervene.edit import Edit as Edit

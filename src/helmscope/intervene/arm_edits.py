@@ -14,7 +14,7 @@ from helmscope.intervene.edit import Edit, SiteEdit
 from helmscope.models.recording import Recording
 from helmscope.models.topology import Kind
 from helmscope.models.watch import AbstractEdit, Observer, Site
-from helmscope.types import HelmscopeError
+from helmscope.types import HelmscopeError, type_with_article
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -130,7 +130,7 @@ class FreezeNorm(AbstractEdit):
     def check(self, anatomy: Anatomy) -> None:
         """Raise HelmscopeError if the source is a recording of another kind of model, or begins at a later depth."""
         if not isinstance(self.source, Recording):
-            raise HelmscopeError(f"source is a {type(self.source).__name__}, but it must be a Recording")
+            raise HelmscopeError(f"source is {type_with_article(self.source)}, but it must be a Recording")
         if self.source.anatomy.depths != anatomy.depths or self.source.first != 0:
             raise HelmscopeError(
                 f"source has the depths {self.source.first} to {self.source.anatomy.depths.last}, but the model has "

@@ -21,12 +21,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from helmscope.intervene.arm_edits import FreezeNorm, NegateValues
-from helmscope.intervene.attention import Reweigh
+from helmscope.intervene.attention import ReplaceWeights
 from helmscope.intervene.edit import whole_numbers
 from helmscope.intervene.states import Ablate
 from helmscope.models.recording import Recording
 from helmscope.models.watch import Site
-from helmscope.types import HelmscopeError, pluralized
+from helmscope.types import HelmscopeError, pluralized, type_with_article
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -109,12 +109,12 @@ class Arm:
         1
         """
         if not isinstance(recording, Recording):
-            raise HelmscopeError(f"recording is a {type(recording).__name__}, but it must be a Recording")
+            raise HelmscopeError(f"recording is {type_with_article(recording)}, but it must be a Recording")
         edits: list[AbstractEdit] = []
         if self.attention is AttentionMode.OFF:
             edits.append(Ablate(site=Site.ATTENTION))
         elif self.attention is AttentionMode.NO_MIXING:
-            edits.append(Reweigh(function=_identity_weights))
+            edits.append(ReplaceWeights(function=_identity_weights))
         elif self.attention is AttentionMode.NEGATED:
             edits.append(NegateValues.of(recording))
         silent = self._silent_layers(len(recording.anatomy.layers))
@@ -141,20 +141,20 @@ _LABELS = {
 ARMS = tuple(Arm(mode, mlp) for mode in AttentionMode for mlp in (True, False))
 
 
-def leave_one_in(layers: Iterable[int], *, attention: AttentionMode = AttentionMode.ON) -> tuple[Arm, ...]:
+def only_one_mlp(layers: Iterable[int], *, attention: AttentionMode = AttentionMode.ON) -> tuple[Arm, ...]:
     """One arm per layer, in which only the MLP of this layer writes.
 
-    >>> [arm.label for arm in leave_one_in(range(2))]
+    >>> [arm.label for arm in only_one_mlp(range(2))]
     ['attention with the MLP of layer 0', 'attention with the MLP of layer 1']
     """
     return tuple(Arm(attention, (layer,)) for layer in whole_numbers("layers", layers))
 
 
-def leave_one_out(layers: Iterable[int], *, attention: AttentionMode = AttentionMode.ON) -> tuple[Arm, ...]:
+def without_one_mlp(layers: Iterable[int], *, attention: AttentionMode = AttentionMode.ON) -> tuple[Arm, ...]:
     """One arm per layer, in which all MLPs write but that of this layer. ``layers`` are all layers of the model, such
     as ``recording.layers``; raises HelmscopeError if there are fewer than two.
 
-    >>> [arm.mlp for arm in leave_one_out(range(3))]
+    >>> [arm.mlp for arm in without_one_mlp(range(3))]
     [(1, 2), (0, 2), (0, 1)]
     """
     numbers = whole_numbers("layers", layers)

@@ -1,11 +1,11 @@
 """Edits inside attention: noise on queries, keys and values (``Perturb``, also on states and writes), changed attention
-weights (``Reweigh``), ablated heads (``AblateHead``) and masked keys (``MaskKeys``). All but the last also edit
+weights (``ReplaceWeights``), ablated heads (``AblateHead``) and masked keys (``MaskKeys``). All but the last also edit
 cross-attention, by their ``site``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import InitVar, dataclass
 from typing import TYPE_CHECKING
 
@@ -15,7 +15,7 @@ from helmscope.intervene.edit import SiteEdit, whole_numbers
 from helmscope.intervene.states import mask_rows
 from helmscope.models.names import parse_head
 from helmscope.models.watch import EDITABLE_STATES, Site
-from helmscope.types import HelmscopeError, check_integer, check_real, check_seed, type_with_article
+from helmscope.types import HelmscopeError, check_integer, check_real, check_seed, short_repr, type_with_article
 
 if TYPE_CHECKING:
     from jaxtyping import Bool
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
     from helmscope.models.anatomy import Anatomy
     from helmscope.models.watch import EditContext
+
+ONE_EDIT_PER_NAME = "one edit per name, [AblateHead(head=name) for name in names]"
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -69,12 +71,20 @@ class Perturb(SiteEdit):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Reweigh(SiteEdit):
+class ReplaceWeights(SiteEdit):
     """Replace the attention weights (rows, heads, n, n) of a layer by ``function(weights)``; the output of attention is
     computed from the new weights. At Site.CROSS_WEIGHTS they are those of cross-attention, (rows, heads, n, m).
 
-    >>> Reweigh([0], function=torch.clone)
-    Reweigh(layers=[0])
+    With uniform weights instead of those that the model computes:
+
+    >>> from helmscope import record
+    >>> recording = record("A", ["Once upon a time, there was a cat."])
+    >>> def uniform(weights):
+    ...     causal = torch.ones_like(weights).tril()
+    ...     return causal / causal.sum(-1, keepdim=True)
+    >>> edited = recording.under(ReplaceWeights([0], function=uniform))
+    >>> edited.kernel(layer=0)[0, 0, 1, :3]
+    tensor([0.5000, 0.5000, 0.0000])
     """
 
     allowed = (Site.WEIGHTS, Site.CROSS_WEIGHTS)
@@ -96,7 +106,7 @@ class Reweigh(SiteEdit):
 class AblateHead(SiteEdit):
     """Set the output of some heads to 0, so that they write only the bias of the output matrix. At Site.CROSS_HEADS
     these are heads of cross-attention. A single head may be given by ``layer`` and ``head``, or by its name alone, such
-    as "L2H5" or "2.5" (see ``parse_head``).
+    as head="L2H5" or head="2.5" (see ``parse_head``); several names are several edits.
 
     >>> AblateHead([2], heads=[0, 5])
     AblateHead(layers=[2], heads=[0, 5])
@@ -114,6 +124,11 @@ class AblateHead(SiteEdit):
     head: InitVar[int | str | None] = None
 
     def __post_init__(self, layer: int | None, head: int | str | None) -> None:
+        for argument, value in (("layers", self.layers), ("heads", self.heads)):
+            _refuse_names(argument, value)
+        if isinstance(head, Iterable) and not isinstance(head, str):
+            several = "heads=[...] with layers=" if all(isinstance(one, int) for one in head) else ONE_EDIT_PER_NAME
+            raise HelmscopeError(f"head is {short_repr(head)}, but it must be one head: for several use {several}")
         if isinstance(head, str):
             if layer is not None:
                 raise HelmscopeError(f"layer is {layer!r} and head is {head!r}, but that name contains its layer")
@@ -143,6 +158,20 @@ class AblateHead(SiteEdit):
         kept = torch.ones(value.shape[2], 1, dtype=torch.bool, device=value.device)
         kept[list(whole_numbers("heads", self.heads))] = False
         return torch.where(kept, value, 0.0)
+
+
+def _refuse_names(argument: str, value: object) -> None:
+    """Raise ``HelmscopeError`` for names of heads in place of numbers."""
+    names = [value] if isinstance(value, str) else value
+    if not isinstance(names, Sequence) or not names:
+        return
+    try:
+        for name in names:
+            parse_head(name)
+    except HelmscopeError:  # numbers, or something else that is refused later
+        return
+    use = f"pass head={names[0]!r}" if len(names) == 1 else f"use {ONE_EDIT_PER_NAME}"
+    raise HelmscopeError(f"{argument} is {short_repr(value)}, but names of heads are given by head=: {use}")
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -87,9 +87,10 @@ class Edit(SiteEdit):
     Values are (rows, n, d) at Site.INPUT, ATTENTION, MIDDLE, MLP and OUTPUT; (rows, heads, n, r) at QUERY, KEY and
     VALUE; (rows, heads, n, n) at WEIGHTS, from which the output is computed; (rows, n, heads, r) at HEADS; and
     broadcastable to (rows, heads, n, n) at MASK. In a decoder that reads an encoder of m tokens they are (rows, n, d)
-    at CROSS and CROSS_MIDDLE, and at CROSS_QUERY to CROSS_HEADS as above with m keys. Rows are the texts of the current
-    chunk, ``context.rows`` of the batch. The context is passed if the second argument of the function has no default or
-    is called ``context``. The repr names the function, so functions of the same name look alike.
+    at CROSS and CROSS_MIDDLE, and at CROSS_QUERY to CROSS_HEADS as at QUERY to HEADS, with m keys. Rows are the
+    texts of the current chunk, ``context.rows`` of the batch. The context is passed if the second argument of the
+    function has no default or is called ``context``. The repr names the function, so functions of the same name look
+    alike.
 
     >>> half = Edit(Site.MLP, [1], lambda write: 0.5 * write)
     >>> half

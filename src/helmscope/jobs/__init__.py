@@ -1,14 +1,14 @@
 """Jobs described by data: a spec -> units of work -> one result.
 
-``Simulate``, ``EvolveDensity``, ``Phase``, ``Trials`` and ``Report`` are specs: they describe a job completely,
-including seed, dtype and device. ``run`` executes a spec in a run folder, ``estimate`` predicts its cost, and
-``read_spec`` and ``write_spec`` convert it from and to TOML. Every verb of the command line builds a spec from its
-options and runs it. ``hs.runs`` executes the units of a job, and ``hs.store`` writes its folder. Importing this package
-does not import torch.
+``SimulationSpec``, ``DensitySpec``, ``PhaseSpec``, ``TrialsSpec`` and ``ReportSpec`` describe a job completely, with
+seed, dtype and device. ``run`` executes a spec in a run folder, ``estimate`` predicts its cost, and ``read_spec`` and
+``write_spec`` convert it from and to TOML. Every verb of the command line builds a spec from its options and runs it.
+``hs.runs`` executes the units of a job, and ``hs.store`` writes its folder. Importing this package does not import
+torch.
 
 >>> import tempfile
 >>> import helmscope as hs
->>> spec = hs.jobs.Simulate(beta=9.0, n=8, batch=2, times=[0, 1])
+>>> spec = hs.jobs.SimulationSpec(beta=9.0, n=8, batch=2, times=[0, 1])
 >>> with tempfile.TemporaryDirectory() as root:
 ...     hs.jobs.write_spec(spec, f"{root}/spec.toml")
 ...     result = hs.jobs.run(hs.jobs.read_spec(f"{root}/spec.toml"), folder=f"{root}/run")
@@ -21,30 +21,30 @@ True
 from typing import TYPE_CHECKING
 
 from helmscope.jobs.cost import Estimate
-from helmscope.jobs.density import DensityResult, EvolveDensity
+from helmscope.jobs.density import DensityResult, DensitySpec
 from helmscope.jobs.job import Result
-from helmscope.jobs.phase import Phase, PhaseResult
-from helmscope.jobs.report import Report, ReportResult
+from helmscope.jobs.phase import PhaseResult, PhaseSpec
+from helmscope.jobs.report import ReportResult, ReportSpec
 from helmscope.jobs.run import estimate, run
-from helmscope.jobs.simulate import Simulate, SimulationResult
+from helmscope.jobs.simulate import SimulationResult, SimulationSpec
 from helmscope.jobs.spec import Spec, read_spec, spec_from_dict, spec_to_toml, write_spec
-from helmscope.jobs.trials import Trials, TrialsResult
+from helmscope.jobs.trials import TrialsResult, TrialsSpec
 from helmscope.types.lazy import listed_exports
 
 __all__ = [
     "DensityResult",
+    "DensitySpec",
     "Estimate",
-    "EvolveDensity",
-    "Phase",
     "PhaseResult",
-    "Report",
+    "PhaseSpec",
     "ReportResult",
+    "ReportSpec",
     "Result",
-    "Simulate",
     "SimulationResult",
+    "SimulationSpec",
     "Spec",
-    "Trials",
     "TrialsResult",
+    "TrialsSpec",
     "estimate",
     "read_spec",
     "run",

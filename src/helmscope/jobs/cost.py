@@ -27,10 +27,10 @@ from helmscope.types import pluralized
 
 if TYPE_CHECKING:
     from helmscope.claims.run_trials import PlannedTrial
-    from helmscope.jobs.density import EvolveDensity
-    from helmscope.jobs.phase import Phase
-    from helmscope.jobs.simulate import Simulate
-    from helmscope.jobs.trials import Trials
+    from helmscope.jobs.density import DensitySpec
+    from helmscope.jobs.phase import PhaseSpec
+    from helmscope.jobs.simulate import SimulationSpec
+    from helmscope.jobs.trials import TrialsSpec
     from helmscope.models.subject import Subject
     from helmscope.solve.problem import Problem
 
@@ -66,7 +66,7 @@ class Estimate:
         return f"{text}; {self.warning}" if self.warning else text
 
 
-def phase_cost(spec: Phase) -> Estimate:
+def phase_cost(spec: PhaseSpec) -> Estimate:
     """The cost of a phase diagram, from up to three betas per dimension; dimensions of equal cost are sampled once."""
     import numpy as np
 
@@ -86,7 +86,7 @@ def phase_cost(spec: Phase) -> Estimate:
     return Estimate(work, sum(seconds[size] for size in sizes.values()) + PICTURES_S, memory)
 
 
-def simulation_cost(spec: Simulate) -> Estimate:
+def simulation_cost(spec: SimulationSpec) -> Estimate:
     """The cost of a simulation, including its overview."""
     work = f"{pluralized(spec.batch, 'system')} of {pluralized(spec.n, 'token')}"
     clock = checks.expand_range("times", spec.times)
@@ -105,7 +105,7 @@ def simulation_cost(spec: Simulate) -> Estimate:
     return Estimate(work, seconds * steps + setup + measuring + PICTURES_S, memory, warning)
 
 
-def density_cost(spec: EvolveDensity) -> Estimate:
+def density_cost(spec: DensitySpec) -> Estimate:
     """The cost of a density, including its overview."""
     from helmscope.observe.density_overview import density_overview
 
@@ -123,7 +123,7 @@ def density_cost(spec: EvolveDensity) -> Estimate:
     return Estimate(work, seconds + measuring + PICTURES_S, LIBRARY_BYTES + 3 * tables + paths)
 
 
-def trials_cost(spec: Trials, planned: Sequence[PlannedTrial]) -> Estimate:
+def trials_cost(spec: TrialsSpec, planned: Sequence[PlannedTrial]) -> Estimate:
     """The time of trials as declared by their experiments for a simulation or for model A on its texts, scaled by the
     size of the model and its texts, and by ``QUICK`` for quick trials. The memory is that of the largest subject.
     """
@@ -193,7 +193,7 @@ def subject_size(subject: Subject) -> SubjectSize:
     )
 
 
-def _row_seconds(spec: Phase, dim: int, size: int, beta: float, budget: float) -> float:
+def _row_seconds(spec: PhaseSpec, dim: int, size: int, beta: float, budget: float) -> float:
     """Estimated seconds for one beta in one dimension, with all samples."""
     from helmscope.observe.phase import PAIRS
     from helmscope.solve.integrate import make_problem
@@ -269,7 +269,7 @@ def _step_seconds(problem: Problem) -> float:
     return min(_seconds(short.run) for _ in range(3)) / 4
 
 
-def _overview_seconds(spec: Simulate, problem: Problem, times: int) -> float:
+def _overview_seconds(spec: SimulationSpec, problem: Problem, times: int) -> float:
     """Estimated seconds of the overview at ``times`` times, from that of the start at one and at a few times."""
     from helmscope.observe.overview import overview
     from helmscope.types import Trajectory
@@ -292,7 +292,7 @@ def _seconds(work: Callable[[], object]) -> float:
     return time.process_time() - started
 
 
-def _phase_bytes(spec: Phase) -> int:
+def _phase_bytes(spec: PhaseSpec) -> int:
     """The starts, the pairs of the samples integrated at once, and their results at all times."""
     from helmscope.observe.phase import PAIRS, PAIRS_ELSEWHERE
 
@@ -302,7 +302,7 @@ def _phase_bytes(spec: Phase) -> int:
     return LIBRARY_BYTES + 8 * (spec.samples * (2 * spec.n * size + 2 * times) + 12 * pairs)
 
 
-def _simulation_bytes(spec: Simulate, times: int) -> int:
+def _simulation_bytes(spec: SimulationSpec, times: int) -> int:
     """The states, of which combining and writing take four copies, and all their pairs, for the overview."""
     from helmscope.observe.overview import MOST_PAIRED
 

@@ -31,7 +31,7 @@ ATTENTION_DEFAULTS = {"beta": 4.0, "value": 1.0}
 START_FIELDS = {"uniform": {"perturbation": 0.1, "mode": 1}, "vmf": {"kappa": 1.0}}
 
 
-class EvolveDensity(Spec, frozen=True, kw_only=True, tag="density"):
+class DensitySpec(Spec, frozen=True, kw_only=True, tag="density"):
     """Spec for the density of infinitely many tokens in dimension ``dim`` under ``field`` (sa, usa, or none for pure
     diffusion) with V = ``value`` I and isotropic noise of strength ``nu``, with its state at ``times``: a list or
     "FROM:TO:COUNT".
@@ -45,7 +45,7 @@ class EvolveDensity(Spec, frozen=True, kw_only=True, tag="density"):
     >>> import tempfile
     >>> from helmscope.jobs import run
     >>> with tempfile.TemporaryDirectory() as root:
-    ...     result = run(EvolveDensity(field="usa", beta=1, dim=8, times=[0, 1]), folder=f"{root}/run")
+    ...     result = run(DensitySpec(field="usa", beta=1, dim=8, times=[0, 1]), folder=f"{root}/run")
     >>> str(result.outcome), result.path[-1].grid
     ('finished at t=1', ZonalGrid(dim=8, degree=64))
     """
@@ -117,7 +117,7 @@ class EvolveDensity(Spec, frozen=True, kw_only=True, tag="density"):
     def flow(self) -> Attention | None:
         """The field, or None for pure diffusion.
 
-        >>> EvolveDensity(field="usa", beta=2).flow(), EvolveDensity(field="none").flow()
+        >>> DensitySpec(field="usa", beta=2).flow(), DensitySpec(field="none").flow()
         (USA(beta=2.0), None)
         """
         if self.field == names.NONE:
@@ -130,7 +130,7 @@ class EvolveDensity(Spec, frozen=True, kw_only=True, tag="density"):
     def noise(self) -> IsotropicNoise | None:
         """The noise, or None.
 
-        >>> EvolveDensity(nu=0.5).noise(), EvolveDensity(nu=0).noise()
+        >>> DensitySpec(nu=0.5).noise(), DensitySpec(nu=0).noise()
         (IsotropicNoise(nu=0.5), None)
         """
         from helmscope.fields.noise import IsotropicNoise
@@ -140,7 +140,7 @@ class EvolveDensity(Spec, frozen=True, kw_only=True, tag="density"):
     def grid(self) -> Grid:
         """The grid of the density.
 
-        >>> EvolveDensity(dim=3, degree=16).grid(), EvolveDensity(dim=3, zonal=True).grid()
+        >>> DensitySpec(dim=3, degree=16).grid(), DensitySpec(dim=3, zonal=True).grid()
         (SphereGrid(degree=16), ZonalGrid(dim=3, degree=64))
         """
         from helmscope.meanfield.circle_grid import CircleGrid
@@ -155,7 +155,7 @@ class EvolveDensity(Spec, frozen=True, kw_only=True, tag="density"):
     def initial_density(self) -> Density:
         """The density at t = 0.
 
-        >>> EvolveDensity(perturbation=0.5).initial_density().mean.norm().round(decimals=12)
+        >>> DensitySpec(perturbation=0.5).initial_density().mean.norm().round(decimals=12)
         tensor(0.2500, dtype=torch.float64)
         """
         start: Density = names.DENSITY_STARTS.load(self.start)(self, self.grid())
@@ -164,7 +164,7 @@ class EvolveDensity(Spec, frozen=True, kw_only=True, tag="density"):
     def evolve(self, times: list[float]) -> DensityPath:
         """The density at these times.
 
-        >>> EvolveDensity(field="none").evolve([0.0, 1.0])
+        >>> DensitySpec(field="none").evolve([0.0, 1.0])
         <DensityPath on S^1, degree 64: 2 times, 0 to 1; finished>
         """
         from helmscope.meanfield.evolve import evolve
@@ -191,10 +191,10 @@ class EvolveDensity(Spec, frozen=True, kw_only=True, tag="density"):
         return density_cost(self)
 
 
-def perturbed_uniform(spec: EvolveDensity, grid: Grid) -> Density:
+def perturbed_uniform(spec: DensitySpec, grid: Grid) -> Density:
     """The start ``uniform``: the uniform density times 1 + eps P_k(<x, e>).
 
-    >>> spec = EvolveDensity(perturbation=1.0)
+    >>> spec = DensitySpec(perturbation=1.0)
     >>> perturbed_uniform(spec, spec.grid()).minimum < 1e-3
     True
     """
@@ -211,10 +211,10 @@ def perturbed_uniform(spec: EvolveDensity, grid: Grid) -> Density:
     return Density.from_function(grid, values, normalize=True)
 
 
-def von_mises_fisher(spec: EvolveDensity, grid: Grid) -> Density:
+def von_mises_fisher(spec: DensitySpec, grid: Grid) -> Density:
     """The start ``vmf``, around the first axis.
 
-    >>> spec = EvolveDensity(start="vmf", kappa=2.0, dim=3)
+    >>> spec = DensitySpec(start="vmf", kappa=2.0, dim=3)
     >>> von_mises_fisher(spec, spec.grid()).entropy
     2.0516...
     """
@@ -227,7 +227,7 @@ def density_unit(fields: dict[str, Any]) -> xr.Dataset:
     """Unit of work: the coefficients of the density at the times that were reached, and how the run ended."""
     import xarray as xr
 
-    spec = EvolveDensity(**fields)
+    spec = DensitySpec(**fields)
     path = spec.evolve(checks.expand_range("times", spec.times))
     modes = {"modes": path.modes} | ({} if path.log_modes is None else {"log_modes": path.log_modes})
     return xr.Dataset(
@@ -243,16 +243,16 @@ def density_unit(fields: dict[str, Any]) -> xr.Dataset:
     )
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class DensityResult(Result):
-    """The result of ``EvolveDensity``: the ``path`` of the density over the times that were reached, the ``overview``
+    """The result of ``DensitySpec``: the ``path`` of the density over the times that were reached, the ``overview``
     of its observables, and the path of its ``picture``. Both are None if not even the first time was reached, and the
     picture also if it could not be drawn.
 
     >>> import tempfile
     >>> from helmscope.jobs import run
     >>> with tempfile.TemporaryDirectory() as root:
-    ...     result = run(EvolveDensity(field="none", times=[0, 1]), folder=f"{root}/run")
+    ...     result = run(DensitySpec(field="none", times=[0, 1]), folder=f"{root}/run")
     >>> result.ok, result.path, "free_energy" in result.overview
     (True, <DensityPath on S^1, degree 64: 2 times, 0 to 1; finished>, True)
     """
@@ -271,12 +271,23 @@ class DensityResult(Result):
         """Whether the last time was reached."""
         return self.outcome.ok
 
+    @property
+    def summary(self) -> str:
+        """The grid and the times, and how the integration ended."""
+        return repr(self.path)[1:-1].removeprefix("DensityPath ")
+
+    def _tables(self) -> list[str]:
+        """The observables at the last time."""
+        from helmscope.stats.summary import summary
+
+        return [] if self.overview is None else [summary(self.overview.isel(time=[-1]))._repr_html_()]
+
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class DensityJob(Job):
     """A prepared evolution of a density."""
 
-    spec: EvolveDensity
+    spec: DensitySpec
 
     def execute(self, work: Work) -> DensityResult:
         """Run the unit, and write density.nc, overview.nc and density.png."""

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from helmscope.runs.progress import print_status
 from helmscope.runs.run_units import RunResult, run_units
 from helmscope.store.manifest import Manifest
+from helmscope.store.printable import printable
 from helmscope.store.run_folder import RunFolder
-from helmscope.types import MissingExtra
+from helmscope.types import MissingExtra, html_stack, html_table, one_line_repr
 
 if TYPE_CHECKING:
     from helmscope.jobs.cost import Estimate
@@ -21,20 +22,22 @@ if TYPE_CHECKING:
     from helmscope.runs.unit import Unit
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class Result:
     """The result of a job, the base class of ``SimulationResult``, ``DensityResult``, ``PhaseResult``,
     ``TrialsResult`` and ``ReportResult``.
 
     ``spec`` is the spec that was run, ``folder`` the run folder with all files, and ``notes`` has one sentence for each
-    output that could not be produced, such as a picture when matplotlib is not installed.
+    output that could not be produced, such as a picture when matplotlib is not installed. A notebook shows a table.
 
     >>> import tempfile
-    >>> from helmscope.jobs import Simulate, run
+    >>> from helmscope.jobs import SimulationSpec, run
     >>> with tempfile.TemporaryDirectory() as root:
-    ...     result = run(Simulate(n=4, batch=2, times=[0, 1]), folder=f"{root}/run")
+    ...     result = run(SimulationSpec(n=4, batch=2, times=[0, 1]), folder=f"{root}/run")
     >>> isinstance(result, Result), result.ok, result.folder.path.name, result.notes
     (True, True, 'run', ())
+    >>> result
+    <SimulationResult: 2 systems x 4 tokens, dimension 3; 2 times, 0 to 1; finished; in ...run>
     """
 
     spec: Spec
@@ -45,6 +48,29 @@ class Result:
     def ok(self) -> bool:
         """Whether the job was completed; what that means depends on the kind of job."""
         return True
+
+    @property
+    def summary(self) -> str:
+        """What was computed and how it ended, in a few words."""
+        return "complete" if self.ok else "incomplete"
+
+    def _tables(self) -> list[str]:
+        """What was computed, as HTML tables below that of the job."""
+        return []
+
+    def __repr__(self) -> str:
+        return one_line_repr(f"{type(self).__name__}: {self.summary}; in {printable(str(self.folder.path))}")
+
+    def _repr_html_(self) -> str:
+        paths = [(name, getattr(self, name, None)) for name in ("picture", "page")]
+        rows: list[tuple[str, object]] = [
+            ("spec", repr(self.spec)),
+            ("result", self.summary),
+            ("folder", self.folder.path),
+            *((name, path) for name, path in paths if path is not None),
+            *(("note", note) for note in self.notes),
+        ]
+        return html_stack(html_table(type(self).__name__, rows), *self._tables())
 
 
 @dataclass(frozen=True, kw_only=True)

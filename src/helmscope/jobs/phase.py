@@ -15,7 +15,7 @@ from helmscope.jobs.checks import Check, boolean, integer, list_of, number, opti
 from helmscope.jobs.job import Job, PictureWriter, Result, Work
 from helmscope.jobs.spec import Spec
 from helmscope.runs.unit import Unit
-from helmscope.types import HelmscopeError, check_memory, check_seed
+from helmscope.types import HelmscopeError, check_memory, check_seed, pluralized
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -25,9 +25,10 @@ if TYPE_CHECKING:
 
 DEFAULT_DIMS = (8, 32)
 UNITS_PER_DIM = 8
+AXES = {"dim": "dimension", "beta": "beta", "time": "time"}
 
 
-class Phase(Spec, frozen=True, kw_only=True, tag="phase"):
+class PhaseSpec(Spec, frozen=True, kw_only=True, tag="phase"):
     """Spec for the probability that two tokens have met, <x, y> >= 1 - ``delta``, over ``betas`` and ``times`` (lists,
     or "FROM:TO:COUNT") in each of the dimensions ``dims``, from ``samples`` uniform starts of ``n`` tokens each.
 
@@ -39,7 +40,7 @@ class Phase(Spec, frozen=True, kw_only=True, tag="phase"):
     >>> import tempfile
     >>> from helmscope.jobs import run
     >>> with tempfile.TemporaryDirectory() as root:
-    ...     result = run(Phase(n=4, dims=[64], betas=[0, 1], times=[0, 9], samples=8), folder=f"{root}/run")
+    ...     result = run(PhaseSpec(n=4, dims=[64], betas=[0, 1], times=[0, 9], samples=8), folder=f"{root}/run")
     >>> result.diagram.probability.values.tolist()
     [[[0.0, 1.0], [0.0, 1.0]]]
     """
@@ -99,7 +100,7 @@ class Phase(Spec, frozen=True, kw_only=True, tag="phase"):
     def dim_values(self) -> tuple[int, ...]:
         """The dimensions, with the default filled in.
 
-        >>> Phase().dim_values, Phase(spectrum=[1, 0.5, 0.25]).dim_values
+        >>> PhaseSpec().dim_values, PhaseSpec(spectrum=[1, 0.5, 0.25]).dim_values
         ((8, 32), (3,))
         """
         return self.dims or ()
@@ -108,7 +109,7 @@ class Phase(Spec, frozen=True, kw_only=True, tag="phase"):
     def beta_values(self) -> list[float]:
         """The inverse temperatures as a list.
 
-        >>> Phase(betas="1:3:3").beta_values
+        >>> PhaseSpec(betas="1:3:3").beta_values
         [1.0, 2.0, 3.0]
         """
         return checks.expand_range("betas", self.betas)
@@ -121,7 +122,7 @@ class Phase(Spec, frozen=True, kw_only=True, tag="phase"):
     def flow(self, dim: int) -> Callable[[float], Attention]:
         """The function beta -> field. Uniform starts are isotropic, so B can be taken to be diagonal.
 
-        >>> Phase(causal=True).flow(8)(4.0).causal
+        >>> PhaseSpec(causal=True).flow(8)(4.0).causal
         True
         """
         import torch
@@ -139,11 +140,11 @@ class Phase(Spec, frozen=True, kw_only=True, tag="phase"):
     def diagram(self, dim: int) -> xr.Dataset:
         """Compute the diagram of one dimension, over (beta, time).
 
-        >>> Phase(n=4, betas=[1], times=[0, 9], samples=4).diagram(8).probability.dims
+        >>> PhaseSpec(n=4, betas=[1], times=[0, 9], samples=4).diagram(8).probability.dims
         ('beta', 'time')
         """
         from helmscope.fields.noise import IsotropicNoise
-        from helmscope.observe.phase import phase_diagram, published_probability
+        from helmscope.observe.phase import phase_diagram, published_scheme_probability
         from helmscope.theory.starts import Uniform
 
         shared: dict[str, Any] = {
@@ -157,7 +158,7 @@ class Phase(Spec, frozen=True, kw_only=True, tag="phase"):
         flow = self.flow(dim)
         data = phase_diagram(flow, noise=IsotropicNoise(self.nu) if self.nu > 0 else None, **shared)
         if self.published:
-            data = data.assign(published_probability(flow, **shared).data_vars)
+            data = data.assign(published_scheme_probability(flow, **shared).data_vars)
         return data
 
     def prepare(self) -> PhaseJob:
@@ -209,19 +210,19 @@ def default_dtype(device: str) -> str:
 
 def phase_unit(dim: int, betas: list[float], shared_parameters: dict[str, Any]) -> xr.Dataset:
     """Unit of work: the diagram of one dimension at some betas."""
-    return Phase(dims=(dim,), betas=tuple(betas), **shared_parameters).diagram(dim)
+    return PhaseSpec(dims=(dim,), betas=tuple(betas), **shared_parameters).diagram(dim)
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class PhaseResult(Result):
-    """The result of ``Phase``: the ``diagram`` over (dim, beta, time), the ``half_time`` at which the probability is
-    1/2, the number of ``lost_samples``, which were not integrated to the last time, and the paths of
+    """The result of ``PhaseSpec``: the ``diagram`` over (dim, beta, time), the ``half_time`` at which the probability
+    is 1/2, the number of ``lost_samples``, which were not integrated to the last time, and the paths of
     ``picture`` and ``page``, None if they could not be drawn.
 
     >>> import tempfile
     >>> from helmscope.jobs import run
     >>> with tempfile.TemporaryDirectory() as root:
-    ...     result = run(Phase(n=4, dims=[8], betas=[1], times=[0, 9], samples=4), folder=f"{root}/run")
+    ...     result = run(PhaseSpec(n=4, dims=[8], betas=[1], times=[0, 9], samples=4), folder=f"{root}/run")
     >>> result.ok, result.lost_samples, dict(result.diagram.probability.sizes)
     (True, 0, {'dim': 1, 'beta': 1, 'time': 2})
     """
@@ -237,12 +238,26 @@ class PhaseResult(Result):
         """Whether every sample was integrated to the last time."""
         return self.lost_samples == 0
 
+    @property
+    def summary(self) -> str:
+        """The axes of the diagram, the number of samples, and how many of them were lost."""
+        sizes = self.diagram.probability.sizes
+        axes = " x ".join(pluralized(sizes[name], word) for name, word in AXES.items())
+        lost = "complete" if self.ok else f"{pluralized(self.lost_samples, 'sample')} lost"
+        return f"{axes}; {pluralized(int(self.diagram.attrs['n']), 'sample')}; {lost}"
+
+    def _tables(self) -> list[str]:
+        """The half time of each dimension and beta."""
+        from helmscope.stats.summary import summary
+
+        return [summary(self.half_time)._repr_html_()]
+
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class PhaseJob(Job):
     """A prepared phase diagram."""
 
-    spec: Phase
+    spec: PhaseSpec
 
     prints_cost: ClassVar[bool] = True
 

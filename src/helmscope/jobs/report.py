@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from helmscope.jobs import trials
 from helmscope.jobs.job import Work
-from helmscope.jobs.trials import Trials, TrialsJob, TrialsResult
+from helmscope.jobs.trials import TrialsJob, TrialsResult, TrialsSpec
 from helmscope.models.bundled_models import is_bundled
 
 if TYPE_CHECKING:
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 PAGE = "report.html"
 
 
-class Report(Trials, frozen=True, kw_only=True, tag="report"):
-    """Spec for trying claims as ``Trials`` does and writing report.html, one self-contained page about all claims of
-    the catalogue. The fields are those of ``Trials``, but the bundled models are tried on the held-back texts.
+class ReportSpec(TrialsSpec, frozen=True, kw_only=True, tag="report"):
+    """Spec for trying claims as ``TrialsSpec`` does and writing report.html, one self-contained page about all claims
+    of the catalogue. The fields are those of ``TrialsSpec``, but the bundled models are tried on the held-back texts.
 
     >>> import tempfile
     >>> from helmscope.jobs import run
     >>> with tempfile.TemporaryDirectory() as root:
-    ...     result = run(Report(claims=["kuramoto"], quick=True), folder=f"{root}/run")
+    ...     result = run(ReportSpec(claims=["kuramoto"], quick=True), folder=f"{root}/run")
     >>> result.page.name, len(result.trials)
     ('report.html', 1)
     """
@@ -48,7 +48,7 @@ class Report(Trials, frozen=True, kw_only=True, tag="report"):
         return ReportJob(**trials.job_arguments(self, planned, subjects))
 
 
-def render_page(spec: Report, subjects: TrialSubjects, finished: list[Trial], **details: Any) -> str:
+def render_page(spec: ReportSpec, subjects: TrialSubjects, finished: list[Trial], **details: Any) -> str:
     """The HTML page of the finished trials; ``details`` are further arguments of ``page``."""
     from helmscope.claims.reading import read_catalogue
     from helmscope.report.page import page
@@ -57,14 +57,14 @@ def render_page(spec: Report, subjects: TrialSubjects, finished: list[Trial], **
     return page(entries, finished, seed=spec.seed, quick=spec.quick, folder=spec.folder, options=options, **details)
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class ReportResult(TrialsResult):
-    """The result of ``Report``: that of ``Trials``, and the path of the ``page``.
+    """The result of ``ReportSpec``: that of ``TrialsSpec``, and the path of the ``page``.
 
     >>> import tempfile
     >>> from helmscope.jobs import run
     >>> with tempfile.TemporaryDirectory() as root:
-    ...     result = run(Report(claims=["kuramoto"], quick=True), folder=f"{root}/run")
+    ...     result = run(ReportSpec(claims=["kuramoto"], quick=True), folder=f"{root}/run")
     ...     result.page.read_text().startswith("<!DOCTYPE html>")
     True
     """
@@ -76,8 +76,8 @@ class ReportResult(TrialsResult):
 class ReportJob(TrialsJob):
     """A prepared report."""
 
-    spec: Report
-    original: Report
+    spec: ReportSpec
+    original: ReportSpec
 
     @property
     def files(self) -> dict[tuple[str, str], str]:

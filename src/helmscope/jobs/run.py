@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from helmscope.jobs.job import Job, Result, Work
 from helmscope.jobs.spec import Spec, check_spec, spec_from_toml, spec_to_toml
 from helmscope.runs.attempt import check_engine
-from helmscope.runs.bar import reporting
+from helmscope.runs.bar import progress_reporting
 from helmscope.runs.plan import read_parts
 from helmscope.runs.progress import print_status
 from helmscope.runs.serial import Serial
@@ -76,8 +76,8 @@ def run(
     default that of this process. Arguments are checked before a folder is created.
 
     >>> import tempfile
-    >>> from helmscope.jobs import Phase
-    >>> spec = Phase(n=4, dims=[8], betas=[1], times=[0, 9], samples=4)
+    >>> from helmscope.jobs import PhaseSpec
+    >>> spec = PhaseSpec(n=4, dims=[8], betas=[1], times=[0, 9], samples=4)
     >>> with tempfile.TemporaryDirectory() as root:
     ...     result = run(spec, folder=f"{root}/run")
     ...     again = run(spec, folder=f"{root}/run", resume=True)
@@ -90,7 +90,7 @@ def run(
     for name, value in (("show_progress", show_progress), ("resume", resume), ("allow_mixed", allow_mixed)):
         if not isinstance(value, bool) and (name, value) != ("show_progress", None):
             raise HelmscopeError(f"{name} is {short_repr(value)}, but it must be True or False")
-    with reporting(False):  # a check may compute a small example
+    with progress_reporting(False):  # a check may compute a small example
         job = spec.prepare()
     manifest = job.manifest(engine, sys.argv if command is None else command)
     place = _open_folder(job, manifest, folder, resume=resume, allow_mixed=allow_mixed)
@@ -102,7 +102,7 @@ def run(
         print_status(str(job.cost()))
     for notice in job.notices if show_progress else ():
         print_status(notice)
-    silence = reporting(False) if show_progress is False else nullcontext()
+    silence = progress_reporting(False) if show_progress is False else nullcontext()
     try:
         with silence:
             return job.execute(work)
@@ -114,12 +114,12 @@ def estimate(spec: Spec) -> Estimate:
     """Estimate the cost of a spec: seconds on one core and bytes of one process, from a short sample of the same work
     where possible. Writes nothing.
 
-    >>> from helmscope.jobs import Trials
-    >>> str(estimate(Trials(claims=["kuramoto"])))
+    >>> from helmscope.jobs import TrialsSpec
+    >>> str(estimate(TrialsSpec(claims=["kuramoto"])))
     '1 trial: roughly 1 s on one core, 450 MB'
     """
     check_spec(spec)
-    with reporting(None, "estimating"):
+    with progress_reporting(None, "estimating"):
         return spec.estimate()
 
 
@@ -167,8 +167,8 @@ def _check_same(spec: Spec, folder: RunFolder) -> None:
 def changed_fields(original: Spec, current: Spec) -> list[str]:
     """The fields in which two specs differ, each as "NAME OLD (now NEW)".
 
-    >>> from helmscope.jobs import Simulate
-    >>> changed_fields(Simulate(beta=1), Simulate(beta=4, seed=7))
+    >>> from helmscope.jobs import SimulationSpec
+    >>> changed_fields(SimulationSpec(beta=1), SimulationSpec(beta=4, seed=7))
     ['beta 1.0 (now 4.0)', 'seed 0 (now 7)']
     """
     if original.job != current.job:

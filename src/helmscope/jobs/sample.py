@@ -49,8 +49,8 @@ class Rest:
 def make_sample(problem: Problem) -> Problem:
     """The same problem with a step limit so low that it is integrated in seconds.
 
-    >>> from helmscope.jobs import Simulate
-    >>> [make_sample(Simulate(n=n, batch=1).problem()).stepper.max_steps for n in (8, 512, 4096)]
+    >>> from helmscope.jobs import SimulationSpec
+    >>> [make_sample(SimulationSpec(n=n, batch=1).problem()).stepper.max_steps for n in (8, 512, 4096)]
     [300, 57, 10]
     """
     systems, tokens = problem.start.shape[:2]
@@ -61,8 +61,8 @@ def make_sample(problem: Problem) -> Problem:
 def extrapolate(problem: Problem, sample: Problem, outcome: Outcome) -> Extrapolation:
     """Extrapolate from a sample with this outcome to the whole integration.
 
-    >>> from helmscope.jobs import Simulate
-    >>> problem = Simulate(n=4, batch=1, times=[0, 1]).problem()
+    >>> from helmscope.jobs import SimulationSpec
+    >>> problem = SimulationSpec(n=4, batch=1, times=[0, 1]).problem()
     >>> sample = make_sample(problem)
     >>> extrapolate(problem, sample, sample.run().outcome)  # so short an integration is its own sample
     Extrapolation(factor=1.0, reached=1.0)
@@ -88,8 +88,8 @@ def find_rest(problem: Problem, steps: int) -> Rest:
     """Find when the systems come to rest, in a small multiple of ``steps``. Merging replaces a cluster, in which the
     stepper needs short steps, by a single token, so that late states are reached in few steps.
 
-    >>> from helmscope.jobs import Simulate
-    >>> find_rest(Simulate(field="usa", n=3, batch=2, times=[0, 2000]).problem(), 100).time  # exact: 7.516
+    >>> from helmscope.jobs import SimulationSpec
+    >>> find_rest(SimulationSpec(field="usa", n=3, batch=2, times=[0, 2000]).problem(), 100).time  # exact: 7.516
     7.8125
     """
     last = float(problem.times[-1])
@@ -109,8 +109,8 @@ def find_rest(problem: Problem, steps: int) -> Rest:
 def limited(problem: Problem, steps: int) -> Problem:
     """The same problem with a step limit of at most ``steps``.
 
-    >>> from helmscope.jobs import Simulate
-    >>> limited(Simulate(n=4, batch=1).problem(), 50).stepper.max_steps
+    >>> from helmscope.jobs import SimulationSpec
+    >>> limited(SimulationSpec(n=4, batch=1).problem(), 50).stepper.max_steps
     50
     """
     stepper: Any = problem.stepper

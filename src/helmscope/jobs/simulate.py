@@ -30,7 +30,7 @@ UNITS = 8
 OVERVIEW_FIELDS = ("delta", "radius", "chunk")  # do not affect the states
 
 
-class Simulate(Spec, frozen=True, kw_only=True, tag="simulate"):
+class SimulationSpec(Spec, frozen=True, kw_only=True, tag="simulate"):
     """Spec for integrating ``batch`` systems of ``n`` tokens in dimension ``dim`` under ``field`` (sa, usa or sinkhorn)
     with V = ``value`` I and isotropic noise of strength ``nu``, from ``start`` (uniform, vmf with concentration
     ``kappa``, or orthonormal), with states at ``times``: a list or "FROM:TO:COUNT".
@@ -43,7 +43,7 @@ class Simulate(Spec, frozen=True, kw_only=True, tag="simulate"):
     >>> import tempfile
     >>> from helmscope.jobs import run
     >>> with tempfile.TemporaryDirectory() as root:
-    ...     result = run(Simulate(n=8, batch=2, times=[0, 5]), folder=f"{root}/run")
+    ...     result = run(SimulationSpec(n=8, batch=2, times=[0, 5]), folder=f"{root}/run")
     >>> str(result.outcome), result.trajectory.states.shape
     ('finished at t=5', torch.Size([2, 2, 8, 3]))
     """
@@ -101,7 +101,7 @@ class Simulate(Spec, frozen=True, kw_only=True, tag="simulate"):
     def stepper_name(self) -> str:
         """The name of the stepper, with the default filled in.
 
-        >>> Simulate().stepper_name, Simulate(nu=0.1).stepper_name
+        >>> SimulationSpec().stepper_name, SimulationSpec(nu=0.1).stepper_name
         ('adaptive', 'euler-maruyama')
         """
         default = names.NOISY_STEPPERS[0] if self.nu > 0 else "adaptive"
@@ -138,7 +138,7 @@ class Simulate(Spec, frozen=True, kw_only=True, tag="simulate"):
     def unit_size(self) -> int:
         """The number of systems per unit of work.
 
-        >>> Simulate(batch=100).unit_size, Simulate(chunk=5).unit_size
+        >>> SimulationSpec(batch=100).unit_size, SimulationSpec(chunk=5).unit_size
         (13, 5)
         """
         return self.chunk or -(-self.batch // UNITS)
@@ -147,7 +147,7 @@ class Simulate(Spec, frozen=True, kw_only=True, tag="simulate"):
     def state_parameters(self) -> dict[str, Any]:
         """The fields that the states depend on: all except ``delta``, ``radius`` and ``chunk``.
 
-        >>> "delta" in Simulate().state_parameters
+        >>> "delta" in SimulationSpec().state_parameters
         False
         """
         return {name: value for name, value in self.fields.items() if name not in OVERVIEW_FIELDS}
@@ -155,7 +155,7 @@ class Simulate(Spec, frozen=True, kw_only=True, tag="simulate"):
     def problem(self) -> Problem:
         """The checked integration problem.
 
-        >>> Simulate(n=4, batch=2).problem().start.shape
+        >>> SimulationSpec(n=4, batch=2).problem().start.shape
         torch.Size([2, 4, 3])
         """
         from helmscope.fields.noise import IsotropicNoise
@@ -211,10 +211,10 @@ class Simulate(Spec, frozen=True, kw_only=True, tag="simulate"):
         return simulation_cost(self)
 
 
-def make_stepper(spec: Simulate) -> Stepper:
+def make_stepper(spec: SimulationSpec) -> Stepper:
     """The stepper of a spec.
 
-    >>> make_stepper(Simulate(stepper="rk4", step=0.1))
+    >>> make_stepper(SimulationSpec(stepper="rk4", step=0.1))
     RK4(h=0.1)
     """
     stepper: Stepper = names.STEPPERS.load(spec.stepper_name)(
@@ -229,7 +229,7 @@ def simulate_unit(first: int, last: int, state_parameters: dict[str, Any]) -> xr
     """
     import xarray as xr
 
-    spec = Simulate(**state_parameters)
+    spec = SimulationSpec(**state_parameters)
     problem = spec.problem().part(first, last)
     with explain_memory_error(n=spec.n, batch=last - first):
         run = problem.run()
@@ -243,16 +243,16 @@ def simulate_unit(first: int, last: int, state_parameters: dict[str, Any]) -> xr
     )
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class SimulationResult(Result):
-    """The result of ``Simulate``: the ``trajectory`` of states (time, system, token, dim), the ``outcome`` of each
-    system, the ``overview`` (None unless all systems reached the last time), and the path of its ``picture``, None if
-    it could not be drawn.
+    """The result of ``SimulationSpec``: the ``trajectory`` of states (time, system, token, dim), the ``outcome`` of
+    each system, the ``overview`` (None unless all systems reached the last time), and the path of its ``picture``, None
+    if it could not be drawn.
 
     >>> import tempfile
     >>> from helmscope.jobs import run
     >>> with tempfile.TemporaryDirectory() as root:
-    ...     result = run(Simulate(n=8, batch=2, times=[0, 5]), folder=f"{root}/run")
+    ...     result = run(SimulationSpec(n=8, batch=2, times=[0, 5]), folder=f"{root}/run")
     >>> result.ok, result.trajectory.states.shape, "cluster_count" in result.overview
     (True, torch.Size([2, 2, 8, 3]), True)
     """
@@ -267,12 +267,26 @@ class SimulationResult(Result):
         """Whether every system reached the last time."""
         return self.outcome.ok
 
+    @property
+    def summary(self) -> str:
+        """The systems and times, and how the integration ended."""
+        return f"{repr(self.trajectory)[1:-1].removeprefix('Trajectory: ')}; {self.outcome.summary}"
+
+    def _tables(self) -> list[str]:
+        """The observables at the last time."""
+        from helmscope.stats.summary import summary
+
+        if self.overview is None:
+            return []
+        scalars = self.overview.drop_dims("inner_product").isel(time=[-1])
+        return [summary(scalars)._repr_html_()]
+
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class SimulateJob(Job):
     """A prepared simulation."""
 
-    spec: Simulate
+    spec: SimulationSpec
     problem: Problem
 
     def execute(self, work: Work) -> SimulationResult:

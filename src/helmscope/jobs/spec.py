@@ -42,24 +42,24 @@ class _NamedFields(msgspec.StructMeta):
 class Spec(
     msgspec.Struct, metaclass=_NamedFields, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field=JOB
 ):
-    """The description of a job, the base class of ``Simulate``, ``EvolveDensity``, ``Phase``, ``Trials`` and
-    ``Report``.
+    """The description of a job, the base class of ``SimulationSpec``, ``DensitySpec``, ``PhaseSpec``, ``TrialsSpec``
+    and ``ReportSpec``.
 
     Every field has one canonical form, so that equal jobs have equal specs. A bad value raises a ``HelmscopeError``
     when the spec is constructed; what depends on the files or the hardware of this machine is checked by ``prepare``.
     ``version`` is the version of the format.
 
-    >>> from helmscope.jobs import Simulate
-    >>> Simulate(beta=1, times=[0, 5]) == Simulate(beta=1.0, times=(0.0, 5.0))
+    >>> from helmscope.jobs import SimulationSpec
+    >>> SimulationSpec(beta=1, times=[0, 5]) == SimulationSpec(beta=1.0, times=(0.0, 5.0))
     True
-    >>> Simulate(beta=1)  # shows what differs from the defaults
-    Simulate(beta=1.0)
-    >>> Simulate(beta=-1)
+    >>> SimulationSpec(beta=1)  # shows what differs from the defaults
+    SimulationSpec(beta=1.0)
+    >>> SimulationSpec(beta=-1)
     Traceback (most recent call last):
     helmscope.types.HelmscopeError: beta is -1, but it must be a finite number >= 0
-    >>> Simulate(feild="sa")
+    >>> SimulationSpec(feild="sa")
     Traceback (most recent call last):
-    helmscope.types.HelmscopeError: unknown keyword of Simulate 'feild': did you mean 'field'?
+    helmscope.types.HelmscopeError: unknown keyword of SimulationSpec 'feild': did you mean 'field'?
     """
 
     version: int = VERSION
@@ -92,8 +92,8 @@ class Spec(
     def job(self) -> str:
         """The name of this kind of spec, the value of ``job`` in TOML.
 
-        >>> from helmscope.jobs import Simulate
-        >>> Simulate().job
+        >>> from helmscope.jobs import SimulationSpec
+        >>> SimulationSpec().job
         'simulate'
         """
         return str(self.__struct_config__.tag)
@@ -102,8 +102,8 @@ class Spec(
     def fields(self) -> dict[str, Any]:
         """The fields by name, without ``version``.
 
-        >>> from helmscope.jobs import Simulate
-        >>> Simulate().fields["beta"]
+        >>> from helmscope.jobs import SimulationSpec
+        >>> SimulationSpec().fields["beta"]
         4.0
         """
         return {name: value for name, value in msgspec.structs.asdict(self).items() if name != "version"}
@@ -111,8 +111,8 @@ class Spec(
     def prepare(self) -> Job:
         """Check everything that can be checked in advance and return the job. Writes nothing.
 
-        >>> from helmscope.jobs import Simulate
-        >>> len(Simulate(n=4, batch=2, times=[0, 1]).prepare().units)
+        >>> from helmscope.jobs import SimulationSpec
+        >>> len(SimulationSpec(n=4, batch=2, times=[0, 1]).prepare().units)
         2
         """
         raise NotImplementedError
@@ -120,8 +120,8 @@ class Spec(
     def units(self) -> list[Unit]:
         """The units of work of the job.
 
-        >>> from helmscope.jobs import Simulate
-        >>> [unit.name for unit in Simulate(n=4, batch=2, times=[0, 1]).units()]
+        >>> from helmscope.jobs import SimulationSpec
+        >>> [unit.name for unit in SimulationSpec(n=4, batch=2, times=[0, 1]).units()]
         ['systems-000000', 'systems-000001']
         """
         return self.prepare().units
@@ -129,8 +129,8 @@ class Spec(
     def estimate(self) -> Estimate:
         """Estimate the cost of the job.
 
-        >>> from helmscope.jobs import Trials
-        >>> str(Trials(claims=["kuramoto"]).estimate())
+        >>> from helmscope.jobs import TrialsSpec
+        >>> str(TrialsSpec(claims=["kuramoto"]).estimate())
         '1 trial: roughly 1 s on one core, 450 MB'
         """
         raise NotImplementedError
@@ -139,8 +139,8 @@ class Spec(
 def spec_to_toml(spec: Spec) -> str:
     """Encode a spec as TOML; fields that are None are omitted.
 
-    >>> from helmscope.jobs import Trials
-    >>> print(spec_to_toml(Trials(claims=["rate"])), end="")
+    >>> from helmscope.jobs import TrialsSpec
+    >>> print(spec_to_toml(TrialsSpec(claims=["rate"])), end="")
     job = "trials"
     version = 1
     claims = ["rate"]
@@ -201,9 +201,9 @@ def read_spec(path: str | os.PathLike[str]) -> Spec:
     ``HelmscopeError``.
 
     >>> import tempfile
-    >>> from helmscope.jobs import Simulate
+    >>> from helmscope.jobs import SimulationSpec
     >>> with tempfile.NamedTemporaryFile(suffix=".toml") as file:
-    ...     write_spec(Simulate(beta=9.0), file.name)
+    ...     write_spec(SimulationSpec(beta=9.0), file.name)
     ...     read_spec(file.name).beta
     9.0
     """
@@ -222,15 +222,15 @@ def write_spec(spec: Spec, path: str | os.PathLike[str]) -> None:
     """Write a spec to a TOML file atomically; ``read_spec`` returns an equal spec.
 
     >>> import tempfile
-    >>> from helmscope.jobs import Phase
+    >>> from helmscope.jobs import PhaseSpec
     >>> with tempfile.TemporaryDirectory() as root:
-    ...     write_spec(Phase(n=8), f"{root}/spec.toml")
-    ...     read_spec(f"{root}/spec.toml") == Phase(n=8)
+    ...     write_spec(PhaseSpec(n=8), f"{root}/spec.toml")
+    ...     read_spec(f"{root}/spec.toml") == PhaseSpec(n=8)
     True
 
     >>> write_spec("simulate", "spec.toml")
     Traceback (most recent call last):
-    helmscope.types.HelmscopeError: spec is 'simulate', but it must be a spec of helmscope.jobs, such as Simulate()
+    helmscope.types.HelmscopeError: spec is 'simulate', but it must be a spec of hs.jobs, such as PhaseSpec()
     """
     write_bytes(as_path("path", path), spec_to_toml(spec).encode())
 
@@ -240,18 +240,18 @@ def check_spec(spec: object) -> None:
 
     >>> check_spec({"job": "phase"})
     Traceback (most recent call last):
-    helmscope.types.HelmscopeError: spec is {'job': 'phase'}, but it must be a spec of helmscope.jobs, ...
+    helmscope.types.HelmscopeError: spec is {'job': 'phase'}, but it must be a spec of hs.jobs, ...
     """
     if not isinstance(spec, Spec) or type(spec) is Spec:
-        raise HelmscopeError(f"spec is {short_repr(spec)}, but it must be a spec of helmscope.jobs, such as Simulate()")
+        raise HelmscopeError(f"spec is {short_repr(spec)}, but it must be a spec of hs.jobs, such as PhaseSpec()")
 
 
 def _spec_classes() -> list[type[Spec]]:
     """The kinds of spec that can be read. Imported late, since their files import this one."""
-    from helmscope.jobs.density import EvolveDensity
-    from helmscope.jobs.phase import Phase
-    from helmscope.jobs.report import Report
-    from helmscope.jobs.simulate import Simulate
-    from helmscope.jobs.trials import Trials
+    from helmscope.jobs.density import DensitySpec
+    from helmscope.jobs.phase import PhaseSpec
+    from helmscope.jobs.report import ReportSpec
+    from helmscope.jobs.simulate import SimulationSpec
+    from helmscope.jobs.trials import TrialsSpec
 
-    return [EvolveDensity, Phase, Report, Simulate, Trials]
+    return [DensitySpec, PhaseSpec, ReportSpec, SimulationSpec, TrialsSpec]

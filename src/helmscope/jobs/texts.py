@@ -11,7 +11,7 @@ from helmscope.claims.judge import FEW_REPLICATES
 from helmscope.types import HelmscopeError, check_memory, pluralized
 
 if TYPE_CHECKING:
-    from helmscope.jobs.trials import Trials
+    from helmscope.jobs.trials import TrialsSpec
     from helmscope.models.subject import Subject
 
 MIN_TOKENS = 2  # of a text: a claim about tokens needs a pair
@@ -69,11 +69,11 @@ class TrialSubjects:
         return {"models": models, "other": other, "texts": self.texts and str(Path(self.texts).resolve())}
 
 
-def trial_subjects(spec: Trials) -> TrialSubjects:
+def trial_subjects(spec: TrialsSpec) -> TrialSubjects:
     """The subjects named by a spec.
 
-    >>> from helmscope.jobs.trials import Trials
-    >>> trial_subjects(Trials(models=["A", "tied"])).subjects
+    >>> from helmscope.jobs.trials import TrialsSpec
+    >>> trial_subjects(TrialsSpec(models=["A", "tied"])).subjects
     (<Subject A: 128 texts>, <Subject tied: 128 texts>)
     """
     from helmscope.models.subject import Subject

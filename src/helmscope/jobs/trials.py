@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ from helmscope.jobs import checks
 from helmscope.jobs.checks import Check, boolean, list_of, optional
 from helmscope.jobs.job import Job, Result, Work
 from helmscope.jobs.spec import Spec
-from helmscope.types import HelmscopeError, check_seed
+from helmscope.types import HelmscopeError, check_seed, html_table, pluralized
 
 if TYPE_CHECKING:
     from helmscope.claims.run_trials import PlannedTrial, TrialsFailed
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from helmscope.types import Verdict
 
 
-class Trials(Spec, frozen=True, kw_only=True, tag="trials"):
+class TrialsSpec(Spec, frozen=True, kw_only=True, tag="trials"):
     """Spec for trying ``claims`` (by default all that can be tried) by their experiments.
 
     ``quick`` uses fewer replicates. ``folder`` contains your own claims: one ID.toml per claim, and Python files,
@@ -35,7 +36,7 @@ class Trials(Spec, frozen=True, kw_only=True, tag="trials"):
     >>> import tempfile
     >>> from helmscope.jobs import run
     >>> with tempfile.TemporaryDirectory() as root:
-    ...     result = run(Trials(claims=["kuramoto"], quick=True), folder=f"{root}/run")
+    ...     result = run(TrialsSpec(claims=["kuramoto"], quick=True), folder=f"{root}/run")
     >>> [verdict.ruling.value for verdict in result.verdicts]
     ['true by construction']
     """
@@ -91,7 +92,7 @@ class Trials(Spec, frozen=True, kw_only=True, tag="trials"):
         return trials_cost(self, plan(self, trial_subjects(self)))
 
 
-def job_arguments(spec: Trials, planned: list[PlannedTrial], subjects: TrialSubjects) -> dict[str, Any]:
+def job_arguments(spec: TrialsSpec, planned: list[PlannedTrial], subjects: TrialSubjects) -> dict[str, Any]:
     """The arguments of ``TrialsJob``. Its spec depends neither on the working directory nor on the order of the claims,
     so that a run can be resumed from anywhere.
     """
@@ -115,24 +116,25 @@ def job_arguments(spec: Trials, planned: list[PlannedTrial], subjects: TrialSubj
     }
 
 
-def code_notice(spec: Trials) -> str:
-    """A notice of the user's code that a spec runs, to print before it does; "" if there is none. Unknown claims raise
-    ``HelmscopeError`` here, before any code runs.
+def code_notice(spec: TrialsSpec) -> str:
+    """A notice of the user's code that a spec runs, to print before it does; "" if there is none. A folder without
+    entries and unknown claims raise ``HelmscopeError`` here, before any code runs.
 
-    >>> code_notice(Trials(claims=["rate"]))
+    >>> code_notice(TrialsSpec(claims=["rate"]))
     ''
     """
-    from helmscope.claims.reading import check_claim
+    from helmscope.claims.reading import check_claim, read_catalogue
 
     if spec.folder is None:
         return ""
+    read_catalogue(spec.folder)
     for claim in spec.claims:
         check_claim(claim, spec.folder)
     files = ", ".join(path.name for path in sorted(Path(spec.folder).glob("*.py"))) or "no Python file"
     return f"running the code in {spec.folder}: {files}"
 
 
-def plan(spec: Trials, subjects: TrialSubjects) -> list[PlannedTrial]:
+def plan(spec: TrialsSpec, subjects: TrialSubjects) -> list[PlannedTrial]:
     """The trials of a spec: those of the claims that it names, or of all that can be tried, on its models or on those
     that each claim names. A named claim that can be tried on none of the models raises ``HelmscopeError``.
     """
@@ -160,15 +162,15 @@ def plan(spec: Trials, subjects: TrialSubjects) -> list[PlannedTrial]:
     return plan_trials(claims, subjects.subjects, other=subjects.other, folder=spec.folder, held_back=spec.held_back)
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class TrialsResult(Result):
-    """The result of ``Trials``: ``trials`` has one trial for each claim and subject. If experiments failed, it has only
-    the others, and ``failed`` is the error that names the failed ones.
+    """The result of ``TrialsSpec``: ``trials`` has one trial for each claim and subject. If experiments failed, it has
+    only the others, and ``failed`` is the error that names the failed ones.
 
     >>> import tempfile
     >>> from helmscope.jobs import run
     >>> with tempfile.TemporaryDirectory() as root:
-    ...     result = run(Trials(claims=["kuramoto"], quick=True), folder=f"{root}/run")
+    ...     result = run(TrialsSpec(claims=["kuramoto"], quick=True), folder=f"{root}/run")
     >>> result.ok, [trial.verdict.claim for trial in result.trials]
     (True, ['kuramoto'])
     """
@@ -186,13 +188,26 @@ class TrialsResult(Result):
         """The verdicts of the trials."""
         return [trial.verdict for trial in self.trials]
 
+    @property
+    def summary(self) -> str:
+        """How many trials there were, with each ruling, and whether an experiment failed."""
+        counts = Counter(verdict.ruling.value for verdict in self.verdicts)
+        rulings = ", ".join(f"{count} {ruling}" for ruling, count in counts.most_common())
+        parts = [pluralized(len(self.trials), "trial"), rulings, "" if self.failed is None else str(self.failed)]
+        return "; ".join(part for part in parts if part)
+
+    def _tables(self) -> list[str]:
+        """One row for each trial."""
+        rows = [(verdict.claim, verdict.subject, verdict.summary) for verdict in self.verdicts]
+        return [html_table("", rows, header=("claim", "subject", "verdict"))] if rows else []
+
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class TrialsJob(Job):
     """A prepared job of trials. ``original`` is the spec as the user wrote it, ``planned`` holds its trials."""
 
-    spec: Trials
-    original: Trials
+    spec: TrialsSpec
+    original: TrialsSpec
     planned: list[PlannedTrial]
     subjects: TrialSubjects
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from helmscope.meanfield.committor_circle import circle_committor as circle_committor
     from helmscope.meanfield.committor_cloud import cloud_committor as cloud_committor
     from helmscope.meanfield.committor_cloud import kernel_transition_matrix as kernel_transition_matrix
-    from helmscope.meanfield.committor_simulated import HittingShares as HittingShares
+    from helmscope.meanfield.committor_simulated import HittingCounts as HittingCounts
     from helmscope.meanfield.committor_simulated import simulated_committor as simulated_committor
     from helmscope.meanfield.committor_sphere import sphere_committor as sphere_committor
     from helmscope.meanfield.committor_zonal import zonal_committor as zonal_committor

@@ -63,7 +63,8 @@ def bifurcation_diagram(
     degree: int | None = None,
     progress: ProgressOption = None,
 ) -> xr.Dataset:
-    """The stationary densities of attention with noise nu I on S^(dim-1), over (beta, nu); see above.
+    """The stationary densities of attention with noise nu I on S^(dim-1), over (beta, nu): zonal solutions rho of
+    N(rho) = nu k (k + d - 2) rho in the harmonics of degree k, where N is minus the divergence of rho times the drift.
 
     ``field`` is a callable beta -> field, such as SA. The variables are
 

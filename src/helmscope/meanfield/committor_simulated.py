@@ -31,12 +31,12 @@ DEGENERATE = 1e-10  # the smallest accepted ratio of the eigenvalues of Sigma
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class HittingShares:
+class HittingCounts:
     """How many of ``paths`` paths from each start reached a first, b first, or neither until the last time.
 
     >>> one = torch.tensor([1])
-    >>> HittingShares(one, 8 * one, one, paths=10)
-    <HittingShares: 1 start x 10 paths, 1 undecided at the last time>
+    >>> HittingCounts(one, 8 * one, one, paths=10)
+    <HittingCounts: 1 start x 10 paths, 1 undecided at the last time>
     """
 
     reached_a: Int[Tensor, " k"]
@@ -51,7 +51,7 @@ class HittingShares:
         either set. Raises ``HelmscopeError`` for a start all of whose paths are undecided.
 
         >>> one = torch.tensor([1])
-        >>> HittingShares(one, 8 * one, one, paths=10).intervals()
+        >>> HittingCounts(one, 8 * one, one, paths=10).intervals()
         (Interval(estimate=0.888..., low=0.443..., high=0.997..., n=10),)
         """
         intervals = []
@@ -68,7 +68,7 @@ class HittingShares:
     def __repr__(self) -> str:
         starts = pluralized(len(self.undecided), "start")
         return one_line_repr(
-            f"HittingShares: {starts} x {pluralized(self.paths, 'path')}, {int(self.undecided.sum())} undecided at the "
+            f"HittingCounts: {starts} x {pluralized(self.paths, 'path')}, {int(self.undecided.sum())} undecided at the "
             "last time"
         )
 
@@ -85,7 +85,7 @@ def simulated_committor(
     stepper: NoisyStepper | None = None,
     seed: int = 0,
     progress: ProgressOption = None,
-) -> HittingShares:
+) -> HittingCounts:
     """Simulate ``paths`` paths from each point of x, until they reach a or b, or to the time ``horizon``.
 
     ``field`` is the drift of one particle, as in ``kernel_transition_matrix``. ``stepper`` defaults to
@@ -130,7 +130,7 @@ def simulated_committor(
             f"stepper has h={stepper.h:g}, but with steps so large a and b cannot be told apart: use a smaller one"
         )
     in_a, in_b = hit_a.sum(-1), hit_b.sum(-1)
-    return HittingShares(in_a, in_b, paths - in_a - in_b, paths)
+    return HittingCounts(in_a, in_b, paths - in_a - in_b, paths)
 
 
 @dataclass(frozen=True)

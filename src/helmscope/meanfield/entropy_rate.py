@@ -50,7 +50,11 @@ class EntropyRate:
 
 
 def entropy_rate(density: Density, field: object = None, noise: Noise | None = None, *, t: float = 0.0) -> EntropyRate:
-    """dH/dt of a density under ``field`` and ``noise``, as ``evolve`` takes them, term by term; see above.
+    """dH/dt of a density under ``field`` and ``noise``, as ``evolve`` takes them, term by term:
+
+        dH/dt = E[div_S(P f)] + E[div_S a] + E[<grad log rho, Sigma grad log rho>],
+
+    where a is the drift of the noise's process minus div_S Sigma, 0 in the divergence form.
 
     Points where the density is below 1e-13 of its maximum, as a truncated series may be, are left out of the last term.
     Raises ``HelmscopeError`` for bad input.

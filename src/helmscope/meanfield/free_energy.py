@@ -65,7 +65,8 @@ def free_energy(
     field: USA | None = None,
 ) -> float:
     """F = nu Ent - int U rho for a force grad U + R with the ``potential`` U, or F = nu Ent - c E for ``field``, USA
-    with V = c I; see above. Entropy is that with respect to surface area.
+    with V = c I. Ent = int rho log rho with respect to surface area, and E = (1/(2 beta)) int int e^{beta <x, y>} rho
+    rho.
 
     ``potential`` is a ``Potential`` such as ``helmholtz(mlp)``, or a function (m, d) -> (m,) of unit vectors. Raises
     ``HelmscopeError`` unless exactly one of potential and field is given and the noise is isotropic, and for SA, which
@@ -109,7 +110,11 @@ def dissipation(
     field: object = None,
     t: float = 0.0,
 ) -> FreeEnergyRate:
-    """dF/dt of ``free_energy`` under ``field`` and ``noise``, term by term; see above.
+    """dF/dt of ``free_energy`` under ``field`` and ``noise``, term by term:
+
+        dF/dt = -int |grad(nu log rho - U)|^2 rho - int rho <R, grad U> - nu int rho div R,
+
+    where for USA U is c int e^{beta <x, y>} rho(dy) / beta, and R = 0.
 
     With a ``potential`` U the field is a force, an MLP or a function of points, and R = P f - grad_S U; without a field
     the force is grad U itself. Without a potential the field must be USA. Points where the density is below 1e-13 of

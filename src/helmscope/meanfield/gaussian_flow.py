@@ -77,7 +77,9 @@ def evolve_gaussian(
     offset: Float[Tensor, " d"] | None = None,
     diffusion: float | Float[Tensor, "d d"] = 0.0,
 ) -> GaussianPath:
-    """The law of dX = (A X + a) dt + sqrt(2 M) dW at the ``times``, to rounding; see above.
+    """The law of dX = (A X + a) dt + sqrt(2 M) dW at the ``times``, to rounding: N(m, C) with
+
+        m' = A m + a,   C' = A C + C A^T + 2 M.
 
     ``drift`` is A, ``offset`` a, and ``diffusion`` M, or nu for nu I. Raises ``HelmscopeError`` for shapes that do not
     fit and if M is not symmetric and positive semi-definite.
@@ -138,8 +140,12 @@ def evolve_attention_gaussian(
     diffusion: float | Float[Tensor, "d d"] = 0.0,
     tol: float = 1e-10,
 ) -> GaussianPath:
-    """The law under attention on R^d without projection, x' = V int e^{beta <x, y>} y rho(dy) / Z(x), with noise M; see
-    above. ``value`` is V, I by default.
+    """The law under attention on R^d without projection, x' = V int e^{beta <x, y>} y rho(dy) / Z(x), with noise M:
+    a Gaussian N(m, C) stays one, with
+
+        m' = V (m + beta C m),   C' = beta (V C C + C C V^T) + 2 M.
+
+    ``value`` is V, I by default.
 
     Integrated with an error of about ``tol`` relative to the moments (Dormand and Prince, order 8). Where the
     covariance becomes infinite the run ends, with the status NOT_FINITE and the time reached in ``outcome``. Raises

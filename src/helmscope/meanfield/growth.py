@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from helmscope.fields.attention import SA, USA
-from helmscope.theory.energy import energy_min
+from helmscope.theory.energy import min_energy
 from helmscope.types import HelmscopeError, check_integer, check_memory, check_real, short_repr
 
 if TYPE_CHECKING:
@@ -32,7 +32,12 @@ if TYPE_CHECKING:
 
 
 def growth_rates(field: SA | USA, *, dim: int, nu: float = 0.0, degree: int = 16) -> Float[Tensor, " degree_plus_1"]:
-    """The growth rates r_0, ..., r_degree of harmonics of degree k around the uniform density of S^(dim-1); see above.
+    """The growth rates r_0, ..., r_degree of harmonics of degree k around the uniform density of S^(dim-1):
+
+        SA    r_k = k (k + d - 2) (c lambda_k / beta - nu),   lambda_k = I_{k+d/2-1}(beta) / I_{d/2-1}(beta),
+        USA   r_k = k (k + d - 2) (c mu_k / beta - nu),       mu_k = Gamma(d/2) (2 / beta)^{d/2-1} I_{k+d/2-1}(beta),
+
+    with V = c I; at beta = 0, r_1 = (d - 1) (c / d - nu), and r_k = -nu k (k + d - 2) for all others.
 
     Accurate for every beta and dim. Raises ``HelmscopeError`` unless ``field`` is SA or USA with multiples of I for
     query_key and value, dim >= 2, nu >= 0 and degree >= 0, and where e^beta overflows under USA.
@@ -69,7 +74,7 @@ def _drift_strengths(field: object, dim: int, degree: int) -> Float[Tensor, " de
     ratios = bessel_ratios(abs(beta), degree, dim=dim)
     if beta < 0:
         ratios[1::2] *= -1
-    mean = 1.0 if normalized else 2 * abs(beta) * energy_min(beta=abs(beta), dim=dim)  # mu_0
+    mean = 1.0 if normalized else 2 * abs(beta) * min_energy(beta=abs(beta), dim=dim)  # mu_0
     return value * mean / beta * ratios
 
 

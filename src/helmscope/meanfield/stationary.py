@@ -114,7 +114,11 @@ def stationary_density(
     tol: float = 1e-10,
     max_iterations: int = 50,
 ) -> StationaryDensity:
-    """A stationary density of tokens under ``field`` and ``noise``, near ``start``; see above.
+    """A stationary density of tokens under ``field`` and ``noise``, near ``start``: a solution of the forward equation
+    0 = -div_S(rho b) + div_S div_S(Sigma rho), where b is the drift of the field at rho and of the noise's process.
+
+    Known forms: e^{U / nu} for a force grad U under nu I; Z^{c / (nu beta)} for SA and e^{c Z / (nu beta)} for USA with
+    V = c I, where Z(x) = int e^{beta <x, y>} rho(dy).
 
     ``field`` is anything that ``evolve`` takes and that does not depend on time. Newton's method finds unstable
     densities as well: those nearest to ``start``. By default attention whose matrices are multiples of I starts from a

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 from helmscope.types.lazy import lazy_exports
 
 if TYPE_CHECKING:
+    from helmscope.models.bundled_models import ablated_training_history as ablated_training_history
     from helmscope.models.bundled_models import bundled_folder as bundled_folder
     from helmscope.models.bundled_models import held_back_texts as held_back_texts
-    from helmscope.models.bundled_models import sibling_history as sibling_history
     from helmscope.models.bundled_models import story_texts as story_texts
     from helmscope.models.bundled_models import training_history as training_history
     from helmscope.models.certificate import Certificate as Certificate
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from helmscope.models.experts import MixtureOfExperts as MixtureOfExperts
     from helmscope.models.keep import KeptTensors as KeptTensors
     from helmscope.models.load import LoadedModel as LoadedModel
-    from helmscope.models.load import Origin as Origin
+    from helmscope.models.load import ModelOrigin as ModelOrigin
     from helmscope.models.load import load as load
     from helmscope.models.load import load_all as load_all
     from helmscope.models.names import parse_head as parse_head

@@ -101,10 +101,13 @@ def training_history(model: str) -> xr.Dataset:
         return file.load()
 
 
-def sibling_history() -> xr.Dataset:
-    """Measurements of a sibling of model A (same recipe, another seed) at sixteen steps of its training.
+def ablated_training_history() -> xr.Dataset:
+    """What attention and MLPs do to the tokens while a model is trained: measurements of a sibling of model A (same
+    recipe, another seed) at sixteen steps of its training.
 
-    Four arms: the whole model, attention alone (every MLP writes 0), MLP alone (attention writes 0), and neither.
+    The sibling is trained whole. At each step it is measured in four arms, by ablation: the whole model, attention
+    alone (every MLP writes 0), MLP alone (attention writes 0), and neither. ``training_history`` has models A, B and
+    tied, whole only.
 
     By arm, depth (every half-layer) and prompt (64 bundled texts), on the theory's sphere and without the first
     token: ``aligned_pair_share``, the share of inner products above 0.8, 0.9 and 0.99, and their mean,
@@ -115,7 +118,7 @@ def sibling_history() -> xr.Dataset:
     ``coherence_max``, ``coherence_mean`` and ``alignment`` of the MLP's weights. Most values are rounded, to their
     attribute ``rounded_to``. The attributes of the Dataset have the seed, the final loss, versions and definitions.
 
-    >>> history = sibling_history()
+    >>> history = ablated_training_history()
     >>> at_the_end = history.aligned_pair_share.sel(step=8000, level=0.9).isel(depth=-1).mean("prompt")
     >>> bool(at_the_end.sel(arm="attention alone") > 100 * at_the_end.sel(arm="whole model"))
     True

@@ -13,12 +13,12 @@ from helmscope.models.probe import vocabulary_size
 from helmscope.models.record import record
 from helmscope.models.recorder import Recorder
 from helmscope.models.texts import Batch, context_length
-from helmscope.runs.bar import reporting
+from helmscope.runs.bar import progress_reporting
 from helmscope.types import check_integer, pluralized
 
 if TYPE_CHECKING:
     from helmscope.models.certificate import Certificate
-    from helmscope.models.load import Origin
+    from helmscope.models.load import ModelOrigin
     from helmscope.models.recording import Recording
 
 IMAGE = 64  # pixels per side, if the configuration does not give the size
@@ -38,7 +38,7 @@ class Diagnosis:
     ``tokens`` fit into the model's context; ``tried`` describes the inputs of the certificate. Prints as a report.
     """
 
-    origin: Origin
+    origin: ModelOrigin
     certificate: Certificate
     texts: int
     tokens: int
@@ -67,7 +67,7 @@ class Diagnosis:
         return f"{where}\nchecked on {self.tried}\n{self.certificate}\n{encoder}{cost}"
 
 
-@reporting(None, "examining a model")
+@progress_reporting(None, "examining a model")
 def diagnose(
     model: Any, *, texts: int = 128, tokens: int = 128, batch_size: int = 16, tokenizer: Any = None, **options: Any
 ) -> Diagnosis:

@@ -19,7 +19,7 @@ from helmscope.models.checkpoint import check_folder
 from helmscope.models.library import quiet, transformers_library
 from helmscope.models.norm_reading import epsilon_of
 from helmscope.models.tokenizer import read_tokenizer
-from helmscope.runs.bar import reporting
+from helmscope.runs.bar import progress_reporting
 from helmscope.store.atomic import one_line
 from helmscope.types import HelmscopeError, check_integer, check_memory, check_name, pluralized, type_with_article
 
@@ -33,7 +33,7 @@ WANTED = ("*.safetensors", "*.json", "*.txt", "*.model")  # files downloaded fro
 
 
 @dataclass(frozen=True)
-class Origin:
+class ModelOrigin:
     """The origin of a model: its name, revision (a commit on the Hub), SHA-256 of each weight file, dtype and device.
 
     ``name`` is that of a bundled model or on the Hub, the name of the ``folder`` from which it was loaded, or the
@@ -41,7 +41,7 @@ class Origin:
     implementation used outside of recordings. ``note`` names what is missing in the files of the model that config.json
     describes; None if nothing is.
 
-    >>> origin = Origin("my-model", "gpt2", None, {}, "sdpa", "float32", "cpu", "5.22.2")
+    >>> origin = ModelOrigin("my-model", "gpt2", None, {}, "sdpa", "float32", "cpu", "5.22.2")
     >>> origin.title
     'my-model (gpt2)'
     """
@@ -76,7 +76,7 @@ class LoadedModel:
 
     model: Any
     tokenizer: Any | None
-    origin: Origin
+    origin: ModelOrigin
     tokenizer_error: str | None = None
 
     def __repr__(self) -> str:
@@ -87,7 +87,7 @@ class LoadedModel:
         )
 
 
-@reporting(None, "loading a model")
+@progress_reporting(None, "loading a model")
 def load(
     source: Any,
     *,
@@ -356,10 +356,10 @@ def _check_weights(model: Any) -> None:
 
 def origin_of(
     model: Any, name: str, revision: str | None = None, hashes: Mapping[str, str] = MappingProxyType({})
-) -> Origin:
-    """The ``Origin`` of a loaded model."""
+) -> ModelOrigin:
+    """The ``ModelOrigin`` of a loaded model."""
     weight = next(model.parameters())
-    return Origin(
+    return ModelOrigin(
         name=name,
         family=str(model.config.model_type),
         revision=revision,

@@ -1,9 +1,9 @@
 """Layers and heads by name.
 
-A head is named "L3H5" or "3.5", head 5 of layer 3, both counted from 0: in ``parse_head``, for Measurements, and in
-``AblateHead(head="L3H5")``. A layer is its number or the name of its block in the model, such as "transformer.h.3":
-in ``recording.kernel(layer=...)``, ``cross_kernel``, ``force`` and ``points``, and in
-``head_ablation_loss(layers=...)``. An edit is made without a model and takes numbers only, such as
+A head is named "L3H5" or "3.5", head 5 of layer 3, both counted from 0: in ``parse_head``, for Measurements, in
+``AblateHead(head="L3H5")``, and in ``head_ablation_loss(heads=...)``. A layer is its number, "L3", or the name of its
+block in the model, such as "transformer.h.3": in ``recording.kernel(layer=...)``, ``cross_kernel``, ``force`` and
+``points``, and in ``head_ablation_loss(layers=...)``. An edit is made without a model and takes numbers only, such as
 ``recording.layer("transformer.h.3")``.
 """
 
@@ -46,12 +46,14 @@ def parse_head(name: str) -> dict[str, int]:
 
 
 def layer_number(anatomy: Anatomy, name: object) -> object:
-    """The number of the layer whose block has this name in the model, with or without the prefix of its base model
-    ("transformer.h.3", "h.3"). A value that is not a string is returned unchanged. Raises HelmscopeError for an unknown
-    name, and for that of a tied block, which is several layers.
+    """The number of a layer, from a name such as "L3", or from that of its block in the model, with or without the
+    prefix of its base model ("transformer.h.3", "h.3"). A value that is not a string is returned unchanged. Raises
+    HelmscopeError for an unknown name, and for that of a tied block, which is several layers.
     """
     if not isinstance(name, str):
         return name
+    if numbered := re.fullmatch(r"L([0-9]{1,9})", name, re.I):
+        return int(numbered[1])
     prefix = f"{anatomy.model.base_model_prefix}."
     paths = {id(module): path for path, module in anatomy.model.named_modules()}
     blocks = [paths[id(layer.block)] for layer in anatomy.layers]
@@ -59,5 +61,6 @@ def layer_number(anatomy: Anatomy, name: object) -> object:
     if len(layers) > 1:
         raise HelmscopeError(f"layer is '{name}', but that block is called {len(layers)} times: pass its number")
     if not layers:
-        raise HelmscopeError(f"layer is {short_repr(name)}, but the layers are '{blocks[0]}' to '{blocks[-1]}'")
+        hint = f": a number is written {int(name)} or 'L{int(name)}'" if re.fullmatch("[0-9]{1,9}", name) else ""
+        raise HelmscopeError(f"layer is {short_repr(name)}, but the layers are '{blocks[0]}' to '{blocks[-1]}'{hint}")
     return layers[0]

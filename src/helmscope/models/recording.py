@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from helmscope.models.anatomy import Anatomy
     from helmscope.models.certificate import Certificate
     from helmscope.models.experts import ForceAfterNorm
-    from helmscope.models.load import Origin
+    from helmscope.models.load import ModelOrigin
     from helmscope.models.recorder import ResidualStream
     from helmscope.models.runner import Runner
     from helmscope.models.texts import Batch
@@ -71,7 +71,7 @@ class Recording(Plottable):
     runner: Runner
     residual: ResidualStream
     certificate: Certificate
-    origin: Origin
+    origin: ModelOrigin
     forces: tuple[ForceAfterNorm | None, ...]
     first: int = 0
     kept: Mapping[str, Tensor] = field(default_factory=dict)
@@ -148,13 +148,13 @@ class Recording(Plottable):
         return range(self.anatomy.depths.layer(self.first), count)
 
     def layer(self, name: str | int) -> int:
-        """The number of a layer, from the name of its block in the model, such as "transformer.h.3", or its number.
-
-        All methods that take a layer accept both.
+        """The number of a layer: from "L3", from the name of its block in the model, such as "transformer.h.3", or from
+        the number itself. All methods that take a layer accept all three.
 
         >>> from helmscope import record
-        >>> record("A", ["Once upon a time"]).layer("transformer.h.3")
-        3
+        >>> recording = record("A", ["Once upon a time"])
+        >>> recording.layer("L3"), recording.layer("transformer.h.3")
+        (3, 3)
         """
         number = layer_number(self.anatomy, name)
         if isinstance(number, bool) or not isinstance(number, int) or number not in self.layers:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from helmscope.models.recording import Recording
     from helmscope.models.texts import Batch
 
+LONGEST_TEXT = 160  # characters of the first text
 LONGEST_EDITS = 48  # characters of all edits in a repr
 SPACE_MARKS = "\u0120\u2581"  # how byte-level BPE and SentencePiece mark a space before a token
 
@@ -45,7 +47,7 @@ def recording_html(recording: Recording) -> str:
         ("depths", f"{pluralized(depths, 'depth')}, {first} to {first + depths - 1}, in half-layers"),
         *(("edit", edit) for edit in _edit_reprs(recording)),
         *(("edit of the encoder", edit) for edit in _edit_reprs(recording.encoder)),
-        *([] if tokens is None else [("first text", _first_text(recording.batch, tokens[0]))]),
+        *([] if tokens is None else [("first text", _first_text(recording, tokens[0]))]),
     ]
     return html_stack(html_table(f"Recording of {origin.title}", rows), recording.certificate._repr_html_())
 
@@ -88,7 +90,14 @@ def _texts_hash(batch: Batch) -> str:
     return hash_bytes(b"".join(map(bytes_of, batch.inputs.values())))
 
 
-def _first_text(batch: Batch, tokens: tuple[str, ...]) -> str:
-    """The visible tokens of the first text, separated by spaces instead of the tokenizer's marks."""
+def _first_text(recording: Recording, tokens: tuple[str, ...]) -> str:
+    """The visible part of the first text, decoded, or if that is impossible its tokens with spaces for the tokenizer's
+    marks.
+    """
+    batch = recording.batch
+    with suppress(Exception):  # there may be no tokenizer, and one can raise anything
+        return shortened(str(recording.tokenizer.decode(list(batch.visible_ids[0]))), LONGEST_TEXT)
     visible = [token for k, token in enumerate(tokens) if batch.visible is None or bool(batch.visible[0, k])]
-    return shortened(" ".join(token.lstrip(SPACE_MARKS) for token in visible), 160)
+    marked = any(token[:1] in SPACE_MARKS for token in visible if token)
+    text = ("" if marked else " ").join(visible)
+    return shortened("".join(" " if letter in SPACE_MARKS else letter for letter in text), LONGEST_TEXT)

@@ -28,7 +28,7 @@ from helmscope.models.identity import (
 )
 from helmscope.models.paragraphs import texts_for
 from helmscope.models.premise import Premise, Simulated
-from helmscope.runs.bar import reporting
+from helmscope.runs.bar import progress_reporting
 from helmscope.types import HelmscopeError, check_integer, one_line_repr, pluralized
 
 if TYPE_CHECKING:
@@ -399,7 +399,7 @@ class Subject:
         """The recording of the model, or of the twin whose seed is in ``twin``; ``loaded`` is called if it is made."""
         from helmscope.models.record import record
 
-        with reporting(None, "recording") as report:  # also covers loading the model
+        with progress_reporting(None, "recording") as report:  # also covers loading the model
             key = (self._cache_key, "recording", twin, hash_of(prompts), self.truncate)
             options: dict[str, Any] = {"truncate": self.truncate, "progress": report}
             return _CACHE.get(key, lambda: record(loaded(), as_inputs(prompts), **options), stream_bytes)

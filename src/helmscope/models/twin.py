@@ -10,11 +10,11 @@ import numpy as np
 import torch
 
 from helmscope.models.load import LoadedModel, ensure_loaded, origin_of
-from helmscope.runs.bar import reporting
+from helmscope.runs.bar import progress_reporting
 from helmscope.types import check_integer, check_seed
 
 
-@reporting(None, "making an untrained twin")
+@progress_reporting(None, "making an untrained twin")
 def untrained_twin(model: Any, *, seed: int) -> LoadedModel:
     """The untrained twin of a model: the same configuration with randomly initialized weights.
 

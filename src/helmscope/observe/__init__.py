@@ -77,7 +77,7 @@ if TYPE_CHECKING:
     from helmscope.observe.pairs import cloud_statistics as cloud_statistics
     from helmscope.observe.pairs import without_first_token as without_first_token
     from helmscope.observe.phase import phase_diagram as phase_diagram
-    from helmscope.observe.phase import published_probability as published_probability
+    from helmscope.observe.phase import published_scheme_probability as published_scheme_probability
     from helmscope.observe.rank import collapse_residual_composite as collapse_residual_composite
     from helmscope.observe.rank import collapse_residual_frobenius as collapse_residual_frobenius
     from helmscope.observe.rank import effective_rank as effective_rank

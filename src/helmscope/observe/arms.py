@@ -12,7 +12,7 @@ from helmscope.models.recording import Recording
 from helmscope.models.subject import Subject
 from helmscope.observe.pairs import GAP, LEVELS, cloud_statistics
 from helmscope.runs.bar import shows_progress
-from helmscope.types import HelmscopeError, check_progress, check_replicates, sub_progress
+from helmscope.types import HelmscopeError, check_progress, check_replicates, sub_progress, type_with_article
 
 if TYPE_CHECKING:
     from helmscope.types.progress import ProgressOption
@@ -62,7 +62,7 @@ def _recording_of(subject: object, texts: Any) -> Recording:
             raise HelmscopeError("texts is given with a Recording, but a Recording has its own: pass a Subject instead")
         return subject
     if not isinstance(subject, Subject):
-        raise HelmscopeError(f"subject is a {type(subject).__name__}, but it must be a Subject or a Recording")
+        raise HelmscopeError(f"subject is {type_with_article(subject)}, but it must be a Subject or a Recording")
     return subject.recording if texts is None else subject.recording_of(texts)
 
 
@@ -70,7 +70,7 @@ def _check_arms(arms: Sequence[Arm]) -> list[Arm]:
     listed = list(arms)
     for arm in listed:
         if not isinstance(arm, Arm):
-            raise HelmscopeError(f"arms holds a {type(arm).__name__}, but each must be an Arm such as Arm(mlp=False)")
+            raise HelmscopeError(f"arms holds {type_with_article(arm)}, but each must be an Arm such as Arm(mlp=False)")
     if not listed or len({arm.label for arm in listed}) < len(listed):
         raise HelmscopeError(f"arms holds {[arm.label for arm in listed]!r:.80}, but it must hold different arms")
     return listed

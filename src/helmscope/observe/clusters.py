@@ -10,7 +10,7 @@ import torch
 from helmscope.geometry.linkage import clusters, collapse_padding, spanning_tree
 from helmscope.geometry.sphere import check_tokens
 from helmscope.observe.track import token_weights
-from helmscope.runs.bar import reporting, shows_progress
+from helmscope.runs.bar import progress_reporting, shows_progress
 from helmscope.types import HelmscopeError, check_real
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from helmscope.types.progress import ProgressOption
 
 
-@reporting(None, "counting clusters")
+@progress_reporting(None, "counting clusters")
 def cluster_count(
     x: Float[Tensor, "*batch n d"], *, radius: float, weights: Float[Tensor, "*batch n"] | None = None
 ) -> Int[Tensor, "*batch"]:

@@ -24,7 +24,7 @@ LONG_NAMES = {
     "relative_entropy": "relative entropy to the uniform density",
     "minimum": "smallest density / uniform density",
     "negative_mass": "negative mass",
-    "energy": "interaction energy",
+    "interaction_energy": "interaction energy",
     "free_energy": "free energy F",
     "free_energy_rate": "dF/dt by its dissipation",
 }
@@ -37,7 +37,7 @@ def density_overview(path: DensityPath, *, progress: ProgressOption = None) -> x
     """Mass, order parameter |mean x|, entropy H, relative entropy log |S| - H, smallest value, negative mass, energy
     and free energy of a density over time.
 
-    The result is a Measurement with the axes (time, system) and one system. ``energy`` is the interaction energy at the
+    The result is a Measurement with the axes (time, system) and one system. ``interaction_energy`` is taken at the
     beta of the field, for attention with logits beta <x, y>, beta > 0. ``free_energy`` F and ``free_energy_rate``,
     dF/dt by its dissipation, exist for USA and without drift, under isotropic noise or none; SA has no free energy.
     ``hs.plot`` draws F with its rate. Raises ``HelmscopeError`` unless ``path`` is a DensityPath.
@@ -78,7 +78,7 @@ def _energy(path: DensityPath) -> dict[str, Quantity]:
     beta = getattr(path.field, "unit_beta", None)
     if beta is None or not beta > 0:
         return {}
-    return {"energy": lambda density: density_interaction_energy(density, beta=beta)}
+    return {"interaction_energy": lambda density: density_interaction_energy(density, beta=beta)}
 
 
 def _free_energy(path: DensityPath) -> dict[str, Quantity]:

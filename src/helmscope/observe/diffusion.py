@@ -59,10 +59,13 @@ def token_sampling_covariance(
 def random_value_covariance(
     kernel: Float[Tensor, "*batch n n"], x: Float[Tensor, "*batch n d"], value: Matrix | None = None
 ) -> Float[Tensor, "*batch n k k"]:
-    """Covariance (B) of random values: (1/2) W_V [sum_j P_ij^2 (x_j - m_i)(x_j - m_i)^T] W_V^T for each query i.
+    """Half the covariance of the output of attention if its values were random and its weights fixed:
+    (1/2) W_V [sum_j P_ij^2 (x_j - m_i)(x_j - m_i)^T] W_V^T for each query i, with m_i = sum_j P_ij x_j.
 
-    This is the covariance of a weighted mean of random values, of size Cov / n_eff; a central limit theorem would apply
-    if the largest weight vanished (see ``largest_weight``). Arguments and errors as in ``token_sampling_covariance``.
+    If the values that query i averages with the weights P_ij are independent, each of them adds P_ij^2 times its own
+    covariance, so that the sum is smaller than the covariance of one value by the factor sum_j P_ij^2 = 1 / n_eff. It
+    is Gaussian by a central limit theorem only if the largest weight vanishes (see ``largest_weight``). In
+    ``token_sampling_covariance``, which has the same arguments and errors, one key is sampled instead.
 
     >>> half = torch.full((2, 2), 0.5)
     >>> random_value_covariance(half, torch.tensor([[1.0, 0.0], [-1.0, 0.0]]))[0]

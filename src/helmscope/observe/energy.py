@@ -47,7 +47,7 @@ def interaction_energy(
 ) -> Float[Tensor, "*batch"]:
     """Interaction energy E_beta of each cloud, with the factor 1/n^2, beta > 0.
 
-    On the sphere it is between ``energy_min`` and ``energy_max``. Infinite where e^beta overflows the dtype: use
+    On the sphere it is between ``min_energy`` and ``max_energy``. Infinite where e^beta overflows the dtype: use
     ``log_interaction_energy`` there. Raises HelmscopeError for beta <= 0 and for x that is not on the sphere.
 
     >>> interaction_energy(torch.eye(2), beta=1.0)  # (e + 1) / 4

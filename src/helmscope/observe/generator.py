@@ -23,7 +23,7 @@ from helmscope.fields.weights import check_weights
 from helmscope.geometry.arithmetic import full_precision
 from helmscope.geometry.sphere import check_tokens
 from helmscope.geometry.surface import gradient, hessian
-from helmscope.types import HelmscopeError, check_real
+from helmscope.types import HelmscopeError, check_real, type_with_article
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -117,7 +117,7 @@ def discrete_generator(
     epsilon = check_real("epsilon", epsilon, above=0)
     check_points(x)
     if isinstance(layer, type) or not callable(layer):
-        raise HelmscopeError(f"layer is a {type(layer).__name__}, but it must be a callable (..., d) -> (..., d)")
+        raise HelmscopeError(f"layer is {type_with_article(layer)}, but it must be a callable (..., d) -> (..., d)")
     after = layer(x)
     if not isinstance(after, torch.Tensor) or after.shape != x.shape:
         actual = tuple(after.shape) if isinstance(after, torch.Tensor) else type(after).__name__
@@ -157,7 +157,7 @@ def check_points(x: object, *, name: str = "x") -> Float[Tensor, "*batch d"]:
     torch.Size([2])
     """
     if not isinstance(x, torch.Tensor):
-        raise HelmscopeError(f"{name} is a {type(x).__name__}, but it must be a torch tensor")
+        raise HelmscopeError(f"{name} is {type_with_article(x)}, but it must be a torch tensor")
     if x.dtype not in (torch.float64, torch.float32):
         raise HelmscopeError(f"{name} has dtype {x.dtype}, but it must be torch.float64 or torch.float32")
     if x.ndim < 1 or x.shape[-1] < 1:
@@ -178,10 +178,10 @@ def _broadcasts(shape: tuple[int, ...], wanted: tuple[int, ...], tail: int) -> b
 def _probe_values(probe: Probe, x: Tensor) -> Tensor:
     """The values of the probe at x, checked."""
     if isinstance(probe, type) or not callable(probe):
-        raise HelmscopeError(f"probe is a {type(probe).__name__}, but it must be a callable (..., d) -> (...)")
+        raise HelmscopeError(f"probe is {type_with_article(probe)}, but it must be a callable (..., d) -> (...)")
     value = probe(x)
     if not isinstance(value, torch.Tensor) or value.shape != x.shape[:-1]:
-        actual = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
+        actual = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type_with_article(value)
         raise HelmscopeError(
             f"probe returns {actual} at points of shape {tuple(x.shape)}, but it must return one number per point"
         )

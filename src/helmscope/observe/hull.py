@@ -12,7 +12,7 @@ from scipy.optimize import nnls
 
 from helmscope.observe.generator import check_points
 from helmscope.runs.bar import shows_progress
-from helmscope.types import HelmscopeError, check_progress
+from helmscope.types import HelmscopeError, check_progress, type_with_article
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float
@@ -92,7 +92,7 @@ def _check(points: Tensor, values: Tensor, mask: object) -> None:
         return
     wanted = (*points.shape[:-1], values.shape[-2])
     if not isinstance(mask, torch.Tensor) or mask.dtype != torch.bool or mask.shape != wanted:
-        shown = f"{mask.dtype} of {tuple(mask.shape)}" if isinstance(mask, torch.Tensor) else f"a {type(mask).__name__}"
+        shown = f"{mask.dtype} of {tuple(mask.shape)}" if isinstance(mask, torch.Tensor) else type_with_article(mask)
         raise HelmscopeError(f"mask is {shown}, but it must be a torch tensor of booleans of shape {wanted}")
     if not bool(mask.any(-1).all()):
         raise HelmscopeError("mask leaves a point without any value, but every point needs at least one")

@@ -10,7 +10,7 @@ import torch
 from helmscope.geometry.arithmetic import full_precision
 from helmscope.observe.pairs import sphere_and_ids, without_first_token
 from helmscope.observe.track import SHARE, with_bounds, with_replicates
-from helmscope.runs.bar import reporting
+from helmscope.runs.bar import progress_reporting
 from helmscope.types import HelmscopeError, System, Trajectory
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-@reporting(None, "token decoding accuracy")
+@progress_reporting(None, "token decoding accuracy")
 @full_precision
 def token_decoding_accuracy(
     reference: Trajectory | System,

@@ -59,19 +59,19 @@ def close_pair_share(
 def close_pair_probability(trajectory: Trajectory | System, *, delta: float = 1e-3) -> xr.Dataset:
     """Probability over time that two tokens have met, P(<x_i, x_j> >= 1 - delta) [Geshkovski et al. 2023, figure 3].
 
-    ``close_pair_probability`` (time, system) is the ``close_pair_share`` of each system, whose mean over systems
+    The variable ``close_pair_share`` (time, system) is the share of the pairs of each system; its mean over systems
     estimates the probability. The standard error is over systems, since pairs of the same system are not independent;
     ``reduce_replicates`` returns both. Raises HelmscopeError for delta < 0.
 
     >>> measured = close_pair_probability(Trajectory(torch.zeros(1), torch.eye(2).expand(1, 3, 2, 2)))
-    >>> measured.close_pair_probability.dims, measured.close_pair_probability.values.tolist()
+    >>> measured.close_pair_share.dims, measured.close_pair_share.values.tolist()
     (('time', 'system'), [[0.0, 0.0, 0.0]])
     """
     path = trajectory_of(trajectory)
     share = close_pair_share(path.states, delta=delta, weights=path.weights)
-    measurement = with_replicates({"close_pair_probability": share}, path)
-    measurement.close_pair_probability.attrs["long_name"] = "probability that two tokens have met"
-    return with_bounds(measurement, {"close_pair_probability": SHARE}).assign_attrs(delta=delta)
+    measurement = with_replicates({"close_pair_share": share}, path)
+    measurement.close_pair_share.attrs["long_name"] = "share of pairs that have met"
+    return with_bounds(measurement, {"close_pair_share": SHARE}).assign_attrs(delta=delta)
 
 
 @full_precision

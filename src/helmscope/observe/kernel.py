@@ -23,7 +23,7 @@ from helmscope.observe.track import (
     token_weights,
     with_bounds,
 )
-from helmscope.types import HelmscopeError, Instrument, Needs, pluralized
+from helmscope.types import HelmscopeError, Instrument, Needs, pluralized, type_with_article
 from helmscope.types.lazy import listed_exports
 
 if TYPE_CHECKING:
@@ -61,7 +61,9 @@ def check_kernel(kernel: object) -> Float[Tensor, "*batch n n"]:
     torch.Size([2, 2])
     """
     if not isinstance(kernel, torch.Tensor):
-        raise HelmscopeError(f"kernel is a {type(kernel).__name__}, but it must be a torch tensor of shape (..., n, n)")
+        raise HelmscopeError(
+            f"kernel is {type_with_article(kernel)}, but it must be a torch tensor of shape (..., n, n)"
+        )
     shape = tuple(kernel.shape)
     if len(shape) < 2 or shape[-1] != shape[-2] or shape[-1] < 1:
         raise HelmscopeError(f"kernel has shape {shape}, but it must be (..., n, n) with n >= 1 tokens")
@@ -231,7 +233,7 @@ def visible_tokens(
     if visible is None:
         return torch.ones(kernel.shape[:-1], dtype=torch.bool, device=kernel.device)
     if not isinstance(visible, torch.Tensor):
-        raise HelmscopeError(f"visible is a {type(visible).__name__}, but it must be a tensor of torch.bool")
+        raise HelmscopeError(f"visible is {type_with_article(visible)}, but it must be a tensor of torch.bool")
     if visible.dtype != torch.bool or visible.shape != kernel.shape[-1 - visible.ndim : -1]:
         raise HelmscopeError(
             f"visible has dtype {visible.dtype} and shape {tuple(visible.shape)}, but a kernel of shape "

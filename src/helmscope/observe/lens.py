@@ -8,7 +8,7 @@ import torch
 
 from helmscope.observe.track import AT_LEAST_0, token_weights, with_bounds, with_replicates
 from helmscope.runs.bar import shows_progress
-from helmscope.types import HelmscopeError, Trajectory, check_progress
+from helmscope.types import HelmscopeError, Trajectory, check_progress, type_with_article
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -47,11 +47,11 @@ def logit_lens_kl(system: HasLogits, *, progress: ProgressOption = None) -> xr.D
     >>> logit_lens_kl(torch.nn.Identity())
     Traceback (most recent call last):
       ...
-    helmscope.types.HelmscopeError: system is a Identity, but a lens needs a head: a Recording of a language model
+    helmscope.types.HelmscopeError: system is an Identity, but a lens needs a head: a Recording of a language model
     """
     if not isinstance(system, HasLogits):
         raise HelmscopeError(
-            f"system is a {type(system).__name__}, but a lens needs a head: a Recording of a language model"
+            f"system is {type_with_article(system)}, but a lens needs a head: a Recording of a language model"
         )
     path, report = system.trajectory, check_progress(progress)
     weights = token_weights(path.states[0], None if path.weights is None else path.weights[0]).double().cpu()

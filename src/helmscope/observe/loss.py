@@ -23,6 +23,7 @@ import torch
 import xarray as xr
 
 from helmscope.intervene.attention import AblateHead
+from helmscope.models.names import parse_head
 from helmscope.models.place import PutInput
 from helmscope.models.premise import Premise
 from helmscope.models.probe import vocabulary_size
@@ -153,6 +154,7 @@ def head_ablation_loss(
     recording: Recording,
     *,
     layers: int | str | Sequence[int | str] | None = None,
+    heads: str | Sequence[str] | None = None,
     progress: ProgressOption = None,
 ) -> xr.Dataset:
     """Next-token loss of each prompt with a single head ablated, for every head: ``loss`` along (layer, head, prompt).
@@ -160,36 +162,66 @@ def head_ablation_loss(
     ``baseline`` is the loss of each prompt with all heads, ``increase`` how much higher ``loss`` is, all in nats;
     ``loss_null`` and ``baseline_null`` are the loss log |V| of a uniform guess over the vocabulary, not that of the
     model, and ``increase_null`` is 0: the head makes no difference. ``layers`` is a layer or a list of
-    layers, by number or by the name of the block as for ``recording.layer``; by default all layers. In a decoder with
-    cross-attention, the heads are those of self-attention; ``loss_under_edits`` takes ``AblateHead`` at
-    Site.CROSS_HEADS. The output of an ablated head is 0, as under ``AblateHead``. Each head takes one forward, from its
-    layer on. Where a layer has fewer heads than another, the remaining entries are NaN. ``reduce_replicates(measured)``
-    returns means over prompts with their intervals, ``measured.sel(**parse_head("L1H0"))`` one head. Raises
-    HelmscopeError where ``next_token_loss`` does, and for a layer whose heads cannot be separated.
+    layers, by number or by name as for ``recording.layer``; by default all layers. ``heads`` selects single heads
+    instead, by names such as "L3H5" or ["L3H5", "L4H0"]. In a decoder with cross-attention, the heads are those of
+    self-attention; ``loss_under_edits`` takes ``AblateHead`` at Site.CROSS_HEADS. The output of an ablated head is 0,
+    as under ``AblateHead``. Each head takes one forward, from its layer on. Entries of heads that a layer does not
+    have, or that ``heads`` does not name, are NaN. ``reduce_replicates(measured)`` returns means over prompts with
+    their intervals, ``measured.sel(**parse_head("L1H0"))`` one head. Raises HelmscopeError where ``next_token_loss``
+    does, and for a layer whose heads cannot be separated.
 
     >>> from transformers import GPT2Config, GPT2LMHeadModel
     >>> from helmscope.models.record import record
     >>> sizes = {"vocab_size": 9, "n_embd": 8, "n_layer": 2, "n_head": 2, "n_positions": 16}
     >>> model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
-    >>> measured = head_ablation_loss(record(model, torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]])))
-    >>> dict(measured.increase.sizes)
+    >>> recording = record(model, torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]]))
+    >>> dict(head_ablation_loss(recording).increase.sizes)
     {'layer': 2, 'head': 2, 'prompt': 2}
+    >>> dict(head_ablation_loss(recording, heads="L1H0").increase.sizes)
+    {'layer': 1, 'head': 1, 'prompt': 2}
     """
     scoring = _Scoring(recording)
-    numbers = _layer_numbers(recording, layers)
-    heads = {layer: recording.anatomy.layers[layer].heads for layer in numbers}
-    for layer, count in heads.items():
-        if count is None:
-            raise HelmscopeError(f"layer {layer} hides its heads, but only heads that can be separated can be ablated")
-    places = [(row, head) for row, layer in enumerate(numbers) for head in range(heads[layer] or 0)]
-    edits = [(AblateHead(layer=numbers[row], head=head),) for row, head in places]
+    places = _heads_to_ablate(recording, layers, heads)
+    edits = [(AblateHead(layer=layer, head=head),) for layer, head in places]
     baseline, *ablated = scoring.means_under(edits, check_progress(progress))
-    means = np.full((len(numbers), max(filter(None, heads.values())), len(baseline)), np.nan)
-    for (row, head), values in zip(places, ablated, strict=True):
-        means[row, head] = values
-    axes = {"layer": list(numbers), "head": list(range(means.shape[1]))}
+    # layers in the order given, heads in their own
+    axes = {"layer": list(dict.fromkeys(layer for layer, _ in places)), "head": sorted({head for _, head in places})}
+    means = np.full((len(axes["layer"]), len(axes["head"]), len(baseline)), np.nan)
+    for (layer, head), values in zip(places, ablated, strict=True):
+        means[axes["layer"].index(layer), axes["head"].index(head)] = values
     means = np.concatenate([baseline[None], means.reshape(-1, len(baseline))])
     return _loss_and_increase(means, scoring, axes, "loss with one head ablated at a time")
+
+
+def _heads_to_ablate(recording: Recording, layers: object, heads: object) -> list[tuple[int, int]]:
+    """Layer and head of each head that is ablated: all heads of the layers, or those that are named."""
+    if heads is None:
+        numbers = _layer_numbers(recording, layers)
+        return [(layer, head) for layer in numbers for head in range(_head_count(recording, layer))]
+    if layers is not None:
+        raise HelmscopeError(
+            f"layers is {short_repr(layers)} and heads is {short_repr(heads)}, but only one of them may be given"
+        )
+    names = [heads] if isinstance(heads, str) else heads
+    if not isinstance(names, Sequence) or not names:
+        raise HelmscopeError(f"heads is {short_repr(heads)}, but it must be the name of a head, or a list of names")
+    places = []
+    for name in names:
+        place = parse_head(name)
+        layer, head = recording.layer(place["layer"]), place["head"]
+        if head >= (count := _head_count(recording, layer)):
+            raise HelmscopeError(f"heads holds {short_repr(name)}, but layer {layer} has heads 0 to {count - 1}")
+        if (layer, head) in places:
+            raise HelmscopeError(f"heads holds L{layer}H{head} twice, but all heads must be different")
+        places.append((layer, head))
+    return sorted(places)
+
+
+def _head_count(recording: Recording, layer: int) -> int:
+    count = recording.anatomy.layers[layer].heads
+    if count is None:
+        raise HelmscopeError(f"layer {layer} hides its heads, but only heads that can be separated can be ablated")
+    return count
 
 
 def _layer_numbers(recording: Recording, layers: object) -> Sequence[int]:

@@ -36,14 +36,14 @@ BOUNDS = {
     "mean_inner_product": (-1.0, 1.0),
     "cluster_count": AT_LEAST_1,
     "effective_rank": AT_LEAST_1,
-    "energy": AT_LEAST_0,
+    "interaction_energy": AT_LEAST_0,
 }
 LONG_NAMES = {
     "order_parameter": "order parameter |mean x|",
     "mean_inner_product": "mean inner product",
     "cluster_count": "number of clusters",
     "effective_rank": "effective rank (entropy)",
-    "energy": "interaction energy",
+    "interaction_energy": "interaction energy",
 }
 
 
@@ -57,7 +57,7 @@ def overview(
     bins: int = 50,
     progress: ProgressOption = None,
 ) -> xr.Dataset:
-    """Close-pair probability, order parameter, number of clusters, rank, energy and histogram of inner products of
+    """Share of close pairs, order parameter, number of clusters, rank, energy and histogram of inner products of
     every system over time.
 
     The result has the axes (time, system), or (depth, prompt) for a recording; ``reduce_replicates`` returns means with
@@ -70,7 +70,7 @@ def overview(
 
     >>> import torch
     >>> measured = overview(Trajectory(torch.zeros(1), torch.eye(3).expand(1, 2, 3, 3)), beta=1.0)
-    >>> measured.cluster_count.values.tolist(), measured.close_pair_probability.values.tolist()
+    >>> measured.cluster_count.values.tolist(), measured.close_pair_share.values.tolist()
     ([[3.0, 3.0]], [[0.0, 0.0]])
     """
     system, trajectory = trajectory, trajectory_of(trajectory)
@@ -129,7 +129,7 @@ def _token_counts(path: Trajectory) -> torch.Tensor:
 
 def _finite_energy(path: Trajectory, beta: float) -> xr.Dataset:
     """The interaction energy, NaN where it overflows."""
-    energy = track(path, energy=partial(interaction_energy, beta=beta))
+    energy = track(path, interaction_energy=partial(interaction_energy, beta=beta))
     return energy.where(np.isfinite(energy))
 
 

@@ -33,7 +33,7 @@ from helmscope.observe.track import (
     with_bounds,
     with_replicates,
 )
-from helmscope.runs.bar import reporting
+from helmscope.runs.bar import progress_reporting
 from helmscope.types import HelmscopeError, System, Trajectory, check_integer, check_real
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class PairSet(Enum):
     AS_PRINTED = "as printed"
 
 
-@reporting(None, "statistics of clouds")
+@progress_reporting(None, "statistics of clouds")
 @full_precision
 def cloud_statistics(
     source: Trajectory | System,

@@ -114,7 +114,7 @@ def phase_diagram(
 
 
 @shows_progress("published probability")
-def published_probability(
+def published_scheme_probability(
     field: Callable[[float], Field],
     *,
     betas: Sequence[float],
@@ -136,7 +136,7 @@ def published_probability(
 
     >>> from helmscope.fields.attention import SA
     >>> from helmscope.theory.starts import Uniform
-    >>> published = published_probability(SA, betas=[1], times=[9.05], start=Uniform(n=4, dim=64), samples=8)
+    >>> published = published_scheme_probability(SA, betas=[1], times=[9.05], start=Uniform(n=4, dim=64), samples=8)
     >>> float(published.probability_published[0, 0])
     1.0
     """
@@ -229,7 +229,7 @@ class _Sweep:
         """Checks what ``sample`` and ``make_problem`` do not check later."""
         start = arguments["start"]
         if isinstance(start, type) or not isinstance(start, Start):
-            shown = start.__name__ if isinstance(start, type) else f"a {type(start).__name__}"
+            shown = start.__name__ if isinstance(start, type) else type_with_article(start)
             raise HelmscopeError(f"start is {shown}, but it must be a distribution such as Uniform(n=32, dim=128)")
         if start.n < 2:
             raise HelmscopeError(f"n of start is {start.n}, but a pair needs two tokens")

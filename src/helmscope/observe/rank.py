@@ -78,7 +78,9 @@ def nuclear_rank(
 
 
 def spectral_ranks(s: Float[Tensor, "*batch k"]) -> dict[str, Float[Tensor, "*batch"]]:
-    """The four effective ranks above, by name, from the singular values s of X.
+    """Four effective ranks by name, from the singular values s of X, with p = s / sum s: ``effective_rank``
+    e^{-sum p log p}, ``participation_ratio`` (sum s^2)^2 / sum s^4, ``stable_rank`` sum s^2 / s_1^2, and
+    ``nuclear_rank`` sum s / s_1.
 
     >>> {name: rank.item() for name, rank in spectral_ranks(torch.ones(3)).items()}["stable_rank"]
     3.0

@@ -20,7 +20,7 @@ from helmscope.geometry.arithmetic import full_precision
 from helmscope.models.recording import Recording
 from helmscope.observe.kernel import check_kernel, visible_tokens
 from helmscope.observe.track import AT_LEAST_0, SHARE, check_system, token_weights, with_bounds
-from helmscope.types import HelmscopeError, Instrument, Needs, Trajectory
+from helmscope.types import HelmscopeError, Instrument, Needs, Trajectory, type_with_article
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -56,7 +56,7 @@ class EffectiveBeta(Instrument):
 
     def __init__(self, *, sphere: Trajectory | None = None) -> None:
         if sphere is not None and not isinstance(sphere, Trajectory):
-            raise HelmscopeError(f"sphere is a {type(sphere).__name__}, but it must be a Trajectory or None")
+            raise HelmscopeError(f"sphere is {type_with_article(sphere)}, but it must be a Trajectory or None")
         self.sphere = sphere
 
     def refusal(self, system: System) -> str | None:

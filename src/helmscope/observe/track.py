@@ -23,6 +23,7 @@ from helmscope.types import (
     check_replicates,
     identity_coordinates,
     short_repr,
+    type_with_article,
 )
 
 if TYPE_CHECKING:
@@ -101,7 +102,7 @@ def trajectory_of(source: object) -> Trajectory:
     path = getattr(source, "trajectory", source)
     if not isinstance(path, Trajectory):
         raise HelmscopeError(
-            f"trajectory is a {type(source).__name__}, but it must be a Trajectory or a System such as a Simulation"
+            f"trajectory is {type_with_article(source)}, but it must be a Trajectory or a System such as a Simulation"
         )
     return path
 

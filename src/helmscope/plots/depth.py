@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from helmscope.plots.curves import CLUSTERING, RANK, complete, describe_bands, draw_curves, measured, radius_curves
 from helmscope.plots.measured import plain
 from helmscope.plots.style import new_figure, styled
-from helmscope.types import HelmscopeError, Trajectory
+from helmscope.types import HelmscopeError, Trajectory, type_with_article
 
 if TYPE_CHECKING:
     from helmscope.plots.figure import Figure
@@ -28,7 +28,7 @@ def depth_figure(trajectory: Trajectory, *, title: str = "") -> Figure:
     ['depth (half-layers)', 'depth (half-layers)']
     """
     if not isinstance(trajectory, Trajectory):
-        raise HelmscopeError(f"trajectory is a {type(trajectory).__name__}, but it must be a Trajectory")
+        raise HelmscopeError(f"trajectory is {type_with_article(trajectory)}, but it must be a Trajectory")
     path = complete(trajectory)
     if path is None:
         raise HelmscopeError("trajectory has no prompt whose states are all finite, but at least one is needed")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from helmscope.plots.measured import axis_name, draw_singles, single_replicates
 from helmscope.plots.style import COLORS, new_figure, styled
 from helmscope.stats.reduce import band, band_text, reduced
-from helmscope.types import HelmscopeError, keeps_replicates, pluralized, replicate_axis
+from helmscope.types import HelmscopeError, keeps_replicates, pluralized, replicate_axis, type_with_article
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def overview_figure(measurement: xr.Dataset, *, title: str = "") -> Figure:
-    """Figure of an ``overview`` in four panels over time or depth: close-pair probability and order, clusters and rank,
+    """Figure of an ``overview`` in four panels over time or depth: share of close pairs and order, clusters and rank,
     energy, inner products.
 
     Bands are 95 % intervals of the mean over systems (two systems are thin lines instead), or two standard errors for a
@@ -34,7 +34,7 @@ def overview_figure(measurement: xr.Dataset, *, title: str = "") -> Figure:
     """
     attributes, variables = getattr(measurement, "attrs", None), getattr(measurement, "data_vars", None)
     if attributes is None or variables is None:
-        raise HelmscopeError(f"measurement is a {type(measurement).__name__}, but it must be a result of overview()")
+        raise HelmscopeError(f"measurement is {type_with_article(measurement)}, but it must be a result of overview()")
     missing = {"delta", "radius", "beta"} - set(attributes)
     if missing or "inner_product_histogram" not in variables:
         raise HelmscopeError(
@@ -57,8 +57,8 @@ def _draw_figure(measurement: xr.Dataset, singles: Sequence[xr.Dataset], title: 
         meeting,
         measurement,
         singles,
-        "close_pair_probability",
-        f"P(<x,y> >= 1 - {measurement.attrs['delta']:g})",
+        "close_pair_share",
+        f"close pairs, <x,y> >= 1 - {measurement.attrs['delta']:g}",
         COLORS[0],
     )
     _curve(meeting, measurement, singles, "order_parameter", "order parameter |mean x|", COLORS[1])
@@ -73,12 +73,12 @@ def _draw_figure(measurement: xr.Dataset, singles: Sequence[xr.Dataset], title: 
     )
     _curve(clusters, measurement, singles, "effective_rank", "effective rank (entropy)", COLORS[4])
     clusters.set(ylim=(0, None), title="how many groups, how many directions?")
-    if "energy" in measurement:
+    if "interaction_energy" in measurement:
         _curve(
             energy,
             measurement,
             singles,
-            "energy",
+            "interaction_energy",
             f"interaction energy, beta = {measurement.attrs['beta']:g}",
             COLORS[3],
         )

@@ -24,7 +24,7 @@ from helmscope.plots.curves import (
 from helmscope.plots.measured import plain
 from helmscope.plots.projection import facing
 from helmscope.plots.style import blank_figure, styled
-from helmscope.types import HelmscopeError, Trajectory, check_integer, check_real, pluralized
+from helmscope.types import HelmscopeError, Trajectory, check_integer, check_real, pluralized, type_with_article
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -69,7 +69,7 @@ def tokens_figure(
     ['t = 0', 't = 1', 't = 2', 't = 3']
     """
     if not isinstance(trajectory, Trajectory):
-        raise HelmscopeError(f"trajectory is a {type(trajectory).__name__}, but it must be a Trajectory")
+        raise HelmscopeError(f"trajectory is {type_with_article(trajectory)}, but it must be a Trajectory")
     if not all(trajectory.states.shape):
         raise HelmscopeError(f"states has shape {tuple(trajectory.states.shape)}, but no axis may be empty")
     number = check_integer("system", system, at_least=0)

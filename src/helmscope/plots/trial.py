@@ -25,6 +25,7 @@ from helmscope.types import (
     interval_text,
     pluralized,
     region_text,
+    type_with_article,
 )
 
 if TYPE_CHECKING:
@@ -184,7 +185,7 @@ def trial_figure(
     2
     """
     if not isinstance(verdict, Verdict):
-        raise HelmscopeError(f"verdict is a {type(verdict).__name__}, but it must be a Verdict")
+        raise HelmscopeError(f"verdict is {type_with_article(verdict)}, but it must be a Verdict")
     check_real("width", width, at_least=3.0)
     data = reduced(data)
     names = variable_names(data)

@@ -4,7 +4,7 @@ computes; no torch. ``hs.jobs`` describes whole jobs, and ``hs.store`` the folde
 
 from typing import TYPE_CHECKING
 
-from helmscope.runs.bar import ProgressBar, reporting
+from helmscope.runs.bar import ProgressBar, progress_reporting
 from helmscope.runs.limits import parse_size
 from helmscope.runs.listing import RunState, RunSummary, list_runs
 from helmscope.runs.on_ray import Ray
@@ -26,7 +26,7 @@ __all__ = [
     "UnitsFailed",
     "list_runs",
     "parse_size",
-    "reporting",
+    "progress_reporting",
     "run_units",
 ]
 

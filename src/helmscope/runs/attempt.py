@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Protocol
 
-from helmscope.runs.bar import reporting
+from helmscope.runs.bar import progress_reporting
 from helmscope.runs.limits import Limits
 from helmscope.runs.results import encode_result
 from helmscope.runs.unit import Unit
@@ -70,7 +70,7 @@ def attempt(unit: Unit, limits: Limits) -> Done | Failed:
     'StatisticsError: fmean requires at least one data point'
     """
     try:
-        with limits.applied(), reporting(False):  # a worker draws no bars, even if it shares a terminal
+        with limits.applied(), progress_reporting(False):  # a worker draws no bars, even if it shares a terminal
             return Done(unit.name, *encode_result(unit.function(**unit.parameters)))
     except (Exception, SystemExit) as error:
         return Failed(unit.name, _reason(error, limits), traceback.format_exc())

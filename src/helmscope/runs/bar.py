@@ -1,5 +1,5 @@
-"""The bar that long calls draw on standard error if a person can see it: ``ProgressBar``, and ``reporting``, through
-which every call of the library obtains the callback for its progress.
+"""The bar that long calls draw on standard error if a person can see it: ``ProgressBar``, and ``progress_reporting``,
+through which every call of the library obtains the callback for its progress.
 """
 
 from __future__ import annotations
@@ -270,7 +270,7 @@ _SCREEN = _Screen()
 
 
 @contextmanager
-def reporting(progress: ProgressOption, label: str = "") -> Iterator[Progress | None]:
+def progress_reporting(progress: ProgressOption, label: str = "") -> Iterator[Progress | None]:
     """Context manager around the work of a call with the argument ``progress``: yields the callback to report shares
     to, or None if nobody needs them.
 
@@ -278,10 +278,10 @@ def reporting(progress: ProgressOption, label: str = "") -> Iterator[Progress | 
     call that draws a bar, that bar names this one as a step of its work. False draws nothing, neither for this call nor
     for those within it; a callable receives the shares. Raises ``HelmscopeError`` for anything else.
 
-    >>> with reporting(print, "counting") as report:
+    >>> with progress_reporting(print, "counting") as report:
     ...     report(1.0)
     1.0
-    >>> with reporting(False) as report:  # also silences all calls within
+    >>> with progress_reporting(False) as report:  # also silences all calls within
     ...     print(report)
     None
     """
@@ -312,15 +312,15 @@ def name_phase(label: str) -> None:
     """Label the bar of the present call with the phase of its work, such as "loading A"; does nothing within another
     call, whose label remains.
 
-    >>> with reporting(None, "recording"):
+    >>> with progress_reporting(None, "recording"):
     ...     name_phase("loading A")
     """
     _SCREEN.relabel(label)
 
 
 def shows_progress(label: str) -> Callable[[Callable[Params, Result]], Callable[Params, Result]]:
-    """Decorator for a function with the keyword argument ``progress``: it runs within ``reporting``, and receives the
-    callback, or None, in place of the argument.
+    """Decorator for a function with the keyword argument ``progress``: it runs within ``progress_reporting``, and
+    receives the callback, or None, in place of the argument.
 
     >>> @shows_progress("counting")
     ... def count(*, progress=None):
@@ -333,7 +333,7 @@ def shows_progress(label: str) -> Callable[[Callable[Params, Result]], Callable[
         @functools.wraps(function)
         def call(*args: Params.args, **kwargs: Params.kwargs) -> Result:
             progress: Any = kwargs.get("progress")
-            with reporting(progress, label) as callback:
+            with progress_reporting(progress, label) as callback:
                 kwargs["progress"] = callback
                 return function(*args, **kwargs)
 

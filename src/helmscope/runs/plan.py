@@ -15,7 +15,7 @@ from helmscope.store.manifest import Manifest, hash_bytes
 from helmscope.store.printable import printable
 from helmscope.store.run_folder import MANIFEST, UNITS, RunFolder
 from helmscope.store.strict_json import Reader, decode, encode, plain, record, text
-from helmscope.types import HelmscopeError, check_integer
+from helmscope.types import HelmscopeError, check_integer, type_with_article
 
 RESULTS = "units"
 MISSING = object()
@@ -230,19 +230,19 @@ def _short_repr(value: object) -> str:
 
 def _read_strings(name: str, value: object) -> Mapping[str, str]:
     if not isinstance(value, dict):
-        raise HelmscopeError(f"{name} is a {type(value).__name__}, but it must be an object with named values")
+        raise HelmscopeError(f"{name} is {type_with_article(value)}, but it must be an object with named values")
     return {key: text(f"{printable(key)} of {name}", item) for key, item in value.items()}
 
 
 def _read_string_list(name: str, value: object) -> list[str]:
     if not isinstance(value, list):
-        raise HelmscopeError(f"{name} is a {type(value).__name__}, but it must be a list")
+        raise HelmscopeError(f"{name} is {type_with_article(value)}, but it must be a list")
     return [text(f"item {i} of {name}", item) for i, item in enumerate(value)]
 
 
 def _read_identity(name: str, value: object) -> Mapping[str, Any]:
     if not isinstance(value, dict):
-        raise HelmscopeError(f"{name} is a {type(value).__name__}, but it must be an object with named values")
+        raise HelmscopeError(f"{name} is {type_with_article(value)}, but it must be an object with named values")
     identity: dict[str, Any] = plain(name, value)
     return identity
 

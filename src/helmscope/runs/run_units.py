@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from helmscope.runs.attempt import Engine, Failed, check_engine
-from helmscope.runs.bar import reporting
+from helmscope.runs.bar import progress_reporting
 from helmscope.runs.plan import RESULTS, Plan, begin, cpu
 from helmscope.runs.progress import print_status, unit_progress
 from helmscope.runs.results import fault_of, read_result, result_files, stamped
@@ -23,7 +23,7 @@ from helmscope.runs.unit import Unit
 from helmscope.store.atomic import explained, is_temporary, make_folder, write_bytes
 from helmscope.store.manifest import Manifest
 from helmscope.store.run_folder import RunFolder
-from helmscope.types import HelmscopeError, check_name, pluralized
+from helmscope.types import HelmscopeError, check_name, pluralized, type_with_article
 
 log = logging.getLogger(__name__)
 
@@ -124,7 +124,7 @@ def run_units(
     now = _manifest_of_process(engine.threads) if manifest is None else manifest
     for name, value, kind in (("folder", folder, RunFolder), ("manifest", now, Manifest)):
         if not isinstance(value, kind):
-            raise HelmscopeError(f"{name} is a {type(value).__name__}, but it must be a {kind.__name__}")
+            raise HelmscopeError(f"{name} is {type_with_article(value)}, but it must be a {kind.__name__}")
     _check_options(heading, fail_fast=fail_fast, allow_mixed=allow_mixed)
     requested = _check_units(units)
     results, failed = folder.path / RESULTS, dict[str, str]()
@@ -158,10 +158,10 @@ def run_units(
 
 def _check_options(heading: object, **switches: object) -> None:
     if heading is not None and not isinstance(heading, str):
-        raise HelmscopeError(f"heading is a {type(heading).__name__}, but it must be a str or None")
+        raise HelmscopeError(f"heading is {type_with_article(heading)}, but it must be a str or None")
     for name, value in switches.items():
         if not isinstance(value, bool):
-            raise HelmscopeError(f"{name} is a {type(value).__name__}, but it must be True or False")
+            raise HelmscopeError(f"{name} is {type_with_article(value)}, but it must be True or False")
 
 
 def _manifest_of_process(threads: int) -> Manifest:
@@ -172,12 +172,12 @@ def _manifest_of_process(threads: int) -> Manifest:
 
 def _check_units(units: Iterable[Unit]) -> Sequence[Unit]:
     if not isinstance(units, Iterable):
-        raise HelmscopeError(f"units is a {type(units).__name__}, but it must be a list of Units")
+        raise HelmscopeError(f"units is {type_with_article(units)}, but it must be a list of Units")
     requested = list(units)
     names = set[str]()
     for i, unit in enumerate(requested):
         if not isinstance(unit, Unit):
-            raise HelmscopeError(f"units[{i}] is a {type(unit).__name__}, but it must be a Unit")
+            raise HelmscopeError(f"units[{i}] is {type_with_article(unit)}, but it must be a Unit")
         if unit.name in names:
             raise HelmscopeError(f"units[{i}] has the name '{unit.name}' of an earlier one, but names must differ")
         names.add(unit.name)
@@ -209,11 +209,11 @@ def _has_result(results: Path, name: str, stamp: str, heading: str | None) -> bo
 def _progress(heading: str | None, *, total: int, done: int, jobs: int) -> Iterator[Callable[[], None]]:
     """Context manager: yields a function to call after each unit. What units call draws no bars."""
     if heading is not None:
-        with reporting(False), unit_progress(heading, total=total, done=done, jobs=jobs) as tick:
+        with progress_reporting(False), unit_progress(heading, total=total, done=done, jobs=jobs) as tick:
             yield tick
         return
     finished = 0
-    with reporting(None, f"running {pluralized(total, 'unit')}") as report:
+    with progress_reporting(None, f"running {pluralized(total, 'unit')}") as report:
 
         def advance() -> None:
             nonlocal finished

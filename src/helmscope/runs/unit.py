@@ -15,7 +15,7 @@ from typing import Any
 from helmscope.store.manifest import hash_bytes
 from helmscope.store.run_folder import file_name
 from helmscope.store.strict_json import encode, text
-from helmscope.types import HelmscopeError
+from helmscope.types import HelmscopeError, type_with_article
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,11 +44,11 @@ class Unit:
         file_name(self.name)
         if not callable(self.function):
             raise HelmscopeError(
-                f"function of unit '{self.name}' is a {type(self.function).__name__}, but it must be callable"
+                f"function of unit '{self.name}' is {type_with_article(self.function)}, but it must be callable"
             )
         if not isinstance(self.parameters, Mapping):
             raise HelmscopeError(
-                f"parameters of unit '{self.name}' is a {type(self.parameters).__name__}, but it must be a mapping"
+                f"parameters of unit '{self.name}' is {type_with_article(self.parameters)}, but it must be a mapping"
             )
         _ = self.key
 
@@ -116,7 +116,7 @@ def _array_bytes(name: str, value: Any) -> bytes:
     elif hasattr(value, "tobytes") and not value.dtype.hasobject:
         return bytes(value.tobytes())
     raise HelmscopeError(
-        f"{name} is a {type(value).__name__} of {value.dtype}, but it must be a dense array of plain numbers"
+        f"{name} is {type_with_article(value)} of {value.dtype}, but it must be a dense array of plain numbers"
     )
 
 

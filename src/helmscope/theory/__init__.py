@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 from helmscope.types.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from helmscope.theory.energy import energy_max as energy_max
-    from helmscope.theory.energy import energy_min as energy_min
     from helmscope.theory.energy import equiangular_energy as equiangular_energy
+    from helmscope.theory.energy import max_energy as max_energy
+    from helmscope.theory.energy import min_energy as min_energy
     from helmscope.theory.equiangular import equiangular as equiangular
     from helmscope.theory.equiangular import equiangular_rate as equiangular_rate
     from helmscope.theory.equiangular import hitting_time as hitting_time

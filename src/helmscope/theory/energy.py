@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def energy_min(*, beta: float, dim: int) -> float:
+def min_energy(*, beta: float, dim: int) -> float:
     """Minimal energy over probability measures on S^(dim-1), that of the uniform measure:
 
         Gamma(d/2) (2/b)^{d/2-1} I_{d/2-1}(b) / (2b) = (1/(2b)) sum_k (b^2/4)^k / (k! (d/2)_k),   b = beta > 0, d >= 2.
@@ -28,7 +28,7 @@ def energy_min(*, beta: float, dim: int) -> float:
     The series has only positive terms and is used for all d and b; a few hundred terms suffice up to the largest
     float64 number. Raises ``HelmscopeError`` where the energy overflows. The energy of n tokens is always larger.
 
-    >>> energy_min(beta=1.0, dim=3)  # sinh(1) / 2
+    >>> min_energy(beta=1.0, dim=3)  # sinh(1) / 2
     0.58760059682190...
     """
     beta = check_real("beta", beta, above=0)
@@ -42,12 +42,12 @@ def energy_min(*, beta: float, dim: int) -> float:
     return _check_finite(total / (2 * beta), beta)
 
 
-def energy_max(*, beta: float) -> float:
+def max_energy(*, beta: float) -> float:
     """Maximal energy over probability measures on the sphere, that of a point mass: e^b / (2b), b = beta > 0.
 
     Raises ``HelmscopeError`` where the energy overflows.
 
-    >>> energy_max(beta=1.0) == math.e / 2
+    >>> max_energy(beta=1.0) == math.e / 2
     True
     """
     beta = check_real("beta", beta, above=0)
@@ -64,7 +64,7 @@ def equiangular_energy(gamma: float | Float[Tensor, "*batch"], *, beta: float, n
     """
     beta = check_real("beta", beta, above=0)
     n = check_integer("n", n, at_least=2)
-    return energy_max(beta=beta) * (1 + (n - 1) * torch.exp(beta * (check_gamma(gamma, n=n) - 1))) / n
+    return max_energy(beta=beta) * (1 + (n - 1) * torch.exp(beta * (check_gamma(gamma, n=n) - 1))) / n
 
 
 def _exp_or_inf(x: float) -> float:

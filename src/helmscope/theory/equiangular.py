@@ -111,7 +111,11 @@ def check_gamma(gamma: float | Float[Tensor, "*batch"], *, n: int) -> Float[Tens
 
 
 def hitting_time(field: EquiangularFlow, *, n: int, delta: float, gamma0: float = 0.0) -> float:
-    """Time at which gamma, starting at gamma0, reaches 1 - delta: the closed form above, with relative error 2e-14.
+    """Time at which gamma, starting at gamma0, reaches 1 - delta, in closed form with relative error 2e-14: with
+    u = 1 - gamma0, v = u - delta and r = gamma0 + 1/(n-1),
+
+        SA    t = (n-1)/(2n) [log(u/(u-v)) + log((r+v)/r)] + e^{beta u}/(2n) D,    USA   t = e^{-beta gamma0}/2 D,
+        D = int_0^v e^{-beta y} [1/(u - y) + 1/(r + y)] dy, by exponential integrals.
 
     Requires 0 < delta <= 1 - gamma0 and -1/(n-1) < gamma0 < 1; raises ``HelmscopeError`` where the time overflows.
 

@@ -44,10 +44,11 @@ PLAN_ERROR = "marginal error of a plan"
 class Barycenter(Plottable):
     """A barycenter: points with weights, the weighted sum of transport costs, and how the solver ended.
 
-    ``error`` is what ``outcome`` says. If an entropic solver did not converge, ``remedy_epsilon`` is an epsilon that
-    does, found by trying; 0 for clouds of more than 512 points. ``antipodal`` is the largest number, in any iteration,
-    of pairs of points that exchange mass and are antipodal, for which the geodesic, and with it the barycenter, is not
-    unique. ``clouds`` are the points of the given clouds.
+    ``error`` is what was left when the solver stopped, and ``what`` names it: the movement of the points in the last
+    iteration, or an error of the marginals. ``outcome`` says both in a sentence. If an entropic solver did not
+    converge, ``remedy_epsilon`` is an epsilon that does, found by trying; 0 for clouds of more than 512 points.
+    ``antipodal`` is the largest number, in any iteration, of pairs of points that exchange mass and are antipodal, for
+    which the geodesic, and with it the barycenter, is not unique. ``clouds`` are the points of the given clouds.
 
     >>> x = torch.tensor([[0.0], [1.0]])
     >>> free_support_barycenter(x, [x, x + 2])

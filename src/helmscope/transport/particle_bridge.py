@@ -56,10 +56,10 @@ _GROUPS = 8  # parts of the target, for the standard error of its entropy
 class ParticleBridge(Bridge):
     """The bridge over the dynamics of a field, returned by ``bridge_particles``. Points without mass are left out.
 
-    ``errors`` are the relative errors of the fits to phi at each of the inner times, and ``splitting_error`` that of
-    the control by the length of the steps (``particle_chain``): one is large where particles are too few, the other
-    where steps are, and ``ok`` is then False. The target is a set of points, so log phi and the control are defined for
-    t < horizon only, and grow like 1/(horizon - t).
+    ``errors`` are the relative errors of the fits to the potential phi, one for each inner time: they are large if
+    there are too few particles. ``splitting_error`` is the relative error of the control due to the length of the
+    steps: it is large if there are too few steps. If any of them is too large, ``ok`` is False. The target is a set of
+    points, so log phi and the control are defined for t < horizon only, and grow like 1/(horizon - t).
 
     >>> from helmscope.fields.noise import IsotropicNoise
     >>> x = torch.tensor([[1.0, 0.0], [0.0, 1.0]], dtype=torch.float64)

@@ -102,7 +102,7 @@ def check_name(kind: str, name: str, allowed: Iterable[str]) -> str:
     """``name`` if it is allowed; raises ``HelmscopeError`` otherwise.
 
     The error suggests the closest allowed name. It lists all allowed names if there are few, and otherwise, unless one
-    is close, the five nearest.
+    is close, up to five that are similar; if none is, it says only how many there are.
 
     >>> check_name("field", "sa", ["sa", "usa"])
     'sa'
@@ -121,8 +121,9 @@ def check_name(kind: str, name: str, allowed: Iterable[str]) -> str:
     elif few:
         hint = f"; allowed: {listing}"
     else:
-        nearest = difflib.get_close_matches(name, names, n=NEAREST, cutoff=0.0)
-        hint = f"; the nearest are {', '.join(nearest)}, and {len(names) - NEAREST} more are allowed"
+        similar = difflib.get_close_matches(name, names, n=NEAREST, cutoff=0.4)
+        nearest = f"the nearest {'is' if len(similar) == 1 else 'are'} {', '.join(similar)}, and "
+        hint = f"; {nearest if similar else ''}{len(names) - len(similar)} {'more ' if similar else ''}are allowed"
     raise HelmscopeError(f"unknown {kind} '{name}'{hint}")
 
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 LONGEST_LINE = 200
 LONGEST_FIELD = 72
 MOST_ITEMS = 3
+ALWAYS_SHOWN = "always shown"  # key in the metadata of a field
 
 # borders and padding only, so that a dark or light notebook keeps its own colors
 _CELL = "padding: 0.15em 0.9em 0.15em 0; text-align: left; vertical-align: top"
@@ -99,7 +100,7 @@ def short_description(value: Any, limit: int = LONGEST_FIELD) -> str:
 
 class ConciseRepr:
     """Base class of dataclasses whose repr shows only the fields that differ from their defaults, required ones first,
-    and tensors by their shape.
+    and tensors by their shape. A field with ``metadata={ALWAYS_SHOWN: True}`` is shown in any case.
 
     >>> from helmscope.fields.attention import SA
     >>> import torch
@@ -153,7 +154,9 @@ def _describe_dataclass(value: Any, number_text: Callable[[Any], str]) -> str:
     fields.sort(key=lambda field: not _is_required(field))
     pairs = [(field, getattr(value, field.name)) for field in fields]
     arguments = [
-        f"{field.name}={_describe(item, number_text)}" for field, item in pairs if not _is_default(item, field)
+        f"{field.name}={_describe(item, number_text)}"
+        for field, item in pairs
+        if field.metadata.get(ALWAYS_SHOWN) or not _is_default(item, field)
     ]
     return f"{type(value).__name__}({', '.join(arguments)})"
 
@@ -173,7 +176,8 @@ def _is_default(value: Any, field: dataclasses.Field[Any]) -> bool:
 def html_table(title: str, rows: Iterable[Sequence[object]], *, header: Sequence[str] = (), note: str = "") -> str:
     """A small HTML table without colors or scripts; all text is escaped.
 
-    ``title`` is printed above it and ``note`` below. Without a ``header`` the first column holds the names of the rows.
+    ``title`` is printed above it and ``note``, which may have several lines, below. Without a ``header`` the first
+    column holds the names of the rows.
 
     >>> "&lt;script&gt;" in html_table("", [("label", "<script>")]), "<script>" in html_table("<script>", [])
     (True, False)
@@ -188,7 +192,7 @@ def html_table(title: str, rows: Iterable[Sequence[object]], *, header: Sequence
     if body:
         parts.append(f'<table style="border-collapse: collapse">{"".join(body)}</table>')
     if note:
-        parts.append(f"<div>{html.escape(note)}</div>")
+        parts.append(f"<div>{'<br>'.join(map(html.escape, note.splitlines()))}</div>")
     return f"<div>{''.join(parts)}</div>"
 
 

@@ -9,7 +9,7 @@ import torch
 import xarray as xr
 
 from helmscope.claims.curves import curve
-from helmscope.claims.evidence import Count, Identity, Replicates
+from helmscope.claims.evidence import Count, IdentityErrors, Replicates
 from helmscope.claims.finding import Finding
 from helmscope.claims.registry import TrialCase, experiment
 from helmscope.fields.attention import SA
@@ -63,13 +63,13 @@ def convex_hull(case: TrialCase) -> Finding:
         "diameter", spread, {"beta": betas, "mask": ("full", "causal")}, label="diameter of outputs / of values"
     )
     return Finding(
-        evidence=Identity(alone, "distance"),
+        evidence=IdentityErrors(alone, "distance"),
         controls={
-            "farthest value pushed out by 1 %": Identity(pushed, "distance"),
+            "farthest value pushed out by 1 %": IdentityErrors(pushed, "distance"),
             "share of pushed values outside": Count(outside, len(pushed), "clouds"),
-            "distance of the pushed value": Identity(error, "relative error"),
-            "with the residual added": Identity(residual, "distance"),
-            "sum of two heads": Identity(pair, "distance"),
+            "distance of the pushed value": IdentityErrors(error, "relative error"),
+            "with the residual added": IdentityErrors(residual, "distance"),
+            "sum of two heads": IdentityErrors(pair, "distance"),
         },
         described={"diameter of the outputs over that of the values": Replicates(diameter.mean(1), "heads")},
         data=xr.merge([distances, diameters], join="outer"),

@@ -9,7 +9,7 @@ import torch
 import xarray as xr
 
 from helmscope.claims.curves import curve
-from helmscope.claims.evidence import Identity
+from helmscope.claims.evidence import IdentityErrors
 from helmscope.claims.finding import Finding
 from helmscope.claims.registry import TrialCase, experiment
 from helmscope.fields.noise import DivergenceForm, Ito, LayerNormChain, MatrixNoise, Stratonovich
@@ -84,19 +84,21 @@ def curvature_drift(case: TrialCase) -> Finding:
     forward = forward_errors(case)
     return Finding(
         evidence={
-            "four generators": Identity(_relative(everywhere, everywhere.measured - _theory(everywhere)), "error"),
-            "differences": Identity(unexplained, "relative error"),
+            "four generators": IdentityErrors(
+                _relative(everywhere, everywhere.measured - _theory(everywhere)), "error"
+            ),
+            "differences": IdentityErrors(unexplained, "relative error"),
             "isotropic noise": _difference((four.amax(-1) - four.amin(-1)) / isotropic.size),
-            "forward equations": Identity(forward[:, 0], "relative error"),
-            "stationary laws on the circle": Identity(stationary_errors(case), "difference of densities"),
+            "forward equations": IdentityErrors(forward[:, 0], "relative error"),
+            "stationary laws on the circle": IdentityErrors(stationary_errors(case), "difference of densities"),
         },
         controls={
             "chain and the nearer of the two forms": _difference(nearer),
             "chain and Stratonovich": _difference(to_stratonovich),
             "chain and divergence form, d > 2": _difference(_relative_gap(above_two, 0, 3)),
             "chain and divergence form on the circle": _difference(_relative_gap(by_dim[2], 0, 3)),
-            "generators of the library": Identity(library, "relative error"),
-            "forward equation of another process": Identity(forward[:, 1], "relative error"),
+            "generators of the library": IdentityErrors(library, "relative error"),
+            "forward equation of another process": IdentityErrors(forward[:, 1], "relative error"),
         },
         printed=_difference(to_stratonovich),
         data=_curves(by_dim, count),
@@ -168,8 +170,8 @@ def stationary_values(equation: ForwardEquation) -> Tensor:
     return equation.grid.synthesize(torch.cat([torch.ones(1, dtype=modes.dtype), modes]))
 
 
-def _difference(values: Tensor) -> Identity:
-    return Identity(values, "difference")
+def _difference(values: Tensor) -> IdentityErrors:
+    return IdentityErrors(values, "difference")
 
 
 def _at_random_points(case: TrialCase, d: int, k: int, *, isotropic: bool = False) -> Generators:

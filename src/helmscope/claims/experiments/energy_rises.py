@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from helmscope.claims.curves import curve
-from helmscope.claims.evidence import EverySample, Identity, Replicates
+from helmscope.claims.evidence import EverySample, IdentityErrors, Replicates
 from helmscope.claims.finding import Finding
 from helmscope.claims.registry import TrialCase, experiment
 from helmscope.fields.attention import SA, USA
@@ -59,8 +59,8 @@ def energy_rises(case: TrialCase) -> Finding:
     ]
     return Finding(
         evidence={
-            "identity of dE/dt": Identity(_identity_errors(clouds, betas), "relative error"),
-            "change against the sign": Identity(torch.cat(wrong), "change against the sign"),
+            "identity of dE/dt": IdentityErrors(_identity_errors(clouds, betas), "relative error"),
+            "change against the sign": IdentityErrors(torch.cat(wrong), "change against the sign"),
         },
         controls={
             "unrelated Q^T K and V": Replicates(smallest(unrelated), "starts"),
@@ -68,7 +68,7 @@ def energy_rises(case: TrialCase) -> Finding:
             "whole layers, V = +I": _at_every_beta(layered, betas, 1.0),
             "whole layers, V = -I": _at_every_beta(repelled, betas, -1.0),
         },
-        printed=Identity(error(SA(beta=middle, value=eye), clouds, middle)),
+        printed=IdentityErrors(error(SA(beta=middle, value=eye), clouds, middle)),
         data=curve("gained", gained, axes, label=f"(E - E(0)) / range of E, beta = {middle:g}"),
         remark=(
             f"Unrelated Q^T K and V: E falls at {float((unrelated.diff(dim=0) < 0).double().mean()):.0%} of the "

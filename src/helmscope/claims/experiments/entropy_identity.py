@@ -8,7 +8,7 @@ import torch
 
 from helmscope.claims.circle_functions import GivenDrift, derivative, harmonic_sum, random_harmonics
 from helmscope.claims.curves import curve
-from helmscope.claims.evidence import Identity, Replicates
+from helmscope.claims.evidence import IdentityErrors, Replicates
 from helmscope.claims.finding import Finding
 from helmscope.claims.registry import TrialCase, experiment
 from helmscope.fields.noise import DivergenceForm, Ito, StateNoise, Stratonovich
@@ -73,11 +73,11 @@ def entropy_identity(case: TrialCase) -> Finding:
     return Finding(
         evidence={
             "slope": Replicates(rates["divergence form"].slopes, cases),
-            "identity": Identity(rates["divergence form"].errors, "relative error"),
+            "identity": IdentityErrors(rates["divergence form"].errors, "relative error"),
         },
         controls={
-            "Ito form": Identity(rates["Ito"].errors, "relative error"),
-            "Stratonovich form": Identity(rates["Stratonovich"].errors, "relative error"),
+            "Ito form": IdentityErrors(rates["Ito"].errors, "relative error"),
+            "Stratonovich form": IdentityErrors(rates["Stratonovich"].errors, "relative error"),
         },
         described={f"slope, {name} noise": Replicates(rates[name].slopes, cases) for name in ("Ito", "Stratonovich")},
         data=curve(

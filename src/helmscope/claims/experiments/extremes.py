@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from helmscope.claims.curves import curve
-from helmscope.claims.evidence import Count, Identity
+from helmscope.claims.evidence import Count, IdentityErrors
 from helmscope.claims.finding import Finding
 from helmscope.claims.registry import TrialCase, experiment
 from helmscope.fields.attention import SA
@@ -18,7 +18,7 @@ from helmscope.geometry.sphere import retract
 from helmscope.observe.energy import interaction_energy
 from helmscope.solve.integrate import integrate
 from helmscope.solve.rk4 import RK4
-from helmscope.theory.energy import energy_max, energy_min
+from helmscope.theory.energy import max_energy, min_energy
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -48,7 +48,7 @@ def extremes(case: TrialCase) -> Finding:
     for stream, (dim, beta) in enumerate(itertools.product(dims, betas)):
         pole = torch.eye(1, dim, dtype=torch.float64)
         x = retract(case.normal(clouds, tokens, dim, stream=stream) + dim**0.5 * lean * pole)
-        bottom, top = energy_min(beta=beta, dim=dim), energy_max(beta=beta)
+        bottom, top = min_energy(beta=beta, dim=dim), max_energy(beta=beta)
         energy = torch.stack([_energies(x, beta, sign) for sign in SIGNS], -1)  # (cloud, time, way)
         crossings.append(crossing(energy, bottom, top))
         change = energy.diff(dim=1) / energy[:, 1:] * torch.tensor(SIGNS, dtype=x.dtype)
@@ -57,14 +57,14 @@ def extremes(case: TrialCase) -> Finding:
         highest, lowest = max(highest, float(energy.max()) / top), min(lowest, float(energy.min()) / bottom)
         at_points.append(_relative_gap(interaction_energy(x[:, :1].expand_as(x), beta=beta), top))
         if beta > 1.1:
-            beyond.append(energy[..., 0].amax(-1) > energy_max(beta=lower * beta))
+            beyond.append(energy[..., 0].amax(-1) > max_energy(beta=lower * beta))
     crossed = torch.cat(beyond)
     return Finding(
         evidence={
-            "crossing": Identity(torch.cat(crossings), "relative crossing"),
-            "monotone energy": Identity(torch.cat(reversals), "relative change in the wrong direction"),
-            "uniform distribution": Identity(_uniform_gaps(case), "relative difference"),
-            "point mass": Identity(torch.cat(at_points), "relative difference"),
+            "crossing": IdentityErrors(torch.cat(crossings), "relative crossing"),
+            "monotone energy": IdentityErrors(torch.cat(reversals), "relative change in the wrong direction"),
+            "uniform distribution": IdentityErrors(_uniform_gaps(case), "relative difference"),
+            "point mass": IdentityErrors(torch.cat(at_points), "relative difference"),
         },
         controls={"E_max at a lower beta": Count(int(crossed.sum()), len(crossed), "ascents")},
         data=curve("place", torch.cat(positions), {"time": TIMES, "flow": WAYS}, label="(E - E_min) / (E_max - E_min)"),
@@ -91,7 +91,7 @@ def _uniform_gaps(case: TrialCase) -> Tensor:
         x, weights = _polygon() if dim == 2 else _sphere_quadrature()
         rotations = torch.linalg.qr(case.normal(ROTATIONS[dim], dim, dim, stream=stream)).Q
         energy = interaction_energy(retract(x @ rotations), beta=beta, weights=weights)
-        errors.append(_relative_gap(energy, energy_min(beta=beta, dim=dim)))
+        errors.append(_relative_gap(energy, min_energy(beta=beta, dim=dim)))
     return torch.cat(errors)
 
 

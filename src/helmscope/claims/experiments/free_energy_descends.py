@@ -9,7 +9,7 @@ import torch
 
 from helmscope.claims.circle_functions import GivenDrift, derivative, harmonic_sum, random_harmonics
 from helmscope.claims.curves import curve
-from helmscope.claims.evidence import EverySample, Identity
+from helmscope.claims.evidence import EverySample, IdentityErrors
 from helmscope.claims.finding import Finding
 from helmscope.claims.registry import TrialCase, experiment
 from helmscope.fields.noise import IsotropicNoise
@@ -75,7 +75,7 @@ def free_energy_descends(case: TrialCase) -> Finding:
         evidence={"change of F": _changes(falling, times)},
         controls={
             "swirl": _changes(turning, times),
-            "rate of F": Identity(rate_errors(case, grid, nu), "relative error"),
+            "rate of F": IdentityErrors(rate_errors(case, grid, nu), "relative error"),
             "drift of the opposite sign": _changes(opposite, times),
         },
         printed=_changes(falling, times, printed=True),

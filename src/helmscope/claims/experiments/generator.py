@@ -9,7 +9,7 @@ import torch
 import xarray as xr
 
 from helmscope.claims.curves import curve
-from helmscope.claims.evidence import Identity
+from helmscope.claims.evidence import IdentityErrors
 from helmscope.claims.finding import Finding
 from helmscope.claims.registry import TrialCase, experiment
 from helmscope.fields.attention import SA
@@ -70,7 +70,7 @@ def generator(case: TrialCase) -> Finding:
         Remainders(skewed, 1, "one sampled token"),  # in sqrt(eps)
         Remainders(even, 2, "with a random sign"),
     ]
-    with_second, without, splitting, with_sampled = (Identity(each.distance, "distance") for each in found[:4])
+    with_second, without, splitting, with_sampled = (IdentityErrors(each.distance, "distance") for each in found[:4])
     mean_orders = [f"{float(order(each.values).mean()) * unit:.3f} ({each.label})"
                    for each, unit in zip(found, (1, 1, 1, 1, 0.5, 0.5), strict=True)]  # fmt: skip
     return Finding(
@@ -78,12 +78,14 @@ def generator(case: TrialCase) -> Finding:
             "order with the second moment": with_second,
             "order without the second moment": without,
             "order of the splitting defect": splitting,
-            "order for skewed noise": Identity(found[4].distance / 2, "distance"),
-            "order for symmetric noise": Identity(found[5].distance / 2, "distance"),
+            "order for skewed noise": IdentityErrors(found[4].distance / 2, "distance"),
+            "order for symmetric noise": IdentityErrors(found[5].distance / 2, "distance"),
         },
         controls={
             "Sigma_A as noise": with_sampled,
-            "error of Sigma_A": Identity(excess_of_sigma_a(attention, phi, x, scales).flatten(), "relative error"),
+            "error of Sigma_A": IdentityErrors(
+                excess_of_sigma_a(attention, phi, x, scales).flatten(), "relative error"
+            ),
         },
         data=xr.merge(
             [

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from helmscope.claims.curves import curve
-from helmscope.claims.evidence import Count, Identity
+from helmscope.claims.evidence import Count, IdentityErrors
 from helmscope.claims.finding import Finding
 from helmscope.claims.registry import TrialCase, experiment
 from helmscope.fields.attention import SA, USA
@@ -60,10 +60,10 @@ def heads_average(case: TrialCase) -> Finding:
     searched, starts = forms.repeat_interleave(SEARCHES, 0), x[:, :SEARCHES].flatten(0, 1)
     shares = {kind: _imaginary_shares(kind, beta, searched, starts, case.constant("rest")) for kind in (SA, USA)}
     return Finding(
-        evidence=Identity(errors, "relative difference"),
+        evidence=IdentityErrors(errors, "relative difference"),
         controls={
-            "one head left out": Identity(fewer_errors, "relative difference"),
-            "sum of energies, USA": Identity(rate_error.amax(0)),
+            "one head left out": IdentityErrors(fewer_errors, "relative difference"),
+            "sum of energies, USA": IdentityErrors(rate_error.amax(0)),
             "sum of energies, SA": Count(int(sa_falls.amax(-1).sum()), pairs, "pairs of heads"),
             **{
                 f"complex pairs, {kind.__name__}": Count(

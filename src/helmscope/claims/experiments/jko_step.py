@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from helmscope.claims.curves import curve
-from helmscope.claims.evidence import EverySample, Identity
+from helmscope.claims.evidence import EverySample, IdentityErrors
 from helmscope.claims.finding import Finding
 from helmscope.claims.registry import TrialCase, experiment
 from helmscope.meanfield.jko_gaussian import gaussian_jko_step
@@ -50,7 +50,9 @@ def jko_step(case: TrialCase) -> Finding:
         evidence={"share of the gap closed": EverySample(closed, "starts", names)},
         controls={
             "potential of the opposite sign": EverySample(opposite, "starts", names),
-            "fixed point": Identity([fixed_point_error(start, taus[-1], nu) for start in resting], "relative error"),
+            "fixed point": IdentityErrors(
+                [fixed_point_error(start, taus[-1], nu) for start in resting], "relative error"
+            ),
         },
         data=curve(
             "share", shown, {"tau": PLOTTED_TAUS}, label="share of the gap to the minimizer that the flow closes"

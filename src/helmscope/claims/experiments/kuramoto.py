@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from helmscope.claims.curves import curve
-from helmscope.claims.evidence import Identity, Replicates
+from helmscope.claims.evidence import IdentityErrors, Replicates
 from helmscope.claims.finding import Finding
 from helmscope.claims.registry import TrialCase, experiment
 from helmscope.fields.attention import SA, USA
@@ -42,11 +42,11 @@ def kuramoto(case: TrialCase) -> Finding:
     axes = {"beta": betas, "against": ("the Kuramoto sum", "with the first-order term")}
     return Finding(
         evidence={
-            "SA at beta = 0": Identity(errors, "difference of angular velocity"),
-            "USA at beta = 2": Identity(unnormalized, "difference of angular velocity"),
+            "SA at beta = 0": IdentityErrors(errors, "difference of angular velocity"),
+            "USA at beta = 2": IdentityErrors(unnormalized, "difference of angular velocity"),
         },
         controls={
-            "SA at beta = 1e-3 without the first-order term": Identity(without[betas.index(1e-3)]),
+            "SA at beta = 1e-3 without the first-order term": IdentityErrors(without[betas.index(1e-3)]),
             "order without the first-order term": Replicates(_order(without, betas), "clouds"),
             "order of the remainder": Replicates(_order(remainders, betas), "clouds"),
         },

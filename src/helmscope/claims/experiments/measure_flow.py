@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from helmscope.claims.curves import curve
-from helmscope.claims.evidence import Identity
+from helmscope.claims.evidence import IdentityErrors
 from helmscope.claims.finding import Finding
 from helmscope.claims.registry import TrialCase, experiment
 from helmscope.fields.alibi import alibi_bias
@@ -55,9 +55,9 @@ def measure_flow(case: TrialCase) -> Finding:
     permuted = errors[2:].median(-1).values.median(-1).values
     worst = errors.amax(-1).reshape(len(CASES), len(betas), matrices)
     return Finding(
-        evidence=Identity(errors[:2].amax(0), "relative difference"),
-        controls={"causal mask": Identity(errors[2]), "bias by position": Identity(errors[3])},
-        printed=Identity(torch.cat(printed)),
+        evidence=IdentityErrors(errors[:2].amax(0), "relative difference"),
+        controls={"causal mask": IdentityErrors(errors[2]), "bias by position": IdentityErrors(errors[3])},
+        printed=IdentityErrors(torch.cat(printed)),
         data=curve(
             "difference",
             worst.permute(2, 1, 0),

@@ -26,8 +26,8 @@ from helmscope.claims.evidence import PairedDifferences, Replicates
 from helmscope.claims.finding import Finding
 from helmscope.claims.registry import TrialCase, experiment
 from helmscope.claims.twin_contrast import TwinContrast
-from helmscope.intervene.arms import leave_one_in, leave_one_out
-from helmscope.models.bundled_models import sibling_history
+from helmscope.intervene.arms import only_one_mlp, without_one_mlp
+from helmscope.models.bundled_models import ablated_training_history
 from helmscope.types import Attachment
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ def _over_training(level: float) -> xr.Dataset:
     """The share at the last depth of a sibling of A during training, for three arms; step 0 is left out, since steps
     are on a log axis.
     """
-    history = sibling_history().aligned_pair_share.sel(level=level, arm=list(TRAINED_AGAIN)).isel(depth=-1)
+    history = ablated_training_history().aligned_pair_share.sel(level=level, arm=list(TRAINED_AGAIN)).isel(depth=-1)
     history = history.sel(step=history.step > 0).transpose("prompt", "step", "arm")
     axes = {"step": history.step.values.tolist(), "trained_arm": list(TRAINED_AGAIN)}
     label = f"share above {level:g} at the last depth of a sibling of A, by training step"
@@ -141,9 +141,9 @@ def _by_layer(arms: Factorial) -> xr.Dataset:
     layers = range(len(arms.recording(only_described=True).anatomy.layers))
     # two arms per layer take long, and every layer of a deep model makes all of them longer
     arms = replace(arms, described_prompts=max(4, min(LAYER_PROMPTS, LAYER_FORWARDS // len(layers))))
-    kinds = {"the only MLP": leave_one_in(layers)}
+    kinds = {"the only MLP": only_one_mlp(layers)}
     if len(layers) > 1:
-        kinds["the MLP left out"] = leave_one_out(layers)
+        kinds["the MLP left out"] = without_one_mlp(layers)
     values = [[arms.arm(arm, only_described=True).share[-1] for arm in kind] for kind in kinds.values()]
     axes: dict[str, list[Any]] = {"layer": list(layers), "layer_is": list(kinds)}
     label = f"share above {arms.level:g} at the last depth, by layer"

@@ -9,7 +9,7 @@ import torch
 import xarray as xr
 
 from helmscope.claims.curves import curve
-from helmscope.claims.evidence import Count, EverySample, Identity, Replicates
+from helmscope.claims.evidence import Count, EverySample, IdentityErrors, Replicates
 from helmscope.claims.finding import Finding
 from helmscope.claims.registry import TrialCase, experiment
 from helmscope.fields.attention import SA
@@ -65,13 +65,13 @@ def norm_confines(case: TrialCase) -> Finding:
     lengths = ", ".join(f"{_unit_average_length(case, n, starts):.2g} at n = {n}" for n in SIZES)
     return Finding(
         evidence={
-            "largest radius": Identity(top[:, 0], "radius ratio"),
-            "smallest radius": Identity((1 - exact.amin(1)).abs(), "shortfall"),
-            "output of the pre-norm": Identity(top[:, 3], "radius ratio"),
+            "largest radius": IdentityErrors(top[:, 0], "radius ratio"),
+            "smallest radius": IdentityErrors((1 - exact.amin(1)).abs(), "shortfall"),
+            "output of the pre-norm": IdentityErrors(top[:, 3], "radius ratio"),
         },
         controls={
-            "without the norm": Identity(top[:, 1], "radius ratio"),
-            "pre-norm stream": Identity(top[:, 2], "radius ratio"),
+            "without the norm": IdentityErrors(top[:, 1], "radius ratio"),
+            "pre-norm stream": IdentityErrors(top[:, 2], "radius ratio"),
             "growth in the pre-norm stream": _every_value(growth, 2, VALUES),
             "growth without the norm, V = -I": Replicates(growth[1][:, 1], "starts", scale=LogScale()),
         },

@@ -9,7 +9,7 @@ import torch
 from torch.func import jacrev, vmap
 
 from helmscope.claims.curves import curve
-from helmscope.claims.evidence import Identity
+from helmscope.claims.evidence import IdentityErrors
 from helmscope.claims.finding import Finding
 from helmscope.claims.registry import TrialCase, experiment
 from helmscope.fields.norms import LayerNorm, RMSNorm
@@ -50,18 +50,18 @@ def radial(case: TrialCase) -> Finding:
     typical = float(both.radial[RATIOS.index(1e4)].median())
     return Finding(
         evidence={
-            "radial eigenvalue": Identity((both.radial - both.theory).abs()),
-            "relative error": Identity((both.radial / both.theory - 1).abs(), "relative error"),
-            "orthogonal part": Identity(both.orthogonal, "orthogonal part"),
-            "tangents": Identity(both.tangent),
-            "mean direction of LayerNorm": Identity(layer.mean, "image of the mean direction"),
+            "radial eigenvalue": IdentityErrors((both.radial - both.theory).abs()),
+            "relative error": IdentityErrors((both.radial / both.theory - 1).abs(), "relative error"),
+            "orthogonal part": IdentityErrors(both.orthogonal, "orthogonal part"),
+            "tangents": IdentityErrors(both.tangent),
+            "mean direction of LayerNorm": IdentityErrors(layer.mean, "image of the mean direction"),
         },
         controls={
-            "the value 0": Identity(both.radial.abs()),
-            "mean direction of RMSNorm": Identity(rms.mean, "image of the mean direction"),
-            "eps = 0": Identity(eps_zero.radial.abs(), "eigenvalue"),
+            "the value 0": IdentityErrors(both.radial.abs()),
+            "mean direction of RMSNorm": IdentityErrors(rms.mean, "image of the mean direction"),
+            "eps = 0": IdentityErrors(eps_zero.radial.abs(), "eigenvalue"),
         },
-        printed=Identity(eps_zero.radial.abs(), "eigenvalue"),
+        printed=IdentityErrors(eps_zero.radial.abs(), "eigenvalue"),
         data=curve(
             "radial",
             torch.stack([rms.radial.mT, layer.radial.mT], -1),

@@ -9,7 +9,7 @@ import torch
 import xarray as xr
 
 from helmscope.claims.curves import curve
-from helmscope.claims.evidence import Count, Identity, Replicates
+from helmscope.claims.evidence import Count, IdentityErrors, Replicates
 from helmscope.claims.finding import Finding
 from helmscope.claims.registry import TrialCase, experiment
 from helmscope.fields.attention import SA
@@ -53,7 +53,7 @@ def repulsive(case: TrialCase) -> Finding:
         evidence=Replicates(_log_rate(x, beta, 1.0), "starts"),
         controls={
             "V = -I": Replicates(_log_rate(other, beta, -1.0), "starts"),
-            "F and beta e^-beta E_sum": Identity(_identity_errors(case), "relative difference"),
+            "F and beta e^-beta E_sum": IdentityErrors(_identity_errors(case), "relative difference"),
             "smallest angle, V = +I": Replicates(smallest[:, -1, 0], "starts", LogScale()),
             **{sharp[0]: _reaches_polyhedron(case, number, *sharp[1:]) for number, sharp in enumerate(SHARP)},
         },

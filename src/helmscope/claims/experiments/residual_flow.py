@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from helmscope.claims.curves import curve
-from helmscope.claims.evidence import EverySample, Identity, PremiseImpossible, Replicates
+from helmscope.claims.evidence import EverySample, IdentityErrors, PremiseImpossible, Replicates
 from helmscope.claims.finding import Finding
 from helmscope.claims.registry import TrialCase, experiment
 from helmscope.fields.attention import SA
@@ -65,7 +65,7 @@ def _simulated(case: TrialCase) -> Finding:
     errors = torch.stack([stepped[: len(few)], unstepped, single, blocks], -1)
     return Finding(
         evidence={
-            "order": Identity((_order(stepped) - 1).abs(), "distance of the order from 1"),
+            "order": IdentityErrors((_order(stepped) - 1).abs(), "distance of the order from 1"),
         },
         controls={
             "order with an MLP": Replicates(_order(blocks), "starts"),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from helmscope.claims.curves import curve
-from helmscope.claims.evidence import Identity, Replicates
+from helmscope.claims.evidence import IdentityErrors, Replicates
 from helmscope.claims.finding import Finding
 from helmscope.claims.registry import TrialCase, experiment
 from helmscope.fields.attention import SA
@@ -49,11 +49,11 @@ def stability(case: TrialCase) -> Finding:
     by_beta = torch.stack(growths).reshape(len(betas), -1, len(times)).movedim(1, 0)
     return Finding(
         evidence={
-            "excess over the bound": Identity(torch.cat(excesses), "excess"),
+            "excess over the bound": IdentityErrors(torch.cat(excesses), "excess"),
             "sharpness": Replicates(sharpness, "pairs of starts"),
         },
         controls={
-            f"planted expansion at rate {name}": Identity(torch.cat(excess), "excess")
+            f"planted expansion at rate {name}": IdentityErrors(torch.cat(excess), "excess")
             for name, excess in linear.items()
         },
         data=curve(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from helmscope.claims.curves import curve
-from helmscope.claims.evidence import Identity
+from helmscope.claims.evidence import IdentityErrors
 from helmscope.claims.finding import Finding
 from helmscope.claims.registry import TrialCase, experiment
 from helmscope.fields.attention import SA, USA
@@ -51,15 +51,15 @@ def z_metric(case: TrialCase) -> Finding:
     worst = torch.stack([torch.stack(form).amax(-1).reshape(len(betas), matrices).T for form in forms])
     return Finding(
         evidence={
-            "weighted metric": Identity(torch.cat(errors), "error over sum_i |Z_i <x_i', w_i>|"),
-            "flat metric": Identity(torch.cat(flat), "relative error"),
-            "Jacobian of USA": Identity(torch.cat(usa), "asymmetry"),
+            "weighted metric": IdentityErrors(torch.cat(errors), "error over sum_i |Z_i <x_i', w_i>|"),
+            "flat metric": IdentityErrors(torch.cat(flat), "relative error"),
+            "Jacobian of USA": IdentityErrors(torch.cat(usa), "asymmetry"),
         },
         controls={
-            "flow without 1/Z in the weighted metric": Identity(torch.cat(bare)),
-            "Jacobian of SA in the flat metric": Identity(torch.cat(sa)),
+            "flow without 1/Z in the weighted metric": IdentityErrors(torch.cat(bare)),
+            "Jacobian of SA in the flat metric": IdentityErrors(torch.cat(sa)),
         },
-        printed=Identity(torch.cat(printed)),
+        printed=IdentityErrors(torch.cat(printed)),
         data=curve(
             "error",
             worst.permute(1, 2, 0),
