@@ -26,7 +26,7 @@ import torch
 from helmscope.fields.field import Field, as_field
 from helmscope.fields.noise import DivergenceForm, IsotropicNoise, Noise
 from helmscope.geometry.arithmetic import full_precision
-from helmscope.meanfield.drift import Drift, check_zonal_vectors, drift_of
+from helmscope.meanfield.drift import Drift, check_zonal_vectors, drift_of, instead_of_zonal
 from helmscope.meanfield.grid import Grid
 from helmscope.meanfield.zonal_grid import ZonalGrid
 from helmscope.types import HelmscopeError, short_repr
@@ -162,11 +162,17 @@ def _correction(noise: Noise, points: Tensor) -> Tensor:
 
 def check_zonal_noise(grid: ZonalGrid, noise: Noise) -> None:
     """Raise ``HelmscopeError`` unless the noise has M = a I + b e e^T, or another form that keeps densities zonal."""
-    check_zonal_vectors(grid, lambda x: _correction(noise, x), "the drift of the noise")
 
     @full_precision
     def diffusion_toward(x: Tensor) -> Tensor:
         toward = torch.eye(grid.dim, dtype=x.dtype, device=x.device)[0] - x[:, :1] * x
         return (noise.diffusion_matrix(x[:, None])[:, 0] @ toward[..., None])[..., 0]
 
-    check_zonal_vectors(grid, diffusion_toward, "the diffusion of the noise")
+    try:
+        check_zonal_vectors(grid, lambda x: _correction(noise, x), "the drift of the noise")
+        check_zonal_vectors(grid, diffusion_toward, "the diffusion of the noise")
+    except HelmscopeError:
+        raise HelmscopeError(
+            f"noise is {short_repr(noise)}, but on a ZonalGrid its matrix must be M = a I + b e e^T with the first "
+            f"axis e, or densities do not stay zonal: {instead_of_zonal(grid)}"
+        ) from None
