@@ -130,7 +130,7 @@ def test_a_density_that_the_grid_cannot_resolve_exits_1_with_the_times_before(he
     code, out, _ = helmscope(*SMALL, *words, "--out", "run", "--json")
     report = strict(out)
     assert (code, report["ok"]) == (1, False)
-    assert report["outcome"].startswith("the density is too concentrated for its grid at t=")
+    assert report["outcome"].startswith("the grid no longer resolves the density at t=")
     assert 0 < len(report["times"]) < 21
     assert len(report["measured"]["mass"]) == len(report["times"])
     code, out, _ = helmscope(*SMALL, *words[:-1], "20", "--out", "none", "--json")

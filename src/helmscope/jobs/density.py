@@ -238,6 +238,7 @@ def density_unit(fields: dict[str, Any]) -> xr.Dataset:
             "ended": path.outcome.times[0],
             "steps": path.steps,
             "mass_error": path.mass_error,
+            "truncation_error": path.truncation_error,
         },
         {"time": path.times.numpy()},
     )
@@ -314,4 +315,5 @@ class DensityJob(Job):
             int(data.steps),
             float(data.mass_error),
             torch.tensor(data.log_modes.values.copy()) if "log_modes" in data else None,
+            float(data.truncation_error),
         )

@@ -19,6 +19,7 @@ every step.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -121,10 +122,10 @@ class ForwardEquation:
         >>> equation.rate(Density.uniform(equation.grid).modes, 0.0)[4]  # 2 sin 2t, in the basis sqrt 2 sin 2t
         tensor(1.4142, dtype=torch.float64)
         """
-        flux = self.grid.synthesize(modes)[..., None] * self.velocity(modes, t)
-        if self.excess is not None:
-            flux = flux - torch.einsum("mck,...mk->...mc", self.excess, self.grid.gradient(modes))
-        return -self.grid.divergence(flux)
+        if self.excess is None:
+            return -self.grid.divergence(self.grid.synthesize(modes)[..., None] * self.velocity(modes, t))
+        values, gradient = self.grid.value_and_gradient(modes)
+        return -self.grid.divergence(values[..., None] * self.velocity(modes, t) - self._excess_times(gradient))
 
     @full_precision
     def log_rate(self, log_modes: Float[Tensor, " modes"], t: float) -> Float[Tensor, " modes"]:
@@ -135,15 +136,25 @@ class ForwardEquation:
         >>> equation.log_rate(torch.zeros(5, dtype=torch.float64), 0.0)[4]  # of the uniform density: that of rho
         tensor(1.4142, dtype=torch.float64)
         """
-        grid, gradient = self.grid, self.grid.gradient(log_modes)
-        values = grid.synthesize(log_modes).exp()
-        velocity = self.velocity(grid.analyze(values), t, values)
-        diffusion = self.nu * gradient
-        spread = torch.zeros_like(gradient)
+        log_values, gradient = self.grid.value_and_gradient(log_modes)
+        values = log_values.exp()
+        flux = -self.velocity(self.grid.analyze(values), t, values)
         if self.excess is not None:
-            spread = torch.einsum("mck,...mk->...mc", self.excess, gradient)
-        pointwise = (gradient * (diffusion + spread - velocity)).sum(-1)
-        return grid.analyze(pointwise) + grid.divergence(spread - velocity)
+            flux = flux + self._excess_times(gradient)
+        pointwise = (gradient * (self.nu * gradient + flux)).sum(-1)
+        return self.grid.analyze_with_divergence(pointwise, flux)
+
+    def _excess_times(self, gradient: Float[Tensor, "*batch m c"]) -> Float[Tensor, "*batch m c"]:
+        """The excess applied to a gradient, component by component: sums over an axis of length 2 are slow."""
+        assert self.excess is not None
+        parts = gradient.unbind(-1)
+        rows = [sum(each * part for each, part in zip(row, parts, strict=True)) for row in self._excess_rows]
+        return torch.stack(rows, -2).movedim(-2, -1)
+
+    @cached_property
+    def _excess_rows(self) -> list[tuple[Float[Tensor, " m"], ...]]:
+        assert self.excess is not None
+        return [row.contiguous().unbind(0) for row in self.excess.permute(1, 2, 0)]
 
 
 def density_modes(grid: Grid, log_modes: Float[Tensor, " modes"]) -> Float[Tensor, " modes"]:

@@ -94,6 +94,19 @@ class Grid(ConciseRepr, ABC):
         tensor([  0.,  -3.,  -8., -15.], dtype=torch.float64)
         """
 
+    def analyze_with_divergence(
+        self, values: Float[Tensor, "*batch m"], components: Float[Tensor, "*batch m c"]
+    ) -> Float[Tensor, "*batch modes"]:
+        """The coefficients of f + div_S F: ``analyze`` of the one and ``divergence`` of the other.
+
+        >>> from helmscope.meanfield import CircleGrid
+        >>> grid = CircleGrid(degree=1)
+        >>> sine = grid.points[:, 1]  # sin t + d/dt sin t
+        >>> grid.analyze_with_divergence(sine, sine[:, None]).round(decimals=4) + 0.0
+        tensor([0.0000, 0.7071, 0.7071], dtype=torch.float64)
+        """
+        return self.analyze(values) + self.divergence(components)
+
     @abstractmethod
     def evaluate(self, modes: Float[Tensor, "*batch modes"], x: Float[Tensor, "n d"]) -> Float[Tensor, "*batch n"]:
         """The values of sum_i modes_i Y_i at unit vectors x.
