@@ -12,7 +12,7 @@ from helmscope.fields.attention import USA
 from helmscope.fields.noise import IsotropicNoise
 from helmscope.meanfield.density import Density
 from helmscope.meanfield.evolve import DensityPath
-from helmscope.meanfield.free_energy import density_interaction_energy, dissipation, free_energy
+from helmscope.meanfield.free_energy import density_interaction_energy, free_energy, free_energy_rate
 from helmscope.runs.bar import shows_progress
 from helmscope.types import HelmscopeError, check_progress, check_replicates, type_with_article
 from helmscope.types.progress import ProgressOption
@@ -26,7 +26,7 @@ LONG_NAMES = {
     "negative_mass": "negative mass",
     "energy": "interaction energy",
     "free_energy": "free energy F",
-    "free_energy_rate": "dF/dt by its dissipation",
+    "free_energy_rate": "dF/dt by its formula",
 }
 
 Quantity = Callable[[Density], float]
@@ -39,7 +39,7 @@ def density_overview(path: DensityPath, *, progress: ProgressOption = None) -> x
 
     The result is a Measurement with the axes (time, system) and one system. ``energy`` is the interaction energy at the
     beta of the field, for attention with logits beta <x, y>, beta > 0. ``free_energy`` F and ``free_energy_rate``,
-    dF/dt by its dissipation, exist for USA and without drift, under isotropic noise or none; SA has no free energy.
+    dF/dt by its formula, exist for USA and without drift, under isotropic noise or none; SA has no free energy.
     ``hs.plot`` draws F with its rate. Raises ``HelmscopeError`` unless ``path`` is a DensityPath.
 
     >>> from helmscope.meanfield import CircleGrid, evolve
@@ -88,14 +88,14 @@ def _free_energy(path: DensityPath) -> dict[str, Quantity]:
     if path.field is None:
         return {
             "free_energy": lambda density: free_energy(density, noise=noise, potential=_flat),
-            "free_energy_rate": lambda density: dissipation(density, noise=noise, potential=_flat).total,
+            "free_energy_rate": lambda density: free_energy_rate(density, noise=noise, potential=_flat).total,
         }
     field = path.field
     if not isinstance(field, USA) or field.unit_beta is None or field.value_scale is None:
         return {}
     return {
         "free_energy": lambda density: free_energy(density, noise=noise, field=field),
-        "free_energy_rate": lambda density: dissipation(density, noise=noise, field=field).total,
+        "free_energy_rate": lambda density: free_energy_rate(density, noise=noise, field=field).total,
     }
 
 
