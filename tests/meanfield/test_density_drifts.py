@@ -101,7 +101,9 @@ def test_plain_and_positive_densities_agree_under_anisotropic_noise(grid, proces
     noise = MatrixNoise(torch.diag(matrix), process=process)
     start = Density.von_mises_fisher(grid, kappa=1.0)
     pull = lambda x: 0.3 * torch.eye(grid.dim, dtype=F64)[0].expand_as(x)  # noqa: E731
-    plain, positive = (evolve(pull, start, times=[0.5], noise=noise, positive=each, tol=1e-10) for each in (False, True))
+    plain, positive = (
+        evolve(pull, start, times=[0.5], noise=noise, positive=each, tol=1e-10) for each in (False, True)
+    )
     assert plain.outcome.ok
     assert positive.outcome.ok
     assert float((plain.modes - positive.modes).abs().max()) < 1e-8

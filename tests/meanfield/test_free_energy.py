@@ -133,7 +133,10 @@ def test_energies_of_uniform_densities_and_of_clouds() -> None:
     ("call", "message"),
     [
         (lambda: free_energy(START, noise=HALF, field=hs.SA(beta=1.0)), "SA with noise has no free energy in the flat"),
-        (lambda: free_energy_rate(START, noise=HALF, field=hs.SA(beta=1.0)), "SA with noise has no free energy in the flat"),
+        (
+            lambda: free_energy_rate(START, noise=HALF, field=hs.SA(beta=1.0)),
+            "SA with noise has no free energy in the flat",
+        ),
         (lambda: free_energy(START, noise=HALF), "by potential= or by field=USA.*, but neither is given"),
         (lambda: free_energy(START, noise=HALF, field=hs.USA(beta=1.0), potential=height), "but both are given"),
         (lambda: free_energy(START, noise=HALF, field=right), "field is .*, but it must be USA: a force needs its pot"),

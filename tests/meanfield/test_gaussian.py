@@ -166,7 +166,10 @@ def test_attention_with_noise_and_other_values_by_another_integrator() -> None:
             "beta is -1.0, but it must be a finite",
         ),
         (lambda: gaussian_free_energy(START, stiffness=DRIFT, nu=1.0), "stiffness differs from its transpose"),
-        (lambda: gaussian_free_energy_rate(START, drift=DRIFT, nu=-1.0), "nu is -1.0, but it must be a finite number >= 0"),
+        (
+            lambda: gaussian_free_energy_rate(START, drift=DRIFT, nu=-1.0),
+            "nu is -1.0, but it must be a finite number >= 0",
+        ),
     ],
 )
 def test_bad_input(call: object, message: str) -> None:

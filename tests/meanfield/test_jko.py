@@ -193,7 +193,9 @@ def test_noise_is_a_number_or_an_object_and_the_energy_is_minus_the_potential() 
 
 def test_attention_counted_twice_warns() -> None:
     start = start_on_circle()
-    with pytest.warns(UserWarning, match="SA.*noise must not contain the diffusion of attention, or it is counted twice"):
+    with pytest.warns(
+        UserWarning, match="SA.*noise must not contain the diffusion of attention, or it is counted twice"
+    ):
         jko_step(start, energy, noise=NU, tau=0.1, transported=SA(beta=1.0))
     with pytest.warns(UserWarning, match="attention is in F as well"):
         jko_step(start, None, noise=NU, tau=0.1, transported=SA(beta=1.0), attention=USA(beta=1.0))

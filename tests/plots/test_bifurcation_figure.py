@@ -107,14 +107,14 @@ def usa():
     return evolve(USA(beta=1.0), start, times=np.linspace(0, 2, 21), noise=IsotropicNoise(0.1))
 
 
-def test_the_free_energy_is_drawn_with_its_dissipation(usa):
+def test_the_free_energy_is_drawn_with_its_rate(usa):
     measured = density_overview(usa)
     energy, rate = plot(measured, title="USA").axes
     assert np.array_equal(energy.lines[0].get_ydata(), measured.free_energy.values[:, 0])
-    (dissipation,), (differences,) = lines(rate, "dissipation"), lines(rate, "differences of F")
-    assert np.array_equal(dissipation[:, 1], -measured.free_energy_rate.values[:, 0])
+    (formula,), (differences,) = lines(rate, "by its formula"), lines(rate, "differences of F")
+    assert np.array_equal(formula[:, 1], -measured.free_energy_rate.values[:, 0])
     # a difference over 0.1 is the rate at its middle up to h^2 / 24 times its second derivative
-    assert differences[:, 1] == pytest.approx(np.interp(differences[:, 0], *dissipation.T), rel=2e-3)
+    assert differences[:, 1] == pytest.approx(np.interp(differences[:, 0], *formula.T), rel=2e-3)
 
 
 def test_single_variables_of_an_overview_are_curves(usa):

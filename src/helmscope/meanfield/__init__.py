@@ -15,6 +15,7 @@ from helmscope.types.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from helmscope.meanfield.attention_potential import attention_potential as attention_potential
+    from helmscope.meanfield.axis_force import AxisForce as AxisForce
     from helmscope.meanfield.basins import SaddleConnection as SaddleConnection
     from helmscope.meanfield.basins import label_basins as label_basins
     from helmscope.meanfield.basins import saddle_connections as saddle_connections

@@ -12,7 +12,7 @@ import torch
 
 from helmscope.fields.field import Field, as_field
 from helmscope.fields.noise import Noise
-from helmscope.meanfield.density import Density
+from helmscope.meanfield.density import Density, check_nonnegative
 from helmscope.meanfield.etd import integrate_etd
 from helmscope.meanfield.forward_equation import ForwardEquation, density_modes
 from helmscope.meanfield.grid import Grid
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 
 UNRESOLVED = 1e-4  # share of the norm of a density in the upper quarter of the degrees
 ACCURATE = 1e3  # largest error of a truncated logarithm, in units of the error of one step
-NEGATIVE = 1e-4  # largest negative mass of a start
 FLOOR = 1e-12  # smallest relative density of a start whose logarithm is taken
 
 
@@ -150,11 +149,7 @@ def evolve(
     """
     if not isinstance(start, Density):
         raise HelmscopeError(f"start is {short_repr(start)}, but it must be a Density such as Density.uniform(grid)")
-    if start.negative_mass > NEGATIVE:
-        raise HelmscopeError(
-            f"start has the negative mass {start.negative_mass:.3g}, but a density must be at least 0: at most "
-            f"{NEGATIVE:g} counts as truncation error"
-        )
+    check_nonnegative("start", start)
     grid, wanted = start.grid, _check_times(times)
     tol, max_steps = check_real("tol", tol, above=0), check_integer("max_steps", max_steps, at_least=1)
     equation = ForwardEquation.of(field, grid, noise)

@@ -27,7 +27,7 @@ from helmscope.fields.noise import IsotropicNoise, Noise
 from helmscope.geometry.potential import Potential, as_potential
 from helmscope.meanfield.density import Density
 from helmscope.meanfield.drift import AttentionDrift, check_zonal_vectors, drift_of
-from helmscope.meanfield.entropy_rate import check_density, mean_square
+from helmscope.meanfield.entropy_rate import check_density, check_log_density, mean_square
 from helmscope.meanfield.growth import check_isotropic_attention
 from helmscope.meanfield.zonal_grid import ZonalGrid
 from helmscope.types import HelmscopeError, check_real, short_repr
@@ -77,7 +77,7 @@ def free_energy(
     >>> free_energy(density, noise=IsotropicNoise(0.5), potential=lambda x: x[..., 0])
     -0.886619...
     """
-    density, nu = check_density(density), isotropic_nu(noise)
+    density, nu = check_log_density(density), isotropic_nu(noise)
     if _is_linear(field, potential):
         return -nu * density.entropy - _mean_potential(density, potential)
     beta, value, _ = check_isotropic_attention(field, density.grid.dim)
@@ -97,7 +97,7 @@ def free_energy_as_printed(
     >>> free_energy_as_printed(density, noise=IsotropicNoise(0.5), potential=lambda x: x[..., 0])
     0.064614...
     """
-    density, nu = check_density(density), isotropic_nu(noise)
+    density, nu = check_log_density(density), isotropic_nu(noise)
     return -nu * density.entropy + _mean_potential(density, potential)
 
 
@@ -122,7 +122,7 @@ def free_energy_rate(
     >>> free_energy_rate(density, noise=IsotropicNoise(0.5), potential=lambda x: x[..., 0]).total
     -0.533493...
     """
-    density, nu, t = check_density(density), isotropic_nu(noise), check_real("t", t)
+    density, nu, t = check_log_density(density), isotropic_nu(noise), check_real("t", t)
     grid, values = density.grid, density.values[:, None]
     change = grid.gradient(density.modes)
     if potential is None:

@@ -172,9 +172,7 @@ class Grid(ConciseRepr, ABC):
         """
         needed = exponential_degree(abs(beta), dim=self.dim, tolerance=RESOLVED)
         if needed > self.degree:
-            raise HelmscopeError(
-                f"degree is {self.degree}, but {name} needs a grid with degree={needed} or more"
-            )
+            raise HelmscopeError(f"degree is {self.degree}, but {name} needs a grid with degree={needed} or more")
 
     def exponential_multipliers(self, beta: float) -> Float[Tensor, " modes"]:
         """The factors by which convolution with the kernel e^{beta <x, y> - |beta|} multiplies the coefficients.
