@@ -8,8 +8,17 @@ import pytest
 import torch
 
 from helmscope.fields.noise import IsotropicNoise
-from helmscope.meanfield import AxisForce, CircleGrid, Density, SphereGrid, ZonalGrid, evolve, free_energy
-from helmscope.meanfield import free_energy_rate, stationary_density
+from helmscope.meanfield import (
+    AxisForce,
+    CircleGrid,
+    Density,
+    SphereGrid,
+    ZonalGrid,
+    evolve,
+    free_energy,
+    free_energy_rate,
+    stationary_density,
+)
 from helmscope.observe import density_overview
 from support.refusal import refused
 

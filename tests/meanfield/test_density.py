@@ -12,8 +12,19 @@ from scipy.special import ive, ndtr
 
 import helmscope as hs
 from helmscope.fields.noise import IsotropicNoise
-from helmscope.meanfield import CircleGrid, Density, DensityPath, Grid, SphereGrid, ZonalGrid, entropy_rate, evolve
-from helmscope.meanfield import fisher_information, free_energy, free_energy_rate, stationary_density
+from helmscope.meanfield import (
+    CircleGrid,
+    Density,
+    DensityPath,
+    Grid,
+    SphereGrid,
+    ZonalGrid,
+    entropy_rate,
+    evolve,
+    free_energy,
+    free_energy_rate,
+    stationary_density,
+)
 from support.refusal import refused
 
 CIRCLE, SPHERE, ZONAL = CircleGrid(degree=32), SphereGrid(degree=24), ZonalGrid(dim=8, degree=40)
@@ -90,7 +101,7 @@ def test_negative_values_are_reported_and_clipped() -> None:
     needs_logarithm = {
         "the density": lambda: density.entropy,
         "density": lambda: entropy_rate(density, None, noise),
-        "density ": lambda: fisher_information(density),
+        "density ": lambda: hs.meanfield.fisher_information(density),
         "density h": lambda: free_energy(density, noise=noise, potential=height),
         "density ha": lambda: free_energy_rate(density, noise=noise, potential=height),
         "start": lambda: stationary_density(None, CIRCLE, noise, start=density),

@@ -24,7 +24,7 @@ def mlp(dim: int = 2) -> hs.MLP:
 
 
 def naive_velocity(beta: float, t: float, count: int = 4096) -> float:
-    """The component along (-sin t, cos t) of the mean of y under weights ~ e^{beta x^T B y}, uniform y on the circle."""
+    """The component along (-sin t, cos t) of the mean of y under weights ~ e^{beta x^T B y}, y on the circle."""
     terms, pull = 0.0, 0.0
     peak = beta * math.hypot(math.cos(t), math.sin(t) / 2)
     for k in range(count):

@@ -161,5 +161,5 @@ def test_bad_input(call: object, message: str) -> None:
 def test_noise_is_a_number_or_an_object() -> None:
     for function in (free_energy, free_energy_as_printed, lambda *a, **k: free_energy_rate(*a, **k).total):
         assert function(START, noise=0.5, potential=height) == function(START, noise=HALF, potential=height)
-    with pytest.raises(hs.HelmscopeError, match="noise is -0.5, but it must be a finite number >= 0"):
+    with pytest.raises(hs.HelmscopeError, match=r"noise is -0\.5, but it must be a finite number >= 0"):
         free_energy(START, noise=-0.5, potential=height)

@@ -16,9 +16,9 @@ from helmscope.meanfield import (
     attention_blow_up_time,
     evolve_attention_gaussian,
     evolve_gaussian,
-    gaussian_free_energy_rate,
     gaussian_entropy_rate,
     gaussian_free_energy,
+    gaussian_free_energy_rate,
     stationary_gaussian,
 )
 from helmscope.types import Status

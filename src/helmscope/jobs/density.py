@@ -40,8 +40,9 @@ class EvolveDensity(Spec, frozen=True, kw_only=True, tag="density"):
 
     ``field`` is sa or usa with V = ``value`` I, none for pure diffusion, or force (the Fokker-Planck equation):
     ``height`` h times the gradient of <x, e>, e the first axis, plus a rotation of speed ``swirl`` from the first axis
-    to the second, which zonal densities do not allow. Noise is isotropic of strength ``nu``, or with ``nu_axis`` has that
-    strength along e, M = nu I + (nu_axis - nu) e e^T; its ``process`` is then chain, stratonovich, ito or divergence.
+    to the second, which zonal densities do not allow. Noise is isotropic of strength ``nu``, or has the strength
+    ``nu_axis`` along e, M = nu I + (nu_axis - nu) e e^T; its ``process`` is then chain, stratonovich, ito or
+    divergence.
 
     ``start`` is uniform with a perturbation, 1 + ``perturbation`` P_k(<x, e>) for the harmonic of degree k = ``mode``
     along the first axis e, or vmf with concentration ``kappa`` around e. The density is a sum of harmonics up to

@@ -34,9 +34,9 @@ class Density(Plottable):
     ``density(x)`` is the density with respect to surface area, and ``density.values`` are the values relative to the
     uniform density at the points of the grid. A truncated series may be slightly negative; ``minimum`` and
     ``negative_mass`` report it, and what needs log rho raises ``HelmscopeError`` where the latter exceeds 1e-4, as it
-    may for ``modes`` of your own. A density with ``log_modes``, the coefficients of log(rho / uniform), is positive: its
-    values are exponentials, and ``modes`` are their coefficients. Raises ``HelmscopeError`` if modes has another shape
-    than the grid needs, or if the total mass is not 1.
+    may for ``modes`` of your own. A density with ``log_modes``, the coefficients of log(rho / uniform), is positive:
+    its values are exponentials, and ``modes`` are their coefficients. Raises ``HelmscopeError`` if modes has another
+    shape than the grid needs, or if the total mass is not 1.
 
     >>> from helmscope.meanfield import CircleGrid
     >>> density = Density.from_function(CircleGrid(degree=8), lambda x: (1 + 0.5 * x[..., 1]) / (2 * math.pi))

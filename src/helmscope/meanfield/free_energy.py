@@ -68,8 +68,8 @@ def free_energy(
     with V = c I; see above. Entropy is that with respect to surface area.
 
     ``potential`` is a ``Potential`` such as ``helmholtz(mlp)``, or a function (m, d) -> (m,) of unit vectors, and
-    ``noise`` is ``IsotropicNoise(nu)`` or the number nu. Raises ``HelmscopeError`` unless exactly one of potential and field is given and the noise is isotropic, and for SA, which
-    has no free energy.
+    ``noise`` is ``IsotropicNoise(nu)`` or the number nu. Raises ``HelmscopeError`` unless exactly one of potential and
+    field is given and the noise is isotropic, and for SA, which has no free energy.
 
     >>> from helmscope.meanfield import CircleGrid
     >>> grid = CircleGrid(degree=16)

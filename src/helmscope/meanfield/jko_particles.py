@@ -91,10 +91,11 @@ def particle_jko_step(
     fixed points. Attention must not be in T and in ``noise`` at once, or it is counted twice; a warning says so for a
     field that attends, and cannot for weights.
 
-    Beyond 2^22 pairs the matrix of costs is not stored. The iteration ends when the weights change by less than ``tolerance``, or after ``max_iterations``
-    with ``converged`` False. The entropy biases the result, by an amount of order epsilon, or epsilon^2 with
-    ``compensate``; see the module. Raises ``HelmscopeError`` for weights that are negative or do not sum to 1, volumes
-    that are not positive, nu < 0, tau or epsilon <= 0, and epsilon > 4 tau nu with ``compensate``.
+    Beyond 2^22 pairs the matrix of costs is not stored. The iteration ends when the weights change by less than
+    ``tolerance``, or after ``max_iterations`` with ``converged`` False. The entropy biases the result, by an amount of
+    order epsilon, or epsilon^2 with ``compensate``; see the module. Raises ``HelmscopeError`` for weights that are
+    negative or do not sum to 1, volumes that are not positive, nu < 0, tau or epsilon <= 0, and epsilon > 4 tau nu with
+    ``compensate``.
 
     >>> from helmscope.meanfield import CircleGrid, Density
     >>> points, weights = Density.uniform(CircleGrid(degree=16)).cloud()
@@ -150,7 +151,7 @@ def _transport(
     """The points and weights of T_# rho."""
     if transported is None:
         return y, weights
-    if isinstance(transported, torch.Tensor) or not callable(transported) and not isinstance(transported, Field):
+    if isinstance(transported, torch.Tensor) or (not callable(transported) and not isinstance(transported, Field)):
         return y, _check_shares("transported", transported, len(y))
     field = as_field(transported)
     if not distance.on_sphere or field.space is not StateSpace.SPHERE:

@@ -45,7 +45,8 @@ def density_overview(path: DensityPath, *, progress: ProgressOption = None) -> x
     The result is a Measurement with the axes (time, system) and one system. ``energy`` is the interaction energy at the
     beta of the field, for attention with logits beta <x, y>, beta > 0. ``free_energy`` F and ``free_energy_rate``,
     dF/dt by its formula, exist for USA, for ``AxisForce`` and without drift, under isotropic noise or none; SA has no
-    free energy. What needs log rho is NaN where the negative mass exceeds 1e-4. ``hs.plot`` draws F with its rate. Raises ``HelmscopeError`` unless ``path`` is a DensityPath.
+    free energy. What needs log rho is NaN where the negative mass exceeds 1e-4. ``hs.plot`` draws F with its rate.
+    Raises ``HelmscopeError`` unless ``path`` is a DensityPath.
 
     >>> from helmscope.meanfield import CircleGrid, evolve
     >>> start = Density.von_mises_fisher(CircleGrid(degree=32), kappa=0.5)

@@ -40,8 +40,8 @@ def free_energy_figure(measurement: xr.Dataset, *, title: str = "") -> Figure:
     for name in ("free_energy", "free_energy_rate"):
         if name not in variables:
             raise HelmscopeError(
-                f"measurement lacks {name}, but it must be a density_overview of USA, of a force or of pure diffusion: SA "
-                "has no free energy"
+                f"measurement lacks {name}, but it must be a density_overview of USA, of a force or of pure diffusion: "
+                "SA has no free energy"
             )
     data = measurement.isel(system=0) if "system" in measurement.dims else measurement
     times, energy, rate = (np.asarray(data[name].values) for name in ("time", "free_energy", "free_energy_rate"))
