@@ -89,7 +89,7 @@ def test_own_claim(tmp_path):
     statement, region, verdict, control = text.splitlines()
     assert statement.startswith("At beta = 1 sixteen random tokens")
     assert region == "region: At least 0.8."
-    assert verdict.startswith("Supported: ")
+    assert verdict.startswith("Supported (")
     assert text.lower().count("supported") == 1
     estimate, low, high = numbers(verdict)[:3]
     assert 0.8 < low <= estimate <= high <= 1  # a share

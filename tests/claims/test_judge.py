@@ -74,7 +74,7 @@ def test_the_verdict_holds_the_entry_the_region_and_the_interval() -> None:
     (null,) = verdict.controls
     assert (null.ruling, null.interval.estimate, null.as_expected) == (Ruling.REFUTED, 0.0, True)
     assert null.region == Region(text="It must fail.", low=0.9)
-    assert verdict.sentence == "Supported: 1 [0.944, 1], from 64 of 64 starts. All 64 met."
+    assert verdict.sentence == "Supported (share): 1 [0.944, 1], from 64 of 64 starts. All 64 met."
 
 
 @pytest.mark.parametrize("evidence", [HOLDS, Count(0, 64)])
@@ -82,7 +82,7 @@ def test_a_failed_control_rules_out_any_ruling(evidence: Count) -> None:
     verdict = judge(ENTRY, Finding(evidence=evidence, data=DATA, controls={"V = -I": Count(64, 64)}))
     assert verdict.ruling is Ruling.INCONCLUSIVE
     assert verdict.sentence.startswith(
-        "A control failed, so there is no ruling: V = -I: supported, expected refuted. Inconclusive: "
+        "A control failed, so there is no ruling: V = -I: supported, expected refuted. Inconclusive (share): "
     )
 
 
@@ -216,7 +216,7 @@ def test_descriptions_and_impossible_premises_name_no_sample_size() -> None:
     verdict = judge(entry, Finding(evidence=Replicates([3.0, 4.0, 5.0]), data=DATA))
     assert verdict.ruling is Ruling.DESCRIBED
     assert verdict.sentence == (
-        "Described: 4 [1.52, 6.48], from 3 seeds. "
+        "Described (share): 4 [1.52, 6.48], from 3 seeds. "
         "Fewer than 32 replicates: the interval assumes that they are normally distributed."
     )
     verdict = judge(ENTRY, Finding.impossible("only I is causal and bistochastic"))

@@ -166,3 +166,11 @@ def test_attention_of_the_opposite_sign_fails_a_control(monkeypatch: pytest.Monk
     verdict = try_claim("attention-diffuses", quick=True).verdict
     assert verdict.conditions[0].ruling is Ruling.SUPPORTED
     assert [control.name for control in verdict.controls if not control.as_expected] == ["V = -I"]
+
+
+def test_sentences_name_the_statistic_and_both_signs_of_v() -> None:
+    sentence = try_claim("attention-diffuses", quick=True).verdict.sentence
+    assert sentence.startswith("Refuted (sign of the heat limit): -0.99")
+    assert "For V = +I the slope is -0.7" in sentence
+    assert "For V = -I it is 0.7" in sentence
+    assert try_claim("mobility", quick=True).verdict.sentence.startswith("Refuted (antisymmetric share): 0.13")

@@ -38,7 +38,7 @@ def one_time(monkeypatch):
 def test_it_is_described_and_not_judged(trial):
     verdict = trial.verdict
     assert verdict.ruling is Ruling.DESCRIBED
-    assert verdict.sentence.startswith("Described: ")
+    assert verdict.sentence.startswith("Described (")
     assert "from 32 starts." in verdict.sentence
     assert "control failed" not in verdict.sentence
     assert verdict.provenance.entry == entry("mixture").hash

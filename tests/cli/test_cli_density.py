@@ -41,7 +41,9 @@ def perturbed(grid, size=0.1):
 def by_library(field=None, *, grid=None, start=None, noise=0.2, **options):
     field = hs.SA(beta=1.0) if field is None else field
     start = perturbed(CircleGrid(degree=16) if grid is None else grid) if start is None else start
-    return evolve(field, start, times=[0, 0.5, 1], noise=hs.noise.IsotropicNoise(noise) if noise else None, **options)
+    if isinstance(noise, float):
+        noise = hs.noise.IsotropicNoise(noise) if noise else None
+    return evolve(field, start, times=[0, 0.5, 1], noise=noise, **options)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -84,13 +86,34 @@ OPTIONS = {
     "--dim 3": lambda: by_library(grid=SphereGrid(degree=16)),
     "--dim 3 --zonal": lambda: by_library(grid=ZonalGrid(dim=3, degree=16)),
     "--dim 8": lambda: by_library(grid=ZonalGrid(dim=8, degree=16)),
+    "--nu-axis 0.1": lambda: by_library(noise=along_axis(0.1)),
+    "--nu-axis 0.1 --process ito": lambda: by_library(noise=along_axis(0.1, process=hs.noise.Ito())),
+    "--nu-axis 0.4 --process stratonovich --dim 3": lambda: by_library(
+        grid=SphereGrid(degree=16), noise=along_axis(0.4, dim=3, process=hs.noise.Stratonovich())
+    ),
+    "--nu-axis 0.4 --process divergence --dim 8": lambda: by_library(
+        grid=ZonalGrid(dim=8, degree=16), noise=along_axis(0.4, dim=8, process=hs.noise.DivergenceForm())
+    ),
+    "--field force": lambda: by_library(lambda x: torch.eye(x.shape[-1]).to(x)[0].expand_as(x)),
+    "--field force --height -0.5 --dim 8": lambda: by_library(
+        lambda x: -0.5 * torch.eye(x.shape[-1]).to(x)[0].expand_as(x), grid=ZonalGrid(dim=8, degree=16)
+    ),
+    "--field force --height 0 --swirl 0.7": lambda: by_library(
+        lambda x: 0.7 * torch.stack([-x[..., 1], x[..., 0]], -1)
+    ),
 }
+
+
+def along_axis(strength, *, dim=2, **options):
+    """nu = 0.2 in all directions but the first."""
+    diagonal = torch.tensor([strength] + (dim - 1) * [0.2], dtype=torch.float64)
+    return hs.noise.MatrixNoise(torch.diag(diagonal), **options)
 
 
 @pytest.mark.parametrize("words", OPTIONS)
 @pytest.mark.usefixtures("no_picture")
 def test_every_option_reaches_the_library(helmscope, words):
-    attention = words.replace("--field none", "")
+    attention = "--field none" not in words and "--field force" not in words
     common = SMALL if attention else ("density", *SMALL[3:])  # no beta without attention
     assert helmscope(*common, *words.split(), "--out", "run")[0] == 0
     stored = hs.store.RunFolder.open("run").read_results("density")
@@ -130,7 +153,7 @@ def test_a_density_that_the_grid_cannot_resolve_exits_1_with_the_times_before(he
     code, out, _ = helmscope(*SMALL, *words, "--out", "run", "--json")
     report = strict(out)
     assert (code, report["ok"]) == (1, False)
-    assert report["outcome"].startswith("the density is too concentrated for its grid at t=")
+    assert report["outcome"].startswith("the grid no longer resolves the density at t=")
     assert 0 < len(report["times"]) < 21
     assert len(report["measured"]["mass"]) == len(report["times"])
     code, out, _ = helmscope(*SMALL, *words[:-1], "20", "--out", "none", "--json")
@@ -185,11 +208,48 @@ def test_the_manifest_has_everything_to_repeat_the_run(helmscope):
     given = {"field": "sa", "beta": 1.0, "nu": 0.2, "degree": 16, "times": [0.0, 0.5, 1.0]}
     filled = {"value": 1.0, "start": "uniform", "perturbation": 0.1, "mode": 1, "kappa": None}
     rest = {"dim": 2, "zonal": False, "positive": False, "tol": 1e-9}
-    assert dict(manifest.parameters) == given | filled | rest
+    absent = dict.fromkeys(("height", "swirl", "nu_axis", "process"))
+    assert dict(manifest.parameters) == given | filled | rest | absent
     assert set(manifest.inputs) == {"start"}
 
 
+@pytest.mark.usefixtures("no_picture")
+def test_the_free_energy_of_a_force_and_its_rate(helmscope):
+    """U = cos t, nu = 1/2: F of the known digits at t = 0 and 1; with a swirl it may rise."""
+    words = ("density", "--field", "force", "--nu", "0.5", "--degree", "24", "--tol", "1e-11")
+    code, out, _ = helmscope(*words, "--perturbation", "0", "--times", "0,0.001,40", "--json")
+    assert code == 0
+    report = strict(out)["measured"]
+    times, energy, rate = [0.0, 0.001, 40.0], report["free_energy"], report["free_energy_rate"]
+    assert energy[0] == pytest.approx(-0.5 * np.log(2 * np.pi), abs=1e-12)
+    assert (energy[1] - energy[0]) / times[1] == pytest.approx((rate[0] + rate[1]) / 2, rel=1e-6)
+    gibbs = -0.5 * np.log(2 * np.pi * np.i0(2.0))  # -nu log int e^{U / nu}
+    assert energy[2] == pytest.approx(gibbs, abs=1e-8)
+    assert rate[2] == pytest.approx(0, abs=1e-8)
+    words = (*words, "--swirl", "8", "--start", "vmf", "--kappa", "2", "--times", "0:0.5:51", "--json")
+    report = strict(helmscope(*words)[1])["measured"]
+    energy, rate = np.array(report["free_energy"]), np.array(report["free_energy_rate"])
+    assert (np.diff(energy) > 0).any()
+    middle = (rate[1:] + rate[:-1]) / 2
+    assert np.abs(np.diff(energy) / 0.01 - middle).max() < 2e-2 * np.abs(rate).max()
+
+
+def test_the_picture_of_a_force_names_it(helmscope, tmp_path):
+    words = ("density", "--field", "force", "--swirl", "0.5", "--nu-axis", "0.3", "--times", "0,1")
+    code, out, err = helmscope(*words, "--plot", "figure.svg")
+    assert code == 0, err
+    text = (tmp_path / "figure.svg").read_text()
+    assert "AxisForce" in text
+    assert "MatrixNoise" in text
+    assert "free_energy" not in out  # anisotropic noise has none
+
+
 REFUSED = {
+    "--height 1": "height is 1, but the field 'sa' is not a force: omit it",
+    "--field force": "beta is 1, but the field 'force' has no attention: omit it",
+    "--process ito": "process is 'ito', but it makes a difference for anisotropic noise only",
+    "--nu-axis 0.1 --process itos": "unknown process 'itos': did you mean 'ito'?",
+    "--nu-axis -1": "nu_axis is -1.0, but it must be a finite number >= 0",
     "--field sb": "unknown field 'sb': did you mean 'sa'?",
     "--field none": "beta is 1, but the field 'none' has no attention: omit it",
     "--beta -1": "beta is -1.0",

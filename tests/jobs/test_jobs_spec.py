@@ -50,8 +50,10 @@ def test_the_documented_format(name: str) -> None:
     plain = [line.partition("#")[0].rstrip() for line in path.read_text().splitlines()]
     assert spec_to_toml(spec).splitlines() == [line for line in plain if line]
     left_out = set(spec.__struct_fields__) - set(tomllib.loads(spec_to_toml(spec)))
-    # the adaptive stepper of the simulation has no step, and the uniform start of the density no kappa
-    assert left_out == {"simulate": {"step"}, "density": {"kappa"}}.get(name, set())
+    # the adaptive stepper of the simulation has no step; the density has no force, no anisotropic noise, and its
+    # uniform start no kappa
+    without = {"kappa", "height", "swirl", "nu_axis", "process"}
+    assert left_out == {"simulate": {"step"}, "density": without}.get(name, set())
     written = [field for field in spec.__struct_fields__ if field not in left_out]
     assert list(tomllib.loads(spec_to_toml(spec))) == ["job", *written]
 
@@ -206,7 +208,8 @@ def test_bad_toml_is_one_sentence(text: str, sentence: str) -> None:
             {"nu": 0.1, "stepper": "rk4"},
             "noise requires euler-maruyama, stochastic-heun or noisy-layer",
         ),
-        (DensitySpec, {"field": "sinkhorn"}, "field is 'sinkhorn', but it must be one of sa, usa, none"),
+        (DensitySpec, {"field": "sinkhorn"}, "field is 'sinkhorn', but it must be one of sa, usa, force, none"),
+        (DensitySpec, {"field": "force", "swirl": 1, "dim": 8}, "swirl is 1 and zonal is true, but a rotation"),
         (DensitySpec, {"field": "none", "beta": 1}, "beta is 1, but the field 'none' has no attention: omit it"),
         (DensitySpec, {"field": "none", "nu": 0}, "field is 'none' and nu is 0, but then no token moves: set nu"),
         (DensitySpec, {"nu": -1}, "nu is -1, but it must be a finite number >= 0"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -121,3 +123,17 @@ def test_the_state_at_the_fold_is_the_end_of_a_square_root() -> None:
     far, near = (diagram.order.values[0] - float(diagram.fold_order[0])).tolist()
     assert far / near == pytest.approx(2, rel=0.05)
     assert float(bifurcation_diagram(hs.SA, betas=[4.0], nus=[0.1], dim=3).fold_order[0]) == 0
+
+
+def test_the_unstable_branch_has_stationary_unstable_densities() -> None:
+    """Newton's method from a density near a point of the branch finds that density, and it is unstable."""
+    diagram = bifurcation_diagram(hs.USA, betas=[1.0, 3.0], nus=[0.8], dim=3)
+    assert np.isnan(diagram.unstable_nu.values[0]).all()  # continuous at beta = 1
+    order, nu = (each[np.isfinite(each)] for each in (diagram.unstable_order.values[1], diagram.unstable_nu.values[1]))
+    grid = ZonalGrid(dim=3, degree=40)
+    for k in (len(nu) // 3, len(nu) // 2, len(nu) - 4):
+        kappa = brentq(lambda kappa, m=order[k]: 1 / math.tanh(kappa) - 1 / kappa - m, 1e-3, 100)
+        start = Density.von_mises_fisher(grid, kappa=kappa)
+        found = stationary_density(hs.USA(beta=3.0), grid, IsotropicNoise(float(nu[k])), start=start)
+        assert float(found.mean.norm()) == pytest.approx(order[k], abs=1e-9)
+        assert found.growth_rate > 0

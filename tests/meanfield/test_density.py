@@ -12,7 +12,19 @@ from scipy.special import ive, ndtr
 
 import helmscope as hs
 from helmscope.fields.noise import IsotropicNoise
-from helmscope.meanfield import CircleGrid, Density, DensityPath, Grid, SphereGrid, ZonalGrid, evolve
+from helmscope.meanfield import (
+    CircleGrid,
+    Density,
+    DensityPath,
+    Grid,
+    SphereGrid,
+    ZonalGrid,
+    entropy_rate,
+    evolve,
+    free_energy,
+    free_energy_rate,
+    stationary_density,
+)
 from support.refusal import refused
 
 CIRCLE, SPHERE, ZONAL = CircleGrid(degree=32), SphereGrid(degree=24), ZonalGrid(dim=8, degree=40)
@@ -83,6 +95,28 @@ def test_negative_values_are_reported_and_clipped() -> None:
     assert float(weights.min()) == 0
     assert abs(float(weights.sum()) - 1) < 1e-15
     refused(lambda: evolve(None, density, times=[1]), "start has the negative mass", "at least 0")
+    assert "entropy" not in repr(density)
+    noise = IsotropicNoise(0.5)
+    height = lambda x: x[..., 0]  # noqa: E731
+    needs_logarithm = {
+        "the density": lambda: density.entropy,
+        "density": lambda: entropy_rate(density, None, noise),
+        "density ": lambda: hs.meanfield.fisher_information(density),
+        "density h": lambda: free_energy(density, noise=noise, potential=height),
+        "density ha": lambda: free_energy_rate(density, noise=noise, potential=height),
+        "start": lambda: stationary_density(None, CIRCLE, noise, start=density),
+    }
+    for name, call in needs_logarithm.items():
+        refused(call, name, f"negative mass {density.negative_mass:.3g}", "truncation error")
+
+
+def test_negative_values_of_a_truncated_series_are_accepted() -> None:
+    """The series of a von Mises density with kappa = 10 up to degree 20, where rounding gives way to truncation."""
+    whole = Density.von_mises_fisher(CIRCLE, kappa=10.0)
+    cut = Density(CIRCLE, whole.modes * (CIRCLE.degrees <= 12))
+    assert 1e-6 < cut.negative_mass < 1e-4
+    assert abs(cut.entropy - whole.entropy) < 1e-3
+    assert entropy_rate(cut, None, IsotropicNoise(0.5)).total > 0
 
 
 # Observables on the cloud ---------------------------------------------------------------------------------------------

@@ -17,10 +17,10 @@ from helmscope.meanfield import (
     SphereGrid,
     ZonalGrid,
     density_interaction_energy,
-    dissipation,
     evolve,
     free_energy,
     free_energy_as_printed,
+    free_energy_rate,
 )
 from helmscope.theory import max_energy, min_energy
 
@@ -45,7 +45,7 @@ def test_known_curves() -> None:
     printed = [free_energy_as_printed(density, noise=HALF, potential=height) for density in path]
     assert printed == sorted(printed)
     assert (printed[0], printed[-1]) == pytest.approx((-0.88662, -0.05563), abs=5e-6)
-    assert dissipation(START, noise=HALF, potential=height).total == pytest.approx(-0.5334936490538903, abs=1e-15)
+    assert free_energy_rate(START, noise=HALF, potential=height).total == pytest.approx(-0.5334936490538903, abs=1e-15)
 
 
 def derivative(flow: object, start: Density, noise: IsotropicNoise, **options: object) -> float:
@@ -62,11 +62,11 @@ def swirl(x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("grid", [CIRCLE, SphereGrid(degree=16)], ids=repr)
-def test_dissipation_with_a_swirl_is_the_derivative(grid: Grid) -> None:
+def test_the_rate_with_a_swirl_is_the_derivative(grid: Grid) -> None:
     field = lambda x: right(x) + swirl(x)  # noqa: E731
     center = torch.tensor([0.3, 1.0, -0.5])[: grid.dim]
     start = Density.von_mises_fisher(grid, kappa=1.5, center=center)
-    rate = dissipation(start, noise=HALF, potential=height, field=field)
+    rate = free_energy_rate(start, noise=HALF, potential=height, field=field)
     assert rate.relaxation < 0
     assert abs(rate.swirl_work) > 0.01
     assert abs(rate.swirl_expansion) > 0.01
@@ -78,8 +78,8 @@ def test_a_swirl_can_raise_the_free_energy() -> None:
     gibbs = Density.von_mises_fisher(SphereGrid(degree=20), kappa=2.0)
     field = lambda x: right(x) + 3 * swirl(x)  # noqa: E731
     first = free_energy(gibbs, noise=HALF, potential=height)
-    assert dissipation(gibbs, noise=HALF, potential=height).total == pytest.approx(0, abs=1e-12)
-    assert dissipation(gibbs, noise=HALF, potential=height, field=field).relaxation == pytest.approx(0, abs=1e-12)
+    assert free_energy_rate(gibbs, noise=HALF, potential=height).total == pytest.approx(0, abs=1e-12)
+    assert free_energy_rate(gibbs, noise=HALF, potential=height, field=field).relaxation == pytest.approx(0, abs=1e-12)
     later = evolve(field, gibbs, times=[0.5], noise=HALF, tol=1e-6)[0]
     assert free_energy(later, noise=HALF, potential=height) > first + 0.05
 
@@ -87,7 +87,7 @@ def test_a_swirl_can_raise_the_free_energy() -> None:
 def test_a_rotation_about_the_axis_changes_nothing() -> None:
     gibbs = Density.von_mises_fisher(SphereGrid(degree=16), kappa=2.0)
     turning = lambda x: right(x) + torch.stack([0 * x[..., 0], -x[..., 2], x[..., 1]], -1)  # noqa: E731
-    rate = dissipation(gibbs, noise=HALF, potential=height, field=turning)
+    rate = free_energy_rate(gibbs, noise=HALF, potential=height, field=turning)
     assert abs(rate.total) < 1e-12
 
 
@@ -97,7 +97,7 @@ def test_a_mlp_with_its_helmholtz_split() -> None:
     mlp = hs.MLP(w_in=w_in, w_out=w_out / 2, activation=Tanh())
     start = Density.von_mises_fisher(SphereGrid(degree=20), kappa=1.0)
     split = hs.fields.helmholtz(mlp)
-    rate = dissipation(start, noise=HALF, potential=split, field=mlp)
+    rate = free_energy_rate(start, noise=HALF, potential=split, field=mlp)
     assert rate.total == pytest.approx(derivative(mlp, start, HALF, potential=split), abs=1e-4 * abs(rate.total))
 
 
@@ -107,7 +107,7 @@ def test_usa_descends_its_free_energy(grid: Grid, beta: float) -> None:
     field = hs.USA(beta=beta, value=-0.5 * torch.eye(grid.dim)) if beta else hs.USA(beta=0.0)
     start = Density.von_mises_fisher(grid, kappa=1.0)
     noise = IsotropicNoise(0.1)
-    rate = dissipation(start, noise=noise, field=field)
+    rate = free_energy_rate(start, noise=noise, field=field)
     assert rate.total == rate.relaxation < 0
     assert rate.total == pytest.approx(derivative(field, start, noise, field=field), rel=1e-5)
 
@@ -133,11 +133,14 @@ def test_energies_of_uniform_densities_and_of_clouds() -> None:
     ("call", "message"),
     [
         (lambda: free_energy(START, noise=HALF, field=hs.SA(beta=1.0)), "SA with noise has no free energy in the flat"),
-        (lambda: dissipation(START, noise=HALF, field=hs.SA(beta=1.0)), "SA with noise has no free energy in the flat"),
+        (
+            lambda: free_energy_rate(START, noise=HALF, field=hs.SA(beta=1.0)),
+            "SA with noise has no free energy in the flat",
+        ),
         (lambda: free_energy(START, noise=HALF), "by potential= or by field=USA.*, but neither is given"),
         (lambda: free_energy(START, noise=HALF, field=hs.USA(beta=1.0), potential=height), "but both are given"),
         (lambda: free_energy(START, noise=HALF, field=right), "field is .*, but it must be USA: a force needs its pot"),
-        (lambda: dissipation(START, noise=HALF, field=hs.USA(beta=1.0), potential=height), "must be a force"),
+        (lambda: free_energy_rate(START, noise=HALF, field=hs.USA(beta=1.0), potential=height), "must be a force"),
         (lambda: free_energy(START, noise=MatrixNoise(torch.eye(2)), potential=height), "the same noise everywhere"),
         (lambda: free_energy("rho", noise=HALF, potential=height), "density is 'rho', but it must be a Density"),
         (lambda: free_energy(START, noise=HALF, potential=3), "potential is 3, but it must be a Potential"),
@@ -153,3 +156,10 @@ def test_energies_of_uniform_densities_and_of_clouds() -> None:
 def test_bad_input(call: object, message: str) -> None:
     with pytest.raises(hs.HelmscopeError, match=message):
         call()  # type: ignore[operator]
+
+
+def test_noise_is_a_number_or_an_object() -> None:
+    for function in (free_energy, free_energy_as_printed, lambda *a, **k: free_energy_rate(*a, **k).total):
+        assert function(START, noise=0.5, potential=height) == function(START, noise=HALF, potential=height)
+    with pytest.raises(hs.HelmscopeError, match=r"noise is -0\.5, but it must be a finite number >= 0"):
+        free_energy(START, noise=-0.5, potential=height)

@@ -16,9 +16,9 @@ from helmscope.meanfield import (
     attention_blow_up_time,
     evolve_attention_gaussian,
     evolve_gaussian,
-    gaussian_dissipation,
     gaussian_entropy_rate,
     gaussian_free_energy,
+    gaussian_free_energy_rate,
     stationary_gaussian,
 )
 from helmscope.types import Status
@@ -44,7 +44,7 @@ def test_known_digits() -> None:
     rate = gaussian_entropy_rate(ou, drift=-matrix([1.0, 0.5], [0.0, 2.0]), diffusion=matrix([1.0, 0.0], [0.0, 2.0]))
     assert rate.total == pytest.approx(-1 / 7, abs=1e-15)
     stiff, swirl = matrix([2.0, 0.3], [0.3, 1.0]), matrix([0.0, 1.5], [-1.5, 0.0])
-    fall = gaussian_dissipation(Gaussian(torch.zeros(2), COV), drift=swirl - stiff, nu=0.4)
+    fall = gaussian_free_energy_rate(Gaussian(torch.zeros(2), COV), drift=swirl - stiff, nu=0.4)
     assert fall.relaxation == pytest.approx(-3.116739130434783, abs=1e-14)
     assert fall.total == pytest.approx(-3.0417391304347827, abs=1e-14)
     found = stationary_gaussian(drift=-matrix([1.0, 0.5], [0.5, 2.0]), diffusion=matrix([1.0, 0.0], [0.0, 4.0]))
@@ -96,7 +96,7 @@ def test_rates_are_derivatives() -> None:
     energies = [gaussian_free_energy(law, stiffness=stiffness, nu=nu) for law in path]
     energy = sum(w * value for w, value in zip(weights, energies, strict=True)) / (12 * h)
     assert gaussian_entropy_rate(START, drift=DRIFT, diffusion=nu).total == pytest.approx(entropy, abs=1e-9)
-    assert gaussian_dissipation(START, drift=DRIFT, nu=nu).total == pytest.approx(energy, abs=1e-9)
+    assert gaussian_free_energy_rate(START, drift=DRIFT, nu=nu).total == pytest.approx(energy, abs=1e-9)
 
 
 def test_a_tilted_gaussian_has_the_mean_that_the_flow_uses() -> None:
@@ -166,7 +166,10 @@ def test_attention_with_noise_and_other_values_by_another_integrator() -> None:
             "beta is -1.0, but it must be a finite",
         ),
         (lambda: gaussian_free_energy(START, stiffness=DRIFT, nu=1.0), "stiffness differs from its transpose"),
-        (lambda: gaussian_dissipation(START, drift=DRIFT, nu=-1.0), "nu is -1.0, but it must be a finite number >= 0"),
+        (
+            lambda: gaussian_free_energy_rate(START, drift=DRIFT, nu=-1.0),
+            "nu is -1.0, but it must be a finite number >= 0",
+        ),
     ],
 )
 def test_bad_input(call: object, message: str) -> None:

@@ -10,7 +10,7 @@ import torch
 from scipy.linalg import expm
 from scipy.optimize import minimize
 
-from helmscope.meanfield import gaussian_jko_step
+from helmscope.meanfield import Gaussian, gaussian_jko_step
 from helmscope.transport import gaussian_w2
 from helmscope.types import HelmscopeError
 
@@ -21,18 +21,18 @@ MEAN, CENTER = torch.tensor([[1.0, -2.0, 0.5], [0.2, 0.0, -0.3]], dtype=torch.fl
 
 
 def test_known_digits() -> None:
-    step = gaussian_jko_step(2 * ONE[0], 1.69 * ONE, stiffness=1.5 * ONE, nu=0.4, tau=0.1)
-    assert abs(step.mean.item() - 1.7391304347826089) < 1e-15
-    assert abs(math.sqrt(step.covariance.item()) - 1.1604092159529602) < 1e-15
+    step = gaussian_jko_step(Gaussian(2 * ONE[0], 1.69 * ONE), stiffness=1.5 * ONE, nu=0.4, tau=0.1)
+    assert abs(step.gaussian.mean.item() - 1.7391304347826089) < 1e-15
+    assert abs(math.sqrt(step.gaussian.covariance.item()) - 1.1604092159529602) < 1e-15
     assert abs(step.distance - math.hypot(2 - 1.7391304347826089, 1.3 - 1.1604092159529602)) < 1e-14
 
 
 @pytest.mark.parametrize("tau", [0.01, 1.0, 30.0])
 def test_the_gibbs_law_stays(tau: float) -> None:
     gibbs = 0.4 * torch.linalg.inv(STIFFNESS)
-    step = gaussian_jko_step(CENTER, gibbs, stiffness=STIFFNESS, nu=0.4, tau=tau, center=CENTER)
-    assert torch.allclose(step.covariance, gibbs, atol=1e-13)
-    assert torch.allclose(step.mean, CENTER, atol=1e-15)
+    step = gaussian_jko_step(Gaussian(CENTER, gibbs), stiffness=STIFFNESS, nu=0.4, tau=tau, center=CENTER)
+    assert torch.allclose(step.gaussian.covariance, gibbs, atol=1e-13)
+    assert torch.allclose(step.gaussian.mean, CENTER, atol=1e-15)
 
 
 def test_slow_minimization() -> None:
@@ -57,9 +57,9 @@ def test_slow_minimization() -> None:
     start = np.concatenate([MEAN.numpy() * 0.9, 0.9 * torch.linalg.cholesky(COVARIANCE).numpy()[rows, columns]])
     result = minimize(objective, start, jac=True, method="BFGS", options={"gtol": 1e-10})
     mean, covariance = law(torch.from_numpy(result.x))
-    step = gaussian_jko_step(MEAN, COVARIANCE, stiffness=STIFFNESS, nu=nu, tau=tau, center=CENTER)
-    assert float((step.mean - mean).abs().max()) < 1e-7
-    assert float((step.covariance - covariance).abs().max()) < 1e-7
+    step = gaussian_jko_step(Gaussian(MEAN, COVARIANCE), stiffness=STIFFNESS, nu=nu, tau=tau, center=CENTER)
+    assert float((step.gaussian.mean - mean).abs().max()) < 1e-7
+    assert float((step.gaussian.covariance - covariance).abs().max()) < 1e-7
 
 
 def test_order_one_against_the_exact_flow() -> None:
@@ -68,33 +68,32 @@ def test_order_one_against_the_exact_flow() -> None:
     exact = gibbs + decay @ (COVARIANCE - gibbs) @ decay.mT
     errors = []
     for count in (8, 16, 32):
-        mean, covariance = MEAN, COVARIANCE
+        law = Gaussian(MEAN, COVARIANCE)
         for _ in range(count):
-            mean, covariance, _ = gaussian_jko_step(mean, covariance, stiffness=STIFFNESS, nu=nu, tau=time / count)
-        errors.append([float((mean - decay @ MEAN).norm()), float((covariance - exact).norm())])
+            law = gaussian_jko_step(law, stiffness=STIFFNESS, nu=nu, tau=time / count).gaussian
+        errors.append([float((law.mean - decay @ MEAN).norm()), float((law.covariance - exact).norm())])
     slopes = np.log2(np.array(errors[:-1]) / np.array(errors[1:]))
     assert (np.abs(slopes - 1) < 0.1).all()
 
 
 def test_degenerate_and_concave_cases() -> None:
-    """From a point mass, s'^2 = nu tau / (1 + k tau); without noise, s' = s / (1 + k tau), also for k < 0."""
-    step = gaussian_jko_step(ONE[0], 0 * ONE, stiffness=1.5 * ONE, nu=0.4, tau=0.1)
-    assert abs(step.covariance.item() - 0.04 / 1.15) < 1e-15
-    step = gaussian_jko_step(ONE[0], ONE, stiffness=-0.5 * ONE, nu=0.0, tau=1.0)
-    assert abs(step.covariance.item() - 4) < 1e-14
+    """From almost a point mass, s'^2 = nu tau / (1 + k tau); without noise, s' = s / (1 + k tau), also for k < 0."""
+    step = gaussian_jko_step(Gaussian(ONE[0], 1e-30 * ONE), stiffness=1.5 * ONE, nu=0.4, tau=0.1)
+    assert abs(step.gaussian.covariance.item() - 0.04 / 1.15) < 1e-15
+    step = gaussian_jko_step(Gaussian(ONE[0], ONE), stiffness=-0.5 * ONE, nu=0.0, tau=1.0)
+    assert abs(step.gaussian.covariance.item() - 4) < 1e-14
 
 
 def test_bad_input() -> None:
     for options, message in (
         ({"tau": 0.0}, "tau is 0"),
         ({"nu": -1.0}, "nu is -1"),
-        ({"mean": MEAN[:2]}, "covariance has shape"),
-        ({"center": MEAN[:2]}, "center has shape"),
-        ({"mean": [1.0]}, "mean is"),
-        ({"stiffness": STIFFNESS + torch.triu(torch.ones(3, 3), 1)}, "stiffness is not symmetric"),
-        ({"covariance": -COVARIANCE}, "covariance has a negative eigenvalue"),
+        ({"gaussian": MEAN}, "gaussian is"),
+        ({"center": MEAN[:2]}, "center is .* of length 3"),
+        ({"stiffness": STIFFNESS + torch.triu(torch.ones(3, 3), 1)}, "stiffness differs from its transpose"),
+        ({"stiffness": STIFFNESS[:2]}, "stiffness is .* matrix"),
         ({"stiffness": -STIFFNESS, "tau": 1.0}, "must be below 0.4"),
     ):
-        given = {"mean": MEAN, "covariance": COVARIANCE, "stiffness": STIFFNESS, "nu": 0.4, "tau": 0.1, **options}
+        given = {"gaussian": Gaussian(MEAN, COVARIANCE), "stiffness": STIFFNESS, "nu": 0.4, "tau": 0.1, **options}
         with pytest.raises(HelmscopeError, match=message):
-            gaussian_jko_step(given.pop("mean"), given.pop("covariance"), **given)
+            gaussian_jko_step(given.pop("gaussian"), **given)

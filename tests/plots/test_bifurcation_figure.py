@@ -86,14 +86,26 @@ def test_a_branch_is_exact_for_a_square_root():
     assert stable_branch(nu, np.where(nu < 0.12, 0.7, 0), 0.12, 0.5)[1][[0, -1]].tolist() == [0.7, 0.5]
 
 
-def test_both_states_are_shaded_only_between_betas_with_a_fold():
-    def shaded(folds):
-        plane = bifurcation_figure(made_up([0.2] * 3, folds)).axes[1]
-        (region,) = (each for each in plane.collections if each.get_label() == "both stable")
-        return [path.get_extents().intervalx.tolist() for path in region.get_paths()]
+def test_both_states_are_visible_between_nu_c_and_the_fold_at_every_beta():
+    """Of two betas the second has a fold: the region is a wedge of visible width, inside the frame."""
+    plane = bifurcation_figure(made_up([0.2, 0.2], [0.2, 0.28])).axes[1]
+    (region,) = (each for each in plane.collections if each.get_label() == "both stable")
+    (path,) = region.get_paths()
+    assert path.get_extents().intervalx.tolist() == [1.0, 2.0]
+    assert path.get_extents().intervaly == pytest.approx([0.2, 0.28])
+    assert lines(plane, "fold")[0] == pytest.approx(np.array([[1.0, 0.2], [2.0, 0.28]]))
+    left, right = plane.get_xlim()
+    assert left < 0.95
+    assert right > 2.05
 
-    assert shaded([0.2, 0.28, 0.28]) == [[2.0, 3.0]]
-    assert shaded([0.2, 0.2, 0.28]) == [[3.0, 3.0]]  # nothing is known between 2 and 3
+
+def test_the_unstable_branch_leads_from_nu_c_to_the_fold():
+    diagram = bifurcation_diagram(USA, betas=[1.0, 3.0], nus=[0.6, 0.8], dim=3)
+    (branch,) = lines(plot(diagram).axes[0], "_unstable")
+    branch = branch[np.isfinite(branch[:, 0])]
+    assert branch[0] == pytest.approx([float(diagram.critical_nu[1]), 0])
+    assert branch[-1] == pytest.approx([float(diagram.fold_nu[1]), float(diagram.fold_order[1])])
+    assert (np.diff(branch, axis=0) > 0).all()
 
 
 def test_other_datasets_are_refused():
@@ -107,14 +119,14 @@ def usa():
     return evolve(USA(beta=1.0), start, times=np.linspace(0, 2, 21), noise=IsotropicNoise(0.1))
 
 
-def test_the_free_energy_is_drawn_with_its_dissipation(usa):
+def test_the_free_energy_is_drawn_with_its_rate(usa):
     measured = density_overview(usa)
     energy, rate = plot(measured, title="USA").axes
     assert np.array_equal(energy.lines[0].get_ydata(), measured.free_energy.values[:, 0])
-    (dissipation,), (differences,) = lines(rate, "dissipation"), lines(rate, "differences of F")
-    assert np.array_equal(dissipation[:, 1], -measured.free_energy_rate.values[:, 0])
+    (formula,), (differences,) = lines(rate, "by its formula"), lines(rate, "differences of F")
+    assert np.array_equal(formula[:, 1], -measured.free_energy_rate.values[:, 0])
     # a difference over 0.1 is the rate at its middle up to h^2 / 24 times its second derivative
-    assert differences[:, 1] == pytest.approx(np.interp(differences[:, 0], *dissipation.T), rel=2e-3)
+    assert differences[:, 1] == pytest.approx(np.interp(differences[:, 0], *formula.T), rel=2e-3)
 
 
 def test_single_variables_of_an_overview_are_curves(usa):

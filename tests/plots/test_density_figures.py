@@ -144,7 +144,7 @@ def test_a_path_of_one_time_has_curves_only_and_one_of_none_is_refused():
     start = Density.von_mises_fisher(CircleGrid(degree=16), kappa=2.0)
     unresolved = evolve(SA(beta=2.0), start, times=[50.0])
     assert len(unresolved) == 0
-    with pytest.raises(HelmscopeError, match=r"path has no times to draw, because .* too concentrated"):
+    with pytest.raises(HelmscopeError, match=r"path has no times to draw, because .* no longer resolves"):
         density_path_figure(unresolved)
 
 

@@ -52,7 +52,7 @@ def test_a_terminal_event_ends_a_system_at_the_closed_form(stepper):
     assert sim.outcome.times == (sim.event_times[0].item(),)
     assert not sim.outcome.ok
     assert not sim.outcome.failed
-    assert str(sim.outcome).startswith(f"system 0: ended by a terminal event at t={expected:.6g}")
+    assert str(sim.outcome).startswith(f"ended by a terminal event at t={expected:.6g}")
 
 
 def test_terminal_events_of_another_program():

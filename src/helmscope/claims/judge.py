@@ -201,15 +201,14 @@ def _sentences(
     printed: PrintedStatement | None,
     few_replicates: bool,
 ) -> Iterator[str]:
-    """Failed controls; each condition with its interval and basis; the remark; what the source prints."""
+    """Failed controls; each condition by name, with its interval and basis; the remark; what the source prints."""
     failed = [control for control in controls if not control.as_expected]
     if failed:
         failures = [f"{control.name}: {control.ruling.value}, expected {control.expectation}" for control in failed]
         yield f"A control failed, so there is no ruling: {'; '.join(failures)}."
     for condition in conditions:
         shown = ruling if len(conditions) == 1 else condition.ruling
-        name = "" if len(conditions) == 1 else f" ({condition.name})"
-        heading = f"{shown.value[0].upper()}{shown.value[1:]}{name}"
+        heading = f"{shown.value[0].upper()}{shown.value[1:]} ({condition.name})"
         measured = "" if condition.interval is None else f"{interval_text(condition.interval)}, "
         yield f"{heading}: {measured}{condition.basis}."
         if condition.ruling is Ruling.INCONCLUSIVE and condition.replicates_needed is not None:

@@ -10,12 +10,28 @@ from helmscope.cli.options import AllowMixed, AsJson, Jobs, MaxMemory, Nu, OnRay
 
 
 def density(
-    field: Annotated[str, typer.Option(help="sa (softmax), usa (unnormalized) or none (pure diffusion).")] = "sa",
+    field: Annotated[
+        str, typer.Option(help="sa (softmax), usa (unnormalized), force (Fokker-Planck) or none (pure diffusion).")
+    ] = "sa",
     beta: Annotated[float | None, typer.Option(help="Inverse temperature [default: 4].")] = None,
     value: Annotated[
         float | None, typer.Option(help="Value matrix V = value * I; negative values repel [default: 1].")
     ] = None,
+    height: Annotated[
+        float | None,
+        typer.Option(help="Height h of the force's potential U = h <x, e>, e the first axis [default: 1]."),
+    ] = None,
+    swirl: Annotated[
+        float | None, typer.Option(help="Speed of the force's rotation from the first axis to the second [default: 0].")
+    ] = None,
     nu: Nu = 0.1,
+    nu_axis: Annotated[
+        float | None, typer.Option(help="Strength of the noise along the first axis [default: nu, isotropic noise].")
+    ] = None,
+    process: Annotated[
+        str | None,
+        typer.Option(help="Process of anisotropic noise: chain, stratonovich, ito or divergence [default: chain]."),
+    ] = None,
     start: Annotated[
         str, typer.Option(help="Density at t = 0: uniform with a perturbation, or vmf (von Mises-Fisher).")
     ] = "uniform",
@@ -47,8 +63,8 @@ def density(
     allow_mixed: AllowMixed = False,
     as_json: AsJson = False,
 ) -> None:
-    """Evolve the density of infinitely many tokens under self-attention with noise, the mean-field limit of simulate,
-    and write it to a run folder with measurements and a picture.
+    """Evolve the density of infinitely many tokens under self-attention or a force with noise, the mean-field limit of
+    simulate, and write it to a run folder with measurements and a picture.
     """
     options = locals()
     from helmscope.cli.options import check_plot, make_engine, make_spec, parse_numbers

@@ -83,6 +83,7 @@ def _show_density(result: DensityResult, as_json: bool) -> None:
     path, (status,), (ended,) = result.path, result.outcome.statuses, result.outcome.times
     report: dict[str, Any] = {"folder": str(result.folder.path), "ok": result.ok}
     report |= {"outcome": status.value.format(time=ended), "steps": path.steps, "mass_error": path.mass_error}
+    report["truncation_error"] = path.truncation_error
     report |= {"times": path.times.tolist(), "measured": {}}
     if result.overview is not None:
         measured = result.overview.isel(system=0)

@@ -1,4 +1,4 @@
-"""The density of infinitely many tokens under self-attention with noise, at chosen times."""
+"""The density of infinitely many tokens under self-attention, or a force, with noise, at chosen times."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ if TYPE_CHECKING:
     import xarray as xr
 
     from helmscope.fields.attention import Attention
-    from helmscope.fields.noise import IsotropicNoise
+    from helmscope.fields.noise import Noise
     from helmscope.jobs.cost import Estimate
+    from helmscope.meanfield.axis_force import AxisForce
     from helmscope.meanfield.density import Density
     from helmscope.meanfield.evolve import DensityPath
     from helmscope.meanfield.grid import Grid
@@ -28,13 +29,20 @@ if TYPE_CHECKING:
 DEGREES = {2: 64, 3: 32}  # the default degree, by dimension; 64 for zonal densities
 ZONAL_DEGREE = 64
 ATTENTION_DEFAULTS = {"beta": 4.0, "value": 1.0}
+FORCE_DEFAULTS = {"height": 1.0, "swirl": 0.0}
+PROCESS = "chain"
 START_FIELDS = {"uniform": {"perturbation": 0.1, "mode": 1}, "vmf": {"kappa": 1.0}}
 
 
 class DensitySpec(Spec, frozen=True, kw_only=True, tag="density"):
-    """Spec for the density of infinitely many tokens in dimension ``dim`` under ``field`` (sa, usa, or none for pure
-    diffusion) with V = ``value`` I and isotropic noise of strength ``nu``, with its state at ``times``: a list or
-    "FROM:TO:COUNT".
+    """Spec for the density of infinitely many tokens in dimension ``dim`` under ``field`` with noise, with its state at
+    ``times``: a list or "FROM:TO:COUNT".
+
+    ``field`` is sa or usa with V = ``value`` I, none for pure diffusion, or force (the Fokker-Planck equation):
+    ``height`` h times the gradient of <x, e>, e the first axis, plus a rotation of speed ``swirl`` from the first axis
+    to the second, which zonal densities do not allow. Noise is isotropic of strength ``nu``, or has the strength
+    ``nu_axis`` along e, M = nu I + (nu_axis - nu) e e^T; its ``process`` is then chain, stratonovich, ito or
+    divergence.
 
     ``start`` is uniform with a perturbation, 1 + ``perturbation`` P_k(<x, e>) for the harmonic of degree k = ``mode``
     along the first axis e, or vmf with concentration ``kappa`` around e. The density is a sum of harmonics up to
@@ -53,7 +61,11 @@ class DensitySpec(Spec, frozen=True, kw_only=True, tag="density"):
     field: str = "sa"
     beta: float | None = None
     value: float | None = None
+    height: float | None = None
+    swirl: float | None = None
     nu: float = 0.1
+    nu_axis: float | None = None
+    process: str | None = None
     start: str = "uniform"
     perturbation: float | None = None
     mode: int | None = None
@@ -70,7 +82,11 @@ class DensitySpec(Spec, frozen=True, kw_only=True, tag="density"):
         "field": lambda _, value: names.DENSITY_FIELDS.check(value),
         "beta": optional(number(at_least=0)),
         "value": optional(number()),
+        "height": optional(number()),
+        "swirl": optional(number()),
         "nu": number(at_least=0),
+        "nu_axis": optional(number(at_least=0)),
+        "process": optional(lambda _, value: names.PROCESSES.check(value)),
         "start": lambda _, value: names.DENSITY_STARTS.check(value),
         "perturbation": optional(number()),
         "mode": optional(integer(1)),
@@ -84,10 +100,18 @@ class DensitySpec(Spec, frozen=True, kw_only=True, tag="density"):
     }
 
     def _complete(self) -> None:
-        attends = self.field != names.NONE
-        if not attends and self.nu == 0:
+        attends, forced = self.field not in (names.NONE, names.FORCE), self.field == names.FORCE
+        if self.field == names.NONE and self.nu == 0 and not self.nu_axis:
             raise HelmscopeError("field is 'none' and nu is 0, but then no token moves: set nu, for example nu = 0.1")
         self._complete_options(ATTENTION_DEFAULTS, attends, f"the field '{self.field}' has no attention: omit it")
+        self._complete_options(FORCE_DEFAULTS, forced, f"the field '{self.field}' is not a force: omit it")
+        if self.nu_axis is None and self.process is not None:
+            raise HelmscopeError(
+                f"process is '{self.process}', but it makes a difference for anisotropic noise only: omit it, or set "
+                "nu_axis"
+            )
+        if self.nu_axis is not None and self.process is None:
+            self._set("process", PROCESS)
         for start, options in START_FIELDS.items():
             refusal = f"it belongs to the start '{start}', not to '{self.start}': omit it, or set start to '{start}'"
             self._complete_options(options, self.start == start, refusal)
@@ -102,6 +126,11 @@ class DensitySpec(Spec, frozen=True, kw_only=True, tag="density"):
                 f"dim is {self.dim} and zonal is false, but in more than 3 dimensions only zonal densities can be "
                 "evolved: set zonal to true"
             )
+        if self.zonal and self.swirl:
+            raise HelmscopeError(
+                f"swirl is {self.swirl:g} and zonal is true, but a rotation from the first axis to the second does not "
+                "keep densities zonal: set swirl to 0, or in at most 3 dimensions zonal to false"
+            )
         if self.degree is None:
             self._set("degree", ZONAL_DEGREE if self.zonal else DEGREES[self.dim])
 
@@ -114,27 +143,40 @@ class DensitySpec(Spec, frozen=True, kw_only=True, tag="density"):
             elif not apply and given is not None:
                 raise HelmscopeError(f"{name} is {given:g}, but {refusal}")
 
-    def flow(self) -> Attention | None:
+    def flow(self) -> Attention | AxisForce | None:
         """The field, or None for pure diffusion.
 
         >>> DensitySpec(field="usa", beta=2).flow(), DensitySpec(field="none").flow()
         (USA(beta=2.0), None)
+        >>> DensitySpec(field="force", swirl=0.5).flow()
+        AxisForce(height=1.0, swirl=0.5)
         """
         if self.field == names.NONE:
             return None
+        if self.field == names.FORCE:
+            force: AxisForce = names.DENSITY_FIELDS.load(self.field)(self.height, self.swirl)
+            return force
         attention: Attention = names.DENSITY_FIELDS.load(self.field)(
             self.beta, value=names.value_matrix(1.0 if self.value is None else self.value, self.dim)
         )
         return attention
 
-    def noise(self) -> IsotropicNoise | None:
+    def noise(self) -> Noise | None:
         """The noise, or None.
 
         >>> DensitySpec(nu=0.5).noise(), DensitySpec(nu=0).noise()
         (IsotropicNoise(nu=0.5), None)
+        >>> DensitySpec(nu=0.5, nu_axis=0.1, process="ito").noise()
+        MatrixNoise(diffusion=<2 x 2>, process=Ito())
         """
-        from helmscope.fields.noise import IsotropicNoise
+        import torch
 
+        from helmscope.fields.noise import IsotropicNoise, MatrixNoise
+
+        if self.nu_axis is not None and self.process is not None:
+            diagonal = torch.full((self.dim,), self.nu, dtype=torch.float64, device="cpu")
+            diagonal[0] = self.nu_axis
+            return MatrixNoise(torch.diag(diagonal), process=names.PROCESSES.load(self.process)())
         return IsotropicNoise(self.nu) if self.nu > 0 else None
 
     def grid(self) -> Grid:
@@ -238,6 +280,7 @@ def density_unit(fields: dict[str, Any]) -> xr.Dataset:
             "ended": path.outcome.times[0],
             "steps": path.steps,
             "mass_error": path.mass_error,
+            "truncation_error": path.truncation_error,
         },
         {"time": path.times.numpy()},
     )
@@ -325,4 +368,5 @@ class DensityJob(Job):
             int(data.steps),
             float(data.mass_error),
             torch.tensor(data.log_modes.values.copy()) if "log_modes" in data else None,
+            float(data.truncation_error),
         )

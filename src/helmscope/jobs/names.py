@@ -65,8 +65,21 @@ STARTS = Names(
     },
 )
 NONE = "none"
+FORCE = "force"
 DENSITY_FIELDS = Names(
-    "field", {name: FIELDS.places[name] for name in ("sa", "usa")} | {NONE: ""}, excluded=("sinkhorn",)
+    "field",
+    {name: FIELDS.places[name] for name in ("sa", "usa")}
+    | {FORCE: "helmscope.meanfield.axis_force:AxisForce", NONE: ""},
+    excluded=("sinkhorn",),
+)
+PROCESSES = Names(
+    "process",
+    {
+        "chain": "helmscope.fields.process:LayerNormChain",
+        "stratonovich": "helmscope.fields.process:Stratonovich",
+        "ito": "helmscope.fields.process:Ito",
+        "divergence": "helmscope.fields.process:DivergenceForm",
+    },
 )
 DENSITY_STARTS = Names(
     "start",

@@ -15,6 +15,7 @@ from helmscope.types.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from helmscope.meanfield.attention_potential import attention_potential as attention_potential
+    from helmscope.meanfield.axis_force import AxisForce as AxisForce
     from helmscope.meanfield.basins import SaddleConnection as SaddleConnection
     from helmscope.meanfield.basins import label_basins as label_basins
     from helmscope.meanfield.basins import saddle_connections as saddle_connections
@@ -40,13 +41,13 @@ if TYPE_CHECKING:
     from helmscope.meanfield.forward_equation import ForwardEquation as ForwardEquation
     from helmscope.meanfield.free_energy import FreeEnergyRate as FreeEnergyRate
     from helmscope.meanfield.free_energy import density_interaction_energy as density_interaction_energy
-    from helmscope.meanfield.free_energy import dissipation as dissipation
     from helmscope.meanfield.free_energy import free_energy as free_energy
     from helmscope.meanfield.free_energy import free_energy_as_printed as free_energy_as_printed
+    from helmscope.meanfield.free_energy import free_energy_rate as free_energy_rate
     from helmscope.meanfield.gaussian import Gaussian as Gaussian
-    from helmscope.meanfield.gaussian import gaussian_dissipation as gaussian_dissipation
     from helmscope.meanfield.gaussian import gaussian_entropy_rate as gaussian_entropy_rate
     from helmscope.meanfield.gaussian import gaussian_free_energy as gaussian_free_energy
+    from helmscope.meanfield.gaussian import gaussian_free_energy_rate as gaussian_free_energy_rate
     from helmscope.meanfield.gaussian_flow import GaussianPath as GaussianPath
     from helmscope.meanfield.gaussian_flow import attention_blow_up_time as attention_blow_up_time
     from helmscope.meanfield.gaussian_flow import evolve_attention_gaussian as evolve_attention_gaussian

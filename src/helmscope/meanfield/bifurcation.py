@@ -50,6 +50,7 @@ DISCONTINUOUS = 1e-6  # by which the fold must exceed nu_c, relative to it
 PAST_FOLD = 0.98  # the branch is followed down to this share of nu_c
 CLOSE = 0.002  # to the fold, in the order parameter
 NEGATIVE = 1e-5  # of the largest value: larger negative values are no truncation error
+UNSTABLE = ("unstable_order", "unstable_nu")
 MARGIN = 1.1  # the default degree exceeds by this factor what the most concentrated density needs
 
 
@@ -75,6 +76,9 @@ def bifurcation_diagram(
         fold_nu       the largest nu with a clustered state; nu_c where the transition is continuous
         fold_order    |E x| of that state; 0 where the transition is continuous
         continuous    whether it is
+        unstable_order, unstable_nu
+                      |E x| and nu along the unstable branch from the uniform density at nu_c to the fold, at each
+                      ``point`` that was computed; NaN beyond the last, and where the transition is continuous
 
     Stability of the clustered state is that under zonal perturbations. ``degree`` of the ``ZonalGrid`` defaults to what
     the most concentrated state, at the smallest nu, needs. Raises ``HelmscopeError`` for other fields than SA and USA
@@ -96,8 +100,10 @@ def bifurcation_diagram(
     for index, beta in enumerate(beta_list):
         rows.append(_row(_field_at(field, beta, dim), nu_list, dim, degree))
         report((index + 1) / len(beta_list))
-    stacked = {name: np.array([row[name] for row in rows]) for name in rows[0]}
+    stacked = {name: np.array([row[name] for row in rows]) for name in rows[0] if name not in UNSTABLE}
     axes = {name: ("beta", "nu") if value.ndim == 2 else ("beta",) for name, value in stacked.items()}
+    stacked |= {name: _padded([row[name] for row in rows]) for name in UNSTABLE}
+    axes |= dict.fromkeys(UNSTABLE, ("beta", "point"))
     return xr.Dataset(
         {name: (axes[name], value) for name, value in stacked.items()},
         coords={"beta": beta_list, "nu": nu_list},
@@ -234,11 +240,14 @@ def _row(field: SA | USA, nus: list[float], dim: int, degree: int | None) -> dic
     critical = critical_nu(field, dim=dim)
     growth = [float(growth_rates(field, dim=dim, nu=nu)[1:].max()) for nu in nus]
     order, fold, fold_order = [0.0] * len(nus), critical, 0.0
+    below: tuple[list[float], list[float]] = ([], [])
     if critical > 0:
         grid = ZonalGrid(dim=dim, degree=degree or _needed_degree(field, min(nus[0], PAST_FOLD * critical), dim))
         branch = clustered_branch(field, grid, smallest_nu=nus[0])
         fold, fold_order = branch.fold_nu, branch.fold_order
         order = [_order_at(field, branch, grid, nu) for nu in nus]
+        kept = branch.order < fold_order
+        below = ([*branch.order[kept], fold_order], [*branch.nu[kept], fold])
     continuous = not fold > critical * (1 + DISCONTINUOUS)
     bistable = [rate < 0 < m for rate, m in zip(growth, order, strict=True)]
     return {
@@ -249,7 +258,16 @@ def _row(field: SA | USA, nus: list[float], dim: int, degree: int | None) -> dic
         "fold_nu": critical if continuous else fold,
         "fold_order": 0.0 if continuous else fold_order,
         "continuous": continuous,
+        **dict(zip(UNSTABLE, ([], []) if continuous else below, strict=True)),
     }
+
+
+def _padded(rows: list[list[float]]) -> Float[np.ndarray, "beta point"]:
+    """Rows of different lengths as an array, filled up with NaN."""
+    table = np.full((len(rows), max(map(len, rows))), np.nan)
+    for k, row in enumerate(rows):
+        table[k, : len(row)] = row
+    return table
 
 
 def _order_at(field: SA | USA, branch: Branch, grid: ZonalGrid, nu: float) -> float:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 MASS_TOLERANCE = 1e-6  # of a start that must integrate to 1
 RESOLUTION = 1e-6  # largest misfit of a start, relative to its largest value
+NEGATIVE_MASS = 1e-4  # more of it is no truncation error, and the density has no logarithm
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -32,9 +33,10 @@ class Density(Plottable):
 
     ``density(x)`` is the density with respect to surface area, and ``density.values`` are the values relative to the
     uniform density at the points of the grid. A truncated series may be slightly negative; ``minimum`` and
-    ``negative_mass`` report it. A density with ``log_modes``, the coefficients of log(rho / uniform), is positive: its
-    values are exponentials, and ``modes`` are their coefficients. Raises ``HelmscopeError`` if modes has another shape
-    than the grid needs, or if the total mass is not 1.
+    ``negative_mass`` report it, and what needs log rho raises ``HelmscopeError`` where the latter exceeds 1e-4, as it
+    may for ``modes`` of your own. A density with ``log_modes``, the coefficients of log(rho / uniform), is positive:
+    its values are exponentials, and ``modes`` are their coefficients. Raises ``HelmscopeError`` if modes has another
+    shape than the grid needs, or if the total mass is not 1.
 
     >>> from helmscope.meanfield import CircleGrid
     >>> density = Density.from_function(CircleGrid(degree=8), lambda x: (1 + 0.5 * x[..., 1]) / (2 * math.pi))
@@ -179,7 +181,10 @@ class Density(Plottable):
 
     @property
     def entropy(self) -> float:
-        """H = -int rho log rho, with respect to surface area; points where rho <= 0 are left out."""
+        """H = -int rho log rho, with respect to surface area; points where rho <= 0 are left out. Raises
+        ``HelmscopeError`` if the negative mass is more than 1e-4, the largest truncation error.
+        """
+        check_nonnegative("the density", self)
         values = self.values.clamp(min=0)
         return self.grid.log_area - float(self.grid.mean_of(torch.special.xlogy(values, values)))
 
@@ -203,7 +208,7 @@ class Density(Plottable):
 
         On a ``ZonalGrid`` each point of the meridian is replaced by the 2 (d - 1) points where the axes orthogonal to e
         meet its parallel: exact for polynomials of degree up to 3 in these coordinates, such as the mean and the
-        covariance, but not for e^{beta <x, y>}, for which ``interaction_energy`` of ``meanfield`` uses the series.
+        covariance, but not for e^{beta <x, y>}, for which ``density_interaction_energy`` uses the series.
 
         >>> from helmscope.meanfield import CircleGrid
         >>> points, weights = Density.uniform(CircleGrid(degree=8)).cloud()
@@ -218,10 +223,25 @@ class Density(Plottable):
         return zonal_cloud_points(self.grid), weights.repeat_interleave(copies) / copies
 
     def __repr__(self) -> str:
-        negative = f", negative mass {self.negative_mass:.1g}" if self.negative_mass > 1e-12 else ""
-        return one_line_repr(
-            f"Density on S^{self.grid.dim - 1}, degree {self.grid.degree}: |mean| {float(self.mean.norm()):.4g}, "
-            f"entropy {self.entropy:.4g}{negative}"
+        words = [f"|mean| {float(self.mean.norm()):.4g}"]
+        if self.negative_mass <= NEGATIVE_MASS:
+            words.append(f"entropy {self.entropy:.4g}")
+        if self.negative_mass > 1e-12:
+            words.append(f"negative mass {self.negative_mass:.1g}")
+        return one_line_repr(f"Density on S^{self.grid.dim - 1}, degree {self.grid.degree}: {', '.join(words)}")
+
+
+def check_nonnegative(name: str, density: Density) -> None:
+    """Raise ``HelmscopeError`` if a density is negative by more than truncation errors, so that it has no logarithm.
+
+    >>> from helmscope.meanfield import CircleGrid
+    >>> check_nonnegative("start", Density.uniform(CircleGrid(degree=8)))
+    """
+    negative = density.negative_mass
+    if not negative <= NEGATIVE_MASS:
+        raise HelmscopeError(
+            f"{name} has the negative mass {negative:.3g}, but a density must be at least 0: at most {NEGATIVE_MASS:g} "
+            "counts as truncation error"
         )
 
 

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from helmscope.fields.attention import SA, USA
+from helmscope.fields.attention import SA, USA, Attention
 from helmscope.fields.field import Field, StateSpace
+from helmscope.fields.lowrank import LowRank
 from helmscope.geometry.arithmetic import full_precision
 from helmscope.meanfield.attention_sums import attention_sums
 from helmscope.meanfield.density import zonal_cloud_points
@@ -149,11 +150,17 @@ class ForceDrift(Drift):
 @dataclass(frozen=True, eq=False)
 class CloudDrift(Drift):
     """Any other field: its velocity at the points of the grid, as tokens weighted by the density (negative weights are
-    clipped).
+    clipped). Raises ``HelmscopeError`` if the degree of the grid is too small for the kernel of one of its heads, of
+    which e^{beta ||B|| <x, y>} is the narrowest possible.
     """
 
     grid: Grid
     field: Field
+
+    def __post_init__(self) -> None:
+        for head in _heads(self.field):
+            size = _sharpness(head)
+            self.grid.check_kernel(size, f"the kernel of {head.name} with beta ||query_key|| = {size:g}")
 
     @full_precision
     def components(
@@ -178,7 +185,8 @@ def drift_of(field: Field, grid: Grid) -> Drift:
         raise HelmscopeError(
             f"field has parameters with the batch axes {tuple(field.batch)}, but a density has one system only"
         )
-    if field.attends and not field.exchangeable:
+    heads = _heads(field)
+    if (field.attends or heads) and not field.exchangeable:
         raise HelmscopeError(
             f"field is {field}, but the equation of a density needs tokens without an order: no causal mask, bias or "
             "positions"
@@ -186,22 +194,54 @@ def drift_of(field: Field, grid: Grid) -> Drift:
     if isinstance(field, SA | USA) and field.unit_beta is not None and field.value_scale is not None:
         return AttentionDrift.of(field, grid)
     field.check_size(grid.points[None])
-    if _acts_on_single_points(field, grid.points):
+    if not field.attends and not heads and _acts_on_single_points(field, grid.points):
         return ForceDrift(grid, field)
     if isinstance(grid, ZonalGrid):
         raise HelmscopeError(
             f"field is {field}, but on a ZonalGrid attention must be SA or USA with multiples of I for query_key and "
-            "value: use CircleGrid or SphereGrid"
+            f"value: {instead_of_zonal(grid)}"
         )
     if not field.takes_weights:
         raise HelmscopeError(f"field is {field.name}, which takes no weights, but a density is a weighted cloud")
     return CloudDrift(grid, field)
 
 
+def _heads(field: Field) -> list[Attention]:
+    """The heads of attention that a field contains, at any depth."""
+    if isinstance(field, Attention):
+        return [field]
+    parts = [getattr(field, name) for name in field.parts]
+    inner = [each for part in parts for each in ([part] if isinstance(part, Field) else part)]
+    return [head for each in inner if isinstance(each, Field) for head in _heads(each)]
+
+
+@full_precision
+def _sharpness(head: Attention) -> float:
+    """|beta| ||B||, the largest size of a logit between unit vectors; 0 for ``Hardmax``, which has no kernel."""
+    if not head.continuous:
+        return 0.0
+    factor, matrix = float(torch.as_tensor(head.logit_factor).abs().max()), head.query_key
+    if matrix is None:
+        return factor
+    dense = matrix.dense() if isinstance(matrix, LowRank) else matrix
+    return factor * float(torch.linalg.matrix_norm(dense.detach().double(), 2).max())
+
+
+def instead_of_zonal(grid: ZonalGrid) -> str:
+    """What can be done where a density does not stay zonal, in words.
+
+    >>> instead_of_zonal(ZonalGrid(dim=3, degree=2)), instead_of_zonal(ZonalGrid(dim=8, degree=2))
+    ('use SphereGrid', 'simulate particles with hs.integrate, since no grid has all densities on S^7')
+    """
+    if grid.dim <= 3:
+        return "use CircleGrid" if grid.dim == 2 else "use SphereGrid"
+    return f"simulate particles with hs.integrate, since no grid has all densities on S^{grid.dim - 1}"
+
+
 @full_precision
 def _acts_on_single_points(field: Field, points: Tensor) -> bool:
-    """Whether the velocities of a few points are the same when they come one at a time."""
-    sample = points[:: max(1, len(points) // 5)][:5]
+    """Whether the velocities of a few points, some of them neighbors, are the same when they come one at a time."""
+    sample = torch.cat([points[:: max(1, len(points) // 5)][:5], points[1:3]])
     together = field.velocity(sample[None])[0]
     alone = field.velocity(sample[:, None])[:, 0]
     return bool(((together - alone).abs() <= 1e-12 * (1 + together.abs().max())).all())
@@ -228,5 +268,5 @@ def check_zonal_vectors(grid: ZonalGrid, vectors_at: Callable[[Tensor], Tensor],
     if not float((tangential - wanted).abs().max()) <= NOT_ZONAL * max(size, float(tangential.abs().max())):
         raise HelmscopeError(
             f"{name} does not point along the meridians with a size that depends on the first coordinate only, but on "
-            "a ZonalGrid it must: use CircleGrid or SphereGrid"
+            f"a ZonalGrid it must: {instead_of_zonal(grid)}"
         )

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from helmscope.geometry.arithmetic import full_precision
-from helmscope.meanfield.density import Density
+from helmscope.meanfield.density import Density, check_nonnegative
 from helmscope.meanfield.forward_equation import ForwardEquation
 from helmscope.types import HelmscopeError, check_real, short_repr
 
@@ -65,7 +65,7 @@ def entropy_rate(density: Density, field: object = None, noise: Noise | None = N
     >>> entropy_rate(density, noise=IsotropicNoise(0.5)).total  # nu (d - 1) kappa A_d(kappa)
     1.074629...
     """
-    density, t = check_density(density), check_real("t", t)
+    density, t = check_log_density(density), check_real("t", t)
     equation, gradient = ForwardEquation.of(field, density.grid, noise), density.grid.gradient(density.modes)
     drift = -_mean_product(density, equation.drift.components(density.modes, t, density.values), gradient)
     process = 0.0 if equation.correction is None else -_mean_product(density, equation.correction, gradient)
@@ -82,7 +82,7 @@ def fisher_information(density: Density, noise: Noise | None = None) -> float:
     >>> fisher_information(Density.von_mises_fisher(SphereGrid(degree=24), kappa=2.0))
     2.14925...
     """
-    density = check_density(density)
+    density = check_log_density(density)
     if noise is None:
         return mean_square(density, density.grid.gradient(density.modes))
     return _fisher(density, ForwardEquation.of(None, density.grid, noise))
@@ -112,6 +112,19 @@ def check_density(density: object) -> Density:
             f"density is {short_repr(density)}, but it must be a Density such as Density.uniform(grid)"
         )
     return density
+
+
+def check_log_density(density: object) -> Density:
+    """``check_density`` where log rho is needed; raises ``HelmscopeError`` also if it is negative by more than
+    truncation errors.
+
+    >>> from helmscope.meanfield import CircleGrid
+    >>> check_log_density(Density.uniform(CircleGrid(degree=8))).minimum
+    1.0
+    """
+    checked = check_density(density)
+    check_nonnegative("density", checked)
+    return checked
 
 
 @full_precision

@@ -46,7 +46,7 @@ def integrate_etd(
     tol: float,
     max_steps: int,
     after_step: Callable[[Tensor], Tensor] = lambda y: y,
-    stop: Callable[[Tensor], Status | None] = lambda y: None,
+    stop: Callable[[Tensor, float], Status | None] = lambda y, t: None,
     progress: Progress = lambda share: None,
 ) -> EtdResult:
     """States at increasing ``times`` >= 0 from the state at t = 0.
@@ -91,7 +91,7 @@ def integrate_etd(
             factor = 1.0 if 1 <= factor < KEPT else factor  # the factors of the next step are then known
             y, t = after_step(after), target if clipped else t + step
             h = max(h, step * factor) if clipped else step * factor
-            status = stop(y)
+            status = stop(y, t)
             if status is not None:
                 return EtdResult(states, status, t, steps)
             now = rate(y, t)

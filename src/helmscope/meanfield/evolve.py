@@ -12,10 +12,11 @@ import torch
 
 from helmscope.fields.field import Field, as_field
 from helmscope.fields.noise import Noise
-from helmscope.meanfield.density import Density
+from helmscope.meanfield.density import Density, check_nonnegative
 from helmscope.meanfield.etd import integrate_etd
 from helmscope.meanfield.forward_equation import ForwardEquation, density_modes
 from helmscope.meanfield.grid import Grid
+from helmscope.meanfield.log_truncation import LogTruncation
 from helmscope.runs.bar import shows_progress
 from helmscope.types import (
     HelmscopeError,
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     from helmscope.types.progress import ProgressOption
 
 UNRESOLVED = 1e-4  # share of the norm of a density in the upper quarter of the degrees
-NEGATIVE = 1e-4  # largest negative mass of a start
+ACCURATE = 1e3  # largest error of a truncated logarithm, in units of the error of one step
 FLOOR = 1e-12  # smallest relative density of a start whose logarithm is taken
 
 
@@ -47,9 +48,11 @@ FLOOR = 1e-12  # smallest relative density of a start whose logarithm is taken
 class DensityPath(Plottable):
     """A density over time: the coefficients at chosen times, and how the integration ended.
 
-    ``path[k]`` is the density at ``times[k]``. ``mass_error`` is the largest deviation of the total mass from 1 that
-    was corrected in a step, and ``steps`` counts the steps. Densities after the end of a run that stopped early are
-    missing: ``path`` is then shorter than the requested times.
+    ``path[k]`` is the density at ``times[k]``. ``steps`` counts the steps. Where the logarithm was evolved,
+    ``mass_error`` is the deviation of the total mass from 1 that was corrected, summed over all steps, and
+    ``truncation_error`` the largest estimate of the error in L1 that the truncated series of the logarithm has caused;
+    otherwise mass is kept to rounding, and both are 0. Densities after the end of a run that stopped early are missing:
+    ``path`` is then shorter than the requested times.
 
     >>> from helmscope.fields.attention import SA
     >>> from helmscope.meanfield import CircleGrid
@@ -67,6 +70,7 @@ class DensityPath(Plottable):
     steps: int
     mass_error: float
     log_modes: Float[Tensor, "time modes"] | None = None  # of the logarithm, if that was evolved
+    truncation_error: float = 0.0
 
     def __len__(self) -> int:
         return len(self.times)
@@ -126,12 +130,15 @@ def evolve(
 
     ``field`` is an attention field (the continuity equation, with noise the McKean-Vlasov equation), an MLP or a
     function of points (with noise the Fokker-Planck equation, drift P f), a Block, or None for no drift. Steps are
-    exponential Runge-Kutta steps of order 4 with local error ``tol``. Mass is kept to rounding. With ``positive`` the
-    logarithm of the density is evolved, so that it stays positive, and concentrated densities need fewer harmonics; the
-    start must then be positive.
+    exponential Runge-Kutta steps of order 4 with local error ``tol``. Mass is kept to rounding.
+
+    With ``positive`` the logarithm of the density is evolved, so that it is positive, and accurate where it is far
+    below its largest value; the start must then be positive. The logarithm often needs more harmonics than the density.
 
     The run ends early, with a status that names the remedy, if the density is no longer resolved by the grid, as when
-    attention without noise forms clusters. Raises ``HelmscopeError`` for bad input.
+    attention without noise forms clusters: where the upper quarter of the degrees has more than 1e-4 of the norm, and
+    with ``positive`` also where the truncation has caused an estimated error of more than 1,000 ``tol`` in L1. Raises
+    ``HelmscopeError`` for bad input.
 
     >>> from helmscope.fields.noise import IsotropicNoise
     >>> from helmscope.meanfield import SphereGrid
@@ -142,26 +149,26 @@ def evolve(
     """
     if not isinstance(start, Density):
         raise HelmscopeError(f"start is {short_repr(start)}, but it must be a Density such as Density.uniform(grid)")
-    if start.negative_mass > NEGATIVE:
-        raise HelmscopeError(
-            f"start has the negative mass {start.negative_mass:.3g}, but a density must be at least 0: at most "
-            f"{NEGATIVE:g} counts as truncation error"
-        )
+    check_nonnegative("start", start)
     grid, wanted = start.grid, _check_times(times)
     tol, max_steps = check_real("tol", tol, above=0), check_integer("max_steps", max_steps, at_least=1)
     equation = ForwardEquation.of(field, grid, noise)
-    report, errors = check_progress(progress), [0.0]
+    report, corrections, errors = check_progress(progress), [0.0], [0.0]
     state = _log_start(start) if positive else start.modes / start.modes[0]
+    drift = None if field is None else as_field(field)
+    truncation = LogTruncation.of(equation, drift, noise) if positive else None
 
     def restore_mass(y: Tensor) -> Tensor:
         if not positive:
             return y
         mass = float(grid.mean_of(grid.synthesize(y).exp()))
-        errors.append(abs(mass - 1))
+        corrections.append(abs(mass - 1))
         return torch.cat([y[:1] - math.log(mass), y[1:]])
 
-    def stop(y: Tensor) -> Status | None:
-        return None if is_resolved(grid, y) else Status.UNRESOLVED
+    def stop(y: Tensor, t: float) -> Status | None:
+        if truncation is not None:
+            errors.append(truncation.advance(y, t))
+        return None if is_resolved(grid, y) and errors[-1] <= ACCURATE * tol else Status.UNRESOLVED
 
     result = integrate_etd(
         equation.log_rate if positive else equation.rate,
@@ -182,8 +189,8 @@ def evolve(
         states = modes / modes[:, :1]
     outcome = Outcome((result.status,), (result.time,))
     times_reached = torch.tensor(wanted[:reached], dtype=torch.float64, device="cpu")
-    drift = None if field is None else as_field(field)
-    return DensityPath(grid, times_reached, states, outcome, drift, noise, result.steps, max(errors), log_modes)
+    totals = (result.steps, sum(corrections), log_modes, max(errors))
+    return DensityPath(grid, times_reached, states, outcome, drift, noise, *totals)
 
 
 def is_resolved(grid: Grid, modes: Float[Tensor, " modes"]) -> bool:

@@ -19,6 +19,7 @@ every step.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,7 +27,7 @@ import torch
 from helmscope.fields.field import Field, as_field
 from helmscope.fields.noise import DivergenceForm, IsotropicNoise, Noise
 from helmscope.geometry.arithmetic import full_precision
-from helmscope.meanfield.drift import Drift, check_zonal_vectors, drift_of
+from helmscope.meanfield.drift import Drift, check_zonal_vectors, drift_of, instead_of_zonal
 from helmscope.meanfield.grid import Grid
 from helmscope.meanfield.zonal_grid import ZonalGrid
 from helmscope.types import HelmscopeError, short_repr
@@ -121,10 +122,10 @@ class ForwardEquation:
         >>> equation.rate(Density.uniform(equation.grid).modes, 0.0)[4]  # 2 sin 2t, in the basis sqrt 2 sin 2t
         tensor(1.4142, dtype=torch.float64)
         """
-        flux = self.grid.synthesize(modes)[..., None] * self.velocity(modes, t)
-        if self.excess is not None:
-            flux = flux - torch.einsum("mck,...mk->...mc", self.excess, self.grid.gradient(modes))
-        return -self.grid.divergence(flux)
+        if self.excess is None:
+            return -self.grid.divergence(self.grid.synthesize(modes)[..., None] * self.velocity(modes, t))
+        values, gradient = self.grid.value_and_gradient(modes)
+        return -self.grid.divergence(values[..., None] * self.velocity(modes, t) - self._excess_times(gradient))
 
     @full_precision
     def log_rate(self, log_modes: Float[Tensor, " modes"], t: float) -> Float[Tensor, " modes"]:
@@ -135,15 +136,25 @@ class ForwardEquation:
         >>> equation.log_rate(torch.zeros(5, dtype=torch.float64), 0.0)[4]  # of the uniform density: that of rho
         tensor(1.4142, dtype=torch.float64)
         """
-        grid, gradient = self.grid, self.grid.gradient(log_modes)
-        values = grid.synthesize(log_modes).exp()
-        velocity = self.velocity(grid.analyze(values), t, values)
-        diffusion = self.nu * gradient
-        spread = torch.zeros_like(gradient)
+        log_values, gradient = self.grid.value_and_gradient(log_modes)
+        values = log_values.exp()
+        flux = -self.velocity(self.grid.analyze(values), t, values)
         if self.excess is not None:
-            spread = torch.einsum("mck,...mk->...mc", self.excess, gradient)
-        pointwise = (gradient * (diffusion + spread - velocity)).sum(-1)
-        return grid.analyze(pointwise) + grid.divergence(spread - velocity)
+            flux = flux + self._excess_times(gradient)
+        pointwise = (gradient * (self.nu * gradient + flux)).sum(-1)
+        return self.grid.analyze_with_divergence(pointwise, flux)
+
+    def _excess_times(self, gradient: Float[Tensor, "*batch m c"]) -> Float[Tensor, "*batch m c"]:
+        """The excess applied to a gradient, component by component: sums over an axis of length 2 are slow."""
+        assert self.excess is not None
+        parts = gradient.unbind(-1)
+        rows = [sum(each * part for each, part in zip(row, parts, strict=True)) for row in self._excess_rows]
+        return torch.stack(rows, -2).movedim(-2, -1)
+
+    @cached_property
+    def _excess_rows(self) -> list[tuple[Float[Tensor, " m"], ...]]:
+        assert self.excess is not None
+        return [row.contiguous().unbind(0) for row in self.excess.permute(1, 2, 0)]
 
 
 def density_modes(grid: Grid, log_modes: Float[Tensor, " modes"]) -> Float[Tensor, " modes"]:
@@ -162,11 +173,17 @@ def _correction(noise: Noise, points: Tensor) -> Tensor:
 
 def check_zonal_noise(grid: ZonalGrid, noise: Noise) -> None:
     """Raise ``HelmscopeError`` unless the noise has M = a I + b e e^T, or another form that keeps densities zonal."""
-    check_zonal_vectors(grid, lambda x: _correction(noise, x), "the drift of the noise")
 
     @full_precision
     def diffusion_toward(x: Tensor) -> Tensor:
         toward = torch.eye(grid.dim, dtype=x.dtype, device=x.device)[0] - x[:, :1] * x
         return (noise.diffusion_matrix(x[:, None])[:, 0] @ toward[..., None])[..., 0]
 
-    check_zonal_vectors(grid, diffusion_toward, "the diffusion of the noise")
+    try:
+        check_zonal_vectors(grid, lambda x: _correction(noise, x), "the drift of the noise")
+        check_zonal_vectors(grid, diffusion_toward, "the diffusion of the noise")
+    except HelmscopeError:
+        raise HelmscopeError(
+            f"noise is {short_repr(noise)}, but on a ZonalGrid its matrix must be M = a I + b e e^T with the first "
+            f"axis e, or densities do not stay zonal: {instead_of_zonal(grid)}"
+        ) from None

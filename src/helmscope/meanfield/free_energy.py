@@ -1,4 +1,4 @@
-"""Free energy of densities and its dissipation, in one sign convention [Helmholtz Transformer, no. 4].
+"""Free energy of densities and its rate of change, in one sign convention [Helmholtz Transformer, no. 4].
 
 A force is +grad U + R and the noise is nu I. With Ent = int rho log rho = -H,
 
@@ -23,11 +23,11 @@ import torch
 
 from helmscope.fields.attention import USA, Softmax
 from helmscope.fields.field import as_field
-from helmscope.fields.noise import IsotropicNoise
+from helmscope.fields.noise import IsotropicNoise, Noise
 from helmscope.geometry.potential import Potential, as_potential
 from helmscope.meanfield.density import Density
 from helmscope.meanfield.drift import AttentionDrift, check_zonal_vectors, drift_of
-from helmscope.meanfield.entropy_rate import check_density, mean_square
+from helmscope.meanfield.entropy_rate import check_density, check_log_density, mean_square
 from helmscope.meanfield.growth import check_isotropic_attention
 from helmscope.meanfield.zonal_grid import ZonalGrid
 from helmscope.types import HelmscopeError, check_real, short_repr
@@ -60,7 +60,7 @@ class FreeEnergyRate:
 def free_energy(
     density: Density,
     *,
-    noise: IsotropicNoise,
+    noise: IsotropicNoise | float,
     potential: Potential | Callable[[Tensor], Tensor] | None = None,
     field: USA | None = None,
 ) -> float:
@@ -68,9 +68,9 @@ def free_energy(
     with V = c I. Ent = int rho log rho with respect to surface area, and E = (1/(2 beta)) int int e^{beta <x, y>} rho
     rho.
 
-    ``potential`` is a ``Potential`` such as ``helmholtz(mlp)``, or a function (m, d) -> (m,) of unit vectors. Raises
-    ``HelmscopeError`` unless exactly one of potential and field is given and the noise is isotropic, and for SA, which
-    has no free energy.
+    ``potential`` is a ``Potential`` such as ``helmholtz(mlp)``, or a function (m, d) -> (m,) of unit vectors, and
+    ``noise`` is ``IsotropicNoise(nu)`` or the number nu. Raises ``HelmscopeError`` unless exactly one of potential and
+    field is given and the noise is isotropic, and for SA, which has no free energy.
 
     >>> from helmscope.meanfield import CircleGrid
     >>> grid = CircleGrid(degree=16)
@@ -78,7 +78,7 @@ def free_energy(
     >>> free_energy(density, noise=IsotropicNoise(0.5), potential=lambda x: x[..., 0])
     -0.886619...
     """
-    density, nu = check_density(density), _check_nu(noise)
+    density, nu = check_log_density(density), isotropic_nu(noise)
     if _is_linear(field, potential):
         return -nu * density.entropy - _mean_potential(density, potential)
     beta, value, _ = check_isotropic_attention(field, density.grid.dim)
@@ -88,7 +88,7 @@ def free_energy(
 
 
 def free_energy_as_printed(
-    density: Density, *, noise: IsotropicNoise, potential: Potential | Callable[[Tensor], Tensor]
+    density: Density, *, noise: IsotropicNoise | float, potential: Potential | Callable[[Tensor], Tensor]
 ) -> float:
     """nu Ent + int U rho, which the source prints for the force +grad U. It increases along that flow.
 
@@ -98,14 +98,14 @@ def free_energy_as_printed(
     >>> free_energy_as_printed(density, noise=IsotropicNoise(0.5), potential=lambda x: x[..., 0])
     0.064614...
     """
-    density, nu = check_density(density), _check_nu(noise)
+    density, nu = check_log_density(density), isotropic_nu(noise)
     return -nu * density.entropy + _mean_potential(density, potential)
 
 
-def dissipation(
+def free_energy_rate(
     density: Density,
     *,
-    noise: IsotropicNoise,
+    noise: IsotropicNoise | float,
     potential: Potential | Callable[[Tensor], Tensor] | None = None,
     field: object = None,
     t: float = 0.0,
@@ -114,7 +114,8 @@ def dissipation(
 
         dF/dt = -int |grad(nu log rho - U)|^2 rho - int rho <R, grad U> - nu int rho div R,
 
-    where for USA U is c int e^{beta <x, y>} rho(dy) / beta, and R = 0.
+    where for USA U is c int e^{beta <x, y>} rho(dy) / beta, and R = 0. Without a swirl it is negative,
+    minus the dissipation.
 
     With a ``potential`` U the field is a force, an MLP or a function of points, and R = P f - grad_S U; without a field
     the force is grad U itself. Without a potential the field must be USA. Points where the density is below 1e-13 of
@@ -123,10 +124,10 @@ def dissipation(
     >>> from helmscope.meanfield import CircleGrid
     >>> grid = CircleGrid(degree=16)
     >>> density = Density.from_function(grid, lambda x: (1 + 0.5 * x[..., 1]) / (2 * math.pi))
-    >>> dissipation(density, noise=IsotropicNoise(0.5), potential=lambda x: x[..., 0]).total
+    >>> free_energy_rate(density, noise=IsotropicNoise(0.5), potential=lambda x: x[..., 0]).total
     -0.533493...
     """
-    density, nu, t = check_density(density), _check_nu(noise), check_real("t", t)
+    density, nu, t = check_log_density(density), isotropic_nu(noise), check_real("t", t)
     grid, values = density.grid, density.values[:, None]
     change = grid.gradient(density.modes)
     if potential is None:
@@ -187,12 +188,19 @@ def _is_linear(field: object, potential: object) -> bool:
     return False
 
 
-def _check_nu(noise: object) -> float:
-    if not isinstance(noise, IsotropicNoise):
+def isotropic_nu(noise: object) -> float:
+    """nu of ``IsotropicNoise(nu)``, or of the number nu >= 0; raises ``HelmscopeError`` for anything else.
+
+    >>> isotropic_nu(IsotropicNoise(0.5)), isotropic_nu(0.5)
+    (0.5, 0.5)
+    """
+    if isinstance(noise, IsotropicNoise):
+        return noise.nu
+    if isinstance(noise, Noise):
         raise HelmscopeError(
             f"noise is {short_repr(noise)}, but a free energy needs the same noise everywhere, IsotropicNoise(nu)"
         )
-    return noise.nu
+    return check_real("noise", noise, at_least=0)
 
 
 def _mean_potential(density: Density, potential: object) -> float:

@@ -109,13 +109,13 @@ def gaussian_free_energy(gaussian: Gaussian, *, stiffness: Float[Tensor, "d d"],
 
 
 @full_precision
-def gaussian_dissipation(gaussian: Gaussian, *, drift: Float[Tensor, "d d"], nu: float) -> FreeEnergyRate:
+def gaussian_free_energy_rate(gaussian: Gaussian, *, drift: Float[Tensor, "d d"], nu: float) -> FreeEnergyRate:
     """dF/dt under dX = A X dt + sqrt(2 nu) dW, with F for the stiffness S = -(A + A^T) / 2; the antisymmetric rest of A
     is the swirl, which is free of divergence.
 
     >>> stiff, swirl = torch.tensor([[2.0, 0.3], [0.3, 1.0]]), torch.tensor([[0.0, 1.5], [-1.5, 0.0]])
     >>> gaussian = Gaussian(torch.zeros(2), torch.tensor([[1.0, 0.2], [0.2, 0.5]]))
-    >>> gaussian_dissipation(gaussian, drift=swirl - stiff, nu=0.4).total
+    >>> gaussian_free_energy_rate(gaussian, drift=swirl - stiff, nu=0.4).total
     -3.04173...
     """
     gaussian, nu = check_gaussian("gaussian", gaussian), check_real("nu", nu, at_least=0)

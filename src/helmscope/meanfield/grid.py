@@ -94,6 +94,19 @@ class Grid(ConciseRepr, ABC):
         tensor([  0.,  -3.,  -8., -15.], dtype=torch.float64)
         """
 
+    def analyze_with_divergence(
+        self, values: Float[Tensor, "*batch m"], components: Float[Tensor, "*batch m c"]
+    ) -> Float[Tensor, "*batch modes"]:
+        """The coefficients of f + div_S F: ``analyze`` of the one and ``divergence`` of the other.
+
+        >>> from helmscope.meanfield import CircleGrid
+        >>> grid = CircleGrid(degree=1)
+        >>> sine = grid.points[:, 1]  # sin t + d/dt sin t
+        >>> grid.analyze_with_divergence(sine, sine[:, None]).round(decimals=4) + 0.0
+        tensor([0.0000, 0.7071, 0.7071], dtype=torch.float64)
+        """
+        return self.analyze(values) + self.divergence(components)
+
     @abstractmethod
     def evaluate(self, modes: Float[Tensor, "*batch modes"], x: Float[Tensor, "n d"]) -> Float[Tensor, "*batch n"]:
         """The values of sum_i modes_i Y_i at unit vectors x.
@@ -148,6 +161,19 @@ class Grid(ConciseRepr, ABC):
         """
         return values @ self.weights
 
+    def check_kernel(self, beta: float, name: str) -> None:
+        """Raise ``HelmscopeError`` if the degree of the grid is too small to resolve e^{beta <x, y>}; the sentence has
+        the ``name`` of what is to be resolved and a degree that would do.
+
+        >>> from helmscope.meanfield import CircleGrid
+        >>> CircleGrid(degree=8).check_kernel(8.0, "a kernel with beta=8")
+        Traceback (most recent call last):
+        helmscope.types.HelmscopeError: degree is 8, but a kernel with beta=8 needs a grid with degree=... or more
+        """
+        needed = exponential_degree(abs(beta), dim=self.dim, tolerance=RESOLVED)
+        if needed > self.degree:
+            raise HelmscopeError(f"degree is {self.degree}, but {name} needs a grid with degree={needed} or more")
+
     def exponential_multipliers(self, beta: float) -> Float[Tensor, " modes"]:
         """The factors by which convolution with the kernel e^{beta <x, y> - |beta|} multiplies the coefficients.
 
@@ -159,12 +185,7 @@ class Grid(ConciseRepr, ABC):
         0.2079...
         """
         beta = check_real("beta", beta)
-        needed = exponential_degree(abs(beta), dim=self.dim, tolerance=RESOLVED)
-        if needed > self.degree:
-            raise HelmscopeError(
-                f"degree is {self.degree}, but the kernel e^(beta <x, y>) with beta={beta:g} needs a grid with "
-                f"degree={needed} or more"
-            )
+        self.check_kernel(beta, f"the kernel e^(beta <x, y>) with beta={beta:g}")
         per_degree = exponential_coefficients(abs(beta), self.degree, dim=self.dim)
         per_degree /= per_degree.new_tensor([harmonic_dimension(k, dim=self.dim) for k in range(self.degree + 1)])
         if beta < 0:

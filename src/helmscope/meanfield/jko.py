@@ -27,10 +27,12 @@ import torch
 
 from helmscope.fields.attention import USA
 from helmscope.fields.field import Field
+from helmscope.fields.noise import IsotropicNoise
 from helmscope.geometry.arithmetic import full_precision
 from helmscope.meanfield.circle_grid import CircleGrid
 from helmscope.meanfield.density import Density, zonal_cloud_points
 from helmscope.meanfield.evolve import evolve
+from helmscope.meanfield.free_energy import isotropic_nu
 from helmscope.meanfield.zonal_grid import ZonalGrid
 from helmscope.types import HelmscopeError, check_real, one_line_repr, short_repr
 
@@ -38,7 +40,7 @@ if TYPE_CHECKING:
     from jaxtyping import Float
     from torch import Tensor
 
-    Potential = Callable[[Tensor], Tensor]
+    Energy = Callable[[Tensor], Tensor]
 
 MAX_ITERATIONS = 100
 SMALLEST = 2.0**-40  # share of a Newton step
@@ -51,7 +53,7 @@ class JkoStep:
     """The density after a step, F before and after it, W2^2 between both, and how far each point of the grid moves.
 
     >>> from helmscope.meanfield import CircleGrid
-    >>> jko_step(Density.uniform(CircleGrid(degree=16)), lambda x: -x[:, 0], nu=0.5, tau=0.1)
+    >>> jko_step(Density.uniform(CircleGrid(degree=16)), lambda x: -x[:, 0], noise=0.5, tau=0.1)
     <JkoStep: F from -0.9189 to -0.9654, W2 0.067, 4 Newton steps>
     """
 
@@ -72,39 +74,41 @@ class JkoStep:
 @full_precision
 def jko_step(
     density: Density,
-    potential: Potential | None,
+    energy: Energy | None,
     *,
-    nu: float,
+    noise: IsotropicNoise | float,
     tau: float,
     attention: USA | None = None,
-    transported: Field | Density | None = None,
+    transported: Field | Callable[[Tensor], Tensor] | Density | None = None,
 ) -> JkoStep:
     """One step of size ``tau`` from a density on a ``CircleGrid`` or ``ZonalGrid``.
 
-    ``potential`` is the energy V = -U, a function of points (m, d) -> (m,) that torch can differentiate twice, or None.
+    ``energy`` is V = -U, a function of points (m, d) -> (m,) that torch can differentiate twice, or None: it has the
+    opposite sign of the ``potential`` U of ``free_energy``. ``noise`` is ``IsotropicNoise(nu)`` or the number nu.
     ``attention`` adds the energy of USA, F - (1 / (2 beta)) int int e^{beta <x, y>} rho rho, on the circle only.
 
-    ``transported`` makes it a splitting step: the step starts at T_# rho, where T is the flow of a field for the time
-    tau, or at a density that was transported already. Attention must not be in T and in F (in ``nu`` as its diffusion,
-    or as ``attention``) at once, or it is counted twice; a warning says so where that is possible.
+    ``transported`` makes it a splitting step: the step starts at T_# rho, where T is the flow for the time tau of a
+    field, or of a function as in ``evolve``, or at a density that was transported already. Attention must not be in T
+    and in F (in ``noise`` as its diffusion, or as ``attention``) at once, or it is counted twice; a warning says so for
+    a field that attends. What a density, or a function, was made of cannot be known: there is no warning for them.
 
     Raises ``HelmscopeError`` for nu < 0, tau <= 0, another grid, a start that is not positive, a V that is not smooth
     or not zonal, a tau for which J is not convex near its minimum, and a result that the grid does not resolve.
 
     >>> from helmscope.meanfield import CircleGrid
     >>> gibbs = Density.from_function(CircleGrid(degree=16), lambda x: (x[:, 0] / 0.5).exp(), normalize=True)
-    >>> step = jko_step(gibbs, lambda x: -x[:, 0], nu=0.5, tau=0.1)  # e^{-V / nu} stays
+    >>> step = jko_step(gibbs, lambda x: -x[:, 0], noise=0.5, tau=0.1)  # e^{-V / nu} stays
     >>> bool((step.density.modes - gibbs.modes).abs().max() < 1e-12)
     True
     """
     if not isinstance(density, Density) or not isinstance(density.grid, CircleGrid | ZonalGrid):
         raise HelmscopeError(f"density is {short_repr(density)}, but it must be a Density on a CircleGrid or ZonalGrid")
-    nu, tau = check_real("nu", nu, at_least=0), check_real("tau", tau, above=0)
-    if potential is not None and not callable(potential):
-        raise HelmscopeError(f"potential is {short_repr(potential)}, but it must be a function of points, or None")
-    _warn_if_counted_twice(transported, nu, attention)
+    nu, tau = isotropic_nu(noise), check_real("tau", tau, above=0)
+    if energy is not None and not callable(energy):
+        raise HelmscopeError(f"energy is {short_repr(energy)}, but it must be a function of points, or None")
+    warn_if_counted_twice(transported, nu, attention)
     start = _transport(density, transported, tau)
-    problem = _Lagrangian.of(start, potential, nu, tau, _interaction(attention, density.grid))
+    problem = _Lagrangian.of(start, energy, nu, tau, _interaction(attention, density.grid))
     coefficients, iterations = _minimize(problem)
     u = problem.slopes @ coefficients
     moved = _pushforward(problem, coefficients)
@@ -139,14 +143,14 @@ class _Lagrangian:
     angle: Float[Tensor, " m"]
     slopes: Float[Tensor, "m k"]  # u of the basis
     bends: Float[Tensor, "m k"]  # u'
-    potential: Potential | None
+    external: Energy | None  # V
     interaction: _Interaction | None
     nu: float
     tau: float
 
     @classmethod
     def of(
-        cls, start: Density, potential: Potential | None, nu: float, tau: float, interaction: _Interaction | None
+        cls, start: Density, external: Energy | None, nu: float, tau: float, interaction: _Interaction | None
     ) -> _Lagrangian:
         grid, rho = start.grid, start.values
         assert isinstance(grid, CircleGrid | ZonalGrid)
@@ -164,8 +168,8 @@ class _Lagrangian:
             bends = bends + (grid.dim - 2) * torch.tan(angle)[:, None] * slopes
         else:
             angle = 2 * math.pi * torch.arange(len(rho), dtype=torch.float64, device="cpu") / len(rho)
-        result = cls(grid, grid.weights * rho, rho, angle, slopes, bends, potential, interaction, nu, tau)
-        result._check_potential()
+        result = cls(grid, grid.weights * rho, rho, angle, slopes, bends, external, interaction, nu, tau)
+        result._check_external()
         return result
 
     def points(self, a: Float[Tensor, " m"]) -> Float[Tensor, "m d"]:
@@ -197,8 +201,8 @@ class _Lagrangian:
         log_density = (self.rho / self.jacobian(coefficients)).log() - self.grid.log_area
         a = self.angle + self.slopes @ coefficients
         energy = self.nu * (self.mass @ log_density) if self.nu else self.mass.new_zeros(())
-        if self.potential is not None:
-            energy = energy + self.mass @ self.potential(self.points(a)).detach()
+        if self.external is not None:
+            energy = energy + self.mass @ self.external(self.points(a)).detach()
         if self.interaction is not None:
             energy = energy - self.mass @ self.interaction.derivatives(a)[0] @ self.mass / 2
         return float(energy)
@@ -214,8 +218,8 @@ class _Lagrangian:
         u, stretch = self.slopes @ coefficients, 1 + self.bends @ coefficients
         a = self.angle + u
         slope, curvature = u / self.tau, torch.full_like(u, 1 / self.tau)
-        if self.potential is not None:
-            first, second = self._potential_derivatives(a)
+        if self.external is not None:
+            first, second = self._external_derivatives(a)
             slope, curvature = slope + first, curvature + second
         if isinstance(self.grid, ZonalGrid):
             slope = slope + self.nu * (self.grid.dim - 2) * a.tan()
@@ -230,11 +234,11 @@ class _Lagrangian:
         hessian = hessian + self.nu * self.bends.mT @ ((self.mass / stretch**2)[:, None] * self.bends)
         return gradient, hessian if extra is None else hessian + self.slopes.mT @ extra @ self.slopes
 
-    def _potential_derivatives(self, a: Tensor) -> tuple[Tensor, Tensor]:
-        assert self.potential is not None
+    def _external_derivatives(self, a: Tensor) -> tuple[Tensor, Tensor]:
+        assert self.external is not None
         with torch.enable_grad():
             angle = a.detach().requires_grad_()
-            values = self.potential(self.points(angle))
+            values = self.external(self.points(angle))
             if not values.requires_grad:
                 return torch.zeros_like(a), torch.zeros_like(a)
             (first,) = torch.autograd.grad(values.sum(), angle, create_graph=True)
@@ -243,25 +247,25 @@ class _Lagrangian:
                 (second,) = torch.autograd.grad(first.sum(), angle)
         return first.detach(), second
 
-    def _check_potential(self) -> None:
-        if self.potential is None:
+    def _check_external(self) -> None:
+        if self.external is None:
             return
-        values = self.potential(self.points(self.angle))
+        values = self.external(self.points(self.angle))
         if (
             not isinstance(values, torch.Tensor)
             or values.shape != self.angle.shape
             or not bool(torch.isfinite(values).all())
         ):
             raise HelmscopeError(
-                f"potential returns {short_repr(values)}, but it must return a finite number for each of the "
+                f"energy returns {short_repr(values)}, but it must return a finite number for each of the "
                 f"{len(self.angle)} points"
             )
         if isinstance(self.grid, ZonalGrid):
-            around = self.potential(zonal_cloud_points(self.grid)).detach().reshape(len(values), -1)
+            around = self.external(zonal_cloud_points(self.grid)).detach().reshape(len(values), -1)
             change = float((around - values.detach()[:, None]).abs().max())
             if not change <= 1e-9 * max(1.0, float(values.abs().max())):
                 raise HelmscopeError(
-                    f"potential changes by {change:.2g} under a rotation about the first axis, but on a ZonalGrid it "
+                    f"energy changes by {change:.2g} under a rotation about the first axis, but on a ZonalGrid it "
                     "must depend on the first coordinate only"
                 )
 
@@ -331,10 +335,16 @@ def _interaction(attention: object, grid: CircleGrid | ZonalGrid) -> _Interactio
     return _Interaction(beta, scale)
 
 
-def _warn_if_counted_twice(transported: object, nu: float, attention: object) -> None:
+def warn_if_counted_twice(transported: object, nu: float, attention: object = None) -> None:
+    """Warn where a step moves tokens by attention and F may contain attention as well.
+
+    >>> warn_if_counted_twice(None, 0.5)
+    """
     if isinstance(transported, Field) and transported.attends and (nu > 0 or attention is not None):
         also = (
-            "attention is in F as well" if attention is not None else "nu must not contain the diffusion of attention"
+            "attention is in F as well"
+            if attention is not None
+            else "noise must not contain the diffusion of attention"
         )
         warnings.warn(
             f"transported is {transported.name}, which moves tokens by attention already: {also}, or it is counted "
@@ -350,8 +360,10 @@ def _transport(density: Density, transported: object, tau: float) -> Density:
         if transported.grid is not density.grid:
             raise HelmscopeError(f"transported is on {transported.grid}, but it must be on the grid of density")
         return transported
-    if not isinstance(transported, Field):
-        raise HelmscopeError(f"transported is {short_repr(transported)}, but it must be a field, a Density or None")
+    if not isinstance(transported, Field) and not callable(transported):
+        raise HelmscopeError(
+            f"transported is {short_repr(transported)}, but it must be a field, a function of points, a Density or None"
+        )
     path = evolve(transported, density, times=[tau])
     if not len(path):
         raise HelmscopeError(f"transported leads to a density that cannot be computed: {path.outcome.summary}")

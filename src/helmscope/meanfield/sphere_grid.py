@@ -94,6 +94,16 @@ class SphereGrid(Grid):
         south, east = self._orders(components.movedim(-1, -2)).unbind(-4)
         return self._modes(self._integrals(self._turned(east), self.legendre) - self._integrals(south, self.slopes))
 
+    def analyze_with_divergence(
+        self, values: Float[Tensor, "*batch m"], components: Float[Tensor, "*batch m 2"]
+    ) -> Float[Tensor, "*batch modes"]:
+        """``analyze`` and ``divergence`` at once: two matrix products per order instead of three."""
+        together = torch.cat([values[..., None, :], components.movedim(-1, -2)], -2)
+        value, south, east = self._orders(together).unbind(-4)
+        return self._modes(
+            self._integrals(value + self._turned(east), self.legendre) - self._integrals(south, self.slopes)
+        )
+
     @full_precision
     def evaluate(self, modes: Float[Tensor, "*batch modes"], x: Float[Tensor, "n 3"]) -> Float[Tensor, "*batch n"]:
         """The values at unit vectors x."""

@@ -31,7 +31,7 @@ from helmscope.fields.field import Field, as_field
 from helmscope.fields.noise import Noise
 from helmscope.geometry.arithmetic import full_precision
 from helmscope.meanfield.attention_potential import attention_potential
-from helmscope.meanfield.density import Density
+from helmscope.meanfield.density import Density, check_nonnegative
 from helmscope.meanfield.drift import AttentionDrift, ForceDrift
 from helmscope.meanfield.forward_equation import ForwardEquation
 from helmscope.meanfield.grid import Grid
@@ -144,6 +144,8 @@ def stationary_density(
         raise HelmscopeError(f"noise is {short_repr(noise)}, but a stationary density needs noise with nu > 0")
     if start is not None and (not isinstance(start, Density) or repr(start.grid) != repr(grid)):
         raise HelmscopeError(f"start is {short_repr(start)}, but it must be a Density on the grid {grid}")
+    if start is not None:
+        check_nonnegative("start", start)
     if start is None:
         modes, iterations = _from_default_start(flow, equation, tol, max_iterations)
     else:

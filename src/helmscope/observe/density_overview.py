@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,9 +12,10 @@ import xarray as xr
 
 from helmscope.fields.attention import USA
 from helmscope.fields.noise import IsotropicNoise
-from helmscope.meanfield.density import Density
+from helmscope.meanfield.axis_force import AxisForce
+from helmscope.meanfield.density import NEGATIVE_MASS, Density
 from helmscope.meanfield.evolve import DensityPath
-from helmscope.meanfield.free_energy import density_interaction_energy, dissipation, free_energy
+from helmscope.meanfield.free_energy import density_interaction_energy, free_energy, free_energy_rate
 from helmscope.runs.bar import shows_progress
 from helmscope.types import HelmscopeError, check_progress, check_replicates, type_with_article
 from helmscope.types.progress import ProgressOption
@@ -26,8 +29,10 @@ LONG_NAMES = {
     "negative_mass": "negative mass",
     "interaction_energy": "interaction energy",
     "free_energy": "free energy F",
-    "free_energy_rate": "dF/dt by its dissipation",
+    "free_energy_rate": "dF/dt by its formula",
 }
+
+LOGARITHMIC = ("entropy", "relative_entropy", "free_energy", "free_energy_rate")  # NaN where a density is negative
 
 Quantity = Callable[[Density], float]
 
@@ -39,8 +44,9 @@ def density_overview(path: DensityPath, *, progress: ProgressOption = None) -> x
 
     The result is a Measurement with the axes (time, system) and one system. ``interaction_energy`` is taken at the
     beta of the field, for attention with logits beta <x, y>, beta > 0. ``free_energy`` F and ``free_energy_rate``,
-    dF/dt by its dissipation, exist for USA and without drift, under isotropic noise or none; SA has no free energy.
-    ``hs.plot`` draws F with its rate. Raises ``HelmscopeError`` unless ``path`` is a DensityPath.
+    dF/dt by its formula, exist for USA, for ``AxisForce`` and without drift, under isotropic noise or none; SA has no
+    free energy. What needs log rho is NaN where the negative mass exceeds 1e-4. ``hs.plot`` draws F with its rate.
+    Raises ``HelmscopeError`` unless ``path`` is a DensityPath.
 
     >>> from helmscope.meanfield import CircleGrid, evolve
     >>> start = Density.von_mises_fisher(CircleGrid(degree=32), kappa=0.5)
@@ -55,7 +61,8 @@ def density_overview(path: DensityPath, *, progress: ProgressOption = None) -> x
     values: dict[str, list[float]] = {name: [] for name in quantities}
     for k, density in enumerate(path):
         for name, quantity in quantities.items():
-            values[name].append(quantity(density))
+            defined = name not in LOGARITHMIC or density.negative_mass <= NEGATIVE_MASS
+            values[name].append(quantity(density) if defined else math.nan)
         report((k + 1) / len(path))
     variables = {
         name: (("time", "system"), np.array(column)[:, None], {"long_name": LONG_NAMES[name]})
@@ -88,14 +95,20 @@ def _free_energy(path: DensityPath) -> dict[str, Quantity]:
     if path.field is None:
         return {
             "free_energy": lambda density: free_energy(density, noise=noise, potential=_flat),
-            "free_energy_rate": lambda density: dissipation(density, noise=noise, potential=_flat).total,
+            "free_energy_rate": lambda density: free_energy_rate(density, noise=noise, potential=_flat).total,
         }
     field = path.field
+    if isinstance(field, AxisForce):
+        options: dict[str, Any] = {"noise": noise, "potential": field.potential}
+        return {
+            "free_energy": lambda density: free_energy(density, **options),
+            "free_energy_rate": lambda density: free_energy_rate(density, field=field, **options).total,
+        }
     if not isinstance(field, USA) or field.unit_beta is None or field.value_scale is None:
         return {}
     return {
         "free_energy": lambda density: free_energy(density, noise=noise, field=field),
-        "free_energy_rate": lambda density: dissipation(density, noise=noise, field=field).total,
+        "free_energy_rate": lambda density: free_energy_rate(density, noise=noise, field=field).total,
     }
 
 

@@ -23,14 +23,16 @@ if TYPE_CHECKING:
 NEEDED = ("order", "critical_nu", "fold_nu", "fold_order", "continuous")
 MOST_CURVES = 8
 SMOOTH = 200  # points of a curve
+PADDING = 0.06  # of the plane to the left and right, in units of its width
 
 
 def bifurcation_figure(diagram: xr.Dataset, *, title: str = "") -> Figure:
     """Figure of a ``bifurcation_diagram``. Left: the order parameter |E x| of the stable clustered state over nu, small
     dots joined by a curve for each of up to eight betas, with a large dot at nu_c. Where the transition is
-    discontinuous, the curve ends at the fold with a dashed jump to 0, and the values of nu at which both states are
-    stable are shaded. Right, for several betas: which states are stable in the plane of beta and nu; the region in
-    which both are is shaded between neighboring betas with a fold.
+    discontinuous, the curve ends at the fold with a dashed jump to 0, a dotted curve leads back from it to nu_c along
+    the unstable branch, and the values of nu at which both states are stable are shaded. Right, for several betas:
+    which states are stable in the plane of beta and nu, with the fold, which is nu_c where the transition is
+    continuous; both are stable between them. Lines between the betas are straight.
 
     Between the computed values, to which the fold belongs, curves are interpolated as functions of the square root of
     the distance from the fold, or from nu_c, in which they are smooth. Raises HelmscopeError unless ``diagram`` is a
@@ -77,9 +79,12 @@ def _draw_orders(panel: Axes, diagram: xr.Dataset) -> None:
             panel.axvspan(critical, fold, color=color, alpha=0.15, linewidth=0, label="_both")
             jump: Any = {"color": color, "linestyle": "--", "linewidth": 1.0, "label": "_jump"}
             panel.plot([fold, fold], [end, 0.0], **jump)
+            if "unstable_nu" in row:
+                unstable: Any = {"color": color, "linestyle": ":", "linewidth": 1.5, "label": "_unstable"}
+                panel.plot(row.unstable_nu.values, row.unstable_order.values, **unstable)
     right = max(1.15 * float(diagram.fold_nu.max()), float(diagram.nu[0]))
     panel.set(xlabel="nu, the strength of the noise", xlim=(0, right), ylim=(-0.02, 1.02))
-    panel.set_title("order parameter |E x| (on the axis: nu_c; dashed: jump)", loc="left", fontsize=9)
+    panel.set_title("order |E x| (dashed: jump; dotted: unstable)", loc="left", fontsize=9)
     panel.legend(fontsize=8, loc="best", frameon=True, framealpha=0.85, edgecolor="none")
 
 
@@ -111,12 +116,12 @@ def _draw_plane(panel: Axes, diagram: xr.Dataset) -> None:
     panel.fill_between(betas, 0, critical, color=COLORS[0], alpha=0.22, linewidth=0, label="clusters stable")
     panel.plot(betas, critical, color=COLORS[0], marker=mark, markersize=3, label="nu_c")
     if jumps.any():
-        both: Any = {"where": jumps, "alpha": 0.3, "linewidth": 0, "label": "both stable"}
-        panel.fill_between(betas, critical, fold, color=COLORS[1], **both)
+        panel.fill_between(betas, critical, fold, color=COLORS[1], alpha=0.3, linewidth=0, label="both stable")
         panel.vlines(betas[jumps], critical[jumps], fold[jumps], color=COLORS[1], alpha=0.5)
         upper: Any = {"linestyle": "--", "marker": mark, "markersize": 3, "label": "fold"}
-        panel.plot(betas, np.where(jumps, fold, np.nan), color=COLORS[1], **upper)
-    panel.set(xlabel="beta", ylabel="nu", xlim=(betas[0], betas[-1]), ylim=(0, top))
+        panel.plot(betas, fold, color=COLORS[1], zorder=1.9, **upper)  # under nu_c where they are the same
+    pad = PADDING * (betas[-1] - betas[0])
+    panel.set(xlabel="beta", ylabel="nu", xlim=(betas[0] - pad, betas[-1] + pad), ylim=(0, top))
     panel.set_title("stable states (white: uniform)", loc="left", fontsize=9)
     panel.legend(fontsize=8, loc="best", frameon=True, framealpha=0.85, edgecolor="none")
 

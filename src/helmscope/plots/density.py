@@ -11,6 +11,7 @@ import torch
 
 from helmscope.fields.noise import IsotropicNoise
 from helmscope.meanfield.circle_grid import CircleGrid
+from helmscope.meanfield.density import NEGATIVE_MASS
 from helmscope.meanfield.sphere_grid import SphereGrid
 from helmscope.plots.canvas import GRAY, draw_outline
 from helmscope.plots.globe import draw_globe, values_on_disc
@@ -60,7 +61,8 @@ def density_figure(density: Density, *, view: tuple[float, float] | None = None,
     grid = density.grid
     seen = _check_view(view, grid, density.mean.numpy())
     mean = float(density.mean.norm())
-    words = [title or f"density on S^{grid.dim - 1}", f"|mean| {round(mean, 12):.3g}, entropy {density.entropy:.4g}"]
+    words = [title or f"density on S^{grid.dim - 1}", f"|mean| {round(mean, 12):.3g}"]
+    words += [f"entropy {density.entropy:.4g}"] if density.negative_mass <= NEGATIVE_MASS else []
     heading = "\n".join([words[0], ", ".join([*words[1:], *_negative(density.negative_mass)])])
     with styled():
         if isinstance(grid, SphereGrid):
@@ -327,7 +329,8 @@ def _draw_ring(panel: Axes, profiles: Profiles) -> None:
 def _draw_curves(bottom: SubFigure, path: DensityPath, marks: list[float]) -> None:
     """The order parameter and the relative entropy over time, with the drawn times marked."""
     order = np.array([float(density.mean.norm()) for density in path])
-    lost = np.array([path.grid.log_area - density.entropy for density in path])
+    known = [density.negative_mass <= NEGATIVE_MASS for density in path]
+    lost = np.array([path.grid.log_area - path[k].entropy if known[k] else np.nan for k in range(len(path))])
     left, right = bottom.subplots(1, 2)
     contents = (
         ("order parameter |mean x|", order, COLORS[0]),

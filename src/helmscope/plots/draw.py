@@ -47,7 +47,7 @@ def plot(item: object, **options: Any) -> Figure:
     - a ``Bridge``: its marginals over time (``bridge_figure``: ``n``, ``panels``, ``seed``, ``title``);
     - a ``Density`` (``density_figure``: ``view``, ``title``), or a ``DensityPath``: a density over time
       (``density_path_figure``: ``panels``, ``view``, ``title``);
-    - a ``density_overview`` with a free energy: it and its dissipation (``free_energy_figure``: ``title``), or single
+    - a ``density_overview`` with a free energy: it and its rate (``free_energy_figure``: ``title``), or single
       ``variables`` as curves;
     - a ``bifurcation_diagram``: the order parameter over nu (``bifurcation_figure``: ``title``);
     - a ``Trial``: its statistic with its region, and the measured variables (``trial_figure``).

@@ -1,4 +1,4 @@
-"""The figure of the free energy of a density over time, with its dissipation."""
+"""The figure of the free energy of a density over time, with its rate of decrease."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ MOST_MARKED = 25  # differences drawn as markers
 
 
 def free_energy_figure(measurement: xr.Dataset, *, title: str = "") -> Figure:
-    """Figure of a ``density_overview`` with a free energy F: F over time, and its rate of decrease -dF/dt by the
-    dissipation as a curve, with the differences of F between stored times as markers, which lie on it if the times are
+    """Figure of a ``density_overview`` with a free energy F: F over time, and its rate of decrease -dF/dt by its
+    formula as a curve, with the differences of F between stored times as markers, which lie on it if the times are
     dense enough.
 
     Raises HelmscopeError for a Measurement without ``free_energy`` and ``free_energy_rate``, as that of SA, which has
@@ -40,8 +40,8 @@ def free_energy_figure(measurement: xr.Dataset, *, title: str = "") -> Figure:
     for name in ("free_energy", "free_energy_rate"):
         if name not in variables:
             raise HelmscopeError(
-                f"measurement lacks {name}, but it must be a density_overview of USA or of pure diffusion: SA has no "
-                "free energy"
+                f"measurement lacks {name}, but it must be a density_overview of USA, of a force or of pure diffusion: "
+                "SA has no free energy"
             )
     data = measurement.isel(system=0) if "system" in measurement.dims else measurement
     times, energy, rate = (np.asarray(data[name].values) for name in ("time", "free_energy", "free_energy_rate"))
@@ -51,7 +51,7 @@ def free_energy_figure(measurement: xr.Dataset, *, title: str = "") -> Figure:
         left.plot(times, energy, color=COLORS[0], marker="o" if len(times) <= 12 else "", markersize=3)
         left.set_title("free energy F", loc="left", fontsize=9)
         middles, slopes = _differences(times, energy)
-        right.plot(times, -rate, color=COLORS[1], label="dissipation")
+        right.plot(times, -rate, color=COLORS[1], label="by its formula")
         right.plot(
             middles, -slopes, "o", color=COLORS[0], markersize=3.5, markerfacecolor="none", label="differences of F"
         )

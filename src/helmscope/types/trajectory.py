@@ -38,9 +38,7 @@ class Status(Enum):
         "radius, or take layers, stepper=Layer()"
     )
     NOT_FINITE = "velocity is not finite at t={time:.6g}: lower beta or use float64"
-    UNRESOLVED = (
-        "the density is too concentrated for its grid at t={time:.6g}: raise degree, add noise or pass positive=True"
-    )
+    UNRESOLVED = "the grid no longer resolves the density at t={time:.6g}: raise degree or add noise"
 
     @property
     def ok(self) -> bool:
@@ -116,7 +114,7 @@ class Outcome:
         others = len(unfinished) - 1
         more = f" (and {others} more system{'s' if others > 1 else ''})" if others else ""
         last = len(self.statuses) - 1
-        return f"system {first}{f' (of 0 to {last})' if last else ''}: {text}{more}"
+        return f"system {first} (of 0 to {last}): {text}{more}" if last else text
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -44,7 +44,10 @@ def attention_diffuses(case: TrialCase) -> Finding:
     )
     attracted, repelled = table[:, 0, -1], table[:, 1, -1]
     rates = [[entropy_rate(density, row[-1], betas[-1]) for density in densities] for row in equations]
-    means = [f"{float(s):.5f} at beta = {beta:g}" for s, beta in zip(table[:, 0].mean(0), betas, strict=True)]
+    means = [
+        ", ".join(f"{float(s):.5f} at beta = {beta:g}" for s, beta in zip(row, betas, strict=True))
+        for row in table.mean(0)
+    ]
     return Finding(
         evidence={"sign of the heat limit": Replicates(attracted, "densities")},
         controls={
@@ -61,7 +64,8 @@ def attention_diffuses(case: TrialCase) -> Finding:
             {"beta": betas, "V": ("+I", "-I")},
             label="slope of beta X on -grad log rho",
         ),
-        remark=f"For V = +I the slope is {', '.join(means)}: attention gathers the law as backward heat does.",
+        remark=f"For V = +I the slope is {means[0]}: attention gathers the law as backward heat does. For V = -I it is "
+        f"{means[1]}: forward heat, which spreads the law.",
         setting=f"simulation: densities on the circle with {HARMONICS} random harmonics and a modulation of "
         f"{case.constant('modulation'):g}, the exact field of SA",
     )  # fmt: skip

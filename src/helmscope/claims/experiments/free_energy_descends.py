@@ -142,7 +142,7 @@ def rate_errors(case: TrialCase, grid: CircleGrid, nu: float) -> Tensor:
 
 
 def _counterexample(grid: CircleGrid, noise: IsotropicNoise, end: float) -> str:
-    """F and F as printed for U = cos t from (1 + sin(t) / 2) / 2 pi, in words."""
+    """F and F as printed for U = cos t from (1 + sin(t) / 2) / 2 pi, and F with a swirl from e^(U/nu), in words."""
     start = Density.from_function(grid, lambda x: 1 + 0.5 * x[..., 1], normalize=True)
     cosine = Landscape(torch.tensor([[1.0, 0.0]], dtype=torch.float64), torch.zeros(1, 2))
     path = evolve(cosine.force(), start, times=[0, end], noise=noise, tol=TOLERANCE)
@@ -150,7 +150,11 @@ def _counterexample(grid: CircleGrid, noise: IsotropicNoise, end: float) -> str:
         [each(density, noise=noise, potential=cosine.u) for density in path]
         for each in (free_energy, free_energy_as_printed)
     )
+    gibbs = Density.from_function(grid, lambda x: (cosine.u(x) / noise.nu).exp(), normalize=True)
+    turning = evolve(cosine.force(swirl=SWIRL), gibbs, times=[0, end], noise=noise, tol=TOLERANCE)
+    rising = [free_energy(density, noise=noise, potential=cosine.u) for density in turning]
     return (
-        f"For U = cos t, from (1 + sin(t)/2)/2pi, F falls from {f[0]:.4f} to {f[1]:.4f}, and F as printed rises from "
-        f"{printed[0]:.4f} to {printed[1]:.4f}."
+        f"For U = cos t, from (1 + sin(t)/2)/2pi, F falls from {f[0]:.4f} to {f[1]:.4f}, and F as printed, with + int "
+        f"U, rises from {printed[0]:.4f} to {printed[1]:.4f}. With the swirl R = {SWIRL:g} from the Gibbs density, F "
+        f"rises from {rising[0]:.4f} to {rising[1]:.4f}: it need not fall."
     )
