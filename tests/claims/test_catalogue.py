@@ -17,7 +17,6 @@ import pytest
 from helmscope.claims import reading
 from helmscope.claims.entry import ControlCase, Entry, PrintedForm, SubjectKind, parse_entry
 from helmscope.claims.reading import entry, read_catalogue
-from helmscope.claims.registry import experiments
 from helmscope.claims.run_trials import plan_trials, run_trials
 from helmscope.claims.sources import sources
 from helmscope.store.run_folder import RunFolder
@@ -273,16 +272,16 @@ def test_quotations_mark_what_they_leave_out() -> None:
 
 
 def test_constants_that_decide_are_in_the_entries() -> None:
+    gathering = {"least_prompts", "described_prompts", "described_prompts_quick", "twin_prompts", "twin_prompts_quick"}
     wanted = {
         "encoder-decoder": {"beta_of_shape"},
         "mixture": {"most_components", "largest_kappa"},
         "measure-flow": {"bias_slope"},
         "settles": {"rotating_starts", "nudge", "prompts", "prompts_quick", "least_prompts"},
         "residual-flow": {"prompts", "prompts_quick", "least_prompts"},
-        **dict.fromkeys(
-            ("tokens-cluster", "attention-clusters", "mlp-prevents"),
-            {"least_prompts", "described_prompts", "described_prompts_quick", "twin_prompts", "twin_prompts_quick"},
-        ),
+        "tokens-cluster": gathering,
+        "attention-clusters": gathering,
+        "mlp-prevents": gathering,
     }
     for name, constants in wanted.items():
         assert constants <= set(entry(name).constants), name

@@ -65,7 +65,7 @@ def test_imports_of_every_kind(tmp_path: Path) -> None:
     root = tmp_path / "helmscope"
     files = {
         "__init__.py": "",
-        "a/__init__.py": "if TYPE_CHECKING:\n    from helmscope.a.lazy import name\n    from helmscope.a.other import no\n",
+        "a/__init__.py": "if TYPE_CHECKING:\n  from helmscope.a.lazy import name\n  from helmscope.a.other import x\n",
         "a/lazy.py": "",
         "a/other.py": "",
         "a/deferred.py": "",

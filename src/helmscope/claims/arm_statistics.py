@@ -148,12 +148,13 @@ class Factorial:
         >>> factorial.level, factorial.gap, len(factorial.prompts)
         (0.9, 16, 1)
         """
-        level, gap, twins, few = (case.constant(name) for name in ("level", "gap", "twins", "other_twin_prompts"))
-        counts = [
+        level, gap, twins = (case.constant(name) for name in ("level", "gap", "twins"))
+        described, untrained = (
             case.count(case.constant(name), quick=case.constant(f"{name}_quick"))
             for name in ("described_prompts", "twin_prompts")
-        ]
-        return cls(case.subject, case.seed, level, gap, twins, ChosenPrompts.of(case, gap=gap), *counts, few)
+        )
+        chosen, few = ChosenPrompts.of(case, gap=gap), case.constant("other_twin_prompts")
+        return cls(case.subject, case.seed, level, gap, twins, chosen, described, untrained, few)
 
     @property
     def prompts(self) -> tuple[Prompt, ...]:

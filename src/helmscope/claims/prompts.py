@@ -60,7 +60,9 @@ class ChosenPrompts:
         if len(texts) < least:
             wanted = "" if length is None else f" of at least {pluralized(length, 'token')}"
             wanted += (
-                "" if gap is None else f", each with two different tokens at least {gap} positions apart after its first"
+                ""
+                if gap is None
+                else f", each with two different tokens at least {gap} positions apart after its first"
             )
             too_few = (
                 f"the claim needs {least} different texts{wanted}, but {subject.name} has {len(texts)} among its "

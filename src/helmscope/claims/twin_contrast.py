@@ -61,8 +61,8 @@ class TwinContrast:
         return -1 if all(interval.high < 0 for interval in intervals) else 0
 
     def described(self, name: str) -> dict[str, Evidence]:
-        """The statistic of the trained model on the prompts of the twins, that of the twins, and the difference with its
-        two intervals.
+        """The statistic of the trained model on the prompts of the twins, that of the twins, and their difference with
+        its two intervals.
 
         >>> contrast = TwinContrast(np.array([0.5, 0.6]), np.array([[0.1, 0.2], [0.2, 0.1]]))
         >>> list(contrast.described("growth"))[2]

@@ -76,8 +76,8 @@ def encoder_decoder(case: TrialCase) -> Finding:
             f"{2 * count} runs at each beta the horizon cut off {', '.join(censored)}."
         ),
         setting=(
-            f"simulation on the unit sphere: n = {n}, d = {dim}, beta = {shape_beta:g}, until the mean inner product is "
-            f"{level:g}, Dormand-Prince"
+            f"simulation on the unit sphere: n = {n}, d = {dim}, beta = {shape_beta:g}, until the mean inner product "
+            f"is {level:g}, Dormand-Prince"
         ),
     )
 

@@ -41,13 +41,14 @@ TRAINED_AGAIN = ("whole model", "attention alone", "MLP alone")
 
 @experiment("mlp-prevents", seconds={"model": 15})
 def mlp_prevents(case: TrialCase) -> Finding:
-    """The share of inner products above 0.9 at the last depth, whole model minus attention alone, paired by prompt; and,
-    as the premise, the growth of the share with attention alone.
+    """The share of inner products above 0.9 at the last depth, whole model minus attention alone, paired by prompt;
+    and, as the premise, the growth of the share with attention alone.
 
     Pairs are those of tokens-cluster. If blocks write nothing, attention alone gathers nothing: the control measures
-    that growth. The difference does not say how the MLPs act: they also enlarge the stream. Described: MLPs alone; how many token ids can be decoded from the states of each
-    arm, by layer; untrained twins; over training, the same arms of a sibling of A at sixteen steps; in a full run each
-    MLP left out of the whole model, or as the only one with all attention.
+    that growth. The difference does not say how the MLPs act: they also enlarge the stream. Described: MLPs alone;
+    attention without mixing, and at the radius of the whole model; how many token ids can be decoded from the states of
+    each arm, by layer; untrained twins; over training, the same arms of a sibling of A at sixteen steps; in a full run
+    each MLP left out of the whole model, or as the only one with all attention.
     """
     arms = Factorial.of(case)
     if arms.refusal is not None:
@@ -189,7 +190,7 @@ def _remark(
             else ""
         )
         sentences.append(
-            "The difference shows that the whole model's share is lower, and not how the MLPs lower it: they turn tokens "
-            f"apart, and they enlarge the stream, so that later writes of attention turn tokens less{radius}."
+            "The difference shows that the whole model's share is lower, and not how the MLPs lower it: they turn "
+            f"tokens apart, and they enlarge the stream, so that later writes of attention turn tokens less{radius}."
         )
     return " ".join(sentences)

@@ -162,7 +162,9 @@ def _looped(case: TrialCase) -> Finding:
     silent = recording.under(*arm.edits(recording))
     noise = case.normal(len(prompts), recording.trajectory.states.shape[-1], stream=0)
     moved = {name: _moved_per_loop(each) for name, each in (("trained", recording), ("no writes", silent))}
-    exponents, silent_exponents = (_loop_exponents(each, loops, noise, case.constant("nudge")) for each in (recording, silent))
+    exponents, silent_exponents = (
+        _loop_exponents(each, loops, noise, case.constant("nudge")) for each in (recording, silent)
+    )
     slopes, silent_slopes = (_log_slope(moved[name]) for name in ("trained", "no writes"))
     return Finding(
         evidence={

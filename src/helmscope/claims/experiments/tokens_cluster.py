@@ -61,8 +61,8 @@ def tokens_cluster(case: TrialCase) -> Finding:
     Pairs have different token ids and are at least 16 positions apart, without the first token. x are the tokens on the
     theory's sphere: the direction of the residual stream or, where states are outputs of norms, the direction with gain
     and bias folded out. Described: other levels and pairs, ranks, distance to the mean token, other coordinates,
-    figure 1 as printed (one prompt of 256 tokens), attention with P = I and with -V while the MLPs are on, untrained twins (in a full run in all
-    arms), tied blocks looped further, and the flow of ``TheoryFlow``.
+    figure 1 as printed (one prompt of 256 tokens), attention with P = I and with -V while the MLPs are on, untrained
+    twins (in a full run in all arms), tied blocks looped further, and the flow of ``TheoryFlow``.
     """
     arms = Factorial.of(case)
     if arms.refusal is not None:
