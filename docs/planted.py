@@ -4,7 +4,8 @@ this folder.
     python docs/planted.py --seeds 100
 
 Every model is small, and its effect is about twice the smallest one that decides. A seed that planted.json already has
-is not tried again, so that a long run can be continued; ``--afresh`` tries all of them.
+is not tried again as long as the entry of its claim, the code of its experiment and the planted models have the same
+hashes, so that a long run can be continued; ``--afresh`` tries all of them.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from pathlib import Path
 import torch
 
 from helmscope.claims.reading import entry
-from helmscope.claims.trial import try_claim
+from helmscope.claims.trial import code_hash, try_claim
 from helmscope.models.subject import Subject
+from helmscope.store.manifest import hash_file
 from helmscope.types import Ruling
 
 HERE = Path(__file__).parent
@@ -34,10 +36,11 @@ HEADER = """# Planted models against claims
 Small models whose tokens never move, gather, scatter, or gather by attention only, by construction and by about twice
 the effect that decides (0.1, where 0.05 decides), tried with {seeds} seeds each, 32 prompts per trial. The seed decides
 the embeddings and the prompts. *Right* is the number of seeds with the expected ruling, *undecided* those ruled
-inconclusive, and *opposite* those ruled supported instead of refuted or the other way round. Written by
+inconclusive, and *wrong* those with another ruling, such as supported instead of refuted. Where attention alone
+gathers nothing, mlp-prevents has no premise, also if MLPs scatter tokens that begin close together. Written by
 `python docs/planted.py --seeds {seeds}`.
 
-| tokens | claim | expected | right | undecided | opposite |
+| tokens | claim | expected | right | undecided | wrong |
 |---|---|---|---|---|---|
 """
 
@@ -52,15 +55,31 @@ def rulings(kind: str, seed: int) -> list[str]:
 def row(kind: str, claim: str, expected: Ruling, found: list[str]) -> str:
     """One row of the table."""
     count = Counter(found)
-    (opposite,) = {Ruling.SUPPORTED, Ruling.REFUTED} - {expected}
-    counts = (count[expected.value], count[Ruling.INCONCLUSIVE.value], count[opposite.value])
+    right, undecided = count[expected.value], count[Ruling.INCONCLUSIVE.value]
+    counts = (right, undecided, len(found) - right - undecided)
     return f"| {kind} | {claim} | {expected.value} | {' | '.join(map(str, counts))} |\n"
+
+
+def hashes() -> dict[str, str]:
+    """What the rulings depend on: the hashes of each entry and of its code, and that of the planted models."""
+    found = {"planted models": hash_file(HERE.parent / "tests" / "support" / "planted_models.py")}
+    for claim in CLAIMS:
+        found |= {f"{claim}, entry": entry(claim).hash, f"{claim}, code": code_hash(claim, None)}
+    return found
+
+
+def stored() -> Table:
+    """The rulings in planted.json, or none if something that they depend on has changed since."""
+    path = HERE / "planted.json"
+    if path.exists() and (content := json.loads(path.read_text())).get("hashes") == hashes():
+        table: Table = content["rulings"]
+        return table
+    return {kind: {claim: [] for claim in CLAIMS} for kind in RULINGS}
 
 
 def write(table: Table) -> None:
     """Write planted.json and planted.md; every kind has the same number of seeds in the latter."""
-    versions = {claim: entry(claim).version for claim in CLAIMS}
-    (HERE / "planted.json").write_text(json.dumps({"versions": versions, "rulings": table}, indent=1) + "\n")
+    (HERE / "planted.json").write_text(json.dumps({"hashes": hashes(), "rulings": table}, indent=1) + "\n")
     seeds = min(len(found) for claims in table.values() for found in claims.values())
     rows = [
         row(kind, claim, expected, table[kind][claim][:seeds])
@@ -78,9 +97,9 @@ def main() -> None:
     parser.add_argument("--afresh", action="store_true", help="try all seeds again")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    table: Table = {kind: {claim: [] for claim in CLAIMS} for kind in RULINGS}
-    if (HERE / "planted.json").exists() and not options.afresh:
-        table = json.loads((HERE / "planted.json").read_text())["rulings"]
+    if options.afresh:
+        (HERE / "planted.json").unlink(missing_ok=True)
+    table = stored()
     for seed in range(options.seeds):
         for kind, claims in table.items():
             if seed < len(claims[CLAIMS[0]]):

@@ -2,9 +2,11 @@
 and seeds.md to this folder.
 
     python docs/seeds.py --seeds 10
+    python docs/seeds.py mlp-prevents residual-flow --subjects A B
 
-A ruling that seeds.json already has is not made again as long as the entry of its claim has the same version, so that a
-long run can be continued; ``--afresh`` makes all of them.
+A ruling that seeds.json already has is not made again as long as the entry of its claim and the code of its experiment
+have the same hashes, so that a long run can be continued; ``--afresh`` makes all of them. Rows that were not made again
+since something changed are marked as stale.
 """
 
 from __future__ import annotations
@@ -12,27 +14,43 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from typing import TypedDict
 
+import numpy as np
 import torch
 
 from helmscope.claims.reading import entry
 from helmscope.claims.registry import experiments
 from helmscope.claims.run_trials import PlannedTrial, plan_trials
-from helmscope.claims.trial import try_claim
+from helmscope.claims.trial import code_hash, try_claim
+from helmscope.models.subject import Subject
 from helmscope.types import Ruling
 
 HERE = Path(__file__).parent
-Rulings = dict[str, list[str]]  # "claim | subject" -> one ruling per seed
 
 HEADER = """# The trials with other seeds
 
 Quick runs with the seeds 0 to {last}, beside the ruling of the full run in `trials.md`. *Agree* is the number of seeds
-with that ruling; the others are listed. The seed decides the random starts and inputs of a simulation and the untrained
-twins of a model; the texts of a model stay the same. Written by `python docs/seeds.py --seeds {seeds}`.
+with that ruling; the others are listed. The seed decides the random starts and inputs of a simulation, and, for a
+model, its untrained twins and its prompts: the development texts are shuffled with the seed, and the trial takes the
+first 32 of them with different first tokens. Rows marked *stale* were made with an earlier version of the entry or of
+the code, those of models with the same prompts at every seed, and were not made again. Written by
+`python docs/seeds.py --seeds {seeds}`.
 
 | claim | subject | full run | agree | other rulings |
 |---|---|---|---|---|
 """
+
+
+class Row(TypedDict):
+    """The rulings of one claim and subject, one per seed, with the hashes of the entry and the code that made them."""
+
+    entry: str
+    code: str
+    rulings: list[str]
+
+
+Rows = dict[str, Row]  # by "claim | subject"
 
 
 def published_rulings() -> dict[str, str]:
@@ -47,52 +65,69 @@ def contradictory(rulings: list[str]) -> bool:
     return {Ruling.SUPPORTED.value, Ruling.REFUTED.value} <= set(rulings)
 
 
-def stored_rulings() -> Rulings:
-    """The rulings in seeds.json of claims whose entries have not changed since."""
+def stored_rows() -> Rows:
+    """The rows of seeds.json."""
     path = HERE / "seeds.json"
-    if not path.exists():
-        return {}
-    stored = json.loads(path.read_text())
-    return {
-        name: found
-        for name, found in stored["rulings"].items()
-        if stored["versions"][claim := name.partition(" | ")[0]] == entry(claim).version
-    }
+    rows: Rows = json.loads(path.read_text()) if path.exists() else {}
+    return rows
 
 
-def write(rulings: Rulings, seeds: int) -> None:
-    """Write seeds.json, and seeds.md with those trials that have all seeds."""
-    versions = {name.partition(" | ")[0]: entry(name.partition(" | ")[0]).version for name in sorted(rulings)}
-    stored = {"versions": versions, "rulings": dict(sorted(rulings.items()))}
-    (HERE / "seeds.json").write_text(json.dumps(stored, indent=1) + "\n")
+def is_stale(name: str, row: Row) -> bool:
+    """Whether the entry or the code has changed since a row was made."""
+    claim = name.partition(" | ")[0]
+    return (row["entry"], row["code"]) != (entry(claim).hash, code_hash(claim, None))
+
+
+def write(rows: Rows, seeds: int) -> None:
+    """Write seeds.json, and seeds.md with the rows that have all seeds."""
+    (HERE / "seeds.json").write_text(json.dumps(dict(sorted(rows.items())), indent=1) + "\n")
     text = HEADER.format(seeds=seeds, last=seeds - 1)
     for name, published in published_rulings().items():
-        found = rulings.get(name, [])[:seeds]
+        found = rows[name]["rulings"][:seeds] if name in rows else []
         if len(found) == seeds:
             others = [f"{ruling} at seed {seed}" for seed, ruling in enumerate(found) if ruling != published]
             others += ["**contradictory**"] if contradictory(found) else []
+            others += ["*stale*"] if is_stale(name, rows[name]) else []
             text += f"| {name} | {published} | {found.count(published)} of {seeds} | {', '.join(others)} |\n"
     (HERE / "seeds.md").write_text(text)
 
 
+def redrawn(subject: Subject, seed: int) -> Subject:
+    """A model with its texts in an order that the seed decides, so that a trial takes other prompts."""
+    if subject.is_simulation:
+        return subject
+    order = np.random.default_rng(seed).permutation(len(subject.texts))
+    return Subject(subject.model, [subject.texts[k] for k in order], loops=subject.loops)
+
+
 def ruling(planned: PlannedTrial, seed: int) -> str:
     """The ruling of a quick trial."""
-    trial = try_claim(planned.claim, seed=seed, quick=True, subject=planned.subject, other=planned.other)
+    other = None if planned.other is None else redrawn(planned.other, seed)
+    with redrawn(planned.subject, seed) as subject:
+        trial = try_claim(planned.claim, seed=seed, quick=True, subject=subject, other=other)
     return trial.verdict.ruling.value
 
 
 def main() -> None:
-    """Make the rulings that are missing, subject by subject, and write and print the table."""
+    """Make the rulings that are missing or stale, subject by subject, and write and print the table."""
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser.add_argument("claims", nargs="*", help="claims to try [default: all]")
+    parser.add_argument("--subjects", nargs="*", help="subjects to try them on [default: all]")
     parser.add_argument("--seeds", type=int, default=10, help="number of seeds, from 0")
     parser.add_argument("--afresh", action="store_true", help="make all rulings again")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    rulings = {} if options.afresh else stored_rulings()
-    for planned in plan_trials(list(experiments())):
-        found = rulings.setdefault(f"{planned.claim} | {planned.label}", [])
+    rows = stored_rows()
+    for planned in plan_trials(options.claims or list(experiments())):
+        if options.subjects and planned.label not in options.subjects:
+            continue
+        name = f"{planned.claim} | {planned.label}"
+        if name not in rows or options.afresh or is_stale(name, rows[name]):
+            rows[name] = {"entry": entry(planned.claim).hash, "code": code_hash(planned.claim, None), "rulings": []}
+        found = rows[name]["rulings"]
         found += [ruling(planned, seed) for seed in range(len(found), options.seeds)]
-        write(rulings, options.seeds)
+        write(rows, options.seeds)
+    write(rows, options.seeds)
     print((HERE / "seeds.md").read_text())
 
 

@@ -17,7 +17,6 @@ import pytest
 from helmscope.claims import reading
 from helmscope.claims.entry import ControlCase, Entry, PrintedForm, SubjectKind, parse_entry
 from helmscope.claims.reading import entry, read_catalogue
-from helmscope.claims.registry import experiments
 from helmscope.claims.run_trials import plan_trials, run_trials
 from helmscope.claims.sources import sources
 from helmscope.store.run_folder import RunFolder
@@ -237,11 +236,61 @@ def test_every_source_has_a_title_authors_and_a_date() -> None:
     assert sources()["perspective"].link == "https://arxiv.org/abs/2312.10794"
 
 
-@pytest.mark.parametrize(
-    "name", [name for name, chosen in experiments().items() if SubjectKind.MODEL in chosen.subject_kinds]
-)
-def test_a_trial_on_a_model_has_the_control_of_blocks_that_write_nothing(name: str) -> None:
-    assert "blocks that write nothing" in [case.name for case in entry(name).controls_on(SubjectKind.MODEL)]
+ON_MODELS = [name for name, (_, kinds) in EXPECTED.items() if "M" in kinds]
+
+
+@pytest.mark.parametrize("name", ON_MODELS)
+def test_a_claim_about_models_has_the_control_of_blocks_that_write_nothing(name: str) -> None:
+    """Also if it has no experiment yet; a claim that such a model would meet says nothing about dynamics."""
+    (control,) = [case for case in entry(name).controls_on(SubjectKind.MODEL) if "write nothing" in case.name]
+    assert control.name == "blocks that write nothing"
+    assert control.expected
+    by_norms = "radial"  # the one claim about norms alone, which holds whatever blocks write
+    own = control.region.bounded and control.of is None
+    assert own or name == by_norms or "true by construction" not in control.expected
+
+
+CONTROLLED = {  # controls that two arms of one forward could not fail, and the condition that they are about
+    "mlp-prevents": "growth of attention alone",
+}
+
+
+@pytest.mark.parametrize(("name", "condition"), CONTROLLED.items())
+def test_the_control_tests_a_condition_that_can_fail(name: str, condition: str) -> None:
+    (control,) = [case for case in entry(name).controls if case.name == "blocks that write nothing"]
+    assert control.of == condition
+    assert [case.premise for case in entry(name).conditions if case.name == condition] == [True]
+
+
+def test_quotations_mark_what_they_leave_out() -> None:
+    """What is joined from several passages is not a quotation."""
+    for name in ("curvature-drift", "norm-confines"):
+        printed = entry(name).printed
+        assert printed is not None
+        assert "[...]" in printed.text
+        assert ";" not in printed.place
+
+
+def test_constants_that_decide_are_in_the_entries() -> None:
+    gathering = {"least_prompts", "described_prompts", "described_prompts_quick", "twin_prompts", "twin_prompts_quick"}
+    wanted = {
+        "encoder-decoder": {"beta_of_shape"},
+        "mixture": {"most_components", "largest_kappa"},
+        "measure-flow": {"bias_slope"},
+        "settles": {"rotating_starts", "nudge", "prompts", "prompts_quick", "least_prompts"},
+        "residual-flow": {"prompts", "prompts_quick", "least_prompts"},
+        "tokens-cluster": gathering,
+        "attention-clusters": gathering,
+        "mlp-prevents": gathering,
+    }
+    for name, constants in wanted.items():
+        assert constants <= set(entry(name).constants), name
+
+
+def test_a_control_allows_no_more_than_what_decides() -> None:
+    claim = entry("encoder-decoder")
+    (control,) = [case for case in claim.controls if case.name == "two sets of starts, both full"]
+    assert control.region.ends == (-claim.conditions[0].low, claim.conditions[0].low)
 
 
 def test_no_entry_names_code() -> None:

@@ -26,7 +26,7 @@ def test_a_trial_is_judged_by_the_packaged_entry() -> None:
     trial = try_claim("kuramoto", quick=True)
     provenance = trial.verdict.provenance
     assert (provenance.entry, provenance.version) == (entry("kuramoto").hash, entry("kuramoto").version)
-    assert provenance.code == sources("kuramoto", None)["kuramoto.py"]
+    assert provenance.code == code_hash("kuramoto", None)
     assert (provenance.weights, provenance.texts) == ("", "")  # a simulation has neither
     assert trial.verdict.ruling is Ruling.BY_CONSTRUCTION
     check_measurement(trial.data)
@@ -62,9 +62,10 @@ def test_a_run_resumes_unless_its_claims_have_changed(tmp_path: Path) -> None:
 
 def test_sources_hash_the_entry_and_its_code() -> None:
     packaged = sources("rate", None)
-    assert list(packaged) == ["rate.toml", "rate.py"]
+    assert list(packaged) == ["rate.toml", "rate.py", "imported by rate"]
     assert packaged["rate.toml"] == entry("rate").hash
-    assert list(sources("planted-true", str(PLANTED))) == ["planted-true.toml", "planted.py"]
+    mine = ["planted-true.toml", "planted.py", "imported by planted-true"]
+    assert list(sources("planted-true", str(PLANTED))) == mine
 
 
 def test_the_code_hash_of_a_users_claim_covers_all_files_of_the_folder(tmp_path: Path) -> None:

@@ -87,7 +87,7 @@ def test_bic_by_scipy():
     """On the circle the law is SciPy's von Mises; 3 k - 1 parameters."""
     x0 = retract(TrialCase(quick=True).normal(4, 64, 2, stream=0))
     states = integrate(SA(beta=9.0), x0, times=[4.0], stepper=RK4(h=0.1)).states[0]
-    fitted = vmf_mixture(states, max_components=home.MOST, kappa_max=home.KAPPA_MAX)
+    fitted = vmf_mixture(states, max_components=8, kappa_max=1e3)
     for i, x in enumerate(states):
         k = fitted.count[i].item()
         theta = np.arctan2(*x.T.flip(0).numpy())

@@ -84,7 +84,7 @@ def test_a_looped_model_against_plain_angles() -> None:
     first, second = states[2, 1], states[4, 1]
     assert moved[1, 1].item() == pytest.approx(np.arccos((first * second).sum(-1)).mean(), rel=1e-4)
     noise = case.normal(3, states.shape[-1], stream=0)
-    exponents = settles._loop_exponents(recording, 4, noise)
+    exponents = settles._loop_exponents(recording, 4, noise, 1e-3)
     assert exponents.shape == (3,)
     assert exponents.isfinite().all()
 

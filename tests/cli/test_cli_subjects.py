@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from importlib import import_module
 from pathlib import Path
 
@@ -114,7 +115,22 @@ def test_texts_of_fewer_than_two_tokens_are_rejected(helmscope, tmp_path, tiny):
     before = sorted(tmp_path.iterdir())
     code, out, err = helmscope("claims", "test", "--from", "mine", "--model", "tiny", "--texts", "short.json")
     assert (code, out) == (2, "")
-    assert err.endswith("texts[0] has 1 token for model tiny, but a trial needs at least 2 in each\n")
+    assert err.endswith("texts[0] is (5,), which has 1 token for model tiny, but a trial needs at least 2 in each\n")
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_memory_limit_below_the_estimate_is_refused_before_the_run(helmscope, tmp_path):
+    before = sorted(tmp_path.iterdir())
+    for words in (("claims", "test", "tokens-cluster"), ("report", "A")):
+        model = ("--model", "A") if words[0] == "claims" else ()
+        code, out, err = helmscope(*words, *model, "--quick", "--max-memory", "100MB")
+        assert (code, out) == (2, "")
+        assert re.search(r"max_memory is 100 MB, but the trials need about [\d,]+ MB: raise it, or pass fewer", err)
+    code, _, err = helmscope("claims", "test", "kuramoto", "--quick", "--max-memory", "100MB")
+    assert (code, err.splitlines()[-1]) == (
+        2,
+        "helmscope: max_memory is 100 MB, but the trials need about 450 MB: raise it",
+    )
     assert sorted(tmp_path.iterdir()) == before
 
 
@@ -122,8 +138,9 @@ def test_texts_for_a_model_without_a_tokenizer_are_rejected(helmscope, tmp_path,
     (tmp_path / "lines.txt").write_text("Once upon a time\nThe cat sat\n")
     code, out, err = helmscope("claims", "test", "--from", "mine", "--model", "tiny", "--texts", "lines.txt")
     assert (code, out) == (2, "")
-    assert "texts are strings, but " in err
-    assert "pass tokenizer= or token ids" in err
+    assert "model is 'tiny', which has no tokenizer, but the texts are strings" in err
+    assert err.endswith("on the command line --texts IDS.json\n")  # and not an argument of Python
+    assert "tokenizer=" not in err
 
 
 def test_token_ids_beyond_the_vocabulary_are_rejected(helmscope, tmp_path, tiny):
@@ -137,7 +154,7 @@ def test_few_texts_are_noticed(helmscope, tmp_path, tiny):
     (tmp_path / "few.json").write_text(json.dumps(ROWS[:8]))
     code, out, err = helmscope("claims", "test", "--from", "mine", "--model", "tiny", "--texts", "few.json")
     assert code == 0
-    assert "tiny has 8 texts: with fewer than 32 an interval over prompts assumes" in err
+    assert "tiny has 8 texts: with fewer than 32 different ones, or distinct first tokens, claims about" in err
     assert "Fewer than 32 replicates" in " ".join(out.split())
     assert "with fewer than" not in helmscope("claims", "test", *tiny, "--model", "tiny")[2]
 

@@ -160,7 +160,7 @@ def test_the_figure_is_embedded_in_two_widths_and_has_an_alternative_text(text):
 def test_there_is_one_verdict_for_each_subject_of_a_claim(text):
     card = cards(text)["tokens-cluster"]
     assert [heading.text for heading in card.all("h4")] == ["A \u2713 supported", "B \u2717 refuted"]
-    assert "Supported on A (1 [0.9, 1.1]); refuted on B (1 [0.9, 1.1])." in card.text
+    assert "Supported on A 1 [0.9, 1.1] (slope); refuted on B 1 [0.9, 1.1] (slope)." in card.text
     assert card.attrs["data-rulings"] == "supported refuted"
     assert table_rows(card)[-1][:2] == ["described", "a spread"]
     assert "helmscope claims test tokens-cluster --seed 7 --quick --model B" in card.text
@@ -200,7 +200,7 @@ def test_the_board_has_a_column_for_each_subject_with_ruling_and_number(text):
     assert header == ["Claim", "Statement", "simulation", "A", "B", "As printed"]
     assert [row[0] for row in rows] == ["tokens-cluster", "no-mean-drift", "rate", "kuramoto"]
     assert rows[0][1] == CATALOGUE["tokens-cluster"].statement
-    assert rows[0][2:5] == ["", "\u2713 supported 1 [0.9, 1.1]", "\u2717 refuted 1 [0.9, 1.1]"]
+    assert rows[0][2:5] == ["", "\u2713 supported 1 [0.9, 1.1] slope", "\u2717 refuted 1 [0.9, 1.1] slope"]
 
 
 def test_the_number_on_the_board_is_that_of_the_deciding_condition():
@@ -208,7 +208,28 @@ def test_the_number_on_the_board_is_that_of_the_deciding_condition():
     second = JudgedQuantity("offset", REGION, Interval(-2.0, -2.1, -1.9, n=32), Ruling.REFUTED)
     trial = made_up("rate", Ruling.REFUTED, conditions=(first, second))
     (_, row) = table_rows(tree(page(CATALOGUE, [trial])))
-    assert row[2] == "\u2717 refuted -2 [-2.1, -1.9]"
+    assert row[2] == "\u2717 refuted -2 [-2.1, -1.9] offset"
+
+
+def test_a_number_carries_its_statistic():
+    """Its name beside it, which a phone shows too, and what it is in the words of the entry as a tooltip."""
+    (condition,) = CATALOGUE["tokens-cluster"].conditions
+    growth = JudgedQuantity(condition.name, REGION, MEASURED, Ruling.REFUTED)
+    trials = [made_up("tokens-cluster", Ruling.REFUTED, model, conditions=(growth,)) for model in "AB"]
+    root = tree(page(CATALOGUE, trials))
+    smalls = root.all("table")[0].all("small")
+    assert [small.attrs["title"] for small in smalls] == [condition.statistic] * 2
+    assert all(small.text.endswith(condition.name) for small in smalls)
+    (finding,) = [part for part in root.all("p") if part.attrs.get("class") == "finding"]
+    assert finding.text == "Refuted on A 1 [0.9, 1.1], B 1 [0.9, 1.1] (growth of the share)."
+
+
+def test_one_sentence_per_claim_is_visible_first(text):
+    """Verdicts with tables and pictures open on a click; before that a card has its statement and one finding."""
+    card = cards(text)["tokens-cluster"]
+    shown = [part.attrs.get("class") or part.tag for part in card.children if isinstance(part, Element)]
+    assert shown == ["header", "statement", "finding", "case", "case", "details"]
+    assert "open" not in card.all("details")[0].attrs
 
 
 def test_on_a_phone_every_cell_is_below_the_other_with_the_name_of_its_column(text):

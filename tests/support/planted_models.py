@@ -17,13 +17,13 @@ from helmscope.types import Ruling
 DIM, VOCABULARY, TOKENS, LAYERS = 32, 96, 28, 2
 STEP, LARGE, LINEAR = 5.0, 1e4, 30.0
 CLAIMS = ("tokens-cluster", "attention-clusters", "mlp-prevents")
-SUPPORTED, REFUTED = Ruling.SUPPORTED, Ruling.REFUTED
-# the right ruling of each claim; what scatters gathered tokens also makes the whole model less gathered than attention
-# alone
+SUPPORTED, REFUTED, IMPOSSIBLE = Ruling.SUPPORTED, Ruling.REFUTED, Ruling.IMPOSSIBLE
+# the right ruling of each claim; where attention alone gathers nothing, mlp-prevents has no premise, also where MLPs
+# scatter tokens that begin close together
 RULINGS = {
-    "never move": (REFUTED, REFUTED, REFUTED),
+    "never move": (REFUTED, REFUTED, IMPOSSIBLE),
     "gather": (SUPPORTED, SUPPORTED, REFUTED),
-    "scatter": (REFUTED, REFUTED, SUPPORTED),
+    "scatter": (REFUTED, REFUTED, IMPOSSIBLE),
     "gather by attention only": (REFUTED, SUPPORTED, SUPPORTED),
 }
 

@@ -12,7 +12,7 @@ import torch
 import xarray as xr
 
 import helmscope as hs
-from helmscope.claims.arm_statistics import choose_prompts
+from helmscope.claims.prompts import choose_prompts
 
 SIZES = {"n_embd": 8, "n_head": 2}
 APART = 16
@@ -137,7 +137,7 @@ def test_the_mlps_against_automatic_differentiation(training, ids, windows):
 def test_the_prompts_are_those_of_the_claim_about_clusters(training):
     ids = training.sibling.bundled_ids(training.recipe.BUNDLED_FOLDER)
     chosen = [hs.models.story_texts()[k] for k in training.sibling.prompt_indices(ids)]
-    assert tuple(chosen) == choose_prompts(64, hs.models.Subject("A"), APART)[0]
+    assert tuple(chosen) == choose_prompts(64, hs.models.Subject("A"), gap=APART)[0]
 
 
 def test_train_measure_and_store(training, ids, windows, tmp_path):

@@ -23,7 +23,9 @@ if TYPE_CHECKING:
     from helmscope.claims.evidence import PremiseImpossible as PremiseImpossible
     from helmscope.claims.evidence import Replicates as Replicates
     from helmscope.claims.evidence import SomeSample as SomeSample
+    from helmscope.claims.evidence import Undecided as Undecided
     from helmscope.claims.finding import Finding as Finding
+    from helmscope.claims.prompts import ChosenPrompts as ChosenPrompts
     from helmscope.claims.reading import read_catalogue as read_catalogue
     from helmscope.claims.registry import TrialCase as TrialCase
     from helmscope.claims.registry import experiment as experiment

@@ -16,6 +16,8 @@ import xarray as xr
 
 from helmscope.claims.curves import curve
 from helmscope.claims.evidence import PremiseImpossible, Replicates
+from helmscope.claims.finding import Finding
+from helmscope.claims.prompts import ChosenPrompts
 from helmscope.intervene.arms import Arm, AttentionMode
 from helmscope.models.recording import Recording
 from helmscope.models.subject import Subject
@@ -29,15 +31,14 @@ if TYPE_CHECKING:
     from helmscope.claims.registry import TrialCase
     from helmscope.models.identity import Prompt
 
-LEAST_PROMPTS = 32
 WHOLE, ATTENTION, MLP = Arm(), Arm(mlp=False), Arm(AttentionMode.OFF)
 SILENT = Arm(AttentionMode.OFF, mlp=False)
 UNTRAINED = f"{ATTENTION.label}, untrained"  # the same arm of untrained twins
+SAME_PROMPTS = f"{ATTENTION.label}, prompts of the twins"  # the trained model on the prompts of its twins
 NO_MIXING, NEGATED = Arm(AttentionMode.NO_MIXING, mlp=False), Arm(AttentionMode.NEGATED, mlp=False)
 AT_WHOLE_RADIUS = Arm(mlp=False, whole_radius=True)
 NO_MIXING_WITH_MLP, NEGATED_WITH_MLP = Arm(AttentionMode.NO_MIXING), Arm(AttentionMode.NEGATED)
 OTHER_TWIN_ARMS = (MLP, NO_MIXING, NEGATED, NO_MIXING_WITH_MLP, NEGATED_WITH_MLP)  # no writes need no twins
-OTHER_TWIN_PROMPTS = 4
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,15 +115,16 @@ class ArmStatistics:
 
 @dataclass(frozen=True, eq=False)
 class Factorial:
-    """The arms of one subject. ``prompts`` decide; what is only described is measured on the first
-    ``described_prompts`` of them, and untrained twins on the first ``twin_prompts``.
+    """The arms of one subject. The ``chosen`` prompts decide; what is only described is measured on the first
+    ``described_prompts`` of them, untrained twins on the first ``twin_prompts``, and those arms of twins that have no
+    curve on the first ``other_twin_prompts``.
 
     >>> from helmscope.claims.registry import registered_case
     >>> from helmscope.models.bundled_models import story_texts
     >>> case = registered_case("attention-clusters", subject=Subject("A", story_texts()[:1]), quick=True)
     >>> factorial = Factorial.of(case)
-    >>> factorial.unmet[:27], bool(factorial.arm(ATTENTION).growth > factorial.arm(WHOLE).growth)
-    ('the claim needs 32 texts, e', True)
+    >>> factorial.refusal.evidence.reason[:32], bool(factorial.arm(ATTENTION).growth > factorial.arm(WHOLE).growth)
+    ('the claim needs 32 different tex', True)
     """
 
     subject: Subject
@@ -130,10 +132,10 @@ class Factorial:
     level: float
     gap: int
     twins: int
-    prompts: tuple[Prompt, ...]
-    first_tokens: int
+    chosen: ChosenPrompts
     described_prompts: int
     twin_prompts: int
+    other_twin_prompts: int
 
     @classmethod
     def of(cls, case: TrialCase) -> Factorial:
@@ -146,30 +148,34 @@ class Factorial:
         >>> factorial.level, factorial.gap, len(factorial.prompts)
         (0.9, 16, 1)
         """
-        names = ("level", "gap", "twins", "prompts", "prompts_quick")
-        level, gap, twins, full, quick = (case.constant(name) for name in names)
-        prompts, first_tokens = choose_prompts(case.count(full, quick=quick), case.subject, gap)
-        described_prompts, twin_prompts = case.count(32, quick=8), case.count(16, quick=4)
-        return cls(case.subject, case.seed, level, gap, twins, prompts, first_tokens, described_prompts, twin_prompts)
+        level, gap, twins = (case.constant(name) for name in ("level", "gap", "twins"))
+        described, untrained = (
+            case.count(case.constant(name), quick=case.constant(f"{name}_quick"))
+            for name in ("described_prompts", "twin_prompts")
+        )
+        chosen, few = ChosenPrompts.of(case, gap=gap), case.constant("other_twin_prompts")
+        return cls(case.subject, case.seed, level, gap, twins, chosen, described, untrained, few)
+
+    @property
+    def prompts(self) -> tuple[Prompt, ...]:
+        """The texts that decide."""
+        return self.chosen.texts
 
     @cached_property
-    def unmet(self) -> str | None:
-        """Why the claims cannot be decided on this subject: too few texts, no sphere, or a half that cannot be switched
-        off; None if they can.
+    def refusal(self) -> Finding | None:
+        """The finding that the claims cannot be tried on this subject: too few different texts leave them undecided,
+        and no sphere, or a half that cannot be switched off, makes their premise impossible; None if they can be tried.
         """
-        texts = len(self.subject.texts)
-        if len(self.prompts) < LEAST_PROMPTS:
-            return (
-                f"the claim needs {LEAST_PROMPTS} texts, each with two different tokens at least {self.gap} positions "
-                f"apart after its first token, but {len(self.prompts)} of {pluralized(texts, 'text')} of "
-                f"{self.subject.name} have them: how the share changes over prompts cannot be decided"
-            )
+        if self.chosen.too_few:
+            return Finding.undecided(self.chosen.too_few)
         missing = self.subject.unmet_premise("on_sphere")
         if missing is not None:
-            return missing
+            return Finding.impossible(missing)
         refusals = [self.arm_or_reason(SILENT, only_described=True), self.arm_or_reason(ATTENTION)]
         reason = next((refusal for refusal in refusals if isinstance(refusal, str)), None)
-        return None if reason is None else f"attention and MLP of {self.subject.name} cannot be switched off: {reason}"
+        if reason is None:
+            return None
+        return Finding.impossible(f"attention and MLP of {self.subject.name} cannot be switched off: {reason}")
 
     def recording(self, *, only_described: bool = False) -> Recording:
         """The recording of the whole model.
@@ -192,7 +198,7 @@ class Factorial:
         [0.0]
         """
         count = min(self.described_prompts, len(self.prompts)) if only_described else len(self.prompts)
-        key = ("arm", arm, count, self.level, self.gap)
+        key = ("arm", arm, self.prompts[:count], self.level, self.gap)
         return self.subject.measured(
             key, lambda: self._measure(arm, only_described=only_described), lambda made: made.nbytes
         )
@@ -226,7 +232,7 @@ class Factorial:
         >>> replace(Factorial.of(case), twins=2).twin_shares(ATTENTION).shape
         (2, 25, 1)
         """
-        key = ("twins", self.seed, self.twins, self.twin_prompts, self.level, self.gap)
+        key = ("twins", self.seed, self.twins, self.prompts[: self.twin_prompts], self.level, self.gap)
         shares = self.subject.measured(
             key, self._measure_twins, lambda made: sum(each.nbytes for each in made.values())
         )
@@ -253,7 +259,7 @@ class Factorial:
         """
         found: dict[Arm, list[float]] = {arm: [] for arm in OTHER_TWIN_ARMS}
         reasons: dict[Arm, str] = {}
-        for whole in self._twin_recordings(OTHER_TWIN_PROMPTS):
+        for whole in self._twin_recordings(self.other_twin_prompts):
             for arm, growths in found.items():
                 try:
                     growths.append(float(growth_of(self._shares(whole.under(*arm.edits(whole)))).mean()))
@@ -278,22 +284,11 @@ class Factorial:
         post = self.recording(only_described=True).anatomy.post_norm
         coordinates = "norm outputs with gain and bias folded out" if post else "direction of the residual stream"
         return (
-            f"model {self.subject.name}, {pluralized(len(self.prompts), 'text')} with "
-            f"{pluralized(self.first_tokens, 'distinct first token')}; pairs of different token ids at least "
+            f"model {self.subject.name}, {self.chosen.setting}; pairs of different token ids at least "
             f"{self.gap} positions apart, first token left out; {coordinates}, mean over coordinates removed where the "
             f"norms do; arms that are only described on "
-            f"{pluralized(min(self.described_prompts, len(self.prompts)), 'text')}, "
+            f"{pluralized(min(self.described_prompts, len(self.prompts)), 'prompt')}, "
             f"{self.twins} untrained twins on {min(self.twin_prompts, len(self.prompts))}"
-        )
-
-    @property
-    def caveat(self) -> str:
-        """A sentence on prompts that share their first tokens; "" if there are enough different ones."""
-        if self.first_tokens >= LEAST_PROMPTS:
-            return ""
-        return (
-            f" The texts have only {pluralized(self.first_tokens, 'distinct first token')}, so that prompts are not "
-            "independent and the interval is too narrow."
         )
 
 
@@ -345,35 +340,6 @@ def depth_curves(name: str, by_label: Mapping[str, np.ndarray], *, label: str) -
     for k, values in enumerate(by_label.values()):
         padded[: values.shape[1], : len(values), k] = values.T
     return curve(name, padded, {"depth": range(depths), "arm": list(by_label)}, label=label, over="prompt")
-
-
-def choose_prompts(count: int, subject: Subject, gap: int) -> tuple[tuple[Prompt, ...], int]:
-    """Texts of a subject that cover as many first tokens as possible, and their number of distinct first tokens: first
-    one text for each first token, then a second one for each, and so on.
-
-    Texts without two different tokens at least ``gap`` positions apart are left out. Tokens with which all texts begin,
-    such as a token that marks the beginning, do not count as first.
-
-    >>> texts, first_tokens = choose_prompts(32, Subject("A"), 16)
-    >>> len(texts), first_tokens
-    (32, 32)
-    """
-    rows = subject.token_ids
-    usable = [k for k, row in enumerate(rows) if _has_pair(row, gap)]
-    shared = 0
-    while len(usable) > 1 and len({rows[k][shared] for k in usable}) == 1 and shared < gap:
-        shared += 1
-    firsts = {k: int(rows[k][shared]) for k in usable}
-    seen: dict[int, int] = {}
-    rank = {}
-    for k, first in firsts.items():
-        rank[k] = seen[first] = seen.get(first, -1) + 1
-    chosen = sorted(sorted(usable, key=lambda k: (rank[k], k))[:count])
-    return tuple(subject.texts[k] for k in chosen), len({firsts[k] for k in chosen})
-
-
-def _has_pair(ids: Sequence[int], gap: int) -> bool:
-    return any(ids[i] != other for i in range(1, len(ids) - gap) for other in ids[i + gap :])
 
 
 def token_ids(recording: Recording) -> Tensor | None:

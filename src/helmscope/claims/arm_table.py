@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from helmscope.claims.arm_statistics import ATTENTION, MLP, UNTRAINED, WHOLE, share_at_end
+from helmscope.claims.arm_statistics import ATTENTION, MLP, SAME_PROMPTS, UNTRAINED, WHOLE, share_at_end
 from helmscope.types import Interval, Verdict
 
-ARMS = (*(arm.label for arm in (WHOLE, ATTENTION, MLP)), UNTRAINED)
+ARMS = (*(arm.label for arm in (WHOLE, ATTENTION, MLP)), SAME_PROMPTS, UNTRAINED)
 CLAIM = "mlp-prevents"
 
 
 def arm_table(verdicts: Iterable[Verdict]) -> str:
     """A table with one row for each subject on which mlp-prevents was tried: the share of inner products above 0.9 at
-    the last depth in the whole model, with attention alone and with MLPs alone, and with attention alone in untrained
-    twins; "" if it was tried on none.
+    the last depth in the whole model, with attention alone and with MLPs alone; and with attention alone in untrained
+    twins beside that of the model on the same prompts; "" if it was tried on none.
 
     >>> arm_table([])
     ''

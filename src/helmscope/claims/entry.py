@@ -45,7 +45,8 @@ class Bounds(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 class Condition(Bounds, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
     """A quantity and the region in which it must be. A claim holds if all its conditions do; ``on`` restricts a
-    condition to simulations or to models. A condition without bounds is described and not judged.
+    condition to simulations or to models. A condition without bounds is described and not judged. If one that is a
+    ``premise`` does not hold, the claim is not refuted: its premise is impossible for that subject.
 
     ``parse_entry`` derives the ``text`` from the bounds if there is none, and the ``name`` of the only condition of a
     claim from the id; ``statistic`` says what is measured and may be empty.
@@ -57,6 +58,7 @@ class Condition(Bounds, frozen=True, forbid_unknown_fields=True, kw_only=True, o
     name: str = ""
     statistic: str = ""
     on: SubjectKind | None = None
+    premise: bool = False
 
 
 class ControlCase(Bounds, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):

@@ -287,6 +287,25 @@ class PremiseImpossible:
         return Assessment(None, Ruling.IMPOSSIBLE, self.reason)
 
 
+@dataclass(frozen=True)
+class Undecided:
+    """The statement that a subject has too little for a ruling, such as too few prompts, and what is missing.
+
+    >>> Undecided("the claim needs 32 different texts").weigh(Region(text="below .1", high=0.1)).ruling.value
+    'inconclusive'
+    """
+
+    reason: str
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.reason, str) or not self.reason.strip():
+            raise HelmscopeError(f"reason is {self.reason!r}, but it must be a text that explains why")
+
+    def weigh(self, region: Region) -> Assessment:
+        """Rule "inconclusive", whatever the region."""
+        return Assessment(None, Ruling.INCONCLUSIVE, self.reason)
+
+
 def _assess(interval: Interval, region: Region, basis: str, scale: Scale = PLAIN) -> Assessment:
     """Compare an interval with a region; without bounds there is nothing to rule on."""
     if not region.bounded:

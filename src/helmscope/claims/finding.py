@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from helmscope.claims.evidence import Evidence, PremiseImpossible
+from helmscope.claims.evidence import Evidence, PremiseImpossible, Undecided
 from helmscope.types import Attachment, HelmscopeError, type_with_article
 
 if TYPE_CHECKING:
@@ -30,7 +30,8 @@ class Finding:
     what the source prints, where the entry gives it a region. ``data`` is an optional Measurement, such as
     ``claims.curves.curve`` returns; it is plotted below the intervals of the verdict. ``remark`` is a sentence with
     further measured values; ``setting`` describes what was simulated or recorded, and in which coordinates.
-    ``attachments`` are reported verbatim. A field of the wrong type raises HelmscopeError.
+    ``shortage`` says what the replicates lack, such as distinct first tokens: what was measured is then reported, and
+    the ruling is inconclusive. ``attachments`` are reported verbatim. A field of the wrong type raises HelmscopeError.
 
     >>> from helmscope.claims.evidence import Count
     >>> finding = Finding(evidence=Count(32, 32), controls={"V = -I": Count(0, 32)})
@@ -45,6 +46,7 @@ class Finding:
     printed: Evidence | None = None
     remark: str = ""
     setting: str = ""
+    shortage: str = ""
     attachments: tuple[Attachment, ...] = ()
 
     @classmethod
@@ -57,9 +59,19 @@ class Finding:
         """
         return cls(evidence=PremiseImpossible(reason), setting=setting, described=described or {})
 
+    @classmethod
+    def undecided(cls, reason: str, *, setting: str = "") -> Finding:
+        """The finding that nothing was measured because the subject has too little, such as too few different texts;
+        the ruling is inconclusive.
+
+        >>> Finding.undecided("the claim needs 32 different texts").evidence.reason
+        'the claim needs 32 different texts'
+        """
+        return cls(evidence=Undecided(reason), setting=setting)
+
     def __post_init__(self) -> None:
         _check_field_types(self, evidence=Evidence | Mapping, controls=Mapping, described=Mapping)
-        _check_field_types(self, printed=Evidence | None, remark=str, setting=str, attachments=tuple)
+        _check_field_types(self, printed=Evidence | None, remark=str, setting=str, shortage=str, attachments=tuple)
         for name in ("evidence", "controls", "described"):
             values = getattr(self, name)
             if isinstance(values, Mapping):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from helmscope.claims.entry import Condition, ControlCase, Entry, SubjectKind
-from helmscope.claims.evidence import Assessment, Evidence, PremiseImpossible
+from helmscope.claims.evidence import Assessment, Evidence, PremiseImpossible, Undecided
 from helmscope.claims.finding import Finding
 from helmscope.stats.reduce import reduced
 from helmscope.types import (
@@ -43,8 +44,9 @@ def judge(
 ) -> Verdict:
     """The verdict on a claim for one subject: its evidence compared with the regions that were fixed before the run.
 
-    All conditions must hold: the claim is refuted if one of them is, and supported if all are. If a control does not
-    come out as expected, the ruling is inconclusive, since such a trial cannot distinguish the claim from its null.
+    All conditions must hold: the claim is refuted if one of them is, and supported if all are; if one that is a
+    premise fails, the premise is impossible for this subject. If a control does not come out as expected, the ruling is
+    inconclusive, since such a trial cannot distinguish the claim from its null, and so it is if replicates are lacking.
     What the source prints is judged separately. Raises HelmscopeError unless ``finding`` is a Finding with the
     conditions and controls of the entry on this ``subject_kind``, whose data can be plotted; the error names ``file``,
     the file of the experiment.
@@ -63,11 +65,11 @@ def judge(
     reduced(finding.data)  # raise for data that cannot be plotted here, not in a report after many trials
     provenance = provenance or Provenance(entry=entry.hash, version=entry.version)
     described = tuple(_judged(name, UNJUDGED, given.weigh(UNJUDGED)) for name, given in finding.described.items())
-    if isinstance(finding.evidence, PremiseImpossible):
+    if isinstance(finding.evidence, PremiseImpossible | Undecided):
         reason = finding.evidence.reason
         return Verdict(
             claim=entry.id,
-            ruling=Ruling.IMPOSSIBLE,
+            ruling=finding.evidence.weigh(UNJUDGED).ruling,
             described=described,
             sentence=" ".join(filter(None, (f"{reason[0].upper()}{reason[1:]}.", finding.remark))),
             setting=finding.setting,
@@ -78,7 +80,11 @@ def judge(
     assessed = _assess_conditions(entry, finding, subject_kind, experiment)
     conditions = tuple(_judged(each.name, each.region, assessment) for each, assessment in assessed)
     controls = _judge_controls(entry, finding, subject_kind, experiment)
-    ruling = combine(conditions, controls)
+    premises = [condition.name for condition in entry.conditions_on(subject_kind) if condition.premise]
+    ruling = combine(conditions, controls, premises)
+    if finding.shortage:
+        ruling = Ruling.INCONCLUSIVE
+        conditions = tuple(_left_open(condition) for condition in conditions)
     printed = _judge_printed(entry, finding)
     return Verdict(
         claim=entry.id,
@@ -95,9 +101,19 @@ def judge(
     )
 
 
-def combine(conditions: Sequence[JudgedQuantity], controls: Sequence[Control]) -> Ruling:
+def _left_open(condition: JudgedQuantity) -> JudgedQuantity:
+    """A condition that is not decided, since replicates are lacking."""
+    if condition.ruling is Ruling.DESCRIBED:
+        return condition
+    return replace(condition, ruling=Ruling.INCONCLUSIVE, replicates_needed=None)
+
+
+def combine(
+    conditions: Sequence[JudgedQuantity], controls: Sequence[Control], premises: Collection[str] = ()
+) -> Ruling:
     """The ruling over all conditions: refuted if one is, impossible if the premise of one is, supported if all are;
-    inconclusive if a control failed.
+    inconclusive if a control failed. Conditions named in ``premises`` come first: unless they hold, the others decide
+    nothing.
 
     >>> region = Region(text="above 0", above=0.0)
     >>> slope = JudgedQuantity("slope", region, None, Ruling.SUPPORTED)
@@ -106,6 +122,10 @@ def combine(conditions: Sequence[JudgedQuantity], controls: Sequence[Control]) -
     """
     if not all(control.as_expected for control in controls):
         return Ruling.INCONCLUSIVE
+    presupposed = {condition.ruling for condition in conditions if condition.name in premises}
+    for decisive in (Ruling.IMPOSSIBLE, Ruling.INCONCLUSIVE):
+        if decisive in presupposed:
+            return decisive
     rulings = {condition.ruling for condition in conditions}
     order = (Ruling.REFUTED, Ruling.IMPOSSIBLE, Ruling.INCONCLUSIVE, Ruling.SUPPORTED, Ruling.BY_CONSTRUCTION)
     for decisive in order:
@@ -130,7 +150,19 @@ def _assess_conditions(
     if not isinstance(evidence, Mapping):
         evidence = {condition.name: evidence for condition in conditions[:1]}
     _check_names(f"{experiment} returned the conditions", entry, [each.name for each in conditions], evidence)
-    return [(condition, evidence[condition.name].weigh(condition.region)) for condition in conditions]
+    assessed = [(condition, evidence[condition.name].weigh(condition.region)) for condition in conditions]
+    return [
+        (condition, _as_premise(condition, assessment) if condition.premise else assessment)
+        for condition, assessment in assessed
+    ]
+
+
+def _as_premise(condition: Condition, assessment: Assessment) -> Assessment:
+    """The assessment of a condition that the claim presupposes: where it is refuted the premise is impossible."""
+    if assessment.ruling is not Ruling.REFUTED:
+        return assessment
+    basis = f"{assessment.basis}; the claim presupposes: {condition.text[:-1]}"
+    return replace(assessment, ruling=Ruling.IMPOSSIBLE, basis=basis)
 
 
 def _few_replicates(assessed: Sequence[tuple[Condition, Assessment]]) -> bool:
@@ -201,7 +233,11 @@ def _sentences(
     printed: PrintedStatement | None,
     few_replicates: bool,
 ) -> Iterator[str]:
-    """Failed controls; each condition by name, with its interval and basis; the remark; what the source prints."""
+    """What is lacking; failed controls; each condition by name, with its interval and basis; the remark; what the
+    source prints.
+    """
+    if finding.shortage:
+        yield f"Nothing is decided: {finding.shortage}."
     failed = [control for control in controls if not control.as_expected]
     if failed:
         failures = [f"{control.name}: {control.ruling.value}, expected {control.expectation}" for control in failed]
@@ -213,7 +249,7 @@ def _sentences(
         yield f"{heading}: {measured}{condition.basis}."
         if condition.ruling is Ruling.INCONCLUSIVE and condition.replicates_needed is not None:
             yield f"About {condition.replicates_needed:,} replicates would decide it."
-        elif condition.ruling is Ruling.INCONCLUSIVE:
+        elif condition.ruling is Ruling.INCONCLUSIVE and not finding.shortage:
             yield "No number of replicates is known that would decide it."
     if few_replicates:
         yield f"Fewer than {FEW_REPLICATES} replicates: the interval assumes that they are normally distributed."

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 import traceback
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from helmscope.claims.imported_code import imported_hash
 from helmscope.claims.judge import judge
 from helmscope.claims.reading import read_catalogue
 from helmscope.claims.registry import Experiment, TrialCase, code_file, experiments, registered
@@ -35,13 +35,6 @@ if TYPE_CHECKING:
 
     from helmscope.plots.figure import Figure
     from helmscope.types.progress import ProgressOption
-
-
-SHARED_CODE = {  # measures for several experiments
-    "helmscope.claims.arm_statistics",
-    "helmscope.claims.circle_functions",
-    "helmscope.claims.theory_flow",
-}
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -137,36 +130,28 @@ def try_claim(
 
 
 def sources(claim: str, folder: str | Path | None) -> dict[str, str]:
-    """The hashes of a claim's entry and code: the file of its experiment with the files that it shares with other
-    experiments, or all Python files of a user's folder.
+    """The hashes of a claim's entry and code: the file of its experiment, or all Python files of a user's folder, and
+    one hash for all modules of this package that they import, directly or through others.
 
     A run can only be resumed with the same hashes.
 
     >>> list(sources("rate", None))
-    ['rate.toml', 'rate.py']
-    >>> list(sources("mlp-prevents", None))[:3]
-    ['mlp-prevents.toml', 'mlp_prevents.py', 'arm_statistics.py']
+    ['rate.toml', 'rate.py', 'imported by rate']
     """
     entry = read_catalogue(folder)[claim]
-    code = _code_files(experiments()[claim].function) if folder is None else sorted(Path(folder).glob("*.py"))
-    return {f"{claim}.toml": entry.hash, **{path.name: hash_file(path) for path in code}}
-
-
-def _code_files(function: Experiment) -> list[Path]:
-    """The file of a packaged experiment, and those modules of ``claims`` from which it imports what it measures."""
-    module = sys.modules[function.__module__]
-    used = {getattr(value, "__module__", "") for value in vars(module).values()} & SHARED_CODE
-    return [code_file(function), *(Path(str(sys.modules[name].__file__)) for name in sorted(used))]
+    code = [code_file(experiments()[claim].function)] if folder is None else sorted(Path(folder).glob("*.py"))
+    files = {path.name: hash_file(path) for path in code}
+    return {f"{claim}.toml": entry.hash, **files, f"imported by {claim}": imported_hash(code)}
 
 
 def code_hash(claim: str, folder: str | Path | None) -> str:
-    """SHA-256 of the code of a claim's experiment; the hash of its file, or of the hashes of all files of a folder.
+    """SHA-256 of the hashes of a claim's code: all of ``sources`` but the entry.
 
     >>> len(code_hash("rate", None))
     64
     """
-    hashes = [digest for name, digest in sources(claim, folder).items() if name.endswith(".py")]
-    return hashes[0] if len(hashes) == 1 else hash_bytes(" ".join(hashes).encode())
+    hashes = [digest for name, digest in sources(claim, folder).items() if name != f"{claim}.toml"]
+    return hash_bytes(" ".join(hashes).encode())
 
 
 def _failing_line(error: Exception, function: Experiment) -> str:

@@ -97,7 +97,10 @@ def show_claim(
         "decided by": " and ".join(entry.decided),
         "experiment": entry.experiment,
         "null": entry.null,
-        **{f"condition {case.name}{_on(case)}": _condition_text(case) for case in entry.conditions},
+        **{
+            f"{'premise' if case.premise else 'condition'} {case.name}{_on(case)}": _condition_text(case)
+            for case in entry.conditions
+        },
         **{
             f"control {case.name}{_on(case)}": f"{case.text} Expected: {' or '.join(case.expected)}.".lstrip()
             for case in entry.controls

@@ -106,6 +106,11 @@ class Job(ABC):
         """The estimated cost."""
         return self.spec.estimate()
 
+    def check_limits(self, engine: Engine) -> None:  # noqa: B027 - most jobs know nothing
+        """Raise ``HelmscopeError`` if the job is known not to fit into the limits of the engine, before a folder is
+        created; by default nothing is known, and a unit that does not fit fails.
+        """
+
     def manifest(self, engine: Engine, command: Sequence[str]) -> Manifest:
         """The manifest of a run that starts now."""
         return Manifest.collect(

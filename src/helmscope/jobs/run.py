@@ -92,6 +92,7 @@ def run(
             raise HelmscopeError(f"{name} is {short_repr(value)}, but it must be True or False")
     with progress_reporting(False):  # a check may compute a small example
         job = spec.prepare()
+    job.check_limits(engine)
     manifest = job.manifest(engine, sys.argv if command is None else command)
     place = _open_folder(job, manifest, folder, resume=resume, allow_mixed=allow_mixed)
     prints = bool(show_progress)

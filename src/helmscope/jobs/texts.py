@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from helmscope.claims.judge import FEW_REPLICATES
 from helmscope.types import HelmscopeError, check_memory, pluralized
+from helmscope.types.arguments import short_repr
 
 if TYPE_CHECKING:
     from helmscope.jobs.trials import TrialsSpec
@@ -36,12 +37,14 @@ class TrialSubjects:
         from helmscope.jobs.cost import subject_size
 
         for subject in self.named:
+            _check_tokenizer(subject)
             _ = subject.identity
             short = next((i for i, ids in enumerate(subject.token_ids) if len(ids) < MIN_TOKENS), None)
             if short is not None:
                 raise HelmscopeError(
-                    f"texts[{short}] has {pluralized(len(subject.token_ids[short]), 'token')} for model "
-                    f"{subject.name}, but a trial needs at least {MIN_TOKENS} in each"
+                    f"texts[{short}] is {short_repr(subject.texts[short])}, which has "
+                    f"{pluralized(len(subject.token_ids[short]), 'token')} for model {subject.name}, but a trial needs "
+                    f"at least {MIN_TOKENS} in each"
                 )
             size = subject_size(subject)
             amounts = f"{size.parameters:,} parameters on {size.tokens:,} tokens"
@@ -51,10 +54,10 @@ class TrialSubjects:
     def notices(self) -> tuple[str, ...]:
         """What the number of texts of each subject does not allow to decide, as sentences."""
         return tuple(
-            f"{subject.name} has {pluralized(len(subject.texts), 'text')}: with fewer than {FEW_REPLICATES} an "
-            "interval over prompts assumes that they are normally distributed, and most claims remain inconclusive"
+            f"{subject.name} has {pluralized(len(subject.texts), 'text')}: with fewer than {FEW_REPLICATES} "
+            "different ones, or distinct first tokens, claims about models remain inconclusive"
             for subject in self.named
-            if len(subject.texts) < FEW_REPLICATES
+            if len(set(subject.texts)) < FEW_REPLICATES
         )
 
     @property
@@ -67,6 +70,17 @@ class TrialSubjects:
         models = tuple(str(subject.as_data()["model"]) for subject in self.subjects)
         other = None if self.other is None else str(self.other.as_data()["model"])
         return {"models": models, "other": other, "texts": self.texts and str(Path(self.texts).resolve())}
+
+
+def _check_tokenizer(subject: Subject) -> None:
+    """Raise HelmscopeError, with what can be done in a spec or on the command line, if texts cannot be tokenized."""
+    if subject.tokenizer is None and isinstance(subject.texts[0], str):
+        why = subject.loaded.tokenizer_error
+        has = "has no tokenizer" if why is None else f"has a tokenizer that cannot be read ({why})"
+        raise HelmscopeError(
+            f"model is '{subject.model}', which {has}, but the texts are strings: put its tokenizer into that folder, "
+            "or set texts to a .json file with rows of token ids of one length, on the command line --texts IDS.json"
+        )
 
 
 def trial_subjects(spec: TrialsSpec) -> TrialSubjects:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from helmscope.claims.trial import Trial
     from helmscope.jobs.cost import Estimate
     from helmscope.jobs.texts import TrialSubjects
+    from helmscope.runs.attempt import Engine
     from helmscope.types import Verdict
 
 
@@ -232,6 +233,17 @@ class TrialsJob(Job):
         from helmscope.jobs.cost import trials_cost
 
         return trials_cost(self.original, self.planned)
+
+    def check_limits(self, engine: Engine) -> None:
+        """Raise ``HelmscopeError`` if the estimated memory is more than the engine allows."""
+        limit, needed = getattr(engine, "max_memory", None), self.cost().bytes or 0
+        if limit is not None and needed > limit:
+            on_models = any(not subject.is_simulation for planned in self.planned for subject in planned.subjects)
+            remedy = ", or pass fewer or shorter texts" if on_models else ""
+            raise HelmscopeError(
+                f"max_memory is {limit / 1e6:,.0f} MB, but the trials need about {needed / 1e6:,.0f} MB: raise "
+                f"it{remedy}"
+            )
 
     def execute(self, work: Work) -> TrialsResult:
         """Run the trials and write verdicts.json."""

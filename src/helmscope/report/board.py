@@ -39,7 +39,8 @@ BADGES = {
         "inconclusive",
         Ruling.INCONCLUSIVE.value,
         "?",
-        "Neither, or a control did not come out as expected: such a trial proves nothing.",
+        "Neither; or a control did not come out as expected, or there were too few different prompts: such a trial "
+        "proves nothing.",
     ),
     Ruling.DESCRIBED: Badge(
         "described", Ruling.DESCRIBED.value, "\u2022", "A quantity that is measured and that no region judges."
@@ -86,16 +87,17 @@ class Row:
 
     @property
     def sentence(self) -> str:
-        """The finding in one sentence: the ruling for each subject with its statistic.
+        """The finding in one sentence: the ruling for each subject with its number, and what that number is.
 
-        Subjects with the same ruling are listed together.
+        Subjects with the same ruling on the same quantity are listed together.
         """
-        groups: dict[Ruling, list[str]] = {}
+        groups: dict[tuple[Ruling, str], list[str]] = {}
         for subject, trial in self.trials.items():
             verdict = trial.verdict
-            number = "" if verdict.interval is None else f" ({interval_text(verdict.interval)})"
-            groups.setdefault(verdict.ruling, []).append(f"{subject}{number}")
-        parts = [f"{ruling.value} on {', '.join(found)}" for ruling, found in groups.items()]
+            number = "" if verdict.interval is None else f" {interval_text(verdict.interval)}"
+            name = "" if verdict.interval is None or verdict.deciding is None else f" ({verdict.deciding.name})"
+            groups.setdefault((verdict.ruling, name), []).append(f"{subject}{number}")
+        parts = [f"{ruling.value} on {', '.join(found)}{name}" for (ruling, name), found in groups.items()]
         return f"{'; '.join(parts)}."
 
 

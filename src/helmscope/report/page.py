@@ -74,10 +74,15 @@ class _Case:
     command: str
     file: str
 
+    statistic: str = ""
+
     @property
-    def deciding(self) -> tuple[str, str]:
-        """The value and the interval on which the verdict rests, as text."""
-        return ("", "") if self.verdict.interval is None else _value_and_ends(self.verdict.interval)
+    def deciding(self) -> tuple[str, str, str]:
+        """The name of the quantity on which the verdict rests, its value and its interval, as text."""
+        quantity = self.verdict.deciding
+        if quantity is None or quantity.interval is None:
+            return ("", "", "")
+        return (quantity.name, *_value_and_ends(quantity.interval))
 
 
 @dataclass(frozen=True)
@@ -219,7 +224,15 @@ def _case(entry: Entry, subject: str, trial: Trial, commands: _Commands) -> _Cas
         alt=_alt_text(verdict, data),
         command=commands.command(entry.id, subject),
         file=commands.files.get((entry.id, subject), ""),
+        statistic=_statistic(entry, verdict),
     )
+
+
+def _statistic(entry: Entry, verdict: Verdict) -> str:
+    """What the quantity is on which a verdict rests, in the words of the entry; "" if it has none."""
+    deciding = verdict.deciding
+    found = [case.statistic for case in entry.conditions if deciding is not None and case.name == deciding.name]
+    return found[0] if found else ""
 
 
 def _data_uri(picture: bytes) -> str:

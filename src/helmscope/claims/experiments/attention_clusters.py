@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from helmscope.claims.evidence import Evidence
     from helmscope.intervene.arms import Arm
 
-GATHERED = 0.05  # mean growth of the share from which an arm is said to gather, in the remark
 LITERATURE = (
     "Without residual connections and MLPs attention collapses to rank one (Dong et al. 2021, arXiv:2103.03404); masks "
     "and LayerNorm change how far (Wu et al. 2024, arXiv:2405.18781). Here residual connections are on, which are "
@@ -45,12 +44,12 @@ def attention_clusters(case: TrialCase) -> Finding:
 
     Pairs are those of tokens-cluster. Controls: blocks that write nothing, and attention weights P = I (values are
     written and nothing is mixed). Described: untrained twins, -V in place of V, and attention alone at the radius that
-    each token has in the whole model, where its writes turn the tokens by no more than there. Twins are no control,
-    since attention gathers tokens for random weights too.
+    each token has in the whole model, where its writes turn the tokens by no more than there. Twins are no control: in
+    some architectures attention gathers tokens for random weights too, which the verdict says where it is measured.
     """
     arms = Factorial.of(case)
-    if arms.unmet is not None:
-        return Finding.impossible(arms.unmet)
+    if arms.refusal is not None:
+        return arms.refusal
     alone, silent = arms.arm(ATTENTION), arms.arm(SILENT, only_described=True)
     not_mixed = arms.arm_or_reason(NO_MIXING)
     others = {arm: arms.arm_or_reason(arm, only_described=True) for arm in (NEGATED, AT_WHOLE_RADIUS)}
@@ -74,8 +73,9 @@ def attention_clusters(case: TrialCase) -> Finding:
         },
         described=described,
         data=depth_curves("share", shares, label=f"share of inner products above {arms.level:g}, MLPs off"),
-        remark=_remark(alone, others, contrast) + arms.caveat,
+        remark=_remark(alone, others, contrast, case.constant("gathers")),
         setting=arms.setting,
+        shortage=arms.chosen.alike,
         attachments=(Attachment(f"Certificate of {case.subject.name}", str(arms.recording().certificate)),),
     )
 
@@ -93,28 +93,31 @@ def _described(alone: ArmStatistics) -> dict[str, Evidence]:
     return rows
 
 
-def _training(contrast: TwinContrast) -> str:
+def _training(contrast: TwinContrast, gathers: float) -> str:
     """What the contrast with untrained twins shows of training."""
     effect = {1: "training raises it", -1: "training lowers it", 0: "it is not shown that training changes it"}
     twins = contrast.twins.mean()
-    needless = ", and random weights gather tokens as well" if twins >= GATHERED else ""
+    needless = ", and random weights gather tokens as well" if twins >= gathers else ""
     return (
-        f"In untrained twins the share grows by {twins:.3f}: {effect[contrast.sign]} (difference "
+        f"In untrained twins the share grows by {twins:.3f}, in the model by {contrast.trained_on_same.mean():.3f} on "
+        f"the same {len(contrast.trained_on_same)} prompts: {effect[contrast.sign]} (difference "
         f"{contrast.differences.mean():+.3f}){needless}."
     )
 
 
-def _remark(alone: ArmStatistics, others: dict[Arm, ArmStatistics | str], contrast: TwinContrast) -> str:
-    sentences = [f"The share goes to {alone.share[-1].mean():.3f}.", _training(contrast)]
+def _remark(
+    alone: ArmStatistics, others: dict[Arm, ArmStatistics | str], contrast: TwinContrast, gathers: float
+) -> str:
+    sentences = [f"The share goes to {alone.share[-1].mean():.3f}.", _training(contrast, gathers)]
     negated, held = others[NEGATED], others[AT_WHOLE_RADIUS]
     if isinstance(negated, ArmStatistics):
-        needless = ": an attraction by V = +I is not needed" if _gathers(negated) else ""
+        needless = ": an attraction by V = +I is not needed" if _gathers(negated, gathers) else ""
         sentences.append(f"With -V in place of V it goes to {negated.share[-1].mean():.3f}{needless}.")
     else:
         sentences.append(f"-V could not be tried: {negated}.")
     if isinstance(held, ArmStatistics):
         sentences.append(f"At the radius of the whole model it goes to {held.share[-1].mean():.3f}.")
-        if _gathers(alone) and not _gathers(held):
+        if _gathers(alone, gathers) and not _gathers(held, gathers):
             sentences.append(
                 "So attention gathers tokens on a stream that only attention writes to, and it is not shown that it "
                 "would at the radius that the MLPs give the stream."
@@ -134,5 +137,5 @@ def _sizes(arm: ArmStatistics) -> tuple[np.ndarray, np.ndarray]:
     return arm.ends.effective_rank.values, arm.ends.collapse_residual_frobenius.values
 
 
-def _gathers(arm: ArmStatistics) -> bool:
-    return bool(arm.growth.mean() >= GATHERED)
+def _gathers(arm: ArmStatistics, least: float) -> bool:
+    return bool(arm.growth.mean() >= least)

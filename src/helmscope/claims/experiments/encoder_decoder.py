@@ -22,7 +22,7 @@ from helmscope.types import Trajectory
 if TYPE_CHECKING:
     from torch import Tensor
 
-BETA, BINS, TOL = 1.0, 40, 1e-6
+BINS, TOL = 40, 1e-6
 TIMES = tuple(k / 4 for k in range(41))
 MASKS = ("full", "causal")
 
@@ -37,7 +37,7 @@ def encoder_decoder(case: TrialCase) -> Finding:
     when each start has that mean. Two independent sets of starts, both with the full mask, must not differ by 0.1; a
     bias of 0 instead of the mask hides nothing and must reproduce the full times.
     """
-    n, dim, level = (case.constant(name) for name in ("tokens", "dim", "level"))
+    n, dim, level, shape_beta = (case.constant(name) for name in ("tokens", "dim", "level", "beta_of_shape"))
     horizons = dict(zip(case.constant("betas"), case.constant("horizons"), strict=True))  # the time allowed at a beta
     count = case.count(40, quick=32)
     x, y = (retract(case.normal(count, n, dim, stream=k)) for k in range(2))
@@ -46,12 +46,12 @@ def encoder_decoder(case: TrialCase) -> Finding:
         for beta, end in horizons.items()
         for mask in (False, True)
     }
-    full, causal = runs[BETA, False], runs[BETA, True]
-    paths = [_Path.of(SA(beta=BETA, causal=mask), x, runs[BETA, mask].time) for mask in (False, True)]
+    full, causal = runs[shape_beta, False], runs[shape_beta, True]
+    paths = [_Path.of(SA(beta=shape_beta, causal=mask), x, runs[shape_beta, mask].time) for mask in (False, True)]
     spreads = [_spread(path.states) for path in paths]
-    other = _Run.of(SA(beta=BETA), y, level, horizons[BETA])
+    other = _Run.of(SA(beta=shape_beta), y, level, horizons[shape_beta])
     no_bias = torch.zeros(n, n, dtype=x.dtype)
-    unmasked = _Run.of(SA(beta=BETA, bias=no_bias), x, level, horizons[BETA])
+    unmasked = _Run.of(SA(beta=shape_beta, bias=no_bias), x, level, horizons[shape_beta])
     slower = {beta: (runs[beta, True].time / runs[beta, False].time).log() for beta in horizons}
     censored = [
         f"{sum(runs[b, mask].censored for mask in (False, True))} at beta = {b:g} (t = {end:g})"
@@ -76,8 +76,8 @@ def encoder_decoder(case: TrialCase) -> Finding:
             f"{2 * count} runs at each beta the horizon cut off {', '.join(censored)}."
         ),
         setting=(
-            f"simulation on the unit sphere: n = {n}, d = {dim}, beta = {BETA:g}, until the mean inner product is "
-            f"{level:g}, Dormand-Prince"
+            f"simulation on the unit sphere: n = {n}, d = {dim}, beta = {shape_beta:g}, until the mean inner product "
+            f"is {level:g}, Dormand-Prince"
         ),
     )
 

@@ -17,7 +17,6 @@ from helmscope.geometry.sphere import project, retract
 if TYPE_CHECKING:
     from torch import Tensor
 
-SLOPE = 0.5  # of the bias by distance, as in the first of ALiBi's eight heads
 CASES = ("permuted", "repeated or weighted", "permuted, causal mask", "permuted, bias by position")
 
 
@@ -31,6 +30,7 @@ def measure_flow(case: TrialCase) -> Finding:
     numerator lacks y, so its quotient is a scalar, here used in every coordinate.
     """
     dim, tokens, count, betas = (case.constant(name) for name in ("dim", "tokens", "clouds", "betas"))
+    slope = case.constant("bias_slope")  # by distance, as in the first of ALiBi's eight heads
     matrices = case.count(64, quick=16)
     orders, picks = (case.normal(len(betas), matrices, tokens, stream=k).argsort(-1) for k in (0, 1))
     square = case.normal(2, len(betas), matrices, dim, dim, stream=2) / dim**0.5
@@ -43,7 +43,7 @@ def measure_flow(case: TrialCase) -> Finding:
             qk, v = square[:, b, m]
             sa, usa = SA(beta, query_key=qk, value=v), USA(beta, query_key=qk, value=v)
             causal = SA(beta, query_key=qk, value=v, causal=True)
-            biased = SA(beta, query_key=qk, value=v, bias=alibi_bias(tokens, SLOPE))
+            biased = SA(beta, query_key=qk, value=v, bias=alibi_bias(tokens, slope))
             found = [torch.maximum(_permutation_error(sa, x, order), _permutation_error(usa, x, order))]
             found.append(torch.maximum(_repetition_error(sa, x, counts), _repetition_error(usa, x, counts)))
             found += [_permutation_error(causal, x, order), _permutation_error(biased, x, order)]

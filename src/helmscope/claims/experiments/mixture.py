@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from helmscope.observe.mixture import VMFMixture
 
-MOST, KAPPA_MAX, TOL = 8, 1e3, 1e-6
+TOL = 1e-6
 LABELS = {
     "components": "number of components",
     "largest_mass": "largest mass of a component",
@@ -44,16 +44,16 @@ def mixture(case: TrialCase) -> Finding:
     tokens. The centers are summarised by |sum_k w_k mu_k|, which is 1 if all agree.
     """
     n, dim, betas, times = (case.constant(name) for name in ("tokens", "dim", "betas", "times"))
-    beta, time = case.constant("beta"), case.constant("time")
+    beta, time, most, largest = (case.constant(name) for name in ("beta", "time", "most_components", "largest_kappa"))
     at_stated = (betas.index(beta), times.index(time))
     x0 = retract(case.normal(case.count(64, quick=32), n, dim, stream=0))
     uniform = retract(case.normal(case.count(128, quick=64), n, dim, stream=1))
     states = torch.stack([_states(each, x0, times) for each in betas])
-    start, later, null = (vmf_mixture(x, max_components=MOST, kappa_max=KAPPA_MAX) for x in (x0, states, uniform))
+    start, later, null = (vmf_mixture(x, max_components=most, kappa_max=largest) for x in (x0, states, uniform))
     stated = later.count[at_stated].double()
     linked = cluster_count(states[at_stated], radius=case.constant("radius"))
     at = f"beta = {beta:g}, t = {time:g}"
-    capped = (later.kappas[at_stated] == KAPPA_MAX).sum() / later.count[at_stated].sum()
+    capped = (later.kappas[at_stated] == largest).sum() / later.count[at_stated].sum()
     return Finding(
         evidence=Replicates(stated, "starts"),
         controls={
@@ -65,7 +65,7 @@ def mixture(case: TrialCase) -> Finding:
         remark=(
             f"The number of components at {at} ranges from {int(stated.min())} to {int(stated.max())}, the largest "
             f"mass is {float(later.weights[at_stated][:, 0].mean()):.2f} on average, and {float(capped):.0%} of the "
-            f"components are tighter than kappa = {KAPPA_MAX:g}. The largest number fitted to uniform tokens is "
+            f"components are tighter than kappa = {largest:g}. The largest number fitted to uniform tokens is "
             f"{int(null.count.max())}."
         ),
         setting=(

@@ -1,4 +1,4 @@
-"""mlp-prevents: the MLPs undo the gathering of the tokens by attention."""
+"""mlp-prevents: with its MLPs on, a model does not gather the tokens that its attention alone gathers."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ import numpy as np
 import xarray as xr
 
 from helmscope.claims.arm_statistics import (
+    AT_WHOLE_RADIUS,
     ATTENTION,
     MLP,
     NO_MIXING,
+    SAME_PROMPTS,
     SILENT,
     UNTRAINED,
     WHOLE,
@@ -33,65 +35,71 @@ from helmscope.types import Attachment
 if TYPE_CHECKING:
     from helmscope.claims.evidence import Evidence
 
-GATHERED = 0.05  # growth of the share below which attention alone is said not to gather
 LAYER_PROMPTS, LAYER_FORWARDS = 8, 96  # prompts with a single MLP on or off, and prompts times layers at most
 TRAINED_AGAIN = ("whole model", "attention alone", "MLP alone")
 
 
 @experiment("mlp-prevents", seconds={"model": 15})
 def mlp_prevents(case: TrialCase) -> Finding:
-    """The share of inner products above 0.9 at the last depth, whole model minus attention alone, paired by prompt.
+    """The share of inner products above 0.9 at the last depth, whole model minus attention alone, paired by prompt;
+    and, as the premise, the growth of the share with attention alone.
 
-    Pairs are those of tokens-cluster. Described: MLPs alone; how many token ids can be decoded from the states of each
-    arm, by layer; untrained twins; over training, the same arms of a sibling of A at sixteen steps; in a full run each
-    MLP left out of the whole model, or as the only one with all attention.
+    Pairs are those of tokens-cluster. If blocks write nothing, attention alone gathers nothing: the control measures
+    that growth. The difference does not say how the MLPs act: they also enlarge the stream. Described: MLPs alone;
+    attention without mixing, and at the radius of the whole model; how many token ids can be decoded from the states of
+    each arm, by layer; untrained twins; over training, the same arms of a sibling of A at sixteen steps; in a full run
+    each MLP left out of the whole model, or as the only one with all attention.
     """
     arms = Factorial.of(case)
-    if arms.unmet is not None:
-        return Finding.impossible(arms.unmet)
+    if arms.refusal is not None:
+        return arms.refusal
     whole, alone, silent = arms.arm(WHOLE), arms.arm(ATTENTION), arms.arm(SILENT, only_described=True)
     mlp = arms.arm_or_reason(MLP)
     twins = {arm: arms.twin_shares(arm) for arm in (WHOLE, ATTENTION)}
     untrained = (twins[WHOLE] - twins[ATTENTION])[:, -1]
-    described = TwinContrast(whole.share[-1] - alone.share[-1], untrained).described("difference")
+    difference = whole.share[-1] - alone.share[-1]
+    described = TwinContrast(difference, untrained).described("difference")
     described["difference of mean inner products"] = PairedDifferences(whole.mean[-1] - alone.mean[-1], "prompts")
     measured = {WHOLE.label: whole, ATTENTION.label: alone}
     measured |= {MLP.label: mlp} if isinstance(mlp, ArmStatistics) else {}
     shares = {label: arm.share for label, arm in measured.items()}
     described |= {share_at_end(label): over_prompts(arm.share[-1]) for label, arm in measured.items()}
     shares[UNTRAINED] = twins[ATTENTION].mean(0)
+    described[share_at_end(SAME_PROMPTS)] = over_prompts(alone.share[-1][: arms.twin_prompts])
     described[share_at_end(UNTRAINED)] = Replicates(twins[ATTENTION][:, -1].mean(1), "twins")
     described |= _identities(measured)
-    parts = [depth_curves("share", shares, label=f"share of inner products above {arms.level:g}")]
-    parts += _decoded_by_layer(measured)
-    not_mixed = arms.arm_or_reason(NO_MIXING)
-    if isinstance(not_mixed, ArmStatistics):
-        described[share_at_end("P = I, MLPs off")] = over_prompts(not_mixed.share[-1])
-    remark = _remark(arms, shares, not_mixed) + (
+    others = {
+        "no mixing (P = I)": arms.arm_or_reason(NO_MIXING),
+        "at the whole model's radius": arms.arm_or_reason(AT_WHOLE_RADIUS, only_described=True),
+    }
+    for label, found in others.items():
+        if isinstance(found, ArmStatistics):
+            described[share_at_end(f"{label}, MLPs off")] = over_prompts(found.share[-1])
+            shares[label] = found.share
+    remark = _remark(arms, shares, others, case.constant("gathers")) + (
         "" if isinstance(mlp, ArmStatistics) else f" MLP alone could not be tried: {mlp}."
     )
+    parts = [depth_curves("share", shares, label=f"share of inner products above {arms.level:g}")]
+    parts += _decoded_by_layer(measured)
     if case.subject.model == "A":
         parts.append(_over_training(arms.level))
         remark += _training_remark(parts[-1])
     if not case.quick:
         parts.append(_by_layer(arms))
-        remark += _layer_remark(parts[-1])
+        remark += _layer_remark(parts[-1], case.constant("gathers"))
     return Finding(
-        evidence={"whole minus attention alone": _difference(whole, alone)},
-        controls={"blocks that write nothing": _difference(silent, silent)},
+        evidence={
+            "growth of attention alone": over_prompts(alone.growth),
+            "whole minus attention alone": PairedDifferences(difference, "prompts"),
+        },
+        controls={"blocks that write nothing": over_prompts(silent.growth)},
         described=described,
         data=xr.merge(parts, join="outer", compat="no_conflicts"),
-        remark=remark + arms.caveat,
+        remark=remark,
         setting=arms.setting,
+        shortage=arms.chosen.alike,
         attachments=(Attachment(f"Certificate of {case.subject.name}", str(arms.recording().certificate)),),
     )
-
-
-def _difference(whole: ArmStatistics, alone: ArmStatistics) -> PairedDifferences:
-    """The share at the last depth, whole model minus attention alone. If blocks write nothing, both arms are the same
-    forward.
-    """
-    return PairedDifferences(whole.share[-1] - alone.share[-1], "prompts")
 
 
 def _identities(arms: dict[str, ArmStatistics]) -> dict[str, Evidence]:
@@ -150,31 +158,39 @@ def _by_layer(arms: Factorial) -> xr.Dataset:
     return curve("by_layer", np.array(values).transpose(2, 1, 0), axes, label=label, over="prompt")
 
 
-def _layer_remark(by_layer: xr.Dataset) -> str:
+def _layer_remark(by_layer: xr.Dataset, gathers: float) -> str:
     means = by_layer.by_layer.mean("prompt")
     only = means.sel(layer_is="the only MLP").values
     remark = f" With a single MLP on, the share is smallest, {only.min():.3f}, for that of layer {np.argmin(only)}."
     if "the MLP left out" in means.layer_is.values:
         out = means.sel(layer_is="the MLP left out").values
-        if out.max() < GATHERED:
+        if out.max() < gathers:
             return f"{remark} With any single MLP off, it is at most {out.max():.3f}."
         remark += f" With a single MLP off, it is largest, {out.max():.3f}, without that of layer {np.argmax(out)}."
     return remark
 
 
-def _remark(arms: Factorial, shares: dict[str, np.ndarray], not_mixed: ArmStatistics | str) -> str:
+def _remark(
+    arms: Factorial, shares: dict[str, np.ndarray], others: dict[str, ArmStatistics | str], gathers: float
+) -> str:
     ends = ", ".join(f"{label} {values[-1].mean():.3f}" for label, values in shares.items())
     sentences = [f"Share at the last depth: {ends}."]
-    if arms.arm(ATTENTION).growth.mean() < GATHERED:
-        sentences.append("Attention alone does not gather the tokens of this model, so that there is nothing to undo.")
-    elif isinstance(not_mixed, ArmStatistics) and not_mixed.growth.mean() >= GATHERED:
+    not_mixed, held = others.values()
+    if arms.arm(ATTENTION).growth.mean() < gathers:
+        sentences.append("Attention alone does not gather the tokens of this model.")
+    elif isinstance(not_mixed, ArmStatistics) and not_mixed.growth.mean() >= gathers:
         sentences.append(
             f"If every token attends only to itself, the share still goes to {not_mixed.share[-1].mean():.3f}: not all "
-            "that the MLPs undo is done by mixing."
+            "of what attention alone shows is done by mixing."
         )
     if not arms.recording(only_described=True).anatomy.post_norm:
+        radius = (
+            f": held at the radius of the whole model, attention alone goes to {held.share[-1].mean():.3f}"
+            if isinstance(held, ArmStatistics)
+            else ""
+        )
         sentences.append(
-            "MLPs can act in two ways that this difference does not separate: they turn tokens apart, and they enlarge "
-            "the stream, so that later writes of attention turn tokens less."
+            "The difference shows that the whole model's share is lower, and not how the MLPs lower it: they turn "
+            f"tokens apart, and they enlarge the stream, so that later writes of attention turn tokens less{radius}."
         )
     return " ".join(sentences)

@@ -10,6 +10,7 @@ import torch
 from helmscope.claims.curves import curve
 from helmscope.claims.evidence import EverySample, IdentityErrors, PremiseImpossible, Replicates
 from helmscope.claims.finding import Finding
+from helmscope.claims.prompts import ChosenPrompts
 from helmscope.claims.registry import TrialCase, experiment
 from helmscope.fields.attention import SA
 from helmscope.fields.block import Block
@@ -117,7 +118,10 @@ def _on_model(case: TrialCase) -> Finding:
     In a pre-norm model f reads only the direction of x, so that f(m) is what the model writes when it is resumed with
     the direction of m. A control resumes it with the direction of x: f is unchanged and the defect is rounding.
     """
-    recording = case.subject.recording_of(_prompts(case))
+    prompts = ChosenPrompts.of(case, length=case.constant("length"))
+    if prompts.too_few:
+        return Finding.undecided(prompts.too_few)
+    recording = case.subject.recording_of(prompts.texts)
     if any(layer.wiring.kind.value != "sequential" for layer in recording.anatomy.layers):
         return Finding.impossible(
             "only blocks that normalize before each half, and add one after the other, can be taken in halves"
@@ -143,13 +147,9 @@ def _on_model(case: TrialCase) -> Finding:
         ),
         remark=f"The mean defect runs from {min(float(each.mean()) for each in defects):.2g} to "
         f"{max(float(each.mean()) for each in defects):.2g} over {len(defects)} half-steps.",
-        setting=f"raw residual stream, {len(defects[0])} prompts of {case.constant('length')} tokens",
+        setting=f"raw residual stream, {prompts.setting}, {case.constant('length')} tokens each",
+        shortage=prompts.alike,
     )
-
-
-def _prompts(case: TrialCase) -> list[tuple[int, ...]]:
-    length = case.constant("length")
-    return [row[:length] for row in case.subject.token_ids if len(row) >= length][: case.count(64, quick=32)]
 
 
 def _defect(recording: Recording, depth: int, share: float) -> Tensor:

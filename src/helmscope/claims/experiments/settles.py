@@ -11,6 +11,7 @@ import torch
 from helmscope.claims.curves import curve
 from helmscope.claims.evidence import PairedDifferences, Replicates
 from helmscope.claims.finding import Finding
+from helmscope.claims.prompts import ChosenPrompts
 from helmscope.claims.registry import TrialCase, experiment
 from helmscope.fields.attention import SA
 from helmscope.geometry.sphere import angle, project, retract
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from helmscope.models.recording import Recording
 
 STEP, CIRCLE = 0.2, 64  # of RK4; steps of the planted map
-NUDGE = 1e-3  # length of a perturbation of a model's token, far above rounding and far below the angle of a loop
 
 
 @experiment("settles", seconds={"simulation": 3, "model": 25}, defaults=(Subject.simulation(), Subject("tied")))
@@ -47,7 +47,7 @@ def _simulated(case: TrialCase) -> Finding:
     starts = case.count(128, quick=32)
     x = retract(case.normal(starts, n, 3, stream=0))
     # the control has a true slope of 0 and a bound close to it, so it needs more starts than the claim
-    rotated = retract(case.normal(8 * starts, n, 3, stream=4))
+    rotated = retract(case.normal(case.constant("rotating_starts") * starts, n, 3, stream=4))
     times = torch.arange(end + 1, dtype=torch.float64)
     turn = torch.zeros(3, 3, dtype=torch.float64)
     turn[0, 1], turn[1, 0] = 1.0, -1.0
@@ -154,13 +154,17 @@ def _looped(case: TrialCase) -> Finding:
         return Finding.impossible("only a model with one tied block can be called more often than it was trained with")
     loops, length = case.constant("loops"), case.constant("length")
     subject = case.subject.looped(loops)
-    rows = [row[:length] for row in subject.token_ids if len(row) >= length][: case.count(64, quick=32)]
-    recording = subject.recording_of(rows)
+    prompts = ChosenPrompts.of(case, length=length)
+    if prompts.too_few:
+        return Finding.undecided(prompts.too_few)
+    recording = subject.recording_of(prompts.texts)
     arm = Arm(AttentionMode.OFF, mlp=False)
     silent = recording.under(*arm.edits(recording))
-    noise = case.normal(len(rows), recording.trajectory.states.shape[-1], stream=0)
+    noise = case.normal(len(prompts), recording.trajectory.states.shape[-1], stream=0)
     moved = {name: _moved_per_loop(each) for name, each in (("trained", recording), ("no writes", silent))}
-    exponents, silent_exponents = (_loop_exponents(each, loops, noise) for each in (recording, silent))
+    exponents, silent_exponents = (
+        _loop_exponents(each, loops, noise, case.constant("nudge")) for each in (recording, silent)
+    )
     slopes, silent_slopes = (_log_slope(moved[name]) for name in ("trained", "no writes"))
     return Finding(
         evidence={
@@ -190,7 +194,8 @@ def _looped(case: TrialCase) -> Finding:
         f"{float(moved['no writes'][-1].mean()):.2g} rad where blocks write nothing, by the norms alone; the "
         f"exponents are {float(exponents.mean()):.3g} and {float(silent_exponents.mean()):.3g} per loop."
         f"{_norms_remark(silent_exponents, silent_slopes)}",
-        setting=f"directions of the residual stream, {loops} loops, {len(rows)} prompts of {length} tokens",
+        setting=f"directions of the residual stream, {loops} loops, {prompts.setting}, {length} tokens each",
+        shortage=prompts.alike,
     )
 
 
@@ -210,13 +215,15 @@ def _moved_per_loop(recording: Recording) -> Tensor:
     return angle(states[1:], states[:-1]).mean(-1)
 
 
-def _loop_exponents(recording: Recording, loops: int, noise: Tensor) -> Tensor:
-    """The logarithmic growth per loop of a perturbation of the last token, the others frozen, one value per prompt."""
+def _loop_exponents(recording: Recording, loops: int, noise: Tensor, nudge: float) -> Tensor:
+    """The logarithmic growth per loop of a perturbation of the last token of length ``nudge``, far above rounding and
+    far below the angle of a loop, the others frozen; one value per prompt.
+    """
     depth = 2 * (loops // 2)
     states = recording.trajectory.states[depth]
     direction = project(states[:, -1], (noise - noise.mean(-1, keepdim=True)).to(states))
     perturbed = states.clone()
-    perturbed[:, -1] = retract(states[:, -1] + NUDGE * retract(direction))
+    perturbed[:, -1] = retract(states[:, -1] + nudge * retract(direction))
     frozen = torch.ones(states.shape[:2], dtype=torch.bool, device=states.device)
     frozen[:, -1] = False
     first, second = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -31,6 +32,8 @@ from helmscope.claims.registry import TrialCase, experiment
 from helmscope.claims.theory_flow import TheoryFlow
 from helmscope.claims.twin_contrast import TwinContrast
 from helmscope.geometry.sphere import retract
+from helmscope.models.texts import context_length
+from helmscope.models.tokenizer import encode
 from helmscope.observe.inner_products import inner_product_histogram
 from helmscope.observe.pairs import PairSet, cloud_statistics, without_first_token
 from helmscope.types import Attachment, HelmscopeError, Trajectory
@@ -40,8 +43,9 @@ if TYPE_CHECKING:
     from helmscope.models.recording import Recording
 
 LOOPED_FURTHER = (2, 4, 8)  # times the depth of a tied block, the latter two in a full run only
-LOOPED_PROMPTS = 8
+LOOPED_PROMPTS = 8  # described only
 SHOWN, BINS = 5, 40  # depths and bins of the histograms
+LONG = 64  # texts that are joined for the one prompt of figure 1, more than enough
 LITERATURE = (
     "That pure attention collapses in rank (Dong et al. 2021, arXiv:2103.03404) is proved without residual connections "
     "and MLPs, and masks and LayerNorm change it (Wu et al. 2024, arXiv:2405.18781): a model with both need not gather "
@@ -57,12 +61,12 @@ def tokens_cluster(case: TrialCase) -> Finding:
     Pairs have different token ids and are at least 16 positions apart, without the first token. x are the tokens on the
     theory's sphere: the direction of the residual stream or, where states are outputs of norms, the direction with gain
     and bias folded out. Described: other levels and pairs, ranks, distance to the mean token, other coordinates,
-    figure 1 as printed, attention with P = I and with -V while the MLPs are on, untrained twins (in a full run in all
-    arms), tied blocks looped further, and the flow of ``TheoryFlow``.
+    figure 1 as printed (one prompt of 256 tokens), attention with P = I and with -V while the MLPs are on, untrained
+    twins (in a full run in all arms), tied blocks looped further, and the flow of ``TheoryFlow``.
     """
     arms = Factorial.of(case)
-    if arms.unmet is not None:
-        return Finding.impossible(arms.unmet)
+    if arms.refusal is not None:
+        return arms.refusal
     whole, silent = arms.arm(WHOLE), arms.arm(SILENT, only_described=True)
     twins = arms.twin_shares(WHOLE)
     described = _described(whole)
@@ -82,10 +86,11 @@ def tokens_cluster(case: TrialCase) -> Finding:
     if flow is not None:
         means[flow.label] = flow.mean
         described["mean inner product of the theory's flow, end"] = over_prompts(flow.end)
+    figure, printed = _figure_1(case, arms)
     parts = [
         depth_curves("share", shares, label=f"share of inner products above {arms.level:g}"),
         depth_curves("inner_product", means, label="mean inner product").rename(arm="path"),
-        _figure_1(arms.recording(only_described=True)),
+        *figure,
     ]
     ends = whole.share.mean(1)
     return Finding(
@@ -94,8 +99,9 @@ def tokens_cluster(case: TrialCase) -> Finding:
         described=described,
         data=xr.merge(parts, join="outer", compat="no_conflicts"),
         remark=f"The share goes from {ends[0]:.4f} over at most {ends.max():.4f} to {ends[-1]:.4f}, in untrained twins "
-        f"to {twins[:, -1].mean():.4f}. {remark} {LITERATURE}{arms.caveat}",
+        f"to {twins[:, -1].mean():.4f}. {printed} {remark} {LITERATURE}",
         setting=arms.setting,
+        shortage=arms.chosen.alike,
         attachments=(Attachment(f"Certificate of {case.subject.name}", str(arms.recording().certificate)),),
     )
 
@@ -131,7 +137,7 @@ def _other_arms_of_twins(arms: Factorial) -> dict[str, Evidence]:
 
 
 def _other_coordinates(arms: Factorial) -> dict[str, np.ndarray]:
-    """The growth of the share with the prompt's mean token subtracted, with gain and bias, and as printed."""
+    """The growth of the share with the prompt's mean token subtracted, with gain and bias, and of raw states."""
     recording = arms.recording()
     growths = {"growth, mean token subtracted": _growth(arms, recording, _centred(ends_of(recording.on_sphere)))}
     if recording.anatomy.post_norm:
@@ -142,7 +148,7 @@ def _other_coordinates(arms: Factorial) -> dict[str, np.ndarray]:
     )
     for label, pairs in (("i != j", PairSet.ALL), ("with the diagonal", PairSet.AS_PRINTED)):
         share = measured.aligned_pair_share.sel(pairs=pairs.value, level=arms.level).values
-        growths[f"growth, figure 1 as printed, {label}"] = growth_of(share)
+        growths[f"growth, raw states, {label}"] = growth_of(share)
     return growths
 
 
@@ -168,10 +174,15 @@ def _raw_states(recording: Recording, depths: Sequence[int]) -> Trajectory:
     return Trajectory(path.times[list(depths)], states, path.weights, axis=path.axis, replicate=path.replicate)
 
 
-def _figure_1(recording: Recording) -> xr.Dataset:
-    """Histograms of the inner products of raw states at some layers as figure 1 prints them: without the pairs i = i,
-    as its caption says, and with them, as its code has it; one histogram per prompt.
+def _figure_1(case: TrialCase, arms: Factorial) -> tuple[list[xr.Dataset], str]:
+    """Figure 1 as printed: histograms of the inner products of raw states of one prompt at some layers, without the
+    pairs i = i, as its caption says, and with them, as its code has it; and a sentence about the mass near 1.
     """
+    ids = _long_prompt(case)
+    try:
+        recording = case.subject.recording_of([ids])
+    except HelmscopeError as error:
+        return [], f"Figure 1 as printed was not computed: {error}."
     last = len(recording.trajectory.times) - 1
     depths = sorted({2 * round(k * last / 2 / (SHOWN - 1)) for k in range(SHOWN)})  # ends of whole layers
     raw = _raw_states(recording, depths)
@@ -185,7 +196,27 @@ def _figure_1(recording: Recording) -> xr.Dataset:
     both = np.stack([without, ((n - 1) * without + diagonal) / n], -1)
     axes = {"inner_product_of_raw_states": histogram.inner_product.values.tolist()}
     axes |= {"at_depth": depths, "pairs": ["i != j", "with the diagonal"]}
-    return curve("figure_1", both, axes, label="figure 1 as printed: share of inner products in a bin", over="prompt")
+    near = both[0, histogram.inner_product.values > arms.level].sum(0)[[0, -1]]  # (first or last depth, pairs)
+    sentence = (
+        f"Figure 1 as printed, one prompt of {len(ids)} tokens, raw states: the share above {arms.level:g} goes from "
+        f"{near[0, 0]:.4f} to {near[1, 0]:.4f} for i != j, and from {near[0, 1]:.4f} to {near[1, 1]:.4f} with the "
+        "diagonal, which adds the same mass at 1 at every depth."
+    )
+    label = f"figure 1 as printed, one prompt of {len(ids)} tokens: share of inner products in a bin"
+    alone = np.concatenate([both, np.full_like(both, np.nan)])  # one prompt has no interval
+    return [curve("figure_1", alone, axes, label=label, over="prompt")], sentence
+
+
+def _long_prompt(case: TrialCase) -> tuple[int, ...]:
+    """One prompt as long as that of figure 1, or as the context of the model: texts of the subject, joined."""
+    subject, limit = case.subject, context_length(case.subject.loaded.model)
+    length = min(case.constant("figure_1_tokens"), limit or math.inf)
+    texts = subject.texts
+    if isinstance(texts[0], str) and subject.tokenizer is not None:
+        ids: list[int] = encode([" ".join(map(str, texts[:LONG]))], subject.tokenizer)[0]
+    else:
+        ids = [token for row in subject.token_ids[:LONG] for token in row]
+    return tuple(ids[: int(length)])
 
 
 def _looped(case: TrialCase, arms: Factorial) -> dict[str, np.ndarray]:
