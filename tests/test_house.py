@@ -380,17 +380,16 @@ def test_versions_agree() -> None:
     assert hs.__version__.split(".dev")[0] in (ROOT / "CHANGELOG.md").read_text()
 
 
-def run_blocks(path: Path) -> tuple[str, dict[str, object]]:
-    """The text of a document, and the names that its Python blocks define, run in their order."""
-    text, names = path.read_text(), {}
+def run_blocks(text: str, names: dict[str, object]) -> None:
+    """Run the Python blocks of a document in their order; ``names`` receives what they define."""
     for code in re.findall(r"```python\n(.*?)```", text, re.S):
-        exec(compile(code, path.name, "exec"), names)
-    return text, names
+        exec(compile(code, "document", "exec"), names)
 
 
 def test_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    text, names = run_blocks(ROOT / "README.md")
+    text, names = (ROOT / "README.md").read_text(), {}
+    run_blocks(text, names)
     assert names["sim"].outcome.ok
     assert (tmp_path / "clustering.png").read_bytes().startswith(b"\x89PNG")
     assert text.count("\n") <= 80
@@ -458,7 +457,7 @@ def test_the_commands_of_the_readme(helmscope: Callable[..., tuple[object, str, 
 
 def test_the_comments_of_the_tour_stand_in_one_column() -> None:
     """61, or two spaces behind code that is longer."""
-    for block in re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "tour.md").read_text(), re.S):
+    for block in re.findall(r"```python\n(.*?)```", TOUR, re.S):
         lines = block.splitlines()
         for token in tokenize.generate_tokens(io.StringIO(block).readline):
             if token.type == tokenize.COMMENT and (code := token.line[: token.start[1]].rstrip()):
@@ -466,20 +465,39 @@ def test_the_comments_of_the_tour_stand_in_one_column() -> None:
                 assert token.start[1] == column, lines[token.start[0] - 1]
 
 
-def test_the_tour_runs(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+TOUR = (ROOT / "docs" / "tour.md").read_text()
+# the second section goes on with the tokens of the first; the others need only its imports
+FIRST, SECOND, *OTHERS = [part for part in re.split(r"(?m)^(?=## )", TOUR) if "```python" in part]
+SECTIONS = [f"{FIRST}{SECOND}", *OTHERS]
+SHOWN = ("hs.hitting_time", 'result["', "table.s", "tuple(")  # the comment of such a line begins with what is printed
+PRINTED = {"## Simulate": ("finished at t=10", "\n1.13077034"), "## Densities": ("finished at t=12",)}
+
+
+@pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.split("\n")[0])
+def test_the_tour_runs(
+    section: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    text, names = run_blocks(ROOT / "docs" / "tour.md")
-    assert names["table"].shape == (12, 6)
+    names: dict[str, object] = {}
+    exec("import torch\nimport helmscope as hs", names)
+    run_blocks(section, names)
     printed = capsys.readouterr().out
-    assert printed.startswith("finished at t=10")
-    assert "\n1.13077034" in printed
-    shown = [
-        line for line in text.splitlines() if line.startswith(("hs.hitting_time", 'result["', "table.s", "tuple("))
-    ]
-    assert len(shown) == 5
-    for line in shown:  # the comment begins with what is printed
-        code, comment = re.split(" +# ", line, maxsplit=1)
-        assert comment.startswith(repr(eval(code, names))), line
+    for heading, words in PRINTED.items():
+        if section.startswith(heading):
+            assert all(word in printed for word in words)
+    if section.startswith("## A real transformer"):
+        assert names["table"].shape == (12, 6)
+    for line in section.splitlines():
+        if line.startswith(SHOWN):
+            code, comment = re.split(" +# ", line, maxsplit=1)
+            assert comment.startswith(repr(eval(code, names))), line
+
+
+def test_the_sections_of_the_tour() -> None:
+    assert len(SECTIONS) == 6
+    assert sum(section.count("```python") for section in SECTIONS) == TOUR.count("```python")
+    assert len([line for line in TOUR.splitlines() if line.startswith(SHOWN)]) == 5
+    assert all(any(section.startswith(heading) for section in SECTIONS) for heading in PRINTED)
 
 
 def documented(module: ModuleType) -> Iterator[tuple[str, str]]:
