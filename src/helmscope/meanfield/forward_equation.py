@@ -148,7 +148,10 @@ class ForwardEquation:
         """The excess applied to a gradient, component by component: sums over an axis of length 2 are slow."""
         assert self.excess is not None
         parts = gradient.unbind(-1)
-        rows = [sum(each * part for each, part in zip(row, parts, strict=True)) for row in self._excess_rows]
+        rows = [
+            sum((each * part for each, part in zip(row, parts, strict=True)), torch.zeros_like(parts[0]))
+            for row in self._excess_rows
+        ]
         return torch.stack(rows, -2).movedim(-2, -1)
 
     @cached_property
