@@ -149,7 +149,7 @@ class EvolveDensity(Spec, frozen=True, kw_only=True, tag="density"):
         >>> EvolveDensity(field="usa", beta=2).flow(), EvolveDensity(field="none").flow()
         (USA(beta=2.0), None)
         >>> EvolveDensity(field="force", swirl=0.5).flow()
-        AxisForce(height=1.0, swirl=0.5)
+        AxisForce(swirl=0.5)
         """
         if self.field == names.NONE:
             return None
