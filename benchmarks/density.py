@@ -1,7 +1,8 @@
 """Transforms and right-hand sides of the equations of densities, in float64 on one core.
 
     transform         SphereGrid.synthesize and .analyze in turn, compared with their own matrix products and FFT alone
-    right-hand side   SA and USA with noise on S^2, compared with transforms
+    right-hand side   SA and USA with noise on S^2, compared with transforms; SA also with anisotropic noise, and for
+                      the logarithm of the density
     growth            the exponents in the degree with intervals, for S^2, the circle and zonal densities
 
 The matrix products are those of the transform, one 2 x (degree + 1) by (degree + 1) x latitudes product per order in
@@ -20,11 +21,12 @@ import torch
 from common import Results, free_memory, interleaved, new_results, parser, power_law, say, timing
 
 import helmscope as hs
-from helmscope.fields.noise import IsotropicNoise
+from helmscope.fields.noise import IsotropicNoise, MatrixNoise, Noise
 from helmscope.meanfield import CircleGrid, Density, Grid, SphereGrid, ZonalGrid
 from helmscope.meanfield.forward_equation import ForwardEquation
 
 BETA = 4.0
+ANISOTROPIC = MatrixNoise(torch.diag(torch.tensor([0.1, 0.2, 0.3], dtype=torch.float64)))
 TURNS, T_95 = 15, 2.145  # turns of an exponent, and the quantile of Student's t for their interval
 
 
@@ -48,11 +50,17 @@ def own_work(grid: SphereGrid) -> tuple[Callable[[], object], Callable[[], objec
     return synthesis, analysis
 
 
-def right_hand_side(grid: Grid, field: object) -> Callable[[], object]:
-    """One evaluation of the forward equation with noise."""
-    modes = Density.von_mises_fisher(grid, kappa=1.0).modes
-    equation = ForwardEquation.of(field, grid, IsotropicNoise(0.1))
-    return lambda: equation.rate(modes, 0.0)
+def right_hand_side(
+    grid: Grid, field: object, noise: Noise | None = None, *, positive: bool = False
+) -> Callable[[], object]:
+    """One evaluation of the forward equation with noise, for the density or its logarithm."""
+    density = Density.von_mises_fisher(grid, kappa=1.0)
+    equation = ForwardEquation.of(field, grid, noise or IsotropicNoise(0.1))
+    if positive:
+        log_modes = density.log_modes
+        assert log_modes is not None
+        return lambda: equation.log_rate(log_modes, 0.0)
+    return lambda: equation.rate(density.modes, 0.0)
 
 
 def medians(results: Results, labels: dict[str, object], calls: dict[str, Callable[[], object]]) -> dict[str, float]:
@@ -89,15 +97,20 @@ def transforms(results: Results, degree: int) -> None:
         "8 transforms": repeated(lambda: grid.synthesize(modes), lambda: grid.analyze(values)),
         "SA": right_hand_side(grid, hs.SA(beta=BETA)),
         "USA": right_hand_side(grid, hs.USA(beta=BETA)),
+        "SA, M": right_hand_side(grid, hs.SA(beta=BETA), ANISOTROPIC),
+        "SA, log": right_hand_side(grid, hs.SA(beta=BETA), positive=True),
+        "SA, M, log": right_hand_side(grid, hs.SA(beta=BETA), ANISOTROPIC, positive=True),
     }
     times = medians(results, {"grid": "S^2", "degree": degree}, calls)
     row = {"degree": degree, **{f"{name}, ms": 1e3 * value for name, value in times.items()}}
     row["transform / own work"] = times["8 transforms"] / times["8 times products and FFT"]
-    for name in ("SA", "USA"):
+    for name in list(calls)[2:]:
         row[f"{name}, in transforms"] = 8 * times[name] / times["8 transforms"]
     results.tables.setdefault("Transforms and right-hand sides on S^2", []).append(row)
     results.measures[f"transform / own work, degree {degree}"] = row["transform / own work"]
-    results.measures[f"right-hand side / transform, degree {degree}"] = row["SA, in transforms"]
+    for name in ("SA", "SA, M", "SA, log", "SA, M, log"):
+        label = "right-hand side" if name == "SA" else f"right-hand side of {name}"
+        results.measures[f"{label} / transform, degree {degree}"] = row[f"{name}, in transforms"]
     results.save()
 
 

@@ -70,11 +70,13 @@ def quantile_angles(density: Density, count: int) -> Float[Tensor, " count"]:
 
     def distribution(t: Tensor) -> Tensor:
         angles = k * t[:, None]
-        return (t + angles.sin() @ (p / k) + (1 - angles.cos()) @ (q / k)) / (2 * math.pi)
+        share: Tensor = (t + angles.sin() @ (p / k) + (1 - angles.cos()) @ (q / k)) / (2 * math.pi)
+        return share
 
     def slope(t: Tensor) -> Tensor:
         angles = k * t[:, None]
-        return (1 + angles.cos() @ p + angles.sin() @ q) / (2 * math.pi)
+        value: Tensor = (1 + angles.cos() @ p + angles.sin() @ q) / (2 * math.pi)
+        return value
 
     levels = (torch.arange(count, dtype=torch.float64) + 0.5) / count
     grid = torch.linspace(0, 2 * math.pi, 4 * count + 1, dtype=torch.float64)

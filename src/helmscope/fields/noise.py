@@ -179,8 +179,8 @@ class IsotropicNoise(Noise):
 
 @dataclass(frozen=True, eq=False)
 class MatrixNoise(Noise):
-    """Noise with a constant diffusion matrix M (d, d), symmetric and positive semi-definite: an increment over dt has
-    covariance 2 M dt.
+    """Noise with a constant matrix M = ``diffusion`` (d, d), symmetric and positive semi-definite: an increment over dt
+    has covariance 2 M dt.
 
     sigma is the symmetric square root of 2 M. No gradients are propagated to the matrix. Raises ``HelmscopeError`` if M
     is not square, finite, symmetric and positive semi-definite up to rounding.

@@ -149,7 +149,7 @@ class DensitySpec(Spec, frozen=True, kw_only=True, tag="density"):
         >>> DensitySpec(field="usa", beta=2).flow(), DensitySpec(field="none").flow()
         (USA(beta=2.0), None)
         >>> DensitySpec(field="force", swirl=0.5).flow()
-        AxisForce(height=1.0, swirl=0.5)
+        AxisForce(swirl=0.5)
         """
         if self.field == names.NONE:
             return None

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -235,7 +235,7 @@ def _is_positive(grid: Grid, modes: Tensor) -> bool:
     return bool(values.min() > -NEGATIVE * values.max())
 
 
-def _row(field: SA | USA, nus: list[float], dim: int, degree: int | None) -> dict[str, object]:
+def _row(field: SA | USA, nus: list[float], dim: int, degree: int | None) -> dict[str, Any]:
     """The variables at one beta."""
     critical = critical_nu(field, dim=dim)
     growth = [float(growth_rates(field, dim=dim, nu=nu)[1:].max()) for nu in nus]

@@ -220,7 +220,7 @@ def _sharpness(head: Attention) -> float:
     """|beta| ||B||, the largest size of a logit between unit vectors; 0 for ``Hardmax``, which has no kernel."""
     if not head.continuous:
         return 0.0
-    factor, matrix = float(torch.as_tensor(head.logit_factor).abs().max()), head.query_key
+    factor, matrix = abs(float(head.logit_factor)), head.query_key
     if matrix is None:
         return factor
     dense = matrix.dense() if isinstance(matrix, LowRank) else matrix

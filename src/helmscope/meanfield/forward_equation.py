@@ -19,7 +19,7 @@ every step.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, reduce
 from typing import TYPE_CHECKING
 
 import torch
@@ -148,7 +148,9 @@ class ForwardEquation:
         """The excess applied to a gradient, component by component: sums over an axis of length 2 are slow."""
         assert self.excess is not None
         parts = gradient.unbind(-1)
-        rows = [sum(each * part for each, part in zip(row, parts, strict=True)) for row in self._excess_rows]
+        rows = [
+            reduce(torch.add, (each * part for each, part in zip(row, parts, strict=True))) for row in self._excess_rows
+        ]
         return torch.stack(rows, -2).movedim(-2, -1)
 
     @cached_property

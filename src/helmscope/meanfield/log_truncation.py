@@ -41,7 +41,7 @@ class LogTruncation:
     >>> grid, noise = CircleGrid(degree=8), IsotropicNoise(0.1)
     >>> estimate = LogTruncation.of(ForwardEquation.of(None, grid, noise), None, noise)
     >>> u = torch.zeros(17, dtype=torch.float64)
-    >>> u[15] = 0.1  # a harmonic of degree 8, whose square has degree 16
+    >>> u[11] = 0.1  # a harmonic of degree 6, whose square has degree 12
     >>> estimate.advance(u, 0.1) > 1e-5
     True
     """
