@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from helmscope.claims.prompts import choose_prompts
 from helmscope.claims.reading import entry
 from helmscope.claims.registry import experiments
 from helmscope.claims.run_trials import TrialsFailed, run_trials
 from helmscope.claims.trial import code_hash, sources, try_claim
+from helmscope.models.subject import Subject
 from helmscope.runs.processes import Processes
 from helmscope.store.run_folder import RunFolder
 from helmscope.types import HelmscopeError, Ruling, check_measurement
@@ -139,12 +141,45 @@ def test_the_published_rulings_do_not_depend_on_the_seed() -> None:
     """At seeds 0 to 9 no trial is both supported and refuted, and at least 9 agree with the full run of trials.md."""
     seeds = runpy.run_path(str(DOCS / "seeds.py"))
     stored, published = json.loads((DOCS / "seeds.json").read_text()), seeds["published_rulings"]()
-    assert stored["versions"] == {claim: entry(claim).version for claim in stored["versions"]}
-    assert stored["rulings"].keys() == published.keys()
-    for name, rulings in stored["rulings"].items():
-        assert len(rulings) == 10, name
-        assert not seeds["contradictory"](rulings), name
-        assert rulings.count(published[name]) >= 9, name
+    assert stored.keys() == published.keys()
+    shown = (DOCS / "seeds.md").read_text()
+    for name, row in stored.items():
+        assert len(row["rulings"]) == 10, name
+        assert not seeds["contradictory"](row["rulings"]), name
+        assert row["rulings"].count(published[name]) >= 9, name
+        (line,) = [line for line in shown.splitlines() if line.startswith(f"| {name} |")]
+        assert row["entry"] == entry(name.partition(" | ")[0]).hash or "*stale*" in line, name
+
+
+def test_rows_of_another_entry_or_code_are_stale() -> None:
+    """So are those made before a module was changed from which the experiment imports."""
+    is_stale = runpy.run_path(str(DOCS / "seeds.py"))["is_stale"]
+    row = {"entry": entry("rate").hash, "code": code_hash("rate", None), "rulings": []}
+    assert not is_stale("rate | simulation", row)
+    assert is_stale("rate | simulation", {**row, "code": code_hash("kuramoto", None)})
+    assert is_stale("rate | simulation", {**row, "entry": entry("kuramoto").hash})
+
+
+def test_planted_rulings_of_another_entry_code_or_model_are_made_again(tmp_path: Path) -> None:
+    planted = runpy.run_path(str(DOCS / "planted.py"))
+    stored, hashes = planted["stored"], planted["hashes"]()
+    table = {kind: {claim: ["refuted"] for claim in planted["CLAIMS"]} for kind in planted["RULINGS"]}
+    stored.__globals__["HERE"] = tmp_path
+    stored.__globals__["hashes"] = lambda: hashes
+    for changed in ({}, *({name: "other"} for name in hashes)):
+        (tmp_path / "planted.json").write_text(json.dumps({"hashes": hashes | changed, "rulings": table}))
+        kept = [rulings for claims in stored().values() for rulings in claims.values() if rulings]
+        assert bool(kept) == (not changed), changed
+    assert {"planted models", "mlp-prevents, entry", "mlp-prevents, code"} <= hashes.keys()
+
+
+def test_another_seed_takes_other_prompts() -> None:
+    redrawn = runpy.run_path(str(DOCS / "seeds.py"))["redrawn"]
+    first, second, again = (choose_prompts(32, redrawn(Subject("A"), seed), gap=16) for seed in (0, 1, 0))
+    assert (first[1], second[1]) == (32, 32)
+    assert first == again
+    assert len(set(first[0]) & set(second[0])) < 24
+    assert redrawn(Subject.simulation(), 3) == Subject.simulation()
 
 
 def test_seeds_that_contradict_each_other_are_noticed() -> None:

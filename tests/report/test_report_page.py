@@ -217,7 +217,7 @@ def test_a_number_carries_its_statistic():
     growth = JudgedQuantity(condition.name, REGION, MEASURED, Ruling.REFUTED)
     trials = [made_up("tokens-cluster", Ruling.REFUTED, model, conditions=(growth,)) for model in "AB"]
     root = tree(page(CATALOGUE, trials))
-    smalls = root.all("table")[0].all("small")
+    smalls = list(root.all("table")[0].all("small"))
     assert [small.attrs["title"] for small in smalls] == [condition.statistic] * 2
     assert all(small.text.endswith(condition.name) for small in smalls)
     (finding,) = [part for part in root.all("p") if part.attrs.get("class") == "finding"]

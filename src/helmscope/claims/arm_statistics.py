@@ -149,10 +149,8 @@ class Factorial:
         (0.9, 16, 1)
         """
         level, gap, twins = (case.constant(name) for name in ("level", "gap", "twins"))
-        described, untrained = (
-            case.count(case.constant(name), quick=case.constant(f"{name}_quick"))
-            for name in ("described_prompts", "twin_prompts")
-        )
+        described = case.count(case.constant("described_prompts"), quick=case.constant("described_prompts_quick"))
+        untrained = case.count(case.constant("twin_prompts"), quick=case.constant("twin_prompts_quick"))
         chosen, few = ChosenPrompts.of(case, gap=gap), case.constant("other_twin_prompts")
         return cls(case.subject, case.seed, level, gap, twins, chosen, described, untrained, few)
 

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from helmscope.models.identity import Prompt
     from helmscope.models.subject import Subject
 
+JOINED = 64  # texts that are joined to a long prompt, more than enough
+
 
 @dataclass(frozen=True)
 class ChosenPrompts:
@@ -121,6 +123,25 @@ def choose_prompts(
     chosen = sorted(sorted(usable, key=lambda k: (rank[k], k))[:count])
     texts = tuple(subject.texts[k] if length is None else rows[k] for k in chosen)
     return texts, len({firsts[k] for k in chosen})
+
+
+def long_prompt(subject: Subject, length: int) -> tuple[int, ...]:
+    """The token ids of one prompt of ``length`` tokens, or as many as the model's context and its texts have: texts of
+    the subject, joined.
+
+    >>> from helmscope.models.subject import Subject
+    >>> len(long_prompt(Subject("A"), 256)), len(long_prompt(Subject("A"), 9_999))
+    (256, 256)
+    """
+    from helmscope.models.texts import context_length  # deferred, since listing claims needs no models
+    from helmscope.models.tokenizer import encode
+
+    if isinstance(subject.texts[0], str) and subject.tokenizer is not None:
+        ids = encode([" ".join(map(str, subject.texts[:JOINED]))], subject.tokenizer)[0]
+    else:
+        ids = [token for row in subject.token_ids[:JOINED] for token in row]
+    limit = context_length(subject.loaded.model)
+    return tuple(ids[: length if limit is None else min(length, limit)])
 
 
 def _has_pair(ids: Sequence[int], gap: int) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -28,12 +27,11 @@ from helmscope.claims.arm_statistics import (
 )
 from helmscope.claims.curves import curve
 from helmscope.claims.finding import Finding
+from helmscope.claims.prompts import long_prompt
 from helmscope.claims.registry import TrialCase, experiment
 from helmscope.claims.theory_flow import TheoryFlow
 from helmscope.claims.twin_contrast import TwinContrast
 from helmscope.geometry.sphere import retract
-from helmscope.models.texts import context_length
-from helmscope.models.tokenizer import encode
 from helmscope.observe.inner_products import inner_product_histogram
 from helmscope.observe.pairs import PairSet, cloud_statistics, without_first_token
 from helmscope.types import Attachment, HelmscopeError, Trajectory
@@ -45,7 +43,6 @@ if TYPE_CHECKING:
 LOOPED_FURTHER = (2, 4, 8)  # times the depth of a tied block, the latter two in a full run only
 LOOPED_PROMPTS = 8  # described only
 SHOWN, BINS = 5, 40  # depths and bins of the histograms
-LONG = 64  # texts that are joined for the one prompt of figure 1, more than enough
 LITERATURE = (
     "That pure attention collapses in rank (Dong et al. 2021, arXiv:2103.03404) is proved without residual connections "
     "and MLPs, and masks and LayerNorm change it (Wu et al. 2024, arXiv:2405.18781): a model with both need not gather "
@@ -178,7 +175,7 @@ def _figure_1(case: TrialCase, arms: Factorial) -> tuple[list[xr.Dataset], str]:
     """Figure 1 as printed: histograms of the inner products of raw states of one prompt at some layers, without the
     pairs i = i, as its caption says, and with them, as its code has it; and a sentence about the mass near 1.
     """
-    ids = _long_prompt(case)
+    ids = long_prompt(case.subject, case.constant("figure_1_tokens"))
     try:
         recording = case.subject.recording_of([ids])
     except HelmscopeError as error:
@@ -205,18 +202,6 @@ def _figure_1(case: TrialCase, arms: Factorial) -> tuple[list[xr.Dataset], str]:
     label = f"figure 1 as printed, one prompt of {len(ids)} tokens: share of inner products in a bin"
     alone = np.concatenate([both, np.full_like(both, np.nan)])  # one prompt has no interval
     return [curve("figure_1", alone, axes, label=label, over="prompt")], sentence
-
-
-def _long_prompt(case: TrialCase) -> tuple[int, ...]:
-    """One prompt as long as that of figure 1, or as the context of the model: texts of the subject, joined."""
-    subject, limit = case.subject, context_length(case.subject.loaded.model)
-    length = min(case.constant("figure_1_tokens"), limit or math.inf)
-    texts = subject.texts
-    if isinstance(texts[0], str) and subject.tokenizer is not None:
-        ids: list[int] = encode([" ".join(map(str, texts[:LONG]))], subject.tokenizer)[0]
-    else:
-        ids = [token for row in subject.token_ids[:LONG] for token in row]
-    return tuple(ids[: int(length)])
 
 
 def _looped(case: TrialCase, arms: Factorial) -> dict[str, np.ndarray]:
