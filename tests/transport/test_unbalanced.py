@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from helmscope.transport import sinkhorn, sinkhorn_iteration, sinkhorn_plan
+from helmscope.transport import Euclidean, sinkhorn, sinkhorn_divergence, sinkhorn_iteration, sinkhorn_plan
 from helmscope.transport.unbalanced import best_translation, conjugate, damping, relative_entropy
 from helmscope.types import HelmscopeError
 from support.planting import Plant, outcome
@@ -38,6 +38,22 @@ def test_two_points(reach, mass, other):
     assert float(plan.objective) == pytest.approx(objective, abs=1e-10)
     assert float(plan.dual) == pytest.approx(objective, abs=1e-10)
     assert float(plan.value) == pytest.approx(0.49 * t, abs=1e-10)
+
+
+@pytest.mark.parametrize(("mass", "other"), [(1.0, 1.0), (2.0, 0.5), (0.3, 1.7)])
+def test_divergence_of_two_points(mass, other):
+    """OT(x, y) - OT(x, x) / 2 - OT(y, y) / 2 + epsilon (a - b)^2 / 2, each from the closed form of two points."""
+    x, y = torch.zeros(1, 1).double(), torch.full((1, 1), 0.7, dtype=torch.float64)
+    weights = torch.tensor([mass], dtype=torch.float64), torch.tensor([other], dtype=torch.float64)
+    for epsilon in (0.2, 3.0):
+        options = {"cost": Euclidean(), "epsilon": epsilon, "reach": 0.8, "tolerance": 1e-12}
+        found = sinkhorn_divergence(x, y, *weights, **options).value
+        across, within, within_other = (
+            two_points(*masses, distance, epsilon, 0.64)[1]
+            for *masses, distance in ((mass, other, 0.7), (mass, mass, 0.0), (other, other, 0.0))
+        )
+        wanted = across - within / 2 - within_other / 2 + epsilon * (mass - other) ** 2 / 2
+        assert float(found) == pytest.approx(wanted, abs=1e-10)
 
 
 def test_plans_are_those_of_pot():
