@@ -75,7 +75,7 @@ def test_a_plan_in_the_plane_has_straight_lines():
 
 def test_a_barycenter_is_drawn_with_its_clouds():
     x = torch.tensor([[0.0, 0.0], [1.0, 0.0]])
-    figure = plot(free_support_barycenter(x, [x, x + 2]))
+    figure = plot(free_support_barycenter(x, [x, x + 2], cost=Euclidean()))
     legend = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
     assert legend == ["cloud 0: 2 points", "cloud 1: 2 points", "barycenter: 2 points"]
     middle = np.concatenate([mark.get_offsets() for mark in marks_of(figure.axes[0])])[-2:]

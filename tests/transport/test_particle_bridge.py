@@ -53,7 +53,7 @@ def test_noise_alone_in_the_plane_has_the_gaussian_bridge_and_the_bridge_between
     root = torch.tensor([[0.8, 0.3], [0.3, 0.5]], dtype=torch.float64)
     x, y = normal_cloud(300, 1), normal_cloud(300, 2) @ root + 1
     clouds = bridge_clouds(x, y, nu=0.3, space=StateSpace.FLAT)
-    closed = GaussianBridge(torch.zeros(2), torch.eye(2), torch.ones(2), root @ root, diffusion=0.3)
+    closed = GaussianBridge(torch.zeros(2), torch.eye(2), torch.ones(2), root @ root, nu=0.3)
     bridge = bridge_particles(x, y, noise=IsotropicNoise(0.3), space=StateSpace.FLAT, particles=200, steps=3, rounds=1)
     points = closed.marginal(0.4, n=200, seed=2)
     assert relative_gap(bridge.control(points, 0.4), clouds.control(points, 0.4)) < 0.05
@@ -283,7 +283,8 @@ def test_poor_coverage_and_iteration_limits_are_reported() -> None:
         ({"noise": 0.3}, "noise is 0.3"),
         ({"horizon": 0.0}, "horizon is 0"),
         ({"space": StateSpace.STREAM}, "space is"),
-        ({"reference": SA(beta=1.0)}, "depends on the other points"),
+        ({"reference": SA(beta=1.0, causal=True)}, "depends on the other points, but not through their law alone"),
+        ({"reference": lambda x: x.flip(-2)}, "depends on the other points, but not through their law alone"),
         ({"reference": SA(beta=1.0), "space": StateSpace.FLAT}, "reference is SA"),
         ({"reference": 3}, "field is 3"),
         ({"reference": lambda x: x / 0}, "not finite"),
@@ -311,5 +312,5 @@ def test_bad_times_and_shapes() -> None:
         bridge.control(torch.eye(2, dtype=torch.float64), 0.5)
     with pytest.raises(HelmscopeError, match="must not exceed the horizon"):
         bridge.simulate(X, [1.5])
-    with pytest.raises(HelmscopeError, match="x_weights has 4 masses"):
+    with pytest.raises(HelmscopeError, match="at least 32 points of equal y_weights only, and y has 5"):
         bridge.cost()

@@ -67,8 +67,9 @@ def barycenter_figure(barycenter: Barycenter, *, title: str = "") -> Figure:
     """Figure of a barycenter and of the clouds whose barycenter it is; the area of a point grows with its weight.
 
     >>> from helmscope.transport.barycenter import free_support_barycenter
+    >>> from helmscope.transport.cost import Euclidean
     >>> x = torch.tensor([[0.0, 0.0], [1.0, 0.0]])
-    >>> figure = barycenter_figure(free_support_barycenter(x, [x, x + 2]))
+    >>> figure = barycenter_figure(free_support_barycenter(x, [x, x + 2], cost=Euclidean()))
     >>> len(figure.axes[0].get_legend().get_texts())
     3
     """
