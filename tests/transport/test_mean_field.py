@@ -1,8 +1,9 @@
-"""Interacting fields as references: closed forms, a Fourier series of the mean field, CrossAttention, plain functions."""
+"""Interacting fields as references: closed forms, Fourier series, CrossAttention, and plain functions."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -62,9 +63,11 @@ def test_attention_to_the_frozen_path_is_cross_attention() -> None:
     x, points = source(20, 3, 1), Uniform(n=6, dim=3).sample(seed=2)
     reference = mean_field_reference(hs.SA(beta=2.0), x, noise=NOISE, particles=60, steps=8, seed=3)
     assert reference.path.shape == (9, 60, 3)
+    general = replace(reference, field=hs.MultiHead([hs.SA(beta=2.0)]))  # by tokens without mass
     for k in (0, 4, 8):
         wanted = hs.CrossAttention(beta=2.0, context=reference.path[k])(points)
-        torch.testing.assert_close(reference(points, t=k / 8), wanted, rtol=0, atol=1e-12)
+        for found in (reference, general):
+            torch.testing.assert_close(found(points, t=k / 8), wanted, rtol=0, atol=1e-12)
 
 
 def test_mean_field_of_the_kuramoto_model_is_its_fourier_series() -> None:
@@ -147,7 +150,7 @@ def test_tagged_tokens_land_on_the_target() -> None:
 
 def test_bad_input() -> None:
     x = source(4, 3, 1)
-    with pytest.raises(HelmscopeError, match="reference is SA, .* without causal mask"):
+    with pytest.raises(HelmscopeError, match=r"reference is SA, .* without causal mask"):
         mean_field_reference(hs.SA(beta=1.0, causal=True), x)
     with pytest.raises(HelmscopeError, match=r"x has shape \(1, 4, 3\), but a mean field is that of one cloud"):
         mean_field_reference(hs.SA(beta=1.0), x[None])

@@ -120,7 +120,7 @@ def check_cost(cost: object) -> Cost:
 
     >>> check_cost(Geodesic)
     Traceback (most recent call last):
-    helmscope.types.HelmscopeError: cost is <class ...>, but it must be Geodesic(), Chordal(), Euclidean() or another Cost
+    helmscope.types.HelmscopeError: cost is <class ...>, but it must be Geodesic(), Chordal(), Euclidean() or ...
     """
     if not isinstance(cost, Cost):
         raise HelmscopeError(f"cost is {cost!r}, but it must be Geodesic(), Chordal(), Euclidean() or another Cost")

@@ -26,6 +26,7 @@ from helmscope.types import (
     ConciseRepr,
     HelmscopeError,
     Interval,
+    Plottable,
     check_integer,
     check_real,
     pluralized,
@@ -43,7 +44,7 @@ _ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-5}  # allowed deviation of a
 
 
 @dataclass(frozen=True, eq=False)
-class DiscreteBridge(ConciseRepr):
+class DiscreteBridge(ConciseRepr, Plottable):
     """The bridge of a Markov chain, returned by ``bridge_chain``.
 
     ``log_potentials`` holds log phi_k, (K + 1, states), -inf where the bridge never is; ``marginals`` the laws at all

@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from helmscope.fields.attention import SA
+from helmscope.fields.cross import CrossAttention
 from helmscope.fields.field import Field, StateSpace, as_field
 from helmscope.solve.integrate import integrate
 from helmscope.transport.clouds import check_clouds
@@ -97,13 +99,23 @@ class MeanFieldReference(Field):
         position = position.reshape(position.shape[:-2] if position.ndim > 1 else position.shape)
         before = position.floor().clamp(0, len(self.path) - 2).long()
         share = (position - before).clamp(0, 1).reshape(*position.shape, 1, 1).to(x.dtype)
-        n, count = x.shape[-2], self.path.shape[1]
-        tokens = torch.stack([
-            torch.cat([x, self.path[index].to(x).expand(*x.shape[:-2], -1, -1)], -2) for index in (before, before + 1)
+        others = torch.stack([
+            self.path[index].to(x).expand(*x.shape[:-2], *self.path.shape[1:]) for index in (before, before + 1)
         ])  # fmt: skip
-        masses = torch.cat([x.new_zeros(n), self.path_weights.to(x)]).expand(*tokens.shape[:-2], n + count)
-        low, high = self.field.velocity(tokens, weights=masses, t=t)[..., :n, :]
+        low, high = self._among(x.expand(2, *x.shape), others, t)
         return low + share * (high - low)
+
+    def _among(self, x: Tensor, others: Tensor, t: Time) -> Tensor:
+        """The velocity of tokens x without mass among others (*batch, N, d)."""
+        masses = self.path_weights.to(x)
+        if type(self.field) is SA:  # needs no attention among the others
+            matrices = {"query_key": self.field.query_key, "value": self.field.value}
+            frozen = CrossAttention(self.field.beta, others, context_weights=masses, **matrices)
+            return frozen.velocity(x)
+        n = x.shape[-2]
+        tokens = torch.cat([x, others], -2)
+        weights = torch.cat([x.new_zeros(n), masses]).expand(tokens.shape[:-1])
+        return self.field.velocity(tokens, weights=weights, t=t)[..., :n, :]
 
 
 def mean_field_reference(
@@ -123,7 +135,7 @@ def mean_field_reference(
     the random numbers of ``seed`` and stored at ``steps`` + 1 times; without noise copies stay together, and there is
     one of each. Its error is that of sampling, of the order N^(-1/2) for N tokens with noise, and of the order
     ``steps``^-2 for the interpolation in time. An evaluation at m points costs as much as the field does for N + m
-    tokens.
+    tokens, and for SA as attention of m tokens to N.
 
     Raises ``HelmscopeError`` for a field whose tokens have an order (a causal mask, positions, a bias) or no weights,
     because it has no mean field, and for points that are not in its space.

@@ -50,11 +50,12 @@ class Plan(Plottable):
     """A transport plan pi between x with masses a and y with masses b.
 
     ``cost`` is the ground distance, ``p`` its power, and ``epsilon`` the weight of the entropy, None if the plan is
-    exact. ``value`` is the transport cost sum_ij pi_ij c_ij, c = dist^p, and ``distance`` its root value^(1/p), which is
-    W_p if the plan is exact; ``objective`` is what the solver minimized (the same for exact transport; with entropy and
-    relaxed marginals otherwise), and ``dual`` its lower bound from the ``potentials`` f, g. ``couple(values)`` returns sum_j pi_ij values_j, (n, k), without
-    forming pi where the plan is implicit. ``marginal_errors`` are the sums over i of |sum_j pi_ij - a_i|, and likewise
-    for y. A sparse plan lists its ``entries``: indices i, indices j, and masses pi_ij > 0.
+    exact. ``value`` is the transport cost sum_ij pi_ij c_ij, c = dist^p, and ``distance`` its root value^(1/p), W_p if
+    the plan is exact; ``objective`` is what the solver minimized (the same for exact transport; with entropy and
+    relaxed marginals otherwise), and ``dual`` its lower bound from the ``potentials`` f, g. ``couple(values)`` returns
+    sum_j pi_ij values_j, (n, k), without forming pi where the plan is implicit. ``marginal_errors`` are the sums over i
+    of |sum_j pi_ij - a_i|, and likewise for y. A sparse plan lists its ``entries``: indices i, indices j, and masses
+    pi_ij > 0.
 
     >>> from helmscope.transport.line import line_plan
     >>> plan = line_plan(torch.tensor([[0.0]]), torch.tensor([[1.0], [3.0]]))

@@ -55,8 +55,8 @@ def sinkhorn(
     As for ``w2``, the cost defaults to ``Geodesic()``, the angle between unit vectors; points of R^d need
     ``Euclidean()``. Memory is O(n + m): beyond 2^22 pairs neither c nor pi is stored, and ``Plan.couple`` computes pi
     block by block as well. For |x - y|^2, that is for ``Euclidean()``, or ``Chordal()`` on the sphere, an iteration
-    costs two passes of attention without values; other costs, and ``Geodesic()``, take several times longer. Large problems start from the potentials of
-    random samples.
+    costs two passes of attention without values; other costs, ``Geodesic()`` among them, take several times longer.
+    Large problems start from the potentials of random samples.
 
     The iteration stops when the marginal error sum_j |sum_i pi_ij - b_j| is at most ``tolerance`` (default 1e-6, in
     float32 1e-4), or after ``max_iterations``. In the latter case ``status`` is ITERATION_LIMIT, and
