@@ -19,6 +19,7 @@ from helmscope.transport.cost import Chordal, Euclidean
 from helmscope.transport.discrete_bridge import bridge_chain
 from helmscope.transport.exact import exact_plan
 from helmscope.transport.gaussian_bridge import GaussianBridge
+from helmscope.transport.line import line_plan
 from helmscope.transport.sinkhorn_plan import sinkhorn
 from helmscope.types import HelmscopeError
 
@@ -117,6 +118,14 @@ def test_a_plan_in_the_plane_has_straight_lines():
     figure = plot(exact_plan(x, x + torch.tensor([0.0, 1.0]), cost=Euclidean()))
     ends = sorted(tuple(segment[[0, -1]].flatten()) for each in lines_of(figure) for segment in each.get_segments())
     assert np.allclose(ends, [(0, 0, 0, 1), (4, 0, 4, 1)])
+
+
+def test_a_plan_on_the_line_has_its_clouds_on_two_levels():
+    x, y = torch.tensor([[0.0], [1.0]]), torch.tensor([[2.0], [3.0]])
+    figure = plot(line_plan(x, y))
+    ends = sorted(tuple(segment[[0, -1]].flatten()) for each in lines_of(figure) for segment in each.get_segments())
+    assert np.allclose(ends, [(0, 1.5, 2, 0), (1, 1.5, 3, 0)])
+    assert "in R^1" in figure._suptitle.get_text()
 
 
 def test_a_barycenter_is_drawn_with_its_clouds():

@@ -43,8 +43,9 @@ def plan_figure(plan: Plan, *, lines: int = MOST_LINES, title: str = "") -> Figu
     """Figure of a plan: both clouds, and lines between points that exchange mass, as wide as their mass.
 
     Unit vectors are drawn on the circle, with circular arcs inside of it that meet it at right angles, or on a globe,
-    with lines along great circles; more dimensions are projected on two principal directions. The heaviest ``lines`` entries are drawn; a plan between so
-    many points that it cannot be stored is drawn by its images, x_i to sum_j pi_ij y_j / a_i.
+    with lines along great circles; more dimensions are projected on two principal directions. The heaviest ``lines``
+    entries are drawn; a plan between so many points that it cannot be stored is drawn by its images, x_i to
+    sum_j pi_ij y_j / a_i.
 
     >>> from helmscope.transport.circle import circle_plan
     >>> figure = plan_figure(circle_plan(torch.eye(2), -torch.eye(2)))
@@ -54,10 +55,17 @@ def plan_figure(plan: Plan, *, lines: int = MOST_LINES, title: str = "") -> Figu
     count = check_integer("lines", lines, at_least=0)
     x, y = _points(plan.clouds.x), _points(plan.clouds.y)
     starts, ends, masses, what = _heaviest(plan, count)
+    if x.shape[-1] == 1:  # on two levels, or points and lines would hide each other
+        height = float(np.ptp(np.concatenate([x, y]))) / 2 or 1.0
+        x, y, starts, ends = (
+            np.concatenate([points, np.full_like(points, level)], -1)
+            for points, level in ((x, height), (y, 0.0), (starts, height), (ends, 0.0))
+        )
+        what += "; x above, y below"
     with styled():
         figure = blank_figure(5.2, 5.4)
         panel = figure.subplots()
-        canvas = _canvas(np.concatenate([x, y]))
+        canvas = _canvas(np.concatenate([x, y])) if plan.clouds.x.shape[-1] > 1 else Canvas.on_two_levels(x, y)
         canvas.prepare(panel)
         _draw_lines(panel, canvas, starts, ends, masses)
         _draw_clouds(panel, canvas, [("x", x, plan.clouds.a), ("y", y, plan.clouds.b)], COLORS)

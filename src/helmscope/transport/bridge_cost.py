@@ -3,8 +3,8 @@
     E int u . Sigma^-1 u / 4 dt  =  E log phi_T(X_T) - E log phi_0(X_0)
                                  =  sum_j b_j (g_j - log b_j) - H - sum_i a_i log phi_0(x_i),
 
-where e^{g_j} is the weight of y_j in phi_T, and H = -int mu_T log mu_T the entropy of the target with respect to volume,
-without which a process that ends in points costs infinitely much.
+where e^{g_j} is the weight of y_j in phi_T, and H = -int mu_T log mu_T the entropy of the target with respect to
+volume, without which a process that ends in points costs infinitely much.
 """
 
 from __future__ import annotations
